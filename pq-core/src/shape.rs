@@ -1,0 +1,106 @@
+use crate::Error;
+
+/// A validated product quantizer shape: `m` subspaces of `dsub = dim / m` components, `nbits` bits per code.
+///
+/// # Examples
+/// ```
+/// let shape = pq_core::PqShape::new(128, 64, 8)?;
+/// assert_eq!((shape.dsub(), shape.ksub(), shape.code_size()), (2, 256, 64));
+/// # Ok::<(), pq_core::Error>(())
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PqShape {
+    dim: usize,
+    m: usize,
+    nbits: u32, // 1..=12
+}
+
+impl PqShape {
+    /// Checks and makes a shape.
+    ///
+    /// # Errors
+    /// [`Error::Zero`], [`Error::DimNotDivisible`], [`Error::NbitsOutOfRange`], or [`Error::TooLarge`] when the
+    /// codebook's length overflows.
+    pub const fn new(dim: usize, m: usize, nbits: u32) -> Result<Self, Error> {
+        if dim == 0 {
+            return Err(Error::Zero { what: "dim" });
+        }
+        if m == 0 {
+            return Err(Error::Zero { what: "m" });
+        }
+        if !dim.is_multiple_of(m) {
+            return Err(Error::DimNotDivisible { dim, m });
+        }
+        if nbits == 0 || nbits > 12 {
+            return Err(Error::NbitsOutOfRange { nbits });
+        }
+        // Bounds dim << nbits, m << nbits and m * nbits at once.
+        if dim.checked_mul(1 << 12).is_none() {
+            return Err(Error::TooLarge);
+        }
+        Ok(Self { dim, m, nbits })
+    }
+
+    /// Components of a vector.
+    #[must_use]
+    pub const fn dim(&self) -> usize {
+        self.dim
+    }
+
+    /// Subspaces, which is also codes per vector.
+    #[must_use]
+    pub const fn m(&self) -> usize {
+        self.m
+    }
+
+    /// Bits per code.
+    #[must_use]
+    pub const fn nbits(&self) -> u32 {
+        self.nbits
+    }
+
+    /// Components per subspace.
+    #[must_use]
+    pub const fn dsub(&self) -> usize {
+        self.dim / self.m
+    }
+
+    /// Centroids per subspace.
+    #[must_use]
+    pub const fn ksub(&self) -> usize {
+        1 << self.nbits
+    }
+
+    /// Bytes of one packed vector: `m * nbits` bits, rounded up.
+    #[must_use]
+    pub const fn code_size(&self) -> usize {
+        (self.m * self.nbits as usize).div_ceil(8)
+    }
+
+    /// Elements of a codebook (m, ksub, dsub).
+    #[must_use]
+    pub const fn codebook_len(&self) -> usize {
+        self.ksub() * self.dim
+    }
+
+    /// Elements of a look-up table (m, ksub).
+    #[must_use]
+    pub const fn lut_len(&self) -> usize {
+        self.m * self.ksub()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bad_shapes_are_errors() {
+        assert_eq!(PqShape::new(0, 1, 8), Err(Error::Zero { what: "dim" }));
+        assert_eq!(PqShape::new(8, 0, 8), Err(Error::Zero { what: "m" }));
+        assert_eq!(PqShape::new(10, 4, 8), Err(Error::DimNotDivisible { dim: 10, m: 4 }));
+        assert_eq!(PqShape::new(8, 4, 0), Err(Error::NbitsOutOfRange { nbits: 0 }));
+        assert_eq!(PqShape::new(8, 4, 13), Err(Error::NbitsOutOfRange { nbits: 13 }));
+        assert_eq!(PqShape::new(usize::MAX, 1, 8), Err(Error::TooLarge));
+    }
+}

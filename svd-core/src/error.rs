@@ -1,0 +1,66 @@
+use core::fmt;
+
+/// What was wrong with an argument, and by how much.
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
+pub enum Error {
+    /// A size that must not be zero is.
+    Zero {
+        /// The argument.
+        what: &'static str,
+    },
+    /// A slice has another length than the shapes say.
+    Length {
+        /// The argument.
+        what: &'static str,
+        /// Elements that the shapes ask for.
+        expected: usize,
+        /// Elements that were given.
+        actual: usize,
+    },
+    /// More columns asked for than the basis has.
+    Rank {
+        /// The rank asked for.
+        rank: usize,
+        /// The dimension.
+        dim: usize,
+    },
+    /// A NaN or an infinity in the data.
+    NotFinite {
+        /// The argument.
+        what: &'static str,
+    },
+    /// A fraction outside its range.
+    Fraction {
+        /// The argument.
+        what: &'static str,
+        /// Its value.
+        value: f64,
+    },
+    /// A product of sizes does not fit in `usize`.
+    TooLarge,
+    /// The eigenvalue iteration did not converge.
+    NoConvergence,
+}
+
+impl fmt::Display for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match *self {
+            Self::Zero { what } => write!(f, "{what} must not be zero"),
+            Self::Length { what, expected, actual } => {
+                write!(f, "{what} has length {actual}, expected {expected}")
+            }
+            Self::Rank { rank, dim } => write!(f, "rank {rank} is above dimension {dim}"),
+            Self::NotFinite { what } => write!(f, "{what} holds a NaN or an infinity"),
+            Self::Fraction { what, value } => write!(f, "{what} is {value}, outside 0..=1"),
+            Self::TooLarge => write!(f, "the product of the sizes overflows"),
+            Self::NoConvergence => write!(f, "the eigenvalue iteration did not converge"),
+        }
+    }
+}
+
+impl core::error::Error for Error {}
+
+pub(crate) fn check_len(what: &'static str, actual: usize, expected: usize) -> Result<(), Error> {
+    if actual == expected { Ok(()) } else { Err(Error::Length { what, expected, actual }) }
+}
