@@ -1,5 +1,5 @@
-use crate::codes::pack;
 use crate::error::check_len;
+use crate::pack::pack_bits;
 use crate::{Codebook, Codes, Error};
 
 /// Replaces each subvector by the index of its nearest centroid, and packs the indices.
@@ -25,7 +25,7 @@ pub fn encode_into(codebook: &Codebook<'_>, vectors: &[f32], codes: &mut [u8]) -
             .chunks_exact(shape.dsub())
             .enumerate()
             .map(|(j, x)| nearest_centroid(codebook.subspace(j), x));
-        pack(nearest, shape.nbits(), packed);
+        pack_bits(nearest, shape.nbits(), packed);
     }
     Ok(())
 }

@@ -16,6 +16,7 @@ mod error;
 #[cfg(feature = "alloc")]
 mod kmeans;
 mod lut;
+mod pack;
 #[cfg(feature = "alloc")]
 mod rng;
 mod shape;
@@ -31,6 +32,7 @@ pub use codes::Codes;
 pub use encode::{decode_into, encode_into};
 pub use error::Error;
 pub use lut::{Lut, lut_into};
+pub use pack::{pack_bits, unpack_bits};
 pub use shape::PqShape;
 pub use topk::top_k_into;
 #[cfg(feature = "alloc")]

@@ -1,0 +1,269 @@
+//! Rows that are kept as they are, in 32 or 16 bits.
+
+use std::sync::Arc;
+
+use half::slice::HalfFloatSliceExt;
+use half::{bf16, f16};
+
+use crate::Result;
+use crate::cache::accumulate::Accumulator;
+use crate::cache::{Footprint, Geometry, Store};
+use crate::model::Rope;
+
+/// How an exact number is held.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ElementType {
+    /// 32 bits.
+    F32,
+    /// IEEE half precision.
+    F16,
+    /// Brain float.
+    Bf16,
+}
+
+impl ElementType {
+    /// Bytes of a number.
+    #[must_use]
+    pub const fn size(self) -> usize {
+        match self {
+            Self::F32 => 4,
+            Self::F16 | Self::Bf16 => 2,
+        }
+    }
+}
+
+/// A growing list of numbers of one type.
+#[derive(Clone, Debug)]
+pub(crate) enum Numbers {
+    F32(Vec<f32>),
+    F16(Vec<f16>),
+    Bf16(Vec<bf16>),
+}
+
+impl Numbers {
+    pub fn new(element: ElementType) -> Self {
+        match element {
+            ElementType::F32 => Self::F32(vec![]),
+            ElementType::F16 => Self::F16(vec![]),
+            ElementType::Bf16 => Self::Bf16(vec![]),
+        }
+    }
+
+    pub fn len(&self) -> usize {
+        match self {
+            Self::F32(x) => x.len(),
+            Self::F16(x) => x.len(),
+            Self::Bf16(x) => x.len(),
+        }
+    }
+
+    pub fn push(&mut self, values: &[f32]) {
+        match self {
+            Self::F32(x) => x.extend_from_slice(values),
+            // Beyond the largest half there is only infinity, which no attention survives.
+            Self::F16(x) => {
+                x.extend(values.iter().map(|&v| f16::from_f32(v.clamp(f16::MIN.to_f32(), f16::MAX.to_f32()))));
+            }
+            Self::Bf16(x) => x.extend(values.iter().map(|&v| bf16::from_f32(v))),
+        }
+    }
+
+    /// Widens the elements from `start` on, as many as `out` holds.
+    pub fn read(&self, start: usize, out: &mut [f32]) {
+        match self {
+            Self::F32(x) => out.copy_from_slice(&x[start..][..out.len()]),
+            Self::F16(x) => x[start..][..out.len()].convert_to_f32_slice(out),
+            Self::Bf16(x) => x[start..][..out.len()].convert_to_f32_slice(out),
+        }
+    }
+
+    pub fn truncate(&mut self, len: usize) {
+        match self {
+            Self::F32(x) => x.truncate(len),
+            Self::F16(x) => x.truncate(len),
+            Self::Bf16(x) => x.truncate(len),
+        }
+    }
+
+    fn drop_front(&mut self, n: usize) {
+        match self {
+            Self::F32(x) => drop(x.drain(..n)),
+            Self::F16(x) => drop(x.drain(..n)),
+            Self::Bf16(x) => drop(x.drain(..n)),
+        }
+    }
+}
+
+/// Keys and values as they came, head by head.
+#[derive(Clone, Debug)]
+pub(crate) struct ExactRows {
+    geometry: Geometry,
+    element: ElementType,
+    heads: Vec<[Numbers; 2]>, // per head: keys and values, (len, head_dim) each
+}
+
+/// Tokens that are widened to `f32` at once.
+const BLOCK: usize = 128;
+
+impl ExactRows {
+    pub fn new(element: ElementType, geometry: Geometry) -> Self {
+        let heads = (0..geometry.n_kv_heads).map(|_| [Numbers::new(element), Numbers::new(element)]).collect();
+        Self { geometry, element, heads }
+    }
+
+    pub fn len(&self) -> usize {
+        self.heads[0][0].len() / self.geometry.head_dim
+    }
+
+    pub fn bytes(&self) -> usize {
+        2 * self.len() * self.geometry.kv_dim() * self.element.size()
+    }
+
+    /// Appends rows (n, n_kv_heads * head_dim).
+    pub fn push(&mut self, k: &[f32], v: &[f32]) {
+        let head_dim = self.geometry.head_dim;
+        for (rows, which) in [(k, 0), (v, 1)] {
+            for row in rows.chunks_exact(self.geometry.kv_dim()) {
+                for (numbers, x) in self.heads.iter_mut().zip(row.chunks_exact(head_dim)) {
+                    numbers[which].push(x);
+                }
+            }
+        }
+    }
+
+    /// Removes the first `n` rows and returns them.
+    pub fn pop_front(&mut self, n: usize) -> (Vec<f32>, Vec<f32>) {
+        let Geometry { head_dim, .. } = self.geometry;
+        let mut popped = [0, 1].map(|which| {
+            let mut rows = vec![0.0; n * self.geometry.kv_dim()];
+            for (i, out) in rows.chunks_exact_mut(head_dim).enumerate() {
+                let (token, head) = (i / self.heads.len(), i % self.heads.len());
+                self.heads[head][which].read(token * head_dim, out);
+            }
+            rows
+        });
+        for numbers in self.heads.iter_mut().flatten() {
+            numbers.drop_front(n * head_dim);
+        }
+        let v = std::mem::take(&mut popped[1]);
+        (std::mem::take(&mut popped[0]), v)
+    }
+
+    pub fn truncate(&mut self, len: usize) {
+        for numbers in self.heads.iter_mut().flatten() {
+            numbers.truncate(len * self.geometry.head_dim);
+        }
+    }
+
+    /// One head's key and value of token `t`.
+    pub fn read(&self, head: usize, t: usize, k: &mut [f32], v: &mut [f32]) {
+        let [keys, values] = &self.heads[head];
+        keys.read(t * self.geometry.head_dim, k);
+        values.read(t * self.geometry.head_dim, v);
+    }
+
+    /// One head's keys from token `t` on, as many as `k` holds.
+    pub fn read_keys(&self, head: usize, t: usize, k: &mut [f32]) {
+        self.heads[head][0].read(t * self.geometry.head_dim, k);
+    }
+
+    /// Attention over all rows. Keys that were stored before RoPE are rotated on the way, the first to the given position.
+    pub fn attend(
+        &self,
+        head: usize,
+        q: &[f32],
+        rope: Option<(&Rope, usize)>,
+        group: &mut [Accumulator],
+    ) -> Result<()> {
+        let head_dim = self.geometry.head_dim;
+        let [keys, values] = &self.heads[head];
+        if let (Numbers::F32(k), Numbers::F32(v), None) = (keys, values, rope) {
+            return attend_rows(q, k, v, head_dim, group);
+        }
+        let mut block = [vec![0.0; BLOCK.min(self.len()) * head_dim], vec![0.0; BLOCK.min(self.len()) * head_dim]];
+        for first in (0..self.len()).step_by(BLOCK) {
+            let len = BLOCK.min(self.len() - first) * head_dim;
+            let [k, v] = block.each_mut().map(|x| &mut x[..len]);
+            keys.read(first * head_dim, k);
+            values.read(first * head_dim, v);
+            if let Some((rope, pos)) = rope {
+                rope.rotate_rows(k, head_dim, pos + first);
+            }
+            attend_rows(q, k, v, head_dim, group)?;
+        }
+        Ok(())
+    }
+}
+
+/// Adds the attention of every query of a group over rows (n, head_dim) to its accumulator.
+pub(crate) fn attend_rows(
+    q: &[f32],
+    keys: &[f32],
+    values: &[f32],
+    head_dim: usize,
+    group: &mut [Accumulator],
+) -> Result<()> {
+    let mut scores = vec![0.0; keys.len() / head_dim];
+    let mut out = vec![0.0; head_dim];
+    for (q, accumulator) in q.chunks_exact(head_dim).zip(group) {
+        let stats = svd_core::attend_into(q, keys, values, &mut scores, &mut out)?;
+        accumulator.merge(stats.max, stats.sum, &out);
+    }
+    Ok(())
+}
+
+/// Exact rows with rotated keys: the cache that the others are measured against.
+#[derive(Clone)]
+pub(crate) struct DenseStore {
+    rows: ExactRows,
+    rope: Arc<Rope>,
+}
+
+impl DenseStore {
+    pub fn new(element: ElementType, geometry: Geometry, rope: Arc<Rope>) -> Self {
+        Self { rows: ExactRows::new(element, geometry), rope }
+    }
+
+    pub fn rows(&self) -> &ExactRows {
+        &self.rows
+    }
+
+    pub fn rope(&self) -> &Rope {
+        &self.rope
+    }
+
+    /// Tokens it holds.
+    pub fn tokens(&self) -> usize {
+        self.rows.len()
+    }
+}
+
+impl Store for DenseStore {
+    fn push(&mut self, pos: usize, k: &[f32], v: &[f32]) -> Result<()> {
+        let mut rotated = k.to_vec();
+        self.rope.rotate_rows(&mut rotated, self.rows.geometry.kv_dim(), pos);
+        self.rows.push(&rotated, v);
+        Ok(())
+    }
+
+    fn len(&self) -> usize {
+        self.rows.len()
+    }
+
+    fn truncate(&mut self, len: usize) -> Result<()> {
+        self.rows.truncate(len);
+        Ok(())
+    }
+
+    fn attend(&self, head: usize, q: &[f32], group: &mut [Accumulator]) -> Result<()> {
+        self.rows.attend(head, q, None, group)
+    }
+
+    fn footprint(&self) -> Footprint {
+        Footprint { kept: self.rows.bytes(), ..Footprint::default() }
+    }
+
+    fn clone_box(&self) -> Box<dyn Store> {
+        Box::new(self.clone())
+    }
+}

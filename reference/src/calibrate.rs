@@ -1,0 +1,71 @@
+//! What calibration sees of a model: samples and second moments of its queries, keys and values over a text.
+
+use rayon::prelude::*;
+use svd_core::Gram;
+
+use crate::cache::Geometry;
+use crate::forward::{Activations, prefill};
+use crate::model::{Model, Rope};
+use crate::{Error, Result};
+
+/// First tokens that are left out: every method keeps the sinks exact, and their norms are unlike all others.
+const SINKS: usize = 4;
+
+/// Fewest tokens that say anything about a model.
+const FEWEST: usize = 64;
+
+/// Samples of every layer over one text.
+pub struct Calibration {
+    pub(crate) layers: Vec<LayerSamples>,
+}
+
+/// Rows are (n, n_kv_heads * head_dim).
+pub(crate) struct LayerSamples {
+    pub keys: Vec<f32>,         // before RoPE
+    pub rotated_keys: Vec<f32>, // after RoPE
+    pub values: Vec<f32>,
+    pub key_grams: Vec<Gram>,   // per kv head, after RoPE
+    pub query_grams: Vec<Gram>, // per kv head, its whole group of query heads, after RoPE
+}
+
+impl Calibration {
+    /// Runs the model over `tokens` and gathers.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for fewer than 64 tokens; what [`prefill`] returns.
+    pub fn gather(model: &Model, rope: &Rope, tokens: &[u32]) -> Result<Self> {
+        if tokens.len() < FEWEST {
+            return Err(Error::Argument(format!("{} tokens are too few to calibrate on, {FEWEST} at least", tokens.len())));
+        }
+        let mut layers = vec![];
+        prefill(model, rope, tokens, &mut |_, activations| {
+            layers.push(LayerSamples::gather(model, rope, activations)?);
+            Ok(())
+        })?;
+        Ok(Self { layers })
+    }
+}
+
+impl LayerSamples {
+    fn gather(model: &Model, rope: &Rope, Activations { q, k, v }: Activations<'_>) -> Result<Self> {
+        let (q_dim, kv_dim) = (model.config.q_dim(), model.config.kv_dim());
+        let geometry = Geometry::of(&model.config);
+        let [mut queries, keys] = [(q, q_dim), (k, kv_dim)].map(|(rows, len)| rows[SINKS * len..].to_vec());
+        let mut rotated_keys = keys.clone();
+        rope.rotate_rows(&mut queries, q_dim, SINKS);
+        rope.rotate_rows(&mut rotated_keys, kv_dim, SINKS);
+        let group = model.config.gqa_group() * geometry.head_dim;
+        let grams = (0..geometry.n_kv_heads)
+            .into_par_iter()
+            .map(|head| {
+                let mut keys = Gram::new(geometry.head_dim)?;
+                keys.add_rows(&geometry.head_rows(head, &rotated_keys))?;
+                let mut probes = Gram::new(geometry.head_dim)?;
+                queries.chunks_exact(q_dim).try_for_each(|row| probes.add_rows(&row[head * group..][..group]))?;
+                Ok((keys, probes))
+            })
+            .collect::<Result<Vec<_>>>()?;
+        let (key_grams, query_grams) = grams.into_iter().unzip();
+        Ok(Self { keys, rotated_keys, values: v[SINKS * kv_dim..].to_vec(), key_grams, query_grams })
+    }
+}

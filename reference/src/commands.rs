@@ -1,0 +1,132 @@
+//! The command line.
+
+mod calibrate;
+mod compare;
+mod eval;
+mod fetch;
+mod generate;
+mod logits;
+
+use std::fs::File;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use clap::{Args, Parser, Subcommand};
+use indicatif::{ProgressBar, ProgressStyle};
+use kv_reference::model::Model;
+use kv_reference::{Error, Result};
+use serde::Serialize;
+
+/// A trained Llama over every kind of KV cache: what each saves, and what it costs.
+#[derive(Parser)]
+#[command(name = "kv", version)]
+pub struct Kv {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Run the model over every kind of cache and print what each saves and costs
+    Compare(compare::Compare),
+    /// Continue a prompt
+    Generate(generate::Generate),
+    /// Print the logits of every position, to check against other implementations
+    Logits(logits::Logits),
+    /// Perplexity, divergence and retrieval at several lengths and depths
+    Eval(eval::Eval),
+    /// Make a profile (codebooks, rotations, probability models) from a text
+    Calibrate(calibrate::Calibrate),
+    /// Get a real model
+    Fetch(fetch::Fetch),
+}
+
+impl Kv {
+    pub fn run(self) -> Result<()> {
+        match self.command {
+            Command::Compare(command) => command.run(),
+            Command::Generate(command) => command.run(),
+            Command::Logits(command) => command.run(),
+            Command::Eval(command) => command.run(),
+            Command::Calibrate(command) => command.run(),
+            Command::Fetch(command) => command.run(),
+        }
+    }
+}
+
+/// Which model.
+#[derive(Args)]
+struct ModelArgs {
+    /// Hugging Face folder or GGUF file [default: the shipped tiny-llama-12m]
+    #[arg(long, value_name = "DIR|FILE")]
+    model: Option<PathBuf>,
+}
+
+impl ModelArgs {
+    fn load(&self) -> Result<Arc<Model>> {
+        let shipped = asset("tiny-llama-12m");
+        Ok(Arc::new(Model::load(self.model.as_deref().unwrap_or(&shipped))?))
+    }
+}
+
+/// Which text.
+#[derive(Args)]
+struct TextArgs {
+    /// Text to run over [default: the shipped State of the Union addresses]
+    #[arg(long, value_name = "FILE")]
+    text: Option<PathBuf>,
+}
+
+impl TextArgs {
+    /// The text's name and its tokens.
+    fn tokens(&self, model: &Model) -> Result<(String, Vec<u32>)> {
+        let shipped = asset("sotu-heldout.txt");
+        let path = self.text.as_deref().unwrap_or(&shipped);
+        let text = std::fs::read_to_string(path).map_err(|e| Error::io(path, e))?;
+        let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        Ok((name, model.tokenizer()?.encode(&text)?))
+    }
+}
+
+/// A file that comes with the source.
+fn asset(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("assets").join(name)
+}
+
+/// Where the result goes as JSON.
+#[derive(Args)]
+struct JsonArgs {
+    /// Write the result as JSON
+    #[arg(long, value_name = "FILE")]
+    json: Option<PathBuf>,
+}
+
+impl JsonArgs {
+    /// Opens the file before the work starts, so that no result is lost to a mistyped path.
+    fn open(&self) -> Result<JsonFile> {
+        let create = |path: &PathBuf| File::create(path).map(|file| (path.clone(), file)).map_err(|e| Error::io(path, e));
+        Ok(JsonFile(self.json.as_ref().map(create).transpose()?))
+    }
+}
+
+struct JsonFile(Option<(PathBuf, File)>);
+
+impl JsonFile {
+    fn write(self, value: &impl Serialize) -> Result<()> {
+        let Some((path, mut file)) = self.0 else { return Ok(()) };
+        let text = serde_json::to_vec_pretty(value).map_err(|e| Error::file(&path, e))?;
+        file.write_all(&text).and_then(|()| file.write_all(b"\n")).map_err(|e| Error::io(&path, e))
+    }
+}
+
+/// A bar that shows what is being done; nothing where standard error is no terminal.
+fn progress() -> ProgressBar {
+    let bar = ProgressBar::new(1);
+    if let Ok(style) = ProgressStyle::with_template("{spinner} [{bar:30}] {pos}/{len} {msg} ({elapsed})") {
+        bar.set_style(style.progress_chars("=> "));
+    }
+    bar.enable_steady_tick(Duration::from_millis(200));
+    bar
+}

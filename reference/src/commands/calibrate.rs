@@ -1,0 +1,57 @@
+use std::path::PathBuf;
+
+use clap::Args;
+use kv_reference::compare::calibrated;
+use kv_reference::method::{DEFAULT_METHODS, METHODS_HELP, Method};
+use kv_reference::model::Rope;
+use kv_reference::{Error, Result};
+use serde::Serialize;
+
+use super::{JsonArgs, ModelArgs, TextArgs};
+
+#[derive(Args)]
+#[command(after_help = METHODS_HELP)]
+pub struct Calibrate {
+    /// Profile to write
+    #[arg(value_name = "FILE")]
+    out: PathBuf,
+    #[command(flatten)]
+    model: ModelArgs,
+    #[command(flatten)]
+    text: TextArgs,
+    /// Tokens to use, from the start of the text
+    #[arg(long, value_name = "N", default_value_t = 4096)]
+    tokens: usize,
+    /// Methods to prepare for [default: those of `kv compare`]
+    #[arg(long, value_name = "LIST", default_value = DEFAULT_METHODS, hide_default_value = true)]
+    methods: String,
+    #[command(flatten)]
+    json: JsonArgs,
+}
+
+#[derive(Serialize)]
+struct Summary<'a> {
+    model: &'a str,
+    model_hash: &'a str,
+    text: String,
+    tokens: usize,
+    entries: usize,
+}
+
+impl Calibrate {
+    pub fn run(self) -> Result<()> {
+        let methods = Method::parse_list(&self.methods)?;
+        let json = self.json.open()?;
+        let model = self.model.load()?;
+        let (text, tokens) = self.text.tokens(&model)?;
+        let n = self.tokens.min(tokens.len()).min(model.config.max_seq_len);
+        let rope = Rope::new(&model.config, n);
+        let profile = calibrated(&model, &rope, &tokens[..n], &methods)?;
+        if profile.is_empty() {
+            return Err(Error::argument("none of these methods needs a profile"));
+        }
+        profile.save(&self.out, &model)?;
+        println!("{}: {} entries for {} from {n} tokens of {text}", self.out.display(), profile.len(), model.name);
+        json.write(&Summary { model: &model.name, model_hash: &model.hash, text, tokens: n, entries: profile.len() })
+    }
+}

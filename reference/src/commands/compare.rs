@@ -1,0 +1,64 @@
+use std::path::PathBuf;
+
+use clap::Args;
+use kv_reference::compare::{Sizes, compare};
+use kv_reference::method::{DEFAULT_METHODS, METHODS_HELP, Method};
+use kv_reference::report::{table, write_html};
+use kv_reference::{Error, Profile, Result};
+
+use super::{JsonArgs, ModelArgs, TextArgs, progress};
+
+#[derive(Args)]
+#[command(after_help = METHODS_HELP)]
+pub struct Compare {
+    #[command(flatten)]
+    model: ModelArgs,
+    #[command(flatten)]
+    text: TextArgs,
+    /// Tokens of the prompt
+    #[arg(long, value_name = "N", default_value_t = 2048)]
+    context: usize,
+    /// Tokens to decode after it
+    #[arg(long, value_name = "N", default_value_t = 256)]
+    decode: usize,
+    /// Most tokens to calibrate on, from the text before the prompt
+    #[arg(long, value_name = "N", default_value_t = 4096)]
+    calibration: usize,
+    /// Methods to compare [default: each near-lossless and aggressive]
+    #[arg(long, value_name = "LIST", default_value = DEFAULT_METHODS, hide_default_value = true)]
+    methods: String,
+    /// Use this profile (`kv calibrate`) and calibrate nothing
+    #[arg(long, value_name = "FILE")]
+    profile: Option<PathBuf>,
+    /// What the pass keys are drawn from
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    seed: u64,
+    #[command(flatten)]
+    json: JsonArgs,
+    /// Write one HTML page with the table and two charts
+    #[arg(long, value_name = "FILE")]
+    report: Option<PathBuf>,
+}
+
+impl Compare {
+    pub fn run(self) -> Result<()> {
+        if self.context == 0 || self.decode == 0 {
+            return Err(Error::argument("context and decode need at least one token"));
+        }
+        let methods = Method::parse_list(&self.methods)?;
+        let json = self.json.open()?;
+        let model = self.model.load()?;
+        let profile = self.profile.map(|path| Profile::load(&path, &model)).transpose()?;
+        let (name, tokens) = self.text.tokens(&model)?;
+        let sizes = Sizes { context: self.context, decode: self.decode, calibration: self.calibration };
+        let bar = progress();
+        let comparison = compare(&model, (&name, &tokens), &methods, sizes, profile, self.seed, &bar)?;
+        bar.finish_and_clear();
+        print!("{}", table(&comparison));
+        json.write(&comparison)?;
+        match self.report {
+            Some(path) => write_html(&path, &comparison),
+            None => Ok(()),
+        }
+    }
+}

@@ -1,0 +1,120 @@
+use std::io::Write;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use clap::Args;
+use kv_reference::compare::calibrated;
+use kv_reference::eval::Prompt;
+use kv_reference::forward::Decoder;
+use kv_reference::method::{METHODS_HELP, Method, Prepared};
+use kv_reference::model::{Model, Rope};
+use kv_reference::{Error, Profile, Result, Sampler};
+use serde::Serialize;
+
+use super::{JsonArgs, ModelArgs, TextArgs};
+
+#[derive(Args)]
+#[command(after_help = METHODS_HELP)]
+pub struct Generate {
+    /// Text to continue
+    #[arg(value_name = "PROMPT")]
+    prompt: String,
+    #[command(flatten)]
+    model: ModelArgs,
+    /// Cache to use
+    #[arg(long, default_value = "dense:dtype=f16")]
+    method: Method,
+    /// Most tokens to generate
+    #[arg(long, value_name = "N", default_value_t = 64)]
+    tokens: usize,
+    /// 0 takes the most likely token
+    #[arg(long, default_value_t = 0.0)]
+    temperature: f64,
+    /// Draw from the most likely tokens that hold this part of the probability
+    #[arg(long, default_value_t = 1.0)]
+    top_p: f64,
+    /// What tokens are drawn from
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    seed: u64,
+    /// Use this profile (`kv calibrate`); without one a method that needs it calibrates on the shipped text
+    #[arg(long, value_name = "FILE")]
+    profile: Option<PathBuf>,
+    #[command(flatten)]
+    json: JsonArgs,
+}
+
+/// Tokens of the shipped text that a method without a profile calibrates on.
+const CALIBRATION: usize = 2048;
+
+#[derive(Serialize)]
+struct Generated<'a> {
+    prompt: &'a str,
+    method: String,
+    tokens: Vec<u32>,
+    text: String,
+}
+
+impl Generate {
+    pub fn run(self) -> Result<()> {
+        let mut sampler = Sampler::new(self.temperature, self.top_p, self.seed)?;
+        let json = self.json.open()?;
+        let model = self.model.load()?;
+        let prompt = model.tokenizer()?.encode(&self.prompt)?;
+        if prompt.is_empty() {
+            return Err(Error::argument("the prompt is empty"));
+        }
+        let length = prompt.len().saturating_add(self.tokens);
+        model.check_context(length)?;
+        let rope = Arc::new(Rope::new(&model.config, length.max(CALIBRATION.min(model.config.max_seq_len))));
+        let profile = self.profile(&model, &rope)?;
+        let Prepared { model, mut cache } = self.method.prepare(&model, &rope, &profile)?;
+
+        let run = Prompt::run(&model, &rope, &prompt)?;
+        run.fill(cache.as_mut())?;
+        let mut decoder = Decoder::new(model.clone(), rope);
+        let mut stream = Stream { model: &model, tokens: vec![], shown: String::new() };
+        let mut next = sampler.sample(&run.logits);
+        while stream.tokens.len() < self.tokens && !model.config.eos_tokens.contains(&next) {
+            stream.push(next)?;
+            if stream.tokens.len() < self.tokens {
+                next = sampler.sample(decoder.step(next, cache.as_mut())?);
+            }
+        }
+        println!();
+        let Stream { tokens, shown, .. } = stream;
+        json.write(&Generated { prompt: &self.prompt, method: self.method.spec(), tokens, text: shown })
+    }
+
+    fn profile(&self, model: &Arc<Model>, rope: &Rope) -> Result<Profile> {
+        match &self.profile {
+            Some(path) => Profile::load(path, model),
+            None if self.method.needs_profile() => {
+                let (_, tokens) = TextArgs { text: None }.tokens(model)?;
+                let calibration = CALIBRATION.min(tokens.len()).min(rope.len());
+                calibrated(model, rope, &tokens[..calibration], std::slice::from_ref(&self.method))
+            }
+            None => Ok(Profile::default()),
+        }
+    }
+}
+
+/// Text that grows with the tokens. A character may take several tokens: what ends in a broken one waits.
+struct Stream<'a> {
+    model: &'a Model,
+    tokens: Vec<u32>,
+    shown: String,
+}
+
+impl Stream<'_> {
+    fn push(&mut self, token: u32) -> Result<()> {
+        self.tokens.push(token);
+        let text = self.model.tokenizer()?.decode(&self.tokens)?;
+        if !text.ends_with('\u{fffd}') {
+            print!("{}", text.strip_prefix(self.shown.as_str()).unwrap_or_default());
+            // A closed pipe ends the show, not the run.
+            let _ = std::io::stdout().flush();
+            self.shown = text;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,42 @@
+use clap::Args;
+use kv_reference::Result;
+use kv_reference::forward::{logits, prefill};
+use kv_reference::model::Rope;
+use serde::Serialize;
+
+use super::{JsonArgs, ModelArgs};
+
+#[derive(Args)]
+pub struct Logits {
+    #[command(flatten)]
+    model: ModelArgs,
+    /// Token ids, separated by commas
+    #[arg(long, value_name = "LIST", value_delimiter = ',', required = true)]
+    tokens: Vec<u32>,
+    #[command(flatten)]
+    json: JsonArgs,
+}
+
+#[derive(Serialize)]
+struct Output<'a> {
+    model: &'a str,
+    tokens: &'a [u32],
+    logits: Vec<&'a [f32]>, // (tokens, vocab_size)
+}
+
+impl Logits {
+    pub fn run(self) -> Result<()> {
+        let json = self.json.open()?;
+        let model = self.model.load()?;
+        model.check_context(self.tokens.len())?;
+        let rope = Rope::new(&model.config, self.tokens.len());
+        let hidden = prefill(&model, &rope, &self.tokens, &mut |_, _| Ok(()))?;
+        let all = logits(&model, &hidden);
+        let rows: Vec<&[f32]> = all.chunks_exact(model.config.vocab_size).collect();
+        for (position, row) in rows.iter().enumerate() {
+            let best = kv_reference::ops::argmax(row);
+            println!("position {position}: most likely token {best}, logit {}", row[best]);
+        }
+        json.write(&Output { model: &model.name, tokens: &self.tokens, logits: rows })
+    }
+}

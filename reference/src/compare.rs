@@ -1,0 +1,239 @@
+//! The main job: every method over the same text and the same questions.
+
+use std::sync::Arc;
+
+use indicatif::ProgressBar;
+use serde::Serialize;
+
+use crate::cache::Footprint;
+use crate::calibrate::Calibration;
+use crate::eval::retrieval::TaskMaker;
+use crate::eval::{Prompt, RetrievalTask, TextScores, answer_questions, score_text};
+use crate::forward::Decoder;
+use crate::method::{Method, Prepared};
+use crate::model::{Model, Rope};
+use crate::Profile;
+use crate::{Error, Result};
+
+/// Pass keys that are asked for.
+const NEEDLES: usize = 8;
+
+/// Most tokens that a question and its answer take.
+const QUESTION_ROOM: usize = 96;
+
+/// The sizes of a comparison.
+#[derive(Clone, Copy, Debug)]
+pub struct Sizes {
+    /// Tokens of the prompt.
+    pub context: usize,
+    /// Tokens decoded after it.
+    pub decode: usize,
+    /// Most tokens to calibrate on; they come before the prompt in the text.
+    pub calibration: usize,
+}
+
+/// One row of the table.
+#[derive(Clone, Debug, Serialize)]
+pub struct Row {
+    /// Method.
+    pub name: String,
+    /// Its setting.
+    pub setting: String,
+    /// Bits that are kept per number of the cache, everything included that this sequence alone needs.
+    pub bits_per_value: f64,
+    /// Bytes that are kept per token.
+    pub kv_bytes_per_token: f64,
+    /// Bytes of a 16-bit cache over bytes kept.
+    pub ratio: f64,
+    /// Perplexity of the decoded text.
+    pub perplexity: f64,
+    /// Mean divergence from the dense cache, in nats.
+    pub kl: f64,
+    /// Part of the positions whose most likely token is the dense cache's.
+    pub top1: f64,
+    /// Part of the pass keys that were found.
+    pub needle: f64,
+    /// Pass keys that were asked for.
+    pub needle_trials: usize,
+    /// Wall time of a decode step, in milliseconds.
+    pub ms_per_token: f64,
+    /// Bytes per token in slower memory, from which a step fetches.
+    pub offloaded_bytes_per_token: f64,
+    /// Bytes per token of decoded copies.
+    pub working_bytes_per_token: f64,
+    /// Bytes that all sequences of the model share.
+    pub shared_bytes: usize,
+    /// Divergence at every decoded position, in nats.
+    pub kl_by_position: Vec<f64>,
+}
+
+/// A finished comparison.
+#[derive(Clone, Debug, Serialize)]
+pub struct Comparison {
+    /// The model's name.
+    pub model: String,
+    /// The text's name.
+    pub text: String,
+    /// Tokens of the prompt.
+    pub context: usize,
+    /// Tokens decoded.
+    pub decode: usize,
+    /// Tokens calibrated on; 0 when a profile was given or none was needed.
+    pub calibration: usize,
+    /// What the questions were made from.
+    pub seed: u64,
+    /// One row per method, in the order asked for.
+    pub methods: Vec<Row>,
+}
+
+/// What all methods are run over.
+struct Bench<'a> {
+    rope: Arc<Rope>,
+    prompt: &'a [u32],
+    decoded: &'a [u32],
+    task: RetrievalTask,
+    reference: TextScores, // of the dense 32-bit cache
+}
+
+/// Prompts as one model has run them.
+struct Runs {
+    text: Prompt,
+    needle: Prompt,
+}
+
+/// Compares `methods` over `text` (its name and tokens): calibrates on its first part, unless a profile is given, and runs
+/// the part after it.
+///
+/// # Errors
+/// [`Error::Argument`] for a text or context that is too short; whatever loading, calibrating and running return.
+pub fn compare(
+    model: &Arc<Model>,
+    (text_name, text): (&str, &[u32]),
+    methods: &[Method],
+    sizes: Sizes,
+    profile: Option<Profile>,
+    seed: u64,
+    progress: &ProgressBar,
+) -> Result<Comparison> {
+    let Sizes { context, decode, .. } = sizes;
+    progress.set_length(3 + 2 * methods.len() as u64);
+    let room = decode.max(QUESTION_ROOM);
+    model.check_context(context + room)?;
+    let needs_calibration = profile.is_none() && methods.iter().any(Method::needs_profile);
+    let calibration = if needs_calibration { calibration_len(text.len(), sizes)? } else { 0 };
+    let needed = calibration + context + decode + 1;
+    if text.len() < needed {
+        return Err(Error::Argument(format!("{text_name} has {} tokens, {needed} are needed", text.len())));
+    }
+    let rope = Arc::new(Rope::new(&model.config, (context + room).max(calibration)));
+
+    progress.set_message("calibrating");
+    let profile = match profile {
+        Some(profile) => profile,
+        None => calibrated(model, &rope, &text[..calibration], methods)?,
+    };
+    progress.inc(1);
+
+    progress.set_message("dense prefill");
+    let prompt = &text[calibration..][..context];
+    let decoded = &text[calibration + context..][..decode + 1];
+    let task = TaskMaker::new(model.tokenizer()?, seed)?.needle(prompt, context, NEEDLES, None)?;
+    let runs = run_prompts(model, &rope, prompt, &task)?;
+    progress.inc(1);
+    progress.set_message("dense reference");
+    let reference = {
+        let dense: Method = "dense".parse()?;
+        let Prepared { mut cache, .. } = dense.prepare(model, &rope, &profile)?;
+        runs.text.fill(cache.as_mut())?;
+        score_text(&mut Decoder::new(model.clone(), rope.clone()), cache.as_mut(), decoded, None)?
+    };
+    progress.inc(1);
+    let bench = Bench { rope, prompt, decoded, task, reference };
+    let rows = methods.iter().map(|method| bench.row(model, method, &profile, &runs, progress));
+    Ok(Comparison {
+        model: model.name.clone(),
+        text: text_name.to_owned(),
+        context,
+        decode,
+        calibration,
+        seed,
+        methods: rows.collect::<Result<_>>()?,
+    })
+}
+
+/// A profile of `tokens` with what all of `methods` need.
+///
+/// # Errors
+/// What gathering and calibrating return.
+pub fn calibrated(model: &Model, rope: &Rope, tokens: &[u32], methods: &[Method]) -> Result<Profile> {
+    let mut profile = Profile::default();
+    if methods.iter().any(Method::needs_profile) {
+        let samples = Calibration::gather(model, rope, tokens)?;
+        methods.iter().try_for_each(|method| method.calibrate(model, &samples, &mut profile))?;
+    }
+    Ok(profile)
+}
+
+/// Tokens to calibrate on: what the text has before the prompt, up to the limit.
+fn calibration_len(text: usize, sizes: Sizes) -> Result<usize> {
+    const FEWEST: usize = 256;
+    let left = text.saturating_sub(sizes.context + sizes.decode + 1);
+    if left < FEWEST {
+        let what = format!("the text has {text} tokens: {left} would be left to calibrate on, {FEWEST} are needed");
+        return Err(Error::Argument(what));
+    }
+    Ok(left.min(sizes.calibration))
+}
+
+fn run_prompts(model: &Model, rope: &Rope, prompt: &[u32], task: &RetrievalTask) -> Result<Runs> {
+    Ok(Runs { text: Prompt::run(model, rope, prompt)?, needle: Prompt::run(model, rope, &task.prompt)? })
+}
+
+impl Bench<'_> {
+    fn row(
+        &self,
+        base: &Arc<Model>,
+        method: &Method,
+        profile: &Profile,
+        runs: &Runs,
+        progress: &ProgressBar,
+    ) -> Result<Row> {
+        progress.set_message(method.spec());
+        let Prepared { model, mut cache } = method.prepare(base, &self.rope, profile)?;
+        // A folded model makes values of its own and must run the prompts itself.
+        let own = (!Arc::ptr_eq(&model, base)).then(|| run_prompts(&model, &self.rope, self.prompt, &self.task));
+        let own = own.transpose()?;
+        let runs = own.as_ref().unwrap_or(runs);
+        let mut decoder = Decoder::new(model.clone(), self.rope.clone());
+        runs.text.fill(cache.as_mut())?;
+        let scores = score_text(&mut decoder, cache.as_mut(), self.decoded, Some(&self.reference.logits))?;
+        let (tokens, footprint) = (cache.seq_len() as f64, cache.footprint());
+        progress.inc(1);
+
+        let Prepared { mut cache, .. } = method.prepare(base, &self.rope, profile)?;
+        runs.needle.fill(cache.as_mut())?;
+        let hits = answer_questions(&mut decoder, cache.as_ref(), &self.task)?;
+        progress.inc(1);
+
+        let Footprint { kept, offloaded, working, shared } = footprint;
+        let values = tokens * model.config.kv_values_per_token() as f64;
+        let TextScores { divergence, ms_per_token, .. } = scores;
+        Ok(Row {
+            name: method.name.to_owned(),
+            setting: method.setting.clone(),
+            bits_per_value: 8.0 * kept as f64 / values,
+            kv_bytes_per_token: kept as f64 / tokens,
+            ratio: 2.0 * values / kept as f64,
+            perplexity: divergence.perplexity(),
+            kl: divergence.kl(),
+            top1: divergence.top1(),
+            needle: hits as f64 / self.task.questions.len() as f64,
+            needle_trials: self.task.questions.len(),
+            ms_per_token,
+            offloaded_bytes_per_token: offloaded as f64 / tokens,
+            working_bytes_per_token: working as f64 / tokens,
+            shared_bytes: shared,
+            kl_by_position: divergence.kl_by_position().to_vec(),
+        })
+    }
+}

@@ -1,0 +1,9 @@
+//! The quality harness: what a cache costs in perplexity, divergence, agreement and retrieval.
+
+pub mod metrics;
+pub mod retrieval;
+mod run;
+
+pub use metrics::{Divergence, kl_divergence, log_softmax};
+pub use retrieval::{Question, RetrievalTask};
+pub use run::{Prompt, TextScores, answer_questions, score_text};

@@ -1,0 +1,161 @@
+//! Retrieval tasks: facts hidden in a text, and questions whose answers must come back exactly.
+
+use crate::model::Tokenizer;
+use crate::rng::Rng;
+use crate::{Error, Result};
+
+/// A question over a prompt: the tokens that ask, and those that must follow.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Question {
+    /// Ends where the answer begins.
+    pub ask: Vec<u32>,
+    /// The exact answer.
+    pub answer: Vec<u32>,
+}
+
+/// A prompt with facts in it, and questions about them. The questions are independent of each other.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RetrievalTask {
+    /// Text with the facts.
+    pub prompt: Vec<u32>,
+    /// One per fact.
+    pub questions: Vec<Question>,
+}
+
+/// Makes tasks in the formats that the shipped model was trained on; an instruction-tuned model with ChatML markers gets the
+/// needle question as a chat.
+pub struct TaskMaker<'a> {
+    tokenizer: &'a Tokenizer,
+    words: Vec<u32>,
+    chat: bool,
+    rng: Rng,
+}
+
+impl<'a> TaskMaker<'a> {
+    /// A source of tasks; the same seed makes the same ones.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] when the vocabulary has no plain words to make names of.
+    pub fn new(tokenizer: &'a Tokenizer, seed: u64) -> Result<Self> {
+        let words = tokenizer.words();
+        if words.len() < 100 {
+            return Err(Error::argument("the vocabulary has too few plain words for retrieval tasks"));
+        }
+        let chat = tokenizer.token_id("<|im_start|>").is_some();
+        Ok(Self { tokenizer, words, chat, rng: Rng(seed) })
+    }
+
+    /// `n` pass keys in a haystack of text, `length` tokens in all. They lie at random depths, or one after the other from
+    /// `depth` (0 start, 1 end) on.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] when the text is too short or `length` too small for the needles.
+    pub fn needle(&mut self, text: &[u32], length: usize, n: usize, depth: Option<f64>) -> Result<RetrievalTask> {
+        let facts = (0..n)
+            .map(|_| {
+                let (name, key) = (self.name(), self.digits(5)?);
+                let fact = self.join(&[&"\nThe pass key of", &name, &" is ", &key, &".\n"])?;
+                let asked = if self.chat {
+                    let user = self.join(&[&"\n\nWhat is the pass key of", &name, &"?<|im_end|>\n"])?;
+                    let begun = self.join(&[&"<|im_start|>assistant\nThe pass key of", &name, &" is "])?;
+                    [user, begun].concat()
+                } else {
+                    self.join(&[&"\nWhat is the pass key of", &name, &"? The pass key of", &name, &" is "])?
+                };
+                Ok((fact, Question { ask: asked, answer: key }))
+            })
+            .collect::<Result<Vec<_>>>()?;
+        let opening = if self.chat { self.tokenizer.encode_piece("<|im_start|>user\n")? } else { vec![] };
+        self.hide(opening, text, length, facts, depth)
+    }
+
+    /// `n` lines of a name and four digits, hidden in the text as one block per line; each is asked for by its name.
+    ///
+    /// # Errors
+    /// As [`Self::needle`].
+    pub fn recall(&mut self, text: &[u32], length: usize, n: usize) -> Result<RetrievalTask> {
+        let mut block = vec![];
+        let mut questions = vec![];
+        for _ in 0..n {
+            let (name, key) = (self.name(), self.digits(4)?);
+            block.extend(self.join(&[&name, &": ", &key, &"\n"])?);
+            questions.push(Question { ask: self.join(&[&name, &": "])?, answer: key });
+        }
+        let Some(room) = length.checked_sub(block.len()).filter(|&room| room <= text.len()) else {
+            return Err(too_small(length, block.len(), text.len()));
+        };
+        let newline = self.tokenizer.encode_piece("\n")?;
+        let kept = room.saturating_sub(newline.len());
+        let prompt = [&text[..kept], &newline[..room - kept], &block].concat();
+        Ok(RetrievalTask { prompt, questions })
+    }
+
+    fn hide(
+        &mut self,
+        opening: Vec<u32>,
+        text: &[u32],
+        length: usize,
+        facts: Vec<(Vec<u32>, Question)>,
+        depth: Option<f64>,
+    ) -> Result<RetrievalTask> {
+        let hidden = opening.len() + facts.iter().map(|(fact, _)| fact.len()).sum::<usize>();
+        let Some(room) = length.checked_sub(hidden).filter(|&room| room <= text.len()) else {
+            return Err(too_small(length, hidden, text.len()));
+        };
+        let mut cuts: Vec<usize> = match depth {
+            Some(depth) => vec![(depth.clamp(0.0, 1.0) * room as f64) as usize; facts.len()],
+            None => facts.iter().map(|_| self.rng.below(room + 1)).collect(),
+        };
+        cuts.sort_unstable();
+        let mut prompt = opening;
+        let mut questions = vec![];
+        let mut last = 0;
+        for (cut, (fact, question)) in cuts.into_iter().zip(facts) {
+            prompt.extend_from_slice(&text[last..cut]);
+            prompt.extend_from_slice(&fact);
+            questions.push(question);
+            last = cut;
+        }
+        prompt.extend_from_slice(&text[last..room]);
+        Ok(RetrievalTask { prompt, questions })
+    }
+
+    fn name(&mut self) -> Vec<u32> {
+        (0..2).map(|_| self.words[self.rng.below(self.words.len())]).collect()
+    }
+
+    fn digits(&mut self, n: usize) -> Result<Vec<u32>> {
+        let text: String = (0..n).map(|_| char::from(b'0' + self.rng.below(10) as u8)).collect();
+        self.tokenizer.encode_piece(&text)
+    }
+
+    /// Pieces are tokenized on their own, as in the shipped model's training.
+    fn join(&self, pieces: &[&dyn Piece]) -> Result<Vec<u32>> {
+        let mut tokens = vec![];
+        for piece in pieces {
+            tokens.extend(piece.tokens(self.tokenizer)?);
+        }
+        Ok(tokens)
+    }
+}
+
+fn too_small(length: usize, facts: usize, text: usize) -> Error {
+    Error::Argument(format!("a prompt of {length} tokens needs {facts} for its facts and the rest of a text of {text}"))
+}
+
+/// A text or tokens already.
+trait Piece {
+    fn tokens(&self, tokenizer: &Tokenizer) -> Result<Vec<u32>>;
+}
+
+impl Piece for &str {
+    fn tokens(&self, tokenizer: &Tokenizer) -> Result<Vec<u32>> {
+        tokenizer.encode_piece(self)
+    }
+}
+
+impl Piece for Vec<u32> {
+    fn tokens(&self, _: &Tokenizer) -> Result<Vec<u32>> {
+        Ok(self.clone())
+    }
+}

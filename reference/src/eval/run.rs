@@ -1,0 +1,104 @@
+//! Running caches over prompts.
+
+use std::time::Instant;
+
+use crate::Result;
+use crate::cache::KvCache;
+use crate::eval::{Divergence, RetrievalTask};
+use crate::forward::{Decoder, logits, prefill};
+use crate::model::{Model, Rope};
+use crate::ops::argmax;
+
+/// A prompt that has been run once: all layers' keys (before RoPE) and values. Any cache can be filled from it.
+pub struct Prompt {
+    layers: Vec<(Vec<f32>, Vec<f32>)>, // (n, n_kv_heads * head_dim) each
+    /// Logits (vocab_size,) of what follows the prompt; prefill is exact, so they are the same for every cache.
+    pub logits: Vec<f32>,
+}
+
+impl Prompt {
+    /// Runs the prompt.
+    ///
+    /// # Errors
+    /// What [`prefill`] returns.
+    pub fn run(model: &Model, rope: &Rope, tokens: &[u32]) -> Result<Self> {
+        let mut layers = vec![];
+        let hidden = prefill(model, rope, tokens, &mut |_, activations| {
+            layers.push((activations.k.to_vec(), activations.v.to_vec()));
+            Ok(())
+        })?;
+        let last = &hidden[hidden.len() - model.config.hidden_size..];
+        Ok(Self { layers, logits: logits(model, last) })
+    }
+
+    /// Fills an empty cache.
+    ///
+    /// # Errors
+    /// What the cache returns.
+    pub fn fill(&self, cache: &mut dyn KvCache) -> Result<()> {
+        self.layers.iter().enumerate().try_for_each(|(l, (k, v))| cache.prefill(l, 0, k, v))
+    }
+}
+
+/// What a teacher-forced run gives.
+pub struct TextScores {
+    /// Beside the reference; empty without one.
+    pub divergence: Divergence,
+    /// Logits of every position (n, vocab_size), for use as a reference.
+    pub logits: Vec<Vec<f32>>,
+    /// Wall time of a decode step, in milliseconds.
+    pub ms_per_token: f64,
+}
+
+/// Feeds `tokens` one by one and scores the prediction of each next one, against `reference` logits or, without any, against
+/// itself. The last token is only predicted.
+///
+/// # Errors
+/// What the decoder returns.
+pub fn score_text(
+    decoder: &mut Decoder,
+    cache: &mut dyn KvCache,
+    tokens: &[u32],
+    reference: Option<&[Vec<f32>]>,
+) -> Result<TextScores> {
+    let mut divergence = Divergence::default();
+    let mut all = vec![];
+    let mut seconds = 0.0;
+    for (i, pair) in tokens.windows(2).enumerate() {
+        let start = Instant::now();
+        let logits = decoder.step(pair[0], cache)?;
+        seconds += start.elapsed().as_secs_f64();
+        divergence.add(logits, reference.map_or(logits, |reference| &reference[i]), pair[1]);
+        if reference.is_none() {
+            all.push(logits.to_vec());
+        }
+    }
+    let steps = tokens.len().saturating_sub(1).max(1);
+    Ok(TextScores { divergence, logits: all, ms_per_token: 1000.0 * seconds / steps as f64 })
+}
+
+/// How many questions the cache, filled with the task's prompt, answers exactly, each from a copy of its own.
+///
+/// # Errors
+/// What the decoder returns.
+pub fn answer_questions(decoder: &mut Decoder, cache: &dyn KvCache, task: &RetrievalTask) -> Result<usize> {
+    let mut hits = 0;
+    for question in &task.questions {
+        let mut cache = cache.clone_box();
+        let mut predicted = 0;
+        for &token in &question.ask {
+            predicted = argmax(decoder.step(token, cache.as_mut())?) as u32;
+        }
+        let mut right = true;
+        for (i, &token) in question.answer.iter().enumerate() {
+            right &= predicted == token;
+            if !right || i + 1 == question.answer.len() {
+                break;
+            }
+            predicted = argmax(decoder.step(token, cache.as_mut())?) as u32;
+        }
+        hits += usize::from(right);
+    }
+    Ok(hits)
+}
+

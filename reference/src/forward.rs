@@ -1,0 +1,166 @@
+//! The forward pass: a prompt at once, layer by layer, or one token over a cache.
+
+use std::sync::Arc;
+
+use crate::cache::KvCache;
+use crate::model::{Model, Rope};
+use crate::ops::{add, causal_attention, linear, matmul, rms_norm, swiglu};
+use crate::{Error, Result};
+
+/// Rows that pass through the feed-forward block at once.
+const ROWS: usize = 512;
+
+/// What one layer's attention computed for a prompt, before RoPE.
+#[derive(Clone, Copy, Debug)]
+pub struct Activations<'a> {
+    /// (n, n_heads * head_dim)
+    pub q: &'a [f32],
+    /// (n, n_kv_heads * head_dim)
+    pub k: &'a [f32],
+    /// (n, n_kv_heads * head_dim)
+    pub v: &'a [f32],
+}
+
+/// Runs a prompt from position 0 with exact attention and shows each layer's activations to `observe`, which fills a cache
+/// or gathers statistics. Returns the final hidden states, normalized: (n, hidden_size).
+///
+/// # Errors
+/// [`Error::Argument`] for no tokens, tokens outside the vocabulary, or more of them than `rope` has positions; whatever
+/// `observe` returns.
+pub fn prefill(
+    model: &Model,
+    rope: &Rope,
+    tokens: &[u32],
+    observe: &mut dyn FnMut(usize, Activations<'_>) -> Result<()>,
+) -> Result<Vec<f32>> {
+    let config = &model.config;
+    model.check_tokens(tokens)?;
+    if tokens.is_empty() {
+        return Err(Error::argument("a prompt needs at least one token"));
+    }
+    if tokens.len() > rope.len() {
+        return Err(Error::Argument(format!("{} tokens for {} positions", tokens.len(), rope.len())));
+    }
+    let (n, hidden, q_dim, kv_dim) = (tokens.len(), config.hidden_size, config.q_dim(), config.kv_dim());
+    let mut x: Vec<f32> = tokens.iter().flat_map(|&token| embedding(model, token)).copied().collect();
+    let mut normed = vec![0.0; n * hidden];
+    let (mut q, mut k, mut v) = (vec![0.0; n * q_dim], vec![0.0; n * kv_dim], vec![0.0; n * kv_dim]);
+    let mut attended = vec![0.0; n * q_dim];
+    let inner = config.intermediate_size * n.min(ROWS);
+    let (mut gate, mut up) = (vec![0.0; inner], vec![0.0; inner]);
+    for (l, layer) in model.layers.iter().enumerate() {
+        let w = &layer.attention;
+        rms_norm(&x, &w.norm, config.rms_norm_eps, &mut normed);
+        linear(&w.q, &normed, &mut q);
+        linear(&w.k, &normed, &mut k);
+        linear(&w.v, &normed, &mut v);
+        observe(l, Activations { q: &q, k: &k, v: &v })?;
+        rope.rotate_rows(&mut q, q_dim, 0);
+        rope.rotate_rows(&mut k, kv_dim, 0);
+        causal_attention(&q, &k, &v, config.n_heads, config.n_kv_heads, config.head_dim, &mut attended);
+        linear(&w.o, &attended, &mut normed);
+        add(&mut x, &normed);
+
+        let w = &layer.feed_forward;
+        rms_norm(&x, &w.norm, config.rms_norm_eps, &mut normed);
+        for (x, normed) in x.chunks_mut(ROWS * hidden).zip(normed.chunks_mut(ROWS * hidden)) {
+            let inner = x.len() / hidden * config.intermediate_size;
+            linear(&w.gate, normed, &mut gate[..inner]);
+            linear(&w.up, normed, &mut up[..inner]);
+            swiglu(&mut gate[..inner], &up[..inner]);
+            linear(&w.down, &gate[..inner], normed);
+            add(x, normed);
+        }
+    }
+    rms_norm(&x, &model.norm, config.rms_norm_eps, &mut normed);
+    Ok(normed)
+}
+
+/// Logits (n, vocab_size) of normalized hidden states (n, hidden_size).
+#[must_use]
+pub fn logits(model: &Model, hidden: &[f32]) -> Vec<f32> {
+    let n = hidden.len() / model.config.hidden_size;
+    let mut out = vec![0.0; n * model.config.vocab_size];
+    matmul(&model.output, hidden, &mut out, model.config.hidden_size);
+    out
+}
+
+fn embedding(model: &Model, token: u32) -> &[f32] {
+    let hidden = model.config.hidden_size;
+    &model.embedding[token as usize * hidden..][..hidden]
+}
+
+/// Runs one token after the other over a cache. Its buffers are allocated once.
+pub struct Decoder {
+    model: Arc<Model>,
+    rope: Arc<Rope>,
+    x: Vec<f32>,        // (hidden_size,) residual stream
+    normed: Vec<f32>,   // (hidden_size,)
+    q: Vec<f32>,        // (n_heads, head_dim)
+    k: Vec<f32>,        // (n_kv_heads, head_dim)
+    v: Vec<f32>,        // (n_kv_heads, head_dim)
+    attended: Vec<f32>, // (n_heads, head_dim)
+    gate: Vec<f32>,     // (intermediate_size,)
+    up: Vec<f32>,       // (intermediate_size,)
+    logits: Vec<f32>,   // (vocab_size,)
+}
+
+impl Decoder {
+    /// A decoder for `model` with positions from `rope`.
+    #[must_use]
+    pub fn new(model: Arc<Model>, rope: Arc<Rope>) -> Self {
+        let c = &model.config;
+        Self {
+            x: vec![0.0; c.hidden_size],
+            normed: vec![0.0; c.hidden_size],
+            q: vec![0.0; c.q_dim()],
+            k: vec![0.0; c.kv_dim()],
+            v: vec![0.0; c.kv_dim()],
+            attended: vec![0.0; c.q_dim()],
+            gate: vec![0.0; c.intermediate_size],
+            up: vec![0.0; c.intermediate_size],
+            logits: vec![0.0; c.vocab_size],
+            model,
+            rope,
+        }
+    }
+
+    /// Appends `token` to the cache and returns the logits (vocab_size,) of what follows it.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for a token outside the vocabulary or a cache that is full up to the last position; whatever the
+    /// cache returns.
+    pub fn step(&mut self, token: u32, cache: &mut dyn KvCache) -> Result<&[f32]> {
+        let model = &*self.model;
+        let config = &model.config;
+        model.check_tokens(&[token])?;
+        let pos = cache.seq_len();
+        if pos >= self.rope.len() {
+            return Err(Error::Argument(format!("the context of {} tokens is full", self.rope.len())));
+        }
+        self.x.copy_from_slice(embedding(model, token));
+        for (l, layer) in model.layers.iter().enumerate() {
+            let w = &layer.attention;
+            rms_norm(&self.x, &w.norm, config.rms_norm_eps, &mut self.normed);
+            linear(&w.q, &self.normed, &mut self.q);
+            linear(&w.k, &self.normed, &mut self.k);
+            linear(&w.v, &self.normed, &mut self.v);
+            self.rope.rotate(&mut self.q, pos);
+            cache.append(l, pos, &self.k, &self.v)?;
+            cache.attend(l, &self.q, &mut self.attended)?;
+            linear(&w.o, &self.attended, &mut self.normed);
+            add(&mut self.x, &self.normed);
+
+            let w = &layer.feed_forward;
+            rms_norm(&self.x, &w.norm, config.rms_norm_eps, &mut self.normed);
+            linear(&w.gate, &self.normed, &mut self.gate);
+            linear(&w.up, &self.normed, &mut self.up);
+            swiglu(&mut self.gate, &self.up);
+            linear(&w.down, &self.gate, &mut self.normed);
+            add(&mut self.x, &self.normed);
+        }
+        rms_norm(&self.x, &model.norm, config.rms_norm_eps, &mut self.normed);
+        matmul(&model.output, &self.normed, &mut self.logits, config.hidden_size);
+        Ok(&self.logits)
+    }
+}

@@ -1,0 +1,19 @@
+#![doc = include_str!("../README.md")]
+
+pub mod cache;
+pub mod calibrate;
+pub mod compare;
+mod error;
+pub mod eval;
+pub mod forward;
+pub mod method;
+pub mod model;
+pub mod ops;
+mod profile;
+pub mod report;
+mod rng;
+mod sample;
+
+pub use error::{Error, Result};
+pub use profile::Profile;
+pub use sample::Sampler;

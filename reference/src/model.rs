@@ -1,0 +1,195 @@
+//! A Llama-family model in memory: shape, weights in `f32`, tokenizer.
+
+mod config;
+mod gguf;
+mod rope;
+mod tensors;
+mod tokenizer;
+
+use std::path::Path;
+use std::sync::Arc;
+
+use sha2::{Digest, Sha256};
+
+pub use config::{Config, RopeScaling};
+pub use rope::Rope;
+pub use tokenizer::Tokenizer;
+
+use crate::{Error, Result};
+use gguf::Gguf;
+use tensors::{SafetensorsFiles, Tensors};
+
+/// A matrix that multiplies a vector from the left, with an optional bias.
+#[derive(Clone, Debug)]
+pub struct Linear {
+    /// (n_out, n_in) row-major.
+    pub weight: Vec<f32>,
+    /// (n_out,)
+    pub bias: Option<Vec<f32>>,
+    /// Length of the input.
+    pub n_in: usize,
+    /// Length of the output.
+    pub n_out: usize,
+}
+
+/// What attention needs of a layer.
+#[derive(Clone, Debug)]
+pub struct AttentionWeights {
+    /// (hidden_size,)
+    pub norm: Vec<f32>,
+    /// hidden_size -> n_heads * head_dim
+    pub q: Linear,
+    /// hidden_size -> n_kv_heads * head_dim
+    pub k: Linear,
+    /// hidden_size -> n_kv_heads * head_dim
+    pub v: Linear,
+    /// n_heads * head_dim -> hidden_size
+    pub o: Linear,
+}
+
+/// What the feed-forward block of a layer needs.
+#[derive(Clone, Debug)]
+pub struct FeedForwardWeights {
+    /// (hidden_size,)
+    pub norm: Vec<f32>,
+    /// hidden_size -> intermediate_size
+    pub gate: Linear,
+    /// hidden_size -> intermediate_size
+    pub up: Linear,
+    /// intermediate_size -> hidden_size
+    pub down: Linear,
+}
+
+/// One layer. The halves are shared between models that differ only in the other.
+#[derive(Clone, Debug)]
+pub struct Layer {
+    /// Attention.
+    pub attention: Arc<AttentionWeights>,
+    /// Feed-forward.
+    pub feed_forward: Arc<FeedForwardWeights>,
+}
+
+/// A model that is ready to run.
+#[derive(Clone)]
+pub struct Model {
+    /// Its name: the file's or folder's.
+    pub name: String,
+    /// SHA-256 over configuration and weight files, in hexadecimal: what a profile was made for.
+    pub hash: String,
+    /// Its shape.
+    pub config: Config,
+    /// Its tokenizer, if there is one beside the weights.
+    pub tokenizer: Option<Arc<Tokenizer>>,
+    /// (vocab_size, hidden_size)
+    pub embedding: Arc<Vec<f32>>,
+    /// One per layer.
+    pub layers: Vec<Layer>,
+    /// (hidden_size,)
+    pub norm: Arc<Vec<f32>>,
+    /// (vocab_size, hidden_size); the embedding itself where they are tied.
+    pub output: Arc<Vec<f32>>,
+}
+
+impl Model {
+    /// Loads a Hugging Face folder or a GGUF file.
+    ///
+    /// # Errors
+    /// [`Error::Io`] or [`Error::File`], naming the file and what is wrong with it.
+    pub fn load(path: &Path) -> Result<Self> {
+        if path.is_dir() { Self::load_folder(path) } else { Self::load_gguf(path) }
+    }
+
+    fn load_folder(dir: &Path) -> Result<Self> {
+        let config_path = dir.join("config.json");
+        let config = Config::from_json(&config_path)?;
+        let tokenizer_path = dir.join("tokenizer.json");
+        let tokenizer = tokenizer_path.exists().then(|| Tokenizer::from_json(&tokenizer_path)).transpose()?;
+        Self::assemble(dir, config, tokenizer, &SafetensorsFiles::open(dir)?)
+    }
+
+    fn load_gguf(path: &Path) -> Result<Self> {
+        let gguf = Gguf::open(path)?;
+        Self::assemble(path, gguf.config()?, Some(Tokenizer::from_gguf(&gguf)?), &gguf)
+    }
+
+    fn assemble(path: &Path, mut config: Config, tokenizer: Option<Tokenizer>, tensors: &dyn Tensors) -> Result<Self> {
+        let (hidden, vocab) = (config.hidden_size, config.vocab_size);
+        let embedding = Arc::new(tensors.load("model.embed_tokens.weight", &[vocab, hidden])?);
+        // Some checkpoints claim untied embeddings and yet store none, or the other way round: what is stored decides.
+        config.tie_word_embeddings |= !tensors.contains("lm_head.weight");
+        let output = if config.tie_word_embeddings {
+            embedding.clone()
+        } else {
+            Arc::new(tensors.load("lm_head.weight", &[vocab, hidden])?)
+        };
+        let layers = (0..config.n_layers).map(|l| load_layer(&config, tensors, l)).collect::<Result<_>>()?;
+        let norm = Arc::new(tensors.load("model.norm.weight", &[hidden])?);
+        let mut hasher = Sha256::new();
+        hasher.update(format!("{config:?}"));
+        tensors.digest(&mut hasher);
+        let hash = hasher.finalize().iter().map(|byte| format!("{byte:02x}")).collect();
+        let name = path.file_name().unwrap_or(path.as_os_str()).to_string_lossy().into_owned();
+        Ok(Self { name, hash, config, tokenizer: tokenizer.map(Arc::new), embedding, layers, norm, output })
+    }
+
+    /// The tokenizer.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for a model that came without one.
+    pub fn tokenizer(&self) -> Result<&Tokenizer> {
+        self.tokenizer.as_deref().ok_or_else(|| Error::argument(format!("model {} has no tokenizer.json", self.name)))
+    }
+
+    /// Refuses tokens outside the vocabulary.
+    ///
+    /// # Errors
+    /// [`Error::Argument`].
+    pub fn check_tokens(&self, tokens: &[u32]) -> Result<()> {
+        match tokens.iter().find(|&&token| token as usize >= self.config.vocab_size) {
+            Some(token) => {
+                Err(Error::argument(format!("token {token} is outside the vocabulary of {}", self.config.vocab_size)))
+            }
+            None => Ok(()),
+        }
+    }
+
+    /// Refuses lengths beyond the model's context.
+    ///
+    /// # Errors
+    /// [`Error::Argument`].
+    pub fn check_context(&self, tokens: usize) -> Result<()> {
+        if tokens > self.config.max_seq_len {
+            let what = format!("{tokens} tokens exceed the context of {} that {} has", self.config.max_seq_len, self.name);
+            return Err(Error::Argument(what));
+        }
+        Ok(())
+    }
+}
+
+fn load_layer(config: &Config, tensors: &dyn Tensors, l: usize) -> Result<Layer> {
+    let (hidden, inner) = (config.hidden_size, config.intermediate_size);
+    let linear = |name: &str, n_in: usize, n_out: usize, bias: bool| -> Result<Linear> {
+        let name = format!("model.layers.{l}.{name}");
+        let weight = tensors.load(&format!("{name}.weight"), &[n_out, n_in])?;
+        let bias = bias.then(|| tensors.load(&format!("{name}.bias"), &[n_out])).transpose()?;
+        Ok(Linear { weight, bias, n_in, n_out })
+    };
+    let norm = |name: &str| tensors.load(&format!("model.layers.{l}.{name}.weight"), &[hidden]);
+    let bias = config.attention_bias;
+    let attention = AttentionWeights {
+        norm: norm("input_layernorm")?,
+        q: linear("self_attn.q_proj", hidden, config.q_dim(), bias)?,
+        k: linear("self_attn.k_proj", hidden, config.kv_dim(), bias)?,
+        v: linear("self_attn.v_proj", hidden, config.kv_dim(), bias)?,
+        // llama.cpp names no bias for attn_output where a checkpoint has only q, k and v biases.
+        o: linear("self_attn.o_proj", config.q_dim(), hidden, bias && tensors.contains(&format!("model.layers.{l}.self_attn.o_proj.bias")))?,
+    };
+    let bias = config.mlp_bias;
+    let feed_forward = FeedForwardWeights {
+        norm: norm("post_attention_layernorm")?,
+        gate: linear("mlp.gate_proj", hidden, inner, bias)?,
+        up: linear("mlp.up_proj", hidden, inner, bias)?,
+        down: linear("mlp.down_proj", inner, hidden, bias)?,
+    };
+    Ok(Layer { attention: Arc::new(attention), feed_forward: Arc::new(feed_forward) })
+}

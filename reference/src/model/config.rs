@@ -1,0 +1,245 @@
+use std::path::Path;
+
+use serde::Deserialize;
+use serde_json::Value;
+
+use crate::{Error, Result};
+
+/// The shape of a Llama-family model.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Config {
+    /// Entries of the vocabulary.
+    pub vocab_size: usize,
+    /// Width of the residual stream.
+    pub hidden_size: usize,
+    /// Width inside the feed-forward block.
+    pub intermediate_size: usize,
+    /// Layers.
+    pub n_layers: usize,
+    /// Query heads.
+    pub n_heads: usize,
+    /// Key and value heads; divides `n_heads`.
+    pub n_kv_heads: usize,
+    /// Components of a head; even.
+    pub head_dim: usize,
+    /// Positions the model was made for.
+    pub max_seq_len: usize,
+    /// Added to the mean square before the root.
+    pub rms_norm_eps: f32,
+    /// Base of the rotary frequencies.
+    pub rope_theta: f64,
+    /// What stretches the rotary frequencies.
+    pub rope_scaling: RopeScaling,
+    /// Whether q, k, v and o projections have biases.
+    pub attention_bias: bool,
+    /// Whether the feed-forward projections have biases.
+    pub mlp_bias: bool,
+    /// Whether the output projection is the embedding.
+    pub tie_word_embeddings: bool,
+    /// Tokens that end a text.
+    pub eos_tokens: Vec<u32>,
+}
+
+/// How rotary frequencies are stretched for long contexts.
+#[derive(Clone, Debug, PartialEq)]
+pub enum RopeScaling {
+    /// Not at all.
+    None,
+    /// All frequencies divided by the factor.
+    Linear {
+        /// The divisor.
+        factor: f64,
+    },
+    /// Llama 3.1: low frequencies divided, high ones kept, a ramp between.
+    Llama3 {
+        /// Divisor of the low frequencies.
+        factor: f64,
+        /// Wavelengths above `original_max_seq_len / low_freq_factor` are low.
+        low_freq_factor: f64,
+        /// Wavelengths below `original_max_seq_len / high_freq_factor` are high.
+        high_freq_factor: f64,
+        /// Positions before the stretch.
+        original_max_seq_len: f64,
+    },
+    /// A divisor per frequency, as GGUF files store it.
+    Divisors(
+        /// (head_dim / 2,)
+        Vec<f32>,
+    ),
+}
+
+impl Config {
+    /// Query heads per key/value head.
+    #[must_use]
+    pub const fn gqa_group(&self) -> usize {
+        self.n_heads / self.n_kv_heads
+    }
+
+    /// Numbers in one token's keys (or values) of a layer: `n_kv_heads * head_dim`.
+    #[must_use]
+    pub const fn kv_dim(&self) -> usize {
+        self.n_kv_heads * self.head_dim
+    }
+
+    /// Numbers in one token's queries of a layer: `n_heads * head_dim`.
+    #[must_use]
+    pub const fn q_dim(&self) -> usize {
+        self.n_heads * self.head_dim
+    }
+
+    /// Numbers that a cache holds for one token: keys and values of all layers.
+    #[must_use]
+    pub const fn kv_values_per_token(&self) -> usize {
+        2 * self.n_layers * self.kv_dim()
+    }
+
+    /// Reads a Hugging Face `config.json`.
+    pub(crate) fn from_json(path: &Path) -> Result<Self> {
+        let text = std::fs::read_to_string(path).map_err(|e| Error::io(path, e))?;
+        let raw: RawConfig = serde_json::from_str(&text).map_err(|e| Error::file(path, e))?;
+        raw.check().and_then(Self::validated).map_err(|what| Error::file(path, what))
+    }
+
+    /// Refuses shapes that no model has, so that products of sizes cannot overflow later.
+    pub(crate) fn validated(self) -> std::result::Result<Self, String> {
+        let sizes = [
+            ("vocab_size", self.vocab_size, 1 << 24),
+            ("hidden_size", self.hidden_size, 1 << 20),
+            ("intermediate_size", self.intermediate_size, 1 << 22),
+            ("num_hidden_layers", self.n_layers, 1 << 12),
+            ("num_attention_heads", self.n_heads, 1 << 12),
+            ("num_key_value_heads", self.n_kv_heads, 1 << 12),
+            ("head_dim", self.head_dim, 1 << 12),
+            ("max_position_embeddings", self.max_seq_len, 1 << 24),
+        ];
+        for (name, size, limit) in sizes {
+            if size == 0 || size > limit {
+                return Err(format!("{name} is {size}, outside 1..={limit}"));
+            }
+        }
+        if !self.n_heads.is_multiple_of(self.n_kv_heads) {
+            return Err(format!("{} key/value heads do not divide {} heads", self.n_kv_heads, self.n_heads));
+        }
+        if !self.head_dim.is_multiple_of(2) {
+            return Err(format!("head_dim is {}, an odd number", self.head_dim));
+        }
+        if !(self.rms_norm_eps > 0.0 && self.rms_norm_eps < 1.0) {
+            return Err(format!("rms_norm_eps is {}, outside 0..1", self.rms_norm_eps));
+        }
+        if !(self.rope_theta.is_finite() && self.rope_theta > 1.0) {
+            return Err(format!("rope_theta is {}, not a number above 1", self.rope_theta));
+        }
+        let factors: Vec<f64> = match &self.rope_scaling {
+            RopeScaling::None => vec![],
+            RopeScaling::Linear { factor } => vec![*factor],
+            RopeScaling::Llama3 { factor, low_freq_factor, high_freq_factor, original_max_seq_len } => {
+                if low_freq_factor >= high_freq_factor {
+                    return Err("rope scaling: low_freq_factor is not below high_freq_factor".into());
+                }
+                vec![*factor, *low_freq_factor, *high_freq_factor, *original_max_seq_len]
+            }
+            RopeScaling::Divisors(divisors) => divisors.iter().map(|&x| f64::from(x)).collect(),
+        };
+        match factors.iter().find(|x| !(x.is_finite() && **x > 0.0)) {
+            Some(x) => Err(format!("rope scaling: {x} is not a positive number")),
+            None => Ok(self),
+        }
+    }
+}
+
+/// `config.json` as it stands, before any sense is made of it.
+#[derive(Deserialize)]
+struct RawConfig {
+    model_type: String,
+    vocab_size: usize,
+    hidden_size: usize,
+    intermediate_size: usize,
+    num_hidden_layers: usize,
+    num_attention_heads: usize,
+    num_key_value_heads: Option<usize>,
+    head_dim: Option<usize>,
+    max_position_embeddings: Option<usize>,
+    rms_norm_eps: Option<f32>,
+    rope_theta: Option<f64>,
+    rope_scaling: Option<Value>,
+    rope_parameters: Option<Value>, // transformers 5 moved rope_theta and rope_scaling here
+    partial_rotary_factor: Option<f64>,
+    sliding_window: Option<usize>,
+    #[serde(default)]
+    attention_bias: bool,
+    #[serde(default)]
+    mlp_bias: bool,
+    #[serde(default)]
+    tie_word_embeddings: bool,
+    hidden_act: Option<String>,
+    eos_token_id: Option<Value>,
+}
+
+impl RawConfig {
+    fn check(self) -> std::result::Result<Config, String> {
+        if !matches!(self.model_type.as_str(), "llama" | "mistral") {
+            return Err(format!("model_type `{}` is not of the Llama family", self.model_type));
+        }
+        if let Some(act) = self.hidden_act.as_deref().filter(|&act| act != "silu") {
+            return Err(format!("hidden_act `{act}` is not supported, only `silu`"));
+        }
+        if self.partial_rotary_factor.is_some_and(|x| x != 1.0) {
+            return Err("a partial_rotary_factor is not supported".into());
+        }
+        if self.sliding_window.is_some() {
+            return Err("a sliding_window is not supported".into());
+        }
+        let rope = self.rope_parameters.as_ref().or(self.rope_scaling.as_ref());
+        let theta = self.rope_parameters.as_ref().and_then(|rope| rope["rope_theta"].as_f64());
+        let head_dim = match self.head_dim {
+            Some(head_dim) => head_dim,
+            None if self.num_attention_heads > 0 => self.hidden_size / self.num_attention_heads,
+            None => 0,
+        };
+        Ok(Config {
+            vocab_size: self.vocab_size,
+            hidden_size: self.hidden_size,
+            intermediate_size: self.intermediate_size,
+            n_layers: self.num_hidden_layers,
+            n_heads: self.num_attention_heads,
+            n_kv_heads: self.num_key_value_heads.unwrap_or(self.num_attention_heads),
+            head_dim,
+            max_seq_len: self.max_position_embeddings.unwrap_or(2048),
+            rms_norm_eps: self.rms_norm_eps.unwrap_or(1e-6),
+            rope_theta: theta.or(self.rope_theta).unwrap_or(10_000.0),
+            rope_scaling: rope.map_or(Ok(RopeScaling::None), rope_scaling)?,
+            attention_bias: self.attention_bias,
+            mlp_bias: self.mlp_bias,
+            tie_word_embeddings: self.tie_word_embeddings,
+            eos_tokens: eos_tokens(self.eos_token_id.as_ref()),
+        })
+    }
+}
+
+fn rope_scaling(value: &Value) -> std::result::Result<RopeScaling, String> {
+    if value.is_null() {
+        return Ok(RopeScaling::None);
+    }
+    let number =
+        |key: &str| value[key].as_f64().ok_or_else(|| format!("rope scaling: `{key}` is missing or not a number"));
+    match value["rope_type"].as_str().or(value["type"].as_str()) {
+        None | Some("default") => Ok(RopeScaling::None),
+        Some("linear") => Ok(RopeScaling::Linear { factor: number("factor")? }),
+        Some("llama3") => Ok(RopeScaling::Llama3 {
+            factor: number("factor")?,
+            low_freq_factor: number("low_freq_factor")?,
+            high_freq_factor: number("high_freq_factor")?,
+            original_max_seq_len: number("original_max_position_embeddings")?,
+        }),
+        Some(other) => Err(format!("rope scaling `{other}` is not supported, only `linear` and `llama3`")),
+    }
+}
+
+fn eos_tokens(value: Option<&Value>) -> Vec<u32> {
+    let one = |value: &Value| value.as_u64().and_then(|id| u32::try_from(id).ok());
+    match value {
+        Some(Value::Array(ids)) => ids.iter().filter_map(one).collect(),
+        Some(value) => one(value).into_iter().collect(),
+        None => vec![],
+    }
+}

@@ -1,0 +1,76 @@
+use crate::model::{Config, RopeScaling};
+
+/// Rotary position embedding: cosines and sines of every position up to a length, for the layout that pairs component `i`
+/// with `i + head_dim / 2` (Hugging Face; GGUF rows are reordered to it when they are loaded).
+#[derive(Clone, Debug)]
+pub struct Rope {
+    half: usize,   // head_dim / 2
+    cos: Vec<f32>, // (len, half)
+    sin: Vec<f32>, // (len, half)
+}
+
+impl Rope {
+    /// Tables for positions `0..len`. Angles are computed in `f64`.
+    #[must_use]
+    pub fn new(config: &Config, len: usize) -> Self {
+        let frequencies = frequencies(config);
+        let angles = (0..len).flat_map(|pos| frequencies.iter().map(move |f| pos as f64 * f));
+        let (sin, cos) = angles.map(|angle| (angle.sin() as f32, angle.cos() as f32)).unzip();
+        Self { half: frequencies.len(), cos, sin }
+    }
+
+    /// Positions it can rotate to.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.cos.len() / self.half
+    }
+
+    /// Whether it has no positions at all.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.cos.is_empty()
+    }
+
+    /// Rotates every head of `x`, (heads, head_dim), to position `pos < len`.
+    ///
+    /// # Panics
+    /// When `pos >= len`.
+    pub fn rotate(&self, x: &mut [f32], pos: usize) {
+        let cos = &self.cos[pos * self.half..][..self.half];
+        let sin = &self.sin[pos * self.half..][..self.half];
+        for head in x.chunks_exact_mut(2 * self.half) {
+            let (low, high) = head.split_at_mut(self.half);
+            for (((a, b), &cos), &sin) in low.iter_mut().zip(high).zip(cos).zip(sin) {
+                (*a, *b) = (*a * cos - *b * sin, *b * cos + *a * sin);
+            }
+        }
+    }
+
+    /// Rotates rows (n, heads * head_dim) at positions `first..first + n`.
+    ///
+    /// # Panics
+    /// When `first + n > len`.
+    pub fn rotate_rows(&self, rows: &mut [f32], row_len: usize, first: usize) {
+        for (i, row) in rows.chunks_exact_mut(row_len).enumerate() {
+            self.rotate(row, first + i);
+        }
+    }
+}
+
+/// Radians per position, (head_dim / 2,).
+fn frequencies(config: &Config) -> Vec<f64> {
+    let plain = (0..config.head_dim / 2)
+        .map(|i| config.rope_theta.powf(-2.0 * i as f64 / config.head_dim as f64));
+    match &config.rope_scaling {
+        RopeScaling::None => plain.collect(),
+        RopeScaling::Linear { factor } => plain.map(|f| f / factor).collect(),
+        RopeScaling::Divisors(divisors) => plain.zip(divisors).map(|(f, &divisor)| f / f64::from(divisor)).collect(),
+        RopeScaling::Llama3 { factor, low_freq_factor, high_freq_factor, original_max_seq_len } => plain
+            .map(|f| {
+                let turns = original_max_seq_len * f / core::f64::consts::TAU; // full turns in the original context
+                let kept = ((turns - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0.0, 1.0);
+                f * kept + f / factor * (1.0 - kept)
+            })
+            .collect(),
+    }
+}

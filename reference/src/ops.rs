@@ -1,0 +1,262 @@
+//! The arithmetic of a forward pass on plain slices.
+
+use gemm::Parallelism;
+use rayon::prelude::*;
+
+use crate::model::Linear;
+
+/// Fewer multiply-adds than this are not worth a second thread.
+const PARALLEL_FROM: usize = 1 << 16;
+
+/// `y = W x + b` for every row.
+///
+/// `x` (n, n_in); `y` (n, n_out), fully written. One row runs as dot products over threads, more as a matrix product.
+pub fn linear(layer: &Linear, x: &[f32], y: &mut [f32]) {
+    matmul(&layer.weight, x, y, layer.n_in);
+    if let Some(bias) = &layer.bias {
+        for row in y.chunks_exact_mut(layer.n_out) {
+            add(row, bias);
+        }
+    }
+}
+
+/// `y = x W^T`: `weight` (n_out, n_in), `x` (n, n_in), `y` (n, n_out), all row-major.
+///
+/// # Panics
+/// When the lengths do not fit each other.
+pub fn matmul(weight: &[f32], x: &[f32], y: &mut [f32], n_in: usize) {
+    let (n, n_out) = (x.len() / n_in, weight.len() / n_in);
+    assert!(x.len() == n * n_in && weight.len() == n_out * n_in && y.len() == n * n_out);
+    if n == 1 {
+        return matvec(weight, x, y);
+    }
+    let parallelism = if n * weight.len() < PARALLEL_FROM { Parallelism::None } else { Parallelism::Rayon(0) };
+    // SAFETY: the assertion above has proved that x is (n, n_in), weight (n_out, n_in) and y (n, n_out); the strides given
+    // here walk exactly those, and y overlaps neither since it is borrowed mutably.
+    unsafe {
+        gemm::gemm(
+            n,
+            n_out,
+            n_in,
+            y.as_mut_ptr(),
+            1,
+            n_out as isize,
+            false,
+            x.as_ptr(),
+            1,
+            n_in as isize,
+            weight.as_ptr(),
+            n_in as isize,
+            1,
+            0.0,
+            1.0,
+            false,
+            false,
+            false,
+            parallelism,
+        );
+    }
+}
+
+fn matvec(weight: &[f32], x: &[f32], y: &mut [f32]) {
+    const ROWS: usize = 64; // per task
+    let rows = |(y, weight): (&mut [f32], &[f32])| {
+        for (y, row) in y.iter_mut().zip(weight.chunks_exact(x.len())) {
+            *y = dot(row, x);
+        }
+    };
+    if weight.len() < PARALLEL_FROM {
+        rows((y, weight));
+    } else {
+        y.par_chunks_mut(ROWS).zip(weight.par_chunks(ROWS * x.len())).for_each(rows);
+    }
+}
+
+/// Inner product in 16 interleaved partial sums.
+#[must_use]
+pub fn dot(a: &[f32], b: &[f32]) -> f32 {
+    let mut lanes = [0.0_f32; 16];
+    let ((a_chunks, a_tail), (b_chunks, b_tail)) = (a.as_chunks::<16>(), b.as_chunks::<16>());
+    for (a, b) in a_chunks.iter().zip(b_chunks) {
+        for ((lane, a), b) in lanes.iter_mut().zip(a).zip(b) {
+            *lane += a * b;
+        }
+    }
+    lanes.iter().sum::<f32>() + a_tail.iter().zip(b_tail).map(|(a, b)| a * b).sum::<f32>()
+}
+
+/// `a += b`.
+pub fn add(a: &mut [f32], b: &[f32]) {
+    for (a, b) in a.iter_mut().zip(b) {
+        *a += b;
+    }
+}
+
+/// `out = x / rms(x) * weight` for every row of `x`, (n, weight.len()).
+pub fn rms_norm(x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
+    for (x, out) in x.chunks_exact(weight.len()).zip(out.chunks_exact_mut(weight.len())) {
+        let scale = 1.0 / (dot(x, x) / x.len() as f32 + eps).sqrt();
+        for ((out, x), w) in out.iter_mut().zip(x).zip(weight) {
+            *out = x * scale * w;
+        }
+    }
+}
+
+/// `gate = silu(gate) * up`.
+pub fn swiglu(gate: &mut [f32], up: &[f32]) {
+    for (gate, up) in gate.iter_mut().zip(up) {
+        *gate *= up / (1.0 + (-*gate).exp());
+    }
+}
+
+/// Turns scores into probabilities.
+pub fn softmax(x: &mut [f32]) {
+    let max = x.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    let mut sum = 0.0;
+    for x in &mut *x {
+        *x = (*x - max).exp();
+        sum += *x;
+    }
+    for x in x {
+        *x /= sum;
+    }
+}
+
+/// Index of the first largest element; 0 for none.
+#[must_use]
+pub fn argmax(x: &[f32]) -> usize {
+    let mut best = 0;
+    for (i, &value) in x.iter().enumerate() {
+        if value > x[best] {
+            best = i;
+        }
+    }
+    best
+}
+
+/// Exact causal attention of all tokens of a prompt, the first of which is at position 0.
+///
+/// `q` (n, n_heads * head_dim) and `k` (n, n_kv_heads * head_dim) rotated, `v` like `k`; `out` like `q`, fully written.
+///
+/// # Panics
+/// When the lengths do not fit each other.
+pub fn causal_attention(q: &[f32], k: &[f32], v: &[f32], n_heads: usize, n_kv_heads: usize, head_dim: usize, out: &mut [f32]) {
+    const BLOCK: usize = 64; // query rows per task
+    let (q_dim, kv_dim) = (n_heads * head_dim, n_kv_heads * head_dim);
+    let n = q.len() / q_dim;
+    assert!(q.len() == n * q_dim && out.len() == q.len() && k.len() == n * kv_dim && v.len() == k.len());
+    let scale = 1.0 / (head_dim as f32).sqrt();
+    out.par_chunks_mut(BLOCK * q_dim).enumerate().for_each(|(block, out)| {
+        let (first, rows) = (block * BLOCK, out.len() / q_dim);
+        let seen = first + rows; // keys the last row of the block may see
+        let mut scores = vec![0.0; rows * seen];
+        for h in 0..n_heads {
+            let kv = h / (n_heads / n_kv_heads) * head_dim;
+            let q = &q[first * q_dim + h * head_dim..];
+            // SAFETY: rows `first..seen` of q and `..seen` of k and v exist by the assertion above; the head's columns
+            // lie inside a row, so every element that these strides reach lies inside its slice.
+            unsafe {
+                product(rows, seen, head_dim, &mut scores, seen, q, (q_dim, 1), &k[kv..], (1, kv_dim), scale);
+            }
+            for (i, row) in scores.chunks_exact_mut(seen).enumerate() {
+                let (visible, hidden) = row.split_at_mut(first + i + 1);
+                softmax(visible);
+                hidden.fill(0.0);
+            }
+            // SAFETY: as above; the head's columns of `out` lie inside its rows.
+            unsafe {
+                product(rows, head_dim, seen, &mut out[h * head_dim..], q_dim, &scores, (seen, 1), &v[kv..], (kv_dim, 1), 1.0);
+            }
+        }
+    });
+}
+
+/// `dst = scale * a b` on one thread, with the row stride of `dst` and (row, column) strides of `a` (m, k), `b` (k, n).
+///
+/// # Safety
+/// Every element that the sizes and strides reach must lie inside its slice.
+#[allow(clippy::too_many_arguments)]
+unsafe fn product(
+    m: usize,
+    n: usize,
+    k: usize,
+    dst: &mut [f32],
+    dst_stride: usize,
+    a: &[f32],
+    a_strides: (usize, usize),
+    b: &[f32],
+    b_strides: (usize, usize),
+    scale: f32,
+) {
+    // SAFETY: the caller's contract.
+    unsafe {
+        gemm::gemm(
+            m,
+            n,
+            k,
+            dst.as_mut_ptr(),
+            1,
+            dst_stride as isize,
+            false,
+            a.as_ptr(),
+            a_strides.1 as isize,
+            a_strides.0 as isize,
+            b.as_ptr(),
+            b_strides.1 as isize,
+            b_strides.0 as isize,
+            0.0,
+            scale,
+            false,
+            false,
+            false,
+            Parallelism::None,
+        );
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn matmul_of_one_row_and_of_many_agree() {
+        let (n, n_in, n_out) = (5, 37, 19);
+        let value = |i: usize| ((i * 7919) % 1000) as f32 / 500.0 - 1.0;
+        let weight: Vec<f32> = (0..n_in * n_out).map(value).collect();
+        let x: Vec<f32> = (0..n * n_in).map(|i| value(i + 13)).collect();
+        let mut many = vec![0.0; n * n_out];
+        matmul(&weight, &x, &mut many, n_in);
+        for (x, many) in x.chunks(n_in).zip(many.chunks(n_out)) {
+            let mut one = vec![0.0; n_out];
+            matmul(&weight, x, &mut one, n_in);
+            for (o, (a, b)) in many.iter().zip(&one).enumerate() {
+                let exact: f64 = (0..n_in).map(|i| f64::from(weight[o * n_in + i]) * f64::from(x[i])).sum();
+                assert!((f64::from(*a) - exact).abs() < 1e-4 && (f64::from(*b) - exact).abs() < 1e-4);
+            }
+        }
+    }
+
+    #[test]
+    fn causal_attention_equals_the_formula() {
+        let (n, n_heads, n_kv, d) = (70, 4, 2, 6); // more than one block
+        let value = |i: usize| ((i * 7919) % 1000) as f32 / 500.0 - 1.0;
+        let q: Vec<f32> = (0..n * n_heads * d).map(value).collect();
+        let k: Vec<f32> = (0..n * n_kv * d).map(|i| value(i + 3)).collect();
+        let v: Vec<f32> = (0..n * n_kv * d).map(|i| value(i + 5)).collect();
+        let mut out = vec![0.0; q.len()];
+        causal_attention(&q, &k, &v, n_heads, n_kv, d, &mut out);
+        for t in 0..n {
+            for h in 0..n_heads {
+                let row = |x: &[f32], t: usize, heads: usize, h: usize| x[(t * heads + h) * d..][..d].to_vec();
+                let mut p: Vec<f32> = (0..=t)
+                    .map(|s| dot(&row(&q, t, n_heads, h), &row(&k, s, n_kv, h / 2)) / (d as f32).sqrt())
+                    .collect();
+                softmax(&mut p);
+                for c in 0..d {
+                    let exact: f32 = (0..=t).map(|s| p[s] * row(&v, s, n_kv, h / 2)[c]).sum();
+                    assert!((exact - row(&out, t, n_heads, h)[c]).abs() < 1e-4);
+                }
+            }
+        }
+    }
+}

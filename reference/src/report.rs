@@ -1,0 +1,202 @@
+//! A comparison for a person: a table in the terminal, or one HTML page.
+
+use std::fmt::Write;
+use std::path::Path;
+
+use comfy_table::{CellAlignment, Table, presets};
+use plotters::prelude::*;
+
+use crate::compare::{Comparison, Row};
+use crate::{Error, Result};
+
+const COLUMNS: [&str; 10] =
+    ["method", "setting", "bits/value", "bytes/token", "ratio", "perplexity", "KL", "top-1", "needle", "ms/token"];
+
+fn cells(row: &Row) -> [String; 10] {
+    let hits = (row.needle * row.needle_trials as f64).round();
+    [
+        row.name.clone(),
+        row.setting.replace(':', " "),
+        format!("{:.2}", row.bits_per_value),
+        format!("{:.0}", row.kv_bytes_per_token),
+        format!("{:.2}", row.ratio),
+        format!("{:.3}", row.perplexity),
+        format!("{:.5}", row.kl),
+        format!("{:.1} %", 100.0 * row.top1),
+        format!("{hits}/{}", row.needle_trials),
+        format!("{:.2}", row.ms_per_token),
+    ]
+}
+
+/// What the columns count, under the table.
+fn notes(comparison: &Comparison) -> Vec<String> {
+    let mut notes = vec![
+        format!(
+            "{} over {}: {} tokens of prompt, {} decoded, {} calibrated on; seed {}.",
+            comparison.model, comparison.text, comparison.context, comparison.decode, comparison.calibration, comparison.seed
+        ),
+        "Bits and bytes are all that a sequence keeps: codes, scales, codebooks trained for it, exact sinks and window. \
+         Ratio is to 16 bits. KL (nats) and top-1 are beside the dense 32-bit cache."
+            .into(),
+    ];
+    for row in &comparison.methods {
+        let name = format!("{} {}", row.name, row.setting.replace(':', " "));
+        if row.offloaded_bytes_per_token > 0.0 {
+            notes.push(format!("{name}: and {:.0} exact bytes/token in slower memory.", row.offloaded_bytes_per_token));
+        }
+        if row.working_bytes_per_token > 0.0 {
+            notes.push(format!("{name}: and {:.0} decoded bytes/token while in use.", row.working_bytes_per_token));
+        }
+    }
+    notes
+}
+
+/// The table with its notes, for the terminal.
+#[must_use]
+pub fn table(comparison: &Comparison) -> String {
+    let mut table = Table::new();
+    table.load_preset(presets::NOTHING).set_header(COLUMNS);
+    for row in &comparison.methods {
+        table.add_row(cells(row));
+    }
+    for column in table.column_iter_mut().skip(2) {
+        column.set_cell_alignment(CellAlignment::Right);
+    }
+    format!("{table}\n\n{}\n", notes(comparison).join("\n"))
+}
+
+/// One self-contained HTML page: the table and two charts.
+///
+/// # Errors
+/// [`Error::File`] naming `path` when a chart cannot be drawn or the page not be written.
+pub fn write_html(path: &Path, comparison: &Comparison) -> Result<()> {
+    let page = html(comparison).map_err(|what| Error::file(path, what))?;
+    std::fs::write(path, page).map_err(|e| Error::io(path, e))
+}
+
+type Drawn<T> = std::result::Result<T, Box<dyn std::error::Error>>;
+
+fn html(comparison: &Comparison) -> std::result::Result<String, String> {
+    let charts = draw(quality_against_bytes, comparison).and_then(|a| Ok((a, draw(error_by_position, comparison)?)));
+    let (quality, position) = charts.map_err(|e| e.to_string())?;
+    let mut rows = String::new();
+    for row in &comparison.methods {
+        let cells = cells(row).map(|cell| format!("<td>{}</td>", escape(&cell))).concat();
+        let _ = writeln!(rows, "<tr>{cells}</tr>"); // writing to a String cannot fail
+    }
+    let header = COLUMNS.map(|column| format!("<th>{column}</th>")).concat();
+    let notes: String = notes(comparison).iter().map(|note| format!("<p>{}</p>\n", escape(note))).collect();
+    Ok(format!(
+        "<!doctype html>\n<html lang=\"en\"><meta charset=\"utf-8\"><title>KV caches compared</title>\n<style>{STYLE}</style>\n\
+         <h1>What each KV cache saves, and what it costs</h1>\n<table><thead><tr>{header}</tr></thead><tbody>\n{rows}</tbody></table>\n\
+         {notes}<h2>Quality against bytes</h2>\n{quality}\n<h2>Error by position</h2>\n{position}\n</html>\n"
+    ))
+}
+
+const STYLE: &str = "body{font:15px/1.5 system-ui,sans-serif;max-width:1000px;margin:2em auto;padding:0 1em;color:#222}\
+table{border-collapse:collapse;font-variant-numeric:tabular-nums}th,td{padding:.2em .7em;text-align:right;white-space:nowrap}\
+th{border-bottom:2px solid #222}td{border-bottom:1px solid #ddd}th:nth-child(-n+2),td:nth-child(-n+2){text-align:left}\
+p{margin:.4em 0;color:#555;font-size:14px}svg{max-width:100%;height:auto}";
+
+fn escape(text: &str) -> String {
+    text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;")
+}
+
+const SIZE: (u32, u32) = (1000, 560);
+
+fn draw(chart: fn(&Comparison, SVGBackend<'_>) -> Drawn<()>, comparison: &Comparison) -> Drawn<String> {
+    let mut svg = String::new();
+    chart(comparison, SVGBackend::with_string(&mut svg, SIZE))?;
+    Ok(svg)
+}
+
+/// Divergences below this are drawn at it: the axis is logarithmic.
+const LEAST_KL: f64 = 1e-7;
+
+fn kl_range(values: impl Iterator<Item = f64>) -> std::ops::Range<f64> {
+    let (low, high) = values.fold((f64::INFINITY, LEAST_KL), |(a, b), x| (a.min(x.max(LEAST_KL)), b.max(x)));
+    (low.min(high) / 2.0)..(high * 2.0)
+}
+
+/// One colour per method name, in order of first appearance.
+fn colours(comparison: &Comparison) -> Vec<RGBColor> {
+    let mut names: Vec<&str> = vec![];
+    comparison
+        .methods
+        .iter()
+        .map(|row| {
+            let at = names.iter().position(|name| *name == row.name).unwrap_or_else(|| {
+                names.push(&row.name);
+                names.len() - 1
+            });
+            let (r, g, b) = Palette99::pick(at).rgb();
+            RGBColor(r, g, b)
+        })
+        .collect()
+}
+
+fn quality_against_bytes(comparison: &Comparison, backend: SVGBackend<'_>) -> Drawn<()> {
+    let rows = &comparison.methods;
+    let bits = rows.iter().map(|row| row.bits_per_value);
+    let (low, high) = bits.fold((16.0_f64, 16.0_f64), |(a, b), x| (a.min(x), b.max(x)));
+    let root = backend.into_drawing_area();
+    root.fill(&WHITE)?;
+    let kl = kl_range(rows.iter().map(|row| row.kl));
+    let mut chart = ChartBuilder::on(&root)
+        .margin(12)
+        .x_label_area_size(44)
+        .y_label_area_size(70)
+        .build_cartesian_2d(((low / 1.3)..(high * 2.2)).log_scale(), kl.log_scale())?;
+    chart
+        .configure_mesh()
+        .light_line_style(WHITE)
+        .x_desc("bits kept per value (log)")
+        .y_desc("KL to dense, nats (log)")
+        .y_label_formatter(&|y| format!("{y:.0e}"))
+        .x_label_formatter(&|x| format!("{x:.3}").trim_end_matches('0').trim_end_matches('.').to_owned())
+        .draw()?;
+    for (row, colour) in rows.iter().zip(colours(comparison)) {
+        let at = (row.bits_per_value, row.kl.max(LEAST_KL));
+        chart.draw_series([Circle::new(at, 5, colour.filled())])?;
+        let label = format!("{} {}", row.name, short(&row.setting));
+        chart.draw_series([Text::new(label, at, ("sans-serif", 12).into_font().color(&colour)).into_dyn()])?;
+    }
+    Ok(root.present()?)
+}
+
+/// The first two settings, which tell a method's variants apart.
+fn short(setting: &str) -> String {
+    setting.split(':').take(2).collect::<Vec<_>>().join(" ")
+}
+
+fn error_by_position(comparison: &Comparison, backend: SVGBackend<'_>) -> Drawn<()> {
+    let smooth = |values: &[f64]| -> Vec<(f64, f64)> {
+        let bucket = (values.len() / 32).max(1);
+        let mean = |chunk: &[f64]| (chunk.iter().sum::<f64>() / chunk.len() as f64).max(LEAST_KL);
+        values.chunks(bucket).enumerate().map(|(i, chunk)| (((i * bucket) + chunk.len() / 2) as f64, mean(chunk))).collect()
+    };
+    let lines: Vec<_> = comparison.methods.iter().map(|row| smooth(&row.kl_by_position)).collect();
+    let root = backend.into_drawing_area();
+    root.fill(&WHITE)?;
+    let kl = kl_range(lines.iter().flatten().map(|point| point.1));
+    let mut chart = ChartBuilder::on(&root)
+        .margin(12)
+        .x_label_area_size(44)
+        .y_label_area_size(70)
+        .build_cartesian_2d(0.0..(comparison.decode as f64 * 1.45), kl.log_scale())?;
+    chart
+        .configure_mesh()
+        .light_line_style(WHITE)
+        .x_desc("tokens decoded after the prompt")
+        .y_desc("KL to dense, nats (log)")
+        .y_label_formatter(&|y| format!("{y:.0e}"))
+        .draw()?;
+    for ((row, line), colour) in comparison.methods.iter().zip(lines).zip(colours(comparison)) {
+        chart
+            .draw_series(LineSeries::new(line, colour.stroke_width(2)))?
+            .label(format!("{} {}", row.name, short(&row.setting)))
+            .legend(move |(x, y)| PathElement::new([(x, y), (x + 18, y)], colour.stroke_width(2)));
+    }
+    chart.configure_series_labels().position(SeriesLabelPosition::UpperRight).label_font(("sans-serif", 11)).draw()?;
+    Ok(root.present()?)
+}

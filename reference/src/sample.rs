@@ -1,0 +1,74 @@
+//! Choosing the next token.
+
+use crate::eval::log_softmax;
+use crate::ops::argmax;
+use crate::rng::Rng;
+use crate::{Error, Result};
+
+/// Draws tokens: the most likely one at temperature 0, else from the smallest set of most likely tokens that holds the part
+/// `top_p` of the probability.
+pub struct Sampler {
+    temperature: f64,
+    top_p: f64,
+    rng: Rng,
+}
+
+impl Sampler {
+    /// A sampler; the same seed draws the same tokens.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for a negative or infinite temperature or a `top_p` outside 0..=1.
+    pub fn new(temperature: f64, top_p: f64, seed: u64) -> Result<Self> {
+        if !(temperature.is_finite() && temperature >= 0.0) {
+            return Err(Error::Argument(format!("temperature {temperature} is not a number from 0 on")));
+        }
+        if !(top_p > 0.0 && top_p <= 1.0) {
+            return Err(Error::Argument(format!("top-p {top_p} is outside 0..=1")));
+        }
+        Ok(Self { temperature, top_p, rng: Rng(seed) })
+    }
+
+    /// The next token.
+    pub fn sample(&mut self, logits: &[f32]) -> u32 {
+        if self.temperature == 0.0 {
+            return argmax(logits) as u32;
+        }
+        let scaled: Vec<f32> = logits.iter().map(|x| (f64::from(*x) / self.temperature) as f32).collect();
+        let mut candidates: Vec<(u32, f64)> = (0..).zip(log_softmax(&scaled).iter().map(|x| x.exp())).collect();
+        candidates.sort_by(|a, b| b.1.total_cmp(&a.1));
+        let mut mass = 0.0;
+        let nucleus = candidates.iter().take_while(|(_, p)| {
+            let inside = mass < self.top_p;
+            mass += p;
+            inside
+        });
+        let nucleus = nucleus.count();
+        let total: f64 = candidates[..nucleus].iter().map(|(_, p)| p).sum();
+        let mut left = self.rng.uniform() * total;
+        for &(token, p) in &candidates[..nucleus] {
+            left -= p;
+            if left <= 0.0 {
+                return token;
+            }
+        }
+        candidates[nucleus - 1].0
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn draws_follow_the_probabilities_inside_the_nucleus() {
+        let logits = [2.0_f32.ln(), 0.0, -1.0e9, 1.0_f32.ln()]; // 1/2, 1/4, 0, 1/4
+        assert_eq!(Sampler::new(0.0, 1.0, 1).unwrap().sample(&logits), 0);
+        let mut sampler = Sampler::new(1.0, 0.5, 1).unwrap();
+        assert!((0..100).all(|_| sampler.sample(&logits) == 0));
+        let mut sampler = Sampler::new(1.0, 1.0, 1).unwrap();
+        let mut counts = [0; 4];
+        (0..4000).for_each(|_| counts[sampler.sample(&logits) as usize] += 1);
+        assert!(counts[2] == 0 && (1900..2100).contains(&counts[0]), "{counts:?}");
+        assert!(Sampler::new(-1.0, 1.0, 0).is_err() && Sampler::new(1.0, 0.0, 0).is_err());
+    }
+}
