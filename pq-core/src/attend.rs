@@ -1,4 +1,5 @@
 use crate::error::check_len;
+use crate::exp::exp;
 use crate::{Codebook, Codes, Error, Lut};
 
 /// What a softmax over some tokens needs to be merged with one over others.
@@ -49,7 +50,7 @@ pub fn attend_into(
     let mut sum = 0.0;
     weights.fill(0.0);
     for (i, &score) in scores.iter().enumerate() {
-        let weight = libm::expf(score - max);
+        let weight = exp(score - max);
         sum += weight;
         for (row, c) in weights.chunks_exact_mut(shape.ksub()).zip(value_codes.iter_vector(i)) {
             row[c] += weight;

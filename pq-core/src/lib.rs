@@ -13,6 +13,7 @@ mod codebook;
 mod codes;
 mod encode;
 mod error;
+mod exp;
 #[cfg(feature = "alloc")]
 mod kmeans;
 mod lut;

@@ -6,11 +6,11 @@ use rayon::prelude::*;
 use crate::model::Linear;
 
 /// Fewer multiply-adds than this are not worth a second thread.
-const PARALLEL_FROM: usize = 1 << 16;
+const PARALLEL_FROM: usize = 1 << 17;
 
 /// `y = W x + b` for every row.
 ///
-/// `x` (n, n_in); `y` (n, n_out), fully written. One row runs as dot products over threads, more as a matrix product.
+/// `x` (n, n_in); `y` (n, n_out), fully written.
 pub fn linear(layer: &Linear, x: &[f32], y: &mut [f32]) {
     matmul(&layer.weight, x, y, layer.n_in);
     if let Some(bias) = &layer.bias {
@@ -27,48 +27,18 @@ pub fn linear(layer: &Linear, x: &[f32], y: &mut [f32]) {
 pub fn matmul(weight: &[f32], x: &[f32], y: &mut [f32], n_in: usize) {
     let (n, n_out) = (x.len() / n_in, weight.len() / n_in);
     assert!(x.len() == n * n_in && weight.len() == n_out * n_in && y.len() == n * n_out);
-    if n == 1 {
-        return matvec(weight, x, y);
-    }
-    let parallelism = if n * weight.len() < PARALLEL_FROM { Parallelism::None } else { Parallelism::Rayon(0) };
-    // SAFETY: the assertion above has proved that x is (n, n_in), weight (n_out, n_in) and y (n, n_out); the strides given
-    // here walk exactly those, and y overlaps neither since it is borrowed mutably.
-    unsafe {
-        gemm::gemm(
-            n,
-            n_out,
-            n_in,
-            y.as_mut_ptr(),
-            1,
-            n_out as isize,
-            false,
-            x.as_ptr(),
-            1,
-            n_in as isize,
-            weight.as_ptr(),
-            n_in as isize,
-            1,
-            0.0,
-            1.0,
-            false,
-            false,
-            false,
-            parallelism,
-        );
-    }
-}
-
-fn matvec(weight: &[f32], x: &[f32], y: &mut [f32]) {
-    const ROWS: usize = 64; // per task
-    let rows = |(y, weight): (&mut [f32], &[f32])| {
-        for (y, row) in y.iter_mut().zip(weight.chunks_exact(x.len())) {
-            *y = dot(row, x);
-        }
-    };
-    if weight.len() < PARALLEL_FROM {
-        rows((y, weight));
+    let parallel = n * weight.len() >= PARALLEL_FROM;
+    if n == 1 && parallel {
+        // gemm runs a single row on one thread; each thread takes its share of the outputs.
+        let share = n_out.div_ceil(rayon::current_num_threads());
+        y.par_chunks_mut(share).zip(weight.par_chunks(share * n_in)).for_each(|(y, weight)| {
+            // SAFETY: x is one row of n_in, weight (y.len(), n_in) since both were cut at the same rows.
+            unsafe { product(1, y.len(), n_in, y, y.len(), x, (n_in, 1), weight, (1, n_in), 1.0, Parallelism::None) };
+        });
     } else {
-        y.par_chunks_mut(ROWS).zip(weight.par_chunks(ROWS * x.len())).for_each(rows);
+        let parallelism = if parallel { Parallelism::Rayon(0) } else { Parallelism::None };
+        // SAFETY: the assertion above has proved x (n, n_in), weight (n_out, n_in) and y (n, n_out).
+        unsafe { product(n, n_out, n_in, y, n_out, x, (n_in, 1), weight, (1, n_in), 1.0, parallelism) };
     }
 }
 
@@ -156,7 +126,7 @@ pub fn causal_attention(q: &[f32], k: &[f32], v: &[f32], n_heads: usize, n_kv_he
             // SAFETY: rows `first..seen` of q and `..seen` of k and v exist by the assertion above; the head's columns
             // lie inside a row, so every element that these strides reach lies inside its slice.
             unsafe {
-                product(rows, seen, head_dim, &mut scores, seen, q, (q_dim, 1), &k[kv..], (1, kv_dim), scale);
+                product(rows, seen, head_dim, &mut scores, seen, q, (q_dim, 1), &k[kv..], (1, kv_dim), scale, Parallelism::None);
             }
             for (i, row) in scores.chunks_exact_mut(seen).enumerate() {
                 let (visible, hidden) = row.split_at_mut(first + i + 1);
@@ -165,13 +135,13 @@ pub fn causal_attention(q: &[f32], k: &[f32], v: &[f32], n_heads: usize, n_kv_he
             }
             // SAFETY: as above; the head's columns of `out` lie inside its rows.
             unsafe {
-                product(rows, head_dim, seen, &mut out[h * head_dim..], q_dim, &scores, (seen, 1), &v[kv..], (kv_dim, 1), 1.0);
+                product(rows, head_dim, seen, &mut out[h * head_dim..], q_dim, &scores, (seen, 1), &v[kv..], (kv_dim, 1), 1.0, Parallelism::None);
             }
         }
     });
 }
 
-/// `dst = scale * a b` on one thread, with the row stride of `dst` and (row, column) strides of `a` (m, k), `b` (k, n).
+/// `dst = scale * a b`, with the row stride of `dst` and (row, column) strides of `a` (m, k), `b` (k, n).
 ///
 /// # Safety
 /// Every element that the sizes and strides reach must lie inside its slice.
@@ -187,6 +157,7 @@ unsafe fn product(
     b: &[f32],
     b_strides: (usize, usize),
     scale: f32,
+    parallelism: Parallelism,
 ) {
     // SAFETY: the caller's contract.
     unsafe {
@@ -209,7 +180,7 @@ unsafe fn product(
             false,
             false,
             false,
-            Parallelism::None,
+            parallelism,
         );
     }
 }

@@ -1,5 +1,6 @@
 use crate::Error;
 use crate::error::check_len;
+use crate::exp::exp;
 
 /// What a softmax over some tokens needs to be merged with one over others.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -54,7 +55,7 @@ pub fn attend_into(
     let mut sum = 0.0;
     out.fill(0.0);
     for (value, score) in values.chunks_exact(rank_v).zip(&mut *scores) {
-        let weight = libm::expf(*score - max);
+        let weight = exp(*score - max);
         sum += weight;
         *score = weight;
         for (out, &v) in out.iter_mut().zip(value) {

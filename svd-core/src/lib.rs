@@ -11,6 +11,7 @@ mod attend;
 #[cfg(feature = "alloc")]
 mod eigen;
 mod error;
+mod exp;
 #[cfg(feature = "alloc")]
 mod fold;
 #[cfg(feature = "alloc")]

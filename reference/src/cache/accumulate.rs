@@ -29,6 +29,16 @@ impl Accumulator {
         self.max = top;
     }
 
+    /// Adds what another one has attended to.
+    pub fn merge_with(&mut self, other: &Self) {
+        self.merge(other.max, other.sum, &other.out);
+    }
+
+    /// The sum of values, for a change of basis.
+    pub fn values_mut(&mut self) -> &mut [f32] {
+        &mut self.out
+    }
+
     /// Writes the mean of the values under the softmax.
     pub fn finish(&self, out: &mut [f32]) {
         for (out, x) in out.iter_mut().zip(&self.out) {

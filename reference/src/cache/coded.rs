@@ -1,7 +1,8 @@
 //! Scalar codes of single numbers: what every user knows, as rivals.
 //!
 //! A [`CodedStore`] cuts the tokens of a head into blocks and leaves the coding of a block to a [`BlockCodec`], one for keys
-//! (after RoPE) and one for values. To attend it decodes block by block.
+//! (after RoPE) and one for values. To attend it decodes block by block. A codec that rotates its rows leaves them rotated:
+//! the query is rotated instead, and the output turned back, once per step.
 
 use std::sync::Arc;
 
@@ -19,8 +20,12 @@ use crate::rng::Rng;
 pub(crate) trait BlockCodec: Send + Sync {
     /// Appends the codes of `rows` to `bytes`.
     fn encode(&self, rows: &[f32], head_dim: usize, bytes: &mut Vec<u8>);
-    /// Fills `rows` from all of `bytes`.
+    /// Fills `rows` from all of `bytes`; rows that were rotated stay so.
     fn decode(&self, bytes: &[u8], head_dim: usize, rows: &mut [f32]);
+    /// Rotates a row as the coded ones are.
+    fn rotate(&self, _row: &mut [f32]) {}
+    /// Undoes [`Self::rotate`].
+    fn rotate_back(&self, _row: &mut [f32]) {}
 }
 
 /// Blocks of codes per head.
@@ -88,12 +93,19 @@ impl Store for CodedStore {
         let head_dim = self.geometry.head_dim;
         let longest = self.blocks.iter().map(|block| block.coded).max().unwrap_or(0);
         let mut rows = [vec![0.0; longest * head_dim], vec![0.0; longest * head_dim]];
+        let mut q = q.to_vec();
+        q.chunks_exact_mut(head_dim).for_each(|q| self.codecs[0].rotate(q));
+        let mut rotated = vec![Accumulator::new(head_dim); group.len()];
         for block in &self.blocks {
             for ((rows, codec), bytes) in rows.iter_mut().zip(&self.codecs).zip(&block.codes[head]) {
                 codec.decode(bytes, head_dim, &mut rows[..block.coded * head_dim]);
             }
             let valid = block.valid * head_dim;
-            attend_rows(q, &rows[0][..valid], &rows[1][..valid], head_dim, group)?;
+            attend_rows(&q, &rows[0][..valid], &rows[1][..valid], head_dim, &mut rotated)?;
+        }
+        for (mut rotated, accumulator) in rotated.into_iter().zip(group) {
+            self.codecs[1].rotate_back(rotated.values_mut());
+            accumulator.merge_with(&rotated);
         }
         Ok(())
     }
@@ -126,11 +138,31 @@ fn group_bytes(len: usize, bits: u32) -> usize {
     4 + (len * bits as usize).div_ceil(8)
 }
 
-/// The numbers of a group that [`encode_group`] wrote.
-fn decode_group(bytes: &[u8], bits: u32, len: usize) -> impl Iterator<Item = f32> {
+/// Fills `out` from a group that [`encode_group`] wrote.
+fn decode_group(bytes: &[u8], bits: u32, out: &mut [f32]) {
     let half = |at: usize| f16::from_le_bytes([bytes[at], bytes[at + 1]]).to_f32();
     let (min, step) = (half(0), half(2));
-    unpack_bits(&bytes[4..], bits, len).map(move |code| min + step * code as f32)
+    unpack(&bytes[4..], bits, out, |code| min + step * code as f32);
+}
+
+/// Maps every code of `bits` bits to its number. The widths that divide a byte are read a byte at a time.
+fn unpack(bytes: &[u8], bits: u32, out: &mut [f32], number: impl Fn(usize) -> f32) {
+    fn by_byte<const BITS: usize>(bytes: &[u8], out: &mut [f32], number: impl Fn(usize) -> f32) {
+        for (byte, out) in bytes.iter().zip(out.chunks_mut(8 / BITS)) {
+            for (i, out) in out.iter_mut().enumerate() {
+                *out = number(usize::from(*byte) >> (i * BITS) & ((1 << BITS) - 1));
+            }
+        }
+    }
+    match bits {
+        8 => by_byte::<8>(bytes, out, number),
+        4 => by_byte::<4>(bytes, out, number),
+        2 => by_byte::<2>(bytes, out, number),
+        _ => {
+            let n = out.len();
+            out.iter_mut().zip(unpack_bits(bytes, bits, n)).for_each(|(out, code)| *out = number(code));
+        }
+    }
 }
 
 /// One group per channel over the tokens of the block (KIVI's keys, arXiv 2402.02750): outlier channels keep to themselves.
@@ -148,8 +180,10 @@ impl BlockCodec for PerChannel {
 
     fn decode(&self, bytes: &[u8], head_dim: usize, rows: &mut [f32]) {
         let n = rows.len() / head_dim;
+        let mut column = vec![0.0; n];
         for (c, bytes) in bytes.chunks_exact(group_bytes(n, self.bits)).enumerate() {
-            for (row, x) in rows.chunks_exact_mut(head_dim).zip(decode_group(bytes, self.bits, n)) {
+            decode_group(bytes, self.bits, &mut column);
+            for (row, &x) in rows.chunks_exact_mut(head_dim).zip(&column) {
                 row[c] = x;
             }
         }
@@ -172,17 +206,14 @@ impl BlockCodec for PerToken {
     fn decode(&self, bytes: &[u8], head_dim: usize, rows: &mut [f32]) {
         let mut rest = bytes;
         for group in rows.chunks_exact_mut(head_dim).flat_map(|row| row.chunks_mut(self.group)) {
-            let len = group.len();
-            let (bytes, tail) = rest.split_at(group_bytes(len, self.bits));
+            let (bytes, tail) = rest.split_at(group_bytes(group.len(), self.bits));
             rest = tail;
-            for (x, decoded) in group.iter_mut().zip(decode_group(bytes, self.bits, len)) {
-                *x = decoded;
-            }
+            decode_group(bytes, self.bits, group);
         }
     }
 }
 
-/// A Hadamard rotation of each row before another codec, undone after it: it spreads outliers over all channels.
+/// A Hadamard rotation of each row before another codec: it spreads outliers over all channels.
 pub(crate) struct Rotated<C>(pub C);
 
 impl<C: BlockCodec> BlockCodec for Rotated<C> {
@@ -194,7 +225,14 @@ impl<C: BlockCodec> BlockCodec for Rotated<C> {
 
     fn decode(&self, bytes: &[u8], head_dim: usize, rows: &mut [f32]) {
         self.0.decode(bytes, head_dim, rows);
-        rows.chunks_exact_mut(head_dim).for_each(hadamard);
+    }
+
+    fn rotate(&self, row: &mut [f32]) {
+        hadamard(row);
+    }
+
+    fn rotate_back(&self, row: &mut [f32]) {
+        hadamard(row);
     }
 }
 
@@ -241,8 +279,8 @@ impl LloydMax {
 impl BlockCodec for LloydMax {
     fn encode(&self, rows: &[f32], head_dim: usize, bytes: &mut Vec<u8>) {
         for row in rows.chunks_exact(head_dim) {
-            let mut rotated: Vec<f32> = row.iter().zip(&self.signs).map(|(x, sign)| x * sign).collect();
-            hadamard(&mut rotated);
+            let mut rotated = row.to_vec();
+            self.rotate(&mut rotated);
             let norm = f16::from_f32(rotated.iter().map(|x| x * x).sum::<f32>().sqrt());
             bytes.extend_from_slice(&norm.to_le_bytes());
             let scale = if norm.to_f32() > 0.0 { (head_dim as f32).sqrt() / norm.to_f32() } else { 0.0 };
@@ -258,14 +296,18 @@ impl BlockCodec for LloydMax {
     fn decode(&self, bytes: &[u8], head_dim: usize, rows: &mut [f32]) {
         for (bytes, row) in bytes.chunks_exact(self.row_bytes(head_dim)).zip(rows.chunks_exact_mut(head_dim)) {
             let scale = f16::from_le_bytes([bytes[0], bytes[1]]).to_f32() / (head_dim as f32).sqrt();
-            for (x, code) in row.iter_mut().zip(unpack_bits(&bytes[2..], self.bits, head_dim)) {
-                *x = self.levels[code] * scale;
-            }
-            hadamard(row);
-            for (x, sign) in row.iter_mut().zip(&self.signs) {
-                *x *= sign;
-            }
+            unpack(&bytes[2..], self.bits, row, |code| self.levels[code] * scale);
         }
+    }
+
+    fn rotate(&self, row: &mut [f32]) {
+        row.iter_mut().zip(&self.signs).for_each(|(x, sign)| *x *= sign);
+        hadamard(row);
+    }
+
+    fn rotate_back(&self, row: &mut [f32]) {
+        hadamard(row);
+        row.iter_mut().zip(&self.signs).for_each(|(x, sign)| *x *= sign);
     }
 }
 
@@ -303,6 +345,7 @@ mod tests {
         codec.encode(rows, head_dim, &mut bytes);
         let mut decoded = vec![0.0; rows.len()];
         codec.decode(&bytes, head_dim, &mut decoded);
+        decoded.chunks_exact_mut(head_dim).for_each(|row| codec.rotate_back(row));
         let error = rows.iter().zip(&decoded).map(|(a, b)| (a - b).powi(2)).sum::<f32>();
         ((error / rows.iter().map(|x| x * x).sum::<f32>()).sqrt(), bytes.len())
     }
