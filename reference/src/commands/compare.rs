@@ -19,7 +19,7 @@ pub struct Compare {
     #[arg(long, value_name = "N", default_value_t = 2048)]
     context: usize,
     /// Tokens to decode after it
-    #[arg(long, value_name = "N", default_value_t = 256)]
+    #[arg(long, value_name = "N", default_value_t = 192)]
     decode: usize,
     /// Most tokens to calibrate on, from the text before the prompt
     #[arg(long, value_name = "N", default_value_t = 4096)]

@@ -5,7 +5,7 @@ use clap::Args;
 use comfy_table::{Table, presets};
 use kv_reference::compare::calibrated;
 use kv_reference::eval::retrieval::TaskMaker;
-use kv_reference::eval::{Prompt, RetrievalTask, TextScores, answer_questions, score_text};
+use kv_reference::eval::{Prompt, RetrievalTask, TextScores, answer_questions, score_text, window_perplexity};
 use kv_reference::forward::Decoder;
 use kv_reference::method::{METHODS_HELP, Method, Prepared};
 use kv_reference::model::{Model, Rope};
@@ -36,6 +36,9 @@ pub struct Eval {
     /// Tokens to decode after each prompt
     #[arg(long, value_name = "N", default_value_t = 128)]
     decode: usize,
+    /// Windows of each length over which the perplexity of exact attention is taken, from the start of the text
+    #[arg(long, value_name = "N", default_value_t = 4)]
+    windows: usize,
     /// Most tokens to calibrate on, from the start of the text
     #[arg(long, value_name = "N", default_value_t = 4096)]
     calibration: usize,
@@ -78,7 +81,16 @@ struct Evaluation {
     decode: usize,
     calibration: usize,
     seed: u64,
+    exact: Vec<Exact>,
     rows: Vec<Row>,
+}
+
+/// Exact attention over non-overlapping windows of one length.
+#[derive(Serialize)]
+struct Exact {
+    length: usize,
+    windows: usize,
+    perplexity: f64,
 }
 
 /// What a length is evaluated on.
@@ -119,8 +131,12 @@ impl Eval {
 
         let bar = progress();
         bar.set_length((self.lengths.len() * methods.len()) as u64);
-        let mut rows = vec![];
+        let (mut exact, mut rows) = (vec![], vec![]);
         for &length in &self.lengths {
+            let windows = self.windows.min(tokens.len() / length.max(1));
+            bar.set_message(format!("exact attention over {windows} windows of {length}"));
+            let perplexity = window_perplexity(&model, &rope, &tokens, length, windows)?;
+            exact.push(Exact { length, windows, perplexity });
             let prompts = self.prompts(&model, &tokens[calibration..], length)?;
             let reference = reference(&model, &rope, &prompts, &profile)?;
             for method in &methods {
@@ -130,9 +146,12 @@ impl Eval {
             }
         }
         bar.finish_and_clear();
-        println!("{}", table(&rows));
+        for Exact { length, windows, perplexity } in &exact {
+            println!("exact attention, {windows} windows of {length} tokens: perplexity {perplexity:.3}");
+        }
+        println!("\n{}", table(&rows));
         let (model, seed, decode) = (model.name.clone(), self.seed, self.decode);
-        json.write(&Evaluation { model, text: name, decode, calibration, seed, rows })
+        json.write(&Evaluation { model, text: name, decode, calibration, seed, exact, rows })
     }
 
     fn prompts(&self, model: &Model, tokens: &[u32], length: usize) -> Result<Prompts> {

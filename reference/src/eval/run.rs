@@ -2,12 +2,14 @@
 
 use std::time::Instant;
 
-use crate::Result;
+use rayon::prelude::*;
+
 use crate::cache::KvCache;
-use crate::eval::{Divergence, RetrievalTask};
+use crate::eval::{Divergence, RetrievalTask, log_softmax};
 use crate::forward::{Decoder, logits, prefill};
 use crate::model::{Model, Rope};
 use crate::ops::argmax;
+use crate::{Error, Result};
 
 /// A prompt that has been run once: all layers' keys (before RoPE) and values. Any cache can be filled from it.
 pub struct Prompt {
@@ -75,6 +77,29 @@ pub fn score_text(
     }
     let steps = tokens.len().saturating_sub(1).max(1);
     Ok(TextScores { divergence, logits: all, ms_per_token: 1000.0 * seconds / steps as f64 })
+}
+
+/// Perplexity of exact attention over non-overlapping windows of `length` tokens, the first `windows` of the text, every
+/// prediction inside a window scored: the measure that others' tables use.
+///
+/// # Errors
+/// [`Error::Argument`] for a text shorter than one window of two tokens; what [`prefill`] returns.
+pub fn window_perplexity(model: &Model, rope: &Rope, tokens: &[u32], length: usize, windows: usize) -> Result<f64> {
+    const ROWS: usize = 256; // whose logits are held at once
+    if length < 2 || tokens.len() < length || windows == 0 {
+        return Err(Error::Argument(format!("{} tokens hold no window of {length}", tokens.len())));
+    }
+    let (mut nll, mut n) = (0.0, 0);
+    for window in tokens.chunks_exact(length).take(windows) {
+        let hidden = prefill(model, rope, window, &mut |_, _| Ok(()))?;
+        let (row, vocab) = (model.config.hidden_size, model.config.vocab_size);
+        for (hidden, next) in hidden[..(length - 1) * row].chunks(ROWS * row).zip(window[1..].chunks(ROWS)) {
+            let logits = logits(model, hidden);
+            nll += logits.par_chunks(vocab).zip(next).map(|(x, &next)| -log_softmax(x)[next as usize]).sum::<f64>();
+            n += next.len();
+        }
+    }
+    Ok((nll / n as f64).exp())
 }
 
 /// How many questions the cache, filled with the task's prompt, answers exactly, each from a copy of its own.
