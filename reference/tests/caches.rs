@@ -1,0 +1,235 @@
+//! Every cache behaves like a cache, and equals the dense one where it loses nothing.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use kv_reference::cache::KvCache;
+use kv_reference::compare::calibrated;
+use kv_reference::eval::Prompt;
+use kv_reference::forward::{Decoder, logits, prefill};
+use kv_reference::method::{Method, Prepared};
+use kv_reference::model::{Model, Rope};
+use kv_reference::{Error, Profile};
+
+/// One setting of each method; small windows, so that short sequences reach the compressed part.
+const METHODS: [&str; 13] = [
+    "dense",
+    "dense:dtype=bf16",
+    "int8:window=4:group=8",
+    "int4:window=4:group=8:exact-layers=1",
+    "int2:window=4:group=8",
+    "rotated:window=4:group=8",
+    "lloydmax:k=3:v=5:window=4",
+    "oracle:ratio=0.5:window=4",
+    "pqcache:ratio=0.5:code=4x4:window=4",
+    "million:k=8x6:v=8x6:window=4",
+    "zack:window=4",
+    "cachegen:window=4",
+    "cachegen:predictor=anchor:window=4",
+];
+
+struct Setup {
+    model: Arc<Model>,
+    rope: Arc<Rope>,
+    tokens: Vec<u32>,
+    profile: Profile,
+}
+
+/// A tiny random model with a profile for `methods`.
+fn setup(methods: &[&str]) -> Setup {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/parity/fixtures/gqa");
+    let mut model = Model::load(&folder).unwrap();
+    model.config.max_seq_len = 256;
+    let rope = Rope::new(&model.config, 256);
+    let tokens: Vec<u32> = (0..256_u32).map(|i| (i * i + 7 * i) % 96).collect();
+    let methods: Vec<Method> = methods.iter().map(|method| method.parse().unwrap()).collect();
+    let profile = calibrated(&model, &rope, &tokens, &methods).unwrap();
+    Setup { model: Arc::new(model), rope: Arc::new(rope), tokens, profile }
+}
+
+impl Setup {
+    fn prepare(&self, method: &str) -> Prepared {
+        method.parse::<Method>().unwrap().prepare(&self.model, &self.rope, &self.profile).unwrap()
+    }
+
+    /// A cache that holds the first `n` tokens by prefill.
+    fn prefilled(&self, method: &str, n: usize) -> Prepared {
+        let Prepared { model, mut cache } = self.prepare(method);
+        Prompt::run(&model, &self.rope, &self.tokens[..n]).unwrap().fill(cache.as_mut()).unwrap();
+        assert_eq!(cache.seq_len(), n);
+        Prepared { model, cache }
+    }
+
+    /// Decodes tokens `from..to` and returns the last logits.
+    fn decode(&self, model: &Arc<Model>, cache: &mut dyn KvCache, from: usize, to: usize) -> Vec<f32> {
+        let mut decoder = Decoder::new(model.clone(), self.rope.clone());
+        let mut last = vec![];
+        for &token in &self.tokens[from..to] {
+            last = decoder.step(token, cache).unwrap().to_vec();
+        }
+        last
+    }
+}
+
+fn distance(a: &[f32], b: &[f32]) -> f32 {
+    let largest = a.iter().fold(0.0_f32, |m, x| m.max(x.abs()));
+    a.iter().zip(b).fold(0.0_f32, |m, (x, y)| m.max((x - y).abs())) / largest
+}
+
+#[test]
+fn decoding_over_a_dense_cache_equals_prefill() {
+    let s = setup(&[]);
+    let hidden = prefill(&s.model, &s.rope, &s.tokens[..50], &mut |_, _| Ok(())).unwrap();
+    let expected = logits(&s.model, &hidden[49 * s.model.config.hidden_size..]);
+    for start in [0, 1, 30] {
+        let Prepared { model, mut cache } = if start == 0 { s.prepare("dense") } else { s.prefilled("dense", start) };
+        assert!(distance(&expected, &s.decode(&model, cache.as_mut(), start, 50)) < 1e-4);
+    }
+}
+
+#[test]
+fn what_loses_nothing_equals_dense() {
+    // Codebooks of 2^8 centroids on fewer calibration tokens than that hold every vector; ranks and ratios are full.
+    let lossless = [
+        "oracle:ratio=1:exact=f32:window=4",
+        "oracle:ratio=1:exact=f32:window=0:sinks=0",
+        "pqcache:ratio=1:code=4x2:exact=f32:window=4",
+        "zack:k=1:v=1:exact=f32:window=4",
+        "zack:k=1:v=1:basis=stacked:exact=f32:window=4",
+        "million:k=1x8:v=1x8:exact=f32:window=4",
+        "cachegen:k=0.0001:v=0.0001:exact=f32:window=4",
+        "streaming:window=200:exact=f32",
+        "int2:exact-layers=0+1:exact=f32:window=4",
+    ];
+    let s = setup(&lossless);
+    let Prepared { model, mut cache } = s.prefilled("dense", 100);
+    let expected = s.decode(&model, cache.as_mut(), 100, 130);
+    for method in lossless {
+        let Prepared { model, mut cache } = s.prefilled(method, 100);
+        // The decoded tokens are those of the calibration, at the same positions, so every vector is a centroid.
+        let error = distance(&expected, &s.decode(&model, cache.as_mut(), 100, 130));
+        assert!(error < 2e-3, "{method}: {error}");
+    }
+}
+
+#[test]
+fn every_method_stays_near_dense() {
+    let s = setup(&METHODS);
+    let Prepared { model, mut cache } = s.prefilled("dense", 100);
+    let expected = s.decode(&model, cache.as_mut(), 100, 130);
+    for method in METHODS {
+        let Prepared { model, mut cache } = s.prefilled(method, 100);
+        let error = distance(&expected, &s.decode(&model, cache.as_mut(), 100, 130));
+        assert!(error < 0.6, "{method}: {error}");
+    }
+}
+
+#[test]
+fn truncation_goes_back_to_any_length() {
+    let s = setup(&METHODS);
+    for method in METHODS {
+        for len in [0, 3, 17, 60, 97, 100] {
+            let Prepared { model, mut cache } = s.prefilled(method, 100);
+            cache.truncate(len).unwrap();
+            assert_eq!(cache.seq_len(), len, "{method}");
+            let again = s.decode(&model, cache.as_mut(), len, 110);
+            assert_eq!(cache.seq_len(), 110);
+            let Prepared { mut cache, .. } = s.prefilled(method, 100);
+            let straight = s.decode(&model, cache.as_mut(), 100, 110);
+            // Not the same tokens are exact, so only near; at the full length nothing has changed.
+            let error = distance(&straight, &again);
+            assert!(error < if len == 100 { 1e-6 } else { 0.6 }, "{method} at {len}: {error}");
+        }
+    }
+}
+
+#[test]
+fn clones_go_their_own_way() {
+    let s = setup(&METHODS);
+    for method in METHODS {
+        let Prepared { model, mut cache } = s.prefilled(method, 60);
+        let mut copy = cache.clone_box();
+        s.decode(&model, copy.as_mut(), 60, 90);
+        assert_eq!((cache.seq_len(), copy.seq_len()), (60, 90));
+        let a = s.decode(&model, cache.as_mut(), 60, 70);
+        let Prepared { mut cache, .. } = s.prefilled(method, 60);
+        assert_eq!(a, s.decode(&model, cache.as_mut(), 60, 70), "{method}");
+    }
+}
+
+#[test]
+fn bytes_are_counted_exactly() {
+    let s = setup(&["million:k=8x6:v=8x6:window=4", "zack:k=0.5:v=0.5:window=4", "cachegen:window=4"]);
+    let n = 100;
+    let values = s.model.config.kv_values_per_token(); // 2 layers x 2 x 2 heads x 16
+    let kept = |method: &str| s.prefilled(method, n).cache.footprint();
+    assert_eq!(kept("dense").kept, 4 * n * values);
+    assert_eq!(kept("dense:dtype=bf16").kept, 2 * n * values);
+    assert_eq!(kept("streaming:window=10").kept, 2 * 14 * values);
+    // 92 tokens in codes: 8 subspaces of 6 bits are 6 bytes a head for keys and for values; 8 tokens exact.
+    assert_eq!(kept("million:k=8x6:v=8x6:window=4").kept, 92 * 6 * (values / 16) + 8 * values * 2);
+    assert_eq!(kept("million:k=8x6:v=8x6:window=4").shared, 4 * 64 * values);
+    // 88 tokens in groups of 8: 4 bits a number and 4 bytes a group of 8 numbers; 12 exact.
+    assert_eq!(kept("int4:window=4:group=8").kept, 88 * values / 2 + 88 * values / 8 * 4 + 12 * values * 2);
+    // Codes of 4 subspaces of 4 bits and a codebook of 16 x 16 numbers per head; all exact rows elsewhere.
+    let pq = kept("pqcache:ratio=0.5:code=4x4:window=4");
+    assert_eq!(pq.kept, 4 * (92 * 2 + 4 * 16 * 16) + 8 * values * 2);
+    assert_eq!(pq.offloaded, 92 * values * 2);
+    let half = kept("zack:k=0.5:v=0.5:window=4").kept;
+    assert!(half <= 92 * values + 8 * values * 2 && half > 92 * values / 2, "{half}");
+    let coded = kept("cachegen:window=4");
+    assert_eq!(coded.working, 90 * values * 2);
+    assert!(coded.kept < 90 * values + 10 * values * 2);
+}
+
+#[test]
+fn what_a_cache_cannot_do_is_an_error() {
+    let s = setup(&[]);
+    let error = |result: kv_reference::Result<()>| matches!(result, Err(Error::Cache { .. }));
+    let kv_dim = s.model.config.kv_dim();
+    let row = vec![0.5; kv_dim];
+    let Prepared { mut cache, .. } = s.prefilled("streaming:window=10", 100);
+    assert!(error(cache.truncate(50)));
+    assert!(error(cache.truncate(101)));
+    assert!(error(cache.append(0, 99, &row, &row)), "a position that does not follow");
+    assert!(error(cache.append(2, 100, &row, &row)), "a layer that does not exist");
+    assert!(error(cache.append(0, 100, &row[1..], &row[1..])), "a short row");
+    assert!(error(cache.append(0, 100, &row, &[row.clone(), row.clone()].concat())), "more values than keys");
+    assert!(error(cache.append(0, 100, &vec![f32::NAN; kv_dim], &row)), "not a number");
+    let mut out = vec![0.0; s.model.config.q_dim()];
+    assert!(error(cache.attend(0, &out[1..].to_vec(), &mut out)), "a short query");
+    let Prepared { cache, .. } = s.prepare("dense");
+    assert!(error(cache.attend(0, &out.clone(), &mut out)), "attention over nothing");
+    let Prepared { mut cache, .. } = s.prefilled("dense", 256);
+    assert!(error(cache.append(0, 256, &row, &row)), "more tokens than positions");
+}
+
+#[test]
+fn a_profile_that_does_not_serve_is_an_error() {
+    let s = setup(&["million:k=8x6:v=8x6"]);
+    for method in ["million:k=8x5:v=8x6", "zack", "cachegen"] {
+        let prepared = method.parse::<Method>().unwrap().prepare(&s.model, &s.rope, &s.profile);
+        assert!(matches!(prepared, Err(Error::Profile(_))), "{method}");
+    }
+    for method in ["million:k=7x6:v=8x6", "pqcache:code=5x4", "int4:exact-layers=2"] {
+        let prepared = method.parse::<Method>().unwrap().prepare(&s.model, &s.rope, &s.profile);
+        assert!(matches!(prepared, Err(Error::Argument(_))), "{method}");
+    }
+}
+
+#[test]
+fn profiles_survive_the_disk_and_name_their_model() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("profile");
+    let methods = ["million:k=8x6:v=8x6:window=4", "zack:window=4", "cachegen:window=4"];
+    let mut s = setup(&methods);
+    let before: Vec<_> = methods.iter().map(|m| s.prefilled(m, 60).cache.footprint()).collect();
+    s.profile.save(&path, &s.model).unwrap();
+    s.profile = Profile::load(&path, &s.model).unwrap();
+    let after: Vec<_> = methods.iter().map(|m| s.prefilled(m, 60).cache.footprint()).collect();
+    assert_eq!(before, after);
+
+    let other = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/parity/fixtures/mha");
+    let refused = Profile::load(&path, &Model::load(&other).unwrap()).unwrap_err().to_string();
+    assert!(refused.contains("made for gqa") && refused.contains("not for mha"), "{refused}");
+}

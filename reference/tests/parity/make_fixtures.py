@@ -1,0 +1,158 @@
+#!/usr/bin/env python3
+"""Makes the parity fixtures: tiny random checkpoints by `transformers`, and the logits it computes for them.
+
+    pip install torch transformers safetensors gguf numpy
+    python reference/tests/parity/make_fixtures.py            # writes reference/tests/parity/fixtures/
+    python reference/tests/parity/make_fixtures.py --check KV  # compares the binary KV with transformers on them
+
+`cargo test` needs the committed fixtures only. GGUF files are written by the `gguf` package, and their logits are those of
+transformers on the weights that the package reads back from its own blocks.
+"""
+
+import argparse
+import json
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import gguf
+import numpy as np
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+HERE = Path(__file__).parent / "fixtures"
+TOKENS = [1, 17, 42, 3, 3, 95, 60, 8, 29, 77, 2, 54]
+BASE = dict(
+    vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=16, max_position_embeddings=64, rms_norm_eps=1e-5, tie_word_embeddings=True,
+)
+LLAMA3 = dict(rope_type="llama3", rope_theta=500.0, factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0,
+              original_max_position_embeddings=16)
+CHECKPOINTS = {
+    "mha": dict(num_key_value_heads=4, head_dim=16),
+    "gqa": dict(),
+    "mqa-wide-heads": dict(num_key_value_heads=1, head_dim=32),
+    "llama3-rope": dict(rope_parameters=LLAMA3),
+    "linear-rope": dict(rope_parameters=dict(rope_type="linear", rope_theta=10000.0, factor=2.0)),
+    "bias-untied": dict(attention_bias=True, mlp_bias=True, tie_word_embeddings=False),
+    "bf16": dict(dtype="bfloat16"),
+    "sharded-f16": dict(dtype="float16"),
+}
+GGUF = {"gguf-f32": "F32", "gguf-f16": "F16", "gguf-q8_0": "Q8_0", "gguf-q4_0": "Q4_0", "gguf-q4_1": "Q4_1"}
+
+
+def random_model(overrides, seed):
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(LlamaConfig(**{**BASE, **overrides})).eval()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            # Larger than the usual start, so that attention and biases matter to the logits.
+            p.copy_(1 + 0.2 * torch.randn_like(p) if "norm" in name else 0.15 * torch.randn_like(p))
+    return model
+
+
+def logits(model):
+    with torch.no_grad():
+        return model.float()(torch.tensor([TOKENS])).logits[0].tolist()
+
+
+def write_expected(folder, values):
+    rows = [[round(x, 6) for x in row] for row in values]
+    (folder / "expected.json").write_text(json.dumps({"tokens": TOKENS, "logits": rows}))
+
+
+def permute(w, heads):
+    """Rows of Q and K in GGUF's order, as llama.cpp's convert_hf_to_gguf does."""
+    return w.reshape(heads, 2, w.shape[0] // heads // 2, *w.shape[1:]).swapaxes(1, 2).reshape(w.shape)
+
+
+NAMES = {
+    "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output", "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+}
+
+
+def write_gguf(path, model, kind):
+    c = model.config
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_context_length(c.max_position_embeddings)
+    writer.add_embedding_length(c.hidden_size)
+    writer.add_block_count(c.num_hidden_layers)
+    writer.add_feed_forward_length(c.intermediate_size)
+    writer.add_head_count(c.num_attention_heads)
+    writer.add_head_count_kv(c.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(c.rms_norm_eps)
+    writer.add_rope_freq_base(c.rope_parameters["rope_theta"])
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list([chr(33 + i) for i in range(c.vocab_size - 2)] + ["ab", "cd"])
+    writer.add_token_types([1] * c.vocab_size)
+    writer.add_token_merges(["a b", "c d"])
+    quant = getattr(gguf.GGMLQuantizationType, kind)
+    for name, p in list(model.state_dict().items()):
+        if name == "lm_head.weight":
+            continue
+        w = p.float().numpy()
+        if name == "model.embed_tokens.weight":
+            stored = "token_embd.weight"
+        elif name == "model.norm.weight":
+            stored = "output_norm.weight"
+        else:
+            _, _, layer, *rest, parameter = name.split(".")
+            stored = f"blk.{layer}.{NAMES['.'.join(rest)]}.{parameter}"
+        this = gguf.GGMLQuantizationType.F32 if w.ndim == 1 else quant
+        blocks = gguf.quants.quantize(w, this)
+        p.copy_(torch.tensor(gguf.quants.dequantize(blocks, this)).reshape(w.shape))  # shares the model's memory
+        heads = {"attn_q": c.num_attention_heads, "attn_k": c.num_key_value_heads}.get(stored.split(".")[2] if "blk" in stored else "")
+        if heads:  # a row's blocks move with the row
+            blocks = permute(blocks, heads)
+        writer.add_tensor(stored, blocks, raw_dtype=this)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def make():
+    shutil.rmtree(HERE, ignore_errors=True)
+    for seed, (name, overrides) in enumerate(CHECKPOINTS.items()):
+        overrides = dict(overrides)
+        dtype = getattr(torch, overrides.pop("dtype", "float32"))
+        model = random_model(overrides, seed).to(dtype)
+        folder = HERE / name
+        model.save_pretrained(folder, max_shard_size="60KB" if name.startswith("sharded") else "5GB")
+        (folder / "generation_config.json").unlink(missing_ok=True)
+        write_expected(folder, logits(LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()))
+    for seed, (name, kind) in enumerate(GGUF.items()):
+        model = random_model({}, 100 + seed)
+        folder = HERE / name
+        folder.mkdir(parents=True)
+        write_gguf(folder / "model.gguf", model, kind)
+        write_expected(folder, logits(model))
+
+
+def check(kv):
+    worst = 0.0
+    for folder in sorted(HERE.iterdir()):
+        expected = json.loads((folder / "expected.json").read_text())
+        if (folder / "config.json").exists():  # recomputed, not taken from the file
+            expected["logits"] = logits(LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval())
+        path = folder / "model.gguf" if (folder / "model.gguf").exists() else folder
+        with tempfile.NamedTemporaryFile(suffix=".json") as out:
+            tokens = ",".join(map(str, expected["tokens"]))
+            subprocess.run([kv, "logits", "--model", path, "--tokens", tokens, "--json", out.name], check=True, stdout=subprocess.DEVNULL)
+            ours = np.array(json.loads(Path(out.name).read_text())["logits"])
+        theirs = np.array(expected["logits"])
+        error = np.abs(ours - theirs).max() / np.abs(theirs).max()
+        worst = max(worst, error)
+        print(f"{folder.name:16} largest difference / largest logit {error:.1e}")
+    assert worst < 1e-3
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", metavar="KV")
+    args = parser.parse_args()
+    check(args.check) if args.check else make()
