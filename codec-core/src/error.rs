@@ -70,7 +70,9 @@ impl fmt::Display for Error {
             }
             Self::TooLarge => write!(f, "too many elements"),
             Self::NotFinite { what } => write!(f, "{what} holds a NaN or an infinity"),
-            Self::BadStep { channel } => write!(f, "the step of channel {channel} is not positive and finite"),
+            Self::BadStep { channel } => {
+                write!(f, "the step of channel {channel} is not positive and finite")
+            }
             Self::BadAlphabet { alphabet } => write!(f, "an alphabet of {alphabet} symbols is not possible"),
             Self::BadCdf { channel } => write!(f, "the cumulative table of channel {channel} is broken"),
             Self::BadMagic => write!(f, "not a KV bitstream"),

@@ -47,7 +47,8 @@ impl FrameInfo {
         if crc32fast::hash(body) != u32::from_le_bytes(*checksum) {
             return Err(Error::BadChecksum);
         }
-        let field = |at: usize| u32::from_le_bytes([header[at], header[at + 1], header[at + 2], header[at + 3]]);
+        let field =
+            |at: usize| u32::from_le_bytes([header[at], header[at + 1], header[at + 2], header[at + 3]]);
         let info = Self { profile_id: field(5), channels: field(9) as usize, tokens: field(13) as usize };
         info.channels.checked_mul(info.tokens).ok_or(Error::TooLarge)?;
         Ok((info, payload))

@@ -7,7 +7,9 @@ extern crate alloc;
 #[cfg(any(feature = "std", test))]
 extern crate std;
 
-mod codec;
+mod decode;
+#[cfg(feature = "alloc")]
+mod encode;
 mod error;
 mod frame;
 mod model;
@@ -17,9 +19,9 @@ mod profile;
 mod quant;
 mod range;
 
-pub use codec::decode_into;
+pub use decode::decode_into;
 #[cfg(feature = "alloc")]
-pub use codec::encode;
+pub use encode::encode;
 pub use error::Error;
 pub use frame::{FRAME_OVERHEAD, FrameInfo};
 pub use model::{MAX_ALPHABET, Models, PRECISION};

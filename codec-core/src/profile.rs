@@ -63,7 +63,11 @@ impl PlaneProfile {
         for (c, cdf) in cdf.chunks_exact_mut(alphabet + 1).enumerate() {
             let mut counts = vec![0_u64; alphabet];
             for &b in bins.iter().skip(c).step_by(channels) {
-                counts[if b.unsigned_abs() as usize <= reach { (b + reach as i32) as usize } else { alphabet - 1 }] += 1;
+                counts[if b.unsigned_abs() as usize <= reach {
+                    (b + reach as i32) as usize
+                } else {
+                    alphabet - 1
+                }] += 1;
             }
             smooth(&mut counts);
             cdf_from_counts(&counts, cdf);
@@ -158,7 +162,9 @@ fn residuals(rows: &[f32], channels: usize, predictor: Predictor, mean: &[f32]) 
             let mut out = Vec::with_capacity(rows.len());
             for rows in rows.chunks(usize::from(group) * channels) {
                 let (anchor, rest) = rows.split_at(channels);
-                out.extend(rest.chunks_exact(channels).flat_map(|row| row.iter().zip(anchor).map(difference)));
+                out.extend(
+                    rest.chunks_exact(channels).flat_map(|row| row.iter().zip(anchor).map(difference)),
+                );
             }
             // Groups of one token leave nothing over; the tables are then never used.
             if out.is_empty() {

@@ -4,6 +4,7 @@
 pub(crate) const MAX_BIN: i32 = 1 << 24;
 
 /// The bin of `x`: `round(x / step)`, clamped to +-[`MAX_BIN`].
+#[cfg(any(feature = "alloc", test))]
 pub(crate) fn bin(x: f32, step: f32) -> i32 {
     let rounded = libm::rintf(x / step);
     rounded.clamp(-(MAX_BIN as f32), MAX_BIN as f32) as i32

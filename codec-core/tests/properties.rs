@@ -1,5 +1,7 @@
 //! Round trips within half a bin, and every damage is noticed.
 
+#![allow(clippy::unwrap_used, clippy::panic)] // helpers of tests, too
+
 use codec_core::{Error, FRAME_OVERHEAD, PlaneProfile, Predictor, decode_into, encode};
 use proptest::prelude::*;
 
@@ -66,7 +68,8 @@ proptest! {
 /// Plain CRC-32, so that a forged frame passes the checksum and reaches the decoder.
 fn crc32(bytes: &[u8]) -> u32 {
     !bytes.iter().fold(u32::MAX, |crc, &byte| {
-        (0..8).fold(crc ^ u32::from(byte), |crc, _| (crc >> 1) ^ (0xEDB8_8320 & (0_u32.wrapping_sub(crc & 1))))
+        (0..8)
+            .fold(crc ^ u32::from(byte), |crc, _| (crc >> 1) ^ (0xEDB8_8320 & (0_u32.wrapping_sub(crc & 1))))
     })
 }
 

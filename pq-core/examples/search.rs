@@ -1,10 +1,13 @@
 //! Trains a codebook on keys, scores all of them against a query by table look-up and retrieves the top ten.
 
-use pq_core::{Codebook, Codes, Lut, PqShape, TrainOptions, encode_into, lut_into, scan_into, top_k_into, train};
+use pq_core::{
+    Codebook, Codes, Lut, PqShape, TrainOptions, encode_into, lut_into, scan_into, top_k_into, train,
+};
 
 fn main() -> Result<(), pq_core::Error> {
     let (n, dim) = (4096, 64);
-    let keys: Vec<f32> = (0..n * dim).map(|i| ((i as f32) * 0.618).sin() * (1.0 + (i % dim) as f32 / 16.0)).collect();
+    let keys: Vec<f32> =
+        (0..n * dim).map(|i| ((i as f32) * 0.618).sin() * (1.0 + (i % dim) as f32 / 16.0)).collect();
 
     let shape = PqShape::new(dim, 16, 8)?;
     let trained = train(shape, &keys, &TrainOptions { iterations: 10, seed: 0 })?;
@@ -19,6 +22,11 @@ fn main() -> Result<(), pq_core::Error> {
     let mut indices = vec![0; n];
     let k = top_k_into(&scores, 10, &mut indices)?;
 
-    println!("{} bytes of keys as {} bytes of codes; top tokens {:?}", n * dim * 4, codes.len(), &indices[..k]);
+    println!(
+        "{} bytes of keys as {} bytes of codes; top tokens {:?}",
+        n * dim * 4,
+        codes.len(),
+        &indices[..k]
+    );
     Ok(())
 }

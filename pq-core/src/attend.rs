@@ -57,7 +57,9 @@ pub fn attend_into(
         }
     }
     out.fill(0.0);
-    for (j, (row, out)) in weights.chunks_exact(shape.ksub()).zip(out.chunks_exact_mut(shape.dsub())).enumerate() {
+    for (j, (row, out)) in
+        weights.chunks_exact(shape.ksub()).zip(out.chunks_exact_mut(shape.dsub())).enumerate()
+    {
         for (&weight, centroid) in row.iter().zip(values.subspace(j).chunks_exact(shape.dsub())) {
             for (out, &y) in out.iter_mut().zip(centroid) {
                 *out += weight * y;

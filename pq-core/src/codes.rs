@@ -64,6 +64,9 @@ mod tests {
     fn a_broken_length_is_an_error() {
         let shape = PqShape::new(8, 4, 6).unwrap();
         assert_eq!(shape.code_size(), 3);
-        assert!(matches!(Codes::new(shape, &[0; 4]), Err(Error::Length { what: "codes", expected: 3, actual: 4 })));
+        assert!(matches!(
+            Codes::new(shape, &[0; 4]),
+            Err(Error::Length { what: "codes", expected: 3, actual: 4 })
+        ));
     }
 }

@@ -50,7 +50,8 @@ pub fn lut_into(codebook: &Codebook<'_>, query: &[f32], lut: &mut [f32]) -> Resu
     let shape = codebook.shape();
     check_len("query", query.len(), shape.dim())?;
     check_len("lut", lut.len(), shape.lut_len())?;
-    for (j, (q, row)) in query.chunks_exact(shape.dsub()).zip(lut.chunks_exact_mut(shape.ksub())).enumerate() {
+    for (j, (q, row)) in query.chunks_exact(shape.dsub()).zip(lut.chunks_exact_mut(shape.ksub())).enumerate()
+    {
         for (centroid, score) in codebook.subspace(j).chunks_exact(shape.dsub()).zip(row) {
             *score = q.iter().zip(centroid).map(|(&q, &y)| q * y).sum();
         }

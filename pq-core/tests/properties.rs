@@ -1,5 +1,7 @@
 //! The shipped functions against the plain `f64` formulas, on random shapes.
 
+#![allow(clippy::unwrap_used, clippy::panic)] // helpers of tests, too
+
 use pq_core::{
     Codebook, Codes, Lut, PqShape, TrainOptions, attend_into, decode_into, encode_into, lut_into, scan_into,
     top_k_into, train,
@@ -8,15 +10,18 @@ use proptest::prelude::*;
 
 /// A trained quantizer with its data: (shape, vectors, centroids, codes).
 fn quantizer() -> impl Strategy<Value = (PqShape, Vec<f32>, Vec<f32>, Vec<u8>)> {
-    (1_usize..=6, 1_usize..=5, 1_u32..=6, 1_usize..80, any::<u64>()).prop_flat_map(|(m, dsub, nbits, n, seed)| {
-        let shape = PqShape::new(m * dsub, m, nbits).unwrap();
-        prop::collection::vec(-8.0_f32..8.0, n * shape.dim()).prop_map(move |vectors| {
-            let centroids = train(shape, &vectors, &TrainOptions { iterations: 6, seed }).unwrap().centroids;
-            let mut codes = vec![0; n * shape.code_size()];
-            encode_into(&Codebook::new(shape, &centroids).unwrap(), &vectors, &mut codes).unwrap();
-            (shape, vectors, centroids, codes)
-        })
-    })
+    (1_usize..=6, 1_usize..=5, 1_u32..=6, 1_usize..80, any::<u64>()).prop_flat_map(
+        |(m, dsub, nbits, n, seed)| {
+            let shape = PqShape::new(m * dsub, m, nbits).unwrap();
+            prop::collection::vec(-8.0_f32..8.0, n * shape.dim()).prop_map(move |vectors| {
+                let centroids =
+                    train(shape, &vectors, &TrainOptions { iterations: 6, seed }).unwrap().centroids;
+                let mut codes = vec![0; n * shape.code_size()];
+                encode_into(&Codebook::new(shape, &centroids).unwrap(), &vectors, &mut codes).unwrap();
+                (shape, vectors, centroids, codes)
+            })
+        },
+    )
 }
 
 fn ip(a: &[f32], b: &[f32]) -> f64 {

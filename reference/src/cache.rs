@@ -1,7 +1,7 @@
 //! KV caches: one trait, and the layout that all methods share.
 //!
 //! A sequence is cut in three: the first tokens (sinks) and the most recent ones (window) stay exact, what lies between is
-//! a [`Store`], which is where the methods differ. Each part attends on its own; the softmaxes are merged.
+//! a `Store`, which is where the methods differ. Each part attends on its own; the softmaxes are merged.
 
 mod accumulate;
 mod cachegen;
@@ -227,17 +227,19 @@ impl KvCache for WindowedCache {
         let scale = 1.0 / (head_dim as f32).sqrt();
         let recent_pos = layer.sinks.len() + layer.store.len();
         let group_len = n_heads / n_kv_heads * head_dim;
-        out.par_chunks_mut(group_len).zip(q.par_chunks(group_len)).enumerate().try_for_each(|(head, (out, q))| {
-            let q: Vec<f32> = q.iter().map(|x| x * scale).collect();
-            let mut group = vec![Accumulator::new(head_dim); group_len / head_dim];
-            layer.sinks.attend(head, &q, Some((&self.rope, 0)), &mut group)?;
-            layer.store.attend(head, &q, &mut group)?;
-            layer.recent.attend(head, &q, Some((&self.rope, recent_pos)), &mut group)?;
-            for (accumulator, out) in group.iter().zip(out.chunks_exact_mut(head_dim)) {
-                accumulator.finish(out);
-            }
-            Ok(())
-        })
+        out.par_chunks_mut(group_len).zip(q.par_chunks(group_len)).enumerate().try_for_each(
+            |(head, (out, q))| {
+                let q: Vec<f32> = q.iter().map(|x| x * scale).collect();
+                let mut group = vec![Accumulator::new(head_dim); group_len / head_dim];
+                layer.sinks.attend(head, &q, Some((&self.rope, 0)), &mut group)?;
+                layer.store.attend(head, &q, &mut group)?;
+                layer.recent.attend(head, &q, Some((&self.rope, recent_pos)), &mut group)?;
+                for (accumulator, out) in group.iter().zip(out.chunks_exact_mut(head_dim)) {
+                    accumulator.finish(out);
+                }
+                Ok(())
+            },
+        )
     }
 
     fn seq_len(&self) -> usize {

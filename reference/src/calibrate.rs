@@ -35,7 +35,10 @@ impl Calibration {
     /// [`Error::Argument`] for fewer than 64 tokens; what [`prefill`] returns.
     pub fn gather(model: &Model, rope: &Rope, tokens: &[u32]) -> Result<Self> {
         if tokens.len() < FEWEST {
-            return Err(Error::Argument(format!("{} tokens are too few to calibrate on, {FEWEST} at least", tokens.len())));
+            return Err(Error::Argument(format!(
+                "{} tokens are too few to calibrate on, {FEWEST} at least",
+                tokens.len()
+            )));
         }
         let mut layers = vec![];
         prefill(model, rope, tokens, &mut |_, activations| {
@@ -61,7 +64,9 @@ impl LayerSamples {
                 let mut keys = Gram::new(geometry.head_dim)?;
                 keys.add_rows(&geometry.head_rows(head, &rotated_keys))?;
                 let mut probes = Gram::new(geometry.head_dim)?;
-                queries.chunks_exact(q_dim).try_for_each(|row| probes.add_rows(&row[head * group..][..group]))?;
+                queries
+                    .chunks_exact(q_dim)
+                    .try_for_each(|row| probes.add_rows(&row[head * group..][..group]))?;
                 Ok((keys, probes))
             })
             .collect::<Result<Vec<_>>>()?;

@@ -106,7 +106,9 @@ struct JsonArgs {
 impl JsonArgs {
     /// Opens the file before the work starts, so that no result is lost to a mistyped path.
     fn open(&self) -> Result<JsonFile> {
-        let create = |path: &PathBuf| File::create(path).map(|file| (path.clone(), file)).map_err(|e| Error::io(path, e));
+        let create = |path: &PathBuf| {
+            File::create(path).map(|file| (path.clone(), file)).map_err(|e| Error::io(path, e))
+        };
         Ok(JsonFile(self.json.as_ref().map(create).transpose()?))
     }
 }

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use indicatif::ProgressBar;
 use serde::Serialize;
 
+use crate::Profile;
 use crate::cache::Footprint;
 use crate::calibrate::Calibration;
 use crate::eval::retrieval::TaskMaker;
@@ -12,7 +13,6 @@ use crate::eval::{Prompt, RetrievalTask, TextScores, answer_questions, score_tex
 use crate::forward::Decoder;
 use crate::method::{Method, Prepared};
 use crate::model::{Model, Rope};
-use crate::Profile;
 use crate::{Error, Result};
 
 /// Pass keys that are asked for.
@@ -118,9 +118,9 @@ pub fn compare(
     let Sizes { context, decode, .. } = sizes;
     progress.set_length(3 + 2 * methods.len() as u64);
     let room = decode.max(QUESTION_ROOM);
-    model.check_context(context + room)?;
+    model.check_context(context.saturating_add(room))?;
     let needs_calibration = profile.is_none() && methods.iter().any(Method::needs_profile);
-    let calibration = if needs_calibration { calibration_len(text.len(), sizes)? } else { 0 };
+    let calibration = if needs_calibration { calibration_len(model, text.len(), sizes)? } else { 0 };
     let needed = calibration + context + decode + 1;
     if text.len() < needed {
         return Err(Error::Argument(format!("{text_name} has {} tokens, {needed} are needed", text.len())));
@@ -174,15 +174,16 @@ pub fn calibrated(model: &Model, rope: &Rope, tokens: &[u32], methods: &[Method]
     Ok(profile)
 }
 
-/// Tokens to calibrate on: what the text has before the prompt, up to the limit.
-fn calibration_len(text: usize, sizes: Sizes) -> Result<usize> {
+/// Tokens to calibrate on: what the text has before the prompt, up to the limit and the model's context.
+fn calibration_len(model: &Model, text: usize, sizes: Sizes) -> Result<usize> {
     const FEWEST: usize = 256;
     let left = text.saturating_sub(sizes.context + sizes.decode + 1);
     if left < FEWEST {
-        let what = format!("the text has {text} tokens: {left} would be left to calibrate on, {FEWEST} are needed");
+        let what =
+            format!("the text has {text} tokens: {left} would be left to calibrate on, {FEWEST} are needed");
         return Err(Error::Argument(what));
     }
-    Ok(left.min(sizes.calibration))
+    Ok(left.min(sizes.calibration).min(model.config.max_seq_len))
 }
 
 fn run_prompts(model: &Model, rope: &Rope, prompt: &[u32], task: &RetrievalTask) -> Result<Runs> {
@@ -201,7 +202,8 @@ impl Bench<'_> {
         progress.set_message(method.spec());
         let Prepared { model, mut cache } = method.prepare(base, &self.rope, profile)?;
         // A folded model makes values of its own and must run the prompts itself.
-        let own = (!Arc::ptr_eq(&model, base)).then(|| run_prompts(&model, &self.rope, self.prompt, &self.task));
+        let own =
+            (!Arc::ptr_eq(&model, base)).then(|| run_prompts(&model, &self.rope, self.prompt, &self.task));
         let own = own.transpose()?;
         let runs = own.as_ref().unwrap_or(runs);
         let mut decoder = Decoder::new(model.clone(), self.rope.clone());

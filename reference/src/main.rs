@@ -18,7 +18,9 @@ fn main() -> ExitCode {
             eprint!("{e}");
             return ExitCode::from(2);
         }
-        Err(e) => return fail(e.to_string().lines().next().unwrap_or_default().trim_start_matches("error: ")),
+        Err(e) => {
+            return fail(e.to_string().lines().next().unwrap_or_default().trim_start_matches("error: "));
+        }
     };
     match command.run() {
         Ok(()) => ExitCode::SUCCESS,

@@ -81,7 +81,7 @@ uncompressed).";
 
 /// What `kv compare` runs when no methods are named: each method near-lossless and aggressive.
 pub const DEFAULT_METHODS: &str = "dense,dense:dtype=f16,int8,int4,int2,rotated,rotated:k=2:v=2,lloydmax,lloydmax:k=2:v=2,\
-streaming:window=1024,streaming:window=128,oracle:ratio=0.2,oracle:ratio=0.1,pqcache:ratio=0.2,\
+streaming:window=1280,streaming:window=128,oracle:ratio=0.2,oracle:ratio=0.1,pqcache:ratio=0.2,\
 pqcache:ratio=0.1:code=2x6,million,million:k=32x8:v=32x8,zack,zack:k=0.5:v=0.5,cachegen,cachegen:k=1:v=1,\
 cachegen:k=0.5:v=0.5:predictor=anchor";
 
@@ -117,7 +117,14 @@ impl FromStr for Method {
                 // Rows go straight to the store: the window's way of holding them would be another.
                 let window = Window { sinks: 0, recent: 0, batch: 1 };
                 let setting = s.shown.join(":");
-                return Ok(Self { name: "dense", setting, kind: Kind::Dense, window, exact, exact_layers: vec![] });
+                return Ok(Self {
+                    name: "dense",
+                    setting,
+                    kind: Kind::Dense,
+                    window,
+                    exact,
+                    exact_layers: vec![],
+                });
             }
             "int8" => ("int8", uniform(&mut s, 8)?),
             "int4" => ("int4", uniform(&mut s, 4)?),
@@ -134,7 +141,8 @@ impl FromStr for Method {
                 ("pqcache", Kind::PqCache { ratio, code, iterations: s.positive("iterations", 10)? })
             }
             "million" => {
-                let (k, v) = (s.own("k", PqCode { m: 64, nbits: 8 })?, s.own("v", PqCode { m: 64, nbits: 8 })?);
+                let (k, v) =
+                    (s.own("k", PqCode { m: 64, nbits: 8 })?, s.own("v", PqCode { m: 64, nbits: 8 })?);
                 ("million", Kind::Million { k, v, iterations: s.positive("iterations", 8)? })
             }
             "zack" => {
@@ -145,7 +153,11 @@ impl FromStr for Method {
                 let (k, v) = (s.bin("k", 0.25)?, s.bin("v", 0.25)?);
                 ("cachegen", Kind::CacheGen { k, v, predictor: s.own("predictor", PredictorKind::Mean)? })
             }
-            other => return Err(Error::Argument(format!("there is no method `{other}`; `kv compare --help` lists them"))),
+            other => {
+                return Err(Error::Argument(format!(
+                    "there is no method `{other}`; `kv compare --help` lists them"
+                )));
+            }
         };
         let batch = match kind {
             Kind::Uniform { group, .. } => group,
@@ -172,10 +184,9 @@ impl<'a> Settings<'a> {
     fn new(spec: &'a str) -> Result<Self> {
         let mut parts = spec.split(':');
         let name = parts.next().unwrap_or_default();
-        let left = parts
-            .map(|part| part.split_once('='))
-            .collect::<Option<Vec<_>>>()
-            .ok_or_else(|| Error::Argument(format!("method `{spec}`: settings are KEY=VALUE after colons")))?;
+        let left = parts.map(|part| part.split_once('=')).collect::<Option<Vec<_>>>().ok_or_else(|| {
+            Error::Argument(format!("method `{spec}`: settings are KEY=VALUE after colons"))
+        })?;
         Ok(Self { name, left, known: vec![], shown: vec![] })
     }
 
@@ -356,9 +367,24 @@ mod tests {
     #[test]
     fn wrong_settings_are_errors() {
         for spec in [
-            "", "dens", "dense:f16", "dense:dtype=f64", "int4:k=9", "int4:k=0", "int4:bits=4", "zack:k=0", "zack:k=1.5",
-            "zack:k=nan", "million:k=64", "million:k=64x", "pqcache:ratio=-1", "cachegen:k=0", "cachegen:predictor=x",
-            "streaming:window=-3", "oracle:sinks=4:sinks=5", "int2:exact-layers=a",
+            "",
+            "dens",
+            "dense:f16",
+            "dense:dtype=f64",
+            "int4:k=9",
+            "int4:k=0",
+            "int4:bits=4",
+            "zack:k=0",
+            "zack:k=1.5",
+            "zack:k=nan",
+            "million:k=64",
+            "million:k=64x",
+            "pqcache:ratio=-1",
+            "cachegen:k=0",
+            "cachegen:predictor=x",
+            "streaming:window=-3",
+            "oracle:sinks=4:sinks=5",
+            "int2:exact-layers=a",
         ] {
             assert!(spec.parse::<Method>().is_err(), "{spec}");
         }

@@ -112,7 +112,12 @@ impl Model {
         Self::assemble(path, gguf.config()?, Some(Tokenizer::from_gguf(&gguf)?), &gguf)
     }
 
-    fn assemble(path: &Path, mut config: Config, tokenizer: Option<Tokenizer>, tensors: &dyn Tensors) -> Result<Self> {
+    fn assemble(
+        path: &Path,
+        mut config: Config,
+        tokenizer: Option<Tokenizer>,
+        tensors: &dyn Tensors,
+    ) -> Result<Self> {
         let (hidden, vocab) = (config.hidden_size, config.vocab_size);
         let embedding = Arc::new(tensors.load("model.embed_tokens.weight", &[vocab, hidden])?);
         // Some checkpoints claim untied embeddings and yet store none, or the other way round: what is stored decides.
@@ -137,7 +142,9 @@ impl Model {
     /// # Errors
     /// [`Error::Argument`] for a model that came without one.
     pub fn tokenizer(&self) -> Result<&Tokenizer> {
-        self.tokenizer.as_deref().ok_or_else(|| Error::argument(format!("model {} has no tokenizer.json", self.name)))
+        self.tokenizer
+            .as_deref()
+            .ok_or_else(|| Error::argument(format!("model {} has no tokenizer.json", self.name)))
     }
 
     /// Refuses tokens outside the vocabulary.
@@ -146,9 +153,10 @@ impl Model {
     /// [`Error::Argument`].
     pub fn check_tokens(&self, tokens: &[u32]) -> Result<()> {
         match tokens.iter().find(|&&token| token as usize >= self.config.vocab_size) {
-            Some(token) => {
-                Err(Error::argument(format!("token {token} is outside the vocabulary of {}", self.config.vocab_size)))
-            }
+            Some(token) => Err(Error::argument(format!(
+                "token {token} is outside the vocabulary of {}",
+                self.config.vocab_size
+            ))),
             None => Ok(()),
         }
     }
@@ -159,7 +167,10 @@ impl Model {
     /// [`Error::Argument`].
     pub fn check_context(&self, tokens: usize) -> Result<()> {
         if tokens > self.config.max_seq_len {
-            let what = format!("{tokens} tokens exceed the context of {} that {} has", self.config.max_seq_len, self.name);
+            let what = format!(
+                "{tokens} tokens exceed the context of {} that {} has",
+                self.config.max_seq_len, self.name
+            );
             return Err(Error::Argument(what));
         }
         Ok(())
@@ -182,7 +193,12 @@ fn load_layer(config: &Config, tensors: &dyn Tensors, l: usize) -> Result<Layer>
         k: linear("self_attn.k_proj", hidden, config.kv_dim(), bias)?,
         v: linear("self_attn.v_proj", hidden, config.kv_dim(), bias)?,
         // llama.cpp names no bias for attn_output where a checkpoint has only q, k and v biases.
-        o: linear("self_attn.o_proj", config.q_dim(), hidden, bias && tensors.contains(&format!("model.layers.{l}.self_attn.o_proj.bias")))?,
+        o: linear(
+            "self_attn.o_proj",
+            config.q_dim(),
+            hidden,
+            bias && tensors.contains(&format!("model.layers.{l}.self_attn.o_proj.bias")),
+        )?,
     };
     let bias = config.mlp_bias;
     let feed_forward = FeedForwardWeights {

@@ -33,7 +33,9 @@ pub fn matmul(weight: &[f32], x: &[f32], y: &mut [f32], n_in: usize) {
         let share = n_out.div_ceil(rayon::current_num_threads());
         y.par_chunks_mut(share).zip(weight.par_chunks(share * n_in)).for_each(|(y, weight)| {
             // SAFETY: x is one row of n_in, weight (y.len(), n_in) since both were cut at the same rows.
-            unsafe { product(1, y.len(), n_in, y, y.len(), x, (n_in, 1), weight, (1, n_in), 1.0, Parallelism::None) };
+            unsafe {
+                product(1, y.len(), n_in, y, y.len(), x, (n_in, 1), weight, (1, n_in), 1.0, Parallelism::None)
+            };
         });
     } else {
         let parallelism = if parallel { Parallelism::Rayon(0) } else { Parallelism::None };
@@ -110,7 +112,15 @@ pub fn argmax(x: &[f32]) -> usize {
 ///
 /// # Panics
 /// When the lengths do not fit each other.
-pub fn causal_attention(q: &[f32], k: &[f32], v: &[f32], n_heads: usize, n_kv_heads: usize, head_dim: usize, out: &mut [f32]) {
+pub fn causal_attention(
+    q: &[f32],
+    k: &[f32],
+    v: &[f32],
+    n_heads: usize,
+    n_kv_heads: usize,
+    head_dim: usize,
+    out: &mut [f32],
+) {
     const BLOCK: usize = 64; // query rows per task
     let (q_dim, kv_dim) = (n_heads * head_dim, n_kv_heads * head_dim);
     let n = q.len() / q_dim;
@@ -126,7 +136,19 @@ pub fn causal_attention(q: &[f32], k: &[f32], v: &[f32], n_heads: usize, n_kv_he
             // SAFETY: rows `first..seen` of q and `..seen` of k and v exist by the assertion above; the head's columns
             // lie inside a row, so every element that these strides reach lies inside its slice.
             unsafe {
-                product(rows, seen, head_dim, &mut scores, seen, q, (q_dim, 1), &k[kv..], (1, kv_dim), scale, Parallelism::None);
+                product(
+                    rows,
+                    seen,
+                    head_dim,
+                    &mut scores,
+                    seen,
+                    q,
+                    (q_dim, 1),
+                    &k[kv..],
+                    (1, kv_dim),
+                    scale,
+                    Parallelism::None,
+                );
             }
             for (i, row) in scores.chunks_exact_mut(seen).enumerate() {
                 let (visible, hidden) = row.split_at_mut(first + i + 1);
@@ -135,7 +157,19 @@ pub fn causal_attention(q: &[f32], k: &[f32], v: &[f32], n_heads: usize, n_kv_he
             }
             // SAFETY: as above; the head's columns of `out` lie inside its rows.
             unsafe {
-                product(rows, head_dim, seen, &mut out[h * head_dim..], q_dim, &scores, (seen, 1), &v[kv..], (kv_dim, 1), 1.0, Parallelism::None);
+                product(
+                    rows,
+                    head_dim,
+                    seen,
+                    &mut out[h * head_dim..],
+                    q_dim,
+                    &scores,
+                    (seen, 1),
+                    &v[kv..],
+                    (kv_dim, 1),
+                    1.0,
+                    Parallelism::None,
+                );
             }
         }
     });
@@ -218,7 +252,8 @@ mod tests {
         causal_attention(&q, &k, &v, n_heads, n_kv, d, &mut out);
         for t in 0..n {
             for h in 0..n_heads {
-                let row = |x: &[f32], t: usize, heads: usize, h: usize| x[(t * heads + h) * d..][..d].to_vec();
+                let row =
+                    |x: &[f32], t: usize, heads: usize, h: usize| x[(t * heads + h) * d..][..d].to_vec();
                 let mut p: Vec<f32> = (0..=t)
                     .map(|s| dot(&row(&q, t, n_heads, h), &row(&k, s, n_kv, h / 2)) / (d as f32).sqrt())
                     .collect();

@@ -71,7 +71,8 @@ impl Profile {
             .map_err(|e| Error::file(path, e))?;
         let metadata = [("format", FORMAT), ("model_name", &model.name), ("model_hash", &model.hash)]
             .map(|(key, value)| (key.to_owned(), value.to_owned()));
-        safetensors::serialize_to_file(views, Some(HashMap::from(metadata)), path).map_err(|e| Error::file(path, e))
+        safetensors::serialize_to_file(views, Some(HashMap::from(metadata)), path)
+            .map_err(|e| Error::file(path, e))
     }
 
     /// Reads a file that was made for `model`.
@@ -90,14 +91,18 @@ impl Profile {
             let (theirs, ours) = (field("model_name"), &model.name);
             let short = |hash: &str| hash.chars().take(12).collect::<String>();
             let (a, b) = (short(field("model_hash")), short(&model.hash));
-            return Err(Error::Profile(format!("{} was made for {theirs} ({a}), not for {ours} ({b})", path.display())));
+            return Err(Error::Profile(format!(
+                "{} was made for {theirs} ({a}), not for {ours} ({b})",
+                path.display()
+            )));
         }
         let tensors = SafeTensors::deserialize(&file).map_err(|e| Error::file(path, e))?;
         let mut profile = Self::default();
         for (key, view) in tensors.tensors() {
             match view.dtype() {
                 Dtype::F32 => {
-                    let values: Vec<f32> = view.data().as_chunks::<4>().0.iter().map(|&x| f32::from_le_bytes(x)).collect();
+                    let values: Vec<f32> =
+                        view.data().as_chunks::<4>().0.iter().map(|&x| f32::from_le_bytes(x)).collect();
                     if values.iter().any(|x| !x.is_finite()) {
                         return Err(Error::file(path, format!("entry `{key}` holds a NaN or an infinity")));
                     }

@@ -9,8 +9,18 @@ use plotters::prelude::*;
 use crate::compare::{Comparison, Row};
 use crate::{Error, Result};
 
-const COLUMNS: [&str; 10] =
-    ["method", "setting", "bits/value", "bytes/token", "ratio", "perplexity", "KL", "top-1", "needle", "ms/token"];
+const COLUMNS: [&str; 10] = [
+    "method",
+    "setting",
+    "bits/value",
+    "bytes/token",
+    "ratio",
+    "perplexity",
+    "KL",
+    "top-1",
+    "needle",
+    "ms/token",
+];
 
 fn cells(row: &Row) -> [String; 10] {
     let hits = (row.needle * row.needle_trials as f64).round();
@@ -42,10 +52,16 @@ fn notes(comparison: &Comparison) -> Vec<String> {
     for row in &comparison.methods {
         let name = format!("{} {}", row.name, row.setting.replace(':', " "));
         if row.offloaded_bytes_per_token > 0.0 {
-            notes.push(format!("{name}: and {:.0} exact bytes/token in slower memory.", row.offloaded_bytes_per_token));
+            notes.push(format!(
+                "{name}: and {:.0} exact bytes/token in slower memory.",
+                row.offloaded_bytes_per_token
+            ));
         }
         if row.working_bytes_per_token > 0.0 {
-            notes.push(format!("{name}: and {:.0} decoded bytes/token while in use.", row.working_bytes_per_token));
+            notes.push(format!(
+                "{name}: and {:.0} decoded bytes/token while in use.",
+                row.working_bytes_per_token
+            ));
         }
     }
     notes
@@ -77,7 +93,8 @@ pub fn write_html(path: &Path, comparison: &Comparison) -> Result<()> {
 type Drawn<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 
 fn html(comparison: &Comparison) -> std::result::Result<String, String> {
-    let charts = draw(quality_against_bytes, comparison).and_then(|a| Ok((a, draw(error_by_position, comparison)?)));
+    let charts =
+        draw(quality_against_bytes, comparison).and_then(|a| Ok((a, draw(error_by_position, comparison)?)));
     let (quality, position) = charts.map_err(|e| e.to_string())?;
     let mut rows = String::new();
     for row in &comparison.methods {
@@ -159,7 +176,8 @@ fn quality_against_bytes(comparison: &Comparison, backend: SVGBackend<'_>) -> Dr
         let at = (row.bits_per_value, row.kl.max(LEAST_KL));
         chart.draw_series([Circle::new(at, 5, colour.filled())])?;
         let label = format!("{} {}", row.name, short(&row.setting));
-        chart.draw_series([Text::new(label, at, ("sans-serif", 12).into_font().color(&colour)).into_dyn()])?;
+        chart
+            .draw_series([Text::new(label, at, ("sans-serif", 12).into_font().color(&colour)).into_dyn()])?;
     }
     Ok(root.present()?)
 }
@@ -173,7 +191,11 @@ fn error_by_position(comparison: &Comparison, backend: SVGBackend<'_>) -> Drawn<
     let smooth = |values: &[f64]| -> Vec<(f64, f64)> {
         let bucket = (values.len() / 32).max(1);
         let mean = |chunk: &[f64]| (chunk.iter().sum::<f64>() / chunk.len() as f64).max(LEAST_KL);
-        values.chunks(bucket).enumerate().map(|(i, chunk)| (((i * bucket) + chunk.len() / 2) as f64, mean(chunk))).collect()
+        values
+            .chunks(bucket)
+            .enumerate()
+            .map(|(i, chunk)| (((i * bucket) + chunk.len() / 2) as f64, mean(chunk)))
+            .collect()
     };
     let lines: Vec<_> = comparison.methods.iter().map(|row| smooth(&row.kl_by_position)).collect();
     let root = backend.into_drawing_area();
@@ -197,6 +219,10 @@ fn error_by_position(comparison: &Comparison, backend: SVGBackend<'_>) -> Drawn<
             .label(format!("{} {}", row.name, short(&row.setting)))
             .legend(move |(x, y)| PathElement::new([(x, y), (x + 18, y)], colour.stroke_width(2)));
     }
-    chart.configure_series_labels().position(SeriesLabelPosition::UpperRight).label_font(("sans-serif", 11)).draw()?;
+    chart
+        .configure_series_labels()
+        .position(SeriesLabelPosition::UpperRight)
+        .label_font(("sans-serif", 11))
+        .draw()?;
     Ok(root.present()?)
 }

@@ -34,7 +34,8 @@ impl Sampler {
             return argmax(logits) as u32;
         }
         let scaled: Vec<f32> = logits.iter().map(|x| (f64::from(*x) / self.temperature) as f32).collect();
-        let mut candidates: Vec<(u32, f64)> = (0..).zip(log_softmax(&scaled).iter().map(|x| x.exp())).collect();
+        let mut candidates: Vec<(u32, f64)> =
+            (0..).zip(log_softmax(&scaled).iter().map(|x| x.exp())).collect();
         candidates.sort_by(|a, b| b.1.total_cmp(&a.1));
         let mut mass = 0.0;
         let nucleus = candidates.iter().take_while(|(_, p)| {

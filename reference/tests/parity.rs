@@ -1,5 +1,7 @@
 //! Logits beside those of `transformers`, on the committed fixtures (see `parity/make_fixtures.py`).
 
+#![allow(clippy::unwrap_used, clippy::panic)] // helpers of tests, too
+
 use std::path::{Path, PathBuf};
 
 use kv_reference::forward::{logits, prefill};
@@ -28,7 +30,8 @@ fn logits_agree_with_transformers() {
     let fixtures = fixtures();
     assert!(fixtures.len() >= 13);
     for folder in fixtures {
-        let expected: Expected = serde_json::from_slice(&std::fs::read(folder.join("expected.json")).unwrap()).unwrap();
+        let expected: Expected =
+            serde_json::from_slice(&std::fs::read(folder.join("expected.json")).unwrap()).unwrap();
         let model = load(&folder);
         let rope = Rope::new(&model.config, expected.tokens.len());
         let hidden = prefill(&model, &rope, &expected.tokens, &mut |_, _| Ok(())).unwrap();

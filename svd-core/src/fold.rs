@@ -21,8 +21,9 @@ pub fn fold_input(store: &[f32], weight: &[f32], dim: usize) -> Result<Vec<f32>,
     let mut out = vec![0.0; weight.len()];
     for (c, out) in out.chunks_exact_mut(columns.max(1)).enumerate() {
         for (i, out) in out.iter_mut().enumerate() {
-            *out = (0..dim).map(|d| f64::from(store[d * dim + c]) * f64::from(weight[d * columns + i])).sum::<f64>()
-                as f32;
+            *out = (0..dim)
+                .map(|d| f64::from(store[d * dim + c]) * f64::from(weight[d * columns + i]))
+                .sum::<f64>() as f32;
         }
     }
     Ok(out)

@@ -88,6 +88,9 @@ impl Gram {
     #[must_use]
     pub fn matrix(&self) -> Vec<f64> {
         let dim = self.dim;
-        (0..dim * dim).map(|i| (i / dim, i % dim)).map(|(r, c)| self.lower[r.max(c) * dim + r.min(c)]).collect()
+        (0..dim * dim)
+            .map(|i| (i / dim, i % dim))
+            .map(|(r, c)| self.lower[r.max(c) * dim + r.min(c)])
+            .collect()
     }
 }

@@ -51,7 +51,8 @@ pub fn removal_for_keep(heads: &[&[f64]], keep: f64) -> Result<f64, Error> {
     }
     let all: usize = heads.iter().map(|sigma| sigma.len()).sum();
     let kept = |removal: f64| -> Result<f64, Error> {
-        let ranks = heads.iter().map(|sigma| rank_for_removal(sigma, removal)).collect::<Result<Vec<_>, _>>()?;
+        let ranks =
+            heads.iter().map(|sigma| rank_for_removal(sigma, removal)).collect::<Result<Vec<_>, _>>()?;
         Ok(ranks.iter().sum::<usize>() as f64 / all as f64)
     };
     if kept(0.0)? <= keep {
@@ -77,7 +78,10 @@ mod tests {
             let removal = removal_for_keep(&heads, keep).unwrap();
             let ranks: Vec<usize> = heads.iter().map(|s| rank_for_removal(s, removal).unwrap()).collect();
             let total = ranks.iter().sum::<usize>();
-            assert!(total <= (8.0 * keep) as usize && total >= last && ranks[1] >= ranks[0], "{keep}: {ranks:?}");
+            assert!(
+                total <= (8.0 * keep) as usize && total >= last && ranks[1] >= ranks[0],
+                "{keep}: {ranks:?}"
+            );
             last = total;
         }
         assert_eq!(removal_for_keep(&heads, 1.0), Ok(0.0));

@@ -1,5 +1,7 @@
 //! Rotations lose nothing at full rank, lose least in the closed form, and fold exactly.
 
+#![allow(clippy::unwrap_used, clippy::panic)] // helpers of tests, too
+
 use proptest::prelude::*;
 use svd_core::{Gram, Rotation, attend_into, fold_input, fold_output, project_into};
 

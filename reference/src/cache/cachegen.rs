@@ -26,7 +26,12 @@ struct Chunk {
 }
 
 impl CacheGenStore {
-    pub fn new(geometry: Geometry, rope: Arc<Rope>, profiles: Arc<[PlaneProfile; 2]>, element: ElementType) -> Self {
+    pub fn new(
+        geometry: Geometry,
+        rope: Arc<Rope>,
+        profiles: Arc<[PlaneProfile; 2]>,
+        element: ElementType,
+    ) -> Self {
         Self { profiles, chunks: vec![], decoded: DenseStore::new(element, geometry, rope) }
     }
 }
@@ -45,7 +50,8 @@ impl Store for CacheGenStore {
     fn push(&mut self, pos: usize, k: &[f32], v: &[f32]) -> Result<()> {
         let (k, k_bits) = through_codec(&self.profiles[0], k)?;
         let (v, v_bits) = through_codec(&self.profiles[1], v)?;
-        self.chunks.push(Chunk { valid: k.len() / self.profiles[0].channels(), bitstreams: [k_bits, v_bits] });
+        self.chunks
+            .push(Chunk { valid: k.len() / self.profiles[0].channels(), bitstreams: [k_bits, v_bits] });
         self.decoded.push(pos, &k, &v)
     }
 

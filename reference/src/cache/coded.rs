@@ -41,8 +41,8 @@ pub(crate) struct CodedStore {
 
 #[derive(Clone)]
 struct Block {
-    coded: usize, // tokens that the codes hold
-    valid: usize, // tokens that truncation has left
+    coded: usize,             // tokens that the codes hold
+    valid: usize,             // tokens that truncation has left
     codes: Vec<[Vec<u8>; 2]>, // per head: keys and values
 }
 
@@ -122,7 +122,8 @@ impl Store for CodedStore {
 
 /// Minimum and step of a group in half precision, then `bits` a number: `x = min + step * code`.
 fn encode_group(values: &[f32], bits: u32, bytes: &mut Vec<u8>) {
-    let (min, max) = values.iter().fold((f32::INFINITY, f32::NEG_INFINITY), |(a, b), &x| (a.min(x), b.max(x)));
+    let (min, max) =
+        values.iter().fold((f32::INFINITY, f32::NEG_INFINITY), |(a, b), &x| (a.min(x), b.max(x)));
     let levels = ((1_u32 << bits) - 1) as f32;
     let (min, step) = (f16::from_f32(min), f16::from_f32((max - min) / levels));
     bytes.extend_from_slice(&min.to_le_bytes());
@@ -294,7 +295,8 @@ impl BlockCodec for LloydMax {
     }
 
     fn decode(&self, bytes: &[u8], head_dim: usize, rows: &mut [f32]) {
-        for (bytes, row) in bytes.chunks_exact(self.row_bytes(head_dim)).zip(rows.chunks_exact_mut(head_dim)) {
+        for (bytes, row) in bytes.chunks_exact(self.row_bytes(head_dim)).zip(rows.chunks_exact_mut(head_dim))
+        {
             let scale = f16::from_le_bytes([bytes[0], bytes[1]]).to_f32() / (head_dim as f32).sqrt();
             unpack(&bytes[2..], self.bits, row, |code| self.levels[code] * scale);
         }

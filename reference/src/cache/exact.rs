@@ -62,7 +62,9 @@ impl Numbers {
             Self::F32(x) => x.extend_from_slice(values),
             // Beyond the largest half there is only infinity, which no attention survives.
             Self::F16(x) => {
-                x.extend(values.iter().map(|&v| f16::from_f32(v.clamp(f16::MIN.to_f32(), f16::MAX.to_f32()))));
+                x.extend(
+                    values.iter().map(|&v| f16::from_f32(v.clamp(f16::MIN.to_f32(), f16::MAX.to_f32()))),
+                );
             }
             Self::Bf16(x) => x.extend(values.iter().map(|&v| bf16::from_f32(v))),
         }
@@ -107,7 +109,8 @@ const BLOCK: usize = 128;
 
 impl ExactRows {
     pub fn new(element: ElementType, geometry: Geometry) -> Self {
-        let heads = (0..geometry.n_kv_heads).map(|_| [Numbers::new(element), Numbers::new(element)]).collect();
+        let heads =
+            (0..geometry.n_kv_heads).map(|_| [Numbers::new(element), Numbers::new(element)]).collect();
         Self { geometry, element, heads }
     }
 
@@ -180,7 +183,8 @@ impl ExactRows {
         if let (Numbers::F32(k), Numbers::F32(v), None) = (keys, values, rope) {
             return attend_rows(q, k, v, head_dim, group);
         }
-        let mut block = [vec![0.0; BLOCK.min(self.len()) * head_dim], vec![0.0; BLOCK.min(self.len()) * head_dim]];
+        let mut block =
+            [vec![0.0; BLOCK.min(self.len()) * head_dim], vec![0.0; BLOCK.min(self.len()) * head_dim]];
         for first in (0..self.len()).step_by(BLOCK) {
             let len = BLOCK.min(self.len() - first) * head_dim;
             let [k, v] = block.each_mut().map(|x| &mut x[..len]);

@@ -2,7 +2,9 @@
 
 use std::sync::Arc;
 
-use pq_core::{Codebook, Codes, Lut, PqShape, TrainOptions, encode_into, lut_into, scan_into, top_k_into, train};
+use pq_core::{
+    Codebook, Codes, Lut, PqShape, TrainOptions, encode_into, lut_into, scan_into, top_k_into, train,
+};
 
 use crate::Result;
 use crate::cache::accumulate::Accumulator;
@@ -143,8 +145,10 @@ impl Store for RetrievalStore {
         }
         let selected = self.select(head, q)?;
         let head_dim = self.geometry.head_dim;
-        let (mut keys, mut values) = (vec![0.0; selected.len() * head_dim], vec![0.0; selected.len() * head_dim]);
-        for ((&t, k), v) in selected.iter().zip(keys.chunks_exact_mut(head_dim)).zip(values.chunks_exact_mut(head_dim))
+        let (mut keys, mut values) =
+            (vec![0.0; selected.len() * head_dim], vec![0.0; selected.len() * head_dim]);
+        for ((&t, k), v) in
+            selected.iter().zip(keys.chunks_exact_mut(head_dim)).zip(values.chunks_exact_mut(head_dim))
         {
             self.exact.rows().read(head, t as usize, k, v);
         }

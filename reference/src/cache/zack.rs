@@ -30,7 +30,12 @@ pub(crate) struct ZackStore {
 }
 
 impl ZackStore {
-    pub fn new(geometry: Geometry, rope: Arc<Rope>, heads: Arc<Vec<HeadRotation>>, element: ElementType) -> Self {
+    pub fn new(
+        geometry: Geometry,
+        rope: Arc<Rope>,
+        heads: Arc<Vec<HeadRotation>>,
+        element: ElementType,
+    ) -> Self {
         let rows = (0..geometry.n_kv_heads).map(|_| [Numbers::new(element), Numbers::new(element)]).collect();
         Self { geometry, rope, heads, element, rows, len: 0 }
     }

@@ -51,7 +51,18 @@ impl Calibrate {
             return Err(Error::argument("none of these methods needs a profile"));
         }
         profile.save(&self.out, &model)?;
-        println!("{}: {} entries for {} from {n} tokens of {text}", self.out.display(), profile.len(), model.name);
-        json.write(&Summary { model: &model.name, model_hash: &model.hash, text, tokens: n, entries: profile.len() })
+        println!(
+            "{}: {} entries for {} from {n} tokens of {text}",
+            self.out.display(),
+            profile.len(),
+            model.name
+        );
+        json.write(&Summary {
+            model: &model.name,
+            model_hash: &model.hash,
+            text,
+            tokens: n,
+            entries: profile.len(),
+        })
     }
 }

@@ -5,7 +5,9 @@ use clap::Args;
 use comfy_table::{Table, presets};
 use kv_reference::compare::calibrated;
 use kv_reference::eval::retrieval::TaskMaker;
-use kv_reference::eval::{Prompt, RetrievalTask, TextScores, answer_questions, score_text, window_perplexity};
+use kv_reference::eval::{
+    Prompt, RetrievalTask, TextScores, answer_questions, score_text, window_perplexity,
+};
 use kv_reference::forward::Decoder;
 use kv_reference::method::{METHODS_HELP, Method, Prepared};
 use kv_reference::model::{Model, Rope};
@@ -122,7 +124,8 @@ impl Eval {
         let given = self.profile.as_ref().map(|path| Profile::load(path, &model)).transpose()?;
         let calibrates = given.is_none() && methods.iter().any(Method::needs_profile);
         let left = tokens.len().saturating_sub(longest + self.decode + 1);
-        let calibration = if calibrates { self.calibration.min(left) } else { 0 };
+        let calibration =
+            if calibrates { self.calibration.min(left).min(model.config.max_seq_len) } else { 0 };
         let rope = Arc::new(Rope::new(&model.config, (longest + room).max(calibration)));
         let profile = match given {
             Some(profile) => profile,
@@ -156,7 +159,11 @@ impl Eval {
 
     fn prompts(&self, model: &Model, tokens: &[u32], length: usize) -> Result<Prompts> {
         if tokens.len() < length + self.decode + 1 {
-            let what = format!("{} tokens are left of the text, {} are needed", tokens.len(), length + self.decode + 1);
+            let what = format!(
+                "{} tokens are left of the text, {} are needed",
+                tokens.len(),
+                length + self.decode + 1
+            );
             return Err(Error::Argument(what));
         }
         let mut maker = TaskMaker::new(model.tokenizer()?, self.seed)?;
@@ -171,7 +178,12 @@ impl Eval {
     }
 }
 
-fn reference(model: &Arc<Model>, rope: &Arc<Rope>, prompts: &Prompts, profile: &Profile) -> Result<TextScores> {
+fn reference(
+    model: &Arc<Model>,
+    rope: &Arc<Rope>,
+    prompts: &Prompts,
+    profile: &Profile,
+) -> Result<TextScores> {
     let Prepared { model, mut cache } = "dense".parse::<Method>()?.prepare(model, rope, profile)?;
     Prompt::run(&model, rope, &prompts.text)?.fill(cache.as_mut())?;
     score_text(&mut Decoder::new(model, rope.clone()), cache.as_mut(), &prompts.decoded, None)
@@ -218,7 +230,17 @@ fn row(
 fn table(rows: &[Row]) -> Table {
     let mut table = Table::new();
     table.load_preset(presets::NOTHING);
-    table.set_header(["method", "setting", "length", "bits/value", "perplexity", "KL", "top-1", "needle at depth", "recall"]);
+    table.set_header([
+        "method",
+        "setting",
+        "length",
+        "bits/value",
+        "perplexity",
+        "KL",
+        "top-1",
+        "needle at depth",
+        "recall",
+    ]);
     for row in rows {
         let needle = row.needle.iter().map(|at| format!("{}: {}/{}", at.depth, at.hits, at.trials));
         table.add_row([

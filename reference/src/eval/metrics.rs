@@ -24,9 +24,9 @@ pub fn kl_divergence(p: &[f64], q: &[f64]) -> f64 {
 /// What a sequence of predictions is worth beside the reference's, position by position.
 #[derive(Clone, Debug, Default)]
 pub struct Divergence {
-    nll: Vec<f64>,  // nats, of the true next token
-    kl: Vec<f64>,   // nats, from the reference
-    agree: usize,   // positions where both have the same most likely token
+    nll: Vec<f64>, // nats, of the true next token
+    kl: Vec<f64>,  // nats, from the reference
+    agree: usize,  // positions where both have the same most likely token
 }
 
 impl Divergence {
@@ -93,7 +93,12 @@ mod tests {
         divergence.add(&[0.0, 1.0], &[1.0, 0.0], 0);
         assert!((divergence.kl_by_position()[0] - (2.0_f64.ln() - 3.0_f64.ln() / 2.0)).abs() < 1e-7);
         assert_eq!(divergence.top1(), 0.5); // ties go to the first, so (1, 1) agrees with q and (0, 1) does not
-        assert!((kl_divergence(&log_softmax(&[f32::NEG_INFINITY, 0.0]), &log_softmax(&[0.0, 0.0])) - 2.0_f64.ln()).abs() < 1e-12);
+        assert!(
+            (kl_divergence(&log_softmax(&[f32::NEG_INFINITY, 0.0]), &log_softmax(&[0.0, 0.0]))
+                - 2.0_f64.ln())
+            .abs()
+                < 1e-12
+        );
     }
 
     #[test]

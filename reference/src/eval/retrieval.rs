@@ -50,7 +50,14 @@ impl<'a> TaskMaker<'a> {
     ///
     /// # Errors
     /// [`Error::Argument`] when the text is too short or `length` too small for the needles.
-    pub fn needle(&mut self, text: &[u32], length: usize, n: usize, depth: Option<f64>) -> Result<RetrievalTask> {
+    pub fn needle(
+        &mut self,
+        text: &[u32],
+        length: usize,
+        n: usize,
+        depth: Option<f64>,
+    ) -> Result<RetrievalTask> {
+        self.check_count(n, length)?;
         let facts = (0..n)
             .map(|_| {
                 let (name, key) = (self.name(), self.digits(5)?);
@@ -74,6 +81,7 @@ impl<'a> TaskMaker<'a> {
     /// # Errors
     /// As [`Self::needle`].
     pub fn recall(&mut self, text: &[u32], length: usize, n: usize) -> Result<RetrievalTask> {
+        self.check_count(n, length)?;
         let mut block = vec![];
         let mut questions = vec![];
         for _ in 0..n {
@@ -88,6 +96,14 @@ impl<'a> TaskMaker<'a> {
         let kept = room.saturating_sub(newline.len());
         let prompt = [&text[..kept], &newline[..room - kept], &block].concat();
         Ok(RetrievalTask { prompt, questions })
+    }
+
+    /// Refuses more facts than the prompt has tokens before any is made.
+    fn check_count(&self, n: usize, length: usize) -> Result<()> {
+        if n > length {
+            return Err(Error::Argument(format!("{n} facts for a prompt of {length} tokens")));
+        }
+        Ok(())
     }
 
     fn hide(
@@ -140,7 +156,9 @@ impl<'a> TaskMaker<'a> {
 }
 
 fn too_small(length: usize, facts: usize, text: usize) -> Error {
-    Error::Argument(format!("a prompt of {length} tokens needs {facts} for its facts and the rest of a text of {text}"))
+    Error::Argument(format!(
+        "a prompt of {length} tokens needs {facts} for its facts and the rest of a text of {text}"
+    ))
 }
 
 /// A text or tokens already.

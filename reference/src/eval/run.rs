@@ -84,7 +84,13 @@ pub fn score_text(
 ///
 /// # Errors
 /// [`Error::Argument`] for a text shorter than one window of two tokens; what [`prefill`] returns.
-pub fn window_perplexity(model: &Model, rope: &Rope, tokens: &[u32], length: usize, windows: usize) -> Result<f64> {
+pub fn window_perplexity(
+    model: &Model,
+    rope: &Rope,
+    tokens: &[u32],
+    length: usize,
+    windows: usize,
+) -> Result<f64> {
     const ROWS: usize = 256; // whose logits are held at once
     if length < 2 || tokens.len() < length || windows == 0 {
         return Err(Error::Argument(format!("{} tokens hold no window of {length}", tokens.len())));
@@ -95,7 +101,11 @@ pub fn window_perplexity(model: &Model, rope: &Rope, tokens: &[u32], length: usi
         let (row, vocab) = (model.config.hidden_size, model.config.vocab_size);
         for (hidden, next) in hidden[..(length - 1) * row].chunks(ROWS * row).zip(window[1..].chunks(ROWS)) {
             let logits = logits(model, hidden);
-            nll += logits.par_chunks(vocab).zip(next).map(|(x, &next)| -log_softmax(x)[next as usize]).sum::<f64>();
+            nll += logits
+                .par_chunks(vocab)
+                .zip(next)
+                .map(|(x, &next)| -log_softmax(x)[next as usize])
+                .sum::<f64>();
             n += next.len();
         }
     }
@@ -126,4 +136,3 @@ pub fn answer_questions(decoder: &mut Decoder, cache: &dyn KvCache, task: &Retri
     }
     Ok(hits)
 }
-

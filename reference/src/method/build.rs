@@ -9,13 +9,14 @@ use svd_core::{Gram, Rotation, rank_for_removal, removal_for_keep};
 
 use super::fold::fold_values;
 use super::{Basis, Kind, Method, PqCode, PredictorKind};
+use crate::Profile;
 use crate::cache::{
-    BlockCodec, CacheGenStore, CodedStore, DenseStore, Geometry, HeadCodebooks, HeadRotation, KvCache, LloydMax,
-    MillionStore, PerChannel, PerToken, RetrievalStore, Rotated, Scorer, Store, StreamingStore, WindowedCache, ZackStore,
+    BlockCodec, CacheGenStore, CodedStore, DenseStore, Geometry, HeadCodebooks, HeadRotation, KvCache,
+    LloydMax, MillionStore, PerChannel, PerToken, RetrievalStore, Rotated, Scorer, Store, StreamingStore,
+    WindowedCache, ZackStore,
 };
 use crate::calibrate::{Calibration, LayerSamples};
 use crate::model::{Config, Model, Rope};
-use crate::Profile;
 use crate::{Error, Result};
 
 /// Everything random here starts from it.
@@ -43,9 +44,13 @@ impl Method {
     pub fn calibrate(&self, model: &Model, samples: &Calibration, profile: &mut Profile) -> Result<()> {
         self.check(&model.config)?;
         match self.kind {
-            Kind::Million { k, v, iterations } => calibrate_million(model, samples, k, v, iterations, profile),
+            Kind::Million { k, v, iterations } => {
+                calibrate_million(model, samples, k, v, iterations, profile)
+            }
             Kind::Zack { basis, .. } => calibrate_zack(model, samples, basis, profile),
-            Kind::CacheGen { k, v, predictor } => calibrate_cachegen(model, samples, k, v, predictor, profile),
+            Kind::CacheGen { k, v, predictor } => {
+                calibrate_cachegen(model, samples, k, v, predictor, profile)
+            }
             _ => Ok(()),
         }
     }
@@ -68,12 +73,14 @@ impl Method {
             stores.push(if self.exact_layers.contains(&l) {
                 Box::new(DenseStore::new(self.exact, geometry, rope.clone()))
             } else if let Some(plan) = &ranks {
-                Box::new(ZackStore::new(geometry, rope.clone(), plan.heads[l].clone(), self.exact)) as Box<dyn Store>
+                Box::new(ZackStore::new(geometry, rope.clone(), plan.heads[l].clone(), self.exact))
+                    as Box<dyn Store>
             } else {
                 self.store(geometry, rope, l, config.n_layers, profile)?
             });
         }
-        let cache = Box::new(WindowedCache::new(self.name, geometry, self.window, self.exact, rope.clone(), stores));
+        let cache =
+            Box::new(WindowedCache::new(self.name, geometry, self.window, self.exact, rope.clone(), stores));
         let model = match ranks {
             Some(plan) => Arc::new(fold_values(model, &plan.values)?),
             None => model.clone(),
@@ -140,16 +147,20 @@ impl Method {
                     Ok((shape, centroids.to_vec()))
                 };
                 let heads = (0..geometry.n_kv_heads)
-                    .map(|head| Ok(HeadCodebooks { keys: codebook(k, 'k', head)?, values: codebook(v, 'v', head)? }))
+                    .map(|head| {
+                        Ok(HeadCodebooks { keys: codebook(k, 'k', head)?, values: codebook(v, 'v', head)? })
+                    })
                     .collect::<Result<Vec<_>>>()?;
                 Box::new(MillionStore::new(geometry, rope.clone(), Arc::new(heads)))
             }
             Kind::CacheGen { k, v, predictor } => {
                 let plane = |which, bin: f32| -> Result<PlaneProfile> {
                     let key = cachegen_key(which, predictor.bin(bin, l, n_layers), predictor, l);
-                    let plane = PlaneProfile::from_bytes(profile.bytes(&key)?).map_err(|e| Error::Profile(e.to_string()))?;
+                    let plane = PlaneProfile::from_bytes(profile.bytes(&key)?)
+                        .map_err(|e| Error::Profile(e.to_string()))?;
                     if plane.channels() != geometry.kv_dim() {
-                        let what = format!("`{key}` has {} channels, not {}", plane.channels(), geometry.kv_dim());
+                        let what =
+                            format!("`{key}` has {} channels, not {}", plane.channels(), geometry.kv_dim());
                         return Err(Error::Profile(what));
                     }
                     Ok(plane)
@@ -157,7 +168,9 @@ impl Method {
                 let profiles = Arc::new([plane('k', k)?, plane('v', v)?]);
                 Box::new(CacheGenStore::new(geometry, rope.clone(), profiles, self.exact))
             }
-            Kind::Zack { .. } => return Err(Error::Profile("ranks are planned over all layers at once".into())),
+            Kind::Zack { .. } => {
+                return Err(Error::Profile("ranks are planned over all layers at once".into()));
+            }
         })
     }
 }
@@ -202,7 +215,8 @@ fn calibrate_million(
     for (l, layer) in samples.layers.iter().enumerate() {
         for head in 0..geometry.n_kv_heads {
             for (which, code, rows) in [('k', k, &layer.rotated_keys), ('v', v, &layer.values)] {
-                let trained = train(code.shape(geometry.head_dim)?, &geometry.head_rows(head, rows), &options)?;
+                let trained =
+                    train(code.shape(geometry.head_dim)?, &geometry.head_rows(head, rows), &options)?;
                 profile.put_floats(million_key(which, code, l, head), trained.centroids);
             }
         }
@@ -257,7 +271,11 @@ fn calibrate_zack(model: &Model, samples: &Calibration, basis: Basis, profile: &
     for ((l, head), rotations) in heads.iter().zip(rotations.collect::<Result<Vec<_>>>()?) {
         for (which, rotation) in ['k', 'v'].into_iter().zip(rotations) {
             let sigma = rotation.sigma().iter().map(|&x| x as f32).collect();
-            let parts = [("store", rotation.store().to_vec()), ("probe", rotation.probe().to_vec()), ("sigma", sigma)];
+            let parts = [
+                ("store", rotation.store().to_vec()),
+                ("probe", rotation.probe().to_vec()),
+                ("sigma", sigma),
+            ];
             for (part, values) in parts {
                 profile.put_floats(zack_key(basis, which, *l, *head, part), values);
             }
@@ -289,7 +307,11 @@ impl ZackPlan {
     fn read(config: &Config, profile: &Profile, keep_k: f64, keep_v: f64, basis: Basis) -> Result<Self> {
         let read = |which: char| -> Result<Vec<Vec<Rotation>>> {
             (0..config.n_layers)
-                .map(|l| (0..config.n_kv_heads).map(|head| read_rotation(config, profile, basis, which, l, head)).collect())
+                .map(|l| {
+                    (0..config.n_kv_heads)
+                        .map(|head| read_rotation(config, profile, basis, which, l, head))
+                        .collect()
+                })
                 .collect()
         };
         let (keys, values) = (read('k')?, read('v')?);
@@ -315,13 +337,24 @@ fn removal(rotations: &[Vec<Rotation>], keep: f64) -> Result<f64> {
     Ok(removal_for_keep(&sigmas, keep)?)
 }
 
-fn read_rotation(config: &Config, profile: &Profile, basis: Basis, which: char, l: usize, head: usize) -> Result<Rotation> {
+fn read_rotation(
+    config: &Config,
+    profile: &Profile,
+    basis: Basis,
+    which: char,
+    l: usize,
+    head: usize,
+) -> Result<Rotation> {
     let part = |part| profile.floats(&zack_key(basis, which, l, head, part)).map(<[f32]>::to_vec);
     let sigma: Vec<f64> = part("sigma")?.into_iter().map(f64::from).collect();
-    let rotation =
-        Rotation::from_parts(part("store")?, part("probe")?, sigma).map_err(|e| Error::Profile(e.to_string()))?;
+    let rotation = Rotation::from_parts(part("store")?, part("probe")?, sigma)
+        .map_err(|e| Error::Profile(e.to_string()))?;
     if rotation.dim() != config.head_dim {
-        return Err(Error::Profile(format!("a rotation of {} dimensions for heads of {}", rotation.dim(), config.head_dim)));
+        return Err(Error::Profile(format!(
+            "a rotation of {} dimensions for heads of {}",
+            rotation.dim(),
+            config.head_dim
+        )));
     }
     Ok(rotation)
 }

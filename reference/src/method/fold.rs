@@ -21,16 +21,23 @@ fn fold_layer(model: &Model, layer: &Layer, heads: &[Rotation]) -> Result<Layer>
     let mut bias = v.bias.as_ref().map(|_| vec![]);
     for (head, rotation) in heads.iter().enumerate() {
         let rows = head * head_dim..(head + 1) * head_dim;
-        weight.extend(fold_input(rotation.store(), &v.weight[rows.start * hidden..rows.end * hidden], head_dim)?);
+        weight.extend(fold_input(
+            rotation.store(),
+            &v.weight[rows.start * hidden..rows.end * hidden],
+            head_dim,
+        )?);
         if let (Some(folded), Some(bias)) = (&mut bias, &v.bias) {
             folded.extend(fold_input(rotation.store(), &bias[rows], head_dim)?);
         }
     }
     let mut output = o.weight.clone();
     for head in 0..config.n_heads {
-        let rotation = heads.get(head / config.gqa_group()).ok_or_else(|| Error::Profile("a rotation is missing".into()))?;
+        let rotation = heads
+            .get(head / config.gqa_group())
+            .ok_or_else(|| Error::Profile("a rotation is missing".into()))?;
         let columns = head * head_dim..(head + 1) * head_dim;
-        let block: Vec<f32> = o.weight.chunks_exact(q_dim).flat_map(|row| &row[columns.clone()]).copied().collect();
+        let block: Vec<f32> =
+            o.weight.chunks_exact(q_dim).flat_map(|row| &row[columns.clone()]).copied().collect();
         let folded = fold_output(rotation.probe(), &block, head_dim)?;
         for (row, folded) in output.chunks_exact_mut(q_dim).zip(folded.chunks_exact(head_dim)) {
             row[columns.clone()].copy_from_slice(folded);

@@ -220,8 +220,9 @@ fn rope_scaling(value: &Value) -> std::result::Result<RopeScaling, String> {
     if value.is_null() {
         return Ok(RopeScaling::None);
     }
-    let number =
-        |key: &str| value[key].as_f64().ok_or_else(|| format!("rope scaling: `{key}` is missing or not a number"));
+    let number = |key: &str| {
+        value[key].as_f64().ok_or_else(|| format!("rope scaling: `{key}` is missing or not a number"))
+    };
     match value["rope_type"].as_str().or(value["type"].as_str()) {
         None | Some("default") => Ok(RopeScaling::None),
         Some("linear") => Ok(RopeScaling::Linear { factor: number("factor")? }),

@@ -11,8 +11,8 @@ use half::f16;
 use memmap2::Mmap;
 use sha2::{Digest, Sha256};
 
-use crate::model::{Config, RopeScaling};
 use crate::model::tensors::{Tensors, check_finite, map};
+use crate::model::{Config, RopeScaling};
 use crate::{Error, Result};
 
 /// An open GGUF file: metadata and where each tensor lies.
@@ -21,7 +21,7 @@ pub(crate) struct Gguf {
     map: Mmap,
     metadata: HashMap<String, Value>,
     tensors: HashMap<String, TensorInfo>,
-    data_start: usize, // tensor offsets count from here
+    data_start: usize,     // tensor offsets count from here
     heads: (usize, usize), // (n_heads, n_kv_heads), for the row order of Q and K
 }
 
@@ -178,7 +178,8 @@ impl Gguf {
         let n = shape.iter().product();
         let start = self.data_start.checked_add(info.offset);
         let data = start.and_then(|start| self.map.get(start..)).unwrap_or_default();
-        let values = dequantize(info.kind, data, n).map_err(|what| self.error(format!("tensor `{name}`: {what}")))?;
+        let values =
+            dequantize(info.kind, data, n).map_err(|what| self.error(format!("tensor `{name}`: {what}")))?;
         check_finite(&self.path, name, values)
     }
 }
@@ -271,12 +272,15 @@ fn dequantize(kind: u32, data: &[u8], n: usize) -> std::result::Result<Vec<f32>,
             let d = half(b);
             out.extend(b[2..].iter().map(|&q| f32::from(q as i8) * d));
         }),
-        _ => return Err(format!("ggml type {kind} is not supported (only F32, F16, BF16, Q8_0, Q4_0, Q4_1)")),
+        _ => {
+            return Err(format!("ggml type {kind} is not supported (only F32, F16, BF16, Q8_0, Q4_0, Q4_1)"));
+        }
     };
     if !n.is_multiple_of(block) {
         return Err(format!("{n} numbers are no whole number of blocks of {block}"));
     }
-    let bytes = (n / block).checked_mul(size).and_then(|len| data.get(..len)).ok_or("the file ends inside it")?;
+    let bytes =
+        (n / block).checked_mul(size).and_then(|len| data.get(..len)).ok_or("the file ends inside it")?;
     let mut out = Vec::with_capacity(n);
     bytes.chunks_exact(size).for_each(|block| unpack(block, &mut out));
     Ok(out)
@@ -427,7 +431,8 @@ mod tests {
     #[test]
     fn hostile_headers_end_quickly() {
         let header = |n_tensors: u64, n_values: u64, rest: &[u8]| {
-            [b"GGUF", &3_u32.to_le_bytes()[..], &n_tensors.to_le_bytes(), &n_values.to_le_bytes(), rest].concat()
+            [b"GGUF", &3_u32.to_le_bytes()[..], &n_tensors.to_le_bytes(), &n_values.to_le_bytes(), rest]
+                .concat()
         };
         let nested: Vec<u8> = [1_u64.to_le_bytes().as_slice(), b"k", &9_u32.to_le_bytes()].concat();
         let nested = [&nested[..], &[9, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0].repeat(1000)].concat();

@@ -59,12 +59,14 @@ impl Rope {
 
 /// Radians per position, (head_dim / 2,).
 fn frequencies(config: &Config) -> Vec<f64> {
-    let plain = (0..config.head_dim / 2)
-        .map(|i| config.rope_theta.powf(-2.0 * i as f64 / config.head_dim as f64));
+    let plain =
+        (0..config.head_dim / 2).map(|i| config.rope_theta.powf(-2.0 * i as f64 / config.head_dim as f64));
     match &config.rope_scaling {
         RopeScaling::None => plain.collect(),
         RopeScaling::Linear { factor } => plain.map(|f| f / factor).collect(),
-        RopeScaling::Divisors(divisors) => plain.zip(divisors).map(|(f, &divisor)| f / f64::from(divisor)).collect(),
+        RopeScaling::Divisors(divisors) => {
+            plain.zip(divisors).map(|(f, &divisor)| f / f64::from(divisor)).collect()
+        }
         RopeScaling::Llama3 { factor, low_freq_factor, high_freq_factor, original_max_seq_len } => plain
             .map(|f| {
                 let turns = original_max_seq_len * f / core::f64::consts::TAU; // full turns in the original context

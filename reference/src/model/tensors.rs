@@ -63,11 +63,13 @@ impl Tensors for SafetensorsFiles {
         let tensors = SafeTensors::deserialize(map).map_err(|e| Error::file(path, e))?;
         let tensor = tensors.tensor(name).map_err(|e| Error::file(path, e))?;
         if tensor.shape() != shape {
-            let what = format!("tensor `{name}` has shape {:?}, the config asks for {shape:?}", tensor.shape());
+            let what =
+                format!("tensor `{name}` has shape {:?}, the config asks for {shape:?}", tensor.shape());
             return Err(Error::file(path, what));
         }
-        let values = floats(tensor.dtype(), tensor.data())
-            .ok_or_else(|| Error::file(path, format!("tensor `{name}` is {:?}, not a float type", tensor.dtype())))?;
+        let values = floats(tensor.dtype(), tensor.data()).ok_or_else(|| {
+            Error::file(path, format!("tensor `{name}` is {:?}, not a float type", tensor.dtype()))
+        })?;
         check_finite(path, name, values)
     }
 
@@ -114,8 +116,12 @@ fn shards(dir: &Path) -> Result<Vec<PathBuf>> {
 fn floats(dtype: Dtype, data: &[u8]) -> Option<Vec<f32>> {
     match dtype {
         Dtype::F32 => Some(data.as_chunks::<4>().0.iter().map(|&x| f32::from_le_bytes(x)).collect()),
-        Dtype::F16 => Some(data.as_chunks::<2>().0.iter().map(|&x| half::f16::from_le_bytes(x).to_f32()).collect()),
-        Dtype::BF16 => Some(data.as_chunks::<2>().0.iter().map(|&x| half::bf16::from_le_bytes(x).to_f32()).collect()),
+        Dtype::F16 => {
+            Some(data.as_chunks::<2>().0.iter().map(|&x| half::f16::from_le_bytes(x).to_f32()).collect())
+        }
+        Dtype::BF16 => {
+            Some(data.as_chunks::<2>().0.iter().map(|&x| half::bf16::from_le_bytes(x).to_f32()).collect())
+        }
         _ => None,
     }
 }

@@ -27,11 +27,14 @@ impl Tokenizer {
     pub(crate) fn from_gguf(gguf: &Gguf) -> Result<Self> {
         let model = gguf.text("tokenizer.ggml.model")?;
         if model != "gpt2" {
-            return Err(gguf.error(format!("tokenizer `{model}` is not supported, only byte-level BPE (`gpt2`)")));
+            return Err(
+                gguf.error(format!("tokenizer `{model}` is not supported, only byte-level BPE (`gpt2`)"))
+            );
         }
         let tokens = gguf.texts("tokenizer.ggml.tokens")?;
         let merges = gguf.texts("tokenizer.ggml.merges")?;
-        let vocab: tokenizers::models::bpe::Vocab = tokens.iter().zip(0..).map(|(token, id)| (token.clone(), id)).collect();
+        let vocab: tokenizers::models::bpe::Vocab =
+            tokens.iter().zip(0..).map(|(token, id)| (token.clone(), id)).collect();
         let merges = merges
             .iter()
             .map(|merge| merge.split_once(' ').map(|(a, b)| (a.to_owned(), b.to_owned())))
@@ -73,7 +76,8 @@ impl Tokenizer {
     }
 
     fn encode_plain(&self, text: &str, special: bool) -> Result<Vec<u32>> {
-        let encoding = self.inner.encode(text, special).map_err(|e| Error::argument(format!("tokenizer: {e}")))?;
+        let encoding =
+            self.inner.encode(text, special).map_err(|e| Error::argument(format!("tokenizer: {e}")))?;
         Ok(encoding.get_ids().to_vec())
     }
 
@@ -89,10 +93,17 @@ impl Tokenizer {
     #[must_use]
     pub fn words(&self) -> Vec<u32> {
         let is_word = |token: &str| {
-            token.strip_prefix('Ġ').is_some_and(|w| w.len() >= 3 && w.bytes().all(|b| b.is_ascii_alphabetic()))
+            token
+                .strip_prefix('Ġ')
+                .is_some_and(|w| w.len() >= 3 && w.bytes().all(|b| b.is_ascii_alphabetic()))
         };
-        let mut ids: Vec<u32> =
-            self.inner.get_vocab(false).into_iter().filter(|(token, _)| is_word(token)).map(|(_, id)| id).collect();
+        let mut ids: Vec<u32> = self
+            .inner
+            .get_vocab(false)
+            .into_iter()
+            .filter(|(token, _)| is_word(token))
+            .map(|(_, id)| id)
+            .collect();
         ids.sort_unstable();
         ids
     }

@@ -1,14 +1,12 @@
-//! Rows of numbers to a frame and back.
+//! Rows of numbers to a frame.
 
-#[cfg(feature = "alloc")]
+use alloc::vec;
 use alloc::vec::Vec;
 
 use crate::error::check_len;
 use crate::model::PRECISION;
-use crate::quant::{MAX_BIN, bin, middle};
-#[cfg(feature = "alloc")]
+use crate::quant::{bin, middle};
 use crate::range::Encoder;
-use crate::range::Decoder;
 use crate::{Error, FrameInfo, Plane, Predictor};
 
 /// Anchors are quantized to `-127..=127` by the largest magnitude of their row.
@@ -24,7 +22,6 @@ const ANCHOR_MAX: f32 = 127.0;
 /// One table look-up and two divisions a number.
 /// # Source
 /// CacheGen (SIGCOMM 2024), 5.1 and 5.2.
-#[cfg(feature = "alloc")]
 pub fn encode(plane: &Plane<'_>, rows: &[f32], out: &mut Vec<u8>) -> Result<(), Error> {
     let channels = plane.channels();
     let tokens = rows.len() / channels;
@@ -42,7 +39,7 @@ pub fn encode(plane: &Plane<'_>, rows: &[f32], out: &mut Vec<u8>) -> Result<(), 
             }
         }
         Predictor::Anchor { group } => {
-            let mut anchor = alloc::vec![0.0; channels];
+            let mut anchor = vec![0.0; channels];
             for rows in rows.chunks(usize::from(group) * channels) {
                 let (first, rest) = rows.split_at(channels);
                 encode_anchor(first, &mut anchor, &mut coder);
@@ -57,44 +54,6 @@ pub fn encode(plane: &Plane<'_>, rows: &[f32], out: &mut Vec<u8>) -> Result<(), 
     Ok(())
 }
 
-/// Turns a frame back into rows.
-///
-/// # Shapes
-/// `out` (tokens, channels) as the frame says (see [`FrameInfo::parse`]).
-/// # Errors
-/// What [`FrameInfo::parse`] finds; [`Error::WrongProfile`], [`Error::Length`]: `out` is then untouched.
-/// [`Error::Truncated`], [`Error::Corrupt`], [`Error::TrailingBytes`]: `out` then holds rows up to the fault, and its old
-/// content after it. These three need a forged checksum.
-/// # Cost
-/// A binary search in the channel's table a number, no allocation.
-pub fn decode_into(plane: &Plane<'_>, bytes: &[u8], out: &mut [f32]) -> Result<(), Error> {
-    let (info, payload) = FrameInfo::parse(bytes)?;
-    if info.profile_id != plane.id() || info.channels != plane.channels() {
-        return Err(Error::WrongProfile);
-    }
-    let channels = plane.channels();
-    check_len("out", out.len(), info.tokens.checked_mul(channels).ok_or(Error::TooLarge)?)?;
-    let mut coder = Decoder::new(payload)?;
-    match plane.predictor {
-        Predictor::Mean => {
-            for row in out.chunks_exact_mut(channels) {
-                decode_residual(plane, row, plane.mean, &mut coder)?;
-            }
-        }
-        Predictor::Anchor { group } => {
-            for rows in out.chunks_mut(usize::from(group) * channels) {
-                let (anchor, rest) = rows.split_at_mut(channels);
-                decode_anchor(anchor, &mut coder)?;
-                for row in rest.chunks_exact_mut(channels) {
-                    decode_residual(plane, row, anchor, &mut coder)?;
-                }
-            }
-        }
-    }
-    coder.finish()
-}
-
-#[cfg(feature = "alloc")]
 fn encode_residual(plane: &Plane<'_>, row: &[f32], prediction: &[f32], coder: &mut Encoder<'_>) {
     let escape = plane.models.alphabet() - 1;
     let reach = (escape / 2) as i32;
@@ -109,19 +68,7 @@ fn encode_residual(plane: &Plane<'_>, row: &[f32], prediction: &[f32], coder: &m
     }
 }
 
-fn decode_residual(plane: &Plane<'_>, row: &mut [f32], prediction: &[f32], coder: &mut Decoder<'_>) -> Result<(), Error> {
-    let escape = plane.models.alphabet() - 1;
-    let reach = (escape / 2) as i32;
-    for (c, (x, &p)) in row.iter_mut().zip(prediction).enumerate() {
-        let symbol = coder.decode_symbol(plane.models.row(c), PRECISION)?;
-        let bin = if symbol == escape { decode_escape(reach, coder)? } else { symbol as i32 - reach };
-        *x = p + middle(bin, plane.step[c]);
-    }
-    Ok(())
-}
-
 /// Sign, number of bits in 5 bits, then the bits of `|bin| - reach` below its leading one.
-#[cfg(feature = "alloc")]
 fn encode_escape(bin: i32, reach: i32, coder: &mut Encoder<'_>) {
     let excess = (bin.abs() - reach) as u32; // 1..=MAX_BIN
     let low_bits = excess.ilog2();
@@ -132,20 +79,7 @@ fn encode_escape(bin: i32, reach: i32, coder: &mut Encoder<'_>) {
     coder.encode(excess & ((1 << low) - 1), 1, low);
 }
 
-fn decode_escape(reach: i32, coder: &mut Decoder<'_>) -> Result<i32, Error> {
-    let negative = coder.decode_bits(1)? == 1;
-    let low_bits = coder.decode_bits(5)?;
-    if low_bits > MAX_BIN.ilog2() {
-        return Err(Error::Corrupt);
-    }
-    let (high, low) = (low_bits.saturating_sub(12), low_bits.min(12));
-    let excess = (1 << low_bits) | (coder.decode_bits(high)? << low) | coder.decode_bits(low)?;
-    let magnitude = reach + excess as i32;
-    Ok(if negative { -magnitude } else { magnitude })
-}
-
 /// Writes the row's scale and 8 bits a number; leaves in `anchor` what the decoder will see.
-#[cfg(feature = "alloc")]
 fn encode_anchor(row: &[f32], anchor: &mut [f32], coder: &mut Encoder<'_>) {
     let scale = row.iter().fold(0.0_f32, |max, x| max.max(x.abs())) / ANCHOR_MAX;
     coder.encode(scale.to_bits() >> 16, 1, 16);
@@ -155,15 +89,4 @@ fn encode_anchor(row: &[f32], anchor: &mut [f32], coder: &mut Encoder<'_>) {
         coder.encode((level + 128) as u32, 1, 8);
         *anchor = middle(level, scale);
     }
-}
-
-fn decode_anchor(anchor: &mut [f32], coder: &mut Decoder<'_>) -> Result<(), Error> {
-    let scale = f32::from_bits((coder.decode_bits(16)? << 16) | coder.decode_bits(16)?);
-    if !(scale.is_finite() && scale >= 0.0) {
-        return Err(Error::Corrupt);
-    }
-    for x in anchor {
-        *x = middle(coder.decode_bits(8)? as i32 - 128, scale);
-    }
-    Ok(())
 }

@@ -1,0 +1,132 @@
+//! Calls into every core, with no standard library in sight: whatever of it they needed would stay undefined at the link.
+#![no_std]
+#![no_builtins] // or the loops of `memory` would become calls of themselves
+
+use core::hint::black_box;
+
+use codec_core::{FrameInfo, Plane, Predictor, decode_into};
+use pq_core::{Codebook, Codes, Lut, PqShape, attend_into, encode_into, lut_into, scan_into, top_k_into};
+
+#[panic_handler]
+fn panic(_: &core::panic::PanicInfo<'_>) -> ! {
+    loop {}
+}
+
+/// The prebuilt `core` of a hosted target keeps unwind tables that name it; a bare-metal target does not.
+#[unsafe(no_mangle)]
+extern "C" fn rust_eh_personality() {}
+
+#[unsafe(no_mangle)]
+extern "C" fn _start() -> ! {
+    let _ = black_box((search(), project(), decode()));
+    #[cfg(feature = "alloc")]
+    let _ = black_box(with_alloc::calibrate());
+    loop {}
+}
+
+/// What every environment of `core` must bring; on bare-metal targets it comes with the compiler.
+mod memory {
+    #[unsafe(no_mangle)]
+    unsafe extern "C" fn memcpy(to: *mut u8, from: *const u8, n: usize) -> *mut u8 {
+        for i in 0..n {
+            // SAFETY: the caller's contract, as in C.
+            unsafe { *to.add(i) = *from.add(i) };
+        }
+        to
+    }
+
+    #[unsafe(no_mangle)]
+    unsafe extern "C" fn memmove(to: *mut u8, from: *const u8, n: usize) -> *mut u8 {
+        for i in 0..n {
+            let i = if (to as usize) < from as usize { i } else { n - 1 - i };
+            // SAFETY: the caller's contract, as in C.
+            unsafe { *to.add(i) = *from.add(i) };
+        }
+        to
+    }
+
+    #[unsafe(no_mangle)]
+    unsafe extern "C" fn memset(to: *mut u8, byte: i32, n: usize) -> *mut u8 {
+        for i in 0..n {
+            // SAFETY: the caller's contract, as in C.
+            unsafe { *to.add(i) = byte as u8 };
+        }
+        to
+    }
+
+    #[unsafe(no_mangle)]
+    unsafe extern "C" fn memcmp(a: *const u8, b: *const u8, n: usize) -> i32 {
+        for i in 0..n {
+            // SAFETY: the caller's contract, as in C.
+            let (a, b) = unsafe { (*a.add(i), *b.add(i)) };
+            if a != b {
+                return i32::from(a) - i32::from(b);
+            }
+        }
+        0
+    }
+}
+
+fn search() -> Result<f32, pq_core::Error> {
+    let shape = PqShape::new(4, 2, 1)?;
+    let centroids = black_box([0.0, 1.0, 1.0, 0.0, 0.5, 0.5, 1.0, 1.0]);
+    let codebook = Codebook::new(shape, &centroids)?;
+    let mut bytes = [0; 2];
+    encode_into(&codebook, &black_box([0.1; 8]), &mut bytes)?;
+    let codes = Codes::new(shape, &bytes)?;
+    let (mut table, mut scores, mut indices, mut weights, mut out) =
+        ([0.0; 4], [0.0; 2], [0; 2], [0.0; 4], [0.0; 4]);
+    lut_into(&codebook, &black_box([1.0; 4]), &mut table)?;
+    let lut = Lut::new(shape, &table)?;
+    scan_into(&lut, &codes, &mut scores)?;
+    top_k_into(&scores, 1, &mut indices)?;
+    attend_into(&lut, &codes, &codebook, &codes, &mut scores, &mut weights, &mut out)?;
+    Ok(out[0])
+}
+
+fn project() -> Result<f32, svd_core::Error> {
+    let (mut projected, mut out) = ([0.0; 1], [0.0; 1]);
+    svd_core::project_into(&black_box([1.0, 0.0, 0.0, 1.0]), &black_box([2.0, 3.0]), &mut projected)?;
+    svd_core::attend_into(&projected, &black_box([1.0; 2]), &black_box([2.0; 2]), &mut [0.0; 2], &mut out)?;
+    Ok(out[0])
+}
+
+fn decode() -> Result<f32, codec_core::Error> {
+    let cdf = black_box([0, 5000, 16384]);
+    let plane = Plane::new(Predictor::Mean, &[0.5], &[0.1], 2, &cdf)?;
+    let bytes = black_box([0_u8; 64]);
+    let (info, _) = FrameInfo::parse(&bytes)?;
+    let mut out = [0.0; 8];
+    decode_into(&plane, &bytes, &mut out)?;
+    Ok(out[0] + info.tokens as f32)
+}
+
+#[cfg(feature = "alloc")]
+mod with_alloc {
+    use core::alloc::{GlobalAlloc, Layout};
+    use core::hint::black_box;
+
+    struct Nothing;
+
+    // SAFETY: an allocator may always refuse.
+    unsafe impl GlobalAlloc for Nothing {
+        unsafe fn alloc(&self, _: Layout) -> *mut u8 {
+            core::ptr::null_mut()
+        }
+        unsafe fn dealloc(&self, _: *mut u8, _: Layout) {}
+    }
+
+    #[global_allocator]
+    static ALLOCATOR: Nothing = Nothing;
+
+    pub fn calibrate() -> bool {
+        let rows = black_box([1.0; 16]);
+        let shape = pq_core::PqShape::new(2, 1, 1);
+        let options = pq_core::TrainOptions { iterations: 2, seed: 0 };
+        let trained = shape.and_then(|shape| pq_core::train(shape, &rows, &options)).is_ok();
+        let gram = svd_core::Gram::new(2);
+        let rotated = gram.and_then(|gram| svd_core::Rotation::score_optimal(&gram, &gram)).is_ok();
+        let profile = codec_core::PlaneProfile::fit(&rows, 2, codec_core::Predictor::Mean, 0.5);
+        trained && rotated && profile.is_ok()
+    }
+}

@@ -1,0 +1,21 @@
+//! Data that the benches share.
+
+/// Rows (n, dim) with the habits of keys: every channel has a scale of its own, some are outliers with an offset, and
+/// neighbouring tokens are correlated.
+#[must_use]
+pub fn keys(n: usize, dim: usize) -> Vec<f32> {
+    let mut state = 1_u64;
+    let mut noise = move || {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (state >> 40) as f32 / (1 << 23) as f32 - 1.0
+    };
+    let mut row = vec![0.0_f32; dim];
+    let mut rows = Vec::with_capacity(n * dim);
+    for _ in 0..n {
+        for (d, x) in row.iter_mut().enumerate() {
+            *x = 0.8 * *x + noise() / (1.0 + d as f32 / 16.0);
+        }
+        rows.extend(row.iter().enumerate().map(|(d, x)| if d % 21 == 5 { 3.0 * x + 8.0 } else { *x }));
+    }
+    rows
+}

@@ -1,0 +1,257 @@
+//! Truncated, corrupt, mismatched and hostile files and arguments: one line on standard error and exit code 2.
+
+#![allow(clippy::unwrap_used, clippy::panic)] // helpers of tests, too
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+fn fixture(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/parity/fixtures").join(name)
+}
+
+/// Runs `kv` and checks that it refuses with one line that says `what`.
+fn refused(case: &str, args: &[&str], what: &str) {
+    let output = Command::new(env!("CARGO_BIN_EXE_kv")).args(args).output().unwrap();
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(2), "{case}: {stderr}");
+    assert_eq!(stderr.lines().count(), 1, "{case}: {stderr}");
+    assert!(stderr.starts_with("kv: ") && stderr.contains(what), "{case}: {stderr}");
+}
+
+/// Runs `kv logits` on a model.
+fn model_refused(case: &str, model: &Path, what: &str) {
+    refused(case, &["logits", "--model", model.to_str().unwrap(), "--tokens", "1,2"], what);
+}
+
+/// A copy of a fixture folder to spoil.
+fn copy(name: &str) -> tempfile::TempDir {
+    let folder = tempfile::tempdir().unwrap();
+    for entry in fixture(name).read_dir().unwrap() {
+        let path = entry.unwrap().path();
+        std::fs::copy(&path, folder.path().join(path.file_name().unwrap())).unwrap();
+    }
+    folder
+}
+
+/// Replaces a text in a file of a copied fixture.
+fn edited(name: &str, file: &str, from: &str, to: &str) -> tempfile::TempDir {
+    let folder = copy(name);
+    let path = folder.path().join(file);
+    let text = std::fs::read_to_string(&path).unwrap();
+    assert!(text.contains(from), "{file} has no {from}");
+    std::fs::write(path, text.replace(from, to)).unwrap();
+    folder
+}
+
+#[test]
+fn configs() {
+    for (case, from, to, what) in [
+        ("no JSON", "{\n", "", "config.json"),
+        ("another architecture", "\"llama\"", "\"gpt2\"", "gpt2"),
+        ("no heads", "\"num_attention_heads\": 4", "\"num_attention_heads\": 0", "num_attention_heads is 0"),
+        (
+            "heads that do not divide",
+            "\"num_key_value_heads\": 2",
+            "\"num_key_value_heads\": 3",
+            "do not divide",
+        ),
+        (
+            "no kv heads",
+            "\"num_key_value_heads\": 2",
+            "\"num_key_value_heads\": 0",
+            "num_key_value_heads is 0",
+        ),
+        ("an odd head", "\"head_dim\": 16", "\"head_dim\": 15", "odd"),
+        ("a head that is not stored", "\"head_dim\": 16", "\"head_dim\": 32", "has shape"),
+        ("a huge vocabulary", "\"vocab_size\": 96", "\"vocab_size\": 18446744073709551615", "vocab_size"),
+        ("a larger vocabulary", "\"vocab_size\": 96", "\"vocab_size\": 97", "has shape"),
+        ("too many layers", "\"num_hidden_layers\": 2", "\"num_hidden_layers\": 3", "model.layers.2"),
+        (
+            "endless layers",
+            "\"num_hidden_layers\": 2",
+            "\"num_hidden_layers\": 4000000000",
+            "num_hidden_layers",
+        ),
+        ("a negative size", "\"hidden_size\": 64", "\"hidden_size\": -64", "config.json"),
+        ("no epsilon", "\"rms_norm_eps\": 1e-05", "\"rms_norm_eps\": 0.0", "rms_norm_eps"),
+        ("another activation", "\"silu\"", "\"relu\"", "relu"),
+        (
+            "no context",
+            "\"max_position_embeddings\": 64",
+            "\"max_position_embeddings\": 0",
+            "max_position_embeddings",
+        ),
+        ("an unknown rope", "\"rope_type\": \"default\"", "\"rope_type\": \"yarn\"", "yarn"),
+        ("a rope without its factor", "\"rope_type\": \"default\"", "\"rope_type\": \"linear\"", "factor"),
+        (
+            "a rope that divides by zero",
+            "\"rope_type\": \"default\"",
+            "\"rope_type\": \"linear\", \"factor\": 0",
+            "positive",
+        ),
+    ] {
+        model_refused(case, edited("gqa", "config.json", from, to).path(), what);
+    }
+}
+
+#[test]
+fn safetensors() {
+    let spoil = |case: &str, what: &str, spoil: &dyn Fn(&mut Vec<u8>)| {
+        let folder = copy("gqa");
+        let path = folder.path().join("model.safetensors");
+        let mut bytes = std::fs::read(&path).unwrap();
+        spoil(&mut bytes);
+        std::fs::write(&path, bytes).unwrap();
+        model_refused(case, folder.path(), what);
+    };
+    spoil("an empty file", "model.safetensors", &|bytes| bytes.clear());
+    spoil("a truncated file", "model.safetensors", &|bytes| bytes.truncate(bytes.len() / 2));
+    spoil("a truncated header", "model.safetensors", &|bytes| bytes.truncate(20));
+    spoil("a header of 2^63 bytes", "model.safetensors", &|bytes| bytes[7] = 0x80);
+    spoil("a header that is no JSON", "model.safetensors", &|bytes| bytes[8] = b'x');
+    spoil("a weight that is no number", "NaN", &|bytes| {
+        let end = bytes.len();
+        bytes[end - 4..].copy_from_slice(&f32::NAN.to_le_bytes());
+    });
+    let text = |case: &str, from: &'static str, to: &'static str, what: &str| {
+        spoil(case, what, &move |bytes| {
+            let at = bytes.windows(from.len()).position(|w| w == from.as_bytes()).unwrap();
+            bytes[at..at + from.len()].copy_from_slice(to.as_bytes());
+        });
+    };
+    text("a tensor that is missing", "model.norm.weight", "model.nohm.weight", "model.norm.weight");
+    text("a tensor of whole numbers", "\"F32\"", "\"I32\"", "not a float type");
+
+    let folder = copy("sharded-f16");
+    std::fs::remove_file(folder.path().join("model-00002-of-00003.safetensors")).unwrap();
+    model_refused("a shard that is missing", folder.path(), "model-00002");
+    let index = "model.safetensors.index.json";
+    let folder = edited("sharded-f16", index, "model-00002-of-00003.safetensors", "../../etc/passwd");
+    model_refused("a shard outside the folder", folder.path(), "not a plain file name");
+    let folder = edited("sharded-f16", index, "weight_map", "weightmap");
+    model_refused("an index without its map", folder.path(), index);
+    let folder = copy("gqa");
+    std::fs::remove_file(folder.path().join("model.safetensors")).unwrap();
+    model_refused("a folder without weights", folder.path(), "holds neither");
+    std::fs::remove_file(folder.path().join("config.json")).unwrap();
+    model_refused("a folder without a config", folder.path(), "config.json");
+    model_refused("a folder that is not there", Path::new("/nowhere/at/all"), "/nowhere/at/all");
+}
+
+#[test]
+fn gguf() {
+    let original = std::fs::read(fixture("gguf-q8_0/model.gguf")).unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.gguf");
+    let spoil = |case: &str, what: &str, spoil: &dyn Fn(&mut Vec<u8>)| {
+        let mut bytes = original.clone();
+        spoil(&mut bytes);
+        std::fs::write(&path, bytes).unwrap();
+        model_refused(case, &path, what);
+    };
+    spoil("another magic", "not a GGUF file", &|bytes| bytes[0] = b'X');
+    spoil("version 9", "version 9", &|bytes| bytes[4] = 9);
+    spoil("2^64 tensors", "ends inside", &|bytes| bytes[8..16].fill(0xff));
+    spoil("2^64 metadata", "model.gguf", &|bytes| bytes[16..24].fill(0xff));
+    spoil("a text of 2^64 bytes", "ends inside", &|bytes| bytes[24..32].fill(0xff));
+    spoil("the magic alone", "ends inside", &|bytes| bytes.truncate(4));
+    spoil("half a header", "ends inside", &|bytes| bytes.truncate(400));
+    spoil("half the weights", "the file ends inside it", &|bytes| bytes.truncate(bytes.len() / 2));
+    let text = |case: &str, from: &'static str, to: &'static str, what: &str| {
+        spoil(case, what, &move |bytes| {
+            let at = bytes.windows(from.len()).position(|w| w == from.as_bytes()).unwrap();
+            bytes[at..at + from.len()].copy_from_slice(to.as_bytes());
+        });
+    };
+    text("no block count", "llama.block_count", "llama.block_kount", "llama.block_count");
+    text(
+        "another architecture's names",
+        "llama.context_length",
+        "lxxma.context_length",
+        "llama.context_length",
+    );
+    text("a tensor that is missing", "blk.1.attn_q.weight", "blk.1.attn_x.weight", "blk.1.attn_q.weight");
+    text("an unknown tokenizer", "smollm", "smollx", "smollx");
+
+    // Every cut ends in an error, wherever it falls.
+    for cut in (0..original.len()).step_by(original.len() / 40) {
+        spoil("a cut file", "", &|bytes| bytes.truncate(cut));
+    }
+}
+
+#[test]
+fn profiles_and_arguments() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = |name: &str, bytes: &[u8]| {
+        let path = folder.path().join(name);
+        std::fs::write(&path, bytes).unwrap();
+        path.to_str().unwrap().to_owned()
+    };
+    let gqa = fixture("gqa");
+    let gqa = gqa.to_str().unwrap();
+    let weights = format!("{gqa}/model.safetensors");
+    let nonsense = file("nonsense", b"nonsense");
+    let short = file("short.txt", b"too short");
+    let binary = file("binary.txt", &[0xff, 0xfe, 0x80]);
+    for (case, args, what) in [
+        ("a profile that is none", &["compare", "--profile", &nonsense][..], "nonsense"),
+        ("weights as a profile", &["compare", "--profile", &weights], "no profile"),
+        ("a profile that is not there", &["compare", "--profile", "/nowhere"], "/nowhere"),
+        ("a text too short", &["compare", "--text", &short], "tokens"),
+        ("a text that is no text", &["compare", "--text", &binary], "binary.txt"),
+        ("a text that is not there", &["compare", "--text", "/nowhere"], "/nowhere"),
+        ("an unknown method", &["compare", "--methods", "dense,zipcache"], "zipcache"),
+        ("an unknown setting", &["compare", "--methods", "int4:bits=3"], "bits"),
+        ("no methods", &["compare", "--methods", ""], "no method"),
+        ("a ratio above one", &["compare", "--methods", "pqcache:ratio=2"], "ratio=2"),
+        ("subspaces that do not divide", &["compare", "--methods", "million:k=7x8"], "7 subspaces"),
+        ("no context", &["compare", "--context", "0"], "at least one token"),
+        ("a context beyond the model's", &["compare", "--context", "20000"], "exceed the context"),
+        ("an endless context", &["compare", "--context", "18446744073709551615"], "context"),
+        ("a context that is no number", &["compare", "--context", "many"], "many"),
+        ("JSON to nowhere", &["compare", "--json", "/nowhere/at/all.json"], "/nowhere/at/all.json"),
+        ("a token outside the vocabulary", &["logits", "--model", gqa, "--tokens", "96"], "token 96"),
+        ("a token that is no number", &["logits", "--model", gqa, "--tokens", "1,x"], "x"),
+        (
+            "more tokens than positions",
+            &["logits", "--model", gqa, "--tokens", &["1"; 65].join(",")],
+            "exceed the context",
+        ),
+        ("a model without a tokenizer", &["compare", "--model", gqa], "no tokenizer.json"),
+        ("an empty prompt", &["generate", ""], "empty"),
+        ("endless tokens", &["generate", "a", "--tokens", "18446744073709551615"], "exceed the context"),
+        ("a negative temperature", &["generate", "a", "--temperature=-1"], "temperature"),
+        ("a depth outside the prompt", &["eval", "--depths", "1.5"], "depth 1.5"),
+        ("no trials", &["eval", "--trials", "0"], "at least one"),
+        ("endless trials", &["eval", "--trials", "1000000000000"], "facts for a prompt"),
+        ("too few tokens to calibrate on", &["calibrate", "/dev/null", "--tokens", "3"], "too few"),
+        ("nothing to calibrate", &["calibrate", "/dev/null", "--methods", "dense"], "needs a profile"),
+        ("a hub name without an owner", &["fetch", "hf", "llama"], "ORG/NAME"),
+        ("an unknown command", &["compress"], "compress"),
+        ("an unknown option", &["compare", "--fast"], "--fast"),
+    ] {
+        refused(case, args, what);
+    }
+}
+
+#[test]
+fn a_profile_of_another_model_is_refused_by_name() {
+    let folder = tempfile::tempdir().unwrap();
+    let profile = folder.path().join("profile");
+    let profile = profile.to_str().unwrap();
+    let kv = |args: &[&str]| Command::new(env!("CARGO_BIN_EXE_kv")).args(args).output().unwrap();
+    assert!(kv(&["calibrate", profile, "--tokens", "128", "--methods", "cachegen"]).status.success());
+    let other = fixture("gguf-f32/model.gguf");
+    let args = ["compare", "--profile", profile, "--model", other.to_str().unwrap()];
+    refused("another model", &args, "was made for tiny-llama-12m");
+    let bytes = std::fs::read(profile).unwrap();
+    for cut in [0, 7, 100, bytes.len() - 1] {
+        std::fs::write(profile, &bytes[..cut]).unwrap();
+        refused("a cut profile", &["compare", "--profile", profile], "profile");
+    }
+    let mut spoilt = bytes;
+    let end = spoilt.len();
+    spoilt[end - 10] ^= 1; // inside a plane, which carries its own checksum
+    std::fs::write(profile, spoilt).unwrap();
+    refused("a flipped bit", &["compare", "--profile", profile, "--methods", "cachegen"], "checksum");
+}
