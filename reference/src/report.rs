@@ -63,6 +63,10 @@ fn notes(comparison: &Comparison) -> Vec<String> {
                 row.working_bytes_per_token
             ));
         }
+        if row.shared_bytes > 0 {
+            let mib = row.shared_bytes as f64 / f64::from(1 << 20);
+            notes.push(format!("{name}: and {mib:.1} MiB made once for the model and shared by all its sequences."));
+        }
     }
     notes
 }
@@ -110,7 +114,7 @@ fn html(comparison: &Comparison) -> std::result::Result<String, String> {
     ))
 }
 
-const STYLE: &str = "body{font:15px/1.5 system-ui,sans-serif;max-width:1000px;margin:2em auto;padding:0 1em;color:#222}\
+const STYLE: &str = "body{font:15px/1.5 system-ui,sans-serif;max-width:1180px;margin:2em auto;padding:0 1em;color:#222}\
 table{border-collapse:collapse;font-variant-numeric:tabular-nums}th,td{padding:.2em .7em;text-align:right;white-space:nowrap}\
 th{border-bottom:2px solid #222}td{border-bottom:1px solid #ddd}th:nth-child(-n+2),td:nth-child(-n+2){text-align:left}\
 p{margin:.4em 0;color:#555;font-size:14px}svg{max-width:100%;height:auto}";
@@ -119,7 +123,7 @@ fn escape(text: &str) -> String {
     text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;")
 }
 
-const SIZE: (u32, u32) = (1000, 560);
+const SIZE: (u32, u32) = (1100, 600);
 
 fn draw(chart: fn(&Comparison, SVGBackend<'_>) -> Drawn<()>, comparison: &Comparison) -> Drawn<String> {
     let mut svg = String::new();
@@ -135,21 +139,35 @@ fn kl_range(values: impl Iterator<Item = f64>) -> std::ops::Range<f64> {
     (low.min(high) / 2.0)..(high * 2.0)
 }
 
-/// One colour per method name, in order of first appearance.
-fn colours(comparison: &Comparison) -> Vec<RGBColor> {
-    let mut names: Vec<&str> = vec![];
-    comparison
-        .methods
-        .iter()
-        .map(|row| {
-            let at = names.iter().position(|name| *name == row.name).unwrap_or_else(|| {
-                names.push(&row.name);
-                names.len() - 1
-            });
-            let (r, g, b) = Palette99::pick(at).rgb();
-            RGBColor(r, g, b)
-        })
-        .collect()
+/// Colours that stay apart on white.
+const COLOURS: [RGBColor; 12] = [
+    RGBColor(60, 60, 60),
+    RGBColor(31, 119, 180),
+    RGBColor(23, 150, 170),
+    RGBColor(44, 130, 44),
+    RGBColor(214, 120, 10),
+    RGBColor(148, 103, 189),
+    RGBColor(140, 86, 75),
+    RGBColor(227, 60, 160),
+    RGBColor(200, 30, 40),
+    RGBColor(120, 120, 10),
+    RGBColor(90, 170, 90),
+    RGBColor(70, 70, 200),
+];
+
+/// How each row is drawn: a colour for its method, in order of first appearance, thinner for every setting but the first.
+fn strokes(comparison: &Comparison) -> Vec<ShapeStyle> {
+    let mut seen: Vec<&str> = vec![];
+    let mut strokes = vec![];
+    for row in &comparison.methods {
+        let known = seen.iter().position(|name| *name == row.name);
+        let colour = COLOURS[known.unwrap_or(seen.len()) % COLOURS.len()];
+        strokes.push(colour.stroke_width(if known.is_none() { 3 } else { 1 }));
+        if known.is_none() {
+            seen.push(&row.name);
+        }
+    }
+    strokes
 }
 
 fn quality_against_bytes(comparison: &Comparison, backend: SVGBackend<'_>) -> Drawn<()> {
@@ -172,12 +190,13 @@ fn quality_against_bytes(comparison: &Comparison, backend: SVGBackend<'_>) -> Dr
         .y_label_formatter(&|y| format!("{y:.0e}"))
         .x_label_formatter(&|x| format!("{x:.3}").trim_end_matches('0').trim_end_matches('.').to_owned())
         .draw()?;
-    for (row, colour) in rows.iter().zip(colours(comparison)) {
+    for (row, stroke) in rows.iter().zip(strokes(comparison)) {
         let at = (row.bits_per_value, row.kl.max(LEAST_KL));
-        chart.draw_series([Circle::new(at, 5, colour.filled())])?;
         let label = format!("{} {}", row.name, short(&row.setting));
-        chart
-            .draw_series([Text::new(label, at, ("sans-serif", 12).into_font().color(&colour)).into_dyn()])?;
+        let font = ("sans-serif", 12).into_font().color(&stroke.color);
+        let point =
+            EmptyElement::at(at) + Circle::new((0, 0), 4, stroke.filled()) + Text::new(label, (8, -5), font);
+        chart.draw_series([point])?;
     }
     Ok(root.present()?)
 }
@@ -189,7 +208,7 @@ fn short(setting: &str) -> String {
 
 fn error_by_position(comparison: &Comparison, backend: SVGBackend<'_>) -> Drawn<()> {
     let smooth = |values: &[f64]| -> Vec<(f64, f64)> {
-        let bucket = (values.len() / 32).max(1);
+        let bucket = (values.len() / 16).max(1);
         let mean = |chunk: &[f64]| (chunk.iter().sum::<f64>() / chunk.len() as f64).max(LEAST_KL);
         values
             .chunks(bucket)
@@ -205,7 +224,7 @@ fn error_by_position(comparison: &Comparison, backend: SVGBackend<'_>) -> Drawn<
         .margin(12)
         .x_label_area_size(44)
         .y_label_area_size(70)
-        .build_cartesian_2d(0.0..(comparison.decode as f64 * 1.45), kl.log_scale())?;
+        .build_cartesian_2d(0.0..(comparison.decode as f64 * 1.35), kl.log_scale())?;
     chart
         .configure_mesh()
         .light_line_style(WHITE)
@@ -213,16 +232,17 @@ fn error_by_position(comparison: &Comparison, backend: SVGBackend<'_>) -> Drawn<
         .y_desc("KL to dense, nats (log)")
         .y_label_formatter(&|y| format!("{y:.0e}"))
         .draw()?;
-    for ((row, line), colour) in comparison.methods.iter().zip(lines).zip(colours(comparison)) {
+    for ((row, line), stroke) in comparison.methods.iter().zip(lines).zip(strokes(comparison)) {
         chart
-            .draw_series(LineSeries::new(line, colour.stroke_width(2)))?
+            .draw_series(LineSeries::new(line, stroke))?
             .label(format!("{} {}", row.name, short(&row.setting)))
-            .legend(move |(x, y)| PathElement::new([(x, y), (x + 18, y)], colour.stroke_width(2)));
+            .legend(move |(x, y)| PathElement::new([(x, y), (x + 18, y)], stroke));
     }
     chart
         .configure_series_labels()
         .position(SeriesLabelPosition::UpperRight)
-        .label_font(("sans-serif", 11))
+        .background_style(WHITE)
+        .label_font(("sans-serif", 12))
         .draw()?;
     Ok(root.present()?)
 }

@@ -112,27 +112,40 @@ pub fn window_perplexity(
     Ok((nll / n as f64).exp())
 }
 
-/// How many questions the cache, filled with the task's prompt, answers exactly, each from a copy of its own.
+/// How many questions the cache, filled with the task's prompt, answers exactly, each from a copy of its own. What all of
+/// them begin with is run once.
 ///
 /// # Errors
 /// What the decoder returns.
 pub fn answer_questions(decoder: &mut Decoder, cache: &dyn KvCache, task: &RetrievalTask) -> Result<usize> {
+    let Some((first, rest)) = task.questions.split_first() else { return Ok(0) };
+    let common = |a: &[u32], b: &[u32]| a.iter().zip(b).take_while(|(a, b)| a == b).count();
+    let shared = rest.iter().map(|question| common(&first.ask, &question.ask)).min().unwrap_or(0);
+    let mut begun = cache.clone_box();
+    for &token in &first.ask[..shared] {
+        decoder.step(token, begun.as_mut())?;
+    }
+    let shared = begun.seq_len() - cache.seq_len();
     let mut hits = 0;
     for question in &task.questions {
-        let mut cache = cache.clone_box();
-        let mut predicted = 0;
-        for &token in &question.ask {
-            predicted = argmax(decoder.step(token, cache.as_mut())?) as u32;
-        }
-        let mut right = true;
-        for (i, &token) in question.answer.iter().enumerate() {
-            right &= predicted == token;
-            if !right || i + 1 == question.answer.len() {
-                break;
-            }
-            predicted = argmax(decoder.step(token, cache.as_mut())?) as u32;
-        }
-        hits += usize::from(right);
+        hits += usize::from(answers(decoder, begun.clone_box(), &question.ask[shared..], &question.answer)?);
     }
     Ok(hits)
+}
+
+/// Whether the greedy continuation of `ask` is `answer`.
+fn answers(decoder: &mut Decoder, mut cache: Box<dyn KvCache>, ask: &[u32], answer: &[u32]) -> Result<bool> {
+    let mut predicted = None;
+    for &token in ask {
+        predicted = Some(argmax(decoder.step(token, cache.as_mut())?) as u32);
+    }
+    for (i, &token) in answer.iter().enumerate() {
+        if predicted != Some(token) {
+            return Ok(false);
+        }
+        if i + 1 < answer.len() {
+            predicted = Some(argmax(decoder.step(token, cache.as_mut())?) as u32);
+        }
+    }
+    Ok(true)
 }
