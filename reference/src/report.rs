@@ -65,7 +65,9 @@ fn notes(comparison: &Comparison) -> Vec<String> {
         }
         if row.shared_bytes > 0 {
             let mib = row.shared_bytes as f64 / f64::from(1 << 20);
-            notes.push(format!("{name}: and {mib:.1} MiB made once for the model and shared by all its sequences."));
+            notes.push(format!(
+                "{name}: and {mib:.1} MiB made once for the model and shared by all its sequences."
+            ));
         }
     }
     notes
