@@ -42,12 +42,14 @@ pub fn prefill(
         return Err(Error::Argument(format!("{} tokens for {} positions", tokens.len(), rope.len())));
     }
     let (n, hidden, q_dim, kv_dim) = (tokens.len(), config.hidden_size, config.q_dim(), config.kv_dim());
-    let mut x: Vec<f32> = tokens.iter().flat_map(|&token| embedding(model, token)).copied().collect();
-    let mut normed = vec![0.0; n * hidden];
-    let (mut q, mut k, mut v) = (vec![0.0; n * q_dim], vec![0.0; n * kv_dim], vec![0.0; n * kv_dim]);
-    let mut attended = vec![0.0; n * q_dim];
+    let mut x: Vec<f32> = tokens.iter().flat_map(|&token| embedding(model, token)).copied().collect(); // (n, hidden)
+    let mut normed = vec![0.0; n * hidden]; // (n, hidden)
+    let mut q = vec![0.0; n * q_dim]; // (n, n_heads, head_dim)
+    let mut k = vec![0.0; n * kv_dim]; // (n, n_kv_heads, head_dim)
+    let mut v = vec![0.0; n * kv_dim]; // (n, n_kv_heads, head_dim)
+    let mut attended = vec![0.0; n * q_dim]; // (n, n_heads, head_dim)
     let inner = config.intermediate_size * n.min(ROWS);
-    let (mut gate, mut up) = (vec![0.0; inner], vec![0.0; inner]);
+    let (mut gate, mut up) = (vec![0.0; inner], vec![0.0; inner]); // (rows, intermediate_size)
     for (l, layer) in model.layers.iter().enumerate() {
         let w = &layer.attention;
         rms_norm(&x, &w.norm, config.rms_norm_eps, &mut normed);

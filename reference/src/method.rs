@@ -1,7 +1,10 @@
 //! The methods by name: `name[:key=value]...`, for example `million:k=64x8:v=32x8:window=128`.
 
 mod build;
+mod cachegen;
 mod fold;
+mod million;
+mod zack;
 
 use std::fmt::Display;
 use std::str::FromStr;

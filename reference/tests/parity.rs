@@ -26,9 +26,27 @@ fn load(folder: &Path) -> Model {
 }
 
 #[test]
+fn tokens_agree_with_sentencepiece() {
+    #[derive(serde::Deserialize)]
+    struct Text {
+        text: String,
+        tokens: Vec<u32>,
+    }
+    let folder = fixtures().into_iter().find(|folder| folder.ends_with("gguf-sentencepiece")).unwrap();
+    let texts: Vec<Text> =
+        serde_json::from_slice(&std::fs::read(folder.join("texts.json")).unwrap()).unwrap();
+    let model = load(&folder);
+    let tokenizer = model.tokenizer().unwrap();
+    for Text { text, tokens } in texts {
+        assert_eq!(tokenizer.encode(&text).unwrap(), tokens, "{text}");
+        assert_eq!(tokenizer.decode(&tokens).unwrap(), text);
+    }
+}
+
+#[test]
 fn logits_agree_with_transformers() {
     let fixtures = fixtures();
-    assert!(fixtures.len() >= 13);
+    assert!(fixtures.len() == 14);
     for folder in fixtures {
         let expected: Expected =
             serde_json::from_slice(&std::fs::read(folder.join("expected.json")).unwrap()).unwrap();

@@ -7,7 +7,7 @@ use kv_reference::model::Rope;
 use kv_reference::{Error, Result};
 use serde::Serialize;
 
-use super::{JsonArgs, ModelArgs, TextArgs};
+use super::{JsonArgs, ModelArgs, TextArgs, progress};
 
 #[derive(Args)]
 #[command(after_help = METHODS_HELP)]
@@ -46,7 +46,10 @@ impl Calibrate {
         let (text, tokens) = self.text.tokens(&model)?;
         let n = self.tokens.min(tokens.len()).min(model.config.max_seq_len);
         let rope = Rope::new(&model.config, n);
+        let bar = progress();
+        bar.set_message(format!("calibrating {} methods on {n} tokens", methods.len()));
         let profile = calibrated(&model, &rope, &tokens[..n], &methods)?;
+        bar.finish_and_clear();
         if profile.is_empty() {
             return Err(Error::argument("none of these methods needs a profile"));
         }

@@ -29,10 +29,10 @@ pub struct Eval {
     /// Prompt lengths in tokens
     #[arg(long, value_name = "LIST", value_delimiter = ',', default_values_t = [512, 2048])]
     lengths: Vec<usize>,
-    /// Depths of the needle, 0 the start of the prompt, 1 its end
+    /// Depths of what is to be found, 0 the start of the prompt, 1 its end
     #[arg(long, value_name = "LIST", value_delimiter = ',', default_values_t = [0.1, 0.5, 0.9])]
     depths: Vec<f64>,
-    /// Pass keys per length and depth, and recall lines per length
+    /// Pass keys, and recall lines, per length and depth
     #[arg(long, value_name = "N", default_value_t = 8)]
     trials: usize,
     /// Tokens to decode after each prompt
@@ -65,8 +65,7 @@ struct Row {
     kl: f64,
     top1: f64,
     needle: Vec<AtDepth>,
-    recall_hits: usize,
-    recall_trials: usize,
+    recall: Vec<AtDepth>,
 }
 
 #[derive(Serialize)]
@@ -99,8 +98,8 @@ struct Exact {
 struct Prompts {
     text: Vec<u32>,
     decoded: Vec<u32>,
-    needles: Vec<(f64, RetrievalTask)>,
-    recall: RetrievalTask,
+    needles: Vec<(f64, RetrievalTask)>, // with their depths
+    recalls: Vec<(f64, RetrievalTask)>,
 }
 
 /// More than any question takes.
@@ -127,12 +126,12 @@ impl Eval {
         let calibration =
             if calibrates { self.calibration.min(left).min(model.config.max_seq_len) } else { 0 };
         let rope = Arc::new(Rope::new(&model.config, (longest + room).max(calibration)));
+        let bar = progress();
+        bar.set_message("calibrating");
         let profile = match given {
             Some(profile) => profile,
             None => calibrated(&model, &rope, &tokens[..calibration], &methods)?,
         };
-
-        let bar = progress();
         bar.set_length((self.lengths.len() * methods.len()) as u64);
         let (mut exact, mut rows) = (vec![], vec![]);
         for &length in &self.lengths {
@@ -167,14 +166,13 @@ impl Eval {
             return Err(Error::Argument(what));
         }
         let mut maker = TaskMaker::new(model.tokenizer()?, self.seed)?;
-        let needles = self.depths.iter().map(|&depth| {
-            // Needles side by side would help each other; a few per prompt keep the haystack text.
-            Ok((depth, maker.needle(tokens, length, self.trials, Some(depth))?))
-        });
-        let needles = needles.collect::<Result<_>>()?;
-        let recall = maker.recall(tokens, length, self.trials)?;
+        let (mut needles, mut recalls) = (vec![], vec![]);
+        for &depth in &self.depths {
+            needles.push((depth, maker.needle(tokens, length, self.trials, Some(depth))?));
+            recalls.push((depth, maker.recall(tokens, length, self.trials, depth)?));
+        }
         let text = tokens[..length].to_vec();
-        Ok(Prompts { text, decoded: tokens[length..][..self.decode + 1].to_vec(), needles, recall })
+        Ok(Prompts { text, decoded: tokens[length..][..self.decode + 1].to_vec(), needles, recalls })
     }
 }
 
@@ -207,12 +205,13 @@ fn row(
     let mut decoder = Decoder::new(model.clone(), rope.clone());
     let scores = score_text(&mut decoder, cache.as_mut(), &prompts.decoded, Some(&reference.logits))?;
     let values = (cache.seq_len() * model.config.kv_values_per_token()) as f64;
-    let mut needle = vec![];
-    for (depth, task) in &prompts.needles {
-        let hits = answer_questions(&mut decoder, filled(&task.prompt)?.cache.as_ref(), task)?;
-        needle.push(AtDepth { depth: *depth, hits, trials: task.questions.len() });
-    }
-    let recall = &prompts.recall;
+    let mut found = |tasks: &[(f64, RetrievalTask)]| -> Result<Vec<AtDepth>> {
+        let found = tasks.iter().map(|(depth, task)| {
+            let hits = answer_questions(&mut decoder, filled(&task.prompt)?.cache.as_ref(), task)?;
+            Ok(AtDepth { depth: *depth, hits, trials: task.questions.len() })
+        });
+        found.collect()
+    };
     Ok(Row {
         name: method.name,
         setting: method.setting.clone(),
@@ -221,9 +220,8 @@ fn row(
         perplexity: scores.divergence.perplexity(),
         kl: scores.divergence.kl(),
         top1: scores.divergence.top1(),
-        needle,
-        recall_hits: answer_questions(&mut decoder, filled(&recall.prompt)?.cache.as_ref(), recall)?,
-        recall_trials: recall.questions.len(),
+        needle: found(&prompts.needles)?,
+        recall: found(&prompts.recalls)?,
     })
 }
 
@@ -239,10 +237,13 @@ fn table(rows: &[Row]) -> Table {
         "KL",
         "top-1",
         "needle at depth",
-        "recall",
+        "recall at depth",
     ]);
     for row in rows {
-        let needle = row.needle.iter().map(|at| format!("{}: {}/{}", at.depth, at.hits, at.trials));
+        let list = |found: &[AtDepth]| {
+            let cells = found.iter().map(|at| format!("{}: {}/{}", at.depth, at.hits, at.trials));
+            cells.collect::<Vec<_>>().join("  ")
+        };
         table.add_row([
             row.name.to_owned(),
             row.setting.replace(':', " "),
@@ -251,8 +252,8 @@ fn table(rows: &[Row]) -> Table {
             format!("{:.3}", row.perplexity),
             format!("{:.5}", row.kl),
             format!("{:.1} %", 100.0 * row.top1),
-            needle.collect::<Vec<_>>().join("  "),
-            format!("{}/{}", row.recall_hits, row.recall_trials),
+            list(&row.needle),
+            list(&row.recall),
         ]);
     }
     table

@@ -76,26 +76,27 @@ impl<'a> TaskMaker<'a> {
         self.hide(opening, text, length, facts, depth)
     }
 
-    /// `n` lines of a name and four digits, hidden in the text as one block per line; each is asked for by its name.
+    /// `n` lines of a name and four digits in one block at `depth` (0 start, 1 end) of the text; each is asked for by its
+    /// name on a line of its own.
     ///
     /// # Errors
     /// As [`Self::needle`].
-    pub fn recall(&mut self, text: &[u32], length: usize, n: usize) -> Result<RetrievalTask> {
+    pub fn recall(&mut self, text: &[u32], length: usize, n: usize, depth: f64) -> Result<RetrievalTask> {
         self.check_count(n, length)?;
-        let mut block = vec![];
+        let newline = self.tokenizer.encode_piece("\n")?;
+        let mut block = newline.clone();
         let mut questions = vec![];
         for _ in 0..n {
             let (name, key) = (self.name(), self.digits(4)?);
             block.extend(self.join(&[&name, &": ", &key, &"\n"])?);
             questions.push(Question { ask: self.join(&[&name, &": "])?, answer: key });
         }
-        let Some(room) = length.checked_sub(block.len()).filter(|&room| room <= text.len()) else {
-            return Err(too_small(length, block.len(), text.len()));
+        let hidden = block.len() + newline.len();
+        let Some(room) = length.checked_sub(hidden).filter(|&room| room <= text.len()) else {
+            return Err(too_small(length, hidden, text.len()));
         };
-        let newline = self.tokenizer.encode_piece("\n")?;
-        let kept = room.saturating_sub(newline.len());
-        let prompt = [&text[..kept], &newline[..room - kept], &block].concat();
-        Ok(RetrievalTask { prompt, questions })
+        let (before, after) = text[..room].split_at((depth.clamp(0.0, 1.0) * room as f64) as usize);
+        Ok(RetrievalTask { prompt: [before, &block, after, &newline].concat(), questions })
     }
 
     /// Refuses more facts than the prompt has tokens before any is made.

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Makes the parity fixtures: tiny random checkpoints by `transformers`, and the logits it computes for them.
 
-    pip install torch transformers safetensors gguf numpy
+    pip install torch transformers safetensors gguf sentencepiece numpy
     python reference/tests/parity/make_fixtures.py            # writes reference/tests/parity/fixtures/
     python reference/tests/parity/make_fixtures.py --check KV  # compares the binary KV with transformers on them
 
@@ -18,6 +18,7 @@ from pathlib import Path
 
 import gguf
 import numpy as np
+import sentencepiece as spm
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -74,7 +75,7 @@ NAMES = {
 }
 
 
-def write_gguf(path, model, kind):
+def write_gguf(path, model, kind, pieces=None):
     c = model.config
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_context_length(c.max_position_embeddings)
@@ -85,11 +86,19 @@ def write_gguf(path, model, kind):
     writer.add_head_count_kv(c.num_key_value_heads)
     writer.add_layer_norm_rms_eps(c.rms_norm_eps)
     writer.add_rope_freq_base(c.rope_parameters["rope_theta"])
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("smollm")
-    writer.add_token_list([chr(33 + i) for i in range(c.vocab_size - 2)] + ["ab", "cd"])
-    writer.add_token_types([1] * c.vocab_size)
-    writer.add_token_merges(["a b", "c d"])
+    if pieces:
+        writer.add_tokenizer_model("llama")
+        writer.add_token_list([pieces.id_to_piece(i) for i in range(c.vocab_size)])
+        writer.add_token_scores([pieces.get_score(i) for i in range(c.vocab_size)])
+        kinds = [(pieces.is_unknown, 2), (pieces.is_control, 3), (pieces.is_byte, 6)]
+        writer.add_token_types([next((k for test, k in kinds if test(i)), 1) for i in range(c.vocab_size)])
+        writer.add_bos_token_id(pieces.bos_id())
+    else:
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre("smollm")
+        writer.add_token_list([chr(33 + i) for i in range(c.vocab_size - 2)] + ["ab", "cd"])
+        writer.add_token_types([1] * c.vocab_size)
+        writer.add_token_merges(["a b", "c d"])
     quant = getattr(gguf.GGMLQuantizationType, kind)
     for name, p in list(model.state_dict().items()):
         if name == "lm_head.weight":
@@ -131,6 +140,26 @@ def make():
         folder.mkdir(parents=True)
         write_gguf(folder / "model.gguf", model, kind)
         write_expected(folder, logits(model))
+    make_sentencepiece(HERE / "gguf-sentencepiece")
+
+
+TEXTS = ["The state of the Union is good.", " two  spaces, caf\u00e9 \u6f22\u5b57", "line\nbreak 12345", "a", ""]
+
+
+def make_sentencepiece(folder):
+    """A GGUF file with a sentencepiece tokenizer, and what sentencepiece makes of some texts."""
+    folder.mkdir(parents=True)
+    text = Path(__file__).parents[2] / "assets" / "sotu-heldout.txt"
+    with tempfile.TemporaryDirectory() as scratch:
+        spm.SentencePieceTrainer.train(
+            input=text, model_prefix=f"{scratch}/m", model_type="bpe", vocab_size=480, byte_fallback=True,
+            normalization_rule_name="identity", remove_extra_whitespaces=False, minloglevel=2)
+        pieces = spm.SentencePieceProcessor(model_file=f"{scratch}/m.model")
+    model = random_model(dict(vocab_size=480), 200)
+    write_gguf(folder / "model.gguf", model, "Q8_0", pieces)
+    write_expected(folder, logits(model))
+    texts = [dict(text=t, tokens=[pieces.bos_id()] + pieces.encode(t)) for t in TEXTS]
+    (folder / "texts.json").write_text(json.dumps(texts))
 
 
 def check(kv):
