@@ -9,7 +9,7 @@ use crate::Profile;
 use crate::cache::Footprint;
 use crate::calibrate::Calibration;
 use crate::eval::retrieval::TaskMaker;
-use crate::eval::{Prompt, RetrievalTask, TextScores, answer_questions, score_text};
+use crate::eval::{RetrievalTask, SharedPrompt, TextScores, answer_questions, score_text};
 use crate::forward::Decoder;
 use crate::method::{Method, Prepared};
 use crate::model::{Model, Rope};
@@ -88,17 +88,14 @@ pub struct Comparison {
 
 /// What all methods are run over.
 struct Bench<'a> {
+    model: &'a Arc<Model>,
     rope: Arc<Rope>,
-    prompt: &'a [u32],
+    profile: Profile,
+    prompt: SharedPrompt,
     decoded: &'a [u32],
+    needle_prompt: SharedPrompt,
     task: RetrievalTask,
-    reference: TextScores, // of the dense 32-bit cache
-}
-
-/// Prompts as one model has run them.
-struct Runs {
-    text: Prompt,
-    needle: Prompt,
+    reference: Vec<Vec<f32>>, // logits of the dense 32-bit cache at every decoded position
 }
 
 /// Compares `methods` over `text` (its name and tokens): calibrates on its first part, unless a profile is given, and runs
@@ -138,18 +135,16 @@ pub fn compare(
     let prompt = &text[calibration..][..context];
     let decoded = &text[calibration + context..][..decode + 1];
     let task = TaskMaker::new(model.tokenizer()?, seed)?.needle(prompt, context, NEEDLES, None)?;
-    let runs = run_prompts(model, &rope, prompt, &task)?;
+    let prompt = SharedPrompt::run(model, &rope, prompt)?;
+    let needle_prompt = SharedPrompt::run(model, &rope, &task.prompt)?;
     progress.inc(1);
     progress.set_message("dense reference");
-    let reference = {
-        let dense: Method = "dense".parse()?;
-        let Prepared { mut cache, .. } = dense.prepare(model, &rope, &profile)?;
-        runs.text.fill(cache.as_mut())?;
-        score_text(&mut Decoder::new(model.clone(), rope.clone()), cache.as_mut(), decoded, None)?
-    };
+    let mut dense = prompt.fill(&"dense".parse()?, model, &rope, &profile)?;
+    let mut decoder = Decoder::new(model.clone(), rope.clone());
+    let reference = score_text(&mut decoder, dense.cache.as_mut(), decoded, None)?.logits;
     progress.inc(1);
-    let bench = Bench { rope, prompt, decoded, task, reference };
-    let rows = methods.iter().map(|method| bench.row(model, method, &profile, &runs, progress));
+    let bench = Bench { model, rope, profile, prompt, decoded, needle_prompt, task, reference };
+    let rows = methods.iter().map(|method| bench.row(method, progress));
     Ok(Comparison {
         model: model.name.clone(),
         text: text_name.to_owned(),
@@ -186,35 +181,16 @@ fn calibration_len(model: &Model, text: usize, sizes: Sizes) -> Result<usize> {
     Ok(left.min(sizes.calibration).min(model.config.max_seq_len))
 }
 
-fn run_prompts(model: &Model, rope: &Rope, prompt: &[u32], task: &RetrievalTask) -> Result<Runs> {
-    Ok(Runs { text: Prompt::run(model, rope, prompt)?, needle: Prompt::run(model, rope, &task.prompt)? })
-}
-
 impl Bench<'_> {
-    fn row(
-        &self,
-        base: &Arc<Model>,
-        method: &Method,
-        profile: &Profile,
-        runs: &Runs,
-        progress: &ProgressBar,
-    ) -> Result<Row> {
+    fn row(&self, method: &Method, progress: &ProgressBar) -> Result<Row> {
         progress.set_message(method.spec());
-        let Prepared { model, mut cache } = method.prepare(base, &self.rope, profile)?;
-        // A folded model makes values of its own and must run the prompts itself.
-        let own =
-            (!Arc::ptr_eq(&model, base)).then(|| run_prompts(&model, &self.rope, self.prompt, &self.task));
-        let own = own.transpose()?;
-        let runs = own.as_ref().unwrap_or(runs);
+        let fill = |prompt: &SharedPrompt| prompt.fill(method, self.model, &self.rope, &self.profile);
+        let Prepared { model, mut cache } = fill(&self.prompt)?;
         let mut decoder = Decoder::new(model.clone(), self.rope.clone());
-        runs.text.fill(cache.as_mut())?;
-        let scores = score_text(&mut decoder, cache.as_mut(), self.decoded, Some(&self.reference.logits))?;
+        let scores = score_text(&mut decoder, cache.as_mut(), self.decoded, Some(&self.reference))?;
         let (tokens, footprint) = (cache.seq_len() as f64, cache.footprint());
         progress.inc(1);
-
-        let Prepared { mut cache, .. } = method.prepare(base, &self.rope, profile)?;
-        runs.needle.fill(cache.as_mut())?;
-        let hits = answer_questions(&mut decoder, cache.as_ref(), &self.task)?;
+        let hits = answer_questions(&mut decoder, fill(&self.needle_prompt)?.cache.as_ref(), &self.task)?;
         progress.inc(1);
 
         let Footprint { kept, offloaded, working, shared } = footprint;

@@ -6,4 +6,4 @@ mod run;
 
 pub use metrics::{Divergence, kl_divergence, log_softmax};
 pub use retrieval::{Question, RetrievalTask};
-pub use run::{Prompt, TextScores, answer_questions, score_text, window_perplexity};
+pub use run::{Prompt, SharedPrompt, TextScores, answer_questions, score_text, window_perplexity};

@@ -3,11 +3,10 @@ use std::sync::Arc;
 
 use clap::Args;
 use comfy_table::{Table, presets};
+use indicatif::ProgressBar;
 use kv_reference::compare::calibrated;
 use kv_reference::eval::retrieval::TaskMaker;
-use kv_reference::eval::{
-    Prompt, RetrievalTask, TextScores, answer_questions, score_text, window_perplexity,
-};
+use kv_reference::eval::{RetrievalTask, SharedPrompt, answer_questions, score_text, window_perplexity};
 use kv_reference::forward::Decoder;
 use kv_reference::method::{METHODS_HELP, Method, Prepared};
 use kv_reference::model::{Model, Rope};
@@ -94,14 +93,6 @@ struct Exact {
     perplexity: f64,
 }
 
-/// What a length is evaluated on.
-struct Prompts {
-    text: Vec<u32>,
-    decoded: Vec<u32>,
-    needles: Vec<(f64, RetrievalTask)>, // with their depths
-    recalls: Vec<(f64, RetrievalTask)>,
-}
-
 /// More than any question takes.
 const QUESTION_ROOM: usize = 96;
 
@@ -132,31 +123,28 @@ impl Eval {
             Some(profile) => profile,
             None => calibrated(&model, &rope, &tokens[..calibration], &methods)?,
         };
-        bar.set_length((self.lengths.len() * methods.len()) as u64);
+        let prompts = 1 + 2 * self.depths.len(); // the text, and needle and recall at every depth
+        bar.set_length((self.lengths.len() * prompts * methods.len()) as u64);
         let (mut exact, mut rows) = (vec![], vec![]);
+        let setup = Setup { model, rope, profile, methods };
         for &length in &self.lengths {
-            let windows = self.windows.min(tokens.len() / length.max(1));
+            let windows = self.windows.min(tokens.len() / length);
             bar.set_message(format!("exact attention over {windows} windows of {length}"));
-            let perplexity = window_perplexity(&model, &rope, &tokens, length, windows)?;
+            let perplexity = window_perplexity(&setup.model, &setup.rope, &tokens, length, windows)?;
             exact.push(Exact { length, windows, perplexity });
-            let prompts = self.prompts(&model, &tokens[calibration..], length)?;
-            let reference = reference(&model, &rope, &prompts, &profile)?;
-            for method in &methods {
-                bar.set_message(format!("{} at {length}", method.spec()));
-                rows.push(row(&model, &rope, method, &profile, &prompts, &reference, length)?);
-                bar.inc(1);
-            }
+            rows.extend(self.rows(&setup, &tokens[calibration..], length, &bar)?);
         }
         bar.finish_and_clear();
         for Exact { length, windows, perplexity } in &exact {
             println!("exact attention, {windows} windows of {length} tokens: perplexity {perplexity:.3}");
         }
         println!("\n{}", table(&rows));
-        let (model, seed, decode) = (model.name.clone(), self.seed, self.decode);
+        let (model, seed, decode) = (setup.model.name.clone(), self.seed, self.decode);
         json.write(&Evaluation { model, text: name, decode, calibration, seed, exact, rows })
     }
 
-    fn prompts(&self, model: &Model, tokens: &[u32], length: usize) -> Result<Prompts> {
+    /// The rows of one length: every prompt is run once and given to all methods.
+    fn rows(&self, setup: &Setup, tokens: &[u32], length: usize, bar: &ProgressBar) -> Result<Vec<Row>> {
         if tokens.len() < length + self.decode + 1 {
             let what = format!(
                 "{} tokens are left of the text, {} are needed",
@@ -165,64 +153,70 @@ impl Eval {
             );
             return Err(Error::Argument(what));
         }
-        let mut maker = TaskMaker::new(model.tokenizer()?, self.seed)?;
-        let (mut needles, mut recalls) = (vec![], vec![]);
+        bar.set_message(format!("text of {length}"));
+        let mut rows = setup.score_text(&tokens[..length], &tokens[length..][..self.decode + 1], bar)?;
+        let mut maker = TaskMaker::new(setup.model.tokenizer()?, self.seed)?;
         for &depth in &self.depths {
-            needles.push((depth, maker.needle(tokens, length, self.trials, Some(depth))?));
-            recalls.push((depth, maker.recall(tokens, length, self.trials, depth)?));
+            bar.set_message(format!("needle at {depth} of {length}"));
+            let found = setup.find(&maker.needle(tokens, length, self.trials, Some(depth))?, depth, bar)?;
+            rows.iter_mut().zip(found).for_each(|(row, found)| row.needle.push(found));
+            bar.set_message(format!("recall at {depth} of {length}"));
+            let found = setup.find(&maker.recall(tokens, length, self.trials, depth)?, depth, bar)?;
+            rows.iter_mut().zip(found).for_each(|(row, found)| row.recall.push(found));
         }
-        let text = tokens[..length].to_vec();
-        Ok(Prompts { text, decoded: tokens[length..][..self.decode + 1].to_vec(), needles, recalls })
+        Ok(rows)
     }
 }
 
-fn reference(
-    model: &Arc<Model>,
-    rope: &Arc<Rope>,
-    prompts: &Prompts,
-    profile: &Profile,
-) -> Result<TextScores> {
-    let Prepared { model, mut cache } = "dense".parse::<Method>()?.prepare(model, rope, profile)?;
-    Prompt::run(&model, rope, &prompts.text)?.fill(cache.as_mut())?;
-    score_text(&mut Decoder::new(model, rope.clone()), cache.as_mut(), &prompts.decoded, None)
+/// What stays the same at all lengths.
+struct Setup {
+    model: Arc<Model>,
+    rope: Arc<Rope>,
+    profile: Profile,
+    methods: Vec<Method>,
 }
 
-fn row(
-    base: &Arc<Model>,
-    rope: &Arc<Rope>,
-    method: &Method,
-    profile: &Profile,
-    prompts: &Prompts,
-    reference: &TextScores,
-    length: usize,
-) -> Result<Row> {
-    let filled = |tokens: &[u32]| -> Result<Prepared> {
-        let Prepared { model, mut cache } = method.prepare(base, rope, profile)?;
-        Prompt::run(&model, rope, tokens)?.fill(cache.as_mut())?;
-        Ok(Prepared { model, cache })
-    };
-    let Prepared { model, mut cache } = filled(&prompts.text)?;
-    let mut decoder = Decoder::new(model.clone(), rope.clone());
-    let scores = score_text(&mut decoder, cache.as_mut(), &prompts.decoded, Some(&reference.logits))?;
-    let values = (cache.seq_len() * model.config.kv_values_per_token()) as f64;
-    let mut found = |tasks: &[(f64, RetrievalTask)]| -> Result<Vec<AtDepth>> {
-        let found = tasks.iter().map(|(depth, task)| {
-            let hits = answer_questions(&mut decoder, filled(&task.prompt)?.cache.as_ref(), task)?;
-            Ok(AtDepth { depth: *depth, hits, trials: task.questions.len() })
+impl Setup {
+    /// A row per method, without retrieval yet.
+    fn score_text(&self, prompt: &[u32], decoded: &[u32], bar: &ProgressBar) -> Result<Vec<Row>> {
+        let shared = SharedPrompt::run(&self.model, &self.rope, prompt)?;
+        let fill = |method: &Method| shared.fill(method, &self.model, &self.rope, &self.profile);
+        let score = |prepared: &mut Prepared, reference: Option<&[Vec<f32>]>| {
+            let mut decoder = Decoder::new(prepared.model.clone(), self.rope.clone());
+            score_text(&mut decoder, prepared.cache.as_mut(), decoded, reference)
+        };
+        let reference = score(&mut fill(&"dense".parse()?)?, None)?.logits;
+        let rows = self.methods.iter().map(|method| {
+            let mut prepared = fill(method)?;
+            let divergence = score(&mut prepared, Some(&reference))?.divergence;
+            let values = (prepared.cache.seq_len() * self.model.config.kv_values_per_token()) as f64;
+            bar.inc(1);
+            Ok(Row {
+                name: method.name,
+                setting: method.setting.clone(),
+                length: prompt.len(),
+                bits_per_value: 8.0 * prepared.cache.footprint().kept as f64 / values,
+                perplexity: divergence.perplexity(),
+                kl: divergence.kl(),
+                top1: divergence.top1(),
+                needle: vec![],
+                recall: vec![],
+            })
+        });
+        rows.collect()
+    }
+
+    /// What every method finds of a task.
+    fn find(&self, task: &RetrievalTask, depth: f64, bar: &ProgressBar) -> Result<Vec<AtDepth>> {
+        let shared = SharedPrompt::run(&self.model, &self.rope, &task.prompt)?;
+        let found = self.methods.iter().map(|method| {
+            let Prepared { model, cache } = shared.fill(method, &self.model, &self.rope, &self.profile)?;
+            let hits = answer_questions(&mut Decoder::new(model, self.rope.clone()), cache.as_ref(), task)?;
+            bar.inc(1);
+            Ok(AtDepth { depth, hits, trials: task.questions.len() })
         });
         found.collect()
-    };
-    Ok(Row {
-        name: method.name,
-        setting: method.setting.clone(),
-        length,
-        bits_per_value: 8.0 * cache.footprint().kept as f64 / values,
-        perplexity: scores.divergence.perplexity(),
-        kl: scores.divergence.kl(),
-        top1: scores.divergence.top1(),
-        needle: found(&prompts.needles)?,
-        recall: found(&prompts.recalls)?,
-    })
+    }
 }
 
 fn table(rows: &[Row]) -> Table {

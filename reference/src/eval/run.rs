@@ -1,5 +1,6 @@
 //! Running caches over prompts.
 
+use std::sync::Arc;
 use std::time::Instant;
 
 use rayon::prelude::*;
@@ -7,9 +8,10 @@ use rayon::prelude::*;
 use crate::cache::KvCache;
 use crate::eval::{Divergence, RetrievalTask, log_softmax};
 use crate::forward::{Decoder, logits, prefill};
+use crate::method::{Method, Prepared};
 use crate::model::{Model, Rope};
 use crate::ops::argmax;
-use crate::{Error, Result};
+use crate::{Error, Profile, Result};
 
 /// A prompt that has been run once: all layers' keys (before RoPE) and values. Any cache can be filled from it.
 pub struct Prompt {
@@ -39,6 +41,43 @@ impl Prompt {
     /// What the cache returns.
     pub fn fill(&self, cache: &mut dyn KvCache) -> Result<()> {
         self.layers.iter().enumerate().try_for_each(|(l, (k, v))| cache.prefill(l, 0, k, v))
+    }
+}
+
+/// A prompt as tokens with the plain model's run of it: what caches of all methods are filled from.
+pub struct SharedPrompt {
+    tokens: Vec<u32>,
+    run: Prompt,
+}
+
+impl SharedPrompt {
+    /// Runs the prompt on the plain model.
+    ///
+    /// # Errors
+    /// What [`prefill`] returns.
+    pub fn run(model: &Model, rope: &Rope, tokens: &[u32]) -> Result<Self> {
+        Ok(Self { tokens: tokens.to_vec(), run: Prompt::run(model, rope, tokens)? })
+    }
+
+    /// A cache of `method` that holds the prompt. A method that folds weights makes values of its own, so its model runs the
+    /// prompt again.
+    ///
+    /// # Errors
+    /// What preparing, running and filling return.
+    pub fn fill(
+        &self,
+        method: &Method,
+        model: &Arc<Model>,
+        rope: &Arc<Rope>,
+        profile: &Profile,
+    ) -> Result<Prepared> {
+        let mut prepared = method.prepare(model, rope, profile)?;
+        if Arc::ptr_eq(&prepared.model, model) {
+            self.run.fill(prepared.cache.as_mut())?;
+        } else {
+            Prompt::run(&prepared.model, rope, &self.tokens)?.fill(prepared.cache.as_mut())?;
+        }
+        Ok(prepared)
     }
 }
 
