@@ -11,7 +11,7 @@ use pq_core::{pack_bits, unpack_bits};
 
 use crate::Result;
 use crate::cache::accumulate::Accumulator;
-use crate::cache::exact::attend_rows;
+use crate::cache::exact::{attend_rows, saturating_f16};
 use crate::cache::{Footprint, Geometry, Store};
 use crate::model::Rope;
 use crate::rng::Rng;
@@ -125,7 +125,7 @@ fn encode_group(values: &[f32], bits: u32, bytes: &mut Vec<u8>) {
     let (min, max) =
         values.iter().fold((f32::INFINITY, f32::NEG_INFINITY), |(a, b), &x| (a.min(x), b.max(x)));
     let levels = ((1_u32 << bits) - 1) as f32;
-    let (min, step) = (f16::from_f32(min), f16::from_f32((max - min) / levels));
+    let (min, step) = (saturating_f16(min), saturating_f16((max - min) / levels));
     bytes.extend_from_slice(&min.to_le_bytes());
     bytes.extend_from_slice(&step.to_le_bytes());
     let (min, step) = (min.to_f32(), step.to_f32());
@@ -282,7 +282,7 @@ impl BlockCodec for LloydMax {
         for row in rows.chunks_exact(head_dim) {
             let mut rotated = row.to_vec();
             self.rotate(&mut rotated);
-            let norm = f16::from_f32(rotated.iter().map(|x| x * x).sum::<f32>().sqrt());
+            let norm = saturating_f16(rotated.iter().map(|x| x * x).sum::<f32>().sqrt());
             bytes.extend_from_slice(&norm.to_le_bytes());
             let scale = if norm.to_f32() > 0.0 { (head_dim as f32).sqrt() / norm.to_f32() } else { 0.0 };
             let nearest = |&x: &f32| {

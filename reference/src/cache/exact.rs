@@ -32,6 +32,11 @@ impl ElementType {
     }
 }
 
+/// The nearest half that is finite: no attention survives an infinity.
+pub(crate) fn saturating_f16(x: f32) -> f16 {
+    f16::from_f32(x.clamp(f16::MIN.to_f32(), f16::MAX.to_f32()))
+}
+
 /// A growing list of numbers of one type.
 #[derive(Clone, Debug)]
 pub(crate) enum Numbers {

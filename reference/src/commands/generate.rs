@@ -11,7 +11,7 @@ use kv_reference::model::{Model, Rope};
 use kv_reference::{Error, Profile, Result, Sampler};
 use serde::Serialize;
 
-use super::{JsonArgs, ModelArgs, TextArgs};
+use super::{JsonArgs, ModelArgs, TextArgs, progress};
 
 #[derive(Args)]
 #[command(after_help = METHODS_HELP)]
@@ -91,7 +91,12 @@ impl Generate {
             None if self.method.needs_profile() => {
                 let (_, tokens) = TextArgs { text: None }.tokens(model)?;
                 let calibration = CALIBRATION.min(tokens.len()).min(rope.len());
-                calibrated(model, rope, &tokens[..calibration], std::slice::from_ref(&self.method))
+                let bar = progress();
+                bar.set_message(format!("calibrating {} on {calibration} tokens", self.method.spec()));
+                let made =
+                    calibrated(model, rope, &tokens[..calibration], std::slice::from_ref(&self.method));
+                bar.finish_and_clear();
+                made
             }
             None => Ok(Profile::default()),
         }
