@@ -4,14 +4,15 @@ mod build;
 mod cachegen;
 mod fold;
 mod million;
+mod settings;
 mod zack;
 
-use std::fmt::Display;
 use std::str::FromStr;
 
 use pq_core::Window;
 
 pub use build::Prepared;
+use settings::{Element, Layers, Settings};
 
 use crate::cache::ElementType;
 use crate::{Error, Result};
@@ -68,18 +69,18 @@ enum PredictorKind {
 pub const METHODS_HELP: &str = "\
 A method is NAME[:KEY=VALUE]...; several are separated by commas.
 
-  dense       every number exact                          dtype=f32|f16|bf16
-  int8, int4, int2  uniform; keys per channel and 64 tokens, values per token (KIVI-like)  k=BITS v=BITS group=64
-  rotated     Hadamard, then uniform per token            k=4 v=4 group=32
-  lloydmax    random rotation, optimal levels (TurboQuant-like)  k=4 v=4
-  streaming   sinks and window only (StreamingLLM)        window=TOKENS
-  oracle      exact top-k of the tokens                   ratio=0.2
-  pqcache     top-k by PQ codes, exact rows offloaded     ratio=0.2 code=16x8 iterations=10
-  million     attention on PQ codes                       k=64x8 v=64x8 iterations=8
-  zack        rotated, cut ranks, W_V and W_O folded      k=0.75 v=0.75 (parts kept) basis=closed|stacked
-  cachegen    bitstream and back                          k=0.25 v=0.25 (bins in deviations) predictor=mean|anchor
+  dense             every number exact                                    dtype=f32|f16|bf16
+  int8, int4, int2  uniform: keys per channel, values per token (as KIVI) k=BITS v=BITS group=64
+  rotated           Hadamard, then uniform per token                      k=4 v=4 group=32
+  lloydmax          random rotation, optimal levels (as TurboQuant)       k=4 v=4
+  streaming         sinks and window only (StreamingLLM)
+  oracle            exact top-k, this part of the tokens                  ratio=0.2
+  pqcache           top-k by PQ codes, exact rows offloaded               ratio=0.2 code=16x8 iterations=10
+  million           attention on PQ codes                                 k=64x8 v=64x8 iterations=8
+  zack              rotated, ranks cut to these parts, values folded      k=0.75 v=0.75 basis=closed|stacked
+  cachegen          bitstream and back, bins in standard deviations       k=0.25 v=0.25 predictor=mean|anchor
 
-For all but dense: sinks=4 window=64 (tokens kept exact), exact=f32|f16|bf16 (how), exact-layers=0+5 (layers left
+For all but dense: sinks=4 window=64 (tokens kept exact), exact=f16|bf16|f32 (how), exact-layers=0+5 (layers left
 uncompressed).";
 
 /// What `kv compare` runs when no methods are named: each method near-lossless and aggressive.
@@ -119,7 +120,7 @@ impl FromStr for Method {
                 s.finish()?;
                 // Rows go straight to the store: the window's way of holding them would be another.
                 let window = Window { sinks: 0, recent: 0, batch: 1 };
-                let setting = s.shown.join(":");
+                let setting = s.shown();
                 return Ok(Self {
                     name: "dense",
                     setting,
@@ -171,185 +172,7 @@ impl FromStr for Method {
         let exact = s.common("exact", Element(ElementType::F16))?.0;
         let exact_layers = s.common("exact-layers", Layers(vec![]))?.0;
         s.finish()?;
-        Ok(Self { name, setting: s.shown.join(":"), kind, window, exact, exact_layers })
-    }
-}
-
-/// The `key=value` pairs of a method, taken one by one.
-struct Settings<'a> {
-    name: &'a str,
-    left: Vec<(&'a str, &'a str)>,
-    known: Vec<&'static str>,
-    shown: Vec<String>, // what goes into `Method::setting`
-}
-
-impl<'a> Settings<'a> {
-    fn new(spec: &'a str) -> Result<Self> {
-        let mut parts = spec.split(':');
-        let name = parts.next().unwrap_or_default();
-        let left = parts.map(|part| part.split_once('=')).collect::<Option<Vec<_>>>().ok_or_else(|| {
-            Error::Argument(format!("method `{spec}`: settings are KEY=VALUE after colons"))
-        })?;
-        Ok(Self { name, left, known: vec![], shown: vec![] })
-    }
-
-    fn take<T: FromStr<Err = String>>(&mut self, key: &'static str, default: T) -> Result<(T, bool)> {
-        self.known.push(key);
-        let Some(at) = self.left.iter().position(|(k, _)| *k == key) else { return Ok((default, false)) };
-        let (_, value) = self.left.swap_remove(at);
-        match value.parse() {
-            Ok(value) => Ok((value, true)),
-            Err(what) => Err(Error::Argument(format!("method {}: {key}={value}: {what}", self.name))),
-        }
-    }
-
-    /// A setting of the method itself: always shown.
-    fn own<T: FromStr<Err = String> + Display>(&mut self, key: &'static str, default: T) -> Result<T> {
-        let (value, _) = self.take(key, default)?;
-        self.shown.push(format!("{key}={value}"));
-        Ok(value)
-    }
-
-    /// A setting that all methods have: shown when given.
-    fn common<T: FromStr<Err = String> + Display>(&mut self, key: &'static str, default: T) -> Result<T> {
-        let (value, given) = self.take(key, default)?;
-        if given {
-            self.shown.push(format!("{key}={value}"));
-        }
-        Ok(value)
-    }
-
-    fn bits(&mut self, key: &'static str, default: u32) -> Result<u32> {
-        Ok(self.own(key, Within::<u32, 1, 8>(default))?.0)
-    }
-
-    fn tokens(&mut self, key: &'static str, default: usize) -> Result<usize> {
-        Ok(self.common(key, Within::<usize, 0, 0x100_0000>(default))?.0)
-    }
-
-    fn positive(&mut self, key: &'static str, default: usize) -> Result<usize> {
-        Ok(self.own(key, Within::<usize, 1, 4096>(default))?.0)
-    }
-
-    fn part(&mut self, key: &'static str, default: f64) -> Result<f64> {
-        Ok(self.own(key, Within::<f64, 0, 1>(default))?.0)
-    }
-
-    fn bin(&mut self, key: &'static str, default: f32) -> Result<f32> {
-        Ok(self.own(key, Within::<f32, 0, 100>(default))?.0)
-    }
-
-    fn finish(&self) -> Result<()> {
-        match self.left.first() {
-            Some((key, _)) => Err(Error::Argument(format!(
-                "method {} has no free setting `{key}`; it has {}",
-                self.name,
-                self.known.join(", ")
-            ))),
-            None => Ok(()),
-        }
-    }
-}
-
-/// A number between two bounds; whole numbers may equal the lower one, fractions must exceed it.
-#[derive(Clone, Copy)]
-struct Within<T, const LOW: u32, const HIGH: u32>(T);
-
-macro_rules! within {
-    ($type:ty, $low:tt) => {
-        impl<const LOW: u32, const HIGH: u32> FromStr for Within<$type, LOW, HIGH> {
-            type Err = String;
-            fn from_str(text: &str) -> std::result::Result<Self, String> {
-                let value: $type = text.parse().map_err(|_| "is not a number".to_owned())?;
-                if value $low LOW as $type && value <= HIGH as $type {
-                    Ok(Self(value))
-                } else {
-                    Err(format!("is not {} {LOW} and at most {HIGH}", stringify!($low)))
-                }
-            }
-        }
-        impl<const LOW: u32, const HIGH: u32> Display for Within<$type, LOW, HIGH> {
-            fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-                self.0.fmt(f)
-            }
-        }
-    };
-}
-within!(u32, >=);
-within!(usize, >=);
-within!(f64, >);
-within!(f32, >);
-
-impl FromStr for PqCode {
-    type Err = String;
-
-    fn from_str(text: &str) -> std::result::Result<Self, String> {
-        let parse = |text: &str| -> Option<Self> {
-            let (m, nbits) = text.split_once('x')?;
-            Some(Self { m: m.parse().ok()?, nbits: nbits.parse().ok()? })
-        };
-        parse(text).ok_or_else(|| "is not SUBSPACESxBITS, like 64x8".into())
-    }
-}
-
-impl Display for PqCode {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "{}x{}", self.m, self.nbits)
-    }
-}
-
-/// Gives an enum its words on the command line.
-macro_rules! words {
-    ($type:ty, $($word:literal => $value:path),+) => {
-        impl FromStr for $type {
-            type Err = String;
-            fn from_str(text: &str) -> std::result::Result<Self, String> {
-                match text {
-                    $($word => Ok($value.into()),)+
-                    _ => Err(format!("is none of {}", [$($word),+].join(", "))),
-                }
-            }
-        }
-        impl Display for $type {
-            fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-                $(if *self == <$type>::from($value) {
-                    return f.write_str($word);
-                })+
-                Ok(())
-            }
-        }
-    };
-}
-words!(Basis, "closed" => Basis::Closed, "stacked" => Basis::Stacked);
-words!(PredictorKind, "mean" => PredictorKind::Mean, "anchor" => PredictorKind::Anchor);
-words!(Element, "f32" => ElementType::F32, "f16" => ElementType::F16, "bf16" => ElementType::Bf16);
-
-/// [`ElementType`] on the command line.
-#[derive(Clone, Copy, PartialEq)]
-struct Element(ElementType);
-
-impl From<ElementType> for Element {
-    fn from(element: ElementType) -> Self {
-        Self(element)
-    }
-}
-
-/// A list of layers: `0+5`.
-#[derive(Clone)]
-struct Layers(Vec<usize>);
-
-impl FromStr for Layers {
-    type Err = String;
-
-    fn from_str(text: &str) -> std::result::Result<Self, String> {
-        let layers = text.split('+').map(str::parse).collect::<std::result::Result<_, _>>();
-        layers.map(Self).map_err(|_| "is not a list of layers, like 0+5".into())
-    }
-}
-
-impl Display for Layers {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(&self.0.iter().map(usize::to_string).collect::<Vec<_>>().join("+"))
+        Ok(Self { name, setting: s.shown(), kind, window, exact, exact_layers })
     }
 }
 

@@ -1,0 +1,197 @@
+//! `key=value` settings: parsing them, and writing them so that they parse again.
+
+use std::fmt::Display;
+use std::str::FromStr;
+
+use super::{Basis, PqCode, PredictorKind};
+use crate::cache::ElementType;
+use crate::{Error, Result};
+
+/// The `key=value` pairs of a method, taken one by one.
+pub(super) struct Settings<'a> {
+    pub name: &'a str,
+    left: Vec<(&'a str, &'a str)>,
+    known: Vec<&'static str>,
+    shown: Vec<String>, // what goes into `Method::setting`
+}
+
+impl<'a> Settings<'a> {
+    pub fn new(spec: &'a str) -> Result<Self> {
+        let mut parts = spec.split(':');
+        let name = parts.next().unwrap_or_default();
+        let left = parts.map(|part| part.split_once('=')).collect::<Option<Vec<_>>>().ok_or_else(|| {
+            Error::Argument(format!("method `{spec}`: settings are KEY=VALUE after colons"))
+        })?;
+        Ok(Self { name, left, known: vec![], shown: vec![] })
+    }
+
+    fn take<T: FromStr<Err = String>>(&mut self, key: &'static str, default: T) -> Result<(T, bool)> {
+        self.known.push(key);
+        let Some(at) = self.left.iter().position(|(k, _)| *k == key) else { return Ok((default, false)) };
+        let (_, value) = self.left.swap_remove(at);
+        match value.parse() {
+            Ok(value) => Ok((value, true)),
+            Err(what) => Err(Error::Argument(format!("method {}: {key}={value}: {what}", self.name))),
+        }
+    }
+
+    /// A setting of the method itself: always shown.
+    pub fn own<T: FromStr<Err = String> + Display>(&mut self, key: &'static str, default: T) -> Result<T> {
+        let (value, _) = self.take(key, default)?;
+        self.shown.push(format!("{key}={value}"));
+        Ok(value)
+    }
+
+    /// A setting that all methods have: shown when given.
+    pub fn common<T: FromStr<Err = String> + Display>(&mut self, key: &'static str, default: T) -> Result<T> {
+        let (value, given) = self.take(key, default)?;
+        if given {
+            self.shown.push(format!("{key}={value}"));
+        }
+        Ok(value)
+    }
+
+    /// Bits of a code.
+    pub fn bits(&mut self, key: &'static str, default: u32) -> Result<u32> {
+        Ok(self.own(key, Within::<u32, 1, 8>(default))?.0)
+    }
+
+    /// A number of tokens, as all methods have.
+    pub fn tokens(&mut self, key: &'static str, default: usize) -> Result<usize> {
+        Ok(self.common(key, Within::<usize, 0, 0x100_0000>(default))?.0)
+    }
+
+    /// A count of at least one.
+    pub fn positive(&mut self, key: &'static str, default: usize) -> Result<usize> {
+        Ok(self.own(key, Within::<usize, 1, 4096>(default))?.0)
+    }
+
+    /// A part of a whole.
+    pub fn part(&mut self, key: &'static str, default: f64) -> Result<f64> {
+        Ok(self.own(key, Within::<f64, 0, 1>(default))?.0)
+    }
+
+    /// A bin size in deviations.
+    pub fn bin(&mut self, key: &'static str, default: f32) -> Result<f32> {
+        Ok(self.own(key, Within::<f32, 0, 100>(default))?.0)
+    }
+
+    /// The settings in the form that parses again.
+    pub fn shown(&self) -> String {
+        self.shown.join(":")
+    }
+
+    /// Refuses what no one has taken.
+    pub fn finish(&self) -> Result<()> {
+        match self.left.first() {
+            Some((key, _)) => Err(Error::Argument(format!(
+                "method {} has no free setting `{key}`; it has {}",
+                self.name,
+                self.known.join(", ")
+            ))),
+            None => Ok(()),
+        }
+    }
+}
+
+/// A number between two bounds; whole numbers may equal the lower one, fractions must exceed it.
+#[derive(Clone, Copy)]
+struct Within<T, const LOW: u32, const HIGH: u32>(T);
+
+macro_rules! within {
+    ($type:ty, $low:tt) => {
+        impl<const LOW: u32, const HIGH: u32> FromStr for Within<$type, LOW, HIGH> {
+            type Err = String;
+            fn from_str(text: &str) -> std::result::Result<Self, String> {
+                let value: $type = text.parse().map_err(|_| "is not a number".to_owned())?;
+                if value $low LOW as $type && value <= HIGH as $type {
+                    Ok(Self(value))
+                } else {
+                    Err(format!("is not {} {LOW} and at most {HIGH}", stringify!($low)))
+                }
+            }
+        }
+        impl<const LOW: u32, const HIGH: u32> Display for Within<$type, LOW, HIGH> {
+            fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                self.0.fmt(f)
+            }
+        }
+    };
+}
+within!(u32, >=);
+within!(usize, >=);
+within!(f64, >);
+within!(f32, >);
+
+impl FromStr for PqCode {
+    type Err = String;
+
+    fn from_str(text: &str) -> std::result::Result<Self, String> {
+        let parse = |text: &str| -> Option<Self> {
+            let (m, nbits) = text.split_once('x')?;
+            Some(Self { m: m.parse().ok()?, nbits: nbits.parse().ok()? })
+        };
+        parse(text).ok_or_else(|| "is not SUBSPACESxBITS, like 64x8".into())
+    }
+}
+
+impl Display for PqCode {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{}x{}", self.m, self.nbits)
+    }
+}
+
+/// Gives an enum its words on the command line.
+macro_rules! words {
+    ($type:ty, $($word:literal => $value:path),+) => {
+        impl FromStr for $type {
+            type Err = String;
+            fn from_str(text: &str) -> std::result::Result<Self, String> {
+                match text {
+                    $($word => Ok($value.into()),)+
+                    _ => Err(format!("is none of {}", [$($word),+].join(", "))),
+                }
+            }
+        }
+        impl Display for $type {
+            fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                $(if *self == <$type>::from($value) {
+                    return f.write_str($word);
+                })+
+                Ok(())
+            }
+        }
+    };
+}
+words!(Basis, "closed" => Basis::Closed, "stacked" => Basis::Stacked);
+words!(PredictorKind, "mean" => PredictorKind::Mean, "anchor" => PredictorKind::Anchor);
+words!(Element, "f32" => ElementType::F32, "f16" => ElementType::F16, "bf16" => ElementType::Bf16);
+
+/// [`ElementType`] on the command line.
+#[derive(Clone, Copy, PartialEq)]
+pub(super) struct Element(pub ElementType);
+
+impl From<ElementType> for Element {
+    fn from(element: ElementType) -> Self {
+        Self(element)
+    }
+}
+
+/// A list of layers: `0+5`.
+#[derive(Clone)]
+pub(super) struct Layers(pub Vec<usize>);
+
+impl FromStr for Layers {
+    type Err = String;
+
+    fn from_str(text: &str) -> std::result::Result<Self, String> {
+        let layers = text.split('+').map(str::parse).collect::<std::result::Result<_, _>>();
+        layers.map(Self).map_err(|_| "is not a list of layers, like 0+5".into())
+    }
+}
+
+impl Display for Layers {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(&self.0.iter().map(usize::to_string).collect::<Vec<_>>().join("+"))
+    }
+}
