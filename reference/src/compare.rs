@@ -15,7 +15,8 @@ use crate::method::{Method, Prepared};
 use crate::model::{Model, Rope};
 use crate::{Error, Result};
 
-/// Pass keys that are asked for.
+/// Pass keys that are asked for: one per this many tokens of the prompt, up to so many.
+const NEEDLE_SPACE: usize = 64;
 const NEEDLES: usize = 8;
 
 /// Most tokens that a question and its answer take.
@@ -116,25 +117,22 @@ pub fn compare(
     progress.set_length(3 + 2 * methods.len() as u64);
     let room = decode.max(QUESTION_ROOM);
     model.check_context(context.saturating_add(room))?;
-    let needs_calibration = profile.is_none() && methods.iter().any(Method::needs_profile);
-    let calibration = if needs_calibration { calibration_len(model, text.len(), sizes)? } else { 0 };
-    let needed = calibration + context + decode + 1;
-    if text.len() < needed {
-        return Err(Error::Argument(format!("{text_name} has {} tokens, {needed} are needed", text.len())));
-    }
-    let rope = Arc::new(Rope::new(&model.config, (context + room).max(calibration)));
+    let start = run_start(model, text.len(), context + decode + 1, sizes.calibration)?;
+    let calibrates = profile.is_none() && methods.iter().any(Method::needs_profile);
+    let rope = Arc::new(Rope::new(&model.config, (context + room).max(start)));
 
     progress.set_message("calibrating");
     let profile = match profile {
         Some(profile) => profile,
-        None => calibrated(model, &rope, &text[..calibration], methods)?,
+        None => calibrated(model, &rope, &text[..start], methods)?,
     };
     progress.inc(1);
 
     progress.set_message("dense prefill");
-    let prompt = &text[calibration..][..context];
-    let decoded = &text[calibration + context..][..decode + 1];
-    let task = TaskMaker::new(model.tokenizer()?, seed)?.needle(prompt, context, NEEDLES, None)?;
+    let prompt = &text[start..][..context];
+    let needles = (context / NEEDLE_SPACE).clamp(1, NEEDLES);
+    let decoded = &text[start + context..][..decode + 1];
+    let task = TaskMaker::new(model.tokenizer()?, seed)?.needle(prompt, context, needles, None)?;
     let prompt = SharedPrompt::run(model, &rope, prompt)?;
     let needle_prompt = SharedPrompt::run(model, &rope, &task.prompt)?;
     progress.inc(1);
@@ -150,7 +148,7 @@ pub fn compare(
         text: text_name.to_owned(),
         context,
         decode,
-        calibration,
+        calibration: if calibrates { start } else { 0 },
         seed,
         methods: rows.collect::<Result<_>>()?,
     })
@@ -169,16 +167,17 @@ pub fn calibrated(model: &Model, rope: &Rope, tokens: &[u32], methods: &[Method]
     Ok(profile)
 }
 
-/// Tokens to calibrate on: what the text has before the prompt, up to the limit and the model's context.
-fn calibration_len(model: &Model, text: usize, sizes: Sizes) -> Result<usize> {
-    const FEWEST: usize = 256;
-    let left = text.saturating_sub(sizes.context + sizes.decode + 1);
-    if left < FEWEST {
-        let what =
-            format!("the text has {text} tokens: {left} would be left to calibrate on, {FEWEST} are needed");
-        return Err(Error::Argument(what));
+/// Where in a text of `text` tokens a run over `run` of them starts: after what can be left to calibrate on, up to `limit` and
+/// the model's context. It does not depend on whether something is calibrated, so that all methods see the same tokens, and a
+/// profile that was made from the start of the text has not seen them.
+///
+/// # Errors
+/// [`Error::Argument`] for a text that is too short.
+pub fn run_start(model: &Model, text: usize, run: usize, limit: usize) -> Result<usize> {
+    match text.checked_sub(run) {
+        Some(left) => Ok(left.min(limit).min(model.config.max_seq_len)),
+        None => Err(Error::Argument(format!("the text has {text} tokens, {run} are needed"))),
     }
-    Ok(left.min(sizes.calibration).min(model.config.max_seq_len))
 }
 
 impl Bench<'_> {

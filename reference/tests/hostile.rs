@@ -205,6 +205,11 @@ fn profiles_and_arguments() {
         ("no methods", &["compare", "--methods", ""], "no method"),
         ("a ratio above one", &["compare", "--methods", "pqcache:ratio=2"], "ratio=2"),
         ("subspaces that do not divide", &["compare", "--methods", "million:k=7x8"], "7 subspaces"),
+        (
+            "a cache that keeps nothing",
+            &["compare", "--context", "64", "--decode", "8", "--methods", "streaming:window=0:sinks=0"],
+            "attention over nothing",
+        ),
         ("no context", &["compare", "--context", "0"], "at least one token"),
         ("a context beyond the model's", &["compare", "--context", "20000"], "exceed the context"),
         ("an endless context", &["compare", "--context", "18446744073709551615"], "context"),

@@ -39,7 +39,12 @@ impl Accumulator {
         &mut self.out
     }
 
-    /// Writes the mean of the values under the softmax.
+    /// Whether nothing has been attended to.
+    pub fn is_empty(&self) -> bool {
+        self.max == f32::NEG_INFINITY
+    }
+
+    /// Writes the mean of the values under the softmax. It must not be empty.
     pub fn finish(&self, out: &mut [f32]) {
         for (out, x) in out.iter_mut().zip(&self.out) {
             *out = x / self.sum;

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use clap::Args;
 use comfy_table::{Table, presets};
 use indicatif::ProgressBar;
-use kv_reference::compare::calibrated;
+use kv_reference::compare::{calibrated, run_start};
 use kv_reference::eval::retrieval::TaskMaker;
 use kv_reference::eval::{RetrievalTask, SharedPrompt, answer_questions, score_text, window_perplexity};
 use kv_reference::forward::Decoder;
@@ -113,15 +113,13 @@ impl Eval {
         model.check_context(longest.saturating_add(room))?;
         let given = self.profile.as_ref().map(|path| Profile::load(path, &model)).transpose()?;
         let calibrates = given.is_none() && methods.iter().any(Method::needs_profile);
-        let left = tokens.len().saturating_sub(longest + self.decode + 1);
-        let calibration =
-            if calibrates { self.calibration.min(left).min(model.config.max_seq_len) } else { 0 };
-        let rope = Arc::new(Rope::new(&model.config, (longest + room).max(calibration)));
+        let start = run_start(&model, tokens.len(), longest + self.decode + 1, self.calibration)?;
+        let rope = Arc::new(Rope::new(&model.config, (longest + room).max(start)));
         let bar = progress();
         bar.set_message("calibrating");
         let profile = match given {
             Some(profile) => profile,
-            None => calibrated(&model, &rope, &tokens[..calibration], &methods)?,
+            None => calibrated(&model, &rope, &tokens[..start], &methods)?,
         };
         let prompts = 1 + 2 * self.depths.len(); // the text, and needle and recall at every depth
         bar.set_length((self.lengths.len() * prompts * methods.len()) as u64);
@@ -132,7 +130,7 @@ impl Eval {
             bar.set_message(format!("exact attention over {windows} windows of {length}"));
             let perplexity = window_perplexity(&setup.model, &setup.rope, &tokens, length, windows)?;
             exact.push(Exact { length, windows, perplexity });
-            rows.extend(self.rows(&setup, &tokens[calibration..], length, &bar)?);
+            rows.extend(self.rows(&setup, &tokens[start..], length, &bar)?);
         }
         bar.finish_and_clear();
         for Exact { length, windows, perplexity } in &exact {
@@ -140,19 +138,12 @@ impl Eval {
         }
         println!("\n{}", table(&rows));
         let (model, seed, decode) = (setup.model.name.clone(), self.seed, self.decode);
+        let calibration = if calibrates { start } else { 0 };
         json.write(&Evaluation { model, text: name, decode, calibration, seed, exact, rows })
     }
 
     /// The rows of one length: every prompt is run once and given to all methods.
     fn rows(&self, setup: &Setup, tokens: &[u32], length: usize, bar: &ProgressBar) -> Result<Vec<Row>> {
-        if tokens.len() < length + self.decode + 1 {
-            let what = format!(
-                "{} tokens are left of the text, {} are needed",
-                tokens.len(),
-                length + self.decode + 1
-            );
-            return Err(Error::Argument(what));
-        }
         bar.set_message(format!("text of {length}"));
         let mut rows = setup.score_text(&tokens[..length], &tokens[length..][..self.decode + 1], bar)?;
         let mut maker = TaskMaker::new(setup.model.tokenizer()?, self.seed)?;
