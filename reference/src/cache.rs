@@ -234,6 +234,9 @@ impl KvCache for WindowedCache {
                 layer.sinks.attend(head, &q, Some((&self.rope, 0)), &mut group)?;
                 layer.store.attend(head, &q, &mut group)?;
                 layer.recent.attend(head, &q, Some((&self.rope, recent_pos)), &mut group)?;
+                if group.iter().any(Accumulator::is_empty) {
+                    return Err(self.error("attention over nothing: all tokens have been dropped"));
+                }
                 for (accumulator, out) in group.iter().zip(out.chunks_exact_mut(head_dim)) {
                     accumulator.finish(out);
                 }
