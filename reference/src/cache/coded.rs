@@ -120,78 +120,119 @@ impl Store for CodedStore {
     }
 }
 
-/// Minimum and step of a group in half precision, then `bits` a number: `x = min + step * code`.
-fn encode_group(values: &[f32], bits: u32, bytes: &mut Vec<u8>) {
-    let (min, max) =
-        values.iter().fold((f32::INFINITY, f32::NEG_INFINITY), |(a, b), &x| (a.min(x), b.max(x)));
-    let levels = ((1_u32 << bits) - 1) as f32;
-    let (min, step) = (saturating_f16(min), saturating_f16((max - min) / levels));
-    bytes.extend_from_slice(&min.to_le_bytes());
-    bytes.extend_from_slice(&step.to_le_bytes());
-    let (min, step) = (min.to_f32(), step.to_f32());
-    let code = |&x: &f32| if step > 0.0 { ((x - min) / step).round().clamp(0.0, levels) as usize } else { 0 };
+/// A uniform quantizer of a group of numbers: `x = min + step * code`, both in half precision.
+#[derive(Clone, Copy)]
+struct Scale {
+    min: f32,
+    step: f32,
+}
+
+impl Scale {
+    const BYTES: usize = 4;
+
+    fn fit(values: impl Iterator<Item = f32>, bits: u32) -> Self {
+        let (min, max) = values.fold((f32::INFINITY, f32::NEG_INFINITY), |(a, b), x| (a.min(x), b.max(x)));
+        let step = (max - min) / largest_code(bits);
+        Self { min: saturating_f16(min).to_f32(), step: saturating_f16(step).to_f32() }
+    }
+
+    fn code(self, x: f32, bits: u32) -> u8 {
+        if self.step > 0.0 {
+            ((x - self.min) / self.step).round().clamp(0.0, largest_code(bits)) as u8
+        } else {
+            0
+        }
+    }
+
+    fn number(self, code: u8) -> f32 {
+        self.min + self.step * f32::from(code)
+    }
+
+    fn to_bytes(self) -> [u8; Self::BYTES] {
+        let (min, step) = (f16::from_f32(self.min).to_le_bytes(), f16::from_f32(self.step).to_le_bytes());
+        [min[0], min[1], step[0], step[1]]
+    }
+
+    fn from_bytes(bytes: [u8; Self::BYTES]) -> Self {
+        let half = |a, b| f16::from_le_bytes([a, b]).to_f32();
+        Self { min: half(bytes[0], bytes[1]), step: half(bytes[2], bytes[3]) }
+    }
+}
+
+fn largest_code(bits: u32) -> f32 {
+    ((1_u32 << bits) - 1) as f32
+}
+
+fn packed_len(n: usize, bits: u32) -> usize {
+    (n * bits as usize).div_ceil(8)
+}
+
+/// Appends codes of `bits` bits. Where the width divides a byte, byte `i` holds codes `i`, `i + len`, `i + 2 len`, ... of
+/// `len` bytes (as in ggml), so that unpacking runs over neighbours; other widths follow each other bit by bit.
+fn pack(codes: &[u8], bits: u32, bytes: &mut Vec<u8>) {
     let start = bytes.len();
-    bytes.resize(start + (values.len() * bits as usize).div_ceil(8), 0);
-    pack_bits(values.iter().map(code), bits, &mut bytes[start..]);
-}
-
-fn group_bytes(len: usize, bits: u32) -> usize {
-    4 + (len * bits as usize).div_ceil(8)
-}
-
-/// Fills `out` from a group that [`encode_group`] wrote.
-fn decode_group(bytes: &[u8], bits: u32, out: &mut [f32]) {
-    let half = |at: usize| f16::from_le_bytes([bytes[at], bytes[at + 1]]).to_f32();
-    let (min, step) = (half(0), half(2));
-    unpack(&bytes[4..], bits, out, |code| min + step * code as f32);
-}
-
-/// Maps every code of `bits` bits to its number. The widths that divide a byte are read a byte at a time.
-fn unpack(bytes: &[u8], bits: u32, out: &mut [f32], number: impl Fn(usize) -> f32) {
-    fn by_byte<const BITS: usize>(bytes: &[u8], out: &mut [f32], number: impl Fn(usize) -> f32) {
-        for (byte, out) in bytes.iter().zip(out.chunks_mut(8 / BITS)) {
-            for (i, out) in out.iter_mut().enumerate() {
-                *out = number(usize::from(*byte) >> (i * BITS) & ((1 << BITS) - 1));
+    let len = packed_len(codes.len(), bits);
+    bytes.resize(start + len, 0);
+    if 8 % bits == 0 {
+        for (part, codes) in (0..).zip(codes.chunks(len.max(1))) {
+            for (byte, code) in bytes[start..].iter_mut().zip(codes) {
+                *byte |= code << (part * bits);
             }
         }
-    }
-    match bits {
-        8 => by_byte::<8>(bytes, out, number),
-        4 => by_byte::<4>(bytes, out, number),
-        2 => by_byte::<2>(bytes, out, number),
-        _ => {
-            let n = out.len();
-            out.iter_mut().zip(unpack_bits(bytes, bits, n)).for_each(|(out, code)| *out = number(code));
-        }
+    } else {
+        pack_bits(codes.iter().map(|&code| code.into()), bits, &mut bytes[start..]);
     }
 }
 
-/// One group per channel over the tokens of the block (KIVI's keys, arXiv 2402.02750): outlier channels keep to themselves.
+/// Maps every code that [`pack`] wrote to its number.
+fn unpack(bytes: &[u8], bits: u32, out: &mut [f32], number: impl Fn(u8) -> f32) {
+    if 8 % bits == 0 {
+        let (len, mask) = (packed_len(out.len(), bits), (1_u32 << bits) - 1);
+        for (part, out) in (0..).zip(out.chunks_mut(len.max(1))) {
+            for (out, byte) in out.iter_mut().zip(bytes) {
+                *out = number(byte >> (part * bits) & mask as u8);
+            }
+        }
+    } else {
+        let n = out.len();
+        out.iter_mut().zip(unpack_bits(bytes, bits, n)).for_each(|(out, code)| *out = number(code as u8));
+    }
+}
+
+/// One scale per channel over the tokens of the block (KIVI's keys, arXiv 2402.02750): outlier channels keep to themselves.
 pub(crate) struct PerChannel {
     pub bits: u32,
 }
 
 impl BlockCodec for PerChannel {
     fn encode(&self, rows: &[f32], head_dim: usize, bytes: &mut Vec<u8>) {
-        for c in 0..head_dim {
-            let column: Vec<f32> = rows.iter().skip(c).step_by(head_dim).copied().collect();
-            encode_group(&column, self.bits, bytes);
+        let column = |c: usize| rows.iter().skip(c).step_by(head_dim).copied();
+        let scales: Vec<Scale> = (0..head_dim).map(|c| Scale::fit(column(c), self.bits)).collect();
+        scales.iter().for_each(|scale| bytes.extend(scale.to_bytes()));
+        for row in rows.chunks_exact(head_dim) {
+            let codes: Vec<u8> =
+                row.iter().zip(&scales).map(|(&x, scale)| scale.code(x, self.bits)).collect();
+            pack(&codes, self.bits, bytes);
         }
     }
 
     fn decode(&self, bytes: &[u8], head_dim: usize, rows: &mut [f32]) {
-        let n = rows.len() / head_dim;
-        let mut column = vec![0.0; n];
-        for (c, bytes) in bytes.chunks_exact(group_bytes(n, self.bits)).enumerate() {
-            decode_group(bytes, self.bits, &mut column);
-            for (row, &x) in rows.chunks_exact_mut(head_dim).zip(&column) {
-                row[c] = x;
+        let (scales, codes) = bytes.split_at(head_dim * Scale::BYTES);
+        let scales = scales.as_chunks().0.iter().map(|&bytes| Scale::from_bytes(bytes));
+        let (mins, steps): (Vec<f32>, Vec<f32>) = scales.map(|scale| (scale.min, scale.step)).unzip();
+        for (row, codes) in
+            rows.chunks_exact_mut(head_dim).zip(codes.chunks_exact(packed_len(head_dim, self.bits)))
+        {
+            unpack(codes, self.bits, row, f32::from);
+            for ((x, min), step) in row.iter_mut().zip(&mins).zip(&steps) {
+                *x = min + step * *x;
             }
         }
     }
 }
 
-/// Groups of neighbouring channels within a token (KIVI's values; llama.cpp's q8_0 and q4_1 with their groups of 32).
+/// One scale per group of neighbouring channels within a token (KIVI's values; llama.cpp's q8_0 and q4_1 with their groups
+/// of 32).
 pub(crate) struct PerToken {
     pub bits: u32,
     pub group: usize,
@@ -200,16 +241,21 @@ pub(crate) struct PerToken {
 impl BlockCodec for PerToken {
     fn encode(&self, rows: &[f32], head_dim: usize, bytes: &mut Vec<u8>) {
         for group in rows.chunks_exact(head_dim).flat_map(|row| row.chunks(self.group)) {
-            encode_group(group, self.bits, bytes);
+            let scale = Scale::fit(group.iter().copied(), self.bits);
+            bytes.extend(scale.to_bytes());
+            let codes: Vec<u8> = group.iter().map(|&x| scale.code(x, self.bits)).collect();
+            pack(&codes, self.bits, bytes);
         }
     }
 
     fn decode(&self, bytes: &[u8], head_dim: usize, rows: &mut [f32]) {
         let mut rest = bytes;
         for group in rows.chunks_exact_mut(head_dim).flat_map(|row| row.chunks_mut(self.group)) {
-            let (bytes, tail) = rest.split_at(group_bytes(group.len(), self.bits));
+            let Some((&scale, codes)) = rest.split_first_chunk() else { return };
+            let (codes, tail) = codes.split_at(packed_len(group.len(), self.bits));
             rest = tail;
-            decode_group(bytes, self.bits, group);
+            let scale = Scale::from_bytes(scale);
+            unpack(codes, self.bits, group, |code| scale.number(code));
         }
     }
 }
@@ -273,7 +319,7 @@ impl LloydMax {
     }
 
     fn row_bytes(&self, head_dim: usize) -> usize {
-        2 + (head_dim * self.bits as usize).div_ceil(8)
+        2 + packed_len(head_dim, self.bits)
     }
 }
 
@@ -286,11 +332,9 @@ impl BlockCodec for LloydMax {
             bytes.extend_from_slice(&norm.to_le_bytes());
             let scale = if norm.to_f32() > 0.0 { (head_dim as f32).sqrt() / norm.to_f32() } else { 0.0 };
             let nearest = |&x: &f32| {
-                self.levels.windows(2).filter(|pair| x * scale > 0.5 * (pair[0] + pair[1])).count()
+                self.levels.windows(2).filter(|pair| x * scale > 0.5 * (pair[0] + pair[1])).count() as u8
             };
-            let start = bytes.len();
-            bytes.resize(start + self.row_bytes(head_dim) - 2, 0);
-            pack_bits(rotated.iter().map(nearest), self.bits, &mut bytes[start..]);
+            pack(&rotated.iter().map(nearest).collect::<Vec<_>>(), self.bits, bytes);
         }
     }
 
@@ -298,7 +342,7 @@ impl BlockCodec for LloydMax {
         for (bytes, row) in bytes.chunks_exact(self.row_bytes(head_dim)).zip(rows.chunks_exact_mut(head_dim))
         {
             let scale = f16::from_le_bytes([bytes[0], bytes[1]]).to_f32() / (head_dim as f32).sqrt();
-            unpack(&bytes[2..], self.bits, row, |code| self.levels[code] * scale);
+            unpack(&bytes[2..], self.bits, row, |code| self.levels[usize::from(code)] * scale);
         }
     }
 
