@@ -50,24 +50,19 @@ fn notes(comparison: &Comparison) -> Vec<String> {
             .into(),
     ];
     for row in &comparison.methods {
-        let name = format!("{} {}", row.name, row.setting.replace(':', " "));
+        let mut besides = vec![];
         if row.offloaded_bytes_per_token > 0.0 {
-            notes.push(format!(
-                "{name}: and {:.0} exact bytes/token in slower memory.",
-                row.offloaded_bytes_per_token
-            ));
+            besides.push(format!("{:.0} exact bytes/token in slower memory", row.offloaded_bytes_per_token));
         }
         if row.working_bytes_per_token > 0.0 {
-            notes.push(format!(
-                "{name}: and {:.0} decoded bytes/token while in use.",
-                row.working_bytes_per_token
-            ));
+            besides.push(format!("{:.0} decoded bytes/token while in use", row.working_bytes_per_token));
         }
         if row.shared_bytes > 0 {
             let mib = row.shared_bytes as f64 / f64::from(1 << 20);
-            notes.push(format!(
-                "{name}: and {mib:.1} MiB made once for the model and shared by all its sequences."
-            ));
+            besides.push(format!("{mib:.1} MiB for all sequences of the model"));
+        }
+        if !besides.is_empty() {
+            notes.push(format!("{} {} besides: {}.", row.name, short(&row.setting), besides.join(", ")));
         }
     }
     notes
