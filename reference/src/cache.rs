@@ -6,6 +6,7 @@
 mod accumulate;
 mod cachegen;
 mod coded;
+mod codes;
 mod exact;
 mod million;
 mod retrieval;

@@ -54,9 +54,8 @@ impl LayerSamples {
         let (q_dim, kv_dim) = (model.config.q_dim(), model.config.kv_dim());
         let geometry = Geometry::of(&model.config);
         let [mut queries, keys] = [(q, q_dim), (k, kv_dim)].map(|(rows, len)| rows[SINKS * len..].to_vec());
-        let mut rotated_keys = keys.clone();
         rope.rotate_rows(&mut queries, q_dim, SINKS);
-        rope.rotate_rows(&mut rotated_keys, kv_dim, SINKS);
+        let rotated_keys = rope.rotated(&keys, kv_dim, SINKS);
         let group = model.config.gqa_group() * geometry.head_dim;
         let grams = (0..geometry.n_kv_heads)
             .into_par_iter()

@@ -55,8 +55,7 @@ impl CodedStore {
 impl Store for CodedStore {
     fn push(&mut self, pos: usize, k: &[f32], v: &[f32]) -> Result<()> {
         let kv_dim = self.geometry.kv_dim();
-        let mut rotated = k.to_vec();
-        self.rope.rotate_rows(&mut rotated, kv_dim, pos);
+        let rotated = self.rope.rotated(k, kv_dim, pos);
         for (k, v) in rotated.chunks(self.block * kv_dim).zip(v.chunks(self.block * kv_dim)) {
             let codes = (0..self.geometry.n_kv_heads)
                 .map(|head| {

@@ -237,6 +237,11 @@ impl DenseStore {
         &self.rows
     }
 
+    /// Takes keys that have been rotated already.
+    pub fn push_rotated(&mut self, k: &[f32], v: &[f32]) {
+        self.rows.push(k, v);
+    }
+
     pub fn rope(&self) -> &Rope {
         &self.rope
     }
@@ -249,9 +254,7 @@ impl DenseStore {
 
 impl Store for DenseStore {
     fn push(&mut self, pos: usize, k: &[f32], v: &[f32]) -> Result<()> {
-        let mut rotated = k.to_vec();
-        self.rope.rotate_rows(&mut rotated, self.rows.geometry.kv_dim(), pos);
-        self.rows.push(&rotated, v);
+        self.push_rotated(&self.rope.rotated(k, self.rows.geometry.kv_dim(), pos), v);
         Ok(())
     }
 

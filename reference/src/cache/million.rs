@@ -1,9 +1,10 @@
 use std::sync::Arc;
 
-use pq_core::{Codebook, Codes, Lut, PqShape, attend_into, encode_into, lut_into};
+use pq_core::{Codebook, Codes, Lut, PqShape, attend_into, lut_into};
 
 use crate::Result;
 use crate::cache::accumulate::Accumulator;
+use crate::cache::codes::append_codes;
 use crate::cache::{Footprint, Geometry, Store};
 use crate::model::Rope;
 
@@ -29,20 +30,20 @@ impl MillionStore {
     }
 }
 
-fn append_codes((shape, centroids): &(PqShape, Vec<f32>), rows: &[f32], codes: &mut Vec<u8>) -> Result<()> {
-    let start = codes.len();
-    codes.resize(start + rows.len() / shape.dim() * shape.code_size(), 0);
-    Ok(encode_into(&Codebook::new(*shape, centroids)?, rows, &mut codes[start..])?)
-}
-
 impl Store for MillionStore {
     fn push(&mut self, pos: usize, k: &[f32], v: &[f32]) -> Result<()> {
         let kv_dim = self.geometry.kv_dim();
-        let mut rotated = k.to_vec();
-        self.rope.rotate_rows(&mut rotated, kv_dim, pos);
+        let rotated = self.rope.rotated(k, kv_dim, pos);
         for (head, (books, codes)) in self.codebooks.iter().zip(&mut self.codes).enumerate() {
-            append_codes(&books.keys, &self.geometry.head_rows(head, &rotated), &mut codes[0])?;
-            append_codes(&books.values, &self.geometry.head_rows(head, v), &mut codes[1])?;
+            for (((shape, centroids), rows), codes) in
+                [(&books.keys, &rotated[..]), (&books.values, v)].into_iter().zip(codes)
+            {
+                append_codes(
+                    &Codebook::new(*shape, centroids)?,
+                    &self.geometry.head_rows(head, rows),
+                    codes,
+                )?;
+            }
         }
         self.len += k.len() / kv_dim;
         Ok(())

@@ -2,12 +2,11 @@
 
 use std::sync::Arc;
 
-use pq_core::{
-    Codebook, Codes, Lut, PqShape, TrainOptions, encode_into, lut_into, scan_into, top_k_into, train,
-};
+use pq_core::{Codebook, Codes, Lut, PqShape, TrainOptions, lut_into, scan_into, top_k_into, train};
 
 use crate::Result;
 use crate::cache::accumulate::Accumulator;
+use crate::cache::codes::append_codes;
 use crate::cache::exact::attend_rows;
 use crate::cache::{DenseStore, ElementType, Footprint, Geometry, Store};
 use crate::model::Rope;
@@ -112,9 +111,7 @@ impl Scorer {
         }
         for (i, head) in heads.iter_mut().enumerate() {
             let keys = geometry.head_rows(i, rotated);
-            let start = head.codes.len();
-            head.codes.resize(start + keys.len() / shape.dim() * shape.code_size(), 0);
-            encode_into(&Codebook::new(*shape, &head.centroids)?, &keys, &mut head.codes[start..])?;
+            append_codes(&Codebook::new(*shape, &head.centroids)?, &keys, &mut head.codes)?;
         }
         Ok(())
     }
@@ -122,10 +119,10 @@ impl Scorer {
 
 impl Store for RetrievalStore {
     fn push(&mut self, pos: usize, k: &[f32], v: &[f32]) -> Result<()> {
-        self.exact.push(pos, k, v)?;
-        let mut rotated = k.to_vec();
-        self.exact.rope().rotate_rows(&mut rotated, self.geometry.kv_dim(), pos);
-        self.scorer.push(self.geometry, &rotated)
+        let rotated = self.exact.rope().rotated(k, self.geometry.kv_dim(), pos);
+        self.scorer.push(self.geometry, &rotated)?;
+        self.exact.push_rotated(&rotated, v);
+        Ok(())
     }
 
     fn len(&self) -> usize {

@@ -45,8 +45,7 @@ impl Store for ZackStore {
     fn push(&mut self, pos: usize, k: &[f32], v: &[f32]) -> Result<()> {
         let Geometry { head_dim, .. } = self.geometry;
         let kv_dim = self.geometry.kv_dim();
-        let mut rotated = k.to_vec();
-        self.rope.rotate_rows(&mut rotated, kv_dim, pos);
+        let rotated = self.rope.rotated(k, kv_dim, pos);
         for (h, (head, [keys, values])) in self.heads.iter().zip(&mut self.rows).enumerate() {
             let mut key = vec![0.0; head.key_rank];
             for (k, v) in rotated.chunks_exact(kv_dim).zip(v.chunks_exact(kv_dim)) {

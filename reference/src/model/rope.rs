@@ -55,6 +55,17 @@ impl Rope {
             self.rotate(row, first + i);
         }
     }
+
+    /// A copy of rows, rotated as by [`Self::rotate_rows`].
+    ///
+    /// # Panics
+    /// When `first + n > len`.
+    #[must_use]
+    pub fn rotated(&self, rows: &[f32], row_len: usize, first: usize) -> Vec<f32> {
+        let mut rotated = rows.to_vec();
+        self.rotate_rows(&mut rotated, row_len, first);
+        rotated
+    }
 }
 
 /// Radians per position, (head_dim / 2,).
