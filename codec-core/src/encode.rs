@@ -19,9 +19,9 @@ const ANCHOR_MAX: f32 = 127.0;
 /// # Errors
 /// [`Error::Length`], [`Error::NotFinite`] or [`Error::TooLarge`]; `out` is then unchanged.
 /// # Cost
-/// One table look-up and two divisions a number.
+/// One division and one table look-up a number.
 /// # Source
-/// CacheGen (SIGCOMM 2024), 5.1 and 5.2.
+/// CacheGen (SIGCOMM 2024), 5.2.
 pub fn encode(plane: &Plane<'_>, rows: &[f32], out: &mut Vec<u8>) -> Result<(), Error> {
     let channels = plane.channels();
     let tokens = rows.len() / channels;

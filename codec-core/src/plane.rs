@@ -7,7 +7,7 @@ pub enum Predictor {
     /// The channel's mean.
     Mean,
     /// CacheGen's: the first token of each group of this many is stored in 8 bits a number, the others as their
-    /// difference to it (paper 5.1, groups of 10).
+    /// difference to it (paper 5.2, groups of 10).
     Anchor {
         /// Tokens per group, at least 1.
         group: u16,

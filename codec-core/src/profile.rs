@@ -30,7 +30,7 @@ impl PlaneProfile {
     /// # Errors
     /// [`Error::Zero`], [`Error::Length`], [`Error::NotFinite`], [`Error::BadStep`].
     /// # Source
-    /// CacheGen (SIGCOMM 2024), 5.1 and 5.2: bins relative to the deviation, models per layer and channel.
+    /// CacheGen (SIGCOMM 2024), 5.2: bins relative to the deviation, models per layer and channel.
     pub fn fit(rows: &[f32], channels: usize, predictor: Predictor, bin_size: f32) -> Result<Self, Error> {
         if channels == 0 {
             return Err(Error::Zero { what: "channels" });

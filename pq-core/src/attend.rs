@@ -16,8 +16,8 @@ pub struct SoftmaxStats {
 /// With `s_t = sum_j lut[j, key_codes[t, j]]`, writes `out = sum_t exp(s_t - max s) * value_t`, not divided by the sum,
 /// and returns the two numbers that divide or merge it. Scale the query by `1 / sqrt(head_dim)` before making `lut`.
 ///
-/// Scores come from the table (MILLION eq. 6). Values are never gathered: the softmax weights of the tokens that share a
-/// centroid are added up first, then each centroid is multiplied once (eq. 7 with the sums exchanged).
+/// Scores come from the table. Values are never gathered: the softmax weights of the tokens that share a
+/// centroid are added up first, then each centroid is multiplied once.
 ///
 /// # Shapes
 /// `lut` (m_k, ksub_k); `key_codes`, `value_codes` n vectors each; `scores` (n,) and `weights` (m_v, ksub_v) scratch;
@@ -27,7 +27,7 @@ pub struct SoftmaxStats {
 /// # Cost
 /// n * (m_k + m_v) additions, n exponentials, ksub_v * dim_v multiply-adds, no allocation.
 /// # Source
-/// MILLION (DAC 2025), eq. 6 and 7.
+/// MILLION (DAC 2025), III-B.
 pub fn attend_into(
     lut: &Lut<'_>,
     key_codes: &Codes<'_>,

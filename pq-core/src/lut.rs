@@ -45,7 +45,7 @@ impl<'a> Lut<'a> {
 /// # Cost
 /// ksub * dim multiply-adds, no allocation.
 /// # Source
-/// PQCache (arXiv 2407.12820), 3.3; MILLION (DAC 2025), eq. 6.
+/// PQCache (arXiv 2407.12820), 3.4; MILLION (DAC 2025), III-B.
 pub fn lut_into(codebook: &Codebook<'_>, query: &[f32], lut: &mut [f32]) -> Result<(), Error> {
     let shape = codebook.shape();
     check_len("query", query.len(), shape.dim())?;

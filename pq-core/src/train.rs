@@ -32,7 +32,7 @@ pub struct Trained {
 /// At most `iterations * n * ksub * dim` multiply-adds; one copy of `vectors`. With feature `rayon` the subspaces run in
 /// parallel.
 /// # Source
-/// Jégou, Douze, Schmid, TPAMI 2011; PQCache (arXiv 2407.12820), 3.2.
+/// Jégou, Douze, Schmid, TPAMI 2011; PQCache (arXiv 2407.12820), 3.3.
 /// # Examples
 /// ```
 /// use pq_core::{PqShape, TrainOptions, train};

@@ -99,7 +99,7 @@ fn asset(name: &str) -> PathBuf {
 #[derive(Args)]
 struct JsonArgs {
     /// Write the result as JSON
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", global = true)]
     json: Option<PathBuf>,
 }
 

@@ -232,6 +232,11 @@ fn profiles_and_arguments() {
         ("too few tokens to calibrate on", &["calibrate", "/dev/null", "--tokens", "3"], "too few"),
         ("nothing to calibrate", &["calibrate", "/dev/null", "--methods", "dense"], "needs a profile"),
         ("a hub name without an owner", &["fetch", "hf", "llama"], "ORG/NAME"),
+        (
+            "JSON to nowhere, after a subcommand",
+            &["fetch", "hf", "a/b", "--json", "/nowhere/a.json"],
+            "/nowhere/a.json",
+        ),
         ("an unknown command", &["compress"], "compress"),
         ("an unknown option", &["compare", "--fast"], "--fast"),
     ] {

@@ -55,16 +55,16 @@ fn near_lossless_settings_stay_within_one_percent() {
 fn aggressive_settings_degrade_in_the_papers_order() {
     // Better first, at growing compression or at the same number of attended tokens.
     let orders: [&[&str]; 7] = [
-        // PQCache, figures 6 to 8: near the oracle, far above dropping tokens, at a tenth of the tokens.
+        // PQCache, 4.2: near the oracle, far above dropping tokens, at a tenth of the tokens.
         &["oracle:ratio=0.1", "pqcache:ratio=0.1:code=2x6", "streaming:window=96"],
         &["pqcache:ratio=0.2", "pqcache:ratio=0.1", "pqcache:ratio=0.1:code=1x4"],
-        // MILLION, table II: 4 bits near fp16, then growing loss; at 2 bits ahead of uniform codes.
+        // MILLION: 4 bits near fp16, then growing loss; codes take outliers better than a uniform grid does.
         &["million", "million:k=32x8:v=32x8", "million:k=16x8:v=16x8"],
         &["million:k=32x8:v=32x8", "int2"],
         &["int8", "int4", "int2"],
         // ZACK, 6.3: the accuracy falls with the part removed.
         &["zack", "zack:k=0.5:v=0.5", "zack:k=0.25:v=0.25"],
-        // CacheGen, figure 9: the levels trade quality for size.
+        // CacheGen, 5.3: the levels trade quality for size.
         &["cachegen", "cachegen:k=1:v=1", "cachegen:k=3:v=3"],
     ];
     let mut methods = orders.concat();
@@ -77,7 +77,7 @@ fn aggressive_settings_degrade_in_the_papers_order() {
             assert!(better < worse, "{} has KL {better}, {} has {worse}", pair[0], pair[1]);
         }
     }
-    // CacheGen, 7.2: 3.5 to 4.3 times smaller than 8-bit codes at no more than 2 % loss; of so short a context the exact
+    // CacheGen's evaluation: 3.5 to 4.3 times smaller than 8-bit codes at no more than 2 % loss; of so short a context the exact
     // window is a part that neither shrinks.
     let (cachegen, int8) = (row(&comparison, "cachegen:k=1:v=1"), row(&comparison, "int8"));
     assert!(cachegen.perplexity < 1.02 * int8.perplexity, "{} {}", cachegen.perplexity, int8.perplexity);

@@ -59,7 +59,7 @@ impl Gram {
         Ok(())
     }
 
-    /// Adds another sum. Merging in a fixed order makes the result independent of how rows were split over threads.
+    /// Adds another sum. The same rows split and merged in the same order give the same bytes, whichever threads ran them.
     ///
     /// # Errors
     /// [`Error::Length`] when the dimensions differ.

@@ -30,7 +30,7 @@ impl Rotation {
     /// # Errors
     /// [`Error::Length`] when the dimensions differ, [`Error::NotFinite`], [`Error::NoConvergence`].
     /// # Source
-    /// ZACK, 4.2 and 5.1.
+    /// ZACK, 4 and 5.1.
     pub fn stacked(stored: &Gram, probes: &Gram) -> Result<Self, Error> {
         let mut sum = stored.clone();
         sum.merge(probes)?;

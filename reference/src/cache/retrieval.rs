@@ -18,7 +18,7 @@ pub(crate) enum Scorer {
     /// By the exact product: the upper bound for every top-k method.
     Oracle,
     /// By product-quantized keys; the codebooks are trained on the first keys that arrive, that is on the prompt (PQCache
-    /// 3.2).
+    /// 3.3).
     Pq {
         shape: PqShape,
         options: TrainOptions,
@@ -81,8 +81,8 @@ impl RetrievalStore {
         Ok(scores)
     }
 
-    /// The tokens that the whole group fetches: the top of the sum of its queries' softmaxed scores (PQCache's rule for
-    /// grouped queries).
+    /// The tokens that the whole group fetches: the top of the sum of its queries' softmaxed scores (the rule of
+    /// PQCache's released code).
     fn select(&self, head: usize, q: &[f32]) -> Result<Vec<u32>> {
         let mut total = vec![0.0; self.exact.tokens()];
         for q in q.chunks_exact(self.geometry.head_dim) {

@@ -10,7 +10,7 @@ use crate::model::Model;
 use crate::{Error, Profile, Result};
 
 impl PredictorKind {
-    /// The bins of layer `l`: with anchors 1, 2, 3 times by layer third (CacheGen, 5.1).
+    /// The bins of layer `l`: with anchors 1, 2, 3 times by layer third (CacheGen, 5.2).
     fn bin(self, base: f32, l: usize, n_layers: usize) -> f32 {
         match self {
             Self::Mean => base,

@@ -1,4 +1,5 @@
-//! MILLION's offline codebooks: one per layer, head, and keys or values.
+//! MILLION's offline codebooks: one per layer, head, and keys or values (the released code
+//! shares one over all layers and heads).
 
 use pq_core::{Codebook, TrainOptions, train};
 
