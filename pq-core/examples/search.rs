@@ -1,32 +1,33 @@
-//! Trains a codebook on keys, scores all of them against a query by table look-up and retrieves the top ten.
+//! PQCache's step: trains a codebook on the keys of a prompt, scores all of them against a group of queries by table look-up,
+//! and retrieves the tenth of the tokens that the group needs most.
 
 use pq_core::{
-    Codebook, Codes, Lut, PqShape, TrainOptions, encode_into, lut_into, scan_into, top_k_into, train,
+    CodebookBuf, Codes, GroupRule, PqShape, Search, SoftmaxStats, TrainOptions, lut_into, search_into, train,
 };
 
 fn main() -> Result<(), pq_core::Error> {
-    let (n, dim) = (4096, 64);
+    let (n, dim, group) = (4096, 64, 4);
     let keys: Vec<f32> =
         (0..n * dim).map(|i| ((i as f32) * 0.618).sin() * (1.0 + (i % dim) as f32 / 16.0)).collect();
 
     let shape = PqShape::new(dim, 16, 8)?;
-    let trained = train(shape, &keys, &TrainOptions { iterations: 10, seed: 0 })?;
-    let codebook = Codebook::new(shape, &trained.centroids)?;
-    let mut codes = vec![0; n * shape.code_size()];
-    encode_into(&codebook, &keys, &mut codes)?;
+    let trained = train(shape, &keys, &TrainOptions { iterations: 10, encode: true, ..Default::default() })?;
+    let codebook = CodebookBuf::new(shape, &trained.centroids)?;
+    let codes = Codes::new(shape, n, &trained.codes)?;
 
-    let mut table = vec![0.0; shape.lut_len()];
-    lut_into(&codebook, &keys[..dim], &mut table)?; // the query is the first key
-    let mut scores = vec![0.0; n];
-    scan_into(&Lut::new(shape, &table)?, &Codes::new(shape, &codes)?, &mut scores)?;
-    let mut indices = vec![0; n];
-    let k = top_k_into(&scores, 10, &mut indices)?;
+    let mut luts = vec![0.0; group * shape.lut_len()];
+    lut_into(&codebook.view(), &keys[..group * dim], &mut luts)?; // the queries are the first keys
+    let search = Search { k: n / 10, sinks: 4, recent: 64, rule: GroupRule::SumOfSoftmax };
+    let (mut scores, mut combined) = (vec![0.0; group * n], vec![0.0; n]);
+    let mut stats = vec![SoftmaxStats::EMPTY; group];
+    let mut tokens = vec![0; search.found(n)];
+    search_into(&luts, &codes, &search, &mut scores, &mut combined, &mut stats, &mut tokens)?;
 
-    println!(
-        "{} bytes of keys as {} bytes of codes; top tokens {:?}",
-        n * dim * 4,
-        codes.len(),
-        &indices[..k]
-    );
+    // How much of each query's attention the found tokens carry, by the approximate scores.
+    for (stats, scores) in stats.iter().zip(scores.chunks_exact(n)) {
+        let carried: f32 = tokens.iter().map(|&t| (scores[t as usize] - stats.log_sum_exp()).exp()).sum();
+        println!("{} of {n} tokens carry {:.1} % of the attention", tokens.len(), 100.0 * carried);
+    }
+    println!("{} bytes of keys as {} bytes of codes", keys.len() * 4, trained.codes.len());
     Ok(())
 }

@@ -1,22 +1,66 @@
 use crate::error::{check_finite, check_len};
 use crate::{Error, PqShape};
 
-/// The centroids of every subspace, borrowed: (m, ksub, dsub), finite.
+/// The centroids of every subspace, arranged for the kernels; borrowed from the caller's storage.
+///
+/// Centroids come and go as (m, ksub, dsub), the order of faiss and of [`Trained`](crate::Trained). The kernels read
+/// them component by component, (m, dsub, ksub), beside half of their squared norms, (m, ksub); [`new`](Self::new)
+/// arranges them once.
+///
+/// # Examples
+/// ```
+/// use pq_core::{Codebook, PqShape};
+/// let shape = PqShape::new(2, 1, 1)?; // one subspace of two components, two centroids
+/// let mut storage = vec![0.0; shape.codebook_storage_len()];
+/// let codebook = Codebook::new(shape, &[1.0, 2.0, 3.0, 4.0], &mut storage)?;
+/// assert!(codebook.centroid(0, 1).eq([3.0, 4.0]));
+/// # Ok::<(), pq_core::Error>(())
+/// ```
 #[derive(Clone, Copy, Debug)]
 pub struct Codebook<'a> {
     shape: PqShape,
-    centroids: &'a [f32], // (m, ksub, dsub), every element finite
+    columns: &'a [f32],    // (m, dsub, ksub), every element finite
+    half_norms: &'a [f32], // (m, ksub)
+}
+
+/// One subspace of a codebook.
+#[derive(Clone, Copy)]
+pub(crate) struct Subspace<'a> {
+    pub columns: &'a [f32],    // (dsub, ksub)
+    pub half_norms: &'a [f32], // (ksub,)
+}
+
+impl<'a> Subspace<'a> {
+    pub fn ksub(&self) -> usize {
+        self.half_norms.len()
+    }
+
+    /// Component `d` of every centroid.
+    pub fn column(&self, d: usize) -> &'a [f32] {
+        &self.columns[d * self.ksub()..][..self.ksub()]
+    }
 }
 
 impl<'a> Codebook<'a> {
-    /// Checks `centroids`, which may come from outside.
+    /// Checks `centroids` (m, ksub, dsub), which may come from outside, and arranges them in `storage`
+    /// ([`PqShape::codebook_storage_len`] elements).
     ///
     /// # Errors
     /// [`Error::Length`] or [`Error::NotFinite`].
-    pub fn new(shape: PqShape, centroids: &'a [f32]) -> Result<Self, Error> {
+    pub fn new(shape: PqShape, centroids: &[f32], storage: &'a mut [f32]) -> Result<Self, Error> {
         check_len("centroids", centroids.len(), shape.codebook_len())?;
         check_finite("centroids", centroids)?;
-        Ok(Self { shape, centroids })
+        check_len("codebook storage", storage.len(), shape.codebook_storage_len())?;
+        let (columns, half_norms) = storage.split_at_mut(shape.codebook_len());
+        let per_subspace = shape.ksub() * shape.dsub();
+        for ((centroids, columns), half_norms) in centroids
+            .chunks_exact(per_subspace)
+            .zip(columns.chunks_exact_mut(per_subspace))
+            .zip(half_norms.chunks_exact_mut(shape.ksub()))
+        {
+            arrange(centroids, shape.dsub(), columns, half_norms);
+        }
+        Ok(Self { shape, columns, half_norms })
     }
 
     /// The shape it was made for.
@@ -25,23 +69,72 @@ impl<'a> Codebook<'a> {
         self.shape
     }
 
-    /// All centroids of subspace `j`: (ksub, dsub).
-    ///
-    /// # Panics
-    /// When `j >= m`.
-    #[must_use]
-    pub fn subspace(&self, j: usize) -> &'a [f32] {
-        let len = self.shape.ksub() * self.shape.dsub();
-        &self.centroids[j * len..][..len]
-    }
-
-    /// Centroid `c` of subspace `j`: (dsub,).
+    /// The components of centroid `c` of subspace `j`.
     ///
     /// # Panics
     /// When `j >= m` or `c >= ksub`.
+    pub fn centroid(&self, j: usize, c: usize) -> impl Iterator<Item = f32> + use<'a> {
+        assert!(c < self.shape.ksub());
+        let ksub = self.shape.ksub();
+        self.subspace(j).columns[c..].iter().step_by(ksub).copied()
+    }
+
+    pub(crate) fn subspace(&self, j: usize) -> Subspace<'a> {
+        let (ksub, dsub) = (self.shape.ksub(), self.shape.dsub());
+        Subspace {
+            columns: &self.columns[j * ksub * dsub..][..ksub * dsub],
+            half_norms: &self.half_norms[j * ksub..][..ksub],
+        }
+    }
+
+    /// Every component of the centroids in turn: (ksub,) each.
+    pub(crate) fn columns(&self) -> core::slice::ChunksExact<'a, f32> {
+        self.columns.chunks_exact(self.shape.ksub())
+    }
+
+    pub(crate) fn subspaces(&self) -> impl Iterator<Item = Subspace<'a>> + use<'a> {
+        let this = *self;
+        (0..self.shape.m()).map(move |j| this.subspace(j))
+    }
+}
+
+/// Transposes one subspace's centroids, (ksub, dsub) to (dsub, ksub), and computes half of their squared norms.
+pub(crate) fn arrange(centroids: &[f32], dsub: usize, columns: &mut [f32], half_norms: &mut [f32]) {
+    let ksub = half_norms.len();
+    for ((c, centroid), half_norm) in centroids.chunks_exact(dsub).enumerate().zip(half_norms) {
+        *half_norm = 0.0;
+        for (d, &y) in centroid.iter().enumerate() {
+            columns[d * ksub + c] = y;
+            *half_norm += 0.5 * y * y;
+        }
+    }
+}
+
+/// A [`Codebook`] that owns its storage.
+#[cfg(feature = "alloc")]
+#[derive(Clone, Debug)]
+pub struct CodebookBuf {
+    shape: PqShape,
+    storage: alloc::vec::Vec<f32>, // as `Codebook::new` leaves it
+}
+
+#[cfg(feature = "alloc")]
+impl CodebookBuf {
+    /// As [`Codebook::new`].
+    ///
+    /// # Errors
+    /// [`Error::Length`] or [`Error::NotFinite`].
+    pub fn new(shape: PqShape, centroids: &[f32]) -> Result<Self, Error> {
+        check_len("centroids", centroids.len(), shape.codebook_len())?;
+        let mut storage = alloc::vec![0.0; shape.codebook_storage_len()];
+        Codebook::new(shape, centroids, &mut storage)?;
+        Ok(Self { shape, storage })
+    }
+
+    /// Borrows it.
     #[must_use]
-    pub fn centroid(&self, j: usize, c: usize) -> &'a [f32] {
-        let dsub = self.shape.dsub();
-        &self.subspace(j)[c * dsub..][..dsub]
+    pub fn view(&self) -> Codebook<'_> {
+        let (columns, half_norms) = self.storage.split_at(self.shape.codebook_len());
+        Codebook { shape: self.shape, columns, half_norms }
     }
 }

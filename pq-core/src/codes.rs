@@ -1,9 +1,9 @@
-//! Packed codes: the `m` codes of a vector follow each other in `nbits` bits each (see `pack`), and a vector starts at a
-//! byte. An `nbits`-bit field is below `ksub = 1 << nbits` by construction, so every byte string of
-//! the right length is valid and look-ups need no range check.
+//! The packed codes of many vectors: blocks of 64 vectors, in a block one run a subspace (see `pack`). An `nbits`-bit field
+//! is below `ksub = 1 << nbits` by construction, so every byte string of the right length is valid and look-ups need
+//! no range check.
 
 use crate::error::check_len;
-use crate::pack::unpack_bits;
+use crate::pack::{BLOCK, get_in_run, set_in_run};
 use crate::{Error, PqShape};
 
 /// The packed codes of `n` vectors, borrowed.
@@ -11,17 +11,16 @@ use crate::{Error, PqShape};
 pub struct Codes<'a> {
     shape: PqShape,
     n: usize,
-    bytes: &'a [u8], // (n, code_size)
+    bytes: &'a [u8], // (n / 64 rounded up, m, 8 * nbits)
 }
 
 impl<'a> Codes<'a> {
-    /// Takes as many vectors as `bytes` holds.
+    /// Takes the first `n` vectors of `bytes`, whose length is [`PqShape::codes_len`] of `n`.
     ///
     /// # Errors
-    /// [`Error::Length`] when `bytes` is no multiple of `code_size`.
-    pub fn new(shape: PqShape, bytes: &'a [u8]) -> Result<Self, Error> {
-        let n = bytes.len() / shape.code_size();
-        check_len("codes", bytes.len(), n * shape.code_size())?;
+    /// [`Error::Length`].
+    pub fn new(shape: PqShape, n: usize, bytes: &'a [u8]) -> Result<Self, Error> {
+        check_len("codes", bytes.len(), shape.codes_len(n))?;
         Ok(Self { shape, n, bytes })
     }
 
@@ -37,14 +36,10 @@ impl<'a> Codes<'a> {
         self.n
     }
 
-    /// The packed codes of vector `i`: (code_size,).
-    ///
-    /// # Panics
-    /// When `i >= n`.
+    /// Bytes that they take.
     #[must_use]
-    pub fn vector(&self, i: usize) -> &'a [u8] {
-        let size = self.shape.code_size();
-        &self.bytes[i * size..][..size]
+    pub const fn size(&self) -> usize {
+        self.bytes.len()
     }
 
     /// The codes of vector `i`, subspace after subspace.
@@ -52,7 +47,122 @@ impl<'a> Codes<'a> {
     /// # Panics
     /// When `i >= n`.
     pub fn iter_vector(&self, i: usize) -> impl Iterator<Item = usize> + use<'a> {
-        unpack_bits(self.vector(i), self.shape.nbits(), self.shape.m())
+        assert!(i < self.n, "vector {i} of {}", self.n);
+        let nbits = self.shape.nbits();
+        self.block(i / BLOCK)
+            .chunks_exact(8 * nbits as usize)
+            .map(move |run| get_in_run(run, nbits, i % BLOCK).into())
+    }
+
+    /// The runs of block `b`: (m, 8 * nbits).
+    pub(crate) fn block(&self, b: usize) -> &'a [u8] {
+        let size = self.shape.block_size();
+        &self.bytes[b * size..][..size]
+    }
+
+    pub(crate) const fn bytes(&self) -> &'a [u8] {
+        self.bytes
+    }
+
+    /// Vectors `start..end`, where `start` is a multiple of the block.
+    pub(crate) fn slice(&self, start: usize, end: usize) -> Self {
+        debug_assert!(start.is_multiple_of(BLOCK) && end <= self.n);
+        let from = start / BLOCK * self.shape.block_size();
+        let len = self.shape.codes_len(end - start);
+        Self { shape: self.shape, n: end - start, bytes: &self.bytes[from..][..len] }
+    }
+}
+
+/// Packs codes that were made elsewhere: (n, m), one integer each, row-major, as faiss keeps them.
+///
+/// # Shapes
+/// `codes` (n, m); `bytes` [`PqShape::codes_len`] of n, fully written.
+/// # Errors
+/// [`Error::Length`], or [`Error::CodeOutOfRange`] for a code of ksub or more; `bytes` is then untouched.
+/// # Examples
+/// ```
+/// use pq_core::{Codes, PqShape, pack_codes_into};
+/// let shape = PqShape::new(4, 2, 6)?;
+/// let mut bytes = vec![0; shape.codes_len(3)];
+/// pack_codes_into(shape, &[1_u8, 63, 0, 7, 8, 9], &mut bytes)?;
+/// assert!(Codes::new(shape, 3, &bytes)?.iter_vector(1).eq([0, 7]));
+/// assert!(pack_codes_into(shape, &[1_u16, 64, 0, 7, 8, 9], &mut bytes).is_err());
+/// # Ok::<(), pq_core::Error>(())
+/// ```
+pub fn pack_codes_into<C: Copy + Into<u16>>(
+    shape: PqShape,
+    codes: &[C],
+    bytes: &mut [u8],
+) -> Result<(), Error> {
+    let n = codes.len() / shape.m();
+    check_len("codes", codes.len(), n * shape.m())?;
+    check_len("packed codes", bytes.len(), shape.codes_len(n))?;
+    if let Some(index) = codes.iter().position(|&code| usize::from(code.into()) >= shape.ksub()) {
+        return Err(Error::CodeOutOfRange { index, code: codes[index].into(), ksub: shape.ksub() });
+    }
+    bytes.fill(0);
+    for (i, vector) in codes.chunks_exact(shape.m()).enumerate() {
+        set_vector(shape, bytes, i, |j| vector[j].into());
+    }
+    Ok(())
+}
+
+/// Writes the codes of vector `i`, leaving all others.
+pub(crate) fn set_vector(shape: PqShape, bytes: &mut [u8], i: usize, code: impl Fn(usize) -> u16) {
+    let block = &mut bytes[i / BLOCK * shape.block_size()..][..shape.block_size()];
+    for (j, run) in block.chunks_exact_mut(8 * shape.nbits() as usize).enumerate() {
+        set_in_run(run, shape.nbits(), i % BLOCK, code(j));
+    }
+}
+
+/// Codes that grow: a [`Codes`] that owns its bytes.
+#[cfg(feature = "alloc")]
+#[derive(Clone, Debug)]
+pub struct CodesBuf {
+    shape: PqShape,
+    n: usize,
+    bytes: alloc::vec::Vec<u8>, // codes_len(n)
+}
+
+#[cfg(feature = "alloc")]
+impl CodesBuf {
+    /// No codes.
+    #[must_use]
+    pub const fn new(shape: PqShape) -> Self {
+        Self { shape, n: 0, bytes: alloc::vec::Vec::new() }
+    }
+
+    /// Encodes `vectors` (n, dim) and appends their codes; returns the summed squared error, as
+    /// [`encode_into`](crate::encode_into).
+    ///
+    /// # Errors
+    /// [`Error::ShapeMismatch`] or [`Error::Length`].
+    pub fn append<E: crate::Element>(
+        &mut self,
+        codebook: &crate::Codebook<'_>,
+        vectors: &[E],
+    ) -> Result<f64, Error> {
+        if codebook.shape() != self.shape {
+            return Err(Error::ShapeMismatch);
+        }
+        let n = self.n + vectors.len() / self.shape.dim();
+        self.bytes.resize(self.shape.codes_len(n), 0);
+        let encoded = crate::encode_into(codebook, vectors, self.n, &mut self.bytes);
+        self.n = if encoded.is_ok() { n } else { self.n };
+        self.bytes.truncate(self.shape.codes_len(self.n));
+        encoded
+    }
+
+    /// Drops all but the first `n` vectors.
+    pub fn truncate(&mut self, n: usize) {
+        self.n = self.n.min(n);
+        self.bytes.truncate(self.shape.codes_len(self.n));
+    }
+
+    /// Borrows them.
+    #[must_use]
+    pub fn view(&self) -> Codes<'_> {
+        Codes { shape: self.shape, n: self.n, bytes: &self.bytes }
     }
 }
 
@@ -63,10 +173,10 @@ mod tests {
     #[test]
     fn a_broken_length_is_an_error() {
         let shape = PqShape::new(8, 4, 6).unwrap();
-        assert_eq!(shape.code_size(), 3);
         assert!(matches!(
-            Codes::new(shape, &[0; 4]),
-            Err(Error::Length { what: "codes", expected: 3, actual: 4 })
+            Codes::new(shape, 65, &[0; 192]),
+            Err(Error::Length { what: "codes", expected: 384, actual: 192 })
         ));
+        assert!(Codes::new(shape, usize::MAX, &[0; 192]).is_err());
     }
 }

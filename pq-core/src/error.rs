@@ -34,6 +34,31 @@ pub enum Error {
     },
     /// Two arguments were made for different shapes.
     ShapeMismatch,
+    /// More subspaces than an operation's integer sums allow.
+    TooManySubspaces {
+        /// Number of subspaces.
+        m: usize,
+        /// Most that are allowed.
+        max: usize,
+    },
+    /// A code from outside is no centroid's index.
+    CodeOutOfRange {
+        /// Where it stands.
+        index: usize,
+        /// The code.
+        code: u16,
+        /// Centroids per subspace.
+        ksub: usize,
+    },
+    /// Too few different lengths to fit a cost.
+    Underdetermined {
+        /// The profile.
+        what: &'static str,
+        /// Different lengths that the fit needs.
+        needed: usize,
+    },
+    /// This machine lacks the instructions of the backend that was asked for.
+    BackendUnavailable,
     /// A NaN or an infinity where a finite number is needed.
     NotFinite {
         /// The argument.
@@ -54,6 +79,14 @@ impl fmt::Display for Error {
                 write!(f, "{what} has length {actual}, expected {expected}")
             }
             Self::ShapeMismatch => write!(f, "the arguments were made for different shapes"),
+            Self::TooManySubspaces { m, max } => write!(f, "{m} subspaces are more than {max}"),
+            Self::CodeOutOfRange { index, code, ksub } => {
+                write!(f, "code {code} at index {index} is not below {ksub} centroids")
+            }
+            Self::Underdetermined { what, needed } => {
+                write!(f, "the {what} needs at least {needed} clearly different lengths")
+            }
+            Self::BackendUnavailable => write!(f, "this machine lacks the instructions of the backend"),
             Self::NotFinite { what, index } => write!(f, "{what} is not finite at index {index}"),
         }
     }
@@ -65,8 +98,8 @@ pub(crate) fn check_len(what: &'static str, actual: usize, expected: usize) -> R
     if actual == expected { Ok(()) } else { Err(Error::Length { what, expected, actual }) }
 }
 
-pub(crate) fn check_finite(what: &'static str, values: &[f32]) -> Result<(), Error> {
-    match values.iter().position(|x| !x.is_finite()) {
+pub(crate) fn check_finite<E: crate::Element>(what: &'static str, values: &[E]) -> Result<(), Error> {
+    match values.iter().position(|x| !x.to_f32().is_finite()) {
         None => Ok(()),
         Some(index) => Err(Error::NotFinite { what, index }),
     }

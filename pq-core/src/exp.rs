@@ -2,6 +2,7 @@
 ///
 /// One definition for every machine that also vectorizes: `x = n ln 2 + r` with `|r| <= ln 2 / 2`, a polynomial of degree 6
 /// for `exp(r)` (Cephes), and `n` added to the exponent. `ln 2` is split in two so that `r` is exact. NaN stays NaN.
+#[inline(always)]
 pub(crate) fn exp(x: f32) -> f32 {
     const LN2_HIGH: f32 = 0.693_359_4;
     const LN2_LOW: f32 = -2.121_944_4e-4;

@@ -3,97 +3,180 @@
 use alloc::vec;
 use alloc::vec::Vec;
 
+use crate::assign::{Nearest, assign, fill_tile};
+use crate::codebook::{Subspace, arrange};
+use crate::pack::{BLOCK, pack_run};
 use crate::rng::SplitMix64;
+use crate::{Backend, Element};
 
-/// `k` centroids (k, dsub) after at most `iterations` of Lloyd, and the sum of squared errors of the last assignment.
-///
-/// Starts from a random sample without repetition (the points in turn when there are no more than `k`). A centroid that
-/// lost its points takes half of the largest cluster: it becomes a copy of that centroid moved by a thousandth, as in
-/// faiss. Stops early when the error no longer falls.
-pub(crate) fn kmeans(points: &[f32], dsub: usize, k: usize, iterations: usize, seed: u64) -> (Vec<f32>, f64) {
-    let n = points.len() / dsub;
-    let mut centroids = sample(points, dsub, k, &mut SplitMix64(seed));
-    let mut error = f64::INFINITY;
-    for _ in 0..iterations {
-        let mut sums = vec![0.0_f64; k * dsub];
-        let mut counts = vec![0_usize; k];
-        let total = assign(points, dsub, &centroids, |c, x| {
-            counts[c] += 1;
-            for (sum, &x) in sums[c * dsub..][..dsub].iter_mut().zip(x) {
-                *sum += f64::from(x);
+/// The points of one subspace in tiles of 64, as the assignment wants them.
+pub(crate) struct Points {
+    tiles: Vec<f32>, // (n / 64 rounded up, dsub, 64)
+    dsub: usize,
+    n: usize,
+    squares: f64, // sum of squared norms
+}
+
+/// When to stop.
+pub(crate) struct Limits<'a> {
+    pub iterations: usize,
+    /// Stops when the error falls by no more than this part of itself.
+    pub tolerance: f64,
+    /// Asked before every iteration but the first.
+    pub time_is_up: Option<&'a (dyn Fn() -> bool + Sync)>,
+}
+
+/// What k-means leaves.
+pub(crate) struct Clusters {
+    pub centroids: Vec<f32>, // (k, dsub)
+    pub error: f64,          // summed squared error of the last assignment
+    pub iterations: usize,
+}
+
+/// Centroids arranged for [`assign`].
+struct Arranged {
+    columns: Vec<f32>,
+    half_norms: Vec<f32>,
+}
+
+impl Arranged {
+    fn new(centroids: &[f32], dsub: usize) -> Self {
+        let mut arranged =
+            Self { columns: vec![0.0; centroids.len()], half_norms: vec![0.0; centroids.len() / dsub] };
+        arrange(centroids, dsub, &mut arranged.columns, &mut arranged.half_norms);
+        arranged
+    }
+
+    fn subspace(&self) -> Subspace<'_> {
+        Subspace { columns: &self.columns, half_norms: &self.half_norms }
+    }
+}
+
+impl Points {
+    /// Components `first..first + dsub` of `rows` (n, dim).
+    pub fn of_subspace<E: Element>(rows: &[E], dim: usize, first: usize, dsub: usize) -> Self {
+        let n = rows.len() / dim;
+        let mut tiles = vec![0.0; n.div_ceil(BLOCK) * BLOCK * dsub];
+        let chunks = rows.chunks(BLOCK * dim).zip(tiles.chunks_exact_mut(BLOCK * dsub));
+        let squares = chunks.map(|(rows, tile)| fill_tile(rows, dim, first, tile)).sum();
+        Self { tiles, dsub, n, squares }
+    }
+
+    fn point(&self, i: usize) -> impl Iterator<Item = f32> + '_ {
+        self.tiles[i / BLOCK * BLOCK * self.dsub..][..BLOCK * self.dsub][i % BLOCK..]
+            .iter()
+            .step_by(BLOCK)
+            .copied()
+    }
+
+    /// Assigns every point, a tile at a time; `visit` gets the tile, its points and what was found. Returns the summed
+    /// squared error.
+    fn assign(&self, backend: Backend, to: &Arranged, mut visit: impl FnMut(&[f32], usize, &Nearest)) -> f64 {
+        let mut nearest = Nearest::NONE;
+        let mut error = self.squares;
+        for (i, tile) in self.tiles.chunks_exact(BLOCK * self.dsub).enumerate() {
+            let points = BLOCK.min(self.n - i * BLOCK);
+            assign(backend, to.subspace(), tile, &mut nearest);
+            error += nearest.distance[..points].iter().map(|&x| 2.0 * f64::from(x)).sum::<f64>();
+            visit(tile, points, &nearest);
+        }
+        error.max(0.0)
+    }
+
+    /// The points' nearest centroids as packed runs, one per 64 points, and the summed squared error.
+    pub fn encode(&self, backend: Backend, centroids: &[f32], nbits: u32) -> (Vec<u8>, f64) {
+        let mut runs = vec![0; self.n.div_ceil(BLOCK) * 8 * nbits as usize];
+        let mut rest = runs.chunks_exact_mut(8 * nbits as usize);
+        let error = self.assign(backend, &Arranged::new(centroids, self.dsub), |_, points, nearest| {
+            let mut codes = nearest.index.map(|c| c as u16);
+            codes[points..].fill(0);
+            if let Some(run) = rest.next() {
+                pack_run(&codes, nbits, run);
             }
         });
-        for (c, &count) in counts.iter().enumerate().filter(|&(_, &count)| count > 0) {
-            for (y, sum) in centroids[c * dsub..][..dsub].iter_mut().zip(&sums[c * dsub..]) {
-                *y = (sum / count as f64) as f32;
+        (runs, error)
+    }
+
+    /// `k` different points in random order; all of them in turn when there are no more.
+    pub fn random_start(&self, k: usize, rng: &mut SplitMix64) -> Vec<f32> {
+        let order = rng.sample(self.n, k);
+        (0..k).flat_map(|c| self.point(order[c % order.len()])).collect()
+    }
+
+    /// k-means++ (Arthur, Vassilvitskii, SODA 2007): each next start is drawn with a probability proportional to its squared
+    /// distance from those before it.
+    pub fn plus_plus_start(&self, k: usize, rng: &mut SplitMix64) -> Vec<f32> {
+        let mut centroids: Vec<f32> = self.point(rng.below(self.n)).collect();
+        let mut distances = vec![f32::INFINITY; self.n];
+        while centroids.len() < k * self.dsub {
+            let last = &centroids[centroids.len() - self.dsub..];
+            for (tile, distances) in
+                self.tiles.chunks_exact(BLOCK * self.dsub).zip(distances.chunks_mut(BLOCK))
+            {
+                let mut squares = [0.0; BLOCK];
+                for (column, y) in tile.chunks_exact(BLOCK).zip(last) {
+                    for (square, x) in squares.iter_mut().zip(column) {
+                        *square += (x - y) * (x - y);
+                    }
+                }
+                for (distance, square) in distances.iter_mut().zip(squares) {
+                    *distance = distance.min(square);
+                }
+            }
+            let total: f64 = distances.iter().map(|&x| f64::from(x)).sum();
+            let mut at = rng.unit() * total;
+            let drawn = distances.iter().position(|&distance| {
+                at -= f64::from(distance);
+                at < 0.0
+            });
+            // No distance left: every point is a start already, and any will do.
+            let drawn = drawn.unwrap_or_else(|| rng.below(self.n));
+            centroids.extend(self.point(drawn));
+        }
+        centroids
+    }
+
+    /// Lloyd's iterations from `centroids` (k, dsub).
+    ///
+    /// A centroid that lost its points takes half of the largest cluster: it becomes a copy of that centroid moved by a
+    /// thousandth, as in faiss.
+    pub fn cluster(&self, backend: Backend, mut centroids: Vec<f32>, limits: &Limits<'_>) -> Clusters {
+        let dsub = self.dsub;
+        let k = centroids.len() / dsub;
+        let mut error = f64::INFINITY;
+        let mut iterations = 0;
+        while iterations < limits.iterations {
+            if iterations > 0 && limits.time_is_up.is_some_and(|time_is_up| time_is_up()) {
+                break;
+            }
+            iterations += 1;
+            let mut sums = vec![0.0_f64; k * dsub];
+            let mut counts = vec![0_usize; k];
+            let now = self.assign(backend, &Arranged::new(&centroids, dsub), |tile, points, nearest| {
+                for (i, &c) in nearest.index[..points].iter().enumerate() {
+                    let c = c as usize;
+                    counts[c] += 1;
+                    for (sum, column) in sums[c * dsub..][..dsub].iter_mut().zip(tile.chunks_exact(BLOCK)) {
+                        *sum += f64::from(column[i]);
+                    }
+                }
+            });
+            for (c, &count) in counts.iter().enumerate().filter(|&(_, &count)| count > 0) {
+                for (y, sum) in centroids[c * dsub..][..dsub].iter_mut().zip(&sums[c * dsub..]) {
+                    *y = (sum / count as f64) as f32;
+                }
+            }
+            if self.n > k {
+                split_into_empty(&mut centroids, dsub, &mut counts);
+            }
+            let converged = error - now <= limits.tolerance * now;
+            error = now.min(error);
+            if converged {
+                break;
             }
         }
-        if n > k {
-            split_into_empty(&mut centroids, dsub, &mut counts);
-        }
-        let converged = total >= error;
-        error = total.min(error);
-        if converged {
-            break;
-        }
+        Clusters { centroids, error, iterations }
     }
-    (centroids, error)
-}
-
-/// Calls `visit(centroid, point)` for every point with its nearest centroid, in order; returns the summed squared error.
-///
-/// Distances of one point to all centroids are computed component by component over a transposed table, so that the
-/// inner loop runs over centroids and vectorizes at every `dsub`.
-fn assign(points: &[f32], dsub: usize, centroids: &[f32], mut visit: impl FnMut(usize, &[f32])) -> f64 {
-    let k = centroids.len() / dsub;
-    let mut transposed = vec![0.0_f32; k * dsub]; // (dsub, k)
-    let mut half_norms = vec![0.0_f32; k];
-    for (c, centroid) in centroids.chunks_exact(dsub).enumerate() {
-        for (d, &y) in centroid.iter().enumerate() {
-            transposed[d * k + c] = y;
-            half_norms[c] += 0.5 * y * y;
-        }
-    }
-    let mut distances = vec![0.0_f32; k];
-    let mut total = 0.0_f64;
-    for x in points.chunks_exact(dsub) {
-        distances.copy_from_slice(&half_norms);
-        for (&x, row) in x.iter().zip(transposed.chunks_exact(k)) {
-            for (distance, &y) in distances.iter_mut().zip(row) {
-                *distance -= x * y;
-            }
-        }
-        let best = first_minimum(&distances);
-        let norm: f32 = x.iter().map(|x| x * x).sum();
-        total += f64::from((norm + 2.0 * distances[best]).max(0.0));
-        visit(best, x);
-    }
-    total
-}
-
-/// Index of the first minimum. Eight running minima keep the first pass free of a serial dependency.
-fn first_minimum(values: &[f32]) -> usize {
-    let mut lanes = [f32::INFINITY; 8];
-    let (chunks, tail) = values.as_chunks::<8>();
-    for chunk in chunks {
-        for (lane, &x) in lanes.iter_mut().zip(chunk) {
-            *lane = if x < *lane { x } else { *lane };
-        }
-    }
-    let min = lanes.iter().chain(tail).copied().fold(f32::INFINITY, f32::min);
-    values.iter().position(|&x| x == min).unwrap_or(0)
-}
-
-fn sample(points: &[f32], dsub: usize, k: usize, rng: &mut SplitMix64) -> Vec<f32> {
-    let n = points.len() / dsub;
-    let mut order: Vec<usize> = (0..n).collect();
-    let chosen = k.min(n);
-    if n > k {
-        for i in 0..k {
-            order.swap(i, i + rng.below(n - i));
-        }
-    }
-    (0..k).flat_map(|c| points[order[c % chosen] * dsub..][..dsub].iter().copied()).collect()
 }
 
 fn split_into_empty(centroids: &mut [f32], dsub: usize, counts: &mut [usize]) {
@@ -118,24 +201,39 @@ fn split_into_empty(centroids: &mut [f32], dsub: usize, counts: &mut [usize]) {
 mod tests {
     use super::*;
 
+    fn clusters(values: &[f32], dsub: usize, k: usize, iterations: usize) -> Clusters {
+        let points = Points::of_subspace(values, dsub, 0, dsub);
+        let start = points.random_start(k, &mut SplitMix64(7));
+        points.cluster(Backend::detect(), start, &Limits { iterations, tolerance: 0.0, time_is_up: None })
+    }
+
     #[test]
     fn separated_clusters_are_found() {
-        let points: Vec<f32> = (0..300).map(|i| (i % 3) as f32 * 100.0 + (i / 3) as f32 * 0.01).collect();
-        let (mut centroids, error) = kmeans(&points, 1, 4, 20, 7);
+        let values: Vec<f32> = (0..300).map(|i| (i % 3) as f32 * 100.0 + (i / 3) as f32 * 0.01).collect();
+        let Clusters { mut centroids, error, .. } = clusters(&values, 1, 4, 20);
         centroids.sort_by(f32::total_cmp);
         assert!(centroids[0] < 1.0 && centroids[3] > 200.0, "{centroids:?}");
         assert!(error < 100.0 * 3.0 * 0.09, "{error}");
     }
 
     #[test]
+    fn plus_plus_starts_in_every_cluster() {
+        let values: Vec<f32> = (0..300).map(|i| (i % 3) as f32 * 100.0 + (i / 3) as f32 * 0.01).collect();
+        let mut start = Points::of_subspace(&values, 1, 0, 1).plus_plus_start(3, &mut SplitMix64(3));
+        start.sort_by(f32::total_cmp);
+        assert!(start[0] < 2.0 && start[1] > 99.0 && start[1] < 102.0 && start[2] > 199.0, "{start:?}");
+    }
+
+    #[test]
     fn fewer_points_than_centroids_cost_nothing() {
-        let (_, error) = kmeans(&[1.0, 2.0, 3.0], 1, 8, 5, 0);
-        assert!(error < 1e-10);
+        assert!(clusters(&[1.0, 2.0, 3.0], 1, 8, 5).error < 1e-10);
+        let points = Points::of_subspace(&[1.0_f32, 2.0, 3.0], 1, 0, 1);
+        assert_eq!(points.plus_plus_start(8, &mut SplitMix64(3)).len(), 8);
     }
 
     #[test]
     fn equal_points_leave_no_nan() {
-        let (centroids, error) = kmeans(&[0.0; 64], 2, 4, 5, 0);
+        let Clusters { centroids, error, .. } = clusters(&[0.0; 64], 2, 4, 5);
         assert!(error == 0.0 && centroids.iter().all(|y| y.is_finite()));
     }
 }

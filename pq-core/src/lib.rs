@@ -1,6 +1,5 @@
 #![doc = include_str!("../README.md")]
 #![no_std]
-#![forbid(unsafe_code)]
 
 #[cfg(feature = "alloc")]
 extern crate alloc;
@@ -8,34 +7,66 @@ extern crate alloc;
 extern crate std;
 
 mod adc;
+mod assign;
 mod attend;
+mod backend;
+#[cfg(feature = "alloc")]
+mod block_cache;
+mod budget;
 mod codebook;
 mod codes;
+mod drift;
+mod element;
 mod encode;
 mod error;
+mod exact;
 mod exp;
+mod group;
 #[cfg(feature = "alloc")]
 mod kmeans;
 mod lut;
+mod mips;
+mod norm;
+mod outliers;
 mod pack;
 #[cfg(feature = "alloc")]
 mod rng;
+mod rope_mean;
 mod shape;
+mod simd;
+mod softmax;
 mod topk;
 #[cfg(feature = "alloc")]
 mod train;
 mod window;
 
-pub use adc::scan_into;
-pub use attend::{SoftmaxStats, attend_into};
-pub use codebook::Codebook;
-pub use codes::Codes;
-pub use encode::{decode_into, encode_into};
-pub use error::Error;
-pub use lut::{Lut, lut_into};
-pub use pack::{pack_bits, unpack_bits};
-pub use shape::PqShape;
-pub use topk::top_k_into;
+pub use adc::{scan_into, scan_into_with, scan_quantized_into, scan_quantized_into_with};
+pub use attend::{CodedTokens, attend_into, attend_into_with, attend_scratch_len};
+pub use backend::Backend;
 #[cfg(feature = "alloc")]
-pub use train::{TrainOptions, Trained, train};
+pub use block_cache::{BlockCache, CacheStatistics, Eviction, Hit, Load};
+pub use budget::CostModel;
+pub use codebook::Codebook;
+#[cfg(feature = "alloc")]
+pub use codebook::CodebookBuf;
+#[cfg(feature = "alloc")]
+pub use codes::CodesBuf;
+pub use codes::{Codes, pack_codes_into};
+pub use drift::Drift;
+pub use element::Element;
+pub use encode::{decode_into, encode_into, encode_into_with};
+pub use error::Error;
+pub use exact::attend_exact_into;
+pub use group::{GroupRule, combine_group_into};
+pub use lut::{Lut, LutPrecision, QuantizedLut, lut_into, lut_into_with};
+pub use mips::{Search, rerank_into, search_into};
+pub use norm::{decode_norm, divide_by_norms, encode_norm};
+pub use outliers::{Outlier, extract_outliers, restore_outliers};
+pub use pack::BLOCK;
+pub use rope_mean::RopeMean;
+pub use shape::PqShape;
+pub use softmax::SoftmaxStats;
+pub use topk::{top_k_into, top_k_into_with};
+#[cfg(feature = "alloc")]
+pub use train::{Start, TrainOptions, Trained, train, train_batch};
 pub use window::Window;

@@ -1,5 +1,11 @@
+mod quantized;
+
+use crate::codebook::Subspace;
 use crate::error::check_len;
-use crate::{Codebook, Error, PqShape};
+use crate::simd::{Kernel, Simd};
+use crate::{Backend, Codebook, Element, Error, PqShape};
+
+pub use quantized::{LutPrecision, QuantizedLut};
 
 /// A query's table of partial scores, borrowed: (m, ksub).
 #[derive(Clone, Copy, Debug)]
@@ -18,6 +24,11 @@ impl<'a> Lut<'a> {
         Ok(Self { shape, values })
     }
 
+    /// Table `i` of those in `values`, which hold more than `i`.
+    pub(crate) fn nth(shape: PqShape, values: &'a [f32], i: usize) -> Self {
+        Self { shape, values: &values[i * shape.lut_len()..][..shape.lut_len()] }
+    }
+
     /// The shape it was made for.
     #[must_use]
     pub const fn shape(&self) -> PqShape {
@@ -32,29 +43,112 @@ impl<'a> Lut<'a> {
     pub fn row(&self, j: usize) -> &'a [f32] {
         &self.values[j * self.shape.ksub()..][..self.shape.ksub()]
     }
+
+    pub(crate) fn rows(&self) -> core::slice::ChunksExact<'a, f32> {
+        self.values.chunks_exact(self.shape.ksub())
+    }
 }
 
-/// Fills the table of inner products of one query with every centroid.
+/// Fills the tables of inner products of queries with every centroid.
 ///
-/// `lut[j, c] = <query_j, centroid[j, c]>`, added in `f32` in ascending component order.
+/// `lut[g, j, c] = <query[g]_j, centroid[j, c]>`, rounded products added in `f32` in ascending component order: the same
+/// bits on every backend.
 ///
 /// # Shapes
-/// `query` (dim,); `lut` (m, ksub), fully written.
+/// `queries` (group, dim), the query heads that share a key/value head; `luts` (group, m, ksub), fully written.
 /// # Errors
-/// [`Error::Length`]; `lut` is then untouched.
+/// [`Error::Length`]; `luts` is then untouched.
 /// # Cost
-/// ksub * dim multiply-adds, no allocation.
+/// group * ksub * dim multiply-adds, no allocation.
 /// # Source
 /// PQCache (arXiv 2407.12820), 3.4; MILLION (DAC 2025), III-B.
-pub fn lut_into(codebook: &Codebook<'_>, query: &[f32], lut: &mut [f32]) -> Result<(), Error> {
+pub fn lut_into<E: Element>(codebook: &Codebook<'_>, queries: &[E], luts: &mut [f32]) -> Result<(), Error> {
+    lut_into_with(Backend::detect(), codebook, queries, luts)
+}
+
+/// [`lut_into`] on a given backend.
+///
+/// # Errors
+/// As [`lut_into`], and [`Error::BackendUnavailable`].
+pub fn lut_into_with<E: Element>(
+    backend: Backend,
+    codebook: &Codebook<'_>,
+    queries: &[E],
+    luts: &mut [f32],
+) -> Result<(), Error> {
+    backend.check()?;
     let shape = codebook.shape();
-    check_len("query", query.len(), shape.dim())?;
-    check_len("lut", lut.len(), shape.lut_len())?;
-    for (j, (q, row)) in query.chunks_exact(shape.dsub()).zip(lut.chunks_exact_mut(shape.ksub())).enumerate()
-    {
-        for (centroid, score) in codebook.subspace(j).chunks_exact(shape.dsub()).zip(row) {
-            *score = q.iter().zip(centroid).map(|(&q, &y)| q * y).sum();
+    let group = queries.len() / shape.dim();
+    check_len("queries", queries.len(), group * shape.dim())?;
+    check_len("luts", luts.len(), group.saturating_mul(shape.lut_len()))?;
+    backend.run(FillLuts { codebook, queries, luts });
+    Ok(())
+}
+
+struct FillLuts<'a, E> {
+    codebook: &'a Codebook<'a>,
+    queries: &'a [E],
+    luts: &'a mut [f32],
+}
+
+impl<'a, E: Element> FillLuts<'a, E> {
+    /// Every subspace of every query with its row of the tables.
+    fn rows(self) -> impl Iterator<Item = (&'a [E], Subspace<'a>, &'a mut [f32])> {
+        let shape = self.codebook.shape();
+        let subspaces = self.queries.chunks_exact(shape.dsub()).zip(self.luts.chunks_exact_mut(shape.ksub()));
+        let codebook = self.codebook;
+        subspaces.enumerate().map(move |(i, (q, row))| (q, codebook.subspace(i % shape.m()), row))
+    }
+}
+
+impl<E: Element> Kernel for FillLuts<'_, E> {
+    type Output = ();
+
+    fn scalar(self) {
+        for (q, subspace, row) in self.rows() {
+            for (d, &q) in q.iter().enumerate() {
+                for (score, &y) in row.iter_mut().zip(subspace.column(d)) {
+                    let product = q.to_f32() * y;
+                    *score = if d == 0 { product } else { *score + product };
+                }
+            }
         }
     }
-    Ok(())
+
+    #[inline(always)]
+    fn vector<S: Simd>(self, s: S) {
+        let ksub = self.codebook.shape().ksub();
+        if ksub < S::LANES {
+            return self.scalar();
+        }
+        for (q, subspace, row) in self.rows() {
+            if ksub >= 4 * S::LANES {
+                fill_row::<E, S, 4>(s, q, subspace, row);
+            } else {
+                fill_row::<E, S, 1>(s, q, subspace, row);
+            }
+        }
+    }
+}
+
+/// One row, `R` registers of centroids at a time, which divide it: their sums stay in registers over the components.
+#[inline(always)]
+fn fill_row<E: Element, S: Simd, const R: usize>(s: S, q: &[E], subspace: Subspace<'_>, row: &mut [f32]) {
+    let columns = &subspace.columns[..q.len() * row.len()];
+    for c in (0..row.len()).step_by(R * S::LANES) {
+        let mut sums = [s.splat(0.0); R];
+        for (d, &q) in q.iter().enumerate() {
+            let q = s.splat(q.to_f32());
+            for (v, sum) in sums.iter_mut().enumerate() {
+                // SAFETY: c + R * LANES <= ksub, since both are powers of two; `columns` is (dsub, ksub).
+                let product =
+                    s.mul(q, unsafe { s.load(columns.as_ptr().add(d * row.len() + c + v * S::LANES)) });
+                *sum = if d == 0 { product } else { s.add(*sum, product) };
+            }
+        }
+        for (v, sum) in sums.into_iter().enumerate() {
+            // SAFETY: as above.
+            unsafe { s.store(row.as_mut_ptr().add(c + v * S::LANES), sum) };
+        }
+    }
 }

@@ -1,77 +1,108 @@
-/// Packs values of `nbits` bits each, least significant bit first, into the front of `bytes`.
-///
-/// Bits of a value above `nbits` must be zero. What does not fit into `bytes` is dropped; the last byte is filled up with
-/// zeros, and bytes after it are untouched.
-///
-/// # Panics
-/// In debug builds, when `nbits` is above 24.
-/// # Examples
-/// ```
-/// let mut bytes = [0; 2];
-/// pq_core::pack_bits([5, 2, 7, 1].into_iter(), 3, &mut bytes);
-/// assert_eq!(bytes, [0b11_010_101, 0b001_1]);
-/// assert!(pq_core::unpack_bits(&bytes, 3, 4).eq([5, 2, 7, 1]));
-/// ```
-pub fn pack_bits(values: impl Iterator<Item = usize>, nbits: u32, bytes: &mut [u8]) {
-    debug_assert!(nbits <= 24);
-    let mut bits = 0_u32; // the lowest `held` bits are yet to be written; held < 8 + 24
-    let mut held = 0;
-    let mut out = bytes.iter_mut();
-    let mut emit = |byte: u32| {
-        if let Some(slot) = out.next() {
-            *slot = byte as u8;
+//! How 64 codes of one subspace are packed into `8 * nbits` bytes, a *run*.
+//!
+//! `nbits` is split into planes of 8, 4, 2 and 1 bits, the widest first, from the low bits of a code up: 6 bits are a
+//! 4-bit plane with bits 0 to 3 and a 2-bit plane with bits 4 and 5; 12 bits are an 8-bit and a 4-bit plane. In a plane of
+//! `w` bits, which is `8 w` bytes, token `i` has its bits in byte `i % (8 w)`, shifted left by `w * (i / (8 w))`.
+//!
+//! So a run is exactly packed at every width, a token is found without a search, and registers take it apart with
+//! one shift and one mask a plane, no byte ever crossing a lane.
+
+/// Codes in a run, and vectors in a block of codes.
+pub const BLOCK: usize = 64;
+
+/// The planes of a code: (bits, shift of the lowest), widest first.
+fn planes(nbits: u32) -> impl Iterator<Item = (usize, u32)> {
+    [8, 4, 2, 1].into_iter().filter(move |width| nbits & width != 0).scan(0, |shift, width| {
+        let plane = (width as usize, *shift);
+        *shift += width;
+        Some(plane)
+    })
+}
+
+/// Packs 64 codes, each below `1 << nbits`, into `run` (8 * nbits bytes).
+pub(crate) fn pack_run(codes: &[u16; BLOCK], nbits: u32, run: &mut [u8]) {
+    let mut rest = run;
+    for (width, shift) in planes(nbits) {
+        let (plane, tail) = rest.split_at_mut(8 * width);
+        rest = tail;
+        let mask = ((1_u32 << width) - 1) as u16;
+        plane.fill(0);
+        for (part, codes) in codes.chunks_exact(8 * width).enumerate() {
+            for (byte, code) in plane.iter_mut().zip(codes) {
+                *byte |= (((code >> shift) & mask) << (part * width)) as u8;
+            }
         }
-    };
-    for value in values {
-        bits |= (value as u32) << held;
-        held += nbits;
-        while held >= 8 {
-            emit(bits);
-            bits >>= 8;
-            held -= 8;
-        }
-    }
-    if held > 0 {
-        emit(bits);
     }
 }
 
-/// Reads `n` values of `nbits` bits each, as [`pack_bits`] wrote them; zeros past the end of `bytes`.
-///
-/// # Panics
-/// In debug builds, when `nbits` is above 24.
-pub fn unpack_bits(bytes: &[u8], nbits: u32, n: usize) -> impl Iterator<Item = usize> + use<'_> {
-    debug_assert!(nbits <= 24);
-    let mut bits = 0_u32; // the lowest `held` bits are yet to be read
-    let mut held = 0;
-    let mut rest = bytes.iter();
-    (0..n).map(move |_| {
-        while held < nbits {
-            bits |= u32::from(rest.next().copied().unwrap_or(0)) << held;
-            held += 8;
+/// Reads the 64 codes of a run.
+pub(crate) fn unpack_run(run: &[u8], nbits: u32) -> [u16; BLOCK] {
+    let mut codes = [0; BLOCK];
+    let mut rest = run;
+    for (width, shift) in planes(nbits) {
+        let (plane, tail) = rest.split_at(8 * width);
+        rest = tail;
+        let mask = ((1_u32 << width) - 1) as u16;
+        for (part, codes) in codes.chunks_exact_mut(8 * width).enumerate() {
+            for (byte, code) in plane.iter().zip(codes) {
+                *code |= ((u16::from(*byte) >> (part * width)) & mask) << shift;
+            }
         }
-        let value = bits & ((1 << nbits) - 1);
-        bits >>= nbits;
-        held -= nbits;
-        value as usize
-    })
+    }
+    codes
+}
+
+/// Writes the code of token `i` of a run, leaving the others.
+pub(crate) fn set_in_run(run: &mut [u8], nbits: u32, i: usize, code: u16) {
+    let mut start = 0;
+    for (width, shift) in planes(nbits) {
+        let mask = ((1_u32 << width) - 1) as u16;
+        let part = (i / (8 * width) * width) as u32;
+        let byte = &mut run[start + i % (8 * width)];
+        *byte = (*byte & !((mask << part) as u8)) | (((code >> shift) & mask) << part) as u8;
+        start += 8 * width;
+    }
+}
+
+/// Reads the code of token `i` of a run.
+pub(crate) fn get_in_run(run: &[u8], nbits: u32, i: usize) -> u16 {
+    let mut start = 0;
+    let mut code = 0;
+    for (width, shift) in planes(nbits) {
+        let mask = ((1_u32 << width) - 1) as u16;
+        let byte = u16::from(run[start + i % (8 * width)]);
+        code |= ((byte >> (i / (8 * width) * width)) & mask) << shift;
+        start += 8 * width;
+    }
+    code
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use std::vec;
-    use std::vec::Vec;
 
     #[test]
     fn every_width_round_trips() {
-        for nbits in 1..=24 {
-            for n in [0, 1, 2, 3, 7, 8, 9, 64] {
-                let values: Vec<usize> = (0..n).map(|j| (j * 2_654_435_761) % (1 << nbits)).collect();
-                let mut bytes = vec![0; (n * nbits as usize).div_ceil(8)];
-                pack_bits(values.iter().copied(), nbits, &mut bytes);
-                assert!(unpack_bits(&bytes, nbits, n).eq(values), "n {n} nbits {nbits}");
+        for nbits in 1..=12 {
+            let codes: [u16; BLOCK] = core::array::from_fn(|i| ((i * 2_654_435_761) % (1 << nbits)) as u16);
+            let mut run = vec![0xA5; 8 * nbits as usize];
+            pack_run(&codes, nbits, &mut run);
+            assert_eq!(unpack_run(&run, nbits), codes, "{nbits}");
+            assert!((0..BLOCK).map(|i| get_in_run(&run, nbits, i)).eq(codes), "{nbits}");
+            let mut one_by_one = vec![0xA5; run.len()];
+            for (i, &code) in codes.iter().enumerate() {
+                set_in_run(&mut one_by_one, nbits, i, code);
             }
+            assert_eq!(one_by_one, run, "{nbits}");
         }
+    }
+
+    #[test]
+    fn six_bits_are_laid_out_as_the_text_says() {
+        let mut run = [0; 48];
+        set_in_run(&mut run, 6, 37, 0b10_1101);
+        assert_eq!((run[5], run[32 + 5]), (0b1101_0000, 0b10_0000)); // byte 37 % 32, byte 37 % 16 shifted by 2 * 2
+        assert_eq!(run.iter().filter(|&&byte| byte != 0).count(), 2);
     }
 }

@@ -1,3 +1,5 @@
+use alloc::vec::Vec;
+
 /// SplitMix64 (Steele, Lea, Flood, OOPSLA 2014): the few random numbers that training takes must not change with a
 /// dependency's version, since the same seed promises the same bytes.
 pub(crate) struct SplitMix64(pub u64);
@@ -14,5 +16,23 @@ impl SplitMix64 {
     /// Uniform in `0..n` up to a bias of n / 2^64; `n` must not be 0.
     pub fn below(&mut self, n: usize) -> usize {
         ((u128::from(self.next_u64()) * n as u128) >> 64) as usize
+    }
+
+    /// Uniform in [0, 1), in steps of 2^-53.
+    pub fn unit(&mut self) -> f64 {
+        (self.next_u64() >> 11) as f64 / (1_u64 << 53) as f64
+    }
+
+    /// `k` different numbers of `0..n` in random order; all of them in turn when `k >= n`.
+    pub fn sample(&mut self, n: usize, k: usize) -> Vec<usize> {
+        let mut order: Vec<usize> = (0..n).collect();
+        if k < n {
+            for i in 0..k {
+                let other = i + self.below(n - i);
+                order.swap(i, other);
+            }
+            order.truncate(k);
+        }
+        order
     }
 }

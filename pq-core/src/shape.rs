@@ -1,11 +1,12 @@
 use crate::Error;
+use crate::pack::BLOCK;
 
 /// A validated product quantizer shape: `m` subspaces of `dsub = dim / m` components, `nbits` bits per code.
 ///
 /// # Examples
 /// ```
 /// let shape = pq_core::PqShape::new(128, 64, 8)?;
-/// assert_eq!((shape.dsub(), shape.ksub(), shape.code_size()), (2, 256, 64));
+/// assert_eq!((shape.dsub(), shape.ksub(), shape.codes_len(1000)), (2, 256, 1024 * 64));
 /// # Ok::<(), pq_core::Error>(())
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -34,7 +35,7 @@ impl PqShape {
         if nbits == 0 || nbits > 12 {
             return Err(Error::NbitsOutOfRange { nbits });
         }
-        // Bounds dim << nbits, m << nbits and m * nbits at once.
+        // Bounds dim << nbits, m << nbits and a block's bytes at once.
         if dim.checked_mul(1 << 12).is_none() {
             return Err(Error::TooLarge);
         }
@@ -71,16 +72,28 @@ impl PqShape {
         1 << self.nbits
     }
 
-    /// Bytes of one packed vector: `m * nbits` bits, rounded up.
+    /// Bytes of a packed block of [`BLOCK`] vectors: `8 * m * nbits`.
     #[must_use]
-    pub const fn code_size(&self) -> usize {
-        (self.m * self.nbits as usize).div_ceil(8)
+    pub const fn block_size(&self) -> usize {
+        BLOCK / 8 * self.m * self.nbits as usize
+    }
+
+    /// Bytes of the packed codes of `n` vectors: whole blocks, so up to 63 vectors more than `n`.
+    #[must_use]
+    pub const fn codes_len(&self, n: usize) -> usize {
+        n.div_ceil(BLOCK).saturating_mul(self.block_size())
     }
 
     /// Elements of a codebook (m, ksub, dsub).
     #[must_use]
     pub const fn codebook_len(&self) -> usize {
         self.ksub() * self.dim
+    }
+
+    /// Elements of the storage of a [`Codebook`](crate::Codebook).
+    #[must_use]
+    pub const fn codebook_storage_len(&self) -> usize {
+        self.codebook_len() + self.lut_len()
     }
 
     /// Elements of a look-up table (m, ksub).

@@ -1,16 +1,57 @@
+use alloc::vec;
 use alloc::vec::Vec;
 
 use crate::error::{check_finite, check_len};
-use crate::kmeans::kmeans;
-use crate::{Error, PqShape};
+use crate::kmeans::{Clusters, Limits, Points};
+use crate::rng::SplitMix64;
+use crate::{Backend, Element, Error, PqShape};
 
-/// How long and from which random start to train.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct TrainOptions {
-    /// Most Lloyd iterations per subspace.
+/// Where k-means starts.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub enum Start<'a> {
+    /// At different random vectors.
+    #[default]
+    Random,
+    /// At random vectors that lie far apart (k-means++). Costs about one iteration more; on keys it gains little.
+    PlusPlus,
+    /// At given centroids (m, ksub, dsub): those of an earlier prompt or layer, or those to be refreshed.
+    From(&'a [f32]),
+}
+
+/// How to train.
+#[derive(Clone, Copy)]
+pub struct TrainOptions<'a> {
+    /// Most Lloyd iterations per subspace; 0 counts as 1. See [`CostModel`](crate::CostModel) for as many as stay hidden
+    /// behind the prefill.
     pub iterations: usize,
+    /// Ends when an iteration lowers the error by no more than this part of it; at 0, when it no longer falls.
+    pub tolerance: f64,
+    /// Where to start.
+    pub start: Start<'a>,
+    /// Trains on at most this many of the vectors, drawn at random.
+    pub max_vectors: Option<usize>,
+    /// Asked before every iteration but the first, from any thread; `true` ends the training of that subspace. The caller's
+    /// clock: results then depend on the machine.
+    pub time_is_up: Option<&'a (dyn Fn() -> bool + Sync)>,
+    /// Also assigns all vectors to the final centroids and returns their packed codes: cheaper than encoding them later.
+    pub encode: bool,
     /// The same seed gives the same bytes, whatever the number of threads.
     pub seed: u64,
+}
+
+impl Default for TrainOptions<'_> {
+    /// 25 iterations from random vectors, on all vectors, without codes.
+    fn default() -> Self {
+        Self {
+            iterations: 25,
+            tolerance: 0.0,
+            start: Start::Random,
+            max_vectors: None,
+            time_is_up: None,
+            encode: false,
+            seed: 0,
+        }
+    }
 }
 
 /// A trained codebook.
@@ -18,8 +59,13 @@ pub struct TrainOptions {
 pub struct Trained {
     /// Centroids (m, ksub, dsub), ready for [`Codebook::new`](crate::Codebook::new).
     pub centroids: Vec<f32>,
-    /// Sum over the vectors of the squared error, before the last update of the centroids.
+    /// Summed squared error: of all vectors with [`TrainOptions::encode`]; else of the training vectors before the last
+    /// update of the centroids.
     pub error: f64,
+    /// Most iterations that a subspace ran.
+    pub iterations: usize,
+    /// Packed codes of all vectors, as [`Codes`](crate::Codes) takes them; empty unless asked for.
+    pub codes: Vec<u8>,
 }
 
 /// Trains a codebook: k-means in every subspace on its own.
@@ -27,42 +73,127 @@ pub struct Trained {
 /// # Shapes
 /// `vectors` (n, dim), n at least 1. With n below ksub the spare centroids repeat.
 /// # Errors
-/// [`Error::Length`], [`Error::Zero`] for no vectors, [`Error::NotFinite`].
+/// [`Error::Length`], [`Error::Zero`] for no vectors or a sample of none, [`Error::NotFinite`].
 /// # Cost
-/// At most `iterations * n * ksub * dim` multiply-adds; one copy of `vectors`. With feature `rayon` the subspaces run in
-/// parallel.
+/// At most `iterations * n * ksub * dim` multiply-adds; one copy of `vectors` in `f32`. With feature `rayon` the subspaces run
+/// in parallel.
 /// # Source
 /// Jégou, Douze, Schmid, TPAMI 2011; PQCache (arXiv 2407.12820), 3.3.
 /// # Examples
 /// ```
 /// use pq_core::{PqShape, TrainOptions, train};
-/// let vectors = [0.0, 0.0, 0.0, 10.0, 10.0, 0.0, 10.0, 10.0]; // the corners of a square
-/// let trained = train(PqShape::new(2, 2, 1)?, &vectors, &TrainOptions { iterations: 4, seed: 1 })?;
+/// let vectors = [0.0_f32, 0.0, 0.0, 10.0, 10.0, 0.0, 10.0, 10.0]; // the corners of a square
+/// let trained = train(PqShape::new(2, 2, 1)?, &vectors, &TrainOptions { seed: 1, ..Default::default() })?;
 /// assert_eq!(trained.error, 0.0);
 /// # Ok::<(), pq_core::Error>(())
 /// ```
-pub fn train(shape: PqShape, vectors: &[f32], options: &TrainOptions) -> Result<Trained, Error> {
-    let n = vectors.len() / shape.dim();
-    check_len("vectors", vectors.len(), n * shape.dim())?;
-    if n == 0 {
-        return Err(Error::Zero { what: "number of vectors" });
+pub fn train<E: Element>(
+    shape: PqShape,
+    vectors: &[E],
+    options: &TrainOptions<'_>,
+) -> Result<Trained, Error> {
+    let mut trained = train_batch(shape, &[vectors], options)?;
+    trained.pop().ok_or(Error::Zero { what: "number of codebooks" })
+}
+
+/// [`train`] for many codebooks of one shape, such as one per layer and head, in one call: with feature `rayon` all their
+/// subspaces share the threads.
+///
+/// Each of `sets` is (n, dim) with its own n. [`Start::From`] gives every codebook the same start.
+///
+/// # Errors
+/// As [`train`].
+pub fn train_batch<E: Element>(
+    shape: PqShape,
+    sets: &[&[E]],
+    options: &TrainOptions<'_>,
+) -> Result<Vec<Trained>, Error> {
+    for vectors in sets {
+        let n = vectors.len() / shape.dim();
+        check_len("vectors", vectors.len(), n * shape.dim())?;
+        if n == 0 || options.max_vectors == Some(0) {
+            return Err(Error::Zero { what: "number of vectors" });
+        }
+        check_finite("vectors", vectors)?;
     }
-    check_finite("vectors", vectors)?;
-    let train_subspace = |j: usize| {
-        let dsub = shape.dsub();
-        let points: Vec<f32> =
-            vectors.chunks_exact(shape.dim()).flat_map(|x| x[j * dsub..][..dsub].iter().copied()).collect();
-        kmeans(&points, dsub, shape.ksub(), options.iterations.max(1), options.seed ^ j as u64)
-    };
+    if let Start::From(centroids) = options.start {
+        check_len("starting centroids", centroids.len(), shape.codebook_len())?;
+        check_finite("starting centroids", centroids)?;
+    }
+    let backend = Backend::detect();
+    let subspace =
+        |task: usize| train_subspace(backend, shape, sets[task / shape.m()], task % shape.m(), options);
+    let tasks = 0..sets.len() * shape.m();
     #[cfg(feature = "rayon")]
     let subspaces: Vec<_> = {
         use rayon::prelude::*;
-        (0..shape.m()).into_par_iter().map(train_subspace).collect()
+        tasks.into_par_iter().map(subspace).collect()
     };
     #[cfg(not(feature = "rayon"))]
-    let subspaces: Vec<_> = (0..shape.m()).map(train_subspace).collect();
+    let subspaces: Vec<_> = tasks.map(subspace).collect();
+    Ok(subspaces.chunks_exact(shape.m()).map(|subspaces| assemble(shape, subspaces)).collect())
+}
 
-    let error = subspaces.iter().map(|(_, error)| error).sum();
-    let centroids = subspaces.into_iter().flat_map(|(centroids, _)| centroids).collect();
-    Ok(Trained { centroids, error })
+/// One trained subspace and, where asked for, the runs of its codes.
+struct TrainedSubspace {
+    clusters: Clusters,
+    runs: Vec<u8>, // (blocks, 8 * nbits)
+}
+
+fn train_subspace<E: Element>(
+    backend: Backend,
+    shape: PqShape,
+    vectors: &[E],
+    j: usize,
+    options: &TrainOptions<'_>,
+) -> TrainedSubspace {
+    let (dim, dsub, k) = (shape.dim(), shape.dsub(), shape.ksub());
+    let all = || Points::of_subspace(vectors, dim, j * dsub, dsub);
+    let points = match options.max_vectors {
+        Some(max) if max < vectors.len() / dim => {
+            // All subspaces draw the same vectors.
+            let mut order = SplitMix64(options.seed).sample(vectors.len() / dim, max);
+            order.sort_unstable();
+            let rows: Vec<E> =
+                order.iter().flat_map(|&i| vectors[i * dim + j * dsub..][..dsub].iter().copied()).collect();
+            Points::of_subspace(&rows, dsub, 0, dsub)
+        }
+        _ => all(),
+    };
+    let mut rng = SplitMix64(options.seed ^ j as u64);
+    let start = match options.start {
+        Start::Random => points.random_start(k, &mut rng),
+        Start::PlusPlus => points.plus_plus_start(k, &mut rng),
+        Start::From(centroids) => centroids[j * k * dsub..][..k * dsub].to_vec(),
+    };
+    let limits = Limits {
+        iterations: options.iterations.max(1),
+        tolerance: options.tolerance,
+        time_is_up: options.time_is_up,
+    };
+    let mut clusters = points.cluster(backend, start, &limits);
+    let mut runs = vec![];
+    if options.encode {
+        let points = if options.max_vectors.is_some() { all() } else { points };
+        (runs, clusters.error) = points.encode(backend, &clusters.centroids, shape.nbits());
+    }
+    TrainedSubspace { clusters, runs }
+}
+
+/// Joins the subspaces of a codebook; their runs become blocks.
+fn assemble(shape: PqShape, subspaces: &[TrainedSubspace]) -> Trained {
+    let run_len = 8 * shape.nbits() as usize;
+    let blocks = subspaces.first().map_or(0, |subspace| subspace.runs.len() / run_len);
+    Trained {
+        centroids: subspaces
+            .iter()
+            .flat_map(|subspace| subspace.clusters.centroids.iter().copied())
+            .collect(),
+        error: subspaces.iter().map(|subspace| subspace.clusters.error).sum(),
+        iterations: subspaces.iter().map(|subspace| subspace.clusters.iterations).max().unwrap_or(0),
+        codes: (0..blocks)
+            .flat_map(|b| subspaces.iter().flat_map(move |subspace| &subspace.runs[b * run_len..][..run_len]))
+            .copied()
+            .collect(),
+    }
 }

@@ -6,7 +6,6 @@
 mod accumulate;
 mod cachegen;
 mod coded;
-mod codes;
 mod exact;
 mod million;
 mod retrieval;

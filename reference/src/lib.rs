@@ -9,6 +9,7 @@ pub mod forward;
 pub mod method;
 pub mod model;
 pub mod ops;
+mod pack;
 mod profile;
 pub mod report;
 mod rng;

@@ -169,14 +169,14 @@ fn bytes_are_counted_exactly() {
     assert_eq!(kept("dense").kept, 4 * n * values);
     assert_eq!(kept("dense:dtype=bf16").kept, 2 * n * values);
     assert_eq!(kept("streaming:window=10").kept, 2 * 14 * values);
-    // 92 tokens in codes: 8 subspaces of 6 bits are 6 bytes a head for keys and for values; 8 tokens exact.
-    assert_eq!(kept("million:k=8x6:v=8x6:window=4").kept, 92 * 6 * (values / 16) + 8 * values * 2);
+    // 92 tokens in codes, kept in blocks of 64: 8 subspaces of 6 bits are 6 bytes a head for keys and for values; 8 exact.
+    assert_eq!(kept("million:k=8x6:v=8x6:window=4").kept, 128 * 6 * (values / 16) + 8 * values * 2);
     assert_eq!(kept("million:k=8x6:v=8x6:window=4").shared, 4 * 64 * values);
     // 88 tokens in groups of 8: 4 bits a number and 4 bytes a group of 8 numbers; 12 exact.
     assert_eq!(kept("int4:window=4:group=8").kept, 88 * values / 2 + 88 * values / 8 * 4 + 12 * values * 2);
     // Codes of 4 subspaces of 4 bits and a codebook of 16 x 16 numbers per head; all exact rows elsewhere.
     let pq = kept("pqcache:ratio=0.5:code=4x4:window=4");
-    assert_eq!(pq.kept, 4 * (92 * 2 + 4 * 16 * 16) + 8 * values * 2);
+    assert_eq!(pq.kept, 4 * (128 * 2 + 4 * 16 * 16) + 8 * values * 2);
     assert_eq!(pq.offloaded, 92 * values * 2);
     let half = kept("zack:k=0.5:v=0.5:window=4").kept;
     assert!(half <= 92 * values + 8 * values * 2 && half > 92 * values / 2, "{half}");

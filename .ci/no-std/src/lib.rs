@@ -5,7 +5,10 @@
 use core::hint::black_box;
 
 use codec_core::{FrameInfo, Plane, Predictor, decode_into};
-use pq_core::{Codebook, Codes, Lut, PqShape, attend_into, encode_into, lut_into, scan_into, top_k_into};
+use pq_core::{
+    Codebook, CodedTokens, Codes, Lut, LutPrecision, PqShape, QuantizedLut, Search, SoftmaxStats,
+    attend_into, attend_scratch_len, encode_into, lut_into, scan_quantized_into, search_into,
+};
 
 #[panic_handler]
 fn panic(_: &core::panic::PanicInfo<'_>) -> ! {
@@ -68,19 +71,33 @@ mod memory {
 }
 
 fn search() -> Result<f32, pq_core::Error> {
-    let shape = PqShape::new(4, 2, 1)?;
-    let centroids = black_box([0.0, 1.0, 1.0, 0.0, 0.5, 0.5, 1.0, 1.0]);
-    let codebook = Codebook::new(shape, &centroids)?;
-    let mut bytes = [0; 2];
-    encode_into(&codebook, &black_box([0.1; 8]), &mut bytes)?;
-    let codes = Codes::new(shape, &bytes)?;
-    let (mut table, mut scores, mut indices, mut weights, mut out) =
-        ([0.0; 4], [0.0; 2], [0; 2], [0.0; 4], [0.0; 4]);
-    lut_into(&codebook, &black_box([1.0; 4]), &mut table)?;
-    let lut = Lut::new(shape, &table)?;
-    scan_into(&lut, &codes, &mut scores)?;
-    top_k_into(&scores, 1, &mut indices)?;
-    attend_into(&lut, &codes, &codebook, &codes, &mut scores, &mut weights, &mut out)?;
+    const SHAPE: PqShape = match PqShape::new(4, 2, 1) {
+        Ok(shape) => shape,
+        Err(_) => panic!("a valid shape"),
+    };
+    let mut storage = [0.0; SHAPE.codebook_storage_len()];
+    let codebook = Codebook::new(SHAPE, &black_box([0.0, 1.0, 1.0, 0.0, 0.5, 0.5, 1.0, 1.0]), &mut storage)?;
+    let mut bytes = [0; SHAPE.codes_len(2)];
+    encode_into(&codebook, &black_box([0.1_f32; 8]), 0, &mut bytes)?;
+    let codes = Codes::new(SHAPE, 2, &bytes)?;
+    let (mut table, mut scores, mut combined, mut tokens) = ([0.0; 4], [0.0; 2], [0.0; 2], [0; 2]);
+    lut_into(&codebook, &black_box([1.0_f32; 4]), &mut table)?;
+    let mut integers = [0; SHAPE.quantized_lut_len(LutPrecision::U8)];
+    let lut = QuantizedLut::new(&Lut::new(SHAPE, &table)?, LutPrecision::U8, &mut integers)?;
+    scan_quantized_into(&lut, &codes, &mut scores)?;
+    let (mut out, mut stats) = ([0.0; 4], [SoftmaxStats::EMPTY]);
+    let search = Search { k: 1, ..Search::default() };
+    search_into(&table, &codes, &search, &mut scores, &mut combined, &mut stats, &mut tokens)?;
+    let mut scratch = [0.0; attend_scratch_len(SHAPE, 1)];
+    let tokens = CodedTokens {
+        keys: codes,
+        values: codes,
+        codebook,
+        key_scales: None,
+        value_scales: None,
+        bias: None,
+    };
+    attend_into(&table, &tokens, &mut scratch, &mut out, &mut stats)?;
     Ok(out[0])
 }
 
@@ -122,7 +139,7 @@ mod with_alloc {
     pub fn calibrate() -> bool {
         let rows = black_box([1.0; 16]);
         let shape = pq_core::PqShape::new(2, 1, 1);
-        let options = pq_core::TrainOptions { iterations: 2, seed: 0 };
+        let options = pq_core::TrainOptions { iterations: 2, ..Default::default() };
         let trained = shape.and_then(|shape| pq_core::train(shape, &rows, &options)).is_ok();
         let gram = svd_core::Gram::new(2);
         let rotated = gram.and_then(|gram| svd_core::Rotation::score_optimal(&gram, &gram)).is_ok();

@@ -7,13 +7,13 @@
 use std::sync::Arc;
 
 use half::f16;
-use pq_core::{pack_bits, unpack_bits};
 
 use crate::Result;
 use crate::cache::accumulate::Accumulator;
 use crate::cache::exact::{attend_rows, saturating_f16};
 use crate::cache::{Footprint, Geometry, Store};
 use crate::model::Rope;
+use crate::pack::{pack_bits, unpack_bits};
 use crate::rng::Rng;
 
 /// Codes rows (n, head_dim) of one head to bytes and back.

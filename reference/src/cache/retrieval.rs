@@ -2,15 +2,17 @@
 
 use std::sync::Arc;
 
-use pq_core::{Codebook, Codes, Lut, PqShape, TrainOptions, lut_into, scan_into, top_k_into, train};
+use pq_core::{
+    CodebookBuf, CodesBuf, GroupRule, Lut, PqShape, SoftmaxStats, TrainOptions, combine_group_into, lut_into,
+    scan_into, top_k_into, train_batch,
+};
 
 use crate::Result;
 use crate::cache::accumulate::Accumulator;
-use crate::cache::codes::append_codes;
 use crate::cache::exact::attend_rows;
 use crate::cache::{DenseStore, ElementType, Footprint, Geometry, Store};
 use crate::model::Rope;
-use crate::ops::{dot, softmax};
+use crate::ops::dot;
 
 /// How tokens are scored.
 #[derive(Clone)]
@@ -21,7 +23,8 @@ pub(crate) enum Scorer {
     /// 3.3).
     Pq {
         shape: PqShape,
-        options: TrainOptions,
+        iterations: usize,
+        seed: u64,
         heads: Vec<PqHead>, // one per kv head; empty before the first keys
     },
 }
@@ -29,8 +32,8 @@ pub(crate) enum Scorer {
 /// One head's codebook and the codes of its keys.
 #[derive(Clone)]
 pub(crate) struct PqHead {
-    centroids: Arc<Vec<f32>>,
-    codes: Vec<u8>,
+    codebook: Arc<CodebookBuf>,
+    codes: CodesBuf,
 }
 
 /// Exact rows of which each step attends only to the highest-scored ones.
@@ -61,38 +64,41 @@ impl RetrievalStore {
         attended.saturating_sub(self.reserved).clamp(1, self.exact.tokens())
     }
 
-    /// Scores of all tokens for one query.
+    /// Scores of all tokens for every query of the group: (group, tokens).
     fn scores(&self, head: usize, q: &[f32]) -> Result<Vec<f32>> {
-        let mut scores = vec![0.0; self.exact.tokens()];
+        let head_dim = self.geometry.head_dim;
+        let n = self.exact.tokens();
+        let mut scores = vec![0.0; q.len() / head_dim * n];
         match &self.scorer {
             Scorer::Oracle => {
-                let mut key = vec![0.0; q.len()];
-                for (t, score) in scores.iter_mut().enumerate() {
+                let mut key = vec![0.0; head_dim];
+                for t in 0..n {
                     self.exact.rows().read_keys(head, t, &mut key);
-                    *score = dot(q, &key);
+                    for (g, q) in q.chunks_exact(head_dim).enumerate() {
+                        scores[g * n + t] = dot(q, &key);
+                    }
                 }
             }
             Scorer::Pq { shape, heads, .. } => {
-                let mut table = vec![0.0; shape.lut_len()];
-                lut_into(&Codebook::new(*shape, &heads[head].centroids)?, q, &mut table)?;
-                scan_into(&Lut::new(*shape, &table)?, &Codes::new(*shape, &heads[head].codes)?, &mut scores)?;
+                let head = &heads[head];
+                let mut luts = vec![0.0; q.len() / head_dim * shape.lut_len()];
+                lut_into(&head.codebook.view(), q, &mut luts)?;
+                for (lut, scores) in luts.chunks_exact(shape.lut_len()).zip(scores.chunks_exact_mut(n)) {
+                    scan_into(&Lut::new(*shape, lut)?, &head.codes.view(), scores)?;
+                }
             }
         }
         Ok(scores)
     }
 
-    /// The tokens that the whole group fetches: the top of the sum of its queries' softmaxed scores (the rule of
-    /// PQCache's released code).
+    /// The tokens that the whole group fetches.
     fn select(&self, head: usize, q: &[f32]) -> Result<Vec<u32>> {
+        let scores = self.scores(head, q)?;
         let mut total = vec![0.0; self.exact.tokens()];
-        for q in q.chunks_exact(self.geometry.head_dim) {
-            let mut scores = self.scores(head, q)?;
-            softmax(&mut scores);
-            crate::ops::add(&mut total, &scores);
-        }
-        let mut indices = vec![0; total.len()];
-        let k = top_k_into(&total, self.k(), &mut indices)?;
-        indices.truncate(k);
+        let mut stats = vec![SoftmaxStats::EMPTY; q.len() / self.geometry.head_dim];
+        combine_group_into(&scores, GroupRule::SumOfSoftmax, &mut stats, &mut total)?;
+        let mut indices = vec![0; self.k()];
+        top_k_into(&total, self.k(), &mut indices)?;
         Ok(indices)
     }
 }
@@ -100,18 +106,19 @@ impl RetrievalStore {
 impl Scorer {
     /// Encodes keys (n, head_dim) of every head, training first where there is no codebook yet.
     fn push(&mut self, geometry: Geometry, rotated: &[f32]) -> Result<()> {
-        let Self::Pq { shape, options, heads } = self else { return Ok(()) };
+        let Self::Pq { shape, iterations, seed, heads } = self else { return Ok(()) };
+        let rows: Vec<Vec<f32>> =
+            (0..geometry.n_kv_heads).map(|head| geometry.head_rows(head, rotated)).collect();
         if heads.is_empty() {
-            *heads = (0..geometry.n_kv_heads)
-                .map(|head| {
-                    let trained = train(*shape, &geometry.head_rows(head, rotated), options)?;
-                    Ok(PqHead { centroids: Arc::new(trained.centroids), codes: vec![] })
-                })
-                .collect::<Result<_>>()?;
+            let options = TrainOptions { iterations: *iterations, seed: *seed, ..Default::default() };
+            let rows: Vec<&[f32]> = rows.iter().map(Vec::as_slice).collect();
+            for trained in train_batch(*shape, &rows, &options)? {
+                let codebook = Arc::new(CodebookBuf::new(*shape, &trained.centroids)?);
+                heads.push(PqHead { codebook, codes: CodesBuf::new(*shape) });
+            }
         }
-        for (i, head) in heads.iter_mut().enumerate() {
-            let keys = geometry.head_rows(i, rotated);
-            append_codes(&Codebook::new(*shape, &head.centroids)?, &keys, &mut head.codes)?;
+        for (head, rows) in heads.iter_mut().zip(&rows) {
+            head.codes.append(&head.codebook.view(), rows)?;
         }
         Ok(())
     }
@@ -130,8 +137,8 @@ impl Store for RetrievalStore {
     }
 
     fn truncate(&mut self, len: usize) -> Result<()> {
-        if let Scorer::Pq { shape, heads, .. } = &mut self.scorer {
-            heads.iter_mut().for_each(|head| head.codes.truncate(len * shape.code_size()));
+        if let Scorer::Pq { heads, .. } = &mut self.scorer {
+            heads.iter_mut().for_each(|head| head.codes.truncate(len));
         }
         self.exact.truncate(len)
     }
@@ -156,8 +163,8 @@ impl Store for RetrievalStore {
         let exact = self.exact.footprint();
         match &self.scorer {
             Scorer::Oracle => exact,
-            Scorer::Pq { heads, .. } => Footprint {
-                kept: heads.iter().map(|head| head.codes.len() + 4 * head.centroids.len()).sum(),
+            Scorer::Pq { shape, heads, .. } => Footprint {
+                kept: heads.iter().map(|head| head.codes.view().size() + 4 * shape.codebook_len()).sum(),
                 offloaded: exact.kept,
                 ..Footprint::default()
             },

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use pq_core::{PqShape, TrainOptions};
+use pq_core::PqShape;
 
 use super::fold::fold_values;
 use super::zack::ZackPlan;
@@ -130,8 +130,8 @@ impl Method {
             Kind::Streaming => Box::new(StreamingStore::new(geometry)),
             Kind::Oracle { ratio } => retrieval(Scorer::Oracle, ratio),
             Kind::PqCache { ratio, code, iterations } => {
-                let options = TrainOptions { iterations, seed: SEED };
-                retrieval(Scorer::Pq { shape: code.shape(head_dim)?, options, heads: vec![] }, ratio)
+                let shape = code.shape(head_dim)?;
+                retrieval(Scorer::Pq { shape, iterations, seed: SEED, heads: vec![] }, ratio)
             }
             Kind::Million { k, v, .. } => {
                 let codebooks = million::codebooks(profile, geometry, k, v, l)?;

@@ -1,7 +1,7 @@
 //! MILLION's offline codebooks: one per layer, head, and keys or values (the released code
 //! shares one over all layers and heads).
 
-use pq_core::{Codebook, TrainOptions, train};
+use pq_core::{CodebookBuf, TrainOptions, train};
 
 use super::PqCode;
 use super::build::SEED;
@@ -24,7 +24,7 @@ pub(super) fn calibrate(
     profile: &mut Profile,
 ) -> Result<()> {
     let geometry = Geometry::of(&model.config);
-    let options = TrainOptions { iterations, seed: SEED };
+    let options = TrainOptions { iterations, seed: SEED, ..Default::default() };
     for (l, layer) in samples.layers.iter().enumerate() {
         for head in 0..geometry.n_kv_heads {
             for (which, code, rows) in [('k', k, &layer.rotated_keys), ('v', v, &layer.values)] {
@@ -48,8 +48,7 @@ pub(super) fn codebooks(
     let codebook = |code: PqCode, which, head| -> Result<_> {
         let shape = code.shape(geometry.head_dim)?;
         let centroids = profile.floats(&key(which, code, l, head))?;
-        Codebook::new(shape, centroids).map_err(|e| Error::Profile(e.to_string()))?;
-        Ok((shape, centroids.to_vec()))
+        CodebookBuf::new(shape, centroids).map_err(|e| Error::Profile(e.to_string()))
     };
     (0..geometry.n_kv_heads)
         .map(|head| Ok(HeadCodebooks { keys: codebook(k, 'k', head)?, values: codebook(v, 'v', head)? }))

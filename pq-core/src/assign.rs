@@ -1,0 +1,240 @@
+//! The nearest centroid of each of 64 points, the inner loop of training and encoding.
+//!
+//! A tile holds 64 points of one subspace component by component, (dsub, 64), so that a register holds one component of
+//! several points and the minimum over centroids is kept lane by lane: no reduction across lanes at any `dsub`. A
+//! block of centroids is multiplied against four registers of points at a time. Floor: `64 * ksub * dsub` fused multiply-adds,
+//! plus three operations a distance to keep the minimum.
+
+use crate::codebook::Subspace;
+use crate::pack::BLOCK;
+use crate::simd::{Kernel, Simd};
+use crate::{Backend, Element};
+
+/// What [`assign`] finds for each point of a tile.
+pub(crate) struct Nearest {
+    /// Index of the centroid.
+    pub index: [u32; BLOCK],
+    /// `|centroid|^2 / 2 - <point, centroid>`; half the squared distance less half of `|point|^2`.
+    pub distance: [f32; BLOCK],
+}
+
+impl Nearest {
+    pub const NONE: Self = Self { index: [0; BLOCK], distance: [f32::INFINITY; BLOCK] };
+}
+
+/// Fills `tile` (dsub, 64) with component `first` and on of up to 64 rows of `dim` components; a NaN or an infinity becomes
+/// 0, and so do missing rows. Returns the sum of squares.
+pub(crate) fn fill_tile<E: Element>(rows: &[E], dim: usize, first: usize, tile: &mut [f32]) -> f64 {
+    let n = rows.len() / dim;
+    let mut squares = 0.0;
+    for (i, row) in rows.chunks_exact(dim).enumerate() {
+        for (d, column) in tile.chunks_exact_mut(BLOCK).enumerate() {
+            let x = finite(row[first + d]);
+            column[i] = x;
+            squares += f64::from(x) * f64::from(x);
+        }
+    }
+    for column in tile.chunks_exact_mut(BLOCK) {
+        column[n..].fill(0.0);
+    }
+    squares
+}
+
+/// Finds the nearest centroid of each point of a tile: the first minimum of `|c|^2 / 2 - <x, c>`, where the products are
+/// subtracted in ascending component order. A distance that overflows is never the minimum.
+pub(crate) fn assign(backend: Backend, subspace: Subspace<'_>, tile: &[f32], nearest: &mut Nearest) {
+    debug_assert_eq!(tile.len() * subspace.ksub(), subspace.columns.len() * BLOCK);
+    *nearest = Nearest::NONE;
+    backend.run(Assign { subspace, tile, nearest });
+}
+
+/// From so many centroids on, a new nearest one among a register's points is rare enough for a branch to pay (at 4,096 it
+/// takes a tenth off; at 256 the mispredicted branches cost as much as they save).
+const RARE: usize = 1024;
+
+struct Assign<'a> {
+    subspace: Subspace<'a>,
+    tile: &'a [f32],
+    nearest: &'a mut Nearest,
+}
+
+impl Kernel for Assign<'_> {
+    type Output = ();
+
+    fn scalar(self) {
+        let ksub = self.subspace.ksub();
+        for c in 0..ksub {
+            let mut distances = [self.subspace.half_norms[c]; BLOCK];
+            for (d, x) in self.tile.chunks_exact(BLOCK).enumerate() {
+                let y = self.subspace.columns[d * ksub + c];
+                for (distance, x) in distances.iter_mut().zip(x) {
+                    *distance -= x * y;
+                }
+            }
+            for (i, &distance) in distances.iter().enumerate() {
+                if distance < self.nearest.distance[i] {
+                    self.nearest.distance[i] = distance;
+                    self.nearest.index[i] = c as u32;
+                }
+            }
+        }
+    }
+
+    #[inline(always)]
+    fn vector<S: Simd>(self, s: S) {
+        // A known dsub keeps the points of small subspaces in registers.
+        match (S::WIDE && self.subspace.ksub() >= 4, self.tile.len() / BLOCK) {
+            (true, 4) if self.subspace.ksub() >= RARE => self.blocked::<S, 4, 4, true>(s),
+            (true, 1) => self.blocked::<S, 4, 1, false>(s),
+            (true, 2) => self.blocked::<S, 4, 2, false>(s),
+            (true, 4) => self.blocked::<S, 4, 4, false>(s),
+            (true, _) => self.blocked::<S, 4, 0, false>(s),
+            (false, 1) => self.blocked::<S, 2, 1, false>(s),
+            (false, 2) => self.blocked::<S, 2, 2, false>(s),
+            (false, 4) => self.blocked::<S, 2, 4, false>(s),
+            (false, _) => self.blocked::<S, 2, 0, false>(s),
+        }
+    }
+}
+
+impl Assign<'_> {
+    /// `C` centroids at a time, which divides ksub; `D` is dsub, or 0 where it is not known. With `SKIP`, a block of centroids
+    /// none of which is nearest to any of a register's points costs `C` minima and a comparison instead of `3 C`
+    /// operations.
+    #[inline(always)]
+    fn blocked<S: Simd, const C: usize, const D: usize, const SKIP: bool>(self, s: S) {
+        const POINTS: usize = 4; // registers of points at a time
+        let ksub = self.subspace.ksub();
+        let dsub = if D > 0 { D } else { self.tile.len() / BLOCK };
+        let half_norms = self.subspace.half_norms.as_ptr();
+        let columns = self.subspace.columns.as_ptr();
+        for first in (0..BLOCK).step_by(POINTS * S::LANES) {
+            let mut best = [(s.splat(f32::INFINITY), s.splat_u32(0)); POINTS];
+            for c in (0..ksub).step_by(C) {
+                // SAFETY: C divides ksub (both are powers of two), so c + C <= ksub; `columns` is (dsub, ksub), `tile`
+                // (dsub, 64), and first + POINTS * LANES <= 64 since LANES divides 16.
+                unsafe {
+                    let mut distances = [[s.splat(0.0); POINTS]; C];
+                    for (i, distances) in distances.iter_mut().enumerate() {
+                        *distances = [s.splat(*half_norms.add(c + i)); POINTS];
+                    }
+                    for d in 0..dsub {
+                        let points = self.tile.as_ptr().add(d * BLOCK + first);
+                        let centroids = columns.add(d * ksub + c);
+                        for (i, distances) in distances.iter_mut().enumerate() {
+                            let y = s.splat(*centroids.add(i));
+                            for (v, distance) in distances.iter_mut().enumerate() {
+                                *distance = s.neg_mul_add(s.load(points.add(v * S::LANES)), y, *distance);
+                            }
+                        }
+                    }
+                    for (v, best) in best.iter_mut().enumerate() {
+                        if SKIP {
+                            let mut least = best.0;
+                            for distances in &distances {
+                                least = s.min(distances[v], least);
+                            }
+                            if !s.any_less(least, best.0) {
+                                continue;
+                            }
+                        }
+                        for (i, distances) in distances.iter().enumerate() {
+                            *best = s.keep_smaller(*best, distances[v], s.splat_u32((c + i) as u32));
+                        }
+                    }
+                }
+            }
+            for (v, (distance, index)) in best.into_iter().enumerate() {
+                let at = first + v * S::LANES;
+                // SAFETY: at + LANES <= 64, the length of both arrays.
+                unsafe {
+                    s.store(self.nearest.distance.as_mut_ptr().add(at), distance);
+                    s.store_u32(self.nearest.index.as_mut_ptr().add(at), index);
+                }
+            }
+        }
+    }
+}
+
+/// As [`assign`], for one point: components `x` of subspace `subspace`. Returns the index, and the squared distance to that
+/// centroid.
+pub(crate) fn assign_one<E: Element>(backend: Backend, subspace: Subspace<'_>, x: &[E]) -> (u32, f32) {
+    let (index, distance) = backend.run(AssignOne { subspace, x });
+    let norm: f32 = x.iter().map(|&x| finite(x) * finite(x)).sum();
+    (index, (norm + 2.0 * distance).max(0.0))
+}
+
+/// A NaN or an infinity becomes 0.
+fn finite<E: Element>(x: E) -> f32 {
+    let x = x.to_f32();
+    if x.is_finite() { x } else { 0.0 }
+}
+
+struct AssignOne<'a, E> {
+    subspace: Subspace<'a>,
+    x: &'a [E], // (dsub,)
+}
+
+impl<E: Element> Kernel for AssignOne<'_, E> {
+    type Output = (u32, f32);
+
+    fn scalar(self) -> (u32, f32) {
+        let mut best = (0, f32::INFINITY);
+        for (c, &half_norm) in self.subspace.half_norms.iter().enumerate() {
+            let mut distance = half_norm;
+            for (d, &x) in self.x.iter().enumerate() {
+                distance -= finite(x) * self.subspace.column(d)[c];
+            }
+            if distance < best.1 {
+                best = (c as u32, distance);
+            }
+        }
+        best
+    }
+
+    /// Lanes are centroids here: with one point there is nothing else to fill them.
+    #[inline(always)]
+    fn vector<S: Simd>(self, s: S) -> (u32, f32) {
+        const REGISTERS: usize = 4;
+        let ksub = self.subspace.ksub();
+        if !ksub.is_multiple_of(REGISTERS * S::LANES) {
+            return self.scalar();
+        }
+        let mut best = [(s.splat(f32::INFINITY), s.splat_u32(0)); REGISTERS];
+        for c in (0..ksub).step_by(REGISTERS * S::LANES) {
+            let half_norms = self.subspace.half_norms[c..].as_ptr();
+            // SAFETY: REGISTERS * LANES centroids from c on exist, in `half_norms` and in every column.
+            unsafe {
+                let mut distances = [s.splat(0.0); REGISTERS];
+                for (v, distance) in distances.iter_mut().enumerate() {
+                    *distance = s.load(half_norms.add(v * S::LANES));
+                }
+                for (d, &x) in self.x.iter().enumerate() {
+                    let (x, column) = (s.splat(finite(x)), self.subspace.columns[d * ksub + c..].as_ptr());
+                    for (v, distance) in distances.iter_mut().enumerate() {
+                        *distance = s.neg_mul_add(x, s.load(column.add(v * S::LANES)), *distance);
+                    }
+                }
+                for (best, distance) in best.iter_mut().zip(distances) {
+                    *best = s.keep_smaller(*best, distance, s.splat_u32((c / S::LANES) as u32));
+                }
+            }
+        }
+        let mut winner = (0, f32::INFINITY);
+        for (v, (distance, row)) in best.into_iter().enumerate() {
+            let (mut distances, mut rows) = ([f32::INFINITY; 16], [0; 16]);
+            // SAFETY: LANES is at most 16.
+            unsafe {
+                s.store(distances.as_mut_ptr(), distance);
+                s.store_u32(rows.as_mut_ptr(), row);
+            }
+            for (lane, (&distance, &row)) in distances.iter().zip(&rows).enumerate() {
+                let c = (row as usize + v) * S::LANES + lane;
+                if distance < winner.1 || (distance == winner.1 && c < winner.0 && distance.is_finite()) {
+                    winner = (c, distance);
+                }
+            }
+        }
+        (winner.0 as u32, winner.1)
+    }
+}

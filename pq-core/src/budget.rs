@@ -1,0 +1,122 @@
+use core::ops::RangeInclusive;
+
+use crate::Error;
+
+/// How long clustering and the layer that hides it take, as functions of the sequence length.
+///
+/// PQCache trains on the CPU while the GPU prefills the next layer. One iteration takes time linear in the length, a layer
+/// time quadratic in it; both are fitted to a few profiled lengths by least squares.
+///
+/// # Source
+/// PQCache (arXiv 2407.12820), 3.3.
+/// # Examples
+/// ```
+/// use pq_core::CostModel;
+/// let iteration = [(1_000, 0.011), (2_000, 0.021), (4_000, 0.041)]; // 1 ms + 10 us a token
+/// let layer = [(1_000, 0.1), (2_000, 0.3), (4_000, 1.0), (8_000, 3.6)]; // 50 us a token + 50 ns a token^2
+/// let model = CostModel::fit(&iteration, &layer)?;
+/// assert_eq!(model.iterations(2_000, 3..=300), 14);
+/// assert_eq!(model.iterations(8_000, 3..=300), 44);
+/// # Ok::<(), pq_core::Error>(())
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct CostModel {
+    /// Seconds of one iteration over all heads of a layer: `c[0] + c[1] * n`.
+    pub iteration: [f64; 2],
+    /// Seconds of a layer's prefill: `c[0] + c[1] * n + c[2] * n^2`.
+    pub layer: [f64; 3],
+}
+
+impl CostModel {
+    /// Fits profiles of (sequence length, seconds): at least two lengths for an iteration, three for a layer.
+    ///
+    /// # Errors
+    /// [`Error::Underdetermined`] for too few different lengths, [`Error::NotFinite`] for a time that is not.
+    pub fn fit(iteration: &[(usize, f64)], layer: &[(usize, f64)]) -> Result<Self, Error> {
+        Ok(Self { iteration: fit("iteration profile", iteration)?, layer: fit("layer profile", layer)? })
+    }
+
+    /// The most iterations over `n` tokens that one layer's prefill hides, clamped to `allowed`.
+    #[must_use]
+    pub fn iterations(&self, n: usize, allowed: RangeInclusive<usize>) -> usize {
+        let n = n as f64;
+        let layer = self.layer[0] + n * (self.layer[1] + n * self.layer[2]);
+        let iteration = self.iteration[0] + n * self.iteration[1];
+        // A time that is not positive bounds nothing. Half a millionth keeps an exact fit from losing one to rounding.
+        let hidden = if iteration > 0.0 { (layer / iteration * (1.0 + 5e-7)) as usize } else { usize::MAX };
+        hidden.min(*allowed.end()).max(*allowed.start())
+    }
+}
+
+/// Least squares for a polynomial with `N` coefficients: the normal equations, in lengths divided by the longest.
+fn fit<const N: usize>(what: &'static str, profile: &[(usize, f64)]) -> Result<[f64; N], Error> {
+    if let Some(index) = profile.iter().position(|(_, seconds)| !seconds.is_finite()) {
+        return Err(Error::NotFinite { what, index });
+    }
+    let longest = profile.iter().map(|&(n, _)| n).max().unwrap_or(0) as f64;
+    let mut matrix = [[0.0; N]; N];
+    let mut right = [0.0; N];
+    for &(n, seconds) in profile {
+        let x = n as f64 / longest;
+        let mut powers = [1.0; N];
+        for i in 1..N {
+            powers[i] = powers[i - 1] * x;
+        }
+        for i in 0..N {
+            right[i] += powers[i] * seconds;
+            for j in 0..N {
+                matrix[i][j] += powers[i] * powers[j];
+            }
+        }
+    }
+    // Gaussian elimination without pivoting: the matrix is positive definite, or there are too few lengths.
+    for i in 0..N {
+        let pivot = matrix[i];
+        if pivot[i] <= 1e-9 || pivot[i].is_nan() {
+            return Err(Error::Underdetermined { what, needed: N });
+        }
+        for row in i + 1..N {
+            let factor = matrix[row][i] / pivot[i];
+            for (x, pivot) in matrix[row].iter_mut().zip(pivot).skip(i) {
+                *x -= factor * pivot;
+            }
+            right[row] -= factor * right[i];
+        }
+    }
+    let mut coefficients = [0.0; N];
+    for i in (0..N).rev() {
+        let known: f64 = (i + 1..N).map(|j| matrix[i][j] * coefficients[j]).sum();
+        coefficients[i] = (right[i] - known) / matrix[i][i];
+    }
+    let mut scale = 1.0;
+    for coefficient in &mut coefficients {
+        *coefficient /= scale;
+        scale *= longest;
+    }
+    Ok(coefficients)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn too_few_lengths_are_an_error() {
+        let layer = [(1, 1.0), (2, 2.0), (3, 3.0)];
+        assert!(matches!(
+            CostModel::fit(&[(5, 1.0), (5, 1.1)], &layer),
+            Err(Error::Underdetermined { needed: 2, .. })
+        ));
+        assert!(matches!(CostModel::fit(&layer, &layer[..2]), Err(Error::Underdetermined { needed: 3, .. })));
+        assert!(matches!(CostModel::fit(&[], &layer), Err(Error::Underdetermined { .. })));
+        assert!(matches!(CostModel::fit(&[(1, f64::NAN)], &layer), Err(Error::NotFinite { .. })));
+    }
+
+    #[test]
+    fn a_clustering_that_takes_no_time_is_bounded_by_the_caller() {
+        let model = CostModel { iteration: [0.0, 0.0], layer: [1.0, 0.0, 0.0] };
+        assert_eq!(model.iterations(1000, 3..=300), 300);
+        let model = CostModel { iteration: [1.0, 0.0], layer: [-1.0, 0.0, 0.0] };
+        assert_eq!(model.iterations(1000, 3..=300), 3);
+    }
+}

@@ -1,0 +1,171 @@
+//! What the vector kernels need of an instruction set.
+//!
+//! A kernel is written once, over [`Simd`], beside its scalar definition; [`Backend::run`](crate::Backend::run) compiles
+//! it for each set by inlining it into one function that has the set's target features. Each set's file is the list of its
+//! instructions.
+//!
+//! Codes come in runs of 64 (see `pack`), so the unit here is 64 of something: [`Simd::Bytes`] holds 64 bytes in token
+//! order, [`Simd::Block`] 64 floats in *block order*, an order of the set's own in which bytes are widened to floats without
+//! crossing 128-bit lanes.
+
+#[cfg(target_arch = "x86_64")]
+pub(crate) mod avx2;
+#[cfg(target_arch = "x86_64")]
+pub(crate) mod avx512;
+#[cfg(target_arch = "aarch64")]
+pub(crate) mod neon;
+
+/// An operation in its two forms. `vector` must be `#[inline(always)]`, so that it is compiled with the features of the
+/// function that it is inlined into.
+pub(crate) trait Kernel {
+    type Output;
+
+    /// The definition.
+    fn scalar(self) -> Self::Output;
+
+    /// The same on the registers of `s`.
+    fn vector<S: Simd>(self, s: S) -> Self::Output;
+}
+
+/// Bytes of a plane or row of bytes that tables are loaded from: the smallest table reads 16.
+pub(crate) const fn row_len(ksub: usize) -> usize {
+    if ksub < 16 { 16 } else { ksub }
+}
+
+/// An instruction set. A value of it proves that the CPU has it: only `run` in the set's file makes one, after the
+/// backend has been found available.
+pub(crate) trait Simd: Copy {
+    /// `LANES` floats.
+    type F32: Copy;
+    /// `LANES` unsigned integers.
+    type U32: Copy;
+    /// 64 bytes in token order.
+    type Bytes: Copy;
+    /// A table of 256 bytes, or the lower part of one.
+    type Table: Copy;
+    /// A table of 256 floats, or the lower part of one.
+    type FloatTable: Copy;
+    /// 64 unsigned 16-bit sums.
+    type Sums: Copy;
+    /// 64 floats in block order, as `64 / LANES` registers.
+    type Block: Copy + AsRef<[Self::F32]> + AsMut<[Self::F32]>;
+
+    const LANES: usize;
+    /// Whether there are 32 registers, not 16.
+    const WIDE: bool;
+
+    fn splat(self, x: f32) -> Self::F32;
+    /// # Safety
+    /// `LANES` floats from `p` on are readable.
+    unsafe fn load(self, p: *const f32) -> Self::F32;
+    /// # Safety
+    /// `LANES` floats from `p` on are writable.
+    unsafe fn store(self, p: *mut f32, x: Self::F32);
+    /// Reads `LANES` 16-bit integers as floats.
+    ///
+    /// # Safety
+    /// They are readable from `p` on.
+    unsafe fn load_u16(self, p: *const u16) -> Self::F32;
+    fn mul(self, a: Self::F32, b: Self::F32) -> Self::F32;
+    fn add(self, a: Self::F32, b: Self::F32) -> Self::F32;
+    /// `a * b + c`, rounded once.
+    fn mul_add(self, a: Self::F32, b: Self::F32, c: Self::F32) -> Self::F32;
+    /// `c - a * b`, rounded once.
+    fn neg_mul_add(self, a: Self::F32, b: Self::F32, c: Self::F32) -> Self::F32;
+
+    /// The sum of the lanes, in an order of the set's own.
+    fn sum(self, x: Self::F32) -> f32;
+
+    /// The smaller one; `b` where `a` is NaN.
+    fn min(self, a: Self::F32, b: Self::F32) -> Self::F32;
+    /// Whether `a < b` in any lane.
+    fn any_less(self, a: Self::F32, b: Self::F32) -> bool;
+
+    fn splat_u32(self, x: u32) -> Self::U32;
+    /// # Safety
+    /// `LANES` integers from `p` on are writable.
+    unsafe fn store_u32(self, p: *mut u32, x: Self::U32);
+    /// Where `candidate < best`, takes `candidate` and its `index`. A NaN is never taken.
+    fn keep_smaller(
+        self,
+        best: (Self::F32, Self::U32),
+        candidate: Self::F32,
+        index: Self::U32,
+    ) -> (Self::F32, Self::U32);
+
+    /// Integers that order as the scores do (see `topk::key`).
+    fn keys(self, scores: Self::F32) -> Self::U32;
+    /// One bit a lane, lane 0 lowest: whether `x >= bound`.
+    fn at_least(self, x: Self::U32, bound: Self::U32) -> u32;
+    /// The numbers of the lanes, from 0.
+    fn lanes(self) -> Self::U32;
+    fn add_u32(self, a: Self::U32, b: Self::U32) -> Self::U32;
+    /// Writes the chosen lanes of `x` (bits as of [`at_least`](Self::at_least)) without gaps. What stands behind them, up to
+    /// `LANES` in all, is undefined.
+    ///
+    /// # Safety
+    /// `LANES` integers from `out` on are writable.
+    unsafe fn write_chosen(self, out: *mut u32, x: Self::U32, chosen: u32);
+
+    /// 64 codes of `NBITS` bits, at most 8, from their packed run.
+    ///
+    /// # Safety
+    /// `8 * NBITS` bytes from `run` on are readable.
+    unsafe fn unpack<const NBITS: u32>(self, run: *const u8) -> Self::Bytes;
+    /// The first `max(16, 1 << NBITS)` bytes from `p` on as a table.
+    ///
+    /// # Safety
+    /// That many bytes are readable, for as long as the table is used.
+    unsafe fn table<const NBITS: u32>(self, p: *const u8) -> Self::Table;
+    /// `table[codes]` byte by byte; every code is below `1 << NBITS`.
+    fn look_up<const NBITS: u32>(self, table: Self::Table, codes: Self::Bytes) -> Self::Bytes;
+
+    fn no_sums(self) -> Self::Sums;
+    /// Adds 64 bytes to 64 sums, wrapping at 2^16.
+    fn add_bytes(self, sums: Self::Sums, bytes: Self::Bytes) -> Self::Sums;
+    /// Writes the sums in token order.
+    fn store_sums(self, out: &mut [u16; 64], sums: Self::Sums);
+
+    /// A table of floats, given also as four planes of its bytes, lowest first, each of `max(16, 1 << NBITS)` bytes.
+    ///
+    /// # Safety
+    /// `row` holds `1 << NBITS` floats, and both are readable for as long as the table is used.
+    unsafe fn float_table<const NBITS: u32>(self, row: *const f32, planes: *const u8) -> Self::FloatTable;
+    /// `table[codes]`; every code is below `1 << NBITS`.
+    fn look_up_floats<const NBITS: u32>(self, table: Self::FloatTable, codes: Self::Bytes) -> Self::Block;
+    fn zero_block(self) -> Self::Block;
+    /// Reads floats that are in block order already.
+    ///
+    /// # Safety
+    /// 64 floats from `p` on are readable.
+    #[inline(always)]
+    unsafe fn load_raw(self, p: *const f32) -> Self::Block {
+        let mut block = self.zero_block();
+        for (v, register) in block.as_mut().iter_mut().enumerate() {
+            // SAFETY: 64 / LANES registers of LANES floats.
+            *register = unsafe { self.load(p.add(v * Self::LANES)) };
+        }
+        block
+    }
+    /// Writes floats in block order.
+    ///
+    /// # Safety
+    /// 64 floats from `p` on are writable.
+    #[inline(always)]
+    unsafe fn store_raw(self, p: *mut f32, block: Self::Block) {
+        for (v, &register) in block.as_ref().iter().enumerate() {
+            // SAFETY: 64 / LANES registers of LANES floats.
+            unsafe { self.store(p.add(v * Self::LANES), register) };
+        }
+    }
+    /// Reorders floats from token to block order.
+    ///
+    /// # Safety
+    /// 64 floats from `p` on are readable.
+    unsafe fn load_block(self, p: *const f32) -> Self::Block;
+    /// Writes floats in token order.
+    ///
+    /// # Safety
+    /// 64 floats from `p` on are writable.
+    unsafe fn store_block(self, p: *mut f32, block: Self::Block);
+}

@@ -1,0 +1,277 @@
+//! NEON: a table of 256 bytes lives in sixteen registers, looked up 64 bytes at a time.
+//!
+//! Block order is token order: register `v` holds tokens `4 v` to `4 v + 3`.
+
+use core::arch::aarch64::*;
+
+use super::{Kernel, Simd, row_len};
+
+#[derive(Clone, Copy)]
+pub(crate) struct Neon(());
+
+/// Runs a kernel. Callers have found the backend available: NEON is part of the compilation target.
+pub(crate) fn run<K: Kernel>(kernel: K) -> K::Output {
+    kernel.vector(Neon(()))
+}
+
+/// An expression of instructions that the token allows.
+macro_rules! op {
+    ($e:expr) => {{
+        // SAFETY: the compilation target has NEON; pointers are the caller's promise.
+        unsafe { $e }
+    }};
+}
+
+impl Simd for Neon {
+    type F32 = float32x4_t;
+    type U32 = uint32x4_t;
+    type Bytes = [uint8x16_t; 4];
+    type Table = [uint8x16x4_t; 4];
+    type FloatTable = *const u8;
+    type Sums = [[uint16x8_t; 2]; 4];
+    type Block = [float32x4_t; 16];
+
+    const LANES: usize = 4;
+    const WIDE: bool = true;
+
+    #[inline(always)]
+    fn splat(self, x: f32) -> float32x4_t {
+        op!(vdupq_n_f32(x))
+    }
+    #[inline(always)]
+    unsafe fn load(self, p: *const f32) -> float32x4_t {
+        op!(vld1q_f32(p))
+    }
+    #[inline(always)]
+    unsafe fn store(self, p: *mut f32, x: float32x4_t) {
+        op!(vst1q_f32(p, x));
+    }
+    #[inline(always)]
+    unsafe fn load_u16(self, p: *const u16) -> float32x4_t {
+        op!(vcvtq_f32_u32(vmovl_u16(vld1_u16(p))))
+    }
+    #[inline(always)]
+    fn add(self, a: float32x4_t, b: float32x4_t) -> float32x4_t {
+        op!(vaddq_f32(a, b))
+    }
+    #[inline(always)]
+    fn mul(self, a: float32x4_t, b: float32x4_t) -> float32x4_t {
+        op!(vmulq_f32(a, b))
+    }
+    #[inline(always)]
+    fn mul_add(self, a: float32x4_t, b: float32x4_t, c: float32x4_t) -> float32x4_t {
+        op!(vfmaq_f32(c, a, b))
+    }
+    #[inline(always)]
+    fn neg_mul_add(self, a: float32x4_t, b: float32x4_t, c: float32x4_t) -> float32x4_t {
+        op!(vfmsq_f32(c, a, b))
+    }
+
+    #[inline(always)]
+    fn sum(self, x: float32x4_t) -> f32 {
+        op!(vaddvq_f32(x))
+    }
+
+    #[inline(always)]
+    fn min(self, a: float32x4_t, b: float32x4_t) -> float32x4_t {
+        op!(vminnmq_f32(a, b))
+    }
+    #[inline(always)]
+    fn any_less(self, a: float32x4_t, b: float32x4_t) -> bool {
+        op!(vmaxvq_u32(vcltq_f32(a, b))) != 0
+    }
+
+    #[inline(always)]
+    fn splat_u32(self, x: u32) -> uint32x4_t {
+        op!(vdupq_n_u32(x))
+    }
+    #[inline(always)]
+    unsafe fn store_u32(self, p: *mut u32, x: uint32x4_t) {
+        op!(vst1q_u32(p, x));
+    }
+    #[inline(always)]
+    fn keep_smaller(
+        self,
+        best: (float32x4_t, uint32x4_t),
+        candidate: float32x4_t,
+        index: uint32x4_t,
+    ) -> (float32x4_t, uint32x4_t) {
+        op!({
+            let smaller = vcltq_f32(candidate, best.0);
+            (vbslq_f32(smaller, candidate, best.0), vbslq_u32(smaller, index, best.1))
+        })
+    }
+
+    #[inline(always)]
+    fn keys(self, scores: float32x4_t) -> uint32x4_t {
+        op!({
+            let number = vceqq_f32(scores, scores);
+            let x = vaddq_f32(scores, vdupq_n_f32(0.0));
+            let x = vreinterpretq_s32_f32(vbslq_f32(number, x, vdupq_n_f32(f32::NEG_INFINITY)));
+            let flip = vorrq_s32(vshrq_n_s32::<31>(x), vdupq_n_s32(i32::MIN));
+            vreinterpretq_u32_s32(veorq_s32(x, flip))
+        })
+    }
+    #[inline(always)]
+    fn at_least(self, x: uint32x4_t, bound: uint32x4_t) -> u32 {
+        op!({
+            let bits = vld1q_u32([1, 2, 4, 8].as_ptr());
+            vaddvq_u32(vandq_u32(vcgeq_u32(x, bound), bits))
+        })
+    }
+
+    #[inline(always)]
+    fn lanes(self) -> uint32x4_t {
+        op!(vld1q_u32([0, 1, 2, 3].as_ptr()))
+    }
+    #[inline(always)]
+    fn add_u32(self, a: uint32x4_t, b: uint32x4_t) -> uint32x4_t {
+        op!(vaddq_u32(a, b))
+    }
+    #[inline(always)]
+    unsafe fn write_chosen(self, mut out: *mut u32, x: uint32x4_t, chosen: u32) {
+        let mut lanes = [0; 4];
+        op!(vst1q_u32(lanes.as_mut_ptr(), x));
+        for (lane, x) in lanes.into_iter().enumerate() {
+            // Written always, kept where the next one does not overwrite it: no branch to mispredict.
+            op!({
+                out.write(x);
+                out = out.add((chosen >> lane & 1) as usize);
+            });
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn unpack<const NBITS: u32>(self, run: *const u8) -> [uint8x16_t; 4] {
+        op!({
+            if NBITS == 8 {
+                return [vld1q_u8(run), vld1q_u8(run.add(16)), vld1q_u8(run.add(32)), vld1q_u8(run.add(48))];
+            }
+            let mut codes = [vdupq_n_u8(0); 4];
+            let mut at = run;
+            if NBITS & 4 != 0 {
+                let pairs = [vld1q_u8(at), vld1q_u8(at.add(16))];
+                let mask = vdupq_n_u8(15);
+                codes = [
+                    vandq_u8(pairs[0], mask),
+                    vandq_u8(pairs[1], mask),
+                    vshrq_n_u8::<4>(pairs[0]),
+                    vshrq_n_u8::<4>(pairs[1]),
+                ];
+                at = at.add(32);
+            }
+            if NBITS & 2 != 0 {
+                let quads = vld1q_u8(at);
+                let low_bits = vdupq_n_s8(if NBITS & 4 != 0 { 4 } else { 0 });
+                for (i, codes) in codes.iter_mut().enumerate() {
+                    let shifted = vshlq_u8(quads, vdupq_n_s8(-2 * i as i8));
+                    let plane = vandq_u8(shifted, vdupq_n_u8(3));
+                    *codes = vorrq_u8(*codes, vshlq_u8(plane, low_bits));
+                }
+                at = at.add(16);
+            }
+            if NBITS & 1 != 0 {
+                let eights = vcombine_u8(vld1_u8(at), vld1_u8(at));
+                let low_bits = vdupq_n_s8(NBITS as i8 - 1);
+                for (i, codes) in codes.iter_mut().enumerate() {
+                    let s = -2 * i as i8;
+                    let shifted = vshlq_u8(eights, vcombine_s8(vdup_n_s8(s), vdup_n_s8(s - 1)));
+                    let plane = vandq_u8(shifted, vdupq_n_u8(1));
+                    *codes = vorrq_u8(*codes, vshlq_u8(plane, low_bits));
+                }
+            }
+            codes
+        })
+    }
+    #[inline(always)]
+    unsafe fn table<const NBITS: u32>(self, p: *const u8) -> [uint8x16x4_t; 4] {
+        op!({
+            let rows = if NBITS <= 4 { 1 } else { 1 << (NBITS - 4) };
+            let row = |i: usize| if i < rows { vld1q_u8(p.add(16 * i)) } else { vdupq_n_u8(0) };
+            [0, 4, 8, 12].map(|i| uint8x16x4_t(row(i), row(i + 1), row(i + 2), row(i + 3)))
+        })
+    }
+    #[inline(always)]
+    fn look_up<const NBITS: u32>(self, table: [uint8x16x4_t; 4], codes: [uint8x16_t; 4]) -> [uint8x16_t; 4] {
+        codes.map(|codes| {
+            op!({
+                if NBITS <= 4 {
+                    return vqtbl1q_u8(table[0].0, codes);
+                }
+                // An index beyond the 64 bytes at hand keeps what was found in the others.
+                let mut found = vqtbl4q_u8(table[0], codes);
+                if NBITS > 6 {
+                    found = vqtbx4q_u8(found, table[1], vsubq_u8(codes, vdupq_n_u8(64)));
+                }
+                if NBITS > 7 {
+                    found = vqtbx4q_u8(found, table[2], vsubq_u8(codes, vdupq_n_u8(128)));
+                    found = vqtbx4q_u8(found, table[3], vsubq_u8(codes, vdupq_n_u8(192)));
+                }
+                found
+            })
+        })
+    }
+
+    #[inline(always)]
+    fn no_sums(self) -> [[uint16x8_t; 2]; 4] {
+        op!([[vdupq_n_u16(0); 2]; 4])
+    }
+    #[inline(always)]
+    fn add_bytes(self, mut sums: [[uint16x8_t; 2]; 4], bytes: [uint8x16_t; 4]) -> [[uint16x8_t; 2]; 4] {
+        for (sums, bytes) in sums.iter_mut().zip(bytes) {
+            *sums = op!([vaddw_u8(sums[0], vget_low_u8(bytes)), vaddw_high_u8(sums[1], bytes)]);
+        }
+        sums
+    }
+    #[inline(always)]
+    fn store_sums(self, out: &mut [u16; 64], sums: [[uint16x8_t; 2]; 4]) {
+        for (out, sums) in out.chunks_exact_mut(8).zip(sums.as_flattened()) {
+            op!(vst1q_u16(out.as_mut_ptr(), *sums));
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn float_table<const NBITS: u32>(self, _: *const f32, planes: *const u8) -> *const u8 {
+        planes
+    }
+    #[inline(always)]
+    fn look_up_floats<const NBITS: u32>(
+        self,
+        planes: *const u8,
+        codes: [uint8x16_t; 4],
+    ) -> [float32x4_t; 16] {
+        let len = row_len(1 << NBITS);
+        op!({
+            // 32 registers hold the tables of one plane at a time.
+            let a = self.look_up::<NBITS>(self.table::<NBITS>(planes), codes);
+            let b = self.look_up::<NBITS>(self.table::<NBITS>(planes.add(len)), codes);
+            let c = self.look_up::<NBITS>(self.table::<NBITS>(planes.add(2 * len)), codes);
+            let d = self.look_up::<NBITS>(self.table::<NBITS>(planes.add(3 * len)), codes);
+            let mut block = [vdupq_n_f32(0.0); 16];
+            for (i, four) in block.chunks_exact_mut(4).enumerate() {
+                let ab = [vzip1q_u8(a[i], b[i]), vzip2q_u8(a[i], b[i])];
+                let cd = [vzip1q_u8(c[i], d[i]), vzip2q_u8(c[i], d[i])];
+                for v in 0..2 {
+                    let (ab, cd) = (vreinterpretq_u16_u8(ab[v]), vreinterpretq_u16_u8(cd[v]));
+                    four[2 * v] = vreinterpretq_f32_u16(vzip1q_u16(ab, cd));
+                    four[2 * v + 1] = vreinterpretq_f32_u16(vzip2q_u16(ab, cd));
+                }
+            }
+            block
+        })
+    }
+    #[inline(always)]
+    fn zero_block(self) -> [float32x4_t; 16] {
+        [self.splat(0.0); 16]
+    }
+    #[inline(always)]
+    unsafe fn load_block(self, p: *const f32) -> [float32x4_t; 16] {
+        op!(core::array::from_fn(|i| vld1q_f32(p.add(4 * i))))
+    }
+    #[inline(always)]
+    unsafe fn store_block(self, p: *mut f32, block: [float32x4_t; 16]) {
+        for (i, x) in block.into_iter().enumerate() {
+            op!(vst1q_f32(p.add(4 * i), x));
+        }
+    }
+}
