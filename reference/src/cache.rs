@@ -10,6 +10,7 @@ mod exact;
 mod million;
 mod retrieval;
 mod streaming;
+mod transformed;
 mod zack;
 
 use std::ops::AddAssign;
@@ -26,6 +27,7 @@ pub(crate) use exact::{DenseStore, ExactRows};
 pub(crate) use million::{HeadCodebooks, MillionStore};
 pub(crate) use retrieval::{RetrievalStore, Scorer};
 pub(crate) use streaming::StreamingStore;
+pub(crate) use transformed::{HeadCode, KeySpace, TransformedPlan, TransformedStore, halved};
 pub(crate) use zack::{HeadRotation, ZackStore};
 
 use crate::model::{Config, Rope};

@@ -26,9 +26,13 @@ pub(crate) struct LayerSamples {
     pub values: Vec<f32>,
     pub key_grams: Vec<Gram>,   // per kv head, after RoPE
     pub query_grams: Vec<Gram>, // per kv head, its whole group of query heads, after RoPE
+    pub plain_query_grams: Vec<Gram>, // the same before RoPE
 }
 
 impl Calibration {
+    /// Position of the first sampled token.
+    pub(crate) const FIRST: usize = SINKS;
+
     /// Runs the model over `tokens` and gathers.
     ///
     /// # Errors
@@ -54,6 +58,7 @@ impl LayerSamples {
         let (q_dim, kv_dim) = (model.config.q_dim(), model.config.kv_dim());
         let geometry = Geometry::of(&model.config);
         let [mut queries, keys] = [(q, q_dim), (k, kv_dim)].map(|(rows, len)| rows[SINKS * len..].to_vec());
+        let plain_queries = queries.clone();
         rope.rotate_rows(&mut queries, q_dim, SINKS);
         let rotated_keys = rope.rotated(&keys, kv_dim, SINKS);
         let group = model.config.gqa_group() * geometry.head_dim;
@@ -62,14 +67,19 @@ impl LayerSamples {
             .map(|head| {
                 let mut keys = Gram::new(geometry.head_dim)?;
                 keys.add_rows(&geometry.head_rows(head, &rotated_keys))?;
-                let mut probes = Gram::new(geometry.head_dim)?;
-                queries
-                    .chunks_exact(q_dim)
-                    .try_for_each(|row| probes.add_rows(&row[head * group..][..group]))?;
-                Ok((keys, probes))
+                let probes = |queries: &[f32]| -> Result<Gram> {
+                    let mut gram = Gram::new(geometry.head_dim)?;
+                    queries
+                        .chunks_exact(q_dim)
+                        .try_for_each(|row| gram.add_rows(&row[head * group..][..group]))?;
+                    Ok(gram)
+                };
+                Ok((keys, (probes(&queries)?, probes(&plain_queries)?)))
             })
             .collect::<Result<Vec<_>>>()?;
-        let (key_grams, query_grams) = grams.into_iter().unzip();
-        Ok(Self { keys, rotated_keys, values: v[SINKS * kv_dim..].to_vec(), key_grams, query_grams })
+        let (key_grams, query_grams): (_, Vec<_>) = grams.into_iter().unzip();
+        let (query_grams, plain_query_grams) = query_grams.into_iter().unzip();
+        let values = v[SINKS * kv_dim..].to_vec();
+        Ok(Self { keys, rotated_keys, values, key_grams, query_grams, plain_query_grams })
     }
 }

@@ -162,7 +162,7 @@ pub fn calibrated(model: &Model, rope: &Rope, tokens: &[u32], methods: &[Method]
     let mut profile = Profile::default();
     if methods.iter().any(Method::needs_profile) {
         let samples = Calibration::gather(model, rope, tokens)?;
-        methods.iter().try_for_each(|method| method.calibrate(model, &samples, &mut profile))?;
+        methods.iter().try_for_each(|method| method.calibrate(model, rope, &samples, &mut profile))?;
     }
     Ok(profile)
 }

@@ -4,6 +4,7 @@ mod build;
 mod cachegen;
 mod fold;
 mod million;
+mod pqklt;
 mod settings;
 mod zack;
 
@@ -12,9 +13,10 @@ use std::str::FromStr;
 use pq_core::Window;
 
 pub use build::Prepared;
-use settings::{Element, Layers, Settings};
+use pqklt::PqKlt;
+use settings::{Element, Layers, Settings, Switch};
 
-use crate::cache::ElementType;
+use crate::cache::{ElementType, KeySpace};
 use crate::{Error, Result};
 
 /// A method with its setting.
@@ -40,6 +42,7 @@ enum Kind {
     Oracle { ratio: f64 },
     PqCache { ratio: f64, code: PqCode, iterations: usize },
     Million { k: PqCode, v: PqCode, iterations: usize },
+    PqKlt(PqKlt),
     Zack { k: f64, v: f64, basis: Basis },
     CacheGen { k: f32, v: f32, predictor: PredictorKind },
 }
@@ -77,6 +80,8 @@ A method is NAME[:KEY=VALUE]...; several are separated by commas.
   oracle            exact top-k, this part of the tokens                  ratio=0.2
   pqcache           top-k by PQ codes, exact rows offloaded               ratio=0.2 code=16x8 iterations=10
   million           attention on PQ codes                                 k=64x8 v=64x8 iterations=8
+  pqklt             attention on PQ codes of transformed rows             k=32x6 v=32x6 keys=mean|rope norms=on|off
+                                                                          iterations=8 refine=0
   zack              rotated, ranks cut to these parts, values folded      k=0.75 v=0.75 basis=closed|stacked
   cachegen          bitstream and back, bins in standard deviations       k=0.25 v=0.25 predictor=mean|anchor
 
@@ -148,6 +153,14 @@ impl FromStr for Method {
                 let (k, v) =
                     (s.own("k", PqCode { m: 64, nbits: 8 })?, s.own("v", PqCode { m: 64, nbits: 8 })?);
                 ("million", Kind::Million { k, v, iterations: s.positive("iterations", 8)? })
+            }
+            "pqklt" => {
+                let code = PqCode { m: 32, nbits: 6 };
+                let (k, v) = (s.own("k", code)?, s.own("v", code)?);
+                let space = s.own("keys", KeySpace::RotatedMean)?;
+                let norms = s.own("norms", Switch::On)? == Switch::On;
+                let (iterations, refine) = (s.positive("iterations", 8)?, s.count("refine", 0)?);
+                ("pqklt", Kind::PqKlt(PqKlt { k, v, space, norms, iterations, refine }))
             }
             "zack" => {
                 let (k, v) = (s.part("k", 0.75)?, s.part("v", 0.75)?);

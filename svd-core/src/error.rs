@@ -37,6 +37,11 @@ pub enum Error {
         /// Its value.
         value: f64,
     },
+    /// An order that repeats a component or names one that does not exist.
+    Order {
+        /// The component.
+        component: usize,
+    },
     /// A product of sizes does not fit in `usize`.
     TooLarge,
     /// The eigenvalue iteration did not converge.
@@ -53,6 +58,7 @@ impl fmt::Display for Error {
             Self::Rank { rank, dim } => write!(f, "rank {rank} is above dimension {dim}"),
             Self::NotFinite { what } => write!(f, "{what} holds a NaN or an infinity"),
             Self::Fraction { what, value } => write!(f, "{what} is {value}, outside 0..=1"),
+            Self::Order { component } => write!(f, "component {component} is repeated or does not exist"),
             Self::TooLarge => write!(f, "the product of the sizes overflows"),
             Self::NoConvergence => write!(f, "the eigenvalue iteration did not converge"),
         }

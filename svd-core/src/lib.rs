@@ -7,6 +7,8 @@ extern crate alloc;
 #[cfg(any(feature = "std", test))]
 extern crate std;
 
+#[cfg(feature = "alloc")]
+mod allocate;
 mod attend;
 #[cfg(feature = "alloc")]
 mod eigen;
@@ -22,6 +24,8 @@ mod rank;
 #[cfg(feature = "alloc")]
 mod rotation;
 
+#[cfg(feature = "alloc")]
+pub use allocate::balanced_order;
 pub use attend::{SoftmaxStats, attend_into};
 pub use error::Error;
 #[cfg(feature = "alloc")]

@@ -19,7 +19,7 @@ pub struct Rotation {
     dim: usize,
     store: Vec<f32>, // A (dim, dim) row-major; column c makes stored component c
     probe: Vec<f32>, // B (dim, dim) row-major; column c makes the query's component c
-    sigma: Vec<f64>, // (dim,) descending, in units of the score
+    sigma: Vec<f64>, // (dim,) descending unless reordered, in units of the score
 }
 
 impl Rotation {
@@ -85,6 +85,65 @@ impl Rotation {
             return Err(Error::NotFinite { what: "gram" });
         }
         Ok(Self { dim, store, probe, sigma })
+    }
+
+    /// The query-metric KLT: components that are uncorrelated, and in which equal errors cost the scores equally. The rotation
+    /// to quantize in.
+    ///
+    /// With `M` the mean outer product of what meets the rows (queries for keys, the rows of `W_O` for values) divided by
+    /// dim, and `U` the eigenvectors of `M^(1/2) C M^(1/2)`: `A = M^(1/2) U`, `B = M^(-1/2) U`. `covariance` holds rows
+    /// whose mean has been taken out. Rows are quantized as `A^T k`, come back as `B` times that, and `sigma` are
+    /// the components' deviations.
+    ///
+    /// # Errors
+    /// [`Error::Length`] when the dimensions differ, [`Error::Zero`] without rows, [`Error::NotFinite`],
+    /// [`Error::NoConvergence`].
+    /// # Source
+    /// The KLT under a weighted error: Gersho, Gray, "Vector Quantization and Signal Compression", 8.6; the weight is the
+    /// error of `q . k` for queries with second moment `M`.
+    pub fn query_metric(covariance: &Gram, metric: &Gram) -> Result<Self, Error> {
+        /// Directions that hardly any query has get at least this part of the strongest one's weight.
+        const METRIC_FLOOR: f64 = 1e-6;
+        check_len("metric", metric.dim(), covariance.dim())?;
+        if covariance.rows() == 0 || metric.rows() == 0 {
+            return Err(Error::Zero { what: "rows" });
+        }
+        let dim = covariance.dim();
+        let (values, vectors) = symmetric(DMatrix::from_vec(dim, dim, metric.matrix()))?;
+        let least = (values[0] * METRIC_FLOOR).max(f64::MIN_POSITIVE);
+        let scale = 1.0 / (metric.rows() as f64 * dim as f64);
+        let root = |power: f64| {
+            let scaled = DMatrix::from_fn(dim, dim, |r, c| {
+                vectors[(r, c)] * libm::pow(values[c].max(least) * scale, power)
+            });
+            scaled * vectors.transpose()
+        };
+        let (half, inverse_half) = (root(0.5), root(-0.5));
+        let rows = covariance.rows() as f64;
+        let covariance = DMatrix::from_vec(dim, dim, covariance.matrix()) / rows;
+        let (variances, basis) = symmetric(&half * covariance * &half)?;
+        let sigma = variances.iter().map(|x| libm::sqrt(x.max(0.0))).collect();
+        Self::from_parts(row_major(&(half * &basis)), row_major(&(inverse_half * &basis)), sigma)
+    }
+
+    /// The same with component `order[c]` in place `c`.
+    ///
+    /// # Errors
+    /// [`Error::Length`], or [`Error::Order`] when `order` is no permutation of the components.
+    pub fn reordered(&self, order: &[usize]) -> Result<Self, Error> {
+        check_len("order", order.len(), self.dim)?;
+        let mut seen = alloc::vec![false; self.dim];
+        for &c in order {
+            match seen.get_mut(c) {
+                Some(seen) if !*seen => *seen = true,
+                _ => return Err(Error::Order { component: c }),
+            }
+        }
+        let columns = |map: &[f32]| -> Vec<f32> {
+            map.chunks_exact(self.dim).flat_map(|row| order.iter().map(move |&c| row[c])).collect()
+        };
+        let sigma = order.iter().map(|&c| self.sigma[c]).collect();
+        Ok(Self { dim: self.dim, store: columns(&self.store), probe: columns(&self.probe), sigma })
     }
 
     /// Takes maps that were made before, as from a profile.

@@ -3,7 +3,7 @@
 #![allow(clippy::unwrap_used, clippy::panic)] // helpers of tests, too
 
 use proptest::prelude::*;
-use svd_core::{Gram, Rotation, attend_into, fold_input, fold_output, project_into};
+use svd_core::{Error, Gram, Rotation, balanced_order, attend_into, fold_input, fold_output, project_into};
 
 const DIM: usize = 6;
 
@@ -46,8 +46,47 @@ fn score_error(rotation: &Rotation, queries: &[f32], keys: &[f32], rank: usize) 
     total / (queries.len() / DIM * (keys.len() / DIM)) as f64
 }
 
+/// Rows less their mean.
+fn centred(rows: &[f32]) -> Vec<f32> {
+    let n = (rows.len() / DIM) as f32;
+    let mean: [f32; DIM] = core::array::from_fn(|d| rows.chunks(DIM).map(|row| row[d]).sum::<f32>() / n);
+    rows.chunks(DIM).flat_map(|row| core::array::from_fn::<f32, DIM, _>(|d| row[d] - mean[d])).collect()
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(32))]
+
+    #[test]
+    fn the_query_metric_makes_equal_errors_cost_equally(seed in any::<u64>(), scale in 0.1_f32..10.0) {
+        let (queries, keys) = (rows(60, seed, scale), centred(&rows(80, seed ^ 1, 1.0)));
+        let rotation = Rotation::query_metric(&gram(&keys), &gram(&queries)).unwrap();
+        let order = balanced_order(rotation.sigma(), 3).unwrap();
+        let rotation = rotation.reordered(&order).unwrap();
+        prop_assert!(score_error(&rotation, &queries, &keys, DIM) < 1e-6 * f64::from(scale * scale).max(1.0));
+        // Components are uncorrelated, with the deviations that sigma says.
+        let coded: Vec<f32> = keys.chunks(DIM).flat_map(|key| {
+            let mut y = vec![0.0; DIM];
+            project_into(rotation.store(), key, &mut y).unwrap();
+            y
+        }).collect();
+        let covariance = gram(&coded).matrix();
+        let largest = rotation.sigma().iter().copied().fold(0.0, f64::max).powi(2);
+        for r in 0..DIM {
+            for c in 0..DIM {
+                let expected = if r == c { rotation.sigma()[r].powi(2) } else { 0.0 };
+                prop_assert!((covariance[r * DIM + c] / 80.0 - expected).abs() < 1e-4 * largest);
+            }
+        }
+        // An error of 1 in any component costs the same, averaged over the queries: `dim` squared.
+        for c in 0..DIM {
+            let cost: f64 = queries.chunks(DIM).map(|q| {
+                let mut probe = vec![0.0; DIM];
+                project_into(rotation.probe(), q, &mut probe).unwrap();
+                f64::from(probe[c]).powi(2)
+            }).sum::<f64>() / 60.0;
+            prop_assert!((cost - DIM as f64).abs() < 1e-2 * DIM as f64, "{cost}");
+        }
+    }
 
     #[test]
     fn closed_form_is_never_worse(seed in any::<u64>(), scale in 0.1_f32..10.0, rank in 1_usize..DIM) {
@@ -107,4 +146,14 @@ fn bad_input_is_an_error() {
     assert!(Rotation::from_parts(vec![0.0; 4], vec![0.0; 3], vec![1.0; 2]).is_err());
     assert!(project_into(&[0.0; 4], &[0.0; 2], &mut [0.0; 3]).is_err());
     assert!(attend_into(&[1.0], &[1.0; 3], &[1.0; 2], &mut [0.0; 2], &mut [0.0]).is_err());
+}
+
+#[test]
+fn orders_that_are_no_permutation_are_errors() {
+    let rotation = Rotation::stacked(&gram(&rows(9, 1, 1.0)), &gram(&rows(9, 2, 1.0))).unwrap();
+    assert_eq!(rotation.reordered(&[0, 1, 2, 3, 4, 4]), Err(Error::Order { component: 4 }));
+    assert_eq!(rotation.reordered(&[0, 1, 2, 3, 4, 6]), Err(Error::Order { component: 6 }));
+    assert!(matches!(rotation.reordered(&[0]), Err(Error::Length { .. })));
+    assert!(balanced_order(&[1.0; 6], 4).is_err() && balanced_order(&[1.0; 6], 0).is_err());
+    assert_eq!(balanced_order(&[0.0; 4], 2).unwrap().len(), 4);
 }

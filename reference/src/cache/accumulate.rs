@@ -39,6 +39,11 @@ impl Accumulator {
         &mut self.out
     }
 
+    /// The sum of the softmax weights that the values have been multiplied with.
+    pub fn weight(&self) -> f32 {
+        self.sum
+    }
+
     /// Whether nothing has been attended to.
     pub fn is_empty(&self) -> bool {
         self.max == f32::NEG_INFINITY

@@ -9,7 +9,7 @@ use super::zack::ZackPlan;
 use super::{Kind, Method, PqCode, cachegen, million, zack};
 use crate::cache::{
     BlockCodec, CacheGenStore, CodedStore, DenseStore, Geometry, KvCache, LloydMax, MillionStore, PerChannel,
-    PerToken, RetrievalStore, Rotated, Scorer, Store, StreamingStore, WindowedCache, ZackStore,
+    PerToken, RetrievalStore, Rotated, Scorer, Store, StreamingStore, TransformedStore, WindowedCache, ZackStore,
 };
 use crate::calibrate::Calibration;
 use crate::model::{Config, Model, Rope};
@@ -33,19 +33,29 @@ impl Method {
     /// Whether it needs a profile.
     #[must_use]
     pub fn needs_profile(&self) -> bool {
-        matches!(self.kind, Kind::Million { .. } | Kind::Zack { .. } | Kind::CacheGen { .. })
+        matches!(
+            self.kind,
+            Kind::Million { .. } | Kind::PqKlt(_) | Kind::Zack { .. } | Kind::CacheGen { .. }
+        )
     }
 
     /// Adds to `profile` what the method needs, made from samples of the model.
     ///
     /// # Errors
     /// [`Error::Argument`] when the setting does not fit the model; errors of the cores.
-    pub fn calibrate(&self, model: &Model, samples: &Calibration, profile: &mut Profile) -> Result<()> {
+    pub fn calibrate(
+        &self,
+        model: &Model,
+        rope: &Rope,
+        samples: &Calibration,
+        profile: &mut Profile,
+    ) -> Result<()> {
         self.check(&model.config)?;
         match self.kind {
             Kind::Million { k, v, iterations } => {
                 million::calibrate(model, samples, k, v, iterations, profile)
             }
+            Kind::PqKlt(ref setting) => setting.calibrate(model, rope, samples, profile),
             Kind::Zack { basis, .. } => zack::calibrate(model, samples, basis, profile),
             Kind::CacheGen { k, v, predictor } => {
                 cachegen::calibrate(model, samples, k, v, predictor, profile)
@@ -67,6 +77,7 @@ impl Method {
             _ => None,
         };
         let site = Site {
+            config,
             geometry: Geometry::of(config),
             n_layers: config.n_layers,
             rope,
@@ -91,6 +102,7 @@ impl Method {
         match self.kind {
             Kind::PqCache { code, .. } => drop(shape(code)?),
             Kind::Million { k, v, .. } => drop((shape(k)?, shape(v)?)),
+            Kind::PqKlt(ref setting) => drop((shape(setting.k)?, shape(setting.v)?)),
             _ => {}
         }
         match self.exact_layers.iter().find(|&&l| l >= config.n_layers) {
@@ -101,7 +113,7 @@ impl Method {
 
     /// What layer `l` keeps between sinks and window.
     fn store(&self, site: &Site<'_>, l: usize) -> Result<Box<dyn Store>> {
-        let &Site { geometry, n_layers, rope, profile, zack } = site;
+        let &Site { config, geometry, n_layers, rope, profile, zack } = site;
         let head_dim = geometry.head_dim;
         let dense = || Box::new(DenseStore::new(self.exact, geometry, rope.clone()));
         let coded = |k: Arc<dyn BlockCodec>, v: Arc<dyn BlockCodec>, block: usize| {
@@ -137,6 +149,10 @@ impl Method {
                 let codebooks = million::codebooks(profile, geometry, k, v, l)?;
                 Box::new(MillionStore::new(geometry, rope.clone(), Arc::new(codebooks)))
             }
+            Kind::PqKlt(ref setting) => {
+                let plan = setting.plan(config, profile, l)?;
+                Box::new(TransformedStore::new(geometry, rope.clone(), Arc::new(plan)))
+            }
             Kind::Zack { .. } => match zack {
                 Some(plan) => {
                     Box::new(ZackStore::new(geometry, rope.clone(), plan.heads[l].clone(), self.exact))
@@ -153,6 +169,7 @@ impl Method {
 
 /// Where stores are built.
 struct Site<'a> {
+    config: &'a Config,
     geometry: Geometry,
     n_layers: usize,
     rope: &'a Arc<Rope>,

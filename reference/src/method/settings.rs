@@ -4,7 +4,7 @@ use std::fmt::Display;
 use std::str::FromStr;
 
 use super::{Basis, PqCode, PredictorKind};
-use crate::cache::ElementType;
+use crate::cache::{ElementType, KeySpace};
 use crate::{Error, Result};
 
 /// The `key=value` pairs of a method, taken one by one.
@@ -64,6 +64,11 @@ impl<'a> Settings<'a> {
     /// A count of at least one.
     pub fn positive(&mut self, key: &'static str, default: usize) -> Result<usize> {
         Ok(self.own(key, Within::<usize, 1, 4096>(default))?.0)
+    }
+
+    /// A count.
+    pub fn count(&mut self, key: &'static str, default: usize) -> Result<usize> {
+        Ok(self.own(key, Within::<usize, 0, 4096>(default))?.0)
     }
 
     /// A part of a whole.
@@ -165,7 +170,16 @@ macro_rules! words {
 }
 words!(Basis, "closed" => Basis::Closed, "stacked" => Basis::Stacked);
 words!(PredictorKind, "mean" => PredictorKind::Mean, "anchor" => PredictorKind::Anchor);
+words!(KeySpace, "mean" => KeySpace::RotatedMean, "rope" => KeySpace::BeforeRope);
+words!(Switch, "on" => Switch::On, "off" => Switch::Off);
 words!(Element, "f32" => ElementType::F32, "f16" => ElementType::F16, "bf16" => ElementType::Bf16);
+
+/// A choice between on and off.
+#[derive(Clone, Copy, PartialEq)]
+pub(super) enum Switch {
+    On,
+    Off,
+}
 
 /// [`ElementType`] on the command line.
 #[derive(Clone, Copy, PartialEq)]

@@ -53,7 +53,7 @@ pub(super) fn calibrate(
 }
 
 /// Second moment of the rows of `W_O` that read a head's values, over its group of query heads.
-fn output_gram(model: &Model, l: usize, head: usize) -> Result<Gram> {
+pub(super) fn output_gram(model: &Model, l: usize, head: usize) -> Result<Gram> {
     let config = &model.config;
     let group = config.gqa_group() * config.head_dim;
     let mut gram = Gram::new(config.head_dim)?;

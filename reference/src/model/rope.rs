@@ -4,7 +4,8 @@ use crate::model::{Config, RopeScaling};
 /// with `i + head_dim / 2` (Hugging Face; GGUF rows are reordered to it when they are loaded).
 #[derive(Clone, Debug)]
 pub struct Rope {
-    half: usize,   // head_dim / 2
+    frequencies: Vec<f32>, // (half,) radians per position
+    half: usize,           // head_dim / 2
     cos: Vec<f32>, // (len, half)
     sin: Vec<f32>, // (len, half)
 }
@@ -16,7 +17,14 @@ impl Rope {
         let frequencies = frequencies(config);
         let angles = (0..len).flat_map(|pos| frequencies.iter().map(move |f| pos as f64 * f));
         let (sin, cos) = angles.map(|angle| (angle.sin() as f32, angle.cos() as f32)).unzip();
-        Self { half: frequencies.len(), cos, sin }
+        let half = frequencies.len();
+        Self { frequencies: frequencies.iter().map(|&f| f as f32).collect(), half, cos, sin }
+    }
+
+    /// Radians per position of every pair: (head_dim / 2,).
+    #[must_use]
+    pub fn frequencies(&self) -> &[f32] {
+        &self.frequencies
     }
 
     /// Positions it can rotate to.

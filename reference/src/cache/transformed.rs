@@ -1,0 +1,273 @@
+//! PQ codes of transformed keys and values: the query-metric KLT, a norm per token, attention on the codes.
+
+use std::sync::Arc;
+
+use half::f16;
+use pq_core::{
+    CodebookBuf, CodedTokens, CodesBuf, RopeMean, Start, TrainOptions, decode_into, decode_norm, divide_by_norms,
+    lut_into, train,
+};
+use svd_core::{Rotation, project_into};
+
+use crate::Result;
+use crate::cache::accumulate::Accumulator;
+use crate::cache::million::attend_to_codes;
+use crate::cache::{Footprint, Geometry, Store};
+use crate::model::Rope;
+use crate::ops::{dot, matmul};
+
+/// Where keys are coded.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum KeySpace {
+    /// After RoPE, less the rotated mean of the keys before it: score tables serve all positions, and the mean's part of
+    /// a score is computed from the position.
+    RotatedMean,
+    /// Before RoPE: the best codes, but a score needs the decoded key, rotated to its position.
+    BeforeRope,
+}
+
+/// How one head's keys, or its values, become codes.
+pub(crate) struct HeadCode {
+    pub mean: Vec<f32>, // (head_dim,); of keys before RoPE
+    pub rotation: Rotation,
+    pub codebook: CodebookBuf,
+    pub norms: bool, // divide rows by their norms, which are kept in a byte
+}
+
+impl HeadCode {
+    /// Transforms rows less their mean (n, head_dim), in place; returns the norms, if they are kept.
+    pub fn transform(rotation: &Rotation, norms: bool, rows: &mut [f32]) -> Result<Vec<u8>> {
+        let dim = rotation.dim();
+        let mut y = vec![0.0; dim];
+        for row in rows.chunks_exact_mut(dim) {
+            project_into(rotation.store(), row, &mut y)?;
+            row.copy_from_slice(&y);
+        }
+        let mut coded = vec![];
+        if norms {
+            coded = vec![0; rows.len() / dim];
+            divide_by_norms(rows, dim, &mut coded)?;
+        }
+        Ok(coded)
+    }
+
+    /// Takes the mean out of rows that are not rotated.
+    pub fn subtract_mean(mean: &[f32], rows: &mut [f32]) {
+        for row in rows.chunks_exact_mut(mean.len()) {
+            row.iter_mut().zip(mean).for_each(|(x, mean)| *x -= mean);
+        }
+    }
+}
+
+/// What the model's profile gives: one pair per kv head, and the pairs' frequencies.
+pub(crate) struct TransformedPlan {
+    pub heads: Vec<[HeadCode; 2]>, // keys and values
+    pub space: KeySpace,
+    pub refine: usize, // iterations on the prompt
+}
+
+/// One head's keys or values.
+#[derive(Clone)]
+struct Coded {
+    codes: CodesBuf,
+    norms: Vec<u8>,                   // (len,) or empty
+    refined: Option<Arc<CodebookBuf>>, // trained again on this sequence's prompt
+}
+
+/// See the module's text.
+#[derive(Clone)]
+pub(crate) struct TransformedStore {
+    geometry: Geometry,
+    rope: Arc<Rope>,
+    plan: Arc<TransformedPlan>,
+    heads: Vec<[Coded; 2]>,
+    decoded: Vec<Vec<f32>>, // per head: rotated keys (len, head_dim), kept at hand when they are coded before RoPE
+    first: usize,           // position of the first token
+    len: usize,
+}
+
+/// Fewest tokens that codebooks are refined on.
+const ENOUGH: usize = 256;
+
+impl TransformedStore {
+    pub fn new(geometry: Geometry, rope: Arc<Rope>, plan: Arc<TransformedPlan>) -> Self {
+        let coded = |code: &HeadCode| Coded {
+            codes: CodesBuf::new(code.codebook.view().shape()),
+            norms: vec![],
+            refined: None,
+        };
+        let heads = plan.heads.iter().map(|pair| pair.each_ref().map(coded)).collect();
+        let decoded = vec![vec![]; geometry.n_kv_heads];
+        Self { geometry, rope, plan, heads, decoded, first: 0, len: 0 }
+    }
+
+    /// Transforms and encodes rows less their mean; returns the rows that the codes stand for, transformed.
+    fn encode(&mut self, head: usize, which: usize, mut rows: Vec<f32>) -> Result<Vec<f32>> {
+        let (code, coded) = (&self.plan.heads[head][which], &mut self.heads[head][which]);
+        let shape = code.codebook.view().shape();
+        let norms = HeadCode::transform(&code.rotation, code.norms, &mut rows)?;
+        if coded.codes.view().n() == 0 && self.plan.refine > 0 && rows.len() / shape.dim() >= ENOUGH {
+            let start: Vec<f32> = (0..shape.m())
+                .flat_map(|j| (0..shape.ksub()).flat_map(move |c| code.codebook.view().centroid(j, c)))
+                .collect();
+            let options = TrainOptions {
+                iterations: self.plan.refine,
+                start: Start::From(&start),
+                ..Default::default()
+            };
+            let centroids = halved(&train(shape, &rows, &options)?.centroids);
+            coded.refined = Some(Arc::new(CodebookBuf::new(shape, &centroids)?));
+        }
+        let codebook = coded.refined.as_deref().unwrap_or(&code.codebook);
+        let start = coded.codes.view().n();
+        coded.codes.append(&codebook.view(), &rows)?;
+        coded.norms.extend(&norms);
+        if which == 1 || self.plan.space == KeySpace::RotatedMean {
+            return Ok(vec![]);
+        }
+        let mut all = vec![0.0; coded.codes.view().n() * shape.dim()];
+        decode_into(&codebook.view(), &coded.codes.view(), &mut all)?;
+        let mut fresh = all.split_off(start * shape.dim());
+        for (row, &norm) in fresh.chunks_exact_mut(shape.dim()).zip(&norms) {
+            row.iter_mut().for_each(|x| *x *= decode_norm(norm));
+        }
+        Ok(fresh)
+    }
+
+    /// Scores of the decoded keys: (group, len).
+    fn scores_of_decoded(&self, head: usize, q: &[f32]) -> Vec<f32> {
+        let dim = self.geometry.head_dim;
+        q.chunks_exact(dim)
+            .flat_map(|q| self.decoded[head].chunks_exact(dim).map(|key| dot(q, key)))
+            .collect()
+    }
+
+    /// What the keys' mean adds to the scores: (group, len).
+    fn scores_of_mean(&self, head: usize, q: &[f32]) -> Result<Vec<f32>> {
+        let dim = self.geometry.head_dim;
+        let mut storage = vec![0.0; RopeMean::storage_len(dim)];
+        let mean = RopeMean::new(&self.plan.heads[head][0].mean, self.rope.frequencies(), &mut storage)?;
+        let mut scores = vec![0.0; q.len() / dim * self.len];
+        for (q, scores) in q.chunks_exact(dim).zip(scores.chunks_exact_mut(self.len)) {
+            mean.scores_into(q, self.first, scores)?;
+        }
+        Ok(scores)
+    }
+}
+
+/// Codebooks are kept in 16 bits.
+pub(crate) fn halved(centroids: &[f32]) -> Vec<f32> {
+    centroids.iter().map(|&x| f16::from_f32(x).to_f32()).collect()
+}
+
+impl Store for TransformedStore {
+    fn push(&mut self, pos: usize, k: &[f32], v: &[f32]) -> Result<()> {
+        let (dim, kv_dim) = (self.geometry.head_dim, self.geometry.kv_dim());
+        if self.len == 0 {
+            self.first = pos;
+        }
+        for head in 0..self.geometry.n_kv_heads {
+            let plan = self.plan.clone();
+            let [keys, values] = &plan.heads[head];
+            let mut rows = self.geometry.head_rows(head, k);
+            match plan.space {
+                KeySpace::RotatedMean => {
+                    self.rope.rotate_rows(&mut rows, dim, pos);
+                    let mut storage = vec![0.0; RopeMean::storage_len(dim)];
+                    RopeMean::new(&keys.mean, self.rope.frequencies(), &mut storage)?.subtract(pos, &mut rows)?;
+                }
+                KeySpace::BeforeRope => HeadCode::subtract_mean(&keys.mean, &mut rows),
+            }
+            let decoded = self.encode(head, 0, rows)?;
+            if !decoded.is_empty() {
+                let mut rotated = vec![0.0; decoded.len()];
+                matmul(keys.rotation.probe(), &decoded, &mut rotated, dim);
+                for row in rotated.chunks_exact_mut(dim) {
+                    row.iter_mut().zip(&keys.mean).for_each(|(x, mean)| *x += mean);
+                }
+                self.rope.rotate_rows(&mut rotated, dim, pos);
+                self.decoded[head].extend(rotated);
+            }
+            let mut rows = self.geometry.head_rows(head, v);
+            HeadCode::subtract_mean(&values.mean, &mut rows);
+            self.encode(head, 1, rows)?;
+        }
+        self.len += k.len() / kv_dim;
+        Ok(())
+    }
+
+    fn len(&self) -> usize {
+        self.len
+    }
+
+    fn truncate(&mut self, len: usize) -> Result<()> {
+        for coded in self.heads.iter_mut().flatten() {
+            coded.codes.truncate(len);
+            coded.norms.truncate(len);
+        }
+        self.decoded.iter_mut().for_each(|rows| rows.truncate(len * self.geometry.head_dim));
+        self.len = len;
+        Ok(())
+    }
+
+    fn attend(&self, head: usize, q: &[f32], group: &mut [Accumulator]) -> Result<()> {
+        if self.len == 0 {
+            return Ok(());
+        }
+        let dim = self.geometry.head_dim;
+        let ([key_code, value_code], [keys, values]) = (&self.plan.heads[head], &self.heads[head]);
+        let scales = |coded: &Coded| -> Option<Vec<f32>> {
+            (!coded.norms.is_empty()).then(|| coded.norms.iter().map(|&norm| decode_norm(norm)).collect())
+        };
+        let (mut key_scales, value_scales) = (scales(keys), scales(values));
+        let mut luts = vec![0.0; group.len() * keys.codes.view().shape().lut_len()];
+        let bias = if self.plan.space == KeySpace::BeforeRope {
+            key_scales = None; // tables of zeros: the bias is the whole score
+            self.scores_of_decoded(head, q)
+        } else {
+            let mut probes = vec![0.0; q.len()];
+            for (q, probe) in q.chunks_exact(dim).zip(probes.chunks_exact_mut(dim)) {
+                project_into(key_code.rotation.probe(), q, probe)?;
+            }
+            lut_into(&keys.refined.as_deref().unwrap_or(&key_code.codebook).view(), &probes, &mut luts)?;
+            self.scores_of_mean(head, q)?
+        };
+        let tokens = CodedTokens {
+            keys: keys.codes.view(),
+            values: values.codes.view(),
+            codebook: values.refined.as_deref().unwrap_or(&value_code.codebook).view(),
+            key_scales: key_scales.as_deref(),
+            value_scales: value_scales.as_deref(),
+            bias: Some(&bias),
+        };
+        // Attention on the transformed values, turned back once per query.
+        let mut transformed: Vec<Accumulator> = group.iter().map(|_| Accumulator::new(dim)).collect();
+        attend_to_codes(&luts, &tokens, &mut transformed)?;
+        let mut out = vec![0.0; dim];
+        for (accumulator, part) in group.iter_mut().zip(&mut transformed) {
+            matmul(value_code.rotation.probe(), part.values_mut(), &mut out, dim);
+            let weight = part.weight();
+            out.iter_mut().zip(&value_code.mean).for_each(|(x, mean)| *x += weight * mean);
+            part.values_mut().copy_from_slice(&out);
+            accumulator.merge_with(part);
+        }
+        Ok(())
+    }
+
+    fn footprint(&self) -> Footprint {
+        let mut footprint = Footprint::default();
+        for (coded, code) in self.heads.iter().flatten().zip(self.plan.heads.iter().flatten()) {
+            let codebook = 2 * code.codebook.view().shape().codebook_len();
+            footprint.kept += coded.codes.view().size() + coded.norms.len();
+            footprint.kept += if coded.refined.is_some() { codebook } else { 0 };
+            // The offline codebook, two maps and the mean.
+            footprint.shared += codebook + 4 * code.mean.len() * (2 * code.mean.len() + 1);
+        }
+        footprint.working = self.decoded.iter().map(|rows| 4 * rows.len()).sum();
+        footprint
+    }
+
+    fn clone_box(&self) -> Box<dyn Store> {
+        Box::new(self.clone())
+    }
+}

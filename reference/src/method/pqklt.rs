@@ -1,0 +1,117 @@
+//! Means, query-metric rotations and codebooks of every head's keys and values.
+
+use pq_core::{CodebookBuf, RopeMean, TrainOptions, train};
+use rayon::prelude::*;
+use svd_core::{Gram, Rotation, balanced_order};
+
+use super::PqCode;
+use super::build::SEED;
+use super::zack::output_gram;
+use crate::cache::{Geometry, HeadCode, KeySpace, TransformedPlan, halved};
+use crate::calibrate::Calibration;
+use crate::model::{Config, Model, Rope};
+use crate::{Error, Profile, Result};
+
+/// What the profile depends on.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct PqKlt {
+    pub k: PqCode,
+    pub v: PqCode,
+    pub space: KeySpace,
+    pub norms: bool,
+    pub iterations: usize,
+    pub refine: usize,
+}
+
+impl PqKlt {
+    fn key(&self, which: usize, l: usize, head: usize, part: &str) -> String {
+        let Self { space, norms, iterations, .. } = self;
+        let (side, code) = [("k", self.k), ("v", self.v)][which];
+        let space = if which == 0 { space.to_string() } else { "v".into() };
+        format!("pqklt/{space}/{norms}/{iterations}/{code}/{side}/{l}/{head}/{part}")
+    }
+
+    /// Fills the profile from samples of the model.
+    pub fn calibrate(&self, model: &Model, rope: &Rope, samples: &Calibration, profile: &mut Profile) -> Result<()> {
+        let geometry = Geometry::of(&model.config);
+        let heads: Vec<(usize, usize)> =
+            (0..samples.layers.len()).flat_map(|l| (0..geometry.n_kv_heads).map(move |head| (l, head))).collect();
+        let made = heads.par_iter().map(|&(l, head)| -> Result<_> {
+            let layer = &samples.layers[l];
+            let mut keys = geometry.head_rows(head, &layer.keys);
+            let mean = take_mean(&mut keys, geometry.head_dim);
+            let metric = match self.space {
+                KeySpace::BeforeRope => &layer.plain_query_grams[head],
+                KeySpace::RotatedMean => {
+                    keys = geometry.head_rows(head, &layer.rotated_keys);
+                    let mut storage = vec![0.0; RopeMean::storage_len(geometry.head_dim)];
+                    let rope_mean = RopeMean::new(&mean, rope.frequencies(), &mut storage)?;
+                    rope_mean.subtract(Calibration::FIRST, &mut keys)?;
+                    &layer.query_grams[head]
+                }
+            };
+            let keys = (mean, self.fit(self.k, metric, keys)?);
+            let mut values = geometry.head_rows(head, &layer.values);
+            let mean = take_mean(&mut values, geometry.head_dim);
+            Ok([keys, (mean, self.fit(self.v, &output_gram(model, l, head)?, values)?)])
+        });
+        for ((l, head), made) in heads.iter().zip(made.collect::<Result<Vec<_>>>()?) {
+            for (which, (mean, (rotation, centroids))) in made.into_iter().enumerate() {
+                let sigma = rotation.sigma().iter().map(|&x| x as f32).collect();
+                let parts = [
+                    ("mean", mean),
+                    ("store", rotation.store().to_vec()),
+                    ("probe", rotation.probe().to_vec()),
+                    ("sigma", sigma),
+                    ("centroids", centroids),
+                ];
+                for (part, values) in parts {
+                    profile.put_floats(self.key(which, *l, *head, part), values);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// The rotation of rows less their mean, and centroids of what it makes of them.
+    fn fit(&self, code: PqCode, metric: &Gram, mut rows: Vec<f32>) -> Result<(Rotation, Vec<f32>)> {
+        let mut covariance = Gram::new(metric.dim())?;
+        covariance.add_rows(&rows)?;
+        let rotation = Rotation::query_metric(&covariance, metric)?;
+        let rotation = rotation.reordered(&balanced_order(rotation.sigma(), code.m)?)?;
+        HeadCode::transform(&rotation, self.norms, &mut rows)?;
+        let options = TrainOptions { iterations: self.iterations, seed: SEED, ..Default::default() };
+        Ok((rotation, halved(&train(code.shape(metric.dim())?, &rows, &options)?.centroids)))
+    }
+
+    /// Layer `l` from the profile.
+    pub fn plan(&self, config: &Config, profile: &Profile, l: usize) -> Result<TransformedPlan> {
+        let read = |which: usize, head: usize| -> Result<HeadCode> {
+            let part = |part| profile.floats(&self.key(which, l, head, part)).map(<[f32]>::to_vec);
+            let wrong = |e: &dyn std::fmt::Display| Error::Profile(e.to_string());
+            let sigma = part("sigma")?.into_iter().map(f64::from).collect();
+            let rotation = Rotation::from_parts(part("store")?, part("probe")?, sigma).map_err(|e| wrong(&e))?;
+            let shape = [self.k, self.v][which].shape(config.head_dim)?;
+            let codebook = CodebookBuf::new(shape, &part("centroids")?).map_err(|e| wrong(&e))?;
+            let mean = part("mean")?;
+            if mean.len() != config.head_dim || rotation.dim() != config.head_dim {
+                return Err(Error::Profile(format!("a transform of {} dimensions", rotation.dim())));
+            }
+            Ok(HeadCode { mean, rotation, codebook, norms: self.norms })
+        };
+        let heads = (0..config.n_kv_heads).map(|head| Ok([read(0, head)?, read(1, head)?]));
+        Ok(TransformedPlan { heads: heads.collect::<Result<_>>()?, space: self.space, refine: self.refine })
+    }
+}
+
+/// Takes the mean out of rows (n, dim) and returns it.
+fn take_mean(rows: &mut [f32], dim: usize) -> Vec<f32> {
+    let mut mean = vec![0.0_f64; dim];
+    for row in rows.chunks_exact(dim) {
+        mean.iter_mut().zip(row).for_each(|(sum, &x)| *sum += f64::from(x));
+    }
+    let n = (rows.len() / dim) as f64;
+    let mean: Vec<f32> = mean.into_iter().map(|sum| (sum / n) as f32).collect();
+    HeadCode::subtract_mean(&mean, rows);
+    mean
+}
