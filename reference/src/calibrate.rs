@@ -24,8 +24,8 @@ pub(crate) struct LayerSamples {
     pub keys: Vec<f32>,         // before RoPE
     pub rotated_keys: Vec<f32>, // after RoPE
     pub values: Vec<f32>,
-    pub key_grams: Vec<Gram>,   // per kv head, after RoPE
-    pub query_grams: Vec<Gram>, // per kv head, its whole group of query heads, after RoPE
+    pub key_grams: Vec<Gram>,         // per kv head, after RoPE
+    pub query_grams: Vec<Gram>,       // per kv head, its whole group of query heads, after RoPE
     pub plain_query_grams: Vec<Gram>, // the same before RoPE
 }
 

@@ -91,7 +91,7 @@ uncompressed).";
 /// What `kv compare` runs when no methods are named: each method near-lossless and aggressive.
 pub const DEFAULT_METHODS: &str = "dense,dense:dtype=f16,int8,int4,int2,rotated,rotated:k=2:v=2,lloydmax,lloydmax:k=2:v=2,\
 streaming:window=1280,streaming:window=128,oracle:ratio=0.2,oracle:ratio=0.1,pqcache:ratio=0.2,\
-pqcache:ratio=0.1:code=2x6,million,million:k=32x8:v=32x8,zack,zack:k=0.5:v=0.5,cachegen,cachegen:k=1:v=1,\
+pqcache:ratio=0.1:code=2x6,million,million:k=32x8:v=32x8,pqklt:k=64x6:v=64x6,pqklt:k=64x4:v=64x4,zack,zack:k=0.5:v=0.5,cachegen,cachegen:k=1:v=1,\
 cachegen:k=0.5:v=0.5:predictor=anchor";
 
 impl Method {

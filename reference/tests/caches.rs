@@ -14,7 +14,7 @@ use kv_reference::model::{Model, Rope};
 use kv_reference::{Error, Profile};
 
 /// One setting of each method; small windows, so that short sequences reach the compressed part.
-const METHODS: [&str; 13] = [
+const METHODS: [&str; 16] = [
     "dense",
     "dense:dtype=bf16",
     "int8:window=4:group=8",
@@ -25,6 +25,9 @@ const METHODS: [&str; 13] = [
     "oracle:ratio=0.5:window=4",
     "pqcache:ratio=0.5:code=4x4:window=4",
     "million:k=8x6:v=8x6:window=4",
+    "pqklt:k=8x6:v=8x6:window=4",
+    "pqklt:k=8x6:v=8x6:keys=rope:window=4",
+    "pqklt:k=8x6:v=8x6:norms=off:window=4",
     "zack:window=4",
     "cachegen:window=4",
     "cachegen:predictor=anchor:window=4",
@@ -100,6 +103,9 @@ fn what_loses_nothing_equals_dense() {
         "zack:k=1:v=1:exact=f32:window=4",
         "zack:k=1:v=1:basis=stacked:exact=f32:window=4",
         "million:k=1x8:v=1x8:exact=f32:window=4",
+        "pqklt:k=1x8:v=1x8:norms=off:exact=f32:window=4",
+        "pqklt:k=1x8:v=1x8:norms=off:keys=rope:exact=f32:window=4",
+        "pqklt:k=1x8:v=1x8:exact=f32:window=4",
         "cachegen:k=0.0001:v=0.0001:exact=f32:window=4",
         "streaming:window=200:exact=f32",
         "int2:exact-layers=0+1:exact=f32:window=4",
@@ -162,7 +168,12 @@ fn clones_go_their_own_way() {
 
 #[test]
 fn bytes_are_counted_exactly() {
-    let s = setup(&["million:k=8x6:v=8x6:window=4", "zack:k=0.5:v=0.5:window=4", "cachegen:window=4"]);
+    let s = setup(&[
+        "million:k=8x6:v=8x6:window=4",
+        "pqklt:k=8x6:v=8x6:window=4",
+        "zack:k=0.5:v=0.5:window=4",
+        "cachegen:window=4",
+    ]);
     let n = 100;
     let values = s.model.config.kv_values_per_token(); // 2 layers x 2 x 2 heads x 16
     let kept = |method: &str| s.prefilled(method, n).cache.footprint();
@@ -172,6 +183,9 @@ fn bytes_are_counted_exactly() {
     // 92 tokens in codes, kept in blocks of 64: 8 subspaces of 6 bits are 6 bytes a head for keys and for values; 8 exact.
     assert_eq!(kept("million:k=8x6:v=8x6:window=4").kept, 128 * 6 * (values / 16) + 8 * values * 2);
     assert_eq!(kept("million:k=8x6:v=8x6:window=4").shared, 4 * 64 * values);
+    // The same, and a byte a token and head for each norm.
+    let norms = 92 * (values / 16);
+    assert_eq!(kept("pqklt:k=8x6:v=8x6:window=4").kept, 128 * 6 * (values / 16) + norms + 8 * values * 2);
     // 88 tokens in groups of 8: 4 bits a number and 4 bytes a group of 8 numbers; 12 exact.
     assert_eq!(kept("int4:window=4:group=8").kept, 88 * values / 2 + 88 * values / 8 * 4 + 12 * values * 2);
     // Codes of 4 subspaces of 4 bits and a codebook of 16 x 16 numbers per head; all exact rows elsewhere.
@@ -210,7 +224,7 @@ fn what_a_cache_cannot_do_is_an_error() {
 #[test]
 fn a_profile_that_does_not_serve_is_an_error() {
     let s = setup(&["million:k=8x6:v=8x6"]);
-    for method in ["million:k=8x5:v=8x6", "zack", "cachegen"] {
+    for method in ["million:k=8x5:v=8x6", "pqklt:k=8x6:v=8x6", "zack", "cachegen"] {
         let prepared = method.parse::<Method>().unwrap().prepare(&s.model, &s.rope, &s.profile);
         assert!(matches!(prepared, Err(Error::Profile(_))), "{method}");
     }
@@ -224,7 +238,8 @@ fn a_profile_that_does_not_serve_is_an_error() {
 fn profiles_survive_the_disk_and_name_their_model() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("profile");
-    let methods = ["million:k=8x6:v=8x6:window=4", "zack:window=4", "cachegen:window=4"];
+    let methods =
+        ["million:k=8x6:v=8x6:window=4", "pqklt:k=8x4:v=8x4:window=4", "zack:window=4", "cachegen:window=4"];
     let mut s = setup(&methods);
     let before: Vec<_> = methods.iter().map(|m| s.prefilled(m, 60).cache.footprint()).collect();
     s.profile.save(&path, &s.model).unwrap();

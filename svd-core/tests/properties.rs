@@ -3,7 +3,7 @@
 #![allow(clippy::unwrap_used, clippy::panic)] // helpers of tests, too
 
 use proptest::prelude::*;
-use svd_core::{Error, Gram, Rotation, balanced_order, attend_into, fold_input, fold_output, project_into};
+use svd_core::{Error, Gram, Rotation, attend_into, balanced_order, fold_input, fold_output, project_into};
 
 const DIM: usize = 6;
 

@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use half::f16;
 use pq_core::{
-    CodebookBuf, CodedTokens, CodesBuf, RopeMean, Start, TrainOptions, decode_into, decode_norm, divide_by_norms,
-    lut_into, train,
+    CodebookBuf, CodedTokens, CodesBuf, RopeMean, Start, TrainOptions, decode_into, decode_norm,
+    divide_by_norms, lut_into, train,
 };
 use svd_core::{Rotation, project_into};
 
@@ -70,7 +70,7 @@ pub(crate) struct TransformedPlan {
 #[derive(Clone)]
 struct Coded {
     codes: CodesBuf,
-    norms: Vec<u8>,                   // (len,) or empty
+    norms: Vec<u8>,                    // (len,) or empty
     refined: Option<Arc<CodebookBuf>>, // trained again on this sequence's prompt
 }
 
@@ -174,7 +174,8 @@ impl Store for TransformedStore {
                 KeySpace::RotatedMean => {
                     self.rope.rotate_rows(&mut rows, dim, pos);
                     let mut storage = vec![0.0; RopeMean::storage_len(dim)];
-                    RopeMean::new(&keys.mean, self.rope.frequencies(), &mut storage)?.subtract(pos, &mut rows)?;
+                    RopeMean::new(&keys.mean, self.rope.frequencies(), &mut storage)?
+                        .subtract(pos, &mut rows)?;
                 }
                 KeySpace::BeforeRope => HeadCode::subtract_mean(&keys.mean, &mut rows),
             }

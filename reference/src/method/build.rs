@@ -9,7 +9,8 @@ use super::zack::ZackPlan;
 use super::{Kind, Method, PqCode, cachegen, million, zack};
 use crate::cache::{
     BlockCodec, CacheGenStore, CodedStore, DenseStore, Geometry, KvCache, LloydMax, MillionStore, PerChannel,
-    PerToken, RetrievalStore, Rotated, Scorer, Store, StreamingStore, TransformedStore, WindowedCache, ZackStore,
+    PerToken, RetrievalStore, Rotated, Scorer, Store, StreamingStore, TransformedStore, WindowedCache,
+    ZackStore,
 };
 use crate::calibrate::Calibration;
 use crate::model::{Config, Model, Rope};
@@ -33,10 +34,7 @@ impl Method {
     /// Whether it needs a profile.
     #[must_use]
     pub fn needs_profile(&self) -> bool {
-        matches!(
-            self.kind,
-            Kind::Million { .. } | Kind::PqKlt(_) | Kind::Zack { .. } | Kind::CacheGen { .. }
-        )
+        matches!(self.kind, Kind::Million { .. } | Kind::PqKlt(_) | Kind::Zack { .. } | Kind::CacheGen { .. })
     }
 
     /// Adds to `profile` what the method needs, made from samples of the model.

@@ -32,10 +32,17 @@ impl PqKlt {
     }
 
     /// Fills the profile from samples of the model.
-    pub fn calibrate(&self, model: &Model, rope: &Rope, samples: &Calibration, profile: &mut Profile) -> Result<()> {
+    pub fn calibrate(
+        &self,
+        model: &Model,
+        rope: &Rope,
+        samples: &Calibration,
+        profile: &mut Profile,
+    ) -> Result<()> {
         let geometry = Geometry::of(&model.config);
-        let heads: Vec<(usize, usize)> =
-            (0..samples.layers.len()).flat_map(|l| (0..geometry.n_kv_heads).map(move |head| (l, head))).collect();
+        let heads: Vec<(usize, usize)> = (0..samples.layers.len())
+            .flat_map(|l| (0..geometry.n_kv_heads).map(move |head| (l, head)))
+            .collect();
         let made = heads.par_iter().map(|&(l, head)| -> Result<_> {
             let layer = &samples.layers[l];
             let mut keys = geometry.head_rows(head, &layer.keys);
@@ -90,7 +97,8 @@ impl PqKlt {
             let part = |part| profile.floats(&self.key(which, l, head, part)).map(<[f32]>::to_vec);
             let wrong = |e: &dyn std::fmt::Display| Error::Profile(e.to_string());
             let sigma = part("sigma")?.into_iter().map(f64::from).collect();
-            let rotation = Rotation::from_parts(part("store")?, part("probe")?, sigma).map_err(|e| wrong(&e))?;
+            let rotation =
+                Rotation::from_parts(part("store")?, part("probe")?, sigma).map_err(|e| wrong(&e))?;
             let shape = [self.k, self.v][which].shape(config.head_dim)?;
             let codebook = CodebookBuf::new(shape, &part("centroids")?).map_err(|e| wrong(&e))?;
             let mean = part("mean")?;

@@ -6,8 +6,8 @@ use crate::model::{Config, RopeScaling};
 pub struct Rope {
     frequencies: Vec<f32>, // (half,) radians per position
     half: usize,           // head_dim / 2
-    cos: Vec<f32>, // (len, half)
-    sin: Vec<f32>, // (len, half)
+    cos: Vec<f32>,         // (len, half)
+    sin: Vec<f32>,         // (len, half)
 }
 
 impl Rope {
