@@ -25,7 +25,8 @@ def methods(dim):
     million = [spec("million", pq[b]) for b in ("2", "3", "4")] + [f"million:k={dim // 2}x8:v={dim // 2}x8"]
     ours = [spec("pqklt", pair, f":keys={keys}") for pair in pq.values() for keys in ("mean", "rope")]
     ours += [spec("pqklt", pq[b], ":keys=rope:refine=4") for b in ("2", "4")]
-    return SCALAR + million + ours
+    outliers = [spec("million", pq[b], ":outliers=1") for b in ("3", "4")]  # MILLION's table III
+    return SCALAR + million + outliers + ours
 
 
 def pqcache():
@@ -79,6 +80,17 @@ def section(out, kv, name, model, text, dim, context, decode):
         out += [f"### {title}", ""] + HEAD + [line(row, dim, context)[1] for row in run(kv, model, text, context, decode, specs)] + [""]
 
 
+def retrieval(out, kv, model, text, dim, lengths):
+    """Pass keys and lines to be recalled, as `kv eval` prints them."""
+    pq = codes(dim)
+    specs = ["dense", "int4", "int4:k=3:v=3", "pqcache:ratio=0.2", "pqcache:ratio=0.1:code=2x6", f"million:k={dim // 2}x8:v={dim // 2}x8"]
+    specs += [f"{name}:k={pq[b][0]}:v={pq[b][1]}" for b in ("3", "2") for name in ("million", "pqklt")]
+    command = [kv, "eval", "--methods", ",".join(specs), "--lengths", *map(str, lengths), "--windows", "1", "--trials", "4"]
+    command += ["--model", model, "--text", text] if model else []
+    table = subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip("\n")
+    out += ["### Retrieval (`kv eval`)", "", "```", table, "```", ""]
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("kv")
@@ -90,8 +102,10 @@ def main():
     doc = __doc__.strip().splitlines()
     out = ["# What the bytes buy", "", f"{datetime.date.today()}, commit {commit}. Made by", ""] + doc[2:5] + [""] + doc[5:] + [""]
     section(out, args.kv, "tiny-llama-12m, State of the Union addresses", None, None, 128, 2048, 192)
+    retrieval(out, args.kv, None, None, 128, [512, 2048])
     if args.smollm2:
         section(out, args.kv, "SmolLM2-135M-Instruct, WikiText-2", args.smollm2, args.text, 64, 1900, 128)
+        retrieval(out, args.kv, args.smollm2, args.text, 64, [1024])
     os.makedirs(os.path.dirname(args.out) or ".", exist_ok=True)
     with open(args.out, "w") as file:
         file.write("\n".join(out).rstrip() + "\n")

@@ -24,7 +24,7 @@ pub(crate) use cachegen::CacheGenStore;
 pub(crate) use coded::{BlockCodec, CodedStore, LloydMax, PerChannel, PerToken, Rotated};
 pub use exact::ElementType;
 pub(crate) use exact::{DenseStore, ExactRows};
-pub(crate) use million::{HeadCodebooks, MillionStore};
+pub(crate) use million::{HeadCodebooks, MillionStore, mean_row, take_outliers};
 pub(crate) use retrieval::{RetrievalStore, Scorer};
 pub(crate) use streaming::StreamingStore;
 pub(crate) use transformed::{HeadCode, KeySpace, TransformedPlan, TransformedStore, halved};

@@ -13,6 +13,7 @@ use std::str::FromStr;
 use pq_core::Window;
 
 pub use build::Prepared;
+use million::Million;
 use pqklt::PqKlt;
 use settings::{Element, Layers, Settings, Switch};
 
@@ -41,7 +42,7 @@ enum Kind {
     Streaming,
     Oracle { ratio: f64 },
     PqCache { ratio: f64, code: PqCode, iterations: usize },
-    Million { k: PqCode, v: PqCode, iterations: usize },
+    Million(Million),
     PqKlt(PqKlt),
     Zack { k: f64, v: f64, basis: Basis },
     CacheGen { k: f32, v: f32, predictor: PredictorKind },
@@ -80,6 +81,7 @@ A method is NAME[:KEY=VALUE]...; several are separated by commas.
   oracle            exact top-k, this part of the tokens                  ratio=0.2
   pqcache           top-k by PQ codes, exact rows offloaded               ratio=0.2 code=16x8 iterations=10
   million           attention on PQ codes                                 k=64x8 v=64x8 iterations=8
+                                                                          outliers=PERCENT kept exact
   pqklt             attention on PQ codes of transformed rows             k=32x6 v=32x6 keys=mean|rope norms=on|off
                                                                           iterations=8 refine=0
   zack              rotated, ranks cut to these parts, values folded      k=0.75 v=0.75 basis=closed|stacked
@@ -152,7 +154,8 @@ impl FromStr for Method {
             "million" => {
                 let (k, v) =
                     (s.own("k", PqCode { m: 64, nbits: 8 })?, s.own("v", PqCode { m: 64, nbits: 8 })?);
-                ("million", Kind::Million { k, v, iterations: s.positive("iterations", 8)? })
+                let (iterations, outliers) = (s.positive("iterations", 8)?, s.percent("outliers", 0)?);
+                ("million", Kind::Million(Million { k, v, iterations, outliers }))
             }
             "pqklt" => {
                 let code = PqCode { m: 32, nbits: 6 };

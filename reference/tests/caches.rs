@@ -14,7 +14,7 @@ use kv_reference::model::{Model, Rope};
 use kv_reference::{Error, Profile};
 
 /// One setting of each method; small windows, so that short sequences reach the compressed part.
-const METHODS: [&str; 16] = [
+const METHODS: [&str; 17] = [
     "dense",
     "dense:dtype=bf16",
     "int8:window=4:group=8",
@@ -25,6 +25,7 @@ const METHODS: [&str; 16] = [
     "oracle:ratio=0.5:window=4",
     "pqcache:ratio=0.5:code=4x4:window=4",
     "million:k=8x6:v=8x6:window=4",
+    "million:k=8x6:v=8x6:outliers=2:window=4",
     "pqklt:k=8x6:v=8x6:window=4",
     "pqklt:k=8x6:v=8x6:keys=rope:window=4",
     "pqklt:k=8x6:v=8x6:norms=off:window=4",

@@ -1,11 +1,13 @@
 use std::sync::Arc;
 
 use pq_core::{
-    Codebook, CodebookBuf, CodedTokens, CodesBuf, SoftmaxStats, attend_into, attend_scratch_len, lut_into,
+    Codebook, CodebookBuf, CodedTokens, CodesBuf, Outlier, SoftmaxStats, attend_into, attend_scratch_len,
+    decode_into, extract_outliers, lut_into, restore_outliers,
 };
 
 use crate::Result;
 use crate::cache::accumulate::Accumulator;
+use crate::cache::exact::attend_rows;
 use crate::cache::{Footprint, Geometry, Store};
 use crate::model::Rope;
 
@@ -23,23 +25,95 @@ impl HeadCodebooks {
     }
 }
 
+/// One head's keys or values.
+#[derive(Clone)]
+struct Coded {
+    codes: CodesBuf,
+    centre: Vec<f32>,       // (head_dim,) mean of the first rows; empty without outliers
+    outliers: Vec<Outlier>, // of all rows
+}
+
+impl Coded {
+    fn new(codebook: &CodebookBuf) -> Self {
+        Self { codes: CodesBuf::new(codebook.view().shape()), centre: vec![], outliers: vec![] }
+    }
+
+    /// Appends rows (n, head_dim) of which `percent` of the numbers are kept exact beside the codes.
+    fn append(&mut self, codebook: &CodebookBuf, mut rows: Vec<f32>, percent: usize) -> Result<()> {
+        if percent > 0 {
+            let dim = codebook.view().shape().dim();
+            if self.centre.is_empty() {
+                self.centre = mean_row(&rows, dim);
+            }
+            let first = (self.codes.view().n() * dim) as u32;
+            let found = take_outliers(&mut rows, &self.centre, percent)?;
+            self.outliers.extend(found.iter().map(|x| Outlier { index: first + x.index, ..*x }));
+        }
+        self.codes.append(&codebook.view(), &rows)?;
+        Ok(())
+    }
+
+    fn truncate(&mut self, len: usize) {
+        self.codes.truncate(len);
+        let end = len * self.codes.view().shape().dim();
+        self.outliers.retain(|x| (x.index as usize) < end);
+    }
+
+    /// The rows that codes and outliers stand for.
+    fn decoded(&self, codebook: &CodebookBuf) -> Result<Vec<f32>> {
+        let codes = self.codes.view();
+        let mut rows = vec![0.0; codes.n() * codes.shape().dim()];
+        decode_into(&codebook.view(), &codes, &mut rows)?;
+        restore_outliers(&mut rows, &self.outliers)?;
+        Ok(rows)
+    }
+
+    fn bytes(&self) -> usize {
+        self.codes.view().size() + size_of_val(&self.outliers[..]) + size_of_val(&self.centre[..])
+    }
+}
+
+/// The mean of rows (n, dim).
+pub(crate) fn mean_row(rows: &[f32], dim: usize) -> Vec<f32> {
+    let mut mean = vec![0.0_f64; dim];
+    for row in rows.chunks_exact(dim) {
+        mean.iter_mut().zip(row).for_each(|(sum, &x)| *sum += f64::from(x));
+    }
+    let n = (rows.len() / dim) as f64;
+    mean.into_iter().map(|sum| (sum / n) as f32).collect()
+}
+
+/// Replaces the `percent` of numbers that are farthest from the centre of their channel by it, and lists them.
+pub(crate) fn take_outliers(rows: &mut [f32], centre: &[f32], percent: usize) -> Result<Vec<Outlier>> {
+    let count = (rows.len() * percent).div_ceil(100);
+    let (mut distances, mut indices) = (vec![0.0; rows.len()], vec![0; count]);
+    let mut outliers = vec![Outlier::default(); count];
+    extract_outliers(rows, centre, &mut distances, &mut indices, &mut outliers)?;
+    Ok(outliers)
+}
+
 /// MILLION: keys (rotated) and values are product-quantized; attention runs on the codes.
+///
+/// With outliers, which is the paper's study and not its method, rows are decoded and corrected instead.
 #[derive(Clone)]
 pub(crate) struct MillionStore {
     geometry: Geometry,
     rope: Arc<Rope>,
     codebooks: Arc<Vec<HeadCodebooks>>, // (n_kv_heads,)
-    codes: Vec<[CodesBuf; 2]>,          // per head: keys and values
+    outliers: usize,                    // percent of the numbers that are kept exact
+    heads: Vec<[Coded; 2]>,             // keys and values
     len: usize,
 }
 
 impl MillionStore {
-    pub fn new(geometry: Geometry, rope: Arc<Rope>, codebooks: Arc<Vec<HeadCodebooks>>) -> Self {
-        let codes = codebooks
-            .iter()
-            .map(|books| [&books.keys, &books.values].map(|book| CodesBuf::new(book.view().shape())))
-            .collect();
-        Self { geometry, rope, codebooks, codes, len: 0 }
+    pub fn new(
+        geometry: Geometry,
+        rope: Arc<Rope>,
+        codebooks: Arc<Vec<HeadCodebooks>>,
+        outliers: usize,
+    ) -> Self {
+        let heads = codebooks.iter().map(|books| [&books.keys, &books.values].map(Coded::new)).collect();
+        Self { geometry, rope, codebooks, outliers, heads, len: 0 }
     }
 }
 
@@ -47,9 +121,9 @@ impl Store for MillionStore {
     fn push(&mut self, pos: usize, k: &[f32], v: &[f32]) -> Result<()> {
         let kv_dim = self.geometry.kv_dim();
         let rotated = self.rope.rotated(k, kv_dim, pos);
-        for (head, (books, codes)) in self.codebooks.iter().zip(&mut self.codes).enumerate() {
-            codes[0].append(&books.keys.view(), &self.geometry.head_rows(head, &rotated))?;
-            codes[1].append(&books.values.view(), &self.geometry.head_rows(head, v))?;
+        for (head, (books, [keys, values])) in self.codebooks.iter().zip(&mut self.heads).enumerate() {
+            keys.append(&books.keys, self.geometry.head_rows(head, &rotated), self.outliers)?;
+            values.append(&books.values, self.geometry.head_rows(head, v), self.outliers)?;
         }
         self.len += k.len() / kv_dim;
         Ok(())
@@ -60,16 +134,20 @@ impl Store for MillionStore {
     }
 
     fn truncate(&mut self, len: usize) -> Result<()> {
-        self.codes.iter_mut().flatten().for_each(|codes| codes.truncate(len));
+        self.heads.iter_mut().flatten().for_each(|coded| coded.truncate(len));
         self.len = len;
         Ok(())
     }
 
     fn attend(&self, head: usize, q: &[f32], group: &mut [Accumulator]) -> Result<()> {
-        let (books, [keys, values]) = (&self.codebooks[head], &self.codes[head]);
+        let (books, [keys, values]) = (&self.codebooks[head], &self.heads[head]);
+        if self.outliers > 0 {
+            let (keys, values) = (keys.decoded(&books.keys)?, values.decoded(&books.values)?);
+            return attend_rows(q, &keys, &values, self.geometry.head_dim, group);
+        }
         let tokens = CodedTokens {
-            keys: keys.view(),
-            values: values.view(),
+            keys: keys.codes.view(),
+            values: values.codes.view(),
             codebook: books.values.view(),
             key_scales: None,
             value_scales: None,
@@ -82,7 +160,7 @@ impl Store for MillionStore {
 
     fn footprint(&self) -> Footprint {
         Footprint {
-            kept: self.codes.iter().flatten().map(|codes| codes.view().size()).sum(),
+            kept: self.heads.iter().flatten().map(Coded::bytes).sum(),
             shared: self.codebooks.iter().map(HeadCodebooks::bytes).sum(),
             ..Footprint::default()
         }

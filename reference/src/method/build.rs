@@ -6,7 +6,7 @@ use pq_core::PqShape;
 
 use super::fold::fold_values;
 use super::zack::ZackPlan;
-use super::{Kind, Method, PqCode, cachegen, million, zack};
+use super::{Kind, Method, PqCode, cachegen, zack};
 use crate::cache::{
     BlockCodec, CacheGenStore, CodedStore, DenseStore, Geometry, KvCache, LloydMax, MillionStore, PerChannel,
     PerToken, RetrievalStore, Rotated, Scorer, Store, StreamingStore, TransformedStore, WindowedCache,
@@ -34,7 +34,7 @@ impl Method {
     /// Whether it needs a profile.
     #[must_use]
     pub fn needs_profile(&self) -> bool {
-        matches!(self.kind, Kind::Million { .. } | Kind::PqKlt(_) | Kind::Zack { .. } | Kind::CacheGen { .. })
+        matches!(self.kind, Kind::Million(_) | Kind::PqKlt(_) | Kind::Zack { .. } | Kind::CacheGen { .. })
     }
 
     /// Adds to `profile` what the method needs, made from samples of the model.
@@ -50,9 +50,7 @@ impl Method {
     ) -> Result<()> {
         self.check(&model.config)?;
         match self.kind {
-            Kind::Million { k, v, iterations } => {
-                million::calibrate(model, samples, k, v, iterations, profile)
-            }
+            Kind::Million(ref setting) => setting.calibrate(model, samples, profile),
             Kind::PqKlt(ref setting) => setting.calibrate(model, rope, samples, profile),
             Kind::Zack { basis, .. } => zack::calibrate(model, samples, basis, profile),
             Kind::CacheGen { k, v, predictor } => {
@@ -99,7 +97,7 @@ impl Method {
         };
         match self.kind {
             Kind::PqCache { code, .. } => drop(shape(code)?),
-            Kind::Million { k, v, .. } => drop((shape(k)?, shape(v)?)),
+            Kind::Million(ref setting) => drop((shape(setting.k)?, shape(setting.v)?)),
             Kind::PqKlt(ref setting) => drop((shape(setting.k)?, shape(setting.v)?)),
             _ => {}
         }
@@ -143,9 +141,9 @@ impl Method {
                 let shape = code.shape(head_dim)?;
                 retrieval(Scorer::Pq { shape, iterations, seed: SEED, heads: vec![] }, ratio)
             }
-            Kind::Million { k, v, .. } => {
-                let codebooks = million::codebooks(profile, geometry, k, v, l)?;
-                Box::new(MillionStore::new(geometry, rope.clone(), Arc::new(codebooks)))
+            Kind::Million(ref setting) => {
+                let codebooks = Arc::new(setting.codebooks(profile, geometry, l)?);
+                Box::new(MillionStore::new(geometry, rope.clone(), codebooks, setting.outliers))
             }
             Kind::PqKlt(ref setting) => {
                 let plan = setting.plan(config, profile, l)?;

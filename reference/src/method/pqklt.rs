@@ -7,7 +7,7 @@ use svd_core::{Gram, Rotation, balanced_order};
 use super::PqCode;
 use super::build::SEED;
 use super::zack::output_gram;
-use crate::cache::{Geometry, HeadCode, KeySpace, TransformedPlan, halved};
+use crate::cache::{Geometry, HeadCode, KeySpace, TransformedPlan, halved, mean_row};
 use crate::calibrate::Calibration;
 use crate::model::{Config, Model, Rope};
 use crate::{Error, Profile, Result};
@@ -114,12 +114,7 @@ impl PqKlt {
 
 /// Takes the mean out of rows (n, dim) and returns it.
 fn take_mean(rows: &mut [f32], dim: usize) -> Vec<f32> {
-    let mut mean = vec![0.0_f64; dim];
-    for row in rows.chunks_exact(dim) {
-        mean.iter_mut().zip(row).for_each(|(sum, &x)| *sum += f64::from(x));
-    }
-    let n = (rows.len() / dim) as f64;
-    let mean: Vec<f32> = mean.into_iter().map(|sum| (sum / n) as f32).collect();
+    let mean = mean_row(rows, dim);
     HeadCode::subtract_mean(&mean, rows);
     mean
 }

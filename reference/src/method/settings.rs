@@ -71,6 +71,11 @@ impl<'a> Settings<'a> {
         Ok(self.own(key, Within::<usize, 0, 4096>(default))?.0)
     }
 
+    /// A part of a whole in hundredths.
+    pub fn percent(&mut self, key: &'static str, default: usize) -> Result<usize> {
+        Ok(self.common(key, Within::<usize, 0, 100>(default))?.0)
+    }
+
     /// A part of a whole.
     pub fn part(&mut self, key: &'static str, default: f64) -> Result<f64> {
         Ok(self.own(key, Within::<f64, 0, 1>(default))?.0)
