@@ -141,9 +141,8 @@ impl Kernel for Attend<'_, '_> {
 
     #[inline(always)]
     fn vector<S: Simd>(self, s: S) {
-        let (keys, values) = (self.tokens.keys.shape().nbits(), self.tokens.values.shape().nbits());
-        if keys > 8 || values > 8 {
-            return self.scalar();
+        if self.tokens.values.shape().nbits() > 8 {
+            return self.scalar(); // no register holds such a table
         }
         let Self { luts, tokens, scratch, out, stats } = self;
         let (dim, n) = (tokens.codebook.shape().dim(), tokens.keys.n());
@@ -158,7 +157,11 @@ impl Kernel for Attend<'_, '_> {
             for (g, scores) in scores.chunks_exact_mut(CHUNK).enumerate() {
                 let lut = Lut::nth(tokens.keys.shape(), luts, g);
                 let (scores, padding) = scores[..len].split_at_mut(end - start);
-                for_nbits!(keys.shape().nbits(), N => scan_chunk::<S, N>(s, &lut, &keys, scores), ());
+                for_nbits!(
+                    keys.shape().nbits(),
+                    N => scan_chunk::<S, N>(s, &lut, &keys, scores),
+                    scan_scalar(&lut, &keys, scores)
+                );
                 weigh(tokens, g, start, scores, &mut stats[g], &mut out[g * dim..][..dim]);
                 padding.fill(0.0);
             }

@@ -1,13 +1,18 @@
 #![doc = include_str!("../README.md")]
 #![no_std]
+// Only the vector forms of the hot loops read and write through pointers; see `simd`.
+#![deny(unsafe_code)]
 
 #[cfg(feature = "alloc")]
 extern crate alloc;
 #[cfg(any(feature = "std", test))]
 extern crate std;
 
+#[allow(unsafe_code)]
 mod adc;
+#[allow(unsafe_code)]
 mod assign;
+#[allow(unsafe_code)]
 mod attend;
 mod backend;
 #[cfg(feature = "alloc")]
@@ -24,6 +29,7 @@ mod exp;
 mod group;
 #[cfg(feature = "alloc")]
 mod kmeans;
+#[allow(unsafe_code)]
 mod lut;
 mod mips;
 mod norm;
@@ -33,8 +39,10 @@ mod pack;
 mod rng;
 mod rope_mean;
 mod shape;
+#[allow(unsafe_code)]
 mod simd;
 mod softmax;
+#[allow(unsafe_code)]
 mod topk;
 #[cfg(feature = "alloc")]
 mod train;
