@@ -85,7 +85,7 @@ def retrieval(out, kv, model, text, dim, lengths):
     pq = codes(dim)
     specs = ["dense", "int4", "int4:k=3:v=3", "pqcache:ratio=0.2", "pqcache:ratio=0.1:code=2x6", f"million:k={dim // 2}x8:v={dim // 2}x8"]
     specs += [f"{name}:k={pq[b][0]}:v={pq[b][1]}" for b in ("3", "2") for name in ("million", "pqklt")]
-    command = [kv, "eval", "--methods", ",".join(specs), "--lengths", *map(str, lengths), "--windows", "1", "--trials", "4"]
+    command = [kv, "eval", "--methods", ",".join(specs), "--lengths", ",".join(map(str, lengths)), "--windows", "1", "--trials", "4"]
     command += ["--model", model, "--text", text] if model else []
     table = subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip("\n")
     out += ["### Retrieval (`kv eval`)", "", "```", table, "```", ""]
@@ -103,12 +103,17 @@ def main():
     out = ["# What the bytes buy", "", f"{datetime.date.today()}, commit {commit}. Made by", ""] + doc[2:5] + [""] + doc[5:] + [""]
     section(out, args.kv, "tiny-llama-12m, State of the Union addresses", None, None, 128, 2048, 192)
     retrieval(out, args.kv, None, None, 128, [512, 2048])
+    write(args.out, out)
     if args.smollm2:
         section(out, args.kv, "SmolLM2-135M-Instruct, WikiText-2", args.smollm2, args.text, 64, 1900, 128)
         retrieval(out, args.kv, args.smollm2, args.text, 64, [1024])
-    os.makedirs(os.path.dirname(args.out) or ".", exist_ok=True)
-    with open(args.out, "w") as file:
-        file.write("\n".join(out).rstrip() + "\n")
+        write(args.out, out)
+
+
+def write(path, lines):
+    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+    with open(path, "w") as file:
+        file.write("\n".join(lines).rstrip() + "\n")
 
 
 main()

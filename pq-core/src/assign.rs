@@ -43,18 +43,34 @@ pub(crate) fn fill_tile<E: Element>(rows: &[E], dim: usize, first: usize, tile: 
 /// Finds the nearest centroid of each point of a tile: the first minimum of `|c|^2 / 2 - <x, c>`, where the products are
 /// subtracted in ascending component order. A distance that overflows is never the minimum.
 pub(crate) fn assign(backend: Backend, subspace: Subspace<'_>, tile: &[f32], nearest: &mut Nearest) {
-    debug_assert_eq!(tile.len() * subspace.ksub(), subspace.columns.len() * BLOCK);
     *nearest = Nearest::NONE;
     backend.run(Assign { subspace, tile, nearest });
 }
 
-/// From so many centroids on, a new nearest one among a register's points is rare enough for a branch to pay (at 4,096 it
-/// takes a tenth off; at 256 the mispredicted branches cost as much as they save).
+/// As [`assign`], where `nearest.index` holds a guess, such as the centroid of the last iteration: a good one spares
+/// codebooks with many centroids most of the bookkeeping. The guess wins ties.
+#[cfg(feature = "alloc")]
+pub(crate) fn assign_from(backend: Backend, subspace: Subspace<'_>, tile: &[f32], nearest: &mut Nearest) {
+    if subspace.ksub() < RARE {
+        return assign(backend, subspace, tile, nearest);
+    }
+    for (i, (distance, &c)) in nearest.distance.iter_mut().zip(&nearest.index).enumerate() {
+        *distance = subspace.half_norms[c as usize];
+        for (d, column) in tile.chunks_exact(BLOCK).enumerate() {
+            *distance -= column[i] * subspace.column(d)[c as usize];
+        }
+    }
+    backend.run(Assign { subspace, tile, nearest });
+}
+
+/// From so many centroids on, a new nearest one among a register's points is rare enough for a branch to pay: at 4,096 it
+/// takes a tenth off, and a fifth with a guess. At 256 and below both cost more than they save.
 const RARE: usize = 1024;
 
+/// Replaces what `nearest` holds where a centroid is nearer.
 struct Assign<'a> {
     subspace: Subspace<'a>,
-    tile: &'a [f32],
+    tile: &'a [f32], // (dsub, 64)
     nearest: &'a mut Nearest,
 }
 
@@ -82,22 +98,27 @@ impl Kernel for Assign<'_> {
 
     #[inline(always)]
     fn vector<S: Simd>(self, s: S) {
-        // A known dsub keeps the points of small subspaces in registers.
-        match (S::WIDE && self.subspace.ksub() >= 4, self.tile.len() / BLOCK) {
-            (true, 4) if self.subspace.ksub() >= RARE => self.blocked::<S, 4, 4, true>(s),
-            (true, 1) => self.blocked::<S, 4, 1, false>(s),
-            (true, 2) => self.blocked::<S, 4, 2, false>(s),
-            (true, 4) => self.blocked::<S, 4, 4, false>(s),
-            (true, _) => self.blocked::<S, 4, 0, false>(s),
-            (false, 1) => self.blocked::<S, 2, 1, false>(s),
-            (false, 2) => self.blocked::<S, 2, 2, false>(s),
-            (false, 4) => self.blocked::<S, 2, 4, false>(s),
-            (false, _) => self.blocked::<S, 2, 0, false>(s),
+        match (self.subspace.ksub() >= RARE, S::WIDE && self.subspace.ksub() >= 4) {
+            (true, true) => self.of_dsub::<S, 4, true>(s),
+            (true, false) => self.of_dsub::<S, 2, true>(s),
+            (false, true) => self.of_dsub::<S, 4, false>(s),
+            (false, false) => self.of_dsub::<S, 2, false>(s),
         }
     }
 }
 
 impl Assign<'_> {
+    /// A known dsub keeps the points of small subspaces in registers.
+    #[inline(always)]
+    fn of_dsub<S: Simd, const C: usize, const SKIP: bool>(self, s: S) {
+        match self.tile.len() / BLOCK {
+            1 => self.blocked::<S, C, 1, SKIP>(s),
+            2 => self.blocked::<S, C, 2, SKIP>(s),
+            4 => self.blocked::<S, C, 4, SKIP>(s),
+            _ => self.blocked::<S, C, 0, SKIP>(s),
+        }
+    }
+
     /// `C` centroids at a time, which divides ksub; `D` is dsub, or 0 where it is not known. With `SKIP`, a block of centroids
     /// none of which is nearest to any of a register's points costs `C` minima and a comparison instead of `3 C`
     /// operations.
@@ -109,7 +130,15 @@ impl Assign<'_> {
         let half_norms = self.subspace.half_norms.as_ptr();
         let columns = self.subspace.columns.as_ptr();
         for first in (0..BLOCK).step_by(POINTS * S::LANES) {
-            let mut best = [(s.splat(f32::INFINITY), s.splat_u32(0)); POINTS];
+            let mut best = [(s.splat(0.0), s.splat_u32(0)); POINTS];
+            for (v, (distance, index)) in best.iter_mut().enumerate() {
+                let at = first + v * S::LANES;
+                // SAFETY: at + LANES <= 64, the length of both arrays.
+                unsafe {
+                    *distance = s.load(self.nearest.distance.as_ptr().add(at));
+                    *index = s.load_u32(self.nearest.index.as_ptr().add(at));
+                }
+            }
             for c in (0..ksub).step_by(C) {
                 // SAFETY: C divides ksub (both are powers of two), so c + C <= ksub; `columns` is (dsub, ksub), `tile`
                 // (dsub, 64), and first + POINTS * LANES <= 64 since LANES divides 16.

@@ -3,7 +3,7 @@
 use alloc::vec;
 use alloc::vec::Vec;
 
-use crate::assign::{Nearest, assign, fill_tile};
+use crate::assign::{Nearest, assign, assign_from, fill_tile};
 use crate::codebook::{Subspace, arrange};
 use crate::pack::{BLOCK, pack_run};
 use crate::rng::SplitMix64;
@@ -69,14 +69,30 @@ impl Points {
             .copied()
     }
 
-    /// Assigns every point, a tile at a time; `visit` gets the tile, its points and what was found. Returns the summed
-    /// squared error.
-    fn assign(&self, backend: Backend, to: &Arranged, mut visit: impl FnMut(&[f32], usize, &Nearest)) -> f64 {
+    /// Assigns every point, a tile at a time; `visit` gets the tile, its points and what was found. `last` holds the
+    /// centroids of the last assignment, if there was one, and then those of this. Returns the summed squared error.
+    fn assign(
+        &self,
+        backend: Backend,
+        to: &Arranged,
+        last: &mut Vec<[u32; BLOCK]>,
+        mut visit: impl FnMut(&[f32], usize, &Nearest),
+    ) -> f64 {
         let mut nearest = Nearest::NONE;
         let mut error = self.squares;
         for (i, tile) in self.tiles.chunks_exact(BLOCK * self.dsub).enumerate() {
             let points = BLOCK.min(self.n - i * BLOCK);
-            assign(backend, to.subspace(), tile, &mut nearest);
+            match last.get_mut(i) {
+                Some(last) => {
+                    nearest.index = *last;
+                    assign_from(backend, to.subspace(), tile, &mut nearest);
+                    *last = nearest.index;
+                }
+                None => {
+                    assign(backend, to.subspace(), tile, &mut nearest);
+                    last.push(nearest.index);
+                }
+            }
             error += nearest.distance[..points].iter().map(|&x| 2.0 * f64::from(x)).sum::<f64>();
             visit(tile, points, &nearest);
         }
@@ -87,13 +103,14 @@ impl Points {
     pub fn encode(&self, backend: Backend, centroids: &[f32], nbits: u32) -> (Vec<u8>, f64) {
         let mut runs = vec![0; self.n.div_ceil(BLOCK) * 8 * nbits as usize];
         let mut rest = runs.chunks_exact_mut(8 * nbits as usize);
-        let error = self.assign(backend, &Arranged::new(centroids, self.dsub), |_, points, nearest| {
-            let mut codes = nearest.index.map(|c| c as u16);
-            codes[points..].fill(0);
-            if let Some(run) = rest.next() {
-                pack_run(&codes, nbits, run);
-            }
-        });
+        let error =
+            self.assign(backend, &Arranged::new(centroids, self.dsub), &mut vec![], |_, points, nearest| {
+                let mut codes = nearest.index.map(|c| c as u16);
+                codes[points..].fill(0);
+                if let Some(run) = rest.next() {
+                    pack_run(&codes, nbits, run);
+                }
+            });
         (runs, error)
     }
 
@@ -144,6 +161,7 @@ impl Points {
         let dsub = self.dsub;
         let k = centroids.len() / dsub;
         let mut error = f64::INFINITY;
+        let mut last = vec![];
         let mut iterations = 0;
         while iterations < limits.iterations {
             if iterations > 0 && limits.time_is_up.is_some_and(|time_is_up| time_is_up()) {
@@ -152,15 +170,17 @@ impl Points {
             iterations += 1;
             let mut sums = vec![0.0_f64; k * dsub];
             let mut counts = vec![0_usize; k];
-            let now = self.assign(backend, &Arranged::new(&centroids, dsub), |tile, points, nearest| {
-                for (i, &c) in nearest.index[..points].iter().enumerate() {
-                    let c = c as usize;
-                    counts[c] += 1;
-                    for (sum, column) in sums[c * dsub..][..dsub].iter_mut().zip(tile.chunks_exact(BLOCK)) {
-                        *sum += f64::from(column[i]);
+            let now =
+                self.assign(backend, &Arranged::new(&centroids, dsub), &mut last, |tile, points, nearest| {
+                    for (i, &c) in nearest.index[..points].iter().enumerate() {
+                        let c = c as usize;
+                        counts[c] += 1;
+                        for (sum, column) in sums[c * dsub..][..dsub].iter_mut().zip(tile.chunks_exact(BLOCK))
+                        {
+                            *sum += f64::from(column[i]);
+                        }
                     }
-                }
-            });
+                });
             for (c, &count) in counts.iter().enumerate().filter(|&(_, &count)| count > 0) {
                 for (y, sum) in centroids[c * dsub..][..dsub].iter_mut().zip(&sums[c * dsub..]) {
                     *y = (sum / count as f64) as f32;

@@ -83,6 +83,9 @@ pub(crate) trait Simd: Copy {
 
     fn splat_u32(self, x: u32) -> Self::U32;
     /// # Safety
+    /// `LANES` integers from `p` on are readable.
+    unsafe fn load_u32(self, p: *const u32) -> Self::U32;
+    /// # Safety
     /// `LANES` integers from `p` on are writable.
     unsafe fn store_u32(self, p: *mut u32, x: Self::U32);
     /// Where `candidate < best`, takes `candidate` and its `index`. A NaN is never taken.

@@ -103,7 +103,7 @@ fn sampled_interval(scores: &[f32], k: usize) -> Interval {
     }
     let mut sample = [0; SAMPLE];
     for (i, slot) in sample.iter_mut().enumerate() {
-        *slot = key(scores[i * scores.len() / SAMPLE]);
+        *slot = key(scores[i * (scores.len() / SAMPLE)]);
     }
     let part = k as f32 / scores.len() as f32;
     let rank = (part * SAMPLE as f32) as usize; // from the top

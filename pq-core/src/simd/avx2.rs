@@ -185,6 +185,10 @@ impl Simd for Avx2 {
         op!(_mm256_set1_epi32(x as i32))
     }
     #[inline(always)]
+    unsafe fn load_u32(self, p: *const u32) -> __m256i {
+        op!(_mm256_loadu_si256(p.cast()))
+    }
+    #[inline(always)]
     unsafe fn store_u32(self, p: *mut u32, x: __m256i) {
         op!(_mm256_storeu_si256(p.cast(), x));
     }

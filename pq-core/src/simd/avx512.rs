@@ -112,6 +112,10 @@ impl Simd for Avx512 {
         op!(_mm512_set1_epi32(x as i32))
     }
     #[inline(always)]
+    unsafe fn load_u32(self, p: *const u32) -> __m512i {
+        op!(_mm512_loadu_si512(p.cast()))
+    }
+    #[inline(always)]
     unsafe fn store_u32(self, p: *mut u32, x: __m512i) {
         op!(_mm512_storeu_si512(p.cast(), x));
     }

@@ -86,6 +86,10 @@ impl Simd for Neon {
         op!(vdupq_n_u32(x))
     }
     #[inline(always)]
+    unsafe fn load_u32(self, p: *const u32) -> uint32x4_t {
+        op!(vld1q_u32(p))
+    }
+    #[inline(always)]
     unsafe fn store_u32(self, p: *mut u32, x: uint32x4_t) {
         op!(vst1q_u32(p, x));
     }
