@@ -54,10 +54,13 @@ pub(crate) fn assign_from(backend: Backend, subspace: Subspace<'_>, tile: &[f32]
     if subspace.ksub() < RARE {
         return assign(backend, subspace, tile, nearest);
     }
-    for (i, (distance, &c)) in nearest.distance.iter_mut().zip(&nearest.index).enumerate() {
-        *distance = subspace.half_norms[c as usize];
+    for (i, (distance, index)) in nearest.distance.iter_mut().zip(&mut nearest.index).enumerate() {
+        *distance = subspace.half_norms[*index as usize];
         for (d, column) in tile.chunks_exact(BLOCK).enumerate() {
-            *distance -= column[i] * subspace.column(d)[c as usize];
+            *distance -= column[i] * subspace.column(d)[*index as usize];
+        }
+        if !distance.is_finite() {
+            (*distance, *index) = (f32::INFINITY, 0);
         }
     }
     backend.run(Assign { subspace, tile, nearest });

@@ -87,8 +87,8 @@ A method is NAME[:KEY=VALUE]...; several are separated by commas.
   zack              rotated, ranks cut to these parts, values folded      k=0.75 v=0.75 basis=closed|stacked
   cachegen          bitstream and back, bins in standard deviations       k=0.25 v=0.25 predictor=mean|anchor
 
-For all but dense: sinks=4 window=64 (tokens kept exact), exact=f16|bf16|f32 (how), exact-layers=0+5 (layers left
-uncompressed).";
+For all but dense: sinks=4 window=64 (tokens kept exact), batch=N (tokens that leave the window at once: 64 for int, 10 for
+cachegen, else 1), exact=f16|bf16|f32 (how), exact-layers=0+5 (layers left uncompressed).";
 
 /// What `kv compare` runs when no methods are named: each method near-lossless and aggressive.
 pub const DEFAULT_METHODS: &str = "dense,dense:dtype=f16,int8,int4,int2,rotated,rotated:k=2:v=2,lloydmax,lloydmax:k=2:v=2,\
@@ -184,7 +184,11 @@ impl FromStr for Method {
             Kind::CacheGen { .. } => 10,
             _ => 1,
         };
-        let window = Window { sinks: s.tokens("sinks", 4)?, recent: s.tokens("window", 64)?, batch };
+        let window = Window {
+            sinks: s.tokens("sinks", 4)?,
+            recent: s.tokens("window", 64)?,
+            batch: s.tokens("batch", batch)?,
+        };
         let exact = s.common("exact", Element(ElementType::F16))?.0;
         let exact_layers = s.common("exact-layers", Layers(vec![]))?.0;
         s.finish()?;
