@@ -161,7 +161,7 @@ impl FromStr for Method {
                 let code = PqCode { m: 32, nbits: 6 };
                 let (k, v) = (s.own("k", code)?, s.own("v", code)?);
                 let space = s.own("keys", KeySpace::RotatedMean)?;
-                let norms = s.own("norms", Switch::On)? == Switch::On;
+                let norms = s.common("norms", Switch::On)? == Switch::On;
                 let (iterations, refine) = (s.positive("iterations", 8)?, s.count("refine", 0)?);
                 ("pqklt", Kind::PqKlt(PqKlt { k, v, space, norms, iterations, refine }))
             }

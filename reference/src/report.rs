@@ -137,7 +137,7 @@ fn kl_range(values: impl Iterator<Item = f64>) -> std::ops::Range<f64> {
 }
 
 /// Colours that stay apart on white.
-const COLOURS: [RGBColor; 12] = [
+const COLOURS: [RGBColor; 13] = [
     RGBColor(60, 60, 60),
     RGBColor(31, 119, 180),
     RGBColor(23, 150, 170),
@@ -150,6 +150,7 @@ const COLOURS: [RGBColor; 12] = [
     RGBColor(120, 120, 10),
     RGBColor(90, 170, 90),
     RGBColor(70, 70, 200),
+    RGBColor(230, 170, 20),
 ];
 
 /// How each row is drawn: a colour for its method, in order of first appearance, thinner for every setting but the first.

@@ -42,7 +42,7 @@ impl<'a> Settings<'a> {
         Ok(value)
     }
 
-    /// A setting that all methods have: shown when given.
+    /// A setting with a default that few change: shown when given.
     pub fn common<T: FromStr<Err = String> + Display>(&mut self, key: &'static str, default: T) -> Result<T> {
         let (value, given) = self.take(key, default)?;
         if given {
@@ -66,9 +66,9 @@ impl<'a> Settings<'a> {
         Ok(self.own(key, Within::<usize, 1, 4096>(default))?.0)
     }
 
-    /// A count.
+    /// A count that is shown when it is given.
     pub fn count(&mut self, key: &'static str, default: usize) -> Result<usize> {
-        Ok(self.own(key, Within::<usize, 0, 4096>(default))?.0)
+        Ok(self.common(key, Within::<usize, 0, 4096>(default))?.0)
     }
 
     /// A part of a whole in hundredths.
