@@ -1,7 +1,7 @@
 //! Attention on exact rows: the window, the sinks, the retrieved tokens.
 
 use crate::error::check_len;
-use crate::simd::{Kernel, Simd};
+use crate::simd::Kernel;
 use crate::softmax::{exponentiate, max};
 use crate::{Backend, Element, Error, SoftmaxStats};
 
@@ -47,10 +47,12 @@ struct AttendExact<'a, 'b, E> {
     stats: &'b mut [SoftmaxStats],
 }
 
-impl<E: Element> AttendExact<'_, '_, E> {
+impl<E: Element> Kernel for AttendExact<'_, '_, E> {
+    type Output = ();
+
     /// Plain code, compiled to each set's registers.
     #[inline(always)]
-    fn attend(self) {
+    fn scalar(self) {
         let group = self.stats.len();
         let (dim, dim_v) = (self.queries.len() / group, self.out.len() / group);
         let queries = self.queries.chunks_exact(dim).zip(self.out.chunks_exact_mut(dim_v));
@@ -66,19 +68,6 @@ impl<E: Element> AttendExact<'_, '_, E> {
                 }
             }
         }
-    }
-}
-
-impl<E: Element> Kernel for AttendExact<'_, '_, E> {
-    type Output = ();
-
-    fn scalar(self) {
-        self.attend();
-    }
-
-    #[inline(always)]
-    fn vector<S: Simd>(self, _: S) {
-        self.attend();
     }
 }
 

@@ -1,5 +1,5 @@
 use crate::error::check_len;
-use crate::simd::{Kernel, Simd};
+use crate::simd::Kernel;
 use crate::softmax::{SoftmaxStats, exp_sum, max};
 use crate::{Backend, Error};
 
@@ -44,10 +44,12 @@ struct Combine<'a, 'b> {
     out: &'b mut [f32],
 }
 
-impl Combine<'_, '_> {
+impl Kernel for Combine<'_, '_> {
+    type Output = ();
+
     /// Plain code, compiled to each set's registers.
     #[inline(always)]
-    fn combine(self) {
+    fn scalar(self) {
         self.out.fill(0.0);
         if self.out.is_empty() {
             return self.stats.fill(SoftmaxStats::EMPTY);
@@ -70,18 +72,5 @@ impl Combine<'_, '_> {
                 };
             }
         }
-    }
-}
-
-impl Kernel for Combine<'_, '_> {
-    type Output = ();
-
-    fn scalar(self) {
-        self.combine();
-    }
-
-    #[inline(always)]
-    fn vector<S: Simd>(self, _: S) {
-        self.combine();
     }
 }

@@ -6,8 +6,8 @@ const STEPS: f32 = 16.0;
 /// The code of a norm of 1.
 const ONE: f32 = 128.0;
 
-/// A vector's norm in a byte: sixteen steps an octave from 2^-8 to 2^8, so 2.2 % off at most; 0 stands for the
-/// smallest and for anything below it.
+/// A vector's norm in a byte: sixteen steps an octave from 2^-8 to 2^8, so 2.2 % off at most; 0 and 255
+/// also stand for anything below and above.
 #[must_use]
 pub fn encode_norm(norm: f32) -> u8 {
     // The cast saturates, and takes NaN to 0.
@@ -20,8 +20,8 @@ pub fn decode_norm(code: u8) -> f32 {
     libm::exp2f((f32::from(code) - ONE) / STEPS)
 }
 
-/// Divides every row by its coded norm: codebooks then share their centroids between tokens of every length, which at 2
-/// bits a component lowers the error of attention by a third for the eighth of a bit that the norm costs.
+/// Divides every row by its coded norm: codebooks then share their centroids between tokens of every length, for
+/// 8 bits a vector.
 ///
 /// # Shapes
 /// `rows` (n, dim); `norms` (n,), fully written.

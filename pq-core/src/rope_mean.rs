@@ -7,7 +7,7 @@
 
 use crate::error::check_len;
 use crate::pack::BLOCK;
-use crate::simd::{Kernel, Simd};
+use crate::simd::Kernel;
 use crate::{Backend, Error};
 
 /// The mean key of a head before RoPE, with the cosines and sines of a block of positions; borrowed from the caller's
@@ -93,11 +93,13 @@ struct Scores<'a, 'b> {
     scores: &'b mut [f32],
 }
 
-impl Scores<'_, '_> {
+impl Kernel for Scores<'_, '_> {
+    type Output = ();
+
     /// Plain code, compiled to each set's registers: the waves are rotated to the block's first position once, then every
     /// pair is two multiply-adds a position.
     #[inline(always)]
-    fn score(self) {
+    fn scalar(self) {
         let half = self.query.len() / 2;
         let (query_x, query_y) = self.query.split_at(half);
         let (mean_x, mean_y) = self.mean.mean.split_at(half);
@@ -117,18 +119,5 @@ impl Scores<'_, '_> {
             }
             scores.copy_from_slice(&sums[..scores.len()]);
         }
-    }
-}
-
-impl Kernel for Scores<'_, '_> {
-    type Output = ();
-
-    fn scalar(self) {
-        self.score();
-    }
-
-    #[inline(always)]
-    fn vector<S: Simd>(self, _: S) {
-        self.score();
     }
 }

@@ -23,8 +23,14 @@ pub(crate) trait Kernel {
     /// The definition.
     fn scalar(self) -> Self::Output;
 
-    /// The same on the registers of `s`.
-    fn vector<S: Simd>(self, s: S) -> Self::Output;
+    /// The same on the registers of `s`; by default the definition, if it is `#[inline(always)]`, compiled to them.
+    #[inline(always)]
+    fn vector<S: Simd>(self, _s: S) -> Self::Output
+    where
+        Self: Sized,
+    {
+        self.scalar()
+    }
 }
 
 /// Bytes of a plane or row of bytes that tables are loaded from: the smallest table reads 16.

@@ -466,7 +466,6 @@ fn unusual_values_have_defined_codes() {
             // NaN and infinities count as 0; a distance that overflows is never the least.
             assert_eq!(code(&[0.3, f32::NAN, -0.2, f32::INFINITY], n), code(&plain, n), "{backend:?}");
             assert_eq!(code(&[f32::MAX; 4], n), code(&[f32::MAX; 4], 1), "{backend:?}");
-            assert!(code(&[0.0; 4], n) < 64);
         }
     }
     // Clusters of one point, and of equal points.

@@ -1,6 +1,6 @@
 use super::Lut;
 use crate::error::check_len;
-use crate::simd::{Kernel, Simd, row_len};
+use crate::simd::{Kernel, row_len};
 use crate::{Backend, Error, PqShape};
 
 /// Entries of a [`QuantizedLut`].
@@ -127,10 +127,12 @@ struct Quantize<'a, 'b> {
     storage: &'b mut [u8],
 }
 
-impl Quantize<'_, '_> {
+impl Kernel for Quantize<'_, '_> {
+    type Output = (f32, f32);
+
     /// Plain code: with a set's features it is compiled to that set's registers, and its result has no freedom.
     #[inline(always)]
-    fn quantize(self) -> (f32, f32) {
+    fn scalar(self) -> (f32, f32) {
         const TO_INTEGER: f32 = 8_388_608.0; // 2^23: adding it rounds to nearest, ties to even, into the low bits
         let levels = match self.precision {
             LutPrecision::U8 => 255.0,
@@ -166,19 +168,6 @@ impl Quantize<'_, '_> {
             }
         }
         (scale, offset)
-    }
-}
-
-impl Kernel for Quantize<'_, '_> {
-    type Output = (f32, f32);
-
-    fn scalar(self) -> (f32, f32) {
-        self.quantize()
-    }
-
-    #[inline(always)]
-    fn vector<S: Simd>(self, _: S) -> (f32, f32) {
-        self.quantize()
     }
 }
 

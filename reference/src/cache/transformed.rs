@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use half::f16;
 use pq_core::{
-    CodebookBuf, CodedTokens, CodesBuf, RopeMean, Start, TrainOptions, decode_into, decode_norm,
-    divide_by_norms, lut_into, train,
+    CodebookBuf, CodedTokens, CodesBuf, RopeMean, Start, TrainOptions, decode_norm, divide_by_norms,
+    lut_into, train,
 };
 use svd_core::{Rotation, project_into};
 
@@ -28,7 +28,7 @@ pub(crate) enum KeySpace {
 
 /// How one head's keys, or its values, become codes.
 pub(crate) struct HeadCode {
-    pub mean: Vec<f32>, // (head_dim,); of keys before RoPE
+    pub mean: Vec<f32>, // (head_dim,); that of keys is taken before RoPE
     pub rotation: Rotation,
     pub codebook: CodebookBuf,
     pub norms: bool, // divide rows by their norms, which are kept in a byte
@@ -59,7 +59,7 @@ impl HeadCode {
     }
 }
 
-/// What the model's profile gives: one pair per kv head, and the pairs' frequencies.
+/// What the model's profile gives: one pair per kv head.
 pub(crate) struct TransformedPlan {
     pub heads: Vec<[HeadCode; 2]>, // keys and values
     pub space: KeySpace,
@@ -125,9 +125,10 @@ impl TransformedStore {
         if which == 1 || self.plan.space == KeySpace::RotatedMean {
             return Ok(vec![]);
         }
-        let mut all = vec![0.0; coded.codes.view().n() * shape.dim()];
-        decode_into(&codebook.view(), &coded.codes.view(), &mut all)?;
-        let mut fresh = all.split_off(start * shape.dim());
+        let (codes, codebook) = (coded.codes.view(), codebook.view());
+        let mut fresh: Vec<f32> = (start..codes.n())
+            .flat_map(|i| codes.iter_vector(i).enumerate().flat_map(|(j, c)| codebook.centroid(j, c)))
+            .collect();
         for (row, &norm) in fresh.chunks_exact_mut(shape.dim()).zip(&norms) {
             row.iter_mut().for_each(|x| *x *= decode_norm(norm));
         }
