@@ -1,36 +1,61 @@
-//! Encoding and decoding of a plane of 1,024 channels; one thread.
+//! Encoding and decoding of a plane of 1,024 channels; one thread. `codec_speed` measures beside other coders.
 
 #![allow(clippy::unwrap_used, missing_docs)] // a bench that cannot run should say so by panicking
 
-use codec_core::{PlaneProfile, Predictor, decode_into, encode};
+use codec_core::*;
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 use kv_benches::keys;
 
-const TOKENS: usize = 256;
-const CHANNELS: usize = 1024;
+const TOKENS: usize = 1024;
+const HEADS: usize = 8;
+const HEAD_DIM: usize = 128;
 
 fn codec(c: &mut Criterion) {
-    let rows = keys(2 * TOKENS, CHANNELS);
-    let (sample, chunk) = rows.split_at(TOKENS * CHANNELS);
-    let profile = PlaneProfile::fit(sample, CHANNELS, Predictor::Mean, 0.5).unwrap();
-    let plane = profile.plane().unwrap();
-    let mut bytes = vec![];
-    encode(&plane, chunk, &mut bytes).unwrap();
-    let mut decoded = vec![0.0; chunk.len()];
-    decode_into(&plane, &bytes, &mut decoded).unwrap();
-    assert!(chunk.iter().zip(&decoded).all(|(a, b)| (a - b).abs() < 4.0));
-
+    let channels = HEADS * HEAD_DIM;
+    let rows = keys(2 * TOKENS, channels);
+    let (sample, chunk) = rows.split_at(TOKENS * channels);
+    let options = FitOptions {
+        predictor: PredictorKind::Mean,
+        steps: Steps::Deviations(0.5),
+        models: ModelKind::Families,
+        coder: Coder::Lanes,
+    };
+    let plane = PlaneBuf::fit(sample, channels, None, &options).unwrap();
+    let planes = [plane.view().unwrap(); 2];
+    let info = FrameInfo {
+        element: ElementType::F32,
+        keys_rotated: false,
+        lossless: false,
+        level: 0,
+        layers: 1,
+        heads: HEADS,
+        head_dim: HEAD_DIM,
+        first_token: 0,
+        tokens: TOKENS,
+        block_tokens: 256,
+        model_id: 0,
+    };
     let mut group = c.benchmark_group("codec");
-    group.throughput(Throughput::Elements(chunk.len() as u64));
-    group.bench_function("encode/mean/scalar", |b| {
-        b.iter(|| {
-            bytes.clear();
-            encode(&plane, chunk, &mut bytes).unwrap();
+    group.throughput(Throughput::Elements(2 * chunk.len() as u64));
+    for backend in Backend::ALL.into_iter().filter(|backend| backend.is_available()) {
+        let mut bytes = vec![];
+        group.bench_function(format!("encode frame/{backend:?}"), |b| {
+            b.iter(|| {
+                bytes.clear();
+                encode_frame(backend, &info, &planes, &[chunk; 2], &mut bytes).unwrap();
+            });
         });
-    });
-    group.bench_function("decode/mean/scalar", |b| {
-        b.iter(|| decode_into(&plane, &bytes, &mut decoded).unwrap())
-    });
+        let frame = Frame::parse(&bytes, info.numbers()).unwrap();
+        let mut decoded = vec![0.0; chunk.len()];
+        group.bench_function(format!("decode frame/{backend:?}"), |b| {
+            b.iter(|| {
+                for side in [Side::Keys, Side::Values] {
+                    frame.decode_plane_into(backend, &planes[0], 0, side, None, &mut decoded).unwrap();
+                }
+            });
+        });
+        assert!(chunk.iter().zip(&decoded).all(|(a, b)| (a - b).abs() < 1.0));
+    }
     group.finish();
 }
 

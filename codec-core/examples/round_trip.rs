@@ -1,28 +1,75 @@
-//! Profiles a plane, then prints bits per number and the error at three bin sizes.
+//! Profile once, encode a chunk of a two-layer cache, decode it.
 
-use codec_core::{PlaneProfile, Predictor, decode_into, encode};
+use codec_core::*;
 
-fn main() -> Result<(), codec_core::Error> {
-    let channels = 64;
-    let row = |t: usize| {
-        (0..channels).map(move |c| ((t * 31 + c * 17) as f32 * 0.61).sin() * (1.0 + c as f32 / 8.0))
+const LAYERS: usize = 2;
+const HEADS: usize = 2;
+const HEAD_DIM: usize = 16;
+const TOKENS: usize = 600;
+
+/// Numbers of one plane: every channel has a scale and a mean of its own.
+fn plane(seed: u32, tokens: usize) -> Vec<f32> {
+    let mut state = seed;
+    (0..tokens * HEADS * HEAD_DIM)
+        .map(|i| {
+            state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            let channel = i % (HEADS * HEAD_DIM);
+            ((state >> 8) as f32 / 8_388_608.0 - 1.0) * (1.0 + channel as f32 / 4.0) + channel as f32
+        })
+        .collect()
+}
+
+fn main() -> Result<(), Error> {
+    let channels = HEADS * HEAD_DIM;
+    // Once for a model, over a text: a plane for the keys and one for the values of every layer.
+    let options = FitOptions {
+        predictor: PredictorKind::Mean,
+        steps: Steps::Deviations(0.5),
+        models: ModelKind::Families,
+        coder: Coder::Lanes,
     };
-    let sample: Vec<f32> = (0..1000).flat_map(row).collect();
-    let chunk: Vec<f32> = (1000..1256).flat_map(row).collect();
-    for bin_size in [0.1, 0.5, 1.0] {
-        let profile = PlaneProfile::fit(&sample, channels, Predictor::Mean, bin_size)?;
-        let mut bytes = Vec::new();
-        encode(&profile.plane()?, &chunk, &mut bytes)?;
-        let mut decoded = vec![0.0; chunk.len()];
-        decode_into(&profile.plane()?, &bytes, &mut decoded)?;
-        let square = |x: f32| f64::from(x) * f64::from(x);
-        let error: f64 = chunk.iter().zip(&decoded).map(|(a, b)| square(a - b)).sum();
-        let power: f64 = chunk.iter().map(|&a| square(a)).sum();
-        let bits = 8.0 * bytes.len() as f64 / chunk.len() as f64;
-        println!(
-            "bins of {bin_size} deviations: {bits:.2} bits a number, relative error {:.4}",
-            error / power
-        );
+    let fitted: Vec<PlaneBuf> = (0..2 * LAYERS as u32)
+        .map(|seed| PlaneBuf::fit(&plane(seed, 400), channels, None, &options))
+        .collect::<Result<_, _>>()?;
+    let stored: Vec<Vec<u8>> = fitted.iter().map(PlaneBuf::to_bytes).collect();
+    println!("profile: {} bytes", stored.iter().map(Vec::len).sum::<usize>());
+
+    // For every chunk of tokens: one frame.
+    let rows: Vec<Vec<f32>> = (0..2 * LAYERS as u32).map(|seed| plane(seed + 100, TOKENS)).collect();
+    let rows: Vec<&[f32]> = rows.iter().map(Vec::as_slice).collect();
+    let info = FrameInfo {
+        element: ElementType::F16,
+        keys_rotated: false,
+        lossless: false,
+        level: 0,
+        layers: LAYERS,
+        heads: HEADS,
+        head_dim: HEAD_DIM,
+        first_token: 0,
+        tokens: TOKENS,
+        block_tokens: 256,
+        model_id: 0x5eed,
+    };
+    let planes: Vec<Plane<'_>> = fitted.iter().map(PlaneBuf::view).collect::<Result<_, _>>()?;
+    let backend = Backend::detect();
+    let mut bytes = vec![];
+    encode_frame(backend, &info, &planes, &rows, &mut bytes)?;
+    println!(
+        "frame: {} bytes, {:.2} bits a number",
+        bytes.len(),
+        8.0 * bytes.len() as f64 / info.numbers() as f64
+    );
+
+    // The receiver allows as many numbers as it has room for.
+    let frame = Frame::parse(&bytes, 1 << 20)?;
+    let mut decoded = vec![0.0; TOKENS * channels];
+    for (layer, rows) in rows.chunks_exact(2).enumerate() {
+        for (side, rows) in [Side::Keys, Side::Values].into_iter().zip(rows) {
+            let plane = &planes[2 * layer + usize::from(side == Side::Values)];
+            frame.decode_plane_into(backend, plane, layer, side, None, &mut decoded)?;
+            let worst = rows.iter().zip(&decoded).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+            println!("layer {layer} {side:?}: largest error {worst:.3}");
+        }
     }
     Ok(())
 }

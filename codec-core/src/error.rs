@@ -20,45 +20,67 @@ pub enum Error {
     },
     /// More elements than the format or the address space can count.
     TooLarge,
+    /// Decoding would give more numbers than the caller allows.
+    Limit {
+        /// Numbers that the header speaks of.
+        needed: usize,
+        /// Most that the caller takes.
+        limit: usize,
+    },
     /// A NaN or an infinity where a finite number is needed.
     NotFinite {
         /// The argument.
         what: &'static str,
     },
-    /// A step that is not a positive finite number.
+    /// A number so many steps from zero that no bin can hold it, or too large for its own scale.
+    OutOfRange {
+        /// The channel it belongs to.
+        channel: usize,
+    },
+    /// A step that is not a positive normal number with a finite reciprocal.
     BadStep {
         /// The channel it belongs to.
         channel: usize,
     },
-    /// An alphabet outside 2..=[`MAX_ALPHABET`](crate::MAX_ALPHABET), or even: it must have a middle and an escape.
-    BadAlphabet {
-        /// Symbols.
-        alphabet: usize,
-    },
-    /// A channel's cumulative table does not rise at every symbol from 0 to `1 << PRECISION`.
-    BadCdf {
+    /// A channel's probability model is not one.
+    BadModel {
         /// The channel it belongs to.
         channel: usize,
     },
-    /// The bytes do not start like a frame or a profile.
+    /// Parts of a plane that do not go together.
+    BadPlane {
+        /// What is wrong.
+        what: &'static str,
+    },
+    /// The bytes do not start like what they should be.
     BadMagic,
     /// A version this build does not know.
     BadVersion {
         /// The version found.
         version: u8,
     },
-    /// A predictor this build does not know.
-    BadPredictor,
+    /// A field of a header has a value that this build does not know.
+    BadField {
+        /// The field.
+        what: &'static str,
+    },
     /// The bytes end early.
     Truncated,
     /// Bytes are left over.
     TrailingBytes,
     /// The checksum does not fit the bytes.
     BadChecksum,
-    /// The frame was encoded under another profile.
+    /// The bytes were encoded under another profile.
     WrongProfile,
     /// A code that no encoder writes.
     Corrupt,
+    /// There is no such layer, token tile or level.
+    OutOfBounds {
+        /// What was asked for.
+        what: &'static str,
+    },
+    /// The machine cannot run this [`Backend`](crate::Backend).
+    BackendUnavailable,
 }
 
 impl fmt::Display for Error {
@@ -69,20 +91,26 @@ impl fmt::Display for Error {
                 write!(f, "{what} has length {actual}, expected {expected}")
             }
             Self::TooLarge => write!(f, "too many elements"),
+            Self::Limit { needed, limit } => write!(f, "{needed} numbers where {limit} are allowed"),
             Self::NotFinite { what } => write!(f, "{what} holds a NaN or an infinity"),
+            Self::OutOfRange { channel } => {
+                write!(f, "a number of channel {channel} is too many steps from zero")
+            }
             Self::BadStep { channel } => {
                 write!(f, "the step of channel {channel} is not positive and finite")
             }
-            Self::BadAlphabet { alphabet } => write!(f, "an alphabet of {alphabet} symbols is not possible"),
-            Self::BadCdf { channel } => write!(f, "the cumulative table of channel {channel} is broken"),
+            Self::BadModel { channel } => write!(f, "the probability model of channel {channel} is broken"),
+            Self::BadPlane { what } => write!(f, "{what}"),
             Self::BadMagic => write!(f, "not a KV bitstream"),
             Self::BadVersion { version } => write!(f, "unknown version {version}"),
-            Self::BadPredictor => write!(f, "unknown predictor"),
+            Self::BadField { what } => write!(f, "unknown {what}"),
             Self::Truncated => write!(f, "the bytes end early"),
             Self::TrailingBytes => write!(f, "bytes are left over"),
             Self::BadChecksum => write!(f, "the checksum does not fit"),
-            Self::WrongProfile => write!(f, "the frame was encoded under another profile"),
+            Self::WrongProfile => write!(f, "the bytes were encoded under another profile"),
             Self::Corrupt => write!(f, "a code that no encoder writes"),
+            Self::OutOfBounds { what } => write!(f, "there is no such {what}"),
+            Self::BackendUnavailable => write!(f, "this machine cannot run the backend"),
         }
     }
 }

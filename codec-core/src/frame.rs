@@ -1,75 +1,509 @@
-//! The frame around one coded plane chunk, little-endian:
-//!
-//! | bytes | field |
-//! | --- | --- |
-//! | 4 | magic `KVCC` |
-//! | 1 | version, 1 |
-//! | 4 | profile id: CRC-32 over predictor, means, steps and tables |
-//! | 4 | channels |
-//! | 4 | tokens |
-//! | n | payload of the range coder |
-//! | 4 | CRC-32 over all bytes before it |
+//! Frames: one level of one chunk of tokens, all layers, keys and values. The bytes are in FORMAT.md, "Frame".
 
-use crate::Error;
+#[cfg(feature = "alloc")]
+use alloc::vec::Vec;
+
+#[cfg(feature = "rayon")]
+use rayon::prelude::*;
+
+use crate::block::{self, BlockBytes, MAX_BLOCK_TOKENS};
+use crate::error::check_len;
+use crate::{Backend, Error, LosslessPlane, Plane, RopeTable};
 
 const MAGIC: [u8; 4] = *b"KVCC";
-const VERSION: u8 = 1;
-const HEADER: usize = 17;
+const VERSION: u8 = 2;
+const LITTLE_ENDIAN: u8 = 1;
+const TOKEN_HEAD_COMPONENT: u8 = 0;
+const HEADER: usize = 64;
 
-/// Bytes of a frame beside its payload.
-pub const FRAME_OVERHEAD: usize = HEADER + 4;
+/// What the numbers were before they were coded.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ElementType {
+    /// 32-bit floats.
+    F32,
+    /// 16-bit IEEE floats.
+    F16,
+    /// Floats with the exponent of 32 bits and 7 bits of mantissa.
+    Bf16,
+}
 
-/// What a frame says about itself; its checksum has been verified.
+/// Keys or values of a layer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Side {
+    /// Keys.
+    Keys,
+    /// Values.
+    Values,
+}
+
+/// What a frame says about its content.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FrameInfo {
-    /// Identifies the profile it was coded under.
-    pub profile_id: u32,
-    /// Numbers per token.
-    pub channels: usize,
+    /// What the numbers were.
+    pub element: ElementType,
+    /// Whether keys are after RoPE; before it, they are rotated when they are decoded.
+    pub keys_rotated: bool,
+    /// Whether the bits of 16-bit numbers were coded, without loss.
+    pub lossless: bool,
+    /// The encoding level; what levels there are, their user decides.
+    pub level: u8,
+    /// Layers.
+    pub layers: usize,
+    /// Key/value heads of a layer.
+    pub heads: usize,
+    /// Components of a head.
+    pub head_dim: usize,
+    /// Position of the first token.
+    pub first_token: u64,
     /// Tokens.
     pub tokens: usize,
+    /// Tokens of a block, the unit of random access; the last one may have fewer. Up to [`MAX_BLOCK_TOKENS`].
+    pub block_tokens: usize,
+    /// What the user calls the model by, such as a hash of its weights.
+    pub model_id: u64,
 }
 
 impl FrameInfo {
-    /// Reads and verifies the frame around `bytes`; returns it with its payload. Allocates nothing.
-    ///
-    /// # Errors
-    /// [`Error::Truncated`], [`Error::BadMagic`], [`Error::BadVersion`], [`Error::BadChecksum`] or [`Error::TooLarge`].
-    pub fn parse(bytes: &[u8]) -> Result<(Self, &[u8]), Error> {
-        let (body, checksum) = bytes.split_last_chunk::<4>().ok_or(Error::Truncated)?;
-        let (header, payload) = body.split_first_chunk::<HEADER>().ok_or(Error::Truncated)?;
+    /// Numbers of a token in one plane.
+    #[must_use]
+    pub const fn channels(&self) -> usize {
+        self.heads * self.head_dim
+    }
+
+    /// Blocks of one plane.
+    #[must_use]
+    pub const fn blocks(&self) -> usize {
+        self.tokens.div_ceil(self.block_tokens)
+    }
+
+    /// Tokens of a block, by their place in the frame.
+    #[must_use]
+    pub fn tokens_of_block(&self, block: usize) -> core::ops::Range<usize> {
+        let start = (block * self.block_tokens).min(self.tokens);
+        start..(start + self.block_tokens).min(self.tokens)
+    }
+
+    /// Numbers of all planes.
+    #[must_use]
+    pub const fn numbers(&self) -> usize {
+        2 * self.layers * self.tokens * self.channels()
+    }
+
+    /// Checks that all sizes can be worked with: no product below overflows.
+    fn check(&self) -> Result<(), Error> {
+        for (what, size) in [
+            ("layers", self.layers),
+            ("heads", self.heads),
+            ("head_dim", self.head_dim),
+            ("block_tokens", self.block_tokens),
+        ] {
+            if size == 0 {
+                return Err(Error::Zero { what });
+            }
+        }
+        if self.block_tokens > MAX_BLOCK_TOKENS {
+            return Err(Error::TooLarge);
+        }
+        let sizes = [self.layers, self.heads, self.head_dim, self.tokens.max(1)];
+        let numbers = sizes.iter().try_fold(16_usize, |product, &size| product.checked_mul(size));
+        match numbers {
+            Some(_) if sizes.iter().all(|&size| u32::try_from(size).is_ok()) => Ok(()),
+            _ => Err(Error::TooLarge),
+        }
+    }
+
+    const fn entry_len(&self) -> usize {
+        8 + 4 + 2 * block::tiles(self.channels())
+    }
+
+    fn index_len(&self) -> usize {
+        2 * self.layers * (4 + self.blocks() * self.entry_len())
+    }
+
+    fn read(header: &[u8; HEADER]) -> Result<(Self, u64), Error> {
         if header[..4] != MAGIC {
             return Err(Error::BadMagic);
         }
         if header[4] != VERSION {
             return Err(Error::BadVersion { version: header[4] });
         }
-        if crc32fast::hash(body) != u32::from_le_bytes(*checksum) {
+        let (body, checksum) = header.split_at(HEADER - 4);
+        if crc32fast::hash(body).to_le_bytes() != checksum {
             return Err(Error::BadChecksum);
         }
-        let field =
-            |at: usize| u32::from_le_bytes([header[at], header[at + 1], header[at + 2], header[at + 3]]);
-        let info = Self { profile_id: field(5), channels: field(9) as usize, tokens: field(13) as usize };
-        info.channels.checked_mul(info.tokens).ok_or(Error::TooLarge)?;
-        Ok((info, payload))
-    }
-
-    #[cfg(feature = "alloc")]
-    pub(crate) fn begin(&self, out: &mut alloc::vec::Vec<u8>) -> Result<(), Error> {
-        let size = |n: usize| u32::try_from(n).map_err(|_| Error::TooLarge);
-        let (channels, tokens) = (size(self.channels)?, size(self.tokens)?);
-        out.extend_from_slice(&MAGIC);
-        out.push(VERSION);
-        for field in [self.profile_id, channels, tokens] {
-            out.extend_from_slice(&field.to_le_bytes());
+        if header[5] != LITTLE_ENDIAN {
+            return Err(Error::BadField { what: "byte order" });
         }
-        Ok(())
+        if header[8] != TOKEN_HEAD_COMPONENT || header[11] != 0 {
+            return Err(Error::BadField { what: "layout" });
+        }
+        let flag = |at: usize, what| match header[at] {
+            0 => Ok(false),
+            1 => Ok(true),
+            _ => Err(Error::BadField { what }),
+        };
+        let four =
+            |at: usize| u32::from_le_bytes([header[at], header[at + 1], header[at + 2], header[at + 3]]);
+        let eight = |at: usize| u64::from(four(at)) | u64::from(four(at + 4)) << 32;
+        let info = Self {
+            element: match header[6] {
+                0 => ElementType::F32,
+                1 => ElementType::F16,
+                2 => ElementType::Bf16,
+                _ => return Err(Error::BadField { what: "element type" }),
+            },
+            keys_rotated: flag(7, "space of keys")?,
+            lossless: flag(10, "coding")?,
+            level: header[9],
+            layers: four(12) as usize,
+            heads: four(16) as usize,
+            head_dim: four(20) as usize,
+            first_token: eight(24),
+            tokens: four(32) as usize,
+            block_tokens: four(36) as usize,
+            model_id: eight(40),
+        };
+        info.check()?;
+        Ok((info, eight(48)))
     }
 
-    /// Appends the checksum of everything from `start` on.
     #[cfg(feature = "alloc")]
-    pub(crate) fn end(start: usize, out: &mut alloc::vec::Vec<u8>) {
+    fn write(&self, payload: usize, out: &mut Vec<u8>) {
+        let start = out.len();
+        out.extend_from_slice(&MAGIC);
+        let element = match self.element {
+            ElementType::F32 => 0,
+            ElementType::F16 => 1,
+            ElementType::Bf16 => 2,
+        };
+        let (rotated, lossless) = (u8::from(self.keys_rotated), u8::from(self.lossless));
+        out.extend_from_slice(&[VERSION, LITTLE_ENDIAN, element, rotated]);
+        out.extend_from_slice(&[TOKEN_HEAD_COMPONENT, self.level, lossless, 0]);
+        for size in [self.layers, self.heads, self.head_dim] {
+            out.extend_from_slice(&(size as u32).to_le_bytes());
+        }
+        out.extend_from_slice(&self.first_token.to_le_bytes());
+        for size in [self.tokens, self.block_tokens] {
+            out.extend_from_slice(&(size as u32).to_le_bytes());
+        }
+        out.extend_from_slice(&self.model_id.to_le_bytes());
+        out.extend_from_slice(&(payload as u64).to_le_bytes());
+        out.extend_from_slice(&[0; 4]);
         let checksum = crc32fast::hash(&out[start..]);
         out.extend_from_slice(&checksum.to_le_bytes());
+    }
+}
+
+/// A frame whose header and index have been verified; blocks are verified when they are decoded.
+#[derive(Clone, Copy, Debug)]
+pub struct Frame<'a> {
+    info: FrameInfo,
+    index: &'a [u8],
+    payload: &'a [u8],
+}
+
+impl<'a> Frame<'a> {
+    /// Reads header and index. Allocates nothing.
+    ///
+    /// # Errors
+    /// [`Error::Limit`] when it holds more than `max_numbers` numbers; [`Error::Truncated`], [`Error::TrailingBytes`],
+    /// [`Error::BadMagic`], [`Error::BadVersion`], [`Error::BadChecksum`], [`Error::BadField`], [`Error::Zero`],
+    /// [`Error::TooLarge`], or [`Error::Corrupt`] for an index whose blocks do not follow each other.
+    pub fn parse(bytes: &'a [u8], max_numbers: usize) -> Result<Self, Error> {
+        let (header, rest) = bytes.split_first_chunk::<HEADER>().ok_or(Error::Truncated)?;
+        let (info, payload_len) = FrameInfo::read(header)?;
+        if info.numbers() > max_numbers {
+            return Err(Error::Limit { needed: info.numbers(), limit: max_numbers });
+        }
+        let (index, rest) = rest.split_at_checked(info.index_len()).ok_or(Error::Truncated)?;
+        let (checksum, payload) = rest.split_first_chunk::<4>().ok_or(Error::Truncated)?;
+        if crc32fast::hash(index) != u32::from_le_bytes(*checksum) {
+            return Err(Error::BadChecksum);
+        }
+        match (payload.len() as u64).cmp(&payload_len) {
+            core::cmp::Ordering::Less => return Err(Error::Truncated),
+            core::cmp::Ordering::Greater => return Err(Error::TrailingBytes),
+            core::cmp::Ordering::Equal => {}
+        }
+        let frame = Self { info, index, payload };
+        let mut end = 0;
+        for entry in 0..2 * info.layers * info.blocks() {
+            let (start, next) = (end, frame.end_of(entry));
+            if next < start {
+                return Err(Error::Corrupt);
+            }
+            end = next;
+        }
+        if end == payload_len { Ok(frame) } else { Err(Error::Corrupt) }
+    }
+
+    /// What the frame says about its content.
+    #[must_use]
+    pub const fn info(&self) -> &FrameInfo {
+        &self.info
+    }
+
+    /// Bytes of a block, without those of the index.
+    ///
+    /// # Errors
+    /// [`Error::OutOfBounds`].
+    pub fn block_len(&self, layer: usize, side: Side, block: usize) -> Result<usize, Error> {
+        Ok(self.block(layer, side, block)?.1.bytes.len())
+    }
+
+    /// Decodes a block: the tokens [`FrameInfo::tokens_of_block`] of one plane.
+    ///
+    /// `rope` rotates keys that were coded before RoPE to their positions; none leaves them as they are.
+    ///
+    /// # Shapes
+    /// `out` (tokens of the block, heads, head_dim), fully written.
+    /// # Errors
+    /// [`Error::OutOfBounds`], [`Error::WrongProfile`], [`Error::Length`], [`Error::BadField`] for a lossless frame,
+    /// [`Error::BackendUnavailable`], [`Error::BadChecksum`]: `out` is then untouched. [`Error::Truncated`], [`Error::Corrupt`]
+    /// or [`Error::TrailingBytes`], which need a forged checksum: `out` then holds finite numbers without meaning.
+    /// # Cost
+    /// No allocation. With a transform, head_dim multiply-adds a number for coefficients that are not zero.
+    pub fn decode_block_into(
+        &self,
+        backend: Backend,
+        plane: &Plane<'_>,
+        (layer, side, block): (usize, Side, usize),
+        rope: Option<&RopeTable<'_>>,
+        out: &mut [f32],
+    ) -> Result<(), Error> {
+        backend.check()?;
+        let (checksum, bytes) = self.verified(plane.id(), false, layer, side, block, out.len())?;
+        if let Some(rope) = rope {
+            check_len("rope", rope.tokens(), self.info.tokens_of_block(block).len())?;
+            check_len("head of rope", rope.head_dim(), self.info.head_dim)?;
+        }
+        check_payload(checksum, &bytes)?;
+        block::decode_into(plane, backend, &bytes, rope, out)
+    }
+
+    /// Decodes a block of a lossless frame: the bits of its 16-bit numbers.
+    ///
+    /// # Shapes
+    /// `out` (tokens of the block, heads, head_dim), fully written.
+    /// # Errors
+    /// As [`Self::decode_block_into`].
+    pub fn decode_lossless_block_into(
+        &self,
+        backend: Backend,
+        plane: &LosslessPlane<'_>,
+        (layer, side, block): (usize, Side, usize),
+        out: &mut [u16],
+    ) -> Result<(), Error> {
+        backend.check()?;
+        let (checksum, bytes) = self.verified(plane.id(), true, layer, side, block, out.len())?;
+        check_payload(checksum, &bytes)?;
+        crate::lossless::decode_into(plane, backend, &bytes, out)
+    }
+
+    fn verified(
+        &self,
+        plane_id: u32,
+        lossless: bool,
+        layer: usize,
+        side: Side,
+        block: usize,
+        len: usize,
+    ) -> Result<(u32, BlockBytes<'a>), Error> {
+        if lossless != self.info.lossless {
+            return Err(Error::BadField { what: "coding: lossless or not" });
+        }
+        let (checksum, bytes) = self.block(layer, side, block)?;
+        let id = &self.index[4 * plane_index(layer, side)..][..4];
+        if plane_id.to_le_bytes() != id {
+            return Err(Error::WrongProfile);
+        }
+        check_len("out", len, self.info.tokens_of_block(block).len() * self.info.channels())?;
+        Ok((checksum, bytes))
+    }
+
+    fn block(&self, layer: usize, side: Side, block: usize) -> Result<(u32, BlockBytes<'a>), Error> {
+        if layer >= self.info.layers {
+            return Err(Error::OutOfBounds { what: "layer" });
+        }
+        if block >= self.info.blocks() {
+            return Err(Error::OutOfBounds { what: "block" });
+        }
+        let entry = plane_index(layer, side) * self.info.blocks() + block;
+        let start = if entry == 0 { 0 } else { self.end_of(entry - 1) };
+        let (_, rest) = self.entry(entry).split_at(8);
+        let (checksum, lengths) = rest.split_first_chunk::<4>().ok_or(Error::Truncated)?;
+        // Verified by `parse`: ends rise up to the length of the payload.
+        let bytes = &self.payload[start as usize..self.end_of(entry) as usize];
+        Ok((u32::from_le_bytes(*checksum), BlockBytes { bytes, lengths }))
+    }
+
+    fn entry(&self, entry: usize) -> &'a [u8] {
+        let len = self.info.entry_len();
+        &self.index[8 * self.info.layers + entry * len..][..len]
+    }
+
+    fn end_of(&self, entry: usize) -> u64 {
+        let mut end = [0; 8];
+        end.copy_from_slice(&self.entry(entry)[..8]);
+        u64::from_le_bytes(end)
+    }
+}
+
+fn check_payload(checksum: u32, block: &BlockBytes<'_>) -> Result<(), Error> {
+    if crc32fast::hash(block.bytes) == checksum { Ok(()) } else { Err(Error::BadChecksum) }
+}
+
+const fn plane_index(layer: usize, side: Side) -> usize {
+    2 * layer + matches!(side, Side::Values) as usize
+}
+
+/// A block before it is part of a frame.
+#[cfg(feature = "alloc")]
+#[derive(Default)]
+struct CodedBlock {
+    bytes: Vec<u8>,
+    lengths: Vec<u16>,
+}
+
+/// Codes all planes of a chunk and appends the frame to `out`. With feature `rayon`, blocks are coded in parallel.
+///
+/// # Shapes
+/// `planes` and `rows` (layers, 2): keys, then values, of each layer; each of `rows` (tokens, heads, head_dim).
+/// # Errors
+/// [`Error::Length`], [`Error::NotFinite`], [`Error::OutOfRange`], [`Error::TooLarge`], [`Error::Zero`],
+/// [`Error::BadField`] when `info` says lossless, [`Error::BackendUnavailable`]; `out` is then unchanged.
+#[cfg(feature = "alloc")]
+pub fn encode_frame(
+    backend: Backend,
+    info: &FrameInfo,
+    planes: &[Plane<'_>],
+    rows: &[&[f32]],
+    out: &mut Vec<u8>,
+) -> Result<(), Error> {
+    backend.check()?;
+    if info.lossless {
+        return Err(Error::BadField { what: "coding: lossless, of numbers that lose" });
+    }
+    check_planes(info, planes.len(), rows)?;
+    for plane in planes {
+        check_len("channels of a plane", plane.channels(), info.channels())?;
+    }
+    let blocks = code_blocks(info, rows, |plane, rows| {
+        let mut coded = CodedBlock::default();
+        block::encode(&planes[plane], backend, rows, &mut coded.bytes, &mut coded.lengths)?;
+        Ok(coded)
+    })?;
+    let ids = planes.iter().map(Plane::id);
+    write_frame(info, ids, &blocks, out);
+    Ok(())
+}
+
+/// The same for 16-bit numbers, whose bits come back as they were.
+///
+/// # Shapes
+/// As [`encode_frame`].
+/// # Errors
+/// As [`encode_frame`]; [`Error::BadField`] when `info` does not say lossless.
+#[cfg(feature = "alloc")]
+pub fn encode_lossless_frame(
+    backend: Backend,
+    info: &FrameInfo,
+    planes: &[LosslessPlane<'_>],
+    rows: &[&[u16]],
+    out: &mut Vec<u8>,
+) -> Result<(), Error> {
+    backend.check()?;
+    if !info.lossless {
+        return Err(Error::BadField { what: "coding: not lossless" });
+    }
+    check_planes(info, planes.len(), rows)?;
+    for plane in planes {
+        check_len("channels of a plane", plane.channels(), info.channels())?;
+    }
+    let blocks = code_blocks(info, rows, |plane, rows| {
+        let mut coded = CodedBlock::default();
+        crate::lossless::encode(&planes[plane], backend, rows, &mut coded.bytes, &mut coded.lengths)?;
+        Ok(coded)
+    })?;
+    write_frame(info, planes.iter().map(LosslessPlane::id), &blocks, out);
+    Ok(())
+}
+
+#[cfg(feature = "alloc")]
+fn check_planes<T>(info: &FrameInfo, planes: usize, rows: &[&[T]]) -> Result<(), Error> {
+    info.check()?;
+    check_len("planes", planes, 2 * info.layers)?;
+    check_len("rows", rows.len(), 2 * info.layers)?;
+    rows.iter().try_for_each(|rows| check_len("rows of a plane", rows.len(), info.tokens * info.channels()))
+}
+
+/// Codes the blocks of all planes, in order.
+#[cfg(feature = "alloc")]
+fn code_blocks<T: Sync>(
+    info: &FrameInfo,
+    rows: &[&[T]],
+    code: impl Fn(usize, &[T]) -> Result<CodedBlock, Error> + Sync,
+) -> Result<Vec<CodedBlock>, Error> {
+    let blocks: Vec<(usize, &[T])> = rows
+        .iter()
+        .enumerate()
+        .flat_map(|(plane, rows)| {
+            rows.chunks(info.block_tokens * info.channels()).map(move |rows| (plane, rows))
+        })
+        .collect();
+    #[cfg(feature = "rayon")]
+    let blocks = blocks.par_iter();
+    #[cfg(not(feature = "rayon"))]
+    let blocks = blocks.iter();
+    blocks.map(|&(plane, rows)| code(plane, rows)).collect()
+}
+
+#[cfg(feature = "alloc")]
+fn write_frame(info: &FrameInfo, ids: impl Iterator<Item = u32>, blocks: &[CodedBlock], out: &mut Vec<u8>) {
+    info.write(blocks.iter().map(|block| block.bytes.len()).sum(), out);
+    let index = out.len();
+    ids.for_each(|id| out.extend_from_slice(&id.to_le_bytes()));
+    let mut end = 0;
+    for block in blocks {
+        end += block.bytes.len() as u64;
+        out.extend_from_slice(&end.to_le_bytes());
+        out.extend_from_slice(&crc32fast::hash(&block.bytes).to_le_bytes());
+        block.lengths.iter().for_each(|length| out.extend_from_slice(&length.to_le_bytes()));
+    }
+    let checksum = crc32fast::hash(&out[index..]);
+    out.extend_from_slice(&checksum.to_le_bytes());
+    blocks.iter().for_each(|block| out.extend_from_slice(&block.bytes));
+}
+
+impl Frame<'_> {
+    /// Decodes one plane of all tokens. With feature `rayon`, blocks are decoded in parallel.
+    ///
+    /// # Shapes
+    /// `out` (tokens, heads, head_dim); `rope`, if any, has all of the frame's positions.
+    /// # Errors
+    /// As [`Self::decode_block_into`]; `out` then holds blocks of which some are not decoded.
+    pub fn decode_plane_into(
+        &self,
+        backend: Backend,
+        plane: &Plane<'_>,
+        layer: usize,
+        side: Side,
+        rope: Option<&RopeTable<'_>>,
+        out: &mut [f32],
+    ) -> Result<(), Error> {
+        let info = &self.info;
+        check_len("out", out.len(), info.tokens * info.channels())?;
+        if let Some(rope) = rope {
+            check_len("rope", rope.tokens(), info.tokens)?;
+        }
+        let block_len = info.block_tokens * info.channels();
+        let decode = |(block, out): (usize, &mut [f32])| {
+            let rope = rope.map(|rope| rope.tokens_of(info.tokens_of_block(block)));
+            self.decode_block_into(backend, plane, (layer, side, block), rope.as_ref(), out)
+        };
+        #[cfg(feature = "rayon")]
+        return out.par_chunks_mut(block_len).enumerate().try_for_each(decode);
+        #[cfg(not(feature = "rayon"))]
+        out.chunks_mut(block_len).enumerate().try_for_each(decode)
     }
 }

@@ -1,30 +1,69 @@
 #![doc = include_str!("../README.md")]
 #![no_std]
-#![forbid(unsafe_code)]
+// Only the vector forms of the lane decoder read through pointers; see `simd`.
+#![deny(unsafe_code)]
 
 #[cfg(feature = "alloc")]
 extern crate alloc;
 #[cfg(any(feature = "std", test))]
 extern crate std;
 
-mod decode;
+mod backend;
+mod block;
+mod chunk;
 #[cfg(feature = "alloc")]
-mod encode;
+mod cost;
 mod error;
+mod family;
+#[cfg(feature = "alloc")]
+mod fit;
 mod frame;
+mod lossless;
 mod model;
 mod plane;
 #[cfg(feature = "alloc")]
 mod profile;
+// Encoding, which needs `alloc`, uses what decoding alone leaves over here.
+#[cfg_attr(not(feature = "alloc"), allow(dead_code))]
 mod quant;
 mod range;
+#[allow(unsafe_code)]
+mod rans;
+#[allow(unsafe_code)]
+#[cfg_attr(not(feature = "alloc"), allow(dead_code))]
+mod simd;
+mod stream;
+mod symbols;
+mod tables;
+mod tile;
+#[cfg(feature = "alloc")]
+mod tile_encode;
+mod transform;
 
-pub use decode::decode_into;
+pub use backend::Backend;
+pub use block::MAX_BLOCK_TOKENS;
 #[cfg(feature = "alloc")]
-pub use encode::encode;
+pub use chunk::write_chunk;
+pub use chunk::{Chunk, ChunkEntry};
 pub use error::Error;
-pub use frame::{FRAME_OVERHEAD, FrameInfo};
-pub use model::{MAX_ALPHABET, Models, PRECISION};
-pub use plane::{Plane, Predictor};
 #[cfg(feature = "alloc")]
-pub use profile::PlaneProfile;
+pub use fit::{FitOptions, ModelKind, PredictorKind, Steps};
+pub use frame::{ElementType, Frame, FrameInfo, Side};
+#[cfg(feature = "alloc")]
+pub use frame::{encode_frame, encode_lossless_frame};
+pub use lossless::LosslessPlane;
+#[cfg(feature = "alloc")]
+pub use lossless::fit_lossless;
+pub use model::{MAX_SYMBOLS, Models, PRECISION, TABLE_LEN};
+pub use plane::{Plane, PlaneParts, Predictor, Scaling};
+#[cfg(feature = "alloc")]
+pub use profile::{PlaneBuf, TransformBuf};
+pub use stream::{
+    CHUNK_TOKENS, ChunkSizes, Decision, Encoding, MAX_LEVELS, Reason, StreamPolicy, Throughput,
+};
+pub use symbols::decode_symbols_into;
+#[cfg(feature = "alloc")]
+pub use symbols::encode_symbols;
+pub use tables::{ESCAPE, LANES, Row};
+pub use tile::Coder;
+pub use transform::{MAX_HEAD_DIM, RopeTable, Transform};

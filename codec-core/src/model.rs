@@ -1,82 +1,241 @@
 use crate::Error;
 use crate::error::check_len;
+use crate::family;
 
-/// Bits of a symbol's probability: every cumulative table ends at `1 << PRECISION`.
-pub const PRECISION: u32 = 14;
+/// Bits of a probability: every cumulative table ends at `1 << PRECISION`.
+pub const PRECISION: u32 = 12;
 
 /// Most symbols of a model, the escape included.
-pub const MAX_ALPHABET: usize = 256;
+pub const MAX_SYMBOLS: usize = 64;
 
-/// One static probability model per channel, borrowed. Symbol `alphabet - 1` is the escape; the symbols before it are the
-/// bins `-r..=r`.
-#[derive(Clone, Copy, Debug)]
+/// What a table takes in [`Models::tables`]: the number of low bits, then the first slot of every symbol.
+pub const TABLE_LEN: usize = 1 + MAX_SYMBOLS;
+
+/// Tables a channel has with context: after symbol 0, after a negative and after a positive bin.
+pub(crate) const CONTEXTS: usize = 3;
+
+/// Most low bits; a code, symbol and low bits, is below 2^16 - 1.
+const MAX_LOW_BITS: u16 = 11;
+
+/// Slots of all symbols together.
+pub(crate) const SLOTS: u16 = 1 << PRECISION;
+
+/// The static probability models of a plane's channels, borrowed and checked.
+///
+/// A bin is split into its low bits, coded as uniform, and a symbol: `0, 1, 2, 3, 4, ...` for what is left of bins around
+/// `0, -1, 1, -2, 2, ...`. A model's last symbol is the escape. Symbol and low bits together, `symbol << low_bits | low`, are a
+/// code.
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Models<'a> {
-    alphabet: usize,
-    cdf: &'a [u16], // (channels, alphabet + 1), each row strictly rising from 0 to 1 << PRECISION
+    pub(crate) channels: usize,
+    pub(crate) kind: Kind<'a>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) enum Kind<'a> {
+    Families(&'a [u8]),
+    Tables(&'a [u16]),
+    ContextTables(&'a [u16]),
 }
 
 impl<'a> Models<'a> {
-    /// Checks tables, which may come from outside.
+    /// One byte a channel: one of 256 distributions (Gaussian, logistic, Laplace, Student's t with four degrees of freedom,
+    /// each at 64 deviations).
+    #[must_use]
+    pub const fn families(families: &'a [u8]) -> Self {
+        Self { channels: families.len(), kind: Kind::Families(families) }
+    }
+
+    /// Explicit tables, (channels, [`TABLE_LEN`]): the number of low bits, then the first slot of every symbol, from 0, rising;
+    /// what is behind the last symbol is `1 << PRECISION`.
     ///
     /// # Errors
-    /// [`Error::BadAlphabet`], [`Error::Length`] or [`Error::BadCdf`].
-    pub fn new(channels: usize, alphabet: usize, cdf: &'a [u16]) -> Result<Self, Error> {
-        if !(2..=MAX_ALPHABET).contains(&alphabet) || !alphabet.is_multiple_of(2) {
-            return Err(Error::BadAlphabet { alphabet });
+    /// [`Error::Length`], [`Error::BadModel`].
+    pub fn tables(channels: usize, tables: &'a [u16]) -> Result<Self, Error> {
+        check_tables(channels, 1, tables)?;
+        Ok(Self { channels, kind: Kind::Tables(tables) })
+    }
+
+    /// Explicit tables, (channels, 3, [`TABLE_LEN`]): which of the three serves depends on the token before: symbol 0, an escape
+    /// or no token; a negative bin; a positive one. A channel's three have the same number of low bits.
+    ///
+    /// # Errors
+    /// As [`Self::tables`].
+    pub fn context_tables(channels: usize, tables: &'a [u16]) -> Result<Self, Error> {
+        check_tables(channels, CONTEXTS, tables)?;
+        Ok(Self { channels, kind: Kind::ContextTables(tables) })
+    }
+
+    /// Channels it has models for.
+    #[must_use]
+    pub const fn channels(&self) -> usize {
+        self.channels
+    }
+
+    /// Whether the model of a number depends on the one before.
+    pub(crate) const fn contexts(&self) -> usize {
+        match self.kind {
+            Kind::ContextTables(_) => CONTEXTS,
+            _ => 1,
         }
-        check_len("cdf", cdf.len(), channels.checked_mul(alphabet + 1).ok_or(Error::TooLarge)?)?;
-        for (channel, row) in cdf.chunks_exact(alphabet + 1).enumerate() {
-            let rises = row.windows(2).all(|pair| pair[0] < pair[1]);
-            if row[0] != 0 || row[alphabet] != 1 << PRECISION || !rises {
-                return Err(Error::BadCdf { channel });
+    }
+
+    /// Adds to a checksum what decides the meaning of a stream.
+    pub(crate) fn hash(&self, hasher: &mut crc32fast::Hasher) {
+        match self.kind {
+            Kind::Families(families) => {
+                hasher.update(&[0]);
+                hasher.update(families);
+            }
+            Kind::Tables(tables) | Kind::ContextTables(tables) => {
+                hasher.update(&[self.contexts() as u8]);
+                tables.iter().for_each(|x| hasher.update(&x.to_le_bytes()));
             }
         }
-        Ok(Self { alphabet, cdf })
     }
 
-    /// Symbols of every model, the escape included.
-    #[must_use]
-    pub const fn alphabet(&self) -> usize {
-        self.alphabet
+    /// The shape of a channel's family; the first one for tables.
+    #[cfg(feature = "alloc")]
+    pub(crate) fn shape(&self, channel: usize) -> usize {
+        match self.kind {
+            Kind::Families(families) => family::shape(families[channel]),
+            _ => 0,
+        }
     }
 
-    /// The cumulative table of `channel`: (alphabet + 1,).
-    ///
-    /// # Panics
-    /// When there is no such channel.
-    #[must_use]
-    pub fn row(&self, channel: usize) -> &'a [u16] {
-        &self.cdf[channel * (self.alphabet + 1)..][..self.alphabet + 1]
+    /// Low bits and symbols of a channel after context `context`.
+    pub(crate) fn channel(&self, channel: usize, context: usize) -> (u32, Starts<'a>) {
+        match self.kind {
+            Kind::Families(families) => family_model(families[channel]),
+            Kind::Tables(tables) | Kind::ContextTables(tables) => {
+                let table = &tables[(channel * self.contexts() + context) * TABLE_LEN..][..TABLE_LEN];
+                (table[0].into(), Starts(&table[1..]))
+            }
+        }
     }
 }
 
-/// Turns counts into a cumulative table: every symbol keeps at least 1, what rounding leaves over goes to the first most
-/// frequent symbol. Integers only, so that every machine makes the same table.
-#[cfg(feature = "alloc")]
-pub(crate) fn cdf_from_counts(counts: &[u64], cdf: &mut [u16]) {
-    let total: u64 = counts.iter().sum::<u64>().max(1);
-    let free = (1_u64 << PRECISION) - counts.len() as u64;
-    let share = |count: u64| 1 + (u128::from(free) * u128::from(count) / u128::from(total)) as u64;
-    let used: u64 = counts.iter().map(|&count| share(count)).sum();
-    let top = (0..counts.len()).rev().max_by_key(|&s| counts[s]).unwrap_or(0);
-    let mut cumulative = 0;
-    for (s, &count) in counts.iter().enumerate() {
-        cdf[s] = cumulative as u16;
-        cumulative += share(count) + if s == top { (1 << PRECISION) - used } else { 0 };
+fn check_tables(channels: usize, contexts: usize, tables: &[u16]) -> Result<(), Error> {
+    let per_channel = contexts * TABLE_LEN;
+    check_len("tables", tables.len(), channels.checked_mul(per_channel).ok_or(Error::TooLarge)?)?;
+    for (channel, tables) in tables.chunks_exact(per_channel).enumerate() {
+        for table in tables.chunks_exact(TABLE_LEN) {
+            let starts = &table[1..];
+            let end = starts.partition_point(|&start| start < SLOTS);
+            let valid = table[0] <= MAX_LOW_BITS
+                && table[0] == tables[0]
+                && end >= 2
+                && (end - 1) << table[0] < usize::from(u16::MAX)
+                && starts[0] == 0
+                && starts[..end].windows(2).all(|pair| pair[0] < pair[1])
+                && starts[end..].iter().all(|&start| start == SLOTS);
+            if !valid {
+                return Err(Error::BadModel { channel });
+            }
+        }
     }
-    cdf[counts.len()] = cumulative as u16;
+    Ok(())
 }
 
-#[cfg(all(test, feature = "alloc"))]
+/// Low bits and symbols of a family.
+pub(crate) fn family_model(family: u8) -> (u32, Starts<'static>) {
+    (family::shift(family), Starts(&family::distribution(family).0))
+}
+
+/// First slots of the symbols of one model: [`MAX_SYMBOLS`] of them.
+#[derive(Clone, Copy)]
+pub(crate) struct Starts<'a>(pub &'a [u16]);
+
+impl Starts<'_> {
+    pub fn symbols(self) -> usize {
+        self.0.partition_point(|&start| start < SLOTS)
+    }
+}
+
+/// An owned table of first slots.
+#[derive(Clone, Copy)]
+pub(crate) struct Distribution(pub [u16; MAX_SYMBOLS]);
+
+impl Distribution {
+    pub const EMPTY: Self = Self([SLOTS; MAX_SYMBOLS]);
+
+    /// Turns the first `n` counts into slots: every symbol keeps at least one, what rounding leaves over goes to symbol 0.
+    /// Integers only, so that every machine makes the same table.
+    pub const fn from_counts(counts: &[u64; MAX_SYMBOLS], n: usize) -> Self {
+        let free = SLOTS as u64 - n as u64;
+        let mut total = 0;
+        let mut s = 0;
+        while s < n {
+            total += counts[s] as u128;
+            s += 1;
+        }
+        if total == 0 {
+            total = 1;
+        }
+        let mut starts = Self::EMPTY.0;
+        let mut end = SLOTS;
+        while s > 0 {
+            s -= 1;
+            end -= 1 + (free as u128 * counts[s] as u128 / total) as u16;
+            starts[s] = end;
+        }
+        starts[0] = 0;
+        Self(starts)
+    }
+
+    #[cfg(test)]
+    pub fn symbols(&self) -> usize {
+        Starts(&self.0).symbols()
+    }
+
+    #[cfg(test)]
+    pub fn width(&self, symbol: usize) -> u16 {
+        self.0.get(symbol + 1).unwrap_or(&SLOTS) - self.0[symbol]
+    }
+}
+
+#[cfg(test)]
 mod tests {
     use super::*;
 
+    fn as_table(low_bits: u16, distribution: &Distribution) -> [u16; TABLE_LEN] {
+        let mut table = [low_bits; TABLE_LEN];
+        table[1..].copy_from_slice(&distribution.0);
+        table
+    }
+
     #[test]
     fn tables_from_any_counts_are_valid() {
-        for counts in [[0, 0, 0, 0], [1, 0, 0, 0], [u64::MAX / 8; 4], [3, 1_000_000, 2, 0]] {
-            let mut cdf = [0; 5];
-            cdf_from_counts(&counts, &mut cdf);
-            Models::new(1, 4, &cdf).unwrap();
+        for few in [[0, 0, 0, 0], [1, 0, 0, 0], [u64::MAX; 4], [3, 1_000_000, 2, 0]] {
+            let mut counts = [0; MAX_SYMBOLS];
+            counts[..4].copy_from_slice(&few);
+            for n in [2, 4, MAX_SYMBOLS] {
+                let table = as_table(8, &Distribution::from_counts(&counts, n));
+                Models::tables(1, &table).unwrap();
+            }
         }
+    }
+
+    #[test]
+    fn every_family_is_a_valid_table() {
+        for family in 0..=255 {
+            let (low_bits, Starts(starts)) = family_model(family);
+            let mut table = [low_bits as u16; TABLE_LEN];
+            table[1..].copy_from_slice(starts);
+            Models::tables(1, &table).unwrap();
+        }
+    }
+
+    #[test]
+    fn broken_tables_are_errors() {
+        let good = as_table(0, &Distribution::from_counts(&[1; MAX_SYMBOLS], 8));
+        for (at, value) in [(0, 12), (1, 1), (2, 0), (3, 0), (8, 4097), (40, 4095), (2, 4096)] {
+            let mut table = good;
+            table[at] = value;
+            assert_eq!(Models::tables(1, &table), Err(Error::BadModel { channel: 0 }), "{at}");
+        }
+        let tables = [good, good, as_table(1, &Distribution::EMPTY)].concat();
+        assert_eq!(Models::context_tables(1, &tables), Err(Error::BadModel { channel: 0 }));
+        assert!(matches!(Models::tables(2, &good), Err(Error::Length { .. })));
     }
 }

@@ -1,100 +1,154 @@
-use alloc::vec;
+use alloc::sync::Arc;
 use alloc::vec::Vec;
 
 use crate::error::check_len;
-use crate::model::cdf_from_counts;
-use crate::quant::bin;
-use crate::{Error, MAX_ALPHABET, Plane, Predictor};
+use crate::model::{CONTEXTS, TABLE_LEN};
+use crate::{Coder, Error, Models, Plane, PlaneParts, Predictor, Scaling, Transform};
 
 const MAGIC: [u8; 4] = *b"KVCP";
-const VERSION: u8 = 1;
+const VERSION: u8 = 2;
 
-/// An owned [`Plane`]: fitted once to a model's keys or values of a layer, then shared by all its sequences.
+/// An owned [`Transform`].
 #[derive(Clone, Debug, PartialEq)]
-pub struct PlaneProfile {
-    predictor: Predictor,
-    mean: Vec<f32>, // (channels,)
-    step: Vec<f32>, // (channels,)
-    alphabet: usize,
-    cdf: Vec<u16>, // (channels, alphabet + 1)
+pub struct TransformBuf {
+    head_dim: usize,
+    into: Vec<f32>,
+    back: Vec<f32>,
 }
 
-impl PlaneProfile {
-    /// Fits means, steps and one probability model per channel to sample rows.
+impl TransformBuf {
+    /// Takes maps; see [`Transform::new`].
     ///
-    /// A channel's step is `bin_size` times the standard deviation of what the predictor leaves over. The alphabet covers
-    /// the largest residual seen, up to [`MAX_ALPHABET`]; beyond it there is an escape code.
-    ///
-    /// # Shapes
-    /// `rows` (tokens, channels), finite, at least two tokens.
     /// # Errors
-    /// [`Error::Zero`], [`Error::Length`], [`Error::NotFinite`], [`Error::BadStep`].
-    /// # Source
-    /// CacheGen (SIGCOMM 2024), 5.2: bins relative to the deviation, models per layer and channel.
-    pub fn fit(rows: &[f32], channels: usize, predictor: Predictor, bin_size: f32) -> Result<Self, Error> {
-        if channels == 0 {
-            return Err(Error::Zero { what: "channels" });
-        }
-        let tokens = rows.len() / channels;
-        check_len("rows", rows.len(), tokens * channels)?;
-        if tokens < 2 {
-            return Err(Error::Zero { what: "number of sample tokens beyond the first" });
-        }
-        if rows.iter().any(|x| !x.is_finite()) {
-            return Err(Error::NotFinite { what: "rows" });
-        }
-        if !(bin_size.is_finite() && bin_size > 0.0) {
-            return Err(Error::BadStep { channel: 0 });
-        }
-        let mean: Vec<f32> = (0..channels).map(|c| column_mean(rows, channels, c)).collect();
-        let residuals = residuals(rows, channels, predictor, &mean)?;
-        let step: Vec<f32> = (0..channels)
-            .map(|c| {
-                let square: f64 = column(&residuals, channels, c).map(|x| f64::from(x) * f64::from(x)).sum();
-                let sigma = libm::sqrt(square * channels as f64 / residuals.len() as f64) as f32;
-                (bin_size * sigma).clamp(1e-12, f32::MAX)
-            })
-            .collect();
-        let bins: Vec<i32> = residuals.iter().enumerate().map(|(i, &x)| bin(x, step[i % channels])).collect();
-        let largest = bins.iter().map(|b| b.unsigned_abs() as usize).max().unwrap_or(0);
-        let reach = largest.clamp(1, MAX_ALPHABET / 2 - 1);
-        let alphabet = 2 * reach + 2;
-        let mut cdf = vec![0; channels * (alphabet + 1)];
-        for (c, cdf) in cdf.chunks_exact_mut(alphabet + 1).enumerate() {
-            let mut counts = vec![0_u64; alphabet];
-            for &b in bins.iter().skip(c).step_by(channels) {
-                counts[if b.unsigned_abs() as usize <= reach {
-                    (b + reach as i32) as usize
-                } else {
-                    alphabet - 1
-                }] += 1;
-            }
-            smooth(&mut counts);
-            cdf_from_counts(&counts, cdf);
-        }
-        Ok(Self { predictor, mean, step, alphabet, cdf })
+    /// As there.
+    pub fn new(head_dim: usize, into: Vec<f32>, back: Vec<f32>) -> Result<Self, Error> {
+        Transform::new(head_dim, &into, &back)?;
+        Ok(Self { head_dim, into, back })
     }
 
+    /// The borrowed form.
+    ///
+    /// # Errors
+    /// None for maps that [`Self::new`] took; its checks run again.
+    pub fn view(&self) -> Result<Transform<'_>, Error> {
+        Transform::new(self.head_dim, &self.into, &self.back)
+    }
+}
+
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) enum PredictorBuf {
+    Mean,
+    Previous(Vec<f32>),
+    Anchor { group: u16 },
+}
+
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) enum ScalingBuf {
+    Steps(Vec<f32>),
+    TokenAbsmax { levels: u8 },
+}
+
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) enum ModelsBuf {
+    Families(Vec<u8>),
+    Tables(Vec<u16>),
+    ContextTables(Vec<u16>),
+}
+
+/// An owned [`Plane`]: fitted once to a model's keys or values of a layer, then shared by all its sequences. Planes of several
+/// levels share one transform.
+#[derive(Clone, Debug, PartialEq)]
+pub struct PlaneBuf {
+    pub(crate) transform: Option<Arc<TransformBuf>>,
+    pub(crate) mean: Vec<f32>,
+    pub(crate) predictor: PredictorBuf,
+    pub(crate) scaling: ScalingBuf,
+    pub(crate) centroids: [f32; 2],
+    pub(crate) models: ModelsBuf,
+    pub(crate) coder: Coder,
+}
+
+impl PlaneBuf {
     /// The borrowed form that encoding and decoding take.
     ///
     /// # Errors
-    /// None for a profile that [`Self::fit`] or [`Self::from_bytes`] made; the checks of [`Plane::new`] run again.
-    pub fn plane(&self) -> Result<Plane<'_>, Error> {
-        Plane::new(self.predictor, &self.mean, &self.step, self.alphabet, &self.cdf)
+    /// None for a plane that this crate fitted or read; the checks of [`Plane::new`] run again.
+    /// # Cost
+    /// All numbers are read once, for the checks and the checksum: make it once, not for every block.
+    pub fn view(&self) -> Result<Plane<'_>, Error> {
+        let channels = self.mean.len();
+        Plane::new(PlaneParts {
+            transform: self.transform.as_ref().map(|transform| transform.view()).transpose()?,
+            mean: &self.mean,
+            predictor: match &self.predictor {
+                PredictorBuf::Mean => Predictor::Mean,
+                PredictorBuf::Previous(factors) => Predictor::Previous(factors),
+                PredictorBuf::Anchor { group } => Predictor::Anchor { group: *group },
+            },
+            scaling: match &self.scaling {
+                ScalingBuf::Steps(steps) => Scaling::Steps(steps),
+                ScalingBuf::TokenAbsmax { levels } => Scaling::TokenAbsmax { levels: *levels },
+            },
+            centroids: self.centroids,
+            models: match &self.models {
+                ModelsBuf::Families(families) => Models::families(families),
+                ModelsBuf::Tables(tables) => Models::tables(channels, tables)?,
+                ModelsBuf::ContextTables(tables) => Models::context_tables(channels, tables)?,
+            },
+            coder: self.coder,
+        })
     }
 
-    /// The profile as bytes: magic, version, predictor, sizes, means, steps, tables, CRC-32; little-endian.
+    /// Numbers per token.
+    #[must_use]
+    pub fn channels(&self) -> usize {
+        self.mean.len()
+    }
+
+    /// The plane as bytes; the layout is in FORMAT.md, "Plane".
     #[must_use]
     pub fn to_bytes(&self) -> Vec<u8> {
-        let mut out = Vec::with_capacity(20 + 8 * self.mean.len() + 2 * self.cdf.len());
-        out.extend_from_slice(&MAGIC);
-        let (tag, group) = self.predictor.tag();
-        out.extend_from_slice(&[VERSION, tag]);
+        let mut out = MAGIC.to_vec();
+        let (predictor, group) = match self.predictor {
+            PredictorBuf::Mean => (0, 0),
+            PredictorBuf::Previous(_) => (1, 0),
+            PredictorBuf::Anchor { group } => (2, group),
+        };
+        let levels = match self.scaling {
+            ScalingBuf::Steps(_) => 0,
+            ScalingBuf::TokenAbsmax { levels } => levels,
+        };
+        let models = match self.models {
+            ModelsBuf::Families(_) => 0,
+            ModelsBuf::Tables(_) => 1,
+            ModelsBuf::ContextTables(_) => CONTEXTS as u8,
+        };
+        out.extend_from_slice(&[VERSION, predictor, levels, models, u8::from(self.coder == Coder::Range), 0]);
         out.extend_from_slice(&group.to_le_bytes());
-        out.extend_from_slice(&(self.mean.len() as u32).to_le_bytes());
-        out.extend_from_slice(&(self.alphabet as u32).to_le_bytes());
-        self.mean.iter().chain(&self.step).for_each(|x| out.extend_from_slice(&x.to_le_bytes()));
-        self.cdf.iter().for_each(|x| out.extend_from_slice(&x.to_le_bytes()));
+        let head_dim = self.transform.as_ref().map_or(0, |transform| transform.head_dim);
+        for size in [self.mean.len(), head_dim] {
+            out.extend_from_slice(&(size as u32).to_le_bytes());
+        }
+        let mut floats =
+            |numbers: &[f32]| numbers.iter().for_each(|x| out.extend_from_slice(&x.to_le_bytes()));
+        floats(&self.mean);
+        if let PredictorBuf::Previous(factors) = &self.predictor {
+            floats(factors);
+        }
+        if let ScalingBuf::Steps(steps) = &self.scaling {
+            floats(steps);
+        }
+        floats(&self.centroids);
+        if let Some(transform) = &self.transform {
+            floats(&transform.into);
+            floats(&transform.back);
+        }
+        match &self.models {
+            ModelsBuf::Families(families) => out.extend_from_slice(families),
+            ModelsBuf::Tables(tables) | ModelsBuf::ContextTables(tables) => {
+                tables.iter().for_each(|x| out.extend_from_slice(&x.to_le_bytes()));
+            }
+        }
         let checksum = crc32fast::hash(&out);
         out.extend_from_slice(&checksum.to_le_bytes());
         out
@@ -103,11 +157,11 @@ impl PlaneProfile {
     /// Reads and checks what [`Self::to_bytes`] wrote.
     ///
     /// # Errors
-    /// [`Error::Truncated`], [`Error::BadMagic`], [`Error::BadVersion`], [`Error::BadChecksum`], [`Error::BadPredictor`],
-    /// [`Error::Length`], [`Error::TooLarge`], or what [`Plane::new`] finds.
+    /// [`Error::Truncated`], [`Error::BadMagic`], [`Error::BadVersion`], [`Error::BadChecksum`], [`Error::BadField`],
+    /// [`Error::TrailingBytes`], [`Error::TooLarge`], or what [`Plane::new`] finds.
     pub fn from_bytes(bytes: &[u8]) -> Result<Self, Error> {
         let (body, checksum) = bytes.split_last_chunk::<4>().ok_or(Error::Truncated)?;
-        let (header, rest) = body.split_first_chunk::<16>().ok_or(Error::Truncated)?;
+        let (header, rest) = body.split_first_chunk::<20>().ok_or(Error::Truncated)?;
         if header[..4] != MAGIC {
             return Err(Error::BadMagic);
         }
@@ -117,73 +171,73 @@ impl PlaneProfile {
         if crc32fast::hash(body) != u32::from_le_bytes(*checksum) {
             return Err(Error::BadChecksum);
         }
-        let predictor = Predictor::from_tag(header[5], u16::from_le_bytes([header[6], header[7]]))?;
-        let channels = u32::from_le_bytes([header[8], header[9], header[10], header[11]]) as usize;
-        let alphabet = u32::from_le_bytes([header[12], header[13], header[14], header[15]]) as usize;
-        if alphabet > MAX_ALPHABET {
-            return Err(Error::BadAlphabet { alphabet });
-        }
-        let per_channel = 8 + 2 * (alphabet + 1);
-        check_len("profile", rest.len(), channels.checked_mul(per_channel).ok_or(Error::TooLarge)?)?;
-        let (floats, tables) = rest.split_at(8 * channels);
-        let floats: Vec<f32> = floats.as_chunks::<4>().0.iter().map(|&x| f32::from_le_bytes(x)).collect();
-        let (mean, step) = floats.split_at(channels);
-        let cdf = tables.as_chunks::<2>().0.iter().map(|&x| u16::from_le_bytes(x)).collect();
-        let profile = Self { predictor, mean: mean.to_vec(), step: step.to_vec(), alphabet, cdf };
-        profile.plane()?;
-        Ok(profile)
-    }
-
-    /// Numbers per token.
-    #[must_use]
-    pub fn channels(&self) -> usize {
-        self.mean.len()
-    }
-}
-
-fn column(rows: &[f32], channels: usize, c: usize) -> impl Iterator<Item = f32> {
-    rows.iter().skip(c).step_by(channels).copied()
-}
-
-fn column_mean(rows: &[f32], channels: usize, c: usize) -> f32 {
-    let sum: f64 = column(rows, channels, c).map(f64::from).sum();
-    (sum * channels as f64 / rows.len() as f64) as f32
-}
-
-/// What the predictor leaves over, in rows of `channels`. Anchors are taken unquantized: their 8 bits move a model little.
-fn residuals(rows: &[f32], channels: usize, predictor: Predictor, mean: &[f32]) -> Result<Vec<f32>, Error> {
-    let difference = |(x, p): (&f32, &f32)| x - p;
-    match predictor {
-        Predictor::Mean => {
-            Ok(rows.chunks_exact(channels).flat_map(|row| row.iter().zip(mean).map(difference)).collect())
-        }
-        Predictor::Anchor { group: 0 } => Err(Error::Zero { what: "group" }),
-        Predictor::Anchor { group } => {
-            let mut out = Vec::with_capacity(rows.len());
-            for rows in rows.chunks(usize::from(group) * channels) {
-                let (anchor, rest) = rows.split_at(channels);
-                out.extend(
-                    rest.chunks_exact(channels).flat_map(|row| row.iter().zip(anchor).map(difference)),
-                );
+        let [predictor, levels, models, coder, reserved] =
+            [header[5], header[6], header[7], header[8], header[9]];
+        let group = u16::from_le_bytes([header[10], header[11]]);
+        let size = |at: usize| {
+            u32::from_le_bytes([header[at], header[at + 1], header[at + 2], header[at + 3]]) as usize
+        };
+        let (channels, head_dim) = (size(12), size(16));
+        let mut reader = Reader { bytes: rest };
+        let mean = reader.floats(channels)?;
+        let predictor = match (predictor, group) {
+            (0, 0) => PredictorBuf::Mean,
+            (1, 0) => PredictorBuf::Previous(reader.floats(channels)?),
+            (2, _) => PredictorBuf::Anchor { group },
+            _ => return Err(Error::BadField { what: "predictor" }),
+        };
+        let scaling = match levels {
+            0 => ScalingBuf::Steps(reader.floats(channels)?),
+            levels => ScalingBuf::TokenAbsmax { levels },
+        };
+        let centroids = reader.floats(2)?;
+        let transform = match head_dim {
+            0 => None,
+            _ => {
+                let numbers = channels.checked_mul(head_dim).ok_or(Error::TooLarge)?;
+                let (into, back) = (reader.floats(numbers)?, reader.floats(numbers)?);
+                Some(Arc::new(TransformBuf::new(head_dim, into, back)?))
             }
-            // Groups of one token leave nothing over; the tables are then never used.
-            if out.is_empty() {
-                out.resize(channels, 0.0);
-            }
-            Ok(out)
-        }
+        };
+        let table_len = |contexts: usize| channels.checked_mul(contexts * TABLE_LEN).ok_or(Error::TooLarge);
+        let models = match usize::from(models) {
+            0 => ModelsBuf::Families(reader.take(channels)?.to_vec()),
+            1 => ModelsBuf::Tables(reader.words(table_len(1)?)?),
+            CONTEXTS => ModelsBuf::ContextTables(reader.words(table_len(CONTEXTS)?)?),
+            _ => return Err(Error::BadField { what: "kind of models" }),
+        };
+        let coder = match (coder, reserved) {
+            (0, 0) => Coder::Lanes,
+            (1, 0) => Coder::Range,
+            _ => return Err(Error::BadField { what: "coder" }),
+        };
+        check_len("profile", reader.bytes.len(), 0)?;
+        let centroids = [centroids[0], centroids[1]];
+        let plane = Self { transform, mean, predictor, scaling, centroids, models, coder };
+        plane.view()?;
+        Ok(plane)
     }
 }
 
-/// Adds a sixteenth of the counts of the two neighbours, and one: bins not seen in the sample keep a likely place.
-fn smooth(counts: &mut [u64]) {
-    let escape = counts.len() - 1;
-    let mut previous = 0;
-    for s in 0..escape {
-        let next = if s + 1 < escape { counts[s + 1] } else { 0 };
-        let current = counts[s];
-        counts[s] = 16 * current + previous + next + 1;
-        previous = current;
+/// Takes parts off the front; nothing is allocated for what is not there.
+struct Reader<'a> {
+    bytes: &'a [u8],
+}
+
+impl<'a> Reader<'a> {
+    fn take(&mut self, n: usize) -> Result<&'a [u8], Error> {
+        let (part, rest) = self.bytes.split_at_checked(n).ok_or(Error::Truncated)?;
+        self.bytes = rest;
+        Ok(part)
     }
-    counts[escape] = 16 * counts[escape] + 1;
+
+    fn floats(&mut self, n: usize) -> Result<Vec<f32>, Error> {
+        let bytes = self.take(n.checked_mul(4).ok_or(Error::TooLarge)?)?;
+        Ok(bytes.as_chunks::<4>().0.iter().map(|&x| f32::from_le_bytes(x)).collect())
+    }
+
+    fn words(&mut self, n: usize) -> Result<Vec<u16>, Error> {
+        let bytes = self.take(n.checked_mul(2).ok_or(Error::TooLarge)?)?;
+        Ok(bytes.as_chunks::<2>().0.iter().map(|&x| u16::from_le_bytes(x)).collect())
+    }
 }

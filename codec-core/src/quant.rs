@@ -1,18 +1,57 @@
-//! Numbers to bins and back: round to nearest, ties to even, no contraction.
+//! Numbers to bins, bins to symbols, and back.
+//!
+//! A bin is `x * (1 / step)` rounded to nearest, ties to even; the reciprocal is an `f32` and every operation is rounded on
+//! its own (no fused multiply-add), so that all backends have the same bins.
 
-/// Bins beyond this cannot be told apart in `f32` anyway; it bounds the escape code.
-pub(crate) const MAX_BIN: i32 = 1 << 24;
+/// Bins are `-MAX_BIN..=MAX_BIN`.
+pub(crate) const MAX_BIN: i32 = 32767;
 
-/// The bin of `x`: `round(x / step)`, clamped to +-[`MAX_BIN`].
-#[cfg(any(feature = "alloc", test))]
-pub(crate) fn bin(x: f32, step: f32) -> i32 {
-    let rounded = libm::rintf(x / step);
-    rounded.clamp(-(MAX_BIN as f32), MAX_BIN as f32) as i32
+/// Adding it rounds what is below 2^22 to nearest even.
+const ROUND: f32 = 12_582_912.0; // 1.5 * 2^23
+
+/// The bin of `x` steps, held within +-2^20, which is beyond [`MAX_BIN`].
+#[inline(always)]
+pub(crate) fn bin(x: f32) -> i32 {
+    const LIMIT: f32 = (1 << 20) as f32;
+    ((x.clamp(-LIMIT, LIMIT) + ROUND) - ROUND) as i32
 }
 
-/// The middle of a bin.
-pub(crate) fn middle(bin: i32, step: f32) -> f32 {
-    bin as f32 * step
+/// 0, -1, 1, -2, 2, ... to 0, 1, 2, 3, 4, ...
+#[inline(always)]
+pub(crate) const fn zigzag(x: i32) -> u32 {
+    ((x << 1) ^ (x >> 31)) as u32
+}
+
+/// The inverse of [`zigzag`].
+#[inline(always)]
+pub(crate) const fn unzigzag(x: u32) -> i32 {
+    (x >> 1) as i32 ^ -((x & 1) as i32)
+}
+
+/// What is added to a bin before its low bits are cut off, so that symbol 0 is around zero.
+#[inline(always)]
+const fn half(low_bits: u32) -> i32 {
+    (1 << low_bits) >> 1
+}
+
+/// The symbol of a bin, escape not considered.
+#[inline(always)]
+pub(crate) const fn symbol(bin: i32, low_bits: u32) -> u32 {
+    zigzag((bin + half(low_bits)) >> low_bits)
+}
+
+/// Symbol and low bits of a bin in one number: `symbol << low_bits | low`.
+#[inline(always)]
+pub(crate) const fn code(bin: i32, low_bits: u32) -> u32 {
+    let low = (bin + half(low_bits)) & ((1 << low_bits) - 1);
+    symbol(bin, low_bits) << low_bits | low as u32
+}
+
+/// The bin of a [`code`].
+#[inline(always)]
+pub(crate) const fn bin_of_code(code: u16, low_bits: u32) -> i32 {
+    let low = code as i32 & ((1 << low_bits) - 1);
+    (unzigzag(code as u32 >> low_bits) << low_bits) + low - half(low_bits)
 }
 
 #[cfg(test)]
@@ -20,9 +59,22 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ties_go_to_even_and_range_is_clamped() {
-        assert_eq!([0.5, 1.5, -0.5, -2.5].map(|x| bin(x, 1.0)), [0, 2, 0, -2]);
-        assert_eq!(bin(f32::MAX, f32::MIN_POSITIVE), MAX_BIN);
-        assert_eq!(bin(-1e30, 1e-3), -MAX_BIN);
+    fn ties_go_to_even_and_the_range_is_bounded() {
+        assert_eq!([0.5, 1.5, -0.5, -2.5, 2.4].map(bin), [0, 2, 0, -2, 2]);
+        assert_eq!((bin(f32::MAX), bin(f32::NEG_INFINITY)), (1 << 20, -1 << 20));
+    }
+
+    #[test]
+    fn codes_return_their_bins_and_their_symbols_grow_outwards() {
+        for low_bits in 0..=8 {
+            for bin in -3000..=3000 {
+                let (code, symbol) = (code(bin, low_bits), symbol(bin, low_bits));
+                assert_eq!(code >> low_bits, symbol);
+                if let Ok(code) = u16::try_from(code) {
+                    assert_eq!(bin_of_code(code, low_bits), bin);
+                }
+                assert!(symbol.abs_diff((2 * bin.unsigned_abs()) >> low_bits) <= 2);
+            }
+        }
     }
 }

@@ -86,12 +86,15 @@ impl<'a> Decoder<'a> {
         Ok(value)
     }
 
-    /// Decodes a symbol under a cumulative table that ends at `1 << bits`.
-    pub fn decode_symbol(&mut self, cdf: &[u16], bits: u32) -> Result<usize, Error> {
+    /// Decodes a symbol: `find` tells which one holds a slot below `1 << bits`, and its slots.
+    pub fn decode(
+        &mut self,
+        bits: u32,
+        find: impl FnOnce(u32) -> (usize, (u32, u32)),
+    ) -> Result<usize, Error> {
         let unit = self.range >> bits;
-        let value = (self.code / unit).min((1 << bits) - 1);
-        let symbol = cdf.partition_point(|&start| u32::from(start) <= value) - 1;
-        let (start, end) = (u32::from(cdf[symbol]), u32::from(cdf[symbol + 1]));
+        let slot = (self.code / unit).min((1 << bits) - 1);
+        let (symbol, (start, end)) = find(slot);
         self.consume(unit, start, end - start)?;
         Ok(symbol)
     }

@@ -1,71 +1,251 @@
-//! Round trips within half a bin, and every damage is noticed.
+//! Round trips, the same bits on every backend, and every damage noticed.
 
 #![allow(clippy::unwrap_used, clippy::panic)] // helpers of tests, too
 
-use codec_core::{Error, FRAME_OVERHEAD, PlaneProfile, Predictor, decode_into, encode};
+use std::sync::Arc;
+
+use codec_core::*;
 use proptest::prelude::*;
 
-fn rows() -> impl Strategy<Value = (usize, Vec<f32>)> {
-    (1_usize..6, 2_usize..60).prop_flat_map(|(channels, tokens)| {
-        let value = prop_oneof![9 => -4.0_f32..4.0, 1 => -1e6_f32..1e6];
-        (Just(channels), prop::collection::vec(value, channels * tokens))
-    })
+/// Rows with heavy tails, now and then far out.
+fn rows(channels: usize, tokens: usize, seed: u64) -> Vec<f32> {
+    let mut state = seed.wrapping_mul(2).wrapping_add(0x9e37_79b9_7f4a_7c15);
+    let mut uniform = || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        (state >> 40) as f32 / (1 << 24) as f32
+    };
+    let mut last = vec![0.0; channels];
+    (0..channels * tokens)
+        .map(|i| {
+            let sum: f32 = (0..6).map(|_| uniform()).sum::<f32>() - 3.0;
+            let scale = 0.1 + (i % channels) as f32 * 0.2;
+            let outlier = if uniform() < 0.003 { 60.0 } else { 1.0 };
+            let x = 0.5 * last[i % channels] + scale * outlier * sum;
+            last[i % channels] = x;
+            x + (i % channels) as f32 * 0.3
+        })
+        .collect()
 }
 
-fn predictor() -> impl Strategy<Value = Predictor> {
-    prop_oneof![Just(Predictor::Mean), (1_u16..12).prop_map(|group| Predictor::Anchor { group })]
+/// A rotation of pairs and its inverse: an easy invertible map of every head.
+fn transform(heads: usize, dim: usize) -> Arc<TransformBuf> {
+    let (mut into, mut back) = (vec![0.0; heads * dim * dim], vec![0.0; heads * dim * dim]);
+    for head in 0..heads {
+        for i in 0..dim {
+            let at = |r: usize, c: usize| (head * dim + r) * dim + c;
+            let j = i ^ 1;
+            if j < dim {
+                let (c, s) = (0.8_f32, if i < j { 0.6 } else { -0.6 });
+                (into[at(i, i)], into[at(i, j)]) = (c, s);
+                (back[at(i, i)], back[at(i, j)]) = (c, -s);
+            } else {
+                (into[at(i, i)], back[at(i, i)]) = (2.0, 0.5);
+            }
+        }
+    }
+    Arc::new(TransformBuf::new(dim, into, back).unwrap())
+}
+
+fn backends() -> impl Iterator<Item = Backend> {
+    Backend::ALL.into_iter().filter(|backend| backend.is_available())
+}
+
+fn info(heads: usize, head_dim: usize, tokens: usize, block_tokens: usize) -> FrameInfo {
+    FrameInfo {
+        element: ElementType::F32,
+        keys_rotated: false,
+        lossless: false,
+        level: 1,
+        layers: 1,
+        heads,
+        head_dim,
+        first_token: 7,
+        tokens,
+        block_tokens,
+        model_id: 42,
+    }
+}
+
+fn predictor() -> impl Strategy<Value = PredictorKind> {
+    prop_oneof![
+        Just(PredictorKind::None),
+        Just(PredictorKind::Mean),
+        Just(PredictorKind::Previous),
+        (1_u16..12).prop_map(|group| PredictorKind::Anchor { group }),
+    ]
+}
+
+fn models() -> impl Strategy<Value = ModelKind> {
+    prop_oneof![Just(ModelKind::Families), Just(ModelKind::Tables), Just(ModelKind::ContextTables)]
+}
+
+fn coder() -> impl Strategy<Value = Coder> {
+    prop_oneof![Just(Coder::Lanes), Just(Coder::Range)]
 }
 
 proptest! {
     #[test]
-    fn round_trip_is_within_half_a_bin((channels, rows) in rows(), predictor in predictor(), bin_size in 0.01_f32..3.0) {
-        let profile = PlaneProfile::fit(&rows, channels, predictor, bin_size).unwrap();
-        let profile = PlaneProfile::from_bytes(&profile.to_bytes()).unwrap();
-        let plane = profile.plane().unwrap();
-        let mut bytes = Vec::new();
-        encode(&plane, &rows, &mut bytes).unwrap();
-        let mut decoded = vec![0.0; rows.len()];
-        decode_into(&plane, &bytes, &mut decoded).unwrap();
-        let largest = rows.iter().fold(0.0_f32, |a, x| a.max(x.abs()));
-        for (i, (a, b)) in rows.iter().zip(&decoded).enumerate() {
-            let column: Vec<f32> = rows.iter().skip(i % channels).step_by(channels).copied().collect();
-            let spread = column.iter().fold(0.0_f32, |a, x| a.max(x.abs()));
-            // Half a bin is at most bin_size * spread (twice the deviation bound for deltas); an anchor's half step is largest / 254.
-            prop_assert!((a - b).abs() <= bin_size * spread + largest / 253.0 + 1e-3, "{a} {b}");
+    fn frames_return_their_rows_on_every_backend(
+        (heads, dim, tokens, block) in (1_usize..4, 1_usize..40, 2_usize..150, 1_usize..120),
+        (predictor, models, coder) in (predictor(), models(), coder()),
+        (with_transform, size, seed) in (any::<bool>(), 0.02_f32..3.0, any::<u64>()),
+    ) {
+        let channels = heads * dim;
+        let rows = rows(channels, tokens, seed);
+        let map = with_transform.then(|| transform(heads, dim));
+        let options = FitOptions { predictor, steps: Steps::Deviations(size), models, coder };
+        let plane = PlaneBuf::fit(&rows, channels, map, &options).unwrap();
+        let read = PlaneBuf::from_bytes(&plane.to_bytes()).unwrap();
+        prop_assert_eq!(&read, &plane);
+        let plane = read.view().unwrap();
+        let info = info(heads, dim, tokens, block);
+        let mut frames = backends().map(|backend| {
+            let mut frame = vec![];
+            encode_frame(backend, &info, &[plane, plane], &[&rows, &rows], &mut frame).unwrap();
+            frame
+        });
+        let bytes = frames.next().unwrap();
+        prop_assert!(frames.all(|other| other == bytes), "backends write other bytes");
+        let frame = Frame::parse(&bytes, info.numbers()).unwrap();
+        prop_assert_eq!(frame.info(), &info);
+        let mut first: Option<Vec<u32>> = None;
+        for backend in backends() {
+            let mut out = vec![f32::NAN; rows.len()];
+            frame.decode_plane_into(backend, &plane, 0, Side::Values, None, &mut out).unwrap();
+            let bits: Vec<u32> = out.iter().map(|x| x.to_bits()).collect();
+            prop_assert_eq!(first.get_or_insert_with(|| bits.clone()), &bits, "backends read other numbers");
+            check_error(&rows, &out, channels, predictor, size);
         }
     }
 
     #[test]
-    fn every_flipped_bit_is_noticed(at in any::<prop::sample::Index>(), bit in 0_u32..8) {
-        let rows: Vec<f32> = (0..90).map(|i| (i as f32).sin()).collect();
-        let profile = PlaneProfile::fit(&rows, 3, Predictor::Mean, 0.5).unwrap();
-        let plane = profile.plane().unwrap();
-        let mut bytes = Vec::new();
-        encode(&plane, &rows, &mut bytes).unwrap();
-        let at = at.index(bytes.len());
-        bytes[at] ^= 1 << bit;
-        prop_assert!(decode_into(&plane, &bytes, &mut [0.0; 90]).is_err());
-        let mut stored = profile.to_bytes();
-        let at = at % stored.len();
-        stored[at] ^= 1 << bit;
-        prop_assert!(PlaneProfile::from_bytes(&stored).is_err());
+    fn lossless_frames_return_every_bit(
+        (channels, tokens, block) in (1_usize..70, 1_usize..200, 1_usize..200),
+        (brain, wild, seed) in (any::<bool>(), any::<bool>(), any::<u64>()),
+    ) {
+        let element = if brain { ElementType::Bf16 } else { ElementType::F16 };
+        let bits: Vec<u16> = rows(channels, tokens, seed).iter().enumerate().map(|(i, x)| match (wild, brain) {
+            (true, _) => (seed >> (i % 48)) as u16 ^ (i * i) as u16,
+            (_, true) => (x.to_bits() >> 16) as u16,
+            (_, false) => to_f16(*x),
+        }).collect();
+        let (tops, tables) = fit_lossless(element, &bits[..bits.len().min(channels * 40)], channels).unwrap();
+        let plane = LosslessPlane::new(element, &tops, &tables).unwrap();
+        let info = FrameInfo { element, lossless: true, ..info(1, channels, tokens, block) };
+        let mut bytes = vec![];
+        encode_lossless_frame(Backend::detect(), &info, &[plane, plane], &[&bits, &bits], &mut bytes).unwrap();
+        let tiles = 2 * info.blocks() * channels.div_ceil(32);
+        let header = 64 + 4 + 2 * (4 + info.blocks() * 12) + tiles * 6;
+        prop_assert!(bytes.len() <= header + 4 * bits.len(), "grew by more than its headers");
+        let frame = Frame::parse(&bytes, info.numbers()).unwrap();
+        for backend in backends() {
+            for block in 0..info.blocks() {
+                let tokens = info.tokens_of_block(block);
+                let part = tokens.start * channels..tokens.end * channels;
+                let mut out = vec![0; part.len()];
+                frame.decode_lossless_block_into(backend, &plane, (0, Side::Keys, block), &mut out).unwrap();
+                prop_assert_eq!(&out, &bits[part]);
+            }
+        }
     }
 
     #[test]
-    fn arbitrary_payloads_end_in_an_error_or_in_numbers(payload in prop::collection::vec(any::<u8>(), 0..200), group in 1_u16..5) {
-        let rows: Vec<f32> = (0..60).map(|i| (i as f32).cos()).collect();
-        let profile = PlaneProfile::fit(&rows, 2, Predictor::Anchor { group }, 0.3).unwrap();
-        let plane = profile.plane().unwrap();
-        let mut bytes = Vec::new();
-        encode(&plane, &rows, &mut bytes).unwrap();
-        let mut forged = bytes[..FRAME_OVERHEAD - 4].to_vec();
-        forged.extend_from_slice(&payload);
-        forged.extend_from_slice(&crc32(&forged).to_le_bytes());
-        let _ = decode_into(&plane, &forged, &mut [0.0; 60]);
+    fn symbols_come_back_and_streams_are_the_same_on_every_backend(
+        families in prop::collection::vec(any::<u8>(), 1..33),
+        codes in prop::collection::vec(any::<u16>(), 0..4000),
+    ) {
+        let lanes = families.len();
+        let models = Models::families(&families);
+        let rows: Vec<Row> = codes.chunks_exact(lanes).map(|codes| {
+            let mut row = [0; LANES];
+            row[..lanes].copy_from_slice(codes);
+            // Small codes in half of the lanes, so that not all escape.
+            row.iter_mut().step_by(2).for_each(|code| *code %= 3);
+            row
+        }).collect();
+        let mut streams = backends().map(|backend| {
+            let mut stream = vec![];
+            encode_symbols(backend, &models, &rows, &mut stream).unwrap();
+            stream
+        });
+        let stream = streams.next().unwrap();
+        prop_assert!(streams.all(|other| other == stream));
+        let mut expected: Option<Vec<Row>> = None;
+        for backend in backends() {
+            let mut decoded = vec![[9; LANES]; rows.len()];
+            decode_symbols_into(backend, &models, &stream, &mut decoded).unwrap();
+            for (decoded, row) in decoded.iter().zip(&rows) {
+                let same = |(a, b): (&u16, &u16)| a == b || *a == ESCAPE;
+                prop_assert!(decoded[..lanes].iter().zip(row).all(same));
+                prop_assert!(decoded[lanes..].iter().all(|&code| code == 0));
+            }
+            prop_assert_eq!(expected.get_or_insert_with(|| decoded.clone()), &decoded);
+        }
+    }
+
+    #[test]
+    fn any_stream_decodes_alike_on_every_backend(
+        families in prop::collection::vec(any::<u8>(), 1..33),
+        bytes in prop::collection::vec(any::<u8>(), 0..900),
+        tokens in 0_usize..80,
+    ) {
+        let models = Models::families(&families);
+        let mut expected = None;
+        for backend in backends() {
+            let mut rows = vec![[0; LANES]; tokens];
+            let result = decode_symbols_into(backend, &models, &bytes, &mut rows).map(|()| rows);
+            prop_assert_eq!(expected.get_or_insert_with(|| result.clone()), &result);
+        }
+    }
+
+    #[test]
+    fn forged_blocks_end_in_an_error_or_in_finite_numbers(
+        payload in prop::collection::vec(any::<u8>(), 0..400),
+        (kind, width, predictor, models, coder) in (0_u8..5, 0_u8..20, predictor(), models(), coder()),
+        cut in any::<prop::sample::Index>(),
+    ) {
+        let rows = rows(40, 30, 3);
+        let options = FitOptions { predictor, steps: Steps::Deviations(0.5), models, coder };
+        let plane = PlaneBuf::fit(&rows, 40, None, &options).unwrap();
+        let plane = plane.view().unwrap();
+        let info = info(1, 40, 30, 30);
+        let mut bytes = vec![];
+        encode_frame(Backend::detect(), &info, &[plane, plane], &[&rows, &rows], &mut bytes).unwrap();
+        let mut payload = payload;
+        if let [first, second, ..] = &mut payload[..] {
+            (*first, *second) = (kind, width);
+        }
+        let bytes = forge(&bytes, &payload, cut.index(payload.len() + 1) / 2);
+        let frame = Frame::parse(&bytes, info.numbers()).unwrap();
+        for backend in backends() {
+            let mut out = vec![0.0; rows.len()];
+            let _ = frame.decode_block_into(backend, &plane, (0, Side::Keys, 0), None, &mut out);
+            prop_assert!(out.iter().all(|x| x.is_finite()));
+        }
     }
 }
 
-/// Plain CRC-32, so that a forged frame passes the checksum and reaches the decoder.
+/// Replaces the payload of a frame of two blocks of two tiles: the first block gets all of it, its first tile `words`.
+fn forge(bytes: &[u8], payload: &[u8], words: usize) -> Vec<u8> {
+    let mut header = bytes[..60].to_vec();
+    header[48..56].copy_from_slice(&(payload.len() as u64).to_le_bytes());
+    header.extend_from_slice(&crc32(&header).to_le_bytes());
+    let mut index = bytes[64..72].to_vec();
+    for lengths in [[words, payload.len() / 2 - words.min(payload.len() / 2)], [0, 0]] {
+        index.extend_from_slice(&(payload.len() as u64).to_le_bytes());
+        let part = if lengths == [0, 0] { &[] } else { payload };
+        index.extend_from_slice(&crc32(part).to_le_bytes());
+        lengths.iter().for_each(|&length| index.extend_from_slice(&(length as u16).to_le_bytes()));
+    }
+    header.extend_from_slice(&index);
+    header.extend_from_slice(&crc32(&index).to_le_bytes());
+    header.extend_from_slice(payload);
+    header
+}
+
+/// Plain CRC-32.
 fn crc32(bytes: &[u8]) -> u32 {
     !bytes.iter().fold(u32::MAX, |crc, &byte| {
         (0..8)
@@ -73,42 +253,23 @@ fn crc32(bytes: &[u8]) -> u32 {
     })
 }
 
-#[test]
-fn size_is_near_the_entropy() {
-    // A fair four-sided die per channel costs two bits.
-    let mut state = 1_u64;
-    let rows: Vec<f32> = (0..4 * 5000)
-        .map(|_| {
-            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-            ((state >> 62) as f32) - 1.5
-        })
-        .collect();
-    let profile = PlaneProfile::fit(&rows, 4, Predictor::Mean, 0.25).unwrap();
-    let mut bytes = Vec::new();
-    encode(&profile.plane().unwrap(), &rows, &mut bytes).unwrap();
-    let bits = 8.0 * (bytes.len() - FRAME_OVERHEAD) as f64 / rows.len() as f64;
-    assert!((1.99..2.25).contains(&bits), "{bits}");
+/// Rounds towards zero: any bits will do.
+fn to_f16(x: f32) -> u16 {
+    let bits = x.to_bits();
+    let exponent = (bits >> 23 & 0xff) as i32 - 112;
+    let sign = (bits >> 16) as u16 & 0x8000;
+    if exponent <= 0 { sign } else { sign | ((exponent.min(30) as u16) << 10) | (bits >> 13) as u16 & 0x3ff }
 }
 
-#[test]
-fn bad_input_is_an_error() {
-    let rows = [1.0, 2.0, 3.0, 4.0];
-    assert!(PlaneProfile::fit(&rows, 0, Predictor::Mean, 1.0).is_err());
-    assert!(PlaneProfile::fit(&rows, 4, Predictor::Mean, 1.0).is_err());
-    assert!(PlaneProfile::fit(&rows, 2, Predictor::Mean, 0.0).is_err());
-    assert!(PlaneProfile::fit(&rows, 2, Predictor::Anchor { group: 0 }, 1.0).is_err());
-    assert!(PlaneProfile::fit(&[f32::NAN; 4], 2, Predictor::Mean, 1.0).is_err());
-    let profile = PlaneProfile::fit(&rows, 2, Predictor::Mean, 1.0).unwrap();
-    let plane = profile.plane().unwrap();
-    let mut bytes = vec![9];
-    assert_eq!(encode(&plane, &[f32::INFINITY; 2], &mut bytes), Err(Error::NotFinite { what: "rows" }));
-    assert_eq!(bytes, [9]);
-    let mut frame = Vec::new();
-    encode(&plane, &rows, &mut frame).unwrap();
-    assert!(matches!(decode_into(&plane, &frame, &mut [0.0; 2]), Err(Error::Length { .. })));
-    let other = PlaneProfile::fit(&rows, 2, Predictor::Mean, 2.0).unwrap();
-    assert_eq!(decode_into(&other.plane().unwrap(), &frame, &mut [0.0; 4]), Err(Error::WrongProfile));
-    for cut in 0..frame.len() {
-        assert!(decode_into(&plane, &frame[..cut], &mut [0.0; 4]).is_err());
+/// Half a step, of a deviation that outliers bound; for anchors their half step as well.
+fn check_error(rows: &[f32], out: &[f32], channels: usize, predictor: PredictorKind, size: f32) {
+    let largest = rows.iter().fold(0.0_f32, |max, x| max.max(x.abs()));
+    let anchor = if let PredictorKind::Anchor { .. } = predictor { 8.0 * largest / 127.0 } else { 0.0 };
+    for (i, (a, b)) in rows.iter().zip(out).enumerate() {
+        // The two components of a rotated pair share their errors; a step is at most `size` times what they deviate.
+        let pair = |j: usize| j % channels / 2 == i % channels / 2 || channels < 64;
+        let spread =
+            rows.iter().enumerate().filter(|(j, _)| pair(*j)).fold(0.0_f32, |m, (_, x)| m.max(x.abs()));
+        assert!((a - b).abs() <= 4.0 * size * spread.max(largest / 8.0) + anchor + 1e-3, "{a} {b}");
     }
 }

@@ -27,6 +27,7 @@ pub(crate) struct LayerSamples {
     pub key_grams: Vec<Gram>,         // per kv head, after RoPE
     pub query_grams: Vec<Gram>,       // per kv head, its whole group of query heads, after RoPE
     pub plain_query_grams: Vec<Gram>, // the same before RoPE
+    pub residual_rms: f64,            // of the residual stream behind the layer; of the last layer, before it
 }
 
 impl Calibration {
@@ -44,9 +45,14 @@ impl Calibration {
                 tokens.len()
             )));
         }
-        let mut layers = vec![];
+        let mut layers: Vec<LayerSamples> = vec![];
         prefill(model, rope, tokens, &mut |_, activations| {
-            layers.push(LayerSamples::gather(model, rope, activations)?);
+            let rms = rms(&activations.residual[SINKS * model.config.hidden_size..]);
+            if let Some(before) = layers.last_mut() {
+                before.residual_rms = rms;
+            }
+            layers
+                .push(LayerSamples { residual_rms: rms, ..LayerSamples::gather(model, rope, activations)? });
             Ok(())
         })?;
         Ok(Self { layers })
@@ -54,7 +60,7 @@ impl Calibration {
 }
 
 impl LayerSamples {
-    fn gather(model: &Model, rope: &Rope, Activations { q, k, v }: Activations<'_>) -> Result<Self> {
+    fn gather(model: &Model, rope: &Rope, Activations { q, k, v, .. }: Activations<'_>) -> Result<Self> {
         let (q_dim, kv_dim) = (model.config.q_dim(), model.config.kv_dim());
         let geometry = Geometry::of(&model.config);
         let [mut queries, keys] = [(q, q_dim), (k, kv_dim)].map(|(rows, len)| rows[SINKS * len..].to_vec());
@@ -80,6 +86,11 @@ impl LayerSamples {
         let (key_grams, query_grams): (_, Vec<_>) = grams.into_iter().unzip();
         let (query_grams, plain_query_grams) = query_grams.into_iter().unzip();
         let values = v[SINKS * kv_dim..].to_vec();
-        Ok(Self { keys, rotated_keys, values, key_grams, query_grams, plain_query_grams })
+        Ok(Self { keys, rotated_keys, values, key_grams, query_grams, plain_query_grams, residual_rms: 1.0 })
     }
+}
+
+fn rms(x: &[f32]) -> f64 {
+    let squares: f64 = x.iter().map(|&x| f64::from(x) * f64::from(x)).sum();
+    (squares / x.len() as f64).sqrt().max(f64::MIN_POSITIVE)
 }

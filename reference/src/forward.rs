@@ -13,6 +13,8 @@ const ROWS: usize = 512;
 /// What one layer's attention computed for a prompt, before RoPE.
 #[derive(Clone, Copy, Debug)]
 pub struct Activations<'a> {
+    /// The residual stream before the layer: (n, hidden_size)
+    pub residual: &'a [f32],
     /// (n, n_heads * head_dim)
     pub q: &'a [f32],
     /// (n, n_kv_heads * head_dim)
@@ -56,7 +58,7 @@ pub fn prefill(
         linear(&w.q, &normed, &mut q);
         linear(&w.k, &normed, &mut k);
         linear(&w.v, &normed, &mut v);
-        observe(l, Activations { q: &q, k: &k, v: &v })?;
+        observe(l, Activations { residual: &x, q: &q, k: &k, v: &v })?;
         rope.rotate_rows(&mut q, q_dim, 0);
         rope.rotate_rows(&mut k, kv_dim, 0);
         causal_attention(&q, &k, &v, config.n_heads, config.n_kv_heads, config.head_dim, &mut attended);

@@ -13,9 +13,11 @@ use std::str::FromStr;
 use pq_core::Window;
 
 pub use build::Prepared;
+use cachegen::{CacheGen, Mode, Prediction};
+use codec_core::ModelKind;
 use million::Million;
 use pqklt::PqKlt;
-use settings::{Element, Layers, Settings, Switch};
+use settings::{Bits, Element, Layers, ModeName, Models, Settings, Switch};
 
 use crate::cache::{ElementType, KeySpace};
 use crate::{Error, Result};
@@ -45,7 +47,7 @@ enum Kind {
     Million(Million),
     PqKlt(PqKlt),
     Zack { k: f64, v: f64, basis: Basis },
-    CacheGen { k: f32, v: f32, predictor: PredictorKind },
+    CacheGen(CacheGen),
 }
 
 /// A product quantizer: `m` subspaces of `nbits` bits, written `MxB`.
@@ -60,13 +62,6 @@ struct PqCode {
 enum Basis {
     Closed,
     Stacked,
-}
-
-/// What CacheGen predicts from. With anchors the bins grow by layer thirds (1, 2, 3 times), as in the paper.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum PredictorKind {
-    Mean,
-    Anchor,
 }
 
 /// Every method with what can be set and its default, for the help text.
@@ -85,16 +80,21 @@ A method is NAME[:KEY=VALUE]...; several are separated by commas.
   pqklt             attention on PQ codes of transformed rows             k=32x6 v=32x6 keys=mean|rope norms=on|off
                                                                           iterations=8 refine=0
   zack              rotated, ranks cut to these parts, values folded      k=0.75 v=0.75 basis=closed|stacked
-  cachegen          bitstream and back, bins in standard deviations       k=0.25 v=0.25 predictor=mean|anchor
+  cachegen          bitstream and back: mode=transform (query-metric KLT) bits=3 offset=1.2 (values above keys)
+                      mode=channels, bins in standard deviations          k=0.5 v=0.5
+                      mode=paper, anchors, bins grow by layer third       k=0.5 v=0.5
+                      mode=lmcache, bins of each token's largest          bins=32
+                                                                          predictor=best|none|mean|previous|anchor
+                                                                          models=families|tables|context
 
-For all but dense: sinks=4 window=64 (tokens kept exact), batch=N (tokens that leave the window at once: 64 for int, 10 for
+For all but dense: sinks=4 window=64 (tokens kept exact), batch=N (tokens that leave the window at once: 64 for int and
 cachegen, else 1), exact=f16|bf16|f32 (how), exact-layers=0+5 (layers left uncompressed).";
 
 /// What `kv compare` runs when no methods are named: each method near-lossless and aggressive.
 pub const DEFAULT_METHODS: &str = "dense,dense:dtype=f16,int8,int4,int2,rotated,rotated:k=2:v=2,lloydmax,lloydmax:k=2:v=2,\
 streaming:window=1280,streaming:window=128,oracle:ratio=0.2,oracle:ratio=0.1,pqcache:ratio=0.2,\
-pqcache:ratio=0.1:code=2x6,million,million:k=32x8:v=32x8,pqklt:k=64x6:v=64x6,pqklt:k=64x4:v=64x4,zack,zack:k=0.5:v=0.5,cachegen,cachegen:k=1:v=1,\
-cachegen:k=0.5:v=0.5:predictor=anchor";
+pqcache:ratio=0.1:code=2x6,million,million:k=32x8:v=32x8,pqklt:k=64x6:v=64x6,pqklt:k=64x4:v=64x4,zack,zack:k=0.5:v=0.5,cachegen,cachegen:bits=2,\
+cachegen:mode=paper";
 
 impl Method {
     /// Parses methods separated by commas.
@@ -170,8 +170,26 @@ impl FromStr for Method {
                 ("zack", Kind::Zack { k, v, basis: s.own("basis", Basis::Closed)? })
             }
             "cachegen" => {
-                let (k, v) = (s.bin("k", 0.25)?, s.bin("v", 0.25)?);
-                ("cachegen", Kind::CacheGen { k, v, predictor: s.own("predictor", PredictorKind::Mean)? })
+                let (mode, predictor, models) = match s.own("mode", ModeName::Transform)? {
+                    ModeName::Transform => {
+                        let (bits, offset) = (s.bin("bits", 3.0)?, s.common("offset", Bits(1.2))?.0);
+                        (Mode::Transform { bits, offset }, Prediction::Best, ModelKind::Families)
+                    }
+                    ModeName::Channels => {
+                        let (k, v) = (s.bin("k", 0.5)?, s.bin("v", 0.5)?);
+                        (Mode::Channels { k, v }, Prediction::Mean, ModelKind::Families)
+                    }
+                    ModeName::Paper => {
+                        let (k, v) = (s.bin("k", 0.5)?, s.bin("v", 0.5)?);
+                        (Mode::Paper { k, v }, Prediction::Anchor, ModelKind::Tables)
+                    }
+                    ModeName::LmCache => {
+                        (Mode::LmCache { bins: s.bins("bins", 32)? }, Prediction::None, ModelKind::Tables)
+                    }
+                };
+                let predictor = s.common("predictor", predictor)?;
+                let models = s.common("models", Models(models))?.0;
+                ("cachegen", Kind::CacheGen(CacheGen { mode, predictor, models }))
             }
             other => {
                 return Err(Error::Argument(format!(
@@ -181,7 +199,7 @@ impl FromStr for Method {
         };
         let batch = match kind {
             Kind::Uniform { group, .. } => group,
-            Kind::CacheGen { .. } => 10,
+            Kind::CacheGen(_) => 64,
             _ => 1,
         };
         let window = Window {
@@ -226,7 +244,9 @@ mod tests {
             "million:k=64",
             "million:k=64x",
             "pqcache:ratio=-1",
-            "cachegen:k=0",
+            "cachegen:bits=0",
+            "cachegen:mode=paper:bits=2",
+            "cachegen:mode=lmcache:bins=3",
             "cachegen:predictor=x",
             "streaming:window=-3",
             "oracle:sinks=4:sinks=5",

@@ -4,7 +4,7 @@
 
 use core::hint::black_box;
 
-use codec_core::{FrameInfo, Plane, Predictor, decode_into};
+use codec_core::{Backend, Chunk, Coder, Frame, Models, Plane, PlaneParts, Predictor, Scaling, Side};
 use pq_core::{
     Codebook, CodedTokens, Codes, Lut, LutPrecision, PqShape, QuantizedLut, Search, SoftmaxStats,
     attend_into, attend_scratch_len, encode_into, lut_into, scan_quantized_into, search_into,
@@ -109,13 +109,22 @@ fn project() -> Result<f32, svd_core::Error> {
 }
 
 fn decode() -> Result<f32, codec_core::Error> {
-    let cdf = black_box([0, 5000, 16384]);
-    let plane = Plane::new(Predictor::Mean, &[0.5], &[0.1], 2, &cdf)?;
-    let bytes = black_box([0_u8; 64]);
-    let (info, _) = FrameInfo::parse(&bytes)?;
+    let parts = PlaneParts {
+        transform: None,
+        mean: &[0.5],
+        predictor: Predictor::Previous(&[0.5]),
+        scaling: Scaling::Steps(&[0.1]),
+        centroids: [0.0; 2],
+        models: Models::families(&[16]),
+        coder: Coder::Lanes,
+    };
+    let plane = Plane::new(parts)?;
+    let bytes = black_box([0_u8; 128]);
+    let frame = Frame::parse(&bytes, 8)?;
     let mut out = [0.0; 8];
-    decode_into(&plane, &bytes, &mut out)?;
-    Ok(out[0] + info.tokens as f32)
+    let place = (0, Side::Keys, 0);
+    frame.decode_block_into(Backend::detect(), &plane, place, None, &mut out)?;
+    Ok(out[0] + Chunk::parse(&bytes)?.len() as f32)
 }
 
 #[cfg(feature = "alloc")]
@@ -143,7 +152,13 @@ mod with_alloc {
         let trained = shape.and_then(|shape| pq_core::train(shape, &rows, &options)).is_ok();
         let gram = svd_core::Gram::new(2);
         let rotated = gram.and_then(|gram| svd_core::Rotation::score_optimal(&gram, &gram)).is_ok();
-        let profile = codec_core::PlaneProfile::fit(&rows, 2, codec_core::Predictor::Mean, 0.5);
-        trained && rotated && profile.is_ok()
+        let options = codec_core::FitOptions {
+            predictor: codec_core::PredictorKind::Previous,
+            steps: codec_core::Steps::Deviations(0.5),
+            models: codec_core::ModelKind::Families,
+            coder: codec_core::Coder::Lanes,
+        };
+        let plane = codec_core::PlaneBuf::fit(&rows, 2, None, &options);
+        trained && rotated && plane.is_ok()
     }
 }

@@ -1,57 +1,69 @@
 use std::sync::Arc;
 
-use codec_core::{PlaneProfile, decode_into, encode};
+use codec_core::{Backend, ElementType as Source, Frame, FrameInfo, PlaneBuf, Side, encode_frame};
 
 use crate::Result;
 use crate::cache::accumulate::Accumulator;
 use crate::cache::{DenseStore, ElementType, Footprint, Geometry, Store};
 use crate::model::Rope;
 
-/// CacheGen: every batch of tokens becomes two bitstreams (keys before RoPE, values), and what is attended to is what the
-/// decoder gives back.
+/// Tokens of a block of the bitstream.
+const BLOCK: usize = 256;
+
+/// CacheGen: every batch of tokens becomes a bitstream (keys before RoPE, values), and what is attended to is what the decoder
+/// gives back.
 ///
 /// The paper stores and streams the bits and decodes them into a dense cache: the bits count as kept, the dense rows as
 /// working memory.
 #[derive(Clone)]
 pub(crate) struct CacheGenStore {
-    profiles: Arc<[PlaneProfile; 2]>, // of keys and values
+    geometry: Geometry,
+    planes: Arc<[PlaneBuf; 2]>, // of keys and values
     chunks: Vec<Chunk>,
     decoded: DenseStore,
 }
 
 #[derive(Clone)]
 struct Chunk {
-    valid: usize,             // tokens that truncation has left
-    bitstreams: [Vec<u8>; 2], // of keys and values
+    valid: usize, // tokens that truncation has left
+    frame: Vec<u8>,
 }
 
 impl CacheGenStore {
     pub fn new(
         geometry: Geometry,
         rope: Arc<Rope>,
-        profiles: Arc<[PlaneProfile; 2]>,
+        planes: Arc<[PlaneBuf; 2]>,
         element: ElementType,
     ) -> Self {
-        Self { profiles, chunks: vec![], decoded: DenseStore::new(element, geometry, rope) }
+        Self { geometry, planes, chunks: vec![], decoded: DenseStore::new(element, geometry, rope) }
     }
-}
-
-/// Through the codec and back: the decoded rows and their bitstream.
-fn through_codec(profile: &PlaneProfile, rows: &[f32]) -> Result<(Vec<f32>, Vec<u8>)> {
-    let plane = profile.plane()?;
-    let mut bytes = vec![];
-    encode(&plane, rows, &mut bytes)?;
-    let mut decoded = vec![0.0; rows.len()];
-    decode_into(&plane, &bytes, &mut decoded)?;
-    Ok((decoded, bytes))
 }
 
 impl Store for CacheGenStore {
     fn push(&mut self, pos: usize, k: &[f32], v: &[f32]) -> Result<()> {
-        let (k, k_bits) = through_codec(&self.profiles[0], k)?;
-        let (v, v_bits) = through_codec(&self.profiles[1], v)?;
-        self.chunks
-            .push(Chunk { valid: k.len() / self.profiles[0].channels(), bitstreams: [k_bits, v_bits] });
+        let backend = Backend::detect();
+        let info = FrameInfo {
+            element: Source::F32,
+            keys_rotated: false,
+            lossless: false,
+            level: 0,
+            layers: 1,
+            heads: self.geometry.n_kv_heads,
+            head_dim: self.geometry.head_dim,
+            first_token: pos as u64,
+            tokens: k.len() / self.geometry.kv_dim(),
+            block_tokens: BLOCK,
+            model_id: 0,
+        };
+        let planes = [self.planes[0].view()?, self.planes[1].view()?];
+        let mut bytes = vec![];
+        encode_frame(backend, &info, &planes, &[k, v], &mut bytes)?;
+        let frame = Frame::parse(&bytes, info.numbers())?;
+        let (mut k, mut v) = (vec![0.0; k.len()], vec![0.0; v.len()]);
+        frame.decode_plane_into(backend, &planes[0], 0, Side::Keys, None, &mut k)?;
+        frame.decode_plane_into(backend, &planes[1], 0, Side::Values, None, &mut v)?;
+        self.chunks.push(Chunk { valid: info.tokens, frame: bytes });
         self.decoded.push(pos, &k, &v)
     }
 
@@ -75,9 +87,9 @@ impl Store for CacheGenStore {
 
     fn footprint(&self) -> Footprint {
         Footprint {
-            kept: self.chunks.iter().flat_map(|chunk| &chunk.bitstreams).map(Vec::len).sum(),
+            kept: self.chunks.iter().map(|chunk| chunk.frame.len()).sum(),
             working: self.decoded.footprint().kept,
-            shared: self.profiles.iter().map(|profile| profile.to_bytes().len()).sum(),
+            shared: self.planes.iter().map(|plane| plane.to_bytes().len()).sum(),
             ..Footprint::default()
         }
     }

@@ -6,7 +6,7 @@ use pq_core::PqShape;
 
 use super::fold::fold_values;
 use super::zack::ZackPlan;
-use super::{Kind, Method, PqCode, cachegen, zack};
+use super::{Kind, Method, PqCode, zack};
 use crate::cache::{
     BlockCodec, CacheGenStore, CodedStore, DenseStore, Geometry, KvCache, LloydMax, MillionStore, PerChannel,
     PerToken, RetrievalStore, Rotated, Scorer, Store, StreamingStore, TransformedStore, WindowedCache,
@@ -34,7 +34,7 @@ impl Method {
     /// Whether it needs a profile.
     #[must_use]
     pub fn needs_profile(&self) -> bool {
-        matches!(self.kind, Kind::Million(_) | Kind::PqKlt(_) | Kind::Zack { .. } | Kind::CacheGen { .. })
+        matches!(self.kind, Kind::Million(_) | Kind::PqKlt(_) | Kind::Zack { .. } | Kind::CacheGen(_))
     }
 
     /// Adds to `profile` what the method needs, made from samples of the model.
@@ -53,9 +53,7 @@ impl Method {
             Kind::Million(ref setting) => setting.calibrate(model, samples, profile),
             Kind::PqKlt(ref setting) => setting.calibrate(model, rope, samples, profile),
             Kind::Zack { basis, .. } => zack::calibrate(model, samples, basis, profile),
-            Kind::CacheGen { k, v, predictor } => {
-                cachegen::calibrate(model, samples, k, v, predictor, profile)
-            }
+            Kind::CacheGen(ref setting) => setting.calibrate(model, samples, profile),
             _ => Ok(()),
         }
     }
@@ -72,14 +70,7 @@ impl Method {
             Kind::Zack { k, v, basis } => Some(ZackPlan::read(config, profile, k, v, basis)?),
             _ => None,
         };
-        let site = Site {
-            config,
-            geometry: Geometry::of(config),
-            n_layers: config.n_layers,
-            rope,
-            profile,
-            zack: zack.as_ref(),
-        };
+        let site = Site { config, geometry: Geometry::of(config), rope, profile, zack: zack.as_ref() };
         let stores = (0..config.n_layers).map(|l| self.store(&site, l)).collect::<Result<_>>()?;
         let cache =
             WindowedCache::new(self.name, site.geometry, self.window, self.exact, rope.clone(), stores);
@@ -109,7 +100,7 @@ impl Method {
 
     /// What layer `l` keeps between sinks and window.
     fn store(&self, site: &Site<'_>, l: usize) -> Result<Box<dyn Store>> {
-        let &Site { config, geometry, n_layers, rope, profile, zack } = site;
+        let &Site { config, geometry, rope, profile, zack } = site;
         let head_dim = geometry.head_dim;
         let dense = || Box::new(DenseStore::new(self.exact, geometry, rope.clone()));
         let coded = |k: Arc<dyn BlockCodec>, v: Arc<dyn BlockCodec>, block: usize| {
@@ -155,8 +146,8 @@ impl Method {
                 }
                 None => dense(),
             },
-            Kind::CacheGen { k, v, predictor } => {
-                let planes = cachegen::planes(profile, geometry, [k, v], predictor, l, n_layers)?;
+            Kind::CacheGen(ref setting) => {
+                let planes = setting.planes(profile, geometry, l)?;
                 Box::new(CacheGenStore::new(geometry, rope.clone(), Arc::new(planes), self.exact))
             }
         })
@@ -167,7 +158,6 @@ impl Method {
 struct Site<'a> {
     config: &'a Config,
     geometry: Geometry,
-    n_layers: usize,
     rope: &'a Arc<Rope>,
     profile: &'a Profile,
     zack: Option<&'a ZackPlan>, // ranks are planned over all layers at once

@@ -1,75 +1,258 @@
-//! CacheGen's planes: means, steps and probability models, one per layer and keys or values.
+//! The codec's planes: one for the keys (before RoPE) and one for the values of each layer.
 
-use codec_core::{PlaneProfile, Predictor};
+use std::sync::Arc;
+
+use codec_core::{Coder, FitOptions, ModelKind, PlaneBuf, PredictorKind, Steps, TransformBuf};
 use rayon::prelude::*;
+use svd_core::{Gram, Rotation};
 
-use super::PredictorKind;
-use crate::cache::Geometry;
+use super::zack::output_gram;
+use crate::cache::{Geometry, mean_row};
 use crate::calibrate::{Calibration, LayerSamples};
-use crate::model::Model;
+use crate::model::{Config, Model};
 use crate::{Error, Profile, Result};
 
-impl PredictorKind {
-    /// The bins of layer `l`: with anchors 1, 2, 3 times by layer third (CacheGen, 5.2).
-    fn bin(self, base: f32, l: usize, n_layers: usize) -> f32 {
-        match self {
-            Self::Mean => base,
-            Self::Anchor => base * (1 + 3 * l / n_layers) as f32,
-        }
-    }
+/// What the profile depends on.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct CacheGen {
+    pub mode: Mode,
+    pub predictor: Prediction,
+    pub models: ModelKind,
+}
 
-    fn predictor(self) -> Predictor {
+/// Which numbers become bins, and what a bin is worth.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) enum Mode {
+    /// Coefficients of the query-metric KLT, values of `W_O`'s; steps so that both together take `bits` a value, values
+    /// `offset` more than keys.
+    Transform { bits: f32, offset: f32 },
+    /// Channels, bins in deviations.
+    Channels { k: f32, v: f32 },
+    /// As in the paper: anchors, bins that grow by layer third, a range coder.
+    Paper { k: f32, v: f32 },
+    /// As LMCache does: bins of each token's largest magnitude, more of them in the first layers.
+    LmCache { bins: u8 },
+}
+
+/// How keys and values are predicted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Prediction {
+    /// By what measures best on the sample.
+    Best,
+    None,
+    Mean,
+    Previous,
+    Anchor,
+}
+
+/// CacheGen's groups of tokens.
+const GROUP: u16 = 10;
+
+impl Prediction {
+    fn candidates(self) -> &'static [PredictorKind] {
+        const ALL: [PredictorKind; 4] = [
+            PredictorKind::Mean,
+            PredictorKind::Previous,
+            PredictorKind::None,
+            PredictorKind::Anchor { group: GROUP },
+        ];
         match self {
-            Self::Mean => Predictor::Mean,
-            Self::Anchor => Predictor::Anchor { group: 10 },
+            // Anchors and keys without their mean never measure best; trying them would double the time.
+            Self::Best => &ALL[..2],
+            Self::Mean => &ALL[..1],
+            Self::Previous => &ALL[1..2],
+            Self::None => &ALL[2..3],
+            Self::Anchor => &ALL[3..],
         }
     }
 }
 
-fn key(which: char, bin: f32, predictor: PredictorKind, l: usize) -> String {
-    format!("cachegen/{predictor}-{bin}/{which}/{l}/plane")
+impl CacheGen {
+    fn key(&self, which: usize, l: usize) -> String {
+        let side = ["k", "v"][which];
+        format!("cachegen/{:?}/{:?}/{:?}/{side}/{l}/plane", self.mode, self.predictor, self.models)
+    }
+
+    /// Fits a plane to the keys and one to the values of every layer.
+    pub fn calibrate(&self, model: &Model, samples: &Calibration, profile: &mut Profile) -> Result<()> {
+        let config = &model.config;
+        let transforms = match self.mode {
+            Mode::Transform { bits, offset } => Transforms::new(model, samples, bits, offset)?,
+            _ => vec![],
+        };
+        let planes: Vec<(String, Vec<u8>)> = (0..2 * config.n_layers)
+            .into_par_iter()
+            .map(|plane| {
+                let (l, which) = (plane / 2, plane % 2);
+                let layer = &samples.layers[l];
+                let rows = [&layer.keys, &layer.values][which];
+                let (transform, steps) = match transforms.get(plane) {
+                    Some(Transforms { transform, steps }) => (Some(transform.clone()), Steps::Given(steps)),
+                    None => (None, self.steps(which, l, config)),
+                };
+                let coder = if let Mode::Paper { .. } = self.mode { Coder::Range } else { Coder::Lanes };
+                let options =
+                    FitOptions { predictor: PredictorKind::Mean, steps, models: self.models, coder };
+                let candidates = self.predictor.candidates();
+                let fitted = PlaneBuf::fit_best(rows, config.kv_dim(), transform, &options, candidates)?;
+                Ok((self.key(which, l), fitted.to_bytes()))
+            })
+            .collect::<Result<_>>()?;
+        planes.into_iter().for_each(|(key, bytes)| profile.put_bytes(key, bytes));
+        Ok(())
+    }
+
+    fn steps(&self, which: usize, l: usize, config: &Config) -> Steps<'static> {
+        match self.mode {
+            Mode::Transform { bits, .. } => Steps::Deviations(bits),
+            Mode::Channels { k, v } => Steps::Deviations([k, v][which]),
+            Mode::Paper { k, v } => {
+                let third = 1 + 3 * l / config.n_layers;
+                Steps::Deviations([k, v][which] * third as f32)
+            }
+            // Twice the bins in the first ten layers' keys and the first two layers' values.
+            Mode::LmCache { bins } => Steps::TokenAbsmax(bins * (1 + u8::from(l < [10, 2][which])) / 2 - 1),
+        }
+    }
+
+    /// The planes of layer `l`: of keys and of values.
+    pub fn planes(&self, profile: &Profile, geometry: Geometry, l: usize) -> Result<[PlaneBuf; 2]> {
+        let plane = |which| -> Result<PlaneBuf> {
+            let key = self.key(which, l);
+            let plane =
+                PlaneBuf::from_bytes(profile.bytes(&key)?).map_err(|e| Error::Profile(e.to_string()))?;
+            if plane.channels() != geometry.kv_dim() {
+                let what = format!("`{key}` has {} channels, not {}", plane.channels(), geometry.kv_dim());
+                return Err(Error::Profile(what));
+            }
+            Ok(plane)
+        };
+        Ok([plane(0)?, plane(1)?])
+    }
 }
 
-/// Fits a plane to the keys (before RoPE) and one to the values of every layer.
-pub(super) fn calibrate(
+/// The transform of a plane and its steps.
+struct Transforms {
+    transform: Arc<TransformBuf>,
+    steps: Vec<f32>,
+}
+
+impl Transforms {
+    /// Those of all planes: keys, then values, of each layer.
+    ///
+    /// Keys share one step, in units of the noise of attention logits. Values have a step for each head, halfway between one
+    /// step for all and one rate for all: the metric of `W_O` knows nothing of the layers behind it.
+    fn new(model: &Model, samples: &Calibration, bits: f32, offset: f32) -> Result<Vec<Self>> {
+        let config = &model.config;
+        let geometry = Geometry::of(config);
+        let heads =
+            samples.layers.par_iter().enumerate().map(|(l, layer)| head_rotations(model, geometry, l, layer));
+        let heads: Vec<[Vec<Rotation>; 2]> = heads.collect::<Result<_>>()?;
+        let sigmas =
+            |which: usize| heads.iter().flat_map(move |layer| layer[which].iter().map(Rotation::sigma));
+        let key_step =
+            step_for_rate(sigmas(0).map(|sigma| (sigma, 1.0)), (bits - offset / 2.0).max(bits / 8.0));
+        let spread = |sigma: &[f64]| sigma.iter().map(|x| x.max(1e-9).ln()).sum::<f64>() / sigma.len() as f64;
+        let mean_spread = sigmas(1).map(spread).sum::<f64>() / sigmas(1).count() as f64;
+        let halfway = |sigma: &[f64]| ((spread(sigma) + mean_spread) / 2.0).exp();
+        let value_step = step_for_rate(sigmas(1).map(|sigma| (sigma, halfway(sigma))), bits + offset / 2.0);
+        heads
+            .iter()
+            .flat_map(|layer| {
+                let steps = [
+                    layer[0].iter().map(|_| key_step).collect::<Vec<f64>>(),
+                    layer[1].iter().map(|head| value_step * halfway(head.sigma())).collect(),
+                ];
+                layer.iter().zip(steps).map(|(heads, steps)| Self::of_plane(geometry, heads, &steps))
+            })
+            .collect()
+    }
+
+    fn of_plane(geometry: Geometry, heads: &[Rotation], steps: &[f64]) -> Result<Self> {
+        let dim = geometry.head_dim;
+        let into = heads.iter().flat_map(|head| head.store()).copied().collect();
+        let transposed =
+            |map: &[f32]| -> Vec<f32> { (0..dim * dim).map(|i| map[i % dim * dim + i / dim]).collect() };
+        let back = heads.iter().flat_map(|head| transposed(head.probe())).collect();
+        let steps = steps.iter().flat_map(|&step| std::iter::repeat_n(step as f32, dim)).collect();
+        Ok(Self { transform: Arc::new(TransformBuf::new(dim, into, back)?), steps })
+    }
+}
+
+/// Query-metric rotations of a layer's heads: of keys before RoPE, and of values under what `W_O` makes of them, relative to
+/// the residual stream that it adds to.
+fn head_rotations(
     model: &Model,
-    samples: &Calibration,
-    k: f32,
-    v: f32,
-    predictor: PredictorKind,
-    profile: &mut Profile,
-) -> Result<()> {
-    let n_layers = samples.layers.len();
-    let fit = |(l, layer): (usize, &LayerSamples)| {
-        [('k', k, &layer.keys), ('v', v, &layer.values)].map(|(which, bin, rows)| -> Result<_> {
-            let bin = predictor.bin(bin, l, n_layers);
-            let plane = PlaneProfile::fit(rows, model.config.kv_dim(), predictor.predictor(), bin)?;
-            Ok((key(which, bin, predictor, l), plane.to_bytes()))
-        })
+    geometry: Geometry,
+    l: usize,
+    layer: &LayerSamples,
+) -> Result<[Vec<Rotation>; 2]> {
+    let rotation = |rows: &[f32], head: usize, metric: &Gram| -> Result<Rotation> {
+        let mut rows = geometry.head_rows(head, rows);
+        let mean = mean_row(&rows, geometry.head_dim);
+        for row in rows.chunks_exact_mut(geometry.head_dim) {
+            row.iter_mut().zip(&mean).for_each(|(x, mean)| *x -= mean);
+        }
+        let mut covariance = Gram::new(geometry.head_dim)?;
+        covariance.add_rows(&rows)?;
+        Ok(Rotation::query_metric(&covariance, metric)?)
     };
-    let planes: Vec<_> = samples.layers.par_iter().enumerate().flat_map_iter(fit).collect::<Result<_>>()?;
-    planes.into_iter().for_each(|(key, bytes)| profile.put_bytes(key, bytes));
-    Ok(())
+    let heads = 0..geometry.n_kv_heads;
+    let keys = heads.clone().map(|head| rotation(&layer.keys, head, &layer.plain_query_grams[head]));
+    let values = heads.map(|head| {
+        let rotation = rotation(&layer.values, head, &output_gram(model, l, head)?)?;
+        let scale = 1.0 / layer.residual_rms;
+        let store = rotation.store().iter().map(|x| x * scale as f32).collect();
+        let probe = rotation.probe().iter().map(|x| x / scale as f32).collect();
+        let sigma = rotation.sigma().iter().map(|x| x * scale).collect();
+        Ok(Rotation::from_parts(store, probe, sigma)?)
+    });
+    Ok([keys.collect::<Result<_>>()?, values.collect::<Result<_>>()?])
 }
 
-/// The planes of layer `l`: of keys and of values.
-pub(super) fn planes(
-    profile: &Profile,
-    geometry: Geometry,
-    bins: [f32; 2],
-    predictor: PredictorKind,
-    l: usize,
-    n_layers: usize,
-) -> Result<[PlaneProfile; 2]> {
-    let plane = |which, bin: f32| -> Result<PlaneProfile> {
-        let key = key(which, predictor.bin(bin, l, n_layers), predictor, l);
-        let plane =
-            PlaneProfile::from_bytes(profile.bytes(&key)?).map_err(|e| Error::Profile(e.to_string()))?;
-        if plane.channels() != geometry.kv_dim() {
-            let what = format!("`{key}` has {} channels, not {}", plane.channels(), geometry.kv_dim());
-            return Err(Error::Profile(what));
+/// The step that, times each head's own factor, gives Gaussian coefficients of these deviations `bits` on average.
+fn step_for_rate<'a>(heads: impl Iterator<Item = (&'a [f64], f64)>, bits: f32) -> f64 {
+    let relative: Vec<f64> =
+        heads.flat_map(|(sigma, factor)| sigma.iter().map(move |x| (x / factor).max(1e-30))).collect();
+    let rate =
+        |step: f64| relative.iter().map(|x| gaussian_rate(x / step)).sum::<f64>() / relative.len() as f64;
+    let (mut low, mut high) = (1e-12_f64.ln(), 1e12_f64.ln());
+    for _ in 0..60 {
+        let middle = (low + high) / 2.0;
+        if rate(middle.exp()) > bits.into() { low = middle } else { high = middle }
+    }
+    high.exp()
+}
+
+/// Bits of a Gaussian of `sigma` steps, rounded to the nearest.
+fn gaussian_rate(sigma: f64) -> f64 {
+    if sigma > 4.0 {
+        return (std::f64::consts::TAU * std::f64::consts::E).sqrt().log2() + sigma.log2();
+    }
+    let below = |x: f64| 0.5 * libm::erfc(-x / (sigma * std::f64::consts::SQRT_2));
+    (0..=24)
+        .map(|bin| {
+            let p = below(f64::from(bin) + 0.5) - below(f64::from(bin) - 0.5);
+            let cost = if p > 0.0 { -p * p.log2() } else { 0.0 };
+            if bin == 0 { cost } else { 2.0 * cost }
+        })
+        .sum()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn steps_give_the_rate_asked_for() {
+        let sigma = [3.0, 1.0, 0.1, 0.01];
+        for bits in [0.5, 2.0, 6.0] {
+            let step = step_for_rate([(&sigma[..], 2.0)].into_iter(), bits);
+            let rate = sigma.iter().map(|x| gaussian_rate(x / (2.0 * step))).sum::<f64>() / 4.0;
+            assert!((rate - f64::from(bits)).abs() < 1e-4, "{bits} {rate}");
         }
-        Ok(plane)
-    };
-    Ok([plane('k', bins[0])?, plane('v', bins[1])?])
+        // Both forms where they meet, and the entropy of a coin that hardly ever falls on its edge.
+        assert!((gaussian_rate(4.000_001) - gaussian_rate(4.0)).abs() < 1e-3);
+        assert!(gaussian_rate(0.1) < 1e-4);
+    }
 }

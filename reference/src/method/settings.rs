@@ -3,7 +3,10 @@
 use std::fmt::Display;
 use std::str::FromStr;
 
-use super::{Basis, PqCode, PredictorKind};
+use codec_core::ModelKind;
+
+use super::cachegen::Prediction;
+use super::{Basis, PqCode};
 use crate::cache::{ElementType, KeySpace};
 use crate::{Error, Result};
 
@@ -84,6 +87,11 @@ impl<'a> Settings<'a> {
     /// A bin size in deviations.
     pub fn bin(&mut self, key: &'static str, default: f32) -> Result<f32> {
         Ok(self.own(key, Within::<f32, 0, 100>(default))?.0)
+    }
+
+    /// LMCache's bins.
+    pub fn bins(&mut self, key: &'static str, default: u8) -> Result<u8> {
+        Ok(self.own(key, Within::<u32, 4, 64>(default.into()))?.0 as u8)
     }
 
     /// The settings in the form that parses again.
@@ -174,7 +182,11 @@ macro_rules! words {
     };
 }
 words!(Basis, "closed" => Basis::Closed, "stacked" => Basis::Stacked);
-words!(PredictorKind, "mean" => PredictorKind::Mean, "anchor" => PredictorKind::Anchor);
+words!(Prediction, "best" => Prediction::Best, "none" => Prediction::None, "mean" => Prediction::Mean,
+    "previous" => Prediction::Previous, "anchor" => Prediction::Anchor);
+words!(ModeName, "transform" => ModeName::Transform, "channels" => ModeName::Channels, "paper" => ModeName::Paper,
+    "lmcache" => ModeName::LmCache);
+words!(Models, "families" => ModelKind::Families, "tables" => ModelKind::Tables, "context" => ModelKind::ContextTables);
 words!(KeySpace, "mean" => KeySpace::RotatedMean, "rope" => KeySpace::BeforeRope);
 words!(Switch, "on" => Switch::On, "off" => Switch::Off);
 words!(Element, "f32" => ElementType::F32, "f16" => ElementType::F16, "bf16" => ElementType::Bf16);
@@ -184,6 +196,44 @@ words!(Element, "f32" => ElementType::F32, "f16" => ElementType::F16, "bf16" => 
 pub(super) enum Switch {
     On,
     Off,
+}
+
+/// The codec's modes by name.
+#[derive(Clone, Copy, PartialEq)]
+pub(super) enum ModeName {
+    Transform,
+    Channels,
+    Paper,
+    LmCache,
+}
+
+/// [`ModelKind`] on the command line.
+#[derive(Clone, Copy, PartialEq)]
+pub(super) struct Models(pub ModelKind);
+
+impl From<ModelKind> for Models {
+    fn from(kind: ModelKind) -> Self {
+        Self(kind)
+    }
+}
+
+/// Bits that may be negative or none.
+#[derive(Clone, Copy)]
+pub(super) struct Bits(pub f32);
+
+impl FromStr for Bits {
+    type Err = String;
+
+    fn from_str(text: &str) -> std::result::Result<Self, String> {
+        let bits = text.parse().ok().filter(|x: &f32| (-8.0..=8.0).contains(x));
+        bits.map(Self).ok_or_else(|| "is not a number of bits from -8 to 8".into())
+    }
+}
+
+impl Display for Bits {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        self.0.fmt(f)
+    }
 }
 
 /// [`ElementType`] on the command line.

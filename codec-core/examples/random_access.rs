@@ -1,0 +1,54 @@
+//! Reads one block of one layer out of a frame, without allocating, and rotates its keys to their positions.
+
+use codec_core::*;
+
+const HEAD_DIM: usize = 8;
+const TOKENS: usize = 1000;
+
+fn main() -> Result<(), Error> {
+    let keys: Vec<f32> = (0..TOKENS * HEAD_DIM).map(|i| (i as f32 * 0.37).sin() * 3.0).collect();
+    let options = FitOptions {
+        predictor: PredictorKind::Previous,
+        steps: Steps::Deviations(0.25),
+        models: ModelKind::Families,
+        coder: Coder::Lanes,
+    };
+    let fitted = PlaneBuf::fit(&keys, HEAD_DIM, None, &options)?;
+    let plane = fitted.view()?;
+    let info = FrameInfo {
+        element: ElementType::F32,
+        keys_rotated: false,
+        lossless: false,
+        level: 0,
+        layers: 3,
+        heads: 1,
+        head_dim: HEAD_DIM,
+        first_token: 0,
+        tokens: TOKENS,
+        block_tokens: 128,
+        model_id: 1,
+    };
+    let mut bytes = vec![];
+    encode_frame(Backend::detect(), &info, &[plane; 6], &[&keys[..]; 6], &mut bytes)?;
+
+    let frame = Frame::parse(&bytes, info.numbers())?;
+    let (layer, block) = (2, 5);
+    let tokens = info.tokens_of_block(block);
+    println!(
+        "block {block} of layer {layer}: tokens {tokens:?}, {} of {} bytes",
+        frame.block_len(layer, Side::Keys, block)?,
+        bytes.len()
+    );
+
+    // The caller has cosines and sines of all positions; the block needs its own.
+    let angles = |token: usize| {
+        (0..HEAD_DIM / 2).map(move |i| token as f32 * 10_000_f32.powf(-2.0 * i as f32 / HEAD_DIM as f32))
+    };
+    let cos: Vec<f32> = tokens.clone().flat_map(angles).map(f32::cos).collect();
+    let sin: Vec<f32> = tokens.clone().flat_map(angles).map(f32::sin).collect();
+    let rope = RopeTable::halves(HEAD_DIM, &cos, &sin)?;
+    let mut out = vec![0.0; tokens.len() * HEAD_DIM];
+    frame.decode_block_into(Backend::detect(), &plane, (layer, Side::Keys, block), Some(&rope), &mut out)?;
+    println!("first key, rotated to position {}: {:.2?}", tokens.start, &out[..HEAD_DIM]);
+    Ok(())
+}

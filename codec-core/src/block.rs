@@ -1,0 +1,375 @@
+//! A block: some tokens of one plane. The bytes are in FORMAT.md, "Block".
+
+#[cfg(feature = "alloc")]
+use alloc::vec;
+#[cfg(feature = "alloc")]
+use alloc::vec::Vec;
+
+use crate::error::check_len;
+use crate::plane::{Plane, Predictor, Scaling};
+#[cfg(feature = "alloc")]
+use crate::quant;
+use crate::simd::Kernel;
+use crate::tables::LANES;
+use crate::tile::{Bins, Scale, Tile};
+#[cfg(feature = "alloc")]
+use crate::tile_encode::{TileEncoder, TileNumbers};
+use crate::transform::RopeTable;
+use crate::{Backend, Error};
+
+/// Most tokens of a block.
+pub const MAX_BLOCK_TOKENS: usize = 1024;
+
+/// Anchors are quantized to `-127..=127` by the largest magnitude of their row.
+#[cfg(feature = "alloc")]
+const ANCHOR_LEVELS: f32 = 127.0;
+
+/// Tiles of a plane: 32 channels each, the last one fewer.
+pub(crate) const fn tiles(channels: usize) -> usize {
+    channels.div_ceil(LANES)
+}
+
+/// Bytes before the tiles: what a predictor or a scaling stores for itself.
+pub(crate) fn side_len(plane: &Plane<'_>, tokens: usize) -> usize {
+    match (plane.predictor, plane.scaling) {
+        (Predictor::Anchor { group }, _) => tokens.div_ceil(group.into()) * (4 + plane.channels()),
+        (_, Scaling::TokenAbsmax { .. }) => 2 * tokens,
+        _ => 0,
+    }
+}
+
+/// Codes rows and appends to `out` the block's bytes and to `lengths` its tiles' lengths in words of two bytes.
+///
+/// # Shapes
+/// `rows` (tokens, channels), up to [`MAX_BLOCK_TOKENS`].
+/// # Errors
+/// [`Error::Length`], [`Error::TooLarge`], [`Error::NotFinite`] or [`Error::OutOfRange`]; what has been appended by then must be
+/// cut off.
+#[cfg(feature = "alloc")]
+pub(crate) fn encode(
+    plane: &Plane<'_>,
+    backend: Backend,
+    rows: &[f32],
+    out: &mut Vec<u8>,
+    lengths: &mut Vec<u16>,
+) -> Result<(), Error> {
+    let channels = plane.channels();
+    let tokens = rows.len() / channels;
+    check_len("rows", rows.len(), tokens * channels)?;
+    if tokens > MAX_BLOCK_TOKENS {
+        return Err(Error::TooLarge);
+    }
+    if rows.iter().any(|x| !x.is_finite()) {
+        return Err(Error::NotFinite { what: "rows" });
+    }
+    let mut rows = rows.to_vec();
+    for row in rows.chunks_exact_mut(channels) {
+        row.iter_mut().zip(plane.mean).for_each(|(x, mean)| *x -= mean);
+    }
+    if let Some(transform) = plane.transform {
+        backend.run(transform.forward(&mut rows));
+    }
+    let mut steps_of_tokens = vec![];
+    match (plane.predictor, plane.scaling) {
+        (Predictor::Anchor { group }, _) => rows = take_anchors(&rows, channels, group.into(), out)?,
+        (_, Scaling::TokenAbsmax { levels }) => {
+            steps_of_tokens = rows.chunks_exact(channels).map(|row| write_step(row, levels, out)).collect();
+        }
+        _ => {}
+    }
+    if rows.is_empty() {
+        lengths.extend((0..tiles(channels)).map(|_| 0));
+        return Ok(());
+    }
+    for first in (0..channels).step_by(LANES) {
+        let lanes = LANES.min(channels - first);
+        let inverse = inverse_steps(plane, first, lanes);
+        let steps: Vec<[f32; LANES]> = rows
+            .chunks_exact(channels)
+            .enumerate()
+            .map(|(t, row)| {
+                let mut steps = [0.0; LANES];
+                for (lane, x) in row[first..first + lanes].iter().enumerate() {
+                    steps[lane] = x * steps_of_tokens.get(t).map_or(inverse[lane], |step| 1.0 / step);
+                }
+                steps
+            })
+            .collect();
+        let bins = predicted_bins(plane, first, lanes, &steps);
+        let encoder = TileEncoder { models: &plane.models, coder: plane.coder, backend, first, lanes };
+        let start = out.len();
+        encoder.encode(&TileNumbers { bins: &bins, steps: &steps }, out)?;
+        lengths.push(u16::try_from((out.len() - start) / 2).map_err(|_| Error::TooLarge)?);
+    }
+    Ok(())
+}
+
+#[cfg(feature = "alloc")]
+fn inverse_steps(plane: &Plane<'_>, first: usize, lanes: usize) -> [f32; LANES] {
+    let mut inverse = [0.0; LANES];
+    if let Scaling::Steps(steps) = plane.scaling {
+        for (inverse, step) in inverse.iter_mut().zip(&steps[first..first + lanes]) {
+            *inverse = 1.0 / step;
+        }
+    }
+    inverse
+}
+
+/// Differences to the prediction from what the decoder will have seen.
+#[cfg(feature = "alloc")]
+fn predicted_bins(plane: &Plane<'_>, first: usize, lanes: usize, steps: &[[f32; LANES]]) -> Vec<Bins> {
+    let factors = factors(plane, first, lanes);
+    let mut last = [0.0; LANES];
+    let mut all = vec![[0; LANES]; steps.len()];
+    for (bins, steps) in all.iter_mut().zip(steps) {
+        for lane in 0..LANES {
+            let prediction = last[lane] * factors[lane];
+            bins[lane] = quant::bin(steps[lane] - prediction);
+            last[lane] = prediction + centre(bins[lane], plane.centroids);
+        }
+    }
+    all
+}
+
+fn factors(plane: &Plane<'_>, first: usize, lanes: usize) -> [f32; LANES] {
+    let mut factors = [0.0; LANES];
+    if let Predictor::Previous(all) = plane.predictor {
+        factors[..lanes].copy_from_slice(&all[first..first + lanes]);
+    }
+    factors
+}
+
+/// What a bin decodes to, in steps.
+#[inline(always)]
+pub(crate) fn centre(bin: i32, [one, two]: [f32; 2]) -> f32 {
+    let shift = match bin.abs() {
+        1 => one,
+        2 => two,
+        _ => 0.0,
+    };
+    bin as f32 + if bin < 0 { -shift } else { shift }
+}
+
+/// Writes scale and 8 bits a number of every group's first row; returns the other rows less what the decoder will have.
+#[cfg(feature = "alloc")]
+fn take_anchors(rows: &[f32], channels: usize, group: usize, out: &mut Vec<u8>) -> Result<Vec<f32>, Error> {
+    let mut differences = Vec::with_capacity(rows.len());
+    for rows in rows.chunks(group * channels) {
+        let (anchor, rest) = rows.split_at(channels);
+        let scale = anchor.iter().fold(0.0_f32, |max, x| max.max(x.abs())) / ANCHOR_LEVELS;
+        if !scale.is_finite() {
+            return Err(Error::OutOfRange { channel: 0 });
+        }
+        out.extend_from_slice(&scale.to_le_bytes());
+        let levels = anchor.iter().map(|x| quant::bin(x / scale.max(f32::MIN_POSITIVE)).clamp(-127, 127));
+        let start = out.len();
+        out.extend(levels.map(|level| level as i8 as u8));
+        for row in rest.chunks_exact(channels) {
+            let anchor = out[start..].iter().map(|&level| f32::from(level as i8) * scale);
+            differences.extend(row.iter().zip(anchor).map(|(x, anchor)| x - anchor));
+        }
+    }
+    Ok(differences)
+}
+
+/// Writes the largest magnitude of a row as bf16, rounded to nearest even; returns the step that it gives.
+#[cfg(feature = "alloc")]
+fn write_step(row: &[f32], levels: u8, out: &mut Vec<u8>) -> f32 {
+    let largest = row.iter().fold(0.0_f32, |max, x| max.max(x.abs()));
+    let bits = largest.min(3.3e38).to_bits(); // the largest bf16 is 3.39e38
+    let rounded = ((bits + 0x7fff + (bits >> 16 & 1)) >> 16) as u16;
+    out.extend_from_slice(&rounded.to_le_bytes());
+    token_step(rounded, levels)
+}
+
+fn token_step(bf16: u16, levels: u8) -> f32 {
+    // A token of zeros has bins of zero under any step.
+    (f32::from_bits(u32::from(bf16) << 16) / f32::from(levels)).max(f32::MIN_POSITIVE)
+}
+
+/// A block that can be decoded: its plane, and its bytes cut into side numbers and tiles.
+pub(crate) struct BlockBytes<'a> {
+    pub bytes: &'a [u8],
+    /// Lengths of the tiles in words of two bytes, little-endian.
+    pub lengths: &'a [u8],
+}
+
+/// Decodes a block.
+///
+/// # Shapes
+/// `out` (tokens, channels).
+pub(crate) fn decode_into(
+    plane: &Plane<'_>,
+    backend: Backend,
+    block: &BlockBytes<'_>,
+    rope: Option<&RopeTable<'_>>,
+    out: &mut [f32],
+) -> Result<(), Error> {
+    let channels = plane.channels();
+    let tokens = out.len() / channels;
+    let (side, mut rest) = block.bytes.split_at_checked(side_len(plane, tokens)).ok_or(Error::Truncated)?;
+    let rows = plane.coded_tokens(tokens);
+    let lengths = block.lengths.as_chunks::<2>().0;
+    check_len("tiles", lengths.len(), tiles(channels))?;
+    for (first, length) in (0..channels).step_by(LANES).zip(lengths).filter(|_| rows > 0) {
+        let (bytes, after) =
+            rest.split_at_checked(2 * usize::from(u16::from_le_bytes(*length))).ok_or(Error::Truncated)?;
+        rest = after;
+        decode_tile(plane, backend, bytes, first, rows, side, out)?;
+    }
+    if !rest.is_empty() {
+        return Err(Error::TrailingBytes);
+    }
+    if let Predictor::Anchor { group } = plane.predictor {
+        add_anchors(side, channels, group.into(), out)?;
+    }
+    if let Some(transform) = plane.transform {
+        backend.run(transform.inverse(out));
+    }
+    backend.run(AddMean { mean: plane.mean, out });
+    if let Some(rope) = rope {
+        out.chunks_exact_mut(channels).enumerate().for_each(|(t, row)| rope.rotate(t, row));
+    }
+    Ok(())
+}
+
+/// Decodes a tile into its channels of the rows that have bins.
+fn decode_tile(
+    plane: &Plane<'_>,
+    backend: Backend,
+    bytes: &[u8],
+    first: usize,
+    rows: usize,
+    side: &[u8],
+    out: &mut [f32],
+) -> Result<(), Error> {
+    let channels = plane.channels();
+    let lanes = LANES.min(channels - first);
+    let tile = Tile::parse(bytes, rows, lanes)?;
+    let mut numbers = Numbers {
+        scale: tile.scale(),
+        centroids: plane.centroids,
+        factors: factors(plane, first, lanes),
+        steps: [0.0; LANES],
+        last: [0.0; LANES],
+    };
+    if let Scaling::Steps(steps) = plane.scaling {
+        numbers.steps[..lanes].copy_from_slice(&steps[first..first + lanes]);
+    }
+    let mut done = 0;
+    tile.decode(&plane.models, first, backend, |bins| {
+        let place = Place { plane, side, first, lanes, done };
+        backend.run(WriteRows { numbers: &mut numbers, bins, place, out });
+        done += bins.len();
+    })
+}
+
+/// How bins of a tile become numbers.
+struct Numbers {
+    scale: Scale,
+    centroids: [f32; 2],
+    factors: [f32; LANES],
+    steps: [f32; LANES],
+    last: [f32; LANES], // the row before, in steps
+}
+
+/// Where the rows of a tile go.
+#[derive(Clone, Copy)]
+struct Place<'a> {
+    plane: &'a Plane<'a>,
+    side: &'a [u8],
+    first: usize,
+    lanes: usize,
+    done: usize,
+}
+
+struct WriteRows<'a, 'b> {
+    numbers: &'b mut Numbers,
+    bins: &'b [Bins],
+    place: Place<'a>,
+    out: &'b mut [f32],
+}
+
+impl Kernel for WriteRows<'_, '_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn scalar(self) {
+        let Place { plane, side, first, lanes, done } = self.place;
+        let (numbers, channels) = (self.numbers, plane.channels());
+        for (i, bins) in self.bins.iter().enumerate() {
+            let mut row = [0.0; LANES];
+            match numbers.scale {
+                Scale::Predicted => {
+                    for lane in 0..LANES {
+                        let number = numbers.last[lane] * numbers.factors[lane]
+                            + centre(bins[lane], numbers.centroids);
+                        numbers.last[lane] = number;
+                        row[lane] = number * numbers.steps[lane];
+                    }
+                }
+                Scale::Plain(exponent) => {
+                    // 2^exponent in two factors: one alone may be beyond f32.
+                    let (a, b) = (exponent / 2, exponent - exponent / 2);
+                    let power = |e: u8| f32::from_bits((127 + u32::from(e)) << 23);
+                    for lane in 0..LANES {
+                        let number = bins[lane] as f32 * numbers.steps[lane] * power(a) * power(b);
+                        row[lane] = number.clamp(-f32::MAX, f32::MAX);
+                    }
+                }
+            }
+            if let Scaling::TokenAbsmax { levels } = plane.scaling {
+                let bits = [side[2 * (done + i)], side[2 * (done + i) + 1]];
+                let step = token_step(u16::from_le_bytes(bits), levels);
+                for (x, &bin) in row.iter_mut().zip(bins) {
+                    *x = bin as f32 * step;
+                }
+            }
+            let token = match plane.predictor {
+                Predictor::Anchor { group } => token_of_row(done + i, group.into()),
+                _ => done + i,
+            };
+            self.out[token * channels + first..][..lanes].copy_from_slice(&row[..lanes]);
+        }
+    }
+}
+
+/// The token of the `row`-th row that is no anchor.
+const fn token_of_row(row: usize, group: usize) -> usize {
+    row / (group - 1) * group + 1 + row % (group - 1)
+}
+
+struct AddMean<'a, 'b> {
+    mean: &'a [f32],
+    out: &'b mut [f32],
+}
+
+impl Kernel for AddMean<'_, '_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn scalar(self) {
+        for row in self.out.chunks_exact_mut(self.mean.len()) {
+            row.iter_mut().zip(self.mean).for_each(|(x, mean)| *x += mean);
+        }
+    }
+}
+
+/// Puts the anchors into their rows and adds them to the others'.
+fn add_anchors(side: &[u8], channels: usize, group: usize, out: &mut [f32]) -> Result<(), Error> {
+    for (side, rows) in side.chunks_exact(4 + channels).zip(out.chunks_mut(group * channels)) {
+        let (scale, levels) = side.split_first_chunk::<4>().ok_or(Error::Truncated)?;
+        let scale = f32::from_le_bytes(*scale);
+        if !(scale.is_finite() && scale >= 0.0) {
+            return Err(Error::Corrupt);
+        }
+        let (anchor, rest) = rows.split_at_mut(channels);
+        for (x, &level) in anchor.iter_mut().zip(levels) {
+            *x = f32::from(level as i8) * scale;
+        }
+        for row in rest.chunks_exact_mut(channels) {
+            row.iter_mut().zip(&*anchor).for_each(|(x, anchor)| *x += anchor);
+        }
+    }
+    Ok(())
+}

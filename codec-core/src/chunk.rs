@@ -1,0 +1,152 @@
+//! Several frames of one chunk of tokens behind a directory: the same tokens at several levels, or exact first and last
+//! tokens around coded ones. The bytes are in FORMAT.md, "Chunk".
+
+#[cfg(feature = "alloc")]
+use alloc::vec::Vec;
+
+use crate::Error;
+#[cfg(feature = "alloc")]
+use crate::Frame;
+
+const MAGIC: [u8; 4] = *b"KVCS";
+const VERSION: u8 = 1;
+const HEADER: usize = 8;
+const ENTRY: usize = 24;
+
+/// What the directory says about a frame.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ChunkEntry {
+    /// Position of the first token.
+    pub first_token: u64,
+    /// Tokens.
+    pub tokens: usize,
+    /// The encoding level.
+    pub level: u8,
+    /// Whether 16-bit numbers come back as they were.
+    pub lossless: bool,
+    /// Bytes of the frame, what a sender would have to send.
+    pub len: usize,
+}
+
+/// A chunk whose directory has been verified. Each frame is decodable without the others.
+#[derive(Clone, Copy, Debug)]
+pub struct Chunk<'a> {
+    directory: &'a [u8],
+    frames: &'a [u8],
+}
+
+impl<'a> Chunk<'a> {
+    /// Reads the directory. Allocates nothing.
+    ///
+    /// # Errors
+    /// [`Error::Truncated`], [`Error::TrailingBytes`], [`Error::BadMagic`], [`Error::BadVersion`], [`Error::BadChecksum`],
+    /// [`Error::BadField`], [`Error::TooLarge`].
+    pub fn parse(bytes: &'a [u8]) -> Result<Self, Error> {
+        let (header, rest) = bytes.split_first_chunk::<HEADER>().ok_or(Error::Truncated)?;
+        if header[..4] != MAGIC {
+            return Err(Error::BadMagic);
+        }
+        if header[4] != VERSION {
+            return Err(Error::BadVersion { version: header[4] });
+        }
+        let entries = usize::from(u16::from_le_bytes([header[6], header[7]]));
+        let (directory, rest) = rest.split_at_checked(entries * ENTRY).ok_or(Error::Truncated)?;
+        let (checksum, frames) = rest.split_first_chunk::<4>().ok_or(Error::Truncated)?;
+        let mut hasher = crc32fast::Hasher::new();
+        hasher.update(header);
+        hasher.update(directory);
+        if hasher.finalize() != u32::from_le_bytes(*checksum) {
+            return Err(Error::BadChecksum);
+        }
+        if header[5] != 0 {
+            return Err(Error::BadField { what: "chunk flags" });
+        }
+        let chunk = Self { directory, frames };
+        let mut total = 0_usize;
+        for entry in chunk.entries() {
+            total = total.checked_add(entry?.len).ok_or(Error::TooLarge)?;
+        }
+        match total.cmp(&frames.len()) {
+            core::cmp::Ordering::Greater => Err(Error::Truncated),
+            core::cmp::Ordering::Less => Err(Error::TrailingBytes),
+            core::cmp::Ordering::Equal => Ok(chunk),
+        }
+    }
+
+    /// Number of frames.
+    #[must_use]
+    pub const fn len(&self) -> usize {
+        self.directory.len() / ENTRY
+    }
+
+    /// Whether it holds no frame.
+    #[must_use]
+    pub const fn is_empty(&self) -> bool {
+        self.directory.is_empty()
+    }
+
+    /// What the directory says about a frame.
+    ///
+    /// # Errors
+    /// [`Error::OutOfBounds`].
+    pub fn entry(&self, frame: usize) -> Result<ChunkEntry, Error> {
+        self.entries().nth(frame).ok_or(Error::OutOfBounds { what: "frame" })?
+    }
+
+    /// The bytes of a frame, for [`Frame::parse`](crate::Frame::parse) here or at the receiver of a stream.
+    ///
+    /// # Errors
+    /// [`Error::OutOfBounds`].
+    pub fn frame(&self, frame: usize) -> Result<&'a [u8], Error> {
+        let mut start = 0;
+        for entry in self.entries().take(frame) {
+            start += entry?.len;
+        }
+        let len = self.entry(frame)?.len;
+        self.frames.get(start..start + len).ok_or(Error::Truncated)
+    }
+
+    fn entries(&self) -> impl Iterator<Item = Result<ChunkEntry, Error>> + use<'a> {
+        self.directory.as_chunks::<ENTRY>().0.iter().map(|entry| {
+            let four =
+                |at: usize| u32::from_le_bytes([entry[at], entry[at + 1], entry[at + 2], entry[at + 3]]);
+            let eight = |at: usize| u64::from(four(at)) | u64::from(four(at + 4)) << 32;
+            if entry[13] > 1 || entry[14] != 0 || entry[15] != 0 {
+                return Err(Error::BadField { what: "chunk entry" });
+            }
+            Ok(ChunkEntry {
+                first_token: eight(0),
+                tokens: four(8) as usize,
+                level: entry[12],
+                lossless: entry[13] == 1,
+                len: usize::try_from(eight(16)).map_err(|_| Error::TooLarge)?,
+            })
+        })
+    }
+}
+
+/// Puts frames behind a directory and appends the chunk to `out`.
+///
+/// # Errors
+/// What [`Frame::parse`](crate::Frame::parse) finds in a frame, [`Error::TooLarge`] for more than 65,535 of them; `out` is then unchanged.
+#[cfg(feature = "alloc")]
+pub fn write_chunk(frames: &[&[u8]], out: &mut Vec<u8>) -> Result<(), Error> {
+    let count = u16::try_from(frames.len()).map_err(|_| Error::TooLarge)?;
+    let mut head = Vec::with_capacity(HEADER + ENTRY * frames.len());
+    head.extend_from_slice(&MAGIC);
+    head.extend_from_slice(&[VERSION, 0]);
+    head.extend_from_slice(&count.to_le_bytes());
+    for frame in frames {
+        let parsed = Frame::parse(frame, usize::MAX)?;
+        let info = parsed.info();
+        head.extend_from_slice(&info.first_token.to_le_bytes());
+        head.extend_from_slice(&(info.tokens as u32).to_le_bytes());
+        head.extend_from_slice(&[info.level, u8::from(info.lossless), 0, 0]);
+        head.extend_from_slice(&(frame.len() as u64).to_le_bytes());
+    }
+    let checksum = crc32fast::hash(&head);
+    out.extend_from_slice(&head);
+    out.extend_from_slice(&checksum.to_le_bytes());
+    frames.iter().for_each(|frame| out.extend_from_slice(frame));
+    Ok(())
+}

@@ -1,0 +1,55 @@
+//! What coding would cost, without coding.
+
+use crate::MAX_SYMBOLS;
+use crate::model::{PRECISION, SLOTS, Starts};
+use crate::quant;
+
+/// Bits of a fraction in a [`cost`].
+pub(crate) const COST_BITS: u32 = 8;
+
+/// What bins cost under a model, in parts of a bit.
+pub(crate) fn cost((low_bits, starts): (u32, Starts<'_>), bins: impl ExactSizeIterator<Item = i32>) -> i64 {
+    let symbols = starts.symbols();
+    let mut costs = [i64::from(low_bits) << COST_BITS; MAX_SYMBOLS];
+    for (symbol, cost) in costs[..symbols].iter_mut().enumerate() {
+        let end = starts.0.get(symbol + 1).copied().unwrap_or(SLOTS);
+        *cost += i64::from(COSTS[usize::from(end - starts.0[symbol])]);
+    }
+    costs[symbols - 1] += 16 << COST_BITS; // the bin itself, behind the escape
+    bins.map(|bin| costs[quant::symbol(bin, low_bits).min(symbols as u32 - 1) as usize]).sum()
+}
+
+/// `PRECISION - log2(width)` in parts of 2^8.
+static COSTS: [u16; SLOTS as usize + 1] = {
+    let mut all = [0; SLOTS as usize + 1];
+    let mut width = 1;
+    while width < all.len() {
+        // Digit by digit: the square of a number in 1..2 is at least 2 where its logarithm's next digit is 1.
+        let whole = width.ilog2();
+        let (mut x, mut log) = ((width as u64) << (32 - whole), whole as u16);
+        let mut digit = 0;
+        while digit < COST_BITS {
+            x = ((x as u128 * x as u128) >> 32) as u64;
+            let carry = x >> 33;
+            log = log << 1 | carry as u16;
+            x >>= carry;
+            digit += 1;
+        }
+        all[width] = ((PRECISION as u16) << COST_BITS) - log;
+        width += 1;
+    }
+    all
+};
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn costs_are_logarithms() {
+        for (width, &cost) in COSTS.iter().enumerate().skip(1) {
+            let exact = 256.0 * (4096.0 / width as f64).log2();
+            assert!((0.0..1.01).contains(&(f64::from(cost) - exact)), "{width}: {cost} {exact}");
+        }
+    }
+}

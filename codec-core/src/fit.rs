@@ -1,0 +1,328 @@
+//! Fitting a plane to sample rows.
+
+use alloc::sync::Arc;
+use alloc::vec;
+use alloc::vec::Vec;
+
+use crate::cost::cost;
+use crate::error::check_len;
+use crate::model::{CONTEXTS, Distribution, MAX_SYMBOLS, TABLE_LEN, family_model};
+use crate::profile::{ModelsBuf, PlaneBuf, PredictorBuf, ScalingBuf, TransformBuf};
+use crate::quant::{self, bin};
+use crate::{Backend, Coder, Error, family};
+
+/// The predictor that [`PlaneBuf::fit`] should fit.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum PredictorKind {
+    /// Nothing, not even the mean.
+    None,
+    /// The mean of each channel.
+    Mean,
+    /// The mean, and the token before times a factor for each channel.
+    Previous,
+    /// The mean, and an anchor for each group of this many tokens.
+    Anchor {
+        /// Tokens per group, at least 1.
+        group: u16,
+    },
+}
+
+/// The steps that [`PlaneBuf::fit`] should use.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Steps<'a> {
+    /// This many deviations of what the predictor leaves over, channel by channel (CacheGen).
+    Deviations(f32),
+    /// A step for each channel: (channels,).
+    Given(&'a [f32]),
+    /// Of each token, so that its largest magnitude is this many steps (LMCache): 1..=127.
+    TokenAbsmax(u8),
+}
+
+/// The probability models that [`PlaneBuf::fit`] should choose.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ModelKind {
+    /// The best of 256 families for each channel: one byte each.
+    Families,
+    /// A table for each channel: 130 bytes each.
+    Tables,
+    /// Three tables for each channel, chosen by the sign of the bin before.
+    ContextTables,
+}
+
+/// What to fit.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct FitOptions<'a> {
+    /// What is subtracted.
+    pub predictor: PredictorKind,
+    /// What a bin is worth.
+    pub steps: Steps<'a>,
+    /// Probabilities of bins.
+    pub models: ModelKind,
+    /// The entropy coder.
+    pub coder: Coder,
+}
+
+impl PlaneBuf {
+    /// Fits means, factors, steps and a probability model for each channel to sample rows.
+    ///
+    /// # Shapes
+    /// `rows` (tokens, channels), finite, at least two tokens.
+    /// # Errors
+    /// [`Error::Zero`], [`Error::Length`], [`Error::NotFinite`], [`Error::BadStep`], [`Error::BadPlane`].
+    /// # Cost
+    /// Tens of operations a number; with families, twelve candidates for each channel.
+    pub fn fit(
+        rows: &[f32],
+        channels: usize,
+        transform: Option<Arc<TransformBuf>>,
+        options: &FitOptions<'_>,
+    ) -> Result<Self, Error> {
+        if channels == 0 {
+            return Err(Error::Zero { what: "channels" });
+        }
+        let tokens = rows.len() / channels;
+        check_len("rows", rows.len(), tokens * channels)?;
+        if tokens < 2 {
+            return Err(Error::Zero { what: "number of sample tokens beyond the first" });
+        }
+        if rows.iter().any(|x| !x.is_finite()) {
+            return Err(Error::NotFinite { what: "rows" });
+        }
+        if options.predictor == (PredictorKind::Anchor { group: 0 }) {
+            return Err(Error::Zero { what: "group" });
+        }
+        let mean = match options.predictor {
+            PredictorKind::None => vec![0.0; channels],
+            _ => (0..channels).map(|c| column_mean(rows, channels, c)).collect(),
+        };
+        let mut rows = rows.to_vec();
+        for row in rows.chunks_exact_mut(channels) {
+            row.iter_mut().zip(&mean).for_each(|(x, mean)| *x -= mean);
+        }
+        if let Some(transform) = &transform {
+            let transform = transform.view()?;
+            check_len("transform", transform.channels(), channels)?;
+            Backend::detect().run(transform.forward(&mut rows));
+        }
+        let sample = Sample::new(&rows, channels, options)?;
+        let columns: Vec<Column> = (0..channels).map(|c| sample.column(c)).collect::<Result<_, _>>()?;
+        let centroids = centroids(&columns);
+        let models = models(&columns, options.models, centroids);
+        let predictor = match options.predictor {
+            PredictorKind::None | PredictorKind::Mean => PredictorBuf::Mean,
+            PredictorKind::Anchor { group } => PredictorBuf::Anchor { group },
+            PredictorKind::Previous => {
+                PredictorBuf::Previous(columns.iter().map(|column| column.factor).collect())
+            }
+        };
+        let scaling = match options.steps {
+            Steps::TokenAbsmax(levels) => ScalingBuf::TokenAbsmax { levels },
+            _ => ScalingBuf::Steps(columns.iter().map(|column| column.step).collect()),
+        };
+        let plane = Self { transform, mean, predictor, scaling, centroids, models, coder: options.coder };
+        plane.view()?;
+        Ok(plane)
+    }
+
+    /// Fits with each of `predictors` and keeps the plane that codes the sample in the fewest bits.
+    ///
+    /// With given steps all have the same error, so this compares rates alone; anchors are charged for their own bits.
+    ///
+    /// # Errors
+    /// As [`Self::fit`]; [`Error::Zero`] for no predictors.
+    pub fn fit_best(
+        rows: &[f32],
+        channels: usize,
+        transform: Option<Arc<TransformBuf>>,
+        options: &FitOptions<'_>,
+        predictors: &[PredictorKind],
+    ) -> Result<Self, Error> {
+        let mut best: Option<(usize, Self)> = None;
+        for &predictor in predictors {
+            let plane = Self::fit(rows, channels, transform.clone(), &FitOptions { predictor, ..*options })?;
+            let bytes = plane.coded_len(rows)?;
+            if best.as_ref().is_none_or(|(least, _)| bytes < *least) {
+                best = Some((bytes, plane));
+            }
+        }
+        best.map(|(_, plane)| plane).ok_or(Error::Zero { what: "predictors" })
+    }
+
+    /// Bytes that rows take.
+    fn coded_len(&self, rows: &[f32]) -> Result<usize, Error> {
+        let plane = self.view()?;
+        let (mut bytes, mut lengths) = (vec![], vec![]);
+        for rows in rows.chunks(256 * plane.channels()) {
+            crate::block::encode(&plane, Backend::detect(), rows, &mut bytes, &mut lengths)?;
+        }
+        Ok(bytes.len())
+    }
+}
+
+fn column_mean(rows: &[f32], channels: usize, c: usize) -> f32 {
+    let sum: f64 = rows.iter().skip(c).step_by(channels).copied().map(f64::from).sum();
+    (sum * channels as f64 / rows.len() as f64) as f32
+}
+
+/// Coefficients to fit to.
+struct Sample<'a> {
+    rows: &'a [f32],
+    channels: usize,
+    options: &'a FitOptions<'a>,
+    token_steps: Vec<f32>,
+}
+
+/// One channel of a sample, as the coder will see it.
+struct Column {
+    step: f32,
+    factor: f32,
+    scaled: Vec<f32>, // what the mean or the anchor leaves over, in steps
+}
+
+impl<'a> Sample<'a> {
+    fn new(rows: &'a [f32], channels: usize, options: &'a FitOptions<'a>) -> Result<Self, Error> {
+        match options.steps {
+            Steps::Given(steps) => check_len("steps", steps.len(), channels)?,
+            Steps::Deviations(size) if !(size.is_finite() && size > 0.0) => {
+                return Err(Error::BadStep { channel: 0 });
+            }
+            Steps::TokenAbsmax(0 | 128..) => {
+                return Err(Error::BadPlane { what: "levels outside 1..=127" });
+            }
+            _ => {}
+        }
+        let largest = |row: &[f32]| row.iter().fold(f32::MIN_POSITIVE, |max, x| max.max(x.abs()));
+        let token_steps = match options.steps {
+            Steps::TokenAbsmax(levels) => {
+                rows.chunks_exact(channels).map(|row| largest(row) / f32::from(levels)).collect()
+            }
+            _ => vec![],
+        };
+        Ok(Self { rows, channels, options, token_steps })
+    }
+
+    fn column(&self, c: usize) -> Result<Column, Error> {
+        let all: Vec<f32> = self.rows.iter().skip(c).step_by(self.channels).copied().collect();
+        let left_over: Vec<f32> = match self.options.predictor {
+            // Anchors are taken unquantized: their 8 bits move a model little.
+            PredictorKind::Anchor { group } => all
+                .chunks(group.into())
+                .flat_map(|tokens| tokens[1..].iter().map(|x| x - tokens[0]))
+                .collect(),
+            _ => all,
+        };
+        let squares: f64 = left_over.iter().map(|&x| f64::from(x) * f64::from(x)).sum();
+        let variance = squares / left_over.len().max(1) as f64;
+        let step = match self.options.steps {
+            Steps::Given(steps) => steps[c],
+            Steps::Deviations(size) => (size * libm::sqrt(variance) as f32).clamp(1e-12, 1e30),
+            Steps::TokenAbsmax(_) => 1.0,
+        };
+        if !(step.is_finite() && step > 0.0) {
+            return Err(Error::BadStep { channel: c });
+        }
+        let factor = match self.options.predictor {
+            PredictorKind::Previous => {
+                let products: f64 =
+                    left_over.windows(2).map(|pair| f64::from(pair[0]) * f64::from(pair[1])).sum();
+                // The best predictor from a token that quantization has made noisy.
+                let noise = f64::from(step) * f64::from(step) / 12.0 * left_over.len() as f64;
+                (products / (squares + noise).max(f64::MIN_POSITIVE)).clamp(-1.0, 1.0) as f32
+            }
+            _ => 0.0,
+        };
+        let scaled = match self.options.steps {
+            Steps::TokenAbsmax(_) => left_over.iter().zip(&self.token_steps).map(|(x, s)| x / s).collect(),
+            _ => left_over.iter().map(|x| x * (1.0 / step)).collect(),
+        };
+        Ok(Column { step, factor, scaled })
+    }
+}
+
+impl Column {
+    /// Bins and what they miss, with predictions from what the decoder will have.
+    fn bins(&self, centroids: [f32; 2]) -> impl Iterator<Item = (i32, f32)> {
+        let mut last = 0.0;
+        self.scaled.iter().map(move |x| {
+            let prediction = last * self.factor;
+            let bin = bin(x - prediction);
+            last = prediction + crate::block::centre(bin, centroids);
+            (bin, x - prediction - bin as f32)
+        })
+    }
+}
+
+/// How far from the middle of bins +-1 and +-2, away from zero, their numbers are on average.
+fn centroids(columns: &[Column]) -> [f32; 2] {
+    let mut sums = [(0.0_f64, 0_u32); 2];
+    for (bin, missed) in columns.iter().flat_map(|column| column.bins([0.0; 2])) {
+        if let magnitude @ 1..=2 = bin.unsigned_abs() {
+            let (sum, n) = &mut sums[magnitude as usize - 1];
+            *sum += f64::from(missed) * f64::from(bin.signum());
+            *n += 1;
+        }
+    }
+    sums.map(|(sum, n)| (sum / f64::from(n.max(1))).clamp(-0.5, 0.5) as f32)
+}
+
+fn models(columns: &[Column], kind: ModelKind, centroids: [f32; 2]) -> ModelsBuf {
+    let bins = columns.iter().map(|column| column.bins(centroids).map(|(bin, _)| bin).collect::<Vec<_>>());
+    match kind {
+        ModelKind::Families => ModelsBuf::Families(bins.map(|bins| best_family(&bins)).collect()),
+        ModelKind::Tables => ModelsBuf::Tables(bins.flat_map(|bins| tables::<1>(&bins)).collect()),
+        ModelKind::ContextTables => {
+            ModelsBuf::ContextTables(bins.flat_map(|bins| tables::<CONTEXTS>(&bins)).collect())
+        }
+    }
+}
+
+/// The deviation of what was rounded to bins.
+pub(crate) fn deviation(bins: impl ExactSizeIterator<Item = i32>) -> f64 {
+    let n = bins.len().max(1) as f64;
+    let squares: f64 = bins.map(|bin| f64::from(bin) * f64::from(bin)).sum();
+    // What rounding has added to the variance is taken out again.
+    libm::sqrt((squares / n - 1.0 / 12.0).max(0.0))
+}
+
+/// The family that codes the bins in the fewest bits, of those near their deviation.
+fn best_family(bins: &[i32]) -> u8 {
+    let deviation = deviation(bins.iter().copied());
+    let candidates = (0..family::SHAPE_COUNT).flat_map(|shape| {
+        [0.8, 0.87, 0.93, 1.0, 1.07, 1.15].map(|factor| family::nearest(shape, deviation * factor))
+    });
+    candidates.min_by_key(|&family| cost(family_model(family), bins.iter().copied())).unwrap_or(0)
+}
+
+/// Tables of counts, one for each context.
+fn tables<const C: usize>(bins: &[i32]) -> Vec<u16> {
+    let low_bits = family::shift(family::nearest(0, deviation(bins.iter().copied())));
+    let most = MAX_SYMBOLS as u32 - 1;
+    let symbols: Vec<usize> =
+        bins.iter().map(|&bin| quant::symbol(bin, low_bits).min(most) as usize).collect();
+    let largest = symbols.iter().copied().max().unwrap_or(0).min(MAX_SYMBOLS - 2);
+    let mut counts = [[0_u64; MAX_SYMBOLS]; C];
+    let mut context = 0;
+    for &symbol in &symbols {
+        counts[context][symbol.min(largest + 1)] += 1;
+        context = if C == 1 || symbol == 0 || symbol > largest { 0 } else { 2 - symbol % 2 };
+    }
+    let mut tables = Vec::with_capacity(C * TABLE_LEN);
+    for counts in &counts {
+        tables.push(low_bits as u16);
+        tables.extend(Distribution::from_counts(&smoothed(counts, largest), largest + 2).0);
+    }
+    tables
+}
+
+/// Adds a sixteenth of the counts of the bins beside each, and one: bins not seen in the sample keep a likely place.
+fn smoothed(counts: &[u64; MAX_SYMBOLS], largest: usize) -> [u64; MAX_SYMBOLS] {
+    let mut smooth = *counts;
+    for symbol in 0..=largest {
+        // Symbols 2 apart are neighbours; 0 and 1, the two nearest to zero, as well.
+        let inner = if symbol < 2 { 1 - symbol } else { symbol - 2 };
+        let outer = if symbol + 2 <= largest { counts[symbol + 2] } else { 0 };
+        smooth[symbol] = 16 * counts[symbol] + counts[inner] + outer + 1;
+    }
+    smooth[largest + 1] = 16 * counts[largest + 1] + 1;
+    smooth
+}

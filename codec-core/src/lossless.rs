@@ -1,0 +1,246 @@
+//! Bits of 16-bit floats without loss: the exponent of a number is a symbol, counted down from the channel's largest, sign
+//! and mantissa are low bits. The block's bytes are in FORMAT.md, "Block of a lossless frame".
+
+#[cfg(feature = "alloc")]
+use alloc::vec::Vec;
+
+use crate::block::BlockBytes;
+#[cfg(feature = "alloc")]
+use crate::block::MAX_BLOCK_TOKENS;
+use crate::error::check_len;
+use crate::model::TABLE_LEN;
+#[cfg(feature = "alloc")]
+use crate::model::{Distribution, MAX_SYMBOLS};
+#[cfg(feature = "alloc")]
+use crate::tables::Row;
+use crate::tables::{ESCAPE, LANES, TileTables};
+use crate::tile::CHUNK;
+use crate::{Backend, ElementType, Error, Models, rans};
+
+const STORED: u8 = 0;
+const CODED: u8 = 1;
+
+/// How to code the bits of one plane's 16-bit numbers: models of exponents, borrowed.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct LosslessPlane<'a> {
+    mantissa: u32,  // bits
+    tops: &'a [u8], // (channels,): the exponent that is symbol 0
+    models: Models<'a>,
+    id: u32,
+}
+
+impl<'a> LosslessPlane<'a> {
+    /// Models of `tops.len()` channels of f16 or bf16 numbers.
+    ///
+    /// # Shapes
+    /// `tops` (channels,): the biased exponent that is symbol 0, those below it follow; `tables` as in [`Models::tables`], with
+    /// 11 low bits for f16 and 8 for bf16.
+    /// # Errors
+    /// [`Error::BadField`] for f32, [`Error::Zero`], [`Error::Length`], [`Error::BadModel`].
+    pub fn new(element: ElementType, tops: &'a [u8], tables: &'a [u16]) -> Result<Self, Error> {
+        let mantissa = mantissa_bits(element)?;
+        if tops.is_empty() {
+            return Err(Error::Zero { what: "channels" });
+        }
+        let models = Models::tables(tops.len(), tables)?;
+        let wrong = |table: &[u16]| u32::from(table[0]) != mantissa + 1;
+        if let Some(channel) = tables.chunks_exact(TABLE_LEN).position(wrong) {
+            return Err(Error::BadModel { channel });
+        }
+        let mut hasher = crc32fast::Hasher::new();
+        hasher.update(&[mantissa as u8]);
+        hasher.update(tops);
+        models.hash(&mut hasher);
+        Ok(Self { mantissa, tops, models, id: hasher.finalize() })
+    }
+
+    /// Numbers per token.
+    #[must_use]
+    pub const fn channels(&self) -> usize {
+        self.tops.len()
+    }
+
+    /// A checksum (CRC-32) over everything that decides what bytes mean.
+    #[must_use]
+    pub const fn id(&self) -> u32 {
+        self.id
+    }
+
+    /// Symbol, sign and mantissa of a number's bits.
+    #[cfg(feature = "alloc")]
+    fn code(&self, channel: usize, bits: u16) -> u16 {
+        let exponents = ESCAPE >> (self.mantissa + 1); // a mask: all of them
+        let symbol = u16::from(self.tops[channel]).wrapping_sub(bits >> self.mantissa) & exponents;
+        symbol << (self.mantissa + 1) | (bits >> 15) << self.mantissa | bits & ((1 << self.mantissa) - 1)
+    }
+
+    fn bits(&self, channel: usize, code: u16) -> u16 {
+        let exponents = ESCAPE >> (self.mantissa + 1);
+        let exponent = u16::from(self.tops[channel]).wrapping_sub(code >> (self.mantissa + 1)) & exponents;
+        (code >> self.mantissa) << 15 | exponent << self.mantissa | code & ((1 << self.mantissa) - 1)
+    }
+}
+
+fn mantissa_bits(element: ElementType) -> Result<u32, Error> {
+    match element {
+        ElementType::F16 => Ok(10),
+        ElementType::Bf16 => Ok(7),
+        ElementType::F32 => Err(Error::BadField { what: "lossless element type" }),
+    }
+}
+
+/// The plane's models, fitted to the bits of sample rows: tops (channels,) and tables for [`LosslessPlane::new`].
+///
+/// # Shapes
+/// `rows` (tokens, channels).
+/// # Errors
+/// [`Error::BadField`] for f32, [`Error::Zero`], [`Error::Length`].
+#[cfg(feature = "alloc")]
+pub fn fit_lossless(
+    element: ElementType,
+    rows: &[u16],
+    channels: usize,
+) -> Result<(Vec<u8>, Vec<u16>), Error> {
+    let mantissa = mantissa_bits(element)?;
+    if channels == 0 || rows.is_empty() {
+        return Err(Error::Zero { what: "sample rows" });
+    }
+    check_len("rows", rows.len(), rows.len() / channels * channels)?;
+    let exponents = ESCAPE >> (mantissa + 1);
+    let most = (MAX_SYMBOLS - 1).min(usize::from(exponents)); // symbols before the escape
+    let (mut tops, mut tables) = (Vec::with_capacity(channels), Vec::with_capacity(channels * TABLE_LEN));
+    for c in 0..channels {
+        let column = || rows.iter().skip(c).step_by(channels).map(|bits| bits >> mantissa & exponents);
+        let top = column().max().unwrap_or(0);
+        let mut counts = [0_u64; MAX_SYMBOLS];
+        column().for_each(|exponent| counts[usize::from(top - exponent).min(most)] += 16);
+        let used = (0..most).rev().find(|&s| counts[s] > 0).map_or(1, |s| s + 1);
+        counts[used] += counts[most] * u64::from(used < most) + 1;
+        tops.push(top as u8);
+        tables.push(mantissa as u16 + 1);
+        tables.extend(Distribution::from_counts(&counts, used + 1).0);
+    }
+    Ok((tops, tables))
+}
+
+/// Codes rows; see `block::encode`.
+#[cfg(feature = "alloc")]
+pub(crate) fn encode(
+    plane: &LosslessPlane<'_>,
+    backend: Backend,
+    rows: &[u16],
+    out: &mut Vec<u8>,
+    lengths: &mut Vec<u16>,
+) -> Result<(), Error> {
+    let channels = plane.channels();
+    let tokens = rows.len() / channels;
+    if tokens > MAX_BLOCK_TOKENS {
+        return Err(Error::TooLarge);
+    }
+    for first in (0..channels).step_by(LANES) {
+        let lanes = LANES.min(channels - first);
+        let tables = TileTables::<1>::new(&plane.models, first, lanes);
+        let start = out.len();
+        out.extend_from_slice(&[CODED, 0, 0, 0]);
+        let mut escapes = Vec::new();
+        let codes: Vec<Row> = rows
+            .chunks_exact(channels)
+            .map(|row| {
+                let mut codes = [0; LANES];
+                for (lane, &bits) in row[first..first + lanes].iter().enumerate() {
+                    let code = plane.code(first + lane, bits);
+                    let escaped = code >> tables.low_bits[lane] >= tables.escape[0][lane];
+                    codes[lane] = if escaped { ESCAPE } else { code };
+                    if escaped {
+                        escapes.push(code);
+                    }
+                }
+                codes
+            })
+            .collect();
+        out[start + 2..start + 4].copy_from_slice(&(escapes.len() as u16).to_le_bytes());
+        rans::encode(&tables, backend, &codes, out);
+        escapes.iter().for_each(|code| out.extend_from_slice(&code.to_le_bytes()));
+        if out.len() - start > 4 + 2 * lanes * tokens {
+            out.truncate(start);
+            out.extend_from_slice(&[STORED, 0, 0, 0]);
+            let columns = rows.chunks_exact(channels).flat_map(|row| &row[first..first + lanes]);
+            columns.for_each(|bits| out.extend_from_slice(&bits.to_le_bytes()));
+        }
+        lengths.push(u16::try_from((out.len() - start) / 2).map_err(|_| Error::TooLarge)?);
+    }
+    Ok(())
+}
+
+/// Decodes a block; see `block::decode_into`.
+pub(crate) fn decode_into(
+    plane: &LosslessPlane<'_>,
+    backend: Backend,
+    block: &BlockBytes<'_>,
+    out: &mut [u16],
+) -> Result<(), Error> {
+    let channels = plane.channels();
+    let mut rest = block.bytes;
+    let lengths = block.lengths.as_chunks::<2>().0;
+    for (first, length) in (0..channels).step_by(LANES).zip(lengths) {
+        let (tile, after) =
+            rest.split_at_checked(2 * usize::from(u16::from_le_bytes(*length))).ok_or(Error::Truncated)?;
+        rest = after;
+        decode_tile(plane, backend, tile, first, out)?;
+    }
+    if rest.is_empty() { Ok(()) } else { Err(Error::TrailingBytes) }
+}
+
+fn decode_tile(
+    plane: &LosslessPlane<'_>,
+    backend: Backend,
+    tile: &[u8],
+    first: usize,
+    out: &mut [u16],
+) -> Result<(), Error> {
+    let channels = plane.channels();
+    let lanes = LANES.min(channels - first);
+    let rows = out.len() / channels;
+    let (&[kind, zero, a, b], body) = tile.split_first_chunk::<4>().ok_or(Error::Truncated)?;
+    let escapes = 2 * usize::from(u16::from_le_bytes([a, b]));
+    match (kind, zero, escapes) {
+        (STORED, 0, 0) => {
+            check_len("stored tile", body.len(), 2 * lanes * rows).map_err(|_| Error::Corrupt)?;
+            let stored = body.as_chunks::<2>().0.chunks_exact(lanes);
+            for (row, stored) in out.chunks_exact_mut(channels).zip(stored) {
+                for (bits, &stored) in row[first..].iter_mut().zip(stored) {
+                    *bits = u16::from_le_bytes(stored);
+                }
+            }
+            Ok(())
+        }
+        (CODED, 0, _) => {
+            let at = body.len().checked_sub(escapes).ok_or(Error::Truncated)?;
+            let (stream, mut escapes) = body.split_at(at);
+            let tables = TileTables::<1>::new(&plane.models, first, lanes);
+            let mut decoder = rans::Decoder::new(&tables, backend, rows, stream)?;
+            let mut codes = [[0; LANES]; CHUNK];
+            for rows in out.chunks_mut(CHUNK * channels) {
+                let codes = &mut codes[..rows.len() / channels];
+                decoder.decode(codes)?;
+                for (row, codes) in rows.chunks_exact_mut(channels).zip(codes) {
+                    for (lane, (bits, &code)) in row[first..].iter_mut().zip(&codes[..lanes]).enumerate() {
+                        let code = if code == ESCAPE {
+                            let (code, rest) = escapes.split_first_chunk::<2>().ok_or(Error::Corrupt)?;
+                            escapes = rest;
+                            u16::from_le_bytes(*code)
+                        } else {
+                            code
+                        };
+                        *bits = plane.bits(first + lane, code);
+                    }
+                }
+            }
+            if !escapes.is_empty() {
+                return Err(Error::TrailingBytes);
+            }
+            decoder.finish()
+        }
+        _ => Err(Error::Corrupt),
+    }
+}

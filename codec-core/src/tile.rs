@@ -1,0 +1,286 @@
+//! One tile: up to 32 channels of some tokens, as bins. The bytes are in FORMAT.md, "Tile".
+
+use crate::model::PRECISION;
+use crate::quant::{bin_of_code, unzigzag};
+use crate::simd::Kernel;
+use crate::tables::{ESCAPE, LANES, Row, TileTables};
+use crate::{Backend, Error, Models, range, rans};
+
+/// The entropy coder of a plane's tiles.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Coder {
+    /// 32 interleaved range-ANS coders: decodes 32 symbols at a time.
+    Lanes,
+    /// One range coder (arithmetic coding), symbol by symbol: the definition, and about 100 bytes a tile smaller.
+    Range,
+}
+
+/// Rows that are decoded at once: small enough for the first cache, with room for what is made of them.
+pub(crate) const CHUNK: usize = 32;
+
+/// Bins of one token of a tile.
+pub(crate) type Bins = [i32; LANES];
+
+pub(crate) const FIXED: u8 = 0;
+pub(crate) const PLANE_LANES: u8 = 1;
+pub(crate) const OWN_LANES: u8 = 2;
+pub(crate) const PLANE_RANGE: u8 = 3;
+
+/// Bytes before what the kinds differ in.
+const HEAD: usize = 4;
+
+/// What a tile's bytes say, before any number is decoded.
+enum Kind<'a> {
+    /// Bins of `width` bits, of steps `2^exponent` as large, without prediction.
+    Fixed { width: u32, exponent: u8, bits: &'a [u8] },
+    /// Codes, under the plane's models or families of its own.
+    Coded { own: Option<&'a [u8]>, coder: Coder, stream: &'a [u8], escapes: &'a [u8] },
+}
+
+impl<'a> Kind<'a> {
+    fn parse(bytes: &'a [u8], rows: usize, lanes: usize) -> Result<Self, Error> {
+        let (&[kind, a, b, c], body) = bytes.split_first_chunk::<HEAD>().ok_or(Error::Truncated)?;
+        let padding = usize::from(kind == PLANE_RANGE && a == 1);
+        let body = body.get(..body.len().wrapping_sub(padding)).ok_or(Error::Truncated)?;
+        if kind == FIXED {
+            let width = u32::from(a);
+            if width > 16 || c != 0 {
+                return Err(Error::Corrupt);
+            }
+            // Tiles are padded to an even number of bytes.
+            let len = (rows * lanes * width as usize).div_ceil(8).next_multiple_of(2);
+            check_body(body.len(), len)?;
+            return Ok(Self::Fixed { width, exponent: b, bits: body });
+        }
+        let escapes = 2 * usize::from(u16::from_le_bytes([b, c]));
+        let (own, coder, body) = match (kind, a) {
+            (PLANE_LANES, 0) => (None, Coder::Lanes, body),
+            (OWN_LANES, 0) => {
+                let (own, body) = body.split_at_checked(lanes.next_multiple_of(2)).ok_or(Error::Truncated)?;
+                (Some(&own[..lanes]), Coder::Lanes, body)
+            }
+            (PLANE_RANGE, 0 | 1) => (None, Coder::Range, body),
+            _ => return Err(Error::Corrupt),
+        };
+        let at = body.len().checked_sub(escapes).ok_or(Error::Truncated)?;
+        let (stream, escapes) = body.split_at(at);
+        Ok(Self::Coded { own, coder, stream, escapes })
+    }
+}
+
+fn check_body(actual: usize, expected: usize) -> Result<(), Error> {
+    match actual {
+        _ if actual < expected => Err(Error::Truncated),
+        _ if actual > expected => Err(Error::TrailingBytes),
+        _ => Ok(()),
+    }
+}
+
+/// A tile that can be decoded.
+pub(crate) struct Tile<'a> {
+    kind: Kind<'a>,
+    rows: usize,
+    lanes: usize,
+}
+
+/// How to read the bins of a tile.
+#[derive(Clone, Copy)]
+pub(crate) enum Scale {
+    /// Differences to a prediction, in steps.
+    Predicted,
+    /// Numbers themselves, in steps times `2^exponent`.
+    Plain(u8),
+}
+
+impl<'a> Tile<'a> {
+    pub fn parse(bytes: &'a [u8], rows: usize, lanes: usize) -> Result<Self, Error> {
+        Ok(Self { kind: Kind::parse(bytes, rows, lanes)?, rows, lanes })
+    }
+
+    pub fn scale(&self) -> Scale {
+        match self.kind {
+            Kind::Fixed { exponent, .. } => Scale::Plain(exponent),
+            Kind::Coded { .. } => Scale::Predicted,
+        }
+    }
+
+    /// Decodes all rows under the models of channels from `first` on and shows them to `sink`, up to [`CHUNK`] at a time.
+    pub fn decode(
+        &self,
+        models: &Models<'_>,
+        first: usize,
+        backend: Backend,
+        mut sink: impl FnMut(&[Bins]),
+    ) -> Result<(), Error> {
+        match self.kind {
+            Kind::Fixed { width, bits, .. } => {
+                let mut reader = BitReader { bytes: bits, buffer: 0, left: 0 };
+                let mut bins = [[0; LANES]; CHUNK];
+                for start in (0..self.rows).step_by(CHUNK) {
+                    let bins = &mut bins[..CHUNK.min(self.rows - start)];
+                    for bins in &mut *bins {
+                        for bin in &mut bins[..self.lanes] {
+                            *bin = unzigzag(reader.read(width));
+                        }
+                    }
+                    sink(bins);
+                }
+                Ok(())
+            }
+            Kind::Coded { own: Some(own), stream, escapes, .. } => {
+                let tables = TileTables::of_families(own);
+                self.decode_lanes(&tables, backend, stream, escapes, sink)
+            }
+            Kind::Coded { own: None, coder, stream, escapes } => match models.contexts() {
+                1 => {
+                    let tables = TileTables::<1>::new(models, first, self.lanes);
+                    self.decode_coded(&tables, coder, backend, stream, escapes, sink)
+                }
+                _ => {
+                    let tables = TileTables::<3>::new(models, first, self.lanes);
+                    self.decode_coded(&tables, coder, backend, stream, escapes, sink)
+                }
+            },
+        }
+    }
+
+    fn decode_coded<const C: usize>(
+        &self,
+        tables: &TileTables<C>,
+        coder: Coder,
+        backend: Backend,
+        stream: &[u8],
+        escapes: &[u8],
+        sink: impl FnMut(&[Bins]),
+    ) -> Result<(), Error> {
+        match coder {
+            Coder::Lanes => self.decode_lanes(tables, backend, stream, escapes, sink),
+            Coder::Range => {
+                let mut decoder = RangeDecoder::new(tables, stream)?;
+                self.decode_chunks(tables, backend, escapes, sink, |rows| decoder.decode(rows))?;
+                decoder.coder.finish()
+            }
+        }
+    }
+
+    fn decode_lanes<const C: usize>(
+        &self,
+        tables: &TileTables<C>,
+        backend: Backend,
+        stream: &[u8],
+        escapes: &[u8],
+        sink: impl FnMut(&[Bins]),
+    ) -> Result<(), Error> {
+        let mut decoder = rans::Decoder::new(tables, backend, self.rows, stream)?;
+        self.decode_chunks(tables, backend, escapes, sink, |rows| decoder.decode(rows))?;
+        decoder.finish()
+    }
+
+    fn decode_chunks<const C: usize>(
+        &self,
+        tables: &TileTables<C>,
+        backend: Backend,
+        mut escapes: &[u8],
+        mut sink: impl FnMut(&[Bins]),
+        mut decode: impl FnMut(&mut [Row]) -> Result<(), Error>,
+    ) -> Result<(), Error> {
+        let mut codes = [[0; LANES]; CHUNK];
+        let mut bins = [[0; LANES]; CHUNK];
+        for start in (0..self.rows).step_by(CHUNK) {
+            let n = CHUNK.min(self.rows - start);
+            let (codes, bins) = (&mut codes[..n], &mut bins[..n]);
+            decode(codes)?;
+            backend.run(BinsOfCodes { codes, low_bits: &tables.low_bits, bins });
+            if codes.as_flattened().contains(&ESCAPE) {
+                for (bin, _) in bins
+                    .as_flattened_mut()
+                    .iter_mut()
+                    .zip(codes.as_flattened())
+                    .filter(|(_, code)| **code == ESCAPE)
+                {
+                    let (word, rest) = escapes.split_first_chunk::<2>().ok_or(Error::Corrupt)?;
+                    *bin = i16::from_le_bytes(*word).into();
+                    escapes = rest;
+                }
+            }
+            sink(bins);
+        }
+        if escapes.is_empty() { Ok(()) } else { Err(Error::TrailingBytes) }
+    }
+}
+
+struct BinsOfCodes<'a> {
+    codes: &'a [Row],
+    low_bits: &'a [u32; LANES],
+    bins: &'a mut [Bins],
+}
+
+impl Kernel for BinsOfCodes<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn scalar(self) {
+        for (codes, bins) in self.codes.iter().zip(self.bins) {
+            for ((&code, &bits), bin) in codes.iter().zip(self.low_bits).zip(bins) {
+                *bin = bin_of_code(code, bits);
+            }
+        }
+    }
+}
+
+/// The range coder over rows of codes: the same symbols, low bits and contexts, one after the other.
+struct RangeDecoder<'a, const C: usize> {
+    tables: &'a TileTables<C>,
+    coder: range::Decoder<'a>,
+    last: Row, // codes of the row before
+}
+
+impl<'a, const C: usize> RangeDecoder<'a, C> {
+    fn new(tables: &'a TileTables<C>, stream: &'a [u8]) -> Result<Self, Error> {
+        Ok(Self { tables, coder: range::Decoder::new(stream)?, last: [0; LANES] })
+    }
+
+    fn decode(&mut self, rows: &mut [Row]) -> Result<(), Error> {
+        let tables = self.tables;
+        for row in rows {
+            row.fill(0);
+            for (lane, code) in row[..tables.lanes].iter_mut().enumerate() {
+                let bits = tables.low_bits[lane];
+                let context = TileTables::<C>::context_after(self.last[lane], bits);
+                let symbol = self.coder.decode(PRECISION, |slot| {
+                    let symbol = tables.find(context, lane, slot);
+                    (symbol, tables.slots(context, symbol, lane))
+                })?;
+                *code = if symbol as u16 == tables.escape[context][lane] {
+                    ESCAPE
+                } else {
+                    (symbol as u16) << bits | self.coder.decode_bits(bits)? as u16
+                };
+            }
+            self.last = *row;
+        }
+        Ok(())
+    }
+}
+
+/// Reads numbers of up to 16 bits, lowest bits first. Behind the end there are zeros.
+struct BitReader<'a> {
+    bytes: &'a [u8],
+    buffer: u32,
+    left: u32,
+}
+
+impl BitReader<'_> {
+    fn read(&mut self, width: u32) -> u32 {
+        while self.left < width {
+            let (byte, rest) = self.bytes.split_first().unwrap_or((&0, &[]));
+            self.buffer |= u32::from(*byte) << self.left;
+            self.bytes = rest;
+            self.left += 8;
+        }
+        let x = self.buffer & ((1 << width) - 1);
+        self.buffer >>= width;
+        self.left -= width;
+        x
+    }
+}

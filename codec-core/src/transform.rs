@@ -1,0 +1,168 @@
+use crate::Error;
+use crate::error::check_len;
+use crate::simd::Kernel;
+
+/// Most components of a head that a [`Transform`] takes: a row of them is kept on the stack.
+pub const MAX_HEAD_DIM: usize = 512;
+
+/// A linear map per head to coefficients, and back: borrowed.
+///
+/// Rows, less their mean, become coefficients before they are quantized. With `svd-core`'s query-metric rotation, `into` is its
+/// `store` and `back` the transpose of its `probe`.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Transform<'a> {
+    pub(crate) head_dim: usize,
+    into: &'a [f32], // (heads, head_dim, head_dim): row i is what component i adds to the coefficients
+    back: &'a [f32], // (heads, head_dim, head_dim): row i is what coefficient i adds to the components
+}
+
+impl<'a> Transform<'a> {
+    /// Maps of heads of `head_dim` components.
+    ///
+    /// # Shapes
+    /// `into`, `back` (heads, head_dim, head_dim): row `i` of `into` is what component `i` of a head adds to its coefficients, row
+    /// `i` of `back` what coefficient `i` adds to the components. That they are inverse to each other is not checked.
+    /// # Errors
+    /// [`Error::Zero`], [`Error::TooLarge`] beyond [`MAX_HEAD_DIM`], [`Error::Length`], [`Error::NotFinite`].
+    pub fn new(head_dim: usize, into: &'a [f32], back: &'a [f32]) -> Result<Self, Error> {
+        if head_dim == 0 || into.is_empty() {
+            return Err(Error::Zero { what: "a transform" });
+        }
+        if head_dim > MAX_HEAD_DIM {
+            return Err(Error::TooLarge);
+        }
+        let heads = into.len() / (head_dim * head_dim);
+        check_len("into", into.len(), heads.max(1) * head_dim * head_dim)?;
+        check_len("back", back.len(), into.len())?;
+        if into.iter().chain(back).any(|x| !x.is_finite()) {
+            return Err(Error::NotFinite { what: "transform" });
+        }
+        Ok(Self { head_dim, into, back })
+    }
+
+    pub(crate) const fn channels(&self) -> usize {
+        self.into.len() / self.head_dim
+    }
+
+    /// All numbers of both maps.
+    pub(crate) fn numbers(&self) -> impl Iterator<Item = &'a f32> {
+        self.into.iter().chain(self.back)
+    }
+
+    /// Rows less their mean to coefficients, in place.
+    #[cfg(feature = "alloc")]
+    pub(crate) const fn forward<'b>(self, rows: &'b mut [f32]) -> Apply<'a, 'b> {
+        Apply { head_dim: self.head_dim, maps: self.into, rows }
+    }
+
+    /// Rows of coefficients to rows less their mean, in place.
+    pub(crate) const fn inverse<'b>(self, rows: &'b mut [f32]) -> Apply<'a, 'b> {
+        Apply { head_dim: self.head_dim, maps: self.back, rows }
+    }
+}
+
+/// Maps every head of every row. Sums go in the order of the inputs and each product is rounded by itself, so that all
+/// backends have the same bits. Inputs of zero, at low rates most coefficients, are passed over.
+pub(crate) struct Apply<'a, 'b> {
+    head_dim: usize,
+    maps: &'a [f32],
+    rows: &'b mut [f32],
+}
+
+impl Kernel for Apply<'_, '_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn scalar(self) {
+        let dim = self.head_dim;
+        let mut sum = [0.0_f32; MAX_HEAD_DIM];
+        let sum = &mut sum[..dim];
+        for row in self.rows.chunks_exact_mut(self.maps.len() / dim) {
+            for (head, map) in row.chunks_exact_mut(dim).zip(self.maps.chunks_exact(dim * dim)) {
+                sum.fill(0.0);
+                for (&x, map) in head.iter().zip(map.chunks_exact(dim)) {
+                    if x != 0.0 {
+                        for (sum, m) in sum.iter_mut().zip(map) {
+                            *sum += x * m;
+                        }
+                    }
+                }
+                head.copy_from_slice(sum);
+            }
+        }
+    }
+}
+
+/// Rotary position embedding of decoded keys: cosines and sines of the tokens' positions, in order.
+///
+/// Component `i` of a head is paired with `i + head_dim / 2`, or with its neighbour.
+#[derive(Clone, Copy, Debug)]
+pub struct RopeTable<'a> {
+    half: usize,
+    cos: &'a [f32], // (tokens, half)
+    sin: &'a [f32], // (tokens, half)
+    neighbours: bool,
+}
+
+impl<'a> RopeTable<'a> {
+    /// Pairs `i` and `i + head_dim / 2` (Hugging Face).
+    ///
+    /// # Shapes
+    /// `cos`, `sin` (tokens, head_dim / 2).
+    /// # Errors
+    /// [`Error::Zero`] for an odd or empty head, [`Error::Length`].
+    pub fn halves(head_dim: usize, cos: &'a [f32], sin: &'a [f32]) -> Result<Self, Error> {
+        Self::new(head_dim, cos, sin, false)
+    }
+
+    /// Pairs `2 i` and `2 i + 1` (the original layout, GPT-J, GGUF).
+    ///
+    /// # Errors
+    /// As [`Self::halves`].
+    pub fn neighbours(head_dim: usize, cos: &'a [f32], sin: &'a [f32]) -> Result<Self, Error> {
+        Self::new(head_dim, cos, sin, true)
+    }
+
+    fn new(head_dim: usize, cos: &'a [f32], sin: &'a [f32], neighbours: bool) -> Result<Self, Error> {
+        let half = head_dim / 2;
+        if half == 0 || head_dim % 2 == 1 {
+            return Err(Error::Zero { what: "an even head dimension" });
+        }
+        check_len("cos", cos.len(), cos.len() / half * half)?;
+        check_len("sin", sin.len(), cos.len())?;
+        Ok(Self { half, cos, sin, neighbours })
+    }
+
+    pub(crate) const fn head_dim(&self) -> usize {
+        2 * self.half
+    }
+
+    pub(crate) const fn tokens(&self) -> usize {
+        self.cos.len() / self.half
+    }
+
+    /// The part for some of the tokens.
+    pub(crate) fn tokens_of(&self, tokens: core::ops::Range<usize>) -> Self {
+        let part = tokens.start * self.half..tokens.end * self.half;
+        Self { cos: &self.cos[part.clone()], sin: &self.sin[part], ..*self }
+    }
+
+    /// Rotates every head of a token's row.
+    pub(crate) fn rotate(&self, token: usize, row: &mut [f32]) {
+        let cos = &self.cos[token * self.half..][..self.half];
+        let sin = &self.sin[token * self.half..][..self.half];
+        for head in row.chunks_exact_mut(2 * self.half) {
+            if self.neighbours {
+                for ((pair, cos), sin) in head.as_chunks_mut::<2>().0.iter_mut().zip(cos).zip(sin) {
+                    let [a, b] = *pair;
+                    *pair = [a * cos - b * sin, b * cos + a * sin];
+                }
+            } else {
+                let (low, high) = head.split_at_mut(self.half);
+                for (((a, b), cos), sin) in low.iter_mut().zip(high).zip(cos).zip(sin) {
+                    (*a, *b) = (*a * cos - *b * sin, *b * cos + *a * sin);
+                }
+            }
+        }
+    }
+}
