@@ -54,47 +54,14 @@ pub(crate) fn encode(
     lengths: &mut Vec<u16>,
 ) -> Result<(), Error> {
     let channels = plane.channels();
-    let tokens = rows.len() / channels;
-    check_len("rows", rows.len(), tokens * channels)?;
-    if tokens > MAX_BLOCK_TOKENS {
-        return Err(Error::TooLarge);
-    }
-    if rows.iter().any(|x| !x.is_finite()) {
-        return Err(Error::NotFinite { what: "rows" });
-    }
-    let mut rows = rows.to_vec();
-    for row in rows.chunks_exact_mut(channels) {
-        row.iter_mut().zip(plane.mean).for_each(|(x, mean)| *x -= mean);
-    }
-    if let Some(transform) = plane.transform {
-        backend.run(transform.forward(&mut rows));
-    }
-    let mut steps_of_tokens = vec![];
-    match (plane.predictor, plane.scaling) {
-        (Predictor::Anchor { group }, _) => rows = take_anchors(&rows, channels, group.into(), out)?,
-        (_, Scaling::TokenAbsmax { levels }) => {
-            steps_of_tokens = rows.chunks_exact(channels).map(|row| write_step(row, levels, out)).collect();
-        }
-        _ => {}
-    }
-    if rows.is_empty() {
+    let numbers = BlockNumbers::new(plane, backend, rows, out)?;
+    if numbers.rows.is_empty() {
         lengths.extend((0..tiles(channels)).map(|_| 0));
         return Ok(());
     }
     for first in (0..channels).step_by(LANES) {
         let lanes = LANES.min(channels - first);
-        let inverse = inverse_steps(plane, first, lanes);
-        let steps: Vec<[f32; LANES]> = rows
-            .chunks_exact(channels)
-            .enumerate()
-            .map(|(t, row)| {
-                let mut steps = [0.0; LANES];
-                for (lane, x) in row[first..first + lanes].iter().enumerate() {
-                    steps[lane] = x * steps_of_tokens.get(t).map_or(inverse[lane], |step| 1.0 / step);
-                }
-                steps
-            })
-            .collect();
+        let steps = numbers.tile(first, lanes);
         let bins = predicted_bins(plane, first, lanes, &steps);
         let encoder = TileEncoder { models: &plane.models, coder: plane.coder, backend, first, lanes };
         let start = out.len();
@@ -105,14 +72,89 @@ pub(crate) fn encode(
 }
 
 #[cfg(feature = "alloc")]
-fn inverse_steps(plane: &Plane<'_>, first: usize, lanes: usize) -> [f32; LANES] {
-    let mut inverse = [0.0; LANES];
-    if let Scaling::Steps(steps) = plane.scaling {
-        for (inverse, step) in inverse.iter_mut().zip(&steps[first..first + lanes]) {
-            *inverse = 1.0 / step;
+impl Plane<'_> {
+    /// The bins that a block of these rows is coded as, before the entropy coder: for studies of rates.
+    ///
+    /// # Shapes
+    /// `rows` (tokens, channels), up to [`MAX_BLOCK_TOKENS`]; the result (tokens that are no anchors, channels).
+    /// # Errors
+    /// [`Error::Length`], [`Error::TooLarge`], [`Error::NotFinite`], [`Error::OutOfRange`].
+    pub fn bins(&self, rows: &[f32]) -> Result<Vec<i32>, Error> {
+        let channels = self.channels();
+        let numbers = BlockNumbers::new(self, Backend::detect(), rows, &mut vec![])?;
+        let mut all = vec![0; numbers.rows.len()];
+        for first in (0..channels).step_by(LANES) {
+            let lanes = LANES.min(channels - first);
+            let bins = predicted_bins(self, first, lanes, &numbers.tile(first, lanes));
+            for (all, bins) in all.chunks_exact_mut(channels).zip(bins) {
+                all[first..first + lanes].copy_from_slice(&bins[..lanes]);
+            }
         }
+        Ok(all)
     }
-    inverse
+}
+
+/// What is left of a block's rows for its tiles.
+#[cfg(feature = "alloc")]
+struct BlockNumbers<'a> {
+    plane: &'a Plane<'a>,
+    rows: Vec<f32>,        // coefficients less their anchors
+    token_steps: Vec<f32>, // of scalings by token
+}
+
+#[cfg(feature = "alloc")]
+impl<'a> BlockNumbers<'a> {
+    /// Takes mean and anchors out of rows, applies the transform, and appends to `out` what the decoder must be told.
+    fn new(plane: &'a Plane<'a>, backend: Backend, rows: &[f32], out: &mut Vec<u8>) -> Result<Self, Error> {
+        let channels = plane.channels();
+        let tokens = rows.len() / channels;
+        check_len("rows", rows.len(), tokens * channels)?;
+        if tokens > MAX_BLOCK_TOKENS {
+            return Err(Error::TooLarge);
+        }
+        if rows.iter().any(|x| !x.is_finite()) {
+            return Err(Error::NotFinite { what: "rows" });
+        }
+        let mut rows = rows.to_vec();
+        for row in rows.chunks_exact_mut(channels) {
+            row.iter_mut().zip(plane.mean).for_each(|(x, mean)| *x -= mean);
+        }
+        if let Some(transform) = plane.transform {
+            backend.run(transform.forward(&mut rows));
+        }
+        let mut token_steps = vec![];
+        match (plane.predictor, plane.scaling) {
+            (Predictor::Anchor { group }, _) => rows = take_anchors(&rows, channels, group.into(), out)?,
+            (_, Scaling::TokenAbsmax { levels }) => {
+                token_steps = rows.chunks_exact(channels).map(|row| write_step(row, levels, out)).collect();
+            }
+            _ => {}
+        }
+        Ok(Self { plane, rows, token_steps })
+    }
+
+    /// The numbers of one tile, in steps.
+    fn tile(&self, first: usize, lanes: usize) -> Vec<[f32; LANES]> {
+        let mut inverse = [0.0; LANES];
+        if let Scaling::Steps(steps) = self.plane.scaling {
+            inverse
+                .iter_mut()
+                .zip(&steps[first..first + lanes])
+                .for_each(|(inverse, step)| *inverse = 1.0 / step);
+        }
+        let mut tile = vec![[0.0; LANES]; self.rows.len() / self.plane.channels()];
+        for (t, (tile, row)) in tile.iter_mut().zip(self.rows.chunks_exact(self.plane.channels())).enumerate()
+        {
+            if let Some(step) = self.token_steps.get(t) {
+                inverse = [1.0 / step; LANES];
+            }
+            tile.iter_mut()
+                .zip(&row[first..first + lanes])
+                .zip(inverse)
+                .for_each(|((y, x), inverse)| *y = x * inverse);
+        }
+        tile
+    }
 }
 
 /// Differences to the prediction from what the decoder will have seen.

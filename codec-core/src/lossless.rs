@@ -15,6 +15,8 @@ use crate::model::{Distribution, MAX_SYMBOLS};
 use crate::tables::Row;
 use crate::tables::{ESCAPE, LANES, TileTables};
 use crate::tile::CHUNK;
+#[cfg(feature = "alloc")]
+use crate::tile_encode::pad;
 use crate::{Backend, ElementType, Error, Models, rans};
 
 const STORED: u8 = 0;
@@ -160,6 +162,7 @@ pub(crate) fn encode(
             .collect();
         out[start + 2..start + 4].copy_from_slice(&(escapes.len() as u16).to_le_bytes());
         rans::encode(&tables, backend, &codes, out);
+        pad(start, out);
         escapes.iter().for_each(|code| out.extend_from_slice(&code.to_le_bytes()));
         if out.len() - start > 4 + 2 * lanes * tokens {
             out.truncate(start);
@@ -201,9 +204,10 @@ fn decode_tile(
     let channels = plane.channels();
     let lanes = LANES.min(channels - first);
     let rows = out.len() / channels;
-    let (&[kind, zero, a, b], body) = tile.split_first_chunk::<4>().ok_or(Error::Truncated)?;
+    let (&[kind, padding, a, b], body) = tile.split_first_chunk::<4>().ok_or(Error::Truncated)?;
     let escapes = 2 * usize::from(u16::from_le_bytes([a, b]));
-    match (kind, zero, escapes) {
+    let padding = usize::from(padding);
+    match (kind, padding, escapes) {
         (STORED, 0, 0) => {
             check_len("stored tile", body.len(), 2 * lanes * rows).map_err(|_| Error::Corrupt)?;
             let stored = body.as_chunks::<2>().0.chunks_exact(lanes);
@@ -214,9 +218,10 @@ fn decode_tile(
             }
             Ok(())
         }
-        (CODED, 0, _) => {
-            let at = body.len().checked_sub(escapes).ok_or(Error::Truncated)?;
-            let (stream, mut escapes) = body.split_at(at);
+        (CODED, 0 | 1, _) => {
+            let at = body.len().checked_sub(escapes + padding).ok_or(Error::Truncated)?;
+            let (stream, escapes) = body.split_at(at);
+            let mut escapes = &escapes[padding..];
             let tables = TileTables::<1>::new(&plane.models, first, lanes);
             let mut decoder = rans::Decoder::new(&tables, backend, rows, stream)?;
             let mut codes = [[0; LANES]; CHUNK];

@@ -199,7 +199,7 @@ mod tests {
         assert_eq!(decide(4, 1_000.0, 0.5, 3), (Encoding::Level(2), Reason::InTime));
         assert_eq!(decide(4, 10.0, 0.5, 1), (Encoding::Level(2), Reason::NoneInTime));
         assert_eq!(decide(2, 1e9, 0.5, 1), (Encoding::Text, Reason::InTime));
-        assert_eq!(decide(4, 1e9, 1.999_999, 1).0, Encoding::Level(0));
+        assert_eq!(decide(4, 1e9, 1.999_99, 1).0, Encoding::Level(0));
         assert_eq!(decide(1, 1.0, 3.0, 1).1, Reason::NoneInTime);
     }
 

@@ -40,8 +40,6 @@ enum Kind<'a> {
 impl<'a> Kind<'a> {
     fn parse(bytes: &'a [u8], rows: usize, lanes: usize) -> Result<Self, Error> {
         let (&[kind, a, b, c], body) = bytes.split_first_chunk::<HEAD>().ok_or(Error::Truncated)?;
-        let padding = usize::from(kind == PLANE_RANGE && a == 1);
-        let body = body.get(..body.len().wrapping_sub(padding)).ok_or(Error::Truncated)?;
         if kind == FIXED {
             let width = u32::from(a);
             if width > 16 || c != 0 {
@@ -52,19 +50,22 @@ impl<'a> Kind<'a> {
             check_body(body.len(), len)?;
             return Ok(Self::Fixed { width, exponent: b, bits: body });
         }
-        let escapes = 2 * usize::from(u16::from_le_bytes([b, c]));
-        let (own, coder, body) = match (kind, a) {
-            (PLANE_LANES, 0) => (None, Coder::Lanes, body),
-            (OWN_LANES, 0) => {
+        let (padding @ (0 | 1), escapes) = (usize::from(a), 2 * usize::from(u16::from_le_bytes([b, c])))
+        else {
+            return Err(Error::Corrupt);
+        };
+        let (own, coder, body) = match kind {
+            PLANE_LANES => (None, Coder::Lanes, body),
+            OWN_LANES => {
                 let (own, body) = body.split_at_checked(lanes.next_multiple_of(2)).ok_or(Error::Truncated)?;
                 (Some(&own[..lanes]), Coder::Lanes, body)
             }
-            (PLANE_RANGE, 0 | 1) => (None, Coder::Range, body),
+            PLANE_RANGE => (None, Coder::Range, body),
             _ => return Err(Error::Corrupt),
         };
-        let at = body.len().checked_sub(escapes).ok_or(Error::Truncated)?;
+        let at = body.len().checked_sub(escapes + padding).ok_or(Error::Truncated)?;
         let (stream, escapes) = body.split_at(at);
-        Ok(Self::Coded { own, coder, stream, escapes })
+        Ok(Self::Coded { own, coder, stream, escapes: &escapes[padding..] })
     }
 }
 

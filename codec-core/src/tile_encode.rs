@@ -78,10 +78,12 @@ impl TileEncoder<'_> {
         out: &mut Vec<u8>,
     ) {
         let (codes, escapes) = codes(tables, bins);
+        let start = out.len();
         out.extend_from_slice(&[kind, 0]);
         out.extend_from_slice(&(escapes.len() as u16).to_le_bytes());
         out.extend_from_slice(own);
         rans::encode(tables, self.backend, &codes, out);
+        pad(start, out);
         escapes.iter().for_each(|escape| out.extend_from_slice(&escape.to_le_bytes()));
     }
 
@@ -122,7 +124,7 @@ fn codes<const C: usize>(tables: &TileTables<C>, bins: &[Bins]) -> (Vec<Row>, Ve
 
 fn encode_range<const C: usize>(tables: &TileTables<C>, bins: &[Bins], out: &mut Vec<u8>) {
     let (codes, escapes) = codes(tables, bins);
-    let head = out.len();
+    let start = out.len();
     out.extend_from_slice(&[PLANE_RANGE, 0]);
     out.extend_from_slice(&(escapes.len() as u16).to_le_bytes());
     let mut coder = range::Encoder::new(out);
@@ -141,9 +143,14 @@ fn encode_range<const C: usize>(tables: &TileTables<C>, bins: &[Bins], out: &mut
         last = *row;
     }
     coder.finish();
+    pad(start, out);
     escapes.iter().for_each(|escape| out.extend_from_slice(&escape.to_le_bytes()));
-    if (out.len() - head) % 2 == 1 {
-        out[head + 1] = 1;
+}
+
+/// Makes a tile's bytes even in number, and says so in its second byte.
+pub(crate) fn pad(start: usize, out: &mut Vec<u8>) {
+    if (out.len() - start) % 2 == 1 {
+        out[start + 1] = 1;
         out.push(0);
     }
 }

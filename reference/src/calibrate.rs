@@ -63,7 +63,7 @@ impl LayerSamples {
     fn gather(model: &Model, rope: &Rope, Activations { q, k, v, .. }: Activations<'_>) -> Result<Self> {
         let (q_dim, kv_dim) = (model.config.q_dim(), model.config.kv_dim());
         let geometry = Geometry::of(&model.config);
-        let [mut queries, keys] = [(q, q_dim), (k, kv_dim)].map(|(rows, len)| rows[SINKS * len..].to_vec());
+        let (mut queries, keys) = (q[SINKS * q_dim..].to_vec(), k[SINKS * kv_dim..].to_vec());
         let plain_queries = queries.clone();
         rope.rotate_rows(&mut queries, q_dim, SINKS);
         let rotated_keys = rope.rotated(&keys, kv_dim, SINKS);

@@ -10,17 +10,18 @@ use crate::{Error, Result};
 /// Rows that pass through the feed-forward block at once.
 const ROWS: usize = 512;
 
-/// What one layer's attention computed for a prompt, before RoPE.
-#[derive(Clone, Copy, Debug)]
+/// What one layer's attention computed for a prompt, before RoPE. Attention then sees what the observer leaves of keys and
+/// values.
+#[derive(Debug)]
 pub struct Activations<'a> {
     /// The residual stream before the layer: (n, hidden_size)
     pub residual: &'a [f32],
     /// (n, n_heads * head_dim)
     pub q: &'a [f32],
     /// (n, n_kv_heads * head_dim)
-    pub k: &'a [f32],
+    pub k: &'a mut [f32],
     /// (n, n_kv_heads * head_dim)
-    pub v: &'a [f32],
+    pub v: &'a mut [f32],
 }
 
 /// Runs a prompt from position 0 with exact attention and shows each layer's activations to `observe`, which fills a cache
@@ -58,7 +59,7 @@ pub fn prefill(
         linear(&w.q, &normed, &mut q);
         linear(&w.k, &normed, &mut k);
         linear(&w.v, &normed, &mut v);
-        observe(l, Activations { residual: &x, q: &q, k: &k, v: &v })?;
+        observe(l, Activations { residual: &x, q: &q, k: &mut k, v: &mut v })?;
         rope.rotate_rows(&mut q, q_dim, 0);
         rope.rotate_rows(&mut k, kv_dim, 0);
         causal_attention(&q, &k, &v, config.n_heads, config.n_kv_heads, config.head_dim, &mut attended);

@@ -173,7 +173,7 @@ impl FromStr for Method {
                 let (mode, predictor, models) = match s.own("mode", ModeName::Transform)? {
                     ModeName::Transform => {
                         let (bits, offset) = (s.bin("bits", 3.0)?, s.common("offset", Bits(1.2))?.0);
-                        (Mode::Transform { bits, offset }, Prediction::Best, ModelKind::Families)
+                        (Mode::Transform { bits, offset }, Prediction::Best, ModelKind::Tables)
                     }
                     ModeName::Channels => {
                         let (k, v) = (s.bin("k", 0.5)?, s.bin("v", 0.5)?);

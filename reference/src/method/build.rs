@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use codec_core::PlaneBuf;
 use pq_core::PqShape;
 
 use super::fold::fold_values;
@@ -79,6 +80,19 @@ impl Method {
             None => model.clone(),
         };
         Ok(Prepared { model, cache: Box::new(cache) })
+    }
+
+    /// The codec's planes of a `cachegen` method: keys, then values, of every layer.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for another method; [`Error::Profile`] when the profile lacks a plane or holds a wrong one.
+    pub fn codec_planes(&self, config: &Config, profile: &Profile) -> Result<Vec<PlaneBuf>> {
+        let Kind::CacheGen(ref setting) = self.kind else {
+            return Err(Error::Argument(format!("method {} has no bitstream", self.name)));
+        };
+        let geometry = Geometry::of(config);
+        let layers = (0..config.n_layers).map(|l| setting.planes(profile, geometry, l));
+        Ok(layers.collect::<Result<Vec<_>>>()?.into_iter().flatten().collect())
     }
 
     fn check(&self, config: &Config) -> Result<()> {

@@ -1,0 +1,195 @@
+//! What the codec's bytes buy on a real model: sizes beside the entropy of their symbols, what each idea is worth at equal
+//! steps, and the divergence of a model that reads its whole context through the codec.
+//!
+//! Prints one JSON object; `peers/codec.py` makes the tables.
+
+use std::path::PathBuf;
+
+use codec_core::{Backend, ElementType, Frame, FrameInfo, Plane, PlaneBuf, Side, encode_frame};
+use kv_reference::compare::calibrated;
+use kv_reference::eval::Divergence;
+use kv_reference::forward::{logits, prefill};
+use kv_reference::method::Method;
+use kv_reference::model::{Config, Model, Rope};
+use kv_reference::{Profile, Result};
+
+/// Tokens at the start that stay exact, as every method of `kv` keeps them.
+const SINKS: usize = 4;
+
+/// First position that is scored.
+const SCORED: usize = 256;
+
+/// Bytes of a frame's header and of its index's checksum.
+const HEADER: usize = 64 + 4;
+
+/// Tokens of LMCache's chunks.
+const LMCACHE_CHUNK: usize = 256;
+
+fn main() -> std::result::Result<(), Box<dyn std::error::Error>> {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let [model, text, calibration, windows, length, methods] = &arguments[..] else {
+        return Err("usage: codec_quality MODEL TEXT CALIBRATION_TOKENS WINDOWS LENGTH METHODS".into());
+    };
+    let model = Model::load(&PathBuf::from(model))?;
+    let text = std::fs::read_to_string(text)?;
+    let (calibration, windows, length) =
+        (calibration.parse::<usize>()?, windows.parse::<usize>()?, length.parse::<usize>()?);
+    let tokens = model.tokenizer()?.encode(&text)?;
+    if tokens.len() < calibration + windows * length {
+        return Err(format!("the text has {} tokens", tokens.len()).into());
+    }
+    let methods = Method::parse_list(methods)?;
+    let rope = Rope::new(&model.config, calibration.max(length));
+    let profile = calibrated(&model, &rope, &tokens[..calibration], &methods)?;
+    let windows: Vec<&[u32]> = tokens[calibration..].chunks_exact(length).take(windows).collect();
+    let dense: Vec<Vec<f32>> =
+        windows.iter().map(|w| scored_logits(&model, &rope, w, None)).collect::<Result<_>>()?;
+    let mut rows = vec![];
+    for method in &methods {
+        rows.push(row(&model, &rope, &profile, method, &windows, &dense)?);
+    }
+    println!(
+        "{}",
+        serde_json::json!({ "model": model.name, "length": length, "windows": windows.len(), "rows": rows })
+    );
+    Ok(())
+}
+
+fn row(
+    model: &Model,
+    rope: &Rope,
+    profile: &Profile,
+    method: &Method,
+    windows: &[&[u32]],
+    dense: &[Vec<f32>],
+) -> Result<serde_json::Value> {
+    let owned = method.codec_planes(&model.config, profile)?;
+    let planes: Vec<Plane<'_>> = owned.iter().map(PlaneBuf::view).collect::<std::result::Result<_, _>>()?;
+    let mut sizes = Sizes::default();
+    let mut divergence = Divergence::default();
+    for (window, dense) in windows.iter().zip(dense) {
+        let mut through = |l: usize, k: &mut [f32], v: &mut [f32]| {
+            for (side, rows) in [(Side::Keys, k), (Side::Values, v)] {
+                let plane = &planes[2 * l + usize::from(side == Side::Values)];
+                sizes.pass(&model.config, plane, &mut rows[SINKS * model.config.kv_dim()..])?;
+            }
+            Ok(())
+        };
+        let coded = scored_logits(model, rope, window, Some(&mut through))?;
+        let vocab = model.config.vocab_size;
+        for (i, (coded, dense)) in coded.chunks_exact(vocab).zip(dense.chunks_exact(vocab)).enumerate() {
+            divergence.add(coded, dense, window[SCORED + i + 1]);
+        }
+    }
+    let bits = |bytes: usize| 8.0 * bytes as f64 / sizes.numbers as f64;
+    Ok(serde_json::json!({
+        "method": method.spec(),
+        "bits256": bits(sizes.bytes_256),
+        "bits1024": bits(sizes.bytes_1024),
+        "entropy": sizes.entropy / sizes.numbers as f64,
+        "lmcache": sizes.lmcache / sizes.numbers as f64,
+        "nmse": sizes.error / sizes.variance,
+        "perplexity": divergence.perplexity(),
+        "kl": divergence.kl(),
+        "top1": divergence.top1(),
+    }))
+}
+
+type Through<'a> = &'a mut dyn FnMut(usize, &mut [f32], &mut [f32]) -> Result<()>;
+
+/// Logits of the positions from [`SCORED`] on, but the last.
+fn scored_logits(
+    model: &Model,
+    rope: &Rope,
+    window: &[u32],
+    mut through: Option<Through<'_>>,
+) -> Result<Vec<f32>> {
+    let hidden = prefill(model, rope, window, &mut |l, activations| match &mut through {
+        Some(through) => through(l, activations.k, activations.v),
+        None => Ok(()),
+    })?;
+    let row = model.config.hidden_size;
+    Ok(logits(model, &hidden[SCORED * row..(window.len() - 1) * row]))
+}
+
+/// Sums over all planes of all windows.
+#[derive(Default)]
+struct Sizes {
+    numbers: usize,
+    bytes_256: usize,  // of frames with blocks of 256 tokens
+    bytes_1024: usize, // of 1,024
+    entropy: f64,      // bits: of the bins, order 0, per channel, as counted in the window itself
+    lmcache: f64,      // bits: what LMCache's format takes for these bins
+    error: f64,
+    variance: f64, // about the channels' means
+}
+
+impl Sizes {
+    /// Replaces rows by what the decoder gives back, and counts.
+    fn pass(&mut self, config: &Config, plane: &Plane<'_>, rows: &mut [f32]) -> Result<()> {
+        let channels = config.kv_dim();
+        let info = FrameInfo {
+            element: ElementType::F32,
+            keys_rotated: false,
+            lossless: false,
+            level: 0,
+            layers: 1,
+            heads: config.n_kv_heads,
+            head_dim: config.head_dim,
+            first_token: SINKS as u64,
+            tokens: rows.len() / channels,
+            block_tokens: 1024,
+            model_id: 0,
+        };
+        let backend = Backend::detect();
+        // The same plane as keys and as values, of which half the bytes count; the header of a frame is that of all layers.
+        let encode = |info: &FrameInfo| -> Result<(Vec<u8>, usize)> {
+            let mut bytes = vec![];
+            encode_frame(backend, info, &[*plane; 2], &[&*rows; 2], &mut bytes)?;
+            let len = (bytes.len() - HEADER) / 2 + HEADER / (2 * config.n_layers);
+            Ok((bytes, len))
+        };
+        self.bytes_1024 += encode(&info)?.1;
+        let info = FrameInfo { block_tokens: 256, ..info };
+        let (bytes, len) = encode(&info)?;
+        self.bytes_256 += len;
+        self.numbers += rows.len();
+        let bins: Vec<i32> = rows
+            .chunks(256 * channels)
+            .map(|rows| plane.bins(rows))
+            .collect::<std::result::Result<Vec<_>, _>>()?
+            .concat();
+        for c in 0..channels {
+            let column = |rows: &[i32]| rows.iter().skip(c).step_by(channels).copied().collect::<Vec<_>>();
+            self.entropy += entropy(&column(&bins));
+            for chunk in bins.chunks(LMCACHE_CHUNK * channels) {
+                // A table of 33 entries of 16 bits and a length of 32 bits for each channel.
+                self.lmcache += entropy(&column(chunk)) + 33.0 * 16.0 + 32.0;
+            }
+            let column: Vec<f64> = rows.iter().skip(c).step_by(channels).map(|&x| f64::from(x)).collect();
+            let mean = column.iter().sum::<f64>() / column.len() as f64;
+            self.variance += column.iter().map(|x| (x - mean).powi(2)).sum::<f64>();
+        }
+        self.lmcache += 16.0 * info.tokens as f64; // a scale for each token
+        let mut decoded = vec![0.0; rows.len()];
+        Frame::parse(&bytes, info.numbers())?.decode_plane_into(
+            backend,
+            plane,
+            0,
+            Side::Keys,
+            None,
+            &mut decoded,
+        )?;
+        self.error += rows.iter().zip(&decoded).map(|(a, b)| f64::from(a - b).powi(2)).sum::<f64>();
+        rows.copy_from_slice(&decoded);
+        Ok(())
+    }
+}
+
+/// Bits of all symbols under their own frequencies.
+fn entropy(symbols: &[i32]) -> f64 {
+    let mut counts = std::collections::HashMap::new();
+    symbols.iter().for_each(|symbol| *counts.entry(symbol).or_insert(0_u32) += 1);
+    let n = symbols.len() as f64;
+    counts.values().map(|&count| f64::from(count) * (n / f64::from(count)).log2()).sum()
+}
