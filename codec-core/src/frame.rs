@@ -105,7 +105,7 @@ impl FrameInfo {
             return Err(Error::TooLarge);
         }
         let sizes = [self.layers, self.heads, self.head_dim, self.tokens.max(1)];
-        let numbers = sizes.iter().try_fold(16_usize, |product, &size| product.checked_mul(size));
+        let numbers = sizes.iter().try_fold(64_usize, |product, &size| product.checked_mul(size));
         match numbers {
             Some(_) if sizes.iter().all(|&size| u32::try_from(size).is_ok()) => Ok(()),
             _ => Err(Error::TooLarge),
@@ -260,7 +260,7 @@ impl<'a> Frame<'a> {
     /// # Errors
     /// [`Error::OutOfBounds`], [`Error::WrongProfile`], [`Error::Length`], [`Error::BadField`] for a lossless frame,
     /// [`Error::BackendUnavailable`], [`Error::BadChecksum`]: `out` is then untouched. [`Error::Truncated`], [`Error::Corrupt`]
-    /// or [`Error::TrailingBytes`], which need a forged checksum: `out` then holds finite numbers without meaning.
+    /// or [`Error::TrailingBytes`], which need a forged checksum: `out` then holds numbers without meaning.
     /// # Cost
     /// No allocation. With a transform, head_dim multiply-adds a number for coefficients that are not zero.
     pub fn decode_block_into(

@@ -156,45 +156,45 @@ pub(crate) fn pad(start: usize, out: &mut Vec<u8>) {
 }
 
 /// A tile of bins of one width.
-struct Fixed {
-    exponent: u8,
-    width: u32,
+struct Fixed<'a> {
+    steps: &'a [[f32; LANES]],
     lanes: usize,
-    bins: Vec<Bins>,
+    exponent: u8,
+    factor: f32, // 2^-exponent
+    width: u32,
 }
 
-impl Fixed {
+impl<'a> Fixed<'a> {
     /// The smallest power of two of the step that keeps all bins in 16 bits.
-    fn of(steps: &[[f32; LANES]], first: usize, lanes: usize) -> Result<Self, Error> {
-        let mut largest = 0.0_f32;
+    fn of(steps: &'a [[f32; LANES]], first: usize, lanes: usize) -> Result<Self, Error> {
+        let (mut lowest, mut highest) = (0.0_f32, 0.0_f32);
         for row in steps {
-            for (lane, x) in row[..lanes].iter().enumerate() {
+            for (lane, &x) in row[..lanes].iter().enumerate() {
                 if !x.is_finite() {
                     return Err(Error::OutOfRange { channel: first + lane });
                 }
-                largest = largest.max(x.abs());
+                (lowest, highest) = (lowest.min(x), highest.max(x));
             }
         }
         let (mut exponent, mut factor) = (0_u8, 1.0_f32);
-        while largest * factor > MAX_BIN as f32 {
+        while highest.max(-lowest) * factor > MAX_BIN as f32 {
             exponent += 1;
             factor *= 0.5;
         }
-        let bins: Vec<Bins> = steps.iter().map(|row| row.map(|x| quant::bin(x * factor))).collect();
-        let most = bins.iter().flat_map(|bins| &bins[..lanes]).map(|&bin| zigzag(bin)).max().unwrap_or(0);
-        Ok(Self { exponent, width: 32 - most.leading_zeros(), lanes, bins })
+        let largest = zigzag(quant::bin(lowest * factor)).max(zigzag(quant::bin(highest * factor)));
+        Ok(Self { steps, lanes, exponent, factor, width: 32 - largest.leading_zeros() })
     }
 
     fn len(&self) -> usize {
-        4 + (self.bins.len() * self.lanes * self.width as usize).div_ceil(8).next_multiple_of(2)
+        4 + (self.steps.len() * self.lanes * self.width as usize).div_ceil(8).next_multiple_of(2)
     }
 
     fn write(&self, out: &mut Vec<u8>) {
         let end = out.len() + self.len();
         out.extend_from_slice(&[FIXED, self.width as u8, self.exponent, 0]);
         let (mut buffer, mut filled) = (0_u32, 0);
-        for &bin in self.bins.iter().flat_map(|bins| &bins[..self.lanes]) {
-            buffer |= zigzag(bin) << filled;
+        for x in self.steps.iter().flat_map(|row| &row[..self.lanes]) {
+            buffer |= zigzag(quant::bin(x * self.factor)) << filled;
             filled += self.width;
             while filled >= 8 {
                 out.push(buffer as u8);

@@ -14,10 +14,10 @@ use pq_core::Window;
 
 pub use build::Prepared;
 use cachegen::{CacheGen, Mode, Prediction};
-use codec_core::ModelKind;
+use codec_core::{Coder, ModelKind};
 use million::Million;
 use pqklt::PqKlt;
-use settings::{Bits, Element, Layers, ModeName, Models, Settings, Switch};
+use settings::{Bits, CoderName, Element, Layers, ModeName, Models, Settings, Switch};
 
 use crate::cache::{ElementType, KeySpace};
 use crate::{Error, Result};
@@ -82,10 +82,12 @@ A method is NAME[:KEY=VALUE]...; several are separated by commas.
   zack              rotated, ranks cut to these parts, values folded      k=0.75 v=0.75 basis=closed|stacked
   cachegen          bitstream and back: mode=transform (query-metric KLT) bits=3 offset=1.2 (values above keys)
                       mode=channels, bins in standard deviations          k=0.5 v=0.5
+                      mode=common, bins in mean deviations                k=0.5 v=0.5
                       mode=paper, anchors, bins grow by layer third       k=0.5 v=0.5
                       mode=lmcache, bins of each token's largest          bins=32
                                                                           predictor=best|none|mean|previous|anchor
                                                                           models=families|tables|context
+                                                                          coder=lanes|range
 
 For all but dense: sinks=4 window=64 (tokens kept exact), batch=N (tokens that leave the window at once: 64 for int and
 cachegen, else 1), exact=f16|bf16|f32 (how), exact-layers=0+5 (layers left uncompressed).";
@@ -179,6 +181,10 @@ impl FromStr for Method {
                         let (k, v) = (s.bin("k", 0.5)?, s.bin("v", 0.5)?);
                         (Mode::Channels { k, v }, Prediction::Mean, ModelKind::Families)
                     }
+                    ModeName::Common => {
+                        let (k, v) = (s.bin("k", 0.5)?, s.bin("v", 0.5)?);
+                        (Mode::Common { k, v }, Prediction::Best, ModelKind::Tables)
+                    }
                     ModeName::Paper => {
                         let (k, v) = (s.bin("k", 0.5)?, s.bin("v", 0.5)?);
                         (Mode::Paper { k, v }, Prediction::Anchor, ModelKind::Tables)
@@ -189,7 +195,9 @@ impl FromStr for Method {
                 };
                 let predictor = s.common("predictor", predictor)?;
                 let models = s.common("models", Models(models))?.0;
-                ("cachegen", Kind::CacheGen(CacheGen { mode, predictor, models }))
+                let coder = if let Mode::Paper { .. } = mode { Coder::Range } else { Coder::Lanes };
+                let coder = s.common("coder", CoderName(coder))?.0;
+                ("cachegen", Kind::CacheGen(CacheGen { mode, predictor, models, coder }))
             }
             other => {
                 return Err(Error::Argument(format!(

@@ -18,6 +18,7 @@ pub(super) struct CacheGen {
     pub mode: Mode,
     pub predictor: Prediction,
     pub models: ModelKind,
+    pub coder: Coder,
 }
 
 /// Which numbers become bins, and what a bin is worth.
@@ -28,6 +29,8 @@ pub(super) enum Mode {
     Transform { bits: f32, offset: f32 },
     /// Channels, bins in deviations.
     Channels { k: f32, v: f32 },
+    /// Channels, one step for all of a layer: this part of the root of their mean variance.
+    Common { k: f32, v: f32 },
     /// As in the paper: anchors, bins that grow by layer third, a range coder.
     Paper { k: f32, v: f32 },
     /// As LMCache does: bins of each token's largest magnitude, more of them in the first layers.
@@ -70,7 +73,8 @@ impl Prediction {
 impl CacheGen {
     fn key(&self, which: usize, l: usize) -> String {
         let side = ["k", "v"][which];
-        format!("cachegen/{:?}/{:?}/{:?}/{side}/{l}/plane", self.mode, self.predictor, self.models)
+        let Self { mode, predictor, models, coder } = self;
+        format!("cachegen/{mode:?}/{predictor:?}/{models:?}/{coder:?}/{side}/{l}/plane")
     }
 
     /// Fits a plane to the keys and one to the values of every layer.
@@ -86,11 +90,18 @@ impl CacheGen {
                 let (l, which) = (plane / 2, plane % 2);
                 let layer = &samples.layers[l];
                 let rows = [&layer.keys, &layer.values][which];
-                let (transform, steps) = match transforms.get(plane) {
-                    Some(Transforms { transform, steps }) => (Some(transform.clone()), Steps::Given(steps)),
-                    None => (None, self.steps(which, l, config)),
+                let common;
+                let (transform, steps) = match (transforms.get(plane), self.mode) {
+                    (Some(Transforms { transform, steps }), _) => {
+                        (Some(transform.clone()), Steps::Given(steps))
+                    }
+                    (None, Mode::Common { k, v }) => {
+                        common = vec![[k, v][which] * deviation(rows, config.kv_dim()); config.kv_dim()];
+                        (None, Steps::Given(&common))
+                    }
+                    (None, _) => (None, self.steps(which, l, config)),
                 };
-                let coder = if let Mode::Paper { .. } = self.mode { Coder::Range } else { Coder::Lanes };
+                let coder = self.coder;
                 let options =
                     FitOptions { predictor: PredictorKind::Mean, steps, models: self.models, coder };
                 let candidates = self.predictor.candidates();
@@ -105,7 +116,7 @@ impl CacheGen {
     fn steps(&self, which: usize, l: usize, config: &Config) -> Steps<'static> {
         match self.mode {
             Mode::Transform { bits, .. } => Steps::Deviations(bits),
-            Mode::Channels { k, v } => Steps::Deviations([k, v][which]),
+            Mode::Channels { k, v } | Mode::Common { k, v } => Steps::Deviations([k, v][which]),
             Mode::Paper { k, v } => {
                 let third = 1 + 3 * l / config.n_layers;
                 Steps::Deviations([k, v][which] * third as f32)
@@ -129,6 +140,17 @@ impl CacheGen {
         };
         Ok([plane(0)?, plane(1)?])
     }
+}
+
+/// The root of the mean variance of the channels.
+fn deviation(rows: &[f32], channels: usize) -> f32 {
+    let mean = mean_row(rows, channels);
+    let squares: f64 = rows
+        .chunks_exact(channels)
+        .flat_map(|row| row.iter().zip(&mean))
+        .map(|(x, m)| f64::from(x - m).powi(2))
+        .sum();
+    (squares / rows.len() as f64).sqrt() as f32
 }
 
 /// The transform of a plane and its steps.

@@ -3,7 +3,7 @@
 use std::fmt::Display;
 use std::str::FromStr;
 
-use codec_core::ModelKind;
+use codec_core::{Coder, ModelKind};
 
 use super::cachegen::Prediction;
 use super::{Basis, PqCode};
@@ -184,8 +184,9 @@ macro_rules! words {
 words!(Basis, "closed" => Basis::Closed, "stacked" => Basis::Stacked);
 words!(Prediction, "best" => Prediction::Best, "none" => Prediction::None, "mean" => Prediction::Mean,
     "previous" => Prediction::Previous, "anchor" => Prediction::Anchor);
-words!(ModeName, "transform" => ModeName::Transform, "channels" => ModeName::Channels, "paper" => ModeName::Paper,
+words!(ModeName, "transform" => ModeName::Transform, "channels" => ModeName::Channels, "common" => ModeName::Common, "paper" => ModeName::Paper,
     "lmcache" => ModeName::LmCache);
+words!(CoderName, "lanes" => Coder::Lanes, "range" => Coder::Range);
 words!(Models, "families" => ModelKind::Families, "tables" => ModelKind::Tables, "context" => ModelKind::ContextTables);
 words!(KeySpace, "mean" => KeySpace::RotatedMean, "rope" => KeySpace::BeforeRope);
 words!(Switch, "on" => Switch::On, "off" => Switch::Off);
@@ -203,6 +204,7 @@ pub(super) enum Switch {
 pub(super) enum ModeName {
     Transform,
     Channels,
+    Common,
     Paper,
     LmCache,
 }
@@ -214,6 +216,16 @@ pub(super) struct Models(pub ModelKind);
 impl From<ModelKind> for Models {
     fn from(kind: ModelKind) -> Self {
         Self(kind)
+    }
+}
+
+/// [`Coder`] on the command line.
+#[derive(Clone, Copy, PartialEq)]
+pub(super) struct CoderName(pub Coder);
+
+impl From<Coder> for CoderName {
+    fn from(coder: Coder) -> Self {
+        Self(coder)
     }
 }
 

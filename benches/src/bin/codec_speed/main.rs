@@ -1,0 +1,144 @@
+//! Times the lane coder beside other entropy coders on the same symbols; `peers/codec.py` makes the table.
+//!
+//! Six layers of keys and values, 1,024 channels of 1,000 tokens each: differences to the first token of each group of ten,
+//! rounded to 0.5, 1 and 1.5 deviations by layer third (CacheGen's numbers). Tables of 12 bits come from 2,000 other tokens and
+//! are not shipped. Every coder decodes what it encoded, and the result is compared, before it is timed. Prints a JSON line
+//! per measurement.
+
+#![allow(clippy::unwrap_used)] // a measurement that cannot run should say so by panicking
+
+mod data;
+mod peers;
+
+use std::time::Instant;
+
+use codec_core::{Backend, LANES, Models, Row, decode_symbols_into, encode_symbols};
+use data::{CHANNELS, Unit};
+
+fn main() {
+    let repeats: usize = std::env::args().nth(1).map_or(5, |x| x.parse().unwrap());
+    let units = data::units();
+    let n: f64 = units.iter().map(|unit| (unit.tokens * CHANNELS) as f64).sum();
+    let entropy: f64 = units.iter().map(Unit::entropy).sum::<f64>() / n;
+    println!("{{\"coder\":\"entropy of each channel\",\"bits\":{entropy}}}");
+    for backend in Backend::ALL.into_iter().rev().filter(|backend| backend.is_available()) {
+        let repeats = if backend == Backend::Scalar { 1 } else { repeats };
+        measure(&Lanes(backend), &units, repeats, n);
+    }
+    for peer in peers::all() {
+        measure(peer.as_ref(), &units, repeats.min(3), n);
+    }
+}
+
+/// A coder of the symbols of a unit: (channels, tokens), one byte each.
+trait Coder: Sync {
+    fn name(&self) -> String;
+    fn encode(&self, unit: &Unit) -> Vec<u8>;
+    /// Decodes to an order of its own.
+    fn decode(&self, unit: &Unit, bytes: &[u8], out: &mut Decoded);
+    /// Whether that is what was encoded.
+    fn check(&self, unit: &Unit, out: &Decoded) {
+        assert!(out.symbols == unit.symbols, "{}", self.name());
+    }
+}
+
+/// Where a coder decodes to.
+#[derive(Default, Clone)]
+struct Decoded {
+    symbols: Vec<u8>, // (channels, tokens)
+    rows: Vec<Row>,   // (channels / 32, tokens)
+}
+
+fn measure(coder: &dyn Coder, units: &[Unit], repeats: usize, n: f64) {
+    let mut out = vec![Decoded::default(); units.len()];
+    for (unit, out) in units.iter().zip(&mut out) {
+        out.symbols = vec![0; unit.symbols.len()];
+        out.rows = vec![[0; LANES]; unit.rows.len()];
+    }
+    let streams: Vec<Vec<u8>> = units.iter().map(|unit| coder.encode(unit)).collect();
+    for ((unit, stream), out) in units.iter().zip(&streams).zip(&mut out) {
+        coder.decode(unit, stream, out);
+        coder.check(unit, out);
+    }
+    let bits = 8.0 * streams.iter().map(Vec::len).sum::<usize>() as f64 / n;
+    let encode = median(repeats, || {
+        units.iter().for_each(|unit| drop(std::hint::black_box(coder.encode(unit))));
+    });
+    let decode = median(repeats, || {
+        units
+            .iter()
+            .zip(&streams)
+            .zip(&mut out)
+            .for_each(|((unit, stream), out)| coder.decode(unit, stream, out));
+    });
+    let half = units.len() / 2;
+    let (first, second) = out.split_at_mut(half);
+    let part = |range: std::ops::Range<usize>, out: &mut [Decoded]| {
+        for ((unit, stream), out) in units[range.clone()].iter().zip(&streams[range]).zip(out) {
+            coder.decode(unit, stream, out);
+        }
+    };
+    let two = median(repeats, || {
+        std::thread::scope(|scope| {
+            let part = &part;
+            let (first, second) = (&mut *first, &mut *second);
+            scope.spawn(move || part(0..half, first));
+            part(half..units.len(), second);
+        });
+    });
+    let rate = |seconds: f64| n / seconds / 1e6;
+    println!(
+        "{{\"coder\":\"{}\",\"bits\":{bits},\"encode\":{},\"decode\":{},\"decode2\":{}}}",
+        coder.name(),
+        rate(encode),
+        rate(decode),
+        rate(two)
+    );
+}
+
+/// Median seconds of `repeats` runs.
+fn median(repeats: usize, mut run: impl FnMut()) -> f64 {
+    let mut seconds: Vec<f64> = (0..repeats)
+        .map(|_| {
+            let start = Instant::now();
+            run();
+            start.elapsed().as_secs_f64()
+        })
+        .collect();
+    seconds.sort_by(f64::total_cmp);
+    seconds[repeats / 2]
+}
+
+/// Ours: a stream for 32 channels.
+struct Lanes(Backend);
+
+impl Coder for Lanes {
+    fn name(&self) -> String {
+        format!("codec-core lanes, {:?}", self.0)
+    }
+
+    fn encode(&self, unit: &Unit) -> Vec<u8> {
+        let mut out = vec![];
+        for (tables, rows) in unit.tables().zip(unit.rows.chunks_exact(unit.tokens)) {
+            let start = out.len();
+            out.extend_from_slice(&[0; 4]);
+            encode_symbols(self.0, &Models::tables(LANES, tables).unwrap(), rows, &mut out).unwrap();
+            let len = (out.len() - start - 4) as u32;
+            out[start..start + 4].copy_from_slice(&len.to_le_bytes());
+        }
+        out
+    }
+
+    fn decode(&self, unit: &Unit, mut bytes: &[u8], out: &mut Decoded) {
+        for (tables, rows) in unit.tables().zip(out.rows.chunks_exact_mut(unit.tokens)) {
+            let (len, rest) = bytes.split_first_chunk::<4>().unwrap();
+            let (stream, rest) = rest.split_at(u32::from_le_bytes(*len) as usize);
+            decode_symbols_into(self.0, &Models::tables(LANES, tables).unwrap(), stream, rows).unwrap();
+            bytes = rest;
+        }
+    }
+
+    fn check(&self, unit: &Unit, out: &Decoded) {
+        assert!(out.rows == unit.rows, "{}", self.name());
+    }
+}

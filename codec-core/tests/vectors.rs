@@ -1,0 +1,184 @@
+//! Committed streams decode to committed numbers, are what encoding writes, and every flipped bit in them is an error.
+//!
+//! `UPDATE_VECTORS=1 cargo test -p codec-core --test vectors` writes them again, which only a new version of the format may do.
+
+#![allow(clippy::unwrap_used, clippy::panic)] // helpers of tests, too
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use codec_core::*;
+
+const HEADS: usize = 2;
+const HEAD_DIM: usize = 20;
+const CHANNELS: usize = HEADS * HEAD_DIM;
+const TOKENS: usize = 53;
+
+fn info() -> FrameInfo {
+    FrameInfo {
+        element: ElementType::F32,
+        keys_rotated: false,
+        lossless: false,
+        level: 3,
+        layers: 1,
+        heads: HEADS,
+        head_dim: HEAD_DIM,
+        first_token: 4,
+        tokens: TOKENS,
+        block_tokens: 30,
+        model_id: 0x1122_3344_5566_7788,
+    }
+}
+
+/// Numbers that need only exact operations: the same on every machine. `reach` makes the last channels loud.
+fn rows(seed: u32, reach: f32) -> Vec<f32> {
+    let mut state = seed;
+    let mut last = [0.0_f32; CHANNELS];
+    (0..TOKENS * CHANNELS)
+        .map(|i| {
+            let mut noise = 0;
+            for _ in 0..4 {
+                state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+                noise += (state >> 16) as i32 - 0x8000;
+            }
+            let c = i % CHANNELS;
+            let scale = if c + 4 > CHANNELS { reach } else { (1 + c % 5) as f32 / 8.0 };
+            last[c] = 0.5 * last[c] + noise as f32 / 65536.0 * scale;
+            last[c] + (c % 3) as f32
+        })
+        .collect()
+}
+
+/// Sums and differences of neighbours, and their inverse.
+fn transform() -> Arc<TransformBuf> {
+    let (mut into, mut back) = (vec![], vec![]);
+    for i in 0..HEADS * HEAD_DIM * HEAD_DIM {
+        let (row, column) = (i / HEAD_DIM % HEAD_DIM, i % HEAD_DIM);
+        let near = row / 2 == column / 2;
+        let sign = if row % 2 == 1 && column % 2 == 1 { -1.0 } else { 1.0 };
+        into.push(if near { sign } else { 0.0 });
+        back.push(if near { sign / 2.0 } else { 0.0 });
+    }
+    Arc::new(TransformBuf::new(HEAD_DIM, into, back).unwrap())
+}
+
+/// Name, options, transform and sample of every vector with loss.
+fn lossy() -> Vec<(&'static str, PlaneBuf)> {
+    let steps = vec![0.25; CHANNELS];
+    let options = |predictor, steps, models, coder| FitOptions { predictor, steps, models, coder };
+    let fit = |map, options: FitOptions<'_>| PlaneBuf::fit(&rows(1, 2.0), CHANNELS, map, &options).unwrap();
+    let given = Steps::Given(&steps);
+    vec![
+        (
+            "transform",
+            fit(
+                Some(transform()),
+                options(PredictorKind::Previous, given, ModelKind::Families, Coder::Lanes),
+            ),
+        ),
+        (
+            "tables",
+            fit(Some(transform()), options(PredictorKind::Mean, given, ModelKind::Tables, Coder::Lanes)),
+        ),
+        ("context", fit(None, options(PredictorKind::Mean, given, ModelKind::ContextTables, Coder::Lanes))),
+        (
+            "paper",
+            fit(None, options(PredictorKind::Anchor { group: 10 }, given, ModelKind::Tables, Coder::Range)),
+        ),
+        (
+            "token-scale",
+            fit(None, options(PredictorKind::None, Steps::TokenAbsmax(15), ModelKind::Tables, Coder::Lanes)),
+        ),
+    ]
+}
+
+fn folder() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/vectors")
+}
+
+/// Compares with the committed file, or writes it.
+fn check(name: &str, bytes: &[u8]) {
+    let path = folder().join(name);
+    if std::env::var_os("UPDATE_VECTORS").is_some() {
+        std::fs::create_dir_all(folder()).unwrap();
+        std::fs::write(&path, bytes).unwrap();
+    }
+    assert!(std::fs::read(&path).unwrap() == bytes, "{name} is another one than the committed");
+}
+
+fn decode(frame: &[u8], plane: &Plane<'_>) -> Result<Vec<f32>, Error> {
+    let frame = Frame::parse(frame, info().numbers())?;
+    let mut out = vec![0.0; 2 * TOKENS * CHANNELS];
+    let (keys, values) = out.split_at_mut(TOKENS * CHANNELS);
+    frame.decode_plane_into(Backend::detect(), plane, 0, Side::Keys, None, keys)?;
+    frame.decode_plane_into(Backend::detect(), plane, 0, Side::Values, None, values)?;
+    Ok(out)
+}
+
+fn assert_every_flip_is_noticed(name: &str, bytes: &[u8], decode: impl Fn(&[u8]) -> bool) {
+    let mut bytes = bytes.to_vec();
+    for at in 0..bytes.len() {
+        for bit in 0..8 {
+            bytes[at] ^= 1 << bit;
+            assert!(!decode(&bytes), "{name}: byte {at}, bit {bit}");
+            bytes[at] ^= 1 << bit;
+        }
+        assert!(!decode(&bytes[..at]), "{name}: cut at {at}");
+    }
+    assert!(decode(&bytes));
+}
+
+#[test]
+fn streams_with_loss() {
+    let mut frames = vec![];
+    for (name, plane) in lossy() {
+        let stored = plane.to_bytes();
+        check(&format!("{name}.kvcp"), &stored);
+        assert_every_flip_is_noticed(name, &stored, |bytes| PlaneBuf::from_bytes(bytes).is_ok());
+        let plane = plane.view().unwrap();
+        // Values far beyond the sample: escapes, and tiles of a fixed width.
+        let (keys, values) = (rows(2, 2.0), rows(3, 30_000.0));
+        let mut frame = vec![];
+        encode_frame(Backend::detect(), &info(), &[plane; 2], &[&keys, &values], &mut frame).unwrap();
+        check(&format!("{name}.kvcc"), &frame);
+        let numbers = decode(&frame, &plane).unwrap();
+        check(&format!("{name}.f32"), &numbers.iter().flat_map(|x| x.to_le_bytes()).collect::<Vec<_>>());
+        assert_every_flip_is_noticed(name, &frame, |bytes| decode(bytes, &plane).is_ok());
+        frames.push(frame);
+    }
+    let frames: Vec<&[u8]> = frames[..2].iter().map(Vec::as_slice).collect();
+    let mut chunk = vec![];
+    write_chunk(&frames, &mut chunk).unwrap();
+    check("levels.kvcs", &chunk);
+    let parsed = Chunk::parse(&chunk).unwrap();
+    assert_eq!((parsed.len(), parsed.frame(1).unwrap()), (2, frames[1]));
+    assert_eq!(parsed.entry(0).unwrap().len, frames[0].len());
+    assert!(parsed.entry(2).is_err() && parsed.frame(2).is_err());
+    let head = chunk.len() - frames.iter().map(|frame| frame.len()).sum::<usize>();
+    assert_every_flip_is_noticed("levels", &chunk[..head], |bytes| {
+        Chunk::parse(&[bytes, &chunk[head..]].concat()).is_ok()
+    });
+}
+
+#[test]
+fn streams_without_loss() {
+    let bits: Vec<u16> = rows(4, 9.0).iter().map(|x| (x.to_bits() >> 16) as u16).collect();
+    let (tops, tables) = fit_lossless(ElementType::Bf16, &bits[..20 * CHANNELS], CHANNELS).unwrap();
+    let plane = LosslessPlane::new(ElementType::Bf16, &tops, &tables).unwrap();
+    let info = FrameInfo { element: ElementType::Bf16, lossless: true, ..info() };
+    let mut frame = vec![];
+    encode_lossless_frame(Backend::detect(), &info, &[plane; 2], &[&bits[..]; 2], &mut frame).unwrap();
+    check("lossless.kvcc", &frame);
+    let decode = |frame: &[u8]| -> Result<Vec<u16>, Error> {
+        let frame = Frame::parse(frame, info.numbers())?;
+        let mut out = vec![0; bits.len()];
+        for side in [Side::Keys, Side::Values] {
+            for (block, out) in out.chunks_mut(info.block_tokens * CHANNELS).enumerate() {
+                frame.decode_lossless_block_into(Backend::detect(), &plane, (0, side, block), out)?;
+            }
+        }
+        Ok(out)
+    };
+    assert_eq!(decode(&frame).unwrap(), bits);
+    assert_every_flip_is_noticed("lossless", &frame, |bytes| decode(bytes).is_ok());
+}
