@@ -1,28 +1,15 @@
-//! A block: some tokens of one plane. The bytes are in FORMAT.md, "Block".
-
-#[cfg(feature = "alloc")]
-use alloc::vec;
-#[cfg(feature = "alloc")]
-use alloc::vec::Vec;
+//! Reading a block: some tokens of one plane. The bytes are in FORMAT.md, "Block".
 
 use crate::error::check_len;
 use crate::plane::{Plane, Predictor, Scaling};
-#[cfg(feature = "alloc")]
-use crate::quant;
 use crate::simd::Kernel;
 use crate::tables::LANES;
 use crate::tile::{Bins, Scale, Tile};
-#[cfg(feature = "alloc")]
-use crate::tile_encode::{TileEncoder, TileNumbers};
 use crate::transform::RopeTable;
 use crate::{Backend, Error};
 
 /// Most tokens of a block.
 pub const MAX_BLOCK_TOKENS: usize = 1024;
-
-/// Anchors are quantized to `-127..=127` by the largest magnitude of their row.
-#[cfg(feature = "alloc")]
-const ANCHOR_LEVELS: f32 = 127.0;
 
 /// Tiles of a plane: 32 channels each, the last one fewer.
 pub(crate) const fn tiles(channels: usize) -> usize {
@@ -38,142 +25,8 @@ pub(crate) fn side_len(plane: &Plane<'_>, tokens: usize) -> usize {
     }
 }
 
-/// Codes rows and appends to `out` the block's bytes and to `lengths` its tiles' lengths in words of two bytes.
-///
-/// # Shapes
-/// `rows` (tokens, channels), up to [`MAX_BLOCK_TOKENS`].
-/// # Errors
-/// [`Error::Length`], [`Error::TooLarge`], [`Error::NotFinite`] or [`Error::OutOfRange`]; what has been appended by then must be
-/// cut off.
-#[cfg(feature = "alloc")]
-pub(crate) fn encode(
-    plane: &Plane<'_>,
-    backend: Backend,
-    rows: &[f32],
-    out: &mut Vec<u8>,
-    lengths: &mut Vec<u16>,
-) -> Result<(), Error> {
-    let channels = plane.channels();
-    let numbers = BlockNumbers::new(plane, backend, rows, out)?;
-    if numbers.rows.is_empty() {
-        lengths.extend((0..tiles(channels)).map(|_| 0));
-        return Ok(());
-    }
-    for first in (0..channels).step_by(LANES) {
-        let lanes = LANES.min(channels - first);
-        let steps = numbers.tile(first, lanes);
-        let bins = predicted_bins(plane, first, lanes, &steps);
-        let encoder = TileEncoder { models: &plane.models, coder: plane.coder, backend, first, lanes };
-        let start = out.len();
-        encoder.encode(&TileNumbers { bins: &bins, steps: &steps }, out)?;
-        lengths.push(u16::try_from((out.len() - start) / 2).map_err(|_| Error::TooLarge)?);
-    }
-    Ok(())
-}
-
-#[cfg(feature = "alloc")]
-impl Plane<'_> {
-    /// The bins that a block of these rows is coded as, before the entropy coder: for studies of rates.
-    ///
-    /// # Shapes
-    /// `rows` (tokens, channels), up to [`MAX_BLOCK_TOKENS`]; the result (tokens that are no anchors, channels).
-    /// # Errors
-    /// [`Error::Length`], [`Error::TooLarge`], [`Error::NotFinite`], [`Error::OutOfRange`].
-    pub fn bins(&self, rows: &[f32]) -> Result<Vec<i32>, Error> {
-        let channels = self.channels();
-        let numbers = BlockNumbers::new(self, Backend::detect(), rows, &mut vec![])?;
-        let mut all = vec![0; numbers.rows.len()];
-        for first in (0..channels).step_by(LANES) {
-            let lanes = LANES.min(channels - first);
-            let bins = predicted_bins(self, first, lanes, &numbers.tile(first, lanes));
-            for (all, bins) in all.chunks_exact_mut(channels).zip(bins) {
-                all[first..first + lanes].copy_from_slice(&bins[..lanes]);
-            }
-        }
-        Ok(all)
-    }
-}
-
-/// What is left of a block's rows for its tiles.
-#[cfg(feature = "alloc")]
-struct BlockNumbers<'a> {
-    plane: &'a Plane<'a>,
-    rows: Vec<f32>,        // coefficients less their anchors
-    token_steps: Vec<f32>, // of scalings by token
-}
-
-#[cfg(feature = "alloc")]
-impl<'a> BlockNumbers<'a> {
-    /// Takes mean and anchors out of rows, applies the transform, and appends to `out` what the decoder must be told.
-    fn new(plane: &'a Plane<'a>, backend: Backend, rows: &[f32], out: &mut Vec<u8>) -> Result<Self, Error> {
-        let channels = plane.channels();
-        let tokens = rows.len() / channels;
-        check_len("rows", rows.len(), tokens * channels)?;
-        if tokens > MAX_BLOCK_TOKENS {
-            return Err(Error::TooLarge);
-        }
-        if rows.iter().any(|x| !x.is_finite()) {
-            return Err(Error::NotFinite { what: "rows" });
-        }
-        let mut rows = rows.to_vec();
-        for row in rows.chunks_exact_mut(channels) {
-            row.iter_mut().zip(plane.mean).for_each(|(x, mean)| *x -= mean);
-        }
-        if let Some(transform) = plane.transform {
-            backend.run(transform.forward(&mut rows));
-        }
-        let mut token_steps = vec![];
-        match (plane.predictor, plane.scaling) {
-            (Predictor::Anchor { group }, _) => rows = take_anchors(&rows, channels, group.into(), out)?,
-            (_, Scaling::TokenAbsmax { levels }) => {
-                token_steps = rows.chunks_exact(channels).map(|row| write_step(row, levels, out)).collect();
-            }
-            _ => {}
-        }
-        Ok(Self { plane, rows, token_steps })
-    }
-
-    /// The numbers of one tile, in steps.
-    fn tile(&self, first: usize, lanes: usize) -> Vec<[f32; LANES]> {
-        let mut inverse = [0.0; LANES];
-        if let Scaling::Steps(steps) = self.plane.scaling {
-            inverse
-                .iter_mut()
-                .zip(&steps[first..first + lanes])
-                .for_each(|(inverse, step)| *inverse = 1.0 / step);
-        }
-        let mut tile = vec![[0.0; LANES]; self.rows.len() / self.plane.channels()];
-        for (t, (tile, row)) in tile.iter_mut().zip(self.rows.chunks_exact(self.plane.channels())).enumerate()
-        {
-            if let Some(step) = self.token_steps.get(t) {
-                inverse = [1.0 / step; LANES];
-            }
-            tile.iter_mut()
-                .zip(&row[first..first + lanes])
-                .zip(inverse)
-                .for_each(|((y, x), inverse)| *y = x * inverse);
-        }
-        tile
-    }
-}
-
-/// Differences to the prediction from what the decoder will have seen.
-#[cfg(feature = "alloc")]
-fn predicted_bins(plane: &Plane<'_>, first: usize, lanes: usize, steps: &[[f32; LANES]]) -> Vec<Bins> {
-    let factors = factors(plane, first, lanes);
-    let mut last = [0.0; LANES];
-    let mut all = vec![[0; LANES]; steps.len()];
-    for (bins, steps) in all.iter_mut().zip(steps) {
-        for lane in 0..LANES {
-            let prediction = last[lane] * factors[lane];
-            bins[lane] = quant::bin(steps[lane] - prediction);
-            last[lane] = prediction + centre(bins[lane], plane.centroids);
-        }
-    }
-    all
-}
-
-fn factors(plane: &Plane<'_>, first: usize, lanes: usize) -> [f32; LANES] {
+/// What a tile's predictions multiply the token before by.
+pub(crate) fn factors(plane: &Plane<'_>, first: usize, lanes: usize) -> [f32; LANES] {
     let mut factors = [0.0; LANES];
     if let Predictor::Previous(all) = plane.predictor {
         factors[..lanes].copy_from_slice(&all[first..first + lanes]);
@@ -192,39 +45,8 @@ pub(crate) fn centre(bin: i32, [one, two]: [f32; 2]) -> f32 {
     bin as f32 + if bin < 0 { -shift } else { shift }
 }
 
-/// Writes scale and 8 bits a number of every group's first row; returns the other rows less what the decoder will have.
-#[cfg(feature = "alloc")]
-fn take_anchors(rows: &[f32], channels: usize, group: usize, out: &mut Vec<u8>) -> Result<Vec<f32>, Error> {
-    let mut differences = Vec::with_capacity(rows.len());
-    for rows in rows.chunks(group * channels) {
-        let (anchor, rest) = rows.split_at(channels);
-        let scale = anchor.iter().fold(0.0_f32, |max, x| max.max(x.abs())) / ANCHOR_LEVELS;
-        if !scale.is_finite() {
-            return Err(Error::OutOfRange { channel: 0 });
-        }
-        out.extend_from_slice(&scale.to_le_bytes());
-        let levels = anchor.iter().map(|x| quant::bin(x / scale.max(f32::MIN_POSITIVE)).clamp(-127, 127));
-        let start = out.len();
-        out.extend(levels.map(|level| level as i8 as u8));
-        for row in rest.chunks_exact(channels) {
-            let anchor = out[start..].iter().map(|&level| f32::from(level as i8) * scale);
-            differences.extend(row.iter().zip(anchor).map(|(x, anchor)| x - anchor));
-        }
-    }
-    Ok(differences)
-}
-
-/// Writes the largest magnitude of a row as bf16, rounded to nearest even; returns the step that it gives.
-#[cfg(feature = "alloc")]
-fn write_step(row: &[f32], levels: u8, out: &mut Vec<u8>) -> f32 {
-    let largest = row.iter().fold(0.0_f32, |max, x| max.max(x.abs()));
-    let bits = largest.min(3.3e38).to_bits(); // the largest bf16 is 3.39e38
-    let rounded = ((bits + 0x7fff + (bits >> 16 & 1)) >> 16) as u16;
-    out.extend_from_slice(&rounded.to_le_bytes());
-    token_step(rounded, levels)
-}
-
-fn token_step(bf16: u16, levels: u8) -> f32 {
+/// The step of a token whose largest magnitude is stored as `bf16`.
+pub(crate) fn token_step(bf16: u16, levels: u8) -> f32 {
     // A token of zeros has bins of zero under any step.
     (f32::from_bits(u32::from(bf16) << 16) / f32::from(levels)).max(f32::MIN_POSITIVE)
 }

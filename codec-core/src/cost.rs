@@ -19,6 +19,22 @@ pub(crate) fn cost((low_bits, starts): (u32, Starts<'_>), bins: impl ExactSizeIt
     bins.map(|bin| costs[quant::symbol(bin, low_bits).min(symbols as u32 - 1) as usize]).sum()
 }
 
+/// The deviation of `n` numbers that were rounded to bins with this sum of squares.
+pub(crate) fn deviation(squares: f64, n: f64) -> f64 {
+    // What rounding has added to the variance is taken out again.
+    libm::sqrt((squares / n.max(1.0) - 1.0 / 12.0).max(0.0))
+}
+
+/// The deviation that a model expects, escapes not counted.
+pub(crate) fn deviation_under((low_bits, starts): (u32, Starts<'_>)) -> f64 {
+    let symbols = starts.symbols();
+    let squares = (0..symbols - 1).map(|symbol| {
+        let bin = f64::from(quant::unzigzag(symbol as u32) << low_bits);
+        f64::from(starts.0[symbol + 1] - starts.0[symbol]) * bin * bin
+    });
+    deviation(squares.sum(), f64::from(SLOTS))
+}
+
 /// `PRECISION - log2(width)` in parts of 2^8.
 static COSTS: [u16; SLOTS as usize + 1] = {
     let mut all = [0; SLOTS as usize + 1];

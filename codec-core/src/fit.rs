@@ -4,12 +4,13 @@ use alloc::sync::Arc;
 use alloc::vec;
 use alloc::vec::Vec;
 
-use crate::cost::cost;
+use crate::block::centre;
+use crate::cost::{cost, deviation};
 use crate::error::check_len;
 use crate::model::{CONTEXTS, Distribution, MAX_SYMBOLS, TABLE_LEN, family_model};
 use crate::profile::{ModelsBuf, PlaneBuf, PredictorBuf, ScalingBuf, TransformBuf};
 use crate::quant::{self, bin};
-use crate::{Backend, Coder, Error, family};
+use crate::{Backend, Coder, Error, block_encode, family};
 
 /// The predictor that [`PlaneBuf::fit`] should fit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -153,7 +154,7 @@ impl PlaneBuf {
         let plane = self.view()?;
         let (mut bytes, mut lengths) = (vec![], vec![]);
         for rows in rows.chunks(256 * plane.channels()) {
-            crate::block::encode(&plane, Backend::detect(), rows, &mut bytes, &mut lengths)?;
+            block_encode::encode(&plane, Backend::detect(), rows, &mut bytes, &mut lengths)?;
         }
         Ok(bytes.len())
     }
@@ -246,7 +247,7 @@ impl Column {
         self.scaled.iter().map(move |x| {
             let prediction = last * self.factor;
             let bin = bin(x - prediction);
-            last = prediction + crate::block::centre(bin, centroids);
+            last = prediction + centre(bin, centroids);
             (bin, x - prediction - bin as f32)
         })
     }
@@ -276,17 +277,14 @@ fn models(columns: &[Column], kind: ModelKind, centroids: [f32; 2]) -> ModelsBuf
     }
 }
 
-/// The deviation of what was rounded to bins.
-pub(crate) fn deviation(bins: impl ExactSizeIterator<Item = i32>) -> f64 {
-    let n = bins.len().max(1) as f64;
-    let squares: f64 = bins.map(|bin| f64::from(bin) * f64::from(bin)).sum();
-    // What rounding has added to the variance is taken out again.
-    libm::sqrt((squares / n - 1.0 / 12.0).max(0.0))
+fn deviation_of(bins: &[i32]) -> f64 {
+    let squares = bins.iter().map(|&bin| f64::from(bin) * f64::from(bin)).sum();
+    deviation(squares, bins.len() as f64)
 }
 
 /// The family that codes the bins in the fewest bits, of those near their deviation.
 fn best_family(bins: &[i32]) -> u8 {
-    let deviation = deviation(bins.iter().copied());
+    let deviation = deviation_of(bins);
     let candidates = (0..family::SHAPE_COUNT).flat_map(|shape| {
         [0.8, 0.87, 0.93, 1.0, 1.07, 1.15].map(|factor| family::nearest(shape, deviation * factor))
     });
@@ -295,7 +293,7 @@ fn best_family(bins: &[i32]) -> u8 {
 
 /// Tables of counts, one for each context.
 fn tables<const C: usize>(bins: &[i32]) -> Vec<u16> {
-    let low_bits = family::shift(family::nearest(0, deviation(bins.iter().copied())));
+    let low_bits = family::shift(family::nearest(0, deviation_of(bins)));
     let most = MAX_SYMBOLS as u32 - 1;
     let symbols: Vec<usize> =
         bins.iter().map(|&bin| quant::symbol(bin, low_bits).min(most) as usize).collect();

@@ -7,6 +7,8 @@ use alloc::vec::Vec;
 use rayon::prelude::*;
 
 use crate::block::{self, BlockBytes, MAX_BLOCK_TOKENS};
+#[cfg(feature = "alloc")]
+use crate::block_encode;
 use crate::error::check_len;
 use crate::{Backend, Error, LosslessPlane, Plane, RopeTable};
 
@@ -390,7 +392,7 @@ pub fn encode_frame(
     }
     let blocks = code_blocks(info, rows, |plane, rows| {
         let mut coded = CodedBlock::default();
-        block::encode(&planes[plane], backend, rows, &mut coded.bytes, &mut coded.lengths)?;
+        block_encode::encode(&planes[plane], backend, rows, &mut coded.bytes, &mut coded.lengths)?;
         Ok(coded)
     })?;
     let ids = planes.iter().map(Plane::id);

@@ -10,6 +10,8 @@ extern crate std;
 
 mod backend;
 mod block;
+#[cfg(feature = "alloc")]
+mod block_encode;
 mod chunk;
 #[cfg(feature = "alloc")]
 mod cost;

@@ -3,21 +3,27 @@
 use alloc::vec;
 use alloc::vec::Vec;
 
-use crate::cost::{COST_BITS, cost};
-use crate::fit::deviation;
+use crate::cost::{COST_BITS, cost, deviation, deviation_under};
 use crate::model::{PRECISION, family_model};
 use crate::quant::{self, MAX_BIN, code, zigzag};
 use crate::range;
+use crate::simd::Kernel;
 use crate::tables::{ESCAPE, LANES, Row, TileTables};
 use crate::tile::{Bins, Coder, FIXED, OWN_LANES, PLANE_LANES, PLANE_RANGE};
-use crate::{Backend, Error, Models, family, rans};
+use crate::{Backend, Models, family, rans};
 
-/// The numbers of a tile: (tokens, lanes).
-pub(crate) struct TileNumbers<'a> {
-    /// Differences to the prediction, as bins that are too large for a code where they must be.
-    pub bins: &'a [Bins],
-    /// The numbers themselves, in steps.
-    pub steps: &'a [[f32; LANES]],
+/// The numbers of a tile, finite, and what was noticed on the way.
+pub(crate) struct TileNumbers {
+    /// (tokens, lanes): differences to the prediction, beyond +-[`MAX_BIN`] where they are too large for a code.
+    pub bins: Vec<Bins>,
+    /// (tokens, lanes): the numbers themselves, in steps.
+    pub steps: Vec<[f32; LANES]>,
+    /// Sum of the squares of each lane's bins.
+    pub squares: [f32; LANES],
+    /// Least number of each lane or 0, in steps.
+    pub lowest: [f32; LANES],
+    /// Largest number of each lane or 0, in steps.
+    pub highest: [f32; LANES],
 }
 
 /// How a tile is coded.
@@ -32,44 +38,35 @@ pub(crate) struct TileEncoder<'a> {
 
 impl TileEncoder<'_> {
     /// Appends the tile to `out`, an even number of bytes.
-    pub fn encode(&self, numbers: &TileNumbers<'_>, out: &mut Vec<u8>) -> Result<(), Error> {
-        let fixed = Fixed::of(numbers.steps, self.first, self.lanes)?;
+    pub fn encode(&self, numbers: &TileNumbers, out: &mut Vec<u8>) {
+        let fixed = Fixed::of(numbers, self.lanes);
         let start = out.len();
-        let fits = numbers.bins.iter().flatten().all(|bin| bin.abs() <= MAX_BIN);
+        let fits = numbers.bins.as_flattened().iter().fold(true, |fits, bin| fits & (bin.abs() <= MAX_BIN));
         if fits {
-            self.encode_coded(numbers.bins, out);
+            self.encode_coded(numbers, out);
         }
         if !fits || out.len() - start > fixed.len() {
             out.truncate(start);
             fixed.write(out);
         }
-        Ok(())
     }
 
-    fn encode_coded(&self, bins: &[Bins], out: &mut Vec<u8>) {
-        match (self.models.contexts(), self.coder) {
-            (1, Coder::Lanes) => {
-                let tables = TileTables::<1>::new(self.models, self.first, self.lanes);
-                let own = self.own_families(bins);
-                match own.map(|own| (TileTables::of_families(&own[..self.lanes]), own)) {
-                    Some((tables, own)) => self.encode_lanes(OWN_LANES, &tables, bins, &own, out),
-                    None => self.encode_lanes(PLANE_LANES, &tables, bins, &[], out),
-                }
+    fn encode_coded(&self, numbers: &TileNumbers, out: &mut Vec<u8>) {
+        if self.models.contexts() > 1 {
+            let tables = TileTables::<3>::new(self.models, self.first, self.lanes);
+            return self.encode_under(PLANE_LANES, &tables, &numbers.bins, &[], out);
+        }
+        let tables = TileTables::<1>::new(self.models, self.first, self.lanes);
+        match self.own_families(numbers).filter(|_| self.coder == Coder::Lanes) {
+            Some(own) => {
+                let tables = TileTables::of_families(&own[..self.lanes]);
+                self.encode_under(OWN_LANES, &tables, &numbers.bins, &own, out);
             }
-            (1, Coder::Range) => {
-                encode_range(&TileTables::<1>::new(self.models, self.first, self.lanes), bins, out);
-            }
-            (_, Coder::Lanes) => {
-                let tables = TileTables::<3>::new(self.models, self.first, self.lanes);
-                self.encode_lanes(PLANE_LANES, &tables, bins, &[], out);
-            }
-            (_, Coder::Range) => {
-                encode_range(&TileTables::<3>::new(self.models, self.first, self.lanes), bins, out);
-            }
+            None => self.encode_under(PLANE_LANES, &tables, &numbers.bins, &[], out),
         }
     }
 
-    fn encode_lanes<const C: usize>(
+    fn encode_under<const C: usize>(
         &self,
         kind: u8,
         tables: &TileTables<C>,
@@ -77,59 +74,87 @@ impl TileEncoder<'_> {
         own: &[u8],
         out: &mut Vec<u8>,
     ) {
-        let (codes, escapes) = codes(tables, bins);
+        let mut codes = vec![[0; LANES]; bins.len()];
+        let escaped = self.backend.run(CodesOfBins { tables, bins, codes: &mut codes });
+        let escapes: Vec<i16> = if escaped {
+            let flat = codes.as_flattened().iter().zip(bins.as_flattened());
+            flat.filter(|(code, _)| **code == ESCAPE).map(|(_, &bin)| bin as i16).collect()
+        } else {
+            vec![]
+        };
         let start = out.len();
+        let kind = if self.coder == Coder::Range { PLANE_RANGE } else { kind };
         out.extend_from_slice(&[kind, 0]);
         out.extend_from_slice(&(escapes.len() as u16).to_le_bytes());
         out.extend_from_slice(own);
-        rans::encode(tables, self.backend, &codes, out);
+        match self.coder {
+            Coder::Lanes => rans::encode(tables, self.backend, &codes, out),
+            Coder::Range => encode_range(tables, &codes, out),
+        }
         pad(start, out);
         escapes.iter().for_each(|escape| out.extend_from_slice(&escape.to_le_bytes()));
     }
 
     /// The families, padded to an even number, that code these bins in fewer bits than the plane's models do, with what
     /// writing them costs.
-    fn own_families(&self, bins: &[Bins]) -> Option<Vec<u8>> {
+    ///
+    /// Most tiles are as the profile expects, so first the gain is estimated: what a Gaussian costs under another deviation.
+    fn own_families(&self, numbers: &TileNumbers) -> Option<Vec<u8>> {
+        let n = numbers.bins.len() as f64;
+        let price = 8 * self.lanes.next_multiple_of(2) as i64;
+        let lanes = || (0..self.lanes).map(|lane| (lane, self.models.channel(self.first + lane, 0)));
+        let deviation = |lane: usize| deviation(numbers.squares[lane].into(), n);
+        let estimate = |(lane, model)| {
+            let ratio = (deviation(lane) / deviation_under(model)).max(1e-3);
+            n * core::f64::consts::LOG2_E * (ratio * ratio - 1.0 - 2.0 * libm::log(ratio)) / 2.0
+        };
+        if lanes().map(estimate).sum::<f64>() <= price as f64 {
+            return None;
+        }
         let mut own = vec![0; self.lanes.next_multiple_of(2)];
-        let mut gain = -((8 * own.len() as i64) << COST_BITS);
-        for lane in 0..self.lanes {
-            let plane = self.models.channel(self.first + lane, 0);
-            let column = || bins.iter().map(|bins| bins[lane]);
-            own[lane] = family::nearest(self.models.shape(self.first + lane), deviation(column()));
-            gain += cost(plane, column()) - cost(family_model(own[lane]), column());
+        let mut gain = -(price << COST_BITS);
+        for (lane, model) in lanes() {
+            let column = || numbers.bins.iter().map(|bins| bins[lane]);
+            own[lane] = family::nearest(self.models.shape(self.first + lane), deviation(lane));
+            gain += cost(model, column()) - cost(family_model(own[lane]), column());
         }
         (gain > 0).then_some(own)
     }
 }
 
-/// Codes of all rows, and the bins of those that escape.
-fn codes<const C: usize>(tables: &TileTables<C>, bins: &[Bins]) -> (Vec<Row>, Vec<i16>) {
-    let mut codes = vec![[0; LANES]; bins.len()];
-    let mut escapes = vec![];
-    let mut last = [0; LANES];
-    for (codes, bins) in codes.iter_mut().zip(bins) {
-        for lane in 0..tables.lanes {
-            let bits = tables.low_bits[lane];
-            let context = TileTables::<C>::context_after(last[lane], bits);
-            let escapes_here = quant::symbol(bins[lane], bits) >= u32::from(tables.escape[context][lane]);
-            codes[lane] = if escapes_here { ESCAPE } else { code(bins[lane], bits) as u16 };
-            if escapes_here {
-                escapes.push(bins[lane] as i16);
-            }
-        }
-        last = *codes;
-    }
-    (codes, escapes)
+/// Codes of all rows; returns whether any escapes.
+struct CodesOfBins<'a, 'b, const C: usize> {
+    tables: &'a TileTables<C>,
+    bins: &'a [Bins],
+    codes: &'b mut [Row],
 }
 
-fn encode_range<const C: usize>(tables: &TileTables<C>, bins: &[Bins], out: &mut Vec<u8>) {
-    let (codes, escapes) = codes(tables, bins);
-    let start = out.len();
-    out.extend_from_slice(&[PLANE_RANGE, 0]);
-    out.extend_from_slice(&(escapes.len() as u16).to_le_bytes());
+impl<const C: usize> Kernel for CodesOfBins<'_, '_, C> {
+    type Output = bool;
+
+    #[inline(always)]
+    fn scalar(self) -> bool {
+        let Self { tables, bins, codes } = self;
+        let (mut any, mut last) = (false, [0; LANES]);
+        for (codes, bins) in codes.iter_mut().zip(bins) {
+            for lane in 0..LANES {
+                let bits = tables.low_bits[lane];
+                let context = TileTables::<C>::context_after(last[lane], bits);
+                let code = code(bins[lane], bits);
+                let escaped = code >> bits >= u32::from(tables.escape[context][lane]);
+                codes[lane] = if escaped { ESCAPE } else { code as u16 };
+                any |= escaped;
+            }
+            last = *codes;
+        }
+        any
+    }
+}
+
+fn encode_range<const C: usize>(tables: &TileTables<C>, codes: &[Row], out: &mut Vec<u8>) {
     let mut coder = range::Encoder::new(out);
     let mut last = [0; LANES];
-    for row in &codes {
+    for row in codes {
         for lane in 0..tables.lanes {
             let (code, bits) = (row[lane], tables.low_bits[lane]);
             let context = TileTables::<C>::context_after(last[lane], bits);
@@ -143,8 +168,6 @@ fn encode_range<const C: usize>(tables: &TileTables<C>, bins: &[Bins], out: &mut
         last = *row;
     }
     coder.finish();
-    pad(start, out);
-    escapes.iter().for_each(|escape| out.extend_from_slice(&escape.to_le_bytes()));
 }
 
 /// Makes a tile's bytes even in number, and says so in its second byte.
@@ -166,23 +189,16 @@ struct Fixed<'a> {
 
 impl<'a> Fixed<'a> {
     /// The smallest power of two of the step that keeps all bins in 16 bits.
-    fn of(steps: &'a [[f32; LANES]], first: usize, lanes: usize) -> Result<Self, Error> {
-        let (mut lowest, mut highest) = (0.0_f32, 0.0_f32);
-        for row in steps {
-            for (lane, &x) in row[..lanes].iter().enumerate() {
-                if !x.is_finite() {
-                    return Err(Error::OutOfRange { channel: first + lane });
-                }
-                (lowest, highest) = (lowest.min(x), highest.max(x));
-            }
-        }
+    fn of(numbers: &'a TileNumbers, lanes: usize) -> Self {
+        let lowest = numbers.lowest.iter().copied().fold(0.0, f32::min);
+        let highest = numbers.highest.iter().copied().fold(0.0, f32::max);
         let (mut exponent, mut factor) = (0_u8, 1.0_f32);
         while highest.max(-lowest) * factor > MAX_BIN as f32 {
             exponent += 1;
             factor *= 0.5;
         }
         let largest = zigzag(quant::bin(lowest * factor)).max(zigzag(quant::bin(highest * factor)));
-        Ok(Self { steps, lanes, exponent, factor, width: 32 - largest.leading_zeros() })
+        Self { steps: &numbers.steps, lanes, exponent, factor, width: 32 - largest.leading_zeros() }
     }
 
     fn len(&self) -> usize {

@@ -1,6 +1,7 @@
 //! Committed streams decode to committed numbers, are what encoding writes, and every flipped bit in them is an error.
 //!
-//! `UPDATE_VECTORS=1 cargo test -p codec-core --test vectors` writes them again, which only a new version of the format may do.
+//! `UPDATE_VECTORS=1 cargo test -p codec-core --test vectors` writes them again: when the encoder chooses otherwise, or for a new
+//! version of the format. `format.py` reads them by the text of FORMAT.md alone.
 
 #![allow(clippy::unwrap_used, clippy::panic)] // helpers of tests, too
 

@@ -84,7 +84,7 @@ A method is NAME[:KEY=VALUE]...; several are separated by commas.
                       mode=channels, bins in standard deviations          k=0.5 v=0.5
                       mode=common, bins in mean deviations                k=0.5 v=0.5
                       mode=paper, anchors, bins grow by layer third       k=0.5 v=0.5
-                      mode=lmcache, bins of each token's largest          bins=32
+                      mode=lmcache, bins of each token's largest          bins=16 (first layers twice as many)
                                                                           predictor=best|none|mean|previous|anchor
                                                                           models=families|tables|context
                                                                           coder=lanes|range
@@ -190,7 +190,7 @@ impl FromStr for Method {
                         (Mode::Paper { k, v }, Prediction::Anchor, ModelKind::Tables)
                     }
                     ModeName::LmCache => {
-                        (Mode::LmCache { bins: s.bins("bins", 32)? }, Prediction::None, ModelKind::Tables)
+                        (Mode::LmCache { bins: s.bins("bins", 16)? }, Prediction::None, ModelKind::Tables)
                     }
                 };
                 let predictor = s.common("predictor", predictor)?;

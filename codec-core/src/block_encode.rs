@@ -1,0 +1,202 @@
+//! Writing a block.
+
+use alloc::vec;
+use alloc::vec::Vec;
+
+use crate::block::{MAX_BLOCK_TOKENS, centre, factors, tiles, token_step};
+use crate::error::check_len;
+use crate::plane::{Plane, Predictor, Scaling};
+use crate::quant;
+use crate::simd::Kernel;
+use crate::tables::LANES;
+use crate::tile_encode::{TileEncoder, TileNumbers};
+use crate::{Backend, Error};
+
+/// Anchors are quantized to `-127..=127` by the largest magnitude of their row.
+const ANCHOR_LEVELS: f32 = 127.0;
+
+/// Codes rows and appends to `out` the block's bytes and to `lengths` its tiles' lengths in words of two bytes.
+///
+/// # Shapes
+/// `rows` (tokens, channels), up to [`MAX_BLOCK_TOKENS`].
+/// # Errors
+/// [`Error::Length`], [`Error::TooLarge`], [`Error::NotFinite`] or [`Error::OutOfRange`]; what has been appended by then must be
+/// cut off.
+pub(crate) fn encode(
+    plane: &Plane<'_>,
+    backend: Backend,
+    rows: &[f32],
+    out: &mut Vec<u8>,
+    lengths: &mut Vec<u16>,
+) -> Result<(), Error> {
+    let channels = plane.channels();
+    let numbers = BlockNumbers::new(plane, backend, rows, out)?;
+    if numbers.rows.is_empty() {
+        lengths.extend((0..tiles(channels)).map(|_| 0));
+        return Ok(());
+    }
+    for first in (0..channels).step_by(LANES) {
+        let lanes = LANES.min(channels - first);
+        let tile = numbers.tile(backend, first, lanes)?;
+        let encoder = TileEncoder { models: &plane.models, coder: plane.coder, backend, first, lanes };
+        let start = out.len();
+        encoder.encode(&tile, out);
+        lengths.push(u16::try_from((out.len() - start) / 2).map_err(|_| Error::TooLarge)?);
+    }
+    Ok(())
+}
+
+impl Plane<'_> {
+    /// The bins that a block of these rows is coded as, before the entropy coder: for studies of rates.
+    ///
+    /// # Shapes
+    /// `rows` (tokens, channels), up to [`MAX_BLOCK_TOKENS`]; the result (tokens that are no anchors, channels).
+    /// # Errors
+    /// [`Error::Length`], [`Error::TooLarge`], [`Error::NotFinite`], [`Error::OutOfRange`].
+    pub fn bins(&self, rows: &[f32]) -> Result<Vec<i32>, Error> {
+        let (backend, channels) = (Backend::detect(), self.channels());
+        let numbers = BlockNumbers::new(self, backend, rows, &mut vec![])?;
+        let mut all = vec![0; numbers.rows.len()];
+        for first in (0..channels).step_by(LANES) {
+            let lanes = LANES.min(channels - first);
+            let tile = numbers.tile(backend, first, lanes)?;
+            for (all, bins) in all.chunks_exact_mut(channels).zip(&tile.bins) {
+                all[first..first + lanes].copy_from_slice(&bins[..lanes]);
+            }
+        }
+        Ok(all)
+    }
+}
+
+/// What is left of a block's rows for its tiles.
+struct BlockNumbers<'a> {
+    plane: &'a Plane<'a>,
+    rows: Vec<f32>,        // coefficients less their anchors
+    token_steps: Vec<f32>, // of scalings by token
+}
+
+impl<'a> BlockNumbers<'a> {
+    /// Takes mean and anchors out of rows, applies the transform, and appends to `out` what the decoder must be told.
+    fn new(plane: &'a Plane<'a>, backend: Backend, rows: &[f32], out: &mut Vec<u8>) -> Result<Self, Error> {
+        let channels = plane.channels();
+        let tokens = rows.len() / channels;
+        check_len("rows", rows.len(), tokens * channels)?;
+        if tokens > MAX_BLOCK_TOKENS {
+            return Err(Error::TooLarge);
+        }
+        if !rows.iter().fold(true, |finite, x| finite & x.is_finite()) {
+            return Err(Error::NotFinite { what: "rows" });
+        }
+        let mut rows = rows.to_vec();
+        for row in rows.chunks_exact_mut(channels) {
+            row.iter_mut().zip(plane.mean).for_each(|(x, mean)| *x -= mean);
+        }
+        if let Some(transform) = plane.transform {
+            backend.run(transform.forward(&mut rows));
+        }
+        let mut token_steps = vec![];
+        match (plane.predictor, plane.scaling) {
+            (Predictor::Anchor { group }, _) => rows = take_anchors(&rows, channels, group.into(), out)?,
+            (_, Scaling::TokenAbsmax { levels }) => {
+                token_steps = rows.chunks_exact(channels).map(|row| write_step(row, levels, out)).collect();
+            }
+            _ => {}
+        }
+        Ok(Self { plane, rows, token_steps })
+    }
+
+    /// The numbers of one tile.
+    fn tile(&self, backend: Backend, first: usize, lanes: usize) -> Result<TileNumbers, Error> {
+        let tokens = self.rows.len() / self.plane.channels();
+        let mut tile = TileNumbers {
+            bins: vec![[0; LANES]; tokens],
+            steps: vec![[0.0; LANES]; tokens],
+            squares: [0.0; LANES],
+            lowest: [0.0; LANES],
+            highest: [0.0; LANES],
+        };
+        let finite = backend.run(Quantize { numbers: self, first, lanes, tile: &mut tile });
+        match finite.iter().position(|&finite| !finite) {
+            Some(lane) => Err(Error::OutOfRange { channel: first + lane }),
+            None => Ok(tile),
+        }
+    }
+}
+
+/// Numbers to steps and to bins of their difference to a prediction from what the decoder will have. Returns whether each lane is
+/// finite in steps.
+struct Quantize<'a, 'b> {
+    numbers: &'a BlockNumbers<'a>,
+    first: usize,
+    lanes: usize,
+    tile: &'b mut TileNumbers,
+}
+
+impl Kernel for Quantize<'_, '_> {
+    type Output = [bool; LANES];
+
+    #[inline(always)]
+    fn scalar(self) -> [bool; LANES] {
+        let BlockNumbers { plane, rows, token_steps } = self.numbers;
+        let (first, lanes) = (self.first, self.lanes);
+        let mut inverse = [0.0; LANES];
+        if let Scaling::Steps(steps) = plane.scaling {
+            inverse.iter_mut().zip(&steps[first..first + lanes]).for_each(|(y, step)| *y = 1.0 / step);
+        }
+        let factors = factors(plane, first, lanes);
+        let (mut finite, mut last) = ([true; LANES], [0.0; LANES]);
+        let (mut squares, mut lowest, mut highest) = ([0.0_f32; LANES], [0.0_f32; LANES], [0.0_f32; LANES]);
+        let rows = rows.chunks_exact(plane.channels());
+        for (t, ((row, steps), bins)) in rows.zip(&mut self.tile.steps).zip(&mut self.tile.bins).enumerate() {
+            if let Some(step) = token_steps.get(t) {
+                inverse = [1.0 / step; LANES];
+            }
+            let mut numbers = [0.0; LANES];
+            numbers[..lanes].copy_from_slice(&row[first..first + lanes]);
+            for lane in 0..LANES {
+                let number = numbers[lane] * inverse[lane];
+                let prediction = last[lane] * factors[lane];
+                let bin = quant::bin(number - prediction);
+                last[lane] = prediction + centre(bin, plane.centroids);
+                steps[lane] = number;
+                bins[lane] = bin;
+                finite[lane] &= number.abs() <= f32::MAX;
+                squares[lane] += bin as f32 * bin as f32;
+                lowest[lane] = lowest[lane].min(number);
+                highest[lane] = highest[lane].max(number);
+            }
+        }
+        (self.tile.squares, self.tile.lowest, self.tile.highest) = (squares, lowest, highest);
+        finite
+    }
+}
+
+/// Writes scale and 8 bits a number of every group's first row; returns the other rows less what the decoder will have.
+fn take_anchors(rows: &[f32], channels: usize, group: usize, out: &mut Vec<u8>) -> Result<Vec<f32>, Error> {
+    let mut differences = Vec::with_capacity(rows.len());
+    for rows in rows.chunks(group * channels) {
+        let (anchor, rest) = rows.split_at(channels);
+        let scale = anchor.iter().fold(0.0_f32, |max, x| max.max(x.abs())) / ANCHOR_LEVELS;
+        if !scale.is_finite() {
+            return Err(Error::OutOfRange { channel: 0 });
+        }
+        out.extend_from_slice(&scale.to_le_bytes());
+        let levels = anchor.iter().map(|x| quant::bin(x / scale.max(f32::MIN_POSITIVE)).clamp(-127, 127));
+        let start = out.len();
+        out.extend(levels.map(|level| level as i8 as u8));
+        for row in rest.chunks_exact(channels) {
+            let anchor = out[start..].iter().map(|&level| f32::from(level as i8) * scale);
+            differences.extend(row.iter().zip(anchor).map(|(x, anchor)| x - anchor));
+        }
+    }
+    Ok(differences)
+}
+
+/// Writes the largest magnitude of a row as bf16, rounded to nearest even; returns the step that it gives.
+fn write_step(row: &[f32], levels: u8, out: &mut Vec<u8>) -> f32 {
+    let largest = row.iter().fold(0.0_f32, |max, x| max.max(x.abs()));
+    let bits = largest.min(3.3e38).to_bits(); // the largest bf16 is 3.39e38
+    let rounded = ((bits + 0x7fff + (bits >> 16 & 1)) >> 16) as u16;
+    out.extend_from_slice(&rounded.to_le_bytes());
+    token_step(rounded, levels)
+}
