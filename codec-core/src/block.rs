@@ -1,9 +1,12 @@
 //! Reading a block: some tokens of one plane. The bytes are in FORMAT.md, "Block".
 
+#[cfg(feature = "alloc")]
+pub(crate) mod encode;
+
 use crate::error::check_len;
+use crate::model::tables::LANES;
 use crate::plane::{Plane, Predictor, Scaling};
 use crate::simd::Kernel;
-use crate::tables::LANES;
 use crate::tile::{Bins, Scale, Tile};
 use crate::transform::RopeTable;
 use crate::{Backend, Error};

@@ -10,15 +10,8 @@ extern crate std;
 
 mod backend;
 mod block;
-#[cfg(feature = "alloc")]
-mod block_encode;
 mod chunk;
-#[cfg(feature = "alloc")]
-mod cost;
 mod error;
-mod family;
-#[cfg(feature = "alloc")]
-mod fit;
 mod frame;
 mod lossless;
 mod model;
@@ -36,10 +29,7 @@ mod rans;
 mod simd;
 mod stream;
 mod symbols;
-mod tables;
 mod tile;
-#[cfg(feature = "alloc")]
-mod tile_encode;
 mod transform;
 
 pub use backend::Backend;
@@ -48,16 +38,17 @@ pub use block::MAX_BLOCK_TOKENS;
 pub use chunk::write_chunk;
 pub use chunk::{Chunk, ChunkEntry};
 pub use error::Error;
-#[cfg(feature = "alloc")]
-pub use fit::{FitOptions, ModelKind, PredictorKind, Steps};
 pub use frame::{ElementType, Frame, FrameInfo, Side};
 #[cfg(feature = "alloc")]
 pub use frame::{encode_frame, encode_lossless_frame};
 pub use lossless::LosslessPlane;
 #[cfg(feature = "alloc")]
 pub use lossless::fit_lossless;
+pub use model::tables::{ESCAPE, LANES, Row};
 pub use model::{MAX_SYMBOLS, Models, PRECISION, TABLE_LEN};
 pub use plane::{Plane, PlaneParts, Predictor, Scaling};
+#[cfg(feature = "alloc")]
+pub use profile::fit::{FitOptions, ModelKind, PredictorKind, Steps};
 #[cfg(feature = "alloc")]
 pub use profile::{PlaneBuf, TransformBuf};
 pub use stream::{
@@ -66,6 +57,5 @@ pub use stream::{
 pub use symbols::decode_symbols_into;
 #[cfg(feature = "alloc")]
 pub use symbols::encode_symbols;
-pub use tables::{ESCAPE, LANES, Row};
 pub use tile::Coder;
 pub use transform::{MAX_HEAD_DIM, RopeTable, Transform};

@@ -10,13 +10,13 @@ use crate::block::MAX_BLOCK_TOKENS;
 use crate::error::check_len;
 use crate::model::TABLE_LEN;
 #[cfg(feature = "alloc")]
-use crate::model::{Distribution, MAX_SYMBOLS};
+use crate::model::tables::Row;
+use crate::model::tables::{ESCAPE, LANES, TileTables};
 #[cfg(feature = "alloc")]
-use crate::tables::Row;
-use crate::tables::{ESCAPE, LANES, TileTables};
+use crate::model::{Distribution, MAX_SYMBOLS};
 use crate::tile::CHUNK;
 #[cfg(feature = "alloc")]
-use crate::tile_encode::pad;
+use crate::tile::encode::pad;
 use crate::{Backend, ElementType, Error, Models, rans};
 
 const STORED: u8 = 0;

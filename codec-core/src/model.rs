@@ -1,6 +1,12 @@
+//! Probability models of channels: families that a byte names, explicit tables, and both as a tile needs them.
+
+#[cfg(feature = "alloc")]
+pub(crate) mod cost;
+pub(crate) mod family;
+pub(crate) mod tables;
+
 use crate::Error;
 use crate::error::check_len;
-use crate::family;
 
 /// Bits of a probability: every cumulative table ends at `1 << PRECISION`.
 pub const PRECISION: u32 = 12;

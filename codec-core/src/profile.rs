@@ -1,3 +1,7 @@
+//! Owned planes: fitted, kept as bytes.
+
+pub(crate) mod fit;
+
 use alloc::sync::Arc;
 use alloc::vec::Vec;
 

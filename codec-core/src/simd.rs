@@ -11,7 +11,7 @@ pub(crate) mod avx512;
 #[cfg(target_arch = "aarch64")]
 pub(crate) mod neon;
 
-use crate::tables::{LANES, Row};
+use crate::model::tables::{LANES, Row};
 
 /// An operation in its two forms. `vector` must be `#[inline(always)]`, so that it is compiled with the features of the
 /// function that it is inlined into.

@@ -4,7 +4,7 @@
 use alloc::vec::Vec;
 
 use crate::error::check_len;
-use crate::tables::{LANES, Row, TileTables};
+use crate::model::tables::{LANES, Row, TileTables};
 use crate::{Backend, Error, Models, rans};
 
 /// Codes rows of up to 32 channels with interleaved range-ANS and appends the stream to `out`.

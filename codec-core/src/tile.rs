@@ -1,9 +1,12 @@
 //! One tile: up to 32 channels of some tokens, as bins. The bytes are in FORMAT.md, "Tile".
 
+#[cfg(feature = "alloc")]
+pub(crate) mod encode;
+
 use crate::model::PRECISION;
+use crate::model::tables::{ESCAPE, LANES, Row, TileTables};
 use crate::quant::{bin_of_code, unzigzag};
 use crate::simd::Kernel;
-use crate::tables::{ESCAPE, LANES, Row, TileTables};
 use crate::{Backend, Error, Models, range, rans};
 
 /// The entropy coder of a plane's tiles.
@@ -11,7 +14,7 @@ use crate::{Backend, Error, Models, range, rans};
 pub enum Coder {
     /// 32 interleaved range-ANS coders: decodes 32 symbols at a time.
     Lanes,
-    /// One range coder (arithmetic coding), symbol by symbol: the definition, and about 100 bytes a tile smaller.
+    /// One range coder (arithmetic coding), symbol by symbol: the definition of what is coded, and about 45 bytes a tile smaller.
     Range,
 }
 

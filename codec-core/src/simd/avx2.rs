@@ -4,7 +4,7 @@
 use core::arch::x86_64::*;
 
 use super::{Kernel, Simd};
-use crate::tables::{LANES, Row};
+use crate::model::tables::{LANES, Row};
 
 #[derive(Clone, Copy)]
 pub(crate) struct Avx2(());

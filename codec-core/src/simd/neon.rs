@@ -3,7 +3,7 @@
 use core::arch::aarch64::*;
 
 use super::{Kernel, Simd};
-use crate::tables::{LANES, Row};
+use crate::model::tables::{LANES, Row};
 
 #[derive(Clone, Copy)]
 pub(crate) struct Neon(());

@@ -5,11 +5,11 @@ use alloc::vec::Vec;
 
 use crate::block::{MAX_BLOCK_TOKENS, centre, factors, tiles, token_step};
 use crate::error::check_len;
+use crate::model::tables::LANES;
 use crate::plane::{Plane, Predictor, Scaling};
 use crate::quant;
 use crate::simd::Kernel;
-use crate::tables::LANES;
-use crate::tile_encode::{TileEncoder, TileNumbers};
+use crate::tile::encode::{TileEncoder, TileNumbers};
 use crate::{Backend, Error};
 
 /// Anchors are quantized to `-127..=127` by the largest magnitude of their row.

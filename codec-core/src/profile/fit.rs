@@ -5,12 +5,13 @@ use alloc::vec;
 use alloc::vec::Vec;
 
 use crate::block::centre;
-use crate::cost::{cost, deviation};
 use crate::error::check_len;
+use crate::model::cost::{cost, deviation};
+use crate::model::family;
 use crate::model::{CONTEXTS, Distribution, MAX_SYMBOLS, TABLE_LEN, family_model};
 use crate::profile::{ModelsBuf, PlaneBuf, PredictorBuf, ScalingBuf, TransformBuf};
 use crate::quant::{self, bin};
-use crate::{Backend, Coder, Error, block_encode, family};
+use crate::{Backend, Coder, Error, block};
 
 /// The predictor that [`PlaneBuf::fit`] should fit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -154,7 +155,7 @@ impl PlaneBuf {
         let plane = self.view()?;
         let (mut bytes, mut lengths) = (vec![], vec![]);
         for rows in rows.chunks(256 * plane.channels()) {
-            block_encode::encode(&plane, Backend::detect(), rows, &mut bytes, &mut lengths)?;
+            block::encode::encode(&plane, Backend::detect(), rows, &mut bytes, &mut lengths)?;
         }
         Ok(bytes.len())
     }

@@ -3,14 +3,15 @@
 use alloc::vec;
 use alloc::vec::Vec;
 
-use crate::cost::{COST_BITS, cost, deviation, deviation_under};
+use crate::model::cost::{COST_BITS, cost, deviation, deviation_under};
+use crate::model::family;
+use crate::model::tables::{ESCAPE, LANES, Row, TileTables};
 use crate::model::{PRECISION, family_model};
 use crate::quant::{self, MAX_BIN, code, zigzag};
 use crate::range;
 use crate::simd::Kernel;
-use crate::tables::{ESCAPE, LANES, Row, TileTables};
 use crate::tile::{Bins, Coder, FIXED, OWN_LANES, PLANE_LANES, PLANE_RANGE};
-use crate::{Backend, Models, family, rans};
+use crate::{Backend, Models, rans};
 
 /// The numbers of a tile, finite, and what was noticed on the way.
 pub(crate) struct TileNumbers {

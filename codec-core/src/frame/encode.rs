@@ -1,0 +1,149 @@
+//! Writing a frame.
+
+use alloc::vec::Vec;
+
+#[cfg(feature = "rayon")]
+use rayon::prelude::*;
+
+use super::{ElementType, FrameInfo, LITTLE_ENDIAN, MAGIC, TOKEN_HEAD_COMPONENT, VERSION};
+use crate::error::check_len;
+use crate::{Backend, Error, LosslessPlane, Plane, block, lossless};
+
+/// A block before it is part of a frame.
+#[derive(Default)]
+struct CodedBlock {
+    bytes: Vec<u8>,
+    lengths: Vec<u16>,
+}
+
+/// Codes all planes of a chunk and appends the frame to `out`. With feature `rayon`, blocks are coded in parallel.
+///
+/// # Shapes
+/// `planes` and `rows` (layers, 2): keys, then values, of each layer; each of `rows` (tokens, heads, head_dim).
+/// # Errors
+/// [`Error::Length`], [`Error::NotFinite`], [`Error::OutOfRange`], [`Error::TooLarge`], [`Error::Zero`],
+/// [`Error::BadField`] when `info` says lossless, [`Error::BackendUnavailable`]; `out` is then unchanged.
+pub fn encode_frame(
+    backend: Backend,
+    info: &FrameInfo,
+    planes: &[Plane<'_>],
+    rows: &[&[f32]],
+    out: &mut Vec<u8>,
+) -> Result<(), Error> {
+    backend.check()?;
+    if info.lossless {
+        return Err(Error::BadField { what: "coding: lossless, of numbers that lose" });
+    }
+    check_planes(info, planes.len(), rows)?;
+    for plane in planes {
+        check_len("channels of a plane", plane.channels(), info.channels())?;
+    }
+    let blocks = code_blocks(info, rows, |plane, rows| {
+        let mut coded = CodedBlock::default();
+        block::encode::encode(&planes[plane], backend, rows, &mut coded.bytes, &mut coded.lengths)?;
+        Ok(coded)
+    })?;
+    let ids = planes.iter().map(Plane::id);
+    write_frame(info, ids, &blocks, out);
+    Ok(())
+}
+
+/// The same for 16-bit numbers, whose bits come back as they were.
+///
+/// # Shapes
+/// As [`encode_frame`].
+/// # Errors
+/// As [`encode_frame`]; [`Error::BadField`] when `info` does not say lossless.
+pub fn encode_lossless_frame(
+    backend: Backend,
+    info: &FrameInfo,
+    planes: &[LosslessPlane<'_>],
+    rows: &[&[u16]],
+    out: &mut Vec<u8>,
+) -> Result<(), Error> {
+    backend.check()?;
+    if !info.lossless {
+        return Err(Error::BadField { what: "coding: not lossless" });
+    }
+    check_planes(info, planes.len(), rows)?;
+    for plane in planes {
+        check_len("channels of a plane", plane.channels(), info.channels())?;
+    }
+    let blocks = code_blocks(info, rows, |plane, rows| {
+        let mut coded = CodedBlock::default();
+        lossless::encode(&planes[plane], backend, rows, &mut coded.bytes, &mut coded.lengths)?;
+        Ok(coded)
+    })?;
+    write_frame(info, planes.iter().map(LosslessPlane::id), &blocks, out);
+    Ok(())
+}
+
+fn check_planes<T>(info: &FrameInfo, planes: usize, rows: &[&[T]]) -> Result<(), Error> {
+    info.check()?;
+    check_len("planes", planes, 2 * info.layers)?;
+    check_len("rows", rows.len(), 2 * info.layers)?;
+    rows.iter().try_for_each(|rows| check_len("rows of a plane", rows.len(), info.tokens * info.channels()))
+}
+
+/// Codes the blocks of all planes, in order.
+fn code_blocks<T: Sync>(
+    info: &FrameInfo,
+    rows: &[&[T]],
+    code: impl Fn(usize, &[T]) -> Result<CodedBlock, Error> + Sync,
+) -> Result<Vec<CodedBlock>, Error> {
+    let blocks: Vec<(usize, &[T])> = rows
+        .iter()
+        .enumerate()
+        .flat_map(|(plane, rows)| {
+            rows.chunks(info.block_tokens * info.channels()).map(move |rows| (plane, rows))
+        })
+        .collect();
+    #[cfg(feature = "rayon")]
+    let blocks = blocks.par_iter();
+    #[cfg(not(feature = "rayon"))]
+    let blocks = blocks.iter();
+    blocks.map(|&(plane, rows)| code(plane, rows)).collect()
+}
+
+fn write_frame(info: &FrameInfo, ids: impl Iterator<Item = u32>, blocks: &[CodedBlock], out: &mut Vec<u8>) {
+    info.write(blocks.iter().map(|block| block.bytes.len()).sum(), out);
+    let index = out.len();
+    ids.for_each(|id| out.extend_from_slice(&id.to_le_bytes()));
+    let mut end = 0;
+    for block in blocks {
+        end += block.bytes.len() as u64;
+        out.extend_from_slice(&end.to_le_bytes());
+        out.extend_from_slice(&crc32fast::hash(&block.bytes).to_le_bytes());
+        block.lengths.iter().for_each(|length| out.extend_from_slice(&length.to_le_bytes()));
+    }
+    let checksum = crc32fast::hash(&out[index..]);
+    out.extend_from_slice(&checksum.to_le_bytes());
+    blocks.iter().for_each(|block| out.extend_from_slice(&block.bytes));
+}
+
+impl FrameInfo {
+    fn write(&self, payload: usize, out: &mut Vec<u8>) {
+        let start = out.len();
+        out.extend_from_slice(&MAGIC);
+        let element = match self.element {
+            ElementType::F32 => 0,
+            ElementType::F16 => 1,
+            ElementType::Bf16 => 2,
+        };
+        let (rotated, lossless) = (u8::from(self.keys_rotated), u8::from(self.lossless));
+        out.extend_from_slice(&[VERSION, LITTLE_ENDIAN, element, rotated]);
+        out.extend_from_slice(&[TOKEN_HEAD_COMPONENT, self.level, lossless, 0]);
+        for size in [self.layers, self.heads, self.head_dim] {
+            out.extend_from_slice(&(size as u32).to_le_bytes());
+        }
+        out.extend_from_slice(&self.first_token.to_le_bytes());
+        for size in [self.tokens, self.block_tokens] {
+            out.extend_from_slice(&(size as u32).to_le_bytes());
+        }
+        out.extend_from_slice(&self.model_id.to_le_bytes());
+        out.extend_from_slice(&(payload as u64).to_le_bytes());
+        out.extend_from_slice(&[0; 4]);
+        let checksum = crc32fast::hash(&out[start..]);
+        out.extend_from_slice(&checksum.to_le_bytes());
+    }
+}
