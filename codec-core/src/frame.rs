@@ -70,26 +70,26 @@ impl FrameInfo {
     /// Numbers of a token in one plane.
     #[must_use]
     pub const fn channels(&self) -> usize {
-        self.heads * self.head_dim
+        self.heads.saturating_mul(self.head_dim)
     }
 
     /// Blocks of one plane.
     #[must_use]
     pub const fn blocks(&self) -> usize {
-        self.tokens.div_ceil(self.block_tokens)
+        if self.block_tokens == 0 { 0 } else { self.tokens.div_ceil(self.block_tokens) }
     }
 
     /// Tokens of a block, by their place in the frame.
     #[must_use]
     pub fn tokens_of_block(&self, block: usize) -> core::ops::Range<usize> {
-        let start = (block * self.block_tokens).min(self.tokens);
-        start..(start + self.block_tokens).min(self.tokens)
+        let start = block.saturating_mul(self.block_tokens).min(self.tokens);
+        start..start.saturating_add(self.block_tokens).min(self.tokens)
     }
 
     /// Numbers of all planes.
     #[must_use]
     pub const fn numbers(&self) -> usize {
-        2 * self.layers * self.tokens * self.channels()
+        self.layers.saturating_mul(2).saturating_mul(self.tokens).saturating_mul(self.channels())
     }
 
     /// Checks that all sizes can be worked with: no product below overflows.
@@ -249,7 +249,8 @@ impl<'a> Frame<'a> {
         out: &mut [f32],
     ) -> Result<(), Error> {
         backend.check()?;
-        let (checksum, bytes) = self.verified(plane.id(), false, layer, side, block, out.len())?;
+        let (checksum, bytes) =
+            self.verified((plane.id(), plane.channels()), false, layer, side, block, out.len())?;
         if let Some(rope) = rope {
             check_len("rope", rope.tokens(), self.info.tokens_of_block(block).len())?;
             check_len("head of rope", rope.head_dim(), self.info.head_dim)?;
@@ -272,14 +273,15 @@ impl<'a> Frame<'a> {
         out: &mut [u16],
     ) -> Result<(), Error> {
         backend.check()?;
-        let (checksum, bytes) = self.verified(plane.id(), true, layer, side, block, out.len())?;
+        let (checksum, bytes) =
+            self.verified((plane.id(), plane.channels()), true, layer, side, block, out.len())?;
         check_payload(checksum, &bytes)?;
         crate::lossless::decode_into(plane, backend, &bytes, out)
     }
 
     fn verified(
         &self,
-        plane_id: u32,
+        (plane_id, channels): (u32, usize),
         lossless: bool,
         layer: usize,
         side: Side,
@@ -291,7 +293,7 @@ impl<'a> Frame<'a> {
         }
         let (checksum, bytes) = self.block(layer, side, block)?;
         let id = &self.index[4 * plane_index(layer, side)..][..4];
-        if plane_id.to_le_bytes() != id {
+        if plane_id.to_le_bytes() != id || channels != self.info.channels() {
             return Err(Error::WrongProfile);
         }
         check_len("out", len, self.info.tokens_of_block(block).len() * self.info.channels())?;

@@ -90,13 +90,13 @@ fn mend(frame: &mut [u8]) {
         let at = INDEX + 8 + 16 * entry;
         let end = u64::from_le_bytes(frame[at..at + 8].try_into().unwrap()) as usize;
         let payload = &frame[INDEX_END + 4..];
-        let checksum = crc32(payload.get(start..end).unwrap_or(&[]));
+        let checksum = crc32fast::hash(payload.get(start..end).unwrap_or(&[]));
         frame[at + 8..at + 12].copy_from_slice(&checksum.to_le_bytes());
         start = end;
     }
-    let header = crc32(&frame[..60]);
+    let header = crc32fast::hash(&frame[..60]);
     frame[60..64].copy_from_slice(&header.to_le_bytes());
-    let index = crc32(&frame[INDEX..INDEX_END]);
+    let index = crc32fast::hash(&frame[INDEX..INDEX_END]);
     frame[INDEX_END..INDEX_END + 4].copy_from_slice(&index.to_le_bytes());
 }
 
@@ -112,11 +112,4 @@ fn decode(bytes: &[u8], plane: &Plane<'_>) {
             assert_eq!(expected.get_or_insert_with(|| result.clone()), &result);
         }
     }
-}
-
-fn crc32(bytes: &[u8]) -> u32 {
-    !bytes.iter().fold(u32::MAX, |crc, &byte| {
-        (0..8)
-            .fold(crc ^ u32::from(byte), |crc, _| (crc >> 1) ^ (0xEDB8_8320 & (0_u32.wrapping_sub(crc & 1))))
-    })
 }

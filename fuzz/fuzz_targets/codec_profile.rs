@@ -8,7 +8,7 @@ fuzz_target!(|input: (Vec<u8>, Vec<u8>)| {
     let (mut bytes, rows) = input;
     // Half of the inputs get a valid checksum, so that the rest is reached.
     if let Some((body, _)) = bytes.split_last_chunk::<4>().filter(|_| rows.len() % 2 == 0) {
-        let checksum = crc32(body).to_le_bytes();
+        let checksum = crc32fast::hash(body).to_le_bytes();
         let at = bytes.len() - 4;
         bytes[at..].copy_from_slice(&checksum);
     }
@@ -39,10 +39,3 @@ fuzz_target!(|input: (Vec<u8>, Vec<u8>)| {
         frame.decode_plane_into(Backend::detect(), &plane, 0, Side::Values, None, &mut out).unwrap();
     }
 });
-
-fn crc32(bytes: &[u8]) -> u32 {
-    !bytes.iter().fold(u32::MAX, |crc, &byte| {
-        (0..8)
-            .fold(crc ^ u32::from(byte), |crc, _| (crc >> 1) ^ (0xEDB8_8320 & (0_u32.wrapping_sub(crc & 1))))
-    })
-}

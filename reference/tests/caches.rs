@@ -14,7 +14,7 @@ use kv_reference::model::{Model, Rope};
 use kv_reference::{Error, Profile};
 
 /// One setting of each method; small windows, so that short sequences reach the compressed part.
-const METHODS: [&str; 17] = [
+const METHODS: [&str; 21] = [
     "dense",
     "dense:dtype=bf16",
     "int8:window=4:group=8",
@@ -30,8 +30,12 @@ const METHODS: [&str; 17] = [
     "pqklt:k=8x6:v=8x6:keys=rope:window=4",
     "pqklt:k=8x6:v=8x6:norms=off:window=4",
     "zack:window=4",
-    "cachegen:window=4",
-    "cachegen:predictor=anchor:window=4",
+    "cachegen:window=4:batch=10",
+    "cachegen:models=context:coder=range:window=4:batch=10",
+    "cachegen:mode=channels:window=4:batch=10",
+    "cachegen:mode=common:window=4:batch=10",
+    "cachegen:mode=paper:window=4:batch=10",
+    "cachegen:mode=lmcache:bins=32:window=4:batch=10",
 ];
 
 struct Setup {
@@ -107,7 +111,8 @@ fn what_loses_nothing_equals_dense() {
         "pqklt:k=1x8:v=1x8:norms=off:exact=f32:window=4",
         "pqklt:k=1x8:v=1x8:norms=off:keys=rope:exact=f32:window=4",
         "pqklt:k=1x8:v=1x8:exact=f32:window=4",
-        "cachegen:k=0.0001:v=0.0001:exact=f32:window=4",
+        "cachegen:bits=13:exact=f32:window=4:batch=10",
+        "cachegen:mode=channels:k=0.00005:v=0.00005:exact=f32:window=4:batch=10", // bins beyond 16 bits
         "streaming:window=200:exact=f32",
         "int2:exact-layers=0+1:exact=f32:window=4",
     ];
@@ -173,7 +178,7 @@ fn bytes_are_counted_exactly() {
         "million:k=8x6:v=8x6:window=4",
         "pqklt:k=8x6:v=8x6:window=4",
         "zack:k=0.5:v=0.5:window=4",
-        "cachegen:window=4",
+        "cachegen:window=4:batch=10",
     ]);
     let n = 100;
     let values = s.model.config.kv_values_per_token(); // 2 layers x 2 x 2 heads x 16
@@ -195,7 +200,7 @@ fn bytes_are_counted_exactly() {
     assert_eq!(pq.offloaded, 92 * values * 2);
     let half = kept("zack:k=0.5:v=0.5:window=4").kept;
     assert!(half <= 92 * values + 8 * values * 2 && half > 92 * values / 2, "{half}");
-    let coded = kept("cachegen:window=4");
+    let coded = kept("cachegen:window=4:batch=10");
     assert_eq!(coded.working, 90 * values * 2);
     assert!(coded.kept < 90 * values + 10 * values * 2);
 }
@@ -239,8 +244,12 @@ fn a_profile_that_does_not_serve_is_an_error() {
 fn profiles_survive_the_disk_and_name_their_model() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("profile");
-    let methods =
-        ["million:k=8x6:v=8x6:window=4", "pqklt:k=8x4:v=8x4:window=4", "zack:window=4", "cachegen:window=4"];
+    let methods = [
+        "million:k=8x6:v=8x6:window=4",
+        "pqklt:k=8x4:v=8x4:window=4",
+        "zack:window=4",
+        "cachegen:window=4:batch=10",
+    ];
     let mut s = setup(&methods);
     let before: Vec<_> = methods.iter().map(|m| s.prefilled(m, 60).cache.footprint()).collect();
     s.profile.save(&path, &s.model).unwrap();
