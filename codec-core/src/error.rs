@@ -79,6 +79,8 @@ pub enum Error {
         /// What was asked for.
         what: &'static str,
     },
+    /// RoPE was asked for values, or for keys that are after it already.
+    NotBeforeRope,
     /// The machine cannot run this [`Backend`](crate::Backend).
     BackendUnavailable,
 }
@@ -110,6 +112,7 @@ impl fmt::Display for Error {
             Self::WrongProfile => write!(f, "the bytes were encoded under another profile"),
             Self::Corrupt => write!(f, "a code that no encoder writes"),
             Self::OutOfBounds { what } => write!(f, "there is no such {what}"),
+            Self::NotBeforeRope => write!(f, "these rows are not keys before RoPE"),
             Self::BackendUnavailable => write!(f, "this machine cannot run the backend"),
         }
     }

@@ -236,7 +236,7 @@ impl<'a> Frame<'a> {
     /// `out` (tokens of the block, heads, head_dim), fully written.
     /// # Errors
     /// [`Error::OutOfBounds`], [`Error::WrongProfile`], [`Error::Length`], [`Error::BadField`] for a lossless frame,
-    /// [`Error::BackendUnavailable`], [`Error::BadChecksum`]: `out` is then untouched. [`Error::Truncated`], [`Error::Corrupt`]
+    /// [`Error::NotBeforeRope`], [`Error::BackendUnavailable`], [`Error::BadChecksum`]: `out` is then untouched. [`Error::Truncated`], [`Error::Corrupt`]
     /// or [`Error::TrailingBytes`], which need a forged checksum: `out` then holds numbers without meaning.
     /// # Cost
     /// No allocation. With a transform, head_dim multiply-adds a number for coefficients that are not zero.
@@ -252,6 +252,9 @@ impl<'a> Frame<'a> {
         let (checksum, bytes) =
             self.verified((plane.id(), plane.channels()), false, layer, side, block, out.len())?;
         if let Some(rope) = rope {
+            if self.info.keys_rotated || side == Side::Values {
+                return Err(Error::NotBeforeRope);
+            }
             check_len("rope", rope.tokens(), self.info.tokens_of_block(block).len())?;
             check_len("head of rope", rope.head_dim(), self.info.head_dim)?;
         }

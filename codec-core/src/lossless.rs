@@ -62,6 +62,12 @@ impl<'a> LosslessPlane<'a> {
         self.tops.len()
     }
 
+    /// The numbers it is for.
+    #[must_use]
+    pub const fn element(&self) -> ElementType {
+        if self.mantissa == 7 { ElementType::Bf16 } else { ElementType::F16 }
+    }
+
     /// A checksum (CRC-32) over everything that decides what bytes mean.
     #[must_use]
     pub const fn id(&self) -> u32 {

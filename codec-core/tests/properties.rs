@@ -270,3 +270,113 @@ fn check_error(rows: &[f32], out: &[f32], predictor: PredictorKind, size: f32) {
         assert!((a - b).abs() <= 2.0 * size * largest + anchor + 1e-3, "{a} {b}");
     }
 }
+
+/// A plane that a frame was not coded under, shapes that do not fit, places that do not exist.
+#[test]
+fn bad_input_is_an_error() {
+    let rows = rows(6, 20, 5);
+    let options = FitOptions {
+        predictor: PredictorKind::Mean,
+        steps: Steps::Deviations(0.5),
+        models: ModelKind::Families,
+        coder: Coder::Lanes,
+    };
+    let fit = |options: &FitOptions<'_>| PlaneBuf::fit(&rows, 6, None, options);
+    for steps in
+        [Steps::Deviations(0.0), Steps::Deviations(f32::NAN), Steps::Given(&[1.0; 5]), Steps::TokenAbsmax(0)]
+    {
+        assert!(fit(&FitOptions { steps, ..options }).is_err(), "{steps:?}");
+    }
+    let anchors = FitOptions { predictor: PredictorKind::Anchor { group: 0 }, ..options };
+    assert_eq!(fit(&anchors), Err(Error::Zero { what: "group" }));
+    let absmax = FitOptions { predictor: PredictorKind::Previous, steps: Steps::TokenAbsmax(7), ..options };
+    assert!(matches!(fit(&absmax), Err(Error::BadPlane { .. })));
+    assert!(PlaneBuf::fit(&rows, 0, None, &options).is_err());
+    assert!(PlaneBuf::fit(&rows[..6], 6, None, &options).is_err());
+    assert!(PlaneBuf::fit(&[f32::NAN; 12], 6, None, &options).is_err());
+    assert!(PlaneBuf::fit(&rows, 6, Some(transform(1, 5)), &options).is_err());
+    assert!(TransformBuf::new(2, vec![1.0; 4], vec![1.0; 3]).is_err());
+    assert!(TransformBuf::new(1000, vec![1.0; 4], vec![1.0; 4]).is_err());
+
+    let (fitted, other) =
+        (fit(&options).unwrap(), fit(&FitOptions { steps: Steps::Deviations(0.6), ..options }).unwrap());
+    let (plane, other) = (fitted.view().unwrap(), other.view().unwrap());
+    let info = info(2, 3, 20, 8);
+    let encode = |info: &FrameInfo, rows: &[f32], out: &mut Vec<u8>| {
+        encode_frame(Backend::detect(), info, &[plane; 2], &[rows; 2], out)
+    };
+    let mut bytes = vec![9];
+    assert_eq!(encode(&info, &[f32::INFINITY; 120], &mut bytes), Err(Error::NotFinite { what: "rows" }));
+    assert!(encode(&info, &rows[1..], &mut bytes).is_err());
+    assert!(encode(&FrameInfo { block_tokens: 0, ..info }, &rows, &mut bytes).is_err());
+    assert!(encode(&FrameInfo { block_tokens: 1025, ..info }, &rows, &mut bytes).is_err());
+    assert!(encode(&FrameInfo { heads: usize::MAX, ..info }, &rows, &mut bytes).is_err());
+    assert!(encode(&FrameInfo { lossless: true, ..info }, &rows, &mut bytes).is_err());
+    assert_eq!(bytes, [9], "what failed has written nothing");
+    bytes.clear();
+    encode(&info, &rows, &mut bytes).unwrap();
+    assert_eq!(Frame::parse(&bytes, 239).unwrap_err(), Error::Limit { needed: 240, limit: 239 });
+    let frame = Frame::parse(&bytes, 240).unwrap();
+    let mut out = [7.0; 48];
+    let mut decode = |plane, place, rope: Option<&RopeTable<'_>>, out: &mut [f32]| {
+        frame.decode_block_into(Backend::detect(), plane, place, rope, out).unwrap_err()
+    };
+    let first = (0, Side::Keys, 0);
+    assert_eq!(decode(&other, first, None, &mut out), Error::WrongProfile);
+    assert_eq!(decode(&plane, (1, Side::Keys, 0), None, &mut out), Error::OutOfBounds { what: "layer" });
+    assert_eq!(decode(&plane, (0, Side::Keys, 3), None, &mut out), Error::OutOfBounds { what: "block" });
+    assert!(matches!(decode(&plane, first, None, &mut out[1..]), Error::Length { .. }));
+    let angles = [0.5; 8 * 2];
+    assert!(RopeTable::halves(3, &angles, &angles).is_err());
+    let rope = RopeTable::halves(4, &angles, &angles).unwrap();
+    assert!(matches!(decode(&plane, first, Some(&rope), &mut out), Error::Length { .. }));
+    assert_eq!(decode(&plane, (0, Side::Values, 0), Some(&rope), &mut out), Error::NotBeforeRope);
+    assert!(out.iter().all(|&x| x == 7.0), "what was refused has written nothing");
+    assert!(encode_symbols(Backend::detect(), &Models::families(&[0; 33]), &[], &mut bytes).is_err());
+    assert!(decode_symbols_into(Backend::detect(), &Models::families(&[]), &bytes, &mut []).is_err());
+}
+
+/// Both layouts turn keys by their token's angle.
+#[test]
+fn keys_are_rotated_as_they_are_decoded() {
+    let rows = rows(8, 12, 1);
+    let options = FitOptions {
+        predictor: PredictorKind::Mean,
+        steps: Steps::Deviations(0.01),
+        models: ModelKind::Families,
+        coder: Coder::Lanes,
+    };
+    let fitted = PlaneBuf::fit(&rows, 8, Some(transform(2, 4)), &options).unwrap();
+    let plane = fitted.view().unwrap();
+    let info = info(2, 4, 12, 5);
+    let mut bytes = vec![];
+    encode_frame(Backend::detect(), &info, &[plane; 2], &[&rows[..]; 2], &mut bytes).unwrap();
+    let frame = Frame::parse(&bytes, usize::MAX).unwrap();
+    let angle = |token: usize, pair: usize| (token + 1) as f32 * [0.9, 0.1][pair];
+    let table = |f: fn(f32) -> f32| (0..24).map(|i| f(angle(i / 2, i % 2))).collect::<Vec<_>>();
+    let (cos, sin) = (table(f32::cos), table(f32::sin));
+    let decode = |rope: Option<&RopeTable<'_>>| {
+        let mut out = vec![0.0; rows.len()];
+        frame.decode_plane_into(Backend::detect(), &plane, 0, Side::Keys, rope, &mut out).unwrap();
+        out
+    };
+    let plain = decode(None);
+    for (neighbours, rope) in [
+        (false, RopeTable::halves(4, &cos, &sin).unwrap()),
+        (true, RopeTable::neighbours(4, &cos, &sin).unwrap()),
+    ] {
+        let rotated = decode(Some(&rope));
+        for (t, (plain, rotated)) in plain.chunks_exact(8).zip(rotated.chunks_exact(8)).enumerate() {
+            for (head, pair) in [(0, 0), (0, 1), (4, 0), (4, 1)] {
+                let (i, j) = if neighbours {
+                    (head + 2 * pair, head + 2 * pair + 1)
+                } else {
+                    (head + pair, head + pair + 2)
+                };
+                let (cos, sin) = (angle(t, pair).cos(), angle(t, pair).sin());
+                assert!((rotated[i] - (plain[i] * cos - plain[j] * sin)).abs() < 1e-5);
+                assert!((rotated[j] - (plain[j] * cos + plain[i] * sin)).abs() < 1e-5);
+            }
+        }
+    }
+}

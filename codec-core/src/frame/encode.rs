@@ -53,7 +53,7 @@ pub fn encode_frame(
 /// # Shapes
 /// As [`encode_frame`].
 /// # Errors
-/// As [`encode_frame`]; [`Error::BadField`] when `info` does not say lossless.
+/// As [`encode_frame`]; [`Error::BadField`] when `info` does not say lossless, [`Error::WrongProfile`] for another element type.
 pub fn encode_lossless_frame(
     backend: Backend,
     info: &FrameInfo,
@@ -68,6 +68,9 @@ pub fn encode_lossless_frame(
     check_planes(info, planes.len(), rows)?;
     for plane in planes {
         check_len("channels of a plane", plane.channels(), info.channels())?;
+        if plane.element() != info.element {
+            return Err(Error::WrongProfile);
+        }
     }
     let blocks = code_blocks(info, rows, |plane, rows| {
         let mut coded = CodedBlock::default();
