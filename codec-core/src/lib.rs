@@ -1,6 +1,6 @@
 #![doc = include_str!("../README.md")]
 #![no_std]
-// Only the vector forms of the lane decoder read through pointers; see `simd`.
+// Only the instruction sets' own files need it.
 #![deny(unsafe_code)]
 
 #[cfg(feature = "alloc")]
@@ -22,7 +22,6 @@ mod profile;
 #[cfg_attr(not(feature = "alloc"), allow(dead_code))]
 mod quant;
 mod range;
-#[allow(unsafe_code)]
 mod rans;
 #[allow(unsafe_code)]
 #[cfg_attr(not(feature = "alloc"), allow(dead_code))]

@@ -15,8 +15,8 @@
 mod encode;
 
 use crate::model::tables::{ESCAPE, LANES, Row, TileTables};
-use crate::model::{PRECISION, SLOTS};
-use crate::simd::{Kernel, Simd};
+use crate::model::{MAX_SYMBOLS, PRECISION, SLOTS};
+use crate::simd::{Kernel, REFILL_BYTES, Simd};
 use crate::{Backend, Error};
 
 #[cfg(feature = "alloc")]
@@ -144,33 +144,60 @@ impl<'a, const C: usize> Kernel for DecodeRows<'a, '_, C> {
     /// no lane has more. Floor at 32 lanes: 4 operations a symbol compared, about 30 for a state and its refill.
     #[inline(always)]
     fn vector<S: Simd>(self, s: S) -> Self::Output {
-        /// Most that a row takes, twice a word for each lane, and what the last load reads beyond it.
-        const ROW_BYTES: usize = 2 * 2 * LANES + 64;
         if C > 1 {
             return self.scalar();
         }
-        let starts = &self.tables.starts[0];
-        let escape = s.load(&self.tables.escape[0]);
-        let low_bits = s.load_wide(&self.tables.low_bits);
-        let any_low_bits = self.tables.any_low_bits();
-        let escaped = s.splat(ESCAPE);
-        let mut states = s.load_wide(self.states);
-        let mut words = self.words;
-        // The last rows read from a copy, behind which there is room.
-        let mut tail = [0; 2 * ROW_BYTES];
-        let mut in_tail = false;
-        let mut at = words.as_ptr();
-        let mut left = words.len() as isize;
-        for row in &mut *self.rows {
-            if self.refill && !in_tail && left < ROW_BYTES as isize {
-                words = &words[words.len() - left as usize..];
-                tail[..words.len()].copy_from_slice(words);
-                at = tail.as_ptr();
-                in_tail = true;
+        let mut rows = VectorRows {
+            s,
+            starts: &self.tables.starts[0],
+            escape: s.load(&self.tables.escape[0]),
+            low_bits: s.load_wide(&self.tables.low_bits),
+            any_low_bits: self.tables.any_low_bits(),
+            refill: self.refill,
+            states: s.load_wide(self.states),
+        };
+        let (done, used) = rows.decode(self.rows, self.words, self.words.len())?;
+        let (mut words, rest) = (&self.words[used..], &mut self.rows[done..]);
+        if !rest.is_empty() {
+            // The last rows read from a copy, behind which there is room.
+            let mut tail = [0; 2 * ROW_BYTES];
+            tail[..words.len()].copy_from_slice(words);
+            let (_, used) = rows.decode(rest, &tail, words.len())?;
+            words = &words[used..];
+        }
+        s.store_wide(self.states, rows.states);
+        Ok(words)
+    }
+}
+
+/// What a row may read: twice a word for each lane, and what the last load sees beyond it.
+const ROW_BYTES: usize = 2 * LANES + REFILL_BYTES;
+
+/// The registers of the vector form.
+struct VectorRows<'a, S: Simd> {
+    s: S,
+    starts: &'a [Row; MAX_SYMBOLS + 2],
+    escape: S::Row,
+    low_bits: S::Wide,
+    any_low_bits: bool,
+    refill: bool,
+    states: S::Wide,
+}
+
+impl<S: Simd> VectorRows<'_, S> {
+    /// Decodes rows while a row's bytes can be read, of which only `len` are words. Returns rows and bytes that are done.
+    #[inline(always)]
+    fn decode(&mut self, rows: &mut [Row], words: &[u8], len: usize) -> Result<(usize, usize), Error> {
+        let s = self.s;
+        let (mut states, mut used) = (self.states, 0);
+        let mut done = 0;
+        for row in rows {
+            if self.refill && words.len() - used < ROW_BYTES {
+                break;
             }
             let slots = s.slots(states);
-            let (mut symbol, mut start, mut end) = (s.splat(0), s.splat(0), s.load(&starts[1]));
-            for bounds in starts[1..].windows(AT_ONCE + 1).step_by(AT_ONCE) {
+            let (mut symbol, mut start, mut end) = (s.splat(0), s.splat(0), s.load(&self.starts[1]));
+            for bounds in self.starts[1..].windows(AT_ONCE + 1).step_by(AT_ONCE) {
                 if !s.any(s.at_least(slots, s.load(&bounds[0]))) {
                     break;
                 }
@@ -183,28 +210,23 @@ impl<'a, const C: usize> Kernel for DecodeRows<'a, '_, C> {
             }
             states = s.advance(states, s.sub(end, start), s.sub(slots, start));
             if self.refill {
-                // SAFETY: fewer than ROW_BYTES are read before `left` is looked at again.
-                let used = unsafe { s.refill(&mut states, at) };
-                at = at.wrapping_add(used);
-                left -= used as isize;
+                used += s.refill(&mut states, &words[used..]);
             }
-            let escapes = s.at_least(symbol, escape);
-            if any_low_bits {
-                (states, symbol) = s.take_low_bits(states, symbol, low_bits);
+            let escapes = s.at_least(symbol, self.escape);
+            if self.any_low_bits {
+                (states, symbol) = s.take_low_bits(states, symbol, self.low_bits);
                 if self.refill {
-                    // SAFETY: as above.
-                    let used = unsafe { s.refill(&mut states, at) };
-                    at = at.wrapping_add(used);
-                    left -= used as isize;
+                    used += s.refill(&mut states, &words[used..]);
                 }
             }
-            s.store(row, s.select(escapes, escaped, symbol));
-            if left < 0 {
+            s.store(row, s.select(escapes, s.splat(ESCAPE), symbol));
+            if used > len {
                 return Err(Error::Truncated);
             }
+            done += 1;
         }
-        s.store_wide(self.states, states);
-        Ok(&self.words[self.words.len() - left as usize..])
+        self.states = states;
+        Ok((done, used))
     }
 }
 

@@ -13,6 +13,12 @@ pub(crate) mod neon;
 
 use crate::model::tables::{LANES, Row};
 
+/// Bytes that a refill may see: a word for each lane, and a register behind them.
+pub(crate) const REFILL_BYTES: usize = 2 * LANES + 64;
+
+/// Words that a spill may write: one for each lane, and a register before them.
+pub(crate) const SPILL_WORDS: usize = LANES + 16;
+
 /// An operation in its two forms. `vector` must be `#[inline(always)]`, so that it is compiled with the features of the
 /// function that it is inlined into.
 pub(crate) trait Kernel {
@@ -64,9 +70,8 @@ pub(crate) trait Simd: Copy {
     fn take_low_bits(self, states: Self::Wide, code: Self::Row, bits: Self::Wide) -> (Self::Wide, Self::Row);
     /// States below 2^16 take a little-endian word each, in lane order, as their lower half. Returns the bytes taken.
     ///
-    /// # Safety
-    /// 64 bytes behind the last word that may be taken are readable.
-    unsafe fn refill(self, states: &mut Self::Wide, words: *const u8) -> usize;
+    /// There must be [`REFILL_BYTES`].
+    fn refill(self, states: &mut Self::Wide, words: &[u8]) -> usize;
 
     fn splat_wide(self, x: u32) -> Self::Wide;
     fn widen(self, x: Self::Row) -> Self::Wide;
@@ -76,18 +81,12 @@ pub(crate) trait Simd: Copy {
     fn split(self, code: Self::Row, bits: Self::Wide) -> (Self::Row, Self::Row);
     /// `state << bits | low`.
     fn join(self, states: Self::Wide, low: Self::Row, bits: Self::Wide) -> Self::Wide;
-    /// The lower halves of the states with `state >> shift >= bound` are written, in lane order, so that they end at `end`; those
-    /// states keep their upper halves. Shifts by 32 give 0. Returns the words written.
+    /// The lower halves of the states with `state >> shift >= bound` are written, in lane order, so that they end where `words` does; those
+    /// states keep their upper halves. Shifts by 32 give 0. Returns the words written; what is before them may change.
     ///
-    /// # Safety
-    /// 32 words before `end`, and 16 before what is written, are writable.
-    unsafe fn spill(
-        self,
-        states: &mut Self::Wide,
-        shift: Self::Wide,
-        bound: Self::Wide,
-        end: *mut u16,
-    ) -> usize;
+    /// There must be [`SPILL_WORDS`].
+    fn spill(self, states: &mut Self::Wide, shift: Self::Wide, bound: Self::Wide, words: &mut [u16])
+    -> usize;
     /// `(state / width) << 12`, the remainder and `start`, for states below `width << 20`.
     fn encode(self, states: Self::Wide, start: Self::Row, width: Self::Row) -> Self::Wide;
 }

@@ -318,7 +318,7 @@ fn bad_input_is_an_error() {
     assert_eq!(Frame::parse(&bytes, 239).unwrap_err(), Error::Limit { needed: 240, limit: 239 });
     let frame = Frame::parse(&bytes, 240).unwrap();
     let mut out = [7.0; 48];
-    let mut decode = |plane, place, rope: Option<&RopeTable<'_>>, out: &mut [f32]| {
+    let decode = |plane, place, rope: Option<&RopeTable<'_>>, out: &mut [f32]| {
         frame.decode_block_into(Backend::detect(), plane, place, rope, out).unwrap_err()
     };
     let first = (0, Side::Keys, 0);

@@ -7,7 +7,7 @@ use super::{AT_ONCE, LOW};
 use crate::Backend;
 use crate::model::PRECISION;
 use crate::model::tables::{LANES, Row, TileTables};
-use crate::simd::{Kernel, Simd};
+use crate::simd::{Kernel, SPILL_WORDS, Simd};
 
 /// Appends the stream of `rows` to `out`. A code from its lane's escape on is coded as the escape, with low bits of zero.
 pub(crate) fn encode<const C: usize>(
@@ -33,7 +33,7 @@ pub(crate) fn encode<const C: usize>(
         }
     }
     let coded = rows.len() - warmup;
-    let mut words = vec![0; SLACK + 2 * lanes * coded];
+    let mut words = vec![0; SPILL_WORDS + 2 * lanes * coded];
     let (rows, states_mut, all) = (&rows[..coded], &mut states, &mut words[..]);
     let first = backend.run(EncodeRows { tables, rows, states: states_mut, words: all });
     out.extend_from_slice(&(warmup as u16).to_le_bytes());
@@ -42,15 +42,12 @@ pub(crate) fn encode<const C: usize>(
     words[first..].iter().for_each(|word| out.extend_from_slice(&word.to_le_bytes()));
 }
 
-/// Words before the first one that vectors may write over.
-const SLACK: usize = 16;
-
 /// Codes rows last first; words fill their slice from the end. Returns where they begin.
 struct EncodeRows<'a, const C: usize> {
     tables: &'a TileTables<C>,
     rows: &'a [Row],
     states: &'a mut [u32; LANES],
-    words: &'a mut [u16], // SLACK and twice a word for every code
+    words: &'a mut [u16], // SPILL_WORDS and twice a word for every code
 }
 
 impl<const C: usize> Kernel for EncodeRows<'_, C> {
@@ -87,7 +84,6 @@ impl<const C: usize> Kernel for EncodeRows<'_, C> {
         let starts = &tables.starts[0];
         let escape = s.load(&tables.escape[0]);
         let (any_low_bits, low_bits) = (tables.any_low_bits(), s.load_wide(&tables.low_bits));
-        let base = words.as_mut_ptr();
         let mut first = words.len();
         let mut state = s.load_wide(states);
         for row in rows.iter().rev() {
@@ -107,16 +103,15 @@ impl<const C: usize> Kernel for EncodeRows<'_, C> {
                     next = s.sub(next, s.splat(u16::MAX));
                 }
             }
-            // SAFETY: a row pushes at most two words a lane, for which there is room, and writes over SLACK words before them.
-            unsafe {
-                if any_low_bits {
-                    first -= s.spill(&mut state, s.sub_from_32(low_bits), s.splat_wide(1), base.add(first));
-                    state = s.join(state, s.select(escapes, s.splat(0), low), low_bits);
-                }
-                let width = s.sub(end, start);
-                first -= s.spill(&mut state, s.splat_wide(32 - PRECISION), s.widen(width), base.add(first));
-                state = s.encode(state, start, width);
+            if any_low_bits {
+                let below = s.sub_from_32(low_bits);
+                first -= s.spill(&mut state, below, s.splat_wide(1), &mut words[..first]);
+                state = s.join(state, s.select(escapes, s.splat(0), low), low_bits);
             }
+            let width = s.sub(end, start);
+            let above = s.splat_wide(32 - PRECISION);
+            first -= s.spill(&mut state, above, s.widen(width), &mut words[..first]);
+            state = s.encode(state, start, width);
         }
         s.store_wide(states, state);
         first

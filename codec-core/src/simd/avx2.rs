@@ -3,7 +3,7 @@
 
 use core::arch::x86_64::*;
 
-use super::{Kernel, Simd};
+use super::{Kernel, REFILL_BYTES, SPILL_WORDS, Simd};
 use crate::model::tables::{LANES, Row};
 
 #[derive(Clone, Copy)]
@@ -22,8 +22,8 @@ pub(crate) fn run<K: Kernel>(kernel: K) -> K::Output {
 /// An expression of instructions that the token allows.
 macro_rules! op {
     ($e:expr) => {{
-        // SAFETY: a value of `Avx2` exists only where the CPU has the features; pointers are references' or the caller's
-        // promise.
+        // SAFETY: a value of `Avx2` exists only where the CPU has the features; pointers are into slices whose length
+        // has been checked, or arrays.
         unsafe { $e }
     }};
 }
@@ -183,13 +183,14 @@ impl Simd for Avx2 {
         (rest, narrow(code))
     }
     #[inline(always)]
-    unsafe fn refill(self, states: &mut [__m256i; 4], words: *const u8) -> usize {
+    fn refill(self, states: &mut [__m256i; 4], words: &[u8]) -> usize {
+        assert!(words.len() >= REFILL_BYTES);
         let mut used = 0;
         for state in states {
             op!({
                 let taking = _mm256_cmpeq_epi32(_mm256_srli_epi32::<16>(*state), _mm256_setzero_si256());
                 let set = _mm256_movemask_ps(_mm256_castsi256_ps(taking)) as usize;
-                let next = _mm256_cvtepu16_epi32(_mm_loadu_si128(words.add(used).cast()));
+                let next = _mm256_cvtepu16_epi32(_mm_loadu_si128(words.as_ptr().add(used).cast()));
                 let index = _mm256_cvtepu8_epi32(_mm_loadl_epi64(TAKEN[set].as_ptr().cast()));
                 let next = _mm256_permutevar8x32_epi32(next, index);
                 let refilled = _mm256_or_si256(_mm256_slli_epi32::<16>(*state), next);
@@ -236,13 +237,15 @@ impl Simd for Avx2 {
         joined
     }
     #[inline(always)]
-    unsafe fn spill(
+    fn spill(
         self,
         states: &mut [__m256i; 4],
         shift: [__m256i; 4],
         bound: [__m256i; 4],
-        end: *mut u16,
+        words: &mut [u16],
     ) -> usize {
+        assert!(words.len() >= SPILL_WORDS);
+        let end = words.as_mut_ptr_range().end;
         let mut written = 0;
         for i in [3, 2, 1, 0] {
             op!({

@@ -2,7 +2,7 @@
 
 use core::arch::x86_64::*;
 
-use super::{Kernel, Simd};
+use super::{Kernel, REFILL_BYTES, SPILL_WORDS, Simd};
 use crate::model::tables::{LANES, Row};
 
 #[derive(Clone, Copy)]
@@ -21,8 +21,8 @@ pub(crate) fn run<K: Kernel>(kernel: K) -> K::Output {
 /// An expression of instructions that the token allows.
 macro_rules! op {
     ($e:expr) => {{
-        // SAFETY: a value of `Avx512` exists only where the CPU has the features; pointers are references' or the caller's
-        // promise.
+        // SAFETY: a value of `Avx512` exists only where the CPU has the features; pointers are into slices whose length
+        // has been checked, or arrays.
         unsafe { $e }
     }};
 }
@@ -127,12 +127,13 @@ impl Simd for Avx512 {
         (rest, narrow(code))
     }
     #[inline(always)]
-    unsafe fn refill(self, states: &mut [__m512i; 2], words: *const u8) -> usize {
+    fn refill(self, states: &mut [__m512i; 2], words: &[u8]) -> usize {
+        assert!(words.len() >= REFILL_BYTES);
         let mut used = 0;
         for state in states {
             op!({
                 let taking = _mm512_cmplt_epu32_mask(*state, _mm512_set1_epi32(1 << 16));
-                let next = _mm512_cvtepu16_epi32(_mm256_loadu_si256(words.add(used).cast()));
+                let next = _mm512_cvtepu16_epi32(_mm256_loadu_si256(words.as_ptr().add(used).cast()));
                 let next = _mm512_maskz_expand_epi32(taking, next);
                 let shifted = _mm512_mask_slli_epi32::<16>(*state, taking, *state);
                 *state = _mm512_or_si512(shifted, next);
@@ -172,22 +173,24 @@ impl Simd for Avx512 {
         joined
     }
     #[inline(always)]
-    unsafe fn spill(
+    fn spill(
         self,
         states: &mut [__m512i; 2],
         shift: [__m512i; 2],
         bound: [__m512i; 2],
-        end: *mut u16,
+        words: &mut [u16],
     ) -> usize {
+        assert!(words.len() >= SPILL_WORDS);
+        let end = words.as_mut_ptr_range().end;
         let mut written = 0;
         for i in [1, 0] {
             op!({
                 let spilling = _mm512_cmpge_epu32_mask(_mm512_srlv_epi32(states[i], shift[i]), bound[i]);
                 let n = spilling.count_ones() as usize;
                 written += n;
-                let words = _mm512_cvtepi32_epi16(_mm512_maskz_compress_epi32(spilling, states[i]));
+                let low = _mm512_cvtepi32_epi16(_mm512_maskz_compress_epi32(spilling, states[i]));
                 // Compressing into memory is microcoded on Zen 4; a masked store is not.
-                _mm256_mask_storeu_epi16(end.sub(written).cast(), ((1_u32 << n) - 1) as u16, words);
+                _mm256_mask_storeu_epi16(end.sub(written).cast(), ((1_u32 << n) - 1) as u16, low);
                 states[i] = _mm512_mask_srli_epi32::<16>(states[i], spilling, states[i]);
             });
         }

@@ -2,7 +2,7 @@
 
 use core::arch::aarch64::*;
 
-use super::{Kernel, Simd};
+use super::{Kernel, REFILL_BYTES, SPILL_WORDS, Simd};
 use crate::model::tables::{LANES, Row};
 
 #[derive(Clone, Copy)]
@@ -21,8 +21,8 @@ pub(crate) fn run<K: Kernel>(kernel: K) -> K::Output {
 /// An expression of instructions that the token allows.
 macro_rules! op {
     ($e:expr) => {{
-        // SAFETY: a value of `Neon` exists only where the CPU has the features; pointers are references' or the caller's
-        // promise.
+        // SAFETY: a value of `Neon` exists only where the CPU has the features; pointers are into slices whose length
+        // has been checked, or arrays.
         unsafe { $e }
     }};
 }
@@ -214,13 +214,14 @@ impl Simd for Neon {
         (rest, narrow(code))
     }
     #[inline(always)]
-    unsafe fn refill(self, states: &mut [uint32x4_t; 8], words: *const u8) -> usize {
+    fn refill(self, states: &mut [uint32x4_t; 8], words: &[u8]) -> usize {
+        assert!(words.len() >= REFILL_BYTES);
         let mut used = 0;
         for state in states {
             op!({
                 let taking = vceqzq_u32(vshrq_n_u32::<16>(*state));
                 let set = set_of(taking);
-                let next = vqtbl1q_u8(vld1q_u8(words.add(used)), vld1q_u8(TAKEN[set].as_ptr()));
+                let next = vqtbl1q_u8(vld1q_u8(words.as_ptr().add(used)), vld1q_u8(TAKEN[set].as_ptr()));
                 let refilled = vorrq_u32(vshlq_n_u32::<16>(*state), vreinterpretq_u32_u8(next));
                 *state = vbslq_u32(taking, refilled, *state);
                 used += 2 * set.count_ones() as usize;
@@ -266,13 +267,15 @@ impl Simd for Neon {
         joined
     }
     #[inline(always)]
-    unsafe fn spill(
+    fn spill(
         self,
         states: &mut [uint32x4_t; 8],
         shift: [uint32x4_t; 8],
         bound: [uint32x4_t; 8],
-        end: *mut u16,
+        words: &mut [u16],
     ) -> usize {
+        assert!(words.len() >= SPILL_WORDS);
+        let end = words.as_mut_ptr_range().end;
         let mut written = 0;
         for i in [7, 6, 5, 4, 3, 2, 1, 0] {
             op!({
