@@ -165,6 +165,13 @@ impl Kernel for WriteRows<'_, '_> {
         let Place { plane, side, first, lanes, done } = self.place;
         let (numbers, channels) = (self.numbers, plane.channels());
         for (i, bins) in self.bins.iter().enumerate() {
+            let steps = match plane.scaling {
+                Scaling::Steps(_) => numbers.steps,
+                Scaling::TokenAbsmax { levels } => {
+                    let bits = [side[2 * (done + i)], side[2 * (done + i) + 1]];
+                    [token_step(u16::from_le_bytes(bits), levels); LANES]
+                }
+            };
             let mut row = [0.0; LANES];
             match numbers.scale {
                 Scale::Predicted => {
@@ -172,7 +179,7 @@ impl Kernel for WriteRows<'_, '_> {
                         let number = numbers.last[lane] * numbers.factors[lane]
                             + centre(bins[lane], numbers.centroids);
                         numbers.last[lane] = number;
-                        row[lane] = number * numbers.steps[lane];
+                        row[lane] = number * steps[lane];
                     }
                 }
                 Scale::Plain(exponent) => {
@@ -180,16 +187,9 @@ impl Kernel for WriteRows<'_, '_> {
                     let (a, b) = (exponent / 2, exponent - exponent / 2);
                     let power = |e: u8| f32::from_bits((127 + u32::from(e)) << 23);
                     for lane in 0..LANES {
-                        let number = bins[lane] as f32 * numbers.steps[lane] * power(a) * power(b);
+                        let number = bins[lane] as f32 * steps[lane] * power(a) * power(b);
                         row[lane] = number.clamp(-f32::MAX, f32::MAX);
                     }
-                }
-            }
-            if let Scaling::TokenAbsmax { levels } = plane.scaling {
-                let bits = [side[2 * (done + i)], side[2 * (done + i) + 1]];
-                let step = token_step(u16::from_le_bytes(bits), levels);
-                for (x, &bin) in row.iter_mut().zip(bins) {
-                    *x = bin as f32 * step;
                 }
             }
             let token = match plane.predictor {

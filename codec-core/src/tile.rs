@@ -29,6 +29,9 @@ pub(crate) const PLANE_LANES: u8 = 1;
 pub(crate) const OWN_LANES: u8 = 2;
 pub(crate) const PLANE_RANGE: u8 = 3;
 
+/// The most that a fixed tile's step is scaled by, as a power of two; the largest `f32` needs 113.
+const MAX_EXPONENT: u8 = 128;
+
 /// Bytes before what the kinds differ in.
 const HEAD: usize = 4;
 
@@ -45,7 +48,7 @@ impl<'a> Kind<'a> {
         let (&[kind, a, b, c], body) = bytes.split_first_chunk::<HEAD>().ok_or(Error::Truncated)?;
         if kind == FIXED {
             let width = u32::from(a);
-            if width > 16 || c != 0 {
+            if width > 16 || b > MAX_EXPONENT || c != 0 {
                 return Err(Error::Corrupt);
             }
             // Tiles are padded to an even number of bytes.

@@ -235,11 +235,11 @@ def decode_block(data, lengths, plane, tokens):
             row = np.array(row)
             steps = plane.steps[first:first + lanes] if scales is None else scales[t]
             if exponent is not None:
-                y[t, first:first + lanes] = row.astype(F) * steps * F(2.0 ** exponent)
+                y[t, first:first + lanes] = row.astype(F) * steps * F(2.0 ** (exponent // 2)) * F(2.0 ** (exponent - exponent // 2))
                 continue
             c = np.where(abs(row) == 1, plane.centroids[0], np.where(abs(row) == 2, plane.centroids[1], F(0))) * np.sign(row).astype(F)
             number = number * plane.factors[first:first + lanes] + (row.astype(F) + c.astype(F))
-            y[t, first:first + lanes] = number * steps if scales is None else row.astype(F) * steps
+            y[t, first:first + lanes] = number * steps
     assert r.at == len(data)
     for t in range(tokens):
         if plane.predictor == 2:

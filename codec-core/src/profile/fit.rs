@@ -72,7 +72,7 @@ impl PlaneBuf {
     /// # Errors
     /// [`Error::Zero`], [`Error::Length`], [`Error::NotFinite`], [`Error::BadStep`], [`Error::BadPlane`].
     /// # Cost
-    /// Tens of operations a number; with families, twelve candidates for each channel.
+    /// Tens of operations a number; with families, two dozen candidates for each channel.
     pub fn fit(
         rows: &[f32],
         channels: usize,
@@ -108,7 +108,10 @@ impl PlaneBuf {
         }
         let sample = Sample::new(&rows, channels, options)?;
         let columns: Vec<Column> = (0..channels).map(|c| sample.column(c)).collect::<Result<_, _>>()?;
-        let centroids = centroids(&columns);
+        let centroids = match options.steps {
+            Steps::TokenAbsmax(_) => [0.0; 2], // as LMCache
+            _ => centroids(&columns),
+        };
         let models = models(&columns, options.models, centroids);
         let predictor = match options.predictor {
             PredictorKind::None | PredictorKind::Mean => PredictorBuf::Mean,
