@@ -22,19 +22,7 @@ fn codec(c: &mut Criterion) {
     };
     let plane = PlaneBuf::fit(sample, channels, None, &options).unwrap();
     let planes = [plane.view().unwrap(); 2];
-    let info = FrameInfo {
-        element: ElementType::F32,
-        keys_rotated: false,
-        lossless: false,
-        level: 0,
-        layers: 1,
-        heads: HEADS,
-        head_dim: HEAD_DIM,
-        first_token: 0,
-        tokens: TOKENS,
-        block_tokens: 256,
-        model_id: 0,
-    };
+    let info = FrameInfo::new(1, HEADS, HEAD_DIM, TOKENS);
     let mut group = c.benchmark_group("codec");
     group.throughput(Throughput::Elements(2 * chunk.len() as u64));
     for backend in Backend::ALL.into_iter().filter(|backend| backend.is_available()) {

@@ -15,19 +15,7 @@ fn main() -> Result<(), Error> {
     };
     let fitted = PlaneBuf::fit(&keys, HEAD_DIM, None, &options)?;
     let plane = fitted.view()?;
-    let info = FrameInfo {
-        element: ElementType::F32,
-        keys_rotated: false,
-        lossless: false,
-        level: 0,
-        layers: 3,
-        heads: 1,
-        head_dim: HEAD_DIM,
-        first_token: 0,
-        tokens: TOKENS,
-        block_tokens: 128,
-        model_id: 1,
-    };
+    let info = FrameInfo { block_tokens: 128, model_id: 1, ..FrameInfo::new(3, 1, HEAD_DIM, TOKENS) };
     let mut bytes = vec![];
     encode_frame(Backend::detect(), &info, &[plane; 6], &[&keys[..]; 6], &mut bytes)?;
 

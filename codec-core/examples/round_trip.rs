@@ -39,16 +39,8 @@ fn main() -> Result<(), Error> {
     let rows: Vec<&[f32]> = rows.iter().map(Vec::as_slice).collect();
     let info = FrameInfo {
         element: ElementType::F16,
-        keys_rotated: false,
-        lossless: false,
-        level: 0,
-        layers: LAYERS,
-        heads: HEADS,
-        head_dim: HEAD_DIM,
-        first_token: 0,
-        tokens: TOKENS,
-        block_tokens: 256,
         model_id: 0x5eed,
+        ..FrameInfo::new(LAYERS, HEADS, HEAD_DIM, TOKENS)
     };
     let planes: Vec<Plane<'_>> = fitted.iter().map(PlaneBuf::view).collect::<Result<_, _>>()?;
     let backend = Backend::detect();

@@ -67,6 +67,25 @@ pub struct FrameInfo {
 }
 
 impl FrameInfo {
+    /// A frame with loss of numbers that were f32, keys before RoPE, from position 0, in blocks of 256 tokens; level and model
+    /// id are 0.
+    #[must_use]
+    pub const fn new(layers: usize, heads: usize, head_dim: usize, tokens: usize) -> Self {
+        Self {
+            element: ElementType::F32,
+            keys_rotated: false,
+            lossless: false,
+            level: 0,
+            layers,
+            heads,
+            head_dim,
+            first_token: 0,
+            tokens,
+            block_tokens: 256,
+            model_id: 0,
+        }
+    }
+
     /// Numbers of a token in one plane.
     #[must_use]
     pub const fn channels(&self) -> usize {

@@ -63,19 +63,7 @@ fn mutate(kinds: usize, seed: u64, streams: usize) {
     let mut random = Random(seed << 32 | (kinds as u64 + 1));
     let plane = fitted(kinds);
     let plane = plane.view().unwrap();
-    let info = FrameInfo {
-        element: ElementType::F32,
-        keys_rotated: false,
-        lossless: false,
-        level: 0,
-        layers: 1,
-        heads: 1,
-        head_dim: CHANNELS,
-        first_token: 0,
-        tokens: TOKENS,
-        block_tokens: TOKENS,
-        model_id: 0,
-    };
+    let info = FrameInfo { block_tokens: TOKENS, ..FrameInfo::new(1, 1, CHANNELS, TOKENS) };
     let mut frame = vec![];
     encode_frame(Backend::detect(), &info, &[plane; 2], &[&rows()[..]; 2], &mut frame).unwrap();
     let (whole, payload) = (frame.clone(), INDEX_END + 4);

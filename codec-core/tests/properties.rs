@@ -54,17 +54,11 @@ fn backends() -> impl Iterator<Item = Backend> {
 
 fn info(heads: usize, head_dim: usize, tokens: usize, block_tokens: usize) -> FrameInfo {
     FrameInfo {
-        element: ElementType::F32,
-        keys_rotated: false,
-        lossless: false,
         level: 1,
-        layers: 1,
-        heads,
-        head_dim,
         first_token: 7,
-        tokens,
         block_tokens,
         model_id: 42,
+        ..FrameInfo::new(1, heads, head_dim, tokens)
     }
 }
 

@@ -17,17 +17,11 @@ const TOKENS: usize = 53;
 
 fn info() -> FrameInfo {
     FrameInfo {
-        element: ElementType::F32,
-        keys_rotated: false,
-        lossless: false,
         level: 3,
-        layers: 1,
-        heads: HEADS,
-        head_dim: HEAD_DIM,
         first_token: 4,
-        tokens: TOKENS,
         block_tokens: 30,
         model_id: 0x1122_3344_5566_7788,
+        ..FrameInfo::new(1, HEADS, HEAD_DIM, TOKENS)
     }
 }
 

@@ -28,19 +28,7 @@ fn case(kinds: usize) -> (PlaneBuf, Vec<u8>) {
         coder: [Coder::Lanes, Coder::Range][kinds / 12],
     };
     let plane = PlaneBuf::fit(&rows, CHANNELS, None, &options).unwrap();
-    let info = FrameInfo {
-        element: ElementType::F32,
-        keys_rotated: false,
-        lossless: false,
-        level: 0,
-        layers: 1,
-        heads: 1,
-        head_dim: CHANNELS,
-        first_token: 0,
-        tokens: TOKENS,
-        block_tokens: 16,
-        model_id: 0,
-    };
+    let info = FrameInfo { block_tokens: 16, ..FrameInfo::new(1, 1, CHANNELS, TOKENS) };
     let mut frame = Vec::new();
     let view = plane.view().unwrap();
     encode_frame(Backend::Scalar, &info, &[view; 2], &[&rows[..]; 2], &mut frame).unwrap();

@@ -18,19 +18,7 @@ fuzz_target!(|input: (Vec<u8>, Vec<u8>)| {
     let channels = plane.channels();
     let tokens = rows.len() / channels;
     let rows: Vec<f32> = rows[..tokens * channels].iter().map(|&x| f32::from(x) - 128.0).collect();
-    let info = FrameInfo {
-        element: ElementType::F32,
-        keys_rotated: true,
-        lossless: false,
-        level: 0,
-        layers: 1,
-        heads: 1,
-        head_dim: channels,
-        first_token: 0,
-        tokens,
-        block_tokens: 64,
-        model_id: 0,
-    };
+    let info = FrameInfo { keys_rotated: true, block_tokens: 64, ..FrameInfo::new(1, 1, channels, tokens) };
     let mut frame = Vec::new();
     // A mean or a map of 1e38 may carry numbers out of range; that is an error, not a panic.
     if encode_frame(Backend::detect(), &info, &[plane; 2], &[&rows[..]; 2], &mut frame).is_ok() {

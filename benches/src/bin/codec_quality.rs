@@ -5,7 +5,7 @@
 
 use std::path::PathBuf;
 
-use codec_core::{Backend, ElementType, Frame, FrameInfo, Plane, PlaneBuf, Side, encode_frame};
+use codec_core::{Backend, Frame, FrameInfo, Plane, PlaneBuf, Side, encode_frame};
 use kv_reference::compare::calibrated;
 use kv_reference::eval::Divergence;
 use kv_reference::forward::{logits, prefill};
@@ -133,17 +133,9 @@ impl Sizes {
     fn pass(&mut self, config: &Config, plane: &Plane<'_>, rows: &mut [f32]) -> Result<()> {
         let channels = config.kv_dim();
         let info = FrameInfo {
-            element: ElementType::F32,
-            keys_rotated: false,
-            lossless: false,
-            level: 0,
-            layers: 1,
-            heads: config.n_kv_heads,
-            head_dim: config.head_dim,
             first_token: SINKS as u64,
-            tokens: rows.len() / channels,
             block_tokens: 1024,
-            model_id: 0,
+            ..FrameInfo::new(1, config.n_kv_heads, config.head_dim, rows.len() / channels)
         };
         let backend = Backend::detect();
         // The same plane as keys and as values, of which half the bytes count; the header of a frame is that of all layers.

@@ -1,14 +1,11 @@
 use std::sync::Arc;
 
-use codec_core::{Backend, ElementType as Source, Frame, FrameInfo, PlaneBuf, Side, encode_frame};
+use codec_core::{Backend, Frame, FrameInfo, PlaneBuf, Side, encode_frame};
 
 use crate::Result;
 use crate::cache::accumulate::Accumulator;
 use crate::cache::{DenseStore, ElementType, Footprint, Geometry, Store};
 use crate::model::Rope;
-
-/// Tokens of a block of the bitstream.
-const BLOCK: usize = 256;
 
 /// CacheGen: every batch of tokens becomes a bitstream (keys before RoPE, values), and what is attended to is what the decoder
 /// gives back.
@@ -44,17 +41,13 @@ impl Store for CacheGenStore {
     fn push(&mut self, pos: usize, k: &[f32], v: &[f32]) -> Result<()> {
         let backend = Backend::detect();
         let info = FrameInfo {
-            element: Source::F32,
-            keys_rotated: false,
-            lossless: false,
-            level: 0,
-            layers: 1,
-            heads: self.geometry.n_kv_heads,
-            head_dim: self.geometry.head_dim,
             first_token: pos as u64,
-            tokens: k.len() / self.geometry.kv_dim(),
-            block_tokens: BLOCK,
-            model_id: 0,
+            ..FrameInfo::new(
+                1,
+                self.geometry.n_kv_heads,
+                self.geometry.head_dim,
+                k.len() / self.geometry.kv_dim(),
+            )
         };
         let planes = [self.planes[0].view()?, self.planes[1].view()?];
         let mut bytes = vec![];
