@@ -60,7 +60,7 @@ impl Prediction {
             PredictorKind::Anchor { group: GROUP },
         ];
         match self {
-            // Anchors and keys without their mean never measure best; trying them would double the time.
+            // At equal steps anchors take a bit more (`benches/results/codec.md`): they are not tried.
             Self::Best => &ALL[..2],
             Self::Mean => &ALL[..1],
             Self::Previous => &ALL[1..2],
@@ -81,7 +81,7 @@ impl CacheGen {
     pub fn calibrate(&self, model: &Model, samples: &Calibration, profile: &mut Profile) -> Result<()> {
         let config = &model.config;
         let transforms = match self.mode {
-            Mode::Transform { bits, offset } => Transforms::new(model, samples, bits, offset)?,
+            Mode::Transform { bits, offset } => PlaneTransform::all(model, samples, bits, offset)?,
             _ => vec![],
         };
         let planes: Vec<(String, Vec<u8>)> = (0..2 * config.n_layers)
@@ -90,20 +90,21 @@ impl CacheGen {
                 let (l, which) = (plane / 2, plane % 2);
                 let layer = &samples.layers[l];
                 let rows = [&layer.keys, &layer.values][which];
-                let common;
-                let (transform, steps) = match (transforms.get(plane), self.mode) {
-                    (Some(Transforms { transform, steps }), _) => {
-                        (Some(transform.clone()), Steps::Given(steps))
-                    }
+                let transform = transforms.get(plane);
+                let given = match (transform, self.mode) {
+                    (Some(transform), _) => transform.steps.clone(),
                     (None, Mode::Common { k, v }) => {
-                        common = vec![[k, v][which] * deviation(rows, config.kv_dim()); config.kv_dim()];
-                        (None, Steps::Given(&common))
+                        vec![[k, v][which] * deviation(rows, config.kv_dim()); config.kv_dim()]
                     }
-                    (None, _) => (None, self.steps(which, l, config)),
+                    (None, _) => vec![],
                 };
-                let coder = self.coder;
-                let options =
-                    FitOptions { predictor: PredictorKind::Mean, steps, models: self.models, coder };
+                let options = FitOptions {
+                    predictor: PredictorKind::Mean,
+                    steps: self.steps(which, l, config, &given),
+                    models: self.models,
+                    coder: self.coder,
+                };
+                let transform = transform.map(|transform| transform.transform.clone());
                 let candidates = self.predictor.candidates();
                 let fitted = PlaneBuf::fit_best(rows, config.kv_dim(), transform, &options, candidates)?;
                 Ok((self.key(which, l), fitted.to_bytes()))
@@ -113,10 +114,10 @@ impl CacheGen {
         Ok(())
     }
 
-    fn steps(&self, which: usize, l: usize, config: &Config) -> Steps<'static> {
+    fn steps<'a>(&self, which: usize, l: usize, config: &Config, given: &'a [f32]) -> Steps<'a> {
         match self.mode {
-            Mode::Transform { bits, .. } => Steps::Deviations(bits),
-            Mode::Channels { k, v } | Mode::Common { k, v } => Steps::Deviations([k, v][which]),
+            Mode::Transform { .. } | Mode::Common { .. } => Steps::Given(given),
+            Mode::Channels { k, v } => Steps::Deviations([k, v][which]),
             Mode::Paper { k, v } => {
                 let third = 1 + 3 * l / config.n_layers;
                 Steps::Deviations([k, v][which] * third as f32)
@@ -154,17 +155,17 @@ fn deviation(rows: &[f32], channels: usize) -> f32 {
 }
 
 /// The transform of a plane and its steps.
-struct Transforms {
+struct PlaneTransform {
     transform: Arc<TransformBuf>,
     steps: Vec<f32>,
 }
 
-impl Transforms {
+impl PlaneTransform {
     /// Those of all planes: keys, then values, of each layer.
     ///
     /// Keys share one step, in units of the noise of attention logits. Values have a step for each head, halfway between one
     /// step for all and one rate for all: the metric of `W_O` knows nothing of the layers behind it.
-    fn new(model: &Model, samples: &Calibration, bits: f32, offset: f32) -> Result<Vec<Self>> {
+    fn all(model: &Model, samples: &Calibration, bits: f32, offset: f32) -> Result<Vec<Self>> {
         let config = &model.config;
         let geometry = Geometry::of(config);
         let heads =
@@ -177,7 +178,8 @@ impl Transforms {
         let spread = |sigma: &[f64]| sigma.iter().map(|x| x.max(1e-9).ln()).sum::<f64>() / sigma.len() as f64;
         let mean_spread = sigmas(1).map(spread).sum::<f64>() / sigmas(1).count() as f64;
         let halfway = |sigma: &[f64]| ((spread(sigma) + mean_spread) / 2.0).exp();
-        let value_step = step_for_rate(sigmas(1).map(|sigma| (sigma, halfway(sigma))), bits + offset / 2.0);
+        let value_bits = (bits + offset / 2.0).max(bits / 8.0);
+        let value_step = step_for_rate(sigmas(1).map(|sigma| (sigma, halfway(sigma))), value_bits);
         heads
             .iter()
             .flat_map(|layer| {
