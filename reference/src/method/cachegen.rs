@@ -251,7 +251,8 @@ fn step_for_rate<'a>(heads: impl Iterator<Item = (&'a [f64], f64)>, bits: f32) -
 /// Bits of a Gaussian of `sigma` steps, rounded to the nearest.
 fn gaussian_rate(sigma: f64) -> f64 {
     if sigma > 4.0 {
-        return (std::f64::consts::TAU * std::f64::consts::E).sqrt().log2() + sigma.log2();
+        // Rounding adds the variance of a step's uniform distribution.
+        return (std::f64::consts::TAU * std::f64::consts::E * (sigma * sigma + 1.0 / 12.0)).log2() / 2.0;
     }
     let below = |x: f64| 0.5 * libm::erfc(-x / (sigma * std::f64::consts::SQRT_2));
     (0..=24)
