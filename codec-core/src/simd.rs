@@ -81,8 +81,9 @@ pub(crate) trait Simd: Copy {
     fn split(self, code: Self::Row, bits: Self::Wide) -> (Self::Row, Self::Row);
     /// `state << bits | low`.
     fn join(self, states: Self::Wide, low: Self::Row, bits: Self::Wide) -> Self::Wide;
-    /// The lower halves of the states with `state >> shift >= bound` are written, in lane order, so that they end where `words` does; those
-    /// states keep their upper halves. Shifts by 32 give 0. Returns the words written; what is before them may change.
+    /// The lower halves of the states with `state >> shift >= bound` are written, in lane order, so that they end where `words`
+    /// does; those states keep their upper halves. Shifts by 32 give 0. Returns the words written; what is before them may
+    /// change.
     ///
     /// There must be [`SPILL_WORDS`].
     fn spill(self, states: &mut Self::Wide, shift: Self::Wide, bound: Self::Wide, words: &mut [u16])
