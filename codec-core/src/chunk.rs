@@ -128,7 +128,8 @@ impl<'a> Chunk<'a> {
 /// Puts frames behind a directory and appends the chunk to `out`.
 ///
 /// # Errors
-/// What [`Frame::parse`](crate::Frame::parse) finds in a frame, [`Error::TooLarge`] for more than 65,535 of them; `out` is then unchanged.
+/// What [`Frame::parse`](crate::Frame::parse) finds in a frame, [`Error::TooLarge`] for more than 65,535 of them;
+/// `out` is then unchanged.
 #[cfg(feature = "alloc")]
 pub fn write_chunk(frames: &[&[u8]], out: &mut Vec<u8>) -> Result<(), Error> {
     let count = u16::try_from(frames.len()).map_err(|_| Error::TooLarge)?;

@@ -255,7 +255,8 @@ impl<'a> Frame<'a> {
     /// `out` (tokens of the block, heads, head_dim), fully written.
     /// # Errors
     /// [`Error::OutOfBounds`], [`Error::WrongProfile`], [`Error::Length`], [`Error::BadField`] for a lossless frame,
-    /// [`Error::NotBeforeRope`], [`Error::BackendUnavailable`], [`Error::BadChecksum`]: `out` is then untouched. [`Error::Truncated`], [`Error::Corrupt`]
+    /// [`Error::NotBeforeRope`], [`Error::BackendUnavailable`], [`Error::BadChecksum`]: `out` is then untouched.
+    /// [`Error::Truncated`], [`Error::Corrupt`]
     /// or [`Error::TrailingBytes`], which need a forged checksum: `out` then holds numbers without meaning.
     /// # Cost
     /// No allocation. With a transform, head_dim multiply-adds a number for coefficients that are not zero.
