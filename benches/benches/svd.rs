@@ -4,31 +4,53 @@
 
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 use kv_benches::keys;
-use svd_core::{Gram, Rotation, attend_into};
+use svd_core::{Backend, Gram, PostRope, Rotation, SoftmaxStats, attend_into_with};
 
 const N: usize = 32_768;
 const DIM: usize = 128;
+const GROUP: usize = 4;
 
 fn svd(c: &mut Criterion) {
     let rows = keys(N, DIM);
+    let backends: Vec<Backend> = Backend::ALL.into_iter().filter(|backend| backend.is_available()).collect();
     let mut group = c.benchmark_group("svd");
     for rank in [DIM, DIM / 2] {
-        let (keys, q) = (&rows[..N * rank], &rows[..rank]);
-        let q: Vec<f32> = q.iter().map(|x| x / 64.0).collect();
-        let (mut scores, mut out) = (vec![0.0; N], vec![0.0; rank]);
-        let stats = attend_into(&q, keys, keys, &mut scores, &mut out).unwrap();
-        assert!(stats.sum >= 1.0 && out.iter().all(|x| x.is_finite()));
+        let keys = &rows[..N * rank];
+        let queries: Vec<f32> = rows[..GROUP * rank].iter().map(|x| x / 64.0).collect();
+        let mut expected = vec![0.0; GROUP * rank];
+        attend_into_with(
+            Backend::Scalar,
+            &queries,
+            keys,
+            keys,
+            &mut expected,
+            &mut [SoftmaxStats::EMPTY; GROUP],
+        )
+        .unwrap();
         group.throughput(Throughput::Bytes((2 * N * rank * 4) as u64));
-        group.bench_function(format!("attend/rank {rank}/scalar"), |b| {
-            b.iter(|| attend_into(&q, keys, keys, &mut scores, &mut out).unwrap());
-        });
+        for &backend in &backends {
+            let mut out = vec![0.0; GROUP * rank];
+            let attend = |out: &mut [f32]| {
+                out.fill(0.0);
+                let mut stats = [SoftmaxStats::EMPTY; GROUP];
+                attend_into_with(backend, &queries, keys, keys, out, &mut stats).unwrap();
+            };
+            attend(&mut out);
+            assert!(out.iter().zip(&expected).all(|(a, b)| (a - b).abs() <= 1e-4 * b.abs().max(1.0)));
+            group.bench_function(format!("attend/rank {rank}/{backend:?}"), |b| b.iter(|| attend(&mut out)));
+        }
     }
-    let mut gram = Gram::new(DIM).unwrap();
+    let mut gram = Gram::<PostRope>::new(DIM).unwrap();
     gram.add_rows(&rows[..4096 * DIM]).unwrap();
     group.throughput(Throughput::Elements(4096));
-    group.bench_function("gram/scalar", |b| {
-        b.iter(|| Gram::new(DIM).unwrap().add_rows(&rows[..4096 * DIM]).unwrap())
-    });
+    for &backend in &backends {
+        group.bench_function(format!("gram/{backend:?}"), |b| {
+            b.iter(|| {
+                let mut gram = Gram::<PostRope>::new(DIM).unwrap();
+                gram.add_columns_with(backend, &rows[..4096 * DIM], DIM, 0).unwrap();
+            });
+        });
+    }
     group.bench_function("rotation/score-optimal", |b| {
         b.iter(|| Rotation::score_optimal(&gram, &gram).unwrap())
     });

@@ -1,4 +1,28 @@
-//! Data that the benches share.
+//! What the benches share.
+
+use std::path::Path;
+use std::time::Instant;
+
+/// Median seconds of `repeats` runs.
+pub fn median(repeats: usize, mut run: impl FnMut()) -> f64 {
+    let mut seconds: Vec<f64> = (0..repeats)
+        .map(|_| {
+            let start = Instant::now();
+            run();
+            start.elapsed().as_secs_f64()
+        })
+        .collect();
+    seconds.sort_by(f64::total_cmp);
+    seconds[repeats / 2]
+}
+
+/// The `f32` numbers of a file, little endian.
+///
+/// # Errors
+/// Of reading it.
+pub fn floats(path: &Path) -> std::io::Result<Vec<f32>> {
+    Ok(std::fs::read(path)?.as_chunks().0.iter().map(|&bytes| f32::from_le_bytes(bytes)).collect())
+}
 
 /// Rows (n, dim) with the habits of keys: every channel has a scale of its own, some are outliers with an offset, and
 /// neighbouring tokens are correlated.

@@ -1,31 +1,91 @@
-//! Any rows and ranks: an error or a result, never a panic.
+//! Any rows, ranks, budgets and work: an error or a result, never a panic.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use svd_core::{Gram, Rotation, attend_into, fold_input, project_into, rank_for_removal, removal_for_keep};
+use svd_core::*;
 
-fuzz_target!(|input: (u8, Vec<f32>, Vec<f32>, f64)| {
-    let (dim, stored, probes, part) = input;
-    let dim = usize::from(dim % 24);
-    let (Ok(mut a), Ok(mut b)) = (Gram::new(dim), Gram::new(dim)) else { return };
-    let _ = a.add_rows(&stored);
-    let _ = b.add_rows(&probes);
-    for rotation in [Rotation::score_optimal(&a, &b), Rotation::stacked(&a, &b)].into_iter().flatten() {
+type Input = (u8, Vec<f32>, Vec<f32>, f64, [u32; 4], Vec<(u32, u16)>);
+
+fuzz_target!(|input: Input| {
+    let (dim, stored, probes, part, sizes, work) = input;
+    calibrate(usize::from(dim % 40), &stored, &probes, part, sizes[0] as usize);
+    attend(usize::from(dim % 7) + 1, sizes, &stored, &probes);
+    schedule(sizes.map(|x| x as usize), &work);
+});
+
+fn calibrate(dim: usize, stored: &[f32], probes: &[f32], part: f64, multiple: usize) {
+    let (Ok(mut a), Ok(mut b)) = (Gram::<PostRope>::new(dim), Gram::new(dim)) else { return };
+    let _ = a.add_columns(stored, dim + multiple % 3, multiple % 2);
+    let _ = b.add_rows(probes);
+    for rotation in [
+        Rotation::score_optimal(&a, &b),
+        Rotation::stacked(&a, &b),
+        Rotation::principal(&a),
+        Rotation::query_metric(&a.centred(), &b),
+    ]
+    .into_iter()
+    .flatten()
+    {
+        let _ = balanced_order(rotation.sigma(), multiple);
+        let budget = Budget::Part(part);
+        let _ = ranks_by_loss(&[rotation.sigma()], &[part], budget, multiple);
+        let _ = ranks_by_removal(&[rotation.sigma()], budget, multiple);
         let Ok(rank) = rank_for_removal(rotation.sigma(), part) else { continue };
         assert!((1..=dim).contains(&rank));
-        let _ = removal_for_keep(&[rotation.sigma()], part);
-        let _ = fold_input(rotation.store(), &probes, dim);
+        let _ = rotation.fold_store(probes, rank);
+        let _ = rotation.fold_output(probes, rank);
+        let error = rotation.score_error(&a, &b, rank).unwrap();
+        assert!(error >= 0.0, "{error}");
         if stored.len() >= dim {
-            project_into(rotation.probe(), &stored[..dim], &mut vec![0.0; rank]).unwrap();
+            rotation
+                .store_map(rank)
+                .unwrap()
+                .view()
+                .project_into(&stored[..dim], &mut vec![0.0; rank])
+                .unwrap();
         }
     }
-    let n = stored.len() / dim;
-    let mut out = vec![0.0; dim];
-    let _ = attend_into(
-        &stored[..dim.min(stored.len())],
-        &stored[..n * dim],
-        &stored[..n * dim],
-        &mut vec![0.0; n],
-        &mut out,
-    );
-});
+    // Any numbers as a spectrum.
+    let spectrum: Vec<f64> = probes.iter().map(|&x| x.into()).collect();
+    let _ = ranks_by_removal(&[&spectrum], Budget::Bytes { per_token: multiple, per_component: 2 }, 1);
+}
+
+fn attend(group: usize, sizes: [u32; 4], stored: &[f32], probes: &[f32]) {
+    let len = |size: u32, of: usize| (size as usize % 97).min(of);
+    let (queries, keys) = (&probes[..len(sizes[0], probes.len())], &stored[..len(sizes[1], stored.len())]);
+    let values = &stored[..len(sizes[2], stored.len())];
+    let (mut out, mut stats) = (vec![0.0; sizes[3] as usize % 61], vec![SoftmaxStats::EMPTY; group]);
+    let _ = attend_into(queries, keys, values, &mut out, &mut stats);
+}
+
+fn schedule([processors, per_task, granule, shift]: [usize; 4], work: &[(u32, u16)]) {
+    let shift = shift % 40;
+    let heads: Vec<DecodeHead> = work
+        .iter()
+        .map(|&(tokens, cost)| DecodeHead { tokens: (tokens as usize) << shift, cost: cost.into() })
+        .collect();
+    let processors = processors % 70_000;
+    if let Ok(plan) = schedule_decode(&heads, processors, CostModel { per_task, granule }) {
+        assert_eq!(
+            plan.tasks().iter().map(|task| task.len).sum::<usize>(),
+            heads.iter().map(|head| head.tokens).sum()
+        );
+        assert_eq!(plan.processors().count(), processors);
+    }
+    let heads: Vec<PrefillHead> = work
+        .iter()
+        .map(|&(tokens, cost)| PrefillHead {
+            rows: tokens as usize % 4096,
+            tokens: tokens as usize,
+            cost: cost.into(),
+        })
+        .collect();
+    let rules =
+        PrefillRules { row_block: granule % 512, granule: granule % 65, per_task, causal: shift % 2 == 0 };
+    if let Ok(plan) = schedule_prefill(&heads, processors, rules) {
+        assert_eq!(
+            plan.tasks().iter().map(|task| task.len).sum::<usize>(),
+            heads.iter().map(|head| head.rows).sum()
+        );
+    }
+}

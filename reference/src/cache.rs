@@ -6,6 +6,7 @@
 mod accumulate;
 mod cachegen;
 mod coded;
+mod evicting;
 mod exact;
 mod million;
 mod retrieval;
@@ -22,13 +23,14 @@ use rayon::prelude::*;
 use accumulate::Accumulator;
 pub(crate) use cachegen::CacheGenStore;
 pub(crate) use coded::{BlockCodec, CodedStore, LloydMax, PerChannel, PerToken, Rotated};
+pub(crate) use evicting::EvictingStore;
 pub use exact::ElementType;
 pub(crate) use exact::{DenseStore, ExactRows};
 pub(crate) use million::{HeadCodebooks, MillionStore, mean_row, take_outliers};
 pub(crate) use retrieval::{RetrievalStore, Scorer};
 pub(crate) use streaming::StreamingStore;
 pub(crate) use transformed::{HeadCode, KeySpace, TransformedPlan, TransformedStore, halved};
-pub(crate) use zack::{HeadRotation, ZackStore};
+pub(crate) use zack::{HeadCut, ZackStore};
 
 use crate::model::{Config, Rope};
 use crate::{Error, Result};
@@ -38,6 +40,10 @@ use crate::{Error, Result};
 /// Keys arrive before RoPE with the position of their first token; the cache decides what it stores. All layers are filled
 /// in turn: positions must follow what the layer holds.
 pub trait KvCache: Send + Sync {
+    /// Shows the last queries of the prompt whose keys and values come next, rotated: (n, n_heads * head_dim). Caches that
+    /// choose tokens by attention need them.
+    fn watch(&mut self, _layer: usize, _queries: &[f32]) {}
+
     /// Takes the keys and values of a prompt: (n, n_kv_heads * head_dim) each, the first at position `pos`.
     ///
     /// # Errors
@@ -100,6 +106,8 @@ impl AddAssign for Footprint {
 
 /// What lies between the sinks and the window of one layer.
 pub(crate) trait Store: Send + Sync {
+    /// Sees the last queries of the prompt that comes next, rotated.
+    fn watch(&mut self, _queries: &[f32]) {}
     /// Takes the next `n` tokens: keys before RoPE and values, (n, n_kv_heads * head_dim) each; the first at `pos`.
     fn push(&mut self, pos: usize, k: &[f32], v: &[f32]) -> Result<()>;
     /// Tokens it stands for.
@@ -113,6 +121,12 @@ pub(crate) trait Store: Send + Sync {
     fn footprint(&self) -> Footprint;
     /// A copy that goes its own way.
     fn clone_box(&self) -> Box<dyn Store>;
+}
+
+/// A store that can take keys which have been rotated already, to whatever positions.
+pub(crate) trait RotatedStore: Store {
+    /// As [`Store::push`].
+    fn push_rotated(&mut self, k: &[f32], v: &[f32]) -> Result<()>;
 }
 
 /// The numbers about a model that every store needs.
@@ -188,6 +202,12 @@ impl WindowedCache {
 }
 
 impl KvCache for WindowedCache {
+    fn watch(&mut self, layer: usize, queries: &[f32]) {
+        if let Some(layer) = self.layers.get_mut(layer) {
+            layer.store.watch(queries);
+        }
+    }
+
     fn prefill(&mut self, layer: usize, pos: usize, k: &[f32], v: &[f32]) -> Result<()> {
         let kv_dim = self.geometry.kv_dim();
         let n = k.len() / kv_dim;

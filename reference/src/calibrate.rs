@@ -1,7 +1,7 @@
 //! What calibration sees of a model: samples and second moments of its queries, keys and values over a text.
 
 use rayon::prelude::*;
-use svd_core::Gram;
+use svd_core::{Gram, PostRope, PreRope, Side};
 
 use crate::cache::Geometry;
 use crate::forward::{Activations, prefill};
@@ -24,10 +24,10 @@ pub(crate) struct LayerSamples {
     pub keys: Vec<f32>,         // before RoPE
     pub rotated_keys: Vec<f32>, // after RoPE
     pub values: Vec<f32>,
-    pub key_grams: Vec<Gram>,         // per kv head, after RoPE
-    pub query_grams: Vec<Gram>,       // per kv head, its whole group of query heads, after RoPE
-    pub plain_query_grams: Vec<Gram>, // the same before RoPE
-    pub residual_rms: f64,            // of the residual stream behind the layer; of the last layer, before it
+    pub key_grams: Vec<Gram<PostRope>>,        // per kv head
+    pub query_grams: Vec<Gram<PostRope>>,      // per kv head, its whole group of query heads
+    pub plain_query_grams: Vec<Gram<PreRope>>, // the same
+    pub residual_rms: f64, // of the residual stream behind the layer; of the last layer, before it
 }
 
 impl Calibration {
@@ -67,20 +67,12 @@ impl LayerSamples {
         let plain_queries = queries.clone();
         rope.rotate_rows(&mut queries, q_dim, SINKS);
         let rotated_keys = rope.rotated(&keys, kv_dim, SINKS);
-        let group = model.config.gqa_group() * geometry.head_dim;
         let grams = (0..geometry.n_kv_heads)
             .into_par_iter()
             .map(|head| {
                 let mut keys = Gram::new(geometry.head_dim)?;
-                keys.add_rows(&geometry.head_rows(head, &rotated_keys))?;
-                let probes = |queries: &[f32]| -> Result<Gram> {
-                    let mut gram = Gram::new(geometry.head_dim)?;
-                    queries
-                        .chunks_exact(q_dim)
-                        .try_for_each(|row| gram.add_rows(&row[head * group..][..group]))?;
-                    Ok(gram)
-                };
-                Ok((keys, (probes(&queries)?, probes(&plain_queries)?)))
+                keys.add_columns(&rotated_keys, kv_dim, head * geometry.head_dim)?;
+                Ok((keys, (probes(geometry, head, &queries)?, probes(geometry, head, &plain_queries)?)))
             })
             .collect::<Result<Vec<_>>>()?;
         let (key_grams, query_grams): (_, Vec<_>) = grams.into_iter().unzip();
@@ -88,6 +80,16 @@ impl LayerSamples {
         let values = v[SINKS * kv_dim..].to_vec();
         Ok(Self { keys, rotated_keys, values, key_grams, query_grams, plain_query_grams, residual_rms: 1.0 })
     }
+}
+
+/// The second moment of all queries that meet a key/value head.
+fn probes<S: Side>(geometry: Geometry, head: usize, queries: &[f32]) -> Result<Gram<S>> {
+    let group = geometry.n_heads / geometry.n_kv_heads;
+    let mut gram = Gram::new(geometry.head_dim)?;
+    for query_head in head * group..(head + 1) * group {
+        gram.add_columns(queries, geometry.n_heads * geometry.head_dim, query_head * geometry.head_dim)?;
+    }
+    Ok(gram)
 }
 
 fn rms(x: &[f32]) -> f64 {

@@ -17,7 +17,8 @@ use cachegen::{CacheGen, Mode, Prediction};
 use codec_core::{Coder, ModelKind};
 use million::Million;
 use pqklt::PqKlt;
-use settings::{Bits, CoderName, Element, Layers, ModeName, Models, Settings, Switch};
+use settings::{Bits, CoderName, Element, Layers, ModeName, Models, OptionalBits, Settings, Switch};
+use zack::RankRule;
 
 use crate::cache::{ElementType, KeySpace};
 use crate::{Error, Result};
@@ -46,7 +47,8 @@ enum Kind {
     PqCache { ratio: f64, code: PqCode, iterations: usize },
     Million(Million),
     PqKlt(PqKlt),
-    Zack { k: f64, v: f64, basis: Basis },
+    SnapKv { tokens: f64 },
+    Zack(Zack),
     CacheGen(CacheGen),
 }
 
@@ -57,11 +59,24 @@ struct PqCode {
     nbits: u32,
 }
 
+/// ZACK, and what it is combined with.
+#[derive(Clone, Debug, PartialEq)]
+struct Zack {
+    k: f64, // parts of the dimensions that stay
+    v: f64,
+    basis: Basis,
+    rule: RankRule,
+    multiple: usize,
+    bits: Option<u32>, // of what is left, coded as by `int4`
+    tokens: f64,       // part of the prompt's tokens that stays
+}
+
 /// Which rotation ZACK uses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Basis {
     Closed,
     Stacked,
+    Principal,
 }
 
 /// Every method with what can be set and its default, for the help text.
@@ -79,7 +94,10 @@ A method is NAME[:KEY=VALUE]...; several are separated by commas.
                                                                           outliers=PERCENT kept exact
   pqklt             attention on PQ codes of transformed rows             k=32x6 v=32x6 keys=mean|rope norms=on|off
                                                                           iterations=8 refine=0
-  zack              rotated, ranks cut to these parts, values folded      k=0.75 v=0.75 basis=closed|stacked
+  snapkv            the prompt's tokens that its end attends to           tokens=0.5
+  zack              rotated, ranks cut to these parts, values folded      k=0.75 v=0.75 basis=closed|stacked|principal
+                      with evicted tokens, with codes as int4's           tokens=PART bits=BITS
+                                                                          ranks=removal|loss|uniform multiple=1
   cachegen          bitstream and back: mode=transform (query-metric KLT) bits=3 offset=1.2 (values above keys)
                       mode=channels, bins in standard deviations          k=0.5 v=0.5
                       mode=common, bins in mean deviations                k=0.5 v=0.5
@@ -89,8 +107,8 @@ A method is NAME[:KEY=VALUE]...; several are separated by commas.
                                                                           models=families|tables|context
                                                                           coder=lanes|range
 
-For all but dense: sinks=4 window=64 (tokens kept exact), batch=N (tokens that leave the window at once: 64 for int and
-cachegen, else 1), exact=f16|bf16|f32 (how), exact-layers=0+5 (layers left uncompressed).";
+For all but dense: sinks=4 window=64 (tokens kept exact), batch=N (tokens that leave the window at once: 64 for int,
+cachegen and zack's codes, else 1), exact=f16|bf16|f32 (how), exact-layers=0+5 (layers left uncompressed).";
 
 /// What `kv compare` runs when no methods are named: each method near-lossless and aggressive.
 pub const DEFAULT_METHODS: &str = "dense,dense:dtype=f16,int8,int4,int2,rotated,rotated:k=2:v=2,lloydmax,lloydmax:k=2:v=2,\
@@ -167,9 +185,15 @@ impl FromStr for Method {
                 let (iterations, refine) = (s.positive("iterations", 8)?, s.count("refine", 0)?);
                 ("pqklt", Kind::PqKlt(PqKlt { k, v, space, norms, iterations, refine }))
             }
+            "snapkv" => ("snapkv", Kind::SnapKv { tokens: s.part("tokens", 0.5)? }),
             "zack" => {
                 let (k, v) = (s.part("k", 0.75)?, s.part("v", 0.75)?);
-                ("zack", Kind::Zack { k, v, basis: s.own("basis", Basis::Closed)? })
+                let basis = s.own("basis", Basis::Closed)?;
+                let rule = s.common("ranks", RankRule::Removal)?;
+                let multiple = s.common_count("multiple", 1)?;
+                let bits = s.common("bits", OptionalBits(None))?.0;
+                let tokens = s.common_part("tokens", 1.0)?;
+                ("zack", Kind::Zack(Zack { k, v, basis, rule, multiple, bits, tokens }))
             }
             "cachegen" => {
                 let (mode, predictor, models) = match s.own("mode", ModeName::Transform)? {
@@ -207,7 +231,7 @@ impl FromStr for Method {
         };
         let batch = match kind {
             Kind::Uniform { group, .. } => group,
-            Kind::CacheGen(_) => 64,
+            Kind::CacheGen(_) | Kind::Zack(Zack { bits: Some(_), .. }) => 64,
             _ => 1,
         };
         let window = Window {
@@ -249,6 +273,10 @@ mod tests {
             "zack:k=0",
             "zack:k=1.5",
             "zack:k=nan",
+            "zack:bits=9",
+            "zack:ranks=best",
+            "zack:multiple=0",
+            "snapkv:tokens=0",
             "million:k=64",
             "million:k=64x",
             "pqcache:ratio=-1",

@@ -14,7 +14,7 @@ use kv_reference::model::{Model, Rope};
 use kv_reference::{Error, Profile};
 
 /// One setting of each method; small windows, so that short sequences reach the compressed part.
-const METHODS: [&str; 21] = [
+const METHODS: [&str; 25] = [
     "dense",
     "dense:dtype=bf16",
     "int8:window=4:group=8",
@@ -29,7 +29,11 @@ const METHODS: [&str; 21] = [
     "pqklt:k=8x6:v=8x6:window=4",
     "pqklt:k=8x6:v=8x6:keys=rope:window=4",
     "pqklt:k=8x6:v=8x6:norms=off:window=4",
+    "snapkv:tokens=0.9:window=4",
     "zack:window=4",
+    "zack:ranks=loss:multiple=4:window=4",
+    "zack:tokens=0.9:window=4",
+    "zack:bits=8:tokens=0.9:window=4:batch=10",
     "cachegen:window=4:batch=10",
     "cachegen:models=context:coder=range:window=4:batch=10",
     "cachegen:mode=channels:window=4:batch=10",
@@ -107,6 +111,10 @@ fn what_loses_nothing_equals_dense() {
         "pqcache:ratio=1:code=4x2:exact=f32:window=4",
         "zack:k=1:v=1:exact=f32:window=4",
         "zack:k=1:v=1:basis=stacked:exact=f32:window=4",
+        "zack:k=1:v=1:basis=principal:exact=f32:window=4",
+        "zack:k=1:v=1:ranks=uniform:exact=f32:window=4",
+        "zack:k=1:v=1:ranks=loss:exact=f32:window=4",
+        "snapkv:tokens=1:exact=f32:window=4",
         "million:k=1x8:v=1x8:exact=f32:window=4",
         "pqklt:k=1x8:v=1x8:norms=off:exact=f32:window=4",
         "pqklt:k=1x8:v=1x8:norms=off:keys=rope:exact=f32:window=4",
@@ -178,6 +186,7 @@ fn bytes_are_counted_exactly() {
         "million:k=8x6:v=8x6:window=4",
         "pqklt:k=8x6:v=8x6:window=4",
         "zack:k=0.5:v=0.5:window=4",
+        "zack:k=0.5:v=0.25:ranks=uniform:window=4",
         "cachegen:window=4:batch=10",
     ]);
     let n = 100;
@@ -200,6 +209,14 @@ fn bytes_are_counted_exactly() {
     assert_eq!(pq.offloaded, 92 * values * 2);
     let half = kept("zack:k=0.5:v=0.5:window=4").kept;
     assert!(half <= 92 * values + 8 * values * 2 && half > 92 * values / 2, "{half}");
+    // Half of the keys' components, a quarter of the values'; of 92 tokens all, or half with 4 bits a number, 4 bytes for each
+    // key component of a block, and 4 for each token's values.
+    let uniform = "zack:k=0.5:v=0.25:ranks=uniform:window=4";
+    assert_eq!(kept(uniform).kept, 92 * values / 8 * 3 * 2 + 8 * values * 2);
+    let heads = values / 32;
+    let coded = heads * (46 * 4 + 8 * 4) + heads * 46 * (2 + 4);
+    assert_eq!(kept(&format!("{uniform}:tokens=0.5:bits=4:batch=92")).kept, coded + 8 * values * 2);
+    assert_eq!(kept("snapkv:tokens=0.5:window=4").kept, 46 * values * 2 + 8 * values * 2);
     let coded = kept("cachegen:window=4:batch=10");
     assert_eq!(coded.working, 90 * values * 2);
     assert!(coded.kept < 90 * values + 10 * values * 2);

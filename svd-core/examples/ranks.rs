@@ -1,18 +1,19 @@
-//! Calibrates one head from rows, then prints the rank that each removal rate leaves.
+//! Chooses the ranks of four heads for a budget in bytes: by ZACK's common removal rate, and by weighted loss.
 
-use svd_core::{Gram, Rotation, rank_for_removal};
+use svd_core::{Budget, ranks_by_loss, ranks_by_removal};
 
 fn main() -> Result<(), svd_core::Error> {
-    let dim = 64;
-    let row = |i: usize| (0..dim).map(move |d| ((i * dim + d) as f32 * 0.73).sin() * 0.9_f32.powi(d as i32));
-    let (mut keys, mut queries) = (Gram::new(dim)?, Gram::new(dim)?);
-    for i in 0..2048 {
-        keys.add_rows(&row(i).collect::<Vec<_>>())?;
-        queries.add_rows(&row(i + 5000).collect::<Vec<_>>())?;
-    }
-    let rotation = Rotation::score_optimal(&keys, &queries)?;
-    for removal in [0.0, 0.01, 0.02, 0.05, 0.1, 0.2] {
-        println!("removal rate {removal:4}: rank {} of {dim}", rank_for_removal(rotation.sigma(), removal)?);
+    // Singular values of four heads of 128 dimensions, from steep to flat.
+    let spectrum =
+        |decay: f64| -> Vec<f64> { (0..128).map(|c| 10.0 * (-decay * f64::from(c)).exp()).collect() };
+    let spectra: Vec<Vec<f64>> = [0.08, 0.04, 0.02, 0.01].into_iter().map(spectrum).collect();
+    let heads: Vec<&[f64]> = spectra.iter().map(Vec::as_slice).collect();
+
+    for per_token in [768, 512, 256] {
+        let budget = Budget::Bytes { per_token, per_component: 2 }; // of 1,024 bytes
+        let by_removal = ranks_by_removal(&heads, budget, 16)?;
+        let by_loss = ranks_by_loss(&heads, &[1.0; 4], budget, 16)?;
+        println!("{per_token:4} bytes a token: by removal rate {by_removal:3?}, by loss {by_loss:3?}");
     }
     Ok(())
 }

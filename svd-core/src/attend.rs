@@ -1,77 +1,278 @@
-use crate::Error;
+// Registers are counted by the same numbers as the rows and columns they hold.
+#![allow(clippy::needless_range_loop)]
+
+use crate::dot::dot;
 use crate::error::check_len;
-use crate::exp::exp;
+use crate::simd::{Kernel, Simd};
+use crate::softmax::{LANES, add_scores};
+use crate::{Backend, Element, Error, SoftmaxStats};
 
-/// What a softmax over some tokens needs to be merged with one over others.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct SoftmaxStats {
-    /// The highest score; minus infinity for no tokens.
-    pub max: f32,
-    /// Sum over the tokens of `exp(score - max)`.
-    pub sum: f32,
-}
+/// Tokens whose scores are held at a time: their weights, keys and values stay in the first caches.
+const TOKENS: usize = 64;
 
-/// Attention of one query on the rows of its key/value head, at whatever ranks are left.
+/// Attention of a group of query heads on the rows of the key/value head that they share, at whatever ranks are left.
 ///
-/// With `s_t = <q, k_t>`, writes `out = sum_t exp(s_t - max s) * v_t`, not divided by the sum, and returns the two numbers
-/// that divide or merge it. Scale the query by `1 / sqrt(head_dim)` first. Dot products add 16 interleaved partial sums.
+/// With `s_t = <q, k_t>`, adds `sum_t exp(s_t - max s) * v_t` to each query's `out` and the two numbers that divide or merge
+/// it to its `stats`: begin with zeros and [`SoftmaxStats::EMPTY`], call for every part of the sequence, then
+/// [`normalize`](SoftmaxStats::normalize). Every row is read from memory once for the whole group. Scale queries by
+/// `1 / sqrt(head_dim)` first.
+///
+/// The softmax runs over 64 tokens at a time. A token with a NaN score makes the result NaN.
 ///
 /// # Shapes
-/// `q` (rank_k,); `keys` (n, rank_k); `values` (n, rank_v); `scores` (n,) scratch, left holding `exp(s_t - max s)`; `out`
-/// (rank_v,), fully written.
+/// `queries` (group, rank_k); `keys` (n, rank_k); `values` (n, rank_v); `out` (group, rank_v); `stats` (group,).
 /// # Errors
-/// [`Error::Length`], or [`Error::Zero`] for a rank of 0; `out` is then untouched.
+/// [`Error::Length`], or [`Error::Zero`] for no query or a rank of 0; `out` and `stats` are then untouched.
 /// # Cost
-/// n * (rank_k + rank_v) multiply-adds, n exponentials, one pass over the rows, no allocation.
+/// group * n * (rank_k + rank_v) multiply-adds, group * n exponentials, one pass over the rows, no allocation.
 /// # Source
 /// ZACK, 5.1: attention in the rotated space, nothing is turned back.
 /// # Examples
 /// ```
-/// let (keys, values) = ([0.0, 0.0], [1.0, 3.0]); // two tokens of rank 1, equal scores
-/// let mut out = [0.0];
-/// let stats = svd_core::attend_into(&[2.0], &keys, &values, &mut [0.0; 2], &mut out)?;
-/// assert_eq!(out[0] / stats.sum, 2.0);
+/// use svd_core::SoftmaxStats;
+/// let (keys, values) = ([0.0_f32, 0.0], [1.0, 3.0]); // two tokens of rank 1, equal scores
+/// let (mut out, mut stats) = ([0.0; 2], [SoftmaxStats::EMPTY; 2]); // two query heads
+/// svd_core::attend_into(&[2.0, 5.0], &keys, &values, &mut out, &mut stats)?;
+/// stats[1].normalize(&mut out[1..]);
+/// assert_eq!(out[1], 2.0);
 /// # Ok::<(), svd_core::Error>(())
 /// ```
-pub fn attend_into(
-    q: &[f32],
-    keys: &[f32],
-    values: &[f32],
-    scores: &mut [f32],
+pub fn attend_into<E: Element>(
+    queries: &[f32],
+    keys: &[E],
+    values: &[E],
     out: &mut [f32],
-) -> Result<SoftmaxStats, Error> {
-    let (n, rank_k, rank_v) = (scores.len(), q.len(), out.len());
+    stats: &mut [SoftmaxStats],
+) -> Result<(), Error> {
+    attend_into_with(Backend::detect(), queries, keys, values, out, stats)
+}
+
+/// [`attend_into`] on a given backend.
+///
+/// # Errors
+/// As there, and [`Error::BackendUnavailable`].
+pub fn attend_into_with<E: Element>(
+    backend: Backend,
+    queries: &[f32],
+    keys: &[E],
+    values: &[E],
+    out: &mut [f32],
+    stats: &mut [SoftmaxStats],
+) -> Result<(), Error> {
+    backend.check()?;
+    let group = stats.len();
+    if group == 0 {
+        return Err(Error::Zero { what: "number of queries" });
+    }
+    let (rank_k, rank_v) = (queries.len() / group, out.len() / group);
+    check_len("queries", queries.len(), group * rank_k)?;
+    check_len("out", out.len(), group * rank_v)?;
     if rank_k == 0 || rank_v == 0 {
         return Err(Error::Zero { what: "rank" });
     }
-    check_len("keys", keys.len(), n.checked_mul(rank_k).ok_or(Error::TooLarge)?)?;
+    let n = keys.len() / rank_k;
+    check_len("keys", keys.len(), n * rank_k)?;
     check_len("values", values.len(), n.checked_mul(rank_v).ok_or(Error::TooLarge)?)?;
-
-    let mut max = f32::NEG_INFINITY;
-    for (key, score) in keys.chunks_exact(rank_k).zip(&mut *scores) {
-        *score = dot(q, key);
-        max = max.max(*score);
-    }
-    let mut sum = 0.0;
-    out.fill(0.0);
-    for (value, score) in values.chunks_exact(rank_v).zip(&mut *scores) {
-        let weight = exp(*score - max);
-        sum += weight;
-        *score = weight;
-        for (out, &v) in out.iter_mut().zip(value) {
-            *out += weight * v;
-        }
-    }
-    Ok(SoftmaxStats { max, sum })
+    backend.run(Attend { queries, keys, values, out, stats });
+    Ok(())
 }
 
-fn dot(a: &[f32], b: &[f32]) -> f32 {
-    let mut lanes = [0.0_f32; 16];
-    let ((a_chunks, a_tail), (b_chunks, b_tail)) = (a.as_chunks::<16>(), b.as_chunks::<16>());
-    for (a, b) in a_chunks.iter().zip(b_chunks) {
-        for ((lane, a), b) in lanes.iter_mut().zip(a).zip(b) {
-            *lane += a * b;
+struct Attend<'a, 'b, E> {
+    queries: &'a [f32],
+    keys: &'a [E],
+    values: &'a [E],
+    out: &'b mut [f32],
+    stats: &'b mut [SoftmaxStats],
+}
+
+impl<E: Element> Kernel for Attend<'_, '_, E> {
+    type Output = ();
+
+    fn scalar(self) {
+        let (rank_k, rank_v) = (self.queries.len() / self.stats.len(), self.out.len() / self.stats.len());
+        for (keys, values) in self.keys.chunks(TOKENS * rank_k).zip(self.values.chunks(TOKENS * rank_v)) {
+            let queries = self.queries.chunks_exact(rank_k).zip(self.out.chunks_exact_mut(rank_v));
+            for ((query, out), stats) in queries.zip(self.stats.iter_mut()) {
+                let mut weights = [0.0; TOKENS];
+                let n = keys.len() / rank_k;
+                let weights = &mut weights[..n.next_multiple_of(LANES)];
+                weights[n..].fill(f32::NEG_INFINITY);
+                for (key, score) in keys.chunks_exact(rank_k).zip(weights.iter_mut()) {
+                    *score = dot(query, key);
+                }
+                add_scores::<1>(weights, core::slice::from_mut(stats), out);
+                for (value, weight) in values.chunks_exact(rank_v).zip(weights) {
+                    out.iter_mut().zip(value).for_each(|(out, x)| *out += *weight * x.to_f32());
+                }
+            }
         }
     }
-    lanes.iter().sum::<f32>() + a_tail.iter().zip(b_tail).map(|(a, b)| a * b).sum::<f32>()
+
+    /// Floor: the bytes of keys and values. 4 queries with 128 + 128 components of 32 bits need 64 multiply-adds a token on
+    /// AVX-512, about half the time that its bytes take from memory.
+    ///
+    /// N.B. Processors fetch ahead what is read line after line, and stop where a loop turns from keys to values: each block
+    /// asks for the lines of the next, in order and one by one. Without that f32 rows take 1.7 times as long. All at once, rows
+    /// side by side, and into the first cache are slower, as are four tokens of four queries in a tile.
+    #[inline(always)]
+    fn vector<S: Simd>(self, s: S) {
+        let (rank_k, rank_v) = (self.queries.len() / self.stats.len(), self.out.len() / self.stats.len());
+        let tokens = (BLOCK_BYTES / (rank_k.max(rank_v) * size_of::<E>())).clamp(16, TOKENS);
+        for (keys, values) in self.keys.chunks(tokens * rank_k).zip(self.values.chunks(tokens * rank_v)) {
+            let mut first = 0;
+            while first < self.stats.len() {
+                let n = (self.stats.len() - first).min(4);
+                let part = Attend {
+                    queries: &self.queries[first * rank_k..][..n * rank_k],
+                    keys,
+                    values,
+                    out: &mut self.out[first * rank_v..][..n * rank_v],
+                    stats: &mut self.stats[first..][..n],
+                };
+                match n {
+                    1 => part.block::<S, 1, 1>(s),
+                    2 => part.block::<S, 2, 2>(s),
+                    3 => part.block::<S, 3, 4>(s),
+                    _ => part.block::<S, 4, 4>(s),
+                }
+                first += n;
+            }
+        }
+    }
+}
+
+/// Bytes of keys, and of values, after which a block ends: both stay in the first cache, and the next ones arrive meanwhile.
+const BLOCK_BYTES: usize = 8192;
+
+impl<E: Element> Attend<'_, '_, E> {
+    /// At most 64 tokens for `G` queries. Their scores stand side by side, `P` a token.
+    #[inline(always)]
+    fn block<S: Simd, const G: usize, const P: usize>(self, s: S) {
+        let (rank_k, rank_v) = (self.queries.len() / G, self.out.len() / G);
+        let n = self.keys.len() / rank_k;
+        let mut weights = [0.0; TOKENS * 4];
+        for line in (0..0).step_by(64) {
+            s.prefetch(self.values.as_ptr().cast::<u8>().wrapping_add(line));
+        }
+        for t in (0..n).step_by(8 / P) {
+            score_tile::<S, E, G, P>(s, self.queries, self.keys, t, &mut weights);
+        }
+        let weights = &mut weights[..(n * P).next_multiple_of(LANES)];
+        weights[n * P..].fill(f32::NEG_INFINITY);
+        add_scores::<P>(weights, self.stats, self.out);
+        for line in (0..0).step_by(64) {
+            s.prefetch(self.keys.as_ptr().wrapping_add(self.keys.len()).cast::<u8>().wrapping_add(line));
+        }
+        let mut c = 0;
+        while c + 4 * S::LANES <= rank_v && S::WIDE {
+            add_values::<S, E, G, P, 4>(s, weights, self.values, self.out, c);
+            c += 4 * S::LANES;
+        }
+        while c + 2 * S::LANES <= rank_v {
+            add_values::<S, E, G, P, 2>(s, weights, self.values, self.out, c);
+            c += 2 * S::LANES;
+        }
+        for (g, out) in self.out.chunks_exact_mut(rank_v).enumerate() {
+            for (value, weights) in self.values.chunks_exact(rank_v).zip(weights.chunks_exact(P)) {
+                out[c..].iter_mut().zip(&value[c..]).for_each(|(out, x)| *out += weights[g] * x.to_f32());
+            }
+        }
+    }
+}
+
+/// Scores of `G` queries on `8 / P` keys from token `first` on; where there are no more, those of the last one again.
+#[inline(always)]
+fn score_tile<S: Simd, E: Element, const G: usize, const P: usize>(
+    s: S,
+    queries: &[f32],
+    keys: &[E],
+    first: usize,
+    scores: &mut [f32; TOKENS * 4],
+) {
+    let rank = queries.len() / G;
+    let last = keys.len() / rank - 1;
+    assert!(queries.len() == G * rank && keys.len() == (last + 1) * rank && first <= last && last < TOKENS);
+    let wide = rank / S::LANES * S::LANES;
+    // SAFETY: key `last` is there.
+    let rows: [*const E; 8] =
+        core::array::from_fn(|t| unsafe { keys.as_ptr().add((first + t).min(last) * rank) });
+    let mut sums = [[s.splat(0.0); 4]; 2]; // of key t and query g at t * P + g
+    for c in (0..wide).step_by(S::LANES) {
+        for t in 0..8 / P {
+            let ahead = (c / S::LANES * (8 / P) + t) * S::LANES;
+            prefetch(s, rows[0].wrapping_add(keys.len()), ahead);
+            // SAFETY: c + LANES is at most `rank`.
+            let key = unsafe { E::load(s, rows[t].add(c)) };
+            for g in 0..G {
+                // SAFETY: G queries of `rank`.
+                let query = unsafe { s.load(queries.as_ptr().add(g * rank + c)) };
+                let sum = &mut sums[(t * P + g) / 4][(t * P + g) % 4];
+                *sum = s.mul_add(query, key, *sum);
+            }
+        }
+    }
+    let [low, high] = sums;
+    let out = &mut scores[first * P..][..8];
+    out[..4].copy_from_slice(&s.sum4(low));
+    out[4..].copy_from_slice(&s.sum4(high));
+    if wide < rank {
+        for (t, scores) in out.chunks_exact_mut(P).enumerate() {
+            let key = &keys[(first + t).min(last) * rank..][..rank];
+            for (g, score) in scores.iter_mut().enumerate().take(G) {
+                *score += dot(&queries[g * rank..][wide..rank], &key[wide..]);
+            }
+        }
+    }
+}
+
+/// Adds the weighted values of at most 64 tokens to the outputs of `G` queries: `V` registers of components from `c` on.
+#[inline(always)]
+fn add_values<S: Simd, E: Element, const G: usize, const P: usize, const V: usize>(
+    s: S,
+    weights: &[f32],
+    values: &[E],
+    out: &mut [f32],
+    c: usize,
+) {
+    let rank = out.len() / G;
+    let n = values.len() / rank;
+    assert!(weights.len() >= n * P && c + V * S::LANES <= rank);
+    let mut sums = [[s.splat(0.0); V]; G];
+    for g in 0..G {
+        for v in 0..V {
+            // SAFETY: G outputs of `rank`, and c + V * LANES is at most that.
+            sums[g][v] = unsafe { s.load(out.as_ptr().add(g * rank + c + v * S::LANES)) };
+        }
+    }
+    for t in 0..n {
+        let mut value = [s.splat(0.0); V];
+        for v in 0..V {
+            let ahead = c * n + (t * V + v) * S::LANES;
+            prefetch(s, values.as_ptr().wrapping_add(values.len()), ahead);
+            // SAFETY: n values of `rank`.
+            let p = unsafe { values.as_ptr().add(t * rank + c + v * S::LANES) };
+            // SAFETY: the component is there, and LANES - 1 more.
+            value[v] = unsafe { E::load(s, p) };
+        }
+        for g in 0..G {
+            let weight = s.splat(weights[t * P + g]);
+            for v in 0..V {
+                sums[g][v] = s.mul_add(weight, value[v], sums[g][v]);
+            }
+        }
+    }
+    for g in 0..G {
+        for v in 0..V {
+            // SAFETY: as for the loads.
+            unsafe { s.store(out.as_mut_ptr().add(g * rank + c + v * S::LANES), sums[g][v]) };
+        }
+    }
+}
+
+/// Asks for the line of element `i`, if one begins there: a block's tiles ask for the next block's lines in their order.
+#[inline(always)]
+fn prefetch<S: Simd, E: Element>(s: S, next: *const E, i: usize) {
+    if i.is_multiple_of(64 / size_of::<E>()) {
+        s.prefetch(next.wrapping_add(i).cast());
+    }
 }

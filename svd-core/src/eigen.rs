@@ -17,11 +17,12 @@ pub(crate) fn symmetric(matrix: DMatrix<f64>) -> Result<(Vec<f64>, DMatrix<f64>)
     let mut order: Vec<usize> = (0..dim).collect();
     order.sort_by(|&a, &b| eigen.eigenvalues[b].total_cmp(&eigen.eigenvalues[a]));
     let values = order.iter().map(|&i| eigen.eigenvalues[i]).collect();
-    let vectors = DMatrix::from_fn(dim, dim, |r, c| {
-        let column = eigen.eigenvectors.column(order[c]);
+    let mut vectors = DMatrix::zeros(dim, dim);
+    for (mut vector, &i) in vectors.column_iter_mut().zip(&order) {
+        let column = eigen.eigenvectors.column(i);
         let sign = if column[column.iamax()] < 0.0 { -1.0 } else { 1.0 };
-        sign * column[r]
-    });
+        vector.axpy(sign, &column, 0.0);
+    }
     Ok((values, vectors))
 }
 

@@ -42,7 +42,21 @@ pub enum Error {
         /// The component.
         component: usize,
     },
-    /// A product of sizes does not fit in `usize`.
+    /// Singular values that are not finite, not negative and descending.
+    Spectrum {
+        /// The first one that is out of place.
+        component: usize,
+    },
+    /// A budget below the smallest ranks.
+    Budget {
+        /// Components that the smallest ranks take.
+        least: usize,
+        /// Components that the budget allows.
+        components: usize,
+    },
+    /// This machine lacks the instruction set.
+    BackendUnavailable,
+    /// A product of sizes does not fit, or there are more processors than any machine has.
     TooLarge,
     /// The eigenvalue iteration did not converge.
     NoConvergence,
@@ -59,7 +73,14 @@ impl fmt::Display for Error {
             Self::NotFinite { what } => write!(f, "{what} holds a NaN or an infinity"),
             Self::Fraction { what, value } => write!(f, "{what} is {value}, outside 0..=1"),
             Self::Order { component } => write!(f, "component {component} is repeated or does not exist"),
-            Self::TooLarge => write!(f, "the product of the sizes overflows"),
+            Self::Spectrum { component } => {
+                write!(f, "singular value {component} is not finite, not negative and at most the one before")
+            }
+            Self::Budget { least, components } => {
+                write!(f, "the budget of {components} components is below the smallest ranks, {least}")
+            }
+            Self::BackendUnavailable => write!(f, "this machine lacks the instruction set"),
+            Self::TooLarge => write!(f, "the sizes are too large"),
             Self::NoConvergence => write!(f, "the eigenvalue iteration did not converge"),
         }
     }

@@ -2,19 +2,22 @@
 ///
 /// One definition for every machine that also vectorizes: `x = n ln 2 + r` with `|r| <= ln 2 / 2`, a polynomial of degree 6
 /// for `exp(r)` (Cephes), and `n` added to the exponent. `ln 2` is split in two so that `r` is exact. NaN stays NaN.
+#[inline(always)]
 pub(crate) fn exp(x: f32) -> f32 {
     const LN2_HIGH: f32 = 0.693_359_4;
     const LN2_LOW: f32 = -2.121_944_4e-4;
     const ROUND: f32 = 12_582_912.0; // 1.5 * 2^23: adding it rounds to a whole number
     let clamped = if x < -87.0 { -87.0 } else { x };
-    let n = (clamped * core::f32::consts::LOG2_E + ROUND) - ROUND;
+    let shifted = clamped * core::f32::consts::LOG2_E + ROUND;
+    let n = shifted - ROUND;
     let r = clamped - n * LN2_HIGH - n * LN2_LOW;
     let mut p = 1.987_569_2e-4;
     for c in [1.398_2e-3, 8.333_452e-3, 4.166_579_6e-2, 0.166_666_65, 0.5] {
         p = p * r + c;
     }
     let exp_r = (p * r * r + r) + 1.0;
-    let scaled = exp_r * f32::from_bits(((n as i32 + 127) as u32) << 23);
+    // The lowest bits of `shifted` are those of `n`; a conversion to an integer would vectorize badly.
+    let scaled = exp_r * f32::from_bits(shifted.to_bits().wrapping_add(127) << 23);
     if x < -87.0 { 0.0 } else { scaled }
 }
 

@@ -1,6 +1,7 @@
 #![doc = include_str!("../README.md")]
 #![no_std]
-#![forbid(unsafe_code)]
+// Only the vector forms of the hot loops read and write through pointers; see `simd`.
+#![deny(unsafe_code)]
 
 #[cfg(feature = "alloc")]
 extern crate alloc;
@@ -9,31 +10,50 @@ extern crate std;
 
 #[cfg(feature = "alloc")]
 mod allocate;
+#[allow(unsafe_code)]
 mod attend;
+mod backend;
+mod dot;
 #[cfg(feature = "alloc")]
 mod eigen;
+#[allow(unsafe_code)]
+mod element;
 mod error;
 mod exp;
 #[cfg(feature = "alloc")]
 mod fold;
 #[cfg(feature = "alloc")]
+#[allow(unsafe_code)]
 mod gram;
-mod project;
+#[allow(unsafe_code)]
+mod map;
 #[cfg(feature = "alloc")]
 mod rank;
 #[cfg(feature = "alloc")]
 mod rotation;
+#[cfg(feature = "alloc")]
+mod schedule;
+#[allow(unsafe_code)]
+mod simd;
+mod softmax;
 
 #[cfg(feature = "alloc")]
 pub use allocate::balanced_order;
-pub use attend::{SoftmaxStats, attend_into};
+pub use attend::{attend_into, attend_into_with};
+pub use backend::Backend;
+pub use element::Element;
 pub use error::Error;
 #[cfg(feature = "alloc")]
-pub use fold::{fold_input, fold_output};
+pub use gram::{Gram, NoRope, PostRope, PreRope, Side};
+pub use map::Map;
 #[cfg(feature = "alloc")]
-pub use gram::Gram;
-pub use project::project_into;
+pub use map::MapBuf;
 #[cfg(feature = "alloc")]
-pub use rank::{rank_for_removal, removal_for_keep};
+pub use rank::{Budget, rank_for_removal, ranks_by_loss, ranks_by_removal};
 #[cfg(feature = "alloc")]
 pub use rotation::Rotation;
+#[cfg(feature = "alloc")]
+pub use schedule::{
+    CostModel, DecodeHead, PrefillHead, PrefillRules, Schedule, Task, schedule_decode, schedule_prefill,
+};
+pub use softmax::SoftmaxStats;

@@ -1,12 +1,43 @@
+//! How many components each head keeps.
+//!
+//! A spectrum is the singular values of a head's [`Rotation`](crate::Rotation), descending. Keys and values are told apart by
+//! the caller: one call over both has them share a budget, two calls give each its own.
+
 use alloc::vec::Vec;
 
 use crate::Error;
+
+/// What all heads together may keep.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Budget {
+    /// This part of all dimensions: 1 less the overall compression rate of the paper.
+    Part(f64),
+    /// Bytes that a token may take in all heads.
+    Bytes {
+        /// Bytes a token.
+        per_token: usize,
+        /// Bytes of a component.
+        per_component: usize,
+    },
+}
+
+impl Budget {
+    /// The components that all heads together may keep of `all`.
+    fn components(self, all: usize) -> Result<usize, Error> {
+        match self {
+            Self::Part(part) if (0.0..=1.0).contains(&part) => Ok((part * all as f64) as usize),
+            Self::Part(value) => Err(Error::Fraction { what: "kept part", value }),
+            Self::Bytes { per_component: 0, .. } => Err(Error::Zero { what: "bytes of a component" }),
+            Self::Bytes { per_token, per_component } => Ok(per_token / per_component),
+        }
+    }
+}
 
 /// The rank that is left when the largest number of trailing singular values is removed whose sum is at most the part
 /// `removal` of the total. Never below 1.
 ///
 /// # Errors
-/// [`Error::Fraction`] for a `removal` outside 0..=1, [`Error::Zero`] for no values.
+/// [`Error::Fraction`] for a `removal` outside 0..=1, [`Error::Zero`] for no values, [`Error::Spectrum`].
 /// # Source
 /// ZACK, 5.2, eq. 6.
 /// # Examples
@@ -19,9 +50,105 @@ pub fn rank_for_removal(sigma: &[f64], removal: f64) -> Result<usize, Error> {
     if !(0.0..=1.0).contains(&removal) {
         return Err(Error::Fraction { what: "removal rate", value: removal });
     }
-    if sigma.is_empty() {
-        return Err(Error::Zero { what: "dim" });
+    check_spectra(&[sigma])?;
+    Ok(removed_to(sigma, removal))
+}
+
+/// The ranks of all heads under one removal rate, the smallest rate that meets `budget`, found by bisection.
+///
+/// Ranks are rounded up to `multiple` (16 for tensor cores, 1 for no rounding), but not above a head's dimension, and the
+/// rounded ranks meet the budget. More budget never takes a component away from any head.
+///
+/// # Errors
+/// [`Error::Fraction`], [`Error::Zero`] for no heads, an empty one, no multiple or components of no bytes,
+/// [`Error::Spectrum`], [`Error::Budget`] when not even the smallest ranks fit.
+/// # Cost
+/// 60 passes over the spectra.
+/// # Source
+/// ZACK, 5.2: the function from the overall compression rate to the ranks; 6.1 for the rounding.
+/// # Examples
+/// ```
+/// use svd_core::{Budget, ranks_by_removal};
+/// let heads: [&[f64]; 2] = [&[9.0, 1.0, 0.5, 0.1], &[4.0, 3.0, 2.0, 1.0]];
+/// assert_eq!(ranks_by_removal(&heads, Budget::Part(0.5), 1)?, [1, 3]);
+/// assert_eq!(ranks_by_removal(&heads, Budget::Bytes { per_token: 12, per_component: 2 }, 2)?, [2, 4]);
+/// # Ok::<(), svd_core::Error>(())
+/// ```
+pub fn ranks_by_removal(heads: &[&[f64]], budget: Budget, multiple: usize) -> Result<Vec<usize>, Error> {
+    let components = check_budget(heads, budget, multiple)?;
+    let ranks = |removal: f64| -> Vec<usize> {
+        heads.iter().map(|sigma| rounded(removed_to(sigma, removal), multiple, sigma.len())).collect()
+    };
+    let fits = |ranks: &Vec<usize>| ranks.iter().sum::<usize>() <= components;
+    let all = ranks(0.0);
+    if fits(&all) {
+        return Ok(all);
     }
+    let (mut low, mut high) = (0.0, 1.0); // the ranks at `low` do not fit, those at `high` do
+    for _ in 0..60 {
+        let middle = 0.5 * (low + high);
+        if fits(&ranks(middle)) { high = middle } else { low = middle }
+    }
+    Ok(ranks(high))
+}
+
+/// The ranks of all heads with the least weighted loss within `budget`: `multiple` components at a time go to the head whose
+/// weighted squared singular values gain most from them, until the next do not fit.
+///
+/// As spectra descend, that is the optimum for each budget that it fills. `weights[h]` is what a unit of squared error in head
+/// `h` costs the model: errors of different layers, or of keys and values, are not of one kind.
+///
+/// # Errors
+/// As [`ranks_by_removal`]; [`Error::Length`] for another number of weights, [`Error::NotFinite`] for one that is not a
+/// finite number above or equal to 0.
+/// # Cost
+/// A sort of as many numbers as there are steps of `multiple` in all heads.
+/// # Examples
+/// ```
+/// use svd_core::{Budget, ranks_by_loss};
+/// let heads: [&[f64]; 2] = [&[3.0, 2.0, 1.0], &[3.0, 2.0, 1.0]];
+/// assert_eq!(ranks_by_loss(&heads, &[1.0, 5.0], Budget::Part(0.67), 1)?, [1, 3]);
+/// # Ok::<(), svd_core::Error>(())
+/// ```
+pub fn ranks_by_loss(
+    heads: &[&[f64]],
+    weights: &[f64],
+    budget: Budget,
+    multiple: usize,
+) -> Result<Vec<usize>, Error> {
+    let mut left = check_budget(heads, budget, multiple)?;
+    crate::error::check_len("weights", weights.len(), heads.len())?;
+    if weights.iter().any(|x| !(x.is_finite() && *x >= 0.0)) {
+        return Err(Error::NotFinite { what: "weights" });
+    }
+    let mut ranks: Vec<usize> = heads.iter().map(|sigma| rounded(1, multiple, sigma.len())).collect();
+    left -= ranks.iter().sum::<usize>();
+    // (gain a component, head, components)
+    let mut steps: Vec<(f64, usize, usize)> = heads
+        .iter()
+        .zip(weights)
+        .enumerate()
+        .flat_map(|(h, (sigma, weight))| {
+            let steps = sigma[ranks[h]..].chunks(multiple);
+            // Rounding must not let a step overtake the one before it.
+            steps.scan(f64::INFINITY, move |last, step| {
+                *last = last.min(weight * step.iter().map(|x| x * x).sum::<f64>() / step.len() as f64);
+                Some((*last, h, step.len()))
+            })
+        })
+        .collect();
+    steps.sort_by(|a, b| b.0.total_cmp(&a.0));
+    for (_, head, step) in steps {
+        if step > left {
+            break;
+        }
+        left -= step;
+        ranks[head] += step;
+    }
+    Ok(ranks)
+}
+
+fn removed_to(sigma: &[f64], removal: f64) -> usize {
     let allowed = removal * sigma.iter().sum::<f64>();
     let mut removed = 0.0;
     let mut rank = sigma.len();
@@ -32,59 +159,39 @@ pub fn rank_for_removal(sigma: &[f64], removal: f64) -> Result<usize, Error> {
         }
         rank -= 1;
     }
-    Ok(rank)
+    rank
 }
 
-/// The removal rate, shared by all heads, that keeps at most the part `keep` of all dimensions (and as near to it as
-/// bisection gets); then each head's rank follows from [`rank_for_removal`].
-///
-/// # Errors
-/// [`Error::Fraction`] for a `keep` outside 0..=1, [`Error::Zero`] for no heads or an empty head.
-/// # Source
-/// ZACK, 5.2: the function from the overall compression rate to the ranks.
-pub fn removal_for_keep(heads: &[&[f64]], keep: f64) -> Result<f64, Error> {
-    if !(0.0..=1.0).contains(&keep) {
-        return Err(Error::Fraction { what: "kept part", value: keep });
-    }
+fn rounded(rank: usize, multiple: usize, dim: usize) -> usize {
+    rank.checked_next_multiple_of(multiple).map_or(dim, |rank| rank.min(dim))
+}
+
+fn check_spectra(heads: &[&[f64]]) -> Result<(), Error> {
     if heads.is_empty() {
         return Err(Error::Zero { what: "number of heads" });
     }
-    let all: usize = heads.iter().map(|sigma| sigma.len()).sum();
-    let kept = |removal: f64| -> Result<f64, Error> {
-        let ranks =
-            heads.iter().map(|sigma| rank_for_removal(sigma, removal)).collect::<Result<Vec<_>, _>>()?;
-        Ok(ranks.iter().sum::<usize>() as f64 / all as f64)
-    };
-    if kept(0.0)? <= keep {
-        return Ok(0.0);
+    for sigma in heads {
+        if sigma.is_empty() {
+            return Err(Error::Zero { what: "dim" });
+        }
+        let mut last = f64::MAX;
+        for (component, &x) in sigma.iter().enumerate() {
+            if !(0.0..=last).contains(&x) {
+                return Err(Error::Spectrum { component });
+            }
+            last = x;
+        }
     }
-    let (mut low, mut high) = (0.0, 1.0); // kept(low) > keep
-    for _ in 0..50 {
-        let middle = 0.5 * (low + high);
-        if kept(middle)? <= keep { high = middle } else { low = middle }
-    }
-    Ok(high)
+    Ok(())
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn ranks_are_nested_and_meet_the_budget() {
-        let heads: [&[f64]; 2] = [&[10.0, 1.0, 0.1, 0.01], &[4.0, 3.0, 2.0, 1.0]];
-        let mut last = 0;
-        for keep in [0.25, 0.5, 0.75, 1.0] {
-            let removal = removal_for_keep(&heads, keep).unwrap();
-            let ranks: Vec<usize> = heads.iter().map(|s| rank_for_removal(s, removal).unwrap()).collect();
-            let total = ranks.iter().sum::<usize>();
-            assert!(
-                total <= (8.0 * keep) as usize && total >= last && ranks[1] >= ranks[0],
-                "{keep}: {ranks:?}"
-            );
-            last = total;
-        }
-        assert_eq!(removal_for_keep(&heads, 1.0), Ok(0.0));
-        assert!(rank_for_removal(&[1.0], f64::NAN).is_err());
+/// The components of the budget, once everything is in order.
+fn check_budget(heads: &[&[f64]], budget: Budget, multiple: usize) -> Result<usize, Error> {
+    if multiple == 0 {
+        return Err(Error::Zero { what: "multiple" });
     }
+    check_spectra(heads)?;
+    let components = budget.components(heads.iter().map(|sigma| sigma.len()).sum())?;
+    let least = heads.iter().map(|sigma| rounded(1, multiple, sigma.len())).sum();
+    if components < least { Err(Error::Budget { least, components }) } else { Ok(components) }
 }

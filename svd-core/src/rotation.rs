@@ -4,7 +4,7 @@ use nalgebra::DMatrix;
 
 use crate::eigen::{factor, symmetric};
 use crate::error::check_len;
-use crate::{Error, Gram};
+use crate::{Error, Gram, MapBuf, Side};
 
 /// Eigenvalues below this part of the largest are raised to it before they are divided by.
 const FLOOR: f64 = 1e-9;
@@ -17,12 +17,24 @@ const FLOOR: f64 = 1e-9;
 #[derive(Clone, Debug, PartialEq)]
 pub struct Rotation {
     dim: usize,
-    store: Vec<f32>, // A (dim, dim) row-major; column c makes stored component c
-    probe: Vec<f32>, // B (dim, dim) row-major; column c makes the query's component c
+    store: Vec<f64>, // A (dim, dim) row-major; column c makes stored component c
+    probe: Vec<f64>, // B (dim, dim) row-major; column c makes the query's component c
     sigma: Vec<f64>, // (dim,) descending unless reordered, in units of the score
 }
 
 impl Rotation {
+    /// Principal directions of the stored rows alone, `A = B`: the least squared error of the rows themselves at every rank,
+    /// whatever meets them. The first so many directions hold all the energy that so many can.
+    ///
+    /// # Errors
+    /// [`Error::NoConvergence`].
+    pub fn principal<S: Side>(stored: &Gram<S>) -> Result<Self, Error> {
+        let (values, vectors) = symmetric(square(stored))?;
+        let sigma = values.iter().map(|x| libm::sqrt(x.max(0.0))).collect();
+        let basis = row_major(&vectors);
+        Ok(Self { dim: stored.dim(), store: basis.clone(), probe: basis, sigma })
+    }
+
     /// ZACK's rotation: the right singular vectors of the stacked `[Q; K]` (or `[V; W_O]`), `A = B = V`.
     ///
     /// With grouped queries all query heads of a group and their key head share one stack.
@@ -31,14 +43,10 @@ impl Rotation {
     /// [`Error::Length`] when the dimensions differ, [`Error::NotFinite`], [`Error::NoConvergence`].
     /// # Source
     /// ZACK, 4 and 5.1.
-    pub fn stacked(stored: &Gram, probes: &Gram) -> Result<Self, Error> {
+    pub fn stacked<S: Side>(stored: &Gram<S>, probes: &Gram<S>) -> Result<Self, Error> {
         let mut sum = stored.clone();
         sum.merge(probes)?;
-        let dim = sum.dim();
-        let (values, vectors) = symmetric(DMatrix::from_vec(dim, dim, sum.matrix()))?;
-        let sigma = values.iter().map(|x| libm::sqrt(x.max(0.0))).collect();
-        let basis = row_major(&vectors);
-        Ok(Self { dim, store: basis.clone(), probe: basis, sigma })
+        Self::principal(&sum)
     }
 
     /// The rotation with the least squared error of all scores `q . k` at every rank (KQ-SVD).
@@ -53,23 +61,23 @@ impl Rotation {
     /// KQ-SVD, arXiv 2512.05916.
     /// # Examples
     /// ```
-    /// use svd_core::{Gram, Rotation, project_into};
-    /// let (mut keys, mut queries) = (Gram::new(2)?, Gram::new(2)?);
-    /// keys.add_rows(&[3.0, 1.0, 2.0, 0.5, 1.0, 1.0])?;
-    /// queries.add_rows(&[1.0, -1.0, 0.5, 2.0])?;
+    /// use svd_core::{Gram, PostRope, Rotation};
+    /// let (mut keys, mut queries) = (Gram::<PostRope>::new(2)?, Gram::new(2)?);
+    /// keys.add_rows(&[3.0_f32, 1.0, 2.0, 0.5, 1.0, 1.0])?;
+    /// queries.add_rows(&[1.0_f32, -1.0, 0.5, 2.0])?;
     /// let rotation = Rotation::score_optimal(&keys, &queries)?;
     /// let (mut k, mut q) = ([0.0; 2], [0.0; 2]);
-    /// project_into(rotation.store(), &[3.0, 1.0], &mut k)?;
-    /// project_into(rotation.probe(), &[0.5, 2.0], &mut q)?;
+    /// rotation.store_map(2)?.view().project_into(&[3.0_f32, 1.0], &mut k)?;
+    /// rotation.probe_map(2)?.view().project_into(&[0.5_f32, 2.0], &mut q)?;
     /// let score = q[0] * k[0] + q[1] * k[1];
     /// assert!((score - 3.5_f32).abs() < 1e-4); // full rank loses nothing
     /// # Ok::<(), svd_core::Error>(())
     /// ```
-    pub fn score_optimal(stored: &Gram, probes: &Gram) -> Result<Self, Error> {
+    pub fn score_optimal<S: Side>(stored: &Gram<S>, probes: &Gram<S>) -> Result<Self, Error> {
         check_len("probes", probes.dim(), stored.dim())?;
         let dim = stored.dim();
-        let f_k = factor(DMatrix::from_vec(dim, dim, stored.matrix()), FLOOR)?;
-        let f_q = factor(DMatrix::from_vec(dim, dim, probes.matrix()), FLOOR)?;
+        let f_k = factor(square(stored), FLOOR)?;
+        let f_q = factor(square(probes), FLOOR)?;
         let svd = f_k.tr_mul(&f_q).try_svd(true, true, f64::EPSILON, 10_000).ok_or(Error::NoConvergence)?;
         let (Some(x), Some(y_t)) = (svd.u, svd.v_t) else { return Err(Error::NoConvergence) };
         let mut order: Vec<usize> = (0..dim).collect();
@@ -92,7 +100,7 @@ impl Rotation {
     ///
     /// With `M` the mean outer product of what meets the rows (queries for keys, the rows of `W_O` for values) divided by
     /// dim, and `U` the eigenvectors of `M^(1/2) C M^(1/2)`: `A = M^(1/2) U`, `B = M^(-1/2) U`. `covariance` holds rows
-    /// whose mean has been taken out. Rows are quantized as `A^T k`, come back as `B` times that, and `sigma` are
+    /// whose mean has been taken out ([`Gram::centred`]). Rows are quantized as `A^T k`, come back as `B` times that, and `sigma` are
     /// the components' deviations.
     ///
     /// # Errors
@@ -101,7 +109,7 @@ impl Rotation {
     /// # Source
     /// The KLT under a weighted error: Gersho, Gray, "Vector Quantization and Signal Compression", 8.6; the weight is the
     /// error of `q . k` for queries with second moment `M`.
-    pub fn query_metric(covariance: &Gram, metric: &Gram) -> Result<Self, Error> {
+    pub fn query_metric<S: Side>(covariance: &Gram<S>, metric: &Gram<S>) -> Result<Self, Error> {
         /// Directions that hardly any query has get at least this part of the strongest one's weight.
         const METRIC_FLOOR: f64 = 1e-6;
         check_len("metric", metric.dim(), covariance.dim())?;
@@ -109,7 +117,7 @@ impl Rotation {
             return Err(Error::Zero { what: "rows" });
         }
         let dim = covariance.dim();
-        let (values, vectors) = symmetric(DMatrix::from_vec(dim, dim, metric.matrix()))?;
+        let (values, vectors) = symmetric(square(metric))?;
         let least = (values[0] * METRIC_FLOOR).max(f64::MIN_POSITIVE);
         let scale = 1.0 / (metric.rows() as f64 * dim as f64);
         let root = |power: f64| {
@@ -120,7 +128,7 @@ impl Rotation {
         };
         let (half, inverse_half) = (root(0.5), root(-0.5));
         let rows = covariance.rows() as f64;
-        let covariance = DMatrix::from_vec(dim, dim, covariance.matrix()) / rows;
+        let covariance = square(covariance) / rows;
         let (variances, basis) = symmetric(&half * covariance * &half)?;
         let sigma = variances.iter().map(|x| libm::sqrt(x.max(0.0))).collect();
         Self::from_parts(row_major(&(half * &basis)), row_major(&(inverse_half * &basis)), sigma)
@@ -139,18 +147,18 @@ impl Rotation {
                 _ => return Err(Error::Order { component: c }),
             }
         }
-        let columns = |map: &[f32]| -> Vec<f32> {
+        let columns = |map: &[f64]| -> Vec<f64> {
             map.chunks_exact(self.dim).flat_map(|row| order.iter().map(move |&c| row[c])).collect()
         };
         let sigma = order.iter().map(|&c| self.sigma[c]).collect();
         Ok(Self { dim: self.dim, store: columns(&self.store), probe: columns(&self.probe), sigma })
     }
 
-    /// Takes maps that were made before, as from a profile.
+    /// Takes maps that were made before, as from a profile: (dim, dim) each.
     ///
     /// # Errors
     /// [`Error::Zero`], [`Error::Length`] or [`Error::NotFinite`].
-    pub fn from_parts(store: Vec<f32>, probe: Vec<f32>, sigma: Vec<f64>) -> Result<Self, Error> {
+    pub fn from_parts(store: Vec<f64>, probe: Vec<f64>, sigma: Vec<f64>) -> Result<Self, Error> {
         let dim = sigma.len();
         if dim == 0 {
             return Err(Error::Zero { what: "dim" });
@@ -158,7 +166,7 @@ impl Rotation {
         let len = dim.checked_mul(dim).ok_or(Error::TooLarge)?;
         check_len("store", store.len(), len)?;
         check_len("probe", probe.len(), len)?;
-        if store.iter().chain(&probe).any(|x| !x.is_finite()) || sigma.iter().any(|x| !x.is_finite()) {
+        if store.iter().chain(&probe).chain(&sigma).any(|x| !x.is_finite()) {
             return Err(Error::NotFinite { what: "rotation" });
         }
         Ok(Self { dim, store, probe, sigma })
@@ -172,23 +180,83 @@ impl Rotation {
 
     /// `A` (dim, dim): the map of what is stored (keys, values).
     #[must_use]
-    pub fn store(&self) -> &[f32] {
+    pub fn store(&self) -> &[f64] {
         &self.store
     }
 
     /// `B` (dim, dim): the map of what meets it (queries, `W_O`).
     #[must_use]
-    pub fn probe(&self) -> &[f32] {
+    pub fn probe(&self) -> &[f64] {
         &self.probe
     }
 
-    /// Singular values (dim,), descending: what each component contributes to the scores.
+    /// Singular values (dim,), descending unless reordered: what each component contributes.
     #[must_use]
     pub fn sigma(&self) -> &[f64] {
         &self.sigma
     }
+
+    /// The first `rank` columns of `A`, for the decode path.
+    ///
+    /// # Errors
+    /// [`Error::Zero`] or [`Error::Rank`].
+    pub fn store_map(&self, rank: usize) -> Result<MapBuf, Error> {
+        self.cut(&self.store, rank)
+    }
+
+    /// The first `rank` columns of `B`, for the decode path.
+    ///
+    /// # Errors
+    /// [`Error::Zero`] or [`Error::Rank`].
+    pub fn probe_map(&self, rank: usize) -> Result<MapBuf, Error> {
+        self.cut(&self.probe, rank)
+    }
+
+    fn cut(&self, map: &[f64], rank: usize) -> Result<MapBuf, Error> {
+        self.check_rank(rank)?;
+        let columns = map.chunks_exact(self.dim).flat_map(|row| row[..rank].iter().map(|&x| x as f32));
+        MapBuf::new(columns.collect(), self.dim, rank)
+    }
+
+    /// The error of all scores at `rank`, relative to the scores: `|Q K^T - Q B_r A_r^T K^T|_F / |Q K^T|_F`.
+    ///
+    /// # Errors
+    /// [`Error::Length`] when a dimension differs, [`Error::Zero`], [`Error::Rank`].
+    /// # Cost
+    /// Four products of (dim, dim) matrices.
+    pub fn score_error<S: Side>(
+        &self,
+        stored: &Gram<S>,
+        probes: &Gram<S>,
+        rank: usize,
+    ) -> Result<f64, Error> {
+        check_len("stored", stored.dim(), self.dim)?;
+        check_len("probes", probes.dim(), self.dim)?;
+        self.check_rank(rank)?;
+        let square = |values: &[f64]| DMatrix::from_row_slice(self.dim, self.dim, values);
+        let (g_k, g_q) = (square(&stored.matrix()), square(&probes.matrix()));
+        let (a, b) = (square(&self.store), square(&self.probe));
+        // What is missing: I - A_r B_r^T.
+        let missing =
+            DMatrix::identity(self.dim, self.dim) - a.columns(0, rank) * b.columns(0, rank).transpose();
+        let error = (missing.transpose() * &g_k * missing).component_mul(&g_q).sum();
+        let total = g_k.component_mul(&g_q).sum();
+        Ok(if total > 0.0 { libm::sqrt(error.max(0.0) / total) } else { 0.0 })
+    }
+
+    pub(crate) fn check_rank(&self, rank: usize) -> Result<(), Error> {
+        match rank {
+            0 => Err(Error::Zero { what: "rank" }),
+            _ if rank > self.dim => Err(Error::Rank { rank, dim: self.dim }),
+            _ => Ok(()),
+        }
+    }
 }
 
-fn row_major(matrix: &DMatrix<f64>) -> Vec<f32> {
-    matrix.transpose().iter().map(|&x| x as f32).collect()
+fn square<S: Side>(gram: &Gram<S>) -> DMatrix<f64> {
+    DMatrix::from_vec(gram.dim(), gram.dim(), gram.matrix())
+}
+
+fn row_major(matrix: &DMatrix<f64>) -> Vec<f64> {
+    matrix.transpose().as_slice().to_vec()
 }

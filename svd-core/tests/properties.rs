@@ -3,7 +3,10 @@
 #![allow(clippy::unwrap_used, clippy::panic)] // helpers of tests, too
 
 use proptest::prelude::*;
-use svd_core::{Error, Gram, Rotation, attend_into, balanced_order, fold_input, fold_output, project_into};
+use svd_core::{
+    Budget, Error, Gram, NoRope, PostRope, PreRope, Rotation, balanced_order, rank_for_removal,
+    ranks_by_loss, ranks_by_removal,
+};
 
 const DIM: usize = 6;
 
@@ -22,7 +25,7 @@ fn rows(n: usize, seed: u64, scale: f32) -> Vec<f32> {
         .collect()
 }
 
-fn gram(rows: &[f32]) -> Gram {
+fn gram(rows: &[f32]) -> Gram<PostRope> {
     let mut gram = Gram::new(DIM).unwrap();
     gram.add_rows(rows).unwrap();
     gram
@@ -30,27 +33,21 @@ fn gram(rows: &[f32]) -> Gram {
 
 /// Mean squared score error over all pairs at `rank`.
 fn score_error(rotation: &Rotation, queries: &[f32], keys: &[f32], rank: usize) -> f64 {
-    let project = |map: &[f32], x: &[f32]| {
+    let (store, probe) = (rotation.store_map(rank).unwrap(), rotation.probe_map(rank).unwrap());
+    let project = |map: &svd_core::MapBuf, x: &[f32]| {
         let mut out = vec![0.0; rank];
-        project_into(map, x, &mut out).unwrap();
+        map.view().project_into(x, &mut out).unwrap();
         out
     };
     let ip = |a: &[f32], b: &[f32]| a.iter().zip(b).map(|(&a, &b)| f64::from(a) * f64::from(b)).sum::<f64>();
     let mut total = 0.0;
     for q in queries.chunks(DIM) {
-        let projected = project(rotation.probe(), q);
+        let projected = project(&probe, q);
         for k in keys.chunks(DIM) {
-            total += (ip(q, k) - ip(&projected, &project(rotation.store(), k))).powi(2);
+            total += (ip(q, k) - ip(&projected, &project(&store, k))).powi(2);
         }
     }
     total / (queries.len() / DIM * (keys.len() / DIM)) as f64
-}
-
-/// Rows less their mean.
-fn centred(rows: &[f32]) -> Vec<f32> {
-    let n = (rows.len() / DIM) as f32;
-    let mean: [f32; DIM] = core::array::from_fn(|d| rows.chunks(DIM).map(|row| row[d]).sum::<f32>() / n);
-    rows.chunks(DIM).flat_map(|row| core::array::from_fn::<f32, DIM, _>(|d| row[d] - mean[d])).collect()
 }
 
 proptest! {
@@ -58,18 +55,15 @@ proptest! {
 
     #[test]
     fn the_query_metric_makes_equal_errors_cost_equally(seed in any::<u64>(), scale in 0.1_f32..10.0) {
-        let (queries, keys) = (rows(60, seed, scale), centred(&rows(80, seed ^ 1, 1.0)));
-        let rotation = Rotation::query_metric(&gram(&keys), &gram(&queries)).unwrap();
+        let (queries, keys) = (rows(60, seed, scale), rows(80, seed ^ 1, 1.0));
+        let rotation = Rotation::query_metric(&gram(&keys).centred(), &gram(&queries)).unwrap();
         let order = balanced_order(rotation.sigma(), 3).unwrap();
         let rotation = rotation.reordered(&order).unwrap();
         prop_assert!(score_error(&rotation, &queries, &keys, DIM) < 1e-6 * f64::from(scale * scale).max(1.0));
-        // Components are uncorrelated, with the deviations that sigma says.
-        let coded: Vec<f32> = keys.chunks(DIM).flat_map(|key| {
-            let mut y = vec![0.0; DIM];
-            project_into(rotation.store(), key, &mut y).unwrap();
-            y
-        }).collect();
-        let covariance = gram(&coded).matrix();
+        // Components are uncorrelated, with the deviations that sigma says; B turns rows back.
+        let mut coded = vec![0.0; keys.len()];
+        rotation.store_map(DIM).unwrap().view().project_into(&keys, &mut coded).unwrap();
+        let covariance = gram(&coded).centred().matrix();
         let largest = rotation.sigma().iter().copied().fold(0.0, f64::max).powi(2);
         for r in 0..DIM {
             for c in 0..DIM {
@@ -77,11 +71,14 @@ proptest! {
                 prop_assert!((covariance[r * DIM + c] / 80.0 - expected).abs() < 1e-4 * largest);
             }
         }
+        let mut back = vec![0.0; keys.len()];
+        rotation.probe_map(DIM).unwrap().view().reconstruct_into(&coded, &mut back).unwrap();
+        prop_assert!(back.iter().zip(&keys).all(|(a, b)| (a - b).abs() < 1e-3));
         // An error of 1 in any component costs the same, averaged over the queries: `dim` squared.
         for c in 0..DIM {
             let cost: f64 = queries.chunks(DIM).map(|q| {
                 let mut probe = vec![0.0; DIM];
-                project_into(rotation.probe(), q, &mut probe).unwrap();
+                rotation.probe_map(DIM).unwrap().view().project_into(q, &mut probe).unwrap();
                 f64::from(probe[c]).powi(2)
             }).sum::<f64>() / 60.0;
             prop_assert!((cost - DIM as f64).abs() < 1e-2 * DIM as f64, "{cost}");
@@ -100,52 +97,178 @@ proptest! {
     }
 
     #[test]
-    fn folded_weights_equal_projected_vectors(seed in any::<u64>()) {
-        let rotation = Rotation::score_optimal(&gram(&rows(30, seed, 1.0)), &gram(&rows(30, seed ^ 9, 2.0))).unwrap();
-        let (w_v, w_o) = (rows(4, seed ^ 2, 1.0), rows(3, seed ^ 3, 1.0)); // (DIM, 4) and (3, DIM)
-        let folded_v = fold_input(rotation.store(), &w_v, DIM).unwrap();
-        let folded_o = fold_output(rotation.probe(), &w_o, DIM).unwrap();
-        let x = [0.3, -1.0, 0.7, 2.0];
-        let apply = |w: &[f32], x: &[f32]| -> Vec<f32> {
-            w.chunks(x.len()).map(|row| row.iter().zip(x).map(|(w, x)| w * x).sum()).collect()
-        };
-        let plain = apply(&w_o, &apply(&w_v, &x));
-        let folded = apply(&folded_o, &apply(&folded_v, &x));
-        for (a, b) in plain.iter().zip(&folded) {
-            prop_assert!((a - b).abs() < 1e-3 * (1.0 + a.abs()), "{a} {b}");
+    fn the_error_from_the_grams_is_that_of_the_scores(seed in any::<u64>(), rank in 1..=DIM) {
+        let (queries, keys) = (rows(20, seed, 1.0), rows(40, seed ^ 1, 1.0));
+        let (g_q, g_k) = (gram(&queries), gram(&keys));
+        for rotation in [Rotation::score_optimal(&g_k, &g_q), Rotation::stacked(&g_k, &g_q), Rotation::principal(&g_k)] {
+            let rotation = rotation.unwrap();
+            let nothing = Rotation::from_parts(vec![0.0; DIM * DIM], vec![0.0; DIM * DIM], vec![0.0; DIM]).unwrap();
+            let direct = score_error(&rotation, &queries, &keys, rank) / score_error(&nothing, &queries, &keys, 1);
+            let error = rotation.score_error(&g_k, &g_q, rank).unwrap();
+            prop_assert!((error - direct.sqrt()).abs() < 1e-5, "{error} {}", direct.sqrt());
         }
     }
 
     #[test]
-    fn attention_equals_the_formula(n in 1_usize..40, rank_k in 1_usize..40, rank_v in 1_usize..10, seed in any::<u64>()) {
-        let value = |i: usize| ((i as u64 ^ seed) % 1000) as f32 / 500.0 - 1.0;
-        let q: Vec<f32> = (0..rank_k).map(value).collect();
-        let keys: Vec<f32> = (0..n * rank_k).map(|i| value(i + 77)).collect();
-        let values: Vec<f32> = (0..n * rank_v).map(|i| value(i + 991)).collect();
-        let (mut scores, mut out) = (vec![0.0; n], vec![0.0; rank_v]);
-        let stats = attend_into(&q, &keys, &values, &mut scores, &mut out).unwrap();
-        let exact: Vec<f64> =
-            keys.chunks(rank_k).map(|k| k.iter().zip(&q).map(|(&a, &b)| f64::from(a) * f64::from(b)).sum()).collect();
-        let max = exact.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-        let sum: f64 = exact.iter().map(|s| (s - max).exp()).sum();
-        for d in 0..rank_v {
-            let mean: f64 = exact.iter().zip(values.chunks(rank_v)).map(|(s, v)| (s - max).exp() / sum * f64::from(v[d])).sum();
-            prop_assert!((mean - f64::from(out[d] / stats.sum)).abs() < 1e-4);
+    fn the_closed_form_does_not_depend_on_the_scale_of_keys(seed in any::<u64>(), rank in 1..DIM) {
+        let (queries, keys) = (rows(30, seed, 1.0), rows(30, seed ^ 1, 1.0));
+        let scaled: Vec<f32> = keys.iter().map(|x| x * 64.0).collect();
+        let error = |keys: &[f32]| {
+            let rotation = Rotation::score_optimal(&gram(keys), &gram(&queries)).unwrap();
+            rotation.score_error(&gram(keys), &gram(&queries), rank).unwrap()
+        };
+        prop_assert!((error(&keys) - error(&scaled)).abs() < 1e-7);
+    }
+
+    #[test]
+    fn principal_directions_hold_what_so_many_can(seed in any::<u64>(), rank in 1..DIM) {
+        let gram = gram(&rows(50, seed, 1.0));
+        let rotation = Rotation::principal(&gram).unwrap();
+        // The trace is invariant, and each direction's energy is its squared singular value.
+        let total: f64 = (0..DIM).map(|d| gram.matrix()[d * DIM + d]).sum();
+        let kept: f64 = rotation.sigma()[..rank].iter().map(|s| s * s).sum();
+        let all: f64 = rotation.sigma().iter().map(|s| s * s).sum();
+        prop_assert!((all - total).abs() < 1e-12 * total && kept <= total);
+        let energy: f64 = (0..rank).map(|c| {
+            let direction: Vec<f64> = (0..DIM).map(|d| rotation.store()[d * DIM + c]).collect();
+            let matrix = gram.matrix();
+            (0..DIM * DIM).map(|i| direction[i / DIM] * matrix[i] * direction[i % DIM]).sum::<f64>()
+        }).sum();
+        prop_assert!((energy - kept).abs() < 1e-11 * total);
+    }
+
+    #[test]
+    fn folded_weights_equal_projected_vectors(seed in any::<u64>(), rank in 1..=DIM) {
+        let mut values = Gram::<NoRope>::new(DIM).unwrap();
+        values.add_rows(&rows(30, seed, 1.0)).unwrap();
+        let mut outputs = Gram::new(DIM).unwrap();
+        outputs.add_rows(&rows(30, seed ^ 9, 2.0)).unwrap();
+        let rotation = Rotation::score_optimal(&values, &outputs).unwrap();
+        let (w_v, w_o) = (rows(4, seed ^ 2, 1.0), rows(3, seed ^ 3, 1.0)); // (DIM, 4) and (3, DIM)
+        let x = [0.3, -1.0, 0.7, 2.0];
+        let apply = |w: &[f32], x: &[f32]| -> Vec<f32> {
+            w.chunks(x.len()).map(|row| row.iter().zip(x).map(|(w, x)| w * x).sum()).collect()
+        };
+        let v = apply(&w_v, &x);
+        // Folded on either side, or projected: the same components.
+        for (folded, map) in [
+            (rotation.fold_store(&w_v, rank).unwrap(), rotation.store_map(rank).unwrap()),
+            (rotation.fold_probe(&w_v, rank).unwrap(), rotation.probe_map(rank).unwrap()),
+        ] {
+            let mut projected = vec![0.0; rank];
+            map.view().project_into(&v, &mut projected).unwrap();
+            for (a, b) in projected.iter().zip(apply(&folded, &x)) {
+                prop_assert!((a - b).abs() < 1e-3 * (1.0 + a.abs()), "{a} {b}");
+            }
         }
+        if rank == DIM {
+            let folded = apply(&rotation.fold_output(&w_o, rank).unwrap(), &apply(&rotation.fold_store(&w_v, rank).unwrap(), &x));
+            for (a, b) in apply(&w_o, &v).iter().zip(&folded) {
+                prop_assert!((a - b).abs() < 1e-3 * (1.0 + a.abs()), "{a} {b}");
+            }
+        }
+    }
+
+    #[test]
+    fn ranks_meet_budgets_and_are_nested(
+        decays in prop::collection::vec(0.0_f64..0.5, 1..8),
+        dim in 1_usize..40,
+        multiple in 1_usize..20,
+        parts in prop::collection::vec(0.0_f64..=1.0, 2),
+    ) {
+        let spectra: Vec<Vec<f64>> =
+            decays.iter().map(|decay| (0..dim).map(|c| (-decay * c as f64).exp()).collect()).collect();
+        let heads: Vec<&[f64]> = spectra.iter().map(Vec::as_slice).collect();
+        let weights: Vec<f64> = (0..heads.len()).map(|h| 1.0 + h as f64).collect();
+        let least = heads.len() * multiple.min(dim);
+        for rule in [
+            &|budget| ranks_by_removal(&heads, budget, multiple) as Result<Vec<usize>, Error>,
+            &|budget| ranks_by_loss(&heads, &weights, budget, multiple),
+        ] as [&dyn Fn(Budget) -> Result<Vec<usize>, Error>; 2] {
+            let mut smaller = vec![0; heads.len()];
+            let mut parts = parts.clone();
+            parts.sort_by(f64::total_cmp);
+            for part in parts {
+                let components = (part * (dim * heads.len()) as f64) as usize;
+                match rule(Budget::Part(part)) {
+                    Err(error) => prop_assert_eq!(error, Error::Budget { least, components }),
+                    Ok(ranks) => {
+                        prop_assert!(components >= least && ranks.iter().sum::<usize>() <= components);
+                        prop_assert!(ranks.iter().all(|&r| r == dim || r % multiple == 0), "{:?}", ranks);
+                        prop_assert!(ranks.iter().zip(&smaller).all(|(a, b)| a >= b), "{:?} {:?}", ranks, smaller);
+                        smaller = ranks;
+                    }
+                }
+            }
+            prop_assert_eq!(rule(Budget::Part(1.0)).unwrap(), vec![dim; heads.len()]);
+        }
+    }
+
+    #[test]
+    fn loss_allocation_is_the_best_of_all(seed in any::<u64>(), budget in 3_usize..=12) {
+        let sigma = |h: u64| -> Vec<f64> {
+            let mut sigma: Vec<f64> = rows(1, seed ^ h, 1.0)[..4].iter().map(|x| f64::from(x.abs())).collect();
+            sigma.sort_by(|a, b| b.total_cmp(a));
+            sigma
+        };
+        let spectra = [sigma(1), sigma(2), sigma(3)];
+        let heads = spectra.each_ref().map(Vec::as_slice);
+        let weights = [1.0, 2.0, 0.5];
+        let loss = |ranks: &[usize]| -> f64 {
+            (0..3).map(|h| weights[h] * heads[h][ranks[h]..].iter().map(|x| x * x).sum::<f64>()).sum()
+        };
+        let best = (0..64)
+            .map(|i| [1 + i % 4, 1 + i / 4 % 4, 1 + i / 16])
+            .filter(|ranks| ranks.iter().sum::<usize>() <= budget)
+            .map(|ranks| loss(&ranks))
+            .fold(f64::INFINITY, f64::min);
+        let ranks = ranks_by_loss(&heads, &weights, Budget::Bytes { per_token: 2 * budget, per_component: 2 }, 1).unwrap();
+        prop_assert!(loss(&ranks) <= best + 1e-12, "{:?}: {} above {}", ranks, loss(&ranks), best);
     }
 }
 
 #[test]
+fn removal_rate_of_the_paper() {
+    let heads: [&[f64]; 2] = [&[10.0, 1.0, 0.1, 0.01], &[4.0, 3.0, 2.0, 1.0]];
+    assert_eq!(rank_for_removal(heads[1], 0.3), Ok(2)); // 1 + 2 of 10
+    assert_eq!(rank_for_removal(heads[1], 0.29), Ok(3));
+    assert_eq!(rank_for_removal(&[0.0; 3], 0.0), Ok(1)); // nothing is lost
+    assert_eq!(ranks_by_removal(&heads, Budget::Part(0.5), 1), Ok(vec![1, 3]));
+    assert_eq!(ranks_by_removal(&heads, Budget::Part(1.0), 1), Ok(vec![4, 4]));
+}
+
+#[test]
 fn bad_input_is_an_error() {
-    assert!(Gram::new(0).is_err());
-    let mut gram = Gram::new(3).unwrap();
-    assert!(gram.add_rows(&[1.0; 4]).is_err());
-    assert!(gram.add_rows(&[f32::NAN; 3]).is_err());
-    assert_eq!(gram.rows(), 0);
-    assert!(Rotation::score_optimal(&gram, &Gram::new(2).unwrap()).is_err());
+    assert!(Gram::<PreRope>::new(0).is_err() && Gram::<PreRope>::new(usize::MAX / 2).is_err());
+    let mut gram = Gram::<PreRope>::new(3).unwrap();
+    assert!(matches!(gram.add_rows(&[1.0_f32; 4]), Err(Error::Length { .. })));
+    assert!(matches!(gram.add_columns(&[1.0_f32; 8], 4, 2), Err(Error::Length { .. })));
+    assert!(matches!(gram.add_columns(&[1.0_f32; 8], 4, usize::MAX), Err(Error::TooLarge)));
+    for x in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+        assert_eq!(gram.add_rows(&[1.0, x, 1.0]), Err(Error::NotFinite { what: "rows" }));
+    }
+    gram.add_columns(&[f32::MAX, 1.0, 2.0, f32::NAN], 4, 0).unwrap(); // what lies beside the columns is not read
+    assert_eq!(gram.rows(), 1);
+    let other = Gram::new(2).unwrap();
+    assert!(gram.clone().merge(&other).is_err());
+    assert!(Rotation::score_optimal(&gram, &other).is_err());
     assert!(Rotation::from_parts(vec![0.0; 4], vec![0.0; 3], vec![1.0; 2]).is_err());
-    assert!(project_into(&[0.0; 4], &[0.0; 2], &mut [0.0; 3]).is_err());
-    assert!(attend_into(&[1.0], &[1.0; 3], &[1.0; 2], &mut [0.0; 2], &mut [0.0]).is_err());
+    let rotation = Rotation::principal(&gram).unwrap();
+    assert_eq!(rotation.store_map(4), Err(Error::Rank { rank: 4, dim: 3 }));
+    assert_eq!(rotation.probe_map(0), Err(Error::Zero { what: "rank" }));
+    assert!(rotation.fold_store(&[1.0; 7], 2).is_err() && rotation.fold_output(&[1.0; 7], 2).is_err());
+    assert_eq!(rotation.fold_output(&[], 3), Ok(vec![]));
+    let part = Budget::Part(0.5);
+    for sigma in [&[1.0, 2.0][..], &[f64::NAN], &[-1.0], &[f64::INFINITY], &[]] {
+        assert!(rank_for_removal(sigma, 0.1).is_err(), "{sigma:?}");
+        assert!(ranks_by_removal(&[sigma], part, 1).is_err(), "{sigma:?}");
+    }
+    assert!(rank_for_removal(&[1.0], f64::NAN).is_err() && ranks_by_removal(&[], part, 1).is_err());
+    assert!(ranks_by_removal(&[&[1.0; 4]], Budget::Part(1.5), 1).is_err());
+    assert!(ranks_by_removal(&[&[1.0; 4]], part, 0).is_err());
+    assert!(ranks_by_loss(&[&[1.0; 4]], &[f64::NAN], part, 1).is_err());
+    assert_eq!(ranks_by_removal(&[&[1.0; 4]], Budget::Part(1.0), usize::MAX), Ok(vec![4]));
+    assert!(ranks_by_removal(&[&[1.0; 4]], Budget::Bytes { per_token: 9, per_component: 0 }, 1).is_err());
 }
 
 #[test]

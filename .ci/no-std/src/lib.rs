@@ -103,8 +103,11 @@ fn search() -> Result<f32, pq_core::Error> {
 
 fn project() -> Result<f32, svd_core::Error> {
     let (mut projected, mut out) = ([0.0; 1], [0.0; 1]);
-    svd_core::project_into(&black_box([1.0, 0.0, 0.0, 1.0]), &black_box([2.0, 3.0]), &mut projected)?;
-    svd_core::attend_into(&projected, &black_box([1.0; 2]), &black_box([2.0; 2]), &mut [0.0; 2], &mut out)?;
+    let columns = black_box([1.0, 0.5]);
+    let map = svd_core::Map::new(&columns, 2, 1)?;
+    map.project_into(&black_box([2.0_f32, 3.0]), &mut projected)?;
+    let mut stats = [svd_core::SoftmaxStats::EMPTY];
+    svd_core::attend_into(&projected, &black_box([1.0_f32; 2]), &black_box([2.0; 2]), &mut out, &mut stats)?;
     Ok(out[0])
 }
 
@@ -150,8 +153,11 @@ mod with_alloc {
         let shape = pq_core::PqShape::new(2, 1, 1);
         let options = pq_core::TrainOptions { iterations: 2, ..Default::default() };
         let trained = shape.and_then(|shape| pq_core::train(shape, &rows, &options)).is_ok();
-        let gram = svd_core::Gram::new(2);
+        let gram = svd_core::Gram::<svd_core::PostRope>::new(2);
         let rotated = gram.and_then(|gram| svd_core::Rotation::score_optimal(&gram, &gram)).is_ok();
+        let head = svd_core::DecodeHead { tokens: rows.len(), cost: 2 };
+        let model = svd_core::CostModel { per_task: 1, granule: 1 };
+        let planned = svd_core::schedule_decode(&[head], 2, model).is_ok();
         let options = codec_core::FitOptions {
             predictor: codec_core::PredictorKind::Previous,
             steps: codec_core::Steps::Deviations(0.5),
@@ -159,6 +165,6 @@ mod with_alloc {
             coder: codec_core::Coder::Lanes,
         };
         let plane = codec_core::PlaneBuf::fit(&rows, 2, None, &options);
-        trained && rotated && plane.is_ok()
+        trained && rotated && planned && plane.is_ok()
     }
 }

@@ -5,8 +5,8 @@
 #![allow(clippy::unwrap_used)] // a measurement that cannot run should say so by panicking
 
 use std::path::Path;
-use std::time::Instant;
 
+use kv_benches::{floats, median};
 use pq_core::{
     Backend, CodebookBuf, CodedTokens, Codes, Lut, LutPrecision, PqShape, QuantizedLut, SoftmaxStats,
     TrainOptions, attend_into_with, attend_scratch_len, decode_into, encode_into_with, lut_into_with,
@@ -15,31 +15,15 @@ use pq_core::{
 
 const DIM: usize = 128;
 
-/// Median seconds of `repeats` runs.
-fn median(repeats: usize, mut run: impl FnMut()) -> f64 {
-    let mut seconds: Vec<f64> = (0..repeats)
-        .map(|_| {
-            let start = Instant::now();
-            run();
-            start.elapsed().as_secs_f64()
-        })
-        .collect();
-    seconds.sort_by(f64::total_cmp);
-    seconds[repeats / 2]
-}
-
 fn say(case: &str, what: &str, backend: Backend, seconds: f64) {
     println!("{{\"case\":\"{case}\",\"what\":\"{what}\",\"path\":\"{backend:?}\",\"seconds\":{seconds:e}}}");
-}
-
-fn floats(path: &Path) -> Vec<f32> {
-    std::fs::read(path).unwrap().as_chunks().0.iter().map(|&bytes| f32::from_le_bytes(bytes)).collect()
 }
 
 fn main() {
     let args: Vec<String> = std::env::args().collect();
     let (folder, cases) = (Path::new(&args[1]), args[2].split(','));
-    let (keys, queries) = (floats(&folder.join("keys.f32")), floats(&folder.join("queries.f32")));
+    let (keys, queries) =
+        (floats(&folder.join("keys.f32")).unwrap(), floats(&folder.join("queries.f32")).unwrap());
     let n = keys.len() / DIM;
     let backends: Vec<Backend> =
         [Backend::Avx512, Backend::Avx2, Backend::Neon].into_iter().filter(|b| b.is_available()).collect();

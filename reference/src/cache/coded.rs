@@ -1,7 +1,7 @@
 //! Scalar codes of single numbers: what every user knows, as rivals.
 //!
 //! A [`CodedStore`] cuts the tokens of a head into blocks and leaves the coding of a block to a [`BlockCodec`], one for keys
-//! (after RoPE) and one for values. To attend it decodes block by block. A codec that rotates its rows leaves them rotated:
+//! (after RoPE, and at a lower rank if the head is cut) and one for values. To attend it decodes block by block. A codec that rotates its rows leaves them rotated:
 //! the query is rotated instead, and the output turned back, once per step.
 
 use std::sync::Arc;
@@ -11,7 +11,7 @@ use half::f16;
 use crate::Result;
 use crate::cache::accumulate::Accumulator;
 use crate::cache::exact::{attend_rows, saturating_f16};
-use crate::cache::{Footprint, Geometry, Store};
+use crate::cache::{Footprint, Geometry, HeadCut, RotatedStore, Store};
 use crate::model::Rope;
 use crate::pack::{pack_bits, unpack_bits};
 use crate::rng::Rng;
@@ -33,6 +33,7 @@ pub(crate) trait BlockCodec: Send + Sync {
 pub(crate) struct CodedStore {
     geometry: Geometry,
     rope: Arc<Rope>,
+    cuts: Option<Arc<Vec<HeadCut>>>,  // (n_kv_heads,)
     codecs: [Arc<dyn BlockCodec>; 2], // of keys and values
     block: usize,                     // tokens
     blocks: Vec<Block>,
@@ -47,30 +48,53 @@ struct Block {
 }
 
 impl CodedStore {
-    pub fn new(geometry: Geometry, rope: Arc<Rope>, codecs: [Arc<dyn BlockCodec>; 2], block: usize) -> Self {
-        Self { geometry, rope, codecs, block, blocks: vec![], len: 0 }
+    pub fn new(
+        geometry: Geometry,
+        rope: Arc<Rope>,
+        cuts: Option<Arc<Vec<HeadCut>>>,
+        codecs: [Arc<dyn BlockCodec>; 2],
+        block: usize,
+    ) -> Self {
+        Self { geometry, rope, cuts, codecs, block, blocks: vec![], len: 0 }
+    }
+
+    fn cut(&self, head: usize) -> Option<&HeadCut> {
+        self.cuts.as_ref().map(|cuts| &cuts[head])
+    }
+
+    /// Components of a head's keys and of its values.
+    fn ranks(&self, head: usize) -> [usize; 2] {
+        self.cut(head).map_or([self.geometry.head_dim; 2], |cut| [cut.key_rank(), cut.value_rank])
     }
 }
 
-impl Store for CodedStore {
-    fn push(&mut self, pos: usize, k: &[f32], v: &[f32]) -> Result<()> {
+impl RotatedStore for CodedStore {
+    fn push_rotated(&mut self, k: &[f32], v: &[f32]) -> Result<()> {
         let kv_dim = self.geometry.kv_dim();
-        let rotated = self.rope.rotated(k, kv_dim, pos);
-        for (k, v) in rotated.chunks(self.block * kv_dim).zip(v.chunks(self.block * kv_dim)) {
-            let codes = (0..self.geometry.n_kv_heads)
-                .map(|head| {
-                    let mut codes = [vec![], vec![]];
-                    for ((rows, codec), bytes) in [k, v].into_iter().zip(&self.codecs).zip(&mut codes) {
-                        codec.encode(&self.geometry.head_rows(head, rows), self.geometry.head_dim, bytes);
-                    }
-                    codes
-                })
-                .collect();
+        for (k, v) in k.chunks(self.block * kv_dim).zip(v.chunks(self.block * kv_dim)) {
+            let mut codes = vec![];
+            for head in 0..self.geometry.n_kv_heads {
+                let (mut k, mut v) = (self.geometry.head_rows(head, k), self.geometry.head_rows(head, v));
+                if let Some(cut) = self.cut(head) {
+                    (k, v) = (cut.project_keys(&k)?, cut.cut_values(&v));
+                }
+                let mut bytes = [vec![], vec![]];
+                for (i, rank) in self.ranks(head).into_iter().enumerate() {
+                    self.codecs[i].encode([&k, &v][i], rank, &mut bytes[i]);
+                }
+                codes.push(bytes);
+            }
             let tokens = k.len() / kv_dim;
             self.blocks.push(Block { coded: tokens, valid: tokens, codes });
             self.len += tokens;
         }
         Ok(())
+    }
+}
+
+impl Store for CodedStore {
+    fn push(&mut self, pos: usize, k: &[f32], v: &[f32]) -> Result<()> {
+        self.push_rotated(&self.rope.rotated(k, self.geometry.kv_dim(), pos), v)
     }
 
     fn len(&self) -> usize {
@@ -89,18 +113,18 @@ impl Store for CodedStore {
     }
 
     fn attend(&self, head: usize, q: &[f32], group: &mut [Accumulator]) -> Result<()> {
-        let head_dim = self.geometry.head_dim;
+        let ranks = self.ranks(head);
         let longest = self.blocks.iter().map(|block| block.coded).max().unwrap_or(0);
-        let mut rows = [vec![0.0; longest * head_dim], vec![0.0; longest * head_dim]];
-        let mut q = q.to_vec();
-        q.chunks_exact_mut(head_dim).for_each(|q| self.codecs[0].rotate(q));
-        let mut rotated = vec![Accumulator::new(head_dim); group.len()];
+        let mut rows = ranks.map(|rank| vec![0.0; longest * rank]);
+        let mut q = self.cut(head).map_or_else(|| Ok(q.to_vec()), |cut| cut.project_queries(q))?;
+        q.chunks_exact_mut(ranks[0]).for_each(|q| self.codecs[0].rotate(q));
+        let mut rotated = vec![Accumulator::new(ranks[1]); group.len()];
         for block in &self.blocks {
-            for ((rows, codec), bytes) in rows.iter_mut().zip(&self.codecs).zip(&block.codes[head]) {
-                codec.decode(bytes, head_dim, &mut rows[..block.coded * head_dim]);
+            for (i, rank) in ranks.into_iter().enumerate() {
+                self.codecs[i].decode(&block.codes[head][i], rank, &mut rows[i][..block.coded * rank]);
             }
-            let valid = block.valid * head_dim;
-            attend_rows(&q, &rows[0][..valid], &rows[1][..valid], head_dim, &mut rotated)?;
+            let (keys, values) = (&rows[0][..block.valid * ranks[0]], &rows[1][..block.valid * ranks[1]]);
+            attend_rows(&q, keys, values, ranks[1], &mut rotated)?;
         }
         for (mut rotated, accumulator) in rotated.into_iter().zip(group) {
             self.codecs[1].rotate_back(rotated.values_mut());
@@ -111,7 +135,8 @@ impl Store for CodedStore {
 
     fn footprint(&self) -> Footprint {
         let kept = self.blocks.iter().flat_map(|block| block.codes.iter().flatten()).map(Vec::len).sum();
-        Footprint { kept, ..Footprint::default() }
+        let shared = self.cuts.iter().flat_map(|cuts| cuts.iter()).map(HeadCut::size).sum();
+        Footprint { kept, shared, ..Footprint::default() }
     }
 
     fn clone_box(&self) -> Box<dyn Store> {

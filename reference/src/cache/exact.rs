@@ -4,11 +4,12 @@ use std::sync::Arc;
 
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
+use svd_core::{Element, SoftmaxStats, attend_into};
 
-use crate::Result;
 use crate::cache::accumulate::Accumulator;
-use crate::cache::{Footprint, Geometry, Store};
+use crate::cache::{Footprint, Geometry, RotatedStore, Store};
 use crate::model::Rope;
+use crate::{Error, Result};
 
 /// How an exact number is held.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -89,6 +90,16 @@ impl Numbers {
             Self::F32(x) => x.truncate(len),
             Self::F16(x) => x.truncate(len),
             Self::Bf16(x) => x.truncate(len),
+        }
+    }
+
+    /// Attention of a group with these as keys, and as many values (n, rank_v) of the same type.
+    pub fn attend(&self, values: &Self, q: &[f32], rank_v: usize, group: &mut [Accumulator]) -> Result<()> {
+        match (self, values) {
+            (Self::F32(k), Self::F32(v)) => attend_rows(q, k, v, rank_v, group),
+            (Self::F16(k), Self::F16(v)) => attend_rows(q, k, v, rank_v, group),
+            (Self::Bf16(k), Self::Bf16(v)) => attend_rows(q, k, v, rank_v, group),
+            _ => Err(Error::argument("keys and values of different types")),
         }
     }
 
@@ -185,9 +196,7 @@ impl ExactRows {
     ) -> Result<()> {
         let head_dim = self.geometry.head_dim;
         let [keys, values] = &self.heads[head];
-        if let (Numbers::F32(k), Numbers::F32(v), None) = (keys, values, rope) {
-            return attend_rows(q, k, v, head_dim, group);
-        }
+        let Some((rope, pos)) = rope else { return keys.attend(values, q, head_dim, group) };
         let mut block =
             [vec![0.0; BLOCK.min(self.len()) * head_dim], vec![0.0; BLOCK.min(self.len()) * head_dim]];
         for first in (0..self.len()).step_by(BLOCK) {
@@ -195,28 +204,25 @@ impl ExactRows {
             let [k, v] = block.each_mut().map(|x| &mut x[..len]);
             keys.read(first * head_dim, k);
             values.read(first * head_dim, v);
-            if let Some((rope, pos)) = rope {
-                rope.rotate_rows(k, head_dim, pos + first);
-            }
+            rope.rotate_rows(k, head_dim, pos + first);
             attend_rows(q, k, v, head_dim, group)?;
         }
         Ok(())
     }
 }
 
-/// Adds the attention of every query of a group over rows (n, head_dim) to its accumulator.
-pub(crate) fn attend_rows(
+/// Adds the attention of every query of a group over keys (n, rank_k) and values (n, rank_v) to its accumulator.
+pub(crate) fn attend_rows<E: Element>(
     q: &[f32],
-    keys: &[f32],
-    values: &[f32],
-    head_dim: usize,
+    keys: &[E],
+    values: &[E],
+    rank_v: usize,
     group: &mut [Accumulator],
 ) -> Result<()> {
-    let mut scores = vec![0.0; keys.len() / head_dim];
-    let mut out = vec![0.0; head_dim];
-    for (q, accumulator) in q.chunks_exact(head_dim).zip(group) {
-        let stats = svd_core::attend_into(q, keys, values, &mut scores, &mut out)?;
-        accumulator.merge(stats.max, stats.sum, &out);
+    let (mut out, mut stats) = (vec![0.0; group.len() * rank_v], vec![SoftmaxStats::EMPTY; group.len()]);
+    attend_into(q, keys, values, &mut out, &mut stats)?;
+    for ((accumulator, stats), out) in group.iter_mut().zip(stats).zip(out.chunks_exact(rank_v)) {
+        accumulator.merge(stats.max, stats.sum, out);
     }
     Ok(())
 }
@@ -237,11 +243,6 @@ impl DenseStore {
         &self.rows
     }
 
-    /// Takes keys that have been rotated already.
-    pub fn push_rotated(&mut self, k: &[f32], v: &[f32]) {
-        self.rows.push(k, v);
-    }
-
     pub fn rope(&self) -> &Rope {
         &self.rope
     }
@@ -252,10 +253,16 @@ impl DenseStore {
     }
 }
 
+impl RotatedStore for DenseStore {
+    fn push_rotated(&mut self, k: &[f32], v: &[f32]) -> Result<()> {
+        self.rows.push(k, v);
+        Ok(())
+    }
+}
+
 impl Store for DenseStore {
     fn push(&mut self, pos: usize, k: &[f32], v: &[f32]) -> Result<()> {
-        self.push_rotated(&self.rope.rotated(k, self.rows.geometry.kv_dim(), pos), v);
-        Ok(())
+        self.push_rotated(&self.rope.rotated(k, self.rows.geometry.kv_dim(), pos), v)
     }
 
     fn len(&self) -> usize {

@@ -10,7 +10,7 @@ use pq_core::{
 use crate::Result;
 use crate::cache::accumulate::Accumulator;
 use crate::cache::exact::attend_rows;
-use crate::cache::{DenseStore, ElementType, Footprint, Geometry, Store};
+use crate::cache::{DenseStore, ElementType, Footprint, Geometry, RotatedStore, Store};
 use crate::model::Rope;
 use crate::ops::dot;
 
@@ -128,7 +128,7 @@ impl Store for RetrievalStore {
     fn push(&mut self, pos: usize, k: &[f32], v: &[f32]) -> Result<()> {
         let rotated = self.exact.rope().rotated(k, self.geometry.kv_dim(), pos);
         self.scorer.push(self.geometry, &rotated)?;
-        self.exact.push_rotated(&rotated, v);
+        self.exact.push_rotated(&rotated, v)?;
         Ok(())
     }
 

@@ -7,14 +7,14 @@ use pq_core::{
     CodebookBuf, CodedTokens, CodesBuf, RopeMean, Start, TrainOptions, decode_norm, divide_by_norms,
     lut_into, train,
 };
-use svd_core::{Rotation, project_into};
+use svd_core::MapBuf;
 
 use crate::Result;
 use crate::cache::accumulate::Accumulator;
 use crate::cache::million::attend_to_codes;
 use crate::cache::{Footprint, Geometry, Store};
 use crate::model::Rope;
-use crate::ops::{dot, matmul};
+use crate::ops::dot;
 
 /// Where keys are coded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -29,20 +29,19 @@ pub(crate) enum KeySpace {
 /// How one head's keys, or its values, become codes.
 pub(crate) struct HeadCode {
     pub mean: Vec<f32>, // (head_dim,); that of keys is taken before RoPE
-    pub rotation: Rotation,
+    pub store: MapBuf,  // of rows
+    pub probe: MapBuf,  // of queries, and the way back
     pub codebook: CodebookBuf,
     pub norms: bool, // divide rows by their norms, which are kept in a byte
 }
 
 impl HeadCode {
     /// Transforms rows less their mean (n, head_dim), in place; returns the norms, if they are kept.
-    pub fn transform(rotation: &Rotation, norms: bool, rows: &mut [f32]) -> Result<Vec<u8>> {
-        let dim = rotation.dim();
-        let mut y = vec![0.0; dim];
-        for row in rows.chunks_exact_mut(dim) {
-            project_into(rotation.store(), row, &mut y)?;
-            row.copy_from_slice(&y);
-        }
+    pub fn transform(store: &MapBuf, norms: bool, rows: &mut Vec<f32>) -> Result<Vec<u8>> {
+        let dim = store.view().dim();
+        let mut transformed = vec![0.0; rows.len()];
+        store.view().project_into(rows, &mut transformed)?;
+        *rows = transformed;
         let mut coded = vec![];
         if norms {
             coded = vec![0; rows.len() / dim];
@@ -105,7 +104,7 @@ impl TransformedStore {
     fn encode(&mut self, head: usize, which: usize, mut rows: Vec<f32>) -> Result<Vec<f32>> {
         let (code, coded) = (&self.plan.heads[head][which], &mut self.heads[head][which]);
         let shape = code.codebook.view().shape();
-        let norms = HeadCode::transform(&code.rotation, code.norms, &mut rows)?;
+        let norms = HeadCode::transform(&code.store, code.norms, &mut rows)?;
         if coded.codes.view().n() == 0 && self.plan.refine > 0 && rows.len() / shape.dim() >= ENOUGH {
             let start: Vec<f32> = (0..shape.m())
                 .flat_map(|j| (0..shape.ksub()).flat_map(move |c| code.codebook.view().centroid(j, c)))
@@ -183,7 +182,7 @@ impl Store for TransformedStore {
             let decoded = self.encode(head, 0, rows)?;
             if !decoded.is_empty() {
                 let mut rotated = vec![0.0; decoded.len()];
-                matmul(keys.rotation.probe(), &decoded, &mut rotated, dim);
+                keys.probe.view().reconstruct_into(&decoded, &mut rotated)?;
                 for row in rotated.chunks_exact_mut(dim) {
                     row.iter_mut().zip(&keys.mean).for_each(|(x, mean)| *x += mean);
                 }
@@ -228,9 +227,7 @@ impl Store for TransformedStore {
             self.scores_of_decoded(head, q)
         } else {
             let mut probes = vec![0.0; q.len()];
-            for (q, probe) in q.chunks_exact(dim).zip(probes.chunks_exact_mut(dim)) {
-                project_into(key_code.rotation.probe(), q, probe)?;
-            }
+            key_code.probe.view().project_into(q, &mut probes)?;
             lut_into(&keys.refined.as_deref().unwrap_or(&key_code.codebook).view(), &probes, &mut luts)?;
             self.scores_of_mean(head, q)?
         };
@@ -247,7 +244,7 @@ impl Store for TransformedStore {
         attend_to_codes(&luts, &tokens, &mut transformed)?;
         let mut out = vec![0.0; dim];
         for (accumulator, part) in group.iter_mut().zip(&mut transformed) {
-            matmul(value_code.rotation.probe(), part.values_mut(), &mut out, dim);
+            value_code.probe.view().reconstruct_into(part.values_mut(), &mut out)?;
             let weight = part.weight();
             out.iter_mut().zip(&value_code.mean).for_each(|(x, mean)| *x += weight * mean);
             part.values_mut().copy_from_slice(&out);

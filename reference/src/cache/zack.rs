@@ -1,18 +1,53 @@
 use std::sync::Arc;
 
-use svd_core::{Rotation, attend_into, project_into};
+use svd_core::MapBuf;
 
 use crate::Result;
 use crate::cache::accumulate::Accumulator;
 use crate::cache::exact::Numbers;
-use crate::cache::{ElementType, Footprint, Geometry, Store};
+use crate::cache::{ElementType, Footprint, Geometry, RotatedStore, Store};
 use crate::model::Rope;
 
-/// The rotation of a head's queries and keys, and how many dimensions of keys and values are left.
-pub(crate) struct HeadRotation {
-    pub keys: Rotation,
-    pub key_rank: usize,
+/// What is left of one head: its keys are projected, its values arrive rotated and lose their last components.
+#[derive(Debug)]
+pub(crate) struct HeadCut {
+    pub keys: MapBuf,    // (head_dim, key rank)
+    pub queries: MapBuf, // (head_dim, key rank)
     pub value_rank: usize,
+}
+
+impl HeadCut {
+    pub fn key_rank(&self) -> usize {
+        self.keys.view().rank()
+    }
+
+    /// Projects keys (n, head_dim).
+    pub fn project_keys(&self, rows: &[f32]) -> Result<Vec<f32>> {
+        project(&self.keys, rows)
+    }
+
+    /// Projects queries (n, head_dim).
+    pub fn project_queries(&self, rows: &[f32]) -> Result<Vec<f32>> {
+        project(&self.queries, rows)
+    }
+
+    /// Cuts values (n, head_dim).
+    pub fn cut_values(&self, rows: &[f32]) -> Vec<f32> {
+        let dim = self.keys.view().dim();
+        rows.chunks_exact(dim).flat_map(|row| &row[..self.value_rank]).copied().collect()
+    }
+
+    /// Bytes of the two maps.
+    pub fn size(&self) -> usize {
+        2 * size_of::<f32>() * self.keys.view().dim() * self.key_rank()
+    }
+}
+
+fn project(map: &MapBuf, rows: &[f32]) -> Result<Vec<f32>> {
+    let map = map.view();
+    let mut out = vec![0.0; rows.len() / map.dim() * map.rank()];
+    map.project_into(rows, &mut out)?;
+    Ok(out)
 }
 
 /// ZACK: rotated keys and values cut to each head's rank; attention in the rotated space.
@@ -23,39 +58,33 @@ pub(crate) struct HeadRotation {
 pub(crate) struct ZackStore {
     geometry: Geometry,
     rope: Arc<Rope>,
-    heads: Arc<Vec<HeadRotation>>, // (n_kv_heads,)
+    heads: Arc<Vec<HeadCut>>, // (n_kv_heads,)
     element: ElementType,
-    rows: Vec<[Numbers; 2]>, // per head: keys (len, key_rank) and values (len, value_rank)
+    rows: Vec<[Numbers; 2]>, // per head: keys (len, key rank) and values (len, value rank)
     len: usize,
 }
 
 impl ZackStore {
-    pub fn new(
-        geometry: Geometry,
-        rope: Arc<Rope>,
-        heads: Arc<Vec<HeadRotation>>,
-        element: ElementType,
-    ) -> Self {
+    pub fn new(geometry: Geometry, rope: Arc<Rope>, heads: Arc<Vec<HeadCut>>, element: ElementType) -> Self {
         let rows = (0..geometry.n_kv_heads).map(|_| [Numbers::new(element), Numbers::new(element)]).collect();
         Self { geometry, rope, heads, element, rows, len: 0 }
     }
 }
 
+impl RotatedStore for ZackStore {
+    fn push_rotated(&mut self, k: &[f32], v: &[f32]) -> Result<()> {
+        for (h, (cut, [keys, values])) in self.heads.iter().zip(&mut self.rows).enumerate() {
+            keys.push(&cut.project_keys(&self.geometry.head_rows(h, k))?);
+            values.push(&cut.cut_values(&self.geometry.head_rows(h, v)));
+        }
+        self.len += k.len() / self.geometry.kv_dim();
+        Ok(())
+    }
+}
+
 impl Store for ZackStore {
     fn push(&mut self, pos: usize, k: &[f32], v: &[f32]) -> Result<()> {
-        let Geometry { head_dim, .. } = self.geometry;
-        let kv_dim = self.geometry.kv_dim();
-        let rotated = self.rope.rotated(k, kv_dim, pos);
-        for (h, (head, [keys, values])) in self.heads.iter().zip(&mut self.rows).enumerate() {
-            let mut key = vec![0.0; head.key_rank];
-            for (k, v) in rotated.chunks_exact(kv_dim).zip(v.chunks_exact(kv_dim)) {
-                project_into(head.keys.store(), &k[h * head_dim..][..head_dim], &mut key)?;
-                keys.push(&key);
-                values.push(&v[h * head_dim..][..head.value_rank]);
-            }
-        }
-        self.len += k.len() / kv_dim;
-        Ok(())
+        self.push_rotated(&self.rope.rotated(k, self.geometry.kv_dim(), pos), v)
     }
 
     fn len(&self) -> usize {
@@ -63,33 +92,23 @@ impl Store for ZackStore {
     }
 
     fn truncate(&mut self, len: usize) -> Result<()> {
-        for (head, [keys, values]) in self.heads.iter().zip(&mut self.rows) {
-            keys.truncate(len * head.key_rank);
-            values.truncate(len * head.value_rank);
+        for (cut, [keys, values]) in self.heads.iter().zip(&mut self.rows) {
+            keys.truncate(len * cut.key_rank());
+            values.truncate(len * cut.value_rank);
         }
         self.len = len;
         Ok(())
     }
 
     fn attend(&self, head: usize, q: &[f32], group: &mut [Accumulator]) -> Result<()> {
-        let (rotation, [keys, values]) = (&self.heads[head], &self.rows[head]);
-        let (mut k, mut v) = (vec![0.0; keys.len()], vec![0.0; values.len()]);
-        keys.read(0, &mut k);
-        values.read(0, &mut v);
-        let (mut projected, mut out) = (vec![0.0; rotation.key_rank], vec![0.0; rotation.value_rank]);
-        let mut scores = vec![0.0; self.len];
-        for (q, accumulator) in q.chunks_exact(self.geometry.head_dim).zip(group) {
-            project_into(rotation.keys.probe(), q, &mut projected)?;
-            let stats = attend_into(&projected, &k, &v, &mut scores, &mut out)?;
-            accumulator.merge(stats.max, stats.sum, &out);
-        }
-        Ok(())
+        let (cut, [keys, values]) = (&self.heads[head], &self.rows[head]);
+        keys.attend(values, &cut.project_queries(q)?, cut.value_rank, group)
     }
 
     fn footprint(&self) -> Footprint {
         let rows: usize = self.rows.iter().flatten().map(Numbers::len).sum();
-        let maps = self.heads.len() * 2 * self.geometry.head_dim * self.geometry.head_dim;
-        Footprint { kept: rows * self.element.size(), shared: 4 * maps, ..Footprint::default() }
+        let shared = self.heads.iter().map(HeadCut::size).sum();
+        Footprint { kept: rows * self.element.size(), shared, ..Footprint::default() }
     }
 
     fn clone_box(&self) -> Box<dyn Store> {

@@ -13,9 +13,12 @@ use crate::model::{Model, Rope};
 use crate::ops::argmax;
 use crate::{Error, Profile, Result};
 
+/// Last queries of a prompt that caches may look at, as many as SnapKV's.
+const WATCHED: usize = 32;
+
 /// A prompt that has been run once: all layers' keys (before RoPE) and values. Any cache can be filled from it.
 pub struct Prompt {
-    layers: Vec<(Vec<f32>, Vec<f32>)>, // (n, n_kv_heads * head_dim) each
+    layers: Vec<[Vec<f32>; 3]>, // the last queries, rotated (WATCHED, n_heads * head_dim); keys and values (n, n_kv_heads * head_dim)
     /// Logits (vocab_size,) of what follows the prompt; prefill is exact, so they are the same for every cache.
     pub logits: Vec<f32>,
 }
@@ -28,7 +31,10 @@ impl Prompt {
     pub fn run(model: &Model, rope: &Rope, tokens: &[u32]) -> Result<Self> {
         let mut layers = vec![];
         let hidden = prefill(model, rope, tokens, &mut |_, activations| {
-            layers.push((activations.k.to_vec(), activations.v.to_vec()));
+            let first = tokens.len().saturating_sub(WATCHED);
+            let q_dim = model.config.q_dim();
+            let queries = rope.rotated(&activations.q[first * q_dim..], q_dim, first);
+            layers.push([queries, activations.k.to_vec(), activations.v.to_vec()]);
             Ok(())
         })?;
         let last = &hidden[hidden.len() - model.config.hidden_size..];
@@ -40,7 +46,10 @@ impl Prompt {
     /// # Errors
     /// What the cache returns.
     pub fn fill(&self, cache: &mut dyn KvCache) -> Result<()> {
-        self.layers.iter().enumerate().try_for_each(|(l, (k, v))| cache.prefill(l, 0, k, v))
+        self.layers.iter().enumerate().try_for_each(|(l, [queries, k, v])| {
+            cache.watch(l, queries);
+            cache.prefill(l, 0, k, v)
+        })
     }
 }
 

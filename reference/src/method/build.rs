@@ -7,11 +7,11 @@ use pq_core::PqShape;
 
 use super::fold::fold_values;
 use super::zack::ZackPlan;
-use super::{Kind, Method, PqCode, zack};
+use super::{Kind, Method, PqCode, Zack, zack};
 use crate::cache::{
-    BlockCodec, CacheGenStore, CodedStore, DenseStore, Geometry, KvCache, LloydMax, MillionStore, PerChannel,
-    PerToken, RetrievalStore, Rotated, Scorer, Store, StreamingStore, TransformedStore, WindowedCache,
-    ZackStore,
+    BlockCodec, CacheGenStore, CodedStore, DenseStore, EvictingStore, Geometry, HeadCut, KvCache, LloydMax,
+    MillionStore, PerChannel, PerToken, RetrievalStore, Rotated, RotatedStore, Scorer, Store, StreamingStore,
+    TransformedStore, WindowedCache, ZackStore,
 };
 use crate::calibrate::Calibration;
 use crate::model::{Config, Model, Rope};
@@ -35,7 +35,7 @@ impl Method {
     /// Whether it needs a profile.
     #[must_use]
     pub fn needs_profile(&self) -> bool {
-        matches!(self.kind, Kind::Million(_) | Kind::PqKlt(_) | Kind::Zack { .. } | Kind::CacheGen(_))
+        matches!(self.kind, Kind::Million(_) | Kind::PqKlt(_) | Kind::Zack(_) | Kind::CacheGen(_))
     }
 
     /// Adds to `profile` what the method needs, made from samples of the model.
@@ -53,7 +53,7 @@ impl Method {
         match self.kind {
             Kind::Million(ref setting) => setting.calibrate(model, samples, profile),
             Kind::PqKlt(ref setting) => setting.calibrate(model, rope, samples, profile),
-            Kind::Zack { basis, .. } => zack::calibrate(model, samples, basis, profile),
+            Kind::Zack(ref setting) => zack::calibrate(model, samples, setting.basis, profile),
             Kind::CacheGen(ref setting) => setting.calibrate(model, samples, profile),
             _ => Ok(()),
         }
@@ -68,7 +68,7 @@ impl Method {
         self.check(&model.config)?;
         let config = &model.config;
         let zack = match self.kind {
-            Kind::Zack { k, v, basis } => Some(ZackPlan::read(config, profile, k, v, basis)?),
+            Kind::Zack(ref setting) => Some(ZackPlan::read(config, profile, setting)?),
             _ => None,
         };
         let site = Site { config, geometry: Geometry::of(config), rope, profile, zack: zack.as_ref() };
@@ -118,7 +118,7 @@ impl Method {
         let head_dim = geometry.head_dim;
         let dense = || Box::new(DenseStore::new(self.exact, geometry, rope.clone()));
         let coded = |k: Arc<dyn BlockCodec>, v: Arc<dyn BlockCodec>, block: usize| {
-            Box::new(CodedStore::new(geometry, rope.clone(), [k, v], block))
+            Box::new(CodedStore::new(geometry, rope.clone(), None, [k, v], block))
         };
         let retrieval = |scorer: Scorer, ratio: f64| {
             let reserved = self.window.sinks + self.window.recent;
@@ -154,10 +154,11 @@ impl Method {
                 let plan = setting.plan(config, profile, l)?;
                 Box::new(TransformedStore::new(geometry, rope.clone(), Arc::new(plan)))
             }
-            Kind::Zack { .. } => match zack {
-                Some(plan) => {
-                    Box::new(ZackStore::new(geometry, rope.clone(), plan.heads[l].clone(), self.exact))
-                }
+            Kind::SnapKv { tokens } => {
+                boxed(site, DenseStore::new(self.exact, geometry, rope.clone()), tokens)
+            }
+            Kind::Zack(ref setting) => match zack {
+                Some(plan) => self.zack_store(site, setting, plan.heads[l].clone()),
                 None => dense(),
             },
             Kind::CacheGen(ref setting) => {
@@ -165,6 +166,32 @@ impl Method {
                 Box::new(CacheGenStore::new(geometry, rope.clone(), Arc::new(planes), self.exact))
             }
         })
+    }
+
+    /// ZACK's rows or codes of a layer, behind the eviction if tokens are evicted.
+    fn zack_store(&self, site: &Site<'_>, setting: &Zack, heads: Arc<Vec<HeadCut>>) -> Box<dyn Store> {
+        let &Site { geometry, rope, .. } = site;
+        match setting.bits {
+            Some(bits) => {
+                let codecs: [Arc<dyn BlockCodec>; 2] =
+                    [Arc::new(PerChannel { bits }), Arc::new(PerToken { bits, group: BLOCK })];
+                let store = CodedStore::new(geometry, rope.clone(), Some(heads), codecs, BLOCK);
+                boxed(site, store, setting.tokens)
+            }
+            None => {
+                let store = ZackStore::new(geometry, rope.clone(), heads, self.exact);
+                boxed(site, store, setting.tokens)
+            }
+        }
+    }
+}
+
+/// A store, behind the eviction of all but this part of the prompt's tokens.
+fn boxed<S: RotatedStore + Clone + 'static>(site: &Site<'_>, store: S, tokens: f64) -> Box<dyn Store> {
+    if tokens < 1.0 {
+        Box::new(EvictingStore::new(store, site.geometry, site.rope.clone(), tokens))
+    } else {
+        Box::new(store)
     }
 }
 

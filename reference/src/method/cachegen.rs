@@ -4,8 +4,9 @@ use std::sync::Arc;
 
 use codec_core::{Coder, FitOptions, ModelKind, PlaneBuf, PredictorKind, Steps, TransformBuf};
 use rayon::prelude::*;
-use svd_core::{Gram, Rotation};
+use svd_core::{Gram, Rotation, Side};
 
+use super::pqklt::single;
 use super::zack::output_gram;
 use crate::cache::{Geometry, mean_row};
 use crate::calibrate::{Calibration, LayerSamples};
@@ -194,9 +195,10 @@ impl PlaneTransform {
 
     fn of_plane(geometry: Geometry, heads: &[Rotation], steps: &[f64]) -> Result<Self> {
         let dim = geometry.head_dim;
-        let into = heads.iter().flat_map(|head| head.store()).copied().collect();
-        let transposed =
-            |map: &[f32]| -> Vec<f32> { (0..dim * dim).map(|i| map[i % dim * dim + i / dim]).collect() };
+        let into = heads.iter().flat_map(|head| single(head.store())).collect();
+        let transposed = |map: &[f64]| -> Vec<f32> {
+            (0..dim * dim).map(|i| map[i % dim * dim + i / dim] as f32).collect()
+        };
         let back = heads.iter().flat_map(|head| transposed(head.probe())).collect();
         let steps = steps.iter().flat_map(|&step| std::iter::repeat_n(step as f32, dim)).collect();
         Ok(Self { transform: Arc::new(TransformBuf::new(dim, into, back)?), steps })
@@ -211,27 +213,25 @@ fn head_rotations(
     l: usize,
     layer: &LayerSamples,
 ) -> Result<[Vec<Rotation>; 2]> {
-    let rotation = |rows: &[f32], head: usize, metric: &Gram| -> Result<Rotation> {
-        let mut rows = geometry.head_rows(head, rows);
-        let mean = mean_row(&rows, geometry.head_dim);
-        for row in rows.chunks_exact_mut(geometry.head_dim) {
-            row.iter_mut().zip(&mean).for_each(|(x, mean)| *x -= mean);
-        }
-        let mut covariance = Gram::new(geometry.head_dim)?;
-        covariance.add_rows(&rows)?;
-        Ok(Rotation::query_metric(&covariance, metric)?)
-    };
     let heads = 0..geometry.n_kv_heads;
-    let keys = heads.clone().map(|head| rotation(&layer.keys, head, &layer.plain_query_grams[head]));
+    let keys =
+        heads.clone().map(|head| rotation(geometry, &layer.keys, head, &layer.plain_query_grams[head]));
     let values = heads.map(|head| {
-        let rotation = rotation(&layer.values, head, &output_gram(model, l, head)?)?;
+        let rotation = rotation(geometry, &layer.values, head, &output_gram(model, l, head)?)?;
         let scale = 1.0 / layer.residual_rms;
-        let store = rotation.store().iter().map(|x| x * scale as f32).collect();
-        let probe = rotation.probe().iter().map(|x| x / scale as f32).collect();
+        let store = rotation.store().iter().map(|x| x * scale).collect();
+        let probe = rotation.probe().iter().map(|x| x / scale).collect();
         let sigma = rotation.sigma().iter().map(|x| x * scale).collect();
         Ok(Rotation::from_parts(store, probe, sigma)?)
     });
     Ok([keys.collect::<Result<_>>()?, values.collect::<Result<_>>()?])
+}
+
+/// The query-metric rotation of one head's rows.
+fn rotation<S: Side>(geometry: Geometry, rows: &[f32], head: usize, metric: &Gram<S>) -> Result<Rotation> {
+    let mut moment = Gram::new(geometry.head_dim)?;
+    moment.add_columns(rows, geometry.kv_dim(), head * geometry.head_dim)?;
+    Ok(Rotation::query_metric(&moment.centred(), metric)?)
 }
 
 /// The step that, times each head's own factor, gives Gaussian coefficients of these deviations `bits` on average.

@@ -1,6 +1,6 @@
 use std::sync::Arc;
 
-use svd_core::{Rotation, fold_input, fold_output};
+use svd_core::Rotation;
 
 use crate::model::{AttentionWeights, Layer, Linear, Model};
 use crate::{Error, Result};
@@ -21,13 +21,9 @@ fn fold_layer(model: &Model, layer: &Layer, heads: &[Rotation]) -> Result<Layer>
     let mut bias = v.bias.as_ref().map(|_| vec![]);
     for (head, rotation) in heads.iter().enumerate() {
         let rows = head * head_dim..(head + 1) * head_dim;
-        weight.extend(fold_input(
-            rotation.store(),
-            &v.weight[rows.start * hidden..rows.end * hidden],
-            head_dim,
-        )?);
+        weight.extend(rotation.fold_store(&v.weight[rows.start * hidden..rows.end * hidden], head_dim)?);
         if let (Some(folded), Some(bias)) = (&mut bias, &v.bias) {
-            folded.extend(fold_input(rotation.store(), &bias[rows], head_dim)?);
+            folded.extend(rotation.fold_store(&bias[rows], head_dim)?);
         }
     }
     let mut output = o.weight.clone();
@@ -38,7 +34,7 @@ fn fold_layer(model: &Model, layer: &Layer, heads: &[Rotation]) -> Result<Layer>
         let columns = head * head_dim..(head + 1) * head_dim;
         let block: Vec<f32> =
             o.weight.chunks_exact(q_dim).flat_map(|row| &row[columns.clone()]).copied().collect();
-        let folded = fold_output(rotation.probe(), &block, head_dim)?;
+        let folded = rotation.fold_output(&block, head_dim)?;
         for (row, folded) in output.chunks_exact_mut(q_dim).zip(folded.chunks_exact(head_dim)) {
             row[columns.clone()].copy_from_slice(folded);
         }
@@ -51,4 +47,47 @@ fn fold_layer(model: &Model, layer: &Layer, heads: &[Rotation]) -> Result<Layer>
         o: Linear { weight: output, bias: o.bias.clone(), ..*o },
     };
     Ok(Layer { attention: Arc::new(attention), feed_forward: layer.feed_forward.clone() })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use super::*;
+    use crate::calibrate::Calibration;
+    use crate::forward::{logits, prefill};
+    use crate::model::{Rope, RopeScaling};
+
+    /// Without a rotary embedding `W_Q` and `W_K` can take a rotation too, and the model stays what it was.
+    #[test]
+    fn queries_and_keys_fold_where_there_is_no_rope() {
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/parity/fixtures/gqa");
+        let mut model = Model::load(&path).unwrap();
+        model.config.rope_scaling = RopeScaling::Linear { factor: f64::INFINITY }; // no angle at any position
+        let tokens: Vec<u32> = (0..200_u32).map(|i| (i * i + 7 * i) % 96).collect();
+        let rope = Rope::new(&model.config, tokens.len());
+        let samples = Calibration::gather(&model, &rope, &tokens).unwrap();
+        let (dim, hidden, group) =
+            (model.config.head_dim, model.config.hidden_size, model.config.gqa_group());
+        let mut folded = model.clone();
+        for (layer, samples) in folded.layers.iter_mut().zip(&samples.layers) {
+            let weights = Arc::make_mut(&mut layer.attention);
+            for (head, (keys, queries)) in samples.key_grams.iter().zip(&samples.query_grams).enumerate() {
+                let rotation = Rotation::score_optimal(keys, queries).unwrap();
+                let rows = |head: usize| head * dim * hidden..(head + 1) * dim * hidden;
+                let key_rows = &mut weights.k.weight[rows(head)];
+                key_rows.copy_from_slice(&rotation.fold_store(key_rows, dim).unwrap());
+                for query_head in head * group..(head + 1) * group {
+                    let query_rows = &mut weights.q.weight[rows(query_head)];
+                    query_rows.copy_from_slice(&rotation.fold_probe(query_rows, dim).unwrap());
+                }
+            }
+        }
+        let run =
+            |model: &Model| logits(model, &prefill(model, &rope, &tokens[..64], &mut |_, _| Ok(())).unwrap());
+        let (plain, folded) = (run(&model), run(&folded));
+        let largest = plain.iter().fold(0.0_f32, |m, x| m.max(x.abs()));
+        let difference = plain.iter().zip(&folded).fold(0.0_f32, |m, (a, b)| m.max((a - b).abs()));
+        assert!(difference < 1e-4 * largest, "{difference} of {largest}");
+    }
 }

@@ -2,7 +2,7 @@
 
 use pq_core::{CodebookBuf, RopeMean, TrainOptions, train};
 use rayon::prelude::*;
-use svd_core::{Gram, Rotation, balanced_order};
+use svd_core::{Gram, MapBuf, NoRope, Rotation, Side, balanced_order};
 
 use super::PqCode;
 use super::build::SEED;
@@ -47,29 +47,28 @@ impl PqKlt {
             let layer = &samples.layers[l];
             let mut keys = geometry.head_rows(head, &layer.keys);
             let mean = take_mean(&mut keys, geometry.head_dim);
-            let metric = match self.space {
-                KeySpace::BeforeRope => &layer.plain_query_grams[head],
+            let fitted = match self.space {
+                KeySpace::BeforeRope => self.fit(self.k, &layer.plain_query_grams[head], keys)?,
                 KeySpace::RotatedMean => {
                     keys = geometry.head_rows(head, &layer.rotated_keys);
                     let mut storage = vec![0.0; RopeMean::storage_len(geometry.head_dim)];
                     let rope_mean = RopeMean::new(&mean, rope.frequencies(), &mut storage)?;
                     rope_mean.subtract(Calibration::FIRST, &mut keys)?;
-                    &layer.query_grams[head]
+                    self.fit(self.k, &layer.query_grams[head], keys)?
                 }
             };
-            let keys = (mean, self.fit(self.k, metric, keys)?);
+            let keys = (mean, fitted);
             let mut values = geometry.head_rows(head, &layer.values);
             let mean = take_mean(&mut values, geometry.head_dim);
-            Ok([keys, (mean, self.fit(self.v, &output_gram(model, l, head)?, values)?)])
+            let metric: Gram<NoRope> = output_gram(model, l, head)?;
+            Ok([keys, (mean, self.fit(self.v, &metric, values)?)])
         });
         for ((l, head), made) in heads.iter().zip(made.collect::<Result<Vec<_>>>()?) {
             for (which, (mean, (rotation, centroids))) in made.into_iter().enumerate() {
-                let sigma = rotation.sigma().iter().map(|&x| x as f32).collect();
                 let parts = [
                     ("mean", mean),
-                    ("store", rotation.store().to_vec()),
-                    ("probe", rotation.probe().to_vec()),
-                    ("sigma", sigma),
+                    ("store", single(rotation.store())),
+                    ("probe", single(rotation.probe())),
                     ("centroids", centroids),
                 ];
                 for (part, values) in parts {
@@ -81,12 +80,17 @@ impl PqKlt {
     }
 
     /// The rotation of rows less their mean, and centroids of what it makes of them.
-    fn fit(&self, code: PqCode, metric: &Gram, mut rows: Vec<f32>) -> Result<(Rotation, Vec<f32>)> {
+    fn fit<S: Side>(
+        &self,
+        code: PqCode,
+        metric: &Gram<S>,
+        mut rows: Vec<f32>,
+    ) -> Result<(Rotation, Vec<f32>)> {
         let mut covariance = Gram::new(metric.dim())?;
         covariance.add_rows(&rows)?;
         let rotation = Rotation::query_metric(&covariance, metric)?;
         let rotation = rotation.reordered(&balanced_order(rotation.sigma(), code.m)?)?;
-        HeadCode::transform(&rotation, self.norms, &mut rows)?;
+        HeadCode::transform(&rotation.store_map(metric.dim())?, self.norms, &mut rows)?;
         let options = TrainOptions { iterations: self.iterations, seed: SEED, ..Default::default() };
         Ok((rotation, halved(&train(code.shape(metric.dim())?, &rows, &options)?.centroids)))
     }
@@ -96,20 +100,25 @@ impl PqKlt {
         let read = |which: usize, head: usize| -> Result<HeadCode> {
             let part = |part| profile.floats(&self.key(which, l, head, part)).map(<[f32]>::to_vec);
             let wrong = |e: &dyn std::fmt::Display| Error::Profile(e.to_string());
-            let sigma = part("sigma")?.into_iter().map(f64::from).collect();
-            let rotation =
-                Rotation::from_parts(part("store")?, part("probe")?, sigma).map_err(|e| wrong(&e))?;
+            let map = |which| -> Result<MapBuf> {
+                MapBuf::new(part(which)?, config.head_dim, config.head_dim).map_err(|e| wrong(&e))
+            };
             let shape = [self.k, self.v][which].shape(config.head_dim)?;
             let codebook = CodebookBuf::new(shape, &part("centroids")?).map_err(|e| wrong(&e))?;
             let mean = part("mean")?;
-            if mean.len() != config.head_dim || rotation.dim() != config.head_dim {
-                return Err(Error::Profile(format!("a transform of {} dimensions", rotation.dim())));
+            if mean.len() != config.head_dim {
+                return Err(Error::Profile(format!("a mean of {} dimensions", mean.len())));
             }
-            Ok(HeadCode { mean, rotation, codebook, norms: self.norms })
+            Ok(HeadCode { mean, store: map("store")?, probe: map("probe")?, codebook, norms: self.norms })
         };
         let heads = (0..config.n_kv_heads).map(|head| Ok([read(0, head)?, read(1, head)?]));
         Ok(TransformedPlan { heads: heads.collect::<Result<_>>()?, space: self.space, refine: self.refine })
     }
+}
+
+/// In single precision, as profiles hold numbers.
+pub(super) fn single(x: &[f64]) -> Vec<f32> {
+    x.iter().map(|&x| x as f32).collect()
 }
 
 /// Takes the mean out of rows (n, dim) and returns it.

@@ -6,6 +6,7 @@ use std::str::FromStr;
 use codec_core::{Coder, ModelKind};
 
 use super::cachegen::Prediction;
+use super::zack::RankRule;
 use super::{Basis, PqCode};
 use crate::cache::{ElementType, KeySpace};
 use crate::{Error, Result};
@@ -72,6 +73,16 @@ impl<'a> Settings<'a> {
     /// A count that is shown when it is given.
     pub fn count(&mut self, key: &'static str, default: usize) -> Result<usize> {
         Ok(self.common(key, Within::<usize, 0, 4096>(default))?.0)
+    }
+
+    /// A count of at least one that is shown when it is given.
+    pub fn common_count(&mut self, key: &'static str, default: usize) -> Result<usize> {
+        Ok(self.common(key, Within::<usize, 1, 4096>(default))?.0)
+    }
+
+    /// A part of a whole that is shown when it is given.
+    pub fn common_part(&mut self, key: &'static str, default: f64) -> Result<f64> {
+        Ok(self.common(key, Within::<f64, 0, 1>(default))?.0)
     }
 
     /// A part of a whole in hundredths.
@@ -181,7 +192,8 @@ macro_rules! words {
         }
     };
 }
-words!(Basis, "closed" => Basis::Closed, "stacked" => Basis::Stacked);
+words!(Basis, "closed" => Basis::Closed, "stacked" => Basis::Stacked, "principal" => Basis::Principal);
+words!(RankRule, "removal" => RankRule::Removal, "loss" => RankRule::Loss, "uniform" => RankRule::Uniform);
 words!(Prediction, "best" => Prediction::Best, "none" => Prediction::None, "mean" => Prediction::Mean,
     "previous" => Prediction::Previous, "anchor" => Prediction::Anchor);
 words!(ModeName, "transform" => ModeName::Transform, "channels" => ModeName::Channels, "common" => ModeName::Common, "paper" => ModeName::Paper,
@@ -245,6 +257,24 @@ impl FromStr for Bits {
 impl Display for Bits {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         self.0.fmt(f)
+    }
+}
+
+/// Bits of a code, 1 to 8, or none for rows that are not coded.
+#[derive(Clone, Copy)]
+pub(super) struct OptionalBits(pub Option<u32>);
+
+impl FromStr for OptionalBits {
+    type Err = String;
+
+    fn from_str(text: &str) -> std::result::Result<Self, String> {
+        Ok(Self(Some(Within::<u32, 1, 8>::from_str(text)?.0)))
+    }
+}
+
+impl Display for OptionalBits {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        self.0.map_or(Ok(()), |bits| bits.fmt(f))
     }
 }
 

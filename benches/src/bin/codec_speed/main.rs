@@ -10,10 +10,9 @@
 mod data;
 mod peers;
 
-use std::time::Instant;
-
 use codec_core::{Backend, LANES, Models, Row, decode_symbols_into, encode_symbols};
 use data::{CHANNELS, Unit};
+use kv_benches::median;
 
 fn main() {
     let repeats: usize = std::env::args().nth(1).map_or(5, |x| x.parse().unwrap());
@@ -94,19 +93,6 @@ fn measure(coder: &dyn Coder, units: &[Unit], repeats: usize, n: f64) {
         rate(decode),
         rate(two)
     );
-}
-
-/// Median seconds of `repeats` runs.
-fn median(repeats: usize, mut run: impl FnMut()) -> f64 {
-    let mut seconds: Vec<f64> = (0..repeats)
-        .map(|_| {
-            let start = Instant::now();
-            run();
-            start.elapsed().as_secs_f64()
-        })
-        .collect();
-    seconds.sort_by(f64::total_cmp);
-    seconds[repeats / 2]
 }
 
 /// Ours: a stream for 32 channels.

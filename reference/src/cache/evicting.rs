@@ -1,0 +1,141 @@
+use std::sync::Arc;
+
+use crate::Result;
+use crate::cache::accumulate::Accumulator;
+use crate::cache::{Footprint, Geometry, RotatedStore, Store};
+use crate::model::Rope;
+use crate::ops::{dot, softmax};
+
+/// Eviction before another store: of a prompt only the part that its last queries attend to most is kept, one choice for all
+/// heads of a layer. What is decoded after it stays.
+///
+/// SnapKV (arXiv 2404.14469) without its pooling over neighbours; Keyformer (ZACK's 6.2) chooses by accumulated scores as
+/// well. Tokens keep their positions.
+#[derive(Clone)]
+pub(crate) struct EvictingStore<S> {
+    inner: S,
+    geometry: Geometry,
+    rope: Arc<Rope>,
+    part: f64,         // of the prompt's tokens that stay
+    queries: Vec<f32>, // (n, n_heads, head_dim) rotated: the prompt's last ones, until its tokens arrive
+    kept: Vec<usize>,  // indices of the tokens that the inner store holds, ascending
+    len: usize,
+}
+
+impl<S: RotatedStore> EvictingStore<S> {
+    pub fn new(inner: S, geometry: Geometry, rope: Arc<Rope>, part: f64) -> Self {
+        Self { inner, geometry, rope, part, queries: vec![], kept: vec![], len: 0 }
+    }
+
+    /// Indices of the tokens of `keys`, rotated, that stay.
+    fn choose(&self, keys: &[f32]) -> Vec<usize> {
+        let Geometry { n_heads, n_kv_heads, head_dim } = self.geometry;
+        let n = keys.len() / self.geometry.kv_dim();
+        let stay = (self.part * n as f64).ceil() as usize;
+        let scale = 1.0 / (head_dim as f32).sqrt();
+        let mut attention = vec![0.0; n];
+        let mut scores = vec![0.0; n];
+        for head in 0..n_kv_heads {
+            let keys = self.geometry.head_rows(head, keys);
+            let group = n_heads / n_kv_heads;
+            for q in
+                self.queries.chunks_exact(head_dim).enumerate().filter(|(i, _)| i % n_heads / group == head)
+            {
+                for (score, key) in scores.iter_mut().zip(keys.chunks_exact(head_dim)) {
+                    *score = scale * dot(q.1, key);
+                }
+                softmax(&mut scores);
+                attention.iter_mut().zip(&scores).for_each(|(sum, x)| *sum += x);
+            }
+        }
+        let mut order: Vec<usize> = (0..n).collect();
+        order.sort_by(|&a, &b| attention[b].total_cmp(&attention[a]));
+        order.truncate(stay);
+        order.sort_unstable();
+        order
+    }
+}
+
+impl<S: RotatedStore + Clone + 'static> Store for EvictingStore<S> {
+    fn watch(&mut self, queries: &[f32]) {
+        self.queries = queries.to_vec();
+    }
+
+    fn push(&mut self, pos: usize, k: &[f32], v: &[f32]) -> Result<()> {
+        let kv_dim = self.geometry.kv_dim();
+        let rotated = self.rope.rotated(k, kv_dim, pos);
+        let n = k.len() / kv_dim;
+        let stay = if self.queries.is_empty() { (0..n).collect() } else { self.choose(&rotated) };
+        let rows = |rows: &[f32]| -> Vec<f32> {
+            stay.iter().flat_map(|&i| &rows[i * kv_dim..][..kv_dim]).copied().collect()
+        };
+        self.inner.push_rotated(&rows(&rotated), &rows(v))?;
+        self.kept.extend(stay.iter().map(|i| self.len + i));
+        self.len += n;
+        self.queries.clear();
+        Ok(())
+    }
+
+    fn len(&self) -> usize {
+        self.len
+    }
+
+    fn truncate(&mut self, len: usize) -> Result<()> {
+        self.kept.truncate(self.kept.partition_point(|&token| token < len));
+        self.len = len;
+        self.inner.truncate(self.kept.len())
+    }
+
+    fn attend(&self, head: usize, q: &[f32], group: &mut [Accumulator]) -> Result<()> {
+        self.inner.attend(head, q, group)
+    }
+
+    fn footprint(&self) -> Footprint {
+        self.inner.footprint()
+    }
+
+    fn clone_box(&self) -> Box<dyn Store> {
+        Box::new(self.clone())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use super::*;
+    use crate::cache::{DenseStore, ElementType};
+    use crate::model::Model;
+
+    #[test]
+    fn what_the_queries_look_for_stays() {
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/parity/fixtures/gqa");
+        let config = Model::load(&path).unwrap().config;
+        let geometry = Geometry::of(&config);
+        let rope = Arc::new(Rope::new(&config, 16));
+        let dense = DenseStore::new(ElementType::F32, geometry, rope.clone());
+        let mut store = EvictingStore::new(dense, geometry, rope.clone(), 0.25);
+        // Eight tokens: the keys of 2 and 5 are the query, at their positions.
+        let kv_dim = geometry.kv_dim();
+        let mut k = vec![0.0; 8 * kv_dim];
+        for token in [2, 5] {
+            k[token * kv_dim..][..kv_dim].fill(2.0);
+        }
+        let v: Vec<f32> = (0..8).flat_map(|token| vec![token as f32; kv_dim]).collect();
+        let q_dim = geometry.n_heads * geometry.head_dim;
+        let queries = rope.rotated(&vec![2.0; 2 * q_dim], q_dim, 2);
+        store.watch(&queries);
+        store.push(0, &k, &v).unwrap();
+        assert_eq!((store.len(), &store.kept[..]), (8, &[2, 5][..]));
+        // The prompt's queries are gone: what comes after it stays.
+        store.push(8, &k[..2 * kv_dim], &v[..2 * kv_dim]).unwrap();
+        assert_eq!((store.len(), &store.kept[..]), (10, &[2, 5, 8, 9][..]));
+        store.truncate(5).unwrap();
+        assert_eq!((store.len(), &store.kept[..], store.inner.len()), (5, &[2][..], 1));
+        let mut group = vec![Accumulator::new(geometry.head_dim)];
+        store.attend(0, &vec![0.0; geometry.head_dim], &mut group).unwrap();
+        let mut out = vec![0.0; geometry.head_dim];
+        group[0].finish(&mut out);
+        assert!(out.iter().all(|&x| x == 2.0));
+    }
+}

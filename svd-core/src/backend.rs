@@ -1,0 +1,86 @@
+use crate::Error;
+use crate::simd::Kernel;
+
+/// An instruction set that the hot loops are compiled for.
+///
+/// Every operation has one result; a backend is only a way to compute it. Grams have the same bits on every backend; `f32`
+/// sums that use fused multiply-adds differ by rounding (see the tolerances in the crate's tests).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Backend {
+    /// Portable Rust, the definition of every result.
+    Scalar,
+    /// x86-64 with AVX2, FMA and F16C.
+    Avx2,
+    /// x86-64 with AVX-512 F (and AVX2).
+    Avx512,
+    /// AArch64 with NEON.
+    Neon,
+}
+
+impl Backend {
+    /// All of them, the preferred ones last.
+    pub const ALL: [Self; 4] = [Self::Scalar, Self::Neon, Self::Avx2, Self::Avx512];
+
+    /// Whether this machine can run it.
+    ///
+    /// With feature `std` the running CPU is asked; without, only what the compilation target guarantees counts.
+    #[must_use]
+    pub fn is_available(self) -> bool {
+        match self {
+            Self::Scalar => true,
+            _ if cfg!(miri) => false,
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx2 => has_avx2(),
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512 => has_avx512(),
+            #[cfg(target_arch = "aarch64")]
+            Self::Neon => cfg!(target_feature = "neon"),
+            _ => false,
+        }
+    }
+
+    /// The fastest one that this machine can run.
+    #[must_use]
+    pub fn detect() -> Self {
+        Self::ALL.into_iter().rev().find(|backend| backend.is_available()).unwrap_or(Self::Scalar)
+    }
+
+    pub(crate) fn check(self) -> Result<(), Error> {
+        if self.is_available() { Ok(()) } else { Err(Error::BackendUnavailable) }
+    }
+
+    /// Runs the form of `kernel` for this instruction set, or the scalar one where the machine lacks it.
+    pub(crate) fn run<K: Kernel>(self, kernel: K) -> K::Output {
+        match self {
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512 if self.is_available() => crate::simd::avx512::run(kernel),
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx2 if self.is_available() => crate::simd::avx2::run(kernel),
+            #[cfg(target_arch = "aarch64")]
+            Self::Neon if self.is_available() => crate::simd::neon::run(kernel),
+            _ => kernel.scalar(),
+        }
+    }
+}
+
+#[cfg(all(target_arch = "x86_64", feature = "std"))]
+fn has_avx2() -> bool {
+    std::is_x86_feature_detected!("avx2")
+        && std::is_x86_feature_detected!("fma")
+        && std::is_x86_feature_detected!("f16c")
+}
+
+#[cfg(all(target_arch = "x86_64", feature = "std"))]
+fn has_avx512() -> bool {
+    has_avx2() && std::is_x86_feature_detected!("avx512f")
+}
+
+#[cfg(all(target_arch = "x86_64", not(feature = "std")))]
+const fn has_avx2() -> bool {
+    cfg!(all(target_feature = "avx2", target_feature = "fma", target_feature = "f16c"))
+}
+
+#[cfg(all(target_arch = "x86_64", not(feature = "std")))]
+const fn has_avx512() -> bool {
+    has_avx2() && cfg!(target_feature = "avx512f")
+}

@@ -1,0 +1,77 @@
+//! What the vector kernels need of an instruction set.
+//!
+//! A kernel is written once, over [`Simd`], beside its scalar definition; [`Backend::run`](crate::Backend::run) compiles
+//! it for each set by inlining it into one function that has the set's target features. Each set's file is the list of its
+//! instructions.
+
+#[cfg(target_arch = "x86_64")]
+pub(crate) mod avx2;
+#[cfg(target_arch = "x86_64")]
+pub(crate) mod avx512;
+#[cfg(target_arch = "aarch64")]
+pub(crate) mod neon;
+
+/// An operation in its two forms. `vector` must be `#[inline(always)]`, so that it is compiled with the features of the
+/// function that it is inlined into.
+pub(crate) trait Kernel {
+    type Output;
+
+    /// The definition.
+    fn scalar(self) -> Self::Output;
+
+    /// The same on the registers of `s`.
+    fn vector<S: Simd>(self, s: S) -> Self::Output;
+}
+
+/// An instruction set. A value of it proves that the CPU has it: only `run` in the set's file makes one, after the
+/// backend has been found available.
+pub trait Simd: Copy {
+    /// `LANES` floats.
+    type F32: Copy;
+    /// `LANES / 2` doubles.
+    type F64: Copy;
+
+    const LANES: usize;
+    /// Whether there are 32 registers, not 16.
+    const WIDE: bool;
+
+    fn splat(self, x: f32) -> Self::F32;
+    /// # Safety
+    /// `LANES` floats from `p` on are readable.
+    unsafe fn load(self, p: *const f32) -> Self::F32;
+    /// Widens `LANES` IEEE halves.
+    ///
+    /// # Safety
+    /// They are readable from `p` on.
+    unsafe fn load_f16(self, p: *const u16) -> Self::F32;
+    /// Widens `LANES` brain floats.
+    ///
+    /// # Safety
+    /// They are readable from `p` on.
+    unsafe fn load_bf16(self, p: *const u16) -> Self::F32;
+    /// # Safety
+    /// `LANES` floats from `p` on are writable.
+    unsafe fn store(self, p: *mut f32, x: Self::F32);
+    /// `a * b + c`, rounded once.
+    fn mul_add(self, a: Self::F32, b: Self::F32, c: Self::F32) -> Self::F32;
+    /// The sums of the lanes of four registers, in an order of the set's own.
+    fn sum4(self, x: [Self::F32; 4]) -> [f32; 4];
+    /// Asks for the cache line at `p`, which need not be readable, to come to the second cache.
+    fn prefetch(self, p: *const u8);
+
+    fn zero_f64(self) -> Self::F64;
+    /// All lanes from `p`.
+    ///
+    /// # Safety
+    /// `p` is readable.
+    unsafe fn splat_f64(self, p: *const f64) -> Self::F64;
+    /// # Safety
+    /// `LANES / 2` doubles from `p` on are readable.
+    unsafe fn load_f64(self, p: *const f64) -> Self::F64;
+    /// # Safety
+    /// `LANES / 2` doubles from `p` on are writable.
+    unsafe fn store_f64(self, p: *mut f64, x: Self::F64);
+    fn add_f64(self, a: Self::F64, b: Self::F64) -> Self::F64;
+    /// `a * b + c`, rounded once.
+    fn mul_add_f64(self, a: Self::F64, b: Self::F64, c: Self::F64) -> Self::F64;
+}

@@ -1,0 +1,98 @@
+//! AVX2 with FMA and F16C.
+
+use core::arch::x86_64::*;
+
+use super::{Kernel, Simd};
+
+#[derive(Clone, Copy)]
+pub(crate) struct Avx2(());
+
+/// Compiles and runs a kernel. Callers have found the backend available.
+pub(crate) fn run<K: Kernel>(kernel: K) -> K::Output {
+    #[target_feature(enable = "avx2,fma,f16c")]
+    fn with_features<K: Kernel>(kernel: K) -> K::Output {
+        kernel.vector(Avx2(()))
+    }
+    // SAFETY: `Backend::run` calls this only where `is_available` has confirmed the features.
+    unsafe { with_features(kernel) }
+}
+
+/// An expression of instructions that the token allows.
+macro_rules! op {
+    ($e:expr) => {{
+        // SAFETY: a value of `Avx2` exists only where the CPU has the features; pointers are the caller's promise.
+        unsafe { $e }
+    }};
+}
+
+impl Simd for Avx2 {
+    type F32 = __m256;
+    type F64 = __m256d;
+
+    const LANES: usize = 8;
+    const WIDE: bool = false;
+
+    #[inline(always)]
+    fn splat(self, x: f32) -> __m256 {
+        op!(_mm256_set1_ps(x))
+    }
+    #[inline(always)]
+    unsafe fn load(self, p: *const f32) -> __m256 {
+        op!(_mm256_loadu_ps(p))
+    }
+    #[inline(always)]
+    unsafe fn load_f16(self, p: *const u16) -> __m256 {
+        op!(_mm256_cvtph_ps(_mm_loadu_si128(p.cast())))
+    }
+    #[inline(always)]
+    unsafe fn load_bf16(self, p: *const u16) -> __m256 {
+        op!(_mm256_castsi256_ps(_mm256_slli_epi32::<16>(_mm256_cvtepu16_epi32(_mm_loadu_si128(p.cast())))))
+    }
+    #[inline(always)]
+    unsafe fn store(self, p: *mut f32, x: __m256) {
+        op!(_mm256_storeu_ps(p, x));
+    }
+    #[inline(always)]
+    fn mul_add(self, a: __m256, b: __m256, c: __m256) -> __m256 {
+        op!(_mm256_fmadd_ps(a, b, c))
+    }
+    #[inline(always)]
+    fn sum4(self, [a, b, c, d]: [__m256; 4]) -> [f32; 4] {
+        op!({
+            let abcd = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
+            let sums = _mm_add_ps(_mm256_castps256_ps128(abcd), _mm256_extractf128_ps::<1>(abcd));
+            let mut out = [0.0; 4];
+            _mm_storeu_ps(out.as_mut_ptr(), sums);
+            out
+        })
+    }
+    #[inline(always)]
+    fn prefetch(self, p: *const u8) {
+        op!(_mm_prefetch::<_MM_HINT_T1>(p.cast()));
+    }
+
+    #[inline(always)]
+    fn zero_f64(self) -> __m256d {
+        op!(_mm256_setzero_pd())
+    }
+    #[inline(always)]
+    unsafe fn splat_f64(self, p: *const f64) -> __m256d {
+        op!(_mm256_set1_pd(*p))
+    }
+    #[inline(always)]
+    unsafe fn load_f64(self, p: *const f64) -> __m256d {
+        op!(_mm256_loadu_pd(p))
+    }
+    #[inline(always)]
+    unsafe fn store_f64(self, p: *mut f64, x: __m256d) {
+        op!(_mm256_storeu_pd(p, x));
+    }
+    #[inline(always)]
+    fn add_f64(self, a: __m256d, b: __m256d) -> __m256d {
+        op!(_mm256_add_pd(a, b))
+    }
+    #[inline(always)]
+    fn mul_add_f64(self, a: __m256d, b: __m256d, c: __m256d) -> __m256d {
+        op!(_mm256_fmadd_pd(a, b, c))
+    }
+}

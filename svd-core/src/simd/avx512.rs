@@ -1,0 +1,104 @@
+//! AVX-512.
+
+use core::arch::x86_64::*;
+
+use super::{Kernel, Simd};
+
+#[derive(Clone, Copy)]
+pub(crate) struct Avx512(());
+
+/// Compiles and runs a kernel. Callers have found the backend available.
+pub(crate) fn run<K: Kernel>(kernel: K) -> K::Output {
+    #[target_feature(enable = "avx512f,avx2,fma,f16c")]
+    fn with_features<K: Kernel>(kernel: K) -> K::Output {
+        kernel.vector(Avx512(()))
+    }
+    // SAFETY: `Backend::run` calls this only where `is_available` has confirmed the features.
+    unsafe { with_features(kernel) }
+}
+
+/// An expression of instructions that the token allows.
+macro_rules! op {
+    ($e:expr) => {{
+        // SAFETY: a value of `Avx512` exists only where the CPU has the features; pointers are the caller's promise.
+        unsafe { $e }
+    }};
+}
+
+impl Simd for Avx512 {
+    type F32 = __m512;
+    type F64 = __m512d;
+
+    const LANES: usize = 16;
+    const WIDE: bool = true;
+
+    #[inline(always)]
+    fn splat(self, x: f32) -> __m512 {
+        op!(_mm512_set1_ps(x))
+    }
+    #[inline(always)]
+    unsafe fn load(self, p: *const f32) -> __m512 {
+        op!(_mm512_loadu_ps(p))
+    }
+    #[inline(always)]
+    unsafe fn load_f16(self, p: *const u16) -> __m512 {
+        op!(_mm512_cvtph_ps(_mm256_loadu_si256(p.cast())))
+    }
+    #[inline(always)]
+    unsafe fn load_bf16(self, p: *const u16) -> __m512 {
+        op!(_mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(_mm256_loadu_si256(p.cast())))))
+    }
+    #[inline(always)]
+    unsafe fn store(self, p: *mut f32, x: __m512) {
+        op!(_mm512_storeu_ps(p, x));
+    }
+    #[inline(always)]
+    fn mul_add(self, a: __m512, b: __m512, c: __m512) -> __m512 {
+        op!(_mm512_fmadd_ps(a, b, c))
+    }
+    #[inline(always)]
+    fn sum4(self, [a, b, c, d]: [__m512; 4]) -> [f32; 4] {
+        op!({
+            let ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+            let cd = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
+            let (ab, cd) = (_mm512_castps_pd(ab), _mm512_castps_pd(cd));
+            let (low, high) = (_mm512_unpacklo_pd(ab, cd), _mm512_unpackhi_pd(ab, cd));
+            let abcd = _mm512_add_ps(_mm512_castpd_ps(low), _mm512_castpd_ps(high));
+            let upper = _mm256_castpd_ps(_mm512_extractf64x4_pd::<1>(_mm512_castps_pd(abcd)));
+            let half = _mm256_add_ps(_mm512_castps512_ps256(abcd), upper);
+            let sums = _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps::<1>(half));
+            let mut out = [0.0; 4];
+            _mm_storeu_ps(out.as_mut_ptr(), sums);
+            out
+        })
+    }
+    #[inline(always)]
+    fn prefetch(self, p: *const u8) {
+        op!(_mm_prefetch::<_MM_HINT_T1>(p.cast()));
+    }
+
+    #[inline(always)]
+    fn zero_f64(self) -> __m512d {
+        op!(_mm512_setzero_pd())
+    }
+    #[inline(always)]
+    unsafe fn splat_f64(self, p: *const f64) -> __m512d {
+        op!(_mm512_set1_pd(*p))
+    }
+    #[inline(always)]
+    unsafe fn load_f64(self, p: *const f64) -> __m512d {
+        op!(_mm512_loadu_pd(p))
+    }
+    #[inline(always)]
+    unsafe fn store_f64(self, p: *mut f64, x: __m512d) {
+        op!(_mm512_storeu_pd(p, x));
+    }
+    #[inline(always)]
+    fn add_f64(self, a: __m512d, b: __m512d) -> __m512d {
+        op!(_mm512_add_pd(a, b))
+    }
+    #[inline(always)]
+    fn mul_add_f64(self, a: __m512d, b: __m512d, c: __m512d) -> __m512d {
+        op!(_mm512_fmadd_pd(a, b, c))
+    }
+}

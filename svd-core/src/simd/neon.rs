@@ -1,0 +1,101 @@
+//! NEON.
+
+use core::arch::aarch64::*;
+
+use super::{Kernel, Simd};
+
+#[derive(Clone, Copy)]
+pub(crate) struct Neon(());
+
+/// Runs a kernel. Callers have found the backend available: NEON is part of the compilation target.
+pub(crate) fn run<K: Kernel>(kernel: K) -> K::Output {
+    kernel.vector(Neon(()))
+}
+
+/// An expression of instructions that the token allows.
+macro_rules! op {
+    ($e:expr) => {{
+        // SAFETY: the compilation target has NEON; pointers are the caller's promise.
+        unsafe { $e }
+    }};
+}
+
+impl Simd for Neon {
+    type F32 = float32x4_t;
+    type F64 = float64x2_t;
+
+    const LANES: usize = 4;
+    const WIDE: bool = true;
+
+    #[inline(always)]
+    fn splat(self, x: f32) -> float32x4_t {
+        op!(vdupq_n_f32(x))
+    }
+    #[inline(always)]
+    unsafe fn load(self, p: *const f32) -> float32x4_t {
+        op!(vld1q_f32(p))
+    }
+    #[inline(always)]
+    unsafe fn load_f16(self, p: *const u16) -> float32x4_t {
+        // The conversion needs a type that is not stable yet. Moved to the place of the wider fields, a half is 2^-112 of its
+        // value; what then lies at 2^16 or above was infinite or NaN.
+        op!({
+            let x = vmovl_u16(vld1_u16(p));
+            let magnitude = vshlq_n_u32::<13>(vandq_u32(x, vdupq_n_u32(0x7fff)));
+            let scaled =
+                vmulq_f32(vreinterpretq_f32_u32(magnitude), vdupq_n_f32(f32::from_bits(0x7780_0000)));
+            let special = vcgeq_f32(scaled, vdupq_n_f32(65_536.0));
+            let exponent = vandq_u32(special, vdupq_n_u32(0x7f80_0000));
+            let sign = vshlq_n_u32::<16>(vandq_u32(x, vdupq_n_u32(0x8000)));
+            vreinterpretq_f32_u32(vorrq_u32(vorrq_u32(vreinterpretq_u32_f32(scaled), exponent), sign))
+        })
+    }
+    #[inline(always)]
+    unsafe fn load_bf16(self, p: *const u16) -> float32x4_t {
+        op!(vreinterpretq_f32_u32(vshlq_n_u32::<16>(vmovl_u16(vld1_u16(p)))))
+    }
+    #[inline(always)]
+    unsafe fn store(self, p: *mut f32, x: float32x4_t) {
+        op!(vst1q_f32(p, x));
+    }
+    #[inline(always)]
+    fn mul_add(self, a: float32x4_t, b: float32x4_t, c: float32x4_t) -> float32x4_t {
+        op!(vfmaq_f32(c, a, b))
+    }
+    #[inline(always)]
+    fn sum4(self, [a, b, c, d]: [float32x4_t; 4]) -> [f32; 4] {
+        op!({
+            let sums = vpaddq_f32(vpaddq_f32(a, b), vpaddq_f32(c, d));
+            let mut out = [0.0; 4];
+            vst1q_f32(out.as_mut_ptr(), sums);
+            out
+        })
+    }
+    #[inline(always)]
+    fn prefetch(self, _: *const u8) {}
+
+    #[inline(always)]
+    fn zero_f64(self) -> float64x2_t {
+        op!(vdupq_n_f64(0.0))
+    }
+    #[inline(always)]
+    unsafe fn splat_f64(self, p: *const f64) -> float64x2_t {
+        op!(vld1q_dup_f64(p))
+    }
+    #[inline(always)]
+    unsafe fn load_f64(self, p: *const f64) -> float64x2_t {
+        op!(vld1q_f64(p))
+    }
+    #[inline(always)]
+    unsafe fn store_f64(self, p: *mut f64, x: float64x2_t) {
+        op!(vst1q_f64(p, x));
+    }
+    #[inline(always)]
+    fn add_f64(self, a: float64x2_t, b: float64x2_t) -> float64x2_t {
+        op!(vaddq_f64(a, b))
+    }
+    #[inline(always)]
+    fn mul_add_f64(self, a: float64x2_t, b: float64x2_t, c: float64x2_t) -> float64x2_t {
+        op!(vfmaq_f64(c, a, b))
+    }
+}

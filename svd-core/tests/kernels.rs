@@ -1,0 +1,203 @@
+//! Every backend against the formula in `f64`; Grams bit for bit.
+
+#![allow(clippy::unwrap_used)] // helpers of tests, too
+
+use half::{bf16, f16};
+use proptest::prelude::*;
+use svd_core::{Backend, Element, Error, Gram, Map, PostRope, SoftmaxStats, attend_into, attend_into_with};
+
+/// Largest relative error of a sum of `n` terms in `f32`, with room for the backends' different orders.
+fn tolerance(n: usize) -> f64 {
+    1e-6 * (4.0 + (n as f64).sqrt())
+}
+
+fn backends() -> impl Iterator<Item = Backend> {
+    Backend::ALL.into_iter().filter(|backend| backend.is_available())
+}
+
+/// Numbers from -1 to 1.
+fn noise<E: Element>(n: usize, seed: u64) -> Vec<E> {
+    (0..n as u64)
+        .map(|i| {
+            let mut z = (i + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15) ^ seed;
+            z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+            E::from_f32((z >> 40) as f32 / (1 << 23) as f32 - 1.0)
+        })
+        .collect()
+}
+
+fn ip<A: Element, B: Element>(a: &[A], b: &[B]) -> f64 {
+    a.iter().zip(b).map(|(a, b)| f64::from(a.to_f32()) * f64::from(b.to_f32())).sum()
+}
+
+fn check_attention<E: Element>(n: usize, rank_k: usize, rank_v: usize, group: usize, seed: u64) {
+    let queries: Vec<f32> = noise::<f32>(group * rank_k, seed).iter().map(|x| x * 3.0).collect();
+    let (keys, values) = (noise::<E>(n * rank_k, seed ^ 1), noise::<E>(n * rank_v, seed ^ 2));
+    for backend in backends() {
+        // In two parts, as a store and its window are.
+        let (mut out, mut stats) = (vec![0.0; group * rank_v], vec![SoftmaxStats::EMPTY; group]);
+        let half = n / 2;
+        for tokens in [0..half, half..n] {
+            let keys = &keys[tokens.start * rank_k..tokens.end * rank_k];
+            let values = &values[tokens.start * rank_v..tokens.end * rank_v];
+            attend_into_with(backend, &queries, keys, values, &mut out, &mut stats).unwrap();
+        }
+        for (g, query) in queries.chunks(rank_k).enumerate() {
+            let scores: Vec<f64> = keys.chunks(rank_k).map(|key| ip(query, key)).collect();
+            let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+            let sum: f64 = scores.iter().map(|score| (score - max).exp()).sum();
+            let out = &mut out[g * rank_v..][..rank_v];
+            stats[g].normalize(out);
+            for (d, &x) in out.iter().enumerate() {
+                let value = |t: usize| f64::from(values[t * rank_v + d].to_f32());
+                let exact: f64 = (0..n).map(|t| (scores[t] - max).exp() / sum * value(t)).sum();
+                let bound = 3.0 * tolerance(rank_k) * (rank_k as f64).sqrt() + tolerance(n);
+                assert!((exact - f64::from(x)).abs() < bound, "{backend:?} {exact} {x}");
+            }
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(48))]
+
+    #[test]
+    fn attention_equals_the_formula(
+        n in 0_usize..200, rank_k in 1_usize..80, rank_v in 1_usize..140, group in 1_usize..10, seed in any::<u64>(),
+    ) {
+        check_attention::<f32>(n, rank_k, rank_v, group, seed);
+        check_attention::<f16>(n, rank_k, rank_v, group, seed);
+        check_attention::<bf16>(n, rank_k, rank_v, group, seed);
+    }
+
+    #[test]
+    fn projection_equals_the_formula(n in 0_usize..12, dim in 1_usize..70, rank in 1_usize..70, seed in any::<u64>()) {
+        let rank = rank.min(dim);
+        let (columns, rows) = (noise::<f32>(dim * rank, seed), noise::<bf16>(n * dim, seed ^ 1));
+        let map = Map::new(&columns, dim, rank).unwrap();
+        for backend in backends() {
+            let mut out = vec![f32::NAN; n * rank];
+            map.project_into_with(backend, &rows, &mut out).unwrap();
+            for (row, out) in rows.chunks(dim).zip(out.chunks(rank)) {
+                for (c, &x) in out.iter().enumerate() {
+                    let column: Vec<f32> = columns.iter().skip(c).step_by(rank).copied().collect();
+                    prop_assert!((ip(row, &column) - f64::from(x)).abs() < tolerance(dim) * (dim as f64).sqrt());
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn grams_have_the_same_bits_everywhere(
+        n in 0_usize..300, dim in 1_usize..50, left in 0_usize..5, right in 0_usize..5, seed in any::<u64>(),
+    ) {
+        fn check<E: Element>(n: usize, dim: usize, left: usize, row_len: usize, seed: u64) {
+            let rows = noise::<E>(n * row_len, seed);
+            let grams: Vec<Gram<PostRope>> = backends().map(|backend| {
+                let mut gram = Gram::new(dim).unwrap();
+                gram.add_columns_with(backend, &rows, row_len, left).unwrap();
+                gram
+            }).collect();
+            for gram in &grams {
+                assert_eq!(gram, &grams[0]);
+            }
+            let (matrix, centred, mean) = (grams[0].matrix(), grams[0].centred().matrix(), grams[0].mean());
+            let column = |c: usize| rows.iter().skip(left + c).step_by(row_len).map(|x| f64::from(x.to_f32()));
+            for r in 0..dim {
+                let average = column(r).sum::<f64>() / n.max(1) as f64;
+                assert!((mean[r] - average).abs() < 1e-12);
+                for c in 0..dim {
+                    let exact: f64 = column(r).zip(column(c)).map(|(x, y)| x * y).sum();
+                    assert!((matrix[r * dim + c] - exact).abs() < 1e-10);
+                    let about = exact - n as f64 * mean[r] * mean[c];
+                    assert!((centred[r * dim + c] - about).abs() < 1e-10);
+                }
+            }
+        }
+        let row_len = left + dim + right;
+        check::<f32>(n, dim, left, row_len, seed);
+        check::<f16>(n, dim, left, row_len, seed);
+        check::<bf16>(n, dim, left, row_len, seed);
+    }
+}
+
+#[test]
+fn every_half_is_widened_exactly() {
+    // A key of one token and a query of one: the score is the key. All of a register's lanes are passed through.
+    for bits in 0..=u16::MAX {
+        let (half, brain) = (f16::from_bits(bits), bf16::from_bits(bits));
+        for backend in backends() {
+            let columns = [1.0];
+            let map = Map::new(&columns, 1, 1).unwrap();
+            let mut out = [0.0; 2];
+            map.project_into_with(backend, &[half], &mut out[..1]).unwrap();
+            map.project_into_with(backend, &[brain], &mut out[1..]).unwrap();
+            for (x, y) in out.iter().zip([half.to_f32(), brain.to_f32()]) {
+                assert!(*x == y || x.is_nan() && y.is_nan(), "{backend:?} {bits:#x}: {x} {y}");
+            }
+        }
+    }
+    for backend in backends() {
+        for first in (0..=u16::MAX - 15).step_by(16) {
+            let values: Vec<f16> = (first..=first + 15).map(f16::from_bits).collect();
+            let (mut out, mut stats) = ([0.0; 16], [SoftmaxStats::EMPTY]);
+            attend_into_with(backend, &[0.0], &[f16::ONE], &values, &mut out, &mut stats).unwrap();
+            for (x, value) in out.iter().zip(values) {
+                let y = value.to_f32();
+                assert!(*x == y || x.is_nan() && y.is_nan(), "{backend:?}: {x} {y}");
+            }
+        }
+    }
+}
+
+#[test]
+fn long_sums_do_not_depend_on_how_chunks_are_spread() {
+    let rows = noise::<f32>(3 * 10_000, 5);
+    let mut whole = Gram::<PostRope>::new(3).unwrap();
+    whole.add_rows(&rows).unwrap();
+    // Chunks of 4,096 rows, as `add_rows` sums them.
+    let mut parts = Gram::new(3).unwrap();
+    for rows in rows.chunks(3 * 4096) {
+        let mut part = Gram::new(3).unwrap();
+        part.add_rows(rows).unwrap();
+        parts.merge(&part).unwrap();
+    }
+    assert_eq!(whole, parts);
+}
+
+#[test]
+fn special_scores() {
+    let attend = |keys: &[f32], values: &[f32]| {
+        let (mut out, mut stats) = ([0.0], [SoftmaxStats::EMPTY]);
+        attend_into(&[1.0], keys, values, &mut out, &mut stats).unwrap();
+        stats[0].normalize(&mut out);
+        out[0]
+    };
+    assert_eq!(attend(&[], &[]), 0.0);
+    assert_eq!(attend(&[f32::NEG_INFINITY, 2.0], &[1.0, 3.0]), 3.0);
+    assert_eq!(attend(&[-1e30, 1e30], &[1.0, 3.0]), 3.0);
+    assert!(attend(&[f32::NAN, 2.0], &[1.0, 3.0]).is_nan());
+}
+
+#[test]
+fn bad_shapes_are_errors_and_leave_everything_as_it_was() {
+    let mut out = [7.0; 4];
+    let mut stats = [SoftmaxStats::EMPTY; 2];
+    let mut attend = |queries: &[f32], keys: &[f32], values: &[f32], group: usize, out_len: usize| {
+        attend_into(queries, keys, values, &mut out[..out_len], &mut stats[..group])
+    };
+    assert_eq!(attend(&[1.0; 4], &[1.0; 4], &[1.0; 4], 0, 4), Err(Error::Zero { what: "number of queries" }));
+    assert_eq!(attend(&[], &[], &[], 2, 4), Err(Error::Zero { what: "rank" }));
+    assert!(attend(&[1.0; 3], &[1.0; 4], &[1.0; 4], 2, 4).is_err());
+    assert!(attend(&[1.0; 4], &[1.0; 5], &[1.0; 4], 2, 4).is_err());
+    assert!(attend(&[1.0; 4], &[1.0; 4], &[1.0; 5], 2, 4).is_err());
+    assert!(attend(&[1.0; 4], &[1.0; 4], &[1.0; 4], 2, 3).is_err());
+    assert_eq!((out, stats), ([7.0; 4], [SoftmaxStats::EMPTY; 2]));
+    assert!(
+        Map::new(&[1.0; 6], 2, 3).is_err()
+            && Map::new(&[], 2, 0).is_err()
+            && Map::new(&[1.0; 3], 2, 1).is_err()
+    );
+    assert!(Map::new(&[1.0; 2], 2, 1).unwrap().project_into(&[1.0_f32; 3], &mut [0.0]).is_err());
+    assert!(Map::new(&[1.0; 2], 2, 1).unwrap().reconstruct_into(&[1.0; 2], &mut [0.0; 2]).is_err());
+}

@@ -1,0 +1,47 @@
+//! A decode step allocates nothing: projection of query and key, attention on what is left.
+
+#![allow(clippy::unwrap_used, unsafe_code)]
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use svd_core::*;
+
+struct Counting;
+
+static ALLOCATIONS: AtomicUsize = AtomicUsize::new(0);
+
+// SAFETY: passes every call on to the system's allocator.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
+        // SAFETY: the caller's contract is this function's.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, p: *mut u8, layout: Layout) {
+        // SAFETY: as above.
+        unsafe { System.dealloc(p, layout) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+#[test]
+fn a_decode_step_allocates_nothing() {
+    let (n, group, dim, rank) = (1000, 4, 64, 40);
+    let columns = vec![0.1; dim * rank];
+    let map = Map::new(&columns, dim, rank).unwrap();
+    let queries = vec![0.5_f32; group * dim];
+    let mut projected = vec![0.0; group * rank];
+    let (keys, values) = (vec![half::bf16::ONE; n * rank], vec![half::bf16::ONE; n * rank]);
+    let (mut out, mut stats) = (vec![0.0; group * rank], vec![SoftmaxStats::EMPTY; group]);
+    for backend in Backend::ALL.into_iter().filter(|backend| backend.is_available()) {
+        let before = ALLOCATIONS.load(Ordering::Relaxed);
+        map.project_into_with(backend, &queries, &mut projected).unwrap();
+        attend_into_with(backend, &projected, &keys, &values, &mut out, &mut stats).unwrap();
+        stats.iter().zip(out.chunks_exact_mut(rank)).for_each(|(stats, out)| stats.normalize(out));
+        assert_eq!(ALLOCATIONS.load(Ordering::Relaxed), before, "{backend:?}");
+    }
+}
