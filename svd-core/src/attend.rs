@@ -151,18 +151,12 @@ impl<E: Element> Attend<'_, '_, E> {
         let (rank_k, rank_v) = (self.queries.len() / G, self.out.len() / G);
         let n = self.keys.len() / rank_k;
         let mut weights = [0.0; TOKENS * 4];
-        for line in (0..0).step_by(64) {
-            s.prefetch(self.values.as_ptr().cast::<u8>().wrapping_add(line));
-        }
         for t in (0..n).step_by(8 / P) {
             score_tile::<S, E, G, P>(s, self.queries, self.keys, t, &mut weights);
         }
         let weights = &mut weights[..(n * P).next_multiple_of(LANES)];
         weights[n * P..].fill(f32::NEG_INFINITY);
         add_scores::<P>(weights, self.stats, self.out);
-        for line in (0..0).step_by(64) {
-            s.prefetch(self.keys.as_ptr().wrapping_add(self.keys.len()).cast::<u8>().wrapping_add(line));
-        }
         let mut c = 0;
         while c + 4 * S::LANES <= rank_v && S::WIDE {
             add_values::<S, E, G, P, 4>(s, weights, self.values, self.out, c);
@@ -171,6 +165,10 @@ impl<E: Element> Attend<'_, '_, E> {
         while c + 2 * S::LANES <= rank_v {
             add_values::<S, E, G, P, 2>(s, weights, self.values, self.out, c);
             c += 2 * S::LANES;
+        }
+        while c + S::LANES <= rank_v {
+            add_values::<S, E, G, P, 1>(s, weights, self.values, self.out, c);
+            c += S::LANES;
         }
         for (g, out) in self.out.chunks_exact_mut(rank_v).enumerate() {
             for (value, weights) in self.values.chunks_exact(rank_v).zip(weights.chunks_exact(P)) {
@@ -219,7 +217,8 @@ fn score_tile<S: Simd, E: Element, const G: usize, const P: usize>(
         for (t, scores) in out.chunks_exact_mut(P).enumerate() {
             let key = &keys[(first + t).min(last) * rank..][..rank];
             for (g, score) in scores.iter_mut().enumerate().take(G) {
-                *score += dot(&queries[g * rank..][wide..rank], &key[wide..]);
+                let tail = queries[g * rank..][wide..rank].iter().zip(&key[wide..]);
+                *score += tail.map(|(q, k)| q * k.to_f32()).sum::<f32>();
             }
         }
     }

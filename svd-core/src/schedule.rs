@@ -133,8 +133,7 @@ pub fn schedule_decode(heads: &[DecodeHead], processors: usize, model: CostModel
     let costs = costs.collect::<Option<Vec<u64>>>().ok_or(Error::TooLarge)?;
     let total = checked_total(&costs, model.per_task, processors * PIECES)?;
     let ideal = total as f64 / processors as f64;
-    let mut best: Option<Schedule> = None;
-    for pieces in 1..=PIECES {
+    let plan = |pieces: usize| {
         let target = smallest_target(&costs, (pieces * processors).max(heads.len()));
         let mut tasks = vec![];
         for (h, (head, &cost)) in heads.iter().zip(&costs).enumerate() {
@@ -142,12 +141,10 @@ pub fn schedule_decode(heads: &[DecodeHead], processors: usize, model: CostModel
             cut(h, head.tokens, len, &mut tasks);
         }
         let cost = |task: &Task| task.len as u64 * heads[task.head].cost as u64 + model.per_task as u64;
-        let schedule = longest_first(tasks, processors, ideal, cost);
-        if best.as_ref().is_none_or(|best| schedule.makespan < best.makespan) {
-            best = Some(schedule);
-        }
-    }
-    best.ok_or(Error::Zero { what: "processors" })
+        longest_first(tasks, processors, ideal, cost)
+    };
+    let better = |best: Schedule, next: Schedule| if next.makespan < best.makespan { next } else { best };
+    Ok((2..=PIECES).map(plan).fold(plan(1), better))
 }
 
 /// Cuts prompts into blocks of rows of equal cost and gives them to `processors`.

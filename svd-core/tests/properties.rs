@@ -110,6 +110,22 @@ proptest! {
     }
 
     #[test]
+    fn the_closed_form_is_the_best_of_its_rank(seed in any::<u64>(), rank in 1..DIM) {
+        // No matrix of that rank is nearer to the scores than their singular values behind it say (Eckart, Young).
+        let (queries, keys) = (rows(20, seed, 1.0), rows(30, seed ^ 1, 1.0));
+        let (g_q, g_k) = (gram(&queries), gram(&keys));
+        let rotation = Rotation::score_optimal(&g_k, &g_q).unwrap();
+        let squares: f64 = queries.chunks(DIM).flat_map(|q| keys.chunks(DIM).map(move |k| {
+            q.iter().zip(k).map(|(&q, &k)| f64::from(q) * f64::from(k)).sum::<f64>().powi(2)
+        })).sum();
+        let all: f64 = rotation.sigma().iter().map(|s| s * s).sum();
+        prop_assert!((all - squares).abs() < 1e-9 * squares);
+        let least = (rotation.sigma()[rank..].iter().map(|s| s * s).sum::<f64>() / squares).sqrt();
+        let error = rotation.score_error(&g_k, &g_q, rank).unwrap();
+        prop_assert!((error - least).abs() < 1e-7, "{error} {least}");
+    }
+
+    #[test]
     fn the_closed_form_does_not_depend_on_the_scale_of_keys(seed in any::<u64>(), rank in 1..DIM) {
         let (queries, keys) = (rows(30, seed, 1.0), rows(30, seed ^ 1, 1.0));
         let scaled: Vec<f32> = keys.iter().map(|x| x * 64.0).collect();

@@ -58,7 +58,9 @@ impl TileEncoder<'_> {
             return self.encode_under(PLANE_LANES, &tables, &numbers.bins, &[], out);
         }
         let tables = TileTables::<1>::new(self.models, self.first, self.lanes);
-        match self.own_families(numbers).filter(|_| self.coder == Coder::Lanes) {
+        // The range coder has no form with families of a tile's own.
+        let own = if self.coder == Coder::Lanes { self.own_families(numbers) } else { None };
+        match own {
             Some(own) => {
                 let tables = TileTables::of_families(&own[..self.lanes]);
                 self.encode_under(OWN_LANES, &tables, &numbers.bins, &own, out);
