@@ -20,6 +20,9 @@ pub struct Calibration {
 }
 
 /// Rows are (n, n_kv_heads * head_dim).
+///
+/// Moments after RoPE are of the rows rotated to positions all over the context, not to their own: directions that rotate
+/// slowly show little of themselves at the first positions, and a rotation that has not seen them drops them.
 pub(crate) struct LayerSamples {
     pub keys: Vec<f32>,         // before RoPE
     pub rotated_keys: Vec<f32>, // after RoPE
@@ -63,21 +66,20 @@ impl LayerSamples {
     fn gather(model: &Model, rope: &Rope, Activations { q, k, v, .. }: Activations<'_>) -> Result<Self> {
         let (q_dim, kv_dim) = (model.config.q_dim(), model.config.kv_dim());
         let geometry = Geometry::of(&model.config);
-        let (mut queries, keys) = (q[SINKS * q_dim..].to_vec(), k[SINKS * kv_dim..].to_vec());
-        let plain_queries = queries.clone();
-        rope.rotate_rows(&mut queries, q_dim, SINKS);
-        let rotated_keys = rope.rotated(&keys, kv_dim, SINKS);
+        let (plain_queries, keys) = (q[SINKS * q_dim..].to_vec(), k[SINKS * kv_dim..].to_vec());
+        let (queries, spread_keys) =
+            (rope.spread(&plain_queries, q_dim, SINKS), rope.spread(&keys, kv_dim, SINKS));
         let grams = (0..geometry.n_kv_heads)
             .into_par_iter()
             .map(|head| {
                 let mut keys = Gram::new(geometry.head_dim)?;
-                keys.add_columns(&rotated_keys, kv_dim, head * geometry.head_dim)?;
+                keys.add_columns(&spread_keys, kv_dim, head * geometry.head_dim)?;
                 Ok((keys, (probes(geometry, head, &queries)?, probes(geometry, head, &plain_queries)?)))
             })
             .collect::<Result<Vec<_>>>()?;
         let (key_grams, query_grams): (_, Vec<_>) = grams.into_iter().unzip();
         let (query_grams, plain_query_grams) = query_grams.into_iter().unzip();
-        let values = v[SINKS * kv_dim..].to_vec();
+        let (rotated_keys, values) = (rope.rotated(&keys, kv_dim, SINKS), v[SINKS * kv_dim..].to_vec());
         Ok(Self { keys, rotated_keys, values, key_grams, query_grams, plain_query_grams, residual_rms: 1.0 })
     }
 }

@@ -29,6 +29,9 @@ pub struct Calibrate {
     json: JsonArgs,
 }
 
+/// Positions beyond which no tables are made: a configuration may claim any length.
+const MOST_POSITIONS: usize = 1 << 17;
+
 #[derive(Serialize)]
 struct Summary<'a> {
     model: &'a str,
@@ -45,7 +48,8 @@ impl Calibrate {
         let model = self.model.load()?;
         let (text, tokens) = self.text.tokens(&model)?;
         let n = self.tokens.min(tokens.len()).min(model.config.max_seq_len);
-        let rope = Rope::new(&model.config, n);
+        // The profile serves every position, not only those of the tokens that it is made from.
+        let rope = Rope::new(&model.config, model.config.max_seq_len.min(MOST_POSITIONS).max(n));
         let bar = progress();
         bar.set_message(format!("calibrating {} methods on {n} tokens", methods.len()));
         let profile = calibrated(&model, &rope, &tokens[..n], &methods)?;

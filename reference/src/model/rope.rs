@@ -64,6 +64,17 @@ impl Rope {
         }
     }
 
+    /// A copy of rows (n, heads * head_dim), rotated to positions that are evenly spread from `first` to the last one.
+    #[must_use]
+    pub fn spread(&self, rows: &[f32], row_len: usize, first: usize) -> Vec<f32> {
+        let n = rows.len() / row_len;
+        let mut spread = rows.to_vec();
+        for (i, row) in spread.chunks_exact_mut(row_len).enumerate() {
+            self.rotate(row, first + i * (self.len() - first) / n);
+        }
+        spread
+    }
+
     /// A copy of rows, rotated as by [`Self::rotate_rows`].
     ///
     /// # Panics
