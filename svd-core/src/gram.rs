@@ -91,7 +91,7 @@ impl<S: Side> Gram<S> {
     /// # Errors
     /// [`Error::Length`] or [`Error::NotFinite`]; the sum is then unchanged.
     /// # Cost
-    /// About n * dim * (dim + 16) / 2 multiply-adds in `f64`; one block of scratch a thread.
+    /// About n * dim * (dim + 8) / 2 multiply-adds in `f64`; a sum and 64 rows in `f64` of scratch for every 4,096 rows.
     pub fn add_rows<E: Element>(&mut self, rows: &[E]) -> Result<(), Error> {
         self.add_columns(rows, self.dim, 0)
     }
@@ -136,13 +136,13 @@ impl<S: Side> Gram<S> {
             chunk
         };
         #[cfg(feature = "rayon")]
-        for wave in rows.chunks(WAVE * CHUNK * row_len) {
+        for wave in rows.chunks(row_len.saturating_mul(WAVE * CHUNK)) {
             use rayon::prelude::*;
-            let chunks: Vec<Self> = wave.par_chunks(CHUNK * row_len).map(sum_chunk).collect();
+            let chunks: Vec<Self> = wave.par_chunks(row_len.saturating_mul(CHUNK)).map(sum_chunk).collect();
             chunks.iter().for_each(|chunk| call.add(chunk));
         }
         #[cfg(not(feature = "rayon"))]
-        rows.chunks(CHUNK * row_len).for_each(|rows| call.add(&sum_chunk(rows)));
+        rows.chunks(row_len.saturating_mul(CHUNK)).for_each(|rows| call.add(&sum_chunk(rows)));
         call.rows = n as u64;
         // Squares of finite floats cannot overflow in f64, so only a NaN or an infinity leaves a trace on the diagonal.
         if (0..self.dim).any(|d| !call.blocks[index(d, d)].is_finite()) {
@@ -241,7 +241,7 @@ impl<E: Element> Kernel for AddRows<'_, '_, E> {
     type Output = ();
 
     fn scalar(self) {
-        for rows in self.rows.chunks(PANEL * self.row_len) {
+        for rows in self.rows.chunks(self.row_len.saturating_mul(PANEL)) {
             for (b, strip) in self.panel.chunks_exact_mut(PANEL * BLOCK).enumerate() {
                 let columns = b * BLOCK..self.dim.min((b + 1) * BLOCK);
                 for (row, out) in rows.chunks_exact(self.row_len).zip(strip.chunks_exact_mut(BLOCK)) {
@@ -272,7 +272,7 @@ impl<E: Element> Kernel for AddRows<'_, '_, E> {
     /// Floor: 16 multiply-adds of 8 doubles for 8 rows of a block on AVX-512, beside 10 loads.
     #[inline(always)]
     fn vector<S: Simd>(self, s: S) {
-        for rows in self.rows.chunks(PANEL * self.row_len) {
+        for rows in self.rows.chunks(self.row_len.saturating_mul(PANEL)) {
             for (i, row) in rows.chunks_exact(self.row_len).enumerate() {
                 let columns = row[self.first..][..self.dim].chunks(BLOCK);
                 for (columns, strip) in columns.zip(self.panel.chunks_exact_mut(PANEL * BLOCK)) {

@@ -260,6 +260,7 @@ fn bad_input_is_an_error() {
     assert!(matches!(gram.add_rows(&[1.0_f32; 4]), Err(Error::Length { .. })));
     assert!(matches!(gram.add_columns(&[1.0_f32; 8], 4, 2), Err(Error::Length { .. })));
     assert!(matches!(gram.add_columns(&[1.0_f32; 8], 4, usize::MAX), Err(Error::TooLarge)));
+    assert_eq!(gram.add_columns::<f32>(&[], usize::MAX, 0), Ok(()));
     for x in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
         assert_eq!(gram.add_rows(&[1.0, x, 1.0]), Err(Error::NotFinite { what: "rows" }));
     }
