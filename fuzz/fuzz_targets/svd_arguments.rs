@@ -45,8 +45,18 @@ fn calibrate(dim: usize, stored: &[f32], probes: &[f32], part: f64, multiple: us
                 .unwrap();
         }
     }
-    // Any numbers as a spectrum.
-    let spectrum: Vec<f64> = probes.iter().map(|&x| x.into()).collect();
+    // Any numbers as a profile's rotation, and as a spectrum.
+    let wide = |x: &[f32]| -> Vec<f64> { x.iter().map(|&x| x.into()).collect() };
+    let square = dim * dim;
+    if stored.len() >= square && probes.len() >= dim {
+        if let Ok(rotation) =
+            Rotation::from_parts(wide(&stored[..square]), wide(&stored[..square]), wide(&probes[..dim]))
+        {
+            let _ = rotation.score_error(&a, &b, dim);
+            let _ = rotation.probe_map(dim);
+        }
+    }
+    let spectrum = wide(probes);
     let _ = ranks_by_removal(&[&spectrum], Budget::Bytes { per_token: multiple, per_component: 2 }, 1);
 }
 

@@ -140,6 +140,9 @@ impl Zack {
 
 /// What a unit of squared error costs, of keys and of values in every head: the error that it makes in the residual stream,
 /// relative to that. An error of a score moves weight between values, so it counts as much as the values are large.
+///
+/// N.B. Weights measured instead, as the divergence of a model in which one layer alone is cut to half over what that drops: on
+/// the 12 M model better at nine tenths of the dimensions (KL .0008 for .0031), worse at half (.0163 for .0104).
 fn loss_weights(profile: &Profile, values: &[Vec<Rotation>]) -> Result<[Vec<f64>; 2]> {
     let mut weights = [vec![], vec![]];
     for (l, heads) in values.iter().enumerate() {
