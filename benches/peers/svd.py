@@ -261,10 +261,19 @@ def quality(out, folder, model, text, other, context, decode, pairs):
     table(out, ["calibrated on", "tokens"] + HEAD[1:], rows)
 
 
-def section(out, folder, name, model, text, other, path, length, context, decode, pairs):
+def retrieval(out, folder, model, text, lengths):
+    """Pass keys and lines to be recalled, as `kv eval` prints them."""
+    specs = ["dense", "int4"] + [f"zack:k={p}:v={p}{more}" for p in (0.75, 0.5) for more in ("", ":basis=stacked", ":bits=4")] + ["snapkv:tokens=0.5"]
+    command = [f"{folder}/kv", "eval", "--methods", ",".join(specs), "--lengths", ",".join(map(str, lengths)), "--windows", "1", "--trials", "4"]
+    command += ["--model", model, "--text", text] if model else []
+    out += ["### Retrieval (`kv eval`)", "", "```", run(command).strip("\n"), "```", ""]
+
+
+def section(out, folder, name, model, text, other, path, length, context, decode, pairs, lengths):
     out += [f"## {name}", ""]
     rotations(out, folder, path, text or "reference/assets/sotu-heldout.txt", length)
     quality(out, folder, model, text, other, context, decode, pairs)
+    retrieval(out, folder, model, text, lengths)
 
 
 def head(title, notes):
@@ -290,10 +299,10 @@ def main():
         write(f"{args.out}/svd.md", out)
     if args.only != "speed":
         out = head("What rank buys", slice(8, 11))
-        section(out, args.folder, "tiny-llama-12m, State of the Union addresses", None, None, args.other, "reference/assets/tiny-llama-12m", 2048, 2048, 384, ("64x4", "64x6"))
+        section(out, args.folder, "tiny-llama-12m, State of the Union addresses", None, None, args.other, "reference/assets/tiny-llama-12m", 2048, 2048, 384, ("64x4", "64x6"), [512, 2048])
         write(f"{args.out}/svd-quality.md", out)
         if args.smollm2:
-            section(out, args.folder, "SmolLM2-135M-Instruct, WikiText-2", args.smollm2, args.text, args.other, args.smollm2, 2048, 1024, 192, ("32x4", "32x6"))
+            section(out, args.folder, "SmolLM2-135M-Instruct, WikiText-2", args.smollm2, args.text, args.other, args.smollm2, 2048, 1024, 192, ("32x4", "32x6"), [1024])
             write(f"{args.out}/svd-quality.md", out)
 
 

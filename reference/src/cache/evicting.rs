@@ -32,17 +32,15 @@ impl<S: RotatedStore> EvictingStore<S> {
         let Geometry { n_heads, n_kv_heads, head_dim } = self.geometry;
         let n = keys.len() / self.geometry.kv_dim();
         let stay = (self.part * n as f64).ceil() as usize;
+        let group = n_heads / n_kv_heads * head_dim;
         let scale = 1.0 / (head_dim as f32).sqrt();
-        let mut attention = vec![0.0; n];
-        let mut scores = vec![0.0; n];
+        let (mut attention, mut scores) = (vec![0.0; n], vec![0.0; n]);
         for head in 0..n_kv_heads {
             let keys = self.geometry.head_rows(head, keys);
-            let group = n_heads / n_kv_heads;
-            for q in
-                self.queries.chunks_exact(head_dim).enumerate().filter(|(i, _)| i % n_heads / group == head)
-            {
+            let rows = self.queries.chunks_exact(n_heads * head_dim);
+            for q in rows.flat_map(|row| row[head * group..][..group].chunks_exact(head_dim)) {
                 for (score, key) in scores.iter_mut().zip(keys.chunks_exact(head_dim)) {
-                    *score = scale * dot(q.1, key);
+                    *score = scale * dot(q, key);
                 }
                 softmax(&mut scores);
                 attention.iter_mut().zip(&scores).for_each(|(sum, x)| *sum += x);
