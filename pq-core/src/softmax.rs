@@ -1,3 +1,5 @@
+use crate::Error;
+use crate::error::check_len;
 use crate::exp::exp;
 
 /// What a softmax over some tokens needs to be merged with one over others.
@@ -25,14 +27,15 @@ impl SoftmaxStats {
 
     /// Adds attention over other tokens, `other_out` with `other`, to `out`.
     ///
-    /// # Panics
-    /// When the slices differ in length.
-    pub fn merge(&mut self, out: &mut [f32], other: Self, other_out: &[f32]) {
-        assert_eq!(out.len(), other_out.len());
+    /// # Errors
+    /// [`Error::Length`] when the slices differ; nothing is then changed.
+    pub fn merge(&mut self, out: &mut [f32], other: Self, other_out: &[f32]) -> Result<(), Error> {
+        check_len("other out", other_out.len(), out.len())?;
         let scale = self.absorb(other, out);
         for (out, &x) in out.iter_mut().zip(other_out) {
             *out += scale * x;
         }
+        Ok(())
     }
 
     /// Divides `out` by the sum: the attention over all tokens. Zeros for no tokens.

@@ -268,7 +268,7 @@ proptest! {
         let (mut merged, mut merged_stats) = (out.clone(), stats.clone());
         for g in 0..group {
             let at = g * 16..g * 16 + 16;
-            merged_stats[g].merge(&mut merged[at.clone()], rest_stats[g], &rest[at]);
+            merged_stats[g].merge(&mut merged[at.clone()], rest_stats[g], &rest[at]).unwrap();
         }
         attend(cut..n, &mut out, &mut stats);
         let reference =

@@ -1,3 +1,5 @@
+use crate::Error;
+use crate::error::check_len;
 use crate::exp::exp;
 
 /// What a softmax over some tokens needs to be merged with one over others.
@@ -19,16 +21,17 @@ impl SoftmaxStats {
 
     /// Adds attention over other tokens, `other_out` with `other`, to `out`.
     ///
-    /// # Panics
-    /// When the slices differ in length.
-    pub fn merge(&mut self, out: &mut [f32], other: Self, other_out: &[f32]) {
-        assert_eq!(out.len(), other_out.len());
+    /// # Errors
+    /// [`Error::Length`] when the slices differ; nothing is then changed.
+    pub fn merge(&mut self, out: &mut [f32], other: Self, other_out: &[f32]) -> Result<(), Error> {
+        check_len("other out", other_out.len(), out.len())?;
         self.raise_max(other.max, out);
         let scale = if other.max == f32::NEG_INFINITY { 0.0 } else { exp(other.max - self.max) };
         self.sum += scale * other.sum;
         for (out, &x) in out.iter_mut().zip(other_out) {
             *out += scale * x;
         }
+        Ok(())
     }
 
     /// Divides `out` by the sum: the attention over all tokens. Zeros for no tokens.

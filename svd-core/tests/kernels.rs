@@ -166,6 +166,28 @@ fn long_sums_do_not_depend_on_how_chunks_are_spread() {
 }
 
 #[test]
+fn parts_of_a_sequence_merge_to_the_whole() {
+    let (keys, values) = (noise::<f32>(100, 1), noise::<f32>(300, 2));
+    let attend = |tokens: core::ops::Range<usize>| {
+        let (mut out, mut stats) = ([0.0; 3], [SoftmaxStats::EMPTY]);
+        let values = &values[3 * tokens.start..3 * tokens.end];
+        attend_into(&[4.0], &keys[tokens], values, &mut out, &mut stats).unwrap();
+        (out, stats[0])
+    };
+    let (mut whole, stats) = attend(0..100);
+    stats.normalize(&mut whole);
+    // As split tasks are merged, in any order; a part without tokens changes nothing.
+    let (mut out, mut stats) = attend(60..100);
+    for tokens in [0..0, 0..13, 13..60] {
+        let (part, part_stats) = attend(tokens);
+        stats.merge(&mut out, part_stats, &part).unwrap();
+    }
+    stats.normalize(&mut out);
+    assert!(whole.iter().zip(&out).all(|(a, b)| (a - b).abs() < 1e-6), "{whole:?} {out:?}");
+    assert!(stats.merge(&mut out, stats, &[0.0; 2]).is_err());
+}
+
+#[test]
 fn special_scores() {
     let attend = |keys: &[f32], values: &[f32]| {
         let (mut out, mut stats) = ([0.0], [SoftmaxStats::EMPTY]);
