@@ -1,8 +1,8 @@
 //! Scalar codes of single numbers: what every user knows, as rivals.
 //!
 //! A [`CodedStore`] cuts the tokens of a head into blocks and leaves the coding of a block to a [`BlockCodec`], one for keys
-//! (after RoPE, and at a lower rank if the head is cut) and one for values. To attend it decodes block by block. A codec that rotates its rows leaves them rotated:
-//! the query is rotated instead, and the output turned back, once per step.
+//! (after RoPE, and at a lower rank if the head is cut) and one for values. To attend it decodes block by block. A codec that
+//! rotates its rows leaves them rotated: the query is rotated instead, and the output turned back, once per step.
 
 use std::sync::Arc;
 
