@@ -9,7 +9,7 @@ use crate::Error;
 /// Returns the order of the components, subspace after subspace, for [`Rotation::reordered`](crate::Rotation::reordered).
 ///
 /// # Errors
-/// [`Error::Zero`] for no subspace, [`Error::Length`] when `m` does not divide the components.
+/// [`Error::Zero`] for no subspace or no component, [`Error::Length`] when `m` does not divide the components.
 /// # Source
 /// Ge, He, Ke, Sun, "Optimized Product Quantization", TPAMI 2014, 3.2 (eigenvalue allocation).
 /// # Examples
@@ -19,8 +19,8 @@ use crate::Error;
 /// # Ok::<(), svd_core::Error>(())
 /// ```
 pub fn balanced_order(sigma: &[f64], m: usize) -> Result<Vec<usize>, Error> {
-    if m == 0 {
-        return Err(Error::Zero { what: "subspaces" });
+    if m == 0 || sigma.is_empty() {
+        return Err(Error::Zero { what: if m == 0 { "subspaces" } else { "components" } });
     }
     crate::error::check_len("components", sigma.len(), sigma.len() / m * m)?;
     let room = sigma.len() / m;

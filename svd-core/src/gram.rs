@@ -57,6 +57,8 @@ pub struct Gram<S> {
     side: PhantomData<S>,
 }
 
+/// Components beyond which nothing is a head: a wrong number must not take all memory.
+const MOST_DIM: usize = 8192;
 /// Rows and columns of a block.
 const BLOCK: usize = 16;
 /// Rows that are summed in registers.
@@ -71,14 +73,12 @@ impl<S: Side> Gram<S> {
     /// An empty sum for rows of `dim` components.
     ///
     /// # Errors
-    /// [`Error::Zero`] or [`Error::TooLarge`].
+    /// [`Error::Zero`], or [`Error::TooLarge`] for more than 8,192.
     pub fn new(dim: usize) -> Result<Self, Error> {
         if dim == 0 {
             return Err(Error::Zero { what: "dim" });
         }
-        // The whole matrix must be addressable: it is what eigenproblems are solved on.
-        let addressable = dim.checked_mul(dim).is_some_and(|len| len <= isize::MAX as usize / 16);
-        if !addressable {
+        if dim > MOST_DIM {
             return Err(Error::TooLarge);
         }
         let n = dim.div_ceil(BLOCK);

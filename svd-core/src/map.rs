@@ -84,8 +84,8 @@ impl<'a> Map<'a> {
         Ok(())
     }
 
-    /// Turns rows back: `out[i, d] = sum over c of rows[i, c] * map[d, c]`, added in `f32` in sixteen partial sums. With the map
-    /// of what meets the stored rows this is the inverse of the stored map, as far as the rank goes.
+    /// Turns rows back: `out[i, d] = sum over c of rows[i, c] * map[d, c]`, added in `f32` in sixteen partial sums. With the
+    /// map of what meets the stored rows this is the inverse of the stored map, as far as the rank goes.
     ///
     /// # Shapes
     /// `rows` (n, rank); `out` (n, dim), fully written.

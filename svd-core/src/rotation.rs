@@ -100,8 +100,8 @@ impl Rotation {
     ///
     /// With `M` the mean outer product of what meets the rows (queries for keys, the rows of `W_O` for values) divided by
     /// dim, and `U` the eigenvectors of `M^(1/2) C M^(1/2)`: `A = M^(1/2) U`, `B = M^(-1/2) U`. `covariance` holds rows
-    /// whose mean has been taken out ([`Gram::centred`]). Rows are quantized as `A^T k`, come back as `B` times that, and `sigma` are
-    /// the components' deviations.
+    /// whose mean has been taken out ([`Gram::centred`]). Rows are quantized as `A^T k`, come back as `B` times that, and
+    /// `sigma` are the components' deviations.
     ///
     /// # Errors
     /// [`Error::Length`] when the dimensions differ, [`Error::Zero`] without rows, [`Error::NotFinite`],

@@ -256,6 +256,7 @@ fn removal_rate_of_the_paper() {
 #[test]
 fn bad_input_is_an_error() {
     assert!(Gram::<PreRope>::new(0).is_err() && Gram::<PreRope>::new(usize::MAX / 2).is_err());
+    assert_eq!(Gram::<PreRope>::new(1 << 20), Err(Error::TooLarge));
     let mut gram = Gram::<PreRope>::new(3).unwrap();
     assert!(matches!(gram.add_rows(&[1.0_f32; 4]), Err(Error::Length { .. })));
     assert!(matches!(gram.add_columns(&[1.0_f32; 8], 4, 2), Err(Error::Length { .. })));
@@ -295,5 +296,6 @@ fn orders_that_are_no_permutation_are_errors() {
     assert_eq!(rotation.reordered(&[0, 1, 2, 3, 4, 6]), Err(Error::Order { component: 6 }));
     assert!(matches!(rotation.reordered(&[0]), Err(Error::Length { .. })));
     assert!(balanced_order(&[1.0; 6], 4).is_err() && balanced_order(&[1.0; 6], 0).is_err());
+    assert!(balanced_order(&[], usize::MAX).is_err());
     assert_eq!(balanced_order(&[0.0; 4], 2).unwrap().len(), 4);
 }
