@@ -1,44 +1,83 @@
 use std::collections::HashMap;
+use std::ffi::c_void;
+use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use cudarc::driver::sys::CUdevice_attribute;
-use cudarc::driver::{CudaContext, CudaFunction, CudaModule, CudaStream};
-use cudarc::nvrtc::{CompileError, CompileOptions, Ptx, compile_ptx_with_opts};
+use cudarc::driver::sys::{self, CUdevice_attribute, CUfunction_attribute};
+use cudarc::driver::{CudaContext, CudaFunction, CudaStream};
+use cudarc::nvrtc::Ptx;
 
-use crate::{Error, KERNELS};
+use crate::disk_cache::DiskCache;
+use crate::{Error, Image, Program, compile};
 
-/// A GPU with a stream of its own and the modules that have been compiled for it.
+/// A GPU, a stream of its own, and the kernels that have been compiled for it.
 pub struct Device {
     context: Arc<CudaContext>,
     stream: Arc<CudaStream>,
     capability: (i32, i32),
-    modules: Mutex<HashMap<&'static str, Arc<CudaModule>>>,
+    processors: usize,
+    shared_memory: usize,
+    functions: Mutex<HashMap<(Program, &'static str), CudaFunction>>,
+    disk: Option<DiskCache>,
 }
 
 impl Device {
-    /// Opens device `ordinal`.
+    /// Opens device `ordinal`, on its primary context: the one that PyTorch and the CUDA runtime use.
     ///
     /// # Errors
     /// [`Error::NoDriver`] on a machine without CUDA, [`Error::Driver`] when there is no such device.
     pub fn open(ordinal: usize) -> Result<Self, Error> {
         // SAFETY: it loads the driver library, if there is one, and runs nothing of it.
-        if !unsafe { cudarc::driver::sys::is_culib_present() } {
+        if !unsafe { sys::is_culib_present() } {
             return Err(Error::NoDriver); // asked first: without the library a context panics
         }
         let context = CudaContext::new(ordinal).map_err(Error::of("open device"))?;
+        Self::on_context(context)
+    }
+
+    /// Takes a context that an engine has already.
+    ///
+    /// # Errors
+    /// [`Error::Driver`].
+    pub fn on_context(context: Arc<CudaContext>) -> Result<Self, Error> {
         let stream = context.new_stream().map_err(Error::of("make stream"))?;
-        let attribute = |attribute| context.attribute(attribute).map_err(Error::of("read capability"));
+        let attribute = |attribute| context.attribute(attribute).map_err(Error::of("read attribute"));
         let capability = (
             attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
             attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
         );
-        Ok(Self { context, stream, capability, modules: Mutex::default() })
+        let processors = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
+        let shared_memory =
+            attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?;
+        Ok(Self {
+            context,
+            stream,
+            capability,
+            processors: processors as usize,
+            shared_memory: shared_memory as usize,
+            functions: Mutex::default(),
+            disk: None,
+        })
     }
 
-    /// The stream that kernels are launched on.
+    /// Keeps compiled kernels in a folder, too, for the next process. Files that do not belong to exactly the kernel
+    /// that is wanted are ignored, and so is a folder that cannot be written.
+    #[must_use]
+    pub fn with_disk_cache(mut self, folder: impl Into<PathBuf>) -> Self {
+        self.disk = Some(DiskCache::new(folder.into()));
+        self
+    }
+
+    /// The device's own stream.
     #[must_use]
     pub const fn stream(&self) -> &Arc<CudaStream> {
         &self.stream
+    }
+
+    /// The context, for memory and further streams ([`CudaContext::new_stream_with_priority`]).
+    #[must_use]
+    pub const fn context(&self) -> &Arc<CudaContext> {
+        &self.context
     }
 
     /// Major and minor compute capability: (9, 0) for an H200.
@@ -47,45 +86,85 @@ impl Device {
         self.capability
     }
 
-    /// A function of a kernel file, compiled on first use.
-    ///
-    /// # Errors
-    /// [`Error::NoNvrtc`], [`Error::Compile`] or [`Error::Driver`].
-    pub fn function(&self, kernel: &'static str, function: &str) -> Result<CudaFunction, Error> {
-        let mut modules = self.modules.lock().unwrap_or_else(PoisonError::into_inner);
-        let module = match modules.get(kernel) {
-            Some(module) => module.clone(),
-            None => {
-                let (major, minor) = self.capability;
-                let ptx = compile(kernel, &format!("compute_{major}{minor}"))?;
-                let module = self.context.load_module(ptx).map_err(Error::of("load module"))?;
-                modules.entry(kernel).or_insert(module).clone()
-            }
+    /// Number of multiprocessors.
+    #[must_use]
+    pub const fn processors(&self) -> usize {
+        self.processors
+    }
+
+    /// Bytes of shared memory that a block can have.
+    #[must_use]
+    pub const fn shared_memory(&self) -> usize {
+        self.shared_memory
+    }
+
+    /// A kernel of a program, compiled on first use, that may use `shared` bytes of dynamic shared memory.
+    pub(crate) fn kernel(&self, program: &Program, name: &'static str, shared: usize) -> Result<Kernel, Error> {
+        let mut functions = self.functions.lock().unwrap_or_else(PoisonError::into_inner);
+        let key = (program.clone(), name);
+        let function = if let Some(function) = functions.get(&key) {
+            function.clone()
+        } else {
+            let cubin = self.image(program)?;
+            let module = self.context.load_module(Ptx::from_binary(cubin));
+            let module = module.map_err(Error::of(format_args!("load {program}")))?;
+            let function = module.load_function(name).map_err(Error::of(format_args!("load {program}")))?;
+            functions.insert(key, function.clone());
+            function
         };
-        module.load_function(function).map_err(Error::of("load function"))
+        let limit = CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+        if shared > 48 << 10 {
+            let set = function.set_attribute(limit, shared as i32);
+            set.map_err(Error::of(format_args!("{shared} bytes of shared memory for {program}")))?;
+        }
+        Ok(Kernel { function, program: program.clone(), shared: shared as u32 })
+    }
+
+    fn image(&self, program: &Program) -> Result<Vec<u8>, Error> {
+        let architecture = format!("sm_{}{}", self.capability.0, self.capability.1);
+        let Some(disk) = &self.disk else { return Ok(compile(program, &architecture)?.cubin) };
+        if let Some(cubin) = disk.get(program, &architecture)? {
+            return Ok(cubin);
+        }
+        let Image { cubin, .. } = compile(program, &architecture)?;
+        disk.put(program, &architecture, &cubin)?;
+        Ok(cubin)
     }
 }
 
-/// Compiles a kernel of [`KERNELS`] to PTX for an architecture, such as `compute_80`. Needs NVRTC but no device.
-///
-/// # Errors
-/// [`Error::NoNvrtc`] or [`Error::Compile`].
-pub fn compile(kernel: &'static str, architecture: &str) -> Result<Ptx, Error> {
-    let failed = |log: String| Error::Compile { kernel, log };
-    let Some((_, source)) = KERNELS.iter().find(|(name, _)| *name == kernel) else {
-        return Err(failed("there is no such kernel".into()));
-    };
-    // SAFETY: it loads the NVRTC library, if there is one, and runs nothing of it.
-    if !unsafe { cudarc::nvrtc::sys::is_culib_present() } {
-        return Err(Error::NoNvrtc);
+/// A loaded kernel.
+#[derive(Clone)]
+pub(crate) struct Kernel {
+    function: CudaFunction,
+    program: Program,
+    shared: u32,
+}
+
+impl Kernel {
+    /// Launches it with one argument, a structure.
+    ///
+    /// # Safety
+    /// `A` must be the kernel's argument, and the kernel must be allowed to access all that its pointers lead to until it has
+    /// run; `stream` must belong to the kernel's context.
+    pub(crate) unsafe fn launch<A: Copy>(
+        &self,
+        stream: sys::CUstream,
+        blocks: (u32, u32),
+        threads: u32,
+        argument: &A,
+    ) -> Result<(), Error> {
+        let mut arguments = [std::ptr::from_ref(argument).cast_mut().cast::<c_void>()];
+        // SAFETY: the caller's contract; the driver copies the argument before it returns.
+        unsafe {
+            cudarc::driver::result::launch_kernel(
+                self.function.cu_function(),
+                (blocks.0, blocks.1, 1),
+                (threads, 1, 1),
+                self.shared,
+                stream,
+                &mut arguments,
+            )
+        }
+        .map_err(Error::of(format_args!("launch {}", self.program)))
     }
-    let options = CompileOptions {
-        options: vec![format!("--gpu-architecture={architecture}")],
-        name: Some(format!("{kernel}.cu")),
-        ..CompileOptions::default()
-    };
-    compile_ptx_with_opts(source, options).map_err(|e| match e {
-        CompileError::CompileError { log, .. } => failed(log.to_string_lossy().into_owned()),
-        other => failed(format!("{other:?}")),
-    })
 }

@@ -12,17 +12,31 @@ pub enum Error {
     NoNvrtc,
     /// A kernel does not compile.
     Compile {
-        /// The kernel.
-        kernel: &'static str,
+        /// The kernel, its shape and the architecture.
+        program: String,
         /// What the compiler said.
         log: String,
     },
     /// The driver refused an operation.
     Driver {
-        /// The operation.
-        operation: &'static str,
+        /// The operation and its shape.
+        operation: String,
         /// What the driver said.
         source: DriverError,
+    },
+    /// There is no kernel for a shape.
+    Unsupported {
+        /// The operation and the shape.
+        operation: String,
+        /// What there is.
+        supported: &'static str,
+    },
+    /// An argument does not fit the others.
+    Argument {
+        /// The operation.
+        operation: &'static str,
+        /// What is wrong.
+        problem: String,
     },
     /// The device computed something wrong.
     WrongResult {
@@ -40,8 +54,10 @@ impl fmt::Display for Error {
             Self::NoNvrtc => {
                 write!(f, "no NVRTC here: install the CUDA toolkit, or the wheel nvidia-cuda-nvrtc")
             }
-            Self::Compile { kernel, log } => write!(f, "kernel {kernel} does not compile: {log}"),
+            Self::Compile { program, log } => write!(f, "{program} does not compile: {log}"),
             Self::Driver { operation, source } => write!(f, "{operation}: {source}"),
+            Self::Unsupported { operation, supported } => write!(f, "{operation}: only {supported}"),
+            Self::Argument { operation, problem } => write!(f, "{operation}: {problem}"),
             Self::WrongResult { operation, index } => write!(f, "{operation}: element {index} is wrong"),
         }
     }
@@ -51,7 +67,7 @@ impl std::error::Error for Error {}
 
 impl Error {
     /// Names the operation that a driver error came from.
-    pub(crate) fn of(operation: &'static str) -> impl FnOnce(DriverError) -> Self {
-        move |source| Self::Driver { operation, source }
+    pub(crate) fn of(operation: impl fmt::Display) -> impl FnOnce(DriverError) -> Self {
+        move |source| Self::Driver { operation: operation.to_string(), source }
     }
 }

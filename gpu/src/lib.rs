@@ -1,12 +1,33 @@
 #![doc = include_str!("../README.md")]
 
+mod compile;
 mod device;
+mod disk_cache;
 mod error;
+pub mod pq;
 mod self_test;
 
-pub use device::{Device, compile};
+pub use compile::{Image, Program, compile};
+pub use device::Device;
 pub use error::Error;
 pub use self_test::self_test;
 
-/// Source of every kernel, by name.
-pub const KERNELS: [(&str, &str); 1] = [("self_test", include_str!("kernels/self_test.cu"))];
+/// Element type of what a kernel reads and writes beside codes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Element {
+    /// IEEE half precision.
+    F16,
+    /// bfloat16.
+    Bf16,
+}
+
+/// Texts of the kernel files.
+struct Kernels {
+    self_test: &'static str,
+    pq_attend: &'static str,
+}
+
+const KERNELS: Kernels = Kernels {
+    self_test: include_str!("kernels/self_test.cu"),
+    pq_attend: concat!(include_str!("kernels/common.cuh"), include_str!("kernels/pq_attend.cu")),
+};

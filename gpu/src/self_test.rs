@@ -1,6 +1,19 @@
-use cudarc::driver::{LaunchConfig, PushKernelArg};
+use cudarc::driver::DevicePtr;
 
-use crate::{Device, Error};
+use crate::{Device, Error, KERNELS, Program};
+
+/// `Arguments` of the kernel.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct Arguments {
+    squares: u64,
+    n: u32,
+}
+
+/// The program of [`self_test`].
+pub(crate) fn program() -> Program {
+    Program::new("self_test", KERNELS.self_test, &[])
+}
 
 /// Compiles, launches and reads back one small kernel: whether driver, NVRTC and device work together.
 ///
@@ -8,13 +21,12 @@ use crate::{Device, Error};
 /// Whatever fails first, by name; [`Error::WrongResult`] when the device answers wrongly.
 pub fn self_test(device: &Device) -> Result<(), Error> {
     const N: u32 = 1000; // not a multiple of the block
-    let function = device.function("self_test", "squares")?;
+    let kernel = device.kernel(&program(), "squares", 0)?;
     let stream = device.stream();
-    let mut out = stream.alloc_zeros::<u32>(N as usize).map_err(Error::of("allocate"))?;
-    let mut launch = stream.launch_builder(&function);
-    launch.arg(&mut out).arg(&N);
-    // SAFETY: `squares` takes a pointer to n numbers and n; `out` has N of them and the kernel writes none past n.
-    unsafe { launch.launch(LaunchConfig::for_num_elems(N)) }.map_err(Error::of("launch squares"))?;
+    let out = stream.alloc_zeros::<u32>(N as usize).map_err(Error::of("allocate"))?;
+    let (squares, _order) = out.device_ptr(stream);
+    // SAFETY: `squares` writes n numbers, for which `out` has room.
+    unsafe { kernel.launch(stream.cu_stream(), (N.div_ceil(128), 1), 128, &Arguments { squares, n: N }) }?;
     let squares = stream.clone_dtoh(&out).map_err(Error::of("copy to host"))?;
     match squares.iter().zip(0_u32..).position(|(&square, i)| square != i * i) {
         Some(index) => Err(Error::WrongResult { operation: "squares", index }),

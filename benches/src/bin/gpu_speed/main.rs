@@ -1,0 +1,16 @@
+//! Times `kv-gpu` against the floor of every kernel; `benches/peers/gpu.py` runs it beside PyTorch and writes the tables.
+//!
+//! Prints a JSON line per measurement. An argument runs only the measurements whose "kernel, shape" contains it.
+
+#![allow(clippy::unwrap_used, unsafe_code)] // a measurement that cannot run should say so by panicking
+
+mod attend;
+mod stopwatch;
+
+use stopwatch::Stopwatch;
+
+fn main() {
+    let only = std::env::args().nth(1).unwrap_or_default();
+    let watch = Stopwatch::new(only);
+    attend::run(&watch);
+}

@@ -1,0 +1,111 @@
+//! Time on the device.
+
+use std::time::{Duration, Instant};
+
+use cudarc::driver::result::memcpy_dtod_async;
+use cudarc::driver::sys::{CUevent_flags, CUgraphInstantiate_flags, CUstream, CUstreamCaptureMode};
+use cudarc::driver::{CudaSlice, DevicePtr, DeviceRepr, ValidAsZeroBits};
+use kv_gpu::Device;
+
+const REPLAYS: usize = 25;
+/// Until clocks have risen.
+const WARM_UP: Duration = Duration::from_millis(300);
+
+/// A device and its copy bandwidth, which is the floor of whatever moves bytes.
+pub struct Stopwatch {
+    pub device: Device,
+    bytes_per_us: f64,
+    only: String,
+}
+
+impl Stopwatch {
+    pub fn new(only: String) -> Self {
+        let device = Device::open(0).unwrap();
+        let mut watch = Self { device, bytes_per_us: 0.0, only };
+        const COPIED: usize = 2 << 30;
+        let (from, to) = (watch.zeros::<u8>(COPIED), watch.zeros::<u8>(COPIED));
+        let (from, to) = (watch.pointer(&from), watch.pointer(&to));
+        // Not through a graph, whose copies take another and slower way (2.8 TB/s for 4.3 on an H200).
+        let stream = watch.device.stream().cu_stream();
+        // SAFETY: two buffers of that size.
+        let us = watch.replay(|| unsafe { memcpy_dtod_async(to, from, COPIED, stream) }.unwrap());
+        watch.bytes_per_us = 2.0 * COPIED as f64 / us;
+        let name = watch.device.context().name().unwrap();
+        let bandwidth = watch.bytes_per_us / 1e6;
+        println!("{{\"kernel\":\"copy\",\"device\":\"{name}\",\"tb_s\":{bandwidth:.3}}}");
+        watch
+    }
+
+    /// Whether a measurement was asked for.
+    pub fn wants(&self, kernel: &str, shape: &str) -> bool {
+        format!("{kernel}, {shape}").contains(&self.only)
+    }
+
+    /// Microseconds of one launch: the median of replays of a graph of `launches`, which are numbered. A launch must take its
+    /// pointers from outside: asking a buffer for its own may wait, which a capture refuses.
+    pub fn time<E: std::fmt::Debug>(
+        &self,
+        launches: usize,
+        launch: impl Fn(usize, CUstream) -> Result<(), E>,
+    ) -> f64 {
+        let stream = self.device.stream();
+        launch(0, stream.cu_stream()).unwrap();
+        stream.synchronize().unwrap();
+        stream.begin_capture(CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL).unwrap();
+        (0..launches).for_each(|i| launch(i, stream.cu_stream()).unwrap());
+        let flags = CUgraphInstantiate_flags::CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH;
+        let graph = stream.end_capture(flags).unwrap().unwrap();
+        self.replay(|| graph.launch().unwrap()) / launches as f64
+    }
+
+    /// Microseconds of what `run` puts on the device's stream: the median, when clocks have risen.
+    fn replay(&self, run: impl Fn()) -> f64 {
+        let stream = self.device.stream();
+        let start = Instant::now();
+        while start.elapsed() < WARM_UP {
+            run();
+            stream.synchronize().unwrap();
+        }
+        let event = || self.device.context().new_event(Some(CUevent_flags::CU_EVENT_DEFAULT)).unwrap();
+        let mut times: Vec<f32> = (0..REPLAYS)
+            .map(|_| {
+                let (start, end) = (event(), event());
+                start.record(stream).unwrap();
+                run();
+                end.record(stream).unwrap();
+                start.elapsed_ms(&end).unwrap()
+            })
+            .collect();
+        times.sort_by(f32::total_cmp);
+        f64::from(times[REPLAYS / 2]) * 1e3
+    }
+
+    /// Says what a kernel took beside the time that its bytes take to copy.
+    pub fn say(&self, kernel: &str, shape: &str, bytes: f64, us: f64) {
+        let floor = bytes / self.bytes_per_us;
+        println!(
+            "{{\"kernel\":\"{kernel}\",\"shape\":\"{shape}\",\"bytes\":{bytes},\"floor_us\":{floor:.3},\"us\":{us:.3},\
+             \"to_floor\":{:.3}}}",
+            us / floor
+        );
+    }
+
+    pub fn zeros<T: DeviceRepr + ValidAsZeroBits>(&self, n: usize) -> CudaSlice<T> {
+        self.device.stream().alloc_zeros(n).unwrap()
+    }
+
+    pub fn upload<T: DeviceRepr>(&self, data: &[T]) -> CudaSlice<T> {
+        self.device.stream().clone_htod(data).unwrap()
+    }
+
+    pub fn download<T: DeviceRepr>(&self, slice: &CudaSlice<T>) -> Vec<T> {
+        let data = self.device.stream().clone_dtoh(slice).unwrap();
+        self.device.stream().synchronize().unwrap();
+        data
+    }
+
+    pub fn pointer<T>(&self, slice: &CudaSlice<T>) -> u64 {
+        slice.device_ptr(self.device.stream()).0
+    }
+}
+

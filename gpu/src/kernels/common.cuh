@@ -1,0 +1,109 @@
+// What every kernel file starts with. No header is included, so that NVRTC needs none installed.
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+constexpr u32 FULL = 0xffffffffu;
+constexpr int LANES = 32;
+
+__device__ __forceinline__ float infinity() { return __int_as_float(0x7f800000); }
+
+__device__ __forceinline__ float exp2_approx(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// Two floats as two halves, the first in the low bits.
+__device__ __forceinline__ u32 pack_half2(float low, float high) {
+    u32 packed;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+    return packed;
+}
+
+__device__ __forceinline__ float half_to_float(u16 bits) {
+    float x;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(bits));
+    return x;
+}
+
+__device__ __forceinline__ u16 float_to_half(float x) {
+    u16 bits;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(x));
+    return bits;
+}
+
+__device__ __forceinline__ u16 float_to_bfloat(float x) {
+    u16 bits;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(x));
+    return bits;
+}
+
+// Elements of queries, exact keys and values, and outputs: f16, or bf16 with -DBFLOAT.
+#ifdef BFLOAT
+__device__ __forceinline__ float element_to_float(u16 bits) { return __uint_as_float((u32)bits << 16); }
+__device__ __forceinline__ u16 float_to_element(float x) { return float_to_bfloat(x); }
+#else
+__device__ __forceinline__ float element_to_float(u16 bits) { return half_to_float(bits); }
+__device__ __forceinline__ u16 float_to_element(float x) { return float_to_half(x); }
+#endif
+
+// Bytes of `a` (0 to 3) and `b` (4 to 7) picked by the nibbles of `selector`; 8 more takes a byte's sign instead.
+__device__ __forceinline__ u32 permute_bytes(u32 a, u32 b, u32 selector) {
+    u32 picked;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(picked) : "r"(a), "r"(b), "r"(selector));
+    return picked;
+}
+
+// c += a b, with a (16, 16) and b (16, 8) halves, c (16, 8) floats. Lane 4 g + l holds a[g + 8 (i & 1)][2 l + 8 (i >> 1)..+2]
+// as a[i], b[2 l + 8 i..+2][g] as b[i], c[g + 8 (i >> 1)][2 l + (i & 1)] as c[i].
+__device__ __forceinline__ void multiply_add(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// c = a b.
+__device__ __forceinline__ void multiply(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %10, %10, %10};"
+        : "=f"(c[0]), "=f"(c[1]), "=f"(c[2]), "=f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(0.f));
+}
+
+__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
+__device__ __forceinline__ void copy_async_16(void* shared, const void* global) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(shared)), "l"(global) : "memory");
+}
+
+__device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+// Words that are read once: past L1, with the neighbouring lines asked for.
+template <int WORDS>
+__device__ __forceinline__ void load_streaming(u32* to, const void* from) {
+    if constexpr (WORDS == 4)
+        asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                     : "l"(from));
+    else if constexpr (WORDS == 2)
+        asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v2.u32 {%0, %1}, [%2];" : "=r"(to[0]), "=r"(to[1]) : "l"(from));
+    else
+        asm volatile("ld.global.nc.L1::no_allocate.L2::256B.u32 %0, [%1];" : "=r"(to[0]) : "l"(from));
+}
+
+// A condition that is the same in all lanes of a warp. The vote lets the compiler know, which only then keeps addresses that all
+// lanes share in uniform registers: without it the base of shared memory is added to every address of a look-up.
+__device__ __forceinline__ bool uniform(bool condition) { return __any_sync(FULL, condition); }
+
+__device__ __forceinline__ float warp_sum(float x) {
+#pragma unroll
+    for (int step = LANES / 2; step; step /= 2) x += __shfl_xor_sync(FULL, x, step);
+    return x;
+}
+
+__device__ __forceinline__ float warp_max(float x) {
+#pragma unroll
+    for (int step = LANES / 2; step; step /= 2) x = fmaxf(x, __shfl_xor_sync(FULL, x, step));
+    return x;
+}

@@ -1,0 +1,322 @@
+use cudarc::driver::sys::CUstream;
+use pq_core::PqShape;
+
+use crate::device::Kernel;
+use crate::pq::layout::{CodeLayout, Side};
+use crate::{Device, Element, Error, KERNELS, Program};
+
+/// Bytes of a row of the tables in shared memory: `ROW` of the kernel.
+const ROW: usize = 256;
+/// Query heads that one block serves at most.
+const MAX_QUERIES: usize = 4;
+
+/// What an attention on codes is compiled for.
+///
+/// # Examples
+/// ```
+/// use kv_gpu::{Element, pq::AttendShape};
+/// let keys = pq_core::PqShape::new(128, 64, 8)?;
+/// let shape = AttendShape { keys, values: keys, group: 4, element: Element::F16, paged: false };
+/// assert!(shape.check().is_ok());
+/// # Ok::<(), pq_core::Error>(())
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct AttendShape {
+    /// The keys' quantizer.
+    pub keys: PqShape,
+    /// The values' quantizer, of the same `dim`.
+    pub values: PqShape,
+    /// Query heads per key/value head.
+    pub group: usize,
+    /// Element of queries, exact tokens and outputs.
+    pub element: Element,
+    /// Whether codes lie in pages.
+    pub paged: bool,
+}
+
+/// How a shape maps to the kernel's constants.
+struct Plan {
+    keys: CodeLayout,
+    values: CodeLayout,
+    queries: usize, // of a block
+    copies: usize,  // of the key table
+    warps: usize,
+}
+
+impl AttendShape {
+    /// Whether there is a kernel for it.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`].
+    pub fn check(&self) -> Result<(), Error> {
+        self.plan(usize::MAX).map(|_| ())
+    }
+
+    fn plan(&self, shared_memory: usize) -> Result<Plan, Error> {
+        let keys = CodeLayout::new(self.keys, Side::Keys)?;
+        let values = CodeLayout::new(self.values, Side::Values)?;
+        if self.keys.dim() != self.values.dim() || self.group == 0 || self.group > 16 {
+            return Err(Error::Unsupported {
+                operation: format!("{self:?}"),
+                supported: "keys and values of the same dim, and 1 to 16 query heads a key/value head",
+            });
+        }
+        // A larger group is cut into slices of equal size, each with blocks of its own.
+        let queries = self.group.div_ceil(self.group.div_ceil(MAX_QUERIES));
+        let mut plan = Plan { keys, values, queries, copies: 1, warps: 16 };
+        if queries > 1 {
+            plan.copies = 2;
+            if plan.shared_bytes() > shared_memory {
+                // sm_80 has no room for a second table at 8 bits; the queries then take registers of more warps.
+                plan.copies = 1;
+                plan.warps = if queries > 2 { 8 } else { 16 };
+            }
+        }
+        if plan.shared_bytes() > shared_memory {
+            return Err(Error::Unsupported {
+                operation: format!("{self:?}"),
+                supported: "what fits the shared memory of the device",
+            });
+        }
+        Ok(plan)
+    }
+
+    /// The program for a device whose blocks can have so many bytes of shared memory: 163 KiB on sm_80, 227 KiB on sm_90.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`].
+    pub fn program(&self, shared_memory: usize) -> Result<Program, Error> {
+        Ok(self.plan(shared_memory)?.program(self))
+    }
+}
+
+impl Plan {
+    fn dim(&self) -> usize {
+        self.keys.shape().dim()
+    }
+
+    /// `RESULT` of the kernel.
+    fn result_len(&self) -> usize {
+        self.dim() + 4
+    }
+
+    /// `SHARED` of the kernel, which asserts that it agrees.
+    fn shared_bytes(&self) -> usize {
+        let far_copy = if self.copies == 2 && self.dim() == 128 { 1 << 16 } else { 0 };
+        let tables = far_copy + (ROW << self.keys.bits()) + (ROW << self.values.bits());
+        let weights = self.warps * self.queries.div_ceil(2) * 2 * 32 * 2;
+        tables + weights + self.warps * self.result_len() * 4 + 80
+    }
+
+    fn program(&self, shape: &AttendShape) -> Program {
+        let defines = [
+            ("HEAD_DIM", self.dim()),
+            ("QUERIES", self.queries),
+            ("KEY_BITS", self.keys.bits()),
+            ("VALUE_BITS", self.values.bits()),
+            ("KEY_SUB", self.keys.components()),
+            ("VALUE_SUB", self.values.components()),
+            ("COPIES", self.copies),
+            ("WARPS", self.warps),
+            ("SHARED_BYTES", self.shared_bytes()),
+            ("KEY_TILE_BYTES", self.keys.tile_len()),
+            ("VALUE_TILE_BYTES", self.values.tile_len()),
+        ];
+        Program::new("pq_attend", KERNELS.pq_attend, &defines)
+            .define_if(shape.paged, "PAGED")
+            .define_if(shape.element == Element::Bf16, "BFLOAT")
+    }
+}
+
+/// Codes in pages. Keys and values use the same ones.
+#[derive(Clone, Copy, Debug)]
+pub struct Pages {
+    /// `u32` (batch, `max_pages`): the page of each part of a sequence.
+    pub table: u64,
+    /// Row length of the table.
+    pub max_pages: usize,
+}
+
+/// Tokens that are kept exactly, of any length and in any order: sinks, and the window of recent ones, which may be a ring.
+#[derive(Clone, Copy, Debug)]
+pub struct ExactTokens {
+    /// Elements (batch, heads, capacity, dim).
+    pub keys: u64,
+    /// Elements (batch, heads, capacity, dim).
+    pub values: u64,
+    /// `u32` (batch,).
+    pub lengths: u64,
+    /// Tokens that there is room for.
+    pub capacity: usize,
+}
+
+/// Device pointers and sizes of one launch.
+#[derive(Clone, Copy, Debug)]
+pub struct AttendArguments {
+    /// Sequences.
+    pub batch: usize,
+    /// Key/value heads.
+    pub heads: usize,
+    /// Tiles of [`TILE`](crate::pq::TILE) tokens that a page has room for, or a sequence where there are no pages.
+    pub tiles: usize,
+    /// Bytes (page or sequence, head, tile, [`CodeLayout::tile_len`]).
+    pub key_codes: u64,
+    /// Bytes (page or sequence, head, tile, [`CodeLayout::tile_len`]).
+    pub value_codes: u64,
+    /// f16 (head, [`CodeLayout::table_len`]).
+    pub key_table: u64,
+    /// f16 (head, [`CodeLayout::table_len`]).
+    pub value_table: u64,
+    /// Elements (batch, heads, group, dim), of a magnitude that f16 holds.
+    pub queries: u64,
+    /// `u32` (batch,): coded tokens of each sequence. Read on the device, so a captured graph follows them as they grow.
+    pub lengths: u64,
+    /// Where the codes lie, when compiled for pages.
+    pub pages: Option<Pages>,
+    /// Tokens beside the coded ones.
+    pub exact: Option<ExactTokens>,
+    /// Factor of the scores: `1 / sqrt(head_dim)`.
+    pub scale: f32,
+    /// Elements (batch, heads, group, dim), fully written; zeros for a sequence without tokens.
+    pub out: u64,
+    /// f32 (batch, heads, group), fully written, or 0: the natural logarithm of the sum of the exponentials, to merge the result
+    /// with attention on other tokens.
+    pub log_sum_exp: u64,
+    /// Bytes as [`Attend::workspace_len`] says, zeroed once before the first launch. Launches that may overlap need one each.
+    pub workspace: u64,
+}
+
+/// `Arguments` of the kernel.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct KernelArguments {
+    key_codes: u64,
+    value_codes: u64,
+    key_table: u64,
+    value_table: u64,
+    queries: u64,
+    lengths: u64,
+    pages: u64,
+    exact_keys: u64,
+    exact_values: u64,
+    exact_lengths: u64,
+    partials: u64,
+    arrived: u64,
+    out: u64,
+    log_sum_exp: u64,
+    batch: u32,
+    heads: u32,
+    group: u32,
+    blocks: u32,
+    page_tiles: u32,
+    max_pages: u32,
+    exact_capacity: u32,
+    scale: f32,
+}
+
+/// Decode attention on product-quantized keys and values: `pq_core::attend_into` and, for exact tokens,
+/// `pq_core::attend_exact_into`, in one launch.
+///
+/// The work of a batch is cut into equal parts by its lengths, on the device: nothing is allocated or waited for, and a
+/// captured graph stays valid. The same inputs give the same bytes.
+///
+/// # Cost
+/// Reads every code once for up to 4 query heads of its group.
+/// # Source
+/// MILLION (DAC 2025), III-B and III-C.
+pub struct Attend {
+    kernel: Kernel,
+    shape: AttendShape,
+    plan: Plan,
+    processors: usize,
+}
+
+impl Attend {
+    /// Compiles it for a shape.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`], [`Error::NoNvrtc`], [`Error::Compile`] or [`Error::Driver`].
+    pub fn new(device: &Device, shape: AttendShape) -> Result<Self, Error> {
+        let plan = shape.plan(device.shared_memory())?;
+        let kernel = device.kernel(&plan.program(&shape), "pq_attend", plan.shared_bytes())?;
+        Ok(Self { kernel, shape, plan, processors: device.processors() })
+    }
+
+    /// What it was compiled for.
+    #[must_use]
+    pub const fn shape(&self) -> &AttendShape {
+        &self.shape
+    }
+
+    /// Slices of a group, and blocks of each.
+    fn grid(&self, heads: usize) -> (usize, usize) {
+        let slices = self.shape.group.div_ceil(self.plan.queries);
+        // The last block keeps maximum and sum of all in shared memory.
+        let most = self.plan.warps * self.plan.result_len() / (2 * self.plan.queries);
+        (slices, (self.processors / (heads * slices)).clamp(1, most))
+    }
+
+    /// Bytes of workspace for launches of up to `batch` sequences of `heads` key/value heads.
+    #[must_use]
+    pub fn workspace_len(&self, batch: usize, heads: usize) -> usize {
+        let (slices, blocks) = self.grid(heads.max(1));
+        let partials = heads * slices * blocks * 2 * self.plan.queries * self.plan.result_len();
+        (partials + batch * heads * slices) * 4
+    }
+
+    /// Puts the attention on a stream.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for sizes that do not fit, [`Error::Driver`].
+    /// # Safety
+    /// Every pointer must be to device memory of the device, aligned to 16 bytes, with as many elements as its shape says, and
+    /// stay so, unwritten by others, until the launch has run; lengths must not exceed what there is room for, and page numbers
+    /// be those of pages; `stream` must be of the device.
+    pub unsafe fn launch(&self, stream: CUstream, arguments: &AttendArguments) -> Result<(), Error> {
+        let a = arguments;
+        let problem = |problem: &str| Error::Argument { operation: "pq::Attend", problem: problem.into() };
+        if a.batch == 0 || a.heads == 0 {
+            return Ok(());
+        }
+        if self.shape.paged != a.pages.is_some() {
+            return Err(problem("pages are given exactly when it is compiled for them"));
+        }
+        let in_32_bits = |x: usize| u32::try_from(x).map_err(|_| problem("a size is 2^32 or more"));
+        if a.pages.is_none() {
+            in_32_bits(a.batch.saturating_mul(a.heads).saturating_mul(a.tiles))?;
+        }
+        if a.tiles == 0 {
+            return Err(problem("no room for a tile"));
+        }
+        let (slices, blocks) = self.grid(a.heads);
+        let grid = in_32_bits(a.heads.saturating_mul(slices * blocks))?;
+        let partials = u64::from(grid) * 2 * (self.plan.queries * self.plan.result_len() * 4) as u64;
+        let kernel_arguments = KernelArguments {
+            key_codes: a.key_codes,
+            value_codes: a.value_codes,
+            key_table: a.key_table,
+            value_table: a.value_table,
+            queries: a.queries,
+            lengths: a.lengths,
+            pages: a.pages.map_or(0, |pages| pages.table),
+            exact_keys: a.exact.map_or(0, |exact| exact.keys),
+            exact_values: a.exact.map_or(0, |exact| exact.values),
+            exact_lengths: a.exact.map_or(0, |exact| exact.lengths),
+            partials: a.workspace,
+            arrived: a.workspace + partials,
+            out: a.out,
+            log_sum_exp: a.log_sum_exp,
+            batch: in_32_bits(a.batch)?,
+            heads: in_32_bits(a.heads)?,
+            group: self.shape.group as u32,
+            blocks: blocks as u32,
+            page_tiles: in_32_bits(a.tiles)?,
+            max_pages: in_32_bits(a.pages.map_or(0, |pages| pages.max_pages))?,
+            exact_capacity: in_32_bits(a.exact.map_or(0, |exact| exact.capacity))?,
+            scale: a.scale * std::f32::consts::LOG2_E,
+        };
+        let threads = self.plan.warps as u32 * 32;
+        // SAFETY: the structure is the kernel's argument; the caller vouches for what its pointers lead to.
+        unsafe { self.kernel.launch(stream, (grid, 1), threads, &kernel_arguments) }
+    }
+}

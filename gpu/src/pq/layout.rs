@@ -1,0 +1,186 @@
+//! How codes and centroids lie on the device for attention: in the order in which the lanes of a warp want them.
+
+use half::f16;
+use pq_core::{Codebook, Codes, PqShape};
+
+use crate::Error;
+
+/// Tokens of a tile: what a warp takes at a time.
+pub const TILE: usize = 32;
+
+/// What the codes are of: keys are read along tokens, values along components.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Side {
+    /// Keys.
+    Keys,
+    /// Values.
+    Values,
+}
+
+/// The device layout of the codes of one key/value head, and of its codebook.
+///
+/// Codes come in tiles of [`TILE`] tokens, exactly `nbits` bits a code. A vector is `dim / 2` words of two halves; a code stands
+/// for one or more of them (`dsub / 2`, `m` words apart), or, where a subspace has one component, two codes together stand for
+/// one and are kept as one of `2 nbits` bits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CodeLayout {
+    shape: PqShape,
+    side: Side,
+    joined: bool,
+}
+
+impl CodeLayout {
+    /// The layout for a shape.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] for one that the attention kernel does not take.
+    pub fn new(shape: PqShape, side: Side) -> Result<Self, Error> {
+        let layout = Self { shape, side, joined: shape.dsub() == 1 };
+        let fits = matches!(shape.dim(), 64 | 128)
+            && matches!(layout.bits(), 4 | 6 | 8)
+            && (shape.dsub() == 1 || layout.m() >= 16);
+        if fits && layout.components().is_power_of_two() {
+            return Ok(layout);
+        }
+        Err(Error::Unsupported {
+            operation: format!("device layout of {shape:?}"),
+            supported: "dim 64 or 128, 16 subspaces or more of 2, 4 or 8 components with 4, 6 or 8 bits, or of 1 component \
+                        with 2, 3 or 4",
+        })
+    }
+
+    /// The shape it is for.
+    #[must_use]
+    pub const fn shape(&self) -> PqShape {
+        self.shape
+    }
+
+    /// Bits of a code as it is kept.
+    pub(crate) fn bits(&self) -> usize {
+        self.shape.nbits() as usize * if self.joined { 2 } else { 1 }
+    }
+
+    /// Components that a kept code stands for.
+    pub(crate) fn components(&self) -> usize {
+        self.shape.dim() / self.m()
+    }
+
+    /// Kept codes of a vector.
+    fn m(&self) -> usize {
+        if self.joined { self.shape.m() / 2 } else { self.shape.m() }
+    }
+
+    /// Bytes of a tile.
+    #[must_use]
+    pub fn tile_len(&self) -> usize {
+        TILE * self.m() * self.bits() / 8
+    }
+
+    /// Elements of a table: (rows, dim).
+    #[must_use]
+    pub fn table_len(&self) -> usize {
+        self.shape.dim() << self.bits()
+    }
+
+    /// The lane that uses a code, and the code's place among the lane's codes: `key_code` and `value_code` of the kernel.
+    fn place(&self, token: usize, code: usize) -> (usize, usize) {
+        let m = self.m();
+        let parts = if m < 64 { 1 } else { 2 };
+        let part = code / 32;
+        match self.side {
+            Side::Keys => {
+                let middles = if m < 32 { 1 } else { 2 };
+                let (half, high, g) = (token / 16, token / 8 % 2, token % 8);
+                let (middle, step, l) = (code / 16 % 2, (code / 4 % 4) ^ (g % 4), code % 4);
+                (4 * g + l, ((half * parts + part) * 4 + step) * middles * 2 + middle * 2 + high)
+            }
+            Side::Values => {
+                let steps = if m < 32 { 2 } else { 4 };
+                let (half, l, i, g) = (token / 4 % 2, token % 4, token / 8, code % 8);
+                let step = (code / 8 + 4 - l) % 4 % steps;
+                (4 * g + l, (((half * steps + step) * 2 + i / 2) * parts + part) * 2 + i % 2)
+            }
+        }
+    }
+
+    /// Writes one code into a zeroed tile.
+    fn set(&self, tile: &mut [u8], token: usize, code: usize, value: u8) {
+        let (lane, place) = self.place(token, code);
+        let words = TILE * self.m() * self.bits() / 8 / 4 / 32; // of 32 bits, a lane
+        let width = if self.bits() == 6 { words / 3 } else { words.min(4) };
+        let mut or = |word: usize, bits: u8| {
+            tile[((word / width * 32 + lane) * width + word % width) * 4 + place % 4] |= bits;
+        };
+        let register = place / 4;
+        match self.bits() {
+            8 => or(register, value),
+            4 => or(register / 2, value << (4 * (register % 2))),
+            // Three words keep four registers: the fourth in the others' high bits.
+            _ if register % 4 < 3 => or(register / 4 * 3 + register % 4, value),
+            _ => (0..3).for_each(|i| or(register / 4 * 3 + i, value >> (2 * i) << 6)),
+        }
+    }
+
+    /// Brings codes of `pq-core` into tiles.
+    ///
+    /// # Shapes
+    /// `tiles` `n / 32` rounded up times [`Self::tile_len`] bytes, fully written; what is behind the last token is zeros.
+    /// # Errors
+    /// [`Error::Argument`].
+    pub fn pack_into(&self, codes: &Codes<'_>, tiles: &mut [u8]) -> Result<(), Error> {
+        self.check("pack", codes.shape(), tiles.len(), codes.n().div_ceil(TILE) * self.tile_len())?;
+        tiles.fill(0);
+        for token in 0..codes.n() {
+            let tile = &mut tiles[token / TILE * self.tile_len()..][..self.tile_len()];
+            let mut codes = codes.iter_vector(token);
+            for code in 0..self.m() {
+                let first = codes.next().unwrap_or_default();
+                let second = if self.joined { codes.next().unwrap_or_default() } else { 0 };
+                self.set(tile, token % TILE, code, (first | second << self.shape.nbits()) as u8);
+            }
+        }
+        Ok(())
+    }
+
+    /// Brings a codebook into a table.
+    ///
+    /// # Shapes
+    /// `table` [`Self::table_len`], fully written.
+    /// # Errors
+    /// [`Error::Argument`].
+    pub fn table_into(&self, codebook: &Codebook<'_>, table: &mut [f16]) -> Result<(), Error> {
+        self.check("make table", codebook.shape(), table.len(), self.table_len())?;
+        let (dim, m, nbits) = (self.shape.dim(), self.m(), self.shape.nbits());
+        for subspace in 0..self.shape.m() {
+            for code in 0..self.shape.ksub() {
+                for (i, x) in codebook.centroid(subspace, code).enumerate() {
+                    let x = f16::from_f32(x);
+                    if self.joined {
+                        // All rows whose half of the bits is this code.
+                        let shift = if subspace % 2 == 0 { 0 } else { nbits };
+                        for other in 0..self.shape.ksub() {
+                            let row = code << shift | other << (nbits - shift);
+                            table[row * dim + subspace] = x;
+                        }
+                    } else {
+                        let word = subspace + i / 2 * m;
+                        table[code * dim + 2 * word + i % 2] = x;
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn check(&self, what: &str, shape: PqShape, len: usize, expected: usize) -> Result<(), Error> {
+        if shape != self.shape {
+            let problem = format!("{what}: {shape:?} in a layout for {:?}", self.shape);
+            return Err(Error::Argument { operation: "device layout", problem });
+        }
+        if len != expected {
+            let problem = format!("{what}: {len} elements where {expected} are wanted");
+            return Err(Error::Argument { operation: "device layout", problem });
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,114 @@
+//! What the device tests share.
+
+#![allow(clippy::unwrap_used, dead_code)] // helpers of tests; not every test uses all
+
+use std::io::Write;
+use std::sync::Arc;
+
+use cudarc::driver::{CudaSlice, DevicePtr, DeviceRepr, ValidAsZeroBits};
+use half::{bf16, f16};
+use kv_gpu::{Device, Element, Error};
+
+/// Says that a test did not run; with `GPU_TESTS=require` that is a failure.
+pub fn skip(what: &str, error: &Error) {
+    assert!(std::env::var("GPU_TESTS").as_deref() != Ok("require"), "{what}: {error}");
+    // Not println!, which the test harness would swallow.
+    let _ = writeln!(std::io::stderr(), "SKIPPED {what}: {error}");
+}
+
+/// The device, or a word that the test was skipped.
+pub fn device(test: &str) -> Option<Device> {
+    Device::open(0).map_err(|error| skip(test, &error)).ok()
+}
+
+/// Memory of the device.
+pub struct Buffer<T> {
+    slice: CudaSlice<T>,
+    device: Arc<cudarc::driver::CudaStream>,
+}
+
+impl<T: DeviceRepr + ValidAsZeroBits + Clone + Default> Buffer<T> {
+    pub fn new(device: &Device, data: &[T]) -> Self {
+        let stream = device.stream();
+        // A buffer of nothing has no address.
+        let slice = if data.is_empty() { stream.clone_htod(&[T::default()]) } else { stream.clone_htod(data) };
+        Self { slice: slice.unwrap(), device: stream.clone() }
+    }
+
+    pub fn pointer(&self) -> u64 {
+        self.slice.device_ptr(&self.device).0
+    }
+
+    pub fn read(&self) -> Vec<T> {
+        let read = self.device.clone_dtoh(&self.slice).unwrap();
+        self.device.synchronize().unwrap();
+        read
+    }
+}
+
+/// Small numbers from a seed.
+pub struct Random(pub u64);
+
+impl Random {
+    pub fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+        z ^ (z >> 31)
+    }
+
+    /// Below `n`.
+    pub fn below(&mut self, n: usize) -> usize {
+        (self.next() % n as u64) as usize
+    }
+
+    pub fn pick<T: Copy>(&mut self, of: &[T]) -> T {
+        of[self.below(of.len())]
+    }
+
+    /// About normal, of variance 1.
+    pub fn normal(&mut self) -> f32 {
+        let sum: f32 = (0..4).map(|_| (self.next() >> 40) as f32 / (1 << 24) as f32 - 0.5).sum();
+        sum * 3.0_f32.sqrt()
+    }
+
+    pub fn normals(&mut self, n: usize) -> Vec<f32> {
+        (0..n).map(|_| self.normal()).collect()
+    }
+
+    pub fn bytes(&mut self, n: usize) -> Vec<u8> {
+        (0..n).map(|_| self.next() as u8).collect()
+    }
+}
+
+/// The bits of a number in an element type.
+pub fn to_element(element: Element, x: f32) -> u16 {
+    match element {
+        Element::F16 => f16::from_f32(x).to_bits(),
+        Element::Bf16 => bf16::from_f32(x).to_bits(),
+    }
+}
+
+/// The number that bits stand for.
+pub fn from_element(element: Element, bits: u16) -> f32 {
+    match element {
+        Element::F16 => f16::from_bits(bits).to_f32(),
+        Element::Bf16 => bf16::from_bits(bits).to_f32(),
+    }
+}
+
+/// `|a - b| / |b|`, infinite when a number is missing.
+pub fn relative_error(a: &[f32], b: &[f32]) -> f64 {
+    assert_eq!(a.len(), b.len());
+    let square = |x: f64| x * x;
+    let error: f64 = a.iter().zip(b).map(|(&a, &b)| square(f64::from(a) - f64::from(b))).sum();
+    let norm: f64 = b.iter().map(|&b| square(f64::from(b))).sum();
+    if error == 0.0 {
+        0.0
+    } else if error.is_nan() {
+        f64::INFINITY
+    } else {
+        (error / norm).sqrt()
+    }
+}

@@ -1,0 +1,279 @@
+//! Attention on codes agrees with `pq_core::attend_into` and `pq_core::attend_exact_into`.
+
+#![allow(clippy::unwrap_used, clippy::panic)]
+
+mod common;
+
+use common::{Buffer, Random, device, from_element, relative_error, to_element};
+use half::f16;
+use kv_gpu::pq::{Attend, AttendArguments, AttendShape, CodeLayout, ExactTokens, Pages, Side, TILE};
+use kv_gpu::{Device, Element};
+use pq_core::{
+    Backend, CodebookBuf, CodedTokens, Codes, PqShape, SoftmaxStats, attend_exact_into, attend_into_with,
+    attend_scratch_len, lut_into,
+};
+
+/// Greatest relative error of an output vector, by element: the rounding of weights to f16 (2^-11) and of the output.
+const TOLERANCES: [(Element, f64); 2] = [(Element::F16, 2e-3), (Element::Bf16, 6e-3)];
+/// Greatest error of the logarithm of the sum, absolute.
+const LOG_SUM_EXP: f32 = 2e-3;
+
+/// One launch and what it should give.
+struct Case {
+    shape: AttendShape,
+    batch: usize,
+    heads: usize,
+    capacity: usize, // coded tokens that there is room for
+    lengths: Vec<u32>,
+    exact_capacity: usize, // 0: none are given
+    exact_lengths: Vec<u32>,
+    page_tiles: usize,
+}
+
+fn codebook(random: &mut Random, shape: PqShape) -> CodebookBuf {
+    let centroids: Vec<f32> = random.normals(shape.codebook_len());
+    let halves: Vec<f32> = centroids.iter().map(|&x| f16::from_f32(x).to_f32()).collect();
+    CodebookBuf::new(shape, &halves).unwrap()
+}
+
+impl Case {
+    fn run(&self, device: &Device, random: &mut Random, spoil: impl Fn(&mut [f32])) {
+        let Self { shape, batch, heads, .. } = *self;
+        let (group, dim, element) = (shape.group, shape.keys.dim(), shape.element);
+        let rounded = |x: f32| from_element(element, to_element(element, x));
+        let mut queries: Vec<f32> = random.normals(batch * heads * group * dim);
+        queries.iter_mut().for_each(|x| *x = rounded(2.0 * *x));
+        spoil(&mut queries);
+        let exact_len = batch * heads * self.exact_capacity * dim;
+        let exact_keys: Vec<f32> = random.normals(exact_len).into_iter().map(rounded).collect();
+        let exact_values: Vec<f32> = random.normals(exact_len).into_iter().map(rounded).collect();
+        let books: Vec<[CodebookBuf; 2]> = (0..heads)
+            .map(|_| [codebook(random, shape.keys), codebook(random, shape.values)])
+            .collect();
+        let bytes: Vec<[Vec<u8>; 2]> = (0..batch * heads)
+            .map(|_| [shape.keys, shape.values].map(|shape| random.bytes(shape.codes_len(self.capacity))))
+            .collect();
+
+        // The device's memory: pages in a random order with one that nobody has.
+        let layouts = [CodeLayout::new(shape.keys, Side::Keys), CodeLayout::new(shape.values, Side::Values)]
+            .map(Result::unwrap);
+        let tiles = self.capacity.div_ceil(TILE);
+        let max_pages = tiles.div_ceil(self.page_tiles);
+        let page_count = if shape.paged { batch * max_pages + 1 } else { batch };
+        let mut order: Vec<usize> = (0..page_count).collect();
+        if shape.paged {
+            (1..page_count).for_each(|i| order.swap(i, random.below(i + 1)));
+        }
+        let page_of = |sequence: usize, tile: usize| order[sequence * max_pages + tile / self.page_tiles];
+        let codes = [0, 1].map(|side| {
+            let layout = &layouts[side];
+            let mut memory = vec![0xA5; page_count * heads * self.page_tiles * layout.tile_len()];
+            for sequence in 0..batch {
+                for head in 0..heads {
+                    let bytes = &bytes[sequence * heads + head][side];
+                    let mut packed = vec![0; tiles * layout.tile_len()];
+                    let codes = Codes::new(layout.shape(), self.capacity, bytes).unwrap();
+                    layout.pack_into(&codes, &mut packed).unwrap();
+                    for (tile, packed) in packed.chunks_exact(layout.tile_len()).enumerate() {
+                        let page = if shape.paged { page_of(sequence, tile) } else { sequence };
+                        let at = (page * heads + head) * self.page_tiles + tile % self.page_tiles;
+                        memory[at * layout.tile_len()..][..layout.tile_len()].copy_from_slice(packed);
+                    }
+                }
+            }
+            Buffer::new(device, &memory)
+        });
+        let tables = [0, 1].map(|side| {
+            let layout = &layouts[side];
+            let mut table = vec![f16::ZERO; heads * layout.table_len()];
+            for (table, books) in table.chunks_exact_mut(layout.table_len()).zip(&books) {
+                layout.table_into(&books[side].view(), table).unwrap();
+            }
+            Buffer::new(device, &table.iter().map(|x| x.to_bits()).collect::<Vec<u16>>())
+        });
+        let page_table: Vec<u32> = (0..batch * max_pages)
+            .map(|i| {
+                let used = (self.lengths[i / max_pages] as usize).div_ceil(TILE * self.page_tiles);
+                if i % max_pages < used { order.get(i).map_or(0, |&page| page as u32) } else { u32::MAX }
+            })
+            .collect();
+        let elements = |x: &[f32]| x.iter().map(|&x| to_element(element, x)).collect::<Vec<u16>>();
+        let [queries_there, keys_there, values_there] =
+            [&queries, &exact_keys, &exact_values].map(|x| Buffer::new(device, &elements(x)));
+        let page_table = Buffer::new(device, &page_table);
+        let lengths = Buffer::new(device, &self.lengths);
+        let exact_lengths = Buffer::new(device, &self.exact_lengths);
+        let attend = Attend::new(device, shape).unwrap();
+        let workspace = Buffer::new(device, &vec![0_u8; attend.workspace_len(batch, heads)]);
+        let scale = 1.0 / (dim as f32).sqrt();
+
+        let launch = || {
+            let out = Buffer::new(device, &vec![u16::MAX; batch * heads * group * dim]); // NaN
+            let log_sum_exp = Buffer::new(device, &vec![f32::NAN; batch * heads * group]);
+            let arguments = AttendArguments {
+                batch,
+                heads,
+                tiles: self.page_tiles,
+                key_codes: codes[0].pointer(),
+                value_codes: codes[1].pointer(),
+                key_table: tables[0].pointer(),
+                value_table: tables[1].pointer(),
+                queries: queries_there.pointer(),
+                lengths: lengths.pointer(),
+                pages: shape.paged.then(|| Pages { table: page_table.pointer(), max_pages }),
+                exact: (self.exact_capacity > 0).then(|| ExactTokens {
+                    keys: keys_there.pointer(),
+                    values: values_there.pointer(),
+                    lengths: exact_lengths.pointer(),
+                    capacity: self.exact_capacity,
+                }),
+                scale,
+                out: out.pointer(),
+                log_sum_exp: log_sum_exp.pointer(),
+                workspace: workspace.pointer(),
+            };
+            // SAFETY: the buffers live until their contents have been read, and have the lengths that the shape asks for.
+            #[allow(unsafe_code)]
+            unsafe { attend.launch(device.stream().cu_stream(), &arguments) }.unwrap();
+            (out.read(), log_sum_exp.read().iter().map(|x| x.to_bits()).collect::<Vec<u32>>())
+        };
+        let (out, log_sum_exp) = launch();
+        assert!(launch() == (out.clone(), log_sum_exp.clone()), "two runs differ");
+
+        let tolerance = TOLERANCES.iter().find(|(e, _)| *e == element).unwrap().1;
+        let mut scratch = vec![0.0; attend_scratch_len(shape.values, group)];
+        for head in 0..batch * heads {
+            let (sequence, books, bytes) = (head / heads, &books[head % heads], &bytes[head]);
+            let n = self.lengths[sequence] as usize;
+            let [keys, values] = [0, 1].map(|side| {
+                let shape = layouts[side].shape();
+                Codes::new(shape, n, &bytes[side][..shape.codes_len(n)]).unwrap()
+            });
+            let queries: Vec<f32> =
+                queries[head * group * dim..][..group * dim].iter().map(|x| x * scale).collect();
+            let mut luts = vec![0.0; group * shape.keys.lut_len()];
+            lut_into(&books[0].view(), &queries, &mut luts).unwrap();
+            let (mut expected, mut stats) = (vec![0.0; group * dim], vec![SoftmaxStats::EMPTY; group]);
+            let (key_scales, value_scales, bias) = (None, None, None);
+            let codebook = books[1].view();
+            let tokens = CodedTokens { keys, values, codebook, key_scales, value_scales, bias };
+            attend_into_with(Backend::Scalar, &luts, &tokens, &mut scratch, &mut expected, &mut stats).unwrap();
+            let m = self.exact_lengths[sequence] as usize;
+            if m > 0 {
+                let at = head * self.exact_capacity * dim..;
+                let (keys, values) = (&exact_keys[at.clone()][..m * dim], &exact_values[at][..m * dim]);
+                let mut scores = vec![0.0; m];
+                attend_exact_into(&queries, keys, values, &mut scores, &mut expected, &mut stats).unwrap();
+            }
+            for (query, (expected, stats)) in expected.chunks_exact_mut(dim).zip(&stats).enumerate() {
+                let index = head * group + query;
+                let got: Vec<f32> =
+                    out[index * dim..][..dim].iter().map(|&bits| from_element(element, bits)).collect();
+                let log = f32::from_bits(log_sum_exp[index]);
+                let place = format!("{shape:?} lengths {:?} {:?} head {head} query {query}", self.lengths, self.exact_lengths);
+                if queries[query * dim..][..dim].iter().any(|x| !x.is_finite()) {
+                    if n + m > 0 {
+                        assert!(got.iter().all(|x| x.is_nan()), "{place}: a query that is no number gives {got:?}");
+                    }
+                    continue;
+                }
+                stats.normalize(expected);
+                let error = relative_error(&got, expected);
+                assert!(error <= tolerance, "{place}: error {error}\n{got:?}\n{expected:?}");
+                if n + m == 0 {
+                    assert_eq!(log, f32::NEG_INFINITY, "{place}");
+                } else {
+                    let error = (log - stats.log_sum_exp()).abs();
+                    assert!(error <= LOG_SUM_EXP, "{place}: log-sum-exp {log} for {}", stats.log_sum_exp());
+                }
+            }
+        }
+    }
+}
+
+const SHAPES: [(usize, usize, u32); 12] = [
+    (128, 64, 8),
+    (128, 64, 6),
+    (128, 64, 4),
+    (128, 128, 4),
+    (128, 128, 3),
+    (128, 32, 8),
+    (128, 16, 8),
+    (64, 32, 8),
+    (64, 32, 6),
+    (64, 32, 4),
+    (64, 64, 4),
+    (64, 16, 8),
+];
+
+fn random_case(random: &mut Random, batches: &[usize]) -> Case {
+    let (dim, m, nbits) = random.pick(&SHAPES);
+    let keys = PqShape::new(dim, m, nbits).unwrap();
+    let values = loop {
+        let (other, m, nbits) = random.pick(&SHAPES);
+        if other == dim {
+            break PqShape::new(dim, m, nbits).unwrap();
+        }
+    };
+    let (batch, heads) = (random.pick(batches), 1 + random.below(4));
+    let shape = AttendShape {
+        keys,
+        values,
+        group: 1 + random.below(16),
+        element: random.pick(&[Element::F16, Element::Bf16]),
+        paged: random.below(2) == 1,
+    };
+    let capacity = random.pick(&[1, 31, 32, 33, 100, 700, 3000]);
+    let lengths = (0..batch)
+        .map(|_| if random.below(4) == 0 { random.pick(&[0, 1, capacity]) } else { random.below(capacity + 1) } as u32)
+        .collect();
+    let exact_capacity = random.pick(&[0, 1, 7, 40, 132]);
+    let exact_lengths = (0..batch).map(|_| random.below(exact_capacity + 1) as u32).collect();
+    let page_tiles = if shape.paged { random.pick(&[1, 2, 3, 8]) } else { capacity.div_ceil(TILE) + random.below(3) };
+    Case { shape, batch, heads, capacity, lengths, exact_capacity, exact_lengths, page_tiles }
+}
+
+#[test]
+fn random_shapes_agree() {
+    let Some(device) = device("random_shapes_agree") else { return };
+    for seed in 0..60 {
+        let mut random = Random(seed);
+        random_case(&mut random, &[1, 2, 5]).run(&device, &mut random, |_| ());
+    }
+}
+
+#[test]
+fn many_ragged_sequences_agree() {
+    let Some(device) = device("many_ragged_sequences_agree") else { return };
+    for seed in 100..104 {
+        let mut random = Random(seed);
+        random_case(&mut random, &[33, 70, 200]).run(&device, &mut random, |_| ());
+    }
+}
+
+/// Every group size with the shape of the benchmark, long enough that all blocks share a sequence.
+#[test]
+fn every_group_agrees() {
+    let Some(device) = device("every_group_agrees") else { return };
+    for group in 1..=16 {
+        let mut random = Random(1000 + group as u64);
+        let quantizer = PqShape::new(128, 64, 8).unwrap();
+        let shape =
+            AttendShape { keys: quantizer, values: quantizer, group, element: Element::F16, paged: false };
+        let (capacity, page_tiles) = (9000, 9000_usize.div_ceil(TILE));
+        let (lengths, exact_lengths) = (vec![8999], vec![100]);
+        let case =
+            Case { shape, batch: 1, heads: 2, capacity, lengths, exact_capacity: 100, exact_lengths, page_tiles };
+        case.run(&device, &mut random, |_| ());
+    }
+}
+
+#[test]
+fn numbers_that_are_none_stay_with_their_query() {
+    let Some(device) = device("numbers_that_are_none_stay_with_their_query") else { return };
+    for (seed, spoiler) in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY].into_iter().cycle().take(6).enumerate() {
+        let mut random = Random(2000 + seed as u64);
+        let case = random_case(&mut random, &[2]);
+        case.run(&device, &mut random, |queries| queries[5] = spoiler);
+    }
+}
