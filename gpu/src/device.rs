@@ -3,7 +3,7 @@ use std::ffi::c_void;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use cudarc::driver::sys::{self, CUdevice_attribute, CUfunction_attribute};
+use cudarc::driver::sys::{self, CUdevice_attribute, CUfunction_attribute, CUlaunchAttributeID, CUstream};
 use cudarc::driver::{CudaContext, CudaFunction, CudaStream};
 use cudarc::nvrtc::Ptx;
 
@@ -117,7 +117,8 @@ impl Device {
             let set = function.set_attribute(limit, shared as i32);
             set.map_err(Error::of(format_args!("{shared} bytes of shared memory for {program}")))?;
         }
-        Ok(Kernel { function, program: program.clone(), shared: shared as u32 })
+        let overlaps = self.capability >= (9, 0);
+        Ok(Kernel { function, program: program.clone(), shared: shared as u32, overlaps })
     }
 
     fn image(&self, program: &Program) -> Result<Vec<u8>, Error> {
@@ -138,33 +139,46 @@ pub(crate) struct Kernel {
     function: CudaFunction,
     program: Program,
     shared: u32,
+    overlaps: bool, // the device knows how
 }
 
 impl Kernel {
-    /// Launches it with one argument, a structure.
+    /// Launches it with one argument, a structure. With `overlap`, blocks may start while the kernel before it on the stream
+    /// ends: it waits for that kernel itself (`wait_for_previous_kernel`).
     ///
     /// # Safety
     /// `A` must be the kernel's argument, and the kernel must be allowed to access all that its pointers lead to until it has
     /// run; `stream` must belong to the kernel's context.
     pub(crate) unsafe fn launch<A: Copy>(
         &self,
-        stream: sys::CUstream,
-        blocks: (u32, u32),
+        stream: CUstream,
+        blocks: u32,
         threads: u32,
+        overlap: bool,
         argument: &A,
     ) -> Result<(), Error> {
+        let mut attribute = sys::CUlaunchAttribute {
+            id: CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+            pad: [0; 4],
+            value: sys::CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 },
+        };
+        let config = sys::CUlaunchConfig {
+            gridDimX: blocks,
+            gridDimY: 1,
+            gridDimZ: 1,
+            blockDimX: threads,
+            blockDimY: 1,
+            blockDimZ: 1,
+            sharedMemBytes: self.shared,
+            hStream: stream,
+            attrs: &raw mut attribute,
+            numAttrs: u32::from(overlap && self.overlaps),
+        };
         let mut arguments = [std::ptr::from_ref(argument).cast_mut().cast::<c_void>()];
-        // SAFETY: the caller's contract; the driver copies the argument before it returns.
-        unsafe {
-            cudarc::driver::result::launch_kernel(
-                self.function.cu_function(),
-                (blocks.0, blocks.1, 1),
-                (threads, 1, 1),
-                self.shared,
-                stream,
-                &mut arguments,
-            )
-        }
-        .map_err(Error::of(format_args!("launch {}", self.program)))
+        let function = self.function.cu_function();
+        // SAFETY: the caller's contract; the driver copies configuration and argument before it returns.
+        unsafe { sys::cuLaunchKernelEx(&raw const config, function, arguments.as_mut_ptr(), std::ptr::null_mut()) }
+            .result()
+            .map_err(Error::of(format_args!("launch {}", self.program)))
     }
 }

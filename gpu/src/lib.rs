@@ -29,5 +29,15 @@ struct Kernels {
 
 const KERNELS: Kernels = Kernels {
     self_test: include_str!("kernels/self_test.cu"),
-    pq_attend: concat!(include_str!("kernels/common.cuh"), include_str!("kernels/pq_attend.cu")),
+    pq_attend: concat!(
+        include_str!("kernels/common.cuh"),
+        include_str!("kernels/pq_attend/shape.cuh"),
+        include_str!("kernels/pq_attend/codes.cuh"),
+        include_str!("kernels/pq_attend/tables.cuh"),
+        include_str!("kernels/pq_attend/plan.cuh"),
+        include_str!("kernels/pq_attend/sums.cuh"),
+        include_str!("kernels/pq_attend/exact.cuh"),
+        include_str!("kernels/pq_attend/reduce.cuh"),
+        include_str!("kernels/pq_attend/attend.cu"),
+    ),
 };

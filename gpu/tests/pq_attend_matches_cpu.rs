@@ -107,6 +107,7 @@ impl Case {
         let workspace = Buffer::new(device, &vec![0_u8; attend.workspace_len(batch, heads)]);
         let scale = 1.0 / (dim as f32).sqrt();
 
+        let overlap = random.below(2) == 1;
         let launch = || {
             let out = Buffer::new(device, &vec![u16::MAX; batch * heads * group * dim]); // NaN
             let log_sum_exp = Buffer::new(device, &vec![f32::NAN; batch * heads * group]);
@@ -130,6 +131,7 @@ impl Case {
                 scale,
                 out: out.pointer(),
                 log_sum_exp: log_sum_exp.pointer(),
+                overlap,
                 workspace: workspace.pointer(),
             };
             // SAFETY: the buffers live until their contents have been read, and have the lengths that the shape asks for.

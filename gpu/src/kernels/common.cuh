@@ -79,6 +79,20 @@ __device__ __forceinline__ void copy_async_16(void* shared, const void* global) 
 
 __device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
+// Where kernels were launched to overlap: the next may have its blocks come in as this one's leave, and must wait for all of this
+// one before it reads what it wrote.
+__device__ __forceinline__ void let_next_kernel_start() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+
+__device__ __forceinline__ void wait_for_previous_kernel() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 // Words that are read once: past L1, with the neighbouring lines asked for.
 template <int WORDS>
 __device__ __forceinline__ void load_streaming(u32* to, const void* from) {

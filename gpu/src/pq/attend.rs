@@ -66,8 +66,9 @@ impl AttendShape {
         let mut plan = Plan { keys, values, queries, copies: 1, warps: 16 };
         if queries > 1 {
             plan.copies = 2;
+            plan.warps = if queries > 2 { 12 } else { 16 }; // by the registers that the queries take
             if plan.shared_bytes() > shared_memory {
-                // sm_80 has no room for a second table at 8 bits; the queries then take registers of more warps.
+                // sm_80 has no room for a second table at 8 bits; the queries then take twice as many.
                 plan.copies = 1;
                 plan.warps = if queries > 2 { 8 } else { 16 };
             }
@@ -100,12 +101,17 @@ impl Plan {
         self.dim() + 4
     }
 
+    /// Floats between `RESULTS` and `PLAN`.
+    fn results_len(&self) -> usize {
+        self.warps * self.queries * self.result_len()
+    }
+
     /// `SHARED` of the kernel, which asserts that it agrees.
     fn shared_bytes(&self) -> usize {
         let far_copy = if self.copies == 2 && self.dim() == 128 { 1 << 16 } else { 0 };
         let tables = far_copy + (ROW << self.keys.bits()) + (ROW << self.values.bits());
         let weights = self.warps * self.queries.div_ceil(2) * 2 * 32 * 2;
-        tables + weights + self.warps * self.result_len() * 4 + 80
+        tables + weights + self.results_len() * 4 + 64
     }
 
     fn program(&self, shape: &AttendShape) -> Program {
@@ -182,6 +188,9 @@ pub struct AttendArguments {
     /// f32 (batch, heads, group), fully written, or 0: the natural logarithm of the sum of the exponentials, to merge the result
     /// with attention on other tokens.
     pub log_sum_exp: u64,
+    /// Whether the launch may begin while the kernel before it on the stream ends, on sm_90: it then loads its tables, which
+    /// that kernel must not write, and waits before it reads anything else.
+    pub overlap: bool,
     /// Bytes as [`Attend::workspace_len`] says, zeroed once before the first launch. Launches that may overlap need one each.
     pub workspace: u64,
 }
@@ -251,9 +260,7 @@ impl Attend {
     /// Slices of a group, and blocks of each.
     fn grid(&self, heads: usize) -> (usize, usize) {
         let slices = self.shape.group.div_ceil(self.plan.queries);
-        // The last block keeps maximum and sum of all in shared memory.
-        let most = self.plan.warps * self.plan.result_len() / (2 * self.plan.queries);
-        (slices, (self.processors / (heads * slices)).clamp(1, most))
+        (slices, (self.processors / (heads * slices)).max(1))
     }
 
     /// Bytes of workspace for launches of up to `batch` sequences of `heads` key/value heads.
@@ -317,6 +324,6 @@ impl Attend {
         };
         let threads = self.plan.warps as u32 * 32;
         // SAFETY: the structure is the kernel's argument; the caller vouches for what its pointers lead to.
-        unsafe { self.kernel.launch(stream, (grid, 1), threads, &kernel_arguments) }
+        unsafe { self.kernel.launch(stream, grid, threads, a.overlap, &kernel_arguments) }
     }
 }

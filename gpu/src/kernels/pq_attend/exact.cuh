@@ -1,0 +1,59 @@
+// The warp's results of a sequence start with its exact tokens: per query the sum of values, and maximum and sum of weights. The
+// lanes share the components of a vector.
+__device__ __forceinline__ float* warp_results(const Lane& lane) {
+    return reinterpret_cast<float*>(shared + RESULTS) + lane.warp * QUERIES * RESULT;
+}
+
+__device__ __forceinline__ void attend_exact(const Arguments& a, const Plan& plan) {
+    const Lane lane;
+    const Place place(a);
+    const u64 sequence_head = (u64)plan.sequence * a.heads + place.head;
+    constexpr int E = D / LANES; // components a lane
+    float q[QUERIES][E], sum[QUERIES][E], max[QUERIES], weight[QUERIES];
+#pragma unroll
+    for (int i = 0; i < QUERIES; i++) {
+        max[i] = NOTHING, weight[i] = 0;
+#pragma unroll
+        for (int e = 0; e < E; e++) sum[i][e] = 0;
+    }
+    const u32 item_end = min(plan.item_end, (plan.exact_length + EXACT - 1) / EXACT);
+    if (uniform(plan.item + lane.warp < item_end)) {
+        const u16* queries = a.queries + (sequence_head * a.group + place.slice * QUERIES) * D + lane.lane * E;
+        const u32 live = min(a.group - place.slice * QUERIES, (u32)QUERIES);
+#pragma unroll
+        for (int i = 0; i < QUERIES; i++)
+#pragma unroll
+            for (int e = 0; e < E; e++) q[i][e] = i < live ? element_to_float(queries[i * D + e]) * a.scale : 0;
+    }
+    for (u32 item = plan.item + lane.warp; uniform(item < item_end); item += WARPS) {
+        const u32 first = item * EXACT, count = min(plan.exact_length - first, (u32)EXACT);
+        const u64 at = (sequence_head * a.exact_capacity + first) * D + lane.lane * E;
+        for (u32 t = 0; uniform(t < count); t++) {
+            float key[E], value[E];
+#pragma unroll
+            for (int e = 0; e < E; e++) key[e] = element_to_float(a.exact_keys[at + t * D + e]);
+#pragma unroll
+            for (int e = 0; e < E; e++) value[e] = element_to_float(a.exact_values[at + t * D + e]);
+#pragma unroll
+            for (int i = 0; i < QUERIES; i++) {
+                float score = 0;
+#pragma unroll
+                for (int e = 0; e < E; e++) score += q[i][e] * key[e];
+                score = warp_sum(score);
+                const float top = fmaxf(max[i], score), keep = exp2_approx(max[i] - top), p = exp2_approx(score - top);
+                max[i] = top;
+                weight[i] = weight[i] * keep + p;
+#pragma unroll
+                for (int e = 0; e < E; e++) sum[i][e] = sum[i][e] * keep + p * value[e];
+            }
+        }
+    }
+    float* results = warp_results(lane);
+#pragma unroll
+    for (int i = 0; i < QUERIES; i++) {
+#pragma unroll
+        for (int e = 0; e < E; e++) results[i * RESULT + lane.lane * E + e] = sum[i][e];
+        if (lane.lane == 0) results[i * RESULT + D] = max[i], results[i * RESULT + D + 1] = weight[i];
+    }
+    __syncwarp();
+}

@@ -1,0 +1,154 @@
+// A warp's weighted sums of values, in registers as the multiply-adds leave them.
+//
+// A lane looks up, at step s of 4, word 8 ((s + l) & 3) + g of a 32-word half, for 8 tokens of a tile: 4 half + l + 8 (0 to 3),
+// half = 0 or 1. There are two ways to sum what it finds.
+
+// The four words of a step: tokens 4 half + l + 8 (0, 1, 2, 3).
+__device__ __forceinline__ void look_up_values(u32 (&words)[4], const u32 (&codes)[Values::EXPANDED], u32 offset, int half, int step,
+                                               int part) {
+#pragma unroll
+    for (int t = 0; t < 4; t++) {
+        const int code = value_code(half, step, t / 2, part, t & 1);
+        words[t] = look_up<VALUE_TABLE>(permute_bytes(codes[code / 4], offset, value_selector(code % 4, step)), part);
+    }
+}
+
+// One query: the other operand is the identity times the weight of the lane's token, so that the product is a multiply-add of
+// each lane's own words, and the words go in as they are.
+struct OneQuerySums {
+    // D = 128: [step][component of the word of part 0, 0, part 1, 1]. D = 64: [step / 2][components of step, step + 1].
+    float sums[2 * HALVES][4];
+
+    __device__ __forceinline__ void clear() {
+#pragma unroll
+        for (int i = 0; i < 2 * HALVES * 4; i++) sums[i / 4][i % 4] = 0;
+    }
+
+    __device__ __forceinline__ void scale(const float (&factors)[1]) {
+#pragma unroll
+        for (int i = 0; i < 2 * HALVES * 4; i++) sums[i / 4][i % 4] *= factors[0];
+    }
+
+    // Adds a tile; `weights` are [query][position: 4 (token & 7) + token / 8] halves.
+    __device__ __forceinline__ void add(const u32 (&codes)[Values::EXPANDED], u32 offset, const u8* weights, const Lane& lane) {
+        const bool diagonal = lane.g / 2 == lane.l;
+        const u32 even = diagonal ? lane.g & 1 ? 0x1044 : 0x4410 : 0x4444, odd = diagonal ? lane.g & 1 ? 0x3244 : 0x4432 : 0x4444;
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const uint2 p = *reinterpret_cast<const uint2*>(weights + (half * 4 + lane.l) * 8);
+            const u32 b[4] = {permute_bytes(p.x, 0, even), permute_bytes(p.x, 0, odd), permute_bytes(p.y, 0, even),
+                              permute_bytes(p.y, 0, odd)};
+#pragma unroll
+            for (int i = 0; i < 2 * HALVES; i++) {
+                u32 low[4], high[4]; // rows g and g + 8: the two parts of a step, or two steps
+                look_up_values(low, codes, offset, half, HALVES == 2 ? i : 2 * i, 0);
+                look_up_values(high, codes, offset, half, HALVES == 2 ? i : 2 * i + 1, HALVES == 2);
+#pragma unroll
+                for (int t = 0; t < 4; t += 2) {
+                    const u32 operand[4] = {low[t], high[t], low[t + 1], high[t + 1]};
+                    multiply_add(sums[i], operand, b[t], b[t + 1]);
+                }
+            }
+        }
+    }
+
+    // The sum of chunk `chunk` of a half, which the lane has at one of its steps, over its tokens.
+    __device__ __forceinline__ float at(int chunk, int part, int odd, const Lane& lane) const {
+        float sum = 0;
+#pragma unroll
+        for (int step = 0; step < 4; step++) {
+            const float x = HALVES == 2 ? sums[step][2 * part + odd] : sums[step / 2][2 * (step & 1) + odd];
+            if (((step + lane.l) & 3) == chunk) sum = x;
+        }
+        return sum;
+    }
+
+    // vector = keep vector + factor sums. The four lanes of equal g have sums from different tokens.
+    __device__ __forceinline__ void add_to(float* vector, int, float keep, float factor, const Lane& lane) const {
+#pragma unroll
+        for (int chunk = 0; chunk < 4; chunk++)
+#pragma unroll
+            for (int i = 0; i < 2 * HALVES; i++) {
+                float sum = at(chunk, i / 2, i & 1, lane);
+                sum += __shfl_xor_sync(FULL, sum, 1);
+                sum += __shfl_xor_sync(FULL, sum, 2);
+                float* x = vector + component<VALUE_SUB>(8 * chunk + lane.g + i / 2 * 32) + (i & 1);
+                if (lane.l == chunk) *x = keep * *x + factor * sum;
+            }
+    }
+};
+
+// Several queries: byte permutations bring the components of two tokens together, so that components are the rows of the operand
+// and tokens its columns; the columns of the other are (chunk of 8 words, query of a pair), with weights at the one step at
+// which a lane's words are of that chunk.
+struct GroupSums {
+    float sums[HALVES][PAIRS][4]; // [component of a word if D = 128][pair][query of the pair, + 2 for the upper rows]
+
+    __device__ __forceinline__ void clear() {
+#pragma unroll
+        for (int i = 0; i < HALVES * PAIRS * 4; i++) sums[i / 4 / PAIRS][i / 4 % PAIRS][i % 4] = 0;
+    }
+
+    __device__ __forceinline__ void scale(const float (&factors)[QUERIES]) {
+#pragma unroll
+        for (int i = 0; i < HALVES * QUERIES * 2; i++) {
+            const int query = i / 2 % QUERIES;
+            sums[i / 2 / QUERIES][query / 2][(query & 1) + i % 2 * 2] *= factors[query];
+        }
+    }
+
+    __device__ __forceinline__ void add(const u32 (&codes)[Values::EXPANDED], u32 offset, const u8* weights, const Lane& lane) {
+        const int chunk_step = (lane.g / 2 - lane.l) & 3;
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            uint2 p[PAIRS]; // for query g & 1 of each pair
+#pragma unroll
+            for (int i = 0; i < PAIRS; i++)
+                p[i] = *reinterpret_cast<const uint2*>(weights + (2 * i + (lane.g & 1)) * TILE * 2 + (half * 4 + lane.l) * 8);
+#pragma unroll
+            for (int step = 0; step < 4; step++) {
+                u32 words[HALVES][4];
+#pragma unroll
+                for (int part = 0; part < HALVES; part++) look_up_values(words[part], codes, offset, half, step, part);
+                const bool mine = step == chunk_step;
+#pragma unroll
+                for (int odd = 0; odd < HALVES; odd++) {
+                    // Rows g: words of part 0; rows g + 8: of part 1, or the odd components of the same.
+                    constexpr u32 EVEN_OF_BOTH = 0x5410, ODD_OF_BOTH = 0x7632;
+                    const u32 lower = odd ? ODD_OF_BOTH : EVEN_OF_BOTH, upper = HALVES == 1 ? ODD_OF_BOTH : lower;
+                    const u32(&a)[4] = words[0], (&b)[4] = words[HALVES - 1];
+                    const u32 operand[4] = {permute_bytes(a[0], a[1], lower), permute_bytes(b[0], b[1], upper),
+                                            permute_bytes(a[2], a[3], lower), permute_bytes(b[2], b[3], upper)};
+#pragma unroll
+                    for (int i = 0; i < PAIRS; i++) multiply_add(sums[odd][i], operand, mine ? p[i].x : 0, mine ? p[i].y : 0);
+                }
+            }
+        }
+    }
+
+    __device__ __forceinline__ void add_to(float* vector, int query, float keep, float factor, const Lane& lane) const {
+#pragma unroll
+        for (int i = 0; i < HALVES * 2; i++) {
+            const int upper = i % 2, word = 8 * lane.l + lane.g + (HALVES == 2 ? upper * 32 : 0);
+            float* x = vector + component<VALUE_SUB>(word) + (HALVES == 2 ? i / 2 : upper);
+            *x = keep * *x + factor * sums[i / 2][query / 2][(query & 1) + 2 * upper];
+        }
+    }
+};
+
+template <bool ONE>
+struct SumsFor;
+template <>
+struct SumsFor<true> {
+    using Type = OneQuerySums;
+};
+template <>
+struct SumsFor<false> {
+    using Type = GroupSums;
+};
+
+// A warp's softmax of its tokens so far.
+struct State {
+    SumsFor<QUERIES == 1>::Type sums;
+    float max[COPIES], weight[COPIES]; // of the lane's queries, COPIES * turn + i; `weight` is the lane's part of the sum
+};
