@@ -152,7 +152,7 @@ impl Kernel {
     pub(crate) unsafe fn launch<A: Copy>(
         &self,
         stream: CUstream,
-        blocks: u32,
+        (x, y, z): (u32, u32, u32),
         threads: u32,
         overlap: bool,
         argument: &A,
@@ -163,9 +163,9 @@ impl Kernel {
             value: sys::CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 },
         };
         let config = sys::CUlaunchConfig {
-            gridDimX: blocks,
-            gridDimY: 1,
-            gridDimZ: 1,
+            gridDimX: x,
+            gridDimY: y,
+            gridDimZ: z,
             blockDimX: threads,
             blockDimY: 1,
             blockDimZ: 1,

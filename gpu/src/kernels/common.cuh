@@ -79,6 +79,28 @@ __device__ __forceinline__ void copy_async_16(void* shared, const void* global) 
 
 __device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
+#if __CUDA_ARCH__ >= 900
+// Makes a barrier of one phase, which ends when so many bytes have come. For one thread; the others may use it after a barrier of
+// the block.
+__device__ __forceinline__ void expect_bytes(void* barrier, u32 bytes) {
+    asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ void copy_in_bulk(void* shared, const void* global, u32 bytes, void* barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(shared)),
+                 "l"(global), "r"(bytes), "r"(shared_address(barrier))
+                 : "memory");
+}
+
+__device__ __forceinline__ void wait_for_bytes(void* barrier) {
+    asm volatile("{\n .reg .pred done;\nWAIT%=:\n mbarrier.try_wait.parity.shared.b64 done, [%0], 0;\n @!done bra WAIT%=;\n}" ::"r"(
+                     shared_address(barrier))
+                 : "memory");
+}
+#endif
+
 // Where kernels were launched to overlap: the next may have its blocks come in as this one's leave, and must wait for all of this
 // one before it reads what it wrote.
 __device__ __forceinline__ void let_next_kernel_start() {
@@ -109,6 +131,15 @@ __device__ __forceinline__ void load_streaming(u32* to, const void* from) {
 // A condition that is the same in all lanes of a warp. The vote lets the compiler know, which only then keeps addresses that all
 // lanes share in uniform registers: without it the base of shared memory is added to every address of a look-up.
 __device__ __forceinline__ bool uniform(bool condition) { return __any_sync(FULL, condition); }
+
+__device__ __forceinline__ void prefetch_line(const void* line) { asm volatile("prefetch.global.L2 [%0];" ::"l"(line)); }
+
+// Adds to a counter; what the block wrote before its last barrier comes before, for whoever sees the sum in the same way.
+__device__ __forceinline__ u32 add_and_order(u32* counter, u32 x) {
+    u32 old;
+    asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], %2;" : "=r"(old) : "l"(counter), "r"(x) : "memory");
+    return old;
+}
 
 __device__ __forceinline__ float warp_sum(float x) {
 #pragma unroll

@@ -216,7 +216,6 @@ struct KernelArguments {
     batch: u32,
     heads: u32,
     group: u32,
-    blocks: u32,
     page_tiles: u32,
     max_pages: u32,
     exact_capacity: u32,
@@ -260,15 +259,20 @@ impl Attend {
     /// Slices of a group, and blocks of each.
     fn grid(&self, heads: usize) -> (usize, usize) {
         let slices = self.shape.group.div_ceil(self.plan.queries);
-        (slices, (self.processors / (heads * slices)).max(1))
+        (slices, (self.processors / (heads * slices).max(1)).max(1))
+    }
+
+    /// Floats of what blocks that share a sequence leave to the last.
+    fn partials_len(&self, heads: usize) -> usize {
+        let (slices, blocks) = self.grid(heads);
+        heads * slices * blocks * 2 * self.plan.queries * self.plan.result_len()
     }
 
     /// Bytes of workspace for launches of up to `batch` sequences of `heads` key/value heads.
     #[must_use]
     pub fn workspace_len(&self, batch: usize, heads: usize) -> usize {
-        let (slices, blocks) = self.grid(heads.max(1));
-        let partials = heads * slices * blocks * 2 * self.plan.queries * self.plan.result_len();
-        (partials + batch * heads * slices) * 4
+        let (slices, _) = self.grid(heads);
+        (self.partials_len(heads) + batch * heads * slices) * 4
     }
 
     /// Puts the attention on a stream.
@@ -296,8 +300,8 @@ impl Attend {
             return Err(problem("no room for a tile"));
         }
         let (slices, blocks) = self.grid(a.heads);
-        let grid = in_32_bits(a.heads.saturating_mul(slices * blocks))?;
-        let partials = u64::from(grid) * 2 * (self.plan.queries * self.plan.result_len() * 4) as u64;
+        let grid = (blocks as u32, slices as u32, in_32_bits(a.heads)?);
+        let partials = self.partials_len(a.heads) as u64 * 4;
         let kernel_arguments = KernelArguments {
             key_codes: a.key_codes,
             value_codes: a.value_codes,
@@ -316,7 +320,6 @@ impl Attend {
             batch: in_32_bits(a.batch)?,
             heads: in_32_bits(a.heads)?,
             group: self.shape.group as u32,
-            blocks: blocks as u32,
             page_tiles: in_32_bits(a.tiles)?,
             max_pages: in_32_bits(a.pages.map_or(0, |pages| pages.max_pages))?,
             exact_capacity: in_32_bits(a.exact.map_or(0, |exact| exact.capacity))?,

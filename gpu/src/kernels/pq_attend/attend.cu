@@ -16,11 +16,21 @@ struct Tiles {
 #endif
 };
 
+// Brings a tile's codes into the second-level cache, without registers: from there they come in time.
+__device__ __forceinline__ void prefetch_tile(const Arguments& a, u32 index, const Lane& lane) {
+    constexpr int LINE = 128, KEY_LINES = Keys::TILE_BYTES / LINE, VALUE_LINES = Values::TILE_BYTES / LINE;
+    static_assert(KEY_LINES + VALUE_LINES <= LANES, "a line a lane");
+    if (lane.lane < KEY_LINES)
+        prefetch_line(a.key_codes + (u64)index * Keys::TILE_BYTES + lane.lane * LINE);
+    else if (lane.lane < KEY_LINES + VALUE_LINES)
+        prefetch_line(a.value_codes + (u64)index * Values::TILE_BYTES + (lane.lane - KEY_LINES) * LINE);
+}
+
 // The block's part of one sequence. `tables` waits for the tables, the first time.
 template <typename Tables>
 __device__ __forceinline__ void attend_sequence(const Arguments& a, const Plan& plan, Tables tables, State& state) {
     const Lane lane;
-    const Place place(a);
+    const Place place;
     const u32 sequence = plan.sequence, head = place.head;
     const Tiles tiles(a, sequence, head);
     u32 tile, tile_end;
@@ -34,11 +44,15 @@ __device__ __forceinline__ void attend_sequence(const Arguments& a, const Plan& 
 
     Keys key_codes;
     Values value_codes;
-    u32 index = 0;
+    u32 next = 0; // where the warp's next tile lies
     if (tile < tile_end) {
-        index = tiles.at(a, tile);
-        key_codes.load(a.key_codes + (u64)index * Keys::TILE_BYTES, lane.lane);
-        value_codes.load(a.value_codes + (u64)index * Values::TILE_BYTES, lane.lane);
+        next = tiles.at(a, tile);
+        key_codes.load(a.key_codes + (u64)next * Keys::TILE_BYTES, lane.lane);
+        value_codes.load(a.value_codes + (u64)next * Values::TILE_BYTES, lane.lane);
+        if (tile + WARPS < tile_end) {
+            next = tiles.at(a, tile + WARPS);
+            prefetch_tile(a, next, lane);
+        }
     }
 
     state.sums.clear();
@@ -137,9 +151,11 @@ __device__ __forceinline__ void attend_sequence(const Arguments& a, const Plan& 
         const u32 here = tile * TILE;
         tile += WARPS;
         const bool more = tile < tile_end;
-        if (more) {
-            index = tiles.at(a, tile);
-            key_codes.load(a.key_codes + (u64)index * Keys::TILE_BYTES, lane.lane);
+        const u32 index = next;
+        if (more) key_codes.load(a.key_codes + (u64)index * Keys::TILE_BYTES, lane.lane);
+        if (tile + WARPS < tile_end) {
+            next = tiles.at(a, tile + WARPS);
+            prefetch_tile(a, next, lane);
         }
 
         float top[COPIES];
@@ -217,5 +233,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) pq_attend(const Argumen
         if (threadIdx.x < LANES) find_sequence(a, plan.sequence + 1, plan);
         __syncthreads();
     }
-    wait_for_copies(); // of a block without work
+    wait_for_tables();
 }

@@ -6,7 +6,7 @@ __device__ __forceinline__ float* warp_results(const Lane& lane) {
 
 __device__ __forceinline__ void attend_exact(const Arguments& a, const Plan& plan) {
     const Lane lane;
-    const Place place(a);
+    const Place place;
     const u64 sequence_head = (u64)plan.sequence * a.heads + place.head;
     constexpr int E = D / LANES; // components a lane
     float q[QUERIES][E], sum[QUERIES][E], max[QUERIES], weight[QUERIES];

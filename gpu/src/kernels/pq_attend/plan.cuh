@@ -10,7 +10,7 @@ struct Plan {
     u32 last;                // whether this block was the last of them to arrive
 };
 
-static_assert(sizeof(Plan) <= SHARED - PLAN, "room for the plan");
+static_assert(sizeof(Plan) <= BARRIER - PLAN, "room for the plan");
 
 __device__ __forceinline__ u32 block_of_item(const Plan& plan, u32 item) {
     const u32 in_longer = plan.longer * (plan.share + 1);
@@ -25,16 +25,17 @@ __device__ __forceinline__ u32 items_of(const Arguments& a, u32 sequence, u32& l
 }
 
 __device__ __forceinline__ void find_part(const Arguments& a, Plan& plan) {
-    const u32 lane = threadIdx.x, block = Place(a).block;
+    const u32 lane = threadIdx.x;
+    const Place place;
     u32 total = 0;
     for (u32 group = 0; group < a.batch; group += LANES) {
         u32 length, exact_length;
         total += __reduce_add_sync(FULL, items_of(a, group + lane, length, exact_length));
     }
     if (lane == 0) {
-        plan.share = total / a.blocks, plan.longer = total % a.blocks;
-        plan.begin = plan.share * block + min(block, plan.longer);
-        plan.end = plan.begin + plan.share + (block < plan.longer);
+        plan.share = total / place.blocks, plan.longer = total % place.blocks;
+        plan.begin = plan.share * place.block + min(place.block, plan.longer);
+        plan.end = plan.begin + plan.share + (place.block < plan.longer);
         plan.passed = 0, plan.group = 0;
     }
     __syncwarp();

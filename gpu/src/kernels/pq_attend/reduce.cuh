@@ -25,7 +25,7 @@ __device__ __forceinline__ void add_tiles(const State& state, const Lane& lane) 
 // The warps' results become the block's, and those of the blocks that share a sequence the output.
 __device__ __forceinline__ void finish_sequence(const Arguments& a, Plan& plan, const State& state) {
     const Lane lane;
-    const Place at(a);
+    const Place at;
     add_tiles(state, lane);
     __syncthreads();
     float* results = reinterpret_cast<float*>(shared + RESULTS);
@@ -34,7 +34,7 @@ __device__ __forceinline__ void finish_sequence(const Arguments& a, Plan& plan, 
     const u32 live = min(a.group - at.slice * QUERIES, (u32)QUERIES);
     // A block shares at most its first and its last sequence with other blocks, so it has two places for partial results.
     const u32 pieces = plan.pieces, first_block = plan.first_block;
-    float* partial = a.partials + ((u64)blockIdx.x * 2 + (at.block == first_block)) * QUERIES * RESULT;
+    float* partial = a.partials + ((u64)at.index() * 2 + (at.block == first_block)) * QUERIES * RESULT;
     for (int i = lane.thread; i < QUERIES * D; i += THREADS) {
         const int q = i / D, d = i % D;
         const float* result = results + q * RESULT;
@@ -56,18 +56,16 @@ __device__ __forceinline__ void finish_sequence(const Arguments& a, Plan& plan, 
     }
     if (pieces == 1) return;
 
-    __threadfence();
     __syncthreads();
     if (lane.thread == 0) {
         u32* arrived = a.arrived + sequence_head * at.slices + at.slice;
-        plan.last = atomicAdd(arrived, 1) == pieces - 1;
+        plan.last = add_and_order(arrived, 1) == pieces - 1;
         if (plan.last) *arrived = 0; // for the next launch
     }
     __syncthreads();
     if (!plan.last) return;
-    __threadfence();
     // To the first block it was its last sequence, to the others their first.
-    const float* pieces_of_first = a.partials + ((u64)blockIdx.x - at.block + first_block) * 2 * QUERIES * RESULT;
+    const float* pieces_of_first = a.partials + ((u64)at.index() - at.block + first_block) * 2 * QUERIES * RESULT;
     for (int i = lane.thread; i < QUERIES * D; i += THREADS) {
         const int q = i / D, d = i % D;
         float top = NOTHING, sum = 0, weight = 0;

@@ -55,7 +55,6 @@ struct Arguments {
     u16* out;              // as queries
     float* log_sum_exp;    // [sequence][head][query of group], or null
     u32 batch, heads, group;
-    u32 blocks;            // of a head and slice
     u32 page_tiles, max_pages, exact_capacity;
     float scale;           // of scores, times log2 e
 };
@@ -75,16 +74,11 @@ struct Lane {
     }
 };
 
-// Which head, slice of its group, and part of its work the block has; read anew, too.
+// Which part of the work the block has: the grid is (part of a head's work, slice of its group, head).
 struct Place {
-    u32 slices, block, head, slice;
+    u32 block = blockIdx.x, blocks = gridDim.x, slice = blockIdx.y, slices = gridDim.y, head = blockIdx.z;
 
-    __device__ __forceinline__ Place(const Arguments& a) {
-        u32 index;
-        asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(index));
-        slices = (a.group + QUERIES - 1) / QUERIES;
-        block = index % a.blocks, head = index / a.blocks / slices, slice = index / a.blocks % slices;
-    }
+    __device__ __forceinline__ u32 index() const { return (head * slices + slice) * blocks + block; }
 };
 
 // Shared memory.
@@ -96,6 +90,7 @@ constexpr int WEIGHTS = VALUE_TABLE + VALUE_ROWS * ROW;                 // [WARP
 constexpr int RESULTS = WEIGHTS + WARPS * PAIRS * 2 * TILE * 2;         // [WARPS][QUERIES][RESULT] floats
 constexpr int RESULT = D + 4;                                           // components, maximum, sum of weights, padding
 constexpr int PLAN = RESULTS + WARPS * QUERIES * RESULT * 4;
+constexpr int BARRIER = PLAN + 56; // of the tables' arrival
 constexpr int SHARED = PLAN + 64;
 extern __shared__ __align__(128) u8 shared[];
 

@@ -1,18 +1,46 @@
-// Asks for both tables of a head.
+// The head's tables in shared memory.
+
+// Asks for both. On sm_90 the copy engine brings them: 16 copies a thread keep the load units busy for longer than the rest of the
+// prologue takes.
 __device__ __forceinline__ void load_tables(const Arguments& a) {
     const Lane lane;
-    const Place place(a);
+    const Place place;
     const u8* keys = a.key_table + (u64)place.head * KEY_ROWS * WORDS * 4;
     const u8* values = a.value_table + (u64)place.head * VALUE_ROWS * WORDS * 4;
+#if __CUDA_ARCH__ >= 900
+    if (lane.thread == 0) expect_bytes(shared + BARRIER, (KEY_ROWS + VALUE_ROWS) * WORDS * 4);
+    __syncthreads();
+    if constexpr (WORDS * 4 == ROW) {
+        if (lane.thread == 0) {
+            copy_in_bulk(shared + KEY_TABLE, keys, KEY_ROWS * ROW, shared + BARRIER);
+            copy_in_bulk(shared + VALUE_TABLE, values, VALUE_ROWS * ROW, shared + BARRIER);
+        }
+    } else {
+        for (int i = lane.thread; i < KEY_ROWS; i += THREADS)
+            copy_in_bulk(shared + KEY_TABLE + i * ROW, keys + i * WORDS * 4, WORDS * 4, shared + BARRIER);
+        for (int i = lane.thread; i < VALUE_ROWS; i += THREADS)
+            copy_in_bulk(shared + VALUE_TABLE + i * ROW, values + i * WORDS * 4, WORDS * 4, shared + BARRIER);
+    }
+#else
     for (int i = lane.thread; i < KEY_ROWS * CHUNKS; i += THREADS)
         copy_async_16(shared + KEY_TABLE + i / CHUNKS * ROW + i % CHUNKS * 16, keys + i * 16);
     for (int i = lane.thread; i < VALUE_ROWS * CHUNKS; i += THREADS)
         copy_async_16(shared + VALUE_TABLE + i / CHUNKS * ROW + i % CHUNKS * 16, values + i * 16);
+#endif
+}
+
+// A block must not end before they have come.
+__device__ __forceinline__ void wait_for_tables() {
+#if __CUDA_ARCH__ >= 900
+    wait_for_bytes(shared + BARRIER);
+#else
+    wait_for_copies();
+#endif
 }
 
 // Waits for them, and makes the second copy of the keys': the halves of every 32 words swapped.
 __device__ __forceinline__ void finish_tables() {
-    wait_for_copies();
+    wait_for_tables();
     __syncthreads();
     if constexpr (COPIES == 2) {
         const Lane lane;
