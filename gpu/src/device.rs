@@ -74,6 +74,20 @@ impl Device {
         &self.stream
     }
 
+    /// A stream of the lowest priority, for work that decoding must not wait for: it runs where the other streams leave room.
+    ///
+    /// # Errors
+    /// [`Error::Driver`].
+    pub fn background_stream(&self) -> Result<Arc<CudaStream>, Error> {
+        let lowest = |_| {
+            let (mut lowest, mut highest) = (0, 0);
+            // SAFETY: the context is current on this thread, and the pointers are to two integers.
+            unsafe { sys::cuCtxGetStreamPriorityRange(&raw mut lowest, &raw mut highest) }.result()?;
+            self.context.new_stream_with_priority(lowest)
+        };
+        self.context.bind_to_thread().and_then(lowest).map_err(Error::of("make background stream"))
+    }
+
     /// The context, for memory and further streams ([`CudaContext::new_stream_with_priority`]).
     #[must_use]
     pub const fn context(&self) -> &Arc<CudaContext> {

@@ -25,6 +25,7 @@ pub enum Element {
 struct Kernels {
     self_test: &'static str,
     pq_attend: &'static str,
+    pq_encode: &'static str,
 }
 
 const KERNELS: Kernels = Kernels {
@@ -40,4 +41,5 @@ const KERNELS: Kernels = Kernels {
         include_str!("kernels/pq_attend/reduce.cuh"),
         include_str!("kernels/pq_attend/attend.cu"),
     ),
+    pq_encode: concat!(include_str!("kernels/common.cuh"), include_str!("kernels/pq_encode.cu")),
 };

@@ -1,7 +1,9 @@
 //! Operations of `pq-core`.
 
 mod attend;
+mod encode;
 mod layout;
 
 pub use attend::{Attend, AttendArguments, AttendShape, ExactTokens, Pages};
+pub use encode::{Encode, EncodeArguments, EncodeShape, VectorElement};
 pub use layout::{CodeLayout, Side, TILE};

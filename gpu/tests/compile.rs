@@ -4,7 +4,7 @@
 
 mod common;
 
-use kv_gpu::pq::AttendShape;
+use kv_gpu::pq::{AttendShape, EncodeShape, Side, VectorElement};
 use kv_gpu::{Element, Error, Program, compile};
 use pq_core::PqShape;
 
@@ -26,19 +26,72 @@ fn spilled(program: &Program, architecture: &str) -> Option<usize> {
     }
 }
 
-#[test]
-fn attention_on_codes() {
-    for (dim, m, nbits) in [(128, 64, 8), (128, 64, 6), (128, 64, 4), (128, 32, 8), (64, 32, 8), (64, 16, 8)] {
-        let quantizer = PqShape::new(dim, m, nbits).unwrap();
-        for group in [1, 2, 4] {
-            for (element, paged) in [(Element::F16, false), (Element::Bf16, true)] {
-                for (architecture, shared_memory) in ARCHITECTURES {
-                    let shape = AttendShape { keys: quantizer, values: quantizer, group, element, paged };
-                    let program = shape.program(shared_memory).unwrap();
-                    let Some(spilled) = spilled(&program, architecture) else { return };
-                    eprintln!("{program} for {architecture}: {spilled}");
-                }
+/// Every program compiles for every architecture; with `hot`, without a spill.
+fn check(programs: impl Fn(usize) -> Vec<Program>, hot: bool) {
+    let mut spilling = String::new();
+    for (architecture, shared_memory) in ARCHITECTURES {
+        for program in programs(shared_memory) {
+            let Some(spilled) = spilled(&program, architecture) else { return };
+            if hot && spilled > 0 {
+                spilling += &format!("{program} for {architecture} spills {spilled} bytes\n");
             }
         }
     }
+    assert!(spilling.is_empty(), "{spilling}");
+}
+
+/// Quantizers of 128 and 64 components with every number of bits and of components a code.
+const QUANTIZERS: [(usize, usize, u32); 9] = [
+    (128, 64, 8),
+    (128, 64, 6),
+    (128, 64, 4),
+    (128, 128, 4),
+    (128, 32, 8),
+    (128, 16, 8),
+    (64, 32, 8),
+    (64, 32, 6),
+    (64, 16, 8),
+];
+
+fn attention(groups: &[usize], element: Element, paged: bool) {
+    check(
+        |shared_memory| {
+            let shapes = QUANTIZERS.iter().flat_map(|&(dim, m, nbits)| {
+                let quantizer = PqShape::new(dim, m, nbits).unwrap();
+                groups.iter().map(move |&group| AttendShape { keys: quantizer, values: quantizer, group, element, paged })
+            });
+            shapes.map(|shape| shape.program(shared_memory).unwrap()).collect()
+        },
+        true,
+    );
+}
+
+#[test]
+fn attention_of_one_query() {
+    attention(&[1], Element::F16, false);
+}
+
+#[test]
+fn attention_of_groups() {
+    attention(&[2, 4], Element::F16, false);
+}
+
+#[test]
+fn attention_in_pages() {
+    attention(&[1, 3], Element::Bf16, true);
+}
+
+#[test]
+fn encoding() {
+    check(
+        |_| {
+            let shapes = QUANTIZERS.iter().flat_map(|&(dim, m, nbits)| {
+                let quantizer = PqShape::new(dim, m, nbits).unwrap();
+                [(Side::Keys, VectorElement::F16, false), (Side::Values, VectorElement::F32, true)]
+                    .map(|(side, element, paged)| EncodeShape { quantizer, side, element, paged })
+            });
+            shapes.map(|shape| shape.program().unwrap()).collect()
+        },
+        true,
+    );
 }

@@ -115,24 +115,22 @@ __device__ __forceinline__ void wait_for_previous_kernel() {
 #endif
 }
 
-// Words that are read once: past L1, with the neighbouring lines asked for.
+// Words that are read once: past L1.
 template <int WORDS>
 __device__ __forceinline__ void load_streaming(u32* to, const void* from) {
     if constexpr (WORDS == 4)
-        asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];"
+        asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
                      : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
                      : "l"(from));
     else if constexpr (WORDS == 2)
-        asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v2.u32 {%0, %1}, [%2];" : "=r"(to[0]), "=r"(to[1]) : "l"(from));
+        asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];" : "=r"(to[0]), "=r"(to[1]) : "l"(from));
     else
-        asm volatile("ld.global.nc.L1::no_allocate.L2::256B.u32 %0, [%1];" : "=r"(to[0]) : "l"(from));
+        asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(to[0]) : "l"(from));
 }
 
 // A condition that is the same in all lanes of a warp. The vote lets the compiler know, which only then keeps addresses that all
 // lanes share in uniform registers: without it the base of shared memory is added to every address of a look-up.
 __device__ __forceinline__ bool uniform(bool condition) { return __any_sync(FULL, condition); }
-
-__device__ __forceinline__ void prefetch_line(const void* line) { asm volatile("prefetch.global.L2 [%0];" ::"l"(line)); }
 
 // Adds to a counter; what the block wrote before its last barrier comes before, for whoever sees the sum in the same way.
 __device__ __forceinline__ u32 add_and_order(u32* counter, u32 x) {

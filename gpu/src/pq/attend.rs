@@ -7,6 +7,8 @@ use crate::{Device, Element, Error, KERNELS, Program};
 
 /// Bytes of a row of the tables in shared memory: `ROW` of the kernel.
 const ROW: usize = 256;
+/// Bytes of shared memory that a block of sm_90 can have.
+const SHARED_MEMORY_SM_90: usize = 227 << 10;
 /// Query heads that one block serves at most.
 const MAX_QUERIES: usize = 4;
 
@@ -63,15 +65,15 @@ impl AttendShape {
         }
         // A larger group is cut into slices of equal size, each with blocks of its own.
         let queries = self.group.div_ceil(self.group.div_ceil(MAX_QUERIES));
-        let mut plan = Plan { keys, values, queries, copies: 1, warps: 16 };
-        if queries > 1 {
-            plan.copies = 2;
-            plan.warps = if queries > 2 { 12 } else { 16 }; // by the registers that the queries take
-            if plan.shared_bytes() > shared_memory {
-                // sm_80 has no room for a second table at 8 bits; the queries then take twice as many.
-                plan.copies = 1;
-                plan.warps = if queries > 2 { 8 } else { 16 };
-            }
+        // Warps by the registers that the queries take: twice as many with one table, and some more on sm_80.
+        let one_table = match queries {
+            1 if shared_memory >= SHARED_MEMORY_SM_90 => 16,
+            1 | 2 => 12,
+            _ => 8,
+        };
+        let mut plan = Plan { keys, values, queries, copies: 2, warps: if queries > 2 { 12 } else { 16 } };
+        if queries == 1 || plan.shared_bytes() > shared_memory {
+            (plan.copies, plan.warps) = (1, one_table); // sm_80 has no room for a second table at 8 bits
         }
         if plan.shared_bytes() > shared_memory {
             return Err(Error::Unsupported {

@@ -103,22 +103,22 @@ impl CodeLayout {
         }
     }
 
-    /// Writes one code into a zeroed tile.
-    fn set(&self, tile: &mut [u8], token: usize, code: usize, value: u8) {
+    /// The bytes of a tile that hold a code, with the code's lowest bit kept and where: (byte, shift in the code, bits, shift in
+    /// the byte).
+    fn pieces(&self, token: usize, code: usize) -> impl Iterator<Item = (usize, usize, usize, usize)> + use<> {
         let (lane, place) = self.place(token, code);
-        let words = TILE * self.m() * self.bits() / 8 / 4 / 32; // of 32 bits, a lane
+        let words = self.tile_len() / 4 / 32; // of 32 bits, a lane
         let width = if self.bits() == 6 { words / 3 } else { words.min(4) };
-        let mut or = |word: usize, bits: u8| {
-            tile[((word / width * 32 + lane) * width + word % width) * 4 + place % 4] |= bits;
-        };
+        let byte = move |word: usize| ((word / width * 32 + lane) * width + word % width) * 4 + place % 4;
         let register = place / 4;
-        match self.bits() {
-            8 => or(register, value),
-            4 => or(register / 2, value << (4 * (register % 2))),
+        let pieces = match self.bits() {
+            8 => [Some((byte(register), 0, 8, 0)), None, None],
+            4 => [Some((byte(register / 2), 0, 4, 4 * (register % 2))), None, None],
             // Three words keep four registers: the fourth in the others' high bits.
-            _ if register % 4 < 3 => or(register / 4 * 3 + register % 4, value),
-            _ => (0..3).for_each(|i| or(register / 4 * 3 + i, value >> (2 * i) << 6)),
-        }
+            _ if register % 4 < 3 => [Some((byte(register / 4 * 3 + register % 4), 0, 6, 0)), None, None],
+            _ => [0, 1, 2].map(|i| Some((byte(register / 4 * 3 + i), 2 * i, 2, 6))),
+        };
+        pieces.into_iter().flatten()
     }
 
     /// Brings codes of `pq-core` into tiles.
@@ -136,10 +136,39 @@ impl CodeLayout {
             for code in 0..self.m() {
                 let first = codes.next().unwrap_or_default();
                 let second = if self.joined { codes.next().unwrap_or_default() } else { 0 };
-                self.set(tile, token % TILE, code, (first | second << self.shape.nbits()) as u8);
+                let kept = first | second << self.shape.nbits();
+                for (byte, from, bits, to) in self.pieces(token % TILE, code) {
+                    tile[byte] |= ((kept >> from & ((1 << bits) - 1)) << to) as u8;
+                }
             }
         }
         Ok(())
+    }
+
+    /// Brings tiles into codes of `pq-core`.
+    ///
+    /// # Shapes
+    /// `tiles` as for [`Self::pack_into`]; `codes` [`PqShape::codes_len`] of n, fully written.
+    /// # Errors
+    /// [`Error::Argument`].
+    pub fn unpack_into(&self, tiles: &[u8], n: usize, codes: &mut [u8]) -> Result<(), Error> {
+        self.check("unpack", self.shape, tiles.len(), n.div_ceil(TILE).saturating_mul(self.tile_len()))?;
+        let mut wide = Vec::with_capacity(n * self.shape.m());
+        for token in 0..n {
+            let tile = &tiles[token / TILE * self.tile_len()..][..self.tile_len()];
+            for code in 0..self.m() {
+                let kept: usize = self
+                    .pieces(token % TILE, code)
+                    .map(|(byte, from, bits, to)| (usize::from(tile[byte]) >> to & ((1 << bits) - 1)) << from)
+                    .sum();
+                wide.push((kept % self.shape.ksub()) as u16);
+                if self.joined {
+                    wide.push((kept / self.shape.ksub()) as u16);
+                }
+            }
+        }
+        pq_core::pack_codes_into(self.shape, &wide, codes)
+            .map_err(|e| Error::Argument { operation: "device layout", problem: e.to_string() })
     }
 
     /// Brings a codebook into a table.
@@ -180,6 +209,38 @@ impl CodeLayout {
         if len != expected {
             let problem = format!("{what}: {len} elements where {expected} are wanted");
             return Err(Error::Argument { operation: "device layout", problem });
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn packing_is_exact_and_reversible() -> Result<(), Box<dyn std::error::Error>> {
+        for (dim, m, nbits) in
+            [(128, 64, 8), (128, 64, 6), (128, 64, 4), (128, 128, 4), (128, 128, 3), (128, 32, 8), (64, 16, 6)]
+        {
+            let shape = PqShape::new(dim, m, nbits)?;
+            let n = 70;
+            let bytes: Vec<u8> = (0..shape.codes_len(n)).map(|i| (i * 151 + i / 7) as u8).collect();
+            let codes = Codes::new(shape, n, &bytes)?;
+            for side in [Side::Keys, Side::Values] {
+                let layout = CodeLayout::new(shape, side)?;
+                assert_eq!(layout.tile_len() * 8, TILE * m * nbits as usize, "no bit is lost");
+                let mut tiles = vec![0xff; 3 * layout.tile_len()];
+                layout.pack_into(&codes, &mut tiles)?;
+                let mut back = vec![0xff; bytes.len()];
+                layout.unpack_into(&tiles, n, &mut back)?;
+                let back = Codes::new(shape, n, &back)?;
+                for token in 0..n {
+                    assert!(back.iter_vector(token).eq(codes.iter_vector(token)), "{layout:?} token {token}");
+                }
+                assert!(layout.pack_into(&codes, &mut tiles[1..]).is_err());
+                assert!(layout.unpack_into(&tiles, usize::MAX, &mut []).is_err());
+            }
         }
         Ok(())
     }

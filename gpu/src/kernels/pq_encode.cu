@@ -1,0 +1,168 @@
+// Nearest centroids of vectors, packed into the tiles that attention reads.
+//
+// CPU twin: pq_core::encode_into. Compile-time shape: HEAD_DIM; M subspaces of DSUB components, NBITS; KEPT_M codes of KEPT_BITS a
+// vector (two of one component become one: JOINED); KEYS or not; ELEMENT 0 (f32), 1 (f16) or 2 (bf16); PAGED or not.
+//
+// A block has TILES tiles of one head. A warp takes a subspace: its lanes hold points, the centroids pass through shared memory
+// and are broadcast. The codes of the block are then packed from shared memory, a lane's words at a time, in the order of the tile.
+// Floor: ksub * DSUB multiply-adds and three operations to keep the minimum, a point and subspace.
+
+constexpr int TILE = 32, TILES = 4, TOKENS = TILE * TILES;
+constexpr int WARPS = 8, THREADS = WARPS * LANES;
+constexpr int KSUB = 1 << NBITS;
+constexpr int POINTS = DSUB <= 4 ? TILES : 1;       // of a lane at a time
+constexpr int PADDED = (DSUB + 1 + 3) / 4 * 4;      // a centroid and half its squared norm, in fours for wide loads
+constexpr int STAGE = 1024;                         // floats of a warp
+constexpr int CENTROIDS = STAGE / PADDED < KSUB ? STAGE / PADDED : KSUB;
+constexpr int LANE_CODES = TILE * KEPT_M / LANES, LANE_WORDS = LANE_CODES * KEPT_BITS / 32;
+constexpr int WIDTH = KEPT_BITS == 6 ? LANE_WORDS / 3 : LANE_WORDS < 4 ? LANE_WORDS : 4, LOADS = LANE_WORDS / WIDTH;
+static_assert(TILE * KEPT_M * KEPT_BITS / 8 == TILE_BYTES, "the host computes it, too");
+
+struct Arguments {
+    const void* vectors;     // element [sequence][head][vector][HEAD_DIM], with the strides below
+    const float* centroids;  // [head][M][KSUB][DSUB]
+    const u32* firsts;       // [sequence]: the token that its first vector is
+    const u32* counts;       // [sequence]: vectors
+    const u32* pages;        // [sequence][page of sequence]; not read unless PAGED
+    u8* tiles;               // [page or sequence][head][tile][TILE_BYTES]
+    u64 sequence_stride, head_stride, vector_stride; // elements
+    u32 heads, page_tiles, max_pages;
+};
+
+__device__ __forceinline__ float finite_element(const Arguments& a, u64 at) {
+#if ELEMENT == 0
+    const float x = static_cast<const float*>(a.vectors)[at];
+#elif ELEMENT == 1
+    const float x = half_to_float(static_cast<const u16*>(a.vectors)[at]);
+#else
+    const float x = __uint_as_float((u32)static_cast<const u16*>(a.vectors)[at] << 16);
+#endif
+    return fabsf(x) < infinity() ? x : 0; // as on the CPU, what is no number is 0
+}
+
+// Which token and which code of it a lane has at a place: the inverse of key_code and value_code of attention.
+__device__ __forceinline__ void at_place(int lane, int place, int& token, int& code) {
+    constexpr int PARTS = KEPT_M < 64 ? 1 : 2;
+    const int g = lane / 4, l = lane % 4;
+#ifdef KEYS
+    constexpr int MIDDLES = KEPT_M < 32 ? 1 : 2;
+    const int high = place % 2, middle = place / 2 % MIDDLES, step = place / 2 / MIDDLES % 4;
+    const int part = place / 8 / MIDDLES % PARTS, half = place / 8 / MIDDLES / PARTS;
+    token = 16 * half + 8 * high + g;
+    code = 32 * part + 16 * middle + 4 * (step ^ (g & 3)) + l;
+#else
+    constexpr int STEPS = KEPT_M < 32 ? 2 : 4;
+    const int odd = place % 2, part = place / 2 % PARTS, high = place / 2 / PARTS % 2;
+    const int step = place / 4 / PARTS % STEPS, half = place / 4 / PARTS / STEPS;
+    token = 4 * half + l + 8 * (2 * high + odd);
+    code = (32 * part + 8 * ((step + l) & 3) + g) % KEPT_M;
+#endif
+}
+
+__shared__ float stage[WARPS][STAGE];
+__shared__ u8 codes[M][TOKENS];
+
+// The codes of one subspace for POINTS points a lane, tokens lane + 32 (first_tile + i) of the block.
+__device__ __forceinline__ void assign(const Arguments& a, int subspace, int first_tile, u64 vectors, u32 from, u32 to) {
+    const int lane = threadIdx.x % LANES;
+    float* staged = stage[threadIdx.x / LANES];
+    float x[POINTS][DSUB], nearest[POINTS];
+    int index[POINTS];
+#pragma unroll
+    for (int i = 0; i < POINTS; i++) {
+        const u32 token = lane + TILE * (first_tile + i);
+        nearest[i] = infinity(), index[i] = 0;
+#pragma unroll
+        for (int d = 0; d < DSUB; d++)
+            x[i][d] = token >= from && token < to ? finite_element(a, vectors + (u64)(token - from) * a.vector_stride + subspace * DSUB + d) : 0;
+    }
+    const float* centroids = a.centroids + ((u64)blockIdx.y * M + subspace) * KSUB * DSUB;
+    for (int base = 0; base < KSUB; base += CENTROIDS) {
+        __syncwarp();
+        for (int i = lane; i < CENTROIDS; i += LANES) {
+            float norm = 0;
+            for (int d = 0; d < DSUB; d++) {
+                const float y = centroids[(base + i) * DSUB + d];
+                staged[i * PADDED + d] = y;
+                norm += y * y;
+            }
+            staged[i * PADDED + DSUB] = norm / 2;
+        }
+        __syncwarp();
+#pragma unroll 2
+        for (int c = 0; c < CENTROIDS; c++) {
+            float y[PADDED];
+#pragma unroll
+            for (int d = 0; d < PADDED; d += 4) *reinterpret_cast<float4*>(y + d) = *reinterpret_cast<const float4*>(staged + c * PADDED + d);
+#pragma unroll
+            for (int i = 0; i < POINTS; i++) {
+                float distance = y[DSUB];
+#pragma unroll
+                for (int d = 0; d < DSUB; d++) distance -= x[i][d] * y[d];
+                if (distance < nearest[i]) nearest[i] = distance, index[i] = base + c;
+            }
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < POINTS; i++) codes[subspace][lane + TILE * (first_tile + i)] = index[i];
+}
+
+// A register of four codes of a lane, a byte each, and the bits of those that are new.
+__device__ __forceinline__ void lane_register(int tile, int lane, int index, u32 from, u32 to, u32& value, u32& is_new) {
+    value = 0, is_new = 0;
+    for (int k = 0; k < 4; k++) {
+        int token, code;
+        at_place(lane, 4 * index + k, token, code);
+        token += tile * TILE;
+#ifdef JOINED
+        const u32 kept = codes[2 * code][token] | codes[2 * code + 1][token] << NBITS;
+#else
+        const u32 kept = codes[code][token];
+#endif
+        value |= kept << (8 * k);
+        is_new |= token >= from && token < to ? 0xffu << (8 * k) : 0;
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) pq_encode(const Arguments a) {
+    const u32 sequence = blockIdx.z, head = blockIdx.y, first = a.firsts[sequence], count = a.counts[sequence];
+    const u32 tile = first / TILE + blockIdx.x * TILES, tile_end = (first + count + TILE - 1) / TILE;
+    if (count == 0 || tile >= tile_end) return;
+    // The new tokens, counted from the block's first.
+    const u32 start = tile * TILE, from = first > start ? first - start : 0, to = min(first + count - start, (u32)TOKENS);
+    const u64 vectors = sequence * a.sequence_stride + head * a.head_stride + (u64)(start + from - first) * a.vector_stride;
+    for (int task = threadIdx.x / LANES; task < M * (TILES / POINTS); task += WARPS)
+        assign(a, task % M, task / M, vectors, from, to);
+    __syncthreads();
+
+    for (int i = threadIdx.x; i < TILES * LOADS * LANES; i += THREADS) {
+        const int lane = i % LANES, load = i / LANES % LOADS, mine = i / LANES / LOADS;
+        if (tile + mine >= tile_end) break;
+#ifdef PAGED
+        const u32 page = a.pages[(u64)sequence * a.max_pages + (tile + mine) / a.page_tiles];
+#else
+        const u32 page = sequence;
+#endif
+        const u64 index = ((u64)page * a.heads + head) * a.page_tiles + (tile + mine) % a.page_tiles;
+        u32* words = reinterpret_cast<u32*>(a.tiles + index * TILE_BYTES) + (load * LANES + lane) * WIDTH;
+        for (int w = 0; w < WIDTH; w++) {
+            const int word = load * WIDTH + w;
+            u32 value, is_new;
+            if (KEPT_BITS == 8) {
+                lane_register(mine, lane, word, from, to, value, is_new);
+            } else if (KEPT_BITS == 4) {
+                u32 high, high_new;
+                lane_register(mine, lane, 2 * word, from, to, value, is_new);
+                lane_register(mine, lane, 2 * word + 1, from, to, high, high_new);
+                value |= high << 4, is_new = (is_new & 0x0f0f0f0fu) | (high_new & 0xf0f0f0f0u);
+            } else { // three words keep four registers
+                u32 fourth, fourth_new;
+                lane_register(mine, lane, word / 3 * 4 + word % 3, from, to, value, is_new);
+                lane_register(mine, lane, word / 3 * 4 + 3, from, to, fourth, fourth_new);
+                value |= (fourth >> (2 * (word % 3)) & 0x03030303u) << 6;
+                is_new = (is_new & 0x3f3f3f3fu) | (fourth_new & 0xc0c0c0c0u);
+            }
+            words[w] = is_new == FULL ? value : (words[w] & ~is_new) | (value & is_new);
+        }
+    }
+}

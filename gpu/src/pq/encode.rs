@@ -1,0 +1,165 @@
+use cudarc::driver::sys::CUstream;
+use pq_core::PqShape;
+
+use crate::device::Kernel;
+use crate::pq::attend::Pages;
+use crate::pq::layout::{CodeLayout, Side, TILE};
+use crate::{Device, Error, KERNELS, Program};
+
+/// Element type of vectors that are encoded.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum VectorElement {
+    /// Single precision.
+    F32,
+    /// IEEE half precision.
+    F16,
+    /// bfloat16.
+    Bf16,
+}
+
+/// What an encoder is compiled for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct EncodeShape {
+    /// The quantizer.
+    pub quantizer: PqShape,
+    /// Whether it encodes keys or values: their tiles differ.
+    pub side: Side,
+    /// Element of the vectors.
+    pub element: VectorElement,
+    /// Whether the codes lie in pages.
+    pub paged: bool,
+}
+
+/// Tiles of a block: `TILES` of the kernel.
+const BLOCK_TILES: usize = 4;
+
+impl EncodeShape {
+    /// The program.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`].
+    pub fn program(&self) -> Result<Program, Error> {
+        let (shape, layout) = (self.quantizer, CodeLayout::new(self.quantizer, self.side)?);
+        let defines = [
+            ("HEAD_DIM", shape.dim()),
+            ("M", shape.m()),
+            ("DSUB", shape.dsub()),
+            ("NBITS", shape.nbits() as usize),
+            ("KEPT_M", shape.dim() / layout.components()),
+            ("KEPT_BITS", layout.bits()),
+            ("TILE_BYTES", layout.tile_len()),
+            ("ELEMENT", self.element as usize),
+        ];
+        Ok(Program::new("pq_encode", KERNELS.pq_encode, &defines)
+            .define_if(shape.dsub() == 1, "JOINED")
+            .define_if(self.side == Side::Keys, "KEYS")
+            .define_if(self.paged, "PAGED"))
+    }
+}
+
+/// Device pointers and sizes of one launch.
+#[derive(Clone, Copy, Debug)]
+pub struct EncodeArguments {
+    /// Sequences.
+    pub batch: usize,
+    /// Key/value heads.
+    pub heads: usize,
+    /// Most vectors that a sequence gives.
+    pub max_count: usize,
+    /// Elements (batch, heads, vectors, dim), each dimension but the last with its stride.
+    pub vectors: u64,
+    /// Elements from a sequence, a head and a vector to the next.
+    pub strides: [usize; 3],
+    /// f32 (heads, m, ksub, dsub): the codebooks.
+    pub centroids: u64,
+    /// `u32` (batch,): which token of its sequence the first vector is. The tokens before it stay as they are.
+    pub firsts: u64,
+    /// `u32` (batch,): vectors of each sequence.
+    pub counts: u64,
+    /// Bytes (page or sequence, head, tile, [`CodeLayout::tile_len`]), written.
+    pub codes: u64,
+    /// Tiles that a page has room for, or a sequence where there are no pages.
+    pub tiles: usize,
+    /// Where the codes lie, when compiled for pages.
+    pub pages: Option<Pages>,
+}
+
+/// `Arguments` of the kernel.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct KernelArguments {
+    vectors: u64,
+    centroids: u64,
+    firsts: u64,
+    counts: u64,
+    pages: u64,
+    tiles: u64,
+    strides: [u64; 3],
+    heads: u32,
+    page_tiles: u32,
+    max_pages: u32,
+}
+
+/// `pq_core::encode_into` for the tiles that [`Attend`](super::Attend) reads: new tokens are appended to sequences of different
+/// lengths in one launch. On a stream of low priority it quantizes tokens that leave the window while decoding goes on: see
+/// [`Device::background_stream`].
+///
+/// # Cost
+/// ksub * dim multiply-adds a vector.
+pub struct Encode {
+    kernel: Kernel,
+    shape: EncodeShape,
+}
+
+impl Encode {
+    /// Compiles it for a shape.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`], [`Error::NoNvrtc`], [`Error::Compile`] or [`Error::Driver`].
+    pub fn new(device: &Device, shape: EncodeShape) -> Result<Self, Error> {
+        Ok(Self { kernel: device.kernel(&shape.program()?, "pq_encode", 0)?, shape })
+    }
+
+    /// Puts the encoding on a stream.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for sizes that do not fit, [`Error::Driver`].
+    /// # Safety
+    /// Every pointer must be to device memory of the device, aligned to 16 bytes (vectors: to their element), with as many elements
+    /// as its shape says, and stay so, unwritten by others, until the launch has run; `firsts + counts` must not exceed what there
+    /// is room for, no count `max_count`, and page numbers must be those of pages; `stream` must be of the device.
+    pub unsafe fn launch(&self, stream: CUstream, arguments: &EncodeArguments) -> Result<(), Error> {
+        let a = arguments;
+        let problem = |problem: &str| Error::Argument { operation: "pq::Encode", problem: problem.into() };
+        if a.batch == 0 || a.heads == 0 || a.max_count == 0 {
+            return Ok(());
+        }
+        if self.shape.paged != a.pages.is_some() {
+            return Err(problem("pages are given exactly when it is compiled for them"));
+        }
+        if a.tiles == 0 {
+            return Err(problem("no room for a tile"));
+        }
+        if a.batch > 65_535 || a.heads > 65_535 {
+            return Err(problem("more than 65,535 sequences or heads"));
+        }
+        let in_32_bits = |x: usize| u32::try_from(x).map_err(|_| problem("a size is 2^32 or more"));
+        // The first vector need not be the first of a tile.
+        let blocks = in_32_bits(a.max_count.saturating_add(TILE - 1).div_ceil(TILE * BLOCK_TILES))?;
+        let kernel_arguments = KernelArguments {
+            vectors: a.vectors,
+            centroids: a.centroids,
+            firsts: a.firsts,
+            counts: a.counts,
+            pages: a.pages.map_or(0, |pages| pages.table),
+            tiles: a.codes,
+            strides: a.strides.map(|stride| stride as u64),
+            heads: a.heads as u32,
+            page_tiles: in_32_bits(a.tiles)?,
+            max_pages: in_32_bits(a.pages.map_or(0, |pages| pages.max_pages))?,
+        };
+        let grid = (blocks, a.heads as u32, a.batch as u32);
+        // SAFETY: the structure is the kernel's argument; the caller vouches for what its pointers lead to.
+        unsafe { self.kernel.launch(stream, grid, 256, false, &kernel_arguments) }
+    }
+}

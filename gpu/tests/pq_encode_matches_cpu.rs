@@ -1,0 +1,163 @@
+//! Encoding agrees with `pq_core::encode_into`, leaves the tokens before alone, and what it wrote is what attention reads.
+
+#![allow(clippy::unwrap_used, clippy::panic)]
+
+mod common;
+
+use common::{Buffer, Random, device};
+use half::{bf16, f16};
+use kv_gpu::Device;
+use kv_gpu::pq::{CodeLayout, Encode, EncodeArguments, EncodeShape, Pages, Side, TILE, VectorElement};
+use pq_core::{Backend, CodebookBuf, Codes, PqShape, encode_into_with};
+
+/// A centroid may be chosen in the place of another when its squared distance is greater by at most this part of the squared
+/// length of the point and of the centroid: the rounding of sums of `dsub` products.
+const TIE: f64 = 1e-5;
+
+fn run(device: &Device, random: &mut Random, shape: EncodeShape) {
+    let quantizer = shape.quantizer;
+    let (dim, layout) = (quantizer.dim(), CodeLayout::new(quantizer, shape.side).unwrap());
+    let (batch, heads) = (1 + random.below(3), 1 + random.below(3));
+    let firsts: Vec<u32> = (0..batch).map(|_| random.pick(&[0, 1, 31, 32, 100])).collect();
+    let counts: Vec<u32> = (0..batch).map(|_| random.pick(&[0, 1, 5, 32, 33, 128, 300])).collect();
+    let max_count = *counts.iter().max().unwrap() as usize;
+    let capacity_tiles = (100 + max_count).div_ceil(TILE);
+    let page_tiles = if shape.paged { 1 + random.below(3) } else { capacity_tiles };
+    let max_pages = capacity_tiles.div_ceil(page_tiles);
+    let pages: Vec<u32> = (0..(batch * max_pages) as u32).rev().collect();
+
+    let rounded = |x: f32| match shape.element {
+        VectorElement::F32 => x,
+        VectorElement::F16 => f16::from_f32(x).to_f32(),
+        VectorElement::Bf16 => bf16::from_f32(x).to_f32(),
+    };
+    let mut vectors: Vec<f32> =
+        random.normals(batch * heads * max_count * dim).into_iter().map(rounded).collect();
+    for spoiler in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+        if !vectors.is_empty() {
+            let at = random.below(vectors.len());
+            vectors[at] = spoiler;
+        }
+    }
+    let books: Vec<Vec<f32>> = (0..heads).map(|_| random.normals(quantizer.codebook_len())).collect();
+
+    // (batch, vectors, heads, dim) on the device, so that strides matter.
+    let mut there = vec![0.0_f32; vectors.len()];
+    for (i, row) in vectors.chunks_exact(dim).enumerate() {
+        let (sequence, head, vector) = (i / max_count / heads, i / max_count % heads, i % max_count);
+        there[((sequence * max_count + vector) * heads + head) * dim..][..dim].copy_from_slice(row);
+    }
+    let bytes: Vec<u8> = match shape.element {
+        VectorElement::F32 => there.iter().flat_map(|x| x.to_le_bytes()).collect(),
+        VectorElement::F16 => there.iter().flat_map(|&x| f16::from_f32(x).to_le_bytes()).collect(),
+        VectorElement::Bf16 => there.iter().flat_map(|&x| bf16::from_f32(x).to_le_bytes()).collect(),
+    };
+    let there = Buffer::new(device, &bytes);
+    let before = random.bytes(batch * max_pages * heads * page_tiles * layout.tile_len());
+    let tiles = Buffer::new(device, &before);
+    let centroids = Buffer::new(device, &books.concat());
+    let (firsts_there, counts_there) = (Buffer::new(device, &firsts), Buffer::new(device, &counts));
+    let pages_there = Buffer::new(device, &pages);
+    let encode = Encode::new(device, shape).unwrap();
+    let arguments = EncodeArguments {
+        batch,
+        heads,
+        max_count,
+        vectors: there.pointer(),
+        strides: [max_count * heads * dim, dim, heads * dim],
+        centroids: centroids.pointer(),
+        firsts: firsts_there.pointer(),
+        counts: counts_there.pointer(),
+        codes: tiles.pointer(),
+        tiles: page_tiles,
+        pages: shape.paged.then(|| Pages { table: pages_there.pointer(), max_pages }),
+    };
+    let stream = device.background_stream().unwrap();
+    device.stream().synchronize().unwrap();
+    // SAFETY: the buffers live until the stream has been waited for, and have the lengths that the shape asks for.
+    #[allow(unsafe_code)]
+    unsafe { encode.launch(stream.cu_stream(), &arguments) }.unwrap();
+    stream.synchronize().unwrap();
+    let after = tiles.read();
+
+    for sequence in 0..batch {
+        for head in 0..heads {
+            let (first, count) = (firsts[sequence] as usize, counts[sequence] as usize);
+            let tile_at = |tile: usize| {
+                let page = if shape.paged { pages[sequence * max_pages + tile / page_tiles] as usize } else { sequence };
+                ((page * heads + head) * page_tiles + tile % page_tiles) * layout.tile_len()
+            };
+            let n = first + count;
+            let unpacked = |memory: &[u8]| {
+                let tiles: Vec<u8> = (0..n.div_ceil(TILE))
+                    .flat_map(|tile| memory[tile_at(tile)..][..layout.tile_len()].to_vec())
+                    .collect();
+                let mut codes = vec![0; quantizer.codes_len(n)];
+                layout.unpack_into(&tiles, n, &mut codes).unwrap();
+                codes
+            };
+            let (old, new) = (unpacked(&before), unpacked(&after));
+            let old = Codes::new(quantizer, n, &old).unwrap();
+            let new = Codes::new(quantizer, n, &new).unwrap();
+            let rows = &vectors[(sequence * heads + head) * max_count * dim..][..count * dim];
+            let book = CodebookBuf::new(quantizer, &books[head]).unwrap();
+            let mut expected = vec![0; quantizer.codes_len(n)];
+            encode_into_with(Backend::Scalar, &book.view(), rows, first, &mut expected).unwrap();
+            let expected = Codes::new(quantizer, n, &expected).unwrap();
+            for token in 0..n {
+                if token < first {
+                    assert!(new.iter_vector(token).eq(old.iter_vector(token)), "{shape:?}: token {token} was there");
+                    continue;
+                }
+                let row = &rows[(token - first) * dim..][..dim];
+                for (j, (got, want)) in new.iter_vector(token).zip(expected.iter_vector(token)).enumerate() {
+                    if got == want {
+                        continue;
+                    }
+                    let finite = |x: f32| if x.is_finite() { f64::from(x) } else { 0.0 };
+                    let x = &row[j * quantizer.dsub()..][..quantizer.dsub()];
+                    let distance = |code: usize| {
+                        let centroid = book.view().centroid(j, code).map(f64::from).collect::<Vec<_>>();
+                        let square = |x: f64| x * x;
+                        let distance: f64 = x.iter().zip(&centroid).map(|(&x, y)| square(finite(x) - y)).sum();
+                        let scale: f64 = x.iter().zip(&centroid).map(|(&x, y)| square(finite(x)) + y * y).sum();
+                        (distance, scale)
+                    };
+                    let ((got_at, scale), (want_at, _)) = (distance(got), distance(want));
+                    assert!(
+                        got_at - want_at <= TIE * scale,
+                        "{shape:?}: token {token} subspace {j}: {got} at {got_at} for {want} at {want_at}"
+                    );
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn random_shapes_agree() {
+    let Some(device) = device("random_shapes_agree") else { return };
+    const SHAPES: [(usize, usize, u32); 10] = [
+        (128, 64, 8),
+        (128, 64, 6),
+        (128, 64, 4),
+        (128, 128, 4),
+        (128, 128, 3),
+        (128, 32, 8),
+        (128, 16, 6),
+        (64, 32, 8),
+        (64, 64, 2),
+        (64, 16, 8),
+    ];
+    for seed in 0..60 {
+        let mut random = Random(seed);
+        let (dim, m, nbits) = random.pick(&SHAPES);
+        let shape = EncodeShape {
+            quantizer: PqShape::new(dim, m, nbits).unwrap(),
+            side: random.pick(&[Side::Keys, Side::Values]),
+            element: random.pick(&[VectorElement::F32, VectorElement::F16, VectorElement::Bf16]),
+            paged: random.below(2) == 1,
+        };
+        run(&device, &mut random, shape);
+    }
+}
