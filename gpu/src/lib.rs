@@ -6,6 +6,7 @@ mod disk_cache;
 mod error;
 pub mod pq;
 mod self_test;
+pub mod svd;
 
 pub use compile::{Image, Program, compile};
 pub use device::Device;
@@ -26,6 +27,8 @@ struct Kernels {
     self_test: &'static str,
     pq_attend: &'static str,
     pq_encode: &'static str,
+    gather: &'static str,
+    svd_project: &'static str,
 }
 
 const KERNELS: Kernels = Kernels {
@@ -42,4 +45,6 @@ const KERNELS: Kernels = Kernels {
         include_str!("kernels/pq_attend/attend.cu"),
     ),
     pq_encode: concat!(include_str!("kernels/common.cuh"), include_str!("kernels/pq_encode.cu")),
+    gather: concat!(include_str!("kernels/common.cuh"), include_str!("kernels/gather.cu")),
+    svd_project: concat!(include_str!("kernels/common.cuh"), include_str!("kernels/svd_project.cu")),
 };

@@ -4,7 +4,8 @@
 
 mod common;
 
-use kv_gpu::pq::{AttendShape, EncodeShape, Side, VectorElement};
+use kv_gpu::pq::{AttendShape, EncodeShape, Gather, Side, VectorElement};
+use kv_gpu::svd::ProjectShape;
 use kv_gpu::{Element, Error, Program, compile};
 use pq_core::PqShape;
 
@@ -94,4 +95,18 @@ fn encoding() {
         },
         true,
     );
+}
+
+#[test]
+fn gathering() {
+    check(|_| [128, 256, 512].map(|row_bytes| Gather::program(row_bytes).unwrap()).to_vec(), true);
+}
+
+#[test]
+fn projection() {
+    let ranks = [(128, 128), (128, 72), (64, 40), (96, 8)];
+    let shapes = ranks.map(|(dim, rank)| {
+        [Element::F16, Element::Bf16].map(|element| ProjectShape { dim, rank, element }.program().unwrap())
+    });
+    check(|_| shapes.concat(), true);
 }

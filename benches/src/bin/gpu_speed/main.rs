@@ -5,6 +5,9 @@
 #![allow(clippy::unwrap_used, unsafe_code)] // a measurement that cannot run should say so by panicking
 
 mod attend;
+mod encode;
+mod gather;
+mod project;
 mod stopwatch;
 
 use stopwatch::Stopwatch;
@@ -13,4 +16,7 @@ fn main() {
     let only = std::env::args().nth(1).unwrap_or_default();
     let watch = Stopwatch::new(only);
     attend::run(&watch);
+    encode::run(&watch);
+    gather::run(&watch);
+    project::run(&watch);
 }

@@ -59,7 +59,7 @@ impl Stopwatch {
     }
 
     /// Microseconds of what `run` puts on the device's stream: the median, when clocks have risen.
-    fn replay(&self, run: impl Fn()) -> f64 {
+    pub fn replay(&self, run: impl Fn()) -> f64 {
         let stream = self.device.stream();
         let start = Instant::now();
         while start.elapsed() < WARM_UP {
@@ -82,7 +82,11 @@ impl Stopwatch {
 
     /// Says what a kernel took beside the time that its bytes take to copy.
     pub fn say(&self, kernel: &str, shape: &str, bytes: f64, us: f64) {
-        let floor = bytes / self.bytes_per_us;
+        self.say_beside(kernel, shape, bytes, us, bytes / self.bytes_per_us);
+    }
+
+    /// As [`Self::say`], with another floor than the copy bandwidth.
+    pub fn say_beside(&self, kernel: &str, shape: &str, bytes: f64, us: f64, floor: f64) {
         println!(
             "{{\"kernel\":\"{kernel}\",\"shape\":\"{shape}\",\"bytes\":{bytes},\"floor_us\":{floor:.3},\"us\":{us:.3},\
              \"to_floor\":{:.3}}}",

@@ -1,0 +1,105 @@
+// Rows times a map, head by head: into the components that a rotation keeps.
+//
+// CPU twin: svd_core::Map::project_into. Compile-time shape: DIM, a multiple of 32 up to 128; RANK, a multiple of 8; BFLOAT or not.
+//
+// The floor is reading the rows and writing the components, so nothing else passes through memory: a lane loads 16 bytes of a
+// row straight into operands of the matrix multiply-add, whose order of components the map in shared memory follows, and the columns
+// of four products are dealt so that a lane stores 16 bytes, too. The map is rounded to halves; with bfloats, to the sum of
+// two, since one has 8 bits only.
+
+constexpr int WARPS = 8, THREADS = WARPS * LANES;
+constexpr int STEPS = DIM / 16;              // of a product
+constexpr int GROUPS = (RANK + 31) / 32;     // of 32 columns, in four products
+constexpr int ROWS = 32;                     // of a warp at a time, in two operands
+#ifdef BFLOAT
+constexpr int PARTS = 2; // of the map
+#else
+constexpr int PARTS = 1;
+#endif
+constexpr int SHARED = PARTS * GROUPS * 4 * STEPS * LANES * 8;
+static_assert(SHARED == SHARED_BYTES, "the host computes it, too");
+
+struct Arguments {
+    const u16* rows;      // element [head][row][DIM], with the strides below
+    const float* columns; // [head][DIM][RANK]
+    u16* out;             // element [head][row][RANK]
+    u64 n, head_stride, row_stride; // elements
+};
+
+extern __shared__ __align__(16) u32 shared[];
+
+__device__ __forceinline__ void multiply_add_elements(float (&c)[4], const u32 (&a)[4], uint2 b) {
+#ifdef BFLOAT
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.x), "r"(b.y));
+#else
+    multiply_add(c, a, b.x, b.y);
+#endif
+}
+
+// Word `i` of lane 4 g + l for step `step` and product `product` of a group: rows 2 l + 8 i and the next of the operand, column g.
+// They are components 8 l + 4 (step & 1) + 2 i of 32, and column 8 (g / 2) + 2 product + (g & 1) of the group.
+__device__ __forceinline__ void load_map(const Arguments& a, u32 head) {
+    const float* columns = a.columns + (u64)head * DIM * RANK;
+    for (int i = threadIdx.x; i < GROUPS * 4 * STEPS * LANES * 2; i += THREADS) {
+        const int word = i % 2, lane = i / 2 % LANES, step = i / 2 / LANES % STEPS, product = i / 2 / LANES / STEPS;
+        const int g = lane / 4, l = lane % 4, d = step / 2 * 32 + 8 * l + 4 * (step & 1) + 2 * word;
+        const int column = product / 4 * 32 + 8 * (g / 2) + 2 * (product % 4) + (g & 1);
+        float pair[2] = {0, 0};
+        if (column < RANK) pair[0] = columns[d * RANK + column], pair[1] = columns[(d + 1) * RANK + column];
+        for (int part = 0; part < PARTS; part++) {
+            const u16 low = float_to_element(pair[0]), high = float_to_element(pair[1]);
+            shared[part * (SHARED / 4 / PARTS) + i] = low | (u32)high << 16;
+            pair[0] -= element_to_float(low), pair[1] -= element_to_float(high);
+        }
+    }
+    __syncthreads();
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) svd_project(const Arguments a) {
+    const int warp = threadIdx.x / LANES, lane = threadIdx.x % LANES, g = lane / 4, l = lane % 4;
+    const u32 head = blockIdx.y;
+    load_map(a, head);
+    const uint2* map = reinterpret_cast<const uint2*>(shared) + lane;
+    for (u64 first = ((u64)blockIdx.x * WARPS + warp) * ROWS; first < a.n; first += (u64)gridDim.x * WARPS * ROWS) {
+        uint4 x[4][STEPS / 2]; // rows g + 8 i, components 32 j + 8 l and on
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const u64 row = min(first + g + 8 * i, a.n - 1);
+            const u16* from = a.rows + head * a.head_stride + row * a.row_stride + 8 * l;
+#pragma unroll
+            for (int j = 0; j < STEPS / 2; j++) load_streaming<4>(reinterpret_cast<u32*>(&x[i][j]), from + 32 * j);
+        }
+        for (int group = 0; group < GROUPS; group++) {
+            float sums[2][4][4] = {}; // [operand][product]
+#pragma unroll
+            for (int step = 0; step < STEPS; step++)
+#pragma unroll
+                for (int product = 0; product < 4; product++)
+#pragma unroll
+                    for (int part = 0; part < PARTS; part++) {
+                        const uint2 b = map[part * (SHARED / 8 / PARTS) + ((group * 4 + product) * STEPS + step) * LANES];
+#pragma unroll
+                        for (int i = 0; i < 2; i++) {
+                            const uint4 &upper = x[2 * i][step / 2], &lower = x[2 * i + 1][step / 2];
+                            const u32 even[4] = {upper.x, lower.x, upper.y, lower.y}, odd[4] = {upper.z, lower.z, upper.w, lower.w};
+                            multiply_add_elements(sums[i][product], step & 1 ? odd : even, b);
+                        }
+                    }
+            const int column = group * 32 + 8 * l;
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const u64 row = first + g + 8 * i;
+                u32 packed[4];
+#pragma unroll
+                for (int product = 0; product < 4; product++) {
+                    const float* pair = sums[i / 2][product] + 2 * (i & 1);
+                    packed[product] = float_to_element(pair[0]) | (u32)float_to_element(pair[1]) << 16;
+                }
+                if (row < a.n && column < RANK)
+                    *reinterpret_cast<uint4*>(a.out + (head * a.n + row) * RANK + column) = make_uint4(packed[0], packed[1], packed[2], packed[3]);
+            }
+        }
+    }
+}

@@ -1,0 +1,124 @@
+use cudarc::driver::sys::CUstream;
+
+use crate::device::Kernel;
+use crate::{Device, Error, KERNELS, Program};
+
+const THREADS: usize = 256;
+
+/// Device pointers and sizes of one launch.
+#[derive(Clone, Copy, Debug)]
+pub struct GatherArguments {
+    /// Key/value heads.
+    pub heads: usize,
+    /// Rows (heads, `head_rows`): all keys in pinned host memory, or the memory of a block cache on the device.
+    pub keys: u64,
+    /// Rows as the keys.
+    pub values: u64,
+    /// Rows of a head.
+    pub head_rows: usize,
+    /// `u32` (heads, `list_len`): which rows are wanted, such as the found tokens, the misses of a
+    /// [`BlockCache`](pq_core::BlockCache), or the rows of its hits.
+    pub rows: u64,
+    /// `u32` (heads, `list_len`): where each goes; 0 for its place in the list.
+    pub places: u64,
+    /// `u32` (heads,): rows that each list has; 0 where all have `list_len`.
+    pub counts: u64,
+    /// Room of a list.
+    pub list_len: usize,
+    /// Rows (heads, `out_len`), of which those in `places` are written.
+    pub keys_out: u64,
+    /// Rows (heads, `out_len`).
+    pub values_out: u64,
+    /// Rows that there is room for, a head.
+    pub out_len: usize,
+}
+
+/// `Arguments` of the kernel.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct KernelArguments {
+    keys: u64,
+    values: u64,
+    rows: u64,
+    places: u64,
+    counts: u64,
+    keys_out: u64,
+    values_out: u64,
+    head_rows: u64,
+    list_len: u64,
+    out_len: u64,
+}
+
+/// Collects keys and values of chosen tokens.
+///
+/// Hits and misses of a block cache take one launch each, into the same output: `places` says where.
+///
+/// # Cost
+/// Every wanted row is read and written once; from host memory, the bus bounds it.
+/// # Source
+/// PQCache (arXiv 2407.12820), 3.4.
+pub struct Gather {
+    kernel: Kernel,
+    row_bytes: usize,
+    blocks: usize,
+}
+
+impl Gather {
+    /// The program for rows of so many bytes.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`].
+    pub fn program(row_bytes: usize) -> Result<Program, Error> {
+        if row_bytes == 0 || !row_bytes.is_multiple_of(16) || row_bytes > 1 << 16 {
+            let operation = format!("gather rows of {row_bytes} bytes");
+            return Err(Error::Unsupported { operation, supported: "multiples of 16 up to 65,536" });
+        }
+        Ok(Program::new("gather", KERNELS.gather, &[("ROW_BYTES", row_bytes)]))
+    }
+
+    /// Compiles it for rows of so many bytes: dim times the size of an element.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`], [`Error::NoNvrtc`], [`Error::Compile`] or [`Error::Driver`].
+    pub fn new(device: &Device, row_bytes: usize) -> Result<Self, Error> {
+        let kernel = device.kernel(&Self::program(row_bytes)?, "gather", 0)?;
+        Ok(Self { kernel, row_bytes, blocks: 4 * device.processors() })
+    }
+
+    /// Puts the collection on a stream.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for too many heads, [`Error::Driver`].
+    /// # Safety
+    /// Every pointer must be to memory that the device can access, pinned host memory included, aligned to 16 bytes, with as many
+    /// elements as its shape says, and stay so, unwritten by others, until the launch has run; rows and places must be
+    /// below `head_rows` and `out_len`, no place may occur twice in a list, counts must not exceed `list_len`; `stream` must be of
+    /// the device.
+    pub unsafe fn launch(&self, stream: CUstream, arguments: &GatherArguments) -> Result<(), Error> {
+        let a = arguments;
+        if a.heads == 0 || a.list_len == 0 {
+            return Ok(());
+        }
+        let heads = u32::try_from(a.heads).ok().filter(|&heads| heads <= 65_535);
+        let heads = heads.ok_or_else(|| {
+            let problem = format!("{} heads where at most 65,535 go", a.heads);
+            Error::Argument { operation: "pq::Gather", problem }
+        })?;
+        let parts = a.list_len.saturating_mul(self.row_bytes / 16);
+        let blocks = parts.div_ceil(THREADS).min((self.blocks / a.heads).max(1));
+        let kernel_arguments = KernelArguments {
+            keys: a.keys,
+            values: a.values,
+            rows: a.rows,
+            places: a.places,
+            counts: a.counts,
+            keys_out: a.keys_out,
+            values_out: a.values_out,
+            head_rows: a.head_rows as u64,
+            list_len: a.list_len as u64,
+            out_len: a.out_len as u64,
+        };
+        // SAFETY: the structure is the kernel's argument; the caller vouches for what its pointers lead to.
+        unsafe { self.kernel.launch(stream, (blocks as u32, heads, 2), THREADS as u32, false, &kernel_arguments) }
+    }
+}

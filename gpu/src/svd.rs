@@ -1,0 +1,5 @@
+//! Operations of `svd-core`.
+
+mod project;
+
+pub use project::{Project, ProjectArguments, ProjectShape};
