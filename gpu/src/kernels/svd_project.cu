@@ -10,7 +10,7 @@
 constexpr int WARPS = 8, THREADS = WARPS * LANES;
 constexpr int STEPS = DIM / 16;              // of a product
 constexpr int GROUPS = (RANK + 31) / 32;     // of 32 columns, in four products
-constexpr int ROWS = 32;                     // of a warp at a time, in two operands
+constexpr int ROWS = 16;                     // of a warp at a time
 #ifdef BFLOAT
 constexpr int PARTS = 2; // of the map
 #else
@@ -42,61 +42,70 @@ __device__ __forceinline__ void multiply_add_elements(float (&c)[4], const u32 (
 // They are components 8 l + 4 (step & 1) + 2 i of 32, and column 8 (g / 2) + 2 product + (g & 1) of the group.
 __device__ __forceinline__ void load_map(const Arguments& a, u32 head) {
     const float* columns = a.columns + (u64)head * DIM * RANK;
-    for (int i = threadIdx.x; i < GROUPS * 4 * STEPS * LANES * 2; i += THREADS) {
-        const int word = i % 2, lane = i / 2 % LANES, step = i / 2 / LANES % STEPS, product = i / 2 / LANES / STEPS;
-        const int g = lane / 4, l = lane % 4, d = step / 2 * 32 + 8 * l + 4 * (step & 1) + 2 * word;
-        const int column = product / 4 * 32 + 8 * (g / 2) + 2 * (product % 4) + (g & 1);
+    for (int i = threadIdx.x; i < GROUPS * 32 * DIM / 2; i += THREADS) {
+        const int column = i % (GROUPS * 32), d = i / (GROUPS * 32) * 2;
         float pair[2] = {0, 0};
         if (column < RANK) pair[0] = columns[d * RANK + column], pair[1] = columns[(d + 1) * RANK + column];
+        const int step = d / 32 * 2 + d / 4 % 2, product = column / 32 * 4 + column / 2 % 4;
+        const int lane = 4 * (column / 8 % 4 * 2 + column % 2) + d / 8 % 4, word = d / 2 % 2;
         for (int part = 0; part < PARTS; part++) {
             const u16 low = float_to_element(pair[0]), high = float_to_element(pair[1]);
-            shared[part * (SHARED / 4 / PARTS) + i] = low | (u32)high << 16;
+            shared[part * (SHARED / 4 / PARTS) + ((product * STEPS + step) * LANES + lane) * 2 + word] = low | (u32)high << 16;
             pair[0] -= element_to_float(low), pair[1] -= element_to_float(high);
         }
     }
     __syncthreads();
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) svd_project(const Arguments a) {
-    const int warp = threadIdx.x / LANES, lane = threadIdx.x % LANES, g = lane / 4, l = lane % 4;
-    const u32 head = blockIdx.y;
-    load_map(a, head);
-    const uint2* map = reinterpret_cast<const uint2*>(shared) + lane;
-    for (u64 first = ((u64)blockIdx.x * WARPS + warp) * ROWS; first < a.n; first += (u64)gridDim.x * WARPS * ROWS) {
-        uint4 x[4][STEPS / 2]; // rows g + 8 i, components 32 j + 8 l and on
+// What a lane has of ROWS rows: rows g and g + 8, components 32 j + 8 l and on.
+struct Rows {
+    uint4 x[2][STEPS / 2];
+
+    __device__ __forceinline__ void load(const Arguments& a, u32 head, u64 first, int g, int l) {
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
+        for (int i = 0; i < 2; i++) {
             const u64 row = min(first + g + 8 * i, a.n - 1);
             const u16* from = a.rows + head * a.head_stride + row * a.row_stride + 8 * l;
 #pragma unroll
             for (int j = 0; j < STEPS / 2; j++) load_streaming<4>(reinterpret_cast<u32*>(&x[i][j]), from + 32 * j);
         }
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, 2) svd_project(const Arguments a) {
+    const int warp = threadIdx.x / LANES, lane = threadIdx.x % LANES, g = lane / 4, l = lane % 4;
+    const u32 head = blockIdx.y;
+    const u64 stride = (u64)gridDim.x * WARPS * ROWS;
+    u64 first = ((u64)blockIdx.x * WARPS + warp) * ROWS;
+    Rows next;
+    next.load(a, head, first, g, l); // while the map comes
+    load_map(a, head);
+    const uint2* map = reinterpret_cast<const uint2*>(shared) + lane;
+    for (; first < a.n; first += stride) {
+        const Rows rows = next;
+        if (first + stride < a.n) next.load(a, head, first + stride, g, l);
+#pragma unroll 1
         for (int group = 0; group < GROUPS; group++) {
-            float sums[2][4][4] = {}; // [operand][product]
+            float sums[4][4] = {}; // [product]
 #pragma unroll
-            for (int step = 0; step < STEPS; step++)
+            for (int step = 0; step < STEPS; step++) {
+                const uint4 &upper = rows.x[0][step / 2], &lower = rows.x[1][step / 2];
+                const u32 even[4] = {upper.x, lower.x, upper.y, lower.y}, odd[4] = {upper.z, lower.z, upper.w, lower.w};
 #pragma unroll
                 for (int product = 0; product < 4; product++)
 #pragma unroll
-                    for (int part = 0; part < PARTS; part++) {
-                        const uint2 b = map[part * (SHARED / 8 / PARTS) + ((group * 4 + product) * STEPS + step) * LANES];
-#pragma unroll
-                        for (int i = 0; i < 2; i++) {
-                            const uint4 &upper = x[2 * i][step / 2], &lower = x[2 * i + 1][step / 2];
-                            const u32 even[4] = {upper.x, lower.x, upper.y, lower.y}, odd[4] = {upper.z, lower.z, upper.w, lower.w};
-                            multiply_add_elements(sums[i][product], step & 1 ? odd : even, b);
-                        }
-                    }
+                    for (int part = 0; part < PARTS; part++)
+                        multiply_add_elements(sums[product], step & 1 ? odd : even,
+                                              map[part * (SHARED / 8 / PARTS) + ((group * 4 + product) * STEPS + step) * LANES]);
+            }
             const int column = group * 32 + 8 * l;
 #pragma unroll
-            for (int i = 0; i < 4; i++) {
+            for (int i = 0; i < 2; i++) {
                 const u64 row = first + g + 8 * i;
                 u32 packed[4];
 #pragma unroll
-                for (int product = 0; product < 4; product++) {
-                    const float* pair = sums[i / 2][product] + 2 * (i & 1);
-                    packed[product] = float_to_element(pair[0]) | (u32)float_to_element(pair[1]) << 16;
-                }
+                for (int product = 0; product < 4; product++)
+                    packed[product] = float_to_element(sums[product][2 * i]) | (u32)float_to_element(sums[product][2 * i + 1]) << 16;
                 if (row < a.n && column < RANK)
                     *reinterpret_cast<uint4*>(a.out + (head * a.n + row) * RANK + column) = make_uint4(packed[0], packed[1], packed[2], packed[3]);
             }

@@ -65,9 +65,10 @@ impl AttendShape {
         }
         // A larger group is cut into slices of equal size, each with blocks of its own.
         let queries = self.group.div_ceil(self.group.div_ceil(MAX_QUERIES));
-        // Warps by the registers that the queries take: twice as many with one table, and some more on sm_80.
+        // Warps by the registers that the queries take: twice as many with one table, some more on sm_80 and with codes that
+        // stand for several words.
         let one_table = match queries {
-            1 if shared_memory >= SHARED_MEMORY_SM_90 => 16,
+            1 if shared_memory >= SHARED_MEMORY_SM_90 && keys.components() == 2 => 16,
             1 | 2 => 12,
             _ => 8,
         };
@@ -103,7 +104,7 @@ impl Plan {
         self.dim() + 4
     }
 
-    /// Floats between `RESULTS` and `PLAN`.
+    /// Floats between `RESULTS` and `QUERY_ROWS`.
     fn results_len(&self) -> usize {
         self.warps * self.queries * self.result_len()
     }
@@ -113,7 +114,7 @@ impl Plan {
         let far_copy = if self.copies == 2 && self.dim() == 128 { 1 << 16 } else { 0 };
         let tables = far_copy + (ROW << self.keys.bits()) + (ROW << self.values.bits());
         let weights = self.warps * self.queries.div_ceil(2) * 2 * 32 * 2;
-        tables + weights + self.results_len() * 4 + 64
+        tables + weights + self.results_len() * 4 + self.queries * self.dim() * 2 + 64
     }
 
     fn program(&self, shape: &AttendShape) -> Program {

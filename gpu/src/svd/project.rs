@@ -5,7 +5,7 @@ use crate::{Device, Element, Error, KERNELS, Program};
 
 const WARPS: usize = 8;
 /// Rows of a warp at a time: `ROWS` of the kernel.
-const ROWS: usize = 32;
+const ROWS: usize = 16;
 
 /// What a projection is compiled for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

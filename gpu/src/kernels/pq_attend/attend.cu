@@ -20,6 +20,19 @@ struct Tiles {
 #endif
 };
 
+// The queries of the block in shared memory; those that a group lacks are zeros.
+__device__ __forceinline__ void load_queries(const Arguments& a, const Plan& plan) {
+    const Place place;
+    const u32 live = min(a.group - place.slice * QUERIES, (u32)QUERIES);
+    const u16* queries = a.queries + (((u64)plan.sequence * a.heads + place.head) * a.group + place.slice * QUERIES) * D;
+    constexpr int WIDTH = 8; // elements of 16 bytes
+    for (int i = threadIdx.x; i < QUERIES * D / WIDTH; i += THREADS) {
+        const uint4 zero = make_uint4(0, 0, 0, 0);
+        reinterpret_cast<uint4*>(shared + QUERY_ROWS)[i] =
+            i * WIDTH / D < live ? __ldg(reinterpret_cast<const uint4*>(queries) + i) : zero;
+    }
+}
+
 // The block's part of one sequence. `tables` waits for the tables, the first time.
 template <typename Tables>
 __device__ __forceinline__ void attend_sequence(const Arguments& a, const Plan& plan, Tables tables, State& state) {
@@ -49,12 +62,13 @@ __device__ __forceinline__ void attend_sequence(const Arguments& a, const Plan& 
     state.sums.clear();
 #pragma unroll
     for (int i = 0; i < COPIES; i++) state.max[i] = NOTHING, state.weight[i] = 0;
+    load_queries(a, plan);
+    __syncthreads();
     attend_exact(a, plan);
 
     const int g = lane.g, l = lane.l;
     // The queries in the order of each column's variant.
-    const u32 live = min(a.group - place.slice * QUERIES, (u32)QUERIES);
-    const u16* queries = a.queries + (((u64)sequence * a.heads + head) * a.group + place.slice * QUERIES) * D;
+    const u16* queries = reinterpret_cast<const u16*>(shared + QUERY_ROWS);
     u32 query[TURNS][HALVES * 4][2];
 #pragma unroll
     for (int i = 0; i < TURNS; i++) {
@@ -67,7 +81,7 @@ __device__ __forceinline__ void attend_sequence(const Arguments& a, const Plan& 
                 const int flipped = COPIES == 1 ? middle ^ (variant / 4) : middle;
                 const int word = step / 4 * 32 + 16 * flipped + 4 * ((step % 4) ^ (variant & 3)) + l;
                 u32 pair = 0;
-                if (q < live) pair = *reinterpret_cast<const u32*>(queries + q * D + component<KEY_SUB>(word));
+                if (q < QUERIES) pair = *reinterpret_cast<const u32*>(queries + q * D + component<KEY_SUB>(word));
 #ifdef BFLOAT
                 pair = pack_half2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
 #endif

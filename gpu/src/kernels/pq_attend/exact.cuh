@@ -6,8 +6,7 @@ __device__ __forceinline__ float* warp_results(const Lane& lane) {
 
 __device__ __forceinline__ void attend_exact(const Arguments& a, const Plan& plan) {
     const Lane lane;
-    const Place place;
-    const u64 sequence_head = (u64)plan.sequence * a.heads + place.head;
+    const u64 sequence_head = (u64)plan.sequence * a.heads + Place().head;
     constexpr int E = D / LANES; // components a lane
     float q[QUERIES][E], sum[QUERIES][E], max[QUERIES], weight[QUERIES];
 #pragma unroll
@@ -18,12 +17,11 @@ __device__ __forceinline__ void attend_exact(const Arguments& a, const Plan& pla
     }
     const u32 item_end = min(plan.item_end, (plan.exact_length + EXACT - 1) / EXACT);
     if (uniform(plan.item + lane.warp < item_end)) {
-        const u16* queries = a.queries + (sequence_head * a.group + place.slice * QUERIES) * D + lane.lane * E;
-        const u32 live = min(a.group - place.slice * QUERIES, (u32)QUERIES);
+        const u16* queries = reinterpret_cast<const u16*>(shared + QUERY_ROWS) + lane.lane * E;
 #pragma unroll
         for (int i = 0; i < QUERIES; i++)
 #pragma unroll
-            for (int e = 0; e < E; e++) q[i][e] = i < live ? element_to_float(queries[i * D + e]) * a.scale : 0;
+            for (int e = 0; e < E; e++) q[i][e] = element_to_float(queries[i * D + e]) * a.scale;
     }
     for (u32 item = plan.item + lane.warp; uniform(item < item_end); item += WARPS) {
         const u32 first = item * EXACT, count = min(plan.exact_length - first, (u32)EXACT);
@@ -51,8 +49,11 @@ __device__ __forceinline__ void attend_exact(const Arguments& a, const Plan& pla
     float* results = warp_results(lane);
 #pragma unroll
     for (int i = 0; i < QUERIES; i++) {
-#pragma unroll
-        for (int e = 0; e < E; e++) results[i * RESULT + lane.lane * E + e] = sum[i][e];
+        float* result = results + i * RESULT + lane.lane * E;
+        if constexpr (E == 4)
+            *reinterpret_cast<float4*>(result) = make_float4(sum[i][0], sum[i][1], sum[i][2], sum[i][3]);
+        else
+            *reinterpret_cast<float2*>(result) = make_float2(sum[i][0], sum[i][1]);
         if (lane.lane == 0) results[i * RESULT + D] = max[i], results[i * RESULT + D + 1] = weight[i];
     }
     __syncwarp();

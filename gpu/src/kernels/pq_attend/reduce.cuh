@@ -1,9 +1,23 @@
-// Divides by the sum of weights and writes one component of one query head.
-__device__ __forceinline__ void write_output(const Arguments& a, u64 query, int component, float max, float weight, float sum) {
-    a.out[query * D + component] = float_to_element(weight == 0 ? 0 : sum / weight);
-    if (component == 0 && a.log_sum_exp)
-        a.log_sum_exp[query] = weight == 0 ? -infinity() : (max + log2f(weight)) * 0.69314718f;
-}
+// Two components of a query's sum, with maximum and sum of weights. A thread has as many at once, so that all have some.
+struct Sum {
+    float2 value = make_float2(0, 0);
+    float max = NOTHING, weight = 0;
+
+    __device__ __forceinline__ void scale(float factor) { value.x *= factor, value.y *= factor, weight *= factor; }
+
+    __device__ __forceinline__ void add(const float2& other, float other_weight, float factor) {
+        value.x += factor * other.x, value.y += factor * other.y, weight += factor * other_weight;
+    }
+
+    // Divides by the sum of weights.
+    __device__ __forceinline__ void write(const Arguments& a, u64 query, int component) const {
+        const float divisor = weight == 0 ? 1 : weight;
+        const u32 pair = float_to_element(value.x / divisor) | (u32)float_to_element(value.y / divisor) << 16;
+        *reinterpret_cast<u32*>(a.out + query * D + component) = pair;
+        if (component == 0 && a.log_sum_exp)
+            a.log_sum_exp[query] = weight == 0 ? -infinity() : (max + log2f(weight)) * 0.69314718f;
+    }
+};
 
 // Adds the tiles to the results of the warp.
 __device__ __forceinline__ void add_tiles(const State& state, const Lane& lane) {
@@ -35,23 +49,22 @@ __device__ __forceinline__ void finish_sequence(const Arguments& a, Plan& plan, 
     // A block shares at most its first and its last sequence with other blocks, so it has two places for partial results.
     const u32 pieces = plan.pieces, first_block = plan.first_block;
     float* partial = a.partials + ((u64)at.index() * 2 + (at.block == first_block)) * QUERIES * RESULT;
-    for (int i = lane.thread; i < QUERIES * D; i += THREADS) {
+    for (int i = 2 * lane.thread; i < QUERIES * D; i += 2 * THREADS) {
         const int q = i / D, d = i % D;
         const float* result = results + q * RESULT;
-        float top = NOTHING, sum = 0, weight = 0;
+        Sum sum;
 #pragma unroll
-        for (int w = 0; w < WARPS; w++) top = fmaxf(top, result[w * QUERIES * RESULT + D]);
+        for (int w = 0; w < WARPS; w++) sum.max = fmaxf(sum.max, result[w * QUERIES * RESULT + D]);
 #pragma unroll
         for (int w = 0; w < WARPS; w++) {
-            const float keep = exp2_approx(result[w * QUERIES * RESULT + D] - top);
-            sum += keep * result[w * QUERIES * RESULT + d];
-            weight += keep * result[w * QUERIES * RESULT + D + 1];
+            const float* of_warp = result + w * QUERIES * RESULT;
+            sum.add(*reinterpret_cast<const float2*>(of_warp + d), of_warp[D + 1], exp2_approx(of_warp[D] - sum.max));
         }
         if (pieces == 1) {
-            if (q < live) write_output(a, first_query + q, d, top, weight, sum);
+            if (q < live) sum.write(a, first_query + q, d);
         } else {
-            partial[q * RESULT + d] = sum;
-            if (d == 0) partial[q * RESULT + D] = top, partial[q * RESULT + D + 1] = weight;
+            *reinterpret_cast<float2*>(partial + q * RESULT + d) = sum.value;
+            if (d == 0) *reinterpret_cast<float2*>(partial + q * RESULT + D) = make_float2(sum.max, sum.weight);
         }
     }
     if (pieces == 1) return;
@@ -66,32 +79,27 @@ __device__ __forceinline__ void finish_sequence(const Arguments& a, Plan& plan, 
     if (!plan.last) return;
     // To the first block it was its last sequence, to the others their first.
     const float* pieces_of_first = a.partials + ((u64)at.index() - at.block + first_block) * 2 * QUERIES * RESULT;
-    for (int i = lane.thread; i < QUERIES * D; i += THREADS) {
+    for (int i = 2 * lane.thread; i < QUERIES * D; i += 2 * THREADS) {
         const int q = i / D, d = i % D;
-        float top = NOTHING, sum = 0, weight = 0;
-        constexpr int IN_FLIGHT = 16;
+        Sum sum;
+        constexpr int IN_FLIGHT = QUERIES > 2 ? 16 : 8; // by the registers that the warps leave
         for (u32 base = 0; base < pieces; base += IN_FLIGHT) {
-            float value[IN_FLIGHT], max[IN_FLIGHT], piece_weight[IN_FLIGHT];
-            const float before = top;
+            float2 value[IN_FLIGHT], max_weight[IN_FLIGHT];
+            const float before = sum.max;
             const float* piece = pieces_of_first + (u64)base * 2 * QUERIES * RESULT + q * RESULT;
 #pragma unroll
             for (int p = 0; p < IN_FLIGHT; p++) {
                 const bool there = base + p < pieces;
                 const float* from = piece + p * 2 * QUERIES * RESULT + (p == 0 && base == 0 ? QUERIES * RESULT : 0);
-                value[p] = there ? __ldcg(from + d) : 0;
-                max[p] = there ? __ldcg(from + D) : NOTHING;
-                piece_weight[p] = there ? __ldcg(from + D + 1) : 0;
+                value[p] = there ? __ldcg(reinterpret_cast<const float2*>(from + d)) : make_float2(0, 0);
+                max_weight[p] = there ? __ldcg(reinterpret_cast<const float2*>(from + D)) : make_float2(NOTHING, 0);
             }
 #pragma unroll
-            for (int p = 0; p < IN_FLIGHT; p++) top = fmaxf(top, max[p]);
-            sum *= exp2_approx(before - top), weight *= exp2_approx(before - top);
+            for (int p = 0; p < IN_FLIGHT; p++) sum.max = fmaxf(sum.max, max_weight[p].x);
+            sum.scale(exp2_approx(before - sum.max));
 #pragma unroll
-            for (int p = 0; p < IN_FLIGHT; p++) {
-                const float keep = exp2_approx(max[p] - top);
-                sum += keep * value[p];
-                weight += keep * piece_weight[p];
-            }
+            for (int p = 0; p < IN_FLIGHT; p++) sum.add(value[p], max_weight[p].y, exp2_approx(max_weight[p].x - sum.max));
         }
-        if (q < live) write_output(a, first_query + q, d, top, weight, sum);
+        if (q < live) sum.write(a, first_query + q, d);
     }
 }

@@ -89,7 +89,8 @@ constexpr int VALUE_TABLE = (FAR_COPY ? COPY_DISTANCE : 0) + KEY_ROWS * ROW;
 constexpr int WEIGHTS = VALUE_TABLE + VALUE_ROWS * ROW;                 // [WARPS][2 PAIRS][TILE] halves
 constexpr int RESULTS = WEIGHTS + WARPS * PAIRS * 2 * TILE * 2;         // [WARPS][QUERIES][RESULT] floats
 constexpr int RESULT = D + 4;                                           // components, maximum, sum of weights, padding
-constexpr int PLAN = RESULTS + WARPS * QUERIES * RESULT * 4;
+constexpr int QUERY_ROWS = RESULTS + WARPS * QUERIES * RESULT * 4;      // [QUERIES][D] elements
+constexpr int PLAN = QUERY_ROWS + QUERIES * D * 2;
 constexpr int BARRIER = PLAN + 56; // of the tables' arrival
 constexpr int SHARED = PLAN + 64;
 extern __shared__ __align__(128) u8 shared[];

@@ -1,0 +1,186 @@
+#!/usr/bin/env python3
+"""kv-gpu beside PyTorch on one GPU: gpu.json and gpu.md.
+
+    cargo build --release
+    pip install torch
+    python benches/peers/gpu.py target/release/gpu_speed benches/results
+
+Medians of 25 replays of CUDA graphs on buffers that together exceed the second-level cache, after 20 ms of the same; both sides in
+one run. The floor of a kernel is the time in which the device copies as many bytes; of `gather`, the time in which the
+bus does; of `encode`, its operations at one a lane and clock.
+"""
+import argparse, datetime, json, os, re, subprocess, time
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+DEVICE = "cuda"
+
+
+def median_us(run, launches):
+    """Microseconds of one of the `launches` that `run` puts on the stream, by a graph where it can be captured."""
+    for _ in range(3):
+        run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            run()
+        replay = graph.replay
+    except RuntimeError:
+        replay = run
+    start = time.perf_counter()
+    while time.perf_counter() - start < 0.02:
+        replay()
+        torch.cuda.synchronize()
+    times = []
+    for _ in range(25):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end))
+    return sorted(times)[12] * 1e3 / launches
+
+
+def best(candidates):
+    """(name, microseconds) of the fastest; what a backend cannot do is left out."""
+    times = []
+    for name, launches, run in candidates:
+        try:
+            times.append((median_us(run, launches), name))
+        except RuntimeError:
+            torch.cuda.synchronize()
+    return min(times)[::-1]
+
+
+def attention(query_heads, heads, batch, tokens, dim):
+    """Half-precision decode attention by the best backend, with grouped heads as they are or folded into query rows."""
+    copies = max(2, (200 << 20) // (4 * batch * heads * tokens * dim) + 1)
+    keys = [torch.randn(batch, heads, tokens, dim, device=DEVICE, dtype=torch.float16) for _ in range(copies)]
+    values = [torch.randn_like(k) for k in keys]
+    group = query_heads // heads
+    queries = {"": torch.randn(batch, query_heads, 1, dim, device=DEVICE, dtype=torch.float16)}
+    if group > 1:
+        queries[", folded"] = queries[""].view(batch, heads, group, dim)
+
+    def run(query, backend, grouped):
+        with sdpa_kernel(backend):
+            for k, v in zip(keys, values):
+                F.scaled_dot_product_attention(query, k, v, enable_gqa=grouped)
+
+    backends = {"flash": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION}
+    return best(
+        [
+            (f"fp16 {name}{form}", copies, lambda q=query, b=backend, g=group > 1 and not form: run(q, b, g))
+            for name, backend in backends.items()
+            for form, query in queries.items()
+        ]
+    )
+
+
+def encoding(m, nbits, heads, n, dim):
+    x = torch.randn(heads, m, n, dim // m, device=DEVICE)
+    centroids = torch.randn(heads, m, 1 << nbits, dim // m, device=DEVICE)
+
+    def run():
+        for head in range(heads):  # all distances at once need 17 GB
+            torch.cdist(x[head], centroids[head]).argmin(-1)
+
+    return best([("cdist + argmin, f32", 1, run)])
+
+
+def gathering(wanted, n, heads):
+    keys, values = (torch.zeros(heads * n, 128, dtype=torch.float16).pin_memory() for _ in range(2))
+    rows = torch.randint(0, n, (heads, wanted)) + torch.arange(heads)[:, None] * n
+    staged = torch.empty(heads * wanted, 128, dtype=torch.float16).pin_memory()
+    there = torch.empty(heads * wanted, 128, dtype=torch.float16, device=DEVICE)
+
+    def run():
+        for side in (keys, values):
+            torch.index_select(side, 0, rows.flatten(), out=staged)
+            there.copy_(staged, non_blocking=True)
+            torch.cuda.synchronize()
+
+    return "index_select on the host, copy", median_of_calls(run)
+
+
+def median_of_calls(run):
+    times = []
+    for _ in range(9):
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    return sorted(times)[4] * 1e6
+
+
+def projection(heads, n, dim, rank):
+    copies = (200 << 20) // (heads * n * (dim + rank) * 2) + 2
+    rows = [torch.randn(heads, n, dim, device=DEVICE, dtype=torch.float16) for _ in range(copies)]
+    out = [torch.empty(heads, n, rank, device=DEVICE, dtype=torch.float16) for _ in range(copies)]
+    columns = torch.randn(heads, dim, rank, device=DEVICE, dtype=torch.float16)
+
+    def run():
+        for x, y in zip(rows, out):
+            torch.bmm(x, columns, out=y)
+
+    return best([("bmm", copies, run)])
+
+
+def peer_of(row):
+    numbers = [int(x) for x in re.findall(r"\d+", row["shape"])]
+    kernel = row["kernel"]
+    if kernel.startswith("attend"):
+        return attention(*numbers)
+    if kernel.startswith("encode"):
+        return encoding(*(int(x) for x in re.findall(r"\d+", kernel)), *numbers)
+    if kernel == "gather":
+        return gathering(*numbers)
+    if kernel == "project":
+        return projection(*numbers)
+    raise SystemExit(f"no peer for {kernel}")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("binary")
+    parser.add_argument("results")
+    parser.add_argument("--only", default="", help="measurements whose name contains this")
+    parser.add_argument("--commit", default="", help="what the binary was built from")
+    arguments = parser.parse_args()
+    lines = subprocess.run([arguments.binary, arguments.only], check=True, capture_output=True, text=True).stdout
+    copy, *rows = [json.loads(line) for line in lines.splitlines()]
+    peers = {}
+    for row in rows:
+        key = (row["kernel"].split(",")[0].split(" ")[0], row["shape"]) if row["kernel"].startswith("attend") else (row["kernel"], row["shape"])
+        if key not in peers:
+            peers[key] = peer_of(row)
+            torch.cuda.empty_cache()
+        row["peer"], row["peer_us"] = peers[key]
+    result = {
+        "device": copy["device"],
+        "copy_tb_s": copy["tb_s"],
+        "date": datetime.date.today().isoformat(),
+        "commit": arguments.commit,
+        "torch": torch.__version__,
+        "rows": rows,
+    }
+    with open(os.path.join(arguments.results, "gpu.json"), "w") as file:
+        json.dump(result, file, indent=1)
+    out = ["# kv-gpu", "", f"{copy['device']}, copy {copy['tb_s']:.2f} TB/s; {result['date']}, commit {arguments.commit}; "
+           f"PyTorch {torch.__version__}. By `python benches/peers/gpu.py target/release/gpu_speed benches/results`, which says how.", "",
+           "| kernel | shape | MB | floor, us | median, us | over floor | peer | its us | peer / this |", "|" + " --- |" * 9]
+    for row in rows:
+        out.append(
+            f"| {row['kernel']} | {row['shape']} | {row['bytes'] / 1e6:.1f} | {row['floor_us']:.1f} | {row['us']:.1f} | {row['to_floor']:.2f} "
+            f"| {row['peer']} | {row['peer_us']:.1f} | {row['peer_us'] / row['us']:.2f} |"
+        )
+    with open(os.path.join(arguments.results, "gpu.md"), "w") as file:
+        file.write("\n".join(out) + "\n")
+    print("\n".join(out))
+
+
+if __name__ == "__main__":
+    main()
