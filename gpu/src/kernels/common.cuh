@@ -49,6 +49,17 @@ __device__ __forceinline__ float element_to_float(u16 bits) { return half_to_flo
 __device__ __forceinline__ u16 float_to_element(float x) { return float_to_half(x); }
 #endif
 
+// Two floats as two elements, the first in the low bits.
+__device__ __forceinline__ u32 pack_elements(float low, float high) {
+#ifdef BFLOAT
+    u32 packed;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+    return packed;
+#else
+    return pack_half2(low, high);
+#endif
+}
+
 // Bytes of `a` (0 to 3) and `b` (4 to 7) picked by the nibbles of `selector`; 8 more takes a byte's sign instead.
 __device__ __forceinline__ u32 permute_bytes(u32 a, u32 b, u32 selector) {
     u32 picked;

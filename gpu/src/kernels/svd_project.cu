@@ -42,6 +42,7 @@ __device__ __forceinline__ void multiply_add_elements(float (&c)[4], const u32 (
 // They are components 8 l + 4 (step & 1) + 2 i of 32, and column 8 (g / 2) + 2 product + (g & 1) of the group.
 __device__ __forceinline__ void load_map(const Arguments& a, u32 head) {
     const float* columns = a.columns + (u64)head * DIM * RANK;
+#pragma unroll 8
     for (int i = threadIdx.x; i < GROUPS * 32 * DIM / 2; i += THREADS) {
         const int column = i % (GROUPS * 32), d = i / (GROUPS * 32) * 2;
         float pair[2] = {0, 0};
@@ -105,7 +106,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) svd_project(const Argum
                 u32 packed[4];
 #pragma unroll
                 for (int product = 0; product < 4; product++)
-                    packed[product] = float_to_element(sums[product][2 * i]) | (u32)float_to_element(sums[product][2 * i + 1]) << 16;
+                    packed[product] = pack_elements(sums[product][2 * i], sums[product][2 * i + 1]);
                 if (row < a.n && column < RANK)
                     *reinterpret_cast<uint4*>(a.out + (head * a.n + row) * RANK + column) = make_uint4(packed[0], packed[1], packed[2], packed[3]);
             }

@@ -65,14 +65,16 @@ impl AttendShape {
         }
         // A larger group is cut into slices of equal size, each with blocks of its own.
         let queries = self.group.div_ceil(self.group.div_ceil(MAX_QUERIES));
-        // Warps by the registers that the queries take: twice as many with one table, some more on sm_80 and with codes that
-        // stand for several words.
+        // Warps by the registers that the queries take: twice as many with one table, some more on sm_80 and where codes stand
+        // for several words.
+        let simple = keys.components() == 2 && values.components() == 2;
+        let two_tables = if queries == 2 && simple { 16 } else { 12 };
         let one_table = match queries {
-            1 if shared_memory >= SHARED_MEMORY_SM_90 && keys.components() == 2 => 16,
+            1 if simple && shared_memory >= SHARED_MEMORY_SM_90 => 16,
             1 | 2 => 12,
             _ => 8,
         };
-        let mut plan = Plan { keys, values, queries, copies: 2, warps: if queries > 2 { 12 } else { 16 } };
+        let mut plan = Plan { keys, values, queries, copies: 2, warps: two_tables };
         if queries == 1 || plan.shared_bytes() > shared_memory {
             (plan.copies, plan.warps) = (1, one_table); // sm_80 has no room for a second table at 8 bits
         }

@@ -24,7 +24,7 @@ struct Tiles {
 __device__ __forceinline__ void load_queries(const Arguments& a, const Plan& plan) {
     const Place place;
     const u32 live = min(a.group - place.slice * QUERIES, (u32)QUERIES);
-    const u16* queries = a.queries + (((u64)plan.sequence * a.heads + place.head) * a.group + place.slice * QUERIES) * D;
+    const u16* queries = a.queries + (((u64)plan.entry * a.heads + place.head) * a.group + place.slice * QUERIES) * D;
     constexpr int WIDTH = 8; // elements of 16 bytes
     for (int i = threadIdx.x; i < QUERIES * D / WIDTH; i += THREADS) {
         const uint4 zero = make_uint4(0, 0, 0, 0);
@@ -38,15 +38,15 @@ template <typename Tables>
 __device__ __forceinline__ void attend_sequence(const Arguments& a, const Plan& plan, Tables tables, State& state) {
     const Lane lane;
     const Place place;
-    const u32 sequence = plan.sequence, head = place.head;
+    const u32 sequence = plan.entry, head = place.head;
     const Tiles tiles(a, sequence, head);
     u32 tile, tile_end;
     {
         const u32 exact_items = (plan.exact_length + EXACT - 1) / EXACT;
-        u32 item = plan.item + lane.warp;
+        u32 item = plan.from + lane.warp;
         if (item < exact_items) item += (exact_items - item + WARPS - 1) / WARPS * WARPS;
         tile = item - exact_items;
-        tile_end = min(max(plan.item_end, exact_items) - exact_items, (plan.length + TILE - 1) / TILE);
+        tile_end = min(max(plan.to, exact_items) - exact_items, (plan.length + TILE - 1) / TILE);
     }
 
     Keys key_codes;
@@ -219,12 +219,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) pq_attend(const Argumen
     wait_for_previous_kernel(); // all but the tables may come from it
     Plan& plan = *reinterpret_cast<Plan*>(shared + PLAN);
     if (threadIdx.x < LANES) {
-        find_part(a, plan);
+        const Place place;
+        plan.cut(a.batch, place.block, place.blocks, Items{a});
         find_sequence(a, 0, plan);
     }
     __syncthreads();
     bool waits = true;
-    while (uniform(plan.sequence < a.batch)) {
+    while (uniform(plan.entry < a.batch)) {
         State state;
         const auto tables = [&] {
             if (waits) finish_tables();
@@ -232,7 +233,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) pq_attend(const Argumen
         };
         attend_sequence(a, plan, tables, state);
         finish_sequence(a, plan, state);
-        if (threadIdx.x < LANES) find_sequence(a, plan.sequence + 1, plan);
+        if (threadIdx.x < LANES) find_sequence(a, plan.entry + 1, plan);
         __syncthreads();
     }
     wait_for_tables();

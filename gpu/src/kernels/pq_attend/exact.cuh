@@ -6,7 +6,7 @@ __device__ __forceinline__ float* warp_results(const Lane& lane) {
 
 __device__ __forceinline__ void attend_exact(const Arguments& a, const Plan& plan) {
     const Lane lane;
-    const u64 sequence_head = (u64)plan.sequence * a.heads + Place().head;
+    const u64 sequence_head = (u64)plan.entry * a.heads + Place().head;
     constexpr int E = D / LANES; // components a lane
     float q[QUERIES][E], sum[QUERIES][E], max[QUERIES], weight[QUERIES];
 #pragma unroll
@@ -15,15 +15,15 @@ __device__ __forceinline__ void attend_exact(const Arguments& a, const Plan& pla
 #pragma unroll
         for (int e = 0; e < E; e++) sum[i][e] = 0;
     }
-    const u32 item_end = min(plan.item_end, (plan.exact_length + EXACT - 1) / EXACT);
-    if (uniform(plan.item + lane.warp < item_end)) {
+    const u32 item_end = min(plan.to, (plan.exact_length + EXACT - 1) / EXACT);
+    if (uniform(plan.from + lane.warp < item_end)) {
         const u16* queries = reinterpret_cast<const u16*>(shared + QUERY_ROWS) + lane.lane * E;
 #pragma unroll
         for (int i = 0; i < QUERIES; i++)
 #pragma unroll
             for (int e = 0; e < E; e++) q[i][e] = element_to_float(queries[i * D + e]) * a.scale;
     }
-    for (u32 item = plan.item + lane.warp; uniform(item < item_end); item += WARPS) {
+    for (u32 item = plan.from + lane.warp; uniform(item < item_end); item += WARPS) {
         const u32 first = item * EXACT, count = min(plan.exact_length - first, (u32)EXACT);
         const u64 at = (sequence_head * a.exact_capacity + first) * D + lane.lane * E;
         for (u32 t = 0; uniform(t < count); t++) {

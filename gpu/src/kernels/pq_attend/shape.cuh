@@ -31,8 +31,6 @@ constexpr int THREADS = WARPS * LANES;
 constexpr int PAIRS = (QUERIES + 1) / 2;
 constexpr int TURNS = (QUERIES + COPIES - 1) / COPIES; // multiply-adds per key operand
 
-constexpr float NOTHING = -1e30f; // a maximum below every score, and yet a number
-
 // A code stands for SUB / 2 words, m words apart: word w has components (w % m) * SUB + 2 (w / m) and the next.
 template <int SUB>
 __device__ __forceinline__ constexpr int component(int word) {
