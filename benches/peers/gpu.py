@@ -133,7 +133,9 @@ def peer_of(row):
     numbers = [int(x) for x in re.findall(r"\d+", row["shape"])]
     kernel = row["kernel"]
     if kernel.startswith("attend"):
-        return attention(*numbers)
+        query_heads, heads, batch, tokens, *longest, dim = numbers
+        # Of a ragged batch, which it has no form for, one of the mean length.
+        return attention(query_heads, heads, batch, (tokens + sum(longest)) // (1 + len(longest)), dim)
     if kernel.startswith("encode"):
         return encoding(*(int(x) for x in re.findall(r"\d+", kernel)), *numbers)
     if kernel == "gather":
@@ -154,7 +156,8 @@ def main():
     copy, *rows = [json.loads(line) for line in lines.splitlines()]
     peers = {}
     for row in rows:
-        key = (row["kernel"].split(",")[0].split(" ")[0], row["shape"]) if row["kernel"].startswith("attend") else (row["kernel"], row["shape"])
+        # One measurement for all attention of the same heads and tokens.
+        key = row["shape"].split("rank, ")[-1].split("half, ")[-1] if row["kernel"].startswith("attend") else (row["kernel"], row["shape"])
         if key not in peers:
             peers[key] = peer_of(row)
             torch.cuda.empty_cache()

@@ -28,6 +28,7 @@ struct Kernels {
     pq_attend: &'static str,
     pq_encode: &'static str,
     gather: &'static str,
+    svd_attend: &'static str,
     svd_project: &'static str,
 }
 
@@ -48,5 +49,11 @@ const KERNELS: Kernels = Kernels {
     ),
     pq_encode: concat!(include_str!("kernels/common.cuh"), include_str!("kernels/pq_encode.cu")),
     gather: concat!(include_str!("kernels/common.cuh"), include_str!("kernels/gather.cu")),
+    svd_attend: concat!(
+        include_str!("kernels/common.cuh"),
+        include_str!("kernels/work.cuh"),
+        include_str!("kernels/reduce.cuh"),
+        include_str!("kernels/svd_attend.cu"),
+    ),
     svd_project: concat!(include_str!("kernels/common.cuh"), include_str!("kernels/svd_project.cu")),
 };

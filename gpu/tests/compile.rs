@@ -5,7 +5,7 @@
 mod common;
 
 use kv_gpu::pq::{AttendShape, EncodeShape, Gather, Side, VectorElement};
-use kv_gpu::svd::ProjectShape;
+use kv_gpu::svd::{self, ProjectShape};
 use kv_gpu::{Element, Error, Program, compile};
 use pq_core::PqShape;
 
@@ -107,6 +107,14 @@ fn projection() {
     let ranks = [(128, 128), (128, 72), (64, 40), (96, 8)];
     let shapes = ranks.map(|(dim, rank)| {
         [Element::F16, Element::Bf16].map(|element| ProjectShape { dim, rank, element }.program().unwrap())
+    });
+    check(|_| shapes.concat(), true);
+}
+
+#[test]
+fn attention_on_ragged_ranks() {
+    let shapes = [64, 128].map(|dim| {
+        [Element::F16, Element::Bf16].map(|element| svd::AttendShape { dim, element }.program().unwrap())
     });
     check(|_| shapes.concat(), true);
 }

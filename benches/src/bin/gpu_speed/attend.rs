@@ -7,10 +7,7 @@ use pq_core::{
     CodebookBuf, CodedTokens, Codes, PqShape, SoftmaxStats, attend_into, attend_scratch_len, lut_into,
 };
 
-use crate::stopwatch::Stopwatch;
-
-/// More than the second-level cache of the device.
-const BEYOND_CACHE: usize = 200 << 20;
+use crate::stopwatch::{BEYOND_CACHE, Stopwatch};
 
 /// (query heads, key/value heads, batch, tokens)
 const LOADS: [(usize, usize, usize, usize); 5] =

@@ -8,6 +8,7 @@ mod attend;
 mod encode;
 mod gather;
 mod project;
+mod ragged;
 mod stopwatch;
 
 use stopwatch::Stopwatch;
@@ -19,4 +20,5 @@ fn main() {
     encode::run(&watch);
     gather::run(&watch);
     project::run(&watch);
+    ragged::run(&watch);
 }

@@ -5,7 +5,7 @@ use kv_gpu::Element;
 use kv_gpu::svd::{Project, ProjectArguments, ProjectShape};
 use svd_core::Map;
 
-use crate::stopwatch::Stopwatch;
+use crate::stopwatch::{BEYOND_CACHE, Stopwatch};
 
 const N: usize = 32_768;
 const DIM: usize = 128;
@@ -21,8 +21,7 @@ pub fn run(watch: &Stopwatch) {
         let number = |i: usize| ((i * 2_654_435_761) % 2001) as f32 / 1000.0 - 1.0;
         let rows: Vec<f16> = (0..N * DIM).map(|i| f16::from_f32(number(i))).collect();
         let columns: Vec<f32> = (0..DIM * rank).map(|i| f16::from_f32(number(i + 7)).to_f32()).collect();
-        // More than the second-level cache holds.
-        let copies = (200 << 20) / (heads * N * (DIM + rank) * 2) + 2;
+        let copies = BEYOND_CACHE / (heads * N * (DIM + rank) * 2) + 2;
         let there: Vec<_> = (0..copies).map(|_| watch.upload(&rows.repeat(heads))).collect();
         let out: Vec<_> = (0..copies).map(|_| watch.zeros::<f16>(heads * N * rank)).collect();
         let columns_there = watch.upload(&columns.repeat(heads));

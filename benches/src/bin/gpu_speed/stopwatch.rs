@@ -7,6 +7,8 @@ use cudarc::driver::sys::{CUevent_flags, CUgraphInstantiate_flags, CUstream, CUs
 use cudarc::driver::{CudaSlice, DevicePtr, DeviceRepr, ValidAsZeroBits};
 use kv_gpu::Device;
 
+/// More than the second-level cache of the device.
+pub const BEYOND_CACHE: usize = 200 << 20;
 const REPLAYS: usize = 25;
 /// Until clocks have risen, and before they sink again for heat: the peers are given as long.
 const WARM_UP: Duration = Duration::from_millis(20);

@@ -1,0 +1,206 @@
+use cudarc::driver::sys::CUstream;
+
+use crate::device::Kernel;
+use crate::{Device, Element, Error, KERNELS, Program};
+
+/// Query heads that one block serves: `QUERIES` of the kernel.
+const QUERIES: usize = 8;
+
+/// What an attention on ragged ranks is compiled for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct AttendShape {
+    /// Room for components: 64 or 128, no rank above it.
+    pub dim: usize,
+    /// Element of queries, keys, values and outputs.
+    pub element: Element,
+}
+
+impl AttendShape {
+    /// Warps of a block, by the registers that a tile of so many components takes.
+    const fn warps(&self) -> usize {
+        if self.dim == 128 { 8 } else { 12 }
+    }
+
+    /// `RESULT` of the kernel.
+    const fn result_len(&self) -> usize {
+        self.dim + 4
+    }
+
+    /// Results, and the plan.
+    const fn shared_bytes(&self) -> usize {
+        self.warps() * QUERIES * self.result_len() * 4 + 64
+    }
+
+    /// The program.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`].
+    pub fn program(&self) -> Result<Program, Error> {
+        if !matches!(self.dim, 64 | 128) {
+            return Err(Error::Unsupported { operation: format!("{self:?}"), supported: "dim 64 or 128" });
+        }
+        let defines = [("DIM", self.dim), ("WARPS", self.warps()), ("SHARED_BYTES", self.shared_bytes())];
+        Ok(Program::new("svd_attend", KERNELS.svd_attend, &defines)
+            .define_if(self.element == Element::Bf16, "BFLOAT"))
+    }
+}
+
+/// Device pointers and sizes of one launch.
+#[derive(Clone, Copy, Debug)]
+pub struct AttendArguments {
+    /// Sequences.
+    pub batch: usize,
+    /// Key/value heads.
+    pub heads: usize,
+    /// Query heads per key/value head.
+    pub group: usize,
+    /// Tokens that a sequence has room for.
+    pub capacity: usize,
+    /// Elements (batch, heads, capacity, key rank of the head).
+    pub keys: u64,
+    /// Elements (batch, heads, capacity, value rank of the head).
+    pub values: u64,
+    /// Elements (batch, heads, group, dim): projected queries, of which the head's key rank counts.
+    pub queries: u64,
+    /// `u32` (batch,): tokens of each sequence. Read on the device, so a captured graph follows them as they grow.
+    pub lengths: u64,
+    /// `u32` (heads,): multiples of 8.
+    pub key_ranks: u64,
+    /// `u32` (heads,): multiples of 8.
+    pub value_ranks: u64,
+    /// `u64` (heads,): the sum of the key ranks of the heads before.
+    pub key_offsets: u64,
+    /// `u64` (heads,): the sum of the value ranks of the heads before.
+    pub value_offsets: u64,
+    /// Sum of all key ranks.
+    pub key_rank_sum: usize,
+    /// Sum of all value ranks.
+    pub value_rank_sum: usize,
+    /// Factor of the scores: `1 / sqrt(head_dim)` of the model.
+    pub scale: f32,
+    /// Elements (batch, heads, group, dim), of which the head's value rank is written; zeros for a sequence without tokens.
+    pub out: u64,
+    /// f32 (batch, heads, group), fully written, or 0: the natural logarithm of the sum of the exponentials.
+    pub log_sum_exp: u64,
+    /// Bytes as [`Attend::workspace_len`] says, zeroed once before the first launch. Launches that may overlap need one each.
+    pub workspace: u64,
+}
+
+/// `Arguments` of the kernel.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct KernelArguments {
+    keys: u64,
+    values: u64,
+    queries: u64,
+    lengths: u64,
+    key_ranks: u64,
+    value_ranks: u64,
+    key_offsets: u64,
+    value_offsets: u64,
+    partials: u64,
+    arrived: u64,
+    out: u64,
+    log_sum_exp: u64,
+    key_rank_sum: u64,
+    value_rank_sum: u64,
+    capacity: u64,
+    batch: u32,
+    heads: u32,
+    group: u32,
+    scale: f32,
+}
+
+/// Decode attention at two ranks a head: `svd_core::attend_into` for a ragged batch.
+///
+/// The work, tokens times ranks, is cut into equal parts on the device: nothing is allocated or waited for, and a captured graph
+/// stays valid. The same inputs give the same bytes.
+///
+/// # Cost
+/// Reads every kept component once for up to 8 query heads of its group.
+/// # Source
+/// ZACK, 5.2, with work cut by tokens as well as by heads.
+pub struct Attend {
+    kernel: Kernel,
+    shape: AttendShape,
+    processors: usize,
+}
+
+impl Attend {
+    /// Compiles it for a shape.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`], [`Error::NoNvrtc`], [`Error::Compile`] or [`Error::Driver`].
+    pub fn new(device: &Device, shape: AttendShape) -> Result<Self, Error> {
+        let kernel = device.kernel(&shape.program()?, "svd_attend", shape.shared_bytes())?;
+        Ok(Self { kernel, shape, processors: device.processors() })
+    }
+
+    /// Blocks of a slice of the groups, and slices.
+    fn grid(&self, group: usize) -> (usize, usize) {
+        let slices = group.div_ceil(QUERIES).max(1);
+        ((self.processors / slices).max(1), slices)
+    }
+
+    /// Floats of what blocks that share a sequence leave to the last.
+    fn partials_len(&self, group: usize) -> usize {
+        let (blocks, slices) = self.grid(group);
+        blocks * slices * 2 * QUERIES * self.shape.result_len()
+    }
+
+    /// Bytes of workspace for launches of up to `batch` sequences of `heads` key/value heads with groups of `group`.
+    #[must_use]
+    pub fn workspace_len(&self, batch: usize, heads: usize, group: usize) -> usize {
+        (self.partials_len(group) + batch * heads * self.grid(group).1) * 4
+    }
+
+    /// Puts the attention on a stream.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for sizes that do not fit, [`Error::Driver`].
+    /// # Safety
+    /// Every pointer must be to device memory of the device, aligned to 16 bytes, with as many elements as its shape says, and
+    /// stay so, unwritten by others, until the launch has run; lengths must not exceed the capacity, ranks must be multiples of 8
+    /// from 8 to dim, and offsets and sums be theirs; `stream` must be of the device.
+    pub unsafe fn launch(&self, stream: CUstream, arguments: &AttendArguments) -> Result<(), Error> {
+        let a = arguments;
+        let problem = |problem: &str| Error::Argument { operation: "svd::Attend", problem: problem.into() };
+        if a.batch == 0 || a.heads == 0 || a.group == 0 {
+            return Ok(());
+        }
+        // What a tile costs is below 64, so that the units of all are below 2^32.
+        let tiles = a.capacity.div_ceil(16).max(1).saturating_mul(a.batch).saturating_mul(a.heads);
+        if tiles >= 1 << 26 {
+            return Err(problem("more than 2^30 tokens and heads"));
+        }
+        if a.group > 16 {
+            return Err(problem("more than 16 query heads a key/value head"));
+        }
+        let (blocks, slices) = self.grid(a.group);
+        let kernel_arguments = KernelArguments {
+            keys: a.keys,
+            values: a.values,
+            queries: a.queries,
+            lengths: a.lengths,
+            key_ranks: a.key_ranks,
+            value_ranks: a.value_ranks,
+            key_offsets: a.key_offsets,
+            value_offsets: a.value_offsets,
+            partials: a.workspace,
+            arrived: a.workspace + self.partials_len(a.group) as u64 * 4,
+            out: a.out,
+            log_sum_exp: a.log_sum_exp,
+            key_rank_sum: a.key_rank_sum as u64,
+            value_rank_sum: a.value_rank_sum as u64,
+            capacity: a.capacity as u64,
+            batch: a.batch as u32,
+            heads: a.heads as u32,
+            group: a.group as u32,
+            scale: a.scale * std::f32::consts::LOG2_E,
+        };
+        let threads = self.shape.warps() as u32 * 32;
+        let grid = (blocks as u32, slices as u32, 1);
+        // SAFETY: the structure is the kernel's argument; the caller vouches for what its pointers lead to.
+        unsafe { self.kernel.launch(stream, grid, threads, false, &kernel_arguments) }
+    }
+}
