@@ -5,18 +5,20 @@
 //
 // The floor is reading every kept component once. A warp takes 16 tokens and keeps all of it in registers, without shared memory:
 //
-// * Scores: queries (rows) times keys (columns are tokens). Lane 4 g + l loads 16 bytes of token g, which are its operand of two
-//   products whose order of components the queries follow.
-// * The product leaves each lane the scores of query g for tokens 2 l and 2 l + 1, which as weights are its operand of the next.
-// * Values: lane 4 g + l loads 16 bytes, components 8 g and on, of the four tokens that its operand wants; a byte permutation pairs
-//   two tokens, and product i has component i of every 8 as its columns.
+// * Scores: keys (rows are tokens) times queries (columns). Lane 4 g + l loads 16 bytes of tokens g and g + 8, which are its operand
+//   of two products whose order of components the queries follow.
+// * The weights, rows of which are tokens, are turned into the other operand of the next product by the instruction that transposes
+//   matrices.
+// * Values: lane 4 g + l loads 16 bytes, components 8 g and on, of the four tokens that its operand wants; byte permutations pair
+//   two tokens, and product i has components 2 i and 2 i + 1 of every 8 as its rows. Its columns are queries, those of the
+//   lane's own maxima.
 //
 // Work is cut by tokens and ranks: a tile costs its components and something fixed.
 
 constexpr int TILE = 16, QUERIES = 8, THREADS = WARPS * LANES;
 constexpr int KEY_CHUNKS = DIM / 32; // a lane has 8 components of each
 constexpr int VALUE_CHUNKS = DIM / 64;
-constexpr int FIXED = 4; // what a tile costs beside its components, in eights of them
+constexpr int FIXED = 16; // what a tile costs beside its components, in eights of them; 4 was 5 to 10 % slower at half rank, 8 by 3 %
 constexpr int RESULT = DIM + 4;
 constexpr int SHARED = WARPS * QUERIES * RESULT * 4 + (int)sizeof(Work);
 static_assert(SHARED <= SHARED_BYTES, "the host asks for enough");
@@ -42,8 +44,7 @@ struct Arguments {
 
 extern __shared__ __align__(16) float shared[];
 
-__device__ __forceinline__ void multiply_add_elements(float (&c)[4], u32 a0, u32 a2, u32 b0, u32 b1) {
-    const u32 a[4] = {a0, 0, a2, 0}; // rows 8 and on are no queries
+__device__ __forceinline__ void multiply_add_elements(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
 #ifdef BFLOAT
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
@@ -51,6 +52,25 @@ __device__ __forceinline__ void multiply_add_elements(float (&c)[4], u32 a0, u32
 #else
     multiply_add(c, a, b0, b1);
 #endif
+}
+
+// Of an (8, 8) matrix of halves whose row g, columns 2 l and 2 l + 1, lane 4 g + l has, the transposed.
+__device__ __forceinline__ u32 transpose(u32 pair) {
+    u32 transposed;
+    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(pair));
+    return transposed;
+}
+
+__device__ __forceinline__ float column_max(float x) {
+#pragma unroll
+    for (int step = 4; step < LANES; step *= 2) x = fmaxf(x, __shfl_xor_sync(FULL, x, step));
+    return x;
+}
+
+__device__ __forceinline__ float column_sum(float x) {
+#pragma unroll
+    for (int step = 4; step < LANES; step *= 2) x += __shfl_xor_sync(FULL, x, step);
+    return x;
 }
 
 // What entries of the work cost; an entry is a head of a sequence.
@@ -127,70 +147,75 @@ __device__ __forceinline__ void attend_entry(const Arguments& a, const Work& wor
         for (int i = 0; i < 4; i++) query[j][i] = word_of(four, i);
     }
 
-    float sums[VALUE_CHUNKS * 8][4]; // [product]: components 64 j + 8 (2 l) + i and 64 j + 8 (2 l + 1) + i of query g
+    // [product]: components 64 j + 8 g + 2 i of queries 2 l and 2 l + 1, then the next component of both.
+    float sums[VALUE_CHUNKS * 4][4];
 #pragma unroll
-    for (int i = 0; i < VALUE_CHUNKS * 32; i++) sums[i / 4][i % 4] = 0;
-    float max = NOTHING, weight = 0; // of query g; `weight` is the lane's part
+    for (int i = 0; i < VALUE_CHUNKS * 16; i++) sums[i / 4][i % 4] = 0;
+    float max[2] = {NOTHING, NOTHING}, weight[2] = {0, 0}; // of queries 2 l and 2 l + 1; `weight` is the lane's part
 
     while (uniform(tile < tile_end)) {
         const u32 first = tile * TILE;
         tile += WARPS;
         const bool more = tile < tile_end;
-        float scores[2][4] = {};
+        float scores[4] = {}; // of token g for queries 2 l and 2 l + 1, then of token g + 8
 #pragma unroll
-        for (int i = 0; i < 2; i++)
-#pragma unroll
-            for (int j = 0; j < KEY_CHUNKS; j++) {
-                const uint4& key = loaded.keys[i][j];
-                multiply_add_elements(scores[i], query[j][0], query[j][1], key.x, key.y);
-                multiply_add_elements(scores[i], query[j][2], query[j][3], key.z, key.w);
-            }
+        for (int j = 0; j < KEY_CHUNKS; j++) {
+            const uint4 &upper = loaded.keys[0][j], &lower = loaded.keys[1][j];
+            const u32 even[4] = {upper.x, lower.x, upper.y, lower.y}, odd[4] = {upper.z, lower.z, upper.w, lower.w};
+            multiply_add_elements(scores, even, query[j][0], query[j][1]);
+            multiply_add_elements(scores, odd, query[j][2], query[j][3]);
+        }
         if (more) loaded.load_keys(keys, key_rank, tile * TILE, length, g, l);
 
-        float score[4]; // of tokens 2 l, 2 l + 1, 2 l + 8, 2 l + 9
 #pragma unroll
         for (int t = 0; t < 4; t++) {
-            score[t] = scores[t / 2][t % 2] * a.scale;
-            if (first + TILE > length && first + 2 * l + t % 2 + t / 2 * 8 >= length) score[t] = -infinity();
+            scores[t] *= a.scale;
+            if (first + TILE > length && first + g + t / 2 * 8 >= length) scores[t] = -infinity();
         }
-        const float top = fmaxf(fmaxf(score[0], score[1]), fmaxf(score[2], score[3]));
-        if (uniform(top > max + 8)) {
-            float high = fmaxf(top, max);
-            high = fmaxf(high, __shfl_xor_sync(FULL, high, 1));
-            high = fmaxf(high, __shfl_xor_sync(FULL, high, 2));
-            const float keep = exp2_approx(max - high);
-            max = high, weight *= keep;
+        const float top[2] = {fmaxf(scores[0], scores[2]), fmaxf(scores[1], scores[3])};
+        if (uniform(top[0] > max[0] + 8 || top[1] > max[1] + 8)) {
 #pragma unroll
-            for (int i = 0; i < VALUE_CHUNKS * 8; i++) sums[i][0] *= keep, sums[i][1] *= keep;
+            for (int q = 0; q < 2; q++) {
+                const float high = fmaxf(max[q], column_max(top[q])), keep = exp2_approx(max[q] - high);
+                max[q] = high, weight[q] *= keep;
+#pragma unroll
+                for (int i = 0; i < VALUE_CHUNKS * 4; i++) sums[i][q] *= keep, sums[i][q + 2] *= keep;
+            }
         }
         float p[4];
 #pragma unroll
         for (int t = 0; t < 4; t++) {
-            p[t] = exp2_approx(score[t] - max);
-            weight += p[t];
+            p[t] = exp2_approx(scores[t] - max[t % 2]);
+            weight[t % 2] += p[t];
         }
-        const u32 low = pack_elements(p[0], p[1]), high = pack_elements(p[2], p[3]);
+        const u32 b0 = transpose(pack_elements(p[0], p[1])), b1 = transpose(pack_elements(p[2], p[3]));
 #pragma unroll
         for (int j = 0; j < VALUE_CHUNKS; j++)
             if (64 * j < value_rank)
 #pragma unroll
-                for (int i = 0; i < 8; i++) {
-                    const u32 pick = i % 2 ? 0x7632 : 0x5410;
-                    const u32 b0 = permute_bytes(word_of(loaded.values[0][j], i / 2), word_of(loaded.values[1][j], i / 2), pick);
-                    const u32 b1 = permute_bytes(word_of(loaded.values[2][j], i / 2), word_of(loaded.values[3][j], i / 2), pick);
-                    multiply_add_elements(sums[j * 8 + i], low, high, b0, b1);
+                for (int i = 0; i < 4; i++) {
+                    u32 word[4], operand[4];
+#pragma unroll
+                    for (int t = 0; t < 4; t++) word[t] = word_of(loaded.values[t][j], i);
+#pragma unroll
+                    for (int t = 0; t < 2; t++) {
+                        operand[2 * t] = permute_bytes(word[2 * t], word[2 * t + 1], 0x5410);
+                        operand[2 * t + 1] = permute_bytes(word[2 * t], word[2 * t + 1], 0x7632);
+                    }
+                    multiply_add_elements(sums[j * 4 + i], operand, b0, b1);
                 }
         if (more) loaded.load_values(values, value_rank, tile * TILE, length, g, l);
     }
 
-    weight += __shfl_xor_sync(FULL, weight, 1);
-    weight += __shfl_xor_sync(FULL, weight, 2);
-    float* result = shared + (warp * QUERIES + g) * RESULT;
 #pragma unroll
-    for (int i = 0; i < VALUE_CHUNKS * 8; i++)
+    for (int q = 0; q < 2; q++) {
+        float* result = shared + (warp * QUERIES + 2 * l + q) * RESULT;
 #pragma unroll
-        for (int odd = 0; odd < 2; odd++) result[i / 8 * 64 + 8 * (2 * l + odd) + i % 8] = sums[i][odd];
-    if (l == 0) result[DIM] = max, result[DIM + 1] = weight;
+        for (int i = 0; i < VALUE_CHUNKS * 4; i++)
+            *reinterpret_cast<float2*>(result + i / 4 * 64 + 8 * g + i % 4 * 2) = make_float2(sums[i][q], sums[i][q + 2]);
+        const float sum = column_sum(weight[q]);
+        if (g == 0) result[DIM] = max[q], result[DIM + 1] = sum;
+    }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) svd_attend(const Arguments a) {

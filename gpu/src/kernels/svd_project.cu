@@ -107,8 +107,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) svd_project(const Argum
 #pragma unroll
                 for (int product = 0; product < 4; product++)
                     packed[product] = pack_elements(sums[product][2 * i], sums[product][2 * i + 1]);
-                if (row < a.n && column < RANK)
-                    *reinterpret_cast<uint4*>(a.out + (head * a.n + row) * RANK + column) = make_uint4(packed[0], packed[1], packed[2], packed[3]);
+                if (row < a.n && column < RANK) store_four(a.out + (head * a.n + row) * RANK + column, packed);
             }
         }
     }

@@ -18,7 +18,7 @@ pub struct AttendShape {
 impl AttendShape {
     /// Warps of a block, by the registers that a tile of so many components takes.
     const fn warps(&self) -> usize {
-        if self.dim == 128 { 8 } else { 12 }
+        if self.dim == 128 { 12 } else { 16 }
     }
 
     /// `RESULT` of the kernel.
