@@ -66,7 +66,9 @@ pub(crate) fn nvrtc_version() -> Result<(i32, i32), Error> {
     let (mut major, mut minor) = (0, 0);
     // SAFETY: the library is there, and the pointers are to two integers.
     let status = unsafe { sys::nvrtcVersion(&raw mut major, &raw mut minor) };
-    status.result().map_err(|e| Error::Compile { program: "version of NVRTC".into(), log: format!("{e:?}") })?;
+    status
+        .result()
+        .map_err(|e| Error::Compile { program: "version of NVRTC".into(), log: format!("{e:?}") })?;
     Ok((major, minor))
 }
 
@@ -105,7 +107,9 @@ pub fn compile(program: &Program, architecture: &str) -> Result<Image, Error> {
     }
     let mut size = 0;
     // SAFETY: as above; `size` is written.
-    unsafe { sys::nvrtcGetCUBINSize(handle.0, &raw mut size) }.result().map_err(|e| failed(format!("{e:?}")))?;
+    unsafe { sys::nvrtcGetCUBINSize(handle.0, &raw mut size) }
+        .result()
+        .map_err(|e| failed(format!("{e:?}")))?;
     let mut cubin = vec![0_u8; size];
     // SAFETY: the buffer has the size that was asked for.
     unsafe { sys::nvrtcGetCUBIN(handle.0, cubin.as_mut_ptr().cast()) }

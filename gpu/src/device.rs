@@ -113,7 +113,12 @@ impl Device {
     }
 
     /// A kernel of a program, compiled on first use, that may use `shared` bytes of dynamic shared memory.
-    pub(crate) fn kernel(&self, program: &Program, name: &'static str, shared: usize) -> Result<Kernel, Error> {
+    pub(crate) fn kernel(
+        &self,
+        program: &Program,
+        name: &'static str,
+        shared: usize,
+    ) -> Result<Kernel, Error> {
         let mut functions = self.functions.lock().unwrap_or_else(PoisonError::into_inner);
         let key = (program.clone(), name);
         let function = if let Some(function) = functions.get(&key) {
@@ -191,8 +196,10 @@ impl Kernel {
         let mut arguments = [std::ptr::from_ref(argument).cast_mut().cast::<c_void>()];
         let function = self.function.cu_function();
         // SAFETY: the caller's contract; the driver copies configuration and argument before it returns.
-        unsafe { sys::cuLaunchKernelEx(&raw const config, function, arguments.as_mut_ptr(), std::ptr::null_mut()) }
-            .result()
-            .map_err(Error::of(format_args!("launch {}", self.program)))
+        unsafe {
+            sys::cuLaunchKernelEx(&raw const config, function, arguments.as_mut_ptr(), std::ptr::null_mut())
+        }
+        .result()
+        .map_err(Error::of(format_args!("launch {}", self.program)))
     }
 }

@@ -26,6 +26,7 @@ pub enum Element {
 struct Kernels {
     self_test: &'static str,
     pq_attend: &'static str,
+    pq_attend_any: &'static str,
     pq_encode: &'static str,
     gather: &'static str,
     svd_attend: &'static str,
@@ -47,6 +48,7 @@ const KERNELS: Kernels = Kernels {
         include_str!("kernels/pq_attend/finish.cuh"),
         include_str!("kernels/pq_attend/attend.cu"),
     ),
+    pq_attend_any: concat!(include_str!("kernels/common.cuh"), include_str!("kernels/pq_attend_any.cu")),
     pq_encode: concat!(include_str!("kernels/common.cuh"), include_str!("kernels/pq_encode.cu")),
     gather: concat!(include_str!("kernels/common.cuh"), include_str!("kernels/gather.cu")),
     svd_attend: concat!(

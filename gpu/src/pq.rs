@@ -1,11 +1,13 @@
 //! Operations of `pq-core`.
 
 mod attend;
+mod attend_any;
 mod encode;
 mod gather;
 mod layout;
 
 pub use attend::{Attend, AttendArguments, AttendShape, ExactTokens, Pages};
+pub use attend_any::{AttendAny, AttendAnyArguments, AttendAnyShape};
 pub use encode::{Encode, EncodeArguments, EncodeShape, VectorElement};
 pub use gather::{Gather, GatherArguments};
 pub use layout::{CodeLayout, Side, TILE};

@@ -26,7 +26,9 @@ pub fn self_test(device: &Device) -> Result<(), Error> {
     let out = stream.alloc_zeros::<u32>(N as usize).map_err(Error::of("allocate"))?;
     let (squares, _order) = out.device_ptr(stream);
     // SAFETY: `squares` writes n numbers, for which `out` has room.
-    unsafe { kernel.launch(stream.cu_stream(), (N.div_ceil(128), 1, 1), 128, false, &Arguments { squares, n: N }) }?;
+    unsafe {
+        kernel.launch(stream.cu_stream(), (N.div_ceil(128), 1, 1), 128, false, &Arguments { squares, n: N })
+    }?;
     let squares = stream.clone_dtoh(&out).map_err(Error::of("copy to host"))?;
     match squares.iter().zip(0_u32..).position(|(&square, i)| square != i * i) {
         Some(index) => Err(Error::WrongResult { operation: "squares", index }),

@@ -4,7 +4,7 @@
 
 mod common;
 
-use kv_gpu::pq::{AttendShape, EncodeShape, Gather, Side, VectorElement};
+use kv_gpu::pq::{AttendAnyShape, AttendShape, EncodeShape, Gather, Side, VectorElement};
 use kv_gpu::svd::{self, ProjectShape};
 use kv_gpu::{Element, Error, Program, compile};
 use pq_core::PqShape;
@@ -59,7 +59,13 @@ fn attention(groups: &[usize], element: Element, paged: bool) {
         |shared_memory| {
             let shapes = QUANTIZERS.iter().flat_map(|&(dim, m, nbits)| {
                 let quantizer = PqShape::new(dim, m, nbits).unwrap();
-                groups.iter().map(move |&group| AttendShape { keys: quantizer, values: quantizer, group, element, paged })
+                groups.iter().map(move |&group| AttendShape {
+                    keys: quantizer,
+                    values: quantizer,
+                    group,
+                    element,
+                    paged,
+                })
             });
             shapes.map(|shape| shape.program(shared_memory).unwrap()).collect()
         },
@@ -117,4 +123,13 @@ fn attention_on_ragged_ranks() {
         [Element::F16, Element::Bf16].map(|element| svd::AttendShape { dim, element }.program().unwrap())
     });
     check(|_| shapes.concat(), true);
+}
+
+#[test]
+fn attention_on_any_shape() {
+    let shapes = [(128, 32, 12, 4), (64, 2, 6, 16), (80, 5, 7, 1)].map(|(dim, m, nbits, group)| {
+        let quantizer = PqShape::new(dim, m, nbits).unwrap();
+        AttendAnyShape { keys: quantizer, values: quantizer, group }.program().unwrap()
+    });
+    check(|_| shapes.to_vec(), false);
 }

@@ -5,6 +5,7 @@
 mod common;
 
 use common::{Buffer, Random, device, from_element, relative_error, to_element};
+use cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCaptureMode};
 use half::f16;
 use kv_gpu::pq::{Attend, AttendArguments, AttendShape, CodeLayout, ExactTokens, Pages, Side, TILE};
 use kv_gpu::{Device, Element};
@@ -47,9 +48,8 @@ impl Case {
         let exact_len = batch * heads * self.exact_capacity * dim;
         let exact_keys: Vec<f32> = random.normals(exact_len).into_iter().map(rounded).collect();
         let exact_values: Vec<f32> = random.normals(exact_len).into_iter().map(rounded).collect();
-        let books: Vec<[CodebookBuf; 2]> = (0..heads)
-            .map(|_| [codebook(random, shape.keys), codebook(random, shape.values)])
-            .collect();
+        let books: Vec<[CodebookBuf; 2]> =
+            (0..heads).map(|_| [codebook(random, shape.keys), codebook(random, shape.values)]).collect();
         let bytes: Vec<[Vec<u8>; 2]> = (0..batch * heads)
             .map(|_| [shape.keys, shape.values].map(|shape| random.bytes(shape.codes_len(self.capacity))))
             .collect();
@@ -159,7 +159,8 @@ impl Case {
             let (key_scales, value_scales, bias) = (None, None, None);
             let codebook = books[1].view();
             let tokens = CodedTokens { keys, values, codebook, key_scales, value_scales, bias };
-            attend_into_with(Backend::Scalar, &luts, &tokens, &mut scratch, &mut expected, &mut stats).unwrap();
+            attend_into_with(Backend::Scalar, &luts, &tokens, &mut scratch, &mut expected, &mut stats)
+                .unwrap();
             let m = self.exact_lengths[sequence] as usize;
             if m > 0 {
                 let at = head * self.exact_capacity * dim..;
@@ -172,10 +173,16 @@ impl Case {
                 let got: Vec<f32> =
                     out[index * dim..][..dim].iter().map(|&bits| from_element(element, bits)).collect();
                 let log = f32::from_bits(log_sum_exp[index]);
-                let place = format!("{shape:?} lengths {:?} {:?} head {head} query {query}", self.lengths, self.exact_lengths);
+                let place = format!(
+                    "{shape:?} lengths {:?} {:?} head {head} query {query}",
+                    self.lengths, self.exact_lengths
+                );
                 if queries[query * dim..][..dim].iter().any(|x| !x.is_finite()) {
                     if n + m > 0 {
-                        assert!(got.iter().all(|x| x.is_nan()), "{place}: a query that is no number gives {got:?}");
+                        assert!(
+                            got.iter().all(|x| x.is_nan()),
+                            "{place}: a query that is no number gives {got:?}"
+                        );
                     }
                     continue;
                 }
@@ -231,7 +238,8 @@ fn random_case(random: &mut Random, batches: &[usize]) -> Case {
         .collect();
     let exact_capacity = random.pick(&[0, 1, 7, 40, 132]);
     let exact_lengths = (0..batch).map(|_| random.below(exact_capacity + 1) as u32).collect();
-    let page_tiles = if shape.paged { random.pick(&[1, 2, 3, 8]) } else { capacity.div_ceil(TILE) + random.below(3) };
+    let page_tiles =
+        if shape.paged { random.pick(&[1, 2, 3, 8]) } else { capacity.div_ceil(TILE) + random.below(3) };
     Case { shape, batch, heads, capacity, lengths, exact_capacity, exact_lengths, page_tiles }
 }
 
@@ -264,8 +272,16 @@ fn every_group_agrees() {
             AttendShape { keys: quantizer, values: quantizer, group, element: Element::F16, paged: false };
         let (capacity, page_tiles) = (9000, 9000_usize.div_ceil(TILE));
         let (lengths, exact_lengths) = (vec![8999], vec![100]);
-        let case =
-            Case { shape, batch: 1, heads: 2, capacity, lengths, exact_capacity: 100, exact_lengths, page_tiles };
+        let case = Case {
+            shape,
+            batch: 1,
+            heads: 2,
+            capacity,
+            lengths,
+            exact_capacity: 100,
+            exact_lengths,
+            page_tiles,
+        };
         case.run(&device, &mut random, |_| ());
     }
 }
@@ -273,9 +289,67 @@ fn every_group_agrees() {
 #[test]
 fn numbers_that_are_none_stay_with_their_query() {
     let Some(device) = device("numbers_that_are_none_stay_with_their_query") else { return };
-    for (seed, spoiler) in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY].into_iter().cycle().take(6).enumerate() {
+    for (seed, spoiler) in
+        [f32::NAN, f32::INFINITY, f32::NEG_INFINITY].into_iter().cycle().take(6).enumerate()
+    {
         let mut random = Random(2000 + seed as u64);
         let case = random_case(&mut random, &[2]);
         case.run(&device, &mut random, |queries| queries[5] = spoiler);
+    }
+}
+
+#[test]
+fn a_captured_graph_follows_the_lengths() {
+    let Some(device) = device("a_captured_graph_follows_the_lengths") else { return };
+    let mut random = Random(3000);
+    let quantizer = PqShape::new(64, 32, 6).unwrap();
+    let shape =
+        AttendShape { keys: quantizer, values: quantizer, group: 4, element: Element::F16, paged: false };
+    let (batch, heads, tiles) = (3, 2, 40);
+    let layout = CodeLayout::new(quantizer, Side::Keys).unwrap();
+    let codes = Buffer::new(&device, &random.bytes(batch * heads * tiles * layout.tile_len()));
+    let halves = |x: Vec<f32>| x.iter().map(|&x| to_element(Element::F16, x)).collect::<Vec<u16>>();
+    let table = Buffer::new(&device, &halves(random.normals(heads * layout.table_len())));
+    let queries = Buffer::new(&device, &halves(random.normals(batch * heads * 4 * 64)));
+    let mut lengths = Buffer::new(&device, &[100_u32, 0, 1280]);
+    let attend = Attend::new(&device, shape).unwrap();
+    let workspace = Buffer::new(&device, &vec![0_u8; attend.workspace_len(batch, heads)]);
+    let out = Buffer::new(&device, &vec![0_u16; batch * heads * 4 * 64]);
+    let arguments = AttendArguments {
+        batch,
+        heads,
+        tiles,
+        key_codes: codes.pointer(),
+        value_codes: codes.pointer(),
+        key_table: table.pointer(),
+        value_table: table.pointer(),
+        queries: queries.pointer(),
+        lengths: lengths.pointer(),
+        pages: None,
+        exact: None,
+        scale: 0.125,
+        out: out.pointer(),
+        log_sum_exp: 0,
+        overlap: false,
+        workspace: workspace.pointer(),
+    };
+    let stream = device.stream();
+    // SAFETY: the buffers outlive the graph, and have the lengths that the shape asks for.
+    #[allow(unsafe_code)]
+    let launch = || unsafe { attend.launch(stream.cu_stream(), &arguments) }.unwrap();
+    stream.synchronize().unwrap();
+    stream.begin_capture(CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL).unwrap();
+    launch();
+    let flags = CUgraphInstantiate_flags::CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH;
+    let graph = stream.end_capture(flags).unwrap().unwrap();
+    let mut before = Vec::new();
+    for new_lengths in [[100, 0, 1280], [101, 32, 1], [1280, 1280, 1280]] {
+        lengths.write(&new_lengths);
+        graph.launch().unwrap();
+        let by_graph = out.read();
+        launch();
+        assert!(by_graph == out.read(), "{new_lengths:?}");
+        assert!(by_graph != before, "{new_lengths:?}: as with the lengths before");
+        before = by_graph;
     }
 }

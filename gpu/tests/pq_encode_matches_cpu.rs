@@ -84,7 +84,11 @@ fn run(device: &Device, random: &mut Random, shape: EncodeShape) {
         for head in 0..heads {
             let (first, count) = (firsts[sequence] as usize, counts[sequence] as usize);
             let tile_at = |tile: usize| {
-                let page = if shape.paged { pages[sequence * max_pages + tile / page_tiles] as usize } else { sequence };
+                let page = if shape.paged {
+                    pages[sequence * max_pages + tile / page_tiles] as usize
+                } else {
+                    sequence
+                };
                 ((page * heads + head) * page_tiles + tile % page_tiles) * layout.tile_len()
             };
             let n = first + count;
@@ -106,7 +110,10 @@ fn run(device: &Device, random: &mut Random, shape: EncodeShape) {
             let expected = Codes::new(quantizer, n, &expected).unwrap();
             for token in 0..n {
                 if token < first {
-                    assert!(new.iter_vector(token).eq(old.iter_vector(token)), "{shape:?}: token {token} was there");
+                    assert!(
+                        new.iter_vector(token).eq(old.iter_vector(token)),
+                        "{shape:?}: token {token} was there"
+                    );
                     continue;
                 }
                 let row = &rows[(token - first) * dim..][..dim];
@@ -119,8 +126,10 @@ fn run(device: &Device, random: &mut Random, shape: EncodeShape) {
                     let distance = |code: usize| {
                         let centroid = book.view().centroid(j, code).map(f64::from).collect::<Vec<_>>();
                         let square = |x: f64| x * x;
-                        let distance: f64 = x.iter().zip(&centroid).map(|(&x, y)| square(finite(x) - y)).sum();
-                        let scale: f64 = x.iter().zip(&centroid).map(|(&x, y)| square(finite(x)) + y * y).sum();
+                        let distance: f64 =
+                            x.iter().zip(&centroid).map(|(&x, y)| square(finite(x) - y)).sum();
+                        let scale: f64 =
+                            x.iter().zip(&centroid).map(|(&x, y)| square(finite(x)) + y * y).sum();
                         (distance, scale)
                     };
                     let ((got_at, scale), (want_at, _)) = (distance(got), distance(want));

@@ -22,7 +22,8 @@ fn hits_and_misses_become_the_rows() {
         let wanted_len = 1 + random.below(200);
         // SAFETY: written before it is read.
         #[allow(unsafe_code)]
-        let mut host = [0, 1].map(|_| unsafe { device.context().alloc_pinned::<u8>(HEADS * N * row_bytes) }.unwrap());
+        let mut host =
+            [0, 1].map(|_| unsafe { device.context().alloc_pinned::<u8>(HEADS * N * row_bytes) }.unwrap());
         for host in &mut host {
             host.as_mut_slice().unwrap().copy_from_slice(&random.bytes(HEADS * N * row_bytes));
         }
@@ -32,7 +33,8 @@ fn hits_and_misses_become_the_rows() {
 
         // A cache a head, filled by an earlier step.
         let mut cached = [0, 1].map(|_| vec![0_u8; HEADS * CAPACITY * BLOCK * row_bytes]);
-        let (mut hit_rows, mut hit_places) = (vec![0_u32; HEADS * wanted_len], vec![0_u32; HEADS * wanted_len]);
+        let (mut hit_rows, mut hit_places) =
+            (vec![0_u32; HEADS * wanted_len], vec![0_u32; HEADS * wanted_len]);
         let (mut miss_rows, mut miss_places) = (hit_rows.clone(), hit_rows.clone());
         let (mut hit_counts, mut miss_counts) = (vec![0_u32; HEADS], vec![0_u32; HEADS]);
         let mut wanted: Vec<Vec<u32>> = Vec::new();

@@ -16,7 +16,8 @@ const TOLERANCES: [(Element, f64); 2] = [(Element::F16, 2e-3), (Element::Bf16, 1
 const LOG_SUM_EXP: f32 = 2e-3;
 
 fn run(device: &Device, random: &mut Random, batches: &[usize], capacities: &[usize], spoiler: Option<f32>) {
-    let shape = AttendShape { dim: random.pick(&[64, 128]), element: random.pick(&[Element::F16, Element::Bf16]) };
+    let shape =
+        AttendShape { dim: random.pick(&[64, 128]), element: random.pick(&[Element::F16, Element::Bf16]) };
     let AttendShape { dim, element } = shape;
     let (batch, heads, group) = (random.pick(batches), 1 + random.below(6), 1 + random.below(16));
     let capacity = random.pick(capacities);
@@ -31,9 +32,8 @@ fn run(device: &Device, random: &mut Random, batches: &[usize], capacities: &[us
     });
     let sums = ranks.each_ref().map(|ranks| ranks.iter().sum::<u32>() as usize);
     let rounded = |x: f32| from_element(element, to_element(element, x));
-    let stored = sums.map(|sum| -> Vec<f32> {
-        random.normals(batch * capacity * sum).into_iter().map(rounded).collect()
-    });
+    let stored = sums
+        .map(|sum| -> Vec<f32> { random.normals(batch * capacity * sum).into_iter().map(rounded).collect() });
     let mut queries: Vec<f32> =
         random.normals(batch * heads * group * dim).into_iter().map(|x| rounded(2.0 * x)).collect();
     if let Some(spoiler) = spoiler {
@@ -94,12 +94,16 @@ fn run(device: &Device, random: &mut Random, batches: &[usize], capacities: &[us
         let (mut expected, mut stats) = (vec![0.0; group * rank_v], vec![SoftmaxStats::EMPTY; group]);
         match element {
             Element::F16 => {
-                let [keys, values] = [keys, values].map(|x| x.iter().map(|&x| f16::from_f32(x)).collect::<Vec<_>>());
-                attend_into_with(Backend::Scalar, &projected, &keys, &values, &mut expected, &mut stats).unwrap();
+                let [keys, values] =
+                    [keys, values].map(|x| x.iter().map(|&x| f16::from_f32(x)).collect::<Vec<_>>());
+                attend_into_with(Backend::Scalar, &projected, &keys, &values, &mut expected, &mut stats)
+                    .unwrap();
             }
             Element::Bf16 => {
-                let [keys, values] = [keys, values].map(|x| x.iter().map(|&x| bf16::from_f32(x)).collect::<Vec<_>>());
-                attend_into_with(Backend::Scalar, &projected, &keys, &values, &mut expected, &mut stats).unwrap();
+                let [keys, values] =
+                    [keys, values].map(|x| x.iter().map(|&x| bf16::from_f32(x)).collect::<Vec<_>>());
+                attend_into_with(Backend::Scalar, &projected, &keys, &values, &mut expected, &mut stats)
+                    .unwrap();
             }
         }
         for (query, (expected, stats)) in expected.chunks_exact_mut(rank_v).zip(&stats).enumerate() {
@@ -107,7 +111,9 @@ fn run(device: &Device, random: &mut Random, batches: &[usize], capacities: &[us
             let got = &out[index * dim..][..dim];
             assert!(got[rank_v..].iter().all(|&bits| bits == u16::MAX), "{shape:?}: written beyond the rank");
             let got: Vec<f32> = got[..rank_v].iter().map(|&bits| from_element(element, bits)).collect();
-            let place = format!("{shape:?} lengths {lengths:?} ranks {ranks:?} group {group}, pair {pair} query {query}");
+            let place = format!(
+                "{shape:?} lengths {lengths:?} ranks {ranks:?} group {group}, pair {pair} query {query}"
+            );
             if projected[query * rank_k..][..rank_k].iter().any(|x| !x.is_finite()) {
                 assert!(n <= 1 || got.iter().all(|x| x.is_nan()), "{place}: {got:?}");
                 continue;
@@ -145,7 +151,9 @@ fn many_ragged_sequences_agree() {
 #[test]
 fn numbers_that_are_none_stay_with_their_query() {
     let Some(device) = device("numbers_that_are_none_stay_with_their_query") else { return };
-    for (seed, spoiler) in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY].into_iter().cycle().take(6).enumerate() {
+    for (seed, spoiler) in
+        [f32::NAN, f32::INFINITY, f32::NEG_INFINITY].into_iter().cycle().take(6).enumerate()
+    {
         run(&device, &mut Random(2000 + seed as u64), &[2], &[100], Some(spoiler));
     }
 }

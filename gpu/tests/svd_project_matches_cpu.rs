@@ -57,7 +57,8 @@ fn random_shapes_agree() {
         for head in 0..heads {
             let map = Map::new(&columns[head * dim * rank..][..dim * rank], dim, rank).unwrap();
             let mut expected = vec![0.0; n * rank];
-            map.project_into_with(Backend::Scalar, &rows[head * n * dim..][..n * dim], &mut expected).unwrap();
+            map.project_into_with(Backend::Scalar, &rows[head * n * dim..][..n * dim], &mut expected)
+                .unwrap();
             for (row, expected) in expected.chunks_exact(rank).enumerate() {
                 let bits = &got[(head * n + row) * rank..][..rank];
                 let got: Vec<f32> = bits.iter().map(|&bits| from_element(element, bits)).collect();
@@ -67,7 +68,8 @@ fn random_shapes_agree() {
                 }
                 let length = |x: &[f32]| x.iter().map(|&x| f64::from(x) * f64::from(x)).sum::<f64>().sqrt();
                 let row_length = length(&rows[(head * n + row) * dim..][..dim]);
-                let usual = row_length * length(&columns[head * dim * rank..][..dim * rank]) / (dim as f64).sqrt();
+                let usual =
+                    row_length * length(&columns[head * dim * rank..][..dim * rank]) / (dim as f64).sqrt();
                 let error = relative_error(&got, expected) * length(expected) / usual.max(length(expected));
                 assert!(error <= tolerance, "{shape:?} head {head} row {row}: error {error}");
             }

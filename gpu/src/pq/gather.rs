@@ -119,6 +119,8 @@ impl Gather {
             out_len: a.out_len as u64,
         };
         // SAFETY: the structure is the kernel's argument; the caller vouches for what its pointers lead to.
-        unsafe { self.kernel.launch(stream, (blocks as u32, heads, 2), THREADS as u32, false, &kernel_arguments) }
+        unsafe {
+            self.kernel.launch(stream, (blocks as u32, heads, 2), THREADS as u32, false, &kernel_arguments)
+        }
     }
 }

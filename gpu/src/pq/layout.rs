@@ -105,7 +105,11 @@ impl CodeLayout {
 
     /// The bytes of a tile that hold a code, with the code's lowest bit kept and where: (byte, shift in the code, bits, shift in
     /// the byte).
-    fn pieces(&self, token: usize, code: usize) -> impl Iterator<Item = (usize, usize, usize, usize)> + use<> {
+    fn pieces(
+        &self,
+        token: usize,
+        code: usize,
+    ) -> impl Iterator<Item = (usize, usize, usize, usize)> + use<> {
         let (lane, place) = self.place(token, code);
         let words = self.tile_len() / 4 / 32; // of 32 bits, a lane
         let width = if self.bits() == 6 { words / 3 } else { words.min(4) };
@@ -220,9 +224,15 @@ mod tests {
 
     #[test]
     fn packing_is_exact_and_reversible() -> Result<(), Box<dyn std::error::Error>> {
-        for (dim, m, nbits) in
-            [(128, 64, 8), (128, 64, 6), (128, 64, 4), (128, 128, 4), (128, 128, 3), (128, 32, 8), (64, 16, 6)]
-        {
+        for (dim, m, nbits) in [
+            (128, 64, 8),
+            (128, 64, 6),
+            (128, 64, 4),
+            (128, 128, 4),
+            (128, 128, 3),
+            (128, 32, 8),
+            (64, 16, 6),
+        ] {
             let shape = PqShape::new(dim, m, nbits)?;
             let n = 70;
             let bytes: Vec<u8> = (0..shape.codes_len(n)).map(|i| (i * 151 + i / 7) as u8).collect();

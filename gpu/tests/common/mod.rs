@@ -31,12 +31,18 @@ impl<T: DeviceRepr + ValidAsZeroBits + Clone + Default> Buffer<T> {
     pub fn new(device: &Device, data: &[T]) -> Self {
         let stream = device.stream();
         // A buffer of nothing has no address.
-        let slice = if data.is_empty() { stream.clone_htod(&[T::default()]) } else { stream.clone_htod(data) };
+        let slice =
+            if data.is_empty() { stream.clone_htod(&[T::default()]) } else { stream.clone_htod(data) };
         Self { slice: slice.unwrap(), device: stream.clone() }
     }
 
     pub fn pointer(&self) -> u64 {
         self.slice.device_ptr(&self.device).0
+    }
+
+    pub fn write(&mut self, data: &[T]) {
+        self.device.memcpy_htod(data, &mut self.slice).unwrap();
+        self.device.synchronize().unwrap();
     }
 
     pub fn read(&self) -> Vec<T> {

@@ -1,8 +1,8 @@
 //! Decode attention on codes.
 
 use half::f16;
-use kv_gpu::pq::{Attend, AttendArguments, AttendShape, CodeLayout, Side, TILE};
 use kv_gpu::Element;
+use kv_gpu::pq::{Attend, AttendArguments, AttendShape, CodeLayout, Side, TILE};
 use pq_core::{
     CodebookBuf, CodedTokens, Codes, PqShape, SoftmaxStats, attend_into, attend_scratch_len, lut_into,
 };
@@ -33,7 +33,8 @@ fn time(watch: &Stopwatch, quantizer: PqShape, (query_heads, heads, batch, n): (
     if !watch.wants(&name, &load) {
         return;
     }
-    let shape = AttendShape { keys: quantizer, values: quantizer, group, element: Element::F16, paged: false };
+    let shape =
+        AttendShape { keys: quantizer, values: quantizer, group, element: Element::F16, paged: false };
     let attend = Attend::new(&watch.device, shape).unwrap();
     let layouts = [Side::Keys, Side::Values].map(|side| CodeLayout::new(quantizer, side).unwrap());
     let mut state = 1_u64;
@@ -107,8 +108,7 @@ fn time(watch: &Stopwatch, quantizer: PqShape, (query_heads, heads, batch, n): (
     let (mut expected, mut stats) = (vec![0.0; group * dim], vec![SoftmaxStats::EMPTY; group]);
     let [keys, values] = [0, 1].map(|side| Codes::new(quantizer, n, &bytes[side]).unwrap());
     let codebook = codebook.view();
-    let tokens =
-        CodedTokens { keys, values, codebook, key_scales: None, value_scales: None, bias: None };
+    let tokens = CodedTokens { keys, values, codebook, key_scales: None, value_scales: None, bias: None };
     let mut scratch = vec![0.0; attend_scratch_len(quantizer, group)];
     attend_into(&luts, &tokens, &mut scratch, &mut expected, &mut stats).unwrap();
     expected.chunks_exact_mut(dim).zip(&stats).for_each(|(out, stats)| stats.normalize(out));

@@ -18,13 +18,15 @@ pub fn run(watch: &Stopwatch) {
             continue;
         }
         let quantizer = PqShape::new(DIM, m, nbits).unwrap();
-        let shape =
-            EncodeShape { quantizer, side: Side::Keys, element: VectorElement::F16, paged: false };
+        let shape = EncodeShape { quantizer, side: Side::Keys, element: VectorElement::F16, paged: false };
         let encode = Encode::new(&watch.device, shape).unwrap();
         let layout = CodeLayout::new(quantizer, Side::Keys).unwrap();
         let vectors: Vec<f16> = kv_benches::keys(N, DIM).into_iter().map(f16::from_f32).collect();
-        let centroids: Vec<f32> =
-            kv_benches::keys(quantizer.ksub(), DIM).chunks_exact(quantizer.dsub()).flatten().copied().collect();
+        let centroids: Vec<f32> = kv_benches::keys(quantizer.ksub(), DIM)
+            .chunks_exact(quantizer.dsub())
+            .flatten()
+            .copied()
+            .collect();
         let there = watch.upload(&vectors.repeat(HEADS));
         let centroids_there = watch.upload(&centroids.repeat(HEADS));
         let (firsts, counts) = (watch.upload(&[0_u32]), watch.upload(&[N as u32]));
@@ -53,7 +55,8 @@ pub fn run(watch: &Stopwatch) {
         let mut got = vec![0; quantizer.codes_len(N)];
         layout.unpack_into(&watch.download(&codes)[(HEADS - 1) * tiles_len..], N, &mut got).unwrap();
         let [got, expected] = [&got, &expected].map(|codes| Codes::new(quantizer, N, codes).unwrap());
-        let differ = |token| got.iter_vector(token).zip(expected.iter_vector(token)).filter(|(a, b)| a != b).count();
+        let differ =
+            |token| got.iter_vector(token).zip(expected.iter_vector(token)).filter(|(a, b)| a != b).count();
         let differing: usize = (0..N).map(differ).sum();
         assert!(differing < N * m / 10_000, "{shape:?}: {differing} codes differ");
 

@@ -21,11 +21,13 @@ pub fn run(watch: &Stopwatch) {
     for (side, host) in host.iter_mut().enumerate() {
         // Every row says where it is.
         for (i, row) in host.as_mut_slice().unwrap().chunks_exact_mut(ROW).enumerate() {
-            row.chunks_exact_mut(8).for_each(|word| word.copy_from_slice(&((2 * i + side) as u64).to_le_bytes()));
+            row.chunks_exact_mut(8)
+                .for_each(|word| word.copy_from_slice(&((2 * i + side) as u64).to_le_bytes()));
         }
     }
     // Ascending, as a search gives them, at irregular distances.
-    let rows: Vec<u32> = (0..HEADS * WANTED).map(|i| ((i % WANTED) * 10 + (i * 7 + i / 3) % 10) as u32).collect();
+    let rows: Vec<u32> =
+        (0..HEADS * WANTED).map(|i| ((i % WANTED) * 10 + (i * 7 + i / 3) % 10) as u32).collect();
     let out_len = HEADS * WANTED * ROW;
     let (keys_out, values_out) = (watch.zeros::<u8>(out_len), watch.zeros::<u8>(out_len));
     let rows_there = watch.upload(&rows);

@@ -23,7 +23,12 @@ pub fn run(watch: &Stopwatch) {
         for (what, ranks) in
             [("full rank", [[DIM as u32; HEADS]; 2]), ("mean rank half", [KEY_RANKS, VALUE_RANKS])]
         {
-            time(watch, &format!("{what}, {}/{HEADS} heads, {load} x {DIM}", HEADS * GROUP), &lengths, &ranks);
+            time(
+                watch,
+                &format!("{what}, {}/{HEADS} heads, {load} x {DIM}", HEADS * GROUP),
+                &lengths,
+                &ranks,
+            );
         }
     }
 }

@@ -114,4 +114,3 @@ impl Stopwatch {
         slice.device_ptr(self.device.stream()).0
     }
 }
-

@@ -1,0 +1,122 @@
+// Decode attention on product-quantized keys and values of any shape, by look-up tables, on the codes as pq-core keeps them.
+//
+// CPU twin: pq_core::attend_into, with its scales and bias. Compile-time shape: DIM, GROUP, KEY_M, KEY_BITS, VALUE_M, VALUE_BITS. A
+// block has one head of one sequence: this is the kernel for what pq_attend does not take, above all codes of more than 8 bits,
+// whose tables no shared memory holds, and it is not a fast one. Everything is in floats.
+
+constexpr int THREADS = 256, WARPS = THREADS / LANES, CHUNK = THREADS; // tokens at a time
+constexpr int KEY_KSUB = 1 << KEY_BITS, VALUE_KSUB = 1 << VALUE_BITS, DSUB = DIM / VALUE_M;
+constexpr int OUTPUTS = (GROUP * DIM + THREADS - 1) / THREADS; // of a thread
+constexpr float NOTHING = -1e30f; // a maximum below every score, and yet a number
+constexpr float LOG2_E = 1.44269504f;
+
+struct Arguments {
+    const float* luts;         // [sequence][head][GROUP][KEY_M][KEY_KSUB]
+    const u8* key_codes;       // [sequence][head][key_stride bytes]: blocks of 64 tokens, in a block one run a subspace
+    const u8* value_codes;     // [sequence][head][value_stride bytes]
+    const float* centroids;    // [head][VALUE_M][VALUE_KSUB][DSUB]
+    const u32* lengths;        // [sequence]
+    const float* key_scales;   // [sequence][head][capacity], or null
+    const float* value_scales; // [sequence][head][capacity], or null
+    const float* bias;         // [sequence][head][GROUP][capacity], or null
+    float* out;                // [sequence][head][GROUP][DIM]
+    float* log_sum_exp;        // [sequence][head][GROUP], or null
+    u64 key_stride, value_stride, capacity;
+};
+
+// The code of token `i` of a run of 64: planes of 8, 4, 2 and 1 bits, as `pq_core::pack` says.
+template <int BITS>
+__device__ __forceinline__ u32 code_of(const u8* run, u32 i) {
+    u32 code = 0;
+    int shift = 0;
+#pragma unroll
+    for (int width = 8; width; width /= 2)
+        if (BITS & width) {
+            const u32 byte = run[i % (8 * width)];
+            code |= (byte >> (i / (8 * width) * width) & ((1u << width) - 1)) << shift;
+            run += 8 * width, shift += width;
+        }
+    return code;
+}
+
+template <int M, int BITS>
+__device__ __forceinline__ u32 code_at(const u8* codes, u32 token, int subspace) {
+    return code_of<BITS>(codes + ((u64)(token / 64) * M + subspace) * 8 * BITS, token % 64);
+}
+
+__shared__ float weights[GROUP][CHUNK];
+__shared__ float max_of[GROUP], sum_of[GROUP], keep_of[GROUP];
+
+extern "C" __global__ void __launch_bounds__(THREADS) pq_attend_any(const Arguments a) {
+    const int thread = threadIdx.x, warp = thread / LANES, lane = thread % LANES;
+    const u64 head = (u64)blockIdx.y * gridDim.x + blockIdx.x; // of all sequences
+    const u32 length = a.lengths[blockIdx.y];
+    const float* luts = a.luts + head * GROUP * KEY_M * KEY_KSUB;
+    const float* centroids = a.centroids + (u64)blockIdx.x * VALUE_M * VALUE_KSUB * DSUB;
+    const u8* keys = a.key_codes + head * a.key_stride;
+    const u8* values = a.value_codes + head * a.value_stride;
+    float sums[OUTPUTS] = {};
+    if (thread < GROUP) max_of[thread] = NOTHING, sum_of[thread] = 0;
+    __syncthreads();
+
+    for (u32 first = 0; first < length; first += CHUNK) {
+        const u32 count = min(length - first, (u32)CHUNK), token = first + thread;
+        float scores[GROUP] = {};
+        if (thread < count) {
+            for (int j = 0; j < KEY_M; j++) {
+                const u32 code = code_at<KEY_M, KEY_BITS>(keys, token, j);
+#pragma unroll
+                for (int g = 0; g < GROUP; g++) scores[g] += luts[((u64)g * KEY_M + j) * KEY_KSUB + code];
+            }
+            const float scale = a.key_scales ? a.key_scales[head * a.capacity + token] : 1;
+#pragma unroll
+            for (int g = 0; g < GROUP; g++) {
+                const float bias = a.bias ? a.bias[(head * GROUP + g) * a.capacity + token] : 0;
+                scores[g] = (scores[g] * scale + bias) * LOG2_E;
+            }
+        }
+#pragma unroll
+        for (int g = 0; g < GROUP; g++) weights[g][thread] = thread < count ? scores[g] : -infinity();
+        __syncthreads();
+
+        for (int g = warp; g < GROUP; g += WARPS) {
+            float top = NOTHING, sum = 0;
+            for (int t = lane; t < CHUNK; t += LANES) top = fmaxf(top, weights[g][t]);
+            top = fmaxf(warp_max(top), max_of[g]);
+            for (int t = lane; t < CHUNK; t += LANES) {
+                const float weight = exp2f(weights[g][t] - top);
+                const float scale = a.value_scales && t < count ? a.value_scales[head * a.capacity + first + t] : 1;
+                sum += weight;
+                weights[g][t] = weight * scale;
+            }
+            sum = warp_sum(sum);
+            if (lane == 0) {
+                keep_of[g] = exp2f(max_of[g] - top);
+                max_of[g] = top, sum_of[g] = sum_of[g] * keep_of[g] + sum;
+            }
+            __syncwarp();
+        }
+        __syncthreads();
+
+#pragma unroll
+        for (int i = 0; i < OUTPUTS; i++) {
+            const int output = thread + i * THREADS, g = output / DIM, d = output % DIM, j = d / DSUB;
+            if (output >= GROUP * DIM) break;
+            sums[i] *= keep_of[g];
+            for (u32 t = 0; t < count; t++) {
+                const u32 code = code_at<VALUE_M, VALUE_BITS>(values, first + t, j);
+                sums[i] += weights[g][t] * centroids[((u64)j * VALUE_KSUB + code) * DSUB + d % DSUB];
+            }
+        }
+        __syncthreads();
+    }
+#pragma unroll
+    for (int i = 0; i < OUTPUTS; i++) {
+        const int output = thread + i * THREADS;
+        if (output >= GROUP * DIM) break;
+        const float sum = sum_of[output / DIM];
+        a.out[head * GROUP * DIM + output] = sum == 0 ? 0 : sums[i] / sum;
+    }
+    if (thread < GROUP && a.log_sum_exp)
+        a.log_sum_exp[head * GROUP + thread] = sum_of[thread] == 0 ? -infinity() : max_of[thread] / LOG2_E + logf(sum_of[thread]);
+}

@@ -1,0 +1,149 @@
+use cudarc::driver::sys::CUstream;
+use pq_core::PqShape;
+
+use crate::device::Kernel;
+use crate::{Device, Error, KERNELS, Program};
+
+/// What an attention on codes of any shape is compiled for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct AttendAnyShape {
+    /// The keys' quantizer.
+    pub keys: PqShape,
+    /// The values' quantizer. Its `dim` may differ.
+    pub values: PqShape,
+    /// Query heads per key/value head.
+    pub group: usize,
+}
+
+impl AttendAnyShape {
+    /// The program.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`].
+    pub fn program(&self) -> Result<Program, Error> {
+        if self.group == 0 || self.group > 16 || self.values.dim() > 512 {
+            return Err(Error::Unsupported {
+                operation: format!("{self:?}"),
+                supported: "1 to 16 query heads a key/value head, and values of at most 512 components",
+            });
+        }
+        let defines = [
+            ("DIM", self.values.dim()),
+            ("GROUP", self.group),
+            ("KEY_M", self.keys.m()),
+            ("KEY_BITS", self.keys.nbits() as usize),
+            ("VALUE_M", self.values.m()),
+            ("VALUE_BITS", self.values.nbits() as usize),
+        ];
+        Ok(Program::new("pq_attend_any", KERNELS.pq_attend_any, &defines))
+    }
+}
+
+/// Device pointers and sizes of one launch.
+#[derive(Clone, Copy, Debug)]
+pub struct AttendAnyArguments {
+    /// Sequences.
+    pub batch: usize,
+    /// Key/value heads.
+    pub heads: usize,
+    /// Tokens that a sequence has room for.
+    pub capacity: usize,
+    /// f32 (batch, heads, group, m, ksub): the keys' tables, as `pq_core::lut_into` makes them from scaled queries.
+    pub luts: u64,
+    /// Bytes (batch, heads, [`PqShape::codes_len`] of the capacity), as [`Codes`](pq_core::Codes) has them.
+    pub key_codes: u64,
+    /// Bytes (batch, heads, [`PqShape::codes_len`] of the capacity).
+    pub value_codes: u64,
+    /// f32 (heads, m, ksub, dsub): the values' codebooks.
+    pub centroids: u64,
+    /// `u32` (batch,): tokens of each sequence.
+    pub lengths: u64,
+    /// f32 (batch, heads, capacity), or 0: factors of the keys' scores.
+    pub key_scales: u64,
+    /// f32 (batch, heads, capacity), or 0: factors of the values.
+    pub value_scales: u64,
+    /// f32 (batch, heads, group, capacity), or 0: numbers added to the scores.
+    pub bias: u64,
+    /// f32 (batch, heads, group, dim), fully written; zeros for a sequence without tokens.
+    pub out: u64,
+    /// f32 (batch, heads, group), fully written, or 0: the natural logarithm of the sum of the exponentials.
+    pub log_sum_exp: u64,
+}
+
+/// `Arguments` of the kernel.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct KernelArguments {
+    luts: u64,
+    key_codes: u64,
+    value_codes: u64,
+    centroids: u64,
+    lengths: u64,
+    key_scales: u64,
+    value_scales: u64,
+    bias: u64,
+    out: u64,
+    log_sum_exp: u64,
+    key_stride: u64,
+    value_stride: u64,
+    capacity: u64,
+}
+
+/// `pq_core::attend_into` at every shape, 12 bits included, with scales and bias, on the codes as `pq-core` keeps them.
+///
+/// Correct rather than fast: one block a head and sequence. [`Attend`](super::Attend) is for the shapes that matter.
+///
+/// # Cost
+/// Per query n * m look-ups for the scores and n * dim multiply-adds on looked-up values, all from the caches.
+/// # Source
+/// MILLION (DAC 2025), III-B.
+pub struct AttendAny {
+    kernel: Kernel,
+    shape: AttendAnyShape,
+}
+
+impl AttendAny {
+    /// Compiles it for a shape.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`], [`Error::NoNvrtc`], [`Error::Compile`] or [`Error::Driver`].
+    pub fn new(device: &Device, shape: AttendAnyShape) -> Result<Self, Error> {
+        Ok(Self { kernel: device.kernel(&shape.program()?, "pq_attend_any", 0)?, shape })
+    }
+
+    /// Puts the attention on a stream.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for sizes that do not fit, [`Error::Driver`].
+    /// # Safety
+    /// Every pointer must be to device memory of the device, aligned to its element, with as many elements as its shape says, and
+    /// stay so, unwritten by others, until the launch has run; lengths must not exceed the capacity; `stream` must be of the device.
+    pub unsafe fn launch(&self, stream: CUstream, arguments: &AttendAnyArguments) -> Result<(), Error> {
+        let a = arguments;
+        if a.batch == 0 || a.heads == 0 {
+            return Ok(());
+        }
+        if a.batch > 65_535 || a.heads > 65_535 {
+            let problem = "more than 65,535 sequences or heads".into();
+            return Err(Error::Argument { operation: "pq::AttendAny", problem });
+        }
+        let kernel_arguments = KernelArguments {
+            luts: a.luts,
+            key_codes: a.key_codes,
+            value_codes: a.value_codes,
+            centroids: a.centroids,
+            lengths: a.lengths,
+            key_scales: a.key_scales,
+            value_scales: a.value_scales,
+            bias: a.bias,
+            out: a.out,
+            log_sum_exp: a.log_sum_exp,
+            key_stride: self.shape.keys.codes_len(a.capacity) as u64,
+            value_stride: self.shape.values.codes_len(a.capacity) as u64,
+            capacity: a.capacity as u64,
+        };
+        let grid = (a.heads as u32, a.batch as u32, 1);
+        // SAFETY: the structure is the kernel's argument; the caller vouches for what its pointers lead to.
+        unsafe { self.kernel.launch(stream, grid, 256, false, &kernel_arguments) }
+    }
+}
