@@ -43,6 +43,7 @@ const KERNELS: Kernels = Kernels {
         include_str!("kernels/pq_attend/codes.cuh"),
         include_str!("kernels/pq_attend/tables.cuh"),
         include_str!("kernels/pq_attend/plan.cuh"),
+        include_str!("kernels/pq_attend/scores.cuh"),
         include_str!("kernels/pq_attend/sums.cuh"),
         include_str!("kernels/pq_attend/exact.cuh"),
         include_str!("kernels/pq_attend/finish.cuh"),

@@ -100,7 +100,8 @@ __device__ __forceinline__ void expect_bytes(void* barrier, u32 bytes) {
 }
 
 __device__ __forceinline__ void copy_in_bulk(void* shared, const void* global, u32 bytes, void* barrier) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(shared)),
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                     shared_address(shared)),
                  "l"(global), "r"(bytes), "r"(shared_address(barrier))
                  : "memory");
 }
@@ -152,7 +153,8 @@ __device__ __forceinline__ u32 add_and_order(u32* counter, u32 x) {
 
 // Sixteen bytes at once, which the compiler makes four stores of where it assigns a structure.
 __device__ __forceinline__ void store_four(void* to, const u32 (&words)[4]) {
-    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3]) : "memory");
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
+                 : "memory");
 }
 
 __device__ __forceinline__ float warp_sum(float x) {

@@ -73,8 +73,10 @@ __device__ __forceinline__ void assign(const Arguments& a, int subspace, int fir
         const u32 token = lane + TILE * (first_tile + i);
         nearest[i] = infinity(), index[i] = 0;
 #pragma unroll
-        for (int d = 0; d < DSUB; d++)
-            x[i][d] = token >= from && token < to ? finite_element(a, vectors + (u64)(token - from) * a.vector_stride + subspace * DSUB + d) : 0;
+        for (int d = 0; d < DSUB; d++) {
+            const u64 at = vectors + (u64)(token - from) * a.vector_stride + subspace * DSUB + d;
+            x[i][d] = token >= from && token < to ? finite_element(a, at) : 0;
+        }
     }
     const float* centroids = a.centroids + ((u64)blockIdx.y * M + subspace) * KSUB * DSUB;
     for (int base = 0; base < KSUB; base += CENTROIDS) {
@@ -93,7 +95,8 @@ __device__ __forceinline__ void assign(const Arguments& a, int subspace, int fir
         for (int c = 0; c < CENTROIDS; c++) {
             float y[PADDED];
 #pragma unroll
-            for (int d = 0; d < PADDED; d += 4) *reinterpret_cast<float4*>(y + d) = *reinterpret_cast<const float4*>(staged + c * PADDED + d);
+            for (int d = 0; d < PADDED; d += 4)
+                *reinterpret_cast<float4*>(y + d) = *reinterpret_cast<const float4*>(staged + c * PADDED + d);
 #pragma unroll
             for (int i = 0; i < POINTS; i++) {
                 float distance = y[DSUB];

@@ -116,7 +116,9 @@ struct Tile {
     }
 };
 
-__device__ __forceinline__ u32 word_of(const uint4& four, int i) { return i == 0 ? four.x : i == 1 ? four.y : i == 2 ? four.z : four.w; }
+__device__ __forceinline__ u32 word_of(const uint4& four, int i) {
+    return i == 0 ? four.x : i == 1 ? four.y : i == 2 ? four.z : four.w;
+}
 
 // The block's part of a head of a sequence; leaves the warp's results in shared memory.
 __device__ __forceinline__ void attend_entry(const Arguments& a, const Work& work) {
@@ -236,7 +238,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) svd_attend(const Argume
             shared, work, blockIdx.x, mine, a.arrived + (u64)entry * gridDim.y + blockIdx.y,
             [&](u32 query, int component, const Sum& sum) {
                 if (query >= live) return;
-                if (component < value_rank) *reinterpret_cast<u32*>(a.out + (first_query + query) * DIM + component) = sum.normalized();
+                u32* out = reinterpret_cast<u32*>(a.out + (first_query + query) * DIM + component);
+                if (component < value_rank) *out = sum.normalized();
                 if (component == 0 && a.log_sum_exp) a.log_sum_exp[first_query + query] = sum.log_sum_exp();
             });
         __syncthreads();

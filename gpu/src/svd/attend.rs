@@ -145,13 +145,14 @@ impl Attend {
     /// Floats of what blocks that share a sequence leave to the last.
     fn partials_len(&self, group: usize) -> usize {
         let (blocks, slices) = self.grid(group);
-        blocks * slices * 2 * QUERIES * self.shape.result_len()
+        (blocks * slices).saturating_mul(2 * QUERIES * self.shape.result_len())
     }
 
     /// Bytes of workspace for launches of up to `batch` sequences of `heads` key/value heads with groups of `group`.
     #[must_use]
     pub fn workspace_len(&self, batch: usize, heads: usize, group: usize) -> usize {
-        (self.partials_len(group) + batch * heads * self.grid(group).1) * 4
+        let counters = batch.saturating_mul(heads).saturating_mul(self.grid(group).1);
+        self.partials_len(group).saturating_add(counters).saturating_mul(4)
     }
 
     /// Puts the attention on a stream.

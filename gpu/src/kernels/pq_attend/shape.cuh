@@ -1,26 +1,26 @@
 // Decode attention on product-quantized keys and values (MILLION, DAC 2025, III-B), with exact tokens beside them.
 //
-// Compile-time shape: HEAD_DIM 64 or 128; QUERIES 1 to 4 (query heads of a group that one block serves, SLICES of them a
-// group); KEY_BITS, VALUE_BITS 4, 6 or 8; KEY_SUB, VALUE_SUB 2, 4 or 8 components a code; COPIES 1 or 2 of the key table;
-// WARPS; PAGED or not; BFLOAT or not.
+// CPU twins: pq_core::attend_into, pq_core::attend_exact_into. Compile-time shape: HEAD_DIM 64 or 128; QUERIES 1 to 4 (query heads
+// that one block serves; a larger group is cut into slices); KEY_BITS, VALUE_BITS 4, 6 or 8; KEY_SUB, VALUE_SUB 2, 4 or 8
+// components a code; COPIES 1 or 2 of the key table; WARPS; PAGED or not; BFLOAT or not.
 //
 // A decoded vector is WORDS = HEAD_DIM / 2 words of two halves. The tables of a head lie in shared memory with one row of
 // 256 bytes a code, so that the address of a word is one byte permutation of (code, lane's offset), and so that 32 lanes that
 // look up 32 different words never meet in a bank, whatever the codes. What follows from that:
 //
-// * Keys. Lane 4 g + l looks up words of tokens g and g + 8 of 16, but lanes of different g at different words: row g of the
+// * Keys (scores.cuh). Lane 4 g + l looks up words of tokens g and g + 8 of 16, but lanes of different g at different words: row g of the
 //   matrix multiply-add has its words in an order of its own (a "variant"). A column of the other operand is a query in
 //   the order of one variant, so that one element a row of the product is a score, and it is whole. With one table there
 //   are 8 variants and one query an instruction; a second table with its halves of 32 words swapped leaves 4 variants and two
 //   queries.
-// * Values. Lane 4 g + l looks up word g of four chunks of 8 in rotated order for 8 tokens, and byte permutations
-//   turn pairs of tokens into the operand; the weights are masked to the chunk that a column stands for.
+// * Values (sums.cuh). Lane 4 g + l looks up word g of four chunks of 8 in rotated order for 8 tokens. For one query the
+//   words are operands as they are; for more, byte permutations pair tokens, and the weights are masked to the chunk that a
+//   column stands for.
 // * Every warp works alone, with its own softmax, on tiles of 32 tokens whose codes arrive in registers. Scores are powers of
 //   two; sums are rescaled when a maximum grows by more than 8, which halves still hold.
 //
-// The sequences of a batch lie behind each other as work items (an item is a tile, or 8 exact tokens), and the BLOCKS of a head
-// cut that list into equal parts: each block finds its part from the lengths, on the device. A sequence that several blocks
-// share is reduced by the last of them, in the order of the blocks.
+// The sequences of a batch lie behind each other as work items (an item is a tile, or 8 exact tokens), and the blocks of a head
+// have equal parts of that list (work.cuh). A sequence that several blocks share is reduced by the last of them (reduce.cuh).
 
 constexpr int D = HEAD_DIM, WORDS = D / 2, HALVES = D / 64; // HALVES: 32-word halves of a row
 constexpr int TILE = 32;

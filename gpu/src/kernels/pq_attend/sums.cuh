@@ -151,4 +151,44 @@ struct SumsFor<false> {
 struct State {
     SumsFor<QUERIES == 1>::Type sums;
     float max[COPIES], weight[COPIES]; // of the lane's queries, COPIES * turn + i; `weight` is the lane's part of the sum
+
+    __device__ __forceinline__ void clear() {
+        sums.clear();
+#pragma unroll
+        for (int i = 0; i < COPIES; i++) max[i] = NOTHING, weight[i] = 0;
+    }
+
+    // The weights of a lane's scores, as halves, under a maximum that is raised when scores outgrow what halves hold.
+    __device__ __forceinline__ void weigh(uint2 (&weights)[COPIES], const float (&scores)[COPIES][4], const Lane& lane) {
+        float top[COPIES];
+        bool grows = false;
+#pragma unroll
+        for (int i = 0; i < COPIES; i++) {
+            top[i] = fmaxf(fmaxf(scores[i][0], scores[i][1]), fmaxf(scores[i][2], scores[i][3]));
+            grows |= lane.holds && top[i] > max[i] + 8;
+        }
+        if (uniform(grows)) {
+            float keep[QUERIES];
+#pragma unroll
+            for (int q = 0; q < QUERIES; q++) {
+                const int i = q % COPIES;
+                const bool mine = lane.turn == q / COPIES;
+                const float old = __shfl_sync(FULL, max[i], q / COPIES); // of a lane with g = 0
+                const float raised = warp_max(mine ? fmaxf(top[i], old) : NOTHING);
+                keep[q] = exp2_approx(old - raised);
+                if (mine) max[i] = raised, weight[i] *= keep[q];
+            }
+            sums.scale(keep);
+        }
+#pragma unroll
+        for (int i = 0; i < COPIES; i++) {
+            float p[4];
+#pragma unroll
+            for (int t = 0; t < 4; t++) {
+                p[t] = exp2_approx(scores[i][t] - max[i]);
+                weight[i] += p[t];
+            }
+            weights[i] = make_uint2(pack_half2(p[0], p[1]), pack_half2(p[2], p[3]));
+        }
+    }
 };

@@ -1,0 +1,93 @@
+// A warp's scores of a tile: keys times queries.
+
+// The queries as the columns of the products want them: in the order of each column's variant.
+struct QueryColumns {
+    u32 words[TURNS][HALVES * 4][2];
+
+    __device__ __forceinline__ void load(const Lane& lane) {
+        const int g = lane.g, l = lane.l;
+        const u16* queries = reinterpret_cast<const u16*>(shared + QUERY_ROWS);
+#pragma unroll
+        for (int i = 0; i < TURNS; i++) {
+            const int variant = COPIES == 1 ? (g - 2 * i) & 7 : (g / 2) ^ i;
+            const u32 q = COPIES == 1 ? i : 2 * i + (g & 1);
+#pragma unroll
+            for (int step = 0; step < HALVES * 4; step++)
+#pragma unroll
+                for (int middle = 0; middle < 2; middle++) {
+                    const int flipped = COPIES == 1 ? middle ^ (variant / 4) : middle;
+                    const int word = step / 4 * 32 + 16 * flipped + 4 * ((step % 4) ^ (variant & 3)) + l;
+                    u32 pair = 0;
+                    if (q < QUERIES) pair = *reinterpret_cast<const u32*>(queries + q * D + component<KEY_SUB>(word));
+#ifdef BFLOAT
+                    pair = pack_half2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
+#endif
+                    words[i][step][middle] = pair;
+                }
+        }
+    }
+};
+
+// Where a lane's words lie in a row of the key table, and which of its codes come first. Lanes of g >= 4 have the 16-word halves
+// swapped: they read them in the other order (one copy), or from the copy in which they are swapped.
+struct KeyOffsets {
+    u32 bytes[3] = {0, 0, 0}; // three of them, and the copy's bit
+    int swap;                 // bits by which codes are rotated
+
+    __device__ __forceinline__ KeyOffsets(const Lane& lane) {
+        const int g = lane.g, l = lane.l;
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            const u32 word = 16 * ((i / 4) ^ (g / 4)) + 4 * ((i % 4) ^ (g & 3)) + l;
+            bytes[i / 3] |= (word * 4 + (COPIES == 2 && !FAR_COPY && g >= 4 ? ROW / 2 : 0)) << (8 * (i % 3));
+        }
+#pragma unroll
+        for (int i = 0; i < 3; i++) bytes[i] |= (FAR_COPY && g >= 4 ? 1u : 0u) << 24;
+        swap = COPIES == 1 && g >= 4 ? 16 : 0;
+    }
+};
+
+// Of tokens g, g + 8, g + 16, g + 24 for the lane's queries.
+__device__ __forceinline__ void score_tile(float (&scores)[COPIES][4], const Keys& key_codes, const QueryColumns& query,
+                                           const KeyOffsets& offsets, const Lane& lane) {
+    u32 codes[Keys::EXPANDED];
+    key_codes.expand(codes);
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        float product[TURNS][4];
+#pragma unroll
+        for (int part = 0; part < HALVES; part++)
+#pragma unroll
+            for (int step = 0; step < 4; step++) {
+                u32 operand[4];
+#pragma unroll
+                for (int i = 0; i < 4; i++) { // high = i & 1, middle = i / 2
+                    const int code = key_code(half, part, step, i / 2, i & 1), offset = i / 2 * 4 + step;
+                    u32 word = codes[code / 4];
+                    if (COPIES == 1 && D / KEY_SUB >= 32) word = __funnelshift_l(word, word, offsets.swap);
+                    const u32 selector = key_selector(code % 4, offset % 3);
+                    operand[i] = look_up<KEY_TABLE>(permute_bytes(word, offsets.bytes[offset / 3], selector), part);
+                }
+#pragma unroll
+                for (int i = 0; i < TURNS; i++) {
+                    const u32* q = query.words[i][part * 4 + step];
+                    if (part + step == 0)
+                        multiply(product[i], operand, q[0], q[1]);
+                    else
+                        multiply_add(product[i], operand, q[0], q[1]);
+                }
+            }
+#pragma unroll
+        for (int high = 0; high < 2; high++)
+#pragma unroll
+            for (int i = 0; i < COPIES; i++) {
+                float score = 0;
+#pragma unroll
+                for (int t = 0; t < TURNS; t++) {
+                    const float* row = product[t] + 2 * high;
+                    if (t == 0 || lane.turn == t) score = COPIES == 2 ? row[i] : lane.g & 1 ? row[1] : row[0];
+                }
+                scores[i][half * 2 + high] = score;
+            }
+    }
+}
