@@ -137,7 +137,8 @@ impl Device {
             set.map_err(Error::of(format_args!("{shared} bytes of shared memory for {program}")))?;
         }
         let overlaps = self.capability >= (9, 0);
-        Ok(Kernel { function, program: program.clone(), shared: shared as u32, overlaps })
+        let context = self.context.clone();
+        Ok(Kernel { context, function, program: program.clone(), shared: shared as u32, overlaps })
     }
 
     fn image(&self, program: &Program) -> Result<Vec<u8>, Error> {
@@ -155,6 +156,7 @@ impl Device {
 /// A loaded kernel.
 #[derive(Clone)]
 pub(crate) struct Kernel {
+    context: Arc<CudaContext>,
     function: CudaFunction,
     program: Program,
     shared: u32,
@@ -193,6 +195,7 @@ impl Kernel {
             attrs: &raw mut attribute,
             numAttrs: u32::from(overlap && self.overlaps),
         };
+        self.context.bind_to_thread().map_err(Error::of("use device on this thread"))?;
         let mut arguments = [std::ptr::from_ref(argument).cast_mut().cast::<c_void>()];
         let function = self.function.cu_function();
         // SAFETY: the caller's contract; the driver copies configuration and argument before it returns.
