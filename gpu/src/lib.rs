@@ -11,7 +11,7 @@ pub mod svd;
 pub use compile::{Image, Program, compile};
 pub use device::Device;
 pub use error::Error;
-pub use self_test::self_test;
+pub use self_test::{self_test, self_test_program};
 
 /// Element type of what a kernel reads and writes beside codes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

@@ -10,8 +10,9 @@ struct Arguments {
     n: u32,
 }
 
-/// The program of [`self_test`].
-pub(crate) fn program() -> Program {
+/// The program of [`self_test`]: to see without a device whether NVRTC works.
+#[must_use]
+pub fn self_test_program() -> Program {
     Program::new("self_test", KERNELS.self_test, &[])
 }
 
@@ -21,7 +22,7 @@ pub(crate) fn program() -> Program {
 /// Whatever fails first, by name; [`Error::WrongResult`] when the device answers wrongly.
 pub fn self_test(device: &Device) -> Result<(), Error> {
     const N: u32 = 1000; // not a multiple of the block
-    let kernel = device.kernel(&program(), "squares", 0)?;
+    let kernel = device.kernel(&self_test_program(), "squares", 0)?;
     let stream = device.stream();
     let out = stream.alloc_zeros::<u32>(N as usize).map_err(Error::of("allocate"))?;
     let (squares, _order) = out.device_ptr(stream);

@@ -6,7 +6,7 @@ mod common;
 
 use kv_gpu::pq::{AttendAnyShape, AttendShape, EncodeShape, Gather, Side, VectorElement};
 use kv_gpu::svd::{self, ProjectShape};
-use kv_gpu::{Element, Error, Program, compile};
+use kv_gpu::{Element, Error, Program, compile, self_test_program};
 use pq_core::PqShape;
 
 /// Architectures, and the bytes of shared memory of their blocks.
@@ -132,4 +132,9 @@ fn attention_on_any_shape() {
         AttendAnyShape { keys: quantizer, values: quantizer, group }.program().unwrap()
     });
     check(|_| shapes.to_vec(), false);
+}
+
+#[test]
+fn the_self_test() {
+    check(|_| vec![self_test_program()], true);
 }

@@ -6,6 +6,8 @@ typedef unsigned long long u64;
 
 constexpr u32 FULL = 0xffffffffu;
 constexpr int LANES = 32;
+constexpr float NOTHING = -1e30f; // a maximum below every score, and yet a number
+constexpr float LOG2_E = 1.44269504f, LN_2 = 0.69314718f;
 
 __device__ __forceinline__ float infinity() { return __int_as_float(0x7f800000); }
 
@@ -73,6 +75,17 @@ __device__ __forceinline__ void multiply_add(float (&c)[4], const u32 (&a)[4], u
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// c += a b, with elements.
+__device__ __forceinline__ void multiply_add_elements(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+#ifdef BFLOAT
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+#else
+    multiply_add(c, a, b0, b1);
+#endif
 }
 
 // c = a b.

@@ -7,8 +7,6 @@
 constexpr int THREADS = 256, WARPS = THREADS / LANES, CHUNK = THREADS; // tokens at a time
 constexpr int KEY_KSUB = 1 << KEY_BITS, VALUE_KSUB = 1 << VALUE_BITS, DSUB = DIM / VALUE_M;
 constexpr int OUTPUTS = (GROUP * DIM + THREADS - 1) / THREADS; // of a thread
-constexpr float NOTHING = -1e30f; // a maximum below every score, and yet a number
-constexpr float LOG2_E = 1.44269504f;
 
 struct Arguments {
     const float* luts;         // [sequence][head][GROUP][KEY_M][KEY_KSUB]

@@ -1,7 +1,5 @@
 // From the softmax of warps to that of a block, and from those of the blocks that share an entry of the work to its output.
 
-constexpr float NOTHING = -1e30f; // a maximum below every score, and yet a number
-
 // Two components of a query's sum of values, with maximum (of the logarithms to base 2) and sum of weights.
 struct Sum {
     float2 value = make_float2(0, 0);
@@ -20,7 +18,7 @@ struct Sum {
     }
 
     __device__ __forceinline__ float log_sum_exp() const {
-        return weight == 0 ? -infinity() : (max + log2f(weight)) * 0.69314718f;
+        return weight == 0 ? -infinity() : (max + log2f(weight)) * LN_2;
     }
 };
 

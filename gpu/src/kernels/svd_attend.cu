@@ -18,7 +18,7 @@
 constexpr int TILE = 16, QUERIES = 8, THREADS = WARPS * LANES;
 constexpr int KEY_CHUNKS = DIM / 32; // a lane has 8 components of each
 constexpr int VALUE_CHUNKS = DIM / 64;
-constexpr int FIXED = 16; // what a tile costs beside its components, in eights of them; 4 was 5 to 10 % slower at half rank, 8 by 3 %
+constexpr int FIXED = 16; // what a tile costs beside its components, in eights of them: at half rank, long work, 4 was 5 to 11 % slower and 8 2 to 4 %
 constexpr int RESULT = DIM + 4;
 constexpr int SHARED = WARPS * QUERIES * RESULT * 4 + (int)sizeof(Work);
 static_assert(SHARED <= SHARED_BYTES, "the host asks for enough");
@@ -43,16 +43,6 @@ struct Arguments {
 };
 
 extern __shared__ __align__(16) float shared[];
-
-__device__ __forceinline__ void multiply_add_elements(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-#ifdef BFLOAT
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-#else
-    multiply_add(c, a, b0, b1);
-#endif
-}
 
 // Of an (8, 8) matrix of halves whose row g, columns 2 l and 2 l + 1, lane 4 g + l has, the transposed.
 __device__ __forceinline__ u32 transpose(u32 pair) {

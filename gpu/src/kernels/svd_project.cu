@@ -28,16 +28,6 @@ struct Arguments {
 
 extern __shared__ __align__(16) u32 shared[];
 
-__device__ __forceinline__ void multiply_add_elements(float (&c)[4], const u32 (&a)[4], uint2 b) {
-#ifdef BFLOAT
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.x), "r"(b.y));
-#else
-    multiply_add(c, a, b.x, b.y);
-#endif
-}
-
 // Word `i` of lane 4 g + l for step `step` and product `product` of a group: rows 2 l + 8 i and the next of the operand, column g.
 // They are components 8 l + 4 (step & 1) + 2 i of 32, and column 8 (g / 2) + 2 product + (g & 1) of the group.
 __device__ __forceinline__ void load_map(const Arguments& a, u32 head) {
@@ -95,9 +85,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) svd_project(const Argum
 #pragma unroll
                 for (int product = 0; product < 4; product++)
 #pragma unroll
-                    for (int part = 0; part < PARTS; part++)
-                        multiply_add_elements(sums[product], step & 1 ? odd : even,
-                                              map[part * (SHARED / 8 / PARTS) + ((group * 4 + product) * STEPS + step) * LANES]);
+                    for (int part = 0; part < PARTS; part++) {
+                        const uint2 b = map[part * (SHARED / 8 / PARTS) + ((group * 4 + product) * STEPS + step) * LANES];
+                        multiply_add_elements(sums[product], step & 1 ? odd : even, b.x, b.y);
+                    }
             }
             const int column = group * 32 + 8 * l;
 #pragma unroll

@@ -256,12 +256,6 @@ impl Attend {
         Ok(Self { kernel, shape, plan, processors: device.processors() })
     }
 
-    /// What it was compiled for.
-    #[must_use]
-    pub const fn shape(&self) -> &AttendShape {
-        &self.shape
-    }
-
     /// Slices of a group, and blocks of each.
     fn grid(&self, heads: usize) -> (usize, usize) {
         let slices = self.shape.group.div_ceil(self.plan.queries);
@@ -274,7 +268,8 @@ impl Attend {
         heads.saturating_mul(slices * blocks * 2 * self.plan.queries * self.plan.result_len())
     }
 
-    /// Bytes of workspace for launches of up to `batch` sequences of `heads` key/value heads.
+    /// Bytes of workspace for launches of up to `batch` sequences of just so many key/value heads: with other heads its parts lie
+    /// elsewhere, and it must be zeroed again.
     #[must_use]
     pub fn workspace_len(&self, batch: usize, heads: usize) -> usize {
         let (slices, _) = self.grid(heads);

@@ -119,7 +119,7 @@ struct KernelArguments {
 /// # Cost
 /// Reads every kept component once for up to 8 query heads of its group.
 /// # Source
-/// ZACK, 5.2, with work cut by tokens as well as by heads.
+/// ZACK, 5.1 and 5.3, with work cut by tokens as well as by heads.
 pub struct Attend {
     kernel: Kernel,
     shape: AttendShape,
@@ -148,7 +148,8 @@ impl Attend {
         (blocks * slices).saturating_mul(2 * QUERIES * self.shape.result_len())
     }
 
-    /// Bytes of workspace for launches of up to `batch` sequences of `heads` key/value heads with groups of `group`.
+    /// Bytes of workspace for launches of up to `batch` sequences of up to `heads` key/value heads, with groups of just `group`:
+    /// with others its parts lie elsewhere, and it must be zeroed again.
     #[must_use]
     pub fn workspace_len(&self, batch: usize, heads: usize, group: usize) -> usize {
         let counters = batch.saturating_mul(heads).saturating_mul(self.grid(group).1);

@@ -35,7 +35,7 @@ fn time(watch: &Stopwatch, quantizer: PqShape, (query_heads, heads, batch, n): (
     }
     let shape =
         AttendShape { keys: quantizer, values: quantizer, group, element: Element::F16, paged: false };
-    let attend = Attend::new(&watch.device, shape).unwrap();
+    let attend = Attend::new(&watch.gpu, shape).unwrap();
     let layouts = [Side::Keys, Side::Values].map(|side| CodeLayout::new(quantizer, side).unwrap());
     let mut state = 1_u64;
     let mut noise = move || {

@@ -19,7 +19,7 @@ pub fn run(watch: &Stopwatch) {
         }
         let quantizer = PqShape::new(DIM, m, nbits).unwrap();
         let shape = EncodeShape { quantizer, side: Side::Keys, element: VectorElement::F16, paged: false };
-        let encode = Encode::new(&watch.device, shape).unwrap();
+        let encode = Encode::new(&watch.gpu, shape).unwrap();
         let layout = CodeLayout::new(quantizer, Side::Keys).unwrap();
         let vectors: Vec<f16> = kv_benches::keys(N, DIM).into_iter().map(f16::from_f32).collect();
         let centroids: Vec<f32> = kv_benches::keys(quantizer.ksub(), DIM)
@@ -62,8 +62,8 @@ pub fn run(watch: &Stopwatch) {
 
         // The multiply-adds, and compare and two selects a distance, one a lane and clock.
         let operations = (HEADS * N * m * quantizer.ksub() * (quantizer.dsub() + 3)) as f64;
-        let khz = watch.device.context().attribute(CU_DEVICE_ATTRIBUTE_CLOCK_RATE).unwrap();
-        let per_us = watch.device.processors() as f64 * 128.0 * f64::from(khz) / 1e3;
+        let khz = watch.gpu.context().attribute(CU_DEVICE_ATTRIBUTE_CLOCK_RATE).unwrap();
+        let per_us = watch.gpu.processors() as f64 * 128.0 * f64::from(khz) / 1e3;
         watch.say_beside(&name, &load, (HEADS * N * DIM * 2) as f64, us, operations / per_us);
     }
 }

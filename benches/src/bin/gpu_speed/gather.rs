@@ -17,7 +17,7 @@ pub fn run(watch: &Stopwatch) {
     }
     let bytes = HEADS * N * ROW;
     // SAFETY: written before they are read.
-    let mut host = [0, 1].map(|_| unsafe { watch.device.context().alloc_pinned::<u8>(bytes) }.unwrap());
+    let mut host = [0, 1].map(|_| unsafe { watch.gpu.context().alloc_pinned::<u8>(bytes) }.unwrap());
     for (side, host) in host.iter_mut().enumerate() {
         // Every row says where it is.
         for (i, row) in host.as_mut_slice().unwrap().chunks_exact_mut(ROW).enumerate() {
@@ -44,7 +44,7 @@ pub fn run(watch: &Stopwatch) {
         values_out: watch.pointer(&values_out),
         out_len: WANTED,
     };
-    let gather = Gather::new(&watch.device, ROW).unwrap();
+    let gather = Gather::new(&watch.gpu, ROW).unwrap();
     // SAFETY: buffers of the shapes that the arguments ask for, which outlive the graph.
     let us = watch.time(2, |_, stream| unsafe { gather.launch(stream, &arguments) });
     for (side, out) in [keys_out, values_out].iter().enumerate() {
@@ -57,7 +57,7 @@ pub fn run(watch: &Stopwatch) {
     let there = watch.zeros::<u8>(bytes);
     let pointer = watch.pointer(&there);
     let source = host[0].as_slice().unwrap();
-    let stream = watch.device.stream().cu_stream();
+    let stream = watch.gpu.stream().cu_stream();
     // SAFETY: the buffer has as many bytes as the source, and both outlive the copies.
     let copy_us = watch.replay(|| unsafe { memcpy_htod_async(pointer, source, stream) }.unwrap());
     let floor_us = copy_us * (2 * out_len) as f64 / bytes as f64;

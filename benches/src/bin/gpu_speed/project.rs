@@ -17,7 +17,7 @@ pub fn run(watch: &Stopwatch) {
             continue;
         }
         let shape = ProjectShape { dim: DIM, rank, element: Element::F16 };
-        let project = Project::new(&watch.device, shape).unwrap();
+        let project = Project::new(&watch.gpu, shape).unwrap();
         let number = |i: usize| ((i * 2_654_435_761) % 2001) as f32 / 1000.0 - 1.0;
         let rows: Vec<f16> = (0..N * DIM).map(|i| f16::from_f32(number(i))).collect();
         let columns: Vec<f32> = (0..DIM * rank).map(|i| f16::from_f32(number(i + 7)).to_f32()).collect();

@@ -53,7 +53,7 @@ fn time(watch: &Stopwatch, load: &str, lengths: &[u32], ranks: &[[u32; HEADS]; 2
     let lengths_there = watch.upload(lengths);
     let ranks_there = ranks.each_ref().map(|ranks| watch.upload(ranks));
     let offsets_there = offsets.each_ref().map(|offsets| watch.upload(offsets));
-    let attend = Attend::new(&watch.device, AttendShape { dim: DIM, element: Element::F16 }).unwrap();
+    let attend = Attend::new(&watch.gpu, AttendShape { dim: DIM, element: Element::F16 }).unwrap();
     let workspace = watch.zeros::<u8>(attend.workspace_len(batch, HEADS, GROUP));
     let out = watch.zeros::<f16>(queries.len());
     let scale = 1.0 / (DIM as f32).sqrt();

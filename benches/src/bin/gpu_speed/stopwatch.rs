@@ -15,7 +15,7 @@ const WARM_UP: Duration = Duration::from_millis(20);
 
 /// A device and its copy bandwidth, which is the floor of whatever moves bytes.
 pub struct Stopwatch {
-    pub device: Device,
+    pub gpu: Device,
     bytes_per_us: f64,
     only: String,
 }
@@ -23,16 +23,16 @@ pub struct Stopwatch {
 impl Stopwatch {
     pub fn new(only: String) -> Self {
         let device = Device::open(0).unwrap();
-        let mut watch = Self { device, bytes_per_us: 0.0, only };
+        let mut watch = Self { gpu: device, bytes_per_us: 0.0, only };
         const COPIED: usize = 2 << 30;
         let (from, to) = (watch.zeros::<u8>(COPIED), watch.zeros::<u8>(COPIED));
         let (from, to) = (watch.pointer(&from), watch.pointer(&to));
         // Not through a graph, whose copies take another and slower way (2.8 TB/s for 4.3 on an H200).
-        let stream = watch.device.stream().cu_stream();
+        let stream = watch.gpu.stream().cu_stream();
         // SAFETY: two buffers of that size.
         let us = watch.replay(|| unsafe { memcpy_dtod_async(to, from, COPIED, stream) }.unwrap());
         watch.bytes_per_us = 2.0 * COPIED as f64 / us;
-        let name = watch.device.context().name().unwrap();
+        let name = watch.gpu.context().name().unwrap();
         let bandwidth = watch.bytes_per_us / 1e6;
         println!("{{\"kernel\":\"copy\",\"device\":\"{name}\",\"tb_s\":{bandwidth:.3}}}");
         watch
@@ -50,7 +50,7 @@ impl Stopwatch {
         launches: usize,
         launch: impl Fn(usize, CUstream) -> Result<(), E>,
     ) -> f64 {
-        let stream = self.device.stream();
+        let stream = self.gpu.stream();
         launch(0, stream.cu_stream()).unwrap();
         stream.synchronize().unwrap();
         stream.begin_capture(CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL).unwrap();
@@ -62,13 +62,13 @@ impl Stopwatch {
 
     /// Microseconds of what `run` puts on the device's stream: the median, when clocks have risen.
     pub fn replay(&self, run: impl Fn()) -> f64 {
-        let stream = self.device.stream();
+        let stream = self.gpu.stream();
         let start = Instant::now();
         while start.elapsed() < WARM_UP {
             run();
             stream.synchronize().unwrap();
         }
-        let event = || self.device.context().new_event(Some(CUevent_flags::CU_EVENT_DEFAULT)).unwrap();
+        let event = || self.gpu.context().new_event(Some(CUevent_flags::CU_EVENT_DEFAULT)).unwrap();
         let mut times: Vec<f32> = (0..REPLAYS)
             .map(|_| {
                 let (start, end) = (event(), event());
@@ -97,20 +97,20 @@ impl Stopwatch {
     }
 
     pub fn zeros<T: DeviceRepr + ValidAsZeroBits>(&self, n: usize) -> CudaSlice<T> {
-        self.device.stream().alloc_zeros(n).unwrap()
+        self.gpu.stream().alloc_zeros(n).unwrap()
     }
 
     pub fn upload<T: DeviceRepr>(&self, data: &[T]) -> CudaSlice<T> {
-        self.device.stream().clone_htod(data).unwrap()
+        self.gpu.stream().clone_htod(data).unwrap()
     }
 
     pub fn download<T: DeviceRepr>(&self, slice: &CudaSlice<T>) -> Vec<T> {
-        let data = self.device.stream().clone_dtoh(slice).unwrap();
-        self.device.stream().synchronize().unwrap();
+        let data = self.gpu.stream().clone_dtoh(slice).unwrap();
+        self.gpu.stream().synchronize().unwrap();
         data
     }
 
     pub fn pointer<T>(&self, slice: &CudaSlice<T>) -> u64 {
-        slice.device_ptr(self.device.stream()).0
+        slice.device_ptr(self.gpu.stream()).0
     }
 }
