@@ -24,7 +24,7 @@ fn main() -> Result<(), Error> {
     let tokens = info.tokens_of_block(block);
     println!(
         "block {block} of layer {layer}: tokens {tokens:?}, {} of {} bytes",
-        frame.block_len(layer, Side::Keys, block)?,
+        frame.block_range(layer, Side::Keys, block)?.len(),
         bytes.len()
     );
 

@@ -6,12 +6,14 @@ use rayon::prelude::*;
 #[cfg(feature = "alloc")]
 mod encode;
 
+use core::ops::Range;
+
 use crate::block::{self, BlockBytes, MAX_BLOCK_TOKENS};
 use crate::error::check_len;
 use crate::{Backend, Error, LosslessPlane, Plane, RopeTable};
 
 #[cfg(feature = "alloc")]
-pub use encode::{encode_frame, encode_lossless_frame};
+pub use encode::{assemble_frame, encode_frame, encode_lossless_frame};
 
 const MAGIC: [u8; 4] = *b"KVCC";
 const VERSION: u8 = 2;
@@ -100,7 +102,7 @@ impl FrameInfo {
 
     /// Tokens of a block, by their place in the frame.
     #[must_use]
-    pub fn tokens_of_block(&self, block: usize) -> core::ops::Range<usize> {
+    pub fn tokens_of_block(&self, block: usize) -> Range<usize> {
         let start = block.saturating_mul(self.block_tokens).min(self.tokens);
         start..start.saturating_add(self.block_tokens).min(self.tokens)
     }
@@ -239,12 +241,36 @@ impl<'a> Frame<'a> {
         &self.info
     }
 
-    /// Bytes of a block, without those of the index.
+    /// Where a block's bytes lie in the frame.
     ///
     /// # Errors
     /// [`Error::OutOfBounds`].
-    pub fn block_len(&self, layer: usize, side: Side, block: usize) -> Result<usize, Error> {
-        Ok(self.block(layer, side, block)?.1.bytes.len())
+    pub fn block_range(&self, layer: usize, side: Side, block: usize) -> Result<Range<usize>, Error> {
+        let (_, Range { start, end }) = self.place(layer, side, block)?;
+        let payload = HEADER + self.index.len() + 4;
+        Ok(payload + start..payload + end)
+    }
+
+    /// Compares a block with its checksum, for who decodes it elsewhere.
+    ///
+    /// # Errors
+    /// [`Error::OutOfBounds`], [`Error::BadChecksum`].
+    pub fn check_block(&self, layer: usize, side: Side, block: usize) -> Result<(), Error> {
+        let (checksum, bytes) = self.block(layer, side, block)?;
+        check_payload(checksum, &bytes)
+    }
+
+    /// The id of the plane that a layer's keys or values were coded under ([`Plane::id`]).
+    ///
+    /// # Errors
+    /// [`Error::OutOfBounds`].
+    pub fn plane_id(&self, layer: usize, side: Side) -> Result<u32, Error> {
+        if layer >= self.info.layers {
+            return Err(Error::OutOfBounds { what: "layer" });
+        }
+        let mut id = [0; 4];
+        id.copy_from_slice(&self.index[4 * plane_index(layer, side)..][..4]);
+        Ok(u32::from_le_bytes(id))
     }
 
     /// Decodes a block: the tokens [`FrameInfo::tokens_of_block`] of one plane.
@@ -315,15 +341,15 @@ impl<'a> Frame<'a> {
             return Err(Error::BadField { what: "coding: lossless or not" });
         }
         let (checksum, bytes) = self.block(layer, side, block)?;
-        let id = &self.index[4 * plane_index(layer, side)..][..4];
-        if plane_id.to_le_bytes() != id || channels != self.info.channels() {
+        if plane_id != self.plane_id(layer, side)? || channels != self.info.channels() {
             return Err(Error::WrongProfile);
         }
         check_len("out", len, self.info.tokens_of_block(block).len() * self.info.channels())?;
         Ok((checksum, bytes))
     }
 
-    fn block(&self, layer: usize, side: Side, block: usize) -> Result<(u32, BlockBytes<'a>), Error> {
+    /// The number of a block's entry, and where its bytes lie in the payload.
+    fn place(&self, layer: usize, side: Side, block: usize) -> Result<(usize, Range<usize>), Error> {
         if layer >= self.info.layers {
             return Err(Error::OutOfBounds { what: "layer" });
         }
@@ -332,10 +358,14 @@ impl<'a> Frame<'a> {
         }
         let entry = plane_index(layer, side) * self.info.blocks() + block;
         let start = if entry == 0 { 0 } else { self.end_of(entry - 1) };
+        Ok((entry, start as usize..self.end_of(entry) as usize))
+    }
+
+    fn block(&self, layer: usize, side: Side, block: usize) -> Result<(u32, BlockBytes<'a>), Error> {
+        let (entry, place) = self.place(layer, side, block)?;
         let (_, rest) = self.entry(entry).split_at(8);
         let (checksum, lengths) = rest.split_first_chunk::<4>().ok_or(Error::Truncated)?;
-        // Verified by `parse`: ends rise up to the length of the payload.
-        let bytes = &self.payload[start as usize..self.end_of(entry) as usize];
+        let bytes = &self.payload[place]; // verified by `parse`: ends rise up to the length of the payload
         Ok((u32::from_le_bytes(*checksum), BlockBytes { bytes, lengths }))
     }
 

@@ -39,12 +39,12 @@ pub use chunk::{Chunk, ChunkEntry};
 pub use error::Error;
 pub use frame::{ElementType, Frame, FrameInfo, Side};
 #[cfg(feature = "alloc")]
-pub use frame::{encode_frame, encode_lossless_frame};
+pub use frame::{assemble_frame, encode_frame, encode_lossless_frame};
 pub use lossless::LosslessPlane;
 #[cfg(feature = "alloc")]
 pub use lossless::fit_lossless;
 pub use model::tables::{ESCAPE, LANES, Row};
-pub use model::{MAX_SYMBOLS, Models, PRECISION, TABLE_LEN};
+pub use model::{MAX_SYMBOLS, Models, PRECISION, TABLE_LEN, family_table};
 pub use plane::{Plane, PlaneParts, Predictor, Scaling};
 #[cfg(feature = "alloc")]
 pub use profile::fit::{FitOptions, ModelKind, PredictorKind, Steps};

@@ -78,12 +78,37 @@ impl<'a> Models<'a> {
         self.channels
     }
 
-    /// Whether the model of a number depends on the one before.
-    pub(crate) const fn contexts(&self) -> usize {
+    /// Tables of a channel: 1, or 3 where the model of a number depends on the one before.
+    #[must_use]
+    pub const fn contexts(&self) -> usize {
         match self.kind {
             Kind::ContextTables(_) => CONTEXTS,
             _ => 1,
         }
+    }
+
+    /// A channel's table after context `context`, laid out as [`Self::tables`] takes it.
+    ///
+    /// # Errors
+    /// [`Error::OutOfBounds`].
+    pub fn table(&self, channel: usize, context: usize) -> Result<[u16; TABLE_LEN], Error> {
+        if channel >= self.channels || context >= self.contexts() {
+            return Err(Error::OutOfBounds { what: "channel or context" });
+        }
+        Ok(as_table(self.channel(channel, context)))
+    }
+
+    /// What decides whether a tile is coded under families of its own, and which: the shape that a channel's family has (0 for
+    /// tables), and the deviation of bins that its first table expects.
+    ///
+    /// # Errors
+    /// [`Error::OutOfBounds`].
+    #[cfg(feature = "alloc")]
+    pub fn expectation(&self, channel: usize) -> Result<(usize, f64), Error> {
+        if channel >= self.channels {
+            return Err(Error::OutOfBounds { what: "channel" });
+        }
+        Ok((self.shape(channel), cost::deviation_under(self.channel(channel, 0))))
     }
 
     /// Adds to a checksum what decides the meaning of a stream.
@@ -141,6 +166,18 @@ fn check_tables(channels: usize, contexts: usize, tables: &[u16]) -> Result<(), 
         }
     }
     Ok(())
+}
+
+/// The table of the distribution that a byte names, laid out as [`Models::tables`] takes it.
+#[must_use]
+pub fn family_table(family: u8) -> [u16; TABLE_LEN] {
+    as_table(family_model(family))
+}
+
+fn as_table((low_bits, Starts(starts)): (u32, Starts<'_>)) -> [u16; TABLE_LEN] {
+    let mut table = [low_bits as u16; TABLE_LEN];
+    table[1..].copy_from_slice(starts);
+    table
 }
 
 /// Low bits and symbols of a family.
@@ -204,10 +241,8 @@ impl Distribution {
 mod tests {
     use super::*;
 
-    fn as_table(low_bits: u16, distribution: &Distribution) -> [u16; TABLE_LEN] {
-        let mut table = [low_bits; TABLE_LEN];
-        table[1..].copy_from_slice(&distribution.0);
-        table
+    fn as_table(low_bits: u32, distribution: &Distribution) -> [u16; TABLE_LEN] {
+        super::as_table((low_bits, Starts(&distribution.0)))
     }
 
     #[test]
@@ -225,10 +260,7 @@ mod tests {
     #[test]
     fn every_family_is_a_valid_table() {
         for family in 0..=255 {
-            let (low_bits, Starts(starts)) = family_model(family);
-            let mut table = [low_bits as u16; TABLE_LEN];
-            table[1..].copy_from_slice(starts);
-            Models::tables(1, &table).unwrap();
+            Models::tables(1, &family_table(family)).unwrap();
         }
     }
 

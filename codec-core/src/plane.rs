@@ -118,6 +118,13 @@ impl<'a> Plane<'a> {
         Ok(Self { transform, mean, predictor, scaling, centroids, models, coder, id })
     }
 
+    /// The parts that it was made from.
+    #[must_use]
+    pub const fn parts(&self) -> PlaneParts<'a> {
+        let Self { transform, mean, predictor, scaling, centroids, models, coder, .. } = *self;
+        PlaneParts { transform, mean, predictor, scaling, centroids, models, coder }
+    }
+
     /// Numbers per token.
     #[must_use]
     pub const fn channels(&self) -> usize {

@@ -6,9 +6,8 @@ use cudarc::driver::DevicePtr;
 use half::f16;
 use kv_gpu::pq::{
     Attend, AttendArguments, AttendShape, CodeLayout, Encode, EncodeArguments, EncodeShape, Side, TILE,
-    VectorElement,
 };
-use kv_gpu::{Device, Element};
+use kv_gpu::{Device, Element, VectorElement};
 use pq_core::{CodebookBuf, PqShape, TrainOptions, train};
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {

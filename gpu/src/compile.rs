@@ -11,34 +11,40 @@ use crate::Error;
 pub struct Program {
     pub(crate) name: &'static str,
     pub(crate) text: &'static str,
-    pub(crate) defines: Vec<String>,
+    pub(crate) options: Vec<String>,
 }
 
 impl Program {
     pub(crate) fn new(name: &'static str, text: &'static str, defines: &[(&str, usize)]) -> Self {
-        let defines = defines.iter().map(|(name, value)| format!("-D{name}={value}")).collect();
-        Self { name, text, defines }
+        let options = defines.iter().map(|(name, value)| format!("-D{name}={value}")).collect();
+        Self { name, text, options }
     }
 
     /// With one more symbol defined, if `when`.
     pub(crate) fn define_if(mut self, when: bool, symbol: &str) -> Self {
         if when {
-            self.defines.push(format!("-D{symbol}"));
+            self.options.push(format!("-D{symbol}"));
         }
+        self
+    }
+
+    /// With every product rounded before it is added, as codec-core defines its results.
+    pub(crate) fn without_fused_multiply_add(mut self) -> Self {
+        self.options.push("--fmad=false".into());
         self
     }
 
     /// What the compiler is given beside the text.
     pub(crate) fn options(&self, architecture: &str) -> Vec<String> {
         let mut options = vec![format!("--gpu-architecture={architecture}"), "--ptxas-options=-v".into()];
-        options.extend(self.defines.iter().cloned());
+        options.extend(self.options.iter().cloned());
         options
     }
 }
 
 impl std::fmt::Display for Program {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "{} {}", self.name, self.defines.join(" "))
+        write!(f, "{} {}", self.name, self.options.join(" "))
     }
 }
 

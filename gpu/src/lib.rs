@@ -1,5 +1,6 @@
 #![doc = include_str!("../README.md")]
 
+pub mod codec;
 mod compile;
 mod device;
 mod disk_cache;
@@ -22,6 +23,17 @@ pub enum Element {
     Bf16,
 }
 
+/// Element type of rows that may be in single precision, too, as the kernels number them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum VectorElement {
+    /// Single precision.
+    F32 = 0,
+    /// IEEE half precision.
+    F16 = 1,
+    /// bfloat16.
+    Bf16 = 2,
+}
+
 /// Texts of the kernel files.
 struct Kernels {
     self_test: &'static str,
@@ -31,6 +43,9 @@ struct Kernels {
     gather: &'static str,
     svd_attend: &'static str,
     svd_project: &'static str,
+    codec_decode: &'static str,
+    codec_encode: &'static str,
+    codec_join: &'static str,
 }
 
 const KERNELS: Kernels = Kernels {
@@ -50,7 +65,11 @@ const KERNELS: Kernels = Kernels {
         include_str!("kernels/pq_attend/attend.cu"),
     ),
     pq_attend_any: concat!(include_str!("kernels/common.cuh"), include_str!("kernels/pq_attend_any.cu")),
-    pq_encode: concat!(include_str!("kernels/common.cuh"), include_str!("kernels/pq_encode.cu")),
+    pq_encode: concat!(
+        include_str!("kernels/common.cuh"),
+        include_str!("kernels/number.cuh"),
+        include_str!("kernels/pq_encode.cu"),
+    ),
     gather: concat!(include_str!("kernels/common.cuh"), include_str!("kernels/gather.cu")),
     svd_attend: concat!(
         include_str!("kernels/common.cuh"),
@@ -59,4 +78,17 @@ const KERNELS: Kernels = Kernels {
         include_str!("kernels/svd_attend.cu"),
     ),
     svd_project: concat!(include_str!("kernels/common.cuh"), include_str!("kernels/svd_project.cu")),
+    codec_decode: concat!(
+        include_str!("kernels/common.cuh"),
+        include_str!("kernels/number.cuh"),
+        include_str!("kernels/codec/tile.cuh"),
+        include_str!("kernels/codec/decode.cu"),
+    ),
+    codec_encode: concat!(
+        include_str!("kernels/common.cuh"),
+        include_str!("kernels/number.cuh"),
+        include_str!("kernels/codec/tile.cuh"),
+        include_str!("kernels/codec/encode.cu"),
+    ),
+    codec_join: concat!(include_str!("kernels/common.cuh"), include_str!("kernels/codec/join.cu")),
 };

@@ -8,6 +8,6 @@ mod layout;
 
 pub use attend::{Attend, AttendArguments, AttendShape, ExactTokens, Pages};
 pub use attend_any::{AttendAny, AttendAnyArguments, AttendAnyShape};
-pub use encode::{Encode, EncodeArguments, EncodeShape, VectorElement};
+pub use encode::{Encode, EncodeArguments, EncodeShape};
 pub use gather::{Gather, GatherArguments};
 pub use layout::{CodeLayout, Side, TILE};

@@ -4,9 +4,11 @@
 
 mod common;
 
-use kv_gpu::pq::{AttendAnyShape, AttendShape, EncodeShape, Gather, Side, VectorElement};
+use codec_core::{FitOptions, ModelKind, PlaneBuf, PredictorKind, Steps};
+use kv_gpu::codec::{self, Planes};
+use kv_gpu::pq::{AttendAnyShape, AttendShape, EncodeShape, Gather, Side};
 use kv_gpu::svd::{self, ProjectShape};
-use kv_gpu::{Element, Error, Program, compile, self_test_program};
+use kv_gpu::{Element, Error, Program, VectorElement, compile, self_test_program};
 use pq_core::PqShape;
 
 /// Architectures, and the bytes of shared memory of their blocks.
@@ -132,6 +134,23 @@ fn attention_on_any_shape() {
         AttendAnyShape { keys: quantizer, values: quantizer, group }.program().unwrap()
     });
     check(|_| shapes.to_vec(), false);
+}
+
+#[test]
+fn coding() {
+    let rows: Vec<f32> = (0..64 * 1024).map(|i: u32| (i.wrapping_mul(2_654_435_761) >> 8) as f32).collect();
+    let kinds = [
+        (ModelKind::Families, PredictorKind::Mean, VectorElement::Bf16, false),
+        (ModelKind::ContextTables, PredictorKind::Previous, VectorElement::F16, true),
+    ];
+    let programs = kinds.map(|(models, predictor, element, paged)| {
+        let options =
+            FitOptions { predictor, steps: Steps::Deviations(0.5), models, coder: codec_core::Coder::Lanes };
+        let plane = PlaneBuf::fit(&rows, 1024, None, &options).unwrap();
+        let shape = Planes::pack(&[plane.view().unwrap()], 128).unwrap().shape(element, paged);
+        [shape.decode_program(), shape.encode_program()]
+    });
+    check(|_| [programs.concat(), vec![codec::Encode::join_program()]].concat(), true);
 }
 
 #[test]

@@ -6,8 +6,8 @@ mod common;
 
 use common::{Buffer, Random, device};
 use half::{bf16, f16};
-use kv_gpu::Device;
-use kv_gpu::pq::{CodeLayout, Encode, EncodeArguments, EncodeShape, Pages, Side, TILE, VectorElement};
+use kv_gpu::pq::{CodeLayout, Encode, EncodeArguments, EncodeShape, Pages, Side, TILE};
+use kv_gpu::{Device, VectorElement};
 use pq_core::{Backend, CodebookBuf, Codes, PqShape, encode_into_with};
 
 /// A centroid may be chosen in the place of another when its squared distance is greater by at most this part of the squared

@@ -16,6 +16,12 @@ struct CodedBlock {
     lengths: Vec<u16>,
 }
 
+impl CodedBlock {
+    fn parts(&self) -> (&[u8], &[u16]) {
+        (&self.bytes, &self.lengths)
+    }
+}
+
 /// Codes all planes of a chunk and appends the frame to `out`. With feature `rayon`, blocks are coded in parallel.
 ///
 /// # Shapes
@@ -44,7 +50,40 @@ pub fn encode_frame(
         Ok(coded)
     })?;
     let ids = planes.iter().map(Plane::id);
-    write_frame(info, ids, &blocks, out);
+    write_frame(info, ids, blocks.iter().map(CodedBlock::parts), out);
+    Ok(())
+}
+
+/// Makes a frame of tiles that were coded elsewhere, as by a GPU, and appends it to `out`. Only of planes whose blocks hold nothing
+/// but tiles: those with steps for each channel and without anchors.
+///
+/// # Shapes
+/// `ids` (layers, 2), of the planes; `lengths` (layers, 2, blocks, tiles) in units of two bytes; `payload`: the tiles, one after the
+/// other.
+/// # Errors
+/// [`Error::Length`], [`Error::TooLarge`], [`Error::Zero`]; `out` is then unchanged.
+pub fn assemble_frame(
+    info: &FrameInfo,
+    ids: &[u32],
+    lengths: &[u16],
+    payload: &[u8],
+    out: &mut Vec<u8>,
+) -> Result<(), Error> {
+    info.check()?;
+    check_len("ids", ids.len(), 2 * info.layers)?;
+    let tiles = block::tiles(info.channels());
+    let blocks = info.layers.saturating_mul(2).saturating_mul(info.blocks());
+    check_len("lengths", lengths.len(), blocks.saturating_mul(tiles))?;
+    let bytes = |lengths: &[u16]| lengths.iter().map(|&length| 2 * usize::from(length)).sum::<usize>();
+    check_len("payload", payload.len(), bytes(lengths))?;
+    let mut rest = payload;
+    let blocks = lengths.chunks_exact(tiles).map(|lengths| {
+        let (block, after) = rest.split_at(bytes(lengths));
+        rest = after;
+        (block, lengths)
+    });
+    let blocks: Vec<_> = blocks.collect();
+    write_frame(info, ids.iter().copied(), blocks.into_iter(), out);
     Ok(())
 }
 
@@ -77,7 +116,7 @@ pub fn encode_lossless_frame(
         lossless::encode(&planes[plane], backend, rows, &mut coded.bytes, &mut coded.lengths)?;
         Ok(coded)
     })?;
-    write_frame(info, planes.iter().map(LosslessPlane::id), &blocks, out);
+    write_frame(info, planes.iter().map(LosslessPlane::id), blocks.iter().map(CodedBlock::parts), out);
     Ok(())
 }
 
@@ -108,20 +147,26 @@ fn code_blocks<T: Sync>(
     blocks.map(|&(plane, rows)| code(plane, rows)).collect()
 }
 
-fn write_frame(info: &FrameInfo, ids: impl Iterator<Item = u32>, blocks: &[CodedBlock], out: &mut Vec<u8>) {
-    info.write(blocks.iter().map(|block| block.bytes.len()).sum(), out);
+/// Writes header, index and payload of blocks: their bytes, and the lengths of their tiles.
+fn write_frame<'a>(
+    info: &FrameInfo,
+    ids: impl Iterator<Item = u32>,
+    blocks: impl Iterator<Item = (&'a [u8], &'a [u16])> + Clone,
+    out: &mut Vec<u8>,
+) {
+    info.write(blocks.clone().map(|(bytes, _)| bytes.len()).sum(), out);
     let index = out.len();
     ids.for_each(|id| out.extend_from_slice(&id.to_le_bytes()));
     let mut end = 0;
-    for block in blocks {
-        end += block.bytes.len() as u64;
+    for (bytes, lengths) in blocks.clone() {
+        end += bytes.len() as u64;
         out.extend_from_slice(&end.to_le_bytes());
-        out.extend_from_slice(&crc32fast::hash(&block.bytes).to_le_bytes());
-        block.lengths.iter().for_each(|length| out.extend_from_slice(&length.to_le_bytes()));
+        out.extend_from_slice(&crc32fast::hash(bytes).to_le_bytes());
+        lengths.iter().for_each(|length| out.extend_from_slice(&length.to_le_bytes()));
     }
     let checksum = crc32fast::hash(&out[index..]);
     out.extend_from_slice(&checksum.to_le_bytes());
-    blocks.iter().for_each(|block| out.extend_from_slice(&block.bytes));
+    blocks.for_each(|(bytes, _)| out.extend_from_slice(bytes));
 }
 
 impl FrameInfo {

@@ -35,6 +35,20 @@ pub(crate) fn deviation_under((low_bits, starts): (u32, Starts<'_>)) -> f64 {
     deviation(squares.sum(), f64::from(SLOTS))
 }
 
+/// The logarithm to base 2 of a positive number that is normal, within 1e-9.
+///
+/// Of operations that every machine rounds alike, so that encoders decide alike on all, a GPU included.
+pub(crate) fn log2(x: f64) -> f64 {
+    let (one, bits) = (1.0_f64.to_bits(), x.to_bits());
+    let mantissa = f64::from_bits(bits & ((1 << 52) - 1) | one);
+    let exponent = (bits >> 52) as f64 - (one >> 52) as f64;
+    // 2 atanh(s) is the logarithm of a number, 1 to 2, over the root of 2; s is -0.1716 to 0.1716.
+    let s = (mantissa - core::f64::consts::SQRT_2) / (mantissa + core::f64::consts::SQRT_2);
+    let square = s * s;
+    let sum = [11.0, 9.0, 7.0, 5.0, 3.0, 1.0].iter().fold(0.0, |sum, n| sum * square + 1.0 / n);
+    exponent + 0.5 + 2.0 * core::f64::consts::LOG2_E * (s * sum)
+}
+
 /// `PRECISION - log2(width)` in parts of 2^8.
 static COSTS: [u16; SLOTS as usize + 1] = {
     let mut all = [0; SLOTS as usize + 1];
@@ -60,6 +74,14 @@ static COSTS: [u16; SLOTS as usize + 1] = {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn log2_is_a_logarithm() {
+        for i in 1..4000 {
+            let x = f64::from(i) * f64::from(i) / 1000.0;
+            assert!((log2(x) - x.log2()).abs() < 1e-9, "{x}: {}", log2(x));
+        }
+    }
 
     #[test]
     fn costs_are_logarithms() {

@@ -5,6 +5,8 @@
 //! that of the deviation divided by as many powers of two. Everything is integer arithmetic on the tables below, so that
 //! every machine has the same models.
 
+#[cfg(feature = "alloc")]
+use crate::model::cost::log2;
 use crate::model::{Distribution, MAX_SYMBOLS};
 
 /// Number of shapes.
@@ -34,7 +36,7 @@ pub(crate) fn distribution(family: u8) -> &'static Distribution {
 /// The family of `shape` whose deviation is nearest to `deviation` bins on a logarithmic scale.
 #[cfg(feature = "alloc")]
 pub(crate) fn nearest(shape: usize, deviation: f64) -> u8 {
-    let scale = libm::round(OCTAVE as f64 * libm::log2(deviation.max(1e-9))) + ONE as f64;
+    let scale = libm::round(OCTAVE as f64 * log2(deviation.max(1e-9))) + ONE as f64;
     (SCALES * shape) as u8 + scale.clamp(0.0, (SCALES - 1) as f64) as u8
 }
 

@@ -3,7 +3,7 @@
 use alloc::vec;
 use alloc::vec::Vec;
 
-use crate::model::cost::{COST_BITS, cost, deviation, deviation_under};
+use crate::model::cost::{COST_BITS, cost, deviation, deviation_under, log2};
 use crate::model::family;
 use crate::model::tables::{ESCAPE, LANES, Row, TileTables};
 use crate::model::{PRECISION, family_model};
@@ -109,7 +109,7 @@ impl TileEncoder<'_> {
         let deviation = |lane: usize| deviation(numbers.squares[lane].into(), n);
         let estimate = |(lane, model)| {
             let ratio = (deviation(lane) / deviation_under(model)).max(1e-3);
-            n * core::f64::consts::LOG2_E * (ratio * ratio - 1.0 - 2.0 * libm::log(ratio)) / 2.0
+            n * (core::f64::consts::LOG2_E * (ratio * ratio - 1.0) - 2.0 * log2(ratio)) / 2.0
         };
         if lanes().map(estimate).sum::<f64>() <= price as f64 {
             return None;

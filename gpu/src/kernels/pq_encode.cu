@@ -19,7 +19,7 @@ constexpr int WIDTH = KEPT_BITS == 6 ? LANE_WORDS / 3 : LANE_WORDS < 4 ? LANE_WO
 static_assert(TILE * KEPT_M * KEPT_BITS / 8 == TILE_BYTES, "the host computes it, too");
 
 struct Arguments {
-    const void* vectors;     // element [sequence][head][vector][HEAD_DIM], with the strides below
+    const Number* vectors;   // element [sequence][head][vector][HEAD_DIM], with the strides below
     const float* centroids;  // [head][M][KSUB][DSUB]
     const u32* firsts;       // [sequence]: the token that its first vector is
     const u32* counts;       // [sequence]: vectors
@@ -30,13 +30,7 @@ struct Arguments {
 };
 
 __device__ __forceinline__ float finite_element(const Arguments& a, u64 at) {
-#if ELEMENT == 0
-    const float x = static_cast<const float*>(a.vectors)[at];
-#elif ELEMENT == 1
-    const float x = half_to_float(static_cast<const u16*>(a.vectors)[at]);
-#else
-    const float x = __uint_as_float((u32)static_cast<const u16*>(a.vectors)[at] << 16);
-#endif
+    const float x = to_float(a.vectors[at]);
     return fabsf(x) < infinity() ? x : 0; // as on the CPU, what is no number is 0
 }
 

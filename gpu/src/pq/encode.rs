@@ -4,18 +4,7 @@ use pq_core::PqShape;
 use crate::device::Kernel;
 use crate::pq::attend::Pages;
 use crate::pq::layout::{CodeLayout, Side, TILE};
-use crate::{Device, Error, KERNELS, Program};
-
-/// Element type of vectors that are encoded, as the kernel numbers them.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum VectorElement {
-    /// Single precision.
-    F32 = 0,
-    /// IEEE half precision.
-    F16 = 1,
-    /// bfloat16.
-    Bf16 = 2,
-}
+use crate::{Device, Error, KERNELS, Program, VectorElement};
 
 /// What an encoder is compiled for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

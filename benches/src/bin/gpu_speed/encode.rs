@@ -2,7 +2,8 @@
 
 use cudarc::driver::sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_CLOCK_RATE;
 use half::f16;
-use kv_gpu::pq::{CodeLayout, Encode, EncodeArguments, EncodeShape, Side, TILE, VectorElement};
+use kv_gpu::VectorElement;
+use kv_gpu::pq::{CodeLayout, Encode, EncodeArguments, EncodeShape, Side, TILE};
 use pq_core::{CodebookBuf, Codes, PqShape, encode_into};
 
 use crate::stopwatch::Stopwatch;

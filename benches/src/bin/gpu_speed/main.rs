@@ -5,6 +5,7 @@
 #![allow(clippy::unwrap_used, unsafe_code)] // a measurement that cannot run should say so by panicking
 
 mod attend;
+mod codec;
 mod encode;
 mod gather;
 mod project;
@@ -21,4 +22,5 @@ fn main() {
     gather::run(&watch);
     project::run(&watch);
     ragged::run(&watch);
+    codec::run(&watch);
 }

@@ -1,0 +1,156 @@
+//! Frames of the codec: decoding, alone and beside the copy from the host, and encoding.
+
+use codec_core::{
+    Backend, Coder, FitOptions, Frame, FrameInfo, ModelKind, PlaneBuf, PredictorKind, Side, Steps,
+    assemble_frame, encode_frame,
+};
+use cudarc::driver::result::memcpy_htod_async;
+use half::bf16;
+use kv_gpu::VectorElement;
+use kv_gpu::codec::{Decode, DecodeArguments, Encode, EncodeArguments, Place, Planes};
+
+use crate::stopwatch::Stopwatch;
+
+/// Of Llama 3.1 8B.
+const INFO: FrameInfo = FrameInfo::new(32, 8, 128, 4096);
+const LAYERS: usize = INFO.layers;
+/// Layers that are copied at a time.
+const PART: usize = 4;
+
+pub fn run(watch: &Stopwatch) {
+    for (name, predictor, models) in [
+        ("mean, families", PredictorKind::Mean, ModelKind::Families),
+        ("previous, tables by context", PredictorKind::Previous, ModelKind::ContextTables),
+    ] {
+        let load = format!("{name}, 32 layers x 8 heads x 4096 x 128");
+        if watch.wants("codec decode", &load) || watch.wants("codec encode", &load) {
+            measure(watch, &load, predictor, models);
+        }
+    }
+}
+
+fn measure(watch: &Stopwatch, load: &str, predictor: PredictorKind, models: ModelKind) {
+    let values = INFO.numbers() as f64;
+    let rows: Vec<bf16> =
+        kv_benches::keys(INFO.tokens, INFO.channels()).into_iter().map(bf16::from_f32).collect();
+    let wide: Vec<f32> = rows.iter().map(|x| x.to_f32()).collect();
+    let options = FitOptions { predictor, steps: Steps::Deviations(1.0), models, coder: Coder::Lanes };
+    let plane = PlaneBuf::fit(&wide, INFO.channels(), None, &options).unwrap();
+    let plane = plane.view().unwrap();
+    let mut bytes = vec![];
+    encode_frame(Backend::detect(), &INFO, &[plane; 2 * LAYERS], &[&wide[..]; 2 * LAYERS], &mut bytes)
+        .unwrap();
+    let frame = Frame::parse(&bytes, INFO.numbers()).unwrap();
+    let planes = Planes::pack(&[plane; 2 * LAYERS], INFO.head_dim).unwrap();
+    let shape = planes.shape(VectorElement::Bf16, false);
+    let place =
+        Place { token_stride: INFO.channels(), head_stride: INFO.head_dim, first_token: 0, pages: None };
+
+    let there = watch.zeros::<u8>(bytes.len() + 3);
+    let words = watch.upload(planes.words());
+    let numbers = watch.zeros::<bf16>(INFO.numbers());
+    let pointers = |first: u64| -> Vec<u64> {
+        (0..2 * LAYERS).map(|plane| first + (plane * rows.len() * 2) as u64).collect()
+    };
+    let out = watch.upload(&pointers(watch.pointer(&numbers)));
+    let failed = watch.zeros::<u32>(1);
+    let decode = Decode::new(&watch.gpu, shape).unwrap();
+    let arguments = DecodeArguments {
+        frame: watch.pointer(&there),
+        planes: watch.pointer(&words),
+        layers: 0..LAYERS,
+        blocks: 0..INFO.blocks(),
+        out: watch.pointer(&out),
+        place,
+        failed: watch.pointer(&failed),
+    };
+
+    // From pinned memory, copied and decoded part by part: the copy of the next beside the decoding of the last.
+    // SAFETY: written before it is read.
+    let mut host = unsafe { watch.gpu.context().alloc_pinned::<u8>(bytes.len()) }.unwrap();
+    host.as_mut_slice().unwrap().copy_from_slice(&bytes);
+    let host = host.as_slice().unwrap();
+    let copies = watch.gpu.context().new_stream().unwrap();
+    let layers = |part: usize| part * PART..(part + 1) * PART;
+    let range = |part: usize| {
+        let block = |layer, side, block| frame.block_range(layer, side, block).unwrap();
+        let start = if part == 0 { 0 } else { block(part * PART, Side::Keys, 0).start };
+        start..block((part + 1) * PART - 1, Side::Values, INFO.blocks() - 1).end
+    };
+    let copy = |range: std::ops::Range<usize>, stream| {
+        let to = arguments.frame + range.start as u64;
+        // SAFETY: the frame's bytes, into a buffer of their number.
+        unsafe { memcpy_htod_async(to, &host[range], stream) }.unwrap();
+    };
+    let stream = watch.gpu.stream();
+    let copied = watch.replay(|| copy(0..bytes.len(), stream.cu_stream()));
+    let parts: Vec<DecodeArguments> = (0..LAYERS / PART)
+        .map(|part| DecodeArguments {
+            layers: layers(part),
+            out: arguments.out + (part * PART * 2 * 8) as u64,
+            ..arguments.clone()
+        })
+        .collect();
+    let both = watch.replay(|| {
+        copies.join(stream).unwrap();
+        for (part, arguments) in parts.iter().enumerate() {
+            copy(range(part), copies.cu_stream());
+            stream.join(&copies).unwrap();
+            // SAFETY: buffers of the shapes that the arguments ask for, which outlive the launch.
+            unsafe { decode.launch(stream.cu_stream(), &frame, &planes, arguments) }.unwrap();
+        }
+    });
+    let bits = bytes.len() as f64 * 8.0 / values;
+    // SAFETY: as above.
+    let us = watch.time(1, |_, stream| unsafe { decode.launch(stream, &frame, &planes, &arguments) });
+    assert_eq!(watch.download(&failed), [0]);
+    // The last plane, against the CPU.
+    let mut expected = vec![0.0; rows.len()];
+    frame
+        .decode_plane_into(Backend::detect(), &plane, LAYERS - 1, Side::Values, None, &mut expected)
+        .unwrap();
+    let got = watch.download(&numbers);
+    let got = &got[got.len() - rows.len()..];
+    assert!(got.iter().zip(&expected).all(|(got, &x)| *got == bf16::from_f32(x)));
+    drop(expected);
+    let decoded_bytes = bytes.len() as f64 + 2.0 * values;
+    if watch.wants("codec decode", load) {
+        watch.say("codec decode", &format!("{load}, {bits:.2} bits"), decoded_bytes, us);
+        let shape = format!("{load}, in {} parts beside their copy", LAYERS / PART);
+        watch.say_beside("codec decode", &shape, bytes.len() as f64, both, copied);
+    }
+    if !watch.wants("codec encode", load) {
+        return;
+    }
+
+    let given = watch.upload(&rows.repeat(2 * LAYERS));
+    let all = watch.upload(&pointers(watch.pointer(&given)));
+    let kernel = Encode::new(&watch.gpu, shape).unwrap();
+    let slots_len = Encode::slots_len(&INFO, LAYERS);
+    let (slots, payload) = (watch.zeros::<u8>(slots_len), watch.zeros::<u8>(slots_len));
+    let workspace = watch.zeros::<u8>(kernel.workspace_len(&INFO));
+    let lengths = watch.zeros::<u16>(2 * LAYERS * INFO.blocks() * INFO.channels() / 32);
+    let payload_bytes = watch.zeros::<u64>(1);
+    let arguments = EncodeArguments {
+        planes: watch.pointer(&words),
+        layers: 0..LAYERS,
+        rows: watch.pointer(&all),
+        place,
+        slots: watch.pointer(&slots),
+        workspace: watch.pointer(&workspace),
+        lengths: watch.pointer(&lengths),
+        payload: watch.pointer(&payload),
+        capacity: slots_len,
+        payload_bytes: watch.pointer(&payload_bytes),
+        failed: watch.pointer(&failed),
+    };
+    // SAFETY: as above.
+    let us = watch.time(1, |_, stream| unsafe { kernel.launch(stream, &INFO, &planes, &arguments) });
+    assert_eq!(watch.download(&failed), [0]);
+    let mut payload = watch.download(&payload);
+    payload.truncate(watch.download(&payload_bytes)[0] as usize);
+    let mut assembled = vec![];
+    assemble_frame(&INFO, planes.ids(), &watch.download(&lengths), &payload, &mut assembled).unwrap();
+    assert!(assembled == bytes, "other bytes than the CPU's");
+    watch.say("codec encode", &format!("{load}, {bits:.2} bits"), decoded_bytes, us);
+}

@@ -1,0 +1,133 @@
+use std::ops::Range;
+
+use codec_core::{Frame, LANES, Side};
+use cudarc::driver::sys::CUstream;
+
+use super::{CodecShape, KernelPlace, Place, Planes};
+use crate::device::Kernel;
+use crate::{Device, Error};
+
+/// Blocks of tokens that a block of threads decodes: `WARPS` of the kernel.
+const WARPS: usize = 8;
+
+/// Device pointers and ranges of one launch.
+#[derive(Clone, Debug)]
+pub struct DecodeArguments {
+    /// The frame's bytes, on the device; of blocks that this launch does not decode, they need not have come yet.
+    pub frame: u64,
+    /// [`Planes::words`], on the device.
+    pub planes: u64,
+    /// Which layers.
+    pub layers: Range<usize>,
+    /// Which blocks of tokens.
+    pub blocks: Range<usize>,
+    /// `u64` (layers of the launch, 2): pointers to the rows of keys, then values, of each layer.
+    pub out: u64,
+    /// Where in them the frame's tokens go.
+    pub place: Place,
+    /// `u32`, which the launch only ever raises: if it is not 0 afterwards, there is a tile that no encoder wrote, and what was
+    /// written for that tile is without meaning. The tile's number in the frame is one less.
+    pub failed: u64,
+}
+
+/// `Arguments` of the kernel.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct KernelArguments {
+    frame: u64,
+    planes: u64,
+    out: u64,
+    failed: u64,
+    place: KernelPlace,
+    frame_planes: u32,
+    frame_blocks: u32,
+    tokens: u32,
+    block_tokens: u32,
+    first_plane: u32,
+    first_block: u32,
+    blocks: u32,
+}
+
+/// `codec_core::Frame::decode_block_into` for many blocks of many planes: tiles decoded, dequantized, rounded to the cache's element and
+/// put where the cache has them. Single precision has the bits of the CPU.
+///
+/// Checksums of blocks are the host's to compare ([`Frame::check_block`]). Bytes that no encoder wrote are noticed or decode to
+/// numbers without meaning; nothing outside the frame is read for them, but up to three bytes behind it that make the last four.
+///
+/// # Cost
+/// Reads the stream and writes the numbers; a warp decodes 32 numbers at a time, a lane a channel.
+/// # Source
+/// CacheGen (SIGCOMM 2024), 6; the bitstream is codec-core's `FORMAT.md`.
+pub struct Decode {
+    kernel: Kernel,
+    shape: CodecShape,
+}
+
+impl Decode {
+    /// Compiles it for a shape.
+    ///
+    /// # Errors
+    /// [`Error::NoNvrtc`], [`Error::Compile`] or [`Error::Driver`].
+    pub fn new(device: &Device, shape: CodecShape) -> Result<Self, Error> {
+        Ok(Self { kernel: device.kernel(&shape.decode_program(), "codec_decode", 0)?, shape })
+    }
+
+    /// Puts the decoding on a stream. `frame` is the host's view of what is on the device: only its header and index are read.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for planes, a frame or ranges that do not go together, [`Error::Driver`].
+    /// # Safety
+    /// Pointers must be to device memory with as many elements as their shapes say, those to frame and planes aligned to 8 bytes, and
+    /// stay so, unwritten by others, until the launch has run; what lies at `frame` must be the bytes that `frame` was parsed from, and
+    /// what lies at `planes` the words of `planes`; the place must give every token its own room; `stream` must be of the device.
+    pub unsafe fn launch(
+        &self,
+        stream: CUstream,
+        frame: &Frame<'_>,
+        planes: &Planes,
+        arguments: &DecodeArguments,
+    ) -> Result<(), Error> {
+        let (a, info) = (arguments, frame.info());
+        let problem = |problem: &str| Error::Argument { operation: "codec::Decode", problem: problem.into() };
+        if planes.shape(self.shape.element, self.shape.paged) != self.shape {
+            return Err(problem("planes of another shape than it was compiled for"));
+        }
+        if info.lossless || info.channels() != self.shape.channels() {
+            return Err(problem("a frame without loss, or of another number of channels"));
+        }
+        if a.layers.end > info.layers || a.blocks.end > info.blocks() {
+            return Err(problem("layers or blocks that the frame does not have"));
+        }
+        for (layer, side) in a.layers.clone().flat_map(|layer| [(layer, Side::Keys), (layer, Side::Values)]) {
+            let id = planes.ids().get(2 * layer + usize::from(side == Side::Values));
+            if id.copied() != frame.plane_id(layer, side).ok() {
+                return Err(problem(&format!("layer {layer} was coded under another plane")));
+            }
+        }
+        if a.layers.is_empty() || a.blocks.is_empty() {
+            return Ok(());
+        }
+        let kernel_arguments = KernelArguments {
+            frame: a.frame,
+            planes: a.planes,
+            out: a.out,
+            failed: a.failed,
+            place: a.place.for_kernel(&self.shape, info.tokens).map_err(problem)?,
+            frame_planes: 2 * info.layers as u32,
+            frame_blocks: info.blocks() as u32,
+            tokens: info.tokens as u32,
+            block_tokens: info.block_tokens as u32,
+            first_plane: 2 * a.layers.start as u32,
+            first_block: a.blocks.start as u32,
+            blocks: a.blocks.len() as u32,
+        };
+        let tiles = info.channels().div_ceil(LANES);
+        let (y, z) = (2 * a.layers.len(), a.blocks.len().div_ceil(WARPS));
+        if y > 65_535 || z > 65_535 {
+            return Err(problem("more than 32,767 layers or 524,280 blocks at a time"));
+        }
+        let grid = (tiles as u32, y as u32, z as u32);
+        // SAFETY: the structure is the kernel's argument; the caller vouches for what its pointers lead to.
+        unsafe { self.kernel.launch(stream, grid, (WARPS * LANES) as u32, false, &kernel_arguments) }
+    }
+}

@@ -1,0 +1,199 @@
+use std::ops::Range;
+
+use codec_core::{FrameInfo, LANES};
+use cudarc::driver::sys::CUstream;
+
+use super::{CodecShape, KernelPlace, Place, Planes};
+use crate::device::Kernel;
+use crate::{Device, Error, KERNELS, Program};
+
+/// `WARPS` of the kernel.
+const WARPS: usize = 4;
+/// Blocks of threads of a multiprocessor, as the kernel is bound to.
+const RESIDENT: usize = 6;
+/// Tiles of a block of threads that joins them: `COUNT` of the kernel.
+const JOINED: usize = 256;
+
+/// Device pointers and ranges of one launch.
+#[derive(Clone, Debug)]
+pub struct EncodeArguments {
+    /// [`Planes::words`], on the device.
+    pub planes: u64,
+    /// Which layers.
+    pub layers: Range<usize>,
+    /// `u64` (layers of the launch, 2): pointers to the rows of keys, then values, of each layer.
+    pub rows: u64,
+    /// Where in them the frame's tokens are.
+    pub place: Place,
+    /// Bytes ([`Encode::slots_len`],), overwritten.
+    pub slots: u64,
+    /// Bytes ([`Encode::workspace_len`],), overwritten.
+    pub workspace: u64,
+    /// `u16` (layers of the launch, 2, blocks, tiles), written: lengths of the tiles in units of two bytes.
+    pub lengths: u64,
+    /// Bytes (`capacity`,), written: the tiles one behind the other, if they fit.
+    pub payload: u64,
+    /// Bytes that the payload has room for; [`Encode::slots_len`] always suffices.
+    pub capacity: usize,
+    /// `u64`, written: bytes that the payload needs.
+    pub payload_bytes: u64,
+    /// `u32`, which the launch only ever raises: if it is not 0 afterwards, a number of the tile before that of the launch is not
+    /// finite, or not in its channel's steps.
+    pub failed: u64,
+}
+
+/// `Arguments` of `codec_encode`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct EncodeKernelArguments {
+    planes: u64,
+    rows: u64,
+    slots: u64,
+    lengths: u64,
+    workspace: u64,
+    failed: u64,
+    place: KernelPlace,
+    planes_here: u32,
+    first_plane: u32,
+    tokens: u32,
+    block_tokens: u32,
+    slot_bytes: u32,
+}
+
+/// `Arguments` of `codec_join`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct JoinKernelArguments {
+    slots: u64,
+    lengths: u64,
+    payload: u64,
+    payload_bytes: u64,
+    capacity: u64,
+    tiles: u32,
+    slot_bytes: u32,
+}
+
+/// `codec_core::encode_frame` but for header, index and checksums, which the host adds ([`codec_core::assemble_frame`]): the same bytes.
+/// For planes with a step for each channel.
+///
+/// # Cost
+/// Two launches. Reads the numbers twice or more, from the second-level cache but for the first time.
+/// # Source
+/// CacheGen (SIGCOMM 2024), 5.2; the bitstream is codec-core's `FORMAT.md`.
+pub struct Encode {
+    encode: Kernel,
+    join: Kernel,
+    shape: CodecShape,
+    blocks: usize,
+}
+
+impl Encode {
+    /// The program that joins tiles, which is the same for all shapes.
+    #[must_use]
+    pub fn join_program() -> Program {
+        Program::new("codec_join", KERNELS.codec_join, &[])
+    }
+
+    /// Compiles it for a shape.
+    ///
+    /// # Errors
+    /// [`Error::NoNvrtc`], [`Error::Compile`] or [`Error::Driver`].
+    pub fn new(device: &Device, shape: CodecShape) -> Result<Self, Error> {
+        let encode = device.kernel(&shape.encode_program(), "codec_encode", 0)?;
+        let join = device.kernel(&Self::join_program(), "codec_join", 0)?;
+        Ok(Self { encode, join, shape, blocks: RESIDENT * device.processors() })
+    }
+
+    /// Bytes that all tiles of `layers` layers take at most.
+    #[must_use]
+    pub fn slots_len(info: &FrameInfo, layers: usize) -> usize {
+        tiles(info, layers).saturating_mul(slot_bytes(info))
+    }
+
+    /// Bytes of scratch.
+    #[must_use]
+    pub const fn workspace_len(&self, info: &FrameInfo) -> usize {
+        self.blocks.saturating_mul(WARPS).saturating_mul(info.block_tokens).saturating_mul(8 * LANES)
+    }
+
+    /// Puts the encoding on a stream. `info` is that of the frame to be; the tokens of its blocks and its layers must be those of
+    /// all launches.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for planes, a frame or ranges that do not go together, [`Error::Driver`].
+    /// # Safety
+    /// Pointers must be to device memory with as many elements as their shapes say, aligned to 8 bytes, and stay so, unwritten by
+    /// others, until the launch has run; what lies at `planes` must be the words of `planes`; `stream` must be of the device.
+    pub unsafe fn launch(
+        &self,
+        stream: CUstream,
+        info: &FrameInfo,
+        planes: &Planes,
+        arguments: &EncodeArguments,
+    ) -> Result<(), Error> {
+        let a = arguments;
+        let problem = |problem: &str| Error::Argument { operation: "codec::Encode", problem: problem.into() };
+        if planes.shape(self.shape.element, self.shape.paged) != self.shape {
+            return Err(problem("planes of another shape than it was compiled for"));
+        }
+        if planes.scaled_by_token() {
+            return Err(problem("a plane with steps for each token"));
+        }
+        if info.lossless || info.channels() != self.shape.channels() {
+            return Err(problem("a frame without loss, or of another number of channels"));
+        }
+        if a.layers.end > info.layers || planes.ids().len() != 2 * info.layers {
+            return Err(problem("layers that the frame or the planes do not have"));
+        }
+        if !(1..=codec_core::MAX_BLOCK_TOKENS).contains(&info.block_tokens) {
+            return Err(problem("blocks of no tokens, or of too many"));
+        }
+        let tiles = tiles(info, a.layers.len());
+        let count = u32::try_from(tiles).map_err(|_| problem("more tiles than 32 bits count"))?;
+        if count == 0 {
+            return Ok(());
+        }
+        let slot_bytes = slot_bytes(info) as u32;
+        let encode_arguments = EncodeKernelArguments {
+            planes: a.planes,
+            rows: a.rows,
+            slots: a.slots,
+            lengths: a.lengths,
+            workspace: a.workspace,
+            failed: a.failed,
+            place: a.place.for_kernel(&self.shape, info.tokens).map_err(problem)?,
+            planes_here: 2 * a.layers.len() as u32,
+            first_plane: 2 * a.layers.start as u32,
+            tokens: info.tokens as u32,
+            block_tokens: info.block_tokens as u32,
+            slot_bytes,
+        };
+        let join_arguments = JoinKernelArguments {
+            slots: a.slots,
+            lengths: a.lengths,
+            payload: a.payload,
+            payload_bytes: a.payload_bytes,
+            capacity: a.capacity as u64,
+            tiles: count,
+            slot_bytes,
+        };
+        let grid = |blocks: usize| (blocks as u32, 1, 1);
+        let (units, threads) =
+            (tiles / info.blocks() * info.blocks().div_ceil(WARPS), (WARPS * LANES) as u32);
+        // SAFETY: the structures are the kernels' arguments; the caller vouches for what their pointers lead to.
+        unsafe {
+            self.encode.launch(stream, grid(self.blocks.min(units)), threads, false, &encode_arguments)?;
+            self.join.launch(stream, grid(tiles.div_ceil(JOINED)), JOINED as u32, false, &join_arguments)
+        }
+    }
+}
+
+fn tiles(info: &FrameInfo, layers: usize) -> usize {
+    let planes = layers.saturating_mul(2).saturating_mul(info.blocks());
+    planes.saturating_mul(info.channels().div_ceil(LANES))
+}
+
+/// Most bytes of a tile: 16 bits a number.
+const fn slot_bytes(info: &FrameInfo) -> usize {
+    4 + 2 * LANES * info.block_tokens
+}

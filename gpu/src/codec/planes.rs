@@ -1,0 +1,231 @@
+use codec_core::{Coder, LANES, MAX_SYMBOLS, PRECISION, Plane, Predictor, Scaling, family_table};
+
+use crate::{Error, KERNELS, Program, VectorElement};
+
+const FAMILIES: usize = 256;
+/// 32-bit words of a `Family` of the kernels.
+const FAMILY_WORDS: usize = 2 + MAX_SYMBOLS;
+/// Fewest symbols that kernels are compiled for: a plane more or less seldom changes the shape.
+const LEAST_SYMBOLS: usize = 16;
+
+/// What the codec's kernels are compiled for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct CodecShape {
+    channels: usize,
+    head_dim: usize,
+    contexts: usize,
+    symbols: usize, // a power of two
+    previous: bool,
+    /// Element of the rows.
+    pub element: VectorElement,
+    /// Whether the rows lie in pages.
+    pub paged: bool,
+}
+
+impl CodecShape {
+    /// The program of [`Decode`](super::Decode).
+    #[must_use]
+    pub fn decode_program(&self) -> Program {
+        self.program("codec_decode", KERNELS.codec_decode)
+    }
+
+    /// The program of [`Encode`](super::Encode).
+    #[must_use]
+    pub fn encode_program(&self) -> Program {
+        self.program("codec_encode", KERNELS.codec_encode)
+    }
+
+    fn program(&self, name: &'static str, text: &'static str) -> Program {
+        let defines = [
+            ("CHANNELS", self.channels),
+            ("HEAD_DIM", self.head_dim),
+            ("CONTEXTS", self.contexts),
+            ("SYMBOLS", self.symbols),
+            ("FAMILY_BYTES", 4 * FAMILY_WORDS),
+            ("TILE_MODEL_BYTES", 4 * self.tile_model_words()),
+            ("ELEMENT", self.element as usize),
+        ];
+        Program::new(name, text, &defines)
+            .define_if(self.previous, "PREVIOUS")
+            .define_if(self.paged, "PAGED")
+            .without_fused_multiply_add()
+    }
+
+    pub(crate) const fn channels(&self) -> usize {
+        self.channels
+    }
+
+    /// 32-bit words of a `TileModel` of the kernels.
+    const fn tile_model_words(&self) -> usize {
+        LANES * (7 + self.contexts + self.contexts * self.symbols) + 4
+    }
+}
+
+/// The planes of a model as the kernels read them: made once, copied to the device once.
+pub struct Planes {
+    shape: CodecShape,
+    ids: Vec<u32>,
+    scaled_by_token: bool,
+    words: Vec<u32>,
+}
+
+impl Planes {
+    /// Lays planes out, (layers, 2): keys, then values, of each layer.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for no planes, or planes that differ in their channels; [`Error::Unsupported`] for planes with a transform,
+    /// anchors or the range coder, whose tiles have no parallel decoder.
+    pub fn pack(planes: &[Plane<'_>], head_dim: usize) -> Result<Self, Error> {
+        let problem = |problem: &str| Error::Argument { operation: "codec::Planes", problem: problem.into() };
+        let channels = planes.first().ok_or_else(|| problem("no planes"))?.channels();
+        if head_dim == 0 || !channels.is_multiple_of(head_dim) {
+            return Err(problem("heads that do not share the channels evenly"));
+        }
+        if planes.iter().any(|plane| plane.channels() != channels) {
+            return Err(problem("planes of different numbers of channels"));
+        }
+        for plane in planes {
+            let parts = plane.parts();
+            let what = match (parts.transform, parts.predictor, parts.coder) {
+                (Some(_), ..) => "a transform",
+                (_, Predictor::Anchor { .. }, _) => "anchors",
+                (_, _, Coder::Range) => "the range coder",
+                _ => continue,
+            };
+            let operation = format!("planes with {what} on the GPU");
+            return Err(Error::Unsupported {
+                operation,
+                supported: "lanes, predicted by the mean or the token before",
+            });
+        }
+        let parts = || planes.iter().map(Plane::parts);
+        let contexts = parts().map(|plane| plane.models.contexts()).max().unwrap_or(1);
+        let tables = parts().flat_map(|plane| {
+            (0..channels)
+                .flat_map(move |channel| (0..plane.models.contexts()).map(move |context| (channel, context)))
+                .filter_map(move |(channel, context)| plane.models.table(channel, context).ok())
+        });
+        let symbols = tables.map(|table| Model::new(&table).symbols()).max().unwrap_or(1);
+        let shape = CodecShape {
+            channels,
+            head_dim,
+            contexts,
+            symbols: symbols.next_power_of_two().max(LEAST_SYMBOLS),
+            previous: parts().any(|plane| matches!(plane.predictor, Predictor::Previous(_))),
+            element: VectorElement::F32,
+            paged: false,
+        };
+        let mut words = Vec::with_capacity(FAMILIES * FAMILY_WORDS);
+        for family in 0..=u8::MAX {
+            let table = family_table(family);
+            let model = Model::new(&table);
+            words.extend([model.low_bits, model.symbols() as u32 - 1]);
+            words.extend((0..MAX_SYMBOLS).map(|symbol| model.symbol(symbol)));
+        }
+        for plane in planes {
+            for first in (0..channels).step_by(LANES) {
+                push_tile(&shape, plane, first, &mut words)?;
+            }
+        }
+        let scaled_by_token = parts().any(|plane| matches!(plane.scaling, Scaling::TokenAbsmax { .. }));
+        Ok(Self { shape, ids: planes.iter().map(Plane::id).collect(), scaled_by_token, words })
+    }
+
+    /// What the device needs, to be copied there as it is.
+    #[must_use]
+    pub fn words(&self) -> &[u32] {
+        &self.words
+    }
+
+    /// What to compile kernels for.
+    #[must_use]
+    pub const fn shape(&self, element: VectorElement, paged: bool) -> CodecShape {
+        CodecShape { element, paged, ..self.shape }
+    }
+
+    /// Ids of the planes, (layers, 2), as [`codec_core::assemble_frame`] takes them.
+    #[must_use]
+    pub fn ids(&self) -> &[u32] {
+        &self.ids
+    }
+
+    pub(crate) const fn scaled_by_token(&self) -> bool {
+        self.scaled_by_token
+    }
+}
+
+/// Low bits and first slots of one model.
+struct Model<'a> {
+    low_bits: u32,
+    starts: &'a [u16],
+}
+
+impl<'a> Model<'a> {
+    fn new(table: &'a [u16]) -> Self {
+        Self { low_bits: table[0].into(), starts: &table[1..] }
+    }
+
+    fn symbols(&self) -> usize {
+        self.starts.partition_point(|&start| start < 1 << PRECISION)
+    }
+
+    /// `Symbol` of the kernels.
+    fn symbol(&self, symbol: usize) -> u32 {
+        let start = |symbol: usize| self.starts.get(symbol).map_or(1 << PRECISION, |&start| u32::from(start));
+        start(symbol) << 16 | (start(symbol + 1) - start(symbol))
+    }
+}
+
+/// `TileModel` of the kernels.
+fn push_tile(shape: &CodecShape, plane: &Plane<'_>, first: usize, words: &mut Vec<u32>) -> Result<(), Error> {
+    let parts = plane.parts();
+    let lanes = || (0..LANES).map(|lane| Some(first + lane).filter(|&channel| channel < shape.channels));
+    let unexpected = |error| Error::Argument { operation: "codec::Planes", problem: format!("{error}") };
+    let expected = |channel| match channel {
+        Some(channel) => parts.models.expectation(channel).map_err(unexpected),
+        None => Ok((0, 1.0)),
+    };
+    let expected = lanes().map(expected).collect::<Result<Vec<_>, _>>()?;
+    for (_, deviation) in &expected {
+        let bits = deviation.to_bits();
+        words.extend([bits as u32, (bits >> 32) as u32]);
+    }
+    words.extend(expected.iter().map(|&(family_shape, _)| family_shape as u32));
+    // A lane without a channel has one symbol, which costs nothing.
+    let mut nothing = [1 << PRECISION; 1 + MAX_SYMBOLS];
+    nothing[..2].fill(0);
+    let table = |channel, context: usize| match channel {
+        Some(channel) => {
+            parts.models.table(channel, context.min(parts.models.contexts() - 1)).map_err(unexpected)
+        }
+        None => Ok(nothing),
+    };
+    for channel in lanes() {
+        words.push(table(channel, 0)?[0].into());
+    }
+    let (steps, levels) = match parts.scaling {
+        Scaling::Steps(steps) => (Some(steps), 0),
+        Scaling::TokenAbsmax { levels } => (None, levels),
+    };
+    let factors = match parts.predictor {
+        Predictor::Previous(factors) => Some(factors),
+        _ => None,
+    };
+    for (numbers, otherwise) in [(steps, 1.0), (Some(parts.mean), 0.0), (factors, 0.0_f32)] {
+        let number = |channel: Option<usize>| numbers.and_then(|numbers| numbers.get(channel?).copied());
+        words.extend(lanes().map(|channel| number(channel).unwrap_or(otherwise).to_bits()));
+    }
+    words.extend(parts.centroids.map(f32::to_bits));
+    words.extend([levels.into(), parts.models.contexts() as u32]);
+    let tables = (0..shape.contexts).map(|context| lanes().map(|channel| table(channel, context)).collect());
+    let tables = tables.collect::<Result<Vec<Vec<_>>, _>>()?;
+    for tables in &tables {
+        words.extend(tables.iter().map(|table| Model::new(table).symbols() as u32 - 1));
+    }
+    for tables in &tables {
+        for symbol in 0..shape.symbols {
+            words.extend(tables.iter().map(|table| Model::new(table).symbol(symbol)));
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,283 @@
+// Blocks of a frame into rows of numbers: tiles decoded, dequantized and stored where an engine keeps its cache.
+//
+// CPU twin: codec_core::Frame::decode_block_into. The frame's bytes lie on the device as they were sent; the host has verified its
+// header, index and ids.
+//
+// A block of threads has one tile of a plane and WARPS of its blocks of tokens, which share the models in shared memory, laid out so that
+// lanes never collide there. A symbol is found by bisection. Words pass through a ring of 256 bytes, a half of it loaded
+// while another is read. Floor: the stream is read, the numbers are written; at two bits a number that is nothing beside the some fifty
+// instructions of a row, of which a lane's symbol takes twenty.
+
+constexpr int WARPS = 8, THREADS = WARPS * LANES;
+constexpr int HEADER_BYTES = 64, ENTRY_BYTES = 12 + 2 * TILES;
+
+struct Arguments {
+    const u8* frame;
+    const Planes* planes;
+    Number* const* out; // of every plane of this launch
+    u32* failed;
+    Place place;
+    u32 frame_planes, frame_blocks, tokens, block_tokens; // of the frame
+    u32 first_plane, first_block, blocks;                 // of this launch
+};
+
+struct Shared {
+    Symbol symbols[CONTEXTS * SYMBOLS][LANES];
+    u32 rings[WARPS][2 * LANES];
+};
+
+// A word for each lane that needs one, in lane order, from a stream of 16-bit words that may begin at any byte.
+class Words {
+    u32* ring; // 128 words
+    const u8 *next, *end;
+    u32 ahead; // four bytes of the half that comes next
+
+    // The lane's four bytes of the next 128; those behind the end are zeros.
+    __device__ u32 load() {
+        const u64 address = (u64)next + 4 * (threadIdx.x % LANES), aligned = address & ~3ull;
+        const u32 low = aligned < (u64)end ? *(const u32*)aligned : 0, high = aligned + 4 < (u64)end ? *(const u32*)(aligned + 4) : 0;
+        next += 4 * LANES;
+        return __funnelshift_r(low, high, 8 * (address & 3));
+    }
+
+    __device__ void fill(u32 half) {
+        __syncwarp();
+        ring[half % 2 * LANES + threadIdx.x % LANES] = ahead;
+        ahead = load();
+        __syncwarp();
+    }
+
+  public:
+    u32 taken = 0;
+
+    __device__ Words(u32* ring, const u8* from, const u8* to) : ring(ring), next(from), end(to) {
+        ahead = load();
+        fill(0);
+        fill(1);
+    }
+
+    __device__ __forceinline__ void refill(u32& state) {
+        const bool needed = state < LOW;
+        const u32 mask = __ballot_sync(FULL, needed);
+        const u32 word = ((const u16*)ring)[(taken + __popc(mask & lanes_below(threadIdx.x % LANES))) % (4 * LANES)];
+        if (needed) state = state << 16 | word;
+        const u32 before = taken / (2 * LANES);
+        taken += __popc(mask);
+        if (taken / (2 * LANES) != before) fill(before);
+    }
+};
+
+// One tile on its way from bytes to numbers.
+struct Tile {
+    const u8 *at, *end; // bytes that are left
+    u32 rows;
+    bool bad; // no encoder wrote it
+};
+
+// The states with which decoding begins. What stands in the stream of lanes that have no channel is nothing.
+__device__ u32 read_states(Tile& tile, bool used, u32 lanes) {
+    const int lane = threadIdx.x % LANES;
+    const u32 length_bytes = (lanes + 1) / 2;
+    if (tile.end - tile.at < length_bytes) return tile.bad = true, LOW;
+    const u32 bits = used ? 16 + (tile.at[lane / 2] >> (4 * (lane % 2)) & 15) : 0;
+    tile.at += length_bytes;
+    const u32 first = sum_below(bits, lane), all = __shfl_sync(FULL, first + bits, LANES - 1);
+    if (tile.end - tile.at < (all + 7) / 8) return tile.bad = true, LOW;
+    u64 window = 0;
+    if (used)
+        for (u32 byte = first / 8; byte * 8 < first + bits; byte++) window |= (u64)tile.at[byte] << (8 * (byte - first / 8));
+    if (all % 8 && tile.at[all / 8] >> all % 8) tile.bad = true;
+    tile.at += (all + 7) / 8;
+    return used ? 1u << bits | ((u32)(window >> first % 8) & ((1u << bits) - 1)) : LOW;
+}
+
+// Calls `sink(row, bin)` for every row of a coded tile. OWN: under families that the tile names.
+template <bool OWN, class Sink>
+__device__ __forceinline__ void decode_coded(Tile& tile, const Symbol* symbols, u32 low_bits, u32* ring, u32 lanes, const Sink& sink) {
+    constexpr int STRIDE = OWN ? 1 : LANES, FIRST_STEP = (OWN ? MAX_SYMBOLS : SYMBOLS) / 2;
+    const int lane = threadIdx.x % LANES;
+    const bool used = lane < lanes;
+    const u32 padding = tile.at[1 - HEAD_BYTES], escape_bytes = 2 * load_u16(tile.at + 2 - HEAD_BYTES);
+    if (OWN) tile.at += (lanes + 1) / 2 * 2;
+    if (padding > 1 || tile.end - tile.at < 6 + padding + escape_bytes) {
+        tile.bad = true;
+        return;
+    }
+    const u8* escapes = tile.end - escape_bytes;
+    const u8* end_of_escapes = tile.end;
+    tile.end = escapes - padding;
+    const u32 warmup = load_u16(tile.at), carrying = load_u16(tile.at + 2) | load_u16(tile.at + 4) << 16;
+    tile.at += 6;
+    u32 state = read_states(tile, used, lanes);
+    if (tile.bad || warmup > tile.rows) {
+        tile.bad = true;
+        return;
+    }
+    const u32 with_words = tile.rows - warmup;
+    const bool any_low_bits = __any_sync(FULL, low_bits > 0);
+    const int half = half_of(low_bits);
+    Words words(ring, tile.at, tile.end);
+    u32 context = 0;
+    auto carry = [&] {
+        if (carrying >> lane & 1) {
+            tile.bad |= state < LOW;
+            state -= LOW;
+        }
+    };
+    for (u32 row = 0; row < tile.rows; row++) {
+        const bool refills = row < with_words;
+        if (row == with_words) carry();
+        const Symbol* model = OWN || CONTEXTS == 1 ? symbols : symbols + context * SYMBOLS * STRIDE;
+        const u32 slot = state % SLOTS;
+        u32 symbol = 0;
+        Symbol found = model[0];
+#pragma unroll
+        for (int step = FIRST_STEP; step; step /= 2) {
+            const Symbol tried = model[(symbol + step) * STRIDE];
+            if (tried <= (slot << 16 | 0xffff)) symbol += step, found = tried;
+        }
+        state = slots(found) * (state / SLOTS) + slot - first_slot(found);
+        if (OWN && !used) state = LOW; // a lane without a channel has no symbols
+        if (refills) words.refill(state);
+        int bin = unzigzag(symbol);
+        if (any_low_bits) {
+            bin = (bin << low_bits) + (int)(state & ((1u << low_bits) - 1)) - half;
+            state >>= low_bits;
+            if (refills) words.refill(state);
+        }
+        const bool escaped = is_escape(found) && used;
+        const u32 escaping = __ballot_sync(FULL, escaped);
+        if (escaping) {
+            const u8* own = escapes + 2 * __popc(escaping & lanes_below(lane));
+            escapes += 2 * __popc(escaping);
+            if (escapes > end_of_escapes) {
+                tile.bad = true;
+                return;
+            }
+            if (escaped) bin = (short)load_u16(own);
+        }
+        if (CONTEXTS > 1 && !OWN) context = context_after(symbol, escaped);
+        sink(row, bin);
+    }
+    if (warmup == 0) carry();
+    tile.bad |= escapes != end_of_escapes || (used && state != 0) || words.taken * 2 != tile.end - tile.at;
+}
+
+// The same for a tile of bins of one width.
+template <class Sink>
+__device__ __forceinline__ void decode_fixed(Tile& tile, u32 width, u32 lanes, const Sink& sink) {
+    const int lane = threadIdx.x % LANES;
+    for (u32 row = 0; row < tile.rows; row++) {
+        const u32 bit = (row * lanes + lane) * width;
+        u32 window = 0;
+        for (u32 byte = bit / 8; byte * 8 < bit + width; byte++)
+            if (lane < lanes) window |= (u32)tile.at[byte] << (8 * (byte - bit / 8));
+        sink(row, unzigzag(window >> bit % 8 & ((1u << width) - 1)));
+    }
+}
+
+// What the plane's scaling makes of a number in steps, and where it goes.
+struct Writer {
+    const TileModel& model;
+    const Place& place;
+    const u8* side; // steps of tokens
+    Column column;
+    u32 first_token;
+    float step, mean;
+    bool used;
+
+    __device__ __forceinline__ float step_of(u32 row) const {
+        if (model.levels == 0) return step;
+        return fmaxf(__uint_as_float(load_u16(side + 2 * row) << 16) / (float)model.levels, 1.17549435e-38f);
+    }
+
+    __device__ __forceinline__ void put(u32 row, float number) {
+        Number* to = column.of(place, first_token + row, row == 0);
+        if (used) *to = to_number(number + mean);
+    }
+};
+
+__device__ void decode(Tile& tile, const Arguments& a, const TileModel& model, Shared& shared, Writer& writer, u32 lanes) {
+    const int lane = threadIdx.x % LANES;
+    if (tile.end - tile.at < HEAD_BYTES) {
+        tile.bad = true;
+        return;
+    }
+    const u32 kind = tile.at[0], second = tile.at[1], third = tile.at[2], fourth = tile.at[3];
+    tile.at += HEAD_BYTES;
+    if (kind == FIXED) {
+        const u32 width = second, exponent = third;
+        tile.bad = width > 16 || exponent > 128 || fourth != 0 || tile.end - tile.at != (tile.rows * lanes * width + 15) / 16 * 2;
+        if (tile.bad) return;
+        // 2^exponent in two factors: one alone may be beyond f32.
+        const float a = __uint_as_float((127 + exponent / 2) << 23), b = __uint_as_float((127 + exponent - exponent / 2) << 23);
+        constexpr float LARGEST = 3.40282347e38f;
+        decode_fixed(tile, width, lanes, [&](u32 row, int bin) {
+            const float number = (float)bin * writer.step_of(row) * a * b;
+            writer.put(row, fminf(fmaxf(number, -LARGEST), LARGEST));
+        });
+        return;
+    }
+    const float one = model.centroids[0], two = model.centroids[1];
+    float last = 0;
+#ifdef PREVIOUS
+    const float factor = model.factors[lane];
+#endif
+    auto sink = [&](u32 row, int bin) {
+#ifdef PREVIOUS
+        last = last * factor + centre(bin, one, two);
+#else
+        last = centre(bin, one, two);
+#endif
+        writer.put(row, last * writer.step_of(row));
+    };
+    u32* ring = shared.rings[threadIdx.x / LANES];
+    if (kind == PLANE_LANES) {
+        decode_coded<false>(tile, &shared.symbols[0][lane], model.low_bits[lane], ring, lanes, sink);
+    } else if (kind == OWN_LANES && tile.end - tile.at >= (lanes + 1) / 2 * 2) {
+        const Family& family = a.planes->families[lane < lanes ? tile.at[lane] : 0];
+        decode_coded<true>(tile, family.symbols, lane < lanes ? family.low_bits : 0, ring, lanes, sink);
+    } else {
+        tile.bad = true;
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) codec_decode(Arguments a) {
+    __shared__ Shared shared;
+    const u32 tile_index = blockIdx.x, plane = a.first_plane + blockIdx.y;
+    const int lane = threadIdx.x % LANES;
+    const TileModel& model = a.planes->tiles[plane][tile_index];
+    for (int i = threadIdx.x; i < CONTEXTS * SYMBOLS * LANES; i += THREADS) (&shared.symbols[0][0])[i] = (&model.symbols[0][0])[i];
+    __syncthreads();
+    const u32 block = blockIdx.z * WARPS + threadIdx.x / LANES;
+    if (block >= a.blocks) return;
+
+    const u32 lanes = min(CHANNELS - tile_index * LANES, LANES), frame_block = a.first_block + block;
+    const u32 first_token = frame_block * a.block_tokens, rows = min(a.tokens - first_token, a.block_tokens);
+    const u8* index = a.frame + HEADER_BYTES + 4 * a.frame_planes;
+    const u64 number = (u64)plane * a.frame_blocks + frame_block;
+    const u8* entry = index + number * ENTRY_BYTES;
+    auto end_of = [](const u8* entry) {
+        u64 end = 0;
+        for (int i = 3; i >= 0; i--) end = end << 16 | load_u16(entry + 2 * i);
+        return end;
+    };
+    const u8* payload = index + (u64)a.frame_planes * a.frame_blocks * ENTRY_BYTES + 4;
+    const u8* block_start = payload + (number ? end_of(entry - ENTRY_BYTES) : 0);
+    const u8* block_end = payload + end_of(entry);
+    u32 before = 0; // words of the tiles before this one
+    for (u32 i = lane; i < tile_index; i += LANES) before += load_u16(entry + 12 + 2 * i);
+    before = __reduce_add_sync(FULL, before);
+    const u32 side_bytes = model.levels ? 2 * rows : 0;
+
+    Tile tile;
+    tile.at = block_start + side_bytes + 2ull * before;
+    tile.end = tile.at + 2 * load_u16(entry + 12 + 2 * tile_index);
+    tile.rows = rows;
+    tile.bad = tile.end > block_end || (tile_index == TILES - 1 && tile.end != block_end);
+    const u32 channel = tile_index * LANES + lane;
+    Writer writer{model, a.place, block_start, Column(a.place, a.out[blockIdx.y], channel), first_token, model.steps[lane], model.mean[lane],
+                  lane < lanes};
+    if (!tile.bad) decode(tile, a, model, shared, writer, lanes);
+    if (__any_sync(FULL, tile.bad) && lane == 0) atomicMax(a.failed, (u32)number * TILES + tile_index + 1);
+}

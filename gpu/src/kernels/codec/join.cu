@@ -1,0 +1,52 @@
+// Tiles from their slots into a payload, one behind the other.
+//
+// A block of threads has COUNT tiles; it adds up the lengths before them by itself. Floor: the payload is read and written.
+
+constexpr int THREADS = 256, COUNT = THREADS;
+
+struct Arguments {
+    const u8* slots;
+    const u16* lengths;
+    u8* payload;
+    u64* payload_bytes;
+    u64 capacity;
+    u32 tiles, slot_bytes;
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS) codec_join(Arguments a) {
+    __shared__ u64 sums[THREADS / LANES];
+    __shared__ u64 starts[COUNT + 1]; // in units of two bytes
+    const int lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
+    const u32 first = blockIdx.x * COUNT, count = min(a.tiles - first, COUNT);
+    u64 before = 0;
+    for (u32 i = threadIdx.x; i < first; i += THREADS) before += a.lengths[i];
+#pragma unroll
+    for (int step = LANES / 2; step; step /= 2) before += __shfl_xor_sync(FULL, before, step);
+    if (lane == 0) sums[warp] = before;
+    __syncthreads();
+    if (warp == 0) {
+        u64 start = 0;
+        for (int i = 0; i < THREADS / LANES; i++) start += sums[i];
+        for (u32 i = 0; i < count; i += LANES) { // warp by warp: lengths of 32 tiles fit 32 bits
+            const u32 length = i + lane < count ? a.lengths[first + i + lane] : 0;
+            u32 sum = length;
+#pragma unroll
+            for (int step = 1; step < LANES; step *= 2) {
+                const u32 other = __shfl_up_sync(FULL, sum, step);
+                if (lane >= step) sum += other;
+            }
+            if (i + lane < count) starts[i + lane] = start + sum - length;
+            start += __shfl_sync(FULL, sum, LANES - 1);
+        }
+        if (lane == 0) starts[count] = start;
+    }
+    __syncthreads();
+    if (threadIdx.x == 0 && first + count == a.tiles) *a.payload_bytes = 2 * starts[count];
+    if (2 * starts[count] > a.capacity) return;
+    for (u32 tile = warp; tile < count; tile += THREADS / LANES) {
+        const u16* from = (const u16*)(a.slots + (u64)(first + tile) * a.slot_bytes);
+        u16* to = (u16*)a.payload + starts[tile];
+        const u32 length = (u32)(starts[tile + 1] - starts[tile]);
+        for (u32 i = lane; i < length; i += LANES) to[i] = from[i];
+    }
+}
