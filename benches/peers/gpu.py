@@ -116,6 +116,20 @@ def median_of_calls(run):
     return sorted(times)[4] * 1e6
 
 
+def searching(m, nbits, heads, group, k, n):
+    """As much as the kernel does; how long gather and topk alone take stands in the name."""
+    luts = torch.randn(heads, group, m, 1 << nbits, device=DEVICE)
+    codes = torch.randint(0, 1 << nbits, (heads, 1, m, n), device=DEVICE).expand(heads, group, m, n)
+    scores = torch.randn(heads, n, device=DEVICE)
+    alone = median_us(lambda: (torch.gather(luts, 3, codes), torch.topk(scores, k, sorted=False)), 1)
+
+    def run():
+        weights = torch.gather(luts, 3, codes).sum(2).softmax(-1).sum(1)
+        torch.topk(weights, k, sorted=False)
+
+    return best([(f"gather, sum, softmax, topk (gather and topk alone {alone:.1f} us)", 1, run)])
+
+
 def projection(heads, n, dim, rank):
     copies = (200 << 20) // (heads * n * (dim + rank) * 2) + 2
     rows = [torch.randn(heads, n, dim, device=DEVICE, dtype=torch.float16) for _ in range(copies)]
@@ -142,7 +156,9 @@ def peer_of(row):
         return gathering(*numbers)
     if kernel == "project":
         return projection(*numbers)
-    raise SystemExit(f"no peer for {kernel}")
+    if kernel.startswith("search"):
+        return searching(*(int(x) for x in re.findall(r"\d+", kernel)), *numbers)
+    return None
 
 
 def main():
@@ -161,7 +177,7 @@ def main():
         if key not in peers:
             peers[key] = peer_of(row)
             torch.cuda.empty_cache()
-        row["peer"], row["peer_us"] = peers[key]
+        row["peer"], row["peer_us"] = peers[key] or (None, None)
     result = {
         "device": copy["device"],
         "copy_tb_s": copy["tb_s"],
@@ -178,7 +194,7 @@ def main():
     for row in rows:
         out.append(
             f"| {row['kernel']} | {row['shape']} | {row['bytes'] / 1e6:.1f} | {row['floor_us']:.1f} | {row['us']:.1f} | {row['to_floor']:.2f} "
-            f"| {row['peer']} | {row['peer_us']:.1f} | {row['peer_us'] / row['us']:.2f} |"
+            + (f"| {row['peer']} | {row['peer_us']:.1f} | {row['peer_us'] / row['us']:.2f} |" if row["peer"] else "| | | |")
         )
     with open(os.path.join(arguments.results, "gpu.md"), "w") as file:
         file.write("\n".join(out) + "\n")

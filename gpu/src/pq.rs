@@ -5,9 +5,15 @@ mod attend_any;
 mod encode;
 mod gather;
 mod layout;
+mod lut;
+mod scan;
+mod search;
 
 pub use attend::{Attend, AttendArguments, AttendShape, ExactTokens, Pages};
 pub use attend_any::{AttendAny, AttendAnyArguments, AttendAnyShape};
 pub use encode::{Encode, EncodeArguments, EncodeShape};
 pub use gather::{Gather, GatherArguments};
 pub use layout::{CodeLayout, Side, TILE};
+pub use lut::{Lut, LutArguments, LutShape};
+pub use scan::{Scan, ScanArguments, ScanShape};
+pub use search::{Search, SearchArguments, SearchShape};

@@ -90,7 +90,7 @@ impl Case {
 struct Cache {
     numbers: Buffer<u8>,
     pointers: Buffer<u64>,
-    pages: Option<Buffer<u32>>,
+    _pages: Option<Buffer<u32>>, // for as long as its pointer is in `place`
     place: Place,
     plane_len: usize, // numbers
     table: Vec<u32>,
@@ -120,7 +120,7 @@ impl Cache {
         let mut cache = Self {
             numbers: Buffer::new(device, &[]),
             pointers: Buffer::new(device, &[]),
-            pages: there,
+            _pages: there,
             place,
             plane_len: pages * stride,
             table,

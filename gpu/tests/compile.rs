@@ -6,10 +6,10 @@ mod common;
 
 use codec_core::{FitOptions, ModelKind, PlaneBuf, PredictorKind, Steps};
 use kv_gpu::codec::{self, Planes};
-use kv_gpu::pq::{AttendAnyShape, AttendShape, EncodeShape, Gather, Side};
+use kv_gpu::pq::{AttendAnyShape, AttendShape, EncodeShape, Gather, LutShape, ScanShape, SearchShape, Side};
 use kv_gpu::svd::{self, ProjectShape};
 use kv_gpu::{Element, Error, Program, VectorElement, compile, self_test_program};
-use pq_core::PqShape;
+use pq_core::{GroupRule, PqShape};
 
 /// Architectures, and the bytes of shared memory of their blocks.
 const ARCHITECTURES: [(&str, usize); 2] = [("sm_80", 163 << 10), ("sm_90", 227 << 10)];
@@ -134,6 +134,24 @@ fn attention_on_any_shape() {
         AttendAnyShape { keys: quantizer, values: quantizer, group }.program().unwrap()
     });
     check(|_| shapes.to_vec(), false);
+}
+
+#[test]
+fn searching() {
+    let shapes = [(128, 2, 6, 4), (128, 4, 8, 4), (128, 2, 8, 1), (64, 16, 4, 16)];
+    for (architecture, capability) in [("sm_80", (8, 0)), ("sm_90", (9, 0))] {
+        for (dim, m, nbits, group) in shapes {
+            let quantizer = PqShape::new(dim, m, nbits).unwrap();
+            let (scan, rule) = (ScanShape { quantizer, group }, GroupRule::SumOfSoftmax);
+            let lut = LutShape { quantizer, group, element: VectorElement::F16 };
+            let search = SearchShape { quantizer, group, rule };
+            let programs = [scan.program(), lut.program(), search.program(capability)];
+            for program in programs.map(Result::unwrap) {
+                let Some(spilled) = spilled(&program, architecture) else { return };
+                assert_eq!(spilled, 0, "{program} for {architecture}");
+            }
+        }
+    }
 }
 
 #[test]

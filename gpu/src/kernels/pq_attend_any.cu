@@ -22,24 +22,9 @@ struct Arguments {
     u64 key_stride, value_stride, capacity;
 };
 
-// The code of token `i` of a run of 64: planes of 8, 4, 2 and 1 bits, as `pq_core::pack` says.
-template <int BITS>
-__device__ __forceinline__ u32 code_of(const u8* run, u32 i) {
-    u32 code = 0;
-    int shift = 0;
-#pragma unroll
-    for (int width = 8; width; width /= 2)
-        if (BITS & width) {
-            const u32 byte = run[i % (8 * width)];
-            code |= (byte >> (i / (8 * width) * width) & ((1u << width) - 1)) << shift;
-            run += 8 * width, shift += width;
-        }
-    return code;
-}
-
 template <int M, int BITS>
 __device__ __forceinline__ u32 code_at(const u8* codes, u32 token, int subspace) {
-    return code_of<BITS>(codes + ((u64)(token / 64) * M + subspace) * 8 * BITS, token % 64);
+    return code_of<BITS>(run_of<M, BITS>(codes, token, subspace), token % BLOCK_TOKENS);
 }
 
 __shared__ float weights[GROUP][CHUNK];

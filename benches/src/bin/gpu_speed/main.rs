@@ -10,6 +10,7 @@ mod encode;
 mod gather;
 mod project;
 mod ragged;
+mod search;
 mod stopwatch;
 
 use stopwatch::Stopwatch;
@@ -22,5 +23,6 @@ fn main() {
     gather::run(&watch);
     project::run(&watch);
     ragged::run(&watch);
+    search::run(&watch);
     codec::run(&watch);
 }

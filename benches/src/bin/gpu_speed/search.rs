@@ -1,0 +1,80 @@
+//! Scores and the best tokens.
+
+use kv_gpu::pq::{Search, SearchArguments, SearchShape};
+use pq_core::{Codes, GroupRule, PqShape, SoftmaxStats, pack_codes_into, search_into};
+
+use crate::stopwatch::{BEYOND_CACHE, Stopwatch};
+
+const HEADS: usize = 8;
+const GROUP: usize = 4;
+const N: usize = 131_072;
+const DIM: usize = 128;
+
+pub fn run(watch: &Stopwatch) {
+    for (m, nbits) in [(2, 6), (4, 8)] {
+        for k in [N / 10, 2048] {
+            let (name, load) =
+                (format!("search ({m}, {nbits})"), format!("{HEADS} heads x {GROUP}, {k} of {N}"));
+            if watch.wants(&name, &load) {
+                measure(watch, &name, &load, PqShape::new(DIM, m, nbits).unwrap(), k);
+            }
+        }
+    }
+}
+
+fn measure(watch: &Stopwatch, name: &str, load: &str, quantizer: PqShape, k: usize) {
+    let shape = SearchShape { quantizer, group: GROUP, rule: GroupRule::SumOfSoftmax };
+    let kernel = Search::new(&watch.gpu, shape).unwrap();
+    let number = |i: usize| (i.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 33) as u32;
+    // Neighbours are alike, as tokens of a text are.
+    let codes: Vec<u16> = (0..N * quantizer.m())
+        .map(|i| {
+            let (near, far) = (number(i / 64 % 512), number(i));
+            (if far % 4 < 3 { near.wrapping_add(far % 8) } else { far >> 8 }) as u16 % quantizer.ksub() as u16
+        })
+        .collect();
+    let mut packed = vec![0; quantizer.codes_len(N)];
+    pack_codes_into(quantizer, &codes, &mut packed).unwrap();
+    let luts: Vec<f32> =
+        (0..HEADS * GROUP * quantizer.lut_len()).map(|i| (number(i) % 4001) as f32 / 500.0 - 4.0).collect();
+    let copies = BEYOND_CACHE / (HEADS * packed.len()) + 2;
+    let there: Vec<_> = (0..copies).map(|_| watch.upload(&packed.repeat(HEADS))).collect();
+    let luts_there = watch.upload(&luts);
+    let (lengths, ks) = (watch.upload(&[N as u32]), watch.upload(&[k as u32]));
+    let workspace = watch.zeros::<u8>(kernel.workspace_len(1, HEADS, N));
+    let tokens = watch.zeros::<u32>(HEADS * k);
+    let counts = watch.zeros::<u32>(1);
+    let arguments = |codes| SearchArguments {
+        batch: 1,
+        heads: HEADS,
+        capacity: N,
+        luts: watch.pointer(&luts_there),
+        codes: watch.pointer(codes),
+        lengths: watch.pointer(&lengths),
+        ks: watch.pointer(&ks),
+        sinks: 0,
+        recent: 0,
+        workspace: watch.pointer(&workspace),
+        tokens: watch.pointer(&tokens),
+        tokens_len: k,
+        counts: watch.pointer(&counts),
+        stats: 0,
+    };
+    let all: Vec<SearchArguments> = there.iter().map(arguments).collect();
+    // SAFETY: buffers of the shapes that the arguments ask for, which outlive the graph.
+    let us = watch.time(copies, |i, stream| unsafe { kernel.launch(stream, &all[i]) });
+
+    // The last head, against the CPU: all but ties within rounding.
+    let got = watch.download(&tokens);
+    let head = &luts[(HEADS - 1) * GROUP * quantizer.lut_len()..];
+    let (mut scores, mut combined) = (vec![0.0; GROUP * N], vec![0.0; N]);
+    let (mut stats, mut expected) = ([SoftmaxStats::EMPTY; GROUP], vec![0; k]);
+    let search = pq_core::Search { k, sinks: 0, recent: 0, rule: GroupRule::SumOfSoftmax };
+    let codes = Codes::new(quantizer, N, &packed).unwrap();
+    search_into(head, &codes, &search, &mut scores, &mut combined, &mut stats, &mut expected).unwrap();
+    let got: std::collections::HashSet<u32> = got[(HEADS - 1) * k..].iter().copied().collect();
+    let missing = expected.iter().filter(|token| !got.contains(token)).count();
+    assert!(got.len() == k && missing * 1000 <= k, "{name}: {missing} of {k} tokens are others");
+    let bytes = HEADS * (quantizer.codes_len(N) + 4 * k);
+    watch.say(name, load, bytes as f64, us);
+}

@@ -1,0 +1,39 @@
+// Codes as pq-core keeps them: blocks of 64 tokens, in a block one run a subspace, in a run planes of 8, 4, 2 and 1 bits
+// (`pq_core::pack`).
+constexpr u32 BLOCK_TOKENS = 64;
+
+// The code of token `i` of a run.
+template <int BITS>
+__device__ __forceinline__ u32 code_of(const u8* run, u32 i) {
+    u32 code = 0;
+    int shift = 0;
+#pragma unroll
+    for (int width = 8; width; width /= 2)
+        if (BITS & width) {
+            const u32 byte = run[i % (8 * width)];
+            code |= (byte >> (i / (8 * width) * width) & ((1u << width) - 1)) << shift;
+            run += 8 * width, shift += width;
+        }
+    return code;
+}
+
+// The codes of tokens `i` to `i + 3` of a run, a byte each; `i` is a multiple of 4. Up to 8 bits.
+template <int BITS>
+__device__ __forceinline__ u32 four_codes_of(const u8* run, u32 i) {
+    u32 codes = 0;
+    int shift = 0;
+#pragma unroll
+    for (int width = 8; width; width /= 2)
+        if (BITS & width) {
+            const u32 bytes = *(const u32*)(run + i % (8 * width));
+            codes |= (bytes >> (i / (8 * width) * width) & 0x01010101u * ((1u << width) - 1)) << shift;
+            run += 8 * width, shift += width;
+        }
+    return codes;
+}
+
+// The run of a token's block.
+template <int SUBSPACES, int BITS>
+__device__ __forceinline__ const u8* run_of(const u8* codes, u32 token, int subspace) {
+    return codes + ((u64)(token / BLOCK_TOKENS) * SUBSPACES + subspace) * 8 * BITS;
+}

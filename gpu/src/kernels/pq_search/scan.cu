@@ -1,0 +1,34 @@
+// Scores of all codes against tables. CPU twin: pq_core::scan_into, with the same bits.
+
+constexpr int THREADS = 512, CHUNK = 8192;
+
+struct Arguments {
+    const float* luts;  // [sequence][head][GROUP][M][KSUB]
+    const u8* codes;    // [sequence][head][code_stride bytes]
+    const u32* lengths; // [sequence]
+    float* scores;      // [sequence][head][GROUP][capacity]
+    u64 code_stride, capacity;
+};
+
+extern __shared__ __align__(16) Tables tables[];
+
+extern "C" __global__ void __launch_bounds__(THREADS) pq_scan(const Arguments a) {
+    const u64 row = blockIdx.z * (u64)gridDim.y + blockIdx.y;
+    const u32 n = a.lengths[blockIdx.z], first = blockIdx.x * CHUNK, end = min(n, first + CHUNK);
+    if (first >= n) return;
+    for (int round = 0; round < ROUNDS; round++) {
+        __syncthreads();
+        load_tables<THREADS>(*tables, a.luts + row * GROUP * M * KSUB, round);
+        __syncthreads();
+        for (u32 token = first + 4 * threadIdx.x; token < end; token += 4 * THREADS) {
+            float scores[4][VEC];
+            score_four(*tables, a.codes + row * a.code_stride, token, scores);
+#pragma unroll
+            for (int q = 0; q < VEC; q++)
+#pragma unroll
+                for (int t = 0; t < 4; t++)
+                    if (round * VEC + q < GROUP && token + t < end)
+                        a.scores[(row * GROUP + round * VEC + q) * a.capacity + token + t] = scores[t][q];
+        }
+    }
+}

@@ -1,0 +1,302 @@
+// The tokens that a group of query heads attends to, for tables of any size that shared memory holds.
+//
+// CPU twin: pq_core::search_into. Four kernels, each launched while the one before ends; a block of threads has CHUNK tokens of a row.
+//
+// 1. `stats`: scores, of which only the softmax numbers are kept.
+// 2. `keys`: the scores again, which is cheaper than to write and read them; the group's weight of a token becomes a key, and the keys'
+//    highest 11 bits are counted.
+// 3. `cut`: keys that share those bits with the wanted one are collected; the last block of a row finds it among them.
+// 4. `write`: the chosen tokens in order; a block waits for the counts of those before it, which started earlier.
+
+constexpr int THREADS = 512, WARPS = THREADS / LANES, CHUNK = 8192, PASSES = CHUNK / (4 * THREADS);
+constexpr int HIGH_BUCKETS = 2048, LOW_BUCKETS = 1024, LOW_BITS = 10; // of keys: 11 bits, then 10, then 10
+
+// A row's workspace.
+struct Row {
+    u32 high[HIGH_BUCKETS];
+    u32 candidates, arrived;
+    Cut cut;
+};
+
+struct Workspace {
+    u32* keys;       // [capacity]
+    u32* candidates; // [capacity]
+    Row* row;
+    u64* chosen;      // [chunk]: a mark, and the tokens above the cut and equal to it
+    Softmax* partial; // [chunk][GROUP]
+
+    __device__ Workspace(const Arguments& a, u32 row) {
+        const u64 chunks = gridDim.x, capacity = chunks * CHUNK;
+        u8* at = (u8*)a.workspace;
+        keys = (u32*)at + row * capacity, at += a.rows * capacity * 4;
+        candidates = (u32*)at + row * capacity, at += a.rows * capacity * 4;
+        this->row = (Row*)at + row, at += a.rows * sizeof(Row);
+        chosen = (u64*)at + row * chunks, at += a.rows * chunks * 8;
+        partial = (Softmax*)at + row * chunks * GROUP;
+    }
+};
+static_assert(sizeof(Row) == ROW_BYTES, "the host reserves it");
+
+extern __shared__ __align__(16) Tables tables[];
+
+extern "C" __global__ void __launch_bounds__(THREADS) pq_search_stats(const Arguments a) {
+    wait_for_previous_kernel();
+    let_next_kernel_start();
+    const u32 row = blockIdx.y, first = blockIdx.x * CHUNK;
+    const Middle middle(a, row / a.heads);
+    const Workspace work(a, row);
+    const int lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
+    if (threadIdx.x == 0) work.chosen[blockIdx.x] = 0;
+    if (blockIdx.x == 0) {
+        for (int i = threadIdx.x; i < HIGH_BUCKETS; i += THREADS) work.row->high[i] = 0;
+        if (threadIdx.x == 0) work.row->candidates = work.row->arrived = 0;
+        if (threadIdx.x == 0 && row % a.heads == 0) a.counts[row / a.heads] = middle.found();
+    }
+    __shared__ Softmax of_warps[WARPS][VEC];
+    const u32 end = min(middle.n, first + CHUNK);
+    for (int round = 0; round < ROUNDS; round++) {
+        __syncthreads();
+        if (first < end) load_tables<THREADS>(*tables, a.luts + (u64)row * GROUP * M * KSUB, round);
+        __syncthreads();
+        Softmax softmax[VEC];
+#pragma unroll
+        for (int q = 0; q < VEC; q++) softmax[q] = no_scores();
+        for (u32 token = first + 4 * threadIdx.x; token < end; token += 4 * THREADS) {
+            float scores[4][VEC];
+            score_four(*tables, a.codes + row * a.code_stride, token, scores);
+#pragma unroll
+            for (int q = 0; q < VEC; q++) {
+                Softmax four = no_scores();
+#pragma unroll
+                for (int t = 0; t < 4; t++)
+                    if (token + t < end) four.max = fmaxf(four.max, scores[t][q]);
+#pragma unroll
+                for (int t = 0; t < 4; t++)
+                    if (token + t < end) four.sum += exp2_approx((scores[t][q] - four.finite_max()) * LOG2_E);
+                softmax[q].add(four);
+            }
+        }
+#pragma unroll
+        for (int q = 0; q < VEC; q++) {
+            const Softmax all = warp_softmax(softmax[q]);
+            if (lane == 0) of_warps[warp][q] = all;
+        }
+        __syncthreads();
+        const int query = round * VEC + threadIdx.x;
+        if (threadIdx.x < VEC && query < GROUP) {
+            Softmax all = no_scores();
+            for (int i = 0; i < WARPS; i++) all.add(of_warps[i][threadIdx.x]);
+            work.partial[blockIdx.x * GROUP + query] = all;
+        }
+    }
+}
+
+// Softmax numbers of a row's queries: maximum and reciprocal of the sum.
+__device__ void finish_softmax(const Arguments& a, const Workspace& work, u32 row, float (&max_of)[GROUP], float (&scale_of)[GROUP]) {
+    const int lane = threadIdx.x % LANES;
+    for (int query = threadIdx.x / LANES; query < GROUP; query += WARPS) {
+        Softmax all = no_scores();
+        for (u32 chunk = lane; chunk < gridDim.x; chunk += LANES) all.add(work.partial[chunk * GROUP + query]);
+        all = warp_softmax(all);
+        if (lane == 0) {
+            max_of[query] = all.finite_max(), scale_of[query] = 1.f / all.sum;
+            float* stats = a.stats ? a.stats + ((u64)row * GROUP + query) * 2 : nullptr;
+            if (stats && blockIdx.x == 0) stats[0] = all.max, stats[1] = all.sum;
+        }
+    }
+    __syncthreads();
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) pq_search_keys(const Arguments a) {
+    __shared__ float max_of[GROUP], scale_of[GROUP];
+    __shared__ u32 counts[HIGH_BUCKETS];
+    const u32 row = blockIdx.y, first = blockIdx.x * CHUNK;
+    for (int i = threadIdx.x; i < HIGH_BUCKETS; i += THREADS) counts[i] = 0;
+    // Nothing writes the tables meanwhile: they can be fetched before the kernel before has ended.
+    load_tables<THREADS>(*tables, a.luts + (u64)row * GROUP * M * KSUB, 0);
+    wait_for_previous_kernel();
+    let_next_kernel_start();
+    const Middle middle(a, row / a.heads);
+    const Workspace work(a, row);
+    finish_softmax(a, work, row, max_of, scale_of);
+    const u32 end = min(middle.n, first + CHUNK);
+    if (first >= end) return;
+    float weights[PASSES][4] = {};
+    for (int round = 0; round < ROUNDS; round++) {
+        if (round > 0) {
+            __syncthreads();
+            load_tables<THREADS>(*tables, a.luts + (u64)row * GROUP * M * KSUB, round);
+            __syncthreads();
+        }
+#pragma unroll
+        for (int pass = 0; pass < PASSES; pass++) {
+            const u32 token = first + 4 * (pass * THREADS + threadIdx.x);
+            if (token >= end) continue;
+            float scores[4][VEC];
+            score_four(*tables, a.codes + row * a.code_stride, token, scores);
+#pragma unroll
+            for (int q = 0; q < VEC; q++) {
+                const int query = round * VEC + q;
+                if (query >= GROUP) continue;
+#pragma unroll
+                for (int t = 0; t < 4; t++)
+                    weights[pass][t] = combine(weights[pass][t], weight_of(scores[t][q], max_of[query], scale_of[query]));
+            }
+        }
+    }
+#pragma unroll
+    for (int pass = 0; pass < PASSES; pass++) {
+        const u32 token = first + 4 * (pass * THREADS + threadIdx.x);
+        if (token >= end) continue;
+        u32 keys[4];
+#pragma unroll
+        for (int t = 0; t < 4; t++) {
+            keys[t] = key_of(weights[pass][t]);
+            if (middle.has(token + t)) atomicAdd(&counts[keys[t] >> 2 * LOW_BITS], 1);
+        }
+        store_four(work.keys + token, keys);
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < HIGH_BUCKETS; i += THREADS)
+        if (counts[i]) atomicAdd(&work.row->high[i], counts[i]);
+}
+
+// The cut among keys that share their highest bits: the last block of a row.
+__device__ Cut cut_among(const u32* candidates, u32 count, u32 wanted, u32 bucket) {
+    __shared__ u32 counts[LOW_BUCKETS];
+    auto spread = [&](u32 high, int shift) {
+        for (int i = threadIdx.x; i < LOW_BUCKETS; i += THREADS) counts[i] = 0;
+        __syncthreads();
+        for (u32 i = threadIdx.x; i < count; i += THREADS) {
+            const u32 key = __ldcg(candidates + i);
+            if (key >> shift >> LOW_BITS == high) atomicAdd(&counts[key >> shift & (LOW_BUCKETS - 1)], 1);
+        }
+        __syncthreads();
+        return find_bucket<THREADS, LOW_BUCKETS>(counts, wanted);
+    };
+    const Found middle = spread(bucket, LOW_BITS);
+    wanted -= middle.above;
+    const u32 high = bucket << LOW_BITS | middle.bucket;
+    if (wanted == middle.count) return keys_from(high << LOW_BITS);
+    const Found low = spread(high, 0);
+    return {high << LOW_BITS | low.bucket, wanted - low.above};
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) pq_search_cut(const Arguments a) {
+    __shared__ u32 collected[CHUNK];
+    __shared__ u32 count, place;
+    __shared__ bool last;
+    wait_for_previous_kernel();
+    let_next_kernel_start();
+    const u32 row = blockIdx.y, first = blockIdx.x * CHUNK, lane = threadIdx.x % LANES;
+    const Middle middle(a, row / a.heads);
+    const Workspace work(a, row);
+    if (middle.wanted == 0 || middle.wanted == middle.end - middle.first) {
+        if (blockIdx.x == 0 && threadIdx.x == 0) work.row->cut = middle.wanted ? all_keys() : no_keys();
+        return;
+    }
+    const Found high = find_bucket<THREADS, HIGH_BUCKETS>(work.row->high, middle.wanted);
+    const u32 wanted = middle.wanted - high.above;
+    if (wanted == high.count) {
+        if (blockIdx.x == 0 && threadIdx.x == 0) work.row->cut = keys_from(high.bucket << 2 * LOW_BITS);
+        return;
+    }
+    if (threadIdx.x == 0) count = 0;
+    __syncthreads();
+    const u32 end = min(middle.n, first + CHUNK);
+#pragma unroll
+    for (int pass = 0; pass < PASSES; pass++) {
+        const u32 token = first + 4 * (pass * THREADS + threadIdx.x);
+        u32 keys[4];
+        if (token < end) load_streaming<4>(keys, work.keys + token);
+#pragma unroll
+        for (int t = 0; t < 4; t++) {
+            const bool inside = token < end && middle.has(token + t) && keys[t] >> 2 * LOW_BITS == high.bucket;
+            const u32 mask = __ballot_sync(FULL, inside);
+            if (mask == 0) continue;
+            u32 start;
+            if (lane == 0) start = atomicAdd(&count, __popc(mask));
+            start = __shfl_sync(FULL, start, 0);
+            if (inside) collected[start + __popc(mask & ((1u << lane) - 1))] = keys[t];
+        }
+    }
+    __syncthreads();
+    if (threadIdx.x == 0 && count) place = atomicAdd(&work.row->candidates, count);
+    __syncthreads();
+    for (u32 i = threadIdx.x; i < count; i += THREADS) work.candidates[place + i] = collected[i];
+    __syncthreads();
+    if (threadIdx.x == 0) last = add_and_order(&work.row->arrived, 1) == gridDim.x - 1;
+    __syncthreads();
+    if (!last) return;
+    const Cut cut = cut_among(work.candidates, high.count, wanted, high.bucket);
+    if (threadIdx.x == 0) work.row->cut = cut;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) pq_search_write(const Arguments a) {
+    wait_for_previous_kernel();
+    let_next_kernel_start();
+    const u32 row = blockIdx.y, first = blockIdx.x * CHUNK;
+    const Middle middle(a, row / a.heads);
+    const Workspace work(a, row);
+    const Output out{a.tokens + row * a.tokens_len, a.tokens_len, middle};
+    const Cut cut = work.row->cut;
+    const u32 end = min(middle.n, first + CHUNK);
+    if (first >= end) return;
+    u32 above[PASSES], ties[PASSES];          // bits, one a token
+    u32 above_before[PASSES], ties_before[PASSES]; // within the chunk
+    u32 all_above = 0, all_ties = 0;
+#pragma unroll
+    for (int pass = 0; pass < PASSES; pass++) {
+        const u32 token = first + 4 * (pass * THREADS + threadIdx.x);
+        above[pass] = ties[pass] = 0;
+        u32 keys[4];
+        if (token < end) load_streaming<4>(keys, work.keys + token);
+#pragma unroll
+        for (int t = 0; t < 4; t++) {
+            if (token + t >= end) continue;
+            if (!middle.has(token + t)) {
+                out.put_anyway(token + t);
+                continue;
+            }
+            above[pass] |= (keys[t] > cut.key) << t;
+            ties[pass] |= (keys[t] == cut.key) << t;
+        }
+        u32 pass_above, pass_ties;
+        above_before[pass] = __popc(above[pass]), ties_before[pass] = __popc(ties[pass]);
+        scan_chosen<THREADS>(above_before[pass], ties_before[pass], pass_above, pass_ties);
+        above_before[pass] += all_above, ties_before[pass] += all_ties;
+        all_above += pass_above, all_ties += pass_ties;
+    }
+
+    // Chunks before this one.
+    __shared__ u32 chunks_above, chunks_ties;
+    constexpr u64 MARK = 1ull << 63;
+    if (threadIdx.x < LANES) {
+        if (threadIdx.x == 0) {
+            const u64 mine = MARK | (u64)all_above << 32 | all_ties;
+            asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(work.chosen + blockIdx.x), "l"(mine) : "memory");
+        }
+        u32 sum_above = 0, sum_ties = 0;
+        for (u32 chunk = threadIdx.x; chunk < blockIdx.x; chunk += LANES) {
+            u64 other;
+            do
+                asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(other) : "l"(work.chosen + chunk) : "memory");
+            while (!(other & MARK));
+            sum_above += (u32)(other >> 32) & 0x7fffffff, sum_ties += (u32)other;
+        }
+        sum_above = __reduce_add_sync(FULL, sum_above), sum_ties = __reduce_add_sync(FULL, sum_ties);
+        if (threadIdx.x == 0) chunks_above = sum_above, chunks_ties = sum_ties;
+    }
+    __syncthreads();
+#pragma unroll
+    for (int pass = 0; pass < PASSES; pass++) {
+        u32 place = chunks_above + above_before[pass], tie = chunks_ties + ties_before[pass];
+#pragma unroll
+        for (int t = 0; t < 4; t++) {
+            const u32 token = first + 4 * (pass * THREADS + threadIdx.x) + t;
+            const bool is_tie = ties[pass] >> t & 1;
+            if (above[pass] >> t & 1 || (is_tie && tie < cut.ties)) out.put_chosen(place + min(tie, cut.ties), token);
+            place += above[pass] >> t & 1, tie += is_tie;
+        }
+    }
+}

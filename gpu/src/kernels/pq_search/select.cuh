@@ -1,0 +1,155 @@
+// What both searches share: the arguments, keys of weights, softmax numbers, and the search for a cut.
+
+struct Arguments {
+    const float* luts;  // [row][GROUP][M][KSUB]; a row is a head of a sequence
+    const u8* codes;    // [row][code_stride bytes]
+    const u32* lengths; // [sequence]
+    const u32* ks;      // [sequence]: tokens to find beside the sinks and the recent ones
+    u32* tokens;        // [row][tokens_len]
+    u32* counts;        // [sequence]
+    float* stats;       // [row][GROUP][2], or null: maximum and sum of exponentials
+    u32* workspace;
+    u64 code_stride, tokens_len;
+    u32 heads, rows, capacity, sinks, recent;
+};
+
+// Which tokens compete, and how many of them are wanted. The sinks before and the recent ones behind are in anyway.
+struct Middle {
+    u32 n, first, end, wanted;
+
+    __device__ Middle(const Arguments& a, u32 sequence) {
+        n = min(a.lengths[sequence], a.capacity);
+        first = min(a.sinks, n);
+        end = n - min(a.recent, n - first);
+        wanted = min(a.ks[sequence], end - first);
+    }
+    __device__ bool has(u32 token) const { return token >= first && token < end; }
+    __device__ u32 found() const { return n - (end - first) + wanted; }
+};
+
+// An integer that orders as a weight, which is not negative, does; what is no number comes last.
+__device__ __forceinline__ u32 key_of(float weight) { return weight >= 0 ? __float_as_uint(weight) + 1 : 0; }
+
+// Maximum and sum of exponentials of scores.
+struct Softmax {
+    float max, sum;
+
+    __device__ __forceinline__ float finite_max() const { return max == -infinity() ? 0 : max; }
+
+    __device__ __forceinline__ void add(const Softmax& other) {
+        Softmax both = {fmaxf(max, other.max), 0};
+        const float base = both.finite_max();
+        // A sum of nothing must stay nothing, though its maximum is infinitely far below.
+        both.sum = (max == -infinity() ? sum : sum * exp2_approx((max - base) * LOG2_E)) +
+                   (other.max == -infinity() ? other.sum : other.sum * exp2_approx((other.max - base) * LOG2_E));
+        *this = both;
+    }
+};
+
+__device__ __forceinline__ float weight_of(float score, float max, float scale) { return exp2_approx((score - max) * LOG2_E) * scale; }
+
+__device__ __forceinline__ Softmax no_scores() { return {-infinity(), 0}; }
+
+// Of all lanes.
+__device__ __forceinline__ Softmax warp_softmax(Softmax softmax) {
+#pragma unroll
+    for (int step = LANES / 2; step; step /= 2) {
+        const Softmax other = {__shfl_xor_sync(FULL, softmax.max, step), __shfl_xor_sync(FULL, softmax.sum, step)};
+        softmax.add(other);
+    }
+    return softmax;
+}
+
+// One weight of several queries'.
+__device__ __forceinline__ float combine(float all, float weight) {
+#ifdef MAX_RULE
+    return weight > all ? weight : all;
+#else
+    return all + weight;
+#endif
+}
+
+// Where the wanted key was cornered: the bucket, keys above it, and keys in it.
+struct Found {
+    u32 bucket, above, count;
+};
+
+// The bucket with the `wanted`-th highest key (1 or more, and there are as many) among `BUCKETS` counts.
+template <int THREADS, int BUCKETS>
+__device__ Found find_bucket(const u32* counts, u32 wanted) {
+    constexpr int EACH = BUCKETS / THREADS, WARPS = THREADS / LANES;
+    static_assert(EACH >= 1, "a thread has a bucket or more");
+    __shared__ u32 warp_sums[WARPS];
+    __shared__ Found found;
+    const int lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
+    u32 mine[EACH], sum = 0;
+#pragma unroll
+    for (int i = 0; i < EACH; i++) sum += mine[i] = counts[BUCKETS - 1 - (threadIdx.x * EACH + i)];
+    u32 through = sum;
+#pragma unroll
+    for (int step = 1; step < LANES; step *= 2) {
+        const u32 other = __shfl_up_sync(FULL, through, step);
+        if (lane >= step) through += other;
+    }
+    if (lane == LANES - 1) warp_sums[warp] = through;
+    __syncthreads();
+    const u32 before = __reduce_add_sync(FULL, lane < warp ? warp_sums[lane] : 0);
+    u32 above = before + through - sum;
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+        if (above < wanted && wanted <= above + mine[i]) found = {(u32)(BUCKETS - 1 - (threadIdx.x * EACH + i)), above, mine[i]};
+        above += mine[i];
+    }
+    __syncthreads();
+    const Found result = found;
+    __syncthreads(); // before another search
+    return result;
+}
+
+// Keys above `key` are selected, and the first `ties` of those equal to it.
+struct Cut {
+    u32 key, ties;
+};
+__device__ __forceinline__ Cut all_keys() { return {0, 0xffffffffu}; }
+__device__ __forceinline__ Cut no_keys() { return {0xffffffffu, 0}; }
+// All keys from `key` on.
+__device__ __forceinline__ Cut keys_from(u32 key) {
+    if (key == 0) return all_keys();
+    return {key - 1, 0};
+}
+
+// Sums over the threads before this one, and over all, of numbers above the cut and of ties.
+template <int THREADS>
+__device__ void scan_chosen(u32& above, u32& ties, u32& all_above, u32& all_ties) {
+    constexpr int WARPS = THREADS / LANES;
+    __shared__ u32 above_of[WARPS], ties_of[WARPS];
+    const int lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
+    u32 through_above = above, through_ties = ties;
+#pragma unroll
+    for (int step = 1; step < LANES; step *= 2) {
+        const u32 a = __shfl_up_sync(FULL, through_above, step), t = __shfl_up_sync(FULL, through_ties, step);
+        if (lane >= step) through_above += a, through_ties += t;
+    }
+    __syncthreads();
+    if (lane == LANES - 1) above_of[warp] = through_above, ties_of[warp] = through_ties;
+    __syncthreads();
+    const u32 of_above = lane < WARPS ? above_of[lane] : 0, of_ties = lane < WARPS ? ties_of[lane] : 0;
+    all_above = __reduce_add_sync(FULL, of_above), all_ties = __reduce_add_sync(FULL, of_ties);
+    above = through_above - above + __reduce_add_sync(FULL, lane < warp ? of_above : 0);
+    ties = through_ties - ties + __reduce_add_sync(FULL, lane < warp ? of_ties : 0);
+}
+
+// Writes the tokens that a thread has chosen, in order, and those that are in anyway.
+struct Output {
+    u32* tokens;
+    u64 room;
+    Middle middle;
+
+    __device__ __forceinline__ void put(u32 place, u32 token) const {
+        if (place < room) tokens[place] = token;
+    }
+    __device__ __forceinline__ void put_chosen(u32 place, u32 token) const { put(middle.first + place, token); }
+    __device__ __forceinline__ void put_anyway(u32 token) const {
+        put(token < middle.first ? token : middle.first + middle.wanted + (token - middle.end), token);
+    }
+};

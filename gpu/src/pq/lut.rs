@@ -1,0 +1,110 @@
+use cudarc::driver::sys::CUstream;
+use pq_core::PqShape;
+
+use crate::device::Kernel;
+use crate::{Device, Error, KERNELS, Program, VectorElement};
+
+/// What tables are compiled for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LutShape {
+    /// The quantizer.
+    pub quantizer: PqShape,
+    /// Query heads per key/value head.
+    pub group: usize,
+    /// Element of the queries.
+    pub element: VectorElement,
+}
+
+impl LutShape {
+    /// The program.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`].
+    pub fn program(&self) -> Result<Program, Error> {
+        let dsub = self.quantizer.dsub();
+        if self.group == 0 || self.group > 16 || self.group * dsub > 8192 {
+            return Err(Error::Unsupported {
+                operation: format!("{self:?}"),
+                supported: "1 to 16 query heads a key/value head, and 8,192 components of them a subspace",
+            });
+        }
+        let defines = [
+            ("M", self.quantizer.m()),
+            ("KSUB", self.quantizer.ksub()),
+            ("DSUB", dsub),
+            ("GROUP", self.group),
+            ("ELEMENT", self.element as usize),
+        ];
+        Ok(Program::new("pq_lut", KERNELS.pq_lut, &defines).without_fused_multiply_add())
+    }
+}
+
+/// Device pointers and sizes of one launch.
+#[derive(Clone, Copy, Debug)]
+pub struct LutArguments {
+    /// Sequences.
+    pub batch: usize,
+    /// Key/value heads.
+    pub heads: usize,
+    /// Elements (batch, heads, group, dim).
+    pub queries: u64,
+    /// A factor of the queries, such as 1 / sqrt(dim); their products with it are rounded to `f32`.
+    pub scale: f32,
+    /// f32 (heads, m, ksub, dsub): the codebooks.
+    pub centroids: u64,
+    /// f32 (batch, heads, group, m, ksub), fully written.
+    pub luts: u64,
+}
+
+/// `Arguments` of the kernel.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct KernelArguments {
+    queries: u64,
+    centroids: u64,
+    luts: u64,
+    scale: f32,
+}
+
+/// `pq_core::lut_into` for all heads, with the same bits: the tables that [`Scan`](super::Scan), [`Search`](super::Search) and
+/// [`AttendAny`](super::AttendAny) look up.
+///
+/// # Cost
+/// group * ksub * dim multiply-adds a head.
+pub struct Lut {
+    kernel: Kernel,
+    shape: LutShape,
+}
+
+impl Lut {
+    /// Compiles it for a shape.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`], [`Error::NoNvrtc`], [`Error::Compile`] or [`Error::Driver`].
+    pub fn new(device: &Device, shape: LutShape) -> Result<Self, Error> {
+        Ok(Self { kernel: device.kernel(&shape.program()?, "pq_lut", 0)?, shape })
+    }
+
+    /// Puts the making of tables on a stream.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for sizes that do not fit, [`Error::Driver`].
+    /// # Safety
+    /// Every pointer must be to device memory of the device, aligned to its element, with as many elements as its shape says, and
+    /// stay so, unwritten by others, until the launch has run; `stream` must be of the device.
+    pub unsafe fn launch(&self, stream: CUstream, arguments: &LutArguments) -> Result<(), Error> {
+        let a = arguments;
+        if a.batch == 0 || a.heads == 0 {
+            return Ok(());
+        }
+        if a.batch > 65_535 || a.heads > 65_535 {
+            let problem = "more than 65,535 sequences or heads".into();
+            return Err(Error::Argument { operation: "pq::Lut", problem });
+        }
+        let kernel_arguments =
+            KernelArguments { queries: a.queries, centroids: a.centroids, luts: a.luts, scale: a.scale };
+        let grid = (self.shape.quantizer.m() as u32, a.heads as u32, a.batch as u32);
+        // SAFETY: the structure is the kernel's argument; the caller vouches for what its pointers lead to.
+        unsafe { self.kernel.launch(stream, grid, 256, false, &kernel_arguments) }
+    }
+}

@@ -1,0 +1,198 @@
+use cudarc::driver::sys::CUstream;
+use pq_core::{GroupRule, PqShape};
+
+use super::scan::{CHUNK, ScanShape, THREADS};
+use crate::device::Kernel;
+use crate::{Device, Error, KERNELS, Program};
+
+/// What a search is compiled for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SearchShape {
+    /// The quantizer.
+    pub quantizer: PqShape,
+    /// Query heads per key/value head.
+    pub group: usize,
+    /// How they agree.
+    pub rule: GroupRule,
+}
+
+/// Bytes of `Row` of the kernel.
+const ROW_BYTES: usize = 4 * (2048 + 4);
+/// Bits of a token's codes that are counted rather than scored.
+const JOINT_BITS: usize = 12;
+/// `BLOCKS` and `THREADS` of that kernel.
+const JOINT_BLOCKS: u32 = 8;
+const JOINT_THREADS: u32 = 1024;
+
+impl SearchShape {
+    const fn scan(&self) -> ScanShape {
+        ScanShape { quantizer: self.quantizer, group: self.group }
+    }
+
+    /// The program for a compute capability: from 9.0 on, codes of up to 12 bits a token have one of their own.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`].
+    pub fn program(&self, capability: (i32, i32)) -> Result<Program, Error> {
+        let defines = self.scan().defines()?;
+        let program = if self.is_joint(capability) {
+            Program::new("pq_search_joint", KERNELS.pq_search_joint, &defines)
+        } else {
+            let defines = [&defines[..], &[("ROW_BYTES", ROW_BYTES)]].concat();
+            Program::new("pq_search", KERNELS.pq_search, &defines)
+        };
+        Ok(program.define_if(self.rule == GroupRule::MaxOfSoftmax, "MAX_RULE"))
+    }
+
+    const fn is_joint(&self, capability: (i32, i32)) -> bool {
+        capability.0 >= 9 && self.quantizer.m() * self.quantizer.nbits() as usize <= JOINT_BITS
+    }
+}
+
+/// Device pointers and sizes of one launch.
+#[derive(Clone, Copy, Debug)]
+pub struct SearchArguments {
+    /// Sequences.
+    pub batch: usize,
+    /// Key/value heads.
+    pub heads: usize,
+    /// Tokens that a sequence has room for.
+    pub capacity: usize,
+    /// f32 (batch, heads, group, m, ksub): tables, as [`Lut`](super::Lut) makes them from scaled queries.
+    pub luts: u64,
+    /// Bytes (batch, heads, [`PqShape::codes_len`] of the capacity), as [`Codes`](pq_core::Codes) has them.
+    pub codes: u64,
+    /// `u32` (batch,): tokens of each sequence.
+    pub lengths: u64,
+    /// `u32` (batch,): tokens that are chosen by score, beside the sinks and the recent ones.
+    pub ks: u64,
+    /// First tokens that are always in.
+    pub sinks: usize,
+    /// Last tokens that are always in.
+    pub recent: usize,
+    /// Bytes ([`Search::workspace_len`],), overwritten.
+    pub workspace: u64,
+    /// `u32` (batch, heads, `tokens_len`), written: the found tokens in ascending order, those beyond the room left out.
+    pub tokens: u64,
+    /// Tokens of a head that there is room for; k, sinks and recent ones together always suffice.
+    pub tokens_len: usize,
+    /// `u32` (batch,), written: how many were found ([`pq_core::Search::found`]).
+    pub counts: u64,
+    /// f32 (batch, heads, group, 2), written, or 0: maximum of the scores, and sum of the exponentials of their differences to it.
+    pub stats: u64,
+}
+
+/// `Arguments` of the kernels.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct KernelArguments {
+    luts: u64,
+    codes: u64,
+    lengths: u64,
+    ks: u64,
+    tokens: u64,
+    counts: u64,
+    stats: u64,
+    workspace: u64,
+    code_stride: u64,
+    tokens_len: u64,
+    heads: u32,
+    rows: u32,
+    capacity: u32,
+    sinks: u32,
+    recent: u32,
+}
+
+/// `pq_core::search_into` for all heads: scores, agreement of the group, the k best tokens in ascending order, and those that are
+/// always in. Lengths and k are read on the device, so a captured graph follows a growing sequence.
+///
+/// Tokens whose weights differ by less than rounding may be chosen the other way than on the CPU; of equal ones, the lower.
+///
+/// # Cost
+/// 2 n * m look-ups for every four queries, and 4 bytes a token written and read three times; for codes of up to 12 bits a token on
+/// sm_90, one count a token.
+/// # Source
+/// PQCache (arXiv 2407.12820), 3.1 and 3.4.
+pub struct Search {
+    kernels: Vec<Kernel>, // one, or four in their order
+    shape: SearchShape,
+}
+
+impl Search {
+    /// Compiles it for a shape.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`], [`Error::NoNvrtc`], [`Error::Compile`] or [`Error::Driver`].
+    pub fn new(device: &Device, shape: SearchShape) -> Result<Self, Error> {
+        let program = shape.program(device.capability())?;
+        let tables = shape.scan().shared_bytes();
+        let names: &[(&'static str, usize)] = if shape.is_joint(device.capability()) {
+            &[("pq_search_joint", 0)]
+        } else {
+            &[
+                ("pq_search_stats", tables),
+                ("pq_search_keys", tables),
+                ("pq_search_cut", 0),
+                ("pq_search_write", 0),
+            ]
+        };
+        let kernels = names
+            .iter()
+            .map(|&(name, shared)| device.kernel(&program, name, shared))
+            .collect::<Result<_, _>>()?;
+        Ok(Self { kernels, shape })
+    }
+
+    /// Bytes of scratch.
+    #[must_use]
+    pub fn workspace_len(&self, batch: usize, heads: usize, capacity: usize) -> usize {
+        let chunks = capacity.div_ceil(CHUNK);
+        let row = ROW_BYTES + chunks * (8 + 8 * self.shape.group + 8 * CHUNK);
+        batch.saturating_mul(heads).saturating_mul(row)
+    }
+
+    /// Puts the search on a stream.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for sizes that do not fit, [`Error::Driver`].
+    /// # Safety
+    /// Every pointer must be to device memory of the device, aligned to 16 bytes, with as many elements as its shape says, and stay
+    /// so, unwritten by others, until the launch has run; `stream` must be of the device.
+    pub unsafe fn launch(&self, stream: CUstream, arguments: &SearchArguments) -> Result<(), Error> {
+        let a = arguments;
+        let rows = a.batch.saturating_mul(a.heads);
+        if rows == 0 || a.capacity == 0 {
+            return Ok(());
+        }
+        let chunks = a.capacity.div_ceil(CHUNK);
+        if rows > 65_535 || u32::try_from(chunks * CHUNK).is_err() {
+            let problem = "more than 65,535 heads of sequences, or tokens than 32 bits count".into();
+            return Err(Error::Argument { operation: "pq::Search", problem });
+        }
+        let at_most_capacity = |tokens: usize| tokens.min(a.capacity) as u32;
+        let kernel_arguments = KernelArguments {
+            luts: a.luts,
+            codes: a.codes,
+            lengths: a.lengths,
+            ks: a.ks,
+            tokens: a.tokens,
+            counts: a.counts,
+            stats: a.stats,
+            workspace: a.workspace,
+            code_stride: self.shape.quantizer.codes_len(a.capacity) as u64,
+            tokens_len: a.tokens_len as u64,
+            heads: a.heads as u32,
+            rows: rows as u32,
+            capacity: a.capacity as u32,
+            sinks: at_most_capacity(a.sinks),
+            recent: at_most_capacity(a.recent),
+        };
+        let (blocks, threads) =
+            if self.kernels.len() == 1 { (JOINT_BLOCKS, JOINT_THREADS) } else { (chunks as u32, THREADS) };
+        for kernel in &self.kernels {
+            // SAFETY: the structure is the kernels' argument; the caller vouches for what its pointers lead to.
+            unsafe { kernel.launch(stream, (blocks, rows as u32, 1), threads, true, &kernel_arguments)? };
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,370 @@
+//! Tables and scores have the bits of `pq-core`, and searches find the tokens that its definition says.
+
+#![allow(clippy::unwrap_used)]
+
+mod common;
+
+use common::{Buffer, Random, device};
+use kv_gpu::pq::{
+    Lut, LutArguments, LutShape, Scan, ScanArguments, ScanShape, Search, SearchArguments, SearchShape,
+};
+use kv_gpu::{Device, Error, VectorElement};
+use pq_core::{CodebookBuf, Codes, GroupRule, PqShape, lut_into, pack_codes_into, scan_into};
+
+/// How far weights of about the same size may be off each other.
+const TOLERANCE: f64 = 1e-5;
+
+/// Sequences of different lengths with codes and tables.
+#[derive(Debug)]
+struct Case {
+    shape: SearchShape,
+    heads: usize,
+    capacity: usize,
+    lengths: Vec<u32>,
+    ks: Vec<u32>,
+    sinks: usize,
+    recent: usize,
+    spoiled: bool, // a number of a table is none
+}
+
+impl Case {
+    fn random(random: &mut Random) -> Self {
+        let (dim, m, nbits) = random.pick(&[
+            (64, 2, 6),
+            (128, 2, 6),
+            (64, 4, 8),
+            (32, 1, 8),
+            (32, 4, 3),
+            (24, 3, 4),
+            (32, 8, 5),
+            (64, 2, 8),
+            (64, 16, 7),
+            (16, 4, 1),
+        ]);
+        let quantizer = PqShape::new(dim, m, nbits).unwrap();
+        let rule = random.pick(&[GroupRule::SumOfSoftmax, GroupRule::MaxOfSoftmax]);
+        let capacity = random.pick(&[64, 300, 5000, 20_000, 70_000]);
+        let batch = 1 + random.below(3);
+        let lengths: Vec<u32> = (0..batch)
+            .map(|_| match random.below(6) {
+                0 => 0,
+                1 => capacity as u32,
+                _ => random.below(capacity + 1) as u32,
+            })
+            .collect();
+        let k = |&n: &u32| match random.below(6) {
+            0 => 0,
+            1 => n + 5,
+            2 => 1,
+            _ => random.below(n as usize / 4 + 1) as u32,
+        };
+        let ks = lengths.iter().map(k).collect();
+        Self {
+            shape: SearchShape { quantizer, group: 1 + random.below(9), rule },
+            heads: 1 + random.below(3),
+            capacity,
+            lengths,
+            ks,
+            sinks: random.pick(&[0, 0, 4, 100]),
+            recent: random.pick(&[0, 0, 1, 64, 3000]),
+            spoiled: false,
+        }
+    }
+
+    fn scan(&self) -> ScanShape {
+        ScanShape { quantizer: self.shape.quantizer, group: self.shape.group }
+    }
+
+    /// Packed codes of one head of a sequence, some of them favoured.
+    fn codes(&self, random: &mut Random) -> Vec<u8> {
+        let (quantizer, n) = (self.shape.quantizer, self.capacity);
+        let favoured = 1 + random.below(quantizer.ksub());
+        let codes: Vec<u16> = (0..n * quantizer.m())
+            .map(|_| {
+                let below = random.pick(&[favoured, quantizer.ksub()]);
+                random.below(below) as u16
+            })
+            .collect();
+        let mut packed = vec![0; quantizer.codes_len(n)];
+        pack_codes_into(quantizer, &codes, &mut packed).unwrap();
+        packed
+    }
+}
+
+/// What a run is on: queries, codebooks and codes, here and there.
+struct Inputs {
+    queries: Vec<f32>,
+    centroids: Vec<f32>,
+    books: Vec<CodebookBuf>,
+    codes: Vec<Vec<u8>>, // (batch, heads)
+}
+
+impl Inputs {
+    fn new(case: &Case, random: &mut Random) -> Self {
+        let (quantizer, rows) = (case.shape.quantizer, case.lengths.len() * case.heads);
+        let queries = random.normals(rows * case.shape.group * quantizer.dim());
+        let each = quantizer.ksub() * quantizer.dim();
+        let centroids = random.normals(case.heads * each);
+        let book = |centroids| CodebookBuf::new(quantizer, centroids).unwrap();
+        let books = centroids.chunks_exact(each).map(book).collect();
+        let codes = (0..rows).map(|_| case.codes(random)).collect();
+        Self { queries, centroids, books, codes }
+    }
+
+    /// Tables of all rows, by the CPU.
+    fn luts(&self, case: &Case) -> Vec<f32> {
+        let each = case.shape.group * case.shape.quantizer.lut_len();
+        let mut luts = vec![0.0; self.codes.len() * each];
+        let queries = self.queries.chunks_exact(case.shape.group * case.shape.quantizer.dim());
+        for (row, (luts, queries)) in luts.chunks_exact_mut(each).zip(queries).enumerate() {
+            lut_into(&self.books[row % case.heads].view(), queries, luts).unwrap();
+        }
+        if case.spoiled {
+            luts.chunks_exact_mut(each)
+                .for_each(|luts| luts[..case.shape.quantizer.lut_len()].fill(f32::NAN));
+        }
+        luts
+    }
+}
+
+/// Scores of a row's queries, (group, n), by the CPU.
+fn scores(case: &Case, luts: &[f32], codes: &[u8], n: usize) -> Vec<f32> {
+    let quantizer = case.shape.quantizer;
+    let codes = Codes::new(quantizer, n, &codes[..quantizer.codes_len(n)]).unwrap();
+    let mut scores = vec![0.0; case.shape.group * n];
+    for (scores, lut) in scores.chunks_exact_mut(n.max(1)).zip(luts.chunks_exact(quantizer.lut_len())) {
+        scan_into(&pq_core::Lut::new(quantizer, lut).unwrap(), &codes, scores).unwrap();
+    }
+    scores
+}
+
+#[test]
+fn tables_and_scores_have_the_bits_of_the_cpu() {
+    let Some(device) = device("tables_and_scores_have_the_bits_of_the_cpu") else { return };
+    for seed in 0..30 {
+        let mut random = Random(seed);
+        let mut case = Case::random(&mut random);
+        case.capacity = case.capacity.min(20_000);
+        case.lengths.iter_mut().for_each(|n| *n = (*n).min(case.capacity as u32));
+        let inputs = Inputs::new(&case, &mut random);
+        let expected = inputs.luts(&case);
+        let shape = LutShape {
+            quantizer: case.shape.quantizer,
+            group: case.shape.group,
+            element: VectorElement::F32,
+        };
+        let queries = Buffer::new(&device, &inputs.queries);
+        let centroids = Buffer::new(&device, &inputs.centroids);
+        let luts = Buffer::new(&device, &vec![f32::NAN; expected.len()]);
+        let batch = case.lengths.len();
+        let lut_arguments = LutArguments {
+            batch,
+            heads: case.heads,
+            queries: queries.pointer(),
+            scale: 1.0,
+            centroids: centroids.pointer(),
+            luts: luts.pointer(),
+        };
+        let codes = Buffer::new(&device, &inputs.codes.concat());
+        let lengths = Buffer::new(&device, &case.lengths);
+        let len = batch * case.heads * case.shape.group * case.capacity;
+        let out = Buffer::new(&device, &vec![-1.0_f32; len]);
+        let scan_arguments = ScanArguments {
+            batch,
+            heads: case.heads,
+            capacity: case.capacity,
+            luts: luts.pointer(),
+            codes: codes.pointer(),
+            lengths: lengths.pointer(),
+            scores: out.pointer(),
+        };
+        let (lut, scan) = (Lut::new(&device, shape).unwrap(), Scan::new(&device, case.scan()).unwrap());
+        let stream = device.stream().cu_stream();
+        // SAFETY: the buffers live until their contents have been read, and have the lengths that the shape asks for.
+        #[allow(unsafe_code)]
+        unsafe {
+            lut.launch(stream, &lut_arguments).unwrap();
+            scan.launch(stream, &scan_arguments).unwrap();
+        }
+        let bits = |x: &[f32]| x.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+        assert!(bits(&luts.read()) == bits(&expected), "{case:?}: tables");
+        let got = out.read();
+        for (row, luts) in
+            expected.chunks_exact(case.shape.group * case.shape.quantizer.lut_len()).enumerate()
+        {
+            let n = case.lengths[row / case.heads] as usize;
+            let expected = scores(&case, luts, &inputs.codes[row], n);
+            for query in 0..case.shape.group {
+                let got = &got[(row * case.shape.group + query) * case.capacity..][..case.capacity];
+                assert!(bits(&got[..n]) == bits(&expected[query * n..][..n]), "{case:?}: scores");
+                assert!(got[n..].iter().all(|&x| x == -1.0), "{case:?}: scores of no tokens");
+            }
+        }
+    }
+}
+
+/// Runs a search: tokens (batch, heads, room), counts, and maximum and sum of each query.
+fn search(
+    device: &Device,
+    case: &Case,
+    luts: &[f32],
+    codes: &[Vec<u8>],
+    room: usize,
+) -> (Vec<u32>, Vec<u32>, Vec<f32>) {
+    let kernel = Search::new(device, case.shape).unwrap();
+    let (batch, heads) = (case.lengths.len(), case.heads);
+    let (luts, codes) = (Buffer::new(device, luts), Buffer::new(device, &codes.concat()));
+    let (lengths, ks) = (Buffer::new(device, &case.lengths), Buffer::new(device, &case.ks));
+    let workspace = Buffer::new(device, &vec![0xbb_u8; kernel.workspace_len(batch, heads, case.capacity)]);
+    let tokens = Buffer::new(device, &vec![u32::MAX; batch * heads * room]);
+    let counts = Buffer::new(device, &vec![0_u32; batch]);
+    let stats = Buffer::new(device, &vec![0.0_f32; batch * heads * case.shape.group * 2]);
+    let arguments = SearchArguments {
+        batch,
+        heads,
+        capacity: case.capacity,
+        luts: luts.pointer(),
+        codes: codes.pointer(),
+        lengths: lengths.pointer(),
+        ks: ks.pointer(),
+        sinks: case.sinks,
+        recent: case.recent,
+        workspace: workspace.pointer(),
+        tokens: tokens.pointer(),
+        tokens_len: room,
+        counts: counts.pointer(),
+        stats: stats.pointer(),
+    };
+    // SAFETY: the buffers live until their contents have been read, and have the lengths that the shape asks for.
+    #[allow(unsafe_code)]
+    unsafe { kernel.launch(device.stream().cu_stream(), &arguments) }.unwrap();
+    let first = tokens.read();
+    // Again, on what the first left behind: the same.
+    // SAFETY: as above.
+    #[allow(unsafe_code)]
+    unsafe { kernel.launch(device.stream().cu_stream(), &arguments) }.unwrap();
+    assert!(tokens.read() == first, "{case:?}: another result");
+    (first, counts.read(), stats.read())
+}
+
+/// Weights of a row's tokens by the plain formula in f64, and the queries' logarithms of the sum of exponentials.
+fn weights(scores: &[f32], n: usize, rule: GroupRule) -> (Vec<f64>, Vec<f64>) {
+    let mut weights = vec![0.0_f64; n];
+    let mut sums = vec![];
+    for scores in scores.chunks_exact(n) {
+        let max = scores.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+        let exps: Vec<f64> = scores.iter().map(|&s| (f64::from(s) - f64::from(max)).exp()).collect();
+        let sum: f64 = exps.iter().sum();
+        sums.push(f64::from(max) + sum.ln());
+        for (weight, exp) in weights.iter_mut().zip(exps) {
+            *weight = match rule {
+                GroupRule::SumOfSoftmax => *weight + exp / sum,
+                GroupRule::MaxOfSoftmax => weight.max(exp / sum),
+            };
+        }
+    }
+    (weights, sums)
+}
+
+#[test]
+fn searches_find_the_heaviest_tokens() {
+    let Some(device) = device("searches_find_the_heaviest_tokens") else { return };
+    for seed in 0..80 {
+        let mut random = Random(seed);
+        let case = Case::random(&mut random);
+        let inputs = Inputs::new(&case, &mut random);
+        let luts = inputs.luts(&case);
+        let wanted = pq_core::Search { k: 0, sinks: case.sinks, recent: case.recent, rule: case.shape.rule };
+        let found =
+            |i: usize| pq_core::Search { k: case.ks[i] as usize, ..wanted }.found(case.lengths[i] as usize);
+        let room = (0..case.lengths.len()).map(found).max().unwrap() + 3;
+        let (tokens, counts, stats) = search(&device, &case, &luts, &inputs.codes, room);
+        let each = case.shape.group * case.shape.quantizer.lut_len();
+        for (row, luts) in luts.chunks_exact(each).enumerate() {
+            let sequence = row / case.heads;
+            let n = case.lengths[sequence] as usize;
+            assert_eq!(counts[sequence] as usize, found(sequence), "{case:?}, seed {seed}");
+            let tokens = &tokens[row * room..][..room];
+            assert!(tokens[found(sequence)..].iter().all(|&t| t == u32::MAX), "{case:?}: behind the found");
+            let tokens = &tokens[..found(sequence)];
+            assert!(
+                tokens.is_sorted_by(|a, b| a < b) && tokens.iter().all(|&t| (t as usize) < n),
+                "{case:?}"
+            );
+            if n == 0 {
+                continue;
+            }
+            let mut is_in = vec![false; n];
+            tokens.iter().for_each(|&t| is_in[t as usize] = true);
+            let sinks = case.sinks.min(n);
+            let middle = sinks..n - case.recent.min(n - sinks);
+            assert!((0..n).filter(|t| !middle.contains(t)).all(|t| is_in[t]), "{case:?}: sinks and recent");
+            let scores = scores(&case, luts, &inputs.codes[row], n);
+            let (weights, sums) = weights(&scores, n, case.shape.rule);
+            let chosen = middle.clone().filter(|&t| is_in[t]).map(|t| weights[t]);
+            let left = middle.clone().filter(|&t| !is_in[t]).map(|t| weights[t]);
+            let (least, most) = (chosen.fold(f64::INFINITY, f64::min), left.fold(0.0, f64::max));
+            // Weights below f32's smallest are all the same.
+            assert!(
+                least >= most * (1.0 - TOLERANCE) || most < 1e-37,
+                "{case:?}, seed {seed}: {least} {most}"
+            );
+            // Of equal tokens the lower wins.
+            let codes =
+                Codes::new(case.shape.quantizer, n, &inputs.codes[row][..case.shape.quantizer.codes_len(n)])
+                    .unwrap();
+            let mut left_out = std::collections::HashSet::new();
+            for t in middle {
+                let code: Vec<usize> = codes.iter_vector(t).collect();
+                if is_in[t] {
+                    assert!(
+                        !left_out.contains(&code),
+                        "{case:?}, seed {seed}: token {t} before an equal one"
+                    );
+                } else {
+                    left_out.insert(code);
+                }
+            }
+            let stats = stats[row * case.shape.group * 2..].chunks_exact(2);
+            for (stats, expected) in stats.zip(sums) {
+                let got = f64::from(stats[0]) + f64::from(stats[1]).ln();
+                assert!(
+                    (got - expected).abs() < 1e-4 * expected.abs().max(1.0),
+                    "{case:?}: {got} {expected}"
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn scores_that_are_no_numbers_rank_last_and_equal() {
+    let Some(device) = device("scores_that_are_no_numbers_rank_last_and_equal") else { return };
+    for (dim, m, nbits) in [(64, 2, 6), (64, 4, 8)] {
+        let mut random = Random(7);
+        let quantizer = PqShape::new(dim, m, nbits).unwrap();
+        let case = Case {
+            shape: SearchShape { quantizer, group: 4, rule: GroupRule::SumOfSoftmax },
+            heads: 2,
+            capacity: 20_000,
+            lengths: vec![19_000],
+            ks: vec![1_000],
+            sinks: 4,
+            recent: 10,
+            spoiled: true,
+        };
+        let inputs = Inputs::new(&case, &mut random);
+        let (tokens, counts, _) = search(&device, &case, &inputs.luts(&case), &inputs.codes, 1_014);
+        assert_eq!(counts, [1_014]);
+        let expected: Vec<u32> = (0..1_004).chain(18_990..19_000).collect();
+        assert!(tokens.chunks_exact(1_014).all(|tokens| tokens == expected));
+    }
+}
+
+#[test]
+fn shapes_without_a_kernel_are_errors() {
+    for (dim, m, nbits, group) in [(64, 2, 12, 1), (128, 64, 8, 4), (64, 2, 6, 17), (64, 2, 6, 0)] {
+        let shape = ScanShape { quantizer: PqShape::new(dim, m, nbits).unwrap(), group };
+        assert!(matches!(shape.program(), Err(Error::Unsupported { .. })), "{shape:?}");
+    }
+}
