@@ -40,6 +40,8 @@ struct Kernels {
     pq_attend: &'static str,
     pq_attend_any: &'static str,
     pq_encode: &'static str,
+    pq_encode_any: &'static str,
+    pq_train: &'static str,
     pq_lut: &'static str,
     pq_scan: &'static str,
     pq_search: &'static str,
@@ -77,6 +79,19 @@ const KERNELS: Kernels = Kernels {
         include_str!("kernels/common.cuh"),
         include_str!("kernels/number.cuh"),
         include_str!("kernels/pq_encode.cu"),
+    ),
+    pq_encode_any: concat!(
+        include_str!("kernels/common.cuh"),
+        include_str!("kernels/number.cuh"),
+        include_str!("kernels/pq_runs.cuh"),
+        include_str!("kernels/pq_nearest.cuh"),
+        include_str!("kernels/pq_encode_any.cu"),
+    ),
+    pq_train: concat!(
+        include_str!("kernels/common.cuh"),
+        include_str!("kernels/number.cuh"),
+        include_str!("kernels/pq_nearest.cuh"),
+        include_str!("kernels/pq_train.cu"),
     ),
     pq_lut: concat!(
         include_str!("kernels/common.cuh"),

@@ -6,7 +6,10 @@ mod common;
 
 use codec_core::{FitOptions, ModelKind, PlaneBuf, PredictorKind, Steps};
 use kv_gpu::codec::{self, Planes};
-use kv_gpu::pq::{AttendAnyShape, AttendShape, EncodeShape, Gather, LutShape, ScanShape, SearchShape, Side};
+use kv_gpu::pq::{
+    AttendAnyShape, AttendShape, EncodeAnyShape, EncodeShape, Gather, LutShape, ScanShape, SearchShape, Side,
+    TrainShape,
+};
 use kv_gpu::svd::{self, ProjectShape};
 use kv_gpu::{Element, Error, Program, VectorElement, compile, self_test_program};
 use pq_core::{GroupRule, PqShape};
@@ -152,6 +155,16 @@ fn searching() {
             }
         }
     }
+}
+
+#[test]
+fn training_and_encoding_of_any_shape() {
+    let shapes = [(128, 2, 6), (128, 64, 8), (128, 4, 8), (12, 4, 10)].map(|(dim, m, nbits)| {
+        let (quantizer, element) = (PqShape::new(dim, m, nbits).unwrap(), VectorElement::F16);
+        let (train, encode) = (TrainShape { quantizer, element }, EncodeAnyShape { quantizer, element });
+        [train.program().unwrap(), encode.program().unwrap()]
+    });
+    check(|_| shapes.concat(), true);
 }
 
 #[test]

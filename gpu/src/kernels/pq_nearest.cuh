@@ -1,0 +1,95 @@
+// Nearest centroids of a tile of points in one subspace, as a product of matrices whose results are only compared.
+//
+// Compile-time shape: DSUB (up to 128), KSUB; ELEMENT of the vectors. A block takes TILE points; a thread has 8 of them and 8 of 64 centroids,
+// so four loads from shared memory serve 64 multiply-adds. Floor: KSUB * (DSUB + 3) operations a point.
+
+constexpr int TILE = 256, THREADS = 256, WARPS = THREADS / LANES;
+constexpr int COLUMNS = 8, EACH = 8;                              // threads that share points, and points or centroids of a thread
+constexpr int CENTROIDS = COLUMNS * EACH;                         // at a time
+constexpr int STEP = DSUB < 32 ? DSUB : 32;                       // components of centroids at a time
+constexpr int PADDED_POINTS = TILE + 4, PADDED_CENTROIDS = CENTROIDS + 4;
+
+struct NearestShared {
+    float points[DSUB][PADDED_POINTS];
+    float centroids[STEP][PADDED_CENTROIDS];
+    float half_norms[CENTROIDS];
+    u16 index[TILE];
+    float distance[TILE]; // half the squared distance less half the point's squared norm
+};
+
+// Points `first` to `first + count` of rows that are `stride` apart; the others of the tile are 0, and so is what is no number.
+__device__ __forceinline__ void load_points(NearestShared& shared, const Number* rows, u64 stride, u32 count) {
+    __syncthreads();
+    for (int i = threadIdx.x; i < TILE * DSUB; i += THREADS) {
+        const u32 point = i / DSUB, d = i % DSUB;
+        const float x = point < count ? to_float(rows[point * stride + d]) : 0;
+        shared.points[d][point] = fabsf(x) < infinity() ? x : 0;
+    }
+}
+
+// Fills `index` and `distance` of the tile; of equal distances the lower index wins. `codebook` is [KSUB][DSUB].
+__device__ __forceinline__ void find_nearest(NearestShared& shared, const float* codebook) {
+    const int column = threadIdx.x % COLUMNS, row = threadIdx.x / COLUMNS;
+    float nearest[EACH];
+    u32 index[EACH];
+#pragma unroll
+    for (int i = 0; i < EACH; i++) nearest[i] = infinity(), index[i] = 0;
+    for (int base = 0; base < KSUB; base += CENTROIDS) {
+        float distance[EACH][EACH];
+        for (int first = 0; first < DSUB; first += STEP) {
+            __syncthreads();
+            for (int i = threadIdx.x; i < CENTROIDS * STEP; i += THREADS) {
+                const int c = i / STEP, d = i % STEP;
+                shared.centroids[d][c] = base + c < KSUB && first + d < DSUB ? codebook[(base + c) * DSUB + first + d] : 0;
+            }
+            __syncthreads();
+            if (threadIdx.x < CENTROIDS) {
+                float norm = first == 0 ? 0 : shared.half_norms[threadIdx.x];
+#pragma unroll 4
+                for (int d = 0; d < STEP; d++) norm += shared.centroids[d][threadIdx.x] * shared.centroids[d][threadIdx.x] / 2;
+                shared.half_norms[threadIdx.x] = norm;
+            }
+            if (first == 0)
+#pragma unroll
+                for (int i = 0; i < EACH; i++)
+#pragma unroll
+                    for (int c = 0; c < EACH; c++) distance[i][c] = 0;
+#pragma unroll 2
+            for (int d = 0; d < STEP; d++) {
+                if (DSUB % STEP && first + d >= DSUB) break;
+                float x[EACH], y[EACH];
+#pragma unroll
+                for (int i = 0; i < EACH; i += 4) {
+                    *reinterpret_cast<float4*>(x + i) = *reinterpret_cast<const float4*>(&shared.points[first + d][row * EACH + i]);
+                    *reinterpret_cast<float4*>(y + i) = *reinterpret_cast<const float4*>(&shared.centroids[d][COLUMNS * i + 4 * column]);
+                }
+#pragma unroll
+                for (int i = 0; i < EACH; i++)
+#pragma unroll
+                    for (int c = 0; c < EACH; c++) distance[i][c] -= x[i] * y[c];
+            }
+        }
+        __syncthreads();
+#pragma unroll
+        for (int c = 0; c < EACH; c++) { // in rising order
+            const int centroid = c / 4 * 4 * COLUMNS + 4 * column + c % 4;
+            const float half_norm = base + centroid < KSUB ? shared.half_norms[centroid] : infinity();
+#pragma unroll
+            for (int i = 0; i < EACH; i++) {
+                const float x = half_norm + distance[i][c];
+                if (x < nearest[i]) nearest[i] = x, index[i] = base + centroid;
+            }
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+#pragma unroll
+        for (int step = 1; step < COLUMNS; step *= 2) {
+            const float other = __shfl_xor_sync(FULL, nearest[i], step);
+            const u32 other_index = __shfl_xor_sync(FULL, index[i], step);
+            if (other < nearest[i] || (other == nearest[i] && other_index < index[i])) nearest[i] = other, index[i] = other_index;
+        }
+        if (column == 0) shared.index[row * EACH + i] = (u16)index[i], shared.distance[row * EACH + i] = nearest[i];
+    }
+    __syncthreads();
+}

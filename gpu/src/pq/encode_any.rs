@@ -1,0 +1,122 @@
+use cudarc::driver::sys::CUstream;
+use pq_core::PqShape;
+
+use super::nearest::{TILE, defines, shared_bytes};
+use crate::device::Kernel;
+use crate::{Device, Error, KERNELS, Program, VectorElement};
+
+/// What an encoder for any quantizer is compiled for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct EncodeAnyShape {
+    /// The quantizer.
+    pub quantizer: PqShape,
+    /// Element of the vectors.
+    pub element: VectorElement,
+}
+
+impl EncodeAnyShape {
+    /// The program.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] for subspaces of more than about 150 components.
+    pub fn program(&self) -> Result<Program, Error> {
+        let defines = defines(self.quantizer, self.element, shared_bytes(self.quantizer))?;
+        Ok(Program::new("pq_encode_any", KERNELS.pq_encode_any, &defines))
+    }
+}
+
+/// Device pointers and sizes of one launch.
+#[derive(Clone, Copy, Debug)]
+pub struct EncodeAnyArguments {
+    /// Sequences.
+    pub batch: usize,
+    /// Key/value heads.
+    pub heads: usize,
+    /// Most vectors that a sequence gives.
+    pub max_count: usize,
+    /// Elements (batch, heads, vectors, dim), each dimension but the last with its stride.
+    pub vectors: u64,
+    /// Elements from a sequence, a head and a vector to the next.
+    pub strides: [usize; 3],
+    /// f32 (heads, m, ksub, dsub): the codebooks.
+    pub centroids: u64,
+    /// `u32` (batch,): which token of its sequence the first vector is. The tokens before it and behind the last stay as they are.
+    pub firsts: u64,
+    /// `u32` (batch,): vectors of each sequence.
+    pub counts: u64,
+    /// Tokens that a sequence has room for.
+    pub capacity: usize,
+    /// Bytes (batch, heads, [`PqShape::codes_len`] of the capacity), written as [`Codes`](pq_core::Codes) has them.
+    pub codes: u64,
+}
+
+/// `Arguments` of the kernel.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct KernelArguments {
+    vectors: u64,
+    centroids: u64,
+    firsts: u64,
+    counts: u64,
+    codes: u64,
+    code_stride: u64,
+    strides: [u64; 3],
+    heads: u32,
+}
+
+/// `pq_core::encode_into` for the codes as `pq-core` keeps them, which [`Search`](super::Search), [`Scan`](super::Scan) and
+/// [`AttendAny`](super::AttendAny) read: any quantizer, ragged appends.
+///
+/// # Cost
+/// ksub * dim multiply-adds a vector.
+pub struct EncodeAny {
+    kernel: Kernel,
+    shape: EncodeAnyShape,
+}
+
+impl EncodeAny {
+    /// Compiles it for a shape.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`], [`Error::NoNvrtc`], [`Error::Compile`] or [`Error::Driver`].
+    pub fn new(device: &Device, shape: EncodeAnyShape) -> Result<Self, Error> {
+        let kernel = device.kernel(&shape.program()?, "pq_encode_any", shared_bytes(shape.quantizer))?;
+        Ok(Self { kernel, shape })
+    }
+
+    /// Puts the encoding on a stream.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for sizes that do not fit, [`Error::Driver`].
+    /// # Safety
+    /// Every pointer must be to device memory of the device, aligned to its element, with as many elements as its shape says, and
+    /// stay so, unwritten by others, until the launch has run; firsts and counts must stay within the capacity, counts within
+    /// `max_count`; `stream` must be of the device.
+    pub unsafe fn launch(&self, stream: CUstream, arguments: &EncodeAnyArguments) -> Result<(), Error> {
+        let a = arguments;
+        let rows = a.batch.saturating_mul(a.heads);
+        if rows == 0 || a.max_count == 0 {
+            return Ok(());
+        }
+        if rows > 65_535 || self.shape.quantizer.m() > 65_535 || u32::try_from(a.max_count).is_err() {
+            let problem =
+                "more than 65,535 heads of sequences or subspaces, or vectors than 32 bits count".into();
+            return Err(Error::Argument { operation: "pq::EncodeAny", problem });
+        }
+        let kernel_arguments = KernelArguments {
+            vectors: a.vectors,
+            centroids: a.centroids,
+            firsts: a.firsts,
+            counts: a.counts,
+            codes: a.codes,
+            code_stride: self.shape.quantizer.codes_len(a.capacity) as u64,
+            strides: a.strides.map(|stride| stride as u64),
+            heads: a.heads as u32,
+        };
+        // One tile more than full ones: the first vector may be in the middle of one.
+        let tiles = a.max_count.div_ceil(TILE) + 1;
+        let grid = (tiles as u32, self.shape.quantizer.m() as u32, rows as u32);
+        // SAFETY: the structure is the kernel's argument; the caller vouches for what its pointers lead to.
+        unsafe { self.kernel.launch(stream, grid, TILE as u32, false, &kernel_arguments) }
+    }
+}

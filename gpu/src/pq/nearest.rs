@@ -1,0 +1,41 @@
+//! What training and encoding compile for.
+
+use pq_core::PqShape;
+
+use crate::{Error, VectorElement};
+
+/// Threads of a block, and its points at a time: `THREADS` and `TILE` of the kernels.
+pub(super) const TILE: usize = 256;
+
+/// Bytes of shared memory that a block has on every architecture.
+const MOST_SHARED: usize = 163 << 10;
+
+/// Bytes of `NearestShared` of the kernels.
+pub(super) const fn shared_bytes(quantizer: PqShape) -> usize {
+    let (dsub, centroids) = (quantizer.dsub(), 64);
+    let step = if dsub < 32 { dsub } else { 32 };
+    4 * (dsub * (TILE + 4) + step * (centroids + 4) + centroids) + (2 + 4) * TILE
+}
+
+/// The symbols, for `shared` bytes of shared memory.
+pub(super) fn defines(
+    quantizer: PqShape,
+    element: VectorElement,
+    shared: usize,
+) -> Result<[(&'static str, usize); 6], Error> {
+    if shared > MOST_SHARED {
+        let operation = format!("{quantizer:?}");
+        return Err(Error::Unsupported {
+            operation,
+            supported: "centroids and points that fit 163 KiB together",
+        });
+    }
+    Ok([
+        ("M", quantizer.m()),
+        ("DSUB", quantizer.dsub()),
+        ("KSUB", quantizer.ksub()),
+        ("NBITS", quantizer.nbits() as usize),
+        ("ELEMENT", element as usize),
+        ("SHARED_BYTES", shared),
+    ])
+}

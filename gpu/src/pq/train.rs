@@ -1,0 +1,174 @@
+use cudarc::driver::sys::CUstream;
+use pq_core::PqShape;
+
+use super::nearest::{TILE, defines, shared_bytes};
+use crate::device::Kernel;
+use crate::{Device, Error, KERNELS, Program, VectorElement};
+
+/// Vectors of a block: `PART` of the kernels.
+const PART: usize = 2048;
+/// Bytes of `State` of the kernels.
+const STATE_BYTES: usize = 24;
+
+/// What a training is compiled for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TrainShape {
+    /// The quantizer.
+    pub quantizer: PqShape,
+    /// Element of the vectors.
+    pub element: VectorElement,
+}
+
+impl TrainShape {
+    /// The program.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] where centroids of a subspace do not fit the shared memory of a block.
+    pub fn program(&self) -> Result<Program, Error> {
+        let defines = defines(self.quantizer, self.element, self.shared_bytes())?;
+        Ok(Program::new("pq_train", KERNELS.pq_train, &defines))
+    }
+
+    /// Bytes of `Shared` of the kernels.
+    fn shared_bytes(&self) -> usize {
+        let (ksub, dsub) = (self.quantizer.ksub(), self.quantizer.dsub());
+        (shared_bytes(self.quantizer) + 4 * ksub * (dsub + 1)).next_multiple_of(8) + 8 * TILE / 32
+    }
+}
+
+/// Device pointers and sizes of one launch.
+#[derive(Clone, Copy, Debug)]
+pub struct TrainArguments {
+    /// Sets of vectors, one codebook each, such as the heads of a layer.
+    pub sets: usize,
+    /// Vectors of a set, at least 1.
+    pub n: usize,
+    /// Elements (sets, n, dim), each dimension but the last with its stride. What is no number counts as 0.
+    pub vectors: u64,
+    /// Elements from a set and a vector to the next.
+    pub strides: [usize; 2],
+    /// `u32` (ksub,): which vectors of every set are its first centroids, such as some drawn at random; 0 to start from what
+    /// `centroids` holds.
+    pub starts: u64,
+    /// f32 (sets, m, ksub, dsub), written.
+    pub centroids: u64,
+    /// f64 (sets, m), written, or 0: the summed squared error before the last update of the centroids.
+    pub errors: u64,
+    /// Most iterations; 0 counts as 1.
+    pub iterations: usize,
+    /// A subspace ends when an iteration lowers its error by no more than this part of it.
+    pub tolerance: f64,
+    /// Bytes ([`Train::workspace_len`],), overwritten.
+    pub workspace: u64,
+}
+
+/// `Arguments` of the kernels.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct KernelArguments {
+    vectors: u64,
+    starts: u64,
+    centroids: u64,
+    errors: u64,
+    states: u64,
+    sums: u64,
+    part_errors: u64,
+    set_stride: u64,
+    vector_stride: u64,
+    tolerance: f64,
+    n: u32,
+    parts: u32,
+}
+
+/// `pq_core::train_batch` from given or chosen vectors: Lloyd's k-means, batched over sets and subspaces, which end on the device one by
+/// one. The host waits for nothing; the budget is the number of iterations ([`pq_core::CostModel`] says how many stay hidden
+/// behind a prefill).
+///
+/// Every number enters its centroid's sum in parts of 2^-20 of the subspace's largest, as an integer: two runs give the same bytes.
+///
+/// # Cost
+/// iterations * n * ksub * dim multiply-adds a set.
+/// # Source
+/// Jégou, Douze, Schmid, TPAMI 2011; PQCache (arXiv 2407.12820), 3.3.
+pub struct Train {
+    start: Kernel,
+    largest: Kernel,
+    assign: Kernel,
+    update: Kernel,
+    shape: TrainShape,
+}
+
+impl Train {
+    /// Compiles it for a shape.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`], [`Error::NoNvrtc`], [`Error::Compile`] or [`Error::Driver`].
+    pub fn new(device: &Device, shape: TrainShape) -> Result<Self, Error> {
+        let program = shape.program()?;
+        Ok(Self {
+            start: device.kernel(&program, "pq_train_start", 0)?,
+            largest: device.kernel(&program, "pq_train_largest", 0)?,
+            assign: device.kernel(&program, "pq_train_assign", shape.shared_bytes())?,
+            update: device.kernel(&program, "pq_train_update", 0)?,
+            shape,
+        })
+    }
+
+    /// Bytes of scratch for so many sets of `n` vectors.
+    #[must_use]
+    pub fn workspace_len(&self, sets: usize, n: usize) -> usize {
+        let quantizer = self.shape.quantizer;
+        let pair = STATE_BYTES + 8 * quantizer.ksub() * (quantizer.dsub() + 1) + 8 * n.div_ceil(PART);
+        sets.saturating_mul(quantizer.m()).saturating_mul(pair)
+    }
+
+    /// Puts the training on a stream.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for no vectors or sizes that do not fit, [`Error::Driver`].
+    /// # Safety
+    /// Every pointer must be to device memory of the device, aligned to 8 bytes but vectors to their element, with as many elements as
+    /// its shape says, and stay so, unwritten by others, until the launch has run; starts must be below `n`; `stream` must be of the device.
+    pub unsafe fn launch(&self, stream: CUstream, arguments: &TrainArguments) -> Result<(), Error> {
+        let (a, quantizer) = (arguments, self.shape.quantizer);
+        let problem = |problem: &str| Error::Argument { operation: "pq::Train", problem: problem.into() };
+        if a.n == 0 {
+            return Err(problem("no vectors"));
+        }
+        if a.sets > 65_535 || quantizer.m() > 65_535 || u32::try_from(a.n).is_err() {
+            return Err(problem("more than 65,535 sets or subspaces, or vectors than 32 bits count"));
+        }
+        if a.sets == 0 {
+            return Ok(());
+        }
+        let (pairs, parts) = (a.sets * quantizer.m(), a.n.div_ceil(PART));
+        let sums = a.workspace + (pairs * STATE_BYTES) as u64;
+        let kernel_arguments = KernelArguments {
+            vectors: a.vectors,
+            starts: a.starts,
+            centroids: a.centroids,
+            errors: a.errors,
+            states: a.workspace,
+            sums,
+            part_errors: sums + (pairs * quantizer.ksub() * (quantizer.dsub() + 1) * 8) as u64,
+            set_stride: a.strides[0] as u64,
+            vector_stride: a.strides[1] as u64,
+            tolerance: a.tolerance,
+            n: a.n as u32,
+            parts: parts as u32,
+        };
+        let (sets, m, threads) = (a.sets as u32, quantizer.m() as u32, TILE as u32);
+        // SAFETY: the structure is the kernels' argument; the caller vouches for what its pointers lead to.
+        unsafe {
+            let launch =
+                |kernel: &Kernel, grid| kernel.launch(stream, grid, threads, false, &kernel_arguments);
+            launch(&self.start, (4, m, sets))?;
+            launch(&self.largest, (parts.min(32) as u32, m, sets))?;
+            for _ in 0..a.iterations.max(1) {
+                launch(&self.assign, (parts as u32, m, sets))?;
+                launch(&self.update, (m, sets, 1))?;
+            }
+        }
+        Ok(())
+    }
+}
