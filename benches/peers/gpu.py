@@ -7,7 +7,8 @@
 
 Medians of 25 replays of CUDA graphs on buffers that together exceed the second-level cache, after 20 ms of the same; both sides in
 one run. The floor of a kernel is the time in which the device copies as many bytes; of `gather`, the time in which the
-bus does; of `encode`, its operations at one a lane and clock.
+bus does; of `encode` and `train`, their operations at one a lane and clock; of `prefill`, those of
+tensor cores; of frames that are decoded beside their copy, the copy.
 """
 import argparse, datetime, json, os, re, subprocess, time
 
@@ -143,6 +144,30 @@ def projection(heads, n, dim, rank):
     return best([("bmm", copies, run)])
 
 
+def second_moments(heads, n, dim):
+    copies = (200 << 20) // (heads * n * dim * 2) + 2
+    rows = [torch.randn(heads, n, dim, device=DEVICE, dtype=torch.float16) for _ in range(copies)]
+
+    def run():
+        for x in rows:
+            torch.bmm(x.transpose(1, 2), x)
+
+    return best([("bmm, sums in f32, results in f16", copies, run)])
+
+
+def prompt_attention(query_heads, heads, batch, tokens, dim):
+    """Causal, at full rank."""
+    query = torch.randn(batch, query_heads, tokens, dim, device=DEVICE, dtype=torch.float16)
+    keys, values = (torch.randn(batch, heads, tokens, dim, device=DEVICE, dtype=torch.float16) for _ in range(2))
+
+    def run(backend):
+        with sdpa_kernel(backend):
+            F.scaled_dot_product_attention(query, keys, values, is_causal=True, enable_gqa=True)
+
+    backends = {"flash": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}
+    return best([(f"fp16 {name}, causal", 1, lambda b=backend: run(b)) for name, backend in backends.items()])
+
+
 def peer_of(row):
     numbers = [int(x) for x in re.findall(r"\d+", row["shape"])]
     kernel = row["kernel"]
@@ -150,12 +175,16 @@ def peer_of(row):
         query_heads, heads, batch, tokens, *longest, dim = numbers
         # Of a ragged batch, which it has no form for, one of the mean length.
         return attention(query_heads, heads, batch, (tokens + sum(longest)) // (1 + len(longest)), dim)
-    if kernel.startswith("encode"):
+    if kernel.startswith(("encode", "train")):
         return encoding(*(int(x) for x in re.findall(r"\d+", kernel)), *numbers)
     if kernel == "gather":
         return gathering(*numbers)
     if kernel == "project":
         return projection(*numbers)
+    if kernel == "gram":
+        return second_moments(*numbers)
+    if kernel.startswith("prefill"):
+        return prompt_attention(*numbers)
     if kernel.startswith("search"):
         return searching(*(int(x) for x in re.findall(r"\d+", kernel)), *numbers)
     return None

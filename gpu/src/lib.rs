@@ -49,6 +49,8 @@ struct Kernels {
     gather: &'static str,
     svd_attend: &'static str,
     svd_project: &'static str,
+    svd_gram: &'static str,
+    svd_prefill: &'static str,
     codec_decode: &'static str,
     codec_encode: &'static str,
     codec_join: &'static str,
@@ -125,6 +127,8 @@ const KERNELS: Kernels = Kernels {
         include_str!("kernels/svd_attend.cu"),
     ),
     svd_project: concat!(include_str!("kernels/common.cuh"), include_str!("kernels/svd_project.cu")),
+    svd_gram: concat!(include_str!("kernels/common.cuh"), include_str!("kernels/svd_gram.cu")),
+    svd_prefill: concat!(include_str!("kernels/common.cuh"), include_str!("kernels/svd_prefill.cu")),
     codec_decode: concat!(
         include_str!("kernels/common.cuh"),
         include_str!("kernels/number.cuh"),

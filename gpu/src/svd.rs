@@ -1,7 +1,11 @@
 //! Operations of `svd-core`.
 
 mod attend;
+mod gram;
+mod prefill;
 mod project;
 
 pub use attend::{Attend, AttendArguments, AttendShape};
+pub use gram::{Gram, GramArguments, GramShape};
+pub use prefill::{Prefill, PrefillArguments};
 pub use project::{Project, ProjectArguments, ProjectShape};

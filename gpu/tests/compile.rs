@@ -123,11 +123,22 @@ fn projection() {
 }
 
 #[test]
-fn attention_on_ragged_ranks() {
-    let shapes = [64, 128].map(|dim| {
-        [Element::F16, Element::Bf16].map(|element| svd::AttendShape { dim, element }.program().unwrap())
+fn second_moments() {
+    let shapes = [16, 64, 96, 128].map(|dim| {
+        [Element::F16, Element::Bf16].map(|element| svd::GramShape { dim, element }.program().unwrap())
     });
     check(|_| shapes.concat(), true);
+}
+
+#[test]
+fn attention_on_ragged_ranks() {
+    let shapes = [64, 128].map(|dim| {
+        [Element::F16, Element::Bf16].map(|element| {
+            let shape = svd::AttendShape { dim, element };
+            [shape.program().unwrap(), svd::Prefill::program(shape).unwrap()]
+        })
+    });
+    check(|_| shapes.concat().concat(), true);
 }
 
 #[test]

@@ -162,6 +162,29 @@ impl<S: Side> Gram<S> {
         Ok(())
     }
 
+    /// Takes sums that were made elsewhere, such as on a GPU.
+    ///
+    /// # Shapes
+    /// `matrix` (dim, dim), of which the part on and below the diagonal counts; `sums` (dim,).
+    /// # Errors
+    /// [`Error::Zero`], [`Error::TooLarge`], [`Error::Length`], [`Error::NotFinite`].
+    pub fn from_sums(dim: usize, rows: u64, matrix: &[f64], sums: &[f64]) -> Result<Self, Error> {
+        let mut gram = Self::new(dim)?;
+        check_len("matrix", matrix.len(), dim * dim)?;
+        check_len("sums", sums.len(), dim)?;
+        if matrix.iter().chain(sums).any(|x| !x.is_finite()) {
+            return Err(Error::NotFinite { what: "sums" });
+        }
+        gram.rows = rows;
+        gram.sums[..dim].copy_from_slice(sums);
+        for r in 0..dim {
+            for c in 0..=r {
+                gram.blocks[index(r, c)] = matrix[r * dim + c];
+            }
+        }
+        Ok(gram)
+    }
+
     fn empty(&self) -> Self {
         let zeros = |like: &[f64]| vec![0.0; like.len()];
         Self { blocks: zeros(&self.blocks), sums: zeros(&self.sums), rows: 0, ..*self }

@@ -101,6 +101,30 @@ __device__ __forceinline__ void copy_async_16(void* shared, const void* global) 
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(shared)), "l"(global) : "memory");
 }
 
+// With zeros in the place of what is not there.
+__device__ __forceinline__ void copy_async_16_if(void* shared, const void* global, bool there) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global), "r"(there ? 16 : 0) : "memory");
+}
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Until at most so many groups are on their way.
+template <int GROUPS>
+__device__ __forceinline__ void wait_for_all_but() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(GROUPS) : "memory");
+}
+
+// Four (8, 8) matrices of 16-bit elements, whose rows of 16 bytes the lanes point to, eight lanes a matrix: lane 4 g + l gets row g,
+// columns 2 l and 2 l + 1, or of the transposed matrices.
+__device__ __forceinline__ void load_matrices(u32 (&words)[4], const void* row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+                 : "r"(shared_address(row)));
+}
+__device__ __forceinline__ void load_transposed(u32 (&words)[4], const void* row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+                 : "r"(shared_address(row)));
+}
+
 __device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 #if __CUDA_ARCH__ >= 900

@@ -31,14 +31,19 @@ impl AttendShape {
         self.warps() * QUERIES * self.result_len() * 4 + 64
     }
 
+    pub(super) fn check(&self) -> Result<(), Error> {
+        if matches!(self.dim, 64 | 128) {
+            return Ok(());
+        }
+        Err(Error::Unsupported { operation: format!("{self:?}"), supported: "dim 64 or 128" })
+    }
+
     /// The program.
     ///
     /// # Errors
     /// [`Error::Unsupported`].
     pub fn program(&self) -> Result<Program, Error> {
-        if !matches!(self.dim, 64 | 128) {
-            return Err(Error::Unsupported { operation: format!("{self:?}"), supported: "dim 64 or 128" });
-        }
+        self.check()?;
         let defines = [("DIM", self.dim), ("WARPS", self.warps()), ("SHARED_BYTES", self.shared_bytes())];
         Ok(Program::new("svd_attend", KERNELS.svd_attend, &defines)
             .define_if(self.element == Element::Bf16, "BFLOAT"))

@@ -1,9 +1,9 @@
 //! Codes of vectors.
 
-use cudarc::driver::sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_CLOCK_RATE;
 use half::f16;
 use kv_gpu::VectorElement;
 use kv_gpu::pq::{CodeLayout, Encode, EncodeArguments, EncodeShape, Side, TILE};
+use kv_gpu::pq::{EncodeAny, EncodeAnyArguments, EncodeAnyShape};
 use pq_core::{CodebookBuf, Codes, PqShape, encode_into};
 
 use crate::stopwatch::Stopwatch;
@@ -13,6 +13,7 @@ const N: usize = 32_768;
 const DIM: usize = 128;
 
 pub fn run(watch: &Stopwatch) {
+    into_blocks(watch);
     for (m, nbits) in [(64, 8), (64, 6), (32, 8)] {
         let (name, load) = (format!("encode ({m}, {nbits})"), format!("{HEADS} heads x {N} x {DIM}"));
         if !watch.wants(&name, &load) {
@@ -63,8 +64,55 @@ pub fn run(watch: &Stopwatch) {
 
         // The multiply-adds, and compare and two selects a distance, one a lane and clock.
         let operations = (HEADS * N * m * quantizer.ksub() * (quantizer.dsub() + 3)) as f64;
-        let khz = watch.gpu.context().attribute(CU_DEVICE_ATTRIBUTE_CLOCK_RATE).unwrap();
-        let per_us = watch.gpu.processors() as f64 * 128.0 * f64::from(khz) / 1e3;
-        watch.say_beside(&name, &load, (HEADS * N * DIM * 2) as f64, us, operations / per_us);
+        watch.say_beside(
+            &name,
+            &load,
+            (HEADS * N * DIM * 2) as f64,
+            us,
+            operations / watch.operations_per_us(),
+        );
     }
+}
+
+/// Into the blocks of `pq-core`.
+fn into_blocks(watch: &Stopwatch) {
+    let (name, load) = ("encode (2, 6)", format!("{HEADS} heads x {N} x {DIM}"));
+    if !watch.wants(name, &load) {
+        return;
+    }
+    let quantizer = PqShape::new(DIM, 2, 6).unwrap();
+    let encode =
+        EncodeAny::new(&watch.gpu, EncodeAnyShape { quantizer, element: VectorElement::F16 }).unwrap();
+    let vectors: Vec<f16> = kv_benches::keys(N, DIM).into_iter().map(f16::from_f32).collect();
+    let centroids = kv_benches::keys(quantizer.ksub(), DIM);
+    let there = watch.upload(&vectors.repeat(HEADS));
+    let centroids_there = watch.upload(&centroids.repeat(HEADS));
+    let (firsts, counts) = (watch.upload(&[0_u32]), watch.upload(&[N as u32]));
+    let codes_len = quantizer.codes_len(N);
+    let codes = watch.zeros::<u8>(HEADS * codes_len);
+    let arguments = EncodeAnyArguments {
+        batch: 1,
+        heads: HEADS,
+        max_count: N,
+        vectors: watch.pointer(&there),
+        strides: [HEADS * N * DIM, N * DIM, DIM],
+        centroids: watch.pointer(&centroids_there),
+        firsts: watch.pointer(&firsts),
+        counts: watch.pointer(&counts),
+        capacity: N,
+        codes: watch.pointer(&codes),
+    };
+    // SAFETY: buffers of the shapes that the arguments ask for, which outlive the graph.
+    let us = watch.time(2, |_, stream| unsafe { encode.launch(stream, &arguments) });
+    let mut expected = vec![0; codes_len];
+    let book = CodebookBuf::new(quantizer, &centroids).unwrap();
+    encode_into(&book.view(), &vectors, 0, &mut expected).unwrap();
+    let got = watch.download(&codes);
+    let [got, expected] =
+        [&got[(HEADS - 1) * codes_len..], &expected].map(|codes| Codes::new(quantizer, N, codes).unwrap());
+    let differing: usize =
+        (0..N).filter(|&token| !got.iter_vector(token).eq(expected.iter_vector(token))).count();
+    assert!(differing < N / 1_000, "{differing} tokens differ");
+    let operations = (HEADS * N * 2 * quantizer.ksub() * (quantizer.dsub() + 3)) as f64;
+    watch.say_beside(name, &load, (HEADS * N * DIM * 2) as f64, us, operations / watch.operations_per_us());
 }

@@ -8,10 +8,13 @@ mod attend;
 mod codec;
 mod encode;
 mod gather;
+mod gram;
+mod prefill;
 mod project;
 mod ragged;
 mod search;
 mod stopwatch;
+mod train;
 
 use stopwatch::Stopwatch;
 
@@ -20,9 +23,12 @@ fn main() {
     let watch = Stopwatch::new(only);
     attend::run(&watch);
     encode::run(&watch);
+    train::run(&watch);
+    search::run(&watch);
     gather::run(&watch);
     project::run(&watch);
+    gram::run(&watch);
     ragged::run(&watch);
-    search::run(&watch);
+    prefill::run(&watch);
     codec::run(&watch);
 }

@@ -3,6 +3,7 @@
 use std::time::{Duration, Instant};
 
 use cudarc::driver::result::memcpy_dtod_async;
+use cudarc::driver::sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_CLOCK_RATE;
 use cudarc::driver::sys::{CUevent_flags, CUgraphInstantiate_flags, CUstream, CUstreamCaptureMode};
 use cudarc::driver::{CudaSlice, DevicePtr, DeviceRepr, ValidAsZeroBits};
 use kv_gpu::Device;
@@ -94,6 +95,12 @@ impl Stopwatch {
              \"to_floor\":{:.3}}}",
             us / floor
         );
+    }
+
+    /// One operation a lane and clock.
+    pub fn operations_per_us(&self) -> f64 {
+        let khz = self.gpu.context().attribute(CU_DEVICE_ATTRIBUTE_CLOCK_RATE).unwrap();
+        self.gpu.processors() as f64 * 128.0 * f64::from(khz) / 1e3
     }
 
     pub fn zeros<T: DeviceRepr + ValidAsZeroBits>(&self, n: usize) -> CudaSlice<T> {

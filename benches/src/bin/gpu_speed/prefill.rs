@@ -1,0 +1,83 @@
+//! Attention of a prompt on ragged ranks.
+
+use half::f16;
+use kv_gpu::Element;
+use kv_gpu::svd::{AttendShape, Prefill, PrefillArguments};
+use svd_core::{SoftmaxStats, attend_into};
+
+use crate::stopwatch::Stopwatch;
+
+const DIM: usize = 128;
+const HEADS: usize = 8;
+const GROUP: usize = 4;
+const N: usize = 8192;
+
+pub fn run(watch: &Stopwatch) {
+    for (what, rank) in [("full rank", 128), ("half rank", 64)] {
+        let load = format!("{what}, {}/{HEADS} heads, 1 x {N} x {DIM}", HEADS * GROUP);
+        if watch.wants("prefill, ragged ranks", &load) {
+            time(watch, &load, rank);
+        }
+    }
+}
+
+fn time(watch: &Stopwatch, load: &str, rank: usize) {
+    let number = |i: usize| f16::from_f32(((i * 2_654_435_761) % 2001) as f32 / 1000.0 - 1.0);
+    let keys: Vec<f16> = (0..HEADS * N * rank).map(number).collect();
+    let values: Vec<f16> = (0..HEADS * N * rank).map(|i| number(i + 3)).collect();
+    let query_heads = HEADS * GROUP;
+    let queries: Vec<f16> = (0..N * query_heads * DIM).map(|i| number(i * 31 + 5)).collect();
+    let [keys_there, values_there, queries_there] = [&keys, &values, &queries].map(|x| watch.upload(x));
+    let n = watch.upload(&[N as u32]);
+    let ranks = watch.upload(&[rank as u32; HEADS]);
+    let offsets: Vec<u64> = (0..HEADS).map(|head| (head * rank) as u64).collect();
+    let offsets = watch.upload(&offsets);
+    let out = watch.zeros::<f16>(queries.len());
+    let scale = 1.0 / (DIM as f32).sqrt();
+    let arguments = PrefillArguments {
+        batch: 1,
+        heads: HEADS,
+        group: GROUP,
+        capacity: N,
+        max_count: N,
+        keys: watch.pointer(&keys_there),
+        values: watch.pointer(&values_there),
+        queries: watch.pointer(&queries_there),
+        strides: [N * query_heads * DIM, query_heads * DIM, DIM],
+        lengths: watch.pointer(&n),
+        counts: watch.pointer(&n),
+        key_ranks: watch.pointer(&ranks),
+        value_ranks: watch.pointer(&ranks),
+        key_offsets: watch.pointer(&offsets),
+        value_offsets: watch.pointer(&offsets),
+        key_rank_sum: HEADS * rank,
+        value_rank_sum: HEADS * rank,
+        scale,
+        out: watch.pointer(&out),
+    };
+    let prefill = Prefill::new(&watch.gpu, AttendShape { dim: DIM, element: Element::F16 }).unwrap();
+    // SAFETY: buffers of the shapes that the arguments ask for, which outlive the graph.
+    let us = watch.time(4, |_, stream| unsafe { prefill.launch(stream, &arguments) });
+
+    // The last query of the last head, against the CPU.
+    let at = queries.len() - DIM;
+    let query: Vec<f32> = queries[at..][..rank].iter().map(|x| x.to_f32() * scale).collect();
+    let (mut expected, mut stats) = (vec![0.0; rank], [SoftmaxStats::EMPTY]);
+    let head = (HEADS - 1) * N * rank;
+    attend_into(&query, &keys[head..], &values[head..], &mut expected, &mut stats).unwrap();
+    stats[0].normalize(&mut expected);
+    let got = watch.download(&out);
+    let worst = got[at..].iter().zip(&expected).map(|(a, b)| (a.to_f32() - b).abs()).fold(0.0, f32::max);
+    assert!(worst < 2e-3, "{load}: {worst}");
+    // Two products of half the square, of 16 multiply-adds a lane and clock on sm_90, half as many before.
+    let operations = (query_heads * N * N * rank) as f64;
+    let each = if watch.gpu.capability() >= (9, 0) { 16.0 } else { 8.0 };
+    let per_us = each * watch.operations_per_us();
+    watch.say_beside(
+        "prefill, ragged ranks",
+        load,
+        (2 * (keys.len() + queries.len()) * 2) as f64,
+        us,
+        operations / per_us,
+    );
+}

@@ -1,0 +1,179 @@
+// Attention of a prompt's queries on what rotations have left of keys and values: every head at its own two ranks, causal.
+//
+// CPU twin: svd_core::attend_into, row by row. Compile-time shape: DIM, 64 or 128, no rank above it; BFLOAT or not. Ranks are multiples of
+// 8, read on the device.
+//
+// ZACK's row-block rule: where both ranks are half of DIM or less a block has twice the rows, so that blocks cost about the same, and what
+// registers a row takes is what there is. Blocks are numbered longest first: a prompt's last rows see the most keys. A block's warps have
+// 16 rows each, or twice 16; keys and values of TOKENS tokens pass through a ring of two tiles in shared memory.
+
+constexpr int WARPS = 4, THREADS = WARPS * LANES, ROWS = 16 * WARPS; // of a block at full rank
+constexpr int TOKENS = 64;                                           // of a tile
+constexpr int CHUNKS = DIM / 8;                                      // of 16 bytes, of a row of keys or values
+constexpr int TILE = TOKENS * DIM;                                   // elements
+constexpr int SHARED = 4 * TILE * 2;
+static_assert(SHARED == SHARED_BYTES, "the host computes it, too");
+
+struct Arguments {
+    const u16* keys;          // element [sequence][head][capacity][rank of the head]
+    const u16* values;
+    const u16* queries;       // element [sequence][row][query head][DIM], with the strides below, of which the key rank counts
+    const u32* lengths;       // [sequence]: keys
+    const u32* counts;        // [sequence]: queries, the last of the keys' tokens
+    const u32* key_ranks;     // [head]
+    const u32* value_ranks;   // [head]
+    const u64* key_offsets;   // [head]: rank components of a token of the heads before
+    const u64* value_offsets; // [head]
+    u16* out;                 // as the queries, of which the value rank is written
+    u64 key_rank_sum, value_rank_sum, capacity;
+    u64 sequence_stride, row_stride, query_stride; // elements of queries and outputs
+    u32 heads, group;
+    float scale;              // of scores, times log2 e
+};
+
+extern __shared__ __align__(128) u16 shared[];
+
+// Where a row of a tile has a chunk of 16 bytes, turned so that a column of chunks lies in different banks.
+__device__ __forceinline__ u16* chunk_at(u16* tile, int row, int chunk) { return tile + (row * CHUNKS + (chunk ^ (row & 7))) * 8; }
+
+// A head of a sequence.
+struct Head {
+    const u16 *keys, *values;
+    u32 key_rank, value_rank, length;
+
+    __device__ __forceinline__ void fetch(u32 tile, u16* to) const {
+        for (int i = threadIdx.x; i < TOKENS * CHUNKS; i += THREADS) {
+            const u32 row = i / CHUNKS, chunk = i % CHUNKS, token = min(tile * TOKENS + row, length - 1);
+            const bool key = 8 * chunk < key_rank, value = 8 * chunk < value_rank;
+            copy_async_16_if(chunk_at(to, row, chunk), keys + (key ? (u64)token * key_rank + 8 * chunk : 0), key);
+            copy_async_16_if(chunk_at(to + TILE, row, chunk), values + (value ? (u64)token * value_rank + 8 * chunk : 0), value);
+        }
+        commit_copies();
+    }
+};
+
+// Rows `first` and on of a query head, FRAGMENTS times 16 a warp, at ranks of up to RANK. A row sees keys up to `before` plus its number.
+template <int FRAGMENTS, int RANK>
+__device__ __forceinline__ void attend(const Arguments& a, const Head& head, const u16* queries, u16* out, u32 first, u32 rows, u32 before) {
+    const int warp = threadIdx.x / LANES, lane = threadIdx.x % LANES, g = lane / 4, l = lane % 4;
+    constexpr int STEPS = RANK / 16, OUTPUTS = RANK / 8;
+    const u32 mine = first + warp * 16 * FRAGMENTS; // the warp's first row
+    u32 query[FRAGMENTS][STEPS][4];
+#pragma unroll
+    for (int f = 0; f < FRAGMENTS; f++)
+#pragma unroll
+        for (int s = 0; s < STEPS; s++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const u32 row = mine + 16 * f + g + i % 2 * 8, component = 16 * s + 2 * l + i / 2 * 8;
+                const bool there = row < rows && component < head.key_rank;
+                query[f][s][i] = there ? *(const u32*)(queries + row * a.row_stride + component) : 0;
+            }
+    float sums[FRAGMENTS][OUTPUTS][4] = {}, max[FRAGMENTS][2], weight[FRAGMENTS][2] = {};
+#pragma unroll
+    for (int f = 0; f < FRAGMENTS; f++) max[f][0] = max[f][1] = NOTHING;
+
+    const u32 last = min(first + ROWS * FRAGMENTS, rows) - 1;     // row of the block
+    const u32 tiles = (before + last) / TOKENS + 1;               // that it sees
+    head.fetch(0, shared);
+    for (u32 tile = 0; tile < tiles; tile++) {
+        if (tile + 1 < tiles)
+            head.fetch(tile + 1, shared + (tile + 1) % 2 * 2 * TILE);
+        else
+            commit_copies();
+        wait_for_all_but<1>();
+        __syncthreads();
+        u16 *keys = shared + tile % 2 * 2 * TILE, *values = keys + TILE;
+#pragma unroll
+        for (int f = 0; f < FRAGMENTS; f++) {
+            const u32 row = mine + 16 * f + g, seen = before + row; // the last key of row g; of row g + 8 eight more
+            if (!uniform(mine + 16 * f < rows && tile * TOKENS <= before + mine + 16 * f + 15)) continue;
+            float scores[TOKENS / 8][4] = {};
+#pragma unroll
+            for (int s = 0; s < STEPS; s++) {
+                if (16 * s >= head.key_rank) break;
+#pragma unroll
+                for (int t = 0; t < TOKENS / 16; t++) {
+                    // Tokens 16 t to 16 t + 15, components 16 s to 16 s + 15.
+                    u32 key[4];
+                    load_matrices(key, chunk_at(keys, 16 * t + lane % 8 + lane / 16 * 8, 2 * s + lane / 8 % 2));
+                    multiply_add_elements(scores[2 * t], query[f][s], key[0], key[1]);
+                    multiply_add_elements(scores[2 * t + 1], query[f][s], key[2], key[3]);
+                }
+            }
+            float top[2] = {-infinity(), -infinity()};
+            const bool whole = tile * TOKENS + TOKENS - 1 <= before + mine + 16 * f;
+#pragma unroll
+            for (int t = 0; t < TOKENS / 8; t++)
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    float& score = scores[t][i];
+                    score *= a.scale;
+                    if (!whole && tile * TOKENS + 8 * t + 2 * l + i % 2 > seen + i / 2 * 8) score = -infinity();
+                    top[i / 2] = fmaxf(top[i / 2], score);
+                }
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                top[half] = fmaxf(top[half], __shfl_xor_sync(FULL, top[half], 1));
+                top[half] = fmaxf(top[half], __shfl_xor_sync(FULL, top[half], 2));
+                const float high = fmaxf(max[f][half], top[half]), keep = exp2_approx(max[f][half] - high);
+                max[f][half] = high, weight[f][half] *= keep;
+#pragma unroll
+                for (int o = 0; o < OUTPUTS; o++) sums[f][o][2 * half] *= keep, sums[f][o][2 * half + 1] *= keep;
+            }
+#pragma unroll
+            for (int t = 0; t < TOKENS / 16; t++) {
+                u32 p[4];
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    float* pair = &scores[2 * t + i / 2][i % 2 * 2];
+                    pair[0] = exp2_approx(pair[0] - max[f][i % 2]), pair[1] = exp2_approx(pair[1] - max[f][i % 2]);
+                    weight[f][i % 2] += pair[0] + pair[1];
+                    p[i] = pack_elements(pair[0], pair[1]);
+                }
+#pragma unroll
+                for (int o = 0; o < OUTPUTS; o += 2) {
+                    if (8 * o >= head.value_rank) break;
+                    u32 value[4]; // tokens 16 t to 16 t + 15, components 8 o to 8 o + 15
+                    load_transposed(value, chunk_at(values, 16 * t + lane % 16, o + lane / 16));
+                    multiply_add_elements(sums[f][o], p, value[0], value[1]);
+                    multiply_add_elements(sums[f][o + 1], p, value[2], value[3]);
+                }
+            }
+        }
+        __syncthreads();
+    }
+    wait_for_all_but<0>();
+#pragma unroll
+    for (int f = 0; f < FRAGMENTS; f++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            float sum = weight[f][half];
+            sum += __shfl_xor_sync(FULL, sum, 1);
+            sum += __shfl_xor_sync(FULL, sum, 2);
+            const u32 row = mine + 16 * f + g + 8 * half;
+            if (row >= rows) continue;
+#pragma unroll
+            for (int o = 0; o < OUTPUTS; o++)
+                if (8 * o < head.value_rank)
+                    *(u32*)(out + row * a.row_stride + 8 * o + 2 * l) = pack_elements(sums[f][o][2 * half] / sum, sums[f][o][2 * half + 1] / sum);
+        }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 2) svd_prefill(const Arguments a) {
+    const u32 query_head = blockIdx.x, sequence = blockIdx.z, index = query_head / a.group;
+    const u32 rows = a.counts[sequence], length = a.lengths[sequence];
+    Head head;
+    head.key_rank = a.key_ranks[index], head.value_rank = a.value_ranks[index], head.length = length;
+    head.keys = a.keys + sequence * a.capacity * a.key_rank_sum + a.capacity * a.key_offsets[index];
+    head.values = a.values + sequence * a.capacity * a.value_rank_sum + a.capacity * a.value_offsets[index];
+    const bool half = head.key_rank <= DIM / 2 && head.value_rank <= DIM / 2;
+    const u32 block_rows = half ? 2 * ROWS : ROWS, blocks = (rows + block_rows - 1) / block_rows;
+    if (blockIdx.y >= blocks || rows > length) return;
+    const u32 first = (blocks - 1 - blockIdx.y) * block_rows;
+    const u64 at = sequence * a.sequence_stride + query_head * a.query_stride;
+    if (half)
+        attend<2, DIM / 2>(a, head, a.queries + at, a.out + at, first, rows, length - rows);
+    else
+        attend<1, DIM>(a, head, a.queries + at, a.out + at, first, rows, length - rows);
+}

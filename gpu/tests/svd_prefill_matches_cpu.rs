@@ -1,0 +1,125 @@
+//! Attention of a prompt agrees with `svd_core::attend_into`, query by query.
+
+#![allow(clippy::unwrap_used)]
+
+mod common;
+
+use common::{Buffer, Random, device, from_element, relative_error, to_element};
+use kv_gpu::Element;
+use kv_gpu::svd::{AttendShape, Prefill, PrefillArguments};
+use svd_core::{Backend, SoftmaxStats, attend_into_with};
+
+/// Greatest relative error of an output vector, by element: the rounding of weights and of the output.
+const TOLERANCES: [(Element, f64); 2] = [(Element::F16, 2e-3), (Element::Bf16, 1.2e-2)];
+
+#[test]
+fn random_shapes_agree() {
+    let Some(device) = device("random_shapes_agree") else { return };
+    for seed in 0..60 {
+        let mut random = Random(seed);
+        let shape = AttendShape {
+            dim: random.pick(&[64, 128]),
+            element: random.pick(&[Element::F16, Element::Bf16]),
+        };
+        let AttendShape { dim, element } = shape;
+        let (batch, heads, group) = (1 + random.below(3), 1 + random.below(4), 1 + random.below(4));
+        let capacity = random.pick(&[1, 40, 200, 600]);
+        let lengths: Vec<u32> = (0..batch).map(|_| random.below(capacity + 1) as u32).collect();
+        // Whole prompts, and prompts whose beginning was cached.
+        let counts: Vec<u32> = lengths
+            .iter()
+            .map(|&n| if random.below(2) == 0 { n } else { random.below(n as usize + 1) as u32 })
+            .collect();
+        let max_count = *counts.iter().max().unwrap() as usize;
+        let half = random.below(2) == 0; // ranks of half at most: blocks of twice the rows
+        let most = if half { dim / 16 } else { dim / 8 };
+        let mut ranks = || (0..heads).map(|_| 8 * (1 + random.below(most)) as u32).collect::<Vec<u32>>();
+        let ranks = [ranks(), ranks()];
+        let offsets = ranks.each_ref().map(|ranks| {
+            let before = |head: usize| ranks[..head].iter().map(|&rank| u64::from(rank)).sum();
+            (0..heads).map(before).collect::<Vec<u64>>()
+        });
+        let sums = ranks.each_ref().map(|ranks| ranks.iter().sum::<u32>() as usize);
+        let rounded = |x: f32| from_element(element, to_element(element, x));
+        let stored = sums.map(|sum| -> Vec<f32> {
+            random.normals(batch * capacity * sum).into_iter().map(rounded).collect()
+        });
+        let query_heads = heads * group;
+        let mut queries: Vec<f32> = random
+            .normals(batch * max_count * query_heads * dim)
+            .into_iter()
+            .map(|x| rounded(2.0 * x))
+            .collect();
+        if !queries.is_empty() {
+            queries[0] = f32::NAN; // stays with its query
+        }
+
+        let bits = |x: &[f32]| x.iter().map(|&x| to_element(element, x)).collect::<Vec<u16>>();
+        let stored_there = stored.each_ref().map(|x| Buffer::new(&device, &bits(x)));
+        let queries_there = Buffer::new(&device, &bits(&queries));
+        let [lengths_there, counts_there] = [&lengths, &counts].map(|x| Buffer::new(&device, x));
+        let ranks_there = ranks.each_ref().map(|ranks| Buffer::new(&device, ranks));
+        let offsets_there = offsets.each_ref().map(|offsets| Buffer::new(&device, offsets));
+        let out = Buffer::new(&device, &vec![u16::MAX; queries.len()]); // NaN
+        let scale = 1.0 / (dim as f32).sqrt();
+        let arguments = PrefillArguments {
+            batch,
+            heads,
+            group,
+            capacity,
+            max_count,
+            keys: stored_there[0].pointer(),
+            values: stored_there[1].pointer(),
+            queries: queries_there.pointer(),
+            strides: [max_count * query_heads * dim, query_heads * dim, dim],
+            lengths: lengths_there.pointer(),
+            counts: counts_there.pointer(),
+            key_ranks: ranks_there[0].pointer(),
+            value_ranks: ranks_there[1].pointer(),
+            key_offsets: offsets_there[0].pointer(),
+            value_offsets: offsets_there[1].pointer(),
+            key_rank_sum: sums[0],
+            value_rank_sum: sums[1],
+            scale,
+            out: out.pointer(),
+        };
+        let prefill = Prefill::new(&device, shape).unwrap();
+        // SAFETY: the buffers live until their contents have been read, and have the lengths that the shape asks for.
+        #[allow(unsafe_code)]
+        unsafe { prefill.launch(device.stream().cu_stream(), &arguments) }.unwrap();
+        let out = out.read();
+
+        let tolerance = TOLERANCES.iter().find(|(e, _)| *e == element).unwrap().1;
+        for (i, got) in out.chunks_exact(dim).enumerate() {
+            let (row, head) = (i / query_heads, i % query_heads / group);
+            let (sequence, row) = (row / max_count, row % max_count);
+            let place =
+                format!("{shape:?} lengths {lengths:?} counts {counts:?} ranks {ranks:?}, output {i}");
+            if row >= counts[sequence] as usize {
+                assert!(got.iter().all(|&bits| bits == u16::MAX), "{place}: written for no query");
+                continue;
+            }
+            let n = (lengths[sequence] - counts[sequence]) as usize + row + 1;
+            let [rank_k, rank_v] = [0, 1].map(|side| ranks[side][head] as usize);
+            let [keys, values] = [0, 1].map(|side| {
+                let at = sequence * capacity * sums[side] + capacity * offsets[side][head] as usize;
+                &stored[side][at..][..n * ranks[side][head] as usize]
+            });
+            let query: Vec<f32> = queries[i * dim..][..rank_k].iter().map(|x| x * scale).collect();
+            assert!(got[rank_v..].iter().all(|&bits| bits == u16::MAX), "{place}: written beyond the rank");
+            let got: Vec<f32> = got[..rank_v].iter().map(|&bits| from_element(element, bits)).collect();
+            if query.iter().any(|x| x.is_nan()) {
+                assert!(got.iter().all(|x| x.is_nan()), "{place}: {got:?}");
+                continue;
+            }
+            let (mut expected, mut stats) = (vec![0.0; rank_v], [SoftmaxStats::EMPTY]);
+            attend_into_with(Backend::Scalar, &query, keys, values, &mut expected, &mut stats).unwrap();
+            stats[0].normalize(&mut expected);
+            // Of outputs that cancel, the error is that of values of about 1.
+            let length = (rank_v as f64 / n as f64).sqrt();
+            let norm = expected.iter().map(|&x| f64::from(x) * f64::from(x)).sum::<f64>().sqrt();
+            let error = relative_error(&got, &expected) * norm / norm.max(length);
+            assert!(error <= tolerance, "{place}: error {error}");
+        }
+    }
+}
