@@ -7,6 +7,7 @@ constexpr int TILE = 256, THREADS = 256, WARPS = THREADS / LANES;
 constexpr int COLUMNS = 8, EACH = 8;                              // threads that share points, and points or centroids of a thread
 constexpr int CENTROIDS = COLUMNS * EACH;                         // at a time
 constexpr int STEP = DSUB < 32 ? DSUB : 32;                       // components of centroids at a time
+constexpr int SHARING = THREADS / CENTROIDS;                         // threads that add up a centroid's norm
 constexpr int PADDED_POINTS = TILE + 4, PADDED_CENTROIDS = CENTROIDS + 4;
 
 struct NearestShared {
@@ -20,10 +21,23 @@ struct NearestShared {
 // Points `first` to `first + count` of rows that are `stride` apart; the others of the tile are 0, and so is what is no number.
 __device__ __forceinline__ void load_points(NearestShared& shared, const Number* rows, u64 stride, u32 count) {
     __syncthreads();
-    for (int i = threadIdx.x; i < TILE * DSUB; i += THREADS) {
-        const u32 point = i / DSUB, d = i % DSUB;
-        const float x = point < count ? to_float(rows[point * stride + d]) : 0;
+    auto put = [&](u32 point, u32 d, Number number) {
+        const float x = to_float(number);
         shared.points[d][point] = fabsf(x) < infinity() ? x : 0;
+    };
+    if (DSUB % 8 == 0) {
+        // A warp has 8 components of 4 points at a time, which go to different banks.
+        const u32 d = threadIdx.x % 8, first = threadIdx.x / 8;
+        const Number* from = rows + first * stride + d;
+#pragma unroll 1
+        for (u32 point = first; point < TILE; point += THREADS / 8, from += THREADS / 8 * stride)
+#pragma unroll
+            for (int part = 0; part < DSUB; part += 8) put(point, part + d, point < count ? from[part] : Number(0));
+    } else {
+        for (int i = threadIdx.x; i < TILE * DSUB; i += THREADS) {
+            const u32 point = i / DSUB, d = i % DSUB;
+            put(point, d, point < count ? rows[point * stride + d] : Number(0));
+        }
     }
 }
 
@@ -43,12 +57,12 @@ __device__ __forceinline__ void find_nearest(NearestShared& shared, const float*
                 shared.centroids[d][c] = base + c < KSUB && first + d < DSUB ? codebook[(base + c) * DSUB + first + d] : 0;
             }
             __syncthreads();
-            if (threadIdx.x < CENTROIDS) {
-                float norm = first == 0 ? 0 : shared.half_norms[threadIdx.x];
-#pragma unroll 4
-                for (int d = 0; d < STEP; d++) norm += shared.centroids[d][threadIdx.x] * shared.centroids[d][threadIdx.x] / 2;
-                shared.half_norms[threadIdx.x] = norm;
-            }
+            const int c = threadIdx.x / SHARING;
+            float norm = 0;
+            for (int d = threadIdx.x % SHARING; d < STEP; d += SHARING) norm += shared.centroids[d][c] * shared.centroids[d][c] / 2;
+#pragma unroll
+            for (int step = 1; step < SHARING; step *= 2) norm += __shfl_xor_sync(FULL, norm, step);
+            if (threadIdx.x % SHARING == 0) shared.half_norms[c] = first == 0 ? norm : shared.half_norms[c] + norm;
             if (first == 0)
 #pragma unroll
                 for (int i = 0; i < EACH; i++)

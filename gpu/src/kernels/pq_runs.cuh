@@ -32,6 +32,29 @@ __device__ __forceinline__ u32 four_codes_of(const u8* run, u32 i) {
     return codes;
 }
 
+// The codes of tokens `i` to `i + 15` of a run, four in a word; `i` is a multiple of 16. Up to 8 bits.
+template <int BITS>
+__device__ __forceinline__ void sixteen_codes_of(const u8* run, u32 i, u32 (&codes)[4]) {
+    int shift = 0;
+#pragma unroll
+    for (int word = 0; word < 4; word++) codes[word] = 0;
+#pragma unroll
+    for (int width = 8; width; width /= 2)
+        if (BITS & width) {
+            const u32 mask = 0x01010101u * ((1u << width) - 1);
+            const uint2* at = reinterpret_cast<const uint2*>(run + i % (8 * width));
+            const uint2 first = at[0], second = width > 1 ? at[1] : first;
+            const u32 words[4] = {first.x, first.y, second.x, second.y};
+#pragma unroll
+            for (int word = 0; word < 4; word++) {
+                // Of a plane of eight bytes, the second half of the tokens has the next bits of the same.
+                const u32 part = i / (8 * width) + (width > 1 ? 0 : word / 2);
+                codes[word] |= (words[word] >> part * width & mask) << shift;
+            }
+            run += 8 * width, shift += width;
+        }
+}
+
 // The run of a token's block.
 template <int SUBSPACES, int BITS>
 __device__ __forceinline__ const u8* run_of(const u8* codes, u32 token, int subspace) {

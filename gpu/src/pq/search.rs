@@ -36,12 +36,20 @@ impl SearchShape {
     pub fn program(&self, capability: (i32, i32)) -> Result<Program, Error> {
         let defines = self.scan().defines()?;
         let program = if self.is_joint(capability) {
+            let defines = [&defines[..], &[("SHARED_BYTES", self.joint_shared_bytes())]].concat();
             Program::new("pq_search_joint", KERNELS.pq_search_joint, &defines)
         } else {
             let defines = [&defines[..], &[("ROW_BYTES", ROW_BYTES)]].concat();
             Program::new("pq_search", KERNELS.pq_search, &defines)
         };
         Ok(program.define_if(self.rule == GroupRule::MaxOfSoftmax, "MAX_RULE"))
+    }
+
+    /// Enough for `Shared` of that kernel: codes of a block's first tokens, counts and marks of all codes, a share of their keys and
+    /// totals, tables, buckets, and what passes between warps.
+    const fn joint_shared_bytes(&self) -> usize {
+        let joint = 1 << JOINT_BITS;
+        joint * (8 + 4 + 1 + 1) + 4 * self.group * (self.quantizer.lut_len() + 2) + 4 * (1024 + 64 + 16)
     }
 
     const fn is_joint(&self, capability: (i32, i32)) -> bool {
@@ -127,7 +135,7 @@ impl Search {
         let program = shape.program(device.capability())?;
         let tables = shape.scan().shared_bytes();
         let names: &[(&'static str, usize)] = if shape.is_joint(device.capability()) {
-            &[("pq_search_joint", 0)]
+            &[("pq_search_joint", shape.joint_shared_bytes())]
         } else {
             &[
                 ("pq_search_stats", tables),

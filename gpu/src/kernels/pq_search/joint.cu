@@ -1,35 +1,47 @@
 // The same for codes of up to 12 bits a token, subspaces together, in one kernel.
 //
-// A token's scores depend on its joint code alone, of which there are 4,096 at most. So tokens are counted, not scored: a cluster of
-// BLOCKS blocks has a row; every block counts the joint codes of its tokens, all read each other's counts, and each finds softmax numbers
-// and cut by itself from as many codes as it has threads times CODES. Only then does it look at its tokens again, to write. Of sm_90.
+// A token's scores depend on its joint code alone, of which there are 4,096 at most: tokens are counted, and only codes are scored. A
+// cluster of BLOCKS blocks has a row. Every block counts the joint codes of its tokens, then has its share of the codes: adds up the
+// cluster's counts, scores, and tells the others keys and counts, from which each finds the cut by itself. Only then does it look at its
+// tokens again, to write. Of sm_90.
 //
-// Measured against it: scores a token, four kernels (search.cu).
+// Every block doing all codes was slower (20 us for 8 heads of 131,072 at (2, 6)): reading all counts of all took 4 us, scoring 3.
 
 constexpr int BLOCKS = 8, THREADS = 1024, WARPS = THREADS / LANES;
 constexpr int JOINT_BITS = M * NBITS, JOINT = 1 << JOINT_BITS, KSUB = 1 << NBITS;
-constexpr int CODES = JOINT > THREADS ? JOINT / THREADS : 1; // of a thread
-constexpr int AT_ONCE = 4;                                   // queries
+constexpr int SHARE = JOINT > BLOCKS ? JOINT / BLOCKS : 1;   // codes of a block
+constexpr int CODES = JOINT > THREADS ? JOINT / THREADS : 1; // of a thread, when it comes to the cut
+constexpr int ROOM = CODES * THREADS;
 constexpr int EACH = 16;                                     // tokens of a thread at a time
 constexpr u8 NOT = 0, TIE = 1, ABOVE = 2;
+constexpr int DIGITS = 4, BUCKETS = 256; // of keys: 8 bits at a time
+static_assert(SHARE <= THREADS, "a thread has a code or none");
 
 struct Shared {
-    u32 counts[JOINT > THREADS ? JOINT : THREADS]; // of this block's tokens in the middle
+    u32 joint[EACH * THREADS / 2]; // codes of the block's first tokens, two in a word
+    u32 counts[ROOM];              // of this block's tokens in the middle
     float luts[GROUP][M * KSUB];
-    float of_warps[WARPS][AT_ONCE];
-    u32 buckets[2048];
-    u8 chosen[JOINT > THREADS ? JOINT : THREADS];
+    u32 buckets[DIGITS][BUCKETS];
+    float of_warps[2][WARPS];
+    Softmax softmax[GROUP]; // of the block's codes
+    u32 keys[SHARE], totals[SHARE];
+    u32 above, ties;
+    u8 chosen[ROOM];
 };
+static_assert(sizeof(Shared) <= SHARED_BYTES, "the host asks for enough");
 
 __device__ __forceinline__ u32 block_in_cluster() {
     u32 rank;
     asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
     return rank;
 }
+__device__ __forceinline__ void arrive_in_cluster() { asm volatile("barrier.cluster.arrive.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wait_for_cluster() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
 __device__ __forceinline__ void cluster_barrier() {
-    asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+    arrive_in_cluster();
+    wait_for_cluster();
 }
-__device__ __forceinline__ u32 load_of_block(const u32* shared, u32 rank) {
+__device__ __forceinline__ u32 load_of_block(const void* shared, u32 rank) {
     u32 address, x;
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(shared)), "r"(rank));
     asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(x) : "r"(address));
@@ -42,12 +54,12 @@ __device__ __forceinline__ void load_codes(const u8* codes, u32 token, u32 (&joi
     for (int i = 0; i < EACH / 2; i++) joint[i] = 0;
 #pragma unroll
     for (int j = 0; j < M; j++) {
-        const u8* run = run_of<M, NBITS>(codes, token, j);
+        u32 of_subspace[4];
+        sixteen_codes_of<NBITS>(run_of<M, NBITS>(codes, token, j), token % BLOCK_TOKENS, of_subspace);
 #pragma unroll
         for (int i = 0; i < EACH / 4; i++) {
-            const u32 four = four_codes_of<NBITS>(run, token % BLOCK_TOKENS + 4 * i);
-            joint[2 * i] |= permute_bytes(four, 0, 0x4140) << NBITS * j;
-            joint[2 * i + 1] |= permute_bytes(four, 0, 0x4342) << NBITS * j;
+            joint[2 * i] |= permute_bytes(of_subspace[i], 0, 0x4140) << NBITS * j;
+            joint[2 * i + 1] |= permute_bytes(of_subspace[i], 0, 0x4342) << NBITS * j;
         }
     }
 }
@@ -60,156 +72,167 @@ __device__ __forceinline__ float score_of(const float* luts, u32 joint) {
     return score;
 }
 
-// Calls `use(query, score)` for the tokens that were not counted, sinks and recent ones: they are few, and every block has them all.
+// Calls `use(score)` for the block's part of the tokens that were not counted, sinks and recent ones.
 template <class Use>
-__device__ __forceinline__ void for_others(const Shared& shared, const Middle& middle, const u8* codes, int first_query, const Use& use) {
+__device__ __forceinline__ void for_others(const float* luts, const Middle& middle, const u8* codes, u32 rank, const Use& use) {
     const u32 sinks = middle.first, others = sinks + middle.n - middle.end;
-    for (u32 i = threadIdx.x; i < others; i += THREADS) {
+    for (u32 i = rank * THREADS + threadIdx.x; i < others; i += BLOCKS * THREADS) {
         const u32 token = i < sinks ? i : middle.end + i - sinks;
         u32 joint = 0;
 #pragma unroll
         for (int j = 0; j < M; j++) joint |= code_of<NBITS>(run_of<M, NBITS>(codes, token, j), token % BLOCK_TOKENS) << NBITS * j;
-#pragma unroll
-        for (int q = 0; q < AT_ONCE; q++)
-            if (first_query + q < GROUP) use(q, score_of(shared.luts[first_query + q], joint));
+        use(score_of(luts, joint));
     }
 }
 
-// Sums, or greatest, of AT_ONCE numbers over the block.
+// The greatest number, or the sum, over the block. `room` has a number for each warp and is not used again before another barrier.
 template <class Operation>
-__device__ __forceinline__ void reduce(Shared& shared, float (&x)[AT_ONCE], const Operation& operation) {
-    const int lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
+__device__ __forceinline__ float over_block(float (&room)[WARPS], float x, const Operation& operation) {
+    const int lane = threadIdx.x % LANES;
     auto over_lanes = [&](float y) {
 #pragma unroll
         for (int step = LANES / 2; step; step /= 2) y = operation(y, __shfl_xor_sync(FULL, y, step));
         return y;
     };
-#pragma unroll
-    for (int q = 0; q < AT_ONCE; q++) x[q] = over_lanes(x[q]);
+    x = over_lanes(x);
+    if (lane == 0) room[threadIdx.x / LANES] = x;
     __syncthreads();
-    if (lane == 0)
+    return over_lanes(room[lane]);
+}
+
+// The bucket with the `wanted`-th highest key; every warp finds it by itself.
+__device__ __forceinline__ Found find_in_buckets(const u32 (&buckets)[BUCKETS], u32 wanted) {
+    constexpr int MINE = BUCKETS / LANES;
+    const int lane = threadIdx.x % LANES;
+    u32 mine[MINE], sum = 0;
 #pragma unroll
-        for (int q = 0; q < AT_ONCE; q++) shared.of_warps[warp][q] = x[q];
-    __syncthreads();
+    for (int i = 0; i < MINE; i++) sum += mine[i] = buckets[BUCKETS - 1 - (lane * MINE + i)];
+    u32 through = sum;
 #pragma unroll
-    for (int q = 0; q < AT_ONCE; q++) x[q] = over_lanes(shared.of_warps[lane][q]);
+    for (int step = 1; step < LANES; step *= 2) {
+        const u32 other = __shfl_up_sync(FULL, through, step);
+        if (lane >= step) through += other;
+    }
+    const int owner = __ffs(__ballot_sync(FULL, through >= wanted)) - 1;
+    Found found = {0, through - sum, 0};
+#pragma unroll
+    for (int i = 0; i < MINE; i++) {
+        found.bucket = BUCKETS - 1 - (lane * MINE + i), found.count = mine[i];
+        if (found.above + mine[i] >= wanted) break;
+        found.above += mine[i];
+    }
+    return {__shfl_sync(FULL, found.bucket, owner), __shfl_sync(FULL, found.above, owner), __shfl_sync(FULL, found.count, owner)};
 }
 
 // The cut among keys that occur `count` times each.
 __device__ Cut find_cut(Shared& shared, const u32 (&keys)[CODES], const u32 (&count)[CODES], u32 wanted) {
     u32 high = 0;
-    int shift = 20; // 11 bits, then 10, then 10
-    for (;;) {
-        const int low_bits = shift == 20 ? 11 : 10;
-        for (int i = threadIdx.x; i < 2048; i += THREADS) shared.buckets[i] = 0;
-        __syncthreads();
+#pragma unroll
+    for (int digit = 0; digit < DIGITS; digit++) {
+        const int shift = 8 * (DIGITS - 1 - digit);
 #pragma unroll
         for (int i = 0; i < CODES; i++)
-            if (count[i] && (shift == 20 || keys[i] >> shift >> 10 == high))
-                atomicAdd(&shared.buckets[keys[i] >> shift & ((1u << low_bits) - 1)], count[i]);
+            if (count[i] && (digit == 0 || keys[i] >> shift >> 8 == high)) atomicAdd(&shared.buckets[digit][keys[i] >> shift & 0xff], count[i]);
         __syncthreads();
-        const Found found = find_bucket<THREADS, 2048>(shared.buckets, wanted);
-        high = high << low_bits | found.bucket;
+        const Found found = find_in_buckets(shared.buckets[digit], wanted);
+        high = high << 8 | found.bucket;
         wanted -= found.above;
         if (wanted == found.count) return keys_from(high << shift);
-        if (shift == 0) return {high, wanted};
-        shift -= 10;
     }
+    return {high, wanted};
 }
 
+extern __shared__ __align__(16) u8 memory[];
+
 extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THREADS, 1) pq_search_joint(const Arguments a) {
-    __shared__ Shared shared;
+    Shared& shared = *reinterpret_cast<Shared*>(memory);
+    const u32 row = blockIdx.y, rank = block_in_cluster(), lane = threadIdx.x % LANES;
+    for (int i = threadIdx.x; i < ROOM; i += THREADS) shared.counts[i] = 0;
+    for (int i = threadIdx.x; i < DIGITS * BUCKETS; i += THREADS) (&shared.buckets[0][0])[i] = 0;
     wait_for_previous_kernel();
     let_next_kernel_start();
-    const u32 row = blockIdx.y, rank = block_in_cluster();
     const Middle middle(a, row / a.heads);
     const u8* codes = a.codes + row * a.code_stride;
     for (int i = threadIdx.x; i < GROUP * M * KSUB; i += THREADS) (&shared.luts[0][0])[i] = a.luts[(u64)row * GROUP * M * KSUB + i];
-    for (int i = threadIdx.x; i < JOINT || i < THREADS; i += THREADS) shared.counts[i] = 0;
     __syncthreads();
 
     const u32 span = (middle.n + BLOCKS * EACH - 1) / (BLOCKS * EACH) * EACH, first = rank * span, end = min(middle.n, first + span);
     for (u32 token = first + EACH * threadIdx.x; token < end; token += EACH * THREADS) {
         u32 joint[EACH / 2];
         load_codes(codes, token, joint);
+        if (token < first + EACH * THREADS)
+#pragma unroll
+            for (int i = 0; i < EACH / 2; i++) shared.joint[i * THREADS + threadIdx.x] = joint[i];
 #pragma unroll
         for (int i = 0; i < EACH; i++)
             if (token + i < end && middle.has(token + i)) atomicAdd(&shared.counts[nth(joint, i)], 1);
     }
     cluster_barrier();
-    u32 before[CODES], all[CODES];
+
+    // The block's share of the codes.
+    const u32 code = (rank * SHARE + threadIdx.x) % JOINT;
+    const bool has_code = threadIdx.x < SHARE && rank * SHARE + threadIdx.x < JOINT;
+    u32 total = 0;
+    if (has_code)
+#pragma unroll
+        for (u32 block = 0; block < BLOCKS; block++) total += load_of_block(shared.counts + code, block);
+    auto greater = [](float x, float y) { return fmaxf(x, y); };
+    auto plus = [](float x, float y) { return x + y; };
+    for (int query = 0; query < GROUP; query++) {
+        const float* luts = shared.luts[query];
+        const float score = score_of(luts, code);
+        float max = total ? score : -infinity();
+        for_others(luts, middle, codes, rank, [&](float other) { max = fmaxf(max, other); });
+        max = over_block(shared.of_warps[0], max, greater);
+        const float base = max == -infinity() ? 0 : max;
+        float sum = total ? weight_of(score, base, 1) * (float)total : 0;
+        for_others(luts, middle, codes, rank, [&](float other) { sum += weight_of(other, base, 1); });
+        sum = over_block(shared.of_warps[1], sum, plus);
+        if (threadIdx.x == 0) shared.softmax[query] = {max, sum};
+    }
+    cluster_barrier();
+    float weight = 0;
+    for (int query = 0; query < GROUP; query++) {
+        Softmax all = no_scores(); // eight lanes have a block each
+        if (lane < BLOCKS) {
+            all.max = __uint_as_float(load_of_block(&shared.softmax[query].max, lane));
+            all.sum = __uint_as_float(load_of_block(&shared.softmax[query].sum, lane));
+        }
+        all = warp_softmax(all);
+        if (has_code) weight = combine(weight, weight_of(score_of(shared.luts[query], code), all.finite_max(), 1.f / all.sum));
+        if (a.stats && rank == 0 && threadIdx.x == 0) {
+            float* stats = a.stats + ((u64)row * GROUP + query) * 2;
+            stats[0] = all.max, stats[1] = all.sum;
+        }
+    }
+    if (has_code) shared.keys[threadIdx.x] = key_of(weight), shared.totals[threadIdx.x] = total;
+    cluster_barrier();
+    u32 keys[CODES], count[CODES];
 #pragma unroll
     for (int i = 0; i < CODES; i++) {
-        before[i] = all[i] = 0;
-#pragma unroll
-        for (u32 block = 0; block < BLOCKS; block++) {
-            const u32 count = load_of_block(shared.counts + threadIdx.x + i * THREADS, block);
-            if (block < rank) before[i] += count;
-            all[i] += count;
-        }
+        const u32 joint = threadIdx.x + i * THREADS, from = joint % SHARE, block = joint / SHARE;
+        keys[i] = count[i] = 0;
+        if (joint < JOINT) keys[i] = load_of_block(shared.keys + from, block), count[i] = load_of_block(shared.totals + from, block);
     }
 
-    float weights[CODES] = {};
-#pragma unroll
-    for (int first_query = 0; first_query < GROUP; first_query += AT_ONCE) {
-        float scores[CODES][AT_ONCE], max[AT_ONCE], sum[AT_ONCE];
-#pragma unroll
-        for (int q = 0; q < AT_ONCE; q++) {
-            max[q] = -infinity(), sum[q] = 0;
-#pragma unroll
-            for (int i = 0; i < CODES; i++) {
-                scores[i][q] = first_query + q < GROUP ? score_of(shared.luts[first_query + q], (threadIdx.x + i * THREADS) & (JOINT - 1)) : 0;
-                if (all[i]) max[q] = fmaxf(max[q], scores[i][q]);
-            }
-        }
-        for_others(shared, middle, codes, first_query, [&](int q, float score) { max[q] = fmaxf(max[q], score); });
-        reduce(shared, max, [](float x, float y) { return fmaxf(x, y); });
-        const Softmax nothing = no_scores();
-        float base[AT_ONCE];
-#pragma unroll
-        for (int q = 0; q < AT_ONCE; q++) {
-            base[q] = max[q] == nothing.max ? 0 : max[q];
-#pragma unroll
-            for (int i = 0; i < CODES; i++) {
-                scores[i][q] = weight_of(scores[i][q], base[q], 1);
-                if (all[i]) sum[q] += scores[i][q] * (float)all[i];
-            }
-        }
-        for_others(shared, middle, codes, first_query, [&](int q, float score) { sum[q] += weight_of(score, base[q], 1); });
-        reduce(shared, sum, [](float x, float y) { return x + y; });
-#pragma unroll
-        for (int q = 0; q < AT_ONCE; q++) {
-            if (first_query + q >= GROUP) continue;
-            const float scale = 1.f / sum[q];
-#pragma unroll
-            for (int i = 0; i < CODES; i++) weights[i] = combine(weights[i], scores[i][q] * scale);
-            if (a.stats && rank == 0 && threadIdx.x == 0) {
-                float* stats = a.stats + ((u64)row * GROUP + first_query + q) * 2;
-                stats[0] = max[q], stats[1] = sum[q];
-            }
-        }
-    }
-
-    u32 keys[CODES];
-#pragma unroll
-    for (int i = 0; i < CODES; i++) keys[i] = key_of(weights[i]);
     const u32 competing = middle.end - middle.first;
     Cut cut = middle.wanted ? all_keys() : no_keys();
-    if (middle.wanted && middle.wanted < competing) cut = find_cut(shared, keys, all, middle.wanted);
-
-    u32 above = 0, ties = 0; // of the blocks before this one
+    if (middle.wanted && middle.wanted < competing) cut = find_cut(shared, keys, count, middle.wanted);
+    u32 above = 0, ties = 0; // of this block
 #pragma unroll
     for (int i = 0; i < CODES; i++) {
+        const u32 joint = threadIdx.x + i * THREADS, mine = shared.counts[joint];
         const bool is_above = keys[i] > cut.key, is_tie = keys[i] == cut.key;
-        above += is_above ? before[i] : 0, ties += is_tie ? before[i] : 0;
-        shared.chosen[threadIdx.x + i * THREADS] = is_above ? ABOVE : is_tie ? TIE : NOT;
+        above += is_above ? mine : 0, ties += is_tie ? mine : 0;
+        shared.chosen[joint] = is_above ? ABOVE : is_tie ? TIE : NOT;
     }
-    above = __reduce_add_sync(FULL, above), ties = __reduce_add_sync(FULL, ties);
-    if (threadIdx.x % LANES) above = ties = 0;
-    u32 above_before, ties_before;
-    scan_chosen<THREADS>(above, ties, above_before, ties_before);
-    // All counts have been read: blocks may leave.
+    u32 above_before = above, ties_before = ties;
+    scan_chosen<THREADS>(above_before, ties_before, above, ties);
+    if (threadIdx.x == 0) shared.above = above, shared.ties = ties;
     cluster_barrier();
+    above_before = __reduce_add_sync(FULL, lane < rank ? load_of_block(&shared.above, lane) : 0);
+    ties_before = __reduce_add_sync(FULL, lane < rank ? load_of_block(&shared.ties, lane) : 0);
+    arrive_in_cluster(); // nothing of another block is read any more
 
     const Output out{a.tokens + row * a.tokens_len, a.tokens_len, middle};
     if (rank == 0 && threadIdx.x == 0 && row % a.heads == 0) a.counts[row / a.heads] = middle.found();
@@ -217,17 +240,23 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THRE
         const u32 token = start + EACH * threadIdx.x;
         u32 joint[EACH / 2], is_above = 0, is_tie = 0;
         if (token < end) {
-            load_codes(codes, token, joint);
+            if (start == first)
+#pragma unroll
+                for (int i = 0; i < EACH / 2; i++) joint[i] = shared.joint[i * THREADS + threadIdx.x];
+            else
+                load_codes(codes, token, joint);
 #pragma unroll
             for (int i = 0; i < EACH; i++) {
-                if (token + i >= end) continue;
-                if (!middle.has(token + i)) {
-                    out.put_anyway(token + i);
-                    continue;
-                }
                 const u8 chosen = shared.chosen[nth(joint, i)];
                 is_above |= (chosen == ABOVE) << i, is_tie |= (chosen == TIE) << i;
             }
+            // Those that do not compete.
+            if (token < middle.first || token + EACH > middle.end)
+                for (int i = 0; i < EACH; i++) {
+                    if (middle.has(token + i)) continue;
+                    is_above &= ~(1u << i), is_tie &= ~(1u << i);
+                    if (token + i < end) out.put_anyway(token + i);
+                }
         }
         u32 place = __popc(is_above), tie = __popc(is_tie), all_above, all_ties;
         scan_chosen<THREADS>(place, tie, all_above, all_ties);
@@ -244,4 +273,5 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THRE
             }
         }
     }
+    wait_for_cluster();
 }

@@ -22,7 +22,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) pq_scan(const Arguments a)
         __syncthreads();
         for (u32 token = first + 4 * threadIdx.x; token < end; token += 4 * THREADS) {
             float scores[4][VEC];
-            score_four(*tables, a.codes + row * a.code_stride, token, scores);
+            const u8* codes = a.codes + row * a.code_stride;
+            score_four(*tables, [&](int j) { return load_codes(codes, token, j); }, scores);
 #pragma unroll
             for (int q = 0; q < VEC; q++)
 #pragma unroll

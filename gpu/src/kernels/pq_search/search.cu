@@ -39,10 +39,31 @@ static_assert(sizeof(Row) == ROW_BYTES, "the host reserves it");
 
 extern __shared__ __align__(16) Tables tables[];
 
+// A thread's codes of a chunk: all at once, where they are few, so that their ways through memory overlap.
+struct Codes {
+    u32 ahead[FEW ? PASSES : 1][FEW ? M : 1];
+    const u8* row;
+    u32 first;
+
+    __device__ Codes(const Arguments& a, u32 row_index, u32 chunk_first) : row(a.codes + row_index * a.code_stride) {
+        first = chunk_first + 4 * threadIdx.x;
+        if (FEW)
+#pragma unroll
+            for (int pass = 0; pass < PASSES; pass++)
+#pragma unroll
+                for (int j = 0; j < M; j++)
+                    ahead[pass][j] = first + 4 * pass * THREADS < a.capacity ? load_codes(row, first + 4 * pass * THREADS, j) : 0;
+    }
+    __device__ __forceinline__ void score(int pass, float (&scores)[4][VEC]) const {
+        score_four(*tables, [&](int j) { return FEW ? ahead[pass][j] : load_codes(row, first + 4 * pass * THREADS, j); }, scores);
+    }
+};
+
 extern "C" __global__ void __launch_bounds__(THREADS) pq_search_stats(const Arguments a) {
     wait_for_previous_kernel();
     let_next_kernel_start();
     const u32 row = blockIdx.y, first = blockIdx.x * CHUNK;
+    const Codes codes(a, row, first);
     const Middle middle(a, row / a.heads);
     const Workspace work(a, row);
     const int lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
@@ -61,9 +82,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) pq_search_stats(const Argu
         Softmax softmax[VEC];
 #pragma unroll
         for (int q = 0; q < VEC; q++) softmax[q] = no_scores();
-        for (u32 token = first + 4 * threadIdx.x; token < end; token += 4 * THREADS) {
+#pragma unroll
+        for (int pass = 0; pass < PASSES; pass++) {
+            const u32 token = first + 4 * (pass * THREADS + threadIdx.x);
+            if (token >= end) break;
             float scores[4][VEC];
-            score_four(*tables, a.codes + row * a.code_stride, token, scores);
+            codes.score(pass, scores);
 #pragma unroll
             for (int q = 0; q < VEC; q++) {
                 Softmax four = no_scores();
@@ -112,11 +136,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) pq_search_keys(const Ar
     __shared__ u32 counts[HIGH_BUCKETS];
     const u32 row = blockIdx.y, first = blockIdx.x * CHUNK;
     for (int i = threadIdx.x; i < HIGH_BUCKETS; i += THREADS) counts[i] = 0;
-    // Nothing writes the tables meanwhile: they can be fetched before the kernel before has ended.
+    // Nothing writes these meanwhile: they can be fetched before the kernel before has ended.
+    const Codes codes(a, row, first);
+    const Middle middle(a, row / a.heads);
     load_tables<THREADS>(*tables, a.luts + (u64)row * GROUP * M * KSUB, 0);
     wait_for_previous_kernel();
     let_next_kernel_start();
-    const Middle middle(a, row / a.heads);
     const Workspace work(a, row);
     finish_softmax(a, work, row, max_of, scale_of);
     const u32 end = min(middle.n, first + CHUNK);
@@ -131,9 +156,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) pq_search_keys(const Ar
 #pragma unroll
         for (int pass = 0; pass < PASSES; pass++) {
             const u32 token = first + 4 * (pass * THREADS + threadIdx.x);
-            if (token >= end) continue;
+            if (token >= end) break;
             float scores[4][VEC];
-            score_four(*tables, a.codes + row * a.code_stride, token, scores);
+            codes.score(pass, scores);
 #pragma unroll
             for (int q = 0; q < VEC; q++) {
                 const int query = round * VEC + q;
@@ -186,10 +211,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) pq_search_cut(const Argume
     __shared__ u32 collected[CHUNK];
     __shared__ u32 count, place;
     __shared__ bool last;
-    wait_for_previous_kernel();
-    let_next_kernel_start();
     const u32 row = blockIdx.y, first = blockIdx.x * CHUNK, lane = threadIdx.x % LANES;
     const Middle middle(a, row / a.heads);
+    wait_for_previous_kernel();
+    let_next_kernel_start();
     const Workspace work(a, row);
     if (middle.wanted == 0 || middle.wanted == middle.end - middle.first) {
         if (blockIdx.x == 0 && threadIdx.x == 0) work.row->cut = middle.wanted ? all_keys() : no_keys();
@@ -209,16 +234,23 @@ extern "C" __global__ void __launch_bounds__(THREADS) pq_search_cut(const Argume
         const u32 token = first + 4 * (pass * THREADS + threadIdx.x);
         u32 keys[4];
         if (token < end) load_streaming<4>(keys, work.keys + token);
+        u32 inside = 0; // bits, one a token
 #pragma unroll
-        for (int t = 0; t < 4; t++) {
-            const bool inside = token < end && middle.has(token + t) && keys[t] >> 2 * LOW_BITS == high.bucket;
-            const u32 mask = __ballot_sync(FULL, inside);
-            if (mask == 0) continue;
-            u32 start;
-            if (lane == 0) start = atomicAdd(&count, __popc(mask));
-            start = __shfl_sync(FULL, start, 0);
-            if (inside) collected[start + __popc(mask & ((1u << lane) - 1))] = keys[t];
+        for (int t = 0; t < 4; t++)
+            inside |= (token < end && middle.has(token + t) && keys[t] >> 2 * LOW_BITS == high.bucket) << t;
+        // A warp takes room for all that it has.
+        u32 through = __popc(inside);
+#pragma unroll
+        for (int step = 1; step < LANES; step *= 2) {
+            const u32 other = __shfl_up_sync(FULL, through, step);
+            if (lane >= step) through += other;
         }
+        u32 start;
+        if (lane == LANES - 1) start = atomicAdd(&count, through);
+        start = __shfl_sync(FULL, start, LANES - 1) + through - __popc(inside);
+#pragma unroll
+        for (int t = 0; t < 4; t++)
+            if (inside >> t & 1) collected[start++] = keys[t];
     }
     __syncthreads();
     if (threadIdx.x == 0 && count) place = atomicAdd(&work.row->candidates, count);
@@ -233,10 +265,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) pq_search_cut(const Argume
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) pq_search_write(const Arguments a) {
-    wait_for_previous_kernel();
-    let_next_kernel_start();
     const u32 row = blockIdx.y, first = blockIdx.x * CHUNK;
     const Middle middle(a, row / a.heads);
+    wait_for_previous_kernel();
+    let_next_kernel_start();
     const Workspace work(a, row);
     const Output out{a.tokens + row * a.tokens_len, a.tokens_len, middle};
     const Cut cut = work.row->cut;

@@ -5,7 +5,8 @@
 
 constexpr int KSUB = 1 << NBITS;
 constexpr int ROUNDS = (GROUP + VEC - 1) / VEC; // of queries
-constexpr int UNROLLED = M < 8 ? M : 8;         // subspaces
+constexpr bool FEW = M <= 8;                    // subspaces: their codes fit registers
+constexpr int UNROLLED = FEW ? M : 4;
 
 // Partial scores of VEC queries.
 struct alignas(4 * VEC) Entry {
@@ -33,8 +34,9 @@ __device__ void load_tables(Tables& tables, const float* luts, int round) {
     }
 }
 
-// Scores of tokens `token` to `token + 3`, a multiple of 4, added in the order of the subspaces.
-__device__ __forceinline__ void score_four(const Tables& tables, const u8* codes, u32 token, float (&scores)[4][VEC]) {
+// Scores of four tokens, added in the order of the subspaces; `codes_of(subspace)` has their codes, a byte each.
+template <class CodesOf>
+__device__ __forceinline__ void score_four(const Tables& tables, const CodesOf& codes_of, float (&scores)[4][VEC]) {
     const int copy = threadIdx.x % COPIES;
 #pragma unroll
     for (int t = 0; t < 4; t++)
@@ -42,12 +44,17 @@ __device__ __forceinline__ void score_four(const Tables& tables, const u8* codes
         for (int q = 0; q < VEC; q++) scores[t][q] = 0;
 #pragma unroll UNROLLED
     for (int j = 0; j < M; j++) {
-        const u32 four = four_codes_of<NBITS>(run_of<M, NBITS>(codes, token, j), token % BLOCK_TOKENS);
+        const u32 codes = codes_of(j);
 #pragma unroll
         for (int t = 0; t < 4; t++) {
-            const Entry entry = tables.entries[j * KSUB + (four >> 8 * t & 0xff)][copy];
+            const Entry entry = tables.entries[j * KSUB + (codes >> 8 * t & 0xff)][copy];
 #pragma unroll
             for (int q = 0; q < VEC; q++) scores[t][q] += entry.of[q];
         }
     }
+}
+
+// The codes of four tokens of a row.
+__device__ __forceinline__ u32 load_codes(const u8* codes, u32 token, int subspace) {
+    return four_codes_of<NBITS>(run_of<M, NBITS>(codes, token, subspace), token % BLOCK_TOKENS);
 }
