@@ -2,14 +2,14 @@
 //
 // CPU twin: svd_core::Gram, whose sums are in f64. Compile-time shape: DIM, a multiple of 16 up to 128; BFLOAT or not.
 //
-// Products of halves are exact in f32. Tensor cores add them up there for the 64 rows of a tile; above, a sum is two floats, its value and
+// Products of halves are exact in f32. Tensor cores add them up there for the 128 rows of a tile; above, a sum is two floats, its value and
 // what rounding has lost of it, and f64 across blocks. (Tensor cores cut off rather than round: of 256 rows the sum is too low by 1e-6.) A block has a part
 // of a head's rows and all of its matrix, a warp 16 components: their products with the components of half the others, around a
 // circle, so that every pair is computed once. A second kernel adds the blocks' matrices in their order to what was there. The floor is
 // reading the rows, which pass through a ring of STAGES tiles.
 
 constexpr int STRIPS = DIM / 16, THREADS = STRIPS * LANES; // a warp has a strip
-constexpr int ROWS = 64, STAGES = 4;                       // of a tile; of the ring
+constexpr int ROWS = 128, STAGES = 3;                      // of a tile; of the ring
 constexpr int PARTNERS = STRIPS / 2 + 1;                   // strips around the circle, its own first
 constexpr int CHUNKS = DIM / 8;                            // of 16 bytes, of a row
 constexpr int PACKED = STRIPS * PARTNERS * 256 + DIM;      // numbers of a part
@@ -31,9 +31,6 @@ __device__ __forceinline__ u16* chunk_at(u16* tile, int row, int chunk) {
     constexpr int TURN = CHUNKS % 8 ? 1 : 7;
     return tile + (row * CHUNKS + (CHUNKS % 8 ? chunk : chunk ^ (row & TURN))) * 8;
 }
-
-// Across an even circle, half of the strips leave the pair to the other half.
-__device__ __forceinline__ bool is_across(int p, int strip) { return STRIPS % 2 == 0 && p > 0 && p == STRIPS / 2 && strip >= STRIPS / 2; }
 
 // A sum of floats and what rounding has lost of it.
 struct TwoFloats {
@@ -84,7 +81,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) svd_gram(const Argument
             load_transposed(mine, chunk_at(at, step * 16 + lane % 8 + lane / 16 * 8, strip * 2 + lane / 8 % 2));
 #pragma unroll
             for (int p = 0; p < PARTNERS; p++) {
-                if (is_across(p, strip)) break;
                 const int partner = (strip + p) % STRIPS;
                 u32 others[4] = {mine[0], mine[2], mine[1], mine[3]};
                 if (p > 0) load_transposed(others, chunk_at(at, step * 16 + lane % 16, partner * 2 + lane / 16));
@@ -103,11 +99,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) svd_gram(const Argument
             }
         }
 #pragma unroll
-        for (int p = 0; p < PARTNERS; p++) {
-            if (is_across(p, strip)) break;
-#pragma unroll
-            for (int i = 0; i < 8; i++) totals[p][i / 4][i % 4].add(sums[p][i / 4][i % 4]);
-        }
+        for (int i = 0; i < PARTNERS * 8; i++) totals[i / 8][i / 4 % 2][i % 4].add(sums[i / 8][i / 4 % 2][i % 4]);
 #pragma unroll
         for (int i = 0; i < 4; i++) ones_total[i / 2][i % 2].add(ones[i / 2][i % 2]);
     }
@@ -142,8 +134,8 @@ extern "C" __global__ void __launch_bounds__(256) svd_gram_join(const JoinArgume
     }
     const u32 strip = i / 256 / PARTNERS, p = i / 256 % PARTNERS, partner = (strip + p) % STRIPS;
     const u32 row = strip * 16 + i % 256 / 16, column = partner * 16 + i % 16;
-    // What only one of two strips has summed; of a strip's own block, one half is taken.
-    if (is_across(p, strip) || (p == 0 && column > row)) return;
+    // Strips across an even circle have each other's block both, which is faster than a branch; of a strip's own, one half is taken.
+    if ((STRIPS % 2 == 0 && p > 0 && p == STRIPS / 2 && strip >= STRIPS / 2) || (p == 0 && column > row)) return;
     double* matrix = a.gram.matrices + (u64)head * DIM * DIM;
     const double total = matrix[row * DIM + column] + sum;
     matrix[row * DIM + column] = total;

@@ -49,7 +49,7 @@ impl SearchShape {
     /// totals, tables, buckets, and what passes between warps.
     const fn joint_shared_bytes(&self) -> usize {
         let joint = 1 << JOINT_BITS;
-        joint * (8 + 4 + 1 + 1) + 4 * self.group * (self.quantizer.lut_len() + 2) + 4 * (1024 + 64 + 16)
+        joint * (8 + 4 + 1 + 1) + 4 * (4096 + 64) + 4 * self.group * (self.quantizer.lut_len() + 24)
     }
 
     const fn is_joint(&self, capability: (i32, i32)) -> bool {

@@ -4,8 +4,8 @@ use crate::device::Kernel;
 use crate::{Device, Element, Error, KERNELS, Program};
 
 /// Rows of a tile, and tiles of the ring: `ROWS` and `STAGES` of the kernel.
-const ROWS: usize = 64;
-const STAGES: usize = 4;
+const ROWS: usize = 128;
+const STAGES: usize = 3;
 
 /// What second moments are compiled for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -13,17 +13,19 @@ constexpr int SHARE = JOINT > BLOCKS ? JOINT / BLOCKS : 1;   // codes of a block
 constexpr int CODES = JOINT > THREADS ? JOINT / THREADS : 1; // of a thread, when it comes to the cut
 constexpr int ROOM = CODES * THREADS;
 constexpr int EACH = 16;                                     // tokens of a thread at a time
+constexpr int AT_ONCE = 4;                                   // queries
 constexpr u8 NOT = 0, TIE = 1, ABOVE = 2;
-constexpr int DIGITS = 4, BUCKETS = 256; // of keys: 8 bits at a time
+constexpr int HIGH_BUCKETS = 2048, LOW_BUCKETS = 1024, LOW_BITS = 10; // of keys: 11 bits, then 10, then 10
+constexpr int SLICES = WARPS / AT_ONCE;                      // of the block's codes, each with a warp for every query at a time
 static_assert(SHARE <= THREADS, "a thread has a code or none");
 
 struct Shared {
     u32 joint[EACH * THREADS / 2]; // codes of the block's first tokens, two in a word
     u32 counts[ROOM];              // of this block's tokens in the middle
     float luts[GROUP][M * KSUB];
-    u32 buckets[DIGITS][BUCKETS];
-    float of_warps[2][WARPS];
-    Softmax softmax[GROUP]; // of the block's codes
+    u32 high[HIGH_BUCKETS], low[2][LOW_BUCKETS];
+    Softmax of_slices[GROUP][SLICES], softmax[GROUP]; // of the block's codes
+    float max[GROUP], scale[GROUP];                   // of all codes
     u32 keys[SHARE], totals[SHARE];
     u32 above, ties;
     u8 chosen[ROOM];
@@ -72,74 +74,34 @@ __device__ __forceinline__ float score_of(const float* luts, u32 joint) {
     return score;
 }
 
-// Calls `use(score)` for the block's part of the tokens that were not counted, sinks and recent ones.
-template <class Use>
-__device__ __forceinline__ void for_others(const float* luts, const Middle& middle, const u8* codes, u32 rank, const Use& use) {
-    const u32 sinks = middle.first, others = sinks + middle.n - middle.end;
-    for (u32 i = rank * THREADS + threadIdx.x; i < others; i += BLOCKS * THREADS) {
-        const u32 token = i < sinks ? i : middle.end + i - sinks;
-        u32 joint = 0;
+__device__ __forceinline__ u32 load_code(const u8* codes, u32 token) {
+    u32 joint = 0;
 #pragma unroll
-        for (int j = 0; j < M; j++) joint |= code_of<NBITS>(run_of<M, NBITS>(codes, token, j), token % BLOCK_TOKENS) << NBITS * j;
-        use(score_of(luts, joint));
-    }
-}
-
-// The greatest number, or the sum, over the block. `room` has a number for each warp and is not used again before another barrier.
-template <class Operation>
-__device__ __forceinline__ float over_block(float (&room)[WARPS], float x, const Operation& operation) {
-    const int lane = threadIdx.x % LANES;
-    auto over_lanes = [&](float y) {
-#pragma unroll
-        for (int step = LANES / 2; step; step /= 2) y = operation(y, __shfl_xor_sync(FULL, y, step));
-        return y;
-    };
-    x = over_lanes(x);
-    if (lane == 0) room[threadIdx.x / LANES] = x;
-    __syncthreads();
-    return over_lanes(room[lane]);
-}
-
-// The bucket with the `wanted`-th highest key; every warp finds it by itself.
-__device__ __forceinline__ Found find_in_buckets(const u32 (&buckets)[BUCKETS], u32 wanted) {
-    constexpr int MINE = BUCKETS / LANES;
-    const int lane = threadIdx.x % LANES;
-    u32 mine[MINE], sum = 0;
-#pragma unroll
-    for (int i = 0; i < MINE; i++) sum += mine[i] = buckets[BUCKETS - 1 - (lane * MINE + i)];
-    u32 through = sum;
-#pragma unroll
-    for (int step = 1; step < LANES; step *= 2) {
-        const u32 other = __shfl_up_sync(FULL, through, step);
-        if (lane >= step) through += other;
-    }
-    const int owner = __ffs(__ballot_sync(FULL, through >= wanted)) - 1;
-    Found found = {0, through - sum, 0};
-#pragma unroll
-    for (int i = 0; i < MINE; i++) {
-        found.bucket = BUCKETS - 1 - (lane * MINE + i), found.count = mine[i];
-        if (found.above + mine[i] >= wanted) break;
-        found.above += mine[i];
-    }
-    return {__shfl_sync(FULL, found.bucket, owner), __shfl_sync(FULL, found.above, owner), __shfl_sync(FULL, found.count, owner)};
+    for (int j = 0; j < M; j++) joint |= code_of<NBITS>(run_of<M, NBITS>(codes, token, j), token % BLOCK_TOKENS) << NBITS * j;
+    return joint;
 }
 
 // The cut among keys that occur `count` times each.
 __device__ Cut find_cut(Shared& shared, const u32 (&keys)[CODES], const u32 (&count)[CODES], u32 wanted) {
-    u32 high = 0;
 #pragma unroll
-    for (int digit = 0; digit < DIGITS; digit++) {
-        const int shift = 8 * (DIGITS - 1 - digit);
+    for (int i = 0; i < CODES; i++)
+        if (count[i]) atomicAdd(&shared.high[keys[i] >> 2 * LOW_BITS], count[i]);
+    __syncthreads();
+    Found found = find_bucket<THREADS, HIGH_BUCKETS>(shared.high, wanted);
+    u32 high = found.bucket;
+#pragma unroll
+    for (int digit = 0; digit < 2; digit++) {
+        const int shift = LOW_BITS * (1 - digit);
+        wanted -= found.above;
+        if (wanted == found.count) return keys_from(high << shift << LOW_BITS);
 #pragma unroll
         for (int i = 0; i < CODES; i++)
-            if (count[i] && (digit == 0 || keys[i] >> shift >> 8 == high)) atomicAdd(&shared.buckets[digit][keys[i] >> shift & 0xff], count[i]);
+            if (count[i] && keys[i] >> shift >> LOW_BITS == high) atomicAdd(&shared.low[digit][keys[i] >> shift & (LOW_BUCKETS - 1)], count[i]);
         __syncthreads();
-        const Found found = find_in_buckets(shared.buckets[digit], wanted);
-        high = high << 8 | found.bucket;
-        wanted -= found.above;
-        if (wanted == found.count) return keys_from(high << shift);
+        found = find_bucket<THREADS, LOW_BUCKETS>(shared.low[digit], wanted);
+        high = high << LOW_BITS | found.bucket;
     }
-    return {high, wanted};
+    return {high, wanted - found.above};
 }
 
 extern __shared__ __align__(16) u8 memory[];
@@ -148,7 +110,8 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THRE
     Shared& shared = *reinterpret_cast<Shared*>(memory);
     const u32 row = blockIdx.y, rank = block_in_cluster(), lane = threadIdx.x % LANES;
     for (int i = threadIdx.x; i < ROOM; i += THREADS) shared.counts[i] = 0;
-    for (int i = threadIdx.x; i < DIGITS * BUCKETS; i += THREADS) (&shared.buckets[0][0])[i] = 0;
+    for (int i = threadIdx.x; i < HIGH_BUCKETS; i += THREADS) shared.high[i] = 0;
+    for (int i = threadIdx.x; i < 2 * LOW_BUCKETS; i += THREADS) (&shared.low[0][0])[i] = 0;
     wait_for_previous_kernel();
     let_next_kernel_start();
     const Middle middle(a, row / a.heads);
@@ -176,36 +139,48 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THRE
     if (has_code)
 #pragma unroll
         for (u32 block = 0; block < BLOCKS; block++) total += load_of_block(shared.counts + code, block);
-    auto greater = [](float x, float y) { return fmaxf(x, y); };
-    auto plus = [](float x, float y) { return x + y; };
-    for (int query = 0; query < GROUP; query++) {
+    if (threadIdx.x < SHARE) shared.totals[threadIdx.x] = total;
+    __syncthreads();
+    const int warp = threadIdx.x / LANES;
+    for (int query = warp % AT_ONCE; query < GROUP; query += AT_ONCE) {
         const float* luts = shared.luts[query];
-        const float score = score_of(luts, code);
-        float max = total ? score : -infinity();
-        for_others(luts, middle, codes, rank, [&](float other) { max = fmaxf(max, other); });
-        max = over_block(shared.of_warps[0], max, greater);
-        const float base = max == -infinity() ? 0 : max;
-        float sum = total ? weight_of(score, base, 1) * (float)total : 0;
-        for_others(luts, middle, codes, rank, [&](float other) { sum += weight_of(other, base, 1); });
-        sum = over_block(shared.of_warps[1], sum, plus);
-        if (threadIdx.x == 0) shared.softmax[query] = {max, sum};
+        const int slice = warp / AT_ONCE;
+        Softmax mine = no_scores();
+        for (u32 i = slice * LANES + lane; i < SHARE; i += SLICES * LANES)
+            if (shared.totals[i]) mine.add(softmax_of(score_of(luts, rank * SHARE + i), (float)shared.totals[i]));
+        // Sinks and recent tokens were not counted.
+        const u32 sinks = middle.first, others = sinks + middle.n - middle.end;
+        for (u32 i = (rank * SLICES + slice) * LANES + lane; i < others; i += BLOCKS * SLICES * LANES)
+            mine.add(softmax_of(score_of(luts, load_code(codes, i < sinks ? i : middle.end + i - sinks)), 1));
+        mine = warp_softmax(mine);
+        if (lane == 0) shared.of_slices[query][slice] = mine;
+    }
+    __syncthreads();
+    if (warp < GROUP) {
+        const Softmax all = warp_softmax(lane < SLICES ? shared.of_slices[warp][lane] : no_scores());
+        if (lane == 0) shared.softmax[warp] = all;
     }
     cluster_barrier();
-    float weight = 0;
-    for (int query = 0; query < GROUP; query++) {
+    if (warp < GROUP) {
         Softmax all = no_scores(); // eight lanes have a block each
         if (lane < BLOCKS) {
-            all.max = __uint_as_float(load_of_block(&shared.softmax[query].max, lane));
-            all.sum = __uint_as_float(load_of_block(&shared.softmax[query].sum, lane));
+            all.max = __uint_as_float(load_of_block(&shared.softmax[warp].max, lane));
+            all.sum = __uint_as_float(load_of_block(&shared.softmax[warp].sum, lane));
         }
         all = warp_softmax(all);
-        if (has_code) weight = combine(weight, weight_of(score_of(shared.luts[query], code), all.finite_max(), 1.f / all.sum));
-        if (a.stats && rank == 0 && threadIdx.x == 0) {
-            float* stats = a.stats + ((u64)row * GROUP + query) * 2;
-            stats[0] = all.max, stats[1] = all.sum;
+        if (lane == 0) {
+            shared.max[warp] = all.finite_max(), shared.scale[warp] = 1.f / all.sum;
+            float* stats = a.stats ? a.stats + ((u64)row * GROUP + warp) * 2 : nullptr;
+            if (stats && rank == 0) stats[0] = all.max, stats[1] = all.sum;
         }
     }
-    if (has_code) shared.keys[threadIdx.x] = key_of(weight), shared.totals[threadIdx.x] = total;
+    __syncthreads();
+    float weight = 0;
+    if (has_code)
+#pragma unroll 4
+        for (int query = 0; query < GROUP; query++)
+            weight = combine(weight, weight_of(score_of(shared.luts[query], code), shared.max[query], shared.scale[query]));
+    if (has_code) shared.keys[threadIdx.x] = key_of(weight);
     cluster_barrier();
     u32 keys[CODES], count[CODES];
 #pragma unroll

@@ -76,8 +76,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) pq_search_stats(const Argu
     __shared__ Softmax of_warps[WARPS][VEC];
     const u32 end = min(middle.n, first + CHUNK);
     for (int round = 0; round < ROUNDS; round++) {
-        __syncthreads();
-        if (first < end) load_tables<THREADS>(*tables, a.luts + (u64)row * GROUP * M * KSUB, round);
+        if (round > 0) __syncthreads();
+        load_tables<THREADS>(*tables, a.luts + (u64)row * GROUP * M * KSUB, round);
         __syncthreads();
         Softmax softmax[VEC];
 #pragma unroll
@@ -186,6 +186,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) pq_search_keys(const Ar
         if (counts[i]) atomicAdd(&work.row->high[i], counts[i]);
 }
 
+// A thread's keys of a chunk.
+struct Keys {
+    u32 of[PASSES][4];
+
+    __device__ __forceinline__ Keys(const u32* keys, u32 first, u32 end) {
+#pragma unroll
+        for (int pass = 0; pass < PASSES; pass++) {
+            const u32 token = first + 4 * (pass * THREADS + threadIdx.x);
+            if (token < end) load_streaming<4>(of[pass], keys + token);
+        }
+    }
+};
+
 // The cut among keys that share their highest bits: the last block of a row.
 __device__ Cut cut_among(const u32* candidates, u32 count, u32 wanted, u32 bucket) {
     __shared__ u32 counts[LOW_BUCKETS];
@@ -220,6 +233,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) pq_search_cut(const Argume
         if (blockIdx.x == 0 && threadIdx.x == 0) work.row->cut = middle.wanted ? all_keys() : no_keys();
         return;
     }
+    const u32 end = min(middle.n, first + CHUNK);
+    const Keys keys(work.keys, first, end);
     const Found high = find_bucket<THREADS, HIGH_BUCKETS>(work.row->high, middle.wanted);
     const u32 wanted = middle.wanted - high.above;
     if (wanted == high.count) {
@@ -228,16 +243,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) pq_search_cut(const Argume
     }
     if (threadIdx.x == 0) count = 0;
     __syncthreads();
-    const u32 end = min(middle.n, first + CHUNK);
 #pragma unroll
     for (int pass = 0; pass < PASSES; pass++) {
         const u32 token = first + 4 * (pass * THREADS + threadIdx.x);
-        u32 keys[4];
-        if (token < end) load_streaming<4>(keys, work.keys + token);
         u32 inside = 0; // bits, one a token
 #pragma unroll
         for (int t = 0; t < 4; t++)
-            inside |= (token < end && middle.has(token + t) && keys[t] >> 2 * LOW_BITS == high.bucket) << t;
+            inside |= (token < end && middle.has(token + t) && keys.of[pass][t] >> 2 * LOW_BITS == high.bucket) << t;
         // A warp takes room for all that it has.
         u32 through = __popc(inside);
 #pragma unroll
@@ -250,7 +262,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) pq_search_cut(const Argume
         start = __shfl_sync(FULL, start, LANES - 1) + through - __popc(inside);
 #pragma unroll
         for (int t = 0; t < 4; t++)
-            if (inside >> t & 1) collected[start++] = keys[t];
+            if (inside >> t & 1) collected[start++] = keys.of[pass][t];
     }
     __syncthreads();
     if (threadIdx.x == 0 && count) place = atomicAdd(&work.row->candidates, count);
@@ -274,6 +286,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) pq_search_write(const Argu
     const Cut cut = work.row->cut;
     const u32 end = min(middle.n, first + CHUNK);
     if (first >= end) return;
+    const Keys keys(work.keys, first, end);
     u32 above[PASSES], ties[PASSES];          // bits, one a token
     u32 above_before[PASSES], ties_before[PASSES]; // within the chunk
     u32 all_above = 0, all_ties = 0;
@@ -281,8 +294,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) pq_search_write(const Argu
     for (int pass = 0; pass < PASSES; pass++) {
         const u32 token = first + 4 * (pass * THREADS + threadIdx.x);
         above[pass] = ties[pass] = 0;
-        u32 keys[4];
-        if (token < end) load_streaming<4>(keys, work.keys + token);
 #pragma unroll
         for (int t = 0; t < 4; t++) {
             if (token + t >= end) continue;
@@ -290,8 +301,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) pq_search_write(const Argu
                 out.put_anyway(token + t);
                 continue;
             }
-            above[pass] |= (keys[t] > cut.key) << t;
-            ties[pass] |= (keys[t] == cut.key) << t;
+            above[pass] |= (keys.of[pass][t] > cut.key) << t;
+            ties[pass] |= (keys.of[pass][t] == cut.key) << t;
         }
         u32 pass_above, pass_ties;
         above_before[pass] = __popc(above[pass]), ties_before[pass] = __popc(ties[pass]);

@@ -49,6 +49,8 @@ struct Softmax {
 __device__ __forceinline__ float weight_of(float score, float max, float scale) { return exp2_approx((score - max) * LOG2_E) * scale; }
 
 __device__ __forceinline__ Softmax no_scores() { return {-infinity(), 0}; }
+// As many times the same score.
+__device__ __forceinline__ Softmax softmax_of(float score, float times) { return {score, score == -infinity() ? 0 : times}; }
 
 // Of all lanes.
 __device__ __forceinline__ Softmax warp_softmax(Softmax softmax) {
