@@ -3,8 +3,8 @@
 // CPU twin: svd_core::attend_into, row by row. Compile-time shape: DIM, 64 or 128, no rank above it; BFLOAT or not. Ranks are multiples of
 // 8, read on the device.
 //
-// ZACK's row-block rule: where both ranks are half of DIM or less a block has twice the rows, so that blocks cost about the same, and what
-// registers a row takes is what there is. Blocks are numbered longest first: a prompt's last rows see the most keys. A block's warps have
+// ZACK's row-block rule: where both ranks are half of DIM or less a block has twice the rows, so that blocks cost about the same, and so that
+// a row takes the registers that there are. Blocks are numbered longest first: a prompt's last rows see the most keys. A block's warps have
 // 16 rows each, or twice 16; keys and values of TOKENS tokens pass through a ring of two tiles in shared memory.
 
 constexpr int WARPS = 4, THREADS = WARPS * LANES, ROWS = 16 * WARPS; // of a block at full rank
@@ -41,12 +41,19 @@ struct Head {
     const u16 *keys, *values;
     u32 key_rank, value_rank, length;
 
+    // Chunks of up to RANK components; those beyond the head's ranks are zeros.
+    template <int RANK>
     __device__ __forceinline__ void fetch(u32 tile, u16* to) const {
-        for (int i = threadIdx.x; i < TOKENS * CHUNKS; i += THREADS) {
-            const u32 row = i / CHUNKS, chunk = i % CHUNKS, token = min(tile * TOKENS + row, length - 1);
-            const bool key = 8 * chunk < key_rank, value = 8 * chunk < value_rank;
-            copy_async_16_if(chunk_at(to, row, chunk), keys + (key ? (u64)token * key_rank + 8 * chunk : 0), key);
-            copy_async_16_if(chunk_at(to + TILE, row, chunk), values + (value ? (u64)token * value_rank + 8 * chunk : 0), value);
+        constexpr int MINE = RANK / 8, ROWS_AT_ONCE = THREADS / MINE; // chunks of a row
+        const u32 chunk = threadIdx.x % MINE, first = threadIdx.x / MINE;
+        const bool key = 8 * chunk < key_rank, value = 8 * chunk < value_rank;
+        const u16 *key_at = keys + (key ? 8 * chunk : 0), *value_at = values + (value ? 8 * chunk : 0);
+#pragma unroll
+        for (u32 row = first; row < TOKENS; row += ROWS_AT_ONCE) {
+            if (TOKENS % ROWS_AT_ONCE && (row >= TOKENS || first >= ROWS_AT_ONCE)) break;
+            const u64 token = min(tile * TOKENS + row, length - 1);
+            copy_async_16_if(chunk_at(to, row, chunk), key_at + token * key_rank, key);
+            copy_async_16_if(chunk_at(to + TILE, row, chunk), value_at + token * value_rank, value);
         }
         commit_copies();
     }
@@ -75,69 +82,78 @@ __device__ __forceinline__ void attend(const Arguments& a, const Head& head, con
 
     const u32 last = min(first + ROWS * FRAGMENTS, rows) - 1;     // row of the block
     const u32 tiles = (before + last) / TOKENS + 1;               // that it sees
-    head.fetch(0, shared);
+    head.fetch<RANK>(0, shared);
     for (u32 tile = 0; tile < tiles; tile++) {
         if (tile + 1 < tiles)
-            head.fetch(tile + 1, shared + (tile + 1) % 2 * 2 * TILE);
+            head.fetch<RANK>(tile + 1, shared + (tile + 1) % 2 * 2 * TILE);
         else
             commit_copies();
         wait_for_all_but<1>();
         __syncthreads();
         u16 *keys = shared + tile % 2 * 2 * TILE, *values = keys + TILE;
+        // A tile beyond what the warp's last row sees is the others'.
+        if (uniform(mine < rows && tile * TOKENS <= before + mine + 16 * FRAGMENTS - 1)) {
+            float scores[FRAGMENTS][TOKENS / 8][4];
 #pragma unroll
-        for (int f = 0; f < FRAGMENTS; f++) {
-            const u32 row = mine + 16 * f + g, seen = before + row; // the last key of row g; of row g + 8 eight more
-            if (!uniform(mine + 16 * f < rows && tile * TOKENS <= before + mine + 16 * f + 15)) continue;
-            float scores[TOKENS / 8][4] = {};
-#pragma unroll
-            for (int s = 0; s < STEPS; s++) {
-                if (16 * s >= head.key_rank) break;
+            for (int s = 0; s < STEPS; s++)
 #pragma unroll
                 for (int t = 0; t < TOKENS / 16; t++) {
                     // Tokens 16 t to 16 t + 15, components 16 s to 16 s + 15.
                     u32 key[4];
                     load_matrices(key, chunk_at(keys, 16 * t + lane % 8 + lane / 16 * 8, 2 * s + lane / 8 % 2));
-                    multiply_add_elements(scores[2 * t], query[f][s], key[0], key[1]);
-                    multiply_add_elements(scores[2 * t + 1], query[f][s], key[2], key[3]);
-                }
-            }
-            float top[2] = {-infinity(), -infinity()};
-            const bool whole = tile * TOKENS + TOKENS - 1 <= before + mine + 16 * f;
 #pragma unroll
-            for (int t = 0; t < TOKENS / 8; t++)
+                    for (int f = 0; f < FRAGMENTS; f++)
 #pragma unroll
-                for (int i = 0; i < 4; i++) {
-                    float& score = scores[t][i];
-                    score *= a.scale;
-                    if (!whole && tile * TOKENS + 8 * t + 2 * l + i % 2 > seen + i / 2 * 8) score = -infinity();
-                    top[i / 2] = fmaxf(top[i / 2], score);
+                        for (int half = 0; half < 2; half++) {
+                            if (s == 0)
+                                multiply_elements(scores[f][2 * t + half], query[f][s], key[2 * half], key[2 * half + 1]);
+                            else
+                                multiply_add_elements(scores[f][2 * t + half], query[f][s], key[2 * half], key[2 * half + 1]);
+                        }
                 }
 #pragma unroll
-            for (int half = 0; half < 2; half++) {
-                top[half] = fmaxf(top[half], __shfl_xor_sync(FULL, top[half], 1));
-                top[half] = fmaxf(top[half], __shfl_xor_sync(FULL, top[half], 2));
-                const float high = fmaxf(max[f][half], top[half]), keep = exp2_approx(max[f][half] - high);
-                max[f][half] = high, weight[f][half] *= keep;
+            for (int f = 0; f < FRAGMENTS; f++) {
+                const u32 seen = before + mine + 16 * f + g; // the last key of row g; of row g + 8 eight more
+                if (uniform(tile * TOKENS + TOKENS - 1 > before + mine + 16 * f))
 #pragma unroll
-                for (int o = 0; o < OUTPUTS; o++) sums[f][o][2 * half] *= keep, sums[f][o][2 * half + 1] *= keep;
+                    for (int t = 0; t < TOKENS / 8; t++)
+#pragma unroll
+                        for (int i = 0; i < 4; i++)
+                            if (tile * TOKENS + 8 * t + 2 * l + i % 2 > seen + i / 2 * 8) scores[f][t][i] = -infinity();
+#pragma unroll
+                for (int half = 0; half < 2; half++) {
+                    float top = -infinity();
+#pragma unroll
+                    for (int t = 0; t < TOKENS / 8; t++) top = fmaxf(top, fmaxf(scores[f][t][2 * half], scores[f][t][2 * half + 1]));
+                    top = fmaxf(top, __shfl_xor_sync(FULL, top, 1));
+                    top = fmaxf(top, __shfl_xor_sync(FULL, top, 2));
+                    const float high = fmaxf(max[f][half], top * a.scale), keep = exp2_approx(max[f][half] - high);
+                    max[f][half] = high, weight[f][half] *= keep;
+#pragma unroll
+                    for (int o = 0; o < OUTPUTS; o++) sums[f][o][2 * half] *= keep, sums[f][o][2 * half + 1] *= keep;
+                }
             }
 #pragma unroll
             for (int t = 0; t < TOKENS / 16; t++) {
-                u32 p[4];
+                u32 p[FRAGMENTS][4]; // weights, as the other operand
 #pragma unroll
-                for (int i = 0; i < 4; i++) {
-                    float* pair = &scores[2 * t + i / 2][i % 2 * 2];
-                    pair[0] = exp2_approx(pair[0] - max[f][i % 2]), pair[1] = exp2_approx(pair[1] - max[f][i % 2]);
-                    weight[f][i % 2] += pair[0] + pair[1];
-                    p[i] = pack_elements(pair[0], pair[1]);
-                }
+                for (int f = 0; f < FRAGMENTS; f++)
+#pragma unroll
+                    for (int i = 0; i < 4; i++) {
+                        const float* pair = &scores[f][2 * t + i / 2][i % 2 * 2];
+                        const float first = exp2_approx(pair[0] * a.scale - max[f][i % 2]), second = exp2_approx(pair[1] * a.scale - max[f][i % 2]);
+                        weight[f][i % 2] += first + second;
+                        p[f][i] = pack_elements(first, second);
+                    }
 #pragma unroll
                 for (int o = 0; o < OUTPUTS; o += 2) {
-                    if (8 * o >= head.value_rank) break;
                     u32 value[4]; // tokens 16 t to 16 t + 15, components 8 o to 8 o + 15
                     load_transposed(value, chunk_at(values, 16 * t + lane % 16, o + lane / 16));
-                    multiply_add_elements(sums[f][o], p, value[0], value[1]);
-                    multiply_add_elements(sums[f][o + 1], p, value[2], value[3]);
+#pragma unroll
+                    for (int f = 0; f < FRAGMENTS; f++) {
+                        multiply_add_elements(sums[f][o], p[f], value[0], value[1]);
+                        multiply_add_elements(sums[f][o + 1], p[f], value[2], value[3]);
+                    }
                 }
             }
         }
@@ -167,13 +183,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) svd_prefill(const Argum
     head.key_rank = a.key_ranks[index], head.value_rank = a.value_ranks[index], head.length = length;
     head.keys = a.keys + sequence * a.capacity * a.key_rank_sum + a.capacity * a.key_offsets[index];
     head.values = a.values + sequence * a.capacity * a.value_rank_sum + a.capacity * a.value_offsets[index];
-    const bool half = head.key_rank <= DIM / 2 && head.value_rank <= DIM / 2;
-    const u32 block_rows = half ? 2 * ROWS : ROWS, blocks = (rows + block_rows - 1) / block_rows;
+    // The work of a row is that of the higher rank, in steps of a quarter.
+    const u32 quarters = (max(head.key_rank, head.value_rank) + DIM / 4 - 1) / (DIM / 4);
+    const u32 block_rows = quarters <= 2 ? 2 * ROWS : ROWS, blocks = (rows + block_rows - 1) / block_rows;
     if (blockIdx.y >= blocks || rows > length) return;
     const u32 first = (blocks - 1 - blockIdx.y) * block_rows;
     const u64 at = sequence * a.sequence_stride + query_head * a.query_stride;
-    if (half)
-        attend<2, DIM / 2>(a, head, a.queries + at, a.out + at, first, rows, length - rows);
+    const u16* queries = a.queries + at;
+    if (quarters <= 1)
+        attend<2, DIM / 4>(a, head, queries, a.out + at, first, rows, length - rows);
+    else if (quarters == 2)
+        attend<2, DIM / 2>(a, head, queries, a.out + at, first, rows, length - rows);
+    else if (quarters == 3)
+        attend<1, DIM / 4 * 3>(a, head, queries, a.out + at, first, rows, length - rows);
     else
-        attend<1, DIM>(a, head, a.queries + at, a.out + at, first, rows, length - rows);
+        attend<1, DIM>(a, head, queries, a.out + at, first, rows, length - rows);
 }

@@ -48,7 +48,7 @@ pub struct PrefillArguments {
     pub key_rank_sum: usize,
     /// Sum of all value ranks.
     pub value_rank_sum: usize,
-    /// Factor of the scores: `1 / sqrt(head_dim)` of the model.
+    /// Factor of the scores, positive: `1 / sqrt(head_dim)` of the model.
     pub scale: f32,
     /// Elements as the queries, of which the head's value rank is written.
     pub out: u64,
@@ -80,10 +80,10 @@ struct KernelArguments {
 /// Causal attention of many queries at two ranks a head: `svd_core::attend_into`, query by query.
 ///
 /// Blocks of rows are cut on the device by ZACK's rule: a head whose ranks are both half or less has twice the rows in a block, so
-/// that blocks cost about the same; they run longest first. A value that is no number spoils the queries whose block sees its 64 tokens.
+/// that blocks cost about the same; they run longest first. A row's work is that of the higher of its ranks, in quarters of dim. A value that is no number spoils the queries whose block sees its 64 tokens.
 ///
 /// # Cost
-/// rank multiply-adds for every key and value that a query sees, on tensor cores.
+/// Twice the higher rank in multiply-adds for every token that a query sees, on tensor cores.
 /// # Source
 /// ZACK, 5.3, prefill; the loop is FlashAttention-2's (arXiv 2307.08691).
 pub struct Prefill {
@@ -127,6 +127,9 @@ impl Prefill {
         }
         if a.batch > 65_535 || heads > 65_535 || blocks > 65_535 {
             return Err(problem("more than 65,535 sequences, query heads or blocks of 64 queries"));
+        }
+        if !(a.scale > 0.0) {
+            return Err(problem("a scale that is not positive"));
         }
         if a.strides.iter().any(|stride| !stride.is_multiple_of(2)) {
             return Err(problem("a stride is not a multiple of 2"));

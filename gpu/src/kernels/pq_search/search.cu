@@ -59,7 +59,7 @@ struct Codes {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS) pq_search_stats(const Arguments a) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) pq_search_stats(const Arguments a) {
     wait_for_previous_kernel();
     let_next_kernel_start();
     const u32 row = blockIdx.y, first = blockIdx.x * CHUNK;
@@ -90,14 +90,16 @@ extern "C" __global__ void __launch_bounds__(THREADS) pq_search_stats(const Argu
             codes.score(pass, scores);
 #pragma unroll
             for (int q = 0; q < VEC; q++) {
-                Softmax four = no_scores();
+                float max = softmax[q].max;
 #pragma unroll
                 for (int t = 0; t < 4; t++)
-                    if (token + t < end) four.max = fmaxf(four.max, scores[t][q]);
+                    if (token + t < end) max = fmaxf(max, scores[t][q]);
+                const float base = max == -infinity() ? 0 : max;
+                softmax[q].sum *= softmax[q].max == -infinity() ? 1 : exp2_approx((softmax[q].max - base) * LOG2_E);
+                softmax[q].max = max;
 #pragma unroll
                 for (int t = 0; t < 4; t++)
-                    if (token + t < end) four.sum += exp2_approx((scores[t][q] - four.finite_max()) * LOG2_E);
-                softmax[q].add(four);
+                    if (token + t < end) softmax[q].sum += exp2_approx((scores[t][q] - base) * LOG2_E);
             }
         }
 #pragma unroll
