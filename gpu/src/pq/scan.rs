@@ -4,9 +4,9 @@ use pq_core::PqShape;
 use crate::device::Kernel;
 use crate::{Device, Error, KERNELS, Program};
 
-/// Tokens of a block of threads, and its threads: `CHUNK` and `THREADS` of the kernels.
+/// Tokens of a block of threads, and its threads: `CHUNK` and `THREADS` of the kernel.
 pub(super) const CHUNK: usize = 8192;
-pub(super) const THREADS: u32 = 512;
+const THREADS: u32 = 512;
 
 /// Bytes of shared memory that tables may take on every architecture, with room for what else is there.
 const MOST_TABLES: usize = 128 << 10;

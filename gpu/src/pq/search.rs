@@ -1,7 +1,7 @@
 use cudarc::driver::sys::CUstream;
 use pq_core::{GroupRule, PqShape};
 
-use super::scan::{CHUNK, ScanShape, THREADS};
+use super::scan::{CHUNK, ScanShape};
 use crate::device::Kernel;
 use crate::{Device, Error, KERNELS, Program};
 
@@ -17,12 +17,14 @@ pub struct SearchShape {
 }
 
 /// Bytes of `Row` of the kernel.
-const ROW_BYTES: usize = 4 * (2048 + 4);
+const ROW_BYTES: usize = 4 * (2048 + 8);
 /// Bits of a token's codes that are counted rather than scored.
 const JOINT_BITS: usize = 12;
-/// `BLOCKS` and `THREADS` of that kernel.
+/// `BLOCKS` of that kernel.
 const JOINT_BLOCKS: u32 = 8;
-const JOINT_THREADS: u32 = 1024;
+/// Threads of a block of kernels that score, and of those that select.
+const SCORE_THREADS: u32 = 512;
+const SELECT_THREADS: u32 = 1024;
 
 impl SearchShape {
     const fn scan(&self) -> ScanShape {
@@ -122,7 +124,7 @@ struct KernelArguments {
 /// # Source
 /// PQCache (arXiv 2407.12820), 3.1 and 3.4.
 pub struct Search {
-    kernels: Vec<Kernel>, // one, or four in their order
+    kernels: Vec<(Kernel, u32)>, // one, or four in their order, with the threads of their blocks
     shape: SearchShape,
 }
 
@@ -134,20 +136,20 @@ impl Search {
     pub fn new(device: &Device, shape: SearchShape) -> Result<Self, Error> {
         let program = shape.program(device.capability())?;
         let tables = shape.scan().shared_bytes();
-        let names: &[(&'static str, usize)] = if shape.is_joint(device.capability()) {
-            &[("pq_search_joint", shape.joint_shared_bytes())]
+        let kernels: &[(&'static str, usize, u32)] = if shape.is_joint(device.capability()) {
+            &[("pq_search_joint", shape.joint_shared_bytes(), SELECT_THREADS)]
         } else {
             &[
-                ("pq_search_stats", tables),
-                ("pq_search_keys", tables),
-                ("pq_search_cut", 0),
-                ("pq_search_write", 0),
+                ("pq_search_stats", tables, SCORE_THREADS),
+                ("pq_search_keys", tables, SCORE_THREADS),
+                ("pq_search_collect", 0, SELECT_THREADS),
+                ("pq_search_write", 0, SELECT_THREADS),
             ]
         };
-        let kernels = names
+        let kernels = kernels
             .iter()
-            .map(|&(name, shared)| device.kernel(&program, name, shared))
-            .collect::<Result<_, _>>()?;
+            .map(|&(name, shared, threads)| Ok((device.kernel(&program, name, shared)?, threads)))
+            .collect::<Result<_, Error>>()?;
         Ok(Self { kernels, shape })
     }
 
@@ -195,11 +197,10 @@ impl Search {
             sinks: at_most_capacity(a.sinks),
             recent: at_most_capacity(a.recent),
         };
-        let (blocks, threads) =
-            if self.kernels.len() == 1 { (JOINT_BLOCKS, JOINT_THREADS) } else { (chunks as u32, THREADS) };
-        for kernel in &self.kernels {
+        let blocks = if self.kernels.len() == 1 { JOINT_BLOCKS } else { chunks as u32 };
+        for (kernel, threads) in &self.kernels {
             // SAFETY: the structure is the kernels' argument; the caller vouches for what its pointers lead to.
-            unsafe { kernel.launch(stream, (blocks, rows as u32, 1), threads, true, &kernel_arguments)? };
+            unsafe { kernel.launch(stream, (blocks, rows as u32, 1), *threads, true, &kernel_arguments)? };
         }
         Ok(())
     }

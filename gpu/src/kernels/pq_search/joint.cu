@@ -24,10 +24,11 @@ struct Shared {
     u32 counts[ROOM];              // of this block's tokens in the middle
     float luts[GROUP][M * KSUB];
     u32 high[HIGH_BUCKETS], low[2][LOW_BUCKETS];
-    Softmax of_slices[GROUP][SLICES], softmax[GROUP]; // of the block's codes
+    Softmax of_slices[GROUP][SLICES];
+    alignas(8) Softmax softmax[GROUP]; // of the block's codes
     float max[GROUP], scale[GROUP];                   // of all codes
-    u32 keys[SHARE], totals[SHARE];
-    u32 above, ties;
+    uint2 keys[SHARE];   // of the block's codes, and how many tokens have them
+    uint2 above_and_ties; // of the block's tokens
     u8 chosen[ROOM];
 };
 static_assert(sizeof(Shared) <= SHARED_BYTES, "the host asks for enough");
@@ -43,10 +44,20 @@ __device__ __forceinline__ void cluster_barrier() {
     arrive_in_cluster();
     wait_for_cluster();
 }
-__device__ __forceinline__ u32 load_of_block(const void* shared, u32 rank) {
-    u32 address, x;
+__device__ __forceinline__ u32 address_in_block(const void* shared, u32 rank) {
+    u32 address;
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(shared)), "r"(rank));
-    asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(x) : "r"(address));
+    return address;
+}
+__device__ __forceinline__ u32 load_of_block(const void* shared, u32 rank) {
+    u32 x;
+    asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(x) : "r"(address_in_block(shared, rank)));
+    return x;
+}
+// Two numbers at once.
+__device__ __forceinline__ uint2 load_two_of_block(const void* shared, u32 rank) {
+    uint2 x;
+    asm volatile("ld.shared::cluster.v2.u32 {%0, %1}, [%2];" : "=r"(x.x), "=r"(x.y) : "r"(address_in_block(shared, rank)));
     return x;
 }
 
@@ -139,7 +150,7 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THRE
     if (has_code)
 #pragma unroll
         for (u32 block = 0; block < BLOCKS; block++) total += load_of_block(shared.counts + code, block);
-    if (threadIdx.x < SHARE) shared.totals[threadIdx.x] = total;
+    if (threadIdx.x < SHARE) shared.keys[threadIdx.x].y = total;
     __syncthreads();
     const int warp = threadIdx.x / LANES;
     for (int query = warp % AT_ONCE; query < GROUP; query += AT_ONCE) {
@@ -147,7 +158,7 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THRE
         const int slice = warp / AT_ONCE;
         Softmax mine = no_scores();
         for (u32 i = slice * LANES + lane; i < SHARE; i += SLICES * LANES)
-            if (shared.totals[i]) mine.add(softmax_of(score_of(luts, rank * SHARE + i), (float)shared.totals[i]));
+            if (shared.keys[i].y) mine.add(softmax_of(score_of(luts, rank * SHARE + i), (float)shared.keys[i].y));
         // Sinks and recent tokens were not counted.
         const u32 sinks = middle.first, others = sinks + middle.n - middle.end;
         for (u32 i = (rank * SLICES + slice) * LANES + lane; i < others; i += BLOCKS * SLICES * LANES)
@@ -164,8 +175,8 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THRE
     if (warp < GROUP) {
         Softmax all = no_scores(); // eight lanes have a block each
         if (lane < BLOCKS) {
-            all.max = __uint_as_float(load_of_block(&shared.softmax[warp].max, lane));
-            all.sum = __uint_as_float(load_of_block(&shared.softmax[warp].sum, lane));
+            const uint2 bits = load_two_of_block(&shared.softmax[warp], lane);
+            all = {__uint_as_float(bits.x), __uint_as_float(bits.y)};
         }
         all = warp_softmax(all);
         if (lane == 0) {
@@ -180,14 +191,14 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THRE
 #pragma unroll 4
         for (int query = 0; query < GROUP; query++)
             weight = combine(weight, weight_of(score_of(shared.luts[query], code), shared.max[query], shared.scale[query]));
-    if (has_code) shared.keys[threadIdx.x] = key_of(weight);
+    if (has_code) shared.keys[threadIdx.x].x = key_of(weight);
     cluster_barrier();
     u32 keys[CODES], count[CODES];
 #pragma unroll
     for (int i = 0; i < CODES; i++) {
-        const u32 joint = threadIdx.x + i * THREADS, from = joint % SHARE, block = joint / SHARE;
-        keys[i] = count[i] = 0;
-        if (joint < JOINT) keys[i] = load_of_block(shared.keys + from, block), count[i] = load_of_block(shared.totals + from, block);
+        const u32 joint = threadIdx.x + i * THREADS;
+        const uint2 both = joint < JOINT ? load_two_of_block(shared.keys + joint % SHARE, joint / SHARE) : make_uint2(0, 0);
+        keys[i] = both.x, count[i] = both.y;
     }
 
     const u32 competing = middle.end - middle.first;
@@ -203,10 +214,10 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THRE
     }
     u32 above_before = above, ties_before = ties;
     scan_chosen<THREADS>(above_before, ties_before, above, ties);
-    if (threadIdx.x == 0) shared.above = above, shared.ties = ties;
+    if (threadIdx.x == 0) shared.above_and_ties = make_uint2(above, ties);
     cluster_barrier();
-    above_before = __reduce_add_sync(FULL, lane < rank ? load_of_block(&shared.above, lane) : 0);
-    ties_before = __reduce_add_sync(FULL, lane < rank ? load_of_block(&shared.ties, lane) : 0);
+    const uint2 others = lane < rank ? load_two_of_block(&shared.above_and_ties, lane) : make_uint2(0, 0);
+    above_before = __reduce_add_sync(FULL, others.x), ties_before = __reduce_add_sync(FULL, others.y);
     arrive_in_cluster(); // nothing of another block is read any more
 
     const Output out{a.tokens + row * a.tokens_len, a.tokens_len, middle};

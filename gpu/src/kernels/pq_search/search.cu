@@ -5,16 +5,20 @@
 // 1. `stats`: scores, of which only the softmax numbers are kept.
 // 2. `keys`: the scores again, which is cheaper than to write and read them; the group's weight of a token becomes a key, and the keys'
 //    highest 11 bits are counted.
-// 3. `cut`: keys that share those bits with the wanted one are collected; the last block of a row finds it among them.
-// 4. `write`: the chosen tokens in order; a block waits for the counts of those before it, which started earlier.
+// 3. `collect`: keys that share those bits with the wanted one.
+// 4. `write`: the cut among them, and the chosen tokens in order; a block waits for the counts of those before it, which started earlier.
 
-constexpr int THREADS = 512, WARPS = THREADS / LANES, CHUNK = 8192, PASSES = CHUNK / (4 * THREADS);
+constexpr int CHUNK = 8192;
+constexpr int SCORE_THREADS = 512, SCORE_WARPS = SCORE_THREADS / LANES, SCORE_PASSES = CHUNK / (4 * SCORE_THREADS);
+constexpr int SELECT_THREADS = 1024, SELECT_PASSES = CHUNK / (4 * SELECT_THREADS); // with fewer registers for each
 constexpr int HIGH_BUCKETS = 2048, LOW_BUCKETS = 1024, LOW_BITS = 10; // of keys: 11 bits, then 10, then 10
 
 // A row's workspace.
-struct Row {
+struct alignas(16) Row {
     u32 high[HIGH_BUCKETS];
-    u32 candidates, arrived;
+    u32 candidates; // keys that share the highest bits of the wanted one
+    u32 bucket;     // those bits
+    u32 wanted;     // of the candidates; 0 where `cut` is known
     Cut cut;
 };
 
@@ -41,7 +45,7 @@ extern __shared__ __align__(16) Tables tables[];
 
 // A thread's codes of a chunk: all at once, where they are few, so that their ways through memory overlap.
 struct Codes {
-    u32 ahead[FEW ? PASSES : 1][FEW ? M : 1];
+    u32 ahead[FEW ? SCORE_PASSES : 1][FEW ? M : 1];
     const u8* row;
     u32 first;
 
@@ -49,17 +53,17 @@ struct Codes {
         first = chunk_first + 4 * threadIdx.x;
         if (FEW)
 #pragma unroll
-            for (int pass = 0; pass < PASSES; pass++)
+            for (int pass = 0; pass < SCORE_PASSES; pass++)
 #pragma unroll
                 for (int j = 0; j < M; j++)
-                    ahead[pass][j] = first + 4 * pass * THREADS < a.capacity ? load_codes(row, first + 4 * pass * THREADS, j) : 0;
+                    ahead[pass][j] = first + 4 * pass * SCORE_THREADS < a.capacity ? load_codes(row, first + 4 * pass * SCORE_THREADS, j) : 0;
     }
     __device__ __forceinline__ void score(int pass, float (&scores)[4][VEC]) const {
-        score_four(*tables, [&](int j) { return FEW ? ahead[pass][j] : load_codes(row, first + 4 * pass * THREADS, j); }, scores);
+        score_four(*tables, [&](int j) { return FEW ? ahead[pass][j] : load_codes(row, first + 4 * pass * SCORE_THREADS, j); }, scores);
     }
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) pq_search_stats(const Arguments a) {
+extern "C" __global__ void __launch_bounds__(SCORE_THREADS, 1) pq_search_stats(const Arguments a) {
     wait_for_previous_kernel();
     let_next_kernel_start();
     const u32 row = blockIdx.y, first = blockIdx.x * CHUNK;
@@ -69,22 +73,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) pq_search_stats(const A
     const int lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
     if (threadIdx.x == 0) work.chosen[blockIdx.x] = 0;
     if (blockIdx.x == 0) {
-        for (int i = threadIdx.x; i < HIGH_BUCKETS; i += THREADS) work.row->high[i] = 0;
-        if (threadIdx.x == 0) work.row->candidates = work.row->arrived = 0;
+        for (int i = threadIdx.x; i < HIGH_BUCKETS; i += SCORE_THREADS) work.row->high[i] = 0;
+        if (threadIdx.x == 0) work.row->candidates = 0;
         if (threadIdx.x == 0 && row % a.heads == 0) a.counts[row / a.heads] = middle.found();
     }
-    __shared__ Softmax of_warps[WARPS][VEC];
+    __shared__ Softmax of_warps[SCORE_WARPS][VEC];
     const u32 end = min(middle.n, first + CHUNK);
     for (int round = 0; round < ROUNDS; round++) {
         if (round > 0) __syncthreads();
-        load_tables<THREADS>(*tables, a.luts + (u64)row * GROUP * M * KSUB, round);
+        load_tables<SCORE_THREADS>(*tables, a.luts + (u64)row * GROUP * M * KSUB, round);
         __syncthreads();
         Softmax softmax[VEC];
 #pragma unroll
         for (int q = 0; q < VEC; q++) softmax[q] = no_scores();
 #pragma unroll
-        for (int pass = 0; pass < PASSES; pass++) {
-            const u32 token = first + 4 * (pass * THREADS + threadIdx.x);
+        for (int pass = 0; pass < SCORE_PASSES; pass++) {
+            const u32 token = first + 4 * (pass * SCORE_THREADS + threadIdx.x);
             if (token >= end) break;
             float scores[4][VEC];
             codes.score(pass, scores);
@@ -108,11 +112,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) pq_search_stats(const A
             if (lane == 0) of_warps[warp][q] = all;
         }
         __syncthreads();
-        const int query = round * VEC + threadIdx.x;
-        if (threadIdx.x < VEC && query < GROUP) {
-            Softmax all = no_scores();
-            for (int i = 0; i < WARPS; i++) all.add(of_warps[i][threadIdx.x]);
-            work.partial[blockIdx.x * GROUP + query] = all;
+        static_assert(SCORE_WARPS <= LANES, "a lane for every warp");
+        const int query = round * VEC + warp;
+        if (warp < VEC && query < GROUP) {
+            const Softmax all = warp_softmax(lane < SCORE_WARPS ? of_warps[lane][warp] : no_scores());
+            if (lane == 0) work.partial[blockIdx.x * GROUP + query] = all;
         }
     }
 }
@@ -120,7 +124,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) pq_search_stats(const A
 // Softmax numbers of a row's queries: maximum and reciprocal of the sum.
 __device__ void finish_softmax(const Arguments& a, const Workspace& work, u32 row, float (&max_of)[GROUP], float (&scale_of)[GROUP]) {
     const int lane = threadIdx.x % LANES;
-    for (int query = threadIdx.x / LANES; query < GROUP; query += WARPS) {
+    for (int query = threadIdx.x / LANES; query < GROUP; query += SCORE_WARPS) {
         Softmax all = no_scores();
         for (u32 chunk = lane; chunk < gridDim.x; chunk += LANES) all.add(work.partial[chunk * GROUP + query]);
         all = warp_softmax(all);
@@ -133,31 +137,31 @@ __device__ void finish_softmax(const Arguments& a, const Workspace& work, u32 ro
     __syncthreads();
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) pq_search_keys(const Arguments a) {
+extern "C" __global__ void __launch_bounds__(SCORE_THREADS, 1) pq_search_keys(const Arguments a) {
     __shared__ float max_of[GROUP], scale_of[GROUP];
     __shared__ u32 counts[HIGH_BUCKETS];
     const u32 row = blockIdx.y, first = blockIdx.x * CHUNK;
-    for (int i = threadIdx.x; i < HIGH_BUCKETS; i += THREADS) counts[i] = 0;
+    for (int i = threadIdx.x; i < HIGH_BUCKETS; i += SCORE_THREADS) counts[i] = 0;
     // Nothing writes these meanwhile: they can be fetched before the kernel before has ended.
     const Codes codes(a, row, first);
     const Middle middle(a, row / a.heads);
-    load_tables<THREADS>(*tables, a.luts + (u64)row * GROUP * M * KSUB, 0);
+    load_tables<SCORE_THREADS>(*tables, a.luts + (u64)row * GROUP * M * KSUB, 0);
     wait_for_previous_kernel();
     let_next_kernel_start();
     const Workspace work(a, row);
     finish_softmax(a, work, row, max_of, scale_of);
     const u32 end = min(middle.n, first + CHUNK);
     if (first >= end) return;
-    float weights[PASSES][4] = {};
+    float weights[SCORE_PASSES][4] = {};
     for (int round = 0; round < ROUNDS; round++) {
         if (round > 0) {
             __syncthreads();
-            load_tables<THREADS>(*tables, a.luts + (u64)row * GROUP * M * KSUB, round);
+            load_tables<SCORE_THREADS>(*tables, a.luts + (u64)row * GROUP * M * KSUB, round);
             __syncthreads();
         }
 #pragma unroll
-        for (int pass = 0; pass < PASSES; pass++) {
-            const u32 token = first + 4 * (pass * THREADS + threadIdx.x);
+        for (int pass = 0; pass < SCORE_PASSES; pass++) {
+            const u32 token = first + 4 * (pass * SCORE_THREADS + threadIdx.x);
             if (token >= end) break;
             float scores[4][VEC];
             codes.score(pass, scores);
@@ -172,8 +176,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) pq_search_keys(const Ar
         }
     }
 #pragma unroll
-    for (int pass = 0; pass < PASSES; pass++) {
-        const u32 token = first + 4 * (pass * THREADS + threadIdx.x);
+    for (int pass = 0; pass < SCORE_PASSES; pass++) {
+        const u32 token = first + 4 * (pass * SCORE_THREADS + threadIdx.x);
         if (token >= end) continue;
         u32 keys[4];
 #pragma unroll
@@ -184,70 +188,49 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) pq_search_keys(const Ar
         store_four(work.keys + token, keys);
     }
     __syncthreads();
-    for (int i = threadIdx.x; i < HIGH_BUCKETS; i += THREADS)
+    for (int i = threadIdx.x; i < HIGH_BUCKETS; i += SCORE_THREADS)
         if (counts[i]) atomicAdd(&work.row->high[i], counts[i]);
 }
 
 // A thread's keys of a chunk.
 struct Keys {
-    u32 of[PASSES][4];
+    u32 of[SELECT_PASSES][4];
 
     __device__ __forceinline__ Keys(const u32* keys, u32 first, u32 end) {
 #pragma unroll
-        for (int pass = 0; pass < PASSES; pass++) {
-            const u32 token = first + 4 * (pass * THREADS + threadIdx.x);
+        for (int pass = 0; pass < SELECT_PASSES; pass++) {
+            const u32 token = first + 4 * (pass * SELECT_THREADS + threadIdx.x);
             if (token < end) load_streaming<4>(of[pass], keys + token);
         }
     }
 };
 
-// The cut among keys that share their highest bits: the last block of a row.
-__device__ Cut cut_among(const u32* candidates, u32 count, u32 wanted, u32 bucket) {
-    __shared__ u32 counts[LOW_BUCKETS];
-    auto spread = [&](u32 high, int shift) {
-        for (int i = threadIdx.x; i < LOW_BUCKETS; i += THREADS) counts[i] = 0;
-        __syncthreads();
-        for (u32 i = threadIdx.x; i < count; i += THREADS) {
-            const u32 key = __ldcg(candidates + i);
-            if (key >> shift >> LOW_BITS == high) atomicAdd(&counts[key >> shift & (LOW_BUCKETS - 1)], 1);
-        }
-        __syncthreads();
-        return find_bucket<THREADS, LOW_BUCKETS>(counts, wanted);
-    };
-    const Found middle = spread(bucket, LOW_BITS);
-    wanted -= middle.above;
-    const u32 high = bucket << LOW_BITS | middle.bucket;
-    if (wanted == middle.count) return keys_from(high << LOW_BITS);
-    const Found low = spread(high, 0);
-    return {high << LOW_BITS | low.bucket, wanted - low.above};
-}
-
-extern "C" __global__ void __launch_bounds__(THREADS) pq_search_cut(const Arguments a) {
+extern "C" __global__ void __launch_bounds__(SELECT_THREADS) pq_search_collect(const Arguments a) {
     __shared__ u32 collected[CHUNK];
     __shared__ u32 count, place;
-    __shared__ bool last;
     const u32 row = blockIdx.y, first = blockIdx.x * CHUNK, lane = threadIdx.x % LANES;
     const Middle middle(a, row / a.heads);
     wait_for_previous_kernel();
     let_next_kernel_start();
     const Workspace work(a, row);
     if (middle.wanted == 0 || middle.wanted == middle.end - middle.first) {
-        if (blockIdx.x == 0 && threadIdx.x == 0) work.row->cut = middle.wanted ? all_keys() : no_keys();
+        if (blockIdx.x == 0 && threadIdx.x == 0) work.row->cut = middle.wanted ? all_keys() : no_keys(), work.row->wanted = 0;
         return;
     }
     const u32 end = min(middle.n, first + CHUNK);
     const Keys keys(work.keys, first, end);
-    const Found high = find_bucket<THREADS, HIGH_BUCKETS>(work.row->high, middle.wanted);
+    const Found high = find_bucket<SELECT_THREADS, HIGH_BUCKETS>(work.row->high, middle.wanted);
     const u32 wanted = middle.wanted - high.above;
     if (wanted == high.count) {
-        if (blockIdx.x == 0 && threadIdx.x == 0) work.row->cut = keys_from(high.bucket << 2 * LOW_BITS);
+        if (blockIdx.x == 0 && threadIdx.x == 0) work.row->cut = keys_from(high.bucket << 2 * LOW_BITS), work.row->wanted = 0;
         return;
     }
+    if (blockIdx.x == 0 && threadIdx.x == 0) work.row->bucket = high.bucket, work.row->wanted = wanted;
     if (threadIdx.x == 0) count = 0;
     __syncthreads();
 #pragma unroll
-    for (int pass = 0; pass < PASSES; pass++) {
-        const u32 token = first + 4 * (pass * THREADS + threadIdx.x);
+    for (int pass = 0; pass < SELECT_PASSES; pass++) {
+        const u32 token = first + 4 * (pass * SELECT_THREADS + threadIdx.x);
         u32 inside = 0; // bits, one a token
 #pragma unroll
         for (int t = 0; t < 4; t++)
@@ -269,32 +252,49 @@ extern "C" __global__ void __launch_bounds__(THREADS) pq_search_cut(const Argume
     __syncthreads();
     if (threadIdx.x == 0 && count) place = atomicAdd(&work.row->candidates, count);
     __syncthreads();
-    for (u32 i = threadIdx.x; i < count; i += THREADS) work.candidates[place + i] = collected[i];
-    __syncthreads();
-    if (threadIdx.x == 0) last = add_and_order(&work.row->arrived, 1) == gridDim.x - 1;
-    __syncthreads();
-    if (!last) return;
-    const Cut cut = cut_among(work.candidates, high.count, wanted, high.bucket);
-    if (threadIdx.x == 0) work.row->cut = cut;
+    for (u32 i = threadIdx.x; i < count; i += SELECT_THREADS) work.candidates[place + i] = collected[i];
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) pq_search_write(const Arguments a) {
+// The cut among keys that share their highest bits.
+__device__ Cut cut_among(const u32* candidates, u32 count, u32 wanted, u32 bucket) {
+    __shared__ u32 counts[LOW_BUCKETS];
+    auto spread = [&](u32 high, int shift) {
+        for (int i = threadIdx.x; i < LOW_BUCKETS; i += SELECT_THREADS) counts[i] = 0;
+        __syncthreads();
+        for (u32 i = threadIdx.x; i < count; i += SELECT_THREADS) {
+            const u32 key = candidates[i];
+            if (key >> shift >> LOW_BITS == high) atomicAdd(&counts[key >> shift & (LOW_BUCKETS - 1)], 1);
+        }
+        __syncthreads();
+        return find_bucket<SELECT_THREADS, LOW_BUCKETS>(counts, wanted);
+    };
+    const Found middle = spread(bucket, LOW_BITS);
+    wanted -= middle.above;
+    const u32 high = bucket << LOW_BITS | middle.bucket;
+    if (wanted == middle.count) return keys_from(high << LOW_BITS);
+    const Found low = spread(high, 0);
+    return {high << LOW_BITS | low.bucket, wanted - low.above};
+}
+
+extern "C" __global__ void __launch_bounds__(SELECT_THREADS) pq_search_write(const Arguments a) {
     const u32 row = blockIdx.y, first = blockIdx.x * CHUNK;
     const Middle middle(a, row / a.heads);
     wait_for_previous_kernel();
     let_next_kernel_start();
     const Workspace work(a, row);
     const Output out{a.tokens + row * a.tokens_len, a.tokens_len, middle};
-    const Cut cut = work.row->cut;
     const u32 end = min(middle.n, first + CHUNK);
     if (first >= end) return;
     const Keys keys(work.keys, first, end);
-    u32 above[PASSES], ties[PASSES];          // bits, one a token
-    u32 above_before[PASSES], ties_before[PASSES]; // within the chunk
+    // Every block finds the cut: that takes less than waiting for one that does.
+    const Row& found = *work.row;
+    const Cut cut = found.wanted ? cut_among(work.candidates, found.candidates, found.wanted, found.bucket) : found.cut;
+    u32 above[SELECT_PASSES], ties[SELECT_PASSES];          // bits, one a token
+    u32 above_before[SELECT_PASSES], ties_before[SELECT_PASSES]; // within the chunk
     u32 all_above = 0, all_ties = 0;
 #pragma unroll
-    for (int pass = 0; pass < PASSES; pass++) {
-        const u32 token = first + 4 * (pass * THREADS + threadIdx.x);
+    for (int pass = 0; pass < SELECT_PASSES; pass++) {
+        const u32 token = first + 4 * (pass * SELECT_THREADS + threadIdx.x);
         above[pass] = ties[pass] = 0;
 #pragma unroll
         for (int t = 0; t < 4; t++) {
@@ -308,7 +308,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) pq_search_write(const Argu
         }
         u32 pass_above, pass_ties;
         above_before[pass] = __popc(above[pass]), ties_before[pass] = __popc(ties[pass]);
-        scan_chosen<THREADS>(above_before[pass], ties_before[pass], pass_above, pass_ties);
+        scan_chosen<SELECT_THREADS>(above_before[pass], ties_before[pass], pass_above, pass_ties);
         above_before[pass] += all_above, ties_before[pass] += all_ties;
         all_above += pass_above, all_ties += pass_ties;
     }
@@ -334,11 +334,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) pq_search_write(const Argu
     }
     __syncthreads();
 #pragma unroll
-    for (int pass = 0; pass < PASSES; pass++) {
+    for (int pass = 0; pass < SELECT_PASSES; pass++) {
         u32 place = chunks_above + above_before[pass], tie = chunks_ties + ties_before[pass];
 #pragma unroll
         for (int t = 0; t < 4; t++) {
-            const u32 token = first + 4 * (pass * THREADS + threadIdx.x) + t;
+            const u32 token = first + 4 * (pass * SELECT_THREADS + threadIdx.x) + t;
             const bool is_tie = ties[pass] >> t & 1;
             if (above[pass] >> t & 1 || (is_tie && tie < cut.ties)) out.put_chosen(place + min(tie, cut.ties), token);
             place += above[pass] >> t & 1, tie += is_tie;
