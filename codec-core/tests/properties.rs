@@ -374,3 +374,61 @@ fn keys_are_rotated_as_they_are_decoded() {
         }
     }
 }
+
+#[test]
+fn a_frame_can_be_assembled_of_its_tiles() {
+    let (channels, tokens) = (70, 100);
+    let rows = rows(channels, tokens, 3);
+    let options = FitOptions {
+        predictor: PredictorKind::Mean,
+        steps: Steps::Deviations(0.7),
+        models: ModelKind::Families,
+        coder: Coder::Lanes,
+    };
+    let plane = PlaneBuf::fit(&rows, channels, None, &options).unwrap();
+    let plane = plane.view().unwrap();
+    let info = info(7, 10, tokens, 40);
+    let mut bytes = vec![];
+    encode_frame(Backend::detect(), &info, &[plane, plane], &[&rows, &rows], &mut bytes).unwrap();
+    let frame = Frame::parse(&bytes, info.numbers()).unwrap();
+    let places =
+        || [Side::Keys, Side::Values].into_iter().flat_map(|side| (0..3).map(move |block| (side, block)));
+    let (mut payload, mut lengths) = (vec![], vec![]);
+    for (i, (side, block)) in places().enumerate() {
+        frame.check_block(0, side, block).unwrap();
+        assert_eq!(frame.plane_id(0, side).unwrap(), plane.id());
+        payload.extend_from_slice(&bytes[frame.block_range(0, side, block).unwrap()]);
+        // Behind header and ids, an entry is the end of a block, its checksum and three lengths.
+        let entry = &bytes[64 + 8 + i * (12 + 6)..][12..18];
+        lengths.extend(entry.chunks_exact(2).map(|x| u16::from_le_bytes([x[0], x[1]])));
+    }
+    let mut assembled = vec![];
+    assemble_frame(&info, &[plane.id(); 2], &lengths, &payload, &mut assembled).unwrap();
+    assert!(assembled == bytes);
+    lengths[0] += 1;
+    assert!(matches!(
+        assemble_frame(&info, &[plane.id(); 2], &lengths, &payload, &mut assembled),
+        Err(Error::Length { .. })
+    ));
+    assert!(matches!(frame.block_range(1, Side::Keys, 0), Err(Error::OutOfBounds { .. })));
+    assert!(matches!(frame.plane_id(1, Side::Keys), Err(Error::OutOfBounds { .. })));
+    let at = frame.block_range(0, Side::Values, 2).unwrap().start;
+    bytes[at] ^= 1;
+    let frame = Frame::parse(&bytes, info.numbers()).unwrap();
+    assert_eq!(frame.check_block(0, Side::Values, 2), Err(Error::BadChecksum));
+}
+
+#[test]
+fn models_say_their_tables() {
+    let models = Models::families(&[20, 70, 200]);
+    for channel in 0..3 {
+        let table = models.table(channel, 0).unwrap();
+        assert_eq!(table, family_table([20, 70, 200][channel]));
+        let shown = Models::tables(1, &table).unwrap();
+        assert_eq!(shown.expectation(0).unwrap().1, models.expectation(channel).unwrap().1);
+        assert_eq!(models.expectation(channel).unwrap().0, [0, 1, 3][channel]);
+    }
+    assert!(matches!(models.table(3, 0), Err(Error::OutOfBounds { .. })));
+    assert!(matches!(models.table(0, 1), Err(Error::OutOfBounds { .. })));
+    assert!(matches!(models.expectation(3), Err(Error::OutOfBounds { .. })));
+}

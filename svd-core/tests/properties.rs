@@ -290,6 +290,21 @@ fn bad_input_is_an_error() {
 }
 
 #[test]
+fn sums_made_elsewhere_are_taken() {
+    let rows: Vec<f32> = (0..20 * 9).map(|i| (i as f32 * 0.7).sin()).collect();
+    let mut gram = Gram::<PreRope>::new(20).unwrap();
+    gram.add_rows(&rows).unwrap();
+    let sums: Vec<f64> = gram.mean().iter().map(|mean| mean * 9.0).collect();
+    let taken = Gram::<PreRope>::from_sums(20, 9, &gram.matrix(), &sums).unwrap();
+    assert_eq!((taken.rows(), taken.matrix()), (9, gram.matrix()));
+    assert!(taken.mean().iter().zip(gram.mean()).all(|(a, b)| (a - b).abs() < 1e-15));
+    let with = |matrix: &[f64], sums: &[f64]| Gram::<PreRope>::from_sums(2, 1, matrix, sums);
+    assert!(matches!(with(&[1.0; 3], &[0.0; 2]), Err(Error::Length { .. })));
+    assert!(matches!(with(&[1.0; 4], &[0.0; 3]), Err(Error::Length { .. })));
+    assert!(matches!(with(&[f64::NAN; 4], &[0.0; 2]), Err(Error::NotFinite { .. })));
+}
+
+#[test]
 fn orders_that_are_no_permutation_are_errors() {
     let rotation = Rotation::stacked(&gram(&rows(9, 1, 1.0)), &gram(&rows(9, 2, 1.0))).unwrap();
     assert_eq!(rotation.reordered(&[0, 1, 2, 3, 4, 4]), Err(Error::Order { component: 4 }));

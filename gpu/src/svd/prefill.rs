@@ -128,7 +128,7 @@ impl Prefill {
         if a.batch > 65_535 || heads > 65_535 || blocks > 65_535 {
             return Err(problem("more than 65,535 sequences, query heads or blocks of 64 queries"));
         }
-        if !(a.scale > 0.0) {
+        if a.scale.is_nan() || a.scale <= 0.0 {
             return Err(problem("a scale that is not positive"));
         }
         if a.strides.iter().any(|stride| !stride.is_multiple_of(2)) {
