@@ -1,7 +1,7 @@
 // Nearest centroids of a tile of points in one subspace, as a product of matrices whose results are only compared.
 //
-// Compile-time shape: DSUB (up to 128), KSUB; ELEMENT of the vectors. A block takes TILE points; a thread has 8 of them and 8 of 64 centroids,
-// so four loads from shared memory serve 64 multiply-adds. Floor: KSUB * (DSUB + 3) operations a point.
+// Compile-time shape: DSUB, KSUB; ELEMENT of the vectors. A block takes TILE points; a thread has 8 of them and 8 of 64 centroids, so
+// four loads from shared memory serve 64 multiply-adds. Floor: KSUB * (DSUB + 3) operations a point.
 
 constexpr int TILE = 256, THREADS = 256, WARPS = THREADS / LANES;
 constexpr int COLUMNS = 8, EACH = 8;                              // threads that share points, and points or centroids of a thread

@@ -2,11 +2,13 @@
 //
 // CPU twin: svd_core::Gram, whose sums are in f64. Compile-time shape: DIM, a multiple of 16 up to 128; BFLOAT or not.
 //
-// Products of halves are exact in f32. Tensor cores add them up there for the 128 rows of a tile; above, a sum is two floats, its value and
-// what rounding has lost of it, and f64 across blocks. (Tensor cores cut off rather than round: of 256 rows the sum is too low by 1e-6.) A block has a part
-// of a head's rows and all of its matrix, a warp 16 components: their products with the components of half the others, around a
-// circle, so that every pair is computed once. A second kernel adds the blocks' matrices in their order to what was there. The floor is
-// reading the rows, which pass through a ring of STAGES tiles.
+// Products of halves are exact in f32. Tensor cores add them up there for the 128 rows of a tile; above, a sum is two floats, its
+// value and what rounding has lost of it, and f64 across blocks. Tensor cores cut off rather than round: of 256 rows a diagonal
+// sum came out too low by 1e-6 of itself, so tiles are not longer.
+//
+// A block has a part of a head's rows and all of its matrix, a warp 16 components: their products with the components of half the
+// others, around a circle, so that every pair is computed once. A second kernel adds the blocks' matrices in their order to what was
+// there. The floor is reading the rows, which pass through a ring of STAGES tiles.
 
 constexpr int STRIPS = DIM / 16, THREADS = STRIPS * LANES; // a warp has a strip
 constexpr int ROWS = 128, STAGES = 3;                      // of a tile; of the ring
@@ -28,15 +30,14 @@ extern __shared__ __align__(128) u16 ring[];
 
 // Where a row of a tile has a chunk: rows of eight chunks or more are turned, so that columns of chunks lie in different banks.
 __device__ __forceinline__ u16* chunk_at(u16* tile, int row, int chunk) {
-    constexpr int TURN = CHUNKS % 8 ? 1 : 7;
-    return tile + (row * CHUNKS + (CHUNKS % 8 ? chunk : chunk ^ (row & TURN))) * 8;
+    return tile + (row * CHUNKS + (CHUNKS % 8 ? chunk : chunk ^ (row & 7))) * 8;
 }
 
 // A sum of floats and what rounding has lost of it.
 struct TwoFloats {
     float high, low;
 
-    // What is lost of the sum when `x` is the greater one is no more than `x` lost when it was rounded.
+    // Exact where the sum is the greater one; else what is lost is no more than the rounding of `x` itself.
     __device__ __forceinline__ void add(float x) {
         const float sum = high + x;
         low += x - (sum - high), high = sum;
@@ -56,7 +57,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) svd_gram(const Argument
         const int there = tile < to ? (int)min(a.n - tile * ROWS, (u64)ROWS) - fetched_row : 0;
 #pragma unroll
         for (int i = 0; i < ROWS; i += 16)
-            if (tile < to) copy_async_16_if(chunk_at(at, fetched_row + i, fetched_chunk), i < there ? from + i * a.row_stride : rows, i < there);
+            if (tile < to)
+                copy_async_16_if(chunk_at(at, fetched_row + i, fetched_chunk), i < there ? from + i * a.row_stride : rows, i < there);
         commit_copies();
     };
     // [partner][half of its 16 columns]: rows g and g + 8 of the strip, columns 2 l and 2 l + 1. Of sums of rows, one row counts.

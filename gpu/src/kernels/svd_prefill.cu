@@ -3,9 +3,9 @@
 // CPU twin: svd_core::attend_into, row by row. Compile-time shape: DIM, 64 or 128, no rank above it; BFLOAT or not. Ranks are multiples of
 // 8, read on the device.
 //
-// ZACK's row-block rule: where both ranks are half of DIM or less a block has twice the rows, so that blocks cost about the same, and so that
-// a row takes the registers that there are. Blocks are numbered longest first: a prompt's last rows see the most keys. A block's warps have
-// 16 rows each, or twice 16; keys and values of TOKENS tokens pass through a ring of two tiles in shared memory.
+// ZACK's row-block rule: where both ranks are half of DIM or less a block has twice the rows, so that blocks cost about the same, and
+// so that rows take the registers that there are. Blocks are numbered longest first: a prompt's last rows see the most keys. A
+// block's warps have 16 rows each, or twice 16; keys and values of TOKENS tokens pass through a ring of two tiles in shared memory.
 
 constexpr int WARPS = 4, THREADS = WARPS * LANES, ROWS = 16 * WARPS; // of a block at full rank
 constexpr int TOKENS = 64;                                           // of a tile
@@ -50,7 +50,7 @@ struct Head {
         const u16 *key_at = keys + (key ? 8 * chunk : 0), *value_at = values + (value ? 8 * chunk : 0);
 #pragma unroll
         for (u32 row = first; row < TOKENS; row += ROWS_AT_ONCE) {
-            if (TOKENS % ROWS_AT_ONCE && (row >= TOKENS || first >= ROWS_AT_ONCE)) break;
+            if (TOKENS % ROWS_AT_ONCE && first >= ROWS_AT_ONCE) break; // threads that do not fill a row
             const u64 token = min(tile * TOKENS + row, length - 1);
             copy_async_16_if(chunk_at(to, row, chunk), key_at + token * key_rank, key);
             copy_async_16_if(chunk_at(to + TILE, row, chunk), value_at + token * value_rank, value);

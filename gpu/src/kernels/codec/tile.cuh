@@ -24,7 +24,7 @@ struct Family {
     Symbol symbols[MAX_SYMBOLS];
 };
 
-// What is known of a tile's channels; `pack_planes` of the host lays it out.
+// What is known of a tile's channels; `Planes::pack` of the host lays it out.
 struct TileModel {
     double deviations[LANES]; // of bins, that the model expects
     u32 shapes[LANES];        // of the families
