@@ -8,10 +8,9 @@ use codec_core::{
     Backend, Coder, FitOptions, Frame, FrameInfo, ModelKind, PlaneBuf, PredictorKind, Side, Steps,
     assemble_frame, encode_frame,
 };
-use common::{Buffer, Random, device, to_element};
-use half::{bf16, f16};
+use common::{Buffer, Random, bytes_of, device, rounded};
 use kv_gpu::codec::{Decode, DecodeArguments, Encode, EncodeArguments, Place, Planes, TokenPages};
-use kv_gpu::{Device, Element, VectorElement};
+use kv_gpu::{Device, VectorElement};
 
 const LAYERS: usize = 2;
 
@@ -55,18 +54,10 @@ impl Case {
                 let scale = 0.1 + (channel % 11) as f32 * 0.2;
                 *last = *last * 0.5 + random.normal() * scale * far * spread;
                 let number = *last + channel as f32 * 0.01;
-                rows.push(self.rounded(number));
+                rows.push(rounded(self.element, number));
             }
         }
         rows
-    }
-
-    fn rounded(&self, x: f32) -> f32 {
-        match self.element {
-            VectorElement::F32 => x,
-            VectorElement::F16 => f16::from_f32(x).to_f32(),
-            VectorElement::Bf16 => bf16::from_f32(x).to_f32(),
-        }
     }
 
     /// Fitted to the first half, so that later tiles have families of their own.
@@ -130,15 +121,7 @@ impl Cache {
         for (plane, rows) in rows.into_iter().flatten().enumerate() {
             for (i, &x) in rows.iter().enumerate() {
                 let at = (plane * cache.plane_len + cache.at(info, i)) * width;
-                match case.element {
-                    VectorElement::F32 => bytes[at..at + 4].copy_from_slice(&x.to_le_bytes()),
-                    VectorElement::F16 => {
-                        bytes[at..at + 2].copy_from_slice(&to_element(Element::F16, x).to_le_bytes());
-                    }
-                    VectorElement::Bf16 => {
-                        bytes[at..at + 2].copy_from_slice(&to_element(Element::Bf16, x).to_le_bytes());
-                    }
-                }
+                bytes[at..at + width].copy_from_slice(&bytes_of(case.element, &[x]));
             }
         }
         cache.numbers = Buffer::new(device, &bytes);
@@ -217,11 +200,9 @@ fn decode(
 }
 
 fn number_bits(element: VectorElement, x: f32) -> u32 {
-    match element {
-        VectorElement::F32 => x.to_bits(),
-        VectorElement::F16 => to_element(Element::F16, x).into(),
-        VectorElement::Bf16 => to_element(Element::Bf16, x).into(),
-    }
+    let mut bits = [0; 4];
+    bits[..width(element)].copy_from_slice(&bytes_of(element, &[x]));
+    u32::from_le_bytes(bits)
 }
 
 /// Side and layer of the planes, in order.

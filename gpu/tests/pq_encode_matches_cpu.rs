@@ -4,8 +4,7 @@
 
 mod common;
 
-use common::{Buffer, Random, device};
-use half::{bf16, f16};
+use common::{Buffer, Random, bytes_of, device, rounded};
 use kv_gpu::pq::{CodeLayout, Encode, EncodeArguments, EncodeShape, Pages, Side, TILE};
 use kv_gpu::{Device, VectorElement};
 use pq_core::{Backend, CodebookBuf, Codes, PqShape, encode_into_with};
@@ -26,13 +25,11 @@ fn run(device: &Device, random: &mut Random, shape: EncodeShape) {
     let max_pages = capacity_tiles.div_ceil(page_tiles);
     let pages: Vec<u32> = (0..(batch * max_pages) as u32).rev().collect();
 
-    let rounded = |x: f32| match shape.element {
-        VectorElement::F32 => x,
-        VectorElement::F16 => f16::from_f32(x).to_f32(),
-        VectorElement::Bf16 => bf16::from_f32(x).to_f32(),
-    };
-    let mut vectors: Vec<f32> =
-        random.normals(batch * heads * max_count * dim).into_iter().map(rounded).collect();
+    let mut vectors: Vec<f32> = random
+        .normals(batch * heads * max_count * dim)
+        .into_iter()
+        .map(|x| rounded(shape.element, x))
+        .collect();
     for spoiler in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
         if !vectors.is_empty() {
             let at = random.below(vectors.len());
@@ -47,12 +44,7 @@ fn run(device: &Device, random: &mut Random, shape: EncodeShape) {
         let (sequence, head, vector) = (i / max_count / heads, i / max_count % heads, i % max_count);
         there[((sequence * max_count + vector) * heads + head) * dim..][..dim].copy_from_slice(row);
     }
-    let bytes: Vec<u8> = match shape.element {
-        VectorElement::F32 => there.iter().flat_map(|x| x.to_le_bytes()).collect(),
-        VectorElement::F16 => there.iter().flat_map(|&x| f16::from_f32(x).to_le_bytes()).collect(),
-        VectorElement::Bf16 => there.iter().flat_map(|&x| bf16::from_f32(x).to_le_bytes()).collect(),
-    };
-    let there = Buffer::new(device, &bytes);
+    let there = Buffer::new(device, &bytes_of(shape.element, &there));
     let before = random.bytes(batch * max_pages * heads * page_tiles * layout.tile_len());
     let tiles = Buffer::new(device, &before);
     let centroids = Buffer::new(device, &books.concat());

@@ -4,8 +4,7 @@
 
 mod common;
 
-use common::{Buffer, Random, device};
-use half::{bf16, f16};
+use common::{Buffer, Random, bytes_of, device, rounded};
 use kv_gpu::pq::{EncodeAny, EncodeAnyArguments, EncodeAnyShape, Train, TrainArguments, TrainShape};
 use kv_gpu::{Device, Error, VectorElement};
 use pq_core::{Backend, CodebookBuf, Codes, PqShape, Start, TrainOptions, encode_into_with, train};
@@ -13,22 +12,6 @@ use pq_core::{Backend, CodebookBuf, Codes, PqShape, Start, TrainOptions, encode_
 /// A centroid may be chosen in the place of another when its squared distance is greater by at most this part of the squared
 /// length of the point and of the centroid.
 const TIE: f64 = 1e-5;
-
-fn bytes_of(element: VectorElement, rows: &[f32]) -> Vec<u8> {
-    match element {
-        VectorElement::F32 => rows.iter().flat_map(|x| x.to_le_bytes()).collect(),
-        VectorElement::F16 => rows.iter().flat_map(|&x| f16::from_f32(x).to_le_bytes()).collect(),
-        VectorElement::Bf16 => rows.iter().flat_map(|&x| bf16::from_f32(x).to_le_bytes()).collect(),
-    }
-}
-
-fn rounded(element: VectorElement, x: f32) -> f32 {
-    match element {
-        VectorElement::F32 => x,
-        VectorElement::F16 => f16::from_f32(x).to_f32(),
-        VectorElement::Bf16 => bf16::from_f32(x).to_f32(),
-    }
-}
 
 /// Quantizers of every number of bits that training takes, with subspaces of all sizes.
 fn quantizer(random: &mut Random) -> PqShape {

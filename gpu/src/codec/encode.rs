@@ -77,7 +77,7 @@ struct JoinKernelArguments {
 /// For planes with a step for each channel.
 ///
 /// # Cost
-/// Two launches. Reads the numbers twice or more, from the second-level cache but for the first time.
+/// Two launches. Reads the numbers once, and again for tiles of one width; bins are written and read in the workspace.
 /// # Source
 /// CacheGen (SIGCOMM 2024), 5.2; the bitstream is codec-core's `FORMAT.md`.
 pub struct Encode {

@@ -136,6 +136,13 @@ __device__ __forceinline__ void load_transposed(u32 (&words)[4], const void* row
                  : "r"(shared_address(row)));
 }
 
+// Where a row of a tile of 16-bit elements has a chunk of 16 bytes. Rows of eight chunks or more are turned, so that a column of chunks
+// lies in different banks.
+template <int CHUNKS>
+__device__ __forceinline__ u16* chunk_at(u16* tile, int row, int chunk) {
+    return tile + (row * CHUNKS + (CHUNKS % 8 ? chunk : chunk ^ (row & 7))) * 8;
+}
+
 __device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 #if __CUDA_ARCH__ >= 900
@@ -203,6 +210,16 @@ __device__ __forceinline__ u32 add_and_order(u32* counter, u32 x) {
 __device__ __forceinline__ void store_four(void* to, const u32 (&words)[4]) {
     asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
                  : "memory");
+}
+
+// The sum over the lanes up to this one.
+__device__ __forceinline__ u32 sum_through_lane(u32 x) {
+#pragma unroll
+    for (int step = 1; step < LANES; step *= 2) {
+        const u32 other = __shfl_up_sync(FULL, x, step);
+        if (threadIdx.x % LANES >= step) x += other;
+    }
+    return x;
 }
 
 __device__ __forceinline__ float warp_sum(float x) {

@@ -28,11 +28,6 @@ struct Arguments {
 
 extern __shared__ __align__(128) u16 ring[];
 
-// Where a row of a tile has a chunk: rows of eight chunks or more are turned, so that columns of chunks lie in different banks.
-__device__ __forceinline__ u16* chunk_at(u16* tile, int row, int chunk) {
-    return tile + (row * CHUNKS + (CHUNKS % 8 ? chunk : chunk ^ (row & 7))) * 8;
-}
-
 // A sum of floats and what rounding has lost of it.
 struct TwoFloats {
     float high, low;
@@ -58,7 +53,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) svd_gram(const Argument
 #pragma unroll
         for (int i = 0; i < ROWS; i += 16)
             if (tile < to)
-                copy_async_16_if(chunk_at(at, fetched_row + i, fetched_chunk), i < there ? from + i * a.row_stride : rows, i < there);
+                copy_async_16_if(chunk_at<CHUNKS>(at, fetched_row + i, fetched_chunk), i < there ? from + i * a.row_stride : rows, i < there);
         commit_copies();
     };
     // [partner][half of its 16 columns]: rows g and g + 8 of the strip, columns 2 l and 2 l + 1. Of sums of rows, one row counts.
@@ -80,12 +75,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) svd_gram(const Argument
         for (int step = 0; step < ROWS / 16; step++) {
             // Transposed: components are the operands' rows and columns, rows of the tile what is summed over.
             u32 mine[4];
-            load_transposed(mine, chunk_at(at, step * 16 + lane % 8 + lane / 16 * 8, strip * 2 + lane / 8 % 2));
+            load_transposed(mine, chunk_at<CHUNKS>(at, step * 16 + lane % 8 + lane / 16 * 8, strip * 2 + lane / 8 % 2));
 #pragma unroll
             for (int p = 0; p < PARTNERS; p++) {
                 const int partner = (strip + p) % STRIPS;
                 u32 others[4] = {mine[0], mine[2], mine[1], mine[3]};
-                if (p > 0) load_transposed(others, chunk_at(at, step * 16 + lane % 16, partner * 2 + lane / 16));
+                if (p > 0) load_transposed(others, chunk_at<CHUNKS>(at, step * 16 + lane % 16, partner * 2 + lane / 16));
                 auto add = [&](float(&sum)[4], const u32(&mine)[4], u32 b0, u32 b1) {
                     if (step == 0)
                         multiply_elements(sum, mine, b0, b1);

@@ -33,9 +33,6 @@ struct Arguments {
 
 extern __shared__ __align__(128) u16 shared[];
 
-// Where a row of a tile has a chunk of 16 bytes, turned so that a column of chunks lies in different banks.
-__device__ __forceinline__ u16* chunk_at(u16* tile, int row, int chunk) { return tile + (row * CHUNKS + (chunk ^ (row & 7))) * 8; }
-
 // A head of a sequence.
 struct Head {
     const u16 *keys, *values;
@@ -52,8 +49,8 @@ struct Head {
         for (u32 row = first; row < TOKENS; row += ROWS_AT_ONCE) {
             if (TOKENS % ROWS_AT_ONCE && first >= ROWS_AT_ONCE) break; // threads that do not fill a row
             const u64 token = min(tile * TOKENS + row, length - 1);
-            copy_async_16_if(chunk_at(to, row, chunk), key_at + token * key_rank, key);
-            copy_async_16_if(chunk_at(to + TILE, row, chunk), value_at + token * value_rank, value);
+            copy_async_16_if(chunk_at<CHUNKS>(to, row, chunk), key_at + token * key_rank, key);
+            copy_async_16_if(chunk_at<CHUNKS>(to + TILE, row, chunk), value_at + token * value_rank, value);
         }
         commit_copies();
     }
@@ -100,7 +97,7 @@ __device__ __forceinline__ void attend(const Arguments& a, const Head& head, con
                 for (int t = 0; t < TOKENS / 16; t++) {
                     // Tokens 16 t to 16 t + 15, components 16 s to 16 s + 15.
                     u32 key[4];
-                    load_matrices(key, chunk_at(keys, 16 * t + lane % 8 + lane / 16 * 8, 2 * s + lane / 8 % 2));
+                    load_matrices(key, chunk_at<CHUNKS>(keys, 16 * t + lane % 8 + lane / 16 * 8, 2 * s + lane / 8 % 2));
 #pragma unroll
                     for (int f = 0; f < FRAGMENTS; f++)
 #pragma unroll
@@ -148,7 +145,7 @@ __device__ __forceinline__ void attend(const Arguments& a, const Head& head, con
 #pragma unroll
                 for (int o = 0; o < OUTPUTS; o += 2) {
                     u32 value[4]; // tokens 16 t to 16 t + 15, components 8 o to 8 o + 15
-                    load_transposed(value, chunk_at(values, 16 * t + lane % 16, o + lane / 16));
+                    load_transposed(value, chunk_at<CHUNKS>(values, 16 * t + lane % 16, o + lane / 16));
 #pragma unroll
                     for (int f = 0; f < FRAGMENTS; f++) {
                         multiply_add_elements(sums[f][o], p[f], value[0], value[1]);

@@ -126,7 +126,8 @@ impl Scan {
         if a.batch == 0 || a.heads == 0 || a.capacity == 0 {
             return Ok(());
         }
-        if a.batch > 65_535 || a.heads > 65_535 || u32::try_from(a.capacity).is_err() {
+        let chunks = a.capacity.div_ceil(CHUNK);
+        if a.batch > 65_535 || a.heads > 65_535 || u32::try_from(chunks.saturating_mul(CHUNK)).is_err() {
             let problem = "more than 65,535 sequences or heads, or tokens than 32 bits count".into();
             return Err(Error::Argument { operation: "pq::Scan", problem });
         }
@@ -138,7 +139,7 @@ impl Scan {
             code_stride: self.shape.quantizer.codes_len(a.capacity) as u64,
             capacity: a.capacity as u64,
         };
-        let grid = (a.capacity.div_ceil(CHUNK) as u32, a.heads as u32, a.batch as u32);
+        let grid = (chunks as u32, a.heads as u32, a.batch as u32);
         // SAFETY: the structure is the kernel's argument; the caller vouches for what its pointers lead to.
         unsafe { self.kernel.launch(stream, grid, THREADS, false, &kernel_arguments) }
     }

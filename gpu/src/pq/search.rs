@@ -119,7 +119,7 @@ struct KernelArguments {
 /// Tokens whose weights differ by less than rounding may be chosen the other way than on the CPU; of equal ones, the lower.
 ///
 /// # Cost
-/// 2 n * m look-ups for every four queries, and 4 bytes a token written and read three times; for codes of up to 12 bits a token on
+/// 2 n * m look-ups for every four queries, and 4 bytes a token written once and read twice; for codes of up to 12 bits a token on
 /// sm_90, one count a token.
 /// # Source
 /// PQCache (arXiv 2407.12820), 3.1 and 3.4.
@@ -157,7 +157,7 @@ impl Search {
     #[must_use]
     pub fn workspace_len(&self, batch: usize, heads: usize, capacity: usize) -> usize {
         let chunks = capacity.div_ceil(CHUNK);
-        let row = ROW_BYTES + chunks * (8 + 8 * self.shape.group + 8 * CHUNK);
+        let row = chunks.saturating_mul(8 + 8 * self.shape.group + 8 * CHUNK).saturating_add(ROW_BYTES);
         batch.saturating_mul(heads).saturating_mul(row)
     }
 
@@ -175,7 +175,7 @@ impl Search {
             return Ok(());
         }
         let chunks = a.capacity.div_ceil(CHUNK);
-        if rows > 65_535 || u32::try_from(chunks * CHUNK).is_err() {
+        if rows > 65_535 || u32::try_from(chunks.saturating_mul(CHUNK)).is_err() {
             let problem = "more than 65,535 heads of sequences, or tokens than 32 bits count".into();
             return Err(Error::Argument { operation: "pq::Search", problem });
         }

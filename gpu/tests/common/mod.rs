@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use cudarc::driver::{CudaSlice, DevicePtr, DeviceRepr, ValidAsZeroBits};
 use half::{bf16, f16};
-use kv_gpu::{Device, Element, Error};
+use kv_gpu::{Device, Element, Error, VectorElement};
 
 /// Says that a test did not run; with `GPU_TESTS=require` that is a failure.
 pub fn skip(what: &str, error: &Error) {
@@ -101,6 +101,24 @@ pub fn from_element(element: Element, bits: u16) -> f32 {
     match element {
         Element::F16 => f16::from_bits(bits).to_f32(),
         Element::Bf16 => bf16::from_bits(bits).to_f32(),
+    }
+}
+
+/// A number as an element of vectors has it.
+pub fn rounded(element: VectorElement, x: f32) -> f32 {
+    match element {
+        VectorElement::F32 => x,
+        VectorElement::F16 => f16::from_f32(x).to_f32(),
+        VectorElement::Bf16 => bf16::from_f32(x).to_f32(),
+    }
+}
+
+/// The bytes of numbers in an element of vectors.
+pub fn bytes_of(element: VectorElement, numbers: &[f32]) -> Vec<u8> {
+    match element {
+        VectorElement::F32 => numbers.iter().flat_map(|x| x.to_le_bytes()).collect(),
+        VectorElement::F16 => numbers.iter().flat_map(|&x| f16::from_f32(x).to_le_bytes()).collect(),
+        VectorElement::Bf16 => numbers.iter().flat_map(|&x| bf16::from_f32(x).to_le_bytes()).collect(),
     }
 }
 

@@ -3,10 +3,10 @@
 // CPU twin: codec_core::Frame::decode_block_into. The frame's bytes lie on the device as they were sent; the host has verified its
 // header, index and ids.
 //
-// A block of threads has one tile of a plane and WARPS of its blocks of tokens, which share the models in shared memory, laid out so that
-// lanes never collide there. A symbol is found by bisection. Words pass through a ring of 256 bytes, a half of it loaded
-// while another is read. Floor: the stream is read, the numbers are written; at two bits a number that is nothing beside the some fifty
-// instructions of a row, of which a lane's symbol takes twenty.
+// A block of threads has one tile of a plane and WARPS of its blocks of tokens, which share the models in shared memory, laid out so
+// that lanes never collide there. A symbol is found by bisection. Words pass through a ring of 256 bytes, a half of it loaded while
+// another is read. Floor: the stream is read, the numbers are written. It is far below what the loop over rows takes: 244
+// instructions for sm_90 and 32 symbols, those of refills and escapes included, which not every row runs.
 
 constexpr int WARPS = 8, THREADS = WARPS * LANES;
 constexpr int HEADER_BYTES = 64, ENTRY_BYTES = 12 + 2 * TILES;
@@ -81,7 +81,7 @@ __device__ u32 read_states(Tile& tile, bool used, u32 lanes) {
     if (tile.end - tile.at < length_bytes) return tile.bad = true, LOW;
     const u32 bits = used ? 16 + (tile.at[lane / 2] >> (4 * (lane % 2)) & 15) : 0;
     tile.at += length_bytes;
-    const u32 first = sum_below(bits, lane), all = __shfl_sync(FULL, first + bits, LANES - 1);
+    const u32 through = sum_through_lane(bits), first = through - bits, all = __shfl_sync(FULL, through, LANES - 1);
     if (tile.end - tile.at < (all + 7) / 8) return tile.bad = true, LOW;
     u64 window = 0;
     if (used)

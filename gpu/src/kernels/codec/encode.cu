@@ -3,9 +3,9 @@
 // CPU twin: codec_core::encode_frame, of planes with a step for each channel. Every tile goes into a slot of its own; `codec_join`
 // then puts them one behind the other.
 //
-// Blocks of threads stay; each takes one tile of a plane and WARPS of its blocks of tokens at a time, which share the models. rANS works
-// backwards and what it costs is known only at the end, so bins, words and escapes wait in a warp's workspace, which is used again and
-// again and so stays in the second-level cache.
+// Blocks of threads stay; each takes one tile of a plane and WARPS of its blocks of tokens at a time, which share the models. rANS
+// works backwards and what it costs is known only at the end, so bins, words and escapes wait in a warp's workspace, which is used
+// again for its next tile.
 
 constexpr int WARPS = 4, THREADS = WARPS * LANES;
 constexpr int MAX_BIN = 32767, COST_BITS = 8;
@@ -263,8 +263,8 @@ __device__ u32 bytes_before_words(const Tile& tile, u32 state_bits, bool own) {
 __device__ void write_coded(const Tile& tile, const Stream& stream, bool has_own, u32 own, u32* state_bits, u8* to) {
     const u32 lane = threadIdx.x % LANES, words = 2 * LANES * tile.rows - stream.first_word;
     const bool used = lane < tile.lanes;
-    const u32 length = used ? bits_below_highest(stream.state) : 0, first_bit = sum_below(length, lane);
-    const u32 all_bits = __shfl_sync(FULL, first_bit + length, LANES - 1);
+    const u32 length = used ? bits_below_highest(stream.state) : 0, bits_through = sum_through_lane(length);
+    const u32 first_bit = bits_through - length, all_bits = __shfl_sync(FULL, bits_through, LANES - 1);
     const u32 before_words = bytes_before_words(tile, all_bits, has_own), padding = before_words % 2;
     if (lane == 0) {
         to[0] = has_own ? OWN_LANES : PLANE_LANES, to[1] = (u8)padding;

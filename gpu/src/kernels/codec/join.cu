@@ -29,12 +29,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) codec_join(Arguments a) {
         for (int i = 0; i < THREADS / LANES; i++) start += sums[i];
         for (u32 i = 0; i < count; i += LANES) { // warp by warp: lengths of 32 tiles fit 32 bits
             const u32 length = i + lane < count ? a.lengths[first + i + lane] : 0;
-            u32 sum = length;
-#pragma unroll
-            for (int step = 1; step < LANES; step *= 2) {
-                const u32 other = __shfl_up_sync(FULL, sum, step);
-                if (lane >= step) sum += other;
-            }
+            const u32 sum = sum_through_lane(length);
             if (i + lane < count) starts[i + lane] = start + sum - length;
             start += __shfl_sync(FULL, sum, LANES - 1);
         }

@@ -95,14 +95,3 @@ __device__ __forceinline__ float centre(int bin, float one, float two) {
 }
 
 __device__ __forceinline__ u32 load_u16(const u8* at) { return at[0] | at[1] << 8; }
-
-// The sum over the lanes before this one.
-__device__ __forceinline__ u32 sum_below(u32 x, int lane) {
-    u32 sum = x;
-#pragma unroll
-    for (int step = 1; step < LANES; step *= 2) {
-        const u32 other = __shfl_up_sync(FULL, sum, step);
-        if (lane >= step) sum += other;
-    }
-    return sum - x;
-}

@@ -1,9 +1,9 @@
 // The same for codes of up to 12 bits a token, subspaces together, in one kernel.
 //
-// A token's scores depend on its joint code alone, of which there are 4,096 at most: tokens are counted, and only codes are scored. A
-// cluster of BLOCKS blocks has a row. Every block counts the joint codes of its tokens, then has its share of the codes: adds up the
-// cluster's counts, scores, and tells the others keys and counts, from which each finds the cut by itself. Only then does it look at its
-// tokens again, to write. Of sm_90.
+// A token's scores depend on its joint code alone, of which there are 4,096 at most: tokens are counted, and only codes are scored.
+// A cluster of BLOCKS blocks has a row. Every block counts the joint codes of its tokens, then has its share of the codes: adds up the
+// cluster's counts, scores, and tells the others keys and counts, from which each finds the cut by itself. Only then does it look at
+// its tokens again, to write. Of sm_90; before, search.cu does it.
 //
 // Every block doing all codes was slower (20 us for 8 heads of 131,072 at (2, 6)): reading all counts of all took 4 us, scoring 3.
 
@@ -62,7 +62,7 @@ __device__ __forceinline__ uint2 load_two_of_block(const void* shared, u32 rank)
 }
 
 // Joint codes of 16 tokens, `token` being a multiple of 16, two in a word.
-__device__ __forceinline__ void load_codes(const u8* codes, u32 token, u32 (&joint)[EACH / 2]) {
+__device__ __forceinline__ void load_joint_codes(const u8* codes, u32 token, u32 (&joint)[EACH / 2]) {
 #pragma unroll
     for (int i = 0; i < EACH / 2; i++) joint[i] = 0;
 #pragma unroll
@@ -85,7 +85,7 @@ __device__ __forceinline__ float score_of(const float* luts, u32 joint) {
     return score;
 }
 
-__device__ __forceinline__ u32 load_code(const u8* codes, u32 token) {
+__device__ __forceinline__ u32 load_joint_code(const u8* codes, u32 token) {
     u32 joint = 0;
 #pragma unroll
     for (int j = 0; j < M; j++) joint |= code_of<NBITS>(run_of<M, NBITS>(codes, token, j), token % BLOCK_TOKENS) << NBITS * j;
@@ -133,7 +133,7 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THRE
     const u32 span = (middle.n + BLOCKS * EACH - 1) / (BLOCKS * EACH) * EACH, first = rank * span, end = min(middle.n, first + span);
     for (u32 token = first + EACH * threadIdx.x; token < end; token += EACH * THREADS) {
         u32 joint[EACH / 2];
-        load_codes(codes, token, joint);
+        load_joint_codes(codes, token, joint);
         if (token < first + EACH * THREADS)
 #pragma unroll
             for (int i = 0; i < EACH / 2; i++) shared.joint[i * THREADS + threadIdx.x] = joint[i];
@@ -162,7 +162,7 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THRE
         // Sinks and recent tokens were not counted.
         const u32 sinks = middle.first, others = sinks + middle.n - middle.end;
         for (u32 i = (rank * SLICES + slice) * LANES + lane; i < others; i += BLOCKS * SLICES * LANES)
-            mine.add(softmax_of(score_of(luts, load_code(codes, i < sinks ? i : middle.end + i - sinks)), 1));
+            mine.add(softmax_of(score_of(luts, load_joint_code(codes, i < sinks ? i : middle.end + i - sinks)), 1));
         mine = warp_softmax(mine);
         if (lane == 0) shared.of_slices[query][slice] = mine;
     }
@@ -230,7 +230,7 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THRE
 #pragma unroll
                 for (int i = 0; i < EACH / 2; i++) joint[i] = shared.joint[i * THREADS + threadIdx.x];
             else
-                load_codes(codes, token, joint);
+                load_joint_codes(codes, token, joint);
 #pragma unroll
             for (int i = 0; i < EACH; i++) {
                 const u8 chosen = shared.chosen[nth(joint, i)];

@@ -3,8 +3,8 @@
 // CPU twin: pq_core::search_into. Four kernels, each launched while the one before ends; a block of threads has CHUNK tokens of a row.
 //
 // 1. `stats`: scores, of which only the softmax numbers are kept.
-// 2. `keys`: the scores again, which is cheaper than to write and read them; the group's weight of a token becomes a key, and the keys'
-//    highest 11 bits are counted.
+// 2. `keys`: the scores again, in the place of 4 bytes a token and query written and read; the group's weight of a token becomes a
+//    key, and the keys' highest 11 bits are counted.
 // 3. `collect`: keys that share those bits with the wanted one.
 // 4. `write`: the cut among them, and the chosen tokens in order; a block waits for the counts of those before it, which started earlier.
 
@@ -236,12 +236,7 @@ extern "C" __global__ void __launch_bounds__(SELECT_THREADS) pq_search_collect(c
         for (int t = 0; t < 4; t++)
             inside |= (token < end && middle.has(token + t) && keys.of[pass][t] >> 2 * LOW_BITS == high.bucket) << t;
         // A warp takes room for all that it has.
-        u32 through = __popc(inside);
-#pragma unroll
-        for (int step = 1; step < LANES; step *= 2) {
-            const u32 other = __shfl_up_sync(FULL, through, step);
-            if (lane >= step) through += other;
-        }
+        const u32 through = sum_through_lane(__popc(inside));
         u32 start;
         if (lane == LANES - 1) start = atomicAdd(&count, through);
         start = __shfl_sync(FULL, start, LANES - 1) + through - __popc(inside);
@@ -286,7 +281,7 @@ extern "C" __global__ void __launch_bounds__(SELECT_THREADS) pq_search_write(con
     const u32 end = min(middle.n, first + CHUNK);
     if (first >= end) return;
     const Keys keys(work.keys, first, end);
-    // Every block finds the cut: that takes less than waiting for one that does.
+    // Every block finds the cut by itself: no kernel before has to end with one block that does.
     const Row& found = *work.row;
     const Cut cut = found.wanted ? cut_among(work.candidates, found.candidates, found.wanted, found.bucket) : found.cut;
     u32 above[SELECT_PASSES], ties[SELECT_PASSES];          // bits, one a token

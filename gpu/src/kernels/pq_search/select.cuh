@@ -87,12 +87,7 @@ __device__ Found find_bucket(const u32* counts, u32 wanted) {
     u32 mine[EACH], sum = 0;
 #pragma unroll
     for (int i = 0; i < EACH; i++) sum += mine[i] = counts[BUCKETS - 1 - (threadIdx.x * EACH + i)];
-    u32 through = sum;
-#pragma unroll
-    for (int step = 1; step < LANES; step *= 2) {
-        const u32 other = __shfl_up_sync(FULL, through, step);
-        if (lane >= step) through += other;
-    }
+    const u32 through = sum_through_lane(sum);
     if (lane == LANES - 1) warp_sums[warp] = through;
     __syncthreads();
     const u32 before = __reduce_add_sync(FULL, lane < warp ? warp_sums[lane] : 0);
