@@ -40,6 +40,24 @@ impl<'a> Transform<'a> {
         Ok(Self { head_dim, into, back })
     }
 
+    /// Components of a head.
+    #[must_use]
+    pub const fn head_dim(&self) -> usize {
+        self.head_dim
+    }
+
+    /// (heads, head_dim, head_dim): row `i` of a head is what component `i` adds to the coefficients.
+    #[must_use]
+    pub const fn forward_maps(&self) -> &'a [f32] {
+        self.into
+    }
+
+    /// (heads, head_dim, head_dim): row `i` of a head is what coefficient `i` adds to the components.
+    #[must_use]
+    pub const fn inverse_maps(&self) -> &'a [f32] {
+        self.back
+    }
+
     pub(crate) const fn channels(&self) -> usize {
         self.into.len() / self.head_dim
     }

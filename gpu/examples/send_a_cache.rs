@@ -36,7 +36,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let pointers = stream.clone_htod(&[given.device_ptr(stream).0; 4])?;
     let capacity = Encode::slots_len(&info, info.layers);
     let (slots, payload) = (stream.alloc_zeros::<u8>(capacity)?, stream.alloc_zeros::<u8>(capacity)?);
-    let workspace = stream.alloc_zeros::<u8>(encode.workspace_len(&info))?;
+    let workspace = stream.alloc_zeros::<u8>(encode.workspace_len(&info, info.layers))?;
     let lengths = stream.alloc_zeros::<u16>(4 * info.blocks() * channels.div_ceil(32))?;
     let (bytes, failed) = (stream.alloc_zeros::<u64>(1)?, stream.alloc_zeros::<u32>(1)?);
     let arguments = EncodeArguments {
@@ -84,6 +84,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             blocks: 0..info.blocks(),
             out: pointers.device_ptr(stream).0 + layer as u64 * 16,
             place,
+            workspace: workspace.device_ptr(stream).0,
             failed: failed.device_ptr(stream).0,
         };
         // SAFETY: as above; from pinned memory the copy would not hold up the host either.

@@ -3,6 +3,7 @@
 mod decode;
 mod encode;
 mod planes;
+mod transform;
 
 pub use decode::{Decode, DecodeArguments};
 pub use encode::{Encode, EncodeArguments};
@@ -43,6 +44,22 @@ struct KernelPlace {
     pages: u64,
     page_tokens: u32,
     first_token: u32,
+}
+
+/// `PlanesAt` of the kernels.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct PlanesAt {
+    each: u64,
+    all: u64,
+    stride: u64,
+}
+
+impl PlanesAt {
+    /// At pointers (planes of the launch,) on the device.
+    const fn each(pointers: u64) -> Self {
+        Self { each: pointers, all: 0, stride: 0 }
+    }
 }
 
 impl Place {

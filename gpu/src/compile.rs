@@ -12,12 +12,20 @@ pub struct Program {
     pub(crate) name: &'static str,
     pub(crate) text: &'static str,
     pub(crate) options: Vec<String>,
+    /// Uses what only devices of exactly the architecture have, such as products of a warpgroup on sm_90.
+    of_architecture_alone: bool,
 }
 
 impl Program {
     pub(crate) fn new(name: &'static str, text: &'static str, defines: &[(&str, usize)]) -> Self {
         let options = defines.iter().map(|(name, value)| format!("-D{name}={value}")).collect();
-        Self { name, text, options }
+        Self { name, text, options, of_architecture_alone: false }
+    }
+
+    /// Compiled for the architecture with all that is its alone (`sm_90a`).
+    pub(crate) const fn of_architecture_alone(mut self) -> Self {
+        self.of_architecture_alone = true;
+        self
     }
 
     /// With one more symbol defined, if `when`.
@@ -36,7 +44,9 @@ impl Program {
 
     /// What the compiler is given beside the text.
     pub(crate) fn options(&self, architecture: &str) -> Vec<String> {
-        let mut options = vec![format!("--gpu-architecture={architecture}"), "--ptxas-options=-v".into()];
+        let alone = if self.of_architecture_alone { "a" } else { "" };
+        let mut options =
+            vec![format!("--gpu-architecture={architecture}{alone}"), "--ptxas-options=-v".into()];
         options.extend(self.options.iter().cloned());
         options
     }

@@ -8,6 +8,7 @@ mod error;
 pub mod pq;
 mod self_test;
 pub mod svd;
+mod tensor_map;
 
 pub use compile::{Image, Program, compile};
 pub use device::Device;
@@ -49,11 +50,13 @@ struct Kernels {
     gather: &'static str,
     svd_attend: &'static str,
     svd_project: &'static str,
-    svd_gram: &'static str,
+    svd_gram_strips: &'static str,
+    svd_gram_halves: &'static str,
     svd_prefill: &'static str,
     codec_decode: &'static str,
     codec_encode: &'static str,
     codec_join: &'static str,
+    codec_transform: &'static str,
 }
 
 const KERNELS: Kernels = Kernels {
@@ -127,19 +130,38 @@ const KERNELS: Kernels = Kernels {
         include_str!("kernels/svd_attend.cu"),
     ),
     svd_project: concat!(include_str!("kernels/common.cuh"), include_str!("kernels/svd_project.cu")),
-    svd_gram: concat!(include_str!("kernels/common.cuh"), include_str!("kernels/svd_gram.cu")),
+    svd_gram_strips: concat!(
+        include_str!("kernels/common.cuh"),
+        include_str!("kernels/svd_gram/gram.cuh"),
+        include_str!("kernels/svd_gram/strips.cu"),
+        include_str!("kernels/svd_gram/join.cu"),
+    ),
+    svd_gram_halves: concat!(
+        include_str!("kernels/common.cuh"),
+        include_str!("kernels/svd_gram/gram.cuh"),
+        include_str!("kernels/svd_gram/halves.cu"),
+        include_str!("kernels/svd_gram/join.cu"),
+    ),
     svd_prefill: concat!(include_str!("kernels/common.cuh"), include_str!("kernels/svd_prefill.cu")),
     codec_decode: concat!(
         include_str!("kernels/common.cuh"),
         include_str!("kernels/number.cuh"),
+        include_str!("kernels/codec/place.cuh"),
         include_str!("kernels/codec/tile.cuh"),
         include_str!("kernels/codec/decode.cu"),
     ),
     codec_encode: concat!(
         include_str!("kernels/common.cuh"),
         include_str!("kernels/number.cuh"),
+        include_str!("kernels/codec/place.cuh"),
         include_str!("kernels/codec/tile.cuh"),
         include_str!("kernels/codec/encode.cu"),
+    ),
+    codec_transform: concat!(
+        include_str!("kernels/common.cuh"),
+        include_str!("kernels/number.cuh"),
+        include_str!("kernels/codec/place.cuh"),
+        include_str!("kernels/codec/transform.cu"),
     ),
     codec_join: concat!(include_str!("kernels/common.cuh"), include_str!("kernels/codec/join.cu")),
 };

@@ -4,9 +4,11 @@
 
 mod common;
 
+use std::sync::Arc;
+
 use codec_core::{
     Backend, Coder, FitOptions, Frame, FrameInfo, ModelKind, PlaneBuf, PredictorKind, Side, Steps,
-    assemble_frame, encode_frame,
+    TransformBuf, assemble_frame, encode_frame,
 };
 use common::{Buffer, Random, bytes_of, device, rounded};
 use kv_gpu::codec::{Decode, DecodeArguments, Encode, EncodeArguments, Place, Planes, TokenPages};
@@ -24,6 +26,7 @@ struct Case {
     element: VectorElement,
     heads_first: bool,
     page_tokens: Option<usize>,
+    transform: Option<Arc<TransformBuf>>,
 }
 
 impl Case {
@@ -31,6 +34,18 @@ impl Case {
         let (heads, head_dim) = random.pick(&[(1, 32), (2, 64), (3, 40), (5, 7), (8, 128)]);
         let tokens = random.pick(&[1, 2, 31, 150, 700]);
         let block_tokens = random.pick(&[1, 13, 64, 256, 1024]);
+        // Of heads that are those of the frame, or others that fill the channels.
+        let map_dims: Vec<usize> = [head_dim, 2 * head_dim, 1, 35, 120, 512]
+            .into_iter()
+            .filter(|d| heads * head_dim % d == 0)
+            .collect();
+        let map_dim = random.pick(&map_dims);
+        let maps = |random: &mut Random| {
+            let numbers = random.normals(heads * head_dim * map_dim);
+            numbers.into_iter().map(|x| x / (map_dim as f32).sqrt()).collect()
+        };
+        let transform = (random.below(2) == 0)
+            .then(|| TransformBuf::new(map_dim, maps(random), maps(random)).unwrap().into());
         Self {
             info: FrameInfo { block_tokens, ..FrameInfo::new(LAYERS, heads, head_dim, tokens) },
             models: random.pick(&[ModelKind::Families, ModelKind::Tables, ModelKind::ContextTables]),
@@ -39,6 +54,7 @@ impl Case {
             element: random.pick(&[VectorElement::F32, VectorElement::F16, VectorElement::Bf16]),
             heads_first: random.below(2) == 0,
             page_tokens: (random.below(3) == 0).then(|| 1 + random.below(40)),
+            transform,
         }
     }
 
@@ -72,8 +88,8 @@ impl Case {
         let sample = (self.info.tokens / 2).max(1) * channels;
         // One token is no sample.
         let twice = [&rows[..sample], &rows[..sample]].concat();
-        PlaneBuf::fit(if self.info.tokens > 3 { &rows[..sample] } else { &twice }, channels, None, &options)
-            .unwrap()
+        let sample = if self.info.tokens > 3 { &rows[..sample] } else { &twice };
+        PlaneBuf::fit(sample, channels, self.transform.clone(), &options).unwrap()
     }
 }
 
@@ -182,6 +198,8 @@ fn decode(
     let (there, words) = (Buffer::new(device, &whole), Buffer::new(device, planes.words()));
     let failed = Buffer::new(device, &[0_u32]);
     let blocks = case.info.blocks();
+    let workspace = kernel.workspace_len(&case.info, LAYERS, blocks.div_ceil(parts));
+    let workspace = Buffer::new(device, &vec![0xaa_u8; workspace]);
     for part in 0..parts {
         let arguments = DecodeArguments {
             frame: there.pointer(),
@@ -190,6 +208,7 @@ fn decode(
             blocks: part * blocks / parts..(part + 1) * blocks / parts,
             out: cache.pointers.pointer(),
             place: cache.place,
+            workspace: workspace.pointer(),
             failed: failed.pointer(),
         };
         // SAFETY: the buffers live until their contents have been read, and have the lengths that the shape asks for.
@@ -217,7 +236,8 @@ fn frames_decode_to_the_numbers_of_the_cpu() {
         let mut random = Random(seed);
         let mut case = Case::random(&mut random);
         if seed % 10 == 9 {
-            (case.predictor, case.steps) = (PredictorKind::None, Steps::TokenAbsmax(15));
+            (case.predictor, case.steps, case.transform) =
+                (PredictorKind::None, Steps::TokenAbsmax(15), None);
         }
         let rows: Vec<Vec<f32>> = (0..2 * LAYERS).map(|_| case.rows(&mut random)).collect();
         let fitted: Vec<PlaneBuf> = rows.iter().map(|rows| case.plane(rows)).collect();
@@ -252,7 +272,7 @@ fn encode(device: &Device, case: &Case, planes: &Planes, cache: &Cache) -> (Vec<
     let tiles = 2 * LAYERS * case.info.blocks() * case.info.channels().div_ceil(32);
     let (words, slots) = (Buffer::new(device, planes.words()), Buffer::new(device, &vec![0_u8; slots_len]));
     let payload = Buffer::new(device, &vec![0_u8; slots_len]);
-    let workspace = Buffer::new(device, &vec![0xaa_u8; kernel.workspace_len(&case.info)]);
+    let workspace = Buffer::new(device, &vec![0xaa_u8; kernel.workspace_len(&case.info, LAYERS)]);
     let lengths = Buffer::new(device, &vec![0_u16; tiles]);
     let (payload_bytes, failed) = (Buffer::new(device, &[0_u64]), Buffer::new(device, &[0_u32]));
     let arguments = EncodeArguments {
@@ -413,4 +433,18 @@ fn planes_without_a_kernel_are_errors() {
         assert!(matches!(packed, Err(kv_gpu::Error::Unsupported { .. })));
     }
     assert!(matches!(Planes::pack(&[], 4), Err(kv_gpu::Error::Argument { .. })));
+    // Some with a transform, some without.
+    let channels = case.info.channels();
+    let maps = vec![0.5; channels * channels];
+    let transform = Arc::new(TransformBuf::new(channels, maps.clone(), maps).unwrap());
+    let options = FitOptions {
+        predictor: PredictorKind::Mean,
+        steps: Steps::Deviations(0.5),
+        models: ModelKind::Families,
+        coder: Coder::Lanes,
+    };
+    let planes =
+        [Some(transform), None].map(|transform| PlaneBuf::fit(&rows, channels, transform, &options).unwrap());
+    let views = planes.each_ref().map(|plane| plane.view().unwrap());
+    assert!(matches!(Planes::pack(&views, case.info.head_dim), Err(kv_gpu::Error::Unsupported { .. })));
 }

@@ -4,7 +4,9 @@
 
 mod common;
 
-use codec_core::{FitOptions, ModelKind, PlaneBuf, PredictorKind, Steps};
+use std::sync::Arc;
+
+use codec_core::{FitOptions, ModelKind, PlaneBuf, PredictorKind, Steps, TransformBuf};
 use kv_gpu::codec::{self, Planes};
 use kv_gpu::pq::{
     AttendAnyShape, AttendShape, EncodeAnyShape, EncodeShape, Gather, LutShape, ScanShape, SearchShape, Side,
@@ -16,6 +18,9 @@ use pq_core::{GroupRule, PqShape};
 
 /// Architectures, and the bytes of shared memory of their blocks.
 const ARCHITECTURES: [(&str, usize); 2] = [("sm_80", 163 << 10), ("sm_90", 227 << 10)];
+
+/// Architectures for programs that ask for the compute capability.
+const CAPABILITIES: [(&str, (i32, i32)); 2] = [("sm_80", (8, 0)), ("sm_90", (9, 0))];
 
 /// Bytes that `program` spills on an architecture; `None` without a compiler.
 fn spilled(program: &Program, architecture: &str) -> Option<usize> {
@@ -124,10 +129,15 @@ fn projection() {
 
 #[test]
 fn second_moments() {
-    let shapes = [16, 64, 96, 128].map(|dim| {
-        [Element::F16, Element::Bf16].map(|element| svd::GramShape { dim, element }.program().unwrap())
-    });
-    check(|_| shapes.concat(), true);
+    for (architecture, capability) in CAPABILITIES {
+        for (dim, element) in
+            [16, 64, 96, 128].into_iter().zip([Element::F16, Element::Bf16].into_iter().cycle())
+        {
+            let program = svd::GramShape { dim, element }.program(capability).unwrap();
+            let Some(spilled) = spilled(&program, architecture) else { return };
+            assert_eq!(spilled, 0, "{program} for {architecture}");
+        }
+    }
 }
 
 #[test]
@@ -153,7 +163,7 @@ fn attention_on_any_shape() {
 #[test]
 fn searching() {
     let shapes = [(128, 2, 6, 4), (128, 4, 8, 4), (128, 2, 8, 1), (64, 16, 4, 16)];
-    for (architecture, capability) in [("sm_80", (8, 0)), ("sm_90", (9, 0))] {
+    for (architecture, capability) in CAPABILITIES {
         for (dim, m, nbits, group) in shapes {
             let quantizer = PqShape::new(dim, m, nbits).unwrap();
             let (scan, rule) = (ScanShape { quantizer, group }, GroupRule::SumOfSoftmax);
@@ -181,16 +191,21 @@ fn training_and_encoding_of_any_shape() {
 #[test]
 fn coding() {
     let rows: Vec<f32> = (0..64 * 1024).map(|i: u32| (i.wrapping_mul(2_654_435_761) >> 8) as f32).collect();
+    let maps = |dim| vec![0.5; 1024 * dim];
+    let transform = |dim| Some(Arc::new(TransformBuf::new(dim, maps(dim), maps(dim)).unwrap()));
     let kinds = [
-        (ModelKind::Families, PredictorKind::Mean, VectorElement::Bf16, false),
-        (ModelKind::ContextTables, PredictorKind::Previous, VectorElement::F16, true),
+        (ModelKind::Families, PredictorKind::Mean, VectorElement::Bf16, false, None),
+        (ModelKind::ContextTables, PredictorKind::Previous, VectorElement::F16, true, None),
+        (ModelKind::Tables, PredictorKind::Mean, VectorElement::Bf16, false, transform(128)),
+        (ModelKind::Tables, PredictorKind::Mean, VectorElement::F16, true, transform(64)),
     ];
-    let programs = kinds.map(|(models, predictor, element, paged)| {
+    let programs = kinds.map(|(models, predictor, element, paged, transform)| {
         let options =
             FitOptions { predictor, steps: Steps::Deviations(0.5), models, coder: codec_core::Coder::Lanes };
-        let plane = PlaneBuf::fit(&rows, 1024, None, &options).unwrap();
+        let plane = PlaneBuf::fit(&rows, 1024, transform, &options).unwrap();
         let shape = Planes::pack(&[plane.view().unwrap()], 128).unwrap().shape(element, paged);
-        [shape.decode_program(), shape.encode_program()]
+        let tiles = [shape.decode_program(), shape.encode_program()];
+        tiles.into_iter().chain(shape.transform_program()).collect::<Vec<_>>()
     });
     check(|_| [programs.concat(), vec![codec::Encode::join_program()]].concat(), true);
 }

@@ -27,23 +27,17 @@ struct Case {
     spoiled: bool, // a number of a table is none
 }
 
+/// Head dimension, subspaces and bits: of codes that are counted on sm_90, and of others.
+const COUNTED: [(usize, usize, u32); 6] =
+    [(64, 2, 6), (128, 2, 6), (32, 1, 8), (32, 4, 3), (24, 3, 4), (16, 4, 1)];
+const SCORED: [(usize, usize, u32); 4] = [(64, 4, 8), (32, 8, 5), (64, 2, 8), (64, 16, 7)];
+
 impl Case {
-    fn random(random: &mut Random) -> Self {
-        let (dim, m, nbits) = random.pick(&[
-            (64, 2, 6),
-            (128, 2, 6),
-            (64, 4, 8),
-            (32, 1, 8),
-            (32, 4, 3),
-            (24, 3, 4),
-            (32, 8, 5),
-            (64, 2, 8),
-            (64, 16, 7),
-            (16, 4, 1),
-        ]);
+    fn random(random: &mut Random, shapes: &[(usize, usize, u32)], capacities: &[usize]) -> Self {
+        let (dim, m, nbits) = random.pick(shapes);
         let quantizer = PqShape::new(dim, m, nbits).unwrap();
         let rule = random.pick(&[GroupRule::SumOfSoftmax, GroupRule::MaxOfSoftmax]);
-        let capacity = random.pick(&[64, 300, 5000, 10_000, 30_000]);
+        let capacity = random.pick(capacities);
         let batch = 1 + random.below(3);
         let lengths: Vec<u32> = (0..batch)
             .map(|_| match random.below(6) {
@@ -143,9 +137,8 @@ fn tables_and_scores_have_the_bits_of_the_cpu() {
     let Some(device) = device("tables_and_scores_have_the_bits_of_the_cpu") else { return };
     for seed in 0..30 {
         let mut random = Random(seed);
-        let mut case = Case::random(&mut random);
-        case.capacity = case.capacity.min(20_000);
-        case.lengths.iter_mut().for_each(|n| *n = (*n).min(case.capacity as u32));
+        let shapes = if seed % 2 == 0 { &COUNTED[..] } else { &SCORED };
+        let case = Case::random(&mut random, shapes, &[64, 300, 5000, 10_000, 20_000]);
         let inputs = Inputs::new(&case, &mut random);
         let expected = inputs.luts(&case);
         let shape = LutShape {
@@ -267,18 +260,35 @@ fn weights(scores: &[f32], n: usize, rule: GroupRule) -> (Vec<f64>, Vec<f64>) {
 }
 
 #[test]
-fn searches_find_the_heaviest_tokens() {
-    let Some(device) = device("searches_find_the_heaviest_tokens") else { return };
-    for seed in 0..40 {
+fn searches_by_counts_find_the_heaviest_tokens() {
+    let Some(device) = device("searches_by_counts_find_the_heaviest_tokens") else { return };
+    check_searches(&device, 0..12, &COUNTED, &[64, 300, 5000, 10_000]);
+    check_searches(&device, 12..15, &COUNTED, &[30_000]);
+}
+
+#[test]
+fn searches_by_scores_find_the_heaviest_tokens() {
+    let Some(device) = device("searches_by_scores_find_the_heaviest_tokens") else { return };
+    check_searches(&device, 20..35, &SCORED, &[64, 300, 5000, 10_000]);
+    check_searches(&device, 35..40, &SCORED, &[30_000]);
+}
+
+fn check_searches(
+    device: &Device,
+    seeds: std::ops::Range<u64>,
+    shapes: &[(usize, usize, u32)],
+    capacities: &[usize],
+) {
+    for seed in seeds {
         let mut random = Random(seed);
-        let case = Case::random(&mut random);
+        let case = Case::random(&mut random, shapes, capacities);
         let inputs = Inputs::new(&case, &mut random);
         let luts = inputs.luts(&case);
         let wanted = pq_core::Search { k: 0, sinks: case.sinks, recent: case.recent, rule: case.shape.rule };
         let found =
             |i: usize| pq_core::Search { k: case.ks[i] as usize, ..wanted }.found(case.lengths[i] as usize);
         let room = (0..case.lengths.len()).map(found).max().unwrap() + 3;
-        let (tokens, counts, stats) = search(&device, &case, &luts, &inputs.codes, room);
+        let (tokens, counts, stats) = search(device, &case, &luts, &inputs.codes, room);
         let each = case.shape.group * case.shape.quantizer.lut_len();
         for (row, luts) in luts.chunks_exact(each).enumerate() {
             let sequence = row / case.heads;

@@ -1,9 +1,10 @@
 use std::ops::Range;
 
-use codec_core::{Frame, LANES, Side};
+use codec_core::{Frame, FrameInfo, LANES, Side};
 use cudarc::driver::sys::CUstream;
 
-use super::{CodecShape, KernelPlace, Place, Planes};
+use super::transform::{Rows, Transform, coefficients_at};
+use super::{CodecShape, KernelPlace, Place, Planes, PlanesAt};
 use crate::device::Kernel;
 use crate::{Device, Error};
 
@@ -25,6 +26,8 @@ pub struct DecodeArguments {
     pub out: u64,
     /// Where in them the frame's tokens go.
     pub place: Place,
+    /// Bytes ([`Decode::workspace_len`],), overwritten.
+    pub workspace: u64,
     /// `u32`, which the launch only ever raises: if it is not 0 afterwards, there is a tile that no encoder wrote, and what was
     /// written for that tile is without meaning. The tile's number in the frame is one less.
     pub failed: u64,
@@ -36,8 +39,8 @@ pub struct DecodeArguments {
 struct KernelArguments {
     frame: u64,
     planes: u64,
-    out: u64,
     failed: u64,
+    out: PlanesAt,
     place: KernelPlace,
     frame_planes: u32,
     frame_blocks: u32,
@@ -55,11 +58,13 @@ struct KernelArguments {
 /// numbers without meaning; nothing outside the frame is read for them, but up to three bytes behind it that make the last four.
 ///
 /// # Cost
-/// Reads the stream and writes the numbers; a warp decodes 32 numbers at a time, a lane a channel.
+/// Reads the stream and writes the numbers; a warp decodes 32 numbers at a time, a lane a channel. With a transform, a second launch: 4
+/// bytes a number written and read, and a multiplication and an addition for each component of its head.
 /// # Source
 /// CacheGen (SIGCOMM 2024), 6; the bitstream is codec-core's `FORMAT.md`.
 pub struct Decode {
-    kernel: Kernel,
+    tiles: Kernel,
+    transform: Option<Transform>,
     shape: CodecShape,
 }
 
@@ -69,7 +74,16 @@ impl Decode {
     /// # Errors
     /// [`Error::NoNvrtc`], [`Error::Compile`] or [`Error::Driver`].
     pub fn new(device: &Device, shape: CodecShape) -> Result<Self, Error> {
-        Ok(Self { kernel: device.kernel(&shape.decode_program(), "codec_decode", 0)?, shape })
+        let tiles = device.kernel(&shape.decode_program(), "codec_decode", 0)?;
+        Ok(Self { tiles, transform: Transform::new(device, shape)?, shape })
+    }
+
+    /// Bytes of scratch for so many layers and blocks of tokens at a time: none for planes without a transform.
+    #[must_use]
+    pub const fn workspace_len(&self, info: &FrameInfo, layers: usize, blocks: usize) -> usize {
+        let tokens = blocks.saturating_mul(info.block_tokens);
+        let tokens = if tokens < info.tokens { tokens } else { info.tokens };
+        Transform::coefficients_len(&self.shape, layers.saturating_mul(2), tokens)
     }
 
     /// Puts the decoding on a stream. `frame` is the host's view of what is on the device: only its header and index are read.
@@ -107,12 +121,27 @@ impl Decode {
         if a.layers.is_empty() || a.blocks.is_empty() {
             return Ok(());
         }
+        let place = a.place.for_kernel(&self.shape, info.tokens).map_err(problem)?;
+        let first_token = a.blocks.start * info.block_tokens;
+        let rows = Rows {
+            pointers: a.out,
+            place,
+            first_plane: 2 * a.layers.start,
+            planes: 2 * a.layers.len(),
+            first_token,
+            tokens: (a.blocks.end * info.block_tokens).min(info.tokens) - first_token,
+            coefficients: a.workspace,
+        };
+        let (out, place) = match &self.transform {
+            Some(_) => coefficients_at(&self.shape, a.workspace, first_token, rows.tokens),
+            None => (PlanesAt::each(a.out), place),
+        };
         let kernel_arguments = KernelArguments {
             frame: a.frame,
             planes: a.planes,
-            out: a.out,
             failed: a.failed,
-            place: a.place.for_kernel(&self.shape, info.tokens).map_err(problem)?,
+            out,
+            place,
             frame_planes: 2 * info.layers as u32,
             frame_blocks: info.blocks() as u32,
             tokens: info.tokens as u32,
@@ -128,6 +157,12 @@ impl Decode {
         }
         let grid = (tiles as u32, y as u32, z as u32);
         // SAFETY: the structure is the kernel's argument; the caller vouches for what its pointers lead to.
-        unsafe { self.kernel.launch(stream, grid, (WARPS * LANES) as u32, false, &kernel_arguments) }
+        unsafe {
+            self.tiles.launch(stream, grid, (WARPS * LANES) as u32, false, &kernel_arguments)?;
+            match &self.transform {
+                Some(transform) => transform.coefficients_to_rows(stream, planes, a.planes, &rows),
+                None => Ok(()),
+            }
+        }
     }
 }

@@ -3,7 +3,8 @@ use std::ops::Range;
 use codec_core::{FrameInfo, LANES};
 use cudarc::driver::sys::CUstream;
 
-use super::{CodecShape, KernelPlace, Place, Planes};
+use super::transform::{Rows, Transform, coefficients_at};
+use super::{CodecShape, KernelPlace, Place, Planes, PlanesAt};
 use crate::device::Kernel;
 use crate::{Device, Error, KERNELS, Program};
 
@@ -47,11 +48,11 @@ pub struct EncodeArguments {
 #[repr(C)]
 struct EncodeKernelArguments {
     planes: u64,
-    rows: u64,
     slots: u64,
     lengths: u64,
     workspace: u64,
     failed: u64,
+    rows: PlanesAt,
     place: KernelPlace,
     planes_here: u32,
     first_plane: u32,
@@ -77,11 +78,13 @@ struct JoinKernelArguments {
 /// For planes with a step for each channel.
 ///
 /// # Cost
-/// Two launches. Reads the numbers once, and again for tiles of one width; bins are written and read in the workspace.
+/// Two launches. Reads the numbers once, and again for tiles of one width; bins are written and read in the workspace. With a transform,
+/// a third launch before: a multiplication and an addition for each number and component of its head, and 4 bytes a number written.
 /// # Source
 /// CacheGen (SIGCOMM 2024), 5.2; the bitstream is codec-core's `FORMAT.md`.
 pub struct Encode {
-    encode: Kernel,
+    transform: Option<Transform>,
+    tiles: Kernel,
     join: Kernel,
     shape: CodecShape,
     blocks: usize,
@@ -99,9 +102,10 @@ impl Encode {
     /// # Errors
     /// [`Error::NoNvrtc`], [`Error::Compile`] or [`Error::Driver`].
     pub fn new(device: &Device, shape: CodecShape) -> Result<Self, Error> {
-        let encode = device.kernel(&shape.encode_program(), "codec_encode", 0)?;
+        let transform = Transform::new(device, shape)?;
+        let tiles = device.kernel(&shape.encode_program(), "codec_encode", 0)?;
         let join = device.kernel(&Self::join_program(), "codec_join", 0)?;
-        Ok(Self { encode, join, shape, blocks: RESIDENT * device.processors() })
+        Ok(Self { transform, tiles, join, shape, blocks: RESIDENT * device.processors() })
     }
 
     /// Bytes that all tiles of `layers` layers take at most.
@@ -110,9 +114,15 @@ impl Encode {
         tiles(info, layers).saturating_mul(slot_bytes(info))
     }
 
-    /// Bytes of scratch.
+    /// Bytes of scratch for so many layers at a time.
     #[must_use]
-    pub const fn workspace_len(&self, info: &FrameInfo) -> usize {
+    pub const fn workspace_len(&self, info: &FrameInfo, layers: usize) -> usize {
+        let coefficients = Transform::coefficients_len(&self.shape, layers.saturating_mul(2), info.tokens);
+        self.bins_len(info).saturating_add(coefficients)
+    }
+
+    /// Bytes of the tiles that are being coded.
+    const fn bins_len(&self, info: &FrameInfo) -> usize {
         self.blocks.saturating_mul(WARPS).saturating_mul(info.block_tokens).saturating_mul(8 * LANES)
     }
 
@@ -154,14 +164,28 @@ impl Encode {
             return Ok(());
         }
         let slot_bytes = slot_bytes(info) as u32;
+        let place = a.place.for_kernel(&self.shape, info.tokens).map_err(problem)?;
+        let rows_of_launch = Rows {
+            pointers: a.rows,
+            place,
+            first_plane: 2 * a.layers.start,
+            planes: 2 * a.layers.len(),
+            first_token: 0,
+            tokens: info.tokens,
+            coefficients: a.workspace + self.bins_len(info) as u64,
+        };
+        let (rows, place) = match &self.transform {
+            Some(_) => coefficients_at(&self.shape, rows_of_launch.coefficients, 0, info.tokens),
+            None => (PlanesAt::each(a.rows), place),
+        };
         let encode_arguments = EncodeKernelArguments {
             planes: a.planes,
-            rows: a.rows,
             slots: a.slots,
             lengths: a.lengths,
             workspace: a.workspace,
             failed: a.failed,
-            place: a.place.for_kernel(&self.shape, info.tokens).map_err(problem)?,
+            rows,
+            place,
             planes_here: 2 * a.layers.len() as u32,
             first_plane: 2 * a.layers.start as u32,
             tokens: info.tokens as u32,
@@ -182,7 +206,10 @@ impl Encode {
             (tiles / info.blocks() * info.blocks().div_ceil(WARPS), (WARPS * LANES) as u32);
         // SAFETY: the structures are the kernels' arguments; the caller vouches for what their pointers lead to.
         unsafe {
-            self.encode.launch(stream, grid(self.blocks.min(units)), threads, false, &encode_arguments)?;
+            if let Some(transform) = &self.transform {
+                transform.rows_to_coefficients(stream, planes, a.planes, &rows_of_launch)?;
+            }
+            self.tiles.launch(stream, grid(self.blocks.min(units)), threads, false, &encode_arguments)?;
             self.join.launch(stream, grid(tiles.div_ceil(JOINED)), JOINED as u32, false, &join_arguments)
         }
     }

@@ -15,6 +15,7 @@ pub struct CodecShape {
     head_dim: usize,
     contexts: usize,
     symbols: usize, // a power of two
+    map_dim: usize, // components of a head of the transform; 0 for none
     previous: bool,
     /// Element of the rows.
     pub element: VectorElement,
@@ -26,29 +27,57 @@ impl CodecShape {
     /// The program of [`Decode`](super::Decode).
     #[must_use]
     pub fn decode_program(&self) -> Program {
-        self.program("codec_decode", KERNELS.codec_decode)
+        self.tiles_program("codec_decode", KERNELS.codec_decode)
     }
 
     /// The program of [`Encode`](super::Encode).
     #[must_use]
     pub fn encode_program(&self) -> Program {
-        self.program("codec_encode", KERNELS.codec_encode)
+        self.tiles_program("codec_encode", KERNELS.codec_encode)
     }
 
-    fn program(&self, name: &'static str, text: &'static str) -> Program {
-        let defines = [
-            ("CHANNELS", self.channels),
-            ("HEAD_DIM", self.head_dim),
+    /// The program of both for planes with a transform.
+    #[must_use]
+    pub fn transform_program(&self) -> Option<Program> {
+        let defines = [&self.place_defines()[..], &[("MAP_DIM", self.map_dim)]].concat();
+        let program = Program::new("codec_transform", KERNELS.codec_transform, &defines)
+            .define_if(self.paged, "PAGED")
+            .without_fused_multiply_add();
+        self.has_transform().then_some(program)
+    }
+
+    /// Of kernels for tiles, which leave and find coefficients in a workspace where there is a transform.
+    fn tiles_program(&self, name: &'static str, text: &'static str) -> Program {
+        if self.has_transform() {
+            let of_coefficients = Self { map_dim: 0, element: VectorElement::F32, paged: false, ..*self };
+            return of_coefficients.tiles_program(name, text);
+        }
+        let tiles = [
             ("CONTEXTS", self.contexts),
             ("SYMBOLS", self.symbols),
             ("FAMILY_BYTES", 4 * FAMILY_WORDS),
             ("TILE_MODEL_BYTES", 4 * self.tile_model_words()),
-            ("ELEMENT", self.element as usize),
         ];
-        Program::new(name, text, &defines)
+        Program::new(name, text, &[&self.place_defines()[..], &tiles].concat())
             .define_if(self.previous, "PREVIOUS")
             .define_if(self.paged, "PAGED")
             .without_fused_multiply_add()
+    }
+
+    const fn place_defines(&self) -> [(&'static str, usize); 3] {
+        [("CHANNELS", self.channels), ("HEAD_DIM", self.head_dim), ("ELEMENT", self.element as usize)]
+    }
+
+    pub(crate) const fn has_transform(&self) -> bool {
+        self.map_dim > 0
+    }
+
+    pub(crate) const fn map_dim(&self) -> usize {
+        self.map_dim
+    }
+
+    pub(crate) const fn head_dim(&self) -> usize {
+        self.head_dim
     }
 
     pub(crate) const fn channels(&self) -> usize {
@@ -67,14 +96,15 @@ pub struct Planes {
     ids: Vec<u32>,
     scaled_by_token: bool,
     words: Vec<u32>,
+    maps_at: usize, // the first of the transforms' words
 }
 
 impl Planes {
     /// Lays planes out, (layers, 2): keys, then values, of each layer.
     ///
     /// # Errors
-    /// [`Error::Argument`] for no planes, or planes that differ in their channels; [`Error::Unsupported`] for planes with a transform,
-    /// anchors or the range coder, whose tiles have no parallel decoder.
+    /// [`Error::Argument`] for no planes, or planes that differ in their channels; [`Error::Unsupported`] for planes of which some have
+    /// a transform and others none or one of other heads, and for anchors or the range coder, whose tiles have no parallel decoder.
     pub fn pack(planes: &[Plane<'_>], head_dim: usize) -> Result<Self, Error> {
         let problem = |problem: &str| Error::Argument { operation: "codec::Planes", problem: problem.into() };
         let channels = planes.first().ok_or_else(|| problem("no planes"))?.channels();
@@ -84,12 +114,13 @@ impl Planes {
         if planes.iter().any(|plane| plane.channels() != channels) {
             return Err(problem("planes of different numbers of channels"));
         }
+        let map_dim = |plane: &Plane<'_>| plane.parts().transform.map_or(0, |transform| transform.head_dim());
         for plane in planes {
             let parts = plane.parts();
-            let what = match (parts.transform, parts.predictor, parts.coder) {
-                (Some(_), ..) => "a transform",
-                (_, Predictor::Anchor { .. }, _) => "anchors",
-                (_, _, Coder::Range) => "the range coder",
+            let what = match (parts.predictor, parts.coder) {
+                (Predictor::Anchor { .. }, _) => "anchors",
+                (_, Coder::Range) => "the range coder",
+                _ if map_dim(plane) != map_dim(&planes[0]) => "different heads of their transforms",
                 _ => continue,
             };
             let operation = format!("planes with {what} on the GPU");
@@ -111,6 +142,7 @@ impl Planes {
             head_dim,
             contexts,
             symbols: symbols.next_power_of_two().max(LEAST_SYMBOLS),
+            map_dim: map_dim(&planes[0]),
             previous: parts().any(|plane| matches!(plane.predictor, Predictor::Previous(_))),
             element: VectorElement::F32,
             paged: false,
@@ -127,8 +159,14 @@ impl Planes {
                 push_tile(&shape, plane, first, &mut words)?;
             }
         }
+        let maps_at = words.len();
+        for plane in parts() {
+            let Some(transform) = plane.transform else { continue };
+            let maps = [transform.forward_maps(), transform.inverse_maps(), plane.mean];
+            words.extend(maps.iter().flat_map(|numbers| numbers.iter().map(|x| x.to_bits())));
+        }
         let scaled_by_token = parts().any(|plane| matches!(plane.scaling, Scaling::TokenAbsmax { .. }));
-        Ok(Self { shape, ids: planes.iter().map(Plane::id).collect(), scaled_by_token, words })
+        Ok(Self { shape, ids: planes.iter().map(Plane::id).collect(), scaled_by_token, words, maps_at })
     }
 
     /// What the device needs, to be copied there as it is.
@@ -147,6 +185,11 @@ impl Planes {
     #[must_use]
     pub fn ids(&self) -> &[u32] {
         &self.ids
+    }
+
+    /// Bytes of the words before the transforms' maps.
+    pub(crate) const fn maps_at(&self) -> usize {
+        4 * self.maps_at
     }
 
     pub(crate) const fn scaled_by_token(&self) -> bool {
@@ -211,7 +254,9 @@ fn push_tile(shape: &CodecShape, plane: &Plane<'_>, first: usize, words: &mut Ve
         Predictor::Previous(factors) => Some(factors),
         _ => None,
     };
-    for (numbers, otherwise) in [(steps, 1.0), (Some(parts.mean), 0.0), (factors, 0.0_f32)] {
+    // With a transform the mean is of what comes before it.
+    let mean = if parts.transform.is_none() { Some(parts.mean) } else { None };
+    for (numbers, otherwise) in [(steps, 1.0), (mean, 0.0), (factors, 0.0_f32)] {
         let number = |channel: Option<usize>| numbers.and_then(|numbers| numbers.get(channel?).copied());
         words.extend(lanes().map(|channel| number(channel).unwrap_or(otherwise).to_bits()));
     }

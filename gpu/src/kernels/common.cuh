@@ -116,6 +116,9 @@ __device__ __forceinline__ void copy_async_16(void* shared, const void* global) 
 __device__ __forceinline__ void copy_async_16_if(void* shared, const void* global, bool there) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global), "r"(there ? 16 : 0) : "memory");
 }
+__device__ __forceinline__ void copy_async_4_if(void* shared, const void* global, bool there) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(shared)), "l"(global), "r"(there ? 4 : 0) : "memory");
+}
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Until at most so many groups are on their way.
 template <int GROUPS>
@@ -146,11 +149,18 @@ __device__ __forceinline__ u16* chunk_at(u16* tile, int row, int chunk) {
 __device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 #if __CUDA_ARCH__ >= 900
-// Makes a barrier of one phase, which ends when so many bytes have come. For one thread; the others may use it after a barrier of
+// A barrier whose phase ends when so many have arrived and all bytes that they expect have come. Others may use it after a barrier of
 // the block.
-__device__ __forceinline__ void expect_bytes(void* barrier, u32 bytes) {
-    asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
+__device__ __forceinline__ void make_barrier(void* barrier, u32 arrivals) {
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+__device__ __forceinline__ void arrive(void* barrier) {
+    asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+
+__device__ __forceinline__ void arrive_expecting(void* barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
 }
 
@@ -161,9 +171,11 @@ __device__ __forceinline__ void copy_in_bulk(void* shared, const void* global, u
                  : "memory");
 }
 
-__device__ __forceinline__ void wait_for_bytes(void* barrier) {
-    asm volatile("{\n .reg .pred done;\nWAIT%=:\n mbarrier.try_wait.parity.shared.b64 done, [%0], 0;\n @!done bra WAIT%=;\n}" ::"r"(
-                     shared_address(barrier))
+// Until the barrier's phase number `phase` has ended; one later has not.
+__device__ __forceinline__ void wait_for_phase(void* barrier, u32 phase) {
+    asm volatile("{\n .reg .pred done;\nWAIT%=:\n mbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n @!done bra WAIT%=;\n}" ::"r"(
+                     shared_address(barrier)),
+                 "r"(phase % 2)
                  : "memory");
 }
 #endif

@@ -10,7 +10,7 @@ constexpr float UNITS = (1 << 20) - 1;
 // What is known of a subspace between kernels.
 struct State {
     u32 largest; // bits of a float
-    u32 done, iterations, unused;
+    u32 done;
     double error;
 };
 
@@ -37,7 +37,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) pq_train_start(const Argum
         }
     for (u32 i = blockIdx.x * THREADS + threadIdx.x; i < KSUB * (DSUB + 1); i += gridDim.x * THREADS)
         a.sums[pair * KSUB * (DSUB + 1) + i] = 0;
-    if (blockIdx.x == 0 && threadIdx.x == 0) a.states[pair] = {0, 0, 0, 0, (double)infinity()};
+    if (blockIdx.x == 0 && threadIdx.x == 0) a.states[pair] = {0, 0, (double)infinity()};
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) pq_train_largest(const Arguments a) {
@@ -159,7 +159,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) pq_train_update(const Argu
         now = fmax(now, 0.);
         state.done = state.error - now <= a.tolerance * now;
         state.error = fmin(now, state.error);
-        state.iterations++;
         if (a.errors) a.errors[pair] = state.error;
     }
 }

@@ -153,12 +153,19 @@ impl Search {
         Ok(Self { kernels, shape })
     }
 
-    /// Bytes of scratch.
+    /// Bytes of scratch: none, where tokens are counted.
     #[must_use]
     pub fn workspace_len(&self, batch: usize, heads: usize, capacity: usize) -> usize {
+        if self.is_joint() {
+            return 0;
+        }
         let chunks = capacity.div_ceil(CHUNK);
         let row = chunks.saturating_mul(8 + 8 * self.shape.group + 8 * CHUNK).saturating_add(ROW_BYTES);
         batch.saturating_mul(heads).saturating_mul(row)
+    }
+
+    fn is_joint(&self) -> bool {
+        self.kernels.len() == 1
     }
 
     /// Puts the search on a stream.
@@ -197,7 +204,7 @@ impl Search {
             sinks: at_most_capacity(a.sinks),
             recent: at_most_capacity(a.recent),
         };
-        let blocks = if self.kernels.len() == 1 { JOINT_BLOCKS } else { chunks as u32 };
+        let blocks = if self.is_joint() { JOINT_BLOCKS } else { chunks as u32 };
         for (kernel, threads) in &self.kernels {
             // SAFETY: the structure is the kernels' argument; the caller vouches for what its pointers lead to.
             unsafe { kernel.launch(stream, (blocks, rows as u32, 1), *threads, true, &kernel_arguments)? };

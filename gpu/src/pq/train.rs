@@ -8,7 +8,7 @@ use crate::{Device, Error, KERNELS, Program, VectorElement};
 /// Vectors of a block: `PART` of the kernels.
 const PART: usize = 2048;
 /// Bytes of `State` of the kernels.
-const STATE_BYTES: usize = 24;
+const STATE_BYTES: usize = 16;
 
 /// What a training is compiled for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -1,8 +1,10 @@
 //! Frames of the codec: decoding, alone and beside the copy from the host, and encoding.
 
+use std::sync::Arc;
+
 use codec_core::{
     Backend, Coder, FitOptions, Frame, FrameInfo, ModelKind, PlaneBuf, PredictorKind, Side, Steps,
-    assemble_frame, encode_frame,
+    TransformBuf, assemble_frame, encode_frame,
 };
 use cudarc::driver::result::memcpy_htod_async;
 use half::bf16;
@@ -18,24 +20,47 @@ const LAYERS: usize = INFO.layers;
 const PART: usize = 4;
 
 pub fn run(watch: &Stopwatch) {
-    for (name, predictor, models) in [
-        ("mean, families", PredictorKind::Mean, ModelKind::Families),
-        ("previous, tables by context", PredictorKind::Previous, ModelKind::ContextTables),
+    let transform = Some(Arc::new(cosines()));
+    for (name, predictor, models, transform) in [
+        ("mean, families", PredictorKind::Mean, ModelKind::Families, None),
+        ("previous, tables by context", PredictorKind::Previous, ModelKind::ContextTables, None),
+        ("transform, mean, tables", PredictorKind::Mean, ModelKind::Tables, transform),
     ] {
         let load = format!("{name}, 32 layers x 8 heads x 4096 x 128");
         if watch.wants("codec decode", &load) || watch.wants("codec encode", &load) {
-            measure(watch, &load, predictor, models);
+            measure(watch, &load, transform, predictor, models);
         }
     }
 }
 
-fn measure(watch: &Stopwatch, load: &str, predictor: PredictorKind, models: ModelKind) {
+/// A map for each head: the cosine transform, whatever the numbers are.
+fn cosines() -> TransformBuf {
+    let dim = INFO.head_dim;
+    let entry = |component: usize, coefficient: usize| {
+        let angle = std::f64::consts::PI / dim as f64 * (component as f64 + 0.5) * coefficient as f64;
+        let scale = if coefficient == 0 { 1.0 } else { 2.0 };
+        (angle.cos() * (scale / dim as f64).sqrt()) as f32
+    };
+    let map = |entry: &dyn Fn(usize, usize) -> f32| {
+        let one: Vec<f32> = (0..dim * dim).map(|i| entry(i / dim, i % dim)).collect();
+        one.repeat(INFO.channels() / dim)
+    };
+    TransformBuf::new(dim, map(&entry), map(&|coefficient, component| entry(component, coefficient))).unwrap()
+}
+
+fn measure(
+    watch: &Stopwatch,
+    load: &str,
+    transform: Option<Arc<TransformBuf>>,
+    predictor: PredictorKind,
+    models: ModelKind,
+) {
     let values = INFO.numbers() as f64;
     let rows: Vec<bf16> =
         kv_benches::keys(INFO.tokens, INFO.channels()).into_iter().map(bf16::from_f32).collect();
     let wide: Vec<f32> = rows.iter().map(|x| x.to_f32()).collect();
     let options = FitOptions { predictor, steps: Steps::Deviations(1.0), models, coder: Coder::Lanes };
-    let plane = PlaneBuf::fit(&wide, INFO.channels(), None, &options).unwrap();
+    let plane = PlaneBuf::fit(&wide, INFO.channels(), transform, &options).unwrap();
     let plane = plane.view().unwrap();
     let mut bytes = vec![];
     encode_frame(Backend::detect(), &INFO, &[plane; 2 * LAYERS], &[&wide[..]; 2 * LAYERS], &mut bytes)
@@ -55,6 +80,7 @@ fn measure(watch: &Stopwatch, load: &str, predictor: PredictorKind, models: Mode
     let out = watch.upload(&pointers(watch.pointer(&numbers)));
     let failed = watch.zeros::<u32>(1);
     let decode = Decode::new(&watch.gpu, shape).unwrap();
+    let workspace = watch.zeros::<u8>(decode.workspace_len(&INFO, LAYERS, INFO.blocks()));
     let arguments = DecodeArguments {
         frame: watch.pointer(&there),
         planes: watch.pointer(&words),
@@ -62,6 +88,7 @@ fn measure(watch: &Stopwatch, load: &str, predictor: PredictorKind, models: Mode
         blocks: 0..INFO.blocks(),
         out: watch.pointer(&out),
         place,
+        workspace: watch.pointer(&workspace),
         failed: watch.pointer(&failed),
     };
 
@@ -128,7 +155,7 @@ fn measure(watch: &Stopwatch, load: &str, predictor: PredictorKind, models: Mode
     let kernel = Encode::new(&watch.gpu, shape).unwrap();
     let slots_len = Encode::slots_len(&INFO, LAYERS);
     let (slots, payload) = (watch.zeros::<u8>(slots_len), watch.zeros::<u8>(slots_len));
-    let workspace = watch.zeros::<u8>(kernel.workspace_len(&INFO));
+    let workspace = watch.zeros::<u8>(kernel.workspace_len(&INFO, LAYERS));
     let lengths = watch.zeros::<u16>(2 * LAYERS * INFO.blocks() * INFO.channels() / 32);
     let payload_bytes = watch.zeros::<u64>(1);
     let arguments = EncodeArguments {

@@ -14,8 +14,8 @@ constexpr int HEADER_BYTES = 64, ENTRY_BYTES = 12 + 2 * TILES;
 struct Arguments {
     const u8* frame;
     const Planes* planes;
-    Number* const* out; // of every plane of this launch
     u32* failed;
+    PlanesAt out; // of this launch
     Place place;
     u32 frame_planes, frame_blocks, tokens, block_tokens; // of the frame
     u32 first_plane, first_block, blocks;                 // of this launch

@@ -13,11 +13,11 @@ constexpr u16 ESCAPE = 0xffff;
 
 struct Arguments {
     const Planes* planes;
-    Number* const* rows; // of every plane of this launch
-    u8* slots;           // (plane, block, tile), `slot_bytes` each
-    u16* lengths;        // (plane, block, tile), in units of two bytes
-    u16* workspace;      // of every warp, 4 * LANES * block_tokens
+    u8* slots;      // (plane, block, tile), `slot_bytes` each
+    u16* lengths;   // (plane, block, tile), in units of two bytes
+    u16* workspace; // of every warp, 4 * LANES * block_tokens
     u32* failed;
+    PlanesAt rows; // of this launch
     Place place;
     u32 planes_here, first_plane, tokens, block_tokens, slot_bytes;
 };

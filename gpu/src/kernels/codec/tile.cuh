@@ -1,8 +1,8 @@
 // What coding and decoding of codec-core's tiles have in common (codec-core/FORMAT.md): a warp takes a tile, a lane a channel.
 //
-// Compile-time shape: CHANNELS, HEAD_DIM, CONTEXTS (1 or 3) and SYMBOLS (a power of two, up to 64) of the models; PREVIOUS where
-// a number is predicted from the one before; PAGED or not; ELEMENT. Compiled without contraction (--fmad=false): every operation on
-// floats is rounded by itself, as on the CPU.
+// Compile-time shape, beside that of place.cuh: CONTEXTS (1 or 3) and SYMBOLS (a power of two, up to 64) of the models; PREVIOUS where
+// a number is predicted from the one before. Compiled without contraction (--fmad=false): every operation on floats is rounded by
+// itself, as on the CPU.
 
 constexpr int PRECISION = 12, MAX_SYMBOLS = 64;
 constexpr u32 SLOTS = 1u << PRECISION;
@@ -29,7 +29,7 @@ struct TileModel {
     double deviations[LANES]; // of bins, that the model expects
     u32 shapes[LANES];        // of the families
     u32 low_bits[LANES];
-    float steps[LANES], mean[LANES], factors[LANES];
+    float steps[LANES], mean[LANES], factors[LANES]; // the mean is 0 where transform.cu takes it out
     float centroids[2];
     u32 levels;   // of a step for each token; 0 for one for each channel
     u32 contexts; // that differ
@@ -43,37 +43,6 @@ struct Planes {
     TileModel tiles[1][TILES];
 };
 static_assert(sizeof(Family) == FAMILY_BYTES && sizeof(TileModel) == TILE_MODEL_BYTES, "the host lays them out");
-
-// Where the rows of a plane lie: numbers [token][head][component] with strides, tokens in pages or not.
-struct Place {
-    u64 token_stride, head_stride, page_stride; // numbers
-    const u32* pages;                           // of every `page_tokens` tokens
-    u32 page_tokens, first_token;
-};
-
-// A lane's channel of a plane, token after token.
-struct Column {
-    Number* base;
-    Number* at;
-
-    __device__ Column(const Place& place, Number* plane, u32 channel) {
-        base = plane + channel / HEAD_DIM * place.head_stride + channel % HEAD_DIM;
-    }
-
-    // The lane's number of token `token`, which is the one behind the last that was asked for.
-    __device__ __forceinline__ Number* of(const Place& place, u32 token, bool first) {
-        token += place.first_token;
-#ifdef PAGED
-        const u32 inside = token % place.page_tokens;
-        if (first || inside == 0) at = base + place.pages[token / place.page_tokens] * place.page_stride + inside * place.token_stride;
-#else
-        if (first) at = base + token * place.token_stride;
-#endif
-        Number* number = at;
-        at += place.token_stride;
-        return number;
-    }
-};
 
 __device__ __forceinline__ u32 lanes_below(int lane) { return (1u << lane) - 1; }
 

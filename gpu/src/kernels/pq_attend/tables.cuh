@@ -8,7 +8,10 @@ __device__ __forceinline__ void load_tables(const Arguments& a) {
     const u8* keys = a.key_table + (u64)place.head * KEY_ROWS * WORDS * 4;
     const u8* values = a.value_table + (u64)place.head * VALUE_ROWS * WORDS * 4;
 #if __CUDA_ARCH__ >= 900
-    if (lane.thread == 0) expect_bytes(shared + BARRIER, (KEY_ROWS + VALUE_ROWS) * WORDS * 4);
+    if (lane.thread == 0) {
+        make_barrier(shared + BARRIER, 1);
+        arrive_expecting(shared + BARRIER, (KEY_ROWS + VALUE_ROWS) * WORDS * 4);
+    }
     __syncthreads();
     if constexpr (WORDS * 4 == ROW) {
         if (lane.thread == 0) {
@@ -32,7 +35,7 @@ __device__ __forceinline__ void load_tables(const Arguments& a) {
 // A block must not end before they have come.
 __device__ __forceinline__ void wait_for_tables() {
 #if __CUDA_ARCH__ >= 900
-    wait_for_bytes(shared + BARRIER);
+    wait_for_phase(shared + BARRIER, 0);
 #else
     wait_for_copies();
 #endif

@@ -1,0 +1,133 @@
+use cudarc::driver::sys::CUstream;
+
+use super::{CodecShape, KernelPlace, Planes, PlanesAt};
+use crate::device::Kernel;
+use crate::{Device, Error};
+
+/// `TOKENS` and `THREADS` of the kernels, and the columns of a block for heads of up to so many components.
+const TOKENS: usize = 64;
+const THREADS: u32 = 128;
+const COLUMNS: [usize; 2] = [64, 128];
+
+/// Rows to coefficients and back, for planes that have a transform.
+pub(super) struct Transform {
+    into: Kernel,
+    back: Kernel,
+    shape: CodecShape,
+}
+
+/// `Arguments` of the kernels.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct KernelArguments {
+    maps: u64,
+    coefficients: u64,
+    rows: PlanesAt,
+    place: KernelPlace,
+    first_plane: u32,
+    first_token: u32,
+    tokens: u32,
+}
+
+/// The rows of a launch.
+#[derive(Clone, Copy)]
+pub(super) struct Rows {
+    /// Pointers on the device, one a plane.
+    pub pointers: u64,
+    pub place: KernelPlace,
+    pub first_plane: usize,
+    pub planes: usize,
+    pub first_token: usize,
+    pub tokens: usize,
+    /// f32 (planes, tokens, channels).
+    pub coefficients: u64,
+}
+
+impl Transform {
+    /// For a shape with a transform.
+    pub(super) fn new(device: &Device, shape: CodecShape) -> Result<Option<Self>, Error> {
+        let Some(program) = shape.transform_program() else { return Ok(None) };
+        let into = device.kernel(&program, "codec_rows_to_coefficients", 0)?;
+        Ok(Some(Self { into, back: device.kernel(&program, "codec_coefficients_to_rows", 0)?, shape }))
+    }
+
+    /// Bytes of the coefficients of so many planes and tokens.
+    pub(super) const fn coefficients_len(shape: &CodecShape, planes: usize, tokens: usize) -> usize {
+        let numbers = if shape.has_transform() { planes.saturating_mul(tokens) } else { 0 };
+        numbers.saturating_mul(4 * shape.channels())
+    }
+
+    /// # Safety
+    /// Pointers must be to device memory with as many elements as their shapes say; that at `words` must have the words of `planes`.
+    pub(super) unsafe fn rows_to_coefficients(
+        &self,
+        stream: CUstream,
+        planes: &Planes,
+        words: u64,
+        rows: &Rows,
+    ) -> Result<(), Error> {
+        // SAFETY: the caller's.
+        unsafe { self.launch(&self.into, stream, planes, words, rows) }
+    }
+
+    /// # Safety
+    /// As [`Self::rows_to_coefficients`].
+    pub(super) unsafe fn coefficients_to_rows(
+        &self,
+        stream: CUstream,
+        planes: &Planes,
+        words: u64,
+        rows: &Rows,
+    ) -> Result<(), Error> {
+        // SAFETY: the caller's.
+        unsafe { self.launch(&self.back, stream, planes, words, rows) }
+    }
+
+    unsafe fn launch(
+        &self,
+        kernel: &Kernel,
+        stream: CUstream,
+        planes: &Planes,
+        words: u64,
+        rows: &Rows,
+    ) -> Result<(), Error> {
+        let map_dim = self.shape.map_dim();
+        let columns = COLUMNS[usize::from(map_dim > COLUMNS[0])];
+        let heads = self.shape.channels() / map_dim * map_dim.div_ceil(columns);
+        if heads > 65_535 || rows.planes > 65_535 {
+            let problem = "more than 65,535 heads of a transform, or 32,767 layers at a time".into();
+            return Err(Error::Argument { operation: "codec transform", problem });
+        }
+        let grid = (rows.tokens.div_ceil(TOKENS) as u32, heads as u32, rows.planes as u32);
+        let arguments = KernelArguments {
+            maps: words + planes.maps_at() as u64,
+            coefficients: rows.coefficients,
+            rows: PlanesAt::each(rows.pointers),
+            place: rows.place,
+            first_plane: rows.first_plane as u32,
+            first_token: rows.first_token as u32,
+            tokens: rows.tokens as u32,
+        };
+        // SAFETY: the structure is the kernels' argument; the caller vouches for what its pointers lead to.
+        unsafe { kernel.launch(stream, grid, THREADS, false, &arguments) }
+    }
+}
+
+/// Coefficients as the kernels for tiles find and leave them: planes behind each other, of tokens from `first_token` on.
+pub(super) fn coefficients_at(
+    shape: &CodecShape,
+    coefficients: u64,
+    first_token: usize,
+    tokens: usize,
+) -> (PlanesAt, KernelPlace) {
+    let channels = shape.channels();
+    let place = KernelPlace {
+        token_stride: channels as u64,
+        head_stride: shape.head_dim() as u64,
+        page_stride: 0,
+        pages: 0,
+        page_tokens: 1,
+        first_token: 0_u32.wrapping_sub(first_token as u32), // which comes first
+    };
+    (PlanesAt { each: 0, all: coefficients, stride: (tokens * channels) as u64 }, place)
+}
