@@ -4,7 +4,10 @@ use cudarc::driver::sys::{self, CUtensorMap};
 
 use crate::{Element, Error};
 
-/// Rows of heads, (heads, rows, dim), which a kernel has copied to shared memory in boxes of one head.
+/// Components of a box, whose 128 bytes of a row are turned in chunks of 16 as `chunk_at<8>` of the kernels does: `WIDTH` of the kernels.
+pub(crate) const BOX_WIDTH: usize = 64;
+
+/// Rows of heads, (heads, rows, dim), which a kernel has copied to shared memory, or from there, in boxes of one head.
 pub(crate) struct RowsOfHeads {
     pub rows: u64,
     pub element: Element,
@@ -13,12 +16,12 @@ pub(crate) struct RowsOfHeads {
     pub dim: usize,
     /// Elements from a head and a row to the next, multiples of 8.
     pub strides: [usize; 2],
-    /// Components and rows of a box: 64 components are 128 bytes, whose chunks of 16 are turned as `chunk_at` of the kernels does.
-    pub in_box: [u32; 2],
+    /// Rows of a box. It is [`BOX_WIDTH`] components wide.
+    pub box_rows: usize,
 }
 
 impl RowsOfHeads {
-    /// The map that a kernel is given, on devices from 9.0 on. Behind the last row are zeros.
+    /// The map that a kernel is given, on devices from 9.0 on. What lies beyond the rows and components is zeros, and not written.
     ///
     /// # Errors
     /// [`Error::Driver`] for what it cannot map.
@@ -29,7 +32,7 @@ impl RowsOfHeads {
         };
         let sizes = [self.dim as u64, self.n as u64, self.heads as u64];
         let strides = [2 * self.strides[1] as u64, 2 * self.strides[0] as u64];
-        let in_box = [self.in_box[0], self.in_box[1], 1];
+        let in_box = [BOX_WIDTH as u32, self.box_rows as u32, 1];
         let mut map = MaybeUninit::<CUtensorMap>::uninit();
         // SAFETY: arrays of three dimensions and of the two strides between them, which the driver reads; it writes the map, and
         // nothing at the rows' address.

@@ -119,21 +119,17 @@ fn gathering() {
 }
 
 #[test]
-fn projection() {
-    let ranks = [(128, 128), (128, 72), (64, 40), (96, 8)];
-    let shapes = ranks.map(|(dim, rank)| {
-        [Element::F16, Element::Bf16].map(|element| ProjectShape { dim, rank, element }.program().unwrap())
-    });
-    check(|_| shapes.concat(), true);
-}
-
-#[test]
-fn second_moments() {
+fn projection_and_second_moments() {
+    let elements = || [Element::F16, Element::Bf16].into_iter();
     for (architecture, capability) in CAPABILITIES {
-        for (dim, element) in
-            [16, 64, 96, 128].into_iter().zip([Element::F16, Element::Bf16].into_iter().cycle())
-        {
-            let program = svd::GramShape { dim, element }.program(capability).unwrap();
+        let project =
+            [(128, 128), (128, 72), (128, 64), (64, 40), (96, 8)].into_iter().flat_map(|(dim, rank)| {
+                elements().map(move |element| ProjectShape { dim, rank, element }.program(capability))
+            });
+        let gram = [16, 64, 96, 128].into_iter().flat_map(|dim| {
+            elements().map(move |element| svd::GramShape { dim, element }.program(capability))
+        });
+        for program in project.chain(gram).map(Result::unwrap) {
             let Some(spilled) = spilled(&program, architecture) else { return };
             assert_eq!(spilled, 0, "{program} for {architecture}");
         }

@@ -1,7 +1,7 @@
 use cudarc::driver::sys::{CUstream, CUtensorMap};
 
 use crate::device::Kernel;
-use crate::tensor_map::RowsOfHeads;
+use crate::tensor_map::{BOX_WIDTH, RowsOfHeads};
 use crate::{Device, Element, Error, KERNELS, Program};
 
 /// Rows of a tile: `ROWS` of the kernel.
@@ -27,23 +27,23 @@ impl GramShape {
             return Err(Error::Unsupported { operation, supported: "multiples of 16 up to 128" });
         }
         let defines = [("DIM", self.dim), ("SHARED_BYTES", self.shared_bytes(capability))];
-        let program = if self.in_halves(capability) {
-            Program::new("svd_gram_halves", KERNELS.svd_gram_halves, &defines).of_architecture_alone()
+        let program = if self.in_squares(capability) {
+            Program::new("svd_gram_squares", KERNELS.svd_gram_squares, &defines).of_architecture_alone()
         } else {
             Program::new("svd_gram_strips", KERNELS.svd_gram_strips, &defines)
         };
         Ok(program.define_if(self.element == Element::Bf16, "BFLOAT"))
     }
 
-    /// Whether `halves.cu` takes it, and not `strips.cu`.
-    const fn in_halves(&self, capability: (i32, i32)) -> bool {
-        matches!(capability, (9, 0)) && self.dim.is_multiple_of(64)
+    /// Whether `squares.cu` takes it, and not `strips.cu`.
+    const fn in_squares(&self, capability: (i32, i32)) -> bool {
+        matches!(capability, (9, 0)) && self.dim.is_multiple_of(BOX_WIDTH)
     }
 
-    /// Of `halves.cu`, six tiles, the matrix of ones and two barriers a tile, rounded up; of `strips.cu`, three tiles.
+    /// Of `squares.cu`, six tiles, the matrix of ones and two barriers a tile, rounded up; of `strips.cu`, three tiles.
     const fn shared_bytes(&self, capability: (i32, i32)) -> usize {
         let tile = ROWS * self.dim * 2;
-        if self.in_halves(capability) { 6 * tile + 256 } else { 3 * tile }
+        if self.in_squares(capability) { 6 * tile + 256 } else { 3 * tile }
     }
 
     /// Numbers of a block's part: `PART` of the kernel.
@@ -92,10 +92,10 @@ struct StripsArguments {
     row_stride: u64,
 }
 
-/// `Arguments` of `halves.cu`.
+/// `Arguments` of `squares.cu`.
 #[derive(Clone, Copy)]
 #[repr(C, align(128))]
-struct HalvesArguments {
+struct SquaresArguments {
     rows: CUtensorMap,
     sums: Sums,
 }
@@ -111,7 +111,7 @@ pub struct Gram {
     gram: Kernel,
     join: Kernel,
     shape: GramShape,
-    in_halves: bool,
+    in_squares: bool,
     processors: usize,
 }
 
@@ -126,7 +126,7 @@ impl Gram {
             gram: device.kernel(&program, "svd_gram", shape.shared_bytes(device.capability()))?,
             join: device.kernel(&program, "svd_gram_join", 0)?,
             shape,
-            in_halves: shape.in_halves(device.capability()),
+            in_squares: shape.in_squares(device.capability()),
             processors: device.processors(),
         })
     }
@@ -167,19 +167,20 @@ impl Gram {
         let grid = (parts, heads, 1);
         // SAFETY: the structures are the kernels' arguments; the caller vouches for what their pointers lead to.
         unsafe {
-            if self.in_halves {
+            if self.in_squares {
                 let GramShape { dim, element } = self.shape;
-                let in_box = [64, ROWS as u32];
-                let (rows, n, strides) = (a.rows, a.n, a.strides);
-                let rows = RowsOfHeads { rows, element, heads: a.heads, n, dim, strides, in_box }.map()?;
-                let threads = 2 * dim as u32 + 128;
-                self.gram.launch(stream, grid, threads, true, &HalvesArguments { rows, sums })?;
+                let (rows, heads, n, strides) = (a.rows, a.heads, a.n, a.strides);
+                let rows = RowsOfHeads { rows, element, heads, n, dim, strides, box_rows: ROWS }.map()?;
+                let squares = (dim / BOX_WIDTH) * (dim / BOX_WIDTH + 1) / 2;
+                let threads = 128 * squares as u32 + 32;
+                self.gram.launch(stream, grid, threads, true, &SquaresArguments { rows, sums })?;
             } else {
                 let (head_stride, row_stride) = (a.strides[0] as u64, a.strides[1] as u64);
                 let arguments = StripsArguments { sums, rows: a.rows, head_stride, row_stride };
                 self.gram.launch(stream, grid, 2 * self.shape.dim as u32, true, &arguments)?;
             }
-            let join_blocks = self.shape.part_len().div_ceil(256) as u32;
+            let strips = self.shape.dim as u32 / 16;
+            let join_blocks = strips * (strips + 1) / 2 + 1;
             self.join.launch(stream, (join_blocks, heads, 1), 256, true, &sums)
         }
     }

@@ -1,11 +1,17 @@
-use cudarc::driver::sys::CUstream;
+use cudarc::driver::sys::{CUstream, CUtensorMap};
 
 use crate::device::Kernel;
+use crate::tensor_map::{BOX_WIDTH, RowsOfHeads};
 use crate::{Device, Element, Error, KERNELS, Program};
 
+/// Of `registers.cu`: warps of a block, and rows of each at a time.
 const WARPS: usize = 8;
-/// Rows of a warp at a time: `ROWS` of the kernel.
-const ROWS: usize = 16;
+const WARP_ROWS: usize = 16;
+/// Of `boxes.cu`: rows of a tile, tiles of the ring, warpgroups of a block that compute, and bytes for barriers.
+const TILE_ROWS: usize = 64;
+const STAGES: usize = 6;
+const GROUPS: usize = 2;
+const BARRIER_BYTES: usize = 16 * STAGES;
 
 /// What a projection is compiled for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -19,16 +25,27 @@ pub struct ProjectShape {
 }
 
 impl ProjectShape {
-    fn shared_bytes(&self) -> usize {
-        let parts = if self.element == Element::Bf16 { 2 } else { 1 };
-        parts * self.rank.div_ceil(32) * 32 * self.dim * 2
+    /// Whether `boxes.cu` takes it, and not `registers.cu`.
+    const fn in_boxes(&self, capability: (i32, i32)) -> bool {
+        matches!(capability, (9, 0)) && self.dim.is_multiple_of(BOX_WIDTH)
     }
 
-    /// The program.
+    fn shared_bytes(&self, capability: (i32, i32)) -> usize {
+        let map_parts = if self.element == Element::Bf16 { 2 } else { 1 };
+        if !self.in_boxes(capability) {
+            return map_parts * self.rank.div_ceil(32) * 32 * self.dim * 2;
+        }
+        let columns = self.rank.next_multiple_of(BOX_WIDTH);
+        let numbers =
+            (STAGES * TILE_ROWS + map_parts * columns) * self.dim + GROUPS * 2 * TILE_ROWS * columns;
+        2 * numbers + BARRIER_BYTES
+    }
+
+    /// The program for a compute capability: 9.0 has one of its own for 64 and 128 components.
     ///
     /// # Errors
     /// [`Error::Unsupported`].
-    pub fn program(&self) -> Result<Program, Error> {
+    pub fn program(&self, capability: (i32, i32)) -> Result<Program, Error> {
         let dim_fits = matches!(self.dim, 32 | 64 | 96 | 128);
         if !dim_fits || self.rank == 0 || self.rank > self.dim || !self.rank.is_multiple_of(8) {
             return Err(Error::Unsupported {
@@ -36,9 +53,14 @@ impl ProjectShape {
                 supported: "dim 32, 64, 96 or 128, and a rank that is a multiple of 8 and not above it",
             });
         }
-        let defines = [("DIM", self.dim), ("RANK", self.rank), ("SHARED_BYTES", self.shared_bytes())];
-        Ok(Program::new("svd_project", KERNELS.svd_project, &defines)
-            .define_if(self.element == Element::Bf16, "BFLOAT"))
+        let shared = self.shared_bytes(capability);
+        let defines = [("DIM", self.dim), ("RANK", self.rank), ("SHARED_BYTES", shared)];
+        let program = if self.in_boxes(capability) {
+            Program::new("svd_project_boxes", KERNELS.svd_project_boxes, &defines).of_architecture_alone()
+        } else {
+            Program::new("svd_project_registers", KERNELS.svd_project_registers, &defines)
+        };
+        Ok(program.define_if(self.element == Element::Bf16, "BFLOAT"))
     }
 }
 
@@ -59,10 +81,10 @@ pub struct ProjectArguments {
     pub out: u64,
 }
 
-/// `Arguments` of the kernel.
+/// `Arguments` of `registers.cu`.
 #[derive(Clone, Copy)]
 #[repr(C)]
-struct KernelArguments {
+struct RegistersArguments {
     rows: u64,
     columns: u64,
     out: u64,
@@ -71,12 +93,24 @@ struct KernelArguments {
     row_stride: u64,
 }
 
+/// `Arguments` of `boxes.cu`.
+#[derive(Clone, Copy)]
+#[repr(C, align(128))]
+struct BoxesArguments {
+    rows: CUtensorMap,
+    out: CUtensorMap,
+    columns: u64,
+    n: u64,
+}
+
 /// `svd_core::Map::project_into` for all heads: keys, values or queries into the components that their rotations keep.
 ///
 /// # Cost
 /// Reads the rows and writes the results, on tensor cores.
 pub struct Project {
     kernel: Kernel,
+    shape: ProjectShape,
+    in_boxes: bool,
     processors: usize,
 }
 
@@ -86,8 +120,10 @@ impl Project {
     /// # Errors
     /// [`Error::Unsupported`], [`Error::NoNvrtc`], [`Error::Compile`] or [`Error::Driver`].
     pub fn new(device: &Device, shape: ProjectShape) -> Result<Self, Error> {
-        let kernel = device.kernel(&shape.program()?, "svd_project", shape.shared_bytes())?;
-        Ok(Self { kernel, processors: device.processors() })
+        let capability = device.capability();
+        let kernel =
+            device.kernel(&shape.program(capability)?, "svd_project", shape.shared_bytes(capability))?;
+        Ok(Self { kernel, shape, in_boxes: shape.in_boxes(capability), processors: device.processors() })
     }
 
     /// Puts the projection on a stream.
@@ -103,24 +139,39 @@ impl Project {
         if a.heads == 0 || a.n == 0 {
             return Ok(());
         }
-        if a.heads > 65_535 {
-            return Err(problem("more than 65,535 heads"));
+        if a.heads > 65_535 || i32::try_from(a.n).is_err() {
+            return Err(problem("more than 65,535 heads, or rows than 31 bits count"));
         }
         if a.strides.iter().any(|stride| !stride.is_multiple_of(8)) {
             return Err(problem("a stride is not a multiple of 8"));
         }
-        // Two blocks a multiprocessor, each with the map of one head.
-        let blocks = a.n.div_ceil(WARPS * ROWS).min((2 * self.processors / a.heads).max(1));
-        let kernel_arguments = KernelArguments {
-            rows: a.rows,
-            columns: a.columns,
-            out: a.out,
-            n: a.n as u64,
-            head_stride: a.strides[0] as u64,
-            row_stride: a.strides[1] as u64,
+        let grid = |rows_at_once: usize, blocks: usize| {
+            let blocks = a.n.div_ceil(rows_at_once).min((blocks / a.heads).max(1)); // each with the map of one head
+            (blocks as u32, a.heads as u32, 1)
         };
-        let grid = (blocks as u32, a.heads as u32, 1);
-        // SAFETY: the structure is the kernel's argument; the caller vouches for what its pointers lead to.
-        unsafe { self.kernel.launch(stream, grid, WARPS as u32 * 32, false, &kernel_arguments) }
+        // SAFETY: the structures are the kernels' arguments; the caller vouches for what their pointers lead to.
+        unsafe {
+            if self.in_boxes {
+                let ProjectShape { dim, rank, element } = self.shape;
+                let (rows, heads, n, strides) = (a.rows, a.heads, a.n, a.strides);
+                let rows = RowsOfHeads { rows, element, heads, n, dim, strides, box_rows: TILE_ROWS };
+                let out = RowsOfHeads { rows: a.out, dim: rank, strides: [n * rank, rank], ..rows };
+                let arguments =
+                    BoxesArguments { rows: rows.map()?, out: out.map()?, columns: a.columns, n: n as u64 };
+                let grid = grid(TILE_ROWS, self.processors);
+                self.kernel.launch(stream, grid, 128 * GROUPS as u32 + 32, true, &arguments)
+            } else {
+                let arguments = RegistersArguments {
+                    rows: a.rows,
+                    columns: a.columns,
+                    out: a.out,
+                    n: a.n as u64,
+                    head_stride: a.strides[0] as u64,
+                    row_stride: a.strides[1] as u64,
+                };
+                let grid = grid(WARPS * WARP_ROWS, 2 * self.processors);
+                self.kernel.launch(stream, grid, WARPS as u32 * 32, true, &arguments)
+            }
+        }
     }
 }

@@ -6,7 +6,7 @@
 // value and what rounding has lost of it, and f64 across blocks. Tensor cores cut off rather than round: of 256 rows a diagonal
 // sum came out too low by 1e-6 of itself, so tiles are not longer.
 //
-// A block has a part of a head's rows and all of its matrix: strips.cu on every device, halves.cu on sm_90. A second kernel (join.cu)
+// A block has a part of a head's rows and all of its matrix: strips.cu on every device, squares.cu on sm_90. A second kernel (join.cu)
 // adds the blocks' matrices in their order to what was there. The floor is reading the rows, which pass through a ring of STAGES
 // tiles.
 

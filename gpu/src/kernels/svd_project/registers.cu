@@ -1,4 +1,4 @@
-// Rows times a map, head by head: into the components that a rotation keeps.
+// Rows times a map, head by head, on any device: into the components that a rotation keeps.
 //
 // CPU twin: svd_core::Map::project_into. Compile-time shape: DIM, a multiple of 32 up to 128; RANK, a multiple of 8; BFLOAT or not.
 //
@@ -66,6 +66,8 @@ struct Rows {
 extern "C" __global__ void __launch_bounds__(THREADS, 2) svd_project(const Arguments a) {
     const int warp = threadIdx.x / LANES, lane = threadIdx.x % LANES, g = lane / 4, l = lane % 4;
     const u32 head = blockIdx.y;
+    wait_for_previous_kernel();
+    let_next_kernel_start();
     const u64 stride = (u64)gridDim.x * WARPS * ROWS;
     u64 first = ((u64)blockIdx.x * WARPS + warp) * ROWS;
     Rows next;

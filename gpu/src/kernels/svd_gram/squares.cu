@@ -1,0 +1,91 @@
+// A block's part on sm_90, of 64 or 128 components: a warpgroup has 64 x 64 of the matrix, the lower left left out.
+//
+// Nothing of a row passes through registers: a thread of its own has tiles copied to shared memory, where the tensor cores find both
+// operands. Warpgroups wait for tiles, not for each other, so that the sums of one are added up while the tensor cores have those
+// of another.
+
+constexpr int SIDE = DIM / WIDTH, SQUARES = SIDE * (SIDE + 1) / 2;
+constexpr int THREADS = SQUARES * GROUP_THREADS + LANES; // the last warp has tiles copied
+constexpr int STAGES = 6;
+
+struct Arguments {
+    TensorMap rows; // in boxes of ROWS
+    Sums sums;
+};
+
+struct Shared {
+    u16 ring[STAGES][SIDE][ROWS][WIDTH];
+    alignas(128) u32 ones[32]; // a matrix of 8 x 8
+    u64 full[STAGES], empty[STAGES];
+};
+static_assert(sizeof(Shared) <= SHARED_BYTES, "the host asks for enough");
+
+// Has the block's tiles copied, each as soon as its place in the ring is free.
+__device__ __forceinline__ void copy_tiles(const Arguments& a, Shared& shared, const Range& range) {
+    for (u32 i = 0; i < range.to - range.from; i++) {
+        const u32 stage = i % STAGES;
+        if (i >= STAGES) wait_for_phase(&shared.empty[stage], i / STAGES - 1);
+        arrive_expecting(&shared.full[stage], TILE * 2);
+#pragma unroll
+        for (int side = 0; side < SIDE; side++)
+            copy_box<true>(shared.ring[stage][side], a.rows, side * WIDTH, (range.from + i) * ROWS, blockIdx.y, &shared.full[stage]);
+    }
+}
+
+// Components 64 x and on with components 64 y and on; where they are the same, sums of rows, too.
+template <bool DIAGONAL>
+__device__ __forceinline__ void add_up(const Arguments& a, Shared& shared, const Range& range, int x, int y) {
+    const int warp = threadIdx.x / LANES % 4, lane = threadIdx.x % LANES, g = lane / 4, l = lane % 4;
+    const u64 ones = repeated_operand(shared.ones);
+    TwoFloats totals[32] = {}, row_totals[2] = {};
+    float sums[32], row_sums[4];
+    for (u32 i = 0; i < range.to - range.from; i++) {
+        const u32 stage = i % STAGES;
+        wait_for_phase(&shared.full[stage], i / STAGES);
+        begin_products();
+#pragma unroll
+        for (int step = 0; step < ROWS; step += 16) {
+            const u64 left = operand(shared.ring[stage][x][step]), right = operand(shared.ring[stage][y][step]);
+            if (DIAGONAL) multiply_async<true>(row_sums, left, ones, step > 0);
+            multiply_async<true>(sums, left, right, step > 0);
+        }
+        commit_products();
+        wait_for_products();
+        keep(sums), keep(row_sums);
+        if (lane == 0) arrive(&shared.empty[stage]);
+#pragma unroll
+        for (int i = 0; i < 32; i++) totals[i].add(sums[i]);
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+            if (DIAGONAL) row_totals[i].add(row_sums[2 * i]);
+    }
+    float* part = a.sums.part();
+#pragma unroll
+    for (int i = 0; i < 2; i++)
+        if (DIAGONAL && l == 0) part[DIM * DIM + 64 * x + 16 * warp + g + 8 * i] = row_totals[i].sum();
+#pragma unroll
+    for (int i = 0; i < 32; i += 2) {
+        const int row = 64 * x + 16 * warp + g + 8 * (i / 2 % 2), column = 64 * y + 8 * (i / 4) + 2 * l;
+        *reinterpret_cast<float2*>(part + row * DIM + column) = make_float2(totals[i].sum(), totals[i + 1].sum());
+    }
+}
+
+extern __shared__ __align__(1024) u8 memory[];
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) svd_gram(const __grid_constant__ Arguments a) {
+    Shared& shared = *reinterpret_cast<Shared*>(memory);
+    if (threadIdx.x < 32) shared.ones[threadIdx.x] = ONES;
+    if (threadIdx.x < STAGES) make_barrier(&shared.full[threadIdx.x], 1), make_barrier(&shared.empty[threadIdx.x], SQUARES * 4);
+    show_to_async();
+    __syncthreads();
+    wait_for_previous_kernel();
+    let_next_kernel_start();
+    const Range range(a.sums);
+    const int square = threadIdx.x / GROUP_THREADS;
+    if (threadIdx.x == SQUARES * GROUP_THREADS)
+        copy_tiles(a, shared, range);
+    else if (square < SIDE)
+        add_up<true>(a, shared, range, square, square);
+    else if (square < SQUARES)
+        add_up<false>(a, shared, range, 0, 1);
+}

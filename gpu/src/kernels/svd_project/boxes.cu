@@ -1,0 +1,134 @@
+// Rows times a map on sm_90, of 64 or 128 components: rows come to shared memory and results leave it in boxes, and the products find
+// rows and map there.
+//
+// CPU twin: svd_core::Map::project_into. Compile-time shape: DIM, 64 or 128; RANK, a multiple of 8; BFLOAT or not. The map is rounded to
+// halves; with bfloats, to the sum of two, since one has 8 bits only.
+//
+// A block has a part of a head's rows. Its warpgroups take ROWS of them in turn. The floor is reading the rows and writing the
+// components.
+
+constexpr int GROUPS = 2, THREADS = GROUPS * GROUP_THREADS + LANES; // the last warp has rows copied
+constexpr int ROWS = 64;                                            // of a tile
+constexpr int SIDE = DIM / WIDTH, COLUMNS = (RANK + WIDTH - 1) / WIDTH; // boxes across
+constexpr int STAGES = 6;
+// A thread that does not see every phase of a barrier takes an earlier one for a later: boxes do not come in the order of their copies.
+static_assert(STAGES % GROUPS == 0, "a place in the ring is always the same warpgroup's");
+#ifdef BFLOAT
+constexpr int PARTS = 2; // of the map
+#else
+constexpr int PARTS = 1;
+#endif
+
+struct Arguments {
+    TensorMap rows, out;  // in boxes of ROWS
+    const float* columns; // [head][DIM][RANK]
+    u64 n;
+};
+
+struct Shared {
+    u16 ring[STAGES][SIDE][ROWS][WIDTH];
+    u16 map[PARTS][COLUMNS][DIM][WIDTH];
+    u16 out[GROUPS][2][COLUMNS][ROWS][WIDTH];
+    u64 full[STAGES], empty[STAGES];
+};
+static_assert(sizeof(Shared) <= SHARED_BYTES, "the host asks for enough");
+
+// The tiles of a block: every gridDim.x-th of a head.
+__device__ __forceinline__ u32 tiles_of(const Arguments& a) {
+    const u32 tiles = (u32)((a.n + ROWS - 1) / ROWS);
+    return (tiles - blockIdx.x + gridDim.x - 1) / gridDim.x;
+}
+__device__ __forceinline__ u32 first_row(u32 i) { return (blockIdx.x + i * gridDim.x) * ROWS; }
+
+__device__ __forceinline__ void copy_tiles(const Arguments& a, Shared& shared) {
+    const u32 tiles = tiles_of(a);
+    for (u32 i = 0; i < tiles; i++) {
+        const u32 stage = i % STAGES;
+        if (i >= STAGES) wait_for_phase(&shared.empty[stage], i / STAGES - 1);
+        arrive_expecting(&shared.full[stage], ROWS * DIM * 2);
+#pragma unroll
+        for (int side = 0; side < SIDE; side++)
+            copy_box<false>(shared.ring[stage][side], a.rows, side * WIDTH, first_row(i), blockIdx.y, &shared.full[stage]);
+    }
+}
+
+// Columns behind the rank are zeros.
+__device__ __forceinline__ void load_map(const Arguments& a, Shared& shared) {
+    const float* columns = a.columns + (u64)blockIdx.y * DIM * RANK;
+#pragma unroll 8
+    for (int i = threadIdx.x; i < DIM * COLUMNS * WIDTH / 2; i += GROUPS * GROUP_THREADS) {
+        const int column = i % (COLUMNS * WIDTH / 2) * 2, d = i / (COLUMNS * WIDTH / 2), inside = column % WIDTH;
+        float2 pair = {0, 0};
+        if (column < RANK) pair = *reinterpret_cast<const float2*>(columns + d * RANK + column);
+#pragma unroll
+        for (int part = 0; part < PARTS; part++) {
+            const u16 low = float_to_element(pair.x), high = float_to_element(pair.y);
+            u16* at = chunk_at<8>(&shared.map[part][column / WIDTH][0][0], d, inside / 8) + inside % 8;
+            *reinterpret_cast<u32*>(at) = low | (u32)high << 16;
+            pair.x -= element_to_float(low), pair.y -= element_to_float(high);
+        }
+    }
+    show_to_async();
+    barrier_of(1, GROUPS * GROUP_THREADS);
+}
+
+__device__ __forceinline__ void project(const Arguments& a, Shared& shared) {
+    const int group = threadIdx.x / GROUP_THREADS, thread = threadIdx.x % GROUP_THREADS;
+    const int warp = thread / LANES, lane = thread % LANES, g = lane / 4, l = lane % 4;
+    const u32 tiles = tiles_of(a);
+    float sums[COLUMNS][32];
+    int buffer = 0;
+    for (u32 i = group; i < tiles; i += GROUPS, buffer ^= 1) {
+        const u32 stage = i % STAGES;
+        wait_for_phase(&shared.full[stage], i / STAGES);
+        begin_products();
+#pragma unroll
+        for (int part = 0; part < PARTS; part++)
+#pragma unroll
+            for (int step = 0; step < DIM; step += 16)
+#pragma unroll
+                for (int c = 0; c < COLUMNS; c++)
+                    multiply_async<false>(sums[c], operand(&shared.ring[stage][step / WIDTH][0][step % WIDTH]),
+                                          operand(shared.map[part][c][step]), part + step > 0);
+        commit_products();
+        // Meanwhile, until the tile before the last has left its place.
+        if (thread == 0) wait_until_read<1>();
+        barrier_of(2 + group, GROUP_THREADS);
+        wait_for_products();
+#pragma unroll
+        for (int c = 0; c < COLUMNS; c++) keep(sums[c]);
+        if (lane == 0) arrive(&shared.empty[stage]);
+#pragma unroll
+        for (int c = 0; c < COLUMNS; c++)
+#pragma unroll
+            for (int j = 0; j < 32; j += 2) {
+                const int row = 16 * warp + g + 8 * (j / 2 % 2);
+                u16* at = chunk_at<8>(&shared.out[group][buffer][c][0][0], row, j / 4) + 2 * l;
+                *reinterpret_cast<u32*>(at) = pack_elements(sums[c][j], sums[c][j + 1]);
+            }
+        show_to_async();
+        barrier_of(2 + group, GROUP_THREADS);
+        if (thread == 0) {
+#pragma unroll
+            for (int c = 0; c < COLUMNS; c++) store_box(a.out, c * WIDTH, first_row(i), blockIdx.y, shared.out[group][buffer][c]);
+            commit_stores();
+        }
+    }
+    if (thread == 0) wait_until_read<0>();
+}
+
+extern __shared__ __align__(1024) u8 memory[];
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) svd_project(const __grid_constant__ Arguments a) {
+    Shared& shared = *reinterpret_cast<Shared*>(memory);
+    if (threadIdx.x < STAGES) make_barrier(&shared.full[threadIdx.x], 1), make_barrier(&shared.empty[threadIdx.x], 4);
+    __syncthreads();
+    wait_for_previous_kernel();
+    let_next_kernel_start();
+    if (threadIdx.x == GROUPS * GROUP_THREADS) {
+        copy_tiles(a, shared);
+    } else if (threadIdx.x < GROUPS * GROUP_THREADS) {
+        load_map(a, shared);
+        project(a, shared);
+    }
+}
