@@ -1,0 +1,60 @@
+//! What the examples share: memory of the first device, and numbers to put there.
+
+#![allow(dead_code)] // not every example uses all
+
+use cudarc::driver::sys::CUstream;
+use cudarc::driver::{CudaSlice, DevicePtr, DeviceRepr, ValidAsZeroBits};
+use half::f16;
+use kv_gpu::Device;
+
+pub type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
+
+/// The first device.
+pub struct Gpu {
+    pub device: Device,
+}
+
+/// Memory of the device, and where it is. An engine has its own; kernels take the pointer.
+pub struct Buffer<T> {
+    pub slice: CudaSlice<T>,
+    pub pointer: u64,
+}
+
+impl Gpu {
+    pub fn open() -> Result<Self> {
+        Ok(Self { device: Device::open(0).map_err(|error| error.to_string())? })
+    }
+
+    pub fn stream(&self) -> CUstream {
+        self.device.stream().cu_stream()
+    }
+
+    pub fn upload<T: DeviceRepr>(&self, data: &[T]) -> Result<Buffer<T>> {
+        let slice = self.device.stream().clone_htod(data)?;
+        let pointer = slice.device_ptr(self.device.stream()).0;
+        Ok(Buffer { slice, pointer })
+    }
+
+    /// Zeros; one for none, which have no address.
+    pub fn zeros<T: DeviceRepr + ValidAsZeroBits>(&self, n: usize) -> Result<Buffer<T>> {
+        let slice = self.device.stream().alloc_zeros(n.max(1))?;
+        let pointer = slice.device_ptr(self.device.stream()).0;
+        Ok(Buffer { slice, pointer })
+    }
+
+    /// What is there when all that the stream was given has run.
+    pub fn read<T: DeviceRepr>(&self, buffer: &Buffer<T>) -> Result<Vec<T>> {
+        let data = self.device.stream().clone_dtoh(&buffer.slice)?;
+        self.device.stream().synchronize()?;
+        Ok(data)
+    }
+}
+
+/// Numbers that are not all alike.
+pub fn numbers(n: usize) -> Vec<f32> {
+    (0..n).map(|i| (i as f32 * 0.37).sin() + (i as f32 * 0.0113).cos()).collect()
+}
+
+pub fn halves(n: usize) -> Vec<f16> {
+    numbers(n).into_iter().map(f16::from_f32).collect()
+}

@@ -1,0 +1,37 @@
+//! Keys become codes of any quantizer, 12 bits included, as `pq-core`, `Search`, `Scan` and `AttendAny` read them.
+
+#[path = "common/gpu.rs"]
+mod gpu;
+
+use gpu::{Gpu, Result, numbers};
+use kv_gpu::VectorElement;
+use kv_gpu::pq::{EncodeAny, EncodeAnyArguments, EncodeAnyShape};
+use pq_core::{Codes, PqShape};
+
+fn main() -> Result<()> {
+    let gpu = Gpu::open()?;
+    let (heads, n, quantizer) = (2, 1000, PqShape::new(64, 16, 12)?);
+    let vectors = gpu.upload(&numbers(heads * n * 64))?; // (batch, heads, n, dim)
+    let centroids = gpu.upload(&numbers(heads * quantizer.codebook_len()))?; // `Train` makes better ones
+    let (firsts, counts) = (gpu.upload(&[0_u32])?, gpu.upload(&[n as u32])?);
+    let codes = gpu.zeros::<u8>(heads * quantizer.codes_len(n))?;
+    let arguments = EncodeAnyArguments {
+        batch: 1,
+        heads,
+        max_count: n,
+        vectors: vectors.pointer,
+        strides: [heads * n * 64, n * 64, 64],
+        centroids: centroids.pointer,
+        firsts: firsts.pointer,
+        counts: counts.pointer,
+        capacity: n,
+        codes: codes.pointer,
+    };
+    let encode = EncodeAny::new(&gpu.device, EncodeAnyShape { quantizer, element: VectorElement::F32 })?;
+    // SAFETY: memory of the shapes that the arguments name, kept until the results are read.
+    unsafe { encode.launch(gpu.stream(), &arguments)? };
+    let codes = gpu.read(&codes)?;
+    let of_head = Codes::new(quantizer, n, &codes[..quantizer.codes_len(n)])?;
+    println!("token 0 of head 0: {:?}", of_head.iter_vector(0).collect::<Vec<_>>());
+    Ok(())
+}

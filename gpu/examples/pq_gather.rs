@@ -1,0 +1,38 @@
+//! PQCache's fetch: keys and values of chosen tokens come from pinned host memory.
+
+#[path = "common/gpu.rs"]
+mod gpu;
+
+use gpu::{Gpu, Result};
+use half::f16;
+use kv_gpu::pq::{Gather, GatherArguments};
+
+fn main() -> Result<()> {
+    let gpu = Gpu::open()?;
+    let (n, dim, wanted) = (10_000, 128, [3_u32, 700, 9_999]);
+    // SAFETY: written before it is read.
+    let mut host = unsafe { gpu.device.context().alloc_pinned::<f16>(n * dim)? };
+    for (i, x) in host.as_mut_slice()?.iter_mut().enumerate() {
+        *x = f16::from_f32((i / dim) as f32);
+    }
+    let rows = gpu.upload(&wanted)?;
+    let (keys, values) = (gpu.zeros::<f16>(3 * dim)?, gpu.zeros::<f16>(3 * dim)?);
+    let arguments = GatherArguments {
+        heads: 1,
+        keys: host.as_ptr()? as u64, // under unified addressing the device's address, too
+        values: host.as_ptr()? as u64,
+        head_rows: n,
+        rows: rows.pointer,
+        places: 0,
+        counts: 0,
+        list_len: wanted.len(),
+        keys_out: keys.pointer,
+        values_out: values.pointer,
+        out_len: wanted.len(),
+    };
+    let gather = Gather::new(&gpu.device, dim * size_of::<f16>())?;
+    // SAFETY: memory of the shapes that the arguments name, kept until the results are read.
+    unsafe { gather.launch(gpu.stream(), &arguments)? };
+    println!("{:?}", gpu.read(&keys)?.iter().step_by(dim).collect::<Vec<_>>()); // 3, 700, 9999 rounded to halves
+    Ok(())
+}

@@ -1,0 +1,45 @@
+//! ZACK's prompt: causal attention on what rotations have left.
+
+#[path = "common/gpu.rs"]
+mod gpu;
+
+use gpu::{Gpu, Result, halves};
+use half::f16;
+use kv_gpu::Element;
+use kv_gpu::svd::{AttendShape, Prefill, PrefillArguments};
+
+fn main() -> Result<()> {
+    let gpu = Gpu::open()?;
+    let (n, dim, rank) = (512, 64, 40); // one head
+    let keys = gpu.upload(&halves(n * rank))?; // (batch, head, n, rank), of `Project`; here the values, too
+    let queries = gpu.upload(&halves(n * dim))?; // (batch, n, query head, dim), of which the key rank counts
+    let (ranks, lengths) = (gpu.upload(&[rank as u32])?, gpu.upload(&[n as u32])?);
+    let offsets = gpu.upload(&[0_u64])?;
+    let out = gpu.zeros::<f16>(n * dim)?;
+    let arguments = PrefillArguments {
+        batch: 1,
+        heads: 1,
+        group: 1,
+        capacity: n,
+        max_count: n,
+        keys: keys.pointer,
+        values: keys.pointer,
+        queries: queries.pointer,
+        strides: [n * dim, dim, dim],
+        lengths: lengths.pointer,
+        counts: lengths.pointer, // all tokens are of this prompt
+        key_ranks: ranks.pointer,
+        value_ranks: ranks.pointer,
+        key_offsets: offsets.pointer,
+        value_offsets: offsets.pointer,
+        key_rank_sum: rank,
+        value_rank_sum: rank,
+        scale: 1.0 / (dim as f32).sqrt(),
+        out: out.pointer,
+    };
+    let prefill = Prefill::new(&gpu.device, AttendShape { dim, element: Element::F16 })?;
+    // SAFETY: memory of the shapes that the arguments name, kept until the results are read.
+    unsafe { prefill.launch(gpu.stream(), &arguments)? };
+    println!("{:.3?} ...", &gpu.read(&out)?[..4]); // the first query sees the first value alone
+    Ok(())
+}
