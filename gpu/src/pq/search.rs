@@ -47,11 +47,11 @@ impl SearchShape {
         Ok(program.define_if(self.rule == GroupRule::MaxOfSoftmax, "MAX_RULE"))
     }
 
-    /// Enough for `Shared` of that kernel: codes of a block's first tokens, counts and marks of all codes, a share of their keys and
-    /// totals, tables, buckets, and what passes between warps.
+    /// Enough for `Shared` of that kernel: codes of a block's first tokens, counts, marks, keys and totals of all codes, tables,
+    /// buckets, and what passes between warps and blocks.
     const fn joint_shared_bytes(&self) -> usize {
         let joint = 1 << JOINT_BITS;
-        joint * (8 + 4 + 1 + 1) + 4 * (4096 + 64) + 4 * self.group * (self.quantizer.lut_len() + 24)
+        joint * (8 + 4 + 1 + 8 + 1) + 4 * (4096 + 64) + 4 * self.group * (self.quantizer.lut_len() + 40)
     }
 
     const fn is_joint(&self, capability: (i32, i32)) -> bool {

@@ -24,11 +24,13 @@ struct Shared {
     u32 counts[ROOM];              // of this block's tokens in the middle
     float luts[GROUP][M * KSUB];
     u32 high[HIGH_BUCKETS], low[2][LOW_BUCKETS];
+    u32 totals[SHARE]; // of the block's codes
     Softmax of_slices[GROUP][SLICES];
-    alignas(8) Softmax softmax[GROUP]; // of the block's codes
-    float max[GROUP], scale[GROUP];                   // of all codes
-    uint2 keys[SHARE];   // of the block's codes, and how many tokens have them
-    uint2 above_and_ties; // of the block's tokens
+    float max[GROUP], scale[GROUP]; // of all codes
+    // What the blocks of the cluster tell each other.
+    alignas(8) Softmax of_blocks[BLOCKS][GROUP];
+    uint2 keys[JOINT];             // and how many tokens have them
+    uint2 above_and_ties[BLOCKS]; // of a block's tokens
     u8 chosen[ROOM];
 };
 static_assert(sizeof(Shared) <= SHARED_BYTES, "the host asks for enough");
@@ -38,11 +40,8 @@ __device__ __forceinline__ u32 block_in_cluster() {
     asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
     return rank;
 }
-__device__ __forceinline__ void arrive_in_cluster() { asm volatile("barrier.cluster.arrive.aligned;" ::: "memory"); }
-__device__ __forceinline__ void wait_for_cluster() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
 __device__ __forceinline__ void cluster_barrier() {
-    arrive_in_cluster();
-    wait_for_cluster();
+    asm volatile("barrier.cluster.arrive.aligned;\n barrier.cluster.wait.aligned;" ::: "memory");
 }
 __device__ __forceinline__ u32 address_in_block(const void* shared, u32 rank) {
     u32 address;
@@ -54,11 +53,9 @@ __device__ __forceinline__ u32 load_of_block(const void* shared, u32 rank) {
     asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(x) : "r"(address_in_block(shared, rank)));
     return x;
 }
-// Two numbers at once.
-__device__ __forceinline__ uint2 load_two_of_block(const void* shared, u32 rank) {
-    uint2 x;
-    asm volatile("ld.shared::cluster.v2.u32 {%0, %1}, [%2];" : "=r"(x.x), "=r"(x.y) : "r"(address_in_block(shared, rank)));
-    return x;
+// Two numbers at once. Telling the others, and looking only at what is here, took less time than asking them.
+__device__ __forceinline__ void tell_block(void* shared, u32 rank, uint2 x) {
+    asm volatile("st.shared::cluster.v2.u32 [%0], {%1, %2};" ::"r"(address_in_block(shared, rank)), "r"(x.x), "r"(x.y) : "memory");
 }
 
 // Joint codes of 16 tokens, `token` being a multiple of 16, two in a word.
@@ -125,21 +122,31 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THRE
     for (int i = threadIdx.x; i < 2 * LOW_BUCKETS; i += THREADS) (&shared.low[0][0])[i] = 0;
     wait_for_previous_kernel();
     let_next_kernel_start();
+    // Tables and lengths, then codes: their ways through memory overlap.
+    constexpr int TABLES = GROUP * M * KSUB, TABLES_EACH = (TABLES + THREADS - 1) / THREADS;
+    float table[TABLES_EACH];
+#pragma unroll
+    for (int i = 0; i < TABLES_EACH; i++)
+        if (i * THREADS + threadIdx.x < TABLES) table[i] = a.luts[(u64)row * TABLES + i * THREADS + threadIdx.x];
     const Middle middle(a, row / a.heads);
     const u8* codes = a.codes + row * a.code_stride;
-    for (int i = threadIdx.x; i < GROUP * M * KSUB; i += THREADS) (&shared.luts[0][0])[i] = a.luts[(u64)row * GROUP * M * KSUB + i];
-    __syncthreads();
-
     const u32 span = (middle.n + BLOCKS * EACH - 1) / (BLOCKS * EACH) * EACH, first = rank * span, end = min(middle.n, first + span);
-    for (u32 token = first + EACH * threadIdx.x; token < end; token += EACH * THREADS) {
-        u32 joint[EACH / 2];
+    u32 token = first + EACH * threadIdx.x, joint[EACH / 2];
+    if (token < end) {
         load_joint_codes(codes, token, joint);
-        if (token < first + EACH * THREADS)
 #pragma unroll
-            for (int i = 0; i < EACH / 2; i++) shared.joint[i * THREADS + threadIdx.x] = joint[i];
+        for (int i = 0; i < EACH / 2; i++) shared.joint[i * THREADS + threadIdx.x] = joint[i];
+    }
+#pragma unroll
+    for (int i = 0; i < TABLES_EACH; i++)
+        if (i * THREADS + threadIdx.x < TABLES) (&shared.luts[0][0])[i * THREADS + threadIdx.x] = table[i];
+    __syncthreads();
+    while (token < end) {
 #pragma unroll
         for (int i = 0; i < EACH; i++)
             if (token + i < end && middle.has(token + i)) atomicAdd(&shared.counts[nth(joint, i)], 1);
+        token += EACH * THREADS;
+        if (token < end) load_joint_codes(codes, token, joint);
     }
     cluster_barrier();
 
@@ -150,7 +157,7 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THRE
     if (has_code)
 #pragma unroll
         for (u32 block = 0; block < BLOCKS; block++) total += load_of_block(shared.counts + code, block);
-    if (threadIdx.x < SHARE) shared.keys[threadIdx.x].y = total;
+    if (threadIdx.x < SHARE) shared.totals[threadIdx.x] = total;
     __syncthreads();
     const int warp = threadIdx.x / LANES;
     for (int query = warp % AT_ONCE; query < GROUP; query += AT_ONCE) {
@@ -158,7 +165,7 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THRE
         const int slice = warp / AT_ONCE;
         Softmax mine = no_scores();
         for (u32 i = slice * LANES + lane; i < SHARE; i += SLICES * LANES)
-            if (shared.keys[i].y) mine.add(softmax_of(score_of(luts, rank * SHARE + i), (float)shared.keys[i].y));
+            if (shared.totals[i]) mine.add(softmax_of(score_of(luts, rank * SHARE + i), (float)shared.totals[i]));
         // Sinks and recent tokens were not counted.
         const u32 sinks = middle.first, others = sinks + middle.n - middle.end;
         for (u32 i = (rank * SLICES + slice) * LANES + lane; i < others; i += BLOCKS * SLICES * LANES)
@@ -169,16 +176,11 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THRE
     __syncthreads();
     if (warp < GROUP) {
         const Softmax all = warp_softmax(lane < SLICES ? shared.of_slices[warp][lane] : no_scores());
-        if (lane == 0) shared.softmax[warp] = all;
+        if (lane < BLOCKS) tell_block(&shared.of_blocks[rank][warp], lane, make_uint2(__float_as_uint(all.max), __float_as_uint(all.sum)));
     }
     cluster_barrier();
     if (warp < GROUP) {
-        Softmax all = no_scores(); // eight lanes have a block each
-        if (lane < BLOCKS) {
-            const uint2 bits = load_two_of_block(&shared.softmax[warp], lane);
-            all = {__uint_as_float(bits.x), __uint_as_float(bits.y)};
-        }
-        all = warp_softmax(all);
+        const Softmax all = warp_softmax(lane < BLOCKS ? shared.of_blocks[lane][warp] : no_scores());
         if (lane == 0) {
             shared.max[warp] = all.finite_max(), shared.scale[warp] = 1.f / all.sum;
             float* stats = a.stats ? a.stats + ((u64)row * GROUP + warp) * 2 : nullptr;
@@ -191,13 +193,15 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THRE
 #pragma unroll 4
         for (int query = 0; query < GROUP; query++)
             weight = combine(weight, weight_of(score_of(shared.luts[query], code), shared.max[query], shared.scale[query]));
-    if (has_code) shared.keys[threadIdx.x].x = key_of(weight);
+    if (has_code)
+#pragma unroll
+        for (u32 block = 0; block < BLOCKS; block++) tell_block(shared.keys + code, block, make_uint2(key_of(weight), total));
     cluster_barrier();
     u32 keys[CODES], count[CODES];
 #pragma unroll
     for (int i = 0; i < CODES; i++) {
         const u32 joint = threadIdx.x + i * THREADS;
-        const uint2 both = joint < JOINT ? load_two_of_block(shared.keys + joint % SHARE, joint / SHARE) : make_uint2(0, 0);
+        const uint2 both = joint < JOINT ? shared.keys[joint] : make_uint2(0, 0);
         keys[i] = both.x, count[i] = both.y;
     }
 
@@ -214,11 +218,10 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THRE
     }
     u32 above_before = above, ties_before = ties;
     scan_chosen<THREADS>(above_before, ties_before, above, ties);
-    if (threadIdx.x == 0) shared.above_and_ties = make_uint2(above, ties);
-    cluster_barrier();
-    const uint2 others = lane < rank ? load_two_of_block(&shared.above_and_ties, lane) : make_uint2(0, 0);
+    if (threadIdx.x < BLOCKS) tell_block(shared.above_and_ties + rank, threadIdx.x, make_uint2(above, ties));
+    cluster_barrier(); // behind it nothing of another block is touched any more
+    const uint2 others = lane < rank ? shared.above_and_ties[lane] : make_uint2(0, 0);
     above_before = __reduce_add_sync(FULL, others.x), ties_before = __reduce_add_sync(FULL, others.y);
-    arrive_in_cluster(); // nothing of another block is read any more
 
     const Output out{a.tokens + row * a.tokens_len, a.tokens_len, middle};
     if (rank == 0 && threadIdx.x == 0 && row % a.heads == 0) a.counts[row / a.heads] = middle.found();
@@ -259,5 +262,4 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THRE
             }
         }
     }
-    wait_for_cluster();
 }

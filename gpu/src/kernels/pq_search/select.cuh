@@ -52,14 +52,13 @@ __device__ __forceinline__ Softmax no_scores() { return {-infinity(), 0}; }
 // As many times the same score.
 __device__ __forceinline__ Softmax softmax_of(float score, float times) { return {score, score == -infinity() ? 0 : times}; }
 
-// Of all lanes.
-__device__ __forceinline__ Softmax warp_softmax(Softmax softmax) {
-#pragma unroll
-    for (int step = LANES / 2; step; step /= 2) {
-        const Softmax other = {__shfl_xor_sync(FULL, softmax.max, step), __shfl_xor_sync(FULL, softmax.sum, step)};
-        softmax.add(other);
-    }
-    return softmax;
+// Of all lanes: the maximum first, so that every sum is scaled once.
+__device__ __forceinline__ Softmax warp_softmax(const Softmax& softmax) {
+    Softmax all = {warp_max(softmax.max), 0};
+    const float keep = exp2_approx((softmax.max - all.finite_max()) * LOG2_E);
+    // A sum of nothing must stay nothing, though its maximum is infinitely far below.
+    all.sum = warp_sum(softmax.max == -infinity() ? softmax.sum : softmax.sum * keep);
+    return all;
 }
 
 // One weight of several queries'.

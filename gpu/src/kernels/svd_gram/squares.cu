@@ -65,6 +65,7 @@ __device__ __forceinline__ void add_up(const Arguments& a, Shared& shared, const
         if (DIAGONAL && l == 0) part[DIM * DIM + 64 * x + 16 * warp + g + 8 * i] = row_totals[i].sum();
 #pragma unroll
     for (int i = 0; i < 32; i += 2) {
+        if (DIAGONAL && 8 * (i / 4) + 8 <= 16 * warp) continue; // below the strips' own blocks, which nobody reads
         const int row = 64 * x + 16 * warp + g + 8 * (i / 2 % 2), column = 64 * y + 8 * (i / 4) + 2 * l;
         *reinterpret_cast<float2*>(part + row * DIM + column) = make_float2(totals[i].sum(), totals[i + 1].sum());
     }
