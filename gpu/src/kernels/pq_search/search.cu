@@ -10,7 +10,7 @@
 
 constexpr int CHUNK = 8192;
 constexpr int SCORE_THREADS = 512, SCORE_WARPS = SCORE_THREADS / LANES, SCORE_PASSES = CHUNK / (4 * SCORE_THREADS);
-constexpr int SELECT_THREADS = 1024, SELECT_PASSES = CHUNK / (4 * SELECT_THREADS); // with fewer registers for each
+constexpr int SELECT_THREADS = 1024, EACH = CHUNK / SELECT_THREADS; // tokens of a thread, with fewer registers
 constexpr int HIGH_BUCKETS = 2048, LOW_BUCKETS = 1024, LOW_BITS = 10; // of keys: 11 bits, then 10, then 10
 
 // A row's workspace.
@@ -194,14 +194,12 @@ extern "C" __global__ void __launch_bounds__(SCORE_THREADS, 1) pq_search_keys(co
 
 // A thread's keys of a chunk.
 struct Keys {
-    u32 of[SELECT_PASSES][4];
+    u32 of[EACH];
 
-    __device__ __forceinline__ Keys(const u32* keys, u32 first, u32 end) {
+    __device__ __forceinline__ Keys(const u32* keys, u32 token, u32 end) {
 #pragma unroll
-        for (int pass = 0; pass < SELECT_PASSES; pass++) {
-            const u32 token = first + 4 * (pass * SELECT_THREADS + threadIdx.x);
-            if (token < end) load_streaming<4>(of[pass], keys + token);
-        }
+        for (int i = 0; i < EACH; i += 4)
+            if (token + i < end) load_streaming<4>(of + i, keys + token + i);
     }
 };
 
@@ -217,8 +215,8 @@ extern "C" __global__ void __launch_bounds__(SELECT_THREADS) pq_search_collect(c
         if (blockIdx.x == 0 && threadIdx.x == 0) work.row->cut = middle.wanted ? all_keys() : no_keys(), work.row->wanted = 0;
         return;
     }
-    const u32 end = min(middle.n, first + CHUNK);
-    const Keys keys(work.keys, first, end);
+    const u32 token = first + EACH * threadIdx.x;
+    const Keys keys(work.keys, token, min(middle.n, first + CHUNK));
     const Found high = find_bucket<SELECT_THREADS, HIGH_BUCKETS>(work.row->high, middle.wanted);
     const u32 wanted = middle.wanted - high.above;
     if (wanted == high.count) {
@@ -228,22 +226,17 @@ extern "C" __global__ void __launch_bounds__(SELECT_THREADS) pq_search_collect(c
     if (blockIdx.x == 0 && threadIdx.x == 0) work.row->bucket = high.bucket, work.row->wanted = wanted;
     if (threadIdx.x == 0) count = 0;
     __syncthreads();
+    u32 inside = 0; // bits, one a token
 #pragma unroll
-    for (int pass = 0; pass < SELECT_PASSES; pass++) {
-        const u32 token = first + 4 * (pass * SELECT_THREADS + threadIdx.x);
-        u32 inside = 0; // bits, one a token
+    for (int t = 0; t < EACH; t++) inside |= (middle.has(token + t) && keys.of[t] >> 2 * LOW_BITS == high.bucket) << t;
+    // A warp takes room for all that it has.
+    const u32 through = sum_through_lane(__popc(inside));
+    u32 start;
+    if (lane == LANES - 1) start = atomicAdd(&count, through);
+    start = __shfl_sync(FULL, start, LANES - 1) + through - __popc(inside);
 #pragma unroll
-        for (int t = 0; t < 4; t++)
-            inside |= (token < end && middle.has(token + t) && keys.of[pass][t] >> 2 * LOW_BITS == high.bucket) << t;
-        // A warp takes room for all that it has.
-        const u32 through = sum_through_lane(__popc(inside));
-        u32 start;
-        if (lane == LANES - 1) start = atomicAdd(&count, through);
-        start = __shfl_sync(FULL, start, LANES - 1) + through - __popc(inside);
-#pragma unroll
-        for (int t = 0; t < 4; t++)
-            if (inside >> t & 1) collected[start++] = keys.of[pass][t];
-    }
+    for (int t = 0; t < EACH; t++)
+        if (inside >> t & 1) collected[start++] = keys.of[t];
     __syncthreads();
     if (threadIdx.x == 0 && count) place = atomicAdd(&work.row->candidates, count);
     __syncthreads();
@@ -278,35 +271,25 @@ extern "C" __global__ void __launch_bounds__(SELECT_THREADS) pq_search_write(con
     let_next_kernel_start();
     const Workspace work(a, row);
     const Output out{a.tokens + row * a.tokens_len, a.tokens_len, middle};
-    const u32 end = min(middle.n, first + CHUNK);
+    const u32 end = min(middle.n, first + CHUNK), token = first + EACH * threadIdx.x;
     if (first >= end) return;
-    const Keys keys(work.keys, first, end);
+    const Keys keys(work.keys, token, end);
     // Every block finds the cut by itself: no kernel before has to end with one block that does.
     const Row& found = *work.row;
     const Cut cut = found.wanted ? cut_among(work.candidates, found.candidates, found.wanted, found.bucket) : found.cut;
-    u32 above[SELECT_PASSES], ties[SELECT_PASSES];          // bits, one a token
-    u32 above_before[SELECT_PASSES], ties_before[SELECT_PASSES]; // within the chunk
-    u32 all_above = 0, all_ties = 0;
+    u32 above = 0, ties = 0; // bits, one a token
 #pragma unroll
-    for (int pass = 0; pass < SELECT_PASSES; pass++) {
-        const u32 token = first + 4 * (pass * SELECT_THREADS + threadIdx.x);
-        above[pass] = ties[pass] = 0;
-#pragma unroll
-        for (int t = 0; t < 4; t++) {
-            if (token + t >= end) continue;
-            if (!middle.has(token + t)) {
-                out.put_anyway(token + t);
-                continue;
-            }
-            above[pass] |= (keys.of[pass][t] > cut.key) << t;
-            ties[pass] |= (keys.of[pass][t] == cut.key) << t;
+    for (int t = 0; t < EACH; t++) {
+        if (token + t >= end) continue;
+        if (!middle.has(token + t)) {
+            out.put_anyway(token + t);
+            continue;
         }
-        u32 pass_above, pass_ties;
-        above_before[pass] = __popc(above[pass]), ties_before[pass] = __popc(ties[pass]);
-        scan_chosen<SELECT_THREADS>(above_before[pass], ties_before[pass], pass_above, pass_ties);
-        above_before[pass] += all_above, ties_before[pass] += all_ties;
-        all_above += pass_above, all_ties += pass_ties;
+        above |= (keys.of[t] > cut.key) << t;
+        ties |= (keys.of[t] == cut.key) << t;
     }
+    u32 place = __popc(above), tie = __popc(ties), all_above, all_ties;
+    scan_chosen<SELECT_THREADS>(place, tie, all_above, all_ties);
 
     // Chunks before this one.
     __shared__ u32 chunks_above, chunks_ties;
@@ -328,15 +311,11 @@ extern "C" __global__ void __launch_bounds__(SELECT_THREADS) pq_search_write(con
         if (threadIdx.x == 0) chunks_above = sum_above, chunks_ties = sum_ties;
     }
     __syncthreads();
+    place += chunks_above, tie += chunks_ties;
 #pragma unroll
-    for (int pass = 0; pass < SELECT_PASSES; pass++) {
-        u32 place = chunks_above + above_before[pass], tie = chunks_ties + ties_before[pass];
-#pragma unroll
-        for (int t = 0; t < 4; t++) {
-            const u32 token = first + 4 * (pass * SELECT_THREADS + threadIdx.x) + t;
-            const bool is_tie = ties[pass] >> t & 1;
-            if (above[pass] >> t & 1 || (is_tie && tie < cut.ties)) out.put_chosen(place + min(tie, cut.ties), token);
-            place += above[pass] >> t & 1, tie += is_tie;
-        }
+    for (int t = 0; t < EACH; t++) {
+        const bool is_above = above >> t & 1, is_tie = ties >> t & 1;
+        if (is_above || (is_tie && tie < cut.ties)) out.put_chosen(place + min(tie, cut.ties), token + t);
+        place += is_above, tie += is_tie;
     }
 }
