@@ -31,7 +31,7 @@ impl RowsOfHeads {
             Element::Bf16 => sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
         };
         let sizes = [self.dim as u64, self.n as u64, self.heads as u64];
-        let strides = [2 * self.strides[1] as u64, 2 * self.strides[0] as u64];
+        let strides = [self.strides[1], self.strides[0]].map(|stride| (stride as u64).saturating_mul(2));
         let in_box = [BOX_WIDTH as u32, self.box_rows as u32, 1];
         let mut map = MaybeUninit::<CUtensorMap>::uninit();
         // SAFETY: arrays of three dimensions and of the two strides between them, which the driver reads; it writes the map, and

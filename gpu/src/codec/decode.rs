@@ -131,6 +131,7 @@ impl Decode {
             first_token,
             tokens: (a.blocks.end * info.block_tokens).min(info.tokens) - first_token,
             coefficients: a.workspace,
+            maps: a.planes + planes.maps_at() as u64,
         };
         let (out, place) = match &self.transform {
             Some(_) => coefficients_at(&self.shape, a.workspace, first_token, rows.tokens),
@@ -160,7 +161,7 @@ impl Decode {
         unsafe {
             self.tiles.launch(stream, grid, (WARPS * LANES) as u32, false, &kernel_arguments)?;
             match &self.transform {
-                Some(transform) => transform.coefficients_to_rows(stream, planes, a.planes, &rows),
+                Some(transform) => transform.coefficients_to_rows(stream, &rows),
                 None => Ok(()),
             }
         }

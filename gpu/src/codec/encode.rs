@@ -173,6 +173,7 @@ impl Encode {
             first_token: 0,
             tokens: info.tokens,
             coefficients: a.workspace + self.bins_len(info) as u64,
+            maps: a.planes + planes.maps_at() as u64,
         };
         let (rows, place) = match &self.transform {
             Some(_) => coefficients_at(&self.shape, rows_of_launch.coefficients, 0, info.tokens),
@@ -207,7 +208,7 @@ impl Encode {
         // SAFETY: the structures are the kernels' arguments; the caller vouches for what their pointers lead to.
         unsafe {
             if let Some(transform) = &self.transform {
-                transform.rows_to_coefficients(stream, planes, a.planes, &rows_of_launch)?;
+                transform.rows_to_coefficients(stream, &rows_of_launch)?;
             }
             self.tiles.launch(stream, grid(self.blocks.min(units)), threads, false, &encode_arguments)?;
             self.join.launch(stream, grid(tiles.div_ceil(JOINED)), JOINED as u32, false, &join_arguments)

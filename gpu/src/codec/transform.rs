@@ -1,6 +1,6 @@
 use cudarc::driver::sys::CUstream;
 
-use super::{CodecShape, KernelPlace, Planes, PlanesAt};
+use super::{CodecShape, KernelPlace, PlanesAt};
 use crate::device::Kernel;
 use crate::{Device, Error};
 
@@ -41,6 +41,8 @@ pub(super) struct Rows {
     pub tokens: usize,
     /// f32 (planes, tokens, channels).
     pub coefficients: u64,
+    /// Of all planes: `Planes::maps_at` bytes behind their words.
+    pub maps: u64,
 }
 
 impl Transform {
@@ -58,39 +60,20 @@ impl Transform {
     }
 
     /// # Safety
-    /// Pointers must be to device memory with as many elements as their shapes say; that at `words` must have the words of `planes`.
-    pub(super) unsafe fn rows_to_coefficients(
-        &self,
-        stream: CUstream,
-        planes: &Planes,
-        words: u64,
-        rows: &Rows,
-    ) -> Result<(), Error> {
+    /// Pointers must be to device memory with as many elements as their shapes say.
+    pub(super) unsafe fn rows_to_coefficients(&self, stream: CUstream, rows: &Rows) -> Result<(), Error> {
         // SAFETY: the caller's.
-        unsafe { self.launch(&self.into, stream, planes, words, rows) }
+        unsafe { self.launch(&self.into, stream, rows) }
     }
 
     /// # Safety
     /// As [`Self::rows_to_coefficients`].
-    pub(super) unsafe fn coefficients_to_rows(
-        &self,
-        stream: CUstream,
-        planes: &Planes,
-        words: u64,
-        rows: &Rows,
-    ) -> Result<(), Error> {
+    pub(super) unsafe fn coefficients_to_rows(&self, stream: CUstream, rows: &Rows) -> Result<(), Error> {
         // SAFETY: the caller's.
-        unsafe { self.launch(&self.back, stream, planes, words, rows) }
+        unsafe { self.launch(&self.back, stream, rows) }
     }
 
-    unsafe fn launch(
-        &self,
-        kernel: &Kernel,
-        stream: CUstream,
-        planes: &Planes,
-        words: u64,
-        rows: &Rows,
-    ) -> Result<(), Error> {
+    unsafe fn launch(&self, kernel: &Kernel, stream: CUstream, rows: &Rows) -> Result<(), Error> {
         let map_dim = self.shape.map_dim();
         let columns = COLUMNS[usize::from(map_dim > COLUMNS[0])];
         let heads = self.shape.channels() / map_dim * map_dim.div_ceil(columns);
@@ -100,7 +83,7 @@ impl Transform {
         }
         let grid = (rows.tokens.div_ceil(TOKENS) as u32, heads as u32, rows.planes as u32);
         let arguments = KernelArguments {
-            maps: words + planes.maps_at() as u64,
+            maps: rows.maps,
             coefficients: rows.coefficients,
             rows: PlanesAt::each(rows.pointers),
             place: rows.place,

@@ -17,7 +17,8 @@ __device__ __forceinline__ u32 code_of(const u8* run, u32 i) {
     return code;
 }
 
-// The codes of tokens `i` to `i + 3` of a run, a byte each; `i` is a multiple of 4. Up to 8 bits.
+// The codes of tokens `i` to `i + 3` of a run, a byte each; `i` is a multiple of 4. Up to 8 bits. From the second-level cache, which a
+// kernel that has not yet waited for the one before it can trust.
 template <int BITS>
 __device__ __forceinline__ u32 four_codes_of(const u8* run, u32 i) {
     u32 codes = 0;
@@ -25,7 +26,7 @@ __device__ __forceinline__ u32 four_codes_of(const u8* run, u32 i) {
 #pragma unroll
     for (int width = 8; width; width /= 2)
         if (BITS & width) {
-            const u32 bytes = *(const u32*)(run + i % (8 * width));
+            const u32 bytes = __ldcg((const u32*)(run + i % (8 * width)));
             codes |= (bytes >> (i / (8 * width) * width) & 0x01010101u * ((1u << width) - 1)) << shift;
             run += 8 * width, shift += width;
         }

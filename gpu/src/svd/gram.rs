@@ -102,8 +102,9 @@ struct SquaresArguments {
 
 /// `svd_core::Gram::add_rows` for all heads; `svd_core::Gram::from_sums` takes what comes out.
 ///
-/// Products are exact; sums of 128 rows are in `f32`, as tensor cores round them, those of a block's rows in two floats, all above in
-/// `f64` and in one order, so that two runs give the same bytes. What is no number spoils its head's sums.
+/// Products are exact; sums of 128 rows are in `f32`, as tensor cores round them, those of a block's rows in two floats, rounded to one
+/// at its end, all above in `f64`. The order is always the same, so that two runs give the same bytes. What is no number spoils its
+/// head's sums.
 ///
 /// # Cost
 /// Reads the rows; about n * dim * dim / 2 multiply-adds a head (3 / 4 in the place of 1 / 2 on sm_90 for 128), on tensor cores.

@@ -27,9 +27,9 @@ __device__ void load_tables(Tables& tables, const float* luts, int round) {
 #pragma unroll
         for (int q = 0; q < VEC; q++) {
             const int query = round * VEC + q;
-            entry.of[q] = query < GROUP ? luts[query * M * KSUB + i] : 0;
+            entry.of[q] = query < GROUP ? __ldcg(luts + query * M * KSUB + i) : 0; // as codes are loaded
         }
-#pragma unroll
+#pragma unroll 8
         for (int copy = 0; copy < COPIES; copy++) tables.entries[i][(copy + i) % COPIES] = entry;
     }
 }

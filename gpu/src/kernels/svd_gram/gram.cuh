@@ -3,8 +3,8 @@
 // CPU twin: svd_core::Gram, whose sums are in f64. Compile-time shape: DIM, a multiple of 16 up to 128; BFLOAT or not.
 //
 // Products of halves are exact in f32. Tensor cores add them up there for the 128 rows of a tile; above, a sum is two floats, its
-// value and what rounding has lost of it, and f64 across blocks. Tensor cores cut off rather than round: of 256 rows a diagonal
-// sum came out too low by 1e-6 of itself, so tiles are not longer.
+// value and what rounding has lost of it, of which a block leaves one; across blocks it is in f64. Tensor cores cut off rather than
+// round: of 256 rows a diagonal sum came out too low by 1e-6 of itself, so tiles are not longer.
 //
 // A block has a part of a head's rows and all of its matrix: strips.cu on every device, squares.cu on sm_90. A second kernel (join.cu)
 // adds the blocks' matrices in their order to what was there. The floor is reading the rows, which pass through a ring of STAGES

@@ -11,10 +11,10 @@ extern "C" __global__ void __launch_bounds__(256) svd_gram_join(const Sums a) {
     const bool of_rows = down == STRIPS;
     if (of_rows && threadIdx.x >= DIM) return;
     const u32 row = of_rows ? DIM : down * 16 + y, column = of_rows ? threadIdx.x : across * 16 + x;
-    // Nothing writes it meanwhile: it can be fetched before the kernel before has ended.
+    // Nothing writes it meanwhile: it can be fetched before the kernel before has ended, from the second-level cache.
     double* matrix = a.matrices + (u64)head * DIM * DIM;
     double* at = of_rows ? a.sums + head * DIM + column : matrix + row * DIM + column;
-    const double before = *at;
+    const double before = __ldcg(at);
     wait_for_previous_kernel();
     let_next_kernel_start();
     const float* parts = a.parts + (u64)head * a.part_count * PART + row * DIM + column;
