@@ -21,7 +21,7 @@ struct Tables {
 // different banks.
 template <int THREADS>
 __device__ void load_tables(Tables& tables, const float* luts, int round) {
-#pragma unroll 4
+#pragma unroll 2
     for (int i = threadIdx.x; i < M * KSUB; i += THREADS) {
         Entry entry;
 #pragma unroll
