@@ -52,7 +52,10 @@ impl RowsOfHeads {
                 sys::CUtensorMapFloatOOBfill::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
             )
             .result()
-            .map_err(Error::of("map rows of heads"))?;
+            .map_err(Error::of(format_args!(
+                "map {} heads of {} rows of {}",
+                self.heads, self.n, self.dim
+            )))?;
             Ok(map.assume_init())
         }
     }

@@ -29,7 +29,7 @@ struct Shared {
     float max[GROUP], scale[GROUP]; // of all codes
     // What the blocks of the cluster tell each other.
     alignas(8) Softmax of_blocks[BLOCKS][GROUP];
-    uint2 keys[JOINT];             // and how many tokens have them
+    uint2 keys[JOINT];            // and how many tokens have them
     uint2 above_and_ties[BLOCKS]; // of a block's tokens
     u8 chosen[ROOM];
 };

@@ -9,7 +9,7 @@ static_assert(STAGES * TILE * 2 == SHARED_BYTES, "the host computes it, too");
 
 struct Arguments {
     Sums sums;
-    const u16* rows;           // element [head][row][DIM], with these strides
+    const u16* rows;             // element [head][row][DIM], with these strides
     u64 head_stride, row_stride; // elements
 };
 
