@@ -159,13 +159,15 @@ fn attention_on_any_shape() {
 #[test]
 fn searching() {
     let shapes = [(128, 2, 6, 4), (128, 4, 8, 4), (128, 2, 8, 1), (64, 16, 4, 16)];
-    for (architecture, capability) in CAPABILITIES {
+    let devices = [("sm_80", (8, 0), 163 << 10), ("sm_89", (8, 9), 99 << 10), ("sm_90", (9, 0), 227 << 10)];
+    for (architecture, capability, shared_memory) in devices {
         for (dim, m, nbits, group) in shapes {
             let quantizer = PqShape::new(dim, m, nbits).unwrap();
             let (scan, rule) = (ScanShape { quantizer, group }, GroupRule::SumOfSoftmax);
             let lut = LutShape { quantizer, group, element: VectorElement::F16 };
             let search = SearchShape { quantizer, group, rule };
-            let programs = [scan.program(), lut.program(), search.program(capability)];
+            let programs =
+                [scan.program(shared_memory), lut.program(), search.program(capability, shared_memory)];
             for program in programs.map(Result::unwrap) {
                 let Some(spilled) = spilled(&program, architecture) else { return };
                 assert_eq!(spilled, 0, "{program} for {architecture}");

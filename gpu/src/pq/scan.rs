@@ -8,8 +8,11 @@ use crate::{Device, Error, KERNELS, Program};
 pub(super) const CHUNK: usize = 8192;
 const THREADS: u32 = 512;
 
-/// Bytes of shared memory that tables may take on every architecture, with room for what else is there.
-const MOST_TABLES: usize = 128 << 10;
+/// Bytes of a block's shared memory that tables may take, with room for what else is there: an A100 or H100 has 163 KiB and more, other
+/// devices have 99.
+const fn most_tables(shared_memory: usize) -> usize {
+    if shared_memory >= 160 << 10 { 128 << 10 } else { 64 << 10 }
+}
 
 /// What scores are looked up in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -22,28 +25,30 @@ pub struct ScanShape {
 
 impl ScanShape {
     /// Queries that are looked up at once, and how often an entry stands side by side.
-    fn entry(&self) -> (usize, usize) {
+    fn entry(&self, shared_memory: usize) -> (usize, usize) {
         let at_once = [1, 2, 4, 4][self.group.clamp(1, 4) - 1];
-        let fits = |copies: &usize| self.quantizer.lut_len() * at_once * 4 * copies <= MOST_TABLES;
+        let most = most_tables(shared_memory);
+        let fits = |copies: &usize| self.quantizer.lut_len() * at_once * 4 * copies <= most;
         (
             at_once,
             [32, 16, 8, 4, 2, 1].into_iter().filter(|copies| copies * at_once <= 32).find(fits).unwrap_or(0),
         )
     }
 
-    /// Bytes of shared memory.
-    pub(super) fn shared_bytes(&self) -> usize {
-        let (at_once, copies) = self.entry();
+    /// Bytes of shared memory that a block takes of those that there are.
+    pub(super) fn shared_bytes(&self, shared_memory: usize) -> usize {
+        let (at_once, copies) = self.entry(shared_memory);
         self.quantizer.lut_len() * at_once * 4 * copies
     }
 
     /// The symbols that both scans and searches are compiled for.
-    pub(super) fn defines(&self) -> Result<[(&'static str, usize); 5], Error> {
-        let (at_once, copies) = self.entry();
+    pub(super) fn defines(&self, shared_memory: usize) -> Result<[(&'static str, usize); 5], Error> {
+        let (at_once, copies) = self.entry(shared_memory);
         if self.group == 0 || self.group > 16 || self.quantizer.nbits() > 8 || copies == 0 {
             return Err(Error::Unsupported {
                 operation: format!("{self:?}"),
-                supported: "up to 8 bits, 1 to 16 query heads a key/value head, and tables of four of them in 128 KiB",
+                supported: "up to 8 bits, 1 to 16 query heads a key/value head, and tables of four of them in 128 KiB, \
+                            or 64 on devices with less than 160 of shared memory",
             });
         }
         Ok([
@@ -55,12 +60,12 @@ impl ScanShape {
         ])
     }
 
-    /// The program.
+    /// The program for blocks of up to `shared_memory` bytes ([`Device::shared_memory`]).
     ///
     /// # Errors
     /// [`Error::Unsupported`].
-    pub fn program(&self) -> Result<Program, Error> {
-        Ok(Program::new("pq_scan", KERNELS.pq_scan, &self.defines()?))
+    pub fn program(&self, shared_memory: usize) -> Result<Program, Error> {
+        Ok(Program::new("pq_scan", KERNELS.pq_scan, &self.defines(shared_memory)?))
     }
 }
 
@@ -110,7 +115,9 @@ impl Scan {
     /// # Errors
     /// [`Error::Unsupported`], [`Error::NoNvrtc`], [`Error::Compile`] or [`Error::Driver`].
     pub fn new(device: &Device, shape: ScanShape) -> Result<Self, Error> {
-        Ok(Self { kernel: device.kernel(&shape.program()?, "pq_scan", shape.shared_bytes())?, shape })
+        let most = device.shared_memory();
+        let kernel = device.kernel(&shape.program(most)?, "pq_scan", shape.shared_bytes(most))?;
+        Ok(Self { kernel, shape })
     }
 
     /// Puts the scan on a stream.

@@ -31,13 +31,14 @@ impl SearchShape {
         ScanShape { quantizer: self.quantizer, group: self.group }
     }
 
-    /// The program for a compute capability: from 9.0 on, codes of up to 12 bits a token have one of their own.
+    /// The program for a compute capability and blocks of up to `shared_memory` bytes ([`Device::shared_memory`]): from 9.0 on, codes of up
+    /// to 12 bits a token have one of their own.
     ///
     /// # Errors
     /// [`Error::Unsupported`].
-    pub fn program(&self, capability: (i32, i32)) -> Result<Program, Error> {
-        let defines = self.scan().defines()?;
-        let program = if self.is_joint(capability) {
+    pub fn program(&self, capability: (i32, i32), shared_memory: usize) -> Result<Program, Error> {
+        let defines = self.scan().defines(shared_memory)?;
+        let program = if self.is_joint(capability, shared_memory) {
             let defines = [&defines[..], &[("SHARED_BYTES", self.joint_shared_bytes())]].concat();
             Program::new("pq_search_joint", KERNELS.pq_search_joint, &defines)
         } else {
@@ -54,8 +55,10 @@ impl SearchShape {
         joint * (8 + 4 + 1 + 8 + 1) + 4 * (4096 + 64) + 4 * self.group * (self.quantizer.lut_len() + 40)
     }
 
-    const fn is_joint(&self, capability: (i32, i32)) -> bool {
-        capability.0 >= 9 && self.quantizer.m() * self.quantizer.nbits() as usize <= JOINT_BITS
+    const fn is_joint(&self, capability: (i32, i32), shared_memory: usize) -> bool {
+        capability.0 >= 9
+            && self.joint_shared_bytes() <= shared_memory
+            && self.quantizer.m() * self.quantizer.nbits() as usize <= JOINT_BITS
     }
 }
 
@@ -134,9 +137,10 @@ impl Search {
     /// # Errors
     /// [`Error::Unsupported`], [`Error::NoNvrtc`], [`Error::Compile`] or [`Error::Driver`].
     pub fn new(device: &Device, shape: SearchShape) -> Result<Self, Error> {
-        let program = shape.program(device.capability())?;
-        let tables = shape.scan().shared_bytes();
-        let kernels: &[(&'static str, usize, u32)] = if shape.is_joint(device.capability()) {
+        let (capability, shared_memory) = (device.capability(), device.shared_memory());
+        let program = shape.program(capability, shared_memory)?;
+        let tables = shape.scan().shared_bytes(shared_memory);
+        let kernels: &[(&'static str, usize, u32)] = if shape.is_joint(capability, shared_memory) {
             &[("pq_search_joint", shape.joint_shared_bytes(), SELECT_THREADS)]
         } else {
             &[
