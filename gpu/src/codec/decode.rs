@@ -91,7 +91,7 @@ impl Decode {
     /// # Errors
     /// [`Error::Argument`] for planes, a frame or ranges that do not go together, [`Error::Driver`].
     /// # Safety
-    /// Pointers must be to device memory with as many elements as their shapes say, those to frame and planes aligned to 8 bytes, and
+    /// Pointers must be to device memory with as many elements as their shapes say, aligned to 8 bytes (rows to an element), and
     /// stay so, unwritten by others, until the launch has run; what lies at `frame` must be the bytes that `frame` was parsed from, and
     /// what lies at `planes` the words of `planes`; the place must give every token its own room; `stream` must be of the device.
     pub unsafe fn launch(
