@@ -30,12 +30,12 @@ fn main() -> Result<()> {
     let frame = Frame::parse(&bytes, info.numbers())?;
     let planes = Planes::pack(&[plane.view()?; 4], info.head_dim)?;
     let words = gpu.upload(planes.words())?;
-    let decode = Decode::new(&gpu.device, planes.shape(VectorElement::F16, false))?;
+    let decode = Decode::new(&gpu, planes.shape(VectorElement::F16, false))?;
     let (there, out) = (gpu.zeros::<u8>(bytes.len() + 3)?, gpu.zeros::<f16>(4 * rows.len())?);
     let pointers: Vec<u64> = (0..4).map(|plane| out.pointer + (plane * rows.len() * 2) as u64).collect();
     let (pointers, failed) = (gpu.upload(&pointers)?, gpu.zeros::<u32>(1)?);
     let workspace = gpu.zeros::<u8>(decode.workspace_len(&info, 1, info.blocks()))?;
-    let (decoding, copying) = (gpu.device.stream(), gpu.device.context().new_stream()?);
+    let (decoding, copying) = (gpu.stream(), gpu.context().new_stream()?);
     copying.join(decoding)?;
     let mut copied = 0;
     for layer in 0..layers {
@@ -57,7 +57,7 @@ fn main() -> Result<()> {
             failed: failed.pointer,
         };
         // SAFETY: memory of the shapes that the arguments name, kept until the results are read.
-        unsafe { decode.launch(gpu.stream(), &frame, &planes, &arguments)? };
+        unsafe { decode.launch(gpu.stream().cu_stream(), &frame, &planes, &arguments)? };
     }
     println!("failed: {}; {} became {}", gpu.read(&failed)?[0], rows[3], gpu.read(&out)?[3]);
     Ok(())

@@ -23,7 +23,7 @@ fn main() -> Result<()> {
     let words = gpu.upload(planes.words())?;
     let rows = gpu.upload(&halves(1000 * channels))?; // (tokens, heads, head_dim), the same for all
     let pointers = gpu.upload(&[rows.pointer; 4])?;
-    let encode = Encode::new(&gpu.device, planes.shape(VectorElement::F16, false))?;
+    let encode = Encode::new(&gpu, planes.shape(VectorElement::F16, false))?;
     let capacity = Encode::slots_len(&info, layers);
     let (slots, payload) = (gpu.zeros::<u8>(capacity)?, gpu.zeros::<u8>(capacity)?);
     let workspace = gpu.zeros::<u8>(encode.workspace_len(&info, layers))?;
@@ -43,7 +43,7 @@ fn main() -> Result<()> {
         failed: failed.pointer,
     };
     // SAFETY: memory of the shapes that the arguments name, kept until the results are read.
-    unsafe { encode.launch(gpu.stream(), &info, &planes, &arguments)? };
+    unsafe { encode.launch(gpu.stream().cu_stream(), &info, &planes, &arguments)? };
     let payload = &gpu.read(&payload)?[..gpu.read(&payload_bytes)?[0] as usize];
     let mut frame = vec![];
     assemble_frame(&info, planes.ids(), &gpu.read(&lengths)?, payload, &mut frame)?;

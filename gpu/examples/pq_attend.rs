@@ -31,7 +31,7 @@ fn main() -> Result<()> {
     let (queries, lengths) = (gpu.upload(&halves(heads * group * 128))?, gpu.upload(&[n as u32])?);
     let shape =
         AttendShape { keys: quantizer, values: quantizer, group, element: Element::F16, paged: false };
-    let attend = Attend::new(&gpu.device, shape)?;
+    let attend = Attend::new(&gpu, shape)?;
     let workspace = gpu.zeros::<u8>(attend.workspace_len(1, heads))?;
     let out = gpu.zeros::<f16>(heads * group * 128)?;
     let arguments = AttendArguments {
@@ -53,7 +53,7 @@ fn main() -> Result<()> {
         workspace: workspace.pointer,
     };
     // SAFETY: memory of the shapes that the arguments name, kept until the results are read.
-    unsafe { attend.launch(gpu.stream(), &arguments)? };
+    unsafe { attend.launch(gpu.stream().cu_stream(), &arguments)? };
     println!("{:.3?} ...", &gpu.read(&out)?[..6]);
     Ok(())
 }

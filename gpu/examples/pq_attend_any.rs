@@ -32,9 +32,9 @@ fn main() -> Result<()> {
         out: out.pointer,
         log_sum_exp: log_sum_exp.pointer,
     };
-    let attend = AttendAny::new(&gpu.device, AttendAnyShape { keys: quantizer, values: quantizer, group })?;
+    let attend = AttendAny::new(&gpu, AttendAnyShape { keys: quantizer, values: quantizer, group })?;
     // SAFETY: memory of the shapes that the arguments name, kept until the results are read.
-    unsafe { attend.launch(gpu.stream(), &arguments)? };
+    unsafe { attend.launch(gpu.stream().cu_stream(), &arguments)? };
     println!("{:.3?} ...; {:.3?}", &gpu.read(&out)?[..4], gpu.read(&log_sum_exp)?);
     Ok(())
 }

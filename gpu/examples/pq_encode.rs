@@ -33,11 +33,11 @@ fn main() -> Result<()> {
         tiles,
         pages: None,
     };
-    let background = gpu.device.background_stream()?; // decoding does not wait for it
-    background.join(gpu.device.stream())?;
+    let background = gpu.background_stream()?; // decoding does not wait for it
+    background.join(gpu.stream())?;
     // SAFETY: memory of the shapes that the arguments name, kept until the results are read.
-    unsafe { Encode::new(&gpu.device, shape)?.launch(background.cu_stream(), &arguments)? };
-    gpu.device.stream().join(&background)?;
+    unsafe { Encode::new(&gpu, shape)?.launch(background.cu_stream(), &arguments)? };
+    gpu.stream().join(&background)?;
     let used = (first + count) as usize;
     println!(
         "{} of {} tokens have codes: {:?} ...",

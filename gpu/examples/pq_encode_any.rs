@@ -27,9 +27,9 @@ fn main() -> Result<()> {
         capacity: n,
         codes: codes.pointer,
     };
-    let encode = EncodeAny::new(&gpu.device, EncodeAnyShape { quantizer, element: VectorElement::F32 })?;
+    let encode = EncodeAny::new(&gpu, EncodeAnyShape { quantizer, element: VectorElement::F32 })?;
     // SAFETY: memory of the shapes that the arguments name, kept until the results are read.
-    unsafe { encode.launch(gpu.stream(), &arguments)? };
+    unsafe { encode.launch(gpu.stream().cu_stream(), &arguments)? };
     let codes = gpu.read(&codes)?;
     let of_head = Codes::new(quantizer, n, &codes[..quantizer.codes_len(n)])?;
     println!("token 0 of head 0: {:?}", of_head.iter_vector(0).collect::<Vec<_>>());

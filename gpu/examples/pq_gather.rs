@@ -11,7 +11,7 @@ fn main() -> Result<()> {
     let gpu = Gpu::open()?;
     let (n, dim, wanted) = (10_000, 128, [3_u32, 700, 9_999]);
     // SAFETY: written before it is read.
-    let mut host = unsafe { gpu.device.context().alloc_pinned::<f16>(n * dim)? };
+    let mut host = unsafe { gpu.context().alloc_pinned::<f16>(n * dim)? };
     for (i, x) in host.as_mut_slice()?.iter_mut().enumerate() {
         *x = f16::from_f32((i / dim) as f32);
     }
@@ -30,9 +30,9 @@ fn main() -> Result<()> {
         values_out: values.pointer,
         out_len: wanted.len(),
     };
-    let gather = Gather::new(&gpu.device, dim * size_of::<f16>())?;
+    let gather = Gather::new(&gpu, dim * size_of::<f16>())?;
     // SAFETY: memory of the shapes that the arguments name, kept until the results are read.
-    unsafe { gather.launch(gpu.stream(), &arguments)? };
+    unsafe { gather.launch(gpu.stream().cu_stream(), &arguments)? };
     println!("{:?}", gpu.read(&keys)?.iter().step_by(dim).collect::<Vec<_>>()); // 3, 700, 9999 rounded to halves
     Ok(())
 }

@@ -34,12 +34,12 @@ fn main() -> Result<()> {
         lengths: lengths.pointer,
         scores: scores.pointer,
     };
-    let lut = Lut::new(&gpu.device, LutShape { quantizer, group, element: VectorElement::F32 })?;
-    let scan = Scan::new(&gpu.device, ScanShape { quantizer, group })?;
+    let lut = Lut::new(&gpu, LutShape { quantizer, group, element: VectorElement::F32 })?;
+    let scan = Scan::new(&gpu, ScanShape { quantizer, group })?;
     // SAFETY: memory of the shapes that the arguments name, kept until the results are read.
-    unsafe { lut.launch(gpu.stream(), &tables)? };
+    unsafe { lut.launch(gpu.stream().cu_stream(), &tables)? };
     // SAFETY: as above.
-    unsafe { scan.launch(gpu.stream(), &sums)? };
+    unsafe { scan.launch(gpu.stream().cu_stream(), &sums)? };
     println!("{:.3?} ...", &gpu.read(&scores)?[..6]);
     Ok(())
 }

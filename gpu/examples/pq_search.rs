@@ -19,7 +19,7 @@ fn main() -> Result<()> {
     let (sinks, recent) = (4, 64);
     let tokens_len = 100 + sinks + recent;
     let (tokens, counts) = (gpu.zeros::<u32>(heads * tokens_len)?, gpu.zeros::<u32>(1)?);
-    let search = Search::new(&gpu.device, SearchShape { quantizer, group, rule: GroupRule::SumOfSoftmax })?;
+    let search = Search::new(&gpu, SearchShape { quantizer, group, rule: GroupRule::SumOfSoftmax })?;
     let workspace = gpu.zeros::<u8>(search.workspace_len(1, heads, n))?;
     let arguments = SearchArguments {
         batch: 1,
@@ -38,7 +38,7 @@ fn main() -> Result<()> {
         stats: 0,
     };
     // SAFETY: memory of the shapes that the arguments name, kept until the results are read.
-    unsafe { search.launch(gpu.stream(), &arguments)? };
+    unsafe { search.launch(gpu.stream().cu_stream(), &arguments)? };
     println!("{} tokens: {:?} ...", gpu.read(&counts)?[0], &gpu.read(&tokens)?[..12]); // 0, 1, 2, 3, then found ones
     Ok(())
 }

@@ -16,7 +16,7 @@ fn main() -> Result<()> {
     let starts = gpu.upload(&starts)?;
     let centroids = gpu.zeros::<f32>(heads * quantizer.codebook_len())?;
     let errors = gpu.zeros::<f64>(heads * quantizer.m())?;
-    let train = Train::new(&gpu.device, TrainShape { quantizer, element: VectorElement::F32 })?;
+    let train = Train::new(&gpu, TrainShape { quantizer, element: VectorElement::F32 })?;
     let workspace = gpu.zeros::<u8>(train.workspace_len(heads, n))?;
     let arguments = TrainArguments {
         sets: heads,
@@ -31,7 +31,7 @@ fn main() -> Result<()> {
         workspace: workspace.pointer,
     };
     // SAFETY: memory of the shapes that the arguments name, kept until the results are read.
-    unsafe { train.launch(gpu.stream(), &arguments)? };
+    unsafe { train.launch(gpu.stream().cu_stream(), &arguments)? };
     println!("squared errors of heads and subspaces: {:.1?}", gpu.read(&errors)?);
     Ok(())
 }

@@ -20,7 +20,7 @@ fn main() -> Result<()> {
     let (key_offsets, value_offsets) =
         (gpu.upload(&[0, u64::from(key_ranks[0])])?, gpu.upload(&[0, u64::from(value_ranks[0])])?);
     let (key_ranks, value_ranks) = (gpu.upload(&key_ranks)?, gpu.upload(&value_ranks)?);
-    let attend = Attend::new(&gpu.device, AttendShape { dim, element: Element::F16 })?;
+    let attend = Attend::new(&gpu, AttendShape { dim, element: Element::F16 })?;
     let workspace = gpu.zeros::<u8>(attend.workspace_len(1, heads, group))?;
     let out = gpu.zeros::<f16>(heads * group * dim)?; // of which a head's value rank is written
     let arguments = AttendArguments {
@@ -44,7 +44,7 @@ fn main() -> Result<()> {
         workspace: workspace.pointer,
     };
     // SAFETY: memory of the shapes that the arguments name, kept until the results are read.
-    unsafe { attend.launch(gpu.stream(), &arguments)? };
+    unsafe { attend.launch(gpu.stream().cu_stream(), &arguments)? };
     println!("{:.3?} ...", &gpu.read(&out)?[..6]);
     Ok(())
 }

@@ -14,7 +14,7 @@ fn main() -> Result<()> {
     let rows = gpu.upload(&halves(heads * n * dim))?; // (heads, n, dim)
     let matrices = gpu.zeros::<f64>(heads * dim * dim)?; // sums are added to: any number of launches, one a chunk
     let sums = gpu.zeros::<f64>(heads * dim)?;
-    let gram = Gram::new(&gpu.device, GramShape { dim, element: Element::F16 })?;
+    let gram = Gram::new(&gpu, GramShape { dim, element: Element::F16 })?;
     let workspace = gpu.zeros::<u8>(gram.workspace_len(heads))?;
     let arguments = GramArguments {
         heads,
@@ -26,7 +26,7 @@ fn main() -> Result<()> {
         workspace: workspace.pointer,
     };
     // SAFETY: memory of the shapes that the arguments name, kept until the results are read.
-    unsafe { gram.launch(gpu.stream(), &arguments)? };
+    unsafe { gram.launch(gpu.stream().cu_stream(), &arguments)? };
     let (matrices, sums) = (gpu.read(&matrices)?, gpu.read(&sums)?);
     let moments = svd_core::Gram::<PostRope>::from_sums(dim, n as u64, &matrices[..dim * dim], &sums[..dim])?;
     println!("strongest directions of head 0: {:.1?}", &Rotation::principal(&moments)?.sigma()[..4]);

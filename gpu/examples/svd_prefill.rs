@@ -37,9 +37,9 @@ fn main() -> Result<()> {
         scale: 1.0 / (dim as f32).sqrt(),
         out: out.pointer,
     };
-    let prefill = Prefill::new(&gpu.device, AttendShape { dim, element: Element::F16 })?;
+    let prefill = Prefill::new(&gpu, AttendShape { dim, element: Element::F16 })?;
     // SAFETY: memory of the shapes that the arguments name, kept until the results are read.
-    unsafe { prefill.launch(gpu.stream(), &arguments)? };
+    unsafe { prefill.launch(gpu.stream().cu_stream(), &arguments)? };
     println!("{:.3?} ...", &gpu.read(&out)?[..4]); // the first query sees the first value alone
     Ok(())
 }

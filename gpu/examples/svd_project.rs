@@ -25,9 +25,9 @@ fn main() -> Result<()> {
         columns: columns.pointer,
         out: out.pointer,
     };
-    let project = Project::new(&gpu.device, ProjectShape { dim, rank, element: Element::F16 })?;
+    let project = Project::new(&gpu, ProjectShape { dim, rank, element: Element::F16 })?;
     // SAFETY: memory of the shapes that the arguments name, kept until the results are read.
-    unsafe { project.launch(gpu.stream(), &arguments)? };
+    unsafe { project.launch(gpu.stream().cu_stream(), &arguments)? };
     println!("{:.3?} became {:.3?}", &rows[..4], &gpu.read(&out)?[..4]); // the same
     Ok(())
 }

@@ -2,7 +2,8 @@
 
 #![allow(dead_code)] // not every example uses all
 
-use cudarc::driver::sys::CUstream;
+use std::ops::Deref;
+
 use cudarc::driver::{CudaSlice, DevicePtr, DeviceRepr, ValidAsZeroBits};
 use half::f16;
 use kv_gpu::Device;
@@ -10,9 +11,7 @@ use kv_gpu::Device;
 pub type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 
 /// The first device.
-pub struct Gpu {
-    pub device: Device,
-}
+pub struct Gpu(Device);
 
 /// Memory of the device, and where it is. An engine has its own; kernels take the pointer.
 pub struct Buffer<T> {
@@ -20,32 +19,36 @@ pub struct Buffer<T> {
     pub pointer: u64,
 }
 
+impl Deref for Gpu {
+    type Target = Device;
+
+    fn deref(&self) -> &Device {
+        &self.0
+    }
+}
+
 impl Gpu {
     pub fn open() -> Result<Self> {
-        Ok(Self { device: Device::open(0).map_err(|error| error.to_string())? })
-    }
-
-    pub fn stream(&self) -> CUstream {
-        self.device.stream().cu_stream()
+        Ok(Self(Device::open(0).map_err(|error| error.to_string())?))
     }
 
     pub fn upload<T: DeviceRepr>(&self, data: &[T]) -> Result<Buffer<T>> {
-        let slice = self.device.stream().clone_htod(data)?;
-        let pointer = slice.device_ptr(self.device.stream()).0;
+        let slice = self.stream().clone_htod(data)?;
+        let pointer = slice.device_ptr(self.stream()).0;
         Ok(Buffer { slice, pointer })
     }
 
     /// Zeros; one for none, which have no address.
     pub fn zeros<T: DeviceRepr + ValidAsZeroBits>(&self, n: usize) -> Result<Buffer<T>> {
-        let slice = self.device.stream().alloc_zeros(n.max(1))?;
-        let pointer = slice.device_ptr(self.device.stream()).0;
+        let slice = self.stream().alloc_zeros(n.max(1))?;
+        let pointer = slice.device_ptr(self.stream()).0;
         Ok(Buffer { slice, pointer })
     }
 
     /// What is there when all that the stream was given has run.
     pub fn read<T: DeviceRepr>(&self, buffer: &Buffer<T>) -> Result<Vec<T>> {
-        let data = self.device.stream().clone_dtoh(&buffer.slice)?;
-        self.device.stream().synchronize()?;
+        let data = self.stream().clone_dtoh(&buffer.slice)?;
+        self.stream().synchronize()?;
         Ok(data)
     }
 }

@@ -126,7 +126,7 @@ impl Planes {
             let operation = format!("planes with {what} on the GPU");
             return Err(Error::Unsupported {
                 operation,
-                supported: "lanes, predicted by the mean or the token before",
+                supported: "lanes, predicted by the mean or the token before, all with a transform of the same heads or all without",
             });
         }
         let parts = || planes.iter().map(Plane::parts);

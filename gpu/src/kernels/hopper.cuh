@@ -27,6 +27,21 @@ __device__ __forceinline__ void copy_box(void* shared, const TensorMap& map, u32
                  : "memory");
 }
 
+// Has `tiles` tiles copied, each SIDE boxes wide and as soon as its place in the ring is free: a barrier says that it is full, another that
+// all warps that read it have left it. `first_row(i)` is where tile `i` begins.
+template <bool BEFORE_OTHERS, int STAGES, int SIDE, int ROWS, class FirstRow>
+__device__ __forceinline__ void copy_tiles(u16 (&ring)[STAGES][SIDE][ROWS][WIDTH], u64 (&full)[STAGES], u64 (&empty)[STAGES],
+                                           const TensorMap& map, u32 tiles, u32 head, const FirstRow& first_row) {
+    for (u32 i = 0; i < tiles; i++) {
+        const u32 stage = i % STAGES;
+        if (i >= STAGES) wait_for_phase(&empty[stage], i / STAGES - 1);
+        arrive_expecting(&full[stage], SIDE * ROWS * WIDTH * 2);
+#pragma unroll
+        for (int side = 0; side < SIDE; side++)
+            copy_box<BEFORE_OTHERS>(ring[stage][side], map, side * WIDTH, first_row(i), head, &full[stage]);
+    }
+}
+
 // A box from shared memory, but for what the map does not reach.
 __device__ __forceinline__ void store_box(const TensorMap& map, u32 component, u32 row, u32 head, const void* shared) {
     asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%1, %2, %3}], [%4];" ::"l"(&map), "r"(component), "r"(row),
@@ -66,23 +81,23 @@ __device__ __forceinline__ u64 repeated_operand(const void* matrix) { return (sh
 #define FOUR(c, i) "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3])
 #define SIXTEEN(c, i) FOUR(c, i), FOUR(c, i + 4), FOUR(c, i + 8), FOUR(c, i + 12)
 
-// c = or += x y with 64 rows of x, 64 columns of y, 16 products a sum. X: x is found transposed; y is. Thread 32 w + 4 g + l of the
+// c = or += x y with 64 rows of x, 64 columns of y, 16 products a sum; y is found transposed. Thread 32 w + 4 g + l of the
 // warpgroup has c[16 w + g + 8 (i / 2 % 2)][8 (i / 4) + 2 l + i % 2] as c[i].
-template <bool X>
+template <bool X_TRANSPOSED>
 __device__ __forceinline__ void multiply_async(float (&c)[32], u64 x, u64 y, bool add) {
     asm volatile("{\n .reg .pred add;\n setp.ne.b32 add, %34, 0;\n wgmma.mma_async.sync.aligned.m64n64k16." TYPES
                  " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
                  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, %32, %33, add, 1, 1, %35, 1;\n}"
                  : SIXTEEN(c, 0), SIXTEEN(c, 16)
-                 : "l"(x), "l"(y), "r"((int)add), "n"((int)X));
+                 : "l"(x), "l"(y), "r"((int)add), "n"((int)X_TRANSPOSED));
 }
 // The same with 8 columns, of a y that is not transposed.
-template <bool X>
+template <bool X_TRANSPOSED>
 __device__ __forceinline__ void multiply_async(float (&c)[4], u64 x, u64 y, bool add) {
     asm volatile("{\n .reg .pred add;\n setp.ne.b32 add, %6, 0;\n wgmma.mma_async.sync.aligned.m64n8k16." TYPES
                  " {%0, %1, %2, %3}, %4, %5, add, 1, 1, %7, 0;\n}"
                  : FOUR(c, 0)
-                 : "l"(x), "l"(y), "r"((int)add), "n"((int)X));
+                 : "l"(x), "l"(y), "r"((int)add), "n"((int)X_TRANSPOSED));
 }
 
 __device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }

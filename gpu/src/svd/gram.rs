@@ -107,7 +107,8 @@ struct SquaresArguments {
 /// head's sums.
 ///
 /// # Cost
-/// Reads the rows; about n * dim * dim / 2 multiply-adds a head (3 / 4 in the place of 1 / 2 on sm_90 for 128), on tensor cores.
+/// Reads the rows; about n * dim * dim / 2 multiply-adds a head, on tensor cores; on sm_90 3 / 4 of n * dim * dim for 128 components, all
+/// of it for 64.
 pub struct Gram {
     gram: Kernel,
     join: Kernel,

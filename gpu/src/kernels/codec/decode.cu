@@ -5,7 +5,7 @@
 //
 // A block of threads has one tile of a plane and WARPS of its blocks of tokens, which share the models in shared memory, laid out so
 // that lanes never collide there. A symbol is found by bisection. Words pass through a ring of 256 bytes, a half of it loaded while
-// another is read. Floor: the stream is read, the numbers are written. It is far below what the loop over rows takes: 244
+// another is read. Floor: the stream is read, the numbers are written. It is far below what the loop over rows takes: about 250
 // instructions for sm_90 and 32 symbols, those of refills and escapes included, which not every row runs.
 
 constexpr int WARPS = 8, THREADS = WARPS * LANES;

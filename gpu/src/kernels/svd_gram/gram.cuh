@@ -7,8 +7,7 @@
 // round: of 256 rows a diagonal sum came out too low by 1e-6 of itself, so tiles are not longer.
 //
 // A block has a part of a head's rows and all of its matrix: strips.cu on every device, squares.cu on sm_90. A second kernel (join.cu)
-// adds the blocks' matrices in their order to what was there. The floor is reading the rows, which pass through a ring of STAGES
-// tiles.
+// adds the blocks' matrices in their order to what was there. The floor is reading the rows, which pass through a ring of tiles.
 
 constexpr int STRIPS = DIM / 16;      // of 16 components, of which a warp has one
 constexpr int ROWS = 128;             // of a tile

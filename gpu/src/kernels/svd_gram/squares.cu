@@ -1,4 +1,5 @@
-// A block's part on sm_90, of 64 or 128 components: a warpgroup has 64 x 64 of the matrix, the lower left left out.
+// A block's part on sm_90, of 64 or 128 components: a warpgroup has a square of WIDTH x WIDTH of the matrix, that in
+// the lower left left out.
 //
 // Nothing of a row passes through registers: a thread of its own has tiles copied to shared memory, where the tensor cores find both
 // operands. Warpgroups wait for tiles, not for each other, so that the sums of one are added up while the tensor cores have those
@@ -20,19 +21,7 @@ struct Shared {
 };
 static_assert(sizeof(Shared) <= SHARED_BYTES, "the host asks for enough");
 
-// Has the block's tiles copied, each as soon as its place in the ring is free.
-__device__ __forceinline__ void copy_tiles(const Arguments& a, Shared& shared, const Range& range) {
-    for (u32 i = 0; i < range.to - range.from; i++) {
-        const u32 stage = i % STAGES;
-        if (i >= STAGES) wait_for_phase(&shared.empty[stage], i / STAGES - 1);
-        arrive_expecting(&shared.full[stage], TILE * 2);
-#pragma unroll
-        for (int side = 0; side < SIDE; side++)
-            copy_box<true>(shared.ring[stage][side], a.rows, side * WIDTH, (range.from + i) * ROWS, blockIdx.y, &shared.full[stage]);
-    }
-}
-
-// Components 64 x and on with components 64 y and on; where they are the same, sums of rows, too.
+// The square of row x and column y; on the diagonal, sums of rows, too.
 template <bool DIAGONAL>
 __device__ __forceinline__ void add_up(const Arguments& a, Shared& shared, const Range& range, int x, int y) {
     const int warp = threadIdx.x / LANES % 4, lane = threadIdx.x % LANES, g = lane / 4, l = lane % 4;
@@ -62,11 +51,11 @@ __device__ __forceinline__ void add_up(const Arguments& a, Shared& shared, const
     float* part = a.sums.part();
 #pragma unroll
     for (int i = 0; i < 2; i++)
-        if (DIAGONAL && l == 0) part[DIM * DIM + 64 * x + 16 * warp + g + 8 * i] = row_totals[i].sum();
+        if (DIAGONAL && l == 0) part[DIM * DIM + WIDTH * x + 16 * warp + g + 8 * i] = row_totals[i].sum();
 #pragma unroll
     for (int i = 0; i < 32; i += 2) {
         if (DIAGONAL && 8 * (i / 4) + 8 <= 16 * warp) continue; // below the strips' own blocks, which nobody reads
-        const int row = 64 * x + 16 * warp + g + 8 * (i / 2 % 2), column = 64 * y + 8 * (i / 4) + 2 * l;
+        const int row = WIDTH * x + 16 * warp + g + 8 * (i / 2 % 2), column = WIDTH * y + 8 * (i / 4) + 2 * l;
         *reinterpret_cast<float2*>(part + row * DIM + column) = make_float2(totals[i].sum(), totals[i + 1].sum());
     }
 }
@@ -84,7 +73,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) svd_gram(const __grid_c
     const Range range(a.sums);
     const int square = threadIdx.x / GROUP_THREADS;
     if (threadIdx.x == SQUARES * GROUP_THREADS)
-        copy_tiles(a, shared, range);
+        copy_tiles<true>(shared.ring, shared.full, shared.empty, a.rows, range.to - range.from, blockIdx.y,
+                         [&](u32 i) { return (range.from + i) * ROWS; });
     else if (square < SIDE)
         add_up<true>(a, shared, range, square, square);
     else if (square < SQUARES)

@@ -40,18 +40,6 @@ __device__ __forceinline__ u32 tiles_of(const Arguments& a) {
 }
 __device__ __forceinline__ u32 first_row(u32 i) { return (blockIdx.x + i * gridDim.x) * ROWS; }
 
-__device__ __forceinline__ void copy_tiles(const Arguments& a, Shared& shared) {
-    const u32 tiles = tiles_of(a);
-    for (u32 i = 0; i < tiles; i++) {
-        const u32 stage = i % STAGES;
-        if (i >= STAGES) wait_for_phase(&shared.empty[stage], i / STAGES - 1);
-        arrive_expecting(&shared.full[stage], ROWS * DIM * 2);
-#pragma unroll
-        for (int side = 0; side < SIDE; side++)
-            copy_box<false>(shared.ring[stage][side], a.rows, side * WIDTH, first_row(i), blockIdx.y, &shared.full[stage]);
-    }
-}
-
 // Columns behind the rank are zeros.
 __device__ __forceinline__ void load_map(const Arguments& a, Shared& shared) {
     const float* columns = a.columns + (u64)blockIdx.y * DIM * RANK;
@@ -126,7 +114,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) svd_project(const __gri
     wait_for_previous_kernel();
     let_next_kernel_start();
     if (threadIdx.x == GROUPS * GROUP_THREADS) {
-        copy_tiles(a, shared);
+        copy_tiles<false>(shared.ring, shared.full, shared.empty, a.rows, tiles_of(a), blockIdx.y, first_row);
     } else if (threadIdx.x < GROUPS * GROUP_THREADS) {
         load_map(a, shared);
         project(a, shared);
