@@ -49,6 +49,7 @@ fn run(device: &Device, random: &mut Random, batches: &[usize], capacities: &[us
     let attend = Attend::new(device, shape).unwrap();
     let workspace = Buffer::new(device, &vec![0_u8; attend.workspace_len(batch, heads, group)]);
     let scale = 1.0 / (dim as f32).sqrt();
+    let overlap = random.below(2) == 1;
     let launch = || {
         let out = Buffer::new(device, &vec![u16::MAX; batch * heads * group * dim]); // NaN
         let log_sum_exp = Buffer::new(device, &vec![f32::NAN; batch * heads * group]);
@@ -70,6 +71,7 @@ fn run(device: &Device, random: &mut Random, batches: &[usize], capacities: &[us
             scale,
             out: out.pointer(),
             log_sum_exp: log_sum_exp.pointer(),
+            overlap,
             workspace: workspace.pointer(),
         };
         // SAFETY: the buffers live until their contents have been read, and have the lengths that the shape asks for.

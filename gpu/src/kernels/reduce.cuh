@@ -22,17 +22,18 @@ struct Sum {
     }
 };
 
-// `results` are [TEAM warps][ROWS queries][STRIDE] floats of shared memory: components, maximum, sum of weights. A block shares at
+// `results` are [TEAM warps][ROWS queries][STRIDE] floats of shared memory: components, maximum, sum of weights; of the queries, the first
+// `rows` count. A block shares at
 // most the first and the last entry of its part with others, so it has two places of ROWS rows each, at `mine`, and those of
 // the next block follow. `write` takes a query, a component and the Sum of it and the next. Reduced in the order of warps and
 // blocks, whoever is last.
 template <int ROWS, int COMPONENTS, int TEAM, int STRIDE, typename Write>
-__device__ __forceinline__ void reduce(const float* results, Work& work, u32 block, float* mine, u32* arrived, Write write) {
+__device__ __forceinline__ void reduce(const float* results, u32 rows, Work& work, u32 block, float* mine, u32* arrived, Write write) {
     constexpr int THREADS = TEAM * LANES, PLACE = ROWS * STRIDE;
-    const u32 pieces = work.pieces, first_block = work.first_block;
     __syncthreads();
+    const u32 pieces = work.pieces, first_block = work.first_block;
     float* partial = mine + (block == first_block) * PLACE;
-    for (int i = 2 * threadIdx.x; i < ROWS * COMPONENTS; i += 2 * THREADS) {
+    for (int i = 2 * threadIdx.x; i < rows * COMPONENTS; i += 2 * THREADS) {
         const int q = i / COMPONENTS, d = i % COMPONENTS;
         const float* result = results + q * STRIDE;
         Sum sum;
@@ -62,7 +63,7 @@ __device__ __forceinline__ void reduce(const float* results, Work& work, u32 blo
     if (!work.last) return;
     // To the first block the entry was its last, to the others their first.
     const float* of_first = mine - (u64)(block - first_block) * 2 * PLACE;
-    for (int i = 2 * threadIdx.x; i < ROWS * COMPONENTS; i += 2 * THREADS) {
+    for (int i = 2 * threadIdx.x; i < rows * COMPONENTS; i += 2 * THREADS) {
         const int q = i / COMPONENTS, d = i % COMPONENTS;
         Sum sum;
         constexpr int IN_FLIGHT = ROWS > 2 ? 16 : 8; // by the registers that the warps leave

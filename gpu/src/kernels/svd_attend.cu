@@ -13,12 +13,15 @@
 //   two tokens, and product i has components 2 i and 2 i + 1 of every 8 as its rows. Its columns are queries, those of the
 //   lane's own maxima.
 //
-// Work is cut by tokens and ranks: a tile costs its components and something fixed.
+// Work is cut by tokens and ranks: a tile costs its components and something fixed, and so does a head.
 
 constexpr int TILE = 16, QUERIES = 8, THREADS = WARPS * LANES;
 constexpr int KEY_CHUNKS = DIM / 32; // a lane has 8 components of each
 constexpr int VALUE_CHUNKS = DIM / 64;
-constexpr int FIXED = 16; // what a tile costs beside its components, in eights of them: at half rank, long work, 4 was 5 to 11 % slower and 8 2 to 4 %
+// In eights of components: what a tile costs beside its own, and what the start and the end of an entry do in a block that has more work.
+// Without the second, blocks with parts of two heads ended last. At half rank, long work, 16 and 24 for the first were 1 to 3 % slower,
+// and so were other prices for keys than for values.
+constexpr u32 TILE_COST = 20, ENTRY_COST = 832;
 constexpr int RESULT = DIM + 4;
 constexpr int SHARED = WARPS * QUERIES * RESULT * 4 + (int)sizeof(Work);
 static_assert(SHARED <= SHARED_BYTES, "the host asks for enough");
@@ -63,19 +66,20 @@ __device__ __forceinline__ float column_sum(float x) {
     return x;
 }
 
-// What entries of the work cost; an entry is a head of a sequence.
+// What entries of the work cost; an entry is a head of a sequence. Its own units come first, then those of its tiles.
 struct Units {
     const Arguments& a;
 
-    __device__ __forceinline__ u32 of_tile(u32 entry) const {
-        const u32 head = entry % a.heads;
-        return (a.key_ranks[head] + a.value_ranks[head]) / 8 + FIXED;
-    }
+    __device__ __forceinline__ u32 of_tile(u32 head) const { return (a.key_ranks[head] + a.value_ranks[head]) / 8 + TILE_COST; }
+
     __device__ __forceinline__ u32 operator()(u32 entry) const {
         const u32 tiles = (a.lengths[entry / a.heads] + TILE - 1) / TILE;
-        return max(tiles, 1u) * of_tile(entry); // an empty sequence has an output, too
+        return ENTRY_COST + tiles * of_tile(entry % a.heads);
     }
 };
+
+// The tiles whose first unit is below a unit of an entry.
+__device__ __forceinline__ u32 tiles_below(u32 unit, u32 cost) { return unit > ENTRY_COST ? (unit - ENTRY_COST + cost - 1) / cost : 0; }
 
 // A tile's keys and values, as the lanes want them.
 struct Tile {
@@ -111,13 +115,13 @@ __device__ __forceinline__ u32 word_of(const uint4& four, int i) {
 }
 
 // The block's part of a head of a sequence; leaves the warp's results in shared memory.
-__device__ __forceinline__ void attend_entry(const Arguments& a, const Work& work) {
+__device__ __forceinline__ void attend_entry(const Arguments& a, Work& work) {
     const int warp = threadIdx.x / LANES, lane = threadIdx.x % LANES, g = lane / 4, l = lane % 4;
     const u32 sequence = work.entry / a.heads, head = work.entry % a.heads, length = a.lengths[sequence];
-    const u32 key_rank = a.key_ranks[head], value_rank = a.value_ranks[head], cost = Units{a}.of_tile(work.entry);
+    const u32 key_rank = a.key_ranks[head], value_rank = a.value_ranks[head], cost = Units{a}.of_tile(head);
     // A tile is the block's that has its first unit.
-    const u32 tile_end = min((work.to + cost - 1) / cost, (length + TILE - 1) / TILE);
-    u32 tile = (work.from + cost - 1) / cost + warp;
+    const u32 tile_end = tiles_below(work.to, cost);
+    u32 tile = tiles_below(work.from, cost) + warp;
     const u16* keys = a.keys + sequence * a.capacity * a.key_rank_sum + a.capacity * a.key_offsets[head];
     const u16* values = a.values + sequence * a.capacity * a.value_rank_sum + a.capacity * a.value_offsets[head];
 
@@ -126,6 +130,8 @@ __device__ __forceinline__ void attend_entry(const Arguments& a, const Work& wor
         loaded.load_keys(keys, key_rank, tile * TILE, length, g, l);
         loaded.load_values(values, value_rank, tile * TILE, length, g, l);
     }
+
+    if (threadIdx.x == 0) work.find_sharers();
 
     // Words of query g: components 32 j + 8 l + 2 i and the next.
     u32 query[KEY_CHUNKS][4];
@@ -213,10 +219,10 @@ __device__ __forceinline__ void attend_entry(const Arguments& a, const Work& wor
 extern "C" __global__ void __launch_bounds__(THREADS, 1) svd_attend(const Arguments a) {
     Work& work = *reinterpret_cast<Work*>(shared + WARPS * QUERIES * RESULT);
     const u32 entries = a.batch * a.heads;
-    if (threadIdx.x < LANES) {
-        work.cut(entries, blockIdx.x, gridDim.x, Units{a});
-        work.find(entries, 0, Units{a});
-    }
+    Units units{a};
+    if (uniform(threadIdx.x < LANES)) work.begin(entries, blockIdx.x, gridDim.x, units);
+    wait_for_previous_kernel(); // all but lengths, ranks and offsets may come from it
+    let_next_kernel_start();
     __syncthreads();
     while (uniform(work.entry < entries)) {
         attend_entry(a, work);
@@ -225,15 +231,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) svd_attend(const Argume
         const u32 live = min(a.group - blockIdx.y * QUERIES, (u32)QUERIES);
         float* mine = a.partials + ((u64)blockIdx.y * gridDim.x + blockIdx.x) * 2 * QUERIES * RESULT;
         reduce<QUERIES, DIM, WARPS, RESULT>(
-            shared, work, blockIdx.x, mine, a.arrived + (u64)entry * gridDim.y + blockIdx.y,
+            shared, live, work, blockIdx.x, mine, a.arrived + (u64)entry * gridDim.y + blockIdx.y,
             [&](u32 query, int component, const Sum& sum) {
-                if (query >= live) return;
                 u32* out = reinterpret_cast<u32*>(a.out + (first_query + query) * DIM + component);
                 if (component < value_rank) *out = sum.normalized();
                 if (component == 0 && a.log_sum_exp) a.log_sum_exp[first_query + query] = sum.log_sum_exp();
             });
         __syncthreads();
-        if (threadIdx.x < LANES) work.find(entries, entry + 1, Units{a});
+        if (threadIdx.x == 0) work.advance(entries, units);
         __syncthreads();
     }
 }

@@ -1,66 +1,61 @@
-// Work that is cut into equal parts on the device: a list of entries with so many units each, dealt to blocks in order, so that a
-// block has a part of an entry, several entries, or both. Nothing is planned on the host: a captured graph stays valid as
+// Work that is cut into equal parts on the device: a list of entries with so many units each (one or more), dealt to blocks in order, so
+// that a block has a part of an entry, several entries, or both. Nothing is planned on the host: a captured graph stays valid as
 // lengths change.
 struct Work {
     u32 share, longer;       // units of a block, of which the first `longer` have one more
-    u32 begin, end;          // the block's units
-    u32 passed, group;       // units of the entries before `group`, which are the 32 that the current one is among
+    u32 end;                 // the unit after the block's last
     u32 entry;               // the current one; their number when there is none
+    u32 before, units;       // units of the entries before it, and its own
     u32 from, to;            // the block's units of it
     u32 first_block, pieces; // the blocks that share it
     u32 last;                // whether this block was the last of them to arrive
 
+    // For one warp: the block's part, and its first entry. `units_of` gives those of an entry, all of them fewer than 2^32; true for the lane
+    // that asked it last for that entry, if there is one. What a kernel does first waits for its instructions, so these are few: a lane
+    // adds up a run of entries, and one lane looks into its own again.
+    template <typename Units>
+    __device__ __forceinline__ bool begin(u32 entries, u32 block, u32 blocks, Units& units_of) {
+        const u32 run = (entries + LANES - 1) / LANES, first = threadIdx.x * run;
+        u32 mine = 0;
+#pragma unroll 4
+        for (u32 i = 0; i < run; i++)
+            if (first + i < entries) mine += units_of(first + i);
+        const u32 through = sum_through_lane(mine), total = __shfl_sync(FULL, through, LANES - 1);
+        const u32 each = total / blocks, rest = total - each * blocks;
+        const u32 block_begin = each * block + min(block, rest), block_end = block_begin + each + (block < rest);
+        if (block_begin == block_end && threadIdx.x == 0) entry = entries;
+        u32 passed = through - mine, e = first, count;
+        const bool here = block_begin < block_end && passed <= block_begin && block_begin < through;
+        while (uniform(here && passed + (count = units_of(e)) <= block_begin)) passed += count, e++;
+        if (here) {
+            share = each, longer = rest, end = block_end;
+            entry = e, before = passed, units = count;
+            from = block_begin - passed, to = min(block_end - passed, count);
+        }
+        return here;
+    }
+
+    // For one thread: the next entry. False if there is none.
+    template <typename Units>
+    __device__ __forceinline__ bool advance(u32 entries, Units& units_of) {
+        before += units;
+        if (before >= end) {
+            entry = entries;
+            return false;
+        }
+        units = units_of(++entry);
+        from = 0, to = min(end - before, units);
+        return true;
+    }
+
+    // For one thread: which blocks share the entry. Divisions, which can wait until the first loads are on their way.
+    __device__ __forceinline__ void find_sharers() {
+        first_block = block_of(before);
+        pieces = block_of(before + units - 1) - first_block + 1;
+    }
+
     __device__ __forceinline__ u32 block_of(u32 unit) const {
         const u32 in_longer = longer * (share + 1);
         return unit < in_longer ? unit / (share + 1) : longer + (unit - in_longer) / share;
-    }
-
-    // For one warp: the part of a block. `units` gives those of an entry, all of them fewer than 2^32.
-    template <typename Units>
-    __device__ __forceinline__ void cut(u32 entries, u32 block, u32 blocks, Units units) {
-        u32 total = 0;
-        for (u32 first = 0; first < entries; first += LANES) {
-            const u32 mine = first + threadIdx.x;
-            total += __reduce_add_sync(FULL, mine < entries ? units(mine) : 0);
-        }
-        if (threadIdx.x == 0) {
-            share = total / blocks, longer = total % blocks;
-            begin = share * block + min(block, longer);
-            end = begin + share + (block < longer);
-            passed = 0, group = 0;
-        }
-        __syncwarp();
-    }
-
-    // For the same warp: the first entry from `next` on that the block has a part in.
-    template <typename Units>
-    __device__ __forceinline__ void find(u32 entries, u32 next, Units units) {
-        const u32 lane = threadIdx.x, mine_begin = begin, mine_end = end;
-        u32 before = passed, first = group;
-        for (; first < entries && before < mine_end; first += LANES) {
-            const u32 count = first + lane < entries ? units(first + lane) : 0;
-            u32 up_to = count;
-#pragma unroll
-            for (int step = 1; step < LANES; step *= 2) {
-                const u32 of_others = __shfl_up_sync(FULL, up_to, step);
-                if (lane >= step) up_to += of_others;
-            }
-            const u32 entry_end = before + up_to, entry_begin = entry_end - count;
-            const bool touched = first + lane >= next && count > 0 && entry_end > mine_begin && entry_begin < mine_end;
-            const u32 all_touched = __ballot_sync(FULL, touched);
-            if (all_touched) {
-                if (lane == __ffs(all_touched) - 1) {
-                    passed = before, group = first, entry = first + lane;
-                    from = max(entry_begin, mine_begin) - entry_begin, to = min(entry_end, mine_end) - entry_begin;
-                    first_block = block_of(entry_begin);
-                    pieces = block_of(entry_end - 1) - first_block + 1;
-                }
-                __syncwarp();
-                return;
-            }
-            before += __shfl_sync(FULL, up_to, LANES - 1);
-        }
-        if (lane == 0) entry = entries;
-        __syncwarp();
     }
 };

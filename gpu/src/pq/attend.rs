@@ -116,7 +116,7 @@ impl Plan {
         let far_copy = if self.copies == 2 && self.dim() == 128 { 1 << 16 } else { 0 };
         let tables = far_copy + (ROW << self.keys.bits()) + (ROW << self.values.bits());
         let weights = self.warps * self.queries.div_ceil(2) * 2 * 32 * 2;
-        tables + weights + self.results_len() * 4 + self.queries * self.dim() * 2 + 64
+        tables + weights + self.results_len() * 4 + self.queries * self.dim() * 2 + 72
     }
 
     fn program(&self, shape: &AttendShape) -> Program {
@@ -193,9 +193,8 @@ pub struct AttendArguments {
     /// f32 (batch, heads, group), fully written, or 0: the natural logarithm of the sum of the exponentials, to merge the result
     /// with attention on other tokens.
     pub log_sum_exp: u64,
-    /// Whether the launch may begin while the kernel before it on the stream ends, on sm_90: it then loads its tables, which
-    /// that kernel must not write, and waits before it reads anything else. On an H200 it took up to a tenth off short launches at
-    /// dimension 64, and nothing at 128.
+    /// Whether the launch may begin while the kernel before it on the stream ends, on sm_90: it then loads its tables and plans its work
+    /// by the lengths, neither of which that kernel must write, and waits before it reads anything else.
     pub overlap: bool,
     /// Bytes as [`Attend::workspace_len`] says, zeroed once before the first launch. Launches that may overlap need one each.
     pub workspace: u64,

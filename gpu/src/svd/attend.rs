@@ -87,6 +87,9 @@ pub struct AttendArguments {
     pub out: u64,
     /// f32 (batch, heads, group), fully written, or 0: the natural logarithm of the sum of the exponentials.
     pub log_sum_exp: u64,
+    /// Whether the launch may begin while the kernel before it on the stream ends, on sm_90: it then plans its work by the lengths, ranks and
+    /// offsets, none of which that kernel must write, and waits before it reads anything else.
+    pub overlap: bool,
     /// Bytes as [`Attend::workspace_len`] says, zeroed once before the first launch. Launches that may overlap need one each.
     pub workspace: u64,
 }
@@ -175,10 +178,13 @@ impl Attend {
         if a.batch == 0 || a.heads == 0 || a.group == 0 {
             return Ok(());
         }
-        // What a tile costs is below 64, so that the units of all are below 2^32.
-        let tiles = a.capacity.div_ceil(16).max(1).saturating_mul(a.batch).saturating_mul(a.heads);
-        if tiles >= 1 << 26 {
-            return Err(problem("more than 2^30 tokens and heads"));
+        // What a tile costs, and a head of a sequence, are below 64 and 1,024: units of all work are below 2^32.
+        let entries = a.batch.saturating_mul(a.heads);
+        let units = entries.saturating_mul(a.capacity.div_ceil(16).saturating_mul(64).saturating_add(1024));
+        if u32::try_from(units).is_err() {
+            return Err(problem(
+                "work beyond 2^32: 64 for 16 tokens of a head, and 1,024 for each head of a sequence",
+            ));
         }
         if a.group > 16 {
             return Err(problem("more than 16 query heads a key/value head"));
@@ -208,6 +214,6 @@ impl Attend {
         let threads = self.shape.warps() as u32 * 32;
         let grid = (blocks as u32, slices as u32, 1);
         // SAFETY: the structure is the kernel's argument; the caller vouches for what its pointers lead to.
-        unsafe { self.kernel.launch(stream, grid, threads, false, &kernel_arguments) }
+        unsafe { self.kernel.launch(stream, grid, threads, a.overlap, &kernel_arguments) }
     }
 }

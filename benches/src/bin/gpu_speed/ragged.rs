@@ -1,5 +1,6 @@
 //! Decode attention on ragged ranks.
 
+use cudarc::driver::CudaSlice;
 use half::f16;
 use kv_gpu::Element;
 use kv_gpu::svd::{Attend, AttendArguments, AttendShape};
@@ -57,31 +58,32 @@ fn time(watch: &Stopwatch, load: &str, lengths: &[u32], ranks: &[[u32; HEADS]; 2
     let workspace = watch.zeros::<u8>(attend.workspace_len(batch, HEADS, GROUP));
     let out = watch.zeros::<f16>(queries.len());
     let scale = 1.0 / (DIM as f32).sqrt();
-    let all: Vec<AttendArguments> = there
-        .iter()
-        .map(|stored| AttendArguments {
-            batch,
-            heads: HEADS,
-            group: GROUP,
-            capacity,
-            keys: watch.pointer(&stored[0]),
-            values: watch.pointer(&stored[1]),
-            queries: watch.pointer(&queries_there),
-            lengths: watch.pointer(&lengths_there),
-            key_ranks: watch.pointer(&ranks_there[0]),
-            value_ranks: watch.pointer(&ranks_there[1]),
-            key_offsets: watch.pointer(&offsets_there[0]),
-            value_offsets: watch.pointer(&offsets_there[1]),
-            key_rank_sum: sums[0],
-            value_rank_sum: sums[1],
-            scale,
-            out: watch.pointer(&out),
-            log_sum_exp: 0,
-            workspace: watch.pointer(&workspace),
-        })
-        .collect();
-    // SAFETY: buffers of the shapes that the arguments ask for, which outlive the graph.
-    let us = watch.time(4 * copies, |i, stream| unsafe { attend.launch(stream, &all[i % copies]) });
+    let arguments = |stored: &[CudaSlice<f16>; 2], overlap: bool| AttendArguments {
+        batch,
+        heads: HEADS,
+        group: GROUP,
+        capacity,
+        keys: watch.pointer(&stored[0]),
+        values: watch.pointer(&stored[1]),
+        queries: watch.pointer(&queries_there),
+        lengths: watch.pointer(&lengths_there),
+        key_ranks: watch.pointer(&ranks_there[0]),
+        value_ranks: watch.pointer(&ranks_there[1]),
+        key_offsets: watch.pointer(&offsets_there[0]),
+        value_offsets: watch.pointer(&offsets_there[1]),
+        key_rank_sum: sums[0],
+        value_rank_sum: sums[1],
+        scale,
+        out: watch.pointer(&out),
+        log_sum_exp: 0,
+        overlap,
+        workspace: watch.pointer(&workspace),
+    };
+    let [us, us_overlapped] = [false, true].map(|overlap| {
+        let all: Vec<AttendArguments> = there.iter().map(|stored| arguments(stored, overlap)).collect();
+        // SAFETY: buffers of the shapes that the arguments ask for, which outlive the graph.
+        watch.time(4 * copies, |i, stream| unsafe { attend.launch(stream, &all[i % copies]) })
+    });
 
     // One head of the last sequence, against the CPU.
     let got = watch.download(&out);
@@ -106,4 +108,5 @@ fn time(watch: &Stopwatch, load: &str, lengths: &[u32], ranks: &[[u32; HEADS]; 2
         assert!((error / norm).sqrt() < 4e-3, "{load}: {}", (error / norm).sqrt());
     }
     watch.say("attend, ragged ranks", load, bytes as f64, us);
+    watch.say("attend, ragged ranks, overlapped", load, bytes as f64, us_overlapped);
 }

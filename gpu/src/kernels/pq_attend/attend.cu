@@ -20,22 +20,22 @@ struct Tiles {
 #endif
 };
 
-// The queries of the block in shared memory; those that a group lacks are zeros.
+// Asks for the queries of the block in shared memory; those that a group lacks are zeros.
 __device__ __forceinline__ void load_queries(const Arguments& a, const Plan& plan) {
     const Place place;
-    const u32 live = min(a.group - place.slice * QUERIES, (u32)QUERIES);
-    const u16* queries = a.queries + (((u64)plan.entry * a.heads + place.head) * a.group + place.slice * QUERIES) * D;
-    constexpr int WIDTH = 8; // elements of 16 bytes
-    for (int i = threadIdx.x; i < QUERIES * D / WIDTH; i += THREADS) {
-        const uint4 zero = make_uint4(0, 0, 0, 0);
-        reinterpret_cast<uint4*>(shared + QUERY_ROWS)[i] =
-            i * WIDTH / D < live ? __ldg(reinterpret_cast<const uint4*>(queries) + i) : zero;
+    const u32 first = place.slice * QUERIES, live = min(a.group - first, (u32)QUERIES);
+    const u16* queries = a.queries + (((u64)plan.entry * a.heads + place.head) * a.group + first) * D;
+    constexpr int PARTS = QUERIES * D / 8; // of 16 bytes
+    static_assert(PARTS <= THREADS, "a part a thread");
+    if (threadIdx.x < PARTS) {
+        const bool there = threadIdx.x < live * (D / 8);
+        copy_async_16_if(shared + QUERY_ROWS + threadIdx.x * 16, queries + (there ? threadIdx.x * 8 : 0), there);
     }
+    commit_copies();
 }
 
-// The block's part of one sequence. `tables` waits for the tables, the first time.
-template <typename Tables>
-__device__ __forceinline__ void attend_sequence(const Arguments& a, const Plan& plan, Tables tables, State& state) {
+// The block's part of one sequence; its first one waits for the tables.
+__device__ __forceinline__ void attend_sequence(const Arguments& a, Plan& plan, bool is_first, State& state) {
     const Lane lane;
     const Place place;
     const u32 sequence = plan.entry, head = place.head;
@@ -52,6 +52,7 @@ __device__ __forceinline__ void attend_sequence(const Arguments& a, const Plan& 
     Keys key_codes;
     Values value_codes;
     u32 next = 0; // where the warp's next tile lies
+    load_queries(a, plan); // before the codes, behind which they would wait
     if (tile < tile_end) {
         next = tiles.at(a, tile);
         key_codes.load(a.key_codes + (u64)next * Keys::TILE_BYTES, lane.lane);
@@ -59,14 +60,15 @@ __device__ __forceinline__ void attend_sequence(const Arguments& a, const Plan& 
         if (tile + WARPS < tile_end) next = tiles.at(a, tile + WARPS);
     }
 
+    if (lane.thread == 0) plan.find_sharers();
     state.clear();
-    load_queries(a, plan);
+    wait_for_all_but<0>();
     __syncthreads();
     attend_exact(a, plan);
 
     QueryColumns query;
     query.load(lane);
-    tables();
+    if (is_first) finish_key_table();
     const KeyOffsets key_offsets(lane);
     u32 value_offset = 0; // where its words lie in a row of the value table
 #pragma unroll
@@ -105,6 +107,7 @@ __device__ __forceinline__ void attend_sequence(const Arguments& a, const Plan& 
         {
             u32 codes[Values::EXPANDED];
             value_codes.expand(codes);
+            wait_for_value_table();
             state.sums.add(codes, value_offset, weights, lane);
         }
         if (more) value_codes.load(a.value_codes + (u64)index * Values::TILE_BYTES, lane.lane);
@@ -112,27 +115,19 @@ __device__ __forceinline__ void attend_sequence(const Arguments& a, const Plan& 
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) pq_attend(const Arguments a) {
-    let_next_kernel_start();
     load_tables(a);
-    wait_for_previous_kernel(); // all but the tables may come from it
     Plan& plan = *reinterpret_cast<Plan*>(shared + PLAN);
-    if (threadIdx.x < LANES) {
-        const Place place;
-        plan.cut(a.batch, place.block, place.blocks, Items{a});
-        find_sequence(a, 0, plan);
-    }
+    if (uniform(threadIdx.x < LANES)) plan.find_first(a);
+    wait_for_previous_kernel(); // all but tables and lengths may come from it
+    let_next_kernel_start();
     __syncthreads();
-    bool waits = true;
-    while (uniform(plan.entry < a.batch)) {
+    for (bool is_first = true; uniform(plan.entry < a.batch); is_first = false) {
         State state;
-        const auto tables = [&] {
-            if (waits) finish_tables();
-            waits = false;
-        };
-        attend_sequence(a, plan, tables, state);
+        attend_sequence(a, plan, is_first, state);
         finish_sequence(a, plan, state);
-        if (threadIdx.x < LANES) find_sequence(a, plan.entry + 1, plan);
+        if (threadIdx.x == 0) plan.find_next(a);
         __syncthreads();
     }
-    wait_for_tables();
+    wait_for_key_table();
+    wait_for_value_table();
 }

@@ -89,8 +89,8 @@ constexpr int RESULTS = WEIGHTS + WARPS * PAIRS * 2 * TILE * 2;         // [WARP
 constexpr int RESULT = D + 4;                                           // components, maximum, sum of weights, padding
 constexpr int QUERY_ROWS = RESULTS + WARPS * QUERIES * RESULT * 4;      // [QUERIES][D] elements
 constexpr int PLAN = QUERY_ROWS + QUERIES * D * 2;
-constexpr int BARRIER = PLAN + 56; // of the tables' arrival
-constexpr int SHARED = PLAN + 64;
+constexpr int KEYS_HERE = PLAN + 56, VALUES_HERE = KEYS_HERE + 8; // barriers of the tables' arrival
+constexpr int SHARED = PLAN + 72;
 extern __shared__ __align__(128) u8 shared[];
 
 static_assert(SHARED == SHARED_BYTES, "the host computes it, too");

@@ -52,29 +52,23 @@ struct OneQuerySums {
         }
     }
 
-    // The sum of chunk `chunk` of a half, which the lane has at one of its steps, over its tokens.
-    __device__ __forceinline__ float at(int chunk, int part, int odd, const Lane& lane) const {
-        float sum = 0;
-#pragma unroll
-        for (int step = 0; step < 4; step++) {
-            const float x = HALVES == 2 ? sums[step][2 * part + odd] : sums[step / 2][2 * (step & 1) + odd];
-            if (((step + lane.l) & 3) == chunk) sum = x;
-        }
-        return sum;
+    // Component `i & 1` of word part `i / 2`, of the chunk that the lane has at a step.
+    __device__ __forceinline__ float at(int step, int i) const {
+        return HALVES == 2 ? sums[step][i] : sums[step / 2][2 * (step & 1) + i];
     }
 
-    // vector = keep vector + factor sums. The four lanes of equal g have sums from different tokens.
+    // vector = keep vector + factor sums. The four lanes of equal g have sums from different tokens, of chunk l' lane l at step
+    // (l' - l) & 3; lane l gets all of chunk l: its own step 0, step 2 of lane l ^ 2, and what lane l ^ 1 has of it and lane l ^ 3.
     __device__ __forceinline__ void add_to(float* vector, int, float keep, float factor, const Lane& lane) const {
+        const bool is_odd = lane.l & 1;
 #pragma unroll
-        for (int chunk = 0; chunk < 4; chunk++)
-#pragma unroll
-            for (int i = 0; i < 2 * HALVES; i++) {
-                float sum = at(chunk, i / 2, i & 1, lane);
-                sum += __shfl_xor_sync(FULL, sum, 1);
-                sum += __shfl_xor_sync(FULL, sum, 2);
-                float* x = vector + component<VALUE_SUB>(8 * chunk + lane.g + i / 2 * 32) + (i & 1);
-                if (lane.l == chunk) *x = keep * *x + factor * sum;
-            }
+        for (int i = 0; i < 2 * HALVES; i++) {
+            const float one = at(1, i), three = at(3, i);
+            const float of_neighbour = (is_odd ? three : one) + __shfl_xor_sync(FULL, is_odd ? one : three, 2);
+            const float sum = at(0, i) + __shfl_xor_sync(FULL, at(2, i), 2) + __shfl_xor_sync(FULL, of_neighbour, 1);
+            float* x = vector + component<VALUE_SUB>(8 * lane.l + lane.g + i / 2 * 32) + (i & 1);
+            *x = keep * *x + factor * sum;
+        }
     }
 };
 

@@ -1,29 +1,36 @@
 // The head's tables in shared memory.
 
-// Asks for both. On sm_90 the copy engine brings them: 16 copies a thread kept the load units busy for 2,000 cycles, and the first
-// codes and queries behind them.
+#if __CUDA_ARCH__ >= 900
+// Has the copy engine bring a table, for one warp. In pieces, the first of which differs from block to block: the blocks of a head start
+// together, and would all ask the same part of the second-level cache.
+template <int ROWS>
+__device__ __forceinline__ void load_table(u8* to, const u8* from, void* barrier, int lane) {
+    constexpr int PIECE_ROWS = WORDS * 4 == ROW ? (ROWS + 15) / 16 : 1, PIECES = ROWS / PIECE_ROWS;
+    for (int i = lane; i < PIECES; i += LANES) {
+        const int row = (i + blockIdx.x) % PIECES * PIECE_ROWS;
+        copy_in_bulk(to + row * ROW, from + row * WORDS * 4, PIECE_ROWS * WORDS * 4, barrier);
+    }
+}
+#endif
+
+// Asks for both. On sm_90 one warp does, while another one plans: 16 copies a thread kept the load units busy for 2,000 cycles, and the
+// first codes and queries behind them.
 __device__ __forceinline__ void load_tables(const Arguments& a) {
     const Lane lane;
     const Place place;
     const u8* keys = a.key_table + (u64)place.head * KEY_ROWS * WORDS * 4;
     const u8* values = a.value_table + (u64)place.head * VALUE_ROWS * WORDS * 4;
 #if __CUDA_ARCH__ >= 900
-    if (lane.thread == 0) {
-        make_barrier(shared + BARRIER, 1);
-        arrive_expecting(shared + BARRIER, (KEY_ROWS + VALUE_ROWS) * WORDS * 4);
+    if (uniform(lane.warp != 1)) return;
+    if (lane.lane == 0) {
+        make_barrier(shared + KEYS_HERE, 1);
+        make_barrier(shared + VALUES_HERE, 1);
+        arrive_expecting(shared + KEYS_HERE, KEY_ROWS * WORDS * 4);
+        arrive_expecting(shared + VALUES_HERE, VALUE_ROWS * WORDS * 4);
     }
-    __syncthreads();
-    if constexpr (WORDS * 4 == ROW) {
-        if (lane.thread == 0) {
-            copy_in_bulk(shared + KEY_TABLE, keys, KEY_ROWS * ROW, shared + BARRIER);
-            copy_in_bulk(shared + VALUE_TABLE, values, VALUE_ROWS * ROW, shared + BARRIER);
-        }
-    } else {
-        for (int i = lane.thread; i < KEY_ROWS; i += THREADS)
-            copy_in_bulk(shared + KEY_TABLE + i * ROW, keys + i * WORDS * 4, WORDS * 4, shared + BARRIER);
-        for (int i = lane.thread; i < VALUE_ROWS; i += THREADS)
-            copy_in_bulk(shared + VALUE_TABLE + i * ROW, values + i * WORDS * 4, WORDS * 4, shared + BARRIER);
-    }
+    __syncwarp();
+    load_table<KEY_ROWS>(shared + KEY_TABLE, keys, shared + KEYS_HERE, lane.lane);
+    load_table<VALUE_ROWS>(shared + VALUE_TABLE, values, shared + VALUES_HERE, lane.lane);
 #else
     for (int i = lane.thread; i < KEY_ROWS * CHUNKS; i += THREADS)
         copy_async_16(shared + KEY_TABLE + i / CHUNKS * ROW + i % CHUNKS * 16, keys + i * 16);
@@ -32,18 +39,24 @@ __device__ __forceinline__ void load_tables(const Arguments& a) {
 #endif
 }
 
-// A block must not end before they have come.
-__device__ __forceinline__ void wait_for_tables() {
+__device__ __forceinline__ void wait_for_key_table() {
 #if __CUDA_ARCH__ >= 900
-    wait_for_phase(shared + BARRIER, 0);
+    wait_for_phase(shared + KEYS_HERE, 0);
 #else
-    wait_for_copies();
+    wait_for_copies(); // of both
 #endif
 }
 
-// Waits for them, and makes the second copy of the keys': the halves of every 32 words swapped.
-__device__ __forceinline__ void finish_tables() {
-    wait_for_tables();
+// A block must not end before it has come.
+__device__ __forceinline__ void wait_for_value_table() {
+#if __CUDA_ARCH__ >= 900
+    wait_for_phase(shared + VALUES_HERE, 0);
+#endif
+}
+
+// Waits for the keys', and makes the second copy of it: the halves of every 32 words swapped.
+__device__ __forceinline__ void finish_key_table() {
+    wait_for_key_table();
     __syncthreads();
     if constexpr (COPIES == 2) {
         const Lane lane;
