@@ -1,36 +1,41 @@
 // The head's tables in shared memory.
 
 #if __CUDA_ARCH__ >= 900
-// Has the copy engine bring a table, for one warp. In pieces, the first of which differs from block to block: the blocks of a head start
-// together, and would all ask the same part of the second-level cache.
+constexpr int LOADERS = THREADS - LANES;
+
+// Has the copy engine bring a table. In pieces, the first of which differs from block to block: the blocks of a head start together, and
+// would all ask the same part of the second-level cache.
 template <int ROWS>
-__device__ __forceinline__ void load_table(u8* to, const u8* from, void* barrier, int lane) {
-    constexpr int PIECE_ROWS = WORDS * 4 == ROW ? (ROWS + 15) / 16 : 1, PIECES = ROWS / PIECE_ROWS;
-    for (int i = lane; i < PIECES; i += LANES) {
-        const int row = (i + blockIdx.x) % PIECES * PIECE_ROWS;
+__device__ __forceinline__ void load_table(u8* to, const u8* from, void* barrier, int loader) {
+    constexpr int PARTS = 16, PIECE_ROWS = WORDS * 4 == ROW ? ROWS / PARTS : 1, PIECES = ROWS / PIECE_ROWS;
+    static_assert(ROWS % PARTS == 0, "as many rows in each");
+#pragma unroll
+    for (int first = 0; first < PIECES; first += LOADERS) {
+        if (first + loader >= PIECES) break;
+        const int row = (first + loader + blockIdx.x * (PIECES / PARTS)) % PIECES * PIECE_ROWS;
         copy_in_bulk(to + row * ROW, from + row * WORDS * 4, PIECE_ROWS * WORDS * 4, barrier);
     }
 }
 #endif
 
-// Asks for both. On sm_90 one warp does, while another one plans: 16 copies a thread kept the load units busy for 2,000 cycles, and the
-// first codes and queries behind them.
+// Asks for both. On sm_90 the first warp does not take part, so that it can plan meanwhile; on sm_80, 16 copies a thread.
 __device__ __forceinline__ void load_tables(const Arguments& a) {
     const Lane lane;
     const Place place;
     const u8* keys = a.key_table + (u64)place.head * KEY_ROWS * WORDS * 4;
     const u8* values = a.value_table + (u64)place.head * VALUE_ROWS * WORDS * 4;
 #if __CUDA_ARCH__ >= 900
-    if (uniform(lane.warp != 1)) return;
-    if (lane.lane == 0) {
+    if (uniform(lane.warp == 0)) return;
+    const int loader = lane.thread - LANES;
+    if (loader == 0) {
         make_barrier(shared + KEYS_HERE, 1);
         make_barrier(shared + VALUES_HERE, 1);
         arrive_expecting(shared + KEYS_HERE, KEY_ROWS * WORDS * 4);
         arrive_expecting(shared + VALUES_HERE, VALUE_ROWS * WORDS * 4);
     }
-    __syncwarp();
-    load_table<KEY_ROWS>(shared + KEY_TABLE, keys, shared + KEYS_HERE, lane.lane);
-    load_table<VALUE_ROWS>(shared + VALUE_TABLE, values, shared + VALUES_HERE, lane.lane);
+    asm volatile("bar.sync 1, %0;" ::"n"(LOADERS) : "memory");
+    load_table<KEY_ROWS>(shared + KEY_TABLE, keys, shared + KEYS_HERE, loader);
+    load_table<VALUE_ROWS>(shared + VALUE_TABLE, values, shared + VALUES_HERE, loader);
 #else
     for (int i = lane.thread; i < KEY_ROWS * CHUNKS; i += THREADS)
         copy_async_16(shared + KEY_TABLE + i / CHUNKS * ROW + i % CHUNKS * 16, keys + i * 16);
