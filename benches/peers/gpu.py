@@ -202,7 +202,8 @@ def main():
     peers = {}
     for row in rows:
         # One measurement for all attention of the same heads and tokens.
-        key = row["shape"].split("rank, ")[-1].split("half, ")[-1] if row["kernel"].startswith("attend") else (row["kernel"], row["shape"])
+        kernel = row["kernel"].removesuffix(", overlapped")
+        key = row["shape"].split("rank, ")[-1].split("half, ")[-1] if kernel.startswith("attend") else (kernel, row["shape"])
         if key not in peers:
             peers[key] = peer_of(row)
             torch.cuda.empty_cache()

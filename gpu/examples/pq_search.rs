@@ -36,6 +36,7 @@ fn main() -> Result<()> {
         tokens_len,
         counts: counts.pointer,
         stats: 0,
+        overlap: false,
     };
     // SAFETY: memory of the shapes that the arguments name, kept until the results are read.
     unsafe { search.launch(gpu.stream().cu_stream(), &arguments)? };

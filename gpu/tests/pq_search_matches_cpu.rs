@@ -212,7 +212,7 @@ fn search(
     let tokens = Buffer::new(device, &vec![u32::MAX; batch * heads * room]);
     let counts = Buffer::new(device, &vec![0_u32; batch]);
     let stats = Buffer::new(device, &vec![0.0_f32; batch * heads * case.shape.group * 2]);
-    let arguments = SearchArguments {
+    let arguments = |overlap| SearchArguments {
         batch,
         heads,
         capacity: case.capacity,
@@ -227,15 +227,16 @@ fn search(
         tokens_len: room,
         counts: counts.pointer(),
         stats: stats.pointer(),
+        overlap,
     };
     // SAFETY: the buffers live until their contents have been read, and have the lengths that the shape asks for.
     #[allow(unsafe_code)]
-    unsafe { kernel.launch(device.stream().cu_stream(), &arguments) }.unwrap();
+    unsafe { kernel.launch(device.stream().cu_stream(), &arguments(false)) }.unwrap();
     let first = tokens.read();
-    // Again, on what the first left behind: the same.
+    // Again, on what the first left behind, and beginning with codes: the same.
     // SAFETY: as above.
     #[allow(unsafe_code)]
-    unsafe { kernel.launch(device.stream().cu_stream(), &arguments) }.unwrap();
+    unsafe { kernel.launch(device.stream().cu_stream(), &arguments(true)) }.unwrap();
     assert!(tokens.read() == first, "{case:?}: another result");
     (first, counts.read(), stats.read())
 }

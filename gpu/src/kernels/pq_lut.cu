@@ -13,6 +13,7 @@ struct Arguments {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS) pq_lut(const Arguments a) {
+    let_next_kernel_start(); // a search counts codes meanwhile
     __shared__ float queries[GROUP][DSUB];
     const u64 head = blockIdx.z * (u64)gridDim.y + blockIdx.y; // of all sequences
     const u32 subspace = blockIdx.x;

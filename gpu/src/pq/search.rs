@@ -52,7 +52,7 @@ impl SearchShape {
     /// buckets, and what passes between warps and blocks.
     const fn joint_shared_bytes(&self) -> usize {
         let joint = 1 << JOINT_BITS;
-        joint * (8 + 4 + 1 + 8 + 1) + 4 * (4096 + 64) + 4 * self.group * (self.quantizer.lut_len() + 40)
+        joint * (8 + 4 + 1 + 8 + 1 + 4) + 4 * (4096 + 72) + 4 * self.group * (self.quantizer.lut_len() + 40)
     }
 
     const fn is_joint(&self, capability: (i32, i32), shared_memory: usize) -> bool {
@@ -93,6 +93,9 @@ pub struct SearchArguments {
     pub counts: u64,
     /// f32 (batch, heads, group, 2), written, or 0: maximum of the scores, and sum of the exponentials of their differences to it.
     pub stats: u64,
+    /// Whether the search may begin with codes while the kernel before it on the stream ends, on sm_90: that one must not write codes,
+    /// lengths or k, but may be the one that makes the tables. Else it waits for that kernel before it reads anything.
+    pub overlap: bool,
 }
 
 /// `Arguments` of the kernels.
@@ -114,6 +117,7 @@ struct KernelArguments {
     capacity: u32,
     sinks: u32,
     recent: u32,
+    overlap: u32,
 }
 
 /// `pq_core::search_into` for all heads: scores, agreement of the group, the k best tokens in ascending order, and those that are
@@ -207,6 +211,7 @@ impl Search {
             capacity: a.capacity as u32,
             sinks: at_most_capacity(a.sinks),
             recent: at_most_capacity(a.recent),
+            overlap: u32::from(a.overlap),
         };
         let blocks = if self.is_joint() { JOINT_BLOCKS } else { chunks as u32 };
         for (kernel, threads) in &self.kernels {

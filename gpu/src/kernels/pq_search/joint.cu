@@ -1,9 +1,12 @@
 // The same for codes of up to 12 bits a token, subspaces together, in one kernel.
 //
 // A token's scores depend on its joint code alone, of which there are 4,096 at most: tokens are counted, and only codes are scored.
-// A cluster of BLOCKS blocks has a row. Every block counts the joint codes of its tokens, then has its share of the codes: adds up the
-// cluster's counts, scores, and tells the others keys and counts, from which each finds the cut by itself. Only then does it look at
-// its tokens again, to write. Of sm_90; before, search.cu does it.
+// A cluster of BLOCKS blocks has a row. Every block counts the joint codes of its tokens and tells each other block the counts of that one's
+// share of the codes, which scores them and tells all others keys and counts, from which each finds the cut by itself. Only then does it
+// look at its tokens again, to write. Of sm_90; before, search.cu does it.
+//
+// What blocks tell each other they store in each other's memory, where a barrier counts the bytes that have come. Barriers of the cluster
+// in their place order global memory, too, which took longer than the exchange.
 //
 // Every block doing all codes was slower (20 us for 8 heads of 131,072 at (2, 6)): reading all counts of all took 4 us, scoring 3.
 
@@ -18,6 +21,7 @@ constexpr u8 NOT = 0, TIE = 1, ABOVE = 2;
 constexpr int HIGH_BUCKETS = 2048, LOW_BUCKETS = 1024, LOW_BITS = 10; // of keys: 11 bits, then 10, then 10
 constexpr int SLICES = WARPS / AT_ONCE;                      // of the block's codes, each with a warp for every query at a time
 static_assert(SHARE <= THREADS, "a thread has a code or none");
+static_assert(EACH * THREADS < 1 << 16, "as many tokens at a time as a scan counts");
 
 struct Shared {
     u32 joint[EACH * THREADS / 2]; // codes of the block's first tokens, two in a word
@@ -25,12 +29,14 @@ struct Shared {
     float luts[GROUP][M * KSUB];
     u32 high[HIGH_BUCKETS], low[2][LOW_BUCKETS];
     u32 totals[SHARE]; // of the block's codes
-    Softmax of_slices[GROUP][SLICES];
-    float max[GROUP], scale[GROUP]; // of all codes
-    // What the blocks of the cluster tell each other.
-    alignas(8) Softmax of_blocks[BLOCKS][GROUP];
+    float max[GROUP], scale[GROUP];  // of all codes
+    uint2 above_and_ties_of[WARPS];  // of a warp's codes, in this block's tokens
+    // What the blocks of the cluster tell each other, and when it has come.
+    alignas(8) Softmax of_slices[GROUP][BLOCKS * SLICES];
     uint2 keys[JOINT];            // and how many tokens have them
     uint2 above_and_ties[BLOCKS]; // of a block's tokens
+    u32 counts_of[BLOCKS][SHARE]; // of this block's share of the codes
+    u64 counts_here, softmax_here, keys_here, places_here;
     u8 chosen[ROOM];
 };
 static_assert(sizeof(Shared) <= SHARED_BYTES, "the host asks for enough");
@@ -40,22 +46,27 @@ __device__ __forceinline__ u32 block_in_cluster() {
     asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
     return rank;
 }
-__device__ __forceinline__ void cluster_barrier() {
-    asm volatile("barrier.cluster.arrive.aligned;\n barrier.cluster.wait.aligned;" ::: "memory");
-}
 __device__ __forceinline__ u32 address_in_block(const void* shared, u32 rank) {
     u32 address;
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(shared)), "r"(rank));
     return address;
 }
-__device__ __forceinline__ u32 load_of_block(const void* shared, u32 rank) {
-    u32 x;
-    asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(x) : "r"(address_in_block(shared, rank)));
-    return x;
+// Stores where another block has what lies here, and has its barrier count the bytes.
+__device__ __forceinline__ void tell_block(u32* shared, u32 rank, u32 x, u64& here) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(address_in_block(shared, rank)), "r"(x),
+                 "r"(address_in_block(&here, rank))
+                 : "memory");
 }
-// Two numbers at once. Telling the others, and looking only at what is here, took less time than asking them.
-__device__ __forceinline__ void tell_block(void* shared, u32 rank, uint2 x) {
-    asm volatile("st.shared::cluster.v2.u32 [%0], {%1, %2};" ::"r"(address_in_block(shared, rank)), "r"(x.x), "r"(x.y) : "memory");
+__device__ __forceinline__ void tell_block(void* shared, u32 rank, uint2 x, u64& here) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.u32 [%0], {%1, %2}, [%3];" ::"r"(address_in_block(shared, rank)),
+                 "r"(x.x), "r"(x.y), "r"(address_in_block(&here, rank))
+                 : "memory");
+}
+// Until all has come that others tell this block.
+__device__ __forceinline__ void wait_for_blocks(u64& here) {
+    asm volatile("{\n .reg .pred done;\nWAIT%=:\n mbarrier.try_wait.parity.acquire.cluster.shared.b64 done, [%0], 0;\n @!done bra WAIT%=;\n}" ::"r"(
+                     shared_address(&here))
+                 : "memory");
 }
 
 // Joint codes of 16 tokens, `token` being a multiple of 16, two in a word.
@@ -120,14 +131,18 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THRE
     for (int i = threadIdx.x; i < ROOM; i += THREADS) shared.counts[i] = 0;
     for (int i = threadIdx.x; i < HIGH_BUCKETS; i += THREADS) shared.high[i] = 0;
     for (int i = threadIdx.x; i < 2 * LOW_BUCKETS; i += THREADS) (&shared.low[0][0])[i] = 0;
-    wait_for_previous_kernel();
-    let_next_kernel_start();
-    // Tables and lengths, then codes: their ways through memory overlap.
-    constexpr int TABLES = GROUP * M * KSUB, TABLES_EACH = (TABLES + THREADS - 1) / THREADS;
-    float table[TABLES_EACH];
+    if (threadIdx.x == 0) {
+        u64* const barriers[] = {&shared.counts_here, &shared.softmax_here, &shared.keys_here, &shared.places_here};
+        const u32 bytes[] = {rank * SHARE < JOINT ? (u32)sizeof(shared.counts_of) : 0, sizeof(shared.of_slices), sizeof(shared.keys),
+                             sizeof(shared.above_and_ties)};
 #pragma unroll
-    for (int i = 0; i < TABLES_EACH; i++)
-        if (i * THREADS + threadIdx.x < TABLES) table[i] = a.luts[(u64)row * TABLES + i * THREADS + threadIdx.x];
+        for (int i = 0; i < 4; i++) {
+            make_barrier(barriers[i], 1);
+            arrive_expecting(barriers[i], bytes[i]);
+        }
+    }
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); // this block's barriers are there
+    if (!a.overlap) wait_for_previous_kernel();
     const Middle middle(a, row / a.heads);
     const u8* codes = a.codes + row * a.code_stride;
     const u32 span = (middle.n + BLOCKS * EACH - 1) / (BLOCKS * EACH) * EACH, first = rank * span, end = min(middle.n, first + span);
@@ -137,27 +152,46 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THRE
 #pragma unroll
         for (int i = 0; i < EACH / 2; i++) shared.joint[i * THREADS + threadIdx.x] = joint[i];
     }
-#pragma unroll
-    for (int i = 0; i < TABLES_EACH; i++)
-        if (i * THREADS + threadIdx.x < TABLES) (&shared.luts[0][0])[i * THREADS + threadIdx.x] = table[i];
     __syncthreads();
     while (token < end) {
+        const bool all = token >= middle.first && token + EACH <= min(end, middle.end);
+        if (all)
 #pragma unroll
-        for (int i = 0; i < EACH; i++)
-            if (token + i < end && middle.has(token + i)) atomicAdd(&shared.counts[nth(joint, i)], 1);
+            for (int i = 0; i < EACH; i++) atomicAdd(&shared.counts[nth(joint, i)], 1);
+        else
+            for (int i = 0; i < EACH; i++)
+                if (token + i < end && middle.has(token + i)) atomicAdd(&shared.counts[nth(joint, i)], 1);
         token += EACH * THREADS;
         if (token < end) load_joint_codes(codes, token, joint);
     }
-    cluster_barrier();
+    wait_for_previous_kernel();
+    let_next_kernel_start();
+    // On their way while counts are.
+    constexpr int TABLES = GROUP * M * KSUB, TABLES_EACH = (TABLES + THREADS - 1) / THREADS;
+    float table[TABLES_EACH];
+#pragma unroll
+    for (int i = 0; i < TABLES_EACH; i++)
+        if (i * THREADS + threadIdx.x < TABLES) table[i] = __ldcg(a.luts + (u64)row * TABLES + i * THREADS + threadIdx.x);
+    asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); // the others' barriers are there
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < CODES; i++) {
+        const u32 code = threadIdx.x + i * THREADS;
+        if (code < JOINT) tell_block(&shared.counts_of[rank][code % SHARE], code / SHARE, shared.counts[code], shared.counts_here);
+    }
 
     // The block's share of the codes.
     const u32 code = (rank * SHARE + threadIdx.x) % JOINT;
     const bool has_code = threadIdx.x < SHARE && rank * SHARE + threadIdx.x < JOINT;
+    wait_for_blocks(shared.counts_here);
     u32 total = 0;
     if (has_code)
 #pragma unroll
-        for (u32 block = 0; block < BLOCKS; block++) total += load_of_block(shared.counts + code, block);
+        for (u32 block = 0; block < BLOCKS; block++) total += shared.counts_of[block][threadIdx.x];
     if (threadIdx.x < SHARE) shared.totals[threadIdx.x] = total;
+#pragma unroll
+    for (int i = 0; i < TABLES_EACH; i++)
+        if (i * THREADS + threadIdx.x < TABLES) (&shared.luts[0][0])[i * THREADS + threadIdx.x] = table[i];
     __syncthreads();
     const int warp = threadIdx.x / LANES;
     for (int query = warp % AT_ONCE; query < GROUP; query += AT_ONCE) {
@@ -171,16 +205,16 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THRE
         for (u32 i = (rank * SLICES + slice) * LANES + lane; i < others; i += BLOCKS * SLICES * LANES)
             mine.add(softmax_of(score_of(luts, load_joint_code(codes, i < sinks ? i : middle.end + i - sinks)), 1));
         mine = warp_softmax(mine);
-        if (lane == 0) shared.of_slices[query][slice] = mine;
+        if (lane < BLOCKS)
+            tell_block(&shared.of_slices[query][rank * SLICES + slice], lane, make_uint2(__float_as_uint(mine.max), __float_as_uint(mine.sum)),
+                       shared.softmax_here);
     }
-    __syncthreads();
     if (warp < GROUP) {
-        const Softmax all = warp_softmax(lane < SLICES ? shared.of_slices[warp][lane] : no_scores());
-        if (lane < BLOCKS) tell_block(&shared.of_blocks[rank][warp], lane, make_uint2(__float_as_uint(all.max), __float_as_uint(all.sum)));
-    }
-    cluster_barrier();
-    if (warp < GROUP) {
-        const Softmax all = warp_softmax(lane < BLOCKS ? shared.of_blocks[lane][warp] : no_scores());
+        wait_for_blocks(shared.softmax_here);
+        static_assert(BLOCKS * SLICES == 2 * LANES, "two slices a lane");
+        Softmax all = shared.of_slices[warp][lane];
+        all.add(shared.of_slices[warp][LANES + lane]);
+        all = warp_softmax(all);
         if (lane == 0) {
             shared.max[warp] = all.finite_max(), shared.scale[warp] = 1.f / all.sum;
             float* stats = a.stats ? a.stats + ((u64)row * GROUP + warp) * 2 : nullptr;
@@ -195,8 +229,8 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THRE
             weight = combine(weight, weight_of(score_of(shared.luts[query], code), shared.max[query], shared.scale[query]));
     if (has_code)
 #pragma unroll
-        for (u32 block = 0; block < BLOCKS; block++) tell_block(shared.keys + code, block, make_uint2(key_of(weight), total));
-    cluster_barrier();
+        for (u32 block = 0; block < BLOCKS; block++) tell_block(shared.keys + code, block, make_uint2(key_of(weight), total), shared.keys_here);
+    wait_for_blocks(shared.keys_here);
     u32 keys[CODES], count[CODES];
 #pragma unroll
     for (int i = 0; i < CODES; i++) {
@@ -216,12 +250,17 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THRE
         above += is_above ? mine : 0, ties += is_tie ? mine : 0;
         shared.chosen[joint] = is_above ? ABOVE : is_tie ? TIE : NOT;
     }
-    u32 above_before = above, ties_before = ties;
-    scan_chosen<THREADS>(above_before, ties_before, above, ties);
-    if (threadIdx.x < BLOCKS) tell_block(shared.above_and_ties + rank, threadIdx.x, make_uint2(above, ties));
-    cluster_barrier(); // behind it nothing of another block is touched any more
+    above = __reduce_add_sync(FULL, above), ties = __reduce_add_sync(FULL, ties);
+    if (lane == 0) shared.above_and_ties_of[warp] = make_uint2(above, ties);
+    __syncthreads();
+    if (warp == 0) {
+        const uint2 of_warp = shared.above_and_ties_of[lane];
+        above = __reduce_add_sync(FULL, of_warp.x), ties = __reduce_add_sync(FULL, of_warp.y);
+        if (lane < BLOCKS) tell_block(shared.above_and_ties + rank, lane, make_uint2(above, ties), shared.places_here);
+    }
+    wait_for_blocks(shared.places_here); // the last that others store here
     const uint2 others = lane < rank ? shared.above_and_ties[lane] : make_uint2(0, 0);
-    above_before = __reduce_add_sync(FULL, others.x), ties_before = __reduce_add_sync(FULL, others.y);
+    u32 above_before = __reduce_add_sync(FULL, others.x), ties_before = __reduce_add_sync(FULL, others.y);
 
     const Output out{a.tokens + row * a.tokens_len, a.tokens_len, middle};
     if (rank == 0 && threadIdx.x == 0 && row % a.heads == 0) a.counts[row / a.heads] = middle.found();

@@ -64,11 +64,12 @@ struct Codes {
 };
 
 extern "C" __global__ void __launch_bounds__(SCORE_THREADS, 1) pq_search_stats(const Arguments a) {
-    wait_for_previous_kernel();
-    let_next_kernel_start();
+    if (!a.overlap) wait_for_previous_kernel();
     const u32 row = blockIdx.y, first = blockIdx.x * CHUNK;
     const Codes codes(a, row, first);
     const Middle middle(a, row / a.heads);
+    wait_for_previous_kernel();
+    let_next_kernel_start();
     const Workspace work(a, row);
     const int lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
     if (threadIdx.x == 0) work.chosen[blockIdx.x] = 0;

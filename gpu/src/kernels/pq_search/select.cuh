@@ -11,6 +11,7 @@ struct Arguments {
     u32* workspace;
     u64 code_stride, tokens_len;
     u32 heads, rows, capacity, sinks, recent;
+    u32 overlap; // whether the kernel before it writes no codes, lengths or ks
 };
 
 // Which tokens compete, and how many of them are wanted. The sinks before and the recent ones behind are in anyway.
@@ -75,7 +76,7 @@ struct Found {
     u32 bucket, above, count;
 };
 
-// The bucket with the `wanted`-th highest key (1 or more, and there are as many) among `BUCKETS` counts.
+// The bucket with the `wanted`-th highest key (1 or more, and there are as many) among `BUCKETS` counts. Between two calls threads must meet.
 template <int THREADS, int BUCKETS>
 __device__ Found find_bucket(const u32* counts, u32 wanted) {
     constexpr int EACH = BUCKETS / THREADS, WARPS = THREADS / LANES;
@@ -97,9 +98,7 @@ __device__ Found find_bucket(const u32* counts, u32 wanted) {
         above += mine[i];
     }
     __syncthreads();
-    const Found result = found;
-    __syncthreads(); // before another search
-    return result;
+    return found;
 }
 
 // Keys above `key` are selected, and the first `ties` of those equal to it.
@@ -114,25 +113,19 @@ __device__ __forceinline__ Cut keys_from(u32 key) {
     return {key - 1, 0};
 }
 
-// Sums over the threads before this one, and over all, of numbers above the cut and of ties.
+// Sums over the threads before this one, and over all, of numbers above the cut and of ties, below 2^16 each.
 template <int THREADS>
 __device__ void scan_chosen(u32& above, u32& ties, u32& all_above, u32& all_ties) {
     constexpr int WARPS = THREADS / LANES;
-    __shared__ u32 above_of[WARPS], ties_of[WARPS];
+    __shared__ u32 of_warps[WARPS];
     const int lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
-    u32 through_above = above, through_ties = ties;
-#pragma unroll
-    for (int step = 1; step < LANES; step *= 2) {
-        const u32 a = __shfl_up_sync(FULL, through_above, step), t = __shfl_up_sync(FULL, through_ties, step);
-        if (lane >= step) through_above += a, through_ties += t;
-    }
+    const u32 mine = above | ties << 16, through = sum_through_lane(mine);
     __syncthreads();
-    if (lane == LANES - 1) above_of[warp] = through_above, ties_of[warp] = through_ties;
+    if (lane == LANES - 1) of_warps[warp] = through;
     __syncthreads();
-    const u32 of_above = lane < WARPS ? above_of[lane] : 0, of_ties = lane < WARPS ? ties_of[lane] : 0;
-    all_above = __reduce_add_sync(FULL, of_above), all_ties = __reduce_add_sync(FULL, of_ties);
-    above = through_above - above + __reduce_add_sync(FULL, lane < warp ? of_above : 0);
-    ties = through_ties - ties + __reduce_add_sync(FULL, lane < warp ? of_ties : 0);
+    const u32 other = lane < WARPS ? of_warps[lane] : 0, all = __reduce_add_sync(FULL, other);
+    const u32 before = through - mine + __reduce_add_sync(FULL, lane < warp ? other : 0);
+    above = before & 0xffff, ties = before >> 16, all_above = all & 0xffff, all_ties = all >> 16;
 }
 
 // Writes the tokens that a thread has chosen, in order, and those that are in anyway.
