@@ -11,7 +11,9 @@ use kv_gpu::Device;
 /// More than the second-level cache of the device.
 pub const BEYOND_CACHE: usize = 200 << 20;
 const REPLAYS: usize = 25;
-/// Until clocks have risen, and before they sink again for heat: the peers are given as long.
+/// Before a measurement, so that what ran before it does not keep the clocks low; then until they have risen, and before they sink
+/// again. The peers are given as long.
+const REST: Duration = Duration::from_millis(150);
 const WARM_UP: Duration = Duration::from_millis(20);
 
 /// A device and its copy bandwidth, which is the floor of whatever moves bytes.
@@ -64,6 +66,7 @@ impl Stopwatch {
     /// Microseconds of what `run` puts on the device's stream: the median, when clocks have risen.
     pub fn replay(&self, run: impl Fn()) -> f64 {
         let stream = self.gpu.stream();
+        std::thread::sleep(REST);
         let start = Instant::now();
         while start.elapsed() < WARM_UP {
             run();
