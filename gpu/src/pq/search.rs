@@ -52,7 +52,7 @@ impl SearchShape {
     /// buckets, and what passes between warps and blocks.
     const fn joint_shared_bytes(&self) -> usize {
         let joint = 1 << JOINT_BITS;
-        joint * (8 + 4 + 1 + 8 + 1 + 4) + 4 * (4096 + 72) + 4 * self.group * (self.quantizer.lut_len() + 40)
+        joint * (8 + 4 + 1 + 8 + 1 + 4) + 4 * (4096 + 128) + 4 * self.group * (self.quantizer.lut_len() + 136)
     }
 
     const fn is_joint(&self, capability: (i32, i32), shared_memory: usize) -> bool {
