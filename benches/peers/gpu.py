@@ -172,7 +172,7 @@ def prompt_attention(query_heads, heads, batch, tokens, dim):
 
 def peer_of(row):
     numbers = [int(x) for x in re.findall(r"\d+", row["shape"])]
-    kernel = row["kernel"]
+    kernel = row["kernel"].removesuffix(", overlapped")
     if kernel.startswith("attend"):
         query_heads, heads, batch, tokens, *longest, dim = numbers
         # Of a ragged batch, which it has no form for, one of the mean length.
