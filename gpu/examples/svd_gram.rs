@@ -24,7 +24,6 @@ fn main() -> Result<()> {
         matrices: matrices.pointer,
         sums: sums.pointer,
         workspace: workspace.pointer,
-        overlap: false,
     };
     // SAFETY: memory of the shapes that the arguments name, kept until the results are read.
     unsafe { gram.launch(gpu.stream().cu_stream(), &arguments)? };

@@ -31,7 +31,7 @@ fn random_shapes_agree() {
         let matrices = Buffer::new(&device, &vec![0.0_f64; heads * dim * dim]);
         let sums = Buffer::new(&device, &vec![0.0_f64; heads * dim]);
         let workspace = Buffer::new(&device, &vec![0xdd_u8; kernel.workspace_len(heads)]);
-        let arguments = |overlap| GramArguments {
+        let arguments = GramArguments {
             heads,
             n,
             rows: rows.pointer(),
@@ -39,23 +39,22 @@ fn random_shapes_agree() {
             matrices: matrices.pointer(),
             sums: sums.pointer(),
             workspace: workspace.pointer(),
-            overlap,
         };
-        // The rows three times: sums go on.
-        for overlap in [false, true, true] {
+        // The rows twice: sums go on.
+        for _ in 0..2 {
             // SAFETY: the buffers live until their contents have been read, and have the lengths that the shape asks for.
             #[allow(unsafe_code)]
-            unsafe { kernel.launch(device.stream().cu_stream(), &arguments(overlap)) }.unwrap();
+            unsafe { kernel.launch(device.stream().cu_stream(), &arguments) }.unwrap();
         }
         let (matrices, sums) = (matrices.read(), sums.read());
         let rows: Vec<f32> = bits.iter().map(|&bits| from_element(element, bits)).collect();
         for head in 0..heads {
             let mut expected = svd_core::Gram::<NoRope>::new(dim).unwrap();
-            for _ in 0..3 {
+            for _ in 0..2 {
                 expected.add_columns(&rows, heads * dim, head * dim).unwrap();
             }
             let (matrix, sums) = (&matrices[head * dim * dim..][..dim * dim], &sums[head * dim..][..dim]);
-            let got = svd_core::Gram::<NoRope>::from_sums(dim, 3 * n as u64, matrix, sums).unwrap();
+            let got = svd_core::Gram::<NoRope>::from_sums(dim, 2 * n as u64, matrix, sums).unwrap();
             let (got_mean, mean) = (got.mean(), expected.mean());
             let expected = expected.matrix();
             for (i, (got, want)) in matrix.iter().zip(&expected).enumerate() {
@@ -68,7 +67,7 @@ fn random_shapes_agree() {
                 assert!(matrix[c * dim + r].to_bits() == got.to_bits(), "{shape:?}: not symmetric");
             }
             for (d, (got, want)) in got_mean.iter().zip(&mean).enumerate() {
-                let scale = (expected[d * dim + d] / (3 * n) as f64).sqrt();
+                let scale = (expected[d * dim + d] / (2 * n) as f64).sqrt();
                 assert!((got - want).abs() <= TOLERANCE * scale, "{shape:?}: mean {d} {got} {want}");
             }
         }

@@ -69,9 +69,6 @@ pub struct GramArguments {
     pub sums: u64,
     /// Bytes ([`Gram::workspace_len`],), overwritten.
     pub workspace: u64,
-    /// Whether rows may be read while the kernel before it on the stream ends, on sm_90 at dimension 64 or 128: that one must not write
-    /// them. It may be another addition to the same matrices. Else it waits for that kernel before it reads anything.
-    pub overlap: bool,
 }
 
 /// `Sums` of the kernels.
@@ -83,7 +80,6 @@ struct Sums {
     parts: u64,
     n: u64,
     part_count: u32,
-    overlap: u32,
 }
 
 /// `Arguments` of `strips.cu`.
@@ -169,8 +165,7 @@ impl Gram {
         }
         let (parts, heads) = (self.parts(a.heads) as u32, a.heads as u32);
         let (matrices, sums) = (a.matrices, a.sums);
-        let (n, overlap) = (a.n as u64, u32::from(a.overlap));
-        let sums = Sums { matrices, sums, parts: a.workspace, n, part_count: parts, overlap };
+        let sums = Sums { matrices, sums, parts: a.workspace, n: a.n as u64, part_count: parts };
         let grid = (parts, heads, 1);
         // SAFETY: the structures are the kernels' arguments; the caller vouches for what their pointers lead to.
         unsafe {

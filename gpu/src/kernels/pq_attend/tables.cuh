@@ -1,7 +1,7 @@
 // The head's tables in shared memory.
 
 #if __CUDA_ARCH__ >= 900
-constexpr int LOADERS = THREADS - LANES;
+constexpr int LOADERS = THREADS - LANES; // all threads but those of the first warp
 
 // Has the copy engine bring a table. In pieces, the first of which differs from block to block: the blocks of a head start together, and
 // would all ask the same part of the second-level cache.
@@ -18,14 +18,13 @@ __device__ __forceinline__ void load_table(u8* to, const u8* from, void* barrier
 }
 #endif
 
-// Asks for both. On sm_90 the first warp does not take part, so that it can plan meanwhile; on sm_80, 16 copies a thread.
+// Asks for both. On sm_90 the first warp has no part in it, so that it can plan meanwhile; on sm_80, 16 copies a thread.
 __device__ __forceinline__ void load_tables(const Arguments& a) {
     const Lane lane;
     const Place place;
     const u8* keys = a.key_table + (u64)place.head * KEY_ROWS * WORDS * 4;
     const u8* values = a.value_table + (u64)place.head * VALUE_ROWS * WORDS * 4;
 #if __CUDA_ARCH__ >= 900
-    if (uniform(lane.warp == 0)) return;
     const int loader = lane.thread - LANES;
     if (loader == 0) {
         make_barrier(shared + KEYS_HERE, 1);
@@ -33,7 +32,8 @@ __device__ __forceinline__ void load_tables(const Arguments& a) {
         arrive_expecting(shared + KEYS_HERE, KEY_ROWS * WORDS * 4);
         arrive_expecting(shared + VALUES_HERE, VALUE_ROWS * WORDS * 4);
     }
-    asm volatile("bar.sync 1, %0;" ::"n"(LOADERS) : "memory");
+    __syncthreads();
+    if (uniform(lane.warp == 0)) return;
     load_table<KEY_ROWS>(shared + KEY_TABLE, keys, shared + KEYS_HERE, loader);
     load_table<VALUE_ROWS>(shared + VALUE_TABLE, values, shared + VALUES_HERE, loader);
 #else

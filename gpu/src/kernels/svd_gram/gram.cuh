@@ -21,7 +21,6 @@ struct Sums {
     float* parts;     // [head][part][PART]
     u64 n;            // rows
     u32 part_count;
-    u32 overlap;      // whether the kernel before it writes no rows
 
     __device__ __forceinline__ float* part() const { return parts + ((u64)blockIdx.y * part_count + blockIdx.x) * PART; }
 };

@@ -48,9 +48,6 @@ __device__ __forceinline__ void add_up(const Arguments& a, Shared& shared, const
         for (int i = 0; i < 2; i++)
             if (DIAGONAL) row_totals[i].add(row_sums[2 * i]);
     }
-    // The parts may be those that the kernel before it reads; and the one behind it may read matrices only when that has ended.
-    wait_for_previous_kernel();
-    let_next_kernel_start();
     float* part = a.sums.part();
 #pragma unroll
     for (int i = 0; i < 2; i++)
@@ -71,10 +68,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) svd_gram(const __grid_c
     if (threadIdx.x < STAGES) make_barrier(&shared.full[threadIdx.x], 1), make_barrier(&shared.empty[threadIdx.x], SQUARES * 4);
     show_to_async();
     __syncthreads();
-    if (!a.sums.overlap) {
-        wait_for_previous_kernel();
-        let_next_kernel_start();
-    }
+    wait_for_previous_kernel();
+    let_next_kernel_start();
     const Range range(a.sums);
     const int square = threadIdx.x / GROUP_THREADS;
     if (threadIdx.x == SQUARES * GROUP_THREADS)
