@@ -22,11 +22,10 @@ struct Sum {
     }
 };
 
-// `results` are [TEAM warps][ROWS queries][STRIDE] floats of shared memory: components, maximum, sum of weights; of the queries, the first
-// `rows` count. A block shares at
-// most the first and the last entry of its part with others, so it has two places of ROWS rows each, at `mine`, and those of
-// the next block follow. `write` takes a query, a component and the Sum of it and the next. Reduced in the order of warps and
-// blocks, whoever is last.
+// `results` are [TEAM warps][ROWS queries][STRIDE] floats of shared memory: components, maximum, sum of weights; the first `rows` queries
+// count. A block shares at most the first and the last entry of its part with others, so it has two places of ROWS rows each, at `mine`,
+// and those of the next block follow. `write` takes a query, a component and the Sum of it and the next. Reduced in the order of warps
+// and blocks, whoever is last.
 template <int ROWS, int COMPONENTS, int TEAM, int STRIDE, typename Write>
 __device__ __forceinline__ void reduce(const float* results, u32 rows, Work& work, u32 block, float* mine, u32* arrived, Write write) {
     constexpr int THREADS = TEAM * LANES, PLACE = ROWS * STRIDE;

@@ -1,6 +1,7 @@
 // The loop on tiles, and the kernel. What was tried on an H200 and did not pay: asking for the tile after the next in the
-// second-level cache (10 % slower with one query, where that cache is 92 % busy); hints on the loads (no difference); both loads at
-// the end of the loop (2 % slower); 8 warps for 16 with one query (7 % slower), 8 for 12 with four (as fast).
+// second-level cache (10 % slower with one query, where that cache is 92 % busy), or for the second tile while tables come (5 %
+// slower); hints on the loads (no difference); both loads at the end of the loop (2 % slower); 8 warps for 16 with one query (7 %
+// slower), 8 for 12 with four (as fast).
 
 // Where a tile of a sequence lies among all tiles, of which there are fewer than 2^32.
 struct Tiles {

@@ -1,4 +1,4 @@
-// What a block does next: a part of a sequence's items, which are its exact tokens, EXACT at a time, and then its tiles.
+// The items of a sequence: its exact tokens, EXACT at a time, and then its tiles.
 struct Items {
     const Arguments& a;
     u32 length, exact_length; // of the sequence that was last asked for
@@ -11,6 +11,7 @@ struct Items {
     }
 };
 
+// What a block does next: a part of a sequence's items.
 struct Plan : Work {
     u32 length, exact_length;
 

@@ -18,7 +18,8 @@ __device__ __forceinline__ void load_table(u8* to, const u8* from, void* barrier
 }
 #endif
 
-// Asks for both. On sm_90 the first warp has no part in it, so that it can plan meanwhile; on sm_80, 16 copies a thread.
+// Asks for both. On sm_90 the copy engine brings them, for 16 copies a thread kept the load units busy for 2,000 cycles, and the first warp
+// has no part in it, so that it can plan meanwhile. All others have: rows of 64 components by one warp took 9 us more.
 __device__ __forceinline__ void load_tables(const Arguments& a) {
     const Lane lane;
     const Place place;

@@ -29,8 +29,8 @@ struct Shared {
     float luts[GROUP][M * KSUB];
     u32 high[HIGH_BUCKETS], low[2][LOW_BUCKETS];
     u32 totals[SHARE]; // of the block's codes
-    float max[GROUP], scale[GROUP];  // of all codes
-    uint2 above_and_ties_of[WARPS];  // of a warp's codes, in this block's tokens
+    float max[GROUP], scale[GROUP]; // of all codes
+    uint2 above_and_ties_of[WARPS]; // of a warp's codes, in this block's tokens
     // What the blocks of the cluster tell each other, and when it has come.
     alignas(8) Softmax of_slices[GROUP][BLOCKS * SLICES];
     uint2 keys[JOINT];            // and how many tokens have them
@@ -64,8 +64,8 @@ __device__ __forceinline__ void tell_block(void* shared, u32 rank, uint2 x, u64&
 }
 // Until all has come that others tell this block.
 __device__ __forceinline__ void wait_for_blocks(u64& here) {
-    asm volatile("{\n .reg .pred done;\nWAIT%=:\n mbarrier.try_wait.parity.acquire.cluster.shared.b64 done, [%0], 0;\n @!done bra WAIT%=;\n}" ::"r"(
-                     shared_address(&here))
+    asm volatile("{\n .reg .pred done;\nWAIT%=:\n mbarrier.try_wait.parity.acquire.cluster.shared.b64 done, [%0], 0;\n"
+                 " @!done bra WAIT%=;\n}" ::"r"(shared_address(&here))
                  : "memory");
 }
 

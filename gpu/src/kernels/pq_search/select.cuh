@@ -76,7 +76,8 @@ struct Found {
     u32 bucket, above, count;
 };
 
-// The bucket with the `wanted`-th highest key (1 or more, and there are as many) among `BUCKETS` counts. Between two calls threads must meet.
+// The bucket with the `wanted`-th highest key (1 or more, and there are as many) among `BUCKETS` counts. Between two calls threads must
+// meet.
 template <int THREADS, int BUCKETS>
 __device__ Found find_bucket(const u32* counts, u32 wanted) {
     constexpr int EACH = BUCKETS / THREADS, WARPS = THREADS / LANES;
