@@ -19,8 +19,8 @@ constexpr int TILE = 16, QUERIES = 8, THREADS = WARPS * LANES;
 constexpr int KEY_CHUNKS = DIM / 32; // a lane has 8 components of each
 constexpr int VALUE_CHUNKS = DIM / 64;
 // In eights of components: what a tile costs beside its own, and what the start and the end of an entry do in a block that has more work.
-// Without the second, blocks with parts of two heads ended last. At half rank, long work, 16 and 24 for the first were 1 to 3 % slower,
-// and so were other prices for keys than for values.
+// Without the second, blocks with parts of two heads ended last. At half rank 16 for the first was 1 to 3 % slower, 24 took as long or 1 %
+// more, and other prices for keys than for values changed 1 to 3 % in both directions.
 constexpr u32 TILE_COST = 20, ENTRY_COST = 832;
 constexpr int RESULT = DIM + 4;
 constexpr int SHARED = WARPS * QUERIES * RESULT * 4 + (int)sizeof(Work);

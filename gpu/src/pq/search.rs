@@ -48,8 +48,8 @@ impl SearchShape {
         Ok(program.define_if(self.rule == GroupRule::MaxOfSoftmax, "MAX_RULE"))
     }
 
-    /// Enough for `Shared` of that kernel: codes of a block's first tokens, counts, marks, keys and totals of all codes, tables,
-    /// buckets, and what passes between warps and blocks.
+    /// Enough for `Shared` of that kernel: codes of a block's first tokens; counts, marks, keys, totals and counts told of the joint codes;
+    /// buckets; tables, and what passes between warps and blocks.
     const fn joint_shared_bytes(&self) -> usize {
         let joint = 1 << JOINT_BITS;
         joint * (8 + 4 + 1 + 8 + 1 + 4) + 4 * (4096 + 128) + 4 * self.group * (self.quantizer.lut_len() + 136)

@@ -90,7 +90,8 @@ pub struct AttendArguments {
     /// Whether the launch may begin while the kernel before it on the stream ends, on sm_90: it then plans its work by the lengths, ranks and
     /// offsets, none of which that kernel must write, and waits before it reads anything else.
     pub overlap: bool,
-    /// Bytes as [`Attend::workspace_len`] says, zeroed once before the first launch. Launches that may overlap need one each.
+    /// Bytes as [`Attend::workspace_len`] says, zeroed once before the first launch. Launches on one stream can share it; those
+    /// that may run side by side need one each.
     pub workspace: u64,
 }
 

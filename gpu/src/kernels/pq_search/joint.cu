@@ -52,7 +52,7 @@ __device__ __forceinline__ u32 address_in_block(const void* shared, u32 rank) {
     return address;
 }
 // Stores where another block has what lies here, and has its barrier count the bytes.
-__device__ __forceinline__ void tell_block(u32* shared, u32 rank, u32 x, u64& here) {
+__device__ __forceinline__ void tell_block(void* shared, u32 rank, u32 x, u64& here) {
     asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(address_in_block(shared, rank)), "r"(x),
                  "r"(address_in_block(&here, rank))
                  : "memory");
@@ -154,8 +154,7 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THRE
     }
     __syncthreads();
     while (token < end) {
-        const bool all = token >= middle.first && token + EACH <= min(end, middle.end);
-        if (all)
+        if (token >= middle.first && token + EACH <= min(end, middle.end)) // all compete, as for most threads
 #pragma unroll
             for (int i = 0; i < EACH; i++) atomicAdd(&shared.counts[nth(joint, i)], 1);
         else
