@@ -18,10 +18,10 @@
 constexpr int TILE = 16, QUERIES = 8, THREADS = WARPS * LANES;
 constexpr int KEY_CHUNKS = DIM / 32; // a lane has 8 components of each
 constexpr int VALUE_CHUNKS = DIM / 64;
-// In eights of components: what a tile costs beside its own, and what the start and the end of an entry do in a block that has more work.
-// Without the second, blocks with parts of two heads ended last. At half rank 16 for the first was 1 to 3 % slower, 24 took as long or 1 %
-// more, and other prices for keys than for values changed 1 to 3 % in both directions.
-constexpr u32 TILE_COST = 20, ENTRY_COST = 832;
+// In what eight components of a key cost: as many of a value; a tile beside its components; and the start and the end of an entry in a block
+// that has more work, without which blocks with parts of two heads ended last. From how long blocks with heads of different ranks took
+// per tile. With 1, 20 and 832, those of low ranks left their loops 10 % later than the mean: batches at half rank took 4 to 5 % longer.
+constexpr u32 VALUE_COST = 2, TILE_COST = 80, ENTRY_COST = 3000;
 constexpr int RESULT = DIM + 4;
 constexpr int SHARED = WARPS * QUERIES * RESULT * 4 + (int)sizeof(Work);
 static_assert(SHARED <= SHARED_BYTES, "the host asks for enough");
@@ -70,7 +70,7 @@ __device__ __forceinline__ float column_sum(float x) {
 struct Units {
     const Arguments& a;
 
-    __device__ __forceinline__ u32 of_tile(u32 head) const { return (a.key_ranks[head] + a.value_ranks[head]) / 8 + TILE_COST; }
+    __device__ __forceinline__ u32 of_tile(u32 head) const { return (a.key_ranks[head] + VALUE_COST * a.value_ranks[head]) / 8 + TILE_COST; }
 
     __device__ __forceinline__ u32 operator()(u32 entry) const {
         const u32 tiles = (a.lengths[entry / a.heads] + TILE - 1) / TILE;

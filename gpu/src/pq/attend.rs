@@ -116,7 +116,8 @@ impl Plan {
         let far_copy = if self.copies == 2 && self.dim() == 128 { 1 << 16 } else { 0 };
         let tables = far_copy + (ROW << self.keys.bits()) + (ROW << self.values.bits());
         let weights = self.warps * self.queries.div_ceil(2) * 2 * 32 * 2;
-        tables + weights + self.results_len() * 4 + self.queries * self.dim() * 2 + 72
+        let queries = self.queries.next_multiple_of(self.copies) * (self.dim() * 2 + 64);
+        tables + weights + self.results_len() * 4 + queries + 72
     }
 
     fn program(&self, shape: &AttendShape) -> Program {

@@ -179,12 +179,12 @@ impl Attend {
         if a.batch == 0 || a.heads == 0 || a.group == 0 {
             return Ok(());
         }
-        // What a tile costs, and a head of a sequence, are below 64 and 1,024: units of all work are below 2^32.
+        // What a tile costs, and a head of a sequence, are at most 128 and 3,000: units of all work are below 2^32.
         let entries = a.batch.saturating_mul(a.heads);
-        let units = entries.saturating_mul(a.capacity.div_ceil(16).saturating_mul(64).saturating_add(1024));
+        let units = entries.saturating_mul(a.capacity.div_ceil(16).saturating_mul(128).saturating_add(3000));
         if u32::try_from(units).is_err() {
             return Err(problem(
-                "work beyond 2^32: 64 for 16 tokens of a head, and 1,024 for each head of a sequence",
+                "work beyond 2^32: 128 for 16 tokens of a head, and 3,000 for each head of a sequence",
             ));
         }
         if a.group > 16 {

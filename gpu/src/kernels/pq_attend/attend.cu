@@ -21,16 +21,16 @@ struct Tiles {
 #endif
 };
 
-// Asks for the queries of the block in shared memory; those that a group lacks are zeros.
+// Asks for the queries of the block in shared memory, a word a thread; those that a group lacks are zeros.
 __device__ __forceinline__ void load_queries(const Arguments& a, const Plan& plan) {
     const Place place;
     const u32 first = place.slice * QUERIES, live = min(a.group - first, (u32)QUERIES);
     const u16* queries = a.queries + (((u64)plan.entry * a.heads + place.head) * a.group + first) * D;
-    constexpr int PARTS = QUERIES * D / 8; // of 16 bytes
-    static_assert(PARTS <= THREADS, "a part a thread");
-    if (threadIdx.x < PARTS) {
-        const bool there = threadIdx.x < live * (D / 8);
-        copy_async_16_if(shared + QUERY_ROWS + threadIdx.x * 16, queries + (there ? threadIdx.x * 8 : 0), there);
+    static_assert(TURNS * COPIES * WORDS <= THREADS, "a word a thread");
+    const u32 query = threadIdx.x / WORDS, word = threadIdx.x % WORDS;
+    if (query < TURNS * COPIES) {
+        const bool there = query < live;
+        copy_async_4_if(shared + QUERY_ROWS + query * QUERY_ROW + word * 4, queries + (there ? query * D + component<KEY_SUB>(word) : 0), there);
     }
     commit_copies();
 }
@@ -54,6 +54,7 @@ __device__ __forceinline__ void attend_sequence(const Arguments& a, Plan& plan, 
     Values value_codes;
     u32 next = 0; // where the warp's next tile lies
     load_queries(a, plan); // before the codes, behind which they would wait
+    if (is_first) load_value_table(a);
     if (tile < tile_end) {
         next = tiles.at(a, tile);
         key_codes.load(a.key_codes + (u64)next * Keys::TILE_BYTES, lane.lane);
@@ -61,21 +62,23 @@ __device__ __forceinline__ void attend_sequence(const Arguments& a, Plan& plan, 
         if (tile + WARPS < tile_end) next = tiles.at(a, tile + WARPS);
     }
 
+
     if (lane.thread == 0) plan.find_sharers();
     state.clear();
+    clear_results(lane);
     wait_for_all_but<0>();
     __syncthreads();
     attend_exact(a, plan);
 
     QueryColumns query;
     query.load(lane);
-    if (is_first) finish_key_table();
     const KeyOffsets key_offsets(lane);
     u32 value_offset = 0; // where its words lie in a row of the value table
 #pragma unroll
     for (int i = 0; i < 4; i++) value_offset |= (u32)((8 * ((lane.l + i) & 3) + lane.g) * 4) << (8 * i);
     u8* weights = shared + WEIGHTS + lane.warp * PAIRS * 2 * TILE * 2;
     for (int i = lane.lane; i < PAIRS * 2 * TILE / 2; i += LANES) reinterpret_cast<u32*>(weights)[i] = 0;
+    if (is_first) finish_key_table();
 
     while (uniform(tile < tile_end)) {
         float scores[COPIES][4];
@@ -116,13 +119,14 @@ __device__ __forceinline__ void attend_sequence(const Arguments& a, Plan& plan, 
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) pq_attend(const Arguments a) {
-    load_tables(a);
+    load_key_table(a);
     Plan& plan = *reinterpret_cast<Plan*>(shared + PLAN);
     if (uniform(threadIdx.x < LANES)) plan.find_first(a);
     wait_for_previous_kernel(); // all but tables and lengths may come from it
     let_next_kernel_start();
     __syncthreads();
-    for (bool is_first = true; uniform(plan.entry < a.batch); is_first = false) {
+    bool is_first = true;
+    for (; uniform(plan.entry < a.batch); is_first = false) {
         State state;
         attend_sequence(a, plan, is_first, state);
         finish_sequence(a, plan, state);
@@ -130,5 +134,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) pq_attend(const Argumen
         __syncthreads();
     }
     wait_for_key_table();
-    wait_for_value_table();
+    if (!is_first) wait_for_value_table();
 }

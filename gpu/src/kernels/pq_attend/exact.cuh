@@ -1,11 +1,22 @@
-// The warp's results of a sequence start with its exact tokens: per query the sum of values, and maximum and sum of weights. The
-// lanes share the components of a vector.
+// The warp's results of a sequence: per query the sum of values, and maximum and sum of weights.
 __device__ __forceinline__ float* warp_results(const Lane& lane) {
     return reinterpret_cast<float*>(shared + RESULTS) + lane.warp * QUERIES * RESULT;
 }
 
+// Those of no tokens.
+__device__ __forceinline__ void clear_results(const Lane& lane) {
+    constexpr int FOURS = RESULT / 4; // of a query; the last has maximum and weight
+    float4* results = reinterpret_cast<float4*>(warp_results(lane));
+#pragma unroll
+    for (int i = lane.lane; i < QUERIES * FOURS; i += LANES) results[i] = make_float4(i % FOURS == FOURS - 1 ? NOTHING : 0, 0, 0, 0);
+    __syncwarp();
+}
+
+// They start with its exact tokens, if it has any. The lanes share the components of a vector.
 __device__ __forceinline__ void attend_exact(const Arguments& a, const Plan& plan) {
     const Lane lane;
+    const u32 item_end = min(plan.to, (plan.exact_length + EXACT - 1) / EXACT);
+    if (uniform(plan.from + lane.warp >= item_end)) return;
     const u64 sequence_head = (u64)plan.entry * a.heads + Place().head;
     constexpr int E = D / LANES; // components a lane
     float q[QUERIES][E], sum[QUERIES][E], max[QUERIES], weight[QUERIES];
@@ -14,14 +25,11 @@ __device__ __forceinline__ void attend_exact(const Arguments& a, const Plan& pla
         max[i] = NOTHING, weight[i] = 0;
 #pragma unroll
         for (int e = 0; e < E; e++) sum[i][e] = 0;
-    }
-    const u32 item_end = min(plan.to, (plan.exact_length + EXACT - 1) / EXACT);
-    if (uniform(plan.from + lane.warp < item_end)) {
-        const u16* queries = reinterpret_cast<const u16*>(shared + QUERY_ROWS) + lane.lane * E;
 #pragma unroll
-        for (int i = 0; i < QUERIES; i++)
-#pragma unroll
-            for (int e = 0; e < E; e++) q[i][e] = element_to_float(queries[i * D + e]) * a.scale;
+        for (int e = 0; e < E; e += 2) {
+            const u32 pair = *reinterpret_cast<const u32*>(shared + QUERY_ROWS + i * QUERY_ROW + word_of<KEY_SUB>(lane.lane * E + e) * 4);
+            q[i][e] = element_to_float((u16)pair) * a.scale, q[i][e + 1] = element_to_float((u16)(pair >> 16)) * a.scale;
+        }
     }
     for (u32 item = plan.from + lane.warp; uniform(item < item_end); item += WARPS) {
         const u32 first = item * EXACT, count = min(plan.exact_length - first, (u32)EXACT);

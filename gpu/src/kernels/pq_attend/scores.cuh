@@ -4,26 +4,27 @@
 struct QueryColumns {
     u32 words[TURNS][HALVES * 4][2];
 
+    // Four matrices at a time, of two steps and both halves of 16 words; column g of each is four words of a query. A lane says where one
+    // column of one of them lies.
     __device__ __forceinline__ void load(const Lane& lane) {
-        const int g = lane.g, l = lane.l;
-        const u16* queries = reinterpret_cast<const u16*>(shared + QUERY_ROWS);
+        const int column = lane.lane % 8, middle = lane.lane / 8 % 2, odd = lane.lane / 16;
 #pragma unroll
         for (int i = 0; i < TURNS; i++) {
-            const int variant = COPIES == 1 ? (g - 2 * i) & 7 : (g / 2) ^ i;
-            const u32 q = COPIES == 1 ? i : 2 * i + (g & 1);
+            const int variant = COPIES == 1 ? (column - 2 * i) & 7 : (column / 2) ^ i;
+            const int query = COPIES == 1 ? i : 2 * i + (column & 1), flipped = COPIES == 1 ? middle ^ (variant / 4) : middle;
+            const u8* row = shared + QUERY_ROWS + query * QUERY_ROW + flipped * 64;
 #pragma unroll
-            for (int step = 0; step < HALVES * 4; step++)
+            for (int step = 0; step < HALVES * 4; step += 2) {
+                u32 pairs[4];
+                load_matrices(pairs, row + step / 4 * 128 + (((step % 4) ^ odd ^ (variant & 3)) * 16));
 #pragma unroll
-                for (int middle = 0; middle < 2; middle++) {
-                    const int flipped = COPIES == 1 ? middle ^ (variant / 4) : middle;
-                    const int word = step / 4 * 32 + 16 * flipped + 4 * ((step % 4) ^ (variant & 3)) + l;
-                    u32 pair = 0;
-                    if (q < QUERIES) pair = *reinterpret_cast<const u32*>(queries + q * D + component<KEY_SUB>(word));
+                for (int j = 0; j < 4; j++) {
 #ifdef BFLOAT
-                    pair = pack_half2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
+                    pairs[j] = pack_half2(__uint_as_float(pairs[j] << 16), __uint_as_float(pairs[j] & 0xffff0000u));
 #endif
-                    words[i][step][middle] = pair;
+                    words[i][step + j / 2][j % 2] = pairs[j];
                 }
+            }
         }
     }
 };

@@ -36,6 +36,10 @@ template <int SUB>
 __device__ __forceinline__ constexpr int component(int word) {
     return (word % (D / SUB)) * SUB + word / (D / SUB) * 2;
 }
+template <int SUB>
+__device__ __forceinline__ constexpr int word_of(int component) {
+    return component / SUB + component % SUB / 2 * (D / SUB);
+}
 
 struct Arguments {
     const u8* key_codes;   // [page][head][tile of page][tile bytes]
@@ -87,8 +91,9 @@ constexpr int VALUE_TABLE = (FAR_COPY ? COPY_DISTANCE : 0) + KEY_ROWS * ROW;
 constexpr int WEIGHTS = VALUE_TABLE + VALUE_ROWS * ROW;                 // [WARPS][2 PAIRS][TILE] halves
 constexpr int RESULTS = WEIGHTS + WARPS * PAIRS * 2 * TILE * 2;         // [WARPS][QUERIES][RESULT] floats
 constexpr int RESULT = D + 4;                                           // components, maximum, sum of weights, padding
-constexpr int QUERY_ROWS = RESULTS + WARPS * QUERIES * RESULT * 4;      // [QUERIES][D] elements
-constexpr int PLAN = QUERY_ROWS + QUERIES * D * 2;
+constexpr int QUERY_ROWS = RESULTS + WARPS * QUERIES * RESULT * 4;      // [TURNS * COPIES] rows of words in the order of the key table
+constexpr int QUERY_ROW = D * 2 + 64;                                   // bytes: two rows begin in different halves of the banks
+constexpr int PLAN = QUERY_ROWS + TURNS * COPIES * QUERY_ROW;
 constexpr int KEYS_HERE = PLAN + 56, VALUES_HERE = KEYS_HERE + 8; // barriers of the tables' arrival
 constexpr int SHARED = PLAN + 72;
 extern __shared__ __align__(128) u8 shared[];
