@@ -38,7 +38,8 @@ fn random_shapes_agree() {
             }
         }
         let (there, columns_there) = (Buffer::new(&device, &there), Buffer::new(&device, &columns));
-        let out = Buffer::new(&device, &vec![0x7e01_u16; heads * n * rank]);
+        let [out, twice, twice_apart] =
+            [0, 1, 2].map(|_| Buffer::new(&device, &vec![0x7e01_u16; heads * n * rank]));
         let project = Project::new(&device, shape).unwrap();
         let arguments = ProjectArguments {
             heads,
@@ -47,10 +48,22 @@ fn random_shapes_agree() {
             strides: [dim, heads * dim],
             columns: columns_there.pointer(),
             out: out.pointer(),
+            overlap: false,
         };
-        // SAFETY: the buffers live until their contents have been read, and have the lengths that the shape asks for.
-        #[allow(unsafe_code)]
-        unsafe { project.launch(device.stream().cu_stream(), &arguments) }.unwrap();
+        let launch = |arguments: &ProjectArguments| {
+            // SAFETY: the buffers live until their contents have been read, and have the lengths that the shape asks for.
+            #[allow(unsafe_code)]
+            unsafe { project.launch(device.stream().cu_stream(), arguments) }.unwrap();
+        };
+        launch(&arguments);
+        if rank == dim {
+            // Results as rows: an overlapped launch must wait for them.
+            let again = ProjectArguments { rows: out.pointer(), strides: [n * dim, dim], ..arguments };
+            launch(&ProjectArguments { out: twice.pointer(), overlap: true, ..again });
+            device.stream().synchronize().unwrap();
+            launch(&ProjectArguments { out: twice_apart.pointer(), ..again });
+            assert!(twice.read() == twice_apart.read(), "{shape:?}");
+        }
         let got = out.read();
 
         let tolerance = TOLERANCES.iter().find(|(e, _)| *e == element).unwrap().1;

@@ -79,6 +79,9 @@ pub struct ProjectArguments {
     pub columns: u64,
     /// Elements (heads, n, rank), fully written.
     pub out: u64,
+    /// Whether the columns may be read while the kernel before it on the stream ends, on sm_90 with 64 or 128 components: that one must not
+    /// write them. All else waits for that kernel.
+    pub overlap: bool,
 }
 
 /// `Arguments` of `registers.cu`.
@@ -101,6 +104,7 @@ struct BoxesArguments {
     out: CUtensorMap,
     columns: u64,
     n: u64,
+    overlap: u32,
 }
 
 /// `svd_core::Map::project_into` for all heads: keys, values or queries into the components that their rotations keep.
@@ -156,8 +160,9 @@ impl Project {
                 let (rows, heads, n, strides) = (a.rows, a.heads, a.n, a.strides);
                 let rows = RowsOfHeads { rows, element, heads, n, dim, strides, box_rows: TILE_ROWS };
                 let out = RowsOfHeads { rows: a.out, dim: rank, strides: [n * rank, rank], ..rows };
-                let arguments =
-                    BoxesArguments { rows: rows.map()?, out: out.map()?, columns: a.columns, n: n as u64 };
+                let (rows, out) = (rows.map()?, out.map()?);
+                let overlap = u32::from(a.overlap);
+                let arguments = BoxesArguments { rows, out, columns: a.columns, n: n as u64, overlap };
                 let grid = grid(TILE_ROWS, self.processors);
                 self.kernel.launch(stream, grid, 128 * GROUPS as u32 + 32, true, &arguments)
             } else {

@@ -25,18 +25,20 @@ pub fn run(watch: &Stopwatch) {
         let there: Vec<_> = (0..copies).map(|_| watch.upload(&rows.repeat(heads))).collect();
         let out: Vec<_> = (0..copies).map(|_| watch.zeros::<f16>(heads * N * rank)).collect();
         let columns_there = watch.upload(&columns.repeat(heads));
-        let all: Vec<ProjectArguments> = (0..copies)
-            .map(|copy| ProjectArguments {
-                heads,
-                n: N,
-                rows: watch.pointer(&there[copy]),
-                strides: [N * DIM, DIM],
-                columns: watch.pointer(&columns_there),
-                out: watch.pointer(&out[copy]),
-            })
-            .collect();
-        // SAFETY: buffers of the shapes that the arguments ask for, which outlive the graph.
-        let us = watch.time(2 * copies, |i, stream| unsafe { project.launch(stream, &all[i % copies]) });
+        let arguments = |copy: usize, overlap: bool| ProjectArguments {
+            heads,
+            n: N,
+            rows: watch.pointer(&there[copy]),
+            strides: [N * DIM, DIM],
+            columns: watch.pointer(&columns_there),
+            out: watch.pointer(&out[copy]),
+            overlap,
+        };
+        let [us, us_overlapped] = [false, true].map(|overlap| {
+            let all: Vec<ProjectArguments> = (0..copies).map(|copy| arguments(copy, overlap)).collect();
+            // SAFETY: buffers of the shapes that the arguments ask for, which outlive the graph.
+            watch.time(2 * copies, |i, stream| unsafe { project.launch(stream, &all[i % copies]) })
+        });
 
         // The last head, against the CPU.
         let wide: Vec<f32> = rows.iter().map(|x| x.to_f32()).collect();
@@ -48,6 +50,8 @@ pub fn run(watch: &Stopwatch) {
         let error: f64 = got.iter().zip(&expected).map(|(a, b)| square(a.to_f32() - b)).sum();
         let norm: f64 = expected.iter().map(|&x| square(x)).sum();
         assert!((error / norm).sqrt() < 1e-3, "{shape:?}: {}", (error / norm).sqrt());
-        watch.say("project", &load, (heads * N * (DIM + rank) * 2) as f64, us);
+        let bytes = (heads * N * (DIM + rank) * 2) as f64;
+        watch.say("project", &load, bytes, us);
+        watch.say("project, overlapped", &load, bytes, us_overlapped);
     }
 }

@@ -23,6 +23,7 @@ struct Arguments {
     TensorMap rows, out;  // in boxes of ROWS
     const float* columns; // [head][DIM][RANK]
     u64 n;
+    u32 overlap; // whether the kernel before it writes no columns
 };
 
 struct Shared {
@@ -42,18 +43,20 @@ __device__ __forceinline__ u32 first_row(u32 i) { return (blockIdx.x + i * gridD
 
 // Columns behind the rank are zeros.
 __device__ __forceinline__ void load_map(const Arguments& a, Shared& shared) {
+    constexpr int FOURS = COLUMNS * WIDTH / 4; // of a row of the map
     const float* columns = a.columns + (u64)blockIdx.y * DIM * RANK;
 #pragma unroll 8
-    for (int i = threadIdx.x; i < DIM * COLUMNS * WIDTH / 2; i += GROUPS * GROUP_THREADS) {
-        const int column = i % (COLUMNS * WIDTH / 2) * 2, d = i / (COLUMNS * WIDTH / 2), inside = column % WIDTH;
-        float2 pair = {0, 0};
-        if (column < RANK) pair = *reinterpret_cast<const float2*>(columns + d * RANK + column);
+    for (int i = threadIdx.x; i < DIM * FOURS; i += GROUPS * GROUP_THREADS) {
+        const int column = i % FOURS * 4, d = i / FOURS;
+        float4 four = {0, 0, 0, 0};
+        if (column < RANK) four = *reinterpret_cast<const float4*>(columns + d * RANK + column);
 #pragma unroll
         for (int part = 0; part < PARTS; part++) {
-            const u16 low = float_to_element(pair.x), high = float_to_element(pair.y);
-            u16* at = chunk_at<8>(&shared.map[part][column / WIDTH][0][0], d, inside / 8) + inside % 8;
-            *reinterpret_cast<u32*>(at) = low | (u32)high << 16;
-            pair.x -= element_to_float(low), pair.y -= element_to_float(high);
+            const uint2 rounded = make_uint2(pack_elements(four.x, four.y), pack_elements(four.z, four.w));
+            u16* at = chunk_at<8>(&shared.map[part][column / WIDTH][0][0], d, column % WIDTH / 8) + column % 8;
+            *reinterpret_cast<uint2*>(at) = rounded;
+            four.x -= element_to_float((u16)rounded.x), four.y -= element_to_float((u16)(rounded.x >> 16));
+            four.z -= element_to_float((u16)rounded.y), four.w -= element_to_float((u16)(rounded.y >> 16));
         }
     }
     show_to_async();
@@ -111,12 +114,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) svd_project(const __gri
     Shared& shared = *reinterpret_cast<Shared*>(memory);
     if (threadIdx.x < STAGES) make_barrier(&shared.full[threadIdx.x], 1), make_barrier(&shared.empty[threadIdx.x], 4);
     __syncthreads();
+    const bool projects = uniform(threadIdx.x < GROUPS * GROUP_THREADS);
+    if (!a.overlap) wait_for_previous_kernel();
+    if (projects) load_map(a, shared);
     wait_for_previous_kernel();
     let_next_kernel_start();
-    if (threadIdx.x == GROUPS * GROUP_THREADS) {
-        copy_tiles<false>(shared.ring, shared.full, shared.empty, a.rows, tiles_of(a), blockIdx.y, first_row);
-    } else if (threadIdx.x < GROUPS * GROUP_THREADS) {
-        load_map(a, shared);
+    if (projects)
         project(a, shared);
-    }
+    else if (threadIdx.x == GROUPS * GROUP_THREADS)
+        copy_tiles<false>(shared.ring, shared.full, shared.empty, a.rows, tiles_of(a), blockIdx.y, first_row);
 }
