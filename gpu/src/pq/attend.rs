@@ -43,6 +43,7 @@ struct Plan {
     queries: usize, // of a block
     copies: usize,  // of the key table
     warps: usize,
+    mixed: bool, // two tiles in work at a time
 }
 
 impl AttendShape {
@@ -63,18 +64,24 @@ impl AttendShape {
                 supported: "keys and values of the same dim, and 1 to 16 query heads a key/value head",
             });
         }
-        // A larger group is cut into slices of equal size, each with blocks of its own.
-        let queries = self.group.div_ceil(self.group.div_ceil(MAX_QUERIES));
-        // Warps by the registers that the queries take: twice as many with one table, some more on sm_80 and where codes stand
-        // for several words.
-        let simple = keys.components() == 2 && values.components() == 2;
-        let two_tables = if queries == 2 && simple { 16 } else { 12 };
+        // A larger group is cut into slices of equal size, each with blocks of its own. Three queries are served like four.
+        let queries = self.group.div_ceil(self.group.div_ceil(MAX_QUERIES)).next_power_of_two();
+        // Warps by the registers that are needed: the more, the more queries, with one table on sm_80, and where codes stand for several
+        // words; most for two tiles at a time, which pay where codes need not be expanded.
+        let simple = [&keys, &values].iter().all(|codes| codes.components() == 2);
+        let expanded = [&keys, &values].iter().any(|codes| codes.bits() < 8);
+        let mixed = queries == 4 && simple && !expanded && self.keys.dim() == 128;
+        let two_tables = match queries {
+            2 if simple => 16,
+            4 if mixed => 8,
+            _ => 12,
+        };
         let one_table = match queries {
             1 if simple && shared_memory >= SHARED_MEMORY_SM_90 => 16,
             1 | 2 => 12,
             _ => 8,
         };
-        let mut plan = Plan { keys, values, queries, copies: 2, warps: two_tables };
+        let mut plan = Plan { keys, values, queries, copies: 2, warps: two_tables, mixed };
         if queries == 1 || plan.shared_bytes() > shared_memory {
             (plan.copies, plan.warps) = (1, one_table); // sm_80 has no room for a second table at 8 bits
         }
@@ -115,8 +122,8 @@ impl Plan {
     fn shared_bytes(&self) -> usize {
         let far_copy = if self.copies == 2 && self.dim() == 128 { 1 << 16 } else { 0 };
         let tables = far_copy + (ROW << self.keys.bits()) + (ROW << self.values.bits());
-        let weights = self.warps * self.queries.div_ceil(2) * 2 * 32 * 2;
-        let queries = self.queries.next_multiple_of(self.copies) * (self.dim() * 2 + 64);
+        let weights = self.warps * self.queries * 32 * 2;
+        let queries = self.queries * (self.dim() * 2 + 64);
         tables + weights + self.results_len() * 4 + queries + 72
     }
 
@@ -130,6 +137,7 @@ impl Plan {
             ("VALUE_SUB", self.values.components()),
             ("COPIES", self.copies),
             ("WARPS", self.warps),
+            ("MIXED", usize::from(self.mixed)),
             ("SHARED_BYTES", self.shared_bytes()),
             ("KEY_TILE_BYTES", self.keys.tile_len()),
             ("VALUE_TILE_BYTES", self.values.tile_len()),

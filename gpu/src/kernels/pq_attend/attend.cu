@@ -1,7 +1,15 @@
-// The loop on tiles, and the kernel. What was tried on an H200 and did not pay: asking for the tile after the next in the
-// second-level cache (10 % slower with one query, where that cache is 92 % busy), or for the second tile while tables come (5 %
-// slower); hints on the loads (no difference); both loads at the end of the loop (2 % slower); 8 warps for 16 with one query (7 %
-// slower), 8 for 12 with four (as fast).
+// The kernel, and a warp's way through its tiles.
+//
+// MIXED: two tiles are in work at a time. The products of one with its weights are mixed with those of the next one's keys, for a warp alone
+// waits for shared memory, products and shuffles one after the other. Four queries at 8 bits for two components took 3 to 6 % less by 8
+// such warps than by 12 that have one tile each; fewer bits, which have to be expanded for both tiles, up to 10 % more. Mixing the weights
+// of a third tile in, or other orders of the steps, took 2 to 4 % more; so did the same loop as a structure's member, which the compiler
+// puts in another order.
+//
+// What else was tried on an H200 and did not pay, one tile at a time: asking for the tile after the next in the second-level cache (10 %
+// slower with one query, where that cache is 92 % busy, 2 % with four), or for the second tile while tables come (5 % slower); hints on
+// the loads (no difference); codes of two or three tiles on their way in registers (up to 2 % slower with 8 warps); loads of codes
+// behind the weights (mixed: 20 % slower).
 
 // Where a tile of a sequence lies among all tiles, of which there are fewer than 2^32.
 struct Tiles {
@@ -26,21 +34,19 @@ __device__ __forceinline__ void load_queries(const Arguments& a, const Plan& pla
     const Place place;
     const u32 first = place.slice * QUERIES, live = min(a.group - first, (u32)QUERIES);
     const u16* queries = a.queries + (((u64)plan.entry * a.heads + place.head) * a.group + first) * D;
-    static_assert(TURNS * COPIES * WORDS <= THREADS, "a word a thread");
+    static_assert(QUERIES * WORDS <= THREADS, "a word a thread");
     const u32 query = threadIdx.x / WORDS, word = threadIdx.x % WORDS;
-    if (query < TURNS * COPIES) {
+    if (query < QUERIES) {
         const bool there = query < live;
         copy_async_4_if(shared + QUERY_ROWS + query * QUERY_ROW + word * 4, queries + (there ? query * D + component<KEY_SUB>(word) : 0), there);
     }
     commit_copies();
 }
 
-// The block's part of one sequence; its first one waits for the tables.
+// The block's part of one sequence; its first one waits for the tables. A warp has every WARPS-th tile of it.
 __device__ __forceinline__ void attend_sequence(const Arguments& a, Plan& plan, bool is_first, State& state) {
     const Lane lane;
-    const Place place;
-    const u32 sequence = plan.entry, head = place.head;
-    const Tiles tiles(a, sequence, head);
+    const Tiles tiles(a, plan.entry, Place().head);
     u32 tile, tile_end;
     {
         const u32 exact_items = (plan.exact_length + EXACT - 1) / EXACT;
@@ -52,16 +58,14 @@ __device__ __forceinline__ void attend_sequence(const Arguments& a, Plan& plan, 
 
     Keys key_codes;
     Values value_codes;
-    u32 next = 0; // where the warp's next tile lies
+    auto load_keys = [&](u32 place) { key_codes.load(a.key_codes + (u64)place * Keys::TILE_BYTES, lane.lane); };
+    auto load_values = [&](u32 place) { value_codes.load(a.value_codes + (u64)place * Values::TILE_BYTES, lane.lane); };
     load_queries(a, plan); // before the codes, behind which they would wait
     if (is_first) load_value_table(a);
     if (tile < tile_end) {
-        next = tiles.at(a, tile);
-        key_codes.load(a.key_codes + (u64)next * Keys::TILE_BYTES, lane.lane);
-        value_codes.load(a.value_codes + (u64)next * Values::TILE_BYTES, lane.lane);
-        if (tile + WARPS < tile_end) next = tiles.at(a, tile + WARPS);
+        const u32 first = tiles.at(a, tile);
+        load_keys(first), load_values(first);
     }
-
 
     if (lane.thread == 0) plan.find_sharers();
     state.clear();
@@ -73,31 +77,28 @@ __device__ __forceinline__ void attend_sequence(const Arguments& a, Plan& plan, 
     QueryColumns query;
     query.load(lane);
     const KeyOffsets key_offsets(lane);
-    u32 value_offset = 0; // where its words lie in a row of the value table
-#pragma unroll
-    for (int i = 0; i < 4; i++) value_offset |= (u32)((8 * ((lane.l + i) & 3) + lane.g) * 4) << (8 * i);
-    u8* weights = shared + WEIGHTS + lane.warp * PAIRS * 2 * TILE * 2;
-    for (int i = lane.lane; i < PAIRS * 2 * TILE / 2; i += LANES) reinterpret_cast<u32*>(weights)[i] = 0;
+    const u32 value_offset = value_offset_of(lane);
+    u8* weights = shared + WEIGHTS + lane.warp * QUERIES * TILE * 2; // of the warp's tile
     if (is_first) finish_key_table();
 
-    while (uniform(tile < tile_end)) {
+    u32 next = 0; // where the warp's next tile lies
+    auto load_next_keys = [&] {
+        if (tile + WARPS >= tile_end) return;
+        next = tiles.at(a, tile + WARPS);
+        load_keys(next);
+    };
+    auto weigh = [&](const Scores& products) {
         float scores[COPIES][4];
-        score_tile(scores, key_codes, query, key_offsets, lane);
-        const u32 here = tile * TILE;
-        tile += WARPS;
-        const bool more = tile < tile_end;
-        const u32 index = next;
-        if (more) key_codes.load(a.key_codes + (u64)index * Keys::TILE_BYTES, lane.lane);
-        if (tile + WARPS < tile_end) next = tiles.at(a, tile + WARPS);
-
+        products.take(scores, lane);
+        const u32 first = tile * TILE;
 #pragma unroll
         for (int i = 0; i < COPIES; i++) {
 #pragma unroll
             for (int t = 0; t < 4; t++) scores[i][t] *= a.scale;
-            if (here + TILE > plan.length) // the sequence's last tile
+            if (first + TILE > plan.length) // the sequence's last tile
 #pragma unroll
                 for (int t = 0; t < 4; t++)
-                    if (here + lane.g + 8 * t >= plan.length) scores[i][t] = -infinity();
+                    if (first + lane.g + 8 * t >= plan.length) scores[i][t] = -infinity();
         }
         uint2 packed[COPIES];
         state.weigh(packed, scores, lane);
@@ -107,14 +108,54 @@ __device__ __forceinline__ void attend_sequence(const Arguments& a, Plan& plan, 
             for (int i = 0; i < COPIES; i++)
                 *reinterpret_cast<uint2*>(weights + (lane.turn * COPIES + i) * TILE * 2 + lane.g * 8) = packed[i];
         __syncwarp();
-
-        {
-            u32 codes[Values::EXPANDED];
-            value_codes.expand(codes);
-            wait_for_value_table();
-            state.sums.add(codes, value_offset, weights, lane);
+    };
+    auto score = [&] {
+        Scores scores;
+        key_codes.expand(scores.codes);
+#pragma unroll
+        for (int k = 0; k < Scores::STEPS; k++) scores.add_step(k, query, key_offsets);
+        load_next_keys();
+        weigh(scores);
+    };
+    auto add = [&] {
+        u32 codes[Values::EXPANDED];
+        value_codes.expand(codes);
+        wait_for_value_table();
+        const Sums::Weights of_tile(weights, lane);
+#pragma unroll
+        for (int k = 0; k < Sums::STEPS; k++) state.sums.add_step(k, codes, value_offset, of_tile, lane);
+    };
+    auto add_and_score_next = [&] {
+        constexpr int RATIO = Scores::STEPS / Sums::STEPS;
+        Scores scores;
+        u32 codes[Values::EXPANDED];
+        key_codes.expand(scores.codes);
+        value_codes.expand(codes);
+        const Sums::Weights of_tile(weights, lane);
+#pragma unroll
+        for (int k = 0; k < Sums::STEPS; k++) {
+            state.sums.add_step(k, codes, value_offset, of_tile, lane);
+#pragma unroll
+            for (int i = 0; i < RATIO; i++) scores.add_step(k * RATIO + i, query, key_offsets);
         }
-        if (more) value_codes.load(a.value_codes + (u64)index * Values::TILE_BYTES, lane.lane);
+        load_values(next);
+        tile += WARPS;
+        load_next_keys();
+        weigh(scores);
+    };
+
+    if (MIXED) {
+        if (uniform(tile < tile_end)) score();
+        wait_for_value_table();
+        while (uniform(tile + WARPS < tile_end)) add_and_score_next();
+        if (uniform(tile < tile_end)) add();
+    } else {
+        while (uniform(tile < tile_end)) {
+            score();
+            add();
+            tile += WARPS;
+            if (tile < tile_end) load_values(next);
+        }
     }
 }
 

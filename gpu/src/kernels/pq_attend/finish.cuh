@@ -6,7 +6,7 @@ __device__ __forceinline__ void add_tiles(const State& state, const Lane& lane) 
         float* result = results + q * RESULT;
         const bool mine = lane.holds && lane.turn == q / COPIES;
         const float weight = warp_sum(mine ? state.weight[q % COPIES] : 0);
-        const float max = warp_max(mine ? state.max[q % COPIES] : NOTHING);
+        const float max = __shfl_sync(FULL, state.max[q % COPIES], q / COPIES); // all lanes that hold it have the same
         const float exact_max = result[D], exact_weight = result[D + 1], top = fmaxf(max, exact_max);
         const float keep = exp2_approx(max - top), keep_exact = exp2_approx(exact_max - top);
         state.sums.add_to(result, q, keep_exact, keep, lane);

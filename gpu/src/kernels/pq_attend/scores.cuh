@@ -48,47 +48,49 @@ struct KeyOffsets {
     }
 };
 
-// Of tokens g, g + 8, g + 16, g + 24 for the lane's queries.
-__device__ __forceinline__ void score_tile(float (&scores)[COPIES][4], const Keys& key_codes, const QueryColumns& query,
-                                           const KeyOffsets& offsets, const Lane& lane) {
+// The products of a tile's keys with the queries, in steps.
+struct Scores {
+    static constexpr int STEPS = 2 * HALVES * 4;
     u32 codes[Keys::EXPANDED];
-    key_codes.expand(codes);
+    float product[2][TURNS][4]; // [half of the tile]: tokens g and g + 8
+
+    // Halves by turns, so that a product does not wait for the one before it.
+    __device__ __forceinline__ void add_step(int k, const QueryColumns& query, const KeyOffsets& offsets) {
+        const int half = k % 2, step = k / 2 % 4, part = k / 8;
+        u32 operand[4];
 #pragma unroll
-    for (int half = 0; half < 2; half++) {
-        float product[TURNS][4];
+        for (int i = 0; i < 4; i++) { // high = i & 1, middle = i / 2
+            const int code = key_code(half, part, step, i / 2, i & 1), offset = i / 2 * 4 + step;
+            u32 word = codes[code / 4];
+            if (COPIES == 1 && D / KEY_SUB >= 32) word = __funnelshift_l(word, word, offsets.swap);
+            const u32 selector = key_selector(code % 4, offset % 3);
+            operand[i] = look_up<KEY_TABLE>(permute_bytes(word, offsets.bytes[offset / 3], selector), part);
+        }
 #pragma unroll
-        for (int part = 0; part < HALVES; part++)
-#pragma unroll
-            for (int step = 0; step < 4; step++) {
-                u32 operand[4];
-#pragma unroll
-                for (int i = 0; i < 4; i++) { // high = i & 1, middle = i / 2
-                    const int code = key_code(half, part, step, i / 2, i & 1), offset = i / 2 * 4 + step;
-                    u32 word = codes[code / 4];
-                    if (COPIES == 1 && D / KEY_SUB >= 32) word = __funnelshift_l(word, word, offsets.swap);
-                    const u32 selector = key_selector(code % 4, offset % 3);
-                    operand[i] = look_up<KEY_TABLE>(permute_bytes(word, offsets.bytes[offset / 3], selector), part);
-                }
-#pragma unroll
-                for (int i = 0; i < TURNS; i++) {
-                    const u32* q = query.words[i][part * 4 + step];
-                    if (part + step == 0)
-                        multiply(product[i], operand, q[0], q[1]);
-                    else
-                        multiply_add(product[i], operand, q[0], q[1]);
-                }
-            }
-#pragma unroll
-        for (int high = 0; high < 2; high++)
-#pragma unroll
-            for (int i = 0; i < COPIES; i++) {
-                float score = 0;
-#pragma unroll
-                for (int t = 0; t < TURNS; t++) {
-                    const float* row = product[t] + 2 * high;
-                    if (t == 0 || lane.turn == t) score = COPIES == 2 ? row[i] : lane.g & 1 ? row[1] : row[0];
-                }
-                scores[i][half * 2 + high] = score;
-            }
+        for (int i = 0; i < TURNS; i++) {
+            const u32* q = query.words[i][part * 4 + step];
+            if (part + step == 0)
+                multiply(product[half][i], operand, q[0], q[1]);
+            else
+                multiply_add(product[half][i], operand, q[0], q[1]);
+        }
     }
-}
+
+    // Of tokens g, g + 8, g + 16, g + 24 for the lane's queries.
+    __device__ __forceinline__ void take(float (&scores)[COPIES][4], const Lane& lane) const {
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+#pragma unroll
+            for (int high = 0; high < 2; high++)
+#pragma unroll
+                for (int i = 0; i < COPIES; i++) {
+                    float score = 0;
+#pragma unroll
+                    for (int t = 0; t < TURNS; t++) {
+                        const float* row = product[half][t] + 2 * high;
+                        if (t == 0 || lane.turn == t) score = COPIES == 2 ? row[i] : lane.g & 1 ? row[1] : row[0];
+                    }
+                    scores[i][half * 2 + high] = score;
+                }
+    }
+};

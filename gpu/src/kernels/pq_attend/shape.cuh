@@ -1,8 +1,8 @@
 // Decode attention on product-quantized keys and values (MILLION, DAC 2025, III-B), with exact tokens beside them.
 //
-// CPU twins: pq_core::attend_into, pq_core::attend_exact_into. Compile-time shape: HEAD_DIM 64 or 128; QUERIES 1 to 4 (query heads
+// CPU twins: pq_core::attend_into, pq_core::attend_exact_into. Compile-time shape: HEAD_DIM 64 or 128; QUERIES 1, 2 or 4 (query heads
 // that one block serves; a larger group is cut into slices); KEY_BITS, VALUE_BITS 4, 6 or 8; KEY_SUB, VALUE_SUB 2, 4 or 8
-// components a code; COPIES 1 or 2 of the key table; WARPS; PAGED or not; BFLOAT or not.
+// components a code; COPIES 1 or 2 of the key table; WARPS; MIXED 0 or 1; PAGED or not; BFLOAT or not.
 //
 // A decoded vector is WORDS = HEAD_DIM / 2 words of two halves. The tables of a head lie in shared memory with one row of
 // 256 bytes a code, so that the address of a word is one byte permutation of (code, lane's offset), and so that 32 lanes that
@@ -28,8 +28,8 @@ constexpr int EXACT = 8; // exact tokens of a work item
 constexpr int ROW = 256; // bytes
 constexpr int CHUNKS = WORDS / 4; // of 16 bytes, in a row of a table as it comes
 constexpr int THREADS = WARPS * LANES;
-constexpr int PAIRS = (QUERIES + 1) / 2;
-constexpr int TURNS = (QUERIES + COPIES - 1) / COPIES; // multiply-adds per key operand
+constexpr int PAIRS = QUERIES / 2;
+constexpr int TURNS = QUERIES / COPIES; // multiply-adds per key operand
 
 // A code stands for SUB / 2 words, m words apart: word w has components (w % m) * SUB + 2 (w / m) and the next.
 template <int SUB>
@@ -88,12 +88,12 @@ constexpr int KEY_TABLE = 0, KEY_ROWS = 1 << KEY_BITS, VALUE_ROWS = 1 << VALUE_B
 constexpr bool FAR_COPY = COPIES == 2 && D == 128; // else the second copy is the second half of the rows
 constexpr int COPY_DISTANCE = 65536;               // one bit of the address
 constexpr int VALUE_TABLE = (FAR_COPY ? COPY_DISTANCE : 0) + KEY_ROWS * ROW;
-constexpr int WEIGHTS = VALUE_TABLE + VALUE_ROWS * ROW;                 // [WARPS][2 PAIRS][TILE] halves
-constexpr int RESULTS = WEIGHTS + WARPS * PAIRS * 2 * TILE * 2;         // [WARPS][QUERIES][RESULT] floats
+constexpr int WEIGHTS = VALUE_TABLE + VALUE_ROWS * ROW;                 // [WARPS][QUERIES][TILE] halves
+constexpr int RESULTS = WEIGHTS + WARPS * QUERIES * TILE * 2;           // [WARPS][QUERIES][RESULT] floats
 constexpr int RESULT = D + 4;                                           // components, maximum, sum of weights, padding
-constexpr int QUERY_ROWS = RESULTS + WARPS * QUERIES * RESULT * 4;      // [TURNS * COPIES] rows of words in the order of the key table
+constexpr int QUERY_ROWS = RESULTS + WARPS * QUERIES * RESULT * 4;      // [QUERIES] rows of words in the order of the key table
 constexpr int QUERY_ROW = D * 2 + 64;                                   // bytes: two rows begin in different halves of the banks
-constexpr int PLAN = QUERY_ROWS + TURNS * COPIES * QUERY_ROW;
+constexpr int PLAN = QUERY_ROWS + QUERIES * QUERY_ROW;
 constexpr int KEYS_HERE = PLAN + 56, VALUES_HERE = KEYS_HERE + 8; // barriers of the tables' arrival
 constexpr int SHARED = PLAN + 72;
 extern __shared__ __align__(128) u8 shared[];

@@ -3,7 +3,15 @@
 // A lane looks up, at step s of 4, word 8 ((s + l) & 3) + g of a 32-word half, for 8 tokens of a tile: 4 half + l + 8 (0 to 3),
 // half = 0 or 1. There are two ways to sum what it finds.
 
-// The four words of a step: tokens 4 half + l + 8 (0, 1, 2, 3).
+// Where a lane's words lie in a row of the value table, a byte a step.
+__device__ __forceinline__ u32 value_offset_of(const Lane& lane) {
+    u32 offset = 0;
+#pragma unroll
+    for (int step = 0; step < 4; step++) offset |= (u32)((8 * ((lane.l + step) & 3) + lane.g) * 4) << (8 * step);
+    return offset;
+}
+
+// Four words of a step: tokens 4 half + l + 8 (0, 1, 2, 3).
 __device__ __forceinline__ void look_up_values(u32 (&words)[4], const u32 (&codes)[Values::EXPANDED], u32 offset, int half, int step,
                                                int part) {
 #pragma unroll
@@ -13,9 +21,28 @@ __device__ __forceinline__ void look_up_values(u32 (&words)[4], const u32 (&code
     }
 }
 
+#if QUERIES == 1
 // One query: the other operand is the identity times the weight of the lane's token, so that the product is a multiply-add of
 // each lane's own words, and the words go in as they are.
-struct OneQuerySums {
+struct Sums {
+    static constexpr int STEPS = 2 * 2 * HALVES;
+
+    // A tile's weights as operands, from [query][position: 4 (token & 7) + token / 8] halves.
+    struct Weights {
+        u32 words[2][4];
+
+        __device__ __forceinline__ Weights(const u8* weights, const Lane& lane) {
+            const bool diagonal = lane.g / 2 == lane.l;
+            const u32 even = diagonal ? lane.g & 1 ? 0x1044 : 0x4410 : 0x4444, odd = diagonal ? lane.g & 1 ? 0x3244 : 0x4432 : 0x4444;
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                const uint2 p = *reinterpret_cast<const uint2*>(weights + (half * 4 + lane.l) * 8);
+                words[half][0] = permute_bytes(p.x, 0, even), words[half][1] = permute_bytes(p.x, 0, odd);
+                words[half][2] = permute_bytes(p.y, 0, even), words[half][3] = permute_bytes(p.y, 0, odd);
+            }
+        }
+    };
+
     // D = 128: [step][component of the word of part 0, 0, part 1, 1]. D = 64: [step / 2][components of step, step + 1].
     float sums[2 * HALVES][4];
 
@@ -29,26 +56,15 @@ struct OneQuerySums {
         for (int i = 0; i < 2 * HALVES * 4; i++) sums[i / 4][i % 4] *= factors[0];
     }
 
-    // Adds a tile; `weights` are [query][position: 4 (token & 7) + token / 8] halves.
-    __device__ __forceinline__ void add(const u32 (&codes)[Values::EXPANDED], u32 offset, const u8* weights, const Lane& lane) {
-        const bool diagonal = lane.g / 2 == lane.l;
-        const u32 even = diagonal ? lane.g & 1 ? 0x1044 : 0x4410 : 0x4444, odd = diagonal ? lane.g & 1 ? 0x3244 : 0x4432 : 0x4444;
+    __device__ __forceinline__ void add_step(int k, const u32 (&codes)[Values::EXPANDED], u32 offset, const Weights& weights, const Lane&) {
+        const int half = k / (2 * HALVES), i = k % (2 * HALVES);
+        u32 low[4], high[4]; // rows g and g + 8: the two parts of a step, or two steps
+        look_up_values(low, codes, offset, half, HALVES == 2 ? i : 2 * i, 0);
+        look_up_values(high, codes, offset, half, HALVES == 2 ? i : 2 * i + 1, HALVES == 2);
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
-            const uint2 p = *reinterpret_cast<const uint2*>(weights + (half * 4 + lane.l) * 8);
-            const u32 b[4] = {permute_bytes(p.x, 0, even), permute_bytes(p.x, 0, odd), permute_bytes(p.y, 0, even),
-                              permute_bytes(p.y, 0, odd)};
-#pragma unroll
-            for (int i = 0; i < 2 * HALVES; i++) {
-                u32 low[4], high[4]; // rows g and g + 8: the two parts of a step, or two steps
-                look_up_values(low, codes, offset, half, HALVES == 2 ? i : 2 * i, 0);
-                look_up_values(high, codes, offset, half, HALVES == 2 ? i : 2 * i + 1, HALVES == 2);
-#pragma unroll
-                for (int t = 0; t < 4; t += 2) {
-                    const u32 operand[4] = {low[t], high[t], low[t + 1], high[t + 1]};
-                    multiply_add(sums[i], operand, b[t], b[t + 1]);
-                }
-            }
+        for (int t = 0; t < 4; t += 2) {
+            const u32 operand[4] = {low[t], high[t], low[t + 1], high[t + 1]};
+            multiply_add(sums[i], operand, weights.words[half][t], weights.words[half][t + 1]);
         }
     }
 
@@ -71,11 +87,25 @@ struct OneQuerySums {
         }
     }
 };
-
+#else
 // Several queries: byte permutations bring the components of two tokens together, so that components are the rows of the operand
 // and tokens its columns; the columns of the other are (chunk of 8 words, query of a pair), with weights at the one step at
 // which a lane's words are of that chunk.
-struct GroupSums {
+struct Sums {
+    static constexpr int STEPS = 2 * 4;
+
+    // For query g & 1 of each pair.
+    struct Weights {
+        uint2 tokens[2][PAIRS];
+
+        __device__ __forceinline__ Weights(const u8* weights, const Lane& lane) {
+#pragma unroll
+            for (int i = 0; i < 2 * PAIRS; i++)
+                tokens[i / PAIRS][i % PAIRS] = *reinterpret_cast<const uint2*>(weights + (2 * (i % PAIRS) + (lane.g & 1)) * TILE * 2 +
+                                                                               (i / PAIRS * 4 + lane.l) * 8);
+        }
+    };
+
     float sums[HALVES][PAIRS][4]; // [component of a word if D = 128][pair][query of the pair, + 2 for the upper rows]
 
     __device__ __forceinline__ void clear() {
@@ -91,31 +121,25 @@ struct GroupSums {
         }
     }
 
-    __device__ __forceinline__ void add(const u32 (&codes)[Values::EXPANDED], u32 offset, const u8* weights, const Lane& lane) {
-        const int chunk_step = (lane.g / 2 - lane.l) & 3;
+    __device__ __forceinline__ void add_step(int k, const u32 (&codes)[Values::EXPANDED], u32 offset, const Weights& weights,
+                                             const Lane& lane) {
+        const int half = k / 4, step = k % 4;
+        u32 words[HALVES][4];
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
-            uint2 p[PAIRS]; // for query g & 1 of each pair
+        for (int part = 0; part < HALVES; part++) look_up_values(words[part], codes, offset, half, step, part);
+        const bool mine = step == ((lane.g / 2 - lane.l) & 3);
 #pragma unroll
-            for (int i = 0; i < PAIRS; i++)
-                p[i] = *reinterpret_cast<const uint2*>(weights + (2 * i + (lane.g & 1)) * TILE * 2 + (half * 4 + lane.l) * 8);
+        for (int odd = 0; odd < HALVES; odd++) {
+            // Rows g: words of part 0; rows g + 8: of part 1, or the odd components of the same.
+            constexpr u32 EVEN_OF_BOTH = 0x5410, ODD_OF_BOTH = 0x7632;
+            const u32 lower = odd ? ODD_OF_BOTH : EVEN_OF_BOTH, upper = HALVES == 1 ? ODD_OF_BOTH : lower;
+            const u32(&a)[4] = words[0], (&b)[4] = words[HALVES - 1];
+            const u32 operand[4] = {permute_bytes(a[0], a[1], lower), permute_bytes(b[0], b[1], upper), permute_bytes(a[2], a[3], lower),
+                                    permute_bytes(b[2], b[3], upper)};
 #pragma unroll
-            for (int step = 0; step < 4; step++) {
-                u32 words[HALVES][4];
-#pragma unroll
-                for (int part = 0; part < HALVES; part++) look_up_values(words[part], codes, offset, half, step, part);
-                const bool mine = step == chunk_step;
-#pragma unroll
-                for (int odd = 0; odd < HALVES; odd++) {
-                    // Rows g: words of part 0; rows g + 8: of part 1, or the odd components of the same.
-                    constexpr u32 EVEN_OF_BOTH = 0x5410, ODD_OF_BOTH = 0x7632;
-                    const u32 lower = odd ? ODD_OF_BOTH : EVEN_OF_BOTH, upper = HALVES == 1 ? ODD_OF_BOTH : lower;
-                    const u32(&a)[4] = words[0], (&b)[4] = words[HALVES - 1];
-                    const u32 operand[4] = {permute_bytes(a[0], a[1], lower), permute_bytes(b[0], b[1], upper),
-                                            permute_bytes(a[2], a[3], lower), permute_bytes(b[2], b[3], upper)};
-#pragma unroll
-                    for (int i = 0; i < PAIRS; i++) multiply_add(sums[odd][i], operand, mine ? p[i].x : 0, mine ? p[i].y : 0);
-                }
+            for (int i = 0; i < PAIRS; i++) {
+                const uint2& p = weights.tokens[half][i];
+                multiply_add(sums[odd][i], operand, mine ? p.x : 0, mine ? p.y : 0);
             }
         }
     }
@@ -129,21 +153,11 @@ struct GroupSums {
         }
     }
 };
-
-template <bool ONE>
-struct SumsFor;
-template <>
-struct SumsFor<true> {
-    using Type = OneQuerySums;
-};
-template <>
-struct SumsFor<false> {
-    using Type = GroupSums;
-};
+#endif
 
 // A warp's softmax of its tokens so far.
 struct State {
-    SumsFor<QUERIES == 1>::Type sums;
+    Sums sums;
     float max[COPIES], weight[COPIES]; // of the lane's queries, COPIES * turn + i; `weight` is the lane's part of the sum
 
     __device__ __forceinline__ void clear() {
