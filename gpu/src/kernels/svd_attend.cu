@@ -18,9 +18,10 @@
 constexpr int TILE = 16, QUERIES = 8, THREADS = WARPS * LANES;
 constexpr int KEY_CHUNKS = DIM / 32; // a lane has 8 components of each
 constexpr int VALUE_CHUNKS = DIM / 64;
-// In what eight components of a key cost: as many of a value; a tile beside its components; and the start and the end of an entry in a block
-// that has more work, without which blocks with parts of two heads ended last. From how long blocks with heads of different ranks took
-// per tile. With 1, 20 and 832, those of low ranks left their loops 10 % later than the mean: batches at half rank took 4 to 5 % longer.
+// A unit is what eight components of a key cost. In units: eight components of a value; a tile beside its components; the start and the end
+// of an entry in a block that has more work, without which blocks with parts of two heads ended last. From how long tiles took in blocks
+// of different ranks. With 1, 20 and 832, those of low ranks left their loops 9 % later than the mean, and batches at half rank took 4
+// to 5 % longer.
 constexpr u32 VALUE_COST = 2, TILE_COST = 80, ENTRY_COST = 3000;
 constexpr int RESULT = DIM + 4;
 constexpr int SHARED = WARPS * QUERIES * RESULT * 4 + (int)sizeof(Work);

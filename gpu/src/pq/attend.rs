@@ -64,7 +64,7 @@ impl AttendShape {
                 supported: "keys and values of the same dim, and 1 to 16 query heads a key/value head",
             });
         }
-        // A larger group is cut into slices of equal size, each with blocks of its own. Three queries are served like four.
+        // A larger group is cut into slices, each with blocks of its own. Three queries are served like four.
         let queries = self.group.div_ceil(self.group.div_ceil(MAX_QUERIES)).next_power_of_two();
         // Warps by the registers that are needed: the more, the more queries, with one table on sm_80, and where codes stand for several
         // words; most for two tiles at a time, which pay where codes need not be expanded.

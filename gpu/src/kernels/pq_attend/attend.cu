@@ -3,13 +3,13 @@
 // MIXED: two tiles are in work at a time. The products of one with its weights are mixed with those of the next one's keys, for a warp alone
 // waits for shared memory, products and shuffles one after the other. Four queries at 8 bits for two components took 3 to 6 % less by 8
 // such warps than by 12 that have one tile each; fewer bits, which have to be expanded for both tiles, up to 10 % more. Mixing the weights
-// of a third tile in, or other orders of the steps, took 2 to 4 % more; so did the same loop as a structure's member, which the compiler
-// puts in another order.
+// of a third tile in, or other orders of the steps, took 1 to 5 % more; so did the same loop as a structure's member, which the compiler
+// puts in another order; loads of codes behind the weights, 10 to 26 %.
 //
 // What else was tried on an H200 and did not pay, one tile at a time: asking for the tile after the next in the second-level cache (10 %
-// slower with one query, where that cache is 92 % busy, 2 % with four), or for the second tile while tables come (5 % slower); hints on
-// the loads (no difference); codes of two or three tiles on their way in registers (up to 2 % slower with 8 warps); loads of codes
-// behind the weights (mixed: 20 % slower).
+// slower with one query, where that cache is 92 % busy, 1 to 5 % with four), or for the second tile while tables come (5 % slower); hints
+// on the loads (no difference); codes of two tiles on their way in registers (8 warps; 4 % slower for 32,768 tokens, 2 % faster for 16
+// times as many).
 
 // Where a tile of a sequence lies among all tiles, of which there are fewer than 2^32.
 struct Tiles {

@@ -94,7 +94,7 @@ struct Sums {
 struct Sums {
     static constexpr int STEPS = 2 * 4;
 
-    // For query g & 1 of each pair.
+    // The same for query g & 1 of each pair, before they are masked.
     struct Weights {
         uint2 tokens[2][PAIRS];
 
