@@ -67,7 +67,7 @@ __device__ __forceinline__ void finish_key_table() {
     wait_for_key_table();
     if constexpr (COPIES == 2) {
         constexpr int COPY = KEY_TABLE + (FAR_COPY ? COPY_DISTANCE : ROW / 2), CHUNK_COUNT = KEY_ROWS * CHUNKS;
-        constexpr int BATCH = 3; // on their way at once; with 6 launches took 1 to 2 % longer
+        constexpr int BATCH = 3; // on their way at once; with 6, launches took 1 to 2 % longer
         const Lane lane;
 #pragma unroll
         for (int first = 0; first < CHUNK_COUNT; first += BATCH * THREADS) {
