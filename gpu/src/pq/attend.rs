@@ -43,7 +43,7 @@ struct Plan {
     queries: usize, // of a block
     copies: usize,  // of the key table
     warps: usize,
-    mixed: bool, // two tiles in work at a time
+    interleaved: bool, // two tiles in work at a time
 }
 
 impl AttendShape {
@@ -70,10 +70,10 @@ impl AttendShape {
         // words; most for two tiles at a time, which pay where codes need not be expanded.
         let simple = [&keys, &values].iter().all(|codes| codes.components() == 2);
         let expanded = [&keys, &values].iter().any(|codes| codes.bits() < 8);
-        let mixed = queries == 4 && simple && !expanded && self.keys.dim() == 128;
+        let interleaved = queries == 4 && simple && !expanded && self.keys.dim() == 128;
         let two_tables = match queries {
             2 if simple => 16,
-            4 if mixed => 8,
+            4 if interleaved => 8,
             _ => 12,
         };
         let one_table = match queries {
@@ -81,7 +81,7 @@ impl AttendShape {
             1 | 2 => 12,
             _ => 8,
         };
-        let mut plan = Plan { keys, values, queries, copies: 2, warps: two_tables, mixed };
+        let mut plan = Plan { keys, values, queries, copies: 2, warps: two_tables, interleaved };
         if queries == 1 || plan.shared_bytes() > shared_memory {
             (plan.copies, plan.warps) = (1, one_table); // sm_80 has no room for a second table at 8 bits
         }
@@ -137,7 +137,7 @@ impl Plan {
             ("VALUE_SUB", self.values.components()),
             ("COPIES", self.copies),
             ("WARPS", self.warps),
-            ("MIXED", usize::from(self.mixed)),
+            ("INTERLEAVED", usize::from(self.interleaved)),
             ("SHARED_BYTES", self.shared_bytes()),
             ("KEY_TILE_BYTES", self.keys.tile_len()),
             ("VALUE_TILE_BYTES", self.values.tile_len()),
@@ -202,8 +202,8 @@ pub struct AttendArguments {
     /// f32 (batch, heads, group), fully written, or 0: the natural logarithm of the sum of the exponentials, to merge the result
     /// with attention on other tokens.
     pub log_sum_exp: u64,
-    /// Whether the launch may begin while the kernel before it on the stream ends, on sm_90: it then loads its tables and plans its work
-    /// by the lengths, neither of which that kernel must write, and waits before it reads anything else.
+    /// Whether the launch may begin while the kernel before it on the stream ends, on sm_90: it then loads the table of the keys and plans
+    /// its work by the lengths. That kernel must write neither tables nor lengths; all else is read when it has ended.
     pub overlap: bool,
     /// Bytes as [`Attend::workspace_len`] says, zeroed once before the first launch. Launches on one stream can share it; those
     /// that may run side by side need one each.

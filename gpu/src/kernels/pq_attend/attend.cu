@@ -1,10 +1,10 @@
 // The kernel, and a warp's way through its tiles.
 //
-// MIXED: two tiles are in work at a time. The products of one with its weights are mixed with those of the next one's keys, for a warp alone
-// waits for shared memory, products and shuffles one after the other. Four queries at 8 bits for two components took 3 to 6 % less by 8
-// such warps than by 12 that have one tile each; fewer bits, which have to be expanded for both tiles, up to 10 % more. Mixing the weights
-// of a third tile in, or other orders of the steps, took 1 to 5 % more; so did the same loop as a structure's member, which the compiler
-// puts in another order; loads of codes behind the weights, 10 to 26 %.
+// INTERLEAVED: two tiles are in work at a time. The products of one with its weights alternate with those of the next one's keys, for a
+// warp alone waits for shared memory, products and shuffles one after the other. Four queries at 8 bits for two components took 3 to 6 %
+// less by 8 such warps than by 12 that have one tile each; fewer bits, which have to be expanded for both tiles, up to 10 % more. The
+// weights of a third tile in between, or other orders of the steps, took 1 to 5 % more; the same loop as a structure's member, which the
+// compiler puts in another order, 2 to 6 %; loads of codes behind the weights, 10 to 26 %.
 //
 // What else was tried on an H200 and did not pay, one tile at a time: asking for the tile after the next in the second-level cache (10 %
 // slower with one query, where that cache is 92 % busy, 1 to 5 % with four), or for the second tile while tables come (5 % slower); hints
@@ -144,7 +144,7 @@ __device__ __forceinline__ void attend_sequence(const Arguments& a, Plan& plan, 
         weigh(scores);
     };
 
-    if (MIXED) {
+    if (INTERLEAVED) {
         if (uniform(tile < tile_end)) score();
         wait_for_value_table();
         while (uniform(tile + WARPS < tile_end)) add_and_score_next();

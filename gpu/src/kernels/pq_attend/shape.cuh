@@ -2,7 +2,7 @@
 //
 // CPU twins: pq_core::attend_into, pq_core::attend_exact_into. Compile-time shape: HEAD_DIM 64 or 128; QUERIES 1, 2 or 4 (query heads
 // that one block serves; a larger group is cut into slices); KEY_BITS, VALUE_BITS 4, 6 or 8; KEY_SUB, VALUE_SUB 2, 4 or 8
-// components a code; COPIES 1 or 2 of the key table; WARPS; MIXED 0 or 1; PAGED or not; BFLOAT or not.
+// components a code; COPIES 1 or 2 of the key table; WARPS; INTERLEAVED 0 or 1; PAGED or not; BFLOAT or not.
 //
 // A decoded vector is WORDS = HEAD_DIM / 2 words of two halves. The tables of a head lie in shared memory with one row of
 // 256 bytes a code, so that the address of a word is one byte permutation of (code, lane's offset), and so that 32 lanes that
