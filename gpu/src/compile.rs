@@ -50,6 +50,12 @@ impl Program {
         options.extend(self.options.iter().cloned());
         options
     }
+
+    /// All that the machine code is made from: options, text, and the version of the compiler.
+    pub(crate) fn key(&self, architecture: &str) -> Result<Vec<u8>, Error> {
+        let options = self.options(architecture).join(" ");
+        Ok(format!("kv-gpu {:?}\n{options}\n{}\n\0", nvrtc_version()?, self.text).into_bytes())
+    }
 }
 
 impl std::fmt::Display for Program {
@@ -77,7 +83,7 @@ impl Image {
 }
 
 /// The version of the NVRTC library.
-pub(crate) fn nvrtc_version() -> Result<(i32, i32), Error> {
+fn nvrtc_version() -> Result<(i32, i32), Error> {
     check_nvrtc()?;
     let (mut major, mut minor) = (0, 0);
     // SAFETY: the library is there, and the pointers are to two integers.

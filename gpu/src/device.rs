@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use cudarc::driver::sys::{self, CUdevice_attribute, CUfunction_attribute, CUlaunchAttributeID, CUstream};
-use cudarc::driver::{CudaContext, CudaFunction, CudaStream};
+use cudarc::driver::{CudaContext, CudaFunction, CudaModule, CudaStream};
 use cudarc::nvrtc::Ptx;
 
 use crate::disk_cache::DiskCache;
@@ -60,12 +60,16 @@ impl Device {
         })
     }
 
-    /// Keeps compiled kernels in a folder, too, for the next process. Files that do not belong to exactly the kernel
-    /// that is wanted are ignored, and so is a folder that cannot be written.
-    #[must_use]
-    pub fn with_disk_cache(mut self, folder: impl Into<PathBuf>) -> Self {
-        self.disk = Some(DiskCache::new(folder.into()));
-        self
+    /// Keeps compiled kernels in a folder, too, for the next process; it is created, readable and writable by this user alone.
+    ///
+    /// A file that is not exactly the wanted kernel, whole, is ignored and replaced. What the folder holds runs on the device, so it and
+    /// the folders above it must be writable by this user (or root) alone. Failures to write a kernel are ignored.
+    ///
+    /// # Errors
+    /// [`Error::CacheFolder`] if the folder cannot be created, or if others can write it; the device then works without it.
+    pub fn use_disk_cache(&mut self, folder: impl Into<PathBuf>) -> Result<(), Error> {
+        self.disk = Some(DiskCache::open(folder.into())?);
+        Ok(())
     }
 
     /// The device's own stream.
@@ -124,9 +128,7 @@ impl Device {
         let function = if let Some(function) = functions.get(&key) {
             function.clone()
         } else {
-            let cubin = self.image(program)?;
-            let module = self.context.load_module(Ptx::from_binary(cubin));
-            let module = module.map_err(Error::of(format_args!("load {program}")))?;
+            let module = self.load(program)?;
             let function = module.load_function(name).map_err(Error::of(format_args!("load {program}")))?;
             functions.insert(key, function.clone());
             function
@@ -141,15 +143,21 @@ impl Device {
         Ok(Kernel { context, function, program: program.clone(), shared: shared as u32, overlaps })
     }
 
-    fn image(&self, program: &Program) -> Result<Vec<u8>, Error> {
+    /// The module of a program: from the disk cache, or compiled where that has none that loads.
+    fn load(&self, program: &Program) -> Result<Arc<CudaModule>, Error> {
         let architecture = format!("sm_{}{}", self.capability.0, self.capability.1);
-        let Some(disk) = &self.disk else { return Ok(compile(program, &architecture)?.cubin) };
-        if let Some(cubin) = disk.get(program, &architecture)? {
-            return Ok(cubin);
+        let load = |cubin: Vec<u8>| self.context.load_module(Ptx::from_binary(cubin));
+        let key = self.disk.as_ref().map(|_| program.key(&architecture)).transpose()?;
+        let cache = self.disk.as_ref().zip(key);
+        let kept = cache.as_ref().and_then(|(disk, key)| disk.get(program.name, key));
+        if let Some(module) = kept.and_then(|cubin| load(cubin).ok()) {
+            return Ok(module);
         }
         let Image { cubin, .. } = compile(program, &architecture)?;
-        disk.put(program, &architecture, &cubin)?;
-        Ok(cubin)
+        if let Some((disk, key)) = &cache {
+            disk.put(program.name, key, &cubin);
+        }
+        load(cubin).map_err(Error::of(format_args!("load {program}")))
     }
 }
 

@@ -1,49 +1,182 @@
-use std::collections::hash_map::DefaultHasher;
 use std::fs;
-use std::hash::{Hash, Hasher};
-use std::path::PathBuf;
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
 
-use crate::compile::nvrtc_version;
-use crate::{Error, Program};
+use crate::Error;
 
-/// Compiled kernels in a folder. A file starts with all that its machine code was made from, so that neither a hash that two
-/// kernels share nor a file that something else wrote is ever taken for the kernel.
+/// Compiled kernels in a folder that only this user can write.
+///
+/// A file is the key (all that the machine code was made from), the machine code, and a trailer of the length of both and their CRC-32.
+/// Neither a hash that two kernels share, nor a file that is torn, damaged or of something else is ever taken for the kernel.
+/// Whoever can write the folder decides what runs on the device: that is why it has to be private.
 pub(crate) struct DiskCache {
     folder: PathBuf,
 }
 
+const TRAILER: usize = 8 + 4;
+
 impl DiskCache {
-    pub(crate) const fn new(folder: PathBuf) -> Self {
-        Self { folder }
+    /// Creates the folder if it is not there.
+    ///
+    /// # Errors
+    /// [`Error::CacheFolder`] if it cannot be made, or if another user owns or can write it.
+    pub(crate) fn open(folder: PathBuf) -> Result<Self, Error> {
+        match create_private(&folder).and_then(|()| writable_by_others(&folder)) {
+            Ok(None) => Ok(Self { folder }),
+            Ok(Some(problem)) => Err(Error::CacheFolder { folder, problem: problem.into() }),
+            Err(error) => Err(Error::CacheFolder { folder, problem: error.to_string() }),
+        }
     }
 
-    fn locate(&self, program: &Program, architecture: &str) -> Result<(PathBuf, Vec<u8>), Error> {
-        let options = program.options(architecture).join(" ");
-        let key = format!("kv-gpu {:?}\n{options}\n{}\n\0", nvrtc_version()?, program.text).into_bytes();
+    fn path(&self, name: &str, key: &[u8]) -> PathBuf {
         let mut hasher = DefaultHasher::new();
         key.hash(&mut hasher);
-        Ok((self.folder.join(format!("{}-{:016x}.cubin", program.name, hasher.finish())), key))
+        self.folder.join(format!("{name}-{:016x}.cubin", hasher.finish()))
     }
 
-    /// The kernel, if the folder has it.
-    pub(crate) fn get(&self, program: &Program, architecture: &str) -> Result<Option<Vec<u8>>, Error> {
-        let (path, key) = self.locate(program, architecture)?;
-        let bytes = fs::read(path).unwrap_or_default();
-        Ok(bytes.strip_prefix(&*key).filter(|cubin| !cubin.is_empty()).map(<[u8]>::to_vec))
-    }
-
-    /// Keeps it, if the folder can be written: a cache that cannot is none.
-    pub(crate) fn put(&self, program: &Program, architecture: &str, cubin: &[u8]) -> Result<(), Error> {
-        let (path, mut bytes) = self.locate(program, architecture)?;
-        bytes.extend_from_slice(cubin);
-        // Another process may be reading or writing the same name: it appears whole or not at all.
-        let draft = path.with_extension(format!("{}.draft", std::process::id()));
-        let written = fs::create_dir_all(&self.folder)
-            .and_then(|()| fs::write(&draft, bytes))
-            .and_then(|()| fs::rename(&draft, path));
-        if written.is_err() {
-            let _ = fs::remove_file(draft);
+    /// The machine code of `key`, if the folder has it whole. A link is not followed.
+    pub(crate) fn get(&self, name: &str, key: &[u8]) -> Option<Vec<u8>> {
+        let path = self.path(name, key);
+        if !fs::symlink_metadata(&path).ok()?.is_file() {
+            return None;
         }
-        Ok(())
+        let bytes = fs::read(path).ok()?;
+        let (kept, trailer) = bytes.split_at_checked(bytes.len().checked_sub(TRAILER)?)?;
+        let cubin = kept.strip_prefix(key)?;
+        (trailer == trailer_of(kept) && !cubin.is_empty()).then(|| cubin.to_vec())
+    }
+
+    /// Keeps machine code. A failure is not an error: the kernel is compiled again the next time.
+    pub(crate) fn put(&self, name: &str, key: &[u8], cubin: &[u8]) {
+        let kept = [key, cubin].concat();
+        let write = || -> io::Result<()> {
+            // A random name that did not exist, synchronized before the rename: the file appears whole or not at all,
+            // whatever other writers do and whenever the machine stops.
+            let mut draft = tempfile::NamedTempFile::new_in(&self.folder)?;
+            draft.write_all(&kept)?;
+            draft.write_all(&trailer_of(&kept))?;
+            draft.as_file().sync_all()?;
+            draft.persist(self.path(name, key))?;
+            Ok(())
+        };
+        let _ = write();
+    }
+}
+
+fn trailer_of(kept: &[u8]) -> [u8; TRAILER] {
+    let mut trailer = [0; TRAILER];
+    trailer[..8].copy_from_slice(&(kept.len() as u64).to_le_bytes());
+    trailer[8..].copy_from_slice(&crc32fast::hash(kept).to_le_bytes());
+    trailer
+}
+
+fn create_private(folder: &Path) -> io::Result<()> {
+    let mut builder = fs::DirBuilder::new();
+    builder.recursive(true);
+    #[cfg(unix)]
+    std::os::unix::fs::DirBuilderExt::mode(&mut builder, 0o700);
+    builder.create(folder)
+}
+
+/// Why others could put files into the folder, if they could.
+#[cfg(unix)]
+fn writable_by_others(folder: &Path) -> io::Result<Option<&'static str>> {
+    use std::os::unix::fs::MetadataExt;
+    let metadata = fs::metadata(folder)?;
+    let this_user = rustix::process::geteuid().as_raw();
+    Ok(if metadata.uid() != this_user && metadata.uid() != 0 {
+        Some("it belongs to another user, who could put machine code there")
+    } else if metadata.mode() & 0o022 != 0 {
+        Some("other users can write it, and could put machine code there: chmod go-w")
+    } else {
+        None
+    })
+}
+
+#[cfg(not(unix))]
+fn writable_by_others(_: &Path) -> io::Result<Option<&'static str>> {
+    Ok(None)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const KEY: &[u8] = b"options and text\0";
+
+    fn cache() -> (tempfile::TempDir, DiskCache) {
+        let parent = tempfile::tempdir().unwrap();
+        let cache = DiskCache::open(parent.path().join("kernels")).unwrap();
+        (parent, cache)
+    }
+
+    fn cubin() -> Vec<u8> {
+        (0..5000_u32).map(|i| (i.wrapping_mul(2_654_435_761) >> 24) as u8).collect()
+    }
+
+    #[test]
+    fn cut_or_damaged_files_are_not_kernels() {
+        let (_parent, cache) = cache();
+        cache.put("kernel", KEY, &cubin());
+        assert_eq!(cache.get("kernel", KEY), Some(cubin()));
+        assert_eq!(cache.get("kernel", b"options and other text\0"), None);
+        let path = cache.path("kernel", KEY);
+        let whole = fs::read(&path).unwrap();
+        for len in 0..whole.len() {
+            fs::write(&path, &whole[..len]).unwrap();
+            assert_eq!(cache.get("kernel", KEY), None, "cut to {len} bytes");
+        }
+        for at in 0..whole.len() {
+            let mut turned = whole.clone();
+            turned[at] ^= 1 << (at % 8);
+            fs::write(&path, &turned).unwrap();
+            assert_eq!(cache.get("kernel", KEY), None, "bit turned in byte {at}");
+        }
+        fs::write(&path, [&whole[..], &[0]].concat()).unwrap();
+        assert_eq!(cache.get("kernel", KEY), None, "a byte behind the end");
+        cache.put("kernel", KEY, &cubin());
+        assert_eq!(cache.get("kernel", KEY), Some(cubin()), "and it is replaced");
+    }
+
+    #[test]
+    fn writers_at_once_leave_whole_files() {
+        let (_parent, cache) = cache();
+        let of_writer = |writer: u8| vec![writer; 40_000 + usize::from(writer)];
+        std::thread::scope(|scope| {
+            for writer in 1..=4 {
+                let cache = &cache;
+                scope.spawn(move || (0..100).for_each(|_| cache.put("kernel", KEY, &of_writer(writer))));
+            }
+            for _ in 0..500 {
+                let Some(read) = cache.get("kernel", KEY) else { continue };
+                assert!(read == of_writer(read[0]));
+            }
+        });
+        let files = fs::read_dir(&cache.folder).unwrap().count();
+        assert_eq!(files, 1, "drafts are removed");
+    }
+
+    #[cfg(unix)]
+    #[test]
+    fn links_are_not_followed_and_folders_of_others_are_refused() {
+        use std::os::unix::fs::{PermissionsExt, symlink};
+        let (parent, cache) = cache();
+        let victim = parent.path().join("victim");
+        fs::write(&victim, b"precious").unwrap();
+        symlink(&victim, cache.path("kernel", KEY)).unwrap();
+        cache.put("kernel", KEY, &cubin());
+        assert_eq!(fs::read(&victim).unwrap(), b"precious");
+        fs::rename(cache.path("kernel", KEY), &victim).unwrap();
+        symlink(&victim, cache.path("kernel", KEY)).unwrap();
+        assert_eq!(cache.get("kernel", KEY), None, "a link to a good file");
+
+        let mode = |folder: &Path| fs::metadata(folder).unwrap().permissions().mode() & 0o777;
+        assert_eq!(mode(&cache.folder), 0o700);
+        fs::set_permissions(&cache.folder, fs::Permissions::from_mode(0o777)).unwrap();
+        let refused = DiskCache::open(cache.folder.clone());
+        assert!(matches!(refused.err(), Some(Error::CacheFolder { .. })));
+        let occupied = DiskCache::open(victim);
+        assert!(matches!(occupied.err(), Some(Error::CacheFolder { .. })), "a file");
     }
 }

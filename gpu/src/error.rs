@@ -1,4 +1,5 @@
 use std::fmt;
+use std::path::PathBuf;
 
 use cudarc::driver::DriverError;
 
@@ -38,6 +39,13 @@ pub enum Error {
         /// What is wrong.
         problem: String,
     },
+    /// A folder cannot serve as a cache of compiled kernels.
+    CacheFolder {
+        /// The folder.
+        folder: PathBuf,
+        /// What is wrong.
+        problem: String,
+    },
     /// The device computed something wrong.
     WrongResult {
         /// The operation.
@@ -58,6 +66,9 @@ impl fmt::Display for Error {
             Self::Driver { operation, source } => write!(f, "{operation}: {source}"),
             Self::Unsupported { operation, supported } => write!(f, "{operation}: only {supported}"),
             Self::Argument { operation, problem } => write!(f, "{operation}: {problem}"),
+            Self::CacheFolder { folder, problem } => {
+                write!(f, "kernel cache {}: {problem}", folder.display())
+            }
             Self::WrongResult { operation, index } => write!(f, "{operation}: element {index} is wrong"),
         }
     }

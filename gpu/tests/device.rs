@@ -17,18 +17,34 @@ fn the_device_computes() {
 }
 
 #[test]
-fn the_disk_cache_serves_only_what_belongs() {
-    let Some(device) = common::device("the_disk_cache_serves_only_what_belongs") else { return };
-    let folder = std::env::temp_dir().join(format!("kv-gpu-test-{}", std::process::id()));
-    self_test(&device.with_disk_cache(&folder)).unwrap();
-    let files: Vec<_> = std::fs::read_dir(&folder).unwrap().map(|entry| entry.unwrap().path()).collect();
-    assert_eq!(files.len(), 1, "{files:?}");
-    let kept = std::fs::read(&files[0]).unwrap();
-    self_test(&Device::open(0).unwrap().with_disk_cache(&folder)).unwrap();
-    std::fs::write(&files[0], b"something else").unwrap();
-    self_test(&Device::open(0).unwrap().with_disk_cache(&folder)).unwrap();
-    assert!(std::fs::read(&files[0]).unwrap() == kept, "the file is written anew");
-    std::fs::remove_dir_all(folder).unwrap();
+fn kernels_come_from_the_disk_cache_or_are_compiled_again() {
+    if common::device("kernels_come_from_the_disk_cache_or_are_compiled_again").is_none() {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let run = || {
+        let mut device = Device::open(0).unwrap();
+        device.use_disk_cache(folder.path()).unwrap();
+        self_test(&device).unwrap();
+        let files = std::fs::read_dir(&folder).unwrap().map(|entry| entry.unwrap().path());
+        let files: Vec<_> = files.collect();
+        assert_eq!(files.len(), 1, "{files:?}");
+        let kept = std::fs::read(&files[0]).unwrap();
+        (files[0].clone(), kept)
+    };
+    let (file, kept) = run();
+    assert!(run().1 == kept);
+    // Something else, cut, and whole but no machine code: behind the key everything is zero, and the checksum is right.
+    let body = kept.len() - 12;
+    let key = kept.iter().position(|&byte| byte == 0).unwrap() + 1;
+    let mut no_code = [&kept[..key], &vec![0; body - key]].concat();
+    let checksum = crc32fast::hash(&no_code);
+    no_code.extend_from_slice(&kept[body..body + 8]);
+    no_code.extend_from_slice(&checksum.to_le_bytes());
+    for damaged in [&b"something else"[..], &kept[..17], &no_code] {
+        std::fs::write(&file, damaged).unwrap();
+        assert!(run().1 == kept, "the file is written anew");
+    }
 }
 
 #[test]

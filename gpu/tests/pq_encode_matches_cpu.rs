@@ -135,30 +135,45 @@ fn run(device: &Device, random: &mut Random, shape: EncodeShape) {
     }
 }
 
+/// Every quantizer that the layout accepts.
+fn quantizers() -> Vec<PqShape> {
+    let all = [64, 128].into_iter().flat_map(|dim| {
+        let subspaces = (0..8).map(move |i| dim >> i);
+        subspaces.flat_map(move |m| (1..=8).filter_map(move |nbits| PqShape::new(dim, m, nbits).ok()))
+    });
+    all.filter(|&quantizer| CodeLayout::new(quantizer, Side::Keys).is_ok()).collect()
+}
+
 #[test]
-fn random_shapes_agree() {
-    let Some(device) = device("random_shapes_agree") else { return };
-    const SHAPES: [(usize, usize, u32); 10] = [
-        (128, 64, 8),
-        (128, 64, 6),
-        (128, 64, 4),
-        (128, 128, 4),
-        (128, 128, 3),
-        (128, 32, 8),
-        (128, 16, 6),
-        (64, 32, 8),
-        (64, 64, 2),
-        (64, 16, 8),
-    ];
-    for seed in 0..60 {
+fn every_shape_agrees() {
+    let Some(device) = device("every_shape_agrees") else { return };
+    for (seed, quantizer) in (0..).zip(quantizers()) {
+        for side in [Side::Keys, Side::Values] {
+            let mut random = Random(seed);
+            let element = random.pick(&[VectorElement::F32, VectorElement::F16, VectorElement::Bf16]);
+            let paged = random.below(2) == 1;
+            run(&device, &mut random, EncodeShape { quantizer, side, element, paged });
+        }
+    }
+}
+
+#[test]
+fn random_cases_agree() {
+    let Some(device) = device("random_cases_agree") else { return };
+    let quantizers = quantizers();
+    for seed in 100..150 {
         let mut random = Random(seed);
-        let (dim, m, nbits) = random.pick(&SHAPES);
         let shape = EncodeShape {
-            quantizer: PqShape::new(dim, m, nbits).unwrap(),
+            quantizer: random.pick(&quantizers),
             side: random.pick(&[Side::Keys, Side::Values]),
             element: random.pick(&[VectorElement::F32, VectorElement::F16, VectorElement::Bf16]),
             paged: random.below(2) == 1,
         };
         run(&device, &mut random, shape);
     }
+}
+
+#[test]
+fn the_layout_accepts_twenty_one_quantizers() {
+    assert_eq!(quantizers().len(), 21);
 }

@@ -11,8 +11,9 @@ use kv_gpu::pq::{
 use kv_gpu::{Device, Error, VectorElement};
 use pq_core::{CodebookBuf, Codes, GroupRule, PqShape, lut_into, pack_codes_into, scan_into};
 
-/// How far weights of about the same size may be off each other.
+/// How far the logarithms of weights may be off each other, and how far relative to the scores they come from.
 const TOLERANCE: f64 = 1e-5;
+const SCORE_TOLERANCE: f64 = 1e-6;
 
 /// Sequences of different lengths with codes and tables.
 #[derive(Debug)]
@@ -24,7 +25,8 @@ struct Case {
     ks: Vec<u32>,
     sinks: usize,
     recent: usize,
-    spoiled: bool, // a number of a table is none
+    spread: f32,          // queries are multiplied by it
+    spoiled: Option<f32>, // entries of the first query's tables
 }
 
 /// Head dimension, subspaces and bits: of codes that are counted on sm_90, and of others.
@@ -61,7 +63,8 @@ impl Case {
             ks,
             sinks: random.pick(&[0, 0, 4, 100]),
             recent: random.pick(&[0, 0, 1, 64, 3000]),
-            spoiled: false,
+            spread: random.pick(&[1.0, 1.0, 10.0, 100.0, 10_000.0]),
+            spoiled: None,
         }
     }
 
@@ -96,7 +99,8 @@ struct Inputs {
 impl Inputs {
     fn new(case: &Case, random: &mut Random) -> Self {
         let (quantizer, rows) = (case.shape.quantizer, case.lengths.len() * case.heads);
-        let queries = random.normals(rows * case.shape.group * quantizer.dim());
+        let mut queries = random.normals(rows * case.shape.group * quantizer.dim());
+        queries.iter_mut().for_each(|x| *x *= case.spread);
         let each = quantizer.ksub() * quantizer.dim();
         let centroids = random.normals(case.heads * each);
         let book = |centroids| CodebookBuf::new(quantizer, centroids).unwrap();
@@ -113,9 +117,10 @@ impl Inputs {
         for (row, (luts, queries)) in luts.chunks_exact_mut(each).zip(queries).enumerate() {
             lut_into(&self.books[row % case.heads].view(), queries, luts).unwrap();
         }
-        if case.spoiled {
-            luts.chunks_exact_mut(each)
-                .for_each(|luts| luts[..case.shape.quantizer.lut_len()].fill(f32::NAN));
+        if let Some(spoiled) = case.spoiled {
+            for luts in luts.chunks_exact_mut(each) {
+                luts[..case.shape.quantizer.lut_len()].iter_mut().step_by(5).for_each(|x| *x = spoiled);
+            }
         }
         luts
     }
@@ -208,7 +213,7 @@ fn search(
     let (batch, heads) = (case.lengths.len(), case.heads);
     // For the second launch, the device makes them.
     let made_luts =
-        Buffer::new(device, &if case.spoiled { luts.to_vec() } else { vec![f32::NAN; luts.len()] });
+        Buffer::new(device, &if case.spoiled.is_some() { luts.to_vec() } else { vec![f32::NAN; luts.len()] });
     let (luts, codes) = (Buffer::new(device, luts), Buffer::new(device, &inputs.codes.concat()));
     let (lengths, ks) = (Buffer::new(device, &case.lengths), Buffer::new(device, &case.ks));
     let workspace = Buffer::new(device, &vec![0xbb_u8; kernel.workspace_len(batch, heads, case.capacity)]);
@@ -255,7 +260,7 @@ fn search(
     // SAFETY: as above.
     #[allow(unsafe_code)]
     unsafe {
-        if !case.spoiled {
+        if case.spoiled.is_none() {
             lut.launch(stream, &lut_arguments).unwrap();
         }
         kernel.launch(stream, &again).unwrap();
@@ -264,23 +269,30 @@ fn search(
     (first, counts.read(), stats.read())
 }
 
-/// Weights of a row's tokens by the plain formula in f64, and the queries' logarithms of the sum of exponentials.
-fn weights(scores: &[f32], n: usize, rule: GroupRule) -> (Vec<f64>, Vec<f64>) {
-    let mut weights = vec![0.0_f64; n];
-    let mut sums = vec![];
-    for scores in scores.chunks_exact(n) {
-        let max = scores.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-        let exps: Vec<f64> = scores.iter().map(|&s| (f64::from(s) - f64::from(max)).exp()).collect();
-        let sum: f64 = exps.iter().sum();
-        sums.push(f64::from(max) + sum.ln());
-        for (weight, exp) in weights.iter_mut().zip(exps) {
-            *weight = match rule {
-                GroupRule::SumOfSoftmax => *weight + exp / sum,
-                GroupRule::MaxOfSoftmax => weight.max(exp / sum),
+/// Logarithms of the weights of a row's tokens by the plain formula in f64, and the queries' logarithms of the sum of exponentials.
+fn log_weights(scores: &[f32], n: usize, rule: GroupRule) -> (Vec<f64>, Vec<f64>) {
+    let clean = |s: f32| f64::from(if s.is_nan() { f32::NEG_INFINITY } else { s.min(f32::MAX) });
+    let log_sum_exp = |x: &mut dyn Iterator<Item = f64>| {
+        let x: Vec<f64> = x.collect();
+        let max = x.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+        if max == f64::NEG_INFINITY { max } else { max + x.iter().map(|x| (x - max).exp()).sum::<f64>().ln() }
+    };
+    let sums: Vec<f64> =
+        scores.chunks_exact(n).map(|scores| log_sum_exp(&mut scores.iter().map(|&s| clean(s)))).collect();
+    let of_token = |t: usize| {
+        let logs = || {
+            let of_query = |(scores, &sum): (&[f32], &f64)| match clean(scores[t]) {
+                f64::NEG_INFINITY => f64::NEG_INFINITY,
+                score => score - sum,
             };
+            scores.chunks_exact(n).zip(&sums).map(of_query)
+        };
+        match rule {
+            GroupRule::SumOfSoftmax => log_sum_exp(&mut logs()),
+            GroupRule::MaxOfSoftmax => logs().fold(f64::NEG_INFINITY, f64::max),
         }
-    }
-    (weights, sums)
+    };
+    ((0..n).map(of_token).collect(), sums)
 }
 
 #[test]
@@ -311,92 +323,76 @@ fn check_searches(
     for seed in seeds {
         let mut random = Random(seed);
         let case = Case::random(&mut random, shapes, capacities);
-        let inputs = Inputs::new(&case, &mut random);
-        let luts = inputs.luts(&case);
-        let wanted = pq_core::Search { k: 0, sinks: case.sinks, recent: case.recent, rule: case.shape.rule };
-        let found =
-            |i: usize| pq_core::Search { k: case.ks[i] as usize, ..wanted }.found(case.lengths[i] as usize);
-        let room = (0..case.lengths.len()).map(found).max().unwrap() + 3;
-        let (tokens, counts, stats) = search(device, &case, &luts, &inputs, room);
-        let each = case.shape.group * case.shape.quantizer.lut_len();
-        for (row, luts) in luts.chunks_exact(each).enumerate() {
-            let sequence = row / case.heads;
-            let n = case.lengths[sequence] as usize;
-            assert_eq!(counts[sequence] as usize, found(sequence), "{case:?}, seed {seed}");
-            let tokens = &tokens[row * room..][..room];
-            assert!(tokens[found(sequence)..].iter().all(|&t| t == u32::MAX), "{case:?}: behind the found");
-            let tokens = &tokens[..found(sequence)];
+        check_search(device, &case, &mut random, seed);
+    }
+}
+
+/// The search returns the heaviest tokens, sinks and recent ones, in order, and of equal tokens the lower.
+fn check_search(device: &Device, case: &Case, random: &mut Random, seed: u64) {
+    let inputs = Inputs::new(case, random);
+    let luts = inputs.luts(&case);
+    let wanted = pq_core::Search { k: 0, sinks: case.sinks, recent: case.recent, rule: case.shape.rule };
+    let found =
+        |i: usize| pq_core::Search { k: case.ks[i] as usize, ..wanted }.found(case.lengths[i] as usize);
+    let room = (0..case.lengths.len()).map(found).max().unwrap() + 3;
+    let (tokens, counts, stats) = search(device, case, &luts, &inputs, room);
+    let each = case.shape.group * case.shape.quantizer.lut_len();
+    for (row, luts) in luts.chunks_exact(each).enumerate() {
+        let sequence = row / case.heads;
+        let n = case.lengths[sequence] as usize;
+        assert_eq!(counts[sequence] as usize, found(sequence), "{case:?}, seed {seed}");
+        let tokens = &tokens[row * room..][..room];
+        assert!(tokens[found(sequence)..].iter().all(|&t| t == u32::MAX), "{case:?}: behind the found");
+        let tokens = &tokens[..found(sequence)];
+        assert!(tokens.is_sorted_by(|a, b| a < b) && tokens.iter().all(|&t| (t as usize) < n), "{case:?}");
+        if n == 0 {
+            continue;
+        }
+        let mut is_in = vec![false; n];
+        tokens.iter().for_each(|&t| is_in[t as usize] = true);
+        let sinks = case.sinks.min(n);
+        let middle = sinks..n - case.recent.min(n - sinks);
+        assert!((0..n).filter(|t| !middle.contains(t)).all(|t| is_in[t]), "{case:?}: sinks and recent");
+        let scores = scores(&case, luts, &inputs.codes[row], n);
+        let (weights, sums) = log_weights(&scores, n, case.shape.rule);
+        let chosen = middle.clone().filter(|&t| is_in[t]).map(|t| weights[t]);
+        let left = middle.clone().filter(|&t| !is_in[t]).map(|t| weights[t]);
+        let (least, most) = (chosen.fold(f64::INFINITY, f64::min), left.fold(f64::NEG_INFINITY, f64::max));
+        let largest = scores.iter().map(|s| s.abs().min(f32::MAX)).fold(0.0, f32::max);
+        let tolerance = TOLERANCE + SCORE_TOLERANCE * f64::from(largest);
+        assert!(least >= most - tolerance, "{case:?}, seed {seed}: {least} {most}");
+        // Of equal tokens the lower wins.
+        let codes =
+            Codes::new(case.shape.quantizer, n, &inputs.codes[row][..case.shape.quantizer.codes_len(n)])
+                .unwrap();
+        let mut left_out = std::collections::HashSet::new();
+        for t in middle {
+            let code: Vec<usize> = codes.iter_vector(t).collect();
+            if is_in[t] {
+                assert!(!left_out.contains(&code), "{case:?}, seed {seed}: token {t} before an equal one");
+            } else {
+                left_out.insert(code);
+            }
+        }
+        let stats = stats[row * case.shape.group * 2..].chunks_exact(2);
+        for (stats, expected) in stats.zip(sums) {
+            let got = f64::from(stats[0]) + f64::from(stats[1]).ln();
             assert!(
-                tokens.is_sorted_by(|a, b| a < b) && tokens.iter().all(|&t| (t as usize) < n),
-                "{case:?}"
+                got == expected || (got - expected).abs() < 1e-4 * expected.abs().max(1.0),
+                "{case:?}: {got} {expected}"
             );
-            if n == 0 {
-                continue;
-            }
-            let mut is_in = vec![false; n];
-            tokens.iter().for_each(|&t| is_in[t as usize] = true);
-            let sinks = case.sinks.min(n);
-            let middle = sinks..n - case.recent.min(n - sinks);
-            assert!((0..n).filter(|t| !middle.contains(t)).all(|t| is_in[t]), "{case:?}: sinks and recent");
-            let scores = scores(&case, luts, &inputs.codes[row], n);
-            let (weights, sums) = weights(&scores, n, case.shape.rule);
-            let chosen = middle.clone().filter(|&t| is_in[t]).map(|t| weights[t]);
-            let left = middle.clone().filter(|&t| !is_in[t]).map(|t| weights[t]);
-            let (least, most) = (chosen.fold(f64::INFINITY, f64::min), left.fold(0.0, f64::max));
-            // Weights below f32's smallest are all the same.
-            assert!(
-                least >= most * (1.0 - TOLERANCE) || most < 1e-37,
-                "{case:?}, seed {seed}: {least} {most}"
-            );
-            // Of equal tokens the lower wins.
-            let codes =
-                Codes::new(case.shape.quantizer, n, &inputs.codes[row][..case.shape.quantizer.codes_len(n)])
-                    .unwrap();
-            let mut left_out = std::collections::HashSet::new();
-            for t in middle {
-                let code: Vec<usize> = codes.iter_vector(t).collect();
-                if is_in[t] {
-                    assert!(
-                        !left_out.contains(&code),
-                        "{case:?}, seed {seed}: token {t} before an equal one"
-                    );
-                } else {
-                    left_out.insert(code);
-                }
-            }
-            let stats = stats[row * case.shape.group * 2..].chunks_exact(2);
-            for (stats, expected) in stats.zip(sums) {
-                let got = f64::from(stats[0]) + f64::from(stats[1]).ln();
-                assert!(
-                    (got - expected).abs() < 1e-4 * expected.abs().max(1.0),
-                    "{case:?}: {got} {expected}"
-                );
-            }
         }
     }
 }
 
 #[test]
-fn scores_that_are_no_numbers_rank_last_and_equal() {
-    let Some(device) = device("scores_that_are_no_numbers_rank_last_and_equal") else { return };
-    for (dim, m, nbits) in [(64, 2, 6), (64, 4, 8)] {
-        let mut random = Random(7);
-        let quantizer = PqShape::new(dim, m, nbits).unwrap();
-        let case = Case {
-            shape: SearchShape { quantizer, group: 4, rule: GroupRule::SumOfSoftmax },
-            heads: 2,
-            capacity: 20_000,
-            lengths: vec![19_000],
-            ks: vec![1_000],
-            sinks: 4,
-            recent: 10,
-            spoiled: true,
-        };
-        let inputs = Inputs::new(&case, &mut random);
-        let (tokens, counts, _) = search(&device, &case, &inputs.luts(&case), &inputs, 1_014);
-        assert_eq!(counts, [1_014]);
-        let expected: Vec<u32> = (0..1_004).chain(18_990..19_000).collect();
-        assert!(tokens.chunks_exact(1_014).all(|tokens| tokens == expected));
+fn bad_scores_of_one_query_leave_the_others_their_say() {
+    let Some(device) = device("bad_scores_of_one_query_leave_the_others_their_say") else { return };
+    for (seed, spoiled) in (40..).zip([f32::NAN, f32::INFINITY, f32::NEG_INFINITY].repeat(4)) {
+        let shapes = if seed % 2 == 0 { &COUNTED[..] } else { &SCORED };
+        let mut random = Random(seed);
+        let case = Case { spoiled: Some(spoiled), ..Case::random(&mut random, shapes, &[300, 20_000]) };
+        check_search(&device, &case, &mut random, seed);
     }
 }
 

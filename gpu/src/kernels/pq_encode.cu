@@ -13,7 +13,9 @@ constexpr int KSUB = 1 << NBITS;
 constexpr int POINTS = DSUB <= 4 ? TILES : 1;       // of a lane at a time
 constexpr int PADDED = (DSUB + 1 + 3) / 4 * 4;      // a centroid and half its squared norm, in fours for wide loads
 constexpr int STAGE = 1024;                         // floats of a warp
-constexpr int CENTROIDS = STAGE / PADDED < KSUB ? STAGE / PADDED : KSUB;
+constexpr int FIT = STAGE / PADDED;
+constexpr int CENTROIDS = FIT >= KSUB ? KSUB : FIT >= 128 ? 128 : 64; // of a subspace at a time
+static_assert(CENTROIDS <= FIT && KSUB % CENTROIDS == 0, "a stage never reaches into the next subspace");
 constexpr int LANE_CODES = TILE * KEPT_M / LANES, LANE_WORDS = LANE_CODES * KEPT_BITS / 32;
 constexpr int WIDTH = KEPT_BITS == 6 ? LANE_WORDS / 3 : LANE_WORDS < 4 ? LANE_WORDS : 4, LOADS = LANE_WORDS / WIDTH;
 static_assert(TILE * KEPT_M * KEPT_BITS / 8 == TILE_BYTES, "the host computes it, too");

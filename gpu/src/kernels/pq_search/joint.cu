@@ -90,7 +90,7 @@ __device__ __forceinline__ float score_of(const float* luts, u32 joint) {
     float score = 0;
 #pragma unroll
     for (int j = 0; j < M; j++) score += luts[j * KSUB + (joint >> NBITS * j & (KSUB - 1))];
-    return score;
+    return clean(score);
 }
 
 __device__ __forceinline__ u32 load_joint_code(const u8* codes, u32 token) {
@@ -226,9 +226,10 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THRE
 #pragma unroll 4
         for (int query = 0; query < GROUP; query++)
             weight = combine(weight, weight_of(score_of(shared.luts[query], code), shared.max[query], shared.scale[query]));
+    const u32 key = key_of(weight, shared.max, shared.scale, [&](int query) { return score_of(shared.luts[query], code); });
     if (has_code)
 #pragma unroll
-        for (u32 block = 0; block < BLOCKS; block++) tell_block(shared.keys + code, block, make_uint2(key_of(weight), total), shared.keys_here);
+        for (u32 block = 0; block < BLOCKS; block++) tell_block(shared.keys + code, block, make_uint2(key, total), shared.keys_here);
     wait_for_blocks(shared.keys_here);
     u32 keys[CODES], count[CODES];
 #pragma unroll

@@ -4,7 +4,7 @@
 //
 // 1. `stats`: scores, of which only the softmax numbers are kept.
 // 2. `keys`: the scores again, in the place of 4 bytes a token and query written and read; the group's weight of a token becomes a
-//    key, and the keys' highest 11 bits are counted.
+//    key, and the keys' highest 11 bits are counted. Tokens whose weight has vanished are scored once more, for its logarithm.
 // 3. `collect`: keys that share those bits with the wanted one.
 // 4. `write`: the cut among them, and the chosen tokens in order; a block waits for the counts of those before it, which started earlier.
 
@@ -99,12 +99,13 @@ extern "C" __global__ void __launch_bounds__(SCORE_THREADS, 1) pq_search_stats(c
 #pragma unroll
                 for (int t = 0; t < 4; t++)
                     if (token + t < end) max = fmaxf(max, scores[t][q]);
+                max = fminf(max, MAX_SCORE);
                 const float base = max == -infinity() ? 0 : max;
                 softmax[q].sum *= softmax[q].max == -infinity() ? 1 : exp2_approx((softmax[q].max - base) * LOG2_E);
                 softmax[q].max = max;
 #pragma unroll
                 for (int t = 0; t < 4; t++)
-                    if (token + t < end) softmax[q].sum += exp2_approx((scores[t][q] - base) * LOG2_E);
+                    if (token + t < end) softmax[q].sum += weight_of(scores[t][q], base, 1);
             }
         }
 #pragma unroll
@@ -136,6 +137,16 @@ __device__ void finish_softmax(const Arguments& a, const Workspace& work, u32 ro
         }
     }
     __syncthreads();
+}
+
+// A score from the tables in global memory: shared memory has those of one round.
+__device__ __noinline__ float score_again(const Arguments& a, u32 row, u32 token, int query) {
+    const float* luts = a.luts + ((u64)row * GROUP + query) * M * KSUB;
+    const u8* codes = a.codes + row * a.code_stride;
+    float score = 0;
+    for (int j = 0; j < M; j++)
+        score += __ldcg(luts + j * KSUB + code_of<NBITS>(run_of<M, NBITS>(codes, token, j), token % BLOCK_TOKENS));
+    return score;
 }
 
 extern "C" __global__ void __launch_bounds__(SCORE_THREADS, 1) pq_search_keys(const Arguments a) {
@@ -183,7 +194,7 @@ extern "C" __global__ void __launch_bounds__(SCORE_THREADS, 1) pq_search_keys(co
         u32 keys[4];
 #pragma unroll
         for (int t = 0; t < 4; t++) {
-            keys[t] = key_of(weights[pass][t]);
+            keys[t] = key_of(weights[pass][t], max_of, scale_of, [&](int query) { return score_again(a, row, token + t, query); });
             if (middle.has(token + t)) atomicAdd(&counts[keys[t] >> 2 * LOW_BITS], 1);
         }
         store_four(work.keys + token, keys);

@@ -28,8 +28,10 @@ struct Middle {
     __device__ u32 found() const { return n - (end - first) + wanted; }
 };
 
-// An integer that orders as a weight, which is not negative, does; what is no number comes last.
-__device__ __forceinline__ u32 key_of(float weight) { return weight >= 0 ? __float_as_uint(weight) + 1 : 0; }
+constexpr float MAX_SCORE = 3.40282347e38f;
+
+// A NaN score counts as minus infinity, plus infinity as the largest float: one bad score must not decide for all tokens.
+__device__ __forceinline__ float clean(float score) { return fminf(fmaxf(score, -infinity()), MAX_SCORE); }
 
 // Maximum and sum of exponentials of scores.
 struct Softmax {
@@ -47,7 +49,10 @@ struct Softmax {
     }
 };
 
-__device__ __forceinline__ float weight_of(float score, float max, float scale) { return exp2_approx((score - max) * LOG2_E) * scale; }
+// exp(score - max) * scale, which is at most 1. Saturation makes a NaN 0.
+__device__ __forceinline__ float weight_of(float score, float max, float scale) {
+    return __saturatef(exp2_approx((score - max) * LOG2_E) * scale);
+}
 
 __device__ __forceinline__ Softmax no_scores() { return {-infinity(), 0}; }
 // As many times the same score.
@@ -70,6 +75,45 @@ __device__ __forceinline__ float combine(float all, float weight) {
     return all + weight;
 #endif
 }
+
+// Weights from this on are compared as they are, lighter ones by their logarithms, which do not vanish: pq_core::combine_group_into.
+constexpr float LEAST_WEIGHT = 0x1p-100f;
+constexpr u32 HEAVY = 1u << 31; // of a key; half of the keys are left for logarithms
+
+// An integer that orders as a float that is a number does; the lowest bit is lost.
+__device__ __forceinline__ u32 key_of_logarithm(float x) {
+    const u32 bits = __float_as_uint(x + 0.f);
+    return (bits ^ ((u32)((int)bits >> 31) | 1u << 31)) >> 1;
+}
+
+// Half the logarithm of the group's weight, from the scores of its queries: halves of any two finite scores can be subtracted.
+template <class ScoreOf>
+__device__ float half_log_weight(const float* max, const float* scale, const ScoreOf& score_of) {
+    float highest = -infinity(), sum = 0;
+    for (int query = 0; query < GROUP; query++) {
+        const float half = .5f * clean(score_of(query)) + (.5f * __logf(scale[query]) - .5f * max[query]);
+        if (half > highest) {
+            sum = sum * exp2_approx((highest - half) * (2 * LOG2_E)) + 1;
+            highest = half;
+        } else if (half > -infinity()) {
+            sum += exp2_approx((half - highest) * (2 * LOG2_E));
+        }
+    }
+#ifdef MAX_RULE
+    return highest;
+#else
+    return sum > 0 ? highest + .5f * __logf(sum) : highest;
+#endif
+}
+
+// The key by which a token is selected: its weight, or, where that has vanished, its logarithm; a query alone has the order of its
+// scores. Only then are scores asked for.
+template <class ScoreOf>
+__device__ __forceinline__ u32 key_of(float weight, const float* max, const float* scale, const ScoreOf& score_of) {
+    if (weight >= LEAST_WEIGHT) return HEAVY | (__float_as_uint(weight) - __float_as_uint(LEAST_WEIGHT)) << 1;
+    return key_of_logarithm(GROUP == 1 ? clean(score_of(0)) : half_log_weight(max, scale, score_of));
+}
+static_assert(GROUP <= 16, "a weight of at most 16 leaves the highest bit of its key free");
 
 // Where the wanted key was cornered: the bucket, keys above it, and keys in it.
 struct Found {
