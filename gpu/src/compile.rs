@@ -6,25 +6,71 @@ use cudarc::nvrtc::{result, sys};
 
 use crate::Error;
 
+/// A file of `kernels/`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct Source {
+    /// Its path below `kernels/`, by which others include it.
+    pub(crate) path: &'static str,
+    pub(crate) text: &'static str,
+}
+
+/// The [`Source`] at a path below `kernels/`.
+macro_rules! source {
+    ($path:literal) => {
+        $crate::compile::Source {
+            path: $path,
+            text: include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/src/kernels/", $path)),
+        }
+    };
+}
+pub(crate) use source;
+
+/// All files that kernels include. NVRTC gets those that a program reaches, so nothing has to be installed.
+const HEADERS: &[Source] = &[
+    source!("codec/place.cuh"),
+    source!("codec/tile.cuh"),
+    source!("element.cuh"),
+    source!("mbarrier_sm90.cuh"),
+    source!("pq_attend/codes.cuh"),
+    source!("pq_attend/exact.cuh"),
+    source!("pq_attend/finish.cuh"),
+    source!("pq_attend/plan.cuh"),
+    source!("pq_attend/scores.cuh"),
+    source!("pq_attend/shape.cuh"),
+    source!("pq_attend/sums.cuh"),
+    source!("pq_attend/tables.cuh"),
+    source!("pq_codes.cuh"),
+    source!("pq_nearest.cuh"),
+    source!("pq_search/select.cuh"),
+    source!("pq_search/tables.cuh"),
+    source!("primitives_sm80.cuh"),
+    source!("scheduler.cuh"),
+    source!("softmax_reduce.cuh"),
+    source!("svd_gram/gram.cuh"),
+    source!("svd_gram/join.cuh"),
+    source!("types.cuh"),
+    source!("warp.cuh"),
+    source!("wgmma_sm90.cuh"),
+];
+
 /// A kernel file and the shape it is compiled for.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Program {
-    pub(crate) name: &'static str,
-    pub(crate) text: &'static str,
-    pub(crate) options: Vec<String>,
-    /// Uses what only devices of exactly the architecture have, such as products of a warpgroup on sm_90.
-    of_architecture_alone: bool,
+    source: Source,
+    options: Vec<String>,
+    /// Whether it uses instructions that only devices of exactly the architecture have, such as wgmma of sm_90a.
+    arch_specific: bool,
 }
 
 impl Program {
-    pub(crate) fn new(name: &'static str, text: &'static str, defines: &[(&str, usize)]) -> Self {
+    pub(crate) fn new(source: Source, defines: &[(&str, usize)]) -> Self {
         let options = defines.iter().map(|(name, value)| format!("-D{name}={value}")).collect();
-        Self { name, text, options, of_architecture_alone: false }
+        Self { source, options, arch_specific: false }
     }
 
-    /// Compiled for the architecture with all that is its alone (`sm_90a`).
-    pub(crate) const fn of_architecture_alone(mut self) -> Self {
-        self.of_architecture_alone = true;
+    /// Compiled with the instructions that only the architecture has (`sm_90a`).
+    pub(crate) const fn arch_specific(mut self) -> Self {
+        self.arch_specific = true;
         self
     }
 
@@ -42,25 +88,53 @@ impl Program {
         self
     }
 
-    /// What the compiler is given beside the text.
+    /// The kernel file without its folder and extension.
+    pub(crate) fn name(&self) -> &'static str {
+        let path = self.source.path;
+        let file = path.rsplit_once('/').map_or(path, |(_, file)| file);
+        file.split_once('.').map_or(file, |(name, _)| name)
+    }
+
+    /// The compiler's options.
     pub(crate) fn options(&self, architecture: &str) -> Vec<String> {
-        let alone = if self.of_architecture_alone { "a" } else { "" };
+        let specific = if self.arch_specific { "a" } else { "" };
         let mut options =
-            vec![format!("--gpu-architecture={architecture}{alone}"), "--ptxas-options=-v".into()];
+            vec![format!("--gpu-architecture={architecture}{specific}"), "--ptxas-options=-v".into()];
         options.extend(self.options.iter().cloned());
         options
     }
 
-    /// All that the machine code is made from: options, text, and the version of the compiler.
+    /// The headers that the file reaches, each once.
+    fn headers(&self) -> Vec<Source> {
+        let mut reached: Vec<Source> = vec![];
+        let mut texts = vec![self.source.text];
+        while let Some(text) = texts.pop() {
+            let included =
+                text.lines().filter_map(|line| line.strip_prefix("#include \"")?.strip_suffix('"'));
+            for header in included.filter_map(|path| HEADERS.iter().find(|header| header.path == path)) {
+                if !reached.contains(header) {
+                    reached.push(*header);
+                    texts.push(header.text);
+                }
+            }
+        }
+        reached
+    }
+
+    /// All that the machine code is made from: options, texts, and the version of the compiler.
     pub(crate) fn key(&self, architecture: &str) -> Result<Vec<u8>, Error> {
-        let options = self.options(architecture).join(" ");
-        Ok(format!("kv-gpu {:?}\n{options}\n{}\n\0", nvrtc_version()?, self.text).into_bytes())
+        let mut key = format!("kv-gpu {:?}\n{}\n", nvrtc_version()?, self.options(architecture).join(" "));
+        for Source { path, text } in [self.source].into_iter().chain(self.headers()) {
+            key.extend([path, "\n", text, "\n"]);
+        }
+        key.push('\0');
+        Ok(key.into_bytes())
     }
 }
 
 impl std::fmt::Display for Program {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "{} {}", self.name, self.options.join(" "))
+        write!(f, "{} {}", self.source.path, self.options.join(" "))
     }
 }
 
@@ -116,9 +190,26 @@ impl Drop for Handle {
 pub fn compile(program: &Program, architecture: &str) -> Result<Image, Error> {
     check_nvrtc()?;
     let failed = |log: String| Error::Compile { program: format!("{program} for {architecture}"), log };
-    let text = CString::new(program.text).map_err(|e| failed(e.to_string()))?;
-    let name = CString::new(format!("{}.cu", program.name)).map_err(|e| failed(e.to_string()))?;
-    let handle = result::create_program(&text, Some(&name)).map_err(|e| failed(format!("{e:?}")))?;
+    let c_string = |text: &str| CString::new(text).map_err(|e| failed(e.to_string()));
+    let (name, text) = (c_string(program.source.path)?, c_string(program.source.text)?);
+    let headers = program.headers();
+    let paths = headers.iter().map(|header| c_string(header.path)).collect::<Result<Vec<_>, _>>()?;
+    let texts = headers.iter().map(|header| c_string(header.text)).collect::<Result<Vec<_>, _>>()?;
+    let pointers = |strings: &[CString]| strings.iter().map(|string| string.as_ptr()).collect::<Vec<_>>();
+    let mut handle = std::ptr::null_mut();
+    // SAFETY: all pointers are to strings that live until the call has copied them, as many as there are headers; `handle` is written.
+    unsafe {
+        sys::nvrtcCreateProgram(
+            &raw mut handle,
+            text.as_ptr(),
+            name.as_ptr(),
+            headers.len() as i32,
+            pointers(&texts).as_ptr(),
+            pointers(&paths).as_ptr(),
+        )
+    }
+    .result()
+    .map_err(|e| failed(format!("{e:?}")))?;
     let handle = Handle(handle);
     // SAFETY: the program lives until `handle` is dropped; options hold no zero bytes, being made by this module.
     let compiled = unsafe { result::compile_program(handle.0, &program.options(architecture)) };

@@ -149,13 +149,13 @@ impl Device {
         let load = |cubin: Vec<u8>| self.context.load_module(Ptx::from_binary(cubin));
         let key = self.disk.as_ref().map(|_| program.key(&architecture)).transpose()?;
         let cache = self.disk.as_ref().zip(key);
-        let kept = cache.as_ref().and_then(|(disk, key)| disk.get(program.name, key));
+        let kept = cache.as_ref().and_then(|(disk, key)| disk.get(program.name(), key));
         if let Some(module) = kept.and_then(|cubin| load(cubin).ok()) {
             return Ok(module);
         }
         let Image { cubin, .. } = compile(program, &architecture)?;
         if let Some((disk, key)) = &cache {
-            disk.put(program.name, key, &cubin);
+            disk.put(program.name(), key, &cubin);
         }
         load(cubin).map_err(Error::of(format_args!("load {program}")))
     }

@@ -1,6 +1,7 @@
 use cudarc::driver::DevicePtr;
 
-use crate::{Device, Error, KERNELS, Program};
+use crate::compile::source;
+use crate::{Device, Error, Program};
 
 /// `Arguments` of the kernel.
 #[derive(Clone, Copy)]
@@ -13,7 +14,7 @@ struct Arguments {
 /// The program of [`self_test`]: to see without a device whether NVRTC works.
 #[must_use]
 pub fn self_test_program() -> Program {
-    Program::new("self_test", KERNELS.self_test, &[])
+    Program::new(source!("self_test.cu"), &[])
 }
 
 /// Compiles, launches and reads back one small kernel: whether driver, NVRTC and device work together.

@@ -5,8 +5,9 @@ use cudarc::driver::sys::CUstream;
 
 use super::transform::{Rows, Transform, coefficients_at};
 use super::{CodecShape, KernelPlace, Place, Planes, PlanesAt};
+use crate::compile::source;
 use crate::device::Kernel;
-use crate::{Device, Error, KERNELS, Program};
+use crate::{Device, Error, Program};
 
 /// `WARPS` of the kernel.
 const WARPS: usize = 4;
@@ -94,7 +95,7 @@ impl Encode {
     /// The program that joins tiles, which is the same for all shapes.
     #[must_use]
     pub fn join_program() -> Program {
-        Program::new("codec_join", KERNELS.codec_join, &[])
+        Program::new(source!("codec/join.cu"), &[])
     }
 
     /// Compiles it for a shape.

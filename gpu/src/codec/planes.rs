@@ -1,6 +1,7 @@
 use codec_core::{Coder, LANES, MAX_SYMBOLS, PRECISION, Plane, Predictor, Scaling, family_table};
 
-use crate::{Error, KERNELS, Program, VectorElement};
+use crate::compile::{Source, source};
+use crate::{Error, Program, VectorElement};
 
 const FAMILIES: usize = 256;
 /// 32-bit words of a `Family` of the kernels.
@@ -27,30 +28,30 @@ impl CodecShape {
     /// The program of [`Decode`](super::Decode).
     #[must_use]
     pub fn decode_program(&self) -> Program {
-        self.tiles_program("codec_decode", KERNELS.codec_decode)
+        self.tiles_program(source!("codec/decode.cu"))
     }
 
     /// The program of [`Encode`](super::Encode).
     #[must_use]
     pub fn encode_program(&self) -> Program {
-        self.tiles_program("codec_encode", KERNELS.codec_encode)
+        self.tiles_program(source!("codec/encode.cu"))
     }
 
     /// The program of both for planes with a transform.
     #[must_use]
     pub fn transform_program(&self) -> Option<Program> {
         let defines = [&self.place_defines()[..], &[("MAP_DIM", self.map_dim)]].concat();
-        let program = Program::new("codec_transform", KERNELS.codec_transform, &defines)
+        let program = Program::new(source!("codec/transform.cu"), &defines)
             .define_if(self.paged, "PAGED")
             .without_fused_multiply_add();
         self.has_transform().then_some(program)
     }
 
     /// Of kernels for tiles, which leave and find coefficients in a workspace where there is a transform.
-    fn tiles_program(&self, name: &'static str, text: &'static str) -> Program {
+    fn tiles_program(&self, source: Source) -> Program {
         if self.has_transform() {
             let of_coefficients = Self { map_dim: 0, element: VectorElement::F32, paged: false, ..*self };
-            return of_coefficients.tiles_program(name, text);
+            return of_coefficients.tiles_program(source);
         }
         let tiles = [
             ("CONTEXTS", self.contexts),
@@ -58,7 +59,7 @@ impl CodecShape {
             ("FAMILY_BYTES", 4 * FAMILY_WORDS),
             ("TILE_MODEL_BYTES", 4 * self.tile_model_words()),
         ];
-        Program::new(name, text, &[&self.place_defines()[..], &tiles].concat())
+        Program::new(source, &[&self.place_defines()[..], &tiles].concat())
             .define_if(self.previous, "PREVIOUS")
             .define_if(self.paged, "PAGED")
             .without_fused_multiply_add()

@@ -1,7 +1,8 @@
 // Rows by number, from device memory or, over the bus, from pinned host memory.
 //
-// Compile-time shape: ROW_BYTES, a multiple of 16. A lane moves 16 bytes of IN_FLIGHT rows at a time: what bounds it on the bus is
-// how many reads are under way.
+// Compile-time shape: ROW_BYTES, a multiple of 16. A lane moves 16 bytes of IN_FLIGHT rows at a time: what bounds it on
+// the bus is how many reads are under way.
+#include "types.cuh"
 
 constexpr int PARTS = ROW_BYTES / 16, THREADS = 256, IN_FLIGHT = 8;
 

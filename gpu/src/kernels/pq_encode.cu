@@ -1,18 +1,21 @@
 // Nearest centroids of vectors, packed into the tiles that attention reads.
 //
-// CPU twin: pq_core::encode_into. Compile-time shape: HEAD_DIM; M subspaces of DSUB components, NBITS; KEPT_M codes of KEPT_BITS a
-// vector (two of one component become one: JOINED); KEYS or not; ELEMENT 0 (f32), 1 (f16) or 2 (bf16); PAGED or not.
+// CPU twin: pq_core::encode_into. Compile-time shape: HEAD_DIM; M subspaces of DSUB components, NBITS; KEPT_M codes of
+// KEPT_BITS a vector (two of one component become one: JOINED); KEYS or not; ELEMENT 0 (f32), 1 (f16) or 2 (bf16);
+// PAGED or not.
 //
-// A block has TILES tiles of one head. A warp takes a subspace: its lanes hold points, the centroids pass through shared memory
-// and are broadcast. The codes of the block are then packed from shared memory, a lane's words at a time, in the order of the tile.
-// Floor: ksub * DSUB multiply-adds and three operations to keep the minimum, a point and subspace.
+// A block has TILES tiles of one head. A warp takes a subspace: its lanes hold points, the centroids pass through
+// shared memory and are broadcast. The codes of the block are then packed from shared memory, a lane's words at a time,
+// in the order of the tile. Floor: ksub * DSUB multiply-adds and three operations to keep the minimum, a point and
+// subspace.
+#include "element.cuh"
 
 constexpr int TILE = 32, TILES = 4, TOKENS = TILE * TILES;
 constexpr int WARPS = 8, THREADS = WARPS * LANES;
 constexpr int KSUB = 1 << NBITS;
-constexpr int POINTS = DSUB <= 4 ? TILES : 1;       // of a lane at a time
-constexpr int PADDED = (DSUB + 1 + 3) / 4 * 4;      // a centroid and half its squared norm, in fours for wide loads
-constexpr int STAGE = 1024;                         // floats of a warp
+constexpr int POINTS = DSUB <= 4 ? TILES : 1;  // of a lane at a time
+constexpr int PADDED = (DSUB + 1 + 3) / 4 * 4; // a centroid and half its squared norm, in fours for wide loads
+constexpr int STAGE = 1024;                    // floats of a warp
 constexpr int FIT = STAGE / PADDED;
 constexpr int CENTROIDS = FIT >= KSUB ? KSUB : FIT >= 128 ? 128 : 64; // of a subspace at a time
 static_assert(CENTROIDS <= FIT && KSUB % CENTROIDS == 0, "a stage never reaches into the next subspace");
@@ -21,12 +24,12 @@ constexpr int WIDTH = KEPT_BITS == 6 ? LANE_WORDS / 3 : LANE_WORDS < 4 ? LANE_WO
 static_assert(TILE * KEPT_M * KEPT_BITS / 8 == TILE_BYTES, "the host computes it, too");
 
 struct Arguments {
-    const Number* vectors;   // element [sequence][head][vector][HEAD_DIM], with the strides below
-    const float* centroids;  // [head][M][KSUB][DSUB]
-    const u32* firsts;       // [sequence]: the token that its first vector is
-    const u32* counts;       // [sequence]: vectors
-    const u32* pages;        // [sequence][page of sequence]; not read unless PAGED
-    u8* tiles;               // [page or sequence][head][tile][TILE_BYTES]
+    const Element* vectors; // element [sequence][head][vector][HEAD_DIM], with the strides below
+    const float* centroids; // [head][M][KSUB][DSUB]
+    const u32* firsts;      // [sequence]: the token that its first vector is
+    const u32* counts;      // [sequence]: vectors
+    const u32* pages;       // [sequence][page of sequence]; not read unless PAGED
+    u8* tiles;              // [page or sequence][head][tile][TILE_BYTES]
     u64 sequence_stride, head_stride, vector_stride; // elements
     u32 heads, page_tiles, max_pages;
 };
@@ -59,7 +62,8 @@ __shared__ float stage[WARPS][STAGE];
 __shared__ u8 codes[M][TOKENS];
 
 // The codes of one subspace for POINTS points a lane, tokens lane + 32 (first_tile + i) of the block.
-__device__ __forceinline__ void assign(const Arguments& a, int subspace, int first_tile, u64 vectors, u32 from, u32 to) {
+__device__ __forceinline__ void assign(const Arguments& a, int subspace, int first_tile, u64 vectors, u32 from,
+                                       u32 to) {
     const int lane = threadIdx.x % LANES;
     float* staged = stage[threadIdx.x / LANES];
     float x[POINTS][DSUB], nearest[POINTS];
@@ -107,7 +111,8 @@ __device__ __forceinline__ void assign(const Arguments& a, int subspace, int fir
 }
 
 // A register of four codes of a lane, a byte each, and the bits of those that are new.
-__device__ __forceinline__ void lane_register(int tile, int lane, int index, u32 from, u32 to, u32& value, u32& is_new) {
+__device__ __forceinline__ void lane_register(int tile, int lane, int index, u32 from, u32 to, u32& value,
+                                              u32& is_new) {
     value = 0, is_new = 0;
     for (int k = 0; k < 4; k++) {
         int token, code;
@@ -128,8 +133,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) pq_encode(const Arguments 
     const u32 tile = first / TILE + blockIdx.x * TILES, tile_end = (first + count + TILE - 1) / TILE;
     if (count == 0 || tile >= tile_end) return;
     // The new tokens, counted from the block's first.
-    const u32 start = tile * TILE, from = first > start ? first - start : 0, to = min(first + count - start, (u32)TOKENS);
-    const u64 vectors = sequence * a.sequence_stride + head * a.head_stride + (u64)(start + from - first) * a.vector_stride;
+    const u32 start = tile * TILE, from = first > start ? first - start : 0,
+              to = min(first + count - start, (u32)TOKENS);
+    const u64 vectors =
+        sequence * a.sequence_stride + head * a.head_stride + (u64)(start + from - first) * a.vector_stride;
     for (int task = threadIdx.x / LANES; task < M * (TILES / POINTS); task += WARPS)
         assign(a, task % M, task / M, vectors, from, to);
     __syncthreads();

@@ -1,24 +1,27 @@
 // Tables of inner products of queries with every centroid.
 //
-// CPU twin: pq_core::lut_into, whose sums are in the order of the components, every product rounded: compiled without contraction, this
-// has the same bits. Compile-time shape: M, KSUB, DSUB, GROUP; ELEMENT of the queries.
+// CPU twin: pq_core::lut_into, whose sums are in the order of the components, every product rounded: compiled without
+// contraction, this has the same bits. Compile-time shape: M, KSUB, DSUB, GROUP; ELEMENT of the queries.
+#include "element.cuh"
+#include "primitives_sm80.cuh"
 
 constexpr int THREADS = 256;
 
 struct Arguments {
-    const Number* queries;  // [sequence][head][GROUP][M * DSUB]
+    const Element* queries; // [sequence][head][GROUP][M * DSUB]
     const float* centroids; // [head][M][KSUB][DSUB]
     float* luts;            // [sequence][head][GROUP][M][KSUB]
     float scale;            // of the queries
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS) pq_lut(const Arguments a) {
-    let_next_kernel_start(); // a search counts codes meanwhile
+    pdl_trigger(); // a search counts codes meanwhile
     __shared__ float queries[GROUP][DSUB];
     const u64 head = blockIdx.z * (u64)gridDim.y + blockIdx.y; // of all sequences
     const u32 subspace = blockIdx.x;
     for (int i = threadIdx.x; i < GROUP * DSUB; i += THREADS)
-        queries[i / DSUB][i % DSUB] = to_float(a.queries[(head * GROUP + i / DSUB) * M * DSUB + subspace * DSUB + i % DSUB]) * a.scale;
+        queries[i / DSUB][i % DSUB] =
+            to_float(a.queries[(head * GROUP + i / DSUB) * M * DSUB + subspace * DSUB + i % DSUB]) * a.scale;
     __syncthreads();
     for (int entry = threadIdx.x; entry < KSUB; entry += THREADS) {
         const float* centroid = a.centroids + ((blockIdx.y * (u64)M + subspace) * KSUB + entry) * DSUB;

@@ -1,13 +1,15 @@
 // Nearest centroids of a tile of points in one subspace, as a product of matrices whose results are only compared.
 //
-// Compile-time shape: DSUB, KSUB; ELEMENT of the vectors. A block takes TILE points; a thread has 8 of them and 8 of 64 centroids, so
-// four loads from shared memory serve 64 multiply-adds. Floor: KSUB * (DSUB + 3) operations a point.
+// Compile-time shape: DSUB, KSUB; ELEMENT of the vectors. A block takes TILE points; a thread has 8 of them and 8 of 64
+// centroids, so four loads from shared memory serve 64 multiply-adds. Floor: KSUB * (DSUB + 3) operations a point.
+#pragma once
+#include "element.cuh"
 
 constexpr int TILE = 256, THREADS = 256, WARPS = THREADS / LANES;
-constexpr int COLUMNS = 8, EACH = 8;                              // threads that share points, and points or centroids of a thread
-constexpr int CENTROIDS = COLUMNS * EACH;                         // at a time
-constexpr int STEP = DSUB < 32 ? DSUB : 32;                       // components of centroids at a time
-constexpr int SHARING = THREADS / CENTROIDS;                         // threads that add up a centroid's norm
+constexpr int COLUMNS = 8, EACH = 8;         // threads that share points, and points or centroids of a thread
+constexpr int CENTROIDS = COLUMNS * EACH;    // at a time
+constexpr int STEP = DSUB < 32 ? DSUB : 32;  // components of centroids at a time
+constexpr int SHARING = THREADS / CENTROIDS; // threads that add up a centroid's norm
 constexpr int PADDED_POINTS = TILE + 4, PADDED_CENTROIDS = CENTROIDS + 4;
 
 struct NearestShared {
@@ -18,25 +20,26 @@ struct NearestShared {
     float distance[TILE]; // half the squared distance less half the point's squared norm
 };
 
-// Points `first` to `first + count` of rows that are `stride` apart; the others of the tile are 0, and so is what is no number.
-__device__ __forceinline__ void load_points(NearestShared& shared, const Number* rows, u64 stride, u32 count) {
+// Points `first` to `first + count` of rows that are `stride` apart; the others of the tile are 0, and so is what is no
+// number.
+__device__ __forceinline__ void load_points(NearestShared& shared, const Element* rows, u64 stride, u32 count) {
     __syncthreads();
-    auto put = [&](u32 point, u32 d, Number number) {
+    auto put = [&](u32 point, u32 d, Element number) {
         const float x = to_float(number);
         shared.points[d][point] = fabsf(x) < infinity() ? x : 0;
     };
     if (DSUB % 8 == 0) {
         // A warp has 8 components of 4 points at a time, which go to different banks.
         const u32 d = threadIdx.x % 8, first = threadIdx.x / 8;
-        const Number* from = rows + first * stride + d;
+        const Element* from = rows + first * stride + d;
 #pragma unroll 1
         for (u32 point = first; point < TILE; point += THREADS / 8, from += THREADS / 8 * stride)
 #pragma unroll
-            for (int part = 0; part < DSUB; part += 8) put(point, part + d, point < count ? from[part] : Number(0));
+            for (int part = 0; part < DSUB; part += 8) put(point, part + d, point < count ? from[part] : Element(0));
     } else {
         for (int i = threadIdx.x; i < TILE * DSUB; i += THREADS) {
             const u32 point = i / DSUB, d = i % DSUB;
-            put(point, d, point < count ? rows[point * stride + d] : Number(0));
+            put(point, d, point < count ? rows[point * stride + d] : Element(0));
         }
     }
 }
@@ -54,12 +57,14 @@ __device__ __forceinline__ void find_nearest(NearestShared& shared, const float*
             __syncthreads();
             for (int i = threadIdx.x; i < CENTROIDS * STEP; i += THREADS) {
                 const int c = i / STEP, d = i % STEP;
-                shared.centroids[d][c] = base + c < KSUB && first + d < DSUB ? codebook[(base + c) * DSUB + first + d] : 0;
+                shared.centroids[d][c] =
+                    base + c < KSUB && first + d < DSUB ? codebook[(base + c) * DSUB + first + d] : 0;
             }
             __syncthreads();
             const int c = threadIdx.x / SHARING;
             float norm = 0;
-            for (int d = threadIdx.x % SHARING; d < STEP; d += SHARING) norm += shared.centroids[d][c] * shared.centroids[d][c] / 2;
+            for (int d = threadIdx.x % SHARING; d < STEP; d += SHARING)
+                norm += shared.centroids[d][c] * shared.centroids[d][c] / 2;
 #pragma unroll
             for (int step = 1; step < SHARING; step *= 2) norm += __shfl_xor_sync(FULL, norm, step);
             if (threadIdx.x % SHARING == 0) shared.half_norms[c] = first == 0 ? norm : shared.half_norms[c] + norm;
@@ -74,8 +79,10 @@ __device__ __forceinline__ void find_nearest(NearestShared& shared, const float*
                 float x[EACH], y[EACH];
 #pragma unroll
                 for (int i = 0; i < EACH; i += 4) {
-                    *reinterpret_cast<float4*>(x + i) = *reinterpret_cast<const float4*>(&shared.points[first + d][row * EACH + i]);
-                    *reinterpret_cast<float4*>(y + i) = *reinterpret_cast<const float4*>(&shared.centroids[d][COLUMNS * i + 4 * column]);
+                    *reinterpret_cast<float4*>(x + i) =
+                        *reinterpret_cast<const float4*>(&shared.points[first + d][row * EACH + i]);
+                    *reinterpret_cast<float4*>(y + i) =
+                        *reinterpret_cast<const float4*>(&shared.centroids[d][COLUMNS * i + 4 * column]);
                 }
 #pragma unroll
                 for (int i = 0; i < EACH; i++)
@@ -101,7 +108,8 @@ __device__ __forceinline__ void find_nearest(NearestShared& shared, const float*
         for (int step = 1; step < COLUMNS; step *= 2) {
             const float other = __shfl_xor_sync(FULL, nearest[i], step);
             const u32 other_index = __shfl_xor_sync(FULL, index[i], step);
-            if (other < nearest[i] || (other == nearest[i] && other_index < index[i])) nearest[i] = other, index[i] = other_index;
+            if (other < nearest[i] || (other == nearest[i] && other_index < index[i]))
+                nearest[i] = other, index[i] = other_index;
         }
         if (column == 0) shared.index[row * EACH + i] = (u16)index[i], shared.distance[row * EACH + i] = nearest[i];
     }

@@ -1,8 +1,11 @@
 // Lloyd's k-means in every subspace of many sets of vectors.
 //
-// CPU twin: pq_core::train_batch, from given centroids. Compile-time shape: M, DSUB, KSUB; ELEMENT. Three kernels: `largest`, once, finds
-// the largest number of every subspace; then each iteration is `assign`, which adds points to their centroids, and `update`. Sums are in
-// integers, in parts of 2^-20 of the largest number within a block and wide between blocks, so their order does not matter.
+// CPU twin: pq_core::train_batch, from given centroids. Compile-time shape: M, DSUB, KSUB; ELEMENT. Three kernels:
+// `largest`, once, finds the largest number of every subspace; then each iteration is `assign`, which adds points to
+// their centroids, and `update`. Sums are in integers, in parts of 2^-20 of the largest number within a block and wide
+// between blocks, so their order does not matter.
+#include "pq_nearest.cuh"
+#include "warp.cuh"
 
 constexpr int PART = 2048; // points of a block: as many numbers of 2^20 less one fit 31 bits
 constexpr float UNITS = (1 << 20) - 1;
@@ -15,13 +18,13 @@ struct State {
 };
 
 struct Arguments {
-    const Number* vectors; // [set][vector][M * DSUB], with the strides below
-    const u32* starts;     // [KSUB]: vectors that are the first centroids, or null
-    float* centroids;      // [set][M][KSUB][DSUB]
-    double* errors;        // [set][M], or null
-    State* states;         // [set][M]
-    long long* sums;       // [set][M][KSUB][DSUB + 1]: the last is the count
-    double* part_errors;   // [set][M][parts]
+    const Element* vectors; // [set][vector][M * DSUB], with the strides below
+    const u32* starts;      // [KSUB]: vectors that are the first centroids, or null
+    float* centroids;       // [set][M][KSUB][DSUB]
+    double* errors;         // [set][M], or null
+    State* states;          // [set][M]
+    long long* sums;        // [set][M][KSUB][DSUB + 1]: the last is the count
+    double* part_errors;    // [set][M][parts]
     u64 set_stride, vector_stride;
     double tolerance;
     u32 n, parts;
@@ -29,7 +32,7 @@ struct Arguments {
 
 extern "C" __global__ void __launch_bounds__(THREADS) pq_train_start(const Arguments a) {
     const u64 pair = blockIdx.z * (u64)M + blockIdx.y;
-    const Number* rows = a.vectors + blockIdx.z * a.set_stride + blockIdx.y * DSUB;
+    const Element* rows = a.vectors + blockIdx.z * a.set_stride + blockIdx.y * DSUB;
     if (a.starts)
         for (u32 i = blockIdx.x * THREADS + threadIdx.x; i < KSUB * DSUB; i += gridDim.x * THREADS) {
             const float x = to_float(rows[a.starts[i / DSUB] * a.vector_stride + i % DSUB]);
@@ -41,7 +44,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) pq_train_start(const Argum
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) pq_train_largest(const Arguments a) {
-    const Number* rows = a.vectors + blockIdx.z * a.set_stride + blockIdx.y * DSUB;
+    const Element* rows = a.vectors + blockIdx.z * a.set_stride + blockIdx.y * DSUB;
     float largest = 0;
     for (u64 i = blockIdx.x * THREADS + threadIdx.x; i < (u64)a.n * DSUB; i += gridDim.x * THREADS) {
         const float x = fabsf(to_float(rows[i / DSUB * a.vector_stride + i % DSUB]));
@@ -73,7 +76,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) pq_train_assign(const A
     double error = 0;
     for (u32 start = first; start < end; start += TILE) {
         const u32 count = min(end - start, TILE);
-        const Number* rows = a.vectors + blockIdx.z * a.set_stride + start * a.vector_stride + blockIdx.y * DSUB;
+        const Element* rows = a.vectors + blockIdx.z * a.set_stride + start * a.vector_stride + blockIdx.y * DSUB;
         load_points(nearest, rows, a.vector_stride, count);
         find_nearest(nearest, a.centroids + pair * KSUB * DSUB);
         const u32 point = threadIdx.x;
@@ -85,8 +88,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) pq_train_assign(const A
             atomicAdd(&shared->counts[nearest.index[point]], 1);
 #pragma unroll 4
             for (int i = 0; i < DSUB; i++) {
-                const int d = DSUB % LANES ? i : (i + (int)point) % DSUB; // lanes of one centroid add to different numbers
-                atomicAdd(&shared->sums[nearest.index[point] * DSUB + d], __float2int_rn(nearest.points[d][point] * units));
+                const int d =
+                    DSUB % LANES ? i : (i + (int)point) % DSUB; // lanes of one centroid add to different numbers
+                atomicAdd(&shared->sums[nearest.index[point] * DSUB + d],
+                          __float2int_rn(nearest.points[d][point] * units));
             }
         }
     }

@@ -1,11 +1,16 @@
-// Attention of a prompt's queries on what rotations have left of keys and values: every head at its own two ranks, causal.
+// Attention of a prompt's queries on what rotations have left of keys and values: every head at its own two ranks,
+// causal.
 //
-// CPU twin: svd_core::attend_into, row by row. Compile-time shape: DIM, 64 or 128, no rank above it; BFLOAT or not. Ranks are multiples of
-// 8, read on the device.
+// CPU twin: svd_core::attend_into, row by row. Compile-time shape: DIM, 64 or 128, no rank above it; ELEMENT 1 or 2.
+// Ranks are multiples of 8, read on the device.
 //
-// ZACK's row-block rule: where both ranks are half of DIM or less a block has twice the rows, so that blocks cost about the same, and
-// so that rows take the registers that there are. Blocks are numbered longest first: a prompt's last rows see the most keys. A
-// block's warps have 16 rows each, or twice 16; keys and values of TOKENS tokens pass through a ring of two tiles in shared memory.
+// ZACK's row-block rule: where both ranks are half of DIM or less a block has twice the rows, so that blocks cost about
+// the same, and so that rows take the registers that there are. Blocks are numbered longest first: a prompt's last rows
+// see the most keys. A block's warps have 16 rows each, or twice 16; keys and values of TOKENS tokens pass through a
+// ring of two tiles in shared memory.
+#include "element.cuh"
+#include "primitives_sm80.cuh"
+#include "warp.cuh"
 
 constexpr int WARPS = 4, THREADS = WARPS * LANES, ROWS = 16 * WARPS; // of a block at full rank
 constexpr int TOKENS = 64;                                           // of a tile
@@ -15,9 +20,10 @@ constexpr int SHARED = 4 * TILE * 2;
 static_assert(SHARED == SHARED_BYTES, "the host computes it, too");
 
 struct Arguments {
-    const u16* keys;          // element [sequence][head][capacity][rank of the head]
+    const u16* keys; // element [sequence][head][capacity][rank of the head]
     const u16* values;
-    const u16* queries;       // element [sequence][row][query head][DIM], with the strides below, of which the key rank counts
+    const u16*
+        queries; // element [sequence][row][query head][DIM], with the strides below, of which the key rank counts
     const u32* lengths;       // [sequence]: keys
     const u32* counts;        // [sequence]: queries, the last of the keys' tokens
     const u32* key_ranks;     // [head]
@@ -28,7 +34,7 @@ struct Arguments {
     u64 key_rank_sum, value_rank_sum, capacity;
     u64 sequence_stride, row_stride, query_stride; // elements of queries and outputs
     u32 heads, group;
-    float scale;              // of scores, times log2 e
+    float scale; // of scores, times log2 e
 };
 
 extern __shared__ __align__(128) u16 shared[];
@@ -49,16 +55,18 @@ struct Head {
         for (u32 row = first; row < TOKENS; row += ROWS_AT_ONCE) {
             if (TOKENS % ROWS_AT_ONCE && first >= ROWS_AT_ONCE) break; // threads that do not fill a row
             const u64 token = min(tile * TOKENS + row, length - 1);
-            copy_async_16_if(chunk_at<CHUNKS>(to, row, chunk), key_at + token * key_rank, key);
-            copy_async_16_if(chunk_at<CHUNKS>(to + TILE, row, chunk), value_at + token * value_rank, value);
+            cp_async_16_zfill(swizzled<CHUNKS>(to, row, chunk), key_at + token * key_rank, key);
+            cp_async_16_zfill(swizzled<CHUNKS>(to + TILE, row, chunk), value_at + token * value_rank, value);
         }
-        commit_copies();
+        cp_async_commit();
     }
 };
 
-// Rows `first` and on of a query head, FRAGMENTS times 16 a warp, at ranks of up to RANK. A row sees keys up to `before` plus its number.
+// Rows `first` and on of a query head, FRAGMENTS times 16 a warp, at ranks of up to RANK. A row sees keys up to
+// `before` plus its number.
 template <int FRAGMENTS, int RANK>
-__device__ __forceinline__ void attend(const Arguments& a, const Head& head, const u16* queries, u16* out, u32 first, u32 rows, u32 before) {
+__device__ __forceinline__ void attend(const Arguments& a, const Head& head, const u16* queries, u16* out, u32 first,
+                                       u32 rows, u32 before) {
     const int warp = threadIdx.x / LANES, lane = threadIdx.x % LANES, g = lane / 4, l = lane % 4;
     constexpr int STEPS = RANK / 16, OUTPUTS = RANK / 8;
     const u32 mine = first + warp * 16 * FRAGMENTS; // the warp's first row
@@ -77,19 +85,19 @@ __device__ __forceinline__ void attend(const Arguments& a, const Head& head, con
 #pragma unroll
     for (int f = 0; f < FRAGMENTS; f++) max[f][0] = max[f][1] = NOTHING;
 
-    const u32 last = min(first + ROWS * FRAGMENTS, rows) - 1;     // row of the block
-    const u32 tiles = (before + last) / TOKENS + 1;               // that it sees
+    const u32 last = min(first + ROWS * FRAGMENTS, rows) - 1; // row of the block
+    const u32 tiles = (before + last) / TOKENS + 1;           // that it sees
     head.fetch<RANK>(0, shared);
     for (u32 tile = 0; tile < tiles; tile++) {
         if (tile + 1 < tiles)
             head.fetch<RANK>(tile + 1, shared + (tile + 1) % 2 * 2 * TILE);
         else
-            commit_copies();
-        wait_for_all_but<1>();
+            cp_async_commit();
+        cp_async_wait<1>();
         __syncthreads();
         u16 *keys = shared + tile % 2 * 2 * TILE, *values = keys + TILE;
         // A tile beyond what the warp's last row sees is the others'.
-        if (uniform(mine < rows && tile * TOKENS <= before + mine + 16 * FRAGMENTS - 1)) {
+        if (warp_uniform(mine < rows && tile * TOKENS <= before + mine + 16 * FRAGMENTS - 1)) {
             float scores[FRAGMENTS][TOKENS / 8][4];
 #pragma unroll
             for (int s = 0; s < STEPS; s++)
@@ -97,21 +105,22 @@ __device__ __forceinline__ void attend(const Arguments& a, const Head& head, con
                 for (int t = 0; t < TOKENS / 16; t++) {
                     // Tokens 16 t to 16 t + 15, components 16 s to 16 s + 15.
                     u32 key[4];
-                    load_matrices(key, chunk_at<CHUNKS>(keys, 16 * t + lane % 8 + lane / 16 * 8, 2 * s + lane / 8 % 2));
+                    ldmatrix_x4(key, swizzled<CHUNKS>(keys, 16 * t + lane % 8 + lane / 16 * 8, 2 * s + lane / 8 % 2));
 #pragma unroll
                     for (int f = 0; f < FRAGMENTS; f++)
 #pragma unroll
                         for (int half = 0; half < 2; half++) {
                             if (s == 0)
-                                multiply_elements(scores[f][2 * t + half], query[f][s], key[2 * half], key[2 * half + 1]);
+                                mma_m16n8k16_init(scores[f][2 * t + half], query[f][s], key[2 * half],
+                                                  key[2 * half + 1]);
                             else
-                                multiply_add_elements(scores[f][2 * t + half], query[f][s], key[2 * half], key[2 * half + 1]);
+                                mma_m16n8k16(scores[f][2 * t + half], query[f][s], key[2 * half], key[2 * half + 1]);
                         }
                 }
 #pragma unroll
             for (int f = 0; f < FRAGMENTS; f++) {
                 const u32 seen = before + mine + 16 * f + g; // the last key of row g; of row g + 8 eight more
-                if (uniform(tile * TOKENS + TOKENS - 1 > before + mine + 16 * f))
+                if (warp_uniform(tile * TOKENS + TOKENS - 1 > before + mine + 16 * f))
 #pragma unroll
                     for (int t = 0; t < TOKENS / 8; t++)
 #pragma unroll
@@ -121,7 +130,8 @@ __device__ __forceinline__ void attend(const Arguments& a, const Head& head, con
                 for (int half = 0; half < 2; half++) {
                     float top = -infinity();
 #pragma unroll
-                    for (int t = 0; t < TOKENS / 8; t++) top = fmaxf(top, fmaxf(scores[f][t][2 * half], scores[f][t][2 * half + 1]));
+                    for (int t = 0; t < TOKENS / 8; t++)
+                        top = fmaxf(top, fmaxf(scores[f][t][2 * half], scores[f][t][2 * half + 1]));
                     top = fmaxf(top, __shfl_xor_sync(FULL, top, 1));
                     top = fmaxf(top, __shfl_xor_sync(FULL, top, 2));
                     const float high = fmaxf(max[f][half], top * a.scale), keep = exp2_approx(max[f][half] - high);
@@ -138,25 +148,26 @@ __device__ __forceinline__ void attend(const Arguments& a, const Head& head, con
 #pragma unroll
                     for (int i = 0; i < 4; i++) {
                         const float* pair = &scores[f][2 * t + i / 2][i % 2 * 2];
-                        const float first = exp2_approx(pair[0] * a.scale - max[f][i % 2]), second = exp2_approx(pair[1] * a.scale - max[f][i % 2]);
+                        const float first = exp2_approx(pair[0] * a.scale - max[f][i % 2]),
+                                    second = exp2_approx(pair[1] * a.scale - max[f][i % 2]);
                         weight[f][i % 2] += first + second;
                         p[f][i] = pack_elements(first, second);
                     }
 #pragma unroll
                 for (int o = 0; o < OUTPUTS; o += 2) {
                     u32 value[4]; // tokens 16 t to 16 t + 15, components 8 o to 8 o + 15
-                    load_transposed(value, chunk_at<CHUNKS>(values, 16 * t + lane % 16, o + lane / 16));
+                    ldmatrix_x4_trans(value, swizzled<CHUNKS>(values, 16 * t + lane % 16, o + lane / 16));
 #pragma unroll
                     for (int f = 0; f < FRAGMENTS; f++) {
-                        multiply_add_elements(sums[f][o], p[f], value[0], value[1]);
-                        multiply_add_elements(sums[f][o + 1], p[f], value[2], value[3]);
+                        mma_m16n8k16(sums[f][o], p[f], value[0], value[1]);
+                        mma_m16n8k16(sums[f][o + 1], p[f], value[2], value[3]);
                     }
                 }
             }
         }
         __syncthreads();
     }
-    wait_for_all_but<0>();
+    cp_async_wait<0>();
 #pragma unroll
     for (int f = 0; f < FRAGMENTS; f++)
 #pragma unroll
@@ -169,7 +180,8 @@ __device__ __forceinline__ void attend(const Arguments& a, const Head& head, con
 #pragma unroll
             for (int o = 0; o < OUTPUTS; o++)
                 if (8 * o < head.value_rank)
-                    *(u32*)(out + row * a.row_stride + 8 * o + 2 * l) = pack_elements(sums[f][o][2 * half] / sum, sums[f][o][2 * half + 1] / sum);
+                    *(u32*)(out + row * a.row_stride + 8 * o + 2 * l) =
+                        pack_elements(sums[f][o][2 * half] / sum, sums[f][o][2 * half + 1] / sum);
         }
 }
 

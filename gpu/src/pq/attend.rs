@@ -1,9 +1,10 @@
 use cudarc::driver::sys::CUstream;
 use pq_core::PqShape;
 
+use crate::compile::source;
 use crate::device::Kernel;
 use crate::pq::layout::{CodeLayout, Side};
-use crate::{Device, Element, Error, KERNELS, Program};
+use crate::{Device, Element, Error, Program};
 
 /// Bytes of a row of the tables in shared memory: `ROW` of the kernel.
 const ROW: usize = 256;
@@ -130,6 +131,7 @@ impl Plan {
     fn program(&self, shape: &AttendShape) -> Program {
         let defines = [
             ("HEAD_DIM", self.dim()),
+            ("ELEMENT", shape.element as usize),
             ("QUERIES", self.queries),
             ("KEY_BITS", self.keys.bits()),
             ("VALUE_BITS", self.values.bits()),
@@ -142,9 +144,7 @@ impl Plan {
             ("KEY_TILE_BYTES", self.keys.tile_len()),
             ("VALUE_TILE_BYTES", self.values.tile_len()),
         ];
-        Program::new("pq_attend", KERNELS.pq_attend, &defines)
-            .define_if(shape.paged, "PAGED")
-            .define_if(shape.element == Element::Bf16, "BFLOAT")
+        Program::new(source!("pq_attend/attend.cu"), &defines).define_if(shape.paged, "PAGED")
     }
 }
 

@@ -1,8 +1,9 @@
 use cudarc::driver::sys::CUstream;
 use pq_core::PqShape;
 
+use crate::compile::source;
 use crate::device::Kernel;
-use crate::{Device, Error, KERNELS, Program};
+use crate::{Device, Error, Program};
 
 /// What an attention on codes of any shape is compiled for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -35,7 +36,7 @@ impl AttendAnyShape {
             ("VALUE_M", self.values.m()),
             ("VALUE_BITS", self.values.nbits() as usize),
         ];
-        Ok(Program::new("pq_attend_any", KERNELS.pq_attend_any, &defines))
+        Ok(Program::new(source!("pq_attend_generic.cu"), &defines))
     }
 }
 
@@ -108,7 +109,7 @@ impl AttendAny {
     /// # Errors
     /// [`Error::Unsupported`], [`Error::NoNvrtc`], [`Error::Compile`] or [`Error::Driver`].
     pub fn new(device: &Device, shape: AttendAnyShape) -> Result<Self, Error> {
-        Ok(Self { kernel: device.kernel(&shape.program()?, "pq_attend_any", 0)?, shape })
+        Ok(Self { kernel: device.kernel(&shape.program()?, "pq_attend_generic", 0)?, shape })
     }
 
     /// Puts the attention on a stream.

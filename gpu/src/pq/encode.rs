@@ -1,10 +1,11 @@
 use cudarc::driver::sys::CUstream;
 use pq_core::PqShape;
 
+use crate::compile::source;
 use crate::device::Kernel;
 use crate::pq::attend::Pages;
 use crate::pq::layout::{CodeLayout, Side, TILE};
-use crate::{Device, Error, KERNELS, Program, VectorElement};
+use crate::{Device, Error, Program, VectorElement};
 
 /// What an encoder is compiled for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -39,7 +40,7 @@ impl EncodeShape {
             ("TILE_BYTES", layout.tile_len()),
             ("ELEMENT", self.element as usize),
         ];
-        Ok(Program::new("pq_encode", KERNELS.pq_encode, &defines)
+        Ok(Program::new(source!("pq_encode.cu"), &defines)
             .define_if(shape.dsub() == 1, "JOINED")
             .define_if(self.side == Side::Keys, "KEYS")
             .define_if(self.paged, "PAGED"))

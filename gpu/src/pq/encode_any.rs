@@ -2,8 +2,9 @@ use cudarc::driver::sys::CUstream;
 use pq_core::PqShape;
 
 use super::nearest::{TILE, defines, shared_bytes};
+use crate::compile::source;
 use crate::device::Kernel;
-use crate::{Device, Error, KERNELS, Program, VectorElement};
+use crate::{Device, Error, Program, VectorElement};
 
 /// What an encoder for any quantizer is compiled for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -21,7 +22,7 @@ impl EncodeAnyShape {
     /// [`Error::Unsupported`] for subspaces of more than about 150 components.
     pub fn program(&self) -> Result<Program, Error> {
         let defines = defines(self.quantizer, self.element, shared_bytes(self.quantizer))?;
-        Ok(Program::new("pq_encode_any", KERNELS.pq_encode_any, &defines))
+        Ok(Program::new(source!("pq_encode_generic.cu"), &defines))
     }
 }
 
@@ -80,7 +81,7 @@ impl EncodeAny {
     /// # Errors
     /// [`Error::Unsupported`], [`Error::NoNvrtc`], [`Error::Compile`] or [`Error::Driver`].
     pub fn new(device: &Device, shape: EncodeAnyShape) -> Result<Self, Error> {
-        let kernel = device.kernel(&shape.program()?, "pq_encode_any", shared_bytes(shape.quantizer))?;
+        let kernel = device.kernel(&shape.program()?, "pq_encode_generic", shared_bytes(shape.quantizer))?;
         Ok(Self { kernel, shape })
     }
 

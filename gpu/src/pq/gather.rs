@@ -1,7 +1,8 @@
 use cudarc::driver::sys::CUstream;
 
+use crate::compile::source;
 use crate::device::Kernel;
-use crate::{Device, Error, KERNELS, Program};
+use crate::{Device, Error, Program};
 
 const THREADS: usize = 256;
 
@@ -73,7 +74,7 @@ impl Gather {
             let operation = format!("gather rows of {row_bytes} bytes");
             return Err(Error::Unsupported { operation, supported: "multiples of 16 up to 65,536" });
         }
-        Ok(Program::new("gather", KERNELS.gather, &[("ROW_BYTES", row_bytes)]))
+        Ok(Program::new(source!("gather.cu"), &[("ROW_BYTES", row_bytes)]))
     }
 
     /// Compiles it for rows of so many bytes: dim times the size of an element.

@@ -1,8 +1,9 @@
 use cudarc::driver::sys::CUstream;
 use pq_core::PqShape;
 
+use crate::compile::source;
 use crate::device::Kernel;
-use crate::{Device, Error, KERNELS, Program, VectorElement};
+use crate::{Device, Error, Program, VectorElement};
 
 /// What tables are compiled for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -35,7 +36,7 @@ impl LutShape {
             ("GROUP", self.group),
             ("ELEMENT", self.element as usize),
         ];
-        Ok(Program::new("pq_lut", KERNELS.pq_lut, &defines).without_fused_multiply_add())
+        Ok(Program::new(source!("pq_lut.cu"), &defines).without_fused_multiply_add())
     }
 }
 

@@ -1,8 +1,9 @@
 use cudarc::driver::sys::CUstream;
 use pq_core::PqShape;
 
+use crate::compile::source;
 use crate::device::Kernel;
-use crate::{Device, Error, KERNELS, Program};
+use crate::{Device, Error, Program};
 
 /// Tokens of a block of threads, and its threads: `CHUNK` and `THREADS` of the kernel.
 pub(super) const CHUNK: usize = 8192;
@@ -65,7 +66,7 @@ impl ScanShape {
     /// # Errors
     /// [`Error::Unsupported`].
     pub fn program(&self, shared_memory: usize) -> Result<Program, Error> {
-        Ok(Program::new("pq_scan", KERNELS.pq_scan, &self.defines(shared_memory)?))
+        Ok(Program::new(source!("pq_search/scan.cu"), &self.defines(shared_memory)?))
     }
 }
 

@@ -2,8 +2,9 @@ use cudarc::driver::sys::CUstream;
 use pq_core::{GroupRule, PqShape};
 
 use super::scan::{CHUNK, ScanShape};
+use crate::compile::source;
 use crate::device::Kernel;
-use crate::{Device, Error, KERNELS, Program};
+use crate::{Device, Error, Program};
 
 /// What a search is compiled for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -40,10 +41,10 @@ impl SearchShape {
         let defines = self.scan().defines(shared_memory)?;
         let program = if self.is_joint(capability, shared_memory) {
             let defines = [&defines[..], &[("SHARED_BYTES", self.joint_shared_bytes())]].concat();
-            Program::new("pq_search_joint", KERNELS.pq_search_joint, &defines)
+            Program::new(source!("pq_search/search_histogram_sm90.cu"), &defines)
         } else {
             let defines = [&defines[..], &[("ROW_BYTES", ROW_BYTES)]].concat();
-            Program::new("pq_search", KERNELS.pq_search, &defines)
+            Program::new(source!("pq_search/search.cu"), &defines)
         };
         Ok(program.define_if(self.rule == GroupRule::MaxOfSoftmax, "MAX_RULE"))
     }
@@ -145,7 +146,7 @@ impl Search {
         let program = shape.program(capability, shared_memory)?;
         let tables = shape.scan().shared_bytes(shared_memory);
         let kernels: &[(&'static str, usize, u32)] = if shape.is_joint(capability, shared_memory) {
-            &[("pq_search_joint", shape.joint_shared_bytes(), SELECT_THREADS)]
+            &[("pq_search_histogram", shape.joint_shared_bytes(), SELECT_THREADS)]
         } else {
             &[
                 ("pq_search_stats", tables, SCORE_THREADS),

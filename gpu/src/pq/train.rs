@@ -2,8 +2,9 @@ use cudarc::driver::sys::CUstream;
 use pq_core::PqShape;
 
 use super::nearest::{TILE, defines, shared_bytes};
+use crate::compile::source;
 use crate::device::Kernel;
-use crate::{Device, Error, KERNELS, Program, VectorElement};
+use crate::{Device, Error, Program, VectorElement};
 
 /// Vectors of a block: `PART` of the kernels.
 const PART: usize = 2048;
@@ -26,7 +27,7 @@ impl TrainShape {
     /// [`Error::Unsupported`] where centroids of a subspace do not fit the shared memory of a block.
     pub fn program(&self) -> Result<Program, Error> {
         let defines = defines(self.quantizer, self.element, self.shared_bytes())?;
-        Ok(Program::new("pq_train", KERNELS.pq_train, &defines))
+        Ok(Program::new(source!("pq_train.cu"), &defines))
     }
 
     /// Bytes of `Shared` of the kernels.

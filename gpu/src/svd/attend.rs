@@ -1,7 +1,8 @@
 use cudarc::driver::sys::CUstream;
 
+use crate::compile::source;
 use crate::device::Kernel;
-use crate::{Device, Element, Error, KERNELS, Program};
+use crate::{Device, Element, Error, Program};
 
 /// Query heads that one block serves: `QUERIES` of the kernel.
 const QUERIES: usize = 8;
@@ -44,9 +45,13 @@ impl AttendShape {
     /// [`Error::Unsupported`].
     pub fn program(&self) -> Result<Program, Error> {
         self.check()?;
-        let defines = [("DIM", self.dim), ("WARPS", self.warps()), ("SHARED_BYTES", self.shared_bytes())];
-        Ok(Program::new("svd_attend", KERNELS.svd_attend, &defines)
-            .define_if(self.element == Element::Bf16, "BFLOAT"))
+        let defines = [
+            ("DIM", self.dim),
+            ("ELEMENT", self.element as usize),
+            ("WARPS", self.warps()),
+            ("SHARED_BYTES", self.shared_bytes()),
+        ];
+        Ok(Program::new(source!("svd_attend.cu"), &defines))
     }
 }
 

@@ -1,8 +1,9 @@
 use cudarc::driver::sys::{CUstream, CUtensorMap};
 
+use crate::compile::source;
 use crate::device::Kernel;
 use crate::tensor_map::{BOX_WIDTH, RowsOfHeads};
-use crate::{Device, Element, Error, KERNELS, Program};
+use crate::{Device, Element, Error, Program};
 
 /// Rows of a tile: `ROWS` of the kernel.
 const ROWS: usize = 128;
@@ -26,13 +27,17 @@ impl GramShape {
             let operation = format!("{self:?}");
             return Err(Error::Unsupported { operation, supported: "multiples of 16 up to 128" });
         }
-        let defines = [("DIM", self.dim), ("SHARED_BYTES", self.shared_bytes(capability))];
+        let defines = [
+            ("DIM", self.dim),
+            ("ELEMENT", self.element as usize),
+            ("SHARED_BYTES", self.shared_bytes(capability)),
+        ];
         let program = if self.in_squares(capability) {
-            Program::new("svd_gram_squares", KERNELS.svd_gram_squares, &defines).of_architecture_alone()
+            Program::new(source!("svd_gram/gram_sm90.cu"), &defines).arch_specific()
         } else {
-            Program::new("svd_gram_strips", KERNELS.svd_gram_strips, &defines)
+            Program::new(source!("svd_gram/gram_sm80.cu"), &defines)
         };
-        Ok(program.define_if(self.element == Element::Bf16, "BFLOAT"))
+        Ok(program)
     }
 
     /// Whether `squares.cu` takes it, and not `strips.cu`.

@@ -1,8 +1,9 @@
 use cudarc::driver::sys::CUstream;
 
 use super::AttendShape;
+use crate::compile::source;
 use crate::device::Kernel;
-use crate::{Device, Element, Error, KERNELS, Program};
+use crate::{Device, Error, Program};
 
 /// Warps of a block, and its rows at full rank: `WARPS` and `ROWS` of the kernel.
 const WARPS: usize = 4;
@@ -97,9 +98,9 @@ impl Prefill {
     /// [`Error::Unsupported`].
     pub fn program(shape: AttendShape) -> Result<Program, Error> {
         shape.check()?;
-        let defines = [("DIM", shape.dim), ("SHARED_BYTES", shared_bytes(shape))];
-        Ok(Program::new("svd_prefill", KERNELS.svd_prefill, &defines)
-            .define_if(shape.element == Element::Bf16, "BFLOAT"))
+        let defines =
+            [("DIM", shape.dim), ("ELEMENT", shape.element as usize), ("SHARED_BYTES", shared_bytes(shape))];
+        Ok(Program::new(source!("svd_prefill.cu"), &defines))
     }
 
     /// Compiles it for a shape.

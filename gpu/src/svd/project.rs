@@ -1,8 +1,9 @@
 use cudarc::driver::sys::{CUstream, CUtensorMap};
 
+use crate::compile::source;
 use crate::device::Kernel;
 use crate::tensor_map::{BOX_WIDTH, RowsOfHeads};
-use crate::{Device, Element, Error, KERNELS, Program};
+use crate::{Device, Element, Error, Program};
 
 /// Of `registers.cu`: warps of a block, and rows of each at a time.
 const WARPS: usize = 8;
@@ -54,13 +55,18 @@ impl ProjectShape {
             });
         }
         let shared = self.shared_bytes(capability);
-        let defines = [("DIM", self.dim), ("RANK", self.rank), ("SHARED_BYTES", shared)];
+        let defines = [
+            ("DIM", self.dim),
+            ("RANK", self.rank),
+            ("ELEMENT", self.element as usize),
+            ("SHARED_BYTES", shared),
+        ];
         let program = if self.in_boxes(capability) {
-            Program::new("svd_project_boxes", KERNELS.svd_project_boxes, &defines).of_architecture_alone()
+            Program::new(source!("svd_project/project_sm90.cu"), &defines).arch_specific()
         } else {
-            Program::new("svd_project_registers", KERNELS.svd_project_registers, &defines)
+            Program::new(source!("svd_project/project_sm80.cu"), &defines)
         };
-        Ok(program.define_if(self.element == Element::Bf16, "BFLOAT"))
+        Ok(program)
     }
 }
 

@@ -1,12 +1,15 @@
 // Blocks of a frame into rows of numbers: tiles decoded, dequantized and stored where an engine keeps its cache.
 //
-// CPU twin: codec_core::Frame::decode_block_into. The frame's bytes lie on the device as they were sent; the host has verified its
-// header, index and ids.
+// CPU twin: codec_core::Frame::decode_block_into. The frame's bytes lie on the device as they were sent; the host has
+// verified its header, index and ids.
 //
-// A block of threads has one tile of a plane and WARPS of its blocks of tokens, which share the models in shared memory, laid out so
-// that lanes never collide there. A symbol is found by bisection. Words pass through a ring of 256 bytes, a half of it loaded while
-// another is read. Floor: the stream is read, the numbers are written. It is far below what the loop over rows takes: about 250
-// instructions for sm_90 and 32 symbols, those of refills and escapes included, which not every row runs.
+// A block of threads has one tile of a plane and WARPS of its blocks of tokens, which share the models in shared
+// memory, laid out so that lanes never collide there. A symbol is found by bisection. Words pass through a ring of 256
+// bytes, a half of it loaded while another is read. Floor: the stream is read, the numbers are written. It is far below
+// what the loop over rows takes: about 250 instructions for sm_90 and 32 symbols, those of refills and escapes
+// included, which not every row runs.
+#include "codec/tile.cuh"
+#include "warp.cuh"
 
 constexpr int WARPS = 8, THREADS = WARPS * LANES;
 constexpr int HEADER_BYTES = 64, ENTRY_BYTES = 12 + 2 * TILES;
@@ -35,7 +38,8 @@ class Words {
     // The lane's four bytes of the next 128; those behind the end are zeros.
     __device__ u32 load() {
         const u64 address = (u64)next + 4 * (threadIdx.x % LANES), aligned = address & ~3ull;
-        const u32 low = aligned < (u64)end ? *(const u32*)aligned : 0, high = aligned + 4 < (u64)end ? *(const u32*)(aligned + 4) : 0;
+        const u32 low = aligned < (u64)end ? *(const u32*)aligned : 0,
+                  high = aligned + 4 < (u64)end ? *(const u32*)(aligned + 4) : 0;
         next += 4 * LANES;
         return __funnelshift_r(low, high, 8 * (address & 3));
     }
@@ -81,11 +85,12 @@ __device__ u32 read_states(Tile& tile, bool used, u32 lanes) {
     if (tile.end - tile.at < length_bytes) return tile.bad = true, LOW;
     const u32 bits = used ? 16 + (tile.at[lane / 2] >> (4 * (lane % 2)) & 15) : 0;
     tile.at += length_bytes;
-    const u32 through = sum_through_lane(bits), first = through - bits, all = __shfl_sync(FULL, through, LANES - 1);
+    const u32 through = warp_inclusive_sum(bits), first = through - bits, all = __shfl_sync(FULL, through, LANES - 1);
     if (tile.end - tile.at < (all + 7) / 8) return tile.bad = true, LOW;
     u64 window = 0;
     if (used)
-        for (u32 byte = first / 8; byte * 8 < first + bits; byte++) window |= (u64)tile.at[byte] << (8 * (byte - first / 8));
+        for (u32 byte = first / 8; byte * 8 < first + bits; byte++)
+            window |= (u64)tile.at[byte] << (8 * (byte - first / 8));
     if (all % 8 && tile.at[all / 8] >> all % 8) tile.bad = true;
     tile.at += (all + 7) / 8;
     return used ? 1u << bits | ((u32)(window >> first % 8) & ((1u << bits) - 1)) : LOW;
@@ -93,7 +98,8 @@ __device__ u32 read_states(Tile& tile, bool used, u32 lanes) {
 
 // Calls `sink(row, bin)` for every row of a coded tile. OWN: under families that the tile names.
 template <bool OWN, class Sink>
-__device__ __forceinline__ void decode_coded(Tile& tile, const Symbol* symbols, u32 low_bits, u32* ring, u32 lanes, const Sink& sink) {
+__device__ __forceinline__ void decode_coded(Tile& tile, const Symbol* symbols, u32 low_bits, u32* ring, u32 lanes,
+                                             const Sink& sink) {
     constexpr int STRIDE = OWN ? 1 : LANES, FIRST_STEP = (OWN ? MAX_SYMBOLS : SYMBOLS) / 2;
     const int lane = threadIdx.x % LANES;
     const bool used = lane < lanes;
@@ -192,12 +198,13 @@ struct Writer {
     }
 
     __device__ __forceinline__ void put(u32 row, float number) {
-        Number* to = column.of(place, first_token + row, row == 0);
-        if (used) *to = to_number(number + mean);
+        Element* to = column.of(place, first_token + row, row == 0);
+        if (used) *to = to_element(number + mean);
     }
 };
 
-__device__ void decode(Tile& tile, const Arguments& a, const TileModel& model, Shared& shared, Writer& writer, u32 lanes) {
+__device__ void decode(Tile& tile, const Arguments& a, const TileModel& model, Shared& shared, Writer& writer,
+                       u32 lanes) {
     const int lane = threadIdx.x % LANES;
     if (tile.end - tile.at < HEAD_BYTES) {
         tile.bad = true;
@@ -207,10 +214,12 @@ __device__ void decode(Tile& tile, const Arguments& a, const TileModel& model, S
     tile.at += HEAD_BYTES;
     if (kind == FIXED) {
         const u32 width = second, exponent = third;
-        tile.bad = width > 16 || exponent > 128 || fourth != 0 || tile.end - tile.at != (tile.rows * lanes * width + 15) / 16 * 2;
+        tile.bad = width > 16 || exponent > 128 || fourth != 0 ||
+                   tile.end - tile.at != (tile.rows * lanes * width + 15) / 16 * 2;
         if (tile.bad) return;
         // 2^exponent in two factors: one alone may be beyond f32.
-        const float a = __uint_as_float((127 + exponent / 2) << 23), b = __uint_as_float((127 + exponent - exponent / 2) << 23);
+        const float a = __uint_as_float((127 + exponent / 2) << 23),
+                    b = __uint_as_float((127 + exponent - exponent / 2) << 23);
         constexpr float LARGEST = 3.40282347e38f;
         decode_fixed(tile, width, lanes, [&](u32 row, int bin) {
             const float number = (float)bin * writer.step_of(row) * a * b;
@@ -247,7 +256,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) codec_decode(Arguments a) 
     const u32 tile_index = blockIdx.x, plane = a.first_plane + blockIdx.y;
     const int lane = threadIdx.x % LANES;
     const TileModel& model = a.planes->tiles[plane][tile_index];
-    for (int i = threadIdx.x; i < CONTEXTS * SYMBOLS * LANES; i += THREADS) (&shared.symbols[0][0])[i] = (&model.symbols[0][0])[i];
+    for (int i = threadIdx.x; i < CONTEXTS * SYMBOLS * LANES; i += THREADS)
+        (&shared.symbols[0][0])[i] = (&model.symbols[0][0])[i];
     __syncthreads();
     const u32 block = blockIdx.z * WARPS + threadIdx.x / LANES;
     if (block >= a.blocks) return;
@@ -276,8 +286,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) codec_decode(Arguments a) 
     tile.rows = rows;
     tile.bad = tile.end > block_end || (tile_index == TILES - 1 && tile.end != block_end);
     const u32 channel = tile_index * LANES + lane;
-    Writer writer{model, a.place, block_start, Column(a.place, a.out[blockIdx.y], channel), first_token, model.steps[lane], model.mean[lane],
-                  lane < lanes};
+    Writer writer{model,       a.place,           block_start,      Column(a.place, a.out[blockIdx.y], channel),
+                  first_token, model.steps[lane], model.mean[lane], lane < lanes};
     if (!tile.bad) decode(tile, a, model, shared, writer, lanes);
     if (__any_sync(FULL, tile.bad) && lane == 0) atomicMax(a.failed, (u32)number * TILES + tile_index + 1);
 }

@@ -1,11 +1,13 @@
 // Rows of numbers into tiles of a frame, byte for byte those of the CPU.
 //
-// CPU twin: codec_core::encode_frame, of planes with a step for each channel. Every tile goes into a slot of its own; `codec_join`
-// then puts them one behind the other.
+// CPU twin: codec_core::encode_frame, of planes with a step for each channel. Every tile goes into a slot of its own;
+// `codec_join` then puts them one behind the other.
 //
-// Blocks of threads stay; each takes one tile of a plane and WARPS of its blocks of tokens at a time, which share the models. rANS
-// works backwards and what it costs is known only at the end, so bins, words and escapes wait in a warp's workspace, which is used
-// again for its next tile.
+// Blocks of threads stay; each takes one tile of a plane and WARPS of its blocks of tokens at a time, which share the
+// models. rANS works backwards and what it costs is known only at the end, so bins, words and escapes wait in a warp's
+// workspace, which is used again for its next tile.
+#include "codec/tile.cuh"
+#include "warp.cuh"
 
 constexpr int WARPS = 4, THREADS = WARPS * LANES;
 constexpr int MAX_BIN = 32767, COST_BITS = 8;
@@ -58,10 +60,13 @@ __device__ __forceinline__ u32 code_of(int bin, u32 low_bits) {
     return zigzag(shifted >> low_bits) << low_bits | (shifted & ((1 << low_bits) - 1));
 }
 
-__device__ __forceinline__ float step_number(Number x, float mean, float inverse) { return (to_float(x) - mean) * inverse; }
+__device__ __forceinline__ float step_number(Element x, float mean, float inverse) {
+    return (to_float(x) - mean) * inverse;
+}
 
 // The number of a channel of a tile, in steps.
-__device__ float number_at(const Place& place, Number* plane, const TileModel& model, u32 first_channel, u32 lane, u32 token) {
+__device__ float number_at(const Place& place, Element* plane, const TileModel& model, u32 first_channel, u32 lane,
+                           u32 token) {
     Column column(place, plane, first_channel + lane);
     return step_number(*column.of(place, token, true), model.mean[lane], 1.f / model.steps[lane]);
 }
@@ -72,16 +77,18 @@ struct Seen {
     bool fits, finite;
 };
 
-__device__ Seen quantize(Tile& tile, const Place& place, Number* plane, const TileModel& model, u32 first_channel, u32 first_token) {
+__device__ Seen quantize(Tile& tile, const Place& place, Element* plane, const TileModel& model, u32 first_channel,
+                         u32 first_token) {
     const u32 lane = threadIdx.x % LANES;
     const bool used = lane < tile.lanes;
     Column column(place, plane, first_channel + lane);
-    const float mean = model.mean[lane], inverse = 1.f / model.steps[lane], one = model.centroids[0], two = model.centroids[1];
+    const float mean = model.mean[lane], inverse = 1.f / model.steps[lane], one = model.centroids[0],
+                two = model.centroids[1];
     float last = 0, prediction = 0;
     Seen seen = {0, 0, 0, true, true};
 #pragma unroll 4
     for (u32 row = 0; row < tile.rows; row++) {
-        const Number* at = column.of(place, first_token + row, row == 0);
+        const Element* at = column.of(place, first_token + row, row == 0);
         const float number = used ? step_number(*at, mean, inverse) : 0;
 #ifdef PREVIOUS
         prediction = last * model.factors[lane];
@@ -147,9 +154,10 @@ __device__ long long cost_under(const Tile& tile, const Model& model) {
 
 __device__ Model model_of(const Family& family) { return {family.symbols, 1, family.low_bits, &family.escape}; }
 
-// Whether families of the tile's own code it in fewer bits than the plane's models, with what writing them costs; `own` is then the
-// lane's.
-__device__ bool own_families(const Tile& tile, const Arguments& a, const TileModel& expected, const Model& model, float squares, u32& own) {
+// Whether families of the tile's own code it in fewer bits than the plane's models, with what writing them costs; `own`
+// is then the lane's.
+__device__ bool own_families(const Tile& tile, const Arguments& a, const TileModel& expected, const Model& model,
+                             float squares, u32& own) {
     const u32 lane = threadIdx.x % LANES;
     const bool used = lane < tile.lanes;
     const double n = tile.rows;
@@ -263,7 +271,7 @@ __device__ u32 bytes_before_words(const Tile& tile, u32 state_bits, bool own) {
 __device__ void write_coded(const Tile& tile, const Stream& stream, bool has_own, u32 own, u32* state_bits, u8* to) {
     const u32 lane = threadIdx.x % LANES, words = 2 * LANES * tile.rows - stream.first_word;
     const bool used = lane < tile.lanes;
-    const u32 length = used ? bits_below_highest(stream.state) : 0, bits_through = sum_through_lane(length);
+    const u32 length = used ? bits_below_highest(stream.state) : 0, bits_through = warp_inclusive_sum(length);
     const u32 first_bit = bits_through - length, all_bits = __shfl_sync(FULL, bits_through, LANES - 1);
     const u32 before_words = bytes_before_words(tile, all_bits, has_own), padding = before_words % 2;
     if (lane == 0) {
@@ -317,15 +325,16 @@ __device__ Fixed fixed_of(const Tile& tile, const Seen& seen) {
     return fixed;
 }
 
-__device__ void write_fixed(const Tile& tile, const Fixed& fixed, const Place& place, Number* plane, const TileModel& model,
-                            u32 first_channel, u32 first_token, u8* to) {
+__device__ void write_fixed(const Tile& tile, const Fixed& fixed, const Place& place, Element* plane,
+                            const TileModel& model, u32 first_channel, u32 first_token, u8* to) {
     const u32 lane = threadIdx.x % LANES;
     if (lane < HEAD_BYTES) to[lane] = lane == 1 ? (u8)fixed.width : lane == 2 ? (u8)fixed.exponent : 0;
     const u32 count = tile.rows * tile.lanes;
     for (u32 word = lane; word < (fixed.bytes - HEAD_BYTES) / 2; word += LANES) {
         u32 bits = 0;
         for (u32 i = word * 16 / fixed.width; i < count && i * fixed.width < word * 16 + 16; i++) {
-            const float number = number_at(place, plane, model, first_channel, i % tile.lanes, first_token + i / tile.lanes);
+            const float number =
+                number_at(place, plane, model, first_channel, i % tile.lanes, first_token + i / tile.lanes);
             const u64 value = zigzag(bin_of(number * fixed.factor));
             bits |= (u32)((value << 16 << (i * fixed.width + 16 - word * 16)) >> 32);
         }
@@ -342,7 +351,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 6) codec_encode(Arguments 
         const u32 round = unit % rounds, tile_index = unit / rounds % TILES, plane = unit / rounds / TILES;
         const TileModel& expected = a.planes->tiles[a.first_plane + plane][tile_index];
         __syncthreads();
-        for (int i = threadIdx.x; i < CONTEXTS * SYMBOLS * LANES; i += THREADS) (&shared.symbols[0][0])[i] = (&expected.symbols[0][0])[i];
+        for (int i = threadIdx.x; i < CONTEXTS * SYMBOLS * LANES; i += THREADS)
+            (&shared.symbols[0][0])[i] = (&expected.symbols[0][0])[i];
         __syncthreads();
         const u32 block = round * WARPS + warp;
         if (block >= blocks) continue;
@@ -354,7 +364,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 6) codec_encode(Arguments 
         tile.codes = workspace;
         tile.words = workspace + LANES * a.block_tokens;
         tile.escapes = workspace + 3 * LANES * a.block_tokens;
-        Number* rows = a.rows[plane];
+        Element* rows = a.rows[plane];
         const u64 number = ((u64)plane * blocks + block) * TILES + tile_index;
         u8* to = a.slots + number * a.slot_bytes;
 
@@ -378,7 +388,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 6) codec_encode(Arguments 
             __syncwarp();
             const u32 state_bits = __reduce_add_sync(FULL, lane < tile.lanes ? bits_below_highest(stream.state) : 0);
             const u32 before_words = bytes_before_words(tile, state_bits, has_own);
-            bytes = before_words + before_words % 2 + 2 * (2 * LANES * tile.rows - stream.first_word + tile.escape_count);
+            bytes =
+                before_words + before_words % 2 + 2 * (2 * LANES * tile.rows - stream.first_word + tile.escape_count);
             if (bytes <= fixed.bytes) write_coded(tile, stream, has_own, own, shared.state_bits[warp], to);
         }
         if (bytes > fixed.bytes) {

@@ -1,6 +1,8 @@
 // Tiles from their slots into a payload, one behind the other.
 //
-// A block of threads has COUNT tiles; it adds up the lengths before them by itself. Floor: the payload is read and written.
+// A block of threads has COUNT tiles; it adds up the lengths before them by itself. Floor: the payload is read and
+// written.
+#include "warp.cuh"
 
 constexpr int THREADS = 256, COUNT = THREADS;
 
@@ -29,7 +31,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) codec_join(Arguments a) {
         for (int i = 0; i < THREADS / LANES; i++) start += sums[i];
         for (u32 i = 0; i < count; i += LANES) { // warp by warp: lengths of 32 tiles fit 32 bits
             const u32 length = i + lane < count ? a.lengths[first + i + lane] : 0;
-            const u32 sum = sum_through_lane(length);
+            const u32 sum = warp_inclusive_sum(length);
             if (i + lane < count) starts[i + lane] = start + sum - length;
             start += __shfl_sync(FULL, sum, LANES - 1);
         }

@@ -1,6 +1,8 @@
 // Where the numbers of planes are: in an engine's cache, or coefficients on their way there.
 //
 // Compile-time shape: CHANNELS, HEAD_DIM, PAGED or not, ELEMENT.
+#pragma once
+#include "element.cuh"
 
 // Numbers [token][head][component] of a plane, with strides, tokens in pages or not.
 struct Place {
@@ -8,7 +10,9 @@ struct Place {
     const u32* pages;                           // of every `page_tokens` tokens
     u32 page_tokens, first_token;
 
-    __device__ __forceinline__ u64 of_channel(u32 channel) const { return channel / HEAD_DIM * head_stride + channel % HEAD_DIM; }
+    __device__ __forceinline__ u64 of_channel(u32 channel) const {
+        return channel / HEAD_DIM * head_stride + channel % HEAD_DIM;
+    }
 
     // `token` counts from the place's first one.
     __device__ __forceinline__ u64 of_token(u32 token) const {
@@ -32,24 +36,24 @@ struct Place {
 
 // Planes of a launch: each at a pointer of its own, or all behind each other.
 struct PlanesAt {
-    Number* const* each; // or null
-    Number* all;
+    Element* const* each; // or null
+    Element* all;
     u64 stride; // numbers
 
-    __device__ Number* operator[](u32 plane) const { return each ? each[plane] : all + plane * stride; }
+    __device__ Element* operator[](u32 plane) const { return each ? each[plane] : all + plane * stride; }
 };
 
 // A lane's channel of a plane, token after token.
 struct Column {
-    Number* base;
-    Number* at;
+    Element* base;
+    Element* at;
 
-    __device__ Column(const Place& place, Number* plane, u32 channel) : base(plane + place.of_channel(channel)) {}
+    __device__ Column(const Place& place, Element* plane, u32 channel) : base(plane + place.of_channel(channel)) {}
 
     // The lane's number of token `token`, which is the one behind the last that was asked for.
-    __device__ __forceinline__ Number* of(const Place& place, u32 token, bool first) {
+    __device__ __forceinline__ Element* of(const Place& place, u32 token, bool first) {
         if (first || place.starts_anew(token)) at = base + place.of_token(token);
-        Number* number = at;
+        Element* number = at;
         at += place.token_stride;
         return number;
     }

@@ -1,8 +1,11 @@
-// What coding and decoding of codec-core's tiles have in common (codec-core/FORMAT.md): a warp takes a tile, a lane a channel.
+// What coding and decoding of codec-core's tiles have in common (codec-core/FORMAT.md): a warp takes a tile, a lane a
+// channel.
 //
-// Compile-time shape, beside that of place.cuh: CONTEXTS (1 or 3) and SYMBOLS (a power of two, up to 64) of the models; PREVIOUS where
-// a number is predicted from the one before. Compiled without contraction (--fmad=false): every operation on floats is rounded by
-// itself, as on the CPU.
+// Compile-time shape, beside that of place.cuh: CONTEXTS (1 or 3) and SYMBOLS (a power of two, up to 64) of the models;
+// PREVIOUS where a number is predicted from the one before. Compiled without contraction (--fmad=false): every
+// operation on floats is rounded by itself, as on the CPU.
+#pragma once
+#include "codec/place.cuh"
 
 constexpr int PRECISION = 12, MAX_SYMBOLS = 64;
 constexpr u32 SLOTS = 1u << PRECISION;
@@ -11,8 +14,8 @@ constexpr int TILES = (CHANNELS + LANES - 1) / LANES;
 constexpr u32 FIXED = 0, PLANE_LANES = 1, OWN_LANES = 2;
 constexpr int HEAD_BYTES = 4;
 
-// A symbol of a model: its first slot in the upper half, how many it has in the lower one. Behind the last symbol, the escape, all
-// start at SLOTS.
+// A symbol of a model: its first slot in the upper half, how many it has in the lower one. Behind the last symbol, the
+// escape, all start at SLOTS.
 typedef u32 Symbol;
 __device__ __forceinline__ u32 first_slot(Symbol symbol) { return symbol >> 16; }
 __device__ __forceinline__ u32 slots(Symbol symbol) { return symbol & 0xffff; }
@@ -54,7 +57,9 @@ __device__ __forceinline__ int unzigzag(u32 x) { return (int)(x >> 1) ^ -(int)(x
 __device__ __forceinline__ int half_of(u32 low_bits) { return (1 << low_bits) >> 1; }
 
 // The context that a symbol leaves behind.
-__device__ __forceinline__ u32 context_after(u32 symbol, bool escaped) { return symbol == 0 || escaped ? 0 : 2 - symbol % 2; }
+__device__ __forceinline__ u32 context_after(u32 symbol, bool escaped) {
+    return symbol == 0 || escaped ? 0 : 2 - symbol % 2;
+}
 
 // What a bin decodes to, in steps.
 __device__ __forceinline__ float centre(int bin, float one, float two) {

@@ -1,15 +1,22 @@
 // The kernel, and a warp's way through its tiles.
 //
-// INTERLEAVED: two tiles are in work at a time. The products of one with its weights alternate with those of the next one's keys, for a
-// warp alone waits for shared memory, products and shuffles one after the other. Four queries at 8 bits for two components took 3 to 6 %
-// less by 8 such warps than by 12 that have one tile each; fewer bits, which have to be expanded for both tiles, up to 10 % more. The
-// weights of a third tile in between, or other orders of the steps, took 1 to 5 % more; the same loop as a structure's member, which the
-// compiler puts in another order, 2 to 6 %; loads of codes behind the weights, 10 to 26 %.
+// INTERLEAVED: two tiles are in work at a time. The products of one with its weights alternate with those of the next
+// one's keys, for a warp alone waits for shared memory, products and shuffles one after the other. Four queries at 8
+// bits for two components took 3 to 6 % less by 8 such warps than by 12 that have one tile each; fewer bits, which have
+// to be expanded for both tiles, up to 10 % more. The weights of a third tile in between, or other orders of the steps,
+// took 1 to 5 % more; the same loop as a structure's member, which the compiler puts in another order, 2 to 6 %; loads
+// of codes behind the weights, 10 to 26 %.
 //
-// What else was tried on an H200 and did not pay, one tile at a time: asking for the tile after the next in the second-level cache (10 %
-// slower with one query, where that cache is 92 % busy, 1 to 5 % with four), or for the second tile while tables come (5 % slower); hints
-// on the loads (no difference); codes of two tiles on their way in registers (8 warps; 4 % slower for 32,768 tokens, 2 % faster for 16
-// times as many).
+// What else was tried on an H200 and did not pay, one tile at a time: asking for the tile after the next in the
+// second-level cache (10 % slower with one query, where that cache is 92 % busy, 1 to 5 % with four), or for the second
+// tile while tables come (5 % slower); hints on the loads (no difference); codes of two tiles on their way in registers
+// (8 warps; 4 % slower for 32,768 tokens, 2 % faster for 16 times as many).
+#include "pq_attend/exact.cuh"
+#include "pq_attend/finish.cuh"
+#include "pq_attend/plan.cuh"
+#include "pq_attend/scores.cuh"
+#include "pq_attend/sums.cuh"
+#include "pq_attend/tables.cuh"
 
 // Where a tile of a sequence lies among all tiles, of which there are fewer than 2^32.
 struct Tiles {
@@ -38,9 +45,10 @@ __device__ __forceinline__ void load_queries(const Arguments& a, const Plan& pla
     const u32 query = threadIdx.x / WORDS, word = threadIdx.x % WORDS;
     if (query < QUERIES) {
         const bool there = query < live;
-        copy_async_4_if(shared + QUERY_ROWS + query * QUERY_ROW + word * 4, queries + (there ? query * D + component<KEY_SUB>(word) : 0), there);
+        cp_async_4_zfill(shared + QUERY_ROWS + query * QUERY_ROW + word * 4,
+                         queries + (there ? query * D + component<KEY_SUB>(word) : 0), there);
     }
-    commit_copies();
+    cp_async_commit();
 }
 
 // The block's part of one sequence; its first one waits for the tables. A warp has every WARPS-th tile of it.
@@ -70,7 +78,7 @@ __device__ __forceinline__ void attend_sequence(const Arguments& a, Plan& plan, 
     if (lane.thread == 0) plan.find_sharers();
     state.clear();
     clear_results(lane);
-    wait_for_all_but<0>();
+    cp_async_wait<0>();
     __syncthreads();
     attend_exact(a, plan);
 
@@ -145,12 +153,12 @@ __device__ __forceinline__ void attend_sequence(const Arguments& a, Plan& plan, 
     };
 
     if (INTERLEAVED) {
-        if (uniform(tile < tile_end)) score();
+        if (warp_uniform(tile < tile_end)) score();
         wait_for_value_table();
-        while (uniform(tile + WARPS < tile_end)) add_and_score_next();
-        if (uniform(tile < tile_end)) add();
+        while (warp_uniform(tile + WARPS < tile_end)) add_and_score_next();
+        if (warp_uniform(tile < tile_end)) add();
     } else {
-        while (uniform(tile < tile_end)) {
+        while (warp_uniform(tile < tile_end)) {
             score();
             add();
             tile += WARPS;
@@ -162,12 +170,12 @@ __device__ __forceinline__ void attend_sequence(const Arguments& a, Plan& plan, 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) pq_attend(const Arguments a) {
     load_key_table(a);
     Plan& plan = *reinterpret_cast<Plan*>(shared + PLAN);
-    if (uniform(threadIdx.x < LANES)) plan.find_first(a);
-    wait_for_previous_kernel(); // all but tables and lengths may come from it
-    let_next_kernel_start();
+    if (warp_uniform(threadIdx.x < LANES)) plan.find_first(a);
+    pdl_wait(); // all but tables and lengths may come from it
+    pdl_trigger();
     __syncthreads();
     bool is_first = true;
-    for (; uniform(plan.entry < a.batch); is_first = false) {
+    for (; warp_uniform(plan.entry < a.batch); is_first = false) {
         State state;
         attend_sequence(a, plan, is_first, state);
         finish_sequence(a, plan, state);

@@ -1,5 +1,9 @@
-// How a lane's codes of one tile lie in memory, for keys and values alike: in the order in which they are used, but for words
-// that share a code. LOADS times WIDTH 32-bit words a lane, [load][lane][width].
+// How a lane's codes of one tile lie in memory, for keys and values alike: in the order in which they are used, but for
+// words that share a code. LOADS times WIDTH 32-bit words a lane, [load][lane][width].
+#pragma once
+#include "pq_attend/shape.cuh"
+#include "primitives_sm80.cuh"
+
 template <int BITS, int SUB>
 struct Packed {
     static constexpr int CODES = TILE * WORDS / (SUB / 2) / LANES;
@@ -13,7 +17,7 @@ struct Packed {
     __device__ __forceinline__ void load(const u8* tile, int lane) {
         tile += lane * WIDTH * 4;
 #pragma unroll
-        for (int i = 0; i < LOADS; i++) load_streaming<WIDTH>(words + i * WIDTH, tile + i * LANES * WIDTH * 4);
+        for (int i = 0; i < LOADS; i++) ld_nc_no_allocate<WIDTH>(words + i * WIDTH, tile + i * LANES * WIDTH * 4);
     }
 
     __device__ __forceinline__ void expand(u32 (&codes)[EXPANDED]) const {
@@ -40,22 +44,25 @@ struct Packed {
 };
 using Keys = Packed<KEY_BITS, KEY_SUB>;
 using Values = Packed<VALUE_BITS, VALUE_SUB>;
-static_assert(Keys::TILE_BYTES == KEY_TILE_BYTES && Values::TILE_BYTES == VALUE_TILE_BYTES, "the host computes it, too");
+static_assert(Keys::TILE_BYTES == KEY_TILE_BYTES && Values::TILE_BYTES == VALUE_TILE_BYTES,
+              "the host computes it, too");
 
-// Which code a look-up of keys uses: of tokens 16 `half` + 8 `high` + g, word 32 `part` + 16 `middle` + 4 (step ^ (g & 3)) + l.
+// Which code a look-up of keys uses: of tokens 16 `half` + 8 `high` + g, word 32 `part` + 16 `middle` + 4 (step ^ (g &
+// 3)) + l.
 __device__ __forceinline__ constexpr int key_code(int half, int part, int step, int middle, int high) {
     constexpr int M = D / KEY_SUB, MIDDLES = M < 32 ? 1 : 2, PARTS = M < 64 ? 1 : 2;
     return ((half * PARTS + part % PARTS) * 4 + step) * MIDDLES * 2 + middle % MIDDLES * 2 + high;
 }
 
-// Which code a look-up of values uses: of tokens 4 `half` + l + 8 (2 `high` + `odd`), word 32 `part` + 8 ((step + l) & 3) + g.
+// Which code a look-up of values uses: of tokens 4 `half` + l + 8 (2 `high` + `odd`), word 32 `part` + 8 ((step + l) &
+// 3) + g.
 __device__ __forceinline__ constexpr int value_code(int half, int step, int high, int part, int odd) {
     constexpr int M = D / VALUE_SUB, STEPS = M < 32 ? 2 : 4, PARTS = M < 64 ? 1 : 2;
     return (((half * STEPS + step % STEPS) * 2 + high) * PARTS + part % PARTS) * 2 + odd;
 }
 
-// A word of the first or second half of a table's row. The offset is added to the pointer, not the address: so it becomes
-// a part of the instruction.
+// A word of the first or second half of a table's row. The offset is added to the pointer, not the address: so it
+// becomes a part of the instruction.
 template <int TABLE>
 __device__ __forceinline__ u32 look_up(u32 address, int part) {
     return *reinterpret_cast<const u32*>(shared + address + (TABLE + part * (ROW / 2)));
@@ -63,4 +70,6 @@ __device__ __forceinline__ u32 look_up(u32 address, int part) {
 
 // Byte 0: offset byte `b` of the lane; byte 1: code `k`; byte 2: the copy's bit. Byte 3: zero.
 __device__ __forceinline__ constexpr u32 key_selector(int k, int b) { return 4 + b | k << 4 | 7 << 8 | 15 << 12; }
-__device__ __forceinline__ constexpr u32 value_selector(int k, int b) { return 4 + b | k << 4 | (12 + b) << 8 | (12 + b) << 12; }
+__device__ __forceinline__ constexpr u32 value_selector(int k, int b) {
+    return 4 + b | k << 4 | (12 + b) << 8 | (12 + b) << 12;
+}

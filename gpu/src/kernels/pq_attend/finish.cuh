@@ -1,4 +1,9 @@
 // Adds the tiles to the results of the warp.
+#pragma once
+#include "pq_attend/exact.cuh"
+#include "pq_attend/sums.cuh"
+#include "softmax_reduce.cuh"
+
 __device__ __forceinline__ void add_tiles(const State& state, const Lane& lane) {
     float* results = warp_results(lane);
 #pragma unroll
@@ -23,8 +28,9 @@ __device__ __forceinline__ void finish_sequence(const Arguments& a, Plan& plan, 
     const u64 first_query = sequence_head * a.group + place.slice * QUERIES;
     const u32 live = min(a.group - place.slice * QUERIES, (u32)QUERIES);
     reduce<QUERIES, D, WARPS, RESULT>(
-        reinterpret_cast<const float*>(shared + RESULTS), live, plan, place.block, a.partials + (u64)place.index() * 2 * QUERIES * RESULT,
-        a.arrived + sequence_head * place.slices + place.slice, [&](u32 query, int component, const Sum& sum) {
+        reinterpret_cast<const float*>(shared + RESULTS), live, plan, place.block,
+        a.partials + (u64)place.index() * 2 * QUERIES * RESULT, a.arrived + sequence_head * place.slices + place.slice,
+        [&](u32 query, int component, const Sum& sum) {
             *reinterpret_cast<u32*>(a.out + (first_query + query) * D + component) = sum.normalized();
             if (component == 0 && a.log_sum_exp) a.log_sum_exp[first_query + query] = sum.log_sum_exp();
         });

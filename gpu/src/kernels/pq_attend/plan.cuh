@@ -1,4 +1,8 @@
 // The items of a sequence: its exact tokens, EXACT at a time, and then its tiles.
+#pragma once
+#include "pq_attend/shape.cuh"
+#include "scheduler.cuh"
+
 struct Items {
     const Arguments& a;
     u32 length, exact_length; // of the sequence that was last asked for

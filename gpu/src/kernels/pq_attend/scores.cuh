@@ -1,25 +1,28 @@
 // A warp's scores of a tile: keys times queries.
+#pragma once
+#include "pq_attend/codes.cuh"
 
 // The queries as the columns of the products want them: in the order of each column's variant.
 struct QueryColumns {
     u32 words[TURNS][HALVES * 4][2];
 
-    // Four matrices at a time, of two steps and both halves of 16 words; column g of each is four words of a query. A lane says where one
-    // column of one of them lies.
+    // Four matrices at a time, of two steps and both halves of 16 words; column g of each is four words of a query. A
+    // lane says where one column of one of them lies.
     __device__ __forceinline__ void load(const Lane& lane) {
         const int column = lane.lane % 8, middle = lane.lane / 8 % 2, odd = lane.lane / 16;
 #pragma unroll
         for (int i = 0; i < TURNS; i++) {
             const int variant = COPIES == 1 ? (column - 2 * i) & 7 : (column / 2) ^ i;
-            const int query = COPIES == 1 ? i : 2 * i + (column & 1), flipped = COPIES == 1 ? middle ^ (variant / 4) : middle;
+            const int query = COPIES == 1 ? i : 2 * i + (column & 1),
+                      flipped = COPIES == 1 ? middle ^ (variant / 4) : middle;
             const u8* row = shared + QUERY_ROWS + query * QUERY_ROW + flipped * 64;
 #pragma unroll
             for (int step = 0; step < HALVES * 4; step += 2) {
                 u32 pairs[4];
-                load_matrices(pairs, row + step / 4 * 128 + (((step % 4) ^ odd ^ (variant & 3)) * 16));
+                ldmatrix_x4(pairs, row + step / 4 * 128 + (((step % 4) ^ odd ^ (variant & 3)) * 16));
 #pragma unroll
                 for (int j = 0; j < 4; j++) {
-#ifdef BFLOAT
+#if ELEMENT == 2
                     pairs[j] = pack_half2(__uint_as_float(pairs[j] << 16), __uint_as_float(pairs[j] & 0xffff0000u));
 #endif
                     words[i][step + j / 2][j % 2] = pairs[j];
@@ -29,8 +32,8 @@ struct QueryColumns {
     }
 };
 
-// Where a lane's words lie in a row of the key table, and which of its codes come first. Lanes of g >= 4 have the 16-word halves
-// swapped: they read them in the other order (one copy), or from the copy in which they are swapped.
+// Where a lane's words lie in a row of the key table, and which of its codes come first. Lanes of g >= 4 have the
+// 16-word halves swapped: they read them in the other order (one copy), or from the copy in which they are swapped.
 struct KeyOffsets {
     u32 bytes[3] = {0, 0, 0}; // three of them, and the copy's bit
     int swap;                 // bits by which codes are rotated
@@ -64,15 +67,15 @@ struct Scores {
             u32 word = codes[code / 4];
             if (COPIES == 1 && D / KEY_SUB >= 32) word = __funnelshift_l(word, word, offsets.swap);
             const u32 selector = key_selector(code % 4, offset % 3);
-            operand[i] = look_up<KEY_TABLE>(permute_bytes(word, offsets.bytes[offset / 3], selector), part);
+            operand[i] = look_up<KEY_TABLE>(prmt(word, offsets.bytes[offset / 3], selector), part);
         }
 #pragma unroll
         for (int i = 0; i < TURNS; i++) {
             const u32* q = query.words[i][part * 4 + step];
             if (part + step == 0)
-                multiply(product[half][i], operand, q[0], q[1]);
+                mma_m16n8k16_f16_init(product[half][i], operand, q[0], q[1]);
             else
-                multiply_add(product[half][i], operand, q[0], q[1]);
+                mma_m16n8k16_f16(product[half][i], operand, q[0], q[1]);
         }
     }
 

@@ -1,7 +1,9 @@
 // A warp's weighted sums of values, in registers as the multiply-adds leave them.
 //
-// A lane looks up, at step s of 4, word 8 ((s + l) & 3) + g of a 32-word half, for 8 tokens of a tile: 4 half + l + 8 (0 to 3),
-// half = 0 or 1. There are two ways to sum what it finds.
+// A lane looks up, at step s of 4, word 8 ((s + l) & 3) + g of a 32-word half, for 8 tokens of a tile: 4 half + l + 8
+// (0 to 3), half = 0 or 1. There are two ways to sum what it finds.
+#pragma once
+#include "pq_attend/codes.cuh"
 
 // Where a lane's words lie in a row of the value table, a byte a step.
 __device__ __forceinline__ u32 value_offset_of(const Lane& lane) {
@@ -12,18 +14,18 @@ __device__ __forceinline__ u32 value_offset_of(const Lane& lane) {
 }
 
 // Four words of a step: tokens 4 half + l + 8 (0, 1, 2, 3).
-__device__ __forceinline__ void look_up_values(u32 (&words)[4], const u32 (&codes)[Values::EXPANDED], u32 offset, int half, int step,
-                                               int part) {
+__device__ __forceinline__ void look_up_values(u32 (&words)[4], const u32 (&codes)[Values::EXPANDED], u32 offset,
+                                               int half, int step, int part) {
 #pragma unroll
     for (int t = 0; t < 4; t++) {
         const int code = value_code(half, step, t / 2, part, t & 1);
-        words[t] = look_up<VALUE_TABLE>(permute_bytes(codes[code / 4], offset, value_selector(code % 4, step)), part);
+        words[t] = look_up<VALUE_TABLE>(prmt(codes[code / 4], offset, value_selector(code % 4, step)), part);
     }
 }
 
 #if QUERIES == 1
-// One query: the other operand is the identity times the weight of the lane's token, so that the product is a multiply-add of
-// each lane's own words, and the words go in as they are.
+// One query: the other operand is the identity times the weight of the lane's token, so that the product is a
+// multiply-add of each lane's own words, and the words go in as they are.
 struct Sums {
     static constexpr int STEPS = 2 * 2 * HALVES;
 
@@ -33,12 +35,13 @@ struct Sums {
 
         __device__ __forceinline__ Weights(const u8* weights, const Lane& lane) {
             const bool diagonal = lane.g / 2 == lane.l;
-            const u32 even = diagonal ? lane.g & 1 ? 0x1044 : 0x4410 : 0x4444, odd = diagonal ? lane.g & 1 ? 0x3244 : 0x4432 : 0x4444;
+            const u32 even = diagonal ? lane.g & 1 ? 0x1044 : 0x4410 : 0x4444,
+                      odd = diagonal ? lane.g & 1 ? 0x3244 : 0x4432 : 0x4444;
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 const uint2 p = *reinterpret_cast<const uint2*>(weights + (half * 4 + lane.l) * 8);
-                words[half][0] = permute_bytes(p.x, 0, even), words[half][1] = permute_bytes(p.x, 0, odd);
-                words[half][2] = permute_bytes(p.y, 0, even), words[half][3] = permute_bytes(p.y, 0, odd);
+                words[half][0] = prmt(p.x, 0, even), words[half][1] = prmt(p.x, 0, odd);
+                words[half][2] = prmt(p.y, 0, even), words[half][3] = prmt(p.y, 0, odd);
             }
         }
     };
@@ -56,7 +59,8 @@ struct Sums {
         for (int i = 0; i < 2 * HALVES * 4; i++) sums[i / 4][i % 4] *= factors[0];
     }
 
-    __device__ __forceinline__ void add_step(int k, const u32 (&codes)[Values::EXPANDED], u32 offset, const Weights& weights, const Lane&) {
+    __device__ __forceinline__ void add_step(int k, const u32 (&codes)[Values::EXPANDED], u32 offset,
+                                             const Weights& weights, const Lane&) {
         const int half = k / (2 * HALVES), i = k % (2 * HALVES);
         u32 low[4], high[4]; // rows g and g + 8: the two parts of a step, or two steps
         look_up_values(low, codes, offset, half, HALVES == 2 ? i : 2 * i, 0);
@@ -64,7 +68,7 @@ struct Sums {
 #pragma unroll
         for (int t = 0; t < 4; t += 2) {
             const u32 operand[4] = {low[t], high[t], low[t + 1], high[t + 1]};
-            multiply_add(sums[i], operand, weights.words[half][t], weights.words[half][t + 1]);
+            mma_m16n8k16_f16(sums[i], operand, weights.words[half][t], weights.words[half][t + 1]);
         }
     }
 
@@ -73,8 +77,9 @@ struct Sums {
         return HALVES == 2 ? sums[step][i] : sums[step / 2][2 * (step & 1) + i];
     }
 
-    // vector = keep vector + factor sums. The four lanes of equal g have sums from different tokens, of chunk l' lane l at step
-    // (l' - l) & 3; lane l gets all of chunk l: its own step 0, step 2 of lane l ^ 2, and what lane l ^ 1 has of it and lane l ^ 3.
+    // vector = keep vector + factor sums. The four lanes of equal g have sums from different tokens, of chunk l' lane l
+    // at step (l' - l) & 3; lane l gets all of chunk l: its own step 0, step 2 of lane l ^ 2, and what lane l ^ 1 has
+    // of it and lane l ^ 3.
     __device__ __forceinline__ void add_to(float* vector, int, float keep, float factor, const Lane& lane) const {
         const bool is_odd = lane.l & 1;
 #pragma unroll
@@ -88,9 +93,9 @@ struct Sums {
     }
 };
 #else
-// Several queries: byte permutations bring the components of two tokens together, so that components are the rows of the operand
-// and tokens its columns; the columns of the other are (chunk of 8 words, query of a pair), with weights at the one step at
-// which a lane's words are of that chunk.
+// Several queries: byte permutations bring the components of two tokens together, so that components are the rows of
+// the operand and tokens its columns; the columns of the other are (chunk of 8 words, query of a pair), with weights at
+// the one step at which a lane's words are of that chunk.
 struct Sums {
     static constexpr int STEPS = 2 * 4;
 
@@ -101,8 +106,8 @@ struct Sums {
         __device__ __forceinline__ Weights(const u8* weights, const Lane& lane) {
 #pragma unroll
             for (int i = 0; i < 2 * PAIRS; i++)
-                tokens[i / PAIRS][i % PAIRS] = *reinterpret_cast<const uint2*>(weights + (2 * (i % PAIRS) + (lane.g & 1)) * TILE * 2 +
-                                                                               (i / PAIRS * 4 + lane.l) * 8);
+                tokens[i / PAIRS][i % PAIRS] = *reinterpret_cast<const uint2*>(
+                    weights + (2 * (i % PAIRS) + (lane.g & 1)) * TILE * 2 + (i / PAIRS * 4 + lane.l) * 8);
         }
     };
 
@@ -121,8 +126,8 @@ struct Sums {
         }
     }
 
-    __device__ __forceinline__ void add_step(int k, const u32 (&codes)[Values::EXPANDED], u32 offset, const Weights& weights,
-                                             const Lane& lane) {
+    __device__ __forceinline__ void add_step(int k, const u32 (&codes)[Values::EXPANDED], u32 offset,
+                                             const Weights& weights, const Lane& lane) {
         const int half = k / 4, step = k % 4;
         u32 words[HALVES][4];
 #pragma unroll
@@ -134,12 +139,12 @@ struct Sums {
             constexpr u32 EVEN_OF_BOTH = 0x5410, ODD_OF_BOTH = 0x7632;
             const u32 lower = odd ? ODD_OF_BOTH : EVEN_OF_BOTH, upper = HALVES == 1 ? ODD_OF_BOTH : lower;
             const u32(&a)[4] = words[0], (&b)[4] = words[HALVES - 1];
-            const u32 operand[4] = {permute_bytes(a[0], a[1], lower), permute_bytes(b[0], b[1], upper), permute_bytes(a[2], a[3], lower),
-                                    permute_bytes(b[2], b[3], upper)};
+            const u32 operand[4] = {prmt(a[0], a[1], lower), prmt(b[0], b[1], upper), prmt(a[2], a[3], lower),
+                                    prmt(b[2], b[3], upper)};
 #pragma unroll
             for (int i = 0; i < PAIRS; i++) {
                 const uint2& p = weights.tokens[half][i];
-                multiply_add(sums[odd][i], operand, mine ? p.x : 0, mine ? p.y : 0);
+                mma_m16n8k16_f16(sums[odd][i], operand, mine ? p.x : 0, mine ? p.y : 0);
             }
         }
     }
@@ -158,7 +163,8 @@ struct Sums {
 // A warp's softmax of its tokens so far.
 struct State {
     Sums sums;
-    float max[COPIES], weight[COPIES]; // of the lane's queries, COPIES * turn + i; `weight` is the lane's part of the sum
+    float max[COPIES],
+        weight[COPIES]; // of the lane's queries, COPIES * turn + i; `weight` is the lane's part of the sum
 
     __device__ __forceinline__ void clear() {
         sums.clear();
@@ -167,7 +173,8 @@ struct State {
     }
 
     // The weights of a lane's scores, as halves, under a maximum that is raised when scores outgrow what halves hold.
-    __device__ __forceinline__ void weigh(uint2 (&weights)[COPIES], const float (&scores)[COPIES][4], const Lane& lane) {
+    __device__ __forceinline__ void weigh(uint2 (&weights)[COPIES], const float (&scores)[COPIES][4],
+                                          const Lane& lane) {
         float top[COPIES];
         bool grows = false;
 #pragma unroll
@@ -175,7 +182,7 @@ struct State {
             top[i] = fmaxf(fmaxf(scores[i][0], scores[i][1]), fmaxf(scores[i][2], scores[i][3]));
             grows |= lane.holds && top[i] > max[i] + 8;
         }
-        if (uniform(grows)) {
+        if (warp_uniform(grows)) {
             float keep[QUERIES];
 #pragma unroll
             for (int q = 0; q < QUERIES; q++) {

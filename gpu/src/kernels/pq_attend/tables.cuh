@@ -1,19 +1,22 @@
 // The head's tables in shared memory.
+#pragma once
+#include "mbarrier_sm90.cuh"
+#include "pq_attend/shape.cuh"
 
 #if __CUDA_ARCH__ >= 900
 constexpr int LOADERS = THREADS - LANES; // all threads but those of the first warp
 #endif
 
-// Asks for a table. On sm_90 the copy engine brings it, for 16 copies a thread kept the load units busy for 2,000 cycles, in pieces, the
-// first of which differs from block to block: the blocks of a head start together, and would all ask the same part of the second-level
-// cache. The first warp has no part in it, so that it can plan meanwhile. All others have: rows of 64 components by one warp took
-// 9 us more.
+// Asks for a table. On sm_90 the copy engine brings it, for 16 copies a thread kept the load units busy for 2,000
+// cycles, in pieces, the first of which differs from block to block: the blocks of a head start together, and would all
+// ask the same part of the second-level cache. The first warp has no part in it, so that it can plan meanwhile. All
+// others have: rows of 64 components by one warp took 9 us more.
 template <int ROWS>
 __device__ __forceinline__ void load_table(u8* to, const u8* tables, int barrier) {
     const u8* from = tables + (u64)Place().head * ROWS * WORDS * 4;
     const Lane lane;
 #if __CUDA_ARCH__ >= 900
-    if (uniform(lane.warp == 0)) return;
+    if (warp_uniform(lane.warp == 0)) return;
     const int loader = lane.thread - LANES;
     constexpr int PARTS = 16, PIECE_ROWS = WORDS * 4 == ROW ? ROWS / PARTS : 1, PIECES = ROWS / PIECE_ROWS;
     static_assert(ROWS % PARTS == 0, "as many rows in each");
@@ -21,20 +24,21 @@ __device__ __forceinline__ void load_table(u8* to, const u8* tables, int barrier
     for (int first = 0; first < PIECES; first += LOADERS) {
         if (first + loader >= PIECES) break;
         const int row = (first + loader + blockIdx.x * (PIECES / PARTS)) % PIECES * PIECE_ROWS;
-        copy_in_bulk(to + row * ROW, from + row * WORDS * 4, PIECE_ROWS * WORDS * 4, shared + barrier);
+        cp_async_bulk(to + row * ROW, from + row * WORDS * 4, PIECE_ROWS * WORDS * 4, shared + barrier);
     }
 #else
-    for (int i = lane.thread; i < ROWS * CHUNKS; i += THREADS) copy_async_16(to + i / CHUNKS * ROW + i % CHUNKS * 16, from + i * 16);
+    for (int i = lane.thread; i < ROWS * CHUNKS; i += THREADS)
+        cp_async_16(to + i / CHUNKS * ROW + i % CHUNKS * 16, from + i * 16);
 #endif
 }
 
 __device__ __forceinline__ void load_key_table(const Arguments& a) {
 #if __CUDA_ARCH__ >= 900
     if (threadIdx.x == LANES) {
-        make_barrier(shared + KEYS_HERE, 1);
-        make_barrier(shared + VALUES_HERE, 1);
-        arrive_expecting(shared + KEYS_HERE, KEY_ROWS * WORDS * 4);
-        arrive_expecting(shared + VALUES_HERE, VALUE_ROWS * WORDS * 4);
+        mbarrier_init(shared + KEYS_HERE, 1);
+        mbarrier_init(shared + VALUES_HERE, 1);
+        mbarrier_arrive_expect_tx(shared + KEYS_HERE, KEY_ROWS * WORDS * 4);
+        mbarrier_arrive_expect_tx(shared + VALUES_HERE, VALUE_ROWS * WORDS * 4);
     }
     __syncthreads();
 #endif
@@ -48,9 +52,9 @@ __device__ __forceinline__ void load_value_table(const Arguments& a) {
 // A block must not end before it has come.
 __device__ __forceinline__ void wait_for_key_table() {
 #if __CUDA_ARCH__ >= 900
-    wait_for_phase(shared + KEYS_HERE, 0);
+    mbarrier_wait(shared + KEYS_HERE, 0);
 #else
-    wait_for_copies(); // of all
+    cp_async_wait_all(); // of all
     __syncthreads();
 #endif
 }
@@ -58,7 +62,7 @@ __device__ __forceinline__ void wait_for_key_table() {
 // Nor before this one has, once it was asked for.
 __device__ __forceinline__ void wait_for_value_table() {
 #if __CUDA_ARCH__ >= 900
-    wait_for_phase(shared + VALUES_HERE, 0);
+    mbarrier_wait(shared + VALUES_HERE, 0);
 #endif
 }
 
@@ -75,12 +79,15 @@ __device__ __forceinline__ void finish_key_table() {
 #pragma unroll
             for (int k = 0; k < BATCH; k++) {
                 const int i = first + k * THREADS + lane.thread;
-                if (i < CHUNK_COUNT) chunks[k] = *reinterpret_cast<const uint4*>(shared + KEY_TABLE + i / CHUNKS * ROW + i % CHUNKS * 16);
+                if (i < CHUNK_COUNT)
+                    chunks[k] =
+                        *reinterpret_cast<const uint4*>(shared + KEY_TABLE + i / CHUNKS * ROW + i % CHUNKS * 16);
             }
 #pragma unroll
             for (int k = 0; k < BATCH; k++) {
                 const int i = first + k * THREADS + lane.thread;
-                if (i < CHUNK_COUNT) *reinterpret_cast<uint4*>(shared + COPY + i / CHUNKS * ROW + (i % CHUNKS ^ 4) * 16) = chunks[k];
+                if (i < CHUNK_COUNT)
+                    *reinterpret_cast<uint4*>(shared + COPY + i / CHUNKS * ROW + (i % CHUNKS ^ 4) * 16) = chunks[k];
             }
         }
         __syncthreads();

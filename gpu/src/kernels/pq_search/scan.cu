@@ -1,4 +1,6 @@
 // Scores of all codes against tables. CPU twin: pq_core::scan_into, with the same bits.
+#include "pq_search/tables.cuh"
+#include "primitives_sm80.cuh"
 
 constexpr int THREADS = 512, CHUNK = 8192;
 

@@ -1,16 +1,23 @@
 // The tokens that a group of query heads attends to, for tables of any size that shared memory holds.
 //
-// CPU twin: pq_core::search_into. Four kernels, each launched while the one before ends; a block of threads has CHUNK tokens of a row.
+// CPU twin: pq_core::search_into. Four kernels, each launched while the one before ends; a block of threads has CHUNK
+// tokens of a row.
 //
 // 1. `stats`: scores, of which only the softmax numbers are kept.
-// 2. `keys`: the scores again, in the place of 4 bytes a token and query written and read; the group's weight of a token becomes a
-//    key, and the keys' highest 11 bits are counted. Tokens whose weight has vanished are scored once more, for its logarithm.
+// 2. `keys`: the scores again, in the place of 4 bytes a token and query written and read; the group's weight of a
+// token becomes a
+//    key, and the keys' highest 11 bits are counted. Tokens whose weight has vanished are scored once more, for its
+//    logarithm.
 // 3. `collect`: keys that share those bits with the wanted one.
-// 4. `write`: the cut among them, and the chosen tokens in order; a block waits for the counts of those before it, which started earlier.
+// 4. `write`: the cut among them, and the chosen tokens in order; a block waits for the counts of those before it,
+// which started earlier.
+#include "pq_search/select.cuh"
+#include "pq_search/tables.cuh"
+#include "primitives_sm80.cuh"
 
 constexpr int CHUNK = 8192;
 constexpr int SCORE_THREADS = 512, SCORE_WARPS = SCORE_THREADS / LANES, SCORE_PASSES = CHUNK / (4 * SCORE_THREADS);
-constexpr int SELECT_THREADS = 1024, EACH = CHUNK / SELECT_THREADS; // tokens of a thread, with fewer registers
+constexpr int SELECT_THREADS = 1024, EACH = CHUNK / SELECT_THREADS;   // tokens of a thread, with fewer registers
 constexpr int HIGH_BUCKETS = 2048, LOW_BUCKETS = 1024, LOW_BITS = 10; // of keys: 11 bits, then 10, then 10
 
 // A row's workspace.
@@ -43,7 +50,7 @@ static_assert(sizeof(Row) == ROW_BYTES, "the host reserves it");
 
 extern __shared__ __align__(16) Tables tables[];
 
-// A thread's codes of a chunk: all at once, where they are few, so that their ways through memory overlap.
+// A thread's codes of a chunk: all at once, where they are few, so that their ways through memory pdl.
 struct Codes {
     u32 ahead[FEW ? SCORE_PASSES : 1][FEW ? M : 1];
     const u8* row;
@@ -56,20 +63,24 @@ struct Codes {
             for (int pass = 0; pass < SCORE_PASSES; pass++)
 #pragma unroll
                 for (int j = 0; j < M; j++)
-                    ahead[pass][j] = first + 4 * pass * SCORE_THREADS < a.capacity ? load_codes(row, first + 4 * pass * SCORE_THREADS, j) : 0;
+                    ahead[pass][j] = first + 4 * pass * SCORE_THREADS < a.capacity
+                                         ? load_codes(row, first + 4 * pass * SCORE_THREADS, j)
+                                         : 0;
     }
     __device__ __forceinline__ void score(int pass, float (&scores)[4][VEC]) const {
-        score_four(*tables, [&](int j) { return FEW ? ahead[pass][j] : load_codes(row, first + 4 * pass * SCORE_THREADS, j); }, scores);
+        score_four(
+            *tables, [&](int j) { return FEW ? ahead[pass][j] : load_codes(row, first + 4 * pass * SCORE_THREADS, j); },
+            scores);
     }
 };
 
 extern "C" __global__ void __launch_bounds__(SCORE_THREADS, 1) pq_search_stats(const Arguments a) {
-    if (!a.overlap) wait_for_previous_kernel();
+    if (!a.pdl) pdl_wait();
     const u32 row = blockIdx.y, first = blockIdx.x * CHUNK;
     const Codes codes(a, row, first);
     const Middle middle(a, row / a.heads);
-    wait_for_previous_kernel();
-    let_next_kernel_start();
+    pdl_wait();
+    pdl_trigger();
     const Workspace work(a, row);
     const int lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
     if (threadIdx.x == 0) work.chosen[blockIdx.x] = 0;
@@ -124,7 +135,8 @@ extern "C" __global__ void __launch_bounds__(SCORE_THREADS, 1) pq_search_stats(c
 }
 
 // Softmax numbers of a row's queries: maximum and reciprocal of the sum.
-__device__ void finish_softmax(const Arguments& a, const Workspace& work, u32 row, float (&max_of)[GROUP], float (&scale_of)[GROUP]) {
+__device__ void finish_softmax(const Arguments& a, const Workspace& work, u32 row, float (&max_of)[GROUP],
+                               float (&scale_of)[GROUP]) {
     const int lane = threadIdx.x % LANES;
     for (int query = threadIdx.x / LANES; query < GROUP; query += SCORE_WARPS) {
         Softmax all = no_scores();
@@ -158,8 +170,8 @@ extern "C" __global__ void __launch_bounds__(SCORE_THREADS, 1) pq_search_keys(co
     const Codes codes(a, row, first);
     const Middle middle(a, row / a.heads);
     load_tables<SCORE_THREADS>(*tables, a.luts + (u64)row * GROUP * M * KSUB, 0);
-    wait_for_previous_kernel();
-    let_next_kernel_start();
+    pdl_wait();
+    pdl_trigger();
     const Workspace work(a, row);
     finish_softmax(a, work, row, max_of, scale_of);
     const u32 end = min(middle.n, first + CHUNK);
@@ -183,7 +195,8 @@ extern "C" __global__ void __launch_bounds__(SCORE_THREADS, 1) pq_search_keys(co
                 if (query >= GROUP) continue;
 #pragma unroll
                 for (int t = 0; t < 4; t++)
-                    weights[pass][t] = combine(weights[pass][t], weight_of(scores[t][q], max_of[query], scale_of[query]));
+                    weights[pass][t] =
+                        combine(weights[pass][t], weight_of(scores[t][q], max_of[query], scale_of[query]));
             }
         }
     }
@@ -194,10 +207,11 @@ extern "C" __global__ void __launch_bounds__(SCORE_THREADS, 1) pq_search_keys(co
         u32 keys[4];
 #pragma unroll
         for (int t = 0; t < 4; t++) {
-            keys[t] = key_of(weights[pass][t], max_of, scale_of, [&](int query) { return score_again(a, row, token + t, query); });
+            keys[t] = key_of(weights[pass][t], max_of, scale_of,
+                             [&](int query) { return score_again(a, row, token + t, query); });
             if (middle.has(token + t)) atomicAdd(&counts[keys[t] >> 2 * LOW_BITS], 1);
         }
-        store_four(work.keys + token, keys);
+        st_global_v4(work.keys + token, keys);
     }
     __syncthreads();
     for (int i = threadIdx.x; i < HIGH_BUCKETS; i += SCORE_THREADS)
@@ -211,7 +225,7 @@ struct Keys {
     __device__ __forceinline__ Keys(const u32* keys, u32 token, u32 end) {
 #pragma unroll
         for (int i = 0; i < EACH; i += 4)
-            if (token + i < end) load_streaming<4>(of + i, keys + token + i);
+            if (token + i < end) ld_nc_no_allocate<4>(of + i, keys + token + i);
     }
 };
 
@@ -220,11 +234,12 @@ extern "C" __global__ void __launch_bounds__(SELECT_THREADS) pq_search_collect(c
     __shared__ u32 count, place;
     const u32 row = blockIdx.y, first = blockIdx.x * CHUNK, lane = threadIdx.x % LANES;
     const Middle middle(a, row / a.heads);
-    wait_for_previous_kernel();
-    let_next_kernel_start();
+    pdl_wait();
+    pdl_trigger();
     const Workspace work(a, row);
     if (middle.wanted == 0 || middle.wanted == middle.end - middle.first) {
-        if (blockIdx.x == 0 && threadIdx.x == 0) work.row->cut = middle.wanted ? all_keys() : no_keys(), work.row->wanted = 0;
+        if (blockIdx.x == 0 && threadIdx.x == 0)
+            work.row->cut = middle.wanted ? all_keys() : no_keys(), work.row->wanted = 0;
         return;
     }
     const u32 token = first + EACH * threadIdx.x;
@@ -232,7 +247,8 @@ extern "C" __global__ void __launch_bounds__(SELECT_THREADS) pq_search_collect(c
     const Found high = find_bucket<SELECT_THREADS, HIGH_BUCKETS>(work.row->high, middle.wanted);
     const u32 wanted = middle.wanted - high.above;
     if (wanted == high.count) {
-        if (blockIdx.x == 0 && threadIdx.x == 0) work.row->cut = keys_from(high.bucket << 2 * LOW_BITS), work.row->wanted = 0;
+        if (blockIdx.x == 0 && threadIdx.x == 0)
+            work.row->cut = keys_from(high.bucket << 2 * LOW_BITS), work.row->wanted = 0;
         return;
     }
     if (blockIdx.x == 0 && threadIdx.x == 0) work.row->bucket = high.bucket, work.row->wanted = wanted;
@@ -242,7 +258,7 @@ extern "C" __global__ void __launch_bounds__(SELECT_THREADS) pq_search_collect(c
 #pragma unroll
     for (int t = 0; t < EACH; t++) inside |= (middle.has(token + t) && keys.of[t] >> 2 * LOW_BITS == high.bucket) << t;
     // A warp takes room for all that it has.
-    const u32 through = sum_through_lane(__popc(inside));
+    const u32 through = warp_inclusive_sum(__popc(inside));
     u32 start;
     if (lane == LANES - 1) start = atomicAdd(&count, through);
     start = __shfl_sync(FULL, start, LANES - 1) + through - __popc(inside);
@@ -279,8 +295,8 @@ __device__ Cut cut_among(const u32* candidates, u32 count, u32 wanted, u32 bucke
 extern "C" __global__ void __launch_bounds__(SELECT_THREADS) pq_search_write(const Arguments a) {
     const u32 row = blockIdx.y, first = blockIdx.x * CHUNK;
     const Middle middle(a, row / a.heads);
-    wait_for_previous_kernel();
-    let_next_kernel_start();
+    pdl_wait();
+    pdl_trigger();
     const Workspace work(a, row);
     const Output out{a.tokens + row * a.tokens_len, a.tokens_len, middle};
     const u32 end = min(middle.n, first + CHUNK), token = first + EACH * threadIdx.x;
@@ -314,8 +330,7 @@ extern "C" __global__ void __launch_bounds__(SELECT_THREADS) pq_search_write(con
         u32 sum_above = 0, sum_ties = 0;
         for (u32 chunk = threadIdx.x; chunk < blockIdx.x; chunk += LANES) {
             u64 other;
-            do
-                asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(other) : "l"(work.chosen + chunk) : "memory");
+            do asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(other) : "l"(work.chosen + chunk) : "memory");
             while (!(other & MARK));
             sum_above += (u32)(other >> 32) & 0x7fffffff, sum_ties += (u32)other;
         }

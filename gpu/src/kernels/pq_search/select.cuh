@@ -1,4 +1,6 @@
 // What both searches share: the arguments, keys of weights, softmax numbers, and the search for a cut.
+#pragma once
+#include "warp.cuh"
 
 struct Arguments {
     const float* luts;  // [row][GROUP][M][KSUB]; a row is a head of a sequence
@@ -11,7 +13,7 @@ struct Arguments {
     u32* workspace;
     u64 code_stride, tokens_len;
     u32 heads, rows, capacity, sinks, recent;
-    u32 overlap; // whether the kernel before it writes no codes, lengths or ks
+    u32 pdl; // whether the kernel before it writes no codes, lengths or ks
 };
 
 // Which tokens compete, and how many of them are wanted. The sinks before and the recent ones behind are in anyway.
@@ -30,7 +32,8 @@ struct Middle {
 
 constexpr float MAX_SCORE = 3.40282347e38f;
 
-// A NaN score counts as minus infinity, plus infinity as the largest float: one bad score must not decide for all tokens.
+// A NaN score counts as minus infinity, plus infinity as the largest float: one bad score must not decide for all
+// tokens.
 __device__ __forceinline__ float clean(float score) { return fminf(fmaxf(score, -infinity()), MAX_SCORE); }
 
 // Maximum and sum of exponentials of scores.
@@ -56,7 +59,9 @@ __device__ __forceinline__ float weight_of(float score, float max, float scale) 
 
 __device__ __forceinline__ Softmax no_scores() { return {-infinity(), 0}; }
 // As many times the same score.
-__device__ __forceinline__ Softmax softmax_of(float score, float times) { return {score, score == -infinity() ? 0 : times}; }
+__device__ __forceinline__ Softmax softmax_of(float score, float times) {
+    return {score, score == -infinity() ? 0 : times};
+}
 
 // Of all lanes: the maximum first, so that every sum is scaled once.
 __device__ __forceinline__ Softmax warp_softmax(const Softmax& softmax) {
@@ -76,7 +81,8 @@ __device__ __forceinline__ float combine(float all, float weight) {
 #endif
 }
 
-// Weights from this on are compared as they are, lighter ones by their logarithms, which do not vanish: pq_core::combine_group_into.
+// Weights from this on are compared as they are, lighter ones by their logarithms, which do not vanish:
+// pq_core::combine_group_into.
 constexpr float LEAST_WEIGHT = 0x1p-100f;
 constexpr u32 HEAVY = 1u << 31; // of a key; half of the keys are left for logarithms
 
@@ -86,7 +92,8 @@ __device__ __forceinline__ u32 key_of_logarithm(float x) {
     return (bits ^ ((u32)((int)bits >> 31) | 1u << 31)) >> 1;
 }
 
-// Half the logarithm of the group's weight, from the scores of its queries: halves of any two finite scores can be subtracted.
+// Half the logarithm of the group's weight, from the scores of its queries: halves of any two finite scores can be
+// subtracted.
 template <class ScoreOf>
 __device__ float half_log_weight(const float* max, const float* scale, const ScoreOf& score_of) {
     float highest = -infinity(), sum = 0;
@@ -106,8 +113,8 @@ __device__ float half_log_weight(const float* max, const float* scale, const Sco
 #endif
 }
 
-// The key by which a token is selected: its weight, or, where that has vanished, its logarithm; a query alone has the order of its
-// scores. Only then are scores asked for.
+// The key by which a token is selected: its weight, or, where that has vanished, its logarithm; a query alone has the
+// order of its scores. Only then are scores asked for.
 template <class ScoreOf>
 __device__ __forceinline__ u32 key_of(float weight, const float* max, const float* scale, const ScoreOf& score_of) {
     if (weight >= LEAST_WEIGHT) return HEAVY | (__float_as_uint(weight) - __float_as_uint(LEAST_WEIGHT)) << 1;
@@ -120,8 +127,8 @@ struct Found {
     u32 bucket, above, count;
 };
 
-// The bucket with the `wanted`-th highest key (1 or more, and there are as many) among `BUCKETS` counts. Between two calls threads must
-// meet.
+// The bucket with the `wanted`-th highest key (1 or more, and there are as many) among `BUCKETS` counts. Between two
+// calls threads must meet.
 template <int THREADS, int BUCKETS>
 __device__ Found find_bucket(const u32* counts, u32 wanted) {
     constexpr int EACH = BUCKETS / THREADS, WARPS = THREADS / LANES;
@@ -132,14 +139,15 @@ __device__ Found find_bucket(const u32* counts, u32 wanted) {
     u32 mine[EACH], sum = 0;
 #pragma unroll
     for (int i = 0; i < EACH; i++) sum += mine[i] = counts[BUCKETS - 1 - (threadIdx.x * EACH + i)];
-    const u32 through = sum_through_lane(sum);
+    const u32 through = warp_inclusive_sum(sum);
     if (lane == LANES - 1) warp_sums[warp] = through;
     __syncthreads();
     const u32 before = __reduce_add_sync(FULL, lane < warp ? warp_sums[lane] : 0);
     u32 above = before + through - sum;
 #pragma unroll
     for (int i = 0; i < EACH; i++) {
-        if (above < wanted && wanted <= above + mine[i]) found = {(u32)(BUCKETS - 1 - (threadIdx.x * EACH + i)), above, mine[i]};
+        if (above < wanted && wanted <= above + mine[i])
+            found = {(u32)(BUCKETS - 1 - (threadIdx.x * EACH + i)), above, mine[i]};
         above += mine[i];
     }
     __syncthreads();
@@ -164,7 +172,7 @@ __device__ void scan_chosen(u32& above, u32& ties, u32& all_above, u32& all_ties
     constexpr int WARPS = THREADS / LANES;
     __shared__ u32 of_warps[WARPS];
     const int lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
-    const u32 mine = above | ties << 16, through = sum_through_lane(mine);
+    const u32 mine = above | ties << 16, through = warp_inclusive_sum(mine);
     __syncthreads();
     if (lane == LANES - 1) of_warps[warp] = through;
     __syncthreads();

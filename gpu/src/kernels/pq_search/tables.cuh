@@ -1,7 +1,10 @@
 // Scores of tokens by tables in shared memory.
 //
-// Compile-time shape: M, NBITS (up to 8), GROUP; an entry has the numbers of VEC queries (1, 2 or 4), which are looked up at once, and stands
-// COPIES times side by side: where that fills 128 bytes, every lane has banks of its own and look-ups never collide.
+// Compile-time shape: M, NBITS (up to 8), GROUP; an entry has the numbers of VEC queries (1, 2 or 4), which are looked
+// up at once, and stands COPIES times side by side: where that fills 128 bytes, every lane has banks of its own and
+// look-ups never collide.
+#pragma once
+#include "pq_codes.cuh"
 
 constexpr int KSUB = 1 << NBITS;
 constexpr int ROUNDS = (GROUP + VEC - 1) / VEC; // of queries
@@ -17,8 +20,8 @@ struct Tables {
     Entry entries[M * KSUB][COPIES];
 };
 
-// Puts the tables of round `round` where look-ups find them; missing queries score 0. Lanes begin with different copies, and so with
-// different banks.
+// Puts the tables of round `round` where look-ups find them; missing queries score 0. Lanes begin with different
+// copies, and so with different banks.
 template <int THREADS>
 __device__ void load_tables(Tables& tables, const float* luts, int round) {
 #pragma unroll 2

@@ -1,18 +1,23 @@
 // Second moments of rows: sums of x^T x and of x, for all heads.
 //
-// CPU twin: svd_core::Gram, whose sums are in f64. Compile-time shape: DIM, a multiple of 16 up to 128; BFLOAT or not.
+// CPU twin: svd_core::Gram, whose sums are in f64. Compile-time shape: DIM, a multiple of 16 up to 128; ELEMENT 1 or 2.
 //
-// Products of halves are exact in f32. Tensor cores add them up there for the 128 rows of a tile; above, a sum is two floats, its
-// value and what rounding has lost of it, of which a block leaves one; across blocks it is in f64. Tensor cores cut off rather than
-// round: of 256 rows a diagonal sum came out too low by 1e-6 of itself, so tiles are not longer.
+// Products of halves are exact in f32. Tensor cores add them up there for the 128 rows of a tile; above, a sum is two
+// floats, its value and what rounding has lost of it, of which a block leaves one; across blocks it is in f64. Tensor
+// cores cut off rather than round: of 256 rows a diagonal sum came out too low by 1e-6 of itself, so tiles are not
+// longer.
 //
-// A block has a part of a head's rows and all of its matrix: strips.cu on every device, squares.cu on sm_90. A second kernel (join.cu)
-// adds the blocks' matrices in their order to what was there. The floor is reading the rows, which pass through a ring of tiles.
+// A block has a part of a head's rows and all of its matrix: strips.cu on every device, squares.cu on sm_90. A second
+// kernel (join.cu) adds the blocks' matrices in their order to what was there. The floor is reading the rows, which
+// pass through a ring of tiles.
+#pragma once
+#include "primitives_sm80.cuh"
 
-constexpr int STRIPS = DIM / 16;      // of 16 components, of which a warp has one
-constexpr int ROWS = 128;             // of a tile
-constexpr int TILE = ROWS * DIM;      // elements
-constexpr int PART = DIM * (DIM + 1); // numbers of a block's part: the matrix, of which the columns from the row's on count; sums
+constexpr int STRIPS = DIM / 16; // of 16 components, of which a warp has one
+constexpr int ROWS = 128;        // of a tile
+constexpr int TILE = ROWS * DIM; // elements
+constexpr int PART =
+    DIM * (DIM + 1); // numbers of a block's part: the matrix, of which the columns from the row's on count; sums
 
 // What comes out.
 struct Sums {
@@ -22,7 +27,9 @@ struct Sums {
     u64 n;            // rows
     u32 part_count;
 
-    __device__ __forceinline__ float* part() const { return parts + ((u64)blockIdx.y * part_count + blockIdx.x) * PART; }
+    __device__ __forceinline__ float* part() const {
+        return parts + ((u64)blockIdx.y * part_count + blockIdx.x) * PART;
+    }
 };
 
 // The tiles of a block.
@@ -47,7 +54,7 @@ struct TwoFloats {
     __device__ __forceinline__ float sum() const { return high + low; }
 };
 
-#ifdef BFLOAT
+#if ELEMENT == 2
 constexpr u32 ONES = 0x3f803f80;
 #else
 constexpr u32 ONES = 0x3c003c00;

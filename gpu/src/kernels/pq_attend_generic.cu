@@ -1,8 +1,11 @@
-// Decode attention on product-quantized keys and values of any shape, by look-up tables, on the codes as pq-core keeps them.
+// Decode attention on product-quantized keys and values of any shape, by look-up tables, on the codes as pq-core keeps
+// them.
 //
-// CPU twin: pq_core::attend_into, with its scales and bias. Compile-time shape: DIM, GROUP, KEY_M, KEY_BITS, VALUE_M, VALUE_BITS. A
-// block has one head of one sequence: this is the kernel for what pq_attend does not take, above all codes of more than 8 bits,
-// whose tables no shared memory holds, and it is not a fast one. Everything is in floats.
+// CPU twin: pq_core::attend_into, with its scales and bias. Compile-time shape: DIM, GROUP, KEY_M, KEY_BITS, VALUE_M,
+// VALUE_BITS. A block has one head of one sequence: this is the kernel for what pq_attend does not take, above all
+// codes of more than 8 bits, whose tables no shared memory holds, and it is not a fast one. Everything is in floats.
+#include "pq_codes.cuh"
+#include "warp.cuh"
 
 constexpr int THREADS = 256, WARPS = THREADS / LANES, CHUNK = THREADS; // tokens at a time
 constexpr int KEY_KSUB = 1 << KEY_BITS, VALUE_KSUB = 1 << VALUE_BITS, DSUB = DIM / VALUE_M;
@@ -30,7 +33,7 @@ __device__ __forceinline__ u32 code_at(const u8* codes, u32 token, int subspace)
 __shared__ float weights[GROUP][CHUNK];
 __shared__ float max_of[GROUP], sum_of[GROUP], keep_of[GROUP];
 
-extern "C" __global__ void __launch_bounds__(THREADS) pq_attend_any(const Arguments a) {
+extern "C" __global__ void __launch_bounds__(THREADS) pq_attend_generic(const Arguments a) {
     const int thread = threadIdx.x, warp = thread / LANES, lane = thread % LANES;
     const u64 head = (u64)blockIdx.y * gridDim.x + blockIdx.x; // of all sequences
     const u32 length = a.lengths[blockIdx.y];
@@ -101,5 +104,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) pq_attend_any(const Argume
         a.out[head * GROUP * DIM + output] = sum == 0 ? 0 : sums[i] / sum;
     }
     if (thread < GROUP && a.log_sum_exp)
-        a.log_sum_exp[head * GROUP + thread] = sum_of[thread] == 0 ? -infinity() : max_of[thread] / LOG2_E + logf(sum_of[thread]);
+        a.log_sum_exp[head * GROUP + thread] =
+            sum_of[thread] == 0 ? -infinity() : max_of[thread] / LOG2_E + logf(sum_of[thread]);
 }

@@ -1,12 +1,14 @@
 // Nearest centroids of vectors, packed as pq-core keeps codes.
 //
-// CPU twin: pq_core::encode_into. Compile-time shape: M, DSUB, KSUB, NBITS; ELEMENT. A block has TILE tokens, which are four blocks of
-// codes, of one subspace. Bits of tokens that are not new stay as they are.
+// CPU twin: pq_core::encode_into. Compile-time shape: M, DSUB, KSUB, NBITS; ELEMENT. A block has TILE tokens, which are
+// four blocks of codes, of one subspace. Bits of tokens that are not new stay as they are.
+#include "pq_codes.cuh"
+#include "pq_nearest.cuh"
 
 constexpr int RUN_BYTES = 8 * NBITS;
 
 struct Arguments {
-    const Number* vectors;  // [sequence][head][vector][M * DSUB], with the strides below
+    const Element* vectors; // [sequence][head][vector][M * DSUB], with the strides below
     const float* centroids; // [head][M][KSUB][DSUB]
     const u32* firsts;      // [sequence]: the token that the first vector is
     const u32* counts;      // [sequence]: vectors
@@ -17,14 +19,14 @@ struct Arguments {
 
 extern __shared__ __align__(16) NearestShared shared[];
 
-extern "C" __global__ void __launch_bounds__(THREADS, 2) pq_encode_any(const Arguments a) {
+extern "C" __global__ void __launch_bounds__(THREADS, 2) pq_encode_generic(const Arguments a) {
     const u32 sequence = blockIdx.z / a.heads, head = blockIdx.z % a.heads, subspace = blockIdx.y;
     const u32 first = a.firsts[sequence], end = first + a.counts[sequence];
     const u32 start = (first / TILE + blockIdx.x) * TILE; // of the tile's tokens
     if (start >= end || first == end) return;
     // The new tokens of the tile, counted from its first.
     const u32 from = first > start ? first - start : 0, to = min(end - start, (u32)TILE);
-    const Number* vectors = a.vectors + sequence * a.sequence_stride + head * a.head_stride + subspace * DSUB;
+    const Element* vectors = a.vectors + sequence * a.sequence_stride + head * a.head_stride + subspace * DSUB;
     load_points(*shared, vectors + (u64)(start + from - first) * a.vector_stride, a.vector_stride, to - from);
     find_nearest(*shared, a.centroids + (head * (u64)M + subspace) * KSUB * DSUB);
     u8* codes = a.codes + blockIdx.z * a.code_stride;

@@ -1,9 +1,13 @@
 // A block's part on sm_90, of 64 or 128 components: a warpgroup has a square of WIDTH x WIDTH of the matrix, that in
 // the lower left left out.
 //
-// Nothing of a row passes through registers: a thread of its own has tiles copied to shared memory, where the tensor cores find both
-// operands. Warpgroups wait for tiles, not for each other, so that the sums of one are added up while the tensor cores have those
-// of another.
+// Nothing of a row passes through registers: a thread of its own has tiles copied to shared memory, where the tensor
+// cores find both operands. Warpgroups wait for tiles, not for each other, so that the sums of one are added up while
+// the tensor cores have those of another.
+#include "svd_gram/gram.cuh"
+#include "svd_gram/join.cuh"
+#include "warp.cuh"
+#include "wgmma_sm90.cuh"
 
 constexpr int SIDE = DIM / WIDTH, SQUARES = SIDE * (SIDE + 1) / 2;
 constexpr int THREADS = SQUARES * GROUP_THREADS + LANES; // the last warp has tiles copied
@@ -25,23 +29,24 @@ static_assert(sizeof(Shared) <= SHARED_BYTES, "the host asks for enough");
 template <bool DIAGONAL>
 __device__ __forceinline__ void add_up(const Arguments& a, Shared& shared, const Range& range, int x, int y) {
     const int warp = threadIdx.x / LANES % 4, lane = threadIdx.x % LANES, g = lane / 4, l = lane % 4;
-    const u64 ones = repeated_operand(shared.ones);
+    const u64 ones = smem_descriptor_repeated(shared.ones);
     TwoFloats totals[32] = {}, row_totals[2] = {};
     float sums[32], row_sums[4];
     for (u32 i = 0; i < range.to - range.from; i++) {
         const u32 stage = i % STAGES;
-        wait_for_phase(&shared.full[stage], i / STAGES);
-        begin_products();
+        mbarrier_wait(&shared.full[stage], i / STAGES);
+        wgmma_fence();
 #pragma unroll
         for (int step = 0; step < ROWS; step += 16) {
-            const u64 left = operand(shared.ring[stage][x][step]), right = operand(shared.ring[stage][y][step]);
-            if (DIAGONAL) multiply_async<true>(row_sums, left, ones, step > 0);
-            multiply_async<true>(sums, left, right, step > 0);
+            const u64 left = smem_descriptor(shared.ring[stage][x][step]),
+                      right = smem_descriptor(shared.ring[stage][y][step]);
+            if (DIAGONAL) wgmma<true>(row_sums, left, ones, step > 0);
+            wgmma<true>(sums, left, right, step > 0);
         }
-        commit_products();
-        wait_for_products();
-        keep(sums), keep(row_sums);
-        if (lane == 0) arrive(&shared.empty[stage]);
+        wgmma_commit();
+        wgmma_wait();
+        wgmma_keep(sums), wgmma_keep(row_sums);
+        if (lane == 0) mbarrier_arrive(&shared.empty[stage]);
 #pragma unroll
         for (int i = 0; i < 32; i++) totals[i].add(sums[i]);
 #pragma unroll
@@ -65,16 +70,17 @@ extern __shared__ __align__(1024) u8 memory[];
 extern "C" __global__ void __launch_bounds__(THREADS, 1) svd_gram(const __grid_constant__ Arguments a) {
     Shared& shared = *reinterpret_cast<Shared*>(memory);
     if (threadIdx.x < 32) shared.ones[threadIdx.x] = ONES;
-    if (threadIdx.x < STAGES) make_barrier(&shared.full[threadIdx.x], 1), make_barrier(&shared.empty[threadIdx.x], SQUARES * 4);
-    show_to_async();
+    if (threadIdx.x < STAGES)
+        mbarrier_init(&shared.full[threadIdx.x], 1), mbarrier_init(&shared.empty[threadIdx.x], SQUARES * 4);
+    fence_proxy_async();
     __syncthreads();
-    wait_for_previous_kernel();
-    let_next_kernel_start();
+    pdl_wait();
+    pdl_trigger();
     const Range range(a.sums);
     const int square = threadIdx.x / GROUP_THREADS;
     if (threadIdx.x == SQUARES * GROUP_THREADS)
-        copy_tiles<true>(shared.ring, shared.full, shared.empty, a.rows, range.to - range.from, blockIdx.y,
-                         [&](u32 i) { return (range.from + i) * ROWS; });
+        tma_load_tiles<true>(shared.ring, shared.full, shared.empty, a.rows, range.to - range.from, blockIdx.y,
+                             [&](u32 i) { return (range.from + i) * ROWS; });
     else if (square < SIDE)
         add_up<true>(a, shared, range, square, square);
     else if (square < SQUARES)

@@ -1,4 +1,9 @@
-// From the softmax of warps to that of a block, and from those of the blocks that share an entry of the work to its output.
+// From the softmax of warps to that of a block, and from those of the blocks that share an entry of the work to its
+// output.
+#pragma once
+#include "element.cuh"
+#include "primitives_sm80.cuh"
+#include "scheduler.cuh"
 
 // Two components of a query's sum of values, with maximum (of the logarithms to base 2) and sum of weights.
 struct Sum {
@@ -22,12 +27,13 @@ struct Sum {
     }
 };
 
-// `results` are [TEAM warps][ROWS queries][STRIDE] floats of shared memory: components, maximum, sum of weights; the first `rows` queries
-// count. A block shares at most the first and the last entry of its part with others, so it has two places of ROWS rows each, at `mine`,
-// and those of the next block follow. `write` takes a query, a component and the Sum of it and the next. Reduced in the order of warps
-// and blocks, whoever is last.
+// `results` are [TEAM warps][ROWS queries][STRIDE] floats of shared memory: components, maximum, sum of weights; the
+// first `rows` queries count. A block shares at most the first and the last entry of its part with others, so it has
+// two places of ROWS rows each, at `mine`, and those of the next block follow. `write` takes a query, a component and
+// the Sum of it and the next. Reduced in the order of warps and blocks, whoever is last.
 template <int ROWS, int COMPONENTS, int TEAM, int STRIDE, typename Write>
-__device__ __forceinline__ void reduce(const float* results, u32 rows, Work& work, u32 block, float* mine, u32* arrived, Write write) {
+__device__ __forceinline__ void reduce(const float* results, u32 rows, Work& work, u32 block, float* mine, u32* arrived,
+                                       Write write) {
     constexpr int THREADS = TEAM * LANES, PLACE = ROWS * STRIDE;
     __syncthreads();
     const u32 pieces = work.pieces, first_block = work.first_block;
@@ -48,14 +54,15 @@ __device__ __forceinline__ void reduce(const float* results, u32 rows, Work& wor
             write(q, d, sum);
         } else {
             *reinterpret_cast<float2*>(partial + q * STRIDE + d) = sum.value;
-            if (d == 0) *reinterpret_cast<float2*>(partial + q * STRIDE + COMPONENTS) = make_float2(sum.max, sum.weight);
+            if (d == 0)
+                *reinterpret_cast<float2*>(partial + q * STRIDE + COMPONENTS) = make_float2(sum.max, sum.weight);
         }
     }
     if (pieces == 1) return;
 
     __syncthreads();
     if (threadIdx.x == 0) {
-        work.last = add_and_order(arrived, 1) == pieces - 1;
+        work.last = atomic_add_acq_rel(arrived, 1) == pieces - 1;
         if (work.last) *arrived = 0; // for the next launch
     }
     __syncthreads();
@@ -75,13 +82,15 @@ __device__ __forceinline__ void reduce(const float* results, u32 rows, Work& wor
                 const bool there = base + p < pieces;
                 const float* at = piece + p * 2 * PLACE + (p == 0 && base == 0 ? PLACE : 0);
                 value[p] = there ? __ldcg(reinterpret_cast<const float2*>(at + d)) : make_float2(0, 0);
-                max_weight[p] = there ? __ldcg(reinterpret_cast<const float2*>(at + COMPONENTS)) : make_float2(NOTHING, 0);
+                max_weight[p] =
+                    there ? __ldcg(reinterpret_cast<const float2*>(at + COMPONENTS)) : make_float2(NOTHING, 0);
             }
 #pragma unroll
             for (int p = 0; p < IN_FLIGHT; p++) sum.max = fmaxf(sum.max, max_weight[p].x);
             sum.scale(exp2_approx(before - sum.max));
 #pragma unroll
-            for (int p = 0; p < IN_FLIGHT; p++) sum.add(value[p], max_weight[p].y, exp2_approx(max_weight[p].x - sum.max));
+            for (int p = 0; p < IN_FLIGHT; p++)
+                sum.add(value[p], max_weight[p].y, exp2_approx(max_weight[p].x - sum.max));
         }
         write(q, d, sum);
     }

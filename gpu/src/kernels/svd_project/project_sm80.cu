@@ -1,17 +1,20 @@
 // Rows times a map, head by head, on any device: into the components that a rotation keeps.
 //
-// CPU twin: svd_core::Map::project_into. Compile-time shape: DIM, a multiple of 32 up to 128; RANK, a multiple of 8; BFLOAT or not.
+// CPU twin: svd_core::Map::project_into. Compile-time shape: DIM, a multiple of 32 up to 128; RANK, a multiple of 8;
+// ELEMENT 1 or 2.
 //
-// The floor is reading the rows and writing the components, so nothing else passes through memory: a lane loads 16 bytes of a
-// row straight into operands of the matrix multiply-add, whose order of components the map in shared memory follows, and the columns
-// of four products are dealt so that a lane stores 16 bytes, too. The map is rounded to halves; with bfloats, to the sum of
-// two, since one has 8 bits only.
+// The floor is reading the rows and writing the components, so nothing else passes through memory: a lane loads 16
+// bytes of a row straight into operands of the matrix multiply-add, whose order of components the map in shared memory
+// follows, and the columns of four products are dealt so that a lane stores 16 bytes, too. The map is rounded to
+// halves; with bfloats, to the sum of two, since one has 8 bits only.
+#include "element.cuh"
+#include "primitives_sm80.cuh"
 
 constexpr int WARPS = 8, THREADS = WARPS * LANES;
-constexpr int STEPS = DIM / 16;              // of a product
-constexpr int GROUPS = (RANK + 31) / 32;     // of 32 columns, in four products
-constexpr int ROWS = 16;                     // of a warp at a time
-#ifdef BFLOAT
+constexpr int STEPS = DIM / 16;          // of a product
+constexpr int GROUPS = (RANK + 31) / 32; // of 32 columns, in four products
+constexpr int ROWS = 16;                 // of a warp at a time
+#if ELEMENT == 2
 constexpr int PARTS = 2; // of the map
 #else
 constexpr int PARTS = 1;
@@ -20,16 +23,17 @@ constexpr int SHARED = PARTS * GROUPS * 4 * STEPS * LANES * 8;
 static_assert(SHARED == SHARED_BYTES, "the host computes it, too");
 
 struct Arguments {
-    const u16* rows;      // element [head][row][DIM], with the strides below
-    const float* columns; // [head][DIM][RANK]
-    u16* out;             // element [head][row][RANK]
+    const u16* rows;                // element [head][row][DIM], with the strides below
+    const float* columns;           // [head][DIM][RANK]
+    u16* out;                       // element [head][row][RANK]
     u64 n, head_stride, row_stride; // elements
 };
 
 extern __shared__ __align__(16) u32 shared[];
 
-// Word `i` of lane 4 g + l for step `step` and product `product` of a group: rows 2 l + 8 i and the next of the operand, column g.
-// They are components 8 l + 4 (step & 1) + 2 i of 32, and column 8 (g / 2) + 2 product + (g & 1) of the group.
+// Word `i` of lane 4 g + l for step `step` and product `product` of a group: rows 2 l + 8 i and the next of the
+// operand, column g. They are components 8 l + 4 (step & 1) + 2 i of 32, and column 8 (g / 2) + 2 product + (g & 1) of
+// the group.
 __device__ __forceinline__ void load_map(const Arguments& a, u32 head) {
     const float* columns = a.columns + (u64)head * DIM * RANK;
 #pragma unroll 8
@@ -40,9 +44,10 @@ __device__ __forceinline__ void load_map(const Arguments& a, u32 head) {
         const int step = d / 32 * 2 + d / 4 % 2, product = column / 32 * 4 + column / 2 % 4;
         const int lane = 4 * (column / 8 % 4 * 2 + column % 2) + d / 8 % 4, word = d / 2 % 2;
         for (int part = 0; part < PARTS; part++) {
-            const u16 low = float_to_element(pair[0]), high = float_to_element(pair[1]);
-            shared[part * (SHARED / 4 / PARTS) + ((product * STEPS + step) * LANES + lane) * 2 + word] = low | (u32)high << 16;
-            pair[0] -= element_to_float(low), pair[1] -= element_to_float(high);
+            const u16 low = to_element(pair[0]), high = to_element(pair[1]);
+            shared[part * (SHARED / 4 / PARTS) + ((product * STEPS + step) * LANES + lane) * 2 + word] =
+                low | (u32)high << 16;
+            pair[0] -= to_float(low), pair[1] -= to_float(high);
         }
     }
     __syncthreads();
@@ -58,7 +63,7 @@ struct Rows {
             const u64 row = min(first + g + 8 * i, a.n - 1);
             const u16* from = a.rows + head * a.head_stride + row * a.row_stride + 8 * l;
 #pragma unroll
-            for (int j = 0; j < STEPS / 2; j++) load_streaming<4>(reinterpret_cast<u32*>(&x[i][j]), from + 32 * j);
+            for (int j = 0; j < STEPS / 2; j++) ld_nc_no_allocate<4>(reinterpret_cast<u32*>(&x[i][j]), from + 32 * j);
         }
     }
 };
@@ -66,8 +71,8 @@ struct Rows {
 extern "C" __global__ void __launch_bounds__(THREADS, 2) svd_project(const Arguments a) {
     const int warp = threadIdx.x / LANES, lane = threadIdx.x % LANES, g = lane / 4, l = lane % 4;
     const u32 head = blockIdx.y;
-    wait_for_previous_kernel();
-    let_next_kernel_start();
+    pdl_wait();
+    pdl_trigger();
     const u64 stride = (u64)gridDim.x * WARPS * ROWS;
     u64 first = ((u64)blockIdx.x * WARPS + warp) * ROWS;
     Rows next;
@@ -88,8 +93,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) svd_project(const Argum
                 for (int product = 0; product < 4; product++)
 #pragma unroll
                     for (int part = 0; part < PARTS; part++) {
-                        const uint2 b = map[part * (SHARED / 8 / PARTS) + ((group * 4 + product) * STEPS + step) * LANES];
-                        multiply_add_elements(sums[product], step & 1 ? odd : even, b.x, b.y);
+                        const uint2 b =
+                            map[part * (SHARED / 8 / PARTS) + ((group * 4 + product) * STEPS + step) * LANES];
+                        mma_m16n8k16(sums[product], step & 1 ? odd : even, b.x, b.y);
                     }
             }
             const int column = group * 32 + 8 * l;
@@ -100,7 +106,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) svd_project(const Argum
 #pragma unroll
                 for (int product = 0; product < 4; product++)
                     packed[product] = pack_elements(sums[product][2 * i], sums[product][2 * i + 1]);
-                if (row < a.n && column < RANK) store_four(a.out + (head * a.n + row) * RANK + column, packed);
+                if (row < a.n && column < RANK) st_global_v4(a.out + (head * a.n + row) * RANK + column, packed);
             }
         }
     }

@@ -1,6 +1,8 @@
 // Adds the parts of a head, in their order, to what was there.
 //
 // A block has 16 x 16 of the upper triangle and writes them below, too; the last one has the sums of rows.
+#pragma once
+#include "svd_gram/gram.cuh"
 
 extern "C" __global__ void __launch_bounds__(256) svd_gram_join(const Sums a) {
     __shared__ double tile[16][17];
@@ -15,8 +17,8 @@ extern "C" __global__ void __launch_bounds__(256) svd_gram_join(const Sums a) {
     double* matrix = a.matrices + (u64)head * DIM * DIM;
     double* at = of_rows ? a.sums + head * DIM + column : matrix + row * DIM + column;
     const double before = __ldcg(at);
-    wait_for_previous_kernel();
-    let_next_kernel_start();
+    pdl_wait();
+    pdl_trigger();
     const float* parts = a.parts + (u64)head * a.part_count * PART + row * DIM + column;
     double sum = 0;
 #pragma unroll 16

@@ -1,5 +1,9 @@
-// Codes as pq-core keeps them: blocks of 64 tokens, in a block one run a subspace, in a run planes of 8, 4, 2 and 1 bits
+// Codes as pq-core keeps them: blocks of 64 tokens, in a block one run a subspace, in a run planes of 8, 4, 2 and 1
+// bits
 // (`pq_core::pack`).
+#pragma once
+#include "types.cuh"
+
 constexpr u32 BLOCK_TOKENS = 64;
 
 // The code of token `i` of a run.
@@ -17,8 +21,8 @@ __device__ __forceinline__ u32 code_of(const u8* run, u32 i) {
     return code;
 }
 
-// The codes of tokens `i` to `i + 3` of a run, a byte each; `i` is a multiple of 4. Up to 8 bits. From the second-level cache, which a
-// kernel that has not yet waited for the one before it can trust.
+// The codes of tokens `i` to `i + 3` of a run, a byte each; `i` is a multiple of 4. Up to 8 bits. From the second-level
+// cache, which a kernel that has not yet waited for the one before it can trust.
 template <int BITS>
 __device__ __forceinline__ u32 four_codes_of(const u8* run, u32 i) {
     u32 codes = 0;

@@ -1,25 +1,30 @@
 // The same for codes of up to 12 bits a token, subspaces together, in one kernel.
 //
-// A token's scores depend on its joint code alone, of which there are 4,096 at most: tokens are counted, and only codes are scored.
-// A cluster of BLOCKS blocks has a row. Every block counts the joint codes of its tokens and tells each other block the counts of that one's
-// share of the codes, which scores them and tells all others keys and counts, from which each finds the cut by itself. Only then does it
-// look at its tokens again, to write. Of sm_90; before, search.cu does it.
+// A token's scores depend on its joint code alone, of which there are 4,096 at most: tokens are counted, and only codes
+// are scored. A cluster of BLOCKS blocks has a row. Every block counts the joint codes of its tokens and tells each
+// other block the counts of that one's share of the codes, which scores them and tells all others keys and counts, from
+// which each finds the cut by itself. Only then does it look at its tokens again, to write. Of sm_90; before, search.cu
+// does it.
 //
-// What blocks tell each other they store in each other's memory, where a barrier counts the bytes that have come. Barriers of the cluster
-// in their place order global memory, too, which took longer than the exchange.
+// What blocks tell each other they store in each other's memory, where a barrier counts the bytes that have come.
+// Barriers of the cluster in their place order global memory, too, which took longer than the exchange.
 //
-// Every block doing all codes was slower (20 us for 8 heads of 131,072 at (2, 6)): reading all counts of all took 4 us, scoring 3.
+// Every block doing all codes was slower (20 us for 8 heads of 131,072 at (2, 6)): reading all counts of all took 4 us,
+// scoring 3.
+#include "mbarrier_sm90.cuh"
+#include "pq_codes.cuh"
+#include "pq_search/select.cuh"
 
 constexpr int BLOCKS = 8, THREADS = 1024, WARPS = THREADS / LANES;
 constexpr int JOINT_BITS = M * NBITS, JOINT = 1 << JOINT_BITS, KSUB = 1 << NBITS;
 constexpr int SHARE = JOINT > BLOCKS ? JOINT / BLOCKS : 1;   // codes of a block
 constexpr int CODES = JOINT > THREADS ? JOINT / THREADS : 1; // of a thread, when it comes to the cut
 constexpr int ROOM = CODES * THREADS;
-constexpr int EACH = 16;                                     // tokens of a thread at a time
-constexpr int AT_ONCE = 4;                                   // queries
+constexpr int EACH = 16;   // tokens of a thread at a time
+constexpr int AT_ONCE = 4; // queries
 constexpr u8 NOT = 0, TIE = 1, ABOVE = 2;
 constexpr int HIGH_BUCKETS = 2048, LOW_BUCKETS = 1024, LOW_BITS = 10; // of keys: 11 bits, then 10, then 10
-constexpr int SLICES = WARPS / AT_ONCE;                      // of the block's codes, each with a warp for every query at a time
+constexpr int SLICES = WARPS / AT_ONCE; // of the block's codes, each with a warp for every query at a time
 static_assert(SHARE <= THREADS, "a thread has a code or none");
 static_assert(EACH * THREADS < 1 << 16, "as many tokens at a time as a scan counts");
 
@@ -28,7 +33,7 @@ struct Shared {
     u32 counts[ROOM];              // of this block's tokens in the middle
     float luts[GROUP][M * KSUB];
     u32 high[HIGH_BUCKETS], low[2][LOW_BUCKETS];
-    u32 totals[SHARE]; // of the block's codes
+    u32 totals[SHARE];              // of the block's codes
     float max[GROUP], scale[GROUP]; // of all codes
     uint2 above_and_ties_of[WARPS]; // of a warp's codes, in this block's tokens
     // What the blocks of the cluster tell each other, and when it has come.
@@ -41,34 +46,6 @@ struct Shared {
 };
 static_assert(sizeof(Shared) <= SHARED_BYTES, "the host asks for enough");
 
-__device__ __forceinline__ u32 block_in_cluster() {
-    u32 rank;
-    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-    return rank;
-}
-__device__ __forceinline__ u32 address_in_block(const void* shared, u32 rank) {
-    u32 address;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(shared)), "r"(rank));
-    return address;
-}
-// Stores where another block has what lies here, and has its barrier count the bytes.
-__device__ __forceinline__ void tell_block(void* shared, u32 rank, u32 x, u64& here) {
-    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(address_in_block(shared, rank)), "r"(x),
-                 "r"(address_in_block(&here, rank))
-                 : "memory");
-}
-__device__ __forceinline__ void tell_block(void* shared, u32 rank, uint2 x, u64& here) {
-    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.u32 [%0], {%1, %2}, [%3];" ::"r"(address_in_block(shared, rank)),
-                 "r"(x.x), "r"(x.y), "r"(address_in_block(&here, rank))
-                 : "memory");
-}
-// Until all has come that others tell this block.
-__device__ __forceinline__ void wait_for_blocks(u64& here) {
-    asm volatile("{\n .reg .pred done;\nWAIT%=:\n mbarrier.try_wait.parity.acquire.cluster.shared.b64 done, [%0], 0;\n"
-                 " @!done bra WAIT%=;\n}" ::"r"(shared_address(&here))
-                 : "memory");
-}
-
 // Joint codes of 16 tokens, `token` being a multiple of 16, two in a word.
 __device__ __forceinline__ void load_joint_codes(const u8* codes, u32 token, u32 (&joint)[EACH / 2]) {
 #pragma unroll
@@ -79,12 +56,14 @@ __device__ __forceinline__ void load_joint_codes(const u8* codes, u32 token, u32
         sixteen_codes_of<NBITS>(run_of<M, NBITS>(codes, token, j), token % BLOCK_TOKENS, of_subspace);
 #pragma unroll
         for (int i = 0; i < EACH / 4; i++) {
-            joint[2 * i] |= permute_bytes(of_subspace[i], 0, 0x4140) << NBITS * j;
-            joint[2 * i + 1] |= permute_bytes(of_subspace[i], 0, 0x4342) << NBITS * j;
+            joint[2 * i] |= prmt(of_subspace[i], 0, 0x4140) << NBITS * j;
+            joint[2 * i + 1] |= prmt(of_subspace[i], 0, 0x4342) << NBITS * j;
         }
     }
 }
-__device__ __forceinline__ u32 nth(const u32 (&joint)[EACH / 2], int i) { return joint[i / 2] >> 16 * (i % 2) & 0xffff; }
+__device__ __forceinline__ u32 nth(const u32 (&joint)[EACH / 2], int i) {
+    return joint[i / 2] >> 16 * (i % 2) & 0xffff;
+}
 
 __device__ __forceinline__ float score_of(const float* luts, u32 joint) {
     float score = 0;
@@ -96,7 +75,8 @@ __device__ __forceinline__ float score_of(const float* luts, u32 joint) {
 __device__ __forceinline__ u32 load_joint_code(const u8* codes, u32 token) {
     u32 joint = 0;
 #pragma unroll
-    for (int j = 0; j < M; j++) joint |= code_of<NBITS>(run_of<M, NBITS>(codes, token, j), token % BLOCK_TOKENS) << NBITS * j;
+    for (int j = 0; j < M; j++)
+        joint |= code_of<NBITS>(run_of<M, NBITS>(codes, token, j), token % BLOCK_TOKENS) << NBITS * j;
     return joint;
 }
 
@@ -115,7 +95,8 @@ __device__ Cut find_cut(Shared& shared, const u32 (&keys)[CODES], const u32 (&co
         if (wanted == found.count) return keys_from(high << shift << LOW_BITS);
 #pragma unroll
         for (int i = 0; i < CODES; i++)
-            if (count[i] && keys[i] >> shift >> LOW_BITS == high) atomicAdd(&shared.low[digit][keys[i] >> shift & (LOW_BUCKETS - 1)], count[i]);
+            if (count[i] && keys[i] >> shift >> LOW_BITS == high)
+                atomicAdd(&shared.low[digit][keys[i] >> shift & (LOW_BUCKETS - 1)], count[i]);
         __syncthreads();
         found = find_bucket<THREADS, LOW_BUCKETS>(shared.low[digit], wanted);
         high = high << LOW_BITS | found.bucket;
@@ -125,27 +106,29 @@ __device__ Cut find_cut(Shared& shared, const u32 (&keys)[CODES], const u32 (&co
 
 extern __shared__ __align__(16) u8 memory[];
 
-extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THREADS, 1) pq_search_joint(const Arguments a) {
+extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THREADS, 1)
+    pq_search_histogram(const Arguments a) {
     Shared& shared = *reinterpret_cast<Shared*>(memory);
-    const u32 row = blockIdx.y, rank = block_in_cluster(), lane = threadIdx.x % LANES;
+    const u32 row = blockIdx.y, rank = cluster_ctarank(), lane = threadIdx.x % LANES;
     for (int i = threadIdx.x; i < ROOM; i += THREADS) shared.counts[i] = 0;
     for (int i = threadIdx.x; i < HIGH_BUCKETS; i += THREADS) shared.high[i] = 0;
     for (int i = threadIdx.x; i < 2 * LOW_BUCKETS; i += THREADS) (&shared.low[0][0])[i] = 0;
     if (threadIdx.x == 0) {
         u64* const barriers[] = {&shared.counts_here, &shared.softmax_here, &shared.keys_here, &shared.places_here};
-        const u32 bytes[] = {rank * SHARE < JOINT ? (u32)sizeof(shared.counts_of) : 0, sizeof(shared.of_slices), sizeof(shared.keys),
-                             sizeof(shared.above_and_ties)};
+        const u32 bytes[] = {rank * SHARE < JOINT ? (u32)sizeof(shared.counts_of) : 0, sizeof(shared.of_slices),
+                             sizeof(shared.keys), sizeof(shared.above_and_ties)};
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            make_barrier(barriers[i], 1);
-            arrive_expecting(barriers[i], bytes[i]);
+            mbarrier_init(barriers[i], 1);
+            mbarrier_arrive_expect_tx(barriers[i], bytes[i]);
         }
     }
     asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); // this block's barriers are there
-    if (!a.overlap) wait_for_previous_kernel();
+    if (!a.pdl) pdl_wait();
     const Middle middle(a, row / a.heads);
     const u8* codes = a.codes + row * a.code_stride;
-    const u32 span = (middle.n + BLOCKS * EACH - 1) / (BLOCKS * EACH) * EACH, first = rank * span, end = min(middle.n, first + span);
+    const u32 span = (middle.n + BLOCKS * EACH - 1) / (BLOCKS * EACH) * EACH, first = rank * span,
+              end = min(middle.n, first + span);
     u32 token = first + EACH * threadIdx.x, joint[EACH / 2];
     if (token < end) {
         load_joint_codes(codes, token, joint);
@@ -163,26 +146,28 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THRE
         token += EACH * THREADS;
         if (token < end) load_joint_codes(codes, token, joint);
     }
-    wait_for_previous_kernel();
-    let_next_kernel_start();
+    pdl_wait();
+    pdl_trigger();
     // On their way while counts are.
     constexpr int TABLES = GROUP * M * KSUB, TABLES_EACH = (TABLES + THREADS - 1) / THREADS;
     float table[TABLES_EACH];
 #pragma unroll
     for (int i = 0; i < TABLES_EACH; i++)
-        if (i * THREADS + threadIdx.x < TABLES) table[i] = __ldcg(a.luts + (u64)row * TABLES + i * THREADS + threadIdx.x);
+        if (i * THREADS + threadIdx.x < TABLES)
+            table[i] = __ldcg(a.luts + (u64)row * TABLES + i * THREADS + threadIdx.x);
     asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); // the others' barriers are there
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < CODES; i++) {
         const u32 code = threadIdx.x + i * THREADS;
-        if (code < JOINT) tell_block(&shared.counts_of[rank][code % SHARE], code / SHARE, shared.counts[code], shared.counts_here);
+        if (code < JOINT)
+            st_async(&shared.counts_of[rank][code % SHARE], code / SHARE, shared.counts[code], shared.counts_here);
     }
 
     // The block's share of the codes.
     const u32 code = (rank * SHARE + threadIdx.x) % JOINT;
     const bool has_code = threadIdx.x < SHARE && rank * SHARE + threadIdx.x < JOINT;
-    wait_for_blocks(shared.counts_here);
+    mbarrier_wait_cluster(shared.counts_here);
     u32 total = 0;
     if (has_code)
 #pragma unroll
@@ -205,11 +190,11 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THRE
             mine.add(softmax_of(score_of(luts, load_joint_code(codes, i < sinks ? i : middle.end + i - sinks)), 1));
         mine = warp_softmax(mine);
         if (lane < BLOCKS)
-            tell_block(&shared.of_slices[query][rank * SLICES + slice], lane, make_uint2(__float_as_uint(mine.max), __float_as_uint(mine.sum)),
-                       shared.softmax_here);
+            st_async(&shared.of_slices[query][rank * SLICES + slice], lane,
+                     make_uint2(__float_as_uint(mine.max), __float_as_uint(mine.sum)), shared.softmax_here);
     }
     if (warp < GROUP) {
-        wait_for_blocks(shared.softmax_here);
+        mbarrier_wait_cluster(shared.softmax_here);
         static_assert(BLOCKS * SLICES == 2 * LANES, "two slices a lane");
         Softmax all = shared.of_slices[warp][lane];
         all.add(shared.of_slices[warp][LANES + lane]);
@@ -225,12 +210,15 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THRE
     if (has_code)
 #pragma unroll 4
         for (int query = 0; query < GROUP; query++)
-            weight = combine(weight, weight_of(score_of(shared.luts[query], code), shared.max[query], shared.scale[query]));
-    const u32 key = key_of(weight, shared.max, shared.scale, [&](int query) { return score_of(shared.luts[query], code); });
+            weight =
+                combine(weight, weight_of(score_of(shared.luts[query], code), shared.max[query], shared.scale[query]));
+    const u32 key =
+        key_of(weight, shared.max, shared.scale, [&](int query) { return score_of(shared.luts[query], code); });
     if (has_code)
 #pragma unroll
-        for (u32 block = 0; block < BLOCKS; block++) tell_block(shared.keys + code, block, make_uint2(key, total), shared.keys_here);
-    wait_for_blocks(shared.keys_here);
+        for (u32 block = 0; block < BLOCKS; block++)
+            st_async(shared.keys + code, block, make_uint2(key, total), shared.keys_here);
+    mbarrier_wait_cluster(shared.keys_here);
     u32 keys[CODES], count[CODES];
 #pragma unroll
     for (int i = 0; i < CODES; i++) {
@@ -256,9 +244,9 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THRE
     if (warp == 0) {
         const uint2 of_warp = shared.above_and_ties_of[lane];
         above = __reduce_add_sync(FULL, of_warp.x), ties = __reduce_add_sync(FULL, of_warp.y);
-        if (lane < BLOCKS) tell_block(shared.above_and_ties + rank, lane, make_uint2(above, ties), shared.places_here);
+        if (lane < BLOCKS) st_async(shared.above_and_ties + rank, lane, make_uint2(above, ties), shared.places_here);
     }
-    wait_for_blocks(shared.places_here); // the last that others store here
+    mbarrier_wait_cluster(shared.places_here); // the last that others store here
     const uint2 others = lane < rank ? shared.above_and_ties[lane] : make_uint2(0, 0);
     u32 above_before = __reduce_add_sync(FULL, others.x), ties_before = __reduce_add_sync(FULL, others.y);
 

@@ -1,0 +1,57 @@
+// Integer types, warp constants and float helpers of every kernel. No system header is included, so NVRTC needs none
+// installed.
+#pragma once
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+constexpr u32 FULL = 0xffffffffu; // mask of all lanes
+constexpr int LANES = 32;
+constexpr float NOTHING =
+    -1e30f; // the maximum of no scores: below every score, and finite, so that differences are numbers
+constexpr float LOG2_E = 1.44269504f, LN_2 = 0.69314718f;
+
+__device__ __forceinline__ float infinity() { return __int_as_float(0x7f800000); }
+
+__device__ __forceinline__ float exp2_approx(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+__device__ __forceinline__ float half_to_float(u16 bits) {
+    float x;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(bits));
+    return x;
+}
+
+__device__ __forceinline__ u16 float_to_half(float x) {
+    u16 bits;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(x));
+    return bits;
+}
+
+__device__ __forceinline__ float bfloat_to_float(u16 bits) { return __uint_as_float((u32)bits << 16); }
+
+__device__ __forceinline__ u16 float_to_bfloat(float x) {
+    u16 bits;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(x));
+    return bits;
+}
+
+// Two floats as two halves, the first in the low bits.
+__device__ __forceinline__ u32 pack_half2(float low, float high) {
+    u32 packed;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+    return packed;
+}
+
+// Picks four of the bytes of `a` (0 to 3) and `b` (4 to 7) by the nibbles of `selector`; bit 3 of a nibble replicates
+// the byte's sign.
+__device__ __forceinline__ u32 prmt(u32 a, u32 b, u32 selector) {
+    u32 picked;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(picked) : "r"(a), "r"(b), "r"(selector));
+    return picked;
+}
