@@ -145,7 +145,7 @@ fn tables_and_scores_have_the_bits_of_the_cpu() {
         let shapes = if seed % 2 == 0 { &COUNTED[..] } else { &SCORED };
         let case = Case::random(&mut random, shapes, &[64, 300, 5000, 10_000, 20_000]);
         let inputs = Inputs::new(&case, &mut random);
-        let expected = inputs.luts(&case);
+        let expected = inputs.luts(case);
         let shape = LutShape {
             quantizer: case.shape.quantizer,
             group: case.shape.group,
@@ -191,7 +191,7 @@ fn tables_and_scores_have_the_bits_of_the_cpu() {
             expected.chunks_exact(case.shape.group * case.shape.quantizer.lut_len()).enumerate()
         {
             let n = case.lengths[row / case.heads] as usize;
-            let expected = scores(&case, luts, &inputs.codes[row], n);
+            let expected = scores(case, luts, &inputs.codes[row], n);
             for query in 0..case.shape.group {
                 let got = &got[(row * case.shape.group + query) * case.capacity..][..case.capacity];
                 assert!(bits(&got[..n]) == bits(&expected[query * n..][..n]), "{case:?}: scores");
@@ -330,7 +330,7 @@ fn check_searches(
 /// The search returns the heaviest tokens, sinks and recent ones, in order, and of equal tokens the lower.
 fn check_search(device: &Device, case: &Case, random: &mut Random, seed: u64) {
     let inputs = Inputs::new(case, random);
-    let luts = inputs.luts(&case);
+    let luts = inputs.luts(case);
     let wanted = pq_core::Search { k: 0, sinks: case.sinks, recent: case.recent, rule: case.shape.rule };
     let found =
         |i: usize| pq_core::Search { k: case.ks[i] as usize, ..wanted }.found(case.lengths[i] as usize);
@@ -353,7 +353,7 @@ fn check_search(device: &Device, case: &Case, random: &mut Random, seed: u64) {
         let sinks = case.sinks.min(n);
         let middle = sinks..n - case.recent.min(n - sinks);
         assert!((0..n).filter(|t| !middle.contains(t)).all(|t| is_in[t]), "{case:?}: sinks and recent");
-        let scores = scores(&case, luts, &inputs.codes[row], n);
+        let scores = scores(case, luts, &inputs.codes[row], n);
         let (weights, sums) = log_weights(&scores, n, case.shape.rule);
         let chosen = middle.clone().filter(|&t| is_in[t]).map(|t| weights[t]);
         let left = middle.clone().filter(|&t| !is_in[t]).map(|t| weights[t]);
