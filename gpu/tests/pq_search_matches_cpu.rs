@@ -145,7 +145,7 @@ fn tables_and_scores_have_the_bits_of_the_cpu() {
         let shapes = if seed % 2 == 0 { &COUNTED[..] } else { &SCORED };
         let case = Case::random(&mut random, shapes, &[64, 300, 5000, 10_000, 20_000]);
         let inputs = Inputs::new(&case, &mut random);
-        let expected = inputs.luts(case);
+        let expected = inputs.luts(&case);
         let shape = LutShape {
             quantizer: case.shape.quantizer,
             group: case.shape.group,
@@ -191,7 +191,7 @@ fn tables_and_scores_have_the_bits_of_the_cpu() {
             expected.chunks_exact(case.shape.group * case.shape.quantizer.lut_len()).enumerate()
         {
             let n = case.lengths[row / case.heads] as usize;
-            let expected = scores(case, luts, &inputs.codes[row], n);
+            let expected = scores(&case, luts, &inputs.codes[row], n);
             for query in 0..case.shape.group {
                 let got = &got[(row * case.shape.group + query) * case.capacity..][..case.capacity];
                 assert!(bits(&got[..n]) == bits(&expected[query * n..][..n]), "{case:?}: scores");
