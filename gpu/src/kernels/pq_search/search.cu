@@ -27,6 +27,7 @@ struct alignas(16) Row {
     u32 bucket;     // those bits
     u32 wanted;     // of the candidates; 0 where `cut` is known
     Cut cut;
+    u32 started; // blocks of `write` that have started
 };
 
 struct Workspace {
@@ -86,7 +87,7 @@ extern "C" __global__ void __launch_bounds__(SCORE_THREADS, 1) pq_search_stats(c
     if (threadIdx.x == 0) work.chosen[blockIdx.x] = 0;
     if (blockIdx.x == 0) {
         for (int i = threadIdx.x; i < HIGH_BUCKETS; i += SCORE_THREADS) work.row->high[i] = 0;
-        if (threadIdx.x == 0) work.row->candidates = 0;
+        if (threadIdx.x == 0) work.row->candidates = 0, work.row->started = 0;
         if (threadIdx.x == 0 && row % a.heads == 0) a.counts[row / a.heads] = middle.found();
     }
     __shared__ Softmax of_warps[SCORE_WARPS][VEC];
@@ -293,13 +294,18 @@ __device__ Cut cut_among(const u32* candidates, u32 count, u32 wanted, u32 bucke
 }
 
 extern "C" __global__ void __launch_bounds__(SELECT_THREADS) pq_search_write(const Arguments a) {
-    const u32 row = blockIdx.y, first = blockIdx.x * CHUNK;
+    const u32 row = blockIdx.y;
     const Middle middle(a, row / a.heads);
     pdl_wait();
     pdl_trigger();
     const Workspace work(a, row);
     const Output out{a.tokens + row * a.tokens_len, a.tokens_len, middle};
-    const u32 end = min(middle.n, first + CHUNK), token = first + EACH * threadIdx.x;
+    // Blocks take the chunks of a row in the order in which they start, since CUDA does not promise that blocks of
+    // lower index start first: a block waits for those of the chunks before its own, which then all run.
+    __shared__ u32 chunk;
+    if (threadIdx.x == 0) chunk = atomicAdd(&work.row->started, 1);
+    __syncthreads();
+    const u32 first = chunk * CHUNK, end = min(middle.n, first + CHUNK), token = first + EACH * threadIdx.x;
     if (first >= end) return;
     const Keys keys(work.keys, token, end);
     // Every block finds the cut by itself: no kernel before has to end with one block that does.
@@ -325,12 +331,12 @@ extern "C" __global__ void __launch_bounds__(SELECT_THREADS) pq_search_write(con
     if (threadIdx.x < LANES) {
         if (threadIdx.x == 0) {
             const u64 mine = MARK | (u64)all_above << 32 | all_ties;
-            asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(work.chosen + blockIdx.x), "l"(mine) : "memory");
+            asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(work.chosen + chunk), "l"(mine) : "memory");
         }
         u32 sum_above = 0, sum_ties = 0;
-        for (u32 chunk = threadIdx.x; chunk < blockIdx.x; chunk += LANES) {
+        for (u32 before = threadIdx.x; before < chunk; before += LANES) {
             u64 other;
-            do asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(other) : "l"(work.chosen + chunk) : "memory");
+            do asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(other) : "l"(work.chosen + before) : "memory");
             while (!(other & MARK));
             sum_above += (u32)(other >> 32) & 0x7fffffff, sum_ties += (u32)other;
         }
