@@ -61,12 +61,12 @@ __device__ __forceinline__ void load_joint_codes(const u8* codes, u32 token, u32
     for (int i = 0; i < TOKENS_PER_THREAD / 2; i++) joint[i] = 0;
 #pragma unroll
     for (int j = 0; j < M; j++) {
-        u32 of_subspace[4];
-        sixteen_codes_of<NBITS>(run_of<M, NBITS>(codes, token, j), token % BLOCK_TOKENS, of_subspace);
+        u32 subspace_codes[4];
+        sixteen_codes_of<NBITS>(run_of<M, NBITS>(codes, token, j), token % BLOCK_TOKENS, subspace_codes);
 #pragma unroll
         for (int i = 0; i < TOKENS_PER_THREAD / 4; i++) {
-            joint[2 * i] |= prmt(of_subspace[i], 0, 0x4140) << NBITS * j;
-            joint[2 * i + 1] |= prmt(of_subspace[i], 0, 0x4342) << NBITS * j;
+            joint[2 * i] |= prmt(subspace_codes[i], 0, 0x4140) << NBITS * j;
+            joint[2 * i + 1] |= prmt(subspace_codes[i], 0, 0x4342) << NBITS * j;
         }
     }
 }
