@@ -1,18 +1,19 @@
-// Rows by number, from device memory or, over the bus, from pinned host memory.
+// Gathers rows by index, from device memory or, over the bus, from pinned host memory.
 //
-// Compile-time shape: ROW_BYTES, a multiple of 16. A lane moves 16 bytes of IN_FLIGHT rows at a time: what bounds it on
-// the bus is how many reads are under way.
+// Compile-time shape: ROW_BYTES, a multiple of 16. Launch: grid (blocks, head, keys or values), THREADS threads, which
+// stride over the 16-byte chunks of all listed rows of the head. A thread has IN_FLIGHT loads of 16 bytes in flight:
+// over the bus, the number of outstanding reads is the bound.
 #include "types.cuh"
 
-constexpr int PARTS = ROW_BYTES / 16, THREADS = 256, IN_FLIGHT = 8;
+constexpr int CHUNKS = ROW_BYTES / 16, THREADS = 256, IN_FLIGHT = 8;
 
 struct Arguments {
-    const uint4* keys;   // [head][row][PARTS]
-    const uint4* values; // the same
-    const u32* rows;     // [head][list_len]
-    const u32* places;   // [head][list_len]: where each goes, or null for its place in the list
-    const u32* counts;   // [head]: entries of the lists, or null for list_len
-    uint4* keys_out;     // [head][out_len][PARTS]
+    const uint4* keys;   // [head][row][CHUNKS]
+    const uint4* values; // as keys
+    const u32* rows;     // [head][list_len]: row indices
+    const u32* places;   // [head][list_len]: output row of each, or null for its index in the list
+    const u32* counts;   // [head]: rows in the list, or null for list_len
+    uint4* keys_out;     // [head][out_len][CHUNKS]
     uint4* values_out;
     u64 head_rows, list_len, out_len;
 };
@@ -22,20 +23,21 @@ extern "C" __global__ void __launch_bounds__(THREADS) gather(const Arguments a) 
     const bool is_values = blockIdx.z;
     const u32* rows = a.rows + head * a.list_len;
     const u32* places = a.places ? a.places + head * a.list_len : nullptr;
-    const uint4* from = (is_values ? a.values : a.keys) + head * a.head_rows * PARTS;
-    uint4* to = (is_values ? a.values_out : a.keys_out) + head * a.out_len * PARTS;
-    const u64 count = a.counts ? a.counts[head] : a.list_len, parts = count * PARTS, step = (u64)gridDim.x * THREADS;
-    for (u64 first = (u64)blockIdx.x * THREADS + threadIdx.x; first < parts; first += step * IN_FLIGHT) {
+    const uint4* from = (is_values ? a.values : a.keys) + head * a.head_rows * CHUNKS;
+    uint4* to = (is_values ? a.values_out : a.keys_out) + head * a.out_len * CHUNKS;
+    const u64 count = a.counts ? a.counts[head] : a.list_len, chunks = count * CHUNKS, step = (u64)gridDim.x * THREADS;
+    for (u64 first = (u64)blockIdx.x * THREADS + threadIdx.x; first < chunks; first += step * IN_FLIGHT) {
         uint4 data[IN_FLIGHT];
 #pragma unroll
         for (int i = 0; i < IN_FLIGHT; i++) {
-            const u64 part = first + i * step;
-            if (part < parts) data[i] = from[(u64)rows[part / PARTS] * PARTS + part % PARTS];
+            const u64 chunk = first + i * step;
+            if (chunk < chunks) data[i] = from[(u64)rows[chunk / CHUNKS] * CHUNKS + chunk % CHUNKS];
         }
 #pragma unroll
         for (int i = 0; i < IN_FLIGHT; i++) {
-            const u64 part = first + i * step;
-            if (part < parts) to[(places ? places[part / PARTS] : part / PARTS) * PARTS + part % PARTS] = data[i];
+            const u64 chunk = first + i * step;
+            if (chunk < chunks)
+                to[(places ? places[chunk / CHUNKS] : chunk / CHUNKS) * CHUNKS + chunk % CHUNKS] = data[i];
         }
     }
 }

@@ -1,19 +1,22 @@
-// Decode attention on product-quantized keys and values of any shape, by look-up tables, on the codes as pq-core keeps
-// them.
+// Decode attention on product-quantized keys and values of any shape, by lookup tables in global memory, on codes in
+// the layout of pq-core. It takes the shapes that pq_attend does not, above all codes of more than 8 bits, whose tables
+// do not fit shared memory. It is not a fast kernel.
 //
 // CPU twin: pq_core::attend_into, with its scales and bias. Compile-time shape: DIM, GROUP, KEY_M, KEY_BITS, VALUE_M,
-// VALUE_BITS. A block has one head of one sequence: this is the kernel for what pq_attend does not take, above all
-// codes of more than 8 bits, whose tables no shared memory holds, and it is not a fast one. Everything is in floats.
+// VALUE_BITS.
+// Launch: grid (head, sequence), THREADS threads. A block processes CHUNK tokens at a time: a thread scores one token
+// for all queries, a warp computes the softmax of one query at a time, and a thread sums OUTPUTS components. All
+// arithmetic is in f32.
 #include "pq_codes.cuh"
 #include "warp.cuh"
 
-constexpr int THREADS = 256, WARPS = THREADS / LANES, CHUNK = THREADS; // tokens at a time
+constexpr int THREADS = 256, WARPS = THREADS / LANES, CHUNK = THREADS; // CHUNK: tokens of an iteration
 constexpr int KEY_KSUB = 1 << KEY_BITS, VALUE_KSUB = 1 << VALUE_BITS, DSUB = DIM / VALUE_M;
-constexpr int OUTPUTS = (GROUP * DIM + THREADS - 1) / THREADS; // of a thread
+constexpr int OUTPUTS = (GROUP * DIM + THREADS - 1) / THREADS; // output components of a thread
 
 struct Arguments {
     const float* luts;         // [sequence][head][GROUP][KEY_M][KEY_KSUB]
-    const u8* key_codes;       // [sequence][head][key_stride bytes]: blocks of 64 tokens, in a block one run a subspace
+    const u8* key_codes;       // [sequence][head][key_stride bytes]: codes in the layout of pq_codes.cuh
     const u8* value_codes;     // [sequence][head][value_stride bytes]
     const float* centroids;    // [head][VALUE_M][VALUE_KSUB][DSUB]
     const u32* lengths;        // [sequence]
@@ -31,11 +34,11 @@ __device__ __forceinline__ u32 code_at(const u8* codes, u32 token, int subspace)
 }
 
 __shared__ float weights[GROUP][CHUNK];
-__shared__ float max_of[GROUP], sum_of[GROUP], keep_of[GROUP];
+__shared__ float max_of[GROUP], sum_of[GROUP], rescale[GROUP];
 
 extern "C" __global__ void __launch_bounds__(THREADS) pq_attend_generic(const Arguments a) {
     const int thread = threadIdx.x, warp = thread / LANES, lane = thread % LANES;
-    const u64 head = (u64)blockIdx.y * gridDim.x + blockIdx.x; // of all sequences
+    const u64 head = (u64)blockIdx.y * gridDim.x + blockIdx.x; // index over all sequences
     const u32 length = a.lengths[blockIdx.y];
     const float* luts = a.luts + head * GROUP * KEY_M * KEY_KSUB;
     const float* centroids = a.centroids + (u64)blockIdx.x * VALUE_M * VALUE_KSUB * DSUB;
@@ -66,19 +69,19 @@ extern "C" __global__ void __launch_bounds__(THREADS) pq_attend_generic(const Ar
         __syncthreads();
 
         for (int g = warp; g < GROUP; g += WARPS) {
-            float top = NOTHING, sum = 0;
-            for (int t = lane; t < CHUNK; t += LANES) top = fmaxf(top, weights[g][t]);
-            top = fmaxf(warp_max(top), max_of[g]);
+            float new_max = NOTHING, sum = 0;
+            for (int t = lane; t < CHUNK; t += LANES) new_max = fmaxf(new_max, weights[g][t]);
+            new_max = fmaxf(warp_max(new_max), max_of[g]);
             for (int t = lane; t < CHUNK; t += LANES) {
-                const float weight = exp2f(weights[g][t] - top);
+                const float weight = exp2f(weights[g][t] - new_max);
                 const float scale = a.value_scales && t < count ? a.value_scales[head * a.capacity + first + t] : 1;
                 sum += weight;
                 weights[g][t] = weight * scale;
             }
             sum = warp_sum(sum);
             if (lane == 0) {
-                keep_of[g] = exp2f(max_of[g] - top);
-                max_of[g] = top, sum_of[g] = sum_of[g] * keep_of[g] + sum;
+                rescale[g] = exp2f(max_of[g] - new_max);
+                max_of[g] = new_max, sum_of[g] = sum_of[g] * rescale[g] + sum;
             }
             __syncwarp();
         }
@@ -88,7 +91,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) pq_attend_generic(const Ar
         for (int i = 0; i < OUTPUTS; i++) {
             const int output = thread + i * THREADS, g = output / DIM, d = output % DIM, j = d / DSUB;
             if (output >= GROUP * DIM) break;
-            sums[i] *= keep_of[g];
+            sums[i] *= rescale[g];
             for (u32 t = 0; t < count; t++) {
                 const u32 code = code_at<VALUE_M, VALUE_BITS>(values, first + t, j);
                 sums[i] += weights[g][t] * centroids[((u64)j * VALUE_KSUB + code) * DSUB + d % DSUB];

@@ -1,6 +1,5 @@
-// Codes as pq-core keeps them: blocks of 64 tokens, in a block one run a subspace, in a run planes of 8, 4, 2 and 1
-// bits
-// (`pq_core::pack`).
+// Codes in the layout of `pq_core::pack`: blocks of 64 tokens; a block has one run of 8 * BITS bytes for each subspace;
+// a run has one bit plane for each set bit of BITS, of 8, 4, 2 or 1 bits a token in this order.
 #pragma once
 #include "types.cuh"
 
@@ -21,8 +20,8 @@ __device__ __forceinline__ u32 code_of(const u8* run, u32 i) {
     return code;
 }
 
-// The codes of tokens `i` to `i + 3` of a run, a byte each; `i` is a multiple of 4. Up to 8 bits. From the second-level
-// cache, which a kernel that has not yet waited for the one before it can trust.
+// Codes of tokens `i` to `i + 3` of a run, one in each byte; `i` is a multiple of 4, BITS at most 8. The loads bypass
+// L1 (`ld.global.cg`): L1 is not coherent with the previous kernel's writes before `pdl_wait`.
 template <int BITS>
 __device__ __forceinline__ u32 four_codes_of(const u8* run, u32 i) {
     u32 codes = 0;
@@ -37,7 +36,7 @@ __device__ __forceinline__ u32 four_codes_of(const u8* run, u32 i) {
     return codes;
 }
 
-// The codes of tokens `i` to `i + 15` of a run, four in a word; `i` is a multiple of 16. Up to 8 bits.
+// Codes of tokens `i` to `i + 15` of a run, four in a word; `i` is a multiple of 16, BITS at most 8.
 template <int BITS>
 __device__ __forceinline__ void sixteen_codes_of(const u8* run, u32 i, u32 (&codes)[4]) {
     int shift = 0;
@@ -52,7 +51,7 @@ __device__ __forceinline__ void sixteen_codes_of(const u8* run, u32 i, u32 (&cod
             const u32 words[4] = {first.x, first.y, second.x, second.y};
 #pragma unroll
             for (int word = 0; word < 4; word++) {
-                // Of a plane of eight bytes, the second half of the tokens has the next bits of the same.
+                // A plane of one bit has 8 bytes: the second 8 tokens have the next bit of the same bytes.
                 const u32 part = i / (8 * width) + (width > 1 ? 0 : word / 2);
                 codes[word] |= (words[word] >> part * width & mask) << shift;
             }
@@ -60,7 +59,7 @@ __device__ __forceinline__ void sixteen_codes_of(const u8* run, u32 i, u32 (&cod
         }
 }
 
-// The run of a token's block.
+// The run of one subspace in the block of `token`.
 template <int SUBSPACES, int BITS>
 __device__ __forceinline__ const u8* run_of(const u8* codes, u32 token, int subspace) {
     return codes + ((u64)(token / BLOCK_TOKENS) * SUBSPACES + subspace) * 8 * BITS;

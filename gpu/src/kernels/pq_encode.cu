@@ -1,46 +1,48 @@
-// Nearest centroids of vectors, packed into the tiles that attention reads.
+// Nearest centroids of vectors, packed into the tiles that pq_attend reads.
 //
 // CPU twin: pq_core::encode_into. Compile-time shape: HEAD_DIM; M subspaces of DSUB components, NBITS; KEPT_M codes of
-// KEPT_BITS a vector (two of one component become one: JOINED); KEYS or not; ELEMENT 0 (f32), 1 (f16) or 2 (bf16);
-// PAGED or not.
-//
-// A block has TILES tiles of one head. A warp takes a subspace: its lanes hold points, the centroids pass through
-// shared memory and are broadcast. The codes of the block are then packed from shared memory, a lane's words at a time,
-// in the order of the tile. Floor: ksub * DSUB multiply-adds and three operations to keep the minimum, a point and
-// subspace.
+// KEPT_BITS bits a vector, where JOINED packs two codes of one component into one; KEYS or not; ELEMENT 0 (f32), 1
+// (f16) or 2 (bf16); PAGED or not; TILE_BYTES.
+// Launch: grid (group of TILES tiles, head, sequence), THREADS threads. A warp has one subspace at a time: its lanes
+// hold points in registers, and the centroids are staged in shared memory and broadcast to all lanes. The block then
+// packs its codes from shared memory, one lane's words at a time, in the order of the tile.
+// Floor: KSUB * DSUB multiply-adds and three operations for the running minimum, per point and subspace. Bound by
+// arithmetic: five operations a centroid at two components.
 #include "element.cuh"
 
 constexpr int TILE = 32, TILES = 4, TOKENS = TILE * TILES;
 constexpr int WARPS = 8, THREADS = WARPS * LANES;
 constexpr int KSUB = 1 << NBITS;
-constexpr int POINTS = DSUB <= 4 ? TILES : 1;  // of a lane at a time
-constexpr int PADDED = (DSUB + 1 + 3) / 4 * 4; // a centroid and half its squared norm, in fours for wide loads
-constexpr int STAGE = 1024;                    // floats of a warp
-constexpr int FIT = STAGE / PADDED;
-constexpr int CENTROIDS = FIT >= KSUB ? KSUB : FIT >= 128 ? 128 : 64; // of a subspace at a time
-static_assert(CENTROIDS <= FIT && KSUB % CENTROIDS == 0, "a stage never reaches into the next subspace");
+constexpr int POINTS = DSUB <= 4 ? TILES : 1; // points of a lane at a time
+// Floats of a staged centroid: its components and half its squared norm, padded for 16-byte loads.
+constexpr int PADDED = (DSUB + 1 + 3) / 4 * 4;
+constexpr int STAGE_FLOATS = 1024; // floats of a warp's stage
+constexpr int STAGE_CAPACITY = STAGE_FLOATS / PADDED;
+constexpr int CENTROIDS = STAGE_CAPACITY >= KSUB ? KSUB : STAGE_CAPACITY >= 128 ? 128 : 64; // staged centroids
+static_assert(CENTROIDS <= STAGE_CAPACITY && KSUB % CENTROIDS == 0, "a stage never reaches into the next subspace");
 constexpr int LANE_CODES = TILE * KEPT_M / LANES, LANE_WORDS = LANE_CODES * KEPT_BITS / 32;
 constexpr int WIDTH = KEPT_BITS == 6 ? LANE_WORDS / 3 : LANE_WORDS < 4 ? LANE_WORDS : 4, LOADS = LANE_WORDS / WIDTH;
 static_assert(TILE * KEPT_M * KEPT_BITS / 8 == TILE_BYTES, "the host computes it, too");
 
 struct Arguments {
-    const Element* vectors; // element [sequence][head][vector][HEAD_DIM], with the strides below
-    const float* centroids; // [head][M][KSUB][DSUB]
-    const u32* firsts;      // [sequence]: the token that its first vector is
-    const u32* counts;      // [sequence]: vectors
-    const u32* pages;       // [sequence][page of sequence]; not read unless PAGED
-    u8* tiles;              // [page or sequence][head][tile][TILE_BYTES]
-    u64 sequence_stride, head_stride, vector_stride; // elements
+    const Element* vectors;                          // [sequence][head][vector][HEAD_DIM], with the strides below
+    const float* centroids;                          // [head][M][KSUB][DSUB]
+    const u32* firsts;                               // [sequence]: token index of the first vector
+    const u32* counts;                               // [sequence]: number of vectors
+    const u32* pages;                                // [sequence][page of sequence]; not read unless PAGED
+    u8* tiles;                                       // [page or sequence][head][tile][TILE_BYTES]
+    u64 sequence_stride, head_stride, vector_stride; // in elements
     u32 heads, page_tiles, max_pages;
 };
 
 __device__ __forceinline__ float finite_element(const Arguments& a, u64 at) {
     const float x = to_float(a.vectors[at]);
-    return fabsf(x) < infinity() ? x : 0; // as on the CPU, what is no number is 0
+    return fabsf(x) < infinity() ? x : 0; // NaN and infinity count as 0, as on the CPU
 }
 
-// Which token and which code of it a lane has at a place: the inverse of key_code and value_code of attention.
-__device__ __forceinline__ void at_place(int lane, int place, int& token, int& code) {
+// The token and code that a lane has at index `place` of its codes: the inverse of key_code and value_code
+// (pq_attend/codes.cuh).
+__device__ __forceinline__ void token_and_code(int lane, int place, int& token, int& code) {
     constexpr int PARTS = KEPT_M < 64 ? 1 : 2;
     const int g = lane / 4, l = lane % 4;
 #ifdef KEYS
@@ -58,10 +60,10 @@ __device__ __forceinline__ void at_place(int lane, int place, int& token, int& c
 #endif
 }
 
-__shared__ float stage[WARPS][STAGE];
+__shared__ float stage[WARPS][STAGE_FLOATS];
 __shared__ u8 codes[M][TOKENS];
 
-// The codes of one subspace for POINTS points a lane, tokens lane + 32 (first_tile + i) of the block.
+// Assigns POINTS points a lane in one subspace: tokens lane + 32 (first_tile + i) of the block.
 __device__ __forceinline__ void assign(const Arguments& a, int subspace, int first_tile, u64 vectors, u32 from,
                                        u32 to) {
     const int lane = threadIdx.x % LANES;
@@ -110,13 +112,13 @@ __device__ __forceinline__ void assign(const Arguments& a, int subspace, int fir
     for (int i = 0; i < POINTS; i++) codes[subspace][lane + TILE * (first_tile + i)] = index[i];
 }
 
-// A register of four codes of a lane, a byte each, and the bits of those that are new.
+// Four codes of a lane, one in each byte of `value`, and the mask of the bits that are new.
 __device__ __forceinline__ void lane_register(int tile, int lane, int index, u32 from, u32 to, u32& value,
-                                              u32& is_new) {
-    value = 0, is_new = 0;
+                                              u32& new_mask) {
+    value = 0, new_mask = 0;
     for (int k = 0; k < 4; k++) {
         int token, code;
-        at_place(lane, 4 * index + k, token, code);
+        token_and_code(lane, 4 * index + k, token, code);
         token += tile * TILE;
 #ifdef JOINED
         const u32 kept = codes[2 * code][token] | codes[2 * code + 1][token] << NBITS;
@@ -124,7 +126,7 @@ __device__ __forceinline__ void lane_register(int tile, int lane, int index, u32
         const u32 kept = codes[code][token];
 #endif
         value |= kept << (8 * k);
-        is_new |= token >= from && token < to ? 0xffu << (8 * k) : 0;
+        new_mask |= token >= from && token < to ? 0xffu << (8 * k) : 0;
     }
 }
 
@@ -132,7 +134,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) pq_encode(const Arguments 
     const u32 sequence = blockIdx.z, head = blockIdx.y, first = a.firsts[sequence], count = a.counts[sequence];
     const u32 tile = first / TILE + blockIdx.x * TILES, tile_end = (first + count + TILE - 1) / TILE;
     if (count == 0 || tile >= tile_end) return;
-    // The new tokens, counted from the block's first.
+    // The block's new tokens, relative to its first token.
     const u32 start = tile * TILE, from = first > start ? first - start : 0,
               to = min(first + count - start, (u32)TOKENS);
     const u64 vectors =
@@ -142,33 +144,33 @@ extern "C" __global__ void __launch_bounds__(THREADS) pq_encode(const Arguments 
     __syncthreads();
 
     for (int i = threadIdx.x; i < TILES * LOADS * LANES; i += THREADS) {
-        const int lane = i % LANES, load = i / LANES % LOADS, mine = i / LANES / LOADS;
-        if (tile + mine >= tile_end) break;
+        const int lane = i % LANES, load = i / LANES % LOADS, local_tile = i / LANES / LOADS;
+        if (tile + local_tile >= tile_end) break;
 #ifdef PAGED
-        const u32 page = a.pages[(u64)sequence * a.max_pages + (tile + mine) / a.page_tiles];
+        const u32 page = a.pages[(u64)sequence * a.max_pages + (tile + local_tile) / a.page_tiles];
 #else
         const u32 page = sequence;
 #endif
-        const u64 index = ((u64)page * a.heads + head) * a.page_tiles + (tile + mine) % a.page_tiles;
+        const u64 index = ((u64)page * a.heads + head) * a.page_tiles + (tile + local_tile) % a.page_tiles;
         u32* words = reinterpret_cast<u32*>(a.tiles + index * TILE_BYTES) + (load * LANES + lane) * WIDTH;
         for (int w = 0; w < WIDTH; w++) {
             const int word = load * WIDTH + w;
-            u32 value, is_new;
+            u32 value, new_mask;
             if (KEPT_BITS == 8) {
-                lane_register(mine, lane, word, from, to, value, is_new);
+                lane_register(local_tile, lane, word, from, to, value, new_mask);
             } else if (KEPT_BITS == 4) {
-                u32 high, high_new;
-                lane_register(mine, lane, 2 * word, from, to, value, is_new);
-                lane_register(mine, lane, 2 * word + 1, from, to, high, high_new);
-                value |= high << 4, is_new = (is_new & 0x0f0f0f0fu) | (high_new & 0xf0f0f0f0u);
-            } else { // three words keep four registers
-                u32 fourth, fourth_new;
-                lane_register(mine, lane, word / 3 * 4 + word % 3, from, to, value, is_new);
-                lane_register(mine, lane, word / 3 * 4 + 3, from, to, fourth, fourth_new);
+                u32 high, high_mask;
+                lane_register(local_tile, lane, 2 * word, from, to, value, new_mask);
+                lane_register(local_tile, lane, 2 * word + 1, from, to, high, high_mask);
+                value |= high << 4, new_mask = (new_mask & 0x0f0f0f0fu) | (high_mask & 0xf0f0f0f0u);
+            } else { // three words hold four registers: the fourth in their top two bits each
+                u32 fourth, fourth_mask;
+                lane_register(local_tile, lane, word / 3 * 4 + word % 3, from, to, value, new_mask);
+                lane_register(local_tile, lane, word / 3 * 4 + 3, from, to, fourth, fourth_mask);
                 value |= (fourth >> (2 * (word % 3)) & 0x03030303u) << 6;
-                is_new = (is_new & 0x3f3f3f3fu) | (fourth_new & 0xc0c0c0c0u);
+                new_mask = (new_mask & 0x3f3f3f3fu) | (fourth_mask & 0xc0c0c0c0u);
             }
-            words[w] = is_new == FULL ? value : (words[w] & ~is_new) | (value & is_new);
+            words[w] = new_mask == FULL ? value : (words[w] & ~new_mask) | (value & new_mask);
         }
     }
 }

@@ -1,29 +1,37 @@
 // Lloyd's k-means in every subspace of many sets of vectors.
 //
-// CPU twin: pq_core::train_batch, from given centroids. Compile-time shape: M, DSUB, KSUB; ELEMENT. Three kernels:
-// `largest`, once, finds the largest number of every subspace; then each iteration is `assign`, which adds points to
-// their centroids, and `update`. Sums are in integers, in parts of 2^-20 of the largest number within a block and wide
-// between blocks, so their order does not matter.
+// CPU twin: pq_core::train_batch, from given centroids. Compile-time shape: M, DSUB, KSUB; ELEMENT. Four kernels of
+// THREADS threads; a pair is a subspace of a set:
+//
+// - `start`, grid (4, M, set): initial centroids, cleared sums and state.
+// - `largest`, grid (up to 32, M, set): the largest finite magnitude of the pair.
+// - `assign`, grid (part of PART points, M, set), in each iteration: adds points to the sums of their nearest
+// centroids.
+// - `update`, grid (M, set), in each iteration: computes new centroids, and decides whether the pair is done.
+//
+// Sums are fixed-point integers, in units of 2^-20 of the largest magnitude: 32 bits within a block, 64 bits between
+// blocks. Integer addition is associative, so two runs give the same bytes.
+// Bounds: pq_nearest.cuh. Not tried yet: f16 tensor cores, with each centroid as a sum of two halves.
 #include "pq_nearest.cuh"
 #include "warp.cuh"
 
-constexpr int PART = 2048; // points of a block: as many numbers of 2^20 less one fit 31 bits
-constexpr float UNITS = (1 << 20) - 1;
+constexpr int PART = 2048; // points of a block: a sum of PART magnitudes below 2^20 fits 31 bits
+constexpr float FIXED_POINT_MAX = (1 << 20) - 1;
 
-// What is known of a subspace between kernels.
+// State of a pair between kernels.
 struct State {
-    u32 largest; // bits of a float
+    u32 largest; // bits of the float: non-negative floats compare like integers
     u32 done;
     double error;
 };
 
 struct Arguments {
     const Element* vectors; // [set][vector][M * DSUB], with the strides below
-    const u32* starts;      // [KSUB]: vectors that are the first centroids, or null
+    const u32* starts;      // [KSUB]: indices of the vectors that are the initial centroids, or null
     float* centroids;       // [set][M][KSUB][DSUB]
     double* errors;         // [set][M], or null
     State* states;          // [set][M]
-    long long* sums;        // [set][M][KSUB][DSUB + 1]: the last is the count
+    long long* sums;        // [set][M][KSUB][DSUB + 1]; the last is the count
     double* part_errors;    // [set][M][parts]
     u64 set_stride, vector_stride;
     double tolerance;
@@ -70,7 +78,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) pq_train_assign(const A
     if (state.done) return;
     NearestShared& nearest = shared->nearest;
     const u32 first = blockIdx.x * PART, end = min(a.n, first + PART);
-    const float largest = __uint_as_float(state.largest), units = largest > 0 ? UNITS / largest : 0;
+    const float largest = __uint_as_float(state.largest), to_fixed = largest > 0 ? FIXED_POINT_MAX / largest : 0;
     for (int i = threadIdx.x; i < KSUB * DSUB; i += THREADS) shared->sums[i] = 0;
     for (int i = threadIdx.x; i < KSUB; i += THREADS) shared->counts[i] = 0;
     double error = 0;
@@ -88,10 +96,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) pq_train_assign(const A
             atomicAdd(&shared->counts[nearest.index[point]], 1);
 #pragma unroll 4
             for (int i = 0; i < DSUB; i++) {
-                const int d =
-                    DSUB % LANES ? i : (i + (int)point) % DSUB; // lanes of one centroid add to different numbers
+                // Rotated where DSUB is a multiple of 32, so that lanes with the same centroid add to different words.
+                const int d = DSUB % LANES ? i : (i + (int)point) % DSUB;
                 atomicAdd(&shared->sums[nearest.index[point] * DSUB + d],
-                          __float2int_rn(nearest.points[d][point] * units));
+                          __float2int_rn(nearest.points[d][point] * to_fixed));
             }
         }
     }
@@ -113,14 +121,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) pq_train_assign(const A
     }
 }
 
-// A centroid that lost its points takes half of the largest cluster, as on the CPU: by one warp.
+// A centroid without points takes half of the largest cluster, as on the CPU. Called by one warp.
 __device__ void split_into_empty(float* centroids, u32* counts) {
     constexpr float NUDGE = 1.f / 1024;
     const u32 lane = threadIdx.x;
     for (int c = 0; c < KSUB; c++) {
         __syncwarp();
         if (counts[c] > 0) continue;
-        u64 best = 0; // count, then the lower index
+        u64 best = 0; // count in the high word; the low word prefers the lower index
         for (u32 i = lane; i < KSUB; i += LANES) {
             const u64 here = (u64)counts[i] << 32 | (KSUB - 1 - i);
             best = here > best ? here : best;
@@ -148,12 +156,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) pq_train_update(const Argu
     if (state.done) return;
     float* centroids = a.centroids + pair * KSUB * DSUB;
     long long* sums = a.sums + pair * KSUB * (DSUB + 1);
-    const double unit = (double)__uint_as_float(state.largest) / (double)UNITS;
+    const double from_fixed = (double)__uint_as_float(state.largest) / (double)FIXED_POINT_MAX;
     for (int c = threadIdx.x; c < KSUB; c += THREADS) counts[c] = (u32)sums[c * (DSUB + 1) + DSUB];
     __syncthreads();
     for (int i = threadIdx.x; i < KSUB * DSUB; i += THREADS) {
         const int c = i / DSUB;
-        if (counts[c]) centroids[i] = (float)((double)sums[c * (DSUB + 1) + i % DSUB] * unit / counts[c]);
+        if (counts[c]) centroids[i] = (float)((double)sums[c * (DSUB + 1) + i % DSUB] * from_fixed / counts[c]);
     }
     __syncthreads();
     for (int i = threadIdx.x; i < KSUB * (DSUB + 1); i += THREADS) sums[i] = 0;

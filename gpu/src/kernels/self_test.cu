@@ -1,6 +1,6 @@
-// squares[i] = i * i: the smallest kernel that shows compilation, launch and copy at work.
+// squares[i] = i * i: the smallest kernel that exercises compilation, launch and copy.
 //
-// CPU twin: the closed form in ../self_test.rs. Launch: one thread an element, any block size.
+// CPU twin: the closed form in ../self_test.rs. Launch: one thread per element, any block size.
 
 struct Arguments {
     unsigned int* squares; // (n,)

@@ -1,16 +1,21 @@
-// The kernel, and a warp's way through its tiles.
+// Decode attention on product-quantized keys and values: the kernel, and a warp's loop over its tiles.
 //
-// INTERLEAVED: two tiles are in work at a time. The products of one with its weights alternate with those of the next
-// one's keys, for a warp alone waits for shared memory, products and shuffles one after the other. Four queries at 8
-// bits for two components took 3 to 6 % less by 8 such warps than by 12 that have one tile each; fewer bits, which have
-// to be expanded for both tiles, up to 10 % more. The weights of a third tile in between, or other orders of the steps,
-// took 1 to 5 % more; the same loop as a structure's member, which the compiler puts in another order, 2 to 6 %; loads
-// of codes behind the weights, 10 to 26 %.
+// CPU twins: pq_core::attend_into, pq_core::attend_exact_into. shape.cuh has the compile-time shape and explains the
+// method. Launch: grid (block of a head's work, slice of its query group, head), THREADS threads, one block a
+// multiprocessor. A block has an equal part of the work of its head; a warp has every WARPS-th tile of it.
 //
-// What else was tried on an H200 and did not pay, one tile at a time: asking for the tile after the next in the
-// second-level cache (10 % slower with one query, where that cache is 92 % busy, 1 to 5 % with four), or for the second
-// tile while tables come (5 % slower); hints on the loads (no difference); codes of two tiles on their way in registers
-// (8 warps; 4 % slower for 32,768 tokens, 2 % faster for 16 times as many).
+// INTERLEAVED: a warp processes two tiles at a time, and the MMAs of one tile's values alternate with those of the next
+// tile's keys, since a warp that has one tile waits in turn for shared memory, MMAs and shuffles. Four queries at 8
+// bits for two components took 3 to 6 % less time with 8 such warps than with 12 that have one tile each; codes of
+// fewer bits, which have to be expanded for both tiles, took up to 10 % more.
+// Tried with two tiles, and slower: by 1 to 5 %, the weights of a third tile in between, or other orders of the steps;
+// by 2 to 6 %, the same loop as a member of a structure, which the compiler orders differently; by 10 to 26 %, loads of
+// codes after the weights.
+//
+// Tried on an H200 with one tile at a time, and rejected: L2 prefetch of the tile after the next (10 % slower with one
+// query, where L2 is 92 % busy, 1 to 5 % with four); L2 prefetch of the second tile while the tables arrive (5 %
+// slower); cache hints on the loads (no difference); codes of two tiles in flight in registers (8 warps; 4 % slower for
+// 32,768 tokens, 2 % faster for 16 times as many).
 #include "pq_attend/exact.cuh"
 #include "pq_attend/finish.cuh"
 #include "pq_attend/plan.cuh"
@@ -18,7 +23,7 @@
 #include "pq_attend/sums.cuh"
 #include "pq_attend/tables.cuh"
 
-// Where a tile of a sequence lies among all tiles, of which there are fewer than 2^32.
+// Maps a tile of a sequence to its index among all tiles, which are fewer than 2^32.
 struct Tiles {
 #ifdef PAGED
     const u32* pages;
@@ -36,11 +41,11 @@ struct Tiles {
 #endif
 };
 
-// Asks for the queries of the block in shared memory, a word a thread; those that a group lacks are zeros.
+// Starts the copy of the block's queries to shared memory, one word a thread; queries beyond the group are zeros.
 __device__ __forceinline__ void load_queries(const Arguments& a, const Plan& plan) {
-    const Place place;
-    const u32 first = place.slice * QUERIES, live = min(a.group - first, (u32)QUERIES);
-    const u16* queries = a.queries + (((u64)plan.entry * a.heads + place.head) * a.group + first) * D;
+    const GridCoord coord;
+    const u32 first = coord.slice * QUERIES, live = min(a.group - first, (u32)QUERIES);
+    const u16* queries = a.queries + (((u64)plan.entry * a.heads + coord.head) * a.group + first) * D;
     static_assert(QUERIES * WORDS <= THREADS, "a word a thread");
     const u32 query = threadIdx.x / WORDS, word = threadIdx.x % WORDS;
     if (query < QUERIES) {
@@ -51,13 +56,13 @@ __device__ __forceinline__ void load_queries(const Arguments& a, const Plan& pla
     cp_async_commit();
 }
 
-// The block's part of one sequence; its first one waits for the tables. A warp has every WARPS-th tile of it.
+// Attends to the block's part of one sequence. The first one waits for the tables.
 __device__ __forceinline__ void attend_sequence(const Arguments& a, Plan& plan, bool is_first, State& state) {
     const Lane lane;
-    const Tiles tiles(a, plan.entry, Place().head);
+    const Tiles tiles(a, plan.entry, GridCoord().head);
     u32 tile, tile_end;
     {
-        const u32 exact_items = (plan.exact_length + EXACT - 1) / EXACT;
+        const u32 exact_items = (plan.exact_length + EXACT_PER_ITEM - 1) / EXACT_PER_ITEM;
         u32 item = plan.from + lane.warp;
         if (item < exact_items) item += (exact_items - item + WARPS - 1) / WARPS * WARPS;
         tile = item - exact_items;
@@ -66,9 +71,9 @@ __device__ __forceinline__ void attend_sequence(const Arguments& a, Plan& plan, 
 
     Keys key_codes;
     Values value_codes;
-    auto load_keys = [&](u32 place) { key_codes.load(a.key_codes + (u64)place * Keys::TILE_BYTES, lane.lane); };
-    auto load_values = [&](u32 place) { value_codes.load(a.value_codes + (u64)place * Values::TILE_BYTES, lane.lane); };
-    load_queries(a, plan); // before the codes, behind which they would wait
+    auto load_keys = [&](u32 index) { key_codes.load(a.key_codes + (u64)index * Keys::TILE_BYTES, lane.lane); };
+    auto load_values = [&](u32 index) { value_codes.load(a.value_codes + (u64)index * Values::TILE_BYTES, lane.lane); };
+    load_queries(a, plan); // before the codes: the queries would otherwise wait for these loads
     if (is_first) load_value_table(a);
     if (tile < tile_end) {
         const u32 first = tiles.at(a, tile);
@@ -86,10 +91,10 @@ __device__ __forceinline__ void attend_sequence(const Arguments& a, Plan& plan, 
     query.load(lane);
     const KeyOffsets key_offsets(lane);
     const u32 value_offset = value_offset_of(lane);
-    u8* weights = shared + WEIGHTS + lane.warp * QUERIES * TILE * 2; // of the warp's tile
+    u8* weights = shared + WEIGHTS + lane.warp * QUERIES * TILE * 2; // weights of the warp's tile
     if (is_first) finish_key_table();
 
-    u32 next = 0; // where the warp's next tile lies
+    u32 next = 0; // index of the warp's next tile
     auto load_next_keys = [&] {
         if (tile + WARPS >= tile_end) return;
         next = tiles.at(a, tile + WARPS);
@@ -97,13 +102,13 @@ __device__ __forceinline__ void attend_sequence(const Arguments& a, Plan& plan, 
     };
     auto weigh = [&](const Scores& products) {
         float scores[COPIES][4];
-        products.take(scores, lane);
+        products.extract(scores, lane);
         const u32 first = tile * TILE;
 #pragma unroll
         for (int i = 0; i < COPIES; i++) {
 #pragma unroll
             for (int t = 0; t < 4; t++) scores[i][t] *= a.scale;
-            if (first + TILE > plan.length) // the sequence's last tile
+            if (first + TILE > plan.length) // the last tile of the sequence
 #pragma unroll
                 for (int t = 0; t < 4; t++)
                     if (first + lane.g + 8 * t >= plan.length) scores[i][t] = -infinity();
@@ -111,10 +116,10 @@ __device__ __forceinline__ void attend_sequence(const Arguments& a, Plan& plan, 
         uint2 packed[COPIES];
         state.weigh(packed, scores, lane);
         __syncwarp();
-        if (lane.holds)
+        if (lane.has_scores)
 #pragma unroll
             for (int i = 0; i < COPIES; i++)
-                *reinterpret_cast<uint2*>(weights + (lane.turn * COPIES + i) * TILE * 2 + lane.g * 8) = packed[i];
+                *reinterpret_cast<uint2*>(weights + (lane.mma_index * COPIES + i) * TILE * 2 + lane.g * 8) = packed[i];
         __syncwarp();
     };
     auto score = [&] {
@@ -129,9 +134,9 @@ __device__ __forceinline__ void attend_sequence(const Arguments& a, Plan& plan, 
         u32 codes[Values::EXPANDED];
         value_codes.expand(codes);
         wait_for_value_table();
-        const Sums::Weights of_tile(weights, lane);
+        const Sums::Weights tile_weights(weights, lane);
 #pragma unroll
-        for (int k = 0; k < Sums::STEPS; k++) state.sums.add_step(k, codes, value_offset, of_tile, lane);
+        for (int k = 0; k < Sums::STEPS; k++) state.sums.add_step(k, codes, value_offset, tile_weights, lane);
     };
     auto add_and_score_next = [&] {
         constexpr int RATIO = Scores::STEPS / Sums::STEPS;
@@ -139,10 +144,10 @@ __device__ __forceinline__ void attend_sequence(const Arguments& a, Plan& plan, 
         u32 codes[Values::EXPANDED];
         key_codes.expand(scores.codes);
         value_codes.expand(codes);
-        const Sums::Weights of_tile(weights, lane);
+        const Sums::Weights tile_weights(weights, lane);
 #pragma unroll
         for (int k = 0; k < Sums::STEPS; k++) {
-            state.sums.add_step(k, codes, value_offset, of_tile, lane);
+            state.sums.add_step(k, codes, value_offset, tile_weights, lane);
 #pragma unroll
             for (int i = 0; i < RATIO; i++) scores.add_step(k * RATIO + i, query, key_offsets);
         }
@@ -171,7 +176,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) pq_attend(const Argumen
     load_key_table(a);
     Plan& plan = *reinterpret_cast<Plan*>(shared + PLAN);
     if (warp_uniform(threadIdx.x < LANES)) plan.find_first(a);
-    pdl_wait(); // all but tables and lengths may come from it
+    pdl_wait(); // the previous kernel may write everything but tables and lengths
     pdl_trigger();
     __syncthreads();
     bool is_first = true;

@@ -1,5 +1,8 @@
-// How a lane's codes of one tile lie in memory, for keys and values alike: in the order in which they are used, but for
-// words that share a code. LOADS times WIDTH 32-bit words a lane, [load][lane][width].
+// Packed codes of one tile in a lane's registers, and lookups in the tables.
+//
+// A tile stores LOADS times WIDTH 32-bit words for each lane, as [load][lane][width], for keys and values alike. A
+// lane's codes are in the order of their use; several words of a vector share a code when it has more than two
+// components.
 #pragma once
 #include "pq_attend/shape.cuh"
 #include "primitives_sm80.cuh"
@@ -7,7 +10,7 @@
 template <int BITS, int SUB>
 struct Packed {
     static constexpr int CODES = TILE * WORDS / (SUB / 2) / LANES;
-    static constexpr int EXPANDED = CODES / 4; // registers with a code a byte
+    static constexpr int EXPANDED = CODES / 4; // registers with one code in each byte
     static constexpr int WORDS32 = CODES * BITS / 32;
     static constexpr int WIDTH = BITS == 6 ? WORDS32 / 3 : WORDS32 < 4 ? WORDS32 : 4;
     static constexpr int LOADS = WORDS32 / WIDTH;
@@ -30,7 +33,7 @@ struct Packed {
                 codes[2 * i] = words[i] & 0x0f0f0f0fu;
                 codes[2 * i + 1] = words[i] >> 4 & 0x0f0f0f0fu;
             }
-        } else { // three words hold four: the fourth in the others' high bits
+        } else { // three words hold four registers: the fourth in their top two bits each
 #pragma unroll
             for (int i = 0; i < EXPANDED / 4; i++) {
                 const u32 a = words[3 * i], b = words[3 * i + 1], c = words[3 * i + 2];
@@ -47,28 +50,29 @@ using Values = Packed<VALUE_BITS, VALUE_SUB>;
 static_assert(Keys::TILE_BYTES == KEY_TILE_BYTES && Values::TILE_BYTES == VALUE_TILE_BYTES,
               "the host computes it, too");
 
-// Which code a look-up of keys uses: of tokens 16 `half` + 8 `high` + g, word 32 `part` + 16 `middle` + 4 (step ^ (g &
-// 3)) + l.
+// Index, among a lane's codes, of the code for token 16 `half` + 8 `high` + g, word 32 `part` + 16 `middle` + 4 (step ^
+// (g & 3)) + l of a key. The host's CodeLayout has the same formula.
 __device__ __forceinline__ constexpr int key_code(int half, int part, int step, int middle, int high) {
     constexpr int M = D / KEY_SUB, MIDDLES = M < 32 ? 1 : 2, PARTS = M < 64 ? 1 : 2;
     return ((half * PARTS + part % PARTS) * 4 + step) * MIDDLES * 2 + middle % MIDDLES * 2 + high;
 }
 
-// Which code a look-up of values uses: of tokens 4 `half` + l + 8 (2 `high` + `odd`), word 32 `part` + 8 ((step + l) &
-// 3) + g.
+// Index, among a lane's codes, of the code for token 4 `half` + l + 8 (2 `high` + `odd`), word 32 `part` + 8 ((step +
+// l) & 3) + g of a value. The host's CodeLayout has the same formula.
 __device__ __forceinline__ constexpr int value_code(int half, int step, int high, int part, int odd) {
     constexpr int M = D / VALUE_SUB, STEPS = M < 32 ? 2 : 4, PARTS = M < 64 ? 1 : 2;
     return (((half * STEPS + step % STEPS) * 2 + high) * PARTS + part % PARTS) * 2 + odd;
 }
 
-// A word of the first or second half of a table's row. The offset is added to the pointer, not the address: so it
-// becomes a part of the instruction.
+// A word of half `part` of a table row. The constant offset is added to the pointer and not to the address, so that it
+// becomes an immediate of the load.
 template <int TABLE>
 __device__ __forceinline__ u32 look_up(u32 address, int part) {
     return *reinterpret_cast<const u32*>(shared + address + (TABLE + part * (ROW / 2)));
 }
 
-// Byte 0: offset byte `b` of the lane; byte 1: code `k`; byte 2: the copy's bit. Byte 3: zero.
+// Selectors for prmt(codes, offsets), which builds an address. Byte 0: byte `b` of the lane's offsets. Byte 1: code
+// `k`, the row of 256 bytes. Byte 2: the bit of the table copy. Byte 3: zero.
 __device__ __forceinline__ constexpr u32 key_selector(int k, int b) { return 4 + b | k << 4 | 7 << 8 | 15 << 12; }
 __device__ __forceinline__ constexpr u32 value_selector(int k, int b) {
     return 4 + b | k << 4 | (12 + b) << 8 | (12 + b) << 12;

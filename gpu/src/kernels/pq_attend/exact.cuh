@@ -1,4 +1,7 @@
-// The warp's results of a sequence: per query the sum of values, and maximum and sum of weights.
+// Attention on the exact tokens of a sequence, which initializes the warp's results: per query the sum of values, the
+// maximum of the scores and the sum of weights.
+//
+// CPU twin: pq_core::attend_exact_into. A warp processes one token at a time; each lane has D / 32 components.
 #pragma once
 #include "element.cuh"
 #include "pq_attend/codes.cuh"
@@ -8,9 +11,9 @@ __device__ __forceinline__ float* warp_results(const Lane& lane) {
     return reinterpret_cast<float*>(shared + RESULTS) + lane.warp * QUERIES * RESULT;
 }
 
-// Those of no tokens.
+// The results of no tokens.
 __device__ __forceinline__ void clear_results(const Lane& lane) {
-    constexpr int FOURS = RESULT / 4; // of a query; the last has maximum and weight
+    constexpr int FOURS = RESULT / 4; // float4s of a query; the last one has maximum and sum of weights
     float4* results = reinterpret_cast<float4*>(warp_results(lane));
 #pragma unroll
     for (int i = lane.lane; i < QUERIES * FOURS; i += LANES)
@@ -18,13 +21,13 @@ __device__ __forceinline__ void clear_results(const Lane& lane) {
     __syncwarp();
 }
 
-// They start with its exact tokens, if it has any. The lanes share the components of a vector.
+// Attends to the warp's exact tokens. Their sums overwrite the results, which stay as they are if there are none.
 __device__ __forceinline__ void attend_exact(const Arguments& a, const Plan& plan) {
     const Lane lane;
-    const u32 item_end = min(plan.to, (plan.exact_length + EXACT - 1) / EXACT);
+    const u32 item_end = min(plan.to, (plan.exact_length + EXACT_PER_ITEM - 1) / EXACT_PER_ITEM);
     if (warp_uniform(plan.from + lane.warp >= item_end)) return;
-    const u64 sequence_head = (u64)plan.entry * a.heads + Place().head;
-    constexpr int E = D / LANES; // components a lane
+    const u64 sequence_head = (u64)plan.entry * a.heads + GridCoord().head;
+    constexpr int E = D / LANES; // components of a lane
     float q[QUERIES][E], sum[QUERIES][E], max[QUERIES], weight[QUERIES];
 #pragma unroll
     for (int i = 0; i < QUERIES; i++) {
@@ -39,7 +42,7 @@ __device__ __forceinline__ void attend_exact(const Arguments& a, const Plan& pla
         }
     }
     for (u32 item = plan.from + lane.warp; warp_uniform(item < item_end); item += WARPS) {
-        const u32 first = item * EXACT, count = min(plan.exact_length - first, (u32)EXACT);
+        const u32 first = item * EXACT_PER_ITEM, count = min(plan.exact_length - first, (u32)EXACT_PER_ITEM);
         const u64 at = (sequence_head * a.exact_capacity + first) * D + lane.lane * E;
         for (u32 t = 0; warp_uniform(t < count); t++) {
             float key[E], value[E];
@@ -53,11 +56,12 @@ __device__ __forceinline__ void attend_exact(const Arguments& a, const Plan& pla
 #pragma unroll
                 for (int e = 0; e < E; e++) score += q[i][e] * key[e];
                 score = warp_sum(score);
-                const float top = fmaxf(max[i], score), keep = exp2_approx(max[i] - top), p = exp2_approx(score - top);
-                max[i] = top;
-                weight[i] = weight[i] * keep + p;
+                const float new_max = fmaxf(max[i], score), rescale = exp2_approx(max[i] - new_max),
+                            p = exp2_approx(score - new_max);
+                max[i] = new_max;
+                weight[i] = weight[i] * rescale + p;
 #pragma unroll
-                for (int e = 0; e < E; e++) sum[i][e] = sum[i][e] * keep + p * value[e];
+                for (int e = 0; e < E; e++) sum[i][e] = sum[i][e] * rescale + p * value[e];
             }
         }
     }

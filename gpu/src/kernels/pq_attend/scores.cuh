@@ -1,17 +1,20 @@
-// A warp's scores of a tile: keys times queries.
+// A warp's scores of a tile: key words, looked up by code, are the A operand of mma.m16n8k16, queries the B operand.
+//
+// Each row g of A has its words in an order of its own, the variant of g (shape.cuh), so a column of B is a query in
+// the order of one variant.
 #pragma once
 #include "pq_attend/codes.cuh"
 
-// The queries as the columns of the products want them: in the order of each column's variant.
+// The B operands: columns are queries, in the word order of the column's variant.
 struct QueryColumns {
-    u32 words[TURNS][HALVES * 4][2];
+    u32 words[KEY_MMAS][HALVES * 4][2];
 
-    // Four matrices at a time, of two steps and both halves of 16 words; column g of each is four words of a query. A
-    // lane says where one column of one of them lies.
+    // One ldmatrix.x4 loads two steps and both 16-word halves; a column g of each matrix is four words of a query. Each
+    // lane gives the address of one column of one matrix.
     __device__ __forceinline__ void load(const Lane& lane) {
         const int column = lane.lane % 8, middle = lane.lane / 8 % 2, odd = lane.lane / 16;
 #pragma unroll
-        for (int i = 0; i < TURNS; i++) {
+        for (int i = 0; i < KEY_MMAS; i++) {
             const int variant = COPIES == 1 ? (column - 2 * i) & 7 : (column / 2) ^ i;
             const int query = COPIES == 1 ? i : 2 * i + (column & 1),
                       flipped = COPIES == 1 ? middle ^ (variant / 4) : middle;
@@ -32,11 +35,11 @@ struct QueryColumns {
     }
 };
 
-// Where a lane's words lie in a row of the key table, and which of its codes come first. Lanes of g >= 4 have the
-// 16-word halves swapped: they read them in the other order (one copy), or from the copy in which they are swapped.
+// Byte offsets of a lane's words in a row of the key table. Lanes with g >= 4 use the two 16-word halves in swapped
+// order: with one table copy they also rotate their codes, with two they read the copy whose halves are swapped.
 struct KeyOffsets {
-    u32 bytes[3] = {0, 0, 0}; // three of them, and the copy's bit
-    int swap;                 // bits by which codes are rotated
+    u32 bytes[3] = {0, 0, 0}; // three offsets, and the bit of the table copy in byte 3
+    int swap;                 // rotation of the codes in bits
 
     __device__ __forceinline__ KeyOffsets(const Lane& lane) {
         const int g = lane.g, l = lane.l;
@@ -51,13 +54,13 @@ struct KeyOffsets {
     }
 };
 
-// The products of a tile's keys with the queries, in steps.
+// The products of a tile's keys with the queries, computed in STEPS steps.
 struct Scores {
     static constexpr int STEPS = 2 * HALVES * 4;
     u32 codes[Keys::EXPANDED];
-    float product[2][TURNS][4]; // [half of the tile]: tokens g and g + 8
+    float product[2][KEY_MMAS][4]; // accumulators [half of the tile]: tokens g and g + 8
 
-    // Halves by turns, so that a product does not wait for the one before it.
+    // Steps alternate between the halves of the tile, so that consecutive MMAs have different accumulators.
     __device__ __forceinline__ void add_step(int k, const QueryColumns& query, const KeyOffsets& offsets) {
         const int half = k % 2, step = k / 2 % 4, part = k / 8;
         u32 operand[4];
@@ -70,7 +73,7 @@ struct Scores {
             operand[i] = look_up<KEY_TABLE>(prmt(word, offsets.bytes[offset / 3], selector), part);
         }
 #pragma unroll
-        for (int i = 0; i < TURNS; i++) {
+        for (int i = 0; i < KEY_MMAS; i++) {
             const u32* q = query.words[i][part * 4 + step];
             if (part + step == 0)
                 mma_m16n8k16_f16_init(product[half][i], operand, q[0], q[1]);
@@ -79,8 +82,8 @@ struct Scores {
         }
     }
 
-    // Of tokens g, g + 8, g + 16, g + 24 for the lane's queries.
-    __device__ __forceinline__ void take(float (&scores)[COPIES][4], const Lane& lane) const {
+    // Extracts the scores of tokens g, g + 8, g + 16 and g + 24 for the lane's queries.
+    __device__ __forceinline__ void extract(float (&scores)[COPIES][4], const Lane& lane) const {
 #pragma unroll
         for (int half = 0; half < 2; half++)
 #pragma unroll
@@ -89,9 +92,9 @@ struct Scores {
                 for (int i = 0; i < COPIES; i++) {
                     float score = 0;
 #pragma unroll
-                    for (int t = 0; t < TURNS; t++) {
+                    for (int t = 0; t < KEY_MMAS; t++) {
                         const float* row = product[half][t] + 2 * high;
-                        if (t == 0 || lane.turn == t) score = COPIES == 2 ? row[i] : lane.g & 1 ? row[1] : row[0];
+                        if (t == 0 || lane.mma_index == t) score = COPIES == 2 ? row[i] : lane.g & 1 ? row[1] : row[0];
                     }
                     scores[i][half * 2 + high] = score;
                 }

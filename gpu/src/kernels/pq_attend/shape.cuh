@@ -1,44 +1,48 @@
-// Decode attention on product-quantized keys and values (MILLION, DAC 2025, III-B), with exact tokens beside them.
+// Decode attention on product-quantized keys and values (MILLION, DAC 2025, III-B) and on exact tokens: compile-time
+// shape, arguments, thread and block indices, shared memory.
 //
 // CPU twins: pq_core::attend_into, pq_core::attend_exact_into. Compile-time shape: HEAD_DIM 64 or 128; QUERIES 1, 2 or
-// 4 (query heads that one block serves; a larger group is cut into slices); KEY_BITS, VALUE_BITS 4, 6 or 8; KEY_SUB,
-// VALUE_SUB 2, 4 or 8 components a code; COPIES 1 or 2 of the key table; WARPS; INTERLEAVED 0 or 1; PAGED or not;
-// ELEMENT 1 or 2.
+// 4 (query heads of one block; a larger group is split into slices); KEY_BITS, VALUE_BITS 4, 6 or 8; KEY_SUB, VALUE_SUB
+// 2, 4 or 8 components a code; COPIES 1 or 2 of the key table; WARPS; INTERLEAVED 0 or 1; PAGED or not; ELEMENT 1 (f16)
+// or 2 (bf16).
 //
-// A decoded vector is WORDS = HEAD_DIM / 2 words of two halves. The tables of a head lie in shared memory with one row
-// of 256 bytes a code, so that the address of a word is one byte permutation of (code, lane's offset), and so that 32
-// lanes that look up 32 different words never meet in a bank, whatever the codes. What follows from that:
+// A decoded vector is WORDS = HEAD_DIM / 2 words of two f16. The tables of a head lie in shared memory, one row of 256
+// bytes a code. The address of a word is therefore one byte permutation of (code, lane's offset), and 32 lanes that
+// look up 32 different word offsets have no bank conflict, whatever their codes. This determines the rest:
 //
-// * Keys (scores.cuh). Lane 4 g + l looks up words of tokens g and g + 8 of 16, but lanes of different g at different
-// words: row g of the
-//   matrix multiply-add has its words in an order of its own (a "variant"). A column of the other operand is a query in
-//   the order of one variant, so that one element a row of the product is a score, and it is whole. With one table
-//   there are 8 variants and one query an instruction; a second table with its halves of 32 words swapped leaves 4
-//   variants and two queries.
-// * Values (sums.cuh). Lane 4 g + l looks up word g of four chunks of 8 in rotated order for 8 tokens. For one query
-// the
-//   words are operands as they are; for more, byte permutations pair tokens, and the weights are masked to the chunk
-//   that a column stands for.
-// * Every warp works alone, with its own softmax, on tiles of 32 tokens whose codes arrive in registers. Scores are
-// powers of
-//   two; sums are rescaled when a maximum grows by more than 8, which halves still hold.
+// * Keys (scores.cuh). Lane 4 g + l looks up words of tokens g and g + 8 of 16, but lanes of different g look up
+//   different words: row g of the A operand has its words in an order of its own (a "variant"). A column of the B
+//   operand is a query in the order of one variant, so that one element of each row of the accumulator is a complete
+//   score. With one table copy there are 8 variants and one query an MMA; a second copy, in which the 16-word halves of
+//   every 32 words are swapped, leaves 4 variants and two queries an MMA.
+// * Values (sums.cuh). Lane 4 g + l looks up word g of four chunks of 8 words, in an order rotated by l, for 8 tokens.
+//   For one query the words are MMA operands as they are; for more, byte permutations pair tokens, and the weights are
+//   masked to the chunk that a column stands for.
+// * Each warp works on its own, with its own softmax, on tiles of 32 tokens whose codes are loaded to registers.
+//   Weights are 2^(score - maximum), of scores that include log2(e). The maximum lags: it is raised, and sums are
+//   rescaled, only when a score exceeds it by more than 8, and f16 represents the weights until then.
 //
-// The sequences of a batch lie behind each other as work items (an item is a tile, or 8 exact tokens), and the blocks
-// of a head have equal parts of that list (work.cuh). A sequence that several blocks share is reduced by the last of
-// them (reduce.cuh).
+// The sequences of a batch form a list of work items (an item is a tile, or 8 exact tokens), of which the blocks of a
+// head have equal parts (scheduler.cuh). The last block to finish reduces a sequence that several blocks share
+// (softmax_reduce.cuh).
+//
+// Memory floor: every code is read once for up to QUERIES query heads. Bound with one query by shared memory, 76 % busy
+// at batch 8: 128 lookups a lane and tile. Bound with four queries by instruction latency: with one tile at a time,
+// shared memory was 64 % busy, issue 48 %, tensor cores 33 %; attend.cu interleaves two.
 #pragma once
 #include "types.cuh"
 
 constexpr int D = HEAD_DIM, WORDS = D / 2, HALVES = D / 64; // HALVES: 32-word halves of a row
 constexpr int TILE = 32;
-constexpr int EXACT = 8;          // exact tokens of a work item
-constexpr int ROW = 256;          // bytes
-constexpr int CHUNKS = WORDS / 4; // of 16 bytes, in a row of a table as it comes
+constexpr int EXACT_PER_ITEM = 8; // exact tokens of a work item
+constexpr int ROW = 256;          // bytes of a table row in shared memory
+constexpr int CHUNKS = WORDS / 4; // 16-byte chunks of a table row in global memory
 constexpr int THREADS = WARPS * LANES;
 constexpr int PAIRS = QUERIES / 2;
-constexpr int TURNS = QUERIES / COPIES; // multiply-adds per key operand
+constexpr int KEY_MMAS = QUERIES / COPIES; // MMAs of one key operand, each for COPIES queries
 
-// A code stands for SUB / 2 words, m words apart: word w has components (w % m) * SUB + 2 (w / m) and the next.
+// A code stands for SUB / 2 words, D / SUB words apart: word w has components (w % (D / SUB)) * SUB + 2 (w / (D / SUB))
+// and the next one.
 template <int SUB>
 __device__ __forceinline__ constexpr int component(int word) {
     return (word % (D / SUB)) * SUB + word / (D / SUB) * 2;
@@ -51,58 +55,58 @@ __device__ __forceinline__ constexpr int word_of(int component) {
 struct Arguments {
     const u8* key_codes; // [page][head][tile of page][tile bytes]
     const u8* value_codes;
-    const u8* key_table; // [head][row][WORDS] pairs of halves
+    const u8* key_table; // [head][row][WORDS] pairs of f16
     const u8* value_table;
     const u16* queries;    // [sequence][head][query of group][D]
-    const u32* lengths;    // [sequence] coded tokens
-    const u32* pages;      // [sequence][page of sequence]; not read unless PAGED, a sequence is then its own page
+    const u32* lengths;    // [sequence]: coded tokens
+    const u32* pages;      // [sequence][page of sequence]; read only if PAGED, else a sequence is its own page
     const u16* exact_keys; // [sequence][head][exact_capacity][D]
     const u16* exact_values;
     const u32* exact_lengths; // [sequence], or null
     float* partials;          // [block][2][QUERIES][RESULT]
-    u32* arrived;             // [sequence][head][slice], zeros
+    u32* arrived;             // [sequence][head][slice]: blocks that have finished; zero before and after a launch
     u16* out;                 // as queries
     float* log_sum_exp;       // [sequence][head][query of group], or null
     u32 batch, heads, group;
     u32 page_tiles, max_pages, exact_capacity;
-    float scale; // of scores, times log2 e
+    float scale; // factor of the scores, times log2(e)
 };
 
-// Which thread of the block this is. Read anew wherever it is made, so that nothing of it stays in registers over the
-// loop on tiles, which has none to spare.
+// Thread indices. `volatile` makes every construction read %tid again, so that no index occupies a register across the
+// loop over tiles, which has none to spare.
 struct Lane {
     int thread, warp, lane, g, l; // lane = 4 g + l
-    int turn;                     // which of the TURNS products holds this lane's scores
-    bool holds;                   // whether any does
+    int mma_index;                // the MMA whose accumulator has this lane's scores
+    bool has_scores;              // whether there is such an MMA
 
     __device__ __forceinline__ Lane() {
         asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
         warp = thread / LANES, lane = thread % LANES, g = lane / 4, l = lane % 4;
-        turn = COPIES == 1 ? (l - g / 2) & 3 : l ^ (g & 3);
-        holds = turn < TURNS;
+        mma_index = COPIES == 1 ? (l - g / 2) & 3 : l ^ (g & 3);
+        has_scores = mma_index < KEY_MMAS;
     }
 };
 
-// Which part of the work the block has: the grid is (part of a head's work, slice of its group, head).
-struct Place {
+// Grid coordinates: (block of the head's work, slice of the query group, head).
+struct GridCoord {
     u32 block = blockIdx.x, blocks = gridDim.x, slice = blockIdx.y, slices = gridDim.y, head = blockIdx.z;
 
     __device__ __forceinline__ u32 index() const { return (head * slices + slice) * blocks + block; }
 };
 
-// Shared memory.
+// Layout of shared memory, in bytes.
 constexpr int KEY_TABLE = 0, KEY_ROWS = 1 << KEY_BITS, VALUE_ROWS = 1 << VALUE_BITS;
-constexpr bool FAR_COPY = COPIES == 2 && D == 128; // else the second copy is the second half of the rows
-constexpr int COPY_DISTANCE = 65536;               // one bit of the address
+constexpr bool FAR_COPY = COPIES == 2 && D == 128; // else the second copy is in the second half of the rows
+constexpr int COPY_DISTANCE = 65536;               // a power of two: the copy is one bit of the address
 constexpr int VALUE_TABLE = (FAR_COPY ? COPY_DISTANCE : 0) + KEY_ROWS * ROW;
-constexpr int WEIGHTS = VALUE_TABLE + VALUE_ROWS * ROW;       // [WARPS][QUERIES][TILE] halves
+constexpr int WEIGHTS = VALUE_TABLE + VALUE_ROWS * ROW;       // [WARPS][QUERIES][TILE] f16
 constexpr int RESULTS = WEIGHTS + WARPS * QUERIES * TILE * 2; // [WARPS][QUERIES][RESULT] floats
-constexpr int RESULT = D + 4;                                 // components, maximum, sum of weights, padding
+constexpr int RESULT = D + 4; // floats of a result: components, maximum, sum of weights, padding
 constexpr int QUERY_ROWS =
     RESULTS + WARPS * QUERIES * RESULT * 4; // [QUERIES] rows of words in the order of the key table
-constexpr int QUERY_ROW = D * 2 + 64;       // bytes: two rows begin in different halves of the banks
+constexpr int QUERY_ROW = D * 2 + 64;       // bytes: consecutive rows start in different halves of the banks
 constexpr int PLAN = QUERY_ROWS + QUERIES * QUERY_ROW;
-constexpr int KEYS_HERE = PLAN + 56, VALUES_HERE = KEYS_HERE + 8; // barriers of the tables' arrival
+constexpr int KEY_BARRIER = PLAN + 56, VALUE_BARRIER = KEY_BARRIER + 8; // mbarriers of the table copies
 constexpr int SHARED = PLAN + 72;
 extern __shared__ __align__(128) u8 shared[];
 

@@ -1,11 +1,11 @@
-// A warp's weighted sums of values, in registers as the multiply-adds leave them.
+// A warp's softmax state: maxima, sums of weights, and weighted sums of values in the accumulators of mma.m16n8k16.
 //
-// A lane looks up, at step s of 4, word 8 ((s + l) & 3) + g of a 32-word half, for 8 tokens of a tile: 4 half + l + 8
-// (0 to 3), half = 0 or 1. There are two ways to sum what it finds.
+// In step s of 4, a lane looks up word 8 ((s + l) & 3) + g of a 32-word half, for 8 tokens of a tile: 4 half + l + 8 i
+// with i = 0 to 3, half = 0 or 1. `Sums` has one form for one query and another for several.
 #pragma once
 #include "pq_attend/codes.cuh"
 
-// Where a lane's words lie in a row of the value table, a byte a step.
+// Byte offsets of a lane's words in a row of the value table, one byte for each step.
 __device__ __forceinline__ u32 value_offset_of(const Lane& lane) {
     u32 offset = 0;
 #pragma unroll
@@ -13,7 +13,7 @@ __device__ __forceinline__ u32 value_offset_of(const Lane& lane) {
     return offset;
 }
 
-// Four words of a step: tokens 4 half + l + 8 (0, 1, 2, 3).
+// Four words of a step: tokens 4 half + l + 8 t.
 __device__ __forceinline__ void look_up_values(u32 (&words)[4], const u32 (&codes)[Values::EXPANDED], u32 offset,
                                                int half, int step, int part) {
 #pragma unroll
@@ -24,12 +24,12 @@ __device__ __forceinline__ void look_up_values(u32 (&words)[4], const u32 (&code
 }
 
 #if QUERIES == 1
-// One query: the other operand is the identity times the weight of the lane's token, so that the product is a
-// multiply-add of each lane's own words, and the words go in as they are.
+// One query: the B operand is the identity times the weight of the lane's token, so that the MMA multiplies and adds
+// each lane's own words, which form the A operand unchanged.
 struct Sums {
     static constexpr int STEPS = 2 * 2 * HALVES;
 
-    // A tile's weights as operands, from [query][position: 4 (token & 7) + token / 8] halves.
+    // A tile's weights as B operands, from f16 [query][position 4 (token & 7) + token / 8].
     struct Weights {
         u32 words[2][4];
 
@@ -46,7 +46,8 @@ struct Sums {
         }
     };
 
-    // D = 128: [step][component of the word of part 0, 0, part 1, 1]. D = 64: [step / 2][components of step, step + 1].
+    // D = 128: [step][component 0 and 1 of the word of part 0, then of part 1]. D = 64: [step / 2][components of step,
+    // then of step + 1].
     float sums[2 * HALVES][4];
 
     __device__ __forceinline__ void clear() {
@@ -62,7 +63,7 @@ struct Sums {
     __device__ __forceinline__ void add_step(int k, const u32 (&codes)[Values::EXPANDED], u32 offset,
                                              const Weights& weights, const Lane&) {
         const int half = k / (2 * HALVES), i = k % (2 * HALVES);
-        u32 low[4], high[4]; // rows g and g + 8: the two parts of a step, or two steps
+        u32 low[4], high[4]; // rows g and g + 8 of A: the two parts of a step, or two steps
         look_up_values(low, codes, offset, half, HALVES == 2 ? i : 2 * i, 0);
         look_up_values(high, codes, offset, half, HALVES == 2 ? i : 2 * i + 1, HALVES == 2);
 #pragma unroll
@@ -72,14 +73,14 @@ struct Sums {
         }
     }
 
-    // Component `i & 1` of word part `i / 2`, of the chunk that the lane has at a step.
+    // Component `i & 1` of the word of part `i / 2`, in the chunk that the lane has at a step.
     __device__ __forceinline__ float at(int step, int i) const {
         return HALVES == 2 ? sums[step][i] : sums[step / 2][2 * (step & 1) + i];
     }
 
-    // vector = keep vector + factor sums. The four lanes of equal g have sums from different tokens, of chunk l' lane l
-    // at step (l' - l) & 3; lane l gets all of chunk l: its own step 0, step 2 of lane l ^ 2, and what lane l ^ 1 has
-    // of it and lane l ^ 3.
+    // vector = keep * vector + factor * sums. The four lanes of equal g have sums of different tokens; lane l has chunk
+    // c at step (c - l) & 3. Lane l collects chunk l from all four: its own step 0, step 2 of lane l ^ 2, and the sums
+    // of lanes l ^ 1 and l ^ 3.
     __device__ __forceinline__ void add_to(float* vector, int, float keep, float factor, const Lane& lane) const {
         const bool is_odd = lane.l & 1;
 #pragma unroll
@@ -93,13 +94,13 @@ struct Sums {
     }
 };
 #else
-// Several queries: byte permutations bring the components of two tokens together, so that components are the rows of
-// the operand and tokens its columns; the columns of the other are (chunk of 8 words, query of a pair), with weights at
-// the one step at which a lane's words are of that chunk.
+// Several queries: byte permutations pair the components of two tokens, so that components are the rows of the A
+// operand and tokens its columns. The columns of the B operand are (chunk of 8 words, query of a pair); its weights are
+// zero but in the one step at which the lane's words belong to that chunk.
 struct Sums {
     static constexpr int STEPS = 2 * 4;
 
-    // The same for query g & 1 of each pair, before they are masked.
+    // A tile's weights for query g & 1 of each pair, before the mask.
     struct Weights {
         uint2 tokens[2][PAIRS];
 
@@ -135,7 +136,7 @@ struct Sums {
         const bool mine = step == ((lane.g / 2 - lane.l) & 3);
 #pragma unroll
         for (int odd = 0; odd < HALVES; odd++) {
-            // Rows g: words of part 0; rows g + 8: of part 1, or the odd components of the same.
+            // Rows g: words of part 0. Rows g + 8: words of part 1, or the odd components of part 0.
             constexpr u32 EVEN_OF_BOTH = 0x5410, ODD_OF_BOTH = 0x7632;
             const u32 lower = odd ? ODD_OF_BOTH : EVEN_OF_BOTH, upper = HALVES == 1 ? ODD_OF_BOTH : lower;
             const u32(&a)[4] = words[0], (&b)[4] = words[HALVES - 1];
@@ -160,11 +161,11 @@ struct Sums {
 };
 #endif
 
-// A warp's softmax of its tokens so far.
+// A warp's online softmax over its tiles so far.
 struct State {
     Sums sums;
     float max[COPIES],
-        weight[COPIES]; // of the lane's queries, COPIES * turn + i; `weight` is the lane's part of the sum
+        weight[COPIES]; // of the lane's queries, COPIES * mma_index + i; `weight` is the lane's share of the sum
 
     __device__ __forceinline__ void clear() {
         sums.clear();
@@ -172,26 +173,27 @@ struct State {
         for (int i = 0; i < COPIES; i++) max[i] = NOTHING, weight[i] = 0;
     }
 
-    // The weights of a lane's scores, as halves, under a maximum that is raised when scores outgrow what halves hold.
+    // Converts scores to f16 weights, exp2(score - maximum). Raises the maximum, and rescales the sums, only when a
+    // score exceeds it by more than 8.
     __device__ __forceinline__ void weigh(uint2 (&weights)[COPIES], const float (&scores)[COPIES][4],
                                           const Lane& lane) {
-        float top[COPIES];
-        bool grows = false;
+        float lane_max[COPIES];
+        bool exceeds = false;
 #pragma unroll
         for (int i = 0; i < COPIES; i++) {
-            top[i] = fmaxf(fmaxf(scores[i][0], scores[i][1]), fmaxf(scores[i][2], scores[i][3]));
-            grows |= lane.holds && top[i] > max[i] + 8;
+            lane_max[i] = fmaxf(fmaxf(scores[i][0], scores[i][1]), fmaxf(scores[i][2], scores[i][3]));
+            exceeds |= lane.has_scores && lane_max[i] > max[i] + 8;
         }
-        if (warp_uniform(grows)) {
+        if (warp_uniform(exceeds)) {
             float keep[QUERIES];
 #pragma unroll
             for (int q = 0; q < QUERIES; q++) {
                 const int i = q % COPIES;
-                const bool mine = lane.turn == q / COPIES;
-                const float old = __shfl_sync(FULL, max[i], q / COPIES); // of a lane with g = 0
-                const float raised = warp_max(mine ? fmaxf(top[i], old) : NOTHING);
-                keep[q] = exp2_approx(old - raised);
-                if (mine) max[i] = raised, weight[i] *= keep[q];
+                const bool mine = lane.mma_index == q / COPIES;
+                const float old = __shfl_sync(FULL, max[i], q / COPIES); // of the lane with g = 0 that has query q
+                const float new_max = warp_max(mine ? fmaxf(lane_max[i], old) : NOTHING);
+                keep[q] = exp2_approx(old - new_max);
+                if (mine) max[i] = new_max, weight[i] *= keep[q];
             }
             sums.scale(keep);
         }

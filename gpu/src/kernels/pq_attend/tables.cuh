@@ -1,19 +1,19 @@
-// The head's tables in shared memory.
+// Copies of the head's key and value tables to shared memory: cp.async.bulk with an mbarrier each on sm_90, cp.async on
+// sm_80.
 #pragma once
 #include "mbarrier_sm90.cuh"
 #include "pq_attend/shape.cuh"
 
 #if __CUDA_ARCH__ >= 900
-constexpr int LOADERS = THREADS - LANES; // all threads but those of the first warp
+constexpr int LOADERS = THREADS - LANES; // threads that issue copies: all but warp 0
 #endif
 
-// Asks for a table. On sm_90 the copy engine brings it, for 16 copies a thread kept the load units busy for 2,000
-// cycles, in pieces, the first of which differs from block to block: the blocks of a head start together, and would all
-// ask the same part of the second-level cache. The first warp has no part in it, so that it can plan meanwhile. All
-// others have: rows of 64 components by one warp took 9 us more.
+// Starts copying a table. On sm_90 by cp.async.bulk: 16 cp.async a thread kept the load/store units busy for 2,000
+// cycles. The blocks of a head start together, so each one begins at a different piece to spread the requests over L2.
+// Warp 0 plans meanwhile; all other warps issue, since one warp alone took 9 us more for rows of 64 components.
 template <int ROWS>
 __device__ __forceinline__ void load_table(u8* to, const u8* tables, int barrier) {
-    const u8* from = tables + (u64)Place().head * ROWS * WORDS * 4;
+    const u8* from = tables + (u64)GridCoord().head * ROWS * WORDS * 4;
     const Lane lane;
 #if __CUDA_ARCH__ >= 900
     if (warp_uniform(lane.warp == 0)) return;
@@ -35,43 +35,43 @@ __device__ __forceinline__ void load_table(u8* to, const u8* tables, int barrier
 __device__ __forceinline__ void load_key_table(const Arguments& a) {
 #if __CUDA_ARCH__ >= 900
     if (threadIdx.x == LANES) {
-        mbarrier_init(shared + KEYS_HERE, 1);
-        mbarrier_init(shared + VALUES_HERE, 1);
-        mbarrier_arrive_expect_tx(shared + KEYS_HERE, KEY_ROWS * WORDS * 4);
-        mbarrier_arrive_expect_tx(shared + VALUES_HERE, VALUE_ROWS * WORDS * 4);
+        mbarrier_init(shared + KEY_BARRIER, 1);
+        mbarrier_init(shared + VALUE_BARRIER, 1);
+        mbarrier_arrive_expect_tx(shared + KEY_BARRIER, KEY_ROWS * WORDS * 4);
+        mbarrier_arrive_expect_tx(shared + VALUE_BARRIER, VALUE_ROWS * WORDS * 4);
     }
     __syncthreads();
 #endif
-    load_table<KEY_ROWS>(shared + KEY_TABLE, a.key_table, KEYS_HERE);
+    load_table<KEY_ROWS>(shared + KEY_TABLE, a.key_table, KEY_BARRIER);
 }
 
 __device__ __forceinline__ void load_value_table(const Arguments& a) {
-    load_table<VALUE_ROWS>(shared + VALUE_TABLE, a.value_table, VALUES_HERE);
+    load_table<VALUE_ROWS>(shared + VALUE_TABLE, a.value_table, VALUE_BARRIER);
 }
 
-// A block must not end before it has come.
+// Waits for the key table. A block must not exit before its copies have completed.
 __device__ __forceinline__ void wait_for_key_table() {
 #if __CUDA_ARCH__ >= 900
-    mbarrier_wait(shared + KEYS_HERE, 0);
+    mbarrier_wait(shared + KEY_BARRIER, 0);
 #else
-    cp_async_wait_all(); // of all
+    cp_async_wait_all(); // waits for the copies of both tables
     __syncthreads();
 #endif
 }
 
-// Nor before this one has, once it was asked for.
+// Waits for the value table, whose copy must have been started; it, too, must complete before the block exits.
 __device__ __forceinline__ void wait_for_value_table() {
 #if __CUDA_ARCH__ >= 900
-    mbarrier_wait(shared + VALUES_HERE, 0);
+    mbarrier_wait(shared + VALUE_BARRIER, 0);
 #endif
 }
 
-// Waits for the keys', and makes the second copy of it: the halves of every 32 words swapped.
+// Waits for the key table and writes its second copy, in which the 16-word halves of every 32 words are swapped.
 __device__ __forceinline__ void finish_key_table() {
     wait_for_key_table();
     if constexpr (COPIES == 2) {
         constexpr int COPY = KEY_TABLE + (FAR_COPY ? COPY_DISTANCE : ROW / 2), CHUNK_COUNT = KEY_ROWS * CHUNKS;
-        constexpr int BATCH = 3; // on their way at once; with 6, launches took 1 to 2 % longer
+        constexpr int BATCH = 3; // chunks in flight a thread; launches took 1 to 2 % longer with 6
         const Lane lane;
 #pragma unroll
         for (int first = 0; first < CHUNK_COUNT; first += BATCH * THREADS) {

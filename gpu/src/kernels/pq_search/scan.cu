@@ -1,4 +1,10 @@
-// Scores of all codes against tables. CPU twin: pq_core::scan_into, with the same bits.
+// ADC scan: scores of all codes against lookup tables.
+//
+// CPU twin: pq_core::scan_into; the sums have the same order, so the results have the same bits. Compile-time shape: M,
+// NBITS, GROUP, VEC, COPIES (tables.cuh).
+// Launch: grid (chunk of CHUNK tokens, head, sequence), THREADS threads. A block keeps the head's tables in shared
+// memory; a thread scores four consecutive tokens at a time. For groups of more than VEC queries the codes are read
+// again for every VEC queries.
 #include "pq_search/tables.cuh"
 #include "primitives_sm80.cuh"
 

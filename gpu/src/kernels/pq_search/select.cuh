@@ -1,4 +1,8 @@
-// What both searches share: the arguments, keys of weights, softmax numbers, and the search for a cut.
+// Parts that search.cu and search_histogram_sm90.cu share: arguments, softmax statistics, keys that order tokens, and
+// the search for the threshold key.
+//
+// Compile-time shape: GROUP query heads of a key/value head; MAX_RULE if a token's weight is the maximum over the
+// group's queries, else it is their sum.
 #pragma once
 #include "warp.cuh"
 
@@ -6,37 +10,37 @@ struct Arguments {
     const float* luts;  // [row][GROUP][M][KSUB]; a row is a head of a sequence
     const u8* codes;    // [row][code_stride bytes]
     const u32* lengths; // [sequence]
-    const u32* ks;      // [sequence]: tokens to find beside the sinks and the recent ones
+    const u32* ks;      // [sequence]: tokens to select by score, in addition to sinks and recent tokens
     u32* tokens;        // [row][tokens_len]
-    u32* counts;        // [sequence]
-    float* stats;       // [row][GROUP][2], or null: maximum and sum of exponentials
+    u32* counts;        // [sequence]: selected tokens, including sinks and recent ones
+    float* stats;       // [row][GROUP][2], or null: maximum of the scores and sum of exponentials
     u32* workspace;
     u64 code_stride, tokens_len;
     u32 heads, rows, capacity, sinks, recent;
-    u32 pdl; // whether the kernel before it writes no codes, lengths or ks
+    u32 pdl; // whether codes, lengths and ks can be read before `pdl_wait`: the previous kernel does not write them
 };
 
-// Which tokens compete, and how many of them are wanted. The sinks before and the recent ones behind are in anyway.
-struct Middle {
-    u32 n, first, end, wanted;
+// Tokens `first` to `end` compete, and `k` of them are selected. The sinks before them and the recent tokens after them
+// are always selected.
+struct SelectRange {
+    u32 n, first, end, k;
 
-    __device__ Middle(const Arguments& a, u32 sequence) {
+    __device__ SelectRange(const Arguments& a, u32 sequence) {
         n = min(a.lengths[sequence], a.capacity);
         first = min(a.sinks, n);
         end = n - min(a.recent, n - first);
-        wanted = min(a.ks[sequence], end - first);
+        k = min(a.ks[sequence], end - first);
     }
-    __device__ bool has(u32 token) const { return token >= first && token < end; }
-    __device__ u32 found() const { return n - (end - first) + wanted; }
+    __device__ bool contains(u32 token) const { return token >= first && token < end; }
+    __device__ u32 output_count() const { return n - (end - first) + k; }
 };
 
 constexpr float MAX_SCORE = 3.40282347e38f;
 
-// A NaN score counts as minus infinity, plus infinity as the largest float: one bad score must not decide for all
-// tokens.
+// NaN becomes minus infinity and plus infinity the largest float, so that one bad score does not decide for all tokens.
 __device__ __forceinline__ float clean(float score) { return fminf(fmaxf(score, -infinity()), MAX_SCORE); }
 
-// Maximum and sum of exponentials of scores.
+// Softmax statistics of scores: maximum and sum of exponentials.
 struct Softmax {
     float max, sum;
 
@@ -45,34 +49,34 @@ struct Softmax {
     __device__ __forceinline__ void add(const Softmax& other) {
         Softmax both = {fmaxf(max, other.max), 0};
         const float base = both.finite_max();
-        // A sum of nothing must stay nothing, though its maximum is infinitely far below.
+        // The maximum of an empty sum is minus infinity: the sum stays 0 and is not scaled.
         both.sum = (max == -infinity() ? sum : sum * exp2_approx((max - base) * LOG2_E)) +
                    (other.max == -infinity() ? other.sum : other.sum * exp2_approx((other.max - base) * LOG2_E));
         *this = both;
     }
 };
 
-// exp(score - max) * scale, which is at most 1. Saturation makes a NaN 0.
+// exp(score - max) * scale, at most 1. `__saturatef` turns NaN into 0.
 __device__ __forceinline__ float weight_of(float score, float max, float scale) {
     return __saturatef(exp2_approx((score - max) * LOG2_E) * scale);
 }
 
-__device__ __forceinline__ Softmax no_scores() { return {-infinity(), 0}; }
-// As many times the same score.
-__device__ __forceinline__ Softmax softmax_of(float score, float times) {
+__device__ __forceinline__ Softmax empty_softmax() { return {-infinity(), 0}; }
+// Statistics of `times` equal scores.
+__device__ __forceinline__ Softmax repeated_score(float score, float times) {
     return {score, score == -infinity() ? 0 : times};
 }
 
-// Of all lanes: the maximum first, so that every sum is scaled once.
+// Statistics of all lanes. The maximum is reduced first, so that each lane scales its sum once.
 __device__ __forceinline__ Softmax warp_softmax(const Softmax& softmax) {
     Softmax all = {warp_max(softmax.max), 0};
     const float keep = exp2_approx((softmax.max - all.finite_max()) * LOG2_E);
-    // A sum of nothing must stay nothing, though its maximum is infinitely far below.
+    // The maximum of an empty sum is minus infinity: the sum stays 0 and is not scaled.
     all.sum = warp_sum(softmax.max == -infinity() ? softmax.sum : softmax.sum * keep);
     return all;
 }
 
-// One weight of several queries'.
+// The group rule: folds one query's weight into the weight of the queries before it.
 __device__ __forceinline__ float combine(float all, float weight) {
 #ifdef MAX_RULE
     return weight > all ? weight : all;
@@ -81,19 +85,19 @@ __device__ __forceinline__ float combine(float all, float weight) {
 #endif
 }
 
-// Weights from this on are compared as they are, lighter ones by their logarithms, which do not vanish:
-// pq_core::combine_group_into.
-constexpr float LEAST_WEIGHT = 0x1p-100f;
-constexpr u32 HEAVY = 1u << 31; // of a key; half of the keys are left for logarithms
+// Weights of at least MIN_WEIGHT are compared as they are, smaller ones by their logarithms, which do not underflow
+// (pq_core::combine_group_into).
+constexpr float MIN_WEIGHT = 0x1p-100f;
+constexpr u32 HEAVY = 1u << 31; // top bit of a key: set for weights, clear for logarithms
 
-// An integer that orders as a float that is a number does; the lowest bit is lost.
+// An integer with the order of the float `x`, which is not NaN; the lowest bit is lost.
 __device__ __forceinline__ u32 key_of_logarithm(float x) {
     const u32 bits = __float_as_uint(x + 0.f);
     return (bits ^ ((u32)((int)bits >> 31) | 1u << 31)) >> 1;
 }
 
-// Half the logarithm of the group's weight, from the scores of its queries: halves of any two finite scores can be
-// subtracted.
+// Half the logarithm of the group's weight, from the scores of its queries. Halves are used since the difference of any
+// two finite scores can overflow, and that of their halves does not.
 template <class ScoreOf>
 __device__ float half_log_weight(const float* max, const float* scale, const ScoreOf& score_of) {
     float highest = -infinity(), sum = 0;
@@ -113,85 +117,87 @@ __device__ float half_log_weight(const float* max, const float* scale, const Sco
 #endif
 }
 
-// The key by which a token is selected: its weight, or, where that has vanished, its logarithm; a query alone has the
-// order of its scores. Only then are scores asked for.
+// The key by which a token is selected: its weight or, where that has underflowed, its logarithm; with one query, the
+// score stands for the logarithm. `score_of` is called in that case only.
 template <class ScoreOf>
 __device__ __forceinline__ u32 key_of(float weight, const float* max, const float* scale, const ScoreOf& score_of) {
-    if (weight >= LEAST_WEIGHT) return HEAVY | (__float_as_uint(weight) - __float_as_uint(LEAST_WEIGHT)) << 1;
+    if (weight >= MIN_WEIGHT) return HEAVY | (__float_as_uint(weight) - __float_as_uint(MIN_WEIGHT)) << 1;
     return key_of_logarithm(GROUP == 1 ? clean(score_of(0)) : half_log_weight(max, scale, score_of));
 }
 static_assert(GROUP <= 16, "a weight of at most 16 leaves the highest bit of its key free");
 
-// Where the wanted key was cornered: the bucket, keys above it, and keys in it.
-struct Found {
-    u32 bucket, above, count;
+// A bucket of a histogram of keys, the number of keys in higher buckets, and the number of keys in it.
+struct Bucket {
+    u32 index, above, count;
 };
 
-// The bucket with the `wanted`-th highest key (1 or more, and there are as many) among `BUCKETS` counts. Between two
-// calls threads must meet.
+// Finds the bucket with the `k`-th highest key among `BUCKETS` counts; k is at least 1 and at most the sum of the
+// counts. Called by all threads of the block; between two calls there must be a `__syncthreads`.
 template <int THREADS, int BUCKETS>
-__device__ Found find_bucket(const u32* counts, u32 wanted) {
-    constexpr int EACH = BUCKETS / THREADS, WARPS = THREADS / LANES;
-    static_assert(EACH >= 1, "a thread has a bucket or more");
+__device__ Bucket find_bucket(const u32* counts, u32 k) {
+    constexpr int PER_THREAD = BUCKETS / THREADS, WARPS = THREADS / LANES;
+    static_assert(PER_THREAD >= 1, "a thread has at least one bucket");
     __shared__ u32 warp_sums[WARPS];
-    __shared__ Found found;
+    __shared__ Bucket found;
     const int lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
-    u32 mine[EACH], sum = 0;
+    u32 mine[PER_THREAD], sum = 0;
 #pragma unroll
-    for (int i = 0; i < EACH; i++) sum += mine[i] = counts[BUCKETS - 1 - (threadIdx.x * EACH + i)];
-    const u32 through = warp_inclusive_sum(sum);
-    if (lane == LANES - 1) warp_sums[warp] = through;
+    for (int i = 0; i < PER_THREAD; i++) sum += mine[i] = counts[BUCKETS - 1 - (threadIdx.x * PER_THREAD + i)];
+    const u32 inclusive = warp_inclusive_sum(sum);
+    if (lane == LANES - 1) warp_sums[warp] = inclusive;
     __syncthreads();
     const u32 before = __reduce_add_sync(FULL, lane < warp ? warp_sums[lane] : 0);
-    u32 above = before + through - sum;
+    u32 above = before + inclusive - sum;
 #pragma unroll
-    for (int i = 0; i < EACH; i++) {
-        if (above < wanted && wanted <= above + mine[i])
-            found = {(u32)(BUCKETS - 1 - (threadIdx.x * EACH + i)), above, mine[i]};
+    for (int i = 0; i < PER_THREAD; i++) {
+        if (above < k && k <= above + mine[i])
+            found = {(u32)(BUCKETS - 1 - (threadIdx.x * PER_THREAD + i)), above, mine[i]};
         above += mine[i];
     }
     __syncthreads();
     return found;
 }
 
-// Keys above `key` are selected, and the first `ties` of those equal to it.
-struct Cut {
+// Keys above `key` are selected, and the first `ties` of the tokens whose key equals it.
+struct Threshold {
     u32 key, ties;
 };
-__device__ __forceinline__ Cut all_keys() { return {0, 0xffffffffu}; }
-__device__ __forceinline__ Cut no_keys() { return {0xffffffffu, 0}; }
-// All keys from `key` on.
-__device__ __forceinline__ Cut keys_from(u32 key) {
-    if (key == 0) return all_keys();
+__device__ __forceinline__ Threshold select_all() { return {0, 0xffffffffu}; }
+__device__ __forceinline__ Threshold select_none() { return {0xffffffffu, 0}; }
+// Selects every key that is at least `key`.
+__device__ __forceinline__ Threshold select_from(u32 key) {
+    if (key == 0) return select_all();
     return {key - 1, 0};
 }
 
-// Sums over the threads before this one, and over all, of numbers above the cut and of ties, below 2^16 each.
+// Exclusive block-wide prefix sums of `above` and `ties`, and their totals `all_above` and `all_ties`. Both totals must
+// be below 2^16: they share a word.
 template <int THREADS>
-__device__ void scan_chosen(u32& above, u32& ties, u32& all_above, u32& all_ties) {
+__device__ void scan_selected(u32& above, u32& ties, u32& all_above, u32& all_ties) {
     constexpr int WARPS = THREADS / LANES;
-    __shared__ u32 of_warps[WARPS];
+    __shared__ u32 warp_totals[WARPS];
     const int lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
-    const u32 mine = above | ties << 16, through = warp_inclusive_sum(mine);
+    const u32 mine = above | ties << 16, inclusive = warp_inclusive_sum(mine);
     __syncthreads();
-    if (lane == LANES - 1) of_warps[warp] = through;
+    if (lane == LANES - 1) warp_totals[warp] = inclusive;
     __syncthreads();
-    const u32 other = lane < WARPS ? of_warps[lane] : 0, all = __reduce_add_sync(FULL, other);
-    const u32 before = through - mine + __reduce_add_sync(FULL, lane < warp ? other : 0);
+    const u32 other = lane < WARPS ? warp_totals[lane] : 0, all = __reduce_add_sync(FULL, other);
+    const u32 before = inclusive - mine + __reduce_add_sync(FULL, lane < warp ? other : 0);
     above = before & 0xffff, ties = before >> 16, all_above = all & 0xffff, all_ties = all >> 16;
 }
 
-// Writes the tokens that a thread has chosen, in order, and those that are in anyway.
+// Writes selected tokens in ascending order.
 struct Output {
     u32* tokens;
-    u64 room;
-    Middle middle;
+    u64 capacity;
+    SelectRange range;
 
     __device__ __forceinline__ void put(u32 place, u32 token) const {
-        if (place < room) tokens[place] = token;
+        if (place < capacity) tokens[place] = token;
     }
-    __device__ __forceinline__ void put_chosen(u32 place, u32 token) const { put(middle.first + place, token); }
-    __device__ __forceinline__ void put_anyway(u32 token) const {
-        put(token < middle.first ? token : middle.first + middle.wanted + (token - middle.end), token);
+    __device__ __forceinline__ void put_selected(u32 place, u32 token) const { put(range.first + place, token); }
+    // Sinks come first; recent tokens follow the k tokens selected by score.
+    __device__ __forceinline__ void put_always(u32 token) const {
+        put(token < range.first ? token : range.first + range.k + (token - range.end), token);
     }
 };

@@ -1,27 +1,27 @@
-// Scores of tokens by tables in shared memory.
+// ADC scores of tokens from lookup tables in shared memory: shared by scan.cu and search.cu.
 //
-// Compile-time shape: M, NBITS (up to 8), GROUP; an entry has the numbers of VEC queries (1, 2 or 4), which are looked
-// up at once, and stands COPIES times side by side: where that fills 128 bytes, every lane has banks of its own and
-// look-ups never collide.
+// Compile-time shape: M, NBITS (up to 8), GROUP, VEC, COPIES. A table entry holds the partial scores of VEC queries (1,
+// 2 or 4), so that one load serves all of them, and is stored COPIES times in a row. Where these copies fill 128 bytes,
+// every lane reads from banks of its own, and lookups are free of bank conflicts whatever the codes.
 #pragma once
 #include "pq_codes.cuh"
 
 constexpr int KSUB = 1 << NBITS;
-constexpr int ROUNDS = (GROUP + VEC - 1) / VEC; // of queries
-constexpr bool FEW = M <= 8;                    // subspaces: their codes fit registers
-constexpr int UNROLLED = FEW ? M : 4;
+constexpr int ROUNDS = (GROUP + VEC - 1) / VEC; // passes over the codes, VEC queries each
+constexpr bool CODES_IN_REGISTERS = M <= 8;     // M codes of four tokens fit a thread's registers
+constexpr int UNROLL = CODES_IN_REGISTERS ? M : 4;
 
-// Partial scores of VEC queries.
+// Partial scores of VEC queries for one centroid.
 struct alignas(4 * VEC) Entry {
-    float of[VEC];
+    float scores[VEC];
 };
 
 struct Tables {
     Entry entries[M * KSUB][COPIES];
 };
 
-// Puts the tables of round `round` where look-ups find them; missing queries score 0. Lanes begin with different
-// copies, and so with different banks.
+// Loads the tables of queries VEC * round to VEC * round + VEC - 1; queries beyond GROUP score 0. The lanes of a warp
+// start with different copies, so that they write to different banks.
 template <int THREADS>
 __device__ void load_tables(Tables& tables, const float* luts, int round) {
 #pragma unroll 2
@@ -30,14 +30,15 @@ __device__ void load_tables(Tables& tables, const float* luts, int round) {
 #pragma unroll
         for (int q = 0; q < VEC; q++) {
             const int query = round * VEC + q;
-            entry.of[q] = query < GROUP ? __ldcg(luts + query * M * KSUB + i) : 0; // as codes are loaded
+            entry.scores[q] = query < GROUP ? __ldcg(luts + query * M * KSUB + i) : 0; // bypasses L1, as four_codes_of
         }
 #pragma unroll 8
         for (int copy = 0; copy < COPIES; copy++) tables.entries[i][(copy + i) % COPIES] = entry;
     }
 }
 
-// Scores of four tokens, added in the order of the subspaces; `codes_of(subspace)` has their codes, a byte each.
+// Scores of four tokens, added in ascending order of the subspaces; `codes_of(subspace)` returns their codes, one in
+// each byte.
 template <class CodesOf>
 __device__ __forceinline__ void score_four(const Tables& tables, const CodesOf& codes_of, float (&scores)[4][VEC]) {
     const int copy = threadIdx.x % COPIES;
@@ -45,19 +46,19 @@ __device__ __forceinline__ void score_four(const Tables& tables, const CodesOf& 
     for (int t = 0; t < 4; t++)
 #pragma unroll
         for (int q = 0; q < VEC; q++) scores[t][q] = 0;
-#pragma unroll UNROLLED
+#pragma unroll UNROLL
     for (int j = 0; j < M; j++) {
         const u32 codes = codes_of(j);
 #pragma unroll
         for (int t = 0; t < 4; t++) {
             const Entry entry = tables.entries[j * KSUB + (codes >> 8 * t & 0xff)][copy];
 #pragma unroll
-            for (int q = 0; q < VEC; q++) scores[t][q] += entry.of[q];
+            for (int q = 0; q < VEC; q++) scores[t][q] += entry.scores[q];
         }
     }
 }
 
-// The codes of four tokens of a row.
+// Codes of tokens `token` to `token + 3` in one subspace, one in each byte.
 __device__ __forceinline__ u32 load_codes(const u8* codes, u32 token, int subspace) {
     return four_codes_of<NBITS>(run_of<M, NBITS>(codes, token, subspace), token % BLOCK_TOKENS);
 }
