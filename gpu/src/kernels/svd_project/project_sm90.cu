@@ -15,7 +15,7 @@
 // Tried: half as many steps for the map made it 1 to 5 % faster; all in one step, whose instructions must be fetched
 // first, up to 12 % slower. None of these gained at every shape: a ring of eight tiles instead of six, three
 // warpgroups instead of two, contiguous ranges of tiles, an L2 evict-first hint for rows or for results. Results with
-// an evict-last hint took 1 to 4 % less, at the cost of whatever else L2 holds, so they have none.
+// an evict-last hint took 1 to 4 % less, at the cost of the other contents of L2, so they have none.
 #include "element.cuh"
 #include "warp.cuh"
 #include "wgmma_sm90.cuh"
