@@ -1,61 +1,73 @@
-// Decode attention on what rotations have left of keys and values: every head at its own two ranks.
+// Decode attention on keys and values that rotations have projected: every KV head has its own key rank and value rank.
 //
-// CPU twin: svd_core::attend_into. Compile-time shape: DIM, 64 or 128, no rank above it; WARPS; ELEMENT 1 or 2. Ranks
-// are multiples of 8, read on the device. A block serves 8 query heads of a group; a larger group has SLICES of them.
+// CPU twin: svd_core::attend_into. Source: ZACK, 5.1 and 5.3, with work split over tokens as well as heads.
 //
-// The floor is reading every kept component once. A warp takes 16 tokens and keeps all of it in registers, without
-// shared memory:
+// Compile-time shape: DIM (64 or 128; no rank is above it), ELEMENT (1 for f16, 2 for bf16), WARPS (12 for DIM 128 and
+// 16 for DIM 64: registers limit it), SHARED_BYTES. Ranks are multiples of 8 and are read on the device.
 //
-// * Scores: keys (rows are tokens) times queries (columns). Lane 4 g + l loads 16 bytes of tokens g and g + 8, which
-// are its operand
-//   of two products whose order of components the queries follow.
-// * The weights, rows of which are tokens, are turned into the other operand of the next product by the instruction
-// that transposes
-//   matrices.
-// * Values: lane 4 g + l loads 16 bytes, components 8 g and on, of the four tokens that its operand wants; byte
-// permutations pair
-//   two tokens, and product i has components 2 i and 2 i + 1 of every 8 as its rows. Its columns are queries, those of
-//   the lane's own maxima.
+// Launch: grid (blocks, slices) with about one block per multiprocessor in total; WARPS warps a block. A block serves
+// QUERIES = 8 query heads of a group; a larger group has several slices, which is blockIdx.y. The entries of the work
+// (scheduler.cuh) are the KV heads of all sequences. Work is split by tokens and ranks: a tile of 16 tokens costs its
+// components and a constant, and so does a head. Within its part of an entry, a block deals tiles to its warps in turn.
 //
-// Work is cut by tokens and ranks: a tile costs its components and something fixed, and so does a head.
+// The floor is reading every kept component once. A warp takes a tile of 16 tokens and keeps all of it in registers:
+// nothing passes through shared memory. Lane 4 g + l:
+//
+// - Scores = keys (A operand, rows are tokens) times queries (B operand). A lane loads 16 bytes of tokens g and g + 8,
+//   which are its A fragments of two mma. This permutes the components within 32; the queries are loaded in the same
+//   order.
+// - The accumulators have tokens as rows. movmatrix transposes the weights into the B operand of the next mma.
+// - Output = values transposed (A operand, rows are components) times weights. A lane loads 16 bytes, components 8 g to
+//   8 g + 7, of the four tokens that its fragments need. prmt pairs two tokens, and mma i has components 2 i and
+//   2 i + 1 of every 8 as its rows. Its columns are queries, the same ones as those of the lane's maxima.
+//
+// Bound by, for one sequence of 32,768 tokens with 8 KV heads on an H200: about 8 us of launch, work distribution and
+// reduction besides the loads. Loops start after 2.0 us and end after 15 to 20 us, a block is reduced 1.5 us later and
+// the last block of a head 2 us more. Loads run at the memory's rate in between.
+//
+// Tried: loading the offsets earlier gained nothing. Two tiles in flight a warp, with 8 warps instead of 12, took up to
+// 3 % less there, but 1 to 2 % more for long sequences and for batches at half rank, in one measurement each.
 #include "element.cuh"
 #include "primitives_sm80.cuh"
 #include "scheduler.cuh"
 #include "softmax_reduce.cuh"
 
 constexpr int TILE = 16, QUERIES = 8, THREADS = WARPS * LANES;
-constexpr int KEY_CHUNKS = DIM / 32; // a lane has 8 components of each
-constexpr int VALUE_CHUNKS = DIM / 64;
-// A unit is what eight components of a key cost. In units: eight components of a value; a tile beside its components;
-// the start and the end of an entry in a block that has more work, without which blocks with parts of two heads ended
-// last. From how long tiles took in blocks of different ranks. With 1, 20 and 832, those of low ranks left their loops
-// 9 % later than the mean, and batches at half rank took 4 to 5 % longer.
+constexpr int KEY_CHUNKS = DIM / 32;   // a lane holds 8 components of each, of two tokens
+constexpr int VALUE_CHUNKS = DIM / 64; // a lane holds 8 components of each, of four tokens
+// Costs in units of work. One unit is the cost of eight components of a key. VALUE_COST is the cost of eight components
+// of a value, TILE_COST the fixed cost of a tile, and ENTRY_COST the fixed cost of starting and ending an entry in a
+// block that has more work; without it, blocks with parts of two heads ended last. The costs were fitted to times of
+// tiles in blocks of different ranks.
+// N.B. With 1, 20 and 832, blocks of low ranks left their loops 9 % later than the mean, and batches at half rank took
+// 4 to 5 % longer.
 constexpr u32 VALUE_COST = 2, TILE_COST = 80, ENTRY_COST = 3000;
-constexpr int RESULT = DIM + 4;
+constexpr int RESULT = DIM + 4; // floats of a result row: components, maximum, sum of weights, padding
 constexpr int SHARED = WARPS * QUERIES * RESULT * 4 + (int)sizeof(Work);
-static_assert(SHARED <= SHARED_BYTES, "the host asks for enough");
+static_assert(SHARED <= SHARED_BYTES, "the host reserves enough");
 
 struct Arguments {
     const u16* keys; // element [sequence][head][capacity][rank of the head]
     const u16* values;
-    const u16* queries;       // element [sequence][head][query of group][DIM], of which the key rank counts
-    const u32* lengths;       // [sequence]
-    const u32* key_ranks;     // [head]
-    const u32* value_ranks;   // [head]
-    const u64* key_offsets;   // [head]: rank components of a token of the heads before
-    const u64* value_offsets; // [head]
-    float* partials;          // [block][2][QUERIES][RESULT]
-    u32* arrived;             // [sequence][head][slice], zeros
-    u16* out;                 // element [sequence][head][query of group][DIM], of which the value rank is written
-    float* log_sum_exp;       // [sequence][head][query of group], or null
-    u64 key_rank_sum, value_rank_sum; // of all heads
-    u64 capacity;                     // tokens that a sequence has room for
+    const u16* queries;               // element [sequence][head][query of group][DIM]; only the key rank is read
+    const u32* lengths;               // [sequence]
+    const u32* key_ranks;             // [head]
+    const u32* value_ranks;           // [head]
+    const u64* key_offsets;           // [head]: sum of the key ranks of all earlier heads
+    const u64* value_offsets;         // [head]: the same of the value ranks
+    float* partials;                  // [block][2][QUERIES][RESULT]
+    u32* arrived;                     // [sequence][head][slice], zero between launches
+    u16* out;                         // element [sequence][head][query of group][DIM]; only the value rank is written
+    float* log_sum_exp;               // [sequence][head][query of group], or null
+    u64 key_rank_sum, value_rank_sum; // over all heads
+    u64 capacity;                     // tokens per sequence that the buffers have room for
     u32 batch, heads, group;
-    float scale; // of scores, times log2 e
+    float scale; // factor of the scores, times log2(e)
 };
 
 extern __shared__ __align__(16) float shared[];
 
+// Reductions over the lanes that share l, which hold the same columns of an accumulator.
 __device__ __forceinline__ float column_max(float x) {
 #pragma unroll
     for (int step = 4; step < LANES; step *= 2) x = fmaxf(x, __shfl_xor_sync(FULL, x, step));
@@ -68,36 +80,37 @@ __device__ __forceinline__ float column_sum(float x) {
     return x;
 }
 
-// What entries of the work cost; an entry is a head of a sequence. Its own units come first, then those of its tiles.
+// Units of an entry, which is a KV head of a sequence: first the fixed cost of the entry, then its tiles.
 struct Units {
     const Arguments& a;
 
-    __device__ __forceinline__ u32 of_tile(u32 head) const {
+    __device__ __forceinline__ u32 tile_cost(u32 head) const {
         return (a.key_ranks[head] + VALUE_COST * a.value_ranks[head]) / 8 + TILE_COST;
     }
 
     __device__ __forceinline__ u32 operator()(u32 entry) const {
         const u32 tiles = (a.lengths[entry / a.heads] + TILE - 1) / TILE;
-        return ENTRY_COST + tiles * of_tile(entry % a.heads);
+        return ENTRY_COST + tiles * tile_cost(entry % a.heads);
     }
 };
 
-// The tiles whose first unit is below a unit of an entry.
-__device__ __forceinline__ u32 tiles_below(u32 unit, u32 cost) {
-    return unit > ENTRY_COST ? (unit - ENTRY_COST + cost - 1) / cost : 0;
+// The number of tiles of an entry whose first unit is before `unit`.
+__device__ __forceinline__ u32 tiles_before(u32 unit, u32 tile_cost) {
+    return unit > ENTRY_COST ? (unit - ENTRY_COST + tile_cost - 1) / tile_cost : 0;
 }
 
-// A tile's keys and values, as the lanes want them.
+// The keys and values of a tile, laid out as mma fragments of lane 4 g + l. Components at or above the rank are zeros.
+// Tokens at or above the length repeat the last token, so that no load is out of bounds; their weights are zero.
 struct Tile {
-    uint4 keys[2][KEY_CHUNKS];     // token 8 i + g, components 32 j + 8 l and on
-    uint4 values[4][VALUE_CHUNKS]; // tokens 2 l, 2 l + 1, 2 l + 8, 2 l + 9, components 64 j + 8 g and on
+    uint4 keys[2][KEY_CHUNKS];     // [i][j]: token g + 8 i, components 32 j + 8 l to + 7
+    uint4 values[4][VALUE_CHUNKS]; // [i][j]: token 2 l + {0, 1, 8, 9}[i], components 64 j + 8 g to + 7
 
     __device__ __forceinline__ void load_keys(const u16* rows, u32 rank, u32 first, u32 length, int g, int l) {
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             const u16* row = rows + (u64)min(first + 8 * i + g, length - 1) * rank;
 #pragma unroll
-            for (int j = 0; j < KEY_CHUNKS; j++) load_if(keys[i][j], row + 32 * j + 8 * l, 32 * j + 8 * l < rank);
+            for (int j = 0; j < KEY_CHUNKS; j++) load_zfill(keys[i][j], row + 32 * j + 8 * l, 32 * j + 8 * l < rank);
         }
     }
 
@@ -106,28 +119,30 @@ struct Tile {
         for (int i = 0; i < 4; i++) {
             const u16* row = rows + (u64)min(first + 2 * l + i % 2 + i / 2 * 8, length - 1) * rank;
 #pragma unroll
-            for (int j = 0; j < VALUE_CHUNKS; j++) load_if(values[i][j], row + 64 * j + 8 * g, 64 * j + 8 * g < rank);
+            for (int j = 0; j < VALUE_CHUNKS; j++)
+                load_zfill(values[i][j], row + 64 * j + 8 * g, 64 * j + 8 * g < rank);
         }
     }
 
-    static __device__ __forceinline__ void load_if(uint4& to, const u16* from, bool there) {
+    static __device__ __forceinline__ void load_zfill(uint4& to, const u16* from, bool valid) {
         to = make_uint4(0, 0, 0, 0);
-        if (there) ld_nc_no_allocate<4>(reinterpret_cast<u32*>(&to), from);
+        if (valid) ld_nc_no_allocate<4>(reinterpret_cast<u32*>(&to), from);
     }
 };
 
-__device__ __forceinline__ u32 word_of(const uint4& four, int i) {
-    return i == 0 ? four.x : i == 1 ? four.y : i == 2 ? four.z : four.w;
+__device__ __forceinline__ u32 word_of(const uint4& words, int i) {
+    return i == 0 ? words.x : i == 1 ? words.y : i == 2 ? words.z : words.w;
 }
 
-// The block's part of a head of a sequence; leaves the warp's results in shared memory.
+// Attends to the block's part of an entry. Each warp writes a result row per query to shared memory, for `reduce`.
 __device__ __forceinline__ void attend_entry(const Arguments& a, Work& work) {
     const int warp = threadIdx.x / LANES, lane = threadIdx.x % LANES, g = lane / 4, l = lane % 4;
     const u32 sequence = work.entry / a.heads, head = work.entry % a.heads, length = a.lengths[sequence];
-    const u32 key_rank = a.key_ranks[head], value_rank = a.value_ranks[head], cost = Units{a}.of_tile(head);
-    // A tile is the block's that has its first unit.
-    const u32 tile_end = tiles_below(work.to, cost);
-    u32 tile = tiles_below(work.from, cost) + warp;
+    const u32 key_rank = a.key_ranks[head], value_rank = a.value_ranks[head];
+    const u32 tile_cost = Units{a}.tile_cost(head);
+    // A tile belongs to the block whose range contains the tile's first unit.
+    const u32 tile_end = tiles_before(work.to, tile_cost);
+    u32 tile = tiles_before(work.from, tile_cost) + warp;
     const u16* keys = a.keys + sequence * a.capacity * a.key_rank_sum + a.capacity * a.key_offsets[head];
     const u16* values = a.values + sequence * a.capacity * a.value_rank_sum + a.capacity * a.value_offsets[head];
 
@@ -137,32 +152,34 @@ __device__ __forceinline__ void attend_entry(const Arguments& a, Work& work) {
         loaded.load_values(values, value_rank, tile * TILE, length, g, l);
     }
 
-    if (threadIdx.x == 0) work.find_sharers();
+    if (threadIdx.x == 0) work.find_sharers(); // divisions, hidden behind the first loads
 
-    // Words of query g: components 32 j + 8 l + 2 i and the next.
+    // B fragments of query g: query[j][i] holds components 32 j + 8 l + 2 i and the next one.
     u32 query[KEY_CHUNKS][4];
-    const u32 mine = blockIdx.y * QUERIES + g;
-    const u16* queries = a.queries + ((u64)work.entry * a.group + mine) * DIM;
+    const u32 query_index = blockIdx.y * QUERIES + g;
+    const u16* queries = a.queries + ((u64)work.entry * a.group + query_index) * DIM;
 #pragma unroll
     for (int j = 0; j < KEY_CHUNKS; j++) {
-        uint4 four = make_uint4(0, 0, 0, 0);
-        if (mine < a.group && 32 * j + 8 * l < key_rank)
-            four = __ldg(reinterpret_cast<const uint4*>(queries + 32 * j + 8 * l));
+        uint4 words = make_uint4(0, 0, 0, 0);
+        if (query_index < a.group && 32 * j + 8 * l < key_rank)
+            words = __ldg(reinterpret_cast<const uint4*>(queries + 32 * j + 8 * l));
 #pragma unroll
-        for (int i = 0; i < 4; i++) query[j][i] = word_of(four, i);
+        for (int i = 0; i < 4; i++) query[j][i] = word_of(words, i);
     }
 
-    // [product]: components 64 j + 8 g + 2 i of queries 2 l and 2 l + 1, then the next component of both.
+    // Accumulator 4 j + i holds component 64 j + 8 g + 2 i of queries 2 l and 2 l + 1, then the next component of both.
     float sums[VALUE_CHUNKS * 4][4];
 #pragma unroll
     for (int i = 0; i < VALUE_CHUNKS * 16; i++) sums[i / 4][i % 4] = 0;
-    float max[2] = {NOTHING, NOTHING}, weight[2] = {0, 0}; // of queries 2 l and 2 l + 1; `weight` is the lane's part
+    // Running maximum, equal in all lanes that share l, and sum of weights of the lane's own tokens, of queries 2 l and
+    // 2 l + 1.
+    float max[2] = {NOTHING, NOTHING}, weight[2] = {0, 0};
 
     while (warp_uniform(tile < tile_end)) {
         const u32 first = tile * TILE;
         tile += WARPS;
         const bool more = tile < tile_end;
-        float scores[4] = {}; // of token g for queries 2 l and 2 l + 1, then of token g + 8
+        float scores[4] = {}; // token g with queries 2 l and 2 l + 1, then token g + 8 with both
 #pragma unroll
         for (int j = 0; j < KEY_CHUNKS; j++) {
             const uint4 &upper = loaded.keys[0][j], &lower = loaded.keys[1][j];
@@ -177,14 +194,17 @@ __device__ __forceinline__ void attend_entry(const Arguments& a, Work& work) {
             scores[t] *= a.scale;
             if (first + TILE > length && first + g + t / 2 * 8 >= length) scores[t] = -infinity();
         }
-        const float top[2] = {fmaxf(scores[0], scores[2]), fmaxf(scores[1], scores[3])};
-        if (warp_uniform(top[0] > max[0] + 8 || top[1] > max[1] + 8)) {
+        // Lazy rescaling: the running maximum rises only when a score exceeds it by more than 8. Weights are then at
+        // most 2^8, which 16-bit elements hold.
+        const float tile_max[2] = {fmaxf(scores[0], scores[2]), fmaxf(scores[1], scores[3])};
+        if (warp_uniform(tile_max[0] > max[0] + 8 || tile_max[1] > max[1] + 8)) {
 #pragma unroll
             for (int q = 0; q < 2; q++) {
-                const float high = fmaxf(max[q], column_max(top[q])), keep = exp2_approx(max[q] - high);
-                max[q] = high, weight[q] *= keep;
+                const float new_max = fmaxf(max[q], column_max(tile_max[q]));
+                const float rescale = exp2_approx(max[q] - new_max);
+                max[q] = new_max, weight[q] *= rescale;
 #pragma unroll
-                for (int i = 0; i < VALUE_CHUNKS * 4; i++) sums[i][q] *= keep, sums[i][q + 2] *= keep;
+                for (int i = 0; i < VALUE_CHUNKS * 4; i++) sums[i][q] *= rescale, sums[i][q + 2] *= rescale;
             }
         }
         float p[4];
@@ -229,17 +249,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) svd_attend(const Argume
     const u32 entries = a.batch * a.heads;
     Units units{a};
     if (warp_uniform(threadIdx.x < LANES)) work.begin(entries, blockIdx.x, gridDim.x, units);
-    pdl_wait(); // all but lengths, ranks and offsets may come from it
+    pdl_wait(); // the previous kernel may write all inputs except lengths, ranks and offsets
     pdl_trigger();
     __syncthreads();
     while (warp_uniform(work.entry < entries)) {
         attend_entry(a, work);
         const u32 entry = work.entry, value_rank = a.value_ranks[entry % a.heads];
         const u64 first_query = (u64)entry * a.group + blockIdx.y * QUERIES;
-        const u32 live = min(a.group - blockIdx.y * QUERIES, (u32)QUERIES);
-        float* mine = a.partials + ((u64)blockIdx.y * gridDim.x + blockIdx.x) * 2 * QUERIES * RESULT;
+        const u32 queries = min(a.group - blockIdx.y * QUERIES, (u32)QUERIES);
+        float* own_partials = a.partials + ((u64)blockIdx.y * gridDim.x + blockIdx.x) * 2 * QUERIES * RESULT;
         reduce<QUERIES, DIM, WARPS, RESULT>(
-            shared, live, work, blockIdx.x, mine, a.arrived + (u64)entry * gridDim.y + blockIdx.y,
+            shared, queries, work, blockIdx.x, own_partials, a.arrived + (u64)entry * gridDim.y + blockIdx.y,
             [&](u32 query, int component, const Sum& sum) {
                 u32* out = reinterpret_cast<u32*>(a.out + (first_query + query) * DIM + component);
                 if (component < value_rank) *out = sum.normalized();

@@ -1,13 +1,21 @@
-// Blocks of a frame into rows of numbers: tiles decoded, dequantized and stored where an engine keeps its cache.
+// Decodes blocks of a frame into rows of an engine's KV cache: entropy decoding, dequantization and the store in one
+// kernel. (A linear transform, if the planes have one, follows in transform.cu.)
 //
-// CPU twin: codec_core::Frame::decode_block_into. The frame's bytes lie on the device as they were sent; the host has
-// verified its header, index and ids.
+// CPU twin: codec_core::Frame::decode_block_into; f32 rows have the same bits. Bitstream: codec-core/FORMAT.md. The
+// frame lies on the device as it was sent; the host has checked its header, index and plane ids, but not its payload.
+// Tiles are parsed with bounds checks, and a tile that no encoder writes is reported in `failed`.
 //
-// A block of threads has one tile of a plane and WARPS of its blocks of tokens, which share the models in shared
-// memory, laid out so that lanes never collide there. A symbol is found by bisection. Words pass through a ring of 256
-// bytes, a half of it loaded while another is read. Floor: the stream is read, the numbers are written. It is far below
-// what the loop over rows takes: about 250 instructions for sm_90 and 32 symbols, those of refills and escapes
-// included, which not every row runs.
+// Compile-time shape: CHANNELS, HEAD_DIM, PAGED, ELEMENT (place.cuh); CONTEXTS, SYMBOLS, PREVIOUS (tile.cuh). Compiled
+// with --fmad=false.
+//
+// Launch: grid (tiles, planes, ceil(token blocks / WARPS)), 8 warps. A thread block owns a tile index of a plane; each
+// of its warps decodes that tile in one block of tokens, a lane per channel. The warps share the tile's models in
+// shared memory, laid out [symbol][lane] so that lanes never collide in a bank. A symbol is found by bisection of its
+// cdf. Words of the stream pass through a ring of 256 bytes per warp: one half is loaded while the other is read.
+//
+// The floor is reading the stream and writing the rows. The kernel is far above it: integer arithmetic, whose pipe is
+// 73 % busy on an H200, bounds the loop over rows. It has about 250 instructions on sm_90 for 32 symbols, including
+// refills and escapes, which not every row executes.
 #include "codec/tile.cuh"
 #include "warp.cuh"
 
@@ -17,11 +25,11 @@ constexpr int HEADER_BYTES = 64, ENTRY_BYTES = 12 + 2 * TILES;
 struct Arguments {
     const u8* frame;
     const Planes* planes;
-    u32* failed;
-    PlanesAt out; // of this launch
+    u32* failed;  // maximum of (index of the tile in the frame) + 1 over tiles that failed
+    PlanesAt out; // planes of this launch
     Place place;
-    u32 frame_planes, frame_blocks, tokens, block_tokens; // of the frame
-    u32 first_plane, first_block, blocks;                 // of this launch
+    u32 frame_planes, frame_blocks, tokens, block_tokens; // those of the frame
+    u32 first_plane, first_block, blocks;                 // those of this launch
 };
 
 struct Shared {
@@ -29,13 +37,13 @@ struct Shared {
     u32 rings[WARPS][2 * LANES];
 };
 
-// A word for each lane that needs one, in lane order, from a stream of 16-bit words that may begin at any byte.
-class Words {
-    u32* ring; // 128 words
+// A warp's stream of 16-bit words, which may begin at any byte. Each lane that needs a word takes one, in lane order.
+class WordReader {
+    u32* ring; // two halves of 64 words
     const u8 *next, *end;
-    u32 ahead; // four bytes of the half that comes next
+    u32 prefetched; // the lane's four bytes of the half that follows those in the ring
 
-    // The lane's four bytes of the next 128; those behind the end are zeros.
+    // Loads the lane's four bytes of the next 128. Aligned words past the end are not read and count as zeros.
     __device__ u32 load() {
         const u64 address = (u64)next + 4 * (threadIdx.x % LANES), aligned = address & ~3ull;
         const u32 low = aligned < (u64)end ? *(const u32*)aligned : 0,
@@ -46,46 +54,50 @@ class Words {
 
     __device__ void fill(u32 half) {
         __syncwarp();
-        ring[half % 2 * LANES + threadIdx.x % LANES] = ahead;
-        ahead = load();
+        ring[half % 2 * LANES + threadIdx.x % LANES] = prefetched;
+        prefetched = load();
         __syncwarp();
     }
 
   public:
-    u32 taken = 0;
+    u32 taken = 0; // words
 
-    __device__ Words(u32* ring, const u8* from, const u8* to) : ring(ring), next(from), end(to) {
-        ahead = load();
+    __device__ WordReader(u32* ring, const u8* from, const u8* to) : ring(ring), next(from), end(to) {
+        prefetched = load();
         fill(0);
         fill(1);
     }
 
+    // rANS renormalization: each lane whose state is below LOW takes a word. Refills a half of the ring once all of its
+    // words are taken.
     __device__ __forceinline__ void refill(u32& state) {
         const bool needed = state < LOW;
         const u32 mask = __ballot_sync(FULL, needed);
         const u32 word = ((const u16*)ring)[(taken + __popc(mask & lanes_below(threadIdx.x % LANES))) % (4 * LANES)];
         if (needed) state = state << 16 | word;
-        const u32 before = taken / (2 * LANES);
+        const u32 half = taken / (2 * LANES);
         taken += __popc(mask);
-        if (taken / (2 * LANES) != before) fill(before);
+        if (taken / (2 * LANES) != half) fill(half);
     }
 };
 
-// One tile on its way from bytes to numbers.
+// A tile that is being decoded.
 struct Tile {
-    const u8 *at, *end; // bytes that are left
+    const u8 *at, *end; // remaining bytes
     u32 rows;
-    bool bad; // no encoder wrote it
+    bool bad; // malformed: no encoder writes such a tile
 };
 
-// The states with which decoding begins. What stands in the stream of lanes that have no channel is nothing.
+// Reads the initial rANS state of every lane: its length in bits, then the bits below its highest one. The stream has
+// none for lanes without a channel (`used` is false).
 __device__ u32 read_states(Tile& tile, bool used, u32 lanes) {
     const int lane = threadIdx.x % LANES;
     const u32 length_bytes = (lanes + 1) / 2;
     if (tile.end - tile.at < length_bytes) return tile.bad = true, LOW;
     const u32 bits = used ? 16 + (tile.at[lane / 2] >> (4 * (lane % 2)) & 15) : 0;
     tile.at += length_bytes;
-    const u32 through = warp_inclusive_sum(bits), first = through - bits, all = __shfl_sync(FULL, through, LANES - 1);
+    const u32 bits_end = warp_inclusive_sum(bits), first = bits_end - bits,
+              all = __shfl_sync(FULL, bits_end, LANES - 1);
     if (tile.end - tile.at < (all + 7) / 8) return tile.bad = true, LOW;
     u64 window = 0;
     if (used)
@@ -96,7 +108,8 @@ __device__ u32 read_states(Tile& tile, bool used, u32 lanes) {
     return used ? 1u << bits | ((u32)(window >> first % 8) & ((1u << bits) - 1)) : LOW;
 }
 
-// Calls `sink(row, bin)` for every row of a coded tile. OWN: under families that the tile names.
+// Decodes a rANS tile and calls `sink(row, bin)` for every row. OWN: the tile names families of its own, which are read
+// from global memory; otherwise `symbols` are the plane's models in shared memory, LANES apart.
 template <bool OWN, class Sink>
 __device__ __forceinline__ void decode_coded(Tile& tile, const Symbol* symbols, u32 low_bits, u32* ring, u32 lanes,
                                              const Sink& sink) {
@@ -119,11 +132,12 @@ __device__ __forceinline__ void decode_coded(Tile& tile, const Symbol* symbols, 
         tile.bad = true;
         return;
     }
-    const u32 with_words = tile.rows - warmup;
+    const u32 rows_with_words = tile.rows - warmup;
     const bool any_low_bits = __any_sync(FULL, low_bits > 0);
     const int half = half_of(low_bits);
-    Words words(ring, tile.at, tile.end);
+    WordReader words(ring, tile.at, tile.end);
     u32 context = 0;
+    // Lanes whose bit in `carrying` is set lose LOW when the rows without words begin.
     auto carry = [&] {
         if (carrying >> lane & 1) {
             tile.bad |= state < LOW;
@@ -131,19 +145,19 @@ __device__ __forceinline__ void decode_coded(Tile& tile, const Symbol* symbols, 
         }
     };
     for (u32 row = 0; row < tile.rows; row++) {
-        const bool refills = row < with_words;
-        if (row == with_words) carry();
+        const bool refills = row < rows_with_words;
+        if (row == rows_with_words) carry();
         const Symbol* model = OWN || CONTEXTS == 1 ? symbols : symbols + context * SYMBOLS * STRIDE;
         const u32 slot = state % SLOTS;
         u32 symbol = 0;
         Symbol found = model[0];
 #pragma unroll
         for (int step = FIRST_STEP; step; step /= 2) {
-            const Symbol tried = model[(symbol + step) * STRIDE];
-            if (tried <= (slot << 16 | 0xffff)) symbol += step, found = tried;
+            const Symbol probe = model[(symbol + step) * STRIDE];
+            if (probe <= (slot << 16 | 0xffff)) symbol += step, found = probe;
         }
         state = slots(found) * (state / SLOTS) + slot - first_slot(found);
-        if (OWN && !used) state = LOW; // a lane without a channel has no symbols
+        if (OWN && !used) state = LOW; // a lane without a channel decodes nothing
         if (refills) words.refill(state);
         int bin = unzigzag(symbol);
         if (any_low_bits) {
@@ -154,13 +168,13 @@ __device__ __forceinline__ void decode_coded(Tile& tile, const Symbol* symbols, 
         const bool escaped = is_escape(found) && used;
         const u32 escaping = __ballot_sync(FULL, escaped);
         if (escaping) {
-            const u8* own = escapes + 2 * __popc(escaping & lanes_below(lane));
+            const u8* own_escape = escapes + 2 * __popc(escaping & lanes_below(lane));
             escapes += 2 * __popc(escaping);
             if (escapes > end_of_escapes) {
                 tile.bad = true;
                 return;
             }
-            if (escaped) bin = (short)load_u16(own);
+            if (escaped) bin = (short)load_u16(own_escape);
         }
         if (CONTEXTS > 1 && !OWN) context = context_after(symbol, escaped);
         sink(row, bin);
@@ -169,7 +183,7 @@ __device__ __forceinline__ void decode_coded(Tile& tile, const Symbol* symbols, 
     tile.bad |= escapes != end_of_escapes || (used && state != 0) || words.taken * 2 != tile.end - tile.at;
 }
 
-// The same for a tile of bins of one width.
+// Decodes a tile of bins of fixed width and calls `sink(row, bin)` for every row.
 template <class Sink>
 __device__ __forceinline__ void decode_fixed(Tile& tile, u32 width, u32 lanes, const Sink& sink) {
     const int lane = threadIdx.x % LANES;
@@ -182,11 +196,11 @@ __device__ __forceinline__ void decode_fixed(Tile& tile, u32 width, u32 lanes, c
     }
 }
 
-// What the plane's scaling makes of a number in steps, and where it goes.
+// Scales decoded values, adds the mean and stores them.
 struct Writer {
     const TileModel& model;
     const Place& place;
-    const u8* side; // steps of tokens
+    const u8* side; // per-token scales (bf16), used if `model.levels` is not 0
     Column column;
     u32 first_token;
     float step, mean;
@@ -197,9 +211,9 @@ struct Writer {
         return fmaxf(__uint_as_float(load_u16(side + 2 * row) << 16) / (float)model.levels, 1.17549435e-38f);
     }
 
-    __device__ __forceinline__ void put(u32 row, float number) {
+    __device__ __forceinline__ void store(u32 row, float value) {
         Element* to = column.of(place, first_token + row, row == 0);
-        if (used) *to = to_element(number + mean);
+        if (used) *to = to_element(value + mean);
     }
 };
 
@@ -217,28 +231,28 @@ __device__ void decode(Tile& tile, const Arguments& a, const TileModel& model, S
         tile.bad = width > 16 || exponent > 128 || fourth != 0 ||
                    tile.end - tile.at != (tile.rows * lanes * width + 15) / 16 * 2;
         if (tile.bad) return;
-        // 2^exponent in two factors: one alone may be beyond f32.
-        const float a = __uint_as_float((127 + exponent / 2) << 23),
-                    b = __uint_as_float((127 + exponent - exponent / 2) << 23);
+        // 2^exponent as a product of two factors, since it may exceed f32. Results are clamped to finite values.
+        const float scale_a = __uint_as_float((127 + exponent / 2) << 23),
+                    scale_b = __uint_as_float((127 + exponent - exponent / 2) << 23);
         constexpr float LARGEST = 3.40282347e38f;
         decode_fixed(tile, width, lanes, [&](u32 row, int bin) {
-            const float number = (float)bin * writer.step_of(row) * a * b;
-            writer.put(row, fminf(fmaxf(number, -LARGEST), LARGEST));
+            const float value = (float)bin * writer.step_of(row) * scale_a * scale_b;
+            writer.store(row, fminf(fmaxf(value, -LARGEST), LARGEST));
         });
         return;
     }
-    const float one = model.centroids[0], two = model.centroids[1];
-    float last = 0;
+    const float centroid_1 = model.centroids[0], centroid_2 = model.centroids[1];
+    float previous = 0;
 #ifdef PREVIOUS
     const float factor = model.factors[lane];
 #endif
     auto sink = [&](u32 row, int bin) {
 #ifdef PREVIOUS
-        last = last * factor + centre(bin, one, two);
+        previous = previous * factor + centre(bin, centroid_1, centroid_2);
 #else
-        last = centre(bin, one, two);
+        previous = centre(bin, centroid_1, centroid_2);
 #endif
-        writer.put(row, last * writer.step_of(row));
+        writer.store(row, previous * writer.step_of(row));
     };
     u32* ring = shared.rings[threadIdx.x / LANES];
     if (kind == PLANE_LANES) {
@@ -265,23 +279,23 @@ extern "C" __global__ void __launch_bounds__(THREADS) codec_decode(Arguments a) 
     const u32 lanes = min(CHANNELS - tile_index * LANES, LANES), frame_block = a.first_block + block;
     const u32 first_token = frame_block * a.block_tokens, rows = min(a.tokens - first_token, a.block_tokens);
     const u8* index = a.frame + HEADER_BYTES + 4 * a.frame_planes;
-    const u64 number = (u64)plane * a.frame_blocks + frame_block;
-    const u8* entry = index + number * ENTRY_BYTES;
+    const u64 block_index = (u64)plane * a.frame_blocks + frame_block;
+    const u8* entry = index + block_index * ENTRY_BYTES;
     auto end_of = [](const u8* entry) {
         u64 end = 0;
         for (int i = 3; i >= 0; i--) end = end << 16 | load_u16(entry + 2 * i);
         return end;
     };
     const u8* payload = index + (u64)a.frame_planes * a.frame_blocks * ENTRY_BYTES + 4;
-    const u8* block_start = payload + (number ? end_of(entry - ENTRY_BYTES) : 0);
+    const u8* block_start = payload + (block_index ? end_of(entry - ENTRY_BYTES) : 0);
     const u8* block_end = payload + end_of(entry);
-    u32 before = 0; // words of the tiles before this one
-    for (u32 i = lane; i < tile_index; i += LANES) before += load_u16(entry + 12 + 2 * i);
-    before = __reduce_add_sync(FULL, before);
+    u32 words_before = 0; // total words of the earlier tiles of this block of tokens
+    for (u32 i = lane; i < tile_index; i += LANES) words_before += load_u16(entry + 12 + 2 * i);
+    words_before = __reduce_add_sync(FULL, words_before);
     const u32 side_bytes = model.levels ? 2 * rows : 0;
 
     Tile tile;
-    tile.at = block_start + side_bytes + 2ull * before;
+    tile.at = block_start + side_bytes + 2ull * words_before;
     tile.end = tile.at + 2 * load_u16(entry + 12 + 2 * tile_index);
     tile.rows = rows;
     tile.bad = tile.end > block_end || (tile_index == TILES - 1 && tile.end != block_end);
@@ -289,5 +303,5 @@ extern "C" __global__ void __launch_bounds__(THREADS) codec_decode(Arguments a) 
     Writer writer{model,       a.place,           block_start,      Column(a.place, a.out[blockIdx.y], channel),
                   first_token, model.steps[lane], model.mean[lane], lane < lanes};
     if (!tile.bad) decode(tile, a, model, shared, writer, lanes);
-    if (__any_sync(FULL, tile.bad) && lane == 0) atomicMax(a.failed, (u32)number * TILES + tile_index + 1);
+    if (__any_sync(FULL, tile.bad) && lane == 0) atomicMax(a.failed, (u32)block_index * TILES + tile_index + 1);
 }

@@ -1,17 +1,20 @@
-// Tiles from their slots into a payload, one behind the other.
+// Concatenates coded tiles of varying length from fixed-size slots into one payload: the second kernel of encoding.
 //
-// A block of threads has COUNT tiles; it adds up the lengths before them by itself. Floor: the payload is read and
-// written.
+// CPU twin: codec_core::encode_frame. There is no compile-time shape.
+//
+// Launch: grid ceil(tiles / COUNT), 256 threads. A block owns COUNT = 256 tiles; a warp copies a tile at a time. Each
+// block sums the lengths of all tiles before its own, so that no scan kernel is needed. The floor is reading and
+// writing the payload.
 #include "warp.cuh"
 
 constexpr int THREADS = 256, COUNT = THREADS;
 
 struct Arguments {
-    const u8* slots;
-    const u16* lengths;
+    const u8* slots;    // [tile], `slot_bytes` each
+    const u16* lengths; // [tile], in units of two bytes
     u8* payload;
-    u64* payload_bytes;
-    u64 capacity;
+    u64* payload_bytes; // written, even if it exceeds `capacity`
+    u64 capacity;       // of the payload, in bytes; blocks whose tiles do not fit write nothing
     u32 tiles, slot_bytes;
 };
 
@@ -29,7 +32,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) codec_join(Arguments a) {
     if (warp == 0) {
         u64 start = 0;
         for (int i = 0; i < THREADS / LANES; i++) start += sums[i];
-        for (u32 i = 0; i < count; i += LANES) { // warp by warp: lengths of 32 tiles fit 32 bits
+        for (u32 i = 0; i < count; i += LANES) { // 32 tiles at a time: the sum of their lengths fits 32 bits
             const u32 length = i + lane < count ? a.lengths[first + i + lane] : 0;
             const u32 sum = warp_inclusive_sum(length);
             if (i + lane < count) starts[i + lane] = start + sum - length;

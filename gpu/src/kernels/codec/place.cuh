@@ -1,20 +1,21 @@
-// Where the numbers of planes are: in an engine's cache, or coefficients on their way there.
+// Addresses of a plane's elements: rows in an engine's KV cache, or coefficients of the transform in a workspace.
 //
-// Compile-time shape: CHANNELS, HEAD_DIM, PAGED or not, ELEMENT.
+// A plane is the keys or the values of a layer, [token][channel] with CHANNELS = heads * HEAD_DIM. Compile-time shape:
+// CHANNELS, HEAD_DIM, PAGED (defined if tokens lie in pages), ELEMENT (0 for f32, 1 for f16, 2 for bf16).
 #pragma once
 #include "element.cuh"
 
-// Numbers [token][head][component] of a plane, with strides, tokens in pages or not.
+// Strides of the elements [token][head][component] of a plane.
 struct Place {
-    u64 token_stride, head_stride, page_stride; // numbers
-    const u32* pages;                           // of every `page_tokens` tokens
-    u32 page_tokens, first_token;
+    u64 token_stride, head_stride, page_stride; // in elements
+    const u32* pages;                           // page of every `page_tokens` tokens
+    u32 page_tokens, first_token;               // `first_token` is the position of the frame's first token
 
     __device__ __forceinline__ u64 of_channel(u32 channel) const {
         return channel / HEAD_DIM * head_stride + channel % HEAD_DIM;
     }
 
-    // `token` counts from the place's first one.
+    // Offset of a token, which counts from the first token of the frame.
     __device__ __forceinline__ u64 of_token(u32 token) const {
         token += first_token;
 #ifdef PAGED
@@ -24,8 +25,8 @@ struct Place {
 #endif
     }
 
-    // Whether `of_token` is no longer the token's before and a stride.
-    __device__ __forceinline__ bool starts_anew(u32 token) const {
+    // Whether `of_token(token)` must be computed anew, since it is not `of_token(token - 1)` plus a stride.
+    __device__ __forceinline__ bool starts_page(u32 token) const {
 #ifdef PAGED
         return (token + first_token) % page_tokens == 0;
 #else
@@ -34,27 +35,27 @@ struct Place {
     }
 };
 
-// Planes of a launch: each at a pointer of its own, or all behind each other.
+// The planes of a launch: at a pointer each, or contiguous.
 struct PlanesAt {
-    Element* const* each; // or null
-    Element* all;
-    u64 stride; // numbers
+    Element* const* each; // [plane], or null
+    Element* all;         // used if `each` is null
+    u64 stride;           // elements from a plane to the next in `all`
 
     __device__ Element* operator[](u32 plane) const { return each ? each[plane] : all + plane * stride; }
 };
 
-// A lane's channel of a plane, token after token.
+// Walks a channel of a plane, token after token: one addition per token, except where a page begins.
 struct Column {
     Element* base;
     Element* at;
 
     __device__ Column(const Place& place, Element* plane, u32 channel) : base(plane + place.of_channel(channel)) {}
 
-    // The lane's number of token `token`, which is the one behind the last that was asked for.
+    // The element of `token`. Calls are for consecutive tokens; `first` marks the first call.
     __device__ __forceinline__ Element* of(const Place& place, u32 token, bool first) {
-        if (first || place.starts_anew(token)) at = base + place.of_token(token);
-        Element* number = at;
+        if (first || place.starts_page(token)) at = base + place.of_token(token);
+        Element* element = at;
         at += place.token_stride;
-        return number;
+        return element;
     }
 };

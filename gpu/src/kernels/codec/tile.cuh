@@ -1,70 +1,72 @@
-// What coding and decoding of codec-core's tiles have in common (codec-core/FORMAT.md): a warp takes a tile, a lane a
-// channel.
+// Shared by decode.cu and encode.cu, the kernels for codec-core's tiles (codec-core/FORMAT.md). A warp owns a tile,
+// which is up to 32 channels of a block of tokens; a lane owns a channel.
 //
-// Compile-time shape, beside that of place.cuh: CONTEXTS (1 or 3) and SYMBOLS (a power of two, up to 64) of the models;
-// PREVIOUS where a number is predicted from the one before. Compiled without contraction (--fmad=false): every
-// operation on floats is rounded by itself, as on the CPU.
+// Compile-time shape, in addition to that of place.cuh: CONTEXTS (1 or 3) and SYMBOLS (a power of two up to 64) of the
+// models, PREVIOUS (defined if a value is predicted from the previous token), FAMILY_BYTES, TILE_MODEL_BYTES. Compiled
+// with --fmad=false: every floating-point operation rounds on its own, as on the CPU, so results have the same bits.
 #pragma once
 #include "codec/place.cuh"
 
 constexpr int PRECISION = 12, MAX_SYMBOLS = 64;
 constexpr u32 SLOTS = 1u << PRECISION;
-constexpr u32 LOW = 1u << 16; // states below take a word
+constexpr u32 LOW = 1u << 16; // lower bound of the rANS state: a state below it takes a word
 constexpr int TILES = (CHANNELS + LANES - 1) / LANES;
+// Kinds of tiles: bins of fixed width, rANS with the plane's models, rANS with families that the tile names.
 constexpr u32 FIXED = 0, PLANE_LANES = 1, OWN_LANES = 2;
-constexpr int HEAD_BYTES = 4;
+constexpr int HEAD_BYTES = 4; // header of a tile
 
-// A symbol of a model: its first slot in the upper half, how many it has in the lower one. Behind the last symbol, the
-// escape, all start at SLOTS.
+// A symbol of a model: its first slot in the upper 16 bits (the cdf), its number of slots in the lower 16. The last
+// symbol is the escape; entries after it start at SLOTS.
 typedef u32 Symbol;
 __device__ __forceinline__ u32 first_slot(Symbol symbol) { return symbol >> 16; }
 __device__ __forceinline__ u32 slots(Symbol symbol) { return symbol & 0xffff; }
 __device__ __forceinline__ bool is_escape(Symbol symbol) { return first_slot(symbol) + slots(symbol) == SLOTS; }
 
-// A model that a byte names.
+// A parametric model, named by one byte in the stream.
 struct Family {
     u32 low_bits, escape;
     Symbol symbols[MAX_SYMBOLS];
 };
 
-// What is known of a tile's channels; `Planes::pack` of the host lays it out.
+// The models and constants of a tile's channels, one lane each. `Planes::pack` of the host writes them.
 struct TileModel {
-    double deviations[LANES]; // of bins, that the model expects
-    u32 shapes[LANES];        // of the families
+    double deviations[LANES]; // standard deviation of bins that the model expects
+    u32 shapes[LANES];        // distribution of the families
     u32 low_bits[LANES];
-    float steps[LANES], mean[LANES], factors[LANES]; // the mean is 0 where transform.cu takes it out
+    float steps[LANES], mean[LANES], factors[LANES]; // the mean is 0 if transform.cu subtracts it
     float centroids[2];
-    u32 levels;   // of a step for each token; 0 for one for each channel
-    u32 contexts; // that differ
-    u32 escapes[CONTEXTS][LANES];
+    u32 levels;                   // levels of a scaling by token, or 0 for one step per channel
+    u32 contexts;                 // distinct contexts of these models, at most CONTEXTS
+    u32 escapes[CONTEXTS][LANES]; // index of the escape symbol
     Symbol symbols[CONTEXTS * SYMBOLS][LANES];
 };
 
-// All that decoding needs: the families, then (plane, tile).
+// All planes of a model. `tiles` is [plane][tile]; the host allocates as many planes as there are.
 struct Planes {
     Family families[256];
     TileModel tiles[1][TILES];
 };
-static_assert(sizeof(Family) == FAMILY_BYTES && sizeof(TileModel) == TILE_MODEL_BYTES, "the host lays them out");
+static_assert(sizeof(Family) == FAMILY_BYTES && sizeof(TileModel) == TILE_MODEL_BYTES,
+              "the host writes the same layout");
 
 __device__ __forceinline__ u32 lanes_below(int lane) { return (1u << lane) - 1; }
 
-// 0, -1, 1, -2, 2, ... to 0, 1, 2, 3, 4, ..., and back.
+// Maps 0, -1, 1, -2, 2, ... to 0, 1, 2, 3, 4, ..., and back.
 __device__ __forceinline__ u32 zigzag(int x) { return (u32)((x << 1) ^ (x >> 31)); }
 __device__ __forceinline__ int unzigzag(u32 x) { return (int)(x >> 1) ^ -(int)(x & 1); }
 
-// What is added to a bin before its low bits are cut off.
+// Half of the range of the low bits, which is added to a bin before the low bits are split off.
 __device__ __forceinline__ int half_of(u32 low_bits) { return (1 << low_bits) >> 1; }
 
-// The context that a symbol leaves behind.
+// The context of the row after `symbol`.
 __device__ __forceinline__ u32 context_after(u32 symbol, bool escaped) {
     return symbol == 0 || escaped ? 0 : 2 - symbol % 2;
 }
 
-// What a bin decodes to, in steps.
-__device__ __forceinline__ float centre(int bin, float one, float two) {
+// The reconstruction point of a bin, in steps: bins 1 and 2 are shifted by their centroids.
+__device__ __forceinline__ float centre(int bin, float centroid_1, float centroid_2) {
     const int size = abs(bin);
-    const float shift = size == 1 ? one : size == 2 ? two : 0.f;
+    const float shift = size == 1 ? centroid_1 : size == 2 ? centroid_2 : 0.f;
     return (float)bin + (bin < 0 ? -shift : shift);
 }
 

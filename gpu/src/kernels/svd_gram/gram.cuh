@@ -1,30 +1,35 @@
-// Second moments of rows: sums of x^T x and of x, for all heads.
+// Shared by gram_sm80.cu and gram_sm90.cu, which compute second moments of rows: per head, the Gram matrix X^T X and
+// the sum of the rows X.
 //
-// CPU twin: svd_core::Gram, whose sums are in f64. Compile-time shape: DIM, a multiple of 16 up to 128; ELEMENT 1 or 2.
+// CPU twin: svd_core::Gram, whose sums are in f64. Compile-time shape: DIM (a multiple of 16 up to 128), ELEMENT (1 for
+// f16, 2 for bf16), SHARED_BYTES.
 //
-// Products of halves are exact in f32. Tensor cores add them up there for the 128 rows of a tile; above, a sum is two
-// floats, its value and what rounding has lost of it, of which a block leaves one; across blocks it is in f64. Tensor
-// cores cut off rather than round: of 256 rows a diagonal sum came out too low by 1e-6 of itself, so tiles are not
-// longer.
+// Two kernels, both launched with PDL. `svd_gram`, grid (part_count, heads): a block accumulates the whole matrix of a
+// head over its part of the rows and writes it as one part. `svd_gram_join` (join.cuh) adds the parts of a head, in
+// order, to the matrices in f64, so the same inputs give the same bytes.
 //
-// A block has a part of a head's rows and all of its matrix: strips.cu on every device, squares.cu on sm_90. A second
-// kernel (join.cu) adds the blocks' matrices in their order to what was there. The floor is reading the rows, which
-// pass through a ring of tiles.
+// Precision. Products of two 16-bit elements are exact in f32. Tensor cores accumulate them in f32 over the ROWS = 128
+// rows of a tile. Over the tiles of a block a sum is a pair of floats, its value and its rounding error; a part has
+// their sum in one float. Over parts it is in f64.
+// N.B. Tensor cores truncate rather than round: with tiles of 256 rows a sum on the diagonal came out too low by 1e-6
+// of itself, so tiles are not longer.
+//
+// The floor is reading the rows, which pass through a ring of tiles in shared memory.
 #pragma once
 #include "primitives_sm80.cuh"
 
-constexpr int STRIPS = DIM / 16; // of 16 components, of which a warp has one
-constexpr int ROWS = 128;        // of a tile
-constexpr int TILE = ROWS * DIM; // elements
-constexpr int PART =
-    DIM * (DIM + 1); // numbers of a block's part: the matrix, of which the columns from the row's on count; sums
+constexpr int STRIPS = DIM / 16; // strips of 16 components
+constexpr int ROWS = 128;        // rows of a tile
+constexpr int TILE = ROWS * DIM; // elements of a tile
+// Floats of a part: the matrix, of which the upper triangle counts, then the sum of the rows.
+constexpr int PART = DIM * (DIM + 1);
 
-// What comes out.
+// Outputs and scratch of both kernels.
 struct Sums {
     double* matrices; // [head][DIM][DIM], added to
     double* sums;     // [head][DIM], added to
     float* parts;     // [head][part][PART]
-    u64 n;            // rows
+    u64 n;            // rows of a head
     u32 part_count;
 
     __device__ __forceinline__ float* part() const {
@@ -32,7 +37,7 @@ struct Sums {
     }
 };
 
-// The tiles of a block.
+// The tiles of a block: a contiguous range.
 struct Range {
     u32 from, to;
 
@@ -42,11 +47,11 @@ struct Range {
     }
 };
 
-// A sum of floats and what rounding has lost of it.
-struct TwoFloats {
+// A compensated sum: its value and the accumulated rounding error.
+struct CompensatedSum {
     float high, low;
 
-    // Exact where the sum is the greater one; else what is lost is no more than the rounding of `x` itself.
+    // Fast2Sum: the error is exact where |high| >= |x|. Elsewhere the loss is at most the rounding error of `x` itself.
     __device__ __forceinline__ void add(float x) {
         const float sum = high + x;
         low += x - (sum - high), high = sum;
@@ -54,6 +59,7 @@ struct TwoFloats {
     __device__ __forceinline__ float sum() const { return high + low; }
 };
 
+// Two elements equal to 1, in one word.
 #if ELEMENT == 2
 constexpr u32 ONES = 0x3f803f80;
 #else
