@@ -213,7 +213,7 @@ struct Writer {
 
     __device__ __forceinline__ void store(u32 row, float value) {
         Element* to = column.of(place, first_token + row, row == 0);
-        if (used) *to = to_element(value + mean);
+        if (used) *to = to_element(held(value + mean));
     }
 };
 
@@ -234,10 +234,8 @@ __device__ void decode(Tile& tile, const Arguments& a, const TileModel& model, S
         // 2^exponent as a product of two factors, since it may exceed f32. Results are clamped to finite values.
         const float scale_a = __uint_as_float((127 + exponent / 2) << 23),
                     scale_b = __uint_as_float((127 + exponent - exponent / 2) << 23);
-        constexpr float LARGEST = 3.40282347e38f;
         decode_fixed(tile, width, lanes, [&](u32 row, int bin) {
-            const float value = (float)bin * writer.step_of(row) * scale_a * scale_b;
-            writer.store(row, fminf(fmaxf(value, -LARGEST), LARGEST));
+            writer.store(row, held((float)bin * writer.step_of(row) * scale_a * scale_b));
         });
         return;
     }
@@ -299,6 +297,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) codec_decode(Arguments a) 
     tile.end = tile.at + 2 * load_u16(entry + 12 + 2 * tile_index);
     tile.rows = rows;
     tile.bad = tile.end > block_end || (tile_index == TILES - 1 && tile.end != block_end);
+    // A token's largest magnitude is finite and not negative.
+    if (model.levels && block_start + side_bytes <= block_end)
+        for (u32 row = lane; row < rows; row += LANES) tile.bad |= load_u16(block_start + 2 * row) >= 0x7f80;
+    tile.bad = __any_sync(FULL, tile.bad);
     const u32 channel = tile_index * LANES + lane;
     Writer writer{model,       a.place,           block_start,      Column(a.place, a.out[blockIdx.y], channel),
                   first_token, model.steps[lane], model.mean[lane], lane < lanes};

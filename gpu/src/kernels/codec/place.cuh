@@ -5,6 +5,12 @@
 #pragma once
 #include "element.cuh"
 
+// The nearest finite f32: the CPU holds decoded elements so, which may be rounded beyond.
+__device__ __forceinline__ float held(float x) {
+    constexpr float LARGEST = 3.40282347e38f;
+    return fminf(fmaxf(x, -LARGEST), LARGEST);
+}
+
 // Strides of the elements [token][head][component] of a plane.
 struct Place {
     u64 token_stride, head_stride, page_stride; // in elements

@@ -117,7 +117,8 @@ __device__ __forceinline__ void transform(const Arguments& a) {
             const u32 column = first_column + 4 * x + 64 * (j / 4) + j % 4, channel = first_channel + column;
             if (token >= tokens || column >= MAP_DIM) continue;
             if (INVERSE)
-                rows[shared.tokens[token] + a.place.of_channel(channel)] = to_element(sums[i][j] + maps.mean[channel]);
+                rows[shared.tokens[token] + a.place.of_channel(channel)] =
+                    to_element(held(sums[i][j] + maps.mean[channel]));
             else
                 coefficients[token * CHANNELS + column] = sums[i][j];
         }
