@@ -88,6 +88,18 @@ impl Program {
         self
     }
 
+    /// The kernel file's path below `src/kernels`.
+    #[must_use]
+    pub const fn path(&self) -> &'static str {
+        self.source.path
+    }
+
+    /// The options that are not the architecture's: `-D` definitions of the shape, and whether products are fused.
+    #[must_use]
+    pub fn shape_options(&self) -> &[String] {
+        &self.options
+    }
+
     /// The kernel file without its folder and extension.
     pub(crate) fn name(&self) -> &'static str {
         let path = self.source.path;
@@ -234,4 +246,46 @@ pub fn compile(program: &Program, architecture: &str) -> Result<Image, Error> {
 fn text_of(characters: Vec<c_char>) -> String {
     let bytes: Vec<u8> = characters.into_iter().map(|c| c.to_ne_bytes()[0]).take_while(|&c| c != 0).collect();
     String::from_utf8_lossy(&bytes).into_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::pq::{AttendShape, SearchShape};
+    use crate::{Element, svd};
+    use pq_core::{GroupRule, PqShape};
+
+    #[test]
+    fn every_header_compiles_alone() {
+        let quantizer = PqShape::new(128, 64, 8).unwrap();
+        let coarse = PqShape::new(128, 2, 6).unwrap();
+        let element = Element::F16;
+        let attend = AttendShape { keys: quantizer, values: quantizer, group: 4, element, paged: true };
+        let search = SearchShape { quantizer: coarse, group: 4, rule: GroupRule::SumOfSoftmax };
+        let programs = [
+            attend.program(227 << 10).unwrap(),
+            search.program((8, 0), 163 << 10).unwrap(),
+            search.program((9, 0), 227 << 10).unwrap(),
+            svd::GramShape { dim: 128, element }.program((9, 0)).unwrap(),
+            svd::AttendShape { dim: 128, element }.program().unwrap(),
+        ];
+        for program in programs {
+            for header in program.headers() {
+                let alone = Program { source: header, ..program.clone() };
+                match compile(&alone, "sm_90") {
+                    Err(Error::NoNvrtc) => return eprintln!("SKIPPED: no NVRTC"),
+                    result => drop(result.unwrap()),
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn the_key_covers_headers_and_options() {
+        let shape = |dim| svd::AttendShape { dim, element: Element::F16 }.program().unwrap();
+        let Ok(key) = shape(128).key("sm_90") else { return eprintln!("SKIPPED: no NVRTC") };
+        let reaches = |text: &str| String::from_utf8_lossy(&key).contains(text);
+        assert!(reaches("softmax_reduce.cuh\n") && reaches("struct Work"));
+        assert!(key != shape(64).key("sm_90").unwrap() && key != shape(128).key("sm_80").unwrap());
+    }
 }

@@ -4,6 +4,7 @@
 // with i = 0 to 3, half = 0 or 1. `Sums` has one form for one query and another for several.
 #pragma once
 #include "pq_attend/codes.cuh"
+#include "warp.cuh"
 
 // Byte offsets of a lane's words in a row of the value table, one byte for each step.
 __device__ __forceinline__ u32 value_offset_of(const Lane& lane) {

@@ -3,6 +3,7 @@
 #pragma once
 #include "mbarrier_sm90.cuh"
 #include "pq_attend/shape.cuh"
+#include "warp.cuh"
 
 #if __CUDA_ARCH__ >= 900
 constexpr int LOADERS = THREADS - LANES; // threads that issue copies: all but warp 0
