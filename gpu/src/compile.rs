@@ -5,6 +5,7 @@ use std::ffi::{CString, c_char};
 use cudarc::nvrtc::{result, sys};
 
 use crate::Error;
+use crate::library::has_nvrtc;
 
 /// A kernel file and the shape it is compiled for.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -89,8 +90,7 @@ pub(crate) fn nvrtc_version() -> Result<(i32, i32), Error> {
 }
 
 fn check_nvrtc() -> Result<(), Error> {
-    // SAFETY: it loads the NVRTC library, if there is one, and runs nothing of it.
-    if unsafe { sys::is_culib_present() } { Ok(()) } else { Err(Error::NoNvrtc) }
+    if has_nvrtc() { Ok(()) } else { Err(Error::NoNvrtc) }
 }
 
 /// An NVRTC program, destroyed when dropped.
