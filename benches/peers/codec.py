@@ -13,6 +13,8 @@ computed: the entropy of each channel of 256 tokens, with their tables, lengths 
 """
 import argparse, datetime, json, math, os, platform, subprocess, tempfile
 
+import record
+
 LEVELS = [1, 1.3, 1.6, 2, 2.6, 3.1, 4.1, 5.1, 6.1, 7.6]
 
 
@@ -141,7 +143,7 @@ def main():
     parser.add_argument("--smollm2")
     parser.add_argument("--text")
     args = parser.parse_args()
-    commit = run(["git", "rev-parse", "--short", "HEAD"]).strip()
+    commit = record.commit()
     cpu = next((l.split(":")[1].strip() for l in open("/proc/cpuinfo") if l.startswith("model name")), platform.processor())
     doc = __doc__.strip().splitlines()
     out = ["# codec-core beside its peers", "", f"{datetime.date.today()}, commit {commit}, {cpu}. Made by", ""] + doc[2:4] + [""] + doc[5:] + [""]
@@ -151,18 +153,12 @@ def main():
     tiny = (os.path.join(assets, "tiny-llama-12m"), os.path.join(assets, "sotu-heldout.txt"))
     sizes(out, args.folder, *tiny, 4, 1024)
     budgets(out, args.folder, None, None, 2048, 192)
-    write(args.out, out)
+    record.write(args.out, out, commit)
     if args.smollm2:
         out += ["## SmolLM2-135M-Instruct, WikiText-2", ""]
         sizes(out, args.folder, args.smollm2, args.text, 2, 1024)
         budgets(out, args.folder, args.smollm2, args.text, 1900, 128)
-        write(args.out, out)
-
-
-def write(path, lines):
-    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-    with open(path, "w") as file:
-        file.write("\n".join(lines).rstrip() + "\n")
+        record.write(args.out, out, commit)
 
 
 main()

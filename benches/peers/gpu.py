@@ -12,6 +12,7 @@ tensor cores; of frames that are decoded beside their copy, the copy.
 """
 import argparse, datetime, json, os, re, subprocess, time
 
+import record
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -197,8 +198,9 @@ def main():
     parser.add_argument("binary")
     parser.add_argument("results")
     parser.add_argument("--only", default="", help="measurements whose name contains this")
-    parser.add_argument("--commit", default="", help="what the binary was built from")
+    parser.add_argument("--commit", help="what the binary was built from, where it is not the commit that is checked out")
     arguments = parser.parse_args()
+    arguments.commit = arguments.commit or record.commit()
     lines = subprocess.run([arguments.binary, arguments.only], check=True, capture_output=True, text=True).stdout
     copy, *rows = [json.loads(line) for line in lines.splitlines()]
     peers = {}
@@ -218,8 +220,7 @@ def main():
         "torch": torch.__version__,
         "rows": rows,
     }
-    with open(os.path.join(arguments.results, "gpu.json"), "w") as file:
-        json.dump(result, file, indent=1)
+    record.write(os.path.join(arguments.results, "gpu.json"), [json.dumps(result, indent=1)], arguments.commit)
     out = ["# kv-gpu", "", f"{copy['device']}, copy {copy['tb_s']:.2f} TB/s; {result['date']}, commit {arguments.commit}; "
            f"PyTorch {torch.__version__}. By `python benches/peers/gpu.py target/release/gpu_speed benches/results`, which says how.", "",
            "| kernel | shape | MB | floor, us | median, us | over floor | peer | its us | peer / this |", "|" + " --- |" * 9]
@@ -228,8 +229,7 @@ def main():
             f"| {row['kernel']} | {row['shape']} | {row['bytes'] / 1e6:.1f} | {row['floor_us']:.1f} | {row['us']:.1f} | {row['to_floor']:.2f} "
             + (f"| {row['peer']} | {row['peer_us']:.1f} | {row['peer_us'] / row['us']:.2f} |" if row["peer"] else "| | | |")
         )
-    with open(os.path.join(arguments.results, "gpu.md"), "w") as file:
-        file.write("\n".join(out) + "\n")
+    record.write(os.path.join(arguments.results, "gpu.md"), out, arguments.commit)
     print("\n".join(out))
 
 

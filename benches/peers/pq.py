@@ -16,6 +16,7 @@ for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "
     os.environ[variable] = "1"
 import faiss
 import numpy as np
+import record
 import torch
 
 faiss.omp_set_num_threads(1)
@@ -147,7 +148,7 @@ def duration(seconds):
 
 
 def write(args, peer, ours, quality_of):
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    commit = record.commit()
     out = [
         "# pq-core beside its peers",
         "",
@@ -199,8 +200,7 @@ def write(args, peer, ours, quality_of):
         (a, b), (c, d) = quality_of["faiss", case], quality_of["ours", case]
         out.append(f"| {case} | {a:.5f} | {c:.5f} ({100 * (c / a - 1):+.2f} %) | {b:.4f} | {d:.4f} |")
     os.makedirs(os.path.dirname(args.out) or ".", exist_ok=True)
-    with open(args.out, "w") as file:
-        file.write("\n".join(out) + "\n")
+    record.write(args.out, out, commit)
 
 
 main()

@@ -10,7 +10,9 @@ Bits are all that a sequence of this length keeps (codes, norms, scales, minima,
 though offline ones serve all sequences, spread over this one context in 16 bits. Not counted: the two maps of a head
 (`pqklt`), which belong to the model as its weights do.
 """
-import argparse, datetime, json, os, re, subprocess, tempfile
+import argparse, datetime, json, re, subprocess, tempfile
+
+import record
 
 SCALAR = [f"{name}:k={b}:v={b}" for b in (2, 3, 4) for name in ("int4", "rotated", "lloydmax")]
 
@@ -100,22 +102,16 @@ def main():
     parser.add_argument("--smollm2")
     parser.add_argument("--text")
     args = parser.parse_args()
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    commit = record.commit()
     doc = __doc__.strip().splitlines()
     out = ["# What the bytes buy", "", f"{datetime.date.today()}, commit {commit}. Made by", ""] + doc[2:5] + [""] + doc[5:] + [""]
     section(out, args.kv, "tiny-llama-12m, State of the Union addresses", None, None, 128, 2048, 192)
     retrieval(out, args.kv, None, None, 128, [512, 2048])
-    write(args.out, out)
+    record.write(args.out, out, commit)
     if args.smollm2:
         section(out, args.kv, "SmolLM2-135M-Instruct, WikiText-2", args.smollm2, args.text, 64, 1900, 128)
         retrieval(out, args.kv, args.smollm2, args.text, 64, [1024])
-        write(args.out, out)
-
-
-def write(path, lines):
-    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-    with open(path, "w") as file:
-        file.write("\n".join(lines).rstrip() + "\n")
+        record.write(args.out, out, commit)
 
 
 main()

@@ -17,6 +17,7 @@ for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ[variable] = "1"
 import faiss
 import numpy as np
+import record
 import torch
 import torch.nn.functional as F
 
@@ -276,8 +277,7 @@ def section(out, folder, name, model, text, other, path, length, context, decode
     retrieval(out, folder, model, text, lengths)
 
 
-def head(title, notes):
-    commit = run(["git", "rev-parse", "--short", "HEAD"]).strip()
+def head(title, notes, commit):
     doc = __doc__.strip().splitlines()
     cpu = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), platform.processor())
     versions = f"numpy {np.__version__}, torch {torch.__version__}, faiss {faiss.__version__}"
@@ -293,23 +293,18 @@ def main():
     parser.add_argument("--text")
     parser.add_argument("--other")
     args = parser.parse_args()
+    commit = record.commit()
     if args.only != "quality":
-        out = head("svd-core", slice(6, 7))
+        out = head("svd-core", slice(6, 7), commit)
         speeds(out, args.folder)
-        write(f"{args.out}/svd.md", out)
+        record.write(f"{args.out}/svd.md", out, commit)
     if args.only != "speed":
-        out = head("What rank buys", slice(8, 11))
+        out = head("What rank buys", slice(8, 11), commit)
         section(out, args.folder, "tiny-llama-12m, State of the Union addresses", None, None, args.other, "reference/assets/tiny-llama-12m", 2048, 2048, 384, ("64x4", "64x6"), [512, 2048])
-        write(f"{args.out}/svd-quality.md", out)
+        record.write(f"{args.out}/svd-quality.md", out, commit)
         if args.smollm2:
             section(out, args.folder, "SmolLM2-135M-Instruct, WikiText-2", args.smollm2, args.text, args.other, args.smollm2, 2048, 1024, 192, ("32x4", "32x6"), [1024])
-            write(f"{args.out}/svd-quality.md", out)
-
-
-def write(path, lines):
-    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-    with open(path, "w") as file:
-        file.write("\n".join(lines).rstrip() + "\n")
+            record.write(f"{args.out}/svd-quality.md", out, commit)
 
 
 main()

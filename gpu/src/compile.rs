@@ -5,6 +5,7 @@ use std::ffi::{CString, c_char};
 use cudarc::nvrtc::{result, sys};
 
 use crate::Error;
+use crate::library::has_nvrtc;
 
 /// A file of `kernels/`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -181,8 +182,7 @@ fn nvrtc_version() -> Result<(i32, i32), Error> {
 }
 
 fn check_nvrtc() -> Result<(), Error> {
-    // SAFETY: it loads the NVRTC library, if there is one, and runs nothing of it.
-    if unsafe { sys::is_culib_present() } { Ok(()) } else { Err(Error::NoNvrtc) }
+    if has_nvrtc() { Ok(()) } else { Err(Error::NoNvrtc) }
 }
 
 /// An NVRTC program, destroyed when dropped.

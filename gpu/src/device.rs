@@ -3,11 +3,12 @@ use std::ffi::c_void;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use cudarc::driver::sys::{self, CUdevice_attribute, CUfunction_attribute, CUlaunchAttributeID, CUstream};
-use cudarc::driver::{CudaContext, CudaFunction, CudaModule, CudaStream};
-use cudarc::nvrtc::Ptx;
+use cudarc::driver::sys::{self, CUdevice_attribute, CUlaunchAttributeID, CUstream};
+use cudarc::driver::{CudaContext, CudaStream};
 
 use crate::disk_cache::DiskCache;
+use crate::library::has_driver;
+use crate::module::Function;
 use crate::{Error, Image, Program, compile};
 
 /// A GPU, a stream of its own, and the kernels that have been compiled for it.
@@ -17,7 +18,7 @@ pub struct Device {
     capability: (i32, i32),
     processors: usize,
     shared_memory: usize,
-    functions: Mutex<HashMap<(Program, &'static str), CudaFunction>>,
+    functions: Mutex<HashMap<(Program, &'static str), Function>>,
     disk: Option<DiskCache>,
 }
 
@@ -27,8 +28,7 @@ impl Device {
     /// # Errors
     /// [`Error::NoDriver`] on a machine without CUDA, [`Error::Driver`] when there is no such device.
     pub fn open(ordinal: usize) -> Result<Self, Error> {
-        // SAFETY: it loads the driver library, if there is one, and runs nothing of it.
-        if !unsafe { sys::is_culib_present() } {
+        if !has_driver() {
             return Err(Error::NoDriver); // asked first: without the library a context panics
         }
         let context = CudaContext::new(ordinal).map_err(Error::of("open device"))?;
@@ -78,21 +78,16 @@ impl Device {
         &self.stream
     }
 
-    /// A stream of the lowest priority, for work that decoding must not wait for: it runs where the other streams leave room.
+    /// Another stream, for work that decoding must not wait for: it runs where streams of a higher priority leave room.
+    /// Its own priority is 0, the lowest that CUDA has, which is also that of [`Device::stream`].
     ///
     /// # Errors
     /// [`Error::Driver`].
     pub fn background_stream(&self) -> Result<Arc<CudaStream>, Error> {
-        let lowest = |_| {
-            let (mut lowest, mut highest) = (0, 0);
-            // SAFETY: the context is current on this thread, and the pointers are to two integers.
-            unsafe { sys::cuCtxGetStreamPriorityRange(&raw mut lowest, &raw mut highest) }.result()?;
-            self.context.new_stream_with_priority(lowest)
-        };
-        self.context.bind_to_thread().and_then(lowest).map_err(Error::of("make background stream"))
+        self.context.new_stream().map_err(Error::of("make background stream"))
     }
 
-    /// The context, for memory and further streams ([`CudaContext::new_stream_with_priority`]).
+    /// The context, for memory and further streams.
     #[must_use]
     pub const fn context(&self) -> &Arc<CudaContext> {
         &self.context
@@ -128,36 +123,34 @@ impl Device {
         let function = if let Some(function) = functions.get(&key) {
             function.clone()
         } else {
-            let module = self.load(program)?;
-            let function = module.load_function(name).map_err(Error::of(format_args!("load {program}")))?;
+            let function = self.load(program, name)?;
             functions.insert(key, function.clone());
             function
         };
-        let limit = CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
         if shared > 48 << 10 {
-            let set = function.set_attribute(limit, shared as i32);
-            set.map_err(Error::of(format_args!("{shared} bytes of shared memory for {program}")))?;
+            let allowed = function.allow_shared_memory(shared);
+            allowed.map_err(Error::of(format_args!("{shared} bytes of shared memory for {program}")))?;
         }
         let overlaps = self.capability >= (9, 0);
         let context = self.context.clone();
         Ok(Kernel { context, function, program: program.clone(), shared: shared as u32, overlaps })
     }
 
-    /// The module of a program: from the disk cache, or compiled where that has none that loads.
-    fn load(&self, program: &Program) -> Result<Arc<CudaModule>, Error> {
+    /// A kernel of a program: from the disk cache, or compiled where that has none that loads.
+    fn load(&self, program: &Program, name: &str) -> Result<Function, Error> {
         let architecture = format!("sm_{}{}", self.capability.0, self.capability.1);
-        let load = |cubin: Vec<u8>| self.context.load_module(Ptx::from_binary(cubin));
+        let load = |cubin: &[u8]| Function::load(&self.context, cubin, name);
         let key = self.disk.as_ref().map(|_| program.key(&architecture)).transpose()?;
         let cache = self.disk.as_ref().zip(key);
         let kept = cache.as_ref().and_then(|(disk, key)| disk.get(program.name(), key));
-        if let Some(module) = kept.and_then(|cubin| load(cubin).ok()) {
-            return Ok(module);
+        if let Some(function) = kept.and_then(|cubin| load(&cubin).ok()) {
+            return Ok(function);
         }
         let Image { cubin, .. } = compile(program, &architecture)?;
         if let Some((disk, key)) = &cache {
             disk.put(program.name(), key, &cubin);
         }
-        load(cubin).map_err(Error::of(format_args!("load {program}")))
+        load(&cubin).map_err(Error::of(format_args!("load {program}")))
     }
 }
 
@@ -165,7 +158,7 @@ impl Device {
 #[derive(Clone)]
 pub(crate) struct Kernel {
     context: Arc<CudaContext>,
-    function: CudaFunction,
+    function: Function,
     program: Program,
     shared: u32,
     overlaps: bool, // the device knows how
@@ -205,7 +198,7 @@ impl Kernel {
         };
         self.context.bind_to_thread().map_err(Error::of("use device on this thread"))?;
         let mut arguments = [std::ptr::from_ref(argument).cast_mut().cast::<c_void>()];
-        let function = self.function.cu_function();
+        let function = self.function.handle();
         // SAFETY: the caller's contract; the driver copies configuration and argument before it returns.
         unsafe {
             sys::cuLaunchKernelEx(&raw const config, function, arguments.as_mut_ptr(), std::ptr::null_mut())

@@ -5,6 +5,8 @@ mod compile;
 mod device;
 mod disk_cache;
 mod error;
+mod library;
+mod module;
 pub mod pq;
 mod self_test;
 pub mod svd;

@@ -1,5 +1,5 @@
 //! What the methods promise, on the shipped model: near-lossless settings lose next to nothing, aggressive ones degrade in
-//! the order that the papers report.
+//! the order that the papers report. Long; `tests/caches.rs` has the quick checks of every method.
 
 #![allow(clippy::unwrap_used, clippy::panic)] // helpers of tests, too
 
@@ -26,6 +26,7 @@ fn row<'a>(comparison: &'a Comparison, spec: &str) -> &'a Row {
 }
 
 #[test]
+#[ignore = "long: a real model under a dozen methods or more; `.ci/run` has it"]
 fn near_lossless_settings_stay_within_one_percent() {
     let methods = [
         "dense",
@@ -52,6 +53,7 @@ fn near_lossless_settings_stay_within_one_percent() {
 }
 
 #[test]
+#[ignore = "long: a real model under a dozen methods or more; `.ci/run` has it"]
 fn aggressive_settings_degrade_in_the_papers_order() {
     // Better first, at growing compression or at the same number of attended tokens.
     let orders: [&[&str]; 12] = [

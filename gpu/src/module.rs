@@ -1,0 +1,63 @@
+//! Machine code on a device. cudarc has a type for it, whose handle only its newest releases show.
+
+use std::ffi::CString;
+use std::sync::Arc;
+
+use cudarc::driver::sys::{CUfunction, CUfunction_attribute, CUmodule, CUresult};
+use cudarc::driver::{CudaContext, DriverError, result};
+
+/// A kernel of a module; the module stays loaded as long as one of its kernels is there.
+#[derive(Clone)]
+pub(crate) struct Function {
+    handle: CUfunction,
+    _module: Arc<Module>,
+}
+
+struct Module {
+    handle: CUmodule,
+    context: Arc<CudaContext>,
+}
+
+// SAFETY: the driver lets any thread use its handles, and nothing here changes after loading.
+unsafe impl Send for Module {}
+// SAFETY: as above.
+unsafe impl Sync for Module {}
+// SAFETY: as above.
+unsafe impl Send for Function {}
+// SAFETY: as above.
+unsafe impl Sync for Function {}
+
+impl Drop for Module {
+    fn drop(&mut self) {
+        if self.context.bind_to_thread().is_ok() {
+            // SAFETY: loaded once and unloaded once, after the last kernel; nothing is left to do about a failure.
+            let _ = unsafe { result::module::unload(self.handle) };
+        }
+    }
+}
+
+impl Function {
+    /// Loads the kernel called `name` of a cubin.
+    pub(crate) fn load(context: &Arc<CudaContext>, cubin: &[u8], name: &str) -> Result<Self, DriverError> {
+        let name = CString::new(name).map_err(|_| DriverError(CUresult::CUDA_ERROR_NOT_FOUND))?;
+        context.bind_to_thread()?;
+        // SAFETY: the context is current. NVRTC or the disk cache made the cubin, whose header says how long it is.
+        let handle = unsafe { result::module::load_data(cubin.as_ptr().cast()) }?;
+        let module = Arc::new(Module { handle, context: context.clone() });
+        // SAFETY: the module has just been loaded.
+        let handle = unsafe { result::module::get_function(module.handle, name) }?;
+        Ok(Self { handle, _module: module })
+    }
+
+    /// Lets the kernel have more dynamic shared memory than the 48 KiB that every kernel may have.
+    pub(crate) fn allow_shared_memory(&self, bytes: usize) -> Result<(), DriverError> {
+        let limit = CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+        // SAFETY: the module is loaded as long as `self` is there.
+        unsafe { result::function::set_function_attribute(self.handle, limit, bytes as i32) }
+    }
+
+    /// For `cuLaunchKernelEx`; valid as long as `self`.
+    pub(crate) const fn handle(&self) -> CUfunction {
+        self.handle
+    }
+}
