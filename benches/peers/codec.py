@@ -96,7 +96,7 @@ def sizes(out, folder, model, text, windows, length):
             [(f"plain {p['bits'] - 0.5:.0f} bits, groups of 64", p["bits"], p["nmse"]) for p in result["plain"]]:
         ours = at(curve, math.log(nmse), log=False)
         out.append(f"| {name} | {bits:.2f} | {nmse:.4f} | {ours:.2f} | {bits / ours:.2f} |")
-    out += ["", "### What each idea is worth", "", "Equal steps in each half of the table; error / variance is that of squared errors.", "",
+    out += ["", "### What each idea is worth", "", "In the upper half steps are the same number of deviations of what the predictor leaves, so `none` and `anchor`, which leave more, have larger steps and a larger error; in the lower half (transform) steps are equal. Error / variance is that of squared errors.", "",
             "| setting | bits, blocks of 256 | of 1,024 | error / variance | KL |", "| --- | --- | --- | --- | --- |"]
     for r in by_prefix("cachegen:mode=channels:k=1:v=1") + by_prefix("cachegen:mode=transform:bits=2:") + pick(["cachegen:mode=transform:bits=2"]):
         out.append(f"| {short(r['method'])} | {r['bits256']:.3f} | {r['bits1024']:.3f} | {r['nmse']:.4f} | {r['kl']:.5f} |")

@@ -234,7 +234,7 @@ def quality(out, folder, model, text, other, context, decode, pairs):
     curves["loss, 4 bits"] = go([f"zack:k={p}:v={p}:ranks=loss:bits=4" for p in PARTS[::2]])
     table(out, HEAD, [row(r) for rows in curves.values() for r in rows])
     perplexity = lambda r: r["perplexity"] / dense["perplexity"] - 1
-    out += ["Bytes removed, exact tokens counted, interpolated along each curve:", ""]
+    out += ["Bytes removed, exact tokens counted, interpolated along each curve. Ranks are of any size here (`multiple=1`); the GPU kernels store them in multiples of 8:", ""]
     table(out, ["curve", "perplexity at most 1 % above dense", "KL at most .005"],
           [[name, removed(rows, perplexity, 0.01), removed(rows, lambda r: r["kl"], 0.005)] for name, rows in curves.items()])
 
