@@ -26,11 +26,11 @@ fn main() -> Result<()> {
         value_codes: codes.pointer,
         centroids: centroids.pointer,
         lengths: lengths.pointer,
-        key_scales: 0,
-        value_scales: 0,
-        bias: bias.pointer,
+        key_scales: None,
+        value_scales: None,
+        bias: Some(bias.pointer),
         out: out.pointer,
-        log_sum_exp: log_sum_exp.pointer,
+        log_sum_exp: Some(log_sum_exp.pointer),
     };
     let attend = AttendAny::new(&gpu, AttendAnyShape { keys: quantizer, values: quantizer, group })?;
     // SAFETY: memory of the shapes that the arguments name, kept until the results are read.

@@ -19,7 +19,7 @@ fn main() -> Result<()> {
         batch: 1,
         heads,
         max_count: n,
-        vectors: vectors.pointer,
+        vectors: vectors.pointer.cast(),
         strides: [heads * n * 64, n * 64, 64],
         centroids: centroids.pointer,
         firsts: firsts.pointer,

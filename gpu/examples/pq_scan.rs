@@ -20,7 +20,7 @@ fn main() -> Result<()> {
     let tables = LutArguments {
         batch: 1,
         heads,
-        queries: queries.pointer,
+        queries: queries.pointer.cast(),
         scale: 1.0 / 64_f32.sqrt(),
         centroids: centroids.pointer,
         luts: luts.pointer,

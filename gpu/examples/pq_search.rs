@@ -35,7 +35,7 @@ fn main() -> Result<()> {
         tokens: tokens.pointer,
         tokens_len,
         counts: counts.pointer,
-        stats: 0,
+        stats: None,
         overlap: false,
     };
     // SAFETY: memory of the shapes that the arguments name, kept until the results are read.

@@ -20,10 +20,10 @@ fn main() -> Result<()> {
     let arguments = ProjectArguments {
         heads,
         n,
-        rows: rows_there.pointer,
+        rows: rows_there.pointer.cast(),
         strides: [n * dim, dim],
         columns: columns.pointer,
-        out: out.pointer,
+        out: out.pointer.cast(),
         overlap: false,
     };
     let project = Project::new(&gpu, ProjectShape { dim, rank, element: Element::F16 })?;

@@ -9,6 +9,8 @@ pub use decode::{Decode, DecodeArguments};
 pub use encode::{Encode, EncodeArguments};
 pub use planes::{CodecShape, Planes};
 
+use crate::pointer::{AnyElement, DevicePtr};
+
 /// Where the rows of planes lie on the device: numbers (tokens, heads, head_dim) with strides, so that both the order of tokens, heads
 /// and that of heads, tokens go, in pages or not.
 #[derive(Clone, Copy, Debug)]
@@ -27,7 +29,7 @@ pub struct Place {
 #[derive(Clone, Copy, Debug)]
 pub struct TokenPages {
     /// `u32` (pages,): the page of each part of the sequence.
-    pub table: u64,
+    pub table: DevicePtr<u32>,
     /// Tokens of a page.
     pub page_tokens: usize,
     /// Numbers from a page to the next.
@@ -41,24 +43,28 @@ struct KernelPlace {
     token_stride: u64,
     head_stride: u64,
     page_stride: u64,
-    pages: u64,
+    pages: Option<DevicePtr<u32>>,
     page_tokens: u32,
     first_token: u32,
 }
+
+const _: () = assert!(size_of::<KernelPlace>() == 40);
 
 /// `PlanesAt` of the kernels.
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct PlanesAt {
-    each: u64,
-    all: u64,
+    each: Option<DevicePtr<DevicePtr<AnyElement>>>,
+    all: Option<DevicePtr<f32>>,
     stride: u64,
 }
 
+const _: () = assert!(size_of::<PlanesAt>() == 24);
+
 impl PlanesAt {
     /// At pointers (planes of the launch,) on the device.
-    const fn each(pointers: u64) -> Self {
-        Self { each: pointers, all: 0, stride: 0 }
+    const fn each(pointers: DevicePtr<DevicePtr<AnyElement>>) -> Self {
+        Self { each: Some(pointers), all: None, stride: 0 }
     }
 }
 
@@ -72,16 +78,16 @@ impl Place {
         if !fits(self.first_token.saturating_add(tokens)) {
             return Err("more tokens than 32 bits count");
         }
-        let pages = self.pages.unwrap_or(TokenPages { table: 0, page_tokens: 1, stride: 0 });
-        if pages.page_tokens == 0 || !fits(pages.page_tokens) {
+        let (page_tokens, page_stride) = self.pages.map_or((1, 0), |pages| (pages.page_tokens, pages.stride));
+        if page_tokens == 0 || !fits(page_tokens) {
             return Err("pages of no tokens, or of more than 32 bits count");
         }
         Ok(KernelPlace {
             token_stride: self.token_stride as u64,
             head_stride: self.head_stride as u64,
-            page_stride: pages.stride as u64,
-            pages: pages.table,
-            page_tokens: pages.page_tokens as u32,
+            page_stride: page_stride as u64,
+            pages: self.pages.map(|pages| pages.table),
+            page_tokens: page_tokens as u32,
             first_token: self.first_token as u32,
         })
     }

@@ -5,6 +5,7 @@ mod compile;
 mod device;
 mod disk_cache;
 mod error;
+mod pointer;
 pub mod pq;
 mod self_test;
 pub mod svd;
@@ -13,6 +14,7 @@ mod tensor_map;
 pub use compile::{Image, Program, compile};
 pub use device::Device;
 pub use error::Error;
+pub use pointer::{AnyElement, DevicePtr};
 pub use self_test::{self_test, self_test_program};
 
 /// Element type of what a kernel reads and writes beside codes.

@@ -1,12 +1,13 @@
-use cudarc::driver::DevicePtr;
+use cudarc::driver::DevicePtr as _;
 
+use crate::pointer::DevicePtr;
 use crate::{Device, Error, KERNELS, Program};
 
 /// `Arguments` of the kernel.
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct Arguments {
-    squares: u64,
+    squares: DevicePtr<u32>,
     n: u32,
 }
 
@@ -25,7 +26,8 @@ pub fn self_test(device: &Device) -> Result<(), Error> {
     let kernel = device.kernel(&self_test_program(), "squares", 0)?;
     let stream = device.stream();
     let out = stream.alloc_zeros::<u32>(N as usize).map_err(Error::of("allocate"))?;
-    let (squares, _order) = out.device_ptr(stream);
+    let (address, _order) = out.device_ptr(stream);
+    let squares = DevicePtr::new(address).unwrap_or(DevicePtr::dangling());
     // SAFETY: `squares` writes n numbers, for which `out` has room.
     unsafe {
         kernel.launch(stream.cu_stream(), (N.div_ceil(128), 1, 1), 128, false, &Arguments { squares, n: N })

@@ -2,6 +2,7 @@ use std::mem::MaybeUninit;
 
 use cudarc::driver::sys::{self, CUtensorMap};
 
+use crate::pointer::{AnyElement, DevicePtr};
 use crate::{Element, Error};
 
 /// Components of a box, whose 128 bytes of a row are turned in chunks of 16 as `chunk_at<8>` of the kernels does: `WIDTH` of the kernels.
@@ -9,7 +10,7 @@ pub(crate) const BOX_WIDTH: usize = 64;
 
 /// Rows of heads, (heads, rows, dim), which a kernel has copied to shared memory, or from there, in boxes of one head.
 pub(crate) struct RowsOfHeads {
-    pub rows: u64,
+    pub rows: DevicePtr<AnyElement>,
     pub element: Element,
     pub heads: usize,
     pub n: usize,
@@ -41,7 +42,7 @@ impl RowsOfHeads {
                 map.as_mut_ptr(),
                 element,
                 3,
-                self.rows as *mut _,
+                self.rows.address() as *mut _,
                 sizes.as_ptr(),
                 strides.as_ptr(),
                 in_box.as_ptr(),

@@ -55,7 +55,7 @@ fn random_shapes_agree() {
         let centroids = Buffer::new(&device, &books.concat());
         let lengths_there = Buffer::new(&device, &lengths);
         let optional = [&scales[0], &scales[1], &bias].map(|x| x.as_ref().map(|x| Buffer::new(&device, x)));
-        let pointer = |i: usize| optional[i].as_ref().map_or(0, Buffer::pointer);
+        let pointer = |i: usize| optional[i].as_ref().map(Buffer::pointer);
         let out = Buffer::new(&device, &vec![f32::NAN; pairs * group * dim]);
         let log_sum_exp = Buffer::new(&device, &vec![f32::NAN; pairs * group]);
         let attend = AttendAny::new(&device, shape).unwrap();
@@ -72,7 +72,7 @@ fn random_shapes_agree() {
             value_scales: pointer(1),
             bias: pointer(2),
             out: out.pointer(),
-            log_sum_exp: log_sum_exp.pointer(),
+            log_sum_exp: Some(log_sum_exp.pointer()),
         };
         // SAFETY: the buffers live until their contents have been read, and have the lengths that the shape asks for.
         #[allow(unsafe_code)]

@@ -89,7 +89,7 @@ impl Case {
             for (table, books) in table.chunks_exact_mut(layout.table_len()).zip(&books) {
                 layout.table_into(&books[side].view(), table).unwrap();
             }
-            Buffer::new(device, &table.iter().map(|x| x.to_bits()).collect::<Vec<u16>>())
+            Buffer::new(device, &table)
         });
         let page_table: Vec<u32> = (0..batch * max_pages)
             .map(|i| {
@@ -119,18 +119,18 @@ impl Case {
                 value_codes: codes[1].pointer(),
                 key_table: tables[0].pointer(),
                 value_table: tables[1].pointer(),
-                queries: queries_there.pointer(),
+                queries: queries_there.pointer().cast(),
                 lengths: lengths.pointer(),
                 pages: shape.paged.then(|| Pages { table: page_table.pointer(), max_pages }),
                 exact: (self.exact_capacity > 0).then(|| ExactTokens {
-                    keys: keys_there.pointer(),
-                    values: values_there.pointer(),
+                    keys: keys_there.pointer().cast(),
+                    values: values_there.pointer().cast(),
                     lengths: exact_lengths.pointer(),
                     capacity: self.exact_capacity,
                 }),
                 scale,
-                out: out.pointer(),
-                log_sum_exp: log_sum_exp.pointer(),
+                out: out.pointer().cast(),
+                log_sum_exp: Some(log_sum_exp.pointer()),
                 overlap,
                 workspace: workspace.pointer(),
             };
@@ -321,15 +321,15 @@ fn a_captured_graph_follows_the_lengths() {
         tiles,
         key_codes: codes.pointer(),
         value_codes: codes.pointer(),
-        key_table: table.pointer(),
-        value_table: table.pointer(),
-        queries: queries.pointer(),
+        key_table: table.pointer().cast(),
+        value_table: table.pointer().cast(),
+        queries: queries.pointer().cast(),
         lengths: lengths.pointer(),
         pages: None,
         exact: None,
         scale: 0.125,
-        out: out.pointer(),
-        log_sum_exp: 0,
+        out: out.pointer().cast(),
+        log_sum_exp: None,
         overlap: false,
         workspace: workspace.pointer(),
     };

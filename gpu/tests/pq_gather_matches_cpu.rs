@@ -5,8 +5,8 @@
 mod common;
 
 use common::{Buffer, Random, device};
-use kv_gpu::Error;
 use kv_gpu::pq::{Gather, GatherArguments};
+use kv_gpu::{DevicePtr, Error};
 use pq_core::{BlockCache, Eviction};
 
 const HEADS: usize = 3;
@@ -76,23 +76,23 @@ fn hits_and_misses_become_the_rows() {
             .map(|list| Buffer::new(&device, &list));
         let out = [0, 1].map(|_| Buffer::new(&device, &vec![0_u8; HEADS * wanted_len * row_bytes]));
         let gather = Gather::new(&device, row_bytes).unwrap();
-        let from = |keys: u64, values: u64, head_rows: usize, lists: &[Buffer<u32>]| GatherArguments {
+        let from = |keys, values, head_rows: usize, lists: &[Buffer<u32>]| GatherArguments {
             heads: HEADS,
             keys,
             values,
             head_rows,
             rows: lists[0].pointer(),
-            places: lists[1].pointer(),
-            counts: lists[2].pointer(),
+            places: Some(lists[1].pointer()),
+            counts: Some(lists[2].pointer()),
             list_len: wanted_len,
             keys_out: out[0].pointer(),
             values_out: out[1].pointer(),
             out_len: wanted_len,
         };
-        let host_address = |side: usize| host[side].as_ptr().unwrap() as u64;
+        let pinned = |side: usize| DevicePtr::new(host[side].as_ptr().unwrap() as u64).unwrap();
         let launches = [
             from(cached[0].pointer(), cached[1].pointer(), CAPACITY * BLOCK, &lists[..3]),
-            from(host_address(0), host_address(1), N, &lists[3..]),
+            from(pinned(0), pinned(1), N, &lists[3..]),
         ];
         for arguments in &launches {
             // SAFETY: the buffers live until their contents have been read, and have the lengths that the shape asks for.

@@ -158,7 +158,7 @@ fn tables_and_scores_have_the_bits_of_the_cpu() {
         let lut_arguments = LutArguments {
             batch,
             heads: case.heads,
-            queries: queries.pointer(),
+            queries: queries.pointer().cast(),
             scale: 1.0,
             centroids: centroids.pointer(),
             luts: luts.pointer(),
@@ -234,7 +234,7 @@ fn search(
         tokens: tokens.pointer(),
         tokens_len: room,
         counts: counts.pointer(),
-        stats: stats.pointer(),
+        stats: Some(stats.pointer()),
         overlap,
     };
     // SAFETY: the buffers live until their contents have been read, and have the lengths that the shape asks for.
@@ -250,7 +250,7 @@ fn search(
     let lut_arguments = LutArguments {
         batch,
         heads,
-        queries: queries.pointer(),
+        queries: queries.pointer().cast(),
         scale: 1.0,
         centroids: centroids.pointer(),
         luts: made_luts.pointer(),

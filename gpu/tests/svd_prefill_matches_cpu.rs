@@ -68,9 +68,9 @@ fn random_shapes_agree() {
             group,
             capacity,
             max_count,
-            keys: stored_there[0].pointer(),
-            values: stored_there[1].pointer(),
-            queries: queries_there.pointer(),
+            keys: stored_there[0].pointer().cast(),
+            values: stored_there[1].pointer().cast(),
+            queries: queries_there.pointer().cast(),
             strides: [max_count * query_heads * dim, query_heads * dim, dim],
             lengths: lengths_there.pointer(),
             counts: counts_there.pointer(),
@@ -81,7 +81,7 @@ fn random_shapes_agree() {
             key_rank_sum: sums[0],
             value_rank_sum: sums[1],
             scale,
-            out: out.pointer(),
+            out: out.pointer().cast(),
         };
         let prefill = Prefill::new(&device, shape).unwrap();
         // SAFETY: the buffers live until their contents have been read, and have the lengths that the shape asks for.

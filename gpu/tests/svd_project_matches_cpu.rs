@@ -44,10 +44,10 @@ fn random_shapes_agree() {
         let arguments = ProjectArguments {
             heads,
             n,
-            rows: there.pointer(),
+            rows: there.pointer().cast(),
             strides: [dim, heads * dim],
             columns: columns_there.pointer(),
-            out: out.pointer(),
+            out: out.pointer().cast(),
             overlap: false,
         };
         let launch = |arguments: &ProjectArguments| {
@@ -58,10 +58,10 @@ fn random_shapes_agree() {
         launch(&arguments);
         if rank == dim {
             // Results as rows: an overlapped launch must wait for them.
-            let again = ProjectArguments { rows: out.pointer(), strides: [n * dim, dim], ..arguments };
-            launch(&ProjectArguments { out: twice.pointer(), overlap: true, ..again });
+            let again = ProjectArguments { rows: out.pointer().cast(), strides: [n * dim, dim], ..arguments };
+            launch(&ProjectArguments { out: twice.pointer().cast(), overlap: true, ..again });
             device.stream().synchronize().unwrap();
-            launch(&ProjectArguments { out: twice_apart.pointer(), ..again });
+            launch(&ProjectArguments { out: twice_apart.pointer().cast(), ..again });
             assert!(twice.read() == twice_apart.read(), "{shape:?}");
         }
         let got = out.read();

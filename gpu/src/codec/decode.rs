@@ -6,6 +6,7 @@ use cudarc::driver::sys::CUstream;
 use super::transform::{Rows, Transform, coefficients_at};
 use super::{CodecShape, KernelPlace, Place, Planes, PlanesAt};
 use crate::device::Kernel;
+use crate::pointer::{AnyElement, DevicePtr};
 use crate::{Device, Error};
 
 /// Blocks of tokens that a block of threads decodes: `WARPS` of the kernel.
@@ -15,31 +16,31 @@ const WARPS: usize = 8;
 #[derive(Clone, Debug)]
 pub struct DecodeArguments {
     /// The frame's bytes, on the device; of blocks that this launch does not decode, they need not have come yet.
-    pub frame: u64,
+    pub frame: DevicePtr<u8>,
     /// [`Planes::words`], on the device.
-    pub planes: u64,
+    pub planes: DevicePtr<u32>,
     /// Which layers.
     pub layers: Range<usize>,
     /// Which blocks of tokens.
     pub blocks: Range<usize>,
     /// `u64` (layers of the launch, 2): pointers to the rows of keys, then values, of each layer.
-    pub out: u64,
+    pub out: DevicePtr<DevicePtr<AnyElement>>,
     /// Where in them the frame's tokens go.
     pub place: Place,
     /// Bytes ([`Decode::workspace_len`],), overwritten.
-    pub workspace: u64,
+    pub workspace: DevicePtr<u8>,
     /// `u32`, which the launch only ever raises: if it is not 0 afterwards, there is a tile that no encoder wrote, and what was
     /// written for that tile is without meaning. The tile's number in the frame is one less.
-    pub failed: u64,
+    pub failed: DevicePtr<u32>,
 }
 
 /// `Arguments` of the kernel.
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct KernelArguments {
-    frame: u64,
-    planes: u64,
-    failed: u64,
+    frame: DevicePtr<u8>,
+    planes: DevicePtr<u32>,
+    failed: DevicePtr<u32>,
     out: PlanesAt,
     place: KernelPlace,
     frame_planes: u32,
@@ -50,6 +51,8 @@ struct KernelArguments {
     first_block: u32,
     blocks: u32,
 }
+
+const _: () = assert!(size_of::<KernelArguments>() == 120);
 
 /// `codec_core::Frame::decode_block_into` for many blocks of many planes: tiles decoded, dequantized, rounded to the cache's element and
 /// put where the cache has them. Single precision has the bits of the CPU.
@@ -130,11 +133,11 @@ impl Decode {
             planes: 2 * a.layers.len(),
             first_token,
             tokens: (a.blocks.end * info.block_tokens).min(info.tokens) - first_token,
-            coefficients: a.workspace,
-            maps: a.planes + planes.maps_at() as u64,
+            coefficients: a.workspace.cast(),
+            maps: a.planes.offset(planes.maps_at()).cast(),
         };
         let (out, place) = match &self.transform {
-            Some(_) => coefficients_at(&self.shape, a.workspace, first_token, rows.tokens),
+            Some(_) => coefficients_at(&self.shape, rows.coefficients, first_token, rows.tokens),
             None => (PlanesAt::each(a.out), place),
         };
         let kernel_arguments = KernelArguments {

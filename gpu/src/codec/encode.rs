@@ -6,6 +6,7 @@ use cudarc::driver::sys::CUstream;
 use super::transform::{Rows, Transform, coefficients_at};
 use super::{CodecShape, KernelPlace, Place, Planes, PlanesAt};
 use crate::device::Kernel;
+use crate::pointer::{AnyElement, DevicePtr};
 use crate::{Device, Error, KERNELS, Program};
 
 /// `WARPS` of the kernel.
@@ -19,39 +20,39 @@ const JOINED: usize = 256;
 #[derive(Clone, Debug)]
 pub struct EncodeArguments {
     /// [`Planes::words`], on the device.
-    pub planes: u64,
+    pub planes: DevicePtr<u32>,
     /// Which layers.
     pub layers: Range<usize>,
     /// `u64` (layers of the launch, 2): pointers to the rows of keys, then values, of each layer.
-    pub rows: u64,
+    pub rows: DevicePtr<DevicePtr<AnyElement>>,
     /// Where in them the frame's tokens are.
     pub place: Place,
     /// Bytes ([`Encode::slots_len`],), overwritten.
-    pub slots: u64,
+    pub slots: DevicePtr<u8>,
     /// Bytes ([`Encode::workspace_len`],), overwritten.
-    pub workspace: u64,
+    pub workspace: DevicePtr<u8>,
     /// `u16` (layers of the launch, 2, blocks, tiles), written: lengths of the tiles in units of two bytes.
-    pub lengths: u64,
+    pub lengths: DevicePtr<u16>,
     /// Bytes (`capacity`,), written: the tiles one behind the other, if they fit.
-    pub payload: u64,
+    pub payload: DevicePtr<u8>,
     /// Bytes that the payload has room for; [`Encode::slots_len`] always suffices.
     pub capacity: usize,
     /// `u64`, written: bytes that the payload needs.
-    pub payload_bytes: u64,
+    pub payload_bytes: DevicePtr<u64>,
     /// `u32`, which the launch only ever raises: if it is not 0 afterwards, a number of the tile before that of the launch is not
     /// finite, or not in its channel's steps.
-    pub failed: u64,
+    pub failed: DevicePtr<u32>,
 }
 
 /// `Arguments` of `codec_encode`.
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct EncodeKernelArguments {
-    planes: u64,
-    slots: u64,
-    lengths: u64,
-    workspace: u64,
-    failed: u64,
+    planes: DevicePtr<u32>,
+    slots: DevicePtr<u8>,
+    lengths: DevicePtr<u16>,
+    workspace: DevicePtr<u16>,
+    failed: DevicePtr<u32>,
     rows: PlanesAt,
     place: KernelPlace,
     planes_here: u32,
@@ -61,18 +62,22 @@ struct EncodeKernelArguments {
     slot_bytes: u32,
 }
 
+const _: () = assert!(size_of::<EncodeKernelArguments>() == 128);
+
 /// `Arguments` of `codec_join`.
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct JoinKernelArguments {
-    slots: u64,
-    lengths: u64,
-    payload: u64,
-    payload_bytes: u64,
+    slots: DevicePtr<u8>,
+    lengths: DevicePtr<u16>,
+    payload: DevicePtr<u8>,
+    payload_bytes: DevicePtr<u64>,
     capacity: u64,
     tiles: u32,
     slot_bytes: u32,
 }
+
+const _: () = assert!(size_of::<JoinKernelArguments>() == 48);
 
 /// `codec_core::encode_frame` but for header, index and checksums, which the host adds ([`codec_core::assemble_frame`]): the same bytes.
 /// For planes with a step for each channel.
@@ -172,8 +177,8 @@ impl Encode {
             planes: 2 * a.layers.len(),
             first_token: 0,
             tokens: info.tokens,
-            coefficients: a.workspace + self.bins_len(info) as u64,
-            maps: a.planes + planes.maps_at() as u64,
+            coefficients: a.workspace.offset(self.bins_len(info)).cast(),
+            maps: a.planes.offset(planes.maps_at()).cast(),
         };
         let (rows, place) = match &self.transform {
             Some(_) => coefficients_at(&self.shape, rows_of_launch.coefficients, 0, info.tokens),
@@ -183,7 +188,7 @@ impl Encode {
             planes: a.planes,
             slots: a.slots,
             lengths: a.lengths,
-            workspace: a.workspace,
+            workspace: a.workspace.cast(),
             failed: a.failed,
             rows,
             place,

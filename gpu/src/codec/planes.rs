@@ -187,9 +187,9 @@ impl Planes {
         &self.ids
     }
 
-    /// Bytes of the words before the transforms' maps.
+    /// Words before the transforms' maps.
     pub(crate) const fn maps_at(&self) -> usize {
-        4 * self.maps_at
+        self.maps_at
     }
 
     pub(crate) const fn scaled_by_token(&self) -> bool {

@@ -2,6 +2,7 @@ use cudarc::driver::sys::CUstream;
 
 use super::{CodecShape, KernelPlace, PlanesAt};
 use crate::device::Kernel;
+use crate::pointer::{AnyElement, DevicePtr};
 use crate::{Device, Error};
 
 /// `TOKENS` and `THREADS` of the kernels, and the columns of a block for heads of up to so many components.
@@ -20,8 +21,8 @@ pub(super) struct Transform {
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct KernelArguments {
-    maps: u64,
-    coefficients: u64,
+    maps: DevicePtr<f32>,
+    coefficients: DevicePtr<f32>,
     rows: PlanesAt,
     place: KernelPlace,
     first_plane: u32,
@@ -29,20 +30,22 @@ struct KernelArguments {
     tokens: u32,
 }
 
+const _: () = assert!(size_of::<KernelArguments>() == 96);
+
 /// The rows of a launch.
 #[derive(Clone, Copy)]
 pub(super) struct Rows {
     /// Pointers on the device, one a plane.
-    pub pointers: u64,
+    pub pointers: DevicePtr<DevicePtr<AnyElement>>,
     pub place: KernelPlace,
     pub first_plane: usize,
     pub planes: usize,
     pub first_token: usize,
     pub tokens: usize,
     /// f32 (planes, tokens, channels).
-    pub coefficients: u64,
-    /// Of all planes: `Planes::maps_at` bytes behind their words.
-    pub maps: u64,
+    pub coefficients: DevicePtr<f32>,
+    /// Of all planes, behind the `Planes::maps_at` words of their models.
+    pub maps: DevicePtr<f32>,
 }
 
 impl Transform {
@@ -99,7 +102,7 @@ impl Transform {
 /// Coefficients as the kernels for tiles find and leave them: planes behind each other, of tokens from `first_token` on.
 pub(super) fn coefficients_at(
     shape: &CodecShape,
-    coefficients: u64,
+    coefficients: DevicePtr<f32>,
     first_token: usize,
     tokens: usize,
 ) -> (PlanesAt, KernelPlace) {
@@ -108,9 +111,9 @@ pub(super) fn coefficients_at(
         token_stride: channels as u64,
         head_stride: shape.head_dim() as u64,
         page_stride: 0,
-        pages: 0,
+        pages: None,
         page_tokens: 1,
         first_token: 0_u32.wrapping_sub(first_token as u32), // which comes first
     };
-    (PlanesAt { each: 0, all: coefficients, stride: (tokens * channels) as u64 }, place)
+    (PlanesAt { each: None, all: Some(coefficients), stride: (tokens * channels) as u64 }, place)
 }

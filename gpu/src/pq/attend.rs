@@ -1,7 +1,9 @@
 use cudarc::driver::sys::CUstream;
+use half::f16;
 use pq_core::PqShape;
 
 use crate::device::Kernel;
+use crate::pointer::{AnyElement, DevicePtr};
 use crate::pq::layout::{CodeLayout, Side};
 use crate::{Device, Element, Error, KERNELS, Program};
 
@@ -152,7 +154,7 @@ impl Plan {
 #[derive(Clone, Copy, Debug)]
 pub struct Pages {
     /// `u32` (batch, `max_pages`): the page of each part of a sequence.
-    pub table: u64,
+    pub table: DevicePtr<u32>,
     /// Row length of the table.
     pub max_pages: usize,
 }
@@ -161,11 +163,11 @@ pub struct Pages {
 #[derive(Clone, Copy, Debug)]
 pub struct ExactTokens {
     /// Elements (batch, heads, capacity, dim).
-    pub keys: u64,
+    pub keys: DevicePtr<AnyElement>,
     /// Elements (batch, heads, capacity, dim).
-    pub values: u64,
+    pub values: DevicePtr<AnyElement>,
     /// `u32` (batch,).
-    pub lengths: u64,
+    pub lengths: DevicePtr<u32>,
     /// Tokens that there is room for.
     pub capacity: usize,
 }
@@ -180,17 +182,17 @@ pub struct AttendArguments {
     /// Tiles of [`TILE`](crate::pq::TILE) tokens that a page has room for, or a sequence where there are no pages.
     pub tiles: usize,
     /// Bytes (page or sequence, head, tile, [`CodeLayout::tile_len`]).
-    pub key_codes: u64,
+    pub key_codes: DevicePtr<u8>,
     /// Bytes (page or sequence, head, tile, [`CodeLayout::tile_len`]).
-    pub value_codes: u64,
+    pub value_codes: DevicePtr<u8>,
     /// f16 (head, [`CodeLayout::table_len`]).
-    pub key_table: u64,
+    pub key_table: DevicePtr<f16>,
     /// f16 (head, [`CodeLayout::table_len`]).
-    pub value_table: u64,
+    pub value_table: DevicePtr<f16>,
     /// Elements (batch, heads, group, dim), of a magnitude that f16 holds.
-    pub queries: u64,
+    pub queries: DevicePtr<AnyElement>,
     /// `u32` (batch,): coded tokens of each sequence. Read on the device, so a captured graph follows them as they grow.
-    pub lengths: u64,
+    pub lengths: DevicePtr<u32>,
     /// Where the codes lie, when compiled for pages.
     pub pages: Option<Pages>,
     /// Tokens beside the coded ones.
@@ -198,36 +200,36 @@ pub struct AttendArguments {
     /// Factor of the scores: `1 / sqrt(head_dim)`.
     pub scale: f32,
     /// Elements (batch, heads, group, dim), fully written; zeros for a sequence without tokens.
-    pub out: u64,
-    /// f32 (batch, heads, group), fully written, or 0: the natural logarithm of the sum of the exponentials, to merge the result
+    pub out: DevicePtr<AnyElement>,
+    /// f32 (batch, heads, group), fully written: the natural logarithm of the sum of the exponentials, to merge the result
     /// with attention on other tokens.
-    pub log_sum_exp: u64,
+    pub log_sum_exp: Option<DevicePtr<f32>>,
     /// Whether the launch may begin while the kernel before it on the stream ends, on sm_90: it then loads the table of the keys and plans
     /// its work by the lengths. That kernel must write neither tables nor lengths; all else is read when it has ended.
     pub overlap: bool,
     /// Bytes as [`Attend::workspace_len`] says, zeroed once before the first launch. Launches on one stream can share it; those
     /// that may run side by side need one each.
-    pub workspace: u64,
+    pub workspace: DevicePtr<u8>,
 }
 
 /// `Arguments` of the kernel.
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct KernelArguments {
-    key_codes: u64,
-    value_codes: u64,
-    key_table: u64,
-    value_table: u64,
-    queries: u64,
-    lengths: u64,
-    pages: u64,
-    exact_keys: u64,
-    exact_values: u64,
-    exact_lengths: u64,
-    partials: u64,
-    arrived: u64,
-    out: u64,
-    log_sum_exp: u64,
+    key_codes: DevicePtr<u8>,
+    value_codes: DevicePtr<u8>,
+    key_table: DevicePtr<f16>,
+    value_table: DevicePtr<f16>,
+    queries: DevicePtr<AnyElement>,
+    lengths: DevicePtr<u32>,
+    pages: Option<DevicePtr<u32>>,
+    exact_keys: Option<DevicePtr<AnyElement>>,
+    exact_values: Option<DevicePtr<AnyElement>>,
+    exact_lengths: Option<DevicePtr<u32>>,
+    partials: DevicePtr<f32>,
+    arrived: DevicePtr<u32>,
+    out: DevicePtr<AnyElement>,
+    log_sum_exp: Option<DevicePtr<f32>>,
     batch: u32,
     heads: u32,
     group: u32,
@@ -236,6 +238,8 @@ struct KernelArguments {
     exact_capacity: u32,
     scale: f32,
 }
+
+const _: () = assert!(size_of::<KernelArguments>() == 144);
 
 /// Decode attention on product-quantized keys and values: `pq_core::attend_into` and, for exact tokens,
 /// `pq_core::attend_exact_into`, in one launch.
@@ -312,7 +316,7 @@ impl Attend {
         }
         let (slices, blocks) = self.grid(a.heads);
         let grid = (blocks as u32, slices as u32, in_32_bits(a.heads)?);
-        let partials = self.partials_len(a.heads) as u64 * 4;
+        let partials = a.workspace.cast::<f32>();
         let kernel_arguments = KernelArguments {
             key_codes: a.key_codes,
             value_codes: a.value_codes,
@@ -320,12 +324,12 @@ impl Attend {
             value_table: a.value_table,
             queries: a.queries,
             lengths: a.lengths,
-            pages: a.pages.map_or(0, |pages| pages.table),
-            exact_keys: a.exact.map_or(0, |exact| exact.keys),
-            exact_values: a.exact.map_or(0, |exact| exact.values),
-            exact_lengths: a.exact.map_or(0, |exact| exact.lengths),
-            partials: a.workspace,
-            arrived: a.workspace + partials,
+            pages: a.pages.map(|pages| pages.table),
+            exact_keys: a.exact.map(|exact| exact.keys),
+            exact_values: a.exact.map(|exact| exact.values),
+            exact_lengths: a.exact.map(|exact| exact.lengths),
+            partials,
+            arrived: partials.offset(self.partials_len(a.heads)).cast(),
             out: a.out,
             log_sum_exp: a.log_sum_exp,
             batch: in_32_bits(a.batch)?,

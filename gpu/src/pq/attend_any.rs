@@ -2,6 +2,7 @@ use cudarc::driver::sys::CUstream;
 use pq_core::PqShape;
 
 use crate::device::Kernel;
+use crate::pointer::DevicePtr;
 use crate::{Device, Error, KERNELS, Program};
 
 /// What an attention on codes of any shape is compiled for.
@@ -49,45 +50,47 @@ pub struct AttendAnyArguments {
     /// Tokens that a sequence has room for.
     pub capacity: usize,
     /// f32 (batch, heads, group, m, ksub): the keys' tables, as `pq_core::lut_into` makes them from scaled queries.
-    pub luts: u64,
+    pub luts: DevicePtr<f32>,
     /// Bytes (batch, heads, [`PqShape::codes_len`] of the capacity), as [`Codes`](pq_core::Codes) has them.
-    pub key_codes: u64,
+    pub key_codes: DevicePtr<u8>,
     /// Bytes (batch, heads, [`PqShape::codes_len`] of the capacity).
-    pub value_codes: u64,
+    pub value_codes: DevicePtr<u8>,
     /// f32 (heads, m, ksub, dsub): the values' codebooks.
-    pub centroids: u64,
+    pub centroids: DevicePtr<f32>,
     /// `u32` (batch,): tokens of each sequence.
-    pub lengths: u64,
-    /// f32 (batch, heads, capacity), or 0: factors of the keys' scores.
-    pub key_scales: u64,
-    /// f32 (batch, heads, capacity), or 0: factors of the values.
-    pub value_scales: u64,
-    /// f32 (batch, heads, group, capacity), or 0: numbers added to the scores.
-    pub bias: u64,
+    pub lengths: DevicePtr<u32>,
+    /// f32 (batch, heads, capacity): factors of the keys' scores.
+    pub key_scales: Option<DevicePtr<f32>>,
+    /// f32 (batch, heads, capacity): factors of the values.
+    pub value_scales: Option<DevicePtr<f32>>,
+    /// f32 (batch, heads, group, capacity): numbers added to the scores.
+    pub bias: Option<DevicePtr<f32>>,
     /// f32 (batch, heads, group, dim), fully written; zeros for a sequence without tokens.
-    pub out: u64,
-    /// f32 (batch, heads, group), fully written, or 0: the natural logarithm of the sum of the exponentials.
-    pub log_sum_exp: u64,
+    pub out: DevicePtr<f32>,
+    /// f32 (batch, heads, group), fully written: the natural logarithm of the sum of the exponentials.
+    pub log_sum_exp: Option<DevicePtr<f32>>,
 }
 
 /// `Arguments` of the kernel.
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct KernelArguments {
-    luts: u64,
-    key_codes: u64,
-    value_codes: u64,
-    centroids: u64,
-    lengths: u64,
-    key_scales: u64,
-    value_scales: u64,
-    bias: u64,
-    out: u64,
-    log_sum_exp: u64,
+    luts: DevicePtr<f32>,
+    key_codes: DevicePtr<u8>,
+    value_codes: DevicePtr<u8>,
+    centroids: DevicePtr<f32>,
+    lengths: DevicePtr<u32>,
+    key_scales: Option<DevicePtr<f32>>,
+    value_scales: Option<DevicePtr<f32>>,
+    bias: Option<DevicePtr<f32>>,
+    out: DevicePtr<f32>,
+    log_sum_exp: Option<DevicePtr<f32>>,
     key_stride: u64,
     value_stride: u64,
     capacity: u64,
 }
+
+const _: () = assert!(size_of::<KernelArguments>() == 104);
 
 /// `pq_core::attend_into` at every shape, 12 bits included, with scales and bias, on the codes as `pq-core` keeps them.
 ///

@@ -2,6 +2,7 @@ use cudarc::driver::sys::CUstream;
 use pq_core::PqShape;
 
 use crate::device::Kernel;
+use crate::pointer::{AnyElement, DevicePtr};
 use crate::pq::attend::Pages;
 use crate::pq::layout::{CodeLayout, Side, TILE};
 use crate::{Device, Error, KERNELS, Program, VectorElement};
@@ -56,17 +57,17 @@ pub struct EncodeArguments {
     /// Most vectors that a sequence gives.
     pub max_count: usize,
     /// Elements (batch, heads, vectors, dim), each dimension but the last with its stride.
-    pub vectors: u64,
+    pub vectors: DevicePtr<AnyElement>,
     /// Elements from a sequence, a head and a vector to the next.
     pub strides: [usize; 3],
     /// f32 (heads, m, ksub, dsub): the codebooks.
-    pub centroids: u64,
+    pub centroids: DevicePtr<f32>,
     /// `u32` (batch,): which token of its sequence the first vector is. The tokens before it stay as they are.
-    pub firsts: u64,
+    pub firsts: DevicePtr<u32>,
     /// `u32` (batch,): vectors of each sequence.
-    pub counts: u64,
+    pub counts: DevicePtr<u32>,
     /// Bytes (page or sequence, head, tile, [`CodeLayout::tile_len`]), written.
-    pub codes: u64,
+    pub codes: DevicePtr<u8>,
     /// Tiles that a page has room for, or a sequence where there are no pages.
     pub tiles: usize,
     /// Where the codes lie, when compiled for pages.
@@ -77,17 +78,19 @@ pub struct EncodeArguments {
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct KernelArguments {
-    vectors: u64,
-    centroids: u64,
-    firsts: u64,
-    counts: u64,
-    pages: u64,
-    tiles: u64,
+    vectors: DevicePtr<AnyElement>,
+    centroids: DevicePtr<f32>,
+    firsts: DevicePtr<u32>,
+    counts: DevicePtr<u32>,
+    pages: Option<DevicePtr<u32>>,
+    tiles: DevicePtr<u8>,
     strides: [u64; 3],
     heads: u32,
     page_tiles: u32,
     max_pages: u32,
 }
+
+const _: () = assert!(size_of::<KernelArguments>() == 88);
 
 /// `pq_core::encode_into` for the tiles that [`Attend`](super::Attend) reads: new tokens are appended to sequences of different
 /// lengths in one launch. On a stream of low priority it quantizes tokens that leave the window while decoding goes on: see
@@ -140,7 +143,7 @@ impl Encode {
             centroids: a.centroids,
             firsts: a.firsts,
             counts: a.counts,
-            pages: a.pages.map_or(0, |pages| pages.table),
+            pages: a.pages.map(|pages| pages.table),
             tiles: a.codes,
             strides: a.strides.map(|stride| stride as u64),
             heads: a.heads as u32,

@@ -3,6 +3,7 @@ use pq_core::PqShape;
 
 use super::nearest::{TILE, defines, shared_bytes};
 use crate::device::Kernel;
+use crate::pointer::{AnyElement, DevicePtr};
 use crate::{Device, Error, KERNELS, Program, VectorElement};
 
 /// What an encoder for any quantizer is compiled for.
@@ -35,34 +36,36 @@ pub struct EncodeAnyArguments {
     /// Most vectors that a sequence gives.
     pub max_count: usize,
     /// Elements (batch, heads, vectors, dim), each dimension but the last with its stride.
-    pub vectors: u64,
+    pub vectors: DevicePtr<AnyElement>,
     /// Elements from a sequence, a head and a vector to the next.
     pub strides: [usize; 3],
     /// f32 (heads, m, ksub, dsub): the codebooks.
-    pub centroids: u64,
+    pub centroids: DevicePtr<f32>,
     /// `u32` (batch,): which token of its sequence the first vector is. The tokens before it and behind the last stay as they are.
-    pub firsts: u64,
+    pub firsts: DevicePtr<u32>,
     /// `u32` (batch,): vectors of each sequence.
-    pub counts: u64,
+    pub counts: DevicePtr<u32>,
     /// Tokens that a sequence has room for.
     pub capacity: usize,
     /// Bytes (batch, heads, [`PqShape::codes_len`] of the capacity), written as [`Codes`](pq_core::Codes) has them.
-    pub codes: u64,
+    pub codes: DevicePtr<u8>,
 }
 
 /// `Arguments` of the kernel.
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct KernelArguments {
-    vectors: u64,
-    centroids: u64,
-    firsts: u64,
-    counts: u64,
-    codes: u64,
+    vectors: DevicePtr<AnyElement>,
+    centroids: DevicePtr<f32>,
+    firsts: DevicePtr<u32>,
+    counts: DevicePtr<u32>,
+    codes: DevicePtr<u8>,
     code_stride: u64,
     strides: [u64; 3],
     heads: u32,
 }
+
+const _: () = assert!(size_of::<KernelArguments>() == 80);
 
 /// `pq_core::encode_into` for the codes as `pq-core` keeps them, which [`Search`](super::Search), [`Scan`](super::Scan) and
 /// [`AttendAny`](super::AttendAny) read: any quantizer, ragged appends.

@@ -1,6 +1,7 @@
 use cudarc::driver::sys::CUstream;
 
 use crate::device::Kernel;
+use crate::pointer::DevicePtr;
 use crate::{Device, Error, KERNELS, Program};
 
 const THREADS: usize = 256;
@@ -11,24 +12,24 @@ pub struct GatherArguments {
     /// Key/value heads.
     pub heads: usize,
     /// Rows (heads, `head_rows`): all keys in pinned host memory, or the memory of a block cache on the device.
-    pub keys: u64,
+    pub keys: DevicePtr<u8>,
     /// Rows as the keys.
-    pub values: u64,
+    pub values: DevicePtr<u8>,
     /// Rows of a head.
     pub head_rows: usize,
     /// `u32` (heads, `list_len`): which rows are wanted, such as the found tokens, the misses of a
     /// [`BlockCache`](pq_core::BlockCache), or the rows of its hits.
-    pub rows: u64,
-    /// `u32` (heads, `list_len`): where each goes; 0 for its place in the list.
-    pub places: u64,
-    /// `u32` (heads,): rows that each list has; 0 where all have `list_len`.
-    pub counts: u64,
+    pub rows: DevicePtr<u32>,
+    /// `u32` (heads, `list_len`): where each goes; without it, to its place in the list.
+    pub places: Option<DevicePtr<u32>>,
+    /// `u32` (heads,): rows that each list has; without it, all have `list_len`.
+    pub counts: Option<DevicePtr<u32>>,
     /// Room of a list.
     pub list_len: usize,
     /// Rows (heads, `out_len`), of which those in `places` are written.
-    pub keys_out: u64,
+    pub keys_out: DevicePtr<u8>,
     /// Rows (heads, `out_len`).
-    pub values_out: u64,
+    pub values_out: DevicePtr<u8>,
     /// Rows that there is room for, a head.
     pub out_len: usize,
 }
@@ -37,17 +38,19 @@ pub struct GatherArguments {
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct KernelArguments {
-    keys: u64,
-    values: u64,
-    rows: u64,
-    places: u64,
-    counts: u64,
-    keys_out: u64,
-    values_out: u64,
+    keys: DevicePtr<u8>,
+    values: DevicePtr<u8>,
+    rows: DevicePtr<u32>,
+    places: Option<DevicePtr<u32>>,
+    counts: Option<DevicePtr<u32>>,
+    keys_out: DevicePtr<u8>,
+    values_out: DevicePtr<u8>,
     head_rows: u64,
     list_len: u64,
     out_len: u64,
 }
+
+const _: () = assert!(size_of::<KernelArguments>() == 80);
 
 /// Collects keys and values of chosen tokens.
 ///

@@ -2,6 +2,7 @@ use cudarc::driver::sys::CUstream;
 use pq_core::PqShape;
 
 use crate::device::Kernel;
+use crate::pointer::{AnyElement, DevicePtr};
 use crate::{Device, Error, KERNELS, Program, VectorElement};
 
 /// What tables are compiled for.
@@ -47,24 +48,26 @@ pub struct LutArguments {
     /// Key/value heads.
     pub heads: usize,
     /// Elements (batch, heads, group, dim).
-    pub queries: u64,
+    pub queries: DevicePtr<AnyElement>,
     /// A factor of the queries, such as 1 / sqrt(dim); their products with it are rounded to `f32`.
     pub scale: f32,
     /// f32 (heads, m, ksub, dsub): the codebooks.
-    pub centroids: u64,
+    pub centroids: DevicePtr<f32>,
     /// f32 (batch, heads, group, m, ksub), fully written.
-    pub luts: u64,
+    pub luts: DevicePtr<f32>,
 }
 
 /// `Arguments` of the kernel.
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct KernelArguments {
-    queries: u64,
-    centroids: u64,
-    luts: u64,
+    queries: DevicePtr<AnyElement>,
+    centroids: DevicePtr<f32>,
+    luts: DevicePtr<f32>,
     scale: f32,
 }
+
+const _: () = assert!(size_of::<KernelArguments>() == 32);
 
 /// `pq_core::lut_into` for all heads, with the same bits: the tables that [`Scan`](super::Scan), [`Search`](super::Search) and
 /// [`AttendAny`](super::AttendAny) look up.

@@ -2,6 +2,7 @@ use cudarc::driver::sys::CUstream;
 use pq_core::PqShape;
 
 use crate::device::Kernel;
+use crate::pointer::DevicePtr;
 use crate::{Device, Error, KERNELS, Program};
 
 /// Tokens of a block of threads, and its threads: `CHUNK` and `THREADS` of the kernel.
@@ -79,26 +80,28 @@ pub struct ScanArguments {
     /// Tokens that a sequence has room for.
     pub capacity: usize,
     /// f32 (batch, heads, group, m, ksub): tables, as [`Lut`](super::Lut) makes them.
-    pub luts: u64,
+    pub luts: DevicePtr<f32>,
     /// Bytes (batch, heads, [`PqShape::codes_len`] of the capacity), as [`Codes`](pq_core::Codes) has them.
-    pub codes: u64,
+    pub codes: DevicePtr<u8>,
     /// `u32` (batch,): tokens of each sequence.
-    pub lengths: u64,
+    pub lengths: DevicePtr<u32>,
     /// f32 (batch, heads, group, capacity), of which a sequence's tokens are written.
-    pub scores: u64,
+    pub scores: DevicePtr<f32>,
 }
 
 /// `Arguments` of the kernel.
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct KernelArguments {
-    luts: u64,
-    codes: u64,
-    lengths: u64,
-    scores: u64,
+    luts: DevicePtr<f32>,
+    codes: DevicePtr<u8>,
+    lengths: DevicePtr<u32>,
+    scores: DevicePtr<f32>,
     code_stride: u64,
     capacity: u64,
 }
+
+const _: () = assert!(size_of::<KernelArguments>() == 48);
 
 /// `pq_core::scan_into` for all query heads, on the codes as `pq-core` keeps them, with the same bits.
 ///

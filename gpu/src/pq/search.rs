@@ -3,6 +3,7 @@ use pq_core::{GroupRule, PqShape};
 
 use super::scan::{CHUNK, ScanShape};
 use crate::device::Kernel;
+use crate::pointer::DevicePtr;
 use crate::{Device, Error, KERNELS, Program};
 
 /// What a search is compiled for.
@@ -72,27 +73,27 @@ pub struct SearchArguments {
     /// Tokens that a sequence has room for.
     pub capacity: usize,
     /// f32 (batch, heads, group, m, ksub): tables, as [`Lut`](super::Lut) makes them from scaled queries.
-    pub luts: u64,
+    pub luts: DevicePtr<f32>,
     /// Bytes (batch, heads, [`PqShape::codes_len`] of the capacity), as [`Codes`](pq_core::Codes) has them.
-    pub codes: u64,
+    pub codes: DevicePtr<u8>,
     /// `u32` (batch,): tokens of each sequence.
-    pub lengths: u64,
+    pub lengths: DevicePtr<u32>,
     /// `u32` (batch,): tokens that are chosen by score, beside the sinks and the recent ones.
-    pub ks: u64,
+    pub ks: DevicePtr<u32>,
     /// First tokens that are always in.
     pub sinks: usize,
     /// Last tokens that are always in.
     pub recent: usize,
     /// Bytes ([`Search::workspace_len`],), overwritten.
-    pub workspace: u64,
+    pub workspace: DevicePtr<u8>,
     /// `u32` (batch, heads, `tokens_len`), written: the found tokens in ascending order, those beyond the room left out.
-    pub tokens: u64,
+    pub tokens: DevicePtr<u32>,
     /// Tokens of a head that there is room for; k, sinks and recent ones together always suffice.
     pub tokens_len: usize,
     /// `u32` (batch,), written: how many were found ([`pq_core::Search::found`]).
-    pub counts: u64,
-    /// f32 (batch, heads, group, 2), written, or 0: maximum of the scores, and sum of the exponentials of their differences to it.
-    pub stats: u64,
+    pub counts: DevicePtr<u32>,
+    /// f32 (batch, heads, group, 2), written: maximum of the scores, and sum of the exponentials of their differences to it.
+    pub stats: Option<DevicePtr<f32>>,
     /// Whether the search may begin with codes while the kernel before it on the stream ends, on sm_90: that one must not write codes,
     /// lengths or k, but may be the one that makes the tables. Else it waits for that kernel before it reads anything.
     pub overlap: bool,
@@ -102,14 +103,14 @@ pub struct SearchArguments {
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct KernelArguments {
-    luts: u64,
-    codes: u64,
-    lengths: u64,
-    ks: u64,
-    tokens: u64,
-    counts: u64,
-    stats: u64,
-    workspace: u64,
+    luts: DevicePtr<f32>,
+    codes: DevicePtr<u8>,
+    lengths: DevicePtr<u32>,
+    ks: DevicePtr<u32>,
+    tokens: DevicePtr<u32>,
+    counts: DevicePtr<u32>,
+    stats: Option<DevicePtr<f32>>,
+    workspace: DevicePtr<u32>,
     code_stride: u64,
     tokens_len: u64,
     heads: u32,
@@ -119,6 +120,8 @@ struct KernelArguments {
     recent: u32,
     overlap: u32,
 }
+
+const _: () = assert!(size_of::<KernelArguments>() == 104);
 
 /// `pq_core::search_into` for all heads: scores, agreement of the group, the k best tokens in ascending order, and those that are
 /// always in. Lengths and k are read on the device, so a captured graph follows a growing sequence.
@@ -203,7 +206,7 @@ impl Search {
             tokens: a.tokens,
             counts: a.counts,
             stats: a.stats,
-            workspace: a.workspace,
+            workspace: a.workspace.cast(),
             code_stride: self.shape.quantizer.codes_len(a.capacity) as u64,
             tokens_len: a.tokens_len as u64,
             heads: a.heads as u32,

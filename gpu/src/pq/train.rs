@@ -3,6 +3,7 @@ use pq_core::PqShape;
 
 use super::nearest::{TILE, defines, shared_bytes};
 use crate::device::Kernel;
+use crate::pointer::{AnyElement, DevicePtr};
 use crate::{Device, Error, KERNELS, Program, VectorElement};
 
 /// Vectors of a block: `PART` of the kernels.
@@ -44,41 +45,43 @@ pub struct TrainArguments {
     /// Vectors of a set, at least 1.
     pub n: usize,
     /// Elements (sets, n, dim), each dimension but the last with its stride. What is no number counts as 0.
-    pub vectors: u64,
+    pub vectors: DevicePtr<AnyElement>,
     /// Elements from a set and a vector to the next.
     pub strides: [usize; 2],
-    /// `u32` (ksub,): which vectors of every set are its first centroids, such as some drawn at random; 0 to start from what
+    /// `u32` (ksub,): which vectors of every set are its first centroids, such as some drawn at random; without it, training starts from what
     /// `centroids` holds.
-    pub starts: u64,
+    pub starts: Option<DevicePtr<u32>>,
     /// f32 (sets, m, ksub, dsub), written.
-    pub centroids: u64,
-    /// f64 (sets, m), written, or 0: the summed squared error before the last update of the centroids.
-    pub errors: u64,
+    pub centroids: DevicePtr<f32>,
+    /// f64 (sets, m), written: the summed squared error before the last update of the centroids.
+    pub errors: Option<DevicePtr<f64>>,
     /// Most iterations; 0 counts as 1.
     pub iterations: usize,
     /// A subspace ends when an iteration lowers its error by no more than this part of it.
     pub tolerance: f64,
     /// Bytes ([`Train::workspace_len`],), overwritten.
-    pub workspace: u64,
+    pub workspace: DevicePtr<u8>,
 }
 
 /// `Arguments` of the kernels.
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct KernelArguments {
-    vectors: u64,
-    starts: u64,
-    centroids: u64,
-    errors: u64,
-    states: u64,
-    sums: u64,
-    part_errors: u64,
+    vectors: DevicePtr<AnyElement>,
+    starts: Option<DevicePtr<u32>>,
+    centroids: DevicePtr<f32>,
+    errors: Option<DevicePtr<f64>>,
+    states: DevicePtr<u8>,
+    sums: DevicePtr<i64>,
+    part_errors: DevicePtr<f64>,
     set_stride: u64,
     vector_stride: u64,
     tolerance: f64,
     n: u32,
     parts: u32,
 }
+
+const _: () = assert!(size_of::<KernelArguments>() == 88);
 
 /// `pq_core::train_batch` from given or chosen vectors: Lloyd's k-means, batched over sets and subspaces, which end on the device one by
 /// one. The host waits for nothing; the budget is the number of iterations ([`pq_core::CostModel`] says how many stay hidden
@@ -142,7 +145,7 @@ impl Train {
             return Ok(());
         }
         let (pairs, parts) = (a.sets * quantizer.m(), a.n.div_ceil(PART));
-        let sums = a.workspace + (pairs * STATE_BYTES) as u64;
+        let sums = a.workspace.offset(pairs * STATE_BYTES).cast::<i64>();
         let kernel_arguments = KernelArguments {
             vectors: a.vectors,
             starts: a.starts,
@@ -150,7 +153,7 @@ impl Train {
             errors: a.errors,
             states: a.workspace,
             sums,
-            part_errors: sums + (pairs * quantizer.ksub() * (quantizer.dsub() + 1) * 8) as u64,
+            part_errors: sums.offset(pairs * quantizer.ksub() * (quantizer.dsub() + 1)).cast(),
             set_stride: a.strides[0] as u64,
             vector_stride: a.strides[1] as u64,
             tolerance: a.tolerance,

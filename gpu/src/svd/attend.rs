@@ -1,6 +1,7 @@
 use cudarc::driver::sys::CUstream;
 
 use crate::device::Kernel;
+use crate::pointer::{AnyElement, DevicePtr};
 use crate::{Device, Element, Error, KERNELS, Program};
 
 /// Query heads that one block serves: `QUERIES` of the kernel.
@@ -62,21 +63,21 @@ pub struct AttendArguments {
     /// Tokens that a sequence has room for.
     pub capacity: usize,
     /// Elements (batch, heads, capacity, key rank of the head).
-    pub keys: u64,
+    pub keys: DevicePtr<AnyElement>,
     /// Elements (batch, heads, capacity, value rank of the head).
-    pub values: u64,
+    pub values: DevicePtr<AnyElement>,
     /// Elements (batch, heads, group, dim): projected queries, of which the head's key rank counts.
-    pub queries: u64,
+    pub queries: DevicePtr<AnyElement>,
     /// `u32` (batch,): tokens of each sequence. Read on the device, so a captured graph follows them as they grow.
-    pub lengths: u64,
+    pub lengths: DevicePtr<u32>,
     /// `u32` (heads,): multiples of 8.
-    pub key_ranks: u64,
+    pub key_ranks: DevicePtr<u32>,
     /// `u32` (heads,): multiples of 8.
-    pub value_ranks: u64,
+    pub value_ranks: DevicePtr<u32>,
     /// `u64` (heads,): the sum of the key ranks of the heads before.
-    pub key_offsets: u64,
+    pub key_offsets: DevicePtr<u64>,
     /// `u64` (heads,): the sum of the value ranks of the heads before.
-    pub value_offsets: u64,
+    pub value_offsets: DevicePtr<u64>,
     /// Sum of all key ranks.
     pub key_rank_sum: usize,
     /// Sum of all value ranks.
@@ -84,33 +85,33 @@ pub struct AttendArguments {
     /// Factor of the scores: `1 / sqrt(head_dim)` of the model.
     pub scale: f32,
     /// Elements (batch, heads, group, dim), of which the head's value rank is written; zeros for a sequence without tokens.
-    pub out: u64,
-    /// f32 (batch, heads, group), fully written, or 0: the natural logarithm of the sum of the exponentials.
-    pub log_sum_exp: u64,
+    pub out: DevicePtr<AnyElement>,
+    /// f32 (batch, heads, group), fully written: the natural logarithm of the sum of the exponentials.
+    pub log_sum_exp: Option<DevicePtr<f32>>,
     /// Whether the launch may begin while the kernel before it on the stream ends, on sm_90: it then plans its work by the lengths, ranks and
     /// offsets, none of which that kernel must write, and waits before it reads anything else.
     pub overlap: bool,
     /// Bytes as [`Attend::workspace_len`] says, zeroed once before the first launch. Launches on one stream can share it; those
     /// that may run side by side need one each.
-    pub workspace: u64,
+    pub workspace: DevicePtr<u8>,
 }
 
 /// `Arguments` of the kernel.
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct KernelArguments {
-    keys: u64,
-    values: u64,
-    queries: u64,
-    lengths: u64,
-    key_ranks: u64,
-    value_ranks: u64,
-    key_offsets: u64,
-    value_offsets: u64,
-    partials: u64,
-    arrived: u64,
-    out: u64,
-    log_sum_exp: u64,
+    keys: DevicePtr<AnyElement>,
+    values: DevicePtr<AnyElement>,
+    queries: DevicePtr<AnyElement>,
+    lengths: DevicePtr<u32>,
+    key_ranks: DevicePtr<u32>,
+    value_ranks: DevicePtr<u32>,
+    key_offsets: DevicePtr<u64>,
+    value_offsets: DevicePtr<u64>,
+    partials: DevicePtr<f32>,
+    arrived: DevicePtr<u32>,
+    out: DevicePtr<AnyElement>,
+    log_sum_exp: Option<DevicePtr<f32>>,
     key_rank_sum: u64,
     value_rank_sum: u64,
     capacity: u64,
@@ -119,6 +120,8 @@ struct KernelArguments {
     group: u32,
     scale: f32,
 }
+
+const _: () = assert!(size_of::<KernelArguments>() == 136);
 
 /// Decode attention at two ranks a head: `svd_core::attend_into` for a ragged batch.
 ///
@@ -191,6 +194,7 @@ impl Attend {
             return Err(problem("more than 16 query heads a key/value head"));
         }
         let (blocks, slices) = self.grid(a.group);
+        let partials = a.workspace.cast::<f32>();
         let kernel_arguments = KernelArguments {
             keys: a.keys,
             values: a.values,
@@ -200,8 +204,8 @@ impl Attend {
             value_ranks: a.value_ranks,
             key_offsets: a.key_offsets,
             value_offsets: a.value_offsets,
-            partials: a.workspace,
-            arrived: a.workspace + self.partials_len(a.group) as u64 * 4,
+            partials,
+            arrived: partials.offset(self.partials_len(a.group)).cast(),
             out: a.out,
             log_sum_exp: a.log_sum_exp,
             key_rank_sum: a.key_rank_sum as u64,

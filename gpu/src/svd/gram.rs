@@ -1,6 +1,7 @@
 use cudarc::driver::sys::{CUstream, CUtensorMap};
 
 use crate::device::Kernel;
+use crate::pointer::{AnyElement, DevicePtr};
 use crate::tensor_map::{BOX_WIDTH, RowsOfHeads};
 use crate::{Device, Element, Error, KERNELS, Program};
 
@@ -60,37 +61,41 @@ pub struct GramArguments {
     /// Rows of a head.
     pub n: usize,
     /// Elements (heads, n, dim), each dimension but the last with its stride.
-    pub rows: u64,
+    pub rows: DevicePtr<AnyElement>,
     /// Elements from a head and a row to the next, multiples of 8.
     pub strides: [usize; 2],
     /// f64 (heads, dim, dim): `x^T x` of every row is added, to all of the symmetric matrix. Zeros to begin with.
-    pub matrices: u64,
+    pub matrices: DevicePtr<f64>,
     /// f64 (heads, dim): every row is added. Zeros to begin with.
-    pub sums: u64,
+    pub sums: DevicePtr<f64>,
     /// Bytes ([`Gram::workspace_len`],), overwritten.
-    pub workspace: u64,
+    pub workspace: DevicePtr<u8>,
 }
 
 /// `Sums` of the kernels.
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct Sums {
-    matrices: u64,
-    sums: u64,
-    parts: u64,
+    matrices: DevicePtr<f64>,
+    sums: DevicePtr<f64>,
+    parts: DevicePtr<f32>,
     n: u64,
     part_count: u32,
 }
+
+const _: () = assert!(size_of::<Sums>() == 40);
 
 /// `Arguments` of `strips.cu`.
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct StripsArguments {
     sums: Sums,
-    rows: u64,
+    rows: DevicePtr<AnyElement>,
     head_stride: u64,
     row_stride: u64,
 }
+
+const _: () = assert!(size_of::<StripsArguments>() == 64);
 
 /// `Arguments` of `squares.cu`.
 #[derive(Clone, Copy)]
@@ -99,6 +104,8 @@ struct SquaresArguments {
     rows: CUtensorMap,
     sums: Sums,
 }
+
+const _: () = assert!(size_of::<SquaresArguments>() == 256);
 
 /// `svd_core::Gram::add_rows` for all heads; `svd_core::Gram::from_sums` takes what comes out.
 ///
@@ -165,7 +172,7 @@ impl Gram {
         }
         let (parts, heads) = (self.parts(a.heads) as u32, a.heads as u32);
         let (matrices, sums) = (a.matrices, a.sums);
-        let sums = Sums { matrices, sums, parts: a.workspace, n: a.n as u64, part_count: parts };
+        let sums = Sums { matrices, sums, parts: a.workspace.cast(), n: a.n as u64, part_count: parts };
         let grid = (parts, heads, 1);
         // SAFETY: the structures are the kernels' arguments; the caller vouches for what their pointers lead to.
         unsafe {

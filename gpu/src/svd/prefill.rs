@@ -2,6 +2,7 @@ use cudarc::driver::sys::CUstream;
 
 use super::AttendShape;
 use crate::device::Kernel;
+use crate::pointer::{AnyElement, DevicePtr};
 use crate::{Device, Element, Error, KERNELS, Program};
 
 /// Warps of a block, and its rows at full rank: `WARPS` and `ROWS` of the kernel.
@@ -24,26 +25,26 @@ pub struct PrefillArguments {
     /// Most queries of a sequence.
     pub max_count: usize,
     /// Elements (batch, heads, capacity, key rank of the head).
-    pub keys: u64,
+    pub keys: DevicePtr<AnyElement>,
     /// Elements (batch, heads, capacity, value rank of the head).
-    pub values: u64,
+    pub values: DevicePtr<AnyElement>,
     /// Elements (batch, queries, heads * group, dim), each dimension but the last with its stride: projected queries, of which the
     /// head's key rank counts.
-    pub queries: u64,
+    pub queries: DevicePtr<AnyElement>,
     /// Elements of queries and outputs from a sequence, a query and a query head to the next, multiples of 2.
     pub strides: [usize; 3],
     /// `u32` (batch,): keys of each sequence.
-    pub lengths: u64,
+    pub lengths: DevicePtr<u32>,
     /// `u32` (batch,): queries of each sequence, those of its last tokens: a query sees the keys up to its own.
-    pub counts: u64,
+    pub counts: DevicePtr<u32>,
     /// `u32` (heads,): multiples of 8.
-    pub key_ranks: u64,
+    pub key_ranks: DevicePtr<u32>,
     /// `u32` (heads,): multiples of 8.
-    pub value_ranks: u64,
+    pub value_ranks: DevicePtr<u32>,
     /// `u64` (heads,): the sum of the key ranks of the heads before.
-    pub key_offsets: u64,
+    pub key_offsets: DevicePtr<u64>,
     /// `u64` (heads,): the sum of the value ranks of the heads before.
-    pub value_offsets: u64,
+    pub value_offsets: DevicePtr<u64>,
     /// Sum of all key ranks.
     pub key_rank_sum: usize,
     /// Sum of all value ranks.
@@ -51,23 +52,23 @@ pub struct PrefillArguments {
     /// Factor of the scores, positive: `1 / sqrt(head_dim)` of the model.
     pub scale: f32,
     /// Elements as the queries, of which the head's value rank is written.
-    pub out: u64,
+    pub out: DevicePtr<AnyElement>,
 }
 
 /// `Arguments` of the kernel.
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct KernelArguments {
-    keys: u64,
-    values: u64,
-    queries: u64,
-    lengths: u64,
-    counts: u64,
-    key_ranks: u64,
-    value_ranks: u64,
-    key_offsets: u64,
-    value_offsets: u64,
-    out: u64,
+    keys: DevicePtr<AnyElement>,
+    values: DevicePtr<AnyElement>,
+    queries: DevicePtr<AnyElement>,
+    lengths: DevicePtr<u32>,
+    counts: DevicePtr<u32>,
+    key_ranks: DevicePtr<u32>,
+    value_ranks: DevicePtr<u32>,
+    key_offsets: DevicePtr<u64>,
+    value_offsets: DevicePtr<u64>,
+    out: DevicePtr<AnyElement>,
     key_rank_sum: u64,
     value_rank_sum: u64,
     capacity: u64,
@@ -76,6 +77,8 @@ struct KernelArguments {
     group: u32,
     scale: f32,
 }
+
+const _: () = assert!(size_of::<KernelArguments>() == 144);
 
 /// Causal attention of many queries at two ranks a head: `svd_core::attend_into`, query by query.
 ///

@@ -1,6 +1,7 @@
 use cudarc::driver::sys::{CUstream, CUtensorMap};
 
 use crate::device::Kernel;
+use crate::pointer::{AnyElement, DevicePtr};
 use crate::tensor_map::{BOX_WIDTH, RowsOfHeads};
 use crate::{Device, Element, Error, KERNELS, Program};
 
@@ -72,13 +73,13 @@ pub struct ProjectArguments {
     /// Rows of a head.
     pub n: usize,
     /// Elements (heads, n, dim), each dimension but the last with its stride.
-    pub rows: u64,
+    pub rows: DevicePtr<AnyElement>,
     /// Elements from a head and a row to the next: multiples of 8.
     pub strides: [usize; 2],
     /// f32 (heads, dim, rank): the columns of `svd_core::Map`.
-    pub columns: u64,
+    pub columns: DevicePtr<f32>,
     /// Elements (heads, n, rank), fully written.
-    pub out: u64,
+    pub out: DevicePtr<AnyElement>,
     /// Whether the columns may be read while the kernel before it on the stream ends, on sm_90 with 64 or 128 components: that one must not
     /// write them. All else waits for that kernel.
     pub overlap: bool,
@@ -88,13 +89,15 @@ pub struct ProjectArguments {
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct RegistersArguments {
-    rows: u64,
-    columns: u64,
-    out: u64,
+    rows: DevicePtr<AnyElement>,
+    columns: DevicePtr<f32>,
+    out: DevicePtr<AnyElement>,
     n: u64,
     head_stride: u64,
     row_stride: u64,
 }
+
+const _: () = assert!(size_of::<RegistersArguments>() == 48);
 
 /// `Arguments` of `boxes.cu`.
 #[derive(Clone, Copy)]
@@ -102,10 +105,12 @@ struct RegistersArguments {
 struct BoxesArguments {
     rows: CUtensorMap,
     out: CUtensorMap,
-    columns: u64,
+    columns: DevicePtr<f32>,
     n: u64,
     overlap: u32,
 }
+
+const _: () = assert!(size_of::<BoxesArguments>() == 384);
 
 /// `svd_core::Map::project_into` for all heads: keys, values or queries into the components that their rotations keep.
 ///

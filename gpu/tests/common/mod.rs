@@ -5,9 +5,9 @@
 use std::io::Write;
 use std::sync::Arc;
 
-use cudarc::driver::{CudaSlice, DevicePtr, DeviceRepr, ValidAsZeroBits};
+use cudarc::driver::{CudaSlice, DevicePtr as _, DeviceRepr, ValidAsZeroBits};
 use half::{bf16, f16};
-use kv_gpu::{Device, Element, Error, VectorElement};
+use kv_gpu::{Device, DevicePtr, Element, Error, VectorElement};
 
 /// Says that a test did not run; with `GPU_TESTS=require` that is a failure.
 pub fn skip(what: &str, error: &Error) {
@@ -36,8 +36,8 @@ impl<T: DeviceRepr + ValidAsZeroBits + Clone + Default> Buffer<T> {
         Self { slice: slice.unwrap(), device: stream.clone() }
     }
 
-    pub fn pointer(&self) -> u64 {
-        self.slice.device_ptr(&self.device).0
+    pub fn pointer(&self) -> DevicePtr<T> {
+        DevicePtr::new(self.slice.device_ptr(&self.device).0).unwrap()
     }
 
     pub fn write(&mut self, data: &[T]) {

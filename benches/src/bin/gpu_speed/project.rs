@@ -28,10 +28,10 @@ pub fn run(watch: &Stopwatch) {
         let arguments = |copy: usize, overlap: bool| ProjectArguments {
             heads,
             n: N,
-            rows: watch.pointer(&there[copy]),
+            rows: watch.pointer(&there[copy]).cast(),
             strides: [N * DIM, DIM],
             columns: watch.pointer(&columns_there),
-            out: watch.pointer(&out[copy]),
+            out: watch.pointer(&out[copy]).cast(),
             overlap,
         };
         let [us, us_overlapped] = [false, true].map(|overlap| {

@@ -58,7 +58,7 @@ fn measure(watch: &Stopwatch, name: &str, load: &str, quantizer: PqShape, k: usi
         tokens: watch.pointer(&tokens),
         tokens_len: k,
         counts: watch.pointer(&counts),
-        stats: 0,
+        stats: None,
         overlap,
     };
     let [us, us_overlapped] = [false, true].map(|overlap| {
