@@ -9,6 +9,8 @@ pub use decode::{Decode, DecodeArguments};
 pub use encode::{Encode, EncodeArguments};
 pub use planes::{CodecShape, Planes};
 
+use crate::Error;
+use crate::launch::Operation;
 use crate::pointer::{AnyElement, DevicePtr};
 
 /// Where the rows of planes lie on the device: numbers (tokens, heads, head_dim) with strides, so that both the order of tokens, heads
@@ -70,24 +72,26 @@ impl PlanesAt {
 
 impl Place {
     /// The kernel's form, for `tokens` tokens.
-    fn for_kernel(&self, shape: &CodecShape, tokens: usize) -> Result<KernelPlace, &'static str> {
+    fn for_kernel(
+        &self,
+        operation: Operation,
+        shape: &CodecShape,
+        tokens: usize,
+    ) -> Result<KernelPlace, Error> {
         if shape.paged != self.pages.is_some() {
-            return Err("compiled with pages or without, and called otherwise");
+            return Err(operation.error("pages are given exactly when it is compiled for them"));
         }
-        let fits = |size: usize| u32::try_from(size).is_ok();
-        if !fits(self.first_token.saturating_add(tokens)) {
-            return Err("more tokens than 32 bits count");
-        }
+        operation.in_32_bits("tokens", self.first_token.saturating_add(tokens))?;
         let (page_tokens, page_stride) = self.pages.map_or((1, 0), |pages| (pages.page_tokens, pages.stride));
-        if page_tokens == 0 || !fits(page_tokens) {
-            return Err("pages of no tokens, or of more than 32 bits count");
+        if page_tokens == 0 {
+            return Err(operation.error("pages of no tokens"));
         }
         Ok(KernelPlace {
             token_stride: self.token_stride as u64,
             head_stride: self.head_stride as u64,
             page_stride: page_stride as u64,
             pages: self.pages.map(|pages| pages.table),
-            page_tokens: page_tokens as u32,
+            page_tokens: operation.in_32_bits("tokens of a page", page_tokens)?,
             first_token: self.first_token as u32,
         })
     }

@@ -8,6 +8,7 @@ use cudarc::driver::{CudaContext, CudaFunction, CudaModule, CudaStream};
 use cudarc::nvrtc::Ptx;
 
 use crate::disk_cache::DiskCache;
+use crate::launch::Grid;
 use crate::{Error, Image, Program, compile};
 
 /// A GPU, a stream of its own, and the kernels that have been compiled for it.
@@ -138,9 +139,9 @@ impl Device {
             let set = function.set_attribute(limit, shared as i32);
             set.map_err(Error::of(format_args!("{shared} bytes of shared memory for {program}")))?;
         }
-        let overlaps = self.capability >= (9, 0);
+        let has_pdl = self.capability >= (9, 0);
         let context = self.context.clone();
-        Ok(Kernel { context, function, program: program.clone(), shared: shared as u32, overlaps })
+        Ok(Kernel { context, function, program: program.clone(), shared: shared as u32, has_pdl })
     }
 
     /// The module of a program: from the disk cache, or compiled where that has none that loads.
@@ -168,22 +169,22 @@ pub(crate) struct Kernel {
     function: CudaFunction,
     program: Program,
     shared: u32,
-    overlaps: bool, // the device knows how
+    has_pdl: bool, // programmatic dependent launch, from sm_90 on
 }
 
 impl Kernel {
-    /// Launches it with one argument, a structure. With `overlap`, blocks may start while the kernel before it on the stream
-    /// ends: it waits for that kernel itself (`wait_for_previous_kernel`).
+    /// Launches it with one argument, a structure. With `pdl`, a programmatic dependent launch, its blocks may start before the
+    /// previous kernel on the stream ends; the kernel itself waits (`griddepcontrol.wait`) before it reads that kernel's output.
     ///
     /// # Safety
-    /// `A` must be the kernel's argument, and the kernel must be allowed to access all that its pointers lead to until it has
-    /// run; `stream` must belong to the kernel's context.
+    /// `A` must be the kernel's argument; for its pointers and the stream the contract of
+    /// [`DevicePtr`](crate::DevicePtr#launches) must hold.
     pub(crate) unsafe fn launch<A: Copy>(
         &self,
         stream: CUstream,
-        (x, y, z): (u32, u32, u32),
+        Grid([x, y, z]): Grid,
         threads: u32,
-        overlap: bool,
+        pdl: bool,
         argument: &A,
     ) -> Result<(), Error> {
         let mut attribute = sys::CUlaunchAttribute {
@@ -201,7 +202,7 @@ impl Kernel {
             sharedMemBytes: self.shared,
             hStream: stream,
             attrs: &raw mut attribute,
-            numAttrs: u32::from(overlap && self.overlaps),
+            numAttrs: u32::from(pdl && self.has_pdl),
         };
         self.context.bind_to_thread().map_err(Error::of("use device on this thread"))?;
         let mut arguments = [std::ptr::from_ref(argument).cast_mut().cast::<c_void>()];

@@ -5,6 +5,7 @@ mod compile;
 mod device;
 mod disk_cache;
 mod error;
+mod launch;
 mod pointer;
 pub mod pq;
 mod self_test;

@@ -1,5 +1,6 @@
 use cudarc::driver::DevicePtr as _;
 
+use crate::launch::Operation;
 use crate::pointer::DevicePtr;
 use crate::{Device, Error, KERNELS, Program};
 
@@ -28,10 +29,9 @@ pub fn self_test(device: &Device) -> Result<(), Error> {
     let out = stream.alloc_zeros::<u32>(N as usize).map_err(Error::of("allocate"))?;
     let (address, _order) = out.device_ptr(stream);
     let squares = DevicePtr::new(address).unwrap_or(DevicePtr::dangling());
+    let grid = Operation("self test").grid(&[("blocks", N.div_ceil(128) as usize)])?;
     // SAFETY: `squares` writes n numbers, for which `out` has room.
-    unsafe {
-        kernel.launch(stream.cu_stream(), (N.div_ceil(128), 1, 1), 128, false, &Arguments { squares, n: N })
-    }?;
+    unsafe { kernel.launch(stream.cu_stream(), grid, 128, false, &Arguments { squares, n: N }) }?;
     let squares = stream.clone_dtoh(&out).map_err(Error::of("copy to host"))?;
     match squares.iter().zip(0_u32..).position(|(&square, i)| square != i * i) {
         Some(index) => Err(Error::WrongResult { operation: "squares", index }),

@@ -6,11 +6,14 @@ use cudarc::driver::sys::CUstream;
 use super::transform::{Rows, Transform, coefficients_at};
 use super::{CodecShape, KernelPlace, Place, Planes, PlanesAt};
 use crate::device::Kernel;
+use crate::launch::Operation;
 use crate::pointer::{AnyElement, DevicePtr};
 use crate::{Device, Error};
 
 /// Blocks of tokens that a block of threads decodes: `WARPS` of the kernel.
 const WARPS: usize = 8;
+
+const OPERATION: Operation = Operation("codec::Decode");
 
 /// Device pointers and ranges of one launch.
 #[derive(Clone, Debug)]
@@ -94,9 +97,10 @@ impl Decode {
     /// # Errors
     /// [`Error::Argument`] for planes, a frame or ranges that do not go together, [`Error::Driver`].
     /// # Safety
-    /// Pointers must be to device memory with as many elements as their shapes say, aligned to 8 bytes (rows to an element), and
-    /// stay so, unwritten by others, until the launch has run; what lies at `frame` must be the bytes that `frame` was parsed from, and
-    /// what lies at `planes` the words of `planes`; the place must give every token its own room; `stream` must be of the device.
+    /// The [contract of a launch](DevicePtr#launches) holds, with every pointer but those to rows aligned to 8 bytes. The bytes at
+    /// `arguments.frame` are those that `frame` was parsed from, **and three bytes behind the last one can be read**: the kernel
+    /// loads words of four bytes. The words at `arguments.planes` are those of `planes`. The place gives every token room of its
+    /// own, and page numbers are those of pages.
     pub unsafe fn launch(
         &self,
         stream: CUstream,
@@ -105,26 +109,25 @@ impl Decode {
         arguments: &DecodeArguments,
     ) -> Result<(), Error> {
         let (a, info) = (arguments, frame.info());
-        let problem = |problem: &str| Error::Argument { operation: "codec::Decode", problem: problem.into() };
         if planes.shape(self.shape.element, self.shape.paged) != self.shape {
-            return Err(problem("planes of another shape than it was compiled for"));
+            return Err(OPERATION.error("planes of another shape than it was compiled for"));
         }
         if info.lossless || info.channels() != self.shape.channels() {
-            return Err(problem("a frame without loss, or of another number of channels"));
+            return Err(OPERATION.error("a frame without loss, or of another number of channels"));
         }
         if a.layers.end > info.layers || a.blocks.end > info.blocks() {
-            return Err(problem("layers or blocks that the frame does not have"));
+            return Err(OPERATION.error("layers or blocks that the frame does not have"));
         }
         for (layer, side) in a.layers.clone().flat_map(|layer| [(layer, Side::Keys), (layer, Side::Values)]) {
             let id = planes.ids().get(2 * layer + usize::from(side == Side::Values));
             if id.copied() != frame.plane_id(layer, side).ok() {
-                return Err(problem(&format!("layer {layer} was coded under another plane")));
+                return Err(OPERATION.error(format!("layer {layer} was coded under another plane")));
             }
         }
         if a.layers.is_empty() || a.blocks.is_empty() {
             return Ok(());
         }
-        let place = a.place.for_kernel(&self.shape, info.tokens).map_err(problem)?;
+        let place = a.place.for_kernel(OPERATION, &self.shape, info.tokens)?;
         let first_token = a.blocks.start * info.block_tokens;
         let rows = Rows {
             pointers: a.out,
@@ -154,12 +157,11 @@ impl Decode {
             first_block: a.blocks.start as u32,
             blocks: a.blocks.len() as u32,
         };
-        let tiles = info.channels().div_ceil(LANES);
-        let (y, z) = (2 * a.layers.len(), a.blocks.len().div_ceil(WARPS));
-        if y > 65_535 || z > 65_535 {
-            return Err(problem("more than 32,767 layers or 524,280 blocks at a time"));
-        }
-        let grid = (tiles as u32, y as u32, z as u32);
+        let grid = OPERATION.grid(&[
+            ("tiles of channels", info.channels().div_ceil(LANES)),
+            ("planes", 2 * a.layers.len()),
+            ("groups of 8 blocks of tokens", a.blocks.len().div_ceil(WARPS)),
+        ])?;
         // SAFETY: the structure is the kernel's argument; the caller vouches for what its pointers lead to.
         unsafe {
             self.tiles.launch(stream, grid, (WARPS * LANES) as u32, false, &kernel_arguments)?;

@@ -6,6 +6,7 @@ use cudarc::driver::sys::CUstream;
 use super::transform::{Rows, Transform, coefficients_at};
 use super::{CodecShape, KernelPlace, Place, Planes, PlanesAt};
 use crate::device::Kernel;
+use crate::launch::Operation;
 use crate::pointer::{AnyElement, DevicePtr};
 use crate::{Device, Error, KERNELS, Program};
 
@@ -15,6 +16,8 @@ const WARPS: usize = 4;
 const RESIDENT: usize = 6;
 /// Tiles of a block of threads that joins them: `COUNT` of the kernel.
 const JOINED: usize = 256;
+
+const OPERATION: Operation = Operation("codec::Encode");
 
 /// Device pointers and ranges of one launch.
 #[derive(Clone, Debug)]
@@ -137,8 +140,8 @@ impl Encode {
     /// # Errors
     /// [`Error::Argument`] for planes, a frame or ranges that do not go together, [`Error::Driver`].
     /// # Safety
-    /// Pointers must be to device memory with as many elements as their shapes say, aligned to 8 bytes, and stay so, unwritten by
-    /// others, until the launch has run; what lies at `planes` must be the words of `planes`; `stream` must be of the device.
+    /// The [contract of a launch](DevicePtr#launches) holds, with every pointer, those to rows included, aligned to 8 bytes. The words
+    /// at `arguments.planes` are those of `planes`, and page numbers are those of pages.
     pub unsafe fn launch(
         &self,
         stream: CUstream,
@@ -147,29 +150,28 @@ impl Encode {
         arguments: &EncodeArguments,
     ) -> Result<(), Error> {
         let a = arguments;
-        let problem = |problem: &str| Error::Argument { operation: "codec::Encode", problem: problem.into() };
         if planes.shape(self.shape.element, self.shape.paged) != self.shape {
-            return Err(problem("planes of another shape than it was compiled for"));
+            return Err(OPERATION.error("planes of another shape than it was compiled for"));
         }
         if planes.scaled_by_token() {
-            return Err(problem("a plane with steps for each token"));
+            return Err(OPERATION.error("a plane with steps for each token"));
         }
         if info.lossless || info.channels() != self.shape.channels() {
-            return Err(problem("a frame without loss, or of another number of channels"));
+            return Err(OPERATION.error("a frame without loss, or of another number of channels"));
         }
         if a.layers.end > info.layers || planes.ids().len() != 2 * info.layers {
-            return Err(problem("layers that the frame or the planes do not have"));
+            return Err(OPERATION.error("layers that the frame or the planes do not have"));
         }
         if !(1..=codec_core::MAX_BLOCK_TOKENS).contains(&info.block_tokens) {
-            return Err(problem("blocks of no tokens, or of too many"));
+            return Err(OPERATION.error("blocks of no tokens, or of too many"));
         }
         let tiles = tiles(info, a.layers.len());
-        let count = u32::try_from(tiles).map_err(|_| problem("more tiles than 32 bits count"))?;
+        let count = OPERATION.in_32_bits("tiles", tiles)?;
         if count == 0 {
             return Ok(());
         }
         let slot_bytes = slot_bytes(info) as u32;
-        let place = a.place.for_kernel(&self.shape, info.tokens).map_err(problem)?;
+        let place = a.place.for_kernel(OPERATION, &self.shape, info.tokens)?;
         let rows_of_launch = Rows {
             pointers: a.rows,
             place,
@@ -207,16 +209,16 @@ impl Encode {
             tiles: count,
             slot_bytes,
         };
-        let grid = |blocks: usize| (blocks as u32, 1, 1);
-        let (units, threads) =
-            (tiles / info.blocks() * info.blocks().div_ceil(WARPS), (WARPS * LANES) as u32);
+        let units = tiles / info.blocks() * info.blocks().div_ceil(WARPS);
+        let tiles_grid = OPERATION.grid(&[("blocks", self.blocks.min(units))])?;
+        let join_grid = OPERATION.grid(&[("blocks", tiles.div_ceil(JOINED))])?;
         // SAFETY: the structures are the kernels' arguments; the caller vouches for what their pointers lead to.
         unsafe {
             if let Some(transform) = &self.transform {
                 transform.rows_to_coefficients(stream, &rows_of_launch)?;
             }
-            self.tiles.launch(stream, grid(self.blocks.min(units)), threads, false, &encode_arguments)?;
-            self.join.launch(stream, grid(tiles.div_ceil(JOINED)), JOINED as u32, false, &join_arguments)
+            self.tiles.launch(stream, tiles_grid, (WARPS * LANES) as u32, false, &encode_arguments)?;
+            self.join.launch(stream, join_grid, JOINED as u32, false, &join_arguments)
         }
     }
 }

@@ -2,8 +2,11 @@ use cudarc::driver::sys::CUstream;
 
 use super::{CodecShape, KernelPlace, PlanesAt};
 use crate::device::Kernel;
+use crate::launch::Operation;
 use crate::pointer::{AnyElement, DevicePtr};
 use crate::{Device, Error};
+
+const OPERATION: Operation = Operation("codec transform");
 
 /// `TOKENS` and `THREADS` of the kernels, and the columns of a block for heads of up to so many components.
 const TOKENS: usize = 64;
@@ -80,11 +83,9 @@ impl Transform {
         let map_dim = self.shape.map_dim();
         let columns = COLUMNS[usize::from(map_dim > COLUMNS[0])];
         let heads = self.shape.channels() / map_dim * map_dim.div_ceil(columns);
-        if heads > 65_535 || rows.planes > 65_535 {
-            let problem = "more than 65,535 heads of a transform, or 32,767 layers at a time".into();
-            return Err(Error::Argument { operation: "codec transform", problem });
-        }
-        let grid = (rows.tokens.div_ceil(TOKENS) as u32, heads as u32, rows.planes as u32);
+        let blocks = rows.tokens.div_ceil(TOKENS);
+        let grid =
+            OPERATION.grid(&[("blocks of tokens", blocks), ("heads", heads), ("planes", rows.planes)])?;
         let arguments = KernelArguments {
             maps: rows.maps,
             coefficients: rows.coefficients,

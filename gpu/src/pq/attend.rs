@@ -3,6 +3,7 @@ use half::f16;
 use pq_core::PqShape;
 
 use crate::device::Kernel;
+use crate::launch::Operation;
 use crate::pointer::{AnyElement, DevicePtr};
 use crate::pq::layout::{CodeLayout, Side};
 use crate::{Device, Element, Error, KERNELS, Program};
@@ -172,6 +173,8 @@ pub struct ExactTokens {
     pub capacity: usize,
 }
 
+const OPERATION: Operation = Operation("pq::Attend");
+
 /// Device pointers and sizes of one launch.
 #[derive(Clone, Copy, Debug)]
 pub struct AttendArguments {
@@ -295,27 +298,28 @@ impl Attend {
     /// # Errors
     /// [`Error::Argument`] for sizes that do not fit, [`Error::Driver`].
     /// # Safety
-    /// Every pointer must be to device memory of the device, aligned to 16 bytes, with as many elements as its shape says, and
-    /// stay so, unwritten by others, until the launch has run; lengths must not exceed what there is room for, and page numbers
-    /// be those of pages; `stream` must be of the device.
+    /// The [contract of a launch](DevicePtr#launches) holds, with every pointer aligned to 16 bytes. Lengths do not exceed the tokens
+    /// that a sequence or its pages have room for, exact lengths do not exceed their capacity, and page numbers are those of
+    /// pages: the kernel does not clamp them. The workspace was zeroed before the first launch with this number of heads, and no
+    /// other launch uses it at the same time.
     pub unsafe fn launch(&self, stream: CUstream, arguments: &AttendArguments) -> Result<(), Error> {
         let a = arguments;
-        let problem = |problem: &str| Error::Argument { operation: "pq::Attend", problem: problem.into() };
         if a.batch == 0 || a.heads == 0 {
             return Ok(());
         }
         if self.shape.paged != a.pages.is_some() {
-            return Err(problem("pages are given exactly when it is compiled for them"));
-        }
-        let in_32_bits = |x: usize| u32::try_from(x).map_err(|_| problem("a size is 2^32 or more"));
-        if a.pages.is_none() {
-            in_32_bits(a.batch.saturating_mul(a.heads).saturating_mul(a.tiles))?;
+            return Err(OPERATION.error("pages are given exactly when it is compiled for them"));
         }
         if a.tiles == 0 {
-            return Err(problem("no room for a tile"));
+            return Err(OPERATION.error("no room for a tile"));
+        }
+        let in_32_bits = |what, size| OPERATION.in_32_bits(what, size);
+        if a.pages.is_none() {
+            in_32_bits("tiles", a.batch.saturating_mul(a.heads).saturating_mul(a.tiles))?;
         }
         let (slices, blocks) = self.grid(a.heads);
-        let grid = (blocks as u32, slices as u32, in_32_bits(a.heads)?);
+        let grid =
+            OPERATION.grid(&[("blocks", blocks), ("slices of a group", slices), ("heads", a.heads)])?;
         let partials = a.workspace.cast::<f32>();
         let kernel_arguments = KernelArguments {
             key_codes: a.key_codes,
@@ -332,12 +336,12 @@ impl Attend {
             arrived: partials.offset(self.partials_len(a.heads)).cast(),
             out: a.out,
             log_sum_exp: a.log_sum_exp,
-            batch: in_32_bits(a.batch)?,
-            heads: in_32_bits(a.heads)?,
+            batch: in_32_bits("sequences", a.batch)?,
+            heads: a.heads as u32,
             group: self.shape.group as u32,
-            page_tiles: in_32_bits(a.tiles)?,
-            max_pages: in_32_bits(a.pages.map_or(0, |pages| pages.max_pages))?,
-            exact_capacity: in_32_bits(a.exact.map_or(0, |exact| exact.capacity))?,
+            page_tiles: in_32_bits("tiles", a.tiles)?,
+            max_pages: in_32_bits("pages", a.pages.map_or(0, |pages| pages.max_pages))?,
+            exact_capacity: in_32_bits("exact tokens", a.exact.map_or(0, |exact| exact.capacity))?,
             scale: a.scale * std::f32::consts::LOG2_E,
         };
         let threads = self.plan.warps as u32 * 32;

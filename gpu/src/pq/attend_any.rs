@@ -2,6 +2,7 @@ use cudarc::driver::sys::CUstream;
 use pq_core::PqShape;
 
 use crate::device::Kernel;
+use crate::launch::Operation;
 use crate::pointer::DevicePtr;
 use crate::{Device, Error, KERNELS, Program};
 
@@ -39,6 +40,8 @@ impl AttendAnyShape {
         Ok(Program::new("pq_attend_any", KERNELS.pq_attend_any, &defines))
     }
 }
+
+const OPERATION: Operation = Operation("pq::AttendAny");
 
 /// Device pointers and sizes of one launch.
 #[derive(Clone, Copy, Debug)]
@@ -119,17 +122,13 @@ impl AttendAny {
     /// # Errors
     /// [`Error::Argument`] for sizes that do not fit, [`Error::Driver`].
     /// # Safety
-    /// Every pointer must be to device memory of the device, aligned to its element, with as many elements as its shape says, and
-    /// stay so, unwritten by others, until the launch has run; lengths must not exceed the capacity; `stream` must be of the device.
+    /// The [contract of a launch](DevicePtr#launches) holds. Lengths do not exceed the capacity: the kernel does not clamp them.
     pub unsafe fn launch(&self, stream: CUstream, arguments: &AttendAnyArguments) -> Result<(), Error> {
         let a = arguments;
         if a.batch == 0 || a.heads == 0 {
             return Ok(());
         }
-        if a.batch > 65_535 || a.heads > 65_535 {
-            let problem = "more than 65,535 sequences or heads".into();
-            return Err(Error::Argument { operation: "pq::AttendAny", problem });
-        }
+        let grid = OPERATION.grid(&[("heads", a.heads), ("sequences", a.batch)])?;
         let kernel_arguments = KernelArguments {
             luts: a.luts,
             key_codes: a.key_codes,
@@ -145,7 +144,6 @@ impl AttendAny {
             value_stride: self.shape.values.codes_len(a.capacity) as u64,
             capacity: a.capacity as u64,
         };
-        let grid = (a.heads as u32, a.batch as u32, 1);
         // SAFETY: the structure is the kernel's argument; the caller vouches for what its pointers lead to.
         unsafe { self.kernel.launch(stream, grid, 256, false, &kernel_arguments) }
     }

@@ -2,6 +2,7 @@ use cudarc::driver::sys::CUstream;
 use pq_core::PqShape;
 
 use crate::device::Kernel;
+use crate::launch::Operation;
 use crate::pointer::{AnyElement, DevicePtr};
 use crate::pq::attend::Pages;
 use crate::pq::layout::{CodeLayout, Side, TILE};
@@ -46,6 +47,8 @@ impl EncodeShape {
             .define_if(self.paged, "PAGED"))
     }
 }
+
+const OPERATION: Operation = Operation("pq::Encode");
 
 /// Device pointers and sizes of one launch.
 #[derive(Clone, Copy, Debug)]
@@ -117,27 +120,24 @@ impl Encode {
     /// # Errors
     /// [`Error::Argument`] for sizes that do not fit, [`Error::Driver`].
     /// # Safety
-    /// Every pointer must be to device memory of the device, aligned to 16 bytes (vectors: to their element), with as many elements
-    /// as its shape says, and stay so, unwritten by others, until the launch has run; `firsts + counts` must not exceed what there
-    /// is room for, no count `max_count`, and page numbers must be those of pages; `stream` must be of the device.
+    /// The [contract of a launch](DevicePtr#launches) holds, with every pointer but `vectors` aligned to 16 bytes. For every sequence,
+    /// `firsts + counts` does not exceed the tokens that the sequence or its pages have room for, the count does not exceed
+    /// `max_count`, and page numbers are those of pages: the kernel does not clamp them.
     pub unsafe fn launch(&self, stream: CUstream, arguments: &EncodeArguments) -> Result<(), Error> {
         let a = arguments;
-        let problem = |problem: &str| Error::Argument { operation: "pq::Encode", problem: problem.into() };
         if a.batch == 0 || a.heads == 0 || a.max_count == 0 {
             return Ok(());
         }
         if self.shape.paged != a.pages.is_some() {
-            return Err(problem("pages are given exactly when it is compiled for them"));
+            return Err(OPERATION.error("pages are given exactly when it is compiled for them"));
         }
         if a.tiles == 0 {
-            return Err(problem("no room for a tile"));
+            return Err(OPERATION.error("no room for a tile"));
         }
-        if a.batch > 65_535 || a.heads > 65_535 {
-            return Err(problem("more than 65,535 sequences or heads"));
-        }
-        let in_32_bits = |x: usize| u32::try_from(x).map_err(|_| problem("a size is 2^32 or more"));
         // The first vector need not be the first of a tile.
-        let blocks = in_32_bits(a.max_count.saturating_add(TILE - 1).div_ceil(TILE * BLOCK_TILES))?;
+        let blocks = a.max_count.saturating_add(TILE - 1).div_ceil(TILE * BLOCK_TILES);
+        let grid =
+            OPERATION.grid(&[("blocks of tiles", blocks), ("heads", a.heads), ("sequences", a.batch)])?;
         let kernel_arguments = KernelArguments {
             vectors: a.vectors,
             centroids: a.centroids,
@@ -147,10 +147,9 @@ impl Encode {
             tiles: a.codes,
             strides: a.strides.map(|stride| stride as u64),
             heads: a.heads as u32,
-            page_tiles: in_32_bits(a.tiles)?,
-            max_pages: in_32_bits(a.pages.map_or(0, |pages| pages.max_pages))?,
+            page_tiles: OPERATION.in_32_bits("tiles", a.tiles)?,
+            max_pages: OPERATION.in_32_bits("pages", a.pages.map_or(0, |pages| pages.max_pages))?,
         };
-        let grid = (blocks, a.heads as u32, a.batch as u32);
         // SAFETY: the structure is the kernel's argument; the caller vouches for what its pointers lead to.
         unsafe { self.kernel.launch(stream, grid, 256, false, &kernel_arguments) }
     }

@@ -3,6 +3,7 @@ use pq_core::PqShape;
 
 use super::nearest::{TILE, defines, shared_bytes};
 use crate::device::Kernel;
+use crate::launch::Operation;
 use crate::pointer::{AnyElement, DevicePtr};
 use crate::{Device, Error, KERNELS, Program, VectorElement};
 
@@ -25,6 +26,8 @@ impl EncodeAnyShape {
         Ok(Program::new("pq_encode_any", KERNELS.pq_encode_any, &defines))
     }
 }
+
+const OPERATION: Operation = Operation("pq::EncodeAny");
 
 /// Device pointers and sizes of one launch.
 #[derive(Clone, Copy, Debug)]
@@ -92,20 +95,20 @@ impl EncodeAny {
     /// # Errors
     /// [`Error::Argument`] for sizes that do not fit, [`Error::Driver`].
     /// # Safety
-    /// Every pointer must be to device memory of the device, aligned to its element, with as many elements as its shape says, and
-    /// stay so, unwritten by others, until the launch has run; firsts and counts must stay within the capacity, counts within
-    /// `max_count`; `stream` must be of the device.
+    /// The [contract of a launch](DevicePtr#launches) holds. For every sequence, `firsts + counts` does not exceed the capacity, and the
+    /// count does not exceed `max_count`: the kernel does not clamp them.
     pub unsafe fn launch(&self, stream: CUstream, arguments: &EncodeAnyArguments) -> Result<(), Error> {
         let a = arguments;
         let rows = a.batch.saturating_mul(a.heads);
         if rows == 0 || a.max_count == 0 {
             return Ok(());
         }
-        if rows > 65_535 || self.shape.quantizer.m() > 65_535 || u32::try_from(a.max_count).is_err() {
-            let problem =
-                "more than 65,535 heads of sequences or subspaces, or vectors than 32 bits count".into();
-            return Err(Error::Argument { operation: "pq::EncodeAny", problem });
-        }
+        OPERATION.in_32_bits("vectors of a sequence", a.max_count)?;
+        // One tile more than full ones: the first vector may be in the middle of one.
+        let tiles = a.max_count.div_ceil(TILE) + 1;
+        let subspaces = self.shape.quantizer.m();
+        let grid =
+            OPERATION.grid(&[("tiles", tiles), ("subspaces", subspaces), ("heads of sequences", rows)])?;
         let kernel_arguments = KernelArguments {
             vectors: a.vectors,
             centroids: a.centroids,
@@ -116,9 +119,6 @@ impl EncodeAny {
             strides: a.strides.map(|stride| stride as u64),
             heads: a.heads as u32,
         };
-        // One tile more than full ones: the first vector may be in the middle of one.
-        let tiles = a.max_count.div_ceil(TILE) + 1;
-        let grid = (tiles as u32, self.shape.quantizer.m() as u32, rows as u32);
         // SAFETY: the structure is the kernel's argument; the caller vouches for what its pointers lead to.
         unsafe { self.kernel.launch(stream, grid, TILE as u32, false, &kernel_arguments) }
     }

@@ -1,10 +1,13 @@
 use cudarc::driver::sys::CUstream;
 
 use crate::device::Kernel;
+use crate::launch::Operation;
 use crate::pointer::DevicePtr;
 use crate::{Device, Error, KERNELS, Program};
 
 const THREADS: usize = 256;
+
+const OPERATION: Operation = Operation("pq::Gather");
 
 /// Device pointers and sizes of one launch.
 #[derive(Clone, Copy, Debug)]
@@ -93,22 +96,17 @@ impl Gather {
     /// # Errors
     /// [`Error::Argument`] for too many heads, [`Error::Driver`].
     /// # Safety
-    /// Every pointer must be to memory that the device can access, pinned host memory included, aligned to 16 bytes, with as many
-    /// elements as its shape says, and stay so, unwritten by others, until the launch has run; rows and places must be
-    /// below `head_rows` and `out_len`, no place may occur twice in a list, counts must not exceed `list_len`; `stream` must be of
-    /// the device.
+    /// The [contract of a launch](DevicePtr#launches) holds, with every pointer aligned to 16 bytes; `keys` and `values` may be pinned host
+    /// memory. Rows are below `head_rows` and places below `out_len`, no place occurs twice in a list, and counts do not
+    /// exceed `list_len`: the kernel does not clamp them.
     pub unsafe fn launch(&self, stream: CUstream, arguments: &GatherArguments) -> Result<(), Error> {
         let a = arguments;
         if a.heads == 0 || a.list_len == 0 {
             return Ok(());
         }
-        let heads = u32::try_from(a.heads).ok().filter(|&heads| heads <= 65_535);
-        let heads = heads.ok_or_else(|| {
-            let problem = format!("{} heads where at most 65,535 go", a.heads);
-            Error::Argument { operation: "pq::Gather", problem }
-        })?;
         let parts = a.list_len.saturating_mul(self.row_bytes / 16);
         let blocks = parts.div_ceil(THREADS).min((self.blocks / a.heads).max(1));
+        let grid = OPERATION.grid(&[("blocks", blocks), ("heads", a.heads), ("sides", 2)])?;
         let kernel_arguments = KernelArguments {
             keys: a.keys,
             values: a.values,
@@ -122,8 +120,6 @@ impl Gather {
             out_len: a.out_len as u64,
         };
         // SAFETY: the structure is the kernel's argument; the caller vouches for what its pointers lead to.
-        unsafe {
-            self.kernel.launch(stream, (blocks as u32, heads, 2), THREADS as u32, false, &kernel_arguments)
-        }
+        unsafe { self.kernel.launch(stream, grid, THREADS as u32, false, &kernel_arguments) }
     }
 }

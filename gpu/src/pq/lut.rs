@@ -2,6 +2,7 @@ use cudarc::driver::sys::CUstream;
 use pq_core::PqShape;
 
 use crate::device::Kernel;
+use crate::launch::Operation;
 use crate::pointer::{AnyElement, DevicePtr};
 use crate::{Device, Error, KERNELS, Program, VectorElement};
 
@@ -39,6 +40,8 @@ impl LutShape {
         Ok(Program::new("pq_lut", KERNELS.pq_lut, &defines).without_fused_multiply_add())
     }
 }
+
+const OPERATION: Operation = Operation("pq::Lut");
 
 /// Device pointers and sizes of one launch.
 #[derive(Clone, Copy, Debug)]
@@ -93,20 +96,16 @@ impl Lut {
     /// # Errors
     /// [`Error::Argument`] for sizes that do not fit, [`Error::Driver`].
     /// # Safety
-    /// Every pointer must be to device memory of the device, aligned to its element, with as many elements as its shape says, and
-    /// stay so, unwritten by others, until the launch has run; `stream` must be of the device.
+    /// The [contract of a launch](DevicePtr#launches) holds.
     pub unsafe fn launch(&self, stream: CUstream, arguments: &LutArguments) -> Result<(), Error> {
         let a = arguments;
         if a.batch == 0 || a.heads == 0 {
             return Ok(());
         }
-        if a.batch > 65_535 || a.heads > 65_535 {
-            let problem = "more than 65,535 sequences or heads".into();
-            return Err(Error::Argument { operation: "pq::Lut", problem });
-        }
+        let subspaces = self.shape.quantizer.m();
+        let grid = OPERATION.grid(&[("subspaces", subspaces), ("heads", a.heads), ("sequences", a.batch)])?;
         let kernel_arguments =
             KernelArguments { queries: a.queries, centroids: a.centroids, luts: a.luts, scale: a.scale };
-        let grid = (self.shape.quantizer.m() as u32, a.heads as u32, a.batch as u32);
         // SAFETY: the structure is the kernel's argument; the caller vouches for what its pointers lead to.
         unsafe { self.kernel.launch(stream, grid, 256, false, &kernel_arguments) }
     }

@@ -2,6 +2,7 @@ use cudarc::driver::sys::CUstream;
 use pq_core::PqShape;
 
 use crate::device::Kernel;
+use crate::launch::Operation;
 use crate::pointer::DevicePtr;
 use crate::{Device, Error, KERNELS, Program};
 
@@ -70,6 +71,8 @@ impl ScanShape {
     }
 }
 
+const OPERATION: Operation = Operation("pq::Scan");
+
 /// Device pointers and sizes of one launch.
 #[derive(Clone, Copy, Debug)]
 pub struct ScanArguments {
@@ -128,19 +131,16 @@ impl Scan {
     /// # Errors
     /// [`Error::Argument`] for sizes that do not fit, [`Error::Driver`].
     /// # Safety
-    /// Every pointer must be to device memory of the device, aligned to its element, codes to 4 bytes, with as many elements as its
-    /// shape says, and stay so, unwritten by others, until the launch has run; lengths must not exceed the capacity; `stream` must be of
-    /// the device.
+    /// The [contract of a launch](DevicePtr#launches) holds, with codes aligned to 4 bytes. Lengths do not exceed the capacity: the kernel
+    /// does not clamp them.
     pub unsafe fn launch(&self, stream: CUstream, arguments: &ScanArguments) -> Result<(), Error> {
         let a = arguments;
         if a.batch == 0 || a.heads == 0 || a.capacity == 0 {
             return Ok(());
         }
         let chunks = a.capacity.div_ceil(CHUNK);
-        if a.batch > 65_535 || a.heads > 65_535 || u32::try_from(chunks.saturating_mul(CHUNK)).is_err() {
-            let problem = "more than 65,535 sequences or heads, or tokens than 32 bits count".into();
-            return Err(Error::Argument { operation: "pq::Scan", problem });
-        }
+        OPERATION.in_32_bits("tokens of whole chunks", chunks.saturating_mul(CHUNK))?;
+        let grid = OPERATION.grid(&[("chunks", chunks), ("heads", a.heads), ("sequences", a.batch)])?;
         let kernel_arguments = KernelArguments {
             luts: a.luts,
             codes: a.codes,
@@ -149,7 +149,6 @@ impl Scan {
             code_stride: self.shape.quantizer.codes_len(a.capacity) as u64,
             capacity: a.capacity as u64,
         };
-        let grid = (chunks as u32, a.heads as u32, a.batch as u32);
         // SAFETY: the structure is the kernel's argument; the caller vouches for what its pointers lead to.
         unsafe { self.kernel.launch(stream, grid, THREADS, false, &kernel_arguments) }
     }

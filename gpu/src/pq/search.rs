@@ -3,6 +3,7 @@ use pq_core::{GroupRule, PqShape};
 
 use super::scan::{CHUNK, ScanShape};
 use crate::device::Kernel;
+use crate::launch::Operation;
 use crate::pointer::DevicePtr;
 use crate::{Device, Error, KERNELS, Program};
 
@@ -22,7 +23,7 @@ const ROW_BYTES: usize = 4 * (2048 + 8);
 /// Bits of a token's codes that are counted rather than scored.
 const JOINT_BITS: usize = 12;
 /// `BLOCKS` of that kernel.
-const JOINT_BLOCKS: u32 = 8;
+const JOINT_BLOCKS: usize = 8;
 /// Threads of a block of kernels that score, and of those that select.
 const SCORE_THREADS: u32 = 512;
 const SELECT_THREADS: u32 = 1024;
@@ -62,6 +63,8 @@ impl SearchShape {
             && self.quantizer.m() * self.quantizer.nbits() as usize <= JOINT_BITS
     }
 }
+
+const OPERATION: Operation = Operation("pq::Search");
 
 /// Device pointers and sizes of one launch.
 #[derive(Clone, Copy, Debug)]
@@ -184,8 +187,8 @@ impl Search {
     /// # Errors
     /// [`Error::Argument`] for sizes that do not fit, [`Error::Driver`].
     /// # Safety
-    /// Every pointer must be to device memory of the device, aligned to 16 bytes, with as many elements as its shape says, and stay
-    /// so, unwritten by others, until the launch has run; `stream` must be of the device.
+    /// The [contract of a launch](DevicePtr#launches) holds, with every pointer aligned to 16 bytes. Lengths above the capacity count as the
+    /// capacity, and k as at most the length.
     pub unsafe fn launch(&self, stream: CUstream, arguments: &SearchArguments) -> Result<(), Error> {
         let a = arguments;
         let rows = a.batch.saturating_mul(a.heads);
@@ -193,10 +196,9 @@ impl Search {
             return Ok(());
         }
         let chunks = a.capacity.div_ceil(CHUNK);
-        if rows > 65_535 || u32::try_from(chunks.saturating_mul(CHUNK)).is_err() {
-            let problem = "more than 65,535 heads of sequences, or tokens than 32 bits count".into();
-            return Err(Error::Argument { operation: "pq::Search", problem });
-        }
+        OPERATION.in_32_bits("tokens of whole chunks", chunks.saturating_mul(CHUNK))?;
+        let blocks = if self.is_joint() { JOINT_BLOCKS } else { chunks };
+        let grid = OPERATION.grid(&[("chunks", blocks), ("heads of sequences", rows)])?;
         let at_most_capacity = |tokens: usize| tokens.min(a.capacity) as u32;
         let kernel_arguments = KernelArguments {
             luts: a.luts,
@@ -216,10 +218,9 @@ impl Search {
             recent: at_most_capacity(a.recent),
             overlap: u32::from(a.overlap),
         };
-        let blocks = if self.is_joint() { JOINT_BLOCKS } else { chunks as u32 };
         for (kernel, threads) in &self.kernels {
             // SAFETY: the structure is the kernels' argument; the caller vouches for what its pointers lead to.
-            unsafe { kernel.launch(stream, (blocks, rows as u32, 1), *threads, true, &kernel_arguments)? };
+            unsafe { kernel.launch(stream, grid, *threads, true, &kernel_arguments)? };
         }
         Ok(())
     }

@@ -3,6 +3,7 @@ use pq_core::PqShape;
 
 use super::nearest::{TILE, defines, shared_bytes};
 use crate::device::Kernel;
+use crate::launch::Operation;
 use crate::pointer::{AnyElement, DevicePtr};
 use crate::{Device, Error, KERNELS, Program, VectorElement};
 
@@ -36,6 +37,8 @@ impl TrainShape {
         (shared_bytes(self.quantizer) + 4 * ksub * (dsub + 1)).next_multiple_of(8) + 8 * TILE / 32
     }
 }
+
+const OPERATION: Operation = Operation("pq::Train");
 
 /// Device pointers and sizes of one launch.
 #[derive(Clone, Copy, Debug)]
@@ -130,21 +133,23 @@ impl Train {
     /// # Errors
     /// [`Error::Argument`] for no vectors or sizes that do not fit, [`Error::Driver`].
     /// # Safety
-    /// Every pointer must be to device memory of the device, aligned to 8 bytes but vectors to their element, with as many elements as
-    /// its shape says, and stay so, unwritten by others, until the launch has run; starts must be below `n`; `stream` must be of the device.
+    /// The [contract of a launch](DevicePtr#launches) holds, with every pointer but `vectors` aligned to 8 bytes. Starts are below `n`: the
+    /// kernels do not clamp them.
     pub unsafe fn launch(&self, stream: CUstream, arguments: &TrainArguments) -> Result<(), Error> {
         let (a, quantizer) = (arguments, self.shape.quantizer);
-        let problem = |problem: &str| Error::Argument { operation: "pq::Train", problem: problem.into() };
         if a.n == 0 {
-            return Err(problem("no vectors"));
-        }
-        if a.sets > 65_535 || quantizer.m() > 65_535 || u32::try_from(a.n).is_err() {
-            return Err(problem("more than 65,535 sets or subspaces, or vectors than 32 bits count"));
+            return Err(OPERATION.error("no vectors"));
         }
         if a.sets == 0 {
             return Ok(());
         }
-        let (pairs, parts) = (a.sets * quantizer.m(), a.n.div_ceil(PART));
+        let n = OPERATION.in_32_bits("vectors of a set", a.n)?;
+        let parts = a.n.div_ceil(PART);
+        let grid_of =
+            |blocks| OPERATION.grid(&[("blocks", blocks), ("subspaces", quantizer.m()), ("sets", a.sets)]);
+        let (start, largest, assign) = (grid_of(4)?, grid_of(parts.min(32))?, grid_of(parts)?);
+        let update = OPERATION.grid(&[("subspaces", quantizer.m()), ("sets", a.sets)])?;
+        let pairs = a.sets * quantizer.m(); // the grids bound both
         let sums = a.workspace.offset(pairs * STATE_BYTES).cast::<i64>();
         let kernel_arguments = KernelArguments {
             vectors: a.vectors,
@@ -157,19 +162,19 @@ impl Train {
             set_stride: a.strides[0] as u64,
             vector_stride: a.strides[1] as u64,
             tolerance: a.tolerance,
-            n: a.n as u32,
+            n,
             parts: parts as u32,
         };
-        let (sets, m, threads) = (a.sets as u32, quantizer.m() as u32, TILE as u32);
+        let threads = TILE as u32;
         // SAFETY: the structure is the kernels' argument; the caller vouches for what its pointers lead to.
         unsafe {
             let launch =
                 |kernel: &Kernel, grid| kernel.launch(stream, grid, threads, false, &kernel_arguments);
-            launch(&self.start, (4, m, sets))?;
-            launch(&self.largest, (parts.min(32) as u32, m, sets))?;
+            launch(&self.start, start)?;
+            launch(&self.largest, largest)?;
             for _ in 0..a.iterations.max(1) {
-                launch(&self.assign, (parts as u32, m, sets))?;
-                launch(&self.update, (m, sets, 1))?;
+                launch(&self.assign, assign)?;
+                launch(&self.update, update)?;
             }
         }
         Ok(())

@@ -1,6 +1,7 @@
 use cudarc::driver::sys::CUstream;
 
 use crate::device::Kernel;
+use crate::launch::Operation;
 use crate::pointer::{AnyElement, DevicePtr};
 use crate::{Device, Element, Error, KERNELS, Program};
 
@@ -50,6 +51,8 @@ impl AttendShape {
             .define_if(self.element == Element::Bf16, "BFLOAT"))
     }
 }
+
+const OPERATION: Operation = Operation("svd::Attend");
 
 /// Device pointers and sizes of one launch.
 #[derive(Clone, Copy, Debug)]
@@ -173,27 +176,23 @@ impl Attend {
     /// # Errors
     /// [`Error::Argument`] for sizes that do not fit, [`Error::Driver`].
     /// # Safety
-    /// Every pointer must be to device memory of the device, aligned to 16 bytes, with as many elements as its shape says, and
-    /// stay so, unwritten by others, until the launch has run; lengths must not exceed the capacity, ranks must be multiples of 8
-    /// from 8 to dim, and offsets and sums be theirs; `stream` must be of the device.
+    /// The [contract of a launch](DevicePtr#launches) holds, with every pointer aligned to 16 bytes. Lengths do not exceed the capacity, ranks
+    /// are multiples of 8 from 8 to `dim`, and offsets and sums are those of the ranks: the kernel does not clamp them. The
+    /// workspace was zeroed before the first launch with this group, and no other launch uses it at the same time.
     pub unsafe fn launch(&self, stream: CUstream, arguments: &AttendArguments) -> Result<(), Error> {
         let a = arguments;
-        let problem = |problem: &str| Error::Argument { operation: "svd::Attend", problem: problem.into() };
         if a.batch == 0 || a.heads == 0 || a.group == 0 {
             return Ok(());
         }
         // What a tile costs, and a head of a sequence, are at most 128 and 3,000: units of all work are below 2^32.
         let entries = a.batch.saturating_mul(a.heads);
         let units = entries.saturating_mul(a.capacity.div_ceil(16).saturating_mul(128).saturating_add(3000));
-        if u32::try_from(units).is_err() {
-            return Err(problem(
-                "work beyond 2^32: 128 for 16 tokens of a head, and 3,000 for each head of a sequence",
-            ));
-        }
+        OPERATION.in_32_bits("units of work (128 for 16 tokens of a head, 3,000 for the head)", units)?;
         if a.group > 16 {
-            return Err(problem("more than 16 query heads a key/value head"));
+            return Err(OPERATION.error("more than 16 query heads a key/value head"));
         }
         let (blocks, slices) = self.grid(a.group);
+        let grid = OPERATION.grid(&[("blocks", blocks), ("slices of a group", slices)])?;
         let partials = a.workspace.cast::<f32>();
         let kernel_arguments = KernelArguments {
             keys: a.keys,
@@ -217,7 +216,6 @@ impl Attend {
             scale: a.scale * std::f32::consts::LOG2_E,
         };
         let threads = self.shape.warps() as u32 * 32;
-        let grid = (blocks as u32, slices as u32, 1);
         // SAFETY: the structure is the kernel's argument; the caller vouches for what its pointers lead to.
         unsafe { self.kernel.launch(stream, grid, threads, a.overlap, &kernel_arguments) }
     }

@@ -1,6 +1,7 @@
 use cudarc::driver::sys::{CUstream, CUtensorMap};
 
 use crate::device::Kernel;
+use crate::launch::Operation;
 use crate::pointer::{AnyElement, DevicePtr};
 use crate::tensor_map::{BOX_WIDTH, RowsOfHeads};
 use crate::{Device, Element, Error, KERNELS, Program};
@@ -52,6 +53,8 @@ impl GramShape {
         self.dim * (self.dim + 1)
     }
 }
+
+const OPERATION: Operation = Operation("svd::Gram");
 
 /// Device pointers and sizes of one launch.
 #[derive(Clone, Copy, Debug)]
@@ -156,24 +159,27 @@ impl Gram {
     /// # Errors
     /// [`Error::Argument`] for sizes that do not fit, [`Error::Driver`].
     /// # Safety
-    /// Every pointer must be to device memory of the device, aligned to 16 bytes, with as many elements as its shape says, and
-    /// stay so, unwritten by others, until the launch has run; `stream` must be of the device.
+    /// The [contract of a launch](DevicePtr#launches) holds, with every pointer aligned to 16 bytes.
     pub unsafe fn launch(&self, stream: CUstream, arguments: &GramArguments) -> Result<(), Error> {
         let a = arguments;
-        let problem = |problem: &str| Error::Argument { operation: "svd::Gram", problem: problem.into() };
         if a.heads == 0 || a.n == 0 {
             return Ok(());
         }
-        if a.heads > 65_535 || i32::try_from(a.n).is_err() {
-            return Err(problem("more than 65,535 heads, or rows than 31 bits count"));
-        }
+        OPERATION.at_most(i32::MAX as u32, "rows of a head", a.n)?;
         if a.strides.iter().any(|stride| !stride.is_multiple_of(8)) {
-            return Err(problem("a stride is not a multiple of 8"));
+            return Err(OPERATION.error("a stride is not a multiple of 8"));
         }
-        let (parts, heads) = (self.parts(a.heads) as u32, a.heads as u32);
-        let (matrices, sums) = (a.matrices, a.sums);
-        let sums = Sums { matrices, sums, parts: a.workspace.cast(), n: a.n as u64, part_count: parts };
-        let grid = (parts, heads, 1);
+        let parts = self.parts(a.heads);
+        let sums = Sums {
+            matrices: a.matrices,
+            sums: a.sums,
+            parts: a.workspace.cast(),
+            n: a.n as u64,
+            part_count: parts as u32,
+        };
+        let grid = OPERATION.grid(&[("parts", parts), ("heads", a.heads)])?;
+        let strips = self.shape.dim / 16;
+        let join_grid = OPERATION.grid(&[("blocks", strips * (strips + 1) / 2 + 1), ("heads", a.heads)])?;
         // SAFETY: the structures are the kernels' arguments; the caller vouches for what their pointers lead to.
         unsafe {
             if self.in_squares {
@@ -188,9 +194,7 @@ impl Gram {
                 let arguments = StripsArguments { sums, rows: a.rows, head_stride, row_stride };
                 self.gram.launch(stream, grid, 2 * self.shape.dim as u32, true, &arguments)?;
             }
-            let strips = self.shape.dim as u32 / 16;
-            let join_blocks = strips * (strips + 1) / 2 + 1;
-            self.join.launch(stream, (join_blocks, heads, 1), 256, true, &sums)
+            self.join.launch(stream, join_grid, 256, true, &sums)
         }
     }
 }

@@ -2,6 +2,7 @@ use cudarc::driver::sys::CUstream;
 
 use super::AttendShape;
 use crate::device::Kernel;
+use crate::launch::Operation;
 use crate::pointer::{AnyElement, DevicePtr};
 use crate::{Device, Element, Error, KERNELS, Program};
 
@@ -10,6 +11,8 @@ const WARPS: usize = 4;
 const ROWS: usize = 16 * WARPS;
 /// Tokens of a tile: `TOKENS` of the kernel.
 const TOKENS: usize = 64;
+
+const OPERATION: Operation = Operation("svd::Prefill");
 
 /// Device pointers and sizes of one launch.
 #[derive(Clone, Copy, Debug)]
@@ -118,24 +121,25 @@ impl Prefill {
     /// # Errors
     /// [`Error::Argument`] for sizes that do not fit, [`Error::Driver`].
     /// # Safety
-    /// Every pointer must be to device memory of the device, aligned to 16 bytes, with as many elements as its shape says, and
-    /// stay so, unwritten by others, until the launch has run; lengths must not exceed the capacity, counts neither lengths nor
-    /// `max_count`; ranks must be multiples of 8 from 8 to dim, and offsets and sums be theirs; `stream` must be of the device.
+    /// The [contract of a launch](DevicePtr#launches) holds, with every pointer aligned to 16 bytes. Lengths do not exceed the capacity, counts
+    /// neither lengths nor `max_count`; ranks are multiples of 8 from 8 to `dim`, and offsets and sums are those of the ranks: the
+    /// kernel does not clamp them.
     pub unsafe fn launch(&self, stream: CUstream, arguments: &PrefillArguments) -> Result<(), Error> {
         let a = arguments;
-        let problem = |problem: &str| Error::Argument { operation: "svd::Prefill", problem: problem.into() };
         let (heads, blocks) = (a.heads.saturating_mul(a.group), a.max_count.div_ceil(ROWS));
         if a.batch == 0 || heads == 0 || blocks == 0 {
             return Ok(());
         }
-        if a.batch > 65_535 || heads > 65_535 || blocks > 65_535 {
-            return Err(problem("more than 65,535 sequences, query heads or blocks of 64 queries"));
-        }
+        let grid = OPERATION.grid(&[
+            ("query heads", heads),
+            ("blocks of 64 queries", blocks),
+            ("sequences", a.batch),
+        ])?;
         if a.scale.is_nan() || a.scale <= 0.0 {
-            return Err(problem("a scale that is not positive"));
+            return Err(OPERATION.error("a scale that is not positive"));
         }
         if a.strides.iter().any(|stride| !stride.is_multiple_of(2)) {
-            return Err(problem("a stride is not a multiple of 2"));
+            return Err(OPERATION.error("a stride is not a multiple of 2"));
         }
         let kernel_arguments = KernelArguments {
             keys: a.keys,
@@ -156,7 +160,6 @@ impl Prefill {
             group: a.group as u32,
             scale: a.scale * std::f32::consts::LOG2_E,
         };
-        let grid = (heads as u32, blocks as u32, a.batch as u32);
         // SAFETY: the structure is the kernel's argument; the caller vouches for what its pointers lead to.
         unsafe { self.kernel.launch(stream, grid, WARPS as u32 * 32, false, &kernel_arguments) }
     }

@@ -1,6 +1,7 @@
 use cudarc::driver::sys::{CUstream, CUtensorMap};
 
 use crate::device::Kernel;
+use crate::launch::Operation;
 use crate::pointer::{AnyElement, DevicePtr};
 use crate::tensor_map::{BOX_WIDTH, RowsOfHeads};
 use crate::{Device, Element, Error, KERNELS, Program};
@@ -64,6 +65,8 @@ impl ProjectShape {
         Ok(program.define_if(self.element == Element::Bf16, "BFLOAT"))
     }
 }
+
+const OPERATION: Operation = Operation("svd::Project");
 
 /// Device pointers and sizes of one launch.
 #[derive(Clone, Copy, Debug)]
@@ -140,23 +143,19 @@ impl Project {
     /// # Errors
     /// [`Error::Argument`] for sizes that do not fit, [`Error::Driver`].
     /// # Safety
-    /// Every pointer must be to device memory of the device, aligned to 16 bytes, with as many elements as its shape says, and
-    /// stay so, unwritten by others, until the launch has run; `stream` must be of the device.
+    /// The [contract of a launch](DevicePtr#launches) holds, with every pointer aligned to 16 bytes.
     pub unsafe fn launch(&self, stream: CUstream, arguments: &ProjectArguments) -> Result<(), Error> {
         let a = arguments;
-        let problem = |problem: &str| Error::Argument { operation: "svd::Project", problem: problem.into() };
         if a.heads == 0 || a.n == 0 {
             return Ok(());
         }
-        if a.heads > 65_535 || i32::try_from(a.n).is_err() {
-            return Err(problem("more than 65,535 heads, or rows than 31 bits count"));
-        }
+        OPERATION.at_most(i32::MAX as u32, "rows of a head", a.n)?;
         if a.strides.iter().any(|stride| !stride.is_multiple_of(8)) {
-            return Err(problem("a stride is not a multiple of 8"));
+            return Err(OPERATION.error("a stride is not a multiple of 8"));
         }
         let grid = |rows_at_once: usize, blocks: usize| {
             let blocks = a.n.div_ceil(rows_at_once).min((blocks / a.heads).max(1)); // each with the map of one head
-            (blocks as u32, a.heads as u32, 1)
+            OPERATION.grid(&[("blocks", blocks), ("heads", a.heads)])
         };
         // SAFETY: the structures are the kernels' arguments; the caller vouches for what their pointers lead to.
         unsafe {
@@ -168,7 +167,7 @@ impl Project {
                 let (rows, out) = (rows.map()?, out.map()?);
                 let overlap = u32::from(a.overlap);
                 let arguments = BoxesArguments { rows, out, columns: a.columns, n: n as u64, overlap };
-                let grid = grid(TILE_ROWS, self.processors);
+                let grid = grid(TILE_ROWS, self.processors)?;
                 self.kernel.launch(stream, grid, 128 * GROUPS as u32 + 32, true, &arguments)
             } else {
                 let arguments = RegistersArguments {
@@ -179,7 +178,7 @@ impl Project {
                     head_stride: a.strides[0] as u64,
                     row_stride: a.strides[1] as u64,
                 };
-                let grid = grid(WARPS * WARP_ROWS, 2 * self.processors);
+                let grid = grid(WARPS * WARP_ROWS, 2 * self.processors)?;
                 self.kernel.launch(stream, grid, WARPS as u32 * 32, true, &arguments)
             }
         }
