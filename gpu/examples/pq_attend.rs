@@ -49,7 +49,7 @@ fn main() -> Result<()> {
         scale: 1.0 / 128_f32.sqrt(),
         out: out.pointer.cast(),
         log_sum_exp: None,
-        overlap: false,
+        pdl: false,
         workspace: workspace.pointer,
     };
     // SAFETY: memory of the shapes that the arguments name, kept until the results are read.

@@ -24,7 +24,7 @@ fn main() -> Result<()> {
         strides: [n * dim, dim],
         columns: columns.pointer,
         out: out.pointer.cast(),
-        overlap: false,
+        pdl: false,
     };
     let project = Project::new(&gpu, ProjectShape { dim, rank, element: Element::F16 })?;
     // SAFETY: memory of the shapes that the arguments name, kept until the results are read.

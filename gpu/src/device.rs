@@ -16,7 +16,7 @@ pub struct Device {
     context: Arc<CudaContext>,
     stream: Arc<CudaStream>,
     capability: (i32, i32),
-    processors: usize,
+    sm_count: usize,
     shared_memory: usize,
     functions: Mutex<HashMap<(Program, &'static str), CudaFunction>>,
     disk: Option<DiskCache>,
@@ -47,14 +47,14 @@ impl Device {
             attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
             attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
         );
-        let processors = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
+        let sm_count = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
         let shared_memory =
             attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?;
         Ok(Self {
             context,
             stream,
             capability,
-            processors: processors as usize,
+            sm_count: sm_count as usize,
             shared_memory: shared_memory as usize,
             functions: Mutex::default(),
             disk: None,
@@ -107,8 +107,8 @@ impl Device {
 
     /// Number of multiprocessors.
     #[must_use]
-    pub const fn processors(&self) -> usize {
-        self.processors
+    pub const fn sm_count(&self) -> usize {
+        self.sm_count
     }
 
     /// Bytes of shared memory that a block can have.

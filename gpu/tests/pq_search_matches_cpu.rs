@@ -220,7 +220,7 @@ fn search(
     let [tokens, tokens_again] = [0, 1].map(|_| Buffer::new(device, &vec![u32::MAX; batch * heads * room]));
     let counts = Buffer::new(device, &vec![0_u32; batch]);
     let stats = Buffer::new(device, &vec![0.0_f32; batch * heads * case.shape.group * 2]);
-    let arguments = |luts: &Buffer<f32>, tokens: &Buffer<u32>, overlap| SearchArguments {
+    let arguments = |luts: &Buffer<f32>, tokens: &Buffer<u32>, pdl| SearchArguments {
         batch,
         heads,
         capacity: case.capacity,
@@ -235,7 +235,7 @@ fn search(
         tokens_len: room,
         counts: counts.pointer(),
         stats: Some(stats.pointer()),
-        overlap,
+        pdl,
     };
     // SAFETY: the buffers live until their contents have been read, and have the lengths that the shape asks for.
     #[allow(unsafe_code)]

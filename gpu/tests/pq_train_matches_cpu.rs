@@ -5,7 +5,9 @@
 mod common;
 
 use common::{Buffer, Random, bytes_of, device, rounded};
-use kv_gpu::pq::{EncodeAny, EncodeAnyArguments, EncodeAnyShape, Train, TrainArguments, TrainShape};
+use kv_gpu::pq::{
+    EncodeGeneric, EncodeGenericArguments, EncodeGenericShape, Train, TrainArguments, TrainShape,
+};
 use kv_gpu::{Device, Error, VectorElement};
 use pq_core::{Backend, CodebookBuf, Codes, PqShape, Start, TrainOptions, encode_into_with, train};
 
@@ -142,7 +144,7 @@ fn any_quantizer_encodes_as_on_the_cpu() {
         let mut random = Random(seed);
         let quantizer =
             if random.below(4) == 0 { PqShape::new(64, 4, 12).unwrap() } else { quantizer(&mut random) };
-        let shape = EncodeAnyShape {
+        let shape = EncodeGenericShape {
             quantizer,
             element: random.pick(&[VectorElement::F32, VectorElement::F16, VectorElement::Bf16]),
         };
@@ -167,8 +169,8 @@ fn any_quantizer_encodes_as_on_the_cpu() {
         let codes_len = quantizer.codes_len(capacity);
         let before = random.bytes(batch * heads * codes_len);
         let codes = Buffer::new(&device, &before);
-        let kernel = EncodeAny::new(&device, shape).unwrap();
-        let arguments = EncodeAnyArguments {
+        let kernel = EncodeGeneric::new(&device, shape).unwrap();
+        let arguments = EncodeGenericArguments {
             batch,
             heads,
             max_count,

@@ -48,7 +48,7 @@ fn random_shapes_agree() {
             strides: [dim, heads * dim],
             columns: columns_there.pointer(),
             out: out.pointer().cast(),
-            overlap: false,
+            pdl: false,
         };
         let launch = |arguments: &ProjectArguments| {
             // SAFETY: the buffers live until their contents have been read, and have the lengths that the shape asks for.
@@ -57,9 +57,9 @@ fn random_shapes_agree() {
         };
         launch(&arguments);
         if rank == dim {
-            // Results as rows: an overlapped launch must wait for them.
+            // Results as rows: a launch with PDL must wait for them.
             let again = ProjectArguments { rows: out.pointer().cast(), strides: [n * dim, dim], ..arguments };
-            launch(&ProjectArguments { out: twice.pointer().cast(), overlap: true, ..again });
+            launch(&ProjectArguments { out: twice.pointer().cast(), pdl: true, ..again });
             device.stream().synchronize().unwrap();
             launch(&ProjectArguments { out: twice_apart.pointer().cast(), ..again });
             assert!(twice.read() == twice_apart.read(), "{shape:?}");

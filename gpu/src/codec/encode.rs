@@ -113,7 +113,7 @@ impl Encode {
         let transform = Transform::new(device, shape)?;
         let tiles = device.kernel(&shape.encode_program(), "codec_encode", 0)?;
         let join = device.kernel(&Self::join_program(), "codec_join", 0)?;
-        Ok(Self { transform, tiles, join, shape, blocks: RESIDENT * device.processors() })
+        Ok(Self { transform, tiles, join, shape, blocks: RESIDENT * device.sm_count() })
     }
 
     /// Bytes that all tiles of `layers` layers take at most.

@@ -209,7 +209,7 @@ pub struct AttendArguments {
     pub log_sum_exp: Option<DevicePtr<f32>>,
     /// Whether the launch may begin while the kernel before it on the stream ends, on sm_90: it then loads the table of the keys and plans
     /// its work by the lengths. That kernel must write neither tables nor lengths; all else is read when it has ended.
-    pub overlap: bool,
+    pub pdl: bool,
     /// Bytes as [`Attend::workspace_len`] says, zeroed once before the first launch. Launches on one stream can share it; those
     /// that may run side by side need one each.
     pub workspace: DevicePtr<u8>,
@@ -258,7 +258,7 @@ pub struct Attend {
     kernel: Kernel,
     shape: AttendShape,
     plan: Plan,
-    processors: usize,
+    sm_count: usize,
 }
 
 impl Attend {
@@ -269,13 +269,13 @@ impl Attend {
     pub fn new(device: &Device, shape: AttendShape) -> Result<Self, Error> {
         let plan = shape.plan(device.shared_memory())?;
         let kernel = device.kernel(&plan.program(&shape), "pq_attend", plan.shared_bytes())?;
-        Ok(Self { kernel, shape, plan, processors: device.processors() })
+        Ok(Self { kernel, shape, plan, sm_count: device.sm_count() })
     }
 
     /// Slices of a group, and blocks of each.
     fn grid(&self, heads: usize) -> (usize, usize) {
         let slices = self.shape.group.div_ceil(self.plan.queries);
-        (slices, (self.processors / heads.saturating_mul(slices).max(1)).max(1))
+        (slices, (self.sm_count / heads.saturating_mul(slices).max(1)).max(1))
     }
 
     /// Floats of what blocks that share a sequence leave to the last.
@@ -346,6 +346,6 @@ impl Attend {
         };
         let threads = self.plan.warps as u32 * 32;
         // SAFETY: the structure is the kernel's argument; the caller vouches for what its pointers lead to.
-        unsafe { self.kernel.launch(stream, grid, threads, a.overlap, &kernel_arguments) }
+        unsafe { self.kernel.launch(stream, grid, threads, a.pdl, &kernel_arguments) }
     }
 }

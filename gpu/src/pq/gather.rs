@@ -88,7 +88,7 @@ impl Gather {
     /// [`Error::Unsupported`], [`Error::NoNvrtc`], [`Error::Compile`] or [`Error::Driver`].
     pub fn new(device: &Device, row_bytes: usize) -> Result<Self, Error> {
         let kernel = device.kernel(&Self::program(row_bytes)?, "gather", 0)?;
-        Ok(Self { kernel, row_bytes, blocks: 4 * device.processors() })
+        Ok(Self { kernel, row_bytes, blocks: 4 * device.sm_count() })
     }
 
     /// Puts the collection on a stream.

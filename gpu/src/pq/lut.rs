@@ -73,7 +73,7 @@ struct KernelArguments {
 const _: () = assert!(size_of::<KernelArguments>() == 32);
 
 /// `pq_core::lut_into` for all heads, with the same bits: the tables that [`Scan`](super::Scan), [`Search`](super::Search) and
-/// [`AttendAny`](super::AttendAny) look up.
+/// [`AttendGeneric`](super::AttendGeneric) look up.
 ///
 /// # Cost
 /// group * ksub * dim multiply-adds a head.

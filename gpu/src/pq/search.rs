@@ -99,7 +99,7 @@ pub struct SearchArguments {
     pub stats: Option<DevicePtr<f32>>,
     /// Whether the search may begin with codes while the kernel before it on the stream ends, on sm_90: that one must not write codes,
     /// lengths or k, but may be the one that makes the tables. Else it waits for that kernel before it reads anything.
-    pub overlap: bool,
+    pub pdl: bool,
 }
 
 /// `Arguments` of the kernels.
@@ -121,7 +121,7 @@ struct KernelArguments {
     capacity: u32,
     sinks: u32,
     recent: u32,
-    overlap: u32,
+    pdl: u32,
 }
 
 const _: () = assert!(size_of::<KernelArguments>() == 104);
@@ -216,7 +216,7 @@ impl Search {
             capacity: a.capacity as u32,
             sinks: at_most_capacity(a.sinks),
             recent: at_most_capacity(a.recent),
-            overlap: u32::from(a.overlap),
+            pdl: u32::from(a.pdl),
         };
         for (kernel, threads) in &self.kernels {
             // SAFETY: the structure is the kernels' argument; the caller vouches for what its pointers lead to.

@@ -93,7 +93,7 @@ pub struct AttendArguments {
     pub log_sum_exp: Option<DevicePtr<f32>>,
     /// Whether the launch may begin while the kernel before it on the stream ends, on sm_90: it then plans its work by the lengths, ranks and
     /// offsets, none of which that kernel must write, and waits before it reads anything else.
-    pub overlap: bool,
+    pub pdl: bool,
     /// Bytes as [`Attend::workspace_len`] says, zeroed once before the first launch. Launches on one stream can share it; those
     /// that may run side by side need one each.
     pub workspace: DevicePtr<u8>,
@@ -138,7 +138,7 @@ const _: () = assert!(size_of::<KernelArguments>() == 136);
 pub struct Attend {
     kernel: Kernel,
     shape: AttendShape,
-    processors: usize,
+    sm_count: usize,
 }
 
 impl Attend {
@@ -148,13 +148,13 @@ impl Attend {
     /// [`Error::Unsupported`], [`Error::NoNvrtc`], [`Error::Compile`] or [`Error::Driver`].
     pub fn new(device: &Device, shape: AttendShape) -> Result<Self, Error> {
         let kernel = device.kernel(&shape.program()?, "svd_attend", shape.shared_bytes())?;
-        Ok(Self { kernel, shape, processors: device.processors() })
+        Ok(Self { kernel, shape, sm_count: device.sm_count() })
     }
 
     /// Blocks of a slice of the groups, and slices.
     fn grid(&self, group: usize) -> (usize, usize) {
         let slices = group.div_ceil(QUERIES).max(1);
-        ((self.processors / slices).max(1), slices)
+        ((self.sm_count / slices).max(1), slices)
     }
 
     /// Floats of what blocks that share a sequence leave to the last.
@@ -217,6 +217,6 @@ impl Attend {
         };
         let threads = self.shape.warps() as u32 * 32;
         // SAFETY: the structure is the kernel's argument; the caller vouches for what its pointers lead to.
-        unsafe { self.kernel.launch(stream, grid, threads, a.overlap, &kernel_arguments) }
+        unsafe { self.kernel.launch(stream, grid, threads, a.pdl, &kernel_arguments) }
     }
 }

@@ -124,7 +124,7 @@ pub struct Gram {
     join: Kernel,
     shape: GramShape,
     in_squares: bool,
-    processors: usize,
+    sm_count: usize,
 }
 
 impl Gram {
@@ -139,13 +139,13 @@ impl Gram {
             join: device.kernel(&program, "svd_gram_join", 0)?,
             shape,
             in_squares: shape.in_squares(device.capability()),
-            processors: device.processors(),
+            sm_count: device.sm_count(),
         })
     }
 
     /// Blocks that share a head: one a multiprocessor, if heads are few.
     fn parts(&self, heads: usize) -> usize {
-        (self.processors / heads.max(1)).max(1)
+        (self.sm_count / heads.max(1)).max(1)
     }
 
     /// Bytes of scratch for so many heads.

@@ -85,7 +85,7 @@ pub struct ProjectArguments {
     pub out: DevicePtr<AnyElement>,
     /// Whether the columns may be read while the kernel before it on the stream ends, on sm_90 with 64 or 128 components: that one must not
     /// write them. All else waits for that kernel.
-    pub overlap: bool,
+    pub pdl: bool,
 }
 
 /// `Arguments` of `registers.cu`.
@@ -110,7 +110,7 @@ struct BoxesArguments {
     out: CUtensorMap,
     columns: DevicePtr<f32>,
     n: u64,
-    overlap: u32,
+    pdl: u32,
 }
 
 const _: () = assert!(size_of::<BoxesArguments>() == 384);
@@ -123,7 +123,7 @@ pub struct Project {
     kernel: Kernel,
     shape: ProjectShape,
     in_boxes: bool,
-    processors: usize,
+    sm_count: usize,
 }
 
 impl Project {
@@ -135,7 +135,7 @@ impl Project {
         let capability = device.capability();
         let kernel =
             device.kernel(&shape.program(capability)?, "svd_project", shape.shared_bytes(capability))?;
-        Ok(Self { kernel, shape, in_boxes: shape.in_boxes(capability), processors: device.processors() })
+        Ok(Self { kernel, shape, in_boxes: shape.in_boxes(capability), sm_count: device.sm_count() })
     }
 
     /// Puts the projection on a stream.
@@ -165,9 +165,9 @@ impl Project {
                 let rows = RowsOfHeads { rows, element, heads, n, dim, strides, box_rows: TILE_ROWS };
                 let out = RowsOfHeads { rows: a.out, dim: rank, strides: [n * rank, rank], ..rows };
                 let (rows, out) = (rows.map()?, out.map()?);
-                let overlap = u32::from(a.overlap);
-                let arguments = BoxesArguments { rows, out, columns: a.columns, n: n as u64, overlap };
-                let grid = grid(TILE_ROWS, self.processors)?;
+                let pdl = u32::from(a.pdl);
+                let arguments = BoxesArguments { rows, out, columns: a.columns, n: n as u64, pdl };
+                let grid = grid(TILE_ROWS, self.sm_count)?;
                 self.kernel.launch(stream, grid, 128 * GROUPS as u32 + 32, true, &arguments)
             } else {
                 let arguments = RegistersArguments {
@@ -178,7 +178,7 @@ impl Project {
                     head_stride: a.strides[0] as u64,
                     row_stride: a.strides[1] as u64,
                 };
-                let grid = grid(WARPS * WARP_ROWS, 2 * self.processors)?;
+                let grid = grid(WARPS * WARP_ROWS, 2 * self.sm_count)?;
                 self.kernel.launch(stream, grid, WARPS as u32 * 32, true, &arguments)
             }
         }

@@ -7,7 +7,11 @@ use std::sync::Arc;
 
 use cudarc::driver::{CudaSlice, DevicePtr as _, DeviceRepr, ValidAsZeroBits};
 use half::{bf16, f16};
+pub use kv_gpu::pq::Side;
 use kv_gpu::{Device, DevicePtr, Element, Error, VectorElement};
+
+/// The sides of a cache, in the order of pairs `[keys, values]`.
+pub const SIDES: [Side; 2] = [Side::Keys, Side::Values];
 
 /// Says that a test did not run; with `GPU_TESTS=require` that is a failure.
 pub fn skip(what: &str, error: &Error) {

@@ -73,7 +73,7 @@ fn time(watch: &Stopwatch, quantizer: PqShape, (query_heads, heads, batch, n): (
     let workspace = watch.zeros::<u8>(attend.workspace_len(batch, heads));
     let out = watch.zeros::<f16>(queries.len());
     let scale = 1.0 / (dim as f32).sqrt();
-    let arguments = |copy: usize, overlap: bool| AttendArguments {
+    let arguments = |copy: usize, pdl: bool| AttendArguments {
         batch,
         heads,
         tiles: n.div_ceil(TILE),
@@ -88,11 +88,11 @@ fn time(watch: &Stopwatch, quantizer: PqShape, (query_heads, heads, batch, n): (
         scale,
         out: watch.pointer(&out).cast(),
         log_sum_exp: None,
-        overlap,
+        pdl,
         workspace: watch.pointer(&workspace),
     };
-    let [us, us_overlapped] = [false, true].map(|overlap| {
-        let all: Vec<AttendArguments> = (0..copies).map(|copy| arguments(copy, overlap)).collect();
+    let [us, us_pdl] = [false, true].map(|pdl| {
+        let all: Vec<AttendArguments> = (0..copies).map(|copy| arguments(copy, pdl)).collect();
         // SAFETY: buffers of the shapes that the arguments ask for, which outlive the graph.
         let launch = |i: usize, stream| unsafe { attend.launch(stream, &all[i % copies]) };
         watch.time(if batch == 1 { 16 } else { 4 }, launch)
@@ -118,5 +118,5 @@ fn time(watch: &Stopwatch, quantizer: PqShape, (query_heads, heads, batch, n): (
     assert!((error / norm).sqrt() < 2e-3, "{shape:?}: {}", (error / norm).sqrt());
 
     watch.say(&name, &load, (2 * packed[0].len()) as f64, us);
-    watch.say(&format!("{name}, overlapped"), &load, (2 * packed[0].len()) as f64, us_overlapped);
+    watch.say(&format!("{name}, overlapped"), &load, (2 * packed[0].len()) as f64, us_pdl);
 }

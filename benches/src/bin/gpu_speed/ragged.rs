@@ -58,7 +58,7 @@ fn time(watch: &Stopwatch, load: &str, lengths: &[u32], ranks: &[[u32; HEADS]; 2
     let workspace = watch.zeros::<u8>(attend.workspace_len(batch, HEADS, GROUP));
     let out = watch.zeros::<f16>(queries.len());
     let scale = 1.0 / (DIM as f32).sqrt();
-    let arguments = |stored: &[CudaSlice<f16>; 2], overlap: bool| AttendArguments {
+    let arguments = |stored: &[CudaSlice<f16>; 2], pdl: bool| AttendArguments {
         batch,
         heads: HEADS,
         group: GROUP,
@@ -76,11 +76,11 @@ fn time(watch: &Stopwatch, load: &str, lengths: &[u32], ranks: &[[u32; HEADS]; 2
         scale,
         out: watch.pointer(&out).cast(),
         log_sum_exp: None,
-        overlap,
+        pdl,
         workspace: watch.pointer(&workspace),
     };
-    let [us, us_overlapped] = [false, true].map(|overlap| {
-        let all: Vec<AttendArguments> = there.iter().map(|stored| arguments(stored, overlap)).collect();
+    let [us, us_pdl] = [false, true].map(|pdl| {
+        let all: Vec<AttendArguments> = there.iter().map(|stored| arguments(stored, pdl)).collect();
         // SAFETY: buffers of the shapes that the arguments ask for, which outlive the graph.
         watch.time(4 * copies, |i, stream| unsafe { attend.launch(stream, &all[i % copies]) })
     });
@@ -108,5 +108,5 @@ fn time(watch: &Stopwatch, load: &str, lengths: &[u32], ranks: &[[u32; HEADS]; 2
         assert!((error / norm).sqrt() < 4e-3, "{load}: {}", (error / norm).sqrt());
     }
     watch.say("attend, ragged ranks", load, bytes as f64, us);
-    watch.say("attend, ragged ranks, overlapped", load, bytes as f64, us_overlapped);
+    watch.say("attend, ragged ranks, overlapped", load, bytes as f64, us_pdl);
 }

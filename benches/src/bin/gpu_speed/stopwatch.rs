@@ -103,7 +103,7 @@ impl Stopwatch {
     /// One operation a lane and clock.
     pub fn operations_per_us(&self) -> f64 {
         let khz = self.gpu.context().attribute(CU_DEVICE_ATTRIBUTE_CLOCK_RATE).unwrap();
-        self.gpu.processors() as f64 * 128.0 * f64::from(khz) / 1e3
+        self.gpu.sm_count() as f64 * 128.0 * f64::from(khz) / 1e3
     }
 
     pub fn zeros<T: DeviceRepr + ValidAsZeroBits>(&self, n: usize) -> CudaSlice<T> {

@@ -8,7 +8,7 @@ use crate::{Device, Error, KERNELS, Program};
 
 /// What an attention on codes of any shape is compiled for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct AttendAnyShape {
+pub struct AttendGenericShape {
     /// The keys' quantizer.
     pub keys: PqShape,
     /// The values' quantizer. Its `dim` may differ.
@@ -17,7 +17,7 @@ pub struct AttendAnyShape {
     pub group: usize,
 }
 
-impl AttendAnyShape {
+impl AttendGenericShape {
     /// The program.
     ///
     /// # Errors
@@ -41,11 +41,11 @@ impl AttendAnyShape {
     }
 }
 
-const OPERATION: Operation = Operation("pq::AttendAny");
+const OPERATION: Operation = Operation("pq::AttendGeneric");
 
 /// Device pointers and sizes of one launch.
 #[derive(Clone, Copy, Debug)]
-pub struct AttendAnyArguments {
+pub struct AttendGenericArguments {
     /// Sequences.
     pub batch: usize,
     /// Key/value heads.
@@ -103,17 +103,17 @@ const _: () = assert!(size_of::<KernelArguments>() == 104);
 /// Per query n * m look-ups for the scores and n * dim multiply-adds on looked-up values, all from the caches.
 /// # Source
 /// MILLION (DAC 2025), III-B.
-pub struct AttendAny {
+pub struct AttendGeneric {
     kernel: Kernel,
-    shape: AttendAnyShape,
+    shape: AttendGenericShape,
 }
 
-impl AttendAny {
+impl AttendGeneric {
     /// Compiles it for a shape.
     ///
     /// # Errors
     /// [`Error::Unsupported`], [`Error::NoNvrtc`], [`Error::Compile`] or [`Error::Driver`].
-    pub fn new(device: &Device, shape: AttendAnyShape) -> Result<Self, Error> {
+    pub fn new(device: &Device, shape: AttendGenericShape) -> Result<Self, Error> {
         Ok(Self { kernel: device.kernel(&shape.program()?, "pq_attend_any", 0)?, shape })
     }
 
@@ -123,7 +123,7 @@ impl AttendAny {
     /// [`Error::Argument`] for sizes that do not fit, [`Error::Driver`].
     /// # Safety
     /// The [contract of a launch](DevicePtr#launches) holds. Lengths do not exceed the capacity: the kernel does not clamp them.
-    pub unsafe fn launch(&self, stream: CUstream, arguments: &AttendAnyArguments) -> Result<(), Error> {
+    pub unsafe fn launch(&self, stream: CUstream, arguments: &AttendGenericArguments) -> Result<(), Error> {
         let a = arguments;
         if a.batch == 0 || a.heads == 0 {
             return Ok(());

@@ -9,14 +9,14 @@ use crate::{Device, Error, KERNELS, Program, VectorElement};
 
 /// What an encoder for any quantizer is compiled for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct EncodeAnyShape {
+pub struct EncodeGenericShape {
     /// The quantizer.
     pub quantizer: PqShape,
     /// Element of the vectors.
     pub element: VectorElement,
 }
 
-impl EncodeAnyShape {
+impl EncodeGenericShape {
     /// The program.
     ///
     /// # Errors
@@ -27,11 +27,11 @@ impl EncodeAnyShape {
     }
 }
 
-const OPERATION: Operation = Operation("pq::EncodeAny");
+const OPERATION: Operation = Operation("pq::EncodeGeneric");
 
 /// Device pointers and sizes of one launch.
 #[derive(Clone, Copy, Debug)]
-pub struct EncodeAnyArguments {
+pub struct EncodeGenericArguments {
     /// Sequences.
     pub batch: usize,
     /// Key/value heads.
@@ -71,21 +71,21 @@ struct KernelArguments {
 const _: () = assert!(size_of::<KernelArguments>() == 80);
 
 /// `pq_core::encode_into` for the codes as `pq-core` keeps them, which [`Search`](super::Search), [`Scan`](super::Scan) and
-/// [`AttendAny`](super::AttendAny) read: any quantizer, ragged appends.
+/// [`AttendGeneric`](super::AttendGeneric) read: any quantizer, ragged appends.
 ///
 /// # Cost
 /// ksub * dim multiply-adds a vector.
-pub struct EncodeAny {
+pub struct EncodeGeneric {
     kernel: Kernel,
-    shape: EncodeAnyShape,
+    shape: EncodeGenericShape,
 }
 
-impl EncodeAny {
+impl EncodeGeneric {
     /// Compiles it for a shape.
     ///
     /// # Errors
     /// [`Error::Unsupported`], [`Error::NoNvrtc`], [`Error::Compile`] or [`Error::Driver`].
-    pub fn new(device: &Device, shape: EncodeAnyShape) -> Result<Self, Error> {
+    pub fn new(device: &Device, shape: EncodeGenericShape) -> Result<Self, Error> {
         let kernel = device.kernel(&shape.program()?, "pq_encode_any", shared_bytes(shape.quantizer))?;
         Ok(Self { kernel, shape })
     }
@@ -97,7 +97,7 @@ impl EncodeAny {
     /// # Safety
     /// The [contract of a launch](DevicePtr#launches) holds. For every sequence, `firsts + counts` does not exceed the capacity, and the
     /// count does not exceed `max_count`: the kernel does not clamp them.
-    pub unsafe fn launch(&self, stream: CUstream, arguments: &EncodeAnyArguments) -> Result<(), Error> {
+    pub unsafe fn launch(&self, stream: CUstream, arguments: &EncodeGenericArguments) -> Result<(), Error> {
         let a = arguments;
         let rows = a.batch.saturating_mul(a.heads);
         if rows == 0 || a.max_count == 0 {
