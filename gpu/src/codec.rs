@@ -1,4 +1,4 @@
-//! Operations of `codec-core`.
+//! Operations of `codec-core`: entropy-coded frames.
 
 mod decode;
 mod encode;
@@ -13,28 +13,28 @@ use crate::Error;
 use crate::launch::Operation;
 use crate::pointer::{AnyElement, DevicePtr};
 
-/// Where the rows of planes lie on the device: numbers (tokens, heads, head_dim) with strides, so that both the order of tokens, heads
-/// and that of heads, tokens go, in pages or not.
+/// Where the rows of planes are on the device: elements (tokens, heads, head_dim) with strides, so that
+/// tokens or heads may come first, with pages or without.
 #[derive(Clone, Copy, Debug)]
 pub struct Place {
-    /// Numbers from a token to the next, within a page where there are pages.
+    /// Stride of tokens in elements, within a page if there are pages.
     pub token_stride: usize,
-    /// Numbers from a head to the next.
+    /// Stride of heads in elements.
     pub head_stride: usize,
-    /// The place of the frame's first token.
+    /// The position of the frame's first token.
     pub first_token: usize,
-    /// Where the tokens lie, when compiled for pages.
+    /// The page table, given exactly if the shape is `paged`.
     pub pages: Option<TokenPages>,
 }
 
-/// Tokens in pages.
+/// The page table of a sequence of tokens.
 #[derive(Clone, Copy, Debug)]
 pub struct TokenPages {
-    /// `u32` (pages,): the page of each part of the sequence.
+    /// `u32` (pages,): page numbers in the order of the tokens.
     pub table: DevicePtr<u32>,
-    /// Tokens of a page.
+    /// Capacity of a page in tokens.
     pub page_tokens: usize,
-    /// Numbers from a page to the next.
+    /// Stride of pages in elements.
     pub stride: usize,
 }
 
@@ -64,14 +64,14 @@ struct PlanesAt {
 const _: () = assert!(size_of::<PlanesAt>() == 24);
 
 impl PlanesAt {
-    /// At pointers (planes of the launch,) on the device.
+    /// Each plane of the launch at a pointer of its own.
     const fn each(pointers: DevicePtr<DevicePtr<AnyElement>>) -> Self {
         Self { each: Some(pointers), all: None, stride: 0 }
     }
 }
 
 impl Place {
-    /// The kernel's form, for `tokens` tokens.
+    /// The kernels' form, for `tokens` tokens.
     fn for_kernel(
         &self,
         operation: Operation,

@@ -11,7 +11,7 @@ use crate::disk_cache::DiskCache;
 use crate::launch::Grid;
 use crate::{Error, Image, Program, compile};
 
-/// A GPU, a stream of its own, and the kernels that have been compiled for it.
+/// A GPU with a stream and the kernels that were compiled for it.
 pub struct Device {
     context: Arc<CudaContext>,
     stream: Arc<CudaStream>,
@@ -23,10 +23,10 @@ pub struct Device {
 }
 
 impl Device {
-    /// Opens device `ordinal`, on its primary context: the one that PyTorch and the CUDA runtime use.
+    /// Opens device `ordinal` on its primary context, which PyTorch and the CUDA runtime use, too.
     ///
     /// # Errors
-    /// [`Error::NoDriver`] on a machine without CUDA, [`Error::Driver`] when there is no such device.
+    /// [`Error::NoDriver`] on a machine without CUDA, [`Error::Driver`] if there is no such device.
     pub fn open(ordinal: usize) -> Result<Self, Error> {
         // SAFETY: it loads the driver library, if there is one, and runs nothing of it.
         if !unsafe { sys::is_culib_present() } {
@@ -36,7 +36,7 @@ impl Device {
         Self::on_context(context)
     }
 
-    /// Takes a context that an engine has already.
+    /// Uses an engine's own context.
     ///
     /// # Errors
     /// [`Error::Driver`].
@@ -61,13 +61,16 @@ impl Device {
         })
     }
 
-    /// Keeps compiled kernels in a folder, too, for the next process; it is created, readable and writable by this user alone.
+    /// Keeps compiled kernels in a folder, too, for the next process; it is created, readable and writable by
+    /// this user alone.
     ///
-    /// A file that is not exactly the wanted kernel, whole, is ignored and replaced. What the folder holds runs on the device, so it and
-    /// the folders above it must be writable by this user (or root) alone. Failures to write a kernel are ignored.
+    /// A file that is not exactly the wanted kernel, whole, is ignored and replaced. What the folder holds
+    /// runs on the device, so it and the folders above it must be writable by this user (or root) alone.
+    /// Failures to write a kernel are ignored.
     ///
     /// # Errors
-    /// [`Error::CacheFolder`] if the folder cannot be created, or if others can write it; the device then works without it.
+    /// [`Error::CacheFolder`] if the folder cannot be created, or if others can write it; the device then
+    /// works without it.
     pub fn use_disk_cache(&mut self, folder: impl Into<PathBuf>) -> Result<(), Error> {
         self.disk = Some(DiskCache::open(folder.into())?);
         Ok(())
@@ -79,7 +82,8 @@ impl Device {
         &self.stream
     }
 
-    /// A stream of the lowest priority, for work that decoding must not wait for: it runs where the other streams leave room.
+    /// A stream of the lowest priority, for work that decoding must not wait for: it runs where the other
+    /// streams leave room.
     ///
     /// # Errors
     /// [`Error::Driver`].
@@ -105,19 +109,19 @@ impl Device {
         self.capability
     }
 
-    /// Number of multiprocessors.
+    /// Number of streaming multiprocessors (SMs).
     #[must_use]
     pub const fn sm_count(&self) -> usize {
         self.sm_count
     }
 
-    /// Bytes of shared memory that a block can have.
+    /// Most bytes of shared memory of a block, with the driver's opt-in.
     #[must_use]
     pub const fn shared_memory(&self) -> usize {
         self.shared_memory
     }
 
-    /// A kernel of a program, compiled on first use, that may use `shared` bytes of dynamic shared memory.
+    /// A kernel of a program, compiled on first use, with `shared` bytes of dynamic shared memory.
     pub(crate) fn kernel(
         &self,
         program: &Program,
@@ -173,8 +177,9 @@ pub(crate) struct Kernel {
 }
 
 impl Kernel {
-    /// Launches it with one argument, a structure. With `pdl`, a programmatic dependent launch, its blocks may start before the
-    /// previous kernel on the stream ends; the kernel itself waits (`griddepcontrol.wait`) before it reads that kernel's output.
+    /// Launches it with one argument, a structure. With `pdl`, a programmatic dependent launch, its blocks
+    /// may start before the previous kernel on the stream ends; the kernel itself waits
+    /// (`griddepcontrol.wait`) before it reads that kernel's output.
     ///
     /// # Safety
     /// `A` must be the kernel's argument; for its pointers and the stream the contract of

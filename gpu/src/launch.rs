@@ -23,7 +23,8 @@ impl Operation {
         self.at_most(u32::MAX, what, size)
     }
 
-    /// The grid of a launch: along each axis what its blocks are, and how many. Axes that are left out have one block.
+    /// The grid of a launch: along each axis what its blocks are, and how many. Axes that are left out have
+    /// one block.
     pub(crate) fn grid(self, axes: &[(&str, usize)]) -> Result<Grid, Error> {
         let mut grid = [1; 3];
         for ((blocks, most), &(what, size)) in grid.iter_mut().zip(MOST_BLOCKS).zip(axes) {

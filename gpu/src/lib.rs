@@ -18,7 +18,7 @@ pub use error::Error;
 pub use pointer::{AnyElement, DevicePtr};
 pub use self_test::{self_test, self_test_program};
 
-/// Element type of what a kernel reads and writes beside codes.
+/// Element type of queries, keys, values and outputs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Element {
     /// IEEE half precision.
@@ -27,7 +27,7 @@ pub enum Element {
     Bf16,
 }
 
-/// Element type of rows that may be in single precision, too, as the kernels number them.
+/// Element type of vectors that may also be in single precision. The discriminants are those of the kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum VectorElement {
     /// Single precision.

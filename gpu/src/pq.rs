@@ -1,4 +1,4 @@
-//! Operations of `pq-core`.
+//! Operations of `pq-core`: product quantization.
 
 mod attend;
 mod attend_generic;

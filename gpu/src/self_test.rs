@@ -12,16 +12,18 @@ struct Arguments {
     n: u32,
 }
 
-/// The program of [`self_test`]: to see without a device whether NVRTC works.
+/// The kernel of [`self_test`], for [`compile`](crate::compile): it shows without a device whether NVRTC
+/// works.
 #[must_use]
 pub fn self_test_program() -> Program {
     Program::new("self_test", KERNELS.self_test, &[])
 }
 
-/// Compiles, launches and reads back one small kernel: whether driver, NVRTC and device work together.
+/// Compiles and launches a small kernel and reads its result, to check that driver, NVRTC and device work
+/// together.
 ///
 /// # Errors
-/// Whatever fails first, by name; [`Error::WrongResult`] when the device answers wrongly.
+/// The first failure; [`Error::WrongResult`] if the device computes a wrong result.
 pub fn self_test(device: &Device) -> Result<(), Error> {
     const N: u32 = 1000; // not a multiple of the block
     let kernel = device.kernel(&self_test_program(), "squares", 0)?;
@@ -30,7 +32,7 @@ pub fn self_test(device: &Device) -> Result<(), Error> {
     let (address, _order) = out.device_ptr(stream);
     let squares = DevicePtr::new(address).unwrap_or(DevicePtr::dangling());
     let grid = Operation("self test").grid(&[("blocks", N.div_ceil(128) as usize)])?;
-    // SAFETY: `squares` writes n numbers, for which `out` has room.
+    // SAFETY: `squares` writes n elements, which `out` has.
     unsafe { kernel.launch(stream.cu_stream(), grid, 128, false, &Arguments { squares, n: N }) }?;
     let squares = stream.clone_dtoh(&out).map_err(Error::of("copy to host"))?;
     match squares.iter().zip(0_u32..).position(|(&square, i)| square != i * i) {

@@ -330,7 +330,7 @@ fn check_searches(
 /// The search returns the heaviest tokens, sinks and recent ones, in order, and of equal tokens the lower.
 fn check_search(device: &Device, case: &Case, random: &mut Random, seed: u64) {
     let inputs = Inputs::new(case, random);
-    let luts = inputs.luts(&case);
+    let luts = inputs.luts(case);
     let wanted = pq_core::Search { k: 0, sinks: case.sinks, recent: case.recent, rule: case.shape.rule };
     let found =
         |i: usize| pq_core::Search { k: case.ks[i] as usize, ..wanted }.found(case.lengths[i] as usize);
@@ -353,7 +353,7 @@ fn check_search(device: &Device, case: &Case, random: &mut Random, seed: u64) {
         let sinks = case.sinks.min(n);
         let middle = sinks..n - case.recent.min(n - sinks);
         assert!((0..n).filter(|t| !middle.contains(t)).all(|t| is_in[t]), "{case:?}: sinks and recent");
-        let scores = scores(&case, luts, &inputs.codes[row], n);
+        let scores = scores(case, luts, &inputs.codes[row], n);
         let (weights, sums) = log_weights(&scores, n, case.shape.rule);
         let chosen = middle.clone().filter(|&t| is_in[t]).map(|t| weights[t]);
         let left = middle.clone().filter(|&t| !is_in[t]).map(|t| weights[t]);

@@ -12,38 +12,39 @@ use crate::{Device, Error, KERNELS, Program};
 
 /// `WARPS` of the kernel.
 const WARPS: usize = 4;
-/// Blocks of threads of a multiprocessor, as the kernel is bound to.
+/// Resident thread blocks per SM, by the launch bounds of the kernel.
 const RESIDENT: usize = 6;
-/// Tiles of a block of threads that joins them: `COUNT` of the kernel.
+/// Tiles that a thread block joins: `COUNT` of the kernel.
 const JOINED: usize = 256;
 
 const OPERATION: Operation = Operation("codec::Encode");
 
-/// Device pointers and ranges of one launch.
+/// Pointers and ranges of one launch of [`Encode`].
 #[derive(Clone, Debug)]
 pub struct EncodeArguments {
-    /// [`Planes::words`], on the device.
+    /// [`Planes::words`].
     pub planes: DevicePtr<u32>,
-    /// Which layers.
+    /// The layers to encode.
     pub layers: Range<usize>,
-    /// `u64` (layers of the launch, 2): pointers to the rows of keys, then values, of each layer.
+    /// Pointers (layers of the launch, 2) to the rows of keys, then values, of each layer.
     pub rows: DevicePtr<DevicePtr<AnyElement>>,
-    /// Where in them the frame's tokens are.
+    /// Where the tokens of the frame are in these rows.
     pub place: Place,
     /// Bytes ([`Encode::slots_len`],), overwritten.
     pub slots: DevicePtr<u8>,
     /// Bytes ([`Encode::workspace_len`],), overwritten.
     pub workspace: DevicePtr<u8>,
-    /// `u16` (layers of the launch, 2, blocks, tiles), written: lengths of the tiles in units of two bytes.
+    /// `u16` (layers of the launch, 2, blocks, tiles), written: the length of each tile in units of two
+    /// bytes.
     pub lengths: DevicePtr<u16>,
-    /// Bytes (`capacity`,), written: the tiles one behind the other, if they fit.
+    /// Bytes (`capacity`,), written: the tiles in order, without gaps, if they fit.
     pub payload: DevicePtr<u8>,
-    /// Bytes that the payload has room for; [`Encode::slots_len`] always suffices.
+    /// Capacity of the payload in bytes; [`Encode::slots_len`] always suffices.
     pub capacity: usize,
-    /// `u64`, written: bytes that the payload needs.
+    /// One `u64`, written: the size of the payload in bytes.
     pub payload_bytes: DevicePtr<u64>,
-    /// `u32`, which the launch only ever raises: if it is not 0 afterwards, a number of the tile before that of the launch is not
-    /// finite, or not in its channel's steps.
+    /// One `u32`, 0 before the launch. Afterwards it is 1 + the index in the launch of a tile with an element
+    /// that is not finite or out of range for the step of its channel, or 0. A launch only ever raises it.
     pub failed: DevicePtr<u32>,
 }
 
@@ -82,12 +83,13 @@ struct JoinKernelArguments {
 
 const _: () = assert!(size_of::<JoinKernelArguments>() == 48);
 
-/// `codec_core::encode_frame` but for header, index and checksums, which the host adds ([`codec_core::assemble_frame`]): the same bytes.
-/// For planes with a step for each channel.
+/// `codec_core::encode_frame` for planes with one step per channel, with the same bytes, except for header,
+/// index and checksums, which the host adds ([`codec_core::assemble_frame`]).
 ///
 /// # Cost
-/// Two launches. Reads the numbers once, and again for tiles of one width; bins are written and read in the workspace. With a transform,
-/// a third launch before: a multiplication and an addition for each number and component of its head, and 4 bytes a number written.
+/// Two kernels. Elements are read once, and again for tiles of one width; bins are written to the workspace
+/// and read back. With a transform, a third kernel runs before: a multiplication and an addition for each
+/// element of the head, and 4 bytes written per element.
 /// # Source
 /// CacheGen (SIGCOMM 2024), 5.2; the bitstream is codec-core's `FORMAT.md`.
 pub struct Encode {
@@ -99,13 +101,13 @@ pub struct Encode {
 }
 
 impl Encode {
-    /// The program that joins tiles, which is the same for all shapes.
+    /// The kernel that joins tiles, which is the same for all shapes.
     #[must_use]
     pub fn join_program() -> Program {
         Program::new("codec_join", KERNELS.codec_join, &[])
     }
 
-    /// Compiles it for a shape.
+    /// Compiles the kernels for a shape.
     ///
     /// # Errors
     /// [`Error::NoNvrtc`], [`Error::Compile`] or [`Error::Driver`].
@@ -116,32 +118,33 @@ impl Encode {
         Ok(Self { transform, tiles, join, shape, blocks: RESIDENT * device.sm_count() })
     }
 
-    /// Bytes that all tiles of `layers` layers take at most.
+    /// Upper bound of the bytes of all tiles of `layers` layers.
     #[must_use]
     pub fn slots_len(info: &FrameInfo, layers: usize) -> usize {
         tiles(info, layers).saturating_mul(slot_bytes(info))
     }
 
-    /// Bytes of scratch for so many layers at a time.
+    /// Bytes of workspace for launches of `layers` layers.
     #[must_use]
     pub const fn workspace_len(&self, info: &FrameInfo, layers: usize) -> usize {
         let coefficients = Transform::coefficients_len(&self.shape, layers.saturating_mul(2), info.tokens);
         self.bins_len(info).saturating_add(coefficients)
     }
 
-    /// Bytes of the tiles that are being coded.
+    /// Bytes of the bins of all resident warps.
     const fn bins_len(&self, info: &FrameInfo) -> usize {
         self.blocks.saturating_mul(WARPS).saturating_mul(info.block_tokens).saturating_mul(8 * LANES)
     }
 
-    /// Puts the encoding on a stream. `info` is that of the frame to be; the tokens of its blocks and its layers must be those of
-    /// all launches.
+    /// Launches the encoding on a stream. `info` describes the frame and is the same in all launches of a
+    /// frame.
     ///
     /// # Errors
-    /// [`Error::Argument`] for planes, a frame or ranges that do not go together, [`Error::Driver`].
+    /// [`Error::Argument`] for planes, a frame or ranges that do not match, [`Error::Driver`].
     /// # Safety
-    /// The [contract of a launch](DevicePtr#launches) holds, with every pointer, those to rows included, aligned to 8 bytes. The words
-    /// at `arguments.planes` are those of `planes`, and page numbers are those of pages.
+    /// The [contract of a launch](DevicePtr#launches) holds, with every pointer, those to rows included,
+    /// aligned to 8 bytes. The words at `arguments.planes` are those of `planes`, and page numbers are those
+    /// of pages.
     pub unsafe fn launch(
         &self,
         stream: CUstream,
@@ -212,7 +215,7 @@ impl Encode {
         let units = tiles / info.blocks() * info.blocks().div_ceil(WARPS);
         let tiles_grid = OPERATION.grid(&[("blocks", self.blocks.min(units))])?;
         let join_grid = OPERATION.grid(&[("blocks", tiles.div_ceil(JOINED))])?;
-        // SAFETY: the structures are the kernels' arguments; the caller vouches for what their pointers lead to.
+        // SAFETY: the structures are the kernels' arguments; the caller keeps the contract of their pointers.
         unsafe {
             if let Some(transform) = &self.transform {
                 transform.rows_to_coefficients(stream, &rows_of_launch)?;
@@ -228,7 +231,7 @@ fn tiles(info: &FrameInfo, layers: usize) -> usize {
     planes.saturating_mul(info.channels().div_ceil(LANES))
 }
 
-/// Most bytes of a tile: 16 bits a number.
+/// Most bytes of a tile: 16 bits per element.
 const fn slot_bytes(info: &FrameInfo) -> usize {
     4 + 2 * LANES * info.block_tokens
 }

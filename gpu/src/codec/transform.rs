@@ -8,12 +8,13 @@ use crate::{Device, Error};
 
 const OPERATION: Operation = Operation("codec transform");
 
-/// `TOKENS` and `THREADS` of the kernels, and the columns of a block for heads of up to so many components.
+/// `TOKENS` and `THREADS` of the kernels, and the columns of a block for heads of up to 64 elements and for
+/// larger ones.
 const TOKENS: usize = 64;
 const THREADS: u32 = 128;
 const COLUMNS: [usize; 2] = [64, 128];
 
-/// Rows to coefficients and back, for planes that have a transform.
+/// Rows to coefficients and back, for planes with a transform.
 pub(super) struct Transform {
     into: Kernel,
     back: Kernel,
@@ -38,7 +39,7 @@ const _: () = assert!(size_of::<KernelArguments>() == 96);
 /// The rows of a launch.
 #[derive(Clone, Copy)]
 pub(super) struct Rows {
-    /// Pointers on the device, one a plane.
+    /// Pointers on the device, one per plane.
     pub pointers: DevicePtr<DevicePtr<AnyElement>>,
     pub place: KernelPlace,
     pub first_plane: usize,
@@ -52,21 +53,21 @@ pub(super) struct Rows {
 }
 
 impl Transform {
-    /// For a shape with a transform.
+    /// Compiles the kernels; `None` for a shape without a transform.
     pub(super) fn new(device: &Device, shape: CodecShape) -> Result<Option<Self>, Error> {
         let Some(program) = shape.transform_program() else { return Ok(None) };
         let into = device.kernel(&program, "codec_rows_to_coefficients", 0)?;
         Ok(Some(Self { into, back: device.kernel(&program, "codec_coefficients_to_rows", 0)?, shape }))
     }
 
-    /// Bytes of the coefficients of so many planes and tokens.
+    /// Bytes of the coefficients of `planes` planes of `tokens` tokens.
     pub(super) const fn coefficients_len(shape: &CodecShape, planes: usize, tokens: usize) -> usize {
-        let numbers = if shape.has_transform() { planes.saturating_mul(tokens) } else { 0 };
-        numbers.saturating_mul(4 * shape.channels())
+        let elements = if shape.has_transform() { planes.saturating_mul(tokens) } else { 0 };
+        elements.saturating_mul(4 * shape.channels())
     }
 
     /// # Safety
-    /// Pointers must be to device memory with as many elements as their shapes say.
+    /// The [contract of a launch](DevicePtr#launches) holds for the pointers and the stream.
     pub(super) unsafe fn rows_to_coefficients(&self, stream: CUstream, rows: &Rows) -> Result<(), Error> {
         // SAFETY: the caller's.
         unsafe { self.launch(&self.into, stream, rows) }
@@ -95,12 +96,12 @@ impl Transform {
             first_token: rows.first_token as u32,
             tokens: rows.tokens as u32,
         };
-        // SAFETY: the structure is the kernels' argument; the caller vouches for what its pointers lead to.
+        // SAFETY: the structure is the kernels' argument; the caller keeps the contract of its pointers.
         unsafe { kernel.launch(stream, grid, THREADS, false, &arguments) }
     }
 }
 
-/// Coefficients as the kernels for tiles find and leave them: planes behind each other, of tokens from `first_token` on.
+/// The coefficients as rows of the kernels for tiles: contiguous planes of the tokens from `first_token` on.
 pub(super) fn coefficients_at(
     shape: &CodecShape,
     coefficients: DevicePtr<f32>,

@@ -6,19 +6,19 @@ use crate::launch::Operation;
 use crate::pointer::DevicePtr;
 use crate::{Device, Error, KERNELS, Program};
 
-/// What an attention on codes of any shape is compiled for.
+/// Compile-time shape of [`AttendGeneric`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct AttendGenericShape {
-    /// The keys' quantizer.
+    /// Quantizer of the keys.
     pub keys: PqShape,
-    /// The values' quantizer. Its `dim` may differ.
+    /// Quantizer of the values. Its `dim` may differ.
     pub values: PqShape,
     /// Query heads per key/value head.
     pub group: usize,
 }
 
 impl AttendGenericShape {
-    /// The program.
+    /// The kernel, for [`compile`](crate::compile) without a device.
     ///
     /// # Errors
     /// [`Error::Unsupported`].
@@ -26,7 +26,7 @@ impl AttendGenericShape {
         if self.group == 0 || self.group > 16 || self.values.dim() > 512 {
             return Err(Error::Unsupported {
                 operation: format!("{self:?}"),
-                supported: "1 to 16 query heads a key/value head, and values of at most 512 components",
+                supported: "1 to 16 query heads per key/value head, and values of at most 512 elements",
             });
         }
         let defines = [
@@ -43,34 +43,38 @@ impl AttendGenericShape {
 
 const OPERATION: Operation = Operation("pq::AttendGeneric");
 
-/// Device pointers and sizes of one launch.
+/// Pointers and sizes of one launch of [`AttendGeneric`].
 #[derive(Clone, Copy, Debug)]
 pub struct AttendGenericArguments {
-    /// Sequences.
+    /// Number of sequences.
     pub batch: usize,
-    /// Key/value heads.
+    /// Number of key/value heads.
     pub heads: usize,
-    /// Tokens that a sequence has room for.
+    /// Capacity of a sequence in tokens.
     pub capacity: usize,
-    /// f32 (batch, heads, group, m, ksub): the keys' tables, as `pq_core::lut_into` makes them from scaled queries.
+    /// `f32` (batch, heads, group, m, ksub): lookup tables of the keys, as `pq_core::lut_into` computes them
+    /// from scaled queries.
     pub luts: DevicePtr<f32>,
-    /// Bytes (batch, heads, [`PqShape::codes_len`] of the capacity), as [`Codes`](pq_core::Codes) has them.
+    /// Bytes (batch, heads, [`PqShape::codes_len`] of the capacity), in the layout of
+    /// [`Codes`](pq_core::Codes).
     pub key_codes: DevicePtr<u8>,
-    /// Bytes (batch, heads, [`PqShape::codes_len`] of the capacity).
+    /// Bytes (batch, heads, [`PqShape::codes_len`] of the capacity), in the layout of
+    /// [`Codes`](pq_core::Codes).
     pub value_codes: DevicePtr<u8>,
-    /// f32 (heads, m, ksub, dsub): the values' codebooks.
+    /// `f32` (heads, m, ksub, dsub): codebooks of the values.
     pub centroids: DevicePtr<f32>,
-    /// `u32` (batch,): tokens of each sequence.
+    /// `u32` (batch,): the length of each sequence in tokens.
     pub lengths: DevicePtr<u32>,
-    /// f32 (batch, heads, capacity): factors of the keys' scores.
+    /// `f32` (batch, heads, capacity): factors of the scores, by key.
     pub key_scales: Option<DevicePtr<f32>>,
-    /// f32 (batch, heads, capacity): factors of the values.
+    /// `f32` (batch, heads, capacity): factors of the values.
     pub value_scales: Option<DevicePtr<f32>>,
-    /// f32 (batch, heads, group, capacity): numbers added to the scores.
+    /// `f32` (batch, heads, group, capacity): bias added to the scores.
     pub bias: Option<DevicePtr<f32>>,
-    /// f32 (batch, heads, group, dim), fully written; zeros for a sequence without tokens.
+    /// `f32` (batch, heads, group, dim), fully written. A sequence without tokens gives zeros.
     pub out: DevicePtr<f32>,
-    /// f32 (batch, heads, group), fully written: the natural logarithm of the sum of the exponentials.
+    /// `f32` (batch, heads, group), fully written: the log-sum-exp of the scores (natural logarithm), to
+    /// merge the result with attention over other tokens.
     pub log_sum_exp: Option<DevicePtr<f32>>,
 }
 
@@ -95,12 +99,14 @@ struct KernelArguments {
 
 const _: () = assert!(size_of::<KernelArguments>() == 104);
 
-/// `pq_core::attend_into` at every shape, 12 bits included, with scales and bias, on the codes as `pq-core` keeps them.
+/// `pq_core::attend_into` at every shape, including 12 bits, with scales and bias, over codes in the layout
+/// of `pq-core`.
 ///
-/// Correct rather than fast: one block a head and sequence. [`Attend`](super::Attend) is for the shapes that matter.
+/// It is correct rather than fast, with one block per head and sequence. [`Attend`](super::Attend) is the
+/// fast one.
 ///
 /// # Cost
-/// Per query n * m look-ups for the scores and n * dim multiply-adds on looked-up values, all from the caches.
+/// Per query n * m lookups for the scores and n * dim multiply-adds on centroids, from L1 and L2.
 /// # Source
 /// MILLION (DAC 2025), III-B.
 pub struct AttendGeneric {
@@ -109,7 +115,7 @@ pub struct AttendGeneric {
 }
 
 impl AttendGeneric {
-    /// Compiles it for a shape.
+    /// Compiles the kernel for a shape.
     ///
     /// # Errors
     /// [`Error::Unsupported`], [`Error::NoNvrtc`], [`Error::Compile`] or [`Error::Driver`].
@@ -117,12 +123,13 @@ impl AttendGeneric {
         Ok(Self { kernel: device.kernel(&shape.program()?, "pq_attend_any", 0)?, shape })
     }
 
-    /// Puts the attention on a stream.
+    /// Launches the attention on a stream.
     ///
     /// # Errors
     /// [`Error::Argument`] for sizes that do not fit, [`Error::Driver`].
     /// # Safety
-    /// The [contract of a launch](DevicePtr#launches) holds. Lengths do not exceed the capacity: the kernel does not clamp them.
+    /// The [contract of a launch](DevicePtr#launches) holds. Lengths do not exceed the capacity: the kernel
+    /// does not clamp them.
     pub unsafe fn launch(&self, stream: CUstream, arguments: &AttendGenericArguments) -> Result<(), Error> {
         let a = arguments;
         if a.batch == 0 || a.heads == 0 {
@@ -144,7 +151,7 @@ impl AttendGeneric {
             value_stride: self.shape.values.codes_len(a.capacity) as u64,
             capacity: a.capacity as u64,
         };
-        // SAFETY: the structure is the kernel's argument; the caller vouches for what its pointers lead to.
+        // SAFETY: the structure is the kernel's argument; the caller keeps the contract of its pointers.
         unsafe { self.kernel.launch(stream, grid, 256, false, &kernel_arguments) }
     }
 }

@@ -8,16 +8,16 @@ use crate::pq::attend::Pages;
 use crate::pq::layout::{CodeLayout, Side, TILE};
 use crate::{Device, Error, KERNELS, Program, VectorElement};
 
-/// What an encoder is compiled for.
+/// Compile-time shape of [`Encode`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct EncodeShape {
     /// The quantizer.
     pub quantizer: PqShape,
-    /// Whether it encodes keys or values: their tiles differ.
+    /// Keys or values: their tiles differ.
     pub side: Side,
-    /// Element of the vectors.
+    /// Element type of the vectors.
     pub element: VectorElement,
-    /// Whether the codes lie in pages.
+    /// Whether the codes are in pages.
     pub paged: bool,
 }
 
@@ -25,7 +25,7 @@ pub struct EncodeShape {
 const BLOCK_TILES: usize = 4;
 
 impl EncodeShape {
-    /// The program.
+    /// The kernel, for [`compile`](crate::compile) without a device.
     ///
     /// # Errors
     /// [`Error::Unsupported`].
@@ -50,30 +50,30 @@ impl EncodeShape {
 
 const OPERATION: Operation = Operation("pq::Encode");
 
-/// Device pointers and sizes of one launch.
+/// Pointers and sizes of one launch of [`Encode`].
 #[derive(Clone, Copy, Debug)]
 pub struct EncodeArguments {
-    /// Sequences.
+    /// Number of sequences.
     pub batch: usize,
-    /// Key/value heads.
+    /// Number of key/value heads.
     pub heads: usize,
-    /// Most vectors that a sequence gives.
+    /// Most new vectors of a sequence.
     pub max_count: usize,
-    /// Elements (batch, heads, vectors, dim), each dimension but the last with its stride.
+    /// Elements (batch, heads, `max_count`, dim), with the strides below and a contiguous last dimension.
     pub vectors: DevicePtr<AnyElement>,
-    /// Elements from a sequence, a head and a vector to the next.
+    /// Strides of sequences, heads and vectors in elements.
     pub strides: [usize; 3],
-    /// f32 (heads, m, ksub, dsub): the codebooks.
+    /// `f32` (heads, m, ksub, dsub): the codebooks.
     pub centroids: DevicePtr<f32>,
-    /// `u32` (batch,): which token of its sequence the first vector is. The tokens before it stay as they are.
+    /// `u32` (batch,): the position of the first new vector in its sequence. Earlier tokens keep their codes.
     pub firsts: DevicePtr<u32>,
-    /// `u32` (batch,): vectors of each sequence.
+    /// `u32` (batch,): the number of new vectors of each sequence.
     pub counts: DevicePtr<u32>,
-    /// Bytes (page or sequence, head, tile, [`CodeLayout::tile_len`]), written.
+    /// Bytes (pages or batch, heads, tiles, [`CodeLayout::tile_len`]), written at the new tokens.
     pub codes: DevicePtr<u8>,
-    /// Tiles that a page has room for, or a sequence where there are no pages.
+    /// Capacity of a page in tiles; of a sequence, without pages.
     pub tiles: usize,
-    /// Where the codes lie, when compiled for pages.
+    /// The page table, given exactly if the shape is `paged`.
     pub pages: Option<Pages>,
 }
 
@@ -95,19 +95,20 @@ struct KernelArguments {
 
 const _: () = assert!(size_of::<KernelArguments>() == 88);
 
-/// `pq_core::encode_into` for the tiles that [`Attend`](super::Attend) reads: new tokens are appended to sequences of different
-/// lengths in one launch. On a stream of low priority it quantizes tokens that leave the window while decoding goes on: see
-/// [`Device::background_stream`].
+/// `pq_core::encode_into` into the tiles that [`Attend`](super::Attend) reads. One launch appends tokens to
+/// sequences of different lengths.
+///
+/// On [`Device::background_stream`] it quantizes the tokens that leave the window while decoding continues.
 ///
 /// # Cost
-/// ksub * dim multiply-adds a vector.
+/// ksub * dim multiply-adds per vector.
 pub struct Encode {
     kernel: Kernel,
     shape: EncodeShape,
 }
 
 impl Encode {
-    /// Compiles it for a shape.
+    /// Compiles the kernel for a shape.
     ///
     /// # Errors
     /// [`Error::Unsupported`], [`Error::NoNvrtc`], [`Error::Compile`] or [`Error::Driver`].
@@ -115,14 +116,15 @@ impl Encode {
         Ok(Self { kernel: device.kernel(&shape.program()?, "pq_encode", 0)?, shape })
     }
 
-    /// Puts the encoding on a stream.
+    /// Launches the encoding on a stream.
     ///
     /// # Errors
     /// [`Error::Argument`] for sizes that do not fit, [`Error::Driver`].
     /// # Safety
-    /// The [contract of a launch](DevicePtr#launches) holds, with every pointer but `vectors` aligned to 16 bytes. For every sequence,
-    /// `firsts + counts` does not exceed the tokens that the sequence or its pages have room for, the count does not exceed
-    /// `max_count`, and page numbers are those of pages: the kernel does not clamp them.
+    /// The [contract of a launch](DevicePtr#launches) holds, with every pointer but `vectors` aligned to 16
+    /// bytes. For every sequence, `firsts + counts` does not exceed the tokens that the sequence or its pages
+    /// have room for, the count does not exceed `max_count`, and page numbers are those of pages: the kernel
+    /// does not clamp them.
     pub unsafe fn launch(&self, stream: CUstream, arguments: &EncodeArguments) -> Result<(), Error> {
         let a = arguments;
         if a.batch == 0 || a.heads == 0 || a.max_count == 0 {
@@ -150,7 +152,7 @@ impl Encode {
             page_tiles: OPERATION.in_32_bits("tiles", a.tiles)?,
             max_pages: OPERATION.in_32_bits("pages", a.pages.map_or(0, |pages| pages.max_pages))?,
         };
-        // SAFETY: the structure is the kernel's argument; the caller vouches for what its pointers lead to.
+        // SAFETY: the structure is the kernel's argument; the caller keeps the contract of its pointers.
         unsafe { self.kernel.launch(stream, grid, 256, false, &kernel_arguments) }
     }
 }

@@ -7,20 +7,20 @@ use crate::launch::Operation;
 use crate::pointer::{AnyElement, DevicePtr};
 use crate::{Device, Error, KERNELS, Program, VectorElement};
 
-/// What an encoder for any quantizer is compiled for.
+/// Compile-time shape of [`EncodeGeneric`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct EncodeGenericShape {
     /// The quantizer.
     pub quantizer: PqShape,
-    /// Element of the vectors.
+    /// Element type of the vectors.
     pub element: VectorElement,
 }
 
 impl EncodeGenericShape {
-    /// The program.
+    /// The kernel, for [`compile`](crate::compile) without a device.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] for subspaces of more than about 150 components.
+    /// [`Error::Unsupported`] for subspaces of more than about 150 elements.
     pub fn program(&self) -> Result<Program, Error> {
         let defines = defines(self.quantizer, self.element, shared_bytes(self.quantizer))?;
         Ok(Program::new("pq_encode_any", KERNELS.pq_encode_any, &defines))
@@ -29,28 +29,30 @@ impl EncodeGenericShape {
 
 const OPERATION: Operation = Operation("pq::EncodeGeneric");
 
-/// Device pointers and sizes of one launch.
+/// Pointers and sizes of one launch of [`EncodeGeneric`].
 #[derive(Clone, Copy, Debug)]
 pub struct EncodeGenericArguments {
-    /// Sequences.
+    /// Number of sequences.
     pub batch: usize,
-    /// Key/value heads.
+    /// Number of key/value heads.
     pub heads: usize,
-    /// Most vectors that a sequence gives.
+    /// Most new vectors of a sequence.
     pub max_count: usize,
-    /// Elements (batch, heads, vectors, dim), each dimension but the last with its stride.
+    /// Elements (batch, heads, `max_count`, dim), with the strides below and a contiguous last dimension.
     pub vectors: DevicePtr<AnyElement>,
-    /// Elements from a sequence, a head and a vector to the next.
+    /// Strides of sequences, heads and vectors in elements.
     pub strides: [usize; 3],
-    /// f32 (heads, m, ksub, dsub): the codebooks.
+    /// `f32` (heads, m, ksub, dsub): the codebooks.
     pub centroids: DevicePtr<f32>,
-    /// `u32` (batch,): which token of its sequence the first vector is. The tokens before it and behind the last stay as they are.
+    /// `u32` (batch,): the position of the first new vector in its sequence. All other tokens keep their
+    /// codes.
     pub firsts: DevicePtr<u32>,
-    /// `u32` (batch,): vectors of each sequence.
+    /// `u32` (batch,): the number of new vectors of each sequence.
     pub counts: DevicePtr<u32>,
-    /// Tokens that a sequence has room for.
+    /// Capacity of a sequence in tokens.
     pub capacity: usize,
-    /// Bytes (batch, heads, [`PqShape::codes_len`] of the capacity), written as [`Codes`](pq_core::Codes) has them.
+    /// Bytes (batch, heads, [`PqShape::codes_len`] of the capacity), in the layout of
+    /// [`Codes`](pq_core::Codes), written at the new tokens.
     pub codes: DevicePtr<u8>,
 }
 
@@ -70,18 +72,19 @@ struct KernelArguments {
 
 const _: () = assert!(size_of::<KernelArguments>() == 80);
 
-/// `pq_core::encode_into` for the codes as `pq-core` keeps them, which [`Search`](super::Search), [`Scan`](super::Scan) and
-/// [`AttendGeneric`](super::AttendGeneric) read: any quantizer, ragged appends.
+/// `pq_core::encode_into` into the layout of `pq-core`, which [`Search`](super::Search),
+/// [`Scan`](super::Scan) and [`AttendGeneric`](super::AttendGeneric) read, for any quantizer. One launch
+/// appends tokens to sequences of different lengths.
 ///
 /// # Cost
-/// ksub * dim multiply-adds a vector.
+/// ksub * dim multiply-adds per vector.
 pub struct EncodeGeneric {
     kernel: Kernel,
     shape: EncodeGenericShape,
 }
 
 impl EncodeGeneric {
-    /// Compiles it for a shape.
+    /// Compiles the kernel for a shape.
     ///
     /// # Errors
     /// [`Error::Unsupported`], [`Error::NoNvrtc`], [`Error::Compile`] or [`Error::Driver`].
@@ -90,13 +93,13 @@ impl EncodeGeneric {
         Ok(Self { kernel, shape })
     }
 
-    /// Puts the encoding on a stream.
+    /// Launches the encoding on a stream.
     ///
     /// # Errors
     /// [`Error::Argument`] for sizes that do not fit, [`Error::Driver`].
     /// # Safety
-    /// The [contract of a launch](DevicePtr#launches) holds. For every sequence, `firsts + counts` does not exceed the capacity, and the
-    /// count does not exceed `max_count`: the kernel does not clamp them.
+    /// The [contract of a launch](DevicePtr#launches) holds. For every sequence, `firsts + counts` does not
+    /// exceed the capacity, and the count does not exceed `max_count`: the kernel does not clamp them.
     pub unsafe fn launch(&self, stream: CUstream, arguments: &EncodeGenericArguments) -> Result<(), Error> {
         let a = arguments;
         let rows = a.batch.saturating_mul(a.heads);
@@ -119,7 +122,7 @@ impl EncodeGeneric {
             strides: a.strides.map(|stride| stride as u64),
             heads: a.heads as u32,
         };
-        // SAFETY: the structure is the kernel's argument; the caller vouches for what its pointers lead to.
+        // SAFETY: the structure is the kernel's argument; the caller keeps the contract of its pointers.
         unsafe { self.kernel.launch(stream, grid, TILE as u32, false, &kernel_arguments) }
     }
 }

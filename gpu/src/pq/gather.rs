@@ -9,31 +9,32 @@ const THREADS: usize = 256;
 
 const OPERATION: Operation = Operation("pq::Gather");
 
-/// Device pointers and sizes of one launch.
+/// Pointers and sizes of one launch of [`Gather`].
 #[derive(Clone, Copy, Debug)]
 pub struct GatherArguments {
-    /// Key/value heads.
+    /// Number of key/value heads.
     pub heads: usize,
-    /// Rows (heads, `head_rows`): all keys in pinned host memory, or the memory of a block cache on the device.
+    /// Bytes (heads, `head_rows`, row): keys, all of them in pinned host memory, or those of a block cache on
+    /// the device.
     pub keys: DevicePtr<u8>,
-    /// Rows as the keys.
+    /// Bytes (heads, `head_rows`, row): values.
     pub values: DevicePtr<u8>,
-    /// Rows of a head.
+    /// Number of rows of a head in `keys` and `values`.
     pub head_rows: usize,
-    /// `u32` (heads, `list_len`): which rows are wanted, such as the found tokens, the misses of a
+    /// `u32` (heads, `list_len`): the rows to collect, such as the tokens of a search, the misses of a
     /// [`BlockCache`](pq_core::BlockCache), or the rows of its hits.
     pub rows: DevicePtr<u32>,
-    /// `u32` (heads, `list_len`): where each goes; without it, to its place in the list.
+    /// `u32` (heads, `list_len`): the output row of each entry; by default its index in the list.
     pub places: Option<DevicePtr<u32>>,
-    /// `u32` (heads,): rows that each list has; without it, all have `list_len`.
+    /// `u32` (heads,): the number of entries of each list; by default `list_len`.
     pub counts: Option<DevicePtr<u32>>,
-    /// Room of a list.
+    /// Capacity of a list in entries.
     pub list_len: usize,
-    /// Rows (heads, `out_len`), of which those in `places` are written.
+    /// Bytes (heads, `out_len`, row), written at `places`.
     pub keys_out: DevicePtr<u8>,
-    /// Rows (heads, `out_len`).
+    /// Bytes (heads, `out_len`, row), written at `places`.
     pub values_out: DevicePtr<u8>,
-    /// Rows that there is room for, a head.
+    /// Capacity of the outputs of a head in rows.
     pub out_len: usize,
 }
 
@@ -55,12 +56,13 @@ struct KernelArguments {
 
 const _: () = assert!(size_of::<KernelArguments>() == 80);
 
-/// Collects keys and values of chosen tokens.
+/// Collects the keys and values of selected tokens.
 ///
-/// Hits and misses of a block cache take one launch each, into the same output: `places` says where.
+/// The hits and the misses of a block cache take one launch each into the same output, with `places` for
+/// both.
 ///
 /// # Cost
-/// Every wanted row is read and written once; from host memory, the bus bounds it.
+/// Every row of the lists is read and written once. From host memory, the bus is the limit.
 /// # Source
 /// PQCache (arXiv 2407.12820), 3.4.
 pub struct Gather {
@@ -70,7 +72,7 @@ pub struct Gather {
 }
 
 impl Gather {
-    /// The program for rows of so many bytes.
+    /// The kernel for rows of `row_bytes` bytes, for [`compile`](crate::compile) without a device.
     ///
     /// # Errors
     /// [`Error::Unsupported`].
@@ -82,7 +84,7 @@ impl Gather {
         Ok(Program::new("gather", KERNELS.gather, &[("ROW_BYTES", row_bytes)]))
     }
 
-    /// Compiles it for rows of so many bytes: dim times the size of an element.
+    /// Compiles the kernel for rows of `row_bytes` bytes: `dim` times the size of an element.
     ///
     /// # Errors
     /// [`Error::Unsupported`], [`Error::NoNvrtc`], [`Error::Compile`] or [`Error::Driver`].
@@ -91,14 +93,14 @@ impl Gather {
         Ok(Self { kernel, row_bytes, blocks: 4 * device.sm_count() })
     }
 
-    /// Puts the collection on a stream.
+    /// Launches the collection on a stream.
     ///
     /// # Errors
-    /// [`Error::Argument`] for too many heads, [`Error::Driver`].
+    /// [`Error::Argument`] for sizes that do not fit, [`Error::Driver`].
     /// # Safety
-    /// The [contract of a launch](DevicePtr#launches) holds, with every pointer aligned to 16 bytes; `keys` and `values` may be pinned host
-    /// memory. Rows are below `head_rows` and places below `out_len`, no place occurs twice in a list, and counts do not
-    /// exceed `list_len`: the kernel does not clamp them.
+    /// The [contract of a launch](DevicePtr#launches) holds, with every pointer aligned to 16 bytes; `keys`
+    /// and `values` may be pinned host memory. Rows are below `head_rows` and places below `out_len`, no
+    /// place occurs twice in a list, and counts do not exceed `list_len`: the kernel does not clamp them.
     pub unsafe fn launch(&self, stream: CUstream, arguments: &GatherArguments) -> Result<(), Error> {
         let a = arguments;
         if a.heads == 0 || a.list_len == 0 {
@@ -119,7 +121,7 @@ impl Gather {
             list_len: a.list_len as u64,
             out_len: a.out_len as u64,
         };
-        // SAFETY: the structure is the kernel's argument; the caller vouches for what its pointers lead to.
+        // SAFETY: the structure is the kernel's argument; the caller keeps the contract of its pointers.
         unsafe { self.kernel.launch(stream, grid, THREADS as u32, false, &kernel_arguments) }
     }
 }

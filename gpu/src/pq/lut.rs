@@ -6,19 +6,19 @@ use crate::launch::Operation;
 use crate::pointer::{AnyElement, DevicePtr};
 use crate::{Device, Error, KERNELS, Program, VectorElement};
 
-/// What tables are compiled for.
+/// Compile-time shape of [`Lut`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LutShape {
     /// The quantizer.
     pub quantizer: PqShape,
     /// Query heads per key/value head.
     pub group: usize,
-    /// Element of the queries.
+    /// Element type of the queries.
     pub element: VectorElement,
 }
 
 impl LutShape {
-    /// The program.
+    /// The kernel, for [`compile`](crate::compile) without a device.
     ///
     /// # Errors
     /// [`Error::Unsupported`].
@@ -27,7 +27,7 @@ impl LutShape {
         if self.group == 0 || self.group > 16 || self.group * dsub > 8192 {
             return Err(Error::Unsupported {
                 operation: format!("{self:?}"),
-                supported: "1 to 16 query heads a key/value head, and 8,192 components of them a subspace",
+                supported: "1 to 16 query heads per key/value head, with 8,192 elements per subspace",
             });
         }
         let defines = [
@@ -43,20 +43,20 @@ impl LutShape {
 
 const OPERATION: Operation = Operation("pq::Lut");
 
-/// Device pointers and sizes of one launch.
+/// Pointers and sizes of one launch of [`Lut`].
 #[derive(Clone, Copy, Debug)]
 pub struct LutArguments {
-    /// Sequences.
+    /// Number of sequences.
     pub batch: usize,
-    /// Key/value heads.
+    /// Number of key/value heads.
     pub heads: usize,
     /// Elements (batch, heads, group, dim).
     pub queries: DevicePtr<AnyElement>,
-    /// A factor of the queries, such as 1 / sqrt(dim); their products with it are rounded to `f32`.
+    /// Factor of the queries, such as `1 / sqrt(dim)`. The products are rounded to `f32`.
     pub scale: f32,
-    /// f32 (heads, m, ksub, dsub): the codebooks.
+    /// `f32` (heads, m, ksub, dsub): the codebooks.
     pub centroids: DevicePtr<f32>,
-    /// f32 (batch, heads, group, m, ksub), fully written.
+    /// `f32` (batch, heads, group, m, ksub), fully written.
     pub luts: DevicePtr<f32>,
 }
 
@@ -72,18 +72,18 @@ struct KernelArguments {
 
 const _: () = assert!(size_of::<KernelArguments>() == 32);
 
-/// `pq_core::lut_into` for all heads, with the same bits: the tables that [`Scan`](super::Scan), [`Search`](super::Search) and
-/// [`AttendGeneric`](super::AttendGeneric) look up.
+/// `pq_core::lut_into` for all heads, with the same bits: the lookup tables of [`Scan`](super::Scan),
+/// [`Search`](super::Search) and [`AttendGeneric`](super::AttendGeneric).
 ///
 /// # Cost
-/// group * ksub * dim multiply-adds a head.
+/// group * ksub * dim multiply-adds per head.
 pub struct Lut {
     kernel: Kernel,
     shape: LutShape,
 }
 
 impl Lut {
-    /// Compiles it for a shape.
+    /// Compiles the kernel for a shape.
     ///
     /// # Errors
     /// [`Error::Unsupported`], [`Error::NoNvrtc`], [`Error::Compile`] or [`Error::Driver`].
@@ -91,7 +91,7 @@ impl Lut {
         Ok(Self { kernel: device.kernel(&shape.program()?, "pq_lut", 0)?, shape })
     }
 
-    /// Puts the making of tables on a stream.
+    /// Launches the computation of the tables on a stream.
     ///
     /// # Errors
     /// [`Error::Argument`] for sizes that do not fit, [`Error::Driver`].
@@ -106,7 +106,7 @@ impl Lut {
         let grid = OPERATION.grid(&[("subspaces", subspaces), ("heads", a.heads), ("sequences", a.batch)])?;
         let kernel_arguments =
             KernelArguments { queries: a.queries, centroids: a.centroids, luts: a.luts, scale: a.scale };
-        // SAFETY: the structure is the kernel's argument; the caller vouches for what its pointers lead to.
+        // SAFETY: the structure is the kernel's argument; the caller keeps the contract of its pointers.
         unsafe { self.kernel.launch(stream, grid, 256, false, &kernel_arguments) }
     }
 }

@@ -7,24 +7,25 @@ use crate::launch::Operation;
 use crate::pointer::DevicePtr;
 use crate::{Device, Error, KERNELS, Program};
 
-/// What a search is compiled for.
+/// Compile-time shape of [`Search`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SearchShape {
     /// The quantizer.
     pub quantizer: PqShape,
     /// Query heads per key/value head.
     pub group: usize,
-    /// How they agree.
+    /// How the query heads of a group choose together.
     pub rule: GroupRule,
 }
 
 /// Bytes of `Row` of the kernel.
 const ROW_BYTES: usize = 4 * (2048 + 8);
-/// Bits of a token's codes that are counted rather than scored.
+/// Most bits of a token's codes for the kernel that counts the tokens of every joint code instead of scoring
+/// each token.
 const JOINT_BITS: usize = 12;
 /// `BLOCKS` of that kernel.
 const JOINT_BLOCKS: usize = 8;
-/// Threads of a block of kernels that score, and of those that select.
+/// Threads of a block of the kernels that score, and of those that select.
 const SCORE_THREADS: u32 = 512;
 const SELECT_THREADS: u32 = 1024;
 
@@ -33,8 +34,8 @@ impl SearchShape {
         ScanShape { quantizer: self.quantizer, group: self.group }
     }
 
-    /// The program for a compute capability and blocks of up to `shared_memory` bytes ([`Device::shared_memory`]): from 9.0 on, codes of up
-    /// to 12 bits a token have one of their own.
+    /// The kernels for a compute capability and blocks of up to `shared_memory` bytes
+    /// ([`Device::shared_memory`]). From 9.0 on, codes of up to 12 bits per token have a kernel of their own.
     ///
     /// # Errors
     /// [`Error::Unsupported`].
@@ -50,8 +51,9 @@ impl SearchShape {
         Ok(program.define_if(self.rule == GroupRule::MaxOfSoftmax, "MAX_RULE"))
     }
 
-    /// Enough for `Shared` of that kernel: codes of a block's first tokens; counts, marks, keys, totals and counts told of the joint codes;
-    /// buckets; tables, and what passes between warps and blocks.
+    /// At least the size of `Shared` of that kernel: codes of a block's first tokens; counts, marks, keys,
+    /// totals and remote counts of the joint codes; buckets; lookup tables; exchange between warps and
+    /// blocks.
     const fn joint_shared_bytes(&self) -> usize {
         let joint = 1 << JOINT_BITS;
         joint * (8 + 4 + 1 + 8 + 1 + 4) + 4 * (4096 + 128) + 4 * self.group * (self.quantizer.lut_len() + 136)
@@ -66,39 +68,45 @@ impl SearchShape {
 
 const OPERATION: Operation = Operation("pq::Search");
 
-/// Device pointers and sizes of one launch.
+/// Pointers and sizes of one launch of [`Search`].
 #[derive(Clone, Copy, Debug)]
 pub struct SearchArguments {
-    /// Sequences.
+    /// Number of sequences.
     pub batch: usize,
-    /// Key/value heads.
+    /// Number of key/value heads.
     pub heads: usize,
-    /// Tokens that a sequence has room for.
+    /// Capacity of a sequence in tokens.
     pub capacity: usize,
-    /// f32 (batch, heads, group, m, ksub): tables, as [`Lut`](super::Lut) makes them from scaled queries.
+    /// `f32` (batch, heads, group, m, ksub): lookup tables, by [`Lut`](super::Lut) from scaled queries.
     pub luts: DevicePtr<f32>,
-    /// Bytes (batch, heads, [`PqShape::codes_len`] of the capacity), as [`Codes`](pq_core::Codes) has them.
+    /// Bytes (batch, heads, [`PqShape::codes_len`] of the capacity), in the layout of
+    /// [`Codes`](pq_core::Codes).
     pub codes: DevicePtr<u8>,
-    /// `u32` (batch,): tokens of each sequence.
+    /// `u32` (batch,): the length of each sequence in tokens.
     pub lengths: DevicePtr<u32>,
-    /// `u32` (batch,): tokens that are chosen by score, beside the sinks and the recent ones.
+    /// `u32` (batch,): k, the number of tokens to select by score, in addition to the sinks and the recent
+    /// tokens.
     pub ks: DevicePtr<u32>,
-    /// First tokens that are always in.
+    /// Number of first tokens that are always selected.
     pub sinks: usize,
-    /// Last tokens that are always in.
+    /// Number of last tokens that are always selected.
     pub recent: usize,
     /// Bytes ([`Search::workspace_len`],), overwritten.
     pub workspace: DevicePtr<u8>,
-    /// `u32` (batch, heads, `tokens_len`), written: the found tokens in ascending order, those beyond the room left out.
+    /// `u32` (batch, heads, `tokens_len`), written: the selected tokens in ascending order. Those beyond
+    /// `tokens_len` are dropped.
     pub tokens: DevicePtr<u32>,
-    /// Tokens of a head that there is room for; k, sinks and recent ones together always suffice.
+    /// Capacity of `tokens` per head. The sum of k, sinks and recent tokens always suffices.
     pub tokens_len: usize,
-    /// `u32` (batch,), written: how many were found ([`pq_core::Search::found`]).
+    /// `u32` (batch,), written: the number of selected tokens ([`pq_core::Search::found`]).
     pub counts: DevicePtr<u32>,
-    /// f32 (batch, heads, group, 2), written: maximum of the scores, and sum of the exponentials of their differences to it.
+    /// `f32` (batch, heads, group, 2), written: the maximum of the scores, and the sum of their exponentials
+    /// relative to it.
     pub stats: Option<DevicePtr<f32>>,
-    /// Whether the search may begin with codes while the kernel before it on the stream ends, on sm_90: that one must not write codes,
-    /// lengths or k, but may be the one that makes the tables. Else it waits for that kernel before it reads anything.
+    /// With programmatic dependent launch (PDL), on sm_90, blocks start before the previous kernel on the
+    /// stream ends. If `pdl`, they read codes, lengths and k *before* they wait for it
+    /// (`griddepcontrol.wait`), so that kernel must not write these; it may write the lookup tables.
+    /// Otherwise they wait before they read anything.
     pub pdl: bool,
 }
 
@@ -126,23 +134,25 @@ struct KernelArguments {
 
 const _: () = assert!(size_of::<KernelArguments>() == 104);
 
-/// `pq_core::search_into` for all heads: scores, agreement of the group, the k best tokens in ascending order, and those that are
-/// always in. Lengths and k are read on the device, so a captured graph follows a growing sequence.
+/// `pq_core::search_into` for all heads: the k best tokens by the scores of a group, the sinks and the recent
+/// tokens, in ascending order. The kernel reads lengths and k, so that a captured graph stays valid as
+/// sequences grow.
 ///
-/// Tokens whose weights differ by less than rounding may be chosen the other way than on the CPU; of equal ones, the lower.
+/// Where the weights of two tokens differ by less than rounding, the CPU may select the other one. Of equal
+/// tokens the lower is selected.
 ///
 /// # Cost
-/// 2 n * m look-ups for every four queries, and 4 bytes a token written once and read twice; for codes of up to 12 bits a token on
-/// sm_90, one count a token.
+/// 2 n * m lookups for every four queries, and 4 bytes per token, written once and read twice. For codes of
+/// up to 12 bits per token on sm_90, one increment per token.
 /// # Source
 /// PQCache (arXiv 2407.12820), 3.1 and 3.4.
 pub struct Search {
-    kernels: Vec<(Kernel, u32)>, // one, or four in their order, with the threads of their blocks
+    kernels: Vec<(Kernel, u32)>, // one kernel, or four in order, with the threads of a block
     shape: SearchShape,
 }
 
 impl Search {
-    /// Compiles it for a shape.
+    /// Compiles the kernels for a shape.
     ///
     /// # Errors
     /// [`Error::Unsupported`], [`Error::NoNvrtc`], [`Error::Compile`] or [`Error::Driver`].
@@ -167,7 +177,7 @@ impl Search {
         Ok(Self { kernels, shape })
     }
 
-    /// Bytes of scratch: none, where tokens are counted.
+    /// Bytes of workspace: 0 for the kernel that counts.
     #[must_use]
     pub fn workspace_len(&self, batch: usize, heads: usize, capacity: usize) -> usize {
         if self.is_joint() {
@@ -182,13 +192,13 @@ impl Search {
         self.kernels.len() == 1
     }
 
-    /// Puts the search on a stream.
+    /// Launches the search on a stream.
     ///
     /// # Errors
     /// [`Error::Argument`] for sizes that do not fit, [`Error::Driver`].
     /// # Safety
-    /// The [contract of a launch](DevicePtr#launches) holds, with every pointer aligned to 16 bytes. Lengths above the capacity count as the
-    /// capacity, and k as at most the length.
+    /// The [contract of a launch](DevicePtr#launches) holds, with every pointer aligned to 16 bytes. Lengths
+    /// above the capacity count as the capacity, and k as at most the length.
     pub unsafe fn launch(&self, stream: CUstream, arguments: &SearchArguments) -> Result<(), Error> {
         let a = arguments;
         let rows = a.batch.saturating_mul(a.heads);
@@ -219,7 +229,7 @@ impl Search {
             pdl: u32::from(a.pdl),
         };
         for (kernel, threads) in &self.kernels {
-            // SAFETY: the structure is the kernels' argument; the caller vouches for what its pointers lead to.
+            // SAFETY: the structure is the kernels' argument; the caller keeps the contract of its pointers.
             unsafe { kernel.launch(stream, grid, *threads, true, &kernel_arguments)? };
         }
         Ok(())

@@ -12,20 +12,20 @@ const PART: usize = 2048;
 /// Bytes of `State` of the kernels.
 const STATE_BYTES: usize = 16;
 
-/// What a training is compiled for.
+/// Compile-time shape of [`Train`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TrainShape {
     /// The quantizer.
     pub quantizer: PqShape,
-    /// Element of the vectors.
+    /// Element type of the vectors.
     pub element: VectorElement,
 }
 
 impl TrainShape {
-    /// The program.
+    /// The kernels, for [`compile`](crate::compile) without a device.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] where centroids of a subspace do not fit the shared memory of a block.
+    /// [`Error::Unsupported`] if the centroids of a subspace do not fit the shared memory of a block.
     pub fn program(&self) -> Result<Program, Error> {
         let defines = defines(self.quantizer, self.element, self.shared_bytes())?;
         Ok(Program::new("pq_train", KERNELS.pq_train, &defines))
@@ -40,27 +40,28 @@ impl TrainShape {
 
 const OPERATION: Operation = Operation("pq::Train");
 
-/// Device pointers and sizes of one launch.
+/// Pointers and sizes of one launch of [`Train`].
 #[derive(Clone, Copy, Debug)]
 pub struct TrainArguments {
-    /// Sets of vectors, one codebook each, such as the heads of a layer.
+    /// Number of sets of vectors, such as the heads of a layer. Each gets its own codebook.
     pub sets: usize,
-    /// Vectors of a set, at least 1.
+    /// Number of vectors of a set, at least 1.
     pub n: usize,
-    /// Elements (sets, n, dim), each dimension but the last with its stride. What is no number counts as 0.
+    /// Elements (sets, n, dim), with the strides below and a contiguous last dimension. NaN and infinity
+    /// count as 0.
     pub vectors: DevicePtr<AnyElement>,
-    /// Elements from a set and a vector to the next.
+    /// Strides of sets and vectors in elements.
     pub strides: [usize; 2],
-    /// `u32` (ksub,): which vectors of every set are its first centroids, such as some drawn at random; without it, training starts from what
-    /// `centroids` holds.
+    /// `u32` (ksub,): the vectors of every set that are its first centroids, for example drawn at random. By
+    /// default training starts from the contents of `centroids`.
     pub starts: Option<DevicePtr<u32>>,
-    /// f32 (sets, m, ksub, dsub), written.
+    /// `f32` (sets, m, ksub, dsub), written.
     pub centroids: DevicePtr<f32>,
-    /// f64 (sets, m), written: the summed squared error before the last update of the centroids.
+    /// `f64` (sets, m), written: the sum of squared errors before the last update of the centroids.
     pub errors: Option<DevicePtr<f64>>,
-    /// Most iterations; 0 counts as 1.
+    /// Maximum number of iterations; 0 counts as 1.
     pub iterations: usize,
-    /// A subspace ends when an iteration lowers its error by no more than this part of it.
+    /// A subspace stops when an iteration lowers its error by no more than this fraction.
     pub tolerance: f64,
     /// Bytes ([`Train::workspace_len`],), overwritten.
     pub workspace: DevicePtr<u8>,
@@ -86,14 +87,15 @@ struct KernelArguments {
 
 const _: () = assert!(size_of::<KernelArguments>() == 88);
 
-/// `pq_core::train_batch` from given or chosen vectors: Lloyd's k-means, batched over sets and subspaces, which end on the device one by
-/// one. The host waits for nothing; the budget is the number of iterations ([`pq_core::CostModel`] says how many stay hidden
-/// behind a prefill).
+/// `pq_core::train_batch` from given centroids or vectors: Lloyd's k-means, batched over sets and subspaces,
+/// each of which stops on its own. The host waits for nothing. The budget is the number of iterations;
+/// [`pq_core::CostModel`] tells how many a prefill hides.
 ///
-/// Every number enters its centroid's sum in parts of 2^-20 of the subspace's largest, as an integer: two runs give the same bytes.
+/// Sums are of integers, in units of 2^-20 of the subspace's largest magnitude, so that two runs give the
+/// same bytes.
 ///
 /// # Cost
-/// iterations * n * ksub * dim multiply-adds a set.
+/// iterations * n * ksub * dim multiply-adds per set.
 /// # Source
 /// Jégou, Douze, Schmid, TPAMI 2011; PQCache (arXiv 2407.12820), 3.3.
 pub struct Train {
@@ -105,7 +107,7 @@ pub struct Train {
 }
 
 impl Train {
-    /// Compiles it for a shape.
+    /// Compiles the kernels for a shape.
     ///
     /// # Errors
     /// [`Error::Unsupported`], [`Error::NoNvrtc`], [`Error::Compile`] or [`Error::Driver`].
@@ -120,7 +122,7 @@ impl Train {
         })
     }
 
-    /// Bytes of scratch for so many sets of `n` vectors.
+    /// Bytes of workspace for `sets` sets of `n` vectors.
     #[must_use]
     pub fn workspace_len(&self, sets: usize, n: usize) -> usize {
         let quantizer = self.shape.quantizer;
@@ -128,13 +130,13 @@ impl Train {
         sets.saturating_mul(quantizer.m()).saturating_mul(pair)
     }
 
-    /// Puts the training on a stream.
+    /// Launches the training on a stream.
     ///
     /// # Errors
     /// [`Error::Argument`] for no vectors or sizes that do not fit, [`Error::Driver`].
     /// # Safety
-    /// The [contract of a launch](DevicePtr#launches) holds, with every pointer but `vectors` aligned to 8 bytes. Starts are below `n`: the
-    /// kernels do not clamp them.
+    /// The [contract of a launch](DevicePtr#launches) holds, with every pointer but `vectors` aligned to 8
+    /// bytes. Starts are below `n`: the kernels do not clamp them.
     pub unsafe fn launch(&self, stream: CUstream, arguments: &TrainArguments) -> Result<(), Error> {
         let (a, quantizer) = (arguments, self.shape.quantizer);
         if a.n == 0 {
@@ -166,7 +168,7 @@ impl Train {
             parts: parts as u32,
         };
         let threads = TILE as u32;
-        // SAFETY: the structure is the kernels' argument; the caller vouches for what its pointers lead to.
+        // SAFETY: the structure is the kernels' argument; the caller keeps the contract of its pointers.
         unsafe {
             let launch =
                 |kernel: &Kernel, grid| kernel.launch(stream, grid, threads, false, &kernel_arguments);

@@ -6,7 +6,7 @@ use crate::launch::Operation;
 use crate::pointer::{AnyElement, DevicePtr};
 use crate::{Device, Element, Error, KERNELS, Program};
 
-/// Warps of a block, and its rows at full rank: `WARPS` and `ROWS` of the kernel.
+/// Warps of a block, and its rows (queries) at full rank: `WARPS` and `ROWS` of the kernel.
 const WARPS: usize = 4;
 const ROWS: usize = 16 * WARPS;
 /// Tokens of a tile: `TOKENS` of the kernel.
@@ -14,39 +14,40 @@ const TOKENS: usize = 64;
 
 const OPERATION: Operation = Operation("svd::Prefill");
 
-/// Device pointers and sizes of one launch.
+/// Pointers and sizes of one launch of [`Prefill`].
 #[derive(Clone, Copy, Debug)]
 pub struct PrefillArguments {
-    /// Sequences.
+    /// Number of sequences.
     pub batch: usize,
-    /// Key/value heads.
+    /// Number of key/value heads.
     pub heads: usize,
-    /// Query heads per key/value head.
+    /// Number of query heads per key/value head.
     pub group: usize,
-    /// Tokens that a sequence has room for.
+    /// Capacity of a sequence in tokens.
     pub capacity: usize,
-    /// Most queries of a sequence.
+    /// Most queries (new tokens) of a sequence.
     pub max_count: usize,
     /// Elements (batch, heads, capacity, key rank of the head).
     pub keys: DevicePtr<AnyElement>,
     /// Elements (batch, heads, capacity, value rank of the head).
     pub values: DevicePtr<AnyElement>,
-    /// Elements (batch, queries, heads * group, dim), each dimension but the last with its stride: projected queries, of which the
-    /// head's key rank counts.
+    /// Elements (batch, `max_count`, heads * group, dim), with the strides below and a contiguous last
+    /// dimension: projected queries, read up to the key rank of the head.
     pub queries: DevicePtr<AnyElement>,
-    /// Elements of queries and outputs from a sequence, a query and a query head to the next, multiples of 2.
+    /// Strides of sequences, queries and query heads in elements, multiples of 2, for queries and outputs.
     pub strides: [usize; 3],
-    /// `u32` (batch,): keys of each sequence.
+    /// `u32` (batch,): the number of keys of each sequence.
     pub lengths: DevicePtr<u32>,
-    /// `u32` (batch,): queries of each sequence, those of its last tokens: a query sees the keys up to its own.
+    /// `u32` (batch,): the number of queries of each sequence. They are those of its last tokens, and each
+    /// attends to the keys up to its own token.
     pub counts: DevicePtr<u32>,
-    /// `u32` (heads,): multiples of 8.
+    /// `u32` (heads,): ranks of the keys, multiples of 8.
     pub key_ranks: DevicePtr<u32>,
-    /// `u32` (heads,): multiples of 8.
+    /// `u32` (heads,): ranks of the values, multiples of 8.
     pub value_ranks: DevicePtr<u32>,
-    /// `u64` (heads,): the sum of the key ranks of the heads before.
+    /// `u64` (heads,): exclusive prefix sums of the key ranks.
     pub key_offsets: DevicePtr<u64>,
-    /// `u64` (heads,): the sum of the value ranks of the heads before.
+    /// `u64` (heads,): exclusive prefix sums of the value ranks.
     pub value_offsets: DevicePtr<u64>,
     /// Sum of all key ranks.
     pub key_rank_sum: usize,
@@ -54,7 +55,7 @@ pub struct PrefillArguments {
     pub value_rank_sum: usize,
     /// Factor of the scores, positive: `1 / sqrt(head_dim)` of the model.
     pub scale: f32,
-    /// Elements as the queries, of which the head's value rank is written.
+    /// Elements in the layout of the queries, written up to the value rank of the head.
     pub out: DevicePtr<AnyElement>,
 }
 
@@ -83,13 +84,16 @@ struct KernelArguments {
 
 const _: () = assert!(size_of::<KernelArguments>() == 144);
 
-/// Causal attention of many queries at two ranks a head: `svd_core::attend_into`, query by query.
+/// Causal attention of many queries with two ranks per head: `svd_core::attend_into`, query by query.
 ///
-/// Blocks of rows are cut on the device by ZACK's rule: a head whose ranks are both half or less has twice the rows in a block, so
-/// that blocks cost about the same; they run longest first. A row's work is that of the higher of its ranks, in quarters of dim. A value that is no number spoils the queries whose block sees its 64 tokens.
+/// The kernel cuts queries into blocks by ZACK's rule: a head whose ranks are both at most half of `dim` has
+/// twice the queries per block, so that blocks cost about the same. The longest blocks run first. The work of
+/// a query is that of the higher rank, rounded up to a quarter of `dim`. A NaN or infinite value makes NaN of
+/// all queries whose block attends to its tile of 64 tokens.
 ///
 /// # Cost
-/// Twice the higher rank in multiply-adds for every token that a query sees, on tensor cores.
+/// Twice the higher rank in multiply-adds for every pair of a query and a token that it attends to, on tensor
+/// cores.
 /// # Source
 /// ZACK, 5.3, prefill; the loop is FlashAttention-2's (arXiv 2307.08691).
 pub struct Prefill {
@@ -97,7 +101,7 @@ pub struct Prefill {
 }
 
 impl Prefill {
-    /// The program for a shape.
+    /// The kernel for a shape, for [`compile`](crate::compile) without a device.
     ///
     /// # Errors
     /// [`Error::Unsupported`].
@@ -108,7 +112,7 @@ impl Prefill {
             .define_if(shape.element == Element::Bf16, "BFLOAT"))
     }
 
-    /// Compiles it for a shape.
+    /// Compiles the kernel for a shape.
     ///
     /// # Errors
     /// [`Error::Unsupported`], [`Error::NoNvrtc`], [`Error::Compile`] or [`Error::Driver`].
@@ -116,14 +120,14 @@ impl Prefill {
         Ok(Self { kernel: device.kernel(&Self::program(shape)?, "svd_prefill", shared_bytes(shape))? })
     }
 
-    /// Puts the attention on a stream.
+    /// Launches the attention on a stream.
     ///
     /// # Errors
     /// [`Error::Argument`] for sizes that do not fit, [`Error::Driver`].
     /// # Safety
-    /// The [contract of a launch](DevicePtr#launches) holds, with every pointer aligned to 16 bytes. Lengths do not exceed the capacity, counts
-    /// neither lengths nor `max_count`; ranks are multiples of 8 from 8 to `dim`, and offsets and sums are those of the ranks: the
-    /// kernel does not clamp them.
+    /// The [contract of a launch](DevicePtr#launches) holds, with every pointer aligned to 16 bytes. Lengths
+    /// do not exceed the capacity, counts neither lengths nor `max_count`; ranks are multiples of 8 from 8 to
+    /// `dim`, and offsets and sums are those of the ranks: the kernel does not clamp them.
     pub unsafe fn launch(&self, stream: CUstream, arguments: &PrefillArguments) -> Result<(), Error> {
         let a = arguments;
         let (heads, blocks) = (a.heads.saturating_mul(a.group), a.max_count.div_ceil(ROWS));
@@ -160,12 +164,12 @@ impl Prefill {
             group: a.group as u32,
             scale: a.scale * std::f32::consts::LOG2_E,
         };
-        // SAFETY: the structure is the kernel's argument; the caller vouches for what its pointers lead to.
+        // SAFETY: the structure is the kernel's argument; the caller keeps the contract of its pointers.
         unsafe { self.kernel.launch(stream, grid, WARPS as u32 * 32, false, &kernel_arguments) }
     }
 }
 
-/// Two tiles of keys and two of values.
+/// Shared memory of two tiles of keys and two of values.
 const fn shared_bytes(shape: AttendShape) -> usize {
     4 * TOKENS * shape.dim * 2
 }

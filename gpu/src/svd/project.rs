@@ -6,28 +6,30 @@ use crate::pointer::{AnyElement, DevicePtr};
 use crate::tensor_map::{BOX_WIDTH, RowsOfHeads};
 use crate::{Device, Element, Error, KERNELS, Program};
 
-/// Of `registers.cu`: warps of a block, and rows of each at a time.
+/// On sm_80: warps of a block, and rows of a warp at a time.
 const WARPS: usize = 8;
 const WARP_ROWS: usize = 16;
-/// Of `boxes.cu`: rows of a tile, tiles of the ring, warpgroups of a block that compute, and bytes for barriers.
+/// On sm_90: rows of a tile, tiles of the ring buffer, warpgroups of a block that compute, and bytes of
+/// mbarriers.
 const TILE_ROWS: usize = 64;
 const STAGES: usize = 6;
 const GROUPS: usize = 2;
 const BARRIER_BYTES: usize = 16 * STAGES;
 
-/// What a projection is compiled for.
+/// Compile-time shape of [`Project`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ProjectShape {
-    /// Components of a row: 32, 64, 96 or 128.
+    /// Elements of a row: 32, 64, 96 or 128.
     pub dim: usize,
-    /// Components that are kept: a multiple of 8, at most `dim`.
+    /// Elements of a result: a multiple of 8, at most `dim`.
     pub rank: usize,
-    /// Element of rows and results.
+    /// Element type of rows and results.
     pub element: Element,
 }
 
 impl ProjectShape {
-    /// Whether `boxes.cu` takes it, and not `registers.cu`.
+    /// Whether the kernel for sm_90 takes it, which copies boxes by TMA, and not the one for sm_80, which
+    /// loads rows to registers.
     const fn in_boxes(&self, capability: (i32, i32)) -> bool {
         matches!(capability, (9, 0)) && self.dim.is_multiple_of(BOX_WIDTH)
     }
@@ -38,12 +40,12 @@ impl ProjectShape {
             return map_parts * self.rank.div_ceil(32) * 32 * self.dim * 2;
         }
         let columns = self.rank.next_multiple_of(BOX_WIDTH);
-        let numbers =
+        let elements =
             (STAGES * TILE_ROWS + map_parts * columns) * self.dim + GROUPS * 2 * TILE_ROWS * columns;
-        2 * numbers + BARRIER_BYTES
+        2 * elements + BARRIER_BYTES
     }
 
-    /// The program for a compute capability: 9.0 has one of its own for 64 and 128 components.
+    /// The kernel for a compute capability. 9.0 has its own for 64 and 128 elements.
     ///
     /// # Errors
     /// [`Error::Unsupported`].
@@ -68,27 +70,28 @@ impl ProjectShape {
 
 const OPERATION: Operation = Operation("svd::Project");
 
-/// Device pointers and sizes of one launch.
+/// Pointers and sizes of one launch of [`Project`].
 #[derive(Clone, Copy, Debug)]
 pub struct ProjectArguments {
-    /// Key/value heads, each with a map of its own.
+    /// Number of key/value heads, each with its own map.
     pub heads: usize,
-    /// Rows of a head.
+    /// Number of rows of a head.
     pub n: usize,
-    /// Elements (heads, n, dim), each dimension but the last with its stride.
+    /// Elements (heads, n, dim), with the strides below and a contiguous last dimension.
     pub rows: DevicePtr<AnyElement>,
-    /// Elements from a head and a row to the next: multiples of 8.
+    /// Strides of heads and rows in elements, multiples of 8.
     pub strides: [usize; 2],
-    /// f32 (heads, dim, rank): the columns of `svd_core::Map`.
+    /// `f32` (heads, dim, rank): the columns of `svd_core::Map`.
     pub columns: DevicePtr<f32>,
     /// Elements (heads, n, rank), fully written.
     pub out: DevicePtr<AnyElement>,
-    /// Whether the columns may be read while the kernel before it on the stream ends, on sm_90 with 64 or 128 components: that one must not
-    /// write them. All else waits for that kernel.
+    /// With programmatic dependent launch (PDL), on sm_90 with 64 or 128 elements, blocks start before the
+    /// previous kernel on the stream ends. If `pdl`, they read the columns *before* they wait for it
+    /// (`griddepcontrol.wait`), so that kernel must not write them. They read everything else after the wait.
     pub pdl: bool,
 }
 
-/// `Arguments` of `registers.cu`.
+/// `Arguments` of the kernel for sm_80.
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct RegistersArguments {
@@ -102,7 +105,7 @@ struct RegistersArguments {
 
 const _: () = assert!(size_of::<RegistersArguments>() == 48);
 
-/// `Arguments` of `boxes.cu`.
+/// `Arguments` of the kernel for sm_90.
 #[derive(Clone, Copy)]
 #[repr(C, align(128))]
 struct BoxesArguments {
@@ -115,10 +118,11 @@ struct BoxesArguments {
 
 const _: () = assert!(size_of::<BoxesArguments>() == 384);
 
-/// `svd_core::Map::project_into` for all heads: keys, values or queries into the components that their rotations keep.
+/// `svd_core::Map::project_into` for all heads: projects keys, values or queries to the ranks of their
+/// rotations.
 ///
 /// # Cost
-/// Reads the rows and writes the results, on tensor cores.
+/// One pass over the rows and one over the results; n * dim * rank multiply-adds per head on tensor cores.
 pub struct Project {
     kernel: Kernel,
     shape: ProjectShape,
@@ -127,7 +131,7 @@ pub struct Project {
 }
 
 impl Project {
-    /// Compiles it for a shape.
+    /// Compiles the kernel for a shape.
     ///
     /// # Errors
     /// [`Error::Unsupported`], [`Error::NoNvrtc`], [`Error::Compile`] or [`Error::Driver`].
@@ -138,7 +142,7 @@ impl Project {
         Ok(Self { kernel, shape, in_boxes: shape.in_boxes(capability), sm_count: device.sm_count() })
     }
 
-    /// Puts the projection on a stream.
+    /// Launches the projection on a stream.
     ///
     /// # Errors
     /// [`Error::Argument`] for sizes that do not fit, [`Error::Driver`].
@@ -153,11 +157,12 @@ impl Project {
         if a.strides.iter().any(|stride| !stride.is_multiple_of(8)) {
             return Err(OPERATION.error("a stride is not a multiple of 8"));
         }
+        // Every block has the map of one head.
         let grid = |rows_at_once: usize, blocks: usize| {
-            let blocks = a.n.div_ceil(rows_at_once).min((blocks / a.heads).max(1)); // each with the map of one head
+            let blocks = a.n.div_ceil(rows_at_once).min((blocks / a.heads).max(1));
             OPERATION.grid(&[("blocks", blocks), ("heads", a.heads)])
         };
-        // SAFETY: the structures are the kernels' arguments; the caller vouches for what their pointers lead to.
+        // SAFETY: the structures are the kernels' arguments; the caller keeps the contract of their pointers.
         unsafe {
             if self.in_boxes {
                 let ProjectShape { dim, rank, element } = self.shape;

@@ -8,7 +8,7 @@ use cudarc::driver::sys::{CUevent_flags, CUgraphInstantiate_flags, CUstream, CUs
 use cudarc::driver::{CudaSlice, DevicePtr as _, DeviceRepr, ValidAsZeroBits};
 use kv_gpu::{Device, DevicePtr};
 
-/// More than the second-level cache of the device.
+/// More bytes than L2 of the device holds.
 pub const BEYOND_CACHE: usize = 200 << 20;
 const REPLAYS: usize = 25;
 /// Before a measurement, so that what ran before it does not keep the clocks low; then until they have risen, and before they sink
