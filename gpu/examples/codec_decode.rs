@@ -32,7 +32,7 @@ fn main() -> Result<()> {
     let words = gpu.upload(planes.words())?;
     let decode = Decode::new(&gpu, planes.shape(VectorElement::F16, false))?;
     let (there, out) = (gpu.zeros::<u8>(bytes.len() + 3)?, gpu.zeros::<f16>(4 * rows.len())?);
-    let pointers: Vec<u64> = (0..4).map(|plane| out.pointer + (plane * rows.len() * 2) as u64).collect();
+    let pointers: Vec<u64> = (0..4).map(|plane| out.pointer.offset(plane * rows.len()).address()).collect();
     let (pointers, failed) = (gpu.upload(&pointers)?, gpu.zeros::<u32>(1)?);
     let workspace = gpu.zeros::<u8>(decode.workspace_len(&info, 1, info.blocks()))?;
     let (decoding, copying) = (gpu.stream(), gpu.context().new_stream()?);
@@ -42,7 +42,11 @@ fn main() -> Result<()> {
         let arrived = frame.block_range(layer, Side::Values, info.blocks() - 1)?.end;
         // SAFETY: as many bytes as there is room for; from pinned memory the copy would not hold up the host either.
         unsafe {
-            memcpy_htod_async(there.pointer + copied as u64, &bytes[copied..arrived], copying.cu_stream())?
+            memcpy_htod_async(
+                there.pointer.offset(copied).address(),
+                &bytes[copied..arrived],
+                copying.cu_stream(),
+            )?
         };
         copied = arrived;
         decoding.join(&copying)?;
@@ -51,7 +55,7 @@ fn main() -> Result<()> {
             planes: words.pointer,
             layers: layer..layer + 1,
             blocks: 0..info.blocks(),
-            out: pointers.pointer + (layer * 2 * size_of::<u64>()) as u64,
+            out: pointers.pointer.offset(2 * layer).cast(),
             place: Place { token_stride: channels, head_stride: info.head_dim, first_token: 0, pages: None },
             workspace: workspace.pointer,
             failed: failed.pointer,

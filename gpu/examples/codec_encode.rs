@@ -22,7 +22,7 @@ fn main() -> Result<()> {
     let planes = Planes::pack(&[plane.view()?; 4], info.head_dim)?; // here: one for keys and values of both layers
     let words = gpu.upload(planes.words())?;
     let rows = gpu.upload(&halves(1000 * channels))?; // (tokens, heads, head_dim), the same for all
-    let pointers = gpu.upload(&[rows.pointer; 4])?;
+    let pointers = gpu.upload(&[rows.pointer.address(); 4])?;
     let encode = Encode::new(&gpu, planes.shape(VectorElement::F16, false))?;
     let capacity = Encode::slots_len(&info, layers);
     let (slots, payload) = (gpu.zeros::<u8>(capacity)?, gpu.zeros::<u8>(capacity)?);
@@ -32,7 +32,7 @@ fn main() -> Result<()> {
     let arguments = EncodeArguments {
         planes: words.pointer,
         layers: 0..layers,
-        rows: pointers.pointer,
+        rows: pointers.pointer.cast(),
         place: Place { token_stride: channels, head_stride: info.head_dim, first_token: 0, pages: None },
         slots: slots.pointer,
         workspace: workspace.pointer,

@@ -6,8 +6,8 @@ use std::error::Error;
 
 use codec_core::{Coder, FitOptions, ModelKind, PlaneBuf, PredictorKind, Steps, TransformBuf};
 use kv_gpu::pq::{
-    AttendAnyShape, AttendShape, EncodeAnyShape, EncodeShape, Gather, LutShape, ScanShape, SearchShape, Side,
-    TrainShape,
+    AttendGenericShape, AttendShape, EncodeGenericShape, EncodeShape, Gather, LutShape, ScanShape,
+    SearchShape, Side, TrainShape,
 };
 use kv_gpu::svd::{self, ProjectShape};
 use kv_gpu::{Element, Program, VectorElement, codec, self_test_program};
@@ -35,9 +35,9 @@ fn programs() -> Result<Vec<Program>, Box<dyn Error>> {
     let mut programs = vec![
         self_test_program(),
         attend.program(DEVICES[1].1)?,
-        AttendAnyShape { keys: fine, values: fine, group }.program()?,
+        AttendGenericShape { keys: fine, values: fine, group }.program()?,
         encode.program()?,
-        EncodeAnyShape { quantizer: coarse, element: rows }.program()?,
+        EncodeGenericShape { quantizer: coarse, element: rows }.program()?,
         TrainShape { quantizer: coarse, element: rows }.program()?,
         LutShape { quantizer: coarse, group, element: rows }.program()?,
         ScanShape { quantizer: coarse, group }.program(DEVICES[1].1)?,

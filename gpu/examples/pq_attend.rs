@@ -42,14 +42,14 @@ fn main() -> Result<()> {
         value_codes: value_codes.pointer,
         key_table: key_table.pointer,
         value_table: value_table.pointer,
-        queries: queries.pointer,
+        queries: queries.pointer.cast(),
         lengths: lengths.pointer,
         pages: None,
         exact: None,
         scale: 1.0 / 128_f32.sqrt(),
-        out: out.pointer,
-        log_sum_exp: 0,
-        overlap: false,
+        out: out.pointer.cast(),
+        log_sum_exp: None,
+        pdl: false,
         workspace: workspace.pointer,
     };
     // SAFETY: memory of the shapes that the arguments name, kept until the results are read.

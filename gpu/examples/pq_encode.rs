@@ -24,7 +24,7 @@ fn main() -> Result<()> {
         batch: 1,
         heads,
         max_count: count as usize,
-        vectors: vectors.pointer,
+        vectors: vectors.pointer.cast(),
         strides: [heads * count as usize * 128, count as usize * 128, 128],
         centroids: centroids.pointer,
         firsts: firsts.pointer,

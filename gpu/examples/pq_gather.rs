@@ -5,6 +5,7 @@ mod gpu;
 
 use gpu::{Gpu, Result};
 use half::f16;
+use kv_gpu::DevicePtr;
 use kv_gpu::pq::{Gather, GatherArguments};
 
 fn main() -> Result<()> {
@@ -15,19 +16,21 @@ fn main() -> Result<()> {
     for (i, x) in host.as_mut_slice()?.iter_mut().enumerate() {
         *x = f16::from_f32((i / dim) as f32);
     }
+    // Under unified addressing the address on the host is that on the device, too.
+    let pinned = DevicePtr::new(host.as_ptr()? as u64).ok_or("no memory")?;
     let rows = gpu.upload(&wanted)?;
     let (keys, values) = (gpu.zeros::<f16>(3 * dim)?, gpu.zeros::<f16>(3 * dim)?);
     let arguments = GatherArguments {
         heads: 1,
-        keys: host.as_ptr()? as u64, // under unified addressing the device's address, too
-        values: host.as_ptr()? as u64,
+        keys: pinned,
+        values: pinned,
         head_rows: n,
         rows: rows.pointer,
-        places: 0,
-        counts: 0,
+        places: None,
+        counts: None,
         list_len: wanted.len(),
-        keys_out: keys.pointer,
-        values_out: values.pointer,
+        keys_out: keys.pointer.cast(),
+        values_out: values.pointer.cast(),
         out_len: wanted.len(),
     };
     let gather = Gather::new(&gpu, dim * size_of::<f16>())?;

@@ -13,14 +13,14 @@ fn main() -> Result<()> {
     let (heads, group, n, quantizer) = (2, 4, 1000, PqShape::new(64, 4, 8)?);
     let queries = gpu.upload(&numbers(heads * group * 64))?; // (batch, heads, group, dim)
     let centroids = gpu.upload(&numbers(heads * quantizer.codebook_len()))?; // of `Train`
-    let codes = gpu.upload(&vec![0x5a_u8; heads * quantizer.codes_len(n)])?; // of `EncodeAny`
+    let codes = gpu.upload(&vec![0x5a_u8; heads * quantizer.codes_len(n)])?; // of `EncodeGeneric`
     let lengths = gpu.upload(&[n as u32])?;
     let luts = gpu.zeros::<f32>(heads * group * quantizer.lut_len())?;
     let scores = gpu.zeros::<f32>(heads * group * n)?;
     let tables = LutArguments {
         batch: 1,
         heads,
-        queries: queries.pointer,
+        queries: queries.pointer.cast(),
         scale: 1.0 / 64_f32.sqrt(),
         centroids: centroids.pointer,
         luts: luts.pointer,

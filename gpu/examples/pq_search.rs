@@ -13,7 +13,7 @@ fn main() -> Result<()> {
     let luts = gpu.upload(&numbers(heads * group * quantizer.lut_len()))?; // of `Lut`
     let of_tokens: Vec<u8> = (0..n * 2).map(|i| (i * i % 61) as u8).collect();
     let mut codes = vec![0; quantizer.codes_len(n)];
-    pack_codes_into(quantizer, &of_tokens, &mut codes)?; // `EncodeAny` makes them on the device
+    pack_codes_into(quantizer, &of_tokens, &mut codes)?; // `EncodeGeneric` makes them on the device
     let codes = gpu.upload(&codes.repeat(heads))?;
     let (lengths, ks) = (gpu.upload(&[n as u32])?, gpu.upload(&[100_u32])?);
     let (sinks, recent) = (4, 64);
@@ -35,8 +35,8 @@ fn main() -> Result<()> {
         tokens: tokens.pointer,
         tokens_len,
         counts: counts.pointer,
-        stats: 0,
-        overlap: false,
+        stats: None,
+        pdl: false,
     };
     // SAFETY: memory of the shapes that the arguments name, kept until the results are read.
     unsafe { search.launch(gpu.stream().cu_stream(), &arguments)? };

@@ -19,7 +19,7 @@ fn main() -> Result<()> {
     let arguments = GramArguments {
         heads,
         n,
-        rows: rows.pointer,
+        rows: rows.pointer.cast(),
         strides: [n * dim, dim],
         matrices: matrices.pointer,
         sums: sums.pointer,

@@ -22,9 +22,9 @@ fn main() -> Result<()> {
         group: 1,
         capacity: n,
         max_count: n,
-        keys: keys.pointer,
-        values: keys.pointer,
-        queries: queries.pointer,
+        keys: keys.pointer.cast(),
+        values: keys.pointer.cast(),
+        queries: queries.pointer.cast(),
         strides: [n * dim, dim, dim],
         lengths: lengths.pointer,
         counts: lengths.pointer, // all tokens are of this prompt
@@ -35,7 +35,7 @@ fn main() -> Result<()> {
         key_rank_sum: rank,
         value_rank_sum: rank,
         scale: 1.0 / (dim as f32).sqrt(),
-        out: out.pointer,
+        out: out.pointer.cast(),
     };
     let prefill = Prefill::new(&gpu, AttendShape { dim, element: Element::F16 })?;
     // SAFETY: memory of the shapes that the arguments name, kept until the results are read.

@@ -20,11 +20,11 @@ fn main() -> Result<()> {
     let arguments = ProjectArguments {
         heads,
         n,
-        rows: rows_there.pointer,
+        rows: rows_there.pointer.cast(),
         strides: [n * dim, dim],
         columns: columns.pointer,
-        out: out.pointer,
-        overlap: false,
+        out: out.pointer.cast(),
+        pdl: false,
     };
     let project = Project::new(&gpu, ProjectShape { dim, rank, element: Element::F16 })?;
     // SAFETY: memory of the shapes that the arguments name, kept until the results are read.

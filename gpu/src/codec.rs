@@ -1,4 +1,4 @@
-//! Operations of `codec-core`.
+//! Operations of `codec-core`: entropy-coded frames.
 
 mod decode;
 mod encode;
@@ -9,28 +9,32 @@ pub use decode::{Decode, DecodeArguments};
 pub use encode::{Encode, EncodeArguments};
 pub use planes::{CodecShape, Planes};
 
-/// Where the rows of planes lie on the device: numbers (tokens, heads, head_dim) with strides, so that both the order of tokens, heads
-/// and that of heads, tokens go, in pages or not.
+use crate::Error;
+use crate::launch::Operation;
+use crate::pointer::{AnyElement, DevicePtr};
+
+/// Where the rows of planes are on the device: elements (tokens, heads, head_dim) with strides, so that
+/// tokens or heads may come first, with pages or without.
 #[derive(Clone, Copy, Debug)]
 pub struct Place {
-    /// Numbers from a token to the next, within a page where there are pages.
+    /// Stride of tokens in elements, within a page if there are pages.
     pub token_stride: usize,
-    /// Numbers from a head to the next.
+    /// Stride of heads in elements.
     pub head_stride: usize,
-    /// The place of the frame's first token.
+    /// The position of the frame's first token.
     pub first_token: usize,
-    /// Where the tokens lie, when compiled for pages.
+    /// The page table, given exactly if the shape is `paged`.
     pub pages: Option<TokenPages>,
 }
 
-/// Tokens in pages.
+/// The page table of a sequence of tokens.
 #[derive(Clone, Copy, Debug)]
 pub struct TokenPages {
-    /// `u32` (pages,): the page of each part of the sequence.
-    pub table: u64,
-    /// Tokens of a page.
+    /// `u32` (pages,): page numbers in the order of the tokens.
+    pub table: DevicePtr<u32>,
+    /// Capacity of a page in tokens.
     pub page_tokens: usize,
-    /// Numbers from a page to the next.
+    /// Stride of pages in elements.
     pub stride: usize,
 }
 
@@ -41,47 +45,53 @@ struct KernelPlace {
     token_stride: u64,
     head_stride: u64,
     page_stride: u64,
-    pages: u64,
+    pages: Option<DevicePtr<u32>>,
     page_tokens: u32,
     first_token: u32,
 }
+
+const _: () = assert!(size_of::<KernelPlace>() == 40);
 
 /// `PlanesAt` of the kernels.
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct PlanesAt {
-    each: u64,
-    all: u64,
+    each: Option<DevicePtr<DevicePtr<AnyElement>>>,
+    all: Option<DevicePtr<f32>>,
     stride: u64,
 }
 
+const _: () = assert!(size_of::<PlanesAt>() == 24);
+
 impl PlanesAt {
-    /// At pointers (planes of the launch,) on the device.
-    const fn each(pointers: u64) -> Self {
-        Self { each: pointers, all: 0, stride: 0 }
+    /// Each plane of the launch at a pointer of its own.
+    const fn each(pointers: DevicePtr<DevicePtr<AnyElement>>) -> Self {
+        Self { each: Some(pointers), all: None, stride: 0 }
     }
 }
 
 impl Place {
-    /// The kernel's form, for `tokens` tokens.
-    fn for_kernel(&self, shape: &CodecShape, tokens: usize) -> Result<KernelPlace, &'static str> {
+    /// The kernels' form, for `tokens` tokens.
+    fn for_kernel(
+        &self,
+        operation: Operation,
+        shape: &CodecShape,
+        tokens: usize,
+    ) -> Result<KernelPlace, Error> {
         if shape.paged != self.pages.is_some() {
-            return Err("compiled with pages or without, and called otherwise");
+            return Err(operation.error("pages are given exactly when it is compiled for them"));
         }
-        let fits = |size: usize| u32::try_from(size).is_ok();
-        if !fits(self.first_token.saturating_add(tokens)) {
-            return Err("more tokens than 32 bits count");
-        }
-        let pages = self.pages.unwrap_or(TokenPages { table: 0, page_tokens: 1, stride: 0 });
-        if pages.page_tokens == 0 || !fits(pages.page_tokens) {
-            return Err("pages of no tokens, or of more than 32 bits count");
+        operation.in_32_bits("tokens", self.first_token.saturating_add(tokens))?;
+        let (page_tokens, page_stride) = self.pages.map_or((1, 0), |pages| (pages.page_tokens, pages.stride));
+        if page_tokens == 0 {
+            return Err(operation.error("pages of no tokens"));
         }
         Ok(KernelPlace {
             token_stride: self.token_stride as u64,
             head_stride: self.head_stride as u64,
-            page_stride: pages.stride as u64,
-            pages: pages.table,
-            page_tokens: pages.page_tokens as u32,
+            page_stride: page_stride as u64,
+            pages: self.pages.map(|pages| pages.table),
+            page_tokens: operation.in_32_bits("tokens of a page", page_tokens)?,
             first_token: self.first_token as u32,
         })
     }

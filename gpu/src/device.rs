@@ -7,26 +7,27 @@ use cudarc::driver::sys::{self, CUdevice_attribute, CUlaunchAttributeID, CUstrea
 use cudarc::driver::{CudaContext, CudaStream};
 
 use crate::disk_cache::DiskCache;
+use crate::launch::Grid;
 use crate::library::has_driver;
 use crate::module::Function;
 use crate::{Error, Image, Program, compile};
 
-/// A GPU, a stream of its own, and the kernels that have been compiled for it.
+/// A GPU with a stream and the kernels that were compiled for it.
 pub struct Device {
     context: Arc<CudaContext>,
     stream: Arc<CudaStream>,
     capability: (i32, i32),
-    processors: usize,
+    sm_count: usize,
     shared_memory: usize,
     functions: Mutex<HashMap<(Program, &'static str), Function>>,
     disk: Option<DiskCache>,
 }
 
 impl Device {
-    /// Opens device `ordinal`, on its primary context: the one that PyTorch and the CUDA runtime use.
+    /// Opens device `ordinal` on its primary context, which PyTorch and the CUDA runtime use, too.
     ///
     /// # Errors
-    /// [`Error::NoDriver`] on a machine without CUDA, [`Error::Driver`] when there is no such device.
+    /// [`Error::NoDriver`] on a machine without CUDA, [`Error::Driver`] if there is no such device.
     pub fn open(ordinal: usize) -> Result<Self, Error> {
         if !has_driver() {
             return Err(Error::NoDriver); // asked first: without the library a context panics
@@ -35,7 +36,7 @@ impl Device {
         Self::on_context(context)
     }
 
-    /// Takes a context that an engine has already.
+    /// Uses an engine's own context.
     ///
     /// # Errors
     /// [`Error::Driver`].
@@ -46,27 +47,30 @@ impl Device {
             attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
             attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
         );
-        let processors = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
+        let sm_count = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
         let shared_memory =
             attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?;
         Ok(Self {
             context,
             stream,
             capability,
-            processors: processors as usize,
+            sm_count: sm_count as usize,
             shared_memory: shared_memory as usize,
             functions: Mutex::default(),
             disk: None,
         })
     }
 
-    /// Keeps compiled kernels in a folder, too, for the next process; it is created, readable and writable by this user alone.
+    /// Keeps compiled kernels in a folder, too, for the next process; it is created, readable and writable by
+    /// this user alone.
     ///
-    /// A file that is not exactly the wanted kernel, whole, is ignored and replaced. What the folder holds runs on the device, so it and
-    /// the folders above it must be writable by this user (or root) alone. Failures to write a kernel are ignored.
+    /// A file that is not exactly the wanted kernel, whole, is ignored and replaced. What the folder holds
+    /// runs on the device, so it and the folders above it must be writable by this user (or root) alone.
+    /// Failures to write a kernel are ignored.
     ///
     /// # Errors
-    /// [`Error::CacheFolder`] if the folder cannot be created, or if others can write it; the device then works without it.
+    /// [`Error::CacheFolder`] if the folder cannot be created, or if others can write it; the device then
+    /// works without it.
     pub fn use_disk_cache(&mut self, folder: impl Into<PathBuf>) -> Result<(), Error> {
         self.disk = Some(DiskCache::open(folder.into())?);
         Ok(())
@@ -99,19 +103,19 @@ impl Device {
         self.capability
     }
 
-    /// Number of multiprocessors.
+    /// Number of streaming multiprocessors (SMs).
     #[must_use]
-    pub const fn processors(&self) -> usize {
-        self.processors
+    pub const fn sm_count(&self) -> usize {
+        self.sm_count
     }
 
-    /// Bytes of shared memory that a block can have.
+    /// Most bytes of shared memory of a block, with the driver's opt-in.
     #[must_use]
     pub const fn shared_memory(&self) -> usize {
         self.shared_memory
     }
 
-    /// A kernel of a program, compiled on first use, that may use `shared` bytes of dynamic shared memory.
+    /// A kernel of a program, compiled on first use, with `shared` bytes of dynamic shared memory.
     pub(crate) fn kernel(
         &self,
         program: &Program,
@@ -131,9 +135,9 @@ impl Device {
             let allowed = function.allow_shared_memory(shared);
             allowed.map_err(Error::of(format_args!("{shared} bytes of shared memory for {program}")))?;
         }
-        let overlaps = self.capability >= (9, 0);
+        let has_pdl = self.capability >= (9, 0);
         let context = self.context.clone();
-        Ok(Kernel { context, function, program: program.clone(), shared: shared as u32, overlaps })
+        Ok(Kernel { context, function, program: program.clone(), shared: shared as u32, has_pdl })
     }
 
     /// A kernel of a program: from the disk cache, or compiled where that has none that loads.
@@ -161,22 +165,23 @@ pub(crate) struct Kernel {
     function: Function,
     program: Program,
     shared: u32,
-    overlaps: bool, // the device knows how
+    has_pdl: bool, // programmatic dependent launch, from sm_90 on
 }
 
 impl Kernel {
-    /// Launches it with one argument, a structure. With `overlap`, blocks may start while the kernel before it on the stream
-    /// ends: it waits for that kernel itself (`wait_for_previous_kernel`).
+    /// Launches it with one argument, a structure. With `pdl`, a programmatic dependent launch, its blocks
+    /// may start before the previous kernel on the stream ends; the kernel itself waits
+    /// (`griddepcontrol.wait`) before it reads that kernel's output.
     ///
     /// # Safety
-    /// `A` must be the kernel's argument, and the kernel must be allowed to access all that its pointers lead to until it has
-    /// run; `stream` must belong to the kernel's context.
+    /// `A` must be the kernel's argument; for its pointers and the stream the contract of
+    /// [`DevicePtr`](crate::DevicePtr#launches) must hold.
     pub(crate) unsafe fn launch<A: Copy>(
         &self,
         stream: CUstream,
-        (x, y, z): (u32, u32, u32),
+        Grid([x, y, z]): Grid,
         threads: u32,
-        overlap: bool,
+        pdl: bool,
         argument: &A,
     ) -> Result<(), Error> {
         let mut attribute = sys::CUlaunchAttribute {
@@ -194,7 +199,7 @@ impl Kernel {
             sharedMemBytes: self.shared,
             hStream: stream,
             attrs: &raw mut attribute,
-            numAttrs: u32::from(overlap && self.overlaps),
+            numAttrs: u32::from(pdl && self.has_pdl),
         };
         self.context.bind_to_thread().map_err(Error::of("use device on this thread"))?;
         let mut arguments = [std::ptr::from_ref(argument).cast_mut().cast::<c_void>()];

@@ -3,7 +3,7 @@ use std::path::PathBuf;
 
 use cudarc::driver::DriverError;
 
-/// What went wrong on the way to the device.
+/// An error of compilation, of the driver, or of an argument.
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub enum Error {
@@ -15,38 +15,38 @@ pub enum Error {
     Compile {
         /// The kernel, its shape and the architecture.
         program: String,
-        /// What the compiler said.
+        /// The compiler's messages.
         log: String,
     },
     /// The driver refused an operation.
     Driver {
         /// The operation and its shape.
         operation: String,
-        /// What the driver said.
+        /// The driver's error.
         source: DriverError,
     },
-    /// There is no kernel for a shape.
+    /// No kernel supports a shape.
     Unsupported {
         /// The operation and the shape.
         operation: String,
-        /// What there is.
+        /// The supported shapes.
         supported: &'static str,
     },
-    /// An argument does not fit the others.
+    /// An argument is out of range, or does not fit the shape or the other arguments.
     Argument {
         /// The operation.
         operation: &'static str,
-        /// What is wrong.
+        /// The problem.
         problem: String,
     },
-    /// A folder cannot serve as a cache of compiled kernels.
+    /// A folder cannot hold compiled kernels.
     CacheFolder {
         /// The folder.
         folder: PathBuf,
-        /// What is wrong.
+        /// The problem.
         problem: String,
     },
-    /// The device computed something wrong.
+    /// The device computed a wrong result.
     WrongResult {
         /// The operation.
         operation: &'static str,

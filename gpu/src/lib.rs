@@ -5,8 +5,10 @@ mod compile;
 mod device;
 mod disk_cache;
 mod error;
+mod launch;
 mod library;
 mod module;
+mod pointer;
 pub mod pq;
 mod self_test;
 pub mod svd;
@@ -15,9 +17,10 @@ mod tensor_map;
 pub use compile::{Image, Program, compile};
 pub use device::Device;
 pub use error::Error;
+pub use pointer::{AnyElement, DevicePtr};
 pub use self_test::{self_test, self_test_program};
 
-/// Element type of queries, rows and outputs, as the kernels number them.
+/// Element type of queries, keys, values and outputs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Element {
     /// IEEE half precision.
@@ -26,7 +29,7 @@ pub enum Element {
     Bf16 = 2,
 }
 
-/// Element type of rows that may be in single precision, too, as the kernels number them.
+/// Element type of vectors that may also be in single precision. The discriminants are those of the kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum VectorElement {
     /// Single precision.

@@ -1,9 +1,9 @@
-//! Operations of `pq-core`.
+//! Operations of `pq-core`: product quantization.
 
 mod attend;
-mod attend_any;
+mod attend_generic;
 mod encode;
-mod encode_any;
+mod encode_generic;
 mod gather;
 mod layout;
 mod lut;
@@ -13,9 +13,9 @@ mod search;
 mod train;
 
 pub use attend::{Attend, AttendArguments, AttendShape, ExactTokens, Pages};
-pub use attend_any::{AttendAny, AttendAnyArguments, AttendAnyShape};
+pub use attend_generic::{AttendGeneric, AttendGenericArguments, AttendGenericShape};
 pub use encode::{Encode, EncodeArguments, EncodeShape};
-pub use encode_any::{EncodeAny, EncodeAnyArguments, EncodeAnyShape};
+pub use encode_generic::{EncodeGeneric, EncodeGenericArguments, EncodeGenericShape};
 pub use gather::{Gather, GatherArguments};
 pub use layout::{CodeLayout, Side, TILE};
 pub use lut::{Lut, LutArguments, LutShape};

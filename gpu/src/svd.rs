@@ -1,4 +1,4 @@
-//! Operations of `svd-core`.
+//! Operations of `svd-core`: low-rank keys and values.
 
 mod attend;
 mod gram;

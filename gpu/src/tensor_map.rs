@@ -2,29 +2,32 @@ use std::mem::MaybeUninit;
 
 use cudarc::driver::sys::{self, CUtensorMap};
 
+use crate::pointer::{AnyElement, DevicePtr};
 use crate::{Element, Error};
 
-/// Components of a box, whose 128 bytes of a row are turned in chunks of 16 as `chunk_at<8>` of the kernels does: `WIDTH` of the kernels.
+/// Elements of a row of a box: 128 bytes, the span of the 128-byte swizzle. It is `WIDTH` of the kernels.
 pub(crate) const BOX_WIDTH: usize = 64;
 
-/// Rows of heads, (heads, rows, dim), which a kernel has copied to shared memory, or from there, in boxes of one head.
+/// Rows (heads, n, dim) of 16-bit elements that TMA copies between global and shared memory in boxes of one
+/// head.
 pub(crate) struct RowsOfHeads {
-    pub rows: u64,
+    pub rows: DevicePtr<AnyElement>,
     pub element: Element,
     pub heads: usize,
     pub n: usize,
     pub dim: usize,
-    /// Elements from a head and a row to the next, multiples of 8.
+    /// Strides of heads and rows in elements, multiples of 8.
     pub strides: [usize; 2],
-    /// Rows of a box. It is [`BOX_WIDTH`] components wide.
+    /// Rows of a box. It is [`BOX_WIDTH`] elements wide.
     pub box_rows: usize,
 }
 
 impl RowsOfHeads {
-    /// The map that a kernel is given, on devices from 9.0 on. What lies beyond the rows and components is zeros, and not written.
+    /// The tensor map, from compute capability 9.0 on. Loads beyond the rows or `dim` give zeros, and stores
+    /// there do nothing.
     ///
     /// # Errors
-    /// [`Error::Driver`] for what it cannot map.
+    /// [`Error::Driver`] for sizes, strides or an alignment that TMA does not support.
     pub(crate) fn map(&self) -> Result<CUtensorMap, Error> {
         let element = match self.element {
             Element::F16 => sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
@@ -34,14 +37,13 @@ impl RowsOfHeads {
         let strides = [self.strides[1], self.strides[0]].map(|stride| (stride as u64).saturating_mul(2));
         let in_box = [BOX_WIDTH as u32, self.box_rows as u32, 1];
         let mut map = MaybeUninit::<CUtensorMap>::uninit();
-        // SAFETY: arrays of three dimensions and of the two strides between them, which the driver reads; it writes the map, and
-        // nothing at the rows' address.
+        // SAFETY: the driver reads three sizes and two strides and writes the map, not the rows.
         unsafe {
             sys::cuTensorMapEncodeTiled(
                 map.as_mut_ptr(),
                 element,
                 3,
-                self.rows as *mut _,
+                self.rows.address() as *mut _,
                 sizes.as_ptr(),
                 strides.as_ptr(),
                 in_box.as_ptr(),

@@ -141,7 +141,7 @@ impl Cache {
             }
         }
         cache.numbers = Buffer::new(device, &bytes);
-        let pointer = |plane| cache.numbers.pointer() + (plane * cache.plane_len * width) as u64;
+        let pointer = |plane| cache.numbers.pointer().offset(plane * cache.plane_len * width).address();
         cache.pointers = Buffer::new(device, &(0..2 * LAYERS).map(pointer).collect::<Vec<_>>());
         cache
     }
@@ -206,7 +206,7 @@ fn decode(
             planes: words.pointer(),
             layers: 0..LAYERS,
             blocks: part * blocks / parts..(part + 1) * blocks / parts,
-            out: cache.pointers.pointer(),
+            out: cache.pointers.pointer().cast(),
             place: cache.place,
             workspace: workspace.pointer(),
             failed: failed.pointer(),
@@ -278,7 +278,7 @@ fn encode(device: &Device, case: &Case, planes: &Planes, cache: &Cache) -> (Vec<
     let arguments = EncodeArguments {
         planes: words.pointer(),
         layers: 0..LAYERS,
-        rows: cache.pointers.pointer(),
+        rows: cache.pointers.pointer().cast(),
         place: cache.place,
         slots: slots.pointer(),
         workspace: workspace.pointer(),

@@ -9,8 +9,8 @@ use std::sync::Arc;
 use codec_core::{FitOptions, ModelKind, PlaneBuf, PredictorKind, Steps, TransformBuf};
 use kv_gpu::codec::{self, Planes};
 use kv_gpu::pq::{
-    AttendAnyShape, AttendShape, EncodeAnyShape, EncodeShape, Gather, LutShape, ScanShape, SearchShape, Side,
-    TrainShape,
+    AttendGenericShape, AttendShape, EncodeGenericShape, EncodeShape, Gather, LutShape, ScanShape,
+    SearchShape, Side, TrainShape,
 };
 use kv_gpu::svd::{self, ProjectShape};
 use kv_gpu::{Element, Error, Program, VectorElement, compile, self_test_program};
@@ -151,7 +151,7 @@ fn attention_on_ragged_ranks() {
 fn attention_on_any_shape() {
     let shapes = [(128, 32, 12, 4), (64, 2, 6, 16), (80, 5, 7, 1)].map(|(dim, m, nbits, group)| {
         let quantizer = PqShape::new(dim, m, nbits).unwrap();
-        AttendAnyShape { keys: quantizer, values: quantizer, group }.program().unwrap()
+        AttendGenericShape { keys: quantizer, values: quantizer, group }.program().unwrap()
     });
     check(|_| shapes.to_vec(), false);
 }
@@ -180,7 +180,7 @@ fn searching() {
 fn training_and_encoding_of_any_shape() {
     let shapes = [(128, 2, 6), (128, 64, 8), (128, 4, 8), (12, 4, 10)].map(|(dim, m, nbits)| {
         let (quantizer, element) = (PqShape::new(dim, m, nbits).unwrap(), VectorElement::F16);
-        let (train, encode) = (TrainShape { quantizer, element }, EncodeAnyShape { quantizer, element });
+        let (train, encode) = (TrainShape { quantizer, element }, EncodeGenericShape { quantizer, element });
         [train.program().unwrap(), encode.program().unwrap()]
     });
     check(|_| shapes.concat(), true);

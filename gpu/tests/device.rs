@@ -4,8 +4,8 @@
 
 mod common;
 
-use kv_gpu::pq::{Attend, AttendShape};
-use kv_gpu::{Device, Element, Error, self_test};
+use kv_gpu::pq::{Attend, AttendShape, Lut, LutArguments, LutShape};
+use kv_gpu::{Device, DevicePtr, Element, Error, VectorElement, self_test};
 use pq_core::PqShape;
 
 #[test]
@@ -68,6 +68,32 @@ fn shapes_without_a_kernel_are_errors() {
         assert!(matches!(shape.check(), Err(Error::Unsupported { .. })), "{shape:?}");
         if let Ok(device) = Device::open(0) {
             assert!(Attend::new(&device, shape).is_err());
+        }
+    }
+}
+
+#[test]
+fn launches_of_nothing_succeed_and_too_large_ones_are_errors() {
+    let Some(device) = common::device("launches_of_nothing_succeed_and_too_large_ones_are_errors") else {
+        return;
+    };
+    let quantizer = PqShape::new(64, 2, 6).unwrap();
+    let lut = Lut::new(&device, LutShape { quantizer, group: 4, element: VectorElement::F16 }).unwrap();
+    let launch = |batch, heads| {
+        let (queries, centroids) = (DevicePtr::dangling(), DevicePtr::dangling());
+        let luts = DevicePtr::dangling();
+        let arguments = LutArguments { batch, heads, queries, scale: 1.0, centroids, luts };
+        // SAFETY: nothing is accessed, since no kernel runs.
+        #[allow(unsafe_code)]
+        unsafe {
+            lut.launch(device.stream().cu_stream(), &arguments)
+        }
+    };
+    assert_eq!(launch(0, 2), Ok(()));
+    assert_eq!(launch(2, 0), Ok(()));
+    for many in [65_536, 1 << 32, usize::MAX] {
+        for error in [launch(many, 2), launch(2, many)].map(Result::unwrap_err) {
+            assert!(matches!(error, Error::Argument { operation: "pq::Lut", .. }), "{error}");
         }
     }
 }

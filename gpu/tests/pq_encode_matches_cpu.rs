@@ -55,7 +55,7 @@ fn run(device: &Device, random: &mut Random, shape: EncodeShape) {
         batch,
         heads,
         max_count,
-        vectors: there.pointer(),
+        vectors: there.pointer().cast(),
         strides: [max_count * heads * dim, dim, heads * dim],
         centroids: centroids.pointer(),
         firsts: firsts_there.pointer(),

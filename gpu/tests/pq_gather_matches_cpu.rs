@@ -4,9 +4,9 @@
 
 mod common;
 
-use common::{Buffer, Random, device};
-use kv_gpu::Error;
+use common::{Buffer, Random, SIDES, Side, device};
 use kv_gpu::pq::{Gather, GatherArguments};
+use kv_gpu::{DevicePtr, Error};
 use pq_core::{BlockCache, Eviction};
 
 const HEADS: usize = 3;
@@ -23,16 +23,16 @@ fn hits_and_misses_become_the_rows() {
         // SAFETY: written before it is read.
         #[allow(unsafe_code)]
         let mut host =
-            [0, 1].map(|_| unsafe { device.context().alloc_pinned::<u8>(HEADS * N * row_bytes) }.unwrap());
+            SIDES.map(|_| unsafe { device.context().alloc_pinned::<u8>(HEADS * N * row_bytes) }.unwrap());
         for host in &mut host {
             host.as_mut_slice().unwrap().copy_from_slice(&random.bytes(HEADS * N * row_bytes));
         }
-        let rows_of = |side: usize, head: usize, token: usize| {
-            host[side].as_slice().unwrap()[(head * N + token) * row_bytes..][..row_bytes].to_vec()
+        let rows_of = |side: Side, head: usize, token: usize| {
+            host[side as usize].as_slice().unwrap()[(head * N + token) * row_bytes..][..row_bytes].to_vec()
         };
 
         // A cache a head, filled by an earlier step.
-        let mut cached = [0, 1].map(|_| vec![0_u8; HEADS * CAPACITY * BLOCK * row_bytes]);
+        let mut cached = SIDES.map(|_| vec![0_u8; HEADS * CAPACITY * BLOCK * row_bytes]);
         let (mut hit_rows, mut hit_places) =
             (vec![0_u32; HEADS * wanted_len], vec![0_u32; HEADS * wanted_len]);
         let (mut miss_rows, mut miss_places) = (hit_rows.clone(), hit_rows.clone());
@@ -45,7 +45,7 @@ fn hits_and_misses_become_the_rows() {
             earlier.dedup();
             for load in cache.update(&earlier, CAPACITY) {
                 for offset in 0..BLOCK.min(N - load.block as usize * BLOCK) {
-                    for (side, cached) in cached.iter_mut().enumerate() {
+                    for (side, cached) in SIDES.into_iter().zip(&mut cached) {
                         let row = rows_of(side, head, load.block as usize * BLOCK + offset);
                         let at = (head * CAPACITY + load.slot as usize) * BLOCK + offset;
                         cached[at * row_bytes..][..row_bytes].copy_from_slice(&row);
@@ -74,35 +74,35 @@ fn hits_and_misses_become_the_rows() {
         let cached = cached.map(|cached| Buffer::new(&device, &cached));
         let lists = [hit_rows, hit_places, hit_counts, miss_rows, miss_places, miss_counts]
             .map(|list| Buffer::new(&device, &list));
-        let out = [0, 1].map(|_| Buffer::new(&device, &vec![0_u8; HEADS * wanted_len * row_bytes]));
+        let out = SIDES.map(|_| Buffer::new(&device, &vec![0_u8; HEADS * wanted_len * row_bytes]));
         let gather = Gather::new(&device, row_bytes).unwrap();
-        let from = |keys: u64, values: u64, head_rows: usize, lists: &[Buffer<u32>]| GatherArguments {
+        let from = |keys, values, head_rows: usize, lists: &[Buffer<u32>]| GatherArguments {
             heads: HEADS,
             keys,
             values,
             head_rows,
             rows: lists[0].pointer(),
-            places: lists[1].pointer(),
-            counts: lists[2].pointer(),
+            places: Some(lists[1].pointer()),
+            counts: Some(lists[2].pointer()),
             list_len: wanted_len,
             keys_out: out[0].pointer(),
             values_out: out[1].pointer(),
             out_len: wanted_len,
         };
-        let host_address = |side: usize| host[side].as_ptr().unwrap() as u64;
+        let pinned = |side: Side| DevicePtr::new(host[side as usize].as_ptr().unwrap() as u64).unwrap();
         let launches = [
             from(cached[0].pointer(), cached[1].pointer(), CAPACITY * BLOCK, &lists[..3]),
-            from(host_address(0), host_address(1), N, &lists[3..]),
+            from(pinned(Side::Keys), pinned(Side::Values), N, &lists[3..]),
         ];
         for arguments in &launches {
             // SAFETY: the buffers live until their contents have been read, and have the lengths that the shape asks for.
             #[allow(unsafe_code)]
             unsafe { gather.launch(device.stream().cu_stream(), arguments) }.unwrap();
         }
-        for (side, out) in out.iter().enumerate() {
+        for (side, out) in SIDES.into_iter().zip(&out) {
             for (i, row) in out.read().chunks_exact(row_bytes).enumerate() {
                 let (head, token) = (i / wanted_len, wanted[i / wanted_len][i % wanted_len]);
-                assert!(row == rows_of(side, head, token as usize), "side {side} head {head} token {token}");
+                assert!(row == rows_of(side, head, token as usize), "{side:?} of head {head} token {token}");
             }
         }
     }

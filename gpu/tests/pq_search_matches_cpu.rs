@@ -158,7 +158,7 @@ fn tables_and_scores_have_the_bits_of_the_cpu() {
         let lut_arguments = LutArguments {
             batch,
             heads: case.heads,
-            queries: queries.pointer(),
+            queries: queries.pointer().cast(),
             scale: 1.0,
             centroids: centroids.pointer(),
             luts: luts.pointer(),
@@ -220,7 +220,7 @@ fn search(
     let [tokens, tokens_again] = [0, 1].map(|_| Buffer::new(device, &vec![u32::MAX; batch * heads * room]));
     let counts = Buffer::new(device, &vec![0_u32; batch]);
     let stats = Buffer::new(device, &vec![0.0_f32; batch * heads * case.shape.group * 2]);
-    let arguments = |luts: &Buffer<f32>, tokens: &Buffer<u32>, overlap| SearchArguments {
+    let arguments = |luts: &Buffer<f32>, tokens: &Buffer<u32>, pdl| SearchArguments {
         batch,
         heads,
         capacity: case.capacity,
@@ -234,8 +234,8 @@ fn search(
         tokens: tokens.pointer(),
         tokens_len: room,
         counts: counts.pointer(),
-        stats: stats.pointer(),
-        overlap,
+        stats: Some(stats.pointer()),
+        pdl,
     };
     // SAFETY: the buffers live until their contents have been read, and have the lengths that the shape asks for.
     #[allow(unsafe_code)]
@@ -250,7 +250,7 @@ fn search(
     let lut_arguments = LutArguments {
         batch,
         heads,
-        queries: queries.pointer(),
+        queries: queries.pointer().cast(),
         scale: 1.0,
         centroids: centroids.pointer(),
         luts: made_luts.pointer(),

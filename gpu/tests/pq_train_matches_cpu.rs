@@ -5,7 +5,9 @@
 mod common;
 
 use common::{Buffer, Random, bytes_of, device, rounded};
-use kv_gpu::pq::{EncodeAny, EncodeAnyArguments, EncodeAnyShape, Train, TrainArguments, TrainShape};
+use kv_gpu::pq::{
+    EncodeGeneric, EncodeGenericArguments, EncodeGenericShape, Train, TrainArguments, TrainShape,
+};
 use kv_gpu::{Device, Error, VectorElement};
 use pq_core::{Backend, CodebookBuf, Codes, PqShape, Start, TrainOptions, encode_into_with, train};
 
@@ -55,11 +57,11 @@ fn run(
     let arguments = TrainArguments {
         sets,
         n,
-        vectors: there.pointer(),
+        vectors: there.pointer().cast(),
         strides: [dim, sets * dim],
-        starts: starts.as_ref().map_or(0, Buffer::pointer),
+        starts: starts.as_ref().map(Buffer::pointer),
         centroids: centroids.pointer(),
-        errors: errors.pointer(),
+        errors: Some(errors.pointer()),
         iterations,
         tolerance: 0.0,
         workspace: workspace.pointer(),
@@ -142,7 +144,7 @@ fn any_quantizer_encodes_as_on_the_cpu() {
         let mut random = Random(seed);
         let quantizer =
             if random.below(4) == 0 { PqShape::new(64, 4, 12).unwrap() } else { quantizer(&mut random) };
-        let shape = EncodeAnyShape {
+        let shape = EncodeGenericShape {
             quantizer,
             element: random.pick(&[VectorElement::F32, VectorElement::F16, VectorElement::Bf16]),
         };
@@ -167,12 +169,12 @@ fn any_quantizer_encodes_as_on_the_cpu() {
         let codes_len = quantizer.codes_len(capacity);
         let before = random.bytes(batch * heads * codes_len);
         let codes = Buffer::new(&device, &before);
-        let kernel = EncodeAny::new(&device, shape).unwrap();
-        let arguments = EncodeAnyArguments {
+        let kernel = EncodeGeneric::new(&device, shape).unwrap();
+        let arguments = EncodeGenericArguments {
             batch,
             heads,
             max_count,
-            vectors: there.pointer(),
+            vectors: there.pointer().cast(),
             strides: [heads * max_count * dim, max_count * dim, dim],
             centroids: centroids.pointer(),
             firsts: firsts_there.pointer(),

@@ -4,7 +4,7 @@
 
 mod common;
 
-use common::{Buffer, Random, device, from_element, relative_error, to_element};
+use common::{Buffer, Random, SIDES, device, from_element, relative_error, to_element};
 use half::{bf16, f16};
 use kv_gpu::svd::{Attend, AttendArguments, AttendShape};
 use kv_gpu::{Device, Element, Error};
@@ -25,7 +25,7 @@ fn run(device: &Device, random: &mut Random, batches: &[usize], capacities: &[us
         .map(|_| if random.below(4) == 0 { random.pick(&[0, 1, capacity]) } else { random.below(capacity + 1) } as u32)
         .collect();
     let mut ranks = || (0..heads).map(|_| 8 * (1 + random.below(dim / 8)) as u32).collect::<Vec<u32>>();
-    let ranks = [ranks(), ranks()];
+    let ranks = SIDES.map(|_| ranks());
     let offsets = ranks.each_ref().map(|ranks| {
         let before = |head: usize| ranks[..head].iter().map(|&rank| u64::from(rank)).sum();
         (0..heads).map(before).collect::<Vec<u64>>()
@@ -49,7 +49,7 @@ fn run(device: &Device, random: &mut Random, batches: &[usize], capacities: &[us
     let attend = Attend::new(device, shape).unwrap();
     let workspace = Buffer::new(device, &vec![0_u8; attend.workspace_len(batch, heads, group)]);
     let scale = 1.0 / (dim as f32).sqrt();
-    let overlap = random.below(2) == 1;
+    let pdl = random.below(2) == 1;
     let launch = || {
         let out = Buffer::new(device, &vec![u16::MAX; batch * heads * group * dim]); // NaN
         let log_sum_exp = Buffer::new(device, &vec![f32::NAN; batch * heads * group]);
@@ -58,9 +58,9 @@ fn run(device: &Device, random: &mut Random, batches: &[usize], capacities: &[us
             heads,
             group,
             capacity,
-            keys: stored_there[0].pointer(),
-            values: stored_there[1].pointer(),
-            queries: queries_there.pointer(),
+            keys: stored_there[0].pointer().cast(),
+            values: stored_there[1].pointer().cast(),
+            queries: queries_there.pointer().cast(),
             lengths: lengths_there.pointer(),
             key_ranks: ranks_there[0].pointer(),
             value_ranks: ranks_there[1].pointer(),
@@ -69,9 +69,9 @@ fn run(device: &Device, random: &mut Random, batches: &[usize], capacities: &[us
             key_rank_sum: sums[0],
             value_rank_sum: sums[1],
             scale,
-            out: out.pointer(),
-            log_sum_exp: log_sum_exp.pointer(),
-            overlap,
+            out: out.pointer().cast(),
+            log_sum_exp: Some(log_sum_exp.pointer()),
+            pdl,
             workspace: workspace.pointer(),
         };
         // SAFETY: the buffers live until their contents have been read, and have the lengths that the shape asks for.
@@ -86,8 +86,9 @@ fn run(device: &Device, random: &mut Random, batches: &[usize], capacities: &[us
     for pair in 0..batch * heads {
         let (sequence, head) = (pair / heads, pair % heads);
         let n = lengths[sequence] as usize;
-        let [rank_k, rank_v] = [0, 1].map(|side| ranks[side][head] as usize);
-        let [keys, values] = [0, 1].map(|side| {
+        let [rank_k, rank_v] = ranks.each_ref().map(|ranks| ranks[head] as usize);
+        let [keys, values] = SIDES.map(|side| {
+            let side = side as usize;
             let at = sequence * capacity * sums[side] + capacity * offsets[side][head] as usize;
             &stored[side][at..][..n * ranks[side][head] as usize]
         });

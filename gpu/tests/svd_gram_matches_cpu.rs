@@ -34,7 +34,7 @@ fn random_shapes_agree() {
         let arguments = GramArguments {
             heads,
             n,
-            rows: rows.pointer(),
+            rows: rows.pointer().cast(),
             strides: [dim, heads * dim],
             matrices: matrices.pointer(),
             sums: sums.pointer(),

@@ -4,7 +4,7 @@
 
 mod common;
 
-use common::{Buffer, Random, device, from_element, relative_error, to_element};
+use common::{Buffer, Random, SIDES, device, from_element, relative_error, to_element};
 use kv_gpu::Element;
 use kv_gpu::svd::{AttendShape, Prefill, PrefillArguments};
 use svd_core::{Backend, SoftmaxStats, attend_into_with};
@@ -34,7 +34,7 @@ fn random_shapes_agree() {
         let half = random.below(2) == 0; // ranks of half at most: blocks of twice the rows
         let most = if half { dim / 16 } else { dim / 8 };
         let mut ranks = || (0..heads).map(|_| 8 * (1 + random.below(most)) as u32).collect::<Vec<u32>>();
-        let ranks = [ranks(), ranks()];
+        let ranks = SIDES.map(|_| ranks());
         let offsets = ranks.each_ref().map(|ranks| {
             let before = |head: usize| ranks[..head].iter().map(|&rank| u64::from(rank)).sum();
             (0..heads).map(before).collect::<Vec<u64>>()
@@ -68,9 +68,9 @@ fn random_shapes_agree() {
             group,
             capacity,
             max_count,
-            keys: stored_there[0].pointer(),
-            values: stored_there[1].pointer(),
-            queries: queries_there.pointer(),
+            keys: stored_there[0].pointer().cast(),
+            values: stored_there[1].pointer().cast(),
+            queries: queries_there.pointer().cast(),
             strides: [max_count * query_heads * dim, query_heads * dim, dim],
             lengths: lengths_there.pointer(),
             counts: counts_there.pointer(),
@@ -81,7 +81,7 @@ fn random_shapes_agree() {
             key_rank_sum: sums[0],
             value_rank_sum: sums[1],
             scale,
-            out: out.pointer(),
+            out: out.pointer().cast(),
         };
         let prefill = Prefill::new(&device, shape).unwrap();
         // SAFETY: the buffers live until their contents have been read, and have the lengths that the shape asks for.
@@ -100,8 +100,9 @@ fn random_shapes_agree() {
                 continue;
             }
             let n = (lengths[sequence] - counts[sequence]) as usize + row + 1;
-            let [rank_k, rank_v] = [0, 1].map(|side| ranks[side][head] as usize);
-            let [keys, values] = [0, 1].map(|side| {
+            let [rank_k, rank_v] = ranks.each_ref().map(|ranks| ranks[head] as usize);
+            let [keys, values] = SIDES.map(|side| {
+                let side = side as usize;
                 let at = sequence * capacity * sums[side] + capacity * offsets[side][head] as usize;
                 &stored[side][at..][..n * ranks[side][head] as usize]
             });

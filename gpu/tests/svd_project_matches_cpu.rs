@@ -44,11 +44,11 @@ fn random_shapes_agree() {
         let arguments = ProjectArguments {
             heads,
             n,
-            rows: there.pointer(),
+            rows: there.pointer().cast(),
             strides: [dim, heads * dim],
             columns: columns_there.pointer(),
-            out: out.pointer(),
-            overlap: false,
+            out: out.pointer().cast(),
+            pdl: false,
         };
         let launch = |arguments: &ProjectArguments| {
             // SAFETY: the buffers live until their contents have been read, and have the lengths that the shape asks for.
@@ -57,11 +57,11 @@ fn random_shapes_agree() {
         };
         launch(&arguments);
         if rank == dim {
-            // Results as rows: an overlapped launch must wait for them.
-            let again = ProjectArguments { rows: out.pointer(), strides: [n * dim, dim], ..arguments };
-            launch(&ProjectArguments { out: twice.pointer(), overlap: true, ..again });
+            // Results as rows: a launch with PDL must wait for them.
+            let again = ProjectArguments { rows: out.pointer().cast(), strides: [n * dim, dim], ..arguments };
+            launch(&ProjectArguments { out: twice.pointer().cast(), pdl: true, ..again });
             device.stream().synchronize().unwrap();
-            launch(&ProjectArguments { out: twice_apart.pointer(), ..again });
+            launch(&ProjectArguments { out: twice_apart.pointer().cast(), ..again });
             assert!(twice.read() == twice_apart.read(), "{shape:?}");
         }
         let got = out.read();

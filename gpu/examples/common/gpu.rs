@@ -4,9 +4,9 @@
 
 use std::ops::Deref;
 
-use cudarc::driver::{CudaSlice, DevicePtr, DeviceRepr, ValidAsZeroBits};
+use cudarc::driver::{CudaSlice, DevicePtr as _, DeviceRepr, ValidAsZeroBits};
 use half::f16;
-use kv_gpu::Device;
+use kv_gpu::{Device, DevicePtr};
 
 pub type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 
@@ -16,7 +16,7 @@ pub struct Gpu(Device);
 /// Memory of the device, and where it is. An engine has its own; kernels take the pointer.
 pub struct Buffer<T> {
     pub slice: CudaSlice<T>,
-    pub pointer: u64,
+    pub pointer: DevicePtr<T>,
 }
 
 impl Deref for Gpu {
@@ -33,16 +33,16 @@ impl Gpu {
     }
 
     pub fn upload<T: DeviceRepr>(&self, data: &[T]) -> Result<Buffer<T>> {
-        let slice = self.stream().clone_htod(data)?;
-        let pointer = slice.device_ptr(self.stream()).0;
-        Ok(Buffer { slice, pointer })
+        Ok(self.buffer(self.stream().clone_htod(data)?))
     }
 
-    /// Zeros; one for none, which have no address.
     pub fn zeros<T: DeviceRepr + ValidAsZeroBits>(&self, n: usize) -> Result<Buffer<T>> {
-        let slice = self.stream().alloc_zeros(n.max(1))?;
-        let pointer = slice.device_ptr(self.stream()).0;
-        Ok(Buffer { slice, pointer })
+        Ok(self.buffer(self.stream().alloc_zeros(n)?))
+    }
+
+    fn buffer<T>(&self, slice: CudaSlice<T>) -> Buffer<T> {
+        let address = slice.device_ptr(self.stream()).0; // 0 for no elements
+        Buffer { slice, pointer: DevicePtr::new(address).unwrap_or(DevicePtr::dangling()) }
     }
 
     /// What is there when all that the stream was given has run.

@@ -6,40 +6,46 @@ use cudarc::driver::sys::CUstream;
 use super::transform::{Rows, Transform, coefficients_at};
 use super::{CodecShape, KernelPlace, Place, Planes, PlanesAt};
 use crate::device::Kernel;
+use crate::launch::Operation;
+use crate::pointer::{AnyElement, DevicePtr};
 use crate::{Device, Error};
 
-/// Blocks of tokens that a block of threads decodes: `WARPS` of the kernel.
+/// Blocks of tokens that a thread block decodes, one per warp: `WARPS` of the kernel.
 const WARPS: usize = 8;
 
-/// Device pointers and ranges of one launch.
+const OPERATION: Operation = Operation("codec::Decode");
+
+/// Pointers and ranges of one launch of [`Decode`].
 #[derive(Clone, Debug)]
 pub struct DecodeArguments {
-    /// The frame's bytes, on the device; of blocks that this launch does not decode, they need not have come yet.
-    pub frame: u64,
-    /// [`Planes::words`], on the device.
-    pub planes: u64,
-    /// Which layers.
+    /// The bytes of the frame, with three more readable bytes behind the last one. Blocks that this launch
+    /// does not decode need not have arrived yet.
+    pub frame: DevicePtr<u8>,
+    /// [`Planes::words`].
+    pub planes: DevicePtr<u32>,
+    /// The layers to decode.
     pub layers: Range<usize>,
-    /// Which blocks of tokens.
+    /// The blocks of tokens to decode.
     pub blocks: Range<usize>,
-    /// `u64` (layers of the launch, 2): pointers to the rows of keys, then values, of each layer.
-    pub out: u64,
-    /// Where in them the frame's tokens go.
+    /// Pointers (layers of the launch, 2) to the rows of keys, then values, of each layer, aligned to their
+    /// element.
+    pub out: DevicePtr<DevicePtr<AnyElement>>,
+    /// Where the tokens of the frame go in these rows.
     pub place: Place,
     /// Bytes ([`Decode::workspace_len`],), overwritten.
-    pub workspace: u64,
-    /// `u32`, which the launch only ever raises: if it is not 0 afterwards, there is a tile that no encoder wrote, and what was
-    /// written for that tile is without meaning. The tile's number in the frame is one less.
-    pub failed: u64,
+    pub workspace: DevicePtr<u8>,
+    /// One `u32`, 0 before the launch. Afterwards it is 1 + the index in the frame of a tile that no encoder
+    /// wrote, or 0. The elements written for such a tile are meaningless. A launch only ever raises it.
+    pub failed: DevicePtr<u32>,
 }
 
 /// `Arguments` of the kernel.
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct KernelArguments {
-    frame: u64,
-    planes: u64,
-    failed: u64,
+    frame: DevicePtr<u8>,
+    planes: DevicePtr<u32>,
+    failed: DevicePtr<u32>,
     out: PlanesAt,
     place: KernelPlace,
     frame_planes: u32,
@@ -51,15 +57,20 @@ struct KernelArguments {
     blocks: u32,
 }
 
-/// `codec_core::Frame::decode_block_into` for many blocks of many planes: tiles decoded, dequantized, rounded to the cache's element and
-/// put where the cache has them. Single precision has the bits of the CPU.
+const _: () = assert!(size_of::<KernelArguments>() == 120);
+
+/// `codec_core::Frame::decode_block_into` for many blocks of many planes: decodes tiles, dequantizes them,
+/// rounds to the element type of the cache, and stores into the cache. In single precision the bits are those
+/// of the CPU.
 ///
-/// Checksums of blocks are the host's to compare ([`Frame::check_block`]). Bytes that no encoder wrote are noticed or decode to
-/// numbers without meaning; nothing outside the frame is read for them, but up to three bytes behind it that make the last four.
+/// The host compares the checksums of blocks ([`Frame::check_block`]). Bytes that no encoder wrote are
+/// detected or decode to meaningless elements. Even then the kernel reads nothing outside the frame, except
+/// up to three bytes behind it, as part of its last word.
 ///
 /// # Cost
-/// Reads the stream and writes the numbers; a warp decodes 32 numbers at a time, a lane a channel. With a transform, a second launch: 4
-/// bytes a number written and read, and a multiplication and an addition for each component of its head.
+/// One pass over the stream and one over the elements; a warp decodes 32 elements at a time, one channel per
+/// lane. With a transform, a second kernel runs: 4 bytes per element are written and read, with a
+/// multiplication and an addition for each element of the head.
 /// # Source
 /// CacheGen (SIGCOMM 2024), 6; the bitstream is codec-core's `FORMAT.md`.
 pub struct Decode {
@@ -69,7 +80,7 @@ pub struct Decode {
 }
 
 impl Decode {
-    /// Compiles it for a shape.
+    /// Compiles the kernels for a shape.
     ///
     /// # Errors
     /// [`Error::NoNvrtc`], [`Error::Compile`] or [`Error::Driver`].
@@ -78,7 +89,8 @@ impl Decode {
         Ok(Self { tiles, transform: Transform::new(device, shape)?, shape })
     }
 
-    /// Bytes of scratch for so many layers and blocks of tokens at a time: none for planes without a transform.
+    /// Bytes of workspace for launches of `layers` layers and `blocks` blocks of tokens: 0 for planes without
+    /// a transform.
     #[must_use]
     pub const fn workspace_len(&self, info: &FrameInfo, layers: usize, blocks: usize) -> usize {
         let tokens = blocks.saturating_mul(info.block_tokens);
@@ -86,14 +98,17 @@ impl Decode {
         Transform::coefficients_len(&self.shape, layers.saturating_mul(2), tokens)
     }
 
-    /// Puts the decoding on a stream. `frame` is the host's view of what is on the device: only its header and index are read.
+    /// Launches the decoding on a stream. `frame` is the same frame on the host, of which only header and
+    /// index are read.
     ///
     /// # Errors
-    /// [`Error::Argument`] for planes, a frame or ranges that do not go together, [`Error::Driver`].
+    /// [`Error::Argument`] for planes, a frame or ranges that do not match, [`Error::Driver`].
     /// # Safety
-    /// Pointers must be to device memory with as many elements as their shapes say, aligned to 8 bytes (rows to an element), and
-    /// stay so, unwritten by others, until the launch has run; what lies at `frame` must be the bytes that `frame` was parsed from, and
-    /// what lies at `planes` the words of `planes`; the place must give every token its own room; `stream` must be of the device.
+    /// The [contract of a launch](DevicePtr#launches) holds, with every pointer but those to rows aligned to
+    /// 8 bytes. The bytes at `arguments.frame` are those that `frame` was parsed from, **and three bytes
+    /// behind the last one can be read**: the kernel loads words of four bytes. The words at
+    /// `arguments.planes` are those of `planes`. The place gives every token room of its own, and page
+    /// numbers are those of pages.
     pub unsafe fn launch(
         &self,
         stream: CUstream,
@@ -102,26 +117,25 @@ impl Decode {
         arguments: &DecodeArguments,
     ) -> Result<(), Error> {
         let (a, info) = (arguments, frame.info());
-        let problem = |problem: &str| Error::Argument { operation: "codec::Decode", problem: problem.into() };
         if planes.shape(self.shape.element, self.shape.paged) != self.shape {
-            return Err(problem("planes of another shape than it was compiled for"));
+            return Err(OPERATION.error("planes of another shape than it was compiled for"));
         }
         if info.lossless || info.channels() != self.shape.channels() {
-            return Err(problem("a frame without loss, or of another number of channels"));
+            return Err(OPERATION.error("a frame without loss, or of another number of channels"));
         }
         if a.layers.end > info.layers || a.blocks.end > info.blocks() {
-            return Err(problem("layers or blocks that the frame does not have"));
+            return Err(OPERATION.error("layers or blocks that the frame does not have"));
         }
         for (layer, side) in a.layers.clone().flat_map(|layer| [(layer, Side::Keys), (layer, Side::Values)]) {
             let id = planes.ids().get(2 * layer + usize::from(side == Side::Values));
             if id.copied() != frame.plane_id(layer, side).ok() {
-                return Err(problem(&format!("layer {layer} was coded under another plane")));
+                return Err(OPERATION.error(format!("layer {layer} was coded under another plane")));
             }
         }
         if a.layers.is_empty() || a.blocks.is_empty() {
             return Ok(());
         }
-        let place = a.place.for_kernel(&self.shape, info.tokens).map_err(problem)?;
+        let place = a.place.for_kernel(OPERATION, &self.shape, info.tokens)?;
         let first_token = a.blocks.start * info.block_tokens;
         let rows = Rows {
             pointers: a.out,
@@ -130,11 +144,11 @@ impl Decode {
             planes: 2 * a.layers.len(),
             first_token,
             tokens: (a.blocks.end * info.block_tokens).min(info.tokens) - first_token,
-            coefficients: a.workspace,
-            maps: a.planes + planes.maps_at() as u64,
+            coefficients: a.workspace.cast(),
+            maps: a.planes.offset(planes.maps_at()).cast(),
         };
         let (out, place) = match &self.transform {
-            Some(_) => coefficients_at(&self.shape, a.workspace, first_token, rows.tokens),
+            Some(_) => coefficients_at(&self.shape, rows.coefficients, first_token, rows.tokens),
             None => (PlanesAt::each(a.out), place),
         };
         let kernel_arguments = KernelArguments {
@@ -151,13 +165,12 @@ impl Decode {
             first_block: a.blocks.start as u32,
             blocks: a.blocks.len() as u32,
         };
-        let tiles = info.channels().div_ceil(LANES);
-        let (y, z) = (2 * a.layers.len(), a.blocks.len().div_ceil(WARPS));
-        if y > 65_535 || z > 65_535 {
-            return Err(problem("more than 32,767 layers or 524,280 blocks at a time"));
-        }
-        let grid = (tiles as u32, y as u32, z as u32);
-        // SAFETY: the structure is the kernel's argument; the caller vouches for what its pointers lead to.
+        let grid = OPERATION.grid(&[
+            ("tiles of channels", info.channels().div_ceil(LANES)),
+            ("planes", 2 * a.layers.len()),
+            ("groups of 8 blocks of tokens", a.blocks.len().div_ceil(WARPS)),
+        ])?;
+        // SAFETY: the structure is the kernel's argument; the caller keeps the contract of its pointers.
         unsafe {
             self.tiles.launch(stream, grid, (WARPS * LANES) as u32, false, &kernel_arguments)?;
             match &self.transform {

@@ -7,52 +7,57 @@ use super::transform::{Rows, Transform, coefficients_at};
 use super::{CodecShape, KernelPlace, Place, Planes, PlanesAt};
 use crate::compile::source;
 use crate::device::Kernel;
+use crate::launch::Operation;
+use crate::pointer::{AnyElement, DevicePtr};
 use crate::{Device, Error, Program};
 
 /// `WARPS` of the kernel.
 const WARPS: usize = 4;
-/// Blocks of threads of a multiprocessor, as the kernel is bound to.
+/// Resident thread blocks per SM, by the launch bounds of the kernel.
 const RESIDENT: usize = 6;
-/// Tiles of a block of threads that joins them: `COUNT` of the kernel.
+/// Tiles that a thread block joins: `COUNT` of the kernel.
 const JOINED: usize = 256;
 
-/// Device pointers and ranges of one launch.
+const OPERATION: Operation = Operation("codec::Encode");
+
+/// Pointers and ranges of one launch of [`Encode`].
 #[derive(Clone, Debug)]
 pub struct EncodeArguments {
-    /// [`Planes::words`], on the device.
-    pub planes: u64,
-    /// Which layers.
+    /// [`Planes::words`].
+    pub planes: DevicePtr<u32>,
+    /// The layers to encode.
     pub layers: Range<usize>,
-    /// `u64` (layers of the launch, 2): pointers to the rows of keys, then values, of each layer.
-    pub rows: u64,
-    /// Where in them the frame's tokens are.
+    /// Pointers (layers of the launch, 2) to the rows of keys, then values, of each layer.
+    pub rows: DevicePtr<DevicePtr<AnyElement>>,
+    /// Where the tokens of the frame are in these rows.
     pub place: Place,
     /// Bytes ([`Encode::slots_len`],), overwritten.
-    pub slots: u64,
+    pub slots: DevicePtr<u8>,
     /// Bytes ([`Encode::workspace_len`],), overwritten.
-    pub workspace: u64,
-    /// `u16` (layers of the launch, 2, blocks, tiles), written: lengths of the tiles in units of two bytes.
-    pub lengths: u64,
-    /// Bytes (`capacity`,), written: the tiles one behind the other, if they fit.
-    pub payload: u64,
-    /// Bytes that the payload has room for; [`Encode::slots_len`] always suffices.
+    pub workspace: DevicePtr<u8>,
+    /// `u16` (layers of the launch, 2, blocks, tiles), written: the length of each tile in units of two
+    /// bytes.
+    pub lengths: DevicePtr<u16>,
+    /// Bytes (`capacity`,), written: the tiles in order, without gaps, if they fit.
+    pub payload: DevicePtr<u8>,
+    /// Capacity of the payload in bytes; [`Encode::slots_len`] always suffices.
     pub capacity: usize,
-    /// `u64`, written: bytes that the payload needs.
-    pub payload_bytes: u64,
-    /// `u32`, which the launch only ever raises: if it is not 0 afterwards, a number of the tile before that of the launch is not
-    /// finite, or not in its channel's steps.
-    pub failed: u64,
+    /// One `u64`, written: the size of the payload in bytes.
+    pub payload_bytes: DevicePtr<u64>,
+    /// One `u32`, 0 before the launch. Afterwards it is 1 + the index in the launch of a tile with an element
+    /// that is not finite or out of range for the step of its channel, or 0. A launch only ever raises it.
+    pub failed: DevicePtr<u32>,
 }
 
 /// `Arguments` of `codec_encode`.
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct EncodeKernelArguments {
-    planes: u64,
-    slots: u64,
-    lengths: u64,
-    workspace: u64,
-    failed: u64,
+    planes: DevicePtr<u32>,
+    slots: DevicePtr<u8>,
+    lengths: DevicePtr<u16>,
+    workspace: DevicePtr<u16>,
+    failed: DevicePtr<u32>,
     rows: PlanesAt,
     place: KernelPlace,
     planes_here: u32,
@@ -62,25 +67,30 @@ struct EncodeKernelArguments {
     slot_bytes: u32,
 }
 
+const _: () = assert!(size_of::<EncodeKernelArguments>() == 128);
+
 /// `Arguments` of `codec_join`.
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct JoinKernelArguments {
-    slots: u64,
-    lengths: u64,
-    payload: u64,
-    payload_bytes: u64,
+    slots: DevicePtr<u8>,
+    lengths: DevicePtr<u16>,
+    payload: DevicePtr<u8>,
+    payload_bytes: DevicePtr<u64>,
     capacity: u64,
     tiles: u32,
     slot_bytes: u32,
 }
 
-/// `codec_core::encode_frame` but for header, index and checksums, which the host adds ([`codec_core::assemble_frame`]): the same bytes.
-/// For planes with a step for each channel.
+const _: () = assert!(size_of::<JoinKernelArguments>() == 48);
+
+/// `codec_core::encode_frame` for planes with one step per channel, with the same bytes, except for header,
+/// index and checksums, which the host adds ([`codec_core::assemble_frame`]).
 ///
 /// # Cost
-/// Two launches. Reads the numbers once, and again for tiles of one width; bins are written and read in the workspace. With a transform,
-/// a third launch before: a multiplication and an addition for each number and component of its head, and 4 bytes a number written.
+/// Two kernels. Elements are read once, and again for tiles of one width; bins are written to the workspace
+/// and read back. With a transform, a third kernel runs before: a multiplication and an addition for each
+/// element of the head, and 4 bytes written per element.
 /// # Source
 /// CacheGen (SIGCOMM 2024), 5.2; the bitstream is codec-core's `FORMAT.md`.
 pub struct Encode {
@@ -92,13 +102,13 @@ pub struct Encode {
 }
 
 impl Encode {
-    /// The program that joins tiles, which is the same for all shapes.
+    /// The kernel that joins tiles, which is the same for all shapes.
     #[must_use]
     pub fn join_program() -> Program {
         Program::new(source!("codec/join.cu"), &[])
     }
 
-    /// Compiles it for a shape.
+    /// Compiles the kernels for a shape.
     ///
     /// # Errors
     /// [`Error::NoNvrtc`], [`Error::Compile`] or [`Error::Driver`].
@@ -106,35 +116,36 @@ impl Encode {
         let transform = Transform::new(device, shape)?;
         let tiles = device.kernel(&shape.encode_program(), "codec_encode", 0)?;
         let join = device.kernel(&Self::join_program(), "codec_join", 0)?;
-        Ok(Self { transform, tiles, join, shape, blocks: RESIDENT * device.processors() })
+        Ok(Self { transform, tiles, join, shape, blocks: RESIDENT * device.sm_count() })
     }
 
-    /// Bytes that all tiles of `layers` layers take at most.
+    /// Upper bound of the bytes of all tiles of `layers` layers.
     #[must_use]
     pub fn slots_len(info: &FrameInfo, layers: usize) -> usize {
         tiles(info, layers).saturating_mul(slot_bytes(info))
     }
 
-    /// Bytes of scratch for so many layers at a time.
+    /// Bytes of workspace for launches of `layers` layers.
     #[must_use]
     pub const fn workspace_len(&self, info: &FrameInfo, layers: usize) -> usize {
         let coefficients = Transform::coefficients_len(&self.shape, layers.saturating_mul(2), info.tokens);
         self.bins_len(info).saturating_add(coefficients)
     }
 
-    /// Bytes of the tiles that are being coded.
+    /// Bytes of the bins of all resident warps.
     const fn bins_len(&self, info: &FrameInfo) -> usize {
         self.blocks.saturating_mul(WARPS).saturating_mul(info.block_tokens).saturating_mul(8 * LANES)
     }
 
-    /// Puts the encoding on a stream. `info` is that of the frame to be; the tokens of its blocks and its layers must be those of
-    /// all launches.
+    /// Launches the encoding on a stream. `info` describes the frame and is the same in all launches of a
+    /// frame.
     ///
     /// # Errors
-    /// [`Error::Argument`] for planes, a frame or ranges that do not go together, [`Error::Driver`].
+    /// [`Error::Argument`] for planes, a frame or ranges that do not match, [`Error::Driver`].
     /// # Safety
-    /// Pointers must be to device memory with as many elements as their shapes say, aligned to 8 bytes, and stay so, unwritten by
-    /// others, until the launch has run; what lies at `planes` must be the words of `planes`; `stream` must be of the device.
+    /// The [contract of a launch](DevicePtr#launches) holds, with every pointer, those to rows included,
+    /// aligned to 8 bytes. The words at `arguments.planes` are those of `planes`, and page numbers are those
+    /// of pages.
     pub unsafe fn launch(
         &self,
         stream: CUstream,
@@ -143,29 +154,28 @@ impl Encode {
         arguments: &EncodeArguments,
     ) -> Result<(), Error> {
         let a = arguments;
-        let problem = |problem: &str| Error::Argument { operation: "codec::Encode", problem: problem.into() };
         if planes.shape(self.shape.element, self.shape.paged) != self.shape {
-            return Err(problem("planes of another shape than it was compiled for"));
+            return Err(OPERATION.error("planes of another shape than it was compiled for"));
         }
         if planes.scaled_by_token() {
-            return Err(problem("a plane with steps for each token"));
+            return Err(OPERATION.error("a plane with steps for each token"));
         }
         if info.lossless || info.channels() != self.shape.channels() {
-            return Err(problem("a frame without loss, or of another number of channels"));
+            return Err(OPERATION.error("a frame without loss, or of another number of channels"));
         }
         if a.layers.end > info.layers || planes.ids().len() != 2 * info.layers {
-            return Err(problem("layers that the frame or the planes do not have"));
+            return Err(OPERATION.error("layers that the frame or the planes do not have"));
         }
         if !(1..=codec_core::MAX_BLOCK_TOKENS).contains(&info.block_tokens) {
-            return Err(problem("blocks of no tokens, or of too many"));
+            return Err(OPERATION.error("blocks of no tokens, or of too many"));
         }
         let tiles = tiles(info, a.layers.len());
-        let count = u32::try_from(tiles).map_err(|_| problem("more tiles than 32 bits count"))?;
+        let count = OPERATION.in_32_bits("tiles", tiles)?;
         if count == 0 {
             return Ok(());
         }
         let slot_bytes = slot_bytes(info) as u32;
-        let place = a.place.for_kernel(&self.shape, info.tokens).map_err(problem)?;
+        let place = a.place.for_kernel(OPERATION, &self.shape, info.tokens)?;
         let rows_of_launch = Rows {
             pointers: a.rows,
             place,
@@ -173,8 +183,8 @@ impl Encode {
             planes: 2 * a.layers.len(),
             first_token: 0,
             tokens: info.tokens,
-            coefficients: a.workspace + self.bins_len(info) as u64,
-            maps: a.planes + planes.maps_at() as u64,
+            coefficients: a.workspace.offset(self.bins_len(info)).cast(),
+            maps: a.planes.offset(planes.maps_at()).cast(),
         };
         let (rows, place) = match &self.transform {
             Some(_) => coefficients_at(&self.shape, rows_of_launch.coefficients, 0, info.tokens),
@@ -184,7 +194,7 @@ impl Encode {
             planes: a.planes,
             slots: a.slots,
             lengths: a.lengths,
-            workspace: a.workspace,
+            workspace: a.workspace.cast(),
             failed: a.failed,
             rows,
             place,
@@ -203,16 +213,16 @@ impl Encode {
             tiles: count,
             slot_bytes,
         };
-        let grid = |blocks: usize| (blocks as u32, 1, 1);
-        let (units, threads) =
-            (tiles / info.blocks() * info.blocks().div_ceil(WARPS), (WARPS * LANES) as u32);
-        // SAFETY: the structures are the kernels' arguments; the caller vouches for what their pointers lead to.
+        let units = tiles / info.blocks() * info.blocks().div_ceil(WARPS);
+        let tiles_grid = OPERATION.grid(&[("blocks", self.blocks.min(units))])?;
+        let join_grid = OPERATION.grid(&[("blocks", tiles.div_ceil(JOINED))])?;
+        // SAFETY: the structures are the kernels' arguments; the caller keeps the contract of their pointers.
         unsafe {
             if let Some(transform) = &self.transform {
                 transform.rows_to_coefficients(stream, &rows_of_launch)?;
             }
-            self.tiles.launch(stream, grid(self.blocks.min(units)), threads, false, &encode_arguments)?;
-            self.join.launch(stream, grid(tiles.div_ceil(JOINED)), JOINED as u32, false, &join_arguments)
+            self.tiles.launch(stream, tiles_grid, (WARPS * LANES) as u32, false, &encode_arguments)?;
+            self.join.launch(stream, join_grid, JOINED as u32, false, &join_arguments)
         }
     }
 }
@@ -222,7 +232,7 @@ fn tiles(info: &FrameInfo, layers: usize) -> usize {
     planes.saturating_mul(info.channels().div_ceil(LANES))
 }
 
-/// Most bytes of a tile: 16 bits a number.
+/// Most bytes of a tile: 16 bits per element.
 const fn slot_bytes(info: &FrameInfo) -> usize {
     4 + 2 * LANES * info.block_tokens
 }

@@ -6,38 +6,38 @@ use crate::{Error, Program, VectorElement};
 const FAMILIES: usize = 256;
 /// 32-bit words of a `Family` of the kernels.
 const FAMILY_WORDS: usize = 2 + MAX_SYMBOLS;
-/// Fewest symbols that kernels are compiled for: a plane more or less seldom changes the shape.
+/// Fewest symbols that kernels are compiled for, so that most sets of planes share a shape.
 const LEAST_SYMBOLS: usize = 16;
 
-/// What the codec's kernels are compiled for.
+/// Compile-time shape of [`Decode`](super::Decode) and [`Encode`](super::Encode): see [`Planes::shape`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct CodecShape {
     channels: usize,
     head_dim: usize,
     contexts: usize,
     symbols: usize, // a power of two
-    map_dim: usize, // components of a head of the transform; 0 for none
+    map_dim: usize, // elements of a head of the transform; 0 for none
     previous: bool,
-    /// Element of the rows.
+    /// Element type of the rows.
     pub element: VectorElement,
-    /// Whether the rows lie in pages.
+    /// Whether the rows are in pages.
     pub paged: bool,
 }
 
 impl CodecShape {
-    /// The program of [`Decode`](super::Decode).
+    /// The kernel of [`Decode`](super::Decode), for [`compile`](crate::compile) without a device.
     #[must_use]
     pub fn decode_program(&self) -> Program {
         self.tiles_program(source!("codec/decode.cu"))
     }
 
-    /// The program of [`Encode`](super::Encode).
+    /// The kernel of [`Encode`](super::Encode).
     #[must_use]
     pub fn encode_program(&self) -> Program {
         self.tiles_program(source!("codec/encode.cu"))
     }
 
-    /// The program of both for planes with a transform.
+    /// The kernels of the transform, if the planes have one.
     #[must_use]
     pub fn transform_program(&self) -> Option<Program> {
         let defines = [&self.place_defines()[..], &[("MAP_DIM", self.map_dim)]].concat();
@@ -47,7 +47,7 @@ impl CodecShape {
         self.has_transform().then_some(program)
     }
 
-    /// Of kernels for tiles, which leave and find coefficients in a workspace where there is a transform.
+    /// The kernel of tiles. With a transform its rows are the coefficients in the workspace.
     fn tiles_program(&self, source: Source) -> Program {
         if self.has_transform() {
             let of_coefficients = Self { map_dim: 0, element: VectorElement::F32, paged: false, ..*self };
@@ -91,7 +91,7 @@ impl CodecShape {
     }
 }
 
-/// The planes of a model as the kernels read them: made once, copied to the device once.
+/// The planes of a model in the layout of the kernels, to be packed and copied to the device once.
 pub struct Planes {
     shape: CodecShape,
     ids: Vec<u32>,
@@ -101,11 +101,12 @@ pub struct Planes {
 }
 
 impl Planes {
-    /// Lays planes out, (layers, 2): keys, then values, of each layer.
+    /// Packs planes (layers, 2): keys, then values, of each layer.
     ///
     /// # Errors
-    /// [`Error::Argument`] for no planes, or planes that differ in their channels; [`Error::Unsupported`] for planes of which some have
-    /// a transform and others none or one of other heads, and for anchors or the range coder, whose tiles have no parallel decoder.
+    /// [`Error::Argument`] for no planes, or planes of different channels. [`Error::Unsupported`] for planes
+    /// whose transforms have different heads or of which only some have one, and for anchors or the range
+    /// coder, whose tiles have no parallel decoder.
     pub fn pack(planes: &[Plane<'_>], head_dim: usize) -> Result<Self, Error> {
         let problem = |problem: &str| Error::Argument { operation: "codec::Planes", problem: problem.into() };
         let channels = planes.first().ok_or_else(|| problem("no planes"))?.channels();
@@ -127,7 +128,7 @@ impl Planes {
             let operation = format!("planes with {what} on the GPU");
             return Err(Error::Unsupported {
                 operation,
-                supported: "lanes, predicted by the mean or the token before, all with a transform of the same heads or all without",
+                supported: "interleaved rANS without anchors, and transforms of the same heads or none",
             });
         }
         let parts = || planes.iter().map(Plane::parts);
@@ -170,27 +171,27 @@ impl Planes {
         Ok(Self { shape, ids: planes.iter().map(Plane::id).collect(), scaled_by_token, words, maps_at })
     }
 
-    /// What the device needs, to be copied there as it is.
+    /// The words to copy to the device.
     #[must_use]
     pub fn words(&self) -> &[u32] {
         &self.words
     }
 
-    /// What to compile kernels for.
+    /// The shape to compile kernels for.
     #[must_use]
     pub const fn shape(&self, element: VectorElement, paged: bool) -> CodecShape {
         CodecShape { element, paged, ..self.shape }
     }
 
-    /// Ids of the planes, (layers, 2), as [`codec_core::assemble_frame`] takes them.
+    /// Ids of the planes (layers, 2), for [`codec_core::assemble_frame`].
     #[must_use]
     pub fn ids(&self) -> &[u32] {
         &self.ids
     }
 
-    /// Bytes of the words before the transforms' maps.
+    /// Words before the transforms' maps.
     pub(crate) const fn maps_at(&self) -> usize {
-        4 * self.maps_at
+        self.maps_at
     }
 
     pub(crate) const fn scaled_by_token(&self) -> bool {
@@ -198,7 +199,7 @@ impl Planes {
     }
 }
 
-/// Low bits and first slots of one model.
+/// Low bits and cumulative frequencies of one model.
 struct Model<'a> {
     low_bits: u32,
     starts: &'a [u16],

@@ -2,14 +2,19 @@ use cudarc::driver::sys::CUstream;
 
 use super::{CodecShape, KernelPlace, PlanesAt};
 use crate::device::Kernel;
+use crate::launch::Operation;
+use crate::pointer::{AnyElement, DevicePtr};
 use crate::{Device, Error};
 
-/// `TOKENS` and `THREADS` of the kernels, and the columns of a block for heads of up to so many components.
+const OPERATION: Operation = Operation("codec transform");
+
+/// `TOKENS` and `THREADS` of the kernels, and the columns of a block for heads of up to 64 elements and for
+/// larger ones.
 const TOKENS: usize = 64;
 const THREADS: u32 = 128;
 const COLUMNS: [usize; 2] = [64, 128];
 
-/// Rows to coefficients and back, for planes that have a transform.
+/// Rows to coefficients and back, for planes with a transform.
 pub(super) struct Transform {
     into: Kernel,
     back: Kernel,
@@ -20,8 +25,8 @@ pub(super) struct Transform {
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct KernelArguments {
-    maps: u64,
-    coefficients: u64,
+    maps: DevicePtr<f32>,
+    coefficients: DevicePtr<f32>,
     rows: PlanesAt,
     place: KernelPlace,
     first_plane: u32,
@@ -29,38 +34,40 @@ struct KernelArguments {
     tokens: u32,
 }
 
+const _: () = assert!(size_of::<KernelArguments>() == 96);
+
 /// The rows of a launch.
 #[derive(Clone, Copy)]
 pub(super) struct Rows {
-    /// Pointers on the device, one a plane.
-    pub pointers: u64,
+    /// Pointers on the device, one per plane.
+    pub pointers: DevicePtr<DevicePtr<AnyElement>>,
     pub place: KernelPlace,
     pub first_plane: usize,
     pub planes: usize,
     pub first_token: usize,
     pub tokens: usize,
     /// f32 (planes, tokens, channels).
-    pub coefficients: u64,
-    /// Of all planes: `Planes::maps_at` bytes behind their words.
-    pub maps: u64,
+    pub coefficients: DevicePtr<f32>,
+    /// Of all planes, behind the `Planes::maps_at` words of their models.
+    pub maps: DevicePtr<f32>,
 }
 
 impl Transform {
-    /// For a shape with a transform.
+    /// Compiles the kernels; `None` for a shape without a transform.
     pub(super) fn new(device: &Device, shape: CodecShape) -> Result<Option<Self>, Error> {
         let Some(program) = shape.transform_program() else { return Ok(None) };
         let into = device.kernel(&program, "codec_rows_to_coefficients", 0)?;
         Ok(Some(Self { into, back: device.kernel(&program, "codec_coefficients_to_rows", 0)?, shape }))
     }
 
-    /// Bytes of the coefficients of so many planes and tokens.
+    /// Bytes of the coefficients of `planes` planes of `tokens` tokens.
     pub(super) const fn coefficients_len(shape: &CodecShape, planes: usize, tokens: usize) -> usize {
-        let numbers = if shape.has_transform() { planes.saturating_mul(tokens) } else { 0 };
-        numbers.saturating_mul(4 * shape.channels())
+        let elements = if shape.has_transform() { planes.saturating_mul(tokens) } else { 0 };
+        elements.saturating_mul(4 * shape.channels())
     }
 
     /// # Safety
-    /// Pointers must be to device memory with as many elements as their shapes say.
+    /// The [contract of a launch](DevicePtr#launches) holds for the pointers and the stream.
     pub(super) unsafe fn rows_to_coefficients(&self, stream: CUstream, rows: &Rows) -> Result<(), Error> {
         // SAFETY: the caller's.
         unsafe { self.launch(&self.into, stream, rows) }
@@ -77,11 +84,9 @@ impl Transform {
         let map_dim = self.shape.map_dim();
         let columns = COLUMNS[usize::from(map_dim > COLUMNS[0])];
         let heads = self.shape.channels() / map_dim * map_dim.div_ceil(columns);
-        if heads > 65_535 || rows.planes > 65_535 {
-            let problem = "more than 65,535 heads of a transform, or 32,767 layers at a time".into();
-            return Err(Error::Argument { operation: "codec transform", problem });
-        }
-        let grid = (rows.tokens.div_ceil(TOKENS) as u32, heads as u32, rows.planes as u32);
+        let blocks = rows.tokens.div_ceil(TOKENS);
+        let grid =
+            OPERATION.grid(&[("blocks of tokens", blocks), ("heads", heads), ("planes", rows.planes)])?;
         let arguments = KernelArguments {
             maps: rows.maps,
             coefficients: rows.coefficients,
@@ -91,15 +96,15 @@ impl Transform {
             first_token: rows.first_token as u32,
             tokens: rows.tokens as u32,
         };
-        // SAFETY: the structure is the kernels' argument; the caller vouches for what its pointers lead to.
+        // SAFETY: the structure is the kernels' argument; the caller keeps the contract of its pointers.
         unsafe { kernel.launch(stream, grid, THREADS, false, &arguments) }
     }
 }
 
-/// Coefficients as the kernels for tiles find and leave them: planes behind each other, of tokens from `first_token` on.
+/// The coefficients as rows of the kernels for tiles: contiguous planes of the tokens from `first_token` on.
 pub(super) fn coefficients_at(
     shape: &CodecShape,
-    coefficients: u64,
+    coefficients: DevicePtr<f32>,
     first_token: usize,
     tokens: usize,
 ) -> (PlanesAt, KernelPlace) {
@@ -108,9 +113,9 @@ pub(super) fn coefficients_at(
         token_stride: channels as u64,
         head_stride: shape.head_dim() as u64,
         page_stride: 0,
-        pages: 0,
+        pages: None,
         page_tokens: 1,
         first_token: 0_u32.wrapping_sub(first_token as u32), // which comes first
     };
-    (PlanesAt { each: 0, all: coefficients, stride: (tokens * channels) as u64 }, place)
+    (PlanesAt { each: None, all: Some(coefficients), stride: (tokens * channels) as u64 }, place)
 }

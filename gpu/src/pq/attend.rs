@@ -1,19 +1,22 @@
 use cudarc::driver::sys::CUstream;
+use half::f16;
 use pq_core::PqShape;
 
 use crate::compile::source;
 use crate::device::Kernel;
+use crate::launch::Operation;
+use crate::pointer::{AnyElement, DevicePtr};
 use crate::pq::layout::{CodeLayout, Side};
 use crate::{Device, Element, Error, Program};
 
-/// Bytes of a row of the tables in shared memory: `ROW` of the kernel.
+/// Bytes of a row of the codebook tables in shared memory: `ROW` of the kernel.
 const ROW: usize = 256;
-/// Bytes of shared memory that a block of sm_90 can have.
+/// Most bytes of shared memory of a block on sm_90.
 const SHARED_MEMORY_SM_90: usize = 227 << 10;
-/// Query heads that one block serves at most.
+/// Most query heads of a block.
 const MAX_QUERIES: usize = 4;
 
-/// What an attention on codes is compiled for.
+/// Compile-time shape of [`Attend`].
 ///
 /// # Examples
 /// ```
@@ -25,30 +28,30 @@ const MAX_QUERIES: usize = 4;
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct AttendShape {
-    /// The keys' quantizer.
+    /// Quantizer of the keys.
     pub keys: PqShape,
-    /// The values' quantizer, of the same `dim`.
+    /// Quantizer of the values, of the same `dim`.
     pub values: PqShape,
     /// Query heads per key/value head.
     pub group: usize,
-    /// Element of queries, exact tokens and outputs.
+    /// Element type of queries, exact tokens and outputs.
     pub element: Element,
-    /// Whether codes lie in pages.
+    /// Whether the codes are in pages.
     pub paged: bool,
 }
 
-/// How a shape maps to the kernel's constants.
+/// The kernel's constants for a shape.
 struct Plan {
     keys: CodeLayout,
     values: CodeLayout,
     queries: usize, // of a block
     copies: usize,  // of the key table
     warps: usize,
-    interleaved: bool, // two tiles in work at a time
+    interleaved: bool, // a warp interleaves the steps of two tiles
 }
 
 impl AttendShape {
-    /// Whether there is a kernel for it.
+    /// Checks that a kernel supports the shape.
     ///
     /// # Errors
     /// [`Error::Unsupported`].
@@ -62,13 +65,13 @@ impl AttendShape {
         if self.keys.dim() != self.values.dim() || self.group == 0 || self.group > 16 {
             return Err(Error::Unsupported {
                 operation: format!("{self:?}"),
-                supported: "keys and values of the same dim, and 1 to 16 query heads a key/value head",
+                supported: "keys and values of the same dim, and 1 to 16 query heads per key/value head",
             });
         }
-        // A larger group is cut into slices, each with blocks of its own. Three queries are served like four.
+        // A larger group is cut into slices with blocks of their own. Three queries use the kernel for four.
         let queries = self.group.div_ceil(self.group.div_ceil(MAX_QUERIES)).next_power_of_two();
-        // Warps by the registers that are needed: the more, the more queries, with one table on sm_80, and where codes stand for several
-        // words; most for two tiles at a time, which pay where codes need not be expanded.
+        // Fewer warps where a thread needs more registers: for more queries, for one table on sm_80, and for
+        // codes of several words. Two interleaved tiles need most; they pay if codes need no expansion.
         let simple = [&keys, &values].iter().all(|codes| codes.components() == 2);
         let expanded = [&keys, &values].iter().any(|codes| codes.bits() < 8);
         let interleaved = queries == 4 && simple && !expanded && self.keys.dim() == 128;
@@ -89,13 +92,14 @@ impl AttendShape {
         if plan.shared_bytes() > shared_memory {
             return Err(Error::Unsupported {
                 operation: format!("{self:?}"),
-                supported: "what fits the shared memory of the device",
+                supported: "tables that fit the shared memory of the device",
             });
         }
         Ok(plan)
     }
 
-    /// The program for a device whose blocks can have so many bytes of shared memory: 163 KiB on sm_80, 227 KiB on sm_90.
+    /// The kernel for blocks of up to `shared_memory` bytes ([`Device::shared_memory`]): 163 KiB on sm_80,
+    /// 227 KiB on sm_90.
     ///
     /// # Errors
     /// [`Error::Unsupported`].
@@ -148,86 +152,92 @@ impl Plan {
     }
 }
 
-/// Codes in pages. Keys and values use the same ones. All pages together have fewer than 2^32 tiles, heads counted.
+/// The page table of codes, the same for keys and values. All pages together have fewer than 2^32 tiles,
+/// counted over heads.
 #[derive(Clone, Copy, Debug)]
 pub struct Pages {
-    /// `u32` (batch, `max_pages`): the page of each part of a sequence.
-    pub table: u64,
+    /// `u32` (batch, `max_pages`): page numbers of each sequence, in the order of its tokens.
+    pub table: DevicePtr<u32>,
     /// Row length of the table.
     pub max_pages: usize,
 }
 
-/// Tokens that are kept exactly, of any length and in any order: sinks, and the window of recent ones, which may be a ring.
+/// Tokens whose keys and values are stored exactly: sinks and the window of recent tokens. Their order does
+/// not matter, so that the window can be a ring buffer.
 #[derive(Clone, Copy, Debug)]
 pub struct ExactTokens {
     /// Elements (batch, heads, capacity, dim).
-    pub keys: u64,
+    pub keys: DevicePtr<AnyElement>,
     /// Elements (batch, heads, capacity, dim).
-    pub values: u64,
-    /// `u32` (batch,).
-    pub lengths: u64,
-    /// Tokens that there is room for.
+    pub values: DevicePtr<AnyElement>,
+    /// `u32` (batch,): the number of exact tokens of each sequence.
+    pub lengths: DevicePtr<u32>,
+    /// Capacity of a sequence in tokens.
     pub capacity: usize,
 }
 
-/// Device pointers and sizes of one launch.
+const OPERATION: Operation = Operation("pq::Attend");
+
+/// Pointers and sizes of one launch of [`Attend`].
 #[derive(Clone, Copy, Debug)]
 pub struct AttendArguments {
-    /// Sequences.
+    /// Number of sequences.
     pub batch: usize,
-    /// Key/value heads.
+    /// Number of key/value heads.
     pub heads: usize,
-    /// Tiles of [`TILE`](crate::pq::TILE) tokens that a page has room for, or a sequence where there are no pages.
+    /// Capacity of a page in tiles of [`TILE`](crate::pq::TILE) tokens; of a sequence, without pages.
     pub tiles: usize,
-    /// Bytes (page or sequence, head, tile, [`CodeLayout::tile_len`]).
-    pub key_codes: u64,
-    /// Bytes (page or sequence, head, tile, [`CodeLayout::tile_len`]).
-    pub value_codes: u64,
-    /// f16 (head, [`CodeLayout::table_len`]).
-    pub key_table: u64,
-    /// f16 (head, [`CodeLayout::table_len`]).
-    pub value_table: u64,
-    /// Elements (batch, heads, group, dim), of a magnitude that f16 holds.
-    pub queries: u64,
-    /// `u32` (batch,): coded tokens of each sequence. Read on the device, so a captured graph follows them as they grow.
-    pub lengths: u64,
-    /// Where the codes lie, when compiled for pages.
+    /// Bytes (pages or batch, heads, tiles, [`CodeLayout::tile_len`]): codes of the keys.
+    pub key_codes: DevicePtr<u8>,
+    /// Bytes (pages or batch, heads, tiles, [`CodeLayout::tile_len`]): codes of the values.
+    pub value_codes: DevicePtr<u8>,
+    /// `f16` (heads, [`CodeLayout::table_len`]): codebooks of the keys, by [`CodeLayout::table_into`].
+    pub key_table: DevicePtr<f16>,
+    /// `f16` (heads, [`CodeLayout::table_len`]): codebooks of the values.
+    pub value_table: DevicePtr<f16>,
+    /// Elements (batch, heads, group, dim), within the range of `f16`.
+    pub queries: DevicePtr<AnyElement>,
+    /// `u32` (batch,): the number of coded tokens of each sequence. The kernel reads them, so that a captured
+    /// graph stays valid as sequences grow.
+    pub lengths: DevicePtr<u32>,
+    /// The page table, given exactly if the shape is `paged`.
     pub pages: Option<Pages>,
-    /// Tokens beside the coded ones.
+    /// Exact tokens in addition to the coded ones.
     pub exact: Option<ExactTokens>,
     /// Factor of the scores: `1 / sqrt(head_dim)`.
     pub scale: f32,
-    /// Elements (batch, heads, group, dim), fully written; zeros for a sequence without tokens.
-    pub out: u64,
-    /// f32 (batch, heads, group), fully written, or 0: the natural logarithm of the sum of the exponentials, to merge the result
-    /// with attention on other tokens.
-    pub log_sum_exp: u64,
-    /// Whether the launch may begin while the kernel before it on the stream ends, on sm_90: it then loads the table of the keys and plans
-    /// its work by the lengths. That kernel must write neither tables nor lengths; all else is read when it has ended.
-    pub overlap: bool,
-    /// Bytes as [`Attend::workspace_len`] says, zeroed once before the first launch. Launches on one stream can share it; those
-    /// that may run side by side need one each.
-    pub workspace: u64,
+    /// Elements (batch, heads, group, dim), fully written. A sequence without tokens gives zeros.
+    pub out: DevicePtr<AnyElement>,
+    /// `f32` (batch, heads, group), fully written: the log-sum-exp of the scores (natural logarithm), to
+    /// merge the result with attention over other tokens.
+    pub log_sum_exp: Option<DevicePtr<f32>>,
+    /// Programmatic dependent launch (PDL), on sm_90: blocks may start before the previous kernel on the
+    /// stream ends. They read the tables and the lengths *before* they wait for it (`griddepcontrol.wait`),
+    /// so that kernel must not write these. They read everything else after the wait.
+    pub pdl: bool,
+    /// Bytes ([`Attend::workspace_len`],), zeroed before the first launch; every launch leaves it ready for
+    /// the next one. Launches on one stream can share it, concurrent launches need one each.
+    pub workspace: DevicePtr<u8>,
 }
 
 /// `Arguments` of the kernel.
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct KernelArguments {
-    key_codes: u64,
-    value_codes: u64,
-    key_table: u64,
-    value_table: u64,
-    queries: u64,
-    lengths: u64,
-    pages: u64,
-    exact_keys: u64,
-    exact_values: u64,
-    exact_lengths: u64,
-    partials: u64,
-    arrived: u64,
-    out: u64,
-    log_sum_exp: u64,
+    key_codes: DevicePtr<u8>,
+    value_codes: DevicePtr<u8>,
+    key_table: DevicePtr<f16>,
+    value_table: DevicePtr<f16>,
+    queries: DevicePtr<AnyElement>,
+    lengths: DevicePtr<u32>,
+    pages: Option<DevicePtr<u32>>,
+    exact_keys: Option<DevicePtr<AnyElement>>,
+    exact_values: Option<DevicePtr<AnyElement>>,
+    exact_lengths: Option<DevicePtr<u32>>,
+    partials: DevicePtr<f32>,
+    arrived: DevicePtr<u32>,
+    out: DevicePtr<AnyElement>,
+    log_sum_exp: Option<DevicePtr<f32>>,
     batch: u32,
     heads: u32,
     group: u32,
@@ -237,48 +247,50 @@ struct KernelArguments {
     scale: f32,
 }
 
-/// Decode attention on product-quantized keys and values: `pq_core::attend_into` and, for exact tokens,
+const _: () = assert!(size_of::<KernelArguments>() == 144);
+
+/// Decode attention over product-quantized keys and values, `pq_core::attend_into`, and over exact tokens,
 /// `pq_core::attend_exact_into`, in one launch.
 ///
-/// The work of a batch is cut into equal parts by its lengths, on the device: nothing is allocated or waited for, and a
-/// captured graph stays valid. The same inputs give the same bytes.
+/// The kernel itself cuts the tokens of a batch into equal parts. A launch allocates nothing and waits for
+/// nothing, and a captured graph stays valid. The same inputs give the same bytes.
 ///
 /// # Cost
-/// Reads every code once for up to 4 query heads of its group.
+/// Every code is read once for up to 4 query heads of its group.
 /// # Source
 /// MILLION (DAC 2025), III-B and III-C.
 pub struct Attend {
     kernel: Kernel,
     shape: AttendShape,
     plan: Plan,
-    processors: usize,
+    sm_count: usize,
 }
 
 impl Attend {
-    /// Compiles it for a shape.
+    /// Compiles the kernel for a shape.
     ///
     /// # Errors
     /// [`Error::Unsupported`], [`Error::NoNvrtc`], [`Error::Compile`] or [`Error::Driver`].
     pub fn new(device: &Device, shape: AttendShape) -> Result<Self, Error> {
         let plan = shape.plan(device.shared_memory())?;
         let kernel = device.kernel(&plan.program(&shape), "pq_attend", plan.shared_bytes())?;
-        Ok(Self { kernel, shape, plan, processors: device.processors() })
+        Ok(Self { kernel, shape, plan, sm_count: device.sm_count() })
     }
 
-    /// Slices of a group, and blocks of each.
+    /// Slices of a group, and blocks of each slice.
     fn grid(&self, heads: usize) -> (usize, usize) {
         let slices = self.shape.group.div_ceil(self.plan.queries);
-        (slices, (self.processors / heads.saturating_mul(slices).max(1)).max(1))
+        (slices, (self.sm_count / heads.saturating_mul(slices).max(1)).max(1))
     }
 
-    /// Floats of what blocks that share a sequence leave to the last.
+    /// Floats of the partial results of blocks that share a sequence.
     fn partials_len(&self, heads: usize) -> usize {
         let (slices, blocks) = self.grid(heads);
         heads.saturating_mul(slices * blocks * 2 * self.plan.queries * self.plan.result_len())
     }
 
-    /// Bytes of workspace for launches of up to `batch` sequences of just so many key/value heads: with other heads its parts lie
-    /// elsewhere, and it must be zeroed again.
+    /// Bytes of workspace for launches of up to `batch` sequences with exactly `heads` key/value heads.
+    /// Another number of heads changes its layout: zero it again before such a launch.
     #[must_use]
     pub fn workspace_len(&self, batch: usize, heads: usize) -> usize {
         let (slices, _) = self.grid(heads);
@@ -286,33 +298,35 @@ impl Attend {
         self.partials_len(heads).saturating_add(counters).saturating_mul(4)
     }
 
-    /// Puts the attention on a stream.
+    /// Launches the attention on a stream.
     ///
     /// # Errors
     /// [`Error::Argument`] for sizes that do not fit, [`Error::Driver`].
     /// # Safety
-    /// Every pointer must be to device memory of the device, aligned to 16 bytes, with as many elements as its shape says, and
-    /// stay so, unwritten by others, until the launch has run; lengths must not exceed what there is room for, and page numbers
-    /// be those of pages; `stream` must be of the device.
+    /// The [contract of a launch](DevicePtr#launches) holds, with every pointer aligned to 16 bytes. Lengths
+    /// do not exceed the tokens that a sequence or its pages have room for, exact lengths do not exceed their
+    /// capacity, and page numbers are those of pages: the kernel does not clamp them. The workspace was
+    /// zeroed before the first launch with this number of heads, and no other launch uses it at the same
+    /// time.
     pub unsafe fn launch(&self, stream: CUstream, arguments: &AttendArguments) -> Result<(), Error> {
         let a = arguments;
-        let problem = |problem: &str| Error::Argument { operation: "pq::Attend", problem: problem.into() };
         if a.batch == 0 || a.heads == 0 {
             return Ok(());
         }
         if self.shape.paged != a.pages.is_some() {
-            return Err(problem("pages are given exactly when it is compiled for them"));
-        }
-        let in_32_bits = |x: usize| u32::try_from(x).map_err(|_| problem("a size is 2^32 or more"));
-        if a.pages.is_none() {
-            in_32_bits(a.batch.saturating_mul(a.heads).saturating_mul(a.tiles))?;
+            return Err(OPERATION.error("pages are given exactly when it is compiled for them"));
         }
         if a.tiles == 0 {
-            return Err(problem("no room for a tile"));
+            return Err(OPERATION.error("no room for a tile"));
+        }
+        let in_32_bits = |what, size| OPERATION.in_32_bits(what, size);
+        if a.pages.is_none() {
+            in_32_bits("tiles", a.batch.saturating_mul(a.heads).saturating_mul(a.tiles))?;
         }
         let (slices, blocks) = self.grid(a.heads);
-        let grid = (blocks as u32, slices as u32, in_32_bits(a.heads)?);
-        let partials = self.partials_len(a.heads) as u64 * 4;
+        let grid =
+            OPERATION.grid(&[("blocks", blocks), ("slices of a group", slices), ("heads", a.heads)])?;
+        let partials = a.workspace.cast::<f32>();
         let kernel_arguments = KernelArguments {
             key_codes: a.key_codes,
             value_codes: a.value_codes,
@@ -320,24 +334,24 @@ impl Attend {
             value_table: a.value_table,
             queries: a.queries,
             lengths: a.lengths,
-            pages: a.pages.map_or(0, |pages| pages.table),
-            exact_keys: a.exact.map_or(0, |exact| exact.keys),
-            exact_values: a.exact.map_or(0, |exact| exact.values),
-            exact_lengths: a.exact.map_or(0, |exact| exact.lengths),
-            partials: a.workspace,
-            arrived: a.workspace + partials,
+            pages: a.pages.map(|pages| pages.table),
+            exact_keys: a.exact.map(|exact| exact.keys),
+            exact_values: a.exact.map(|exact| exact.values),
+            exact_lengths: a.exact.map(|exact| exact.lengths),
+            partials,
+            arrived: partials.offset(self.partials_len(a.heads)).cast(),
             out: a.out,
             log_sum_exp: a.log_sum_exp,
-            batch: in_32_bits(a.batch)?,
-            heads: in_32_bits(a.heads)?,
+            batch: in_32_bits("sequences", a.batch)?,
+            heads: a.heads as u32,
             group: self.shape.group as u32,
-            page_tiles: in_32_bits(a.tiles)?,
-            max_pages: in_32_bits(a.pages.map_or(0, |pages| pages.max_pages))?,
-            exact_capacity: in_32_bits(a.exact.map_or(0, |exact| exact.capacity))?,
+            page_tiles: in_32_bits("tiles", a.tiles)?,
+            max_pages: in_32_bits("pages", a.pages.map_or(0, |pages| pages.max_pages))?,
+            exact_capacity: in_32_bits("exact tokens", a.exact.map_or(0, |exact| exact.capacity))?,
             scale: a.scale * std::f32::consts::LOG2_E,
         };
         let threads = self.plan.warps as u32 * 32;
-        // SAFETY: the structure is the kernel's argument; the caller vouches for what its pointers lead to.
-        unsafe { self.kernel.launch(stream, grid, threads, a.overlap, &kernel_arguments) }
+        // SAFETY: the structure is the kernel's argument; the caller keeps the contract of its pointers.
+        unsafe { self.kernel.launch(stream, grid, threads, a.pdl, &kernel_arguments) }
     }
 }

@@ -3,20 +3,22 @@ use pq_core::PqShape;
 
 use crate::compile::source;
 use crate::device::Kernel;
+use crate::launch::Operation;
+use crate::pointer::{AnyElement, DevicePtr};
 use crate::pq::attend::Pages;
 use crate::pq::layout::{CodeLayout, Side, TILE};
 use crate::{Device, Error, Program, VectorElement};
 
-/// What an encoder is compiled for.
+/// Compile-time shape of [`Encode`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct EncodeShape {
     /// The quantizer.
     pub quantizer: PqShape,
-    /// Whether it encodes keys or values: their tiles differ.
+    /// Keys or values: their tiles differ.
     pub side: Side,
-    /// Element of the vectors.
+    /// Element type of the vectors.
     pub element: VectorElement,
-    /// Whether the codes lie in pages.
+    /// Whether the codes are in pages.
     pub paged: bool,
 }
 
@@ -24,7 +26,7 @@ pub struct EncodeShape {
 const BLOCK_TILES: usize = 4;
 
 impl EncodeShape {
-    /// The program.
+    /// The kernel, for [`compile`](crate::compile) without a device.
     ///
     /// # Errors
     /// [`Error::Unsupported`].
@@ -47,30 +49,32 @@ impl EncodeShape {
     }
 }
 
-/// Device pointers and sizes of one launch.
+const OPERATION: Operation = Operation("pq::Encode");
+
+/// Pointers and sizes of one launch of [`Encode`].
 #[derive(Clone, Copy, Debug)]
 pub struct EncodeArguments {
-    /// Sequences.
+    /// Number of sequences.
     pub batch: usize,
-    /// Key/value heads.
+    /// Number of key/value heads.
     pub heads: usize,
-    /// Most vectors that a sequence gives.
+    /// Most new vectors of a sequence.
     pub max_count: usize,
-    /// Elements (batch, heads, vectors, dim), each dimension but the last with its stride.
-    pub vectors: u64,
-    /// Elements from a sequence, a head and a vector to the next.
+    /// Elements (batch, heads, `max_count`, dim), with the strides below and a contiguous last dimension.
+    pub vectors: DevicePtr<AnyElement>,
+    /// Strides of sequences, heads and vectors in elements.
     pub strides: [usize; 3],
-    /// f32 (heads, m, ksub, dsub): the codebooks.
-    pub centroids: u64,
-    /// `u32` (batch,): which token of its sequence the first vector is. The tokens before it stay as they are.
-    pub firsts: u64,
-    /// `u32` (batch,): vectors of each sequence.
-    pub counts: u64,
-    /// Bytes (page or sequence, head, tile, [`CodeLayout::tile_len`]), written.
-    pub codes: u64,
-    /// Tiles that a page has room for, or a sequence where there are no pages.
+    /// `f32` (heads, m, ksub, dsub): the codebooks.
+    pub centroids: DevicePtr<f32>,
+    /// `u32` (batch,): the position of the first new vector in its sequence. Earlier tokens keep their codes.
+    pub firsts: DevicePtr<u32>,
+    /// `u32` (batch,): the number of new vectors of each sequence.
+    pub counts: DevicePtr<u32>,
+    /// Bytes (pages or batch, heads, tiles, [`CodeLayout::tile_len`]), written at the new tokens.
+    pub codes: DevicePtr<u8>,
+    /// Capacity of a page in tiles; of a sequence, without pages.
     pub tiles: usize,
-    /// Where the codes lie, when compiled for pages.
+    /// The page table, given exactly if the shape is `paged`.
     pub pages: Option<Pages>,
 }
 
@@ -78,31 +82,34 @@ pub struct EncodeArguments {
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct KernelArguments {
-    vectors: u64,
-    centroids: u64,
-    firsts: u64,
-    counts: u64,
-    pages: u64,
-    tiles: u64,
+    vectors: DevicePtr<AnyElement>,
+    centroids: DevicePtr<f32>,
+    firsts: DevicePtr<u32>,
+    counts: DevicePtr<u32>,
+    pages: Option<DevicePtr<u32>>,
+    tiles: DevicePtr<u8>,
     strides: [u64; 3],
     heads: u32,
     page_tiles: u32,
     max_pages: u32,
 }
 
-/// `pq_core::encode_into` for the tiles that [`Attend`](super::Attend) reads: new tokens are appended to sequences of different
-/// lengths in one launch. On a stream of low priority it quantizes tokens that leave the window while decoding goes on: see
-/// [`Device::background_stream`].
+const _: () = assert!(size_of::<KernelArguments>() == 88);
+
+/// `pq_core::encode_into` into the tiles that [`Attend`](super::Attend) reads. One launch appends tokens to
+/// sequences of different lengths.
+///
+/// On [`Device::background_stream`] it quantizes the tokens that leave the window while decoding continues.
 ///
 /// # Cost
-/// ksub * dim multiply-adds a vector.
+/// ksub * dim multiply-adds per vector.
 pub struct Encode {
     kernel: Kernel,
     shape: EncodeShape,
 }
 
 impl Encode {
-    /// Compiles it for a shape.
+    /// Compiles the kernel for a shape.
     ///
     /// # Errors
     /// [`Error::Unsupported`], [`Error::NoNvrtc`], [`Error::Compile`] or [`Error::Driver`].
@@ -110,46 +117,43 @@ impl Encode {
         Ok(Self { kernel: device.kernel(&shape.program()?, "pq_encode", 0)?, shape })
     }
 
-    /// Puts the encoding on a stream.
+    /// Launches the encoding on a stream.
     ///
     /// # Errors
     /// [`Error::Argument`] for sizes that do not fit, [`Error::Driver`].
     /// # Safety
-    /// Every pointer must be to device memory of the device, aligned to 16 bytes (vectors: to their element), with as many elements
-    /// as its shape says, and stay so, unwritten by others, until the launch has run; `firsts + counts` must not exceed what there
-    /// is room for, no count `max_count`, and page numbers must be those of pages; `stream` must be of the device.
+    /// The [contract of a launch](DevicePtr#launches) holds, with every pointer but `vectors` aligned to 16
+    /// bytes. For every sequence, `firsts + counts` does not exceed the tokens that the sequence or its pages
+    /// have room for, the count does not exceed `max_count`, and page numbers are those of pages: the kernel
+    /// does not clamp them.
     pub unsafe fn launch(&self, stream: CUstream, arguments: &EncodeArguments) -> Result<(), Error> {
         let a = arguments;
-        let problem = |problem: &str| Error::Argument { operation: "pq::Encode", problem: problem.into() };
         if a.batch == 0 || a.heads == 0 || a.max_count == 0 {
             return Ok(());
         }
         if self.shape.paged != a.pages.is_some() {
-            return Err(problem("pages are given exactly when it is compiled for them"));
+            return Err(OPERATION.error("pages are given exactly when it is compiled for them"));
         }
         if a.tiles == 0 {
-            return Err(problem("no room for a tile"));
+            return Err(OPERATION.error("no room for a tile"));
         }
-        if a.batch > 65_535 || a.heads > 65_535 {
-            return Err(problem("more than 65,535 sequences or heads"));
-        }
-        let in_32_bits = |x: usize| u32::try_from(x).map_err(|_| problem("a size is 2^32 or more"));
         // The first vector need not be the first of a tile.
-        let blocks = in_32_bits(a.max_count.saturating_add(TILE - 1).div_ceil(TILE * BLOCK_TILES))?;
+        let blocks = a.max_count.saturating_add(TILE - 1).div_ceil(TILE * BLOCK_TILES);
+        let grid =
+            OPERATION.grid(&[("blocks of tiles", blocks), ("heads", a.heads), ("sequences", a.batch)])?;
         let kernel_arguments = KernelArguments {
             vectors: a.vectors,
             centroids: a.centroids,
             firsts: a.firsts,
             counts: a.counts,
-            pages: a.pages.map_or(0, |pages| pages.table),
+            pages: a.pages.map(|pages| pages.table),
             tiles: a.codes,
             strides: a.strides.map(|stride| stride as u64),
             heads: a.heads as u32,
-            page_tiles: in_32_bits(a.tiles)?,
-            max_pages: in_32_bits(a.pages.map_or(0, |pages| pages.max_pages))?,
+            page_tiles: OPERATION.in_32_bits("tiles", a.tiles)?,
+            max_pages: OPERATION.in_32_bits("pages", a.pages.map_or(0, |pages| pages.max_pages))?,
         };
-        let grid = (blocks, a.heads as u32, a.batch as u32);
-        // SAFETY: the structure is the kernel's argument; the caller vouches for what its pointers lead to.
+        // SAFETY: the structure is the kernel's argument; the caller keeps the contract of its pointers.
         unsafe { self.kernel.launch(stream, grid, 256, false, &kernel_arguments) }
     }
 }

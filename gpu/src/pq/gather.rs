@@ -2,35 +2,40 @@ use cudarc::driver::sys::CUstream;
 
 use crate::compile::source;
 use crate::device::Kernel;
+use crate::launch::Operation;
+use crate::pointer::DevicePtr;
 use crate::{Device, Error, Program};
 
 const THREADS: usize = 256;
 
-/// Device pointers and sizes of one launch.
+const OPERATION: Operation = Operation("pq::Gather");
+
+/// Pointers and sizes of one launch of [`Gather`].
 #[derive(Clone, Copy, Debug)]
 pub struct GatherArguments {
-    /// Key/value heads.
+    /// Number of key/value heads.
     pub heads: usize,
-    /// Rows (heads, `head_rows`): all keys in pinned host memory, or the memory of a block cache on the device.
-    pub keys: u64,
-    /// Rows as the keys.
-    pub values: u64,
-    /// Rows of a head.
+    /// Bytes (heads, `head_rows`, row): keys, all of them in pinned host memory, or those of a block cache on
+    /// the device.
+    pub keys: DevicePtr<u8>,
+    /// Bytes (heads, `head_rows`, row): values.
+    pub values: DevicePtr<u8>,
+    /// Number of rows of a head in `keys` and `values`.
     pub head_rows: usize,
-    /// `u32` (heads, `list_len`): which rows are wanted, such as the found tokens, the misses of a
+    /// `u32` (heads, `list_len`): the rows to collect, such as the tokens of a search, the misses of a
     /// [`BlockCache`](pq_core::BlockCache), or the rows of its hits.
-    pub rows: u64,
-    /// `u32` (heads, `list_len`): where each goes; 0 for its place in the list.
-    pub places: u64,
-    /// `u32` (heads,): rows that each list has; 0 where all have `list_len`.
-    pub counts: u64,
-    /// Room of a list.
+    pub rows: DevicePtr<u32>,
+    /// `u32` (heads, `list_len`): the output row of each entry; by default its index in the list.
+    pub places: Option<DevicePtr<u32>>,
+    /// `u32` (heads,): the number of entries of each list; by default `list_len`.
+    pub counts: Option<DevicePtr<u32>>,
+    /// Capacity of a list in entries.
     pub list_len: usize,
-    /// Rows (heads, `out_len`), of which those in `places` are written.
-    pub keys_out: u64,
-    /// Rows (heads, `out_len`).
-    pub values_out: u64,
-    /// Rows that there is room for, a head.
+    /// Bytes (heads, `out_len`, row), written at `places`.
+    pub keys_out: DevicePtr<u8>,
+    /// Bytes (heads, `out_len`, row), written at `places`.
+    pub values_out: DevicePtr<u8>,
+    /// Capacity of the outputs of a head in rows.
     pub out_len: usize,
 }
 
@@ -38,24 +43,27 @@ pub struct GatherArguments {
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct KernelArguments {
-    keys: u64,
-    values: u64,
-    rows: u64,
-    places: u64,
-    counts: u64,
-    keys_out: u64,
-    values_out: u64,
+    keys: DevicePtr<u8>,
+    values: DevicePtr<u8>,
+    rows: DevicePtr<u32>,
+    places: Option<DevicePtr<u32>>,
+    counts: Option<DevicePtr<u32>>,
+    keys_out: DevicePtr<u8>,
+    values_out: DevicePtr<u8>,
     head_rows: u64,
     list_len: u64,
     out_len: u64,
 }
 
-/// Collects keys and values of chosen tokens.
+const _: () = assert!(size_of::<KernelArguments>() == 80);
+
+/// Collects the keys and values of selected tokens.
 ///
-/// Hits and misses of a block cache take one launch each, into the same output: `places` says where.
+/// The hits and the misses of a block cache take one launch each into the same output, with `places` for
+/// both.
 ///
 /// # Cost
-/// Every wanted row is read and written once; from host memory, the bus bounds it.
+/// Every row of the lists is read and written once. From host memory, the bus is the limit.
 /// # Source
 /// PQCache (arXiv 2407.12820), 3.4.
 pub struct Gather {
@@ -65,7 +73,7 @@ pub struct Gather {
 }
 
 impl Gather {
-    /// The program for rows of so many bytes.
+    /// The kernel for rows of `row_bytes` bytes, for [`compile`](crate::compile) without a device.
     ///
     /// # Errors
     /// [`Error::Unsupported`].
@@ -77,36 +85,31 @@ impl Gather {
         Ok(Program::new(source!("gather.cu"), &[("ROW_BYTES", row_bytes)]))
     }
 
-    /// Compiles it for rows of so many bytes: dim times the size of an element.
+    /// Compiles the kernel for rows of `row_bytes` bytes: `dim` times the size of an element.
     ///
     /// # Errors
     /// [`Error::Unsupported`], [`Error::NoNvrtc`], [`Error::Compile`] or [`Error::Driver`].
     pub fn new(device: &Device, row_bytes: usize) -> Result<Self, Error> {
         let kernel = device.kernel(&Self::program(row_bytes)?, "gather", 0)?;
-        Ok(Self { kernel, row_bytes, blocks: 4 * device.processors() })
+        Ok(Self { kernel, row_bytes, blocks: 4 * device.sm_count() })
     }
 
-    /// Puts the collection on a stream.
+    /// Launches the collection on a stream.
     ///
     /// # Errors
-    /// [`Error::Argument`] for too many heads, [`Error::Driver`].
+    /// [`Error::Argument`] for sizes that do not fit, [`Error::Driver`].
     /// # Safety
-    /// Every pointer must be to memory that the device can access, pinned host memory included, aligned to 16 bytes, with as many
-    /// elements as its shape says, and stay so, unwritten by others, until the launch has run; rows and places must be
-    /// below `head_rows` and `out_len`, no place may occur twice in a list, counts must not exceed `list_len`; `stream` must be of
-    /// the device.
+    /// The [contract of a launch](DevicePtr#launches) holds, with every pointer aligned to 16 bytes; `keys`
+    /// and `values` may be pinned host memory. Rows are below `head_rows` and places below `out_len`, no
+    /// place occurs twice in a list, and counts do not exceed `list_len`: the kernel does not clamp them.
     pub unsafe fn launch(&self, stream: CUstream, arguments: &GatherArguments) -> Result<(), Error> {
         let a = arguments;
         if a.heads == 0 || a.list_len == 0 {
             return Ok(());
         }
-        let heads = u32::try_from(a.heads).ok().filter(|&heads| heads <= 65_535);
-        let heads = heads.ok_or_else(|| {
-            let problem = format!("{} heads where at most 65,535 go", a.heads);
-            Error::Argument { operation: "pq::Gather", problem }
-        })?;
         let parts = a.list_len.saturating_mul(self.row_bytes / 16);
         let blocks = parts.div_ceil(THREADS).min((self.blocks / a.heads).max(1));
+        let grid = OPERATION.grid(&[("blocks", blocks), ("heads", a.heads), ("sides", 2)])?;
         let kernel_arguments = KernelArguments {
             keys: a.keys,
             values: a.values,
@@ -119,9 +122,7 @@ impl Gather {
             list_len: a.list_len as u64,
             out_len: a.out_len as u64,
         };
-        // SAFETY: the structure is the kernel's argument; the caller vouches for what its pointers lead to.
-        unsafe {
-            self.kernel.launch(stream, (blocks as u32, heads, 2), THREADS as u32, false, &kernel_arguments)
-        }
+        // SAFETY: the structure is the kernel's argument; the caller keeps the contract of its pointers.
+        unsafe { self.kernel.launch(stream, grid, THREADS as u32, false, &kernel_arguments) }
     }
 }

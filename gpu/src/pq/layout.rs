@@ -1,14 +1,15 @@
-//! How codes and centroids lie on the device for attention: in the order in which the lanes of a warp want them.
+//! The layout of codes and centroids on the device for attention: the order in which the lanes of a warp read
+//! them.
 
 use half::f16;
 use pq_core::{Codebook, Codes, PqShape};
 
 use crate::Error;
 
-/// Tokens of a tile: what a warp takes at a time.
+/// Tokens of a tile, which a warp processes at a time.
 pub const TILE: usize = 32;
 
-/// What the codes are of: keys are read along tokens, values along components.
+/// Keys or values. Attention reads keys along tokens and values along elements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Side {
     /// Keys.
@@ -19,9 +20,9 @@ pub enum Side {
 
 /// The device layout of the codes of one key/value head, and of its codebook.
 ///
-/// Codes come in tiles of [`TILE`] tokens, exactly `nbits` bits a code. A vector is `dim / 2` words of two halves; a code stands
-/// for one or more of them (`dsub / 2`, `m` words apart), or, where a subspace has one component, two codes together stand for
-/// one and are kept as one of `2 nbits` bits.
+/// Codes are in tiles of [`TILE`] tokens, with exactly `nbits` bits per code. A vector is `dim / 2` words of
+/// two halves. A code stands for `dsub / 2` words, `m` words apart. If a subspace has one element, two codes
+/// together stand for one word and are stored as one code of `2 nbits` bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CodeLayout {
     shape: PqShape,
@@ -33,7 +34,7 @@ impl CodeLayout {
     /// The layout for a shape.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] for one that the attention kernel does not take.
+    /// [`Error::Unsupported`] for a shape that the attention kernel does not support.
     pub fn new(shape: PqShape, side: Side) -> Result<Self, Error> {
         let layout = Self { shape, side, joined: shape.dsub() == 1 };
         let fits = matches!(shape.dim(), 64 | 128)
@@ -44,28 +45,28 @@ impl CodeLayout {
         }
         Err(Error::Unsupported {
             operation: format!("device layout of {shape:?}"),
-            supported: "dim 64 or 128, 16 subspaces or more of 2, 4 or 8 components with 4, 6 or 8 bits, or of 1 component \
-                        with 2, 3 or 4",
+            supported: "dim 64 or 128, 16 subspaces or more of 2, 4 or 8 elements with 4, 6 or 8 bits, or \
+                        subspaces of 1 element with 2, 3 or 4",
         })
     }
 
-    /// The shape it is for.
+    /// The shape of the quantizer.
     #[must_use]
     pub const fn shape(&self) -> PqShape {
         self.shape
     }
 
-    /// Bits of a code as it is kept.
+    /// Bits of a stored code.
     pub(crate) fn bits(&self) -> usize {
         self.shape.nbits() as usize * if self.joined { 2 } else { 1 }
     }
 
-    /// Components that a kept code stands for.
+    /// Elements that a stored code stands for.
     pub(crate) fn components(&self) -> usize {
         self.shape.dim() / self.m()
     }
 
-    /// Kept codes of a vector.
+    /// Stored codes of a vector.
     fn m(&self) -> usize {
         if self.joined { self.shape.m() / 2 } else { self.shape.m() }
     }
@@ -76,13 +77,14 @@ impl CodeLayout {
         TILE * self.m() * self.bits() / 8
     }
 
-    /// Elements of a table: (rows, dim).
+    /// Elements of a table (rows, dim).
     #[must_use]
     pub fn table_len(&self) -> usize {
         self.shape.dim() << self.bits()
     }
 
-    /// The lane that uses a code, and the code's place among the lane's codes: `key_code` and `value_code` of the kernel.
+    /// The lane that reads a code, and the index of the code among those of the lane: `key_code` and
+    /// `value_code` of the kernel.
     fn place(&self, token: usize, code: usize) -> (usize, usize) {
         let m = self.m();
         let parts = if m < 64 { 1 } else { 2 };
@@ -103,8 +105,7 @@ impl CodeLayout {
         }
     }
 
-    /// The bytes of a tile that hold a code, with the code's lowest bit kept and where: (byte, shift in the code, bits, shift in
-    /// the byte).
+    /// The pieces of a code in a tile: (byte, shift in the code, bits, shift in the byte).
     fn pieces(
         &self,
         token: usize,
@@ -125,10 +126,11 @@ impl CodeLayout {
         pieces.into_iter().flatten()
     }
 
-    /// Brings codes of `pq-core` into tiles.
+    /// Packs codes of `pq-core` into tiles.
     ///
     /// # Shapes
-    /// `tiles` `n / 32` rounded up times [`Self::tile_len`] bytes, fully written; what is behind the last token is zeros.
+    /// `tiles` `n / 32` rounded up times [`Self::tile_len`] bytes, fully written, with zeros behind the last
+    /// token.
     /// # Errors
     /// [`Error::Argument`].
     pub fn pack_into(&self, codes: &Codes<'_>, tiles: &mut [u8]) -> Result<(), Error> {
@@ -149,10 +151,10 @@ impl CodeLayout {
         Ok(())
     }
 
-    /// Brings tiles into codes of `pq-core`.
+    /// Unpacks tiles into codes of `pq-core`.
     ///
     /// # Shapes
-    /// `tiles` as for [`Self::pack_into`]; `codes` [`PqShape::codes_len`] of n, fully written.
+    /// `tiles` as for [`Self::pack_into`]; `codes` [`PqShape::codes_len`] of `n`, fully written.
     /// # Errors
     /// [`Error::Argument`].
     pub fn unpack_into(&self, tiles: &[u8], n: usize, codes: &mut [u8]) -> Result<(), Error> {
@@ -175,7 +177,7 @@ impl CodeLayout {
             .map_err(|e| Error::Argument { operation: "device layout", problem: e.to_string() })
     }
 
-    /// Brings a codebook into a table.
+    /// Arranges a codebook as the table that attention reads.
     ///
     /// # Shapes
     /// `table` [`Self::table_len`], fully written.

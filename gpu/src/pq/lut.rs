@@ -3,21 +3,23 @@ use pq_core::PqShape;
 
 use crate::compile::source;
 use crate::device::Kernel;
+use crate::launch::Operation;
+use crate::pointer::{AnyElement, DevicePtr};
 use crate::{Device, Error, Program, VectorElement};
 
-/// What tables are compiled for.
+/// Compile-time shape of [`Lut`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LutShape {
     /// The quantizer.
     pub quantizer: PqShape,
     /// Query heads per key/value head.
     pub group: usize,
-    /// Element of the queries.
+    /// Element type of the queries.
     pub element: VectorElement,
 }
 
 impl LutShape {
-    /// The program.
+    /// The kernel, for [`compile`](crate::compile) without a device.
     ///
     /// # Errors
     /// [`Error::Unsupported`].
@@ -26,7 +28,7 @@ impl LutShape {
         if self.group == 0 || self.group > 16 || self.group * dsub > 8192 {
             return Err(Error::Unsupported {
                 operation: format!("{self:?}"),
-                supported: "1 to 16 query heads a key/value head, and 8,192 components of them a subspace",
+                supported: "1 to 16 query heads per key/value head, with 8,192 elements per subspace",
             });
         }
         let defines = [
@@ -40,45 +42,49 @@ impl LutShape {
     }
 }
 
-/// Device pointers and sizes of one launch.
+const OPERATION: Operation = Operation("pq::Lut");
+
+/// Pointers and sizes of one launch of [`Lut`].
 #[derive(Clone, Copy, Debug)]
 pub struct LutArguments {
-    /// Sequences.
+    /// Number of sequences.
     pub batch: usize,
-    /// Key/value heads.
+    /// Number of key/value heads.
     pub heads: usize,
     /// Elements (batch, heads, group, dim).
-    pub queries: u64,
-    /// A factor of the queries, such as 1 / sqrt(dim); their products with it are rounded to `f32`.
+    pub queries: DevicePtr<AnyElement>,
+    /// Factor of the queries, such as `1 / sqrt(dim)`. The products are rounded to `f32`.
     pub scale: f32,
-    /// f32 (heads, m, ksub, dsub): the codebooks.
-    pub centroids: u64,
-    /// f32 (batch, heads, group, m, ksub), fully written.
-    pub luts: u64,
+    /// `f32` (heads, m, ksub, dsub): the codebooks.
+    pub centroids: DevicePtr<f32>,
+    /// `f32` (batch, heads, group, m, ksub), fully written.
+    pub luts: DevicePtr<f32>,
 }
 
 /// `Arguments` of the kernel.
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct KernelArguments {
-    queries: u64,
-    centroids: u64,
-    luts: u64,
+    queries: DevicePtr<AnyElement>,
+    centroids: DevicePtr<f32>,
+    luts: DevicePtr<f32>,
     scale: f32,
 }
 
-/// `pq_core::lut_into` for all heads, with the same bits: the tables that [`Scan`](super::Scan), [`Search`](super::Search) and
-/// [`AttendAny`](super::AttendAny) look up.
+const _: () = assert!(size_of::<KernelArguments>() == 32);
+
+/// `pq_core::lut_into` for all heads, with the same bits: the lookup tables of [`Scan`](super::Scan),
+/// [`Search`](super::Search) and [`AttendGeneric`](super::AttendGeneric).
 ///
 /// # Cost
-/// group * ksub * dim multiply-adds a head.
+/// group * ksub * dim multiply-adds per head.
 pub struct Lut {
     kernel: Kernel,
     shape: LutShape,
 }
 
 impl Lut {
-    /// Compiles it for a shape.
+    /// Compiles the kernel for a shape.
     ///
     /// # Errors
     /// [`Error::Unsupported`], [`Error::NoNvrtc`], [`Error::Compile`] or [`Error::Driver`].
@@ -86,26 +92,22 @@ impl Lut {
         Ok(Self { kernel: device.kernel(&shape.program()?, "pq_lut", 0)?, shape })
     }
 
-    /// Puts the making of tables on a stream.
+    /// Launches the computation of the tables on a stream.
     ///
     /// # Errors
     /// [`Error::Argument`] for sizes that do not fit, [`Error::Driver`].
     /// # Safety
-    /// Every pointer must be to device memory of the device, aligned to its element, with as many elements as its shape says, and
-    /// stay so, unwritten by others, until the launch has run; `stream` must be of the device.
+    /// The [contract of a launch](DevicePtr#launches) holds.
     pub unsafe fn launch(&self, stream: CUstream, arguments: &LutArguments) -> Result<(), Error> {
         let a = arguments;
         if a.batch == 0 || a.heads == 0 {
             return Ok(());
         }
-        if a.batch > 65_535 || a.heads > 65_535 {
-            let problem = "more than 65,535 sequences or heads".into();
-            return Err(Error::Argument { operation: "pq::Lut", problem });
-        }
+        let subspaces = self.shape.quantizer.m();
+        let grid = OPERATION.grid(&[("subspaces", subspaces), ("heads", a.heads), ("sequences", a.batch)])?;
         let kernel_arguments =
             KernelArguments { queries: a.queries, centroids: a.centroids, luts: a.luts, scale: a.scale };
-        let grid = (self.shape.quantizer.m() as u32, a.heads as u32, a.batch as u32);
-        // SAFETY: the structure is the kernel's argument; the caller vouches for what its pointers lead to.
+        // SAFETY: the structure is the kernel's argument; the caller keeps the contract of its pointers.
         unsafe { self.kernel.launch(stream, grid, 256, false, &kernel_arguments) }
     }
 }

@@ -1,13 +1,13 @@
-//! What training and encoding compile for.
+//! Constants of the kernels that find nearest centroids: training and encoding.
 
 use pq_core::PqShape;
 
 use crate::{Error, VectorElement};
 
-/// Threads of a block, and its points at a time: `THREADS` and `TILE` of the kernels.
+/// Threads of a block, and points of a tile: `THREADS` and `TILE` of the kernels.
 pub(super) const TILE: usize = 256;
 
-/// Bytes of shared memory that a block has on every architecture.
+/// Bytes of shared memory of a block on every supported architecture.
 const MOST_SHARED: usize = 163 << 10;
 
 /// Bytes of `NearestShared` of the kernels.
@@ -17,7 +17,7 @@ pub(super) const fn shared_bytes(quantizer: PqShape) -> usize {
     4 * (dsub * (TILE + 4) + step * (centroids + 4) + centroids) + (2 + 4) * TILE
 }
 
-/// The symbols, for `shared` bytes of shared memory.
+/// The preprocessor symbols for `shared` bytes of shared memory.
 pub(super) fn defines(
     quantizer: PqShape,
     element: VectorElement,

@@ -3,19 +3,21 @@ use pq_core::PqShape;
 
 use crate::compile::source;
 use crate::device::Kernel;
+use crate::launch::Operation;
+use crate::pointer::DevicePtr;
 use crate::{Device, Error, Program};
 
-/// Tokens of a block of threads, and its threads: `CHUNK` and `THREADS` of the kernel.
+/// Tokens and threads of a block: `CHUNK` and `THREADS` of the kernel.
 pub(super) const CHUNK: usize = 8192;
 const THREADS: u32 = 512;
 
-/// Bytes of a block's shared memory that tables may take, with room for what else is there: an A100 or H100 has 163 KiB and more, other
-/// devices have 99.
+/// Bytes of a block's shared memory that tables may take. The rest holds histograms and sums. An A100 or H100
+/// has at least 163 KiB, other devices have 99.
 const fn most_tables(shared_memory: usize) -> usize {
     if shared_memory >= 160 << 10 { 128 << 10 } else { 64 << 10 }
 }
 
-/// What scores are looked up in.
+/// Compile-time shape of [`Scan`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ScanShape {
     /// The quantizer.
@@ -25,7 +27,7 @@ pub struct ScanShape {
 }
 
 impl ScanShape {
-    /// Queries that are looked up at once, and how often an entry stands side by side.
+    /// Queries of a lookup, and copies of each entry, which keep lanes in different banks.
     fn entry(&self, shared_memory: usize) -> (usize, usize) {
         let at_once = [1, 2, 4, 4][self.group.clamp(1, 4) - 1];
         let most = most_tables(shared_memory);
@@ -36,20 +38,20 @@ impl ScanShape {
         )
     }
 
-    /// Bytes of shared memory that a block takes of those that there are.
+    /// Bytes of the tables in a block that may have `shared_memory` bytes.
     pub(super) fn shared_bytes(&self, shared_memory: usize) -> usize {
         let (at_once, copies) = self.entry(shared_memory);
         self.quantizer.lut_len() * at_once * 4 * copies
     }
 
-    /// The symbols that both scans and searches are compiled for.
+    /// The preprocessor symbols of both scans and searches.
     pub(super) fn defines(&self, shared_memory: usize) -> Result<[(&'static str, usize); 5], Error> {
         let (at_once, copies) = self.entry(shared_memory);
         if self.group == 0 || self.group > 16 || self.quantizer.nbits() > 8 || copies == 0 {
             return Err(Error::Unsupported {
                 operation: format!("{self:?}"),
-                supported: "up to 8 bits, 1 to 16 query heads a key/value head, and tables of four of them in 128 KiB, \
-                            or 64 on devices with less than 160 of shared memory",
+                supported: "up to 8 bits, 1 to 16 query heads per key/value head, and tables of four of them \
+                            in 128 KiB, or 64 on devices with less than 160 of shared memory",
             });
         }
         Ok([
@@ -61,7 +63,7 @@ impl ScanShape {
         ])
     }
 
-    /// The program for blocks of up to `shared_memory` bytes ([`Device::shared_memory`]).
+    /// The kernel for blocks of up to `shared_memory` bytes ([`Device::shared_memory`]).
     ///
     /// # Errors
     /// [`Error::Unsupported`].
@@ -70,48 +72,53 @@ impl ScanShape {
     }
 }
 
-/// Device pointers and sizes of one launch.
+const OPERATION: Operation = Operation("pq::Scan");
+
+/// Pointers and sizes of one launch of [`Scan`].
 #[derive(Clone, Copy, Debug)]
 pub struct ScanArguments {
-    /// Sequences.
+    /// Number of sequences.
     pub batch: usize,
-    /// Key/value heads.
+    /// Number of key/value heads.
     pub heads: usize,
-    /// Tokens that a sequence has room for.
+    /// Capacity of a sequence in tokens.
     pub capacity: usize,
-    /// f32 (batch, heads, group, m, ksub): tables, as [`Lut`](super::Lut) makes them.
-    pub luts: u64,
-    /// Bytes (batch, heads, [`PqShape::codes_len`] of the capacity), as [`Codes`](pq_core::Codes) has them.
-    pub codes: u64,
-    /// `u32` (batch,): tokens of each sequence.
-    pub lengths: u64,
-    /// f32 (batch, heads, group, capacity), of which a sequence's tokens are written.
-    pub scores: u64,
+    /// `f32` (batch, heads, group, m, ksub): lookup tables, by [`Lut`](super::Lut).
+    pub luts: DevicePtr<f32>,
+    /// Bytes (batch, heads, [`PqShape::codes_len`] of the capacity), in the layout of
+    /// [`Codes`](pq_core::Codes).
+    pub codes: DevicePtr<u8>,
+    /// `u32` (batch,): the length of each sequence in tokens.
+    pub lengths: DevicePtr<u32>,
+    /// `f32` (batch, heads, group, capacity), written up to the length of each sequence.
+    pub scores: DevicePtr<f32>,
 }
 
 /// `Arguments` of the kernel.
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct KernelArguments {
-    luts: u64,
-    codes: u64,
-    lengths: u64,
-    scores: u64,
+    luts: DevicePtr<f32>,
+    codes: DevicePtr<u8>,
+    lengths: DevicePtr<u32>,
+    scores: DevicePtr<f32>,
     code_stride: u64,
     capacity: u64,
 }
 
-/// `pq_core::scan_into` for all query heads, on the codes as `pq-core` keeps them, with the same bits.
+const _: () = assert!(size_of::<KernelArguments>() == 48);
+
+/// `pq_core::scan_into` for all query heads over codes in the layout of `pq-core`, with the same bits.
 ///
 /// # Cost
-/// n * m look-ups for every four queries; codes are read once for as many, scores are written.
+/// n * m lookups and one pass over the codes for every four queries; every score is written once.
 pub struct Scan {
     kernel: Kernel,
     shape: ScanShape,
 }
 
 impl Scan {
-    /// Compiles it for a shape.
+    /// Compiles the kernel for a shape.
     ///
     /// # Errors
     /// [`Error::Unsupported`], [`Error::NoNvrtc`], [`Error::Compile`] or [`Error::Driver`].
@@ -121,24 +128,21 @@ impl Scan {
         Ok(Self { kernel, shape })
     }
 
-    /// Puts the scan on a stream.
+    /// Launches the scan on a stream.
     ///
     /// # Errors
     /// [`Error::Argument`] for sizes that do not fit, [`Error::Driver`].
     /// # Safety
-    /// Every pointer must be to device memory of the device, aligned to its element, codes to 4 bytes, with as many elements as its
-    /// shape says, and stay so, unwritten by others, until the launch has run; lengths must not exceed the capacity; `stream` must be of
-    /// the device.
+    /// The [contract of a launch](DevicePtr#launches) holds, with codes aligned to 4 bytes. Lengths do not
+    /// exceed the capacity: the kernel does not clamp them.
     pub unsafe fn launch(&self, stream: CUstream, arguments: &ScanArguments) -> Result<(), Error> {
         let a = arguments;
         if a.batch == 0 || a.heads == 0 || a.capacity == 0 {
             return Ok(());
         }
         let chunks = a.capacity.div_ceil(CHUNK);
-        if a.batch > 65_535 || a.heads > 65_535 || u32::try_from(chunks.saturating_mul(CHUNK)).is_err() {
-            let problem = "more than 65,535 sequences or heads, or tokens than 32 bits count".into();
-            return Err(Error::Argument { operation: "pq::Scan", problem });
-        }
+        OPERATION.in_32_bits("tokens of whole chunks", chunks.saturating_mul(CHUNK))?;
+        let grid = OPERATION.grid(&[("chunks", chunks), ("heads", a.heads), ("sequences", a.batch)])?;
         let kernel_arguments = KernelArguments {
             luts: a.luts,
             codes: a.codes,
@@ -147,8 +151,7 @@ impl Scan {
             code_stride: self.shape.quantizer.codes_len(a.capacity) as u64,
             capacity: a.capacity as u64,
         };
-        let grid = (chunks as u32, a.heads as u32, a.batch as u32);
-        // SAFETY: the structure is the kernel's argument; the caller vouches for what its pointers lead to.
+        // SAFETY: the structure is the kernel's argument; the caller keeps the contract of its pointers.
         unsafe { self.kernel.launch(stream, grid, THREADS, false, &kernel_arguments) }
     }
 }

@@ -4,26 +4,29 @@ use pq_core::{GroupRule, PqShape};
 use super::scan::{CHUNK, ScanShape};
 use crate::compile::source;
 use crate::device::Kernel;
+use crate::launch::Operation;
+use crate::pointer::DevicePtr;
 use crate::{Device, Error, Program};
 
-/// What a search is compiled for.
+/// Compile-time shape of [`Search`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SearchShape {
     /// The quantizer.
     pub quantizer: PqShape,
     /// Query heads per key/value head.
     pub group: usize,
-    /// How they agree.
+    /// How the query heads of a group choose together.
     pub rule: GroupRule,
 }
 
 /// Bytes of `Row` of the kernel.
 const ROW_BYTES: usize = 4 * (2048 + 8);
-/// Bits of a token's codes that are counted rather than scored.
+/// Most bits of a token's codes for the kernel that counts the tokens of every joint code instead of scoring
+/// each token.
 const JOINT_BITS: usize = 12;
 /// `BLOCKS` of that kernel.
-const JOINT_BLOCKS: u32 = 8;
-/// Threads of a block of kernels that score, and of those that select.
+const JOINT_BLOCKS: usize = 8;
+/// Threads of a block of the kernels that score, and of those that select.
 const SCORE_THREADS: u32 = 512;
 const SELECT_THREADS: u32 = 1024;
 
@@ -32,8 +35,8 @@ impl SearchShape {
         ScanShape { quantizer: self.quantizer, group: self.group }
     }
 
-    /// The program for a compute capability and blocks of up to `shared_memory` bytes ([`Device::shared_memory`]): from 9.0 on, codes of up
-    /// to 12 bits a token have one of their own.
+    /// The kernels for a compute capability and blocks of up to `shared_memory` bytes
+    /// ([`Device::shared_memory`]). From 9.0 on, codes of up to 12 bits per token have a kernel of their own.
     ///
     /// # Errors
     /// [`Error::Unsupported`].
@@ -49,8 +52,9 @@ impl SearchShape {
         Ok(program.define_if(self.rule == GroupRule::MaxOfSoftmax, "MAX_RULE"))
     }
 
-    /// Enough for `Shared` of that kernel: codes of a block's first tokens; counts, marks, keys, totals and counts told of the joint codes;
-    /// buckets; tables, and what passes between warps and blocks.
+    /// At least the size of `Shared` of that kernel: codes of a block's first tokens; counts, marks, keys,
+    /// totals and remote counts of the joint codes; buckets; lookup tables; exchange between warps and
+    /// blocks.
     const fn joint_shared_bytes(&self) -> usize {
         let joint = 1 << JOINT_BITS;
         joint * (8 + 4 + 1 + 8 + 1 + 4) + 4 * (4096 + 128) + 4 * self.group * (self.quantizer.lut_len() + 136)
@@ -63,54 +67,62 @@ impl SearchShape {
     }
 }
 
-/// Device pointers and sizes of one launch.
+const OPERATION: Operation = Operation("pq::Search");
+
+/// Pointers and sizes of one launch of [`Search`].
 #[derive(Clone, Copy, Debug)]
 pub struct SearchArguments {
-    /// Sequences.
+    /// Number of sequences.
     pub batch: usize,
-    /// Key/value heads.
+    /// Number of key/value heads.
     pub heads: usize,
-    /// Tokens that a sequence has room for.
+    /// Capacity of a sequence in tokens.
     pub capacity: usize,
-    /// f32 (batch, heads, group, m, ksub): tables, as [`Lut`](super::Lut) makes them from scaled queries.
-    pub luts: u64,
-    /// Bytes (batch, heads, [`PqShape::codes_len`] of the capacity), as [`Codes`](pq_core::Codes) has them.
-    pub codes: u64,
-    /// `u32` (batch,): tokens of each sequence.
-    pub lengths: u64,
-    /// `u32` (batch,): tokens that are chosen by score, beside the sinks and the recent ones.
-    pub ks: u64,
-    /// First tokens that are always in.
+    /// `f32` (batch, heads, group, m, ksub): lookup tables, by [`Lut`](super::Lut) from scaled queries.
+    pub luts: DevicePtr<f32>,
+    /// Bytes (batch, heads, [`PqShape::codes_len`] of the capacity), in the layout of
+    /// [`Codes`](pq_core::Codes).
+    pub codes: DevicePtr<u8>,
+    /// `u32` (batch,): the length of each sequence in tokens.
+    pub lengths: DevicePtr<u32>,
+    /// `u32` (batch,): k, the number of tokens to select by score, in addition to the sinks and the recent
+    /// tokens.
+    pub ks: DevicePtr<u32>,
+    /// Number of first tokens that are always selected.
     pub sinks: usize,
-    /// Last tokens that are always in.
+    /// Number of last tokens that are always selected.
     pub recent: usize,
     /// Bytes ([`Search::workspace_len`],), overwritten.
-    pub workspace: u64,
-    /// `u32` (batch, heads, `tokens_len`), written: the found tokens in ascending order, those beyond the room left out.
-    pub tokens: u64,
-    /// Tokens of a head that there is room for; k, sinks and recent ones together always suffice.
+    pub workspace: DevicePtr<u8>,
+    /// `u32` (batch, heads, `tokens_len`), written: the selected tokens in ascending order. Those beyond
+    /// `tokens_len` are dropped.
+    pub tokens: DevicePtr<u32>,
+    /// Capacity of `tokens` per head. The sum of k, sinks and recent tokens always suffices.
     pub tokens_len: usize,
-    /// `u32` (batch,), written: how many were found ([`pq_core::Search::found`]).
-    pub counts: u64,
-    /// f32 (batch, heads, group, 2), written, or 0: maximum of the scores, and sum of the exponentials of their differences to it.
-    pub stats: u64,
-    /// Whether the search may begin with codes while the kernel before it on the stream ends, on sm_90: that one must not write codes,
-    /// lengths or k, but may be the one that makes the tables. Else it waits for that kernel before it reads anything.
-    pub overlap: bool,
+    /// `u32` (batch,), written: the number of selected tokens ([`pq_core::Search::found`]).
+    pub counts: DevicePtr<u32>,
+    /// `f32` (batch, heads, group, 2), written: the maximum of the scores, and the sum of their exponentials
+    /// relative to it.
+    pub stats: Option<DevicePtr<f32>>,
+    /// With programmatic dependent launch (PDL), on sm_90, blocks start before the previous kernel on the
+    /// stream ends. If `pdl`, they read codes, lengths and k *before* they wait for it
+    /// (`griddepcontrol.wait`), so that kernel must not write these; it may write the lookup tables.
+    /// Otherwise they wait before they read anything.
+    pub pdl: bool,
 }
 
 /// `Arguments` of the kernels.
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct KernelArguments {
-    luts: u64,
-    codes: u64,
-    lengths: u64,
-    ks: u64,
-    tokens: u64,
-    counts: u64,
-    stats: u64,
-    workspace: u64,
+    luts: DevicePtr<f32>,
+    codes: DevicePtr<u8>,
+    lengths: DevicePtr<u32>,
+    ks: DevicePtr<u32>,
+    tokens: DevicePtr<u32>,
+    counts: DevicePtr<u32>,
+    stats: Option<DevicePtr<f32>>,
+    workspace: DevicePtr<u32>,
     code_stride: u64,
     tokens_len: u64,
     heads: u32,
@@ -118,26 +130,30 @@ struct KernelArguments {
     capacity: u32,
     sinks: u32,
     recent: u32,
-    overlap: u32,
+    pdl: u32,
 }
 
-/// `pq_core::search_into` for all heads: scores, agreement of the group, the k best tokens in ascending order, and those that are
-/// always in. Lengths and k are read on the device, so a captured graph follows a growing sequence.
+const _: () = assert!(size_of::<KernelArguments>() == 104);
+
+/// `pq_core::search_into` for all heads: the k best tokens by the scores of a group, the sinks and the recent
+/// tokens, in ascending order. The kernel reads lengths and k, so that a captured graph stays valid as
+/// sequences grow.
 ///
-/// Tokens whose weights differ by less than rounding may be chosen the other way than on the CPU; of equal ones, the lower.
+/// Where the weights of two tokens differ by less than rounding, the CPU may select the other one. Of equal
+/// tokens the lower is selected.
 ///
 /// # Cost
-/// 2 n * m look-ups for every four queries, and 4 bytes a token written once and read twice; for codes of up to 12 bits a token on
-/// sm_90, one count a token.
+/// 2 n * m lookups for every four queries, and 4 bytes per token, written once and read twice. For codes of
+/// up to 12 bits per token on sm_90, one increment per token.
 /// # Source
 /// PQCache (arXiv 2407.12820), 3.1 and 3.4.
 pub struct Search {
-    kernels: Vec<(Kernel, u32)>, // one, or four in their order, with the threads of their blocks
+    kernels: Vec<(Kernel, u32)>, // one kernel, or four in order, with the threads of a block
     shape: SearchShape,
 }
 
 impl Search {
-    /// Compiles it for a shape.
+    /// Compiles the kernels for a shape.
     ///
     /// # Errors
     /// [`Error::Unsupported`], [`Error::NoNvrtc`], [`Error::Compile`] or [`Error::Driver`].
@@ -162,7 +178,7 @@ impl Search {
         Ok(Self { kernels, shape })
     }
 
-    /// Bytes of scratch: none, where tokens are counted.
+    /// Bytes of workspace: 0 for the kernel that counts.
     #[must_use]
     pub fn workspace_len(&self, batch: usize, heads: usize, capacity: usize) -> usize {
         if self.is_joint() {
@@ -177,13 +193,13 @@ impl Search {
         self.kernels.len() == 1
     }
 
-    /// Puts the search on a stream.
+    /// Launches the search on a stream.
     ///
     /// # Errors
     /// [`Error::Argument`] for sizes that do not fit, [`Error::Driver`].
     /// # Safety
-    /// Every pointer must be to device memory of the device, aligned to 16 bytes, with as many elements as its shape says, and stay
-    /// so, unwritten by others, until the launch has run; `stream` must be of the device.
+    /// The [contract of a launch](DevicePtr#launches) holds, with every pointer aligned to 16 bytes. Lengths
+    /// above the capacity count as the capacity, and k as at most the length.
     pub unsafe fn launch(&self, stream: CUstream, arguments: &SearchArguments) -> Result<(), Error> {
         let a = arguments;
         let rows = a.batch.saturating_mul(a.heads);
@@ -191,10 +207,9 @@ impl Search {
             return Ok(());
         }
         let chunks = a.capacity.div_ceil(CHUNK);
-        if rows > 65_535 || u32::try_from(chunks.saturating_mul(CHUNK)).is_err() {
-            let problem = "more than 65,535 heads of sequences, or tokens than 32 bits count".into();
-            return Err(Error::Argument { operation: "pq::Search", problem });
-        }
+        OPERATION.in_32_bits("tokens of whole chunks", chunks.saturating_mul(CHUNK))?;
+        let blocks = if self.is_joint() { JOINT_BLOCKS } else { chunks };
+        let grid = OPERATION.grid(&[("chunks", blocks), ("heads of sequences", rows)])?;
         let at_most_capacity = |tokens: usize| tokens.min(a.capacity) as u32;
         let kernel_arguments = KernelArguments {
             luts: a.luts,
@@ -204,7 +219,7 @@ impl Search {
             tokens: a.tokens,
             counts: a.counts,
             stats: a.stats,
-            workspace: a.workspace,
+            workspace: a.workspace.cast(),
             code_stride: self.shape.quantizer.codes_len(a.capacity) as u64,
             tokens_len: a.tokens_len as u64,
             heads: a.heads as u32,
@@ -212,12 +227,11 @@ impl Search {
             capacity: a.capacity as u32,
             sinks: at_most_capacity(a.sinks),
             recent: at_most_capacity(a.recent),
-            overlap: u32::from(a.overlap),
+            pdl: u32::from(a.pdl),
         };
-        let blocks = if self.is_joint() { JOINT_BLOCKS } else { chunks as u32 };
         for (kernel, threads) in &self.kernels {
-            // SAFETY: the structure is the kernels' argument; the caller vouches for what its pointers lead to.
-            unsafe { kernel.launch(stream, (blocks, rows as u32, 1), *threads, true, &kernel_arguments)? };
+            // SAFETY: the structure is the kernels' argument; the caller keeps the contract of its pointers.
+            unsafe { kernel.launch(stream, grid, *threads, true, &kernel_arguments)? };
         }
         Ok(())
     }

@@ -4,6 +4,8 @@ use pq_core::PqShape;
 use super::nearest::{TILE, defines, shared_bytes};
 use crate::compile::source;
 use crate::device::Kernel;
+use crate::launch::Operation;
+use crate::pointer::{AnyElement, DevicePtr};
 use crate::{Device, Error, Program, VectorElement};
 
 /// Vectors of a block: `PART` of the kernels.
@@ -11,20 +13,20 @@ const PART: usize = 2048;
 /// Bytes of `State` of the kernels.
 const STATE_BYTES: usize = 16;
 
-/// What a training is compiled for.
+/// Compile-time shape of [`Train`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TrainShape {
     /// The quantizer.
     pub quantizer: PqShape,
-    /// Element of the vectors.
+    /// Element type of the vectors.
     pub element: VectorElement,
 }
 
 impl TrainShape {
-    /// The program.
+    /// The kernels, for [`compile`](crate::compile) without a device.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] where centroids of a subspace do not fit the shared memory of a block.
+    /// [`Error::Unsupported`] if the centroids of a subspace do not fit the shared memory of a block.
     pub fn program(&self) -> Result<Program, Error> {
         let defines = defines(self.quantizer, self.element, self.shared_bytes())?;
         Ok(Program::new(source!("pq_train.cu"), &defines))
@@ -37,43 +39,46 @@ impl TrainShape {
     }
 }
 
-/// Device pointers and sizes of one launch.
+const OPERATION: Operation = Operation("pq::Train");
+
+/// Pointers and sizes of one launch of [`Train`].
 #[derive(Clone, Copy, Debug)]
 pub struct TrainArguments {
-    /// Sets of vectors, one codebook each, such as the heads of a layer.
+    /// Number of sets of vectors, such as the heads of a layer. Each gets its own codebook.
     pub sets: usize,
-    /// Vectors of a set, at least 1.
+    /// Number of vectors of a set, at least 1.
     pub n: usize,
-    /// Elements (sets, n, dim), each dimension but the last with its stride. What is no number counts as 0.
-    pub vectors: u64,
-    /// Elements from a set and a vector to the next.
+    /// Elements (sets, n, dim), with the strides below and a contiguous last dimension. NaN and infinity
+    /// count as 0.
+    pub vectors: DevicePtr<AnyElement>,
+    /// Strides of sets and vectors in elements.
     pub strides: [usize; 2],
-    /// `u32` (ksub,): which vectors of every set are its first centroids, such as some drawn at random; 0 to start from what
-    /// `centroids` holds.
-    pub starts: u64,
-    /// f32 (sets, m, ksub, dsub), written.
-    pub centroids: u64,
-    /// f64 (sets, m), written, or 0: the summed squared error before the last update of the centroids.
-    pub errors: u64,
-    /// Most iterations; 0 counts as 1.
+    /// `u32` (ksub,): the vectors of every set that are its first centroids, for example drawn at random. By
+    /// default training starts from the contents of `centroids`.
+    pub starts: Option<DevicePtr<u32>>,
+    /// `f32` (sets, m, ksub, dsub), written.
+    pub centroids: DevicePtr<f32>,
+    /// `f64` (sets, m), written: the sum of squared errors before the last update of the centroids.
+    pub errors: Option<DevicePtr<f64>>,
+    /// Maximum number of iterations; 0 counts as 1.
     pub iterations: usize,
-    /// A subspace ends when an iteration lowers its error by no more than this part of it.
+    /// A subspace stops when an iteration lowers its error by no more than this fraction.
     pub tolerance: f64,
     /// Bytes ([`Train::workspace_len`],), overwritten.
-    pub workspace: u64,
+    pub workspace: DevicePtr<u8>,
 }
 
 /// `Arguments` of the kernels.
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct KernelArguments {
-    vectors: u64,
-    starts: u64,
-    centroids: u64,
-    errors: u64,
-    states: u64,
-    sums: u64,
-    part_errors: u64,
+    vectors: DevicePtr<AnyElement>,
+    starts: Option<DevicePtr<u32>>,
+    centroids: DevicePtr<f32>,
+    errors: Option<DevicePtr<f64>>,
+    states: DevicePtr<u8>,
+    sums: DevicePtr<i64>,
+    part_errors: DevicePtr<f64>,
     set_stride: u64,
     vector_stride: u64,
     tolerance: f64,
@@ -81,14 +86,17 @@ struct KernelArguments {
     parts: u32,
 }
 
-/// `pq_core::train_batch` from given or chosen vectors: Lloyd's k-means, batched over sets and subspaces, which end on the device one by
-/// one. The host waits for nothing; the budget is the number of iterations ([`pq_core::CostModel`] says how many stay hidden
-/// behind a prefill).
+const _: () = assert!(size_of::<KernelArguments>() == 88);
+
+/// `pq_core::train_batch` from given centroids or vectors: Lloyd's k-means, batched over sets and subspaces,
+/// each of which stops on its own. The host waits for nothing. The budget is the number of iterations;
+/// [`pq_core::CostModel`] tells how many a prefill hides.
 ///
-/// Every number enters its centroid's sum in parts of 2^-20 of the subspace's largest, as an integer: two runs give the same bytes.
+/// Sums are of integers, in units of 2^-20 of the subspace's largest magnitude, so that two runs give the
+/// same bytes.
 ///
 /// # Cost
-/// iterations * n * ksub * dim multiply-adds a set.
+/// iterations * n * ksub * dim multiply-adds per set.
 /// # Source
 /// Jégou, Douze, Schmid, TPAMI 2011; PQCache (arXiv 2407.12820), 3.3.
 pub struct Train {
@@ -100,7 +108,7 @@ pub struct Train {
 }
 
 impl Train {
-    /// Compiles it for a shape.
+    /// Compiles the kernels for a shape.
     ///
     /// # Errors
     /// [`Error::Unsupported`], [`Error::NoNvrtc`], [`Error::Compile`] or [`Error::Driver`].
@@ -115,7 +123,7 @@ impl Train {
         })
     }
 
-    /// Bytes of scratch for so many sets of `n` vectors.
+    /// Bytes of workspace for `sets` sets of `n` vectors.
     #[must_use]
     pub fn workspace_len(&self, sets: usize, n: usize) -> usize {
         let quantizer = self.shape.quantizer;
@@ -123,27 +131,29 @@ impl Train {
         sets.saturating_mul(quantizer.m()).saturating_mul(pair)
     }
 
-    /// Puts the training on a stream.
+    /// Launches the training on a stream.
     ///
     /// # Errors
     /// [`Error::Argument`] for no vectors or sizes that do not fit, [`Error::Driver`].
     /// # Safety
-    /// Every pointer must be to device memory of the device, aligned to 8 bytes but vectors to their element, with as many elements as
-    /// its shape says, and stay so, unwritten by others, until the launch has run; starts must be below `n`; `stream` must be of the device.
+    /// The [contract of a launch](DevicePtr#launches) holds, with every pointer but `vectors` aligned to 8
+    /// bytes. Starts are below `n`: the kernels do not clamp them.
     pub unsafe fn launch(&self, stream: CUstream, arguments: &TrainArguments) -> Result<(), Error> {
         let (a, quantizer) = (arguments, self.shape.quantizer);
-        let problem = |problem: &str| Error::Argument { operation: "pq::Train", problem: problem.into() };
         if a.n == 0 {
-            return Err(problem("no vectors"));
-        }
-        if a.sets > 65_535 || quantizer.m() > 65_535 || u32::try_from(a.n).is_err() {
-            return Err(problem("more than 65,535 sets or subspaces, or vectors than 32 bits count"));
+            return Err(OPERATION.error("no vectors"));
         }
         if a.sets == 0 {
             return Ok(());
         }
-        let (pairs, parts) = (a.sets * quantizer.m(), a.n.div_ceil(PART));
-        let sums = a.workspace + (pairs * STATE_BYTES) as u64;
+        let n = OPERATION.in_32_bits("vectors of a set", a.n)?;
+        let parts = a.n.div_ceil(PART);
+        let grid_of =
+            |blocks| OPERATION.grid(&[("blocks", blocks), ("subspaces", quantizer.m()), ("sets", a.sets)]);
+        let (start, largest, assign) = (grid_of(4)?, grid_of(parts.min(32))?, grid_of(parts)?);
+        let update = OPERATION.grid(&[("subspaces", quantizer.m()), ("sets", a.sets)])?;
+        let pairs = a.sets * quantizer.m(); // the grids bound both
+        let sums = a.workspace.offset(pairs * STATE_BYTES).cast::<i64>();
         let kernel_arguments = KernelArguments {
             vectors: a.vectors,
             starts: a.starts,
@@ -151,23 +161,23 @@ impl Train {
             errors: a.errors,
             states: a.workspace,
             sums,
-            part_errors: sums + (pairs * quantizer.ksub() * (quantizer.dsub() + 1) * 8) as u64,
+            part_errors: sums.offset(pairs * quantizer.ksub() * (quantizer.dsub() + 1)).cast(),
             set_stride: a.strides[0] as u64,
             vector_stride: a.strides[1] as u64,
             tolerance: a.tolerance,
-            n: a.n as u32,
+            n,
             parts: parts as u32,
         };
-        let (sets, m, threads) = (a.sets as u32, quantizer.m() as u32, TILE as u32);
-        // SAFETY: the structure is the kernels' argument; the caller vouches for what its pointers lead to.
+        let threads = TILE as u32;
+        // SAFETY: the structure is the kernels' argument; the caller keeps the contract of its pointers.
         unsafe {
             let launch =
                 |kernel: &Kernel, grid| kernel.launch(stream, grid, threads, false, &kernel_arguments);
-            launch(&self.start, (4, m, sets))?;
-            launch(&self.largest, (parts.min(32) as u32, m, sets))?;
+            launch(&self.start, start)?;
+            launch(&self.largest, largest)?;
             for _ in 0..a.iterations.max(1) {
-                launch(&self.assign, (parts as u32, m, sets))?;
-                launch(&self.update, (m, sets, 1))?;
+                launch(&self.assign, assign)?;
+                launch(&self.update, update)?;
             }
         }
         Ok(())

@@ -2,22 +2,24 @@ use cudarc::driver::sys::CUstream;
 
 use crate::compile::source;
 use crate::device::Kernel;
+use crate::launch::Operation;
+use crate::pointer::{AnyElement, DevicePtr};
 use crate::{Device, Element, Error, Program};
 
-/// Query heads that one block serves: `QUERIES` of the kernel.
+/// Query heads of a block: `QUERIES` of the kernel.
 const QUERIES: usize = 8;
 
-/// What an attention on ragged ranks is compiled for.
+/// Compile-time shape of [`Attend`] and [`Prefill`](super::Prefill).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct AttendShape {
-    /// Room for components: 64 or 128, no rank above it.
+    /// Largest rank: 64 or 128.
     pub dim: usize,
-    /// Element of queries, keys, values and outputs.
+    /// Element type of queries, keys, values and outputs.
     pub element: Element,
 }
 
 impl AttendShape {
-    /// Warps of a block, by the registers that a tile of so many components takes.
+    /// Warps of a block: fewer for more registers per tile.
     const fn warps(&self) -> usize {
         if self.dim == 128 { 12 } else { 16 }
     }
@@ -27,7 +29,7 @@ impl AttendShape {
         self.dim + 4
     }
 
-    /// Results, and the plan.
+    /// Shared memory of the results and of the plan.
     const fn shared_bytes(&self) -> usize {
         self.warps() * QUERIES * self.result_len() * 4 + 64
     }
@@ -39,7 +41,7 @@ impl AttendShape {
         Err(Error::Unsupported { operation: format!("{self:?}"), supported: "dim 64 or 128" })
     }
 
-    /// The program.
+    /// The kernel, for [`compile`](crate::compile) without a device.
     ///
     /// # Errors
     /// [`Error::Unsupported`].
@@ -55,67 +57,73 @@ impl AttendShape {
     }
 }
 
-/// Device pointers and sizes of one launch.
+const OPERATION: Operation = Operation("svd::Attend");
+
+/// Pointers and sizes of one launch of [`Attend`].
 #[derive(Clone, Copy, Debug)]
 pub struct AttendArguments {
-    /// Sequences.
+    /// Number of sequences.
     pub batch: usize,
-    /// Key/value heads.
+    /// Number of key/value heads.
     pub heads: usize,
-    /// Query heads per key/value head.
+    /// Number of query heads per key/value head.
     pub group: usize,
-    /// Tokens that a sequence has room for.
+    /// Capacity of a sequence in tokens.
     pub capacity: usize,
     /// Elements (batch, heads, capacity, key rank of the head).
-    pub keys: u64,
+    pub keys: DevicePtr<AnyElement>,
     /// Elements (batch, heads, capacity, value rank of the head).
-    pub values: u64,
-    /// Elements (batch, heads, group, dim): projected queries, of which the head's key rank counts.
-    pub queries: u64,
-    /// `u32` (batch,): tokens of each sequence. Read on the device, so a captured graph follows them as they grow.
-    pub lengths: u64,
-    /// `u32` (heads,): multiples of 8.
-    pub key_ranks: u64,
-    /// `u32` (heads,): multiples of 8.
-    pub value_ranks: u64,
-    /// `u64` (heads,): the sum of the key ranks of the heads before.
-    pub key_offsets: u64,
-    /// `u64` (heads,): the sum of the value ranks of the heads before.
-    pub value_offsets: u64,
+    pub values: DevicePtr<AnyElement>,
+    /// Elements (batch, heads, group, dim): projected queries, read up to the key rank of the head.
+    pub queries: DevicePtr<AnyElement>,
+    /// `u32` (batch,): the length of each sequence in tokens. The kernel reads them, so that a captured graph
+    /// stays valid as sequences grow.
+    pub lengths: DevicePtr<u32>,
+    /// `u32` (heads,): ranks of the keys, multiples of 8.
+    pub key_ranks: DevicePtr<u32>,
+    /// `u32` (heads,): ranks of the values, multiples of 8.
+    pub value_ranks: DevicePtr<u32>,
+    /// `u64` (heads,): exclusive prefix sums of the key ranks.
+    pub key_offsets: DevicePtr<u64>,
+    /// `u64` (heads,): exclusive prefix sums of the value ranks.
+    pub value_offsets: DevicePtr<u64>,
     /// Sum of all key ranks.
     pub key_rank_sum: usize,
     /// Sum of all value ranks.
     pub value_rank_sum: usize,
     /// Factor of the scores: `1 / sqrt(head_dim)` of the model.
     pub scale: f32,
-    /// Elements (batch, heads, group, dim), of which the head's value rank is written; zeros for a sequence without tokens.
-    pub out: u64,
-    /// f32 (batch, heads, group), fully written, or 0: the natural logarithm of the sum of the exponentials.
-    pub log_sum_exp: u64,
-    /// Whether the launch may begin while the kernel before it on the stream ends, on sm_90: it then plans its work by the lengths, ranks and
-    /// offsets, none of which that kernel must write, and waits before it reads anything else.
-    pub overlap: bool,
-    /// Bytes as [`Attend::workspace_len`] says, zeroed once before the first launch. Launches on one stream can share it; those
-    /// that may run side by side need one each.
-    pub workspace: u64,
+    /// Elements (batch, heads, group, dim), written up to the value rank of the head. A sequence without
+    /// tokens gives zeros.
+    pub out: DevicePtr<AnyElement>,
+    /// `f32` (batch, heads, group), fully written: the log-sum-exp of the scores (natural logarithm), to
+    /// merge the result with attention over other tokens.
+    pub log_sum_exp: Option<DevicePtr<f32>>,
+    /// Programmatic dependent launch (PDL), on sm_90: blocks may start before the previous kernel on the
+    /// stream ends. They read lengths, ranks and offsets *before* they wait for it (`griddepcontrol.wait`),
+    /// so that kernel must not write these. They read everything else after the wait.
+    pub pdl: bool,
+    /// Bytes ([`Attend::workspace_len`],), zeroed before the first launch; every launch leaves it ready for
+    /// the next one. Launches on one stream can share it, concurrent launches need one each.
+    pub workspace: DevicePtr<u8>,
 }
 
 /// `Arguments` of the kernel.
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct KernelArguments {
-    keys: u64,
-    values: u64,
-    queries: u64,
-    lengths: u64,
-    key_ranks: u64,
-    value_ranks: u64,
-    key_offsets: u64,
-    value_offsets: u64,
-    partials: u64,
-    arrived: u64,
-    out: u64,
-    log_sum_exp: u64,
+    keys: DevicePtr<AnyElement>,
+    values: DevicePtr<AnyElement>,
+    queries: DevicePtr<AnyElement>,
+    lengths: DevicePtr<u32>,
+    key_ranks: DevicePtr<u32>,
+    value_ranks: DevicePtr<u32>,
+    key_offsets: DevicePtr<u64>,
+    value_offsets: DevicePtr<u64>,
+    partials: DevicePtr<f32>,
+    arrived: DevicePtr<u32>,
+    out: DevicePtr<AnyElement>,
+    log_sum_exp: Option<DevicePtr<f32>>,
     key_rank_sum: u64,
     value_rank_sum: u64,
     capacity: u64,
@@ -125,77 +133,78 @@ struct KernelArguments {
     scale: f32,
 }
 
-/// Decode attention at two ranks a head: `svd_core::attend_into` for a ragged batch.
+const _: () = assert!(size_of::<KernelArguments>() == 136);
+
+/// Decode attention with two ranks per head: `svd_core::attend_into` for a ragged batch.
 ///
-/// The work, tokens times ranks, is cut into equal parts on the device: nothing is allocated or waited for, and a captured graph
-/// stays valid. The same inputs give the same bytes.
+/// The kernel itself cuts the work, tokens times ranks, into equal parts. A launch allocates nothing and
+/// waits for nothing, and a captured graph stays valid. The same inputs give the same bytes.
 ///
 /// # Cost
-/// Reads every kept component once for up to 8 query heads of its group.
+/// Every stored element is read once for up to 8 query heads of its group.
 /// # Source
 /// ZACK, 5.1 and 5.3, with work cut by tokens as well as by heads.
 pub struct Attend {
     kernel: Kernel,
     shape: AttendShape,
-    processors: usize,
+    sm_count: usize,
 }
 
 impl Attend {
-    /// Compiles it for a shape.
+    /// Compiles the kernel for a shape.
     ///
     /// # Errors
     /// [`Error::Unsupported`], [`Error::NoNvrtc`], [`Error::Compile`] or [`Error::Driver`].
     pub fn new(device: &Device, shape: AttendShape) -> Result<Self, Error> {
         let kernel = device.kernel(&shape.program()?, "svd_attend", shape.shared_bytes())?;
-        Ok(Self { kernel, shape, processors: device.processors() })
+        Ok(Self { kernel, shape, sm_count: device.sm_count() })
     }
 
-    /// Blocks of a slice of the groups, and slices.
+    /// Blocks of a slice of a group, and slices.
     fn grid(&self, group: usize) -> (usize, usize) {
         let slices = group.div_ceil(QUERIES).max(1);
-        ((self.processors / slices).max(1), slices)
+        ((self.sm_count / slices).max(1), slices)
     }
 
-    /// Floats of what blocks that share a sequence leave to the last.
+    /// Floats of the partial results of blocks that share a sequence.
     fn partials_len(&self, group: usize) -> usize {
         let (blocks, slices) = self.grid(group);
         (blocks * slices).saturating_mul(2 * QUERIES * self.shape.result_len())
     }
 
-    /// Bytes of workspace for launches of up to `batch` sequences of up to `heads` key/value heads, with groups of just `group`:
-    /// with others its parts lie elsewhere, and it must be zeroed again.
+    /// Bytes of workspace for launches of up to `batch` sequences with up to `heads` key/value heads and
+    /// exactly `group` query heads per key/value head. Another group changes its layout: zero it again before
+    /// such a launch.
     #[must_use]
     pub fn workspace_len(&self, batch: usize, heads: usize, group: usize) -> usize {
         let counters = batch.saturating_mul(heads).saturating_mul(self.grid(group).1);
         self.partials_len(group).saturating_add(counters).saturating_mul(4)
     }
 
-    /// Puts the attention on a stream.
+    /// Launches the attention on a stream.
     ///
     /// # Errors
     /// [`Error::Argument`] for sizes that do not fit, [`Error::Driver`].
     /// # Safety
-    /// Every pointer must be to device memory of the device, aligned to 16 bytes, with as many elements as its shape says, and
-    /// stay so, unwritten by others, until the launch has run; lengths must not exceed the capacity, ranks must be multiples of 8
-    /// from 8 to dim, and offsets and sums be theirs; `stream` must be of the device.
+    /// The [contract of a launch](DevicePtr#launches) holds, with every pointer aligned to 16 bytes. Lengths
+    /// do not exceed the capacity, ranks are multiples of 8 from 8 to `dim`, and offsets and sums are those
+    /// of the ranks: the kernel does not clamp them. The workspace was zeroed before the first launch with
+    /// this group, and no other launch uses it at the same time.
     pub unsafe fn launch(&self, stream: CUstream, arguments: &AttendArguments) -> Result<(), Error> {
         let a = arguments;
-        let problem = |problem: &str| Error::Argument { operation: "svd::Attend", problem: problem.into() };
         if a.batch == 0 || a.heads == 0 || a.group == 0 {
             return Ok(());
         }
-        // What a tile costs, and a head of a sequence, are at most 128 and 3,000: units of all work are below 2^32.
+        // The kernel counts work in 32 bits: at most 128 units per tile, and 3,000 per head of a sequence.
         let entries = a.batch.saturating_mul(a.heads);
         let units = entries.saturating_mul(a.capacity.div_ceil(16).saturating_mul(128).saturating_add(3000));
-        if u32::try_from(units).is_err() {
-            return Err(problem(
-                "work beyond 2^32: 128 for 16 tokens of a head, and 3,000 for each head of a sequence",
-            ));
-        }
+        OPERATION.in_32_bits("units of work (128 for 16 tokens of a head, 3,000 for the head)", units)?;
         if a.group > 16 {
-            return Err(problem("more than 16 query heads a key/value head"));
+            return Err(OPERATION.error("more than 16 query heads per key/value head"));
         }
         let (blocks, slices) = self.grid(a.group);
+        let grid = OPERATION.grid(&[("blocks", blocks), ("slices of a group", slices)])?;
+        let partials = a.workspace.cast::<f32>();
         let kernel_arguments = KernelArguments {
             keys: a.keys,
             values: a.values,
@@ -205,8 +214,8 @@ impl Attend {
             value_ranks: a.value_ranks,
             key_offsets: a.key_offsets,
             value_offsets: a.value_offsets,
-            partials: a.workspace,
-            arrived: a.workspace + self.partials_len(a.group) as u64 * 4,
+            partials,
+            arrived: partials.offset(self.partials_len(a.group)).cast(),
             out: a.out,
             log_sum_exp: a.log_sum_exp,
             key_rank_sum: a.key_rank_sum as u64,
@@ -218,8 +227,7 @@ impl Attend {
             scale: a.scale * std::f32::consts::LOG2_E,
         };
         let threads = self.shape.warps() as u32 * 32;
-        let grid = (blocks as u32, slices as u32, 1);
-        // SAFETY: the structure is the kernel's argument; the caller vouches for what its pointers lead to.
-        unsafe { self.kernel.launch(stream, grid, threads, a.overlap, &kernel_arguments) }
+        // SAFETY: the structure is the kernel's argument; the caller keeps the contract of its pointers.
+        unsafe { self.kernel.launch(stream, grid, threads, a.pdl, &kernel_arguments) }
     }
 }

@@ -2,23 +2,25 @@ use cudarc::driver::sys::{CUstream, CUtensorMap};
 
 use crate::compile::source;
 use crate::device::Kernel;
+use crate::launch::Operation;
+use crate::pointer::{AnyElement, DevicePtr};
 use crate::tensor_map::{BOX_WIDTH, RowsOfHeads};
 use crate::{Device, Element, Error, Program};
 
 /// Rows of a tile: `ROWS` of the kernel.
 const ROWS: usize = 128;
 
-/// What second moments are compiled for.
+/// Compile-time shape of [`Gram`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct GramShape {
-    /// Components of a row: a multiple of 16 up to 128.
+    /// Elements of a row: a multiple of 16 up to 128.
     pub dim: usize,
-    /// Element of the rows.
+    /// Element type of the rows.
     pub element: Element,
 }
 
 impl GramShape {
-    /// The program for a compute capability: 9.0 has one of its own for 64 and 128 components.
+    /// The kernels for a compute capability. 9.0 has its own for 64 and 128 elements.
     ///
     /// # Errors
     /// [`Error::Unsupported`].
@@ -40,64 +42,73 @@ impl GramShape {
         Ok(program)
     }
 
-    /// Whether `squares.cu` takes it, and not `strips.cu`.
+    /// Whether the kernel for sm_90 takes it, which computes squares of the matrix, and not the one for
+    /// sm_80, which computes strips.
     const fn in_squares(&self, capability: (i32, i32)) -> bool {
         matches!(capability, (9, 0)) && self.dim.is_multiple_of(BOX_WIDTH)
     }
 
-    /// Of `squares.cu`, six tiles, the matrix of ones and two barriers a tile, rounded up; of `strips.cu`, three tiles.
+    /// On sm_90 six tiles, the matrix of ones and two barriers per tile, rounded up; on sm_80 three tiles.
     const fn shared_bytes(&self, capability: (i32, i32)) -> usize {
         let tile = ROWS * self.dim * 2;
         if self.in_squares(capability) { 6 * tile + 256 } else { 3 * tile }
     }
 
-    /// Numbers of a block's part: `PART` of the kernel.
+    /// Elements of the partial sums of a block: `PART` of the kernel.
     const fn part_len(&self) -> usize {
         self.dim * (self.dim + 1)
     }
 }
 
-/// Device pointers and sizes of one launch.
+const OPERATION: Operation = Operation("svd::Gram");
+
+/// Pointers and sizes of one launch of [`Gram`].
 #[derive(Clone, Copy, Debug)]
 pub struct GramArguments {
-    /// Heads.
+    /// Number of heads.
     pub heads: usize,
-    /// Rows of a head.
+    /// Number of rows of a head.
     pub n: usize,
-    /// Elements (heads, n, dim), each dimension but the last with its stride.
-    pub rows: u64,
-    /// Elements from a head and a row to the next, multiples of 8.
+    /// Elements (heads, n, dim), with the strides below and a contiguous last dimension.
+    pub rows: DevicePtr<AnyElement>,
+    /// Strides of heads and rows in elements, multiples of 8.
     pub strides: [usize; 2],
-    /// f64 (heads, dim, dim): `x^T x` of every row is added, to all of the symmetric matrix. Zeros to begin with.
-    pub matrices: u64,
-    /// f64 (heads, dim): every row is added. Zeros to begin with.
-    pub sums: u64,
+    /// `f64` (heads, dim, dim): the full symmetric matrices, to which `x^T x` of every row is added. Zero
+    /// them before the first launch.
+    pub matrices: DevicePtr<f64>,
+    /// `f64` (heads, dim): the sums of the rows, to which every row is added. Zero them before the first
+    /// launch.
+    pub sums: DevicePtr<f64>,
     /// Bytes ([`Gram::workspace_len`],), overwritten.
-    pub workspace: u64,
+    pub workspace: DevicePtr<u8>,
 }
 
 /// `Sums` of the kernels.
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct Sums {
-    matrices: u64,
-    sums: u64,
-    parts: u64,
+    matrices: DevicePtr<f64>,
+    sums: DevicePtr<f64>,
+    parts: DevicePtr<f32>,
     n: u64,
     part_count: u32,
 }
 
-/// `Arguments` of `strips.cu`.
+const _: () = assert!(size_of::<Sums>() == 40);
+
+/// `Arguments` of the kernel for sm_80.
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct StripsArguments {
     sums: Sums,
-    rows: u64,
+    rows: DevicePtr<AnyElement>,
     head_stride: u64,
     row_stride: u64,
 }
 
-/// `Arguments` of `squares.cu`.
+const _: () = assert!(size_of::<StripsArguments>() == 64);
+
+/// `Arguments` of the kernel for sm_90.
 #[derive(Clone, Copy)]
 #[repr(C, align(128))]
 struct SquaresArguments {
@@ -105,25 +116,30 @@ struct SquaresArguments {
     sums: Sums,
 }
 
-/// `svd_core::Gram::add_rows` for all heads; `svd_core::Gram::from_sums` takes what comes out.
+const _: () = assert!(size_of::<SquaresArguments>() == 256);
+
+/// Second moments: `svd_core::Gram::add_rows` for all heads. `svd_core::Gram::from_sums` takes the results.
 ///
-/// Products are exact; sums of 128 rows are in `f32`, as tensor cores round them, those of a block's rows in two floats, rounded to one
-/// at its end, all above in `f64`. The order is always the same, so that two runs give the same bytes. What is no number spoils its
-/// head's sums.
+/// Products are exact. Sums of 128 rows are in `f32` with the rounding of tensor cores, the sums of a block
+/// in two floats, rounded to one at its end, and all further sums in `f64`. Their order is fixed, so that two
+/// runs give the same bytes. A NaN or an infinity makes sums of its head NaN.
+///
+/// Its kernels use programmatic dependent launch on sm_90. They wait for the previous kernel before they read
+/// anything.
 ///
 /// # Cost
-/// Reads the rows; about n * dim * dim / 2 multiply-adds a head, on tensor cores; on sm_90 3 / 4 of n * dim * dim for 128 components, all
-/// of it for 64.
+/// One pass over the rows, and about n * dim * dim / 2 multiply-adds per head on tensor cores; on sm_90 3 / 4
+/// of n * dim * dim for 128 elements, and n * dim * dim for 64.
 pub struct Gram {
     gram: Kernel,
     join: Kernel,
     shape: GramShape,
     in_squares: bool,
-    processors: usize,
+    sm_count: usize,
 }
 
 impl Gram {
-    /// Compiles it for a shape.
+    /// Compiles the kernels for a shape.
     ///
     /// # Errors
     /// [`Error::Unsupported`], [`Error::NoNvrtc`], [`Error::Compile`] or [`Error::Driver`].
@@ -134,45 +150,48 @@ impl Gram {
             join: device.kernel(&program, "svd_gram_join", 0)?,
             shape,
             in_squares: shape.in_squares(device.capability()),
-            processors: device.processors(),
+            sm_count: device.sm_count(),
         })
     }
 
-    /// Blocks that share a head: one a multiprocessor, if heads are few.
+    /// Blocks that share a head: all heads together have about one block per SM.
     fn parts(&self, heads: usize) -> usize {
-        (self.processors / heads.max(1)).max(1)
+        (self.sm_count / heads.max(1)).max(1)
     }
 
-    /// Bytes of scratch for so many heads.
+    /// Bytes of workspace for `heads` heads.
     #[must_use]
     pub fn workspace_len(&self, heads: usize) -> usize {
         heads.saturating_mul(self.parts(heads)).saturating_mul(4 * self.shape.part_len())
     }
 
-    /// Puts the addition on a stream.
+    /// Launches the addition on a stream.
     ///
     /// # Errors
     /// [`Error::Argument`] for sizes that do not fit, [`Error::Driver`].
     /// # Safety
-    /// Every pointer must be to device memory of the device, aligned to 16 bytes, with as many elements as its shape says, and
-    /// stay so, unwritten by others, until the launch has run; `stream` must be of the device.
+    /// The [contract of a launch](DevicePtr#launches) holds, with every pointer aligned to 16 bytes.
     pub unsafe fn launch(&self, stream: CUstream, arguments: &GramArguments) -> Result<(), Error> {
         let a = arguments;
-        let problem = |problem: &str| Error::Argument { operation: "svd::Gram", problem: problem.into() };
         if a.heads == 0 || a.n == 0 {
             return Ok(());
         }
-        if a.heads > 65_535 || i32::try_from(a.n).is_err() {
-            return Err(problem("more than 65,535 heads, or rows than 31 bits count"));
-        }
+        OPERATION.at_most(i32::MAX as u32, "rows of a head", a.n)?;
         if a.strides.iter().any(|stride| !stride.is_multiple_of(8)) {
-            return Err(problem("a stride is not a multiple of 8"));
+            return Err(OPERATION.error("a stride is not a multiple of 8"));
         }
-        let (parts, heads) = (self.parts(a.heads) as u32, a.heads as u32);
-        let (matrices, sums) = (a.matrices, a.sums);
-        let sums = Sums { matrices, sums, parts: a.workspace, n: a.n as u64, part_count: parts };
-        let grid = (parts, heads, 1);
-        // SAFETY: the structures are the kernels' arguments; the caller vouches for what their pointers lead to.
+        let parts = self.parts(a.heads);
+        let sums = Sums {
+            matrices: a.matrices,
+            sums: a.sums,
+            parts: a.workspace.cast(),
+            n: a.n as u64,
+            part_count: parts as u32,
+        };
+        let grid = OPERATION.grid(&[("parts", parts), ("heads", a.heads)])?;
+        let strips = self.shape.dim / 16;
+        let join_grid = OPERATION.grid(&[("blocks", strips * (strips + 1) / 2 + 1), ("heads", a.heads)])?;
+        // SAFETY: the structures are the kernels' arguments; the caller keeps the contract of their pointers.
         unsafe {
             if self.in_squares {
                 let GramShape { dim, element } = self.shape;
@@ -186,9 +205,7 @@ impl Gram {
                 let arguments = StripsArguments { sums, rows: a.rows, head_stride, row_stride };
                 self.gram.launch(stream, grid, 2 * self.shape.dim as u32, true, &arguments)?;
             }
-            let strips = self.shape.dim as u32 / 16;
-            let join_blocks = strips * (strips + 1) / 2 + 1;
-            self.join.launch(stream, (join_blocks, heads, 1), 256, true, &sums)
+            self.join.launch(stream, join_grid, 256, true, &sums)
         }
     }
 }

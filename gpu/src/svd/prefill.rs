@@ -3,72 +3,77 @@ use cudarc::driver::sys::CUstream;
 use super::AttendShape;
 use crate::compile::source;
 use crate::device::Kernel;
+use crate::launch::Operation;
+use crate::pointer::{AnyElement, DevicePtr};
 use crate::{Device, Error, Program};
 
-/// Warps of a block, and its rows at full rank: `WARPS` and `ROWS` of the kernel.
+/// Warps of a block, and its rows (queries) at full rank: `WARPS` and `ROWS` of the kernel.
 const WARPS: usize = 4;
 const ROWS: usize = 16 * WARPS;
 /// Tokens of a tile: `TOKENS` of the kernel.
 const TOKENS: usize = 64;
 
-/// Device pointers and sizes of one launch.
+const OPERATION: Operation = Operation("svd::Prefill");
+
+/// Pointers and sizes of one launch of [`Prefill`].
 #[derive(Clone, Copy, Debug)]
 pub struct PrefillArguments {
-    /// Sequences.
+    /// Number of sequences.
     pub batch: usize,
-    /// Key/value heads.
+    /// Number of key/value heads.
     pub heads: usize,
-    /// Query heads per key/value head.
+    /// Number of query heads per key/value head.
     pub group: usize,
-    /// Tokens that a sequence has room for.
+    /// Capacity of a sequence in tokens.
     pub capacity: usize,
-    /// Most queries of a sequence.
+    /// Most queries (new tokens) of a sequence.
     pub max_count: usize,
     /// Elements (batch, heads, capacity, key rank of the head).
-    pub keys: u64,
+    pub keys: DevicePtr<AnyElement>,
     /// Elements (batch, heads, capacity, value rank of the head).
-    pub values: u64,
-    /// Elements (batch, queries, heads * group, dim), each dimension but the last with its stride: projected queries, of which the
-    /// head's key rank counts.
-    pub queries: u64,
-    /// Elements of queries and outputs from a sequence, a query and a query head to the next, multiples of 2.
+    pub values: DevicePtr<AnyElement>,
+    /// Elements (batch, `max_count`, heads * group, dim), with the strides below and a contiguous last
+    /// dimension: projected queries, read up to the key rank of the head.
+    pub queries: DevicePtr<AnyElement>,
+    /// Strides of sequences, queries and query heads in elements, multiples of 2, for queries and outputs.
     pub strides: [usize; 3],
-    /// `u32` (batch,): keys of each sequence.
-    pub lengths: u64,
-    /// `u32` (batch,): queries of each sequence, those of its last tokens: a query sees the keys up to its own.
-    pub counts: u64,
-    /// `u32` (heads,): multiples of 8.
-    pub key_ranks: u64,
-    /// `u32` (heads,): multiples of 8.
-    pub value_ranks: u64,
-    /// `u64` (heads,): the sum of the key ranks of the heads before.
-    pub key_offsets: u64,
-    /// `u64` (heads,): the sum of the value ranks of the heads before.
-    pub value_offsets: u64,
+    /// `u32` (batch,): the number of keys of each sequence.
+    pub lengths: DevicePtr<u32>,
+    /// `u32` (batch,): the number of queries of each sequence. They are those of its last tokens, and each
+    /// attends to the keys up to its own token.
+    pub counts: DevicePtr<u32>,
+    /// `u32` (heads,): ranks of the keys, multiples of 8.
+    pub key_ranks: DevicePtr<u32>,
+    /// `u32` (heads,): ranks of the values, multiples of 8.
+    pub value_ranks: DevicePtr<u32>,
+    /// `u64` (heads,): exclusive prefix sums of the key ranks.
+    pub key_offsets: DevicePtr<u64>,
+    /// `u64` (heads,): exclusive prefix sums of the value ranks.
+    pub value_offsets: DevicePtr<u64>,
     /// Sum of all key ranks.
     pub key_rank_sum: usize,
     /// Sum of all value ranks.
     pub value_rank_sum: usize,
     /// Factor of the scores, positive: `1 / sqrt(head_dim)` of the model.
     pub scale: f32,
-    /// Elements as the queries, of which the head's value rank is written.
-    pub out: u64,
+    /// Elements in the layout of the queries, written up to the value rank of the head.
+    pub out: DevicePtr<AnyElement>,
 }
 
 /// `Arguments` of the kernel.
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct KernelArguments {
-    keys: u64,
-    values: u64,
-    queries: u64,
-    lengths: u64,
-    counts: u64,
-    key_ranks: u64,
-    value_ranks: u64,
-    key_offsets: u64,
-    value_offsets: u64,
-    out: u64,
+    keys: DevicePtr<AnyElement>,
+    values: DevicePtr<AnyElement>,
+    queries: DevicePtr<AnyElement>,
+    lengths: DevicePtr<u32>,
+    counts: DevicePtr<u32>,
+    key_ranks: DevicePtr<u32>,
+    value_ranks: DevicePtr<u32>,
+    key_offsets: DevicePtr<u64>,
+    value_offsets: DevicePtr<u64>,
+    out: DevicePtr<AnyElement>,
     key_rank_sum: u64,
     value_rank_sum: u64,
     capacity: u64,
@@ -78,13 +83,18 @@ struct KernelArguments {
     scale: f32,
 }
 
-/// Causal attention of many queries at two ranks a head: `svd_core::attend_into`, query by query.
+const _: () = assert!(size_of::<KernelArguments>() == 144);
+
+/// Causal attention of many queries with two ranks per head: `svd_core::attend_into`, query by query.
 ///
-/// Blocks of rows are cut on the device by ZACK's rule: a head whose ranks are both half or less has twice the rows in a block, so
-/// that blocks cost about the same; they run longest first. A row's work is that of the higher of its ranks, in quarters of dim. A value that is no number spoils the queries whose block sees its 64 tokens.
+/// The kernel cuts queries into blocks by ZACK's rule: a head whose ranks are both at most half of `dim` has
+/// twice the queries per block, so that blocks cost about the same. The longest blocks run first. The work of
+/// a query is that of the higher rank, rounded up to a quarter of `dim`. A NaN or infinite value makes NaN of
+/// all queries whose block attends to its tile of 64 tokens.
 ///
 /// # Cost
-/// Twice the higher rank in multiply-adds for every token that a query sees, on tensor cores.
+/// Twice the higher rank in multiply-adds for every pair of a query and a token that it attends to, on tensor
+/// cores.
 /// # Source
 /// ZACK, 5.3, prefill; the loop is FlashAttention-2's (arXiv 2307.08691).
 pub struct Prefill {
@@ -92,7 +102,7 @@ pub struct Prefill {
 }
 
 impl Prefill {
-    /// The program for a shape.
+    /// The kernel for a shape, for [`compile`](crate::compile) without a device.
     ///
     /// # Errors
     /// [`Error::Unsupported`].
@@ -103,7 +113,7 @@ impl Prefill {
         Ok(Program::new(source!("svd_prefill.cu"), &defines))
     }
 
-    /// Compiles it for a shape.
+    /// Compiles the kernel for a shape.
     ///
     /// # Errors
     /// [`Error::Unsupported`], [`Error::NoNvrtc`], [`Error::Compile`] or [`Error::Driver`].
@@ -111,29 +121,30 @@ impl Prefill {
         Ok(Self { kernel: device.kernel(&Self::program(shape)?, "svd_prefill", shared_bytes(shape))? })
     }
 
-    /// Puts the attention on a stream.
+    /// Launches the attention on a stream.
     ///
     /// # Errors
     /// [`Error::Argument`] for sizes that do not fit, [`Error::Driver`].
     /// # Safety
-    /// Every pointer must be to device memory of the device, aligned to 16 bytes, with as many elements as its shape says, and
-    /// stay so, unwritten by others, until the launch has run; lengths must not exceed the capacity, counts neither lengths nor
-    /// `max_count`; ranks must be multiples of 8 from 8 to dim, and offsets and sums be theirs; `stream` must be of the device.
+    /// The [contract of a launch](DevicePtr#launches) holds, with every pointer aligned to 16 bytes. Lengths
+    /// do not exceed the capacity, counts neither lengths nor `max_count`; ranks are multiples of 8 from 8 to
+    /// `dim`, and offsets and sums are those of the ranks: the kernel does not clamp them.
     pub unsafe fn launch(&self, stream: CUstream, arguments: &PrefillArguments) -> Result<(), Error> {
         let a = arguments;
-        let problem = |problem: &str| Error::Argument { operation: "svd::Prefill", problem: problem.into() };
         let (heads, blocks) = (a.heads.saturating_mul(a.group), a.max_count.div_ceil(ROWS));
         if a.batch == 0 || heads == 0 || blocks == 0 {
             return Ok(());
         }
-        if a.batch > 65_535 || heads > 65_535 || blocks > 65_535 {
-            return Err(problem("more than 65,535 sequences, query heads or blocks of 64 queries"));
-        }
+        let grid = OPERATION.grid(&[
+            ("query heads", heads),
+            ("blocks of 64 queries", blocks),
+            ("sequences", a.batch),
+        ])?;
         if a.scale.is_nan() || a.scale <= 0.0 {
-            return Err(problem("a scale that is not positive"));
+            return Err(OPERATION.error("a scale that is not positive"));
         }
         if a.strides.iter().any(|stride| !stride.is_multiple_of(2)) {
-            return Err(problem("a stride is not a multiple of 2"));
+            return Err(OPERATION.error("a stride is not a multiple of 2"));
         }
         let kernel_arguments = KernelArguments {
             keys: a.keys,
@@ -154,13 +165,12 @@ impl Prefill {
             group: a.group as u32,
             scale: a.scale * std::f32::consts::LOG2_E,
         };
-        let grid = (heads as u32, blocks as u32, a.batch as u32);
-        // SAFETY: the structure is the kernel's argument; the caller vouches for what its pointers lead to.
+        // SAFETY: the structure is the kernel's argument; the caller keeps the contract of its pointers.
         unsafe { self.kernel.launch(stream, grid, WARPS as u32 * 32, false, &kernel_arguments) }
     }
 }
 
-/// Two tiles of keys and two of values.
+/// Shared memory of two tiles of keys and two of values.
 const fn shared_bytes(shape: AttendShape) -> usize {
     4 * TOKENS * shape.dim * 2
 }

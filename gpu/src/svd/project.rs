@@ -2,31 +2,35 @@ use cudarc::driver::sys::{CUstream, CUtensorMap};
 
 use crate::compile::source;
 use crate::device::Kernel;
+use crate::launch::Operation;
+use crate::pointer::{AnyElement, DevicePtr};
 use crate::tensor_map::{BOX_WIDTH, RowsOfHeads};
 use crate::{Device, Element, Error, Program};
 
-/// Of `registers.cu`: warps of a block, and rows of each at a time.
+/// On sm_80: warps of a block, and rows of a warp at a time.
 const WARPS: usize = 8;
 const WARP_ROWS: usize = 16;
-/// Of `boxes.cu`: rows of a tile, tiles of the ring, warpgroups of a block that compute, and bytes for barriers.
+/// On sm_90: rows of a tile, tiles of the ring buffer, warpgroups of a block that compute, and bytes of
+/// mbarriers.
 const TILE_ROWS: usize = 64;
 const STAGES: usize = 6;
 const GROUPS: usize = 2;
 const BARRIER_BYTES: usize = 16 * STAGES;
 
-/// What a projection is compiled for.
+/// Compile-time shape of [`Project`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ProjectShape {
-    /// Components of a row: 32, 64, 96 or 128.
+    /// Elements of a row: 32, 64, 96 or 128.
     pub dim: usize,
-    /// Components that are kept: a multiple of 8, at most `dim`.
+    /// Elements of a result: a multiple of 8, at most `dim`.
     pub rank: usize,
-    /// Element of rows and results.
+    /// Element type of rows and results.
     pub element: Element,
 }
 
 impl ProjectShape {
-    /// Whether `boxes.cu` takes it, and not `registers.cu`.
+    /// Whether the kernel for sm_90 takes it, which copies boxes by TMA, and not the one for sm_80, which
+    /// loads rows to registers.
     const fn in_boxes(&self, capability: (i32, i32)) -> bool {
         matches!(capability, (9, 0)) && self.dim.is_multiple_of(BOX_WIDTH)
     }
@@ -37,12 +41,12 @@ impl ProjectShape {
             return map_parts * self.rank.div_ceil(32) * 32 * self.dim * 2;
         }
         let columns = self.rank.next_multiple_of(BOX_WIDTH);
-        let numbers =
+        let elements =
             (STAGES * TILE_ROWS + map_parts * columns) * self.dim + GROUPS * 2 * TILE_ROWS * columns;
-        2 * numbers + BARRIER_BYTES
+        2 * elements + BARRIER_BYTES
     }
 
-    /// The program for a compute capability: 9.0 has one of its own for 64 and 128 components.
+    /// The kernel for a compute capability. 9.0 has its own for 64 and 128 elements.
     ///
     /// # Errors
     /// [`Error::Unsupported`].
@@ -70,62 +74,70 @@ impl ProjectShape {
     }
 }
 
-/// Device pointers and sizes of one launch.
+const OPERATION: Operation = Operation("svd::Project");
+
+/// Pointers and sizes of one launch of [`Project`].
 #[derive(Clone, Copy, Debug)]
 pub struct ProjectArguments {
-    /// Key/value heads, each with a map of its own.
+    /// Number of key/value heads, each with its own map.
     pub heads: usize,
-    /// Rows of a head.
+    /// Number of rows of a head.
     pub n: usize,
-    /// Elements (heads, n, dim), each dimension but the last with its stride.
-    pub rows: u64,
-    /// Elements from a head and a row to the next: multiples of 8.
+    /// Elements (heads, n, dim), with the strides below and a contiguous last dimension.
+    pub rows: DevicePtr<AnyElement>,
+    /// Strides of heads and rows in elements, multiples of 8.
     pub strides: [usize; 2],
-    /// f32 (heads, dim, rank): the columns of `svd_core::Map`.
-    pub columns: u64,
+    /// `f32` (heads, dim, rank): the columns of `svd_core::Map`.
+    pub columns: DevicePtr<f32>,
     /// Elements (heads, n, rank), fully written.
-    pub out: u64,
-    /// Whether the columns may be read while the kernel before it on the stream ends, on sm_90 with 64 or 128 components: that one must not
-    /// write them. All else waits for that kernel.
-    pub overlap: bool,
+    pub out: DevicePtr<AnyElement>,
+    /// With programmatic dependent launch (PDL), on sm_90 with 64 or 128 elements, blocks start before the
+    /// previous kernel on the stream ends. If `pdl`, they read the columns *before* they wait for it
+    /// (`griddepcontrol.wait`), so that kernel must not write them. They read everything else after the wait.
+    pub pdl: bool,
 }
 
-/// `Arguments` of `registers.cu`.
+/// `Arguments` of the kernel for sm_80.
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct RegistersArguments {
-    rows: u64,
-    columns: u64,
-    out: u64,
+    rows: DevicePtr<AnyElement>,
+    columns: DevicePtr<f32>,
+    out: DevicePtr<AnyElement>,
     n: u64,
     head_stride: u64,
     row_stride: u64,
 }
 
-/// `Arguments` of `boxes.cu`.
+const _: () = assert!(size_of::<RegistersArguments>() == 48);
+
+/// `Arguments` of the kernel for sm_90.
 #[derive(Clone, Copy)]
 #[repr(C, align(128))]
 struct BoxesArguments {
     rows: CUtensorMap,
     out: CUtensorMap,
-    columns: u64,
+    columns: DevicePtr<f32>,
     n: u64,
-    overlap: u32,
+    pdl: u32,
 }
 
-/// `svd_core::Map::project_into` for all heads: keys, values or queries into the components that their rotations keep.
+const _: () = assert!(size_of::<BoxesArguments>() == 384);
+
+/// `svd_core::Map::project_into` for all heads: projects keys, values or queries to the ranks of their
+/// rotations.
 ///
 /// # Cost
-/// Reads the rows and writes the results, on tensor cores.
+/// One pass over the rows and one over the results; n * dim * rank multiply-adds per head on tensor cores.
 pub struct Project {
     kernel: Kernel,
     shape: ProjectShape,
     in_boxes: bool,
-    processors: usize,
+    sm_count: usize,
 }
 
 impl Project {
-    /// Compiles it for a shape.
+    /// Compiles the kernel for a shape.
     ///
     /// # Errors
     /// [`Error::Unsupported`], [`Error::NoNvrtc`], [`Error::Compile`] or [`Error::Driver`].
@@ -133,33 +145,30 @@ impl Project {
         let capability = device.capability();
         let kernel =
             device.kernel(&shape.program(capability)?, "svd_project", shape.shared_bytes(capability))?;
-        Ok(Self { kernel, shape, in_boxes: shape.in_boxes(capability), processors: device.processors() })
+        Ok(Self { kernel, shape, in_boxes: shape.in_boxes(capability), sm_count: device.sm_count() })
     }
 
-    /// Puts the projection on a stream.
+    /// Launches the projection on a stream.
     ///
     /// # Errors
     /// [`Error::Argument`] for sizes that do not fit, [`Error::Driver`].
     /// # Safety
-    /// Every pointer must be to device memory of the device, aligned to 16 bytes, with as many elements as its shape says, and
-    /// stay so, unwritten by others, until the launch has run; `stream` must be of the device.
+    /// The [contract of a launch](DevicePtr#launches) holds, with every pointer aligned to 16 bytes.
     pub unsafe fn launch(&self, stream: CUstream, arguments: &ProjectArguments) -> Result<(), Error> {
         let a = arguments;
-        let problem = |problem: &str| Error::Argument { operation: "svd::Project", problem: problem.into() };
         if a.heads == 0 || a.n == 0 {
             return Ok(());
         }
-        if a.heads > 65_535 || i32::try_from(a.n).is_err() {
-            return Err(problem("more than 65,535 heads, or rows than 31 bits count"));
-        }
+        OPERATION.at_most(i32::MAX as u32, "rows of a head", a.n)?;
         if a.strides.iter().any(|stride| !stride.is_multiple_of(8)) {
-            return Err(problem("a stride is not a multiple of 8"));
+            return Err(OPERATION.error("a stride is not a multiple of 8"));
         }
+        // Every block has the map of one head.
         let grid = |rows_at_once: usize, blocks: usize| {
-            let blocks = a.n.div_ceil(rows_at_once).min((blocks / a.heads).max(1)); // each with the map of one head
-            (blocks as u32, a.heads as u32, 1)
+            let blocks = a.n.div_ceil(rows_at_once).min((blocks / a.heads).max(1));
+            OPERATION.grid(&[("blocks", blocks), ("heads", a.heads)])
         };
-        // SAFETY: the structures are the kernels' arguments; the caller vouches for what their pointers lead to.
+        // SAFETY: the structures are the kernels' arguments; the caller keeps the contract of their pointers.
         unsafe {
             if self.in_boxes {
                 let ProjectShape { dim, rank, element } = self.shape;
@@ -167,9 +176,9 @@ impl Project {
                 let rows = RowsOfHeads { rows, element, heads, n, dim, strides, box_rows: TILE_ROWS };
                 let out = RowsOfHeads { rows: a.out, dim: rank, strides: [n * rank, rank], ..rows };
                 let (rows, out) = (rows.map()?, out.map()?);
-                let overlap = u32::from(a.overlap);
-                let arguments = BoxesArguments { rows, out, columns: a.columns, n: n as u64, overlap };
-                let grid = grid(TILE_ROWS, self.processors);
+                let pdl = u32::from(a.pdl);
+                let arguments = BoxesArguments { rows, out, columns: a.columns, n: n as u64, pdl };
+                let grid = grid(TILE_ROWS, self.sm_count)?;
                 self.kernel.launch(stream, grid, 128 * GROUPS as u32 + 32, true, &arguments)
             } else {
                 let arguments = RegistersArguments {
@@ -180,7 +189,7 @@ impl Project {
                     head_stride: a.strides[0] as u64,
                     row_stride: a.strides[1] as u64,
                 };
-                let grid = grid(WARPS * WARP_ROWS, 2 * self.processors);
+                let grid = grid(WARPS * WARP_ROWS, 2 * self.sm_count)?;
                 self.kernel.launch(stream, grid, WARPS as u32 * 32, true, &arguments)
             }
         }

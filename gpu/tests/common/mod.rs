@@ -5,9 +5,13 @@
 use std::io::Write;
 use std::sync::Arc;
 
-use cudarc::driver::{CudaSlice, DevicePtr, DeviceRepr, ValidAsZeroBits};
+use cudarc::driver::{CudaSlice, DevicePtr as _, DeviceRepr, ValidAsZeroBits};
 use half::{bf16, f16};
-use kv_gpu::{Device, Element, Error, VectorElement};
+pub use kv_gpu::pq::Side;
+use kv_gpu::{Device, DevicePtr, Element, Error, VectorElement};
+
+/// The sides of a cache, in the order of pairs `[keys, values]`.
+pub const SIDES: [Side; 2] = [Side::Keys, Side::Values];
 
 /// Says that a test did not run; with `GPU_TESTS=require` that is a failure.
 pub fn skip(what: &str, error: &Error) {
@@ -36,8 +40,8 @@ impl<T: DeviceRepr + ValidAsZeroBits + Clone + Default> Buffer<T> {
         Self { slice: slice.unwrap(), device: stream.clone() }
     }
 
-    pub fn pointer(&self) -> u64 {
-        self.slice.device_ptr(&self.device).0
+    pub fn pointer(&self) -> DevicePtr<T> {
+        DevicePtr::new(self.slice.device_ptr(&self.device).0).unwrap()
     }
 
     pub fn write(&mut self, data: &[T]) {

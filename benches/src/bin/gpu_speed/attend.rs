@@ -73,7 +73,7 @@ fn time(watch: &Stopwatch, quantizer: PqShape, (query_heads, heads, batch, n): (
     let workspace = watch.zeros::<u8>(attend.workspace_len(batch, heads));
     let out = watch.zeros::<f16>(queries.len());
     let scale = 1.0 / (dim as f32).sqrt();
-    let arguments = |copy: usize, overlap: bool| AttendArguments {
+    let arguments = |copy: usize, pdl: bool| AttendArguments {
         batch,
         heads,
         tiles: n.div_ceil(TILE),
@@ -81,18 +81,18 @@ fn time(watch: &Stopwatch, quantizer: PqShape, (query_heads, heads, batch, n): (
         value_codes: watch.pointer(&codes[copy % copies][1]),
         key_table: watch.pointer(&tables[0]),
         value_table: watch.pointer(&tables[1]),
-        queries: watch.pointer(&queries_there),
+        queries: watch.pointer(&queries_there).cast(),
         lengths: watch.pointer(&lengths),
         pages: None,
         exact: None,
         scale,
-        out: watch.pointer(&out),
-        log_sum_exp: 0,
-        overlap,
+        out: watch.pointer(&out).cast(),
+        log_sum_exp: None,
+        pdl,
         workspace: watch.pointer(&workspace),
     };
-    let [us, us_overlapped] = [false, true].map(|overlap| {
-        let all: Vec<AttendArguments> = (0..copies).map(|copy| arguments(copy, overlap)).collect();
+    let [us, us_pdl] = [false, true].map(|pdl| {
+        let all: Vec<AttendArguments> = (0..copies).map(|copy| arguments(copy, pdl)).collect();
         // SAFETY: buffers of the shapes that the arguments ask for, which outlive the graph.
         let launch = |i: usize, stream| unsafe { attend.launch(stream, &all[i % copies]) };
         watch.time(if batch == 1 { 16 } else { 4 }, launch)
@@ -118,5 +118,5 @@ fn time(watch: &Stopwatch, quantizer: PqShape, (query_heads, heads, batch, n): (
     assert!((error / norm).sqrt() < 2e-3, "{shape:?}: {}", (error / norm).sqrt());
 
     watch.say(&name, &load, (2 * packed[0].len()) as f64, us);
-    watch.say(&format!("{name}, overlapped"), &load, (2 * packed[0].len()) as f64, us_overlapped);
+    watch.say(&format!("{name}, overlapped"), &load, (2 * packed[0].len()) as f64, us_pdl);
 }

@@ -8,8 +8,8 @@ use codec_core::{
 };
 use cudarc::driver::result::memcpy_htod_async;
 use half::bf16;
-use kv_gpu::VectorElement;
 use kv_gpu::codec::{Decode, DecodeArguments, Encode, EncodeArguments, Place, Planes};
+use kv_gpu::{DevicePtr, VectorElement};
 
 use crate::stopwatch::Stopwatch;
 
@@ -74,8 +74,8 @@ fn measure(
     let there = watch.zeros::<u8>(bytes.len() + 3);
     let words = watch.upload(planes.words());
     let numbers = watch.zeros::<bf16>(INFO.numbers());
-    let pointers = |first: u64| -> Vec<u64> {
-        (0..2 * LAYERS).map(|plane| first + (plane * rows.len() * 2) as u64).collect()
+    let pointers = |first: DevicePtr<bf16>| -> Vec<u64> {
+        (0..2 * LAYERS).map(|plane| first.offset(plane * rows.len()).address()).collect()
     };
     let out = watch.upload(&pointers(watch.pointer(&numbers)));
     let failed = watch.zeros::<u32>(1);
@@ -86,7 +86,7 @@ fn measure(
         planes: watch.pointer(&words),
         layers: 0..LAYERS,
         blocks: 0..INFO.blocks(),
-        out: watch.pointer(&out),
+        out: watch.pointer(&out).cast(),
         place,
         workspace: watch.pointer(&workspace),
         failed: watch.pointer(&failed),
@@ -105,7 +105,7 @@ fn measure(
         start..block((part + 1) * PART - 1, Side::Values, INFO.blocks() - 1).end
     };
     let copy = |range: std::ops::Range<usize>, stream| {
-        let to = arguments.frame + range.start as u64;
+        let to = arguments.frame.offset(range.start).address();
         // SAFETY: the frame's bytes, into a buffer of their number.
         unsafe { memcpy_htod_async(to, &host[range], stream) }.unwrap();
     };
@@ -114,7 +114,7 @@ fn measure(
     let parts: Vec<DecodeArguments> = (0..LAYERS / PART)
         .map(|part| DecodeArguments {
             layers: layers(part),
-            out: arguments.out + (part * PART * 2 * 8) as u64,
+            out: arguments.out.offset(2 * part * PART),
             ..arguments.clone()
         })
         .collect();
@@ -161,7 +161,7 @@ fn measure(
     let arguments = EncodeArguments {
         planes: watch.pointer(&words),
         layers: 0..LAYERS,
-        rows: watch.pointer(&all),
+        rows: watch.pointer(&all).cast(),
         place,
         slots: watch.pointer(&slots),
         workspace: watch.pointer(&workspace),

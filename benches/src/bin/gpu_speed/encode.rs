@@ -3,7 +3,7 @@
 use half::f16;
 use kv_gpu::VectorElement;
 use kv_gpu::pq::{CodeLayout, Encode, EncodeArguments, EncodeShape, Side, TILE};
-use kv_gpu::pq::{EncodeAny, EncodeAnyArguments, EncodeAnyShape};
+use kv_gpu::pq::{EncodeGeneric, EncodeGenericArguments, EncodeGenericShape};
 use pq_core::{CodebookBuf, Codes, PqShape, encode_into};
 
 use crate::stopwatch::Stopwatch;
@@ -38,7 +38,7 @@ pub fn run(watch: &Stopwatch) {
             batch: 1,
             heads: HEADS,
             max_count: N,
-            vectors: watch.pointer(&there),
+            vectors: watch.pointer(&there).cast(),
             strides: [HEADS * N * DIM, N * DIM, DIM],
             centroids: watch.pointer(&centroids_there),
             firsts: watch.pointer(&firsts),
@@ -82,7 +82,8 @@ fn into_blocks(watch: &Stopwatch) {
     }
     let quantizer = PqShape::new(DIM, 2, 6).unwrap();
     let encode =
-        EncodeAny::new(&watch.gpu, EncodeAnyShape { quantizer, element: VectorElement::F16 }).unwrap();
+        EncodeGeneric::new(&watch.gpu, EncodeGenericShape { quantizer, element: VectorElement::F16 })
+            .unwrap();
     let vectors: Vec<f16> = kv_benches::keys(N, DIM).into_iter().map(f16::from_f32).collect();
     let centroids = kv_benches::keys(quantizer.ksub(), DIM);
     let there = watch.upload(&vectors.repeat(HEADS));
@@ -90,11 +91,11 @@ fn into_blocks(watch: &Stopwatch) {
     let (firsts, counts) = (watch.upload(&[0_u32]), watch.upload(&[N as u32]));
     let codes_len = quantizer.codes_len(N);
     let codes = watch.zeros::<u8>(HEADS * codes_len);
-    let arguments = EncodeAnyArguments {
+    let arguments = EncodeGenericArguments {
         batch: 1,
         heads: HEADS,
         max_count: N,
-        vectors: watch.pointer(&there),
+        vectors: watch.pointer(&there).cast(),
         strides: [HEADS * N * DIM, N * DIM, DIM],
         centroids: watch.pointer(&centroids_there),
         firsts: watch.pointer(&firsts),

@@ -1,6 +1,7 @@
 //! Keys and values of chosen tokens from pinned host memory, against a copy over the same bus.
 
 use cudarc::driver::result::memcpy_htod_async;
+use kv_gpu::DevicePtr;
 use kv_gpu::pq::{Gather, GatherArguments};
 
 use crate::stopwatch::Stopwatch;
@@ -31,14 +32,15 @@ pub fn run(watch: &Stopwatch) {
     let out_len = HEADS * WANTED * ROW;
     let (keys_out, values_out) = (watch.zeros::<u8>(out_len), watch.zeros::<u8>(out_len));
     let rows_there = watch.upload(&rows);
+    let pinned = |side: usize| DevicePtr::new(host[side].as_ptr().unwrap() as u64).unwrap();
     let arguments = GatherArguments {
         heads: HEADS,
-        keys: host[0].as_ptr().unwrap() as u64,
-        values: host[1].as_ptr().unwrap() as u64,
+        keys: pinned(0),
+        values: pinned(1),
         head_rows: N,
         rows: watch.pointer(&rows_there),
-        places: 0,
-        counts: 0,
+        places: None,
+        counts: None,
         list_len: WANTED,
         keys_out: watch.pointer(&keys_out),
         values_out: watch.pointer(&values_out),
@@ -55,7 +57,7 @@ pub fn run(watch: &Stopwatch) {
     }
 
     let there = watch.zeros::<u8>(bytes);
-    let pointer = watch.pointer(&there);
+    let pointer = watch.pointer(&there).address();
     let source = host[0].as_slice().unwrap();
     let stream = watch.gpu.stream().cu_stream();
     // SAFETY: the buffer has as many bytes as the source, and both outlive the copies.

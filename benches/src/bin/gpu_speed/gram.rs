@@ -25,7 +25,7 @@ pub fn run(watch: &Stopwatch) {
         let argument = |rows| GramArguments {
             heads,
             n: N,
-            rows: watch.pointer(rows),
+            rows: watch.pointer(rows).cast(),
             strides: [N * DIM, DIM],
             matrices: watch.pointer(&matrices),
             sums: watch.pointer(&sums),

@@ -40,9 +40,9 @@ fn time(watch: &Stopwatch, load: &str, rank: usize) {
         group: GROUP,
         capacity: N,
         max_count: N,
-        keys: watch.pointer(&keys_there),
-        values: watch.pointer(&values_there),
-        queries: watch.pointer(&queries_there),
+        keys: watch.pointer(&keys_there).cast(),
+        values: watch.pointer(&values_there).cast(),
+        queries: watch.pointer(&queries_there).cast(),
         strides: [N * query_heads * DIM, query_heads * DIM, DIM],
         lengths: watch.pointer(&n),
         counts: watch.pointer(&n),
@@ -53,7 +53,7 @@ fn time(watch: &Stopwatch, load: &str, rank: usize) {
         key_rank_sum: HEADS * rank,
         value_rank_sum: HEADS * rank,
         scale,
-        out: watch.pointer(&out),
+        out: watch.pointer(&out).cast(),
     };
     let prefill = Prefill::new(&watch.gpu, AttendShape { dim: DIM, element: Element::F16 }).unwrap();
     // SAFETY: buffers of the shapes that the arguments ask for, which outlive the graph.

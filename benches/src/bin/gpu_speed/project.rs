@@ -25,17 +25,17 @@ pub fn run(watch: &Stopwatch) {
         let there: Vec<_> = (0..copies).map(|_| watch.upload(&rows.repeat(heads))).collect();
         let out: Vec<_> = (0..copies).map(|_| watch.zeros::<f16>(heads * N * rank)).collect();
         let columns_there = watch.upload(&columns.repeat(heads));
-        let arguments = |copy: usize, overlap: bool| ProjectArguments {
+        let arguments = |copy: usize, pdl: bool| ProjectArguments {
             heads,
             n: N,
-            rows: watch.pointer(&there[copy]),
+            rows: watch.pointer(&there[copy]).cast(),
             strides: [N * DIM, DIM],
             columns: watch.pointer(&columns_there),
-            out: watch.pointer(&out[copy]),
-            overlap,
+            out: watch.pointer(&out[copy]).cast(),
+            pdl,
         };
-        let [us, us_overlapped] = [false, true].map(|overlap| {
-            let all: Vec<ProjectArguments> = (0..copies).map(|copy| arguments(copy, overlap)).collect();
+        let [us, us_pdl] = [false, true].map(|pdl| {
+            let all: Vec<ProjectArguments> = (0..copies).map(|copy| arguments(copy, pdl)).collect();
             // SAFETY: buffers of the shapes that the arguments ask for, which outlive the graph.
             watch.time(2 * copies, |i, stream| unsafe { project.launch(stream, &all[i % copies]) })
         });
@@ -52,6 +52,6 @@ pub fn run(watch: &Stopwatch) {
         assert!((error / norm).sqrt() < 1e-3, "{shape:?}: {}", (error / norm).sqrt());
         let bytes = (heads * N * (DIM + rank) * 2) as f64;
         watch.say("project", &load, bytes, us);
-        watch.say("project, overlapped", &load, bytes, us_overlapped);
+        watch.say("project, overlapped", &load, bytes, us_pdl);
     }
 }

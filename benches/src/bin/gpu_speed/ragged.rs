@@ -58,14 +58,14 @@ fn time(watch: &Stopwatch, load: &str, lengths: &[u32], ranks: &[[u32; HEADS]; 2
     let workspace = watch.zeros::<u8>(attend.workspace_len(batch, HEADS, GROUP));
     let out = watch.zeros::<f16>(queries.len());
     let scale = 1.0 / (DIM as f32).sqrt();
-    let arguments = |stored: &[CudaSlice<f16>; 2], overlap: bool| AttendArguments {
+    let arguments = |stored: &[CudaSlice<f16>; 2], pdl: bool| AttendArguments {
         batch,
         heads: HEADS,
         group: GROUP,
         capacity,
-        keys: watch.pointer(&stored[0]),
-        values: watch.pointer(&stored[1]),
-        queries: watch.pointer(&queries_there),
+        keys: watch.pointer(&stored[0]).cast(),
+        values: watch.pointer(&stored[1]).cast(),
+        queries: watch.pointer(&queries_there).cast(),
         lengths: watch.pointer(&lengths_there),
         key_ranks: watch.pointer(&ranks_there[0]),
         value_ranks: watch.pointer(&ranks_there[1]),
@@ -74,13 +74,13 @@ fn time(watch: &Stopwatch, load: &str, lengths: &[u32], ranks: &[[u32; HEADS]; 2
         key_rank_sum: sums[0],
         value_rank_sum: sums[1],
         scale,
-        out: watch.pointer(&out),
-        log_sum_exp: 0,
-        overlap,
+        out: watch.pointer(&out).cast(),
+        log_sum_exp: None,
+        pdl,
         workspace: watch.pointer(&workspace),
     };
-    let [us, us_overlapped] = [false, true].map(|overlap| {
-        let all: Vec<AttendArguments> = there.iter().map(|stored| arguments(stored, overlap)).collect();
+    let [us, us_pdl] = [false, true].map(|pdl| {
+        let all: Vec<AttendArguments> = there.iter().map(|stored| arguments(stored, pdl)).collect();
         // SAFETY: buffers of the shapes that the arguments ask for, which outlive the graph.
         watch.time(4 * copies, |i, stream| unsafe { attend.launch(stream, &all[i % copies]) })
     });
@@ -108,5 +108,5 @@ fn time(watch: &Stopwatch, load: &str, lengths: &[u32], ranks: &[[u32; HEADS]; 2
         assert!((error / norm).sqrt() < 4e-3, "{load}: {}", (error / norm).sqrt());
     }
     watch.say("attend, ragged ranks", load, bytes as f64, us);
-    watch.say("attend, ragged ranks, overlapped", load, bytes as f64, us_overlapped);
+    watch.say("attend, ragged ranks, overlapped", load, bytes as f64, us_pdl);
 }

@@ -44,7 +44,7 @@ fn measure(watch: &Stopwatch, name: &str, load: &str, quantizer: PqShape, k: usi
     let workspace = watch.zeros::<u8>(kernel.workspace_len(1, HEADS, N));
     let tokens = watch.zeros::<u32>(HEADS * k);
     let counts = watch.zeros::<u32>(1);
-    let arguments = |codes, overlap| SearchArguments {
+    let arguments = |codes, pdl| SearchArguments {
         batch: 1,
         heads: HEADS,
         capacity: N,
@@ -58,11 +58,11 @@ fn measure(watch: &Stopwatch, name: &str, load: &str, quantizer: PqShape, k: usi
         tokens: watch.pointer(&tokens),
         tokens_len: k,
         counts: watch.pointer(&counts),
-        stats: 0,
-        overlap,
+        stats: None,
+        pdl,
     };
-    let [us, us_overlapped] = [false, true].map(|overlap| {
-        let all: Vec<SearchArguments> = there.iter().map(|codes| arguments(codes, overlap)).collect();
+    let [us, us_pdl] = [false, true].map(|pdl| {
+        let all: Vec<SearchArguments> = there.iter().map(|codes| arguments(codes, pdl)).collect();
         // SAFETY: buffers of the shapes that the arguments ask for, which outlive the graph.
         watch.time(copies, |i, stream| unsafe { kernel.launch(stream, &all[i]) })
     });
@@ -80,5 +80,5 @@ fn measure(watch: &Stopwatch, name: &str, load: &str, quantizer: PqShape, k: usi
     assert!(got.len() == k && missing * 1000 <= k, "{name}: {missing} of {k} tokens are others");
     let bytes = HEADS * (quantizer.codes_len(N) + 4 * k);
     watch.say(name, load, bytes as f64, us);
-    watch.say(&format!("{name}, overlapped"), load, bytes as f64, us_overlapped);
+    watch.say(&format!("{name}, overlapped"), load, bytes as f64, us_pdl);
 }

@@ -28,11 +28,11 @@ pub fn run(watch: &Stopwatch) {
         let arguments = |iterations| TrainArguments {
             sets: HEADS,
             n: N,
-            vectors: watch.pointer(&there),
+            vectors: watch.pointer(&there).cast(),
             strides: [N * DIM, DIM],
-            starts: 0,
+            starts: None,
             centroids: watch.pointer(&centroids),
-            errors: watch.pointer(&errors),
+            errors: Some(watch.pointer(&errors)),
             iterations,
             tolerance: -1.0, // none ends
             workspace: watch.pointer(&workspace),

@@ -1,11 +1,11 @@
-//! Keys become codes of any quantizer, 12 bits included, as `pq-core`, `Search`, `Scan` and `AttendAny` read them.
+//! Keys become codes of any quantizer, 12 bits included, as `pq-core`, `Search`, `Scan` and `AttendGeneric` read them.
 
 #[path = "common/gpu.rs"]
 mod gpu;
 
 use gpu::{Gpu, Result, numbers};
 use kv_gpu::VectorElement;
-use kv_gpu::pq::{EncodeAny, EncodeAnyArguments, EncodeAnyShape};
+use kv_gpu::pq::{EncodeGeneric, EncodeGenericArguments, EncodeGenericShape};
 use pq_core::{Codes, PqShape};
 
 fn main() -> Result<()> {
@@ -15,11 +15,11 @@ fn main() -> Result<()> {
     let centroids = gpu.upload(&numbers(heads * quantizer.codebook_len()))?; // `Train` makes better ones
     let (firsts, counts) = (gpu.upload(&[0_u32])?, gpu.upload(&[n as u32])?);
     let codes = gpu.zeros::<u8>(heads * quantizer.codes_len(n))?;
-    let arguments = EncodeAnyArguments {
+    let arguments = EncodeGenericArguments {
         batch: 1,
         heads,
         max_count: n,
-        vectors: vectors.pointer,
+        vectors: vectors.pointer.cast(),
         strides: [heads * n * 64, n * 64, 64],
         centroids: centroids.pointer,
         firsts: firsts.pointer,
@@ -27,7 +27,7 @@ fn main() -> Result<()> {
         capacity: n,
         codes: codes.pointer,
     };
-    let encode = EncodeAny::new(&gpu, EncodeAnyShape { quantizer, element: VectorElement::F32 })?;
+    let encode = EncodeGeneric::new(&gpu, EncodeGenericShape { quantizer, element: VectorElement::F32 })?;
     // SAFETY: memory of the shapes that the arguments name, kept until the results are read.
     unsafe { encode.launch(gpu.stream().cu_stream(), &arguments)? };
     let codes = gpu.read(&codes)?;

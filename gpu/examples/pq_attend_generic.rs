@@ -4,20 +4,20 @@
 mod gpu;
 
 use gpu::{Gpu, Result, numbers};
-use kv_gpu::pq::{AttendAny, AttendAnyArguments, AttendAnyShape};
+use kv_gpu::pq::{AttendGeneric, AttendGenericArguments, AttendGenericShape};
 use pq_core::PqShape;
 
 fn main() -> Result<()> {
     let gpu = Gpu::open()?;
     let (heads, group, n, quantizer) = (2, 4, 1000, PqShape::new(80, 5, 7)?);
     let luts = gpu.upload(&numbers(heads * group * quantizer.lut_len()))?; // `Lut` makes them from queries
-    let codes = gpu.upload(&vec![0x5a_u8; heads * quantizer.codes_len(n)])?; // `EncodeAny` makes them from keys
+    let codes = gpu.upload(&vec![0x5a_u8; heads * quantizer.codes_len(n)])?; // `EncodeGeneric` makes them from keys
     let centroids = gpu.upload(&numbers(heads * quantizer.codebook_len()))?;
     let lengths = gpu.upload(&[n as u32])?;
     let bias: Vec<f32> = (0..heads * group * n).map(|i| (i % n) as f32 * 1e-3).collect(); // newer tokens count more
     let bias = gpu.upload(&bias)?;
     let (out, log_sum_exp) = (gpu.zeros::<f32>(heads * group * 80)?, gpu.zeros::<f32>(heads * group)?);
-    let arguments = AttendAnyArguments {
+    let arguments = AttendGenericArguments {
         batch: 1,
         heads,
         capacity: n,
@@ -26,13 +26,13 @@ fn main() -> Result<()> {
         value_codes: codes.pointer,
         centroids: centroids.pointer,
         lengths: lengths.pointer,
-        key_scales: 0,
-        value_scales: 0,
-        bias: bias.pointer,
+        key_scales: None,
+        value_scales: None,
+        bias: Some(bias.pointer),
         out: out.pointer,
-        log_sum_exp: log_sum_exp.pointer,
+        log_sum_exp: Some(log_sum_exp.pointer),
     };
-    let attend = AttendAny::new(&gpu, AttendAnyShape { keys: quantizer, values: quantizer, group })?;
+    let attend = AttendGeneric::new(&gpu, AttendGenericShape { keys: quantizer, values: quantizer, group })?;
     // SAFETY: memory of the shapes that the arguments name, kept until the results are read.
     unsafe { attend.launch(gpu.stream().cu_stream(), &arguments)? };
     println!("{:.3?} ...; {:.3?}", &gpu.read(&out)?[..4], gpu.read(&log_sum_exp)?);

@@ -4,9 +4,9 @@
 
 mod common;
 
-use common::{Buffer, Random, device, relative_error};
+use common::{Buffer, Random, SIDES, device, relative_error};
 use kv_gpu::Error;
-use kv_gpu::pq::{AttendAny, AttendAnyArguments, AttendAnyShape};
+use kv_gpu::pq::{AttendGeneric, AttendGenericArguments, AttendGenericShape};
 use pq_core::{
     Backend, CodebookBuf, CodedTokens, Codes, PqShape, SoftmaxStats, attend_into_with, attend_scratch_len,
 };
@@ -30,11 +30,11 @@ fn random_shapes_agree() {
     ];
     for seed in 0..40 {
         let mut random = Random(seed);
-        let [keys, values] = [0, 1].map(|_| {
+        let [keys, values] = SIDES.map(|_| {
             let (dim, m, nbits) = random.pick(&SHAPES);
             PqShape::new(dim, m, nbits).unwrap()
         });
-        let shape = AttendAnyShape { keys, values, group: 1 + random.below(16) };
+        let shape = AttendGenericShape { keys, values, group: 1 + random.below(16) };
         let (group, dim) = (shape.group, values.dim());
         let (batch, heads) = (1 + random.below(3), 1 + random.below(3));
         let capacity = random.pick(&[1, 63, 64, 65, 256, 300, 600]);
@@ -55,11 +55,11 @@ fn random_shapes_agree() {
         let centroids = Buffer::new(&device, &books.concat());
         let lengths_there = Buffer::new(&device, &lengths);
         let optional = [&scales[0], &scales[1], &bias].map(|x| x.as_ref().map(|x| Buffer::new(&device, x)));
-        let pointer = |i: usize| optional[i].as_ref().map_or(0, Buffer::pointer);
+        let pointer = |i: usize| optional[i].as_ref().map(Buffer::pointer);
         let out = Buffer::new(&device, &vec![f32::NAN; pairs * group * dim]);
         let log_sum_exp = Buffer::new(&device, &vec![f32::NAN; pairs * group]);
-        let attend = AttendAny::new(&device, shape).unwrap();
-        let arguments = AttendAnyArguments {
+        let attend = AttendGeneric::new(&device, shape).unwrap();
+        let arguments = AttendGenericArguments {
             batch,
             heads,
             capacity,
@@ -72,7 +72,7 @@ fn random_shapes_agree() {
             value_scales: pointer(1),
             bias: pointer(2),
             out: out.pointer(),
-            log_sum_exp: log_sum_exp.pointer(),
+            log_sum_exp: Some(log_sum_exp.pointer()),
         };
         // SAFETY: the buffers live until their contents have been read, and have the lengths that the shape asks for.
         #[allow(unsafe_code)]
@@ -82,9 +82,9 @@ fn random_shapes_agree() {
         let mut scratch = vec![0.0; attend_scratch_len(values, group)];
         for pair in 0..pairs {
             let n = lengths[pair / heads] as usize;
-            let [key_codes, value_codes] = [0, 1].map(|side| {
-                let shape = [keys, values][side];
-                Codes::new(shape, n, &codes[side][pair * shape.codes_len(capacity)..][..shape.codes_len(n)])
+            let [key_codes, value_codes] = SIDES.map(|side| {
+                let (shape, codes) = ([keys, values][side as usize], &codes[side as usize]);
+                Codes::new(shape, n, &codes[pair * shape.codes_len(capacity)..][..shape.codes_len(n)])
                     .unwrap()
             });
             let scales = scales.each_ref().map(|x| x.as_ref().map(|x| &x[pair * capacity..][..n]));
@@ -121,7 +121,7 @@ fn random_shapes_agree() {
 fn shapes_without_a_kernel_are_errors() {
     let (small, large) = (PqShape::new(64, 2, 6).unwrap(), PqShape::new(1024, 2, 6).unwrap());
     for (values, group) in [(small, 0), (small, 17), (large, 1)] {
-        let shape = AttendAnyShape { keys: small, values, group };
+        let shape = AttendGenericShape { keys: small, values, group };
         assert!(matches!(shape.program(), Err(Error::Unsupported { .. })), "{shape:?}");
     }
 }
