@@ -40,30 +40,85 @@ pub(crate) fn fill_tile<E: Element>(rows: &[E], dim: usize, first: usize, tile: 
     squares
 }
 
+/// The points of a tile.
+#[derive(Clone, Copy)]
+pub(crate) struct Tile<'a> {
+    pub values: &'a [f32], // (dsub, 64), every element finite
+    pub points: usize,     // of the 64, the first
+    pub squares: f64,      // the sum of all squares
+}
+
 /// Finds the nearest centroid of each point of a tile: the first minimum of `|c|^2 / 2 - <x, c>`, where the products are
-/// subtracted in ascending component order. A distance that overflows is never the minimum.
-pub(crate) fn assign(backend: Backend, subspace: Subspace<'_>, tile: &[f32], nearest: &mut Nearest) {
+/// subtracted in ascending component order, or of the squared distance in `f64` where they may overflow. Returns the
+/// summed squared error.
+pub(crate) fn assign(backend: Backend, subspace: Subspace<'_>, tile: Tile<'_>, nearest: &mut Nearest) -> f64 {
+    if !fits_f32(subspace, tile.squares) {
+        return assign_wide(subspace, tile, &mut nearest.index);
+    }
     *nearest = Nearest::NONE;
-    backend.run(Assign { subspace, tile, nearest });
+    backend.run(Assign { subspace, tile: tile.values, nearest });
+    summed_error(tile, nearest)
 }
 
 /// As [`assign`], where `nearest.index` holds a guess, such as the centroid of the last iteration: a good one spares
 /// codebooks with many centroids most of the bookkeeping. The guess wins ties.
 #[cfg(feature = "alloc")]
-pub(crate) fn assign_from(backend: Backend, subspace: Subspace<'_>, tile: &[f32], nearest: &mut Nearest) {
-    if subspace.ksub() < RARE {
+pub(crate) fn assign_from(
+    backend: Backend,
+    subspace: Subspace<'_>,
+    tile: Tile<'_>,
+    nearest: &mut Nearest,
+) -> f64 {
+    if subspace.ksub() < RARE || !fits_f32(subspace, tile.squares) {
         return assign(backend, subspace, tile, nearest);
     }
     for (i, (distance, index)) in nearest.distance.iter_mut().zip(&mut nearest.index).enumerate() {
         *distance = subspace.half_norms[*index as usize];
-        for (d, column) in tile.chunks_exact(BLOCK).enumerate() {
+        for (d, column) in tile.values.chunks_exact(BLOCK).enumerate() {
             *distance -= column[i] * subspace.column(d)[*index as usize];
         }
-        if !distance.is_finite() {
-            (*distance, *index) = (f32::INFINITY, 0);
-        }
     }
-    backend.run(Assign { subspace, tile, nearest });
+    backend.run(Assign { subspace, tile: tile.values, nearest });
+    summed_error(tile, nearest)
+}
+
+fn summed_error(tile: Tile<'_>, nearest: &Nearest) -> f64 {
+    tile.squares + nearest.distance[..tile.points].iter().map(|&x| 2.0 * f64::from(x)).sum::<f64>()
+}
+
+/// Whether no term or sum of a distance leaves `f32`: `|<x, c>|` is at most `|x| |c|`, also for a part of the components.
+fn fits_f32(subspace: Subspace<'_>, squares: f64) -> bool {
+    const LIMIT: f64 = f32::MAX as f64 / 4.0;
+    let largest = f64::from(subspace.largest);
+    largest < LIMIT && 2.0 * largest * squares < LIMIT * LIMIT
+}
+
+/// [`assign`] by squared distances in `f64`, which no `f32` components overflow.
+fn assign_wide(subspace: Subspace<'_>, tile: Tile<'_>, index: &mut [u32; BLOCK]) -> f64 {
+    let mut error = 0.0;
+    for (i, index) in index.iter_mut().enumerate() {
+        let x = tile.values[i..].iter().step_by(BLOCK).copied();
+        let (nearest, square) = nearest_wide(subspace, x);
+        *index = nearest;
+        error += if i < tile.points { square } else { 0.0 };
+    }
+    error
+}
+
+/// The first of the nearest centroids to `x`, in `f64`, and the squared distance.
+fn nearest_wide(subspace: Subspace<'_>, x: impl Iterator<Item = f32> + Clone) -> (u32, f64) {
+    let mut best = (0, f64::INFINITY);
+    for c in 0..subspace.ksub() {
+        let components = x.clone().enumerate();
+        let square = components
+            .map(|(d, x)| {
+                let difference = f64::from(x) - f64::from(subspace.column(d)[c]);
+                difference * difference
+            })
+            .sum();
+        best = if square < best.1 { (c as u32, square) } else { best };
+    }
+    best
 }
 
 /// From so many centroids on, a new nearest one among a register's points is rare enough for a branch to pay: at 4,096 it
@@ -190,10 +245,13 @@ impl Assign<'_> {
 
 /// As [`assign`], for one point: components `x` of subspace `subspace`. Returns the index, and the squared distance to that
 /// centroid.
-pub(crate) fn assign_one<E: Element>(backend: Backend, subspace: Subspace<'_>, x: &[E]) -> (u32, f32) {
+pub(crate) fn assign_one<E: Element>(backend: Backend, subspace: Subspace<'_>, x: &[E]) -> (u32, f64) {
+    let squares: f64 = x.iter().map(|&x| f64::from(finite(x)) * f64::from(finite(x))).sum();
+    if !fits_f32(subspace, squares) {
+        return nearest_wide(subspace, x.iter().map(|&x| finite(x)));
+    }
     let (index, distance) = backend.run(AssignOne { subspace, x });
-    let norm: f32 = x.iter().map(|&x| finite(x) * finite(x)).sum();
-    (index, (norm + 2.0 * distance).max(0.0))
+    (index, (squares + 2.0 * f64::from(distance)).max(0.0))
 }
 
 /// A NaN or an infinity becomes 0.
@@ -262,7 +320,7 @@ impl<E: Element> Kernel for AssignOne<'_, E> {
             }
             for (lane, (&distance, &row)) in distances.iter().zip(&rows).enumerate() {
                 let c = (row as usize + v) * S::LANES + lane;
-                if distance < winner.1 || (distance == winner.1 && c < winner.0 && distance.is_finite()) {
+                if distance < winner.1 || (distance == winner.1 && c < winner.0) {
                     winner = (c, distance);
                 }
             }

@@ -29,7 +29,8 @@ pub struct CodedTokens<'a> {
     pub key_scales: Option<&'a [f32]>,
     /// (n,) factors of the values.
     pub value_scales: Option<&'a [f32]>,
-    /// (group, n) numbers added to the scores: a mask (minus infinity), a position bias, or the part of the score that was
+    /// (group, n) numbers added to the scores: a mask (minus infinity; such a token contributes nothing, whatever its scales
+    /// are), a position bias, or the part of the score that was
     /// taken out of the keys before encoding (see [`RopeMean`](crate::RopeMean)).
     pub bias: Option<&'a [f32]>,
 }
@@ -37,7 +38,7 @@ pub struct CodedTokens<'a> {
 /// Elements of the scratch of [`attend_into`].
 #[must_use]
 pub const fn attend_scratch_len(values: PqShape, group: usize) -> usize {
-    tables_len(values) + group * CHUNK
+    tables_len(values).saturating_add(group.saturating_mul(CHUNK))
 }
 
 /// Elements for one float per centroid and subspace (the scalar form) or per centroid and component, as planes of bytes.
@@ -91,12 +92,14 @@ pub fn attend_into_with(
         return Err(Error::ShapeMismatch);
     }
     check_len("value codes", tokens.values.n(), n)?;
-    check_len("luts", luts.len(), group * tokens.keys.shape().lut_len())?;
+    check_len("luts", luts.len(), group.saturating_mul(tokens.keys.shape().lut_len()))?;
     check_len("key scales", tokens.key_scales.map_or(n, <[f32]>::len), n)?;
     check_len("value scales", tokens.value_scales.map_or(n, <[f32]>::len), n)?;
-    check_len("bias", tokens.bias.map_or(group * n, <[f32]>::len), group * n)?;
+    if let Some(bias) = tokens.bias {
+        check_len("bias", bias.len(), group.saturating_mul(n))?;
+    }
     check_len("scratch", scratch.len(), attend_scratch_len(shape, group))?;
-    check_len("out", out.len(), group * shape.dim())?;
+    check_len("out", out.len(), group.saturating_mul(shape.dim()))?;
     backend.run(Attend { luts, tokens, scratch, out, stats });
     Ok(())
 }
@@ -193,14 +196,16 @@ fn weigh(
     }
     if let Some(bias) = tokens.bias {
         for (score, &bias) in scores.iter_mut().zip(&bias[g * tokens.keys.n() + start..]) {
-            *score += bias;
+            // A masked token's score may not be a number, such as that of a scale without meaning.
+            *score = if bias == f32::NEG_INFINITY { bias } else { *score + bias };
         }
     }
     stats.raise_max(max(scores), accumulated);
     stats.sum += exponentiate(scores, stats.finite_max());
     if let Some(scales) = tokens.value_scales {
         for (weight, &scale) in scores.iter_mut().zip(&scales[start..]) {
-            *weight *= scale;
+            // Nor may the scale of a token without weight.
+            *weight = if *weight == 0.0 { 0.0 } else { *weight * scale };
         }
     }
 }

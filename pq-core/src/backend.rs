@@ -24,16 +24,17 @@ impl Backend {
 
     /// Whether this machine can run it.
     ///
-    /// With feature `std` the running CPU is asked; without, only what the compilation target guarantees counts.
+    /// With feature `std` the running CPU is asked for every feature that the code is compiled for; without, only what the
+    /// compilation target guarantees counts.
     #[must_use]
     pub fn is_available(self) -> bool {
         match self {
             Self::Scalar => true,
             _ if cfg!(miri) => false,
             #[cfg(target_arch = "x86_64")]
-            Self::Avx2 => has_avx2(),
+            Self::Avx2 => crate::simd::avx2::is_available(),
             #[cfg(target_arch = "x86_64")]
-            Self::Avx512 => has_avx512(),
+            Self::Avx512 => crate::simd::avx512::is_available(),
             #[cfg(target_arch = "aarch64")]
             Self::Neon => cfg!(target_feature = "neon"),
             _ => false,
@@ -62,34 +63,4 @@ impl Backend {
             _ => kernel.scalar(),
         }
     }
-}
-
-#[cfg(all(target_arch = "x86_64", feature = "std"))]
-fn has_avx2() -> bool {
-    std::is_x86_feature_detected!("avx2") && std::is_x86_feature_detected!("fma")
-}
-
-#[cfg(all(target_arch = "x86_64", feature = "std"))]
-fn has_avx512() -> bool {
-    std::is_x86_feature_detected!("avx512f")
-        && std::is_x86_feature_detected!("avx512bw")
-        && std::is_x86_feature_detected!("avx512dq")
-        && std::is_x86_feature_detected!("avx512vl")
-        && std::is_x86_feature_detected!("avx512vbmi")
-}
-
-#[cfg(all(target_arch = "x86_64", not(feature = "std")))]
-const fn has_avx2() -> bool {
-    cfg!(all(target_feature = "avx2", target_feature = "fma"))
-}
-
-#[cfg(all(target_arch = "x86_64", not(feature = "std")))]
-const fn has_avx512() -> bool {
-    cfg!(all(
-        target_feature = "avx512f",
-        target_feature = "avx512bw",
-        target_feature = "avx512dq",
-        target_feature = "avx512vl",
-        target_feature = "avx512vbmi"
-    ))
 }

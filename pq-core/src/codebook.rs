@@ -21,6 +21,7 @@ pub struct Codebook<'a> {
     shape: PqShape,
     columns: &'a [f32],    // (m, dsub, ksub), every element finite
     half_norms: &'a [f32], // (m, ksub)
+    largest: f32,          // of the half norms; infinite where one overflows
 }
 
 /// One subspace of a codebook.
@@ -28,6 +29,7 @@ pub struct Codebook<'a> {
 pub(crate) struct Subspace<'a> {
     pub columns: &'a [f32],    // (dsub, ksub)
     pub half_norms: &'a [f32], // (ksub,)
+    pub largest: f32,          // at least the largest half norm
 }
 
 impl<'a> Subspace<'a> {
@@ -60,7 +62,7 @@ impl<'a> Codebook<'a> {
         {
             arrange(centroids, shape.dsub(), columns, half_norms);
         }
-        Ok(Self { shape, columns, half_norms })
+        Ok(Self { shape, columns, half_norms, largest: largest(half_norms) })
     }
 
     /// The shape it was made for.
@@ -84,6 +86,7 @@ impl<'a> Codebook<'a> {
         Subspace {
             columns: &self.columns[j * ksub * dsub..][..ksub * dsub],
             half_norms: &self.half_norms[j * ksub..][..ksub],
+            largest: self.largest,
         }
     }
 
@@ -110,12 +113,18 @@ pub(crate) fn arrange(centroids: &[f32], dsub: usize, columns: &mut [f32], half_
     }
 }
 
+/// The largest half norm, which is not NaN.
+pub(crate) fn largest(half_norms: &[f32]) -> f32 {
+    half_norms.iter().copied().fold(0.0, f32::max)
+}
+
 /// A [`Codebook`] that owns its storage.
 #[cfg(feature = "alloc")]
 #[derive(Clone, Debug)]
 pub struct CodebookBuf {
     shape: PqShape,
     storage: alloc::vec::Vec<f32>, // as `Codebook::new` leaves it
+    largest: f32,
 }
 
 #[cfg(feature = "alloc")]
@@ -127,14 +136,14 @@ impl CodebookBuf {
     pub fn new(shape: PqShape, centroids: &[f32]) -> Result<Self, Error> {
         check_len("centroids", centroids.len(), shape.codebook_len())?;
         let mut storage = alloc::vec![0.0; shape.codebook_storage_len()];
-        Codebook::new(shape, centroids, &mut storage)?;
-        Ok(Self { shape, storage })
+        let largest = Codebook::new(shape, centroids, &mut storage)?.largest;
+        Ok(Self { shape, storage, largest })
     }
 
     /// Borrows it.
     #[must_use]
     pub fn view(&self) -> Codebook<'_> {
         let (columns, half_norms) = self.storage.split_at(self.shape.codebook_len());
-        Codebook { shape: self.shape, columns, half_norms }
+        Codebook { shape: self.shape, columns, half_norms, largest: self.largest }
     }
 }

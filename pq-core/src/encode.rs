@@ -1,4 +1,4 @@
-use crate::assign::{Nearest, assign, assign_one, fill_tile};
+use crate::assign::{Nearest, Tile, assign, assign_one, fill_tile};
 use crate::codes::set_vector;
 use crate::error::check_len;
 use crate::pack::{BLOCK, pack_run};
@@ -10,8 +10,9 @@ const MAX_TILE_DSUB: usize = 64;
 /// Replaces each subvector by the index of its nearest centroid, and packs the indices as vectors `first` and on.
 ///
 /// The nearest centroid is the first minimum over `c` of `|centroid_c|^2 / 2 - <x, centroid_c>`, products subtracted in
-/// `f32` in ascending component order. A NaN or infinite component is treated as 0. Returns the summed squared error,
-/// which [`Drift`](crate::Drift) follows.
+/// `f32` in ascending component order. Components so large that these may overflow, from 1e19 on, are compared by squared
+/// distances in `f64`. A NaN or infinite component is treated as 0. Returns the summed squared error, which
+/// [`Drift`](crate::Drift) follows.
 ///
 /// # Shapes
 /// `vectors` (n, dim); `codes` [`PqShape::codes_len`](crate::PqShape::codes_len) of `first + n`, of which the codes of
@@ -68,13 +69,12 @@ pub fn encode_into_with<E: Element>(
 fn encode_block<E: Element>(backend: Backend, codebook: &Codebook<'_>, rows: &[E], block: &mut [u8]) -> f64 {
     let shape = codebook.shape();
     let mut tile = [0.0; MAX_TILE_DSUB * BLOCK];
-    let tile = &mut tile[..shape.dsub() * BLOCK];
+    let values = &mut tile[..shape.dsub() * BLOCK];
     let mut nearest = Nearest::NONE;
     let mut error = 0.0;
     for (j, run) in block.chunks_exact_mut(8 * shape.nbits() as usize).enumerate() {
-        error += fill_tile(rows, shape.dim(), j * shape.dsub(), tile);
-        assign(backend, codebook.subspace(j), tile, &mut nearest);
-        error += nearest.distance.iter().map(|&distance| 2.0 * f64::from(distance)).sum::<f64>();
+        let squares = fill_tile(rows, shape.dim(), j * shape.dsub(), values);
+        error += assign(backend, codebook.subspace(j), Tile { values, points: BLOCK, squares }, &mut nearest);
         pack_run(&nearest.index.map(|c| c as u16), shape.nbits(), run);
     }
     error.max(0.0)
@@ -93,7 +93,7 @@ fn encode_vector<E: Element>(
     set_vector(shape, codes, at, |j| {
         let x = &vector[j * shape.dsub()..][..shape.dsub()];
         let (c, distance) = assign_one(backend, codebook.subspace(j), x);
-        error.set(error.get() + f64::from(distance));
+        error.set(error.get() + distance);
         c as u16
     });
     error.get()
@@ -116,7 +116,7 @@ pub fn decode_into<E: Element>(
     if codes.shape() != shape {
         return Err(Error::ShapeMismatch);
     }
-    check_len("vectors", vectors.len(), codes.n() * shape.dim())?;
+    check_len("vectors", vectors.len(), codes.n().saturating_mul(shape.dim()))?;
     for (b, rows) in vectors.chunks_mut(BLOCK * shape.dim()).enumerate() {
         for (j, run) in codes.block(b).chunks_exact(8 * shape.nbits() as usize).enumerate() {
             let subspace = codebook.subspace(j);

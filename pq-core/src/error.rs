@@ -57,6 +57,8 @@ pub enum Error {
         /// Different lengths that the fit needs.
         needed: usize,
     },
+    /// [`TrainOptions::tolerance`](crate::TrainOptions) is negative, infinite or NaN.
+    Tolerance,
     /// This machine lacks the instructions of the backend that was asked for.
     BackendUnavailable,
     /// A NaN or an infinity where a finite number is needed.
@@ -86,6 +88,7 @@ impl fmt::Display for Error {
             Self::Underdetermined { what, needed } => {
                 write!(f, "the {what} needs at least {needed} clearly different lengths")
             }
+            Self::Tolerance => write!(f, "the tolerance must be a finite number of at least 0"),
             Self::BackendUnavailable => write!(f, "this machine lacks the instructions of the backend"),
             Self::NotFinite { what, index } => write!(f, "{what} is not finite at index {index}"),
         }

@@ -1,4 +1,5 @@
 use crate::error::check_len;
+use crate::exp::{exp, ln};
 use crate::simd::Kernel;
 use crate::softmax::{SoftmaxStats, exp_sum, max};
 use crate::{Backend, Error};
@@ -6,7 +7,7 @@ use crate::{Backend, Error};
 /// How the query heads that share a key/value head agree on one set of tokens.
 ///
 /// Each head's scores go through a softmax over all tokens first, so that a head with large scores does not outvote the
-/// others; then a token gets the heads' sum or maximum.
+/// others; then a token gets the heads' sum or maximum. [`combine_group_into`] has the definition.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum GroupRule {
     /// The rule of PQCache's released code.
@@ -16,16 +17,31 @@ pub enum GroupRule {
     MaxOfSoftmax,
 }
 
-/// One score per token from those of a group of query heads, and the softmax numbers of each head.
+/// Combined weights from here on are weights; below, where the exponentials of `f32` lose their digits, logarithms.
+const LEAST_WEIGHT: f32 = 1.0 / (1_u128 << 100) as f32;
+
+/// Tokens that take logarithms together: theirs stay in the first-level cache.
+const CHUNK: usize = 256;
+
+/// One score per token from those of a group of query heads, and the softmax numbers of each head. A higher score means that
+/// the group wants the token more.
 ///
-/// A single head keeps its order under either rule.
+/// * One head: its scores, so their order is exact.
+/// * Several heads: a token's weight of one head is `exp(l)` with `l = score - max - ln(sum)`, and the combined weight is
+///   the heads' sum or maximum. Where it is 2^-100 or more, it is the token's score. Where it is less, the score is its
+///   logarithm, `ln(sum of exp(l))` or the maximum of `l`: negative, so these tokens rank below all others and keep their
+///   order, however wide the scores are. A logarithm below `f32::MIN` is minus infinity.
+///
+/// A score of NaN counts as minus infinity, which has weight 0 and ranks last. For a head's softmax plus infinity counts as
+/// `f32::MAX`; a head whose scores are all minus infinity has no weights. So no head can spoil the others.
 ///
 /// # Shapes
 /// `scores` (group, n); `stats` (group,); `out` (n,); both fully written.
 /// # Errors
 /// [`Error::Length`]; nothing is then written.
 /// # Cost
-/// Two exponentials a score; no allocation.
+/// One exponential per score for a single head, two for several. Each 256 tokens among which a weight is below 2^-100 take
+/// one more per score, and one logarithm per token. No allocation.
 pub fn combine_group_into(
     scores: &[f32],
     rule: GroupRule,
@@ -50,26 +66,175 @@ impl Kernel for Combine<'_, '_> {
     /// Plain code, compiled to each set's registers.
     #[inline(always)]
     fn scalar(self) {
-        self.out.fill(0.0);
-        if self.out.is_empty() {
-            return self.stats.fill(SoftmaxStats::EMPTY);
+        let Self { scores, rule, stats, out } = self;
+        if out.is_empty() {
+            return stats.fill(SoftmaxStats::EMPTY);
         }
-        for (stats, scores) in self.stats.iter_mut().zip(self.scores.chunks_exact(self.out.len())) {
-            *stats = SoftmaxStats { max: max(scores), sum: 0.0 };
-            stats.sum = exp_sum(scores, stats.finite_max());
-            let (max, scale) = (stats.finite_max(), 1.0 / stats.sum);
-            for (out, &score) in self.out.iter_mut().zip(scores) {
-                let weight = crate::exp::exp(score - max) * scale;
-                *out = match self.rule {
-                    GroupRule::SumOfSoftmax => *out + weight,
-                    GroupRule::MaxOfSoftmax => {
-                        if weight > *out {
-                            weight
-                        } else {
-                            *out
+        match stats {
+            [] => return out.fill(f32::NEG_INFINITY), // no head gives weight
+            [stats] => {
+                *stats = softmax(scores).0;
+                for (out, &score) in out.iter_mut().zip(scores) {
+                    *out = if score.is_nan() { f32::NEG_INFINITY } else { score };
+                }
+                return;
+            }
+            _ => {}
+        }
+        for (g, (stats, scores)) in stats.iter_mut().zip(scores.chunks_exact(out.len())).enumerate() {
+            let sound;
+            (*stats, sound) = softmax(scores);
+            let rule = (g > 0).then_some(rule);
+            if sound {
+                add_weights(out, scores, *stats, rule, |score| score);
+            } else {
+                add_weights(out, scores, *stats, rule, clean);
+            }
+        }
+        let n = out.len();
+        for (i, out) in out.chunks_mut(CHUNK).enumerate() {
+            if out.iter().fold(false, |any, &weight| any | (weight < LEAST_WEIGHT)) {
+                let chunk = i * CHUNK..i * CHUNK + out.len();
+                let scores = scores.chunks_exact(n).map(|scores| &scores[chunk.clone()]);
+                take_logarithms(out, stats.iter().zip(scores), rule);
+            }
+        }
+    }
+}
+
+/// The softmax numbers of a head, and whether its scores count as they are, without [`clean`].
+#[inline(always)]
+fn softmax(scores: &[f32]) -> (SoftmaxStats, bool) {
+    let mut stats = SoftmaxStats { max: max(scores), sum: 0.0 };
+    stats.sum = exp_sum(scores, stats.finite_max(), |score| score);
+    // NaN for a score of NaN and for an infinite maximum; 0 where every score is minus infinity.
+    let sound = stats.sum > 0.0;
+    if !sound {
+        stats.max = stats.max.min(f32::MAX);
+        stats.sum = exp_sum(scores, stats.finite_max(), clean);
+    }
+    (stats, sound)
+}
+
+/// What a score counts as.
+#[inline(always)]
+fn clean(score: f32) -> f32 {
+    let score = if score > f32::NEG_INFINITY { score } else { f32::NEG_INFINITY };
+    if score < f32::MAX { score } else { f32::MAX }
+}
+
+/// Takes a head's weights into `out`; those of the first head, which has no rule to follow, replace what it holds.
+#[inline(always)]
+fn add_weights(
+    out: &mut [f32],
+    scores: &[f32],
+    stats: SoftmaxStats,
+    rule: Option<GroupRule>,
+    clean: impl Fn(f32) -> f32,
+) {
+    let scale = if stats.sum > 0.0 { 1.0 / stats.sum } else { 0.0 };
+    let weights = scores.iter().map(|&score| exp(clean(score) - stats.finite_max()) * scale);
+    let both = out.iter_mut().zip(weights);
+    match rule {
+        None => both.for_each(|(out, weight)| *out = weight),
+        Some(GroupRule::SumOfSoftmax) => both.for_each(|(out, weight)| *out += weight),
+        Some(GroupRule::MaxOfSoftmax) => {
+            both.for_each(|(out, weight)| *out = if weight > *out { weight } else { *out });
+        }
+    }
+}
+
+/// Replaces the weights below [`LEAST_WEIGHT`] in a chunk by their logarithms.
+#[inline(always)]
+fn take_logarithms<'a>(
+    out: &mut [f32],
+    heads: impl Iterator<Item = (&'a SoftmaxStats, &'a [f32])> + Clone,
+    rule: GroupRule,
+) {
+    let mut highest = [f32::NEG_INFINITY; CHUNK];
+    for (stats, scores) in heads.clone() {
+        let half_logarithm = HalfLogarithm::new(stats);
+        for (highest, &score) in highest.iter_mut().zip(scores) {
+            let half = half_logarithm.of(score);
+            *highest = if half > *highest { half } else { *highest };
+        }
+    }
+    let mut logarithms = highest.map(|half| 2.0 * half);
+    if rule == GroupRule::SumOfSoftmax {
+        // A token that no head gives weight has no highest to be compared with.
+        let base = highest.map(|half| if half > f32::NEG_INFINITY { half } else { 0.0 });
+        let mut sums = [0.0; CHUNK];
+        for (stats, scores) in heads {
+            let half_logarithm = HalfLogarithm::new(stats);
+            for ((sum, base), &score) in sums.iter_mut().zip(&base).zip(scores) {
+                *sum += exp(2.0 * (half_logarithm.of(score) - base));
+            }
+        }
+        for (logarithm, &sum) in logarithms.iter_mut().zip(&sums) {
+            *logarithm += ln(sum);
+        }
+    }
+    for (out, &logarithm) in out.iter_mut().zip(&logarithms) {
+        *out = if *out < LEAST_WEIGHT { logarithm } else { *out };
+    }
+}
+
+/// Half of the logarithm of a head's weights: the difference of two scores may overflow, that of their halves cannot.
+struct HalfLogarithm {
+    half_max: f32,
+    half_ln_sum: f32,
+}
+
+impl HalfLogarithm {
+    #[inline(always)]
+    fn new(stats: &SoftmaxStats) -> Self {
+        Self { half_max: 0.5 * stats.finite_max(), half_ln_sum: 0.5 * ln(stats.sum) }
+    }
+
+    #[inline(always)]
+    fn of(&self, score: f32) -> f32 {
+        (0.5 * clean(score) - self.half_max) - self.half_ln_sum
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::vec;
+    use std::vec::Vec;
+
+    #[test]
+    fn no_head_and_no_token_are_no_score() {
+        let (mut stats, mut out) = ([SoftmaxStats { max: 1.0, sum: 2.0 }], [1.0; 3]);
+        combine_group_into(&[], GroupRule::SumOfSoftmax, &mut [], &mut out).unwrap();
+        combine_group_into(&[], GroupRule::SumOfSoftmax, &mut stats, &mut []).unwrap();
+        assert_eq!((stats, out), ([SoftmaxStats::EMPTY], [f32::NEG_INFINITY; 3]));
+    }
+
+    #[test]
+    fn every_backend_combines_alike() {
+        let numbers = |len: usize, spread: f32| -> Vec<f32> {
+            (0..len).map(|i| ((i * 7919 % 4093) as f32 / 2046.5 - 1.0) * spread).collect()
+        };
+        for (n, group) in [(1, 1), (15, 2), (300, 1), (300, 3), (1025, 8)] {
+            for spread in [1.0, 100.0, 1e5] {
+                for bad in [0.0, f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+                    let mut scores = numbers(n * group, spread);
+                    scores[n / 2] = bad;
+                    for rule in [GroupRule::SumOfSoftmax, GroupRule::MaxOfSoftmax] {
+                        let combine = |backend: Backend| {
+                            let (mut stats, mut out) = (vec![SoftmaxStats::EMPTY; group], vec![0.0; n]);
+                            backend.run(Combine { scores: &scores, rule, stats: &mut stats, out: &mut out });
+                            out
+                        };
+                        let expected = combine(Backend::Scalar);
+                        for backend in Backend::ALL.into_iter().filter(|backend| backend.is_available()) {
+                            for (a, b) in combine(backend).iter().zip(&expected) {
+                                assert!(a == b || (a - b).abs() <= 1e-6 * b.abs(), "{backend:?}: {a} {b}");
+                            }
                         }
                     }
-                };
+                }
             }
         }
     }

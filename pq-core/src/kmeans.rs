@@ -3,8 +3,8 @@
 use alloc::vec;
 use alloc::vec::Vec;
 
-use crate::assign::{Nearest, assign, assign_from, fill_tile};
-use crate::codebook::{Subspace, arrange};
+use crate::assign::{Nearest, Tile, assign, assign_from, fill_tile};
+use crate::codebook::{Subspace, arrange, largest};
 use crate::pack::{BLOCK, pack_run};
 use crate::rng::SplitMix64;
 use crate::{Backend, Element};
@@ -14,7 +14,7 @@ pub(crate) struct Points {
     tiles: Vec<f32>, // (n / 64 rounded up, dsub, 64)
     dsub: usize,
     n: usize,
-    squares: f64, // sum of squared norms
+    squares: Vec<f64>, // (n / 64 rounded up,): sums of squares
 }
 
 /// When to stop.
@@ -37,18 +37,19 @@ pub(crate) struct Clusters {
 struct Arranged {
     columns: Vec<f32>,
     half_norms: Vec<f32>,
+    largest: f32,
 }
 
 impl Arranged {
     fn new(centroids: &[f32], dsub: usize) -> Self {
-        let mut arranged =
-            Self { columns: vec![0.0; centroids.len()], half_norms: vec![0.0; centroids.len() / dsub] };
-        arrange(centroids, dsub, &mut arranged.columns, &mut arranged.half_norms);
-        arranged
+        let (mut columns, mut half_norms) = (vec![0.0; centroids.len()], vec![0.0; centroids.len() / dsub]);
+        arrange(centroids, dsub, &mut columns, &mut half_norms);
+        let largest = largest(&half_norms);
+        Self { columns, half_norms, largest }
     }
 
     fn subspace(&self) -> Subspace<'_> {
-        Subspace { columns: &self.columns, half_norms: &self.half_norms }
+        Subspace { columns: &self.columns, half_norms: &self.half_norms, largest: self.largest }
     }
 }
 
@@ -58,7 +59,7 @@ impl Points {
         let n = rows.len() / dim;
         let mut tiles = vec![0.0; n.div_ceil(BLOCK) * BLOCK * dsub];
         let chunks = rows.chunks(BLOCK * dim).zip(tiles.chunks_exact_mut(BLOCK * dsub));
-        let squares = chunks.map(|(rows, tile)| fill_tile(rows, dim, first, tile)).sum();
+        let squares = chunks.map(|(rows, tile)| fill_tile(rows, dim, first, tile)).collect();
         Self { tiles, dsub, n, squares }
     }
 
@@ -76,25 +77,27 @@ impl Points {
         backend: Backend,
         to: &Arranged,
         last: &mut Vec<[u32; BLOCK]>,
-        mut visit: impl FnMut(&[f32], usize, &Nearest),
+        mut visit: impl FnMut(&[f32], usize, &[u32; BLOCK]),
     ) -> f64 {
         let mut nearest = Nearest::NONE;
-        let mut error = self.squares;
-        for (i, tile) in self.tiles.chunks_exact(BLOCK * self.dsub).enumerate() {
-            let points = BLOCK.min(self.n - i * BLOCK);
-            match last.get_mut(i) {
+        let mut error = 0.0;
+        let tiles = self.tiles.chunks_exact(BLOCK * self.dsub).zip(&self.squares);
+        for (i, (values, &squares)) in tiles.enumerate() {
+            let tile = Tile { values, points: BLOCK.min(self.n - i * BLOCK), squares };
+            error += match last.get_mut(i) {
                 Some(last) => {
                     nearest.index = *last;
-                    assign_from(backend, to.subspace(), tile, &mut nearest);
+                    let error = assign_from(backend, to.subspace(), tile, &mut nearest);
                     *last = nearest.index;
+                    error
                 }
                 None => {
-                    assign(backend, to.subspace(), tile, &mut nearest);
+                    let error = assign(backend, to.subspace(), tile, &mut nearest);
                     last.push(nearest.index);
+                    error
                 }
-            }
-            error += nearest.distance[..points].iter().map(|&x| 2.0 * f64::from(x)).sum::<f64>();
-            visit(tile, points, &nearest);
+            };
+            visit(values, tile.points, &nearest.index);
         }
         error.max(0.0)
     }
@@ -104,8 +107,8 @@ impl Points {
         let mut runs = vec![0; self.n.div_ceil(BLOCK) * 8 * nbits as usize];
         let mut rest = runs.chunks_exact_mut(8 * nbits as usize);
         let error =
-            self.assign(backend, &Arranged::new(centroids, self.dsub), &mut vec![], |_, points, nearest| {
-                let mut codes = nearest.index.map(|c| c as u16);
+            self.assign(backend, &Arranged::new(centroids, self.dsub), &mut vec![], |_, points, index| {
+                let mut codes = index.map(|c| c as u16);
                 codes[points..].fill(0);
                 if let Some(run) = rest.next() {
                     pack_run(&codes, nbits, run);
@@ -124,22 +127,10 @@ impl Points {
     /// distance from those before it.
     pub fn plus_plus_start(&self, k: usize, rng: &mut SplitMix64) -> Vec<f32> {
         let mut centroids: Vec<f32> = self.point(rng.below(self.n)).collect();
-        let mut distances = vec![f32::INFINITY; self.n];
+        let mut distances = vec![f32::MAX; self.n]; // finite, so that drawing has a total
         while centroids.len() < k * self.dsub {
             let last = &centroids[centroids.len() - self.dsub..];
-            for (tile, distances) in
-                self.tiles.chunks_exact(BLOCK * self.dsub).zip(distances.chunks_mut(BLOCK))
-            {
-                let mut squares = [0.0; BLOCK];
-                for (column, y) in tile.chunks_exact(BLOCK).zip(last) {
-                    for (square, x) in squares.iter_mut().zip(column) {
-                        *square += (x - y) * (x - y);
-                    }
-                }
-                for (distance, square) in distances.iter_mut().zip(squares) {
-                    *distance = distance.min(square);
-                }
-            }
+            self.lower_distances(last, &mut distances);
             let total: f64 = distances.iter().map(|&x| f64::from(x)).sum();
             let mut at = rng.unit() * total;
             let drawn = distances.iter().position(|&distance| {
@@ -153,16 +144,34 @@ impl Points {
         centroids
     }
 
+    /// Lowers every point's squared distance to that from `centroid`, where it is nearer.
+    fn lower_distances(&self, centroid: &[f32], distances: &mut [f32]) {
+        for (tile, distances) in self.tiles.chunks_exact(BLOCK * self.dsub).zip(distances.chunks_mut(BLOCK)) {
+            let mut squares = [0.0; BLOCK];
+            for (column, y) in tile.chunks_exact(BLOCK).zip(centroid) {
+                for (square, x) in squares.iter_mut().zip(column) {
+                    *square += (x - y) * (x - y);
+                }
+            }
+            for (distance, square) in distances.iter_mut().zip(squares) {
+                *distance = distance.min(square);
+            }
+        }
+    }
+
     /// Lloyd's iterations from `centroids` (k, dsub).
     ///
     /// A centroid that lost its points takes half of the largest cluster: it becomes a copy of that centroid moved by a
-    /// thousandth, as in faiss.
+    /// thousandth, as in faiss. That may raise the error, and it never parts points that lie square to the move; so
+    /// when the error no longer falls, centroids without points are put on the points farthest from theirs instead,
+    /// which always lowers it, and training ends when it stops falling again.
     pub fn cluster(&self, backend: Backend, mut centroids: Vec<f32>, limits: &Limits<'_>) -> Clusters {
         let dsub = self.dsub;
         let k = centroids.len() / dsub;
         let mut error = f64::INFINITY;
         let mut last = vec![];
         let mut iterations = 0;
+        let (mut split, mut relocating) = (false, false);
         while iterations < limits.iterations {
             if iterations > 0 && limits.time_is_up.is_some_and(|time_is_up| time_is_up()) {
                 break;
@@ -171,8 +180,8 @@ impl Points {
             let mut sums = vec![0.0_f64; k * dsub];
             let mut counts = vec![0_usize; k];
             let now =
-                self.assign(backend, &Arranged::new(&centroids, dsub), &mut last, |tile, points, nearest| {
-                    for (i, &c) in nearest.index[..points].iter().enumerate() {
+                self.assign(backend, &Arranged::new(&centroids, dsub), &mut last, |tile, points, index| {
+                    for (i, &c) in index[..points].iter().enumerate() {
                         let c = c as usize;
                         counts[c] += 1;
                         for (sum, column) in sums[c * dsub..][..dsub].iter_mut().zip(tile.chunks_exact(BLOCK))
@@ -186,16 +195,38 @@ impl Points {
                     *y = (sum / count as f64) as f32;
                 }
             }
-            if self.n > k {
-                split_into_empty(&mut centroids, dsub, &mut counts);
-            }
             let converged = error - now <= limits.tolerance * now;
-            error = now.min(error);
-            if converged {
+            error = now;
+            // Fewer points than centroids leave the spare ones where they started.
+            let empty = self.n > k && counts.contains(&0);
+            if converged && (relocating || !(split || empty)) {
                 break;
+            }
+            relocating |= converged;
+            split = empty && !relocating;
+            if split {
+                split_into_empty(&mut centroids, dsub, &mut counts);
+            } else if empty {
+                self.relocate_empty(&mut centroids, &counts, &last);
             }
         }
         Clusters { centroids, error, iterations }
+    }
+
+    /// Puts each centroid without points on the point that is then farthest from all centroids near it: from its own, `last`,
+    /// and from those that were put. Points that coincide with a centroid need none.
+    fn relocate_empty(&self, centroids: &mut [f32], counts: &[usize], last: &[[u32; BLOCK]]) {
+        let own = last.as_flattened().iter().map(|&c| c as usize * self.dsub).take(self.n).enumerate();
+        let mut distances: Vec<f32> = own
+            .map(|(i, c)| self.point(i).zip(&centroids[c..]).map(|(x, y)| (x - y) * (x - y)).sum())
+            .collect();
+        for c in (0..counts.len()).filter(|&c| counts[c] == 0) {
+            let farthest = (0..self.n).rev().max_by(|&a, &b| distances[a].total_cmp(&distances[b]));
+            let Some(farthest) = farthest.filter(|&i| distances[i] > 0.0) else { break };
+            let centroid = &mut centroids[c * self.dsub..][..self.dsub];
+            centroid.iter_mut().zip(self.point(farthest)).for_each(|(y, x)| *y = x);
+            self.lower_distances(centroid, &mut distances);
+        }
     }
 }
 
@@ -209,8 +240,9 @@ fn split_into_empty(centroids: &mut [f32], dsub: usize, counts: &mut [usize]) {
         for d in 0..dsub {
             let y = centroids[largest * dsub + d];
             let sign = if d % 2 == 0 { 1.0 } else { -1.0 };
-            centroids[c * dsub + d] = y * (1.0 + sign * NUDGE);
-            centroids[largest * dsub + d] = y * (1.0 - sign * NUDGE);
+            // The largest numbers have no room to move away from zero.
+            centroids[c * dsub + d] = (y * (1.0 + sign * NUDGE)).clamp(f32::MIN, f32::MAX);
+            centroids[largest * dsub + d] = (y * (1.0 - sign * NUDGE)).clamp(f32::MIN, f32::MAX);
         }
         counts[c] = counts[largest] / 2;
         counts[largest] -= counts[c];

@@ -30,8 +30,9 @@ impl Search {
 /// in.
 ///
 /// Writes them in ascending order and returns how many ([`Search::found`]). Afterwards `scores` holds every query's table
-/// scores of all tokens, and `stats` their maximum and sum: [`SoftmaxStats::log_sum_exp`] tells what part of a query's
-/// attention the found tokens carry.
+/// scores of all tokens, `combined` what [`combine_group_into`] makes of them, and `stats` their maximum and sum:
+/// [`SoftmaxStats::log_sum_exp`] tells what part of a query's attention the found tokens carry. Queries need no scale for the
+/// order of a single head's scores; a group's softmaxes want it as attention does.
 ///
 /// # Shapes
 /// `luts` (group, m, ksub); `codes` n vectors; `scores` (group, n); `combined` (n,) scratch; `stats` (group,);
@@ -39,7 +40,7 @@ impl Search {
 /// # Errors
 /// [`Error::Length`]; `tokens` is then untouched.
 /// # Cost
-/// group * n * m look-ups, 2 * group * n exponentials, one selection; no allocation.
+/// group * n * m look-ups, the exponentials of [`combine_group_into`], one selection; no allocation.
 /// # Source
 /// PQCache (arXiv 2407.12820), 3.1 and 3.4.
 pub fn search_into(
@@ -52,7 +53,7 @@ pub fn search_into(
     tokens: &mut [u32],
 ) -> Result<usize, Error> {
     let (n, group) = (codes.n(), stats.len());
-    check_len("luts", luts.len(), group * codes.shape().lut_len())?;
+    check_len("luts", luts.len(), group.saturating_mul(codes.shape().lut_len()))?;
     check_len("scores", scores.len(), group.saturating_mul(n))?;
     check_len("combined", combined.len(), n)?;
     let found = search.found(n);

@@ -66,7 +66,7 @@ pub fn restore_outliers(rows: &mut [f32], outliers: &[Outlier]) -> Result<(), Er
     for outlier in outliers {
         match rows.get_mut(outlier.index as usize) {
             Some(x) => *x = outlier.value,
-            None => check_len("rows", len, outlier.index as usize + 1)?,
+            None => check_len("rows", len, (outlier.index as usize).saturating_add(1))?,
         }
     }
     Ok(())

@@ -28,7 +28,7 @@ impl<'a> RopeMean<'a> {
     /// Elements of the storage for `dim` components.
     #[must_use]
     pub const fn storage_len(dim: usize) -> usize {
-        dim * BLOCK
+        dim.saturating_mul(BLOCK)
     }
 
     /// From the mean (dim,), the pairs' frequencies (dim / 2,) in radians per position, and storage.
@@ -62,7 +62,7 @@ impl<'a> RopeMean<'a> {
             let (x, y) = key.split_at_mut(dim / 2);
             let (mean_x, mean_y) = self.mean.split_at(dim / 2);
             for (d, (x, y)) in x.iter_mut().zip(y).enumerate() {
-                let (s, c) = libm::sincos((first + i) as f64 * f64::from(self.frequencies[d]));
+                let (s, c) = libm::sincos((first as f64 + i as f64) * f64::from(self.frequencies[d]));
                 *x -= (c * f64::from(mean_x[d]) - s * f64::from(mean_y[d])) as f32;
                 *y -= (s * f64::from(mean_x[d]) + c * f64::from(mean_y[d])) as f32;
             }
@@ -104,7 +104,7 @@ impl Kernel for Scores<'_, '_> {
         let (query_x, query_y) = self.query.split_at(half);
         let (mean_x, mean_y) = self.mean.mean.split_at(half);
         for (b, scores) in self.scores.chunks_mut(BLOCK).enumerate() {
-            let start = (self.first + b * BLOCK) as f64;
+            let start = self.first as f64 + (b * BLOCK) as f64;
             let mut sums = [0.0_f32; BLOCK];
             for (d, waves) in self.mean.waves.chunks_exact(2 * BLOCK).enumerate() {
                 let a = query_x[d] * mean_x[d] + query_y[d] * mean_y[d];

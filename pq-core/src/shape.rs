@@ -20,8 +20,8 @@ impl PqShape {
     /// Checks and makes a shape.
     ///
     /// # Errors
-    /// [`Error::Zero`], [`Error::DimNotDivisible`], [`Error::NbitsOutOfRange`], or [`Error::TooLarge`] when the
-    /// codebook's length overflows.
+    /// [`Error::Zero`], [`Error::DimNotDivisible`], [`Error::NbitsOutOfRange`], or [`Error::TooLarge`] when the length of
+    /// a codebook's storage or of a table may overflow: for `dim` of `usize::MAX >> 13` or more.
     pub const fn new(dim: usize, m: usize, nbits: u32) -> Result<Self, Error> {
         if dim == 0 {
             return Err(Error::Zero { what: "dim" });
@@ -35,8 +35,8 @@ impl PqShape {
         if nbits == 0 || nbits > 12 {
             return Err(Error::NbitsOutOfRange { nbits });
         }
-        // Bounds dim << nbits, m << nbits and a block's bytes at once.
-        if dim.checked_mul(1 << 12).is_none() {
+        // Bounds (dim << nbits) + (m << nbits), two bytes for each of m << nbits entries, and a block's bytes at once.
+        if dim.checked_mul(2 << 12).is_none() {
             return Err(Error::TooLarge);
         }
         Ok(Self { dim, m, nbits })
@@ -115,5 +115,6 @@ mod tests {
         assert_eq!(PqShape::new(8, 4, 0), Err(Error::NbitsOutOfRange { nbits: 0 }));
         assert_eq!(PqShape::new(8, 4, 13), Err(Error::NbitsOutOfRange { nbits: 13 }));
         assert_eq!(PqShape::new(usize::MAX, 1, 8), Err(Error::TooLarge));
+        assert_eq!(PqShape::new(1 << (usize::BITS - 13), 1, 1), Err(Error::TooLarge));
     }
 }

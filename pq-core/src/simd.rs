@@ -8,6 +8,38 @@
 //! order, [`Simd::Block`] 64 floats in *block order*, an order of the set's own in which bytes are widened to floats without
 //! crossing 128-bit lanes.
 
+/// The features of an instruction set, named once: `run` compiles a kernel for those that `is_available` has asked for.
+///
+/// Features that another one implies are named, too: the compiler takes all of them as given.
+#[cfg(target_arch = "x86_64")]
+macro_rules! x86_features {
+    ($token:ident: $($feature:tt)*) => {
+        /// Whether the CPU or, without `std`, the compilation target has every feature.
+        pub(crate) fn is_available() -> bool {
+            #[cfg(feature = "std")]
+            {
+                // Every dispatch asks: one load instead of one for each feature.
+                static AVAILABLE: std::sync::OnceLock<bool> = std::sync::OnceLock::new();
+                *AVAILABLE.get_or_init(|| true $(&& std::is_x86_feature_detected!($feature))*)
+            }
+            #[cfg(not(feature = "std"))]
+            {
+                cfg!(all($(target_feature = $feature),*))
+            }
+        }
+
+        /// Compiles and runs a kernel. Callers have found the set available.
+        pub(crate) fn run<K: Kernel>(kernel: K) -> K::Output {
+            #[target_feature($(enable = $feature),*)]
+            fn with_features<K: Kernel>(kernel: K) -> K::Output {
+                kernel.vector($token(()))
+            }
+            // SAFETY: `Backend::run` calls this only where `is_available` has confirmed all these features.
+            unsafe { with_features(kernel) }
+        }
+    };
+}
+
 #[cfg(target_arch = "x86_64")]
 pub(crate) mod avx2;
 #[cfg(target_arch = "x86_64")]

@@ -105,18 +105,18 @@ pub(crate) fn exponentiate(scores: &mut [f32], max: f32) -> f32 {
     lanes.into_iter().sum()
 }
 
-/// The sum of `exp(score - max)`, as [`exponentiate`] adds it.
+/// The sum of `exp(clean(score) - max)`, as [`exponentiate`] adds it.
 #[inline(always)]
-pub(crate) fn exp_sum(scores: &[f32], max: f32) -> f32 {
+pub(crate) fn exp_sum(scores: &[f32], max: f32, clean: impl Fn(f32) -> f32) -> f32 {
     let mut lanes = [0.0; LANES];
     let (chunks, tail) = scores.as_chunks::<LANES>();
     for chunk in chunks {
         for (lane, &x) in lanes.iter_mut().zip(chunk) {
-            *lane += exp(x - max);
+            *lane += exp(clean(x) - max);
         }
     }
     for (lane, &x) in lanes.iter_mut().zip(tail) {
-        *lane += exp(x - max);
+        *lane += exp(clean(x) - max);
     }
     lanes.into_iter().sum()
 }

@@ -24,7 +24,8 @@ pub struct TrainOptions<'a> {
     /// Most Lloyd iterations per subspace; 0 counts as 1. See [`CostModel`](crate::CostModel) for as many as stay hidden
     /// behind the prefill.
     pub iterations: usize,
-    /// Ends when an iteration lowers the error by no more than this part of it; at 0, when it no longer falls.
+    /// Ends when an iteration lowers the error by no more than this part of it; at 0, when it no longer falls. Finite and
+    /// at least 0. Centroids without points are put to use before.
     pub tolerance: f64,
     /// Where to start.
     pub start: Start<'a>,
@@ -73,7 +74,7 @@ pub struct Trained {
 /// # Shapes
 /// `vectors` (n, dim), n at least 1. With n below ksub the spare centroids repeat.
 /// # Errors
-/// [`Error::Length`], [`Error::Zero`] for no vectors or a sample of none, [`Error::NotFinite`].
+/// [`Error::Length`], [`Error::Zero`] for no vectors or a sample of none, [`Error::NotFinite`], [`Error::Tolerance`].
 /// # Cost
 /// At most `iterations * n * ksub * dim` multiply-adds; one copy of `vectors` in `f32`. With feature `rayon` the subspaces run
 /// in parallel.
@@ -108,6 +109,9 @@ pub fn train_batch<E: Element>(
     sets: &[&[E]],
     options: &TrainOptions<'_>,
 ) -> Result<Vec<Trained>, Error> {
+    if !(options.tolerance >= 0.0 && options.tolerance.is_finite()) {
+        return Err(Error::Tolerance);
+    }
     for vectors in sets {
         let n = vectors.len() / shape.dim();
         check_len("vectors", vectors.len(), n * shape.dim())?;

@@ -144,7 +144,9 @@ impl Kernel for Quantize<'_, '_> {
             offset += min;
             range = if max - min <= range { range } else { max - min }; // takes a NaN, too
         }
-        let scale = range / levels;
+        // The reciprocal of a smaller scale may be infinite; a range of 0 has a scale of 0.
+        let least = if range > 0.0 { f32::MIN_POSITIVE } else { 0.0 };
+        let scale = if range / levels < least { least } else { range / levels }; // takes a NaN, too
         let per_score = if scale > 0.0 { 1.0 / scale } else { 0.0 };
         let row_len = row_len(self.lut.shape().ksub());
         let (low, high) = self.storage.split_at_mut(self.lut.shape().m() * row_len);

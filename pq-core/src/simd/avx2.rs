@@ -12,15 +12,7 @@ use super::{Kernel, Simd, row_len};
 #[derive(Clone, Copy)]
 pub(crate) struct Avx2(());
 
-/// Compiles and runs a kernel. Callers have found the backend available.
-pub(crate) fn run<K: Kernel>(kernel: K) -> K::Output {
-    #[target_feature(enable = "avx2,fma")]
-    fn with_features<K: Kernel>(kernel: K) -> K::Output {
-        kernel.vector(Avx2(()))
-    }
-    // SAFETY: `Backend::run` calls this only where `is_available` has confirmed the features.
-    unsafe { with_features(kernel) }
-}
+x86_features!(Avx2: "sse3" "ssse3" "sse4.1" "sse4.2" "avx" "avx2" "fma");
 
 /// An expression of instructions that the token allows.
 macro_rules! op {

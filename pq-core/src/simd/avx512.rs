@@ -9,17 +9,8 @@ use super::{Kernel, Simd, row_len};
 #[derive(Clone, Copy)]
 pub(crate) struct Avx512(());
 
-/// Compiles and runs a kernel. Callers have found the backend available.
-pub(crate) fn run<K: Kernel>(kernel: K) -> K::Output {
-    #[target_feature(
-        enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx2,fma,bmi1,bmi2,popcnt,lzcnt"
-    )]
-    fn with_features<K: Kernel>(kernel: K) -> K::Output {
-        kernel.vector(Avx512(()))
-    }
-    // SAFETY: `Backend::run` calls this only where `is_available` has confirmed the features.
-    unsafe { with_features(kernel) }
-}
+x86_features!(Avx512: "sse3" "ssse3" "sse4.1" "sse4.2" "avx" "avx2" "fma" "f16c" "bmi1" "bmi2" "popcnt" "lzcnt"
+    "avx512f" "avx512bw" "avx512dq" "avx512vl" "avx512vbmi");
 
 /// An expression of instructions that the token allows.
 macro_rules! op {
