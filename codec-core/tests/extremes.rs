@@ -259,6 +259,22 @@ proptest! {
     }
 }
 
+/// Rows that their mean, and rows that a map, carries beyond `f32`.
+#[test]
+fn samples_that_leave_the_range_are_refused() {
+    for predictor in [PredictorKind::Mean, PredictorKind::Previous, PredictorKind::Anchor { group: 2 }] {
+        for (rows, map) in [
+            ([1.0, f32::MAX, 1.0, f32::MAX, 1.0, f32::MAX, 1.0, f32::MIN], None),
+            ([1.0, 1e30, 1.0, -1e30, 1.0, 1e30, 1.0, -1e30], Some([1.0, 0.0, 0.0, 1e10])),
+        ] {
+            let map = map.map(|map| Arc::new(TransformBuf::new(2, map.to_vec(), map.to_vec()).unwrap()));
+            let (steps, models) = (Steps::Deviations(0.5), ModelKind::Tables);
+            let options = FitOptions { predictor, steps, models, coder: Coder::Lanes };
+            assert_eq!(PlaneBuf::fit(&rows, 2, map, &options), Err(Error::OutOfRange { channel: 1 }));
+        }
+    }
+}
+
 /// A largest magnitude that its quantized form must not exceed.
 #[test]
 fn an_anchor_of_the_largest_number_comes_back() {

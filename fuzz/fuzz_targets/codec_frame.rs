@@ -14,7 +14,7 @@ const TOKENS: usize = 30;
 static CASES: [OnceLock<(PlaneBuf, Vec<u8>)>; 48] = [const { OnceLock::new() }; 48];
 
 fn case(kinds: usize) -> (PlaneBuf, Vec<u8>) {
-    let (magnitude, kinds) = ([1.0, 4.8e37][kinds / 24], kinds % 24);
+    let (magnitude, kinds) = ([1.0, 2.4e37][kinds / 24], kinds % 24);
     let rows: Vec<f32> =
         (0..CHANNELS * TOKENS).map(|i| (i as f32).cos() * (1 + i % 7) as f32 * magnitude).collect();
     let predictors = [
@@ -74,7 +74,7 @@ fuzz_target!(|input: (u8, u8, Vec<u8>, Vec<(u16, u8)>)| {
 fn change_directory(kinds: usize, changes: &[(u16, u8)]) {
     let (_, frame) = &CASES[kinds].get_or_init(|| case(kinds));
     let mut chunk = Vec::new();
-    write_chunk(&[frame; 2], &mut chunk).unwrap();
+    write_chunk(&[&frame[..]; 2], &mut chunk).unwrap();
     for (at, value) in changes {
         chunk[8 + usize::from(*at) % 48] ^= value;
         let checksum = crc32fast::hash(&chunk[..56]);
