@@ -8,9 +8,9 @@ use crate::simd::Kernel;
 pub enum Backend {
     /// Portable Rust, the definition of every result.
     Scalar,
-    /// x86-64 with AVX2 and FMA.
+    /// x86-64 with AVX2, FMA, BMI1, BMI2, POPCNT and LZCNT (Haswell, Zen 1 and later).
     Avx2,
-    /// x86-64 with AVX-512 F, BW, DQ and VL (Skylake-X, Zen 4 and later).
+    /// The same with AVX-512 F, BW, DQ and VL (Skylake-X, Zen 4 and later).
     Avx512,
     /// AArch64 with NEON.
     Neon,
@@ -29,9 +29,9 @@ impl Backend {
             Self::Scalar => true,
             _ if cfg!(miri) => false,
             #[cfg(target_arch = "x86_64")]
-            Self::Avx2 => has_avx2(),
+            Self::Avx2 => crate::simd::avx2::is_available(),
             #[cfg(target_arch = "x86_64")]
-            Self::Avx512 => has_avx512(),
+            Self::Avx512 => crate::simd::avx512::is_available(),
             #[cfg(target_arch = "aarch64")]
             Self::Neon => cfg!(target_feature = "neon"),
             _ => false,
@@ -60,32 +60,4 @@ impl Backend {
             _ => kernel.scalar(),
         }
     }
-}
-
-#[cfg(all(target_arch = "x86_64", feature = "std"))]
-fn has_avx2() -> bool {
-    std::is_x86_feature_detected!("avx2") && std::is_x86_feature_detected!("fma")
-}
-
-#[cfg(all(target_arch = "x86_64", feature = "std"))]
-fn has_avx512() -> bool {
-    std::is_x86_feature_detected!("avx512f")
-        && std::is_x86_feature_detected!("avx512bw")
-        && std::is_x86_feature_detected!("avx512dq")
-        && std::is_x86_feature_detected!("avx512vl")
-}
-
-#[cfg(all(target_arch = "x86_64", not(feature = "std")))]
-const fn has_avx2() -> bool {
-    cfg!(all(target_feature = "avx2", target_feature = "fma"))
-}
-
-#[cfg(all(target_arch = "x86_64", not(feature = "std")))]
-const fn has_avx512() -> bool {
-    cfg!(all(
-        target_feature = "avx512f",
-        target_feature = "avx512bw",
-        target_feature = "avx512dq",
-        target_feature = "avx512vl"
-    ))
 }

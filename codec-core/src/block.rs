@@ -14,6 +14,12 @@ use crate::{Backend, Error};
 /// Most tokens of a block.
 pub const MAX_BLOCK_TOKENS: usize = 1024;
 
+/// Anchors are quantized to `-127..=127` by the largest magnitude of their row.
+const ANCHOR_LEVELS: f32 = 127.0;
+
+/// The largest scale of anchors: the next `f32`, which is `f32::MAX / 127` rounded, times 127 is infinite.
+const MAX_ANCHOR_SCALE: f32 = f32::from_bits((f32::MAX / ANCHOR_LEVELS).to_bits() - 1);
+
 /// Tiles of a plane: 32 channels each, the last one fewer.
 pub(crate) const fn tiles(channels: usize) -> usize {
     channels.div_ceil(LANES)
@@ -26,6 +32,21 @@ pub(crate) fn side_len(plane: &Plane<'_>, tokens: usize) -> usize {
         (_, Scaling::TokenAbsmax { .. }) => 2 * tokens,
         _ => 0,
     }
+}
+
+/// Checks what stands before the tiles.
+fn check_side(plane: &Plane<'_>, side: &[u8]) -> Result<(), Error> {
+    let valid = match (plane.predictor, plane.scaling) {
+        (Predictor::Anchor { .. }, _) => side
+            .chunks_exact(4 + plane.channels())
+            .all(|anchor| (0.0..=MAX_ANCHOR_SCALE).contains(&split_anchor(anchor).0)),
+        // Larger bits are an infinity, a NaN or a negative number.
+        (_, Scaling::TokenAbsmax { .. }) => {
+            side.as_chunks::<2>().0.iter().all(|&bf16| u16::from_le_bytes(bf16) < 0x7f80)
+        }
+        _ => true,
+    };
+    if valid { Ok(()) } else { Err(Error::Corrupt) }
 }
 
 /// What a tile's predictions multiply the token before by.
@@ -46,6 +67,12 @@ pub(crate) fn centre(bin: i32, [one, two]: [f32; 2]) -> f32 {
         _ => 0.0,
     };
     bin as f32 + if bin < 0 { -shift } else { shift }
+}
+
+/// The nearest finite number; a NaN stays one.
+#[inline(always)]
+pub(crate) const fn held(x: f32) -> f32 {
+    x.clamp(-f32::MAX, f32::MAX)
 }
 
 /// The step of a token whose largest magnitude is stored as `bf16`.
@@ -75,9 +102,13 @@ pub(crate) fn decode_into(
     let channels = plane.channels();
     let tokens = out.len() / channels;
     let (side, mut rest) = block.bytes.split_at_checked(side_len(plane, tokens)).ok_or(Error::Truncated)?;
+    check_side(plane, side)?;
     let rows = plane.coded_tokens(tokens);
     let lengths = block.lengths.as_chunks::<2>().0;
     check_len("tiles", lengths.len(), tiles(channels))?;
+    if rows == 0 && lengths.as_flattened().iter().any(|&byte| byte != 0) {
+        return Err(Error::Corrupt);
+    }
     for (first, length) in (0..channels).step_by(LANES).zip(lengths).filter(|_| rows > 0) {
         let (bytes, after) =
             rest.split_at_checked(2 * usize::from(u16::from_le_bytes(*length))).ok_or(Error::Truncated)?;
@@ -88,16 +119,16 @@ pub(crate) fn decode_into(
         return Err(Error::TrailingBytes);
     }
     if let Predictor::Anchor { group } = plane.predictor {
-        add_anchors(side, channels, group.into(), out)?;
+        add_anchors(side, channels, group.into(), out);
     }
     if let Some(transform) = plane.transform {
         backend.run(transform.inverse(out));
     }
-    backend.run(AddMean { mean: plane.mean, out });
-    if let Some(rope) = rope {
-        out.chunks_exact_mut(channels).enumerate().for_each(|(t, row)| rope.rotate(t, row));
+    if backend.run(Finish { mean: plane.mean, rope, out }) {
+        Ok(())
+    } else {
+        Err(Error::NotFinite { what: "decoded numbers" })
     }
-    Ok(())
 }
 
 /// Decodes a tile into its channels of the rows that have bins.
@@ -187,8 +218,7 @@ impl Kernel for WriteRows<'_, '_> {
                     let (a, b) = (exponent / 2, exponent - exponent / 2);
                     let power = |e: u8| f32::from_bits((127 + u32::from(e)) << 23);
                     for lane in 0..LANES {
-                        let number = bins[lane] as f32 * steps[lane] * power(a) * power(b);
-                        row[lane] = number.clamp(-f32::MAX, f32::MAX);
+                        row[lane] = held(bins[lane] as f32 * steps[lane] * power(a) * power(b));
                     }
                 }
             }
@@ -206,30 +236,46 @@ const fn token_of_row(row: usize, group: usize) -> usize {
     row / (group - 1) * group + 1 + row % (group - 1)
 }
 
-struct AddMean<'a, 'b> {
+/// Adds the mean, rotates keys, and holds all numbers within the finite `f32`, which they may be rounded beyond. Returns whether
+/// none is a NaN: maps give it of numbers too large for them.
+struct Finish<'a, 'b> {
     mean: &'a [f32],
+    rope: Option<&'b RopeTable<'a>>,
     out: &'b mut [f32],
 }
 
-impl Kernel for AddMean<'_, '_> {
-    type Output = ();
+impl Kernel for Finish<'_, '_> {
+    type Output = bool;
 
     #[inline(always)]
-    fn scalar(self) {
-        for row in self.out.chunks_exact_mut(self.mean.len()) {
-            row.iter_mut().zip(self.mean).for_each(|(x, mean)| *x += mean);
+    fn scalar(self) -> bool {
+        // Integers whose order is that of magnitudes, NaN last: their maximum is a vector's.
+        let magnitude = |x: f32| x.to_bits() << 1;
+        let mut largest = 0;
+        for (t, row) in self.out.chunks_exact_mut(self.mean.len()).enumerate() {
+            for (x, mean) in row.iter_mut().zip(self.mean) {
+                *x = held(*x + mean);
+                largest = largest.max(magnitude(*x));
+            }
+            if let Some(rope) = self.rope {
+                rope.rotate(t, row);
+                largest = row.iter().fold(largest, |largest, x| largest.max(magnitude(*x)));
+            }
         }
+        largest <= magnitude(f32::MAX)
     }
 }
 
+/// Scale and levels of an anchor.
+fn split_anchor(bytes: &[u8]) -> (f32, &[u8]) {
+    let (scale, levels) = bytes.split_at(4);
+    (f32::from_le_bytes([scale[0], scale[1], scale[2], scale[3]]), levels)
+}
+
 /// Puts the anchors into their rows and adds them to the others'.
-fn add_anchors(side: &[u8], channels: usize, group: usize, out: &mut [f32]) -> Result<(), Error> {
-    for (side, rows) in side.chunks_exact(4 + channels).zip(out.chunks_mut(group * channels)) {
-        let (scale, levels) = side.split_first_chunk::<4>().ok_or(Error::Truncated)?;
-        let scale = f32::from_le_bytes(*scale);
-        if !(scale.is_finite() && scale >= 0.0) {
-            return Err(Error::Corrupt);
-        }
+fn add_anchors(side: &[u8], channels: usize, group: usize, out: &mut [f32]) {
+    for (anchor, rows) in side.chunks_exact(4 + channels).zip(out.chunks_mut(group * channels)) {
+        let (scale, levels) = split_anchor(anchor);
         let (anchor, rest) = rows.split_at_mut(channels);
         for (x, &level) in anchor.iter_mut().zip(levels) {
             *x = f32::from(level as i8) * scale;
@@ -238,5 +284,4 @@ fn add_anchors(side: &[u8], channels: usize, group: usize, out: &mut [f32]) -> R
             row.iter_mut().zip(&*anchor).for_each(|(x, anchor)| *x += anchor);
         }
     }
-    Ok(())
 }

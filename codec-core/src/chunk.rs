@@ -4,9 +4,7 @@
 #[cfg(feature = "alloc")]
 use alloc::vec::Vec;
 
-use crate::Error;
-#[cfg(feature = "alloc")]
-use crate::Frame;
+use crate::{Error, Frame};
 
 const MAGIC: [u8; 4] = *b"KVCS";
 const VERSION: u8 = 1;
@@ -28,7 +26,20 @@ pub struct ChunkEntry {
     pub len: usize,
 }
 
-/// A chunk whose directory has been verified. Each frame is decodable without the others.
+impl ChunkEntry {
+    const fn of(frame: &Frame<'_>, len: usize) -> Self {
+        let info = frame.info();
+        Self {
+            first_token: info.first_token,
+            tokens: info.tokens,
+            level: info.level,
+            lossless: info.lossless,
+            len,
+        }
+    }
+}
+
+/// A chunk whose directory has been verified, and compared with headers of its frames. Each frame is decodable without the others.
 #[derive(Clone, Copy, Debug)]
 pub struct Chunk<'a> {
     directory: &'a [u8],
@@ -36,11 +47,11 @@ pub struct Chunk<'a> {
 }
 
 impl<'a> Chunk<'a> {
-    /// Reads the directory. Allocates nothing.
+    /// Reads the directory, and header and index of every frame. Allocates nothing.
     ///
     /// # Errors
     /// [`Error::Truncated`], [`Error::TrailingBytes`], [`Error::BadMagic`], [`Error::BadVersion`], [`Error::BadChecksum`],
-    /// [`Error::BadField`], [`Error::TooLarge`].
+    /// [`Error::BadField`], [`Error::TooLarge`]; what [`Frame::parse`] finds in a frame; [`Error::WrongEntry`].
     pub fn parse(bytes: &'a [u8]) -> Result<Self, Error> {
         let (header, rest) = bytes.split_first_chunk::<HEADER>().ok_or(Error::Truncated)?;
         if header[..4] != MAGIC {
@@ -62,15 +73,16 @@ impl<'a> Chunk<'a> {
             return Err(Error::BadField { what: "chunk flags" });
         }
         let chunk = Self { directory, frames };
-        let mut total = 0_usize;
-        for entry in chunk.entries() {
-            total = total.checked_add(entry?.len).ok_or(Error::TooLarge)?;
+        let mut rest = frames;
+        for (i, entry) in chunk.entries().enumerate() {
+            let entry = entry?;
+            let (frame, after) = rest.split_at_checked(entry.len).ok_or(Error::Truncated)?;
+            rest = after;
+            if entry != ChunkEntry::of(&Frame::parse(frame, usize::MAX)?, frame.len()) {
+                return Err(Error::WrongEntry { frame: i });
+            }
         }
-        match total.cmp(&frames.len()) {
-            core::cmp::Ordering::Greater => Err(Error::Truncated),
-            core::cmp::Ordering::Less => Err(Error::TrailingBytes),
-            core::cmp::Ordering::Equal => Ok(chunk),
-        }
+        if rest.is_empty() { Ok(chunk) } else { Err(Error::TrailingBytes) }
     }
 
     /// Number of frames.
@@ -138,12 +150,11 @@ pub fn write_chunk(frames: &[&[u8]], out: &mut Vec<u8>) -> Result<(), Error> {
     head.extend_from_slice(&[VERSION, 0]);
     head.extend_from_slice(&count.to_le_bytes());
     for frame in frames {
-        let parsed = Frame::parse(frame, usize::MAX)?;
-        let info = parsed.info();
-        head.extend_from_slice(&info.first_token.to_le_bytes());
-        head.extend_from_slice(&(info.tokens as u32).to_le_bytes());
-        head.extend_from_slice(&[info.level, u8::from(info.lossless), 0, 0]);
-        head.extend_from_slice(&(frame.len() as u64).to_le_bytes());
+        let entry = ChunkEntry::of(&Frame::parse(frame, usize::MAX)?, frame.len());
+        head.extend_from_slice(&entry.first_token.to_le_bytes());
+        head.extend_from_slice(&(entry.tokens as u32).to_le_bytes());
+        head.extend_from_slice(&[entry.level, u8::from(entry.lossless), 0, 0]);
+        head.extend_from_slice(&(entry.len as u64).to_le_bytes());
     }
     let checksum = crc32fast::hash(&head);
     out.extend_from_slice(&head);

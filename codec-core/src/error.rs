@@ -72,6 +72,11 @@ pub enum Error {
     BadChecksum,
     /// The bytes were encoded under another profile.
     WrongProfile,
+    /// A chunk's directory says something else about a frame than the frame does.
+    WrongEntry {
+        /// The frame's place in the chunk.
+        frame: usize,
+    },
     /// A code that no encoder writes.
     Corrupt,
     /// There is no such layer, token tile or level.
@@ -110,6 +115,9 @@ impl fmt::Display for Error {
             Self::TrailingBytes => write!(f, "bytes are left over"),
             Self::BadChecksum => write!(f, "the checksum does not fit"),
             Self::WrongProfile => write!(f, "the bytes were encoded under another profile"),
+            Self::WrongEntry { frame } => {
+                write!(f, "the directory's entry of frame {frame} is not what the frame says")
+            }
             Self::Corrupt => write!(f, "a code that no encoder writes"),
             Self::OutOfBounds { what } => write!(f, "there is no such {what}"),
             Self::NotBeforeRope => write!(f, "these rows are not keys before RoPE"),

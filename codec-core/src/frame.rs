@@ -283,7 +283,8 @@ impl<'a> Frame<'a> {
     /// [`Error::OutOfBounds`], [`Error::WrongProfile`], [`Error::Length`], [`Error::BadField`] for a lossless frame,
     /// [`Error::NotBeforeRope`], [`Error::BackendUnavailable`], [`Error::BadChecksum`]: `out` is then untouched.
     /// [`Error::Truncated`], [`Error::Corrupt`]
-    /// or [`Error::TrailingBytes`], which need a forged checksum: `out` then holds numbers without meaning.
+    /// or [`Error::TrailingBytes`], which need a forged checksum, and [`Error::NotFinite`] where numbers too large for the
+    /// transform give a NaN: `out` then holds numbers without meaning.
     /// # Cost
     /// No allocation. With a transform, head_dim multiply-adds a number for coefficients that are not zero.
     pub fn decode_block_into(
@@ -295,16 +296,9 @@ impl<'a> Frame<'a> {
         out: &mut [f32],
     ) -> Result<(), Error> {
         backend.check()?;
-        let (checksum, bytes) =
-            self.verified((plane.id(), plane.channels()), false, layer, side, block, out.len())?;
-        if let Some(rope) = rope {
-            if self.info.keys_rotated || side == Side::Values {
-                return Err(Error::NotBeforeRope);
-            }
-            check_len("rope", rope.tokens(), self.info.tokens_of_block(block).len())?;
-            check_len("head of rope", rope.head_dim(), self.info.head_dim)?;
-        }
-        check_payload(checksum, &bytes)?;
+        self.check_plane((plane.id(), plane.channels()), false, layer, side)?;
+        self.check_rope(rope, side, self.info.tokens_of_block(block).len())?;
+        let bytes = self.verified(layer, side, block, out.len())?;
         block::decode_into(plane, backend, &bytes, rope, out)
     }
 
@@ -322,30 +316,42 @@ impl<'a> Frame<'a> {
         out: &mut [u16],
     ) -> Result<(), Error> {
         backend.check()?;
-        let (checksum, bytes) =
-            self.verified((plane.id(), plane.channels()), true, layer, side, block, out.len())?;
-        check_payload(checksum, &bytes)?;
+        self.check_plane((plane.id(), plane.channels()), true, layer, side)?;
+        let bytes = self.verified(layer, side, block, out.len())?;
         crate::lossless::decode_into(plane, backend, &bytes, out)
     }
 
-    fn verified(
+    fn check_plane(
         &self,
         (plane_id, channels): (u32, usize),
         lossless: bool,
         layer: usize,
         side: Side,
-        block: usize,
-        len: usize,
-    ) -> Result<(u32, BlockBytes<'a>), Error> {
+    ) -> Result<(), Error> {
         if lossless != self.info.lossless {
             return Err(Error::BadField { what: "coding: lossless or not" });
         }
-        let (checksum, bytes) = self.block(layer, side, block)?;
         if plane_id != self.plane_id(layer, side)? || channels != self.info.channels() {
             return Err(Error::WrongProfile);
         }
+        Ok(())
+    }
+
+    fn check_rope(&self, rope: Option<&RopeTable<'_>>, side: Side, tokens: usize) -> Result<(), Error> {
+        let Some(rope) = rope else { return Ok(()) };
+        if self.info.keys_rotated || side == Side::Values {
+            return Err(Error::NotBeforeRope);
+        }
+        check_len("rope", rope.tokens(), tokens)?;
+        check_len("head of rope", rope.head_dim(), self.info.head_dim)
+    }
+
+    /// The bytes of a block that is decoded to `len` numbers, compared with their checksum.
+    fn verified(&self, layer: usize, side: Side, block: usize, len: usize) -> Result<BlockBytes<'a>, Error> {
+        let (checksum, bytes) = self.block(layer, side, block)?;
         check_len("out", len, self.info.tokens_of_block(block).len() * self.info.channels())?;
-        Ok((checksum, bytes))
+        check_payload(checksum, &bytes)?;
+        Ok(bytes)
     }
 
     /// The number of a block's entry, and where its bytes lie in the payload.
@@ -406,10 +412,10 @@ impl Frame<'_> {
         out: &mut [f32],
     ) -> Result<(), Error> {
         let info = &self.info;
+        backend.check()?;
+        self.check_plane((plane.id(), plane.channels()), false, layer, side)?;
+        self.check_rope(rope, side, info.tokens)?;
         check_len("out", out.len(), info.tokens * info.channels())?;
-        if let Some(rope) = rope {
-            check_len("rope", rope.tokens(), info.tokens)?;
-        }
         let block_len = info.block_tokens * info.channels();
         let decode = |(block, out): (usize, &mut [f32])| {
             let rope = rope.map(|rope| rope.tokens_of(info.tokens_of_block(block)));

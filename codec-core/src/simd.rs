@@ -4,6 +4,30 @@
 //! it for each set by inlining it into one function that has the set's target features. Each set's file is the list of its
 //! instructions. The unit is the 32 lanes of a tile: 16-bit numbers ([`Simd::Row`]) and 32-bit ones ([`Simd::Wide`]).
 
+/// Defines from one list of target features whether the running CPU has them and `run`, which is compiled for them.
+#[cfg(target_arch = "x86_64")]
+macro_rules! features {
+    ($set:ident: $($feature:tt)+) => {
+        /// Whether the CPU has every feature that [`run`] is compiled for.
+        pub(crate) fn is_available() -> bool {
+            #[cfg(feature = "std")]
+            return $(std::is_x86_feature_detected!($feature))&&+;
+            #[cfg(not(feature = "std"))]
+            return cfg!(all($(target_feature = $feature),+));
+        }
+
+        /// Compiles and runs a kernel. Callers have found the set available.
+        pub(crate) fn run<K: Kernel>(kernel: K) -> K::Output {
+            $(#[target_feature(enable = $feature)])+
+            fn with_features<K: Kernel>(kernel: K) -> K::Output {
+                kernel.vector($set(()))
+            }
+            // SAFETY: `Backend::run` calls this only where `is_available` has confirmed all features.
+            unsafe { with_features(kernel) }
+        }
+    };
+}
+
 #[cfg(target_arch = "x86_64")]
 pub(crate) mod avx2;
 #[cfg(target_arch = "x86_64")]

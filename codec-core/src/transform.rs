@@ -1,4 +1,5 @@
 use crate::Error;
+use crate::block::held;
 use crate::error::check_len;
 use crate::simd::Kernel;
 
@@ -165,7 +166,8 @@ impl<'a> RopeTable<'a> {
         Self { cos: &self.cos[part.clone()], sin: &self.sin[part], ..*self }
     }
 
-    /// Rotates every head of a token's row.
+    /// Rotates every head of a token's row; numbers stay within the finite `f32`.
+    #[inline(always)]
     pub(crate) fn rotate(&self, token: usize, row: &mut [f32]) {
         let cos = &self.cos[token * self.half..][..self.half];
         let sin = &self.sin[token * self.half..][..self.half];
@@ -173,12 +175,12 @@ impl<'a> RopeTable<'a> {
             if self.neighbours {
                 for ((pair, cos), sin) in head.as_chunks_mut::<2>().0.iter_mut().zip(cos).zip(sin) {
                     let [a, b] = *pair;
-                    *pair = [a * cos - b * sin, b * cos + a * sin];
+                    *pair = [held(a * cos - b * sin), held(b * cos + a * sin)];
                 }
             } else {
                 let (low, high) = head.split_at_mut(self.half);
                 for (((a, b), cos), sin) in low.iter_mut().zip(high).zip(cos).zip(sin) {
-                    (*a, *b) = (*a * cos - *b * sin, *b * cos + *a * sin);
+                    (*a, *b) = (held(*a * cos - *b * sin), held(*b * cos + *a * sin));
                 }
             }
         }

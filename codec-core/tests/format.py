@@ -7,6 +7,7 @@ import math, pathlib, struct, zlib
 import numpy as np
 
 F = np.float32
+LARGEST = np.finfo(F).max
 FOLDER = pathlib.Path(__file__).parent / "vectors"
 
 
@@ -220,22 +221,28 @@ def decode_block(data, lengths, plane, tokens):
     if plane.predictor == 2:
         for t in range(0, tokens, plane.group):
             scale = r.floats(1)[0]
+            assert 0 <= scale and np.isfinite(scale * F(127))
             anchors[t] = np.frombuffer(r.take(channels), np.int8).astype(F) * scale
     if plane.levels:
         raw = np.frombuffer(r.take(2 * tokens), "<u2").astype("<u4") << 16
+        assert (raw < 0x7f80 << 16).all()
         scales = np.maximum(raw.view("<f4") / F(plane.levels), F(2.0 ** -126))
     coded = [t for t in range(tokens) if t not in anchors]
+    assert coded or not any(lengths)
     y = np.zeros((tokens, channels), F)
     for tile, length in enumerate(lengths):
         first = 32 * tile
         lanes = min(32, channels - first)
+        if not coded:
+            continue
         bins, exponent = decode_tile(r.take(2 * length), plane, first, lanes, len(coded))
         number = np.zeros(lanes, F)
         for t, row in zip(coded, bins):
             row = np.array(row)
             steps = plane.steps[first:first + lanes] if scales is None else scales[t]
             if exponent is not None:
-                y[t, first:first + lanes] = row.astype(F) * steps * F(2.0 ** (exponent // 2)) * F(2.0 ** (exponent - exponent // 2))
+                number = row.astype(F) * steps * F(2.0 ** (exponent // 2)) * F(2.0 ** (exponent - exponent // 2))
+                y[t, first:first + lanes] = np.clip(number, -LARGEST, LARGEST)
                 continue
             c = np.where(abs(row) == 1, plane.centroids[0], np.where(abs(row) == 2, plane.centroids[1], F(0))) * np.sign(row).astype(F)
             number = number * plane.factors[first:first + lanes] + (row.astype(F) + c.astype(F))
@@ -252,7 +259,9 @@ def decode_block(data, lengths, plane, tokens):
             for i in range(plane.dim):
                 x[:, part] = x[:, part] + y[:, part][:, i:i + 1] * back[i]
         y = x
-    return y + plane.mean
+    y = np.clip(y + plane.mean, -LARGEST, LARGEST)
+    assert not np.isnan(y).any()
+    return y
 
 
 def decode_frame(data, plane):

@@ -3,7 +3,7 @@
 use alloc::vec;
 use alloc::vec::Vec;
 
-use crate::block::{MAX_BLOCK_TOKENS, centre, factors, tiles, token_step};
+use crate::block::{ANCHOR_LEVELS, MAX_ANCHOR_SCALE, MAX_BLOCK_TOKENS, centre, factors, tiles, token_step};
 use crate::error::check_len;
 use crate::model::tables::LANES;
 use crate::plane::{Plane, Predictor, Scaling};
@@ -11,9 +11,6 @@ use crate::quant;
 use crate::simd::Kernel;
 use crate::tile::encode::{TileEncoder, TileNumbers};
 use crate::{Backend, Error};
-
-/// Anchors are quantized to `-127..=127` by the largest magnitude of their row.
-const ANCHOR_LEVELS: f32 = 127.0;
 
 /// Codes rows and appends to `out` the block's bytes and to `lengths` its tiles' lengths in words of two bytes.
 ///
@@ -176,10 +173,11 @@ fn take_anchors(rows: &[f32], channels: usize, group: usize, out: &mut Vec<u8>) 
     let mut differences = Vec::with_capacity(rows.len());
     for rows in rows.chunks(group * channels) {
         let (anchor, rest) = rows.split_at(channels);
-        let scale = anchor.iter().fold(0.0_f32, |max, x| max.max(x.abs())) / ANCHOR_LEVELS;
-        if !scale.is_finite() {
-            return Err(Error::OutOfRange { channel: 0 });
+        if let Some(channel) = anchor.iter().position(|x| !x.is_finite()) {
+            return Err(Error::OutOfRange { channel });
         }
+        let largest = anchor.iter().fold(0.0_f32, |max, x| max.max(x.abs()));
+        let scale = (largest / ANCHOR_LEVELS).min(MAX_ANCHOR_SCALE);
         out.extend_from_slice(&scale.to_le_bytes());
         let levels = anchor.iter().map(|x| quant::bin(x / scale.max(f32::MIN_POSITIVE)).clamp(-127, 127));
         let start = out.len();

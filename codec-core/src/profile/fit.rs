@@ -70,7 +70,8 @@ impl PlaneBuf {
     /// # Shapes
     /// `rows` (tokens, channels), finite, at least two tokens.
     /// # Errors
-    /// [`Error::Zero`], [`Error::Length`], [`Error::NotFinite`], [`Error::BadStep`], [`Error::BadPlane`].
+    /// [`Error::Zero`], [`Error::Length`], [`Error::NotFinite`], [`Error::BadStep`], [`Error::BadPlane`];
+    /// [`Error::OutOfRange`] for numbers that mean or transform carry beyond `f32`.
     /// # Cost
     /// Tens of operations a number; with families, two dozen candidates for each channel.
     pub fn fit(
@@ -105,6 +106,9 @@ impl PlaneBuf {
             let transform = transform.view()?;
             check_len("transform", transform.channels(), channels)?;
             Backend::detect().run(transform.forward(&mut rows));
+        }
+        if let Some(i) = rows.iter().position(|x| !x.is_finite()) {
+            return Err(Error::OutOfRange { channel: i % channels });
         }
         let sample = Sample::new(&rows, channels, options)?;
         let columns: Vec<Column> = (0..channels).map(|c| sample.column(c)).collect::<Result<_, _>>()?;

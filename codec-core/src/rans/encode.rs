@@ -82,7 +82,10 @@ impl<const C: usize> Kernel for EncodeRows<'_, C> {
         }
         let Self { tables, rows, states, words } = self;
         let starts = &tables.starts[0];
-        let escape = s.load(&tables.escape[0]);
+        // Whatever stands in lanes without a channel becomes symbol 0, which costs nothing.
+        let mut escape = tables.escape[0];
+        escape[tables.lanes..].fill(0);
+        let escape = s.load(&escape);
         let (any_low_bits, low_bits) = (tables.any_low_bits(), s.load_wide(&tables.low_bits));
         let mut first = words.len();
         let mut state = s.load_wide(states);

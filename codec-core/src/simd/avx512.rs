@@ -8,15 +8,7 @@ use crate::model::tables::{LANES, Row};
 #[derive(Clone, Copy)]
 pub(crate) struct Avx512(());
 
-/// Compiles and runs a kernel. Callers have found the backend available.
-pub(crate) fn run<K: Kernel>(kernel: K) -> K::Output {
-    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,bmi1,bmi2,popcnt,lzcnt")]
-    fn with_features<K: Kernel>(kernel: K) -> K::Output {
-        kernel.vector(Avx512(()))
-    }
-    // SAFETY: `Backend::run` calls this only where `is_available` has confirmed the features.
-    unsafe { with_features(kernel) }
-}
+features!(Avx512: "avx512f" "avx512bw" "avx512dq" "avx512vl" "avx2" "fma" "bmi1" "bmi2" "popcnt" "lzcnt");
 
 /// An expression of instructions that the token allows.
 macro_rules! op {

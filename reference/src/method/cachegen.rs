@@ -144,7 +144,8 @@ impl CacheGen {
     }
 }
 
-/// The root of the mean variance of the channels.
+/// The root of the mean variance of the channels; positive also of rows that do not vary, such as a pruned head's, since a step is
+/// made of it.
 fn deviation(rows: &[f32], channels: usize) -> f32 {
     let mean = mean_row(rows, channels);
     let squares: f64 = rows
@@ -152,7 +153,7 @@ fn deviation(rows: &[f32], channels: usize) -> f32 {
         .flat_map(|row| row.iter().zip(&mean))
         .map(|(x, m)| f64::from(x - m).powi(2))
         .sum();
-    (squares / rows.len() as f64).sqrt() as f32
+    (squares / rows.len() as f64).sqrt().max(1e-12) as f32
 }
 
 /// The transform of a plane and its steps.
@@ -267,6 +268,21 @@ fn gaussian_rate(sigma: f64) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn rows_that_do_not_vary_have_a_step() {
+        for row in [[0.0; 4], [-3.0; 4], [1e-40; 4]] {
+            let rows = row.repeat(20);
+            let steps = [0.25 * deviation(&rows, 4); 4];
+            let options = FitOptions {
+                predictor: PredictorKind::Mean,
+                steps: Steps::Given(&steps),
+                models: ModelKind::Tables,
+                coder: Coder::Lanes,
+            };
+            PlaneBuf::fit_best(&rows, 4, None, &options, Prediction::Best.candidates()).unwrap();
+        }
+    }
 
     #[test]
     fn steps_give_the_rate_asked_for() {
