@@ -25,6 +25,7 @@ constexpr int SCORE_THREADS = 512, SCORE_WARPS = SCORE_THREADS / LANES, SCORE_PA
 // Threads that select need fewer registers than threads that score, so these blocks are larger.
 constexpr int SELECT_THREADS = 1024, TOKENS_PER_THREAD = CHUNK / SELECT_THREADS;
 constexpr int HIGH_BUCKETS = 2048, LOW_BUCKETS = 1024, LOW_BITS = 10; // radix digits of a key: 11, 10 and 10 bits
+static_assert(1 << (KEY_BITS - 2 * LOW_BITS) == HIGH_BUCKETS && 1 << LOW_BITS == LOW_BUCKETS, "the digits make a key");
 
 // State of a row between the kernels.
 struct alignas(16) Row {

@@ -33,7 +33,8 @@ constexpr int TOKENS_PER_THREAD = 16; // tokens that a thread loads at a time
 constexpr int CONCURRENT_QUERIES = 4; // queries processed at the same time, each by SLICES warps
 constexpr u8 BELOW = 0, TIE = 1, ABOVE = 2;
 constexpr int HIGH_BUCKETS = 2048, LOW_BUCKETS = 1024, LOW_BITS = 10; // radix digits of a key: 11, 10 and 10 bits
-constexpr int SLICES = WARPS / CONCURRENT_QUERIES;                    // slices of a block's codes, a warp each
+static_assert(1 << (KEY_BITS - 2 * LOW_BITS) == HIGH_BUCKETS && 1 << LOW_BITS == LOW_BUCKETS, "the digits make a key");
+constexpr int SLICES = WARPS / CONCURRENT_QUERIES; // slices of a block's codes, a warp each
 static_assert(CODES_PER_BLOCK <= THREADS, "a thread has at most one code");
 static_assert(TOKENS_PER_THREAD * THREADS < 1 << 16, "a scan counts fewer than 2^16 tokens at a time");
 

@@ -88,12 +88,13 @@ __device__ __forceinline__ float combine(float all, float weight) {
 // Weights of at least MIN_WEIGHT are compared as they are, smaller ones by their logarithms, which do not underflow
 // (pq_core::combine_group_into).
 constexpr float MIN_WEIGHT = 0x1p-100f;
-constexpr u32 HEAVY = 1u << 31; // top bit of a key: set for weights, clear for logarithms
+constexpr int KEY_BITS = 31;    // three radix digits: 11, 10 and 10 bits
+constexpr u32 HEAVY = 1u << 30; // top bit of a key: set for weights, clear for logarithms
 
-// An integer with the order of the float `x`, which is not NaN; the lowest bit is lost.
+// An integer below HEAVY with the order of the float `x`, which is not NaN; the two lowest bits are lost.
 __device__ __forceinline__ u32 key_of_logarithm(float x) {
     const u32 bits = __float_as_uint(x + 0.f);
-    return (bits ^ ((u32)((int)bits >> 31) | 1u << 31)) >> 1;
+    return (bits ^ ((u32)((int)bits >> 31) | 1u << 31)) >> 2;
 }
 
 // Half the logarithm of the group's weight, from the scores of its queries. Halves are used since the difference of any
@@ -121,10 +122,10 @@ __device__ float half_log_weight(const float* max, const float* scale, const Sco
 // score stands for the logarithm. `score_of` is called in that case only.
 template <class ScoreOf>
 __device__ __forceinline__ u32 key_of(float weight, const float* max, const float* scale, const ScoreOf& score_of) {
-    if (weight >= MIN_WEIGHT) return HEAVY | (__float_as_uint(weight) - __float_as_uint(MIN_WEIGHT)) << 1;
+    if (weight >= MIN_WEIGHT) return HEAVY | (__float_as_uint(weight) - __float_as_uint(MIN_WEIGHT));
     return key_of_logarithm(GROUP == 1 ? clean(score_of(0)) : half_log_weight(max, scale, score_of));
 }
-static_assert(GROUP <= 16, "a weight of at most 16 leaves the highest bit of its key free");
+static_assert(GROUP <= 16, "the bits of a weight of at most 16, less those of MIN_WEIGHT, are below HEAVY");
 
 // A bucket of a histogram of keys, the number of keys in higher buckets, and the number of keys in it.
 struct Bucket {
