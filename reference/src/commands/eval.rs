@@ -13,7 +13,7 @@ use kv_reference::model::{Model, Rope};
 use kv_reference::{Error, Profile, Result};
 use serde::Serialize;
 
-use super::{JsonArgs, ModelArgs, TextArgs, progress};
+use super::{Files, JsonArgs, ModelArgs, Stdout, TextArgs, progress};
 
 #[derive(Args)]
 #[command(after_help = METHODS_HELP)]
@@ -97,7 +97,7 @@ struct Exact {
 const QUESTION_ROOM: usize = 96;
 
 impl Eval {
-    pub fn run(self) -> Result<()> {
+    pub fn run(self, out: &mut Stdout) -> Result<()> {
         let methods = Method::parse_list(&self.methods)?;
         if let Some(depth) = self.depths.iter().find(|depth| !(0.0..=1.0).contains(*depth)) {
             return Err(Error::Argument(format!("depth {depth} is outside 0..=1")));
@@ -105,7 +105,11 @@ impl Eval {
         if self.trials == 0 || self.decode == 0 || self.lengths.is_empty() || self.lengths.contains(&0) {
             return Err(Error::argument("lengths, trials and decode need at least one"));
         }
-        let json = self.json.open()?;
+        let mut files = Files::default();
+        files.reads("--model", &self.model.path());
+        files.reads("--text", &self.text.path());
+        self.profile.iter().for_each(|path| files.reads("--profile", path));
+        let json = files.writes("--json", self.json.json.clone())?;
         let model = self.model.load()?;
         let (name, tokens) = self.text.tokens(&model)?;
         let longest = self.lengths.iter().copied().max().unwrap_or(0);
@@ -134,12 +138,14 @@ impl Eval {
         }
         bar.finish_and_clear();
         for Exact { length, windows, perplexity } in &exact {
-            println!("exact attention, {windows} windows of {length} tokens: perplexity {perplexity:.3}");
+            out.print(format_args!(
+                "exact attention, {windows} windows of {length} tokens: perplexity {perplexity:.3}\n"
+            ));
         }
-        println!("\n{}", table(&rows));
+        out.print(format_args!("\n{}\n", table(&rows)));
         let (model, seed, decode) = (setup.model.name.clone(), self.seed, self.decode);
         let calibration = if calibrates { start } else { 0 };
-        json.write(&Evaluation { model, text: name, decode, calibration, seed, exact, rows })
+        json.write_json(&Evaluation { model, text: name, decode, calibration, seed, exact, rows })
     }
 
     /// The rows of one length: every prompt is run once and given to all methods.
