@@ -1,9 +1,9 @@
 use std::sync::Arc;
 
 use codec_core::{Backend, Frame, FrameInfo, PlaneBuf, Side, encode_frame};
+use svd_core::SoftmaxStats;
 
 use crate::Result;
-use crate::cache::accumulate::Accumulator;
 use crate::cache::{DenseStore, ElementType, Footprint, Geometry, Store};
 use crate::model::Rope;
 
@@ -74,8 +74,8 @@ impl Store for CacheGenStore {
         self.decoded.truncate(len)
     }
 
-    fn attend(&self, head: usize, q: &[f32], group: &mut [Accumulator]) -> Result<()> {
-        self.decoded.attend(head, q, group)
+    fn attend(&self, head: usize, q: &[f32], out: &mut [f32], stats: &mut [SoftmaxStats]) -> Result<()> {
+        self.decoded.attend(head, q, out, stats)
     }
 
     fn footprint(&self) -> Footprint {

@@ -7,10 +7,11 @@
 use std::sync::Arc;
 
 use half::f16;
+use svd_core::{SoftmaxStats, attend_into};
 
 use crate::Result;
-use crate::cache::accumulate::Accumulator;
-use crate::cache::exact::{attend_rows, saturating_f16};
+use crate::cache::exact::saturating_f16;
+use crate::cache::store::merge_part;
 use crate::cache::{Footprint, Geometry, HeadCut, RotatedStore, Store};
 use crate::model::Rope;
 use crate::pack::{pack_bits, unpack_bits};
@@ -112,25 +113,27 @@ impl Store for CodedStore {
         Ok(())
     }
 
-    fn attend(&self, head: usize, q: &[f32], group: &mut [Accumulator]) -> Result<()> {
+    fn attend(&self, head: usize, q: &[f32], out: &mut [f32], stats: &mut [SoftmaxStats]) -> Result<()> {
         let ranks = self.ranks(head);
         let longest = self.blocks.iter().map(|block| block.coded).max().unwrap_or(0);
         let mut rows = ranks.map(|rank| vec![0.0; longest * rank]);
         let mut q = self.cut(head).map_or_else(|| Ok(q.to_vec()), |cut| cut.project_queries(q))?;
         q.chunks_exact_mut(ranks[0]).for_each(|q| self.codecs[0].rotate(q));
-        let mut rotated = vec![Accumulator::new(ranks[1]); group.len()];
+        let mut rotated = vec![0.0; stats.len() * ranks[1]];
+        let mut rotated_stats = vec![SoftmaxStats::EMPTY; stats.len()];
         for block in &self.blocks {
             for (i, rank) in ranks.into_iter().enumerate() {
                 self.codecs[i].decode(&block.codes[head][i], rank, &mut rows[i][..block.coded * rank]);
             }
             let (keys, values) = (&rows[0][..block.valid * ranks[0]], &rows[1][..block.valid * ranks[1]]);
-            attend_rows(&q, keys, values, ranks[1], &mut rotated)?;
+            attend_into(&q, keys, values, &mut rotated, &mut rotated_stats)?;
         }
-        for (mut rotated, accumulator) in rotated.into_iter().zip(group) {
-            self.codecs[1].rotate_back(rotated.values_mut());
-            accumulator.merge_with(&rotated);
-        }
-        Ok(())
+        merge_part((&rotated, &rotated_stats), out, stats, |rotated, _, row| {
+            let row = &mut row[..ranks[1]];
+            row.copy_from_slice(rotated);
+            self.codecs[1].rotate_back(row);
+            Ok(())
+        })
     }
 
     fn footprint(&self) -> Footprint {

@@ -1,7 +1,8 @@
 use std::sync::Arc;
 
+use svd_core::SoftmaxStats;
+
 use crate::Result;
-use crate::cache::accumulate::Accumulator;
 use crate::cache::{Footprint, Geometry, RotatedStore, Store};
 use crate::model::Rope;
 use crate::ops::{dot, softmax};
@@ -84,8 +85,8 @@ impl<S: RotatedStore + Clone + 'static> Store for EvictingStore<S> {
         self.inner.truncate(self.kept.len())
     }
 
-    fn attend(&self, head: usize, q: &[f32], group: &mut [Accumulator]) -> Result<()> {
-        self.inner.attend(head, q, group)
+    fn attend(&self, head: usize, q: &[f32], out: &mut [f32], stats: &mut [SoftmaxStats]) -> Result<()> {
+        self.inner.attend(head, q, out, stats)
     }
 
     fn footprint(&self) -> Footprint {
@@ -130,10 +131,9 @@ mod tests {
         assert_eq!((store.len(), &store.kept[..]), (10, &[2, 5, 8, 9][..]));
         store.truncate(5).unwrap();
         assert_eq!((store.len(), &store.kept[..], store.inner.len()), (5, &[2][..], 1));
-        let mut group = vec![Accumulator::new(geometry.head_dim)];
-        store.attend(0, &vec![0.0; geometry.head_dim], &mut group).unwrap();
-        let mut out = vec![0.0; geometry.head_dim];
-        group[0].finish(&mut out);
+        let (mut out, mut stats) = (vec![0.0; geometry.head_dim], [SoftmaxStats::EMPTY]);
+        store.attend(0, &vec![0.0; geometry.head_dim], &mut out, &mut stats).unwrap();
+        stats[0].normalize(&mut out);
         assert!(out.iter().all(|&x| x == 2.0));
     }
 }

@@ -4,10 +4,9 @@ use std::sync::Arc;
 
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
-use svd_core::{Element, SoftmaxStats, attend_into};
+use svd_core::{SoftmaxStats, attend_into};
 
-use crate::cache::accumulate::Accumulator;
-use crate::cache::{Footprint, Geometry, RotatedStore, Store};
+use crate::cache::store::{Footprint, Geometry, RotatedStore, Store};
 use crate::model::Rope;
 use crate::{Error, Result};
 
@@ -93,14 +92,21 @@ impl Numbers {
         }
     }
 
-    /// Attention of a group with these as keys, and as many values (n, rank_v) of the same type.
-    pub fn attend(&self, values: &Self, q: &[f32], rank_v: usize, group: &mut [Accumulator]) -> Result<()> {
+    /// [`attend_into`] with these elements as keys, and as many values of the same type.
+    pub fn attend(
+        &self,
+        values: &Self,
+        q: &[f32],
+        out: &mut [f32],
+        stats: &mut [SoftmaxStats],
+    ) -> Result<()> {
         match (self, values) {
-            (Self::F32(k), Self::F32(v)) => attend_rows(q, k, v, rank_v, group),
-            (Self::F16(k), Self::F16(v)) => attend_rows(q, k, v, rank_v, group),
-            (Self::Bf16(k), Self::Bf16(v)) => attend_rows(q, k, v, rank_v, group),
-            _ => Err(Error::argument("keys and values of different types")),
+            (Self::F32(k), Self::F32(v)) => attend_into(q, k, v, out, stats)?,
+            (Self::F16(k), Self::F16(v)) => attend_into(q, k, v, out, stats)?,
+            (Self::Bf16(k), Self::Bf16(v)) => attend_into(q, k, v, out, stats)?,
+            _ => return Err(Error::argument("keys and values of different types")),
         }
+        Ok(())
     }
 
     fn drop_front(&mut self, n: usize) {
@@ -192,11 +198,12 @@ impl ExactRows {
         head: usize,
         q: &[f32],
         rope: Option<(&Rope, usize)>,
-        group: &mut [Accumulator],
+        out: &mut [f32],
+        stats: &mut [SoftmaxStats],
     ) -> Result<()> {
         let head_dim = self.geometry.head_dim;
         let [keys, values] = &self.heads[head];
-        let Some((rope, pos)) = rope else { return keys.attend(values, q, head_dim, group) };
+        let Some((rope, pos)) = rope else { return keys.attend(values, q, out, stats) };
         let mut block =
             [vec![0.0; BLOCK.min(self.len()) * head_dim], vec![0.0; BLOCK.min(self.len()) * head_dim]];
         for first in (0..self.len()).step_by(BLOCK) {
@@ -205,26 +212,10 @@ impl ExactRows {
             keys.read(first * head_dim, k);
             values.read(first * head_dim, v);
             rope.rotate_rows(k, head_dim, pos + first);
-            attend_rows(q, k, v, head_dim, group)?;
+            attend_into(q, k, v, out, stats)?;
         }
         Ok(())
     }
-}
-
-/// Adds the attention of every query of a group over keys (n, rank_k) and values (n, rank_v) to its accumulator.
-pub(crate) fn attend_rows<E: Element>(
-    q: &[f32],
-    keys: &[E],
-    values: &[E],
-    rank_v: usize,
-    group: &mut [Accumulator],
-) -> Result<()> {
-    let (mut out, mut stats) = (vec![0.0; group.len() * rank_v], vec![SoftmaxStats::EMPTY; group.len()]);
-    attend_into(q, keys, values, &mut out, &mut stats)?;
-    for ((accumulator, stats), out) in group.iter_mut().zip(stats).zip(out.chunks_exact(rank_v)) {
-        accumulator.merge(stats.max, stats.sum, out);
-    }
-    Ok(())
 }
 
 /// Exact rows with rotated keys: the cache that the others are measured against.
@@ -274,8 +265,8 @@ impl Store for DenseStore {
         Ok(())
     }
 
-    fn attend(&self, head: usize, q: &[f32], group: &mut [Accumulator]) -> Result<()> {
-        self.rows.attend(head, q, None, group)
+    fn attend(&self, head: usize, q: &[f32], out: &mut [f32], stats: &mut [SoftmaxStats]) -> Result<()> {
+        self.rows.attend(head, q, None, out, stats)
     }
 
     fn footprint(&self) -> Footprint {

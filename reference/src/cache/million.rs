@@ -1,13 +1,12 @@
 use std::sync::Arc;
 
 use pq_core::{
-    Codebook, CodebookBuf, CodedTokens, CodesBuf, Outlier, SoftmaxStats, attend_into, attend_scratch_len,
-    decode_into, extract_outliers, lut_into, restore_outliers,
+    Codebook, CodebookBuf, CodedTokens, CodesBuf, Outlier, attend_into, attend_scratch_len, decode_into,
+    extract_outliers, lut_into, restore_outliers,
 };
+use svd_core::SoftmaxStats;
 
 use crate::Result;
-use crate::cache::accumulate::Accumulator;
-use crate::cache::exact::attend_rows;
 use crate::cache::{Footprint, Geometry, Store};
 use crate::model::Rope;
 
@@ -139,11 +138,11 @@ impl Store for MillionStore {
         Ok(())
     }
 
-    fn attend(&self, head: usize, q: &[f32], group: &mut [Accumulator]) -> Result<()> {
+    fn attend(&self, head: usize, q: &[f32], out: &mut [f32], stats: &mut [SoftmaxStats]) -> Result<()> {
         let (books, [keys, values]) = (&self.codebooks[head], &self.heads[head]);
         if self.outliers > 0 {
             let (keys, values) = (keys.decoded(&books.keys)?, values.decoded(&books.values)?);
-            return attend_rows(q, &keys, &values, self.geometry.head_dim, group);
+            return Ok(svd_core::attend_into(q, &keys, &values, out, stats)?);
         }
         let tokens = CodedTokens {
             keys: keys.codes.view(),
@@ -153,9 +152,9 @@ impl Store for MillionStore {
             value_scales: None,
             bias: None,
         };
-        let mut luts = vec![0.0; group.len() * tokens.keys.shape().lut_len()];
+        let mut luts = vec![0.0; stats.len() * tokens.keys.shape().lut_len()];
         lut_into(&books.keys.view(), q, &mut luts)?;
-        attend_to_codes(&luts, &tokens, group)
+        attend_to_codes(&luts, &tokens, out, stats)
     }
 
     fn footprint(&self) -> Footprint {
@@ -171,19 +170,20 @@ impl Store for MillionStore {
     }
 }
 
-/// Adds the attention of a group's query heads on coded tokens to their accumulators.
+/// [`pq_core::attend_into`] with its own scratch, and with the softmax statistics of `svd-core`: the cores do not know each
+/// other, and here is where their two types meet.
 pub(crate) fn attend_to_codes(
     luts: &[f32],
     tokens: &CodedTokens<'_>,
-    group: &mut [Accumulator],
+    out: &mut [f32],
+    stats: &mut [SoftmaxStats],
 ) -> Result<()> {
-    let shape = tokens.codebook.shape();
-    let mut scratch = vec![0.0; attend_scratch_len(shape, group.len())];
-    let mut out = vec![0.0; group.len() * shape.dim()];
-    let mut stats = vec![SoftmaxStats::EMPTY; group.len()];
-    attend_into(luts, tokens, &mut scratch, &mut out, &mut stats)?;
-    for ((accumulator, stats), out) in group.iter_mut().zip(stats).zip(out.chunks_exact(shape.dim())) {
-        accumulator.merge(stats.max, stats.sum, out);
+    let mut scratch = vec![0.0; attend_scratch_len(tokens.codebook.shape(), stats.len())];
+    let mut pq_stats: Vec<_> =
+        stats.iter().map(|&SoftmaxStats { max, sum }| pq_core::SoftmaxStats { max, sum }).collect();
+    attend_into(luts, tokens, &mut scratch, out, &mut pq_stats)?;
+    for (stats, pq_core::SoftmaxStats { max, sum }) in stats.iter_mut().zip(pq_stats) {
+        *stats = SoftmaxStats { max, sum };
     }
     Ok(())
 }

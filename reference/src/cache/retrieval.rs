@@ -3,13 +3,12 @@
 use std::sync::Arc;
 
 use pq_core::{
-    CodebookBuf, CodesBuf, GroupRule, Lut, PqShape, SoftmaxStats, TrainOptions, combine_group_into, lut_into,
-    scan_into, top_k_into, train_batch,
+    CodebookBuf, CodesBuf, GroupRule, Lut, PqShape, TrainOptions, combine_group_into, lut_into, scan_into,
+    top_k_into, train_batch,
 };
+use svd_core::SoftmaxStats;
 
 use crate::Result;
-use crate::cache::accumulate::Accumulator;
-use crate::cache::exact::attend_rows;
 use crate::cache::{DenseStore, ElementType, Footprint, Geometry, RotatedStore, Store};
 use crate::model::Rope;
 use crate::ops::dot;
@@ -95,7 +94,7 @@ impl RetrievalStore {
     fn select(&self, head: usize, q: &[f32]) -> Result<Vec<u32>> {
         let scores = self.scores(head, q)?;
         let mut total = vec![0.0; self.exact.tokens()];
-        let mut stats = vec![SoftmaxStats::EMPTY; q.len() / self.geometry.head_dim];
+        let mut stats = vec![pq_core::SoftmaxStats::EMPTY; q.len() / self.geometry.head_dim];
         combine_group_into(&scores, GroupRule::SumOfSoftmax, &mut stats, &mut total)?;
         let mut indices = vec![0; self.k()];
         top_k_into(&total, self.k(), &mut indices)?;
@@ -143,7 +142,7 @@ impl Store for RetrievalStore {
         self.exact.truncate(len)
     }
 
-    fn attend(&self, head: usize, q: &[f32], group: &mut [Accumulator]) -> Result<()> {
+    fn attend(&self, head: usize, q: &[f32], out: &mut [f32], stats: &mut [SoftmaxStats]) -> Result<()> {
         if self.exact.tokens() == 0 {
             return Ok(());
         }
@@ -156,7 +155,7 @@ impl Store for RetrievalStore {
         {
             self.exact.rows().read(head, t as usize, k, v);
         }
-        attend_rows(q, &keys, &values, head_dim, group)
+        Ok(svd_core::attend_into(q, &keys, &values, out, stats)?)
     }
 
     fn footprint(&self) -> Footprint {

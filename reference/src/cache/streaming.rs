@@ -1,4 +1,5 @@
-use crate::cache::accumulate::Accumulator;
+use svd_core::SoftmaxStats;
+
 use crate::cache::{Footprint, Geometry, Store};
 use crate::{Error, Result};
 
@@ -35,7 +36,7 @@ impl Store for StreamingStore {
         Ok(())
     }
 
-    fn attend(&self, _head: usize, _q: &[f32], _group: &mut [Accumulator]) -> Result<()> {
+    fn attend(&self, _: usize, _: &[f32], _: &mut [f32], _: &mut [SoftmaxStats]) -> Result<()> {
         Ok(())
     }
 

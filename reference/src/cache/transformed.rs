@@ -7,11 +7,11 @@ use pq_core::{
     CodebookBuf, CodedTokens, CodesBuf, RopeMean, Start, TrainOptions, decode_norm, divide_by_norms,
     lut_into, train,
 };
-use svd_core::MapBuf;
+use svd_core::{MapBuf, SoftmaxStats};
 
 use crate::Result;
-use crate::cache::accumulate::Accumulator;
 use crate::cache::million::attend_to_codes;
+use crate::cache::store::merge_part;
 use crate::cache::{Footprint, Geometry, Store};
 use crate::model::Rope;
 use crate::ops::dot;
@@ -211,17 +211,16 @@ impl Store for TransformedStore {
         Ok(())
     }
 
-    fn attend(&self, head: usize, q: &[f32], group: &mut [Accumulator]) -> Result<()> {
+    fn attend(&self, head: usize, q: &[f32], out: &mut [f32], stats: &mut [SoftmaxStats]) -> Result<()> {
         if self.len == 0 {
             return Ok(());
         }
-        let dim = self.geometry.head_dim;
         let ([key_code, value_code], [keys, values]) = (&self.plan.heads[head], &self.heads[head]);
         let scales = |coded: &Coded| -> Option<Vec<f32>> {
             (!coded.norms.is_empty()).then(|| coded.norms.iter().map(|&norm| decode_norm(norm)).collect())
         };
         let (mut key_scales, value_scales) = (scales(keys), scales(values));
-        let mut luts = vec![0.0; group.len() * keys.codes.view().shape().lut_len()];
+        let mut luts = vec![0.0; stats.len() * keys.codes.view().shape().lut_len()];
         let bias = if self.plan.space == KeySpace::BeforeRope {
             key_scales = None; // tables of zeros: the bias is the whole score
             self.scores_of_decoded(head, q)
@@ -240,17 +239,14 @@ impl Store for TransformedStore {
             bias: Some(&bias),
         };
         // Attention on the transformed values, turned back once per query.
-        let mut transformed: Vec<Accumulator> = group.iter().map(|_| Accumulator::new(dim)).collect();
-        attend_to_codes(&luts, &tokens, &mut transformed)?;
-        let mut out = vec![0.0; dim];
-        for (accumulator, part) in group.iter_mut().zip(&mut transformed) {
-            value_code.probe.view().reconstruct_into(part.values_mut(), &mut out)?;
-            let weight = part.weight();
-            out.iter_mut().zip(&value_code.mean).for_each(|(x, mean)| *x += weight * mean);
-            part.values_mut().copy_from_slice(&out);
-            accumulator.merge_with(part);
-        }
-        Ok(())
+        let mut transformed = vec![0.0; out.len()];
+        let mut transformed_stats = vec![SoftmaxStats::EMPTY; stats.len()];
+        attend_to_codes(&luts, &tokens, &mut transformed, &mut transformed_stats)?;
+        merge_part((&transformed, &transformed_stats), out, stats, |transformed, weight, row| {
+            value_code.probe.view().reconstruct_into(transformed, row)?;
+            row.iter_mut().zip(&value_code.mean).for_each(|(x, mean)| *x += weight * mean);
+            Ok(())
+        })
     }
 
     fn footprint(&self) -> Footprint {

@@ -1,10 +1,10 @@
 use std::sync::Arc;
 
-use svd_core::MapBuf;
+use svd_core::{MapBuf, SoftmaxStats};
 
 use crate::Result;
-use crate::cache::accumulate::Accumulator;
 use crate::cache::exact::Numbers;
+use crate::cache::store::merge_part;
 use crate::cache::{ElementType, Footprint, Geometry, RotatedStore, Store};
 use crate::model::Rope;
 
@@ -100,9 +100,15 @@ impl Store for ZackStore {
         Ok(())
     }
 
-    fn attend(&self, head: usize, q: &[f32], group: &mut [Accumulator]) -> Result<()> {
+    fn attend(&self, head: usize, q: &[f32], out: &mut [f32], stats: &mut [SoftmaxStats]) -> Result<()> {
         let (cut, [keys, values]) = (&self.heads[head], &self.rows[head]);
-        keys.attend(values, &cut.project_queries(q)?, cut.value_rank, group)
+        let mut cut_out = vec![0.0; stats.len() * cut.value_rank];
+        let mut cut_stats = vec![SoftmaxStats::EMPTY; stats.len()];
+        keys.attend(values, &cut.project_queries(q)?, &mut cut_out, &mut cut_stats)?;
+        merge_part((&cut_out, &cut_stats), out, stats, |cut_out, _, row| {
+            row[..cut_out.len()].copy_from_slice(cut_out);
+            Ok(())
+        })
     }
 
     fn footprint(&self) -> Footprint {
