@@ -25,7 +25,7 @@ pub(crate) use coded::{BlockCodec, CodedStore, LloydMax, PerChannel, PerToken, R
 pub(crate) use evicting::EvictingStore;
 pub use exact::ElementType;
 pub(crate) use exact::{DenseStore, ExactRows};
-pub(crate) use million::{HeadCodebooks, MillionStore, mean_row, take_outliers};
+pub(crate) use million::{MillionStore, mean_row, take_outliers};
 pub(crate) use retrieval::{RetrievalStore, Scorer};
 pub use store::Footprint;
 pub(crate) use store::{Geometry, RotatedStore, Store};

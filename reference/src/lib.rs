@@ -15,6 +15,7 @@ mod profile;
 pub mod report;
 mod rng;
 mod sample;
+mod side;
 
 pub use error::{Error, Result};
 pub use profile::Profile;

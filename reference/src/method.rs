@@ -21,6 +21,7 @@ use settings::{Bits, CoderName, Element, Layers, ModeName, Models, OptionalBits,
 use zack::RankRule;
 
 use crate::cache::{ElementType, KeySpace};
+use crate::side::Pair;
 use crate::{Error, Result};
 
 /// A method with its setting.
@@ -62,8 +63,7 @@ struct PqCode {
 /// ZACK, and what it is combined with.
 #[derive(Clone, Debug, PartialEq)]
 struct Zack {
-    k: f64, // parts of the dimensions that stay
-    v: f64,
+    parts: Pair<f64>, // of the dimensions that stay
     basis: Basis,
     rule: RankRule,
     multiple: usize,
@@ -172,28 +172,28 @@ impl FromStr for Method {
                 ("pqcache", Kind::PqCache { ratio, code, iterations: s.positive("iterations", 10)? })
             }
             "million" => {
-                let (k, v) =
-                    (s.own("k", PqCode { m: 64, nbits: 8 })?, s.own("v", PqCode { m: 64, nbits: 8 })?);
+                let code = PqCode { m: 64, nbits: 8 };
+                let codes = Pair::new(s.own("k", code)?, s.own("v", code)?);
                 let (iterations, outliers) = (s.positive("iterations", 8)?, s.percent("outliers", 0)?);
-                ("million", Kind::Million(Million { k, v, iterations, outliers }))
+                ("million", Kind::Million(Million { codes, iterations, outliers }))
             }
             "pqklt" => {
                 let code = PqCode { m: 32, nbits: 6 };
-                let (k, v) = (s.own("k", code)?, s.own("v", code)?);
+                let codes = Pair::new(s.own("k", code)?, s.own("v", code)?);
                 let space = s.own("keys", KeySpace::RotatedMean)?;
                 let norms = s.common("norms", Switch::On)? == Switch::On;
                 let (iterations, refine) = (s.positive("iterations", 8)?, s.count("refine", 0)?);
-                ("pqklt", Kind::PqKlt(PqKlt { k, v, space, norms, iterations, refine }))
+                ("pqklt", Kind::PqKlt(PqKlt { codes, space, norms, iterations, refine }))
             }
             "snapkv" => ("snapkv", Kind::SnapKv { tokens: s.part("tokens", 0.5)? }),
             "zack" => {
-                let (k, v) = (s.part("k", 0.75)?, s.part("v", 0.75)?);
+                let parts = Pair::new(s.part("k", 0.75)?, s.part("v", 0.75)?);
                 let basis = s.own("basis", Basis::Closed)?;
                 let rule = s.common("ranks", RankRule::Removal)?;
                 let multiple = s.common_count("multiple", 1)?;
                 let bits = s.common("bits", OptionalBits(None))?.0;
                 let tokens = s.common_part("tokens", 1.0)?;
-                ("zack", Kind::Zack(Zack { k, v, basis, rule, multiple, bits, tokens }))
+                ("zack", Kind::Zack(Zack { parts, basis, rule, multiple, bits, tokens }))
             }
             "cachegen" => {
                 let (mode, predictor, models) = match s.own("mode", ModeName::Transform)? {

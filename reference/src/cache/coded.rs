@@ -16,6 +16,7 @@ use crate::cache::{Footprint, Geometry, HeadCut, RotatedStore, Store};
 use crate::model::Rope;
 use crate::pack::{pack_bits, unpack_bits};
 use crate::rng::Rng;
+use crate::side::{Pair, Side};
 
 /// Codes rows (n, head_dim) of one head to bytes and back.
 pub(crate) trait BlockCodec: Send + Sync {
@@ -34,18 +35,18 @@ pub(crate) trait BlockCodec: Send + Sync {
 pub(crate) struct CodedStore {
     geometry: Geometry,
     rope: Arc<Rope>,
-    cuts: Option<Arc<Vec<HeadCut>>>,  // (n_kv_heads,)
-    codecs: [Arc<dyn BlockCodec>; 2], // of keys and values
-    block: usize,                     // tokens
+    cuts: Option<Arc<Vec<HeadCut>>>, // (n_kv_heads,)
+    codecs: Pair<Arc<dyn BlockCodec>>,
+    block: usize, // tokens
     blocks: Vec<Block>,
     len: usize,
 }
 
 #[derive(Clone)]
 struct Block {
-    coded: usize,             // tokens that the codes hold
-    valid: usize,             // tokens that truncation has left
-    codes: Vec<[Vec<u8>; 2]>, // per head: keys and values
+    coded: usize,              // tokens that the codes hold
+    valid: usize,              // tokens that truncation has left
+    codes: Vec<Pair<Vec<u8>>>, // per head
 }
 
 impl CodedStore {
@@ -53,7 +54,7 @@ impl CodedStore {
         geometry: Geometry,
         rope: Arc<Rope>,
         cuts: Option<Arc<Vec<HeadCut>>>,
-        codecs: [Arc<dyn BlockCodec>; 2],
+        codecs: Pair<Arc<dyn BlockCodec>>,
         block: usize,
     ) -> Self {
         Self { geometry, rope, cuts, codecs, block, blocks: vec![], len: 0 }
@@ -64,8 +65,9 @@ impl CodedStore {
     }
 
     /// Components of a head's keys and of its values.
-    fn ranks(&self, head: usize) -> [usize; 2] {
-        self.cut(head).map_or([self.geometry.head_dim; 2], |cut| [cut.key_rank(), cut.value_rank])
+    fn ranks(&self, head: usize) -> Pair<usize> {
+        let full = Pair::of(|_| self.geometry.head_dim);
+        self.cut(head).map_or(full, |cut| Pair::new(cut.key_rank(), cut.value_rank))
     }
 }
 
@@ -79,11 +81,12 @@ impl RotatedStore for CodedStore {
                 if let Some(cut) = self.cut(head) {
                     (k, v) = (cut.project_keys(&k)?, cut.cut_values(&v));
                 }
-                let mut bytes = [vec![], vec![]];
-                for (i, rank) in self.ranks(head).into_iter().enumerate() {
-                    self.codecs[i].encode([&k, &v][i], rank, &mut bytes[i]);
-                }
-                codes.push(bytes);
+                let (rows, ranks) = (Pair::new(k, v), self.ranks(head));
+                codes.push(Pair::of(|side| {
+                    let mut bytes = vec![];
+                    self.codecs[side].encode(&rows[side], ranks[side], &mut bytes);
+                    bytes
+                }));
             }
             let tokens = k.len() / kv_dim;
             self.blocks.push(Block { coded: tokens, valid: tokens, codes });
@@ -116,28 +119,30 @@ impl Store for CodedStore {
     fn attend(&self, head: usize, q: &[f32], out: &mut [f32], stats: &mut [SoftmaxStats]) -> Result<()> {
         let ranks = self.ranks(head);
         let longest = self.blocks.iter().map(|block| block.coded).max().unwrap_or(0);
-        let mut rows = ranks.map(|rank| vec![0.0; longest * rank]);
+        let mut rows = Pair::of(|side| vec![0.0; longest * ranks[side]]);
         let mut q = self.cut(head).map_or_else(|| Ok(q.to_vec()), |cut| cut.project_queries(q))?;
-        q.chunks_exact_mut(ranks[0]).for_each(|q| self.codecs[0].rotate(q));
-        let mut rotated = vec![0.0; stats.len() * ranks[1]];
+        q.chunks_exact_mut(ranks.keys).for_each(|q| self.codecs.keys.rotate(q));
+        let mut rotated = vec![0.0; stats.len() * ranks.values];
         let mut rotated_stats = vec![SoftmaxStats::EMPTY; stats.len()];
         for block in &self.blocks {
-            for (i, rank) in ranks.into_iter().enumerate() {
-                self.codecs[i].decode(&block.codes[head][i], rank, &mut rows[i][..block.coded * rank]);
+            for side in Side::ALL {
+                let rows = &mut rows[side][..block.coded * ranks[side]];
+                self.codecs[side].decode(&block.codes[head][side], ranks[side], rows);
             }
-            let (keys, values) = (&rows[0][..block.valid * ranks[0]], &rows[1][..block.valid * ranks[1]]);
-            attend_into(&q, keys, values, &mut rotated, &mut rotated_stats)?;
+            let valid = |side: Side| &rows[side][..block.valid * ranks[side]];
+            attend_into(&q, valid(Side::Keys), valid(Side::Values), &mut rotated, &mut rotated_stats)?;
         }
         merge_part((&rotated, &rotated_stats), out, stats, |rotated, _, row| {
-            let row = &mut row[..ranks[1]];
+            let row = &mut row[..ranks.values];
             row.copy_from_slice(rotated);
-            self.codecs[1].rotate_back(row);
+            self.codecs.values.rotate_back(row);
             Ok(())
         })
     }
 
     fn footprint(&self) -> Footprint {
-        let kept = self.blocks.iter().flat_map(|block| block.codes.iter().flatten()).map(Vec::len).sum();
+        let kept =
+            self.blocks.iter().flat_map(|block| block.codes.iter().flat_map(Pair::iter)).map(Vec::len).sum();
         let shared = self.cuts.iter().flat_map(|cuts| cuts.iter()).map(HeadCut::size).sum();
         Footprint { kept, shared, ..Footprint::default() }
     }
@@ -147,7 +152,7 @@ impl Store for CodedStore {
     }
 }
 
-/// A uniform quantizer of a group of numbers: `x = min + step * code`, both in half precision.
+/// A uniform quantizer of a group of elements: `x = min + step * code`, both in half precision.
 #[derive(Clone, Copy)]
 struct Scale {
     min: f32,
@@ -171,7 +176,7 @@ impl Scale {
         }
     }
 
-    fn number(self, code: u8) -> f32 {
+    fn element(self, code: u8) -> f32 {
         self.min + self.step * f32::from(code)
     }
 
@@ -211,18 +216,18 @@ fn pack(codes: &[u8], bits: u32, bytes: &mut Vec<u8>) {
     }
 }
 
-/// Maps every code that [`pack`] wrote to its number.
-fn unpack(bytes: &[u8], bits: u32, out: &mut [f32], number: impl Fn(u8) -> f32) {
+/// Maps every code that [`pack`] wrote to its element.
+fn unpack(bytes: &[u8], bits: u32, out: &mut [f32], element: impl Fn(u8) -> f32) {
     if 8 % bits == 0 {
         let (len, mask) = (packed_len(out.len(), bits), (1_u32 << bits) - 1);
         for (part, out) in (0..).zip(out.chunks_mut(len.max(1))) {
             for (out, byte) in out.iter_mut().zip(bytes) {
-                *out = number(byte >> (part * bits) & mask as u8);
+                *out = element(byte >> (part * bits) & mask as u8);
             }
         }
     } else {
         let n = out.len();
-        out.iter_mut().zip(unpack_bits(bytes, bits, n)).for_each(|(out, code)| *out = number(code as u8));
+        out.iter_mut().zip(unpack_bits(bytes, bits, n)).for_each(|(out, code)| *out = element(code as u8));
     }
 }
 
@@ -282,7 +287,7 @@ impl BlockCodec for PerToken {
             let (codes, tail) = codes.split_at(packed_len(group.len(), self.bits));
             rest = tail;
             let scale = Scale::from_bytes(scale);
-            unpack(codes, self.bits, group, |code| scale.number(code));
+            unpack(codes, self.bits, group, |code| scale.element(code));
         }
     }
 }

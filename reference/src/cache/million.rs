@@ -1,7 +1,7 @@
 use std::sync::Arc;
 
 use pq_core::{
-    Codebook, CodebookBuf, CodedTokens, CodesBuf, Outlier, attend_into, attend_scratch_len, decode_into,
+    CodebookBuf, CodedTokens, CodesBuf, Outlier, attend_into, attend_scratch_len, decode_into,
     extract_outliers, lut_into, restore_outliers,
 };
 use svd_core::SoftmaxStats;
@@ -9,20 +9,7 @@ use svd_core::SoftmaxStats;
 use crate::Result;
 use crate::cache::{Footprint, Geometry, Store};
 use crate::model::Rope;
-
-/// Offline codebooks of one key/value head, shared by all sequences.
-pub(crate) struct HeadCodebooks {
-    pub keys: CodebookBuf,
-    pub values: CodebookBuf,
-}
-
-impl HeadCodebooks {
-    /// Bytes of the centroids, as `f32`.
-    pub fn bytes(&self) -> usize {
-        let len = |codebook: Codebook<'_>| codebook.shape().codebook_len();
-        4 * (len(self.keys.view()) + len(self.values.view()))
-    }
-}
+use crate::side::Pair;
 
 /// One head's keys or values.
 #[derive(Clone)]
@@ -37,7 +24,7 @@ impl Coded {
         Self { codes: CodesBuf::new(codebook.view().shape()), centre: vec![], outliers: vec![] }
     }
 
-    /// Appends rows (n, head_dim) of which `percent` of the numbers are kept exact beside the codes.
+    /// Appends rows (n, head_dim) of which `percent` of the elements are kept exact next to the codes.
     fn append(&mut self, codebook: &CodebookBuf, mut rows: Vec<f32>, percent: usize) -> Result<()> {
         if percent > 0 {
             let dim = codebook.view().shape().dim();
@@ -82,7 +69,7 @@ pub(crate) fn mean_row(rows: &[f32], dim: usize) -> Vec<f32> {
     mean.into_iter().map(|sum| (sum / n) as f32).collect()
 }
 
-/// Replaces the `percent` of numbers that are farthest from the centre of their channel by it, and lists them.
+/// Replaces the `percent` of elements that are farthest from the centre of their channel by it, and lists them.
 pub(crate) fn take_outliers(rows: &mut [f32], centre: &[f32], percent: usize) -> Result<Vec<Outlier>> {
     let count = (rows.len() * percent).div_ceil(100);
     let (mut distances, mut indices) = (vec![0.0; rows.len()], vec![0; count]);
@@ -98,9 +85,9 @@ pub(crate) fn take_outliers(rows: &mut [f32], centre: &[f32], percent: usize) ->
 pub(crate) struct MillionStore {
     geometry: Geometry,
     rope: Arc<Rope>,
-    codebooks: Arc<Vec<HeadCodebooks>>, // (n_kv_heads,)
-    outliers: usize,                    // percent of the numbers that are kept exact
-    heads: Vec<[Coded; 2]>,             // keys and values
+    codebooks: Arc<Vec<Pair<CodebookBuf>>>, // (n_kv_heads,), offline, shared by all sequences
+    outliers: usize,                        // percent of the elements that are kept exact
+    heads: Vec<Pair<Coded>>,
     len: usize,
 }
 
@@ -108,10 +95,10 @@ impl MillionStore {
     pub fn new(
         geometry: Geometry,
         rope: Arc<Rope>,
-        codebooks: Arc<Vec<HeadCodebooks>>,
+        codebooks: Arc<Vec<Pair<CodebookBuf>>>,
         outliers: usize,
     ) -> Self {
-        let heads = codebooks.iter().map(|books| [&books.keys, &books.values].map(Coded::new)).collect();
+        let heads = codebooks.iter().map(|books| Pair::of(|side| Coded::new(&books[side]))).collect();
         Self { geometry, rope, codebooks, outliers, heads, len: 0 }
     }
 }
@@ -120,7 +107,7 @@ impl Store for MillionStore {
     fn push(&mut self, pos: usize, k: &[f32], v: &[f32]) -> Result<()> {
         let kv_dim = self.geometry.kv_dim();
         let rotated = self.rope.rotated(k, kv_dim, pos);
-        for (head, (books, [keys, values])) in self.codebooks.iter().zip(&mut self.heads).enumerate() {
+        for (head, (books, Pair { keys, values })) in self.codebooks.iter().zip(&mut self.heads).enumerate() {
             keys.append(&books.keys, self.geometry.head_rows(head, &rotated), self.outliers)?;
             values.append(&books.values, self.geometry.head_rows(head, v), self.outliers)?;
         }
@@ -133,13 +120,13 @@ impl Store for MillionStore {
     }
 
     fn truncate(&mut self, len: usize) -> Result<()> {
-        self.heads.iter_mut().flatten().for_each(|coded| coded.truncate(len));
+        self.heads.iter_mut().flat_map(Pair::iter_mut).for_each(|coded| coded.truncate(len));
         self.len = len;
         Ok(())
     }
 
     fn attend(&self, head: usize, q: &[f32], out: &mut [f32], stats: &mut [SoftmaxStats]) -> Result<()> {
-        let (books, [keys, values]) = (&self.codebooks[head], &self.heads[head]);
+        let (books, Pair { keys, values }) = (&self.codebooks[head], &self.heads[head]);
         if self.outliers > 0 {
             let (keys, values) = (keys.decoded(&books.keys)?, values.decoded(&books.values)?);
             return Ok(svd_core::attend_into(q, &keys, &values, out, stats)?);
@@ -158,9 +145,10 @@ impl Store for MillionStore {
     }
 
     fn footprint(&self) -> Footprint {
+        let codebooks = self.codebooks.iter().flat_map(Pair::iter);
         Footprint {
-            kept: self.heads.iter().flatten().map(Coded::bytes).sum(),
-            shared: self.codebooks.iter().map(HeadCodebooks::bytes).sum(),
+            kept: self.heads.iter().flat_map(Pair::iter).map(Coded::bytes).sum(),
+            shared: codebooks.map(|codebook| 4 * codebook.view().shape().codebook_len()).sum(),
             ..Footprint::default()
         }
     }

@@ -3,10 +3,11 @@ use std::sync::Arc;
 use svd_core::{MapBuf, SoftmaxStats};
 
 use crate::Result;
-use crate::cache::exact::Numbers;
+use crate::cache::exact::Elements;
 use crate::cache::store::merge_part;
 use crate::cache::{ElementType, Footprint, Geometry, RotatedStore, Store};
 use crate::model::Rope;
+use crate::side::Pair;
 
 /// What is left of one head: its keys are projected, its values arrive rotated and lose their last components.
 #[derive(Debug)]
@@ -60,20 +61,20 @@ pub(crate) struct ZackStore {
     rope: Arc<Rope>,
     heads: Arc<Vec<HeadCut>>, // (n_kv_heads,)
     element: ElementType,
-    rows: Vec<[Numbers; 2]>, // per head: keys (len, key rank) and values (len, value rank)
+    rows: Vec<Pair<Elements>>, // per head: keys (len, key rank) and values (len, value rank)
     len: usize,
 }
 
 impl ZackStore {
     pub fn new(geometry: Geometry, rope: Arc<Rope>, heads: Arc<Vec<HeadCut>>, element: ElementType) -> Self {
-        let rows = (0..geometry.n_kv_heads).map(|_| [Numbers::new(element), Numbers::new(element)]).collect();
+        let rows = (0..geometry.n_kv_heads).map(|_| Pair::of(|_| Elements::new(element))).collect();
         Self { geometry, rope, heads, element, rows, len: 0 }
     }
 }
 
 impl RotatedStore for ZackStore {
     fn push_rotated(&mut self, k: &[f32], v: &[f32]) -> Result<()> {
-        for (h, (cut, [keys, values])) in self.heads.iter().zip(&mut self.rows).enumerate() {
+        for (h, (cut, Pair { keys, values })) in self.heads.iter().zip(&mut self.rows).enumerate() {
             keys.push(&cut.project_keys(&self.geometry.head_rows(h, k))?);
             values.push(&cut.cut_values(&self.geometry.head_rows(h, v)));
         }
@@ -92,7 +93,7 @@ impl Store for ZackStore {
     }
 
     fn truncate(&mut self, len: usize) -> Result<()> {
-        for (cut, [keys, values]) in self.heads.iter().zip(&mut self.rows) {
+        for (cut, Pair { keys, values }) in self.heads.iter().zip(&mut self.rows) {
             keys.truncate(len * cut.key_rank());
             values.truncate(len * cut.value_rank);
         }
@@ -101,7 +102,7 @@ impl Store for ZackStore {
     }
 
     fn attend(&self, head: usize, q: &[f32], out: &mut [f32], stats: &mut [SoftmaxStats]) -> Result<()> {
-        let (cut, [keys, values]) = (&self.heads[head], &self.rows[head]);
+        let (cut, Pair { keys, values }) = (&self.heads[head], &self.rows[head]);
         let mut cut_out = vec![0.0; stats.len() * cut.value_rank];
         let mut cut_stats = vec![SoftmaxStats::EMPTY; stats.len()];
         keys.attend(values, &cut.project_queries(q)?, &mut cut_out, &mut cut_stats)?;
@@ -112,7 +113,7 @@ impl Store for ZackStore {
     }
 
     fn footprint(&self) -> Footprint {
-        let rows: usize = self.rows.iter().flatten().map(Numbers::len).sum();
+        let rows: usize = self.rows.iter().flat_map(Pair::iter).map(Elements::len).sum();
         let shared = self.heads.iter().map(HeadCut::size).sum();
         Footprint { kept: rows * self.element.size(), shared, ..Footprint::default() }
     }

@@ -15,6 +15,7 @@ use crate::cache::{
 };
 use crate::calibrate::Calibration;
 use crate::model::{Config, Model, Rope};
+use crate::side::Pair;
 use crate::{Error, Profile, Result};
 
 /// Everything random here starts from it.
@@ -91,8 +92,12 @@ impl Method {
             return Err(Error::Argument(format!("method {} has no bitstream", self.name)));
         };
         let geometry = Geometry::of(config);
-        let layers = (0..config.n_layers).map(|l| setting.planes(profile, geometry, l));
-        Ok(layers.collect::<Result<Vec<_>>>()?.into_iter().flatten().collect())
+        let mut planes = vec![];
+        for l in 0..config.n_layers {
+            let Pair { keys, values } = setting.planes(profile, geometry, l)?;
+            planes.extend([keys, values]);
+        }
+        Ok(planes)
     }
 
     fn check(&self, config: &Config) -> Result<()> {
@@ -102,8 +107,8 @@ impl Method {
         };
         match self.kind {
             Kind::PqCache { code, .. } => drop(shape(code)?),
-            Kind::Million(ref setting) => drop((shape(setting.k)?, shape(setting.v)?)),
-            Kind::PqKlt(ref setting) => drop((shape(setting.k)?, shape(setting.v)?)),
+            Kind::Million(ref setting) => drop(Pair::try_of(|side| shape(setting.codes[side]))?),
+            Kind::PqKlt(ref setting) => drop(Pair::try_of(|side| shape(setting.codes[side]))?),
             _ => {}
         }
         match self.exact_layers.iter().find(|&&l| l >= config.n_layers) {
@@ -118,7 +123,7 @@ impl Method {
         let head_dim = geometry.head_dim;
         let dense = || Box::new(DenseStore::new(self.exact, geometry, rope.clone()));
         let coded = |k: Arc<dyn BlockCodec>, v: Arc<dyn BlockCodec>, block: usize| {
-            Box::new(CodedStore::new(geometry, rope.clone(), None, [k, v], block))
+            Box::new(CodedStore::new(geometry, rope.clone(), None, Pair::new(k, v), block))
         };
         let retrieval = |scorer: Scorer, ratio: f64| {
             let reserved = self.window.sinks + self.window.recent;
@@ -173,8 +178,8 @@ impl Method {
         let &Site { geometry, rope, .. } = site;
         match setting.bits {
             Some(bits) => {
-                let codecs: [Arc<dyn BlockCodec>; 2] =
-                    [Arc::new(PerChannel { bits }), Arc::new(PerToken { bits, group: BLOCK })];
+                let (k, v) = (PerChannel { bits }, PerToken { bits, group: BLOCK });
+                let codecs = Pair::<Arc<dyn BlockCodec>>::new(Arc::new(k), Arc::new(v));
                 let store = CodedStore::new(geometry, rope.clone(), Some(heads), codecs, BLOCK);
                 boxed(site, store, setting.tokens)
             }

@@ -4,13 +4,14 @@ use std::sync::Arc;
 
 use codec_core::{Coder, FitOptions, ModelKind, PlaneBuf, PredictorKind, Steps, TransformBuf};
 use rayon::prelude::*;
-use svd_core::{Gram, Rotation, Side};
+use svd_core::{Gram, Rotation};
 
 use super::pqklt::single;
 use super::zack::output_gram;
 use crate::cache::{Geometry, mean_row};
 use crate::calibrate::{Calibration, LayerSamples};
 use crate::model::{Config, Model};
+use crate::side::{Pair, Side};
 use crate::{Error, Profile, Result};
 
 /// What the profile depends on.
@@ -72,10 +73,10 @@ impl Prediction {
 }
 
 impl CacheGen {
-    fn key(&self, which: usize, l: usize) -> String {
-        let side = ["k", "v"][which];
+    fn key(&self, side: Side, l: usize) -> String {
+        let letter = side.letter();
         let Self { mode, predictor, models, coder } = self;
-        format!("cachegen/{mode:?}/{predictor:?}/{models:?}/{coder:?}/{side}/{l}/plane")
+        format!("cachegen/{mode:?}/{predictor:?}/{models:?}/{coder:?}/{letter}/{l}/plane")
     }
 
     /// Fits a plane to the keys and one to the values of every layer.
@@ -88,50 +89,53 @@ impl CacheGen {
         let planes: Vec<(String, Vec<u8>)> = (0..2 * config.n_layers)
             .into_par_iter()
             .map(|plane| {
-                let (l, which) = (plane / 2, plane % 2);
+                let (l, side) = (plane / 2, Side::ALL[plane % 2]);
                 let layer = &samples.layers[l];
-                let rows = [&layer.keys, &layer.values][which];
+                let rows = Pair::new(&layer.keys, &layer.values)[side];
                 let transform = transforms.get(plane);
                 let given = match (transform, self.mode) {
                     (Some(transform), _) => transform.steps.clone(),
                     (None, Mode::Common { k, v }) => {
-                        vec![[k, v][which] * deviation(rows, config.kv_dim()); config.kv_dim()]
+                        vec![Pair::new(k, v)[side] * deviation(rows, config.kv_dim()); config.kv_dim()]
                     }
                     (None, _) => vec![],
                 };
                 let options = FitOptions {
                     predictor: PredictorKind::Mean,
-                    steps: self.steps(which, l, config, &given),
+                    steps: self.steps(side, l, config, &given),
                     models: self.models,
                     coder: self.coder,
                 };
                 let transform = transform.map(|transform| transform.transform.clone());
                 let candidates = self.predictor.candidates();
                 let fitted = PlaneBuf::fit_best(rows, config.kv_dim(), transform, &options, candidates)?;
-                Ok((self.key(which, l), fitted.to_bytes()))
+                Ok((self.key(side, l), fitted.to_bytes()))
             })
             .collect::<Result<_>>()?;
         planes.into_iter().for_each(|(key, bytes)| profile.put_bytes(key, bytes));
         Ok(())
     }
 
-    fn steps<'a>(&self, which: usize, l: usize, config: &Config, given: &'a [f32]) -> Steps<'a> {
+    fn steps<'a>(&self, side: Side, l: usize, config: &Config, given: &'a [f32]) -> Steps<'a> {
         match self.mode {
             Mode::Transform { .. } | Mode::Common { .. } => Steps::Given(given),
-            Mode::Channels { k, v } => Steps::Deviations([k, v][which]),
+            Mode::Channels { k, v } => Steps::Deviations(Pair::new(k, v)[side]),
             Mode::Paper { k, v } => {
                 let third = 1 + 3 * l / config.n_layers;
-                Steps::Deviations([k, v][which] * third as f32)
+                Steps::Deviations(Pair::new(k, v)[side] * third as f32)
             }
             // Twice the bins in the first ten layers' keys and the first two layers' values.
-            Mode::LmCache { bins } => Steps::TokenAbsmax(bins * (1 + u8::from(l < [10, 2][which])) / 2 - 1),
+            Mode::LmCache { bins } => {
+                let fine = l < Pair::new(10, 2)[side];
+                Steps::TokenAbsmax(bins * (1 + u8::from(fine)) / 2 - 1)
+            }
         }
     }
 
     /// The planes of layer `l`: of keys and of values.
-    pub fn planes(&self, profile: &Profile, geometry: Geometry, l: usize) -> Result<[PlaneBuf; 2]> {
-        let plane = |which| -> Result<PlaneBuf> {
-            let key = self.key(which, l);
+    pub fn planes(&self, profile: &Profile, geometry: Geometry, l: usize) -> Result<Pair<PlaneBuf>> {
+        Pair::try_of(|side| {
+            let key = self.key(side, l);
             let plane =
                 PlaneBuf::from_bytes(profile.bytes(&key)?).map_err(|e| Error::Profile(e.to_string()))?;
             if plane.channels() != geometry.kv_dim() {
@@ -139,8 +143,7 @@ impl CacheGen {
                 return Err(Error::Profile(what));
             }
             Ok(plane)
-        };
-        Ok([plane(0)?, plane(1)?])
+        })
     }
 }
 
@@ -171,24 +174,27 @@ impl PlaneTransform {
         let geometry = Geometry::of(config);
         let heads =
             samples.layers.par_iter().enumerate().map(|(l, layer)| head_rotations(model, geometry, l, layer));
-        let heads: Vec<[Vec<Rotation>; 2]> = heads.collect::<Result<_>>()?;
-        let sigmas =
-            |which: usize| heads.iter().flat_map(move |layer| layer[which].iter().map(Rotation::sigma));
-        let key_step =
-            step_for_rate(sigmas(0).map(|sigma| (sigma, 1.0)), (bits - offset / 2.0).max(bits / 8.0));
+        let heads: Vec<Pair<Vec<Rotation>>> = heads.collect::<Result<_>>()?;
+        let sigmas = |side: Side| heads.iter().flat_map(move |layer| layer[side].iter().map(Rotation::sigma));
+        let key_step = step_for_rate(
+            sigmas(Side::Keys).map(|sigma| (sigma, 1.0)),
+            (bits - offset / 2.0).max(bits / 8.0),
+        );
         let spread = |sigma: &[f64]| sigma.iter().map(|x| x.max(1e-9).ln()).sum::<f64>() / sigma.len() as f64;
-        let mean_spread = sigmas(1).map(spread).sum::<f64>() / sigmas(1).count() as f64;
+        let mean_spread = sigmas(Side::Values).map(spread).sum::<f64>() / sigmas(Side::Values).count() as f64;
         let halfway = |sigma: &[f64]| ((spread(sigma) + mean_spread) / 2.0).exp();
         let value_bits = (bits + offset / 2.0).max(bits / 8.0);
-        let value_step = step_for_rate(sigmas(1).map(|sigma| (sigma, halfway(sigma))), value_bits);
+        let value_step = step_for_rate(sigmas(Side::Values).map(|sigma| (sigma, halfway(sigma))), value_bits);
         heads
             .iter()
             .flat_map(|layer| {
-                let steps = [
-                    layer[0].iter().map(|_| key_step).collect::<Vec<f64>>(),
-                    layer[1].iter().map(|head| value_step * halfway(head.sigma())).collect(),
-                ];
-                layer.iter().zip(steps).map(|(heads, steps)| Self::of_plane(geometry, heads, &steps))
+                let key_steps: Vec<f64> = layer.keys.iter().map(|_| key_step).collect();
+                let value_steps =
+                    layer.values.iter().map(|head| value_step * halfway(head.sigma())).collect();
+                layer
+                    .iter()
+                    .zip([key_steps, value_steps])
+                    .map(|(heads, steps)| Self::of_plane(geometry, heads, &steps))
             })
             .collect()
     }
@@ -212,7 +218,7 @@ fn head_rotations(
     geometry: Geometry,
     l: usize,
     layer: &LayerSamples,
-) -> Result<[Vec<Rotation>; 2]> {
+) -> Result<Pair<Vec<Rotation>>> {
     let heads = 0..geometry.n_kv_heads;
     let keys =
         heads.clone().map(|head| rotation(geometry, &layer.keys, head, &layer.plain_query_grams[head]));
@@ -224,11 +230,16 @@ fn head_rotations(
         let sigma = rotation.sigma().iter().map(|x| x * scale).collect();
         Ok(Rotation::from_parts(store, probe, sigma)?)
     });
-    Ok([keys.collect::<Result<_>>()?, values.collect::<Result<_>>()?])
+    Ok(Pair::new(keys.collect::<Result<_>>()?, values.collect::<Result<_>>()?))
 }
 
 /// The query-metric rotation of one head's rows.
-fn rotation<S: Side>(geometry: Geometry, rows: &[f32], head: usize, metric: &Gram<S>) -> Result<Rotation> {
+fn rotation<S: svd_core::Side>(
+    geometry: Geometry,
+    rows: &[f32],
+    head: usize,
+    metric: &Gram<S>,
+) -> Result<Rotation> {
     let mut moment = Gram::new(geometry.head_dim)?;
     moment.add_columns(rows, geometry.kv_dim(), head * geometry.head_dim)?;
     Ok(Rotation::query_metric(&moment.centred(), metric)?)

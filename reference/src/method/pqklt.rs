@@ -2,7 +2,7 @@
 
 use pq_core::{CodebookBuf, RopeMean, TrainOptions, train};
 use rayon::prelude::*;
-use svd_core::{Gram, MapBuf, NoRope, Rotation, Side, balanced_order};
+use svd_core::{Gram, MapBuf, NoRope, Rotation, balanced_order};
 
 use super::PqCode;
 use super::build::SEED;
@@ -10,13 +10,13 @@ use super::zack::output_gram;
 use crate::cache::{Geometry, HeadCode, KeySpace, TransformedPlan, halved, mean_row};
 use crate::calibrate::Calibration;
 use crate::model::{Config, Model, Rope};
+use crate::side::{Pair, Side};
 use crate::{Error, Profile, Result};
 
 /// What the profile depends on.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct PqKlt {
-    pub k: PqCode,
-    pub v: PqCode,
+    pub codes: Pair<PqCode>,
     pub space: KeySpace,
     pub norms: bool,
     pub iterations: usize,
@@ -24,11 +24,11 @@ pub(super) struct PqKlt {
 }
 
 impl PqKlt {
-    fn key(&self, which: usize, l: usize, head: usize, part: &str) -> String {
+    fn key(&self, side: Side, l: usize, head: usize, part: &str) -> String {
         let Self { space, norms, iterations, .. } = self;
-        let (side, code) = [("k", self.k), ("v", self.v)][which];
-        let space = if which == 0 { space.to_string() } else { "v".into() };
-        format!("pqklt/{space}/{norms}/{iterations}/{code}/{side}/{l}/{head}/{part}")
+        let space = if side == Side::Keys { space.to_string() } else { "v".into() };
+        let (code, letter) = (self.codes[side], side.letter());
+        format!("pqklt/{space}/{norms}/{iterations}/{code}/{letter}/{l}/{head}/{part}")
     }
 
     /// Fills the profile from samples of the model.
@@ -48,23 +48,23 @@ impl PqKlt {
             let mut keys = geometry.head_rows(head, &layer.keys);
             let mean = take_mean(&mut keys, geometry.head_dim);
             let fitted = match self.space {
-                KeySpace::BeforeRope => self.fit(self.k, &layer.plain_query_grams[head], keys)?,
+                KeySpace::BeforeRope => self.fit(self.codes.keys, &layer.plain_query_grams[head], keys)?,
                 KeySpace::RotatedMean => {
                     keys = geometry.head_rows(head, &layer.rotated_keys);
                     let mut storage = vec![0.0; RopeMean::storage_len(geometry.head_dim)];
                     let rope_mean = RopeMean::new(&mean, rope.frequencies(), &mut storage)?;
                     rope_mean.subtract(Calibration::FIRST, &mut keys)?;
-                    self.fit(self.k, &layer.query_grams[head], keys)?
+                    self.fit(self.codes.keys, &layer.query_grams[head], keys)?
                 }
             };
             let keys = (mean, fitted);
             let mut values = geometry.head_rows(head, &layer.values);
             let mean = take_mean(&mut values, geometry.head_dim);
             let metric: Gram<NoRope> = output_gram(model, l, head)?;
-            Ok([keys, (mean, self.fit(self.v, &metric, values)?)])
+            Ok([keys, (mean, self.fit(self.codes.values, &metric, values)?)])
         });
         for ((l, head), made) in heads.iter().zip(made.collect::<Result<Vec<_>>>()?) {
-            for (which, (mean, (rotation, centroids))) in made.into_iter().enumerate() {
+            for (side, (mean, (rotation, centroids))) in Side::ALL.into_iter().zip(made) {
                 let parts = [
                     ("mean", mean),
                     ("store", single(rotation.store())),
@@ -72,7 +72,7 @@ impl PqKlt {
                     ("centroids", centroids),
                 ];
                 for (part, values) in parts {
-                    profile.put_floats(self.key(which, *l, *head, part), values);
+                    profile.put_floats(self.key(side, *l, *head, part), values);
                 }
             }
         }
@@ -80,7 +80,7 @@ impl PqKlt {
     }
 
     /// The rotation of rows less their mean, and centroids of what it makes of them.
-    fn fit<S: Side>(
+    fn fit<S: svd_core::Side>(
         &self,
         code: PqCode,
         metric: &Gram<S>,
@@ -97,13 +97,13 @@ impl PqKlt {
 
     /// Layer `l` from the profile.
     pub fn plan(&self, config: &Config, profile: &Profile, l: usize) -> Result<TransformedPlan> {
-        let read = |which: usize, head: usize| -> Result<HeadCode> {
-            let part = |part| profile.floats(&self.key(which, l, head, part)).map(<[f32]>::to_vec);
+        let read = |side: Side, head: usize| -> Result<HeadCode> {
+            let part = |part| profile.floats(&self.key(side, l, head, part)).map(<[f32]>::to_vec);
             let wrong = |e: &dyn std::fmt::Display| Error::Profile(e.to_string());
-            let map = |which| -> Result<MapBuf> {
-                MapBuf::new(part(which)?, config.head_dim, config.head_dim).map_err(|e| wrong(&e))
+            let map = |name| -> Result<MapBuf> {
+                MapBuf::new(part(name)?, config.head_dim, config.head_dim).map_err(|e| wrong(&e))
             };
-            let shape = [self.k, self.v][which].shape(config.head_dim)?;
+            let shape = self.codes[side].shape(config.head_dim)?;
             let codebook = CodebookBuf::new(shape, &part("centroids")?).map_err(|e| wrong(&e))?;
             let mean = part("mean")?;
             if mean.len() != config.head_dim {
@@ -111,7 +111,7 @@ impl PqKlt {
             }
             Ok(HeadCode { mean, store: map("store")?, probe: map("probe")?, codebook, norms: self.norms })
         };
-        let heads = (0..config.n_kv_heads).map(|head| Ok([read(0, head)?, read(1, head)?]));
+        let heads = (0..config.n_kv_heads).map(|head| Pair::try_of(|side| read(side, head)));
         Ok(TransformedPlan { heads: heads.collect::<Result<_>>()?, space: self.space, refine: self.refine })
     }
 }

@@ -3,13 +3,14 @@
 use std::sync::Arc;
 
 use rayon::prelude::*;
-use svd_core::{Budget, Gram, NoRope, Rotation, Side, ranks_by_loss, ranks_by_removal};
+use svd_core::{Budget, Gram, NoRope, Rotation, ranks_by_loss, ranks_by_removal};
 
 use super::pqklt::single;
 use super::{Basis, Zack};
 use crate::cache::{Geometry, HeadCut};
 use crate::calibrate::Calibration;
 use crate::model::{Config, Model};
+use crate::side::{Pair, Side};
 use crate::{Error, Profile, Result};
 
 /// How ranks are chosen.
@@ -23,8 +24,8 @@ pub(super) enum RankRule {
     Uniform,
 }
 
-fn key(basis: Basis, which: char, l: usize, head: usize, part: &str) -> String {
-    format!("zack/{basis}/{which}/{l}/{head}/{part}")
+fn key(basis: Basis, side: Side, l: usize, head: usize, part: &str) -> String {
+    format!("zack/{basis}/{}/{l}/{head}/{part}", side.letter())
 }
 
 fn residual_key(l: usize) -> String {
@@ -49,11 +50,11 @@ pub(super) fn calibrate(
         Ok([keys, rotation(basis, &values, &output_gram(model, l, head)?)?])
     });
     for ((l, head), rotations) in heads.iter().zip(rotations.collect::<Result<Vec<_>>>()?) {
-        for (which, rotation) in ['k', 'v'].into_iter().zip(rotations) {
+        for (side, rotation) in Side::ALL.into_iter().zip(rotations) {
             for (part, values) in
                 [("store", rotation.store()), ("probe", rotation.probe()), ("sigma", rotation.sigma())]
             {
-                profile.put_floats(key(basis, which, *l, *head, part), single(values));
+                profile.put_floats(key(basis, side, *l, *head, part), single(values));
             }
         }
     }
@@ -64,7 +65,7 @@ pub(super) fn calibrate(
 }
 
 /// The rotation of what is stored against what meets it.
-fn rotation<S: Side>(basis: Basis, stored: &Gram<S>, probes: &Gram<S>) -> Result<Rotation> {
+fn rotation<S: svd_core::Side>(basis: Basis, stored: &Gram<S>, probes: &Gram<S>) -> Result<Rotation> {
     Ok(match basis {
         Basis::Closed => Rotation::score_optimal(stored, probes)?,
         Basis::Stacked => Rotation::stacked(stored, probes)?,
@@ -92,20 +93,21 @@ pub(super) struct ZackPlan {
 impl ZackPlan {
     /// Reads the rotations and cuts them so that the parts `k` and `v` of all dimensions stay.
     pub fn read(config: &Config, profile: &Profile, setting: &Zack) -> Result<Self> {
-        let read = |which: char| -> Result<Vec<Vec<Rotation>>> {
+        let read = |side: Side| -> Result<Vec<Vec<Rotation>>> {
             (0..config.n_layers)
                 .map(|l| {
                     (0..config.n_kv_heads)
-                        .map(|head| read_rotation(config, profile, setting.basis, which, l, head))
+                        .map(|head| read_rotation(config, profile, setting.basis, side, l, head))
                         .collect()
                 })
                 .collect()
         };
-        let (keys, values) = (read('k')?, read('v')?);
-        let [key_weights, value_weights] = loss_weights(profile, &values)?;
-        let key_ranks = setting.ranks(&keys, setting.k, &key_weights)?;
-        let value_ranks = setting.ranks(&values, setting.v, &value_weights)?;
-        let mut ranks = key_ranks.into_iter().zip(value_ranks);
+        let rotations = Pair::try_of(read)?;
+        let weights = loss_weights(profile, &rotations.values)?;
+        let ranks =
+            Pair::try_of(|side| setting.ranks(&rotations[side], setting.parts[side], &weights[side]))?;
+        let mut ranks = ranks.keys.into_iter().zip(ranks.values);
+        let Pair { keys, values } = rotations;
         let heads = keys.iter().map(|keys| {
             let heads = keys.iter().zip(&mut ranks).map(|(keys, (key_rank, value_rank))| {
                 Ok(HeadCut {
@@ -143,16 +145,16 @@ impl Zack {
 ///
 /// N.B. Weights measured instead, as the divergence of a model in which one layer alone is cut to half over what that drops: on
 /// the 12 M model better at nine tenths of the dimensions (KL .0008 for .0031), worse at half (.0163 for .0104).
-fn loss_weights(profile: &Profile, values: &[Vec<Rotation>]) -> Result<[Vec<f64>; 2]> {
-    let mut weights = [vec![], vec![]];
+fn loss_weights(profile: &Profile, values: &[Vec<Rotation>]) -> Result<Pair<Vec<f64>>> {
+    let mut weights = Pair::<Vec<f64>>::default();
     for (l, heads) in values.iter().enumerate() {
         let &[rms] = profile.floats(&residual_key(l))? else {
-            return Err(Error::Profile(format!("{} is not one number", residual_key(l))));
+            return Err(Error::Profile(format!("{} is not one element", residual_key(l))));
         };
         for head in heads {
             let relative = f64::from(rms).powi(-2);
-            weights[0].push(relative * head.sigma().iter().map(|x| x * x).sum::<f64>());
-            weights[1].push(relative);
+            weights.keys.push(relative * head.sigma().iter().map(|x| x * x).sum::<f64>());
+            weights.values.push(relative);
         }
     }
     Ok(weights)
@@ -162,12 +164,12 @@ fn read_rotation(
     config: &Config,
     profile: &Profile,
     basis: Basis,
-    which: char,
+    side: Side,
     l: usize,
     head: usize,
 ) -> Result<Rotation> {
     let part = |part| -> Result<Vec<f64>> {
-        Ok(profile.floats(&key(basis, which, l, head, part))?.iter().map(|&x| x.into()).collect())
+        Ok(profile.floats(&key(basis, side, l, head, part))?.iter().map(|&x| x.into()).collect())
     };
     let rotation = Rotation::from_parts(part("store")?, part("probe")?, part("sigma")?)
         .map_err(|e| Error::Profile(e.to_string()))?;
