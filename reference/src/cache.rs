@@ -3,16 +3,8 @@
 //! A sequence is cut in three: the first tokens (sinks) and the most recent ones (window) stay exact, what lies between is
 //! a `Store`, which is where the methods differ. Each part attends on its own; the softmaxes are merged.
 
-mod cachegen;
-mod coded;
-mod evicting;
 mod exact;
-mod million;
-mod retrieval;
 mod store;
-mod streaming;
-mod transformed;
-mod zack;
 
 use std::sync::Arc;
 
@@ -20,18 +12,10 @@ use pq_core::Window;
 use rayon::prelude::*;
 use svd_core::SoftmaxStats;
 
-pub(crate) use cachegen::CacheGenStore;
-pub(crate) use coded::{BlockCodec, CodedStore, LloydMax, PerChannel, PerToken, Rotated};
-pub(crate) use evicting::EvictingStore;
 pub use exact::ElementType;
-pub(crate) use exact::{DenseStore, ExactRows};
-pub(crate) use million::{MillionStore, mean_row, take_outliers};
-pub(crate) use retrieval::{RetrievalStore, Scorer};
+pub(crate) use exact::{DenseStore, Elements, ExactRows, saturating_f16};
 pub use store::Footprint;
-pub(crate) use store::{Geometry, RotatedStore, Store};
-pub(crate) use streaming::StreamingStore;
-pub(crate) use transformed::{HeadCode, KeySpace, TransformedPlan, TransformedStore, halved};
-pub(crate) use zack::{HeadCut, ZackStore};
+pub(crate) use store::{Geometry, RotatedStore, Store, merge_part};
 
 use crate::model::Rope;
 use crate::{Error, Result};

@@ -2,14 +2,14 @@ use std::path::PathBuf;
 
 use clap::Args;
 use kv_reference::compare::{Sizes, compare};
-use kv_reference::method::{DEFAULT_METHODS, METHODS_HELP, Method};
+use kv_reference::method::{DEFAULT_METHODS, Method, methods_help};
 use kv_reference::report::{html, table};
 use kv_reference::{Error, Profile, Result};
 
 use super::{Files, JsonArgs, ModelArgs, Stdout, TextArgs, progress};
 
 #[derive(Args)]
-#[command(after_help = METHODS_HELP)]
+#[command(after_help = methods_help())]
 pub struct Compare {
     #[command(flatten)]
     model: ModelArgs,

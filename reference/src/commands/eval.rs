@@ -8,7 +8,7 @@ use kv_reference::compare::{calibrated, run_start};
 use kv_reference::eval::retrieval::TaskMaker;
 use kv_reference::eval::{RetrievalTask, SharedPrompt, answer_questions, score_text, window_perplexity};
 use kv_reference::forward::Decoder;
-use kv_reference::method::{METHODS_HELP, Method, Prepared};
+use kv_reference::method::{Method, Prepared, methods_help};
 use kv_reference::model::{Model, Rope};
 use kv_reference::{Error, Profile, Result};
 use serde::Serialize;
@@ -16,7 +16,7 @@ use serde::Serialize;
 use super::{Files, JsonArgs, ModelArgs, Stdout, TextArgs, progress};
 
 #[derive(Args)]
-#[command(after_help = METHODS_HELP)]
+#[command(after_help = methods_help())]
 pub struct Eval {
     #[command(flatten)]
     model: ModelArgs,

@@ -5,7 +5,7 @@ use clap::Args;
 use kv_reference::compare::calibrated;
 use kv_reference::eval::Prompt;
 use kv_reference::forward::Decoder;
-use kv_reference::method::{METHODS_HELP, Method, Prepared};
+use kv_reference::method::{Method, Prepared, methods_help};
 use kv_reference::model::{Model, Rope};
 use kv_reference::{Error, Profile, Result, Sampler};
 use serde::Serialize;
@@ -13,7 +13,7 @@ use serde::Serialize;
 use super::{Files, JsonArgs, ModelArgs, Stdout, TextArgs, progress};
 
 #[derive(Args)]
-#[command(after_help = METHODS_HELP)]
+#[command(after_help = methods_help())]
 pub struct Generate {
     /// Text to continue
     #[arg(value_name = "PROMPT")]

@@ -1,26 +1,49 @@
-//! Means, query-metric rotations and codebooks of every head's keys and values.
+//! Product-quantizer codes of transformed keys and values: means, query-metric rotations and codebooks of every head.
+
+mod store;
+
+use std::sync::Arc;
 
 use pq_core::{CodebookBuf, RopeMean, TrainOptions, train};
 use rayon::prelude::*;
 use svd_core::{Gram, MapBuf, NoRope, Rotation, balanced_order};
 
-use super::PqCode;
-use super::build::SEED;
-use super::zack::output_gram;
-use crate::cache::{Geometry, HeadCode, KeySpace, TransformedPlan, halved, mean_row};
-use crate::calibrate::Calibration;
+use super::kind::{Entry, Kind, SEED, Site};
+use super::pq_code::PqCode;
+use super::settings::{Switch, words};
+use crate::cache::{Geometry, Store};
+use crate::calibrate::{Calibration, mean_row, output_gram, single};
 use crate::model::{Config, Model, Rope};
 use crate::side::{Pair, Side};
 use crate::{Error, Profile, Result};
+use store::{HeadCode, KeySpace, TransformedPlan, TransformedStore, halved};
 
-/// What the profile depends on.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) struct PqKlt {
-    pub codes: Pair<PqCode>,
-    pub space: KeySpace,
-    pub norms: bool,
-    pub iterations: usize,
-    pub refine: usize,
+pub(super) const PQ_KLT: Entry = Entry {
+    names: &["pqklt"],
+    help: "\
+  pqklt             attention on PQ codes of transformed rows             k=32x6 v=32x6 keys=mean|rope norms=on|off
+                                                                          iterations=8 refine=0
+",
+    parse: |s| {
+        let code = PqCode { m: 32, nbits: 6 };
+        Ok(Arc::new(PqKlt {
+            codes: Pair::new(s.own("k", code)?, s.own("v", code)?),
+            space: s.own("keys", KeySpace::RotatedMean)?,
+            norms: s.common("norms", Switch::On)? == Switch::On,
+            iterations: s.positive("iterations", 8)?,
+            refine: s.count("refine", 0)?,
+        }))
+    },
+};
+words!(KeySpace, "mean" => KeySpace::RotatedMean, "rope" => KeySpace::BeforeRope);
+
+#[derive(Debug)]
+struct PqKlt {
+    codes: Pair<PqCode>,
+    space: KeySpace,
+    norms: bool,
+    iterations: usize,
+    refine: usize,
 }
 
 impl PqKlt {
@@ -31,8 +54,54 @@ impl PqKlt {
         format!("pqklt/{space}/{norms}/{iterations}/{code}/{letter}/{l}/{head}/{part}")
     }
 
+    /// The rotation of rows less their mean, and centroids of what it makes of them.
+    fn fit<S: svd_core::Side>(
+        &self,
+        code: PqCode,
+        metric: &Gram<S>,
+        mut rows: Vec<f32>,
+    ) -> Result<(Rotation, Vec<f32>)> {
+        let mut covariance = Gram::new(metric.dim())?;
+        covariance.add_rows(&rows)?;
+        let rotation = Rotation::query_metric(&covariance, metric)?;
+        let rotation = rotation.reordered(&balanced_order(rotation.sigma(), code.m)?)?;
+        HeadCode::transform(&rotation.store_map(metric.dim())?, self.norms, &mut rows)?;
+        let options = TrainOptions { iterations: self.iterations, seed: SEED, ..Default::default() };
+        Ok((rotation, halved(&train(code.shape(metric.dim())?, &rows, &options)?.centroids)))
+    }
+
+    /// Layer `l` from the profile.
+    fn plan(&self, config: &Config, profile: &Profile, l: usize) -> Result<TransformedPlan> {
+        let read = |side: Side, head: usize| -> Result<HeadCode> {
+            let part = |part| profile.floats(&self.key(side, l, head, part)).map(<[f32]>::to_vec);
+            let wrong = |e: &dyn std::fmt::Display| Error::Profile(e.to_string());
+            let map = |name| -> Result<MapBuf> {
+                MapBuf::new(part(name)?, config.head_dim, config.head_dim).map_err(|e| wrong(&e))
+            };
+            let shape = self.codes[side].shape(config.head_dim)?;
+            let codebook = CodebookBuf::new(shape, &part("centroids")?).map_err(|e| wrong(&e))?;
+            let mean = part("mean")?;
+            if mean.len() != config.head_dim {
+                return Err(Error::Profile(format!("a mean of {} dimensions", mean.len())));
+            }
+            Ok(HeadCode { mean, store: map("store")?, probe: map("probe")?, codebook, norms: self.norms })
+        };
+        let heads = (0..config.n_kv_heads).map(|head| Pair::try_of(|side| read(side, head)));
+        Ok(TransformedPlan { heads: heads.collect::<Result<_>>()?, space: self.space, refine: self.refine })
+    }
+}
+
+impl Kind for PqKlt {
+    fn check(&self, config: &Config) -> Result<()> {
+        self.codes.check("pqklt", config)
+    }
+
+    fn needs_profile(&self) -> bool {
+        true
+    }
+
     /// Fills the profile from samples of the model.
-    pub fn calibrate(
+    fn calibrate(
         &self,
         model: &Model,
         rope: &Rope,
@@ -79,46 +148,12 @@ impl PqKlt {
         Ok(())
     }
 
-    /// The rotation of rows less their mean, and centroids of what it makes of them.
-    fn fit<S: svd_core::Side>(
-        &self,
-        code: PqCode,
-        metric: &Gram<S>,
-        mut rows: Vec<f32>,
-    ) -> Result<(Rotation, Vec<f32>)> {
-        let mut covariance = Gram::new(metric.dim())?;
-        covariance.add_rows(&rows)?;
-        let rotation = Rotation::query_metric(&covariance, metric)?;
-        let rotation = rotation.reordered(&balanced_order(rotation.sigma(), code.m)?)?;
-        HeadCode::transform(&rotation.store_map(metric.dim())?, self.norms, &mut rows)?;
-        let options = TrainOptions { iterations: self.iterations, seed: SEED, ..Default::default() };
-        Ok((rotation, halved(&train(code.shape(metric.dim())?, &rows, &options)?.centroids)))
+    fn stores(&self, site: &Site<'_>) -> Result<Vec<Box<dyn Store>>> {
+        site.layers(|l| {
+            let plan = self.plan(site.config, site.profile, l)?;
+            Ok(TransformedStore::new(site.geometry, site.rope.clone(), Arc::new(plan)))
+        })
     }
-
-    /// Layer `l` from the profile.
-    pub fn plan(&self, config: &Config, profile: &Profile, l: usize) -> Result<TransformedPlan> {
-        let read = |side: Side, head: usize| -> Result<HeadCode> {
-            let part = |part| profile.floats(&self.key(side, l, head, part)).map(<[f32]>::to_vec);
-            let wrong = |e: &dyn std::fmt::Display| Error::Profile(e.to_string());
-            let map = |name| -> Result<MapBuf> {
-                MapBuf::new(part(name)?, config.head_dim, config.head_dim).map_err(|e| wrong(&e))
-            };
-            let shape = self.codes[side].shape(config.head_dim)?;
-            let codebook = CodebookBuf::new(shape, &part("centroids")?).map_err(|e| wrong(&e))?;
-            let mean = part("mean")?;
-            if mean.len() != config.head_dim {
-                return Err(Error::Profile(format!("a mean of {} dimensions", mean.len())));
-            }
-            Ok(HeadCode { mean, store: map("store")?, probe: map("probe")?, codebook, norms: self.norms })
-        };
-        let heads = (0..config.n_kv_heads).map(|head| Pair::try_of(|side| read(side, head)));
-        Ok(TransformedPlan { heads: heads.collect::<Result<_>>()?, space: self.space, refine: self.refine })
-    }
-}
-
-/// In single precision, as profiles hold numbers.
-pub(super) fn single(x: &[f64]) -> Vec<f32> {
-    x.iter().map(|&x| x as f32).collect()
 }
 
 /// Takes the mean out of rows (n, dim) and returns it.

@@ -1,4 +1,5 @@
-//! Top-k attention: score all tokens cheaply, attend to the best exactly.
+//! Top-k attention: score all tokens cheaply, attend to the best exactly. `oracle` scores by the exact product, `pqcache` by
+//! product-quantized keys.
 
 use std::sync::Arc;
 
@@ -8,14 +9,61 @@ use pq_core::{
 };
 use svd_core::SoftmaxStats;
 
+use super::kind::{Entry, Kind, SEED, Site};
+use super::pq_code::PqCode;
 use crate::Result;
-use crate::cache::{DenseStore, ElementType, Footprint, Geometry, RotatedStore, Store};
-use crate::model::Rope;
+use crate::cache::{DenseStore, Footprint, Geometry, RotatedStore, Store};
+use crate::model::Config;
 use crate::ops::dot;
+
+pub(super) const ORACLE: Entry = Entry {
+    names: &["oracle"],
+    help: "\
+  oracle            exact top-k, this part of the tokens                  ratio=0.2
+",
+    parse: |s| Ok(Arc::new(TopK { ratio: s.part("ratio", 0.2)?, quantizer: None })),
+};
+
+pub(super) const PQ_CACHE: Entry = Entry {
+    names: &["pqcache"],
+    help: "\
+  pqcache           top-k by PQ codes; exact rows counted as offloaded    ratio=0.2 code=16x8 iterations=10
+",
+    parse: |s| {
+        let (ratio, code) = (s.part("ratio", 0.2)?, s.own("code", PqCode { m: 16, nbits: 8 })?);
+        Ok(Arc::new(TopK { ratio, quantizer: Some((code, s.positive("iterations", 10)?)) }))
+    },
+};
+
+#[derive(Debug)]
+struct TopK {
+    ratio: f64,
+    quantizer: Option<(PqCode, usize)>, // and the iterations of its training
+}
+
+impl Kind for TopK {
+    fn check(&self, config: &Config) -> Result<()> {
+        self.quantizer.map_or(Ok(()), |(code, _)| code.check("pqcache", config))
+    }
+
+    fn stores(&self, site: &Site<'_>) -> Result<Vec<Box<dyn Store>>> {
+        let scorer = match self.quantizer {
+            None => Scorer::Oracle,
+            Some((code, iterations)) => {
+                let shape = code.shape(site.geometry.head_dim)?;
+                Scorer::Pq { shape, iterations, seed: SEED, heads: vec![] }
+            }
+        };
+        site.layers(|_| {
+            let (geometry, ratio, reserved) = (site.geometry, self.ratio, site.reserved);
+            Ok(RetrievalStore { geometry, exact: site.dense(), scorer: scorer.clone(), ratio, reserved })
+        })
+    }
+}
 
 /// How tokens are scored.
 #[derive(Clone)]
-pub(crate) enum Scorer {
+enum Scorer {
     /// By the exact product: the upper bound for every top-k method.
     Oracle,
     /// By product-quantized keys; the codebooks are trained on the first keys that arrive, that is on the prompt (PQCache
@@ -30,14 +78,14 @@ pub(crate) enum Scorer {
 
 /// One head's codebook and the codes of its keys.
 #[derive(Clone)]
-pub(crate) struct PqHead {
+struct PqHead {
     codebook: Arc<CodebookBuf>,
     codes: CodesBuf,
 }
 
 /// Exact rows of which each step attends only to the highest-scored ones.
 #[derive(Clone)]
-pub(crate) struct RetrievalStore {
+struct RetrievalStore {
     geometry: Geometry,
     exact: DenseStore,
     scorer: Scorer,
@@ -46,17 +94,6 @@ pub(crate) struct RetrievalStore {
 }
 
 impl RetrievalStore {
-    pub fn new(
-        geometry: Geometry,
-        element: ElementType,
-        rope: Arc<Rope>,
-        scorer: Scorer,
-        ratio: f64,
-        reserved: usize,
-    ) -> Self {
-        Self { geometry, exact: DenseStore::new(element, geometry, rope), scorer, ratio, reserved }
-    }
-
     /// Tokens to retrieve for one step.
     fn k(&self) -> usize {
         let attended = (self.ratio * (self.exact.tokens() + self.reserved) as f64).ceil() as usize;

@@ -10,9 +10,8 @@ use pq_core::{
 use svd_core::{MapBuf, SoftmaxStats};
 
 use crate::Result;
-use crate::cache::million::attend_to_codes;
-use crate::cache::store::merge_part;
-use crate::cache::{Footprint, Geometry, Store};
+use crate::cache::{Footprint, Geometry, Store, merge_part};
+use crate::method::pq_code::attend_to_codes;
 use crate::model::Rope;
 use crate::ops::dot;
 use crate::side::{Pair, Side};

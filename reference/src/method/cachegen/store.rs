@@ -4,8 +4,7 @@ use codec_core::{Backend, Frame, FrameInfo, PlaneBuf, encode_frame};
 use svd_core::SoftmaxStats;
 
 use crate::Result;
-use crate::cache::{DenseStore, ElementType, Footprint, Geometry, Store};
-use crate::model::Rope;
+use crate::cache::{DenseStore, Footprint, Geometry, Store};
 use crate::side::Pair;
 
 /// CacheGen: every batch of tokens becomes a bitstream (keys before RoPE, values), and what is attended to is what the decoder
@@ -28,13 +27,8 @@ struct Chunk {
 }
 
 impl CacheGenStore {
-    pub fn new(
-        geometry: Geometry,
-        rope: Arc<Rope>,
-        planes: Arc<Pair<PlaneBuf>>,
-        element: ElementType,
-    ) -> Self {
-        Self { geometry, planes, chunks: vec![], decoded: DenseStore::new(element, geometry, rope) }
+    pub fn new(geometry: Geometry, planes: Arc<Pair<PlaneBuf>>, decoded: DenseStore) -> Self {
+        Self { geometry, planes, chunks: vec![], decoded }
     }
 }
 

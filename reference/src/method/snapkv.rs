@@ -1,23 +1,46 @@
+//! SnapKV (arXiv 2404.14469): of a prompt only the tokens that its last queries attend to most are kept; decoded tokens all
+//! stay. Tokens keep their positions.
+//!
+//! Two things differ from the paper: scores are not pooled over neighbouring tokens, and all heads of a layer keep the same
+//! tokens. Keyformer (ZACK's 6.2) chooses by accumulated scores as well.
+
 use std::sync::Arc;
 
 use svd_core::SoftmaxStats;
 
+use super::kind::{Entry, Kind, Site};
 use crate::Result;
 use crate::cache::{Footprint, Geometry, RotatedStore, Store};
 use crate::model::Rope;
 use crate::ops::{dot, softmax};
 
-/// Eviction before another store: of a prompt only the part that its last queries attend to most is kept, one choice for all
-/// heads of a layer. What is decoded after it stays.
-///
-/// SnapKV (arXiv 2404.14469) without its pooling over neighbours; Keyformer (ZACK's 6.2) chooses by accumulated scores as
-/// well. Tokens keep their positions.
+pub(super) const SNAP_KV: Entry = Entry {
+    names: &["snapkv"],
+    help: "\
+  snapkv            the prompt's tokens that its end attends to: no       tokens=0.5
+                      pooling, one choice for all heads of a layer
+",
+    parse: |s| Ok(Arc::new(SnapKv { tokens: s.part("tokens", 0.5)? })),
+};
+
+#[derive(Debug)]
+struct SnapKv {
+    tokens: f64, // part of the prompt's tokens that stays
+}
+
+impl Kind for SnapKv {
+    fn stores(&self, site: &Site<'_>) -> Result<Vec<Box<dyn Store>>> {
+        site.layers(|_| Ok(EvictingStore::new(site.dense(), site.geometry, site.rope.clone(), self.tokens)))
+    }
+}
+
+/// Eviction before another store.
 #[derive(Clone)]
-pub(crate) struct EvictingStore<S> {
+pub(super) struct EvictingStore<S> {
     inner: S,
     geometry: Geometry,
     rope: Arc<Rope>,
-    part: f64,         // of the prompt's tokens that stay
+    part: f64,         // of the prompt's tokens that stay; all from 1 on
     queries: Vec<f32>, // (n, n_heads, head_dim) rotated: the prompt's last ones, until its tokens arrive
     kept: Vec<usize>,  // indices of the tokens that the inner store holds, ascending
     len: usize,
@@ -64,7 +87,11 @@ impl<S: RotatedStore + Clone + 'static> Store for EvictingStore<S> {
         let kv_dim = self.geometry.kv_dim();
         let rotated = self.rope.rotated(k, kv_dim, pos);
         let n = k.len() / kv_dim;
-        let stay = if self.queries.is_empty() { (0..n).collect() } else { self.choose(&rotated) };
+        let stay = if self.queries.is_empty() || self.part >= 1.0 {
+            (0..n).collect()
+        } else {
+            self.choose(&rotated)
+        };
         let rows = |rows: &[f32]| -> Vec<f32> {
             stay.iter().flat_map(|&i| &rows[i * kv_dim..][..kv_dim]).copied().collect()
         };
