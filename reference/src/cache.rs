@@ -3,36 +3,21 @@
 //! A sequence is cut in three: the first tokens (sinks) and the most recent ones (window) stay exact, what lies between is
 //! a `Store`, which is where the methods differ. Each part attends on its own; the softmaxes are merged.
 
-mod accumulate;
-mod cachegen;
-mod coded;
-mod evicting;
 mod exact;
-mod million;
-mod retrieval;
-mod streaming;
-mod transformed;
-mod zack;
+mod store;
 
-use std::ops::AddAssign;
 use std::sync::Arc;
 
 use pq_core::Window;
 use rayon::prelude::*;
+use svd_core::SoftmaxStats;
 
-use accumulate::Accumulator;
-pub(crate) use cachegen::CacheGenStore;
-pub(crate) use coded::{BlockCodec, CodedStore, LloydMax, PerChannel, PerToken, Rotated};
-pub(crate) use evicting::EvictingStore;
 pub use exact::ElementType;
-pub(crate) use exact::{DenseStore, ExactRows};
-pub(crate) use million::{HeadCodebooks, MillionStore, mean_row, take_outliers};
-pub(crate) use retrieval::{RetrievalStore, Scorer};
-pub(crate) use streaming::StreamingStore;
-pub(crate) use transformed::{HeadCode, KeySpace, TransformedPlan, TransformedStore, halved};
-pub(crate) use zack::{HeadCut, ZackStore};
+pub(crate) use exact::{DenseStore, Elements, ExactRows, saturating_f16};
+pub use store::Footprint;
+pub(crate) use store::{Geometry, RotatedStore, Store, merge_part};
 
-use crate::model::{Config, Rope};
+use crate::model::Rope;
 use crate::{Error, Result};
 
 /// The keys and values of one sequence, in whatever form a method keeps them.
@@ -80,77 +65,6 @@ pub trait KvCache: Send + Sync {
 
     /// A copy that goes its own way.
     fn clone_box(&self) -> Box<dyn KvCache>;
-}
-
-/// Bytes of a cache by what they are for.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
-pub struct Footprint {
-    /// What represents the tokens: rows, codes, bitstreams, scales, norms, codebooks trained for this sequence.
-    pub kept: usize,
-    /// Exact rows in slower memory of which a step fetches some (PQCache).
-    pub offloaded: usize,
-    /// Decoded copies that could be made again from what is kept (CacheGen).
-    pub working: usize,
-    /// Made once for a model and shared by all its sequences: codebooks, rotations, probability models.
-    pub shared: usize,
-}
-
-impl AddAssign for Footprint {
-    fn add_assign(&mut self, other: Self) {
-        self.kept += other.kept;
-        self.offloaded += other.offloaded;
-        self.working += other.working;
-        self.shared += other.shared;
-    }
-}
-
-/// What lies between the sinks and the window of one layer.
-pub(crate) trait Store: Send + Sync {
-    /// Sees the last queries of the prompt that comes next, rotated.
-    fn watch(&mut self, _queries: &[f32]) {}
-    /// Takes the next `n` tokens: keys before RoPE and values, (n, n_kv_heads * head_dim) each; the first at `pos`.
-    fn push(&mut self, pos: usize, k: &[f32], v: &[f32]) -> Result<()>;
-    /// Tokens it stands for.
-    fn len(&self) -> usize;
-    /// Forgets all tokens from index `len` on; `len` is at most [`Self::len`].
-    fn truncate(&mut self, len: usize) -> Result<()>;
-    /// Adds the attention of one key/value head to the accumulators of its query heads. `q` (group, head_dim) is rotated
-    /// and scaled by `1 / sqrt(head_dim)`.
-    fn attend(&self, head: usize, q: &[f32], group: &mut [Accumulator]) -> Result<()>;
-    /// Where its bytes are.
-    fn footprint(&self) -> Footprint;
-    /// A copy that goes its own way.
-    fn clone_box(&self) -> Box<dyn Store>;
-}
-
-/// A store that can take keys which have been rotated already, to whatever positions.
-pub(crate) trait RotatedStore: Store {
-    /// As [`Store::push`].
-    fn push_rotated(&mut self, k: &[f32], v: &[f32]) -> Result<()>;
-}
-
-/// The numbers about a model that every store needs.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Geometry {
-    pub n_heads: usize,
-    pub n_kv_heads: usize,
-    pub head_dim: usize,
-}
-
-impl Geometry {
-    pub fn of(config: &Config) -> Self {
-        Self { n_heads: config.n_heads, n_kv_heads: config.n_kv_heads, head_dim: config.head_dim }
-    }
-
-    pub fn kv_dim(self) -> usize {
-        self.n_kv_heads * self.head_dim
-    }
-
-    /// The columns of one head as rows of their own: (n, head_dim).
-    pub fn head_rows(self, head: usize, rows: &[f32]) -> Vec<f32> {
-        let columns = head * self.head_dim..(head + 1) * self.head_dim;
-        rows.chunks_exact(self.kv_dim()).flat_map(|row| &row[columns.clone()]).copied().collect()
-    }
 }
 
 /// The cache of every method: per layer sinks, a store, a window.
@@ -252,15 +166,16 @@ impl KvCache for WindowedCache {
         out.par_chunks_mut(group_len).zip(q.par_chunks(group_len)).enumerate().try_for_each(
             |(head, (out, q))| {
                 let q: Vec<f32> = q.iter().map(|x| x * scale).collect();
-                let mut group = vec![Accumulator::new(head_dim); group_len / head_dim];
-                layer.sinks.attend(head, &q, Some((&self.rope, 0)), &mut group)?;
-                layer.store.attend(head, &q, &mut group)?;
-                layer.recent.attend(head, &q, Some((&self.rope, recent_pos)), &mut group)?;
-                if group.iter().any(Accumulator::is_empty) {
+                let mut stats = vec![SoftmaxStats::EMPTY; group_len / head_dim];
+                out.fill(0.0);
+                layer.sinks.attend(head, &q, Some((&self.rope, 0)), out, &mut stats)?;
+                layer.store.attend(head, &q, out, &mut stats)?;
+                layer.recent.attend(head, &q, Some((&self.rope, recent_pos)), out, &mut stats)?;
+                if stats.iter().any(|stats| stats.max == f32::NEG_INFINITY) {
                     return Err(self.error("attention over nothing: all tokens have been dropped"));
                 }
-                for (accumulator, out) in group.iter().zip(out.chunks_exact_mut(head_dim)) {
-                    accumulator.finish(out);
+                for (stats, out) in stats.iter().zip(out.chunks_exact_mut(head_dim)) {
+                    stats.normalize(out);
                 }
                 Ok(())
             },

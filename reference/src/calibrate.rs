@@ -1,7 +1,7 @@
 //! What calibration sees of a model: samples and second moments of its queries, keys and values over a text.
 
 use rayon::prelude::*;
-use svd_core::{Gram, PostRope, PreRope, Side};
+use svd_core::{Gram, NoRope, PostRope, PreRope, Side};
 
 use crate::cache::Geometry;
 use crate::forward::{Activations, prefill};
@@ -44,7 +44,8 @@ impl Calibration {
     pub fn gather(model: &Model, rope: &Rope, tokens: &[u32]) -> Result<Self> {
         if tokens.len() < FEWEST {
             return Err(Error::Argument(format!(
-                "{} tokens are too few to calibrate on, {FEWEST} at least",
+                "{} tokens are left to calibrate on, {FEWEST} are needed: pass a longer --text, or less to run over \
+                 (--context, --lengths, --decode), or a --profile",
                 tokens.len()
             )));
         }
@@ -97,4 +98,30 @@ fn probes<S: Side>(geometry: Geometry, head: usize, queries: &[f32]) -> Result<G
 fn rms(x: &[f32]) -> f64 {
     let squares: f64 = x.iter().map(|&x| f64::from(x) * f64::from(x)).sum();
     (squares / x.len() as f64).sqrt().max(f64::MIN_POSITIVE)
+}
+
+/// Second moment of the rows of `W_O` that read a head's values, over its group of query heads.
+pub(crate) fn output_gram(model: &Model, l: usize, head: usize) -> Result<Gram<NoRope>> {
+    let config = &model.config;
+    let mut gram = Gram::new(config.head_dim)?;
+    for query_head in head * config.gqa_group()..(head + 1) * config.gqa_group() {
+        let weight = &model.layers[l].attention.o.weight;
+        gram.add_columns(weight, config.q_dim(), query_head * config.head_dim)?;
+    }
+    Ok(gram)
+}
+
+/// The mean of rows (n, dim).
+pub(crate) fn mean_row(rows: &[f32], dim: usize) -> Vec<f32> {
+    let mut mean = vec![0.0_f64; dim];
+    for row in rows.chunks_exact(dim) {
+        mean.iter_mut().zip(row).for_each(|(sum, &x)| *sum += f64::from(x));
+    }
+    let n = (rows.len() / dim) as f64;
+    mean.into_iter().map(|sum| (sum / n) as f32).collect()
+}
+
+/// In single precision, the type of a profile's entries.
+pub(crate) fn single(x: &[f64]) -> Vec<f32> {
+    x.iter().map(|&x| x as f32).collect()
 }

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use crate::cache::KvCache;
-use crate::model::{Model, Rope};
+use crate::model::{Config, Layer, Model, Rope};
 use crate::ops::{add, causal_attention, linear, matmul, rms_norm, swiglu};
 use crate::{Error, Result};
 
@@ -44,41 +44,85 @@ pub fn prefill(
     if tokens.len() > rope.len() {
         return Err(Error::Argument(format!("{} tokens for {} positions", tokens.len(), rope.len())));
     }
-    let (n, hidden, q_dim, kv_dim) = (tokens.len(), config.hidden_size, config.q_dim(), config.kv_dim());
+    let (n, q_dim, kv_dim) = (tokens.len(), config.q_dim(), config.kv_dim());
     let mut x: Vec<f32> = tokens.iter().flat_map(|&token| embedding(model, token)).copied().collect(); // (n, hidden)
-    let mut normed = vec![0.0; n * hidden]; // (n, hidden)
-    let mut q = vec![0.0; n * q_dim]; // (n, n_heads, head_dim)
-    let mut k = vec![0.0; n * kv_dim]; // (n, n_kv_heads, head_dim)
-    let mut v = vec![0.0; n * kv_dim]; // (n, n_kv_heads, head_dim)
-    let mut attended = vec![0.0; n * q_dim]; // (n, n_heads, head_dim)
-    let inner = config.intermediate_size * n.min(ROWS);
-    let (mut gate, mut up) = (vec![0.0; inner], vec![0.0; inner]); // (rows, intermediate_size)
-    for (l, layer) in model.layers.iter().enumerate() {
-        let w = &layer.attention;
-        rms_norm(&x, &w.norm, config.rms_norm_eps, &mut normed);
-        linear(&w.q, &normed, &mut q);
-        linear(&w.k, &normed, &mut k);
-        linear(&w.v, &normed, &mut v);
-        observe(l, Activations { residual: &x, q: &q, k: &mut k, v: &mut v })?;
-        rope.rotate_rows(&mut q, q_dim, 0);
-        rope.rotate_rows(&mut k, kv_dim, 0);
-        causal_attention(&q, &k, &v, config.n_heads, config.n_kv_heads, config.head_dim, &mut attended);
-        linear(&w.o, &attended, &mut normed);
-        add(&mut x, &normed);
-
-        let w = &layer.feed_forward;
-        rms_norm(&x, &w.norm, config.rms_norm_eps, &mut normed);
-        for (x, normed) in x.chunks_mut(ROWS * hidden).zip(normed.chunks_mut(ROWS * hidden)) {
-            let inner = x.len() / hidden * config.intermediate_size;
-            linear(&w.gate, normed, &mut gate[..inner]);
-            linear(&w.up, normed, &mut up[..inner]);
-            swiglu(&mut gate[..inner], &up[..inner]);
-            linear(&w.down, &gate[..inner], normed);
-            add(x, normed);
-        }
+    let mut buffers = Buffers::new(config, n);
+    for (l, weights) in model.layers.iter().enumerate() {
+        layer(config, weights, &mut x, &mut buffers, |residual, Heads { q, k, v, attended }| {
+            observe(l, Activations { residual, q, k, v })?;
+            rope.rotate_rows(q, q_dim, 0);
+            rope.rotate_rows(k, kv_dim, 0);
+            causal_attention(q, k, v, config.n_heads, config.n_kv_heads, config.head_dim, attended);
+            Ok(())
+        })?;
     }
+    let mut normed = buffers.normed;
     rms_norm(&x, &model.norm, config.rms_norm_eps, &mut normed);
     Ok(normed)
+}
+
+/// What a layer computes from rows of the residual stream.
+struct Buffers {
+    normed: Vec<f32>, // (n, hidden_size)
+    heads: Heads<Vec<f32>>,
+    gate: Vec<f32>, // (rows, intermediate_size)
+    up: Vec<f32>,   // (rows, intermediate_size)
+}
+
+/// A layer's queries, keys and values before RoPE, and where the attention over them goes.
+struct Heads<T> {
+    q: T,        // (n, n_heads, head_dim)
+    k: T,        // (n, n_kv_heads, head_dim)
+    v: T,        // (n, n_kv_heads, head_dim)
+    attended: T, // (n, n_heads, head_dim)
+}
+
+impl Buffers {
+    /// Buffers of `n` rows.
+    fn new(config: &Config, n: usize) -> Self {
+        let zeros = |row: usize| vec![0.0; n * row];
+        let inner = || vec![0.0; config.intermediate_size * n.min(ROWS)];
+        let (q_dim, kv_dim) = (config.q_dim(), config.kv_dim());
+        Self {
+            normed: zeros(config.hidden_size),
+            heads: Heads { q: zeros(q_dim), k: zeros(kv_dim), v: zeros(kv_dim), attended: zeros(q_dim) },
+            gate: inner(),
+            up: inner(),
+        }
+    }
+}
+
+/// Runs rows of the residual stream `x` (n, hidden_size) through one layer, in place. `attention` sees the rows as they came
+/// and fills `attended`.
+fn layer(
+    config: &Config,
+    weights: &Layer,
+    x: &mut [f32],
+    Buffers { normed, heads: Heads { q, k, v, attended }, gate, up }: &mut Buffers,
+    attention: impl FnOnce(&[f32], Heads<&mut [f32]>) -> Result<()>,
+) -> Result<()> {
+    let (hidden, eps) = (config.hidden_size, config.rms_norm_eps);
+    let w = &weights.attention;
+    rms_norm(x, &w.norm, eps, normed);
+    linear(&w.q, normed, q);
+    linear(&w.k, normed, k);
+    linear(&w.v, normed, v);
+    attention(x, Heads { q, k, v, attended: attended.as_mut_slice() })?;
+    linear(&w.o, attended, normed);
+    add(x, normed);
+
+    let w = &weights.feed_forward;
+    rms_norm(x, &w.norm, eps, normed);
+    for (x, normed) in x.chunks_mut(ROWS * hidden).zip(normed.chunks_mut(ROWS * hidden)) {
+        let inner = x.len() / hidden * config.intermediate_size;
+        let (gate, up) = (&mut gate[..inner], &mut up[..inner]);
+        linear(&w.gate, normed, gate);
+        linear(&w.up, normed, up);
+        swiglu(gate, up);
+        linear(&w.down, gate, normed);
+        add(x, normed);
+    }
+    Ok(())
 }
 
 /// Logits (n, vocab_size) of normalized hidden states (n, hidden_size).
@@ -99,35 +143,19 @@ fn embedding(model: &Model, token: u32) -> &[f32] {
 pub struct Decoder {
     model: Arc<Model>,
     rope: Arc<Rope>,
-    x: Vec<f32>,        // (hidden_size,) residual stream
-    normed: Vec<f32>,   // (hidden_size,)
-    q: Vec<f32>,        // (n_heads, head_dim)
-    k: Vec<f32>,        // (n_kv_heads, head_dim)
-    v: Vec<f32>,        // (n_kv_heads, head_dim)
-    attended: Vec<f32>, // (n_heads, head_dim)
-    gate: Vec<f32>,     // (intermediate_size,)
-    up: Vec<f32>,       // (intermediate_size,)
-    logits: Vec<f32>,   // (vocab_size,)
+    x: Vec<f32>, // (hidden_size,) residual stream
+    buffers: Buffers,
+    logits: Vec<f32>, // (vocab_size,)
 }
 
 impl Decoder {
     /// A decoder for `model` with positions from `rope`.
     #[must_use]
     pub fn new(model: Arc<Model>, rope: Arc<Rope>) -> Self {
-        let c = &model.config;
-        Self {
-            x: vec![0.0; c.hidden_size],
-            normed: vec![0.0; c.hidden_size],
-            q: vec![0.0; c.q_dim()],
-            k: vec![0.0; c.kv_dim()],
-            v: vec![0.0; c.kv_dim()],
-            attended: vec![0.0; c.q_dim()],
-            gate: vec![0.0; c.intermediate_size],
-            up: vec![0.0; c.intermediate_size],
-            logits: vec![0.0; c.vocab_size],
-            model,
-            rope,
-        }
+        let config = &model.config;
+        let x = vec![0.0; config.hidden_size];
+        let (buffers, logits) = (Buffers::new(config, 1), vec![0.0; config.vocab_size]);
+        Self { model, rope, x, buffers, logits }
     }
 
     /// Appends `token` to the cache and returns the logits (vocab_size,) of what follows it.
@@ -144,28 +172,16 @@ impl Decoder {
             return Err(Error::Argument(format!("the context of {} tokens is full", self.rope.len())));
         }
         self.x.copy_from_slice(embedding(model, token));
-        for (l, layer) in model.layers.iter().enumerate() {
-            let w = &layer.attention;
-            rms_norm(&self.x, &w.norm, config.rms_norm_eps, &mut self.normed);
-            linear(&w.q, &self.normed, &mut self.q);
-            linear(&w.k, &self.normed, &mut self.k);
-            linear(&w.v, &self.normed, &mut self.v);
-            self.rope.rotate(&mut self.q, pos);
-            cache.append(l, pos, &self.k, &self.v)?;
-            cache.attend(l, &self.q, &mut self.attended)?;
-            linear(&w.o, &self.attended, &mut self.normed);
-            add(&mut self.x, &self.normed);
-
-            let w = &layer.feed_forward;
-            rms_norm(&self.x, &w.norm, config.rms_norm_eps, &mut self.normed);
-            linear(&w.gate, &self.normed, &mut self.gate);
-            linear(&w.up, &self.normed, &mut self.up);
-            swiglu(&mut self.gate, &self.up);
-            linear(&w.down, &self.gate, &mut self.normed);
-            add(&mut self.x, &self.normed);
+        for (l, weights) in model.layers.iter().enumerate() {
+            layer(config, weights, &mut self.x, &mut self.buffers, |_, Heads { q, k, v, attended }| {
+                self.rope.rotate(q, pos);
+                cache.append(l, pos, k, v)?;
+                cache.attend(l, q, attended)
+            })?;
         }
-        rms_norm(&self.x, &model.norm, config.rms_norm_eps, &mut self.normed);
-        matmul(&model.output, &self.normed, &mut self.logits, config.hidden_size);
+        let normed = &mut self.buffers.normed;
+        rms_norm(&self.x, &model.norm, config.rms_norm_eps, normed);
+        matmul(&model.output, normed, &mut self.logits, config.hidden_size);
         Ok(&self.logits)
     }
 }

@@ -5,6 +5,7 @@ pub mod calibrate;
 pub mod compare;
 mod error;
 pub mod eval;
+pub mod files;
 pub mod forward;
 pub mod method;
 pub mod model;
@@ -14,6 +15,7 @@ mod profile;
 pub mod report;
 mod rng;
 mod sample;
+mod side;
 
 pub use error::{Error, Result};
 pub use profile::Profile;

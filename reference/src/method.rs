@@ -1,119 +1,96 @@
 //! The methods by name: `name[:key=value]...`, for example `million:k=64x8:v=32x8:window=128`.
+//!
+//! One method, one file: its settings, its calibration, its store. A new one needs a line in the registry.
 
-mod build;
 mod cachegen;
-mod fold;
+mod cut;
+mod dense;
+mod kind;
 mod million;
+mod pq_code;
 mod pqklt;
+mod retrieval;
+mod scalar;
 mod settings;
+mod snapkv;
+mod streaming;
 mod zack;
 
 use std::str::FromStr;
+use std::sync::Arc;
 
+use codec_core::PlaneBuf;
 use pq_core::Window;
 
-pub use build::Prepared;
-use cachegen::{CacheGen, Mode, Prediction};
-use codec_core::{Coder, ModelKind};
-use million::Million;
-use pqklt::PqKlt;
-use settings::{Bits, CoderName, Element, Layers, ModeName, Models, OptionalBits, Settings, Switch};
-use zack::RankRule;
+use crate::cache::{ElementType, Geometry, KvCache, WindowedCache};
+use crate::calibrate::Calibration;
+use crate::model::{Config, Model, Rope};
+use crate::{Error, Profile, Result};
+use kind::{Entry, Kind, Site};
+use settings::{Layers, Settings};
 
-use crate::cache::{ElementType, KeySpace};
-use crate::{Error, Result};
+/// All methods, in the order of the help text.
+const REGISTRY: &[Entry] = &[
+    dense::DENSE,
+    scalar::UNIFORM,
+    scalar::ROTATED,
+    scalar::LLOYD_MAX,
+    streaming::STREAMING,
+    retrieval::ORACLE,
+    retrieval::PQ_CACHE,
+    million::MILLION,
+    pqklt::PQ_KLT,
+    snapkv::SNAP_KV,
+    zack::ZACK,
+    cachegen::CACHE_GEN,
+];
 
 /// A method with its setting.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug)]
 pub struct Method {
     /// Its name, as on the command line.
     pub name: &'static str,
-    /// Its setting in the form that parses again; what was left at the common defaults is left out.
+    /// Its setting in the form that parses again; what was left at the common defaults is left out. Codes that scale with
+    /// the head are those of 128 components until [`Self::fitted`] to a model.
     pub setting: String,
-    kind: Kind,
+    given: String, // from which it was parsed
+    kind: Arc<dyn Kind>,
     window: Window,
     exact: ElementType,
     exact_layers: Vec<usize>,
 }
 
-#[derive(Clone, Debug, PartialEq)]
-enum Kind {
-    Dense,
-    Uniform { k: u32, v: u32, group: usize },
-    Rotated { k: u32, v: u32, group: usize },
-    LloydMax { k: u32, v: u32 },
-    Streaming,
-    Oracle { ratio: f64 },
-    PqCache { ratio: f64, code: PqCode, iterations: usize },
-    Million(Million),
-    PqKlt(PqKlt),
-    SnapKv { tokens: f64 },
-    Zack(Zack),
-    CacheGen(CacheGen),
+/// The setting tells all about a method.
+impl PartialEq for Method {
+    fn eq(&self, other: &Self) -> bool {
+        (self.name, &self.setting) == (other.name, &other.setting)
+    }
 }
 
-/// A product quantizer: `m` subspaces of `nbits` bits, written `MxB`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct PqCode {
-    m: usize,
-    nbits: u32,
+/// A cache that is ready to be filled, and the model that fills it: the given one, or one with folded weights.
+pub struct Prepared {
+    /// The model to run.
+    pub model: Arc<Model>,
+    /// An empty cache.
+    pub cache: Box<dyn KvCache>,
 }
 
-/// ZACK, and what it is combined with.
-#[derive(Clone, Debug, PartialEq)]
-struct Zack {
-    k: f64, // parts of the dimensions that stay
-    v: f64,
-    basis: Basis,
-    rule: RankRule,
-    multiple: usize,
-    bits: Option<u32>, // of what is left, coded as by `int4`
-    tokens: f64,       // part of the prompt's tokens that stays
-}
-
-/// Which rotation ZACK uses.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Basis {
-    Closed,
-    Stacked,
-    Principal,
-}
-
-/// Every method with what can be set and its default, for the help text.
-pub const METHODS_HELP: &str = "\
-A method is NAME[:KEY=VALUE]...; several are separated by commas.
-
-  dense             every number exact                                    dtype=f32|f16|bf16
-  int8, int4, int2  uniform: keys per channel, values per token (as KIVI) k=BITS v=BITS group=64
-  rotated           Hadamard, then uniform per token                      k=4 v=4 group=32
-  lloydmax          random rotation, optimal levels (as TurboQuant)       k=4 v=4
-  streaming         sinks and window only (StreamingLLM)
-  oracle            exact top-k, this part of the tokens                  ratio=0.2
-  pqcache           top-k by PQ codes, exact rows offloaded               ratio=0.2 code=16x8 iterations=10
-  million           attention on PQ codes                                 k=64x8 v=64x8 iterations=8
-                                                                          outliers=PERCENT kept exact
-  pqklt             attention on PQ codes of transformed rows             k=32x6 v=32x6 keys=mean|rope norms=on|off
-                                                                          iterations=8 refine=0
-  snapkv            the prompt's tokens that its end attends to           tokens=0.5
-  zack              rotated, ranks cut to these parts, values folded      k=0.75 v=0.75 basis=closed|stacked|principal
-                      with evicted tokens, with codes as int4's           tokens=PART bits=BITS
-                                                                          ranks=removal|loss|uniform multiple=1
-  cachegen          bitstream and back: mode=transform (query-metric KLT) bits=3 offset=1.2 (values above keys)
-                      mode=channels, bins in standard deviations          k=0.5 v=0.5
-                      mode=common, bins in mean deviations                k=0.5 v=0.5
-                      mode=paper, anchors, bins grow by layer third       k=0.5 v=0.5
-                      mode=lmcache, bins of each token's largest          bins=16 (first layers twice as many)
-                                                                          predictor=best|none|mean|previous|anchor
-                                                                          models=families|tables|context
-                                                                          coder=lanes|range
-
+/// Every method with its settings and their defaults, for the help text.
+#[must_use]
+pub fn methods_help() -> String {
+    let methods: String = REGISTRY.iter().map(|entry| entry.help).collect();
+    format!(
+        "A method is NAME[:KEY=VALUE]...; several are separated by commas.\n\n{methods}\n\
 For all but dense: sinks=4 window=64 (tokens kept exact), batch=N (tokens that leave the window at once: 64 for int,
-cachegen and zack's codes, else 1), exact=f16|bf16|f32 (how), exact-layers=0+5 (layers left uncompressed).";
+cachegen and zack's codes, else 1), exact=f16|bf16|f32 (how), exact-layers=0+5 (layers left uncompressed).
+A PQ code is SUBSPACESxBITS, or BITS/COMPONENTS for any head: 8/2 is 64x8 for 128 components, and the default scales so."
+    )
+}
 
 /// What `kv compare` runs when no methods are named: each method near-lossless and aggressive.
 pub const DEFAULT_METHODS: &str = "dense,dense:dtype=f16,int8,int4,int2,rotated,rotated:k=2:v=2,lloydmax,lloydmax:k=2:v=2,\
 streaming:window=1280,streaming:window=128,oracle:ratio=0.2,oracle:ratio=0.1,pqcache:ratio=0.2,\
-pqcache:ratio=0.1:code=2x6,million,million:k=32x8:v=32x8,pqklt:k=64x6:v=64x6,pqklt:k=64x4:v=64x4,zack,zack:k=0.5:v=0.5,zack:k=0.75:v=0.75:bits=4,cachegen,cachegen:bits=2,\
+pqcache:ratio=0.1:code=6/64,million,million:k=8/4:v=8/4,pqklt:k=6/2:v=6/2,pqklt:k=4/2:v=4/2,zack,zack:k=0.5:v=0.5,zack:k=0.75:v=0.75:bits=4,cachegen,cachegen:bits=2,\
 cachegen:mode=paper";
 
 impl Method {
@@ -130,119 +107,122 @@ impl Method {
     pub fn spec(&self) -> String {
         if self.setting.is_empty() { self.name.to_owned() } else { format!("{}:{}", self.name, self.setting) }
     }
+
+    /// The same method for a model: codes that were not given, or by their rate, have as many bits for a component as with
+    /// heads of 128 components.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] when the setting does not fit the model.
+    pub fn fitted(&self, config: &Config) -> Result<Self> {
+        let fitted = Self::parse(&self.given, config.head_dim)?;
+        fitted.check(config)?;
+        Ok(fitted)
+    }
+
+    /// Whether it needs a profile.
+    #[must_use]
+    pub fn needs_profile(&self) -> bool {
+        self.kind.needs_profile()
+    }
+
+    /// Adds to `profile` what the method needs, made from samples of the model.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] when the setting does not fit the model; errors of the cores.
+    pub fn calibrate(
+        &self,
+        model: &Model,
+        rope: &Rope,
+        samples: &Calibration,
+        profile: &mut Profile,
+    ) -> Result<()> {
+        self.fitted(&model.config)?.kind.calibrate(model, rope, samples, profile)
+    }
+
+    /// An empty cache for `model`, with positions from `rope`.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] when the setting does not fit the model, [`Error::Profile`] when the profile lacks an entry or
+    /// holds a wrong one.
+    pub fn prepare(&self, model: &Arc<Model>, rope: &Arc<Rope>, profile: &Profile) -> Result<Prepared> {
+        let config = &model.config;
+        let kind = self.fitted(config)?.kind;
+        let geometry = Geometry::of(config);
+        let stores = kind.stores(&Site {
+            config,
+            geometry,
+            rope,
+            profile,
+            exact: self.exact,
+            reserved: self.window.sinks + self.window.recent,
+            exact_layers: &self.exact_layers,
+        })?;
+        let cache = WindowedCache::new(self.name, geometry, self.window, self.exact, rope.clone(), stores);
+        let model = kind.fold(model, profile)?.map_or_else(|| model.clone(), Arc::new);
+        Ok(Prepared { model, cache: Box::new(cache) })
+    }
+
+    /// The codec's planes of a `cachegen` method: keys, then values, of every layer.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for another method; [`Error::Profile`] when the profile lacks a plane or holds a wrong one.
+    pub fn codec_planes(&self, config: &Config, profile: &Profile) -> Result<Vec<PlaneBuf>> {
+        let mut planes = vec![];
+        for l in 0..config.n_layers {
+            let Some(layer) = self.kind.planes(Geometry::of(config), l, profile) else {
+                return Err(Error::Argument(format!("method {} has no bitstream", self.name)));
+            };
+            planes.extend(layer?);
+        }
+        Ok(planes)
+    }
+
+    fn check(&self, config: &Config) -> Result<()> {
+        self.kind.check(config)?;
+        match self.exact_layers.iter().find(|&&l| l >= config.n_layers) {
+            Some(l) => Err(Error::Argument(format!("exact-layers: layer {l} of {}", config.n_layers))),
+            None => Ok(()),
+        }
+    }
 }
 
 impl FromStr for Method {
     type Err = Error;
 
     fn from_str(spec: &str) -> Result<Self> {
-        let mut s = Settings::new(spec)?;
-        let uniform = |s: &mut Settings<'_>, bits: u32| -> Result<Kind> {
-            let (k, v) = (s.bits("k", bits)?, s.bits("v", bits)?);
-            Ok(Kind::Uniform { k, v, group: s.positive("group", 64)? })
+        Self::parse(spec, HEAD_DIM)
+    }
+}
+
+/// Components of the heads that defaults are shown for, where no model says how many it has.
+const HEAD_DIM: usize = 128;
+
+impl Method {
+    fn parse(spec: &str, head_dim: usize) -> Result<Self> {
+        let mut s = Settings::new(spec, head_dim)?;
+        let names = || REGISTRY.iter().flat_map(|entry| entry.names.iter().map(move |name| (*name, entry)));
+        let Some((name, entry)) = names().find(|(name, _)| *name == s.name) else {
+            let all: Vec<&str> = names().map(|(name, _)| name).collect();
+            return Err(Error::Argument(format!("there is no method `{}`, only {}", s.name, all.join(", "))));
         };
-        let (name, kind) = match s.name {
-            "dense" => {
-                let exact = s.own("dtype", Element(ElementType::F32))?.0;
-                s.finish()?;
-                // Rows go straight to the store: the window's way of holding them would be another.
-                let window = Window { sinks: 0, recent: 0, batch: 1 };
-                let setting = s.shown();
-                return Ok(Self {
-                    name: "dense",
-                    setting,
-                    kind: Kind::Dense,
-                    window,
-                    exact,
-                    exact_layers: vec![],
-                });
-            }
-            "int8" => ("int8", uniform(&mut s, 8)?),
-            "int4" => ("int4", uniform(&mut s, 4)?),
-            "int2" => ("int2", uniform(&mut s, 2)?),
-            "rotated" => {
-                let (k, v) = (s.bits("k", 4)?, s.bits("v", 4)?);
-                ("rotated", Kind::Rotated { k, v, group: s.positive("group", 32)? })
-            }
-            "lloydmax" => ("lloydmax", Kind::LloydMax { k: s.bits("k", 4)?, v: s.bits("v", 4)? }),
-            "streaming" => ("streaming", Kind::Streaming),
-            "oracle" => ("oracle", Kind::Oracle { ratio: s.part("ratio", 0.2)? }),
-            "pqcache" => {
-                let (ratio, code) = (s.part("ratio", 0.2)?, s.own("code", PqCode { m: 16, nbits: 8 })?);
-                ("pqcache", Kind::PqCache { ratio, code, iterations: s.positive("iterations", 10)? })
-            }
-            "million" => {
-                let (k, v) =
-                    (s.own("k", PqCode { m: 64, nbits: 8 })?, s.own("v", PqCode { m: 64, nbits: 8 })?);
-                let (iterations, outliers) = (s.positive("iterations", 8)?, s.percent("outliers", 0)?);
-                ("million", Kind::Million(Million { k, v, iterations, outliers }))
-            }
-            "pqklt" => {
-                let code = PqCode { m: 32, nbits: 6 };
-                let (k, v) = (s.own("k", code)?, s.own("v", code)?);
-                let space = s.own("keys", KeySpace::RotatedMean)?;
-                let norms = s.common("norms", Switch::On)? == Switch::On;
-                let (iterations, refine) = (s.positive("iterations", 8)?, s.count("refine", 0)?);
-                ("pqklt", Kind::PqKlt(PqKlt { k, v, space, norms, iterations, refine }))
-            }
-            "snapkv" => ("snapkv", Kind::SnapKv { tokens: s.part("tokens", 0.5)? }),
-            "zack" => {
-                let (k, v) = (s.part("k", 0.75)?, s.part("v", 0.75)?);
-                let basis = s.own("basis", Basis::Closed)?;
-                let rule = s.common("ranks", RankRule::Removal)?;
-                let multiple = s.common_count("multiple", 1)?;
-                let bits = s.common("bits", OptionalBits(None))?.0;
-                let tokens = s.common_part("tokens", 1.0)?;
-                ("zack", Kind::Zack(Zack { k, v, basis, rule, multiple, bits, tokens }))
-            }
-            "cachegen" => {
-                let (mode, predictor, models) = match s.own("mode", ModeName::Transform)? {
-                    ModeName::Transform => {
-                        let (bits, offset) = (s.bin("bits", 3.0)?, s.common("offset", Bits(1.2))?.0);
-                        (Mode::Transform { bits, offset }, Prediction::Best, ModelKind::Tables)
-                    }
-                    ModeName::Channels => {
-                        let (k, v) = (s.bin("k", 0.5)?, s.bin("v", 0.5)?);
-                        (Mode::Channels { k, v }, Prediction::Mean, ModelKind::Families)
-                    }
-                    ModeName::Common => {
-                        let (k, v) = (s.bin("k", 0.5)?, s.bin("v", 0.5)?);
-                        (Mode::Common { k, v }, Prediction::Best, ModelKind::Tables)
-                    }
-                    ModeName::Paper => {
-                        let (k, v) = (s.bin("k", 0.5)?, s.bin("v", 0.5)?);
-                        (Mode::Paper { k, v }, Prediction::Anchor, ModelKind::Tables)
-                    }
-                    ModeName::LmCache => {
-                        (Mode::LmCache { bins: s.bins("bins", 16)? }, Prediction::None, ModelKind::Tables)
-                    }
+        let kind = (entry.parse)(&mut s)?;
+        let mut exact_layers = vec![];
+        let (window, exact) = match kind.dense() {
+            // Rows go straight to the store: the window's way of holding them would be another.
+            Some(element) => (Window { sinks: 0, recent: 0, batch: 1 }, element),
+            None => {
+                let window = Window {
+                    sinks: s.tokens("sinks", 4)?,
+                    recent: s.tokens("window", 64)?,
+                    batch: s.tokens("batch", kind.batch())?,
                 };
-                let predictor = s.common("predictor", predictor)?;
-                let models = s.common("models", Models(models))?.0;
-                let coder = if let Mode::Paper { .. } = mode { Coder::Range } else { Coder::Lanes };
-                let coder = s.common("coder", CoderName(coder))?.0;
-                ("cachegen", Kind::CacheGen(CacheGen { mode, predictor, models, coder }))
-            }
-            other => {
-                return Err(Error::Argument(format!(
-                    "there is no method `{other}`; `kv compare --help` lists them"
-                )));
+                let exact = s.common("exact", ElementType::F16)?;
+                exact_layers = s.common("exact-layers", Layers(vec![]))?.0;
+                (window, exact)
             }
         };
-        let batch = match kind {
-            Kind::Uniform { group, .. } => group,
-            Kind::CacheGen(_) | Kind::Zack(Zack { bits: Some(_), .. }) => 64,
-            _ => 1,
-        };
-        let window = Window {
-            sinks: s.tokens("sinks", 4)?,
-            recent: s.tokens("window", 64)?,
-            batch: s.tokens("batch", batch)?,
-        };
-        let exact = s.common("exact", Element(ElementType::F16))?.0;
-        let exact_layers = s.common("exact-layers", Layers(vec![]))?.0;
         s.finish()?;
-        Ok(Self { name, setting: s.shown(), kind, window, exact, exact_layers })
+        Ok(Self { name, setting: s.shown(), given: spec.to_owned(), kind, window, exact, exact_layers })
     }
 }
 
@@ -279,6 +259,8 @@ mod tests {
             "snapkv:tokens=0",
             "million:k=64",
             "million:k=64x",
+            "million:k=8/0",
+            "million:k=8/",
             "pqcache:ratio=-1",
             "cachegen:bits=0",
             "cachegen:mode=paper:bits=2",

@@ -6,7 +6,7 @@ use safetensors::tensor::TensorView;
 use safetensors::{Dtype, SafeTensors};
 
 use crate::model::Model;
-use crate::{Error, Result};
+use crate::{Error, Result, files};
 
 /// The format's name in the file; it changes when what the entries mean changes.
 const FORMAT: &str = "kv-profile-1";
@@ -80,7 +80,7 @@ impl Profile {
     /// # Errors
     /// [`Error::Io`], [`Error::File`] for what is no profile, [`Error::Profile`] for another model's, which is named.
     pub fn load(path: &Path, model: &Model) -> Result<Self> {
-        let file = std::fs::read(path).map_err(|e| Error::io(path, e))?;
+        let file = files::read(path)?;
         let (_, header) = SafeTensors::read_metadata(&file).map_err(|e| Error::file(path, e))?;
         let metadata = header.metadata().as_ref();
         let field = |key: &str| metadata.and_then(|m| m.get(key)).map_or("", String::as_str);

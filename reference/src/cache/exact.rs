@@ -4,14 +4,14 @@ use std::sync::Arc;
 
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
-use svd_core::{Element, SoftmaxStats, attend_into};
+use svd_core::{SoftmaxStats, attend_into};
 
-use crate::cache::accumulate::Accumulator;
-use crate::cache::{Footprint, Geometry, RotatedStore, Store};
+use crate::cache::store::{Footprint, Geometry, RotatedStore, Store};
 use crate::model::Rope;
+use crate::side::{Pair, Side};
 use crate::{Error, Result};
 
-/// How an exact number is held.
+/// The type in which exact elements are held.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ElementType {
     /// 32 bits.
@@ -23,7 +23,7 @@ pub enum ElementType {
 }
 
 impl ElementType {
-    /// Bytes of a number.
+    /// Bytes of an element.
     #[must_use]
     pub const fn size(self) -> usize {
         match self {
@@ -38,15 +38,15 @@ pub(crate) fn saturating_f16(x: f32) -> f16 {
     f16::from_f32(x.clamp(f16::MIN.to_f32(), f16::MAX.to_f32()))
 }
 
-/// A growing list of numbers of one type.
+/// A growing list of elements of one type.
 #[derive(Clone, Debug)]
-pub(crate) enum Numbers {
+pub(crate) enum Elements {
     F32(Vec<f32>),
     F16(Vec<f16>),
     Bf16(Vec<bf16>),
 }
 
-impl Numbers {
+impl Elements {
     pub fn new(element: ElementType) -> Self {
         match element {
             ElementType::F32 => Self::F32(vec![]),
@@ -93,14 +93,21 @@ impl Numbers {
         }
     }
 
-    /// Attention of a group with these as keys, and as many values (n, rank_v) of the same type.
-    pub fn attend(&self, values: &Self, q: &[f32], rank_v: usize, group: &mut [Accumulator]) -> Result<()> {
+    /// [`attend_into`] with these elements as keys, and as many values of the same type.
+    pub fn attend(
+        &self,
+        values: &Self,
+        q: &[f32],
+        out: &mut [f32],
+        stats: &mut [SoftmaxStats],
+    ) -> Result<()> {
         match (self, values) {
-            (Self::F32(k), Self::F32(v)) => attend_rows(q, k, v, rank_v, group),
-            (Self::F16(k), Self::F16(v)) => attend_rows(q, k, v, rank_v, group),
-            (Self::Bf16(k), Self::Bf16(v)) => attend_rows(q, k, v, rank_v, group),
-            _ => Err(Error::argument("keys and values of different types")),
+            (Self::F32(k), Self::F32(v)) => attend_into(q, k, v, out, stats)?,
+            (Self::F16(k), Self::F16(v)) => attend_into(q, k, v, out, stats)?,
+            (Self::Bf16(k), Self::Bf16(v)) => attend_into(q, k, v, out, stats)?,
+            _ => return Err(Error::argument("keys and values of different types")),
         }
+        Ok(())
     }
 
     fn drop_front(&mut self, n: usize) {
@@ -117,7 +124,7 @@ impl Numbers {
 pub(crate) struct ExactRows {
     geometry: Geometry,
     element: ElementType,
-    heads: Vec<[Numbers; 2]>, // per head: keys and values, (len, head_dim) each
+    heads: Vec<Pair<Elements>>, // per head, (len, head_dim) each
 }
 
 /// Tokens that are widened to `f32` at once.
@@ -125,13 +132,12 @@ const BLOCK: usize = 128;
 
 impl ExactRows {
     pub fn new(element: ElementType, geometry: Geometry) -> Self {
-        let heads =
-            (0..geometry.n_kv_heads).map(|_| [Numbers::new(element), Numbers::new(element)]).collect();
+        let heads = (0..geometry.n_kv_heads).map(|_| Pair::of(|_| Elements::new(element))).collect();
         Self { geometry, element, heads }
     }
 
     pub fn len(&self) -> usize {
-        self.heads[0][0].len() / self.geometry.head_dim
+        self.heads[0].keys.len() / self.geometry.head_dim
     }
 
     pub fn bytes(&self) -> usize {
@@ -141,10 +147,10 @@ impl ExactRows {
     /// Appends rows (n, n_kv_heads * head_dim).
     pub fn push(&mut self, k: &[f32], v: &[f32]) {
         let head_dim = self.geometry.head_dim;
-        for (rows, which) in [(k, 0), (v, 1)] {
+        for (rows, side) in [(k, Side::Keys), (v, Side::Values)] {
             for row in rows.chunks_exact(self.geometry.kv_dim()) {
-                for (numbers, x) in self.heads.iter_mut().zip(row.chunks_exact(head_dim)) {
-                    numbers[which].push(x);
+                for (elements, x) in self.heads.iter_mut().zip(row.chunks_exact(head_dim)) {
+                    elements[side].push(x);
                 }
             }
         }
@@ -153,37 +159,36 @@ impl ExactRows {
     /// Removes the first `n` rows and returns them.
     pub fn pop_front(&mut self, n: usize) -> (Vec<f32>, Vec<f32>) {
         let Geometry { head_dim, .. } = self.geometry;
-        let mut popped = [0, 1].map(|which| {
+        let popped = Pair::of(|side| {
             let mut rows = vec![0.0; n * self.geometry.kv_dim()];
             for (i, out) in rows.chunks_exact_mut(head_dim).enumerate() {
                 let (token, head) = (i / self.heads.len(), i % self.heads.len());
-                self.heads[head][which].read(token * head_dim, out);
+                self.heads[head][side].read(token * head_dim, out);
             }
             rows
         });
-        for numbers in self.heads.iter_mut().flatten() {
-            numbers.drop_front(n * head_dim);
+        for elements in self.heads.iter_mut().flat_map(Pair::iter_mut) {
+            elements.drop_front(n * head_dim);
         }
-        let v = std::mem::take(&mut popped[1]);
-        (std::mem::take(&mut popped[0]), v)
+        (popped.keys, popped.values)
     }
 
     pub fn truncate(&mut self, len: usize) {
-        for numbers in self.heads.iter_mut().flatten() {
-            numbers.truncate(len * self.geometry.head_dim);
+        for elements in self.heads.iter_mut().flat_map(Pair::iter_mut) {
+            elements.truncate(len * self.geometry.head_dim);
         }
     }
 
     /// One head's key and value of token `t`.
     pub fn read(&self, head: usize, t: usize, k: &mut [f32], v: &mut [f32]) {
-        let [keys, values] = &self.heads[head];
+        let Pair { keys, values } = &self.heads[head];
         keys.read(t * self.geometry.head_dim, k);
         values.read(t * self.geometry.head_dim, v);
     }
 
     /// One head's keys from token `t` on, as many as `k` holds.
     pub fn read_keys(&self, head: usize, t: usize, k: &mut [f32]) {
-        self.heads[head][0].read(t * self.geometry.head_dim, k);
+        self.heads[head].keys.read(t * self.geometry.head_dim, k);
     }
 
     /// Attention over all rows. Keys that were stored before RoPE are rotated on the way, the first to the given position.
@@ -192,39 +197,23 @@ impl ExactRows {
         head: usize,
         q: &[f32],
         rope: Option<(&Rope, usize)>,
-        group: &mut [Accumulator],
+        out: &mut [f32],
+        stats: &mut [SoftmaxStats],
     ) -> Result<()> {
         let head_dim = self.geometry.head_dim;
-        let [keys, values] = &self.heads[head];
-        let Some((rope, pos)) = rope else { return keys.attend(values, q, head_dim, group) };
-        let mut block =
-            [vec![0.0; BLOCK.min(self.len()) * head_dim], vec![0.0; BLOCK.min(self.len()) * head_dim]];
+        let Pair { keys, values } = &self.heads[head];
+        let Some((rope, pos)) = rope else { return keys.attend(values, q, out, stats) };
+        let mut block = Pair::of(|_| vec![0.0; BLOCK.min(self.len()) * head_dim]);
         for first in (0..self.len()).step_by(BLOCK) {
             let len = BLOCK.min(self.len() - first) * head_dim;
-            let [k, v] = block.each_mut().map(|x| &mut x[..len]);
+            let (k, v) = (&mut block.keys[..len], &mut block.values[..len]);
             keys.read(first * head_dim, k);
             values.read(first * head_dim, v);
             rope.rotate_rows(k, head_dim, pos + first);
-            attend_rows(q, k, v, head_dim, group)?;
+            attend_into(q, k, v, out, stats)?;
         }
         Ok(())
     }
-}
-
-/// Adds the attention of every query of a group over keys (n, rank_k) and values (n, rank_v) to its accumulator.
-pub(crate) fn attend_rows<E: Element>(
-    q: &[f32],
-    keys: &[E],
-    values: &[E],
-    rank_v: usize,
-    group: &mut [Accumulator],
-) -> Result<()> {
-    let (mut out, mut stats) = (vec![0.0; group.len() * rank_v], vec![SoftmaxStats::EMPTY; group.len()]);
-    attend_into(q, keys, values, &mut out, &mut stats)?;
-    for ((accumulator, stats), out) in group.iter_mut().zip(stats).zip(out.chunks_exact(rank_v)) {
-        accumulator.merge(stats.max, stats.sum, out);
-    }
-    Ok(())
 }
 
 /// Exact rows with rotated keys: the cache that the others are measured against.
@@ -274,8 +263,8 @@ impl Store for DenseStore {
         Ok(())
     }
 
-    fn attend(&self, head: usize, q: &[f32], group: &mut [Accumulator]) -> Result<()> {
-        self.rows.attend(head, q, None, group)
+    fn attend(&self, head: usize, q: &[f32], out: &mut [f32], stats: &mut [SoftmaxStats]) -> Result<()> {
+        self.rows.attend(head, q, None, out, stats)
     }
 
     fn footprint(&self) -> Footprint {

@@ -4,19 +4,19 @@ use std::sync::Arc;
 use clap::Args;
 use comfy_table::{Table, presets};
 use indicatif::ProgressBar;
-use kv_reference::compare::{calibrated, run_start};
-use kv_reference::eval::retrieval::TaskMaker;
+use kv_reference::compare::{calibrated, check_room, run_start};
+use kv_reference::eval::retrieval::{NO_WORDS, TaskMaker};
 use kv_reference::eval::{RetrievalTask, SharedPrompt, answer_questions, score_text, window_perplexity};
 use kv_reference::forward::Decoder;
-use kv_reference::method::{METHODS_HELP, Method, Prepared};
+use kv_reference::method::{Method, Prepared, methods_help};
 use kv_reference::model::{Model, Rope};
 use kv_reference::{Error, Profile, Result};
 use serde::Serialize;
 
-use super::{JsonArgs, ModelArgs, TextArgs, progress};
+use super::{Files, JsonArgs, ModelArgs, Stdout, TextArgs, print_error, progress};
 
 #[derive(Args)]
-#[command(after_help = METHODS_HELP)]
+#[command(after_help = methods_help())]
 pub struct Eval {
     #[command(flatten)]
     model: ModelArgs,
@@ -31,7 +31,7 @@ pub struct Eval {
     /// Depths of what is to be found, 0 the start of the prompt, 1 its end
     #[arg(long, value_name = "LIST", value_delimiter = ',', default_values_t = [0.1, 0.5, 0.9])]
     depths: Vec<f64>,
-    /// Pass keys, and recall lines, per length and depth
+    /// Pass keys, and recall lines, per length and depth; 0 for no retrieval
     #[arg(long, value_name = "N", default_value_t = 8)]
     trials: usize,
     /// Tokens to decode after each prompt
@@ -97,20 +97,29 @@ struct Exact {
 const QUESTION_ROOM: usize = 96;
 
 impl Eval {
-    pub fn run(self) -> Result<()> {
+    pub fn run(self, out: &mut Stdout) -> Result<()> {
         let methods = Method::parse_list(&self.methods)?;
         if let Some(depth) = self.depths.iter().find(|depth| !(0.0..=1.0).contains(*depth)) {
             return Err(Error::Argument(format!("depth {depth} is outside 0..=1")));
         }
-        if self.trials == 0 || self.decode == 0 || self.lengths.is_empty() || self.lengths.contains(&0) {
-            return Err(Error::argument("lengths, trials and decode need at least one"));
+        if self.decode == 0 || self.lengths.is_empty() || self.lengths.contains(&0) {
+            return Err(Error::argument("lengths and decode need at least one"));
         }
-        let json = self.json.open()?;
+        let mut files = Files::default();
+        files.reads("--model", &self.model.path());
+        files.reads("--text", &self.text.path());
+        self.profile.iter().for_each(|path| files.reads("--profile", path));
+        let json = files.writes("--json", self.json.json.clone())?;
         let model = self.model.load()?;
         let (name, tokens) = self.text.tokens(&model)?;
         let longest = self.lengths.iter().copied().max().unwrap_or(0);
         let room = self.decode.max(QUESTION_ROOM);
-        model.check_context(longest.saturating_add(room))?;
+        check_room(&model, longest, room)?;
+        let methods =
+            methods.iter().map(|method| method.fitted(&model.config)).collect::<Result<Vec<_>>>()?;
+        if self.trials > 0 && TaskMaker::new(model.tokenizer()?, self.seed).is_none() {
+            print_error(format_args!("kv: {NO_WORDS}\n"));
+        }
         let given = self.profile.as_ref().map(|path| Profile::load(path, &model)).transpose()?;
         let calibrates = given.is_none() && methods.iter().any(Method::needs_profile);
         let start = run_start(&model, tokens.len(), longest + self.decode + 1, self.calibration)?;
@@ -134,19 +143,22 @@ impl Eval {
         }
         bar.finish_and_clear();
         for Exact { length, windows, perplexity } in &exact {
-            println!("exact attention, {windows} windows of {length} tokens: perplexity {perplexity:.3}");
+            out.print(format_args!(
+                "exact attention, {windows} windows of {length} tokens: perplexity {perplexity:.3}\n"
+            ));
         }
-        println!("\n{}", table(&rows));
+        out.print(format_args!("\n{}\n", table(&rows)));
         let (model, seed, decode) = (setup.model.name.clone(), self.seed, self.decode);
         let calibration = if calibrates { start } else { 0 };
-        json.write(&Evaluation { model, text: name, decode, calibration, seed, exact, rows })
+        json.write_json(&Evaluation { model, text: name, decode, calibration, seed, exact, rows })
     }
 
     /// The rows of one length: every prompt is run once and given to all methods.
     fn rows(&self, setup: &Setup, tokens: &[u32], length: usize, bar: &ProgressBar) -> Result<Vec<Row>> {
         bar.set_message(format!("text of {length}"));
         let mut rows = setup.score_text(&tokens[..length], &tokens[length..][..self.decode + 1], bar)?;
-        let mut maker = TaskMaker::new(setup.model.tokenizer()?, self.seed)?;
+        let maker = TaskMaker::new(setup.model.tokenizer()?, self.seed).filter(|_| self.trials > 0);
+        let Some(mut maker) = maker else { return Ok(rows) };
         for &depth in &self.depths {
             bar.set_message(format!("needle at {depth} of {length}"));
             let found = setup.find(&maker.needle(tokens, length, self.trials, Some(depth))?, depth, bar)?;

@@ -1,50 +1,88 @@
-//! MILLION's offline codebooks: one per layer, head, and keys or values (the released code
-//! shares one over all layers and heads).
+//! MILLION: attention on product-quantizer codes of rotated keys and of values, with codebooks that are trained offline, one
+//! per layer, head and side (the released code shares one over all layers and heads).
 
-use pq_core::{CodebookBuf, TrainOptions, train_batch};
+use std::sync::Arc;
 
-use super::PqCode;
-use super::build::SEED;
-use crate::cache::{Geometry, HeadCodebooks, mean_row, take_outliers};
-use crate::calibrate::Calibration;
-use crate::model::Model;
+use pq_core::{
+    CodebookBuf, CodedTokens, CodesBuf, Outlier, TrainOptions, decode_into, extract_outliers, lut_into,
+    restore_outliers, train_batch,
+};
+use svd_core::SoftmaxStats;
+
+use super::kind::{Entry, Kind, SEED, Site};
+use super::pq_code::{PqCode, attend_to_codes};
+use crate::cache::{Footprint, Geometry, Store};
+use crate::calibrate::{Calibration, mean_row};
+use crate::model::{Config, Model, Rope};
+use crate::side::{Pair, Side};
 use crate::{Error, Profile, Result};
 
-/// The setting.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) struct Million {
-    pub k: PqCode,
-    pub v: PqCode,
-    pub iterations: usize,
-    pub outliers: usize, // percent
+pub(super) const MILLION: Entry = Entry {
+    names: &["million"],
+    help: "\
+  million           attention on PQ codes                                 k=64x8 v=64x8 iterations=8
+                                                                          outliers=PERCENT kept exact
+",
+    parse: |s| {
+        let codes = PqCode::take_both(s, 8, 2)?;
+        let (iterations, outliers) = (s.positive("iterations", 8)?, s.percent("outliers", 0)?);
+        Ok(Arc::new(Million { codes, iterations, outliers }))
+    },
+};
+
+#[derive(Debug)]
+struct Million {
+    codes: Pair<PqCode>,
+    iterations: usize,
+    outliers: usize, // percent
 }
 
 impl Million {
-    fn key(&self, which: usize, l: usize, head: usize) -> String {
-        let (side, code) = [("k", self.k), ("v", self.v)][which];
-        format!("million/{code}/{}/{side}/{l}/{head}/centroids", self.outliers)
+    fn key(&self, side: Side, l: usize, head: usize) -> String {
+        let (code, letter) = (self.codes[side], side.letter());
+        format!("million/{code}/{}/{letter}/{l}/{head}/centroids", self.outliers)
+    }
+
+    /// The codebooks of layer `l`, one pair per kv head.
+    fn codebooks(&self, profile: &Profile, geometry: Geometry, l: usize) -> Result<Vec<Pair<CodebookBuf>>> {
+        let codebook = |side: Side, head: usize| -> Result<_> {
+            let shape = self.codes[side].shape(geometry.head_dim)?;
+            let centroids = profile.floats(&self.key(side, l, head))?;
+            CodebookBuf::new(shape, centroids).map_err(|e| Error::Profile(e.to_string()))
+        };
+        (0..geometry.n_kv_heads).map(|head| Pair::try_of(|side| codebook(side, head))).collect()
+    }
+}
+
+impl Kind for Million {
+    fn check(&self, config: &Config) -> Result<()> {
+        self.codes.check("million", config)
+    }
+
+    fn needs_profile(&self) -> bool {
+        true
     }
 
     /// Trains codebooks for every head of every layer.
-    pub fn calibrate(&self, model: &Model, samples: &Calibration, profile: &mut Profile) -> Result<()> {
+    fn calibrate(&self, model: &Model, _: &Rope, samples: &Calibration, profile: &mut Profile) -> Result<()> {
         let geometry = Geometry::of(&model.config);
         let options = TrainOptions { iterations: self.iterations, seed: SEED, ..Default::default() };
-        for (which, code) in [self.k, self.v].into_iter().enumerate() {
+        for side in Side::ALL {
             let (mut keys, mut sets) = (vec![], vec![]);
             for (l, layer) in samples.layers.iter().enumerate() {
                 for head in 0..geometry.n_kv_heads {
-                    let rows = [&layer.rotated_keys, &layer.values][which];
+                    let rows = Pair::new(&layer.rotated_keys, &layer.values)[side];
                     let mut rows = geometry.head_rows(head, rows);
                     if self.outliers > 0 {
                         let centre = mean_row(&rows, geometry.head_dim);
                         take_outliers(&mut rows, &centre, self.outliers)?;
                     }
-                    keys.push(self.key(which, l, head));
+                    keys.push(self.key(side, l, head));
                     sets.push(rows);
                 }
             }
             let sets: Vec<&[f32]> = sets.iter().map(Vec::as_slice).collect();
-            let trained = train_batch(code.shape(geometry.head_dim)?, &sets, &options)?;
+            let trained = train_batch(self.codes[side].shape(geometry.head_dim)?, &sets, &options)?;
             keys.into_iter()
                 .zip(trained)
                 .for_each(|(key, trained)| profile.put_floats(key, trained.centroids));
@@ -52,15 +90,147 @@ impl Million {
         Ok(())
     }
 
-    /// The codebooks of layer `l`, one pair per kv head.
-    pub fn codebooks(&self, profile: &Profile, geometry: Geometry, l: usize) -> Result<Vec<HeadCodebooks>> {
-        let codebook = |which: usize, head| -> Result<_> {
-            let shape = [self.k, self.v][which].shape(geometry.head_dim)?;
-            let centroids = profile.floats(&self.key(which, l, head))?;
-            CodebookBuf::new(shape, centroids).map_err(|e| Error::Profile(e.to_string()))
+    fn stores(&self, site: &Site<'_>) -> Result<Vec<Box<dyn Store>>> {
+        site.layers(|l| {
+            let codebooks = Arc::new(self.codebooks(site.profile, site.geometry, l)?);
+            Ok(MillionStore::new(site.geometry, site.rope.clone(), codebooks, self.outliers))
+        })
+    }
+}
+
+/// One head's keys or values.
+#[derive(Clone)]
+struct Coded {
+    codes: CodesBuf,
+    centre: Vec<f32>,       // (head_dim,) mean of the first rows; empty without outliers
+    outliers: Vec<Outlier>, // of all rows
+}
+
+impl Coded {
+    fn new(codebook: &CodebookBuf) -> Self {
+        Self { codes: CodesBuf::new(codebook.view().shape()), centre: vec![], outliers: vec![] }
+    }
+
+    /// Appends rows (n, head_dim) of which `percent` of the elements are kept exact next to the codes.
+    fn append(&mut self, codebook: &CodebookBuf, mut rows: Vec<f32>, percent: usize) -> Result<()> {
+        if percent > 0 {
+            let dim = codebook.view().shape().dim();
+            if self.centre.is_empty() {
+                self.centre = mean_row(&rows, dim);
+            }
+            let first = (self.codes.view().n() * dim) as u32;
+            let found = take_outliers(&mut rows, &self.centre, percent)?;
+            self.outliers.extend(found.iter().map(|x| Outlier { index: first + x.index, ..*x }));
+        }
+        self.codes.append(&codebook.view(), &rows)?;
+        Ok(())
+    }
+
+    fn truncate(&mut self, len: usize) {
+        self.codes.truncate(len);
+        let end = len * self.codes.view().shape().dim();
+        self.outliers.retain(|x| (x.index as usize) < end);
+    }
+
+    /// The rows that codes and outliers stand for.
+    fn decoded(&self, codebook: &CodebookBuf) -> Result<Vec<f32>> {
+        let codes = self.codes.view();
+        let mut rows = vec![0.0; codes.n() * codes.shape().dim()];
+        decode_into(&codebook.view(), &codes, &mut rows)?;
+        restore_outliers(&mut rows, &self.outliers)?;
+        Ok(rows)
+    }
+
+    fn bytes(&self) -> usize {
+        self.codes.view().size() + size_of_val(&self.outliers[..]) + size_of_val(&self.centre[..])
+    }
+}
+
+/// Replaces the `percent` of elements that are farthest from the centre of their channel by it, and lists them.
+fn take_outliers(rows: &mut [f32], centre: &[f32], percent: usize) -> Result<Vec<Outlier>> {
+    let count = (rows.len() * percent).div_ceil(100);
+    let (mut distances, mut indices) = (vec![0.0; rows.len()], vec![0; count]);
+    let mut outliers = vec![Outlier::default(); count];
+    extract_outliers(rows, centre, &mut distances, &mut indices, &mut outliers)?;
+    Ok(outliers)
+}
+
+/// MILLION: keys (rotated) and values are product-quantized; attention runs on the codes.
+///
+/// With outliers, which is the paper's study and not its method, rows are decoded and corrected instead.
+#[derive(Clone)]
+struct MillionStore {
+    geometry: Geometry,
+    rope: Arc<Rope>,
+    codebooks: Arc<Vec<Pair<CodebookBuf>>>, // (n_kv_heads,), offline, shared by all sequences
+    outliers: usize,                        // percent of the elements that are kept exact
+    heads: Vec<Pair<Coded>>,
+    len: usize,
+}
+
+impl MillionStore {
+    fn new(
+        geometry: Geometry,
+        rope: Arc<Rope>,
+        codebooks: Arc<Vec<Pair<CodebookBuf>>>,
+        outliers: usize,
+    ) -> Self {
+        let heads = codebooks.iter().map(|books| Pair::of(|side| Coded::new(&books[side]))).collect();
+        Self { geometry, rope, codebooks, outliers, heads, len: 0 }
+    }
+}
+
+impl Store for MillionStore {
+    fn push(&mut self, pos: usize, k: &[f32], v: &[f32]) -> Result<()> {
+        let kv_dim = self.geometry.kv_dim();
+        let rotated = self.rope.rotated(k, kv_dim, pos);
+        for (head, (books, Pair { keys, values })) in self.codebooks.iter().zip(&mut self.heads).enumerate() {
+            keys.append(&books.keys, self.geometry.head_rows(head, &rotated), self.outliers)?;
+            values.append(&books.values, self.geometry.head_rows(head, v), self.outliers)?;
+        }
+        self.len += k.len() / kv_dim;
+        Ok(())
+    }
+
+    fn len(&self) -> usize {
+        self.len
+    }
+
+    fn truncate(&mut self, len: usize) -> Result<()> {
+        self.heads.iter_mut().flat_map(Pair::iter_mut).for_each(|coded| coded.truncate(len));
+        self.len = len;
+        Ok(())
+    }
+
+    fn attend(&self, head: usize, q: &[f32], out: &mut [f32], stats: &mut [SoftmaxStats]) -> Result<()> {
+        let (books, Pair { keys, values }) = (&self.codebooks[head], &self.heads[head]);
+        if self.outliers > 0 {
+            let (keys, values) = (keys.decoded(&books.keys)?, values.decoded(&books.values)?);
+            return Ok(svd_core::attend_into(q, &keys, &values, out, stats)?);
+        }
+        let tokens = CodedTokens {
+            keys: keys.codes.view(),
+            values: values.codes.view(),
+            codebook: books.values.view(),
+            key_scales: None,
+            value_scales: None,
+            bias: None,
         };
-        (0..geometry.n_kv_heads)
-            .map(|head| Ok(HeadCodebooks { keys: codebook(0, head)?, values: codebook(1, head)? }))
-            .collect()
+        let mut luts = vec![0.0; stats.len() * tokens.keys.shape().lut_len()];
+        lut_into(&books.keys.view(), q, &mut luts)?;
+        attend_to_codes(&luts, &tokens, out, stats)
+    }
+
+    fn footprint(&self) -> Footprint {
+        let codebooks = self.codebooks.iter().flat_map(Pair::iter);
+        Footprint {
+            kept: self.heads.iter().flat_map(Pair::iter).map(Coded::bytes).sum(),
+            shared: codebooks.map(|codebook| 4 * codebook.view().shape().codebook_len()).sum(),
+            ..Footprint::default()
+        }
+    }
+
+    fn clone_box(&self) -> Box<dyn Store> {
+        Box::new(self.clone())
     }
 }

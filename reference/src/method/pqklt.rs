@@ -1,86 +1,60 @@
-//! Means, query-metric rotations and codebooks of every head's keys and values.
+//! Product-quantizer codes of transformed keys and values: means, query-metric rotations and codebooks of every head.
+
+mod store;
+
+use std::sync::Arc;
 
 use pq_core::{CodebookBuf, RopeMean, TrainOptions, train};
 use rayon::prelude::*;
-use svd_core::{Gram, MapBuf, NoRope, Rotation, Side, balanced_order};
+use svd_core::{Gram, MapBuf, NoRope, Rotation, balanced_order};
 
-use super::PqCode;
-use super::build::SEED;
-use super::zack::output_gram;
-use crate::cache::{Geometry, HeadCode, KeySpace, TransformedPlan, halved, mean_row};
-use crate::calibrate::Calibration;
+use super::kind::{Entry, Kind, SEED, Site};
+use super::pq_code::PqCode;
+use super::settings::{Switch, words};
+use crate::cache::{Geometry, Store};
+use crate::calibrate::{Calibration, mean_row, output_gram, single};
 use crate::model::{Config, Model, Rope};
+use crate::side::{Pair, Side};
 use crate::{Error, Profile, Result};
+use store::{HeadCode, KeySpace, TransformedPlan, TransformedStore, halved};
 
-/// What the profile depends on.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) struct PqKlt {
-    pub k: PqCode,
-    pub v: PqCode,
-    pub space: KeySpace,
-    pub norms: bool,
-    pub iterations: usize,
-    pub refine: usize,
+pub(super) const PQ_KLT: Entry = Entry {
+    names: &["pqklt"],
+    help: "\
+  pqklt             attention on PQ codes of transformed rows             k=32x6 v=32x6 keys=mean|rope norms=on|off
+                                                                          iterations=8 refine=0
+",
+    parse: |s| {
+        Ok(Arc::new(PqKlt {
+            codes: PqCode::take_both(s, 6, 4)?,
+            space: s.own("keys", KeySpace::RotatedMean)?,
+            norms: s.common("norms", Switch::On)? == Switch::On,
+            iterations: s.positive("iterations", 8)?,
+            refine: s.count("refine", 0)?,
+        }))
+    },
+};
+words!(KeySpace, "mean" => KeySpace::RotatedMean, "rope" => KeySpace::BeforeRope);
+
+#[derive(Debug)]
+struct PqKlt {
+    codes: Pair<PqCode>,
+    space: KeySpace,
+    norms: bool,
+    iterations: usize,
+    refine: usize,
 }
 
 impl PqKlt {
-    fn key(&self, which: usize, l: usize, head: usize, part: &str) -> String {
+    fn key(&self, side: Side, l: usize, head: usize, part: &str) -> String {
         let Self { space, norms, iterations, .. } = self;
-        let (side, code) = [("k", self.k), ("v", self.v)][which];
-        let space = if which == 0 { space.to_string() } else { "v".into() };
-        format!("pqklt/{space}/{norms}/{iterations}/{code}/{side}/{l}/{head}/{part}")
-    }
-
-    /// Fills the profile from samples of the model.
-    pub fn calibrate(
-        &self,
-        model: &Model,
-        rope: &Rope,
-        samples: &Calibration,
-        profile: &mut Profile,
-    ) -> Result<()> {
-        let geometry = Geometry::of(&model.config);
-        let heads: Vec<(usize, usize)> = (0..samples.layers.len())
-            .flat_map(|l| (0..geometry.n_kv_heads).map(move |head| (l, head)))
-            .collect();
-        let made = heads.par_iter().map(|&(l, head)| -> Result<_> {
-            let layer = &samples.layers[l];
-            let mut keys = geometry.head_rows(head, &layer.keys);
-            let mean = take_mean(&mut keys, geometry.head_dim);
-            let fitted = match self.space {
-                KeySpace::BeforeRope => self.fit(self.k, &layer.plain_query_grams[head], keys)?,
-                KeySpace::RotatedMean => {
-                    keys = geometry.head_rows(head, &layer.rotated_keys);
-                    let mut storage = vec![0.0; RopeMean::storage_len(geometry.head_dim)];
-                    let rope_mean = RopeMean::new(&mean, rope.frequencies(), &mut storage)?;
-                    rope_mean.subtract(Calibration::FIRST, &mut keys)?;
-                    self.fit(self.k, &layer.query_grams[head], keys)?
-                }
-            };
-            let keys = (mean, fitted);
-            let mut values = geometry.head_rows(head, &layer.values);
-            let mean = take_mean(&mut values, geometry.head_dim);
-            let metric: Gram<NoRope> = output_gram(model, l, head)?;
-            Ok([keys, (mean, self.fit(self.v, &metric, values)?)])
-        });
-        for ((l, head), made) in heads.iter().zip(made.collect::<Result<Vec<_>>>()?) {
-            for (which, (mean, (rotation, centroids))) in made.into_iter().enumerate() {
-                let parts = [
-                    ("mean", mean),
-                    ("store", single(rotation.store())),
-                    ("probe", single(rotation.probe())),
-                    ("centroids", centroids),
-                ];
-                for (part, values) in parts {
-                    profile.put_floats(self.key(which, *l, *head, part), values);
-                }
-            }
-        }
-        Ok(())
+        let space = if side == Side::Keys { space.to_string() } else { "v".into() };
+        let (code, letter) = (self.codes[side], side.letter());
+        format!("pqklt/{space}/{norms}/{iterations}/{code}/{letter}/{l}/{head}/{part}")
     }
 
     /// The rotation of rows less their mean, and centroids of what it makes of them.
-    fn fit<S: Side>(
+    fn fit<S: svd_core::Side>(
         &self,
         code: PqCode,
         metric: &Gram<S>,
@@ -96,14 +70,14 @@ impl PqKlt {
     }
 
     /// Layer `l` from the profile.
-    pub fn plan(&self, config: &Config, profile: &Profile, l: usize) -> Result<TransformedPlan> {
-        let read = |which: usize, head: usize| -> Result<HeadCode> {
-            let part = |part| profile.floats(&self.key(which, l, head, part)).map(<[f32]>::to_vec);
+    fn plan(&self, config: &Config, profile: &Profile, l: usize) -> Result<TransformedPlan> {
+        let read = |side: Side, head: usize| -> Result<HeadCode> {
+            let part = |part| profile.floats(&self.key(side, l, head, part)).map(<[f32]>::to_vec);
             let wrong = |e: &dyn std::fmt::Display| Error::Profile(e.to_string());
-            let map = |which| -> Result<MapBuf> {
-                MapBuf::new(part(which)?, config.head_dim, config.head_dim).map_err(|e| wrong(&e))
+            let map = |name| -> Result<MapBuf> {
+                MapBuf::new(part(name)?, config.head_dim, config.head_dim).map_err(|e| wrong(&e))
             };
-            let shape = [self.k, self.v][which].shape(config.head_dim)?;
+            let shape = self.codes[side].shape(config.head_dim)?;
             let codebook = CodebookBuf::new(shape, &part("centroids")?).map_err(|e| wrong(&e))?;
             let mean = part("mean")?;
             if mean.len() != config.head_dim {
@@ -111,14 +85,74 @@ impl PqKlt {
             }
             Ok(HeadCode { mean, store: map("store")?, probe: map("probe")?, codebook, norms: self.norms })
         };
-        let heads = (0..config.n_kv_heads).map(|head| Ok([read(0, head)?, read(1, head)?]));
+        let heads = (0..config.n_kv_heads).map(|head| Pair::try_of(|side| read(side, head)));
         Ok(TransformedPlan { heads: heads.collect::<Result<_>>()?, space: self.space, refine: self.refine })
     }
 }
 
-/// In single precision, as profiles hold numbers.
-pub(super) fn single(x: &[f64]) -> Vec<f32> {
-    x.iter().map(|&x| x as f32).collect()
+impl Kind for PqKlt {
+    fn check(&self, config: &Config) -> Result<()> {
+        self.codes.check("pqklt", config)
+    }
+
+    fn needs_profile(&self) -> bool {
+        true
+    }
+
+    /// Fills the profile from samples of the model.
+    fn calibrate(
+        &self,
+        model: &Model,
+        rope: &Rope,
+        samples: &Calibration,
+        profile: &mut Profile,
+    ) -> Result<()> {
+        let geometry = Geometry::of(&model.config);
+        let heads: Vec<(usize, usize)> = (0..samples.layers.len())
+            .flat_map(|l| (0..geometry.n_kv_heads).map(move |head| (l, head)))
+            .collect();
+        let made = heads.par_iter().map(|&(l, head)| -> Result<_> {
+            let layer = &samples.layers[l];
+            let mut keys = geometry.head_rows(head, &layer.keys);
+            let mean = take_mean(&mut keys, geometry.head_dim);
+            let fitted = match self.space {
+                KeySpace::BeforeRope => self.fit(self.codes.keys, &layer.plain_query_grams[head], keys)?,
+                KeySpace::RotatedMean => {
+                    keys = geometry.head_rows(head, &layer.rotated_keys);
+                    let mut storage = vec![0.0; RopeMean::storage_len(geometry.head_dim)];
+                    let rope_mean = RopeMean::new(&mean, rope.frequencies(), &mut storage)?;
+                    rope_mean.subtract(Calibration::FIRST, &mut keys)?;
+                    self.fit(self.codes.keys, &layer.query_grams[head], keys)?
+                }
+            };
+            let keys = (mean, fitted);
+            let mut values = geometry.head_rows(head, &layer.values);
+            let mean = take_mean(&mut values, geometry.head_dim);
+            let metric: Gram<NoRope> = output_gram(model, l, head)?;
+            Ok([keys, (mean, self.fit(self.codes.values, &metric, values)?)])
+        });
+        for ((l, head), made) in heads.iter().zip(made.collect::<Result<Vec<_>>>()?) {
+            for (side, (mean, (rotation, centroids))) in Side::ALL.into_iter().zip(made) {
+                let parts = [
+                    ("mean", mean),
+                    ("store", single(rotation.store())),
+                    ("probe", single(rotation.probe())),
+                    ("centroids", centroids),
+                ];
+                for (part, values) in parts {
+                    profile.put_floats(self.key(side, *l, *head, part), values);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn stores(&self, site: &Site<'_>) -> Result<Vec<Box<dyn Store>>> {
+        site.layers(|l| {
+            let plan = self.plan(site.config, site.profile, l)?;
+            Ok(TransformedStore::new(site.geometry, site.rope.clone(), Arc::new(plan)))
+        })
+    }
 }
 
 /// Takes the mean out of rows (n, dim) and returns it.

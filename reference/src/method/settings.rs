@@ -3,30 +3,26 @@
 use std::fmt::Display;
 use std::str::FromStr;
 
-use codec_core::{Coder, ModelKind};
-
-use super::cachegen::Prediction;
-use super::zack::RankRule;
-use super::{Basis, PqCode};
-use crate::cache::{ElementType, KeySpace};
+use crate::cache::ElementType;
 use crate::{Error, Result};
 
 /// The `key=value` pairs of a method, taken one by one.
 pub(super) struct Settings<'a> {
     pub name: &'a str,
+    pub head_dim: usize, // for which defaults are made
     left: Vec<(&'a str, &'a str)>,
     known: Vec<&'static str>,
     shown: Vec<String>, // what goes into `Method::setting`
 }
 
 impl<'a> Settings<'a> {
-    pub fn new(spec: &'a str) -> Result<Self> {
+    pub fn new(spec: &'a str, head_dim: usize) -> Result<Self> {
         let mut parts = spec.split(':');
         let name = parts.next().unwrap_or_default();
         let left = parts.map(|part| part.split_once('=')).collect::<Option<Vec<_>>>().ok_or_else(|| {
             Error::Argument(format!("method `{spec}`: settings are KEY=VALUE after colons"))
         })?;
-        Ok(Self { name, left, known: vec![], shown: vec![] })
+        Ok(Self { name, head_dim, left, known: vec![], shown: vec![] })
     }
 
     fn take<T: FromStr<Err = String>>(&mut self, key: &'static str, default: T) -> Result<(T, bool)> {
@@ -41,7 +37,17 @@ impl<'a> Settings<'a> {
 
     /// A setting of the method itself: always shown.
     pub fn own<T: FromStr<Err = String> + Display>(&mut self, key: &'static str, default: T) -> Result<T> {
-        let (value, _) = self.take(key, default)?;
+        self.resolved(key, default, |value| value)
+    }
+
+    /// A setting of the method itself that means something else for every model: shown as `resolve` gives it.
+    pub fn resolved<T: FromStr<Err = String>, U: Display>(
+        &mut self,
+        key: &'static str,
+        default: T,
+        resolve: impl FnOnce(T) -> U,
+    ) -> Result<U> {
+        let value = resolve(self.take(key, default)?.0);
         self.shown.push(format!("{key}={value}"));
         Ok(value)
     }
@@ -152,28 +158,10 @@ within!(usize, >=);
 within!(f64, >);
 within!(f32, >);
 
-impl FromStr for PqCode {
-    type Err = String;
-
-    fn from_str(text: &str) -> std::result::Result<Self, String> {
-        let parse = |text: &str| -> Option<Self> {
-            let (m, nbits) = text.split_once('x')?;
-            Some(Self { m: m.parse().ok()?, nbits: nbits.parse().ok()? })
-        };
-        parse(text).ok_or_else(|| "is not SUBSPACESxBITS, like 64x8".into())
-    }
-}
-
-impl Display for PqCode {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "{}x{}", self.m, self.nbits)
-    }
-}
-
 /// Gives an enum its words on the command line.
 macro_rules! words {
     ($type:ty, $($word:literal => $value:path),+) => {
-        impl FromStr for $type {
+        impl std::str::FromStr for $type {
             type Err = String;
             fn from_str(text: &str) -> std::result::Result<Self, String> {
                 match text {
@@ -182,7 +170,7 @@ macro_rules! words {
                 }
             }
         }
-        impl Display for $type {
+        impl std::fmt::Display for $type {
             fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
                 $(if *self == <$type>::from($value) {
                     return f.write_str($word);
@@ -192,53 +180,16 @@ macro_rules! words {
         }
     };
 }
-words!(Basis, "closed" => Basis::Closed, "stacked" => Basis::Stacked, "principal" => Basis::Principal);
-words!(RankRule, "removal" => RankRule::Removal, "loss" => RankRule::Loss, "uniform" => RankRule::Uniform);
-words!(Prediction, "best" => Prediction::Best, "none" => Prediction::None, "mean" => Prediction::Mean,
-    "previous" => Prediction::Previous, "anchor" => Prediction::Anchor);
-words!(ModeName, "transform" => ModeName::Transform, "channels" => ModeName::Channels, "common" => ModeName::Common, "paper" => ModeName::Paper,
-    "lmcache" => ModeName::LmCache);
-words!(CoderName, "lanes" => Coder::Lanes, "range" => Coder::Range);
-words!(Models, "families" => ModelKind::Families, "tables" => ModelKind::Tables, "context" => ModelKind::ContextTables);
-words!(KeySpace, "mean" => KeySpace::RotatedMean, "rope" => KeySpace::BeforeRope);
+pub(super) use words;
+
+words!(ElementType, "f32" => ElementType::F32, "f16" => ElementType::F16, "bf16" => ElementType::Bf16);
 words!(Switch, "on" => Switch::On, "off" => Switch::Off);
-words!(Element, "f32" => ElementType::F32, "f16" => ElementType::F16, "bf16" => ElementType::Bf16);
 
 /// A choice between on and off.
 #[derive(Clone, Copy, PartialEq)]
 pub(super) enum Switch {
     On,
     Off,
-}
-
-/// The codec's modes by name.
-#[derive(Clone, Copy, PartialEq)]
-pub(super) enum ModeName {
-    Transform,
-    Channels,
-    Common,
-    Paper,
-    LmCache,
-}
-
-/// [`ModelKind`] on the command line.
-#[derive(Clone, Copy, PartialEq)]
-pub(super) struct Models(pub ModelKind);
-
-impl From<ModelKind> for Models {
-    fn from(kind: ModelKind) -> Self {
-        Self(kind)
-    }
-}
-
-/// [`Coder`] on the command line.
-#[derive(Clone, Copy, PartialEq)]
-pub(super) struct CoderName(pub Coder);
-
-impl From<Coder> for CoderName {
-    fn from(coder: Coder) -> Self {
-        Self(coder)
-    }
 }
 
 /// Bits that may be negative or none.
@@ -275,16 +226,6 @@ impl FromStr for OptionalBits {
 impl Display for OptionalBits {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         self.0.map_or(Ok(()), |bits| bits.fmt(f))
-    }
-}
-
-/// [`ElementType`] on the command line.
-#[derive(Clone, Copy, PartialEq)]
-pub(super) struct Element(pub ElementType);
-
-impl From<ElementType> for Element {
-    fn from(element: ElementType) -> Self {
-        Self(element)
     }
 }
 

@@ -1,20 +1,69 @@
-//! ZACK's rotations and ranks.
+//! ZACK: rotated keys and values cut to each head's rank, with codes of what is left (`bits=`) and evicted tokens
+//! (`tokens=`) as the paper combines them.
 
+mod fold;
+mod store;
+
+use std::fmt::Debug;
 use std::sync::Arc;
 
 use rayon::prelude::*;
-use svd_core::{Budget, Gram, NoRope, Rotation, Side, ranks_by_loss, ranks_by_removal};
+use svd_core::{Budget, Gram, Rotation, ranks_by_loss, ranks_by_removal};
 
-use super::pqklt::single;
-use super::{Basis, Zack};
-use crate::cache::{Geometry, HeadCut};
-use crate::calibrate::Calibration;
-use crate::model::{Config, Model};
+use super::cut::HeadCut;
+use super::kind::{Entry, Kind, Site};
+use super::scalar::{BLOCK, BlockCodec, CodedStore, PerChannel, PerToken};
+use super::settings::{OptionalBits, words};
+use super::snapkv::EvictingStore;
+use crate::cache::{Geometry, Store};
+use crate::calibrate::{Calibration, output_gram, single};
+use crate::model::{Config, Model, Rope};
+use crate::side::{Pair, Side};
 use crate::{Error, Profile, Result};
+use fold::fold_values;
+use store::ZackStore;
+
+pub(super) const ZACK: Entry = Entry {
+    names: &["zack"],
+    help: "\
+  zack              rotated, ranks cut to these parts, values folded      k=0.75 v=0.75 basis=closed|stacked|principal
+                      with evicted tokens, with codes as int4's           tokens=PART bits=BITS
+                                                                          ranks=removal|loss|uniform multiple=1
+",
+    parse: |s| {
+        Ok(Arc::new(Zack {
+            parts: Pair::new(s.part("k", 0.75)?, s.part("v", 0.75)?),
+            basis: s.own("basis", Basis::Closed)?,
+            rule: s.common("ranks", RankRule::Removal)?,
+            multiple: s.common_count("multiple", 1)?,
+            bits: s.common("bits", OptionalBits(None))?.0,
+            tokens: s.common_part("tokens", 1.0)?,
+        }))
+    },
+};
+
+#[derive(Debug)]
+struct Zack {
+    parts: Pair<f64>, // of the dimensions that stay
+    basis: Basis,
+    rule: RankRule,
+    multiple: usize,
+    bits: Option<u32>, // of what is left, coded as by `int4`
+    tokens: f64,       // part of the prompt's tokens that stays
+}
+
+/// Which rotation is used.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Basis {
+    Closed,
+    Stacked,
+    Principal,
+}
+words!(Basis, "closed" => Basis::Closed, "stacked" => Basis::Stacked, "principal" => Basis::Principal);
 
 /// How ranks are chosen.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum RankRule {
+enum RankRule {
     /// One removal rate for all heads (ZACK 5.2).
     Removal,
     /// Least loss, weighted by layer.
@@ -22,49 +71,80 @@ pub(super) enum RankRule {
     /// One rank for all heads.
     Uniform,
 }
+words!(RankRule, "removal" => RankRule::Removal, "loss" => RankRule::Loss, "uniform" => RankRule::Uniform);
 
-fn key(basis: Basis, which: char, l: usize, head: usize, part: &str) -> String {
-    format!("zack/{basis}/{which}/{l}/{head}/{part}")
+impl Kind for Zack {
+    fn batch(&self) -> usize {
+        if self.bits.is_some() { BLOCK } else { 1 }
+    }
+
+    fn needs_profile(&self) -> bool {
+        true
+    }
+
+    /// Rotations of every head: of keys against queries, and of values against `W_O`; and each layer's residual stream.
+    fn calibrate(&self, model: &Model, _: &Rope, samples: &Calibration, profile: &mut Profile) -> Result<()> {
+        let basis = self.basis;
+        let geometry = Geometry::of(&model.config);
+        let heads: Vec<(usize, usize)> = (0..samples.layers.len())
+            .flat_map(|l| (0..geometry.n_kv_heads).map(move |head| (l, head)))
+            .collect();
+        let rotations = heads.par_iter().map(|&(l, head)| -> Result<_> {
+            let layer = &samples.layers[l];
+            let keys = rotation(basis, &layer.key_grams[head], &layer.query_grams[head])?;
+            let mut values = Gram::new(geometry.head_dim)?;
+            values.add_columns(&layer.values, geometry.kv_dim(), head * geometry.head_dim)?;
+            Ok([keys, rotation(basis, &values, &output_gram(model, l, head)?)?])
+        });
+        for ((l, head), rotations) in heads.iter().zip(rotations.collect::<Result<Vec<_>>>()?) {
+            for (side, rotation) in Side::ALL.into_iter().zip(rotations) {
+                for (part, values) in
+                    [("store", rotation.store()), ("probe", rotation.probe()), ("sigma", rotation.sigma())]
+                {
+                    profile.put_floats(key(basis, side, *l, *head, part), single(values));
+                }
+            }
+        }
+        for (l, layer) in samples.layers.iter().enumerate() {
+            profile.put_floats(residual_key(l), vec![layer.residual_rms as f32]);
+        }
+        Ok(())
+    }
+
+    fn stores(&self, site: &Site<'_>) -> Result<Vec<Box<dyn Store>>> {
+        // Ranks are planned over all layers at once.
+        let cuts = self.cuts(site.config, site.profile)?;
+        let (geometry, rope) = (site.geometry, || site.rope.clone());
+        let Some(bits) = self.bits else {
+            return site.layers(|l| {
+                let store = ZackStore::new(geometry, rope(), cuts[l].clone(), site.exact);
+                Ok(EvictingStore::new(store, geometry, rope(), self.tokens))
+            });
+        };
+        let (keys, values) = (PerChannel { bits }, PerToken { bits, group: BLOCK });
+        let codecs = Pair::<Arc<dyn BlockCodec>>::new(Arc::new(keys), Arc::new(values));
+        site.layers(|l| {
+            let store = CodedStore::new(geometry, rope(), Some(cuts[l].clone()), codecs.clone(), BLOCK);
+            Ok(EvictingStore::new(store, geometry, rope(), self.tokens))
+        })
+    }
+
+    fn fold(&self, model: &Model, profile: &Profile) -> Result<Option<Model>> {
+        let values = read_rotations(&model.config, profile, self.basis, Side::Values)?;
+        Ok(Some(fold_values(model, &values)?))
+    }
+}
+
+fn key(basis: Basis, side: Side, l: usize, head: usize, part: &str) -> String {
+    format!("zack/{basis}/{}/{l}/{head}/{part}", side.letter())
 }
 
 fn residual_key(l: usize) -> String {
     format!("zack/residual/{l}")
 }
 
-/// Rotations of every head: of keys against queries, and of values against `W_O`; and each layer's residual stream.
-pub(super) fn calibrate(
-    model: &Model,
-    samples: &Calibration,
-    basis: Basis,
-    profile: &mut Profile,
-) -> Result<()> {
-    let geometry = Geometry::of(&model.config);
-    let heads: Vec<(usize, usize)> =
-        (0..samples.layers.len()).flat_map(|l| (0..geometry.n_kv_heads).map(move |head| (l, head))).collect();
-    let rotations = heads.par_iter().map(|&(l, head)| -> Result<_> {
-        let layer = &samples.layers[l];
-        let keys = rotation(basis, &layer.key_grams[head], &layer.query_grams[head])?;
-        let mut values = Gram::new(geometry.head_dim)?;
-        values.add_columns(&layer.values, geometry.kv_dim(), head * geometry.head_dim)?;
-        Ok([keys, rotation(basis, &values, &output_gram(model, l, head)?)?])
-    });
-    for ((l, head), rotations) in heads.iter().zip(rotations.collect::<Result<Vec<_>>>()?) {
-        for (which, rotation) in ['k', 'v'].into_iter().zip(rotations) {
-            for (part, values) in
-                [("store", rotation.store()), ("probe", rotation.probe()), ("sigma", rotation.sigma())]
-            {
-                profile.put_floats(key(basis, which, *l, *head, part), single(values));
-            }
-        }
-    }
-    for (l, layer) in samples.layers.iter().enumerate() {
-        profile.put_floats(residual_key(l), vec![layer.residual_rms as f32]);
-    }
-    Ok(())
-}
-
 /// The rotation of what is stored against what meets it.
-fn rotation<S: Side>(basis: Basis, stored: &Gram<S>, probes: &Gram<S>) -> Result<Rotation> {
+fn rotation<S: svd_core::Side>(basis: Basis, stored: &Gram<S>, probes: &Gram<S>) -> Result<Rotation> {
     Ok(match basis {
         Basis::Closed => Rotation::score_optimal(stored, probes)?,
         Basis::Stacked => Rotation::stacked(stored, probes)?,
@@ -72,41 +152,26 @@ fn rotation<S: Side>(basis: Basis, stored: &Gram<S>, probes: &Gram<S>) -> Result
     })
 }
 
-/// Second moment of the rows of `W_O` that read a head's values, over its group of query heads.
-pub(super) fn output_gram(model: &Model, l: usize, head: usize) -> Result<Gram<NoRope>> {
-    let config = &model.config;
-    let mut gram = Gram::new(config.head_dim)?;
-    for query_head in head * config.gqa_group()..(head + 1) * config.gqa_group() {
-        let weight = &model.layers[l].attention.o.weight;
-        gram.add_columns(weight, config.q_dim(), query_head * config.head_dim)?;
-    }
-    Ok(gram)
+/// The rotations of one side: (n_layers, n_kv_heads).
+fn read_rotations(
+    config: &Config,
+    profile: &Profile,
+    basis: Basis,
+    side: Side,
+) -> Result<Vec<Vec<Rotation>>> {
+    let heads =
+        |l| (0..config.n_kv_heads).map(move |head| read_rotation(config, profile, basis, side, l, head));
+    (0..config.n_layers).map(|l| heads(l).collect()).collect()
 }
 
-/// Rotations and ranks of all heads.
-pub(super) struct ZackPlan {
-    pub heads: Vec<Arc<Vec<HeadCut>>>, // per layer
-    pub values: Vec<Vec<Rotation>>,    // (n_layers, n_kv_heads)
-}
-
-impl ZackPlan {
-    /// Reads the rotations and cuts them so that the parts `k` and `v` of all dimensions stay.
-    pub fn read(config: &Config, profile: &Profile, setting: &Zack) -> Result<Self> {
-        let read = |which: char| -> Result<Vec<Vec<Rotation>>> {
-            (0..config.n_layers)
-                .map(|l| {
-                    (0..config.n_kv_heads)
-                        .map(|head| read_rotation(config, profile, setting.basis, which, l, head))
-                        .collect()
-                })
-                .collect()
-        };
-        let (keys, values) = (read('k')?, read('v')?);
-        let [key_weights, value_weights] = loss_weights(profile, &values)?;
-        let key_ranks = setting.ranks(&keys, setting.k, &key_weights)?;
-        let value_ranks = setting.ranks(&values, setting.v, &value_weights)?;
-        let mut ranks = key_ranks.into_iter().zip(value_ranks);
-        let heads = keys.iter().map(|keys| {
+impl Zack {
+    /// Rotations of all heads, cut so that `parts` of all dimensions stay; per layer.
+    fn cuts(&self, config: &Config, profile: &Profile) -> Result<Vec<Arc<Vec<HeadCut>>>> {
+        let rotations = Pair::try_of(|side| read_rotations(config, profile, self.basis, side))?;
+        let weights = loss_weights(profile, &rotations.values)?;
+        let ranks = Pair::try_of(|side| self.ranks(&rotations[side], self.parts[side], &weights[side]))?;
+        let mut ranks = ranks.keys.into_iter().zip(ranks.values);
+        let cuts = rotations.keys.iter().map(|keys| {
             let heads = keys.iter().zip(&mut ranks).map(|(keys, (key_rank, value_rank))| {
                 Ok(HeadCut {
                     keys: keys.store_map(key_rank)?,
@@ -116,11 +181,9 @@ impl ZackPlan {
             });
             Ok(Arc::new(heads.collect::<Result<_>>()?))
         });
-        Ok(Self { heads: heads.collect::<Result<_>>()?, values })
+        cuts.collect()
     }
-}
 
-impl Zack {
     /// Ranks of all heads, layer after layer, that keep `part` of all dimensions.
     fn ranks(&self, rotations: &[Vec<Rotation>], part: f64, weights: &[f64]) -> Result<Vec<usize>> {
         let spectra: Vec<&[f64]> = rotations.iter().flatten().map(Rotation::sigma).collect();
@@ -143,16 +206,16 @@ impl Zack {
 ///
 /// N.B. Weights measured instead, as the divergence of a model in which one layer alone is cut to half over what that drops: on
 /// the 12 M model better at nine tenths of the dimensions (KL .0008 for .0031), worse at half (.0163 for .0104).
-fn loss_weights(profile: &Profile, values: &[Vec<Rotation>]) -> Result<[Vec<f64>; 2]> {
-    let mut weights = [vec![], vec![]];
+fn loss_weights(profile: &Profile, values: &[Vec<Rotation>]) -> Result<Pair<Vec<f64>>> {
+    let mut weights = Pair::<Vec<f64>>::default();
     for (l, heads) in values.iter().enumerate() {
         let &[rms] = profile.floats(&residual_key(l))? else {
-            return Err(Error::Profile(format!("{} is not one number", residual_key(l))));
+            return Err(Error::Profile(format!("{} is not one element", residual_key(l))));
         };
         for head in heads {
             let relative = f64::from(rms).powi(-2);
-            weights[0].push(relative * head.sigma().iter().map(|x| x * x).sum::<f64>());
-            weights[1].push(relative);
+            weights.keys.push(relative * head.sigma().iter().map(|x| x * x).sum::<f64>());
+            weights.values.push(relative);
         }
     }
     Ok(weights)
@@ -162,12 +225,12 @@ fn read_rotation(
     config: &Config,
     profile: &Profile,
     basis: Basis,
-    which: char,
+    side: Side,
     l: usize,
     head: usize,
 ) -> Result<Rotation> {
     let part = |part| -> Result<Vec<f64>> {
-        Ok(profile.floats(&key(basis, which, l, head, part))?.iter().map(|&x| x.into()).collect())
+        Ok(profile.floats(&key(basis, side, l, head, part))?.iter().map(|&x| x.into()).collect())
     };
     let rotation = Rotation::from_parts(part("store")?, part("probe")?, part("sigma")?)
         .map_err(|e| Error::Profile(e.to_string()))?;

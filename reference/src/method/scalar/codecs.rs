@@ -1,150 +1,13 @@
-//! Scalar codes of single numbers: what every user knows, as rivals.
-//!
-//! A [`CodedStore`] cuts the tokens of a head into blocks and leaves the coding of a block to a [`BlockCodec`], one for keys
-//! (after RoPE, and at a lower rank if the head is cut) and one for values. To attend it decodes block by block. A codec that
-//! rotates its rows leaves them rotated: the query is rotated instead, and the output turned back, once per step.
-
-use std::sync::Arc;
+//! Scalar quantizers of the rows of a block.
 
 use half::f16;
 
-use crate::Result;
-use crate::cache::accumulate::Accumulator;
-use crate::cache::exact::{attend_rows, saturating_f16};
-use crate::cache::{Footprint, Geometry, HeadCut, RotatedStore, Store};
-use crate::model::Rope;
+use super::store::BlockCodec;
+use crate::cache::saturating_f16;
 use crate::pack::{pack_bits, unpack_bits};
 use crate::rng::Rng;
 
-/// Codes rows (n, head_dim) of one head to bytes and back.
-pub(crate) trait BlockCodec: Send + Sync {
-    /// Appends the codes of `rows` to `bytes`.
-    fn encode(&self, rows: &[f32], head_dim: usize, bytes: &mut Vec<u8>);
-    /// Fills `rows` from all of `bytes`; rows that were rotated stay so.
-    fn decode(&self, bytes: &[u8], head_dim: usize, rows: &mut [f32]);
-    /// Rotates a row as the coded ones are.
-    fn rotate(&self, _row: &mut [f32]) {}
-    /// Undoes [`Self::rotate`].
-    fn rotate_back(&self, _row: &mut [f32]) {}
-}
-
-/// Blocks of codes per head.
-#[derive(Clone)]
-pub(crate) struct CodedStore {
-    geometry: Geometry,
-    rope: Arc<Rope>,
-    cuts: Option<Arc<Vec<HeadCut>>>,  // (n_kv_heads,)
-    codecs: [Arc<dyn BlockCodec>; 2], // of keys and values
-    block: usize,                     // tokens
-    blocks: Vec<Block>,
-    len: usize,
-}
-
-#[derive(Clone)]
-struct Block {
-    coded: usize,             // tokens that the codes hold
-    valid: usize,             // tokens that truncation has left
-    codes: Vec<[Vec<u8>; 2]>, // per head: keys and values
-}
-
-impl CodedStore {
-    pub fn new(
-        geometry: Geometry,
-        rope: Arc<Rope>,
-        cuts: Option<Arc<Vec<HeadCut>>>,
-        codecs: [Arc<dyn BlockCodec>; 2],
-        block: usize,
-    ) -> Self {
-        Self { geometry, rope, cuts, codecs, block, blocks: vec![], len: 0 }
-    }
-
-    fn cut(&self, head: usize) -> Option<&HeadCut> {
-        self.cuts.as_ref().map(|cuts| &cuts[head])
-    }
-
-    /// Components of a head's keys and of its values.
-    fn ranks(&self, head: usize) -> [usize; 2] {
-        self.cut(head).map_or([self.geometry.head_dim; 2], |cut| [cut.key_rank(), cut.value_rank])
-    }
-}
-
-impl RotatedStore for CodedStore {
-    fn push_rotated(&mut self, k: &[f32], v: &[f32]) -> Result<()> {
-        let kv_dim = self.geometry.kv_dim();
-        for (k, v) in k.chunks(self.block * kv_dim).zip(v.chunks(self.block * kv_dim)) {
-            let mut codes = vec![];
-            for head in 0..self.geometry.n_kv_heads {
-                let (mut k, mut v) = (self.geometry.head_rows(head, k), self.geometry.head_rows(head, v));
-                if let Some(cut) = self.cut(head) {
-                    (k, v) = (cut.project_keys(&k)?, cut.cut_values(&v));
-                }
-                let mut bytes = [vec![], vec![]];
-                for (i, rank) in self.ranks(head).into_iter().enumerate() {
-                    self.codecs[i].encode([&k, &v][i], rank, &mut bytes[i]);
-                }
-                codes.push(bytes);
-            }
-            let tokens = k.len() / kv_dim;
-            self.blocks.push(Block { coded: tokens, valid: tokens, codes });
-            self.len += tokens;
-        }
-        Ok(())
-    }
-}
-
-impl Store for CodedStore {
-    fn push(&mut self, pos: usize, k: &[f32], v: &[f32]) -> Result<()> {
-        self.push_rotated(&self.rope.rotated(k, self.geometry.kv_dim(), pos), v)
-    }
-
-    fn len(&self) -> usize {
-        self.len
-    }
-
-    fn truncate(&mut self, len: usize) -> Result<()> {
-        self.len = len;
-        let mut left = len;
-        for block in &mut self.blocks {
-            block.valid = block.valid.min(left);
-            left -= block.valid;
-        }
-        self.blocks.retain(|block| block.valid > 0);
-        Ok(())
-    }
-
-    fn attend(&self, head: usize, q: &[f32], group: &mut [Accumulator]) -> Result<()> {
-        let ranks = self.ranks(head);
-        let longest = self.blocks.iter().map(|block| block.coded).max().unwrap_or(0);
-        let mut rows = ranks.map(|rank| vec![0.0; longest * rank]);
-        let mut q = self.cut(head).map_or_else(|| Ok(q.to_vec()), |cut| cut.project_queries(q))?;
-        q.chunks_exact_mut(ranks[0]).for_each(|q| self.codecs[0].rotate(q));
-        let mut rotated = vec![Accumulator::new(ranks[1]); group.len()];
-        for block in &self.blocks {
-            for (i, rank) in ranks.into_iter().enumerate() {
-                self.codecs[i].decode(&block.codes[head][i], rank, &mut rows[i][..block.coded * rank]);
-            }
-            let (keys, values) = (&rows[0][..block.valid * ranks[0]], &rows[1][..block.valid * ranks[1]]);
-            attend_rows(&q, keys, values, ranks[1], &mut rotated)?;
-        }
-        for (mut rotated, accumulator) in rotated.into_iter().zip(group) {
-            self.codecs[1].rotate_back(rotated.values_mut());
-            accumulator.merge_with(&rotated);
-        }
-        Ok(())
-    }
-
-    fn footprint(&self) -> Footprint {
-        let kept = self.blocks.iter().flat_map(|block| block.codes.iter().flatten()).map(Vec::len).sum();
-        let shared = self.cuts.iter().flat_map(|cuts| cuts.iter()).map(HeadCut::size).sum();
-        Footprint { kept, shared, ..Footprint::default() }
-    }
-
-    fn clone_box(&self) -> Box<dyn Store> {
-        Box::new(self.clone())
-    }
-}
-
-/// A uniform quantizer of a group of numbers: `x = min + step * code`, both in half precision.
+/// A uniform quantizer of a group of elements: `x = min + step * code`, both in half precision.
 #[derive(Clone, Copy)]
 struct Scale {
     min: f32,
@@ -168,7 +31,7 @@ impl Scale {
         }
     }
 
-    fn number(self, code: u8) -> f32 {
+    fn element(self, code: u8) -> f32 {
         self.min + self.step * f32::from(code)
     }
 
@@ -208,18 +71,18 @@ fn pack(codes: &[u8], bits: u32, bytes: &mut Vec<u8>) {
     }
 }
 
-/// Maps every code that [`pack`] wrote to its number.
-fn unpack(bytes: &[u8], bits: u32, out: &mut [f32], number: impl Fn(u8) -> f32) {
+/// Maps every code that [`pack`] wrote to its element.
+fn unpack(bytes: &[u8], bits: u32, out: &mut [f32], element: impl Fn(u8) -> f32) {
     if 8 % bits == 0 {
         let (len, mask) = (packed_len(out.len(), bits), (1_u32 << bits) - 1);
         for (part, out) in (0..).zip(out.chunks_mut(len.max(1))) {
             for (out, byte) in out.iter_mut().zip(bytes) {
-                *out = number(byte >> (part * bits) & mask as u8);
+                *out = element(byte >> (part * bits) & mask as u8);
             }
         }
     } else {
         let n = out.len();
-        out.iter_mut().zip(unpack_bits(bytes, bits, n)).for_each(|(out, code)| *out = number(code as u8));
+        out.iter_mut().zip(unpack_bits(bytes, bits, n)).for_each(|(out, code)| *out = element(code as u8));
     }
 }
 
@@ -279,7 +142,7 @@ impl BlockCodec for PerToken {
             let (codes, tail) = codes.split_at(packed_len(group.len(), self.bits));
             rest = tail;
             let scale = Scale::from_bytes(scale);
-            unpack(codes, self.bits, group, |code| scale.number(code));
+            unpack(codes, self.bits, group, |code| scale.element(code));
         }
     }
 }

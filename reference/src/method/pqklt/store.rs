@@ -7,14 +7,14 @@ use pq_core::{
     CodebookBuf, CodedTokens, CodesBuf, RopeMean, Start, TrainOptions, decode_norm, divide_by_norms,
     lut_into, train,
 };
-use svd_core::MapBuf;
+use svd_core::{MapBuf, SoftmaxStats};
 
 use crate::Result;
-use crate::cache::accumulate::Accumulator;
-use crate::cache::million::attend_to_codes;
-use crate::cache::{Footprint, Geometry, Store};
+use crate::cache::{Footprint, Geometry, Store, merge_part};
+use crate::method::pq_code::attend_to_codes;
 use crate::model::Rope;
 use crate::ops::dot;
+use crate::side::{Pair, Side};
 
 /// Where keys are coded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -58,9 +58,9 @@ impl HeadCode {
     }
 }
 
-/// What the model's profile gives: one pair per kv head.
+/// How one layer's keys and values become codes.
 pub(crate) struct TransformedPlan {
-    pub heads: Vec<[HeadCode; 2]>, // keys and values
+    pub heads: Vec<Pair<HeadCode>>, // (n_kv_heads,)
     pub space: KeySpace,
     pub refine: usize, // iterations on the prompt
 }
@@ -79,7 +79,7 @@ pub(crate) struct TransformedStore {
     geometry: Geometry,
     rope: Arc<Rope>,
     plan: Arc<TransformedPlan>,
-    heads: Vec<[Coded; 2]>,
+    heads: Vec<Pair<Coded>>,
     decoded: Vec<Vec<f32>>, // per head: rotated keys (len, head_dim), kept at hand when they are coded before RoPE
     first: usize,           // position of the first token
     len: usize,
@@ -95,14 +95,14 @@ impl TransformedStore {
             norms: vec![],
             refined: None,
         };
-        let heads = plan.heads.iter().map(|pair| pair.each_ref().map(coded)).collect();
+        let heads = plan.heads.iter().map(|codes| Pair::of(|side| coded(&codes[side]))).collect();
         let decoded = vec![vec![]; geometry.n_kv_heads];
         Self { geometry, rope, plan, heads, decoded, first: 0, len: 0 }
     }
 
     /// Transforms and encodes rows less their mean; returns the rows that the codes stand for, transformed.
-    fn encode(&mut self, head: usize, which: usize, mut rows: Vec<f32>) -> Result<Vec<f32>> {
-        let (code, coded) = (&self.plan.heads[head][which], &mut self.heads[head][which]);
+    fn encode(&mut self, head: usize, side: Side, mut rows: Vec<f32>) -> Result<Vec<f32>> {
+        let (code, coded) = (&self.plan.heads[head][side], &mut self.heads[head][side]);
         let shape = code.codebook.view().shape();
         let norms = HeadCode::transform(&code.store, code.norms, &mut rows)?;
         if coded.codes.view().n() == 0 && self.plan.refine > 0 && rows.len() / shape.dim() >= ENOUGH {
@@ -121,7 +121,7 @@ impl TransformedStore {
         let start = coded.codes.view().n();
         coded.codes.append(&codebook.view(), &rows)?;
         coded.norms.extend(&norms);
-        if which == 1 || self.plan.space == KeySpace::RotatedMean {
+        if side == Side::Values || self.plan.space == KeySpace::RotatedMean {
             return Ok(vec![]);
         }
         let (codes, codebook) = (coded.codes.view(), codebook.view());
@@ -146,7 +146,7 @@ impl TransformedStore {
     fn scores_of_mean(&self, head: usize, q: &[f32]) -> Result<Vec<f32>> {
         let dim = self.geometry.head_dim;
         let mut storage = vec![0.0; RopeMean::storage_len(dim)];
-        let mean = RopeMean::new(&self.plan.heads[head][0].mean, self.rope.frequencies(), &mut storage)?;
+        let mean = RopeMean::new(&self.plan.heads[head].keys.mean, self.rope.frequencies(), &mut storage)?;
         let mut scores = vec![0.0; q.len() / dim * self.len];
         for (q, scores) in q.chunks_exact(dim).zip(scores.chunks_exact_mut(self.len)) {
             mean.scores_into(q, self.first, scores)?;
@@ -168,7 +168,7 @@ impl Store for TransformedStore {
         }
         for head in 0..self.geometry.n_kv_heads {
             let plan = self.plan.clone();
-            let [keys, values] = &plan.heads[head];
+            let Pair { keys, values } = &plan.heads[head];
             let mut rows = self.geometry.head_rows(head, k);
             match plan.space {
                 KeySpace::RotatedMean => {
@@ -179,7 +179,7 @@ impl Store for TransformedStore {
                 }
                 KeySpace::BeforeRope => HeadCode::subtract_mean(&keys.mean, &mut rows),
             }
-            let decoded = self.encode(head, 0, rows)?;
+            let decoded = self.encode(head, Side::Keys, rows)?;
             if !decoded.is_empty() {
                 let mut rotated = vec![0.0; decoded.len()];
                 keys.probe.view().reconstruct_into(&decoded, &mut rotated)?;
@@ -191,7 +191,7 @@ impl Store for TransformedStore {
             }
             let mut rows = self.geometry.head_rows(head, v);
             HeadCode::subtract_mean(&values.mean, &mut rows);
-            self.encode(head, 1, rows)?;
+            self.encode(head, Side::Values, rows)?;
         }
         self.len += k.len() / kv_dim;
         Ok(())
@@ -202,7 +202,7 @@ impl Store for TransformedStore {
     }
 
     fn truncate(&mut self, len: usize) -> Result<()> {
-        for coded in self.heads.iter_mut().flatten() {
+        for coded in self.heads.iter_mut().flat_map(Pair::iter_mut) {
             coded.codes.truncate(len);
             coded.norms.truncate(len);
         }
@@ -211,17 +211,17 @@ impl Store for TransformedStore {
         Ok(())
     }
 
-    fn attend(&self, head: usize, q: &[f32], group: &mut [Accumulator]) -> Result<()> {
+    fn attend(&self, head: usize, q: &[f32], out: &mut [f32], stats: &mut [SoftmaxStats]) -> Result<()> {
         if self.len == 0 {
             return Ok(());
         }
-        let dim = self.geometry.head_dim;
-        let ([key_code, value_code], [keys, values]) = (&self.plan.heads[head], &self.heads[head]);
+        let (plan, Pair { keys, values }) = (&self.plan.heads[head], &self.heads[head]);
+        let Pair { keys: key_code, values: value_code } = plan;
         let scales = |coded: &Coded| -> Option<Vec<f32>> {
             (!coded.norms.is_empty()).then(|| coded.norms.iter().map(|&norm| decode_norm(norm)).collect())
         };
         let (mut key_scales, value_scales) = (scales(keys), scales(values));
-        let mut luts = vec![0.0; group.len() * keys.codes.view().shape().lut_len()];
+        let mut luts = vec![0.0; stats.len() * keys.codes.view().shape().lut_len()];
         let bias = if self.plan.space == KeySpace::BeforeRope {
             key_scales = None; // tables of zeros: the bias is the whole score
             self.scores_of_decoded(head, q)
@@ -240,22 +240,20 @@ impl Store for TransformedStore {
             bias: Some(&bias),
         };
         // Attention on the transformed values, turned back once per query.
-        let mut transformed: Vec<Accumulator> = group.iter().map(|_| Accumulator::new(dim)).collect();
-        attend_to_codes(&luts, &tokens, &mut transformed)?;
-        let mut out = vec![0.0; dim];
-        for (accumulator, part) in group.iter_mut().zip(&mut transformed) {
-            value_code.probe.view().reconstruct_into(part.values_mut(), &mut out)?;
-            let weight = part.weight();
-            out.iter_mut().zip(&value_code.mean).for_each(|(x, mean)| *x += weight * mean);
-            part.values_mut().copy_from_slice(&out);
-            accumulator.merge_with(part);
-        }
-        Ok(())
+        let mut transformed = vec![0.0; out.len()];
+        let mut transformed_stats = vec![SoftmaxStats::EMPTY; stats.len()];
+        attend_to_codes(&luts, &tokens, &mut transformed, &mut transformed_stats)?;
+        merge_part((&transformed, &transformed_stats), out, stats, |transformed, weight, row| {
+            value_code.probe.view().reconstruct_into(transformed, row)?;
+            row.iter_mut().zip(&value_code.mean).for_each(|(x, mean)| *x += weight * mean);
+            Ok(())
+        })
     }
 
     fn footprint(&self) -> Footprint {
         let mut footprint = Footprint::default();
-        for (coded, code) in self.heads.iter().flatten().zip(self.plan.heads.iter().flatten()) {
+        let codes = self.plan.heads.iter().flat_map(Pair::iter);
+        for (coded, code) in self.heads.iter().flat_map(Pair::iter).zip(codes) {
             let codebook = 2 * code.codebook.view().shape().codebook_len();
             footprint.kept += coded.codes.view().size() + coded.norms.len();
             footprint.kept += if coded.refined.is_some() { codebook } else { 0 };

@@ -1,12 +1,35 @@
-use crate::cache::accumulate::Accumulator;
+//! StreamingLLM (arXiv 2309.17453): tokens that leave the window are dropped; only sinks and window are attended to.
+//!
+//! Tokens keep their positions; the paper moves them together, which matters only beyond the trained context.
+
+use std::sync::Arc;
+
+use svd_core::SoftmaxStats;
+
+use super::kind::{Entry, Kind, Site};
 use crate::cache::{Footprint, Geometry, Store};
 use crate::{Error, Result};
 
-/// StreamingLLM (arXiv 2309.17453): what leaves the window is dropped; sinks and window alone are attended to.
-///
-/// Tokens keep their positions; the paper moves them together, which matters only beyond the trained context.
+pub(super) const STREAMING: Entry = Entry {
+    names: &["streaming"],
+    help: "\
+  streaming         sinks and window only (StreamingLLM)
+",
+    parse: |_| Ok(Arc::new(Streaming)),
+};
+
+#[derive(Debug)]
+struct Streaming;
+
+impl Kind for Streaming {
+    fn stores(&self, site: &Site<'_>) -> Result<Vec<Box<dyn Store>>> {
+        site.layers(|_| Ok(StreamingStore::new(site.geometry)))
+    }
+}
+
+/// Counts what it drops.
 #[derive(Clone)]
-pub(crate) struct StreamingStore {
+struct StreamingStore {
     dropped: usize,
     kv_dim: usize,
 }
@@ -35,7 +58,7 @@ impl Store for StreamingStore {
         Ok(())
     }
 
-    fn attend(&self, _head: usize, _q: &[f32], _group: &mut [Accumulator]) -> Result<()> {
+    fn attend(&self, _: usize, _: &[f32], _: &mut [f32], _: &mut [SoftmaxStats]) -> Result<()> {
         Ok(())
     }
 

@@ -1,11 +1,11 @@
 use std::sync::Arc;
 
-use codec_core::{Backend, Frame, FrameInfo, PlaneBuf, Side, encode_frame};
+use codec_core::{Backend, Frame, FrameInfo, PlaneBuf, encode_frame};
+use svd_core::SoftmaxStats;
 
 use crate::Result;
-use crate::cache::accumulate::Accumulator;
-use crate::cache::{DenseStore, ElementType, Footprint, Geometry, Store};
-use crate::model::Rope;
+use crate::cache::{DenseStore, Footprint, Geometry, Store};
+use crate::side::Pair;
 
 /// CacheGen: every batch of tokens becomes a bitstream (keys before RoPE, values), and what is attended to is what the decoder
 /// gives back.
@@ -15,7 +15,7 @@ use crate::model::Rope;
 #[derive(Clone)]
 pub(crate) struct CacheGenStore {
     geometry: Geometry,
-    planes: Arc<[PlaneBuf; 2]>, // of keys and values
+    planes: Arc<Pair<PlaneBuf>>,
     chunks: Vec<Chunk>,
     decoded: DenseStore,
 }
@@ -27,13 +27,8 @@ struct Chunk {
 }
 
 impl CacheGenStore {
-    pub fn new(
-        geometry: Geometry,
-        rope: Arc<Rope>,
-        planes: Arc<[PlaneBuf; 2]>,
-        element: ElementType,
-    ) -> Self {
-        Self { geometry, planes, chunks: vec![], decoded: DenseStore::new(element, geometry, rope) }
+    pub fn new(geometry: Geometry, planes: Arc<Pair<PlaneBuf>>, decoded: DenseStore) -> Self {
+        Self { geometry, planes, chunks: vec![], decoded }
     }
 }
 
@@ -49,15 +44,16 @@ impl Store for CacheGenStore {
                 k.len() / self.geometry.kv_dim(),
             )
         };
-        let planes = [self.planes[0].view()?, self.planes[1].view()?];
+        let planes = Pair::try_of(|side| self.planes[side].view())?;
         let mut bytes = vec![];
-        encode_frame(backend, &info, &planes, &[k, v], &mut bytes)?;
+        encode_frame(backend, &info, &[planes.keys, planes.values], &[k, v], &mut bytes)?;
         let frame = Frame::parse(&bytes, info.numbers())?;
-        let (mut k, mut v) = (vec![0.0; k.len()], vec![0.0; v.len()]);
-        frame.decode_plane_into(backend, &planes[0], 0, Side::Keys, None, &mut k)?;
-        frame.decode_plane_into(backend, &planes[1], 0, Side::Values, None, &mut v)?;
+        let decoded = Pair::try_of(|side| {
+            let (mut rows, plane) = (vec![0.0; k.len()], &planes[side]);
+            frame.decode_plane_into(backend, plane, 0, side.into(), None, &mut rows).map(|_| rows)
+        })?;
         self.chunks.push(Chunk { valid: info.tokens, frame: bytes });
-        self.decoded.push(pos, &k, &v)
+        self.decoded.push(pos, &decoded.keys, &decoded.values)
     }
 
     fn len(&self) -> usize {
@@ -74,8 +70,8 @@ impl Store for CacheGenStore {
         self.decoded.truncate(len)
     }
 
-    fn attend(&self, head: usize, q: &[f32], group: &mut [Accumulator]) -> Result<()> {
-        self.decoded.attend(head, q, group)
+    fn attend(&self, head: usize, q: &[f32], out: &mut [f32], stats: &mut [SoftmaxStats]) -> Result<()> {
+        self.decoded.attend(head, q, out, stats)
     }
 
     fn footprint(&self) -> Footprint {

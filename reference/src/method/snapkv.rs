@@ -1,22 +1,46 @@
+//! SnapKV (arXiv 2404.14469): of a prompt only the tokens that its last queries attend to most are kept; decoded tokens all
+//! stay. Tokens keep their positions.
+//!
+//! Two things differ from the paper: scores are not pooled over neighbouring tokens, and all heads of a layer keep the same
+//! tokens. Keyformer (ZACK's 6.2) chooses by accumulated scores as well.
+
 use std::sync::Arc;
 
+use svd_core::SoftmaxStats;
+
+use super::kind::{Entry, Kind, Site};
 use crate::Result;
-use crate::cache::accumulate::Accumulator;
 use crate::cache::{Footprint, Geometry, RotatedStore, Store};
 use crate::model::Rope;
 use crate::ops::{dot, softmax};
 
-/// Eviction before another store: of a prompt only the part that its last queries attend to most is kept, one choice for all
-/// heads of a layer. What is decoded after it stays.
-///
-/// SnapKV (arXiv 2404.14469) without its pooling over neighbours; Keyformer (ZACK's 6.2) chooses by accumulated scores as
-/// well. Tokens keep their positions.
+pub(super) const SNAP_KV: Entry = Entry {
+    names: &["snapkv"],
+    help: "\
+  snapkv            the prompt's tokens that its end attends to: no       tokens=0.5
+                      pooling, one choice for all heads of a layer
+",
+    parse: |s| Ok(Arc::new(SnapKv { tokens: s.part("tokens", 0.5)? })),
+};
+
+#[derive(Debug)]
+struct SnapKv {
+    tokens: f64, // part of the prompt's tokens that stays
+}
+
+impl Kind for SnapKv {
+    fn stores(&self, site: &Site<'_>) -> Result<Vec<Box<dyn Store>>> {
+        site.layers(|_| Ok(EvictingStore::new(site.dense(), site.geometry, site.rope.clone(), self.tokens)))
+    }
+}
+
+/// Eviction before another store.
 #[derive(Clone)]
-pub(crate) struct EvictingStore<S> {
+pub(super) struct EvictingStore<S> {
     inner: S,
     geometry: Geometry,
     rope: Arc<Rope>,
-    part: f64,         // of the prompt's tokens that stay
+    part: f64,         // of the prompt's tokens that stay; all from 1 on
     queries: Vec<f32>, // (n, n_heads, head_dim) rotated: the prompt's last ones, until its tokens arrive
     kept: Vec<usize>,  // indices of the tokens that the inner store holds, ascending
     len: usize,
@@ -63,7 +87,11 @@ impl<S: RotatedStore + Clone + 'static> Store for EvictingStore<S> {
         let kv_dim = self.geometry.kv_dim();
         let rotated = self.rope.rotated(k, kv_dim, pos);
         let n = k.len() / kv_dim;
-        let stay = if self.queries.is_empty() { (0..n).collect() } else { self.choose(&rotated) };
+        let stay = if self.queries.is_empty() || self.part >= 1.0 {
+            (0..n).collect()
+        } else {
+            self.choose(&rotated)
+        };
         let rows = |rows: &[f32]| -> Vec<f32> {
             stay.iter().flat_map(|&i| &rows[i * kv_dim..][..kv_dim]).copied().collect()
         };
@@ -84,8 +112,8 @@ impl<S: RotatedStore + Clone + 'static> Store for EvictingStore<S> {
         self.inner.truncate(self.kept.len())
     }
 
-    fn attend(&self, head: usize, q: &[f32], group: &mut [Accumulator]) -> Result<()> {
-        self.inner.attend(head, q, group)
+    fn attend(&self, head: usize, q: &[f32], out: &mut [f32], stats: &mut [SoftmaxStats]) -> Result<()> {
+        self.inner.attend(head, q, out, stats)
     }
 
     fn footprint(&self) -> Footprint {
@@ -130,10 +158,9 @@ mod tests {
         assert_eq!((store.len(), &store.kept[..]), (10, &[2, 5, 8, 9][..]));
         store.truncate(5).unwrap();
         assert_eq!((store.len(), &store.kept[..], store.inner.len()), (5, &[2][..], 1));
-        let mut group = vec![Accumulator::new(geometry.head_dim)];
-        store.attend(0, &vec![0.0; geometry.head_dim], &mut group).unwrap();
-        let mut out = vec![0.0; geometry.head_dim];
-        group[0].finish(&mut out);
+        let (mut out, mut stats) = (vec![0.0; geometry.head_dim], [SoftmaxStats::EMPTY]);
+        store.attend(0, &vec![0.0; geometry.head_dim], &mut out, &mut stats).unwrap();
+        stats[0].normalize(&mut out);
         assert!(out.iter().all(|&x| x == 2.0));
     }
 }

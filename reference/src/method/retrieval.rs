@@ -1,22 +1,69 @@
-//! Top-k attention: score all tokens cheaply, attend to the best exactly.
+//! Top-k attention: score all tokens cheaply, attend to the best exactly. `oracle` scores by the exact product, `pqcache` by
+//! product-quantized keys.
 
 use std::sync::Arc;
 
 use pq_core::{
-    CodebookBuf, CodesBuf, GroupRule, Lut, PqShape, SoftmaxStats, TrainOptions, combine_group_into, lut_into,
-    scan_into, top_k_into, train_batch,
+    CodebookBuf, CodesBuf, GroupRule, Lut, PqShape, TrainOptions, combine_group_into, lut_into, scan_into,
+    top_k_into, train_batch,
+};
+use svd_core::SoftmaxStats;
+
+use super::kind::{Entry, Kind, SEED, Site};
+use super::pq_code::PqCode;
+use crate::Result;
+use crate::cache::{DenseStore, Footprint, Geometry, RotatedStore, Store};
+use crate::model::Config;
+use crate::ops::dot;
+
+pub(super) const ORACLE: Entry = Entry {
+    names: &["oracle"],
+    help: "\
+  oracle            exact top-k, this part of the tokens                  ratio=0.2
+",
+    parse: |s| Ok(Arc::new(TopK { ratio: s.part("ratio", 0.2)?, quantizer: None })),
 };
 
-use crate::Result;
-use crate::cache::accumulate::Accumulator;
-use crate::cache::exact::attend_rows;
-use crate::cache::{DenseStore, ElementType, Footprint, Geometry, RotatedStore, Store};
-use crate::model::Rope;
-use crate::ops::dot;
+pub(super) const PQ_CACHE: Entry = Entry {
+    names: &["pqcache"],
+    help: "\
+  pqcache           top-k by PQ codes; exact rows counted as offloaded    ratio=0.2 code=16x8 iterations=10
+",
+    parse: |s| {
+        let (ratio, code) = (s.part("ratio", 0.2)?, PqCode::take(s, "code", 8, 8)?);
+        Ok(Arc::new(TopK { ratio, quantizer: Some((code, s.positive("iterations", 10)?)) }))
+    },
+};
+
+#[derive(Debug)]
+struct TopK {
+    ratio: f64,
+    quantizer: Option<(PqCode, usize)>, // and the iterations of its training
+}
+
+impl Kind for TopK {
+    fn check(&self, config: &Config) -> Result<()> {
+        self.quantizer.map_or(Ok(()), |(code, _)| code.check("pqcache", config))
+    }
+
+    fn stores(&self, site: &Site<'_>) -> Result<Vec<Box<dyn Store>>> {
+        let scorer = match self.quantizer {
+            None => Scorer::Oracle,
+            Some((code, iterations)) => {
+                let shape = code.shape(site.geometry.head_dim)?;
+                Scorer::Pq { shape, iterations, seed: SEED, heads: vec![] }
+            }
+        };
+        site.layers(|_| {
+            let (geometry, ratio, reserved) = (site.geometry, self.ratio, site.reserved);
+            Ok(RetrievalStore { geometry, exact: site.dense(), scorer: scorer.clone(), ratio, reserved })
+        })
+    }
+}
 
 /// How tokens are scored.
 #[derive(Clone)]
-pub(crate) enum Scorer {
+enum Scorer {
     /// By the exact product: the upper bound for every top-k method.
     Oracle,
     /// By product-quantized keys; the codebooks are trained on the first keys that arrive, that is on the prompt (PQCache
@@ -31,14 +78,14 @@ pub(crate) enum Scorer {
 
 /// One head's codebook and the codes of its keys.
 #[derive(Clone)]
-pub(crate) struct PqHead {
+struct PqHead {
     codebook: Arc<CodebookBuf>,
     codes: CodesBuf,
 }
 
 /// Exact rows of which each step attends only to the highest-scored ones.
 #[derive(Clone)]
-pub(crate) struct RetrievalStore {
+struct RetrievalStore {
     geometry: Geometry,
     exact: DenseStore,
     scorer: Scorer,
@@ -47,17 +94,6 @@ pub(crate) struct RetrievalStore {
 }
 
 impl RetrievalStore {
-    pub fn new(
-        geometry: Geometry,
-        element: ElementType,
-        rope: Arc<Rope>,
-        scorer: Scorer,
-        ratio: f64,
-        reserved: usize,
-    ) -> Self {
-        Self { geometry, exact: DenseStore::new(element, geometry, rope), scorer, ratio, reserved }
-    }
-
     /// Tokens to retrieve for one step.
     fn k(&self) -> usize {
         let attended = (self.ratio * (self.exact.tokens() + self.reserved) as f64).ceil() as usize;
@@ -95,7 +131,7 @@ impl RetrievalStore {
     fn select(&self, head: usize, q: &[f32]) -> Result<Vec<u32>> {
         let scores = self.scores(head, q)?;
         let mut total = vec![0.0; self.exact.tokens()];
-        let mut stats = vec![SoftmaxStats::EMPTY; q.len() / self.geometry.head_dim];
+        let mut stats = vec![pq_core::SoftmaxStats::EMPTY; q.len() / self.geometry.head_dim];
         combine_group_into(&scores, GroupRule::SumOfSoftmax, &mut stats, &mut total)?;
         let mut indices = vec![0; self.k()];
         top_k_into(&total, self.k(), &mut indices)?;
@@ -143,7 +179,7 @@ impl Store for RetrievalStore {
         self.exact.truncate(len)
     }
 
-    fn attend(&self, head: usize, q: &[f32], group: &mut [Accumulator]) -> Result<()> {
+    fn attend(&self, head: usize, q: &[f32], out: &mut [f32], stats: &mut [SoftmaxStats]) -> Result<()> {
         if self.exact.tokens() == 0 {
             return Ok(());
         }
@@ -156,7 +192,7 @@ impl Store for RetrievalStore {
         {
             self.exact.rows().read(head, t as usize, k, v);
         }
-        attend_rows(q, &keys, &values, head_dim, group)
+        Ok(svd_core::attend_into(q, &keys, &values, out, stats)?)
     }
 
     fn footprint(&self) -> Footprint {

@@ -1,0 +1,123 @@
+//! What a method implements: a store of the tokens between sinks and window, and what all stores share.
+
+use std::ops::AddAssign;
+
+use svd_core::SoftmaxStats;
+
+use crate::Result;
+use crate::model::Config;
+
+/// Bytes of a cache by what they are for.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
+pub struct Footprint {
+    /// The representation of the tokens: rows, codes, bitstreams, scales, norms, codebooks trained for this sequence.
+    pub kept: usize,
+    /// Exact rows of which a step reads some (PQCache). They are counted as offloaded to slower memory; here they are in
+    /// the same memory as everything else.
+    pub offloaded: usize,
+    /// Decoded copies that could be made again from the kept bytes (CacheGen).
+    pub working: usize,
+    /// Made once for a model and shared by all its sequences: codebooks, rotations, probability models.
+    pub shared: usize,
+}
+
+impl AddAssign for Footprint {
+    fn add_assign(&mut self, other: Self) {
+        self.kept += other.kept;
+        self.offloaded += other.offloaded;
+        self.working += other.working;
+        self.shared += other.shared;
+    }
+}
+
+/// The tokens between the sinks and the window of one layer.
+pub(crate) trait Store: Send + Sync {
+    /// Sees the last queries of the prompt that comes next, rotated.
+    fn watch(&mut self, _queries: &[f32]) {}
+    /// Takes the next `n` tokens: keys before RoPE and values, (n, n_kv_heads * head_dim) each; the first at `pos`.
+    fn push(&mut self, pos: usize, k: &[f32], v: &[f32]) -> Result<()>;
+    /// Tokens it stands for.
+    fn len(&self) -> usize;
+    /// Forgets all tokens from index `len` on; `len` is at most [`Self::len`].
+    fn truncate(&mut self, len: usize) -> Result<()>;
+    /// Adds the attention of one key/value head's query heads to `out` (group, head_dim) and `stats` (group,), as
+    /// [`svd_core::attend_into`] does. `q` (group, head_dim) is rotated and scaled by `1 / sqrt(head_dim)`.
+    fn attend(&self, head: usize, q: &[f32], out: &mut [f32], stats: &mut [SoftmaxStats]) -> Result<()>;
+    /// Where its bytes are.
+    fn footprint(&self) -> Footprint;
+    /// An independent copy.
+    fn clone_box(&self) -> Box<dyn Store>;
+}
+
+/// A store that can take keys which have been rotated already, to any positions.
+pub(crate) trait RotatedStore: Store {
+    /// As [`Store::push`].
+    fn push_rotated(&mut self, k: &[f32], v: &[f32]) -> Result<()>;
+}
+
+/// Merges attention in another basis or at a lower rank, `part` (group, rank) with `part_stats` (group,), into `out`
+/// (group, head_dim) and `stats`.
+///
+/// `back` writes a row of `part` and its sum of softmax weights in the basis of `out`; its output starts as zeros.
+pub(crate) fn merge_part(
+    (part, part_stats): (&[f32], &[SoftmaxStats]),
+    out: &mut [f32],
+    stats: &mut [SoftmaxStats],
+    mut back: impl FnMut(&[f32], f32, &mut [f32]) -> Result<()>,
+) -> Result<()> {
+    let (rank, head_dim) = (part.len() / part_stats.len(), out.len() / stats.len());
+    let mut row = vec![0.0; head_dim];
+    let parts = part.chunks_exact(rank).zip(part_stats);
+    for ((part, part_stats), (out, stats)) in parts.zip(out.chunks_exact_mut(head_dim).zip(stats)) {
+        row.fill(0.0);
+        back(part, part_stats.sum, &mut row)?;
+        stats.merge(out, *part_stats, &row)?;
+    }
+    Ok(())
+}
+
+/// The sizes of a model that every store needs.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Geometry {
+    pub n_heads: usize,
+    pub n_kv_heads: usize,
+    pub head_dim: usize,
+}
+
+impl Geometry {
+    pub fn of(config: &Config) -> Self {
+        Self { n_heads: config.n_heads, n_kv_heads: config.n_kv_heads, head_dim: config.head_dim }
+    }
+
+    pub fn kv_dim(self) -> usize {
+        self.n_kv_heads * self.head_dim
+    }
+
+    /// The columns of one head as rows of their own: (n, head_dim).
+    pub fn head_rows(self, head: usize, rows: &[f32]) -> Vec<f32> {
+        let columns = head * self.head_dim..(head + 1) * self.head_dim;
+        rows.chunks_exact(self.kv_dim()).flat_map(|row| &row[columns.clone()]).copied().collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_part_of_lower_rank_merges_as_if_the_rest_were_zeros() {
+        let stats = |max, sum| SoftmaxStats { max, sum };
+        let (mut out, mut all) = (vec![1.0, 2.0, 3.0, 4.0], [stats(0.0, 1.0), SoftmaxStats::EMPTY]);
+        out[2..].fill(0.0);
+        let part = [stats(2.0_f32.ln(), 1.0), stats(5.0, 0.5)];
+        let back = |part: &[f32], sum: f32, row: &mut [f32]| {
+            row[0] = part[0] + sum;
+            Ok(())
+        };
+        merge_part((&[3.0, 7.0], &part), &mut out, &mut all, back).unwrap();
+        for (x, expected) in out.iter().zip([0.5 * 1.0 + 4.0, 0.5 * 2.0, 7.5, 0.0]) {
+            assert!((x - expected).abs() < 1e-6, "{out:?}");
+        }
+        assert!((all[0].sum - 1.5).abs() < 1e-6 && all[1] == part[1]);
+    }
+}

@@ -1,0 +1,148 @@
+//! The query-metric transform of the codec's planes, and steps that give it a rate.
+
+use std::sync::Arc;
+
+use codec_core::TransformBuf;
+use rayon::prelude::*;
+use svd_core::{Gram, Rotation};
+
+use crate::Result;
+use crate::cache::Geometry;
+use crate::calibrate::{Calibration, LayerSamples, output_gram, single};
+use crate::model::Model;
+use crate::side::{Pair, Side};
+
+/// The transform of a plane and its steps.
+pub(crate) struct PlaneTransform {
+    pub transform: Arc<TransformBuf>,
+    pub steps: Vec<f32>,
+}
+
+impl PlaneTransform {
+    /// Those of all planes: keys, then values, of each layer.
+    ///
+    /// Keys share one step, in units of the noise of attention logits. Values have a step for each head, halfway between one
+    /// step for all and one rate for all: the metric of `W_O` knows nothing of the layers behind it.
+    pub fn all(model: &Model, samples: &Calibration, bits: f32, offset: f32) -> Result<Vec<Self>> {
+        let config = &model.config;
+        let geometry = Geometry::of(config);
+        let heads =
+            samples.layers.par_iter().enumerate().map(|(l, layer)| head_rotations(model, geometry, l, layer));
+        let heads: Vec<Pair<Vec<Rotation>>> = heads.collect::<Result<_>>()?;
+        let sigmas = |side: Side| heads.iter().flat_map(move |layer| layer[side].iter().map(Rotation::sigma));
+        let key_step = step_for_rate(
+            sigmas(Side::Keys).map(|sigma| (sigma, 1.0)),
+            (bits - offset / 2.0).max(bits / 8.0),
+        );
+        let spread = |sigma: &[f64]| sigma.iter().map(|x| x.max(1e-9).ln()).sum::<f64>() / sigma.len() as f64;
+        let mean_spread = sigmas(Side::Values).map(spread).sum::<f64>() / sigmas(Side::Values).count() as f64;
+        let halfway = |sigma: &[f64]| ((spread(sigma) + mean_spread) / 2.0).exp();
+        let value_bits = (bits + offset / 2.0).max(bits / 8.0);
+        let value_step = step_for_rate(sigmas(Side::Values).map(|sigma| (sigma, halfway(sigma))), value_bits);
+        heads
+            .iter()
+            .flat_map(|layer| {
+                let key_steps: Vec<f64> = layer.keys.iter().map(|_| key_step).collect();
+                let value_steps =
+                    layer.values.iter().map(|head| value_step * halfway(head.sigma())).collect();
+                layer
+                    .iter()
+                    .zip([key_steps, value_steps])
+                    .map(|(heads, steps)| Self::of_plane(geometry, heads, &steps))
+            })
+            .collect()
+    }
+
+    fn of_plane(geometry: Geometry, heads: &[Rotation], steps: &[f64]) -> Result<Self> {
+        let dim = geometry.head_dim;
+        let into = heads.iter().flat_map(|head| single(head.store())).collect();
+        let transposed = |map: &[f64]| -> Vec<f32> {
+            (0..dim * dim).map(|i| map[i % dim * dim + i / dim] as f32).collect()
+        };
+        let back = heads.iter().flat_map(|head| transposed(head.probe())).collect();
+        let steps = steps.iter().flat_map(|&step| std::iter::repeat_n(step as f32, dim)).collect();
+        Ok(Self { transform: Arc::new(TransformBuf::new(dim, into, back)?), steps })
+    }
+}
+
+/// Query-metric rotations of a layer's heads: of keys before RoPE, and of values under what `W_O` makes of them, relative to
+/// the residual stream that it adds to.
+fn head_rotations(
+    model: &Model,
+    geometry: Geometry,
+    l: usize,
+    layer: &LayerSamples,
+) -> Result<Pair<Vec<Rotation>>> {
+    let heads = 0..geometry.n_kv_heads;
+    let keys =
+        heads.clone().map(|head| rotation(geometry, &layer.keys, head, &layer.plain_query_grams[head]));
+    let values = heads.map(|head| {
+        let rotation = rotation(geometry, &layer.values, head, &output_gram(model, l, head)?)?;
+        let scale = 1.0 / layer.residual_rms;
+        let store = rotation.store().iter().map(|x| x * scale).collect();
+        let probe = rotation.probe().iter().map(|x| x / scale).collect();
+        let sigma = rotation.sigma().iter().map(|x| x * scale).collect();
+        Ok(Rotation::from_parts(store, probe, sigma)?)
+    });
+    Ok(Pair::new(keys.collect::<Result<_>>()?, values.collect::<Result<_>>()?))
+}
+
+/// The query-metric rotation of one head's rows.
+fn rotation<S: svd_core::Side>(
+    geometry: Geometry,
+    rows: &[f32],
+    head: usize,
+    metric: &Gram<S>,
+) -> Result<Rotation> {
+    let mut moment = Gram::new(geometry.head_dim)?;
+    moment.add_columns(rows, geometry.kv_dim(), head * geometry.head_dim)?;
+    Ok(Rotation::query_metric(&moment.centred(), metric)?)
+}
+
+/// The step that, times each head's own factor, gives Gaussian coefficients of these deviations `bits` on average.
+fn step_for_rate<'a>(heads: impl Iterator<Item = (&'a [f64], f64)>, bits: f32) -> f64 {
+    let relative: Vec<f64> =
+        heads.flat_map(|(sigma, factor)| sigma.iter().map(move |x| (x / factor).max(1e-30))).collect();
+    let rate =
+        |step: f64| relative.iter().map(|x| gaussian_rate(x / step)).sum::<f64>() / relative.len() as f64;
+    let (mut low, mut high) = (1e-12_f64.ln(), 1e12_f64.ln());
+    for _ in 0..60 {
+        let middle = (low + high) / 2.0;
+        if rate(middle.exp()) > bits.into() { low = middle } else { high = middle }
+    }
+    high.exp()
+}
+
+/// Bits of a Gaussian of `sigma` steps, rounded to the nearest.
+fn gaussian_rate(sigma: f64) -> f64 {
+    if sigma > 4.0 {
+        // Rounding adds the variance of a step's uniform distribution.
+        return (std::f64::consts::TAU * std::f64::consts::E * (sigma * sigma + 1.0 / 12.0)).log2() / 2.0;
+    }
+    let below = |x: f64| 0.5 * libm::erfc(-x / (sigma * std::f64::consts::SQRT_2));
+    (0..=24)
+        .map(|bin| {
+            let p = below(f64::from(bin) + 0.5) - below(f64::from(bin) - 0.5);
+            let cost = if p > 0.0 { -p * p.log2() } else { 0.0 };
+            if bin == 0 { cost } else { 2.0 * cost }
+        })
+        .sum()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn steps_give_the_rate_asked_for() {
+        let sigma = [3.0, 1.0, 0.1, 0.01];
+        for bits in [0.5, 2.0, 6.0] {
+            let step = step_for_rate([(&sigma[..], 2.0)].into_iter(), bits);
+            let rate = sigma.iter().map(|x| gaussian_rate(x / (2.0 * step))).sum::<f64>() / 4.0;
+            assert!((rate - f64::from(bits)).abs() < 1e-4, "{bits} {rate}");
+        }
+        // Both forms where they meet, and the entropy of a coin that hardly ever falls on its edge.
+        assert!((gaussian_rate(4.000_001) - gaussian_rate(4.0)).abs() < 1e-3);
+        assert!(gaussian_rate(0.1) < 1e-4);
+    }
+}

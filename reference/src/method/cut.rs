@@ -1,0 +1,47 @@
+//! A head whose keys and values are cut to lower ranks.
+
+use svd_core::MapBuf;
+
+use crate::Result;
+
+/// How one head is cut: its keys are projected, its values arrive rotated and lose their last components.
+#[derive(Debug)]
+pub(crate) struct HeadCut {
+    pub keys: MapBuf,    // (head_dim, key rank)
+    pub queries: MapBuf, // (head_dim, key rank)
+    pub value_rank: usize,
+}
+
+impl HeadCut {
+    pub fn key_rank(&self) -> usize {
+        self.keys.view().rank()
+    }
+
+    /// Projects keys (n, head_dim).
+    pub fn project_keys(&self, rows: &[f32]) -> Result<Vec<f32>> {
+        project(&self.keys, rows)
+    }
+
+    /// Projects queries (n, head_dim).
+    pub fn project_queries(&self, rows: &[f32]) -> Result<Vec<f32>> {
+        project(&self.queries, rows)
+    }
+
+    /// Cuts values (n, head_dim).
+    pub fn cut_values(&self, rows: &[f32]) -> Vec<f32> {
+        let dim = self.keys.view().dim();
+        rows.chunks_exact(dim).flat_map(|row| &row[..self.value_rank]).copied().collect()
+    }
+
+    /// Bytes of the two maps.
+    pub fn size(&self) -> usize {
+        2 * size_of::<f32>() * self.keys.view().dim() * self.key_rank()
+    }
+}
+
+fn project(map: &MapBuf, rows: &[f32]) -> Result<Vec<f32>> {
+    let map = map.view();
+    let mut out = vec![0.0; rows.len() / map.dim() * map.rank()];
+    map.project_into(rows, &mut out)?;
+    Ok(out)
+}

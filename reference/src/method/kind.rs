@@ -1,0 +1,101 @@
+//! The interface between the registry and a method: how its settings are read, and what they make.
+
+use std::fmt::Debug;
+use std::sync::Arc;
+
+use codec_core::PlaneBuf;
+
+use super::settings::Settings;
+use crate::cache::{DenseStore, ElementType, Geometry, Store};
+use crate::calibrate::Calibration;
+use crate::model::{Config, Model, Rope};
+use crate::{Profile, Result};
+
+/// Everything random in the methods starts from it.
+pub(super) const SEED: u64 = 0x6b76;
+
+/// A line of the registry.
+pub(super) struct Entry {
+    /// The names it answers to.
+    pub names: &'static [&'static str],
+    /// What the help text says: lines that end in a newline.
+    pub help: &'static str,
+    /// Takes its settings.
+    pub parse: fn(&mut Settings<'_>) -> Result<Arc<dyn Kind>>,
+}
+
+/// A method with its own settings.
+pub(super) trait Kind: Debug + Send + Sync {
+    /// Tokens that leave the window at once, unless the user says otherwise.
+    fn batch(&self) -> usize {
+        1
+    }
+
+    /// The element type of a method that keeps every token exact, in its store: it has neither sinks nor window.
+    fn dense(&self) -> Option<ElementType> {
+        None
+    }
+
+    /// Refuses a model that the settings do not fit.
+    fn check(&self, _config: &Config) -> Result<()> {
+        Ok(())
+    }
+
+    /// Whether it needs a profile.
+    fn needs_profile(&self) -> bool {
+        false
+    }
+
+    /// Adds its entries to a profile.
+    fn calibrate(
+        &self,
+        _model: &Model,
+        _rope: &Rope,
+        _samples: &Calibration,
+        _profile: &mut Profile,
+    ) -> Result<()> {
+        Ok(())
+    }
+
+    /// An empty store for every layer: see [`Site::layers`].
+    fn stores(&self, site: &Site<'_>) -> Result<Vec<Box<dyn Store>>>;
+
+    /// The model with what the method folds into its weights.
+    fn fold(&self, _model: &Model, _profile: &Profile) -> Result<Option<Model>> {
+        Ok(None)
+    }
+
+    /// The codec's planes of layer `l`, for a method whose store is a bitstream: keys, then values.
+    fn planes(&self, _geometry: Geometry, _l: usize, _profile: &Profile) -> Option<Result<[PlaneBuf; 2]>> {
+        None
+    }
+}
+
+/// Where stores are built.
+pub(super) struct Site<'a> {
+    pub config: &'a Config,
+    pub geometry: Geometry,
+    pub rope: &'a Arc<Rope>,
+    pub profile: &'a Profile,
+    pub exact: ElementType, // of rows that stay exact
+    pub reserved: usize,    // tokens in sinks and window
+    pub exact_layers: &'a [usize],
+}
+
+impl Site<'_> {
+    /// A store of exact rows.
+    pub fn dense(&self) -> DenseStore {
+        DenseStore::new(self.exact, self.geometry, self.rope.clone())
+    }
+
+    /// A store for every layer: exact rows in the layers that are left uncompressed, `make(layer)` in the others.
+    pub fn layers<S: Store + 'static>(
+        &self,
+        mut make: impl FnMut(usize) -> Result<S>,
+    ) -> Result<Vec<Box<dyn Store>>> {
+        let store = |l| -> Result<Box<dyn Store>> {
+            Ok(if self.exact_layers.contains(&l) { Box::new(self.dense()) } else { Box::new(make(l)?) })
+        };
+        (0..self.config.n_layers).map(store).collect()
+    }
+}

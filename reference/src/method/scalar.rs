@@ -1,0 +1,101 @@
+//! Scalar-quantization baselines: uniform codes as in KIVI (`int8`, `int4`, `int2`) or after a Hadamard rotation (`rotated`),
+//! and optimal levels after a random rotation (`lloydmax`).
+
+mod codecs;
+mod store;
+
+use std::sync::Arc;
+
+pub(super) use codecs::{PerChannel, PerToken};
+pub(super) use store::{BlockCodec, CodedStore};
+
+use super::kind::{Entry, Kind, SEED, Site};
+use super::settings::Settings;
+use crate::Result;
+use crate::cache::Store;
+use crate::side::Pair;
+use codecs::{LloydMax, Rotated};
+
+/// Tokens that per-token codes decode at once.
+pub(super) const BLOCK: usize = 64;
+
+pub(super) const UNIFORM: Entry = Entry {
+    names: &["int8", "int4", "int2"],
+    help: "\
+  int8, int4, int2  uniform: keys per channel, values per token (as KIVI) k=BITS v=BITS group=64
+",
+    parse: |s| {
+        let bits = match s.name {
+            "int8" => 8,
+            "int4" => 4,
+            _ => 2,
+        };
+        Ok(Arc::new(Scalar {
+            bits: both(s, bits)?,
+            codes: Codes::Uniform { group: s.positive("group", 64)? },
+        }))
+    },
+};
+
+pub(super) const ROTATED: Entry = Entry {
+    names: &["rotated"],
+    help: "\
+  rotated           Hadamard, then uniform per token                      k=4 v=4 group=32
+",
+    parse: |s| {
+        Ok(Arc::new(Scalar {
+            bits: both(s, 4)?,
+            codes: Codes::Rotated { group: s.positive("group", 32.min(s.head_dim))? },
+        }))
+    },
+};
+
+pub(super) const LLOYD_MAX: Entry = Entry {
+    names: &["lloydmax"],
+    help: "\
+  lloydmax          random rotation, optimal levels (as TurboQuant)       k=4 v=4
+",
+    parse: |s| Ok(Arc::new(Scalar { bits: both(s, 4)?, codes: Codes::LloydMax })),
+};
+
+fn both(s: &mut Settings<'_>, default: u32) -> Result<Pair<u32>> {
+    Ok(Pair::new(s.bits("k", default)?, s.bits("v", default)?))
+}
+
+#[derive(Debug)]
+struct Scalar {
+    bits: Pair<u32>,
+    codes: Codes,
+}
+
+#[derive(Debug)]
+enum Codes {
+    Uniform { group: usize },
+    Rotated { group: usize },
+    LloydMax,
+}
+
+impl Kind for Scalar {
+    /// Keys are coded by channel, in whole groups of tokens.
+    fn batch(&self) -> usize {
+        if let Codes::Uniform { group } = self.codes { group } else { 1 }
+    }
+
+    fn stores(&self, site: &Site<'_>) -> Result<Vec<Box<dyn Store>>> {
+        let head_dim = site.geometry.head_dim;
+        let (codecs, block): (Pair<Arc<dyn BlockCodec>>, usize) = match self.codes {
+            Codes::Uniform { group } => {
+                let (keys, values) =
+                    (PerChannel { bits: self.bits.keys }, PerToken { bits: self.bits.values, group });
+                (Pair::new(Arc::new(keys), Arc::new(values)), group)
+            }
+            Codes::Rotated { group } => {
+                (Pair::of(|side| Arc::new(Rotated(PerToken { bits: self.bits[side], group })) as _), BLOCK)
+            }
+            Codes::LloydMax => {
+                (Pair::of(|side| Arc::new(LloydMax::new(self.bits[side], head_dim, SEED)) as _), BLOCK)
+            }
+        };
+        site.layers(|_| Ok(CodedStore::new(site.geometry, site.rope.clone(), None, codecs.clone(), block)))
+    }
+}

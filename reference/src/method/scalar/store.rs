@@ -1,0 +1,149 @@
+//! Blocks of scalar codes.
+//!
+//! A [`CodedStore`] cuts the tokens of a head into blocks and leaves the coding of a block to a [`BlockCodec`], one for keys
+//! (after RoPE, and at a lower rank if the head is cut) and one for values. To attend it decodes block by block. A codec that
+//! rotates its rows leaves them rotated: the query is rotated instead, and the output turned back, once per step.
+
+use std::sync::Arc;
+
+use svd_core::{SoftmaxStats, attend_into};
+
+use crate::Result;
+use crate::cache::{Footprint, Geometry, RotatedStore, Store, merge_part};
+use crate::method::cut::HeadCut;
+use crate::model::Rope;
+use crate::side::{Pair, Side};
+
+/// Codes rows (n, head_dim) of one head to bytes and back.
+pub(crate) trait BlockCodec: Send + Sync {
+    /// Appends the codes of `rows` to `bytes`.
+    fn encode(&self, rows: &[f32], head_dim: usize, bytes: &mut Vec<u8>);
+    /// Fills `rows` from all of `bytes`; rows that were rotated stay so.
+    fn decode(&self, bytes: &[u8], head_dim: usize, rows: &mut [f32]);
+    /// Rotates a row as the coded ones are.
+    fn rotate(&self, _row: &mut [f32]) {}
+    /// Undoes [`Self::rotate`].
+    fn rotate_back(&self, _row: &mut [f32]) {}
+}
+
+/// Blocks of codes per head.
+#[derive(Clone)]
+pub(crate) struct CodedStore {
+    geometry: Geometry,
+    rope: Arc<Rope>,
+    cuts: Option<Arc<Vec<HeadCut>>>, // (n_kv_heads,)
+    codecs: Pair<Arc<dyn BlockCodec>>,
+    block: usize, // tokens
+    blocks: Vec<Block>,
+    len: usize,
+}
+
+#[derive(Clone)]
+struct Block {
+    coded: usize,              // tokens that the codes hold
+    valid: usize,              // tokens that truncation has left
+    codes: Vec<Pair<Vec<u8>>>, // per head
+}
+
+impl CodedStore {
+    pub fn new(
+        geometry: Geometry,
+        rope: Arc<Rope>,
+        cuts: Option<Arc<Vec<HeadCut>>>,
+        codecs: Pair<Arc<dyn BlockCodec>>,
+        block: usize,
+    ) -> Self {
+        Self { geometry, rope, cuts, codecs, block, blocks: vec![], len: 0 }
+    }
+
+    fn cut(&self, head: usize) -> Option<&HeadCut> {
+        self.cuts.as_ref().map(|cuts| &cuts[head])
+    }
+
+    /// Components of a head's keys and of its values.
+    fn ranks(&self, head: usize) -> Pair<usize> {
+        let full = Pair::of(|_| self.geometry.head_dim);
+        self.cut(head).map_or(full, |cut| Pair::new(cut.key_rank(), cut.value_rank))
+    }
+}
+
+impl RotatedStore for CodedStore {
+    fn push_rotated(&mut self, k: &[f32], v: &[f32]) -> Result<()> {
+        let kv_dim = self.geometry.kv_dim();
+        for (k, v) in k.chunks(self.block * kv_dim).zip(v.chunks(self.block * kv_dim)) {
+            let mut codes = vec![];
+            for head in 0..self.geometry.n_kv_heads {
+                let (mut k, mut v) = (self.geometry.head_rows(head, k), self.geometry.head_rows(head, v));
+                if let Some(cut) = self.cut(head) {
+                    (k, v) = (cut.project_keys(&k)?, cut.cut_values(&v));
+                }
+                let (rows, ranks) = (Pair::new(k, v), self.ranks(head));
+                codes.push(Pair::of(|side| {
+                    let mut bytes = vec![];
+                    self.codecs[side].encode(&rows[side], ranks[side], &mut bytes);
+                    bytes
+                }));
+            }
+            let tokens = k.len() / kv_dim;
+            self.blocks.push(Block { coded: tokens, valid: tokens, codes });
+            self.len += tokens;
+        }
+        Ok(())
+    }
+}
+
+impl Store for CodedStore {
+    fn push(&mut self, pos: usize, k: &[f32], v: &[f32]) -> Result<()> {
+        self.push_rotated(&self.rope.rotated(k, self.geometry.kv_dim(), pos), v)
+    }
+
+    fn len(&self) -> usize {
+        self.len
+    }
+
+    fn truncate(&mut self, len: usize) -> Result<()> {
+        self.len = len;
+        let mut left = len;
+        for block in &mut self.blocks {
+            block.valid = block.valid.min(left);
+            left -= block.valid;
+        }
+        self.blocks.retain(|block| block.valid > 0);
+        Ok(())
+    }
+
+    fn attend(&self, head: usize, q: &[f32], out: &mut [f32], stats: &mut [SoftmaxStats]) -> Result<()> {
+        let ranks = self.ranks(head);
+        let longest = self.blocks.iter().map(|block| block.coded).max().unwrap_or(0);
+        let mut rows = Pair::of(|side| vec![0.0; longest * ranks[side]]);
+        let mut q = self.cut(head).map_or_else(|| Ok(q.to_vec()), |cut| cut.project_queries(q))?;
+        q.chunks_exact_mut(ranks.keys).for_each(|q| self.codecs.keys.rotate(q));
+        let mut rotated = vec![0.0; stats.len() * ranks.values];
+        let mut rotated_stats = vec![SoftmaxStats::EMPTY; stats.len()];
+        for block in &self.blocks {
+            for side in Side::ALL {
+                let rows = &mut rows[side][..block.coded * ranks[side]];
+                self.codecs[side].decode(&block.codes[head][side], ranks[side], rows);
+            }
+            let valid = |side: Side| &rows[side][..block.valid * ranks[side]];
+            attend_into(&q, valid(Side::Keys), valid(Side::Values), &mut rotated, &mut rotated_stats)?;
+        }
+        merge_part((&rotated, &rotated_stats), out, stats, |rotated, _, row| {
+            let row = &mut row[..ranks.values];
+            row.copy_from_slice(rotated);
+            self.codecs.values.rotate_back(row);
+            Ok(())
+        })
+    }
+
+    fn footprint(&self) -> Footprint {
+        let kept =
+            self.blocks.iter().flat_map(|block| block.codes.iter().flat_map(Pair::iter)).map(Vec::len).sum();
+        let shared = self.cuts.iter().flat_map(|cuts| cuts.iter()).map(HeadCut::size).sum();
+        Footprint { kept, shared, ..Footprint::default() }
+    }
+
+    fn clone_box(&self) -> Box<dyn Store> {
+        Box::new(self.clone())
+    }
+}
