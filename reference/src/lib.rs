@@ -5,6 +5,7 @@ pub mod calibrate;
 pub mod compare;
 mod error;
 pub mod eval;
+pub mod files;
 pub mod forward;
 pub mod method;
 pub mod model;

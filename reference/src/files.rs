@@ -1,0 +1,123 @@
+//! Files that are replaced whole or not at all.
+
+use std::fs::{self, File, OpenOptions};
+use std::hash::{BuildHasher, RandomState};
+use std::io::{self, Write};
+use std::path::Path;
+
+use crate::{Error, Result};
+
+/// Writes `bytes` to `path`: the file then holds all of them, or after an error what it held before.
+///
+/// The bytes go to a draft with a random name in the same folder, which is synced to disk and renamed to `path`. A symbolic
+/// link is followed, and a file keeps its permissions. What is no regular file, such as a pipe or a device, cannot be
+/// replaced and is written in place.
+///
+/// # Errors
+/// [`Error::Io`]; the draft is then removed.
+pub fn write_atomically(path: &Path, bytes: &[u8]) -> Result<()> {
+    let written = match fs::metadata(path) {
+        Ok(old) if old.is_file() => {
+            fs::canonicalize(path).and_then(|target| replace(&target, Some(old.permissions()), bytes))
+        }
+        Ok(_) => OpenOptions::new().write(true).open(path).and_then(|mut file| file.write_all(bytes)),
+        Err(e) if e.kind() == io::ErrorKind::NotFound => replace(path, None, bytes),
+        Err(e) => Err(e),
+    };
+    written.map_err(|e| Error::io(path, e))
+}
+
+fn replace(path: &Path, permissions: Option<fs::Permissions>, bytes: &[u8]) -> io::Result<()> {
+    // The standard library seeds its hash maps from the system's randomness: a name that nobody can guess.
+    let draft = path.with_file_name(format!(".{:016x}.draft", RandomState::new().hash_one(0)));
+    let mut file = OpenOptions::new().write(true).create_new(true).open(&draft)?;
+    let write = |file: &mut File| {
+        if let Some(permissions) = permissions {
+            file.set_permissions(permissions)?;
+        }
+        file.write_all(bytes)?;
+        file.sync_all()
+    };
+    let renamed = write(&mut file).and_then(|()| fs::rename(&draft, path));
+    if renamed.is_err() {
+        // The first error says what went wrong; a draft that cannot be removed either adds nothing to it.
+        let _ = fs::remove_file(&draft);
+    }
+    renamed
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::PathBuf;
+
+    use super::*;
+
+    fn names(folder: &Path) -> Vec<String> {
+        let name = |entry: io::Result<fs::DirEntry>| entry.unwrap().file_name().into_string().unwrap();
+        let mut names: Vec<_> = fs::read_dir(folder).unwrap().map(name).collect();
+        names.sort();
+        names
+    }
+
+    #[test]
+    fn a_file_is_replaced_and_no_draft_stays() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("a");
+        for bytes in [&b"long old bytes"[..], b"new", b""] {
+            write_atomically(&path, bytes).unwrap();
+            assert_eq!(fs::read(&path).unwrap(), bytes);
+        }
+        assert_eq!(names(folder.path()), ["a"]);
+    }
+
+    #[test]
+    fn what_cannot_be_replaced_stays_as_it_is() {
+        let folder = tempfile::tempdir().unwrap();
+        let (inner, file) = (folder.path().join("folder"), folder.path().join("file"));
+        fs::create_dir(&inner).unwrap();
+        fs::write(&file, b"old").unwrap();
+        for path in [&inner, &folder.path().join("nowhere/a"), &file.join("a"), &PathBuf::new()] {
+            assert!(matches!(write_atomically(path, b"new"), Err(Error::Io { .. })), "{path:?}");
+        }
+        assert_eq!(fs::read(&file).unwrap(), b"old");
+        assert_eq!(names(folder.path()), ["file", "folder"]);
+        assert!(names(&inner).is_empty());
+    }
+
+    #[cfg(unix)]
+    #[test]
+    fn links_are_followed_permissions_stay_and_devices_are_not_replaced() {
+        use std::os::unix::fs::{FileTypeExt, PermissionsExt, symlink};
+        let folder = tempfile::tempdir().unwrap();
+        let (path, link) = (folder.path().join("a"), folder.path().join("link"));
+        fs::write(&path, b"old").unwrap();
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o600)).unwrap();
+        symlink("a", &link).unwrap();
+        write_atomically(&link, b"new").unwrap();
+        assert_eq!(fs::read(&path).unwrap(), b"new");
+        assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
+        assert!(fs::symlink_metadata(&link).unwrap().is_symlink());
+        assert_eq!(names(folder.path()), ["a", "link"]);
+        write_atomically(Path::new("/dev/null"), b"new").unwrap();
+        assert!(fs::metadata("/dev/null").unwrap().file_type().is_char_device());
+    }
+
+    #[test]
+    fn concurrent_writers_never_tear_a_file() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("a");
+        let whole = |bytes: &[u8]| bytes.len() == 1 << 16 && bytes.iter().all(|&x| x == bytes[0]);
+        write_atomically(&path, &[0; 1 << 16]).unwrap();
+        std::thread::scope(|scope| {
+            for writer in 0..4_u8 {
+                let path = &path;
+                scope
+                    .spawn(move || (0..20).for_each(|_| write_atomically(path, &[writer; 1 << 16]).unwrap()));
+            }
+            for _ in 0..200 {
+                assert!(whole(&fs::read(&path).unwrap()));
+            }
+        });
+        assert_eq!(names(folder.path()), ["a"]);
+    }
+}
