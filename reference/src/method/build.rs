@@ -96,6 +96,7 @@ impl Method {
     }
 
     fn check(&self, config: &Config) -> Result<()> {
+        config.clone().validated().map_err(Error::Argument)?;
         let shape = |code: PqCode| {
             let checked = code.shape(config.head_dim);
             checked.map_err(|e| Error::Argument(format!("method {}: {e}", self.name)))
