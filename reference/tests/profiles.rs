@@ -35,7 +35,7 @@ fn damaged_profiles_are_refused() {
         (state >> 33) as usize % end
     };
     let mut refused = 0;
-    for round in 0..4000 {
+    for round in 0..2000 {
         let mut bytes = good.clone();
         // One or several bytes anywhere, or a bit of an entry, or two parts of the entries swapped.
         match round % 4 {
@@ -64,7 +64,7 @@ fn damaged_profiles_are_refused() {
             }
         }
     }
-    assert!(refused > 3000, "{refused}");
+    assert!(refused > 1500, "{refused}");
 }
 
 /// A file of at most 4 KiB may be written, as on a disk that is full.
