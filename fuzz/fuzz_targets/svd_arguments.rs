@@ -17,6 +17,7 @@ fn calibrate(dim: usize, stored: &[f32], probes: &[f32], part: f64, multiple: us
     let (Ok(mut a), Ok(mut b)) = (Gram::<PostRope>::new(dim), Gram::new(dim)) else { return };
     let _ = a.add_columns(stored, dim + multiple % 3, multiple % 2);
     let _ = b.add_rows(probes);
+    sums(stored, probes, part);
     for rotation in [
         Rotation::score_optimal(&a, &b),
         Rotation::stacked(&a, &b),
@@ -26,6 +27,8 @@ fn calibrate(dim: usize, stored: &[f32], probes: &[f32], part: f64, multiple: us
     .into_iter()
     .flatten()
     {
+        let maps = rotation.store().iter().chain(rotation.probe());
+        assert!(maps.copied().all(|x| (x as f32).is_finite()), "a map is infinite in f32");
         let _ = balanced_order(rotation.sigma(), multiple);
         let budget = Budget::Part(part);
         let _ = ranks_by_loss(&[rotation.sigma()], &[part], budget, multiple);
@@ -58,6 +61,20 @@ fn calibrate(dim: usize, stored: &[f32], probes: &[f32], part: f64, multiple: us
     }
     let spectrum = wide(probes);
     let _ = ranks_by_removal(&[&spectrum], Budget::Bytes { per_token: multiple, per_component: 2 }, 1);
+}
+
+/// Any numbers as sums that were made elsewhere.
+fn sums(matrix: &[f32], sums: &[f32], factor: f64) {
+    let wide = |x: &[f32]| -> Vec<f64> { x.iter().take(4).map(|&x| f64::from(x) * factor).collect() };
+    let gram = |rows| Gram::<PostRope>::from_sums(2, rows, &wide(matrix), &wide(&sums[..sums.len().min(2)]));
+    for rows in [0, 1, 1 << 40, u64::MAX] {
+        let Ok(mut gram) = gram(rows) else { continue };
+        let rotation = Rotation::score_optimal(&gram, &gram.centred()).unwrap();
+        let maps = rotation.store().iter().chain(rotation.probe());
+        assert!(maps.copied().all(|x| (x as f32).is_finite()), "a map is infinite in f32");
+        assert!(rotation.score_error(&gram, &gram, 1).unwrap() >= 0.0);
+        let _ = gram.merge(&gram.clone());
+    }
 }
 
 fn attend(group: usize, sizes: [u32; 4], stored: &[f32], probes: &[f32]) {

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use crate::cache::KvCache;
-use crate::model::{Config, Layer, Model, Rope};
+use crate::model::{Config, Layer, Linear, Model, Rope};
 use crate::ops::{add, causal_attention, linear, matmul, rms_norm, swiglu};
 use crate::{Error, Result};
 
@@ -28,8 +28,8 @@ pub struct Activations<'a> {
 /// or gathers statistics. Returns the final hidden states, normalized: (n, hidden_size).
 ///
 /// # Errors
-/// [`Error::Argument`] for no tokens, tokens outside the vocabulary, or more of them than `rope` has positions; whatever
-/// `observe` returns.
+/// [`Error::Argument`] for no tokens, tokens outside the vocabulary, or more of them than `rope` has positions, and for a model
+/// or `rope` whose fields were changed so that they do not fit each other; whatever `observe` returns.
 pub fn prefill(
     model: &Model,
     rope: &Rope,
@@ -37,6 +37,7 @@ pub fn prefill(
     observe: &mut dyn FnMut(usize, Activations<'_>) -> Result<()>,
 ) -> Result<Vec<f32>> {
     let config = &model.config;
+    check_shapes(model, rope)?;
     model.check_tokens(tokens)?;
     if tokens.is_empty() {
         return Err(Error::argument("a prompt needs at least one token"));
@@ -52,8 +53,7 @@ pub fn prefill(
             observe(l, Activations { residual, q, k, v })?;
             rope.rotate_rows(q, q_dim, 0);
             rope.rotate_rows(k, kv_dim, 0);
-            causal_attention(q, k, v, config.n_heads, config.n_kv_heads, config.head_dim, attended);
-            Ok(())
+            causal_attention(q, k, v, config.n_heads, config.n_kv_heads, config.head_dim, attended)
         })?;
     }
     let mut normed = buffers.normed;
@@ -123,6 +123,34 @@ fn layer(
         add(x, normed);
     }
     Ok(())
+}
+
+/// Refuses a model whose weights do not have the shapes of its configuration, all of which anyone may change.
+fn check_shapes(model: &Model, rope: &Rope) -> Result<()> {
+    let config = model.config.clone().validated().map_err(Error::Argument)?;
+    let (hidden, inner, vocab) = (config.hidden_size, config.intermediate_size, config.vocab_size);
+    let (q_dim, kv_dim) = (config.q_dim(), config.kv_dim());
+    let linear = |layer: &Linear, n_in: usize, n_out: usize| {
+        (layer.n_in, layer.n_out, layer.weight.len()) == (n_in, n_out, n_in * n_out)
+            && layer.bias.as_ref().is_none_or(|bias| bias.len() == n_out)
+    };
+    let tables = [&model.embedding, &model.output].iter().all(|table| table.len() == vocab * hidden);
+    let layers = model.layers.iter().all(|layer| {
+        let (a, f) = (&layer.attention, &layer.feed_forward);
+        (a.norm.len(), f.norm.len()) == (hidden, hidden)
+            && linear(&a.q, hidden, q_dim)
+            && linear(&a.k, hidden, kv_dim)
+            && linear(&a.v, hidden, kv_dim)
+            && linear(&a.o, q_dim, hidden)
+            && linear(&f.gate, hidden, inner)
+            && linear(&f.up, hidden, inner)
+            && linear(&f.down, inner, hidden)
+    });
+    let fits = tables && layers && model.layers.len() == config.n_layers && model.norm.len() == hidden;
+    match fits && 2 * rope.frequencies().len() == config.head_dim {
+        true => Ok(()),
+        false => Err(Error::Argument(format!("the weights of {} do not fit its configuration", model.name))),
+    }
 }
 
 /// Logits (n, vocab_size) of normalized hidden states (n, hidden_size).

@@ -178,6 +178,7 @@ impl Method {
     }
 
     fn check(&self, config: &Config) -> Result<()> {
+        config.clone().validated().map_err(Error::Argument)?;
         self.kind.check(config)?;
         match self.exact_layers.iter().find(|&&l| l >= config.n_layers) {
             Some(l) => Err(Error::Argument(format!("exact-layers: layer {l} of {}", config.n_layers))),

@@ -4,9 +4,15 @@ use gemm::Parallelism;
 use rayon::prelude::*;
 
 use crate::model::Linear;
+use crate::{Error, Result};
 
 /// Fewer multiply-adds than this are not worth a second thread.
 const PARALLEL_FROM: usize = 1 << 17;
+
+/// Multiply-adds of one share of a single row, and the number of outputs that a share is a multiple of. gemm sums the last
+/// outputs of a call in another order than the others, so a cut that depended on the number of threads would change results.
+const SHARE: usize = PARALLEL_FROM / 2;
+const TILE: usize = 16;
 
 /// `y = W x + b` for every row.
 ///
@@ -29,8 +35,8 @@ pub fn matmul(weight: &[f32], x: &[f32], y: &mut [f32], n_in: usize) {
     assert!(x.len() == n * n_in && weight.len() == n_out * n_in && y.len() == n * n_out);
     let parallel = n * weight.len() >= PARALLEL_FROM;
     if n == 1 && parallel {
-        // gemm runs a single row on one thread; each thread takes its share of the outputs.
-        let share = n_out.div_ceil(rayon::current_num_threads());
+        // gemm runs a single row on one thread, so the outputs are cut into shares.
+        let share = (SHARE / n_in).max(1).next_multiple_of(TILE);
         y.par_chunks_mut(share).zip(weight.par_chunks(share * n_in)).for_each(|(y, weight)| {
             // SAFETY: x is one row of n_in, weight (y.len(), n_in) since both were cut at the same rows.
             unsafe {
@@ -110,8 +116,9 @@ pub fn argmax(x: &[f32]) -> usize {
 ///
 /// `q` (n, n_heads * head_dim) and `k` (n, n_kv_heads * head_dim) rotated, `v` like `k`; `out` like `q`, fully written.
 ///
-/// # Panics
-/// When the lengths do not fit each other.
+/// # Errors
+/// [`Error::Argument`] when a size is 0, `n_kv_heads` does not divide `n_heads` or the lengths do not fit each other; `out` is
+/// then untouched.
 pub fn causal_attention(
     q: &[f32],
     k: &[f32],
@@ -120,21 +127,34 @@ pub fn causal_attention(
     n_kv_heads: usize,
     head_dim: usize,
     out: &mut [f32],
-) {
+) -> Result<()> {
     const BLOCK: usize = 64; // query rows per task
-    let (q_dim, kv_dim) = (n_heads * head_dim, n_kv_heads * head_dim);
-    let n = q.len() / q_dim;
-    assert!(q.len() == n * q_dim && out.len() == q.len() && k.len() == n * kv_dim && v.len() == k.len());
+    let row_lens = || -> Option<(usize, usize)> {
+        let (q_dim, kv_dim) = (n_heads.checked_mul(head_dim)?, n_kv_heads.checked_mul(head_dim)?);
+        let n = q.len().checked_div(q_dim)?;
+        let fits = n_heads.checked_rem(n_kv_heads)? == 0
+            && (q.len(), out.len()) == (n * q_dim, n * q_dim)
+            && (k.len(), v.len()) == (n * kv_dim, n * kv_dim);
+        fits.then_some((q_dim, kv_dim))
+    };
+    let (q_dim, kv_dim) = row_lens().ok_or_else(|| {
+        let [q, k, v, out] = [q.len(), k.len(), v.len(), out.len()];
+        Error::Argument(format!(
+            "attention of {n_heads} heads of {head_dim} on {n_kv_heads} does not fit {q} queries, {k} keys, {v} values \
+             and {out} outputs"
+        ))
+    })?;
     let scale = 1.0 / (head_dim as f32).sqrt();
-    out.par_chunks_mut(BLOCK * q_dim).enumerate().for_each(|(block, out)| {
+    out.par_chunks_mut(BLOCK.saturating_mul(q_dim)).enumerate().for_each(|(block, out)| {
         let (first, rows) = (block * BLOCK, out.len() / q_dim);
         let seen = first + rows; // keys the last row of the block may see
         let mut scores = vec![0.0; rows * seen];
         for h in 0..n_heads {
             let kv = h / (n_heads / n_kv_heads) * head_dim;
             let q = &q[first * q_dim + h * head_dim..];
-            // SAFETY: rows `first..seen` of q and `..seen` of k and v exist by the assertion above; the head's columns
-            // lie inside a row, so every element that these strides reach lies inside its slice.
+            // SAFETY: `row_lens` has found that all of q, k, v and out are n whole rows, of which `first..seen` and `..seen`
+            // exist, and that n_kv_heads divides n_heads, so that columns `kv..kv + head_dim` lie inside a row of k and v,
+            // as the query head's do inside one of q. Every element that these strides reach lies inside its slice.
             unsafe {
                 product(
                     rows,
@@ -173,6 +193,7 @@ pub fn causal_attention(
             }
         }
     });
+    Ok(())
 }
 
 /// `dst = scale * a b`, with the row stride of `dst` and (row, column) strides of `a` (m, k), `b` (k, n).
@@ -249,7 +270,7 @@ mod tests {
         let k: Vec<f32> = (0..n * n_kv * d).map(|i| value(i + 3)).collect();
         let v: Vec<f32> = (0..n * n_kv * d).map(|i| value(i + 5)).collect();
         let mut out = vec![0.0; q.len()];
-        causal_attention(&q, &k, &v, n_heads, n_kv, d, &mut out);
+        causal_attention(&q, &k, &v, n_heads, n_kv, d, &mut out).unwrap();
         for t in 0..n {
             for h in 0..n_heads {
                 let row =

@@ -1,19 +1,22 @@
 use std::borrow::Cow;
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 use std::path::Path;
 
-use safetensors::tensor::TensorView;
 use safetensors::{Dtype, SafeTensors};
+use serde_json::{Map, json};
+use sha2::{Digest, Sha256};
 
+use crate::files::write_atomically;
 use crate::model::Model;
 use crate::{Error, Result, files};
 
 /// The format's name in the file; it changes when what the entries mean changes.
-const FORMAT: &str = "kv-profile-1";
+const FORMAT: &str = "kv-profile-2";
 
 /// What calibration has made for one model: codebooks, rotations, probability models. One safetensors file.
 ///
-/// Entries are named `method/setting/k or v/layer/head/part`; the model's name and hash are in the file's metadata.
+/// Entries are named `method/setting/k or v/layer/head/part`; the model's name and hash and the checksum of the entries are in
+/// the file's metadata. The same entries for the same model are the same bytes.
 #[derive(Clone, Debug, Default)]
 pub struct Profile {
     floats: BTreeMap<String, Vec<f32>>,
@@ -53,32 +56,50 @@ impl Profile {
         self.len() == 0
     }
 
-    /// Writes the file.
+    /// Writes the file, whole or not at all.
     ///
     /// # Errors
-    /// [`Error::File`] when it cannot be written.
+    /// [`Error::Io`] when it cannot be written; a profile that was there before is then left as it was.
     pub fn save(&self, path: &Path, model: &Model) -> Result<()> {
+        let metadata = json!({
+            "format": FORMAT, "model_name": model.name, "model_hash": model.hash, "sha256": self.checksum(),
+        });
+        // `safetensors` writes metadata in the order of a hash map, which differs from run to run.
+        let (mut header, mut data) = (Map::from_iter([("__metadata__".to_owned(), metadata)]), vec![]);
+        for (key, dtype, len, bytes) in self.entries() {
+            let offsets = [data.len(), data.len() + bytes.len()];
+            header.insert(key.into(), json!({ "dtype": dtype, "shape": [len], "data_offsets": offsets }));
+            data.extend_from_slice(&bytes);
+        }
+        let mut header = serde_json::to_vec(&header).map_err(|e| Error::file(path, e))?;
+        header.resize(header.len().next_multiple_of(8), b' ');
+        write_atomically(path, &[&(header.len() as u64).to_le_bytes(), &header[..], &data].concat())
+    }
+
+    /// Name, type, length and bytes of every entry, in the order of the file: floats come first, so that they are aligned.
+    fn entries(&self) -> impl Iterator<Item = (&str, Dtype, usize, Cow<'_, [u8]>)> {
         let floats = self.floats.iter().map(|(key, x)| {
             let bytes: Vec<u8> = x.iter().flat_map(|x| x.to_le_bytes()).collect();
-            (key, Dtype::F32, x.len(), Cow::from(bytes))
+            (key.as_str(), Dtype::F32, x.len(), Cow::from(bytes))
         });
-        let bytes = self.bytes.iter().map(|(key, x)| (key, Dtype::U8, x.len(), Cow::from(x)));
-        let entries: Vec<_> = floats.chain(bytes).collect();
-        let views = entries
-            .iter()
-            .map(|(key, dtype, len, bytes)| Ok((key.as_str(), TensorView::new(*dtype, vec![*len], bytes)?)))
-            .collect::<std::result::Result<Vec<_>, safetensors::SafeTensorError>>()
-            .map_err(|e| Error::file(path, e))?;
-        let metadata = [("format", FORMAT), ("model_name", &model.name), ("model_hash", &model.hash)]
-            .map(|(key, value)| (key.to_owned(), value.to_owned()));
-        safetensors::serialize_to_file(views, Some(HashMap::from(metadata)), path)
-            .map_err(|e| Error::file(path, e))
+        floats.chain(self.bytes.iter().map(|(key, x)| (key.as_str(), Dtype::U8, x.len(), Cow::from(x))))
+    }
+
+    /// SHA-256 over names, types, lengths and bytes of all entries, in hexadecimal.
+    fn checksum(&self) -> String {
+        let mut hasher = Sha256::new();
+        for (key, dtype, len, bytes) in self.entries() {
+            hasher.update(format!("{} {key} {dtype:?} {len} ", key.len()));
+            hasher.update(bytes);
+        }
+        hasher.finalize().iter().map(|byte| format!("{byte:02x}")).collect()
     }
 
     /// Reads a file that was made for `model`.
     ///
     /// # Errors
-    /// [`Error::Io`], [`Error::File`] for what is no profile, [`Error::Profile`] for another model's, which is named.
+    /// [`Error::Io`], [`Error::File`] for what is no profile or a damaged one, [`Error::Profile`] for another model's, which
+    /// is named.
     pub fn load(path: &Path, model: &Model) -> Result<Self> {
         let file = files::read(path)?;
         let (_, header) = SafeTensors::read_metadata(&file).map_err(|e| Error::file(path, e))?;
@@ -103,9 +124,6 @@ impl Profile {
                 Dtype::F32 => {
                     let values: Vec<f32> =
                         view.data().as_chunks::<4>().0.iter().map(|&x| f32::from_le_bytes(x)).collect();
-                    if values.iter().any(|x| !x.is_finite()) {
-                        return Err(Error::file(path, format!("entry `{key}` holds a NaN or an infinity")));
-                    }
                     profile.floats.insert(key, values);
                 }
                 Dtype::U8 => {
@@ -114,7 +132,13 @@ impl Profile {
                 other => return Err(Error::file(path, format!("entry `{key}` is {other:?}"))),
             }
         }
-        Ok(profile)
+        if field("sha256") != profile.checksum() {
+            return Err(Error::file(path, "is damaged: its entries do not have the checksum that it names"));
+        }
+        match profile.floats.iter().find(|(_, values)| values.iter().any(|x| !x.is_finite())) {
+            Some((key, _)) => Err(Error::file(path, format!("entry `{key}` holds a NaN or an infinity"))),
+            None => Ok(profile),
+        }
     }
 }
 

@@ -26,13 +26,23 @@ pub(crate) fn symmetric(matrix: DMatrix<f64>) -> Result<(Vec<f64>, DMatrix<f64>)
     Ok((values, vectors))
 }
 
-/// `V L^(1/2)` of a symmetric positive semidefinite matrix, with eigenvalues below `floor` times the largest raised to
-/// that: what was never seen in calibration keeps a well-conditioned direction instead of a division by zero.
-pub(crate) fn factor(matrix: DMatrix<f64>, floor: f64) -> Result<DMatrix<f64>, Error> {
-    let (values, mut vectors) = symmetric(matrix)?;
-    let least = (values.first().copied().unwrap_or(0.0) * floor).max(f64::MIN_POSITIVE);
-    for (c, value) in values.iter().enumerate() {
-        vectors.column_mut(c).scale_mut(libm::sqrt(value.max(least)));
-    }
-    Ok(vectors)
+/// Eigenvalues and eigenvectors that can be divided by, of `matrix / 16^exponent`.
+pub(crate) struct Spectrum {
+    pub values: Vec<f64>, // descending, the largest about 1, none below the floor
+    pub vectors: DMatrix<f64>,
+    pub exponent: i32,
+}
+
+/// The spectrum of a symmetric positive semidefinite matrix, with eigenvalues below `floor` times the largest raised to
+/// that: what was never seen in calibration keeps a well-conditioned direction instead of a division by zero. None where no
+/// eigenvalue is positive, as of rows that are all zero.
+///
+/// Scaling by a power of 16 rounds nothing, and the square and fourth roots of that power are powers of two as well.
+pub(crate) fn spectrum(matrix: DMatrix<f64>, floor: f64) -> Result<Option<Spectrum>, Error> {
+    let (mut values, vectors) = symmetric(matrix)?;
+    let exponent = libm::frexp(values[0]).1.div_euclid(4);
+    values.iter_mut().for_each(|value| *value = libm::ldexp(*value, -4 * exponent));
+    let largest = values[0];
+    values.iter_mut().for_each(|value| *value = value.max(largest * floor));
+    Ok((largest > 0.0).then_some(Spectrum { values, vectors, exponent }))
 }

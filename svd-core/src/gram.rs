@@ -54,6 +54,7 @@ pub struct Gram<S> {
     rows: u64,
     blocks: Vec<f64>, // 16 x 16 each: those on and below the diagonal, row after row; above it nothing is read
     sums: Vec<f64>,   // (dim rounded up to 16,)
+    // Blocks and sums are at most what `rows` rows of finite floats add up to, so that no number of merges overflows.
     side: PhantomData<S>,
 }
 
@@ -89,7 +90,8 @@ impl<S: Side> Gram<S> {
     /// Adds the rows of `rows` (n, dim).
     ///
     /// # Errors
-    /// [`Error::Length`] or [`Error::NotFinite`]; the sum is then unchanged.
+    /// [`Error::Length`], [`Error::NotFinite`], or [`Error::TooLarge`] for more than `u64::MAX` rows in all; the sum is then
+    /// unchanged.
     /// # Cost
     /// About n * dim * (dim + 8) / 2 multiply-adds in `f64`; a sum and 64 rows in `f64` of scratch for every 4,096 rows.
     pub fn add_rows<E: Element>(&mut self, rows: &[E]) -> Result<(), Error> {
@@ -101,8 +103,8 @@ impl<S: Side> Gram<S> {
     /// # Shapes
     /// `rows` (n, row_len).
     /// # Errors
-    /// [`Error::Length`] when `row_len` does not divide `rows` or ends before the part does, [`Error::NotFinite`]; the sum
-    /// is then unchanged.
+    /// [`Error::Length`] when `row_len` does not divide `rows` or ends before the part does; otherwise as
+    /// [`add_rows`](Self::add_rows). The sum is then unchanged.
     /// # Cost
     /// As [`add_rows`](Self::add_rows).
     pub fn add_columns<E: Element>(&mut self, rows: &[E], row_len: usize, first: usize) -> Result<(), Error> {
@@ -148,16 +150,17 @@ impl<S: Side> Gram<S> {
         if (0..self.dim).any(|d| !call.blocks[index(d, d)].is_finite()) {
             return Err(Error::NotFinite { what: "rows" });
         }
-        self.add(&call);
-        Ok(())
+        self.merge(&call)
     }
 
     /// Adds another sum. The same sums merged in the same order give the same bytes, whichever threads made them.
     ///
     /// # Errors
-    /// [`Error::Length`] when the dimensions differ.
+    /// [`Error::Length`] when the dimensions differ, [`Error::TooLarge`] for more than `u64::MAX` rows in all; the sum is then
+    /// unchanged.
     pub fn merge(&mut self, other: &Self) -> Result<(), Error> {
         check_len("gram", other.dim, self.dim)?;
+        self.rows = self.rows.checked_add(other.rows).ok_or(Error::TooLarge)?;
         self.add(other);
         Ok(())
     }
@@ -167,12 +170,17 @@ impl<S: Side> Gram<S> {
     /// # Shapes
     /// `matrix` (dim, dim), of which the part on and below the diagonal counts; `sums` (dim,).
     /// # Errors
-    /// [`Error::Zero`], [`Error::TooLarge`], [`Error::Length`], [`Error::NotFinite`].
+    /// [`Error::Zero`], [`Error::TooLarge`], [`Error::Length`], [`Error::NotFinite`] for a NaN, an infinity, or a sum that is
+    /// larger than that of `rows` rows of finite `f32` can be.
     pub fn from_sums(dim: usize, rows: u64, matrix: &[f64], sums: &[f64]) -> Result<Self, Error> {
         let mut gram = Self::new(dim)?;
         check_len("matrix", matrix.len(), dim * dim)?;
         check_len("sums", sums.len(), dim)?;
-        if matrix.iter().chain(sums).any(|x| !x.is_finite()) {
+        // Twice what the rows can add up to, since sums are rounded.
+        let largest = f64::from(f32::MAX);
+        let (most, most_squared) = (2.0 * largest * rows as f64, 2.0 * largest * largest * rows as f64);
+        let within = |x: &[f64], most: f64| x.iter().all(|x| x.abs() <= most);
+        if !(within(matrix, most_squared) && within(sums, most)) {
             return Err(Error::NotFinite { what: "sums" });
         }
         gram.rows = rows;
@@ -190,10 +198,10 @@ impl<S: Side> Gram<S> {
         Self { blocks: zeros(&self.blocks), sums: zeros(&self.sums), rows: 0, ..*self }
     }
 
+    /// Adds the sums, but not the number of rows.
     fn add(&mut self, other: &Self) {
         let sums = self.blocks.iter_mut().chain(&mut self.sums);
         sums.zip(other.blocks.iter().chain(&other.sums)).for_each(|(sum, x)| *sum += x);
-        self.rows += other.rows;
     }
 
     /// The same sum about the mean: of `(x - mean)^T (x - mean)`. Its own mean is zero.

@@ -123,6 +123,8 @@ pub fn ranks_by_loss(
     }
     let mut ranks: Vec<usize> = heads.iter().map(|sigma| rounded(1, multiple, sigma.len())).collect();
     left -= ranks.iter().sum::<usize>();
+    let sigma_scale = scale(&heads.iter().map(|sigma| sigma[0]).collect::<Vec<_>>());
+    let weight_scale = scale(weights);
     // (gain a component, head, components)
     let mut steps: Vec<(f64, usize, usize)> = heads
         .iter()
@@ -130,9 +132,11 @@ pub fn ranks_by_loss(
         .enumerate()
         .flat_map(|(h, (sigma, weight))| {
             let steps = sigma[ranks[h]..].chunks(multiple);
+            let weight = weight * weight_scale;
+            let square = move |x: &f64| (x * sigma_scale) * (x * sigma_scale);
             // Rounding must not let a step overtake the one before it.
             steps.scan(f64::INFINITY, move |last, step| {
-                *last = last.min(weight * step.iter().map(|x| x * x).sum::<f64>() / step.len() as f64);
+                *last = last.min(weight * step.iter().map(square).sum::<f64>() / step.len() as f64);
                 Some((*last, h, step.len()))
             })
         })
@@ -149,17 +153,25 @@ pub fn ranks_by_loss(
 }
 
 fn removed_to(sigma: &[f64], removal: f64) -> usize {
-    let allowed = removal * sigma.iter().sum::<f64>();
+    let scale = scale(sigma);
+    let allowed = removal * sigma.iter().map(|x| x * scale).sum::<f64>();
     let mut removed = 0.0;
     let mut rank = sigma.len();
     while rank > 1 {
-        removed += sigma[rank - 1];
+        removed += sigma[rank - 1] * scale;
         if removed > allowed {
             break;
         }
         rank -= 1;
     }
     rank
+}
+
+/// The power of two that brings the largest of `values` to about 1, so that their sums, squares and products neither
+/// overflow nor all vanish. Multiplying by it rounds nothing.
+fn scale(values: &[f64]) -> f64 {
+    let largest = values.iter().copied().fold(0.0, f64::max);
+    libm::ldexp(1.0, -libm::frexp(largest).1.max(-1000))
 }
 
 fn rounded(rank: usize, multiple: usize, dim: usize) -> usize {

@@ -2,12 +2,16 @@ use alloc::vec::Vec;
 
 use nalgebra::DMatrix;
 
-use crate::eigen::{factor, symmetric};
+use crate::eigen::{Spectrum, spectrum, symmetric};
 use crate::error::check_len;
 use crate::{Error, Gram, MapBuf, Side};
 
 /// Eigenvalues below this part of the largest are raised to it before they are divided by.
 const FLOOR: f64 = 1e-9;
+
+/// Maps are scaled by at most 2 to this power, so that they and their inverses stay well within the range of `f32` however
+/// far apart the scales of the two Grams are.
+const MOST_SHIFT: i32 = 40;
 
 /// Two maps whose product is the identity, with their columns ordered by importance.
 ///
@@ -53,10 +57,11 @@ impl Rotation {
     ///
     /// With Cholesky-like factors `G_K = F_K F_K^T`, `G_Q = F_Q F_Q^T` and the decomposition `F_K^T F_Q = X S Y^T`:
     /// `A = F_Q Y S^(-1/2)`, `B = F_K X S^(-1/2)`. Unlike the stacked form it does not depend on how the model
-    /// happened to split the scale between queries and keys.
+    /// happened to split the scale between queries and keys. Where either side is all zeros, as of a pruned head, every score
+    /// is 0 and the rotation is the identity.
     ///
     /// # Errors
-    /// [`Error::Length`] when the dimensions differ, [`Error::NotFinite`], [`Error::NoConvergence`].
+    /// [`Error::Length`] when the dimensions differ, [`Error::NoConvergence`].
     /// # Source
     /// KQ-SVD, arXiv 2512.05916.
     /// # Examples
@@ -76,22 +81,27 @@ impl Rotation {
     pub fn score_optimal<S: Side>(stored: &Gram<S>, probes: &Gram<S>) -> Result<Self, Error> {
         check_len("probes", probes.dim(), stored.dim())?;
         let dim = stored.dim();
-        let f_k = factor(square(stored), FLOOR)?;
-        let f_q = factor(square(probes), FLOOR)?;
+        let spectra = (spectrum(square(stored), FLOOR)?, spectrum(square(probes), FLOOR)?);
+        let (Some(keys), Some(queries)) = spectra else {
+            let identity = row_major(&DMatrix::identity(dim, dim));
+            return Ok(Self { dim, store: identity.clone(), probe: identity, sigma: alloc::vec![0.0; dim] });
+        };
+        let (e_k, e_q) = (keys.exponent, queries.exponent);
+        let (f_k, f_q) = (factor(keys), factor(queries));
         let svd = f_k.tr_mul(&f_q).try_svd(true, true, f64::EPSILON, 10_000).ok_or(Error::NoConvergence)?;
         let (Some(x), Some(y_t)) = (svd.u, svd.v_t) else { return Err(Error::NoConvergence) };
         let mut order: Vec<usize> = (0..dim).collect();
         order.sort_by(|&a, &b| svd.singular_values[b].total_cmp(&svd.singular_values[a]));
         let sigma: Vec<f64> = order.iter().map(|&i| svd.singular_values[i]).collect();
-        let least = (sigma[0] * FLOOR).max(f64::MIN_POSITIVE);
-        let scaled = |columns: DMatrix<f64>| {
-            DMatrix::from_fn(dim, dim, |r, c| columns[(r, order[c])] / libm::sqrt(sigma[c].max(least)))
+        let map = |columns: DMatrix<f64>, shift: i32| {
+            let (scale, root) =
+                (libm::ldexp(1.0, shift), |c: usize| libm::sqrt(sigma[c].max(sigma[0] * FLOOR)));
+            row_major(&DMatrix::from_fn(dim, dim, |r, c| columns[(r, order[c])] / root(c) * scale))
         };
-        let store = row_major(&scaled(f_q * y_t.transpose()));
-        let probe = row_major(&scaled(f_k * x));
-        if store.iter().chain(&probe).any(|x| !x.is_finite()) {
-            return Err(Error::NotFinite { what: "gram" });
-        }
+        // The factors are 4^e_k and 4^e_q times as large, `S` is as large as their product.
+        let shift = (e_q - e_k).clamp(-MOST_SHIFT, MOST_SHIFT);
+        let (store, probe) = (map(f_q * y_t.transpose(), shift), map(f_k * x, -shift));
+        let sigma = sigma.iter().map(|x| libm::ldexp(*x, 2 * (e_k + e_q))).collect();
         Ok(Self { dim, store, probe, sigma })
     }
 
@@ -101,11 +111,11 @@ impl Rotation {
     /// With `M` the mean outer product of what meets the rows (queries for keys, the rows of `W_O` for values) divided by
     /// dim, and `U` the eigenvectors of `M^(1/2) C M^(1/2)`: `A = M^(1/2) U`, `B = M^(-1/2) U`. `covariance` holds rows
     /// whose mean has been taken out ([`Gram::centred`]). Rows are quantized as `A^T k`, come back as `B` times that, and
-    /// `sigma` are the components' deviations.
+    /// `sigma` are the components' deviations. Where the metric is all zeros, as of a pruned head, no error costs anything and
+    /// `M` is the identity.
     ///
     /// # Errors
-    /// [`Error::Length`] when the dimensions differ, [`Error::Zero`] without rows, [`Error::NotFinite`],
-    /// [`Error::NoConvergence`].
+    /// [`Error::Length`] when the dimensions differ, [`Error::Zero`] without rows, [`Error::NoConvergence`].
     /// # Source
     /// The KLT under a weighted error: Gersho, Gray, "Vector Quantization and Signal Compression", 8.6; the weight is the
     /// error of `q . k` for queries with second moment `M`.
@@ -117,18 +127,20 @@ impl Rotation {
             return Err(Error::Zero { what: "rows" });
         }
         let dim = covariance.dim();
-        let (values, vectors) = symmetric(square(metric))?;
-        let least = (values[0] * METRIC_FLOOR).max(f64::MIN_POSITIVE);
-        let scale = 1.0 / (metric.rows() as f64 * dim as f64);
-        let root = |power: f64| {
-            let scaled = DMatrix::from_fn(dim, dim, |r, c| {
-                vectors[(r, c)] * libm::pow(values[c].max(least) * scale, power)
-            });
-            scaled * vectors.transpose()
+        let (half, inverse_half) = match spectrum(square(metric), METRIC_FLOOR)? {
+            None => (DMatrix::identity(dim, dim), DMatrix::identity(dim, dim)),
+            Some(Spectrum { values, vectors, exponent }) => {
+                let shift = (4 * exponent).clamp(-2 * MOST_SHIFT, 2 * MOST_SHIFT);
+                let scale = libm::ldexp(1.0 / (metric.rows() as f64 * dim as f64), shift);
+                let weights: Vec<f64> = values.iter().map(|value| value * scale).collect();
+                let root = |power: f64| {
+                    let scaled = |r, c| vectors[(r, c)] * libm::pow(weights[c], power);
+                    DMatrix::from_fn(dim, dim, scaled) * vectors.transpose()
+                };
+                (root(0.5), root(-0.5))
+            }
         };
-        let (half, inverse_half) = (root(0.5), root(-0.5));
-        let rows = covariance.rows() as f64;
-        let covariance = square(covariance) / rows;
+        let covariance = square(covariance) / covariance.rows() as f64;
         let (variances, basis) = symmetric(&half * covariance * &half)?;
         let sigma = variances.iter().map(|x| libm::sqrt(x.max(0.0))).collect();
         Self::from_parts(row_major(&(half * &basis)), row_major(&(inverse_half * &basis)), sigma)
@@ -220,8 +232,11 @@ impl Rotation {
 
     /// The error of all scores at `rank`, relative to the scores: `|Q K^T - Q B_r A_r^T K^T|_F / |Q K^T|_F`.
     ///
+    /// 0 where all scores are 0.
+    ///
     /// # Errors
-    /// [`Error::Length`] when a dimension differs, [`Error::Zero`], [`Error::Rank`].
+    /// [`Error::Length`] when a dimension differs, [`Error::Zero`], [`Error::Rank`], [`Error::NotFinite`] for maps so large
+    /// that the error overflows.
     /// # Cost
     /// Four products of (dim, dim) matrices.
     pub fn score_error<S: Side>(
@@ -233,15 +248,24 @@ impl Rotation {
         check_len("stored", stored.dim(), self.dim)?;
         check_len("probes", probes.dim(), self.dim)?;
         self.check_rank(rank)?;
-        let square = |values: &[f64]| DMatrix::from_row_slice(self.dim, self.dim, values);
-        let (g_k, g_q) = (square(&stored.matrix()), square(&probes.matrix()));
-        let (a, b) = (square(&self.store), square(&self.probe));
+        let map = |values: &[f64]| DMatrix::from_row_slice(self.dim, self.dim, values);
+        // The largest entry is taken out of each: it cancels, and no product of two small Grams vanishes.
+        let unit = |gram: DMatrix<f64>| {
+            let largest = gram.amax();
+            if largest > 0.0 { gram / largest } else { gram }
+        };
+        let (g_k, g_q) = (unit(square(stored)), unit(square(probes)));
+        let (a, b) = (map(&self.store), map(&self.probe));
         // What is missing: I - A_r B_r^T.
         let missing =
             DMatrix::identity(self.dim, self.dim) - a.columns(0, rank) * b.columns(0, rank).transpose();
         let error = (missing.transpose() * &g_k * missing).component_mul(&g_q).sum();
         let total = g_k.component_mul(&g_q).sum();
-        Ok(if total > 0.0 { libm::sqrt(error.max(0.0) / total) } else { 0.0 })
+        match error.is_finite() {
+            false => Err(Error::NotFinite { what: "rotation" }),
+            true if total > 0.0 => Ok(libm::sqrt(error.max(0.0) / total)),
+            true => Ok(0.0),
+        }
     }
 
     pub(crate) fn check_rank(&self, rank: usize) -> Result<(), Error> {
@@ -255,6 +279,14 @@ impl Rotation {
 
 fn square<S: Side>(gram: &Gram<S>) -> DMatrix<f64> {
     DMatrix::from_vec(gram.dim(), gram.dim(), gram.matrix())
+}
+
+/// `V L^(1/2)`.
+fn factor(Spectrum { values, mut vectors, .. }: Spectrum) -> DMatrix<f64> {
+    for (mut vector, value) in vectors.column_iter_mut().zip(values) {
+        vector.scale_mut(libm::sqrt(value));
+    }
+    vectors
 }
 
 fn row_major(matrix: &DMatrix<f64>) -> Vec<f64> {
