@@ -8,7 +8,7 @@ use serde::Serialize;
 use crate::Profile;
 use crate::cache::Footprint;
 use crate::calibrate::Calibration;
-use crate::eval::retrieval::TaskMaker;
+use crate::eval::retrieval::{NO_WORDS, TaskMaker};
 use crate::eval::{RetrievalTask, SharedPrompt, TextScores, answer_questions, score_text};
 use crate::forward::Decoder;
 use crate::method::{Method, Prepared};
@@ -52,8 +52,8 @@ pub struct Row {
     pub kl: f64,
     /// Part of the positions whose most likely token is the dense cache's.
     pub top1: f64,
-    /// Part of the pass keys that were found.
-    pub needle: f64,
+    /// Part of the pass keys that were found; none without any.
+    pub needle: Option<f64>,
     /// Pass keys that were asked for.
     pub needle_trials: usize,
     /// Wall time of a decode step, in milliseconds.
@@ -83,6 +83,9 @@ pub struct Comparison {
     pub calibration: usize,
     /// What the questions were made from.
     pub seed: u64,
+    /// Why there are no pass keys, where there are none.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub note: Option<&'static str>,
     /// One row per method, in the order asked for.
     pub methods: Vec<Row>,
 }
@@ -94,8 +97,7 @@ struct Bench<'a> {
     profile: Profile,
     prompt: SharedPrompt,
     decoded: &'a [u32],
-    needle_prompt: SharedPrompt,
-    task: RetrievalTask,
+    needles: Option<(SharedPrompt, RetrievalTask)>,
     reference: Vec<Vec<f32>>, // logits of the dense 32-bit cache at every decoded position
 }
 
@@ -116,7 +118,9 @@ pub fn compare(
     let Sizes { context, decode, .. } = sizes;
     progress.set_length(3 + 2 * methods.len() as u64);
     let room = decode.max(QUESTION_ROOM);
-    model.check_context(context.saturating_add(room))?;
+    let methods: Vec<Method> =
+        methods.iter().map(|method| method.fitted(&model.config)).collect::<Result<_>>()?;
+    check_room(model, context, room)?;
     let start = run_start(model, text.len(), context + decode + 1, sizes.calibration)?;
     let calibrates = profile.is_none() && methods.iter().any(Method::needs_profile);
     let rope = Arc::new(Rope::new(&model.config, (context + room).max(start)));
@@ -124,7 +128,7 @@ pub fn compare(
     progress.set_message("calibrating");
     let profile = match profile {
         Some(profile) => profile,
-        None => calibrated(model, &rope, &text[..start], methods)?,
+        None => calibrated(model, &rope, &text[..start], &methods)?,
     };
     progress.inc(1);
 
@@ -132,16 +136,20 @@ pub fn compare(
     let prompt = &text[start..][..context];
     let needles = (context / NEEDLE_SPACE).clamp(1, NEEDLES);
     let decoded = &text[start + context..][..decode + 1];
-    let task = TaskMaker::new(model.tokenizer()?, seed)?.needle(prompt, context, needles, None)?;
+    let needles = TaskMaker::new(model.tokenizer()?, seed).map(|mut maker| -> Result<_> {
+        let task = maker.needle(prompt, context, needles, None)?;
+        Ok((SharedPrompt::run(model, &rope, &task.prompt)?, task))
+    });
+    let needles = needles.transpose()?;
+    let note = needles.is_none().then_some(NO_WORDS);
     let prompt = SharedPrompt::run(model, &rope, prompt)?;
-    let needle_prompt = SharedPrompt::run(model, &rope, &task.prompt)?;
     progress.inc(1);
     progress.set_message("dense reference");
     let mut dense = prompt.fill(&"dense".parse()?, model, &rope, &profile)?;
     let mut decoder = Decoder::new(model.clone(), rope.clone());
     let reference = score_text(&mut decoder, dense.cache.as_mut(), decoded, None)?.logits;
     progress.inc(1);
-    let bench = Bench { model, rope, profile, prompt, decoded, needle_prompt, task, reference };
+    let bench = Bench { model, rope, profile, prompt, decoded, needles, reference };
     let rows = methods.iter().map(|method| bench.row(method, progress));
     Ok(Comparison {
         model: model.name.clone(),
@@ -150,6 +158,7 @@ pub fn compare(
         decode,
         calibration: if calibrates { start } else { 0 },
         seed,
+        note,
         methods: rows.collect::<Result<_>>()?,
     })
 }
@@ -167,6 +176,22 @@ pub fn calibrated(model: &Model, rope: &Rope, tokens: &[u32], methods: &[Method]
     Ok(profile)
 }
 
+/// Refuses prompts that leave the model's context no room for `room` more tokens.
+///
+/// # Errors
+/// [`Error::Argument`], naming the options.
+pub fn check_room(model: &Model, prompt: usize, room: usize) -> Result<()> {
+    let needed = prompt.saturating_add(room);
+    if needed > model.config.max_seq_len {
+        return Err(Error::Argument(format!(
+            "{needed} tokens ({prompt} of prompt, {room} after it) exceed the context of {} that {} has: pass a smaller \
+             --context (--lengths) or --decode",
+            model.config.max_seq_len, model.name
+        )));
+    }
+    Ok(())
+}
+
 /// Where in a text of `text` tokens a run over `run` of them starts: after what can be left to calibrate on, up to `limit` and
 /// the model's context. It does not depend on whether something is calibrated, so that all methods see the same tokens, and a
 /// profile that was made from the start of the text has not seen them.
@@ -176,7 +201,10 @@ pub fn calibrated(model: &Model, rope: &Rope, tokens: &[u32], methods: &[Method]
 pub fn run_start(model: &Model, text: usize, run: usize, limit: usize) -> Result<usize> {
     match text.checked_sub(run) {
         Some(left) => Ok(left.min(limit).min(model.config.max_seq_len)),
-        None => Err(Error::Argument(format!("the text has {text} tokens, {run} are needed"))),
+        None => Err(Error::Argument(format!(
+            "the text has {text} tokens, {run} are needed: pass a longer --text, or less to prefill (--context, --lengths) or \
+             to --decode"
+        ))),
     }
 }
 
@@ -189,7 +217,10 @@ impl Bench<'_> {
         let scores = score_text(&mut decoder, cache.as_mut(), self.decoded, Some(&self.reference))?;
         let (tokens, footprint) = (cache.seq_len() as f64, cache.footprint());
         progress.inc(1);
-        let hits = answer_questions(&mut decoder, fill(&self.needle_prompt)?.cache.as_ref(), &self.task)?;
+        let needles = self.needles.as_ref().map(|(prompt, task)| -> Result<_> {
+            Ok((answer_questions(&mut decoder, fill(prompt)?.cache.as_ref(), task)?, task.questions.len()))
+        });
+        let needles = needles.transpose()?;
         progress.inc(1);
 
         let Footprint { kept, offloaded, working, shared } = footprint;
@@ -204,8 +235,8 @@ impl Bench<'_> {
             perplexity: divergence.perplexity(),
             kl: divergence.kl(),
             top1: divergence.top1(),
-            needle: hits as f64 / self.task.questions.len() as f64,
-            needle_trials: self.task.questions.len(),
+            needle: needles.map(|(hits, trials)| hits as f64 / trials as f64),
+            needle_trials: needles.map_or(0, |(_, trials)| trials),
             ms_per_token,
             offloaded_bytes_per_token: offloaded as f64 / tokens,
             working_bytes_per_token: working as f64 / tokens,

@@ -50,8 +50,10 @@ const REGISTRY: &[Entry] = &[
 pub struct Method {
     /// Its name, as on the command line.
     pub name: &'static str,
-    /// Its setting in the form that parses again; what was left at the common defaults is left out.
+    /// Its setting in the form that parses again; what was left at the common defaults is left out. Codes that scale with
+    /// the head are those of 128 components until [`Self::fitted`] to a model.
     pub setting: String,
+    given: String, // from which it was parsed
     kind: Arc<dyn Kind>,
     window: Window,
     exact: ElementType,
@@ -80,14 +82,15 @@ pub fn methods_help() -> String {
     format!(
         "A method is NAME[:KEY=VALUE]...; several are separated by commas.\n\n{methods}\n\
 For all but dense: sinks=4 window=64 (tokens kept exact), batch=N (tokens that leave the window at once: 64 for int,
-cachegen and zack's codes, else 1), exact=f16|bf16|f32 (how), exact-layers=0+5 (layers left uncompressed)."
+cachegen and zack's codes, else 1), exact=f16|bf16|f32 (how), exact-layers=0+5 (layers left uncompressed).
+A PQ code is SUBSPACESxBITS, or BITS/COMPONENTS for any head: 8/2 is 64x8 for 128 components, and the default scales so."
     )
 }
 
 /// What `kv compare` runs when no methods are named: each method near-lossless and aggressive.
 pub const DEFAULT_METHODS: &str = "dense,dense:dtype=f16,int8,int4,int2,rotated,rotated:k=2:v=2,lloydmax,lloydmax:k=2:v=2,\
 streaming:window=1280,streaming:window=128,oracle:ratio=0.2,oracle:ratio=0.1,pqcache:ratio=0.2,\
-pqcache:ratio=0.1:code=2x6,million,million:k=32x8:v=32x8,pqklt:k=64x6:v=64x6,pqklt:k=64x4:v=64x4,zack,zack:k=0.5:v=0.5,zack:k=0.75:v=0.75:bits=4,cachegen,cachegen:bits=2,\
+pqcache:ratio=0.1:code=6/64,million,million:k=8/4:v=8/4,pqklt:k=6/2:v=6/2,pqklt:k=4/2:v=4/2,zack,zack:k=0.5:v=0.5,zack:k=0.75:v=0.75:bits=4,cachegen,cachegen:bits=2,\
 cachegen:mode=paper";
 
 impl Method {
@@ -103,6 +106,17 @@ impl Method {
     #[must_use]
     pub fn spec(&self) -> String {
         if self.setting.is_empty() { self.name.to_owned() } else { format!("{}:{}", self.name, self.setting) }
+    }
+
+    /// The same method for a model: codes that were not given, or by their rate, have as many bits for a component as with
+    /// heads of 128 components.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] when the setting does not fit the model.
+    pub fn fitted(&self, config: &Config) -> Result<Self> {
+        let fitted = Self::parse(&self.given, config.head_dim)?;
+        fitted.check(config)?;
+        Ok(fitted)
     }
 
     /// Whether it needs a profile.
@@ -122,8 +136,7 @@ impl Method {
         samples: &Calibration,
         profile: &mut Profile,
     ) -> Result<()> {
-        self.check(&model.config)?;
-        self.kind.calibrate(model, rope, samples, profile)
+        self.fitted(&model.config)?.kind.calibrate(model, rope, samples, profile)
     }
 
     /// An empty cache for `model`, with positions from `rope`.
@@ -133,9 +146,9 @@ impl Method {
     /// holds a wrong one.
     pub fn prepare(&self, model: &Arc<Model>, rope: &Arc<Rope>, profile: &Profile) -> Result<Prepared> {
         let config = &model.config;
-        self.check(config)?;
+        let kind = self.fitted(config)?.kind;
         let geometry = Geometry::of(config);
-        let stores = self.kind.stores(&Site {
+        let stores = kind.stores(&Site {
             config,
             geometry,
             rope,
@@ -145,7 +158,7 @@ impl Method {
             exact_layers: &self.exact_layers,
         })?;
         let cache = WindowedCache::new(self.name, geometry, self.window, self.exact, rope.clone(), stores);
-        let model = self.kind.fold(model, profile)?.map_or_else(|| model.clone(), Arc::new);
+        let model = kind.fold(model, profile)?.map_or_else(|| model.clone(), Arc::new);
         Ok(Prepared { model, cache: Box::new(cache) })
     }
 
@@ -177,7 +190,16 @@ impl FromStr for Method {
     type Err = Error;
 
     fn from_str(spec: &str) -> Result<Self> {
-        let mut s = Settings::new(spec)?;
+        Self::parse(spec, HEAD_DIM)
+    }
+}
+
+/// Components of the heads that defaults are shown for, where no model says how many it has.
+const HEAD_DIM: usize = 128;
+
+impl Method {
+    fn parse(spec: &str, head_dim: usize) -> Result<Self> {
+        let mut s = Settings::new(spec, head_dim)?;
         let names = || REGISTRY.iter().flat_map(|entry| entry.names.iter().map(move |name| (*name, entry)));
         let Some((name, entry)) = names().find(|(name, _)| *name == s.name) else {
             let all: Vec<&str> = names().map(|(name, _)| name).collect();
@@ -200,7 +222,7 @@ impl FromStr for Method {
             }
         };
         s.finish()?;
-        Ok(Self { name, setting: s.shown(), kind, window, exact, exact_layers })
+        Ok(Self { name, setting: s.shown(), given: spec.to_owned(), kind, window, exact, exact_layers })
     }
 }
 
@@ -237,6 +259,8 @@ mod tests {
             "snapkv:tokens=0",
             "million:k=64",
             "million:k=64x",
+            "million:k=8/0",
+            "million:k=8/",
             "pqcache:ratio=-1",
             "cachegen:bits=0",
             "cachegen:mode=paper:bits=2",

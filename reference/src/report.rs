@@ -22,7 +22,8 @@ const COLUMNS: [&str; 10] = [
 ];
 
 fn cells(row: &Row) -> [String; 10] {
-    let hits = (row.needle * row.needle_trials as f64).round();
+    let trials = row.needle_trials;
+    let needle = row.needle.map(|part| format!("{}/{trials}", (part * trials as f64).round()));
     [
         row.name.clone(),
         row.setting.replace(':', " "),
@@ -32,7 +33,7 @@ fn cells(row: &Row) -> [String; 10] {
         format!("{:.3}", row.perplexity),
         format!("{:.5}", row.kl),
         format!("{:.1} %", 100.0 * row.top1),
-        format!("{hits}/{}", row.needle_trials),
+        needle.unwrap_or_default(),
         format!("{:.2}", row.ms_per_token),
     ]
 }

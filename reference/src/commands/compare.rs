@@ -6,7 +6,7 @@ use kv_reference::method::{DEFAULT_METHODS, Method, methods_help};
 use kv_reference::report::{html, table};
 use kv_reference::{Error, Profile, Result};
 
-use super::{Files, JsonArgs, ModelArgs, Stdout, TextArgs, progress};
+use super::{Files, JsonArgs, ModelArgs, Stdout, TextArgs, print_error, progress};
 
 #[derive(Args)]
 #[command(after_help = methods_help())]
@@ -59,6 +59,9 @@ impl Compare {
         let bar = progress();
         let comparison = compare(&model, (&name, &tokens), &methods, sizes, profile, self.seed, &bar)?;
         bar.finish_and_clear();
+        if let Some(note) = comparison.note {
+            print_error(format_args!("kv: {note}\n"));
+        }
         out.print(table(&comparison));
         json.write_json(&comparison)?;
         report.write(|_| Ok(html(&comparison)?.into_bytes()))

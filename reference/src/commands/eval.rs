@@ -4,8 +4,8 @@ use std::sync::Arc;
 use clap::Args;
 use comfy_table::{Table, presets};
 use indicatif::ProgressBar;
-use kv_reference::compare::{calibrated, run_start};
-use kv_reference::eval::retrieval::TaskMaker;
+use kv_reference::compare::{calibrated, check_room, run_start};
+use kv_reference::eval::retrieval::{NO_WORDS, TaskMaker};
 use kv_reference::eval::{RetrievalTask, SharedPrompt, answer_questions, score_text, window_perplexity};
 use kv_reference::forward::Decoder;
 use kv_reference::method::{Method, Prepared, methods_help};
@@ -13,7 +13,7 @@ use kv_reference::model::{Model, Rope};
 use kv_reference::{Error, Profile, Result};
 use serde::Serialize;
 
-use super::{Files, JsonArgs, ModelArgs, Stdout, TextArgs, progress};
+use super::{Files, JsonArgs, ModelArgs, Stdout, TextArgs, print_error, progress};
 
 #[derive(Args)]
 #[command(after_help = methods_help())]
@@ -31,7 +31,7 @@ pub struct Eval {
     /// Depths of what is to be found, 0 the start of the prompt, 1 its end
     #[arg(long, value_name = "LIST", value_delimiter = ',', default_values_t = [0.1, 0.5, 0.9])]
     depths: Vec<f64>,
-    /// Pass keys, and recall lines, per length and depth
+    /// Pass keys, and recall lines, per length and depth; 0 for no retrieval
     #[arg(long, value_name = "N", default_value_t = 8)]
     trials: usize,
     /// Tokens to decode after each prompt
@@ -102,8 +102,8 @@ impl Eval {
         if let Some(depth) = self.depths.iter().find(|depth| !(0.0..=1.0).contains(*depth)) {
             return Err(Error::Argument(format!("depth {depth} is outside 0..=1")));
         }
-        if self.trials == 0 || self.decode == 0 || self.lengths.is_empty() || self.lengths.contains(&0) {
-            return Err(Error::argument("lengths, trials and decode need at least one"));
+        if self.decode == 0 || self.lengths.is_empty() || self.lengths.contains(&0) {
+            return Err(Error::argument("lengths and decode need at least one"));
         }
         let mut files = Files::default();
         files.reads("--model", &self.model.path());
@@ -114,7 +114,12 @@ impl Eval {
         let (name, tokens) = self.text.tokens(&model)?;
         let longest = self.lengths.iter().copied().max().unwrap_or(0);
         let room = self.decode.max(QUESTION_ROOM);
-        model.check_context(longest.saturating_add(room))?;
+        check_room(&model, longest, room)?;
+        let methods =
+            methods.iter().map(|method| method.fitted(&model.config)).collect::<Result<Vec<_>>>()?;
+        if self.trials > 0 && TaskMaker::new(model.tokenizer()?, self.seed).is_none() {
+            print_error(format_args!("kv: {NO_WORDS}\n"));
+        }
         let given = self.profile.as_ref().map(|path| Profile::load(path, &model)).transpose()?;
         let calibrates = given.is_none() && methods.iter().any(Method::needs_profile);
         let start = run_start(&model, tokens.len(), longest + self.decode + 1, self.calibration)?;
@@ -152,7 +157,8 @@ impl Eval {
     fn rows(&self, setup: &Setup, tokens: &[u32], length: usize, bar: &ProgressBar) -> Result<Vec<Row>> {
         bar.set_message(format!("text of {length}"));
         let mut rows = setup.score_text(&tokens[..length], &tokens[length..][..self.decode + 1], bar)?;
-        let mut maker = TaskMaker::new(setup.model.tokenizer()?, self.seed)?;
+        let maker = TaskMaker::new(setup.model.tokenizer()?, self.seed).filter(|_| self.trials > 0);
+        let Some(mut maker) = maker else { return Ok(rows) };
         for &depth in &self.depths {
             bar.set_message(format!("needle at {depth} of {length}"));
             let found = setup.find(&maker.needle(tokens, length, self.trials, Some(depth))?, depth, bar)?;

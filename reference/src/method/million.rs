@@ -24,8 +24,7 @@ pub(super) const MILLION: Entry = Entry {
                                                                           outliers=PERCENT kept exact
 ",
     parse: |s| {
-        let code = PqCode { m: 64, nbits: 8 };
-        let codes = Pair::new(s.own("k", code)?, s.own("v", code)?);
+        let codes = PqCode::take_both(s, 8, 2)?;
         let (iterations, outliers) = (s.positive("iterations", 8)?, s.percent("outliers", 0)?);
         Ok(Arc::new(Million { codes, iterations, outliers }))
     },

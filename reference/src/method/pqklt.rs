@@ -25,9 +25,8 @@ pub(super) const PQ_KLT: Entry = Entry {
                                                                           iterations=8 refine=0
 ",
     parse: |s| {
-        let code = PqCode { m: 32, nbits: 6 };
         Ok(Arc::new(PqKlt {
-            codes: Pair::new(s.own("k", code)?, s.own("v", code)?),
+            codes: PqCode::take_both(s, 6, 4)?,
             space: s.own("keys", KeySpace::RotatedMean)?,
             norms: s.common("norms", Switch::On)? == Switch::On,
             iterations: s.positive("iterations", 8)?,

@@ -30,7 +30,7 @@ pub(super) const PQ_CACHE: Entry = Entry {
   pqcache           top-k by PQ codes; exact rows counted as offloaded    ratio=0.2 code=16x8 iterations=10
 ",
     parse: |s| {
-        let (ratio, code) = (s.part("ratio", 0.2)?, s.own("code", PqCode { m: 16, nbits: 8 })?);
+        let (ratio, code) = (s.part("ratio", 0.2)?, PqCode::take(s, "code", 8, 8)?);
         Ok(Arc::new(TopK { ratio, quantizer: Some((code, s.positive("iterations", 10)?)) }))
     },
 };

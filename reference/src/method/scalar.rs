@@ -43,7 +43,10 @@ pub(super) const ROTATED: Entry = Entry {
   rotated           Hadamard, then uniform per token                      k=4 v=4 group=32
 ",
     parse: |s| {
-        Ok(Arc::new(Scalar { bits: both(s, 4)?, codes: Codes::Rotated { group: s.positive("group", 32)? } }))
+        Ok(Arc::new(Scalar {
+            bits: both(s, 4)?,
+            codes: Codes::Rotated { group: s.positive("group", 32.min(s.head_dim))? },
+        }))
     },
 };
 

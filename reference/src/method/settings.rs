@@ -9,19 +9,20 @@ use crate::{Error, Result};
 /// The `key=value` pairs of a method, taken one by one.
 pub(super) struct Settings<'a> {
     pub name: &'a str,
+    pub head_dim: usize, // for which defaults are made
     left: Vec<(&'a str, &'a str)>,
     known: Vec<&'static str>,
     shown: Vec<String>, // what goes into `Method::setting`
 }
 
 impl<'a> Settings<'a> {
-    pub fn new(spec: &'a str) -> Result<Self> {
+    pub fn new(spec: &'a str, head_dim: usize) -> Result<Self> {
         let mut parts = spec.split(':');
         let name = parts.next().unwrap_or_default();
         let left = parts.map(|part| part.split_once('=')).collect::<Option<Vec<_>>>().ok_or_else(|| {
             Error::Argument(format!("method `{spec}`: settings are KEY=VALUE after colons"))
         })?;
-        Ok(Self { name, left, known: vec![], shown: vec![] })
+        Ok(Self { name, head_dim, left, known: vec![], shown: vec![] })
     }
 
     fn take<T: FromStr<Err = String>>(&mut self, key: &'static str, default: T) -> Result<(T, bool)> {
@@ -36,7 +37,17 @@ impl<'a> Settings<'a> {
 
     /// A setting of the method itself: always shown.
     pub fn own<T: FromStr<Err = String> + Display>(&mut self, key: &'static str, default: T) -> Result<T> {
-        let (value, _) = self.take(key, default)?;
+        self.resolved(key, default, |value| value)
+    }
+
+    /// A setting of the method itself that means something else for every model: shown as `resolve` gives it.
+    pub fn resolved<T: FromStr<Err = String>, U: Display>(
+        &mut self,
+        key: &'static str,
+        default: T,
+        resolve: impl FnOnce(T) -> U,
+    ) -> Result<U> {
+        let value = resolve(self.take(key, default)?.0);
         self.shown.push(format!("{key}={value}"));
         Ok(value)
     }
