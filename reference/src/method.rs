@@ -13,6 +13,7 @@ mod retrieval;
 mod scalar;
 mod settings;
 mod snapkv;
+mod sparq;
 mod streaming;
 mod zack;
 
@@ -38,6 +39,7 @@ const REGISTRY: &[Entry] = &[
     streaming::STREAMING,
     retrieval::ORACLE,
     retrieval::PQ_CACHE,
+    sparq::SPARQ,
     million::MILLION,
     pqklt::PQ_KLT,
     snapkv::SNAP_KV,
