@@ -2,8 +2,8 @@
 //! tokens by the components in which the queries are largest, attend to the best tokens exactly, and let the mean value stand
 //! for the rest, weighted by the softmax mass that the scores leave to it.
 //!
-//! As in the authors' code, a group of query heads shares its components and its tokens. Sinks and window are attended to
-//! exactly besides. All rows are kept: what the method saves is reading them, not holding them.
+//! As in the authors' code, a group of query heads shares its components and its tokens. Sinks and window are always attended
+//! to exactly. All rows are kept: the method saves reads of memory, not memory.
 
 use std::sync::Arc;
 
