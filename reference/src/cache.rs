@@ -1,7 +1,7 @@
 //! KV caches: one trait, and the layout that all methods share.
 //!
-//! A sequence is cut in three: the first tokens (sinks) and the most recent ones (window) stay exact, what lies between is
-//! a `Store`, which is where the methods differ. Each part attends on its own; the softmaxes are merged.
+//! A sequence has three parts: the first tokens (sinks) and the most recent ones (window) stay exact; a `Store`, in which the
+//! methods differ, holds the tokens between them. Every part adds its tokens to the same softmax.
 
 mod exact;
 mod store;
@@ -43,7 +43,7 @@ pub trait KvCache: Send + Sync {
         self.prefill(layer, pos, k, v)
     }
 
-    /// Attention of one token's queries, rotated to its position, over all that the layer holds.
+    /// Attention of one token's queries, rotated to its position, over all tokens of the layer.
     ///
     /// `q` and `out` (n_heads, head_dim); `out` is fully written.
     ///
@@ -60,10 +60,10 @@ pub trait KvCache: Send + Sync {
     /// [`Error::Cache`] when `len` is beyond the end or the method has dropped what it would need.
     fn truncate(&mut self, len: usize) -> Result<()>;
 
-    /// Where its bytes are, counted exactly.
+    /// Its bytes by purpose, counted exactly.
     fn footprint(&self) -> Footprint;
 
-    /// A copy that goes its own way.
+    /// An independent copy.
     fn clone_box(&self) -> Box<dyn KvCache>;
 }
 

@@ -1,4 +1,4 @@
-//! What calibration sees of a model: samples and second moments of its queries, keys and values over a text.
+//! Calibration samples: keys and values of a model over a text, and second moments of its queries and keys.
 
 use rayon::prelude::*;
 use svd_core::{Gram, NoRope, PostRope, PreRope, Side};
@@ -8,10 +8,10 @@ use crate::forward::{Activations, prefill};
 use crate::model::{Model, Rope};
 use crate::{Error, Result};
 
-/// First tokens that are left out: every method keeps the sinks exact, and their norms are unlike all others.
+/// First tokens that are left out: every method keeps the sinks exact, and their norms are outliers.
 const SINKS: usize = 4;
 
-/// Fewest tokens that say anything about a model.
+/// Fewest tokens to calibrate on.
 const FEWEST: usize = 64;
 
 /// Samples of every layer over one text.
@@ -22,7 +22,7 @@ pub struct Calibration {
 /// Rows are (n, n_kv_heads * head_dim).
 ///
 /// Moments after RoPE are of the rows rotated to positions all over the context, not to their own: directions that rotate
-/// slowly show little of themselves at the first positions, and a rotation that has not seen them drops them.
+/// slowly hardly move at the first positions, and a rotation fitted to those alone drops them.
 pub(crate) struct LayerSamples {
     pub keys: Vec<f32>,         // before RoPE
     pub rotated_keys: Vec<f32>, // after RoPE

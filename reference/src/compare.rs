@@ -15,8 +15,9 @@ use crate::method::{Method, Prepared};
 use crate::model::{Model, Rope};
 use crate::{Error, Result};
 
-/// Pass keys that are asked for: one per this many tokens of the prompt, up to so many.
+/// One pass key per this many tokens of the prompt.
 const NEEDLE_SPACE: usize = 64;
+/// Most pass keys.
 const NEEDLES: usize = 8;
 
 /// Most tokens that a question and its answer take.
@@ -40,7 +41,7 @@ pub struct Row {
     pub name: String,
     /// Its setting.
     pub setting: String,
-    /// Bits that are kept per number of the cache, everything included that this sequence alone needs.
+    /// Bits kept per element of the cache, including everything that only this sequence needs.
     pub bits_per_value: f64,
     /// Bytes that are kept per token.
     pub kv_bytes_per_token: f64,
@@ -50,15 +51,15 @@ pub struct Row {
     pub perplexity: f64,
     /// Mean divergence from the dense cache, in nats.
     pub kl: f64,
-    /// Part of the positions whose most likely token is the dense cache's.
+    /// Fraction of positions whose most likely token is the dense cache's.
     pub top1: f64,
-    /// Part of the pass keys that were found; none without any.
+    /// Fraction of the pass keys that were found; none without any.
     pub needle: Option<f64>,
     /// Pass keys that were asked for.
     pub needle_trials: usize,
     /// Wall time of a decode step, in milliseconds.
     pub ms_per_token: f64,
-    /// Bytes per token in slower memory, from which a step fetches.
+    /// Exact bytes per token that are counted as offloaded: a step reads some of them.
     pub offloaded_bytes_per_token: f64,
     /// Bytes per token of decoded copies.
     pub working_bytes_per_token: f64,
@@ -81,7 +82,7 @@ pub struct Comparison {
     pub decode: usize,
     /// Tokens calibrated on; 0 when a profile was given or none was needed.
     pub calibration: usize,
-    /// What the questions were made from.
+    /// Seed of the questions.
     pub seed: u64,
     /// Why there are no pass keys, where there are none.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -90,7 +91,7 @@ pub struct Comparison {
     pub methods: Vec<Row>,
 }
 
-/// What all methods are run over.
+/// The inputs that all methods share.
 struct Bench<'a> {
     model: &'a Arc<Model>,
     rope: Arc<Rope>,
@@ -163,7 +164,7 @@ pub fn compare(
     })
 }
 
-/// A profile of `tokens` with what all of `methods` need.
+/// A profile from `tokens` with the entries that `methods` need.
 ///
 /// # Errors
 /// What gathering and calibrating return.
@@ -192,8 +193,8 @@ pub fn check_room(model: &Model, prompt: usize, room: usize) -> Result<()> {
     Ok(())
 }
 
-/// Where in a text of `text` tokens a run over `run` of them starts: after what can be left to calibrate on, up to `limit` and
-/// the model's context. It does not depend on whether something is calibrated, so that all methods see the same tokens, and a
+/// Where in a text of `text` tokens a run over `run` of them starts: after the tokens to calibrate on, at most `limit` and the
+/// model's context. It does not depend on whether something is calibrated, so that all methods see the same tokens, and a
 /// profile that was made from the start of the text has not seen them.
 ///
 /// # Errors

@@ -13,6 +13,7 @@ mod retrieval;
 mod scalar;
 mod settings;
 mod snapkv;
+mod sparq;
 mod streaming;
 mod zack;
 
@@ -38,6 +39,7 @@ const REGISTRY: &[Entry] = &[
     streaming::STREAMING,
     retrieval::ORACLE,
     retrieval::PQ_CACHE,
+    sparq::SPARQ,
     million::MILLION,
     pqklt::PQ_KLT,
     snapkv::SNAP_KV,
@@ -50,7 +52,7 @@ const REGISTRY: &[Entry] = &[
 pub struct Method {
     /// Its name, as on the command line.
     pub name: &'static str,
-    /// Its setting in the form that parses again; what was left at the common defaults is left out. Codes that scale with
+    /// Its setting in the form that parses again, without the common settings that were not given. Codes that scale with
     /// the head are those of 128 components until [`Self::fitted`] to a model.
     pub setting: String,
     given: String, // from which it was parsed
@@ -60,7 +62,7 @@ pub struct Method {
     exact_layers: Vec<usize>,
 }
 
-/// The setting tells all about a method.
+/// The setting determines the method.
 impl PartialEq for Method {
     fn eq(&self, other: &Self) -> bool {
         (self.name, &self.setting) == (other.name, &other.setting)
@@ -125,7 +127,7 @@ impl Method {
         self.kind.needs_profile()
     }
 
-    /// Adds to `profile` what the method needs, made from samples of the model.
+    /// Adds the method's entries to `profile`, made from samples of the model.
     ///
     /// # Errors
     /// [`Error::Argument`] when the setting does not fit the model; errors of the cores.
@@ -209,7 +211,7 @@ impl Method {
         let kind = (entry.parse)(&mut s)?;
         let mut exact_layers = vec![];
         let (window, exact) = match kind.dense() {
-            // Rows go straight to the store: the window's way of holding them would be another.
+            // Rows pass through the window on their way to the store: both must hold them in the same type.
             Some(element) => (Window { sinks: 0, recent: 0, batch: 1 }, element),
             None => {
                 let window = Window {

@@ -38,7 +38,7 @@ fn cells(row: &Row) -> [String; 10] {
     ]
 }
 
-/// What the columns count, under the table.
+/// Explanations under the table.
 fn notes(comparison: &Comparison) -> Vec<String> {
     let mut notes = vec![
         format!(
@@ -46,13 +46,14 @@ fn notes(comparison: &Comparison) -> Vec<String> {
             comparison.model, comparison.text, comparison.context, comparison.decode, comparison.calibration, comparison.seed
         ),
         "Bits and bytes are all that a sequence keeps: codes, scales, codebooks trained for it, exact sinks and window. \
-         Ratio is to 16 bits. KL (nats) and top-1 are beside the dense 32-bit cache."
+         Ratio is to 16 bits. KL (nats) and top-1 are relative to the dense 32-bit cache."
             .into(),
     ];
     for row in &comparison.methods {
         let mut besides = vec![];
         if row.offloaded_bytes_per_token > 0.0 {
-            besides.push(format!("{:.0} exact bytes/token in slower memory", row.offloaded_bytes_per_token));
+            besides
+                .push(format!("{:.0} exact bytes/token counted as offloaded", row.offloaded_bytes_per_token));
         }
         if row.working_bytes_per_token > 0.0 {
             besides.push(format!("{:.0} decoded bytes/token while in use", row.working_bytes_per_token));

@@ -14,7 +14,7 @@ use kv_reference::model::{Model, Rope};
 use kv_reference::{Error, Profile};
 
 /// One setting of each method; small windows, so that short sequences reach the compressed part.
-const METHODS: [&str; 25] = [
+const METHODS: [&str; 26] = [
     "dense",
     "dense:dtype=bf16",
     "int8:window=4:group=8",
@@ -24,6 +24,7 @@ const METHODS: [&str; 25] = [
     "lloydmax:k=3:v=5:window=4",
     "oracle:ratio=0.5:window=4",
     "pqcache:ratio=0.5:code=4x4:window=4",
+    "sparq:ratio=0.5:r=8:window=4",
     "million:k=8x6:v=8x6:window=4",
     "million:k=8x6:v=8x6:outliers=2:window=4",
     "pqklt:k=8x6:v=8x6:window=4",
@@ -109,6 +110,7 @@ fn what_loses_nothing_equals_dense() {
         "oracle:ratio=1:exact=f32:window=4",
         "oracle:ratio=1:exact=f32:window=0:sinks=0",
         "pqcache:ratio=1:code=4x2:exact=f32:window=4",
+        "sparq:ratio=1:exact=f32:window=4",
         "zack:k=1:v=1:exact=f32:window=4",
         "zack:k=1:v=1:basis=stacked:exact=f32:window=4",
         "zack:k=1:v=1:basis=principal:exact=f32:window=4",

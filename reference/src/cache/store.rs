@@ -43,7 +43,7 @@ pub(crate) trait Store: Send + Sync {
     /// Adds the attention of one key/value head's query heads to `out` (group, head_dim) and `stats` (group,), as
     /// [`svd_core::attend_into`] does. `q` (group, head_dim) is rotated and scaled by `1 / sqrt(head_dim)`.
     fn attend(&self, head: usize, q: &[f32], out: &mut [f32], stats: &mut [SoftmaxStats]) -> Result<()>;
-    /// Where its bytes are.
+    /// Its bytes by purpose.
     fn footprint(&self) -> Footprint;
     /// An independent copy.
     fn clone_box(&self) -> Box<dyn Store>;

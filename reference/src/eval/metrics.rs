@@ -1,4 +1,4 @@
-//! Numbers about logits. Everything is summed in `f64`.
+//! Metrics of logits. Everything is summed in `f64`.
 
 /// Logarithms of the probabilities that logits stand for.
 ///
@@ -21,7 +21,7 @@ pub fn kl_divergence(p: &[f64], q: &[f64]) -> f64 {
     terms.sum::<f64>().max(0.0)
 }
 
-/// What a sequence of predictions is worth beside the reference's, position by position.
+/// The quality of a sequence of predictions relative to a reference's, position by position.
 #[derive(Clone, Debug, Default)]
 pub struct Divergence {
     nll: Vec<f64>, // nats, of the true next token
@@ -53,7 +53,7 @@ impl Divergence {
         mean(&self.kl)
     }
 
-    /// Part of the positions where the most likely token is the reference's.
+    /// Fraction of positions where the most likely token is the reference's.
     #[must_use]
     pub fn top1(&self) -> f64 {
         self.agree as f64 / self.nll.len() as f64

@@ -44,7 +44,7 @@ impl<'a> TaskMaker<'a> {
     pub fn new(tokenizer: &'a Tokenizer, seed: u64) -> Option<Self> {
         let words = tokenizer.words();
         let chat = tokenizer.token_id("<|im_start|>").is_some();
-        (words.len() >= FEWEST_WORDS).then(|| Self { tokenizer, words, chat, rng: Rng(seed) })
+        (words.len() >= FEWEST_WORDS).then_some(Self { tokenizer, words, chat, rng: Rng(seed) })
     }
 
     /// `n` pass keys in a haystack of text, `length` tokens in all. They lie at random depths, or one after the other from

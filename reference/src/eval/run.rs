@@ -13,7 +13,7 @@ use crate::model::{Model, Rope};
 use crate::ops::argmax;
 use crate::{Error, Profile, Result};
 
-/// Last queries of a prompt that caches may look at, as many as SnapKV's.
+/// Last queries of a prompt that caches may look at: SnapKV's observation window.
 const WATCHED: usize = 32;
 
 /// A prompt that has been run once: all layers' keys (before RoPE) and values. Any cache can be filled from it.
@@ -90,9 +90,9 @@ impl SharedPrompt {
     }
 }
 
-/// What a teacher-forced run gives.
+/// The result of a teacher-forced run.
 pub struct TextScores {
-    /// Beside the reference; empty without one.
+    /// Relative to the reference.
     pub divergence: Divergence,
     /// Logits of every position (n, vocab_size), for use as a reference.
     pub logits: Vec<Vec<f32>>,
@@ -128,7 +128,7 @@ pub fn score_text(
 }
 
 /// Perplexity of exact attention over non-overlapping windows of `length` tokens, the first `windows` of the text, every
-/// prediction inside a window scored: the measure that others' tables use.
+/// prediction inside a window scored: the usual perplexity of published tables.
 ///
 /// # Errors
 /// [`Error::Argument`] for a text shorter than one window of two tokens; what [`prefill`] returns.

@@ -41,7 +41,7 @@ struct CacheGen {
     coder: Coder,
 }
 
-/// Which numbers become bins, and what a bin is worth.
+/// Which elements are quantized, and their step sizes.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Mode {
     /// Coefficients of the query-metric KLT, values of `W_O`'s; steps so that both together take `bits` a value, values

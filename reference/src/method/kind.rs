@@ -18,7 +18,7 @@ pub(super) const SEED: u64 = 0x6b76;
 pub(super) struct Entry {
     /// The names it answers to.
     pub names: &'static [&'static str],
-    /// What the help text says: lines that end in a newline.
+    /// Its lines of the help text, each with its newline.
     pub help: &'static str,
     /// Takes its settings.
     pub parse: fn(&mut Settings<'_>) -> Result<Arc<dyn Kind>>,
@@ -60,7 +60,7 @@ pub(super) trait Kind: Debug + Send + Sync {
     /// An empty store for every layer: see [`Site::layers`].
     fn stores(&self, site: &Site<'_>) -> Result<Vec<Box<dyn Store>>>;
 
-    /// The model with what the method folds into its weights.
+    /// The model with the method's rotations folded into its weights, if it folds any.
     fn fold(&self, _model: &Model, _profile: &Profile) -> Result<Option<Model>> {
         Ok(None)
     }

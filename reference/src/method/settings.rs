@@ -12,7 +12,7 @@ pub(super) struct Settings<'a> {
     pub head_dim: usize, // for which defaults are made
     left: Vec<(&'a str, &'a str)>,
     known: Vec<&'static str>,
-    shown: Vec<String>, // what goes into `Method::setting`
+    shown: Vec<String>, // the parts of `Method::setting`
 }
 
 impl<'a> Settings<'a> {
@@ -66,7 +66,7 @@ impl<'a> Settings<'a> {
         Ok(self.own(key, Within::<u32, 1, 8>(default))?.0)
     }
 
-    /// A number of tokens, as all methods have.
+    /// A count of tokens: a setting of all methods.
     pub fn tokens(&mut self, key: &'static str, default: usize) -> Result<usize> {
         Ok(self.common(key, Within::<usize, 0, 0x100_0000>(default))?.0)
     }
@@ -86,17 +86,17 @@ impl<'a> Settings<'a> {
         Ok(self.common(key, Within::<usize, 1, 4096>(default))?.0)
     }
 
-    /// A part of a whole that is shown when it is given.
+    /// A fraction that is shown when it is given.
     pub fn common_part(&mut self, key: &'static str, default: f64) -> Result<f64> {
         Ok(self.common(key, Within::<f64, 0, 1>(default))?.0)
     }
 
-    /// A part of a whole in hundredths.
+    /// A percentage that is shown when it is given.
     pub fn percent(&mut self, key: &'static str, default: usize) -> Result<usize> {
         Ok(self.common(key, Within::<usize, 0, 100>(default))?.0)
     }
 
-    /// A part of a whole.
+    /// A fraction: above 0, at most 1.
     pub fn part(&mut self, key: &'static str, default: f64) -> Result<f64> {
         Ok(self.own(key, Within::<f64, 0, 1>(default))?.0)
     }
@@ -116,7 +116,7 @@ impl<'a> Settings<'a> {
         self.shown.join(":")
     }
 
-    /// Refuses what no one has taken.
+    /// Refuses settings that nothing has taken.
     pub fn finish(&self) -> Result<()> {
         match self.left.first() {
             Some((key, _)) => Err(Error::Argument(format!(

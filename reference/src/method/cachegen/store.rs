@@ -7,8 +7,7 @@ use crate::Result;
 use crate::cache::{DenseStore, Footprint, Geometry, Store};
 use crate::side::Pair;
 
-/// CacheGen: every batch of tokens becomes a bitstream (keys before RoPE, values), and what is attended to is what the decoder
-/// gives back.
+/// Every batch of tokens becomes a bitstream (keys before RoPE, values); attention runs over the decoded rows.
 ///
 /// The paper stores and streams the bits and decodes them into a dense cache: the bits count as kept, the dense rows as
 /// working memory.
