@@ -1,3 +1,4 @@
+use std::fmt;
 use std::path::{Path, PathBuf};
 
 /// What went wrong, in one line for the user.
@@ -49,9 +50,14 @@ pub enum Error {
 pub type Result<T> = std::result::Result<T, Error>;
 
 impl Error {
-    /// A file that holds something this program cannot take.
+    /// A file that holds something this program cannot take. What a parser says of it may quote the file: it is cut.
     pub fn file(path: &Path, what: impl ToString) -> Self {
-        Self::File { path: path.to_owned(), what: what.to_string() }
+        let mut what = what.to_string();
+        if let Some((end, _)) = what.char_indices().nth(LONGEST_MESSAGE) {
+            what.truncate(end);
+            what.push_str("...");
+        }
+        Self::File { path: path.to_owned(), what }
     }
 
     /// A file that could not be read or written.
@@ -62,5 +68,38 @@ impl Error {
     /// A wrong argument.
     pub fn argument(what: impl Into<String>) -> Self {
         Self::Argument(what.into())
+    }
+}
+
+/// Characters of a message about a file.
+const LONGEST_MESSAGE: usize = 400;
+
+/// A name out of a file, for a message: in backquotes, cut to 80 characters, control characters escaped.
+pub(crate) struct Quoted<'a>(pub &'a str);
+
+impl fmt::Display for Quoted<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        const LONGEST: usize = 80;
+        let mut chars = self.0.chars();
+        let shown = chars
+            .by_ref()
+            .take(LONGEST)
+            .map(|c| if c.is_control() { c.escape_default().to_string() } else { c.to_string() });
+        let (shown, cut) = (shown.collect::<String>(), if chars.next().is_some() { "..." } else { "" });
+        write!(f, "`{shown}{cut}`")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn long_names_are_cut_and_control_characters_escaped() {
+        assert_eq!(Quoted("model.norm").to_string(), "`model.norm`");
+        assert_eq!(Quoted("a\x1b[31m\n").to_string(), "`a\\u{1b}[31m\\n`");
+        assert_eq!(Quoted(&"\u{e9}".repeat(81)).to_string(), format!("`{}...`", "\u{e9}".repeat(80)));
+        let error = Error::file(Path::new("a"), "\u{e9}".repeat(1_000_000));
+        assert!(error.to_string().chars().count() < 500);
     }
 }

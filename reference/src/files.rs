@@ -1,11 +1,70 @@
-//! Files that are replaced whole or not at all.
+//! Files: inputs are regular files, outputs are replaced whole or not at all.
 
 use std::fs::{self, File, OpenOptions};
 use std::hash::{BuildHasher, RandomState};
-use std::io::{self, Write};
-use std::path::Path;
+use std::io::{self, Read, Write};
+use std::path::{Path, PathBuf, is_separator};
 
 use crate::{Error, Result};
+
+/// Opens a regular file for reading. A pipe may block for ever when it is opened, a device may never end.
+///
+/// # Errors
+/// [`Error::Io`], and [`Error::File`] for what is no regular file.
+pub fn open(path: &Path) -> Result<File> {
+    let metadata = fs::metadata(path).map_err(|e| Error::io(path, e))?;
+    check_kind(path, &metadata)?;
+    File::open(path).map_err(|e| Error::io(path, e))
+}
+
+/// The bytes of a regular file.
+///
+/// # Errors
+/// What [`open`] returns, and [`Error::Io`] when the file cannot be read or does not fit in memory.
+pub fn read(path: &Path) -> Result<Vec<u8>> {
+    let mut bytes = vec![];
+    open(path)?.read_to_end(&mut bytes).map_err(|e| Error::io(path, e))?;
+    Ok(bytes)
+}
+
+/// The text of a regular file.
+///
+/// # Errors
+/// What [`read`] returns, and [`Error::File`] for what is not UTF-8.
+pub fn read_text(path: &Path) -> Result<String> {
+    String::from_utf8(read(path)?).map_err(|e| Error::file(path, e.utf8_error()))
+}
+
+/// Checks that [`write_atomically`] can write to `path`, so that no long work is lost to a mistyped path. Pipes and devices
+/// are refused; nothing is changed.
+///
+/// # Errors
+/// [`Error::Io`], and [`Error::File`] for what is no regular file.
+pub fn check_writable(path: &Path) -> Result<()> {
+    let probe = |path: &Path| {
+        let (draft, _) = create_draft(path)?;
+        fs::remove_file(draft)
+    };
+    let checked = match fs::metadata(path) {
+        Ok(old) => {
+            check_kind(path, &old)?;
+            // Renaming a draft to a read-only file would succeed.
+            let writable = OpenOptions::new().write(true).open(path);
+            writable.and_then(|_| fs::canonicalize(path)).and_then(|target| probe(&target))
+        }
+        Err(e) if e.kind() == io::ErrorKind::NotFound => probe(path),
+        Err(e) => Err(e),
+    };
+    checked.map_err(|e| Error::io(path, e))
+}
+
+fn check_kind(path: &Path, metadata: &fs::Metadata) -> Result<()> {
+    match (metadata.is_file(), metadata.is_dir()) {
+        (true, _) => Ok(()),
+        (_, true) => Err(Error::file(path, "is a folder, not a file")),
+        _ => Err(Error::file(path, "is a pipe or a device, not a regular file")),
+    }
+}
 
 /// Writes `bytes` to `path`: the file then holds all of them, or after an error what it held before.
 ///
@@ -28,9 +87,7 @@ pub fn write_atomically(path: &Path, bytes: &[u8]) -> Result<()> {
 }
 
 fn replace(path: &Path, permissions: Option<fs::Permissions>, bytes: &[u8]) -> io::Result<()> {
-    // The standard library seeds its hash maps from the system's randomness: a name that nobody can guess.
-    let draft = path.with_file_name(format!(".{:016x}.draft", RandomState::new().hash_one(0)));
-    let mut file = OpenOptions::new().write(true).create_new(true).open(&draft)?;
+    let (draft, mut file) = create_draft(path)?;
     let write = |file: &mut File| {
         if let Some(permissions) = permissions {
             file.set_permissions(permissions)?;
@@ -46,10 +103,21 @@ fn replace(path: &Path, permissions: Option<fs::Permissions>, bytes: &[u8]) -> i
     renamed
 }
 
+/// A new file in the folder of `path`.
+fn create_draft(path: &Path) -> io::Result<(PathBuf, File)> {
+    if path.file_name().is_none()
+        || path.as_os_str().as_encoded_bytes().last().is_some_and(|&b| is_separator(b.into()))
+    {
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, "is no file name"));
+    }
+    // The standard library seeds its hash maps from the system's randomness: a name that nobody can guess.
+    let draft = path.with_file_name(format!(".{:016x}.draft", RandomState::new().hash_one(0)));
+    let file = OpenOptions::new().write(true).create_new(true).open(&draft)?;
+    Ok((draft, file))
+}
+
 #[cfg(test)]
 mod tests {
-    use std::path::PathBuf;
-
     use super::*;
 
     fn names(folder: &Path) -> Vec<String> {
@@ -82,6 +150,36 @@ mod tests {
         assert_eq!(fs::read(&file).unwrap(), b"old");
         assert_eq!(names(folder.path()), ["file", "folder"]);
         assert!(names(&inner).is_empty());
+    }
+
+    #[test]
+    fn a_check_changes_nothing() {
+        let folder = tempfile::tempdir().unwrap();
+        let (inner, file) = (folder.path().join("folder"), folder.path().join("file"));
+        fs::create_dir(&inner).unwrap();
+        fs::write(&file, b"old").unwrap();
+        assert!(check_writable(&file).is_ok() && check_writable(&inner.join("new")).is_ok());
+        for path in
+            [&inner, &folder.path().join("nowhere/a"), &file.join("a"), &inner.join("new/"), &PathBuf::new()]
+        {
+            assert!(check_writable(path).is_err(), "{path:?}");
+        }
+        assert_eq!(fs::read(&file).unwrap(), b"old");
+        assert_eq!(names(folder.path()), ["file", "folder"]);
+        assert!(names(&inner).is_empty());
+    }
+
+    #[test]
+    fn only_regular_files_are_read() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("file");
+        fs::write(&file, b"\xff").unwrap();
+        assert_eq!(read(&file).unwrap(), b"\xff");
+        assert!(matches!(read_text(&file), Err(Error::File { .. })));
+        assert!(matches!(read(folder.path()), Err(Error::File { .. })));
+        assert!(matches!(read(&folder.path().join("nowhere")), Err(Error::Io { .. })));
+        #[cfg(unix)]
+        assert!(matches!(read(Path::new("/dev/null")), Err(Error::File { .. })));
     }
 
     #[cfg(unix)]

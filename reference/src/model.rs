@@ -3,6 +3,7 @@
 mod config;
 mod gguf;
 mod rope;
+mod source;
 mod tensors;
 mod tokenizer;
 
@@ -131,7 +132,7 @@ impl Model {
         let norm = Arc::new(tensors.load("model.norm.weight", &[hidden])?);
         let mut hasher = Sha256::new();
         hasher.update(format!("{config:?}"));
-        tensors.digest(&mut hasher);
+        tensors.digest(&mut hasher)?;
         let hash = hasher.finalize().iter().map(|byte| format!("{byte:02x}")).collect();
         let name = path.file_name().unwrap_or(path.as_os_str()).to_string_lossy().into_owned();
         Ok(Self { name, hash, config, tokenizer: tokenizer.map(Arc::new), embedding, layers, norm, output })

@@ -80,7 +80,7 @@ impl Profile {
     /// # Errors
     /// [`Error::Io`], [`Error::File`] for what is no profile, [`Error::Profile`] for another model's, which is named.
     pub fn load(path: &Path, model: &Model) -> Result<Self> {
-        let file = std::fs::read(path).map_err(|e| Error::io(path, e))?;
+        let file = crate::files::read(path)?;
         let (_, header) = SafeTensors::read_metadata(&file).map_err(|e| Error::file(path, e))?;
         let metadata = header.metadata().as_ref();
         let field = |key: &str| metadata.and_then(|m| m.get(key)).map_or("", String::as_str);

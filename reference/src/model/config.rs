@@ -3,7 +3,8 @@ use std::path::Path;
 use serde::Deserialize;
 use serde_json::Value;
 
-use crate::{Error, Result};
+use crate::error::Quoted;
+use crate::{Error, Result, files};
 
 /// The shape of a Llama-family model.
 #[derive(Clone, Debug, PartialEq)]
@@ -95,8 +96,7 @@ impl Config {
 
     /// Reads a Hugging Face `config.json`.
     pub(crate) fn from_json(path: &Path) -> Result<Self> {
-        let text = std::fs::read_to_string(path).map_err(|e| Error::io(path, e))?;
-        let raw: RawConfig = serde_json::from_str(&text).map_err(|e| Error::file(path, e))?;
+        let raw: RawConfig = serde_json::from_slice(&files::read(path)?).map_err(|e| Error::file(path, e))?;
         raw.check().and_then(Self::validated).map_err(|what| Error::file(path, what))
     }
 
@@ -178,10 +178,10 @@ struct RawConfig {
 impl RawConfig {
     fn check(self) -> std::result::Result<Config, String> {
         if !matches!(self.model_type.as_str(), "llama" | "mistral") {
-            return Err(format!("model_type `{}` is not of the Llama family", self.model_type));
+            return Err(format!("model_type {} is not of the Llama family", Quoted(&self.model_type)));
         }
         if let Some(act) = self.hidden_act.as_deref().filter(|&act| act != "silu") {
-            return Err(format!("hidden_act `{act}` is not supported, only `silu`"));
+            return Err(format!("hidden_act {} is not supported, only `silu`", Quoted(act)));
         }
         if self.partial_rotary_factor.is_some_and(|x| x != 1.0) {
             return Err("a partial_rotary_factor is not supported".into());
@@ -232,7 +232,9 @@ fn rope_scaling(value: &Value) -> std::result::Result<RopeScaling, String> {
             high_freq_factor: number("high_freq_factor")?,
             original_max_seq_len: number("original_max_position_embeddings")?,
         }),
-        Some(other) => Err(format!("rope scaling `{other}` is not supported, only `linear` and `llama3`")),
+        Some(other) => {
+            Err(format!("rope scaling {} is not supported, only `linear` and `llama3`", Quoted(other)))
+        }
     }
 }
 

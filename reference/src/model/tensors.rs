@@ -1,15 +1,17 @@
 //! Where weights come from: safetensors files (one or sharded) and GGUF, behind one trait. Tensors are asked for by their
 //! Hugging Face names and with the shape that the configuration implies; everything else about a file is distrusted.
 
-use std::collections::HashMap;
-use std::fs::File;
+use std::collections::{HashMap, TryReserveError};
+use std::io::Read;
 use std::path::{Path, PathBuf};
 
-use memmap2::Mmap;
-use safetensors::{Dtype, SafeTensors};
-use sha2::{Digest, Sha256};
+use safetensors::Dtype;
+use safetensors::tensor::Metadata;
+use sha2::Sha256;
 
-use crate::{Error, Result};
+use super::source::Source;
+use crate::error::Quoted;
+use crate::{Error, Result, files};
 
 /// A source of named tensors.
 pub(crate) trait Tensors {
@@ -18,33 +20,55 @@ pub(crate) trait Tensors {
     /// The tensor as `f32`, row-major, if it has exactly this shape.
     fn load(&self, name: &str, shape: &[usize]) -> Result<Vec<f32>>;
     /// Feeds the files' bytes to a hash.
-    fn digest(&self, hasher: &mut Sha256);
-}
-
-/// Maps a file into memory.
-pub(crate) fn map(path: &Path) -> Result<Mmap> {
-    let file = File::open(path).map_err(|e| Error::io(path, e))?;
-    // SAFETY: the map is read-only and private. A file that another process truncates while we read it would fault; that
-    // is the accepted contract of every loader that maps weights.
-    unsafe { Mmap::map(&file) }.map_err(|e| Error::io(path, e))
+    fn digest(&self, hasher: &mut Sha256) -> Result<()>;
 }
 
 /// `model.safetensors`, or the shards that `model.safetensors.index.json` names.
 pub(crate) struct SafetensorsFiles {
-    files: Vec<(PathBuf, Mmap)>,
+    files: Vec<Shard>,
     file_of: HashMap<String, usize>, // tensor name -> index into `files`
+}
+
+/// A file and its header, which is parsed once.
+struct Shard {
+    source: Source,
+    header: Metadata,
+    data_start: u64, // tensor offsets count from here
+}
+
+impl Shard {
+    fn open(path: &Path) -> Result<Self> {
+        const LONGEST_HEADER: u64 = 100_000_000; // the format's own limit
+        let source = Source::open(path)?;
+        let mut length = [0; 8];
+        source.reader()?.read_exact(&mut length).map_err(|e| Error::io(path, e))?;
+        let length = u64::from_le_bytes(length);
+        if length > LONGEST_HEADER {
+            return Err(source.error(format!("claims a header of {length} bytes")));
+        }
+        let data_start = 8 + length;
+        // `Metadata` checks that the tensors follow each other without gaps and have the lengths that their shapes imply.
+        let header: Metadata =
+            serde_json::from_slice(&source.read(8..data_start)?).map_err(|e| source.error(e))?;
+        if header.data_len() as u64 != source.len() - data_start {
+            return Err(source.error(format!(
+                "holds {} bytes of tensors, its header describes {}",
+                source.len() - data_start,
+                header.data_len()
+            )));
+        }
+        Ok(Self { source, header, data_start })
+    }
 }
 
 impl SafetensorsFiles {
     pub fn open(dir: &Path) -> Result<Self> {
         let single = dir.join("model.safetensors");
         let paths = if single.exists() { vec![single] } else { shards(dir)? };
-        let files: Vec<_> =
-            paths.into_iter().map(|path| map(&path).map(|map| (path, map))).collect::<Result<_>>()?;
+        let files = paths.iter().map(|path| Shard::open(path)).collect::<Result<Vec<_>>>()?;
         let mut file_of = HashMap::new();
-        for (i, (path, map)) in files.iter().enumerate() {
-            let tensors = SafeTensors::deserialize(map).map_err(|e| Error::file(path, e))?;
-            file_of.extend(tensors.names().into_iter().map(|name| (name.to_owned(), i)));
+        for (i, shard) in files.iter().enumerate() {
+            file_of.extend(shard.header.offset_keys().into_iter().map(|name| (name, i)));
         }
         Ok(Self { files, file_of })
     }
@@ -56,25 +80,29 @@ impl Tensors for SafetensorsFiles {
     }
 
     fn load(&self, name: &str, shape: &[usize]) -> Result<Vec<f32>> {
-        let Some(&file) = self.file_of.get(name) else {
-            return Err(Error::file(&self.files[0].0, format!("tensor `{name}` is missing")));
+        let shard = self.file_of.get(name).map(|&file| &self.files[file]);
+        let Some((shard, info)) = shard.and_then(|shard| Some((shard, shard.header.info(name)?))) else {
+            return Err(self.files[0].source.error(format!("tensor `{name}` is missing")));
         };
-        let (path, map) = &self.files[file];
-        let tensors = SafeTensors::deserialize(map).map_err(|e| Error::file(path, e))?;
-        let tensor = tensors.tensor(name).map_err(|e| Error::file(path, e))?;
-        if tensor.shape() != shape {
-            let what =
-                format!("tensor `{name}` has shape {:?}, the config asks for {shape:?}", tensor.shape());
-            return Err(Error::file(path, what));
+        let source = &shard.source;
+        if info.shape != shape {
+            let what = format!("tensor `{name}` has shape {:?}, the config asks for {shape:?}", info.shape);
+            return Err(source.error(what));
         }
-        let values = floats(tensor.dtype(), tensor.data()).ok_or_else(|| {
-            Error::file(path, format!("tensor `{name}` is {:?}, not a float type", tensor.dtype()))
-        })?;
-        check_finite(path, name, values)
+        let (start, end) = info.data_offsets;
+        let bytes = source.read(shard.data_start + start as u64..shard.data_start + end as u64)?;
+        let values = match info.dtype {
+            Dtype::F32 => floats(&bytes, f32::from_le_bytes),
+            Dtype::F16 => floats(&bytes, |x| half::f16::from_le_bytes(x).to_f32()),
+            Dtype::BF16 => floats(&bytes, |x| half::bf16::from_le_bytes(x).to_f32()),
+            other => return Err(source.error(format!("tensor `{name}` is {other:?}, not a float type"))),
+        };
+        let values = values.map_err(|e| source.error(format!("tensor `{name}`: {e}")))?;
+        check_finite(source.path(), name, values)
     }
 
-    fn digest(&self, hasher: &mut Sha256) {
-        self.files.iter().for_each(|(_, map)| hasher.update(map));
+    fn digest(&self, hasher: &mut Sha256) -> Result<()> {
+        self.files.iter().try_for_each(|shard| shard.source.digest(hasher))
     }
 }
 
@@ -93,13 +121,10 @@ fn shards(dir: &Path) -> Result<Vec<PathBuf>> {
         weight_map: HashMap<String, String>,
     }
     let path = dir.join("model.safetensors.index.json");
-    let text = std::fs::read_to_string(&path).map_err(|e| match e.kind() {
-        std::io::ErrorKind::NotFound => {
-            Error::file(dir, "holds neither model.safetensors nor model.safetensors.index.json")
-        }
-        _ => Error::io(&path, e),
-    })?;
-    let index: Index = serde_json::from_str(&text).map_err(|e| Error::file(&path, e))?;
+    if !path.exists() {
+        return Err(Error::file(dir, "holds neither model.safetensors nor model.safetensors.index.json"));
+    }
+    let index: Index = serde_json::from_slice(&files::read(&path)?).map_err(|e| Error::file(&path, e))?;
     let mut names: Vec<String> = index.weight_map.into_values().collect();
     names.sort_unstable();
     names.dedup();
@@ -108,20 +133,18 @@ fn shards(dir: &Path) -> Result<Vec<PathBuf>> {
     }
     // A shard is a plain file name: the index must not reach out of its folder.
     match names.iter().find(|name| Path::new(name).file_name() != Some(name.as_ref())) {
-        Some(name) => Err(Error::file(&path, format!("shard `{name}` is not a plain file name"))),
+        Some(name) => Err(Error::file(&path, format!("shard {} is not a plain file name", Quoted(name)))),
         None => Ok(names.iter().map(|name| dir.join(name)).collect()),
     }
 }
 
-fn floats(dtype: Dtype, data: &[u8]) -> Option<Vec<f32>> {
-    match dtype {
-        Dtype::F32 => Some(data.as_chunks::<4>().0.iter().map(|&x| f32::from_le_bytes(x)).collect()),
-        Dtype::F16 => {
-            Some(data.as_chunks::<2>().0.iter().map(|&x| half::f16::from_le_bytes(x).to_f32()).collect())
-        }
-        Dtype::BF16 => {
-            Some(data.as_chunks::<2>().0.iter().map(|&x| half::bf16::from_le_bytes(x).to_f32()).collect())
-        }
-        _ => None,
-    }
+/// Numbers of `N` bytes as `f32`.
+fn floats<const N: usize>(
+    bytes: &[u8],
+    to_f32: impl Fn([u8; N]) -> f32,
+) -> std::result::Result<Vec<f32>, TryReserveError> {
+    let mut out = vec![];
+    out.try_reserve_exact(bytes.len() / N)?;
+    out.extend(bytes.as_chunks::<N>().0.iter().map(|&x| to_f32(x)));
+    Ok(out)
 }

@@ -1,0 +1,99 @@
+use std::fs::File;
+use std::io::{self, Read, Seek, SeekFrom};
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+
+use sha2::{Digest, Sha256};
+
+use crate::{Error, Result, files};
+
+/// A weight file that is read by ranges.
+///
+/// It is not mapped: when another process truncates a mapped file, an access to the lost pages ends this process with SIGBUS.
+/// Here the read fails. A tensor becomes `f32` anyway, so its bytes are held only while it is converted.
+pub(crate) struct Source {
+    path: PathBuf,
+    file: File,
+    len: u64,
+}
+
+impl Source {
+    pub fn open(path: &Path) -> Result<Self> {
+        let file = files::open(path)?;
+        let len = file.metadata().map_err(|e| Error::io(path, e))?.len();
+        Ok(Self { path: path.to_owned(), file, len })
+    }
+
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Length in bytes.
+    pub const fn len(&self) -> u64 {
+        self.len
+    }
+
+    /// An error about this file.
+    pub fn error(&self, what: impl ToString) -> Error {
+        Error::file(&self.path, what)
+    }
+
+    /// A reader from the start of the file.
+    pub fn reader(&self) -> Result<&File> {
+        let mut file = &self.file;
+        file.rewind().map_err(|e| Error::io(&self.path, e))?;
+        Ok(file)
+    }
+
+    /// The bytes of a range; nothing is allocated for a range that the file does not hold.
+    pub fn read(&self, range: Range<u64>) -> Result<Vec<u8>> {
+        if range.start > range.end || range.end > self.len {
+            return Err(self.error(format!("ends after {} bytes, {} are needed", self.len, range.end)));
+        }
+        let read = || {
+            let len = usize::try_from(range.end - range.start).map_err(io::Error::other)?;
+            let mut bytes = vec![];
+            bytes.try_reserve_exact(len).map_err(io::Error::other)?;
+            bytes.resize(len, 0);
+            let mut file = &self.file;
+            file.seek(SeekFrom::Start(range.start))?;
+            file.read_exact(&mut bytes)?;
+            Ok(bytes)
+        };
+        read().map_err(|e| Error::io(&self.path, e))
+    }
+
+    /// Feeds the whole file to a hash.
+    pub fn digest(&self, hasher: &mut Sha256) -> Result<()> {
+        // A larger buffer than that of `io::copy`: reading costs less than the hash.
+        let mut buffer = vec![0; 1 << 16];
+        let mut file = self.reader()?;
+        loop {
+            match file.read(&mut buffer) {
+                Ok(0) => return Ok(()),
+                Ok(n) => hasher.update(&buffer[..n]),
+                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+                Err(e) => return Err(Error::io(&self.path, e)),
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_that_is_cut_meanwhile_is_an_error() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("weights");
+        std::fs::write(&path, [7; 1 << 16]).unwrap();
+        let source = Source::open(&path).unwrap();
+        assert_eq!(source.read(1..4).unwrap(), [7; 3]);
+        assert!(matches!(source.read(0..(1 << 16) + 1), Err(Error::File { .. })));
+        assert!(matches!(source.read(0..u64::MAX), Err(Error::File { .. })));
+        std::fs::OpenOptions::new().write(true).open(&path).unwrap().set_len(10).unwrap();
+        assert!(matches!(source.read(0..1 << 16), Err(Error::Io { .. })));
+        assert_eq!(source.read(0..10).unwrap(), [7; 10]);
+    }
+}

@@ -1,0 +1,99 @@
+//! A Hugging Face `tokenizer.json`, checked for what the tokenizers library takes on trust.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use serde_json::Value;
+use serde_json::value::RawValue;
+
+use super::library::guarded;
+use crate::{Error, Result, files};
+
+/// How many times longer the steps around the model may make a text. Real files stay below 10: spaces become three bytes,
+/// bytes become characters of two.
+const MOST_GROWTH: f64 = 4096.0;
+
+pub(super) fn load(path: &Path) -> Result<tokenizers::Tokenizer> {
+    let error = |e: serde_json::Error| Error::file(path, e);
+    // The whole file is walked as JSON before the library sees it. Values stay text: numbers reach the library unchanged.
+    let mut fields: BTreeMap<String, Box<RawValue>> =
+        serde_json::from_slice(&files::read(path)?).map_err(error)?;
+    // Settings of a training run, saved with the tokenizer. transformers turns both off in every call: a prompt is neither cut
+    // nor filled up.
+    fields.remove("truncation");
+    fields.remove("padding");
+    for name in ["normalizer", "pre_tokenizer", "post_processor", "decoder"] {
+        let Some(part) = fields.get(name) else { continue };
+        let part: Value = serde_json::from_str(part.get()).map_err(error)?;
+        let growth = growth(&part).map_err(|what| Error::file(path, format!("{name}: {what}")))?;
+        if growth > MOST_GROWTH {
+            return Err(Error::file(path, format!("{name} makes a text {growth:.1e} times longer")));
+        }
+    }
+    let text = serde_json::to_vec(&fields).map_err(error)?;
+    guarded(|| tokenizers::Tokenizer::from_bytes(text)).map_err(|what| Error::file(path, what))
+}
+
+/// How many times longer a step, and all steps inside it one after the other, may make a text: an upper bound.
+fn growth(step: &Value) -> std::result::Result<f64, String> {
+    let inner = match step {
+        Value::Object(fields) => fields.values().map(growth).product::<std::result::Result<f64, _>>()?,
+        Value::Array(steps) => steps.iter().map(growth).product::<std::result::Result<f64, _>>()?,
+        _ => return Ok(1.0),
+    };
+    let chars = |value: &Value| value.as_str().map_or(0, |text| text.chars().count()) as f64;
+    let own = match step["type"].as_str() {
+        Some("ByteLevel") => 2.0,
+        Some("Replace") => match &step["pattern"]["String"] {
+            Value::Null => chars(&step["content"]) + 1.0, // an expression may match between any two characters
+            pattern => chars(&step["content"]) / chars(pattern).max(1.0),
+        },
+        Some("Prepend") => 1.0 + chars(&step["prepend"]),
+        Some("TemplateProcessing") => template_growth(step),
+        _ => step["precompiled_charsmap"].as_str().map_or(Ok(1.0), charsmap_growth)?,
+    };
+    Ok(own.max(1.0) * inner)
+}
+
+/// The template of one text: how often it holds the text, and tokens that it adds.
+fn template_growth(step: &Value) -> f64 {
+    let ids = |id: &Value| {
+        let token = id.as_str().map_or(&Value::Null, |id| &step["special_tokens"][id]);
+        token["ids"].as_array().map_or(0, Vec::len)
+    };
+    let pieces = step["single"].as_array().into_iter().flatten();
+    pieces
+        .map(|piece| if piece["Sequence"].is_null() { ids(&piece["SpecialToken"]["id"]) } else { 1 } as f64)
+        .sum()
+}
+
+/// A sentencepiece character map: a little-endian `u32`, that many bytes of a trie, and replacements that end with a zero.
+fn charsmap_growth(charsmap: &str) -> std::result::Result<f64, String> {
+    let bytes = base64(charsmap).ok_or("precompiled_charsmap is not base64")?;
+    let (length, rest) =
+        bytes.split_first_chunk::<4>().ok_or("precompiled_charsmap ends inside its header")?;
+    let length = u32::from_le_bytes(*length);
+    // The library allocates the trie before it reads it.
+    let replacements = rest
+        .get(length as usize..)
+        .ok_or_else(|| format!("precompiled_charsmap ends inside a trie of {length} bytes"))?;
+    Ok(replacements.split(|&byte| byte == 0).map(<[u8]>::len).max().unwrap_or(0) as f64)
+}
+
+fn base64(text: &str) -> Option<Vec<u8>> {
+    let digits = text.trim_end_matches('=').bytes().map(|byte| match byte {
+        b'A'..=b'Z' => Some(byte - b'A'),
+        b'a'..=b'z' => Some(byte - b'a' + 26),
+        b'0'..=b'9' => Some(byte - b'0' + 52),
+        b'+' => Some(62),
+        b'/' => Some(63),
+        _ => None,
+    });
+    let mut bytes = Vec::with_capacity(text.len() / 4 * 3);
+    for group in digits.collect::<Option<Vec<u8>>>()?.chunks(4) {
+        let bits =
+            group.iter().fold(0, |bits, &digit| bits << 6 | u32::from(digit)) << (6 * (4 - group.len()));
+        bytes.extend_from_slice(&bits.to_be_bytes()[1..group.len()]);
+    }
+    Some(bytes)
+}

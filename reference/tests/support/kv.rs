@@ -1,0 +1,75 @@
+//! The binary under test, and models to run it on.
+
+#![allow(dead_code)] // not every test needs every helper
+
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+/// Much longer than any run here takes, on a busy machine too.
+const LONGEST: Duration = Duration::from_secs(300);
+
+pub fn kv(args: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_kv"));
+    command.args(args).stdin(Stdio::null());
+    command
+}
+
+/// Waits for a process, which is ended when it takes too long.
+pub fn finished(case: &str, mut child: Child) -> Output {
+    let start = Instant::now();
+    while child.try_wait().unwrap().is_none() {
+        if start.elapsed() > LONGEST {
+            child.kill().unwrap();
+            panic!("{case}: still running after {LONGEST:?}");
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    child.wait_with_output().unwrap()
+}
+
+/// Runs a command with both outputs captured.
+pub fn run(case: &str, mut command: Command) -> Output {
+    finished(case, command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap())
+}
+
+/// Checks for one line on standard error that says `what`, and an exit code.
+pub fn one_line(case: &str, output: &Output, code: i32, what: &str) {
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(code), "{case}: {stderr}");
+    assert_eq!(stderr.lines().count(), 1, "{case}: {stderr}");
+    assert!(stderr.starts_with("kv: ") && stderr.contains(what), "{case}: {stderr}");
+    assert!(stderr.len() < 5000, "{case}: a line of {} bytes", stderr.len());
+}
+
+/// Runs `kv` and checks that it refuses with one line that says `what`.
+pub fn refused(case: &str, args: &[&str], what: &str) {
+    one_line(case, &run(case, kv(args)), 2, what);
+}
+
+/// The same with at most `mib` MiB of address space. An allocation that fails would end the process with SIGABRT.
+#[cfg(unix)]
+pub fn refused_within(case: &str, mib: usize, args: &[&str], what: &str) {
+    let mut command = Command::new("sh");
+    let script = format!("ulimit -v {} && exec \"$0\" \"$@\"", mib * 1024);
+    command.args(["-c", &script, env!("CARGO_BIN_EXE_kv")]).args(args).stdin(Stdio::null());
+    one_line(case, &run(case, command), 2, what);
+}
+
+pub fn fixture(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/parity/fixtures").join(name)
+}
+
+/// A copy of a fixture folder to spoil.
+pub fn copy(name: &str) -> tempfile::TempDir {
+    let folder = tempfile::tempdir().unwrap();
+    for entry in fixture(name).read_dir().unwrap() {
+        let path = entry.unwrap().path();
+        std::fs::copy(&path, folder.path().join(path.file_name().unwrap())).unwrap();
+    }
+    folder
+}
+
+pub fn text(path: &Path) -> &str {
+    path.to_str().unwrap()
+}
