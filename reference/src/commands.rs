@@ -6,9 +6,8 @@ mod eval;
 mod fetch;
 mod generate;
 mod logits;
+mod output;
 
-use std::fs::File;
-use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -16,8 +15,9 @@ use std::time::Duration;
 use clap::{Args, Parser, Subcommand};
 use indicatif::{ProgressBar, ProgressStyle};
 use kv_reference::model::Model;
-use kv_reference::{Error, Result};
-use serde::Serialize;
+use kv_reference::{Result, files};
+use output::Files;
+pub use output::{Stdout, print_error};
 
 /// A trained Llama over every kind of KV cache: what each saves, and what it costs.
 #[derive(Parser)]
@@ -44,14 +44,14 @@ enum Command {
 }
 
 impl Kv {
-    pub fn run(self) -> Result<()> {
+    pub fn run(self, out: &mut Stdout) -> Result<()> {
         match self.command {
-            Command::Compare(command) => command.run(),
-            Command::Generate(command) => command.run(),
-            Command::Logits(command) => command.run(),
-            Command::Eval(command) => command.run(),
-            Command::Calibrate(command) => command.run(),
-            Command::Fetch(command) => command.run(),
+            Command::Compare(command) => command.run(out),
+            Command::Generate(command) => command.run(out),
+            Command::Logits(command) => command.run(out),
+            Command::Eval(command) => command.run(out),
+            Command::Calibrate(command) => command.run(out),
+            Command::Fetch(command) => command.run(out),
         }
     }
 }
@@ -65,9 +65,12 @@ struct ModelArgs {
 }
 
 impl ModelArgs {
+    fn path(&self) -> PathBuf {
+        self.model.clone().unwrap_or_else(|| asset("tiny-llama-12m"))
+    }
+
     fn load(&self) -> Result<Arc<Model>> {
-        let shipped = asset("tiny-llama-12m");
-        Ok(Arc::new(Model::load(self.model.as_deref().unwrap_or(&shipped))?))
+        Ok(Arc::new(Model::load(&self.path())?))
     }
 }
 
@@ -80,11 +83,14 @@ struct TextArgs {
 }
 
 impl TextArgs {
+    fn path(&self) -> PathBuf {
+        self.text.clone().unwrap_or_else(|| asset("sotu-heldout.txt"))
+    }
+
     /// The text's name and its tokens.
     fn tokens(&self, model: &Model) -> Result<(String, Vec<u32>)> {
-        let shipped = asset("sotu-heldout.txt");
-        let path = self.text.as_deref().unwrap_or(&shipped);
-        let text = std::fs::read_to_string(path).map_err(|e| Error::io(path, e))?;
+        let path = self.path();
+        let text = files::read_text(&path)?;
         let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
         Ok((name, model.tokenizer()?.encode(&text)?))
     }
@@ -101,26 +107,6 @@ struct JsonArgs {
     /// Write the result as JSON
     #[arg(long, value_name = "FILE", global = true)]
     json: Option<PathBuf>,
-}
-
-impl JsonArgs {
-    /// Opens the file before the work starts, so that no result is lost to a mistyped path.
-    fn open(&self) -> Result<JsonFile> {
-        let create = |path: &PathBuf| {
-            File::create(path).map(|file| (path.clone(), file)).map_err(|e| Error::io(path, e))
-        };
-        Ok(JsonFile(self.json.as_ref().map(create).transpose()?))
-    }
-}
-
-struct JsonFile(Option<(PathBuf, File)>);
-
-impl JsonFile {
-    fn write(self, value: &impl Serialize) -> Result<()> {
-        let Some((path, mut file)) = self.0 else { return Ok(()) };
-        let text = serde_json::to_vec_pretty(value).map_err(|e| Error::file(&path, e))?;
-        file.write_all(&text).and_then(|()| file.write_all(b"\n")).map_err(|e| Error::io(&path, e))
-    }
 }
 
 /// A bar that shows what is being done; nothing where standard error is no terminal.

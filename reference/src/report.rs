@@ -1,7 +1,6 @@
 //! A comparison for a person: a table in the terminal, or one HTML page.
 
 use std::fmt::Write;
-use std::path::Path;
 
 use comfy_table::{CellAlignment, Table, presets};
 use plotters::prelude::*;
@@ -85,18 +84,11 @@ pub fn table(comparison: &Comparison) -> String {
 /// One self-contained HTML page: the table and two charts.
 ///
 /// # Errors
-/// [`Error::File`] naming `path` when a chart cannot be drawn or the page not be written.
-pub fn write_html(path: &Path, comparison: &Comparison) -> Result<()> {
-    let page = html(comparison).map_err(|what| Error::file(path, what))?;
-    std::fs::write(path, page).map_err(|e| Error::io(path, e))
-}
-
-type Drawn<T> = std::result::Result<T, Box<dyn std::error::Error>>;
-
-fn html(comparison: &Comparison) -> std::result::Result<String, String> {
+/// [`Error::Argument`] when a chart cannot be drawn.
+pub fn html(comparison: &Comparison) -> Result<String> {
     let charts =
         draw(quality_against_bytes, comparison).and_then(|a| Ok((a, draw(error_by_position, comparison)?)));
-    let (quality, position) = charts.map_err(|e| e.to_string())?;
+    let (quality, position) = charts.map_err(|e| Error::Argument(format!("report: {e}")))?;
     let mut rows = String::new();
     for row in &comparison.methods {
         let cells = cells(row).map(|cell| format!("<td>{}</td>", escape(&cell))).concat();
@@ -110,6 +102,8 @@ fn html(comparison: &Comparison) -> std::result::Result<String, String> {
          {notes}<h2>Quality against bytes</h2>\n{quality}\n<h2>Error by position</h2>\n{position}\n</html>\n"
     ))
 }
+
+type Drawn<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 
 const STYLE: &str = "body{font:15px/1.5 system-ui,sans-serif;max-width:1180px;margin:2em auto;padding:0 1em;color:#222}\
 table{border-collapse:collapse;font-variant-numeric:tabular-nums}th,td{padding:.2em .7em;text-align:right;white-space:nowrap}\

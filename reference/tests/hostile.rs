@@ -2,35 +2,17 @@
 
 #![allow(clippy::unwrap_used, clippy::panic)] // helpers of tests, too
 
-use std::path::{Path, PathBuf};
+#[path = "support/kv.rs"]
+mod support;
+
+use std::path::Path;
 use std::process::Command;
 
-fn fixture(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/parity/fixtures").join(name)
-}
-
-/// Runs `kv` and checks that it refuses with one line that says `what`.
-fn refused(case: &str, args: &[&str], what: &str) {
-    let output = Command::new(env!("CARGO_BIN_EXE_kv")).args(args).output().unwrap();
-    let stderr = String::from_utf8_lossy(&output.stderr);
-    assert_eq!(output.status.code(), Some(2), "{case}: {stderr}");
-    assert_eq!(stderr.lines().count(), 1, "{case}: {stderr}");
-    assert!(stderr.starts_with("kv: ") && stderr.contains(what), "{case}: {stderr}");
-}
+use support::{copy, fixture, refused};
 
 /// Runs `kv logits` on a model.
 fn model_refused(case: &str, model: &Path, what: &str) {
     refused(case, &["logits", "--model", model.to_str().unwrap(), "--tokens", "1,2"], what);
-}
-
-/// A copy of a fixture folder to spoil.
-fn copy(name: &str) -> tempfile::TempDir {
-    let folder = tempfile::tempdir().unwrap();
-    for entry in fixture(name).read_dir().unwrap() {
-        let path = entry.unwrap().path();
-        std::fs::copy(&path, folder.path().join(path.file_name().unwrap())).unwrap();
-    }
-    folder
 }
 
 /// Replaces a text in a file of a copied fixture.
@@ -139,6 +121,40 @@ fn safetensors() {
 }
 
 #[test]
+fn names_in_messages_are_cut_and_escaped() {
+    let name = format!("\u{1b}[31m{}", "a".repeat(1 << 20));
+    let json_name = serde_json::to_string(&name).unwrap();
+    let folder = copy("gqa");
+    let header = |tensor: &str| format!("{{{json_name}:{tensor}}}");
+    for (case, header) in [
+        ("a tensor behind the end", header(r#"{"dtype":"F32","shape":[1],"data_offsets":[4,8]}"#)),
+        ("an unknown type", format!(r#"{{"a":{{"dtype":{json_name},"shape":[1],"data_offsets":[0,4]}}}}"#)),
+    ] {
+        let bytes = [&(header.len() as u64).to_le_bytes(), header.as_bytes(), &[0; 8]].concat();
+        std::fs::write(folder.path().join("model.safetensors"), bytes).unwrap();
+        model_refused(case, folder.path(), "model.safetensors");
+    }
+    for (file, from) in
+        [("config.json", "\"llama\""), ("config.json", "\"silu\""), ("config.json", "\"default\"")]
+    {
+        model_refused(from, edited("gqa", file, from, &json_name).path(), "config.json: ");
+    }
+    let shard = "\"model-00002-of-00003.safetensors\"";
+    let folder = edited("sharded-f16", "model.safetensors.index.json", shard, &json_name.replace('a', "/"));
+    model_refused("a shard", folder.path(), "not a plain file name");
+    let entry = |key: &str| {
+        [&(key.len() as u64).to_le_bytes()[..], key.as_bytes(), &4_u32.to_le_bytes(), &[0; 4]].concat()
+    };
+    for name in [name.as_str(), &name[..60_000]] {
+        let values = [entry(name), entry(name)].concat();
+        let bytes = [b"GGUF\x03\0\0\0", &[0; 8][..], &2_u64.to_le_bytes(), &values].concat();
+        let path = folder.path().join("model.gguf");
+        std::fs::write(&path, bytes).unwrap();
+        model_refused("a key twice", &path, "model.gguf: ");
+    }
+}
+
+#[test]
 fn gguf() {
     let original = std::fs::read(fixture("gguf-q8_0/model.gguf")).unwrap();
     let folder = tempfile::tempdir().unwrap();
@@ -192,6 +208,7 @@ fn profiles_and_arguments() {
     let weights = format!("{gqa}/model.safetensors");
     let nonsense = file("nonsense", b"nonsense");
     let short = file("short.txt", b"too short");
+    let new = folder.path().join("new").to_str().unwrap().to_owned();
     let binary = file("binary.txt", &[0xff, 0xfe, 0x80]);
     for (case, args, what) in [
         ("a profile that is none", &["compare", "--profile", &nonsense][..], "nonsense"),
@@ -229,9 +246,21 @@ fn profiles_and_arguments() {
         ("a depth outside the prompt", &["eval", "--depths", "1.5"], "depth 1.5"),
         ("no trials", &["eval", "--trials", "0"], "at least one"),
         ("endless trials", &["eval", "--trials", "1000000000000"], "facts for a prompt"),
-        ("too few tokens to calibrate on", &["calibrate", "/dev/null", "--tokens", "3"], "too few"),
-        ("nothing to calibrate", &["calibrate", "/dev/null", "--methods", "dense"], "needs a profile"),
+        ("too few tokens to calibrate on", &["calibrate", &new, "--tokens", "3"], "too few"),
+        ("nothing to calibrate", &["calibrate", &new, "--methods", "dense"], "needs a profile"),
         ("a hub name without an owner", &["fetch", "hf", "llama"], "ORG/NAME"),
+        ("a hub name that leaves its place", &["fetch", "hf", "../.."], "ORG/NAME"),
+        ("a hub name that begins with a dot", &["fetch", "hf", "a/.b"], "ORG/NAME"),
+        ("a hub name with two dots", &["fetch", "hf", "a/b..c"], "ORG/NAME"),
+        ("a hub name with a query", &["fetch", "hf", "a/b?c"], "ORG/NAME"),
+        ("a hub name with an escape", &["fetch", "hf", "a/b%2f"], "ORG/NAME"),
+        ("a hub name with a space", &["fetch", "hf", "a/b "], "ORG/NAME"),
+        ("a hub name of three parts", &["fetch", "hf", "a/b/c"], "ORG/NAME"),
+        ("a hub name that ends in a dash", &["fetch", "hf", "a/b-"], "ORG/NAME"),
+        ("a hub name without a name", &["fetch", "hf", "a/"], "ORG/NAME"),
+        ("a long hub name", &["fetch", "hf", &format!("a/{}", "b".repeat(97))], "ORG/NAME"),
+        ("an argument with control characters", &["fetch", "hf", "a\x1b[31m\n"], "a\\u{1b}[31m "),
+        ("an argument of 100,000 characters", &["compare", "--methods", &"a".repeat(100_000)], "aaa"),
         (
             "JSON to nowhere, after a subcommand",
             &["fetch", "hf", "a/b", "--json", "/nowhere/a.json"],

@@ -7,7 +7,7 @@ use kv_reference::model::Rope;
 use kv_reference::{Error, Result};
 use serde::Serialize;
 
-use super::{JsonArgs, ModelArgs, TextArgs, progress};
+use super::{Files, JsonArgs, ModelArgs, Stdout, TextArgs, progress};
 
 #[derive(Args)]
 #[command(after_help = METHODS_HELP)]
@@ -42,9 +42,13 @@ struct Summary<'a> {
 }
 
 impl Calibrate {
-    pub fn run(self) -> Result<()> {
+    pub fn run(self, out: &mut Stdout) -> Result<()> {
         let methods = Method::parse_list(&self.methods)?;
-        let json = self.json.open()?;
+        let mut files = Files::default();
+        files.reads("--model", &self.model.path());
+        files.reads("--text", &self.text.path());
+        files.writes("FILE", Some(self.out.clone()))?;
+        let json = files.writes("--json", self.json.json)?;
         let model = self.model.load()?;
         let (text, tokens) = self.text.tokens(&model)?;
         let n = self.tokens.min(tokens.len()).min(model.config.max_seq_len);
@@ -58,13 +62,13 @@ impl Calibrate {
             return Err(Error::argument("none of these methods needs a profile"));
         }
         profile.save(&self.out, &model)?;
-        println!(
-            "{}: {} entries for {} from {n} tokens of {text}",
+        out.print(format_args!(
+            "{}: {} entries for {} from {n} tokens of {text}\n",
             self.out.display(),
             profile.len(),
             model.name
-        );
-        json.write(&Summary {
+        ));
+        json.write_json(&Summary {
             model: &model.name,
             model_hash: &model.hash,
             text,

