@@ -123,6 +123,9 @@ impl Eval {
         let given = self.profile.as_ref().map(|path| Profile::load(path, &model)).transpose()?;
         let calibrates = given.is_none() && methods.iter().any(Method::needs_profile);
         let start = run_start(&model, tokens.len(), longest + self.decode + 1, self.calibration)?;
+        // Before the work: what is asked for may not fit in a prompt.
+        let tasks = self.lengths.iter().map(|&length| self.tasks(&model, &tokens[start..], length));
+        let tasks = tasks.collect::<Result<Vec<_>>>()?;
         let rope = Arc::new(Rope::new(&model.config, (longest + room).max(start)));
         let bar = progress();
         bar.set_message("calibrating");
@@ -134,12 +137,12 @@ impl Eval {
         bar.set_length((self.lengths.len() * prompts * methods.len()) as u64);
         let (mut exact, mut rows) = (vec![], vec![]);
         let setup = Setup { model, rope, profile, methods };
-        for &length in &self.lengths {
+        for (&length, tasks) in self.lengths.iter().zip(&tasks) {
             let windows = self.windows.min(tokens.len() / length);
             bar.set_message(format!("exact attention over {windows} windows of {length}"));
             let perplexity = window_perplexity(&setup.model, &setup.rope, &tokens, length, windows)?;
             exact.push(Exact { length, windows, perplexity });
-            rows.extend(self.rows(&setup, &tokens[start..], length, &bar)?);
+            rows.extend(self.rows(&setup, &tokens[start..], length, tasks, &bar)?);
         }
         bar.finish_and_clear();
         for Exact { length, windows, perplexity } in &exact {
@@ -153,18 +156,34 @@ impl Eval {
         json.write_json(&Evaluation { model, text: name, decode, calibration, seed, exact, rows })
     }
 
+    /// A needle and a recall task for every depth; none without trials or words.
+    fn tasks(&self, model: &Model, tokens: &[u32], length: usize) -> Result<Vec<[RetrievalTask; 2]>> {
+        let maker = TaskMaker::new(model.tokenizer()?, self.seed).filter(|_| self.trials > 0);
+        let Some(mut maker) = maker else { return Ok(vec![]) };
+        let tasks = self.depths.iter().map(|&depth| {
+            let needle = maker.needle(tokens, length, self.trials, Some(depth))?;
+            Ok([needle, maker.recall(tokens, length, self.trials, depth)?])
+        });
+        tasks.collect()
+    }
+
     /// The rows of one length: every prompt is run once and given to all methods.
-    fn rows(&self, setup: &Setup, tokens: &[u32], length: usize, bar: &ProgressBar) -> Result<Vec<Row>> {
+    fn rows(
+        &self,
+        setup: &Setup,
+        tokens: &[u32],
+        length: usize,
+        tasks: &[[RetrievalTask; 2]],
+        bar: &ProgressBar,
+    ) -> Result<Vec<Row>> {
         bar.set_message(format!("text of {length}"));
         let mut rows = setup.score_text(&tokens[..length], &tokens[length..][..self.decode + 1], bar)?;
-        let maker = TaskMaker::new(setup.model.tokenizer()?, self.seed).filter(|_| self.trials > 0);
-        let Some(mut maker) = maker else { return Ok(rows) };
-        for &depth in &self.depths {
+        for (&depth, [needle, recall]) in self.depths.iter().zip(tasks) {
             bar.set_message(format!("needle at {depth} of {length}"));
-            let found = setup.find(&maker.needle(tokens, length, self.trials, Some(depth))?, depth, bar)?;
+            let found = setup.find(needle, depth, bar)?;
             rows.iter_mut().zip(found).for_each(|(row, found)| row.needle.push(found));
             bar.set_message(format!("recall at {depth} of {length}"));
-            let found = setup.find(&maker.recall(tokens, length, self.trials, depth)?, depth, bar)?;
+            let found = setup.find(recall, depth, bar)?;
             rows.iter_mut().zip(found).for_each(|(row, found)| row.recall.push(found));
         }
         Ok(rows)

@@ -78,3 +78,22 @@ impl Source {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_that_is_cut_meanwhile_is_an_error() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("weights");
+        std::fs::write(&path, [7; 1 << 16]).unwrap();
+        let source = Source::open(&path).unwrap();
+        assert_eq!(source.read(1..4).unwrap(), [7; 3]);
+        assert!(matches!(source.read(0..(1 << 16) + 1), Err(Error::File { .. })));
+        assert!(matches!(source.read(0..u64::MAX), Err(Error::File { .. })));
+        std::fs::OpenOptions::new().write(true).open(&path).unwrap().set_len(10).unwrap();
+        assert!(matches!(source.read(0..1 << 16), Err(Error::Io { .. })));
+        assert_eq!(source.read(0..10).unwrap(), [7; 10]);
+    }
+}

