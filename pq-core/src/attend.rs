@@ -159,13 +159,13 @@ pub fn attend_into_with(
     if luts.shape() != tokens.key_shape() {
         return Err(Error::ShapeMismatch);
     }
+    check_len("stats", stats.len(), group)?;
     if let Some(bias) = tokens.bias {
         check_len("bias", bias.len(), group.saturating_mul(tokens.n()))?;
     }
     let scratch_len = attend_scratch_len(shape, group);
     check_at_least("scratch", scratch.len(), scratch_len)?;
     check_len("out", out.len(), group.saturating_mul(shape.dim()))?;
-    check_len("stats", stats.len(), group)?;
     let scratch = &mut scratch[..scratch_len];
     backend.run(Attend { luts, tokens, scratch, out, stats });
     Ok(())
