@@ -21,8 +21,8 @@ fn pq(c: &mut Criterion) {
         let codes = Codes::new(shape, N, &trained.codes).unwrap();
         let query: Vec<f32> = rows[..DIM].iter().map(|x| x / (DIM as f32).sqrt()).collect();
         let mut table = vec![0.0; shape.lut_len()];
-        lut_into(&codebook, &query, &mut table).unwrap();
-        let lut = Lut::new(shape, &table).unwrap();
+        let luts = lut_into(&codebook, &query, &mut table).unwrap();
+        let lut = luts.lut(0);
         let mut scores = vec![0.0; N];
         scan_into(&lut, &codes, &mut scores).unwrap();
         let first: f32 = codes.iter_vector(0).enumerate().map(|(j, c)| lut.row(j)[c]).sum();
@@ -33,7 +33,9 @@ fn pq(c: &mut Criterion) {
         for backend in Backend::ALL.into_iter().filter(|backend| backend.is_available()) {
             let mut tables = table.clone();
             group.bench_function(format!("lut/{backend:?}"), |b| {
-                b.iter(|| lut_into_with(backend, &codebook, &query, &mut tables).unwrap());
+                b.iter(|| {
+                    lut_into_with(backend, &codebook, &query, &mut tables).unwrap();
+                });
             });
             group.bench_function(format!("scan/{backend:?}"), |b| {
                 b.iter(|| scan_into_with(backend, &lut, &codes, &mut scores).unwrap());
@@ -49,20 +51,13 @@ fn pq(c: &mut Criterion) {
             group.bench_function(format!("top_k/{backend:?}"), |b| {
                 b.iter(|| top_k_into_with(backend, &scores, N / 10, &mut indices).unwrap());
             });
-            let tokens = CodedTokens {
-                keys: codes,
-                values: codes,
-                codebook,
-                key_scales: None,
-                value_scales: None,
-                bias: None,
-            };
+            let tokens = CodedTokens::new(codes, codes, codebook).unwrap();
             let mut scratch = vec![0.0; attend_scratch_len(shape, 1)];
             let mut out = vec![0.0; DIM];
             group.bench_function(format!("attend/{backend:?}"), |b| {
                 b.iter(|| {
                     let mut stats = [SoftmaxStats::EMPTY];
-                    attend_into_with(backend, &table, &tokens, &mut scratch, &mut out, &mut stats).unwrap();
+                    attend_into_with(backend, &luts, &tokens, &mut scratch, &mut out, &mut stats).unwrap();
                 });
             });
             let mut bytes = trained.codes.clone();

@@ -17,8 +17,8 @@ fuzz_target!(|input: (u8, u8, u8, Vec<f32>, Vec<u8>, u16)| {
     let Ok(codebook) = CodebookBuf::new(shape, &trained.centroids) else { return };
     let codebook = codebook.view();
     let mut table = vec![0.0; shape.lut_len()];
-    lut_into(&codebook, &vectors[..shape.dim()], &mut table).unwrap();
-    let lut = Lut::new(shape, &table).unwrap();
+    let luts = lut_into(&codebook, &vectors[..shape.dim()], &mut table).unwrap();
+    let lut = luts.lut(0);
     let given = bytes.len() / shape.block_size() * BLOCK;
     for (n, bytes) in [(n, &trained.codes), (given, &bytes), (given.saturating_sub(9), &bytes)] {
         let Ok(codes) = Codes::new(shape, n, bytes) else { continue };
@@ -40,16 +40,9 @@ fuzz_target!(|input: (u8, u8, u8, Vec<f32>, Vec<u8>, u16)| {
             assert_eq!(found, indices);
             let mut scratch = vec![0.0; attend_scratch_len(shape, 1)];
             let mut out = vec![0.0; shape.dim()];
-            let tokens = CodedTokens {
-                keys: codes,
-                values: codes,
-                codebook,
-                key_scales: None,
-                value_scales: None,
-                bias: None,
-            };
+            let tokens = CodedTokens::new(codes, codes, codebook).unwrap();
             let mut stats = [SoftmaxStats::EMPTY];
-            attend_into_with(backend, &table, &tokens, &mut scratch, &mut out, &mut stats).unwrap();
+            attend_into_with(backend, &luts, &tokens, &mut scratch, &mut out, &mut stats).unwrap();
         }
     }
 });

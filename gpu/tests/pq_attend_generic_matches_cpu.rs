@@ -8,7 +8,7 @@ use common::{Buffer, Random, SIDES, device, relative_error};
 use kv_gpu::Error;
 use kv_gpu::pq::{AttendGeneric, AttendGenericArguments, AttendGenericShape};
 use pq_core::{
-    Backend, CodebookBuf, CodedTokens, Codes, PqShape, SoftmaxStats, attend_into_with, attend_scratch_len,
+    Backend, CodebookBuf, CodedTokens, Codes, Luts, PqShape, SoftmaxStats, attend_into_with, attend_scratch_len,
 };
 
 /// Greatest relative error of an output vector, and of the logarithm of the sum: sums of floats in another order.
@@ -92,17 +92,13 @@ fn random_shapes_agree() {
                 (0..group).flat_map(|g| bias[(pair * group + g) * capacity..][..n].to_vec()).collect()
             });
             let book = CodebookBuf::new(values, &books[pair % heads]).unwrap();
-            let tokens = CodedTokens {
-                keys: key_codes,
-                values: value_codes,
-                codebook: book.view(),
-                key_scales: scales[0],
-                value_scales: scales[1],
-                bias: bias.as_deref(),
-            };
+            let tokens = CodedTokens::new(key_codes, value_codes, book.view()).unwrap();
+            let tokens = tokens.with_key_scales(scales[0]).unwrap().with_value_scales(scales[1]).unwrap();
+            let tokens = tokens.with_bias(bias.as_deref());
             let luts = &luts[pair * group * keys.lut_len()..][..group * keys.lut_len()];
+            let luts = Luts::new(keys, luts).unwrap();
             let (mut expected, mut stats) = (vec![0.0; group * dim], vec![SoftmaxStats::EMPTY; group]);
-            attend_into_with(Backend::Scalar, luts, &tokens, &mut scratch, &mut expected, &mut stats)
+            attend_into_with(Backend::Scalar, &luts, &tokens, &mut scratch, &mut expected, &mut stats)
                 .unwrap();
             for (query, (expected, stats)) in expected.chunks_exact_mut(dim).zip(&stats).enumerate() {
                 stats.normalize(expected);

@@ -217,10 +217,8 @@ impl Case {
             let queries: Vec<f32> =
                 inputs.queries[i * group * dim..][..group * dim].iter().map(|x| x * self.scale()).collect();
             let mut luts = vec![0.0; group * shape.keys.lut_len()];
-            lut_into(&books[Side::Keys as usize].view(), &queries, &mut luts).unwrap();
-            let (key_scales, value_scales, bias) = (None, None, None);
-            let codebook = books[Side::Values as usize].view();
-            let tokens = CodedTokens { keys, values, codebook, key_scales, value_scales, bias };
+            let luts = lut_into(&books[Side::Keys as usize].view(), &queries, &mut luts).unwrap();
+            let tokens = CodedTokens::new(keys, values, books[Side::Values as usize].view()).unwrap();
             attend_into_with(Backend::Scalar, &luts, &tokens, &mut scratch, out, stats).unwrap();
             let m = self.exact_lengths[sequence] as usize;
             if m > 0 {

@@ -1,12 +1,13 @@
-//! A decode loop's cache: new keys enter an exact window, leave it in batches, and are encoded with the codebook of the prompt.
-//! Its fit is watched; when it has drifted, it is trained again and a new segment starts: what is coded keeps its codebook.
+//! The cache of a decode loop: new keys enter an exact window, leave it in batches, and are encoded with the codebook of the
+//! prompt. When the encoding error has drifted, the codebook is trained again and a new segment starts, since existing codes
+//! keep their codebook.
 
 use pq_core::{CodebookBuf, CodesBuf, Drift, PqShape, Start, TrainOptions, Window, train};
 
 fn main() -> Result<(), pq_core::Error> {
     let dim = 32;
     let shape = PqShape::new(dim, 8, 6)?;
-    // From token 1,500 on the keys are of another kind.
+    // From token 1,500 on the keys have another distribution.
     let key = |t: usize| -> Vec<f32> {
         let shift = if t < 1500 { 0.0 } else { 2.0 };
         (0..dim).map(|d| ((t * 31 + d * 7) as f32 * 0.7).sin() + shift).collect()

@@ -1,5 +1,5 @@
-//! MILLION's attention: keys and values stay codes, the newest tokens stay exact, and both parts make one softmax. Compares with
-//! attention on the exact rows.
+//! The attention of MILLION: old keys and values are codes, the newest are exact, and both contribute to one softmax. The result
+//! is compared with attention on exact rows.
 
 use pq_core::{
     CodebookBuf, CodedTokens, Codes, PqShape, SoftmaxStats, TrainOptions, attend_exact_into, attend_into,
@@ -14,23 +14,18 @@ fn main() -> Result<(), pq_core::Error> {
     let (keys, values) = (rows(0.37), rows(0.91));
     let queries: Vec<f32> = (0..group * dim).map(|i| (i as f32 * 0.13).sin() / (dim as f32).sqrt()).collect();
 
-    let shape = PqShape::new(dim, 32, 8)?; // 4 bits a number
+    let shape = PqShape::new(dim, 32, 8)?; // 4 bits per element
     let coded = (n - window) * dim; // elements of the coded tokens
     let options = TrainOptions { iterations: 10, encode: true, ..Default::default() };
     let (k, v) = (train(shape, &keys[..coded], &options)?, train(shape, &values[..coded], &options)?);
     let (key_book, value_book) =
         (CodebookBuf::new(shape, &k.centroids)?, CodebookBuf::new(shape, &v.centroids)?);
 
-    let mut luts = vec![0.0; group * shape.lut_len()];
-    lut_into(&key_book.view(), &queries, &mut luts)?;
-    let tokens = CodedTokens {
-        keys: Codes::new(shape, n - window, &k.codes)?,
-        values: Codes::new(shape, n - window, &v.codes)?,
-        codebook: value_book.view(),
-        key_scales: None,
-        value_scales: None,
-        bias: None,
-    };
+    let mut tables = vec![0.0; group * shape.lut_len()];
+    let luts = lut_into(&key_book.view(), &queries, &mut tables)?;
+    let (key_codes, value_codes) =
+        (Codes::new(shape, n - window, &k.codes)?, Codes::new(shape, n - window, &v.codes)?);
+    let tokens = CodedTokens::new(key_codes, value_codes, value_book.view())?;
     let mut scratch = vec![0.0; attend_scratch_len(shape, group)];
     let (mut out, mut stats) = (vec![0.0; group * dim], vec![SoftmaxStats::EMPTY; group]);
     attend_into(&luts, &tokens, &mut scratch, &mut out, &mut stats)?;

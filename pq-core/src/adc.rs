@@ -1,19 +1,19 @@
-//! Scores of all codes against a table: the scan.
+//! The scan: scores of all codes by table lookup.
 //!
-//! The vector form looks up in registers. A table of floats is four tables of bytes, a table of 16-bit integers two, and up
-//! to 256 bytes are looked up 64 tokens at a time ([`Simd::look_up`]); four looked-up bytes are joined into the float
-//! that the scalar form reads, so both add the same numbers in the same order and agree bit for bit.
+//! The vector form keeps tables in registers. A table of floats is four tables of bytes, a table of 16-bit integers two, and
+//! tables of up to 256 bytes are looked up for 64 tokens at a time ([`Simd::look_up`]). Four bytes are joined into the float
+//! that the scalar form reads, so both forms add the same values in the same order and agree bit for bit.
 //!
-//! N.B. At 8 bits `vpgatherdps` makes 2.9 G look-ups a second on Zen 4, the registers of AVX-512 10 G; and
-//! `vpermi2ps` at 6 bits needs more instructions than bytes do (24 against 16 a 64 codes). Prefetching the runs of later
-//! blocks gains nothing.
+//! N.B. At 8 bits `vpgatherdps` makes 2.9 G lookups per second on Zen 4, the registers of AVX-512 10 G. At 6 bits `vpermi2ps`
+//! needs more instructions than lookups of bytes do (24 against 16 per 64 codes). Prefetching the runs of later blocks gains
+//! nothing.
 
 use crate::error::check_len;
 use crate::pack::{BLOCK, unpack_run};
 use crate::simd::{Kernel, Simd, row_len};
 use crate::{Backend, Codes, Error, Lut, LutPrecision, QuantizedLut};
 
-/// Scores every code against a query's look-up table (asymmetric distance computation).
+/// Scores every code against a query's lookup table (asymmetric distance computation).
 ///
 /// `scores[i] = sum over j of lut[j, codes[i, j]]`, added in `f32` in ascending `j`: the same bits on every backend.
 ///
@@ -22,20 +22,20 @@ use crate::{Backend, Codes, Error, Lut, LutPrecision, QuantizedLut};
 /// # Errors
 /// [`Error::ShapeMismatch`] or [`Error::Length`]; `scores` is then untouched.
 /// # Cost
-/// n * m look-ups and additions, one pass over `codes`, no allocation.
+/// n * m lookups and additions, one pass over `codes`, no allocation.
 /// # Source
 /// Jégou, Douze, Schmid, "Product Quantization for Nearest Neighbor Search", TPAMI 2011.
 /// # Examples
 /// ```
-/// use pq_core::{CodebookBuf, CodesBuf, Lut, PqShape, lut_into, scan_into};
+/// use pq_core::{CodebookBuf, CodesBuf, PqShape, lut_into, scan_into};
 /// let shape = PqShape::new(2, 1, 1)?; // one subspace, two centroids
 /// let codebook = CodebookBuf::new(shape, &[1.0, 0.0, 0.0, 1.0])?;
 /// let mut codes = CodesBuf::new(shape);
 /// codes.append(&codebook.view(), &[0.9_f32, 0.1, 0.2, 0.8])?;
 /// let mut table = [0.0; 2];
-/// lut_into(&codebook.view(), &[3.0_f32, 5.0], &mut table)?;
+/// let luts = lut_into(&codebook.view(), &[3.0_f32, 5.0], &mut table)?;
 /// let mut scores = [0.0; 2];
-/// scan_into(&Lut::new(shape, &table)?, &codes.view(), &mut scores)?;
+/// scan_into(&luts.lut(0), &codes.view(), &mut scores)?;
 /// assert_eq!(scores, [3.0, 5.0]);
 /// # Ok::<(), pq_core::Error>(())
 /// ```
@@ -65,14 +65,14 @@ pub fn scan_into_with(
 /// Scores every code against a table of integers.
 ///
 /// `scores[i] = offset + scale * (sum over j of lut[j, codes[i, j]])`: the sum in integers, the product and the sum rounded
-/// once each, the same bits on every backend. See [`QuantizedLut::error_bound`].
+/// once each: the same bits on every backend. See [`QuantizedLut::error_bound`].
 ///
 /// # Shapes
 /// As [`scan_into`].
 /// # Errors
 /// [`Error::ShapeMismatch`] or [`Error::Length`]; `scores` is then untouched.
 /// # Cost
-/// n * m look-ups a byte of precision, one pass over `codes`, no allocation.
+/// n * m lookups per byte of precision, one pass over `codes`, no allocation.
 pub fn scan_quantized_into(
     lut: &QuantizedLut<'_>,
     codes: &Codes<'_>,
@@ -155,7 +155,7 @@ impl Kernel for Scan<'_, '_> {
     }
 }
 
-/// Blocks whose scores stay in the first-level cache while the subspaces pass over them.
+/// Blocks that are scanned together, few enough for their scores to stay in L1 from subspace to subspace.
 const CHUNK: usize = 64;
 
 impl Scan<'_, '_> {
@@ -168,7 +168,7 @@ impl Scan<'_, '_> {
     }
 }
 
-/// The vector form of the scan over few enough codes that their scores stay in cache.
+/// The vector form of the scan, over so few codes that their scores stay in cache.
 #[inline(always)]
 pub(crate) fn scan_chunk<S: Simd, const NBITS: u32>(
     s: S,
@@ -194,7 +194,7 @@ pub(crate) fn scan_chunk<S: Simd, const NBITS: u32>(
     tail.copy_from_slice(&last[..tail.len()]);
 }
 
-/// Some subspaces of a scan.
+/// Consecutive subspaces of a scan.
 struct Part<'a> {
     lut: &'a Lut<'a>,
     codes: &'a Codes<'a>,

@@ -3,14 +3,14 @@
 //! A tile holds 64 points of one subspace component by component, (dsub, 64), so that a register holds one component of
 //! several points and the minimum over centroids is kept lane by lane: no reduction across lanes at any `dsub`. A
 //! block of centroids is multiplied against four registers of points at a time. Floor: `64 * ksub * dsub` fused multiply-adds,
-//! plus three operations a distance to keep the minimum.
+//! plus three operations per distance to keep the minimum.
 
 use crate::codebook::Subspace;
 use crate::pack::BLOCK;
 use crate::simd::{Kernel, Simd};
 use crate::{Backend, Element};
 
-/// What [`assign`] finds for each point of a tile.
+/// The result of [`assign`] for each point of a tile.
 pub(crate) struct Nearest {
     /// Index of the centroid.
     pub index: [u32; BLOCK],
@@ -60,8 +60,8 @@ pub(crate) fn assign(backend: Backend, subspace: Subspace<'_>, tile: Tile<'_>, n
     summed_error(tile, nearest)
 }
 
-/// As [`assign`], where `nearest.index` holds a guess, such as the centroid of the last iteration: a good one spares
-/// codebooks with many centroids most of the bookkeeping. The guess wins ties.
+/// As [`assign`], where `nearest.index` holds a guess, such as the centroid of the previous iteration. A good guess saves
+/// most of the updates of the minimum in codebooks with many centroids. The guess wins ties.
 #[cfg(feature = "alloc")]
 pub(crate) fn assign_from(
     backend: Backend,
@@ -86,14 +86,14 @@ fn summed_error(tile: Tile<'_>, nearest: &Nearest) -> f64 {
     tile.squares + nearest.distance[..tile.points].iter().map(|&x| 2.0 * f64::from(x)).sum::<f64>()
 }
 
-/// Whether no term or sum of a distance leaves `f32`: `|<x, c>|` is at most `|x| |c|`, also for a part of the components.
+/// Whether no term or sum of a distance can overflow `f32`: `|<x, c>|` is at most `|x| |c|`, also for a subset of the components.
 fn fits_f32(subspace: Subspace<'_>, squares: f64) -> bool {
     const LIMIT: f64 = f32::MAX as f64 / 4.0;
     let largest = f64::from(subspace.largest);
     largest < LIMIT && 2.0 * largest * squares < LIMIT * LIMIT
 }
 
-/// [`assign`] by squared distances in `f64`, which no `f32` components overflow.
+/// [`assign`] by squared distances in `f64`, which cannot overflow for `f32` components.
 fn assign_wide(subspace: Subspace<'_>, tile: Tile<'_>, index: &mut [u32; BLOCK]) -> f64 {
     let mut error = 0.0;
     for (i, index) in index.iter_mut().enumerate() {
@@ -121,11 +121,11 @@ fn nearest_wide(subspace: Subspace<'_>, x: impl Iterator<Item = f32> + Clone) ->
     best
 }
 
-/// From so many centroids on, a new nearest one among a register's points is rare enough for a branch to pay: at 4,096 it
-/// takes a tenth off, and a fifth with a guess. At 256 and below both cost more than they save.
+/// The minimum number of centroids at which a branch on whether any point of a register found a nearer centroid pays off.
+/// At 4,096 centroids it saves a tenth of the time, with a guess a fifth. At 256 and below it costs more than it saves.
 const RARE: usize = 1024;
 
-/// Replaces what `nearest` holds where a centroid is nearer.
+/// Updates `nearest` where a centroid is nearer.
 struct Assign<'a> {
     subspace: Subspace<'a>,
     tile: &'a [f32], // (dsub, 64)

@@ -1,70 +1,139 @@
 //! Attention on codes.
 //!
-//! Tokens pass in chunks, with an online softmax between them, so that scores stay in cache and the scratch has one size for
-//! every length. The scalar form is MILLION's: weights are added up per centroid, then every centroid is multiplied once.
-//! The vector form has the values of 64 tokens in four registers after one look-up (as the scan has scores), and one
-//! multiply-add per register and query is cheaper than 64 scattered additions: at (64, 8), one query, about 26 + 4
+//! The tokens are processed in chunks with an online softmax, so that scores stay in cache and the size of the scratch does
+//! not depend on the sequence length. The scalar form is MILLION's: it sums the weights per centroid and multiplies every
+//! centroid once. The vector form looks the values of 64 tokens up into registers, as the scan does with scores. One
+//! multiply-add per register and query is then cheaper than 64 scattered additions: at (64, 8) with one query, about 26 + 4
 //! instructions against 64 dependent read-modify-writes.
 
 use crate::adc::{for_nbits, scan_chunk, scan_scalar, split_planes};
-use crate::error::check_len;
+use crate::error::{check_at_least, check_len};
 use crate::pack::{BLOCK, unpack_run};
 use crate::simd::{Kernel, Simd, row_len};
 use crate::softmax::{SoftmaxStats, exponentiate, max};
-use crate::{Backend, Codebook, Codes, Error, Lut, PqShape};
+use crate::{Backend, Codebook, Codes, Error, Luts, PqShape};
 
 /// Tokens per chunk.
 const CHUNK: usize = 16 * BLOCK;
 
-/// The coded tokens of one key/value head, and what may stand beside their codes.
+/// The coded tokens of one key/value head: n keys and values, with optional scales and biases.
+///
+/// # Examples
+/// ```
+/// use pq_core::{CodebookBuf, CodedTokens, Codes, PqShape};
+/// let shape = PqShape::new(2, 1, 1)?;
+/// let values = CodebookBuf::new(shape, &[1.0, 0.0, 0.0, 1.0])?;
+/// let bytes = vec![0; shape.codes_len(3)];
+/// let codes = Codes::new(shape, 3, &bytes)?;
+/// let mask = [0.0, f32::NEG_INFINITY, 0.0]; // hides token 1 from the only query
+/// let tokens = CodedTokens::new(codes, codes, values.view())?.with_bias(&mask[..]);
+/// assert_eq!(tokens.n(), 3);
+/// # Ok::<(), pq_core::Error>(())
+/// ```
 #[derive(Clone, Copy, Debug)]
 pub struct CodedTokens<'a> {
-    /// Codes of n keys.
-    pub keys: Codes<'a>,
-    /// Codes of n values.
-    pub values: Codes<'a>,
-    /// The values' codebook.
-    pub codebook: Codebook<'a>,
-    /// (n,) factors of the keys' scores: the norms that were divided out before encoding.
-    pub key_scales: Option<&'a [f32]>,
-    /// (n,) factors of the values.
-    pub value_scales: Option<&'a [f32]>,
-    /// (group, n) numbers added to the scores: a mask (minus infinity; such a token contributes nothing, whatever its scales
-    /// are), a position bias, or the part of the score that was
-    /// taken out of the keys before encoding (see [`RopeMean`](crate::RopeMean)).
-    pub bias: Option<&'a [f32]>,
+    keys: Codes<'a>,
+    values: Codes<'a>,               // n, in the shape of `codebook`
+    codebook: Codebook<'a>,          // of the values
+    key_scales: Option<&'a [f32]>,   // (n,)
+    value_scales: Option<&'a [f32]>, // (n,)
+    bias: Option<&'a [f32]>,         // (group, n), checked by `attend_into`
 }
 
-/// Elements of the scratch of [`attend_into`].
+impl<'a> CodedTokens<'a> {
+    /// From the codes of the keys, the codes of the values, and the codebook of the values.
+    ///
+    /// # Errors
+    /// [`Error::Length`] when there are more or fewer values than keys; [`Error::ShapeMismatch`] when `codebook` is not of the
+    /// values' shape.
+    pub fn new(keys: Codes<'a>, values: Codes<'a>, codebook: Codebook<'a>) -> Result<Self, Error> {
+        if values.shape() != codebook.shape() {
+            return Err(Error::ShapeMismatch);
+        }
+        check_len("value codes", values.n(), keys.n())?;
+        Ok(Self { keys, values, codebook, key_scales: None, value_scales: None, bias: None })
+    }
+
+    /// Sets the factors (n,) of the keys' scores, such as the norms that [`divide_by_norms`](crate::divide_by_norms) removed
+    /// before encoding. `None` removes them.
+    ///
+    /// # Errors
+    /// [`Error::Length`].
+    pub fn with_key_scales(mut self, scales: impl Into<Option<&'a [f32]>>) -> Result<Self, Error> {
+        self.key_scales = scales.into();
+        check_len("key scales", self.key_scales.map_or(self.n(), <[f32]>::len), self.n())?;
+        Ok(self)
+    }
+
+    /// Sets the factors (n,) of the values. `None` removes them.
+    ///
+    /// # Errors
+    /// [`Error::Length`].
+    pub fn with_value_scales(mut self, scales: impl Into<Option<&'a [f32]>>) -> Result<Self, Error> {
+        self.value_scales = scales.into();
+        check_len("value scales", self.value_scales.map_or(self.n(), <[f32]>::len), self.n())?;
+        Ok(self)
+    }
+
+    /// Sets the terms (group, n) that are added to the scores: a position bias, the scores of a mean that was subtracted from
+    /// the keys before encoding (see [`RopeMean`](crate::RopeMean)), or a mask. A token whose bias is minus infinity contributes
+    /// nothing, whatever its scales are. `None` removes them. [`attend_into`] checks the length, since it depends on the group.
+    #[must_use]
+    pub fn with_bias(mut self, bias: impl Into<Option<&'a [f32]>>) -> Self {
+        self.bias = bias.into();
+        self
+    }
+
+    /// Number of tokens.
+    #[must_use]
+    pub const fn n(&self) -> usize {
+        self.keys.n()
+    }
+
+    /// The shape of the keys' quantizer.
+    #[must_use]
+    pub const fn key_shape(&self) -> PqShape {
+        self.keys.shape()
+    }
+
+    /// The shape of the values' quantizer.
+    #[must_use]
+    pub const fn value_shape(&self) -> PqShape {
+        self.values.shape()
+    }
+}
+
+/// Elements of the scratch of [`attend_into`], given the shape of the values.
 #[must_use]
 pub const fn attend_scratch_len(values: PqShape, group: usize) -> usize {
     tables_len(values).saturating_add(group.saturating_mul(CHUNK))
 }
 
-/// Elements for one float per centroid and subspace (the scalar form) or per centroid and component, as planes of bytes.
+/// Elements of the tables: one float per centroid and component, as planes of bytes. The scalar form needs fewer, one per
+/// centroid and subspace.
 const fn tables_len(values: PqShape) -> usize {
     values.dim() * row_len(values.ksub())
 }
 
-/// Attention of the query heads that share a key/value head on its coded tokens, never decoding one in memory.
+/// Attention of the query heads that share a key/value head on its coded tokens, without decoding them in memory.
 ///
-/// Score of token t for query g: `s[g, t] = key_scales[t] * (sum_j luts[g, j, keys[t, j]]) + bias[g, t]`. Adds the tokens to
-/// `out[g] = sum_t exp(s[g, t] - max) * value_scales[t] * value_t` with `stats[g]`: start from zeros and
-/// [`SoftmaxStats::EMPTY`], end with [`SoftmaxStats::normalize`]. Scale queries by `1 / sqrt(head_dim)` before making the
-/// tables.
+/// The score of token t for query g is `s[g, t] = key_scales[t] * (sum_j luts[g, j, keys[t, j]]) + bias[g, t]`. The tokens are
+/// added to `out[g] = sum_t exp(s[g, t] - max) * value_scales[t] * value_t` and to `stats[g]`. Start from zeros and
+/// [`SoftmaxStats::EMPTY`], and finish with [`SoftmaxStats::normalize`]. Scale queries by `1 / sqrt(head_dim)` before
+/// [`lut_into`](crate::lut_into).
 ///
 /// # Shapes
-/// `luts` (group, m, ksub) for the keys' shape; `scratch` [`attend_scratch_len`]; `out` (group, dim of the values);
+/// `luts` (group, m, ksub) in the keys' shape; `scratch` at least [`attend_scratch_len`]; `out` (group, dim of the values);
 /// `stats` (group,).
 /// # Errors
-/// [`Error::ShapeMismatch`] or [`Error::Length`]; `out` and `stats` are then untouched.
+/// [`Error::ShapeMismatch`], [`Error::Length`] or [`Error::TooShort`]; `out` and `stats` are then untouched.
 /// # Cost
-/// Per query n * m look-ups for the scores, n exponentials, and n * dim multiply-adds on looked-up values, which the group
+/// Per query n * m lookups for the scores, n exponentials, and n * dim multiply-adds on values whose lookup the group
 /// shares; no allocation.
 /// # Source
 /// MILLION (DAC 2025), III-B, equations 6 and 7.
 pub fn attend_into(
-    luts: &[f32],
+    luts: &Luts<'_>,
     tokens: &CodedTokens<'_>,
     scratch: &mut [f32],
     out: &mut [f32],
@@ -79,33 +148,31 @@ pub fn attend_into(
 /// As [`attend_into`], and [`Error::BackendUnavailable`].
 pub fn attend_into_with(
     backend: Backend,
-    luts: &[f32],
+    luts: &Luts<'_>,
     tokens: &CodedTokens<'_>,
     scratch: &mut [f32],
     out: &mut [f32],
     stats: &mut [SoftmaxStats],
 ) -> Result<(), Error> {
     backend.check()?;
-    let (n, group) = (tokens.keys.n(), stats.len());
-    let shape = tokens.codebook.shape();
-    if tokens.values.shape() != shape {
+    let (group, shape) = (luts.group(), tokens.value_shape());
+    if luts.shape() != tokens.key_shape() {
         return Err(Error::ShapeMismatch);
     }
-    check_len("value codes", tokens.values.n(), n)?;
-    check_len("luts", luts.len(), group.saturating_mul(tokens.keys.shape().lut_len()))?;
-    check_len("key scales", tokens.key_scales.map_or(n, <[f32]>::len), n)?;
-    check_len("value scales", tokens.value_scales.map_or(n, <[f32]>::len), n)?;
+    check_len("stats", stats.len(), group)?;
     if let Some(bias) = tokens.bias {
-        check_len("bias", bias.len(), group.saturating_mul(n))?;
+        check_len("bias", bias.len(), group.saturating_mul(tokens.n()))?;
     }
-    check_len("scratch", scratch.len(), attend_scratch_len(shape, group))?;
+    let scratch_len = attend_scratch_len(shape, group);
+    check_at_least("scratch", scratch.len(), scratch_len)?;
     check_len("out", out.len(), group.saturating_mul(shape.dim()))?;
+    let scratch = &mut scratch[..scratch_len];
     backend.run(Attend { luts, tokens, scratch, out, stats });
     Ok(())
 }
 
 struct Attend<'a, 'b> {
-    luts: &'a [f32],
+    luts: &'a Luts<'a>,
     tokens: &'a CodedTokens<'a>,
     scratch: &'b mut [f32],
     out: &'b mut [f32],
@@ -121,7 +188,7 @@ impl Kernel for Attend<'_, '_> {
         let (tables, scratch) = scratch.split_at_mut(tables_len(shape));
         let weights = &mut tables[..shape.lut_len()];
         for (g, (total, out)) in stats.iter_mut().zip(out.chunks_exact_mut(shape.dim())).enumerate() {
-            let lut = Lut::nth(tokens.keys.shape(), luts, g);
+            let lut = luts.lut(g);
             let mut stats = SoftmaxStats::EMPTY;
             weights.fill(0.0);
             for start in (0..n).step_by(CHUNK) {
@@ -145,7 +212,7 @@ impl Kernel for Attend<'_, '_> {
     #[inline(always)]
     fn vector<S: Simd>(self, s: S) {
         if self.tokens.values.shape().nbits() > 8 {
-            return self.scalar(); // no register holds such a table
+            return self.scalar(); // registers hold tables of at most 256 entries
         }
         let Self { luts, tokens, scratch, out, stats } = self;
         let (dim, n) = (tokens.codebook.shape().dim(), tokens.keys.n());
@@ -158,7 +225,7 @@ impl Kernel for Attend<'_, '_> {
             let len = (end - start).next_multiple_of(BLOCK);
             let keys = tokens.keys.slice(start, end);
             for (g, scores) in scores.chunks_exact_mut(CHUNK).enumerate() {
-                let lut = Lut::nth(tokens.keys.shape(), luts, g);
+                let lut = luts.lut(g);
                 let (scores, padding) = scores[..len].split_at_mut(end - start);
                 for_nbits!(
                     keys.shape().nbits(),
@@ -178,8 +245,8 @@ impl Kernel for Attend<'_, '_> {
     }
 }
 
-/// Turns the table scores of tokens `start` and on into softmax weights, in place: adds the tokens to `stats`, scaling what
-/// has been accumulated if the maximum rises.
+/// Turns the table scores of tokens `start` and on into softmax weights, in place. Adds the tokens to `stats` and rescales
+/// `accumulated` if the maximum rises.
 #[inline(always)]
 fn weigh(
     tokens: &CodedTokens<'_>,
@@ -196,7 +263,7 @@ fn weigh(
     }
     if let Some(bias) = tokens.bias {
         for (score, &bias) in scores.iter_mut().zip(&bias[g * tokens.keys.n() + start..]) {
-            // A masked token's score may not be a number, such as that of a scale without meaning.
+            // The score of a masked token may be NaN, since its scales need not be meaningful.
             *score = if bias == f32::NEG_INFINITY { bias } else { *score + bias };
         }
     }
@@ -204,7 +271,7 @@ fn weigh(
     stats.sum += exponentiate(scores, stats.finite_max());
     if let Some(scales) = tokens.value_scales {
         for (weight, &scale) in scores.iter_mut().zip(&scales[start..]) {
-            // Nor may the scale of a token without weight.
+            // The scale of a token without weight may be NaN or infinite.
             *weight = if *weight == 0.0 { 0.0 } else { *weight * scale };
         }
     }
@@ -232,7 +299,7 @@ struct Values<'a> {
 }
 
 impl Values<'_> {
-    /// Adds the weighted values to up to four queries' outputs. `weights` (queries, CHUNK) are brought into block order.
+    /// Adds the weighted values to up to four queries' outputs. Reorders `weights` (queries, CHUNK) into block order.
     #[inline(always)]
     fn add_group<S: Simd, const NBITS: u32>(&self, s: S, weights: &mut [f32], out: &mut [f32]) {
         for weights in weights.chunks_exact_mut(CHUNK) {
@@ -249,7 +316,7 @@ impl Values<'_> {
         }
     }
 
-    /// `G` queries; `A` accumulators each hide the latency of the multiply-adds.
+    /// Adds the weighted values of `G` queries, with `A` accumulators each to hide the latency of the multiply-adds.
     #[inline(always)]
     fn add<S: Simd, const NBITS: u32, const G: usize, const A: usize>(
         &self,

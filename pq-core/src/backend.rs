@@ -1,11 +1,11 @@
 use crate::Error;
 use crate::simd::Kernel;
 
-/// An instruction set that the hot loops are compiled for.
+/// An instruction set that the kernels are compiled for.
 ///
-/// Every operation has one result; a backend is only a way to compute it. Integer results and everything read from
-/// tables agree bit for bit; sums that use fused multiply-adds differ by rounding (see the tolerances in the crate's
-/// tests).
+/// The scalar code defines every result; a backend is a way to compute it. Integer results and sums of table entries agree
+/// bit for bit between backends. Sums with fused multiply-adds differ by rounding; the crate's documentation has the
+/// tolerances.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Backend {
     /// Portable Rust, the definition of every result.
@@ -19,13 +19,13 @@ pub enum Backend {
 }
 
 impl Backend {
-    /// All of them, the preferred ones last.
+    /// All backends in ascending order of preference.
     pub const ALL: [Self; 4] = [Self::Scalar, Self::Neon, Self::Avx2, Self::Avx512];
 
-    /// Whether this machine can run it.
+    /// Whether this machine can run the backend.
     ///
-    /// With feature `std` the running CPU is asked for every feature that the code is compiled for; without, only what the
-    /// compilation target guarantees counts.
+    /// With feature `std` this detects every CPU feature that the code is compiled for. Without it, only the features of the
+    /// compilation target count. NEON is a feature of every AArch64 target with floating point.
     #[must_use]
     pub fn is_available(self) -> bool {
         match self {
@@ -41,7 +41,7 @@ impl Backend {
         }
     }
 
-    /// The fastest one that this machine can run.
+    /// The fastest backend that this machine can run.
     #[must_use]
     pub fn detect() -> Self {
         Self::ALL.into_iter().rev().find(|backend| backend.is_available()).unwrap_or(Self::Scalar)
@@ -51,7 +51,7 @@ impl Backend {
         if self.is_available() { Ok(()) } else { Err(Error::BackendUnavailable) }
     }
 
-    /// Runs the form of `kernel` for this instruction set, or the scalar one where the machine lacks it.
+    /// Runs `kernel` compiled for this instruction set, or its scalar form if the machine lacks the set.
     pub(crate) fn run<K: Kernel>(self, kernel: K) -> K::Output {
         match self {
             #[cfg(target_arch = "x86_64")]

@@ -1,29 +1,29 @@
-//! Which blocks of tokens stay in fast memory, when the keys and values of all tokens are in slow memory.
+//! A cache of token blocks in fast memory, when the keys and values of all tokens are in slow memory.
 
 use alloc::collections::BTreeMap;
 use alloc::vec::Vec;
 
-/// Which block makes room for another.
+/// The eviction policy of a [`BlockCache`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Eviction {
-    /// The one that was wanted longest ago.
+    /// Evicts the block whose last use is oldest.
     LeastRecentlyUsed,
-    /// The one that was wanted least often; of those, the one wanted longest ago.
+    /// Evicts the block with the fewest uses; of those, the one whose last use is oldest.
     LeastFrequentlyUsed,
 }
 
 /// A block to copy into a slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Load {
-    /// Tokens `block * block_len` and on.
+    /// Index of the block, which starts at token `block * block_len`.
     pub block: u32,
-    /// Where it goes: `0..capacity`.
+    /// Destination slot in `0..capacity`.
     pub slot: u32,
-    /// What it replaces.
+    /// The block that it replaces, if any.
     pub evicted: Option<u32>,
 }
 
-/// Where a wanted token is.
+/// The location of a cached token.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Hit {
     /// The token.
@@ -32,19 +32,19 @@ pub struct Hit {
     pub row: usize,
 }
 
-/// What happened so far.
+/// Counters of a [`BlockCache`] since its creation.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CacheStatistics {
-    /// Tokens that were found.
+    /// Tokens that were in the cache.
     pub hits: u64,
-    /// Tokens that were not.
+    /// Tokens that were not in the cache.
     pub misses: u64,
-    /// Blocks that were copied in.
+    /// Blocks to load that [`BlockCache::update`] returned.
     pub loads: u64,
 }
 
 impl CacheStatistics {
-    /// Hits over all wanted tokens; 0 before the first.
+    /// The fraction of hits among all tokens; 0 before the first.
     #[must_use]
     pub fn hit_rate(&self) -> f64 {
         self.hits as f64 / (self.hits + self.misses).max(1) as f64
@@ -58,13 +58,13 @@ struct Slot {
     uses: u64,
 }
 
-/// The directory of a block-level cache: pure logic, it owns no rows.
+/// The directory of a cache of token blocks; the caller owns the rows.
 ///
-/// A step looks its tokens up, fetches the misses, and then [`update`](Self::update)s the cache with the blocks that had most of
-/// them: blocks with few would only displace better ones.
+/// A decode step looks its tokens up, fetches the misses, and then [`update`](Self::update)s the cache with the blocks that
+/// contain most of its tokens. Blocks with few of them would displace more useful ones.
 ///
 /// # Source
-/// PQCache (arXiv 2407.12820), 3.4: 128 tokens a block, 32 blocks, least frequently used.
+/// PQCache (arXiv 2407.12820), 3.4: 128 tokens per block, 32 blocks, least frequently used.
 /// # Examples
 /// ```
 /// use pq_core::{BlockCache, Eviction};
@@ -89,7 +89,7 @@ pub struct BlockCache {
 }
 
 impl BlockCache {
-    /// An empty cache for `capacity` blocks of `block_len` tokens; 0 tokens count as 1.
+    /// An empty cache for `capacity` blocks of `block_len` tokens; a `block_len` of 0 counts as 1.
     #[must_use]
     pub fn new(block_len: usize, capacity: usize, eviction: Eviction) -> Self {
         Self {
@@ -103,13 +103,13 @@ impl BlockCache {
         }
     }
 
-    /// What happened so far.
+    /// The counters since creation.
     #[must_use]
     pub const fn statistics(&self) -> CacheStatistics {
         self.statistics
     }
 
-    /// Splits the wanted tokens into those in the cache and those to fetch, in order; the lists are overwritten.
+    /// Divides the tokens into hits and misses, in order, and overwrites both lists.
     pub fn look_up(&mut self, tokens: &[u32], hits: &mut Vec<Hit>, misses: &mut Vec<u32>) {
         hits.clear();
         misses.clear();
@@ -126,8 +126,8 @@ impl BlockCache {
         self.statistics.misses += misses.len() as u64;
     }
 
-    /// Ends a step: the `k_cache` blocks that held most of its tokens are used now, and those that are not in the cache are
-    /// to be loaded. Of blocks with equally many tokens the lower comes first.
+    /// Ends a step: marks the `k_cache` blocks that contain most of its tokens as used, and returns those of them that the
+    /// caller has to load. Of blocks with equally many tokens the lower comes first.
     pub fn update(&mut self, tokens: &[u32], k_cache: usize) -> Vec<Load> {
         self.step += 1;
         let mut counts = BTreeMap::new();
@@ -137,7 +137,7 @@ impl BlockCache {
         let mut blocks: Vec<(u32, usize)> = counts.into_iter().collect();
         blocks.sort_by(|a, b| b.1.cmp(&a.1).then(a.0.cmp(&b.0)));
         blocks.truncate(k_cache.min(self.capacity));
-        // First all that are there, so that none of them makes room for another of this step.
+        // Cached blocks are marked first, so that no block of this step evicts another.
         for (block, _) in &blocks {
             if let Some(&slot) = self.slot_of.get(block) {
                 self.slots[slot].used = self.step;
@@ -149,11 +149,11 @@ impl BlockCache {
         missing.into_iter().filter_map(|block| self.insert(block)).collect()
     }
 
-    /// Forgets the blocks that hold token `n` or a later one, when the sequence is cut to `n` tokens.
+    /// Removes the blocks that contain token `n` or a later one, when the sequence is truncated to `n` tokens.
     pub fn truncate(&mut self, n: usize) {
         let block_len = self.block_len;
         let slots = core::mem::take(&mut self.slots);
-        // A slot's number is a place in memory: it stays, as the first to be taken.
+        // The index of a slot is its place in memory, so free slots stay in the list; they are the first to be reused.
         self.slots = slots
             .into_iter()
             .map(|slot| {
@@ -168,7 +168,7 @@ impl BlockCache {
         (token as usize / self.block_len) as u32
     }
 
-    /// Takes `block` in, unless every slot holds a block of this step.
+    /// Inserts `block`, unless every slot holds a block of this step.
     fn insert(&mut self, block: u32) -> Option<Load> {
         let fresh = Slot { block, used: self.step, uses: 1 };
         let (slot, evicted) = if self.slots.len() < self.capacity {

@@ -1,11 +1,11 @@
 use crate::error::{check_finite, check_len};
 use crate::{Error, PqShape};
 
-/// The centroids of every subspace, arranged for the kernels; borrowed from the caller's storage.
+/// The centroids of every subspace in the layout of the kernels, borrowed from the caller's storage.
 ///
-/// Centroids come and go as (m, ksub, dsub), the order of faiss and of [`Trained`](crate::Trained). The kernels read
-/// them component by component, (m, dsub, ksub), beside half of their squared norms, (m, ksub); [`new`](Self::new)
-/// arranges them once.
+/// Arguments and results are (m, ksub, dsub), the order of faiss and of [`Trained`](crate::Trained). The kernels read the
+/// centroids component by component, (m, dsub, ksub), and half of their squared norms, (m, ksub). [`new`](Self::new) computes
+/// both once.
 ///
 /// # Examples
 /// ```
@@ -81,6 +81,25 @@ impl<'a> Codebook<'a> {
         self.subspace(j).columns[c..].iter().step_by(ksub).copied()
     }
 
+    /// Writes all centroids in the order of [`new`](Self::new).
+    ///
+    /// # Shapes
+    /// `centroids` (m, ksub, dsub), fully written.
+    /// # Errors
+    /// [`Error::Length`]; `centroids` is then untouched.
+    pub fn centroids_into(&self, centroids: &mut [f32]) -> Result<(), Error> {
+        check_len("centroids", centroids.len(), self.shape.codebook_len())?;
+        let (ksub, dsub) = (self.shape.ksub(), self.shape.dsub());
+        for (subspace, centroids) in self.subspaces().zip(centroids.chunks_exact_mut(ksub * dsub)) {
+            for (c, centroid) in centroids.chunks_exact_mut(dsub).enumerate() {
+                for (d, y) in centroid.iter_mut().enumerate() {
+                    *y = subspace.column(d)[c];
+                }
+            }
+        }
+        Ok(())
+    }
+
     pub(crate) fn subspace(&self, j: usize) -> Subspace<'a> {
         let (ksub, dsub) = (self.shape.ksub(), self.shape.dsub());
         Subspace {
@@ -90,7 +109,7 @@ impl<'a> Codebook<'a> {
         }
     }
 
-    /// Every component of the centroids in turn: (ksub,) each.
+    /// The columns in order: one component of every centroid of a subspace, (ksub,), each.
     pub(crate) fn columns(&self) -> core::slice::ChunksExact<'a, f32> {
         self.columns.chunks_exact(self.shape.ksub())
     }
@@ -138,6 +157,13 @@ impl CodebookBuf {
         let mut storage = alloc::vec![0.0; shape.codebook_storage_len()];
         let largest = Codebook::new(shape, centroids, &mut storage)?.largest;
         Ok(Self { shape, storage, largest })
+    }
+
+    /// All centroids (m, ksub, dsub), in the order of [`new`](Self::new).
+    #[must_use]
+    pub fn centroids(&self) -> alloc::vec::Vec<f32> {
+        let (ksub, view) = (self.shape.ksub(), self.view());
+        (0..self.shape.m()).flat_map(|j| (0..ksub).flat_map(move |c| view.centroid(j, c))).collect()
     }
 
     /// Borrows it.

@@ -1,8 +1,10 @@
-//! The packed codes of many vectors: blocks of 64 vectors, in a block one run a subspace (see `pack`). An `nbits`-bit field
-//! is below `ksub = 1 << nbits` by construction, so every byte string of the right length is valid and look-ups need
-//! no range check.
+//! The packed codes of many vectors: blocks of 64 vectors, each with one run per subspace (see `pack`). An `nbits`-bit field
+//! is below `ksub = 1 << nbits` by construction, so every byte string of the right length is valid and lookups need no range
+//! check.
 
-use crate::error::check_len;
+#[cfg(feature = "alloc")]
+use crate::Backend;
+use crate::error::{check_len, count_rows};
 use crate::pack::{BLOCK, get_in_run, set_in_run};
 use crate::{Error, PqShape};
 
@@ -15,7 +17,7 @@ pub struct Codes<'a> {
 }
 
 impl<'a> Codes<'a> {
-    /// Takes the first `n` vectors of `bytes`, whose length is [`PqShape::codes_len`] of `n`.
+    /// The codes of `n` vectors in `bytes`, whose length is [`PqShape::codes_len`] of `n`.
     ///
     /// # Errors
     /// [`Error::Length`].
@@ -24,7 +26,7 @@ impl<'a> Codes<'a> {
         Ok(Self { shape, n, bytes })
     }
 
-    /// The shape they were made for.
+    /// The shape of the quantizer.
     #[must_use]
     pub const fn shape(&self) -> PqShape {
         self.shape
@@ -36,13 +38,13 @@ impl<'a> Codes<'a> {
         self.n
     }
 
-    /// Bytes that they take.
+    /// Size in bytes.
     #[must_use]
     pub const fn size(&self) -> usize {
         self.bytes.len()
     }
 
-    /// The codes of vector `i`, subspace after subspace.
+    /// The codes of vector `i` in ascending order of subspaces.
     ///
     /// # Panics
     /// When `i >= n`.
@@ -64,7 +66,7 @@ impl<'a> Codes<'a> {
         self.bytes
     }
 
-    /// Vectors `start..end`, where `start` is a multiple of the block.
+    /// Vectors `start..end`, where `start` is a multiple of [`BLOCK`].
     pub(crate) fn slice(&self, start: usize, end: usize) -> Self {
         debug_assert!(start.is_multiple_of(BLOCK) && end <= self.n);
         let from = start / BLOCK * self.shape.block_size();
@@ -73,12 +75,13 @@ impl<'a> Codes<'a> {
     }
 }
 
-/// Packs codes that were made elsewhere: (n, m), one integer each, row-major, as faiss keeps them.
+/// Packs codes from another source, such as faiss: (n, m), one integer each, row-major.
 ///
 /// # Shapes
 /// `codes` (n, m); `bytes` [`PqShape::codes_len`] of n, fully written.
 /// # Errors
-/// [`Error::Length`], or [`Error::CodeOutOfRange`] for a code of ksub or more; `bytes` is then untouched.
+/// [`Error::PartialRow`] for `codes`, [`Error::Length`] for `bytes`, or [`Error::CodeOutOfRange`] for a code of ksub or more;
+/// `bytes` is then untouched.
 /// # Examples
 /// ```
 /// use pq_core::{Codes, PqShape, pack_codes_into};
@@ -94,8 +97,7 @@ pub fn pack_codes_into<C: Copy + Into<u16>>(
     codes: &[C],
     bytes: &mut [u8],
 ) -> Result<(), Error> {
-    let n = codes.len() / shape.m();
-    check_len("codes", codes.len(), n * shape.m())?;
+    let n = count_rows("codes", codes.len(), shape.m())?;
     check_len("packed codes", bytes.len(), shape.codes_len(n))?;
     if let Some(index) = codes.iter().position(|&code| usize::from(code.into()) >= shape.ksub()) {
         return Err(Error::CodeOutOfRange { index, code: codes[index].into(), ksub: shape.ksub() });
@@ -107,7 +109,7 @@ pub fn pack_codes_into<C: Copy + Into<u16>>(
     Ok(())
 }
 
-/// Writes the codes of vector `i`, leaving all others.
+/// Writes the codes of vector `i` and leaves all others unchanged.
 pub(crate) fn set_vector(shape: PqShape, bytes: &mut [u8], i: usize, code: impl Fn(usize) -> u16) {
     let block = &mut bytes[i / BLOCK * shape.block_size()..][..shape.block_size()];
     for (j, run) in block.chunks_exact_mut(8 * shape.nbits() as usize).enumerate() {
@@ -115,7 +117,7 @@ pub(crate) fn set_vector(shape: PqShape, bytes: &mut [u8], i: usize, code: impl 
     }
 }
 
-/// Codes that grow: a [`Codes`] that owns its bytes.
+/// A growing [`Codes`] that owns its bytes.
 #[cfg(feature = "alloc")]
 #[derive(Clone, Debug)]
 pub struct CodesBuf {
@@ -136,9 +138,22 @@ impl CodesBuf {
     /// [`encode_into`](crate::encode_into).
     ///
     /// # Errors
-    /// [`Error::ShapeMismatch`] or [`Error::Length`].
+    /// [`Error::ShapeMismatch`] or [`Error::PartialRow`]; nothing is then appended.
     pub fn append<E: crate::Element>(
         &mut self,
+        codebook: &crate::Codebook<'_>,
+        vectors: &[E],
+    ) -> Result<f64, Error> {
+        self.append_with(Backend::detect(), codebook, vectors)
+    }
+
+    /// [`append`](Self::append) on a given backend.
+    ///
+    /// # Errors
+    /// As [`append`](Self::append), and [`Error::BackendUnavailable`].
+    pub fn append_with<E: crate::Element>(
+        &mut self,
+        backend: Backend,
         codebook: &crate::Codebook<'_>,
         vectors: &[E],
     ) -> Result<f64, Error> {
@@ -147,13 +162,13 @@ impl CodesBuf {
         }
         let n = self.n + vectors.len() / self.shape.dim();
         self.bytes.resize(self.shape.codes_len(n), 0);
-        let encoded = crate::encode_into(codebook, vectors, self.n, &mut self.bytes);
+        let encoded = crate::encode_into_with(backend, codebook, vectors, self.n, &mut self.bytes);
         self.n = if encoded.is_ok() { n } else { self.n };
         self.bytes.truncate(self.shape.codes_len(self.n));
         encoded
     }
 
-    /// Drops all but the first `n` vectors.
+    /// Keeps the first `n` vectors and removes all others.
     pub fn truncate(&mut self, n: usize) {
         self.n = self.n.min(n);
         self.bytes.truncate(self.shape.codes_len(self.n));

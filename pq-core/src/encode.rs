@@ -1,26 +1,27 @@
 use crate::assign::{Nearest, Tile, assign, assign_one, fill_tile};
 use crate::codes::set_vector;
-use crate::error::check_len;
-use crate::pack::{BLOCK, pack_run};
+use crate::error::{check_at_least, check_len, count_rows};
+use crate::pack::{BLOCK, pack_run, unpack_run};
 use crate::{Backend, Codebook, Codes, Element, Error};
 
-/// Subspaces of up to this many components are encoded 64 vectors at a time, which needs a tile on the stack.
+/// The largest dsub for which 64 vectors are encoded at a time, bounded by the size of the tile on the stack.
 const MAX_TILE_DSUB: usize = 64;
 
-/// Replaces each subvector by the index of its nearest centroid, and packs the indices as vectors `first` and on.
+/// Encodes vectors: replaces each subvector by the index of its nearest centroid, and packs the indices as the codes of vectors
+/// `first` and on.
 ///
-/// The nearest centroid is the first minimum over `c` of `|centroid_c|^2 / 2 - <x, centroid_c>`, products subtracted in
-/// `f32` in ascending component order. Components so large that these may overflow, from 1e19 on, are compared by squared
-/// distances in `f64`. A NaN or infinite component is treated as 0. Returns the summed squared error, which
-/// [`Drift`](crate::Drift) follows.
+/// The nearest centroid is the first minimum over `c` of `|centroid_c|^2 / 2 - <x, centroid_c>`, where the products are
+/// subtracted in `f32` in ascending component order. Where this may overflow, for components of 1e19 and more, squared distances
+/// in `f64` decide. A NaN or infinite component counts as 0. Returns the summed squared error, which [`Drift`](crate::Drift)
+/// tracks.
 ///
 /// # Shapes
-/// `vectors` (n, dim); `codes` [`PqShape::codes_len`](crate::PqShape::codes_len) of `first + n`, of which the codes of
-/// other vectors are left alone.
+/// `vectors` (n, dim); `codes` [`PqShape::codes_len`](crate::PqShape::codes_len) of `first + n`. The codes of other vectors
+/// keep their values.
 /// # Errors
-/// [`Error::Length`]; `codes` is then untouched.
+/// [`Error::PartialRow`] for `vectors`, [`Error::Length`] for `codes`, which is then untouched.
 /// # Cost
-/// n * ksub * dim multiply-adds, no allocation. Whole blocks of 64 vectors are fastest, then single vectors.
+/// n * ksub * dim multiply-adds, no allocation. Whole, aligned blocks of 64 vectors are fastest.
 /// # Source
 /// Jégou, Douze, Schmid, "Product Quantization for Nearest Neighbor Search", TPAMI 2011.
 pub fn encode_into<E: Element>(
@@ -45,8 +46,7 @@ pub fn encode_into_with<E: Element>(
 ) -> Result<f64, Error> {
     backend.check()?;
     let shape = codebook.shape();
-    let n = vectors.len() / shape.dim();
-    check_len("vectors", vectors.len(), n * shape.dim())?;
+    let n = count_rows("vectors", vectors.len(), shape.dim())?;
     check_len("codes", codes.len(), shape.codes_len(first.saturating_add(n)))?;
     let mut error = 0.0;
     let mut i = 0;
@@ -65,7 +65,7 @@ pub fn encode_into_with<E: Element>(
     Ok(error)
 }
 
-/// Encodes 64 vectors into their block.
+/// Encodes 64 vectors into their block of codes.
 fn encode_block<E: Element>(backend: Backend, codebook: &Codebook<'_>, rows: &[E], block: &mut [u8]) -> f64 {
     let shape = codebook.shape();
     let mut tile = [0.0; MAX_TILE_DSUB * BLOCK];
@@ -99,34 +99,55 @@ fn encode_vector<E: Element>(
     error.get()
 }
 
-/// Replaces each code by its centroid.
+/// Decodes vectors `first` and on: replaces each of their codes by its centroid.
 ///
 /// # Shapes
-/// `codes` (n, m) packed; `vectors` (n, dim), fully written, rounded to nearest.
+/// `codes` (n, m) packed; `vectors` (count, dim) with `first + count <= n`, fully written, rounded to nearest.
 /// # Errors
-/// [`Error::ShapeMismatch`] or [`Error::Length`]; `vectors` is then untouched.
+/// [`Error::ShapeMismatch`], [`Error::PartialRow`] for `vectors`, or [`Error::TooShort`] for `codes`; `vectors` is then
+/// untouched.
 /// # Cost
-/// One look-up and one write a component, no allocation.
+/// One lookup and one write per component, no allocation.
+/// # Examples
+/// ```
+/// use pq_core::{CodebookBuf, CodesBuf, PqShape, decode_into};
+/// let shape = PqShape::new(2, 2, 1)?; // the centroids of each component are 0 and 1
+/// let codebook = CodebookBuf::new(shape, &[0.0, 1.0, 0.0, 1.0])?;
+/// let mut codes = CodesBuf::new(shape);
+/// codes.append(&codebook.view(), &[0.1_f32, 0.9, 0.8, 0.2, 0.7, 0.6])?;
+/// let mut last_two = [0.0_f32; 4];
+/// decode_into(&codebook.view(), &codes.view(), 1, &mut last_two)?;
+/// assert_eq!(last_two, [1.0, 0.0, 1.0, 1.0]);
+/// # Ok::<(), pq_core::Error>(())
+/// ```
 pub fn decode_into<E: Element>(
     codebook: &Codebook<'_>,
     codes: &Codes<'_>,
+    first: usize,
     vectors: &mut [E],
 ) -> Result<(), Error> {
     let shape = codebook.shape();
     if codes.shape() != shape {
         return Err(Error::ShapeMismatch);
     }
-    check_len("vectors", vectors.len(), codes.n().saturating_mul(shape.dim()))?;
-    for (b, rows) in vectors.chunks_mut(BLOCK * shape.dim()).enumerate() {
-        for (j, run) in codes.block(b).chunks_exact(8 * shape.nbits() as usize).enumerate() {
+    let count = count_rows("vectors", vectors.len(), shape.dim())?;
+    check_at_least("codes", codes.n(), first.saturating_add(count))?;
+    let mut at = first;
+    let mut rest = vectors;
+    while !rest.is_empty() {
+        let here = (BLOCK - at % BLOCK).min(rest.len() / shape.dim());
+        let (rows, later) = rest.split_at_mut(here * shape.dim());
+        for (j, run) in codes.block(at / BLOCK).chunks_exact(8 * shape.nbits() as usize).enumerate() {
             let subspace = codebook.subspace(j);
-            let codes = crate::pack::unpack_run(run, shape.nbits());
-            for (row, c) in rows.chunks_exact_mut(shape.dim()).zip(codes) {
+            let codes = unpack_run(run, shape.nbits());
+            for (row, &c) in rows.chunks_exact_mut(shape.dim()).zip(&codes[at % BLOCK..]) {
                 for (d, x) in row[j * shape.dsub()..][..shape.dsub()].iter_mut().enumerate() {
                     *x = E::from_f32(subspace.column(d)[usize::from(c)]);
                 }
             }
         }
+        at += here;
+        rest = later;
     }
     Ok(())
 }

@@ -4,7 +4,7 @@ use core::fmt;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Error {
-    /// `dim`, `m` or the number of vectors is zero.
+    /// A size that must be positive is zero.
     Zero {
         /// The argument that must not be zero.
         what: &'static str,
@@ -18,21 +18,39 @@ pub enum Error {
     },
     /// Bits per code outside 1..=12.
     NbitsOutOfRange {
-        /// The bits asked for.
+        /// The requested bits per code.
         nbits: u32,
     },
-    /// A product of sizes does not fit in `usize`.
+    /// A product of sizes does not fit in `usize`, or the range of a table does not fit in `f32`.
     TooLarge,
-    /// A slice has another length than the shapes say.
+    /// A slice does not have exactly the length that the shapes give.
     Length {
         /// The argument.
         what: &'static str,
-        /// Elements (bytes for codes) that the shapes ask for.
+        /// Elements (bytes for codes) that the shapes give.
         expected: usize,
-        /// Elements that were given.
+        /// Elements of the argument.
         actual: usize,
     },
-    /// Two arguments were made for different shapes.
+    /// A slice that may be longer than needed is shorter.
+    TooShort {
+        /// The argument.
+        what: &'static str,
+        /// Elements that the operation needs at least.
+        needed: usize,
+        /// Elements of the argument.
+        actual: usize,
+    },
+    /// A slice does not consist of whole rows.
+    PartialRow {
+        /// The argument.
+        what: &'static str,
+        /// Elements of a row.
+        row: usize,
+        /// Elements of the argument.
+        actual: usize,
+    },
+    /// Two arguments have different quantizer shapes.
     ShapeMismatch,
     /// More subspaces than an operation's integer sums allow.
     TooManySubspaces {
@@ -41,27 +59,27 @@ pub enum Error {
         /// Most that are allowed.
         max: usize,
     },
-    /// A code from outside is no centroid's index.
+    /// A code is not the index of a centroid.
     CodeOutOfRange {
-        /// Where it stands.
+        /// Index of the code.
         index: usize,
         /// The code.
         code: u16,
         /// Centroids per subspace.
         ksub: usize,
     },
-    /// Too few different lengths to fit a cost.
+    /// A profile has too few different sequence lengths for the fit of a cost.
     Underdetermined {
         /// The profile.
         what: &'static str,
-        /// Different lengths that the fit needs.
+        /// Different lengths that the fit needs at least.
         needed: usize,
     },
     /// [`TrainOptions::tolerance`](crate::TrainOptions) is negative, infinite or NaN.
     Tolerance,
-    /// This machine lacks the instructions of the backend that was asked for.
+    /// This machine lacks the instructions of the requested backend.
     BackendUnavailable,
-    /// A NaN or an infinity where a finite number is needed.
+    /// An element that must be finite is NaN or infinite.
     NotFinite {
         /// The argument.
         what: &'static str,
@@ -74,21 +92,29 @@ impl fmt::Display for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match *self {
             Self::Zero { what } => write!(f, "{what} must not be zero"),
-            Self::DimNotDivisible { dim, m } => write!(f, "{m} subspaces do not divide dimension {dim}"),
-            Self::NbitsOutOfRange { nbits } => write!(f, "{nbits} bits per code are outside 1..=12"),
-            Self::TooLarge => write!(f, "the product of the sizes overflows"),
-            Self::Length { what, expected, actual } => {
-                write!(f, "{what} has length {actual}, expected {expected}")
+            Self::DimNotDivisible { dim, m } => {
+                write!(f, "dimension {dim} is not divisible into {m} subspaces")
             }
-            Self::ShapeMismatch => write!(f, "the arguments were made for different shapes"),
-            Self::TooManySubspaces { m, max } => write!(f, "{m} subspaces are more than {max}"),
+            Self::NbitsOutOfRange { nbits } => write!(f, "{nbits} bits per code are outside 1..=12"),
+            Self::TooLarge => write!(f, "the sizes or values are too large"),
+            Self::Length { what, expected, actual } => {
+                write!(f, "{what} has length {actual}, expected exactly {expected}")
+            }
+            Self::TooShort { what, needed, actual } => {
+                write!(f, "{what} has length {actual}, expected at least {needed}")
+            }
+            Self::PartialRow { what, row, actual } => {
+                write!(f, "{what} has length {actual}, expected a multiple of {row}")
+            }
+            Self::ShapeMismatch => write!(f, "the arguments have different quantizer shapes"),
+            Self::TooManySubspaces { m, max } => write!(f, "{m} subspaces exceed the maximum of {max}"),
             Self::CodeOutOfRange { index, code, ksub } => {
-                write!(f, "code {code} at index {index} is not below {ksub} centroids")
+                write!(f, "code {code} at index {index} is out of range for {ksub} centroids")
             }
             Self::Underdetermined { what, needed } => {
-                write!(f, "the {what} needs at least {needed} clearly different lengths")
+                write!(f, "the {what} needs at least {needed} clearly different sequence lengths")
             }
-            Self::Tolerance => write!(f, "the tolerance must be a finite number of at least 0"),
+            Self::Tolerance => write!(f, "the tolerance must be finite and at least 0"),
             Self::BackendUnavailable => write!(f, "this machine lacks the instructions of the backend"),
             Self::NotFinite { what, index } => write!(f, "{what} is not finite at index {index}"),
         }
@@ -99,6 +125,15 @@ impl core::error::Error for Error {}
 
 pub(crate) fn check_len(what: &'static str, actual: usize, expected: usize) -> Result<(), Error> {
     if actual == expected { Ok(()) } else { Err(Error::Length { what, expected, actual }) }
+}
+
+pub(crate) fn check_at_least(what: &'static str, actual: usize, needed: usize) -> Result<(), Error> {
+    if actual >= needed { Ok(()) } else { Err(Error::TooShort { what, needed, actual }) }
+}
+
+/// Counts the rows of `row` elements, at least 1 each, that a slice of `actual` elements consists of.
+pub(crate) fn count_rows(what: &'static str, actual: usize, row: usize) -> Result<usize, Error> {
+    if actual.is_multiple_of(row) { Ok(actual / row) } else { Err(Error::PartialRow { what, row, actual }) }
 }
 
 pub(crate) fn check_finite<E: crate::Element>(what: &'static str, values: &[E]) -> Result<(), Error> {

@@ -4,52 +4,68 @@ use crate::simd::Kernel;
 use crate::softmax::{SoftmaxStats, exp_sum, max};
 use crate::{Backend, Error};
 
-/// How the query heads that share a key/value head agree on one set of tokens.
+/// How the scores of the query heads that share a key/value head are combined into one score per token.
 ///
-/// Each head's scores go through a softmax over all tokens first, so that a head with large scores does not outvote the
-/// others; then a token gets the heads' sum or maximum. [`combine_group_into`] has the definition.
+/// Each head's scores pass through a softmax over all tokens first, so that a head with large scores does not outvote the
+/// others. A token's score is then the sum or the maximum over the heads. [`combine_group_into`] has the definition.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum GroupRule {
-    /// The rule of PQCache's released code.
+    /// Sum over the heads, as in PQCache's released code.
     #[default]
     SumOfSoftmax,
-    /// A token that one head needs badly is kept even if the others ignore it.
+    /// Maximum over the heads: one head's large weight suffices to select a token.
     MaxOfSoftmax,
 }
 
-/// Combined weights from here on are weights; below, where the exponentials of `f32` lose their digits, logarithms.
+/// Combined weights of at least this size are kept as weights. Smaller ones are replaced by their logarithms, since
+/// exponentials in `f32` lose their digits there.
 const LEAST_WEIGHT: f32 = 1.0 / (1_u128 << 100) as f32;
 
-/// Tokens that take logarithms together: theirs stay in the first-level cache.
+/// Tokens whose logarithms are computed together, few enough for L1.
 const CHUNK: usize = 256;
 
-/// One score per token from those of a group of query heads, and the softmax numbers of each head. A higher score means that
-/// the group wants the token more.
+/// Combines the scores of a group of query heads into one score per token, and computes each head's softmax statistics. The
+/// tokens with the highest combined scores are those that the group attends to.
 ///
 /// * One head: its scores, so their order is exact.
 /// * Several heads: a token's weight of one head is `exp(l)` with `l = score - max - ln(sum)`, and the combined weight is
 ///   the heads' sum or maximum. Where it is 2^-100 or more, it is the token's score. Where it is less, the score is its
-///   logarithm, `ln(sum of exp(l))` or the maximum of `l`: negative, so these tokens rank below all others and keep their
-///   order, however wide the scores are. A logarithm below `f32::MIN` is minus infinity.
+///   logarithm, `ln(sum of exp(l))` or the maximum of `l`. It is negative, so these tokens rank below all others and keep
+///   their order, however wide the range of the scores is. A logarithm below `f32::MIN` is minus infinity.
 ///
-/// A score of NaN counts as minus infinity, which has weight 0 and ranks last. For a head's softmax plus infinity counts as
-/// `f32::MAX`; a head whose scores are all minus infinity has no weights. So no head can spoil the others.
+/// A score of NaN counts as minus infinity, which has weight 0 and ranks last. Plus infinity counts as `f32::MAX` in a
+/// head's softmax. A head whose scores are all minus infinity has no weights. Therefore no head can invalidate the others.
 ///
 /// # Shapes
 /// `scores` (group, n); `stats` (group,); `out` (n,); both fully written.
 /// # Errors
-/// [`Error::Length`]; nothing is then written.
+/// [`Error::Length`]; `stats` and `out` are then untouched.
 /// # Cost
-/// One exponential per score for a single head, two for several. Each 256 tokens among which a weight is below 2^-100 take
-/// one more per score, and one logarithm per token. No allocation.
+/// One exponential per score for a single head, two for several. Each chunk of 256 tokens that contains a weight below 2^-100
+/// takes one more per score, and one logarithm per token. No allocation.
 pub fn combine_group_into(
     scores: &[f32],
     rule: GroupRule,
     stats: &mut [SoftmaxStats],
     out: &mut [f32],
 ) -> Result<(), Error> {
+    combine_group_into_with(Backend::detect(), scores, rule, stats, out)
+}
+
+/// [`combine_group_into`] on a given backend.
+///
+/// # Errors
+/// As [`combine_group_into`], and [`Error::BackendUnavailable`].
+pub fn combine_group_into_with(
+    backend: Backend,
+    scores: &[f32],
+    rule: GroupRule,
+    stats: &mut [SoftmaxStats],
+    out: &mut [f32],
+) -> Result<(), Error> {
+    backend.check()?;
     check_len("scores", scores.len(), stats.len().saturating_mul(out.len()))?;
-    Backend::detect().run(Combine { scores, rule, stats, out });
+    backend.run(Combine { scores, rule, stats, out });
     Ok(())
 }
 
@@ -63,7 +79,7 @@ struct Combine<'a, 'b> {
 impl Kernel for Combine<'_, '_> {
     type Output = ();
 
-    /// Plain code, compiled to each set's registers.
+    /// Portable code that the compiler vectorizes for each instruction set.
     #[inline(always)]
     fn scalar(self) {
         let Self { scores, rule, stats, out } = self;
@@ -71,7 +87,7 @@ impl Kernel for Combine<'_, '_> {
             return stats.fill(SoftmaxStats::EMPTY);
         }
         match stats {
-            [] => return out.fill(f32::NEG_INFINITY), // no head gives weight
+            [] => return out.fill(f32::NEG_INFINITY), // no weights
             [stats] => {
                 *stats = softmax(scores).0;
                 for (out, &score) in out.iter_mut().zip(scores) {
@@ -102,7 +118,7 @@ impl Kernel for Combine<'_, '_> {
     }
 }
 
-/// The softmax numbers of a head, and whether its scores count as they are, without [`clean`].
+/// The softmax statistics of a head, and whether its scores need no [`clean`].
 #[inline(always)]
 fn softmax(scores: &[f32]) -> (SoftmaxStats, bool) {
     let mut stats = SoftmaxStats { max: max(scores), sum: 0.0 };
@@ -116,14 +132,14 @@ fn softmax(scores: &[f32]) -> (SoftmaxStats, bool) {
     (stats, sound)
 }
 
-/// What a score counts as.
+/// Replaces NaN by minus infinity and plus infinity by `f32::MAX`.
 #[inline(always)]
 fn clean(score: f32) -> f32 {
     let score = if score > f32::NEG_INFINITY { score } else { f32::NEG_INFINITY };
     if score < f32::MAX { score } else { f32::MAX }
 }
 
-/// Takes a head's weights into `out`; those of the first head, which has no rule to follow, replace what it holds.
+/// Combines a head's weights with those in `out`. Without a rule, which is for the first head, they overwrite `out`.
 #[inline(always)]
 fn add_weights(
     out: &mut [f32],
@@ -161,7 +177,7 @@ fn take_logarithms<'a>(
     }
     let mut logarithms = highest.map(|half| 2.0 * half);
     if rule == GroupRule::SumOfSoftmax {
-        // A token that no head gives weight has no highest to be compared with.
+        // A token without weight in every head has a highest logarithm of minus infinity, whose differences are NaN.
         let base = highest.map(|half| if half > f32::NEG_INFINITY { half } else { 0.0 });
         let mut sums = [0.0; CHUNK];
         for (stats, scores) in heads {
@@ -179,7 +195,7 @@ fn take_logarithms<'a>(
     }
 }
 
-/// Half of the logarithm of a head's weights: the difference of two scores may overflow, that of their halves cannot.
+/// Half of the logarithms of a head's weights: the difference of two scores may overflow, that of their halves cannot.
 struct HalfLogarithm {
     half_max: f32,
     half_ln_sum: f32,
@@ -204,7 +220,7 @@ mod tests {
     use std::vec::Vec;
 
     #[test]
-    fn no_head_and_no_token_are_no_score() {
+    fn an_empty_group_or_sequence_has_no_scores() {
         let (mut stats, mut out) = ([SoftmaxStats { max: 1.0, sum: 2.0 }], [1.0; 3]);
         combine_group_into(&[], GroupRule::SumOfSoftmax, &mut [], &mut out).unwrap();
         combine_group_into(&[], GroupRule::SumOfSoftmax, &mut stats, &mut []).unwrap();
@@ -213,18 +229,18 @@ mod tests {
 
     #[test]
     fn every_backend_combines_alike() {
-        let numbers = |len: usize, spread: f32| -> Vec<f32> {
+        let values = |len: usize, spread: f32| -> Vec<f32> {
             (0..len).map(|i| ((i * 7919 % 4093) as f32 / 2046.5 - 1.0) * spread).collect()
         };
         for (n, group) in [(1, 1), (15, 2), (300, 1), (300, 3), (1025, 8)] {
             for spread in [1.0, 100.0, 1e5] {
                 for bad in [0.0, f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
-                    let mut scores = numbers(n * group, spread);
+                    let mut scores = values(n * group, spread);
                     scores[n / 2] = bad;
                     for rule in [GroupRule::SumOfSoftmax, GroupRule::MaxOfSoftmax] {
                         let combine = |backend: Backend| {
                             let (mut stats, mut out) = (vec![SoftmaxStats::EMPTY; group], vec![0.0; n]);
-                            backend.run(Combine { scores: &scores, rule, stats: &mut stats, out: &mut out });
+                            combine_group_into_with(backend, &scores, rule, &mut stats, &mut out).unwrap();
                             out
                         };
                         let expected = combine(Backend::Scalar);

@@ -9,7 +9,7 @@ use crate::pack::{BLOCK, pack_run};
 use crate::rng::SplitMix64;
 use crate::{Backend, Element};
 
-/// The points of one subspace in tiles of 64, as the assignment wants them.
+/// The points of one subspace in the tiles of 64 that [`assign`] reads.
 pub(crate) struct Points {
     tiles: Vec<f32>, // (n / 64 rounded up, dsub, 64)
     dsub: usize,
@@ -17,16 +17,16 @@ pub(crate) struct Points {
     squares: Vec<f64>, // (n / 64 rounded up,): sums of squares
 }
 
-/// When to stop.
+/// Stopping criteria.
 pub(crate) struct Limits<'a> {
     pub iterations: usize,
-    /// Stops when the error falls by no more than this part of itself.
+    /// Stops when the error falls by no more than this fraction of itself.
     pub tolerance: f64,
-    /// Asked before every iteration but the first.
+    /// Called before every iteration but the first; `true` stops.
     pub time_is_up: Option<&'a (dyn Fn() -> bool + Sync)>,
 }
 
-/// What k-means leaves.
+/// The result of k-means.
 pub(crate) struct Clusters {
     pub centroids: Vec<f32>, // (k, dsub)
     pub error: f64,          // summed squared error of the last assignment
@@ -70,8 +70,8 @@ impl Points {
             .copied()
     }
 
-    /// Assigns every point, a tile at a time; `visit` gets the tile, its points and what was found. `last` holds the
-    /// centroids of the last assignment, if there was one, and then those of this. Returns the summed squared error.
+    /// Assigns every point, a tile at a time; `visit` gets the tile, its number of points and their centroids. `last` is the
+    /// previous assignment, or empty, and is replaced by this one. Returns the summed squared error.
     fn assign(
         &self,
         backend: Backend,
@@ -117,7 +117,7 @@ impl Points {
         (runs, error)
     }
 
-    /// `k` different points in random order; all of them in turn when there are no more.
+    /// `k` different points in random order; with fewer than `k` points they repeat.
     pub fn random_start(&self, k: usize, rng: &mut SplitMix64) -> Vec<f32> {
         let order = rng.sample(self.n, k);
         (0..k).flat_map(|c| self.point(order[c % order.len()])).collect()
@@ -137,14 +137,14 @@ impl Points {
                 at -= f64::from(distance);
                 at < 0.0
             });
-            // No distance left: every point is a start already, and any will do.
+            // Every distance is 0, so every point coincides with a start.
             let drawn = drawn.unwrap_or_else(|| rng.below(self.n));
             centroids.extend(self.point(drawn));
         }
         centroids
     }
 
-    /// Lowers every point's squared distance to that from `centroid`, where it is nearer.
+    /// Lowers every point's squared distance to that from `centroid`, where that is smaller.
     fn lower_distances(&self, centroid: &[f32], distances: &mut [f32]) {
         for (tile, distances) in self.tiles.chunks_exact(BLOCK * self.dsub).zip(distances.chunks_mut(BLOCK)) {
             let mut squares = [0.0; BLOCK];
@@ -161,10 +161,10 @@ impl Points {
 
     /// Lloyd's iterations from `centroids` (k, dsub).
     ///
-    /// A centroid that lost its points takes half of the largest cluster: it becomes a copy of that centroid moved by a
-    /// thousandth, as in faiss. That may raise the error, and it never parts points that lie square to the move; so
-    /// when the error no longer falls, centroids without points are put on the points farthest from theirs instead,
-    /// which always lowers it, and training ends when it stops falling again.
+    /// A centroid without points splits the largest cluster, as in faiss: it becomes a copy of that centroid, moved by a
+    /// thousandth. That may raise the error, and it never separates points that lie orthogonal to the move. So when the error no
+    /// longer falls, centroids without points are moved to the points farthest from their own centroids instead, which always
+    /// lowers the error, and training ends when it stops falling again.
     pub fn cluster(&self, backend: Backend, mut centroids: Vec<f32>, limits: &Limits<'_>) -> Clusters {
         let dsub = self.dsub;
         let k = centroids.len() / dsub;
@@ -197,7 +197,7 @@ impl Points {
             }
             let converged = error - now <= limits.tolerance * now;
             error = now;
-            // Fewer points than centroids leave the spare ones where they started.
+            // With fewer points than centroids, the others keep their initial values.
             let empty = self.n > k && counts.contains(&0);
             if converged && (relocating || !(split || empty)) {
                 break;
@@ -213,8 +213,8 @@ impl Points {
         Clusters { centroids, error, iterations }
     }
 
-    /// Puts each centroid without points on the point that is then farthest from all centroids near it: from its own, `last`,
-    /// and from those that were put. Points that coincide with a centroid need none.
+    /// Moves each centroid without points to the point with the largest distance from its own centroid, `last`, and from those
+    /// moved before. Ends at a distance of 0.
     fn relocate_empty(&self, centroids: &mut [f32], counts: &[usize], last: &[[u32; BLOCK]]) {
         let own = last.as_flattened().iter().map(|&c| c as usize * self.dsub).take(self.n).enumerate();
         let mut distances: Vec<f32> = own
@@ -240,7 +240,7 @@ fn split_into_empty(centroids: &mut [f32], dsub: usize, counts: &mut [usize]) {
         for d in 0..dsub {
             let y = centroids[largest * dsub + d];
             let sign = if d % 2 == 0 { 1.0 } else { -1.0 };
-            // The largest numbers have no room to move away from zero.
+            // The largest values would overflow if they moved away from zero.
             centroids[c * dsub + d] = (y * (1.0 + sign * NUDGE)).clamp(f32::MIN, f32::MAX);
             centroids[largest * dsub + d] = (y * (1.0 - sign * NUDGE)).clamp(f32::MIN, f32::MAX);
         }

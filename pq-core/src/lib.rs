@@ -1,6 +1,6 @@
 #![doc = include_str!("../README.md")]
 #![no_std]
-// Only the vector forms of the hot loops read and write through pointers; see `simd`.
+// Only the vector forms of the kernels use pointers; see `simd`.
 #![deny(unsafe_code)]
 
 #[cfg(feature = "alloc")]
@@ -17,7 +17,7 @@ mod attend;
 mod backend;
 #[cfg(feature = "alloc")]
 mod block_cache;
-mod budget;
+mod clustering_cost;
 mod codebook;
 mod codes;
 mod drift;
@@ -53,7 +53,7 @@ pub use attend::{CodedTokens, attend_into, attend_into_with, attend_scratch_len}
 pub use backend::Backend;
 #[cfg(feature = "alloc")]
 pub use block_cache::{BlockCache, CacheStatistics, Eviction, Hit, Load};
-pub use budget::CostModel;
+pub use clustering_cost::ClusteringCost;
 pub use codebook::Codebook;
 #[cfg(feature = "alloc")]
 pub use codebook::CodebookBuf;
@@ -64,17 +64,19 @@ pub use drift::Drift;
 pub use element::Element;
 pub use encode::{decode_into, encode_into, encode_into_with};
 pub use error::Error;
-pub use exact::attend_exact_into;
-pub use group::{GroupRule, combine_group_into};
-pub use lut::{Lut, LutPrecision, QuantizedLut, lut_into, lut_into_with};
-pub use mips::{Search, rerank_into, search_into};
+pub use exact::{attend_exact_into, attend_exact_into_with};
+pub use group::{GroupRule, combine_group_into, combine_group_into_with};
+pub use lut::{Lut, LutPrecision, Luts, QuantizedLut, lut_into, lut_into_with};
+pub use mips::{Rerank, Search, SearchScratch, rerank_into, rerank_into_with, search_into, search_into_with};
 pub use norm::{decode_norm, divide_by_norms, encode_norm};
-pub use outliers::{Outlier, extract_outliers, restore_outliers};
+pub use outliers::{Outlier, extract_outliers, extract_outliers_with, restore_outliers};
 pub use pack::BLOCK;
 pub use rope_mean::RopeMean;
+#[cfg(feature = "alloc")]
+pub use rope_mean::RopeMeanBuf;
 pub use shape::PqShape;
 pub use softmax::SoftmaxStats;
 pub use topk::{top_k_into, top_k_into_with};
 #[cfg(feature = "alloc")]
-pub use train::{Start, TrainOptions, Trained, train, train_batch};
+pub use train::{Start, TrainOptions, Trained, train, train_batch, train_batch_with, train_with};
 pub use window::Window;

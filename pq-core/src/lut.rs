@@ -1,13 +1,13 @@
 mod quantized;
 
 use crate::codebook::Subspace;
-use crate::error::check_len;
+use crate::error::{check_len, count_rows};
 use crate::simd::{Kernel, Simd};
 use crate::{Backend, Codebook, Element, Error, PqShape};
 
 pub use quantized::{LutPrecision, QuantizedLut};
 
-/// A query's table of partial scores, borrowed: (m, ksub).
+/// The lookup table of one query, borrowed: partial scores (m, ksub).
 #[derive(Clone, Copy, Debug)]
 pub struct Lut<'a> {
     shape: PqShape,
@@ -15,7 +15,7 @@ pub struct Lut<'a> {
 }
 
 impl<'a> Lut<'a> {
-    /// Wraps a table written by [`lut_into`].
+    /// Checks the length of a table (m, ksub), such as one that [`lut_into`] wrote.
     ///
     /// # Errors
     /// [`Error::Length`].
@@ -24,12 +24,7 @@ impl<'a> Lut<'a> {
         Ok(Self { shape, values })
     }
 
-    /// Table `i` of those in `values`, which hold more than `i`.
-    pub(crate) fn nth(shape: PqShape, values: &'a [f32], i: usize) -> Self {
-        Self { shape, values: &values[i * shape.lut_len()..][..shape.lut_len()] }
-    }
-
-    /// The shape it was made for.
+    /// The shape of the quantizer.
     #[must_use]
     pub const fn shape(&self) -> PqShape {
         self.shape
@@ -49,7 +44,56 @@ impl<'a> Lut<'a> {
     }
 }
 
-/// Fills the tables of inner products of queries with every centroid.
+/// The lookup tables of a group of queries, borrowed: (group, m, ksub) of one shape.
+///
+/// # Examples
+/// ```
+/// use pq_core::{Luts, PqShape};
+/// let shape = PqShape::new(2, 1, 1)?;
+/// let luts = Luts::new(shape, &[1.0, 2.0, 3.0, 4.0])?;
+/// assert_eq!((luts.group(), luts.lut(1).row(0)), (2, &[3.0, 4.0][..]));
+/// # Ok::<(), pq_core::Error>(())
+/// ```
+#[derive(Clone, Copy, Debug)]
+pub struct Luts<'a> {
+    shape: PqShape,
+    values: &'a [f32], // (group, m, ksub)
+}
+
+impl<'a> Luts<'a> {
+    /// Checks the length of tables that were computed earlier or elsewhere; [`lut_into`] returns checked ones.
+    ///
+    /// # Errors
+    /// [`Error::PartialRow`] when `values` does not consist of whole tables.
+    pub fn new(shape: PqShape, values: &'a [f32]) -> Result<Self, Error> {
+        count_rows("luts", values.len(), shape.lut_len())?;
+        Ok(Self { shape, values })
+    }
+
+    /// The shape of the quantizer.
+    #[must_use]
+    pub const fn shape(&self) -> PqShape {
+        self.shape
+    }
+
+    /// Number of queries.
+    #[must_use]
+    pub const fn group(&self) -> usize {
+        self.values.len() / self.shape.lut_len()
+    }
+
+    /// The table of query `g`.
+    ///
+    /// # Panics
+    /// When `g >= group`.
+    #[must_use]
+    pub fn lut(&self, g: usize) -> Lut<'a> {
+        let len = self.shape.lut_len();
+        Lut { shape: self.shape, values: &self.values[g * len..][..len] }
+    }
+}
+
+/// Computes the tables of inner products of queries with every centroid, and returns a view of them.
 ///
 /// `lut[g, j, c] = <query[g]_j, centroid[j, c]>`, rounded products added in `f32` in ascending component order: the same
 /// bits on every backend.
@@ -57,12 +101,16 @@ impl<'a> Lut<'a> {
 /// # Shapes
 /// `queries` (group, dim), the query heads that share a key/value head; `luts` (group, m, ksub), fully written.
 /// # Errors
-/// [`Error::Length`]; `luts` is then untouched.
+/// [`Error::PartialRow`] for `queries`, [`Error::Length`] for `luts`, which is then untouched.
 /// # Cost
 /// group * ksub * dim multiply-adds, no allocation.
 /// # Source
 /// PQCache (arXiv 2407.12820), 3.4; MILLION (DAC 2025), III-B.
-pub fn lut_into<E: Element>(codebook: &Codebook<'_>, queries: &[E], luts: &mut [f32]) -> Result<(), Error> {
+pub fn lut_into<'a, E: Element>(
+    codebook: &Codebook<'_>,
+    queries: &[E],
+    luts: &'a mut [f32],
+) -> Result<Luts<'a>, Error> {
     lut_into_with(Backend::detect(), codebook, queries, luts)
 }
 
@@ -70,19 +118,18 @@ pub fn lut_into<E: Element>(codebook: &Codebook<'_>, queries: &[E], luts: &mut [
 ///
 /// # Errors
 /// As [`lut_into`], and [`Error::BackendUnavailable`].
-pub fn lut_into_with<E: Element>(
+pub fn lut_into_with<'a, E: Element>(
     backend: Backend,
     codebook: &Codebook<'_>,
     queries: &[E],
-    luts: &mut [f32],
-) -> Result<(), Error> {
+    luts: &'a mut [f32],
+) -> Result<Luts<'a>, Error> {
     backend.check()?;
     let shape = codebook.shape();
-    let group = queries.len() / shape.dim();
-    check_len("queries", queries.len(), group * shape.dim())?;
+    let group = count_rows("queries", queries.len(), shape.dim())?;
     check_len("luts", luts.len(), group.saturating_mul(shape.lut_len()))?;
     backend.run(FillLuts { codebook, queries, luts });
-    Ok(())
+    Ok(Luts { shape, values: luts })
 }
 
 struct FillLuts<'a, E> {
@@ -92,7 +139,7 @@ struct FillLuts<'a, E> {
 }
 
 impl<'a, E: Element> FillLuts<'a, E> {
-    /// Every subspace of every query with its row of the tables.
+    /// Pairs every subvector of every query with its subspace and its row of the tables.
     fn rows(self) -> impl Iterator<Item = (&'a [E], Subspace<'a>, &'a mut [f32])> {
         let shape = self.codebook.shape();
         let subspaces = self.queries.chunks_exact(shape.dsub()).zip(self.luts.chunks_exact_mut(shape.ksub()));
@@ -131,7 +178,8 @@ impl<E: Element> Kernel for FillLuts<'_, E> {
     }
 }
 
-/// One row, `R` registers of centroids at a time, which divide it: their sums stay in registers over the components.
+/// Computes one row, `R` registers of centroids at a time, whose sums stay in registers over the components. `R * LANES`
+/// divides ksub.
 #[inline(always)]
 fn fill_row<E: Element, S: Simd, const R: usize>(s: S, q: &[E], subspace: Subspace<'_>, row: &mut [f32]) {
     let columns = &subspace.columns[..q.len() * row.len()];

@@ -1,24 +1,27 @@
-//! Maximum inner product search: which tokens a step attends to.
+//! Maximum inner product search: the selection of the tokens that a decode step attends to.
 
-use crate::error::check_len;
-use crate::exact::dot;
-use crate::{Codes, Element, Error, GroupRule, Lut, SoftmaxStats, combine_group_into, scan_into, top_k_into};
+use crate::error::{check_at_least, check_len, count_rows};
+use crate::exact::ExactScores;
+use crate::{
+    Backend, Codes, Element, Error, GroupRule, Luts, SoftmaxStats, combine_group_into_with, scan_into_with,
+    top_k_into_with,
+};
 
-/// Which tokens are wanted.
+/// Parameters of [`search_into`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Search {
-    /// Tokens chosen by score, beside the sinks and the recent ones.
+    /// Tokens to select by score, in addition to the sinks and the recent tokens.
     pub k: usize,
-    /// First tokens that are always in.
+    /// First tokens of the sequence, which are always selected.
     pub sinks: usize,
-    /// Last tokens that are always in.
+    /// Last tokens of the sequence, which are always selected.
     pub recent: usize,
-    /// How the query heads of the group agree.
+    /// How the scores of a group of query heads are combined.
     pub rule: GroupRule,
 }
 
 impl Search {
-    /// Tokens that a search among `n` returns.
+    /// Number of tokens that a search among `n` returns.
     #[must_use]
     pub const fn found(&self, n: usize) -> usize {
         let wanted = self.k.saturating_add(self.sinks).saturating_add(self.recent);
@@ -26,54 +29,141 @@ impl Search {
     }
 }
 
-/// Finds the tokens that a group of query heads attends to: scan, agreement of the group, top-k, and the tokens that are always
-/// in.
+/// Parameters of [`rerank_into`].
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Rerank {
+    /// Candidates to keep.
+    pub k: usize,
+    /// How the scores of a group of query heads are combined.
+    pub rule: GroupRule,
+}
+
+/// Working memory of [`search_into`] and [`rerank_into`], borrowed from the caller, and the scores that they leave in it.
 ///
-/// Writes them in ascending order and returns how many ([`Search::found`]). Afterwards `scores` holds every query's table
-/// scores of all tokens, `combined` what [`combine_group_into`] makes of them, and `stats` their maximum and sum:
-/// [`SoftmaxStats::log_sum_exp`] tells what part of a query's attention the found tokens carry. Queries need no scale for the
-/// order of a single head's scores; a group's softmaxes want it as attention does.
+/// # Examples
+/// ```
+/// use pq_core::{SearchScratch, SoftmaxStats};
+/// let (group, n) = (2, 100);
+/// let mut floats = vec![0.0; SearchScratch::len(group, n)];
+/// let mut stats = [SoftmaxStats::EMPTY; 2];
+/// let scratch = SearchScratch::new(n, &mut floats, &mut stats)?;
+/// assert_eq!((scratch.scores().len(), scratch.combined().len()), (200, 100));
+/// # Ok::<(), pq_core::Error>(())
+/// ```
+#[derive(Debug)]
+pub struct SearchScratch<'a> {
+    scores: &'a mut [f32],         // (group, n)
+    combined: &'a mut [f32],       // (n,)
+    stats: &'a mut [SoftmaxStats], // (group,)
+}
+
+impl<'a> SearchScratch<'a> {
+    /// Floats that a search over `n` tokens by `group` query heads needs: `(group + 1) * n`.
+    #[must_use]
+    pub const fn len(group: usize, n: usize) -> usize {
+        group.saturating_mul(n).saturating_add(n)
+    }
+
+    /// Divides the caller's memory for `n` tokens and as many query heads as `stats` has elements.
+    ///
+    /// # Shapes
+    /// `floats` at least [`len`](Self::len) elements; `stats` (group,).
+    /// # Errors
+    /// [`Error::TooShort`].
+    pub fn new(n: usize, floats: &'a mut [f32], stats: &'a mut [SoftmaxStats]) -> Result<Self, Error> {
+        let len = Self::len(stats.len(), n);
+        check_at_least("search scratch", floats.len(), len)?;
+        let (scores, combined) = floats[..len].split_at_mut(len - n);
+        Ok(Self { scores, combined, stats })
+    }
+
+    /// The scores of all tokens for each query head: (group, n).
+    #[must_use]
+    pub const fn scores(&self) -> &[f32] {
+        self.scores
+    }
+
+    /// The combined scores, as [`combine_group_into`](crate::combine_group_into) defines them: (n,).
+    #[must_use]
+    pub const fn combined(&self) -> &[f32] {
+        self.combined
+    }
+
+    /// The softmax statistics of each query head over all tokens: (group,).
+    #[must_use]
+    pub const fn stats(&self) -> &[SoftmaxStats] {
+        self.stats
+    }
+
+    fn check(&self, group: usize, n: usize) -> Result<(), Error> {
+        check_len("heads of the search scratch", self.stats.len(), group)?;
+        check_len("tokens of the search scratch", self.combined.len(), n)
+    }
+}
+
+/// Selects the tokens that a group of query heads attends to: scan, combination of the group's scores, top-k, sinks and
+/// recent tokens.
+///
+/// Writes their indices in ascending order and returns how many there are ([`Search::found`]). Afterwards `scratch` holds the
+/// scores of all tokens and their statistics: [`SoftmaxStats::log_sum_exp`] gives the fraction of a query's attention that
+/// the selected tokens hold. The scale of a query does not change the selection for a single head. For a group, scale queries
+/// as for attention, since every head's scores pass through a softmax.
 ///
 /// # Shapes
-/// `luts` (group, m, ksub); `codes` n vectors; `scores` (group, n); `combined` (n,) scratch; `stats` (group,);
-/// `tokens` at least [`Search::found`] elements.
+/// `luts` (group, m, ksub); `codes` (n, m) packed; `scratch` for the same group and n; `tokens` at least [`Search::found`]
+/// elements.
 /// # Errors
-/// [`Error::Length`]; `tokens` is then untouched.
+/// [`Error::ShapeMismatch`], [`Error::Length`] for a scratch of other sizes, [`Error::TooShort`] for `tokens`, which is then
+/// untouched.
 /// # Cost
-/// group * n * m look-ups, the exponentials of [`combine_group_into`], one selection; no allocation.
+/// group * n * m lookups, the exponentials of [`combine_group_into`](crate::combine_group_into), one selection; no
+/// allocation.
 /// # Source
 /// PQCache (arXiv 2407.12820), 3.1 and 3.4.
 pub fn search_into(
-    luts: &[f32],
+    luts: &Luts<'_>,
     codes: &Codes<'_>,
     search: &Search,
-    scores: &mut [f32],
-    combined: &mut [f32],
-    stats: &mut [SoftmaxStats],
+    scratch: &mut SearchScratch<'_>,
     tokens: &mut [u32],
 ) -> Result<usize, Error> {
-    let (n, group) = (codes.n(), stats.len());
-    check_len("luts", luts.len(), group.saturating_mul(codes.shape().lut_len()))?;
-    check_len("scores", scores.len(), group.saturating_mul(n))?;
-    check_len("combined", combined.len(), n)?;
+    search_into_with(Backend::detect(), luts, codes, search, scratch, tokens)
+}
+
+/// [`search_into`] on a given backend.
+///
+/// # Errors
+/// As [`search_into`], and [`Error::BackendUnavailable`].
+pub fn search_into_with(
+    backend: Backend,
+    luts: &Luts<'_>,
+    codes: &Codes<'_>,
+    search: &Search,
+    scratch: &mut SearchScratch<'_>,
+    tokens: &mut [u32],
+) -> Result<usize, Error> {
+    backend.check()?;
+    let n = codes.n();
+    if luts.shape() != codes.shape() {
+        return Err(Error::ShapeMismatch);
+    }
+    scratch.check(luts.group(), n)?;
     let found = search.found(n);
-    if tokens.len() < found {
-        check_len("tokens", tokens.len(), found)?;
+    check_at_least("tokens", tokens.len(), found)?;
+    for (g, scores) in scratch.scores.chunks_exact_mut(n.max(1)).enumerate() {
+        scan_into_with(backend, &luts.lut(g), codes, scores)?;
     }
-    for (g, scores) in scores.chunks_exact_mut(n.max(1)).enumerate() {
-        scan_into(&Lut::nth(codes.shape(), luts, g), codes, scores)?;
-    }
-    combine_group_into(scores, search.rule, stats, combined)?;
-    // Tokens that are in anyway do not compete.
+    combine_group_into_with(backend, scratch.scores, search.rule, scratch.stats, scratch.combined)?;
+    // Sinks and recent tokens do not compete for the k places.
     let sinks = search.sinks.min(n);
     let recent = search.recent.min(n - sinks);
-    let middle = &combined[sinks..n - recent];
+    let middle = &scratch.combined[sinks..n - recent];
     let k = search.k.min(middle.len());
     for (i, token) in tokens[..sinks].iter_mut().enumerate() {
         *token = i as u32;
     }
     let chosen = &mut tokens[sinks..sinks + k];
-    top_k_into(middle, k, chosen)?;
+    top_k_into_with(backend, middle, k, chosen)?;
     chosen.iter_mut().for_each(|token| *token += sinks as u32);
     for (i, token) in tokens[sinks + k..found].iter_mut().enumerate() {
         *token = (n - recent + i) as u32;
@@ -81,40 +171,50 @@ pub fn search_into(
     Ok(found)
 }
 
-/// Ranks candidates again by exact scores and keeps the best `k`: the second step of a search that asked for more than it
-/// needs.
+/// Ranks candidates by exact scores and keeps the best `k`: the second step of a search that selected more tokens than
+/// attention needs.
 ///
-/// Writes positions in the candidate list, in ascending order, and returns how many: `min(k, candidates)`.
+/// Writes indices into the list of candidates, in ascending order, and returns how many there are: `min(k, candidates)`.
 ///
 /// # Shapes
-/// `queries` (group, dim); `keys` (candidates, dim), the candidates' exact keys; `scores` (group, candidates) and
-/// `combined` (candidates,) scratch; `stats` (group,); `kept` at least `min(k, candidates)` elements.
+/// `queries` (group, dim); `keys` (candidates, dim), the exact keys; `scratch` for the same group and candidates; `kept` at
+/// least `min(k, candidates)` elements.
 /// # Errors
-/// [`Error::Length`], [`Error::Zero`] for a dimension of zero.
+/// [`Error::Zero`] for no query or a dimension of zero, [`Error::PartialRow`], [`Error::Length`], or [`Error::TooShort`] for
+/// `kept`.
 /// # Cost
 /// group * candidates * dim multiply-adds and a selection; no allocation.
 pub fn rerank_into<E: Element>(
     queries: &[f32],
     keys: &[E],
-    (rule, k): (GroupRule, usize),
-    scores: &mut [f32],
-    combined: &mut [f32],
-    stats: &mut [SoftmaxStats],
+    rerank: &Rerank,
+    scratch: &mut SearchScratch<'_>,
     kept: &mut [u32],
 ) -> Result<usize, Error> {
-    let (group, n) = (stats.len(), combined.len());
-    let dim = queries.len() / group.max(1);
-    if dim == 0 {
-        return Err(Error::Zero { what: "dim" });
+    rerank_into_with(Backend::detect(), queries, keys, rerank, scratch, kept)
+}
+
+/// [`rerank_into`] on a given backend.
+///
+/// # Errors
+/// As [`rerank_into`], and [`Error::BackendUnavailable`].
+pub fn rerank_into_with<E: Element>(
+    backend: Backend,
+    queries: &[f32],
+    keys: &[E],
+    rerank: &Rerank,
+    scratch: &mut SearchScratch<'_>,
+    kept: &mut [u32],
+) -> Result<usize, Error> {
+    backend.check()?;
+    let (group, n) = (scratch.stats.len(), scratch.combined.len());
+    if group == 0 || queries.is_empty() {
+        return Err(Error::Zero { what: "the number of query components" });
     }
-    check_len("queries", queries.len(), group * dim)?;
+    let dim = count_rows("queries", queries.len(), group)?;
     check_len("keys", keys.len(), n.saturating_mul(dim))?;
-    check_len("scores", scores.len(), group.saturating_mul(n))?;
-    for (query, scores) in queries.chunks_exact(dim).zip(scores.chunks_exact_mut(n.max(1))) {
-        for (key, score) in keys.chunks_exact(dim).zip(scores) {
-            *score = dot(query, key);
-        }
-    }
-    combine_group_into(scores, rule, stats, combined)?;
-    top_k_into(combined, k, kept)
+    check_at_least("kept", kept.len(), rerank.k.min(n))?;
+    backend.run(ExactScores { queries, keys, dim, scores: scratch.scores });
+    combine_group_into_with(backend, scratch.scores, rerank.rule, scratch.stats, scratch.combined)?;
+    top_k_into_with(backend, scratch.combined, rerank.k, kept)
 }

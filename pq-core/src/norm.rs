@@ -6,22 +6,21 @@ const STEPS: f32 = 16.0;
 /// The code of a norm of 1.
 const ONE: f32 = 128.0;
 
-/// A vector's norm in a byte: sixteen steps an octave from 2^-8 to 2^8, so 2.2 % off at most; 0 and 255
-/// also stand for anything below and above.
+/// Encodes a vector's norm in a byte: sixteen steps per octave from 2^-8 to 2^8, so the error is at most 2.2 %. Norms outside
+/// this range get the nearest code, 0 or 255; NaN gets 0.
 #[must_use]
 pub fn encode_norm(norm: f32) -> u8 {
-    // The cast saturates, and takes NaN to 0.
+    // The cast saturates, and maps NaN to 0.
     (libm::log2f(norm) * STEPS + ONE + 0.5) as u8
 }
 
-/// The norm that a byte stands for.
+/// The norm that a code represents.
 #[must_use]
 pub fn decode_norm(code: u8) -> f32 {
     libm::exp2f((f32::from(code) - ONE) / STEPS)
 }
 
-/// Divides every row by its coded norm: codebooks then share their centroids between tokens of every length, for
-/// 8 bits a vector.
+/// Divides every row by its coded norm, so that tokens of every norm share the centroids. The norm takes 8 bits per vector.
 ///
 /// # Shapes
 /// `rows` (n, dim); `norms` (n,), fully written.

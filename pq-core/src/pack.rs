@@ -4,8 +4,8 @@
 //! 4-bit plane with bits 0 to 3 and a 2-bit plane with bits 4 and 5; 12 bits are an 8-bit and a 4-bit plane. In a plane of
 //! `w` bits, which is `8 w` bytes, token `i` has its bits in byte `i % (8 w)`, shifted left by `w * (i / (8 w))`.
 //!
-//! So a run is exactly packed at every width, a token is found without a search, and registers take it apart with
-//! one shift and one mask a plane, no byte ever crossing a lane.
+//! So a run is packed without gaps at every width, the place of a token follows from its index, and vector code unpacks a
+//! plane with one shift and one mask, without moving bytes across lanes.
 
 /// Codes in a run, and vectors in a block of codes.
 pub const BLOCK: usize = 64;
@@ -52,7 +52,7 @@ pub(crate) fn unpack_run(run: &[u8], nbits: u32) -> [u16; BLOCK] {
     codes
 }
 
-/// Writes the code of token `i` of a run, leaving the others.
+/// Writes the code of token `i` of a run and leaves the others unchanged.
 pub(crate) fn set_in_run(run: &mut [u8], nbits: u32, i: usize, code: u16) {
     let mut start = 0;
     for (width, shift) in planes(nbits) {

@@ -1,7 +1,7 @@
 use alloc::vec::Vec;
 
-/// SplitMix64 (Steele, Lea, Flood, OOPSLA 2014): the few random numbers that training takes must not change with a
-/// dependency's version, since the same seed promises the same bytes.
+/// SplitMix64 (Steele, Lea, Flood, OOPSLA 2014). The random numbers of training must not change with the version of a
+/// dependency, since equal seeds give equal bytes.
 pub(crate) struct SplitMix64(pub u64);
 
 impl SplitMix64 {
@@ -23,7 +23,7 @@ impl SplitMix64 {
         (self.next_u64() >> 11) as f64 / (1_u64 << 53) as f64
     }
 
-    /// `k` different numbers of `0..n` in random order; all of them in turn when `k >= n`.
+    /// `k` different indices below `n` in random order; `0..n` in ascending order when `k >= n`.
     pub fn sample(&mut self, n: usize, k: usize) -> Vec<usize> {
         let mut order: Vec<usize> = (0..n).collect();
         if k < n {

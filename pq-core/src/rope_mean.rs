@@ -1,19 +1,19 @@
-//! The mean of keys before RoPE, taken out after it.
+//! Subtraction of the keys' mean before RoPE from keys after RoPE.
 //!
-//! A key at position j is `R(j) k`; the keys' mean `mu`, taken before RoPE, rotates with the position, so in rotated keys it is a
-//! large part that no codebook shared by all positions can follow. Codes of `R(j) k - R(j) mu` are better at equal bits, and
-//! the part that was taken out adds to every score a number that depends on the query and the position alone:
+//! A key at position j is `R(j) k`. The mean `mu` of the keys before RoPE rotates with the position, and a codebook shared by
+//! all positions cannot represent it. Codes of `R(j) k - R(j) mu` have a smaller error at equal bits. The subtracted component
+//! contributes to every score a term that depends on the query and the position alone:
 //! `<q, R(j) mu> = sum over pairs of a cos(j f) + b sin(j f)`.
 
-use crate::error::check_len;
+use crate::error::{check_len, count_rows};
 use crate::pack::BLOCK;
 use crate::simd::Kernel;
 use crate::{Backend, Error};
 
-/// The mean key of a head before RoPE, with the cosines and sines of a block of positions; borrowed from the caller's
-/// storage.
+/// The mean key of a head before RoPE, with the cosines and sines of a block of positions, borrowed from the caller's
+/// storage. [`RopeMeanBuf`](crate::RopeMeanBuf) owns them.
 ///
-/// Pairs are Llama's: component `i` with `i + dim / 2`, rotated by `position * frequencies[i]`.
+/// Pairs are those of Llama: component `i` with `i + dim / 2`, rotated by `position * frequencies[i]`.
 ///
 /// # Source
 /// Su et al., RoFormer (arXiv 2104.09864), 3.2.
@@ -35,6 +35,8 @@ impl<'a> RopeMean<'a> {
     ///
     /// # Errors
     /// [`Error::Length`] or [`Error::NotFinite`].
+    /// # Cost
+    /// 32 * dim sines and cosines in `f64`: build it once and keep it.
     pub fn new(mean: &'a [f32], frequencies: &'a [f32], storage: &'a mut [f32]) -> Result<Self, Error> {
         check_len("mean", mean.len(), 2 * frequencies.len())?;
         check_len("storage", storage.len(), Self::storage_len(mean.len()))?;
@@ -50,15 +52,19 @@ impl<'a> RopeMean<'a> {
         Ok(Self { mean, frequencies, waves: storage })
     }
 
-    /// Takes `R(j) mu` out of rotated keys (n, dim) at positions `first` and on.
+    /// Subtracts `R(j) mu` from rotated keys (n, dim) at positions `first` and on.
     ///
     /// # Errors
-    /// [`Error::Length`]; `keys` is then untouched.
+    /// [`Error::PartialRow`]; `keys` is then untouched.
+    /// # Cost
+    /// n * dim / 2 sines and cosines in `f64`; no allocation.
     pub fn subtract(&self, first: usize, keys: &mut [f32]) -> Result<(), Error> {
         let dim = self.mean.len();
-        let n = keys.len() / dim.max(1);
-        check_len("keys", keys.len(), n * dim)?;
-        for (i, key) in keys.chunks_exact_mut(dim.max(1)).enumerate() {
+        if dim == 0 {
+            return check_len("keys", keys.len(), 0);
+        }
+        count_rows("keys", keys.len(), dim)?;
+        for (i, key) in keys.chunks_exact_mut(dim).enumerate() {
             let (x, y) = key.split_at_mut(dim / 2);
             let (mean_x, mean_y) = self.mean.split_at(dim / 2);
             for (d, (x, y)) in x.iter_mut().zip(y).enumerate() {
@@ -70,19 +76,72 @@ impl<'a> RopeMean<'a> {
         Ok(())
     }
 
-    /// What the mean adds to the scores of a rotated query: `scores[i] = <query, R(first + i) mu>`, the
-    /// [`bias`](crate::CodedTokens::bias) of attention on codes.
+    /// Computes the contribution of the mean to the scores of a rotated query: `scores[i] = <query, R(first + i) mu>`, the
+    /// [bias](crate::CodedTokens::with_bias) of attention on codes.
     ///
     /// # Shapes
     /// `query` (dim,); `scores` (n,), fully written.
     /// # Errors
     /// [`Error::Length`]; `scores` is then untouched.
     /// # Cost
-    /// n * dim multiply-adds and, per 64 positions, dim / 2 sines; no allocation.
+    /// n * dim multiply-adds and, per 64 positions, dim / 2 sines and cosines; no allocation.
     pub fn scores_into(&self, query: &[f32], first: usize, scores: &mut [f32]) -> Result<(), Error> {
+        self.scores_into_with(Backend::detect(), query, first, scores)
+    }
+
+    /// [`scores_into`](Self::scores_into) on a given backend.
+    ///
+    /// # Errors
+    /// As [`scores_into`](Self::scores_into), and [`Error::BackendUnavailable`].
+    pub fn scores_into_with(
+        &self,
+        backend: Backend,
+        query: &[f32],
+        first: usize,
+        scores: &mut [f32],
+    ) -> Result<(), Error> {
+        backend.check()?;
         check_len("query", query.len(), self.mean.len())?;
-        Backend::detect().run(Scores { mean: self, query, first, scores });
+        backend.run(Scores { mean: self, query, first, scores });
         Ok(())
+    }
+}
+
+/// A [`RopeMean`] that owns its mean, frequencies and cosines and sines, so that decode steps do not compute them again.
+///
+/// # Examples
+/// ```
+/// use pq_core::RopeMeanBuf;
+/// let mean = RopeMeanBuf::new(&[1.0, 0.0], &[0.5])?;
+/// let mut scores = [0.0; 2];
+/// mean.view().scores_into(&[1.0, 0.0], 0, &mut scores)?; // cos(0), cos(0.5)
+/// assert!((scores[1] - 0.5_f32.cos()).abs() < 1e-6);
+/// # Ok::<(), pq_core::Error>(())
+/// ```
+#[cfg(feature = "alloc")]
+#[derive(Clone, Debug)]
+pub struct RopeMeanBuf {
+    mean: alloc::vec::Vec<f32>,
+    frequencies: alloc::vec::Vec<f32>,
+    waves: alloc::vec::Vec<f32>, // as `RopeMean::new` fills it
+}
+
+#[cfg(feature = "alloc")]
+impl RopeMeanBuf {
+    /// As [`RopeMean::new`].
+    ///
+    /// # Errors
+    /// [`Error::Length`] or [`Error::NotFinite`].
+    pub fn new(mean: &[f32], frequencies: &[f32]) -> Result<Self, Error> {
+        let mut waves = alloc::vec![0.0; RopeMean::storage_len(mean.len())];
+        RopeMean::new(mean, frequencies, &mut waves)?;
+        Ok(Self { mean: mean.to_vec(), frequencies: frequencies.to_vec(), waves })
+    }
+
+    /// Borrows it.
+    #[must_use]
+    pub fn view(&self) -> RopeMean<'_> {
+        RopeMean { mean: &self.mean, frequencies: &self.frequencies, waves: &self.waves }
     }
 }
 
@@ -96,8 +155,8 @@ struct Scores<'a, 'b> {
 impl Kernel for Scores<'_, '_> {
     type Output = ();
 
-    /// Plain code, compiled to each set's registers: the waves are rotated to the block's first position once, then every
-    /// pair is two multiply-adds a position.
+    /// Portable code that the compiler vectorizes for each instruction set. The angle addition formulas move the query's
+    /// coefficients to the block's first position once, so that every pair costs two multiply-adds per position.
     #[inline(always)]
     fn scalar(self) {
         let half = self.query.len() / 2;

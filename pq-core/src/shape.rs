@@ -17,7 +17,7 @@ pub struct PqShape {
 }
 
 impl PqShape {
-    /// Checks and makes a shape.
+    /// A checked shape.
     ///
     /// # Errors
     /// [`Error::Zero`], [`Error::DimNotDivisible`], [`Error::NbitsOutOfRange`], or [`Error::TooLarge`] when the length of
@@ -35,7 +35,7 @@ impl PqShape {
         if nbits == 0 || nbits > 12 {
             return Err(Error::NbitsOutOfRange { nbits });
         }
-        // Bounds (dim << nbits) + (m << nbits), two bytes for each of m << nbits entries, and a block's bytes at once.
+        // This bounds (dim << nbits) + (m << nbits), two bytes for each of m << nbits entries, and the bytes of a block.
         if dim.checked_mul(2 << 12).is_none() {
             return Err(Error::TooLarge);
         }
@@ -78,7 +78,7 @@ impl PqShape {
         BLOCK / 8 * self.m * self.nbits as usize
     }
 
-    /// Bytes of the packed codes of `n` vectors: whole blocks, so up to 63 vectors more than `n`.
+    /// Bytes of the packed codes of `n` vectors, rounded up to whole blocks of [`BLOCK`] vectors.
     #[must_use]
     pub const fn codes_len(&self, n: usize) -> usize {
         n.div_ceil(BLOCK).saturating_mul(self.block_size())
@@ -96,7 +96,7 @@ impl PqShape {
         self.codebook_len() + self.lut_len()
     }
 
-    /// Elements of a look-up table (m, ksub).
+    /// Elements of a lookup table (m, ksub).
     #[must_use]
     pub const fn lut_len(&self) -> usize {
         self.m * self.ksub()

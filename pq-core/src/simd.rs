@@ -1,16 +1,16 @@
-//! What the vector kernels need of an instruction set.
+//! The operations of an instruction set that the vector kernels use.
 //!
-//! A kernel is written once, over [`Simd`], beside its scalar definition; [`Backend::run`](crate::Backend::run) compiles
-//! it for each set by inlining it into one function that has the set's target features. Each set's file is the list of its
-//! instructions.
+//! A kernel is written once, over [`Simd`], next to its scalar definition; [`Backend::run`](crate::Backend::run) compiles
+//! it for each instruction set by inlining it into one function with the target features of that set. The file of each set
+//! implements the operations.
 //!
-//! Codes come in runs of 64 (see `pack`), so the unit here is 64 of something: [`Simd::Bytes`] holds 64 bytes in token
-//! order, [`Simd::Block`] 64 floats in *block order*, an order of the set's own in which bytes are widened to floats without
+//! Codes come in runs of 64 (see `pack`), so the types here hold 64 elements: [`Simd::Bytes`] holds 64 bytes in token
+//! order, [`Simd::Block`] 64 floats in *block order*, an order specific to the set in which bytes are widened to floats without
 //! crossing 128-bit lanes.
 
-/// The features of an instruction set, named once: `run` compiles a kernel for those that `is_available` has asked for.
+/// Lists the features of an instruction set once: `run` compiles a kernel for exactly those that `is_available` checks.
 ///
-/// Features that another one implies are named, too: the compiler takes all of them as given.
+/// The list includes features that another one implies, since the compiler assumes all of them.
 #[cfg(target_arch = "x86_64")]
 macro_rules! x86_features {
     ($token:ident: $($feature:tt)*) => {
@@ -18,7 +18,7 @@ macro_rules! x86_features {
         pub(crate) fn is_available() -> bool {
             #[cfg(feature = "std")]
             {
-                // Every dispatch asks: one load instead of one for each feature.
+                // Every dispatch checks: one load instead of one per feature.
                 static AVAILABLE: std::sync::OnceLock<bool> = std::sync::OnceLock::new();
                 *AVAILABLE.get_or_init(|| true $(&& std::is_x86_feature_detected!($feature))*)
             }
@@ -28,7 +28,7 @@ macro_rules! x86_features {
             }
         }
 
-        /// Compiles and runs a kernel. Callers have found the set available.
+        /// Compiles and runs a kernel. Callers have checked `is_available`.
         pub(crate) fn run<K: Kernel>(kernel: K) -> K::Output {
             #[target_feature($(enable = $feature),*)]
             fn with_features<K: Kernel>(kernel: K) -> K::Output {
@@ -47,7 +47,7 @@ pub(crate) mod avx512;
 #[cfg(target_arch = "aarch64")]
 pub(crate) mod neon;
 
-/// An operation in its two forms. `vector` must be `#[inline(always)]`, so that it is compiled with the features of the
+/// An operation in its scalar and its vector form. `vector` must be `#[inline(always)]`, so that it is compiled with the features of the
 /// function that it is inlined into.
 pub(crate) trait Kernel {
     type Output;
@@ -111,7 +111,7 @@ pub(crate) trait Simd: Copy {
     /// `c - a * b`, rounded once.
     fn neg_mul_add(self, a: Self::F32, b: Self::F32, c: Self::F32) -> Self::F32;
 
-    /// The sum of the lanes, in an order of the set's own.
+    /// The sum of the lanes, in an order specific to the set.
     fn sum(self, x: Self::F32) -> f32;
 
     /// The smaller one; `b` where `a` is NaN.
@@ -136,13 +136,13 @@ pub(crate) trait Simd: Copy {
 
     /// Integers that order as the scores do (see `topk::key`).
     fn keys(self, scores: Self::F32) -> Self::U32;
-    /// One bit a lane, lane 0 lowest: whether `x >= bound`.
+    /// One bit per lane, lane 0 lowest: whether `x >= bound`.
     fn at_least(self, x: Self::U32, bound: Self::U32) -> u32;
-    /// The numbers of the lanes, from 0.
+    /// The indices of the lanes, from 0.
     fn lanes(self) -> Self::U32;
     fn add_u32(self, a: Self::U32, b: Self::U32) -> Self::U32;
-    /// Writes the chosen lanes of `x` (bits as of [`at_least`](Self::at_least)) without gaps. What stands behind them, up to
-    /// `LANES` in all, is undefined.
+    /// Writes the chosen lanes of `x` (bits as of [`at_least`](Self::at_least)) without gaps. The elements after them, up to
+    /// `LANES` in all, are undefined.
     ///
     /// # Safety
     /// `LANES` integers from `out` on are writable.

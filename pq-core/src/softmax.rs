@@ -2,11 +2,11 @@ use crate::Error;
 use crate::error::check_len;
 use crate::exp::exp;
 
-/// What a softmax over some tokens needs to be merged with one over others.
+/// The maximum and sum of a softmax over some tokens, which suffice to merge it with a softmax over others.
 ///
-/// Attention over part of the tokens leaves `out = sum_t exp(score_t - max) * value_t`, not yet divided, beside these two
-/// numbers. Every attention function here adds its tokens to such a pair, so codes, an exact window and retrieved tokens
-/// follow each other in any order; [`normalize`](Self::normalize) divides at the end.
+/// Attention over a subset of the tokens gives the unnormalized `out = sum_t exp(score_t - max) * value_t` and these two
+/// values. Every attention function here adds its tokens to such a pair, so codes, an exact window and retrieved tokens may
+/// follow each other in any order. [`normalize`](Self::normalize) divides at the end.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct SoftmaxStats {
     /// The highest score; minus infinity for no tokens.
@@ -28,7 +28,7 @@ impl SoftmaxStats {
     /// Adds attention over other tokens, `other_out` with `other`, to `out`.
     ///
     /// # Errors
-    /// [`Error::Length`] when the slices differ; nothing is then changed.
+    /// [`Error::Length`] when the slices differ in length; nothing is then changed.
     pub fn merge(&mut self, out: &mut [f32], other: Self, other_out: &[f32]) -> Result<(), Error> {
         check_len("other out", other_out.len(), out.len())?;
         let scale = self.absorb(other, out);
@@ -44,7 +44,7 @@ impl SoftmaxStats {
         out.iter_mut().for_each(|x| *x *= scale);
     }
 
-    /// Takes the numbers of other tokens in; returns the factor for their output.
+    /// Adds the statistics of other tokens; returns the factor for their output.
     pub(crate) fn absorb(&mut self, other: Self, out: &mut [f32]) -> f32 {
         self.raise_max(other.max, out);
         let scale = if other.max == f32::NEG_INFINITY { 0.0 } else { exp(other.max - self.max) };
@@ -52,12 +52,12 @@ impl SoftmaxStats {
         scale
     }
 
-    /// What scores are subtracted from: nothing is, while all are minus infinity.
+    /// The value to subtract from scores: 0 while all of them are minus infinity, whose differences would be NaN.
     pub(crate) fn finite_max(self) -> f32 {
         if self.max == f32::NEG_INFINITY { 0.0 } else { self.max }
     }
 
-    /// Makes room for scores up to `max`: what was summed so far is scaled down.
+    /// Raises the maximum to `max` and rescales the sums.
     pub(crate) fn raise_max(&mut self, max: f32, out: &mut [f32]) {
         if max > self.max {
             let scale = if self.max == f32::NEG_INFINITY { 0.0 } else { exp(self.max - max) };
@@ -68,7 +68,7 @@ impl SoftmaxStats {
     }
 }
 
-/// Partial results that are kept apart so that reductions vectorize; part of their definition.
+/// Number of partial results, which lets reductions vectorize; part of their definition.
 const LANES: usize = 16;
 
 /// The maximum, ignoring NaN; minus infinity for no scores.

@@ -1,24 +1,25 @@
 //! The k highest scores, in time linear in n for every k and every input.
 //!
-//! Scores become integers of the same order (`key`). The k-th highest key is cornered in an interval: one pass counts the
-//! keys above it and spreads those inside over 2,048 buckets, and the bucket that holds the k-th becomes the next interval; 32
-//! bits need three passes at most. A sample gives the first interval, so that the first pass has few keys to
-//! spread; if the sample misled, the search starts again from all keys. A last pass writes the indices in order.
+//! Scores are mapped to integers of the same order (`key`). A radix select then narrows an interval that contains the k-th
+//! highest key: one pass counts the keys above the interval and distributes those inside over 2,048 buckets, and the bucket of
+//! the k-th key becomes the next interval. 32 bits need at most three passes. A sample gives the first interval, so that the
+//! first pass distributes few keys. If the k-th key is not in that interval, the search starts again with all keys. A last
+//! pass writes the indices in order.
 
-use crate::error::check_len;
+use crate::error::check_at_least;
 use crate::simd::{Kernel, Simd};
 use crate::{Backend, Error};
 
 /// Selects the `k` highest scores in linear time.
 ///
 /// Writes their indices to the front of `indices`, in ascending order, and returns how many: `min(k, n)`. Of equal
-/// scores the lower index wins; NaN ranks with minus infinity, and the zeros are equal. The result has no freedom: every
-/// backend gives the same.
+/// scores the lower index wins; NaN ranks with minus infinity, and the zeros are equal. The result is fully determined: every
+/// backend returns the same indices.
 ///
 /// # Shapes
-/// `scores` (n,), n below 2^32; `indices` at least `min(k, n)` elements, of which those beyond the result are scratch.
+/// `scores` (n,), n below 2^32; `indices` at least `min(k, n)` elements. Elements beyond the result are undefined.
 /// # Errors
-/// [`Error::Length`] when `indices` is shorter.
+/// [`Error::TooShort`] for `indices`; [`Error::TooLarge`] for 2^32 scores or more.
 /// # Cost
 /// Four passes over `scores` for most inputs and five at most, 8 KiB of stack, no allocation.
 /// # Source
@@ -49,9 +50,7 @@ pub fn top_k_into_with(
         return Err(Error::TooLarge);
     }
     let k = k.min(scores.len());
-    if indices.len() < k {
-        check_len("indices", indices.len(), k)?;
-    }
+    check_at_least("indices", indices.len(), k)?;
     if k > 0 {
         let cut = backend.run(FindCut { scores, k });
         backend.run(Write { scores, cut, indices });
@@ -67,14 +66,14 @@ fn key(score: f32) -> u32 {
     bits ^ ((bits as i32 >> 31) as u32 | 0x8000_0000)
 }
 
-/// Which keys are selected: all above `key`, and the first `ties` of those equal to it.
+/// The selected keys: all above `key`, and the first `ties` of those equal to it.
 #[derive(Clone, Copy)]
 struct Cut {
     key: u32,
     ties: usize,
 }
 
-/// Keys `low..=high`, which hold the k-th highest.
+/// Keys `low..=high`, which contain the k-th highest.
 #[derive(Clone, Copy)]
 struct Interval {
     low: u32,
@@ -87,7 +86,7 @@ const BUCKETS: usize = 1 << BUCKETS_LOG2;
 impl Interval {
     const ALL: Self = Self { low: 0, high: u32::MAX };
 
-    /// Keys share a bucket when they agree but for this many low bits.
+    /// Number of low bits in which the keys of a bucket differ.
     const fn shift(&self) -> u32 {
         (u32::BITS - (self.high - self.low).leading_zeros()).saturating_sub(BUCKETS_LOG2)
     }
@@ -104,9 +103,9 @@ fn sampled_interval(scores: &[f32], k: usize) -> Interval {
     for (i, slot) in sample.iter_mut().enumerate() {
         *slot = key(scores[i * (scores.len() / SAMPLE)]);
     }
-    let part = k as f32 / scores.len() as f32;
-    let rank = (part * SAMPLE as f32) as usize; // from the top
-    let spread = 4 + (4.0 * libm::sqrtf(SAMPLE as f32 * part * (1.0 - part))) as usize;
+    let fraction = k as f32 / scores.len() as f32;
+    let rank = (fraction * SAMPLE as f32) as usize; // from the top
+    let spread = 4 + (4.0 * libm::sqrtf(SAMPLE as f32 * fraction * (1.0 - fraction))) as usize;
     // Ranks from the bottom.
     let high = if rank > spread { *sample.select_nth_unstable(SAMPLE - (rank - spread)).1 } else { u32::MAX };
     let low =
@@ -126,7 +125,7 @@ struct Counts {
 }
 
 impl FindCut<'_> {
-    /// Corners the k-th key; `count` is a pass over all scores.
+    /// Finds the k-th key; `count` is a pass over all scores.
     #[inline(always)]
     fn find(self, mut count: impl FnMut(&[f32], Interval, &mut Counts)) -> Cut {
         let mut interval = sampled_interval(self.scores, self.k);
@@ -144,7 +143,7 @@ impl FindCut<'_> {
                 found
             });
             let Some(bucket) = bucket else {
-                interval = Interval::ALL; // the sample misled
+                interval = Interval::ALL; // the sample was not representative
                 continue;
             };
             let low = interval.low + ((bucket as u32) << shift);
@@ -153,7 +152,7 @@ impl FindCut<'_> {
                 return Cut { key: low, ties: wanted };
             }
             if wanted == counts.buckets[bucket] as usize {
-                // All of the bucket: all keys above `low - 1`, or, when that does not exist, all keys equal to 0 as well.
+                // The whole bucket is selected: all keys above `low - 1` or, if `low` is 0, all keys.
                 return match low.checked_sub(1) {
                     Some(key) => Cut { key, ties: 0 },
                     None => Cut { key: 0, ties: usize::MAX },
@@ -193,7 +192,7 @@ fn count_key(key: u32, interval: Interval, counts: &mut Counts) {
     }
 }
 
-/// Keys inside the interval go through a buffer, so that no branch depends on the data.
+/// Keys inside the interval are collected in a buffer, so that no branch depends on the data.
 #[inline(always)]
 fn count_vector<S: Simd>(s: S, scores: &[f32], interval: Interval, counts: &mut Counts) {
     const BUFFER: usize = 512;
@@ -228,11 +227,11 @@ fn count_vector<S: Simd>(s: S, scores: &[f32], interval: Interval, counts: &mut 
 /// Counts a key that is inside the interval.
 #[inline(always)]
 fn count_inside(key: u32, interval: Interval, counts: &mut Counts) {
-    // The remainder tells the compiler what the interval's width does: there is such a bucket.
+    // The shifted key is below BUCKETS by the interval's width; the remainder spares the bounds check.
     counts.buckets[((key - interval.low) >> interval.shift()) as usize % BUCKETS] += 1;
 }
 
-/// Writes the indices of the selected scores.
+/// The pass that writes the indices of the selected scores.
 struct Write<'a, 'b> {
     scores: &'a [f32],
     cut: Cut,
@@ -255,7 +254,7 @@ impl Kernel for Write<'_, '_> {
         let (beyond, last) = (s.splat_u32(cut.key.wrapping_add(1)), cut.key == u32::MAX);
         let mut written = 0;
         let mut i = 0;
-        // A compressing write touches LANES slots, so the last ones are left to the scalar form.
+        // A compressing write touches LANES slots, so the scalar form writes the last ones.
         while i + S::LANES <= scores.len() && written + S::LANES <= indices.len() {
             // SAFETY: LANES scores from `i` on, and LANES slots from `written` on, exist.
             unsafe {
@@ -316,8 +315,8 @@ mod tests {
     }
 
     #[test]
-    fn a_sample_that_misleads_costs_a_pass_and_no_more() {
-        // The sample of equal distances sees only zeros.
+    fn an_unrepresentative_sample_gives_the_same_result() {
+        // The sample at equal distances contains only zeros.
         let n = 8 * 512 * 4;
         let scores: Vec<f32> = (0..n).map(|i| if i % 32 == 0 { 0.0 } else { 1.0 + i as f32 }).collect();
         for k in [1, 100, n / 10, n - 1] {

@@ -1,40 +1,41 @@
 use alloc::vec;
 use alloc::vec::Vec;
 
-use crate::error::{check_finite, check_len};
+use crate::error::{check_finite, check_len, count_rows};
 use crate::kmeans::{Clusters, Limits, Points};
 use crate::rng::SplitMix64;
 use crate::{Backend, Element, Error, PqShape};
 
-/// Where k-means starts.
+/// The initial centroids of k-means.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub enum Start<'a> {
-    /// At different random vectors.
+    /// Distinct random vectors.
     #[default]
     Random,
-    /// At random vectors that lie far apart (k-means++). Costs about one iteration more; on keys it gains little.
+    /// Random vectors that lie far apart (k-means++). It costs about one more iteration, and lowers the error on keys little.
     PlusPlus,
-    /// At given centroids (m, ksub, dsub): those of an earlier prompt or layer, or those to be refreshed.
+    /// Given centroids (m, ksub, dsub): a warm start from another prompt or layer, or a refresh.
     From(&'a [f32]),
 }
 
-/// How to train.
+/// Parameters of [`train`] and [`train_batch`].
 #[derive(Clone, Copy)]
 pub struct TrainOptions<'a> {
-    /// Most Lloyd iterations per subspace; 0 counts as 1. See [`CostModel`](crate::CostModel) for as many as stay hidden
-    /// behind the prefill.
+    /// Maximum number of Lloyd iterations per subspace; 0 counts as 1. [`ClusteringCost`](crate::ClusteringCost) gives the
+    /// number that overlaps with the prefill.
     pub iterations: usize,
-    /// Ends when an iteration lowers the error by no more than this part of it; at 0, when it no longer falls. Finite and
-    /// at least 0. Centroids without points are put to use before.
+    /// Training ends when an iteration lowers the error by no more than this fraction of it; with 0, when the error stops
+    /// falling. Finite and at least 0. Centroids without points are moved before.
     pub tolerance: f64,
-    /// Where to start.
+    /// The initial centroids.
     pub start: Start<'a>,
     /// Trains on at most this many of the vectors, drawn at random.
     pub max_vectors: Option<usize>,
-    /// Asked before every iteration but the first, from any thread; `true` ends the training of that subspace. The caller's
-    /// clock: results then depend on the machine.
+    /// A deadline: called before every iteration but the first, from any thread, it ends the training of that subspace by
+    /// `true`. Results then depend on the speed of the machine.
     pub time_is_up: Option<&'a (dyn Fn() -> bool + Sync)>,
-    /// Also assigns all vectors to the final centroids and returns their packed codes: cheaper than encoding them later.
+    /// Also assigns all vectors to the final centroids and returns their packed codes, which is cheaper than encoding them
+    /// later.
     pub encode: bool,
     /// The same seed gives the same bytes, whatever the number of threads.
     pub seed: u64,
@@ -60,21 +61,22 @@ impl Default for TrainOptions<'_> {
 pub struct Trained {
     /// Centroids (m, ksub, dsub), ready for [`Codebook::new`](crate::Codebook::new).
     pub centroids: Vec<f32>,
-    /// Summed squared error: of all vectors with [`TrainOptions::encode`]; else of the training vectors before the last
-    /// update of the centroids.
+    /// Summed squared error: with [`TrainOptions::encode`] that of all vectors, otherwise that of the training vectors before
+    /// the last update of the centroids.
     pub error: f64,
-    /// Most iterations that a subspace ran.
+    /// Maximum over the subspaces of the iterations that ran.
     pub iterations: usize,
-    /// Packed codes of all vectors, as [`Codes`](crate::Codes) takes them; empty unless asked for.
+    /// Packed codes of all vectors, as [`Codes`](crate::Codes) takes them; empty without [`TrainOptions::encode`].
     pub codes: Vec<u8>,
 }
 
-/// Trains a codebook: k-means in every subspace on its own.
+/// Trains a codebook: k-means in every subspace independently.
 ///
 /// # Shapes
-/// `vectors` (n, dim), n at least 1. With n below ksub the spare centroids repeat.
+/// `vectors` (n, dim), n at least 1. With n below ksub, vectors repeat as centroids.
 /// # Errors
-/// [`Error::Length`], [`Error::Zero`] for no vectors or a sample of none, [`Error::NotFinite`], [`Error::Tolerance`].
+/// [`Error::PartialRow`]; [`Error::Zero`] for no vectors or a sample of none; [`Error::Length`] for the centroids of a warm start;
+/// [`Error::NotFinite`]; [`Error::Tolerance`].
 /// # Cost
 /// At most `iterations * n * ksub * dim` multiply-adds; one copy of `vectors` in `f32`. With feature `rayon` the subspaces run
 /// in parallel.
@@ -93,14 +95,27 @@ pub fn train<E: Element>(
     vectors: &[E],
     options: &TrainOptions<'_>,
 ) -> Result<Trained, Error> {
-    let mut trained = train_batch(shape, &[vectors], options)?;
+    train_with(Backend::detect(), shape, vectors, options)
+}
+
+/// [`train`] on a given backend.
+///
+/// # Errors
+/// As [`train`], and [`Error::BackendUnavailable`].
+pub fn train_with<E: Element>(
+    backend: Backend,
+    shape: PqShape,
+    vectors: &[E],
+    options: &TrainOptions<'_>,
+) -> Result<Trained, Error> {
+    let mut trained = train_batch_with(backend, shape, &[vectors], options)?;
     trained.pop().ok_or(Error::Zero { what: "number of codebooks" })
 }
 
-/// [`train`] for many codebooks of one shape, such as one per layer and head, in one call: with feature `rayon` all their
-/// subspaces share the threads.
+/// [`train`] for many codebooks of one shape, such as one per layer and head. With feature `rayon` the subspaces of all
+/// codebooks share the threads.
 ///
-/// Each of `sets` is (n, dim) with its own n. [`Start::From`] gives every codebook the same start.
+/// Each of `sets` is (n, dim) with its own n. [`Start::From`] gives every codebook the same initial centroids.
 ///
 /// # Errors
 /// As [`train`].
@@ -109,12 +124,25 @@ pub fn train_batch<E: Element>(
     sets: &[&[E]],
     options: &TrainOptions<'_>,
 ) -> Result<Vec<Trained>, Error> {
+    train_batch_with(Backend::detect(), shape, sets, options)
+}
+
+/// [`train_batch`] on a given backend.
+///
+/// # Errors
+/// As [`train_batch`], and [`Error::BackendUnavailable`].
+pub fn train_batch_with<E: Element>(
+    backend: Backend,
+    shape: PqShape,
+    sets: &[&[E]],
+    options: &TrainOptions<'_>,
+) -> Result<Vec<Trained>, Error> {
+    backend.check()?;
     if !(options.tolerance >= 0.0 && options.tolerance.is_finite()) {
         return Err(Error::Tolerance);
     }
     for vectors in sets {
-        let n = vectors.len() / shape.dim();
-        check_len("vectors", vectors.len(), n * shape.dim())?;
+        let n = count_rows("vectors", vectors.len(), shape.dim())?;
         if n == 0 || options.max_vectors == Some(0) {
             return Err(Error::Zero { what: "number of vectors" });
         }
@@ -124,7 +152,6 @@ pub fn train_batch<E: Element>(
         check_len("starting centroids", centroids.len(), shape.codebook_len())?;
         check_finite("starting centroids", centroids)?;
     }
-    let backend = Backend::detect();
     let subspace =
         |task: usize| train_subspace(backend, shape, sets[task / shape.m()], task % shape.m(), options);
     let tasks = 0..sets.len() * shape.m();
@@ -138,7 +165,7 @@ pub fn train_batch<E: Element>(
     Ok(subspaces.chunks_exact(shape.m()).map(|subspaces| assemble(shape, subspaces)).collect())
 }
 
-/// One trained subspace and, where asked for, the runs of its codes.
+/// One trained subspace and, with [`TrainOptions::encode`], the runs of its codes.
 struct TrainedSubspace {
     clusters: Clusters,
     runs: Vec<u8>, // (blocks, 8 * nbits)
@@ -184,7 +211,7 @@ fn train_subspace<E: Element>(
     TrainedSubspace { clusters, runs }
 }
 
-/// Joins the subspaces of a codebook; their runs become blocks.
+/// Joins the subspaces of a codebook and interleaves their runs to blocks.
 fn assemble(shape: PqShape, subspaces: &[TrainedSubspace]) -> Trained {
     let run_len = 8 * shape.nbits() as usize;
     let blocks = subspaces.first().map_or(0, |subspace| subspace.runs.len() / run_len);

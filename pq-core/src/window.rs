@@ -1,8 +1,7 @@
-/// Which tokens stay exact: the first `sinks` and at least the last `recent`; the rest is compressed in batches.
+/// The window of exact tokens: the first `sinks` and at least the last `recent`. All others are compressed in batches.
 ///
-/// Pure arithmetic on token counts: a cache asks how many tokens it should evict next and moves the data itself. With
-/// `batch > 1` it is MILLION's residual block: up to `recent + batch - 1` recent tokens stay exact, so that a
-/// compressor that works on groups of tokens always gets whole groups.
+/// This is arithmetic on token counts; the cache moves the data. With `batch > 1` it is MILLION's residual block: up to
+/// `recent + batch - 1` recent tokens stay exact, so that a compressor that works on groups of tokens always gets whole groups.
 ///
 /// # Examples
 /// ```
@@ -15,7 +14,7 @@
 pub struct Window {
     /// First tokens of the sequence that are never compressed.
     pub sinks: usize,
-    /// Most recent tokens that are kept exact at least.
+    /// Minimum number of most recent tokens that stay exact.
     pub recent: usize,
     /// Tokens are evicted in multiples of this; 0 counts as 1.
     pub batch: usize,

@@ -12,8 +12,8 @@ fn backends() -> impl Iterator<Item = Backend> {
     Backend::ALL.into_iter().filter(|backend| backend.is_available())
 }
 
-/// Numbers in -1..1 from a seed.
-fn numbers(seed: u64, len: usize) -> Vec<f32> {
+/// Random values in -1..1 from a seed.
+fn random(seed: u64, len: usize) -> Vec<f32> {
     let mut state = seed.wrapping_mul(2).wrapping_add(1);
     let mut next = || {
         state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
@@ -24,7 +24,7 @@ fn numbers(seed: u64, len: usize) -> Vec<f32> {
 
 fn decoded(codebook: &Codebook<'_>, codes: &Codes<'_>) -> Vec<f32> {
     let mut rows = vec![0.0; codes.n() * codes.shape().dim()];
-    decode_into(codebook, codes, &mut rows).unwrap();
+    decode_into(codebook, codes, 0, &mut rows).unwrap();
     rows
 }
 
@@ -37,12 +37,12 @@ fn integer_tables_keep_their_bound_at_every_range() {
     let shape = PqShape::new(12, 6, 4).unwrap();
     for exponent in -149..124 {
         let range = 2_f64.powi(exponent);
-        let table: Vec<f32> = numbers(exponent as u64, shape.lut_len())
+        let table: Vec<f32> = random(exponent as u64, shape.lut_len())
             .iter()
             .map(|&x| (f64::from(x) * range) as f32)
             .collect();
         let packed: Vec<u8> =
-            numbers(7, shape.codes_len(200)).iter().map(|x| (x * 1e6) as i64 as u8).collect();
+            random(7, shape.codes_len(200)).iter().map(|x| (x * 1e6) as i64 as u8).collect();
         let codes = Codes::new(shape, 200, &packed).unwrap();
         let lut = Lut::new(shape, &table).unwrap();
         for precision in [LutPrecision::U8, LutPrecision::U16] {
@@ -108,7 +108,7 @@ fn large_components_have_nearest_centroids_and_errors() {
     for (dsub, nbits) in [(1, 3), (2, 6), (3, 8), (4, 5), (70, 4)] {
         let shape = PqShape::new(2 * dsub, 2, nbits).unwrap();
         for seed in 0..3 {
-            let mut unit = numbers(seed, shape.codebook_len());
+            let mut unit = random(seed, shape.codebook_len());
             let half = shape.ksub() / 2 * dsub;
             for subspace in unit.chunks_exact_mut(shape.ksub() * dsub) {
                 let (first, second) = subspace.split_at_mut(half);
@@ -118,7 +118,7 @@ fn large_components_have_nearest_centroids_and_errors() {
                 let centroids: Vec<f32> = unit.iter().map(|x| x * scale).collect();
                 let book = CodebookBuf::new(shape, &centroids).unwrap();
                 for size in [1e-3, 1.0, 1e12, 1e18, 1e19, 1e20, 1e30, 3e38, f32::MAX] {
-                    let mut row: Vec<f32> = numbers(seed ^ 9, shape.dim()).iter().map(|x| x * size).collect();
+                    let mut row: Vec<f32> = random(seed ^ 9, shape.dim()).iter().map(|x| x * size).collect();
                     let context = format!("dsub {dsub}, nbits {nbits}, centroids of {scale}, row of {size}");
                     check_large::<f32>(&book, &row, &context);
                     check_large::<bf16>(&book, &row.iter().map(|x| x * 0.9).collect::<Vec<_>>(), &context);
@@ -140,7 +140,7 @@ fn training_on_the_largest_numbers_leaves_finite_centroids() {
         let kinds = 1 + seed as usize / 4 % ends.len();
         for n in [1, 3, 20, 200] {
             let pick = |x: &f32| ends[((x + 1.0) * 1e6) as usize % kinds];
-            let rows: Vec<f32> = numbers(seed, n * dsub).iter().map(pick).collect();
+            let rows: Vec<f32> = random(seed, n * dsub).iter().map(pick).collect();
             for start in [Start::Random, Start::PlusPlus] {
                 let options = TrainOptions { start, seed, encode: true, ..Default::default() };
                 let trained = train(shape, &rows, &options).unwrap();
@@ -167,7 +167,7 @@ fn spare_centroids_go_to_points_without_one() {
         // Some points are many times as frequent as others.
         let n = [100, 150, 600][seed as usize / 9 % 3];
         let frequent = |x: f32| ((x * x * x.abs() * 27.0) as usize).min(26);
-        let rows: Vec<f32> = numbers(seed, 2 * n)
+        let rows: Vec<f32> = random(seed, 2 * n)
             .into_iter()
             .flat_map(|x| corners[3 * frequent(x)..][..3].iter().map(|y| (y + offset) * scale))
             .collect();
@@ -189,7 +189,7 @@ fn spare_centroids_go_to_points_without_one() {
 fn training_ends_by_itself_and_asks_for_a_tolerance() {
     let shape = PqShape::new(4, 2, 4).unwrap();
     for seed in 0..20 {
-        let mut rows = numbers(seed, 300 * 4);
+        let mut rows = random(seed, 300 * 4);
         if seed % 2 == 0 {
             rows.iter_mut().for_each(|x| *x = (*x * 1.5).round());
         }
@@ -215,15 +215,16 @@ fn training_ends_by_itself_and_asks_for_a_tolerance() {
 #[test]
 fn a_masked_token_contributes_nothing() {
     let (keys, values) = (PqShape::new(8, 4, 6).unwrap(), PqShape::new(12, 3, 5).unwrap());
-    let value_book = CodebookBuf::new(values, &numbers(1, values.codebook_len())).unwrap();
-    let luts = numbers(2, 3 * keys.lut_len());
+    let value_book = CodebookBuf::new(values, &random(1, values.codebook_len())).unwrap();
+    let tables = random(2, 3 * keys.lut_len());
+    let luts = Luts::new(keys, &tables).unwrap();
     for seed in 0..40_u64 {
         let n = [1, 64, 130, 1100][seed as usize % 4];
         let byte = |x: &f32| (x * 1e6) as i64 as u8;
-        let key_bytes: Vec<u8> = numbers(seed, keys.codes_len(n)).iter().map(byte).collect();
-        let value_bytes: Vec<u8> = numbers(seed ^ 5, values.codes_len(n)).iter().map(byte).collect();
-        let mut bias = numbers(seed ^ 6, 3 * n);
-        let mut scales = numbers(seed ^ 7, n);
+        let key_bytes: Vec<u8> = random(seed, keys.codes_len(n)).iter().map(byte).collect();
+        let value_bytes: Vec<u8> = random(seed ^ 5, values.codes_len(n)).iter().map(byte).collect();
+        let mut bias = random(seed ^ 6, 3 * n);
+        let mut scales = random(seed ^ 7, n);
         let mut spoiled = scales.clone();
         for t in (0..n).filter(|t| t % 3 == seed as usize % 3) {
             (0..3).for_each(|g| bias[g * n + t] = f32::NEG_INFINITY);
@@ -232,14 +233,11 @@ fn a_masked_token_contributes_nothing() {
         }
         for backend in backends() {
             let attend = |key_scales: &[f32], value_scales: &[f32]| {
-                let tokens = CodedTokens {
-                    keys: Codes::new(keys, n, &key_bytes).unwrap(),
-                    values: Codes::new(values, n, &value_bytes).unwrap(),
-                    codebook: value_book.view(),
-                    key_scales: Some(key_scales),
-                    value_scales: Some(value_scales),
-                    bias: Some(&bias),
-                };
+                let key_codes = Codes::new(keys, n, &key_bytes).unwrap();
+                let value_codes = Codes::new(values, n, &value_bytes).unwrap();
+                let tokens = CodedTokens::new(key_codes, value_codes, value_book.view()).unwrap();
+                let tokens = tokens.with_key_scales(key_scales).unwrap();
+                let tokens = tokens.with_value_scales(value_scales).unwrap().with_bias(bias.as_slice());
                 let mut scratch = vec![0.0; attend_scratch_len(values, 3)];
                 let (mut out, mut stats) = (vec![0.0; 3 * 12], vec![SoftmaxStats::EMPTY; 3]);
                 attend_into_with(backend, &luts, &tokens, &mut scratch, &mut out, &mut stats).unwrap();
@@ -283,6 +281,8 @@ proptest! {
         }
         let scratch = d * ksub.max(16) + group as u128 * 1024;
         prop_assert_eq!(attend_scratch_len(shape, group), as_far_as_it_goes(scratch));
+        let floats = (group as u128 + 1) * n as u128;
+        prop_assert_eq!(SearchScratch::len(group, n), as_far_as_it_goes(floats));
         prop_assert_eq!(RopeMean::storage_len(dim), as_far_as_it_goes(d * 64));
     }
 
@@ -293,23 +293,21 @@ proptest! {
         let codes = Codes::new(shape, 0, &[]).unwrap();
         let small = PqShape::new(2, 1, 1).unwrap();
         let values = CodebookBuf::new(small, &[0.5; 4]).unwrap();
-        let tokens = CodedTokens {
-            keys: codes,
-            values: Codes::new(small, 0, &[]).unwrap(),
-            codebook: values.view(),
-            key_scales: None,
-            value_scales: None,
-            bias: None,
-        };
+        let tokens = CodedTokens::new(codes, Codes::new(small, 0, &[]).unwrap(), values.view()).unwrap();
+        let luts = Luts::new(shape, &[]).unwrap();
+        let one = [0.0];
+        let partial = Luts::new(shape, &one).map(|_| ());
+        prop_assert!(shape.lut_len() == 1 || matches!(partial, Err(Error::PartialRow { .. })), "{:?}", partial);
         let mut stats = vec![SoftmaxStats::EMPTY; group];
-        let is_length = |error| matches!(error, Err(Error::Length { what: "luts", .. }));
+        let is_length = |error| matches!(error, Err(Error::Length { actual, expected: 0, .. }) if actual == group);
         for backend in backends() {
             let (mut scratch, mut out) = (vec![0.0; attend_scratch_len(small, group)], vec![0.0; group * 2]);
-            let result = attend_into_with(backend, &[], &tokens, &mut scratch, &mut out, &mut stats);
+            let result = attend_into_with(backend, &luts, &tokens, &mut scratch, &mut out, &mut stats);
             prop_assert!(is_length(result), "{:?}", result);
         }
         let search = Search { k: usize::MAX, sinks: usize::MAX, recent: usize::MAX, rule: GroupRule::SumOfSoftmax };
-        let result = search_into(&[], &codes, &search, &mut [], &mut [], &mut stats, &mut []).map(|_| ());
+        let mut scratch = SearchScratch::new(0, &mut [], &mut stats).unwrap();
+        let result = search_into(&luts, &codes, &search, &mut scratch, &mut []).map(|_| ());
         prop_assert!(is_length(result), "{:?}", result);
     }
 

@@ -1,4 +1,5 @@
-//! A decode step allocates nothing: table, scan, selection, attention on codes and on the window, appending a token.
+//! A decode step does not allocate: lookup tables, scan, search, re-ranking, attention on codes and on the window, the scores
+//! of a rotated mean, encoding and decoding of a token.
 
 #![allow(clippy::unwrap_used, unsafe_code)]
 
@@ -10,11 +11,11 @@ use pq_core::*;
 struct Counting;
 
 thread_local! {
-    // Of this thread alone: the test harness allocates on its own thread at any time.
+    // Thread-local, since the test harness allocates on its own thread at any time.
     static ALLOCATIONS: Cell<usize> = const { Cell::new(0) };
 }
 
-// SAFETY: passes every call on to the system's allocator.
+// SAFETY: forwards every call to the system's allocator.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         ALLOCATIONS.set(ALLOCATIONS.get() + 1);
@@ -32,7 +33,7 @@ unsafe impl GlobalAlloc for Counting {
 static ALLOCATOR: Counting = Counting;
 
 #[test]
-fn a_decode_step_allocates_nothing() {
+fn a_decode_step_does_not_allocate() {
     let (n, group, dim) = (3000, 4, 64);
     for nbits in [4, 6, 8, 12] {
         let shape = PqShape::new(dim, 16, nbits).unwrap();
@@ -42,10 +43,12 @@ fn a_decode_step_allocates_nothing() {
         let mut bytes: Vec<u8> = (0..shape.codes_len(n)).map(|i| (i * 31) as u8).collect();
         let queries: Vec<f32> = (0..group * dim).map(|i| (i as f32 * 0.11).cos() / 8.0).collect();
         let window: Vec<f32> = (0..64 * dim).map(|i| (i as f32 * 0.23).sin()).collect();
-        let mut luts = vec![0.0; group * shape.lut_len()];
+        let mut tables = vec![0.0; group * shape.lut_len()];
         let mut integers = vec![0; shape.quantized_lut_len(LutPrecision::U8)];
         let mut scratch = vec![0.0; attend_scratch_len(shape, group)];
-        let (mut scores, mut combined) = (vec![0.0; group * n], vec![0.0; n]);
+        let (mut floats, mut scores) = (vec![0.0; SearchScratch::len(group, n)], vec![0.0; n]);
+        let (mean, frequencies) = (vec![0.5; dim], vec![0.25; dim / 2]);
+        let mean = RopeMeanBuf::new(&mean, &frequencies).unwrap();
         let (mut out, mut stats) = (vec![0.0; group * dim], vec![SoftmaxStats::EMPTY; group]);
         let search = Search { k: n / 10, sinks: 4, recent: 64, rule: GroupRule::SumOfSoftmax };
         let mut tokens = vec![0; search.found(n)];
@@ -54,23 +57,23 @@ fn a_decode_step_allocates_nothing() {
             let before = ALLOCATIONS.get();
             encode_into_with(backend, &codebook, &window[..dim], n - 1, &mut bytes).unwrap();
             let codes = Codes::new(shape, n, &bytes).unwrap();
-            lut_into_with(backend, &codebook, &queries, &mut luts).unwrap();
-            let lut = Lut::new(shape, &luts[..shape.lut_len()]).unwrap();
+            let luts = lut_into_with(backend, &codebook, &queries, &mut tables).unwrap();
+            let lut = luts.lut(0);
             let quantized = QuantizedLut::new_with(backend, &lut, LutPrecision::U8, &mut integers).unwrap();
-            scan_quantized_into_with(backend, &quantized, &codes, &mut combined).unwrap();
-            search_into(&luts, &codes, &search, &mut scores, &mut combined, &mut stats, &mut tokens).unwrap();
+            scan_quantized_into_with(backend, &quantized, &codes, &mut scores).unwrap();
+            let mut found = SearchScratch::new(n, &mut floats, &mut stats).unwrap();
+            search_into_with(backend, &luts, &codes, &search, &mut found, &mut tokens).unwrap();
+            let mut found = SearchScratch::new(64, &mut floats, &mut stats).unwrap();
+            let rerank = Rerank { k: 8, rule: search.rule };
+            rerank_into_with(backend, &queries, &window, &rerank, &mut found, &mut tokens).unwrap();
+            mean.view().scores_into_with(backend, &queries[..dim], 5, &mut scores).unwrap();
+            decode_into(&codebook, &codes, n - 1, &mut out[..dim]).unwrap();
             out.fill(0.0);
             stats.fill(SoftmaxStats::EMPTY);
-            let coded = CodedTokens {
-                keys: codes,
-                values: codes,
-                codebook,
-                key_scales: None,
-                value_scales: None,
-                bias: None,
-            };
+            let coded = CodedTokens::new(codes, codes, codebook).unwrap();
             attend_into_with(backend, &luts, &coded, &mut scratch, &mut out, &mut stats).unwrap();
-            attend_exact_into(&queries, &window, &window, &mut combined[..64], &mut out, &mut stats).unwrap();
+            let scores = &mut scores[..64];
+            attend_exact_into_with(backend, &queries, &window, &window, scores, &mut out, &mut stats).unwrap();
             assert_eq!(ALLOCATIONS.get(), before, "{backend:?} at {nbits} bits");
         }
     }

@@ -1,4 +1,4 @@
-//! The definitions against plain formulas in f64, and every backend against the scalar one, on random shapes and values.
+//! Compares the definitions with plain formulas in f64, and every backend with the scalar one, on random shapes and values.
 
 #![allow(clippy::unwrap_used, clippy::panic)]
 
@@ -10,8 +10,8 @@ fn backends() -> impl Iterator<Item = Backend> {
     Backend::ALL.into_iter().filter(|backend| backend.is_available())
 }
 
-/// Numbers from a seed: cheaper for proptest than vectors, and as random.
-fn numbers(seed: u64, len: usize, scale: f32) -> Vec<f32> {
+/// Random values from a seed, which proptest generates and shrinks faster than vectors.
+fn random(seed: u64, len: usize, scale: f32) -> Vec<f32> {
     let mut state = seed.wrapping_mul(2).wrapping_add(1);
     let mut next = || {
         state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
@@ -21,7 +21,7 @@ fn numbers(seed: u64, len: usize, scale: f32) -> Vec<f32> {
 }
 
 fn bytes(seed: u64, len: usize) -> Vec<u8> {
-    numbers(seed, len, 1.0).iter().map(|x| (x * 1e6) as i64 as u8).collect()
+    random(seed, len, 1.0).iter().map(|x| (x * 1e6) as i64 as u8).collect()
 }
 
 fn shapes() -> impl Strategy<Value = PqShape> {
@@ -35,7 +35,7 @@ fn lengths() -> impl Strategy<Value = usize> {
 }
 
 fn codebook(shape: PqShape, seed: u64) -> CodebookBuf {
-    CodebookBuf::new(shape, &numbers(seed, shape.codebook_len(), 1.0)).unwrap()
+    CodebookBuf::new(shape, &random(seed, shape.codebook_len(), 1.0)).unwrap()
 }
 
 fn ip(a: &[f32], b: &[f32]) -> f64 {
@@ -48,7 +48,7 @@ fn same_bits(a: &[f32], b: &[f32]) -> bool {
 
 fn decoded(codebook: &Codebook<'_>, codes: &Codes<'_>) -> Vec<f32> {
     let mut rows = vec![0.0; codes.n() * codes.shape().dim()];
-    decode_into(codebook, codes, &mut rows).unwrap();
+    decode_into(codebook, codes, 0, &mut rows).unwrap();
     rows
 }
 
@@ -73,7 +73,7 @@ fn assert_nearest(codebook: &Codebook<'_>, rows: &[f32], codes: &Codes<'_>, firs
 
 fn check_encode<E: Element>(shape: PqShape, seed: u64, n: usize, first: usize) {
     let book = codebook(shape, seed);
-    let rows: Vec<E> = numbers(seed ^ 1, n * shape.dim(), 2.0).into_iter().map(E::from_f32).collect();
+    let rows: Vec<E> = random(seed ^ 1, n * shape.dim(), 2.0).into_iter().map(E::from_f32).collect();
     let exact: Vec<f32> = rows.iter().map(|x| x.to_f32()).collect();
     for backend in backends() {
         let before = bytes(seed ^ 2, shape.codes_len(first + n));
@@ -138,25 +138,25 @@ proptest! {
     #[test]
     fn tables_and_scores_have_the_same_bits_everywhere(shape in shapes(), seed: u64, n in lengths(), group in 1_usize..4) {
         let book = codebook(shape, seed);
-        let queries = numbers(seed ^ 1, group * shape.dim(), 3.0);
+        let queries = random(seed ^ 1, group * shape.dim(), 3.0);
         let packed = bytes(seed ^ 2, shape.codes_len(n));
         let codes = Codes::new(shape, n, &packed).unwrap();
         let keys = decoded(&book.view(), &codes);
         let mut expected: Option<(Vec<f32>, Vec<f32>)> = None;
         for backend in backends() {
-            let mut luts = vec![0.0; group * shape.lut_len()];
-            lut_into_with(backend, &book.view(), &queries, &mut luts).unwrap();
-            let last = &luts[(group - 1) * shape.lut_len()..];
+            let mut tables = vec![0.0; group * shape.lut_len()];
+            let luts = lut_into_with(backend, &book.view(), &queries, &mut tables).unwrap();
+            prop_assert_eq!((luts.shape(), luts.group()), (shape, group));
             let mut scores = vec![0.0; n];
-            scan_into_with(backend, &Lut::new(shape, last).unwrap(), &codes, &mut scores).unwrap();
+            scan_into_with(backend, &luts.lut(group - 1), &codes, &mut scores).unwrap();
             let query = &queries[(group - 1) * shape.dim()..];
             for (key, &score) in keys.chunks_exact(shape.dim()).zip(&scores) {
                 prop_assert!((ip(query, key) - f64::from(score)).abs() < 1e-3);
             }
             match &expected {
-                None => expected = Some((luts, scores)),
-                Some((tables, all)) => {
-                    prop_assert!(same_bits(&luts, tables), "{:?}", backend);
+                None => expected = Some((tables, scores)),
+                Some((luts, all)) => {
+                    prop_assert!(same_bits(&tables, luts), "{:?}", backend);
                     prop_assert!(same_bits(&scores, all), "{:?}", backend);
                 }
             }
@@ -166,7 +166,7 @@ proptest! {
     #[test]
     fn integer_tables_keep_their_bound_and_their_bits(shape in shapes(), seed: u64, n in lengths(), wide: bool) {
         let precision = if wide { LutPrecision::U16 } else { LutPrecision::U8 };
-        let table = numbers(seed, shape.lut_len(), 5.0);
+        let table = random(seed, shape.lut_len(), 5.0);
         let lut = Lut::new(shape, &table).unwrap();
         let packed = bytes(seed ^ 2, shape.codes_len(n));
         let codes = Codes::new(shape, n, &packed).unwrap();
@@ -201,10 +201,10 @@ proptest! {
         let (key_codes, value_codes) =
             (Codes::new(keys, n, &key_bytes).unwrap(), Codes::new(values, n, &value_bytes).unwrap());
         let (rows, value_rows) = (decoded(&key_book.view(), &key_codes), decoded(&value_book.view(), &value_codes));
-        let queries = numbers(seed ^ 4, group * keys.dim(), 1.0);
-        let key_scales: Vec<f32> = numbers(seed ^ 5, n, 0.5).iter().map(|x| x + 1.0).collect();
-        let value_scales: Vec<f32> = numbers(seed ^ 6, n, 0.5).iter().map(|x| x + 1.0).collect();
-        let mut bias = numbers(seed ^ 7, group * n, 2.0);
+        let queries = random(seed ^ 4, group * keys.dim(), 1.0);
+        let key_scales: Vec<f32> = random(seed ^ 5, n, 0.5).iter().map(|x| x + 1.0).collect();
+        let value_scales: Vec<f32> = random(seed ^ 6, n, 0.5).iter().map(|x| x + 1.0).collect();
+        let mut bias = random(seed ^ 7, group * n, 2.0);
         if masked > 0 {
             // Some tokens, or a whole chunk of them, are hidden; the last stays.
             for (i, bias) in bias.iter_mut().enumerate() {
@@ -214,18 +214,13 @@ proptest! {
                 }
             }
         }
-        let tokens = CodedTokens {
-            keys: key_codes,
-            values: value_codes,
-            codebook: value_book.view(),
-            key_scales: Some(&key_scales),
-            value_scales: Some(&value_scales),
-            bias: Some(&bias),
-        };
+        let tokens = CodedTokens::new(key_codes, value_codes, value_book.view()).unwrap();
+        let tokens = tokens.with_key_scales(key_scales.as_slice()).unwrap();
+        let tokens = tokens.with_value_scales(value_scales.as_slice()).unwrap().with_bias(bias.as_slice());
         let reference =
             Reference { keys: &rows, values: &value_rows, key_scales: &key_scales, value_scales: &value_scales };
-        let mut luts = vec![0.0; group * keys.lut_len()];
-        lut_into(&key_book.view(), &queries, &mut luts).unwrap();
+        let mut tables = vec![0.0; group * keys.lut_len()];
+        let luts = lut_into(&key_book.view(), &queries, &mut tables).unwrap();
         for backend in backends() {
             let mut scratch = vec![f32::NAN; attend_scratch_len(values, group)];
             let mut out = vec![0.0; group * values.dim()];
@@ -251,8 +246,8 @@ proptest! {
     #[test]
     fn parts_merge_into_the_whole(seed: u64, n in 1_usize..300, cut in 0_usize..300, group in 1_usize..4) {
         let cut = cut.min(n);
-        let (keys, values) = (numbers(seed, n * 24, 1.0), numbers(seed ^ 1, n * 16, 1.0));
-        let queries = numbers(seed ^ 2, group * 24, 2.0);
+        let (keys, values) = (random(seed, n * 24, 1.0), random(seed ^ 1, n * 16, 1.0));
+        let queries = random(seed ^ 2, group * 24, 2.0);
         let attend = |range: core::ops::Range<usize>, out: &mut [f32], stats: &mut [SoftmaxStats]| {
             let mut scores = vec![0.0; range.len()];
             let (k, v) = (&keys[range.start * 24..range.end * 24], &values[range.start * 16..range.end * 16]);
@@ -288,7 +283,7 @@ proptest! {
     #[test]
     fn top_k_equals_a_full_sort(seed: u64, n in prop_oneof![0_usize..300, 4000_usize..9000], k in 0_usize..9000, kind in 0..5) {
         let k = k % (n + 20);
-        let scores: Vec<f32> = numbers(seed, n, 1.0)
+        let scores: Vec<f32> = random(seed, n, 1.0)
             .into_iter()
             .enumerate()
             .map(|(i, x)| match kind {
@@ -319,21 +314,22 @@ proptest! {
     ) {
         let shape = PqShape::new(8, 4, 6).unwrap();
         let rule = if max { GroupRule::MaxOfSoftmax } else { GroupRule::SumOfSoftmax };
-        let luts = numbers(seed, group * shape.lut_len(), 2.0);
+        let tables = random(seed, group * shape.lut_len(), 2.0);
+        let luts = Luts::new(shape, &tables).unwrap();
         let packed = bytes(seed ^ 1, shape.codes_len(n));
         let codes = Codes::new(shape, n, &packed).unwrap();
         let search = Search { k, sinks, recent, rule };
-        let (mut scores, mut combined) = (vec![0.0; group * n], vec![0.0; n]);
+        let mut floats = vec![0.0; SearchScratch::len(group, n)];
         let (mut stats, mut tokens) = (vec![SoftmaxStats::EMPTY; group], vec![0; search.found(n)]);
-        let found =
-            search_into(&luts, &codes, &search, &mut scores, &mut combined, &mut stats, &mut tokens).unwrap();
+        let mut scratch = SearchScratch::new(n, &mut floats, &mut stats).unwrap();
+        let found = search_into(&luts, &codes, &search, &mut scratch, &mut tokens).unwrap();
         prop_assert_eq!(found, (k + sinks + recent).min(n));
         prop_assert!(tokens.is_sorted() && tokens.windows(2).all(|w| w[0] != w[1]));
         let always = |t: usize| t < sinks || t + recent >= n;
         prop_assert!((0..n).filter(|&t| always(t)).all(|t| tokens.contains(&(t as u32))));
         // No token left out has a clearly higher share than one that competed and is in.
         let mut share = vec![0.0_f64; n];
-        for scores in scores.chunks_exact(n) {
+        for scores in scratch.scores().chunks_exact(n) {
             let total: f64 = scores.iter().map(|&s| f64::from(s).exp()).sum();
             for (share, &s) in share.iter_mut().zip(scores) {
                 let p = f64::from(s).exp() / total;
@@ -348,9 +344,9 @@ proptest! {
 
     #[test]
     fn outliers_come_back(seed: u64, n in 1_usize..40, count in 0_usize..30) {
-        let rows = numbers(seed, n * 6, 3.0);
+        let rows = random(seed, n * 6, 3.0);
         let count = count.min(rows.len());
-        let centre = numbers(seed ^ 1, 6, 1.0);
+        let centre = random(seed ^ 1, 6, 1.0);
         let (mut left, mut list) = (rows.clone(), vec![Outlier::default(); count]);
         let (mut distances, mut indices) = (vec![0.0; rows.len()], vec![0; count]);
         extract_outliers(&mut left, &centre, &mut distances, &mut indices, &mut list).unwrap();
@@ -365,19 +361,51 @@ proptest! {
     #[test]
     fn the_rotated_mean_is_taken_out_of_keys_and_put_back_into_scores(seed: u64, n in 1_usize..200, first in 0_usize..100_000) {
         let dim = 16;
-        let mean = numbers(seed, dim, 2.0);
+        let mean = random(seed, dim, 2.0);
         let frequencies: Vec<f32> = (0..dim / 2).map(|i| 10_000_f32.powf(-(i as f32) / 8.0)).collect();
         let mut storage = vec![0.0; RopeMean::storage_len(dim)];
         let rope_mean = RopeMean::new(&mean, &frequencies, &mut storage).unwrap();
-        let (keys, query) = (numbers(seed ^ 1, n * dim, 1.0), numbers(seed ^ 2, dim, 1.0));
+        let (keys, query) = (random(seed ^ 1, n * dim, 1.0), random(seed ^ 2, dim, 1.0));
         let mut left = keys.clone();
         rope_mean.subtract(first, &mut left).unwrap();
-        let mut scores = vec![0.0; n];
-        rope_mean.scores_into(&query, first, &mut scores).unwrap();
-        for (i, (key, left)) in keys.chunks_exact(dim).zip(left.chunks_exact(dim)).enumerate() {
-            let whole = ip(&query, left) + f64::from(scores[i]);
-            prop_assert!((whole - ip(&query, key)).abs() < 1e-4, "{} {}", whole, ip(&query, key));
+        let owned = RopeMeanBuf::new(&mean, &frequencies).unwrap();
+        for backend in backends() {
+            let (mut scores, mut again) = (vec![0.0; n], vec![0.0; n]);
+            rope_mean.scores_into_with(backend, &query, first, &mut scores).unwrap();
+            owned.view().scores_into_with(backend, &query, first, &mut again).unwrap();
+            prop_assert!(same_bits(&scores, &again));
+            for (i, (key, left)) in keys.chunks_exact(dim).zip(left.chunks_exact(dim)).enumerate() {
+                let whole = ip(&query, left) + f64::from(scores[i]);
+                prop_assert!((whole - ip(&query, key)).abs() < 1e-4, "{} {}", whole, ip(&query, key));
+            }
         }
+    }
+
+    #[test]
+    fn a_range_decodes_as_in_the_whole(shape in shapes(), seed: u64, n in 0_usize..200, first in 0_usize..200, count in 0_usize..200) {
+        let book = codebook(shape, seed);
+        let packed = bytes(seed ^ 1, shape.codes_len(n));
+        let codes = Codes::new(shape, n, &packed).unwrap();
+        let whole = decoded(&book.view(), &codes);
+        let mut rows = vec![0.0_f32; count * shape.dim()];
+        let result = decode_into(&book.view(), &codes, first, &mut rows);
+        if first + count <= n {
+            prop_assert!(result.is_ok());
+            prop_assert!(same_bits(&rows, &whole[first * shape.dim()..][..rows.len()]));
+        } else {
+            prop_assert_eq!(result, Err(Error::TooShort { what: "codes", needed: first + count, actual: n }));
+            prop_assert!(rows.iter().all(|&x| x == 0.0));
+        }
+    }
+
+    #[test]
+    fn a_codebook_returns_its_centroids(shape in shapes(), seed: u64) {
+        let centroids = random(seed, shape.codebook_len(), 1.0);
+        let book = CodebookBuf::new(shape, &centroids).unwrap();
+        let mut returned = vec![f32::NAN; centroids.len()];
+        book.view().centroids_into(&mut returned).unwrap();
+        prop_assert!(same_bits(&returned, &centroids) && same_bits(&book.centroids(), &centroids));
+        prop_assert!(book.view().centroids_into(&mut returned[1..]).is_err());
     }
 }
 
@@ -388,7 +416,7 @@ fn trained_bytes(trained: &Trained) -> (Vec<u32>, Vec<u8>, u64) {
 #[test]
 fn training_does_not_depend_on_the_number_of_threads() {
     let shape = PqShape::new(24, 6, 4).unwrap();
-    let sets = [numbers(1, 500 * 24, 1.0), numbers(2, 77 * 24, 1.0), numbers(3, 24, 1.0)];
+    let sets = [random(1, 500 * 24, 1.0), random(2, 77 * 24, 1.0), random(3, 24, 1.0)];
     let sets: Vec<&[f32]> = sets.iter().map(Vec::as_slice).collect();
     for start in [Start::Random, Start::PlusPlus] {
         let options = TrainOptions { iterations: 5, seed: 42, start, encode: true, ..Default::default() };
@@ -408,7 +436,7 @@ fn training_does_not_depend_on_the_number_of_threads() {
 #[test]
 fn the_codes_of_training_are_those_of_encoding() {
     let shape = PqShape::new(24, 6, 5).unwrap();
-    let rows = numbers(9, 333 * 24, 1.0);
+    let rows = random(9, 333 * 24, 1.0);
     for max_vectors in [None, Some(100)] {
         let options = TrainOptions { iterations: 4, encode: true, max_vectors, ..Default::default() };
         let trained = train(shape, &rows, &options).unwrap();
@@ -424,7 +452,7 @@ fn the_codes_of_training_are_those_of_encoding() {
 #[test]
 fn more_iterations_and_a_warm_start_lower_the_error() {
     let shape = PqShape::new(16, 4, 6).unwrap();
-    let rows = numbers(5, 2000 * 16, 1.0);
+    let rows = random(5, 2000 * 16, 1.0);
     let train = |iterations, start| {
         train(shape, &rows, &TrainOptions { iterations, start, encode: true, ..Default::default() }).unwrap()
     };
@@ -470,7 +498,7 @@ fn unusual_values_have_defined_codes() {
     }
     // Clusters of one point, and of equal points.
     for n in [1, 3, 64, 65] {
-        for rows in [vec![1.5; n * 4], numbers(8, n * 4, 1.0)] {
+        for rows in [vec![1.5; n * 4], random(8, n * 4, 1.0)] {
             let options = TrainOptions { encode: true, ..Default::default() };
             let trained = train(shape, &rows, &options).unwrap();
             assert!(trained.centroids.iter().all(|x| x.is_finite()));
@@ -485,7 +513,10 @@ fn bad_arguments_are_errors() {
     let shape = PqShape::new(8, 4, 6).unwrap();
     let book = codebook(shape, 1);
     let mut packed = vec![0; shape.codes_len(2)];
-    assert!(matches!(encode_into(&book.view(), &[0.0_f32; 9], 0, &mut packed), Err(Error::Length { .. })));
+    assert_eq!(
+        encode_into(&book.view(), &[0.0_f32; 9], 0, &mut packed),
+        Err(Error::PartialRow { what: "vectors", row: 8, actual: 9 })
+    );
     assert!(matches!(encode_into(&book.view(), &[0.0_f32; 16], 64, &mut packed), Err(Error::Length { .. })));
     assert!(matches!(
         encode_into(&book.view(), &[0.0_f32; 16], usize::MAX, &mut packed),
@@ -514,4 +545,64 @@ fn bad_arguments_are_errors() {
     for backend in Backend::ALL.into_iter().filter(|backend| !backend.is_available()) {
         assert_eq!(top_k_into_with(backend, &[1.0], 1, &mut [0]), Err(Error::BackendUnavailable));
     }
+}
+
+#[test]
+fn views_that_do_not_fit_are_errors() {
+    let (shape, other) = (PqShape::new(8, 4, 6).unwrap(), PqShape::new(8, 4, 5).unwrap());
+    let (book, tables) = (codebook(shape, 1), vec![0.0; 2 * shape.lut_len()]);
+    let bytes = vec![0; shape.codes_len(3)];
+    let codes = Codes::new(shape, 3, &bytes).unwrap();
+    assert!(matches!(Luts::new(shape, &tables[1..]), Err(Error::PartialRow { what: "luts", .. })));
+    let luts = Luts::new(shape, &tables).unwrap();
+    assert_eq!(luts.group(), 2);
+
+    let (mut floats, mut stats) = (vec![0.0; SearchScratch::len(2, 3)], vec![SoftmaxStats::EMPTY; 2]);
+    let short = SearchScratch::new(3, &mut floats[1..], &mut stats);
+    assert!(matches!(short, Err(Error::TooShort { needed: 9, actual: 8, .. })));
+    let huge = SearchScratch::new(usize::MAX, &mut floats, &mut stats);
+    assert!(matches!(huge, Err(Error::TooShort { needed: usize::MAX, .. })));
+    let search = Search { k: 2, ..Search::default() };
+    let mut scratch = SearchScratch::new(3, &mut floats, &mut stats).unwrap();
+    let found = search_into(&luts, &codes, &search, &mut scratch, &mut [0]);
+    assert_eq!(found, Err(Error::TooShort { what: "tokens", needed: 2, actual: 1 }));
+    let one = Luts::new(shape, &tables[..shape.lut_len()]).unwrap();
+    assert!(matches!(search_into(&one, &codes, &search, &mut scratch, &mut [0; 2]), Err(Error::Length { .. })));
+    let wrong = Luts::new(other, &tables).unwrap();
+    assert_eq!(search_into(&wrong, &codes, &search, &mut scratch, &mut [0; 2]), Err(Error::ShapeMismatch));
+    let rerank = Rerank { k: 2, rule: GroupRule::SumOfSoftmax };
+    let kept = rerank_into(&[0.0; 4], &[0.0_f32; 6], &rerank, &mut scratch, &mut [0]);
+    assert_eq!(kept, Err(Error::TooShort { what: "kept", needed: 2, actual: 1 }));
+    let kept = rerank_into(&[0.0; 5], &[0.0_f32; 6], &rerank, &mut scratch, &mut [0; 2]);
+    assert!(matches!(kept, Err(Error::PartialRow { what: "queries", .. })));
+
+    let fewer = Codes::new(shape, 2, &bytes).unwrap();
+    assert!(matches!(CodedTokens::new(codes, fewer, book.view()), Err(Error::Length { .. })));
+    let of_other = codebook(other, 1);
+    assert!(matches!(CodedTokens::new(codes, codes, of_other.view()), Err(Error::ShapeMismatch)));
+    let tokens = CodedTokens::new(codes, codes, book.view()).unwrap();
+    assert!(matches!(tokens.with_key_scales(&[1.0; 2][..]), Err(Error::Length { what: "key scales", .. })));
+    assert!(matches!(tokens.with_value_scales(&[1.0; 4][..]), Err(Error::Length { .. })));
+    assert!(tokens.with_key_scales(None).is_ok());
+    let (mut out, mut stats) = (vec![0.0; 16], vec![SoftmaxStats::EMPTY; 2]);
+    let mut scratch = vec![0.0; attend_scratch_len(shape, 2) + 1];
+    let masked = tokens.with_bias(&[0.0; 5][..]);
+    let result = attend_into(&luts, &masked, &mut scratch, &mut out, &mut stats);
+    assert_eq!(result, Err(Error::Length { what: "bias", expected: 6, actual: 5 }));
+    assert_eq!(attend_into(&luts, &tokens, &mut scratch, &mut out, &mut stats), Ok(()));
+    let result = attend_into(&luts, &tokens, &mut scratch, &mut out, &mut stats[1..]);
+    assert!(matches!(result, Err(Error::Length { what: "stats", .. })));
+    let result = attend_into(&wrong, &tokens, &mut scratch, &mut out, &mut stats);
+    assert_eq!(result, Err(Error::ShapeMismatch));
+}
+
+#[test]
+fn errors_name_the_length_that_is_needed() {
+    let (expected, needed, actual) = (4, 4, 3);
+    let exact = Error::Length { what: "scores", expected, actual };
+    assert_eq!(exact.to_string(), "scores has length 3, expected exactly 4");
+    let short = Error::TooShort { what: "tokens", needed, actual };
+    assert_eq!(short.to_string(), "tokens has length 3, expected at least 4");
+    let partial = Error::PartialRow { what: "vectors", row: 2, actual };
+    assert_eq!(partial.to_string(), "vectors has length 3, expected a multiple of 2");
 }

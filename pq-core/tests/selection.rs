@@ -1,11 +1,11 @@
-//! Which tokens a group of query heads chooses, against the definition in f64: scores of every spread, and scores that
-//! are not numbers.
+//! Compares the tokens that a group of query heads selects with the definition in f64: for scores of every spread, and with
+//! NaN and infinite scores.
 
 #![allow(clippy::unwrap_used, clippy::panic)]
 
 use pq_core::*;
 
-/// Widths of the scores: the weights of wide ones underflow for all but a few tokens.
+/// Deviations of the scores. With the large ones the weights of all but a few tokens underflow.
 const SPREADS: [f32; 9] = [0.1, 1.0, 10.0, 60.0, 300.0, 1e3, 1e4, 1e5, 1e6];
 const RULES: [GroupRule; 2] = [GroupRule::SumOfSoftmax, GroupRule::MaxOfSoftmax];
 
@@ -18,17 +18,17 @@ impl Random {
     }
 
     /// Roughly normal, of about this deviation.
-    fn number(&mut self, scale: f32) -> f32 {
+    fn value(&mut self, scale: f32) -> f32 {
         let sum: usize = (0..4).map(|_| self.below(1 << 22)).sum();
         (sum as f32 / (1 << 22) as f32 - 2.0) * 1.7 * scale
     }
 
-    fn numbers(&mut self, len: usize, scale: f32) -> Vec<f32> {
-        (0..len).map(|_| self.number(scale)).collect()
+    fn values(&mut self, len: usize, scale: f32) -> Vec<f32> {
+        (0..len).map(|_| self.value(scale)).collect()
     }
 }
 
-/// What a score counts as in the group's softmaxes.
+/// The value of a score in the group's softmaxes.
 fn clean(score: f32) -> f64 {
     if score.is_nan() { f64::NEG_INFINITY } else { f64::from(score.min(f32::MAX)) }
 }
@@ -83,7 +83,7 @@ fn sorted_best(scores: &[f32], k: usize) -> Vec<u32> {
 /// Combines scores (group, n) and takes the best `k`, which every backend must find the same.
 fn choose(scores: &[f32], n: usize, rule: GroupRule, k: usize) -> (Vec<u32>, Vec<SoftmaxStats>) {
     let (mut stats, mut out) = (vec![SoftmaxStats::EMPTY; scores.len() / n], vec![f32::NAN; n]);
-    combine_group_into(scores, rule, &mut stats, &mut out).unwrap();
+    combine_group_into_with(Backend::Scalar, scores, rule, &mut stats, &mut out).unwrap();
     assert!(out.iter().all(|x| !x.is_nan()));
     let mut tokens = vec![0; k.min(n)];
     top_k_into(&out, k, &mut tokens).unwrap();
@@ -115,7 +115,7 @@ fn a_single_head_keeps_the_order_of_its_scores() {
         for _ in 0..60 {
             let n = [1, 15, 64, 65, 333][random.below(5)];
             let k = random.below(n + 2);
-            let mut scores = random.numbers(n, spread);
+            let mut scores = random.values(n, spread);
             if random.below(3) == 0 {
                 scores.iter_mut().for_each(|s| *s = (*s / spread * 4.0).round() * spread); // ties
             }
@@ -138,7 +138,7 @@ fn a_group_chooses_the_highest_weights() {
             for _ in 0..60 {
                 let (n, group) = ([1, 15, 64, 65, 700][random.below(5)], 2 + random.below(7));
                 let k = random.below(n + 2);
-                let mut scores = random.numbers(group * n, spread);
+                let mut scores = random.values(group * n, spread);
                 if random.below(3) == 0 {
                     // One head alone has wide scores.
                     scores[n..].iter_mut().for_each(|s| *s /= spread);
@@ -174,7 +174,7 @@ fn a_search_chooses_the_highest_weights() {
                 let rule = RULES[random.below(2)];
                 let search =
                     Search { k: random.below(60), sinks: random.below(8), recent: random.below(8), rule };
-                let mut luts = random.numbers(group * shape.lut_len(), spread / 2.0);
+                let mut luts = random.values(group * shape.lut_len(), spread / 2.0);
                 if spoiled {
                     let head = random.below(group) * shape.lut_len();
                     luts[head + random.below(64)] =
@@ -182,9 +182,12 @@ fn a_search_chooses_the_highest_weights() {
                 }
                 let packed: Vec<u8> = (0..shape.codes_len(n)).map(|_| random.below(256) as u8).collect();
                 let codes = Codes::new(shape, n, &packed).unwrap();
-                let (mut scores, mut out) = (vec![0.0; group * n], vec![0.0; n]);
+                let mut floats = vec![0.0; SearchScratch::len(group, n)];
                 let (mut stats, mut tokens) = (vec![SoftmaxStats::EMPTY; group], vec![0; search.found(n)]);
-                search_into(&luts, &codes, &search, &mut scores, &mut out, &mut stats, &mut tokens).unwrap();
+                let luts = Luts::new(shape, &luts).unwrap();
+                let mut scratch = SearchScratch::new(n, &mut floats, &mut stats).unwrap();
+                search_into(&luts, &codes, &search, &mut scratch, &mut tokens).unwrap();
+                let scores = scratch.scores();
                 // Tokens that are always in do not compete.
                 let sinks = search.sinks.min(n);
                 let end = n - search.recent.min(n - sinks);
@@ -197,7 +200,7 @@ fn a_search_chooses_the_highest_weights() {
                     assert_eq!(chosen, sorted_best(&scores[sinks..end], search.k), "spread {spread}");
                 }
                 let context = format!("spread {spread}, group {group}, {search:?}");
-                assert_best(&combined(&scores, n, rule)[sinks..end], &chosen, &context);
+                assert_best(&combined(scores, n, rule)[sinks..end], &chosen, &context);
             }
         }
     }
@@ -212,23 +215,26 @@ fn reranking_keeps_the_highest_weights() {
             for _ in 0..30 {
                 let (n, group) = (1 + random.below(200), 1 + random.below(8));
                 let (rule, k) = (RULES[random.below(2)], random.below(40));
-                let mut queries = random.numbers(group * DIM, spread / 3.0);
-                let mut keys = random.numbers(n * DIM, 1.0);
+                let mut queries = random.values(group * DIM, spread / 3.0);
+                let mut keys = random.values(n * DIM, 1.0);
                 if spoiled {
                     let bad = [f32::NAN, f32::INFINITY, 3e38][random.below(3)];
-                    let numbers = if random.below(2) == 0 { &mut queries } else { &mut keys };
-                    let at = random.below(numbers.len());
-                    numbers[at] = bad;
+                    let rows = if random.below(2) == 0 { &mut queries } else { &mut keys };
+                    let at = random.below(rows.len());
+                    rows[at] = bad;
                 }
-                let (mut scores, mut out) = (vec![0.0; group * n], vec![0.0; n]);
+                let mut floats = vec![0.0; SearchScratch::len(group, n)];
                 let (mut stats, mut kept) = (vec![SoftmaxStats::EMPTY; group], vec![0; n.min(k)]);
-                rerank_into(&queries, &keys, (rule, k), &mut scores, &mut out, &mut stats, &mut kept)
-                    .unwrap();
-                if group == 1 {
-                    assert_eq!(kept, sorted_best(&scores, k), "spread {spread}");
+                for backend in Backend::ALL.into_iter().filter(|backend| backend.is_available()) {
+                    let mut scratch = SearchScratch::new(n, &mut floats, &mut stats).unwrap();
+                    let rerank = Rerank { k, rule };
+                    rerank_into_with(backend, &queries, &keys, &rerank, &mut scratch, &mut kept).unwrap();
+                    if group == 1 {
+                        assert_eq!(kept, sorted_best(scratch.scores(), k), "{backend:?}, spread {spread}");
+                    }
+                    let context = format!("{backend:?}, spread {spread}, group {group}, n {n}, k {k}");
+                    assert_best(&combined(scratch.scores(), n, rule), &kept, &context);
                 }
-                let context = format!("spread {spread}, group {group}, n {n}, k {k}");
-                assert_best(&combined(&scores, n, rule), &kept, &context);
             }
         }
     }

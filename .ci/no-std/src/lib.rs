@@ -6,7 +6,7 @@ use core::hint::black_box;
 
 use codec_core::{Backend, Chunk, Coder, Frame, Models, Plane, PlaneParts, Predictor, Scaling, Side};
 use pq_core::{
-    Codebook, CodedTokens, Codes, Lut, LutPrecision, PqShape, QuantizedLut, Search, SoftmaxStats,
+    Codebook, CodedTokens, Codes, LutPrecision, PqShape, QuantizedLut, Search, SearchScratch, SoftmaxStats,
     attend_into, attend_scratch_len, encode_into, lut_into, scan_quantized_into, search_into,
 };
 
@@ -80,24 +80,19 @@ fn search() -> Result<f32, pq_core::Error> {
     let mut bytes = [0; SHAPE.codes_len(2)];
     encode_into(&codebook, &black_box([0.1_f32; 8]), 0, &mut bytes)?;
     let codes = Codes::new(SHAPE, 2, &bytes)?;
-    let (mut table, mut scores, mut combined, mut tokens) = ([0.0; 4], [0.0; 2], [0.0; 2], [0; 2]);
-    lut_into(&codebook, &black_box([1.0_f32; 4]), &mut table)?;
+    let (mut tables, mut scores, mut tokens) = ([0.0; SHAPE.lut_len()], [0.0; 2], [0; 2]);
+    let luts = lut_into(&codebook, &black_box([1.0_f32; 4]), &mut tables)?;
     let mut integers = [0; SHAPE.quantized_lut_len(LutPrecision::U8)];
-    let lut = QuantizedLut::new(&Lut::new(SHAPE, &table)?, LutPrecision::U8, &mut integers)?;
+    let lut = QuantizedLut::new(&luts.lut(0), LutPrecision::U8, &mut integers)?;
     scan_quantized_into(&lut, &codes, &mut scores)?;
     let (mut out, mut stats) = ([0.0; 4], [SoftmaxStats::EMPTY]);
     let search = Search { k: 1, ..Search::default() };
-    search_into(&table, &codes, &search, &mut scores, &mut combined, &mut stats, &mut tokens)?;
+    let mut floats = [0.0; SearchScratch::len(1, 2)];
+    let mut found = SearchScratch::new(2, &mut floats, &mut stats)?;
+    search_into(&luts, &codes, &search, &mut found, &mut tokens)?;
     let mut scratch = [0.0; attend_scratch_len(SHAPE, 1)];
-    let tokens = CodedTokens {
-        keys: codes,
-        values: codes,
-        codebook,
-        key_scales: None,
-        value_scales: None,
-        bias: None,
-    };
-    attend_into(&table, &tokens, &mut scratch, &mut out, &mut stats)?;
+    let tokens = CodedTokens::new(codes, codes, codebook)?;
+    attend_into(&luts, &tokens, &mut scratch, &mut out, &mut stats)?;
     Ok(out[0])
 }
 

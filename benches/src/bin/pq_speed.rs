@@ -8,7 +8,7 @@ use std::path::Path;
 
 use kv_benches::{floats, median};
 use pq_core::{
-    Backend, CodebookBuf, CodedTokens, Codes, Lut, LutPrecision, PqShape, QuantizedLut, SoftmaxStats,
+    Backend, CodebookBuf, CodedTokens, Codes, LutPrecision, PqShape, QuantizedLut, SoftmaxStats,
     TrainOptions, attend_into_with, attend_scratch_len, decode_into, encode_into_with, lut_into_with,
     scan_into_with, scan_quantized_into_with, top_k_into_with, train,
 };
@@ -47,7 +47,7 @@ fn main() {
         }
         let codes = Codes::new(shape, n, &bytes).unwrap();
         let mut decoded = vec![0.0_f32; keys.len()];
-        decode_into(&codebook, &codes, &mut decoded).unwrap();
+        decode_into(&codebook, &codes, 0, &mut decoded).unwrap();
         let raw: Vec<u8> = decoded.iter().flat_map(|x| x.to_le_bytes()).collect();
         std::fs::write(folder.join(format!("decoded_{case}.f32")), raw).unwrap();
 
@@ -61,8 +61,8 @@ fn main() {
                     continue;
                 }
                 let mut scan = |query: &[f32], scores: &mut [f32]| {
-                    lut_into_with(backend, &codebook, query, &mut table).unwrap();
-                    let lut = Lut::new(shape, &table).unwrap();
+                    let luts = lut_into_with(backend, &codebook, query, &mut table).unwrap();
+                    let lut = luts.lut(0);
                     if exact {
                         scan_into_with(backend, &lut, &codes, scores).unwrap();
                     } else {
@@ -168,17 +168,11 @@ fn attention(backends: &[Backend]) {
         let (mut out, mut stats) = (vec![0.0; group * DIM], vec![SoftmaxStats::EMPTY; group]);
         for &backend in backends {
             let mut attend = |head: usize| {
-                let tokens = CodedTokens {
-                    keys: codes[2 * head],
-                    values: codes[2 * head + 1],
-                    codebook: values.view(),
-                    key_scales: None,
-                    value_scales: None,
-                    bias: None,
-                };
+                let tokens =
+                    CodedTokens::new(codes[2 * head], codes[2 * head + 1], values.view()).unwrap();
                 out.fill(0.0);
                 stats.fill(SoftmaxStats::EMPTY);
-                lut_into_with(backend, &keys.view(), &queries, &mut luts).unwrap();
+                let luts = lut_into_with(backend, &keys.view(), &queries, &mut luts).unwrap();
                 attend_into_with(backend, &luts, &tokens, &mut scratch, &mut out, &mut stats).unwrap();
                 out.iter()
                     .zip(stats.iter().flat_map(|stats| [stats.sum; DIM]))
@@ -205,8 +199,8 @@ fn attention_of_decoded(
 ) -> Vec<f64> {
     let n = key_codes.n();
     let (mut k, mut v) = (vec![0.0_f32; n * DIM], vec![0.0_f32; n * DIM]);
-    decode_into(&keys.view(), key_codes, &mut k).unwrap();
-    decode_into(&values.view(), value_codes, &mut v).unwrap();
+    decode_into(&keys.view(), key_codes, 0, &mut k).unwrap();
+    decode_into(&values.view(), value_codes, 0, &mut v).unwrap();
     let mut out = vec![];
     for query in queries.chunks_exact(DIM) {
         let score =

@@ -200,6 +200,6 @@ fn through_codes(shape: PqShape, rows: &[f32], test: &[f32]) -> Vec<f32> {
     let mut bytes = vec![0; shape.codes_len(n)];
     encode_into(&codebook.view(), test, 0, &mut bytes).unwrap();
     let mut decoded = vec![0.0; test.len()];
-    decode_into(&codebook.view(), &Codes::new(shape, n, &bytes).unwrap(), &mut decoded).unwrap();
+    decode_into(&codebook.view(), &Codes::new(shape, n, &bytes).unwrap(), 0, &mut decoded).unwrap();
     decoded
 }

@@ -90,7 +90,7 @@ const _: () = assert!(size_of::<KernelArguments>() == 88);
 
 /// `pq_core::train_batch` from given centroids or vectors: Lloyd's k-means, batched over sets and subspaces,
 /// each of which stops on its own. The host waits for nothing. The budget is the number of iterations;
-/// [`pq_core::CostModel`] tells how many a prefill hides.
+/// [`pq_core::ClusteringCost`] tells how many a prefill hides.
 ///
 /// Sums are of integers, in units of 2^-20 of the subspace's largest magnitude, so that two runs give the
 /// same bytes.

@@ -3,12 +3,12 @@ use crate::error::check_len;
 use crate::simd::{Kernel, row_len};
 use crate::{Backend, Error, PqShape};
 
-/// Entries of a [`QuantizedLut`].
+/// Width of the entries of a [`QuantizedLut`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LutPrecision {
-    /// One byte an entry: the fastest scan, for selecting tokens.
+    /// One byte per entry. This is the fastest scan, meant for the selection of tokens.
     U8,
-    /// Two bytes an entry, at half that speed: close enough to the `f32` table to attend with.
+    /// Two bytes per entry. The scan takes twice as long; the scores are accurate enough for attention weights.
     U16,
 }
 
@@ -21,13 +21,13 @@ impl LutPrecision {
     }
 }
 
-/// A look-up table in integers with one scale and one offset for the query, borrowed from the caller's storage.
+/// A lookup table of integers with one scale and one offset per query, borrowed from the caller's storage.
 ///
 /// Entry `c` of row `j` stands for `min_j + scale * integer`, so a score is `offset + scale * sum of integers` with
 /// `offset = sum of min_j`. Integer sums are the same on every backend.
 ///
 /// # Source
-/// André, Kermarrec, Le Scouarnec, "Quick ADC", ICMR 2017 (one scale a query); faiss's FastScan.
+/// André, Kermarrec, Le Scouarnec, "Quick ADC", ICMR 2017 (one scale per query); faiss's FastScan.
 #[derive(Clone, Copy, Debug)]
 pub struct QuantizedLut<'a> {
     shape: PqShape,
@@ -38,13 +38,14 @@ pub struct QuantizedLut<'a> {
 }
 
 impl<'a> QuantizedLut<'a> {
-    /// Most subspaces whose sums of bytes fit in 16 bits.
+    /// The largest number of subspaces whose sum of bytes fits in 16 bits.
     pub const MAX_M: usize = 257;
 
     /// Quantizes `lut` into `storage` ([`quantized_lut_len`](PqShape::quantized_lut_len) bytes).
     ///
     /// # Errors
-    /// [`Error::Length`]; [`Error::TooManySubspaces`] beyond [`MAX_M`](Self::MAX_M); [`Error::NotFinite`].
+    /// [`Error::Length`]; [`Error::TooManySubspaces`] beyond [`MAX_M`](Self::MAX_M); [`Error::NotFinite`];
+    /// [`Error::TooLarge`] when the table's range exceeds `f32::MAX`.
     /// # Cost
     /// Two passes over the table.
     pub fn new(lut: &Lut<'_>, precision: LutPrecision, storage: &'a mut [u8]) -> Result<Self, Error> {
@@ -75,13 +76,13 @@ impl<'a> QuantizedLut<'a> {
         Ok(Self { shape, precision, bytes: storage, scale, offset })
     }
 
-    /// The shape it was made for.
+    /// The shape of the quantizer.
     #[must_use]
     pub const fn shape(&self) -> PqShape {
         self.shape
     }
 
-    /// Bytes per entry.
+    /// Width of the entries.
     #[must_use]
     pub const fn precision(&self) -> LutPrecision {
         self.precision
@@ -93,20 +94,20 @@ impl<'a> QuantizedLut<'a> {
         self.scale
     }
 
-    /// The score of a sum of zero.
+    /// The score for an integer sum of zero.
     #[must_use]
     pub const fn offset(&self) -> f32 {
         self.offset
     }
 
-    /// Most by which a score differs from that of the `f32` table, up to the rounding of one `f32` multiplication and
-    /// addition: half a step per subspace, and 4 % of that for the rounding of the entries.
+    /// The largest difference between a score and that of the `f32` table, up to the rounding of one `f32` multiplication
+    /// and addition: half a step per subspace, plus 4 % of that for the rounding of the entries.
     #[must_use]
     pub fn error_bound(&self) -> f32 {
         0.52 * self.shape.m() as f32 * self.scale
     }
 
-    /// Plane `plane` of row `j`, from its first byte on: (row_len,).
+    /// The bytes of plane `plane` of row `j`: (row_len,).
     pub(crate) fn row(&self, plane: usize, j: usize) -> &'a [u8] {
         let len = row_len(self.shape.ksub());
         &self.bytes[(plane * self.shape.m() + j) * len..][..len]
@@ -130,7 +131,8 @@ struct Quantize<'a, 'b> {
 impl Kernel for Quantize<'_, '_> {
     type Output = (f32, f32);
 
-    /// Plain code: with a set's features it is compiled to that set's registers, and its result has no freedom.
+    /// Portable code that the compiler vectorizes for each instruction set. The result is fully determined: every backend
+    /// writes the same bytes.
     #[inline(always)]
     fn scalar(self) -> (f32, f32) {
         const TO_INTEGER: f32 = 8_388_608.0; // 2^23: adding it rounds to nearest, ties to even, into the low bits
@@ -142,11 +144,11 @@ impl Kernel for Quantize<'_, '_> {
         for row in self.lut.rows() {
             let (min, max) = extremes(row);
             offset += min;
-            range = if max - min <= range { range } else { max - min }; // takes a NaN, too
+            range = if max - min <= range { range } else { max - min }; // propagates NaN
         }
         // The reciprocal of a smaller scale may be infinite; a range of 0 has a scale of 0.
         let least = if range > 0.0 { f32::MIN_POSITIVE } else { 0.0 };
-        let scale = if range / levels < least { least } else { range / levels }; // takes a NaN, too
+        let scale = if range / levels < least { least } else { range / levels }; // propagates NaN
         let per_score = if scale > 0.0 { 1.0 / scale } else { 0.0 };
         let row_len = row_len(self.lut.shape().ksub());
         let (low, high) = self.storage.split_at_mut(self.lut.shape().m() * row_len);
@@ -156,7 +158,7 @@ impl Kernel for Quantize<'_, '_> {
             let (min, _) = extremes(row);
             let integer = |x: f32| {
                 let steps = (x - min) * per_score;
-                // The clamp only meets rounding at the top of the widest row.
+                // Only rounding at the top of the widest row can exceed `levels`.
                 let steps = if steps < levels { steps } else { levels };
                 (steps + TO_INTEGER).to_bits() as u16
             };
@@ -173,12 +175,12 @@ impl Kernel for Quantize<'_, '_> {
     }
 }
 
-/// Minimum and maximum, in sixteen lanes so that they vectorize; both NaN if a number is not finite.
+/// Minimum and maximum, in sixteen lanes so that they vectorize; both are NaN if an element is not finite.
 #[inline(always)]
 fn extremes(row: &[f32]) -> (f32, f32) {
     let mut min = [f32::INFINITY; 16];
     let mut max = [f32::NEG_INFINITY; 16];
-    let mut zero = [0.0_f32; 16]; // stays zero as long as all numbers are finite
+    let mut zero = [0.0_f32; 16]; // stays zero as long as all elements are finite
     let (chunks, tail) = row.as_chunks::<16>();
     for chunk in chunks {
         for lane in 0..16 {

@@ -9,7 +9,7 @@ use super::{Kernel, Simd, row_len};
 #[derive(Clone, Copy)]
 pub(crate) struct Neon(());
 
-/// Runs a kernel. Callers have found the backend available: NEON is part of the compilation target.
+/// Runs a kernel. Callers have checked that NEON is part of the compilation target.
 pub(crate) fn run<K: Kernel>(kernel: K) -> K::Output {
     kernel.vector(Neon(()))
 }
@@ -109,9 +109,9 @@ impl Simd for Neon {
     #[inline(always)]
     fn keys(self, scores: float32x4_t) -> uint32x4_t {
         op!({
-            let number = vceqq_f32(scores, scores);
+            let not_nan = vceqq_f32(scores, scores);
             let x = vaddq_f32(scores, vdupq_n_f32(0.0));
-            let x = vreinterpretq_s32_f32(vbslq_f32(number, x, vdupq_n_f32(f32::NEG_INFINITY)));
+            let x = vreinterpretq_s32_f32(vbslq_f32(not_nan, x, vdupq_n_f32(f32::NEG_INFINITY)));
             let flip = vorrq_s32(vshrq_n_s32::<31>(x), vdupq_n_s32(i32::MIN));
             vreinterpretq_u32_s32(veorq_s32(x, flip))
         })
@@ -202,7 +202,7 @@ impl Simd for Neon {
                 if NBITS <= 4 {
                     return vqtbl1q_u8(table[0].0, codes);
                 }
-                // An index beyond the 64 bytes at hand keeps what was found in the others.
+                // An index beyond the 64 bytes at hand keeps the bytes found in the others.
                 let mut found = vqtbl4q_u8(table[0], codes);
                 if NBITS > 6 {
                     found = vqtbx4q_u8(found, table[1], vsubq_u8(codes, vdupq_n_u8(64)));

@@ -104,11 +104,10 @@ fn time(watch: &Stopwatch, quantizer: PqShape, (query_heads, heads, batch, n): (
     let at = head * group * dim..(head + 1) * group * dim;
     let scaled: Vec<f32> = wide(&queries[at.clone()]).iter().map(|x| x * scale).collect();
     let mut luts = vec![0.0; group * quantizer.lut_len()];
-    lut_into(&codebook.view(), &scaled, &mut luts).unwrap();
+    let luts = lut_into(&codebook.view(), &scaled, &mut luts).unwrap();
     let (mut expected, mut stats) = (vec![0.0; group * dim], vec![SoftmaxStats::EMPTY; group]);
     let [keys, values] = [0, 1].map(|side| Codes::new(quantizer, n, &bytes[side]).unwrap());
-    let codebook = codebook.view();
-    let tokens = CodedTokens { keys, values, codebook, key_scales: None, value_scales: None, bias: None };
+    let tokens = CodedTokens::new(keys, values, codebook.view()).unwrap();
     let mut scratch = vec![0.0; attend_scratch_len(quantizer, group)];
     attend_into(&luts, &tokens, &mut scratch, &mut expected, &mut stats).unwrap();
     expected.chunks_exact_mut(dim).zip(&stats).for_each(|(out, stats)| stats.normalize(out));

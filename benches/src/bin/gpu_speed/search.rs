@@ -1,7 +1,7 @@
 //! Scores and the best tokens.
 
 use kv_gpu::pq::{Search, SearchArguments, SearchShape};
-use pq_core::{Codes, GroupRule, PqShape, SoftmaxStats, pack_codes_into, search_into};
+use pq_core::{Codes, GroupRule, Luts, PqShape, SearchScratch, SoftmaxStats, pack_codes_into, search_into};
 
 use crate::stopwatch::{BEYOND_CACHE, Stopwatch};
 
@@ -70,11 +70,12 @@ fn measure(watch: &Stopwatch, name: &str, load: &str, quantizer: PqShape, k: usi
     // The last head, against the CPU: all but ties within rounding.
     let got = watch.download(&tokens);
     let head = &luts[(HEADS - 1) * GROUP * quantizer.lut_len()..];
-    let (mut scores, mut combined) = (vec![0.0; GROUP * N], vec![0.0; N]);
+    let mut floats = vec![0.0; SearchScratch::len(GROUP, N)];
     let (mut stats, mut expected) = ([SoftmaxStats::EMPTY; GROUP], vec![0; k]);
     let search = pq_core::Search { k, sinks: 0, recent: 0, rule: GroupRule::SumOfSoftmax };
     let codes = Codes::new(quantizer, N, &packed).unwrap();
-    search_into(head, &codes, &search, &mut scores, &mut combined, &mut stats, &mut expected).unwrap();
+    let mut scratch = SearchScratch::new(N, &mut floats, &mut stats).unwrap();
+    search_into(&Luts::new(quantizer, head).unwrap(), &codes, &search, &mut scratch, &mut expected).unwrap();
     let got: std::collections::HashSet<u32> = got[(HEADS - 1) * k..].iter().copied().collect();
     let missing = expected.iter().filter(|token| !got.contains(token)).count();
     assert!(got.len() == k && missing * 1000 <= k, "{name}: {missing} of {k} tokens are others");

@@ -2,53 +2,53 @@ use core::ops::RangeInclusive;
 
 use crate::Error;
 
-/// How long clustering and the layer that hides it take, as functions of the sequence length.
+/// A model of the time that clustering takes, and of the time of a layer's prefill, as functions of the sequence length.
 ///
-/// PQCache trains on the CPU while the GPU prefills the next layer. One iteration takes time linear in the length, a layer
-/// time quadratic in it; both are fitted to a few profiled lengths by least squares.
+/// PQCache trains on the CPU while the GPU prefills the next layer. The time of one k-means iteration is linear in the length,
+/// that of a layer quadratic; both are fitted by least squares to the profiles of a few lengths.
 ///
 /// # Source
 /// PQCache (arXiv 2407.12820), 3.3.
 /// # Examples
 /// ```
-/// use pq_core::CostModel;
-/// let iteration = [(1_000, 0.011), (2_000, 0.021), (4_000, 0.041)]; // 1 ms + 10 us a token
-/// let layer = [(1_000, 0.1), (2_000, 0.3), (4_000, 1.0), (8_000, 3.6)]; // 50 us a token + 50 ns a token^2
-/// let model = CostModel::fit(&iteration, &layer)?;
+/// use pq_core::ClusteringCost;
+/// let iteration = [(1_000, 0.011), (2_000, 0.021), (4_000, 0.041)]; // 1 ms + 10 us per token
+/// let layer = [(1_000, 0.1), (2_000, 0.3), (4_000, 1.0), (8_000, 3.6)]; // 50 us per token + 50 ns per token^2
+/// let model = ClusteringCost::fit(&iteration, &layer)?;
 /// assert_eq!(model.iterations(2_000, 3..=300), 14);
 /// assert_eq!(model.iterations(8_000, 3..=300), 44);
 /// # Ok::<(), pq_core::Error>(())
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct CostModel {
+pub struct ClusteringCost {
     /// Seconds of one iteration over all heads of a layer: `c[0] + c[1] * n`.
     pub iteration: [f64; 2],
     /// Seconds of a layer's prefill: `c[0] + c[1] * n + c[2] * n^2`.
     pub layer: [f64; 3],
 }
 
-impl CostModel {
+impl ClusteringCost {
     /// Fits profiles of (sequence length, seconds): at least two lengths for an iteration, three for a layer.
     ///
     /// # Errors
-    /// [`Error::Underdetermined`] for too few different lengths, [`Error::NotFinite`] for a time that is not.
+    /// [`Error::Underdetermined`] for too few different lengths, [`Error::NotFinite`] for a time that is not finite.
     pub fn fit(iteration: &[(usize, f64)], layer: &[(usize, f64)]) -> Result<Self, Error> {
         Ok(Self { iteration: fit("iteration profile", iteration)?, layer: fit("layer profile", layer)? })
     }
 
-    /// The most iterations over `n` tokens that one layer's prefill hides, clamped to `allowed`.
+    /// The maximum number of iterations over `n` tokens that overlap with one layer's prefill, clamped to `allowed`.
     #[must_use]
     pub fn iterations(&self, n: usize, allowed: RangeInclusive<usize>) -> usize {
         let n = n as f64;
         let layer = self.layer[0] + n * (self.layer[1] + n * self.layer[2]);
         let iteration = self.iteration[0] + n * self.iteration[1];
-        // A time that is not positive bounds nothing. Half a millionth keeps an exact fit from losing one to rounding.
+        // A time that is not positive gives no bound. The factor keeps rounding from taking one iteration off an exact fit.
         let hidden = if iteration > 0.0 { (layer / iteration * (1.0 + 5e-7)) as usize } else { usize::MAX };
         hidden.min(*allowed.end()).max(*allowed.start())
     }
 }
 
-/// Least squares for a polynomial with `N` coefficients: the normal equations, in lengths divided by the longest.
+/// Fits a polynomial with `N` coefficients by the normal equations, in lengths divided by the longest.
 fn fit<const N: usize>(what: &'static str, profile: &[(usize, f64)]) -> Result<[f64; N], Error> {
     if let Some(index) = profile.iter().position(|(_, seconds)| !seconds.is_finite()) {
         return Err(Error::NotFinite { what, index });
@@ -69,7 +69,7 @@ fn fit<const N: usize>(what: &'static str, profile: &[(usize, f64)]) -> Result<[
             }
         }
     }
-    // Gaussian elimination without pivoting: the matrix is positive definite, or there are too few lengths.
+    // Gaussian elimination needs no pivoting: the matrix is positive definite unless there are too few lengths.
     for i in 0..N {
         let pivot = matrix[i];
         if pivot[i] <= 1e-9 || pivot[i].is_nan() {
@@ -104,19 +104,22 @@ mod tests {
     fn too_few_lengths_are_an_error() {
         let layer = [(1, 1.0), (2, 2.0), (3, 3.0)];
         assert!(matches!(
-            CostModel::fit(&[(5, 1.0), (5, 1.1)], &layer),
+            ClusteringCost::fit(&[(5, 1.0), (5, 1.1)], &layer),
             Err(Error::Underdetermined { needed: 2, .. })
         ));
-        assert!(matches!(CostModel::fit(&layer, &layer[..2]), Err(Error::Underdetermined { needed: 3, .. })));
-        assert!(matches!(CostModel::fit(&[], &layer), Err(Error::Underdetermined { .. })));
-        assert!(matches!(CostModel::fit(&[(1, f64::NAN)], &layer), Err(Error::NotFinite { .. })));
+        assert!(matches!(
+            ClusteringCost::fit(&layer, &layer[..2]),
+            Err(Error::Underdetermined { needed: 3, .. })
+        ));
+        assert!(matches!(ClusteringCost::fit(&[], &layer), Err(Error::Underdetermined { .. })));
+        assert!(matches!(ClusteringCost::fit(&[(1, f64::NAN)], &layer), Err(Error::NotFinite { .. })));
     }
 
     #[test]
     fn a_clustering_that_takes_no_time_is_bounded_by_the_caller() {
-        let model = CostModel { iteration: [0.0, 0.0], layer: [1.0, 0.0, 0.0] };
+        let model = ClusteringCost { iteration: [0.0, 0.0], layer: [1.0, 0.0, 0.0] };
         assert_eq!(model.iterations(1000, 3..=300), 300);
-        let model = CostModel { iteration: [1.0, 0.0], layer: [-1.0, 0.0, 0.0] };
+        let model = ClusteringCost { iteration: [1.0, 0.0], layer: [-1.0, 0.0, 0.0] };
         assert_eq!(model.iterations(1000, 3..=300), 3);
     }
 }
