@@ -136,7 +136,7 @@ impl Coded {
     fn decoded(&self, codebook: &CodebookBuf) -> Result<Vec<f32>> {
         let codes = self.codes.view();
         let mut rows = vec![0.0; codes.n() * codes.shape().dim()];
-        decode_into(&codebook.view(), &codes, &mut rows)?;
+        decode_into(&codebook.view(), &codes, 0, &mut rows)?;
         restore_outliers(&mut rows, &self.outliers)?;
         Ok(rows)
     }
@@ -208,16 +208,9 @@ impl Store for MillionStore {
             let (keys, values) = (keys.decoded(&books.keys)?, values.decoded(&books.values)?);
             return Ok(svd_core::attend_into(q, &keys, &values, out, stats)?);
         }
-        let tokens = CodedTokens {
-            keys: keys.codes.view(),
-            values: values.codes.view(),
-            codebook: books.values.view(),
-            key_scales: None,
-            value_scales: None,
-            bias: None,
-        };
-        let mut luts = vec![0.0; stats.len() * tokens.keys.shape().lut_len()];
-        lut_into(&books.keys.view(), q, &mut luts)?;
+        let tokens = CodedTokens::new(keys.codes.view(), values.codes.view(), books.values.view())?;
+        let mut luts = vec![0.0; stats.len() * tokens.key_shape().lut_len()];
+        let luts = lut_into(&books.keys.view(), q, &mut luts)?;
         attend_to_codes(&luts, &tokens, out, stats)
     }
 

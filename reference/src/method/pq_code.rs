@@ -3,7 +3,7 @@
 use std::fmt::Display;
 use std::str::FromStr;
 
-use pq_core::{CodedTokens, PqShape, attend_into, attend_scratch_len};
+use pq_core::{CodedTokens, Luts, PqShape, attend_into, attend_scratch_len};
 use svd_core::SoftmaxStats;
 
 use super::settings::Settings;
@@ -90,12 +90,12 @@ impl Display for PqCode {
 /// [`pq_core::attend_into`] with its own scratch, and with the softmax statistics of `svd-core`: the cores do not know each
 /// other, and here is where their two types meet.
 pub(super) fn attend_to_codes(
-    luts: &[f32],
+    luts: &Luts<'_>,
     tokens: &CodedTokens<'_>,
     out: &mut [f32],
     stats: &mut [SoftmaxStats],
 ) -> Result<()> {
-    let mut scratch = vec![0.0; attend_scratch_len(tokens.codebook.shape(), stats.len())];
+    let mut scratch = vec![0.0; attend_scratch_len(tokens.value_shape(), stats.len())];
     let mut pq_stats: Vec<_> =
         stats.iter().map(|&SoftmaxStats { max, sum }| pq_core::SoftmaxStats { max, sum }).collect();
     attend_into(luts, tokens, &mut scratch, out, &mut pq_stats)?;

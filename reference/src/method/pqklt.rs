@@ -4,7 +4,7 @@ mod store;
 
 use std::sync::Arc;
 
-use pq_core::{CodebookBuf, RopeMean, TrainOptions, train};
+use pq_core::{CodebookBuf, RopeMeanBuf, TrainOptions, train};
 use rayon::prelude::*;
 use svd_core::{Gram, MapBuf, NoRope, Rotation, balanced_order};
 
@@ -119,9 +119,9 @@ impl Kind for PqKlt {
                 KeySpace::BeforeRope => self.fit(self.codes.keys, &layer.plain_query_grams[head], keys)?,
                 KeySpace::RotatedMean => {
                     keys = geometry.head_rows(head, &layer.rotated_keys);
-                    let mut storage = vec![0.0; RopeMean::storage_len(geometry.head_dim)];
-                    let rope_mean = RopeMean::new(&mean, rope.frequencies(), &mut storage)?;
-                    rope_mean.subtract(Calibration::FIRST, &mut keys)?;
+                    RopeMeanBuf::new(&mean, rope.frequencies())?
+                        .view()
+                        .subtract(Calibration::FIRST, &mut keys)?;
                     self.fit(self.codes.keys, &layer.query_grams[head], keys)?
                 }
             };
@@ -150,7 +150,7 @@ impl Kind for PqKlt {
     fn stores(&self, site: &Site<'_>) -> Result<Vec<Box<dyn Store>>> {
         site.layers(|l| {
             let plan = self.plan(site.config, site.profile, l)?;
-            Ok(TransformedStore::new(site.geometry, site.rope.clone(), Arc::new(plan)))
+            TransformedStore::new(site.geometry, site.rope.clone(), Arc::new(plan))
         })
     }
 }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use half::f16;
 use pq_core::{
-    CodebookBuf, CodedTokens, CodesBuf, RopeMean, Start, TrainOptions, decode_norm, divide_by_norms,
+    CodebookBuf, CodedTokens, CodesBuf, Luts, RopeMeanBuf, Start, TrainOptions, decode_norm, divide_by_norms,
     lut_into, train,
 };
 use svd_core::{MapBuf, SoftmaxStats};
@@ -79,6 +79,7 @@ pub(crate) struct TransformedStore {
     geometry: Geometry,
     rope: Arc<Rope>,
     plan: Arc<TransformedPlan>,
+    key_means: Arc<Vec<RopeMeanBuf>>, // per head; none where keys are coded before RoPE
     heads: Vec<Pair<Coded>>,
     decoded: Vec<Vec<f32>>, // per head: rotated keys (len, head_dim), kept at hand when they are coded before RoPE
     first: usize,           // position of the first token
@@ -89,7 +90,7 @@ pub(crate) struct TransformedStore {
 const ENOUGH: usize = 256;
 
 impl TransformedStore {
-    pub fn new(geometry: Geometry, rope: Arc<Rope>, plan: Arc<TransformedPlan>) -> Self {
+    pub fn new(geometry: Geometry, rope: Arc<Rope>, plan: Arc<TransformedPlan>) -> Result<Self> {
         let coded = |code: &HeadCode| Coded {
             codes: CodesBuf::new(code.codebook.view().shape()),
             norms: vec![],
@@ -97,7 +98,10 @@ impl TransformedStore {
         };
         let heads = plan.heads.iter().map(|codes| Pair::of(|side| coded(&codes[side]))).collect();
         let decoded = vec![vec![]; geometry.n_kv_heads];
-        Self { geometry, rope, plan, heads, decoded, first: 0, len: 0 }
+        let key_means = plan.heads.iter().filter(|_| plan.space == KeySpace::RotatedMean);
+        let key_means = key_means.map(|code| RopeMeanBuf::new(&code.keys.mean, rope.frequencies()));
+        let key_means = Arc::new(key_means.collect::<std::result::Result<_, _>>()?);
+        Ok(Self { geometry, rope, plan, key_means, heads, decoded, first: 0, len: 0 })
     }
 
     /// Transforms and encodes rows less their mean; returns the rows that the codes stand for, transformed.
@@ -106,9 +110,7 @@ impl TransformedStore {
         let shape = code.codebook.view().shape();
         let norms = HeadCode::transform(&code.store, code.norms, &mut rows)?;
         if coded.codes.view().n() == 0 && self.plan.refine > 0 && rows.len() / shape.dim() >= ENOUGH {
-            let start: Vec<f32> = (0..shape.m())
-                .flat_map(|j| (0..shape.ksub()).flat_map(move |c| code.codebook.view().centroid(j, c)))
-                .collect();
+            let start = code.codebook.centroids();
             let options = TrainOptions {
                 iterations: self.plan.refine,
                 start: Start::From(&start),
@@ -145,8 +147,7 @@ impl TransformedStore {
     /// What the keys' mean adds to the scores: (group, len).
     fn scores_of_mean(&self, head: usize, q: &[f32]) -> Result<Vec<f32>> {
         let dim = self.geometry.head_dim;
-        let mut storage = vec![0.0; RopeMean::storage_len(dim)];
-        let mean = RopeMean::new(&self.plan.heads[head].keys.mean, self.rope.frequencies(), &mut storage)?;
+        let mean = self.key_means[head].view();
         let mut scores = vec![0.0; q.len() / dim * self.len];
         for (q, scores) in q.chunks_exact(dim).zip(scores.chunks_exact_mut(self.len)) {
             mean.scores_into(q, self.first, scores)?;
@@ -173,9 +174,7 @@ impl Store for TransformedStore {
             match plan.space {
                 KeySpace::RotatedMean => {
                     self.rope.rotate_rows(&mut rows, dim, pos);
-                    let mut storage = vec![0.0; RopeMean::storage_len(dim)];
-                    RopeMean::new(&keys.mean, self.rope.frequencies(), &mut storage)?
-                        .subtract(pos, &mut rows)?;
+                    self.key_means[head].view().subtract(pos, &mut rows)?;
                 }
                 KeySpace::BeforeRope => HeadCode::subtract_mean(&keys.mean, &mut rows),
             }
@@ -231,18 +230,20 @@ impl Store for TransformedStore {
             lut_into(&keys.refined.as_deref().unwrap_or(&key_code.codebook).view(), &probes, &mut luts)?;
             self.scores_of_mean(head, q)?
         };
-        let tokens = CodedTokens {
-            keys: keys.codes.view(),
-            values: values.codes.view(),
-            codebook: values.refined.as_deref().unwrap_or(&value_code.codebook).view(),
-            key_scales: key_scales.as_deref(),
-            value_scales: value_scales.as_deref(),
-            bias: Some(&bias),
-        };
+        let codebook = values.refined.as_deref().unwrap_or(&value_code.codebook).view();
+        let tokens = CodedTokens::new(keys.codes.view(), values.codes.view(), codebook)?
+            .with_key_scales(key_scales.as_deref())?
+            .with_value_scales(value_scales.as_deref())?
+            .with_bias(&bias[..]);
         // Attention on the transformed values, turned back once per query.
         let mut transformed = vec![0.0; out.len()];
         let mut transformed_stats = vec![SoftmaxStats::EMPTY; stats.len()];
-        attend_to_codes(&luts, &tokens, &mut transformed, &mut transformed_stats)?;
+        attend_to_codes(
+            &Luts::new(keys.codes.view().shape(), &luts)?,
+            &tokens,
+            &mut transformed,
+            &mut transformed_stats,
+        )?;
         merge_part((&transformed, &transformed_stats), out, stats, |transformed, weight, row| {
             value_code.probe.view().reconstruct_into(transformed, row)?;
             row.iter_mut().zip(&value_code.mean).for_each(|(x, mean)| *x += weight * mean);
