@@ -48,7 +48,7 @@ fn checkpoint(folder: &Path, head_dim: usize, n_kv_heads: usize, tokens: usize) 
     let bytes: Vec<Vec<u8>> = shapes
         .iter()
         .map(|(_, shape)| {
-            let value = |norm: bool, x: f32| if norm { 1.0 + 0.1 * x } else { 0.5 * x };
+            let value = |norm: bool, x: f32| if norm { 1.0 + 0.1 * x } else { 0.2 * x };
             let n = shape.iter().product();
             (0..n).flat_map(|_| value(shape.len() == 1, uniform()).to_le_bytes()).collect()
         })

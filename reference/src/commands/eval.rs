@@ -117,9 +117,6 @@ impl Eval {
         check_room(&model, longest, room)?;
         let methods =
             methods.iter().map(|method| method.fitted(&model.config)).collect::<Result<Vec<_>>>()?;
-        if self.trials > 0 && TaskMaker::new(model.tokenizer()?, self.seed).is_none() {
-            print_error(format_args!("kv: {NO_WORDS}\n"));
-        }
         let given = self.profile.as_ref().map(|path| Profile::load(path, &model)).transpose()?;
         let calibrates = given.is_none() && methods.iter().any(Method::needs_profile);
         let start = run_start(&model, tokens.len(), longest + self.decode + 1, self.calibration)?;
@@ -145,6 +142,9 @@ impl Eval {
             rows.extend(self.rows(&setup, &tokens[start..], length, tasks, &bar)?);
         }
         bar.finish_and_clear();
+        if self.trials > 0 && TaskMaker::new(setup.model.tokenizer()?, self.seed).is_none() {
+            print_error(format_args!("kv: {NO_WORDS}\n"));
+        }
         for Exact { length, windows, perplexity } in &exact {
             out.print(format_args!(
                 "exact attention, {windows} windows of {length} tokens: perplexity {perplexity:.3}\n"
