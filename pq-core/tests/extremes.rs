@@ -37,10 +37,8 @@ fn integer_tables_keep_their_bound_at_every_range() {
     let shape = PqShape::new(12, 6, 4).unwrap();
     for exponent in -149..124 {
         let range = 2_f64.powi(exponent);
-        let table: Vec<f32> = random(exponent as u64, shape.lut_len())
-            .iter()
-            .map(|&x| (f64::from(x) * range) as f32)
-            .collect();
+        let table: Vec<f32> =
+            random(exponent as u64, shape.lut_len()).iter().map(|&x| (f64::from(x) * range) as f32).collect();
         let packed: Vec<u8> =
             random(7, shape.codes_len(200)).iter().map(|x| (x * 1e6) as i64 as u8).collect();
         let codes = Codes::new(shape, 200, &packed).unwrap();

@@ -567,7 +567,10 @@ fn views_that_do_not_fit_are_errors() {
     let found = search_into(&luts, &codes, &search, &mut scratch, &mut [0]);
     assert_eq!(found, Err(Error::TooShort { what: "tokens", needed: 2, actual: 1 }));
     let one = Luts::new(shape, &tables[..shape.lut_len()]).unwrap();
-    assert!(matches!(search_into(&one, &codes, &search, &mut scratch, &mut [0; 2]), Err(Error::Length { .. })));
+    assert!(matches!(
+        search_into(&one, &codes, &search, &mut scratch, &mut [0; 2]),
+        Err(Error::Length { .. })
+    ));
     let wrong = Luts::new(other, &tables).unwrap();
     assert_eq!(search_into(&wrong, &codes, &search, &mut scratch, &mut [0; 2]), Err(Error::ShapeMismatch));
     let rerank = Rerank { k: 2, rule: GroupRule::SumOfSoftmax };
