@@ -1,5 +1,5 @@
-//! Top-k attention: all tokens are scored cheaply, the best are attended to exactly. `oracle` scores by the exact product, `pqcache` by
-//! product-quantized keys; it counts its exact rows as offloaded, although they stay in the same memory here.
+//! Top-k attention: all tokens are scored cheaply, the best are attended to exactly. `oracle` scores by the exact product,
+//! `pqcache` by product-quantized keys; it counts its exact rows as offloaded, although they stay in the same memory here.
 
 use std::sync::Arc;
 
