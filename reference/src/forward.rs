@@ -28,8 +28,8 @@ pub struct Activations<'a> {
 /// or gathers statistics. Returns the final hidden states, normalized: (n, hidden_size).
 ///
 /// # Errors
-/// [`Error::Argument`] for no tokens, tokens outside the vocabulary, or more of them than `rope` has positions, and for a model
-/// or `rope` whose fields were changed so that they do not fit each other; whatever `observe` returns.
+/// [`Error::Argument`] for no tokens, tokens outside the vocabulary, or more of them than `rope` has positions; for weights or a
+/// `rope` of other shapes than the model's configuration; whatever `observe` returns.
 pub fn prefill(
     model: &Model,
     rope: &Rope,
@@ -125,7 +125,7 @@ fn layer(
     Ok(())
 }
 
-/// Refuses a model whose weights do not have the shapes of its configuration, all of which anyone may change.
+/// Refuses a model whose weights do not have the shapes of its configuration: both are public, so either may have been changed.
 fn check_shapes(model: &Model, rope: &Rope) -> Result<()> {
     let config = model.config.clone().validated().map_err(Error::Argument)?;
     let (hidden, inner, vocab) = (config.hidden_size, config.intermediate_size, config.vocab_size);

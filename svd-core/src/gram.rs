@@ -51,10 +51,9 @@ impl Side for NoRope {}
 #[derive(Clone, Debug, PartialEq)]
 pub struct Gram<S> {
     dim: usize,
-    rows: u64,
+    rows: u64, // as many rows of finite floats can have these sums, so that no number of merges overflows
     blocks: Vec<f64>, // 16 x 16 each: those on and below the diagonal, row after row; above it nothing is read
     sums: Vec<f64>,   // (dim rounded up to 16,)
-    // Blocks and sums are at most what `rows` rows of finite floats add up to, so that no number of merges overflows.
     side: PhantomData<S>,
 }
 
