@@ -26,7 +26,7 @@ fn main() -> Result<(), Error> {
         predictor: PredictorKind::Mean,
         steps: Steps::Deviations(0.5),
         models: ModelKind::Families,
-        coder: Coder::Lanes,
+        coder: Coder::InterleavedRans,
     };
     let fitted: Vec<PlaneBuf> = (0..2 * LAYERS as u32)
         .map(|seed| PlaneBuf::fit(&plane(seed, 400), channels, None, &options))
@@ -43,13 +43,12 @@ fn main() -> Result<(), Error> {
         ..FrameInfo::new(LAYERS, HEADS, HEAD_DIM, TOKENS)
     };
     let planes: Vec<Plane<'_>> = fitted.iter().map(PlaneBuf::view).collect::<Result<_, _>>()?;
-    let backend = Backend::detect();
     let mut bytes = vec![];
-    encode_frame(backend, &info, &planes, &rows, &mut bytes)?;
+    encode_frame(&info, &planes, &rows, &mut bytes)?;
     println!(
         "frame: {} bytes, {:.2} bits a number",
         bytes.len(),
-        8.0 * bytes.len() as f64 / info.numbers() as f64
+        8.0 * bytes.len() as f64 / info.elements() as f64
     );
 
     // The receiver allows as many numbers as it has room for.
@@ -58,7 +57,7 @@ fn main() -> Result<(), Error> {
     for (layer, rows) in rows.chunks_exact(2).enumerate() {
         for (side, rows) in [Side::Keys, Side::Values].into_iter().zip(rows) {
             let plane = &planes[2 * layer + usize::from(side == Side::Values)];
-            frame.decode_plane_into(backend, plane, layer, side, None, &mut decoded)?;
+            frame.decode_plane_into(plane, layer, side, None, &mut decoded)?;
             let worst = rows.iter().zip(&decoded).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
             println!("layer {layer} {side:?}: largest error {worst:.3}");
         }

@@ -122,12 +122,12 @@ pub(crate) fn decode_into(
         add_anchors(side, channels, group.into(), out);
     }
     if let Some(transform) = plane.transform {
-        backend.run(transform.inverse(out));
+        backend.run(transform.apply_inverse(out));
     }
     if backend.run(Finish { mean: plane.mean, rope, out }) {
         Ok(())
     } else {
-        Err(Error::NotFinite { what: "decoded numbers" })
+        Err(Error::NotFinite { what: "decoded values" })
     }
 }
 

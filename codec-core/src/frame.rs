@@ -13,7 +13,9 @@ use crate::error::check_len;
 use crate::{Backend, Error, LosslessPlane, Plane, RopeTable};
 
 #[cfg(feature = "alloc")]
-pub use encode::{assemble_frame, encode_frame, encode_lossless_frame};
+pub use encode::{
+    assemble_frame, encode_frame, encode_frame_with, encode_lossless_frame, encode_lossless_frame_with,
+};
 
 const MAGIC: [u8; 4] = *b"KVCC";
 const VERSION: u8 = 2;
@@ -41,7 +43,18 @@ pub enum Side {
     Values,
 }
 
-/// What a frame says about its content.
+/// The position of a block in a frame.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BlockIndex {
+    /// Layer.
+    pub layer: usize,
+    /// Keys or values.
+    pub side: Side,
+    /// Block of the plane: it holds the tokens [`FrameInfo::tokens_of_block`].
+    pub block: usize,
+}
+
+/// The content of a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FrameInfo {
     /// What the numbers were.
@@ -107,9 +120,9 @@ impl FrameInfo {
         start..start.saturating_add(self.block_tokens).min(self.tokens)
     }
 
-    /// Numbers of all planes.
+    /// Elements of all planes.
     #[must_use]
-    pub const fn numbers(&self) -> usize {
+    pub const fn elements(&self) -> usize {
         self.layers.saturating_mul(2).saturating_mul(self.tokens).saturating_mul(self.channels())
     }
 
@@ -129,8 +142,8 @@ impl FrameInfo {
             return Err(Error::TooLarge);
         }
         let sizes = [self.layers, self.heads, self.head_dim, self.tokens.max(1)];
-        let numbers = sizes.iter().try_fold(64_usize, |product, &size| product.checked_mul(size));
-        match numbers {
+        let elements = sizes.iter().try_fold(64_usize, |product, &size| product.checked_mul(size));
+        match elements {
             Some(_) if sizes.iter().all(|&size| u32::try_from(size).is_ok()) => Ok(()),
             _ => Err(Error::TooLarge),
         }
@@ -176,8 +189,8 @@ impl FrameInfo {
                 2 => ElementType::Bf16,
                 _ => return Err(Error::BadField { what: "element type" }),
             },
-            keys_rotated: flag(7, "space of keys")?,
-            lossless: flag(10, "coding")?,
+            keys_rotated: flag(7, "position encoding of keys")?,
+            lossless: flag(10, "lossless flag")?,
             level: header[9],
             layers: four(12) as usize,
             heads: four(16) as usize,
@@ -204,14 +217,14 @@ impl<'a> Frame<'a> {
     /// Reads header and index. Allocates nothing.
     ///
     /// # Errors
-    /// [`Error::Limit`] when it holds more than `max_numbers` numbers; [`Error::Truncated`], [`Error::TrailingBytes`],
+    /// [`Error::Limit`] when it holds more than `max_elements` numbers; [`Error::Truncated`], [`Error::TrailingBytes`],
     /// [`Error::BadMagic`], [`Error::BadVersion`], [`Error::BadChecksum`], [`Error::BadField`], [`Error::Zero`],
     /// [`Error::TooLarge`], or [`Error::Corrupt`] for an index whose blocks do not follow each other.
-    pub fn parse(bytes: &'a [u8], max_numbers: usize) -> Result<Self, Error> {
+    pub fn parse(bytes: &'a [u8], max_elements: usize) -> Result<Self, Error> {
         let (header, rest) = bytes.split_first_chunk::<HEADER>().ok_or(Error::Truncated)?;
         let (info, payload_len) = FrameInfo::read(header)?;
-        if info.numbers() > max_numbers {
-            return Err(Error::Limit { needed: info.numbers(), limit: max_numbers });
+        if info.elements() > max_elements {
+            return Err(Error::Limit { needed: info.elements(), limit: max_elements });
         }
         let (index, rest) = rest.split_at_checked(info.index_len()).ok_or(Error::Truncated)?;
         let (checksum, payload) = rest.split_first_chunk::<4>().ok_or(Error::Truncated)?;
@@ -245,8 +258,8 @@ impl<'a> Frame<'a> {
     ///
     /// # Errors
     /// [`Error::OutOfBounds`].
-    pub fn block_range(&self, layer: usize, side: Side, block: usize) -> Result<Range<usize>, Error> {
-        let (_, Range { start, end }) = self.place(layer, side, block)?;
+    pub fn block_range(&self, index: BlockIndex) -> Result<Range<usize>, Error> {
+        let (_, Range { start, end }) = self.place(index)?;
         let payload = HEADER + self.index.len() + 4;
         Ok(payload + start..payload + end)
     }
@@ -255,8 +268,8 @@ impl<'a> Frame<'a> {
     ///
     /// # Errors
     /// [`Error::OutOfBounds`], [`Error::BadChecksum`].
-    pub fn check_block(&self, layer: usize, side: Side, block: usize) -> Result<(), Error> {
-        let (checksum, bytes) = self.block(layer, side, block)?;
+    pub fn check_block(&self, index: BlockIndex) -> Result<(), Error> {
+        let (checksum, bytes) = self.block(index)?;
         check_payload(checksum, &bytes)
     }
 
@@ -289,16 +302,30 @@ impl<'a> Frame<'a> {
     /// No allocation. With a transform, head_dim multiply-adds a number for coefficients that are not zero.
     pub fn decode_block_into(
         &self,
+        plane: &Plane<'_>,
+        index: BlockIndex,
+        rope: Option<&RopeTable<'_>>,
+        out: &mut [f32],
+    ) -> Result<(), Error> {
+        self.decode_block_into_with(Backend::detect(), plane, index, rope, out)
+    }
+
+    /// [`Self::decode_block_into`] on the given backend.
+    ///
+    /// # Errors
+    /// As there; [`Error::BackendUnavailable`].
+    pub fn decode_block_into_with(
+        &self,
         backend: Backend,
         plane: &Plane<'_>,
-        (layer, side, block): (usize, Side, usize),
+        index: BlockIndex,
         rope: Option<&RopeTable<'_>>,
         out: &mut [f32],
     ) -> Result<(), Error> {
         backend.check()?;
-        self.check_plane((plane.id(), plane.channels()), false, layer, side)?;
-        self.check_rope(rope, side, self.info.tokens_of_block(block).len())?;
-        let bytes = self.verified(layer, side, block, out.len())?;
+        self.check_plane(plane.into(), index.layer, index.side)?;
+        self.check_rope(rope, index.side, self.info.tokens_of_block(index.block).len())?;
+        let bytes = self.verified(index, out.len())?;
         block::decode_into(plane, backend, &bytes, rope, out)
     }
 
@@ -310,28 +337,35 @@ impl<'a> Frame<'a> {
     /// As [`Self::decode_block_into`].
     pub fn decode_lossless_block_into(
         &self,
+        plane: &LosslessPlane<'_>,
+        index: BlockIndex,
+        out: &mut [u16],
+    ) -> Result<(), Error> {
+        self.decode_lossless_block_into_with(Backend::detect(), plane, index, out)
+    }
+
+    /// [`Self::decode_lossless_block_into`] on the given backend.
+    ///
+    /// # Errors
+    /// As there; [`Error::BackendUnavailable`].
+    pub fn decode_lossless_block_into_with(
+        &self,
         backend: Backend,
         plane: &LosslessPlane<'_>,
-        (layer, side, block): (usize, Side, usize),
+        index: BlockIndex,
         out: &mut [u16],
     ) -> Result<(), Error> {
         backend.check()?;
-        self.check_plane((plane.id(), plane.channels()), true, layer, side)?;
-        let bytes = self.verified(layer, side, block, out.len())?;
+        self.check_plane(plane.into(), index.layer, index.side)?;
+        let bytes = self.verified(index, out.len())?;
         crate::lossless::decode_into(plane, backend, &bytes, out)
     }
 
-    fn check_plane(
-        &self,
-        (plane_id, channels): (u32, usize),
-        lossless: bool,
-        layer: usize,
-        side: Side,
-    ) -> Result<(), Error> {
-        if lossless != self.info.lossless {
-            return Err(Error::BadField { what: "coding: lossless or not" });
+    fn check_plane(&self, plane: PlaneIdentity, layer: usize, side: Side) -> Result<(), Error> {
+        if plane.lossless != self.info.lossless {
+            return Err(Error::WrongCoding { lossless: self.info.lossless });
         }
-        if plane_id != self.plane_id(layer, side)? || channels != self.info.channels() {
+        if plane.id != self.plane_id(layer, side)? || plane.channels != self.info.channels() {
             return Err(Error::WrongProfile);
         }
         Ok(())
@@ -346,16 +380,16 @@ impl<'a> Frame<'a> {
         check_len("head of rope", rope.head_dim(), self.info.head_dim)
     }
 
-    /// The bytes of a block that is decoded to `len` numbers, compared with their checksum.
-    fn verified(&self, layer: usize, side: Side, block: usize, len: usize) -> Result<BlockBytes<'a>, Error> {
-        let (checksum, bytes) = self.block(layer, side, block)?;
-        check_len("out", len, self.info.tokens_of_block(block).len() * self.info.channels())?;
+    /// The bytes of a block of `len` elements, compared with their checksum.
+    fn verified(&self, index: BlockIndex, len: usize) -> Result<BlockBytes<'a>, Error> {
+        let (checksum, bytes) = self.block(index)?;
+        check_len("out", len, self.info.tokens_of_block(index.block).len() * self.info.channels())?;
         check_payload(checksum, &bytes)?;
         Ok(bytes)
     }
 
-    /// The number of a block's entry, and where its bytes lie in the payload.
-    fn place(&self, layer: usize, side: Side, block: usize) -> Result<(usize, Range<usize>), Error> {
+    /// The position of a block's entry in the index, and of its bytes in the payload.
+    fn place(&self, BlockIndex { layer, side, block }: BlockIndex) -> Result<(usize, Range<usize>), Error> {
         if layer >= self.info.layers {
             return Err(Error::OutOfBounds { what: "layer" });
         }
@@ -367,11 +401,11 @@ impl<'a> Frame<'a> {
         Ok((entry, start as usize..self.end_of(entry) as usize))
     }
 
-    fn block(&self, layer: usize, side: Side, block: usize) -> Result<(u32, BlockBytes<'a>), Error> {
-        let (entry, place) = self.place(layer, side, block)?;
+    fn block(&self, index: BlockIndex) -> Result<(u32, BlockBytes<'a>), Error> {
+        let (entry, place) = self.place(index)?;
         let (_, rest) = self.entry(entry).split_at(8);
         let (checksum, lengths) = rest.split_first_chunk::<4>().ok_or(Error::Truncated)?;
-        let bytes = &self.payload[place]; // verified by `parse`: ends rise up to the length of the payload
+        let bytes = &self.payload[place]; // `parse` has checked that ends rise up to the payload's length
         Ok((u32::from_le_bytes(*checksum), BlockBytes { bytes, lengths }))
     }
 
@@ -384,6 +418,25 @@ impl<'a> Frame<'a> {
         let mut end = [0; 8];
         end.copy_from_slice(&self.entry(entry)[..8]);
         u64::from_le_bytes(end)
+    }
+}
+
+/// The properties of a plane that must match those of the frame.
+struct PlaneIdentity {
+    id: u32,
+    channels: usize,
+    lossless: bool,
+}
+
+impl From<&Plane<'_>> for PlaneIdentity {
+    fn from(plane: &Plane<'_>) -> Self {
+        Self { id: plane.id(), channels: plane.channels(), lossless: false }
+    }
+}
+
+impl From<&LosslessPlane<'_>> for PlaneIdentity {
+    fn from(plane: &LosslessPlane<'_>) -> Self {
+        Self { id: plane.id(), channels: plane.channels(), lossless: true }
     }
 }
 
@@ -404,6 +457,21 @@ impl Frame<'_> {
     /// As [`Self::decode_block_into`]; `out` then holds blocks of which some are not decoded.
     pub fn decode_plane_into(
         &self,
+        plane: &Plane<'_>,
+        layer: usize,
+        side: Side,
+        rope: Option<&RopeTable<'_>>,
+        out: &mut [f32],
+    ) -> Result<(), Error> {
+        self.decode_plane_into_with(Backend::detect(), plane, layer, side, rope, out)
+    }
+
+    /// [`Self::decode_plane_into`] on the given backend.
+    ///
+    /// # Errors
+    /// As there; [`Error::BackendUnavailable`].
+    pub fn decode_plane_into_with(
+        &self,
         backend: Backend,
         plane: &Plane<'_>,
         layer: usize,
@@ -413,13 +481,13 @@ impl Frame<'_> {
     ) -> Result<(), Error> {
         let info = &self.info;
         backend.check()?;
-        self.check_plane((plane.id(), plane.channels()), false, layer, side)?;
+        self.check_plane(plane.into(), layer, side)?;
         self.check_rope(rope, side, info.tokens)?;
         check_len("out", out.len(), info.tokens * info.channels())?;
         let block_len = info.block_tokens * info.channels();
         let decode = |(block, out): (usize, &mut [f32])| {
             let rope = rope.map(|rope| rope.tokens_of(info.tokens_of_block(block)));
-            self.decode_block_into(backend, plane, (layer, side, block), rope.as_ref(), out)
+            self.decode_block_into_with(backend, plane, BlockIndex { layer, side, block }, rope.as_ref(), out)
         };
         #[cfg(feature = "rayon")]
         return out.par_chunks_mut(block_len).enumerate().try_for_each(decode);

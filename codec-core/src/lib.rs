@@ -37,9 +37,11 @@ pub use block::MAX_BLOCK_TOKENS;
 pub use chunk::write_chunk;
 pub use chunk::{Chunk, ChunkEntry};
 pub use error::Error;
-pub use frame::{ElementType, Frame, FrameInfo, Side};
+pub use frame::{BlockIndex, ElementType, Frame, FrameInfo, Side};
 #[cfg(feature = "alloc")]
-pub use frame::{assemble_frame, encode_frame, encode_lossless_frame};
+pub use frame::{
+    assemble_frame, encode_frame, encode_frame_with, encode_lossless_frame, encode_lossless_frame_with,
+};
 pub use lossless::LosslessPlane;
 #[cfg(feature = "alloc")]
 pub use lossless::fit_lossless;
@@ -53,8 +55,8 @@ pub use profile::{PlaneBuf, TransformBuf};
 pub use stream::{
     CHUNK_TOKENS, ChunkSizes, Decision, Encoding, MAX_LEVELS, Reason, StreamPolicy, Throughput,
 };
-pub use symbols::decode_symbols_into;
+pub use symbols::{decode_symbols_into, decode_symbols_into_with};
 #[cfg(feature = "alloc")]
-pub use symbols::encode_symbols;
+pub use symbols::{encode_symbols, encode_symbols_with};
 pub use tile::Coder;
 pub use transform::{MAX_HEAD_DIM, RopeTable, Transform};

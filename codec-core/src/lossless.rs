@@ -38,7 +38,7 @@ impl<'a> LosslessPlane<'a> {
     /// `tops` (channels,): the biased exponent that is symbol 0, those below it follow; `tables` as in [`Models::tables`], with
     /// 11 low bits for f16 and 8 for bf16.
     /// # Errors
-    /// [`Error::BadField`] for f32, [`Error::Zero`], [`Error::Length`], [`Error::BadModel`].
+    /// [`Error::ElementNot16Bit`] for f32, [`Error::Zero`], [`Error::Length`], [`Error::BadModel`].
     pub fn new(element: ElementType, tops: &'a [u8], tables: &'a [u16]) -> Result<Self, Error> {
         let mantissa = mantissa_bits(element)?;
         if tops.is_empty() {
@@ -93,7 +93,7 @@ fn mantissa_bits(element: ElementType) -> Result<u32, Error> {
     match element {
         ElementType::F16 => Ok(10),
         ElementType::Bf16 => Ok(7),
-        ElementType::F32 => Err(Error::BadField { what: "lossless element type" }),
+        ElementType::F32 => Err(Error::ElementNot16Bit),
     }
 }
 
@@ -102,7 +102,7 @@ fn mantissa_bits(element: ElementType) -> Result<u32, Error> {
 /// # Shapes
 /// `rows` (tokens, channels).
 /// # Errors
-/// [`Error::BadField`] for f32, [`Error::Zero`], [`Error::Length`].
+/// [`Error::ElementNot16Bit`] for f32, [`Error::Zero`], [`Error::Length`].
 #[cfg(feature = "alloc")]
 pub fn fit_lossless(
     element: ElementType,

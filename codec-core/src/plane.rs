@@ -162,9 +162,9 @@ impl PlaneParts<'_> {
         let head_dim = self.transform.map_or(0, |transform| transform.head_dim as u32);
         hasher.update(&[predictor, group_low, group_high, scaling, u8::from(self.coder == Coder::Range)]);
         hasher.update(&head_dim.to_le_bytes());
-        let transform = self.transform.iter().flat_map(Transform::numbers);
-        let numbers = self.mean.iter().chain(factors).chain(steps).chain(&self.centroids).chain(transform);
-        numbers.for_each(|x| hasher.update(&x.to_le_bytes()));
+        let transform = self.transform.iter().flat_map(Transform::entries);
+        let values = self.mean.iter().chain(factors).chain(steps).chain(&self.centroids).chain(transform);
+        values.for_each(|x| hasher.update(&x.to_le_bytes()));
         self.models.hash(&mut hasher);
         hasher.finalize()
     }

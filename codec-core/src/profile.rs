@@ -16,8 +16,8 @@ const VERSION: u8 = 2;
 #[derive(Clone, Debug, PartialEq)]
 pub struct TransformBuf {
     head_dim: usize,
-    into: Vec<f32>,
-    back: Vec<f32>,
+    forward: Vec<f32>,
+    inverse: Vec<f32>,
 }
 
 impl TransformBuf {
@@ -25,9 +25,9 @@ impl TransformBuf {
     ///
     /// # Errors
     /// As there.
-    pub fn new(head_dim: usize, into: Vec<f32>, back: Vec<f32>) -> Result<Self, Error> {
-        Transform::new(head_dim, &into, &back)?;
-        Ok(Self { head_dim, into, back })
+    pub fn new(head_dim: usize, forward: Vec<f32>, inverse: Vec<f32>) -> Result<Self, Error> {
+        Transform::new(head_dim, &forward, &inverse)?;
+        Ok(Self { head_dim, forward, inverse })
     }
 
     /// The borrowed form.
@@ -35,7 +35,7 @@ impl TransformBuf {
     /// # Errors
     /// None for maps that [`Self::new`] took; its checks run again.
     pub fn view(&self) -> Result<Transform<'_>, Error> {
-        Transform::new(self.head_dim, &self.into, &self.back)
+        Transform::new(self.head_dim, &self.forward, &self.inverse)
     }
 }
 
@@ -133,8 +133,7 @@ impl PlaneBuf {
         for size in [self.mean.len(), head_dim] {
             out.extend_from_slice(&(size as u32).to_le_bytes());
         }
-        let mut floats =
-            |numbers: &[f32]| numbers.iter().for_each(|x| out.extend_from_slice(&x.to_le_bytes()));
+        let mut floats = |values: &[f32]| values.iter().for_each(|x| out.extend_from_slice(&x.to_le_bytes()));
         floats(&self.mean);
         if let PredictorBuf::Previous(factors) = &self.predictor {
             floats(factors);
@@ -144,8 +143,8 @@ impl PlaneBuf {
         }
         floats(&self.centroids);
         if let Some(transform) = &self.transform {
-            floats(&transform.into);
-            floats(&transform.back);
+            floats(&transform.forward);
+            floats(&transform.inverse);
         }
         match &self.models {
             ModelsBuf::Families(families) => out.extend_from_slice(families),
@@ -198,9 +197,9 @@ impl PlaneBuf {
         let transform = match head_dim {
             0 => None,
             _ => {
-                let numbers = channels.checked_mul(head_dim).ok_or(Error::TooLarge)?;
-                let (into, back) = (reader.floats(numbers)?, reader.floats(numbers)?);
-                Some(Arc::new(TransformBuf::new(head_dim, into, back)?))
+                let entries = channels.checked_mul(head_dim).ok_or(Error::TooLarge)?;
+                let (forward, inverse) = (reader.floats(entries)?, reader.floats(entries)?);
+                Some(Arc::new(TransformBuf::new(head_dim, forward, inverse)?))
             }
         };
         let table_len = |contexts: usize| channels.checked_mul(contexts * TABLE_LEN).ok_or(Error::TooLarge);
@@ -211,7 +210,7 @@ impl PlaneBuf {
             _ => return Err(Error::BadField { what: "kind of models" }),
         };
         let coder = match (coder, reserved) {
-            (0, 0) => Coder::Lanes,
+            (0, 0) => Coder::InterleavedRans,
             (1, 0) => Coder::Range,
             _ => return Err(Error::BadField { what: "coder" }),
         };

@@ -16,7 +16,16 @@ use crate::{Backend, Error, Models, rans};
 /// # Errors
 /// [`Error::Length`] for no channels or more than 32, [`Error::BackendUnavailable`].
 #[cfg(feature = "alloc")]
-pub fn encode_symbols(
+pub fn encode_symbols(models: &Models<'_>, rows: &[Row], out: &mut Vec<u8>) -> Result<(), Error> {
+    encode_symbols_with(Backend::detect(), models, rows, out)
+}
+
+/// [`encode_symbols`] on the given backend.
+///
+/// # Errors
+/// As there; [`Error::BackendUnavailable`].
+#[cfg(feature = "alloc")]
+pub fn encode_symbols_with(
     backend: Backend,
     models: &Models<'_>,
     rows: &[Row],
@@ -38,7 +47,15 @@ pub fn encode_symbols(
 /// wrote for as many rows: `rows` then holds codes of unknown worth. [`Error::BackendUnavailable`].
 /// # Cost
 /// No allocation.
-pub fn decode_symbols_into(
+pub fn decode_symbols_into(models: &Models<'_>, bytes: &[u8], rows: &mut [Row]) -> Result<(), Error> {
+    decode_symbols_into_with(Backend::detect(), models, bytes, rows)
+}
+
+/// [`decode_symbols_into`] on the given backend.
+///
+/// # Errors
+/// As there; [`Error::BackendUnavailable`].
+pub fn decode_symbols_into_with(
     backend: Backend,
     models: &Models<'_>,
     bytes: &[u8],

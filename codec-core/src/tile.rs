@@ -13,7 +13,7 @@ use crate::{Backend, Error, Models, range, rans};
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Coder {
     /// 32 interleaved range-ANS coders: decodes 32 symbols at a time.
-    Lanes,
+    InterleavedRans,
     /// One range coder (arithmetic coding), symbol by symbol: the definition of what is coded, and about 45 bytes a tile smaller.
     Range,
 }
@@ -61,10 +61,10 @@ impl<'a> Kind<'a> {
             return Err(Error::Corrupt);
         };
         let (own, coder, body) = match kind {
-            PLANE_LANES => (None, Coder::Lanes, body),
+            PLANE_LANES => (None, Coder::InterleavedRans, body),
             OWN_LANES => {
                 let (own, body) = body.split_at_checked(lanes.next_multiple_of(2)).ok_or(Error::Truncated)?;
-                (Some(&own[..lanes]), Coder::Lanes, body)
+                (Some(&own[..lanes]), Coder::InterleavedRans, body)
             }
             PLANE_RANGE => (None, Coder::Range, body),
             _ => return Err(Error::Corrupt),
@@ -161,7 +161,7 @@ impl<'a> Tile<'a> {
         sink: impl FnMut(&[Bins]),
     ) -> Result<(), Error> {
         match coder {
-            Coder::Lanes => self.decode_lanes(tables, backend, stream, escapes, sink),
+            Coder::InterleavedRans => self.decode_lanes(tables, backend, stream, escapes, sink),
             Coder::Range => {
                 let mut decoder = RangeDecoder::new(tables, stream)?;
                 self.decode_chunks(tables, backend, escapes, sink, |rows| decoder.decode(rows))?;

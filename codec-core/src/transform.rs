@@ -13,8 +13,8 @@ pub const MAX_HEAD_DIM: usize = 512;
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Transform<'a> {
     pub(crate) head_dim: usize,
-    into: &'a [f32], // (heads, head_dim, head_dim): row i is what component i adds to the coefficients
-    back: &'a [f32], // (heads, head_dim, head_dim): row i is what coefficient i adds to the components
+    forward: &'a [f32], // (heads, head_dim, head_dim): row i holds the coefficients of component i
+    inverse: &'a [f32], // (heads, head_dim, head_dim): row i holds the components of coefficient i
 }
 
 impl<'a> Transform<'a> {
@@ -25,20 +25,21 @@ impl<'a> Transform<'a> {
     /// `i` of `back` what coefficient `i` adds to the components. That they are inverse to each other is not checked.
     /// # Errors
     /// [`Error::Zero`], [`Error::TooLarge`] beyond [`MAX_HEAD_DIM`], [`Error::Length`], [`Error::NotFinite`].
-    pub fn new(head_dim: usize, into: &'a [f32], back: &'a [f32]) -> Result<Self, Error> {
-        if head_dim == 0 || into.is_empty() {
-            return Err(Error::Zero { what: "a transform" });
+    pub fn new(head_dim: usize, forward: &'a [f32], inverse: &'a [f32]) -> Result<Self, Error> {
+        if head_dim == 0 || forward.is_empty() {
+            let what = if head_dim == 0 { "head_dim of the transform" } else { "heads of the transform" };
+            return Err(Error::Zero { what });
         }
         if head_dim > MAX_HEAD_DIM {
             return Err(Error::TooLarge);
         }
-        let heads = into.len() / (head_dim * head_dim);
-        check_len("into", into.len(), heads.max(1) * head_dim * head_dim)?;
-        check_len("back", back.len(), into.len())?;
-        if into.iter().chain(back).any(|x| !x.is_finite()) {
+        let heads = forward.len() / (head_dim * head_dim);
+        check_len("forward", forward.len(), heads.max(1) * head_dim * head_dim)?;
+        check_len("inverse", inverse.len(), forward.len())?;
+        if forward.iter().chain(inverse).any(|x| !x.is_finite()) {
             return Err(Error::NotFinite { what: "transform" });
         }
-        Ok(Self { head_dim, into, back })
+        Ok(Self { head_dim, forward, inverse })
     }
 
     /// Components of a head.
@@ -47,36 +48,36 @@ impl<'a> Transform<'a> {
         self.head_dim
     }
 
-    /// (heads, head_dim, head_dim): row `i` of a head is what component `i` adds to the coefficients.
+    /// The maps to coefficients, (heads, head_dim, head_dim).
     #[must_use]
-    pub const fn forward_maps(&self) -> &'a [f32] {
-        self.into
+    pub const fn forward(&self) -> &'a [f32] {
+        self.forward
     }
 
-    /// (heads, head_dim, head_dim): row `i` of a head is what coefficient `i` adds to the components.
+    /// The maps from coefficients, (heads, head_dim, head_dim).
     #[must_use]
-    pub const fn inverse_maps(&self) -> &'a [f32] {
-        self.back
+    pub const fn inverse(&self) -> &'a [f32] {
+        self.inverse
     }
 
     pub(crate) const fn channels(&self) -> usize {
-        self.into.len() / self.head_dim
+        self.forward.len() / self.head_dim
     }
 
-    /// All numbers of both maps.
-    pub(crate) fn numbers(&self) -> impl Iterator<Item = &'a f32> {
-        self.into.iter().chain(self.back)
+    /// All entries of both maps.
+    pub(crate) fn entries(&self) -> impl Iterator<Item = &'a f32> {
+        self.forward.iter().chain(self.inverse)
     }
 
     /// Rows less their mean to coefficients, in place.
     #[cfg(feature = "alloc")]
-    pub(crate) const fn forward<'b>(self, rows: &'b mut [f32]) -> Apply<'a, 'b> {
-        Apply { head_dim: self.head_dim, maps: self.into, rows }
+    pub(crate) const fn apply_forward<'b>(self, rows: &'b mut [f32]) -> Apply<'a, 'b> {
+        Apply { head_dim: self.head_dim, maps: self.forward, rows }
     }
 
     /// Rows of coefficients to rows less their mean, in place.
-    pub(crate) const fn inverse<'b>(self, rows: &'b mut [f32]) -> Apply<'a, 'b> {
-        Apply { head_dim: self.head_dim, maps: self.back, rows }
+    pub(crate) const fn apply_inverse<'b>(self, rows: &'b mut [f32]) -> Apply<'a, 'b> {
+        Apply { head_dim: self.head_dim, maps: self.inverse, rows }
     }
 }
 
@@ -145,7 +146,7 @@ impl<'a> RopeTable<'a> {
     fn new(head_dim: usize, cos: &'a [f32], sin: &'a [f32], neighbours: bool) -> Result<Self, Error> {
         let half = head_dim / 2;
         if half == 0 || head_dim % 2 == 1 {
-            return Err(Error::Zero { what: "an even head dimension" });
+            return Err(Error::OddHeadDim { head_dim });
         }
         check_len("cos", cos.len(), cos.len() / half * half)?;
         check_len("sin", sin.len(), cos.len())?;

@@ -57,7 +57,7 @@ impl Parts {
             },
             centroids: [0.2, -0.1],
             models: Models::families(&self.families),
-            coder: Coder::Lanes,
+            coder: Coder::InterleavedRans,
         })
         .unwrap()
     }
@@ -97,7 +97,7 @@ fn coefficients(plane: &Plane<'_>, rows: &[f32]) -> Vec<f32> {
         .flat_map(|row| {
             let mut sum = vec![0.0_f32; channels];
             for (x, map) in
-                row.zip(transform.forward_maps().chunks_exact(channels)).filter(|(x, _)| *x != 0.0)
+                row.zip(transform.forward().chunks_exact(channels)).filter(|(x, _)| *x != 0.0)
             {
                 sum.iter_mut().zip(map).for_each(|(sum, m)| *sum += x * m);
             }
@@ -115,7 +115,7 @@ fn decode(bytes: &[u8], plane: &Plane<'_>) -> Result<Vec<f32>, Error> {
     let frame = Frame::parse(bytes, usize::MAX)?;
     let mut results = backends().map(|backend| {
         let mut out = vec![f32::NAN; frame.info().tokens * plane.channels()];
-        let result = frame.decode_plane_into(backend, plane, 0, Side::Keys, None, &mut out);
+        let result = frame.decode_plane_into_with(backend, plane, 0, Side::Keys, None, &mut out);
         result.map(|()| out.iter().map(|x| x.to_bits()).collect::<Vec<_>>())
     });
     let first = results.next().unwrap();
@@ -125,7 +125,8 @@ fn decode(bytes: &[u8], plane: &Plane<'_>) -> Result<Vec<f32>, Error> {
 
 /// The first block of the keys of a frame of one layer, whose checksums are put right after `change`.
 fn with_changed_block(bytes: &[u8], plane: &Plane<'_>, change: impl FnOnce(&mut [u8])) -> Vec<u8> {
-    let place = Frame::parse(bytes, usize::MAX).unwrap().block_range(0, Side::Keys, 0).unwrap();
+    let index = BlockIndex { layer: 0, side: Side::Keys, block: 0 };
+    let place = Frame::parse(bytes, usize::MAX).unwrap().block_range(index).unwrap();
     let mut bytes = bytes.to_vec();
     change(&mut bytes[place.clone()]);
     let checksum = crc32fast::hash(&bytes[place]);
@@ -160,7 +161,7 @@ proptest! {
         let finite = coefficients(&plane, &rows).iter().all(|x| x.is_finite());
         let mut bytes = vec![];
         let info = info(channels, tokens);
-        let result = encode_frame(Backend::detect(), &info, &[plane; 2], &[&rows[..]; 2], &mut bytes);
+        let result = encode_frame(&info, &[plane; 2], &[&rows[..]; 2], &mut bytes);
         if !finite {
             prop_assert!(matches!(result, Err(Error::OutOfRange { .. })), "{result:?}");
         }
@@ -169,7 +170,7 @@ proptest! {
                 Ok(out) => prop_assert!(out.iter().all(|x| x.is_finite())),
                 // A map may give a NaN of two infinities.
                 Err(error) => {
-                    prop_assert_eq!(error, Error::NotFinite { what: "decoded numbers" });
+                    prop_assert_eq!(error, Error::NotFinite { what: "decoded values" });
                     prop_assert!(plane.parts().transform.is_some());
                 }
             }
@@ -190,7 +191,7 @@ proptest! {
             .collect();
         let mut bytes = vec![];
         let result = encode_frame(
-            Backend::detect(), &info(channels, tokens), &[plane; 2], &[&rows[..]; 2], &mut bytes,
+            &info(channels, tokens), &[plane; 2], &[&rows[..]; 2], &mut bytes,
         );
         if result.is_ok() {
             let bytes = with_changed_block(&bytes, &plane, |block| {
@@ -232,7 +233,7 @@ proptest! {
             predictor,
             steps: if plain && kinds >= 48 { Steps::TokenAbsmax(15) } else { Steps::Deviations(0.5) },
             models: [ModelKind::Families, ModelKind::Tables, ModelKind::ContextTables][kinds / 4 % 3],
-            coder: if kinds / 12 % 2 == 1 { Coder::Range } else { Coder::Lanes },
+            coder: if kinds / 12 % 2 == 1 { Coder::Range } else { Coder::InterleavedRans },
         };
         let mut identity = vec![0.0; channels * channels];
         identity.iter_mut().step_by(channels + 1).for_each(|x| *x = 1.0);
@@ -248,7 +249,7 @@ proptest! {
         for (rows, tolerance) in [(&rows, 0.1), (&varying, 1.0)] {
             let mut bytes = vec![];
             encode_frame(
-                Backend::detect(), &info(channels, tokens), &[plane; 2], &[&rows[..]; 2], &mut bytes,
+                &info(channels, tokens), &[plane; 2], &[&rows[..]; 2], &mut bytes,
             ).unwrap();
             let out = decode(&bytes, &plane).unwrap();
             let largest = rows.iter().fold(0.0_f32, |max, x| max.max(x.abs()));
@@ -269,7 +270,7 @@ fn samples_that_leave_the_range_are_refused() {
         ] {
             let map = map.map(|map| Arc::new(TransformBuf::new(2, map.to_vec(), map.to_vec()).unwrap()));
             let (steps, models) = (Steps::Deviations(0.5), ModelKind::Tables);
-            let options = FitOptions { predictor, steps, models, coder: Coder::Lanes };
+            let options = FitOptions { predictor, steps, models, coder: Coder::InterleavedRans };
             assert_eq!(PlaneBuf::fit(&rows, 2, map, &options), Err(Error::OutOfRange { channel: 1 }));
         }
     }
@@ -291,7 +292,7 @@ fn an_anchor_of_the_largest_number_comes_back() {
     let plane = parts.plane();
     let rows = [f32::MAX, f32::MIN, 1e37];
     let mut bytes = vec![];
-    encode_frame(Backend::detect(), &info(3, 1), &[plane; 2], &[&rows[..]; 2], &mut bytes).unwrap();
+    encode_frame(&info(3, 1), &[plane; 2], &[&rows[..]; 2], &mut bytes).unwrap();
     let out = decode(&bytes, &plane).unwrap();
     assert!(rows.iter().zip(&out).all(|(a, b)| (a / 127.0 - b / 127.0).abs() < 1.1e34), "{out:?}");
 }
@@ -304,12 +305,12 @@ fn lengths_of_tiles_without_rows_are_zero() {
         predictor: PredictorKind::Anchor { group: 1 },
         steps: Steps::Deviations(0.5),
         models: ModelKind::Families,
-        coder: Coder::Lanes,
+        coder: Coder::InterleavedRans,
     };
     let plane = PlaneBuf::fit(&rows, 70, None, &options).unwrap();
     let plane = plane.view().unwrap();
     let mut bytes = vec![];
-    encode_frame(Backend::detect(), &info(70, 16), &[plane; 2], &[&rows[..]; 2], &mut bytes).unwrap();
+    encode_frame(&info(70, 16), &[plane; 2], &[&rows[..]; 2], &mut bytes).unwrap();
     decode(&bytes, &plane).unwrap();
     for at in 84..90 {
         for bit in 0..8 {

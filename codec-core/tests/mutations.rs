@@ -38,7 +38,7 @@ fn fitted(kinds: usize) -> PlaneBuf {
             Steps::Deviations(0.1 + kinds as f32 / 20.0)
         },
         models: [ModelKind::Families, ModelKind::Tables, ModelKind::ContextTables][kinds / 4 % 3],
-        coder: if kinds / 12 == 1 { Coder::Range } else { Coder::Lanes },
+        coder: if kinds / 12 == 1 { Coder::Range } else { Coder::InterleavedRans },
     };
     PlaneBuf::fit(&rows(), CHANNELS, None, &options).unwrap()
 }
@@ -65,7 +65,7 @@ fn mutate(kinds: usize, seed: u64, streams: usize) {
     let plane = plane.view().unwrap();
     let info = FrameInfo { block_tokens: TOKENS, ..FrameInfo::new(1, 1, CHANNELS, TOKENS) };
     let mut frame = vec![];
-    encode_frame(Backend::detect(), &info, &[plane; 2], &[&rows()[..]; 2], &mut frame).unwrap();
+    encode_frame(&info, &[plane; 2], &[&rows()[..]; 2], &mut frame).unwrap();
     let (whole, payload) = (frame.clone(), INDEX_END + 4);
     let backends: Vec<Backend> = Backend::ALL.into_iter().filter(|backend| backend.is_available()).collect();
     let mut out = vec![vec![0.0_f32; CHANNELS * TOKENS]; backends.len()];
@@ -88,9 +88,15 @@ fn mutate(kinds: usize, seed: u64, streams: usize) {
         frame[80..84].copy_from_slice(&checksum.to_le_bytes());
         let index = crc32fast::hash(&frame[64..INDEX_END]);
         frame[INDEX_END..payload].copy_from_slice(&index.to_le_bytes());
-        let parsed = Frame::parse(&frame, info.numbers()).unwrap();
+        let parsed = Frame::parse(&frame, info.elements()).unwrap();
         let mut results = backends.iter().zip(&mut out).map(|(&backend, out)| {
-            let result = parsed.decode_block_into(backend, &plane, (0, Side::Keys, 0), None, out);
+            let result = parsed.decode_block_into_with(
+                backend,
+                &plane,
+                BlockIndex { layer: 0, side: Side::Keys, block: 0 },
+                None,
+                out,
+            );
             assert!(result.is_err() || out.iter().all(|x| x.is_finite()), "kinds {kinds}, stream {i}");
             (
                 result,

@@ -68,21 +68,35 @@ fn lossy() -> Vec<(&'static str, PlaneBuf)> {
             "transform",
             fit(
                 Some(transform()),
-                options(PredictorKind::Previous, given, ModelKind::Families, Coder::Lanes),
+                options(PredictorKind::Previous, given, ModelKind::Families, Coder::InterleavedRans),
             ),
         ),
         (
             "tables",
-            fit(Some(transform()), options(PredictorKind::Mean, given, ModelKind::Tables, Coder::Lanes)),
+            fit(
+                Some(transform()),
+                options(PredictorKind::Mean, given, ModelKind::Tables, Coder::InterleavedRans),
+            ),
         ),
-        ("context", fit(None, options(PredictorKind::Mean, given, ModelKind::ContextTables, Coder::Lanes))),
+        (
+            "context",
+            fit(None, options(PredictorKind::Mean, given, ModelKind::ContextTables, Coder::InterleavedRans)),
+        ),
         (
             "paper",
             fit(None, options(PredictorKind::Anchor { group: 10 }, given, ModelKind::Tables, Coder::Range)),
         ),
         (
             "token-scale",
-            fit(None, options(PredictorKind::None, Steps::TokenAbsmax(15), ModelKind::Tables, Coder::Lanes)),
+            fit(
+                None,
+                options(
+                    PredictorKind::None,
+                    Steps::TokenAbsmax(15),
+                    ModelKind::Tables,
+                    Coder::InterleavedRans,
+                ),
+            ),
         ),
     ]
 }
@@ -102,11 +116,11 @@ fn check(name: &str, bytes: &[u8]) {
 }
 
 fn decode(frame: &[u8], plane: &Plane<'_>) -> Result<Vec<f32>, Error> {
-    let frame = Frame::parse(frame, info().numbers())?;
+    let frame = Frame::parse(frame, info().elements())?;
     let mut out = vec![0.0; 2 * TOKENS * CHANNELS];
     let (keys, values) = out.split_at_mut(TOKENS * CHANNELS);
-    frame.decode_plane_into(Backend::detect(), plane, 0, Side::Keys, None, keys)?;
-    frame.decode_plane_into(Backend::detect(), plane, 0, Side::Values, None, values)?;
+    frame.decode_plane_into(plane, 0, Side::Keys, None, keys)?;
+    frame.decode_plane_into(plane, 0, Side::Values, None, values)?;
     Ok(out)
 }
 
@@ -134,7 +148,7 @@ fn streams_with_loss() {
         // Values far beyond the sample: escapes, and tiles of a fixed width.
         let (keys, values) = (rows(2, 2.0), rows(3, 30_000.0));
         let mut frame = vec![];
-        encode_frame(Backend::detect(), &info(), &[plane; 2], &[&keys, &values], &mut frame).unwrap();
+        encode_frame(&info(), &[plane; 2], &[&keys, &values], &mut frame).unwrap();
         check(&format!("{name}.kvcc"), &frame);
         let numbers = decode(&frame, &plane).unwrap();
         check(&format!("{name}.f32"), &numbers.iter().flat_map(|x| x.to_le_bytes()).collect::<Vec<_>>());
@@ -162,14 +176,14 @@ fn streams_without_loss() {
     let plane = LosslessPlane::new(ElementType::Bf16, &tops, &tables).unwrap();
     let info = FrameInfo { element: ElementType::Bf16, lossless: true, ..info() };
     let mut frame = vec![];
-    encode_lossless_frame(Backend::detect(), &info, &[plane; 2], &[&bits[..]; 2], &mut frame).unwrap();
+    encode_lossless_frame(&info, &[plane; 2], &[&bits[..]; 2], &mut frame).unwrap();
     check("lossless.kvcc", &frame);
     let decode = |frame: &[u8]| -> Result<Vec<u16>, Error> {
-        let frame = Frame::parse(frame, info.numbers())?;
+        let frame = Frame::parse(frame, info.elements())?;
         let mut out = vec![0; bits.len()];
         for side in [Side::Keys, Side::Values] {
             for (block, out) in out.chunks_mut(info.block_tokens * CHANNELS).enumerate() {
-                frame.decode_lossless_block_into(Backend::detect(), &plane, (0, side, block), out)?;
+                frame.decode_lossless_block_into(&plane, BlockIndex { layer: 0, side, block }, out)?;
             }
         }
         Ok(out)

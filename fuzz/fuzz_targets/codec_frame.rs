@@ -27,13 +27,13 @@ fn case(kinds: usize) -> (PlaneBuf, Vec<u8>) {
         predictor: predictors[kinds % 4],
         steps: if kinds % 8 == 3 { Steps::TokenAbsmax(15) } else { Steps::Deviations(0.3) },
         models: [ModelKind::Families, ModelKind::Tables, ModelKind::ContextTables][kinds / 4 % 3],
-        coder: [Coder::Lanes, Coder::Range][kinds / 12],
+        coder: [Coder::InterleavedRans, Coder::Range][kinds / 12],
     };
     let plane = PlaneBuf::fit(&rows, CHANNELS, None, &options).unwrap();
     let info = FrameInfo { block_tokens: 16, ..FrameInfo::new(1, 1, CHANNELS, TOKENS) };
     let mut frame = Vec::new();
     let view = plane.view().unwrap();
-    encode_frame(Backend::Scalar, &info, &[view; 2], &[&rows[..]; 2], &mut frame).unwrap();
+    encode_frame_with(Backend::Scalar, &info, &[view; 2], &[&rows[..]; 2], &mut frame).unwrap();
     (plane, frame)
 }
 
@@ -117,7 +117,13 @@ fn decode(bytes: &[u8], plane: &Plane<'_>) {
         let mut expected = None;
         for backend in Backend::ALL.into_iter().filter(|backend| backend.is_available()) {
             let mut out = vec![0.0; frame.info().tokens_of_block(block).len() * CHANNELS];
-            let result = frame.decode_block_into(backend, plane, (0, Side::Keys, block), None, &mut out);
+            let result = frame.decode_block_into_with(
+                backend,
+                plane,
+                BlockIndex { layer: 0, side: Side::Keys, block },
+                None,
+                &mut out,
+            );
             assert!(result.is_err() || out.iter().all(|x| x.is_finite()));
             let result = result.map(|()| out.iter().map(|x| x.to_bits()).collect::<Vec<_>>());
             assert_eq!(expected.get_or_insert_with(|| result.clone()), &result);

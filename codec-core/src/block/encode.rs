@@ -51,7 +51,16 @@ impl Plane<'_> {
     /// # Errors
     /// [`Error::Length`], [`Error::TooLarge`], [`Error::NotFinite`], [`Error::OutOfRange`].
     pub fn bins(&self, rows: &[f32]) -> Result<Vec<i32>, Error> {
-        let (backend, channels) = (Backend::detect(), self.channels());
+        self.bins_with(Backend::detect(), rows)
+    }
+
+    /// [`Self::bins`] on the given backend.
+    ///
+    /// # Errors
+    /// As there; [`Error::BackendUnavailable`].
+    pub fn bins_with(&self, backend: Backend, rows: &[f32]) -> Result<Vec<i32>, Error> {
+        backend.check()?;
+        let channels = self.channels();
         let numbers = BlockNumbers::new(self, backend, rows, &mut vec![])?;
         let mut all = vec![0; numbers.rows.len()];
         for first in (0..channels).step_by(LANES) {
@@ -89,7 +98,7 @@ impl<'a> BlockNumbers<'a> {
             row.iter_mut().zip(plane.mean).for_each(|(x, mean)| *x -= mean);
         }
         if let Some(transform) = plane.transform {
-            backend.run(transform.forward(&mut rows));
+            backend.run(transform.apply_forward(&mut rows));
         }
         let mut token_steps = vec![];
         match (plane.predictor, plane.scaling) {

@@ -30,6 +30,19 @@ impl CodedBlock {
 /// [`Error::Length`], [`Error::NotFinite`], [`Error::OutOfRange`], [`Error::TooLarge`], [`Error::Zero`],
 /// [`Error::BadField`] when `info` says lossless, [`Error::BackendUnavailable`]; `out` is then unchanged.
 pub fn encode_frame(
+    info: &FrameInfo,
+    planes: &[Plane<'_>],
+    rows: &[&[f32]],
+    out: &mut Vec<u8>,
+) -> Result<(), Error> {
+    encode_frame_with(Backend::detect(), info, planes, rows, out)
+}
+
+/// [`encode_frame`] on the given backend.
+///
+/// # Errors
+/// As there; [`Error::BackendUnavailable`].
+pub fn encode_frame_with(
     backend: Backend,
     info: &FrameInfo,
     planes: &[Plane<'_>],
@@ -38,7 +51,7 @@ pub fn encode_frame(
 ) -> Result<(), Error> {
     backend.check()?;
     if info.lossless {
-        return Err(Error::BadField { what: "coding: lossless, of numbers that lose" });
+        return Err(Error::WrongCoding { lossless: true });
     }
     check_planes(info, planes.len(), rows)?;
     for plane in planes {
@@ -94,6 +107,19 @@ pub fn assemble_frame(
 /// # Errors
 /// As [`encode_frame`]; [`Error::BadField`] when `info` does not say lossless, [`Error::WrongProfile`] for another element type.
 pub fn encode_lossless_frame(
+    info: &FrameInfo,
+    planes: &[LosslessPlane<'_>],
+    rows: &[&[u16]],
+    out: &mut Vec<u8>,
+) -> Result<(), Error> {
+    encode_lossless_frame_with(Backend::detect(), info, planes, rows, out)
+}
+
+/// [`encode_lossless_frame`] on the given backend.
+///
+/// # Errors
+/// As there; [`Error::BackendUnavailable`].
+pub fn encode_lossless_frame_with(
     backend: Backend,
     info: &FrameInfo,
     planes: &[LosslessPlane<'_>],
@@ -102,7 +128,7 @@ pub fn encode_lossless_frame(
 ) -> Result<(), Error> {
     backend.check()?;
     if !info.lossless {
-        return Err(Error::BadField { what: "coding: not lossless" });
+        return Err(Error::WrongCoding { lossless: false });
     }
     check_planes(info, planes.len(), rows)?;
     for plane in planes {

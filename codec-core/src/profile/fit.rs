@@ -105,7 +105,7 @@ impl PlaneBuf {
         if let Some(transform) = &transform {
             let transform = transform.view()?;
             check_len("transform", transform.channels(), channels)?;
-            Backend::detect().run(transform.forward(&mut rows));
+            Backend::detect().run(transform.apply_forward(&mut rows));
         }
         if let Some(i) = rows.iter().position(|x| !x.is_finite()) {
             return Err(Error::OutOfRange { channel: i % channels });

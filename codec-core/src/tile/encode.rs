@@ -59,7 +59,7 @@ impl TileEncoder<'_> {
         }
         let tables = TileTables::<1>::new(self.models, self.first, self.lanes);
         // The range coder has no form with families of a tile's own.
-        let own = if self.coder == Coder::Lanes { self.own_families(numbers) } else { None };
+        let own = if self.coder == Coder::InterleavedRans { self.own_families(numbers) } else { None };
         match own {
             Some(own) => {
                 let tables = TileTables::of_families(&own[..self.lanes]);
@@ -91,7 +91,7 @@ impl TileEncoder<'_> {
         out.extend_from_slice(&(escapes.len() as u16).to_le_bytes());
         out.extend_from_slice(own);
         match self.coder {
-            Coder::Lanes => rans::encode(tables, self.backend, &codes, out),
+            Coder::InterleavedRans => rans::encode(tables, self.backend, &codes, out),
             Coder::Range => encode_range(tables, &codes, out),
         }
         pad(start, out);
