@@ -1,4 +1,4 @@
-//! Reads one block of one layer out of a frame, without allocating, and rotates its keys to their positions.
+//! Decodes one block of one layer without allocation, and applies RoPE to its keys.
 
 use codec_core::*;
 
@@ -29,7 +29,7 @@ fn main() -> Result<(), Error> {
         bytes.len()
     );
 
-    // The caller has cosines and sines of all positions; the block needs its own.
+    // Cosines and sines of the positions of the block.
     let angles = |token: usize| {
         (0..HEAD_DIM / 2).map(move |i| token as f32 * 10_000_f32.powf(-2.0 * i as f32 / HEAD_DIM as f32))
     };

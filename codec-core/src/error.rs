@@ -32,7 +32,8 @@ pub enum Error {
         /// The argument.
         what: &'static str,
     },
-    /// A value cannot be quantized: it is not finite after the mean is subtracted or the transform is applied.
+    /// A value cannot be quantized: it is not finite after the mean is subtracted or the transform is
+    /// applied.
     OutOfRange {
         /// The channel that it belongs to.
         channel: usize,

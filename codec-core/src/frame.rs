@@ -1,211 +1,28 @@
-//! Frames: one level of one chunk of tokens, all layers, keys and values. The bytes are in FORMAT.md, "Frame".
+//! Frames: keys and values of all layers for a range of tokens, at one level. FORMAT.md, "Frame", specifies
+//! the bytes.
 
 #[cfg(feature = "rayon")]
 use rayon::prelude::*;
 
 #[cfg(feature = "alloc")]
 mod encode;
+mod info;
 
 use core::ops::Range;
 
-use crate::block::{self, BlockBytes, MAX_BLOCK_TOKENS};
+use crate::block::{self, BlockBytes};
 use crate::error::check_len;
 use crate::{Backend, Error, LosslessPlane, Plane, RopeTable};
+
+use info::HEADER;
 
 #[cfg(feature = "alloc")]
 pub use encode::{
     assemble_frame, encode_frame, encode_frame_with, encode_lossless_frame, encode_lossless_frame_with,
 };
+pub use info::{BlockIndex, ElementType, FrameInfo, Side};
 
-const MAGIC: [u8; 4] = *b"KVCC";
-const VERSION: u8 = 2;
-const LITTLE_ENDIAN: u8 = 1;
-const TOKEN_HEAD_COMPONENT: u8 = 0;
-const HEADER: usize = 64;
-
-/// What the numbers were before they were coded.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ElementType {
-    /// 32-bit floats.
-    F32,
-    /// 16-bit IEEE floats.
-    F16,
-    /// Floats with the exponent of 32 bits and 7 bits of mantissa.
-    Bf16,
-}
-
-/// Keys or values of a layer.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Side {
-    /// Keys.
-    Keys,
-    /// Values.
-    Values,
-}
-
-/// The position of a block in a frame.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct BlockIndex {
-    /// Layer.
-    pub layer: usize,
-    /// Keys or values.
-    pub side: Side,
-    /// Block of the plane: it holds the tokens [`FrameInfo::tokens_of_block`].
-    pub block: usize,
-}
-
-/// The content of a frame.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct FrameInfo {
-    /// What the numbers were.
-    pub element: ElementType,
-    /// Whether keys are after RoPE; before it, they are rotated when they are decoded.
-    pub keys_rotated: bool,
-    /// Whether the bits of 16-bit numbers were coded, without loss.
-    pub lossless: bool,
-    /// The encoding level; what levels there are, their user decides.
-    pub level: u8,
-    /// Layers.
-    pub layers: usize,
-    /// Key/value heads of a layer.
-    pub heads: usize,
-    /// Components of a head.
-    pub head_dim: usize,
-    /// Position of the first token.
-    pub first_token: u64,
-    /// Tokens.
-    pub tokens: usize,
-    /// Tokens of a block, the unit of random access; the last one may have fewer. Up to [`MAX_BLOCK_TOKENS`].
-    pub block_tokens: usize,
-    /// What the user calls the model by, such as a hash of its weights.
-    pub model_id: u64,
-}
-
-impl FrameInfo {
-    /// A frame with loss of numbers that were f32, keys before RoPE, from position 0, in blocks of 256 tokens; level and model
-    /// id are 0.
-    #[must_use]
-    pub const fn new(layers: usize, heads: usize, head_dim: usize, tokens: usize) -> Self {
-        Self {
-            element: ElementType::F32,
-            keys_rotated: false,
-            lossless: false,
-            level: 0,
-            layers,
-            heads,
-            head_dim,
-            first_token: 0,
-            tokens,
-            block_tokens: 256,
-            model_id: 0,
-        }
-    }
-
-    /// Numbers of a token in one plane.
-    #[must_use]
-    pub const fn channels(&self) -> usize {
-        self.heads.saturating_mul(self.head_dim)
-    }
-
-    /// Blocks of one plane.
-    #[must_use]
-    pub const fn blocks(&self) -> usize {
-        if self.block_tokens == 0 { 0 } else { self.tokens.div_ceil(self.block_tokens) }
-    }
-
-    /// Tokens of a block, by their place in the frame.
-    #[must_use]
-    pub fn tokens_of_block(&self, block: usize) -> Range<usize> {
-        let start = block.saturating_mul(self.block_tokens).min(self.tokens);
-        start..start.saturating_add(self.block_tokens).min(self.tokens)
-    }
-
-    /// Elements of all planes.
-    #[must_use]
-    pub const fn elements(&self) -> usize {
-        self.layers.saturating_mul(2).saturating_mul(self.tokens).saturating_mul(self.channels())
-    }
-
-    /// Checks that all sizes can be worked with: no product below overflows.
-    fn check(&self) -> Result<(), Error> {
-        for (what, size) in [
-            ("layers", self.layers),
-            ("heads", self.heads),
-            ("head_dim", self.head_dim),
-            ("block_tokens", self.block_tokens),
-        ] {
-            if size == 0 {
-                return Err(Error::Zero { what });
-            }
-        }
-        if self.block_tokens > MAX_BLOCK_TOKENS {
-            return Err(Error::TooLarge);
-        }
-        let sizes = [self.layers, self.heads, self.head_dim, self.tokens.max(1)];
-        let elements = sizes.iter().try_fold(64_usize, |product, &size| product.checked_mul(size));
-        match elements {
-            Some(_) if sizes.iter().all(|&size| u32::try_from(size).is_ok()) => Ok(()),
-            _ => Err(Error::TooLarge),
-        }
-    }
-
-    const fn entry_len(&self) -> usize {
-        8 + 4 + 2 * block::tiles(self.channels())
-    }
-
-    fn index_len(&self) -> usize {
-        2 * self.layers * (4 + self.blocks() * self.entry_len())
-    }
-
-    fn read(header: &[u8; HEADER]) -> Result<(Self, u64), Error> {
-        if header[..4] != MAGIC {
-            return Err(Error::BadMagic);
-        }
-        if header[4] != VERSION {
-            return Err(Error::BadVersion { version: header[4] });
-        }
-        let (body, checksum) = header.split_at(HEADER - 4);
-        if crc32fast::hash(body).to_le_bytes() != checksum {
-            return Err(Error::BadChecksum);
-        }
-        if header[5] != LITTLE_ENDIAN {
-            return Err(Error::BadField { what: "byte order" });
-        }
-        if header[8] != TOKEN_HEAD_COMPONENT || header[11] != 0 {
-            return Err(Error::BadField { what: "layout" });
-        }
-        let flag = |at: usize, what| match header[at] {
-            0 => Ok(false),
-            1 => Ok(true),
-            _ => Err(Error::BadField { what }),
-        };
-        let four =
-            |at: usize| u32::from_le_bytes([header[at], header[at + 1], header[at + 2], header[at + 3]]);
-        let eight = |at: usize| u64::from(four(at)) | u64::from(four(at + 4)) << 32;
-        let info = Self {
-            element: match header[6] {
-                0 => ElementType::F32,
-                1 => ElementType::F16,
-                2 => ElementType::Bf16,
-                _ => return Err(Error::BadField { what: "element type" }),
-            },
-            keys_rotated: flag(7, "position encoding of keys")?,
-            lossless: flag(10, "lossless flag")?,
-            level: header[9],
-            layers: four(12) as usize,
-            heads: four(16) as usize,
-            head_dim: four(20) as usize,
-            first_token: eight(24),
-            tokens: four(32) as usize,
-            block_tokens: four(36) as usize,
-            model_id: eight(40),
-        };
-        info.check()?;
-        Ok((info, eight(48)))
-    }
-}
-
-/// A frame whose header and index have been verified; blocks are verified when they are decoded.
+/// A frame whose header and index are verified. Blocks are verified when they are decoded.
 #[derive(Clone, Copy, Debug)]
 pub struct Frame<'a> {
     info: FrameInfo,
@@ -214,12 +31,13 @@ pub struct Frame<'a> {
 }
 
 impl<'a> Frame<'a> {
-    /// Reads header and index. Allocates nothing.
+    /// Parses header and index, without allocation.
     ///
     /// # Errors
-    /// [`Error::Limit`] when it holds more than `max_elements` numbers; [`Error::Truncated`], [`Error::TrailingBytes`],
-    /// [`Error::BadMagic`], [`Error::BadVersion`], [`Error::BadChecksum`], [`Error::BadField`], [`Error::Zero`],
-    /// [`Error::TooLarge`], or [`Error::Corrupt`] for an index whose blocks do not follow each other.
+    /// [`Error::Limit`] for a frame of more than `max_elements` elements; [`Error::Truncated`],
+    /// [`Error::TrailingBytes`], [`Error::BadMagic`], [`Error::BadVersion`], [`Error::BadChecksum`],
+    /// [`Error::BadField`], [`Error::Zero`], [`Error::TooLarge`]; [`Error::Corrupt`] for an index whose
+    /// blocks are not consecutive.
     pub fn parse(bytes: &'a [u8], max_elements: usize) -> Result<Self, Error> {
         let (header, rest) = bytes.split_first_chunk::<HEADER>().ok_or(Error::Truncated)?;
         let (info, payload_len) = FrameInfo::read(header)?;
@@ -248,13 +66,13 @@ impl<'a> Frame<'a> {
         if end == payload_len { Ok(frame) } else { Err(Error::Corrupt) }
     }
 
-    /// What the frame says about its content.
+    /// The header of the frame.
     #[must_use]
     pub const fn info(&self) -> &FrameInfo {
         &self.info
     }
 
-    /// Where a block's bytes lie in the frame.
+    /// The range of a block's bytes in the frame.
     ///
     /// # Errors
     /// [`Error::OutOfBounds`].
@@ -264,7 +82,8 @@ impl<'a> Frame<'a> {
         Ok(payload + start..payload + end)
     }
 
-    /// Compares a block with its checksum, for who decodes it elsewhere.
+    /// Verifies a block's checksum without decoding it, for example before the block is decoded on another
+    /// device.
     ///
     /// # Errors
     /// [`Error::OutOfBounds`], [`Error::BadChecksum`].
@@ -273,7 +92,7 @@ impl<'a> Frame<'a> {
         check_payload(checksum, &bytes)
     }
 
-    /// The id of the plane that a layer's keys or values were coded under ([`Plane::id`]).
+    /// The id ([`Plane::id`]) of the plane that a layer's keys or values were encoded with.
     ///
     /// # Errors
     /// [`Error::OutOfBounds`].
@@ -288,18 +107,18 @@ impl<'a> Frame<'a> {
 
     /// Decodes a block: the tokens [`FrameInfo::tokens_of_block`] of one plane.
     ///
-    /// `rope` rotates keys that were coded before RoPE to their positions; none leaves them as they are.
+    /// `rope` rotates keys that were stored before RoPE to their positions. Without it they stay unrotated.
     ///
     /// # Shapes
     /// `out` (tokens of the block, heads, head_dim), fully written.
     /// # Errors
-    /// [`Error::OutOfBounds`], [`Error::WrongProfile`], [`Error::Length`], [`Error::BadField`] for a lossless frame,
-    /// [`Error::NotBeforeRope`], [`Error::BackendUnavailable`], [`Error::BadChecksum`]: `out` is then untouched.
-    /// [`Error::Truncated`], [`Error::Corrupt`]
-    /// or [`Error::TrailingBytes`], which need a forged checksum, and [`Error::NotFinite`] where numbers too large for the
-    /// transform give a NaN: `out` then holds numbers without meaning.
+    /// [`Error::OutOfBounds`], [`Error::WrongProfile`], [`Error::Length`], [`Error::WrongCoding`] for a
+    /// lossless frame, [`Error::NotBeforeRope`], [`Error::BadChecksum`]: `out` is then unchanged.
+    /// [`Error::Truncated`], [`Error::Corrupt`] and [`Error::TrailingBytes`], which need a forged checksum,
+    /// and [`Error::NotFinite`] if the transform of very large values produces a NaN: the contents of `out`
+    /// are then unspecified.
     /// # Cost
-    /// No allocation. With a transform, head_dim multiply-adds a number for coefficients that are not zero.
+    /// No allocation. A transform costs head_dim multiply-adds for each coefficient that is not zero.
     pub fn decode_block_into(
         &self,
         plane: &Plane<'_>,
@@ -329,12 +148,12 @@ impl<'a> Frame<'a> {
         block::decode_into(plane, backend, &bytes, rope, out)
     }
 
-    /// Decodes a block of a lossless frame: the bits of its 16-bit numbers.
+    /// Decodes a block of a lossless frame to the bits of its 16-bit elements.
     ///
     /// # Shapes
     /// `out` (tokens of the block, heads, head_dim), fully written.
     /// # Errors
-    /// As [`Self::decode_block_into`].
+    /// As [`Self::decode_block_into`], with [`Error::WrongCoding`] for a lossy frame.
     pub fn decode_lossless_block_into(
         &self,
         plane: &LosslessPlane<'_>,
@@ -449,12 +268,12 @@ const fn plane_index(layer: usize, side: Side) -> usize {
 }
 
 impl Frame<'_> {
-    /// Decodes one plane of all tokens. With feature `rayon`, blocks are decoded in parallel.
+    /// Decodes a plane: all tokens of a layer's keys or values. Feature `rayon` decodes blocks in parallel.
     ///
     /// # Shapes
-    /// `out` (tokens, heads, head_dim); `rope`, if any, has all of the frame's positions.
+    /// `out` (tokens, heads, head_dim); `rope`, if any, covers all tokens of the frame.
     /// # Errors
-    /// As [`Self::decode_block_into`]; `out` then holds blocks of which some are not decoded.
+    /// As [`Self::decode_block_into`]. If a block fails, some blocks of `out` may be decoded and others not.
     pub fn decode_plane_into(
         &self,
         plane: &Plane<'_>,

@@ -1,6 +1,6 @@
 #![doc = include_str!("../README.md")]
 #![no_std]
-// Only the instruction sets' own files need it.
+// Only the modules of the instruction sets, in `simd`, use unsafe code.
 #![deny(unsafe_code)]
 
 #[cfg(feature = "alloc")]
@@ -18,7 +18,7 @@ mod model;
 mod plane;
 #[cfg(feature = "alloc")]
 mod profile;
-// Encoding, which needs `alloc`, uses what decoding alone leaves over here.
+// Without `alloc` there is no encoder, and some functions are unused.
 #[cfg_attr(not(feature = "alloc"), allow(dead_code))]
 mod quant;
 mod range;

@@ -1,4 +1,4 @@
-//! Frames and chunks around what is coded: what a directory or a caller says must be what the frame says.
+//! Frames and chunks: directories and arguments must match the headers of frames.
 
 #![allow(clippy::unwrap_used, clippy::panic)] // helpers of tests, too
 
@@ -45,7 +45,7 @@ impl Random {
     }
 }
 
-/// Directories with changed bytes, and checksums as they should be.
+/// Directories with changed bytes and valid checksums.
 #[test]
 fn a_directory_that_is_not_its_frames_is_refused() {
     let frames: Vec<Vec<u8>> = (0..4_u8)
@@ -92,7 +92,7 @@ fn a_directory_that_is_not_its_frames_is_refused() {
     assert!(taken > 10 && refused > 10_000, "{taken} {refused}");
 }
 
-/// What is wrong with arguments does not depend on how many tokens there are.
+/// Arguments are checked the same way for any number of tokens.
 #[test]
 fn planes_of_no_tokens_are_checked_as_others_are() {
     let (fitted, other) = (plane(0.5), plane(0.6));

@@ -1,4 +1,5 @@
-//! Numbers at the ends of `f32`, channels that do not vary, side numbers that no encoder wrote: an error or finite numbers.
+//! Numbers at the ends of `f32`, channels that do not vary, side numbers that no encoder wrote: an error or
+//! finite numbers.
 
 #![allow(clippy::unwrap_used, clippy::panic)] // helpers of tests, too
 
@@ -11,7 +12,7 @@ fn backends() -> impl Iterator<Item = Backend> {
     Backend::ALL.into_iter().filter(|backend| backend.is_available())
 }
 
-/// Any finite number, often 0 or near the largest.
+/// Any finite value, often 0 or near the largest.
 fn finite() -> impl Strategy<Value = f32> {
     prop_oneof![
         Just(0.0_f32),
@@ -26,7 +27,7 @@ fn step() -> impl Strategy<Value = f32> {
     (1_u32..253, 0_u32..1 << 23).prop_map(|(exponent, mantissa)| f32::from_bits(exponent << 23 | mantissa))
 }
 
-/// The numbers of a plane without a check of their own.
+/// The parameters of a plane that are not checked separately.
 #[derive(Clone, Debug)]
 struct Parts {
     mean: Vec<f32>,
@@ -87,7 +88,7 @@ fn parts() -> impl Strategy<Value = Parts> {
     })
 }
 
-/// What an encoder that follows FORMAT.md makes of rows before it quantizes them.
+/// The coefficients that an encoder by FORMAT.md quantizes.
 fn coefficients(plane: &Plane<'_>, rows: &[f32]) -> Vec<f32> {
     let channels = plane.channels();
     let centred =
@@ -96,9 +97,7 @@ fn coefficients(plane: &Plane<'_>, rows: &[f32]) -> Vec<f32> {
     centred
         .flat_map(|row| {
             let mut sum = vec![0.0_f32; channels];
-            for (x, map) in
-                row.zip(transform.forward().chunks_exact(channels)).filter(|(x, _)| *x != 0.0)
-            {
+            for (x, map) in row.zip(transform.forward().chunks_exact(channels)).filter(|(x, _)| *x != 0.0) {
                 sum.iter_mut().zip(map).for_each(|(sum, m)| *sum += x * m);
             }
             sum
@@ -110,7 +109,7 @@ fn info(channels: usize, tokens: usize) -> FrameInfo {
     FrameInfo { block_tokens: 16, ..FrameInfo::new(1, 1, channels, tokens) }
 }
 
-/// Decodes the keys of layer 0 on every backend; what comes back is the same on all.
+/// Decodes the keys of layer 0 on every backend; all give the same result.
 fn decode(bytes: &[u8], plane: &Plane<'_>) -> Result<Vec<f32>, Error> {
     let frame = Frame::parse(bytes, usize::MAX)?;
     let mut results = backends().map(|backend| {
@@ -123,7 +122,7 @@ fn decode(bytes: &[u8], plane: &Plane<'_>) -> Result<Vec<f32>, Error> {
     first.map(|bits| bits.into_iter().map(f32::from_bits).collect())
 }
 
-/// The first block of the keys of a frame of one layer, whose checksums are put right after `change`.
+/// Changes the first block of the keys of a frame of one layer, and recomputes the checksums.
 fn with_changed_block(bytes: &[u8], plane: &Plane<'_>, change: impl FnOnce(&mut [u8])) -> Vec<u8> {
     let index = BlockIndex { layer: 0, side: Side::Keys, block: 0 };
     let place = Frame::parse(bytes, usize::MAX).unwrap().block_range(index).unwrap();
@@ -135,7 +134,7 @@ fn with_changed_block(bytes: &[u8], plane: &Plane<'_>, change: impl FnOnce(&mut 
     bytes
 }
 
-/// Puts the checksum of the index right, of a frame of one layer.
+/// Recomputes the checksum of the index of a frame of one layer.
 fn mend_index(bytes: &mut [u8], channels: usize) {
     let tokens = u32::from_le_bytes(bytes[32..36].try_into().unwrap()) as usize;
     let end = 64 + 2 * (4 + tokens.div_ceil(16) * (12 + 2 * channels.div_ceil(LANES)));
@@ -178,7 +177,7 @@ proptest! {
     }
 
     #[test]
-    fn forged_side_numbers_are_refused_or_decode_to_finite_numbers(
+    fn forged_side_information_is_refused_or_decode_to_finite_numbers(
         parts in parts(),
         small in prop::collection::vec(-1.0_f32..1.0, 40..400),
         (words, at) in (prop::collection::vec(any::<u16>(), 1..8), any::<prop::sample::Index>()),
@@ -196,7 +195,8 @@ proptest! {
         if result.is_ok() {
             let bytes = with_changed_block(&bytes, &plane, |block| {
                 let tokens = tokens.min(16);
-                // Scales of anchors have their exponents in the third and fourth byte, steps of tokens in both of theirs.
+                // Scales of anchors have their exponents in the third and fourth byte, steps of tokens in
+                // both of theirs.
                 let places: Vec<usize> = match parts.levels {
                     0 => (0..tokens.div_ceil(parts.group.into())).map(|i| i * (4 + channels) + 2).collect(),
                     _ => (0..tokens).map(|t| 2 * t).collect(),
@@ -244,7 +244,8 @@ proptest! {
         if let Scaling::Steps(steps) = plane.parts().scaling {
             prop_assert!(steps.iter().all(|step| step.is_normal() && *step > 0.0));
         }
-        // The sample itself, and rows that do vary: their distances in steps are vast, and their tiles coarse.
+        // The sample itself, and rows that do vary: their distances in steps are vast, and their tiles
+        // coarse.
         let varying: Vec<f32> = rows.iter().enumerate().map(|(i, x)| x + later * (i % 3) as f32).collect();
         for (rows, tolerance) in [(&rows, 0.1), (&varying, 1.0)] {
             let mut bytes = vec![];

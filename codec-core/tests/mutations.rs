@@ -1,7 +1,8 @@
-//! Streams with changed bytes and checksums as they should be: an error or finite numbers, the same on every backend.
+//! Streams with changed bytes and valid checksums decode to an error or to finite values, the same on every
+//! backend.
 //!
 //! `MUTATIONS=10000000 cargo test --release -p codec-core --test mutations` for more than the default; with
-//! `RUSTFLAGS=-Zsanitizer=address` (nightly) reads and writes outside of buffers are found as well.
+//! `RUSTFLAGS=-Zsanitizer=address` (nightly) it also finds accesses outside of buffers.
 
 #![allow(clippy::unwrap_used, clippy::panic)] // helpers of tests, too
 
@@ -9,7 +10,7 @@ use codec_core::*;
 
 const CHANNELS: usize = 40;
 const TOKENS: usize = 80;
-/// Of two ids, then two entries of two tiles.
+/// The index has two ids, then two entries of two tiles.
 const INDEX_END: usize = 64 + 8 + 2 * 16;
 
 struct Random(u64);

@@ -1,4 +1,4 @@
-//! Round trips, the same bits on every backend, and every damage noticed.
+//! Round trips give the same bits on every backend, and all damage is detected.
 
 #![allow(clippy::unwrap_used, clippy::panic)] // helpers of tests, too
 
@@ -7,7 +7,7 @@ use std::sync::Arc;
 use codec_core::*;
 use proptest::prelude::*;
 
-/// Rows with heavy tails, now and then far out.
+/// Rows with heavy tails and rare outliers.
 fn rows(channels: usize, tokens: usize, seed: u64) -> Vec<f32> {
     let mut state = seed.wrapping_mul(2).wrapping_add(0x9e37_79b9_7f4a_7c15);
     let mut uniform = || {
@@ -139,7 +139,8 @@ proptest! {
                 let tokens = info.tokens_of_block(block);
                 let part = tokens.start * channels..tokens.end * channels;
                 let mut out = vec![0; part.len()];
-                frame.decode_lossless_block_into_with(backend, &plane, BlockIndex { layer: 0, side: Side::Keys, block }, &mut out).unwrap();
+                let index = BlockIndex { layer: 0, side: Side::Keys, block };
+                frame.decode_lossless_block_into_with(backend, &plane, index, &mut out).unwrap();
                 prop_assert_eq!(&out, &bits[part]);
             }
         }
@@ -152,7 +153,7 @@ proptest! {
     ) {
         let lanes = families.len();
         let models = Models::families(&families);
-        // Whole rows, so that there are numbers behind the last channel.
+        // Whole rows, so that there are codes after the last channel.
         let rows: Vec<Row> = codes.as_chunks::<LANES>().0.iter().map(|codes| {
             let mut row = *codes;
             // Small codes in half of the lanes, so that not all escape.
@@ -215,13 +216,15 @@ proptest! {
         let frame = Frame::parse(&bytes, info.elements()).unwrap();
         for backend in backends() {
             let mut out = vec![0.0; rows.len()];
-            let _ = frame.decode_block_into_with(backend, &plane, BlockIndex { layer: 0, side: Side::Keys, block: 0 }, None, &mut out);
+            let index = BlockIndex { layer: 0, side: Side::Keys, block: 0 };
+            let _ = frame.decode_block_into_with(backend, &plane, index, None, &mut out);
             prop_assert!(out.iter().all(|x| x.is_finite()));
         }
     }
 }
 
-/// Replaces the payload of a frame of two blocks of two tiles: the first block gets all of it, its first tile `words`.
+/// Replaces the payload of a frame of two blocks of two tiles: the first block gets all of it, its first tile
+/// `words`.
 fn forge(bytes: &[u8], payload: &[u8], words: usize) -> Vec<u8> {
     let mut header = bytes[..60].to_vec();
     header[48..56].copy_from_slice(&(payload.len() as u64).to_le_bytes());
@@ -239,7 +242,7 @@ fn forge(bytes: &[u8], payload: &[u8], words: usize) -> Vec<u8> {
     header
 }
 
-/// Plain CRC-32.
+/// CRC-32.
 fn crc32(bytes: &[u8]) -> u32 {
     !bytes.iter().fold(u32::MAX, |crc, &byte| {
         (0..8)
@@ -259,13 +262,14 @@ fn to_f16(x: f32) -> u16 {
 fn check_error(rows: &[f32], out: &[f32], predictor: PredictorKind, size: f32) {
     let largest = rows.iter().fold(0.0_f32, |max, x| max.max(x.abs()));
     let anchor = if let PredictorKind::Anchor { .. } = predictor { 8.0 * largest / 127.0 } else { 0.0 };
-    // Deviations are below the largest number (twice that for differences), a transform's coefficients below twice that.
+    // Deviations are below the largest value (twice that for differences), a transform's coefficients below
+    // twice that.
     for (a, b) in rows.iter().zip(out) {
         assert!((a - b).abs() <= 2.0 * size * largest + anchor + 1e-3, "{a} {b}");
     }
 }
 
-/// A plane that a frame was not coded under, shapes that do not fit, places that do not exist.
+/// A plane that a frame was not encoded with, shapes that do not match, indices out of bounds.
 #[test]
 fn bad_input_is_an_error() {
     let rows = rows(6, 20, 5);
@@ -408,7 +412,7 @@ fn a_frame_can_be_assembled_of_its_tiles() {
         frame.check_block(BlockIndex { layer: 0, side, block }).unwrap();
         assert_eq!(frame.plane_id(0, side).unwrap(), plane.id());
         payload.extend_from_slice(&bytes[frame.block_range(BlockIndex { layer: 0, side, block }).unwrap()]);
-        // Behind header and ids, an entry is the end of a block, its checksum and three lengths.
+        // After header and ids, an entry is the end of a block, its checksum and three lengths.
         let entry = &bytes[64 + 8 + i * (12 + 6)..][12..18];
         lengths.extend(entry.chunks_exact(2).map(|x| u16::from_le_bytes([x[0], x[1]])));
     }

@@ -1,7 +1,8 @@
-//! Committed streams decode to committed numbers, are what encoding writes, and every flipped bit in them is an error.
+//! Committed streams decode to the committed values, encoders write the same bytes, and every flipped bit is
+//! detected.
 //!
-//! `UPDATE_VECTORS=1 cargo test -p codec-core --test vectors` writes them again: when the encoder chooses otherwise, or for a new
-//! version of the format. `format.py` reads them by the text of FORMAT.md alone.
+//! `UPDATE_VECTORS=1 cargo test -p codec-core --test vectors` rewrites them when the decisions of the
+//! encoder or the version of the format change. `format.py` decodes them by the text of FORMAT.md alone.
 
 #![allow(clippy::unwrap_used, clippy::panic)] // helpers of tests, too
 
@@ -25,7 +26,7 @@ fn info() -> FrameInfo {
     }
 }
 
-/// Numbers that need only exact operations: the same on every machine. `reach` makes the last channels loud.
+/// Values from exact operations, the same on every machine. `reach` scales the last channels.
 fn rows(seed: u32, reach: f32) -> Vec<f32> {
     let mut state = seed;
     let mut last = [0.0_f32; CHANNELS];
@@ -105,14 +106,14 @@ fn folder() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/vectors")
 }
 
-/// Compares with the committed file, or writes it.
+/// Compares bytes with the committed file, or writes it.
 fn check(name: &str, bytes: &[u8]) {
     let path = folder().join(name);
     if std::env::var_os("UPDATE_VECTORS").is_some() {
         std::fs::create_dir_all(folder()).unwrap();
         std::fs::write(&path, bytes).unwrap();
     }
-    assert!(std::fs::read(&path).unwrap() == bytes, "{name} is another one than the committed");
+    assert!(std::fs::read(&path).unwrap() == bytes, "{name} differs from the committed file");
 }
 
 fn decode(frame: &[u8], plane: &Plane<'_>) -> Result<Vec<f32>, Error> {
@@ -150,8 +151,8 @@ fn streams_with_loss() {
         let mut frame = vec![];
         encode_frame(&info(), &[plane; 2], &[&keys, &values], &mut frame).unwrap();
         check(&format!("{name}.kvcc"), &frame);
-        let numbers = decode(&frame, &plane).unwrap();
-        check(&format!("{name}.f32"), &numbers.iter().flat_map(|x| x.to_le_bytes()).collect::<Vec<_>>());
+        let values = decode(&frame, &plane).unwrap();
+        check(&format!("{name}.f32"), &values.iter().flat_map(|x| x.to_le_bytes()).collect::<Vec<_>>());
         assert_every_flip_is_noticed(name, &frame, |bytes| decode(bytes, &plane).is_ok());
         frames.push(frame);
     }

@@ -1,5 +1,5 @@
-//! Symbols come back from the lane coder, the same bytes and codes on every backend, whatever stands behind the last channel, and
-//! any stream decodes alike.
+//! The interleaved rANS coder returns the symbols, with the same bytes on every backend and regardless of the codes after the
+//! last channel. Any stream decodes to the same result on every backend.
 #![no_main]
 
 use codec_core::*;
