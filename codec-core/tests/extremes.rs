@@ -177,7 +177,7 @@ proptest! {
     }
 
     #[test]
-    fn forged_side_information_is_refused_or_decode_to_finite_numbers(
+    fn forged_side_information_gives_an_error_or_finite_values(
         parts in parts(),
         small in prop::collection::vec(-1.0_f32..1.0, 40..400),
         (words, at) in (prop::collection::vec(any::<u16>(), 1..8), any::<prop::sample::Index>()),
