@@ -18,7 +18,7 @@ fn codec(c: &mut Criterion) {
         predictor: PredictorKind::Mean,
         steps: Steps::Deviations(0.5),
         models: ModelKind::Families,
-        coder: Coder::Lanes,
+        coder: Coder::InterleavedRans,
     };
     let plane = PlaneBuf::fit(sample, channels, None, &options).unwrap();
     let planes = [plane.view().unwrap(); 2];
@@ -30,15 +30,15 @@ fn codec(c: &mut Criterion) {
         group.bench_function(format!("encode frame/{backend:?}"), |b| {
             b.iter(|| {
                 bytes.clear();
-                encode_frame(backend, &info, &planes, &[chunk; 2], &mut bytes).unwrap();
+                encode_frame_with(backend, &info, &planes, &[chunk; 2], &mut bytes).unwrap();
             });
         });
-        let frame = Frame::parse(&bytes, info.numbers()).unwrap();
+        let frame = Frame::parse(&bytes, info.elements()).unwrap();
         let mut decoded = vec![0.0; chunk.len()];
         group.bench_function(format!("decode frame/{backend:?}"), |b| {
             b.iter(|| {
                 for side in [Side::Keys, Side::Values] {
-                    frame.decode_plane_into(backend, &planes[0], 0, side, None, &mut decoded).unwrap();
+                    frame.decode_plane_into_with(backend, &planes[0], 0, side, None, &mut decoded).unwrap();
                 }
             });
         });

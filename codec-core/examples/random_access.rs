@@ -1,4 +1,4 @@
-//! Reads one block of one layer out of a frame, without allocating, and rotates its keys to their positions.
+//! Decodes one block of one layer without allocation, and applies RoPE to its keys.
 
 use codec_core::*;
 
@@ -11,24 +11,25 @@ fn main() -> Result<(), Error> {
         predictor: PredictorKind::Previous,
         steps: Steps::Deviations(0.25),
         models: ModelKind::Families,
-        coder: Coder::Lanes,
+        coder: Coder::InterleavedRans,
     };
     let fitted = PlaneBuf::fit(&keys, HEAD_DIM, None, &options)?;
     let plane = fitted.view()?;
     let info = FrameInfo { block_tokens: 128, model_id: 1, ..FrameInfo::new(3, 1, HEAD_DIM, TOKENS) };
     let mut bytes = vec![];
-    encode_frame(Backend::detect(), &info, &[plane; 6], &[&keys[..]; 6], &mut bytes)?;
+    encode_frame(&info, &[plane; 6], &[&keys[..]; 6], &mut bytes)?;
 
-    let frame = Frame::parse(&bytes, info.numbers())?;
+    let frame = Frame::parse(&bytes, info.elements())?;
     let (layer, block) = (2, 5);
+    let index = BlockIndex { layer, side: Side::Keys, block };
     let tokens = info.tokens_of_block(block);
     println!(
         "block {block} of layer {layer}: tokens {tokens:?}, {} of {} bytes",
-        frame.block_range(layer, Side::Keys, block)?.len(),
+        frame.block_range(index)?.len(),
         bytes.len()
     );
 
-    // The caller has cosines and sines of all positions; the block needs its own.
+    // Cosines and sines of the positions of the block.
     let angles = |token: usize| {
         (0..HEAD_DIM / 2).map(move |i| token as f32 * 10_000_f32.powf(-2.0 * i as f32 / HEAD_DIM as f32))
     };
@@ -36,7 +37,7 @@ fn main() -> Result<(), Error> {
     let sin: Vec<f32> = tokens.clone().flat_map(angles).map(f32::sin).collect();
     let rope = RopeTable::halves(HEAD_DIM, &cos, &sin)?;
     let mut out = vec![0.0; tokens.len() * HEAD_DIM];
-    frame.decode_block_into(Backend::detect(), &plane, (layer, Side::Keys, block), Some(&rope), &mut out)?;
+    frame.decode_block_into(&plane, index, Some(&rope), &mut out)?;
     println!("first key, rotated to position {}: {:.2?}", tokens.start, &out[..HEAD_DIM]);
     Ok(())
 }

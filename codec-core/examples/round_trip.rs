@@ -1,4 +1,4 @@
-//! Profile once, encode a chunk of a two-layer cache, decode it.
+//! Fits planes once, then encodes and decodes a chunk of a two-layer cache.
 
 use codec_core::*;
 
@@ -7,7 +7,7 @@ const HEADS: usize = 2;
 const HEAD_DIM: usize = 16;
 const TOKENS: usize = 600;
 
-/// Numbers of one plane: every channel has a scale and a mean of its own.
+/// Values of one plane. Each channel has its own scale and mean.
 fn plane(seed: u32, tokens: usize) -> Vec<f32> {
     let mut state = seed;
     (0..tokens * HEADS * HEAD_DIM)
@@ -21,12 +21,12 @@ fn plane(seed: u32, tokens: usize) -> Vec<f32> {
 
 fn main() -> Result<(), Error> {
     let channels = HEADS * HEAD_DIM;
-    // Once for a model, over a text: a plane for the keys and one for the values of every layer.
+    // Once per model, over a sample text: a plane for the keys and one for the values of every layer.
     let options = FitOptions {
         predictor: PredictorKind::Mean,
         steps: Steps::Deviations(0.5),
         models: ModelKind::Families,
-        coder: Coder::Lanes,
+        coder: Coder::InterleavedRans,
     };
     let fitted: Vec<PlaneBuf> = (0..2 * LAYERS as u32)
         .map(|seed| PlaneBuf::fit(&plane(seed, 400), channels, None, &options))
@@ -34,7 +34,7 @@ fn main() -> Result<(), Error> {
     let stored: Vec<Vec<u8>> = fitted.iter().map(PlaneBuf::to_bytes).collect();
     println!("profile: {} bytes", stored.iter().map(Vec::len).sum::<usize>());
 
-    // For every chunk of tokens: one frame.
+    // One frame per chunk of tokens.
     let rows: Vec<Vec<f32>> = (0..2 * LAYERS as u32).map(|seed| plane(seed + 100, TOKENS)).collect();
     let rows: Vec<&[f32]> = rows.iter().map(Vec::as_slice).collect();
     let info = FrameInfo {
@@ -43,22 +43,21 @@ fn main() -> Result<(), Error> {
         ..FrameInfo::new(LAYERS, HEADS, HEAD_DIM, TOKENS)
     };
     let planes: Vec<Plane<'_>> = fitted.iter().map(PlaneBuf::view).collect::<Result<_, _>>()?;
-    let backend = Backend::detect();
     let mut bytes = vec![];
-    encode_frame(backend, &info, &planes, &rows, &mut bytes)?;
+    encode_frame(&info, &planes, &rows, &mut bytes)?;
     println!(
-        "frame: {} bytes, {:.2} bits a number",
+        "frame: {} bytes, {:.2} bits per element",
         bytes.len(),
-        8.0 * bytes.len() as f64 / info.numbers() as f64
+        8.0 * bytes.len() as f64 / info.elements() as f64
     );
 
-    // The receiver allows as many numbers as it has room for.
+    // The receiver limits the elements to the memory that it has.
     let frame = Frame::parse(&bytes, 1 << 20)?;
     let mut decoded = vec![0.0; TOKENS * channels];
     for (layer, rows) in rows.chunks_exact(2).enumerate() {
         for (side, rows) in [Side::Keys, Side::Values].into_iter().zip(rows) {
             let plane = &planes[2 * layer + usize::from(side == Side::Values)];
-            frame.decode_plane_into(backend, plane, layer, side, None, &mut decoded)?;
+            frame.decode_plane_into(plane, layer, side, None, &mut decoded)?;
             let worst = rows.iter().zip(&decoded).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
             println!("layer {layer} {side:?}: largest error {worst:.3}");
         }

@@ -3,26 +3,27 @@ use crate::simd::Kernel;
 
 /// An instruction set that the hot loops are compiled for.
 ///
-/// Every operation has one result, the same bits on all backends; a backend is only a way to compute it.
+/// Results have the same bits on all backends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Backend {
-    /// Portable Rust, the definition of every result.
+    /// Portable Rust. It defines every result.
     Scalar,
     /// x86-64 with AVX2, FMA, BMI1, BMI2, POPCNT and LZCNT (Haswell, Zen 1 and later).
     Avx2,
-    /// The same with AVX-512 F, BW, DQ and VL (Skylake-X, Zen 4 and later).
+    /// The features of [`Self::Avx2`] and AVX-512 F, BW, DQ and VL (Skylake-X, Zen 4 and later).
     Avx512,
     /// AArch64 with NEON.
     Neon,
 }
 
 impl Backend {
-    /// All of them, the preferred ones last.
+    /// All backends, the preferred ones last.
     pub const ALL: [Self; 4] = [Self::Scalar, Self::Neon, Self::Avx2, Self::Avx512];
 
-    /// Whether this machine can run it.
+    /// Whether this machine can run the backend.
     ///
-    /// With feature `std` the running CPU is asked; without, only what the compilation target guarantees counts.
+    /// Feature `std` detects the features of the running CPU. Without it, only those that the compilation
+    /// target guarantees count.
     #[must_use]
     pub fn is_available(self) -> bool {
         match self {
@@ -38,7 +39,7 @@ impl Backend {
         }
     }
 
-    /// The fastest one that this machine can run.
+    /// The fastest backend that this machine can run.
     #[must_use]
     pub fn detect() -> Self {
         Self::ALL.into_iter().rev().find(|backend| backend.is_available()).unwrap_or(Self::Scalar)
@@ -48,7 +49,8 @@ impl Backend {
         if self.is_available() { Ok(()) } else { Err(Error::BackendUnavailable) }
     }
 
-    /// Runs the form of `kernel` for this instruction set, or the scalar one where the machine lacks it.
+    /// Runs `kernel` compiled for this instruction set, or its scalar definition if the machine lacks the
+    /// set.
     pub(crate) fn run<K: Kernel>(self, kernel: K) -> K::Output {
         match self {
             #[cfg(target_arch = "x86_64")]

@@ -1,4 +1,4 @@
-//! Reading a block: some tokens of one plane. The bytes are in FORMAT.md, "Block".
+//! Decoding of blocks: consecutive tokens of one plane. FORMAT.md, "Block", specifies the bytes.
 
 #[cfg(feature = "alloc")]
 pub(crate) mod encode;
@@ -11,21 +11,21 @@ use crate::tile::{Bins, Scale, Tile};
 use crate::transform::RopeTable;
 use crate::{Backend, Error};
 
-/// Most tokens of a block.
+/// The largest number of tokens in a block.
 pub const MAX_BLOCK_TOKENS: usize = 1024;
 
-/// Anchors are quantized to `-127..=127` by the largest magnitude of their row.
+/// Anchors are quantized to `-127..=127`, scaled by the largest magnitude of their row.
 const ANCHOR_LEVELS: f32 = 127.0;
 
-/// The largest scale of anchors: the next `f32`, which is `f32::MAX / 127` rounded, times 127 is infinite.
+/// The largest scale of anchors. The next `f32`, `f32::MAX / 127` rounded, times 127 is infinite.
 const MAX_ANCHOR_SCALE: f32 = f32::from_bits((f32::MAX / ANCHOR_LEVELS).to_bits() - 1);
 
-/// Tiles of a plane: 32 channels each, the last one fewer.
+/// Tiles of a plane: 32 channels each, fewer in the last one.
 pub(crate) const fn tiles(channels: usize) -> usize {
     channels.div_ceil(LANES)
 }
 
-/// Bytes before the tiles: what a predictor or a scaling stores for itself.
+/// Length of the side information before the tiles: anchors, or scales of tokens.
 pub(crate) fn side_len(plane: &Plane<'_>, tokens: usize) -> usize {
     match (plane.predictor, plane.scaling) {
         (Predictor::Anchor { group }, _) => tokens.div_ceil(group.into()) * (4 + plane.channels()),
@@ -34,13 +34,13 @@ pub(crate) fn side_len(plane: &Plane<'_>, tokens: usize) -> usize {
     }
 }
 
-/// Checks what stands before the tiles.
+/// Checks the side information.
 fn check_side(plane: &Plane<'_>, side: &[u8]) -> Result<(), Error> {
     let valid = match (plane.predictor, plane.scaling) {
         (Predictor::Anchor { .. }, _) => side
             .chunks_exact(4 + plane.channels())
             .all(|anchor| (0.0..=MAX_ANCHOR_SCALE).contains(&split_anchor(anchor).0)),
-        // Larger bits are an infinity, a NaN or a negative number.
+        // Bits from 0x7f80 on are an infinity, a NaN or a negative value.
         (_, Scaling::TokenAbsmax { .. }) => {
             side.as_chunks::<2>().0.iter().all(|&bf16| u16::from_le_bytes(bf16) < 0x7f80)
         }
@@ -49,7 +49,7 @@ fn check_side(plane: &Plane<'_>, side: &[u8]) -> Result<(), Error> {
     if valid { Ok(()) } else { Err(Error::Corrupt) }
 }
 
-/// What a tile's predictions multiply the token before by.
+/// The factors of a tile's prediction from the previous token.
 pub(crate) fn factors(plane: &Plane<'_>, first: usize, lanes: usize) -> [f32; LANES] {
     let mut factors = [0.0; LANES];
     if let Predictor::Previous(all) = plane.predictor {
@@ -58,7 +58,7 @@ pub(crate) fn factors(plane: &Plane<'_>, first: usize, lanes: usize) -> [f32; LA
     factors
 }
 
-/// What a bin decodes to, in steps.
+/// The value of a bin, in steps.
 #[inline(always)]
 pub(crate) fn centre(bin: i32, [one, two]: [f32; 2]) -> f32 {
     let shift = match bin.abs() {
@@ -69,9 +69,9 @@ pub(crate) fn centre(bin: i32, [one, two]: [f32; 2]) -> f32 {
     bin as f32 + if bin < 0 { -shift } else { shift }
 }
 
-/// The nearest finite number; a NaN stays one.
+/// The nearest finite value. NaN stays NaN.
 #[inline(always)]
-pub(crate) const fn held(x: f32) -> f32 {
+pub(crate) const fn clamp_finite(x: f32) -> f32 {
     x.clamp(-f32::MAX, f32::MAX)
 }
 
@@ -81,10 +81,10 @@ pub(crate) fn token_step(bf16: u16, levels: u8) -> f32 {
     (f32::from_bits(u32::from(bf16) << 16) / f32::from(levels)).max(f32::MIN_POSITIVE)
 }
 
-/// A block that can be decoded: its plane, and its bytes cut into side numbers and tiles.
+/// The encoded form of a block.
 pub(crate) struct BlockBytes<'a> {
     pub bytes: &'a [u8],
-    /// Lengths of the tiles in words of two bytes, little-endian.
+    /// Lengths of the tiles in words of two bytes, `u16` little-endian.
     pub lengths: &'a [u8],
 }
 
@@ -122,16 +122,16 @@ pub(crate) fn decode_into(
         add_anchors(side, channels, group.into(), out);
     }
     if let Some(transform) = plane.transform {
-        backend.run(transform.inverse(out));
+        backend.run(transform.apply_inverse(out));
     }
     if backend.run(Finish { mean: plane.mean, rope, out }) {
         Ok(())
     } else {
-        Err(Error::NotFinite { what: "decoded numbers" })
+        Err(Error::NotFinite { what: "decoded values" })
     }
 }
 
-/// Decodes a tile into its channels of the rows that have bins.
+/// Decodes a tile into its channels of `out`.
 fn decode_tile(
     plane: &Plane<'_>,
     backend: Backend,
@@ -144,7 +144,7 @@ fn decode_tile(
     let channels = plane.channels();
     let lanes = LANES.min(channels - first);
     let tile = Tile::parse(bytes, rows, lanes)?;
-    let mut numbers = Numbers {
+    let mut dequantizer = Dequantizer {
         scale: tile.scale(),
         centroids: plane.centroids,
         factors: factors(plane, first, lanes),
@@ -152,26 +152,26 @@ fn decode_tile(
         last: [0.0; LANES],
     };
     if let Scaling::Steps(steps) = plane.scaling {
-        numbers.steps[..lanes].copy_from_slice(&steps[first..first + lanes]);
+        dequantizer.steps[..lanes].copy_from_slice(&steps[first..first + lanes]);
     }
     let mut done = 0;
     tile.decode(&plane.models, first, backend, |bins| {
         let place = Place { plane, side, first, lanes, done };
-        backend.run(WriteRows { numbers: &mut numbers, bins, place, out });
+        backend.run(WriteRows { dequantizer: &mut dequantizer, bins, place, out });
         done += bins.len();
     })
 }
 
-/// How bins of a tile become numbers.
-struct Numbers {
+/// Parameters and state that turn the bins of a tile into values.
+struct Dequantizer {
     scale: Scale,
     centroids: [f32; 2],
     factors: [f32; LANES],
     steps: [f32; LANES],
-    last: [f32; LANES], // the row before, in steps
+    last: [f32; LANES], // the previous row, in steps
 }
 
-/// Where the rows of a tile go.
+/// The position of decoded rows in the plane.
 #[derive(Clone, Copy)]
 struct Place<'a> {
     plane: &'a Plane<'a>,
@@ -182,7 +182,7 @@ struct Place<'a> {
 }
 
 struct WriteRows<'a, 'b> {
-    numbers: &'b mut Numbers,
+    dequantizer: &'b mut Dequantizer,
     bins: &'b [Bins],
     place: Place<'a>,
     out: &'b mut [f32],
@@ -194,31 +194,31 @@ impl Kernel for WriteRows<'_, '_> {
     #[inline(always)]
     fn scalar(self) {
         let Place { plane, side, first, lanes, done } = self.place;
-        let (numbers, channels) = (self.numbers, plane.channels());
+        let (dequantizer, channels) = (self.dequantizer, plane.channels());
         for (i, bins) in self.bins.iter().enumerate() {
             let steps = match plane.scaling {
-                Scaling::Steps(_) => numbers.steps,
+                Scaling::Steps(_) => dequantizer.steps,
                 Scaling::TokenAbsmax { levels } => {
                     let bits = [side[2 * (done + i)], side[2 * (done + i) + 1]];
                     [token_step(u16::from_le_bytes(bits), levels); LANES]
                 }
             };
             let mut row = [0.0; LANES];
-            match numbers.scale {
+            match dequantizer.scale {
                 Scale::Predicted => {
                     for lane in 0..LANES {
-                        let number = numbers.last[lane] * numbers.factors[lane]
-                            + centre(bins[lane], numbers.centroids);
-                        numbers.last[lane] = number;
-                        row[lane] = number * steps[lane];
+                        let value = dequantizer.last[lane] * dequantizer.factors[lane]
+                            + centre(bins[lane], dequantizer.centroids);
+                        dequantizer.last[lane] = value;
+                        row[lane] = value * steps[lane];
                     }
                 }
                 Scale::Plain(exponent) => {
-                    // 2^exponent in two factors: one alone may be beyond f32.
+                    // Two factors, since 2^exponent may exceed the range of f32.
                     let (a, b) = (exponent / 2, exponent - exponent / 2);
                     let power = |e: u8| f32::from_bits((127 + u32::from(e)) << 23);
                     for lane in 0..LANES {
-                        row[lane] = held(bins[lane] as f32 * steps[lane] * power(a) * power(b));
+                        row[lane] = clamp_finite(bins[lane] as f32 * steps[lane] * power(a) * power(b));
                     }
                 }
             }
@@ -231,13 +231,13 @@ impl Kernel for WriteRows<'_, '_> {
     }
 }
 
-/// The token of the `row`-th row that is no anchor.
+/// The token of the `row`-th row that is not an anchor.
 const fn token_of_row(row: usize, group: usize) -> usize {
     row / (group - 1) * group + 1 + row % (group - 1)
 }
 
-/// Adds the mean, rotates keys, and holds all numbers within the finite `f32`, which they may be rounded beyond. Returns whether
-/// none is a NaN: maps give it of numbers too large for them.
+/// Adds the mean, applies RoPE, and clamps values that round beyond the finite `f32`. Returns whether all
+/// values are finite: the inverse transform of very large coefficients can produce a NaN.
 struct Finish<'a, 'b> {
     mean: &'a [f32],
     rope: Option<&'b RopeTable<'a>>,
@@ -249,12 +249,12 @@ impl Kernel for Finish<'_, '_> {
 
     #[inline(always)]
     fn scalar(self) -> bool {
-        // Integers whose order is that of magnitudes, NaN last: their maximum is a vector's.
+        // Integers in the order of magnitudes, NaN last; unlike a maximum of floats, theirs vectorizes.
         let magnitude = |x: f32| x.to_bits() << 1;
         let mut largest = 0;
         for (t, row) in self.out.chunks_exact_mut(self.mean.len()).enumerate() {
             for (x, mean) in row.iter_mut().zip(self.mean) {
-                *x = held(*x + mean);
+                *x = clamp_finite(*x + mean);
                 largest = largest.max(magnitude(*x));
             }
             if let Some(rope) = self.rope {
@@ -272,7 +272,7 @@ fn split_anchor(bytes: &[u8]) -> (f32, &[u8]) {
     (f32::from_le_bytes([scale[0], scale[1], scale[2], scale[3]]), levels)
 }
 
-/// Puts the anchors into their rows and adds them to the others'.
+/// Writes the anchors into their rows and adds them to the other rows of their groups.
 fn add_anchors(side: &[u8], channels: usize, group: usize, out: &mut [f32]) {
     for (anchor, rows) in side.chunks_exact(4 + channels).zip(out.chunks_mut(group * channels)) {
         let (scale, levels) = split_anchor(anchor);

@@ -1,5 +1,5 @@
-//! Several frames of one chunk of tokens behind a directory: the same tokens at several levels, or exact first and last
-//! tokens around coded ones. The bytes are in FORMAT.md, "Chunk".
+//! Several frames with a directory: the same tokens at several levels, or lossless first and last tokens
+//! around lossy ones. FORMAT.md, "Chunk", specifies the bytes.
 
 #[cfg(feature = "alloc")]
 use alloc::vec::Vec;
@@ -11,7 +11,7 @@ const VERSION: u8 = 1;
 const HEADER: usize = 8;
 const ENTRY: usize = 24;
 
-/// What the directory says about a frame.
+/// The directory entry of a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ChunkEntry {
     /// Position of the first token.
@@ -20,9 +20,9 @@ pub struct ChunkEntry {
     pub tokens: usize,
     /// The encoding level.
     pub level: u8,
-    /// Whether 16-bit numbers come back as they were.
+    /// Whether the frame is lossless.
     pub lossless: bool,
-    /// Bytes of the frame, what a sender would have to send.
+    /// Length of the frame in bytes.
     pub len: usize,
 }
 
@@ -39,7 +39,8 @@ impl ChunkEntry {
     }
 }
 
-/// A chunk whose directory has been verified, and compared with headers of its frames. Each frame is decodable without the others.
+/// A chunk whose directory is verified and matches the headers of its frames. Frames decode independently of
+/// each other.
 #[derive(Clone, Copy, Debug)]
 pub struct Chunk<'a> {
     directory: &'a [u8],
@@ -47,11 +48,12 @@ pub struct Chunk<'a> {
 }
 
 impl<'a> Chunk<'a> {
-    /// Reads the directory, and header and index of every frame. Allocates nothing.
+    /// Parses the directory, and header and index of every frame, without allocation.
     ///
     /// # Errors
-    /// [`Error::Truncated`], [`Error::TrailingBytes`], [`Error::BadMagic`], [`Error::BadVersion`], [`Error::BadChecksum`],
-    /// [`Error::BadField`], [`Error::TooLarge`]; what [`Frame::parse`] finds in a frame; [`Error::WrongEntry`].
+    /// [`Error::Truncated`], [`Error::TrailingBytes`], [`Error::BadMagic`], [`Error::BadVersion`],
+    /// [`Error::BadChecksum`], [`Error::BadField`], [`Error::TooLarge`]; the errors of [`Frame::parse`];
+    /// [`Error::WrongEntry`].
     pub fn parse(bytes: &'a [u8]) -> Result<Self, Error> {
         let (header, rest) = bytes.split_first_chunk::<HEADER>().ok_or(Error::Truncated)?;
         if header[..4] != MAGIC {
@@ -70,7 +72,7 @@ impl<'a> Chunk<'a> {
             return Err(Error::BadChecksum);
         }
         if header[5] != 0 {
-            return Err(Error::BadField { what: "chunk flags" });
+            return Err(Error::BadField { what: "flags of a chunk" });
         }
         let chunk = Self { directory, frames };
         let mut rest = frames;
@@ -91,13 +93,13 @@ impl<'a> Chunk<'a> {
         self.directory.len() / ENTRY
     }
 
-    /// Whether it holds no frame.
+    /// Whether the chunk has no frames.
     #[must_use]
     pub const fn is_empty(&self) -> bool {
         self.directory.is_empty()
     }
 
-    /// What the directory says about a frame.
+    /// The directory entry of a frame.
     ///
     /// # Errors
     /// [`Error::OutOfBounds`].
@@ -105,7 +107,7 @@ impl<'a> Chunk<'a> {
         self.entries().nth(frame).ok_or(Error::OutOfBounds { what: "frame" })?
     }
 
-    /// The bytes of a frame, for [`Frame::parse`](crate::Frame::parse) here or at the receiver of a stream.
+    /// The bytes of a frame, to be parsed with [`Frame::parse`] or sent.
     ///
     /// # Errors
     /// [`Error::OutOfBounds`].
@@ -124,7 +126,7 @@ impl<'a> Chunk<'a> {
                 |at: usize| u32::from_le_bytes([entry[at], entry[at + 1], entry[at + 2], entry[at + 3]]);
             let eight = |at: usize| u64::from(four(at)) | u64::from(four(at + 4)) << 32;
             if entry[13] > 1 || entry[14] != 0 || entry[15] != 0 {
-                return Err(Error::BadField { what: "chunk entry" });
+                return Err(Error::BadField { what: "field of a directory entry" });
             }
             Ok(ChunkEntry {
                 first_token: eight(0),
@@ -137,11 +139,10 @@ impl<'a> Chunk<'a> {
     }
 }
 
-/// Puts frames behind a directory and appends the chunk to `out`.
+/// Writes a directory, followed by the frames, and appends the chunk to `out`.
 ///
 /// # Errors
-/// What [`Frame::parse`](crate::Frame::parse) finds in a frame, [`Error::TooLarge`] for more than 65,535 of them;
-/// `out` is then unchanged.
+/// The errors of [`Frame::parse`]; [`Error::TooLarge`] for more than 65,535 frames; `out` is then unchanged.
 #[cfg(feature = "alloc")]
 pub fn write_chunk(frames: &[&[u8]], out: &mut Vec<u8>) -> Result<(), Error> {
     let count = u16::try_from(frames.len()).map_err(|_| Error::TooLarge)?;

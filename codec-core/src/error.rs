@@ -1,60 +1,73 @@
 use core::fmt;
 
-/// What was wrong with an argument or with bytes from outside.
+/// An invalid argument, or bytes that cannot be read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Error {
-    /// A size that must not be zero is.
+    /// A size is zero.
     Zero {
-        /// The argument.
+        /// The size.
         what: &'static str,
     },
-    /// A slice has another length than the shapes say.
+    /// The length of a slice does not match the shapes.
     Length {
         /// The argument.
         what: &'static str,
-        /// Elements that the shapes ask for.
+        /// The length that the shapes require.
         expected: usize,
-        /// Elements that were given.
+        /// The length that was given.
         actual: usize,
     },
-    /// More elements than the format or the address space can count.
+    /// There are more elements than the format or the address space can count.
     TooLarge,
-    /// Decoding would give more numbers than the caller allows.
+    /// A frame has more elements than the caller allows.
     Limit {
-        /// Numbers that the header speaks of.
+        /// Elements of the frame, according to its header.
         needed: usize,
-        /// Most that the caller takes.
+        /// The caller's limit.
         limit: usize,
     },
-    /// A NaN or an infinity where a finite number is needed.
+    /// A NaN or an infinity where finite values are required.
     NotFinite {
         /// The argument.
         what: &'static str,
     },
-    /// A number so many steps from zero that no bin can hold it, or too large for its own scale.
+    /// A value cannot be quantized: it is not finite after the mean is subtracted or the transform is
+    /// applied.
     OutOfRange {
-        /// The channel it belongs to.
+        /// The channel that it belongs to.
         channel: usize,
     },
-    /// A step that is not a positive normal number with a finite reciprocal.
+    /// A quantization step is not a positive normal `f32` with a normal reciprocal.
     BadStep {
-        /// The channel it belongs to.
+        /// The channel that it belongs to.
         channel: usize,
     },
-    /// A channel's probability model is not one.
+    /// The probability model of a channel is invalid.
     BadModel {
-        /// The channel it belongs to.
+        /// The channel.
         channel: usize,
     },
-    /// Parts of a plane that do not go together.
+    /// The parts of a plane are invalid together.
     BadPlane {
-        /// What is wrong.
+        /// The rule that they violate.
         what: &'static str,
     },
-    /// The bytes do not start like what they should be.
+    /// RoPE needs an even, positive number of components per head.
+    OddHeadDim {
+        /// The number that was given.
+        head_dim: usize,
+    },
+    /// Lossless coding needs 16-bit elements.
+    ElementNot16Bit,
+    /// A lossless frame where a lossy one is required, or the reverse.
+    WrongCoding {
+        /// Whether the frame is lossless.
+        lossless: bool,
+    },
+    /// The bytes do not start with the magic number of the format.
     BadMagic,
-    /// A version this build does not know.
+    /// This build does not know the version of the format.
     BadVersion {
         /// The version found.
         version: u8,
@@ -64,28 +77,30 @@ pub enum Error {
         /// The field.
         what: &'static str,
     },
-    /// The bytes end early.
+    /// The bytes end too early.
     Truncated,
-    /// Bytes are left over.
+    /// There are bytes after the end.
     TrailingBytes,
-    /// The checksum does not fit the bytes.
+    /// The bytes do not match their checksum.
     BadChecksum,
-    /// The bytes were encoded under another profile.
+    /// The plane is not the one that the frame was encoded with.
     WrongProfile,
-    /// A chunk's directory says something else about a frame than the frame does.
+    /// An entry of a chunk's directory differs from the header of its frame.
     WrongEntry {
-        /// The frame's place in the chunk.
+        /// The position of the frame in the chunk.
         frame: usize,
     },
-    /// A code that no encoder writes.
+    /// The coded data is invalid: no encoder writes it.
     Corrupt,
-    /// There is no such layer, token tile or level.
+    /// An index is out of bounds.
     OutOfBounds {
-        /// What was asked for.
+        /// The kind of index.
         what: &'static str,
     },
-    /// RoPE was asked for values, or for keys that are after it already.
+    /// RoPE was requested for values, or for keys that were stored after RoPE.
     NotBeforeRope,
+    /// A time or a throughput is negative, zero where it must not be, or not finite.
+    BadTiming,
     /// The machine cannot run this [`Backend`](crate::Backend).
     BackendUnavailable,
 }
@@ -98,29 +113,47 @@ impl fmt::Display for Error {
                 write!(f, "{what} has length {actual}, expected {expected}")
             }
             Self::TooLarge => write!(f, "too many elements"),
-            Self::Limit { needed, limit } => write!(f, "{needed} numbers where {limit} are allowed"),
-            Self::NotFinite { what } => write!(f, "{what} holds a NaN or an infinity"),
+            Self::Limit { needed, limit } => {
+                write!(f, "the frame has {needed} elements, at most {limit} are allowed")
+            }
+            Self::NotFinite { what } => write!(f, "{what} must be finite"),
             Self::OutOfRange { channel } => {
-                write!(f, "a number of channel {channel} is too many steps from zero")
+                write!(f, "a value of channel {channel} is too large to be quantized")
             }
             Self::BadStep { channel } => {
-                write!(f, "the step of channel {channel} is not positive and finite")
+                write!(
+                    f,
+                    "the step of channel {channel} must be positive and finite, and so must its reciprocal"
+                )
             }
-            Self::BadModel { channel } => write!(f, "the probability model of channel {channel} is broken"),
+            Self::BadModel { channel } => write!(f, "the probability model of channel {channel} is invalid"),
             Self::BadPlane { what } => write!(f, "{what}"),
-            Self::BadMagic => write!(f, "not a KV bitstream"),
-            Self::BadVersion { version } => write!(f, "unknown version {version}"),
-            Self::BadField { what } => write!(f, "unknown {what}"),
-            Self::Truncated => write!(f, "the bytes end early"),
-            Self::TrailingBytes => write!(f, "bytes are left over"),
-            Self::BadChecksum => write!(f, "the checksum does not fit"),
-            Self::WrongProfile => write!(f, "the bytes were encoded under another profile"),
-            Self::WrongEntry { frame } => {
-                write!(f, "the directory's entry of frame {frame} is not what the frame says")
+            Self::OddHeadDim { head_dim } => {
+                write!(f, "RoPE needs an even, positive head_dim, not {head_dim}")
             }
-            Self::Corrupt => write!(f, "a code that no encoder writes"),
-            Self::OutOfBounds { what } => write!(f, "there is no such {what}"),
-            Self::NotBeforeRope => write!(f, "these rows are not keys before RoPE"),
+            Self::ElementNot16Bit => write!(f, "lossless coding needs f16 or bf16 elements"),
+            Self::WrongCoding { lossless: true } => {
+                write!(f, "the frame is lossless, use the functions and planes for lossless frames")
+            }
+            Self::WrongCoding { lossless: false } => {
+                write!(f, "the frame is lossy, use the functions and planes for lossy frames")
+            }
+            Self::BadMagic => write!(f, "not a KV cache bitstream"),
+            Self::BadVersion { version } => write!(f, "unknown version {version} of the format"),
+            Self::BadField { what } => write!(f, "unknown {what} in a header"),
+            Self::Truncated => write!(f, "the data ends too early"),
+            Self::TrailingBytes => write!(f, "there are bytes after the end of the data"),
+            Self::BadChecksum => write!(f, "the data does not match its checksum"),
+            Self::WrongProfile => write!(f, "the plane is not the one that the frame was encoded with"),
+            Self::WrongEntry { frame } => {
+                write!(f, "the directory entry of frame {frame} differs from the frame's header")
+            }
+            Self::Corrupt => write!(f, "the coded data is corrupt"),
+            Self::OutOfBounds { what } => write!(f, "{what} out of bounds"),
+            Self::NotBeforeRope => write!(f, "RoPE applies only to keys that were stored before RoPE"),
+            Self::BadTiming => {
+                write!(f, "times must be finite and at least 0, throughputs finite and above 0")
+            }
             Self::BackendUnavailable => write!(f, "this machine cannot run the backend"),
         }
     }

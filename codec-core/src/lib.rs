@@ -1,6 +1,6 @@
 #![doc = include_str!("../README.md")]
 #![no_std]
-// Only the instruction sets' own files need it.
+// Only the modules of the instruction sets, in `simd`, use unsafe code.
 #![deny(unsafe_code)]
 
 #[cfg(feature = "alloc")]
@@ -18,7 +18,7 @@ mod model;
 mod plane;
 #[cfg(feature = "alloc")]
 mod profile;
-// Encoding, which needs `alloc`, uses what decoding alone leaves over here.
+// Without `alloc` there is no encoder, and some functions are unused.
 #[cfg_attr(not(feature = "alloc"), allow(dead_code))]
 mod quant;
 mod range;
@@ -37,9 +37,11 @@ pub use block::MAX_BLOCK_TOKENS;
 pub use chunk::write_chunk;
 pub use chunk::{Chunk, ChunkEntry};
 pub use error::Error;
-pub use frame::{ElementType, Frame, FrameInfo, Side};
+pub use frame::{BlockIndex, ElementType, Frame, FrameInfo, Side};
 #[cfg(feature = "alloc")]
-pub use frame::{assemble_frame, encode_frame, encode_lossless_frame};
+pub use frame::{
+    assemble_frame, encode_frame, encode_frame_with, encode_lossless_frame, encode_lossless_frame_with,
+};
 pub use lossless::LosslessPlane;
 #[cfg(feature = "alloc")]
 pub use lossless::fit_lossless;
@@ -53,8 +55,8 @@ pub use profile::{PlaneBuf, TransformBuf};
 pub use stream::{
     CHUNK_TOKENS, ChunkSizes, Decision, Encoding, MAX_LEVELS, Reason, StreamPolicy, Throughput,
 };
-pub use symbols::decode_symbols_into;
+pub use symbols::{decode_symbols_into, decode_symbols_into_with};
 #[cfg(feature = "alloc")]
-pub use symbols::encode_symbols;
+pub use symbols::{encode_symbols, encode_symbols_with};
 pub use tile::Coder;
 pub use transform::{MAX_HEAD_DIM, RopeTable, Transform};

@@ -1,5 +1,5 @@
-//! Bits of 16-bit floats without loss: the exponent of a number is a symbol, counted down from the channel's largest, sign
-//! and mantissa are low bits. The block's bytes are in FORMAT.md, "Block of a lossless frame".
+//! Lossless coding of 16-bit floats: the distance of an exponent from the largest one of its channel is a
+//! symbol, sign and mantissa are low bits. FORMAT.md, "Block of a lossless frame", specifies the bytes.
 
 #[cfg(feature = "alloc")]
 use alloc::vec::Vec;
@@ -22,7 +22,7 @@ use crate::{Backend, ElementType, Error, Models, rans};
 const STORED: u8 = 0;
 const CODED: u8 = 1;
 
-/// How to code the bits of one plane's 16-bit numbers: models of exponents, borrowed.
+/// The models of the exponents of one plane of 16-bit elements; borrowed.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct LosslessPlane<'a> {
     mantissa: u32,  // bits
@@ -32,13 +32,13 @@ pub struct LosslessPlane<'a> {
 }
 
 impl<'a> LosslessPlane<'a> {
-    /// Models of `tops.len()` channels of f16 or bf16 numbers.
+    /// Models of `tops.len()` channels of f16 or bf16 elements.
     ///
     /// # Shapes
-    /// `tops` (channels,): the biased exponent that is symbol 0, those below it follow; `tables` as in [`Models::tables`], with
-    /// 11 low bits for f16 and 8 for bf16.
+    /// `tops` (channels,): the biased exponent of symbol 0; smaller exponents have the next symbols. `tables`
+    /// as in [`Models::tables`], with 11 low bits for f16 and 8 for bf16.
     /// # Errors
-    /// [`Error::BadField`] for f32, [`Error::Zero`], [`Error::Length`], [`Error::BadModel`].
+    /// [`Error::ElementNot16Bit`] for f32, [`Error::Zero`], [`Error::Length`], [`Error::BadModel`].
     pub fn new(element: ElementType, tops: &'a [u8], tables: &'a [u16]) -> Result<Self, Error> {
         let mantissa = mantissa_bits(element)?;
         if tops.is_empty() {
@@ -56,28 +56,28 @@ impl<'a> LosslessPlane<'a> {
         Ok(Self { mantissa, tops, models, id: hasher.finalize() })
     }
 
-    /// Numbers per token.
+    /// Elements per token.
     #[must_use]
     pub const fn channels(&self) -> usize {
         self.tops.len()
     }
 
-    /// The numbers it is for.
+    /// The element type.
     #[must_use]
     pub const fn element(&self) -> ElementType {
         if self.mantissa == 7 { ElementType::Bf16 } else { ElementType::F16 }
     }
 
-    /// A checksum (CRC-32) over everything that decides what bytes mean.
+    /// A checksum (CRC-32) of everything that determines the meaning of a stream.
     #[must_use]
     pub const fn id(&self) -> u32 {
         self.id
     }
 
-    /// Symbol, sign and mantissa of a number's bits.
+    /// The code of an element's bits: symbol, sign and mantissa.
     #[cfg(feature = "alloc")]
     fn code(&self, channel: usize, bits: u16) -> u16 {
-        let exponents = ESCAPE >> (self.mantissa + 1); // a mask: all of them
+        let exponents = ESCAPE >> (self.mantissa + 1); // mask of the exponent bits
         let symbol = u16::from(self.tops[channel]).wrapping_sub(bits >> self.mantissa) & exponents;
         symbol << (self.mantissa + 1) | (bits >> 15) << self.mantissa | bits & ((1 << self.mantissa) - 1)
     }
@@ -93,16 +93,17 @@ fn mantissa_bits(element: ElementType) -> Result<u32, Error> {
     match element {
         ElementType::F16 => Ok(10),
         ElementType::Bf16 => Ok(7),
-        ElementType::F32 => Err(Error::BadField { what: "lossless element type" }),
+        ElementType::F32 => Err(Error::ElementNot16Bit),
     }
 }
 
-/// The plane's models, fitted to the bits of sample rows: tops (channels,) and tables for [`LosslessPlane::new`].
+/// Fits the models of a plane to the bits of sample rows: tops (channels,) and tables for
+/// [`LosslessPlane::new`].
 ///
 /// # Shapes
 /// `rows` (tokens, channels).
 /// # Errors
-/// [`Error::BadField`] for f32, [`Error::Zero`], [`Error::Length`].
+/// [`Error::ElementNot16Bit`] for f32, [`Error::Zero`], [`Error::Length`].
 #[cfg(feature = "alloc")]
 pub fn fit_lossless(
     element: ElementType,
@@ -111,7 +112,7 @@ pub fn fit_lossless(
 ) -> Result<(Vec<u8>, Vec<u16>), Error> {
     let mantissa = mantissa_bits(element)?;
     if channels == 0 || rows.is_empty() {
-        return Err(Error::Zero { what: "sample rows" });
+        return Err(Error::Zero { what: "the number of sample rows" });
     }
     check_len("rows", rows.len(), rows.len() / channels * channels)?;
     let exponents = ESCAPE >> (mantissa + 1);
@@ -131,7 +132,7 @@ pub fn fit_lossless(
     Ok((tops, tables))
 }
 
-/// Codes rows; see `block::encode`.
+/// Encodes rows as `block::encode::encode` does.
 #[cfg(feature = "alloc")]
 pub(crate) fn encode(
     plane: &LosslessPlane<'_>,
@@ -181,7 +182,7 @@ pub(crate) fn encode(
     Ok(())
 }
 
-/// Decodes a block; see `block::decode_into`.
+/// Decodes a block as `block::decode_into` does.
 pub(crate) fn decode_into(
     plane: &LosslessPlane<'_>,
     backend: Backend,

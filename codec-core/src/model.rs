@@ -1,4 +1,4 @@
-//! Probability models of channels: families that a byte names, explicit tables, and both as a tile needs them.
+//! Probability models of channels: families named by one byte, and explicit tables.
 
 #[cfg(feature = "alloc")]
 pub(crate) mod cost;
@@ -8,29 +8,29 @@ pub(crate) mod tables;
 use crate::Error;
 use crate::error::check_len;
 
-/// Bits of a probability: every cumulative table ends at `1 << PRECISION`.
+/// Bits of a probability. Every cumulative table ends at `1 << PRECISION`.
 pub const PRECISION: u32 = 12;
 
-/// Most symbols of a model, the escape included.
+/// The largest number of symbols of a model, including the escape.
 pub const MAX_SYMBOLS: usize = 64;
 
-/// What a table takes in [`Models::tables`]: the number of low bits, then the first slot of every symbol.
+/// Length of a table in [`Models::tables`]: the number of low bits, then the first slot of every symbol.
 pub const TABLE_LEN: usize = 1 + MAX_SYMBOLS;
 
-/// Tables a channel has with context: after symbol 0, after a negative and after a positive bin.
+/// Tables of a channel with contexts: after symbol 0, after a negative bin, and after a positive bin.
 pub(crate) const CONTEXTS: usize = 3;
 
-/// Most low bits; a code, symbol and low bits, is below 2^16 - 1.
+/// The largest number of low bits. A code, which is symbol and low bits, is below 2^16 - 1.
 const MAX_LOW_BITS: u16 = 11;
 
-/// Slots of all symbols together.
+/// Slots of all symbols.
 pub(crate) const SLOTS: u16 = 1 << PRECISION;
 
 /// The static probability models of a plane's channels, borrowed and checked.
 ///
-/// A bin is split into its low bits, coded as uniform, and a symbol: `0, 1, 2, 3, 4, ...` for what is left of bins around
-/// `0, -1, 1, -2, 2, ...`. A model's last symbol is the escape. Symbol and low bits together, `symbol << low_bits | low`, are a
-/// code.
+/// A bin is split into low bits, which are coded with equal probabilities, and the rest: rests `0, -1, 1, -2,
+/// 2, ...` are the symbols `0, 1, 2, 3, 4, ...`. The last symbol of a model is the escape. A code is `symbol
+/// << low_bits | low`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Models<'a> {
     pub(crate) channels: usize,
@@ -45,15 +45,15 @@ pub(crate) enum Kind<'a> {
 }
 
 impl<'a> Models<'a> {
-    /// One byte a channel: one of 256 distributions (Gaussian, logistic, Laplace, Student's t with four degrees of freedom,
-    /// each at 64 deviations).
+    /// One byte per channel names one of 256 distributions: Gaussian, logistic, Laplace, or Student's t with
+    /// four degrees of freedom, each with 64 standard deviations.
     #[must_use]
     pub const fn families(families: &'a [u8]) -> Self {
         Self { channels: families.len(), kind: Kind::Families(families) }
     }
 
-    /// Explicit tables, (channels, [`TABLE_LEN`]): the number of low bits, then the first slot of every symbol, from 0, rising;
-    /// what is behind the last symbol is `1 << PRECISION`.
+    /// Explicit tables, (channels, [`TABLE_LEN`]): the number of low bits, then the first slot of every
+    /// symbol. First slots start at 0 and increase; after the last symbol they are `1 << PRECISION`.
     ///
     /// # Errors
     /// [`Error::Length`], [`Error::BadModel`].
@@ -62,8 +62,9 @@ impl<'a> Models<'a> {
         Ok(Self { channels, kind: Kind::Tables(tables) })
     }
 
-    /// Explicit tables, (channels, 3, [`TABLE_LEN`]): which of the three serves depends on the token before: symbol 0, an escape
-    /// or no token; a negative bin; a positive one. A channel's three have the same number of low bits.
+    /// Explicit tables, (channels, 3, [`TABLE_LEN`]). The previous token selects the table: the first one
+    /// after symbol 0, an escape or no token, the second one after a negative bin, the third one after a
+    /// positive bin. The three tables of a channel have the same number of low bits.
     ///
     /// # Errors
     /// As [`Self::tables`].
@@ -72,13 +73,13 @@ impl<'a> Models<'a> {
         Ok(Self { channels, kind: Kind::ContextTables(tables) })
     }
 
-    /// Channels it has models for.
+    /// Number of channels.
     #[must_use]
     pub const fn channels(&self) -> usize {
         self.channels
     }
 
-    /// Tables of a channel: 1, or 3 where the model of a number depends on the one before.
+    /// Tables per channel: 1, or 3 if the model of a bin depends on the previous one.
     #[must_use]
     pub const fn contexts(&self) -> usize {
         match self.kind {
@@ -87,7 +88,7 @@ impl<'a> Models<'a> {
         }
     }
 
-    /// A channel's table after context `context`, laid out as [`Self::tables`] takes it.
+    /// The table of a channel in context `context`, in the layout of [`Self::tables`].
     ///
     /// # Errors
     /// [`Error::OutOfBounds`].
@@ -98,8 +99,10 @@ impl<'a> Models<'a> {
         Ok(as_table(self.channel(channel, context)))
     }
 
-    /// What decides whether a tile is coded under families of its own, and which: the shape that a channel's family has (0 for
-    /// tables), and the deviation of bins that its first table expects.
+    /// The shape of a channel's family (0 for tables), and the standard deviation of bins that its first
+    /// table expects.
+    ///
+    /// The encoder decides from them whether a tile is coded under its own families, and under which.
     ///
     /// # Errors
     /// [`Error::OutOfBounds`].
@@ -111,7 +114,7 @@ impl<'a> Models<'a> {
         Ok((self.shape(channel), cost::deviation_under(self.channel(channel, 0))))
     }
 
-    /// Adds to a checksum what decides the meaning of a stream.
+    /// Adds everything that determines the meaning of a stream to a checksum.
     pub(crate) fn hash(&self, hasher: &mut crc32fast::Hasher) {
         match self.kind {
             Kind::Families(families) => {
@@ -125,7 +128,7 @@ impl<'a> Models<'a> {
         }
     }
 
-    /// The shape of a channel's family; the first one for tables.
+    /// The shape of a channel's family, 0 for tables.
     #[cfg(feature = "alloc")]
     pub(crate) fn shape(&self, channel: usize) -> usize {
         match self.kind {
@@ -134,7 +137,7 @@ impl<'a> Models<'a> {
         }
     }
 
-    /// Low bits and symbols of a channel after context `context`.
+    /// Low bits and symbols of a channel in context `context`.
     pub(crate) fn channel(&self, channel: usize, context: usize) -> (u32, Starts<'a>) {
         match self.kind {
             Kind::Families(families) => family_model(families[channel]),
@@ -168,7 +171,7 @@ fn check_tables(channels: usize, contexts: usize, tables: &[u16]) -> Result<(), 
     Ok(())
 }
 
-/// The table of the distribution that a byte names, laid out as [`Models::tables`] takes it.
+/// The table of a family, in the layout of [`Models::tables`].
 #[must_use]
 pub fn family_table(family: u8) -> [u16; TABLE_LEN] {
     as_table(family_model(family))
@@ -185,7 +188,7 @@ pub(crate) fn family_model(family: u8) -> (u32, Starts<'static>) {
     (family::shift(family), Starts(&family::distribution(family).0))
 }
 
-/// First slots of the symbols of one model: [`MAX_SYMBOLS`] of them.
+/// First slots of the symbols of one model, [`MAX_SYMBOLS`] entries.
 #[derive(Clone, Copy)]
 pub(crate) struct Starts<'a>(pub &'a [u16]);
 
@@ -202,8 +205,8 @@ pub(crate) struct Distribution(pub [u16; MAX_SYMBOLS]);
 impl Distribution {
     pub const EMPTY: Self = Self([SLOTS; MAX_SYMBOLS]);
 
-    /// Turns the first `n` counts into slots: every symbol keeps at least one, what rounding leaves over goes to symbol 0.
-    /// Integers only, so that every machine makes the same table.
+    /// Turns the first `n` counts into slots. Every symbol gets at least one; symbol 0 also gets the
+    /// remainder of rounding. Integer arithmetic gives the same table on every machine.
     pub const fn from_counts(counts: &[u64; MAX_SYMBOLS], n: usize) -> Self {
         let free = SLOTS as u64 - n as u64;
         let mut total = 0;

@@ -1,39 +1,41 @@
 use crate::error::check_len;
 use crate::{Coder, Error, Models, Transform};
 
-/// What is known of a number before it is coded; what is left over becomes a bin.
+/// The prediction of a value. Its difference to the value is quantized.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Predictor<'a> {
-    /// Nothing beyond the plane's mean.
+    /// The mean of the channel.
     Mean,
-    /// The decoded token before, times this factor of each channel: (channels,), within -1..=1. The first token of a tile has
-    /// none.
+    /// The previous token as decoded, times a factor per channel: (channels,), within -1..=1. The first token
+    /// of a block has no prediction.
     Previous(&'a [f32]),
-    /// CacheGen's: the first token of each group of this many is stored in 8 bits a number, the others as their
-    /// difference to it (paper 5.2, groups of 10).
+    /// CacheGen's predictor: the first token of each group is stored with 8 bits per element, the others as
+    /// their difference to it (5.2 of the paper, groups of 10).
     Anchor {
         /// Tokens per group, at least 1.
         group: u16,
     },
 }
 
-/// What a bin is worth.
+/// The quantization steps.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Scaling<'a> {
-    /// A step for each channel (channels,), positive. One step for all channels of a transform that whitens what errors cost
-    /// is the least total error for the bits.
+    /// A positive step for each channel: (channels,). After a transform that whitens the cost of errors,
+    /// equal steps give the smallest total error at a given rate.
     Steps(&'a [f32]),
-    /// LMCache's: bins `-levels..=levels` of each token's largest magnitude, which is stored as bf16. For comparison.
+    /// LMCache's scaling, for comparison: the step of a token is its largest magnitude, stored as bf16,
+    /// divided by `levels`.
     TokenAbsmax {
         /// Bins on each side of zero, 1..=127.
         levels: u8,
     },
 }
 
-/// How to code one plane, that is the keys or the values of one layer: rows of `channels` numbers, one row a token.
+/// The parameters that encode and decode one plane, the keys or the values of one layer: a row of `channels`
+/// elements per token.
 ///
-/// Rows, less `mean`, become coefficients by `transform`, differences by `predictor`, bins by `scaling`, symbols under `models`
-/// and bits by `coder`.
+/// Rows minus `mean` are transformed to coefficients; their differences to `predictor` are quantized to bins
+/// with the steps of `scaling`; `coder` codes bins as symbols under `models`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Plane<'a> {
     pub(crate) transform: Option<Transform<'a>>,
@@ -49,15 +51,16 @@ pub struct Plane<'a> {
 /// The parts of a [`Plane`], not yet checked.
 #[derive(Clone, Copy, Debug)]
 pub struct PlaneParts<'a> {
-    /// Maps to coefficients; none codes the channels themselves.
+    /// The transform; without one, channels are coded directly.
     pub transform: Option<Transform<'a>>,
-    /// (channels,), subtracted from rows; zeros for none.
+    /// (channels,), subtracted from rows.
     pub mean: &'a [f32],
-    /// What is subtracted from coefficients.
+    /// The prediction of coefficients.
     pub predictor: Predictor<'a>,
-    /// What a bin is worth.
+    /// The quantization steps.
     pub scaling: Scaling<'a>,
-    /// Where in bins +-1 and +-2 the numbers decode to, in steps from their middle away from zero: within -1/2..=1/2.
+    /// Offsets of the decoded values of bins +-1 and +-2 from the middle of the bin, away from zero, in
+    /// steps: within -1/2..=1/2.
     pub centroids: [f32; 2],
     /// Probabilities of bins.
     pub models: Models<'a>,
@@ -66,11 +69,10 @@ pub struct PlaneParts<'a> {
 }
 
 impl<'a> Plane<'a> {
-    /// Checks the parts, which may come from outside.
+    /// Checks the parts, which may be untrusted.
     ///
     /// # Errors
-    /// [`Error::Zero`], [`Error::Length`], [`Error::NotFinite`], [`Error::BadStep`], or [`Error::BadPlane`] for what does not go
-    /// together.
+    /// [`Error::Zero`], [`Error::Length`], [`Error::NotFinite`], [`Error::BadStep`], [`Error::BadPlane`].
     pub fn new(parts: PlaneParts<'a>) -> Result<Self, Error> {
         let PlaneParts { transform, mean, predictor, scaling, centroids, models, coder } = parts;
         let channels = models.channels();
@@ -94,10 +96,14 @@ impl<'a> Plane<'a> {
                 }
             }
             Scaling::TokenAbsmax { levels: 0 | 128.. } => {
-                return Err(Error::BadPlane { what: "levels outside 1..=127" });
+                return Err(Error::BadPlane {
+                    what: "the levels of a scaling by token must be within 1..=127",
+                });
             }
             Scaling::TokenAbsmax { .. } if !plain => {
-                return Err(Error::BadPlane { what: "steps of tokens with a transform or a prediction" });
+                return Err(Error::BadPlane {
+                    what: "a scaling by token takes neither a transform nor a predictor other than the mean",
+                });
             }
             Scaling::TokenAbsmax { .. } => {}
         }
@@ -105,33 +111,35 @@ impl<'a> Plane<'a> {
             Predictor::Previous(factors) => {
                 check_len("factors", factors.len(), channels)?;
                 if factors.iter().any(|x| !(-1.0..=1.0).contains(x)) {
-                    return Err(Error::BadPlane { what: "a factor of the token before outside -1..=1" });
+                    return Err(Error::BadPlane {
+                        what: "the factors of the previous token must be within -1..=1",
+                    });
                 }
             }
             Predictor::Anchor { group: 0 } => return Err(Error::Zero { what: "group" }),
             Predictor::Anchor { .. } | Predictor::Mean => {}
         }
         if centroids.iter().any(|x| !(-0.5..=0.5).contains(x)) {
-            return Err(Error::BadPlane { what: "a centroid outside its bin" });
+            return Err(Error::BadPlane { what: "the centroids must be within -1/2..=1/2" });
         }
         let id = parts.checksum();
         Ok(Self { transform, mean, predictor, scaling, centroids, models, coder, id })
     }
 
-    /// The parts that it was made from.
+    /// The parts of the plane.
     #[must_use]
     pub const fn parts(&self) -> PlaneParts<'a> {
         let Self { transform, mean, predictor, scaling, centroids, models, coder, .. } = *self;
         PlaneParts { transform, mean, predictor, scaling, centroids, models, coder }
     }
 
-    /// Numbers per token.
+    /// Elements per token.
     #[must_use]
     pub const fn channels(&self) -> usize {
         self.mean.len()
     }
 
-    /// Tokens of `tokens` that are coded in tiles: all but anchors.
+    /// The number of tokens that tiles encode, out of `tokens`: all but anchors.
     pub(crate) fn coded_tokens(&self, tokens: usize) -> usize {
         match self.predictor {
             Predictor::Anchor { group } => tokens - tokens.div_ceil(group.into()),
@@ -139,7 +147,8 @@ impl<'a> Plane<'a> {
         }
     }
 
-    /// A checksum (CRC-32) over everything that decides what bytes mean: a frame names the planes it was coded under by it.
+    /// A checksum (CRC-32) of everything that determines the meaning of a stream. Frames name their planes by
+    /// it.
     #[must_use]
     pub const fn id(&self) -> u32 {
         self.id
@@ -162,9 +171,9 @@ impl PlaneParts<'_> {
         let head_dim = self.transform.map_or(0, |transform| transform.head_dim as u32);
         hasher.update(&[predictor, group_low, group_high, scaling, u8::from(self.coder == Coder::Range)]);
         hasher.update(&head_dim.to_le_bytes());
-        let transform = self.transform.iter().flat_map(Transform::numbers);
-        let numbers = self.mean.iter().chain(factors).chain(steps).chain(&self.centroids).chain(transform);
-        numbers.for_each(|x| hasher.update(&x.to_le_bytes()));
+        let transform = self.transform.iter().flat_map(Transform::entries);
+        let values = self.mean.iter().chain(factors).chain(steps).chain(&self.centroids).chain(transform);
+        values.for_each(|x| hasher.update(&x.to_le_bytes()));
         self.models.hash(&mut hasher);
         hasher.finalize()
     }

@@ -1,4 +1,4 @@
-//! Owned planes: fitted, kept as bytes.
+//! Owned planes and their serialized form.
 
 pub(crate) mod fit;
 
@@ -16,26 +16,26 @@ const VERSION: u8 = 2;
 #[derive(Clone, Debug, PartialEq)]
 pub struct TransformBuf {
     head_dim: usize,
-    into: Vec<f32>,
-    back: Vec<f32>,
+    forward: Vec<f32>,
+    inverse: Vec<f32>,
 }
 
 impl TransformBuf {
-    /// Takes maps; see [`Transform::new`].
+    /// Checks and takes the maps of a [`Transform`].
     ///
     /// # Errors
-    /// As there.
-    pub fn new(head_dim: usize, into: Vec<f32>, back: Vec<f32>) -> Result<Self, Error> {
-        Transform::new(head_dim, &into, &back)?;
-        Ok(Self { head_dim, into, back })
+    /// As [`Transform::new`].
+    pub fn new(head_dim: usize, forward: Vec<f32>, inverse: Vec<f32>) -> Result<Self, Error> {
+        Transform::new(head_dim, &forward, &inverse)?;
+        Ok(Self { head_dim, forward, inverse })
     }
 
     /// The borrowed form.
     ///
     /// # Errors
-    /// None for maps that [`Self::new`] took; its checks run again.
+    /// None in practice: the checks of [`Self::new`] run again.
     pub fn view(&self) -> Result<Transform<'_>, Error> {
-        Transform::new(self.head_dim, &self.into, &self.back)
+        Transform::new(self.head_dim, &self.forward, &self.inverse)
     }
 }
 
@@ -59,8 +59,8 @@ pub(crate) enum ModelsBuf {
     ContextTables(Vec<u16>),
 }
 
-/// An owned [`Plane`]: fitted once to a model's keys or values of a layer, then shared by all its sequences. Planes of several
-/// levels share one transform.
+/// An owned [`Plane`]. It is fitted once to the keys or values of a layer and serves all sequences of the
+/// model. Planes of several levels share one transform.
 #[derive(Clone, Debug, PartialEq)]
 pub struct PlaneBuf {
     pub(crate) transform: Option<Arc<TransformBuf>>,
@@ -76,9 +76,9 @@ impl PlaneBuf {
     /// The borrowed form that encoding and decoding take.
     ///
     /// # Errors
-    /// None for a plane that this crate fitted or read; the checks of [`Plane::new`] run again.
+    /// None in practice for a plane that was fitted or parsed: the checks of [`Plane::new`] run again.
     /// # Cost
-    /// All numbers are read once, for the checks and the checksum: make it once, not for every block.
+    /// The checks and the checksum read the whole plane, so call it once, not for every block.
     pub fn view(&self) -> Result<Plane<'_>, Error> {
         let channels = self.mean.len();
         Plane::new(PlaneParts {
@@ -103,13 +103,13 @@ impl PlaneBuf {
         })
     }
 
-    /// Numbers per token.
+    /// Elements per token.
     #[must_use]
     pub fn channels(&self) -> usize {
         self.mean.len()
     }
 
-    /// The plane as bytes; the layout is in FORMAT.md, "Plane".
+    /// Serializes the plane. FORMAT.md, "Plane", specifies the bytes.
     #[must_use]
     pub fn to_bytes(&self) -> Vec<u8> {
         let mut out = MAGIC.to_vec();
@@ -133,8 +133,7 @@ impl PlaneBuf {
         for size in [self.mean.len(), head_dim] {
             out.extend_from_slice(&(size as u32).to_le_bytes());
         }
-        let mut floats =
-            |numbers: &[f32]| numbers.iter().for_each(|x| out.extend_from_slice(&x.to_le_bytes()));
+        let mut floats = |values: &[f32]| values.iter().for_each(|x| out.extend_from_slice(&x.to_le_bytes()));
         floats(&self.mean);
         if let PredictorBuf::Previous(factors) = &self.predictor {
             floats(factors);
@@ -144,8 +143,8 @@ impl PlaneBuf {
         }
         floats(&self.centroids);
         if let Some(transform) = &self.transform {
-            floats(&transform.into);
-            floats(&transform.back);
+            floats(&transform.forward);
+            floats(&transform.inverse);
         }
         match &self.models {
             ModelsBuf::Families(families) => out.extend_from_slice(families),
@@ -158,11 +157,12 @@ impl PlaneBuf {
         out
     }
 
-    /// Reads and checks what [`Self::to_bytes`] wrote.
+    /// Parses and checks the output of [`Self::to_bytes`].
     ///
     /// # Errors
-    /// [`Error::Truncated`], [`Error::BadMagic`], [`Error::BadVersion`], [`Error::BadChecksum`], [`Error::BadField`],
-    /// [`Error::TrailingBytes`], [`Error::TooLarge`], or what [`Plane::new`] finds.
+    /// [`Error::Truncated`], [`Error::BadMagic`], [`Error::BadVersion`], [`Error::BadChecksum`],
+    /// [`Error::BadField`], [`Error::Length`] for bytes after the models, [`Error::TooLarge`], the errors of
+    /// [`Transform::new`] and [`Plane::new`].
     pub fn from_bytes(bytes: &[u8]) -> Result<Self, Error> {
         let (body, checksum) = bytes.split_last_chunk::<4>().ok_or(Error::Truncated)?;
         let (header, rest) = body.split_first_chunk::<20>().ok_or(Error::Truncated)?;
@@ -198,9 +198,9 @@ impl PlaneBuf {
         let transform = match head_dim {
             0 => None,
             _ => {
-                let numbers = channels.checked_mul(head_dim).ok_or(Error::TooLarge)?;
-                let (into, back) = (reader.floats(numbers)?, reader.floats(numbers)?);
-                Some(Arc::new(TransformBuf::new(head_dim, into, back)?))
+                let entries = channels.checked_mul(head_dim).ok_or(Error::TooLarge)?;
+                let (forward, inverse) = (reader.floats(entries)?, reader.floats(entries)?);
+                Some(Arc::new(TransformBuf::new(head_dim, forward, inverse)?))
             }
         };
         let table_len = |contexts: usize| channels.checked_mul(contexts * TABLE_LEN).ok_or(Error::TooLarge);
@@ -211,9 +211,9 @@ impl PlaneBuf {
             _ => return Err(Error::BadField { what: "kind of models" }),
         };
         let coder = match (coder, reserved) {
-            (0, 0) => Coder::Lanes,
+            (0, 0) => Coder::InterleavedRans,
             (1, 0) => Coder::Range,
-            _ => return Err(Error::BadField { what: "coder" }),
+            _ => return Err(Error::BadField { what: "entropy coder" }),
         };
         check_len("profile", reader.bytes.len(), 0)?;
         let centroids = [centroids[0], centroids[1]];
@@ -223,7 +223,7 @@ impl PlaneBuf {
     }
 }
 
-/// Takes parts off the front; nothing is allocated for what is not there.
+/// Reads from the front, and allocates only for bytes that exist.
 struct Reader<'a> {
     bytes: &'a [u8],
 }

@@ -1,15 +1,15 @@
-//! Numbers to bins, bins to symbols, and back.
+//! Quantization of values to bins, and the mapping of bins to symbols.
 //!
-//! A bin is `x * (1 / step)` rounded to nearest, ties to even; the reciprocal is an `f32` and every operation is rounded on
-//! its own (no fused multiply-add), so that all backends have the same bins.
+//! A bin is `x * (1 / step)`, rounded to nearest, ties to even. The reciprocal is an `f32` and every
+//! operation is rounded separately (no fused multiply-add), so that all backends give the same bins.
 
 /// Bins are `-MAX_BIN..=MAX_BIN`.
 pub(crate) const MAX_BIN: i32 = 32767;
 
-/// Adding it rounds what is below 2^22 to nearest even.
+/// Adding it rounds magnitudes below 2^22 to nearest, ties to even.
 const ROUND: f32 = 12_582_912.0; // 1.5 * 2^23
 
-/// The bin of `x` steps, held within +-2^20, which is beyond [`MAX_BIN`].
+/// The bin of `x` steps, clamped to +-2^20, which exceeds [`MAX_BIN`].
 #[inline(always)]
 pub(crate) fn bin(x: f32) -> i32 {
     const LIMIT: f32 = (1 << 20) as f32;
@@ -28,19 +28,19 @@ pub(crate) const fn unzigzag(x: u32) -> i32 {
     (x >> 1) as i32 ^ -((x & 1) as i32)
 }
 
-/// What is added to a bin before its low bits are cut off, so that symbol 0 is around zero.
+/// Added to a bin before it is split, so that the bins of symbol 0 are centred on zero.
 #[inline(always)]
 const fn half(low_bits: u32) -> i32 {
     (1 << low_bits) >> 1
 }
 
-/// The symbol of a bin, escape not considered.
+/// The symbol of a bin, ignoring the escape.
 #[inline(always)]
 pub(crate) const fn symbol(bin: i32, low_bits: u32) -> u32 {
     zigzag((bin + half(low_bits)) >> low_bits)
 }
 
-/// Symbol and low bits of a bin in one number: `symbol << low_bits | low`.
+/// The code of a bin: `symbol << low_bits | low`.
 #[inline(always)]
 pub(crate) const fn code(bin: i32, low_bits: u32) -> u32 {
     let low = (bin + half(low_bits)) & ((1 << low_bits) - 1);

@@ -1,13 +1,14 @@
-//! A range coder with carry propagation (Schindler's, as in LZMA): an arithmetic coder that writes bytes.
+//! Schindler's range coder with carry propagation, as in LZMA: an arithmetic coder that writes bytes.
 //!
-//! The encoder's interval is `low .. low + range`; a carry out of `low` runs into bytes that are held back.
+//! The encoder's interval is `low .. low + range`. Bytes that a carry out of `low` could still change are
+//! held back.
 
 #[cfg(feature = "alloc")]
 use alloc::vec::Vec;
 
 use crate::Error;
 
-/// Below this the interval is widened by a byte.
+/// Renormalization shifts in a byte if the range is below this bound.
 const TOP: u32 = 1 << 24;
 
 #[cfg(feature = "alloc")]
@@ -15,8 +16,8 @@ pub(crate) struct Encoder<'a> {
     out: &'a mut Vec<u8>,
     low: u64, // below 1 << 33; bit 32 is the carry
     range: u32,
-    held: u8,       // last byte before the carry is known
-    held_ff: usize, // bytes 0xff after it
+    held: u8,       // the last byte that a carry may increment
+    held_ff: usize, // number of 0xff bytes after it
     started: bool,  // whether `held` is a real byte
 }
 
@@ -78,7 +79,7 @@ impl<'a> Decoder<'a> {
         Ok(Self { bytes: rest, code: u32::from_be_bytes(*head), range: u32::MAX })
     }
 
-    /// Decodes a number below `1 << bits` with equal probabilities.
+    /// Decodes `bits` bits of equal probabilities.
     pub fn decode_bits(&mut self, bits: u32) -> Result<u32, Error> {
         let unit = self.range >> bits;
         let value = (self.code / unit).min((1 << bits) - 1);
@@ -86,7 +87,8 @@ impl<'a> Decoder<'a> {
         Ok(value)
     }
 
-    /// Decodes a symbol: `find` tells which one holds a slot below `1 << bits`, and its slots.
+    /// Decodes a symbol: `find` returns the symbol whose slots contain a slot below `1 << bits`, and its
+    /// slots.
     pub fn decode(
         &mut self,
         bits: u32,
@@ -99,7 +101,7 @@ impl<'a> Decoder<'a> {
         Ok(symbol)
     }
 
-    /// Whether every byte has been used.
+    /// Checks that all bytes have been consumed.
     pub fn finish(self) -> Result<(), Error> {
         if self.bytes.is_empty() { Ok(()) } else { Err(Error::TrailingBytes) }
     }

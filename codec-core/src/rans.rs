@@ -1,15 +1,17 @@
-//! Interleaved range-ANS: 32 lanes, each its own coder with its own models, in one stream.
+//! Interleaved range-ANS (rANS): 32 lanes, each a coder with its own models, in one stream.
 //!
-//! A lane's state is below 2^32; words are 16 bits. In a row (one token), every lane first decodes its symbol and, in lane
-//! order, those whose state fell below 2^16 take a word; then the same again for the low bits, if any lane has some. Lanes
-//! that decode together are thus a warp or a vector, and no lane needs to know the others' models.
+//! A lane's state is below 2^32; words have 16 bits. In a row (one token), every lane first decodes its
+//! symbol; then, in lane order, the lanes whose state fell below 2^16 read a word (renormalization). If any
+//! lane has low bits, both steps repeat for them. The lanes can thus decode together in a warp or a vector,
+//! and no lane depends on the models of others.
 //!
-//! A state starts at 0 in the encoder, which works backwards, and must be 0 again when everything is decoded. In the last
-//! `warmup` rows no words are taken; before them, states that would be below 2^16 carry 2^16 more. The states after the last
-//! row are written with their lengths.
+//! The encoder works backwards. Its states start at 0, and must be 0 again after the last row is decoded. In
+//! the last `warmup` rows no words are read; before them, 2^16 is added to states below 2^16. The stream
+//! starts with the encoder's final states, each with its length.
 //!
-//! N.B. At two bits a symbol a tile of 256 tokens is 46 bytes (2 %) larger than one range coder makes it. With states of four
-//! bytes it would be 20 bytes more. A count of words for each lane would make the start exact, and costs what it saves.
+//! N.B. At two bits per symbol, a tile of 256 tokens is 46 bytes (2 %) larger than that of one range coder.
+//! States of fixed four bytes would add 20 bytes. A word count per lane would avoid the warm-up, but costs as
+//! much as it saves.
 
 #[cfg(feature = "alloc")]
 mod encode;
@@ -22,7 +24,7 @@ use crate::{Backend, Error};
 #[cfg(feature = "alloc")]
 pub(crate) use encode::encode;
 
-/// States below take a word.
+/// States below this bound read a word.
 const LOW: u32 = 1 << 16;
 
 /// Decodes the rows of one tile in order.
@@ -33,8 +35,8 @@ pub(crate) struct Decoder<'a, const C: usize> {
     contexts: Row,
     words: &'a [u8],
     warmup: usize,
-    carrying: u32, // one bit a lane: takes LOW away when the warm-up begins
-    left: usize,   // rows
+    carrying: u32, // one bit per lane: LOW is subtracted when the warm-up rows begin
+    left: usize,   // rows not decoded yet
 }
 
 impl<'a, const C: usize> Decoder<'a, C> {
@@ -68,7 +70,7 @@ impl<'a, const C: usize> Decoder<'a, C> {
         Ok(())
     }
 
-    /// Checks that the stream ended where the rows did.
+    /// Checks that the stream ends after the last row.
     pub fn finish(self) -> Result<(), Error> {
         if !self.words.is_empty() {
             return Err(Error::TrailingBytes);
@@ -97,7 +99,7 @@ impl<'a, const C: usize> Decoder<'a, C> {
     }
 }
 
-/// Returns the words that are left.
+/// Decodes rows and returns the words not consumed.
 struct DecodeRows<'a, 'b, const C: usize> {
     tables: &'a TileTables<C>,
     states: &'b mut [u32; LANES],
@@ -140,8 +142,9 @@ impl<'a, const C: usize> Kernel for DecodeRows<'a, '_, C> {
         Ok(self.words)
     }
 
-    /// The symbol of a lane is the number of its starts at or below its slot: eight comparisons of all lanes at a time, until
-    /// no lane has more. Floor at 32 lanes: 4 operations a symbol compared, about 30 for a state and its refill.
+    /// The symbol of a lane is the number of its first slots at or below its slot, symbol 0 excluded. All
+    /// lanes compare with eight symbols at a time, until no lane has a higher one. Floor for 32 lanes: 4
+    /// operations per compared symbol, and about 30 for the state update and the renormalization.
     #[inline(always)]
     fn vector<S: Simd>(self, s: S) -> Self::Output {
         if C > 1 {
@@ -159,7 +162,7 @@ impl<'a, const C: usize> Kernel for DecodeRows<'a, '_, C> {
         let (done, used) = rows.decode(self.rows, self.words, self.words.len())?;
         let (mut words, rest) = (&self.words[used..], &mut self.rows[done..]);
         if !rest.is_empty() {
-            // The last rows read from a copy, behind which there is room.
+            // The last rows read from a padded copy, since vector loads reach past the words of a row.
             let mut tail = [0; 2 * ROW_BYTES];
             tail[..words.len()].copy_from_slice(words);
             let (_, used) = rows.decode(rest, &tail, words.len())?;
@@ -170,10 +173,10 @@ impl<'a, const C: usize> Kernel for DecodeRows<'a, '_, C> {
     }
 }
 
-/// What a row may read: twice a word for each lane, and what the last load sees beyond it.
+/// Bytes that a row may load: two words per lane, and the excess of the last vector load.
 const ROW_BYTES: usize = 2 * LANES + REFILL_BYTES;
 
-/// The registers of the vector form.
+/// The registers of the vector implementation.
 struct VectorRows<'a, S: Simd> {
     s: S,
     starts: &'a [Row; MAX_SYMBOLS + 2],
@@ -185,7 +188,8 @@ struct VectorRows<'a, S: Simd> {
 }
 
 impl<S: Simd> VectorRows<'_, S> {
-    /// Decodes rows while a row's bytes can be read, of which only `len` are words. Returns rows and bytes that are done.
+    /// Decodes rows while [`ROW_BYTES`] can be loaded; only `len` bytes are words. Returns the rows decoded
+    /// and bytes consumed.
     #[inline(always)]
     fn decode(&mut self, rows: &mut [Row], words: &[u8], len: usize) -> Result<(usize, usize), Error> {
         let s = self.s;
@@ -230,11 +234,11 @@ impl<S: Simd> VectorRows<'_, S> {
     }
 }
 
-/// Reads the states: for each lane four bits, how many bits more than 16 stand behind its highest one, then those bits,
-/// lowest first. Returns the bytes behind them as well.
+/// Reads the states: for each lane four bits, which are the position of its highest one bit minus 16, then
+/// the bits below it, lowest first. Also returns the bytes that follow.
 fn read_states(lanes: usize, bytes: &[u8]) -> Result<([u32; LANES], &[u8]), Error> {
     let (lengths, mut rest) = bytes.split_at_checked(lanes.div_ceil(2)).ok_or(Error::Truncated)?;
-    let mut states = [LOW; LANES]; // of lanes without a channel, which never change
+    let mut states = [LOW; LANES]; // unused lanes keep this state
     let (mut buffer, mut filled) = (0_u64, 0);
     for (lane, state) in states[..lanes].iter_mut().enumerate() {
         let below = 16 + u32::from(lengths[lane / 2] >> (4 * (lane % 2)) & 15);
@@ -261,5 +265,5 @@ fn refill(state: &mut u32, words: &mut &[u8]) -> Result<(), Error> {
     Ok(())
 }
 
-/// Symbols compared between two looks whether any lane has a higher one.
+/// Symbols compared between two checks whether any lane has a higher one.
 pub(super) const AT_ONCE: usize = 8;

@@ -1,10 +1,11 @@
-//! What the vector kernels need of an instruction set.
+//! The vector operations of the kernels.
 //!
-//! A kernel is written once, over [`Simd`], beside its scalar definition; [`Backend::run`](crate::Backend::run) compiles
-//! it for each set by inlining it into one function that has the set's target features. Each set's file is the list of its
-//! instructions. The unit is the 32 lanes of a tile: 16-bit numbers ([`Simd::Row`]) and 32-bit ones ([`Simd::Wide`]).
+//! A kernel is written once, over [`Simd`], next to its scalar definition.
+//! [`Backend::run`](crate::Backend::run) compiles it for each instruction set by inlining it into one
+//! function that has the set's target features. Each set implements [`Simd`] in its own file. Vectors have
+//! the 32 lanes of a tile, of 16 bits ([`Simd::Row`]) or 32 bits ([`Simd::Wide`]).
 
-/// Defines from one list of target features whether the running CPU has them and `run`, which is compiled for them.
+/// Defines `is_available` and `run` from one list of target features.
 #[cfg(target_arch = "x86_64")]
 macro_rules! features {
     ($set:ident: $($feature:tt)+) => {
@@ -16,7 +17,7 @@ macro_rules! features {
             return cfg!(all($(target_feature = $feature),+));
         }
 
-        /// Compiles and runs a kernel. Callers have found the set available.
+        /// Runs a kernel compiled for the set. Callers have checked that the set is available.
         pub(crate) fn run<K: Kernel>(kernel: K) -> K::Output {
             $(#[target_feature(enable = $feature)])+
             fn with_features<K: Kernel>(kernel: K) -> K::Output {
@@ -37,21 +38,22 @@ pub(crate) mod neon;
 
 use crate::model::tables::{LANES, Row};
 
-/// Bytes that a refill may see: a word for each lane, and a register behind them.
+/// Bytes that a refill may load: a word for each lane, and one register more.
 pub(crate) const REFILL_BYTES: usize = 2 * LANES + 64;
 
-/// Words that a spill may write: one for each lane, and a register before them.
+/// Words that a spill may store: one for each lane, and one register more.
 pub(crate) const SPILL_WORDS: usize = LANES + 16;
 
-/// An operation in its two forms. `vector` must be `#[inline(always)]`, so that it is compiled with the features of the
-/// function that it is inlined into.
+/// An operation with a scalar and a vector implementation. `vector` must be `#[inline(always)]`, so that it
+/// is compiled with the features of the function that it is inlined into.
 pub(crate) trait Kernel {
     type Output;
 
-    /// The definition.
+    /// The scalar implementation, which defines the result.
     fn scalar(self) -> Self::Output;
 
-    /// The same on the registers of `s`; by default the definition, if it is `#[inline(always)]`, compiled to them.
+    /// The vector implementation. By default it is the scalar one, which the compiler vectorizes if it is
+    /// `#[inline(always)]`.
     #[inline(always)]
     fn vector<S: Simd>(self, _s: S) -> Self::Output
     where
@@ -61,23 +63,23 @@ pub(crate) trait Kernel {
     }
 }
 
-/// An instruction set. A value of it proves that the CPU has it: only `run` in the set's file makes one, after the
-/// backend has been found available.
+/// An instruction set. A value of the type proves that the CPU has the set: only `run` in the set's file
+/// creates one, after the backend has been checked.
 pub(crate) trait Simd: Copy {
-    /// 32 numbers of 16 bits.
+    /// 32 lanes of 16 bits.
     type Row: Copy;
-    /// 32 numbers of 32 bits.
+    /// 32 lanes of 32 bits.
     type Wide: Copy;
-    /// One flag for each of the 32.
+    /// One flag per lane.
     type Mask: Copy;
 
     fn splat(self, x: u16) -> Self::Row;
     fn load(self, row: &Row) -> Self::Row;
     fn store(self, row: &mut Row, x: Self::Row);
     fn sub(self, a: Self::Row, b: Self::Row) -> Self::Row;
-    /// The smaller one, unsigned.
+    /// The smaller of both, unsigned.
     fn min(self, a: Self::Row, b: Self::Row) -> Self::Row;
-    /// `a >= b`, of numbers below 2^15.
+    /// `a >= b`, for operands below 2^15.
     fn at_least(self, a: Self::Row, b: Self::Row) -> Self::Mask;
     fn any(self, mask: Self::Mask) -> bool;
     fn select(self, mask: Self::Mask, yes: Self::Row, no: Self::Row) -> Self::Row;
@@ -90,28 +92,29 @@ pub(crate) trait Simd: Copy {
     fn slots(self, states: Self::Wide) -> Self::Row;
     /// `width * (state >> 12) + offset`.
     fn advance(self, states: Self::Wide, width: Self::Row, offset: Self::Row) -> Self::Wide;
-    /// `state >> bits`, and `code << bits | ` the bits that were lost.
+    /// `state >> bits`, and `code << bits` with the bits shifted out of the state as its low bits.
     fn take_low_bits(self, states: Self::Wide, code: Self::Row, bits: Self::Wide) -> (Self::Wide, Self::Row);
-    /// States below 2^16 take a little-endian word each, in lane order, as their lower half. Returns the bytes taken.
+    /// Renormalization: in lane order, each state below 2^16 is shifted left by 16 and takes the next
+    /// little-endian word as its lower half. Returns the bytes consumed.
     ///
-    /// There must be [`REFILL_BYTES`].
+    /// `words` must have at least [`REFILL_BYTES`].
     fn refill(self, states: &mut Self::Wide, words: &[u8]) -> usize;
 
     fn splat_wide(self, x: u32) -> Self::Wide;
     fn widen(self, x: Self::Row) -> Self::Wide;
     /// `32 - x`.
     fn sub_from_32(self, x: Self::Wide) -> Self::Wide;
-    /// `code >> bits`, and what is lost.
+    /// `code >> bits`, and the bits shifted out.
     fn split(self, code: Self::Row, bits: Self::Wide) -> (Self::Row, Self::Row);
     /// `state << bits | low`.
     fn join(self, states: Self::Wide, low: Self::Row, bits: Self::Wide) -> Self::Wide;
-    /// The lower halves of the states with `state >> shift >= bound` are written, in lane order, so that they end where `words`
-    /// does; those states keep their upper halves. Shifts by 32 give 0. Returns the words written; what is before them may
-    /// change.
+    /// Renormalization of the encoder: the lower halves of the states with `state >> shift >= bound` are
+    /// written in lane order to the end of `words`, and those states are shifted right by 16. Shifts by 32
+    /// give 0. Returns the words written; the words before them may change.
     ///
-    /// There must be [`SPILL_WORDS`].
+    /// `words` must have at least [`SPILL_WORDS`].
     fn spill(self, states: &mut Self::Wide, shift: Self::Wide, bound: Self::Wide, words: &mut [u16])
     -> usize;
-    /// `(state / width) << 12`, the remainder and `start`, for states below `width << 20`.
+    /// `((state / width) << 12) + state % width + start`, for states below `width << 20`.
     fn encode(self, states: Self::Wide, start: Self::Row, width: Self::Row) -> Self::Wide;
 }

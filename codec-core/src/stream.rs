@@ -1,94 +1,97 @@
-//! Which encoding of the next chunk to send. Pure logic: it measures no time and sends nothing.
+//! The choice of the next chunk's encoding while a context is streamed. The policy measures no time and sends
+//! nothing.
 
 use crate::Error;
 
-/// Tokens of a chunk, unless there is a reason for another number (CacheGen, 5.3).
+/// Default number of tokens in a chunk (CacheGen, 5.3).
 pub const CHUNK_TOKENS: usize = 1500;
 
 /// Most levels that a [`Decision`] records.
 pub const MAX_LEVELS: usize = 16;
 
-/// What can be sent of a chunk.
+/// The encodings of a chunk that can be sent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Encoding {
-    /// Its text, from which keys and values are computed again: no loss.
+    /// The text, from which keys and values are recomputed without loss.
     Text,
-    /// One of its levels, by its place in [`ChunkSizes::levels`].
+    /// A level, as an index into [`ChunkSizes::levels`].
     Level(usize),
 }
 
-/// What the encodings of one chunk cost.
+/// The costs of a chunk's encodings.
 #[derive(Clone, Copy, Debug)]
 pub struct ChunkSizes<'a> {
-    /// Bytes of each level, the least lossy one first; the same levels for all chunks.
+    /// Bytes of each level, the least lossy level first. All chunks have the same levels.
     pub levels: &'a [u64],
     /// Bytes of the text.
     pub text: u64,
-    /// Seconds to compute keys and values from the text, for one request.
+    /// Seconds to recompute keys and values from the text, for one request.
     pub recompute: f64,
 }
 
-/// What the policy is to hold to.
+/// The service level objective and the prior knowledge of the streaming policy.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct StreamPolicy {
-    /// Seconds from the request to the first token (the service level objective).
+    /// Service level objective: seconds from the request to the first token.
     pub slo: f64,
-    /// Level of the first chunk when nothing is known of the network.
+    /// Level of the first chunk if no throughput is known.
     pub first_level: usize,
-    /// Bytes a second that are known beforehand, if any.
+    /// Throughput in bytes per second known before the first chunk, if any.
     pub prior: Option<f64>,
 }
 
-/// Where the throughput in a [`Decision`] comes from.
+/// The origin of the throughput in a [`Decision`].
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Throughput {
-    /// The chunk before: bytes a second.
+    /// Measured on the previous chunk, in bytes per second.
     Measured(f64),
-    /// [`StreamPolicy::prior`]: bytes a second.
+    /// [`StreamPolicy::prior`], in bytes per second.
     Prior(f64),
-    /// Nothing is known.
+    /// No throughput is known.
     Unknown,
 }
 
-/// Why an encoding was chosen.
+/// The reason for an encoding.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Reason {
-    /// The least lossy one that is expected in time.
+    /// It is the least lossy encoding that is expected in time.
     InTime,
-    /// None is expected in time: the fastest one.
+    /// No encoding is expected in time, and it is the fastest one.
     NoneInTime,
-    /// No throughput is known: the policy's first level.
+    /// No throughput is known, and it is the policy's first level.
     NoThroughput,
 }
 
-/// An encoding and how it came to be chosen.
+/// The chosen encoding and the inputs of the choice.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Decision {
-    /// What to send.
+    /// The encoding to send.
     pub encoding: Encoding,
-    /// Why.
+    /// The reason for it.
     pub reason: Reason,
-    /// What was assumed of the network.
+    /// The assumed throughput.
     pub throughput: Throughput,
-    /// Seconds that were left.
+    /// Seconds until the service level objective.
     pub remaining: f64,
-    /// Seconds that all remaining chunks would take as text.
+    /// Seconds for all remaining chunks as text.
     pub text_delay: Option<f64>,
-    /// Seconds that they would take at each level.
+    /// Seconds for all remaining chunks at each level.
     pub level_delays: [Option<f64>; MAX_LEVELS],
 }
 
 impl StreamPolicy {
-    /// Chooses the encoding of the first of `chunks`, those that are still to be sent.
+    /// Chooses the encoding of the first of `chunks`, the chunks that have not been sent.
     ///
-    /// Delays are those of all remaining chunks in that encoding: bytes over the throughput, times `requests`, for text also the
-    /// computation. `measured` is the throughput of the chunk before, in bytes a second, `elapsed` the seconds since the
-    /// request, `requests` how many concurrent requests have a chunk at this place.
+    /// The delay of an encoding assumes it for all of `chunks`: bytes divided by the throughput, plus the
+    /// recomputation of text, times `requests`. `measured` is the throughput of the previous chunk in bytes
+    /// per second, `elapsed` the seconds since the request, `requests` the number of concurrent requests that
+    /// load a chunk at this position.
     ///
     /// # Errors
-    /// [`Error::Zero`] for no chunks, levels or requests; [`Error::TooLarge`] for more than [`MAX_LEVELS`] levels;
-    /// [`Error::Length`] for chunks with other numbers of levels; [`Error::OutOfBounds`] for a first level that is none;
-    /// [`Error::NotFinite`] for times or throughputs that are not finite or not positive.
+    /// [`Error::Zero`] for no chunks, levels or requests; [`Error::TooLarge`] for more than [`MAX_LEVELS`]
+    /// levels; [`Error::Length`] if chunks differ in their number of levels; [`Error::OutOfBounds`] if
+    /// `first_level` does not exist; [`Error::BadTiming`] for times or throughputs that are not finite or not
+    /// positive.
     /// # Source
     /// CacheGen (SIGCOMM 2024), 5.3 and algorithm 1.
     pub fn decide(
@@ -122,7 +125,7 @@ impl StreamPolicy {
         for (level, out) in level_delays[..levels].iter_mut().enumerate() {
             *out = Some(chunks.iter().map(|chunk| delay(chunk.levels[level], 0.0)).sum());
         }
-        // The least lossy first.
+        // The least lossy encoding first.
         let options = || {
             let levels = level_delays.iter().flatten().enumerate();
             core::iter::once((Encoding::Text, text))
@@ -164,7 +167,7 @@ impl StreamPolicy {
         if times.into_iter().all(|x| x.is_finite() && x >= 0.0) && rates.iter().flatten().all(positive) {
             Ok(())
         } else {
-            Err(Error::NotFinite { what: "a time or a throughput" })
+            Err(Error::BadTiming)
         }
     }
 }
@@ -186,7 +189,8 @@ mod tests {
         assert_eq!(decision.throughput, Throughput::Unknown);
     }
 
-    /// 4 chunks in 1.5 s: as text 4 * 0.5 s and more; at 1,000 bytes a second levels take 1.6, 0.8 and 0.4 s.
+    /// 4 chunks in 1.5 s: as text 4 * 0.5 s and more; at 1,000 bytes per second levels take 1.6, 0.8 and 0.4
+    /// s.
     #[test]
     fn the_least_lossy_encoding_in_time_is_chosen() {
         let levels = [400, 200, 100];
@@ -227,7 +231,7 @@ mod tests {
         let mixed = [good[0], ChunkSizes { levels: &levels[1..], ..good[0] }];
         assert!(matches!(POLICY.decide(&mixed, None, 0.0, 1), Err(Error::Length { .. })));
         for (measured, elapsed) in [(0.0, 0.0), (f64::NAN, 0.0), (1.0, -1.0), (1.0, f64::INFINITY)] {
-            assert!(matches!(POLICY.decide(&good, Some(measured), elapsed, 1), Err(Error::NotFinite { .. })));
+            assert_eq!(POLICY.decide(&good, Some(measured), elapsed, 1), Err(Error::BadTiming));
         }
     }
 }

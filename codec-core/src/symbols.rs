@@ -1,4 +1,4 @@
-//! The lane coder by itself, for who brings codes and models of their own.
+//! The interleaved rANS coder on its own, for callers with their own symbols and models.
 
 #[cfg(feature = "alloc")]
 use alloc::vec::Vec;
@@ -7,16 +7,25 @@ use crate::error::check_len;
 use crate::model::tables::{LANES, Row, TileTables};
 use crate::{Backend, Error, Models, rans};
 
-/// Codes rows of up to 32 channels with interleaved range-ANS and appends the stream to `out`.
+/// Encodes rows of up to 32 channels with interleaved rANS and appends the stream to `out`.
 ///
 /// # Shapes
-/// `rows` (n): in each row one code of every channel of `models`, `symbol << low_bits | low`, or [`ESCAPE`](crate::ESCAPE) for
-/// what the channel's alphabet lacks; codes from a channel's escape on are coded as escapes. Numbers behind the last channel
-/// are ignored.
+/// `rows` (n): each row has one code for every channel of `models`, `symbol << low_bits | low`, or
+/// [`ESCAPE`](crate::ESCAPE). Codes from a channel's escape on are encoded as escapes. Codes after the last
+/// channel are ignored.
 /// # Errors
-/// [`Error::Length`] for no channels or more than 32, [`Error::BackendUnavailable`].
+/// [`Error::Length`] for no channels or more than 32; `out` is then unchanged.
 #[cfg(feature = "alloc")]
-pub fn encode_symbols(
+pub fn encode_symbols(models: &Models<'_>, rows: &[Row], out: &mut Vec<u8>) -> Result<(), Error> {
+    encode_symbols_with(Backend::detect(), models, rows, out)
+}
+
+/// [`encode_symbols`] on the given backend.
+///
+/// # Errors
+/// As there; [`Error::BackendUnavailable`].
+#[cfg(feature = "alloc")]
+pub fn encode_symbols_with(
     backend: Backend,
     models: &Models<'_>,
     rows: &[Row],
@@ -31,14 +40,23 @@ pub fn encode_symbols(
     Ok(())
 }
 
-/// Decodes what [`encode_symbols`] wrote. Numbers behind the last channel are zero.
+/// Decodes a stream of [`encode_symbols`](crate::encode_symbols). Codes after the last channel are zero.
 ///
 /// # Errors
-/// [`Error::Length`] as there; [`Error::Truncated`], [`Error::TrailingBytes`] or [`Error::Corrupt`] for bytes that no encoder
-/// wrote for as many rows: `rows` then holds codes of unknown worth. [`Error::BackendUnavailable`].
+/// [`Error::Length`] for no channels or more than 32; [`Error::Truncated`], [`Error::TrailingBytes`] or
+/// [`Error::Corrupt`] for bytes that are not a stream of `rows.len()` rows: the contents of `rows` are then
+/// unspecified.
 /// # Cost
 /// No allocation.
-pub fn decode_symbols_into(
+pub fn decode_symbols_into(models: &Models<'_>, bytes: &[u8], rows: &mut [Row]) -> Result<(), Error> {
+    decode_symbols_into_with(Backend::detect(), models, bytes, rows)
+}
+
+/// [`decode_symbols_into`] on the given backend.
+///
+/// # Errors
+/// As there; [`Error::BackendUnavailable`].
+pub fn decode_symbols_into_with(
     backend: Backend,
     models: &Models<'_>,
     bytes: &[u8],

@@ -1,4 +1,4 @@
-//! One tile: up to 32 channels of some tokens, as bins. The bytes are in FORMAT.md, "Tile".
+//! Decoding of tiles: the bins of up to 32 channels of a block. FORMAT.md, "Tile", specifies the bytes.
 
 #[cfg(feature = "alloc")]
 pub(crate) mod encode;
@@ -12,34 +12,35 @@ use crate::{Backend, Error, Models, range, rans};
 /// The entropy coder of a plane's tiles.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Coder {
-    /// 32 interleaved range-ANS coders: decodes 32 symbols at a time.
-    Lanes,
-    /// One range coder (arithmetic coding), symbol by symbol: the definition of what is coded, and about 45 bytes a tile smaller.
+    /// 32 interleaved range-ANS (rANS) coders, which decode 32 symbols at a time.
+    InterleavedRans,
+    /// One range coder (arithmetic coding). It codes symbol by symbol, and tiles are about 45 bytes smaller.
     Range,
 }
 
-/// Rows that are decoded at once: small enough for the first cache, with room for what is made of them.
+/// Rows decoded at a time, few enough that their codes and values stay in L1.
 pub(crate) const CHUNK: usize = 32;
 
 /// Bins of one token of a tile.
 pub(crate) type Bins = [i32; LANES];
 
 pub(crate) const FIXED: u8 = 0;
-pub(crate) const PLANE_LANES: u8 = 1;
-pub(crate) const OWN_LANES: u8 = 2;
+pub(crate) const PLANE_RANS: u8 = 1;
+pub(crate) const OWN_RANS: u8 = 2;
 pub(crate) const PLANE_RANGE: u8 = 3;
 
-/// The most that a fixed tile's step is scaled by, as a power of two; the largest `f32` needs 113.
+/// The largest exponent of the power of two that scales the step of a fixed-width tile. The largest `f32`
+/// needs 113.
 const MAX_EXPONENT: u8 = 128;
 
-/// Bytes before what the kinds differ in.
+/// Bytes of the header that all kinds share.
 const HEAD: usize = 4;
 
-/// What a tile's bytes say, before any number is decoded.
+/// The parsed layout of a tile.
 enum Kind<'a> {
-    /// Bins of `width` bits, of steps `2^exponent` as large, without prediction.
+    /// Bins of `width` bits, without prediction; the step is scaled by `2^exponent`.
     Fixed { width: u32, exponent: u8, bits: &'a [u8] },
-    /// Codes, under the plane's models or families of its own.
+    /// Codes under the plane's models or the tile's own families.
     Coded { own: Option<&'a [u8]>, coder: Coder, stream: &'a [u8], escapes: &'a [u8] },
 }
 
@@ -61,10 +62,10 @@ impl<'a> Kind<'a> {
             return Err(Error::Corrupt);
         };
         let (own, coder, body) = match kind {
-            PLANE_LANES => (None, Coder::Lanes, body),
-            OWN_LANES => {
+            PLANE_RANS => (None, Coder::InterleavedRans, body),
+            OWN_RANS => {
                 let (own, body) = body.split_at_checked(lanes.next_multiple_of(2)).ok_or(Error::Truncated)?;
-                (Some(&own[..lanes]), Coder::Lanes, body)
+                (Some(&own[..lanes]), Coder::InterleavedRans, body)
             }
             PLANE_RANGE => (None, Coder::Range, body),
             _ => return Err(Error::Corrupt),
@@ -83,19 +84,19 @@ fn check_body(actual: usize, expected: usize) -> Result<(), Error> {
     }
 }
 
-/// A tile that can be decoded.
+/// A tile to be decoded.
 pub(crate) struct Tile<'a> {
     kind: Kind<'a>,
     rows: usize,
     lanes: usize,
 }
 
-/// How to read the bins of a tile.
+/// The meaning of a tile's bins.
 #[derive(Clone, Copy)]
 pub(crate) enum Scale {
     /// Differences to a prediction, in steps.
     Predicted,
-    /// Numbers themselves, in steps times `2^exponent`.
+    /// Values in steps times `2^exponent`.
     Plain(u8),
 }
 
@@ -111,7 +112,8 @@ impl<'a> Tile<'a> {
         }
     }
 
-    /// Decodes all rows under the models of channels from `first` on and shows them to `sink`, up to [`CHUNK`] at a time.
+    /// Decodes all rows under the models of channels from `first` on. `sink` receives up to [`CHUNK`] rows at
+    /// a time.
     pub fn decode(
         &self,
         models: &Models<'_>,
@@ -136,7 +138,7 @@ impl<'a> Tile<'a> {
             }
             Kind::Coded { own: Some(own), stream, escapes, .. } => {
                 let tables = TileTables::of_families(own);
-                self.decode_lanes(&tables, backend, stream, escapes, sink)
+                self.decode_rans(&tables, backend, stream, escapes, sink)
             }
             Kind::Coded { own: None, coder, stream, escapes } => match models.contexts() {
                 1 => {
@@ -161,7 +163,7 @@ impl<'a> Tile<'a> {
         sink: impl FnMut(&[Bins]),
     ) -> Result<(), Error> {
         match coder {
-            Coder::Lanes => self.decode_lanes(tables, backend, stream, escapes, sink),
+            Coder::InterleavedRans => self.decode_rans(tables, backend, stream, escapes, sink),
             Coder::Range => {
                 let mut decoder = RangeDecoder::new(tables, stream)?;
                 self.decode_chunks(tables, backend, escapes, sink, |rows| decoder.decode(rows))?;
@@ -170,7 +172,7 @@ impl<'a> Tile<'a> {
         }
     }
 
-    fn decode_lanes<const C: usize>(
+    fn decode_rans<const C: usize>(
         &self,
         tables: &TileTables<C>,
         backend: Backend,
@@ -235,11 +237,11 @@ impl Kernel for BinsOfCodes<'_> {
     }
 }
 
-/// The range coder over rows of codes: the same symbols, low bits and contexts, one after the other.
+/// The range coder over rows of codes.
 struct RangeDecoder<'a, const C: usize> {
     tables: &'a TileTables<C>,
     coder: range::Decoder<'a>,
-    last: Row, // codes of the row before
+    last: Row, // codes of the previous row
 }
 
 impl<'a, const C: usize> RangeDecoder<'a, C> {
@@ -270,7 +272,7 @@ impl<'a, const C: usize> RangeDecoder<'a, C> {
     }
 }
 
-/// Reads numbers of up to 16 bits, lowest bits first. Behind the end there are zeros.
+/// Reads integers of up to 16 bits, lowest bits first, and zeros past the end.
 struct BitReader<'a> {
     bytes: &'a [u8],
     buffer: u32,

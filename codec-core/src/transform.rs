@@ -1,44 +1,46 @@
 use crate::Error;
-use crate::block::held;
+use crate::block::clamp_finite;
 use crate::error::check_len;
 use crate::simd::Kernel;
 
-/// Most components of a head that a [`Transform`] takes: a row of them is kept on the stack.
+/// The largest `head_dim` of a [`Transform`]: one head is kept on the stack.
 pub const MAX_HEAD_DIM: usize = 512;
 
-/// A linear map per head to coefficients, and back: borrowed.
+/// A linear map per head to coefficients, and its inverse; borrowed.
 ///
-/// Rows, less their mean, become coefficients before they are quantized. With `svd-core`'s query-metric rotation, `into` is its
-/// `store` and `back` the transpose of its `probe`.
+/// Rows minus their mean become coefficients, which are quantized. With `svd-core`'s query-metric rotation,
+/// `forward` is its basis and `inverse` the transpose of its dual.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Transform<'a> {
     pub(crate) head_dim: usize,
-    into: &'a [f32], // (heads, head_dim, head_dim): row i is what component i adds to the coefficients
-    back: &'a [f32], // (heads, head_dim, head_dim): row i is what coefficient i adds to the components
+    forward: &'a [f32], // (heads, head_dim, head_dim): row i holds the coefficients of component i
+    inverse: &'a [f32], // (heads, head_dim, head_dim): row i holds the components of coefficient i
 }
 
 impl<'a> Transform<'a> {
     /// Maps of heads of `head_dim` components.
     ///
     /// # Shapes
-    /// `into`, `back` (heads, head_dim, head_dim): row `i` of `into` is what component `i` of a head adds to its coefficients, row
-    /// `i` of `back` what coefficient `i` adds to the components. That they are inverse to each other is not checked.
+    /// `forward`, `inverse` (heads, head_dim, head_dim): row `i` of a `forward` map holds the coefficients of
+    /// component `i`, row `i` of an `inverse` map the components of coefficient `i`. It is not checked that
+    /// they are inverse to each other.
     /// # Errors
     /// [`Error::Zero`], [`Error::TooLarge`] beyond [`MAX_HEAD_DIM`], [`Error::Length`], [`Error::NotFinite`].
-    pub fn new(head_dim: usize, into: &'a [f32], back: &'a [f32]) -> Result<Self, Error> {
-        if head_dim == 0 || into.is_empty() {
-            return Err(Error::Zero { what: "a transform" });
+    pub fn new(head_dim: usize, forward: &'a [f32], inverse: &'a [f32]) -> Result<Self, Error> {
+        if head_dim == 0 || forward.is_empty() {
+            let what = if head_dim == 0 { "head_dim of the transform" } else { "heads of the transform" };
+            return Err(Error::Zero { what });
         }
         if head_dim > MAX_HEAD_DIM {
             return Err(Error::TooLarge);
         }
-        let heads = into.len() / (head_dim * head_dim);
-        check_len("into", into.len(), heads.max(1) * head_dim * head_dim)?;
-        check_len("back", back.len(), into.len())?;
-        if into.iter().chain(back).any(|x| !x.is_finite()) {
+        let heads = forward.len() / (head_dim * head_dim);
+        check_len("forward", forward.len(), heads.max(1) * head_dim * head_dim)?;
+        check_len("inverse", inverse.len(), forward.len())?;
+        if forward.iter().chain(inverse).any(|x| !x.is_finite()) {
             return Err(Error::NotFinite { what: "transform" });
         }
-        Ok(Self { head_dim, into, back })
+        Ok(Self { head_dim, forward, inverse })
     }
 
     /// Components of a head.
@@ -47,41 +49,41 @@ impl<'a> Transform<'a> {
         self.head_dim
     }
 
-    /// (heads, head_dim, head_dim): row `i` of a head is what component `i` adds to the coefficients.
+    /// The maps to coefficients, (heads, head_dim, head_dim).
     #[must_use]
-    pub const fn forward_maps(&self) -> &'a [f32] {
-        self.into
+    pub const fn forward(&self) -> &'a [f32] {
+        self.forward
     }
 
-    /// (heads, head_dim, head_dim): row `i` of a head is what coefficient `i` adds to the components.
+    /// The maps from coefficients, (heads, head_dim, head_dim).
     #[must_use]
-    pub const fn inverse_maps(&self) -> &'a [f32] {
-        self.back
+    pub const fn inverse(&self) -> &'a [f32] {
+        self.inverse
     }
 
     pub(crate) const fn channels(&self) -> usize {
-        self.into.len() / self.head_dim
+        self.forward.len() / self.head_dim
     }
 
-    /// All numbers of both maps.
-    pub(crate) fn numbers(&self) -> impl Iterator<Item = &'a f32> {
-        self.into.iter().chain(self.back)
+    /// All entries of both maps.
+    pub(crate) fn entries(&self) -> impl Iterator<Item = &'a f32> {
+        self.forward.iter().chain(self.inverse)
     }
 
-    /// Rows less their mean to coefficients, in place.
+    /// Turns rows minus their mean into coefficients, in place.
     #[cfg(feature = "alloc")]
-    pub(crate) const fn forward<'b>(self, rows: &'b mut [f32]) -> Apply<'a, 'b> {
-        Apply { head_dim: self.head_dim, maps: self.into, rows }
+    pub(crate) const fn apply_forward<'b>(self, rows: &'b mut [f32]) -> Apply<'a, 'b> {
+        Apply { head_dim: self.head_dim, maps: self.forward, rows }
     }
 
-    /// Rows of coefficients to rows less their mean, in place.
-    pub(crate) const fn inverse<'b>(self, rows: &'b mut [f32]) -> Apply<'a, 'b> {
-        Apply { head_dim: self.head_dim, maps: self.back, rows }
+    /// Turns coefficients into rows minus their mean, in place.
+    pub(crate) const fn apply_inverse<'b>(self, rows: &'b mut [f32]) -> Apply<'a, 'b> {
+        Apply { head_dim: self.head_dim, maps: self.inverse, rows }
     }
 }
 
-/// Maps every head of every row. Sums go in the order of the inputs and each product is rounded by itself, so that all
-/// backends have the same bits. Inputs of zero, at low rates most coefficients, are passed over.
+/// Maps every head of every row. Sums are in the order of the inputs and products are rounded separately, so
+/// that all backends give the same bits. Inputs of zero are skipped; at low rates most coefficients are zero.
 pub(crate) struct Apply<'a, 'b> {
     head_dim: usize,
     maps: &'a [f32],
@@ -114,7 +116,7 @@ impl Kernel for Apply<'_, '_> {
 
 /// Rotary position embedding of decoded keys: cosines and sines of the tokens' positions, in order.
 ///
-/// Component `i` of a head is paired with `i + head_dim / 2`, or with its neighbour.
+/// Component `i` of a head is paired with component `i + head_dim / 2`, or with its neighbour.
 #[derive(Clone, Copy, Debug)]
 pub struct RopeTable<'a> {
     half: usize,
@@ -129,7 +131,7 @@ impl<'a> RopeTable<'a> {
     /// # Shapes
     /// `cos`, `sin` (tokens, head_dim / 2).
     /// # Errors
-    /// [`Error::Zero`] for an odd or empty head, [`Error::Length`].
+    /// [`Error::OddHeadDim`], [`Error::Length`].
     pub fn halves(head_dim: usize, cos: &'a [f32], sin: &'a [f32]) -> Result<Self, Error> {
         Self::new(head_dim, cos, sin, false)
     }
@@ -145,7 +147,7 @@ impl<'a> RopeTable<'a> {
     fn new(head_dim: usize, cos: &'a [f32], sin: &'a [f32], neighbours: bool) -> Result<Self, Error> {
         let half = head_dim / 2;
         if half == 0 || head_dim % 2 == 1 {
-            return Err(Error::Zero { what: "an even head dimension" });
+            return Err(Error::OddHeadDim { head_dim });
         }
         check_len("cos", cos.len(), cos.len() / half * half)?;
         check_len("sin", sin.len(), cos.len())?;
@@ -160,13 +162,13 @@ impl<'a> RopeTable<'a> {
         self.cos.len() / self.half
     }
 
-    /// The part for some of the tokens.
+    /// The rows of the given tokens.
     pub(crate) fn tokens_of(&self, tokens: core::ops::Range<usize>) -> Self {
         let part = tokens.start * self.half..tokens.end * self.half;
         Self { cos: &self.cos[part.clone()], sin: &self.sin[part], ..*self }
     }
 
-    /// Rotates every head of a token's row; numbers stay within the finite `f32`.
+    /// Rotates every head of a token's row and clamps the results to the finite `f32`.
     #[inline(always)]
     pub(crate) fn rotate(&self, token: usize, row: &mut [f32]) {
         let cos = &self.cos[token * self.half..][..self.half];
@@ -175,12 +177,12 @@ impl<'a> RopeTable<'a> {
             if self.neighbours {
                 for ((pair, cos), sin) in head.as_chunks_mut::<2>().0.iter_mut().zip(cos).zip(sin) {
                     let [a, b] = *pair;
-                    *pair = [held(a * cos - b * sin), held(b * cos + a * sin)];
+                    *pair = [clamp_finite(a * cos - b * sin), clamp_finite(b * cos + a * sin)];
                 }
             } else {
                 let (low, high) = head.split_at_mut(self.half);
                 for (((a, b), cos), sin) in low.iter_mut().zip(high).zip(cos).zip(sin) {
-                    (*a, *b) = (held(*a * cos - *b * sin), held(*b * cos + *a * sin));
+                    (*a, *b) = (clamp_finite(*a * cos - *b * sin), clamp_finite(*b * cos + *a * sin));
                 }
             }
         }

@@ -1,4 +1,5 @@
-//! Numbers at the ends of `f32`, channels that do not vary, side numbers that no encoder wrote: an error or finite numbers.
+//! Numbers at the ends of `f32`, channels that do not vary, side numbers that no encoder wrote: an error or
+//! finite numbers.
 
 #![allow(clippy::unwrap_used, clippy::panic)] // helpers of tests, too
 
@@ -11,7 +12,7 @@ fn backends() -> impl Iterator<Item = Backend> {
     Backend::ALL.into_iter().filter(|backend| backend.is_available())
 }
 
-/// Any finite number, often 0 or near the largest.
+/// Any finite value, often 0 or near the largest.
 fn finite() -> impl Strategy<Value = f32> {
     prop_oneof![
         Just(0.0_f32),
@@ -26,7 +27,7 @@ fn step() -> impl Strategy<Value = f32> {
     (1_u32..253, 0_u32..1 << 23).prop_map(|(exponent, mantissa)| f32::from_bits(exponent << 23 | mantissa))
 }
 
-/// The numbers of a plane without a check of their own.
+/// The parameters of a plane that are not checked separately.
 #[derive(Clone, Debug)]
 struct Parts {
     mean: Vec<f32>,
@@ -57,7 +58,7 @@ impl Parts {
             },
             centroids: [0.2, -0.1],
             models: Models::families(&self.families),
-            coder: Coder::Lanes,
+            coder: Coder::InterleavedRans,
         })
         .unwrap()
     }
@@ -87,7 +88,7 @@ fn parts() -> impl Strategy<Value = Parts> {
     })
 }
 
-/// What an encoder that follows FORMAT.md makes of rows before it quantizes them.
+/// The coefficients that an encoder by FORMAT.md quantizes.
 fn coefficients(plane: &Plane<'_>, rows: &[f32]) -> Vec<f32> {
     let channels = plane.channels();
     let centred =
@@ -96,9 +97,7 @@ fn coefficients(plane: &Plane<'_>, rows: &[f32]) -> Vec<f32> {
     centred
         .flat_map(|row| {
             let mut sum = vec![0.0_f32; channels];
-            for (x, map) in
-                row.zip(transform.forward_maps().chunks_exact(channels)).filter(|(x, _)| *x != 0.0)
-            {
+            for (x, map) in row.zip(transform.forward().chunks_exact(channels)).filter(|(x, _)| *x != 0.0) {
                 sum.iter_mut().zip(map).for_each(|(sum, m)| *sum += x * m);
             }
             sum
@@ -110,12 +109,12 @@ fn info(channels: usize, tokens: usize) -> FrameInfo {
     FrameInfo { block_tokens: 16, ..FrameInfo::new(1, 1, channels, tokens) }
 }
 
-/// Decodes the keys of layer 0 on every backend; what comes back is the same on all.
+/// Decodes the keys of layer 0 on every backend; all give the same result.
 fn decode(bytes: &[u8], plane: &Plane<'_>) -> Result<Vec<f32>, Error> {
     let frame = Frame::parse(bytes, usize::MAX)?;
     let mut results = backends().map(|backend| {
         let mut out = vec![f32::NAN; frame.info().tokens * plane.channels()];
-        let result = frame.decode_plane_into(backend, plane, 0, Side::Keys, None, &mut out);
+        let result = frame.decode_plane_into_with(backend, plane, 0, Side::Keys, None, &mut out);
         result.map(|()| out.iter().map(|x| x.to_bits()).collect::<Vec<_>>())
     });
     let first = results.next().unwrap();
@@ -123,9 +122,10 @@ fn decode(bytes: &[u8], plane: &Plane<'_>) -> Result<Vec<f32>, Error> {
     first.map(|bits| bits.into_iter().map(f32::from_bits).collect())
 }
 
-/// The first block of the keys of a frame of one layer, whose checksums are put right after `change`.
+/// Changes the first block of the keys of a frame of one layer, and recomputes the checksums.
 fn with_changed_block(bytes: &[u8], plane: &Plane<'_>, change: impl FnOnce(&mut [u8])) -> Vec<u8> {
-    let place = Frame::parse(bytes, usize::MAX).unwrap().block_range(0, Side::Keys, 0).unwrap();
+    let index = BlockIndex { layer: 0, side: Side::Keys, block: 0 };
+    let place = Frame::parse(bytes, usize::MAX).unwrap().block_range(index).unwrap();
     let mut bytes = bytes.to_vec();
     change(&mut bytes[place.clone()]);
     let checksum = crc32fast::hash(&bytes[place]);
@@ -134,7 +134,7 @@ fn with_changed_block(bytes: &[u8], plane: &Plane<'_>, change: impl FnOnce(&mut 
     bytes
 }
 
-/// Puts the checksum of the index right, of a frame of one layer.
+/// Recomputes the checksum of the index of a frame of one layer.
 fn mend_index(bytes: &mut [u8], channels: usize) {
     let tokens = u32::from_le_bytes(bytes[32..36].try_into().unwrap()) as usize;
     let end = 64 + 2 * (4 + tokens.div_ceil(16) * (12 + 2 * channels.div_ceil(LANES)));
@@ -160,7 +160,7 @@ proptest! {
         let finite = coefficients(&plane, &rows).iter().all(|x| x.is_finite());
         let mut bytes = vec![];
         let info = info(channels, tokens);
-        let result = encode_frame(Backend::detect(), &info, &[plane; 2], &[&rows[..]; 2], &mut bytes);
+        let result = encode_frame(&info, &[plane; 2], &[&rows[..]; 2], &mut bytes);
         if !finite {
             prop_assert!(matches!(result, Err(Error::OutOfRange { .. })), "{result:?}");
         }
@@ -169,7 +169,7 @@ proptest! {
                 Ok(out) => prop_assert!(out.iter().all(|x| x.is_finite())),
                 // A map may give a NaN of two infinities.
                 Err(error) => {
-                    prop_assert_eq!(error, Error::NotFinite { what: "decoded numbers" });
+                    prop_assert_eq!(error, Error::NotFinite { what: "decoded values" });
                     prop_assert!(plane.parts().transform.is_some());
                 }
             }
@@ -177,7 +177,7 @@ proptest! {
     }
 
     #[test]
-    fn forged_side_numbers_are_refused_or_decode_to_finite_numbers(
+    fn forged_side_information_gives_an_error_or_finite_values(
         parts in parts(),
         small in prop::collection::vec(-1.0_f32..1.0, 40..400),
         (words, at) in (prop::collection::vec(any::<u16>(), 1..8), any::<prop::sample::Index>()),
@@ -190,12 +190,13 @@ proptest! {
             .collect();
         let mut bytes = vec![];
         let result = encode_frame(
-            Backend::detect(), &info(channels, tokens), &[plane; 2], &[&rows[..]; 2], &mut bytes,
+            &info(channels, tokens), &[plane; 2], &[&rows[..]; 2], &mut bytes,
         );
         if result.is_ok() {
             let bytes = with_changed_block(&bytes, &plane, |block| {
                 let tokens = tokens.min(16);
-                // Scales of anchors have their exponents in the third and fourth byte, steps of tokens in both of theirs.
+                // Scales of anchors have their exponents in the third and fourth byte, steps of tokens in
+                // both of theirs.
                 let places: Vec<usize> = match parts.levels {
                     0 => (0..tokens.div_ceil(parts.group.into())).map(|i| i * (4 + channels) + 2).collect(),
                     _ => (0..tokens).map(|t| 2 * t).collect(),
@@ -232,7 +233,7 @@ proptest! {
             predictor,
             steps: if plain && kinds >= 48 { Steps::TokenAbsmax(15) } else { Steps::Deviations(0.5) },
             models: [ModelKind::Families, ModelKind::Tables, ModelKind::ContextTables][kinds / 4 % 3],
-            coder: if kinds / 12 % 2 == 1 { Coder::Range } else { Coder::Lanes },
+            coder: if kinds / 12 % 2 == 1 { Coder::Range } else { Coder::InterleavedRans },
         };
         let mut identity = vec![0.0; channels * channels];
         identity.iter_mut().step_by(channels + 1).for_each(|x| *x = 1.0);
@@ -243,12 +244,13 @@ proptest! {
         if let Scaling::Steps(steps) = plane.parts().scaling {
             prop_assert!(steps.iter().all(|step| step.is_normal() && *step > 0.0));
         }
-        // The sample itself, and rows that do vary: their distances in steps are vast, and their tiles coarse.
+        // The sample itself, and rows that do vary: their distances in steps are vast, and their tiles
+        // coarse.
         let varying: Vec<f32> = rows.iter().enumerate().map(|(i, x)| x + later * (i % 3) as f32).collect();
         for (rows, tolerance) in [(&rows, 0.1), (&varying, 1.0)] {
             let mut bytes = vec![];
             encode_frame(
-                Backend::detect(), &info(channels, tokens), &[plane; 2], &[&rows[..]; 2], &mut bytes,
+                &info(channels, tokens), &[plane; 2], &[&rows[..]; 2], &mut bytes,
             ).unwrap();
             let out = decode(&bytes, &plane).unwrap();
             let largest = rows.iter().fold(0.0_f32, |max, x| max.max(x.abs()));
@@ -269,7 +271,7 @@ fn samples_that_leave_the_range_are_refused() {
         ] {
             let map = map.map(|map| Arc::new(TransformBuf::new(2, map.to_vec(), map.to_vec()).unwrap()));
             let (steps, models) = (Steps::Deviations(0.5), ModelKind::Tables);
-            let options = FitOptions { predictor, steps, models, coder: Coder::Lanes };
+            let options = FitOptions { predictor, steps, models, coder: Coder::InterleavedRans };
             assert_eq!(PlaneBuf::fit(&rows, 2, map, &options), Err(Error::OutOfRange { channel: 1 }));
         }
     }
@@ -291,7 +293,7 @@ fn an_anchor_of_the_largest_number_comes_back() {
     let plane = parts.plane();
     let rows = [f32::MAX, f32::MIN, 1e37];
     let mut bytes = vec![];
-    encode_frame(Backend::detect(), &info(3, 1), &[plane; 2], &[&rows[..]; 2], &mut bytes).unwrap();
+    encode_frame(&info(3, 1), &[plane; 2], &[&rows[..]; 2], &mut bytes).unwrap();
     let out = decode(&bytes, &plane).unwrap();
     assert!(rows.iter().zip(&out).all(|(a, b)| (a / 127.0 - b / 127.0).abs() < 1.1e34), "{out:?}");
 }
@@ -304,12 +306,12 @@ fn lengths_of_tiles_without_rows_are_zero() {
         predictor: PredictorKind::Anchor { group: 1 },
         steps: Steps::Deviations(0.5),
         models: ModelKind::Families,
-        coder: Coder::Lanes,
+        coder: Coder::InterleavedRans,
     };
     let plane = PlaneBuf::fit(&rows, 70, None, &options).unwrap();
     let plane = plane.view().unwrap();
     let mut bytes = vec![];
-    encode_frame(Backend::detect(), &info(70, 16), &[plane; 2], &[&rows[..]; 2], &mut bytes).unwrap();
+    encode_frame(&info(70, 16), &[plane; 2], &[&rows[..]; 2], &mut bytes).unwrap();
     decode(&bytes, &plane).unwrap();
     for at in 84..90 {
         for bit in 0..8 {

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Reads the test vectors with nothing but FORMAT.md: a second implementation, to find what the text leaves out.
+"""Decodes the test vectors by FORMAT.md alone: a second implementation, to find gaps of the specification.
 
     python codec-core/tests/format.py      # needs numpy
 """
@@ -84,7 +84,7 @@ class Plane:
         self.steps = r.floats(channels) if self.levels == 0 else np.array([], F)
         self.centroids = r.floats(2)
         maps = [r.floats(channels * dim).reshape(-1, dim, dim) for _ in range(2)] if dim else []
-        self.back = maps[1] if dim else None
+        self.inverse = maps[1] if dim else None
         if models == 0:
             raw = r.take(channels)
             self.models = [[family(byte)] for byte in raw]
@@ -109,7 +109,7 @@ def find(starts, slot):
     return symbol, starts[symbol], starts[symbol + 1] - starts[symbol]
 
 
-def decode_lanes(data, models, rows):
+def decode_rans(data, models, rows):
     r, lanes = Reader(data), len(models)
     warmup, carrying = r.unpack("HI")
     nibbles = r.take(-(-lanes // 2))
@@ -199,7 +199,7 @@ def decode_tile(data, plane, first, lanes, rows):
         models = [[family(byte)] for byte in data[4:4 + lanes]]
         at += lanes + lanes % 2
     end = len(data) - 2 * escapes - a
-    codes, used = (decode_range if kind == 3 else decode_lanes)(data[at:end], models, rows)
+    codes, used = (decode_range if kind == 3 else decode_rans)(data[at:end], models, rows)
     escaped = struct.unpack(f"<{escapes}h", data[len(data) - 2 * escapes:])
     it = iter(escaped)
     out = []
@@ -254,10 +254,10 @@ def decode_block(data, lengths, plane, tokens):
             y[t] = anchor if t in anchors else y[t] + anchor
     if plane.dim:
         x = np.zeros_like(y)
-        for h, back in enumerate(plane.back):
+        for h, inverse in enumerate(plane.inverse):
             part = slice(h * plane.dim, (h + 1) * plane.dim)
             for i in range(plane.dim):
-                x[:, part] = x[:, part] + y[:, part][:, i:i + 1] * back[i]
+                x[:, part] = x[:, part] + y[:, part][:, i:i + 1] * inverse[i]
         y = x
     y = np.clip(y + plane.mean, -LARGEST, LARGEST)
     assert not np.isnan(y).any()

@@ -1,4 +1,4 @@
-//! Round trips, the same bits on every backend, and every damage noticed.
+//! Round trips give the same bits on every backend, and all damage is detected.
 
 #![allow(clippy::unwrap_used, clippy::panic)] // helpers of tests, too
 
@@ -7,7 +7,7 @@ use std::sync::Arc;
 use codec_core::*;
 use proptest::prelude::*;
 
-/// Rows with heavy tails, now and then far out.
+/// Rows with heavy tails and rare outliers.
 fn rows(channels: usize, tokens: usize, seed: u64) -> Vec<f32> {
     let mut state = seed.wrapping_mul(2).wrapping_add(0x9e37_79b9_7f4a_7c15);
     let mut uniform = || {
@@ -76,7 +76,7 @@ fn models() -> impl Strategy<Value = ModelKind> {
 }
 
 fn coder() -> impl Strategy<Value = Coder> {
-    prop_oneof![Just(Coder::Lanes), Just(Coder::Range)]
+    prop_oneof![Just(Coder::InterleavedRans), Just(Coder::Range)]
 }
 
 proptest! {
@@ -97,17 +97,17 @@ proptest! {
         let info = info(heads, dim, tokens, block);
         let mut frames = backends().map(|backend| {
             let mut frame = vec![];
-            encode_frame(backend, &info, &[plane, plane], &[&rows, &rows], &mut frame).unwrap();
+            encode_frame_with(backend, &info, &[plane, plane], &[&rows, &rows], &mut frame).unwrap();
             frame
         });
         let bytes = frames.next().unwrap();
         prop_assert!(frames.all(|other| other == bytes), "backends write other bytes");
-        let frame = Frame::parse(&bytes, info.numbers()).unwrap();
+        let frame = Frame::parse(&bytes, info.elements()).unwrap();
         prop_assert_eq!(frame.info(), &info);
         let mut first: Option<Vec<u32>> = None;
         for backend in backends() {
             let mut out = vec![f32::NAN; rows.len()];
-            frame.decode_plane_into(backend, &plane, 0, Side::Values, None, &mut out).unwrap();
+            frame.decode_plane_into_with(backend, &plane, 0, Side::Values, None, &mut out).unwrap();
             let bits: Vec<u32> = out.iter().map(|x| x.to_bits()).collect();
             prop_assert_eq!(first.get_or_insert_with(|| bits.clone()), &bits, "backends read other numbers");
             check_error(&rows, &out, predictor, size);
@@ -129,17 +129,18 @@ proptest! {
         let plane = LosslessPlane::new(element, &tops, &tables).unwrap();
         let info = FrameInfo { element, lossless: true, ..info(1, channels, tokens, block) };
         let mut bytes = vec![];
-        encode_lossless_frame(Backend::detect(), &info, &[plane, plane], &[&bits, &bits], &mut bytes).unwrap();
+        encode_lossless_frame(&info, &[plane, plane], &[&bits, &bits], &mut bytes).unwrap();
         let tiles = 2 * info.blocks() * channels.div_ceil(32);
         let header = 64 + 4 + 2 * (4 + info.blocks() * 12) + tiles * 6;
         prop_assert!(bytes.len() <= header + 4 * bits.len(), "grew by more than its headers");
-        let frame = Frame::parse(&bytes, info.numbers()).unwrap();
+        let frame = Frame::parse(&bytes, info.elements()).unwrap();
         for backend in backends() {
             for block in 0..info.blocks() {
                 let tokens = info.tokens_of_block(block);
                 let part = tokens.start * channels..tokens.end * channels;
                 let mut out = vec![0; part.len()];
-                frame.decode_lossless_block_into(backend, &plane, (0, Side::Keys, block), &mut out).unwrap();
+                let index = BlockIndex { layer: 0, side: Side::Keys, block };
+                frame.decode_lossless_block_into_with(backend, &plane, index, &mut out).unwrap();
                 prop_assert_eq!(&out, &bits[part]);
             }
         }
@@ -152,7 +153,7 @@ proptest! {
     ) {
         let lanes = families.len();
         let models = Models::families(&families);
-        // Whole rows, so that there are numbers behind the last channel.
+        // Whole rows, so that there are codes after the last channel.
         let rows: Vec<Row> = codes.as_chunks::<LANES>().0.iter().map(|codes| {
             let mut row = *codes;
             // Small codes in half of the lanes, so that not all escape.
@@ -161,7 +162,7 @@ proptest! {
         }).collect();
         let mut streams = backends().map(|backend| {
             let mut stream = vec![];
-            encode_symbols(backend, &models, &rows, &mut stream).unwrap();
+            encode_symbols_with(backend, &models, &rows, &mut stream).unwrap();
             stream
         });
         let stream = streams.next().unwrap();
@@ -169,7 +170,7 @@ proptest! {
         let mut expected: Option<Vec<Row>> = None;
         for backend in backends() {
             let mut decoded = vec![[9; LANES]; rows.len()];
-            decode_symbols_into(backend, &models, &stream, &mut decoded).unwrap();
+            decode_symbols_into_with(backend, &models, &stream, &mut decoded).unwrap();
             for (decoded, row) in decoded.iter().zip(&rows) {
                 let same = |(a, b): (&u16, &u16)| a == b || *a == ESCAPE;
                 prop_assert!(decoded[..lanes].iter().zip(row).all(same));
@@ -189,7 +190,7 @@ proptest! {
         let mut expected = None;
         for backend in backends() {
             let mut rows = vec![[0; LANES]; tokens];
-            let result = decode_symbols_into(backend, &models, &bytes, &mut rows).map(|()| rows);
+            let result = decode_symbols_into_with(backend, &models, &bytes, &mut rows).map(|()| rows);
             prop_assert_eq!(expected.get_or_insert_with(|| result.clone()), &result);
         }
     }
@@ -206,22 +207,24 @@ proptest! {
         let plane = plane.view().unwrap();
         let info = info(1, 40, 30, 30);
         let mut bytes = vec![];
-        encode_frame(Backend::detect(), &info, &[plane, plane], &[&rows, &rows], &mut bytes).unwrap();
+        encode_frame(&info, &[plane, plane], &[&rows, &rows], &mut bytes).unwrap();
         let mut payload = payload;
         if let [first, second, ..] = &mut payload[..] {
             (*first, *second) = (kind, width);
         }
         let bytes = forge(&bytes, &payload, cut.index(payload.len() + 1) / 2);
-        let frame = Frame::parse(&bytes, info.numbers()).unwrap();
+        let frame = Frame::parse(&bytes, info.elements()).unwrap();
         for backend in backends() {
             let mut out = vec![0.0; rows.len()];
-            let _ = frame.decode_block_into(backend, &plane, (0, Side::Keys, 0), None, &mut out);
+            let index = BlockIndex { layer: 0, side: Side::Keys, block: 0 };
+            let _ = frame.decode_block_into_with(backend, &plane, index, None, &mut out);
             prop_assert!(out.iter().all(|x| x.is_finite()));
         }
     }
 }
 
-/// Replaces the payload of a frame of two blocks of two tiles: the first block gets all of it, its first tile `words`.
+/// Replaces the payload of a frame of two blocks of two tiles: the first block gets all of it, its first tile
+/// `words`.
 fn forge(bytes: &[u8], payload: &[u8], words: usize) -> Vec<u8> {
     let mut header = bytes[..60].to_vec();
     header[48..56].copy_from_slice(&(payload.len() as u64).to_le_bytes());
@@ -239,7 +242,7 @@ fn forge(bytes: &[u8], payload: &[u8], words: usize) -> Vec<u8> {
     header
 }
 
-/// Plain CRC-32.
+/// CRC-32.
 fn crc32(bytes: &[u8]) -> u32 {
     !bytes.iter().fold(u32::MAX, |crc, &byte| {
         (0..8)
@@ -259,13 +262,14 @@ fn to_f16(x: f32) -> u16 {
 fn check_error(rows: &[f32], out: &[f32], predictor: PredictorKind, size: f32) {
     let largest = rows.iter().fold(0.0_f32, |max, x| max.max(x.abs()));
     let anchor = if let PredictorKind::Anchor { .. } = predictor { 8.0 * largest / 127.0 } else { 0.0 };
-    // Deviations are below the largest number (twice that for differences), a transform's coefficients below twice that.
+    // Deviations are below the largest value (twice that for differences), a transform's coefficients below
+    // twice that.
     for (a, b) in rows.iter().zip(out) {
         assert!((a - b).abs() <= 2.0 * size * largest + anchor + 1e-3, "{a} {b}");
     }
 }
 
-/// A plane that a frame was not coded under, shapes that do not fit, places that do not exist.
+/// A plane that a frame was not encoded with, shapes that do not match, indices out of bounds.
 #[test]
 fn bad_input_is_an_error() {
     let rows = rows(6, 20, 5);
@@ -273,7 +277,7 @@ fn bad_input_is_an_error() {
         predictor: PredictorKind::Mean,
         steps: Steps::Deviations(0.5),
         models: ModelKind::Families,
-        coder: Coder::Lanes,
+        coder: Coder::InterleavedRans,
     };
     let fit = |options: &FitOptions<'_>| PlaneBuf::fit(&rows, 6, None, options);
     for steps in
@@ -296,9 +300,8 @@ fn bad_input_is_an_error() {
         (fit(&options).unwrap(), fit(&FitOptions { steps: Steps::Deviations(0.6), ..options }).unwrap());
     let (plane, other) = (fitted.view().unwrap(), other.view().unwrap());
     let info = info(2, 3, 20, 8);
-    let encode = |info: &FrameInfo, rows: &[f32], out: &mut Vec<u8>| {
-        encode_frame(Backend::detect(), info, &[plane; 2], &[rows; 2], out)
-    };
+    let encode =
+        |info: &FrameInfo, rows: &[f32], out: &mut Vec<u8>| encode_frame(info, &[plane; 2], &[rows; 2], out);
     let mut bytes = vec![9];
     assert_eq!(encode(&info, &[f32::INFINITY; 120], &mut bytes), Err(Error::NotFinite { what: "rows" }));
     assert!(encode(&info, &rows[1..], &mut bytes).is_err());
@@ -313,21 +316,32 @@ fn bad_input_is_an_error() {
     let frame = Frame::parse(&bytes, 240).unwrap();
     let mut out = [7.0; 48];
     let decode = |plane, place, rope: Option<&RopeTable<'_>>, out: &mut [f32]| {
-        frame.decode_block_into(Backend::detect(), plane, place, rope, out).unwrap_err()
+        frame.decode_block_into(plane, place, rope, out).unwrap_err()
     };
-    let first = (0, Side::Keys, 0);
+    let first = BlockIndex { layer: 0, side: Side::Keys, block: 0 };
     assert_eq!(decode(&other, first, None, &mut out), Error::WrongProfile);
-    assert_eq!(decode(&plane, (1, Side::Keys, 0), None, &mut out), Error::OutOfBounds { what: "layer" });
-    assert_eq!(decode(&plane, (0, Side::Keys, 3), None, &mut out), Error::OutOfBounds { what: "block" });
+    for (index, what) in
+        [(BlockIndex { layer: 1, ..first }, "layer"), (BlockIndex { block: 3, ..first }, "block")]
+    {
+        assert_eq!(decode(&plane, index, None, &mut out), Error::OutOfBounds { what });
+    }
     assert!(matches!(decode(&plane, first, None, &mut out[1..]), Error::Length { .. }));
     let angles = [0.5; 8 * 2];
     assert!(RopeTable::halves(3, &angles, &angles).is_err());
     let rope = RopeTable::halves(4, &angles, &angles).unwrap();
     assert!(matches!(decode(&plane, first, Some(&rope), &mut out), Error::Length { .. }));
-    assert_eq!(decode(&plane, (0, Side::Values, 0), Some(&rope), &mut out), Error::NotBeforeRope);
+    let values = BlockIndex { side: Side::Values, ..first };
+    assert_eq!(decode(&plane, values, Some(&rope), &mut out), Error::NotBeforeRope);
     assert!(out.iter().all(|&x| x == 7.0), "what was refused has written nothing");
-    assert!(encode_symbols(Backend::detect(), &Models::families(&[0; 33]), &[], &mut bytes).is_err());
-    assert!(decode_symbols_into(Backend::detect(), &Models::families(&[]), &bytes, &mut []).is_err());
+    let wrong = encode(&FrameInfo { lossless: true, ..info }, &rows, &mut bytes);
+    assert_eq!(wrong, Err(Error::WrongCoding { lossless: true }));
+    assert!(matches!(
+        LosslessPlane::new(ElementType::F32, &[1], &[0; TABLE_LEN]),
+        Err(Error::ElementNot16Bit)
+    ));
+    assert!(matches!(RopeTable::neighbours(0, &[], &[]), Err(Error::OddHeadDim { head_dim: 0 })));
+    assert!(encode_symbols(&Models::families(&[0; 33]), &[], &mut bytes).is_err());
+    assert!(decode_symbols_into(&Models::families(&[]), &bytes, &mut []).is_err());
 }
 
 /// Both layouts turn keys by their token's angle.
@@ -338,20 +352,20 @@ fn keys_are_rotated_as_they_are_decoded() {
         predictor: PredictorKind::Mean,
         steps: Steps::Deviations(0.01),
         models: ModelKind::Families,
-        coder: Coder::Lanes,
+        coder: Coder::InterleavedRans,
     };
     let fitted = PlaneBuf::fit(&rows, 8, Some(transform(2, 4)), &options).unwrap();
     let plane = fitted.view().unwrap();
     let info = info(2, 4, 12, 5);
     let mut bytes = vec![];
-    encode_frame(Backend::detect(), &info, &[plane; 2], &[&rows[..]; 2], &mut bytes).unwrap();
+    encode_frame(&info, &[plane; 2], &[&rows[..]; 2], &mut bytes).unwrap();
     let frame = Frame::parse(&bytes, usize::MAX).unwrap();
     let angle = |token: usize, pair: usize| (token + 1) as f32 * [0.9, 0.1][pair];
     let table = |f: fn(f32) -> f32| (0..24).map(|i| f(angle(i / 2, i % 2))).collect::<Vec<_>>();
     let (cos, sin) = (table(f32::cos), table(f32::sin));
     let decode = |rope: Option<&RopeTable<'_>>| {
         let mut out = vec![0.0; rows.len()];
-        frame.decode_plane_into(Backend::detect(), &plane, 0, Side::Keys, rope, &mut out).unwrap();
+        frame.decode_plane_into(&plane, 0, Side::Keys, rope, &mut out).unwrap();
         out
     };
     let plain = decode(None);
@@ -383,22 +397,22 @@ fn a_frame_can_be_assembled_of_its_tiles() {
         predictor: PredictorKind::Mean,
         steps: Steps::Deviations(0.7),
         models: ModelKind::Families,
-        coder: Coder::Lanes,
+        coder: Coder::InterleavedRans,
     };
     let plane = PlaneBuf::fit(&rows, channels, None, &options).unwrap();
     let plane = plane.view().unwrap();
     let info = info(7, 10, tokens, 40);
     let mut bytes = vec![];
-    encode_frame(Backend::detect(), &info, &[plane, plane], &[&rows, &rows], &mut bytes).unwrap();
-    let frame = Frame::parse(&bytes, info.numbers()).unwrap();
+    encode_frame(&info, &[plane, plane], &[&rows, &rows], &mut bytes).unwrap();
+    let frame = Frame::parse(&bytes, info.elements()).unwrap();
     let places =
         || [Side::Keys, Side::Values].into_iter().flat_map(|side| (0..3).map(move |block| (side, block)));
     let (mut payload, mut lengths) = (vec![], vec![]);
     for (i, (side, block)) in places().enumerate() {
-        frame.check_block(0, side, block).unwrap();
+        frame.check_block(BlockIndex { layer: 0, side, block }).unwrap();
         assert_eq!(frame.plane_id(0, side).unwrap(), plane.id());
-        payload.extend_from_slice(&bytes[frame.block_range(0, side, block).unwrap()]);
-        // Behind header and ids, an entry is the end of a block, its checksum and three lengths.
+        payload.extend_from_slice(&bytes[frame.block_range(BlockIndex { layer: 0, side, block }).unwrap()]);
+        // After header and ids, an entry is the end of a block, its checksum and three lengths.
         let entry = &bytes[64 + 8 + i * (12 + 6)..][12..18];
         lengths.extend(entry.chunks_exact(2).map(|x| u16::from_le_bytes([x[0], x[1]])));
     }
@@ -410,12 +424,14 @@ fn a_frame_can_be_assembled_of_its_tiles() {
         assemble_frame(&info, &[plane.id(); 2], &lengths, &payload, &mut assembled),
         Err(Error::Length { .. })
     ));
-    assert!(matches!(frame.block_range(1, Side::Keys, 0), Err(Error::OutOfBounds { .. })));
+    let beyond = BlockIndex { layer: 1, side: Side::Keys, block: 0 };
+    assert!(matches!(frame.block_range(beyond), Err(Error::OutOfBounds { .. })));
     assert!(matches!(frame.plane_id(1, Side::Keys), Err(Error::OutOfBounds { .. })));
-    let at = frame.block_range(0, Side::Values, 2).unwrap().start;
+    let last = BlockIndex { layer: 0, side: Side::Values, block: 2 };
+    let at = frame.block_range(last).unwrap().start;
     bytes[at] ^= 1;
-    let frame = Frame::parse(&bytes, info.numbers()).unwrap();
-    assert_eq!(frame.check_block(0, Side::Values, 2), Err(Error::BadChecksum));
+    let frame = Frame::parse(&bytes, info.elements()).unwrap();
+    assert_eq!(frame.check_block(last), Err(Error::BadChecksum));
 }
 
 #[test]

@@ -1,7 +1,8 @@
-//! Committed streams decode to committed numbers, are what encoding writes, and every flipped bit in them is an error.
+//! Committed streams decode to the committed values, encoders write the same bytes, and every flipped bit is
+//! detected.
 //!
-//! `UPDATE_VECTORS=1 cargo test -p codec-core --test vectors` writes them again: when the encoder chooses otherwise, or for a new
-//! version of the format. `format.py` reads them by the text of FORMAT.md alone.
+//! `UPDATE_VECTORS=1 cargo test -p codec-core --test vectors` rewrites them when the decisions of the
+//! encoder or the version of the format change. `format.py` decodes them by the text of FORMAT.md alone.
 
 #![allow(clippy::unwrap_used, clippy::panic)] // helpers of tests, too
 
@@ -25,7 +26,7 @@ fn info() -> FrameInfo {
     }
 }
 
-/// Numbers that need only exact operations: the same on every machine. `reach` makes the last channels loud.
+/// Values from exact operations, the same on every machine. `reach` scales the last channels.
 fn rows(seed: u32, reach: f32) -> Vec<f32> {
     let mut state = seed;
     let mut last = [0.0_f32; CHANNELS];
@@ -68,21 +69,35 @@ fn lossy() -> Vec<(&'static str, PlaneBuf)> {
             "transform",
             fit(
                 Some(transform()),
-                options(PredictorKind::Previous, given, ModelKind::Families, Coder::Lanes),
+                options(PredictorKind::Previous, given, ModelKind::Families, Coder::InterleavedRans),
             ),
         ),
         (
             "tables",
-            fit(Some(transform()), options(PredictorKind::Mean, given, ModelKind::Tables, Coder::Lanes)),
+            fit(
+                Some(transform()),
+                options(PredictorKind::Mean, given, ModelKind::Tables, Coder::InterleavedRans),
+            ),
         ),
-        ("context", fit(None, options(PredictorKind::Mean, given, ModelKind::ContextTables, Coder::Lanes))),
+        (
+            "context",
+            fit(None, options(PredictorKind::Mean, given, ModelKind::ContextTables, Coder::InterleavedRans)),
+        ),
         (
             "paper",
             fit(None, options(PredictorKind::Anchor { group: 10 }, given, ModelKind::Tables, Coder::Range)),
         ),
         (
             "token-scale",
-            fit(None, options(PredictorKind::None, Steps::TokenAbsmax(15), ModelKind::Tables, Coder::Lanes)),
+            fit(
+                None,
+                options(
+                    PredictorKind::None,
+                    Steps::TokenAbsmax(15),
+                    ModelKind::Tables,
+                    Coder::InterleavedRans,
+                ),
+            ),
         ),
     ]
 }
@@ -91,22 +106,22 @@ fn folder() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/vectors")
 }
 
-/// Compares with the committed file, or writes it.
+/// Compares bytes with the committed file, or writes it.
 fn check(name: &str, bytes: &[u8]) {
     let path = folder().join(name);
     if std::env::var_os("UPDATE_VECTORS").is_some() {
         std::fs::create_dir_all(folder()).unwrap();
         std::fs::write(&path, bytes).unwrap();
     }
-    assert!(std::fs::read(&path).unwrap() == bytes, "{name} is another one than the committed");
+    assert!(std::fs::read(&path).unwrap() == bytes, "{name} differs from the committed file");
 }
 
 fn decode(frame: &[u8], plane: &Plane<'_>) -> Result<Vec<f32>, Error> {
-    let frame = Frame::parse(frame, info().numbers())?;
+    let frame = Frame::parse(frame, info().elements())?;
     let mut out = vec![0.0; 2 * TOKENS * CHANNELS];
     let (keys, values) = out.split_at_mut(TOKENS * CHANNELS);
-    frame.decode_plane_into(Backend::detect(), plane, 0, Side::Keys, None, keys)?;
-    frame.decode_plane_into(Backend::detect(), plane, 0, Side::Values, None, values)?;
+    frame.decode_plane_into(plane, 0, Side::Keys, None, keys)?;
+    frame.decode_plane_into(plane, 0, Side::Values, None, values)?;
     Ok(out)
 }
 
@@ -134,10 +149,10 @@ fn streams_with_loss() {
         // Values far beyond the sample: escapes, and tiles of a fixed width.
         let (keys, values) = (rows(2, 2.0), rows(3, 30_000.0));
         let mut frame = vec![];
-        encode_frame(Backend::detect(), &info(), &[plane; 2], &[&keys, &values], &mut frame).unwrap();
+        encode_frame(&info(), &[plane; 2], &[&keys, &values], &mut frame).unwrap();
         check(&format!("{name}.kvcc"), &frame);
-        let numbers = decode(&frame, &plane).unwrap();
-        check(&format!("{name}.f32"), &numbers.iter().flat_map(|x| x.to_le_bytes()).collect::<Vec<_>>());
+        let values = decode(&frame, &plane).unwrap();
+        check(&format!("{name}.f32"), &values.iter().flat_map(|x| x.to_le_bytes()).collect::<Vec<_>>());
         assert_every_flip_is_noticed(name, &frame, |bytes| decode(bytes, &plane).is_ok());
         frames.push(frame);
     }
@@ -162,14 +177,14 @@ fn streams_without_loss() {
     let plane = LosslessPlane::new(ElementType::Bf16, &tops, &tables).unwrap();
     let info = FrameInfo { element: ElementType::Bf16, lossless: true, ..info() };
     let mut frame = vec![];
-    encode_lossless_frame(Backend::detect(), &info, &[plane; 2], &[&bits[..]; 2], &mut frame).unwrap();
+    encode_lossless_frame(&info, &[plane; 2], &[&bits[..]; 2], &mut frame).unwrap();
     check("lossless.kvcc", &frame);
     let decode = |frame: &[u8]| -> Result<Vec<u16>, Error> {
-        let frame = Frame::parse(frame, info.numbers())?;
+        let frame = Frame::parse(frame, info.elements())?;
         let mut out = vec![0; bits.len()];
         for side in [Side::Keys, Side::Values] {
             for (block, out) in out.chunks_mut(info.block_tokens * CHANNELS).enumerate() {
-                frame.decode_lossless_block_into(Backend::detect(), &plane, (0, side, block), out)?;
+                frame.decode_lossless_block_into(&plane, BlockIndex { layer: 0, side, block }, out)?;
             }
         }
         Ok(out)

@@ -1,4 +1,4 @@
-//! Any bytes are refused as a plane, or are one that encodes and decodes.
+//! Any bytes are rejected as a plane, or give one that encodes and decodes.
 #![no_main]
 
 use codec_core::*;
@@ -20,15 +20,15 @@ fuzz_target!(|input: (Vec<u8>, Vec<u8>)| {
     let rows: Vec<f32> = rows[..tokens * channels].iter().map(|&x| f32::from(x) - 128.0).collect();
     let info = FrameInfo { keys_rotated: true, block_tokens: 64, ..FrameInfo::new(1, 1, channels, tokens) };
     let mut frame = Vec::new();
-    // A mean or a map of 1e38 may carry numbers out of range; that is an error, not a panic.
-    if encode_frame(Backend::detect(), &info, &[plane; 2], &[&rows[..]; 2], &mut frame).is_ok() {
+    // A mean or a map of 1e38 may carry values out of range, which must give an error.
+    if encode_frame(&info, &[plane; 2], &[&rows[..]; 2], &mut frame).is_ok() {
         let frame = Frame::parse(&frame, usize::MAX).unwrap();
         let mut out = vec![0.0; rows.len()];
-        match frame.decode_plane_into(Backend::detect(), &plane, 0, Side::Values, None, &mut out) {
+        match frame.decode_plane_into(&plane, 0, Side::Values, None, &mut out) {
             Ok(()) => assert!(out.iter().all(|x| x.is_finite())),
-            // The map back may give a NaN of two infinities.
+            // The inverse map may sum two infinities to a NaN.
             Err(error) => {
-                assert_eq!(error, Error::NotFinite { what: "decoded numbers" });
+                assert_eq!(error, Error::NotFinite { what: "decoded values" });
                 assert!(plane.parts().transform.is_some());
             }
         }

@@ -4,7 +4,7 @@
 mod gpu;
 
 use codec_core::{
-    Backend, Coder, FitOptions, Frame, FrameInfo, ModelKind, PlaneBuf, PredictorKind, Side, Steps,
+    BlockIndex, Coder, FitOptions, Frame, FrameInfo, ModelKind, PlaneBuf, PredictorKind, Side, Steps,
     encode_frame,
 };
 use cudarc::driver::result::memcpy_htod_async;
@@ -21,13 +21,13 @@ fn main() -> Result<()> {
         predictor: PredictorKind::Mean,
         steps: Steps::Deviations(0.5),
         models: ModelKind::Families,
-        coder: Coder::Lanes,
+        coder: Coder::InterleavedRans,
     };
     let plane = PlaneBuf::fit(&rows, channels, None, &options)?;
     let mut bytes = vec![]; // what has been sent
-    encode_frame(Backend::detect(), &info, &[plane.view()?; 4], &[&rows[..]; 4], &mut bytes)?;
+    encode_frame(&info, &[plane.view()?; 4], &[&rows[..]; 4], &mut bytes)?;
 
-    let frame = Frame::parse(&bytes, info.numbers())?;
+    let frame = Frame::parse(&bytes, info.elements())?;
     let planes = Planes::pack(&[plane.view()?; 4], info.head_dim)?;
     let words = gpu.upload(planes.words())?;
     let decode = Decode::new(&gpu, planes.shape(VectorElement::F16, false))?;
@@ -39,7 +39,8 @@ fn main() -> Result<()> {
     copying.join(decoding)?;
     let mut copied = 0;
     for layer in 0..layers {
-        let arrived = frame.block_range(layer, Side::Values, info.blocks() - 1)?.end;
+        let arrived =
+            frame.block_range(BlockIndex { layer, side: Side::Values, block: info.blocks() - 1 })?.end;
         // SAFETY: as many bytes as there is room for; from pinned memory the copy would not hold up the host either.
         unsafe {
             memcpy_htod_async(

@@ -16,7 +16,7 @@ fn main() -> Result<()> {
         predictor: PredictorKind::Mean,
         steps: Steps::Deviations(0.5),
         models: ModelKind::Families,
-        coder: Coder::Lanes,
+        coder: Coder::InterleavedRans,
     };
     let plane = PlaneBuf::fit(&numbers(1000 * channels), channels, None, &options)?; // once for a model
     let planes = Planes::pack(&[plane.view()?; 4], info.head_dim)?; // here: one for keys and values of both layers
@@ -47,6 +47,6 @@ fn main() -> Result<()> {
     let payload = &gpu.read(&payload)?[..gpu.read(&payload_bytes)?[0] as usize];
     let mut frame = vec![];
     assemble_frame(&info, planes.ids(), &gpu.read(&lengths)?, payload, &mut frame)?;
-    println!("{} numbers in {} bytes; failed: {}", info.numbers(), frame.len(), gpu.read(&failed)?[0]);
+    println!("{} elements in {} bytes; failed: {}", info.elements(), frame.len(), gpu.read(&failed)?[0]);
     Ok(())
 }

@@ -28,7 +28,7 @@ fn programs() -> Result<Vec<Program>, Box<dyn Error>> {
         predictor: PredictorKind::Mean,
         steps: Steps::Deviations(0.5),
         models: ModelKind::Tables,
-        coder: Coder::Lanes,
+        coder: Coder::InterleavedRans,
     };
     let plane = PlaneBuf::fit(&numbers, 256, Some(map.into()), &options)?;
     let planes = codec::Planes::pack(&[plane.view()?], 128)?.shape(rows, true);

@@ -7,8 +7,8 @@ mod common;
 use std::sync::Arc;
 
 use codec_core::{
-    Backend, Coder, FitOptions, Frame, FrameInfo, ModelKind, PlaneBuf, PredictorKind, Side, Steps,
-    TransformBuf, assemble_frame, encode_frame,
+    Backend, BlockIndex, Coder, FitOptions, Frame, FrameInfo, ModelKind, PlaneBuf, PredictorKind, Side,
+    Steps, TransformBuf, assemble_frame, encode_frame,
 };
 use common::{Buffer, Random, bytes_of, device, rounded};
 use kv_gpu::codec::{Decode, DecodeArguments, Encode, EncodeArguments, Place, Planes, TokenPages};
@@ -82,7 +82,7 @@ impl Case {
             predictor: self.predictor,
             steps: self.steps,
             models: self.models,
-            coder: Coder::Lanes,
+            coder: Coder::InterleavedRans,
         };
         let channels = self.info.channels();
         let sample = (self.info.tokens / 2).max(1) * channels;
@@ -193,7 +193,7 @@ fn decode(
     parts: usize,
 ) -> (Vec<u8>, bool) {
     let kernel = Decode::new(device, planes.shape(case.element, case.page_tokens.is_some())).unwrap();
-    let frame = Frame::parse(bytes, case.info.numbers()).unwrap();
+    let frame = Frame::parse(bytes, case.info.elements()).unwrap();
     let whole = [bytes, &[0; 3]].concat();
     let (there, words) = (Buffer::new(device, &whole), Buffer::new(device, planes.words()));
     let failed = Buffer::new(device, &[0_u32]);
@@ -244,18 +244,18 @@ fn frames_decode_to_the_numbers_of_the_cpu() {
         let views: Vec<_> = fitted.iter().map(|plane| plane.view().unwrap()).collect();
         let slices: Vec<&[f32]> = rows.iter().map(Vec::as_slice).collect();
         let mut bytes = vec![];
-        encode_frame(Backend::detect(), &case.info, &views, &slices, &mut bytes).unwrap();
+        encode_frame(&case.info, &views, &slices, &mut bytes).unwrap();
         let planes = Planes::pack(&views, case.info.head_dim).unwrap();
         let cache = Cache::new(&device, &case, &mut random, None);
         let parts = 1 + random.below(3);
         let (got, failed) = decode(&device, &case, &planes, &bytes, &cache, parts);
         assert!(!failed, "{case:?}");
 
-        let frame = Frame::parse(&bytes, case.info.numbers()).unwrap();
+        let frame = Frame::parse(&bytes, case.info.elements()).unwrap();
         for (plane, (layer, side)) in sides().enumerate() {
             let mut expected = vec![0.0; rows[plane].len()];
             frame
-                .decode_plane_into(Backend::Scalar, &views[plane], layer, side, None, &mut expected)
+                .decode_plane_into_with(Backend::Scalar, &views[plane], layer, side, None, &mut expected)
                 .unwrap();
             let expected: Vec<u32> = expected.into_iter().map(|x| number_bits(case.element, x)).collect();
             let got = cache.read(&case, &got, plane);
@@ -307,7 +307,7 @@ fn rows_encode_to_the_bytes_of_the_cpu() {
         let views: Vec<_> = fitted.iter().map(|plane| plane.view().unwrap()).collect();
         let slices: Vec<&[f32]> = rows.iter().map(Vec::as_slice).collect();
         let mut expected = vec![];
-        encode_frame(Backend::detect(), &case.info, &views, &slices, &mut expected).unwrap();
+        encode_frame(&case.info, &views, &slices, &mut expected).unwrap();
         let planes = Planes::pack(&views, case.info.head_dim).unwrap();
         let mut cache = Cache::new(&device, &case, &mut random, Some(&rows));
         let (lengths, payload, failed) = encode(&device, &case, &planes, &cache);
@@ -337,18 +337,12 @@ fn damaged_frames_fail_where_they_do_on_the_cpu() {
         let plane = case.plane(&rows);
         let view = plane.view().unwrap();
         let mut bytes = vec![];
-        encode_frame(
-            Backend::detect(),
-            &case.info,
-            &[view; 2 * LAYERS],
-            &[&rows[..]; 2 * LAYERS],
-            &mut bytes,
-        )
-        .unwrap();
+        encode_frame(&case.info, &[view; 2 * LAYERS], &[&rows[..]; 2 * LAYERS], &mut bytes).unwrap();
         let places: Vec<_> = {
-            let frame = Frame::parse(&bytes, case.info.numbers()).unwrap();
+            let frame = Frame::parse(&bytes, case.info.elements()).unwrap();
             let places = sides().flat_map(|(layer, side)| {
-                (0..case.info.blocks()).map(move |block| frame.block_range(layer, side, block).unwrap())
+                (0..case.info.blocks())
+                    .map(move |block| frame.block_range(BlockIndex { layer, side, block }).unwrap())
             });
             places.collect()
         };
@@ -375,10 +369,10 @@ fn damaged_frames_fail_where_they_do_on_the_cpu() {
         let planes = Planes::pack(&[view; 2 * LAYERS], case.info.head_dim).unwrap();
         let cache = Cache::new(&device, &case, &mut random, None);
         let (got, failed) = decode(&device, &case, &planes, &bytes, &cache, 1);
-        let frame = Frame::parse(&bytes, case.info.numbers()).unwrap();
+        let frame = Frame::parse(&bytes, case.info.elements()).unwrap();
         let mut results = sides().map(|(layer, side)| {
             let mut out = vec![0.0; rows.len()];
-            frame.decode_plane_into(Backend::Scalar, &view, layer, side, None, &mut out).map(|()| out)
+            frame.decode_plane_into_with(Backend::Scalar, &view, layer, side, None, &mut out).map(|()| out)
         });
         let expected: Result<Vec<_>, _> = results.by_ref().collect();
         match expected {
@@ -424,7 +418,7 @@ fn planes_without_a_kernel_are_errors() {
     let case = Case { page_tokens: None, ..Case::random(random) };
     let rows = random.normals(case.info.channels() * 40);
     for (predictor, coder) in
-        [(PredictorKind::Anchor { group: 4 }, Coder::Lanes), (PredictorKind::Mean, Coder::Range)]
+        [(PredictorKind::Anchor { group: 4 }, Coder::InterleavedRans), (PredictorKind::Mean, Coder::Range)]
     {
         let options =
             FitOptions { predictor, steps: Steps::Deviations(0.5), models: ModelKind::Families, coder };
@@ -441,7 +435,7 @@ fn planes_without_a_kernel_are_errors() {
         predictor: PredictorKind::Mean,
         steps: Steps::Deviations(0.5),
         models: ModelKind::Families,
-        coder: Coder::Lanes,
+        coder: Coder::InterleavedRans,
     };
     let planes =
         [Some(transform), None].map(|transform| PlaneBuf::fit(&rows, channels, transform, &options).unwrap());

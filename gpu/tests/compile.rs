@@ -198,8 +198,12 @@ fn coding() {
         (ModelKind::Tables, PredictorKind::Mean, VectorElement::F16, true, transform(64)),
     ];
     let programs = kinds.map(|(models, predictor, element, paged, transform)| {
-        let options =
-            FitOptions { predictor, steps: Steps::Deviations(0.5), models, coder: codec_core::Coder::Lanes };
+        let options = FitOptions {
+            predictor,
+            steps: Steps::Deviations(0.5),
+            models,
+            coder: codec_core::Coder::InterleavedRans,
+        };
         let plane = PlaneBuf::fit(&rows, 1024, transform, &options).unwrap();
         let shape = Planes::pack(&[plane.view().unwrap()], 128).unwrap().shape(element, paged);
         let tiles = [shape.decode_program(), shape.encode_program()];

@@ -4,7 +4,7 @@
 
 use core::hint::black_box;
 
-use codec_core::{Backend, Chunk, Coder, Frame, Models, Plane, PlaneParts, Predictor, Scaling, Side};
+use codec_core::{BlockIndex, Chunk, Coder, Frame, Models, Plane, PlaneParts, Predictor, Scaling, Side};
 use pq_core::{
     Codebook, CodedTokens, Codes, LutPrecision, PqShape, QuantizedLut, Search, SearchScratch, SoftmaxStats,
     attend_into, attend_scratch_len, encode_into, lut_into, scan_quantized_into, search_into,
@@ -114,14 +114,14 @@ fn decode() -> Result<f32, codec_core::Error> {
         scaling: Scaling::Steps(&[0.1]),
         centroids: [0.0; 2],
         models: Models::families(&[16]),
-        coder: Coder::Lanes,
+        coder: Coder::InterleavedRans,
     };
     let plane = Plane::new(parts)?;
     let bytes = black_box([0_u8; 128]);
     let frame = Frame::parse(&bytes, 8)?;
     let mut out = [0.0; 8];
-    let place = (0, Side::Keys, 0);
-    frame.decode_block_into(Backend::detect(), &plane, place, None, &mut out)?;
+    let index = BlockIndex { layer: 0, side: Side::Keys, block: 0 };
+    frame.decode_block_into(&plane, index, None, &mut out)?;
     Ok(out[0] + Chunk::parse(&bytes)?.len() as f32)
 }
 
@@ -157,7 +157,7 @@ mod with_alloc {
             predictor: codec_core::PredictorKind::Previous,
             steps: codec_core::Steps::Deviations(0.5),
             models: codec_core::ModelKind::Families,
-            coder: codec_core::Coder::Lanes,
+            coder: codec_core::Coder::InterleavedRans,
         };
         let plane = codec_core::PlaneBuf::fit(&rows, 2, None, &options);
         trained && rotated && planned && plane.is_ok()

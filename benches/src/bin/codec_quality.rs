@@ -5,7 +5,7 @@
 
 use std::path::PathBuf;
 
-use codec_core::{Backend, Frame, FrameInfo, Plane, PlaneBuf, Side, encode_frame};
+use codec_core::{Frame, FrameInfo, Plane, PlaneBuf, Side, encode_frame};
 use kv_reference::compare::calibrated;
 use kv_reference::eval::Divergence;
 use kv_reference::forward::{logits, prefill};
@@ -137,11 +137,10 @@ impl Sizes {
             block_tokens: 1024,
             ..FrameInfo::new(1, config.n_kv_heads, config.head_dim, rows.len() / channels)
         };
-        let backend = Backend::detect();
         // The same plane as keys and as values, of which half the bytes count; the header of a frame is that of all layers.
         let encode = |info: &FrameInfo| -> Result<(Vec<u8>, usize)> {
             let mut bytes = vec![];
-            encode_frame(backend, info, &[*plane; 2], &[&*rows; 2], &mut bytes)?;
+            encode_frame(info, &[*plane; 2], &[&*rows; 2], &mut bytes)?;
             let len = (bytes.len() - HEADER) / 2 + HEADER / (2 * config.n_layers);
             Ok((bytes, len))
         };
@@ -168,14 +167,7 @@ impl Sizes {
         }
         self.lmcache += 16.0 * info.tokens as f64; // a scale for each token
         let mut decoded = vec![0.0; rows.len()];
-        Frame::parse(&bytes, info.numbers())?.decode_plane_into(
-            backend,
-            plane,
-            0,
-            Side::Keys,
-            None,
-            &mut decoded,
-        )?;
+        Frame::parse(&bytes, info.elements())?.decode_plane_into(plane, 0, Side::Keys, None, &mut decoded)?;
         self.error += rows.iter().zip(&decoded).map(|(a, b)| f64::from(a - b).powi(2)).sum::<f64>();
         rows.copy_from_slice(&decoded);
         Ok(())

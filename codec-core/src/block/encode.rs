@@ -1,4 +1,4 @@
-//! Writing a block.
+//! Encoding of blocks.
 
 use alloc::vec;
 use alloc::vec::Vec;
@@ -9,16 +9,17 @@ use crate::model::tables::LANES;
 use crate::plane::{Plane, Predictor, Scaling};
 use crate::quant;
 use crate::simd::Kernel;
-use crate::tile::encode::{TileEncoder, TileNumbers};
+use crate::tile::encode::{TileEncoder, TileValues};
 use crate::{Backend, Error};
 
-/// Codes rows and appends to `out` the block's bytes and to `lengths` its tiles' lengths in words of two bytes.
+/// Encodes rows. Appends the block to `out` and the lengths of its tiles, in words of two bytes, to
+/// `lengths`.
 ///
 /// # Shapes
 /// `rows` (tokens, channels), up to [`MAX_BLOCK_TOKENS`].
 /// # Errors
-/// [`Error::Length`], [`Error::TooLarge`], [`Error::NotFinite`] or [`Error::OutOfRange`]; what has been appended by then must be
-/// cut off.
+/// [`Error::Length`], [`Error::TooLarge`], [`Error::NotFinite`], [`Error::OutOfRange`]; the caller then
+/// truncates `out` and `lengths`.
 pub(crate) fn encode(
     plane: &Plane<'_>,
     backend: Backend,
@@ -27,14 +28,14 @@ pub(crate) fn encode(
     lengths: &mut Vec<u16>,
 ) -> Result<(), Error> {
     let channels = plane.channels();
-    let numbers = BlockNumbers::new(plane, backend, rows, out)?;
-    if numbers.rows.is_empty() {
+    let values = BlockValues::new(plane, backend, rows, out)?;
+    if values.rows.is_empty() {
         lengths.extend((0..tiles(channels)).map(|_| 0));
         return Ok(());
     }
     for first in (0..channels).step_by(LANES) {
         let lanes = LANES.min(channels - first);
-        let tile = numbers.tile(backend, first, lanes)?;
+        let tile = values.tile(backend, first, lanes)?;
         let encoder = TileEncoder { models: &plane.models, coder: plane.coder, backend, first, lanes };
         let start = out.len();
         encoder.encode(&tile, out);
@@ -44,19 +45,28 @@ pub(crate) fn encode(
 }
 
 impl Plane<'_> {
-    /// The bins that a block of these rows is coded as, before the entropy coder: for studies of rates.
+    /// The bins of a block of these rows, as they enter the entropy coder; useful to study rates.
     ///
     /// # Shapes
-    /// `rows` (tokens, channels), up to [`MAX_BLOCK_TOKENS`]; the result (tokens that are no anchors, channels).
+    /// `rows` (tokens, channels), up to [`MAX_BLOCK_TOKENS`]; the result (tokens without anchors, channels).
     /// # Errors
     /// [`Error::Length`], [`Error::TooLarge`], [`Error::NotFinite`], [`Error::OutOfRange`].
     pub fn bins(&self, rows: &[f32]) -> Result<Vec<i32>, Error> {
-        let (backend, channels) = (Backend::detect(), self.channels());
-        let numbers = BlockNumbers::new(self, backend, rows, &mut vec![])?;
-        let mut all = vec![0; numbers.rows.len()];
+        self.bins_with(Backend::detect(), rows)
+    }
+
+    /// [`Self::bins`] on the given backend.
+    ///
+    /// # Errors
+    /// As there; [`Error::BackendUnavailable`].
+    pub fn bins_with(&self, backend: Backend, rows: &[f32]) -> Result<Vec<i32>, Error> {
+        backend.check()?;
+        let channels = self.channels();
+        let values = BlockValues::new(self, backend, rows, &mut vec![])?;
+        let mut all = vec![0; values.rows.len()];
         for first in (0..channels).step_by(LANES) {
             let lanes = LANES.min(channels - first);
-            let tile = numbers.tile(backend, first, lanes)?;
+            let tile = values.tile(backend, first, lanes)?;
             for (all, bins) in all.chunks_exact_mut(channels).zip(&tile.bins) {
                 all[first..first + lanes].copy_from_slice(&bins[..lanes]);
             }
@@ -65,15 +75,16 @@ impl Plane<'_> {
     }
 }
 
-/// What is left of a block's rows for its tiles.
-struct BlockNumbers<'a> {
+/// The values of a block that its tiles encode.
+struct BlockValues<'a> {
     plane: &'a Plane<'a>,
-    rows: Vec<f32>,        // coefficients less their anchors
-    token_steps: Vec<f32>, // of scalings by token
+    rows: Vec<f32>,        // coefficients minus their anchors
+    token_steps: Vec<f32>, // for scalings by token, else empty
 }
 
-impl<'a> BlockNumbers<'a> {
-    /// Takes mean and anchors out of rows, applies the transform, and appends to `out` what the decoder must be told.
+impl<'a> BlockValues<'a> {
+    /// Subtracts the mean, applies the transform, subtracts anchors, and appends the side information to
+    /// `out`.
     fn new(plane: &'a Plane<'a>, backend: Backend, rows: &[f32], out: &mut Vec<u8>) -> Result<Self, Error> {
         let channels = plane.channels();
         let tokens = rows.len() / channels;
@@ -89,7 +100,7 @@ impl<'a> BlockNumbers<'a> {
             row.iter_mut().zip(plane.mean).for_each(|(x, mean)| *x -= mean);
         }
         if let Some(transform) = plane.transform {
-            backend.run(transform.forward(&mut rows));
+            backend.run(transform.apply_forward(&mut rows));
         }
         let mut token_steps = vec![];
         match (plane.predictor, plane.scaling) {
@@ -102,17 +113,17 @@ impl<'a> BlockNumbers<'a> {
         Ok(Self { plane, rows, token_steps })
     }
 
-    /// The numbers of one tile.
-    fn tile(&self, backend: Backend, first: usize, lanes: usize) -> Result<TileNumbers, Error> {
+    /// The quantized values of one tile.
+    fn tile(&self, backend: Backend, first: usize, lanes: usize) -> Result<TileValues, Error> {
         let tokens = self.rows.len() / self.plane.channels();
-        let mut tile = TileNumbers {
+        let mut tile = TileValues {
             bins: vec![[0; LANES]; tokens],
             steps: vec![[0.0; LANES]; tokens],
             squares: [0.0; LANES],
             lowest: [0.0; LANES],
             highest: [0.0; LANES],
         };
-        let finite = backend.run(Quantize { numbers: self, first, lanes, tile: &mut tile });
+        let finite = backend.run(Quantize { values: self, first, lanes, tile: &mut tile });
         match finite.iter().position(|&finite| !finite) {
             Some(lane) => Err(Error::OutOfRange { channel: first + lane }),
             None => Ok(tile),
@@ -120,13 +131,13 @@ impl<'a> BlockNumbers<'a> {
     }
 }
 
-/// Numbers to steps and to bins of their difference to a prediction from what the decoder will have. Returns whether each lane is
-/// finite in steps.
+/// Quantizes the difference of values to their prediction, which uses the decoder's reconstruction. Returns
+/// for each lane whether its values are finite in steps.
 struct Quantize<'a, 'b> {
-    numbers: &'a BlockNumbers<'a>,
+    values: &'a BlockValues<'a>,
     first: usize,
     lanes: usize,
-    tile: &'b mut TileNumbers,
+    tile: &'b mut TileValues,
 }
 
 impl Kernel for Quantize<'_, '_> {
@@ -134,7 +145,7 @@ impl Kernel for Quantize<'_, '_> {
 
     #[inline(always)]
     fn scalar(self) -> [bool; LANES] {
-        let BlockNumbers { plane, rows, token_steps } = self.numbers;
+        let BlockValues { plane, rows, token_steps } = self.values;
         let (first, lanes) = (self.first, self.lanes);
         let mut inverse = [0.0; LANES];
         if let Scaling::Steps(steps) = plane.scaling {
@@ -148,19 +159,19 @@ impl Kernel for Quantize<'_, '_> {
             if let Some(step) = token_steps.get(t) {
                 inverse = [1.0 / step; LANES];
             }
-            let mut numbers = [0.0; LANES];
-            numbers[..lanes].copy_from_slice(&row[first..first + lanes]);
+            let mut values = [0.0; LANES];
+            values[..lanes].copy_from_slice(&row[first..first + lanes]);
             for lane in 0..LANES {
-                let number = numbers[lane] * inverse[lane];
+                let value = values[lane] * inverse[lane];
                 let prediction = last[lane] * factors[lane];
-                let bin = quant::bin(number - prediction);
+                let bin = quant::bin(value - prediction);
                 last[lane] = prediction + centre(bin, plane.centroids);
-                steps[lane] = number;
+                steps[lane] = value;
                 bins[lane] = bin;
-                finite[lane] &= number.abs() <= f32::MAX;
+                finite[lane] &= value.abs() <= f32::MAX;
                 squares[lane] += bin as f32 * bin as f32;
-                lowest[lane] = lowest[lane].min(number);
-                highest[lane] = highest[lane].max(number);
+                lowest[lane] = lowest[lane].min(value);
+                highest[lane] = highest[lane].max(value);
             }
         }
         (self.tile.squares, self.tile.lowest, self.tile.highest) = (squares, lowest, highest);
@@ -168,7 +179,8 @@ impl Kernel for Quantize<'_, '_> {
     }
 }
 
-/// Writes scale and 8 bits a number of every group's first row; returns the other rows less what the decoder will have.
+/// Writes the scale and the levels of each group's anchor; returns the other rows minus their reconstructed
+/// anchor.
 fn take_anchors(rows: &[f32], channels: usize, group: usize, out: &mut Vec<u8>) -> Result<Vec<f32>, Error> {
     let mut differences = Vec::with_capacity(rows.len());
     for rows in rows.chunks(group * channels) {
@@ -190,7 +202,7 @@ fn take_anchors(rows: &[f32], channels: usize, group: usize, out: &mut Vec<u8>) 
     Ok(differences)
 }
 
-/// Writes the largest magnitude of a row as bf16, rounded to nearest even; returns the step that it gives.
+/// Writes the largest magnitude of a row as bf16, rounded to nearest even; returns the step of the row.
 fn write_step(row: &[f32], levels: u8, out: &mut Vec<u8>) -> f32 {
     let largest = row.iter().fold(0.0_f32, |max, x| max.max(x.abs()));
     let bits = largest.min(3.3e38).to_bits(); // the largest bf16 is 3.39e38

@@ -1,15 +1,15 @@
-//! Writing a frame.
+//! Encoding of frames.
 
 use alloc::vec::Vec;
 
 #[cfg(feature = "rayon")]
 use rayon::prelude::*;
 
-use super::{ElementType, FrameInfo, LITTLE_ENDIAN, MAGIC, TOKEN_HEAD_COMPONENT, VERSION};
+use super::FrameInfo;
 use crate::error::check_len;
 use crate::{Backend, Error, LosslessPlane, Plane, block, lossless};
 
-/// A block before it is part of a frame.
+/// An encoded block before it becomes part of a frame.
 #[derive(Default)]
 struct CodedBlock {
     bytes: Vec<u8>,
@@ -22,14 +22,29 @@ impl CodedBlock {
     }
 }
 
-/// Codes all planes of a chunk and appends the frame to `out`. With feature `rayon`, blocks are coded in parallel.
+/// Encodes all planes and appends the frame to `out`. Feature `rayon` encodes blocks in parallel; the bytes
+/// are the same.
 ///
 /// # Shapes
-/// `planes` and `rows` (layers, 2): keys, then values, of each layer; each of `rows` (tokens, heads, head_dim).
+/// `planes` and `rows` (layers, 2): keys, then values, of each layer; each element of `rows` (tokens, heads,
+/// head_dim).
 /// # Errors
 /// [`Error::Length`], [`Error::NotFinite`], [`Error::OutOfRange`], [`Error::TooLarge`], [`Error::Zero`],
-/// [`Error::BadField`] when `info` says lossless, [`Error::BackendUnavailable`]; `out` is then unchanged.
+/// [`Error::WrongCoding`] if `info.lossless`; `out` is then unchanged.
 pub fn encode_frame(
+    info: &FrameInfo,
+    planes: &[Plane<'_>],
+    rows: &[&[f32]],
+    out: &mut Vec<u8>,
+) -> Result<(), Error> {
+    encode_frame_with(Backend::detect(), info, planes, rows, out)
+}
+
+/// [`encode_frame`] on the given backend.
+///
+/// # Errors
+/// As there; [`Error::BackendUnavailable`].
+pub fn encode_frame_with(
     backend: Backend,
     info: &FrameInfo,
     planes: &[Plane<'_>],
@@ -38,7 +53,7 @@ pub fn encode_frame(
 ) -> Result<(), Error> {
     backend.check()?;
     if info.lossless {
-        return Err(Error::BadField { what: "coding: lossless, of numbers that lose" });
+        return Err(Error::WrongCoding { lossless: true });
     }
     check_planes(info, planes.len(), rows)?;
     for plane in planes {
@@ -54,12 +69,13 @@ pub fn encode_frame(
     Ok(())
 }
 
-/// Makes a frame of tiles that were coded elsewhere, as by a GPU, and appends it to `out`. Only of planes whose blocks hold nothing
-/// but tiles: those with steps for each channel and without anchors.
+/// Assembles a frame from tiles that were encoded elsewhere, for example on a GPU, and appends it to `out`.
+///
+/// The blocks of its planes must consist of tiles only: planes with a step per channel and without anchors.
 ///
 /// # Shapes
-/// `ids` (layers, 2), of the planes; `lengths` (layers, 2, blocks, tiles) in units of two bytes; `payload`: the tiles, one after the
-/// other.
+/// `ids` (layers, 2) of the planes; `lengths` (layers, 2, blocks, tiles) in units of two bytes; `payload`:
+/// the tiles, concatenated.
 /// # Errors
 /// [`Error::Length`], [`Error::TooLarge`], [`Error::Zero`]; `out` is then unchanged.
 pub fn assemble_frame(
@@ -87,13 +103,27 @@ pub fn assemble_frame(
     Ok(())
 }
 
-/// The same for 16-bit numbers, whose bits come back as they were.
+/// Encodes all planes of 16-bit elements without loss and appends the frame to `out`.
 ///
 /// # Shapes
 /// As [`encode_frame`].
 /// # Errors
-/// As [`encode_frame`]; [`Error::BadField`] when `info` does not say lossless, [`Error::WrongProfile`] for another element type.
+/// As [`encode_frame`]; [`Error::WrongCoding`] unless `info.lossless`, [`Error::WrongProfile`] for another
+/// element type.
 pub fn encode_lossless_frame(
+    info: &FrameInfo,
+    planes: &[LosslessPlane<'_>],
+    rows: &[&[u16]],
+    out: &mut Vec<u8>,
+) -> Result<(), Error> {
+    encode_lossless_frame_with(Backend::detect(), info, planes, rows, out)
+}
+
+/// [`encode_lossless_frame`] on the given backend.
+///
+/// # Errors
+/// As there; [`Error::BackendUnavailable`].
+pub fn encode_lossless_frame_with(
     backend: Backend,
     info: &FrameInfo,
     planes: &[LosslessPlane<'_>],
@@ -102,7 +132,7 @@ pub fn encode_lossless_frame(
 ) -> Result<(), Error> {
     backend.check()?;
     if !info.lossless {
-        return Err(Error::BadField { what: "coding: not lossless" });
+        return Err(Error::WrongCoding { lossless: false });
     }
     check_planes(info, planes.len(), rows)?;
     for plane in planes {
@@ -127,7 +157,7 @@ fn check_planes<T>(info: &FrameInfo, planes: usize, rows: &[&[T]]) -> Result<(),
     rows.iter().try_for_each(|rows| check_len("rows of a plane", rows.len(), info.tokens * info.channels()))
 }
 
-/// Codes the blocks of all planes, in order.
+/// Encodes the blocks of all planes, in order.
 fn code_blocks<T: Sync>(
     info: &FrameInfo,
     rows: &[&[T]],
@@ -147,7 +177,7 @@ fn code_blocks<T: Sync>(
     blocks.map(|&(plane, rows)| code(plane, rows)).collect()
 }
 
-/// Writes header, index and payload of blocks: their bytes, and the lengths of their tiles.
+/// Writes header, index and payload. A block is its bytes and the lengths of its tiles.
 fn write_frame<'a>(
     info: &FrameInfo,
     ids: impl Iterator<Item = u32>,
@@ -167,31 +197,4 @@ fn write_frame<'a>(
     let checksum = crc32fast::hash(&out[index..]);
     out.extend_from_slice(&checksum.to_le_bytes());
     blocks.for_each(|(bytes, _)| out.extend_from_slice(bytes));
-}
-
-impl FrameInfo {
-    fn write(&self, payload: usize, out: &mut Vec<u8>) {
-        let start = out.len();
-        out.extend_from_slice(&MAGIC);
-        let element = match self.element {
-            ElementType::F32 => 0,
-            ElementType::F16 => 1,
-            ElementType::Bf16 => 2,
-        };
-        let (rotated, lossless) = (u8::from(self.keys_rotated), u8::from(self.lossless));
-        out.extend_from_slice(&[VERSION, LITTLE_ENDIAN, element, rotated]);
-        out.extend_from_slice(&[TOKEN_HEAD_COMPONENT, self.level, lossless, 0]);
-        for size in [self.layers, self.heads, self.head_dim] {
-            out.extend_from_slice(&(size as u32).to_le_bytes());
-        }
-        out.extend_from_slice(&self.first_token.to_le_bytes());
-        for size in [self.tokens, self.block_tokens] {
-            out.extend_from_slice(&(size as u32).to_le_bytes());
-        }
-        out.extend_from_slice(&self.model_id.to_le_bytes());
-        out.extend_from_slice(&(payload as u64).to_le_bytes());
-        out.extend_from_slice(&[0; 4]);
-        let checksum = crc32fast::hash(&out[start..]);
-        out.extend_from_slice(&checksum.to_le_bytes());
-    }
 }

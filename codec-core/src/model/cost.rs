@@ -1,13 +1,13 @@
-//! What coding would cost, without coding.
+//! Estimates of the coded size.
 
 use crate::MAX_SYMBOLS;
 use crate::model::{PRECISION, SLOTS, Starts};
 use crate::quant;
 
-/// Bits of a fraction in a [`cost`].
+/// Fractional bits of a [`cost`].
 pub(crate) const COST_BITS: u32 = 8;
 
-/// What bins cost under a model, in parts of a bit.
+/// The size of bins under a model, in units of `2^-COST_BITS` bits.
 pub(crate) fn cost((low_bits, starts): (u32, Starts<'_>), bins: impl ExactSizeIterator<Item = i32>) -> i64 {
     let symbols = starts.symbols();
     let mut costs = [i64::from(low_bits) << COST_BITS; MAX_SYMBOLS];
@@ -15,17 +15,17 @@ pub(crate) fn cost((low_bits, starts): (u32, Starts<'_>), bins: impl ExactSizeIt
         let end = starts.0.get(symbol + 1).copied().unwrap_or(SLOTS);
         *cost += i64::from(COSTS[usize::from(end - starts.0[symbol])]);
     }
-    costs[symbols - 1] += 16 << COST_BITS; // the bin itself, behind the escape
+    costs[symbols - 1] += 16 << COST_BITS; // the bin itself follows the escape
     bins.map(|bin| costs[quant::symbol(bin, low_bits).min(symbols as u32 - 1) as usize]).sum()
 }
 
-/// The deviation of `n` numbers that were rounded to bins with this sum of squares.
+/// The standard deviation of `n` values that were rounded to bins with this sum of squares.
 pub(crate) fn deviation(squares: f64, n: f64) -> f64 {
-    // What rounding has added to the variance is taken out again.
+    // Rounding adds 1/12 to the variance.
     libm::sqrt((squares / n.max(1.0) - 1.0 / 12.0).max(0.0))
 }
 
-/// The deviation that a model expects, escapes not counted.
+/// The standard deviation that a model expects, without escapes.
 pub(crate) fn deviation_under((low_bits, starts): (u32, Starts<'_>)) -> f64 {
     let symbols = starts.symbols();
     let squares = (0..symbols - 1).map(|symbol| {
@@ -35,26 +35,29 @@ pub(crate) fn deviation_under((low_bits, starts): (u32, Starts<'_>)) -> f64 {
     deviation(squares.sum(), f64::from(SLOTS))
 }
 
-/// The logarithm to base 2 of a positive number that is normal, within 1e-9.
+/// The logarithm to base 2 of a positive normal value, within 1e-9.
 ///
-/// Of operations that every machine rounds alike, so that encoders decide alike on all, a GPU included.
+/// It uses only operations that every machine rounds the same way, so that encoders on CPUs and GPUs take the
+/// same decisions.
 pub(crate) fn log2(x: f64) -> f64 {
     let (one, bits) = (1.0_f64.to_bits(), x.to_bits());
     let mantissa = f64::from_bits(bits & ((1 << 52) - 1) | one);
     let exponent = (bits >> 52) as f64 - (one >> 52) as f64;
-    // 2 atanh(s) is the logarithm of a number, 1 to 2, over the root of 2; s is -0.1716 to 0.1716.
+    // 2 atanh(s) is the natural logarithm of mantissa / sqrt(2), mantissa in 1..2; s is within
+    // -0.1716..=0.1716.
     let s = (mantissa - core::f64::consts::SQRT_2) / (mantissa + core::f64::consts::SQRT_2);
     let square = s * s;
     let sum = [11.0, 9.0, 7.0, 5.0, 3.0, 1.0].iter().fold(0.0, |sum, n| sum * square + 1.0 / n);
     exponent + 0.5 + 2.0 * core::f64::consts::LOG2_E * (s * sum)
 }
 
-/// `PRECISION - log2(width)` in parts of 2^8.
+/// `PRECISION - log2(width)` in units of `2^-COST_BITS`.
 static COSTS: [u16; SLOTS as usize + 1] = {
     let mut all = [0; SLOTS as usize + 1];
     let mut width = 1;
     while width < all.len() {
-        // Digit by digit: the square of a number in 1..2 is at least 2 where its logarithm's next digit is 1.
+        // Bit by bit: the square of a value in 1..2 is at least 2 exactly if the next bit of its logarithm is
+        // 1.
         let whole = width.ilog2();
         let (mut x, mut log) = ((width as u64) << (32 - whole), whole as u16);
         let mut digit = 0;

@@ -1,9 +1,9 @@
-//! Distributions of bins that one byte names.
+//! Distributions of bins named by one byte.
 //!
-//! A family is a shape and a deviation in bins: byte `64 * shape + scale`, deviation `2^((scale - 16) / 5)`. Beyond
-//! deviations of 5.3 bins the low bits of a bin are as good as uniform and are coded as such ([`shift`]); the table is then
-//! that of the deviation divided by as many powers of two. Everything is integer arithmetic on the tables below, so that
-//! every machine has the same models.
+//! A family is a shape and a standard deviation in bins: byte `64 * shape + scale`, deviation `2^((scale -
+//! 16) / 5)`. For deviations above 5.3 bins the low bits of a bin are nearly uniform and are coded with equal
+//! probabilities ([`shift`]); the table is that of the deviation divided by the same power of two. All
+//! arithmetic is on integers, so that every machine has the same models.
 
 #[cfg(feature = "alloc")]
 use crate::model::cost::log2;
@@ -21,7 +21,7 @@ const ONE: usize = 16;
 /// The largest scale that needs no shift.
 const WIDEST: usize = 28;
 
-/// The family's bins lose this many low bits before their symbol is looked up.
+/// The number of low bits of the family's bins.
 pub(crate) const fn shift(family: u8) -> u32 {
     let scale = family as usize % SCALES;
     if scale > WIDEST { (scale - WIDEST).div_ceil(OCTAVE) as u32 } else { 0 }
@@ -80,10 +80,11 @@ const fn integrate(tail: &[u32; GRID + 1], scale: usize) -> Distribution {
     Distribution::from_counts(&counts, n + 1)
 }
 
-/// Bins rarer than this, in parts of 2^20, are left to the escape: a quarter of what the least probable symbol gets.
+/// Bins rarer than this, in parts of 2^20, are left to the escape: a quarter of what the least probable
+/// symbol gets.
 const RAREST: u64 = 64;
 
-/// The probability of a bin above `bin`, that is of a number above `bin + 1/2` steps, in parts of 2^20.
+/// The probability of bins above `bin`, that is of values above `bin + 1/2` steps, in units of 2^-20.
 const fn beyond(tail: &[u32; GRID + 1], scale: usize, bin: usize) -> u64 {
     // (bin + 1/2) * 16 / deviation in parts of 2^16; 1 / deviation = 2^((ONE - scale) / OCTAVE)
     let exponent = ONE + OCTAVE * OCTAVE - scale; // made positive by OCTAVE octaves
@@ -103,7 +104,7 @@ const ROOTS: [u64; OCTAVE] = [65536, 75281, 86475, 99334, 114105];
 /// Grid points of a tail: sixteen to a deviation.
 const GRID: usize = 160;
 
-/// The probability of a number above `i / 16` deviations, in parts of 2^20, of distributions of variance 1.
+/// The probability of values above `i / 16` under distributions of variance 1, in units of 2^-20.
 const SHAPES: [&[u32; GRID + 1]; 4] = [&GAUSSIAN, &LOGISTIC, &LAPLACE, &STUDENT];
 
 /// `erfc(u / sqrt 2) / 2`

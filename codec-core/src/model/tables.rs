@@ -1,29 +1,29 @@
 use crate::Models;
 use crate::model::{CONTEXTS, MAX_SYMBOLS, SLOTS, Starts, family_model};
 
-/// Channels of a tile: one to a lane.
+/// Channels of a tile, one per lane.
 pub const LANES: usize = 32;
 
-/// One number of each lane.
+/// One code of each lane.
 pub type Row = [u16; LANES];
 
-/// A [`Row`]'s number for what escapes the alphabet.
+/// The code of a bin that is not in the alphabet.
 pub const ESCAPE: u16 = u16::MAX;
 
-/// No lane's symbol; positive, for sets that compare signed numbers.
+/// The symbol of no lane. It is positive, since some instruction sets compare signed integers only.
 const NO_ESCAPE: u16 = 0x7fff;
 
-/// The models of one tile, transposed: what a vector compares at once lies side by side. `C` contexts.
+/// The models of one tile with `C` contexts, transposed so that vectors load a symbol of all lanes at once.
 pub(crate) struct TileTables<const C: usize> {
-    /// First slots, (symbol, lane); [`SLOTS`] behind a lane's last symbol, and twice at the end, where vectors read.
+    /// First slots, (symbol, lane); [`SLOTS`] after a lane's last symbol. Vectors read two rows past the end.
     pub starts: [[Row; MAX_SYMBOLS + 2]; C],
     /// Low bits of every lane.
     pub low_bits: [u32; LANES],
-    /// The escape symbol of every lane, (context, lane); [`NO_ESCAPE`] where there is no lane.
+    /// The escape symbol of every lane, (context, lane); [`NO_ESCAPE`] in unused lanes.
     pub escape: [Row; C],
     /// Lanes in use.
     pub lanes: usize,
-    /// Most symbols of any lane.
+    /// The largest number of symbols of a lane.
     pub symbols: usize,
 }
 
@@ -48,7 +48,7 @@ impl<const C: usize> TileTables<C> {
             lanes,
             symbols: 1,
         };
-        // A lane that is not in use has one symbol, which costs nothing.
+        // An unused lane has one symbol, which takes no bits.
         tables.starts.iter_mut().for_each(|starts| starts[0] = [0; LANES]);
         tables
     }
@@ -63,14 +63,14 @@ impl<const C: usize> TileTables<C> {
         self.symbols = self.symbols.max(symbols);
     }
 
-    /// Slots of a lane's symbol: the first one, and the one behind the last.
+    /// Slots of a lane's symbol: the first one, and the one after the last.
     #[inline(always)]
     pub fn slots(&self, context: usize, symbol: usize, lane: usize) -> (u32, u32) {
         let starts = &self.starts[context];
         (starts[symbol][lane].into(), starts[symbol + 1][lane].into())
     }
 
-    /// The symbol of a lane that holds `slot`.
+    /// The symbol of a lane whose slots contain `slot`.
     #[inline(always)]
     pub fn find(&self, context: usize, lane: usize, slot: u32) -> usize {
         self.starts[context][1..self.symbols].iter().filter(|row| u32::from(row[lane]) <= slot).count()
@@ -81,7 +81,7 @@ impl<const C: usize> TileTables<C> {
         self.low_bits.iter().any(|&bits| bits > 0)
     }
 
-    /// The context that a code leaves behind.
+    /// The context of the token after a code.
     #[inline(always)]
     pub const fn context_after(code: u16, low_bits: u32) -> usize {
         let symbol = (code >> low_bits) as usize;
@@ -90,7 +90,7 @@ impl<const C: usize> TileTables<C> {
 }
 
 impl TileTables<1> {
-    /// The models that a tile names itself, one family a lane.
+    /// The tile's own models, one family per lane.
     pub fn of_families(families: &[u8]) -> Self {
         let mut tables = Self::empty(families.len());
         for (lane, &family) in families.iter().enumerate() {

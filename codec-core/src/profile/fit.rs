@@ -1,4 +1,4 @@
-//! Fitting a plane to sample rows.
+//! Fitting of planes to sample rows.
 
 use alloc::sync::Arc;
 use alloc::vec;
@@ -13,67 +13,68 @@ use crate::profile::{ModelsBuf, PlaneBuf, PredictorBuf, ScalingBuf, TransformBuf
 use crate::quant::{self, bin};
 use crate::{Backend, Coder, Error, block};
 
-/// The predictor that [`PlaneBuf::fit`] should fit.
+/// The predictor for [`PlaneBuf::fit`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PredictorKind {
-    /// Nothing, not even the mean.
+    /// No prediction, not even the mean.
     None,
     /// The mean of each channel.
     Mean,
-    /// The mean, and the token before times a factor for each channel.
+    /// The mean, and the previous token times a factor per channel.
     Previous,
-    /// The mean, and an anchor for each group of this many tokens.
+    /// The mean, and an anchor for each group of tokens.
     Anchor {
         /// Tokens per group, at least 1.
         group: u16,
     },
 }
 
-/// The steps that [`PlaneBuf::fit`] should use.
+/// The quantization steps for [`PlaneBuf::fit`].
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Steps<'a> {
-    /// This many deviations of what the predictor leaves over, channel by channel (CacheGen).
+    /// A multiple of the standard deviation, per channel, after the mean or the anchor is subtracted
+    /// (CacheGen).
     Deviations(f32),
-    /// A step for each channel: (channels,).
+    /// The given step for each channel: (channels,).
     Given(&'a [f32]),
-    /// Of each token, so that its largest magnitude is this many steps (LMCache): 1..=127.
+    /// A step for each token, of which the token's largest magnitude is this multiple (LMCache): 1..=127.
     TokenAbsmax(u8),
 }
 
-/// The probability models that [`PlaneBuf::fit`] should choose.
+/// The kind of probability models for [`PlaneBuf::fit`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ModelKind {
-    /// The best of 256 families for each channel: one byte each.
+    /// The best of 256 families for each channel, one byte per channel.
     Families,
-    /// A table for each channel: 130 bytes each.
+    /// A table for each channel, 130 bytes per channel.
     Tables,
-    /// Three tables for each channel, chosen by the sign of the bin before.
+    /// Three tables for each channel; the previous bin selects one.
     ContextTables,
 }
 
-/// What to fit.
+/// The parameters of [`PlaneBuf::fit`].
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct FitOptions<'a> {
-    /// What is subtracted.
+    /// The predictor.
     pub predictor: PredictorKind,
-    /// What a bin is worth.
+    /// The quantization steps.
     pub steps: Steps<'a>,
-    /// Probabilities of bins.
+    /// The kind of probability models.
     pub models: ModelKind,
     /// The entropy coder.
     pub coder: Coder,
 }
 
 impl PlaneBuf {
-    /// Fits means, factors, steps and a probability model for each channel to sample rows.
+    /// Fits means, factors, steps and a probability model per channel to sample rows.
     ///
     /// # Shapes
     /// `rows` (tokens, channels), finite, at least two tokens.
     /// # Errors
     /// [`Error::Zero`], [`Error::Length`], [`Error::NotFinite`], [`Error::BadStep`], [`Error::BadPlane`];
-    /// [`Error::OutOfRange`] for numbers that mean or transform carry beyond `f32`.
+    /// [`Error::OutOfRange`] for values that mean or transform carry beyond the range of `f32`.
     /// # Cost
-    /// Tens of operations a number; with families, two dozen candidates for each channel.
+    /// Tens of operations per element; families try two dozen candidates per channel.
     pub fn fit(
         rows: &[f32],
         channels: usize,
@@ -86,7 +87,7 @@ impl PlaneBuf {
         let tokens = rows.len() / channels;
         check_len("rows", rows.len(), tokens * channels)?;
         if tokens < 2 {
-            return Err(Error::Zero { what: "number of sample tokens beyond the first" });
+            return Err(Error::Zero { what: "the number of sample tokens after the first" });
         }
         if rows.iter().any(|x| !x.is_finite()) {
             return Err(Error::NotFinite { what: "rows" });
@@ -105,7 +106,7 @@ impl PlaneBuf {
         if let Some(transform) = &transform {
             let transform = transform.view()?;
             check_len("transform", transform.channels(), channels)?;
-            Backend::detect().run(transform.forward(&mut rows));
+            Backend::detect().run(transform.apply_forward(&mut rows));
         }
         if let Some(i) = rows.iter().position(|x| !x.is_finite()) {
             return Err(Error::OutOfRange { channel: i % channels });
@@ -133,9 +134,11 @@ impl PlaneBuf {
         Ok(plane)
     }
 
-    /// Fits with each of `predictors` and keeps the plane that codes the sample in the fewest bits.
+    /// Fits a plane with each of `predictors` and returns the one that encodes the sample in the fewest
+    /// bytes.
     ///
-    /// With given steps all have the same error, so this compares rates alone; anchors are charged for their own bits.
+    /// Given steps have the same error with all predictors, so comparing bytes suffices. The bytes of anchors
+    /// count.
     ///
     /// # Errors
     /// As [`Self::fit`]; [`Error::Zero`] for no predictors.
@@ -157,7 +160,7 @@ impl PlaneBuf {
         best.map(|(_, plane)| plane).ok_or(Error::Zero { what: "predictors" })
     }
 
-    /// Bytes that rows take.
+    /// The coded length of rows in bytes.
     fn coded_len(&self, rows: &[f32]) -> Result<usize, Error> {
         let plane = self.view()?;
         let (mut bytes, mut lengths) = (vec![], vec![]);
@@ -173,7 +176,7 @@ fn column_mean(rows: &[f32], channels: usize, c: usize) -> f32 {
     (sum * channels as f64 / rows.len() as f64) as f32
 }
 
-/// Coefficients to fit to.
+/// The coefficients to fit.
 struct Sample<'a> {
     rows: &'a [f32],
     channels: usize,
@@ -181,11 +184,11 @@ struct Sample<'a> {
     token_steps: Vec<f32>,
 }
 
-/// One channel of a sample, as the coder will see it.
+/// One channel of a sample, as the coder sees it.
 struct Column {
     step: f32,
     factor: f32,
-    scaled: Vec<f32>, // what the mean or the anchor leaves over, in steps
+    scaled: Vec<f32>, // coefficients minus the anchor, in steps
 }
 
 impl<'a> Sample<'a> {
@@ -196,7 +199,9 @@ impl<'a> Sample<'a> {
                 return Err(Error::BadStep { channel: 0 });
             }
             Steps::TokenAbsmax(0 | 128..) => {
-                return Err(Error::BadPlane { what: "levels outside 1..=127" });
+                return Err(Error::BadPlane {
+                    what: "the levels of a scaling by token must be within 1..=127",
+                });
             }
             _ => {}
         }
@@ -212,16 +217,16 @@ impl<'a> Sample<'a> {
 
     fn column(&self, c: usize) -> Result<Column, Error> {
         let all: Vec<f32> = self.rows.iter().skip(c).step_by(self.channels).copied().collect();
-        let left_over: Vec<f32> = match self.options.predictor {
-            // Anchors are taken unquantized: their 8 bits move a model little.
+        let residuals: Vec<f32> = match self.options.predictor {
+            // Anchors are not quantized here: the effect of their 8 bits on a model is small.
             PredictorKind::Anchor { group } => all
                 .chunks(group.into())
                 .flat_map(|tokens| tokens[1..].iter().map(|x| x - tokens[0]))
                 .collect(),
             _ => all,
         };
-        let squares: f64 = left_over.iter().map(|&x| f64::from(x) * f64::from(x)).sum();
-        let variance = squares / left_over.len().max(1) as f64;
+        let squares: f64 = residuals.iter().map(|&x| f64::from(x) * f64::from(x)).sum();
+        let variance = squares / residuals.len().max(1) as f64;
         let step = match self.options.steps {
             Steps::Given(steps) => steps[c],
             Steps::Deviations(size) => (size * libm::sqrt(variance) as f32).clamp(1e-12, 1e30),
@@ -233,23 +238,23 @@ impl<'a> Sample<'a> {
         let factor = match self.options.predictor {
             PredictorKind::Previous => {
                 let products: f64 =
-                    left_over.windows(2).map(|pair| f64::from(pair[0]) * f64::from(pair[1])).sum();
-                // The best predictor from a token that quantization has made noisy.
-                let noise = f64::from(step) * f64::from(step) / 12.0 * left_over.len() as f64;
+                    residuals.windows(2).map(|pair| f64::from(pair[0]) * f64::from(pair[1])).sum();
+                // The optimal factor for a previous token with quantization noise.
+                let noise = f64::from(step) * f64::from(step) / 12.0 * residuals.len() as f64;
                 (products / (squares + noise).max(f64::MIN_POSITIVE)).clamp(-1.0, 1.0) as f32
             }
             _ => 0.0,
         };
         let scaled = match self.options.steps {
-            Steps::TokenAbsmax(_) => left_over.iter().zip(&self.token_steps).map(|(x, s)| x / s).collect(),
-            _ => left_over.iter().map(|x| x * (1.0 / step)).collect(),
+            Steps::TokenAbsmax(_) => residuals.iter().zip(&self.token_steps).map(|(x, s)| x / s).collect(),
+            _ => residuals.iter().map(|x| x * (1.0 / step)).collect(),
         };
         Ok(Column { step, factor, scaled })
     }
 }
 
 impl Column {
-    /// Bins and what they miss, with predictions from what the decoder will have.
+    /// Bins and their quantization errors, predicted from the decoder's reconstruction.
     fn bins(&self, centroids: [f32; 2]) -> impl Iterator<Item = (i32, f32)> {
         let mut last = 0.0;
         self.scaled.iter().map(move |x| {
@@ -261,7 +266,7 @@ impl Column {
     }
 }
 
-/// How far from the middle of bins +-1 and +-2, away from zero, their numbers are on average.
+/// The average offset of the values of bins +-1 and +-2 from the middle of the bin, away from zero.
 fn centroids(columns: &[Column]) -> [f32; 2] {
     let mut sums = [(0.0_f64, 0_u32); 2];
     for (bin, missed) in columns.iter().flat_map(|column| column.bins([0.0; 2])) {
@@ -290,7 +295,7 @@ fn deviation_of(bins: &[i32]) -> f64 {
     deviation(squares, bins.len() as f64)
 }
 
-/// The family that codes the bins in the fewest bits, of those near their deviation.
+/// The family that codes the bins in the fewest bits, among those near their standard deviation.
 fn best_family(bins: &[i32]) -> u8 {
     let deviation = deviation_of(bins);
     let candidates = (0..family::SHAPE_COUNT).flat_map(|shape| {
@@ -299,7 +304,7 @@ fn best_family(bins: &[i32]) -> u8 {
     candidates.min_by_key(|&family| cost(family_model(family), bins.iter().copied())).unwrap_or(0)
 }
 
-/// Tables of counts, one for each context.
+/// Tables from counts, one per context.
 fn tables<const C: usize>(bins: &[i32]) -> Vec<u16> {
     let low_bits = family::shift(family::nearest(0, deviation_of(bins)));
     let most = MAX_SYMBOLS as u32 - 1;
@@ -320,11 +325,12 @@ fn tables<const C: usize>(bins: &[i32]) -> Vec<u16> {
     tables
 }
 
-/// Adds a sixteenth of the counts of the bins beside each, and one: bins not seen in the sample keep a likely place.
+/// Adds a sixteenth of the counts of adjacent bins, and one, so that bins missing from the sample get a
+/// plausible probability.
 fn smoothed(counts: &[u64; MAX_SYMBOLS], largest: usize) -> [u64; MAX_SYMBOLS] {
     let mut smooth = *counts;
     for symbol in 0..=largest {
-        // Symbols 2 apart are neighbours; 0 and 1, the two nearest to zero, as well.
+        // The bins of symbols 2 apart are adjacent, as are those of symbols 0 and 1.
         let inner = if symbol < 2 { 1 - symbol } else { symbol - 2 };
         let outer = if symbol + 2 <= largest { counts[symbol + 2] } else { 0 };
         smooth[symbol] = 16 * counts[symbol] + counts[inner] + outer + 1;

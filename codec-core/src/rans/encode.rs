@@ -1,4 +1,4 @@
-//! Writing a stream.
+//! Encoding of streams.
 
 use alloc::vec;
 use alloc::vec::Vec;
@@ -9,7 +9,8 @@ use crate::model::PRECISION;
 use crate::model::tables::{LANES, Row, TileTables};
 use crate::simd::{Kernel, SPILL_WORDS, Simd};
 
-/// Appends the stream of `rows` to `out`. A code from its lane's escape on is coded as the escape, with low bits of zero.
+/// Appends the stream of `rows` to `out`. A code from its lane's escape on is encoded as the escape with low
+/// bits of zero.
 pub(crate) fn encode<const C: usize>(
     tables: &TileTables<C>,
     backend: Backend,
@@ -17,7 +18,7 @@ pub(crate) fn encode<const C: usize>(
     out: &mut Vec<u8>,
 ) {
     let lanes = tables.lanes;
-    let mut states = [LOW; LANES]; // of lanes without a channel, which never change
+    let mut states = [LOW; LANES]; // unused lanes keep this state
     states[..lanes].fill(0);
     let mut warmup = 0;
     while warmup < rows.len().min(u16::MAX.into()) {
@@ -42,12 +43,13 @@ pub(crate) fn encode<const C: usize>(
     words[first..].iter().for_each(|word| out.extend_from_slice(&word.to_le_bytes()));
 }
 
-/// Codes rows last first; words fill their slice from the end. Returns where they begin.
+/// Encodes rows from the last to the first and fills `words` from the end. Returns the index of the first
+/// word.
 struct EncodeRows<'a, const C: usize> {
     tables: &'a TileTables<C>,
     rows: &'a [Row],
     states: &'a mut [u32; LANES],
-    words: &'a mut [u16], // SPILL_WORDS and twice a word for every code
+    words: &'a mut [u16], // SPILL_WORDS, and two for every code
 }
 
 impl<const C: usize> Kernel for EncodeRows<'_, C> {
@@ -73,8 +75,8 @@ impl<const C: usize> Kernel for EncodeRows<'_, C> {
         first
     }
 
-    /// Slots are found as the decoder finds symbols, by comparing all lanes with eight symbols at a time; the quotient by a
-    /// reciprocal in floats, off by one at most, then corrected.
+    /// As in the decoder, all lanes compare with eight symbols at a time to select slots. The quotient uses a
+    /// float reciprocal, which is off by at most one and then corrected.
     #[inline(always)]
     fn vector<S: Simd>(self, s: S) -> usize {
         if C > 1 {
@@ -82,7 +84,7 @@ impl<const C: usize> Kernel for EncodeRows<'_, C> {
         }
         let Self { tables, rows, states, words } = self;
         let starts = &tables.starts[0];
-        // Whatever stands in lanes without a channel becomes symbol 0, which costs nothing.
+        // Codes of unused lanes become symbol 0, which takes no bits.
         let mut escape = tables.escape[0];
         escape[tables.lanes..].fill(0);
         let escape = s.load(&escape);
@@ -121,7 +123,7 @@ impl<const C: usize> Kernel for EncodeRows<'_, C> {
     }
 }
 
-/// The states before row `t`, or none if one would need a word.
+/// The states after encoding row `t`, or none if a lane would have to write a word.
 fn encode_without_words<const C: usize>(
     tables: &TileTables<C>,
     rows: &[Row],
@@ -160,14 +162,14 @@ fn slots<const C: usize>(tables: &TileTables<C>, rows: &[Row], t: usize, lane: u
     tables.slots(context, symbol.into(), lane)
 }
 
-/// The low bits of a lane in row `t`; those of an escape are zero.
+/// The low bits of a lane in row `t`, zero for an escape.
 fn low<const C: usize>(tables: &TileTables<C>, rows: &[Row], t: usize, lane: usize) -> u32 {
     let (context, symbol) = symbol(tables, rows, t, lane);
     let mask = (1 << tables.low_bits[lane]) - 1;
     if symbol == tables.escape[context][lane] { 0 } else { u32::from(rows[t][lane]) & mask }
 }
 
-/// Writes states of 2^16 and more as [`read_states`] reads them.
+/// Writes states of at least 2^16 in the layout that `read_states` reads.
 fn write_states(states: &[u32], out: &mut Vec<u8>) {
     let below = |state: u32| state.ilog2();
     for pair in states.chunks(2) {

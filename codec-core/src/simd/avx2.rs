@@ -1,5 +1,5 @@
-//! AVX2: 32 lanes are two registers of 16-bit and four of 32-bit numbers; a mask is all ones where the flag is *not* set,
-//! which is what a signed `b > a` gives.
+//! AVX2: 32 lanes are two registers of 16-bit or four of 32-bit elements. A mask is all ones where the flag
+//! is *not* set, as the signed comparison `b > a` gives it.
 
 use core::arch::x86_64::*;
 
@@ -11,16 +11,16 @@ pub(crate) struct Avx2(());
 
 features!(Avx2: "avx2" "fma" "bmi1" "bmi2" "popcnt" "lzcnt");
 
-/// An expression of instructions that the token allows.
+/// An expression of intrinsics, which the token `Avx2` makes safe.
 macro_rules! op {
     ($e:expr) => {{
-        // SAFETY: a value of `Avx2` exists only where the CPU has the features; pointers are into slices whose length
-        // has been checked, or arrays.
+        // SAFETY: a value of `Avx2` exists only where the CPU has the features; pointers are into slices
+        // whose length has been checked, or arrays.
         unsafe { $e }
     }};
 }
 
-/// For every set of eight lanes: which of the next words each of them takes.
+/// For every set of eight lanes that read a word: the index of each lane's word.
 static TAKEN: [[u8; 8]; 256] = {
     let mut all = [[0; 8]; 256];
     let mut set = 0;
@@ -36,7 +36,7 @@ static TAKEN: [[u8; 8]; 256] = {
     all
 };
 
-/// For every set of eight lanes: its lanes in order, at the end.
+/// For every set of eight lanes that write a word: the lanes in order, at the end.
 static GIVEN: [[u8; 8]; 256] = {
     let mut all = [[0; 8]; 256];
     let mut set: usize = 0;
@@ -64,7 +64,7 @@ fn widen(x: [__m256i; 2]) -> [__m256i; 4] {
     ])
 }
 
-/// Numbers below 2^16.
+/// Narrows elements below 2^16.
 #[inline(always)]
 fn narrow(x: [__m256i; 4]) -> [__m256i; 2] {
     op!([
@@ -247,7 +247,7 @@ impl Simd for Avx2 {
                 let words = _mm256_permutevar8x32_epi32(states[i], index);
                 let words = _mm256_and_si256(words, _mm256_set1_epi32(0xffff));
                 let words = _mm256_permute4x64_epi64::<0xD8>(_mm256_packus_epi32(words, words));
-                // All eight are stored: those that are none are written over by what comes before.
+                // All eight words are stored; later stores overwrite the invalid ones.
                 _mm_storeu_si128(end.sub(written + 8).cast(), _mm256_castsi256_si128(words));
                 written += set.count_ones() as usize;
                 states[i] = _mm256_blendv_epi8(_mm256_srli_epi32::<16>(states[i]), states[i], staying);
@@ -261,13 +261,15 @@ impl Simd for Avx2 {
         for i in 0..4 {
             op!({
                 let reciprocal = _mm256_div_ps(_mm256_set1_ps(1.0), _mm256_cvtepi32_ps(width[i]));
-                // There is no conversion of unsigned numbers: both halves, joined with one rounding.
+                // AVX2 cannot convert unsigned integers, so both halves are converted and joined with one
+                // rounding.
                 let upper = _mm256_cvtepi32_ps(_mm256_srli_epi32::<16>(states[i]));
                 let lower = _mm256_and_si256(states[i], _mm256_set1_epi32(0xffff));
                 let state = _mm256_fmadd_ps(upper, _mm256_set1_ps(65536.0), _mm256_cvtepi32_ps(lower));
                 let quotient = _mm256_cvttps_epi32(_mm256_mul_ps(state, reciprocal));
                 let rest = _mm256_sub_epi32(states[i], _mm256_mullo_epi32(quotient, width[i]));
-                // One too many shows as a sign, one too few as a rest of the width or more.
+                // A quotient that is one too large gives a negative remainder, one too small a remainder of
+                // at least the width.
                 let below = _mm256_srai_epi32::<31>(rest);
                 let quotient = _mm256_add_epi32(quotient, below);
                 let rest = _mm256_add_epi32(rest, _mm256_and_si256(below, width[i]));

@@ -1,4 +1,4 @@
-//! AVX-512: 32 lanes are one register of 16-bit and two of 32-bit numbers; masks are mask registers.
+//! AVX-512: 32 lanes are one register of 16-bit or two of 32-bit elements. Masks are mask registers.
 
 use core::arch::x86_64::*;
 
@@ -10,11 +10,11 @@ pub(crate) struct Avx512(());
 
 features!(Avx512: "avx512f" "avx512bw" "avx512dq" "avx512vl" "avx2" "fma" "bmi1" "bmi2" "popcnt" "lzcnt");
 
-/// An expression of instructions that the token allows.
+/// An expression of intrinsics, which the token `Avx512` makes safe.
 macro_rules! op {
     ($e:expr) => {{
-        // SAFETY: a value of `Avx512` exists only where the CPU has the features; pointers are into slices whose length
-        // has been checked, or arrays.
+        // SAFETY: a value of `Avx512` exists only where the CPU has the features; pointers are into slices
+        // whose length has been checked, or arrays.
         unsafe { $e }
     }};
 }
@@ -181,7 +181,7 @@ impl Simd for Avx512 {
                 let n = spilling.count_ones() as usize;
                 written += n;
                 let low = _mm512_cvtepi32_epi16(_mm512_maskz_compress_epi32(spilling, states[i]));
-                // Compressing into memory is microcoded on Zen 4; a masked store is not.
+                // On Zen 4, a compressing store is microcoded; a masked store is not.
                 _mm256_mask_storeu_epi16(end.sub(written).cast(), ((1_u32 << n) - 1) as u16, low);
                 states[i] = _mm512_mask_srli_epi32::<16>(states[i], spilling, states[i]);
             });
@@ -197,7 +197,8 @@ impl Simd for Avx512 {
                 let quotient = _mm512_mul_ps(_mm512_cvtepu32_ps(states[i]), reciprocal);
                 let quotient = _mm512_cvttps_epi32(quotient);
                 let rest = _mm512_sub_epi32(states[i], _mm512_mullo_epi32(quotient, width[i]));
-                // One too many shows as a sign, one too few as a rest of the width or more.
+                // A quotient that is one too large gives a negative remainder, one too small a remainder of
+                // at least the width.
                 let below = _mm512_srai_epi32::<31>(rest);
                 let quotient = _mm512_add_epi32(quotient, below);
                 let rest = _mm512_add_epi32(rest, _mm512_and_si512(below, width[i]));

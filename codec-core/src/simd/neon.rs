@@ -1,4 +1,5 @@
-//! NEON: 32 lanes are four registers of 16-bit and eight of 32-bit numbers; a mask is all ones where the flag is set.
+//! NEON: 32 lanes are four registers of 16-bit or eight of 32-bit elements. A mask is all ones where the flag
+//! is set.
 
 use core::arch::aarch64::*;
 
@@ -8,7 +9,7 @@ use crate::model::tables::{LANES, Row};
 #[derive(Clone, Copy)]
 pub(crate) struct Neon(());
 
-/// Compiles and runs a kernel. Callers have found the backend available.
+/// Runs a kernel compiled for NEON. Callers have checked that the backend is available.
 pub(crate) fn run<K: Kernel>(kernel: K) -> K::Output {
     #[target_feature(enable = "neon")]
     fn with_features<K: Kernel>(kernel: K) -> K::Output {
@@ -18,17 +19,17 @@ pub(crate) fn run<K: Kernel>(kernel: K) -> K::Output {
     unsafe { with_features(kernel) }
 }
 
-/// An expression of instructions that the token allows.
+/// An expression of intrinsics, which the token `Neon` makes safe.
 macro_rules! op {
     ($e:expr) => {{
-        // SAFETY: a value of `Neon` exists only where the CPU has the features; pointers are into slices whose length
-        // has been checked, or arrays.
+        // SAFETY: a value of `Neon` exists only where the CPU has the features; pointers are into slices
+        // whose length has been checked, or arrays.
         unsafe { $e }
     }};
 }
 
-/// For every set of four lanes: the bytes of the next words that each of them takes, as 16-bit halves of which the upper
-/// one is out of range and so zero.
+/// For every set of four lanes that read a word: the byte indices of each lane's word. Those of the upper
+/// half are out of range, which gives zero.
 static TAKEN: [[u8; 16]; 16] = {
     let mut all = [[255; 16]; 16];
     let mut set = 0;
@@ -45,7 +46,8 @@ static TAKEN: [[u8; 16]; 16] = {
     all
 };
 
-/// For every set of four lanes: the bytes of their lower halves in order, at the end.
+/// For every set of four lanes that write a word: the byte indices of their lower halves in order, at the
+/// end.
 static GIVEN: [[u8; 8]; 16] = {
     let mut all = [[0; 8]; 16];
     let mut set: usize = 0;
@@ -64,7 +66,7 @@ static GIVEN: [[u8; 8]; 16] = {
     all
 };
 
-/// One bit a lane of a mask, lane 0 lowest.
+/// One bit per lane of a mask, lane 0 lowest.
 #[inline(always)]
 fn set_of(mask: uint32x4_t) -> usize {
     const WEIGHTS: [u32; 4] = [1, 2, 4, 8];
@@ -283,7 +285,7 @@ impl Simd for Neon {
                 let spilling = vcgeq_u32(vshlq_u32(states[i], right), bound[i]);
                 let set = set_of(spilling);
                 let words = vqtbl1_u8(vreinterpretq_u8_u32(states[i]), vld1_u8(GIVEN[set].as_ptr()));
-                // All four are stored: those that are none are written over by what comes before.
+                // All four words are stored; later stores overwrite the invalid ones.
                 vst1_u8(end.sub(written + 4).cast(), words);
                 written += set.count_ones() as usize;
                 states[i] = vbslq_u32(spilling, vshrq_n_u32::<16>(states[i]), states[i]);
@@ -304,7 +306,8 @@ impl Simd for Neon {
                 let reciprocal = vdivq_f32(vdupq_n_f32(1.0), vcvtq_f32_u32(width[i]));
                 let quotient = vcvtq_u32_f32(vmulq_f32(vcvtq_f32_u32(states[i]), reciprocal));
                 let rest = vmlsq_u32(states[i], quotient, width[i]);
-                // One too many shows as a sign, one too few as a rest of the width or more.
+                // A quotient that is one too large gives a negative remainder, one too small a remainder of
+                // at least the width.
                 let below = vcltzq_s32(vreinterpretq_s32_u32(rest));
                 let quotient = vaddq_u32(quotient, below);
                 let rest = vaddq_u32(rest, vandq_u32(below, width[i]));

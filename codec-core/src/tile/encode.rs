@@ -1,4 +1,4 @@
-//! Writing a tile: the smallest of what its models, families of its own and a fixed width give.
+//! Encoding of tiles, with the smallest of the plane's models, the tile's own families, and a fixed width.
 
 use alloc::vec;
 use alloc::vec::Vec;
@@ -10,24 +10,24 @@ use crate::model::{PRECISION, family_model};
 use crate::quant::{self, MAX_BIN, code, zigzag};
 use crate::range;
 use crate::simd::Kernel;
-use crate::tile::{Bins, Coder, FIXED, OWN_LANES, PLANE_LANES, PLANE_RANGE};
+use crate::tile::{Bins, Coder, FIXED, OWN_RANS, PLANE_RANGE, PLANE_RANS};
 use crate::{Backend, Models, rans};
 
-/// The numbers of a tile, finite, and what was noticed on the way.
-pub(crate) struct TileNumbers {
-    /// (tokens, lanes): differences to the prediction, beyond +-[`MAX_BIN`] where they are too large for a code.
+/// The finite values of a tile with statistics of them.
+pub(crate) struct TileValues {
+    /// (tokens, lanes): differences to the prediction. Those that no code can hold exceed +-[`MAX_BIN`].
     pub bins: Vec<Bins>,
-    /// (tokens, lanes): the numbers themselves, in steps.
+    /// (tokens, lanes): the values in steps.
     pub steps: Vec<[f32; LANES]>,
     /// Sum of the squares of each lane's bins.
     pub squares: [f32; LANES],
-    /// Least number of each lane or 0, in steps.
+    /// The smallest value of each lane, at most 0, in steps.
     pub lowest: [f32; LANES],
-    /// Largest number of each lane or 0, in steps.
+    /// The largest value of each lane, at least 0, in steps.
     pub highest: [f32; LANES],
 }
 
-/// How a tile is coded.
+/// The parameters of a tile.
 pub(crate) struct TileEncoder<'a> {
     pub models: &'a Models<'a>,
     pub coder: Coder,
@@ -39,12 +39,12 @@ pub(crate) struct TileEncoder<'a> {
 
 impl TileEncoder<'_> {
     /// Appends the tile to `out`, an even number of bytes.
-    pub fn encode(&self, numbers: &TileNumbers, out: &mut Vec<u8>) {
-        let fixed = Fixed::of(numbers, self.lanes);
+    pub fn encode(&self, values: &TileValues, out: &mut Vec<u8>) {
+        let fixed = Fixed::of(values, self.lanes);
         let start = out.len();
-        let fits = numbers.bins.as_flattened().iter().fold(true, |fits, bin| fits & (bin.abs() <= MAX_BIN));
+        let fits = values.bins.as_flattened().iter().fold(true, |fits, bin| fits & (bin.abs() <= MAX_BIN));
         if fits {
-            self.encode_coded(numbers, out);
+            self.encode_coded(values, out);
         }
         if !fits || out.len() - start > fixed.len() {
             out.truncate(start);
@@ -52,20 +52,20 @@ impl TileEncoder<'_> {
         }
     }
 
-    fn encode_coded(&self, numbers: &TileNumbers, out: &mut Vec<u8>) {
+    fn encode_coded(&self, values: &TileValues, out: &mut Vec<u8>) {
         if self.models.contexts() > 1 {
             let tables = TileTables::<3>::new(self.models, self.first, self.lanes);
-            return self.encode_under(PLANE_LANES, &tables, &numbers.bins, &[], out);
+            return self.encode_under(PLANE_RANS, &tables, &values.bins, &[], out);
         }
         let tables = TileTables::<1>::new(self.models, self.first, self.lanes);
-        // The range coder has no form with families of a tile's own.
-        let own = if self.coder == Coder::Lanes { self.own_families(numbers) } else { None };
+        // The format has no range-coded tile with its own families.
+        let own = if self.coder == Coder::InterleavedRans { self.own_families(values) } else { None };
         match own {
             Some(own) => {
                 let tables = TileTables::of_families(&own[..self.lanes]);
-                self.encode_under(OWN_LANES, &tables, &numbers.bins, &own, out);
+                self.encode_under(OWN_RANS, &tables, &values.bins, &own, out);
             }
-            None => self.encode_under(PLANE_LANES, &tables, &numbers.bins, &[], out),
+            None => self.encode_under(PLANE_RANS, &tables, &values.bins, &[], out),
         }
     }
 
@@ -91,22 +91,23 @@ impl TileEncoder<'_> {
         out.extend_from_slice(&(escapes.len() as u16).to_le_bytes());
         out.extend_from_slice(own);
         match self.coder {
-            Coder::Lanes => rans::encode(tables, self.backend, &codes, out),
+            Coder::InterleavedRans => rans::encode(tables, self.backend, &codes, out),
             Coder::Range => encode_range(tables, &codes, out),
         }
         pad(start, out);
         escapes.iter().for_each(|escape| out.extend_from_slice(&escape.to_le_bytes()));
     }
 
-    /// The families, padded to an even number, that code these bins in fewer bits than the plane's models do, with what
-    /// writing them costs.
+    /// The tile's own families, padded to an even number of bytes, if they take fewer bits than the plane's
+    /// models, including their own bytes.
     ///
-    /// Most tiles are as the profile expects, so first the gain is estimated: what a Gaussian costs under another deviation.
-    fn own_families(&self, numbers: &TileNumbers) -> Option<Vec<u8>> {
-        let n = numbers.bins.len() as f64;
+    /// Most tiles match the profile, so a cheap estimate decides first: the cost of a Gaussian under another
+    /// deviation.
+    fn own_families(&self, values: &TileValues) -> Option<Vec<u8>> {
+        let n = values.bins.len() as f64;
         let price = 8 * self.lanes.next_multiple_of(2) as i64;
         let lanes = || (0..self.lanes).map(|lane| (lane, self.models.channel(self.first + lane, 0)));
-        let deviation = |lane: usize| deviation(numbers.squares[lane].into(), n);
+        let deviation = |lane: usize| deviation(values.squares[lane].into(), n);
         let estimate = |(lane, model)| {
             let ratio = (deviation(lane) / deviation_under(model)).max(1e-3);
             n * (core::f64::consts::LOG2_E * (ratio * ratio - 1.0) - 2.0 * log2(ratio)) / 2.0
@@ -117,7 +118,7 @@ impl TileEncoder<'_> {
         let mut own = vec![0; self.lanes.next_multiple_of(2)];
         let mut gain = -(price << COST_BITS);
         for (lane, model) in lanes() {
-            let column = || numbers.bins.iter().map(|bins| bins[lane]);
+            let column = || values.bins.iter().map(|bins| bins[lane]);
             own[lane] = family::nearest(self.models.shape(self.first + lane), deviation(lane));
             gain += cost(model, column()) - cost(family_model(own[lane]), column());
         }
@@ -125,7 +126,7 @@ impl TileEncoder<'_> {
     }
 }
 
-/// Codes of all rows; returns whether any escapes.
+/// Computes the codes of all rows; returns whether any of them is an escape.
 struct CodesOfBins<'a, 'b, const C: usize> {
     tables: &'a TileTables<C>,
     bins: &'a [Bins],
@@ -173,7 +174,7 @@ fn encode_range<const C: usize>(tables: &TileTables<C>, codes: &[Row], out: &mut
     coder.finish();
 }
 
-/// Makes a tile's bytes even in number, and says so in its second byte.
+/// Pads a tile to an even number of bytes and records that in its second byte.
 pub(crate) fn pad(start: usize, out: &mut Vec<u8>) {
     if (out.len() - start) % 2 == 1 {
         out[start + 1] = 1;
@@ -181,7 +182,7 @@ pub(crate) fn pad(start: usize, out: &mut Vec<u8>) {
     }
 }
 
-/// A tile of bins of one width.
+/// A tile with bins of a fixed width.
 struct Fixed<'a> {
     steps: &'a [[f32; LANES]],
     lanes: usize,
@@ -191,17 +192,17 @@ struct Fixed<'a> {
 }
 
 impl<'a> Fixed<'a> {
-    /// The smallest power of two of the step that keeps all bins in 16 bits.
-    fn of(numbers: &'a TileNumbers, lanes: usize) -> Self {
-        let lowest = numbers.lowest.iter().copied().fold(0.0, f32::min);
-        let highest = numbers.highest.iter().copied().fold(0.0, f32::max);
+    /// Chooses the smallest power of two for the step that keeps all bins in 16 bits.
+    fn of(values: &'a TileValues, lanes: usize) -> Self {
+        let lowest = values.lowest.iter().copied().fold(0.0, f32::min);
+        let highest = values.highest.iter().copied().fold(0.0, f32::max);
         let (mut exponent, mut factor) = (0_u8, 1.0_f32);
         while highest.max(-lowest) * factor > MAX_BIN as f32 {
             exponent += 1;
             factor *= 0.5;
         }
         let largest = zigzag(quant::bin(lowest * factor)).max(zigzag(quant::bin(highest * factor)));
-        Self { steps: &numbers.steps, lanes, exponent, factor, width: 32 - largest.leading_zeros() }
+        Self { steps: &values.steps, lanes, exponent, factor, width: 32 - largest.leading_zeros() }
     }
 
     fn len(&self) -> usize {

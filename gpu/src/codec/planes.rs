@@ -164,7 +164,7 @@ impl Planes {
         let maps_at = words.len();
         for plane in parts() {
             let Some(transform) = plane.transform else { continue };
-            let maps = [transform.forward_maps(), transform.inverse_maps(), plane.mean];
+            let maps = [transform.forward(), transform.inverse(), plane.mean];
             words.extend(maps.iter().flat_map(|numbers| numbers.iter().map(|x| x.to_bits())));
         }
         let scaled_by_token = parts().any(|plane| matches!(plane.scaling, Scaling::TokenAbsmax { .. }));

@@ -10,7 +10,7 @@
 mod data;
 mod peers;
 
-use codec_core::{Backend, LANES, Models, Row, decode_symbols_into, encode_symbols};
+use codec_core::{Backend, LANES, Models, Row, decode_symbols_into_with, encode_symbols_with};
 use data::{CHANNELS, Unit};
 use kv_benches::median;
 
@@ -108,7 +108,7 @@ impl Coder for Lanes {
         for (tables, rows) in unit.tables().zip(unit.rows.chunks_exact(unit.tokens)) {
             let start = out.len();
             out.extend_from_slice(&[0; 4]);
-            encode_symbols(self.0, &Models::tables(LANES, tables).unwrap(), rows, &mut out).unwrap();
+            encode_symbols_with(self.0, &Models::tables(LANES, tables).unwrap(), rows, &mut out).unwrap();
             let len = (out.len() - start - 4) as u32;
             out[start..start + 4].copy_from_slice(&len.to_le_bytes());
         }
@@ -119,7 +119,7 @@ impl Coder for Lanes {
         for (tables, rows) in unit.tables().zip(out.rows.chunks_exact_mut(unit.tokens)) {
             let (len, rest) = bytes.split_first_chunk::<4>().unwrap();
             let (stream, rest) = rest.split_at(u32::from_le_bytes(*len) as usize);
-            decode_symbols_into(self.0, &Models::tables(LANES, tables).unwrap(), stream, rows).unwrap();
+            decode_symbols_into_with(self.0, &Models::tables(LANES, tables).unwrap(), stream, rows).unwrap();
             bytes = rest;
         }
     }

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use codec_core::{
-    Backend, Coder, FitOptions, Frame, FrameInfo, ModelKind, PlaneBuf, PredictorKind, Side, Steps,
+    BlockIndex, Coder, FitOptions, Frame, FrameInfo, ModelKind, PlaneBuf, PredictorKind, Side, Steps,
     TransformBuf, assemble_frame, encode_frame,
 };
 use cudarc::driver::result::memcpy_htod_async;
@@ -55,17 +55,17 @@ fn measure(
     predictor: PredictorKind,
     models: ModelKind,
 ) {
-    let values = INFO.numbers() as f64;
+    let values = INFO.elements() as f64;
     let rows: Vec<bf16> =
         kv_benches::keys(INFO.tokens, INFO.channels()).into_iter().map(bf16::from_f32).collect();
     let wide: Vec<f32> = rows.iter().map(|x| x.to_f32()).collect();
-    let options = FitOptions { predictor, steps: Steps::Deviations(1.0), models, coder: Coder::Lanes };
+    let options =
+        FitOptions { predictor, steps: Steps::Deviations(1.0), models, coder: Coder::InterleavedRans };
     let plane = PlaneBuf::fit(&wide, INFO.channels(), transform, &options).unwrap();
     let plane = plane.view().unwrap();
     let mut bytes = vec![];
-    encode_frame(Backend::detect(), &INFO, &[plane; 2 * LAYERS], &[&wide[..]; 2 * LAYERS], &mut bytes)
-        .unwrap();
-    let frame = Frame::parse(&bytes, INFO.numbers()).unwrap();
+    encode_frame(&INFO, &[plane; 2 * LAYERS], &[&wide[..]; 2 * LAYERS], &mut bytes).unwrap();
+    let frame = Frame::parse(&bytes, INFO.elements()).unwrap();
     let planes = Planes::pack(&[plane; 2 * LAYERS], INFO.head_dim).unwrap();
     let shape = planes.shape(VectorElement::Bf16, false);
     let place =
@@ -73,7 +73,7 @@ fn measure(
 
     let there = watch.zeros::<u8>(bytes.len() + 3);
     let words = watch.upload(planes.words());
-    let numbers = watch.zeros::<bf16>(INFO.numbers());
+    let numbers = watch.zeros::<bf16>(INFO.elements());
     let pointers = |first: DevicePtr<bf16>| -> Vec<u64> {
         (0..2 * LAYERS).map(|plane| first.offset(plane * rows.len()).address()).collect()
     };
@@ -100,7 +100,7 @@ fn measure(
     let copies = watch.gpu.context().new_stream().unwrap();
     let layers = |part: usize| part * PART..(part + 1) * PART;
     let range = |part: usize| {
-        let block = |layer, side, block| frame.block_range(layer, side, block).unwrap();
+        let block = |layer, side, block| frame.block_range(BlockIndex { layer, side, block }).unwrap();
         let start = if part == 0 { 0 } else { block(part * PART, Side::Keys, 0).start };
         start..block((part + 1) * PART - 1, Side::Values, INFO.blocks() - 1).end
     };
@@ -133,9 +133,7 @@ fn measure(
     assert_eq!(watch.download(&failed), [0]);
     // The last plane, against the CPU.
     let mut expected = vec![0.0; rows.len()];
-    frame
-        .decode_plane_into(Backend::detect(), &plane, LAYERS - 1, Side::Values, None, &mut expected)
-        .unwrap();
+    frame.decode_plane_into(&plane, LAYERS - 1, Side::Values, None, &mut expected).unwrap();
     let got = watch.download(&numbers);
     let got = &got[got.len() - rows.len()..];
     assert!(got.iter().zip(&expected).all(|(got, &x)| *got == bf16::from_f32(x)));
