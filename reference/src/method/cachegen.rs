@@ -103,7 +103,7 @@ impl From<Coder> for CoderName {
         Self(coder)
     }
 }
-words!(CoderName, "lanes" => Coder::Lanes, "range" => Coder::Range);
+words!(CoderName, "lanes" => Coder::InterleavedRans, "range" => Coder::Range);
 
 fn parse(s: &mut Settings<'_>) -> Result<CacheGen> {
     let (mode, predictor, models) = match s.own("mode", ModeName::Transform)? {
@@ -129,7 +129,7 @@ fn parse(s: &mut Settings<'_>) -> Result<CacheGen> {
     };
     let predictor = s.common("predictor", predictor)?;
     let models = s.common("models", Models(models))?.0;
-    let coder = if let Mode::Paper { .. } = mode { Coder::Range } else { Coder::Lanes };
+    let coder = if let Mode::Paper { .. } = mode { Coder::Range } else { Coder::InterleavedRans };
     let coder = s.common("coder", CoderName(coder))?.0;
     Ok(CacheGen { mode, predictor, models, coder })
 }
@@ -277,7 +277,7 @@ mod tests {
                 predictor: PredictorKind::Mean,
                 steps: Steps::Given(&steps),
                 models: ModelKind::Tables,
-                coder: Coder::Lanes,
+                coder: Coder::InterleavedRans,
             };
             PlaneBuf::fit_best(&rows, 4, None, &options, Prediction::Best.candidates()).unwrap();
         }

@@ -1,6 +1,6 @@
 use std::sync::Arc;
 
-use codec_core::{Backend, Frame, FrameInfo, PlaneBuf, encode_frame};
+use codec_core::{Frame, FrameInfo, PlaneBuf, encode_frame};
 use svd_core::SoftmaxStats;
 
 use crate::Result;
@@ -33,7 +33,6 @@ impl CacheGenStore {
 
 impl Store for CacheGenStore {
     fn push(&mut self, pos: usize, k: &[f32], v: &[f32]) -> Result<()> {
-        let backend = Backend::detect();
         let info = FrameInfo {
             first_token: pos as u64,
             ..FrameInfo::new(
@@ -45,11 +44,11 @@ impl Store for CacheGenStore {
         };
         let planes = Pair::try_of(|side| self.planes[side].view())?;
         let mut bytes = vec![];
-        encode_frame(backend, &info, &[planes.keys, planes.values], &[k, v], &mut bytes)?;
-        let frame = Frame::parse(&bytes, info.numbers())?;
+        encode_frame(&info, &[planes.keys, planes.values], &[k, v], &mut bytes)?;
+        let frame = Frame::parse(&bytes, info.elements())?;
         let decoded = Pair::try_of(|side| {
             let (mut rows, plane) = (vec![0.0; k.len()], &planes[side]);
-            frame.decode_plane_into(backend, plane, 0, side.into(), None, &mut rows).map(|_| rows)
+            frame.decode_plane_into(plane, 0, side.into(), None, &mut rows).map(|_| rows)
         })?;
         self.chunks.push(Chunk { valid: info.tokens, frame: bytes });
         self.decoded.push(pos, &decoded.keys, &decoded.values)
