@@ -8,7 +8,8 @@ use common::{Buffer, Random, SIDES, device, relative_error};
 use kv_gpu::Error;
 use kv_gpu::pq::{AttendGeneric, AttendGenericArguments, AttendGenericShape};
 use pq_core::{
-    Backend, CodebookBuf, CodedTokens, Codes, Luts, PqShape, SoftmaxStats, attend_into_with, attend_scratch_len,
+    Backend, CodebookBuf, CodedTokens, Codes, Luts, PqShape, SoftmaxStats, attend_into_with,
+    attend_scratch_len,
 };
 
 /// Greatest relative error of an output vector, and of the logarithm of the sum: sums of floats in another order.

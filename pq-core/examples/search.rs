@@ -2,8 +2,8 @@
 //! lookup, and retrieves the tenth of the tokens with the highest combined weights.
 
 use pq_core::{
-    CodebookBuf, Codes, GroupRule, PqShape, Search, SearchScratch, SoftmaxStats, TrainOptions, lut_into, search_into,
-    train,
+    CodebookBuf, Codes, GroupRule, PqShape, Search, SearchScratch, SoftmaxStats, TrainOptions, lut_into,
+    search_into, train,
 };
 
 fn main() -> Result<(), pq_core::Error> {

@@ -55,7 +55,7 @@ impl<'a> CodedTokens<'a> {
     }
 
     /// Sets the factors (n,) of the keys' scores, such as the norms that [`divide_by_norms`](crate::divide_by_norms) removed
-    /// before encoding. `None` removes them.
+    /// before encoding. Takes a slice or an `Option` of one.
     ///
     /// # Errors
     /// [`Error::Length`].
@@ -65,7 +65,7 @@ impl<'a> CodedTokens<'a> {
         Ok(self)
     }
 
-    /// Sets the factors (n,) of the values. `None` removes them.
+    /// Sets the factors (n,) of the values. Takes a slice or an `Option` of one.
     ///
     /// # Errors
     /// [`Error::Length`].
@@ -77,7 +77,8 @@ impl<'a> CodedTokens<'a> {
 
     /// Sets the terms (group, n) that are added to the scores: a position bias, the scores of a mean that was subtracted from
     /// the keys before encoding (see [`RopeMean`](crate::RopeMean)), or a mask. A token whose bias is minus infinity contributes
-    /// nothing, whatever its scales are. `None` removes them. [`attend_into`] checks the length, since it depends on the group.
+    /// nothing, whatever its scales are. Takes a slice or an `Option` of one. [`attend_into`] checks the length, since it depends
+    /// on the group.
     #[must_use]
     pub fn with_bias(mut self, bias: impl Into<Option<&'a [f32]>>) -> Self {
         self.bias = bias.into();

@@ -37,10 +37,8 @@ fn integer_tables_keep_their_bound_at_every_range() {
     let shape = PqShape::new(12, 6, 4).unwrap();
     for exponent in -149..124 {
         let range = 2_f64.powi(exponent);
-        let table: Vec<f32> = random(exponent as u64, shape.lut_len())
-            .iter()
-            .map(|&x| (f64::from(x) * range) as f32)
-            .collect();
+        let table: Vec<f32> =
+            random(exponent as u64, shape.lut_len()).iter().map(|&x| (f64::from(x) * range) as f32).collect();
         let packed: Vec<u8> =
             random(7, shape.codes_len(200)).iter().map(|x| (x * 1e6) as i64 as u8).collect();
         let codes = Codes::new(shape, 200, &packed).unwrap();
@@ -132,7 +130,7 @@ fn large_components_have_nearest_centroids_and_errors() {
 }
 
 #[test]
-fn training_on_the_largest_numbers_leaves_finite_centroids() {
+fn training_on_the_largest_values_leaves_finite_centroids() {
     for seed in 0..40_u64 {
         let (dsub, nbits) = [(1, 1), (1, 3), (2, 2), (3, 4)][seed as usize % 4];
         let shape = PqShape::new(dsub, 1, nbits).unwrap();

@@ -73,7 +73,8 @@ fn a_decode_step_does_not_allocate() {
             let coded = CodedTokens::new(codes, codes, codebook).unwrap();
             attend_into_with(backend, &luts, &coded, &mut scratch, &mut out, &mut stats).unwrap();
             let scores = &mut scores[..64];
-            attend_exact_into_with(backend, &queries, &window, &window, scores, &mut out, &mut stats).unwrap();
+            attend_exact_into_with(backend, &queries, &window, &window, scores, &mut out, &mut stats)
+                .unwrap();
             assert_eq!(ALLOCATIONS.get(), before, "{backend:?} at {nbits} bits");
         }
     }

@@ -567,7 +567,10 @@ fn views_that_do_not_fit_are_errors() {
     let found = search_into(&luts, &codes, &search, &mut scratch, &mut [0]);
     assert_eq!(found, Err(Error::TooShort { what: "tokens", needed: 2, actual: 1 }));
     let one = Luts::new(shape, &tables[..shape.lut_len()]).unwrap();
-    assert!(matches!(search_into(&one, &codes, &search, &mut scratch, &mut [0; 2]), Err(Error::Length { .. })));
+    assert!(matches!(
+        search_into(&one, &codes, &search, &mut scratch, &mut [0; 2]),
+        Err(Error::Length { .. })
+    ));
     let wrong = Luts::new(other, &tables).unwrap();
     assert_eq!(search_into(&wrong, &codes, &search, &mut scratch, &mut [0; 2]), Err(Error::ShapeMismatch));
     let rerank = Rerank { k: 2, rule: GroupRule::SumOfSoftmax };
@@ -583,7 +586,7 @@ fn views_that_do_not_fit_are_errors() {
     let tokens = CodedTokens::new(codes, codes, book.view()).unwrap();
     assert!(matches!(tokens.with_key_scales(&[1.0; 2][..]), Err(Error::Length { what: "key scales", .. })));
     assert!(matches!(tokens.with_value_scales(&[1.0; 4][..]), Err(Error::Length { .. })));
-    assert!(tokens.with_key_scales(None).is_ok());
+    assert!(tokens.with_key_scales(None::<&[f32]>).is_ok());
     let (mut out, mut stats) = (vec![0.0; 16], vec![SoftmaxStats::EMPTY; 2]);
     let mut scratch = vec![0.0; attend_scratch_len(shape, 2) + 1];
     let masked = tokens.with_bias(&[0.0; 5][..]);

@@ -168,8 +168,7 @@ fn attention(backends: &[Backend]) {
         let (mut out, mut stats) = (vec![0.0; group * DIM], vec![SoftmaxStats::EMPTY; group]);
         for &backend in backends {
             let mut attend = |head: usize| {
-                let tokens =
-                    CodedTokens::new(codes[2 * head], codes[2 * head + 1], values.view()).unwrap();
+                let tokens = CodedTokens::new(codes[2 * head], codes[2 * head + 1], values.view()).unwrap();
                 out.fill(0.0);
                 stats.fill(SoftmaxStats::EMPTY);
                 let luts = lut_into_with(backend, &keys.view(), &queries, &mut luts).unwrap();

@@ -1,4 +1,4 @@
-//! AVX2 with FMA: tables stay in memory; every sixteen bytes of one are a shuffle, and the upper bits of a code
+//! AVX2 with FMA: tables stay in memory; a shuffle looks up sixteen bytes of one, and the upper bits of a code
 //! choose between them in a tree of blends. Floor at 8 bits: 16 shuffles, 8 ors and 7 blends for 32 codes.
 //!
 //! N.B. Blends alone are 12 % slower, ors on two levels 6 %.
@@ -22,7 +22,7 @@ macro_rules! op {
     }};
 }
 
-/// The codes of one look-up. A shuffle reads the low nibble of each byte and gives 0 where the top bit is set.
+/// The codes of one lookup. A shuffle reads the low nibble of each byte and gives 0 where the top bit is set.
 #[derive(Clone, Copy)]
 struct Index {
     /// The low nibbles, with the top bit set where bit 4 of the code is.
