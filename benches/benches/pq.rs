@@ -31,7 +31,7 @@ fn pq(c: &mut Criterion) {
         let mut group = c.benchmark_group(format!("pq/{m}x{nbits}"));
         group.throughput(Throughput::Elements(N as u64)).sample_size(10);
         for backend in Backend::ALL.into_iter().filter(|backend| backend.is_available()) {
-            let mut tables = table.clone();
+            let mut tables = vec![0.0; shape.lut_len()];
             group.bench_function(format!("lut/{backend:?}"), |b| {
                 b.iter(|| {
                     lut_into_with(backend, &codebook, &query, &mut tables).unwrap();
