@@ -1,4 +1,5 @@
-//! Compares the definitions with plain formulas in f64, and every backend with the scalar one, on random shapes and values.
+//! Compares the definitions with plain formulas in f64, and every backend with the scalar one, on random
+//! shapes and values.
 
 #![allow(clippy::unwrap_used, clippy::panic)]
 
