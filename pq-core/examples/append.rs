@@ -1,6 +1,6 @@
-//! The cache of a decode loop: new keys enter an exact window, leave it in batches, and are encoded with the codebook of the
-//! prompt. When the encoding error has drifted, the codebook is trained again and a new segment starts, since existing codes
-//! keep their codebook.
+//! The cache of a decode loop: new keys enter an exact window, leave it in batches, and are encoded with the
+//! codebook of the prompt. When the encoding error has drifted, the codebook is trained again and a new
+//! segment starts, since existing codes keep their codebook.
 
 use pq_core::{CodebookBuf, CodesBuf, Drift, PqShape, Start, TrainOptions, Window, train};
 

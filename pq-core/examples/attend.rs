@@ -1,5 +1,5 @@
-//! The attention of MILLION: old keys and values are codes, the newest are exact, and both contribute to one softmax. The result
-//! is compared with attention on exact rows.
+//! The attention of MILLION: old keys and values are codes, the newest are exact, and both contribute to one
+//! softmax. The result is compared with attention on exact rows.
 
 use pq_core::{
     CodebookBuf, CodedTokens, Codes, PqShape, SoftmaxStats, TrainOptions, attend_exact_into, attend_into,

@@ -1,5 +1,5 @@
-//! A decode step of PQCache: trains a codebook on the keys of a prompt, scores all keys against a group of queries by table
-//! lookup, and retrieves the tenth of the tokens with the highest combined weights.
+//! A decode step of PQCache: trains a codebook on the keys of a prompt, scores all keys against a group of
+//! queries by table lookup, and retrieves the tenth of the tokens with the highest combined weights.
 
 use pq_core::{
     CodebookBuf, Codes, GroupRule, PqShape, Search, SearchScratch, SoftmaxStats, TrainOptions, lut_into,

@@ -1,12 +1,13 @@
 //! The scan: scores of all codes by table lookup.
 //!
-//! The vector form keeps tables in registers. A table of floats is four tables of bytes, a table of 16-bit integers two, and
-//! tables of up to 256 bytes are looked up for 64 tokens at a time ([`Simd::look_up`]). Four bytes are joined into the float
-//! that the scalar form reads, so both forms add the same values in the same order and agree bit for bit.
+//! The vector form keeps tables in registers. A table of floats is four tables of bytes, a table of 16-bit
+//! integers two, and tables of up to 256 bytes are looked up for 64 tokens at a time ([`Simd::look_up`]).
+//! Four bytes are joined into the float that the scalar form reads, so both forms add the same values in the
+//! same order and agree bit for bit.
 //!
-//! N.B. At 8 bits `vpgatherdps` makes 2.9 G lookups per second on Zen 4, the registers of AVX-512 10 G. At 6 bits `vpermi2ps`
-//! needs more instructions than lookups of bytes do (24 against 16 per 64 codes). Prefetching the runs of later blocks gains
-//! nothing.
+//! N.B. At 8 bits `vpgatherdps` makes 2.9 G lookups per second on Zen 4, the registers of AVX-512 10 G. At 6
+//! bits `vpermi2ps` needs more instructions than lookups of bytes do (24 against 16 per 64 codes).
+//! Prefetching the runs of later blocks gains nothing.
 
 use crate::error::check_len;
 use crate::pack::{BLOCK, unpack_run};
@@ -15,7 +16,8 @@ use crate::{Backend, Codes, Error, Lut, LutPrecision, QuantizedLut};
 
 /// Scores every code against a query's lookup table (asymmetric distance computation).
 ///
-/// `scores[i] = sum over j of lut[j, codes[i, j]]`, added in `f32` in ascending `j`: the same bits on every backend.
+/// `scores[i] = sum over j of lut[j, codes[i, j]]`, added in `f32` in ascending `j`: the same bits on every
+/// backend.
 ///
 /// # Shapes
 /// `lut` (m, ksub); `codes` (n, m) packed; `scores` (n,), fully written.
@@ -64,8 +66,8 @@ pub fn scan_into_with(
 
 /// Scores every code against a table of integers.
 ///
-/// `scores[i] = offset + scale * (sum over j of lut[j, codes[i, j]])`: the sum in integers, the product and the sum rounded
-/// once each: the same bits on every backend. See [`QuantizedLut::error_bound`].
+/// `scores[i] = offset + scale * (sum over j of lut[j, codes[i, j]])`: the sum in integers, the product and
+/// the sum rounded once each: the same bits on every backend. See [`QuantizedLut::error_bound`].
 ///
 /// # Shapes
 /// As [`scan_into`].

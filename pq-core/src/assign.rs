@@ -1,9 +1,9 @@
 //! The nearest centroid of each of 64 points, the inner loop of training and encoding.
 //!
-//! A tile holds 64 points of one subspace component by component, (dsub, 64), so that a register holds one component of
-//! several points and the minimum over centroids is kept lane by lane: no reduction across lanes at any `dsub`. A
-//! block of centroids is multiplied against four registers of points at a time. Floor: `64 * ksub * dsub` fused multiply-adds,
-//! plus three operations per distance to keep the minimum.
+//! A tile holds 64 points of one subspace component by component, (dsub, 64), so that a register holds one
+//! component of several points and the minimum over centroids is kept lane by lane: no reduction across lanes
+//! at any `dsub`. A block of centroids is multiplied against four registers of points at a time. Floor: `64 *
+//! ksub * dsub` fused multiply-adds, plus three operations per distance to keep the minimum.
 
 use crate::codebook::Subspace;
 use crate::pack::BLOCK;
@@ -22,8 +22,8 @@ impl Nearest {
     pub const NONE: Self = Self { index: [0; BLOCK], distance: [f32::INFINITY; BLOCK] };
 }
 
-/// Fills `tile` (dsub, 64) with component `first` and on of up to 64 rows of `dim` components; a NaN or an infinity becomes
-/// 0, and so do missing rows. Returns the sum of squares.
+/// Fills `tile` (dsub, 64) with component `first` and on of up to 64 rows of `dim` components; a NaN or an
+/// infinity becomes 0, and so do missing rows. Returns the sum of squares.
 pub(crate) fn fill_tile<E: Element>(rows: &[E], dim: usize, first: usize, tile: &mut [f32]) -> f64 {
     let n = rows.len() / dim;
     let mut squares = 0.0;
@@ -48,9 +48,9 @@ pub(crate) struct Tile<'a> {
     pub squares: f64,      // the sum of all squares
 }
 
-/// Finds the nearest centroid of each point of a tile: the first minimum of `|c|^2 / 2 - <x, c>`, where the products are
-/// subtracted in ascending component order, or of the squared distance in `f64` where they may overflow. Returns the
-/// summed squared error.
+/// Finds the nearest centroid of each point of a tile: the first minimum of `|c|^2 / 2 - <x, c>`, where the
+/// products are subtracted in ascending component order, or of the squared distance in `f64` where they may
+/// overflow. Returns the summed squared error.
 pub(crate) fn assign(backend: Backend, subspace: Subspace<'_>, tile: Tile<'_>, nearest: &mut Nearest) -> f64 {
     if !fits_f32(subspace, tile.squares) {
         return assign_wide(subspace, tile, &mut nearest.index);
@@ -60,8 +60,8 @@ pub(crate) fn assign(backend: Backend, subspace: Subspace<'_>, tile: Tile<'_>, n
     summed_error(tile, nearest)
 }
 
-/// As [`assign`], where `nearest.index` holds a guess, such as the centroid of the previous iteration. A good guess saves
-/// most of the updates of the minimum in codebooks with many centroids. The guess wins ties.
+/// As [`assign`], where `nearest.index` holds a guess, such as the centroid of the previous iteration. A good
+/// guess saves most of the updates of the minimum in codebooks with many centroids. The guess wins ties.
 #[cfg(feature = "alloc")]
 pub(crate) fn assign_from(
     backend: Backend,
@@ -86,7 +86,8 @@ fn summed_error(tile: Tile<'_>, nearest: &Nearest) -> f64 {
     tile.squares + nearest.distance[..tile.points].iter().map(|&x| 2.0 * f64::from(x)).sum::<f64>()
 }
 
-/// Whether no term or sum of a distance can overflow `f32`: `|<x, c>|` is at most `|x| |c|`, also for a subset of the components.
+/// Whether no term or sum of a distance can overflow `f32`: `|<x, c>|` is at most `|x| |c|`, also for a
+/// subset of the components.
 fn fits_f32(subspace: Subspace<'_>, squares: f64) -> bool {
     const LIMIT: f64 = f32::MAX as f64 / 4.0;
     let largest = f64::from(subspace.largest);
@@ -121,8 +122,9 @@ fn nearest_wide(subspace: Subspace<'_>, x: impl Iterator<Item = f32> + Clone) ->
     best
 }
 
-/// The minimum number of centroids at which a branch on whether any point of a register found a nearer centroid pays off.
-/// At 4,096 centroids it saves a tenth of the time, with a guess a fifth. At 256 and below it costs more than it saves.
+/// The minimum number of centroids at which a branch on whether any point of a register found a nearer
+/// centroid pays off. At 4,096 centroids it saves a tenth of the time, with a guess a fifth. At 256 and below
+/// it costs more than it saves.
 const RARE: usize = 1024;
 
 /// Updates `nearest` where a centroid is nearer.
@@ -177,9 +179,9 @@ impl Assign<'_> {
         }
     }
 
-    /// `C` centroids at a time, which divides ksub; `D` is dsub, or 0 where it is not known. With `SKIP`, a block of centroids
-    /// none of which is nearest to any of a register's points costs `C` minima and a comparison instead of `3 C`
-    /// operations.
+    /// `C` centroids at a time, which divides ksub; `D` is dsub, or 0 where it is not known. With `SKIP`, a
+    /// block of centroids none of which is nearest to any of a register's points costs `C` minima and a
+    /// comparison instead of `3 C` operations.
     #[inline(always)]
     fn blocked<S: Simd, const C: usize, const D: usize, const SKIP: bool>(self, s: S) {
         const POINTS: usize = 4; // registers of points at a time
@@ -198,8 +200,8 @@ impl Assign<'_> {
                 }
             }
             for c in (0..ksub).step_by(C) {
-                // SAFETY: C divides ksub (both are powers of two), so c + C <= ksub; `columns` is (dsub, ksub), `tile`
-                // (dsub, 64), and first + POINTS * LANES <= 64 since LANES divides 16.
+                // SAFETY: C divides ksub (both are powers of two), so c + C <= ksub; `columns` is (dsub,
+                // ksub), `tile` (dsub, 64), and first + POINTS * LANES <= 64 since LANES divides 16.
                 unsafe {
                     let mut distances = [[s.splat(0.0); POINTS]; C];
                     for (i, distances) in distances.iter_mut().enumerate() {
@@ -243,8 +245,8 @@ impl Assign<'_> {
     }
 }
 
-/// As [`assign`], for one point: components `x` of subspace `subspace`. Returns the index, and the squared distance to that
-/// centroid.
+/// As [`assign`], for one point: components `x` of subspace `subspace`. Returns the index, and the squared
+/// distance to that centroid.
 pub(crate) fn assign_one<E: Element>(backend: Backend, subspace: Subspace<'_>, x: &[E]) -> (u32, f64) {
     let squares: f64 = x.iter().map(|&x| f64::from(finite(x)) * f64::from(finite(x))).sum();
     if !fits_f32(subspace, squares) {

@@ -1,10 +1,11 @@
 //! Attention on codes.
 //!
-//! The tokens are processed in chunks with an online softmax, so that scores stay in cache and the size of the scratch does
-//! not depend on the sequence length. The scalar form is MILLION's: it sums the weights per centroid and multiplies every
-//! centroid once. The vector form looks the values of 64 tokens up into registers, as the scan does with scores. One
-//! multiply-add per register and query is then cheaper than 64 scattered additions: at (64, 8) with one query, about 26 + 4
-//! instructions against 64 dependent read-modify-writes.
+//! The tokens are processed in chunks with an online softmax, so that scores stay in cache and the size of
+//! the scratch does not depend on the sequence length. The scalar form is MILLION's: it sums the weights per
+//! centroid and multiplies every centroid once. The vector form looks the values of 64 tokens up into
+//! registers, as the scan does with scores. One multiply-add per register and query is then cheaper than 64
+//! scattered additions: at (64, 8) with one query, about 26 + 4 instructions against 64 dependent
+//! read-modify-writes.
 
 use crate::adc::{for_nbits, scan_chunk, scan_scalar, split_planes};
 use crate::error::{check_at_least, check_len};
@@ -44,8 +45,8 @@ impl<'a> CodedTokens<'a> {
     /// From the codes of the keys, the codes of the values, and the codebook of the values.
     ///
     /// # Errors
-    /// [`Error::Length`] when there are more or fewer values than keys; [`Error::ShapeMismatch`] when `codebook` is not of the
-    /// values' shape.
+    /// [`Error::Length`] when there are more or fewer values than keys; [`Error::ShapeMismatch`] when
+    /// `codebook` is not of the values' shape.
     pub fn new(keys: Codes<'a>, values: Codes<'a>, codebook: Codebook<'a>) -> Result<Self, Error> {
         if values.shape() != codebook.shape() {
             return Err(Error::ShapeMismatch);
@@ -54,8 +55,9 @@ impl<'a> CodedTokens<'a> {
         Ok(Self { keys, values, codebook, key_scales: None, value_scales: None, bias: None })
     }
 
-    /// Sets the factors (n,) of the keys' scores, such as the norms that [`divide_by_norms`](crate::divide_by_norms) removed
-    /// before encoding. `None` removes them.
+    /// Sets the factors (n,) of the keys' scores, such as the norms that
+    /// [`divide_by_norms`](crate::divide_by_norms) removed before encoding. Takes a slice or an `Option` of
+    /// one.
     ///
     /// # Errors
     /// [`Error::Length`].
@@ -65,7 +67,7 @@ impl<'a> CodedTokens<'a> {
         Ok(self)
     }
 
-    /// Sets the factors (n,) of the values. `None` removes them.
+    /// Sets the factors (n,) of the values. Takes a slice or an `Option` of one.
     ///
     /// # Errors
     /// [`Error::Length`].
@@ -75,9 +77,10 @@ impl<'a> CodedTokens<'a> {
         Ok(self)
     }
 
-    /// Sets the terms (group, n) that are added to the scores: a position bias, the scores of a mean that was subtracted from
-    /// the keys before encoding (see [`RopeMean`](crate::RopeMean)), or a mask. A token whose bias is minus infinity contributes
-    /// nothing, whatever its scales are. `None` removes them. [`attend_into`] checks the length, since it depends on the group.
+    /// Sets the terms (group, n) that are added to the scores: a position bias, the scores of a mean that was
+    /// subtracted from the keys before encoding (see [`RopeMean`](crate::RopeMean)), or a mask. A token whose
+    /// bias is minus infinity contributes nothing, whatever its scales are. Takes a slice or an `Option` of
+    /// one. [`attend_into`] checks the length, since it depends on the group.
     #[must_use]
     pub fn with_bias(mut self, bias: impl Into<Option<&'a [f32]>>) -> Self {
         self.bias = bias.into();
@@ -109,27 +112,28 @@ pub const fn attend_scratch_len(values: PqShape, group: usize) -> usize {
     tables_len(values).saturating_add(group.saturating_mul(CHUNK))
 }
 
-/// Elements of the tables: one float per centroid and component, as planes of bytes. The scalar form needs fewer, one per
-/// centroid and subspace.
+/// Elements of the tables: one float per centroid and component, as planes of bytes. The scalar form needs
+/// fewer, one per centroid and subspace.
 const fn tables_len(values: PqShape) -> usize {
     values.dim() * row_len(values.ksub())
 }
 
-/// Attention of the query heads that share a key/value head on its coded tokens, without decoding them in memory.
+/// Attention of the query heads that share a key/value head on its coded tokens, without decoding them in
+/// memory.
 ///
-/// The score of token t for query g is `s[g, t] = key_scales[t] * (sum_j luts[g, j, keys[t, j]]) + bias[g, t]`. The tokens are
-/// added to `out[g] = sum_t exp(s[g, t] - max) * value_scales[t] * value_t` and to `stats[g]`. Start from zeros and
-/// [`SoftmaxStats::EMPTY`], and finish with [`SoftmaxStats::normalize`]. Scale queries by `1 / sqrt(head_dim)` before
-/// [`lut_into`](crate::lut_into).
+/// The score of token t for query g is `s[g, t] = key_scales[t] * (sum_j luts[g, j, keys[t, j]]) + bias[g,
+/// t]`. The tokens are added to `out[g] = sum_t exp(s[g, t] - max) * value_scales[t] * value_t` and to
+/// `stats[g]`. Start from zeros and [`SoftmaxStats::EMPTY`], and finish with [`SoftmaxStats::normalize`].
+/// Scale queries by `1 / sqrt(head_dim)` before [`lut_into`](crate::lut_into).
 ///
 /// # Shapes
-/// `luts` (group, m, ksub) in the keys' shape; `scratch` at least [`attend_scratch_len`]; `out` (group, dim of the values);
-/// `stats` (group,).
+/// `luts` (group, m, ksub) in the keys' shape; `scratch` at least [`attend_scratch_len`]; `out` (group, dim
+/// of the values); `stats` (group,).
 /// # Errors
 /// [`Error::ShapeMismatch`], [`Error::Length`] or [`Error::TooShort`]; `out` and `stats` are then untouched.
 /// # Cost
-/// Per query n * m lookups for the scores, n exponentials, and n * dim multiply-adds on values whose lookup the group
-/// shares; no allocation.
+/// Per query n * m lookups for the scores, n exponentials, and n * dim multiply-adds on values whose lookup
+/// the group shares; no allocation.
 /// # Source
 /// MILLION (DAC 2025), III-B, equations 6 and 7.
 pub fn attend_into(
@@ -245,8 +249,8 @@ impl Kernel for Attend<'_, '_> {
     }
 }
 
-/// Turns the table scores of tokens `start` and on into softmax weights, in place. Adds the tokens to `stats` and rescales
-/// `accumulated` if the maximum rises.
+/// Turns the table scores of tokens `start` and on into softmax weights, in place. Adds the tokens to `stats`
+/// and rescales `accumulated` if the maximum rises.
 #[inline(always)]
 fn weigh(
     tokens: &CodedTokens<'_>,
@@ -299,7 +303,8 @@ struct Values<'a> {
 }
 
 impl Values<'_> {
-    /// Adds the weighted values to up to four queries' outputs. Reorders `weights` (queries, CHUNK) into block order.
+    /// Adds the weighted values to up to four queries' outputs. Reorders `weights` (queries, CHUNK) into
+    /// block order.
     #[inline(always)]
     fn add_group<S: Simd, const NBITS: u32>(&self, s: S, weights: &mut [f32], out: &mut [f32]) {
         for weights in weights.chunks_exact_mut(CHUNK) {
@@ -316,7 +321,8 @@ impl Values<'_> {
         }
     }
 
-    /// Adds the weighted values of `G` queries, with `A` accumulators each to hide the latency of the multiply-adds.
+    /// Adds the weighted values of `G` queries, with `A` accumulators each to hide the latency of the
+    /// multiply-adds.
     #[inline(always)]
     fn add<S: Simd, const NBITS: u32, const G: usize, const A: usize>(
         &self,

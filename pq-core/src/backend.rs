@@ -3,9 +3,9 @@ use crate::simd::Kernel;
 
 /// An instruction set that the kernels are compiled for.
 ///
-/// The scalar code defines every result; a backend is a way to compute it. Integer results and sums of table entries agree
-/// bit for bit between backends. Sums with fused multiply-adds differ by rounding; the crate's documentation has the
-/// tolerances.
+/// The scalar code defines every result; a backend is a way to compute it. Integer results and sums of table
+/// entries agree bit for bit between backends. Sums with fused multiply-adds differ by rounding; the crate's
+/// documentation has the tolerances.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Backend {
     /// Portable Rust, the definition of every result.
@@ -24,8 +24,9 @@ impl Backend {
 
     /// Whether this machine can run the backend.
     ///
-    /// With feature `std` this detects every CPU feature that the code is compiled for. Without it, only the features of the
-    /// compilation target count. NEON is a feature of every AArch64 target with floating point.
+    /// With feature `std` this detects every CPU feature that the code is compiled for. Without it, only the
+    /// features of the compilation target count. NEON is a feature of every AArch64 target with floating
+    /// point.
     #[must_use]
     pub fn is_available(self) -> bool {
         match self {

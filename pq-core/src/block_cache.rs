@@ -60,8 +60,8 @@ struct Slot {
 
 /// The directory of a cache of token blocks; the caller owns the rows.
 ///
-/// A decode step looks its tokens up, fetches the misses, and then [`update`](Self::update)s the cache with the blocks that
-/// contain most of its tokens. Blocks with few of them would displace more useful ones.
+/// A decode step looks its tokens up, fetches the misses, and then [`update`](Self::update)s the cache with
+/// the blocks that contain most of its tokens. Blocks with few of them would displace more useful ones.
 ///
 /// # Source
 /// PQCache (arXiv 2407.12820), 3.4: 128 tokens per block, 32 blocks, least frequently used.
@@ -126,8 +126,8 @@ impl BlockCache {
         self.statistics.misses += misses.len() as u64;
     }
 
-    /// Ends a step: marks the `k_cache` blocks that contain most of its tokens as used, and returns those of them that the
-    /// caller has to load. Of blocks with equally many tokens the lower comes first.
+    /// Ends a step: marks the `k_cache` blocks that contain most of its tokens as used, and returns those of
+    /// them that the caller has to load. Of blocks with equally many tokens the lower comes first.
     pub fn update(&mut self, tokens: &[u32], k_cache: usize) -> Vec<Load> {
         self.step += 1;
         let mut counts = BTreeMap::new();
@@ -149,11 +149,13 @@ impl BlockCache {
         missing.into_iter().filter_map(|block| self.insert(block)).collect()
     }
 
-    /// Removes the blocks that contain token `n` or a later one, when the sequence is truncated to `n` tokens.
+    /// Removes the blocks that contain token `n` or a later one, when the sequence is truncated to `n`
+    /// tokens.
     pub fn truncate(&mut self, n: usize) {
         let block_len = self.block_len;
         let slots = core::mem::take(&mut self.slots);
-        // The index of a slot is its place in memory, so free slots stay in the list; they are the first to be reused.
+        // The index of a slot is its place in memory, so free slots stay in the list; they are the first to
+        // be reused.
         self.slots = slots
             .into_iter()
             .map(|slot| {

@@ -2,10 +2,12 @@ use core::ops::RangeInclusive;
 
 use crate::Error;
 
-/// A model of the time that clustering takes, and of the time of a layer's prefill, as functions of the sequence length.
+/// A model of the time that clustering takes, and of the time of a layer's prefill, as functions of the
+/// sequence length.
 ///
-/// PQCache trains on the CPU while the GPU prefills the next layer. The time of one k-means iteration is linear in the length,
-/// that of a layer quadratic; both are fitted by least squares to the profiles of a few lengths.
+/// PQCache trains on the CPU while the GPU prefills the next layer. The time of one k-means iteration is
+/// linear in the length, that of a layer quadratic; both are fitted by least squares to the profiles of a few
+/// lengths.
 ///
 /// # Source
 /// PQCache (arXiv 2407.12820), 3.3.
@@ -31,18 +33,21 @@ impl ClusteringCost {
     /// Fits profiles of (sequence length, seconds): at least two lengths for an iteration, three for a layer.
     ///
     /// # Errors
-    /// [`Error::Underdetermined`] for too few different lengths, [`Error::NotFinite`] for a time that is not finite.
+    /// [`Error::Underdetermined`] for too few different lengths, [`Error::NotFinite`] for a time that is not
+    /// finite.
     pub fn fit(iteration: &[(usize, f64)], layer: &[(usize, f64)]) -> Result<Self, Error> {
         Ok(Self { iteration: fit("iteration profile", iteration)?, layer: fit("layer profile", layer)? })
     }
 
-    /// The maximum number of iterations over `n` tokens that overlap with one layer's prefill, clamped to `allowed`.
+    /// The maximum number of iterations over `n` tokens that overlap with one layer's prefill, clamped to
+    /// `allowed`.
     #[must_use]
     pub fn iterations(&self, n: usize, allowed: RangeInclusive<usize>) -> usize {
         let n = n as f64;
         let layer = self.layer[0] + n * (self.layer[1] + n * self.layer[2]);
         let iteration = self.iteration[0] + n * self.iteration[1];
-        // A time that is not positive gives no bound. The factor keeps rounding from taking one iteration off an exact fit.
+        // A time that is not positive gives no bound. The factor keeps rounding from taking one iteration off
+        // an exact fit.
         let hidden = if iteration > 0.0 { (layer / iteration * (1.0 + 5e-7)) as usize } else { usize::MAX };
         hidden.min(*allowed.end()).max(*allowed.start())
     }
@@ -69,7 +74,8 @@ fn fit<const N: usize>(what: &'static str, profile: &[(usize, f64)]) -> Result<[
             }
         }
     }
-    // Gaussian elimination needs no pivoting: the matrix is positive definite unless there are too few lengths.
+    // Gaussian elimination needs no pivoting: the matrix is positive definite unless there are too few
+    // lengths.
     for i in 0..N {
         let pivot = matrix[i];
         if pivot[i] <= 1e-9 || pivot[i].is_nan() {

@@ -3,9 +3,9 @@ use crate::{Error, PqShape};
 
 /// The centroids of every subspace in the layout of the kernels, borrowed from the caller's storage.
 ///
-/// Arguments and results are (m, ksub, dsub), the order of faiss and of [`Trained`](crate::Trained). The kernels read the
-/// centroids component by component, (m, dsub, ksub), and half of their squared norms, (m, ksub). [`new`](Self::new) computes
-/// both once.
+/// Arguments and results are (m, ksub, dsub), the order of faiss and of [`Trained`](crate::Trained). The
+/// kernels read the centroids component by component, (m, dsub, ksub), and half of their squared norms, (m,
+/// ksub). [`new`](Self::new) computes both once.
 ///
 /// # Examples
 /// ```
@@ -120,7 +120,8 @@ impl<'a> Codebook<'a> {
     }
 }
 
-/// Transposes one subspace's centroids, (ksub, dsub) to (dsub, ksub), and computes half of their squared norms.
+/// Transposes one subspace's centroids, (ksub, dsub) to (dsub, ksub), and computes half of their squared
+/// norms.
 pub(crate) fn arrange(centroids: &[f32], dsub: usize, columns: &mut [f32], half_norms: &mut [f32]) {
     let ksub = half_norms.len();
     for ((c, centroid), half_norm) in centroids.chunks_exact(dsub).enumerate().zip(half_norms) {

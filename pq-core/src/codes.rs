@@ -1,6 +1,6 @@
-//! The packed codes of many vectors: blocks of 64 vectors, each with one run per subspace (see `pack`). An `nbits`-bit field
-//! is below `ksub = 1 << nbits` by construction, so every byte string of the right length is valid and lookups need no range
-//! check.
+//! The packed codes of many vectors: blocks of 64 vectors, each with one run per subspace (see `pack`). An
+//! `nbits`-bit field is below `ksub = 1 << nbits` by construction, so every byte string of the right length
+//! is valid and lookups need no range check.
 
 #[cfg(feature = "alloc")]
 use crate::Backend;
@@ -80,8 +80,8 @@ impl<'a> Codes<'a> {
 /// # Shapes
 /// `codes` (n, m); `bytes` [`PqShape::codes_len`] of n, fully written.
 /// # Errors
-/// [`Error::PartialRow`] for `codes`, [`Error::Length`] for `bytes`, or [`Error::CodeOutOfRange`] for a code of ksub or more;
-/// `bytes` is then untouched.
+/// [`Error::PartialRow`] for `codes`, [`Error::Length`] for `bytes`, or [`Error::CodeOutOfRange`] for a code
+/// of ksub or more; `bytes` is then untouched.
 /// # Examples
 /// ```
 /// use pq_core::{Codes, PqShape, pack_codes_into};

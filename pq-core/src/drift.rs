@@ -20,14 +20,15 @@ pub struct Drift {
 }
 
 impl Drift {
-    /// From the mean squared error per training vector, and the number of vectors after which the weight of an observation has
-    /// decayed to 1/e.
+    /// From the mean squared error per training vector, and the number of vectors after which the weight of
+    /// an observation has decayed to 1/e.
     #[must_use]
     pub const fn new(trained: f64, memory: f64) -> Self {
         Self { trained, memory, recent: trained }
     }
 
-    /// Adds the summed squared error of `n` newly encoded vectors, as [`encode_into`](crate::encode_into) returns it.
+    /// Adds the summed squared error of `n` newly encoded vectors, as [`encode_into`](crate::encode_into)
+    /// returns it.
     pub fn observe(&mut self, error: f64, n: usize) {
         if n > 0 {
             let kept = libm::exp(-(n as f64) / self.memory);

@@ -7,7 +7,8 @@ mod sealed {
     impl Sealed for half::bf16 {}
 }
 
-/// Storage type of one component of a key or value: `f32`, [`half::f16`] or [`half::bf16`]. Arithmetic is in `f32`.
+/// Storage type of one component of a key or value: `f32`, [`half::f16`] or [`half::bf16`]. Arithmetic is in
+/// `f32`.
 pub trait Element: Copy + Default + Send + Sync + sealed::Sealed + 'static {
     /// Converts without loss.
     fn to_f32(self) -> f32;

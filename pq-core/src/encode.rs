@@ -7,17 +7,17 @@ use crate::{Backend, Codebook, Codes, Element, Error};
 /// The largest dsub for which 64 vectors are encoded at a time, bounded by the size of the tile on the stack.
 const MAX_TILE_DSUB: usize = 64;
 
-/// Encodes vectors: replaces each subvector by the index of its nearest centroid, and packs the indices as the codes of vectors
-/// `first` and on.
+/// Encodes vectors: replaces each subvector by the index of its nearest centroid, and packs the indices as
+/// the codes of vectors `first` and on.
 ///
-/// The nearest centroid is the first minimum over `c` of `|centroid_c|^2 / 2 - <x, centroid_c>`, where the products are
-/// subtracted in `f32` in ascending component order. Where this may overflow, for components of 1e19 and more, squared distances
-/// in `f64` decide. A NaN or infinite component counts as 0. Returns the summed squared error, which [`Drift`](crate::Drift)
-/// tracks.
+/// The nearest centroid is the first minimum over `c` of `|centroid_c|^2 / 2 - <x, centroid_c>`, where the
+/// products are subtracted in `f32` in ascending component order. Where this may overflow, for components of
+/// 1e19 and more, squared distances in `f64` decide. A NaN or infinite component counts as 0. Returns the
+/// summed squared error, which [`Drift`](crate::Drift) tracks.
 ///
 /// # Shapes
-/// `vectors` (n, dim); `codes` [`PqShape::codes_len`](crate::PqShape::codes_len) of `first + n`. The codes of other vectors
-/// keep their values.
+/// `vectors` (n, dim); `codes` [`PqShape::codes_len`](crate::PqShape::codes_len) of `first + n`. The codes of
+/// other vectors keep their values.
 /// # Errors
 /// [`Error::PartialRow`] for `vectors`, [`Error::Length`] for `codes`, which is then untouched.
 /// # Cost
@@ -102,10 +102,11 @@ fn encode_vector<E: Element>(
 /// Decodes vectors `first` and on: replaces each of their codes by its centroid.
 ///
 /// # Shapes
-/// `codes` (n, m) packed; `vectors` (count, dim) with `first + count <= n`, fully written, rounded to nearest.
+/// `codes` (n, m) packed; `vectors` (count, dim) with `first + count <= n`, fully written, rounded to
+/// nearest.
 /// # Errors
-/// [`Error::ShapeMismatch`], [`Error::PartialRow`] for `vectors`, or [`Error::TooShort`] for `codes`; `vectors` is then
-/// untouched.
+/// [`Error::ShapeMismatch`], [`Error::PartialRow`] for `vectors`, or [`Error::TooShort`] for `codes`;
+/// `vectors` is then untouched.
 /// # Cost
 /// One lookup and one write per component, no allocation.
 /// # Examples

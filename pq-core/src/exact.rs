@@ -7,16 +7,16 @@ use crate::{Backend, Element, Error, SoftmaxStats};
 
 /// Attention of a group of query heads on exact keys and values.
 ///
-/// Adds the tokens to `out` and `stats`, as [`attend_into`](crate::attend_into) does, so that both contribute to one softmax.
-/// Scale queries by `1 / sqrt(head_dim)`. This is the plain definition, vectorized by the compiler; the function of the same
-/// purpose in `svd-core` is tuned for long sequences.
+/// Adds the tokens to `out` and `stats`, as [`attend_into`](crate::attend_into) does, so that both contribute
+/// to one softmax. Scale queries by `1 / sqrt(head_dim)`. This is the plain definition, vectorized by the
+/// compiler; the function of the same purpose in `svd-core` is tuned for long sequences.
 ///
 /// # Shapes
 /// `queries` (group, dim); `keys` (n, dim); `values` (n, dim_v); `scores` (n,) scratch; `out` (group, dim_v);
 /// `stats` (group,).
 /// # Errors
-/// [`Error::Zero`] for no query or a dimension of zero, [`Error::PartialRow`], [`Error::Length`]; `out` and `stats` are then
-/// untouched.
+/// [`Error::Zero`] for no query or a dimension of zero, [`Error::PartialRow`], [`Error::Length`]; `out` and
+/// `stats` are then untouched.
 /// # Cost
 /// group * n * (dim + dim_v) multiply-adds, no allocation.
 pub fn attend_exact_into<E: Element>(

@@ -1,7 +1,8 @@
 /// `exp(x)` for `x <= 0`, to 2 units in the last place; 0 below -87.
 ///
-/// One definition for every machine, in operations that vectorize: `x = n ln 2 + r` with `|r| <= ln 2 / 2`, a polynomial of degree 6
-/// for `exp(r)` (Cephes), and `n` added to the exponent. `ln 2` is split in two so that `r` is exact. NaN stays NaN.
+/// One definition for every machine, in operations that vectorize: `x = n ln 2 + r` with `|r| <= ln 2 / 2`, a
+/// polynomial of degree 6 for `exp(r)` (Cephes), and `n` added to the exponent. `ln 2` is split in two so
+/// that `r` is exact. NaN stays NaN.
 #[inline(always)]
 pub(crate) fn exp(x: f32) -> f32 {
     const LN2_HIGH: f32 = 0.693_359_4;
@@ -16,15 +17,16 @@ pub(crate) fn exp(x: f32) -> f32 {
         p = p * r + c;
     }
     let exp_r = (p * r * r + r) + 1.0;
-    // The lowest bits of `shifted` are those of `n`, which avoids a conversion to an integer, since that vectorizes poorly.
+    // The lowest bits of `shifted` are those of `n`, which avoids a conversion to an integer, since that
+    // vectorizes poorly.
     let scaled = exp_r * f32::from_bits(shifted.to_bits().wrapping_add(127) << 23);
     if x < -87.0 { 0.0 } else { scaled }
 }
 
 /// `ln(x)` for finite `x >= 1`, to 2 units in the last place; finite for 0.
 ///
-/// Vectorizes, as [`exp`] does: `x = 2^n (1 + f)` with `1 + f` between the square roots of 1/2 and 2, and a polynomial of
-/// degree 9 for `ln(1 + f)` (Cephes).
+/// Vectorizes, as [`exp`] does: `x = 2^n (1 + f)` with `1 + f` between the square roots of 1/2 and 2, and a
+/// polynomial of degree 9 for `ln(1 + f)` (Cephes).
 #[inline(always)]
 pub(crate) fn ln(x: f32) -> f32 {
     const LN2_HIGH: f32 = 0.693_359_4;

@@ -6,8 +6,9 @@ use crate::{Backend, Error};
 
 /// How the scores of the query heads that share a key/value head are combined into one score per token.
 ///
-/// Each head's scores pass through a softmax over all tokens first, so that a head with large scores does not outvote the
-/// others. A token's score is then the sum or the maximum over the heads. [`combine_group_into`] has the definition.
+/// Each head's scores pass through a softmax over all tokens first, so that a head with large scores does not
+/// outvote the others. A token's score is then the sum or the maximum over the heads. [`combine_group_into`]
+/// has the definition.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum GroupRule {
     /// Sum over the heads, as in PQCache's released code.
@@ -17,32 +18,34 @@ pub enum GroupRule {
     MaxOfSoftmax,
 }
 
-/// Combined weights of at least this size are kept as weights. Smaller ones are replaced by their logarithms, since
-/// exponentials in `f32` lose their digits there.
+/// Combined weights of at least this size are kept as weights. Smaller ones are replaced by their logarithms,
+/// since exponentials in `f32` lose their digits there.
 const LEAST_WEIGHT: f32 = 1.0 / (1_u128 << 100) as f32;
 
 /// Tokens whose logarithms are computed together, few enough for L1.
 const CHUNK: usize = 256;
 
-/// Combines the scores of a group of query heads into one score per token, and computes each head's softmax statistics. The
-/// tokens with the highest combined scores are those that the group attends to.
+/// Combines the scores of a group of query heads into one score per token, and computes each head's softmax
+/// statistics. The tokens with the highest combined scores are those that the group attends to.
 ///
 /// * One head: its scores, so their order is exact.
-/// * Several heads: a token's weight of one head is `exp(l)` with `l = score - max - ln(sum)`, and the combined weight is
-///   the heads' sum or maximum. Where it is 2^-100 or more, it is the token's score. Where it is less, the score is its
-///   logarithm, `ln(sum of exp(l))` or the maximum of `l`. It is negative, so these tokens rank below all others and keep
-///   their order, however wide the range of the scores is. A logarithm below `f32::MIN` is minus infinity.
+/// * Several heads: a token's weight of one head is `exp(l)` with `l = score - max - ln(sum)`, and the
+///   combined weight is the heads' sum or maximum. Where it is 2^-100 or more, it is the token's score. Where
+///   it is less, the score is its logarithm, `ln(sum of exp(l))` or the maximum of `l`. It is negative, so
+///   these tokens rank below all others and keep their order, however wide the range of the scores is. A
+///   logarithm below `f32::MIN` is minus infinity.
 ///
-/// A score of NaN counts as minus infinity, which has weight 0 and ranks last. Plus infinity counts as `f32::MAX` in a
-/// head's softmax. A head whose scores are all minus infinity has no weights. Therefore no head can invalidate the others.
+/// A score of NaN counts as minus infinity, which has weight 0 and ranks last. Plus infinity counts as
+/// `f32::MAX` in a head's softmax. A head whose scores are all minus infinity has no weights. Therefore no
+/// head can invalidate the others.
 ///
 /// # Shapes
 /// `scores` (group, n); `stats` (group,); `out` (n,); both fully written.
 /// # Errors
 /// [`Error::Length`]; `stats` and `out` are then untouched.
 /// # Cost
-/// One exponential per score for a single head, two for several. Each chunk of 256 tokens that contains a weight below 2^-100
-/// takes one more per score, and one logarithm per token. No allocation.
+/// One exponential per score for a single head, two for several. Each chunk of 256 tokens that contains a
+/// weight below 2^-100 takes one more per score, and one logarithm per token. No allocation.
 pub fn combine_group_into(
     scores: &[f32],
     rule: GroupRule,
@@ -139,7 +142,8 @@ fn clean(score: f32) -> f32 {
     if score < f32::MAX { score } else { f32::MAX }
 }
 
-/// Combines a head's weights with those in `out`. Without a rule, which is for the first head, they overwrite `out`.
+/// Combines a head's weights with those in `out`. Without a rule, which is for the first head, they overwrite
+/// `out`.
 #[inline(always)]
 fn add_weights(
     out: &mut [f32],
@@ -177,7 +181,8 @@ fn take_logarithms<'a>(
     }
     let mut logarithms = highest.map(|half| 2.0 * half);
     if rule == GroupRule::SumOfSoftmax {
-        // A token without weight in every head has a highest logarithm of minus infinity, whose differences are NaN.
+        // A token without weight in every head has a highest logarithm of minus infinity, whose differences
+        // are NaN.
         let base = highest.map(|half| if half > f32::NEG_INFINITY { half } else { 0.0 });
         let mut sums = [0.0; CHUNK];
         for (stats, scores) in heads {
@@ -195,7 +200,8 @@ fn take_logarithms<'a>(
     }
 }
 
-/// Half of the logarithms of a head's weights: the difference of two scores may overflow, that of their halves cannot.
+/// Half of the logarithms of a head's weights: the difference of two scores may overflow, that of their
+/// halves cannot.
 struct HalfLogarithm {
     half_max: f32,
     half_ln_sum: f32,

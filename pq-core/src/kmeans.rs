@@ -70,8 +70,9 @@ impl Points {
             .copied()
     }
 
-    /// Assigns every point, a tile at a time; `visit` gets the tile, its number of points and their centroids. `last` is the
-    /// previous assignment, or empty, and is replaced by this one. Returns the summed squared error.
+    /// Assigns every point, a tile at a time; `visit` gets the tile, its number of points and their
+    /// centroids. `last` is the previous assignment, or empty, and is replaced by this one. Returns the
+    /// summed squared error.
     fn assign(
         &self,
         backend: Backend,
@@ -123,8 +124,8 @@ impl Points {
         (0..k).flat_map(|c| self.point(order[c % order.len()])).collect()
     }
 
-    /// k-means++ (Arthur, Vassilvitskii, SODA 2007): each next start is drawn with a probability proportional to its squared
-    /// distance from those before it.
+    /// k-means++ (Arthur, Vassilvitskii, SODA 2007): each next start is drawn with a probability proportional
+    /// to its squared distance from those before it.
     pub fn plus_plus_start(&self, k: usize, rng: &mut SplitMix64) -> Vec<f32> {
         let mut centroids: Vec<f32> = self.point(rng.below(self.n)).collect();
         let mut distances = vec![f32::MAX; self.n]; // finite, so that drawing has a total
@@ -161,10 +162,11 @@ impl Points {
 
     /// Lloyd's iterations from `centroids` (k, dsub).
     ///
-    /// A centroid without points splits the largest cluster, as in faiss: it becomes a copy of that centroid, moved by a
-    /// thousandth. That may raise the error, and it never separates points that lie orthogonal to the move. So when the error no
-    /// longer falls, centroids without points are moved to the points farthest from their own centroids instead, which always
-    /// lowers the error, and training ends when it stops falling again.
+    /// A centroid without points splits the largest cluster, as in faiss: it becomes a copy of that centroid,
+    /// moved by a thousandth. That may raise the error, and it never separates points that lie orthogonal to
+    /// the move. So when the error no longer falls, centroids without points are moved to the points farthest
+    /// from their own centroids instead, which always lowers the error, and training ends when it stops
+    /// falling again.
     pub fn cluster(&self, backend: Backend, mut centroids: Vec<f32>, limits: &Limits<'_>) -> Clusters {
         let dsub = self.dsub;
         let k = centroids.len() / dsub;
@@ -213,8 +215,8 @@ impl Points {
         Clusters { centroids, error, iterations }
     }
 
-    /// Moves each centroid without points to the point with the largest distance from its own centroid, `last`, and from those
-    /// moved before. Ends at a distance of 0.
+    /// Moves each centroid without points to the point with the largest distance from its own centroid,
+    /// `last`, and from those moved before. Ends at a distance of 0.
     fn relocate_empty(&self, centroids: &mut [f32], counts: &[usize], last: &[[u32; BLOCK]]) {
         let own = last.as_flattened().iter().map(|&c| c as usize * self.dsub).take(self.n).enumerate();
         let mut distances: Vec<f32> = own

@@ -61,7 +61,8 @@ pub struct Luts<'a> {
 }
 
 impl<'a> Luts<'a> {
-    /// Checks the length of tables that were computed earlier or elsewhere; [`lut_into`] returns checked ones.
+    /// Checks the length of tables that were computed earlier or elsewhere; [`lut_into`] returns checked
+    /// ones.
     ///
     /// # Errors
     /// [`Error::PartialRow`] when `values` does not consist of whole tables.
@@ -95,11 +96,12 @@ impl<'a> Luts<'a> {
 
 /// Computes the tables of inner products of queries with every centroid, and returns a view of them.
 ///
-/// `lut[g, j, c] = <query[g]_j, centroid[j, c]>`, rounded products added in `f32` in ascending component order: the same
-/// bits on every backend.
+/// `lut[g, j, c] = <query[g]_j, centroid[j, c]>`, rounded products added in `f32` in ascending component
+/// order: the same bits on every backend.
 ///
 /// # Shapes
-/// `queries` (group, dim), the query heads that share a key/value head; `luts` (group, m, ksub), fully written.
+/// `queries` (group, dim), the query heads that share a key/value head; `luts` (group, m, ksub), fully
+/// written.
 /// # Errors
 /// [`Error::PartialRow`] for `queries`, [`Error::Length`] for `luts`, which is then untouched.
 /// # Cost
@@ -178,8 +180,8 @@ impl<E: Element> Kernel for FillLuts<'_, E> {
     }
 }
 
-/// Computes one row, `R` registers of centroids at a time, whose sums stay in registers over the components. `R * LANES`
-/// divides ksub.
+/// Computes one row, `R` registers of centroids at a time, whose sums stay in registers over the components.
+/// `R * LANES` divides ksub.
 #[inline(always)]
 fn fill_row<E: Element, S: Simd, const R: usize>(s: S, q: &[E], subspace: Subspace<'_>, row: &mut [f32]) {
     let columns = &subspace.columns[..q.len() * row.len()];

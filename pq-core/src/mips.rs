@@ -38,7 +38,8 @@ pub struct Rerank {
     pub rule: GroupRule,
 }
 
-/// Working memory of [`search_into`] and [`rerank_into`], borrowed from the caller, and the scores that they leave in it.
+/// Working memory of [`search_into`] and [`rerank_into`], borrowed from the caller, and the scores that they
+/// leave in it.
 ///
 /// # Examples
 /// ```
@@ -101,23 +102,24 @@ impl<'a> SearchScratch<'a> {
     }
 }
 
-/// Selects the tokens that a group of query heads attends to: scan, combination of the group's scores, top-k, sinks and
-/// recent tokens.
+/// Selects the tokens that a group of query heads attends to: scan, combination of the group's scores, top-k,
+/// sinks and recent tokens.
 ///
-/// Writes their indices in ascending order and returns how many there are ([`Search::found`]). Afterwards `scratch` holds the
-/// scores of all tokens and their statistics: [`SoftmaxStats::log_sum_exp`] gives the fraction of a query's attention that
-/// the selected tokens hold. The scale of a query does not change the selection for a single head. For a group, scale queries
-/// as for attention, since every head's scores pass through a softmax.
+/// Writes their indices in ascending order and returns how many there are ([`Search::found`]). Afterwards
+/// `scratch` holds the scores of all tokens and their statistics: [`SoftmaxStats::log_sum_exp`] gives the
+/// fraction of a query's attention that the selected tokens hold. The scale of a query does not change the
+/// selection for a single head. For a group, scale queries as for attention, since every head's scores pass
+/// through a softmax.
 ///
 /// # Shapes
-/// `luts` (group, m, ksub); `codes` (n, m) packed; `scratch` for the same group and n; `tokens` at least [`Search::found`]
-/// elements.
+/// `luts` (group, m, ksub); `codes` (n, m) packed; `scratch` for the same group and n; `tokens` at least
+/// [`Search::found`] elements.
 /// # Errors
-/// [`Error::ShapeMismatch`], [`Error::Length`] for a scratch of other sizes, [`Error::TooShort`] for `tokens`, which is then
-/// untouched.
+/// [`Error::ShapeMismatch`], [`Error::Length`] for a scratch of other sizes, [`Error::TooShort`] for
+/// `tokens`, which is then untouched.
 /// # Cost
-/// group * n * m lookups, the exponentials of [`combine_group_into`](crate::combine_group_into), one selection; no
-/// allocation.
+/// group * n * m lookups, the exponentials of [`combine_group_into`](crate::combine_group_into), one
+/// selection; no allocation.
 /// # Source
 /// PQCache (arXiv 2407.12820), 3.1 and 3.4.
 pub fn search_into(
@@ -171,17 +173,18 @@ pub fn search_into_with(
     Ok(found)
 }
 
-/// Ranks candidates by exact scores and keeps the best `k`: the second step of a search that selected more tokens than
-/// attention needs.
+/// Ranks candidates by exact scores and keeps the best `k`: the second step of a search that selected more
+/// tokens than attention needs.
 ///
-/// Writes indices into the list of candidates, in ascending order, and returns how many there are: `min(k, candidates)`.
+/// Writes indices into the list of candidates, in ascending order, and returns how many there are: `min(k,
+/// candidates)`.
 ///
 /// # Shapes
-/// `queries` (group, dim); `keys` (candidates, dim), the exact keys; `scratch` for the same group and candidates; `kept` at
-/// least `min(k, candidates)` elements.
+/// `queries` (group, dim); `keys` (candidates, dim), the exact keys; `scratch` for the same group and
+/// candidates; `kept` at least `min(k, candidates)` elements.
 /// # Errors
-/// [`Error::Zero`] for no query or a dimension of zero, [`Error::PartialRow`], [`Error::Length`], or [`Error::TooShort`] for
-/// `kept`.
+/// [`Error::Zero`] for no query or a dimension of zero, [`Error::PartialRow`], [`Error::Length`], or
+/// [`Error::TooShort`] for `kept`.
 /// # Cost
 /// group * candidates * dim multiply-adds and a selection; no allocation.
 pub fn rerank_into<E: Element>(

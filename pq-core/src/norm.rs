@@ -6,8 +6,8 @@ const STEPS: f32 = 16.0;
 /// The code of a norm of 1.
 const ONE: f32 = 128.0;
 
-/// Encodes a vector's norm in a byte: sixteen steps per octave from 2^-8 to 2^8, so the error is at most 2.2 %. Norms outside
-/// this range get the nearest code, 0 or 255; NaN gets 0.
+/// Encodes a vector's norm in a byte: sixteen steps per octave from 2^-8 to 2^8, so the error is at most 2.2
+/// %. Norms outside this range get the nearest code, 0 or 255; NaN gets 0.
 #[must_use]
 pub fn encode_norm(norm: f32) -> u8 {
     // The cast saturates, and maps NaN to 0.
@@ -20,7 +20,8 @@ pub fn decode_norm(code: u8) -> f32 {
     libm::exp2f((f32::from(code) - ONE) / STEPS)
 }
 
-/// Divides every row by its coded norm, so that tokens of every norm share the centroids. The norm takes 8 bits per vector.
+/// Divides every row by its coded norm, so that tokens of every norm share the centroids. The norm takes 8
+/// bits per vector.
 ///
 /// # Shapes
 /// `rows` (n, dim); `norms` (n,), fully written.

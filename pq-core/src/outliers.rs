@@ -10,19 +10,20 @@ pub struct Outlier {
     pub value: f32,
 }
 
-/// Extracts the components that lie farthest from the centre of their channel: records each and replaces it by the centre, so
-/// that no centroid is spent on it.
+/// Extracts the components that lie farthest from the centre of their channel: records each and replaces it
+/// by the centre, so that no centroid is spent on it.
 ///
-/// MILLION's study reports that 1 % of exact outliers changes its perplexity by about half a percent. On SmolLM2 the same
-/// fraction lowers the perplexity by 4 % and halves the KL divergence; it is optional.
+/// MILLION's study reports that 1 % of exact outliers changes its perplexity by about half a percent. On
+/// SmolLM2 the same fraction lowers the perplexity by 4 % and halves the KL divergence; it is optional.
 ///
 /// Writes `outliers.len()` outliers in ascending order of index.
 ///
 /// # Shapes
-/// `rows` (n, dim); `centre` (dim,), such as the channels' means; `distances` (n, dim) and `indices` (outliers,) scratch.
+/// `rows` (n, dim); `centre` (dim,), such as the channels' means; `distances` (n, dim) and `indices`
+/// (outliers,) scratch.
 /// # Errors
-/// [`Error::Zero`], [`Error::PartialRow`] or [`Error::Length`]; [`Error::TooShort`] when `rows` has fewer components than
-/// `outliers`; [`Error::TooLarge`] for 2^32 components or more. `rows` is then untouched.
+/// [`Error::Zero`], [`Error::PartialRow`] or [`Error::Length`]; [`Error::TooShort`] when `rows` has fewer
+/// components than `outliers`; [`Error::TooLarge`] for 2^32 components or more. `rows` is then untouched.
 /// # Cost
 /// One pass and one selection over `rows`; no allocation. An outlier takes 8 bytes.
 /// # Source
@@ -74,7 +75,8 @@ pub fn extract_outliers_with(
 /// Writes the exact components into decoded `rows` (n, dim).
 ///
 /// # Errors
-/// [`Error::TooShort`] when `rows` does not contain the index of an outlier; those before it have been written.
+/// [`Error::TooShort`] when `rows` does not contain the index of an outlier; those before it have been
+/// written.
 pub fn restore_outliers(rows: &mut [f32], outliers: &[Outlier]) -> Result<(), Error> {
     let len = rows.len();
     for outlier in outliers {

@@ -1,11 +1,12 @@
 //! How 64 codes of one subspace are packed into `8 * nbits` bytes, a *run*.
 //!
-//! `nbits` is split into planes of 8, 4, 2 and 1 bits, the widest first, from the low bits of a code up: 6 bits are a
-//! 4-bit plane with bits 0 to 3 and a 2-bit plane with bits 4 and 5; 12 bits are an 8-bit and a 4-bit plane. In a plane of
-//! `w` bits, which is `8 w` bytes, token `i` has its bits in byte `i % (8 w)`, shifted left by `w * (i / (8 w))`.
+//! `nbits` is split into planes of 8, 4, 2 and 1 bits, the widest first, from the low bits of a code up: 6
+//! bits are a 4-bit plane with bits 0 to 3 and a 2-bit plane with bits 4 and 5; 12 bits are an 8-bit and a
+//! 4-bit plane. In a plane of `w` bits, which is `8 w` bytes, token `i` has its bits in byte `i % (8 w)`,
+//! shifted left by `w * (i / (8 w))`.
 //!
-//! So a run is packed without gaps at every width, the place of a token follows from its index, and vector code unpacks a
-//! plane with one shift and one mask, without moving bytes across lanes.
+//! So a run is packed without gaps at every width, the place of a token follows from its index, and vector
+//! code unpacks a plane with one shift and one mask, without moving bytes across lanes.
 
 /// Codes in a run, and vectors in a block of codes.
 pub const BLOCK: usize = 64;

@@ -1,7 +1,7 @@
 use alloc::vec::Vec;
 
-/// SplitMix64 (Steele, Lea, Flood, OOPSLA 2014). The random numbers of training must not change with the version of a
-/// dependency, since equal seeds give equal bytes.
+/// SplitMix64 (Steele, Lea, Flood, OOPSLA 2014). The random numbers of training must not change with the
+/// version of a dependency, since equal seeds give equal bytes.
 pub(crate) struct SplitMix64(pub u64);
 
 impl SplitMix64 {

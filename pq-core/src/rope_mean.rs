@@ -1,17 +1,17 @@
 //! Subtraction of the keys' mean before RoPE from keys after RoPE.
 //!
-//! A key at position j is `R(j) k`. The mean `mu` of the keys before RoPE rotates with the position, and a codebook shared by
-//! all positions cannot represent it. Codes of `R(j) k - R(j) mu` have a smaller error at equal bits. The subtracted component
-//! contributes to every score a term that depends on the query and the position alone:
-//! `<q, R(j) mu> = sum over pairs of a cos(j f) + b sin(j f)`.
+//! A key at position j is `R(j) k`. The mean `mu` of the keys before RoPE rotates with the position, and a
+//! codebook shared by all positions cannot represent it. Codes of `R(j) k - R(j) mu` have a smaller error at
+//! equal bits. The subtracted component contributes to every score a term that depends on the query and the
+//! position alone: `<q, R(j) mu> = sum over pairs of a cos(j f) + b sin(j f)`.
 
 use crate::error::{check_len, count_rows};
 use crate::pack::BLOCK;
 use crate::simd::Kernel;
 use crate::{Backend, Error};
 
-/// The mean key of a head before RoPE, with the cosines and sines of a block of positions, borrowed from the caller's
-/// storage. [`RopeMeanBuf`](crate::RopeMeanBuf) owns them.
+/// The mean key of a head before RoPE, with the cosines and sines of a block of positions, borrowed from the
+/// caller's storage. [`RopeMeanBuf`](crate::RopeMeanBuf) owns them.
 ///
 /// Pairs are those of Llama: component `i` with `i + dim / 2`, rotated by `position * frequencies[i]`.
 ///
@@ -76,8 +76,8 @@ impl<'a> RopeMean<'a> {
         Ok(())
     }
 
-    /// Computes the contribution of the mean to the scores of a rotated query: `scores[i] = <query, R(first + i) mu>`, the
-    /// [bias](crate::CodedTokens::with_bias) of attention on codes.
+    /// Computes the contribution of the mean to the scores of a rotated query: `scores[i] = <query, R(first +
+    /// i) mu>`, the [bias](crate::CodedTokens::with_bias) of attention on codes.
     ///
     /// # Shapes
     /// `query` (dim,); `scores` (n,), fully written.
@@ -107,7 +107,8 @@ impl<'a> RopeMean<'a> {
     }
 }
 
-/// A [`RopeMean`] that owns its mean, frequencies and cosines and sines, so that decode steps do not compute them again.
+/// A [`RopeMean`] that owns its mean, frequencies and cosines and sines, so that decode steps do not compute
+/// them again.
 ///
 /// # Examples
 /// ```
@@ -155,8 +156,9 @@ struct Scores<'a, 'b> {
 impl Kernel for Scores<'_, '_> {
     type Output = ();
 
-    /// Portable code that the compiler vectorizes for each instruction set. The angle addition formulas move the query's
-    /// coefficients to the block's first position once, so that every pair costs two multiply-adds per position.
+    /// Portable code that the compiler vectorizes for each instruction set. The angle addition formulas move
+    /// the query's coefficients to the block's first position once, so that every pair costs two
+    /// multiply-adds per position.
     #[inline(always)]
     fn scalar(self) {
         let half = self.query.len() / 2;

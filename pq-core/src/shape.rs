@@ -20,8 +20,9 @@ impl PqShape {
     /// A checked shape.
     ///
     /// # Errors
-    /// [`Error::Zero`], [`Error::DimNotDivisible`], [`Error::NbitsOutOfRange`], or [`Error::TooLarge`] when the length of
-    /// a codebook's storage or of a table may overflow: for `dim` of `usize::MAX >> 13` or more.
+    /// [`Error::Zero`], [`Error::DimNotDivisible`], [`Error::NbitsOutOfRange`], or [`Error::TooLarge`] when
+    /// the length of a codebook's storage or of a table may overflow: for `dim` of `usize::MAX >> 13` or
+    /// more.
     pub const fn new(dim: usize, m: usize, nbits: u32) -> Result<Self, Error> {
         if dim == 0 {
             return Err(Error::Zero { what: "dim" });
@@ -35,7 +36,8 @@ impl PqShape {
         if nbits == 0 || nbits > 12 {
             return Err(Error::NbitsOutOfRange { nbits });
         }
-        // This bounds (dim << nbits) + (m << nbits), two bytes for each of m << nbits entries, and the bytes of a block.
+        // This bounds (dim << nbits) + (m << nbits), two bytes for each of m << nbits entries, and the bytes
+        // of a block.
         if dim.checked_mul(2 << 12).is_none() {
             return Err(Error::TooLarge);
         }

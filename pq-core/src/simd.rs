@@ -1,14 +1,15 @@
 //! The operations of an instruction set that the vector kernels use.
 //!
-//! A kernel is written once, over [`Simd`], next to its scalar definition; [`Backend::run`](crate::Backend::run) compiles
-//! it for each instruction set by inlining it into one function with the target features of that set. The file of each set
-//! implements the operations.
+//! A kernel is written once, over [`Simd`], next to its scalar definition;
+//! [`Backend::run`](crate::Backend::run) compiles it for each instruction set by inlining it into one
+//! function with the target features of that set. The file of each set implements the operations.
 //!
-//! Codes come in runs of 64 (see `pack`), so the types here hold 64 elements: [`Simd::Bytes`] holds 64 bytes in token
-//! order, [`Simd::Block`] 64 floats in *block order*, an order specific to the set in which bytes are widened to floats without
-//! crossing 128-bit lanes.
+//! Codes come in runs of 64 (see `pack`), so the types here hold 64 elements: [`Simd::Bytes`] holds 64 bytes
+//! in token order, [`Simd::Block`] 64 floats in *block order*, an order specific to the set in which bytes
+//! are widened to floats without crossing 128-bit lanes.
 
-/// Lists the features of an instruction set once: `run` compiles a kernel for exactly those that `is_available` checks.
+/// Lists the features of an instruction set once: `run` compiles a kernel for exactly those that
+/// `is_available` checks.
 ///
 /// The list includes features that another one implies, since the compiler assumes all of them.
 #[cfg(target_arch = "x86_64")]
@@ -47,15 +48,16 @@ pub(crate) mod avx512;
 #[cfg(target_arch = "aarch64")]
 pub(crate) mod neon;
 
-/// An operation in its scalar and its vector form. `vector` must be `#[inline(always)]`, so that it is compiled with the features of the
-/// function that it is inlined into.
+/// An operation in its scalar and its vector form. `vector` must be `#[inline(always)]`, so that it is
+/// compiled with the features of the function that it is inlined into.
 pub(crate) trait Kernel {
     type Output;
 
     /// The definition.
     fn scalar(self) -> Self::Output;
 
-    /// The same on the registers of `s`; by default the definition, if it is `#[inline(always)]`, compiled to them.
+    /// The same on the registers of `s`; by default the definition, if it is `#[inline(always)]`, compiled to
+    /// them.
     #[inline(always)]
     fn vector<S: Simd>(self, _s: S) -> Self::Output
     where
@@ -70,8 +72,8 @@ pub(crate) const fn row_len(ksub: usize) -> usize {
     if ksub < 16 { 16 } else { ksub }
 }
 
-/// An instruction set. A value of it proves that the CPU has it: only `run` in the set's file makes one, after the
-/// backend has been found available.
+/// An instruction set. A value of it proves that the CPU has it: only `run` in the set's file makes one,
+/// after the backend has been found available.
 pub(crate) trait Simd: Copy {
     /// `LANES` floats.
     type F32: Copy;
@@ -141,8 +143,8 @@ pub(crate) trait Simd: Copy {
     /// The indices of the lanes, from 0.
     fn lanes(self) -> Self::U32;
     fn add_u32(self, a: Self::U32, b: Self::U32) -> Self::U32;
-    /// Writes the chosen lanes of `x` (bits as of [`at_least`](Self::at_least)) without gaps. The elements after them, up to
-    /// `LANES` in all, are undefined.
+    /// Writes the chosen lanes of `x` (bits as of [`at_least`](Self::at_least)) without gaps. The elements
+    /// after them, up to `LANES` in all, are undefined.
     ///
     /// # Safety
     /// `LANES` integers from `out` on are writable.
@@ -167,7 +169,8 @@ pub(crate) trait Simd: Copy {
     /// Writes the sums in token order.
     fn store_sums(self, out: &mut [u16; 64], sums: Self::Sums);
 
-    /// A table of floats, given also as four planes of its bytes, lowest first, each of `max(16, 1 << NBITS)` bytes.
+    /// A table of floats, given also as four planes of its bytes, lowest first, each of `max(16, 1 << NBITS)`
+    /// bytes.
     ///
     /// # Safety
     /// `row` holds `1 << NBITS` floats, and both are readable for as long as the table is used.

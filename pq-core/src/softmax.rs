@@ -4,9 +4,10 @@ use crate::exp::exp;
 
 /// The maximum and sum of a softmax over some tokens, which suffice to merge it with a softmax over others.
 ///
-/// Attention over a subset of the tokens gives the unnormalized `out = sum_t exp(score_t - max) * value_t` and these two
-/// values. Every attention function here adds its tokens to such a pair, so codes, an exact window and retrieved tokens may
-/// follow each other in any order. [`normalize`](Self::normalize) divides at the end.
+/// Attention over a subset of the tokens gives the unnormalized `out = sum_t exp(score_t - max) * value_t`
+/// and these two values. Every attention function here adds its tokens to such a pair, so codes, an exact
+/// window and retrieved tokens may follow each other in any order. [`normalize`](Self::normalize) divides at
+/// the end.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct SoftmaxStats {
     /// The highest score; minus infinity for no tokens.
@@ -52,7 +53,8 @@ impl SoftmaxStats {
         scale
     }
 
-    /// The value to subtract from scores: 0 while all of them are minus infinity, whose differences would be NaN.
+    /// The value to subtract from scores: 0 while all of them are minus infinity, whose differences would be
+    /// NaN.
     pub(crate) fn finite_max(self) -> f32 {
         if self.max == f32::NEG_INFINITY { 0.0 } else { self.max }
     }
@@ -87,7 +89,8 @@ pub(crate) fn max(scores: &[f32]) -> f32 {
     lanes.into_iter().fold(f32::NEG_INFINITY, |a, b| if b > a { b } else { a })
 }
 
-/// Replaces each score by `exp(score - max)` and returns their sum: sixteen partial sums, added in order. A NaN stays.
+/// Replaces each score by `exp(score - max)` and returns their sum: sixteen partial sums, added in order. A
+/// NaN stays.
 #[inline(always)]
 pub(crate) fn exponentiate(scores: &mut [f32], max: f32) -> f32 {
     let mut lanes = [0.0; LANES];

@@ -1,10 +1,10 @@
 //! The k highest scores, in time linear in n for every k and every input.
 //!
-//! Scores are mapped to integers of the same order (`key`). A radix select then narrows an interval that contains the k-th
-//! highest key: one pass counts the keys above the interval and distributes those inside over 2,048 buckets, and the bucket of
-//! the k-th key becomes the next interval. 32 bits need at most three passes. A sample gives the first interval, so that the
-//! first pass distributes few keys. If the k-th key is not in that interval, the search starts again with all keys. A last
-//! pass writes the indices in order.
+//! Scores are mapped to integers of the same order (`key`). A radix select then narrows an interval that
+//! contains the k-th highest key: one pass counts the keys above the interval and distributes those inside
+//! over 2,048 buckets, and the bucket of the k-th key becomes the next interval. 32 bits need at most three
+//! passes. A sample gives the first interval, so that the first pass distributes few keys. If the k-th key is
+//! not in that interval, the search starts again with all keys. A last pass writes the indices in order.
 
 use crate::error::check_at_least;
 use crate::simd::{Kernel, Simd};
@@ -12,12 +12,13 @@ use crate::{Backend, Error};
 
 /// Selects the `k` highest scores in linear time.
 ///
-/// Writes their indices to the front of `indices`, in ascending order, and returns how many: `min(k, n)`. Of equal
-/// scores the lower index wins; NaN ranks with minus infinity, and the zeros are equal. The result is fully determined: every
-/// backend returns the same indices.
+/// Writes their indices to the front of `indices`, in ascending order, and returns how many: `min(k, n)`. Of
+/// equal scores the lower index wins; NaN ranks with minus infinity, and the zeros are equal. The result is
+/// fully determined: every backend returns the same indices.
 ///
 /// # Shapes
-/// `scores` (n,), n below 2^32; `indices` at least `min(k, n)` elements. Elements beyond the result are undefined.
+/// `scores` (n,), n below 2^32; `indices` at least `min(k, n)` elements. Elements beyond the result are
+/// undefined.
 /// # Errors
 /// [`Error::TooShort`] for `indices`; [`Error::TooLarge`] for 2^32 scores or more.
 /// # Cost
@@ -92,8 +93,8 @@ impl Interval {
     }
 }
 
-/// Likely bounds of the k-th highest key, from a sample at equal distances: four standard deviations of its rank to
-/// either side.
+/// Likely bounds of the k-th highest key, from a sample at equal distances: four standard deviations of its
+/// rank to either side.
 fn sampled_interval(scores: &[f32], k: usize) -> Interval {
     const SAMPLE: usize = 512;
     if scores.len() < 8 * SAMPLE {

@@ -12,7 +12,8 @@ pub enum Start<'a> {
     /// Distinct random vectors.
     #[default]
     Random,
-    /// Random vectors that lie far apart (k-means++). It costs about one more iteration, and lowers the error on keys little.
+    /// Random vectors that lie far apart (k-means++). It costs about one more iteration, and lowers the error
+    /// on keys little.
     PlusPlus,
     /// Given centroids (m, ksub, dsub): a warm start from another prompt or layer, or a refresh.
     From(&'a [f32]),
@@ -21,21 +22,21 @@ pub enum Start<'a> {
 /// Parameters of [`train`] and [`train_batch`].
 #[derive(Clone, Copy)]
 pub struct TrainOptions<'a> {
-    /// Maximum number of Lloyd iterations per subspace; 0 counts as 1. [`ClusteringCost`](crate::ClusteringCost) gives the
-    /// number that overlaps with the prefill.
+    /// Maximum number of Lloyd iterations per subspace; 0 counts as 1.
+    /// [`ClusteringCost`](crate::ClusteringCost) gives the number that overlaps with the prefill.
     pub iterations: usize,
-    /// Training ends when an iteration lowers the error by no more than this fraction of it; with 0, when the error stops
-    /// falling. Finite and at least 0. Centroids without points are moved before.
+    /// Training ends when an iteration lowers the error by no more than this fraction of it; with 0, when the
+    /// error stops falling. Finite and at least 0. Centroids without points are moved before.
     pub tolerance: f64,
     /// The initial centroids.
     pub start: Start<'a>,
     /// Trains on at most this many of the vectors, drawn at random.
     pub max_vectors: Option<usize>,
-    /// A deadline: called before every iteration but the first, from any thread, it ends the training of that subspace by
-    /// `true`. Results then depend on the speed of the machine.
+    /// A deadline: called before every iteration but the first, from any thread, it ends the training of that
+    /// subspace by `true`. Results then depend on the speed of the machine.
     pub time_is_up: Option<&'a (dyn Fn() -> bool + Sync)>,
-    /// Also assigns all vectors to the final centroids and returns their packed codes, which is cheaper than encoding them
-    /// later.
+    /// Also assigns all vectors to the final centroids and returns their packed codes, which is cheaper than
+    /// encoding them later.
     pub encode: bool,
     /// The same seed gives the same bytes, whatever the number of threads.
     pub seed: u64,
@@ -61,12 +62,13 @@ impl Default for TrainOptions<'_> {
 pub struct Trained {
     /// Centroids (m, ksub, dsub), ready for [`Codebook::new`](crate::Codebook::new).
     pub centroids: Vec<f32>,
-    /// Summed squared error: with [`TrainOptions::encode`] that of all vectors, otherwise that of the training vectors before
-    /// the last update of the centroids.
+    /// Summed squared error: with [`TrainOptions::encode`] that of all vectors, otherwise that of the
+    /// training vectors before the last update of the centroids.
     pub error: f64,
     /// Maximum over the subspaces of the iterations that ran.
     pub iterations: usize,
-    /// Packed codes of all vectors, as [`Codes`](crate::Codes) takes them; empty without [`TrainOptions::encode`].
+    /// Packed codes of all vectors, as [`Codes`](crate::Codes) takes them; empty without
+    /// [`TrainOptions::encode`].
     pub codes: Vec<u8>,
 }
 
@@ -75,11 +77,11 @@ pub struct Trained {
 /// # Shapes
 /// `vectors` (n, dim), n at least 1. With n below ksub, vectors repeat as centroids.
 /// # Errors
-/// [`Error::PartialRow`]; [`Error::Zero`] for no vectors or a sample of none; [`Error::Length`] for the centroids of a warm start;
-/// [`Error::NotFinite`]; [`Error::Tolerance`].
+/// [`Error::PartialRow`]; [`Error::Zero`] for no vectors or a sample of none; [`Error::Length`] for the
+/// centroids of a warm start; [`Error::NotFinite`]; [`Error::Tolerance`].
 /// # Cost
-/// At most `iterations * n * ksub * dim` multiply-adds; one copy of `vectors` in `f32`. With feature `rayon` the subspaces run
-/// in parallel.
+/// At most `iterations * n * ksub * dim` multiply-adds; one copy of `vectors` in `f32`. With feature `rayon`
+/// the subspaces run in parallel.
 /// # Source
 /// Jégou, Douze, Schmid, TPAMI 2011; PQCache (arXiv 2407.12820), 3.3.
 /// # Examples
@@ -112,10 +114,11 @@ pub fn train_with<E: Element>(
     trained.pop().ok_or(Error::Zero { what: "number of codebooks" })
 }
 
-/// [`train`] for many codebooks of one shape, such as one per layer and head. With feature `rayon` the subspaces of all
-/// codebooks share the threads.
+/// [`train`] for many codebooks of one shape, such as one per layer and head. With feature `rayon` the
+/// subspaces of all codebooks share the threads.
 ///
-/// Each of `sets` is (n, dim) with its own n. [`Start::From`] gives every codebook the same initial centroids.
+/// Each of `sets` is (n, dim) with its own n. [`Start::From`] gives every codebook the same initial
+/// centroids.
 ///
 /// # Errors
 /// As [`train`].

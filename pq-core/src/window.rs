@@ -1,7 +1,9 @@
-/// The window of exact tokens: the first `sinks` and at least the last `recent`. All others are compressed in batches.
+/// The window of exact tokens: the first `sinks` and at least the last `recent`. All others are compressed in
+/// batches.
 ///
-/// This is arithmetic on token counts; the cache moves the data. With `batch > 1` it is MILLION's residual block: up to
-/// `recent + batch - 1` recent tokens stay exact, so that a compressor that works on groups of tokens always gets whole groups.
+/// This is arithmetic on token counts; the cache moves the data. With `batch > 1` it is MILLION's residual
+/// block: up to `recent + batch - 1` recent tokens stay exact, so that a compressor that works on groups of
+/// tokens always gets whole groups.
 ///
 /// # Examples
 /// ```

@@ -1,5 +1,5 @@
-//! A decode step does not allocate: lookup tables, scan, search, re-ranking, attention on codes and on the window, the scores
-//! of a rotated mean, encoding and decoding of a token.
+//! A decode step does not allocate: lookup tables, scan, search, re-ranking, attention on codes and on the
+//! window, the scores of a rotated mean, encoding and decoding of a token.
 
 #![allow(clippy::unwrap_used, unsafe_code)]
 

@@ -1,4 +1,5 @@
-//! Compares the definitions with plain formulas in f64, and every backend with the scalar one, on random shapes and values.
+//! Compares the definitions with plain formulas in f64, and every backend with the scalar one, on random
+//! shapes and values.
 
 #![allow(clippy::unwrap_used, clippy::panic)]
 
@@ -584,12 +585,16 @@ fn views_that_do_not_fit_are_errors() {
     let of_other = codebook(other, 1);
     assert!(matches!(CodedTokens::new(codes, codes, of_other.view()), Err(Error::ShapeMismatch)));
     let tokens = CodedTokens::new(codes, codes, book.view()).unwrap();
-    assert!(matches!(tokens.with_key_scales(&[1.0; 2][..]), Err(Error::Length { what: "key scales", .. })));
-    assert!(matches!(tokens.with_value_scales(&[1.0; 4][..]), Err(Error::Length { .. })));
-    assert!(tokens.with_key_scales(None).is_ok());
+    assert!(matches!(
+        tokens.with_key_scales(&[1.0_f32; 2][..]),
+        Err(Error::Length { what: "key scales", .. })
+    ));
+    assert!(matches!(tokens.with_value_scales(&[1.0_f32; 4][..]), Err(Error::Length { .. })));
+    assert!(tokens.with_key_scales(None::<&[f32]>).is_ok());
     let (mut out, mut stats) = (vec![0.0; 16], vec![SoftmaxStats::EMPTY; 2]);
     let mut scratch = vec![0.0; attend_scratch_len(shape, 2) + 1];
-    let masked = tokens.with_bias(&[0.0; 5][..]);
+    let bias = [0.0_f32; 5];
+    let masked = tokens.with_bias(&bias[..]);
     let result = attend_into(&luts, &masked, &mut scratch, &mut out, &mut stats);
     assert_eq!(result, Err(Error::Length { what: "bias", expected: 6, actual: 5 }));
     assert_eq!(attend_into(&luts, &tokens, &mut scratch, &mut out, &mut stats), Ok(()));

@@ -1,5 +1,5 @@
-//! Compares the tokens that a group of query heads selects with the definition in f64: for scores of every spread, and with
-//! NaN and infinite scores.
+//! Compares the tokens that a group of query heads selects with the definition in f64: for scores of every
+//! spread, and with NaN and infinite scores.
 
 #![allow(clippy::unwrap_used, clippy::panic)]
 
@@ -242,7 +242,8 @@ fn reranking_keeps_the_highest_weights() {
 
 #[test]
 fn a_weight_that_vanished_ranks_below_every_other() {
-    // Head 0 chooses token 3; of the rest, head 1 gives tokens 5 and 6 weight, and the logarithm orders the others.
+    // Head 0 chooses token 3; of the rest, head 1 gives tokens 5 and 6 weight, and the logarithm orders the
+    // others.
     let scores = [-900.0, -500.0, -700.0, 0.0, -600.0, -800.0, -950.0, -650.0];
     let mut group = scores.to_vec();
     group.extend([-1e4, -1e4, -1e4, -1e4, -1e4, 3.0, 2.0, -1e4]);

@@ -8,7 +8,8 @@ use crate::{Backend, Error, PqShape};
 pub enum LutPrecision {
     /// One byte per entry. This is the fastest scan, meant for the selection of tokens.
     U8,
-    /// Two bytes per entry. The scan takes twice as long; the scores are accurate enough for attention weights.
+    /// Two bytes per entry. The scan takes twice as long; the scores are accurate enough for attention
+    /// weights.
     U16,
 }
 
@@ -23,8 +24,8 @@ impl LutPrecision {
 
 /// A lookup table of integers with one scale and one offset per query, borrowed from the caller's storage.
 ///
-/// Entry `c` of row `j` stands for `min_j + scale * integer`, so a score is `offset + scale * sum of integers` with
-/// `offset = sum of min_j`. Integer sums are the same on every backend.
+/// Entry `c` of row `j` stands for `min_j + scale * integer`, so a score is `offset + scale * sum of
+/// integers` with `offset = sum of min_j`. Integer sums are the same on every backend.
 ///
 /// # Source
 /// André, Kermarrec, Le Scouarnec, "Quick ADC", ICMR 2017 (one scale per query); faiss's FastScan.
@@ -100,8 +101,9 @@ impl<'a> QuantizedLut<'a> {
         self.offset
     }
 
-    /// The largest difference between a score and that of the `f32` table, up to the rounding of one `f32` multiplication
-    /// and addition: half a step per subspace, plus 4 % of that for the rounding of the entries.
+    /// The largest difference between a score and that of the `f32` table, up to the rounding of one `f32`
+    /// multiplication and addition: half a step per subspace, plus 4 % of that for the rounding of the
+    /// entries.
     #[must_use]
     pub fn error_bound(&self) -> f32 {
         0.52 * self.shape.m() as f32 * self.scale
@@ -131,8 +133,8 @@ struct Quantize<'a, 'b> {
 impl Kernel for Quantize<'_, '_> {
     type Output = (f32, f32);
 
-    /// Portable code that the compiler vectorizes for each instruction set. The result is fully determined: every backend
-    /// writes the same bytes.
+    /// Portable code that the compiler vectorizes for each instruction set. The result is fully determined:
+    /// every backend writes the same bytes.
     #[inline(always)]
     fn scalar(self) -> (f32, f32) {
         const TO_INTEGER: f32 = 8_388_608.0; // 2^23: adding it rounds to nearest, ties to even, into the low bits

@@ -1,9 +1,11 @@
-//! AVX2 with FMA: tables stay in memory; every sixteen bytes of one are a shuffle, and the upper bits of a code
-//! choose between them in a tree of blends. Floor at 8 bits: 16 shuffles, 8 ors and 7 blends for 32 codes.
+//! AVX2 with FMA: tables stay in memory; a shuffle looks up sixteen bytes of one, and the upper bits of a
+//! code choose between them in a tree of blends. Floor at 8 bits: 16 shuffles, 8 ors and 7 blends for 32
+//! codes.
 //!
 //! N.B. Blends alone are 12 % slower, ors on two levels 6 %.
 //!
-//! Block order: register `4 h + v` holds, in its 128-bit lane `l`, tokens `32 h + 16 l + 4 v` and the three after it.
+//! Block order: register `4 h + v` holds, in its 128-bit lane `l`, tokens `32 h + 16 l + 4 v` and the three
+//! after it.
 
 use core::arch::x86_64::*;
 
@@ -17,12 +19,13 @@ x86_features!(Avx2: "sse3" "ssse3" "sse4.1" "sse4.2" "avx" "avx2" "fma");
 /// An expression of instructions that the token allows.
 macro_rules! op {
     ($e:expr) => {{
-        // SAFETY: a value of `Avx2` exists only where the CPU has the features; pointers are the caller's promise.
+        // SAFETY: a value of `Avx2` exists only where the CPU has the features; pointers are the caller's
+        // promise.
         unsafe { $e }
     }};
 }
 
-/// The codes of one look-up. A shuffle reads the low nibble of each byte and gives 0 where the top bit is set.
+/// The codes of one lookup. A shuffle reads the low nibble of each byte and gives 0 where the top bit is set.
 #[derive(Clone, Copy)]
 struct Index {
     /// The low nibbles, with the top bit set where bit 4 of the code is.
@@ -318,7 +321,8 @@ impl Simd for Avx2 {
     ) -> [__m256; 8] {
         let mut block = [self.splat(0.0); 8];
         if NBITS > 6 {
-            // Four trees of blends cost more than a gather from here on: about 190 cycles against 84 for 64 codes on Zen 4.
+            // Four trees of blends cost more than a gather from here on: about 190 cycles against 84 for 64
+            // codes on Zen 4.
             let zero = op!(_mm256_setzero_si256());
             for (four, codes) in block.chunks_exact_mut(4).zip(codes) {
                 let indices = join(codes, zero, zero, zero);

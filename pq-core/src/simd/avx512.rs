@@ -1,4 +1,5 @@
-//! AVX-512 with VBMI: a table of 256 bytes lives in four registers and is looked up by two permutations and a blend.
+//! AVX-512 with VBMI: a table of 256 bytes lives in four registers and is looked up by two permutations and a
+//! blend.
 //!
 //! Block order: register `v` holds, in its 128-bit lane `l`, tokens `16 l + 4 v` to `16 l + 4 v + 3`.
 
@@ -15,7 +16,8 @@ x86_features!(Avx512: "sse3" "ssse3" "sse4.1" "sse4.2" "avx" "avx2" "fma" "f16c"
 /// An expression of instructions that the token allows.
 macro_rules! op {
     ($e:expr) => {{
-        // SAFETY: a value of `Avx512` exists only where the CPU has the features; pointers are the caller's promise.
+        // SAFETY: a value of `Avx512` exists only where the CPU has the features; pointers are the caller's
+        // promise.
         unsafe { $e }
     }};
 }
