@@ -130,10 +130,11 @@ struct KernelArguments {
     capacity: u32,
     sinks: u32,
     recent: u32,
+    tickets: u32,
     pdl: u32,
 }
 
-const _: () = assert!(size_of::<KernelArguments>() == 104);
+const _: () = assert!(size_of::<KernelArguments>() == 112);
 
 /// `pq_core::search_into` for all heads: the k best tokens by the scores of a group, the sinks and the recent
 /// tokens, in ascending order. The kernel reads lengths and k, so that a captured graph stays valid as
@@ -150,6 +151,7 @@ const _: () = assert!(size_of::<KernelArguments>() == 104);
 pub struct Search {
     kernels: Vec<(Kernel, u32)>, // one kernel, or four in order, with the threads of a block
     shape: SearchShape,
+    sm_count: usize,
 }
 
 impl Search {
@@ -175,7 +177,7 @@ impl Search {
             .iter()
             .map(|&(name, shared, threads)| Ok((device.kernel(&program, name, shared)?, threads)))
             .collect::<Result<_, Error>>()?;
-        Ok(Self { kernels, shape })
+        Ok(Self { kernels, shape, sm_count: device.sm_count() })
     }
 
     /// Bytes of workspace: 0 for the kernel that counts.
@@ -227,6 +229,8 @@ impl Search {
             capacity: a.capacity as u32,
             sinks: at_most_capacity(a.sinks),
             recent: at_most_capacity(a.recent),
+            // A block of the kernel that waits for others fits every multiprocessor at least once.
+            tickets: u32::from(rows.saturating_mul(chunks) > self.sm_count),
             pdl: u32::from(a.pdl),
         };
         for (kernel, threads) in &self.kernels {

@@ -213,7 +213,7 @@ struct Writer {
 
     __device__ __forceinline__ void store(u32 row, float value) {
         Element* to = column.of(place, first_token + row, row == 0);
-        if (used) *to = to_element(held(value + mean));
+        if (used) *to = decoded_element(value + mean);
     }
 };
 
@@ -235,7 +235,7 @@ __device__ void decode(Tile& tile, const Arguments& a, const TileModel& model, S
         const float scale_a = __uint_as_float((127 + exponent / 2) << 23),
                     scale_b = __uint_as_float((127 + exponent - exponent / 2) << 23);
         decode_fixed(tile, width, lanes, [&](u32 row, int bin) {
-            writer.store(row, held((float)bin * writer.step_of(row) * scale_a * scale_b));
+            writer.store(row, clamp_finite((float)bin * writer.step_of(row) * scale_a * scale_b));
         });
         return;
     }

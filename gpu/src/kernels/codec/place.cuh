@@ -5,10 +5,18 @@
 #pragma once
 #include "element.cuh"
 
-// The nearest finite f32: the CPU holds decoded elements so, which may be rounded beyond.
-__device__ __forceinline__ float held(float x) {
+__device__ __forceinline__ float clamp_finite(float x) {
     constexpr float LARGEST = 3.40282347e38f;
     return fminf(fmaxf(x, -LARGEST), LARGEST);
+}
+
+// A decoded value as an element. The CPU clamps to the finite f32. Elements of 16 bits overflow to infinity below those
+// bounds, so only f32 pays for the clamp.
+__device__ __forceinline__ Element decoded_element(float x) {
+#if ELEMENT == 0
+    x = clamp_finite(x);
+#endif
+    return to_element(x);
 }
 
 // Strides of the elements [token][head][component] of a plane.

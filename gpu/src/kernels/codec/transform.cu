@@ -118,7 +118,7 @@ __device__ __forceinline__ void transform(const Arguments& a) {
             if (token >= tokens || column >= MAP_DIM) continue;
             if (INVERSE)
                 rows[shared.tokens[token] + a.place.of_channel(channel)] =
-                    to_element(held(sums[i][j] + maps.mean[channel]));
+                    decoded_element(sums[i][j] + maps.mean[channel]);
             else
                 coefficients[token * CHANNELS + column] = sums[i][j];
         }

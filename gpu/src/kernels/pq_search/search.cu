@@ -310,11 +310,15 @@ extern "C" __global__ void __launch_bounds__(SELECT_THREADS) pq_search_write(con
     pdl_trigger();
     const Workspace work(a, row);
     const Output out{a.tokens + row * a.tokens_len, a.tokens_len, range};
-    // Blocks take the chunks of a row in the order in which they start: CUDA does not promise that blocks of lower
-    // index start first, and a block waits for those of the chunks before its own.
-    __shared__ u32 chunk;
-    if (threadIdx.x == 0) chunk = atomicAdd(&work.row->started, 1);
-    __syncthreads();
+    // A block waits for the chunks before its own, but CUDA does not promise that blocks of lower index start first.
+    // Unless all blocks are resident at once, they take chunks in the order in which they start; that costs 0.8 us.
+    u32 chunk = blockIdx.x;
+    if (a.tickets) {
+        __shared__ u32 ticket;
+        if (threadIdx.x == 0) ticket = atomicAdd(&work.row->started, 1);
+        __syncthreads();
+        chunk = ticket;
+    }
     const u32 first = chunk * CHUNK, end = min(range.n, first + CHUNK);
     const u32 token = first + TOKENS_PER_THREAD * threadIdx.x;
     if (first >= end) return;

@@ -17,7 +17,8 @@ struct Arguments {
     u32* workspace;
     u64 code_stride, tokens_len;
     u32 heads, rows, capacity, sinks, recent;
-    u32 pdl; // whether codes, lengths and ks can be read before `pdl_wait`: the previous kernel does not write them
+    u32 tickets; // whether blocks that wait for others take their chunk when they start: they may not all be resident
+    u32 pdl;     // whether codes, lengths and ks can be read before `pdl_wait`: the previous kernel does not write them
 };
 
 // Tokens `first` to `end` compete, and `k` of them are selected. The sinks before them and the recent tokens after them
