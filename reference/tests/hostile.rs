@@ -244,7 +244,6 @@ fn profiles_and_arguments() {
         ("endless tokens", &["generate", "a", "--tokens", "18446744073709551615"], "exceed the context"),
         ("a negative temperature", &["generate", "a", "--temperature=-1"], "temperature"),
         ("a depth outside the prompt", &["eval", "--depths", "1.5"], "depth 1.5"),
-        ("no trials", &["eval", "--trials", "0"], "at least one"),
         ("endless trials", &["eval", "--trials", "1000000000000"], "facts for a prompt"),
         ("too few tokens to calibrate on", &["calibrate", &new, "--tokens", "3"], "too few"),
         ("nothing to calibrate", &["calibrate", &new, "--methods", "dense"], "needs a profile"),
