@@ -7,17 +7,17 @@ use svd_core::*;
 type Input = (u8, Vec<f32>, Vec<f32>, f64, [u32; 4], Vec<(u32, u16)>);
 
 fuzz_target!(|input: Input| {
-    let (dim, stored, probes, part, sizes, work) = input;
-    calibrate(usize::from(dim % 40), &stored, &probes, part, sizes[0] as usize);
+    let (dim, stored, probes, fraction, sizes, work) = input;
+    calibrate(usize::from(dim % 40), &stored, &probes, fraction, sizes[0] as usize);
     attend(usize::from(dim % 7) + 1, sizes, &stored, &probes);
     schedule(sizes.map(|x| x as usize), &work);
 });
 
-fn calibrate(dim: usize, stored: &[f32], probes: &[f32], part: f64, multiple: usize) {
+fn calibrate(dim: usize, stored: &[f32], probes: &[f32], fraction: f64, multiple: usize) {
     let (Ok(mut a), Ok(mut b)) = (Gram::<PostRope>::new(dim), Gram::new(dim)) else { return };
     let _ = a.add_columns(stored, dim + multiple % 3, multiple % 2);
     let _ = b.add_rows(probes);
-    sums(stored, probes, part);
+    sums(stored, probes, fraction);
     for rotation in [
         Rotation::score_optimal(&a, &b),
         Rotation::stacked(&a, &b),
@@ -27,21 +27,21 @@ fn calibrate(dim: usize, stored: &[f32], probes: &[f32], part: f64, multiple: us
     .into_iter()
     .flatten()
     {
-        let maps = rotation.store().iter().chain(rotation.probe());
+        let maps = rotation.basis().iter().chain(rotation.dual());
         assert!(maps.copied().all(|x| (x as f32).is_finite()), "a map is infinite in f32");
         let _ = balanced_order(rotation.sigma(), multiple);
-        let budget = Budget::Part(part);
-        let _ = ranks_by_loss(&[rotation.sigma()], &[part], budget, multiple);
+        let budget = Budget::Fraction(fraction);
+        let _ = ranks_by_loss(&[rotation.sigma()], &[fraction], budget, multiple);
         let _ = ranks_by_removal(&[rotation.sigma()], budget, multiple);
-        let Ok(rank) = rank_for_removal(rotation.sigma(), part) else { continue };
+        let Ok(rank) = rank_for_removal(rotation.sigma(), fraction) else { continue };
         assert!((1..=dim).contains(&rank));
-        let _ = rotation.fold_store(probes, rank);
+        let _ = rotation.fold_basis(probes, rank);
         let _ = rotation.fold_output(probes, rank);
         let error = rotation.score_error(&a, &b, rank).unwrap();
         assert!(error >= 0.0, "{error}");
         if stored.len() >= dim {
             rotation
-                .store_map(rank)
+                .basis_map(rank)
                 .unwrap()
                 .view()
                 .project_into(&stored[..dim], &mut vec![0.0; rank])
@@ -56,7 +56,7 @@ fn calibrate(dim: usize, stored: &[f32], probes: &[f32], part: f64, multiple: us
             Rotation::from_parts(wide(&stored[..square]), wide(&stored[..square]), wide(&probes[..dim]))
         {
             let _ = rotation.score_error(&a, &b, dim);
-            let _ = rotation.probe_map(dim);
+            let _ = rotation.dual_map(dim);
         }
     }
     let spectrum = wide(probes);
@@ -70,7 +70,7 @@ fn sums(matrix: &[f32], sums: &[f32], factor: f64) {
     for rows in [0, 1, 1 << 40, u64::MAX] {
         let Ok(mut gram) = gram(rows) else { continue };
         let rotation = Rotation::score_optimal(&gram, &gram.centred()).unwrap();
-        let maps = rotation.store().iter().chain(rotation.probe());
+        let maps = rotation.basis().iter().chain(rotation.dual());
         assert!(maps.copied().all(|x| (x as f32).is_finite()), "a map is infinite in f32");
         assert!(rotation.score_error(&gram, &gram, 1).unwrap() >= 0.0);
         let _ = gram.merge(&gram.clone());
@@ -92,7 +92,7 @@ fn schedule([processors, per_task, granule, shift]: [usize; 4], work: &[(u32, u1
         .map(|&(tokens, cost)| DecodeHead { tokens: (tokens as usize) << shift, cost: cost.into() })
         .collect();
     let processors = processors % 70_000;
-    if let Ok(plan) = schedule_decode(&heads, processors, CostModel { per_task, granule }) {
+    if let Ok(plan) = schedule_decode(&heads, processors, TaskCost { per_task, granule }) {
         assert_eq!(
             plan.tasks().iter().map(|task| task.len).sum::<usize>(),
             heads.iter().map(|head| head.tokens).sum()

@@ -13,7 +13,7 @@ fn main() -> Result<()> {
     let (heads, n, dim, rank) = (2, 1000, 128, 40);
     let rows = halves(heads * n * dim); // (heads, n, dim)
     let rows_there = gpu.upload(&rows)?;
-    // The first columns of the unit matrix; a calibrated head has those of svd_core::Rotation::store_map.
+    // The first columns of the unit matrix; a calibrated head has those of svd_core::Rotation::basis_map.
     let columns: Vec<f32> = (0..dim * rank).map(|i| f32::from(i / rank == i % rank)).collect();
     let columns = gpu.upload(&columns.repeat(heads))?;
     let out = gpu.zeros::<f16>(heads * n * rank)?;

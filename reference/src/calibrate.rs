@@ -1,7 +1,7 @@
 //! Calibration samples: keys and values of a model over a text, and second moments of its queries and keys.
 
 use rayon::prelude::*;
-use svd_core::{Gram, NoRope, PostRope, PreRope, Side};
+use svd_core::{Gram, NoRope, PostRope, PreRope, RopeSide};
 
 use crate::cache::Geometry;
 use crate::forward::{Activations, prefill};
@@ -86,7 +86,7 @@ impl LayerSamples {
 }
 
 /// The second moment of all queries that meet a key/value head.
-fn probes<S: Side>(geometry: Geometry, head: usize, queries: &[f32]) -> Result<Gram<S>> {
+fn probes<S: RopeSide>(geometry: Geometry, head: usize, queries: &[f32]) -> Result<Gram<S>> {
     let group = geometry.n_heads / geometry.n_kv_heads;
     let mut gram = Gram::new(geometry.head_dim)?;
     for query_head in head * group..(head + 1) * group {

@@ -20,11 +20,11 @@ fn main() -> Result<(), svd_core::Error> {
 
     let rotation = Rotation::score_optimal(&keys, &queries)?;
     let rank = dim / 2;
-    let (store, probe) = (rotation.store_map(rank)?, rotation.probe_map(rank)?);
+    let (key_map, query_map) = (rotation.basis_map(rank)?, rotation.dual_map(rank)?);
     let (key, query) = (rows(1, 3), rows(1, 7001));
     let (mut stored, mut projected) = (vec![0.0; rank], vec![0.0; rank]);
-    store.view().project_into(&key, &mut stored)?;
-    probe.view().project_into(&query, &mut projected)?;
+    key_map.view().project_into(&key, &mut stored)?;
+    query_map.view().project_into(&query, &mut projected)?;
     let exact: f32 = query.iter().zip(&key).map(|(q, k)| q * k).sum();
     let score: f32 = projected.iter().zip(&stored).map(|(q, k)| q * k).sum();
     println!("score {exact:.4}, at rank {rank} of {dim} {score:.4}");

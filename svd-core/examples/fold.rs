@@ -22,7 +22,7 @@ fn main() -> Result<(), svd_core::Error> {
     let x: Vec<f32> = (0..hidden).map(|d| d as f32 - 3.0).collect();
     println!("as it was  {:.3?}", apply(&w_o, &apply(&w_v, &x)));
     for rank in [4, 3, 2] {
-        let (w_v, w_o) = (rotation.fold_store(&w_v, rank)?, rotation.fold_output(&w_o, rank)?);
+        let (w_v, w_o) = (rotation.fold_basis(&w_v, rank)?, rotation.fold_output(&w_o, rank)?);
         println!("at rank {rank}  {:.3?}", apply(&w_o, &apply(&w_v, &x)));
     }
     Ok(())

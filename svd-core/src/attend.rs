@@ -1,32 +1,34 @@
-// Registers are counted by the same numbers as the rows and columns they hold.
+// One index counts registers and the rows or columns that they hold.
 #![allow(clippy::needless_range_loop)]
 
 use crate::dot::dot;
-use crate::error::check_len;
+use crate::error::{check_len, count_rows};
 use crate::simd::{Kernel, Simd};
 use crate::softmax::{LANES, add_scores};
 use crate::{Backend, Element, Error, SoftmaxStats};
 
-/// Tokens whose scores are held at a time: their weights, keys and values stay in the first caches.
+/// Most tokens of a block: their weights, keys and values stay in L1 and L2.
 const TOKENS: usize = 64;
 
-/// Attention of a group of query heads on the rows of the key/value head that they share, at whatever ranks are left.
+/// Attention of a group of query heads on the rows of their common key/value head, whose keys and values may differ in rank.
 ///
-/// With `s_t = <q, k_t>`, adds `sum_t exp(s_t - max s) * v_t` to each query's `out` and the two numbers that divide or merge
-/// it to its `stats`: begin with zeros and [`SoftmaxStats::EMPTY`], call for every part of the sequence, then
-/// [`normalize`](SoftmaxStats::normalize). Every row is read from memory once for the whole group. Scale queries by
-/// `1 / sqrt(head_dim)` first.
+/// With `s_t = <q, k_t>`, adds `sum_t exp(s_t - max s) * v_t` to each query's `out`, and updates its `stats` (maximum and sum).
+/// Begin with zeros and [`SoftmaxStats::EMPTY`], call the function for every part of the sequence, then
+/// [`normalize`](SoftmaxStats::normalize). Every row is read from memory once for the whole group. The caller scales queries
+/// by `1 / sqrt(head_dim)`.
 ///
 /// The softmax runs over 64 tokens at a time. A token with a NaN score makes the result NaN.
 ///
 /// # Shapes
 /// `queries` (group, rank_k); `keys` (n, rank_k); `values` (n, rank_v); `out` (group, rank_v); `stats` (group,).
 /// # Errors
-/// [`Error::Length`], or [`Error::Zero`] for no query or a rank of 0; `out` and `stats` are then untouched.
+/// [`Error::PartialRow`] if `stats` does not divide `queries` or `out`, or `keys` does not consist of whole rows;
+/// [`Error::Length`] if `values` has another number of rows; [`Error::Zero`] for no query or a rank of 0. `out` and `stats`
+/// are then unchanged.
 /// # Cost
 /// group * n * (rank_k + rank_v) multiply-adds, group * n exponentials, one pass over the rows, no allocation.
 /// # Source
-/// ZACK, 5.1: attention in the rotated space, nothing is turned back.
+/// ZACK, 5.1: attention in the rotated space, without reconstruction.
 /// # Examples
 /// ```
 /// use svd_core::SoftmaxStats;
@@ -50,7 +52,7 @@ pub fn attend_into<E: Element>(
 /// [`attend_into`] on a given backend.
 ///
 /// # Errors
-/// As there, and [`Error::BackendUnavailable`].
+/// As for [`attend_into`], and [`Error::BackendUnavailable`].
 pub fn attend_into_with<E: Element>(
     backend: Backend,
     queries: &[f32],
@@ -64,14 +66,12 @@ pub fn attend_into_with<E: Element>(
     if group == 0 {
         return Err(Error::Zero { what: "number of queries" });
     }
-    let (rank_k, rank_v) = (queries.len() / group, out.len() / group);
-    check_len("queries", queries.len(), group * rank_k)?;
-    check_len("out", out.len(), group * rank_v)?;
+    let (rank_k, rank_v) =
+        (count_rows("queries", queries.len(), group)?, count_rows("out", out.len(), group)?);
     if rank_k == 0 || rank_v == 0 {
         return Err(Error::Zero { what: "rank" });
     }
-    let n = keys.len() / rank_k;
-    check_len("keys", keys.len(), n * rank_k)?;
+    let n = count_rows("keys", keys.len(), rank_k)?;
     check_len("values", values.len(), n.checked_mul(rank_v).ok_or(Error::TooLarge)?)?;
     backend.run(Attend { queries, keys, values, out, stats });
     Ok(())
@@ -108,12 +108,12 @@ impl<E: Element> Kernel for Attend<'_, '_, E> {
         }
     }
 
-    /// Floor: the bytes of keys and values. 4 queries with 128 + 128 components of 32 bits need 64 multiply-adds a token on
-    /// AVX-512, about half the time that its bytes take from memory.
+    /// Floor: the bytes of keys and values. On AVX-512, 4 queries with 128 + 128 components of 32 bits need 64 multiply-adds
+    /// per token, about half the time of its bytes from memory.
     ///
-    /// N.B. Processors fetch ahead what is read line after line, and stop where a loop turns from keys to values: each block
-    /// asks for the lines of the next, in order and one by one. Without that f32 rows take 1.7 times as long. All at once, rows
-    /// side by side, and into the first cache are slower, as are four tokens of four queries in a tile.
+    /// N.B. The hardware prefetcher stops where the loop changes from keys to values. Each block therefore prefetches the cache
+    /// lines of the next block, one by one and in order. Without that, `f32` rows take 1.7 times as long. Slower alternatives:
+    /// prefetching all lines at once, interleaving rows, prefetching into L1, and tiles of four tokens by four queries.
     #[inline(always)]
     fn vector<S: Simd>(self, s: S) {
         let (rank_k, rank_v) = (self.queries.len() / self.stats.len(), self.out.len() / self.stats.len());
@@ -141,11 +141,11 @@ impl<E: Element> Kernel for Attend<'_, '_, E> {
     }
 }
 
-/// Bytes of keys, and of values, after which a block ends: both stay in the first cache, and the next ones arrive meanwhile.
+/// Most bytes of keys, and of values, in a block: both stay in L1 while the next block's arrive in L2.
 const BLOCK_BYTES: usize = 8192;
 
 impl<E: Element> Attend<'_, '_, E> {
-    /// At most 64 tokens for `G` queries. Their scores stand side by side, `P` a token.
+    /// Adds at most 64 tokens for `G` queries. Scores are (tokens, P).
     #[inline(always)]
     fn block<S: Simd, const G: usize, const P: usize>(self, s: S) {
         let (rank_k, rank_v) = (self.queries.len() / G, self.out.len() / G);
@@ -178,7 +178,7 @@ impl<E: Element> Attend<'_, '_, E> {
     }
 }
 
-/// Scores of `G` queries on `8 / P` keys from token `first` on; where there are no more, those of the last one again.
+/// Scores of `G` queries on `8 / P` keys from token `first` on. Beyond the last key its scores are repeated.
 #[inline(always)]
 fn score_tile<S: Simd, E: Element, const G: usize, const P: usize>(
     s: S,
@@ -191,10 +191,10 @@ fn score_tile<S: Simd, E: Element, const G: usize, const P: usize>(
     let last = keys.len() / rank - 1;
     assert!(queries.len() == G * rank && keys.len() == (last + 1) * rank && first <= last && last < TOKENS);
     let wide = rank / S::LANES * S::LANES;
-    // SAFETY: key `last` is there.
+    // SAFETY: the index is at most `last`, that of the last key.
     let rows: [*const E; 8] =
         core::array::from_fn(|t| unsafe { keys.as_ptr().add((first + t).min(last) * rank) });
-    let mut sums = [[s.splat(0.0); 4]; 2]; // of key t and query g at t * P + g
+    let mut sums = [[s.splat(0.0); 4]; 2]; // that of key t and query g is at t * P + g
     for c in (0..wide).step_by(S::LANES) {
         for t in 0..8 / P {
             let ahead = (c / S::LANES * (8 / P) + t) * S::LANES;
@@ -250,7 +250,7 @@ fn add_values<S: Simd, E: Element, const G: usize, const P: usize, const V: usiz
             prefetch(s, values.as_ptr().wrapping_add(values.len()), ahead);
             // SAFETY: n values of `rank`.
             let p = unsafe { values.as_ptr().add(t * rank + c + v * S::LANES) };
-            // SAFETY: the component is there, and LANES - 1 more.
+            // SAFETY: c + V * LANES is at most `rank`, so LANES components are readable.
             value[v] = unsafe { E::load(s, p) };
         }
         for g in 0..G {
@@ -268,7 +268,7 @@ fn add_values<S: Simd, E: Element, const G: usize, const P: usize, const V: usiz
     }
 }
 
-/// Asks for the line of element `i`, if one begins there: a block's tiles ask for the next block's lines in their order.
+/// Prefetches the cache line of element `i` of the next block if a line begins there.
 #[inline(always)]
 fn prefetch<S: Simd, E: Element>(s: S, next: *const E, i: usize) {
     if i.is_multiple_of(64 / size_of::<E>()) {

@@ -1,10 +1,10 @@
 use crate::Error;
 use crate::simd::Kernel;
 
-/// An instruction set that the hot loops are compiled for.
+/// An instruction set for which the kernels are compiled.
 ///
-/// Every operation has one result; a backend is only a way to compute it. Grams have the same bits on every backend; `f32`
-/// sums that use fused multiply-adds differ by rounding (see the tolerances in the crate's tests).
+/// The scalar code defines every result. Grams have the same bits on every backend; sums in `f32` differ by rounding, within the
+/// tolerances of the crate's tests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Backend {
     /// Portable Rust, the definition of every result.
@@ -18,12 +18,13 @@ pub enum Backend {
 }
 
 impl Backend {
-    /// All of them, the preferred ones last.
+    /// All backends, the preferred ones last.
     pub const ALL: [Self; 4] = [Self::Scalar, Self::Neon, Self::Avx2, Self::Avx512];
 
-    /// Whether this machine can run it.
+    /// Whether this machine can run the backend.
     ///
-    /// With feature `std` the running CPU is asked; without, only what the compilation target guarantees counts.
+    /// AVX2 and AVX-512 are detected at run time with feature `std`; without it, they must be features of the compilation target.
+    /// NEON must always be a feature of the target. Under Miri only the scalar backend is available.
     #[must_use]
     pub fn is_available(self) -> bool {
         match self {
@@ -39,7 +40,7 @@ impl Backend {
         }
     }
 
-    /// The fastest one that this machine can run.
+    /// The fastest backend that this machine can run.
     #[must_use]
     pub fn detect() -> Self {
         Self::ALL.into_iter().rev().find(|backend| backend.is_available()).unwrap_or(Self::Scalar)
@@ -49,7 +50,7 @@ impl Backend {
         if self.is_available() { Ok(()) } else { Err(Error::BackendUnavailable) }
     }
 
-    /// Runs the form of `kernel` for this instruction set, or the scalar one where the machine lacks it.
+    /// Runs `kernel` on this instruction set, or its scalar code if the machine lacks the set.
     pub(crate) fn run<K: Kernel>(self, kernel: K) -> K::Output {
         match self {
             #[cfg(target_arch = "x86_64")]

@@ -1,4 +1,4 @@
-//! Symmetric eigenproblems and small dense algebra, in `f64` by nalgebra.
+//! Symmetric eigenproblems in `f64`, solved by nalgebra.
 
 use alloc::vec::Vec;
 
@@ -26,16 +26,16 @@ pub(crate) fn symmetric(matrix: DMatrix<f64>) -> Result<(Vec<f64>, DMatrix<f64>)
     Ok((values, vectors))
 }
 
-/// Eigenvalues and eigenvectors that can be divided by, of `matrix / 16^exponent`.
+/// Positive eigenvalues, and eigenvectors, of `matrix / 16^exponent`.
 pub(crate) struct Spectrum {
     pub values: Vec<f64>, // descending, the largest about 1, none below the floor
     pub vectors: DMatrix<f64>,
     pub exponent: i32,
 }
 
-/// The spectrum of a symmetric positive semidefinite matrix, with eigenvalues below `floor` times the largest raised to
-/// that: what was never seen in calibration keeps a well-conditioned direction instead of a division by zero. None where no
-/// eigenvalue is positive, as of rows that are all zero.
+/// The spectrum of a symmetric positive semidefinite matrix. Eigenvalues below `floor` times the largest are raised to that, so
+/// that directions without calibration data cause no division by zero. `None` if no eigenvalue is positive, as for rows that
+/// are all zero.
 ///
 /// Scaling by a power of 16 rounds nothing, and the square and fourth roots of that power are powers of two as well.
 pub(crate) fn spectrum(matrix: DMatrix<f64>, floor: f64) -> Result<Option<Spectrum>, Error> {

@@ -6,19 +6,19 @@ mod sealed {
     use crate::simd::Simd;
 
     pub trait Sealed: Copy {
-        /// Widens `S::LANES` elements.
+        /// Loads `S::LANES` elements and widens them.
         ///
         /// # Safety
-        /// They are readable from `p` on.
+        /// `S::LANES` elements from `p` on are readable.
         unsafe fn load<S: Simd>(s: S, p: *const Self) -> S::F32;
     }
 }
 pub(crate) use sealed::Sealed;
 
-/// Storage type of one component of a row: `f32`, [`half::f16`] or [`half::bf16`]. Arithmetic is done in `f32`, or `f64`
-/// where a function says so.
+/// Storage type of one component of a row: `f32`, [`half::f16`] or [`half::bf16`]. Arithmetic is in `f32`, or in `f64`
+/// where a function documents it.
 pub trait Element: Copy + Default + Send + Sync + Sealed + 'static {
-    /// Exact.
+    /// Converts exactly.
     fn to_f32(self) -> f32;
     /// Rounds to nearest, ties to even.
     fn from_f32(x: f32) -> Self;
@@ -36,7 +36,7 @@ impl Element for f32 {
 impl Sealed for f32 {
     #[inline(always)]
     unsafe fn load<S: Simd>(s: S, p: *const Self) -> S::F32 {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller guarantees it.
         unsafe { s.load(p) }
     }
 }
@@ -53,7 +53,7 @@ impl Element for f16 {
 impl Sealed for f16 {
     #[inline(always)]
     unsafe fn load<S: Simd>(s: S, p: *const Self) -> S::F32 {
-        // SAFETY: the caller's promise; `f16` is its 16 bits.
+        // SAFETY: the caller guarantees it; `f16` has the layout of `u16`.
         unsafe { s.load_f16(p.cast()) }
     }
 }
@@ -70,7 +70,7 @@ impl Element for bf16 {
 impl Sealed for bf16 {
     #[inline(always)]
     unsafe fn load<S: Simd>(s: S, p: *const Self) -> S::F32 {
-        // SAFETY: the caller's promise; `bf16` is its 16 bits.
+        // SAFETY: the caller guarantees it; `bf16` has the layout of `u16`.
         unsafe { s.load_bf16(p.cast()) }
     }
 }

@@ -1,62 +1,87 @@
 use core::fmt;
 
-/// What was wrong with an argument, and by how much.
+/// Why an argument was refused.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub enum Error {
-    /// A size that must not be zero is.
+    /// A size is zero that must not be.
     Zero {
         /// The argument.
         what: &'static str,
     },
-    /// A slice has another length than the shapes say.
+    /// An argument does not have exactly the length that the shapes give.
     Length {
         /// The argument.
         what: &'static str,
-        /// Elements that the shapes ask for.
+        /// Elements that the shapes give.
         expected: usize,
-        /// Elements that were given.
+        /// Elements of the argument.
         actual: usize,
     },
-    /// More columns asked for than the basis has.
+    /// An argument is shorter than the operation needs.
+    TooShort {
+        /// The argument.
+        what: &'static str,
+        /// Elements that the operation needs at least.
+        needed: usize,
+        /// Elements of the argument.
+        actual: usize,
+    },
+    /// An argument does not consist of whole rows.
+    PartialRow {
+        /// The argument.
+        what: &'static str,
+        /// Elements of a row.
+        row: usize,
+        /// Elements of the argument.
+        actual: usize,
+    },
+    /// A causal head has more queries than keys.
+    Causal {
+        /// Its queries.
+        rows: usize,
+        /// Its keys.
+        tokens: usize,
+    },
+    /// The rank is above the dimension.
     Rank {
-        /// The rank asked for.
+        /// The requested rank.
         rank: usize,
         /// The dimension.
         dim: usize,
     },
-    /// A NaN or an infinity in the data.
+    /// The data contain a NaN or an infinity, or a value that no finite data give.
     NotFinite {
         /// The argument.
         what: &'static str,
     },
-    /// A fraction outside its range.
+    /// A fraction is outside 0..=1.
     Fraction {
         /// The argument.
         what: &'static str,
         /// Its value.
         value: f64,
     },
-    /// An order that repeats a component or names one that does not exist.
+    /// An order repeats a component, or names one that does not exist.
     Order {
         /// The component.
         component: usize,
     },
-    /// Singular values that are not finite, not negative and descending.
+    /// Singular values are not finite, nonnegative and in descending order.
     Spectrum {
-        /// The first one that is out of place.
+        /// The first component that breaks the rule.
         component: usize,
     },
-    /// A budget below the smallest ranks.
+    /// The budget is below the sum of the smallest ranks.
     Budget {
-        /// Components that the smallest ranks take.
+        /// The sum of the smallest ranks.
         least: usize,
         /// Components that the budget allows.
         components: usize,
     },
-    /// This machine lacks the instruction set.
+    /// This machine lacks the instructions of the backend.
     BackendUnavailable,
-    /// A product of sizes does not fit, or there are more processors than any machine has.
+    /// A size, or a product or sum of sizes, exceeds what the operation supports.
     TooLarge,
     /// The eigenvalue iteration did not converge.
     NoConvergence,
@@ -67,19 +92,31 @@ impl fmt::Display for Error {
         match *self {
             Self::Zero { what } => write!(f, "{what} must not be zero"),
             Self::Length { what, expected, actual } => {
-                write!(f, "{what} has length {actual}, expected {expected}")
+                write!(f, "{what} has length {actual}, expected exactly {expected}")
+            }
+            Self::TooShort { what, needed, actual } => {
+                write!(f, "{what} has length {actual}, expected at least {needed}")
+            }
+            Self::PartialRow { what, row, actual } => {
+                write!(f, "{what} has length {actual}, expected a multiple of {row}")
+            }
+            Self::Causal { rows, tokens } => {
+                write!(f, "a causal head has {rows} rows, expected at most its {tokens} tokens")
             }
             Self::Rank { rank, dim } => write!(f, "rank {rank} is above dimension {dim}"),
-            Self::NotFinite { what } => write!(f, "{what} holds a NaN or an infinity"),
+            Self::NotFinite { what } => write!(f, "{what}: a value is NaN, infinite or out of range"),
             Self::Fraction { what, value } => write!(f, "{what} is {value}, outside 0..=1"),
             Self::Order { component } => write!(f, "component {component} is repeated or does not exist"),
             Self::Spectrum { component } => {
-                write!(f, "singular value {component} is not finite, not negative and at most the one before")
+                write!(
+                    f,
+                    "singular value {component} is not finite, is negative, or exceeds the one before it"
+                )
             }
             Self::Budget { least, components } => {
-                write!(f, "the budget of {components} components is below the smallest ranks, {least}")
+                write!(f, "the budget is {components} components, the smallest ranks need {least}")
             }
-            Self::BackendUnavailable => write!(f, "this machine lacks the instruction set"),
+            Self::BackendUnavailable => write!(f, "this machine lacks the instructions of the backend"),
             Self::TooLarge => write!(f, "the sizes are too large"),
             Self::NoConvergence => write!(f, "the eigenvalue iteration did not converge"),
         }
@@ -90,4 +127,9 @@ impl core::error::Error for Error {}
 
 pub(crate) fn check_len(what: &'static str, actual: usize, expected: usize) -> Result<(), Error> {
     if actual == expected { Ok(()) } else { Err(Error::Length { what, expected, actual }) }
+}
+
+/// Counts the rows of `row` elements, at least 1 each, that a slice of `actual` elements consists of.
+pub(crate) fn count_rows(what: &'static str, actual: usize, row: usize) -> Result<usize, Error> {
+    if actual.is_multiple_of(row) { Ok(actual / row) } else { Err(Error::PartialRow { what, row, actual }) }
 }

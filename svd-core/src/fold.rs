@@ -1,49 +1,49 @@
-//! Absorbing a rotation into the weights around the cache, so that a decode step pays nothing for it.
+//! Folds a rotation into the weights around the cache, so that decode steps do not compute it.
 //!
-//! `W_V` and `W_O` always can take it; `W_K` and `W_Q` where no rotary embedding stands between them and the scores. Fold the
-//! whole rotation once and cut columns at run time, or fold at the rank that is kept.
+//! `W_V` and `W_O` can always be folded, `W_K` and `W_Q` only in models without a rotary embedding. Fold the whole rotation
+//! once and cut columns at run time, or fold at the final rank.
 
 use alloc::vec;
 use alloc::vec::Vec;
 
-use crate::error::check_len;
+use crate::error::count_rows;
 use crate::{Error, Rotation};
 
 impl Rotation {
-    /// `A^T W`: the projection that makes stored vectors, as `W_V` or `W_K`, with the rotation in it.
+    /// `A^T W`: folds the basis into the projection of stored rows, `W_V` or `W_K`.
     ///
     /// # Shapes
-    /// `weight` (dim, columns), the rows of one key/value head; a bias is a weight of one column. Returns (rank, columns).
+    /// `weight` (dim, columns), the rows of one key/value head; a bias is a weight with one column. Returns (rank, columns).
     /// # Errors
-    /// [`Error::Zero`], [`Error::Rank`] or [`Error::Length`].
+    /// [`Error::Zero`], [`Error::Rank`] or [`Error::PartialRow`].
     /// # Cost
     /// dim * rank * columns multiply-adds in `f64`.
     /// # Source
     /// ZACK, 5.1.
-    pub fn fold_store(&self, weight: &[f32], rank: usize) -> Result<Vec<f32>, Error> {
-        self.fold_input(self.store(), weight, rank)
+    pub fn fold_basis(&self, weight: &[f32], rank: usize) -> Result<Vec<f32>, Error> {
+        self.fold_input(self.basis(), weight, rank)
     }
 
-    /// `B^T W`: the projection that makes what meets the stored vectors, `W_Q`, with the rotation in it.
+    /// `B^T W`: folds the dual into the projection of queries, `W_Q`.
     ///
     /// # Shapes
-    /// `weight` (dim, columns), the rows of one query head; a bias is a weight of one column. Returns (rank, columns).
+    /// `weight` (dim, columns), the rows of one query head; a bias is a weight with one column. Returns (rank, columns).
     /// # Errors
-    /// [`Error::Zero`], [`Error::Rank`] or [`Error::Length`].
+    /// [`Error::Zero`], [`Error::Rank`] or [`Error::PartialRow`].
     /// # Cost
     /// dim * rank * columns multiply-adds in `f64`.
     /// # Source
-    /// ZACK, 5.1, QK compression: for models without a rotary embedding.
-    pub fn fold_probe(&self, weight: &[f32], rank: usize) -> Result<Vec<f32>, Error> {
-        self.fold_input(self.probe(), weight, rank)
+    /// ZACK, 5.1, QK compression, for models without a rotary embedding.
+    pub fn fold_dual(&self, weight: &[f32], rank: usize) -> Result<Vec<f32>, Error> {
+        self.fold_input(self.dual(), weight, rank)
     }
 
-    /// `W B`: the projection that reads what was stored, `W_O`, with the way back in it.
+    /// `W B`: folds the reconstruction into the projection of outputs, `W_O`.
     ///
     /// # Shapes
     /// `weight` (rows, dim), the columns of one query head. Returns (rows, rank).
     /// # Errors
-    /// [`Error::Zero`], [`Error::Rank`] or [`Error::Length`].
+    /// [`Error::Zero`], [`Error::Rank`] or [`Error::PartialRow`].
     /// # Cost
     /// rows * dim * rank multiply-adds in `f64`.
     /// # Source
@@ -51,11 +51,11 @@ impl Rotation {
     pub fn fold_output(&self, weight: &[f32], rank: usize) -> Result<Vec<f32>, Error> {
         let dim = self.dim();
         self.check_rank(rank)?;
-        check_len("weight", weight.len(), weight.len() / dim * dim)?;
-        let mut out = vec![0.0; weight.len() / dim * rank];
+        let rows = count_rows("weight", weight.len(), dim)?;
+        let mut out = vec![0.0; rows * rank];
         for (row, out) in weight.chunks_exact(dim).zip(out.chunks_exact_mut(rank)) {
             let mut sums = vec![0.0; rank];
-            for (&w, map) in row.iter().zip(self.probe().chunks_exact(dim)) {
+            for (&w, map) in row.iter().zip(self.dual().chunks_exact(dim)) {
                 sums.iter_mut().zip(map).for_each(|(sum, m)| *sum += f64::from(w) * m);
             }
             out.iter_mut().zip(sums).for_each(|(out, sum)| *out = sum as f32);
@@ -66,8 +66,7 @@ impl Rotation {
     fn fold_input(&self, map: &[f64], weight: &[f32], rank: usize) -> Result<Vec<f32>, Error> {
         let dim = self.dim();
         self.check_rank(rank)?;
-        let columns = weight.len() / dim;
-        check_len("weight", weight.len(), columns * dim)?;
+        let columns = count_rows("weight", weight.len(), dim)?;
         let mut out = Vec::with_capacity(rank * columns);
         let mut sums = vec![0.0; columns];
         for c in 0..rank {

@@ -1,22 +1,22 @@
-// Registers are counted by the same numbers as the rows and columns they hold.
+// One index counts registers and the rows or columns that they hold.
 #![allow(clippy::needless_range_loop)]
 
 use alloc::vec;
 use alloc::vec::Vec;
 use core::marker::PhantomData;
 
-use crate::error::check_len;
+use crate::error::{check_len, count_rows};
 use crate::simd::{Kernel, Simd};
 use crate::{Backend, Element, Error};
 
-/// Which side of the rotary embedding the rows of a [`Gram`] come from. Sums of one side are of no use on the other, so they
-/// have different types.
-pub trait Side: sealed::Sealed + Copy + Send + Sync + 'static {}
+/// The side of the rotary embedding (RoPE) from which the rows of a [`Gram`] come. The sums of one side are meaningless on the
+/// other, so the two have different types.
+pub trait RopeSide: sealed::Sealed + Copy + Send + Sync + 'static {}
 
 /// Queries and keys before the rotary embedding.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PreRope;
-/// Queries and keys after the rotary embedding, as their products are scores.
+/// Queries and keys after the rotary embedding: their inner products are the scores.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PostRope;
 /// Rows that no rotary embedding touches: values, rows of `W_O`, queries and keys of models without one.
@@ -29,15 +29,15 @@ mod sealed {
 impl sealed::Sealed for PreRope {}
 impl sealed::Sealed for PostRope {}
 impl sealed::Sealed for NoRope {}
-impl Side for PreRope {}
-impl Side for PostRope {}
-impl Side for NoRope {}
+impl RopeSide for PreRope {}
+impl RopeSide for PostRope {}
+impl RopeSide for NoRope {}
 
-/// Streaming second moment: the sum of `x^T x` and of `x` over rows, in `f64`. Nothing of the rows is kept.
+/// Streaming second moment: the sums of `x^T x` and of `x` over rows, in `f64`. The rows themselves are not kept.
 ///
-/// A product of two `f32` is exact in `f64`, so the result depends on the order of the additions alone, and that is fixed: 64
-/// rows, then 4,096, then a call, each sum added to the next. Backends, threads and fused multiply-adds change no bit. Sums
-/// in `f32` would lose the small directions at the condition numbers of keys.
+/// A product of two `f32` is exact in `f64`, so the result depends only on the order of additions, which is fixed: sums over
+/// 64 rows are added to sums over 4,096 rows, those to the sum of the call. Backends, threads and fused multiply-adds change
+/// no bit. Sums in `f32` would lose the small directions at the condition numbers of keys.
 ///
 /// # Examples
 /// ```
@@ -51,29 +51,29 @@ impl Side for NoRope {}
 #[derive(Clone, Debug, PartialEq)]
 pub struct Gram<S> {
     dim: usize,
-    rows: u64, // as many rows of finite floats can have these sums, so that no number of merges overflows
-    blocks: Vec<f64>, // 16 x 16 each: those on and below the diagonal, row after row; above it nothing is read
+    rows: u64,        // bounds the sums: rows of finite floats, so that no merge overflows
+    blocks: Vec<f64>, // 16 x 16 blocks on and below the diagonal, row-major; elements above the diagonal are not read
     sums: Vec<f64>,   // (dim rounded up to 16,)
     side: PhantomData<S>,
 }
 
-/// Components beyond which nothing is a head: a wrong number must not take all memory.
+/// Largest dimension. No head is that wide; a wrong argument must not exhaust memory.
 const MOST_DIM: usize = 8192;
 /// Rows and columns of a block.
 const BLOCK: usize = 16;
 /// Rows that are summed in registers.
 const PANEL: usize = 64;
-/// Rows that are summed apart, on a thread of their own where there are several.
+/// Rows of a separate sum, which has its own thread with `rayon`.
 const CHUNK: usize = 4096;
 /// Chunks whose sums exist at the same time.
 #[cfg(feature = "rayon")]
 const WAVE: usize = 16;
 
-impl<S: Side> Gram<S> {
+impl<S: RopeSide> Gram<S> {
     /// An empty sum for rows of `dim` components.
     ///
     /// # Errors
-    /// [`Error::Zero`], or [`Error::TooLarge`] for more than 8,192.
+    /// [`Error::Zero`] for no components, [`Error::TooLarge`] for more than 8,192.
     pub fn new(dim: usize) -> Result<Self, Error> {
         if dim == 0 {
             return Err(Error::Zero { what: "dim" });
@@ -89,23 +89,31 @@ impl<S: Side> Gram<S> {
     /// Adds the rows of `rows` (n, dim).
     ///
     /// # Errors
-    /// [`Error::Length`], [`Error::NotFinite`], or [`Error::TooLarge`] for more than `u64::MAX` rows in all; the sum is then
-    /// unchanged.
+    /// [`Error::PartialRow`], [`Error::NotFinite`], or [`Error::TooLarge`] for more than `u64::MAX` rows in total. The sum is
+    /// then unchanged.
     /// # Cost
-    /// About n * dim * (dim + 8) / 2 multiply-adds in `f64`; a sum and 64 rows in `f64` of scratch for every 4,096 rows.
+    /// About n * dim * (dim + 8) / 2 multiply-adds in `f64`. Every 4,096 rows allocate a sum and 64 rows in `f64`.
     pub fn add_rows<E: Element>(&mut self, rows: &[E]) -> Result<(), Error> {
         self.add_columns(rows, self.dim, 0)
     }
 
-    /// Adds the part of every row that starts at component `first`: one head of keys (n, n_kv_heads, dim).
+    /// [`add_rows`](Self::add_rows) on a given backend.
+    ///
+    /// # Errors
+    /// As for [`add_rows`](Self::add_rows), and [`Error::BackendUnavailable`].
+    pub fn add_rows_with<E: Element>(&mut self, backend: Backend, rows: &[E]) -> Result<(), Error> {
+        self.add_columns_with(backend, rows, self.dim, 0)
+    }
+
+    /// Adds `dim` columns of wider rows, from column `first` on: one head of keys (n, n_kv_heads, dim).
     ///
     /// # Shapes
     /// `rows` (n, row_len).
     /// # Errors
-    /// [`Error::Length`] when `row_len` does not divide `rows` or ends before the part does; otherwise as
-    /// [`add_rows`](Self::add_rows). The sum is then unchanged.
+    /// [`Error::TooShort`] if a row ends before the columns do, otherwise as for [`add_rows`](Self::add_rows). The sum is then
+    /// unchanged.
     /// # Cost
-    /// As [`add_rows`](Self::add_rows).
+    /// As for [`add_rows`](Self::add_rows).
     pub fn add_columns<E: Element>(&mut self, rows: &[E], row_len: usize, first: usize) -> Result<(), Error> {
         self.add_columns_with(Backend::detect(), rows, row_len, first)
     }
@@ -113,7 +121,7 @@ impl<S: Side> Gram<S> {
     /// [`add_columns`](Self::add_columns) on a given backend.
     ///
     /// # Errors
-    /// As there, and [`Error::BackendUnavailable`].
+    /// As for [`add_columns`](Self::add_columns), and [`Error::BackendUnavailable`].
     pub fn add_columns_with<E: Element>(
         &mut self,
         backend: Backend,
@@ -124,10 +132,9 @@ impl<S: Side> Gram<S> {
         backend.check()?;
         let end = first.checked_add(self.dim).ok_or(Error::TooLarge)?;
         if row_len < end {
-            return Err(Error::Length { what: "row", expected: end, actual: row_len });
+            return Err(Error::TooShort { what: "row", needed: end, actual: row_len });
         }
-        let n = rows.len() / row_len;
-        check_len("rows", rows.len(), n * row_len)?;
+        let n = count_rows("rows", rows.len(), row_len)?;
         let mut call = self.empty();
         let sum_chunk = |rows: &[E]| {
             let mut chunk = self.empty();
@@ -152,10 +159,10 @@ impl<S: Side> Gram<S> {
         self.merge(&call)
     }
 
-    /// Adds another sum. The same sums merged in the same order give the same bytes, whichever threads made them.
+    /// Adds another sum. The same sums merged in the same order give the same bits.
     ///
     /// # Errors
-    /// [`Error::Length`] when the dimensions differ, [`Error::TooLarge`] for more than `u64::MAX` rows in all; the sum is then
+    /// [`Error::Length`] if the dimensions differ, [`Error::TooLarge`] for more than `u64::MAX` rows in total. The sum is then
     /// unchanged.
     pub fn merge(&mut self, other: &Self) -> Result<(), Error> {
         check_len("gram", other.dim, self.dim)?;
@@ -164,18 +171,18 @@ impl<S: Side> Gram<S> {
         Ok(())
     }
 
-    /// Takes sums that were made elsewhere, such as on a GPU.
+    /// Makes a Gram of sums that were computed elsewhere, for example on a GPU.
     ///
     /// # Shapes
-    /// `matrix` (dim, dim), of which the part on and below the diagonal counts; `sums` (dim,).
+    /// `matrix` (dim, dim), of which only the elements on and below the diagonal are used; `sums` (dim,).
     /// # Errors
-    /// [`Error::Zero`], [`Error::TooLarge`], [`Error::Length`], [`Error::NotFinite`] for a NaN, an infinity, or a sum that is
-    /// larger than that of `rows` rows of finite `f32` can be.
+    /// [`Error::Zero`], [`Error::TooLarge`], [`Error::Length`], [`Error::NotFinite`] for a NaN, an infinity, or a sum that
+    /// exceeds what `rows` rows of finite `f32` can have.
     pub fn from_sums(dim: usize, rows: u64, matrix: &[f64], sums: &[f64]) -> Result<Self, Error> {
         let mut gram = Self::new(dim)?;
         check_len("matrix", matrix.len(), dim * dim)?;
         check_len("sums", sums.len(), dim)?;
-        // Twice what the rows can add up to, since sums are rounded.
+        // Twice the bound of exact sums, since sums are rounded.
         let largest = f64::from(f32::MAX);
         let (most, most_squared) = (2.0 * largest * rows as f64, 2.0 * largest * largest * rows as f64);
         let within = |x: &[f64], most: f64| x.iter().all(|x| x.abs() <= most);
@@ -203,7 +210,7 @@ impl<S: Side> Gram<S> {
         sums.zip(other.blocks.iter().chain(&other.sums)).for_each(|(sum, x)| *sum += x);
     }
 
-    /// The same sum about the mean: of `(x - mean)^T (x - mean)`. Its own mean is zero.
+    /// The sum of `(x - mean)^T (x - mean)`, whose own mean is zero.
     #[must_use]
     pub fn centred(&self) -> Self {
         let mut centred = self.clone();
@@ -247,7 +254,7 @@ impl<S: Side> Gram<S> {
     }
 }
 
-/// Where element (r, c), `c <= r`, is among the blocks.
+/// Index of element (r, c), `c <= r`, in the blocks.
 const fn index(r: usize, c: usize) -> usize {
     block_start(r / BLOCK, c / BLOCK) + r % BLOCK * BLOCK + c % BLOCK
 }
@@ -299,7 +306,7 @@ impl<E: Element> Kernel for AddRows<'_, '_, E> {
         }
     }
 
-    /// Floor: 16 multiply-adds of 8 doubles for 8 rows of a block on AVX-512, beside 10 loads.
+    /// Floor: on AVX-512, 8 rows of a block take 16 multiply-adds of 8 doubles and 10 loads per row of the panel.
     #[inline(always)]
     fn vector<S: Simd>(self, s: S) {
         for rows in self.rows.chunks(self.row_len.saturating_mul(PANEL)) {
@@ -311,7 +318,7 @@ impl<E: Element> Kernel for AddRows<'_, '_, E> {
             }
             let n = rows.len() / self.row_len;
             add_sums(self.panel, n, self.sums);
-            // The next panel's rows are asked for bit by bit while this one's are multiplied.
+            // Every block prefetches a share of the next panel's rows, so that they arrive during the multiplications.
             let mut next = rows.as_ptr().wrapping_add(rows.len() + self.first);
             let share = PANEL.div_ceil(self.blocks.len() / (BLOCK * BLOCK));
             for r in 0..self.sums.len() / BLOCK {
@@ -391,7 +398,7 @@ fn add_block<S: Simd, const R: usize, const C: usize>(
     }
 }
 
-/// Columns of a block that row `r` is summed over: of a block on the diagonal, the quarter above it is left out.
+/// Columns that row `r` of a block sums. A diagonal block leaves out its upper right quarter.
 #[inline(always)]
 fn columns(diagonal: bool, r: usize) -> usize {
     if diagonal && r < BLOCK / 2 { BLOCK / 2 } else { BLOCK }

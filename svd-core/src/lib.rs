@@ -1,6 +1,6 @@
 #![doc = include_str!("../README.md")]
 #![no_std]
-// Only the vector forms of the hot loops read and write through pointers; see `simd`.
+// Only the vector forms of the kernels use pointers; see `simd`.
 #![deny(unsafe_code)]
 
 #[cfg(feature = "alloc")]
@@ -8,11 +8,11 @@ extern crate alloc;
 #[cfg(any(feature = "std", test))]
 extern crate std;
 
-#[cfg(feature = "alloc")]
-mod allocate;
 #[allow(unsafe_code)]
 mod attend;
 mod backend;
+#[cfg(feature = "alloc")]
+mod balanced_order;
 mod dot;
 #[cfg(feature = "alloc")]
 mod eigen;
@@ -37,14 +37,14 @@ mod schedule;
 mod simd;
 mod softmax;
 
-#[cfg(feature = "alloc")]
-pub use allocate::balanced_order;
 pub use attend::{attend_into, attend_into_with};
 pub use backend::Backend;
+#[cfg(feature = "alloc")]
+pub use balanced_order::balanced_order;
 pub use element::Element;
 pub use error::Error;
 #[cfg(feature = "alloc")]
-pub use gram::{Gram, NoRope, PostRope, PreRope, Side};
+pub use gram::{Gram, NoRope, PostRope, PreRope, RopeSide};
 pub use map::Map;
 #[cfg(feature = "alloc")]
 pub use map::MapBuf;
@@ -54,6 +54,6 @@ pub use rank::{Budget, rank_for_removal, ranks_by_loss, ranks_by_removal};
 pub use rotation::Rotation;
 #[cfg(feature = "alloc")]
 pub use schedule::{
-    CostModel, DecodeHead, PrefillHead, PrefillRules, Schedule, Task, schedule_decode, schedule_prefill,
+    DecodeHead, PrefillHead, PrefillRules, Schedule, Task, TaskCost, schedule_decode, schedule_prefill,
 };
 pub use softmax::SoftmaxStats;

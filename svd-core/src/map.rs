@@ -1,15 +1,15 @@
-// Registers are counted by the same numbers as the rows and columns they hold.
+// One index counts registers and the rows or columns that they hold.
 #![allow(clippy::needless_range_loop)]
 
 #[cfg(feature = "alloc")]
 use alloc::vec::Vec;
 
 use crate::dot::dot;
-use crate::error::check_len;
+use crate::error::{check_len, count_rows};
 use crate::simd::{Kernel, Simd};
 use crate::{Backend, Element, Error};
 
-/// The first columns of a rotation's map in `f32`, as the decode path uses it: `y = x map`, (dim, rank) row-major.
+/// The first columns of a rotation's basis or dual in `f32`, for the decode path: `y = x map`, (dim, rank) row-major.
 ///
 /// # Examples
 /// ```
@@ -42,13 +42,13 @@ impl<'a> Map<'a> {
         Ok(Self { columns, dim, rank })
     }
 
-    /// Components of a row that goes in.
+    /// Components of an input row.
     #[must_use]
     pub const fn dim(&self) -> usize {
         self.dim
     }
 
-    /// Components of a row that comes out.
+    /// Components of an output row.
     #[must_use]
     pub const fn rank(&self) -> usize {
         self.rank
@@ -59,7 +59,7 @@ impl<'a> Map<'a> {
     /// # Shapes
     /// `rows` (n, dim); `out` (n, rank), fully written.
     /// # Errors
-    /// [`Error::Length`]; `out` is then untouched.
+    /// [`Error::PartialRow`] if `out` does not consist of whole rows, [`Error::Length`]. `out` is then unchanged.
     /// # Cost
     /// n * dim * rank multiply-adds, no allocation.
     pub fn project_into<E: Element>(&self, rows: &[E], out: &mut [f32]) -> Result<(), Error> {
@@ -69,7 +69,7 @@ impl<'a> Map<'a> {
     /// [`project_into`](Self::project_into) on a given backend.
     ///
     /// # Errors
-    /// As there, and [`Error::BackendUnavailable`].
+    /// As for [`project_into`](Self::project_into), and [`Error::BackendUnavailable`].
     pub fn project_into_with<E: Element>(
         &self,
         backend: Backend,
@@ -77,27 +77,39 @@ impl<'a> Map<'a> {
         out: &mut [f32],
     ) -> Result<(), Error> {
         backend.check()?;
-        let n = out.len() / self.rank;
-        check_len("out", out.len(), n * self.rank)?;
+        let n = count_rows("out", out.len(), self.rank)?;
         check_len("rows", rows.len(), n.checked_mul(self.dim).ok_or(Error::TooLarge)?)?;
         backend.run(Project { map: *self, rows, out });
         Ok(())
     }
 
-    /// Turns rows back: `out[i, d] = sum over c of rows[i, c] * map[d, c]`, added in `f32` in sixteen partial sums. With the
-    /// map of what meets the stored rows this is the inverse of the stored map, as far as the rank goes.
+    /// Reconstructs rows: `out[i, d] = sum over c of rows[i, c] * map[d, c]`, added in `f32` in sixteen partial sums. Rows
+    /// that a rotation's `basis_map` projected are reconstructed by its `dual_map`, exactly so at full rank.
     ///
     /// # Shapes
     /// `rows` (n, rank); `out` (n, dim), fully written.
     /// # Errors
-    /// [`Error::Length`]; `out` is then untouched.
+    /// [`Error::PartialRow`] if `out` does not consist of whole rows, [`Error::Length`]. `out` is then unchanged.
     /// # Cost
     /// n * dim * rank multiply-adds, no allocation.
     pub fn reconstruct_into(&self, rows: &[f32], out: &mut [f32]) -> Result<(), Error> {
-        let n = out.len() / self.dim;
-        check_len("out", out.len(), n * self.dim)?;
+        self.reconstruct_into_with(Backend::detect(), rows, out)
+    }
+
+    /// [`reconstruct_into`](Self::reconstruct_into) on a given backend.
+    ///
+    /// # Errors
+    /// As for [`reconstruct_into`](Self::reconstruct_into), and [`Error::BackendUnavailable`].
+    pub fn reconstruct_into_with(
+        &self,
+        backend: Backend,
+        rows: &[f32],
+        out: &mut [f32],
+    ) -> Result<(), Error> {
+        backend.check()?;
+        let n = count_rows("out", out.len(), self.dim)?;
         check_len("rows", rows.len(), n * self.rank)?;
-        Backend::detect().run(Reconstruct { map: *self, rows, out });
+        backend.run(Reconstruct { map: *self, rows, out });
         Ok(())
     }
 }
@@ -113,16 +125,16 @@ pub struct MapBuf {
 
 #[cfg(feature = "alloc")]
 impl MapBuf {
-    /// As [`Map::new`].
+    /// A map that owns `columns`; see [`Map::new`].
     ///
     /// # Errors
-    /// As there.
+    /// As for [`Map::new`].
     pub fn new(columns: Vec<f32>, dim: usize, rank: usize) -> Result<Self, Error> {
         Map::new(&columns, dim, rank)?;
         Ok(Self { columns, dim, rank })
     }
 
-    /// The map.
+    /// The borrowed map.
     #[must_use]
     pub fn view(&self) -> Map<'_> {
         Map { columns: &self.columns, dim: self.dim, rank: self.rank }
@@ -183,14 +195,14 @@ impl Kernel for Reconstruct<'_, '_> {
         }
     }
 
-    /// Plain code, compiled to each set's registers.
+    /// The scalar code, which the compiler vectorizes for the instruction set.
     #[inline(always)]
     fn vector<S: Simd>(self, _: S) {
         self.scalar();
     }
 }
 
-/// `N` rows at a time, so that a register of the map serves all of them.
+/// Projects `N` rows at a time, so that each load of the map serves all of them.
 #[inline(always)]
 fn project_rows<S: Simd, E: Element, const N: usize>(s: S, map: Map<'_>, rows: &[E], out: &mut [f32]) {
     let Map { columns, dim, rank } = map;

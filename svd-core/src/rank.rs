@@ -1,40 +1,41 @@
-//! How many components each head keeps.
+//! Chooses how many components each head keeps.
 //!
-//! A spectrum is the singular values of a head's [`Rotation`](crate::Rotation), descending. Keys and values are told apart by
-//! the caller: one call over both has them share a budget, two calls give each its own.
+//! A spectrum contains the singular values of a head's [`Rotation`](crate::Rotation) in descending order. One call over keys and
+//! values gives them a common budget; two calls give each their own.
 
 use alloc::vec::Vec;
 
 use crate::Error;
 
-/// What all heads together may keep.
+/// The components or bytes that all heads together may keep.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Budget {
-    /// This part of all dimensions: 1 less the overall compression rate of the paper.
-    Part(f64),
-    /// Bytes that a token may take in all heads.
+    /// A fraction of all dimensions: 1 minus the paper's overall compression rate.
+    Fraction(f64),
+    /// Bytes per token over all heads.
     Bytes {
-        /// Bytes a token.
+        /// Bytes per token.
         per_token: usize,
-        /// Bytes of a component.
+        /// Bytes per component.
         per_component: usize,
     },
 }
 
 impl Budget {
-    /// The components that all heads together may keep of `all`.
+    /// The number of components, out of `all`, that the heads together may keep.
     fn components(self, all: usize) -> Result<usize, Error> {
         match self {
-            Self::Part(part) if (0.0..=1.0).contains(&part) => Ok((part * all as f64) as usize),
-            Self::Part(value) => Err(Error::Fraction { what: "kept part", value }),
-            Self::Bytes { per_component: 0, .. } => Err(Error::Zero { what: "bytes of a component" }),
+            Self::Fraction(fraction) if (0.0..=1.0).contains(&fraction) => {
+                Ok((fraction * all as f64) as usize)
+            }
+            Self::Fraction(value) => Err(Error::Fraction { what: "kept fraction", value }),
+            Self::Bytes { per_component: 0, .. } => Err(Error::Zero { what: "bytes per component" }),
             Self::Bytes { per_token, per_component } => Ok(per_token / per_component),
         }
     }
 }
 
-/// The rank that is left when the largest number of trailing singular values is removed whose sum is at most the part
-/// `removal` of the total. Never below 1.
+/// The smallest rank, at least 1, at which the removed singular values sum to at most the fraction `removal` of the total.
 ///
 /// # Errors
 /// [`Error::Fraction`] for a `removal` outside 0..=1, [`Error::Zero`] for no values, [`Error::Spectrum`].
@@ -54,14 +55,14 @@ pub fn rank_for_removal(sigma: &[f64], removal: f64) -> Result<usize, Error> {
     Ok(removed_to(sigma, removal))
 }
 
-/// The ranks of all heads under one removal rate, the smallest rate that meets `budget`, found by bisection.
+/// The ranks of all heads at the smallest common removal rate that meets `budget`, found by bisection.
 ///
 /// Ranks are rounded up to `multiple` (16 for tensor cores, 1 for no rounding), but not above a head's dimension, and the
-/// rounded ranks meet the budget. More budget never takes a component away from any head.
+/// rounded ranks meet the budget. A larger budget never lowers the rank of a head.
 ///
 /// # Errors
-/// [`Error::Fraction`], [`Error::Zero`] for no heads, an empty one, no multiple or components of no bytes,
-/// [`Error::Spectrum`], [`Error::Budget`] when not even the smallest ranks fit.
+/// [`Error::Fraction`]; [`Error::Zero`] for no heads, an empty spectrum, a multiple of 0 or components of 0 bytes;
+/// [`Error::Spectrum`]; [`Error::Budget`] if the smallest ranks do not fit.
 /// # Cost
 /// 60 passes over the spectra.
 /// # Source
@@ -70,7 +71,7 @@ pub fn rank_for_removal(sigma: &[f64], removal: f64) -> Result<usize, Error> {
 /// ```
 /// use svd_core::{Budget, ranks_by_removal};
 /// let heads: [&[f64]; 2] = [&[9.0, 1.0, 0.5, 0.1], &[4.0, 3.0, 2.0, 1.0]];
-/// assert_eq!(ranks_by_removal(&heads, Budget::Part(0.5), 1)?, [1, 3]);
+/// assert_eq!(ranks_by_removal(&heads, Budget::Fraction(0.5), 1)?, [1, 3]);
 /// assert_eq!(ranks_by_removal(&heads, Budget::Bytes { per_token: 12, per_component: 2 }, 2)?, [2, 4]);
 /// # Ok::<(), svd_core::Error>(())
 /// ```
@@ -92,22 +93,22 @@ pub fn ranks_by_removal(heads: &[&[f64]], budget: Budget, multiple: usize) -> Re
     Ok(ranks(high))
 }
 
-/// The ranks of all heads with the least weighted loss within `budget`: `multiple` components at a time go to the head whose
-/// weighted squared singular values gain most from them, until the next do not fit.
+/// The ranks of all heads with the least weighted loss within `budget`. Greedy: the next `multiple` components go to the head
+/// whose weighted squared singular values gain most per component, until the next step does not fit.
 ///
-/// As spectra descend, that is the optimum for each budget that it fills. `weights[h]` is what a unit of squared error in head
-/// `h` costs the model: errors of different layers, or of keys and values, are not of one kind.
+/// Since spectra descend, the result is optimal for each budget that it fills. `weights[h]` is the cost to the model of a unit
+/// of squared error in head `h`: errors of different layers, or of keys and values, are not comparable without weights.
 ///
 /// # Errors
-/// As [`ranks_by_removal`]; [`Error::Length`] for another number of weights, [`Error::NotFinite`] for one that is not a
-/// finite number above or equal to 0.
+/// As for [`ranks_by_removal`]; [`Error::Length`] if there is not one weight per head, [`Error::NotFinite`] for a weight that
+/// is negative, infinite or NaN.
 /// # Cost
-/// A sort of as many numbers as there are steps of `multiple` in all heads.
+/// A sort of the steps of `multiple` components in all heads.
 /// # Examples
 /// ```
 /// use svd_core::{Budget, ranks_by_loss};
 /// let heads: [&[f64]; 2] = [&[3.0, 2.0, 1.0], &[3.0, 2.0, 1.0]];
-/// assert_eq!(ranks_by_loss(&heads, &[1.0, 5.0], Budget::Part(0.67), 1)?, [1, 3]);
+/// assert_eq!(ranks_by_loss(&heads, &[1.0, 5.0], Budget::Fraction(0.67), 1)?, [1, 3]);
 /// # Ok::<(), svd_core::Error>(())
 /// ```
 pub fn ranks_by_loss(
@@ -125,7 +126,7 @@ pub fn ranks_by_loss(
     left -= ranks.iter().sum::<usize>();
     let sigma_scale = scale(&heads.iter().map(|sigma| sigma[0]).collect::<Vec<_>>());
     let weight_scale = scale(weights);
-    // (gain a component, head, components)
+    // (gain per component, head, components)
     let mut steps: Vec<(f64, usize, usize)> = heads
         .iter()
         .zip(weights)
@@ -197,7 +198,7 @@ fn check_spectra(heads: &[&[f64]]) -> Result<(), Error> {
     Ok(())
 }
 
-/// The components of the budget, once everything is in order.
+/// Checks all arguments and returns the components of the budget.
 fn check_budget(heads: &[&[f64]], budget: Budget, multiple: usize) -> Result<usize, Error> {
     if multiple == 0 {
         return Err(Error::Zero { what: "multiple" });

@@ -4,64 +4,64 @@ use nalgebra::DMatrix;
 
 use crate::eigen::{Spectrum, spectrum, symmetric};
 use crate::error::check_len;
-use crate::{Error, Gram, MapBuf, Side};
+use crate::{Error, Gram, MapBuf, RopeSide};
 
-/// Eigenvalues below this part of the largest are raised to it before they are divided by.
+/// Eigenvalues are raised to at least this fraction of the largest before a division by them.
 const FLOOR: f64 = 1e-9;
 
-/// Maps are scaled by at most 2 to this power, so that they and their inverses stay well within the range of `f32` however
-/// far apart the scales of the two Grams are.
+/// Basis and dual are scaled by at most 2 to this power, so that both stay within the range of `f32`, however much the scales
+/// of the two Grams differ.
 const MOST_SHIFT: i32 = 40;
 
-/// Two maps whose product is the identity, with their columns ordered by importance.
+/// A basis `A` and its dual `B`, with `B A^T = I` and their columns ordered by importance.
 ///
-/// A key is stored as its first `rank` components of `A^T k`, a query meets it as the first `rank` of `B^T q`, and
-/// `q . k = (B^T q) . (A^T k)` at full rank since `B A^T = I`. Dropping columns from the right gives every lower rank.
-/// For values read `W_O` in place of `q`: stored as `A^T v`, turned back by `B`.
+/// The cache stores the first `rank` components of `A^T k`, and a query is projected to the first `rank` components of `B^T q`.
+/// At full rank `q . k = (B^T q) . (A^T k)`; dropping columns from the right gives every lower rank. For values, the rows of
+/// `W_O` take the place of queries: the cache stores `A^T v`, and `B` reconstructs it.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Rotation {
     dim: usize,
-    store: Vec<f64>, // A (dim, dim) row-major; column c makes stored component c
-    probe: Vec<f64>, // B (dim, dim) row-major; column c makes the query's component c
+    basis: Vec<f64>, // A (dim, dim) row-major; column c gives component c of a stored row
+    dual: Vec<f64>,  // B (dim, dim) row-major; column c gives component c of a query
     sigma: Vec<f64>, // (dim,) descending unless reordered, in units of the score
 }
 
 impl Rotation {
-    /// Principal directions of the stored rows alone, `A = B`: the least squared error of the rows themselves at every rank,
-    /// whatever meets them. The first so many directions hold all the energy that so many can.
+    /// Principal directions of the stored rows alone, `A = B`: the least squared error of the rows themselves at every rank.
+    /// Queries are not considered.
     ///
     /// # Errors
     /// [`Error::NoConvergence`].
-    pub fn principal<S: Side>(stored: &Gram<S>) -> Result<Self, Error> {
+    pub fn principal<S: RopeSide>(stored: &Gram<S>) -> Result<Self, Error> {
         let (values, vectors) = symmetric(square(stored))?;
         let sigma = values.iter().map(|x| libm::sqrt(x.max(0.0))).collect();
         let basis = row_major(&vectors);
-        Ok(Self { dim: stored.dim(), store: basis.clone(), probe: basis, sigma })
+        Ok(Self { dim: stored.dim(), basis: basis.clone(), dual: basis, sigma })
     }
 
     /// ZACK's rotation: the right singular vectors of the stacked `[Q; K]` (or `[V; W_O]`), `A = B = V`.
     ///
-    /// With grouped queries all query heads of a group and their key head share one stack.
+    /// With grouped-query attention, a key head and all query heads of its group share one stack.
     ///
     /// # Errors
-    /// [`Error::Length`] when the dimensions differ, [`Error::NotFinite`], [`Error::NoConvergence`].
+    /// [`Error::Length`] if the dimensions differ, [`Error::NotFinite`], [`Error::NoConvergence`].
     /// # Source
     /// ZACK, 4 and 5.1.
-    pub fn stacked<S: Side>(stored: &Gram<S>, probes: &Gram<S>) -> Result<Self, Error> {
+    pub fn stacked<S: RopeSide>(stored: &Gram<S>, probes: &Gram<S>) -> Result<Self, Error> {
         let mut sum = stored.clone();
         sum.merge(probes)?;
         Self::principal(&sum)
     }
 
-    /// The rotation with the least squared error of all scores `q . k` at every rank (KQ-SVD).
+    /// The rotation that minimizes the squared error of all scores `q . k` at every rank (KQ-SVD).
     ///
     /// With Cholesky-like factors `G_K = F_K F_K^T`, `G_Q = F_Q F_Q^T` and the decomposition `F_K^T F_Q = X S Y^T`:
-    /// `A = F_Q Y S^(-1/2)`, `B = F_K X S^(-1/2)`. Unlike the stacked form it does not depend on how the model
-    /// happened to split the scale between queries and keys. Where either side is all zeros, as of a pruned head, every score
-    /// is 0 and the rotation is the identity.
+    /// `A = F_Q Y S^(-1/2)`, `B = F_K X S^(-1/2)`. Unlike the stacked form it does not depend on how the
+    /// model splits the scale between queries and keys. If either side is all zeros, as in a pruned head, every score is 0 and
+    /// the rotation is the identity.
     ///
     /// # Errors
-    /// [`Error::Length`] when the dimensions differ, [`Error::NoConvergence`].
+    /// [`Error::Length`] if the dimensions differ, [`Error::NoConvergence`].
     /// # Source
     /// KQ-SVD, arXiv 2512.05916.
     /// # Examples
@@ -72,19 +72,19 @@ impl Rotation {
     /// queries.add_rows(&[1.0_f32, -1.0, 0.5, 2.0])?;
     /// let rotation = Rotation::score_optimal(&keys, &queries)?;
     /// let (mut k, mut q) = ([0.0; 2], [0.0; 2]);
-    /// rotation.store_map(2)?.view().project_into(&[3.0_f32, 1.0], &mut k)?;
-    /// rotation.probe_map(2)?.view().project_into(&[0.5_f32, 2.0], &mut q)?;
+    /// rotation.basis_map(2)?.view().project_into(&[3.0_f32, 1.0], &mut k)?;
+    /// rotation.dual_map(2)?.view().project_into(&[0.5_f32, 2.0], &mut q)?;
     /// let score = q[0] * k[0] + q[1] * k[1];
     /// assert!((score - 3.5_f32).abs() < 1e-4); // full rank loses nothing
     /// # Ok::<(), svd_core::Error>(())
     /// ```
-    pub fn score_optimal<S: Side>(stored: &Gram<S>, probes: &Gram<S>) -> Result<Self, Error> {
+    pub fn score_optimal<S: RopeSide>(stored: &Gram<S>, probes: &Gram<S>) -> Result<Self, Error> {
         check_len("probes", probes.dim(), stored.dim())?;
         let dim = stored.dim();
         let spectra = (spectrum(square(stored), FLOOR)?, spectrum(square(probes), FLOOR)?);
         let (Some(keys), Some(queries)) = spectra else {
             let identity = row_major(&DMatrix::identity(dim, dim));
-            return Ok(Self { dim, store: identity.clone(), probe: identity, sigma: alloc::vec![0.0; dim] });
+            return Ok(Self { dim, basis: identity.clone(), dual: identity, sigma: alloc::vec![0.0; dim] });
         };
         let (e_k, e_q) = (keys.exponent, queries.exponent);
         let (f_k, f_q) = (factor(keys), factor(queries));
@@ -98,29 +98,28 @@ impl Rotation {
                 (libm::ldexp(1.0, shift), |c: usize| libm::sqrt(sigma[c].max(sigma[0] * FLOOR)));
             row_major(&DMatrix::from_fn(dim, dim, |r, c| columns[(r, order[c])] / root(c) * scale))
         };
-        // The factors are 4^e_k and 4^e_q times as large, `S` is as large as their product.
+        // The unscaled factors are 4^e_k and 4^e_q times as large, and `S` is the product of both times as large.
         let shift = (e_q - e_k).clamp(-MOST_SHIFT, MOST_SHIFT);
-        let (store, probe) = (map(f_q * y_t.transpose(), shift), map(f_k * x, -shift));
+        let (basis, dual) = (map(f_q * y_t.transpose(), shift), map(f_k * x, -shift));
         let sigma = sigma.iter().map(|x| libm::ldexp(*x, 2 * (e_k + e_q))).collect();
-        Ok(Self { dim, store, probe, sigma })
+        Ok(Self { dim, basis, dual, sigma })
     }
 
-    /// The query-metric KLT: components that are uncorrelated, and in which equal errors cost the scores equally. The rotation
-    /// to quantize in.
+    /// The query-metric KLT, for quantization: components are uncorrelated, and equal errors in any two components cost the
+    /// scores equally.
     ///
-    /// With `M` the mean outer product of what meets the rows (queries for keys, the rows of `W_O` for values) divided by
-    /// dim, and `U` the eigenvectors of `M^(1/2) C M^(1/2)`: `A = M^(1/2) U`, `B = M^(-1/2) U`. `covariance` holds rows
-    /// whose mean has been taken out ([`Gram::centred`]). Rows are quantized as `A^T k`, come back as `B` times that, and
-    /// `sigma` are the components' deviations. Where the metric is all zeros, as of a pruned head, no error costs anything and
-    /// `M` is the identity.
+    /// Let `M` be the mean outer product of the queries (of the rows of `W_O` for values) divided by dim, and `U` the
+    /// eigenvectors of `M^(1/2) C M^(1/2)`: `A = M^(1/2) U`, `B = M^(-1/2) U`. `covariance` is a Gram about
+    /// the mean ([`Gram::centred`]). `A^T k` is quantized, `B` reconstructs it, and `sigma` holds the standard deviations of
+    /// the components. If the metric is all zeros, as in a pruned head, no error has a cost, and `M` is the identity.
     ///
     /// # Errors
-    /// [`Error::Length`] when the dimensions differ, [`Error::Zero`] without rows, [`Error::NoConvergence`].
+    /// [`Error::Length`] if the dimensions differ, [`Error::Zero`] without rows, [`Error::NoConvergence`].
     /// # Source
     /// The KLT under a weighted error: Gersho, Gray, "Vector Quantization and Signal Compression", 8.6; the weight is the
     /// error of `q . k` for queries with second moment `M`.
-    pub fn query_metric<S: Side>(covariance: &Gram<S>, metric: &Gram<S>) -> Result<Self, Error> {
-        /// Directions that hardly any query has get at least this part of the strongest one's weight.
+    pub fn query_metric<S: RopeSide>(covariance: &Gram<S>, metric: &Gram<S>) -> Result<Self, Error> {
+        /// Directions that queries hardly have get at least this fraction of the strongest direction's weight.
         const METRIC_FLOOR: f64 = 1e-6;
         check_len("metric", metric.dim(), covariance.dim())?;
         if covariance.rows() == 0 || metric.rows() == 0 {
@@ -146,10 +145,10 @@ impl Rotation {
         Self::from_parts(row_major(&(half * &basis)), row_major(&(inverse_half * &basis)), sigma)
     }
 
-    /// The same with component `order[c]` in place `c`.
+    /// The rotation with component `order[c]` at position `c`.
     ///
     /// # Errors
-    /// [`Error::Length`], or [`Error::Order`] when `order` is no permutation of the components.
+    /// [`Error::Length`], or [`Error::Order`] if `order` is not a permutation of the components.
     pub fn reordered(&self, order: &[usize]) -> Result<Self, Error> {
         check_len("order", order.len(), self.dim)?;
         let mut seen = alloc::vec![false; self.dim];
@@ -163,25 +162,28 @@ impl Rotation {
             map.chunks_exact(self.dim).flat_map(|row| order.iter().map(move |&c| row[c])).collect()
         };
         let sigma = order.iter().map(|&c| self.sigma[c]).collect();
-        Ok(Self { dim: self.dim, store: columns(&self.store), probe: columns(&self.probe), sigma })
+        Ok(Self { dim: self.dim, basis: columns(&self.basis), dual: columns(&self.dual), sigma })
     }
 
-    /// Takes maps that were made before, as from a profile: (dim, dim) each.
+    /// A rotation of matrices that were computed before, for example read from a profile.
+    ///
+    /// # Shapes
+    /// `basis` and `dual` (dim, dim) row-major, `sigma` (dim,).
     ///
     /// # Errors
     /// [`Error::Zero`], [`Error::Length`] or [`Error::NotFinite`].
-    pub fn from_parts(store: Vec<f64>, probe: Vec<f64>, sigma: Vec<f64>) -> Result<Self, Error> {
+    pub fn from_parts(basis: Vec<f64>, dual: Vec<f64>, sigma: Vec<f64>) -> Result<Self, Error> {
         let dim = sigma.len();
         if dim == 0 {
             return Err(Error::Zero { what: "dim" });
         }
         let len = dim.checked_mul(dim).ok_or(Error::TooLarge)?;
-        check_len("store", store.len(), len)?;
-        check_len("probe", probe.len(), len)?;
-        if store.iter().chain(&probe).chain(&sigma).any(|x| !x.is_finite()) {
+        check_len("basis", basis.len(), len)?;
+        check_len("dual", dual.len(), len)?;
+        if basis.iter().chain(&dual).chain(&sigma).any(|x| !x.is_finite()) {
             return Err(Error::NotFinite { what: "rotation" });
         }
-        Ok(Self { dim, store, probe, sigma })
+        Ok(Self { dim, basis, dual, sigma })
     }
 
     /// Components of a vector.
@@ -190,38 +192,38 @@ impl Rotation {
         self.dim
     }
 
-    /// `A` (dim, dim): the map of what is stored (keys, values).
+    /// `A` (dim, dim): projects stored rows (keys, values).
     #[must_use]
-    pub fn store(&self) -> &[f64] {
-        &self.store
+    pub fn basis(&self) -> &[f64] {
+        &self.basis
     }
 
-    /// `B` (dim, dim): the map of what meets it (queries, `W_O`).
+    /// `B` (dim, dim): projects queries or rows of `W_O`, and reconstructs stored rows.
     #[must_use]
-    pub fn probe(&self) -> &[f64] {
-        &self.probe
+    pub fn dual(&self) -> &[f64] {
+        &self.dual
     }
 
-    /// Singular values (dim,), descending unless reordered: what each component contributes.
+    /// Singular values (dim,), descending unless reordered: the contribution of each component.
     #[must_use]
     pub fn sigma(&self) -> &[f64] {
         &self.sigma
     }
 
-    /// The first `rank` columns of `A`, for the decode path.
+    /// The first `rank` columns of `A` in `f32`: projects keys and values on the decode path.
     ///
     /// # Errors
     /// [`Error::Zero`] or [`Error::Rank`].
-    pub fn store_map(&self, rank: usize) -> Result<MapBuf, Error> {
-        self.cut(&self.store, rank)
+    pub fn basis_map(&self, rank: usize) -> Result<MapBuf, Error> {
+        self.cut(&self.basis, rank)
     }
 
-    /// The first `rank` columns of `B`, for the decode path.
+    /// The first `rank` columns of `B` in `f32`: projects queries and reconstructs rows on the decode path.
     ///
     /// # Errors
     /// [`Error::Zero`] or [`Error::Rank`].
-    pub fn probe_map(&self, rank: usize) -> Result<MapBuf, Error> {
-        self.cut(&self.probe, rank)
+    pub fn dual_map(&self, rank: usize) -> Result<MapBuf, Error> {
+        self.cut(&self.dual, rank)
     }
 
     fn cut(&self, map: &[f64], rank: usize) -> Result<MapBuf, Error> {
@@ -235,11 +237,11 @@ impl Rotation {
     /// 0 where all scores are 0.
     ///
     /// # Errors
-    /// [`Error::Length`] when a dimension differs, [`Error::Zero`], [`Error::Rank`], [`Error::NotFinite`] for maps so large
-    /// that the error overflows.
+    /// [`Error::Length`] if a dimension differs, [`Error::Zero`], [`Error::Rank`], [`Error::NotFinite`] if the error
+    /// overflows.
     /// # Cost
     /// Four products of (dim, dim) matrices.
-    pub fn score_error<S: Side>(
+    pub fn score_error<S: RopeSide>(
         &self,
         stored: &Gram<S>,
         probes: &Gram<S>,
@@ -249,14 +251,14 @@ impl Rotation {
         check_len("probes", probes.dim(), self.dim)?;
         self.check_rank(rank)?;
         let map = |values: &[f64]| DMatrix::from_row_slice(self.dim, self.dim, values);
-        // The largest entry is taken out of each: it cancels, and no product of two small Grams vanishes.
+        // Each Gram is divided by its largest element: the factor cancels, and products of small Grams do not vanish.
         let unit = |gram: DMatrix<f64>| {
             let largest = gram.amax();
             if largest > 0.0 { gram / largest } else { gram }
         };
         let (g_k, g_q) = (unit(square(stored)), unit(square(probes)));
-        let (a, b) = (map(&self.store), map(&self.probe));
-        // What is missing: I - A_r B_r^T.
+        let (a, b) = (map(&self.basis), map(&self.dual));
+        // I - A_r B_r^T projects onto the dropped components.
         let missing =
             DMatrix::identity(self.dim, self.dim) - a.columns(0, rank) * b.columns(0, rank).transpose();
         let error = (missing.transpose() * &g_k * missing).component_mul(&g_q).sum();
@@ -277,7 +279,7 @@ impl Rotation {
     }
 }
 
-fn square<S: Side>(gram: &Gram<S>) -> DMatrix<f64> {
+fn square<S: RopeSide>(gram: &Gram<S>) -> DMatrix<f64> {
     DMatrix::from_vec(gram.dim(), gram.dim(), gram.matrix())
 }
 

@@ -1,7 +1,7 @@
 //! Work lists that keep all processors of a GPU busy although heads have unequal ranks and sequences unequal lengths.
 //!
-//! Costs are in units of the caller's: components (`rank_k + rank_v`) or bytes of a token. A schedule covers every token of
-//! every head exactly once and says what it costs beside the ideal, the work alone shared out evenly.
+//! The caller chooses the unit of costs: components (`rank_k + rank_v`) or bytes per token. A schedule covers every token of
+//! every head exactly once, and reports its makespan and the ideal: the work without fixed costs, spread evenly.
 
 use alloc::collections::BinaryHeap;
 use alloc::vec;
@@ -14,21 +14,21 @@ use crate::Error;
 /// More processors than any device has.
 const MOST_PROCESSORS: usize = 1 << 16;
 
-/// One key/value head of one sequence, to be attended to by one new token.
+/// One key/value head of one sequence in a decode step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DecodeHead {
     /// Tokens in the cache; 0 for an empty sequence.
     pub tokens: usize,
-    /// Cost of a token: components or bytes.
+    /// Cost per token, in components or bytes.
     pub cost: usize,
 }
 
-/// What a task costs beside its tokens, and where a head may be cut.
+/// The fixed cost of a task, and where a head may be cut.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct CostModel {
-    /// Fixed cost of a task: its start, and merging its part of the softmax.
+pub struct TaskCost {
+    /// Fixed cost of a task: its launch, and the merge of its partial softmax.
     pub per_task: usize,
-    /// Heads are cut at multiples of so many tokens.
+    /// Heads are cut at multiples of this number of tokens.
     pub granule: usize,
 }
 
@@ -39,20 +39,20 @@ pub struct PrefillHead {
     pub rows: usize,
     /// Keys.
     pub tokens: usize,
-    /// Cost of a query on a key: components.
+    /// Cost of one query on one key, in components.
     pub cost: usize,
 }
 
 /// How a prompt is cut into row blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PrefillRules {
-    /// Rows of a block of the most expensive head; others get more, so that all blocks cost the same.
+    /// Rows in a block of the most expensive head. Blocks of other heads have more rows, so that all blocks cost the same.
     pub row_block: usize,
-    /// Blocks are multiples of so many rows (16 for tensor cores).
+    /// Blocks are multiples of this number of rows (16 for tensor cores).
     pub granule: usize,
     /// Fixed cost of a task.
     pub per_task: usize,
-    /// Whether a query sees only the keys up to its own.
+    /// Whether a query attends only to keys up to its own position.
     pub causal: bool,
 }
 
@@ -67,11 +67,11 @@ pub struct Task {
     pub len: usize,
 }
 
-/// Tasks by processor, those of a processor in the order in which it should run them.
+/// The tasks of every processor, in the order in which the processor should run them.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Schedule {
     tasks: Vec<Task>,
-    ends: Vec<usize>, // (processors,) where each one's tasks end
+    ends: Vec<usize>, // (processors,): where the tasks of each end
     makespan: u64,
     ideal: f64,
 }
@@ -95,18 +95,19 @@ impl Schedule {
         self.makespan
     }
 
-    /// The work without any task's fixed cost, shared out evenly: no schedule is below it.
+    /// The work without the tasks' fixed costs, spread evenly: a lower bound of every makespan.
     #[must_use]
     pub const fn ideal(&self) -> f64 {
         self.ideal
     }
 }
 
-/// Splits heads along their tokens, by their costs, and gives the pieces to `processors`, longest first, each to the least
-/// loaded one.
+/// Splits heads along their tokens by cost, and assigns the pieces to `processors`: the most expensive first, each to the
+/// least loaded processor.
 ///
-/// Every piece aims at one cost. The targets that are tried leave at most one, two, ... eight pieces a processor; the schedule
-/// with the least makespan is returned. Merge the pieces of a head by their softmax numbers.
+/// All pieces aim at the same cost. The function tries targets that leave at most one, two, ... eight pieces per processor,
+/// and returns the schedule with the least makespan. Merge the pieces of a head with their
+/// [`SoftmaxStats`](crate::SoftmaxStats).
 ///
 /// # Errors
 /// [`Error::Zero`] for no processor or granule, [`Error::TooLarge`] for more than 65,536 processors or costs beyond `u64`.
@@ -116,14 +117,14 @@ impl Schedule {
 /// ZACK, 5.3, with the split that a GPU with more processors than heads needs (FlashDecoding, FlashInfer).
 /// # Examples
 /// ```
-/// use svd_core::{CostModel, DecodeHead, schedule_decode};
+/// use svd_core::{TaskCost, DecodeHead, schedule_decode};
 /// let heads = [DecodeHead { tokens: 4096, cost: 256 }, DecodeHead { tokens: 4096, cost: 64 }];
-/// let schedule = schedule_decode(&heads, 10, CostModel { per_task: 2048, granule: 64 })?;
+/// let schedule = schedule_decode(&heads, 10, TaskCost { per_task: 2048, granule: 64 })?;
 /// assert!((schedule.makespan() as f64) < 1.1 * schedule.ideal());
 /// # Ok::<(), svd_core::Error>(())
 /// ```
-pub fn schedule_decode(heads: &[DecodeHead], processors: usize, model: CostModel) -> Result<Schedule, Error> {
-    /// Most pieces a processor.
+pub fn schedule_decode(heads: &[DecodeHead], processors: usize, model: TaskCost) -> Result<Schedule, Error> {
+    /// Most pieces per processor.
     const PIECES: usize = 8;
     check_processors(processors)?;
     if model.granule == 0 {
@@ -147,14 +148,14 @@ pub fn schedule_decode(heads: &[DecodeHead], processors: usize, model: CostModel
     Ok((2..=PIECES).map(plan).fold(plan(1), better))
 }
 
-/// Cuts prompts into blocks of rows of equal cost and gives them to `processors`.
+/// Cuts prompts into blocks of rows of equal cost and assigns them to `processors`.
 ///
-/// A head whose ranks are cut gets blocks of more rows, so that every block costs what one of the most expensive head does.
-/// Blocks that would leave processors idle in the last round are cut again, to the last round's work per processor. All go
-/// longest first to the least loaded processor.
+/// A head of lower rank gets blocks of more rows, so that each block costs as much as one of the most expensive head. Blocks
+/// that would leave processors idle in the last round are cut again, to the last round's work per processor. Blocks are
+/// assigned in descending cost, each to the least loaded processor.
 ///
 /// # Errors
-/// [`Error::Zero`] for no processor, row block or granule, [`Error::Length`] for a causal head with more rows than tokens,
+/// [`Error::Zero`] for no processor, row block or granule, [`Error::Causal`] for a causal head with more rows than tokens,
 /// [`Error::TooLarge`] for more than 65,536 processors, more than 2^24 blocks, or costs beyond `u64`.
 /// # Cost
 /// n log n for n blocks.
@@ -175,15 +176,15 @@ pub fn schedule_prefill(
     let mut costs = vec![];
     for head in heads {
         if rules.causal && head.rows > head.tokens {
-            return Err(Error::Length { what: "rows", expected: head.tokens, actual: head.rows });
+            return Err(Error::Causal { rows: head.rows, tokens: head.tokens });
         }
         let pairs = (head.rows as u64).checked_mul(head.tokens as u64);
         costs.push(pairs.and_then(|pairs| pairs.checked_mul(head.cost as u64)).ok_or(Error::TooLarge)?);
     }
-    let dearest = heads.iter().map(|head| head.cost).max().unwrap_or(0);
+    let max_cost = heads.iter().map(|head| head.cost).max().unwrap_or(0);
     let block_rows = |head: &PrefillHead| {
         let rows =
-            (rules.row_block as u128 * dearest as u128 / head.cost.max(1) as u128).min(head.rows as u128);
+            (rules.row_block as u128 * max_cost as u128 / head.cost.max(1) as u128).min(head.rows as u128);
         (rows as usize / rules.granule * rules.granule).max(rules.granule)
     };
     let mut blocks = heads.iter().map(|head| head.rows.div_ceil(block_rows(head)));
@@ -192,7 +193,7 @@ pub fn schedule_prefill(
     let work = |task: &Task| {
         let head = &heads[task.head];
         let (rows, tokens, first) = (task.len as u64, head.tokens as u64, task.first as u64);
-        // A block's first row sees `tokens - head.rows + first + 1` keys, every further one a key more.
+        // A block's first row sees `tokens - head.rows + first + 1` keys, each further row one key more.
         let before = |first: u64| tokens - head.rows as u64 + first;
         let pairs = if rules.causal { rows * before(first) + rows * (rows + 1) / 2 } else { rows * tokens };
         pairs * head.cost as u64
@@ -225,7 +226,7 @@ fn check_processors(processors: usize) -> Result<(), Error> {
     }
 }
 
-/// The sum of all costs, which with the fixed ones of as many tasks as there can be must be a `u64`.
+/// The sum of all costs. Together with the fixed costs of the largest possible number of tasks it must fit a `u64`.
 fn checked_total(costs: &[u64], per_task: usize, tasks: usize) -> Result<u64, Error> {
     let total = costs.iter().try_fold(0_u64, |sum, &cost| sum.checked_add(cost));
     let fixed = (per_task as u64).checked_mul((tasks + costs.len()) as u64);
@@ -235,12 +236,12 @@ fn checked_total(costs: &[u64], per_task: usize, tasks: usize) -> Result<u64, Er
     }
 }
 
-/// Pieces of a head of this cost when none may cost more than `target`.
+/// The number of pieces of a head of this cost if no piece may cost more than `target`.
 fn pieces_of(cost: u64, target: u64) -> usize {
     cost.div_ceil(target).max(1) as usize
 }
 
-/// The smallest target that leaves at most `pieces` in all; `pieces` is at least the number of heads.
+/// The smallest target that leaves at most `pieces` in total. `pieces` must be at least the number of heads.
 fn smallest_target(costs: &[u64], pieces: usize) -> u64 {
     let fits = |target: u64| {
         costs
@@ -256,7 +257,7 @@ fn smallest_target(costs: &[u64], pieces: usize) -> u64 {
     high
 }
 
-/// The next multiple, or `len` itself where there is none.
+/// The next multiple of `granule`, or `len` if that overflows.
 fn rounded_up(len: usize, granule: usize) -> usize {
     len.checked_next_multiple_of(granule).unwrap_or(len)
 }
@@ -271,7 +272,7 @@ fn cut(head: usize, all: usize, len: usize, tasks: &mut Vec<Task>) {
     }
 }
 
-/// Gives tasks, longest first, each to the least loaded processor.
+/// Assigns tasks in descending cost, each to the least loaded processor.
 fn longest_first(tasks: Vec<Task>, processors: usize, ideal: f64, cost: impl Fn(&Task) -> u64) -> Schedule {
     let mut tasks: Vec<(u64, Task)> = tasks.into_iter().map(|task| (cost(&task), task)).collect();
     tasks.sort_by_key(|&(cost, _)| Reverse(cost)); // stable: equal costs in order of head and token

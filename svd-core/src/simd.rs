@@ -1,7 +1,7 @@
-//! What the vector kernels need of an instruction set.
+//! The instructions that the vector kernels use.
 //!
-//! A kernel is written once, over [`Simd`], beside its scalar definition; [`Backend::run`](crate::Backend::run) compiles
-//! it for each set by inlining it into one function that has the set's target features. Each set's file is the list of its
+//! A kernel is written once over [`Simd`], next to its scalar definition. [`Backend::run`](crate::Backend::run) compiles it for
+//! each instruction set: it is inlined into one function with the set's target features. The file of a set lists its
 //! instructions.
 
 #[cfg(target_arch = "x86_64")]
@@ -11,15 +11,15 @@ pub(crate) mod avx512;
 #[cfg(target_arch = "aarch64")]
 pub(crate) mod neon;
 
-/// An operation in its two forms. `vector` must be `#[inline(always)]`, so that it is compiled with the features of the
+/// An operation as scalar and as vector code. `vector` must be `#[inline(always)]`, so that it is compiled with the features of the
 /// function that it is inlined into.
 pub(crate) trait Kernel {
     type Output;
 
-    /// The definition.
+    /// The definition of the result.
     fn scalar(self) -> Self::Output;
 
-    /// The same on the registers of `s`.
+    /// The operation on the registers of `s`.
     fn vector<S: Simd>(self, s: S) -> Self::Output;
 }
 
@@ -32,35 +32,35 @@ pub trait Simd: Copy {
     type F64: Copy;
 
     const LANES: usize;
-    /// Whether there are 32 registers, not 16.
+    /// Whether the set has 32 vector registers instead of 16.
     const WIDE: bool;
 
     fn splat(self, x: f32) -> Self::F32;
     /// # Safety
     /// `LANES` floats from `p` on are readable.
     unsafe fn load(self, p: *const f32) -> Self::F32;
-    /// Widens `LANES` IEEE halves.
+    /// Loads `LANES` `f16` elements and widens them.
     ///
     /// # Safety
-    /// They are readable from `p` on.
+    /// `LANES` elements from `p` on are readable.
     unsafe fn load_f16(self, p: *const u16) -> Self::F32;
-    /// Widens `LANES` brain floats.
+    /// Loads `LANES` `bf16` elements and widens them.
     ///
     /// # Safety
-    /// They are readable from `p` on.
+    /// `LANES` elements from `p` on are readable.
     unsafe fn load_bf16(self, p: *const u16) -> Self::F32;
     /// # Safety
     /// `LANES` floats from `p` on are writable.
     unsafe fn store(self, p: *mut f32, x: Self::F32);
     /// `a * b + c`, rounded once.
     fn mul_add(self, a: Self::F32, b: Self::F32, c: Self::F32) -> Self::F32;
-    /// The sums of the lanes of four registers, in an order of the set's own.
+    /// The sums of the lanes of four registers, in an order that depends on the set.
     fn sum4(self, x: [Self::F32; 4]) -> [f32; 4];
-    /// Asks for the cache line at `p`, which need not be readable, to come to the second cache.
+    /// Prefetches the cache line at `p` into L2. `p` need not be readable.
     fn prefetch(self, p: *const u8);
 
     fn zero_f64(self) -> Self::F64;
-    /// All lanes from `p`.
+    /// Broadcasts the double at `p`.
     ///
     /// # Safety
     /// `p` is readable.

@@ -2,11 +2,11 @@ use crate::Error;
 use crate::error::check_len;
 use crate::exp::exp;
 
-/// What a softmax over some tokens needs to be merged with one over others.
+/// Maximum and sum of a softmax over some of the tokens, by which it merges with the softmax over others.
 ///
-/// Attention over part of the tokens leaves `out = sum_t exp(score_t - max) * value_t`, not yet divided, beside these two
-/// numbers. [`attend_into`](crate::attend_into) adds its tokens to such a pair, so parts of a sequence follow each other in
-/// any order; [`normalize`](Self::normalize) divides at the end.
+/// Partial attention is `out = sum_t exp(score_t - max) * value_t`, not yet divided by the sum.
+/// [`attend_into`](crate::attend_into) adds tokens to `out` and the statistics, so the parts of a sequence can be added in any
+/// order; [`normalize`](Self::normalize) divides at the end.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct SoftmaxStats {
     /// The highest score; minus infinity for no tokens.
@@ -22,7 +22,7 @@ impl SoftmaxStats {
     /// Adds attention over other tokens, `other_out` with `other`, to `out`.
     ///
     /// # Errors
-    /// [`Error::Length`] when the slices differ; nothing is then changed.
+    /// [`Error::Length`] if the slices differ in length; nothing is then changed.
     pub fn merge(&mut self, out: &mut [f32], other: Self, other_out: &[f32]) -> Result<(), Error> {
         check_len("other out", other_out.len(), out.len())?;
         self.raise_max(other.max, out);
@@ -34,13 +34,13 @@ impl SoftmaxStats {
         Ok(())
     }
 
-    /// Divides `out` by the sum: the attention over all tokens. Zeros for no tokens.
+    /// Divides `out` by the sum, which gives the attention over all tokens: zeros for no tokens.
     pub fn normalize(self, out: &mut [f32]) {
         let scale = if self.max == f32::NEG_INFINITY { 0.0 } else { 1.0 / self.sum };
         out.iter_mut().for_each(|x| *x *= scale);
     }
 
-    /// Makes room for scores up to `max`: what was summed so far is scaled down.
+    /// Raises the maximum to `max` and scales the sums down accordingly.
     #[inline(always)]
     fn raise_max(&mut self, max: f32, out: &mut [f32]) {
         if max > self.max {
@@ -52,11 +52,12 @@ impl SoftmaxStats {
     }
 }
 
-/// Partial results that are kept apart so that reductions vectorize; part of their definition.
+/// Number of partial sums, so that reductions vectorize. The definition of the result includes it.
 pub(crate) const LANES: usize = 16;
 
-/// Adds the tokens of `scores` (n, P), a multiple of 16 numbers, to the softmax of each query, and turns scores into weights.
-/// Minus infinity stands for no token; a NaN is no maximum, and makes the sum NaN. Queries beyond those of `stats` are ignored.
+/// Adds the tokens of `scores` (n, P), a multiple of 16 elements, to the softmax of each query, and replaces scores by weights.
+/// Minus infinity means no token. A NaN does not change the maximum, and makes the sum NaN. Columns beyond the queries of
+/// `stats` are ignored.
 #[inline(always)]
 pub(crate) fn add_scores<const P: usize>(scores: &mut [f32], stats: &mut [SoftmaxStats], out: &mut [f32]) {
     let rank = out.len() / stats.len();

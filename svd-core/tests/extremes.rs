@@ -14,7 +14,7 @@ use svd_core::{
 const DIMS: [usize; 4] = [1, 2, 7, 16];
 const ROWS: usize = 40;
 
-/// Numbers in -1..1.
+/// Elements in -1..1.
 fn noise(n: usize, seed: u64) -> Vec<f32> {
     let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
     let mut next = || {
@@ -73,16 +73,16 @@ fn identity_error(a: &[f64], b: &[f64], dim: usize) -> f64 {
 fn check(name: &str, rotation: &Rotation, stored: &Gram<PostRope>, probes: &Gram<PostRope>) {
     let dim = rotation.dim();
     let single = |map: &[f64]| map.iter().all(|x| (*x as f32).is_finite());
-    assert!(single(rotation.store()) && single(rotation.probe()), "{name}: a map is infinite in f32");
-    let error = identity_error(rotation.store(), rotation.probe(), dim);
+    assert!(single(rotation.basis()) && single(rotation.dual()), "{name}: a map is infinite in f32");
+    let error = identity_error(rotation.basis(), rotation.dual(), dim);
     assert!(error < 1e-4, "{name}: the maps' product is {error} off the identity");
     assert!(rotation.sigma().windows(2).all(|pair| pair[0] >= pair[1] && pair[1] >= 0.0), "{name}");
     assert!(rotation.sigma().iter().all(|x| x.is_finite()), "{name}");
-    // Everything that is made from it, too.
+    // The folded weights and the error must be finite as well.
     let weight = noise(dim * 3, 5);
     for folded in [
-        rotation.fold_store(&weight, dim).unwrap(),
-        rotation.fold_probe(&weight, dim).unwrap(),
+        rotation.fold_basis(&weight, dim).unwrap(),
+        rotation.fold_dual(&weight, dim).unwrap(),
         rotation.fold_output(&weight, dim).unwrap(),
     ] {
         assert!(folded.iter().all(|x| x.is_finite()), "{name}: a folded weight");
@@ -103,7 +103,7 @@ fn check_pairs(dim: usize, seed: u64) {
             let (stored, probes) = (gram(&stored_rows, dim), gram(&probe_rows, dim));
             let orthogonal = |rotation: &Rotation| {
                 assert!(
-                    identity_error(rotation.store(), rotation.store(), dim) < 1e-9,
+                    identity_error(rotation.basis(), rotation.basis(), dim) < 1e-9,
                     "{name}: not orthogonal"
                 );
             };
@@ -131,7 +131,7 @@ fn check_pairs(dim: usize, seed: u64) {
                     assert!(stored_rows.is_empty() || probe_rows.is_empty(), "{name}");
                 }
             }
-            // What is left about the mean of equal rows is rounding, of either sign.
+            // About the mean of equal rows only rounding errors remain, of either sign.
             check(&name, &Rotation::score_optimal(&centred, &probes).unwrap(), &centred, &probes);
         }
     }
@@ -148,7 +148,7 @@ fn maps_are_finite_and_inverse_for_every_pair_of_grams() {
 
 #[test]
 fn scores_survive_a_scale_far_from_one() {
-    // As the maps are used: in f32, with keys and queries whose scales are up to 1e37 apart.
+    // The maps are used in f32, with keys and queries whose scales differ by up to 1e37.
     let (dim, n) = (8, ROWS);
     let (keys, queries) = (noise(n * dim, 1), noise(n * dim, 2));
     for (key_scale, query_scale) in [(1.0, 1.0), (1e-12, 1e12), (1e15, 1e-15), (1e-30, 1.0), (1e18, 1e-18)] {
@@ -163,8 +163,8 @@ fn scores_survive_a_scale_far_from_one() {
                 map.view().project_into(rows, &mut out).unwrap();
                 out
             };
-            let stored = project(&keys, rotation.store_map(dim).unwrap());
-            let probes = project(&queries, rotation.probe_map(dim).unwrap());
+            let stored = project(&keys, rotation.basis_map(dim).unwrap());
+            let probes = project(&queries, rotation.dual_map(dim).unwrap());
             let ip = |a: &[f32], b: &[f32]| {
                 a.iter().zip(b).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum::<f64>()
             };
@@ -179,7 +179,7 @@ fn scores_survive_a_scale_far_from_one() {
     }
 }
 
-/// Sums near the ends of what they may be, of matrices that need not be positive.
+/// Sums near the limits of `from_sums`, of matrices that need not be positive semidefinite.
 static ODD_MATRICES: LazyLock<Vec<Vec<f64>>> = LazyLock::new(|| {
     let most = 2.0 * f64::from(f32::MAX) * f64::from(f32::MAX) * u64::MAX as f64;
     [most, -most, 1e77, -1.0, 5e-324, -5e-324, 1e-300, 0.0]
@@ -249,7 +249,7 @@ proptest! {
         exponent in -1070_i32..=1023,
         weight_exponent in -1070_i32..=1023,
         removal in 0.0_f64..=1.0,
-        part in 0.0_f64..=1.0,
+        fraction in 0.0_f64..=1.0,
     ) {
         // Few bits, so that a scale of 2^-1070 loses none of them.
         let coarse = |x: f64| (x * 8.0).round() / 8.0;
@@ -269,7 +269,7 @@ proptest! {
         for (plain, scaled) in spectra.iter().zip(&scaled) {
             prop_assert_eq!(rank_for_removal(plain, removal), rank_for_removal(scaled, removal));
         }
-        let budget = Budget::Part(part);
+        let budget = Budget::Fraction(fraction);
         prop_assert_eq!(
             ranks_by_removal(&view(&spectra), budget, 1),
             ranks_by_removal(&view(&scaled), budget, 1)
@@ -287,9 +287,9 @@ fn spectra_at_the_end_of_the_range_keep_their_ranks() {
     assert_eq!(rank_for_removal(&[f64::MAX; 4], 0.5), Ok(2));
     assert_eq!(rank_for_removal(&[f64::MAX, 1.0, 5e-324], 1e-9), Ok(1));
     let heads: [&[f64]; 2] = [&[f64::MAX; 3], &[f64::MAX, 1.0, 1.0]];
-    assert_eq!(ranks_by_removal(&heads, Budget::Part(0.67), 1), Ok(vec![3, 1]));
+    assert_eq!(ranks_by_removal(&heads, Budget::Fraction(0.67), 1), Ok(vec![3, 1]));
     // A weight of 0 wins nothing, however large the values.
-    let part = Budget::Part(0.67);
-    assert_eq!(ranks_by_loss(&[&[f64::MAX; 3], &[1e200; 3]], &[0.0, 1.0], part, 1), Ok(vec![1, 3]));
-    assert_eq!(ranks_by_loss(&[&[1e200; 3], &[1e201; 3]], &[f64::MAX; 2], part, 1), Ok(vec![1, 3]));
+    let fraction = Budget::Fraction(0.67);
+    assert_eq!(ranks_by_loss(&[&[f64::MAX; 3], &[1e200; 3]], &[0.0, 1.0], fraction, 1), Ok(vec![1, 3]));
+    assert_eq!(ranks_by_loss(&[&[1e200; 3], &[1e201; 3]], &[f64::MAX; 2], fraction, 1), Ok(vec![1, 3]));
 }

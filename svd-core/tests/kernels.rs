@@ -15,7 +15,7 @@ fn backends() -> impl Iterator<Item = Backend> {
     Backend::ALL.into_iter().filter(|backend| backend.is_available())
 }
 
-/// Numbers from -1 to 1.
+/// Elements from -1 to 1.
 fn noise<E: Element>(n: usize, seed: u64) -> Vec<E> {
     (0..n as u64)
         .map(|i| {
@@ -34,7 +34,7 @@ fn check_attention<E: Element>(n: usize, rank_k: usize, rank_v: usize, group: us
     let queries: Vec<f32> = noise::<f32>(group * rank_k, seed).iter().map(|x| x * 3.0).collect();
     let (keys, values) = (noise::<E>(n * rank_k, seed ^ 1), noise::<E>(n * rank_v, seed ^ 2));
     for backend in backends() {
-        // In two parts, as a store and its window are.
+        // In two calls, as a cache attends to its codes and its window.
         let (mut out, mut stats) = (vec![0.0; group * rank_v], vec![SoftmaxStats::EMPTY; group]);
         let half = n / 2;
         for tokens in [0..half, half..n] {
@@ -88,6 +88,24 @@ proptest! {
     }
 
     #[test]
+    fn reconstruction_equals_the_formula(
+        n in 0_usize..12, dim in 1_usize..70, rank in 1_usize..70, seed in any::<u64>(),
+    ) {
+        let rank = rank.min(dim);
+        let (columns, rows) = (noise::<f32>(dim * rank, seed), noise::<f32>(n * rank, seed ^ 1));
+        let map = Map::new(&columns, dim, rank).unwrap();
+        for backend in backends() {
+            let mut out = vec![f32::NAN; n * dim];
+            map.reconstruct_into_with(backend, &rows, &mut out).unwrap();
+            for (row, out) in rows.chunks(rank).zip(out.chunks(dim)) {
+                for (column, &x) in columns.chunks(rank).zip(out) {
+                    prop_assert!((ip(row, column) - f64::from(x)).abs() < tolerance(rank) * (rank as f64).sqrt());
+                }
+            }
+        }
+    }
+
+    #[test]
     fn grams_have_the_same_bits_everywhere(
         n in 0_usize..300, dim in 1_usize..50, left in 0_usize..5, right in 0_usize..5, seed in any::<u64>(),
     ) {
@@ -123,7 +141,7 @@ proptest! {
 
 #[test]
 fn every_half_is_widened_exactly() {
-    // A key of one token and a query of one: the score is the key. All of a register's lanes are passed through.
+    // A key of one token and a query of one: the score is the key. Every lane of a register is tested.
     for bits in 0..=u16::MAX {
         let (half, brain) = (f16::from_bits(bits), bf16::from_bits(bits));
         for backend in backends() {
@@ -176,7 +194,7 @@ fn parts_of_a_sequence_merge_to_the_whole() {
     };
     let (mut whole, stats) = attend(0..100);
     stats.normalize(&mut whole);
-    // As split tasks are merged, in any order; a part without tokens changes nothing.
+    // Split tasks merge in any order; a part without tokens changes nothing.
     let (mut out, mut stats) = attend(60..100);
     for tokens in [0..0, 0..13, 13..60] {
         let (part, part_stats) = attend(tokens);

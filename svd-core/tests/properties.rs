@@ -33,7 +33,7 @@ fn gram(rows: &[f32]) -> Gram<PostRope> {
 
 /// Mean squared score error over all pairs at `rank`.
 fn score_error(rotation: &Rotation, queries: &[f32], keys: &[f32], rank: usize) -> f64 {
-    let (store, probe) = (rotation.store_map(rank).unwrap(), rotation.probe_map(rank).unwrap());
+    let (key_map, query_map) = (rotation.basis_map(rank).unwrap(), rotation.dual_map(rank).unwrap());
     let project = |map: &svd_core::MapBuf, x: &[f32]| {
         let mut out = vec![0.0; rank];
         map.view().project_into(x, &mut out).unwrap();
@@ -42,9 +42,9 @@ fn score_error(rotation: &Rotation, queries: &[f32], keys: &[f32], rank: usize) 
     let ip = |a: &[f32], b: &[f32]| a.iter().zip(b).map(|(&a, &b)| f64::from(a) * f64::from(b)).sum::<f64>();
     let mut total = 0.0;
     for q in queries.chunks(DIM) {
-        let projected = project(&probe, q);
+        let projected = project(&query_map, q);
         for k in keys.chunks(DIM) {
-            total += (ip(q, k) - ip(&projected, &project(&store, k))).powi(2);
+            total += (ip(q, k) - ip(&projected, &project(&key_map, k))).powi(2);
         }
     }
     total / (queries.len() / DIM * (keys.len() / DIM)) as f64
@@ -60,9 +60,9 @@ proptest! {
         let order = balanced_order(rotation.sigma(), 3).unwrap();
         let rotation = rotation.reordered(&order).unwrap();
         prop_assert!(score_error(&rotation, &queries, &keys, DIM) < 1e-6 * f64::from(scale * scale).max(1.0));
-        // Components are uncorrelated, with the deviations that sigma says; B turns rows back.
+        // Components are uncorrelated, with the deviations in sigma; B reconstructs rows.
         let mut coded = vec![0.0; keys.len()];
-        rotation.store_map(DIM).unwrap().view().project_into(&keys, &mut coded).unwrap();
+        rotation.basis_map(DIM).unwrap().view().project_into(&keys, &mut coded).unwrap();
         let covariance = gram(&coded).centred().matrix();
         let largest = rotation.sigma().iter().copied().fold(0.0, f64::max).powi(2);
         for r in 0..DIM {
@@ -72,13 +72,13 @@ proptest! {
             }
         }
         let mut back = vec![0.0; keys.len()];
-        rotation.probe_map(DIM).unwrap().view().reconstruct_into(&coded, &mut back).unwrap();
+        rotation.dual_map(DIM).unwrap().view().reconstruct_into(&coded, &mut back).unwrap();
         prop_assert!(back.iter().zip(&keys).all(|(a, b)| (a - b).abs() < 1e-3));
         // An error of 1 in any component costs the same, averaged over the queries: `dim` squared.
         for c in 0..DIM {
             let cost: f64 = queries.chunks(DIM).map(|q| {
                 let mut probe = vec![0.0; DIM];
-                rotation.probe_map(DIM).unwrap().view().project_into(q, &mut probe).unwrap();
+                rotation.dual_map(DIM).unwrap().view().project_into(q, &mut probe).unwrap();
                 f64::from(probe[c]).powi(2)
             }).sum::<f64>() / 60.0;
             prop_assert!((cost - DIM as f64).abs() < 1e-2 * DIM as f64, "{cost}");
@@ -111,7 +111,7 @@ proptest! {
 
     #[test]
     fn the_closed_form_is_the_best_of_its_rank(seed in any::<u64>(), rank in 1..DIM) {
-        // No matrix of that rank is nearer to the scores than their singular values behind it say (Eckart, Young).
+        // No matrix of that rank has a smaller error than the dropped singular values (Eckart, Young).
         let (queries, keys) = (rows(20, seed, 1.0), rows(30, seed ^ 1, 1.0));
         let (g_q, g_k) = (gram(&queries), gram(&keys));
         let rotation = Rotation::score_optimal(&g_k, &g_q).unwrap();
@@ -146,7 +146,7 @@ proptest! {
         let all: f64 = rotation.sigma().iter().map(|s| s * s).sum();
         prop_assert!((all - total).abs() < 1e-12 * total && kept <= total);
         let energy: f64 = (0..rank).map(|c| {
-            let direction: Vec<f64> = (0..DIM).map(|d| rotation.store()[d * DIM + c]).collect();
+            let direction: Vec<f64> = (0..DIM).map(|d| rotation.basis()[d * DIM + c]).collect();
             let matrix = gram.matrix();
             (0..DIM * DIM).map(|i| direction[i / DIM] * matrix[i] * direction[i % DIM]).sum::<f64>()
         }).sum();
@@ -166,10 +166,10 @@ proptest! {
             w.chunks(x.len()).map(|row| row.iter().zip(x).map(|(w, x)| w * x).sum()).collect()
         };
         let v = apply(&w_v, &x);
-        // Folded on either side, or projected: the same components.
+        // Folding and projecting give the same components.
         for (folded, map) in [
-            (rotation.fold_store(&w_v, rank).unwrap(), rotation.store_map(rank).unwrap()),
-            (rotation.fold_probe(&w_v, rank).unwrap(), rotation.probe_map(rank).unwrap()),
+            (rotation.fold_basis(&w_v, rank).unwrap(), rotation.basis_map(rank).unwrap()),
+            (rotation.fold_dual(&w_v, rank).unwrap(), rotation.dual_map(rank).unwrap()),
         ] {
             let mut projected = vec![0.0; rank];
             map.view().project_into(&v, &mut projected).unwrap();
@@ -178,7 +178,7 @@ proptest! {
             }
         }
         if rank == DIM {
-            let folded = apply(&rotation.fold_output(&w_o, rank).unwrap(), &apply(&rotation.fold_store(&w_v, rank).unwrap(), &x));
+            let folded = apply(&rotation.fold_output(&w_o, rank).unwrap(), &apply(&rotation.fold_basis(&w_v, rank).unwrap(), &x));
             for (a, b) in apply(&w_o, &v).iter().zip(&folded) {
                 prop_assert!((a - b).abs() < 1e-3 * (1.0 + a.abs()), "{a} {b}");
             }
@@ -190,7 +190,7 @@ proptest! {
         decays in prop::collection::vec(0.0_f64..0.5, 1..8),
         dim in 1_usize..40,
         multiple in 1_usize..20,
-        parts in prop::collection::vec(0.0_f64..=1.0, 2),
+        fractions in prop::collection::vec(0.0_f64..=1.0, 2),
     ) {
         let spectra: Vec<Vec<f64>> =
             decays.iter().map(|decay| (0..dim).map(|c| (-decay * c as f64).exp()).collect()).collect();
@@ -202,11 +202,11 @@ proptest! {
             &|budget| ranks_by_loss(&heads, &weights, budget, multiple),
         ] as [&dyn Fn(Budget) -> Result<Vec<usize>, Error>; 2] {
             let mut smaller = vec![0; heads.len()];
-            let mut parts = parts.clone();
-            parts.sort_by(f64::total_cmp);
-            for part in parts {
-                let components = (part * (dim * heads.len()) as f64) as usize;
-                match rule(Budget::Part(part)) {
+            let mut fractions = fractions.clone();
+            fractions.sort_by(f64::total_cmp);
+            for fraction in fractions {
+                let components = (fraction * (dim * heads.len()) as f64) as usize;
+                match rule(Budget::Fraction(fraction)) {
                     Err(error) => prop_assert_eq!(error, Error::Budget { least, components }),
                     Ok(ranks) => {
                         prop_assert!(components >= least && ranks.iter().sum::<usize>() <= components);
@@ -216,7 +216,7 @@ proptest! {
                     }
                 }
             }
-            prop_assert_eq!(rule(Budget::Part(1.0)).unwrap(), vec![dim; heads.len()]);
+            prop_assert_eq!(rule(Budget::Fraction(1.0)).unwrap(), vec![dim; heads.len()]);
         }
     }
 
@@ -249,8 +249,8 @@ fn removal_rate_of_the_paper() {
     assert_eq!(rank_for_removal(heads[1], 0.3), Ok(2)); // 1 + 2 of 10
     assert_eq!(rank_for_removal(heads[1], 0.29), Ok(3));
     assert_eq!(rank_for_removal(&[0.0; 3], 0.0), Ok(1)); // nothing is lost
-    assert_eq!(ranks_by_removal(&heads, Budget::Part(0.5), 1), Ok(vec![1, 3]));
-    assert_eq!(ranks_by_removal(&heads, Budget::Part(1.0), 1), Ok(vec![4, 4]));
+    assert_eq!(ranks_by_removal(&heads, Budget::Fraction(0.5), 1), Ok(vec![1, 3]));
+    assert_eq!(ranks_by_removal(&heads, Budget::Fraction(1.0), 1), Ok(vec![4, 4]));
 }
 
 #[test]
@@ -258,34 +258,37 @@ fn bad_input_is_an_error() {
     assert!(Gram::<PreRope>::new(0).is_err() && Gram::<PreRope>::new(usize::MAX / 2).is_err());
     assert_eq!(Gram::<PreRope>::new(1 << 20), Err(Error::TooLarge));
     let mut gram = Gram::<PreRope>::new(3).unwrap();
-    assert!(matches!(gram.add_rows(&[1.0_f32; 4]), Err(Error::Length { .. })));
-    assert!(matches!(gram.add_columns(&[1.0_f32; 8], 4, 2), Err(Error::Length { .. })));
+    assert_eq!(gram.add_rows(&[1.0_f32; 4]), Err(Error::PartialRow { what: "rows", row: 3, actual: 4 }));
+    assert_eq!(
+        gram.add_columns(&[1.0_f32; 8], 4, 2),
+        Err(Error::TooShort { what: "row", needed: 5, actual: 4 })
+    );
     assert!(matches!(gram.add_columns(&[1.0_f32; 8], 4, usize::MAX), Err(Error::TooLarge)));
     assert_eq!(gram.add_columns::<f32>(&[], usize::MAX, 0), Ok(()));
     for x in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
         assert_eq!(gram.add_rows(&[1.0, x, 1.0]), Err(Error::NotFinite { what: "rows" }));
     }
-    gram.add_columns(&[f32::MAX, 1.0, 2.0, f32::NAN], 4, 0).unwrap(); // what lies beside the columns is not read
+    gram.add_columns(&[f32::MAX, 1.0, 2.0, f32::NAN], 4, 0).unwrap(); // elements outside the columns are not read
     assert_eq!(gram.rows(), 1);
     let other = Gram::new(2).unwrap();
     assert!(gram.clone().merge(&other).is_err());
     assert!(Rotation::score_optimal(&gram, &other).is_err());
     assert!(Rotation::from_parts(vec![0.0; 4], vec![0.0; 3], vec![1.0; 2]).is_err());
     let rotation = Rotation::principal(&gram).unwrap();
-    assert_eq!(rotation.store_map(4), Err(Error::Rank { rank: 4, dim: 3 }));
-    assert_eq!(rotation.probe_map(0), Err(Error::Zero { what: "rank" }));
-    assert!(rotation.fold_store(&[1.0; 7], 2).is_err() && rotation.fold_output(&[1.0; 7], 2).is_err());
+    assert_eq!(rotation.basis_map(4), Err(Error::Rank { rank: 4, dim: 3 }));
+    assert_eq!(rotation.dual_map(0), Err(Error::Zero { what: "rank" }));
+    assert!(rotation.fold_basis(&[1.0; 7], 2).is_err() && rotation.fold_output(&[1.0; 7], 2).is_err());
     assert_eq!(rotation.fold_output(&[], 3), Ok(vec![]));
-    let part = Budget::Part(0.5);
+    let fraction = Budget::Fraction(0.5);
     for sigma in [&[1.0, 2.0][..], &[f64::NAN], &[-1.0], &[f64::INFINITY], &[]] {
         assert!(rank_for_removal(sigma, 0.1).is_err(), "{sigma:?}");
-        assert!(ranks_by_removal(&[sigma], part, 1).is_err(), "{sigma:?}");
+        assert!(ranks_by_removal(&[sigma], fraction, 1).is_err(), "{sigma:?}");
     }
-    assert!(rank_for_removal(&[1.0], f64::NAN).is_err() && ranks_by_removal(&[], part, 1).is_err());
-    assert!(ranks_by_removal(&[&[1.0; 4]], Budget::Part(1.5), 1).is_err());
-    assert!(ranks_by_removal(&[&[1.0; 4]], part, 0).is_err());
-    assert!(ranks_by_loss(&[&[1.0; 4]], &[f64::NAN], part, 1).is_err());
-    assert_eq!(ranks_by_removal(&[&[1.0; 4]], Budget::Part(1.0), usize::MAX), Ok(vec![4]));
+    assert!(rank_for_removal(&[1.0], f64::NAN).is_err() && ranks_by_removal(&[], fraction, 1).is_err());
+    assert!(ranks_by_removal(&[&[1.0; 4]], Budget::Fraction(1.5), 1).is_err());
+    assert!(ranks_by_removal(&[&[1.0; 4]], fraction, 0).is_err());
+    assert!(ranks_by_loss(&[&[1.0; 4]], &[f64::NAN], fraction, 1).is_err());
+    assert_eq!(ranks_by_removal(&[&[1.0; 4]], Budget::Fraction(1.0), usize::MAX), Ok(vec![4]));
     assert!(ranks_by_removal(&[&[1.0; 4]], Budget::Bytes { per_token: 9, per_component: 0 }, 1).is_err());
 }
 

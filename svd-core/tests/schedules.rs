@@ -4,7 +4,7 @@
 
 use proptest::prelude::*;
 use svd_core::{
-    CostModel, DecodeHead, Error, PrefillHead, PrefillRules, Schedule, schedule_decode, schedule_prefill,
+    DecodeHead, Error, PrefillHead, PrefillRules, Schedule, TaskCost, schedule_decode, schedule_prefill,
 };
 
 /// Checks that tasks tile `lens` at multiples of `granule`, and that the busiest processor costs the makespan.
@@ -44,7 +44,7 @@ proptest! {
         granule in 1_usize..130,
     ) {
         let heads: Vec<DecodeHead> = heads.into_iter().map(|(tokens, cost)| DecodeHead { tokens, cost }).collect();
-        let schedule = schedule_decode(&heads, processors, CostModel { per_task, granule }).unwrap();
+        let schedule = schedule_decode(&heads, processors, TaskCost { per_task, granule }).unwrap();
         let lens: Vec<usize> = heads.iter().map(|head| head.tokens).collect();
         check(&schedule, &lens, granule, processors, |task| (task.len * heads[task.head].cost + per_task) as u64)?;
     }
@@ -85,7 +85,7 @@ fn ranks(n: usize, seed: u64) -> Vec<usize> {
 
 #[test]
 fn decode_is_within_a_tenth_of_the_ideal() {
-    let model = CostModel { per_task: 2048, granule: 64 };
+    let model = TaskCost { per_task: 2048, granule: 64 };
     for processors in [108, 132] {
         for (batch, longest) in [(1, 32_768), (2, 32_768), (8, 32_768), (32, 8192), (64, 4096)] {
             let (costs, lengths) = (ranks(8, 1), ranks(batch, 2));
@@ -126,7 +126,7 @@ fn a_cut_head_gets_taller_blocks_and_the_last_round_is_shared_out() {
 
 #[test]
 fn little_or_nothing_to_do() {
-    let model = CostModel { per_task: 1, granule: 64 };
+    let model = TaskCost { per_task: 1, granule: 64 };
     let nothing = schedule_decode(&[], 3, model).unwrap();
     assert_eq!((nothing.tasks().len(), nothing.makespan(), nothing.processors().count()), (0, 0, 3));
     let empty = DecodeHead { tokens: 0, cost: 128 };
@@ -138,27 +138,24 @@ fn little_or_nothing_to_do() {
 #[test]
 fn impossible_arguments_are_errors() {
     let head = DecodeHead { tokens: 10, cost: 10 };
-    let model = CostModel { per_task: 1, granule: 1 };
+    let model = TaskCost { per_task: 1, granule: 1 };
     assert!(matches!(schedule_decode(&[head], 0, model), Err(Error::Zero { .. })));
     assert_eq!(schedule_decode(&[head], usize::MAX, model), Err(Error::TooLarge));
-    assert!(schedule_decode(&[head], 1, CostModel { granule: 0, ..model }).is_err());
-    assert!(schedule_decode(&[head], 4, CostModel { granule: usize::MAX, ..model }).is_ok());
-    assert_eq!(
-        schedule_decode(&[head], 1, CostModel { per_task: usize::MAX, ..model }),
-        Err(Error::TooLarge)
-    );
+    assert!(schedule_decode(&[head], 1, TaskCost { granule: 0, ..model }).is_err());
+    assert!(schedule_decode(&[head], 4, TaskCost { granule: usize::MAX, ..model }).is_ok());
+    assert_eq!(schedule_decode(&[head], 1, TaskCost { per_task: usize::MAX, ..model }), Err(Error::TooLarge));
     let huge = DecodeHead { tokens: usize::MAX, cost: 2 };
     assert_eq!(schedule_decode(&[huge], 1, model), Err(Error::TooLarge));
     let half = DecodeHead { tokens: usize::MAX / 2, cost: 2 };
     assert_eq!(schedule_decode(&[half; 2], 1, model), Err(Error::TooLarge));
     let long = DecodeHead { tokens: usize::MAX / 4, cost: 1 };
     assert_eq!(
-        schedule_decode(&[long], 8, CostModel { granule: 3, ..model }).unwrap().processors().count(),
+        schedule_decode(&[long], 8, TaskCost { granule: 3, ..model }).unwrap().processors().count(),
         8
     );
     let rules = PrefillRules { row_block: 1, granule: 1, per_task: 0, causal: true };
     let prompt = PrefillHead { rows: 11, tokens: 10, cost: 1 };
-    assert!(matches!(schedule_prefill(&[prompt], 1, rules), Err(Error::Length { .. })));
+    assert!(matches!(schedule_prefill(&[prompt], 1, rules), Err(Error::Causal { .. })));
     let prompt = PrefillHead { rows: 1 << 30, tokens: 1 << 30, cost: 1 };
     assert_eq!(schedule_prefill(&[prompt], 1, rules), Err(Error::TooLarge)); // 2^30 blocks
     assert!(schedule_prefill(&[prompt], 1, PrefillRules { row_block: 0, ..rules }).is_err());

@@ -151,7 +151,7 @@ mod with_alloc {
         let gram = svd_core::Gram::<svd_core::PostRope>::new(2);
         let rotated = gram.and_then(|gram| svd_core::Rotation::score_optimal(&gram, &gram)).is_ok();
         let head = svd_core::DecodeHead { tokens: rows.len(), cost: 2 };
-        let model = svd_core::CostModel { per_task: 1, granule: 1 };
+        let model = svd_core::TaskCost { per_task: 1, granule: 1 };
         let planned = svd_core::schedule_decode(&[head], 2, model).is_ok();
         let options = codec_core::FitOptions {
             predictor: codec_core::PredictorKind::Previous,

@@ -14,7 +14,7 @@ use kv_reference::model::{Model, Rope};
 use pq_core::{CodebookBuf, Codes, PqShape, TrainOptions, decode_into, encode_into, train};
 use rayon::prelude::*;
 use serde_json::{Value, json};
-use svd_core::{Gram, NoRope, PostRope, Rotation, Side, balanced_order};
+use svd_core::{Gram, NoRope, PostRope, RopeSide, Rotation, balanced_order};
 
 /// First tokens, which every method keeps exact.
 const SINKS: usize = 4;
@@ -72,7 +72,7 @@ fn rows(model: &Model, tokens: &[u32]) -> Vec<Rows> {
 }
 
 /// The second moment of columns of rows, summed over `heads` of them.
-fn gram<S: Side>(rows: &[f32], row_len: usize, dim: usize, heads: std::ops::Range<usize>) -> Gram<S> {
+fn gram<S: RopeSide>(rows: &[f32], row_len: usize, dim: usize, heads: std::ops::Range<usize>) -> Gram<S> {
     let mut gram = Gram::new(dim).unwrap();
     heads.for_each(|head| gram.add_columns(rows, row_len, head * dim).unwrap());
     gram
@@ -121,7 +121,7 @@ fn errors(model: &Model, seen: &[Rows], unseen: &[Rows]) -> Value {
 }
 
 /// Errors of the principal, stacked and closed rotation of one pair on another.
-fn compare<S: Side>(
+fn compare<S: RopeSide>(
     seen: (&Gram<S>, &Gram<S>),
     unseen: (&Gram<S>, &Gram<S>),
     ranks: &[usize],
@@ -174,17 +174,17 @@ fn codes(model: &Model, seen: &[Rows], unseen: &[Rows], folder: &Path) -> Value 
         let rotation = Rotation::query_metric(&moment.centred(), &metric).unwrap();
         let rotation = rotation.reordered(&balanced_order(rotation.sigma(), shape.m()).unwrap()).unwrap();
         let rotate_seconds = start.elapsed().as_secs_f64();
-        let (store, probe) = (rotation.store_map(dim).unwrap(), rotation.probe_map(dim).unwrap());
+        let (key_map, query_map) = (rotation.basis_map(dim).unwrap(), rotation.dual_map(dim).unwrap());
         let rotated = |rows: &[f32]| -> Vec<f32> {
             let centred: Vec<f32> =
                 rows.chunks_exact(dim).flat_map(|row| row.iter().zip(&mean).map(|(x, m)| x - m)).collect();
             let mut out = vec![0.0; centred.len()];
-            store.view().project_into(&centred, &mut out).unwrap();
+            key_map.view().project_into(&centred, &mut out).unwrap();
             out
         };
         let coded = through_codes(shape, &rotated(&keys), &rotated(&test));
         let mut back = vec![0.0; coded.len()];
-        probe.view().reconstruct_into(&coded, &mut back).unwrap();
+        query_map.view().reconstruct_into(&coded, &mut back).unwrap();
         back.chunks_exact_mut(dim).for_each(|row| row.iter_mut().zip(&mean).for_each(|(x, m)| *x += m));
         write("rotated", &back);
         json!({ "layer": l, "head": head, "plain_seconds": plain_seconds, "rotate_seconds": rotate_seconds })

@@ -12,8 +12,8 @@ use half::{bf16, f16};
 use kv_benches::{floats, median};
 use rayon::ThreadPoolBuilder;
 use svd_core::{
-    Backend, CostModel, DecodeHead, Element, Gram, NoRope, PrefillHead, PrefillRules, Rotation, Schedule,
-    SoftmaxStats, attend_into_with, schedule_decode, schedule_prefill,
+    Backend, DecodeHead, Element, Gram, NoRope, PrefillHead, PrefillRules, Rotation, Schedule, SoftmaxStats,
+    TaskCost, attend_into_with, schedule_decode, schedule_prefill,
 };
 
 const DIM: usize = 128;
@@ -42,7 +42,7 @@ fn rotations(folder: &Path) {
         gram.add_columns_with(backend, &rows, DIM, 0).unwrap();
         Rotation::principal(&gram).unwrap()
     };
-    let bytes: Vec<u8> = rotation(Backend::detect()).store().iter().flat_map(|x| x.to_le_bytes()).collect();
+    let bytes: Vec<u8> = rotation(Backend::detect()).basis().iter().flat_map(|x| x.to_le_bytes()).collect();
     std::fs::write(folder.join("basis.f64"), bytes).unwrap();
     for threads in [1, 2] {
         let pool = ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
@@ -115,7 +115,7 @@ fn schedules() {
         state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         (state >> 40) as f64 / (1 << 24) as f64
     };
-    let model = CostModel { per_task: 2048, granule: 64 };
+    let model = TaskCost { per_task: 2048, granule: 64 };
     let rules = PrefillRules { row_block: 128, granule: 16, per_task: 2048, causal: true };
     for processors in [108, 132] {
         for (batch, longest) in

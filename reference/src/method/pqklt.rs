@@ -54,7 +54,7 @@ impl PqKlt {
     }
 
     /// The rotation of rows less their mean, and centroids of what it makes of them.
-    fn fit<S: svd_core::Side>(
+    fn fit<S: svd_core::RopeSide>(
         &self,
         code: PqCode,
         metric: &Gram<S>,
@@ -64,7 +64,7 @@ impl PqKlt {
         covariance.add_rows(&rows)?;
         let rotation = Rotation::query_metric(&covariance, metric)?;
         let rotation = rotation.reordered(&balanced_order(rotation.sigma(), code.m)?)?;
-        HeadCode::transform(&rotation.store_map(metric.dim())?, self.norms, &mut rows)?;
+        HeadCode::transform(&rotation.basis_map(metric.dim())?, self.norms, &mut rows)?;
         let options = TrainOptions { iterations: self.iterations, seed: SEED, ..Default::default() };
         Ok((rotation, halved(&train(code.shape(metric.dim())?, &rows, &options)?.centroids)))
     }
@@ -83,7 +83,7 @@ impl PqKlt {
             if mean.len() != config.head_dim {
                 return Err(Error::Profile(format!("a mean of {} dimensions", mean.len())));
             }
-            Ok(HeadCode { mean, store: map("store")?, probe: map("probe")?, codebook, norms: self.norms })
+            Ok(HeadCode { mean, basis: map("store")?, dual: map("probe")?, codebook, norms: self.norms })
         };
         let heads = (0..config.n_kv_heads).map(|head| Pair::try_of(|side| read(side, head)));
         Ok(TransformedPlan { heads: heads.collect::<Result<_>>()?, space: self.space, refine: self.refine })
@@ -135,8 +135,8 @@ impl Kind for PqKlt {
             for (side, (mean, (rotation, centroids))) in Side::ALL.into_iter().zip(made) {
                 let parts = [
                     ("mean", mean),
-                    ("store", single(rotation.store())),
-                    ("probe", single(rotation.probe())),
+                    ("store", single(rotation.basis())),
+                    ("probe", single(rotation.dual())),
                     ("centroids", centroids),
                 ];
                 for (part, values) in parts {

@@ -21,7 +21,7 @@ pub(super) const ORACLE: Entry = Entry {
     help: "\
   oracle            exact top-k, this part of the tokens                  ratio=0.2
 ",
-    parse: |s| Ok(Arc::new(TopK { ratio: s.part("ratio", 0.2)?, quantizer: None })),
+    parse: |s| Ok(Arc::new(TopK { ratio: s.fraction("ratio", 0.2)?, quantizer: None })),
 };
 
 pub(super) const PQ_CACHE: Entry = Entry {
@@ -30,7 +30,7 @@ pub(super) const PQ_CACHE: Entry = Entry {
   pqcache           top-k by PQ codes; exact rows counted as offloaded    ratio=0.2 code=16x8 iterations=10
 ",
     parse: |s| {
-        let (ratio, code) = (s.part("ratio", 0.2)?, PqCode::take(s, "code", 8, 8)?);
+        let (ratio, code) = (s.fraction("ratio", 0.2)?, PqCode::take(s, "code", 8, 8)?);
         Ok(Arc::new(TopK { ratio, quantizer: Some((code, s.positive("iterations", 10)?)) }))
     },
 };

@@ -97,7 +97,7 @@ impl<'a> Settings<'a> {
     }
 
     /// A fraction: above 0, at most 1.
-    pub fn part(&mut self, key: &'static str, default: f64) -> Result<f64> {
+    pub fn fraction(&mut self, key: &'static str, default: f64) -> Result<f64> {
         Ok(self.own(key, Within::<f64, 0, 1>(default))?.0)
     }
 

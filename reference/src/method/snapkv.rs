@@ -20,7 +20,7 @@ pub(super) const SNAP_KV: Entry = Entry {
   snapkv            the prompt's tokens that its end attends to: no       tokens=0.5
                       pooling, one choice for all heads of a layer
 ",
-    parse: |s| Ok(Arc::new(SnapKv { tokens: s.part("tokens", 0.5)? })),
+    parse: |s| Ok(Arc::new(SnapKv { tokens: s.fraction("tokens", 0.5)? })),
 };
 
 #[derive(Debug)]

@@ -23,7 +23,7 @@ pub(super) const SPARQ: Entry = Entry {
                       value for the rest (SparQ); saves reads, not bytes
 ",
     parse: |s| {
-        let ratio = s.part("ratio", 0.2)?;
+        let ratio = s.fraction("ratio", 0.2)?;
         Ok(Arc::new(SparQ { ratio, components: s.positive("r", (s.head_dim / 4).max(1))? }))
     },
 };

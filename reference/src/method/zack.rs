@@ -32,7 +32,7 @@ pub(super) const ZACK: Entry = Entry {
 ",
     parse: |s| {
         Ok(Arc::new(Zack {
-            parts: Pair::new(s.part("k", 0.75)?, s.part("v", 0.75)?),
+            fractions: Pair::new(s.fraction("k", 0.75)?, s.fraction("v", 0.75)?),
             basis: s.own("basis", Basis::Closed)?,
             rule: s.common("ranks", RankRule::Removal)?,
             multiple: s.common_count("multiple", 1)?,
@@ -44,12 +44,12 @@ pub(super) const ZACK: Entry = Entry {
 
 #[derive(Debug)]
 struct Zack {
-    parts: Pair<f64>, // of the dimensions that stay
+    fractions: Pair<f64>, // fractions of the dimensions that stay
     basis: Basis,
     rule: RankRule,
     multiple: usize,
     bits: Option<u32>, // of what is left, coded as by `int4`
-    tokens: f64,       // part of the prompt's tokens that stays
+    tokens: f64,       // fraction of the prompt's tokens that stays
 }
 
 /// Which rotation is used.
@@ -99,7 +99,7 @@ impl Kind for Zack {
         for ((l, head), rotations) in heads.iter().zip(rotations.collect::<Result<Vec<_>>>()?) {
             for (side, rotation) in Side::ALL.into_iter().zip(rotations) {
                 for (part, values) in
-                    [("store", rotation.store()), ("probe", rotation.probe()), ("sigma", rotation.sigma())]
+                    [("store", rotation.basis()), ("probe", rotation.dual()), ("sigma", rotation.sigma())]
                 {
                     profile.put_floats(key(basis, side, *l, *head, part), single(values));
                 }
@@ -144,7 +144,7 @@ fn residual_key(l: usize) -> String {
 }
 
 /// The rotation of what is stored against what meets it.
-fn rotation<S: svd_core::Side>(basis: Basis, stored: &Gram<S>, probes: &Gram<S>) -> Result<Rotation> {
+fn rotation<S: svd_core::RopeSide>(basis: Basis, stored: &Gram<S>, probes: &Gram<S>) -> Result<Rotation> {
     Ok(match basis {
         Basis::Closed => Rotation::score_optimal(stored, probes)?,
         Basis::Stacked => Rotation::stacked(stored, probes)?,
@@ -165,29 +165,25 @@ fn read_rotations(
 }
 
 impl Zack {
-    /// Rotations of all heads, cut so that `parts` of all dimensions stay; per layer.
+    /// Rotations of all heads, cut so that `fractions` of all dimensions stay; per layer.
     fn cuts(&self, config: &Config, profile: &Profile) -> Result<Vec<Arc<Vec<HeadCut>>>> {
         let rotations = Pair::try_of(|side| read_rotations(config, profile, self.basis, side))?;
         let weights = loss_weights(profile, &rotations.values)?;
-        let ranks = Pair::try_of(|side| self.ranks(&rotations[side], self.parts[side], &weights[side]))?;
+        let ranks = Pair::try_of(|side| self.ranks(&rotations[side], self.fractions[side], &weights[side]))?;
         let mut ranks = ranks.keys.into_iter().zip(ranks.values);
         let cuts = rotations.keys.iter().map(|keys| {
             let heads = keys.iter().zip(&mut ranks).map(|(keys, (key_rank, value_rank))| {
-                Ok(HeadCut {
-                    keys: keys.store_map(key_rank)?,
-                    queries: keys.probe_map(key_rank)?,
-                    value_rank,
-                })
+                Ok(HeadCut { keys: keys.basis_map(key_rank)?, queries: keys.dual_map(key_rank)?, value_rank })
             });
             Ok(Arc::new(heads.collect::<Result<_>>()?))
         });
         cuts.collect()
     }
 
-    /// Ranks of all heads, layer after layer, that keep `part` of all dimensions.
-    fn ranks(&self, rotations: &[Vec<Rotation>], part: f64, weights: &[f64]) -> Result<Vec<usize>> {
+    /// Ranks of all heads, layer after layer, that keep `fraction` of all dimensions.
+    fn ranks(&self, rotations: &[Vec<Rotation>], fraction: f64, weights: &[f64]) -> Result<Vec<usize>> {
         let spectra: Vec<&[f64]> = rotations.iter().flatten().map(Rotation::sigma).collect();
-        let budget = Budget::Part(part);
+        let budget = Budget::Fraction(fraction);
         Ok(match self.rule {
             RankRule::Removal => ranks_by_removal(&spectra, budget, self.multiple)?,
             RankRule::Loss => ranks_by_loss(&spectra, weights, budget, self.multiple)?,

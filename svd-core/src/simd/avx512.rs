@@ -7,7 +7,7 @@ use super::{Kernel, Simd};
 #[derive(Clone, Copy)]
 pub(crate) struct Avx512(());
 
-/// Compiles and runs a kernel. Callers have found the backend available.
+/// Compiles and runs a kernel. The caller has checked that the backend is available.
 pub(crate) fn run<K: Kernel>(kernel: K) -> K::Output {
     #[target_feature(enable = "avx512f,avx2,fma,f16c")]
     fn with_features<K: Kernel>(kernel: K) -> K::Output {
@@ -17,10 +17,10 @@ pub(crate) fn run<K: Kernel>(kernel: K) -> K::Output {
     unsafe { with_features(kernel) }
 }
 
-/// An expression of instructions that the token allows.
+/// Evaluates an expression of the set's intrinsics.
 macro_rules! op {
     ($e:expr) => {{
-        // SAFETY: a value of `Avx512` exists only where the CPU has the features; pointers are the caller's promise.
+        // SAFETY: a value of `Avx512` exists only where the CPU has the features; the caller guarantees the pointers.
         unsafe { $e }
     }};
 }

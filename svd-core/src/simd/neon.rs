@@ -7,15 +7,15 @@ use super::{Kernel, Simd};
 #[derive(Clone, Copy)]
 pub(crate) struct Neon(());
 
-/// Runs a kernel. Callers have found the backend available: NEON is part of the compilation target.
+/// Runs a kernel. NEON is a feature of the compilation target.
 pub(crate) fn run<K: Kernel>(kernel: K) -> K::Output {
     kernel.vector(Neon(()))
 }
 
-/// An expression of instructions that the token allows.
+/// Evaluates an expression of the set's intrinsics.
 macro_rules! op {
     ($e:expr) => {{
-        // SAFETY: the compilation target has NEON; pointers are the caller's promise.
+        // SAFETY: the compilation target has NEON; the caller guarantees the pointers.
         unsafe { $e }
     }};
 }
@@ -37,8 +37,8 @@ impl Simd for Neon {
     }
     #[inline(always)]
     unsafe fn load_f16(self, p: *const u16) -> float32x4_t {
-        // The conversion needs a type that is not stable yet. Moved to the place of the wider fields, a half is 2^-112 of its
-        // value; what then lies at 2^16 or above was infinite or NaN.
+        // The conversion intrinsic needs the unstable type f16. A half shifted into the fields of an f32 is 2^-112 times its
+        // value; scaled back, a result of 2^16 or above was infinite or NaN.
         op!({
             let x = vmovl_u16(vld1_u16(p));
             let magnitude = vshlq_n_u32::<13>(vandq_u32(x, vdupq_n_u32(0x7fff)));

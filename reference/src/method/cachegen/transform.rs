@@ -55,11 +55,11 @@ impl PlaneTransform {
 
     fn of_plane(geometry: Geometry, heads: &[Rotation], steps: &[f64]) -> Result<Self> {
         let dim = geometry.head_dim;
-        let into = heads.iter().flat_map(|head| single(head.store())).collect();
+        let into = heads.iter().flat_map(|head| single(head.basis())).collect();
         let transposed = |map: &[f64]| -> Vec<f32> {
             (0..dim * dim).map(|i| map[i % dim * dim + i / dim] as f32).collect()
         };
-        let back = heads.iter().flat_map(|head| transposed(head.probe())).collect();
+        let back = heads.iter().flat_map(|head| transposed(head.dual())).collect();
         let steps = steps.iter().flat_map(|&step| std::iter::repeat_n(step as f32, dim)).collect();
         Ok(Self { transform: Arc::new(TransformBuf::new(dim, into, back)?), steps })
     }
@@ -79,8 +79,8 @@ fn head_rotations(
     let values = heads.map(|head| {
         let rotation = rotation(geometry, &layer.values, head, &output_gram(model, l, head)?)?;
         let scale = 1.0 / layer.residual_rms;
-        let store = rotation.store().iter().map(|x| x * scale).collect();
-        let probe = rotation.probe().iter().map(|x| x / scale).collect();
+        let store = rotation.basis().iter().map(|x| x * scale).collect();
+        let probe = rotation.dual().iter().map(|x| x / scale).collect();
         let sigma = rotation.sigma().iter().map(|x| x * scale).collect();
         Ok(Rotation::from_parts(store, probe, sigma)?)
     });
@@ -88,7 +88,7 @@ fn head_rotations(
 }
 
 /// The query-metric rotation of one head's rows.
-fn rotation<S: svd_core::Side>(
+fn rotation<S: svd_core::RopeSide>(
     geometry: Geometry,
     rows: &[f32],
     head: usize,

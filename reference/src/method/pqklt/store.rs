@@ -29,18 +29,18 @@ pub(crate) enum KeySpace {
 /// How one head's keys, or its values, become codes.
 pub(crate) struct HeadCode {
     pub mean: Vec<f32>, // (head_dim,); that of keys is taken before RoPE
-    pub store: MapBuf,  // of rows
-    pub probe: MapBuf,  // of queries, and the way back
+    pub basis: MapBuf,  // projects rows
+    pub dual: MapBuf,   // projects queries and reconstructs rows
     pub codebook: CodebookBuf,
     pub norms: bool, // divide rows by their norms, which are kept in a byte
 }
 
 impl HeadCode {
     /// Transforms rows less their mean (n, head_dim), in place; returns the norms, if they are kept.
-    pub fn transform(store: &MapBuf, norms: bool, rows: &mut Vec<f32>) -> Result<Vec<u8>> {
-        let dim = store.view().dim();
+    pub fn transform(basis: &MapBuf, norms: bool, rows: &mut Vec<f32>) -> Result<Vec<u8>> {
+        let dim = basis.view().dim();
         let mut transformed = vec![0.0; rows.len()];
-        store.view().project_into(rows, &mut transformed)?;
+        basis.view().project_into(rows, &mut transformed)?;
         *rows = transformed;
         let mut coded = vec![];
         if norms {
@@ -108,7 +108,7 @@ impl TransformedStore {
     fn encode(&mut self, head: usize, side: Side, mut rows: Vec<f32>) -> Result<Vec<f32>> {
         let (code, coded) = (&self.plan.heads[head][side], &mut self.heads[head][side]);
         let shape = code.codebook.view().shape();
-        let norms = HeadCode::transform(&code.store, code.norms, &mut rows)?;
+        let norms = HeadCode::transform(&code.basis, code.norms, &mut rows)?;
         if coded.codes.view().n() == 0 && self.plan.refine > 0 && rows.len() / shape.dim() >= ENOUGH {
             let start = code.codebook.centroids();
             let options = TrainOptions {
@@ -181,7 +181,7 @@ impl Store for TransformedStore {
             let decoded = self.encode(head, Side::Keys, rows)?;
             if !decoded.is_empty() {
                 let mut rotated = vec![0.0; decoded.len()];
-                keys.probe.view().reconstruct_into(&decoded, &mut rotated)?;
+                keys.dual.view().reconstruct_into(&decoded, &mut rotated)?;
                 for row in rotated.chunks_exact_mut(dim) {
                     row.iter_mut().zip(&keys.mean).for_each(|(x, mean)| *x += mean);
                 }
@@ -226,7 +226,7 @@ impl Store for TransformedStore {
             self.scores_of_decoded(head, q)
         } else {
             let mut probes = vec![0.0; q.len()];
-            key_code.probe.view().project_into(q, &mut probes)?;
+            key_code.dual.view().project_into(q, &mut probes)?;
             lut_into(&keys.refined.as_deref().unwrap_or(&key_code.codebook).view(), &probes, &mut luts)?;
             self.scores_of_mean(head, q)?
         };
@@ -245,7 +245,7 @@ impl Store for TransformedStore {
             &mut transformed_stats,
         )?;
         merge_part((&transformed, &transformed_stats), out, stats, |transformed, weight, row| {
-            value_code.probe.view().reconstruct_into(transformed, row)?;
+            value_code.dual.view().reconstruct_into(transformed, row)?;
             row.iter_mut().zip(&value_code.mean).for_each(|(x, mean)| *x += weight * mean);
             Ok(())
         })

@@ -21,9 +21,9 @@ fn fold_layer(model: &Model, layer: &Layer, heads: &[Rotation]) -> Result<Layer>
     let mut bias = v.bias.as_ref().map(|_| vec![]);
     for (head, rotation) in heads.iter().enumerate() {
         let rows = head * head_dim..(head + 1) * head_dim;
-        weight.extend(rotation.fold_store(&v.weight[rows.start * hidden..rows.end * hidden], head_dim)?);
+        weight.extend(rotation.fold_basis(&v.weight[rows.start * hidden..rows.end * hidden], head_dim)?);
         if let (Some(folded), Some(bias)) = (&mut bias, &v.bias) {
-            folded.extend(rotation.fold_store(&bias[rows], head_dim)?);
+            folded.extend(rotation.fold_basis(&bias[rows], head_dim)?);
         }
     }
     let mut output = o.weight.clone();
@@ -76,10 +76,10 @@ mod tests {
                 let rotation = Rotation::score_optimal(keys, queries).unwrap();
                 let rows = |head: usize| head * dim * hidden..(head + 1) * dim * hidden;
                 let key_rows = &mut weights.k.weight[rows(head)];
-                key_rows.copy_from_slice(&rotation.fold_store(key_rows, dim).unwrap());
+                key_rows.copy_from_slice(&rotation.fold_basis(key_rows, dim).unwrap());
                 for query_head in head * group..(head + 1) * group {
                     let query_rows = &mut weights.q.weight[rows(query_head)];
-                    query_rows.copy_from_slice(&rotation.fold_probe(query_rows, dim).unwrap());
+                    query_rows.copy_from_slice(&rotation.fold_dual(query_rows, dim).unwrap());
                 }
             }
         }
