@@ -4,7 +4,7 @@ use svd_core::{Gram, PostRope, Rotation};
 
 fn main() -> Result<(), svd_core::Error> {
     let (dim, group) = (64, 4);
-    // What a model's attention saw, batch by batch: keys (n, dim), queries (n, group, dim), after the rotary embedding.
+    // Batches of a model's attention, after the rotary embedding: keys (n, dim), queries (n, group, dim).
     let component = |i: usize, d: usize| ((i * 64 + d) as f32 * 0.73).sin() * 0.9_f32.powi(d as i32);
     let rows = |n: usize, seed: usize| -> Vec<f32> {
         (0..n).flat_map(|i| (0..dim).map(move |d| component(i + seed, d))).collect()

@@ -1,4 +1,5 @@
-//! Folds a rotation into `W_V` and `W_O`: values then arrive rotated, and their last components can be dropped.
+//! Folds a rotation into `W_V` and `W_O`: values then arrive rotated, and their last components can be
+//! dropped.
 
 use svd_core::{Gram, NoRope, Rotation};
 

@@ -1,4 +1,5 @@
-//! Chooses the ranks of four heads for a budget in bytes: by ZACK's common removal rate, and by weighted loss.
+//! Chooses the ranks of four heads for a budget in bytes: by ZACK's common removal rate, and by weighted
+//! loss.
 
 use svd_core::{Budget, ranks_by_loss, ranks_by_removal};
 

@@ -10,23 +10,26 @@ use crate::{Backend, Element, Error, SoftmaxStats};
 /// Most tokens of a block: their weights, keys and values stay in L1 and L2.
 const TOKENS: usize = 64;
 
-/// Attention of a group of query heads on the rows of their common key/value head, whose keys and values may differ in rank.
+/// Attention of a group of query heads on the rows of their common key/value head, whose keys and values may
+/// differ in rank.
 ///
-/// With `s_t = <q, k_t>`, adds `sum_t exp(s_t - max s) * v_t` to each query's `out`, and updates its `stats` (maximum and sum).
-/// Begin with zeros and [`SoftmaxStats::EMPTY`], call the function for every part of the sequence, then
-/// [`normalize`](SoftmaxStats::normalize). Every row is read from memory once for the whole group. The caller scales queries
-/// by `1 / sqrt(head_dim)`.
+/// With `s_t = <q, k_t>`, adds `sum_t exp(s_t - max s) * v_t` to each query's `out`, and updates its `stats`
+/// (maximum and sum). Begin with zeros and [`SoftmaxStats::EMPTY`], call the function for every part of the
+/// sequence, then [`normalize`](SoftmaxStats::normalize). Every row is read from memory once for the whole
+/// group. The caller scales queries by `1 / sqrt(head_dim)`.
 ///
 /// The softmax runs over 64 tokens at a time. A token with a NaN score makes the result NaN.
 ///
 /// # Shapes
-/// `queries` (group, rank_k); `keys` (n, rank_k); `values` (n, rank_v); `out` (group, rank_v); `stats` (group,).
+/// `queries` (group, rank_k); `keys` (n, rank_k); `values` (n, rank_v); `out` (group, rank_v); `stats`
+/// (group,).
 /// # Errors
-/// [`Error::PartialRow`] if `stats` does not divide `queries` or `out`, or `keys` does not consist of whole rows;
-/// [`Error::Length`] if `values` has another number of rows; [`Error::Zero`] for no query or a rank of 0. `out` and `stats`
-/// are then unchanged.
+/// [`Error::PartialRow`] if `stats` does not divide `queries` or `out`, or `keys` does not consist of whole
+/// rows; [`Error::Length`] if `values` has another number of rows; [`Error::Zero`] for no query or an empty
+/// row. `out` and `stats` are then unchanged.
 /// # Cost
-/// group * n * (rank_k + rank_v) multiply-adds, group * n exponentials, one pass over the rows, no allocation.
+/// group * n * (rank_k + rank_v) multiply-adds, group * n exponentials, one pass over the rows, no
+/// allocation.
 /// # Source
 /// ZACK, 5.1: attention in the rotated space, without reconstruction.
 /// # Examples
@@ -108,12 +111,13 @@ impl<E: Element> Kernel for Attend<'_, '_, E> {
         }
     }
 
-    /// Floor: the bytes of keys and values. On AVX-512, 4 queries with 128 + 128 components of 32 bits need 64 multiply-adds
-    /// per token, about half the time of its bytes from memory.
+    /// Floor: the bytes of keys and values. On AVX-512, 4 queries with 128 + 128 components of 32 bits need
+    /// 64 multiply-adds per token, about half the time of its bytes from memory.
     ///
-    /// N.B. The hardware prefetcher stops where the loop changes from keys to values. Each block therefore prefetches the cache
-    /// lines of the next block, one by one and in order. Without that, `f32` rows take 1.7 times as long. Slower alternatives:
-    /// prefetching all lines at once, interleaving rows, prefetching into L1, and tiles of four tokens by four queries.
+    /// N.B. The hardware prefetcher stops where the loop changes from keys to values. Each block therefore
+    /// prefetches the cache lines of the next block, one by one and in order. Without that, `f32` rows take
+    /// 1.7 times as long. Slower alternatives: prefetching all lines at once, interleaving rows, prefetching
+    /// into L1, and tiles of four tokens by four queries.
     #[inline(always)]
     fn vector<S: Simd>(self, s: S) {
         let (rank_k, rank_v) = (self.queries.len() / self.stats.len(), self.out.len() / self.stats.len());
@@ -224,7 +228,8 @@ fn score_tile<S: Simd, E: Element, const G: usize, const P: usize>(
     }
 }
 
-/// Adds the weighted values of at most 64 tokens to the outputs of `G` queries: `V` registers of components from `c` on.
+/// Adds the weighted values of at most 64 tokens to the outputs of `G` queries: `V` registers of components
+/// from `c` on.
 #[inline(always)]
 fn add_values<S: Simd, E: Element, const G: usize, const P: usize, const V: usize>(
     s: S,

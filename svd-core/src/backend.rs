@@ -3,8 +3,8 @@ use crate::simd::Kernel;
 
 /// An instruction set for which the kernels are compiled.
 ///
-/// The scalar code defines every result. Grams have the same bits on every backend; sums in `f32` differ by rounding, within the
-/// tolerances of the crate's tests.
+/// The scalar code defines every result. Grams have the same bits on every backend; sums in `f32` differ by
+/// rounding, within the tolerances of the crate's tests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Backend {
     /// Portable Rust, the definition of every result.
@@ -23,8 +23,9 @@ impl Backend {
 
     /// Whether this machine can run the backend.
     ///
-    /// AVX2 and AVX-512 are detected at run time with feature `std`; without it, they must be features of the compilation target.
-    /// NEON must always be a feature of the target. Under Miri only the scalar backend is available.
+    /// AVX2 and AVX-512 are detected at run time with feature `std`; without it, they must be features of the
+    /// compilation target. NEON must always be a feature of the target. Under Miri only the scalar backend is
+    /// available.
     #[must_use]
     pub fn is_available(self) -> bool {
         match self {

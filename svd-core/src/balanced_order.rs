@@ -4,13 +4,16 @@ use alloc::vec::Vec;
 use crate::Error;
 use crate::error::count_rows;
 
-/// Assigns components to the `m` subspaces of a product quantizer so that the products of their variances are nearly equal.
-/// Greedy: each component, in descending order, joins the subspace with the smallest product among those with room.
+/// Assigns components to the `m` subspaces of a product quantizer so that the products of their variances are
+/// nearly equal. Greedy: each component, in descending order, joins the subspace with the smallest product
+/// among those with room.
 ///
-/// Returns the order of the components, subspace after subspace, for [`Rotation::reordered`](crate::Rotation::reordered).
+/// Returns the order of the components, subspace after subspace, for
+/// [`Rotation::reordered`](crate::Rotation::reordered).
 ///
 /// # Errors
-/// [`Error::Zero`] for no subspace or no component, [`Error::PartialRow`] if `m` does not divide the number of components.
+/// [`Error::Zero`] for no subspace or no component, [`Error::PartialRow`] if `m` does not divide the number
+/// of components.
 /// # Source
 /// Ge, He, Ke, Sun, "Optimized Product Quantization", TPAMI 2014, 3.2 (eigenvalue allocation).
 /// # Examples

@@ -6,8 +6,8 @@ use nalgebra::{DMatrix, SymmetricEigen};
 
 use crate::Error;
 
-/// Eigenvalues in descending order with their eigenvectors as columns. Signs are fixed (the largest component of each
-/// vector is positive), so that the same matrix gives the same basis everywhere.
+/// Eigenvalues in descending order with their eigenvectors as columns. Signs are fixed (the largest component
+/// of each vector is positive), so that the same matrix gives the same basis everywhere.
 pub(crate) fn symmetric(matrix: DMatrix<f64>) -> Result<(Vec<f64>, DMatrix<f64>), Error> {
     if matrix.iter().any(|x| !x.is_finite()) {
         return Err(Error::NotFinite { what: "matrix" });
@@ -33,11 +33,12 @@ pub(crate) struct Spectrum {
     pub exponent: i32,
 }
 
-/// The spectrum of a symmetric positive semidefinite matrix. Eigenvalues below `floor` times the largest are raised to that, so
-/// that directions without calibration data cause no division by zero. `None` if no eigenvalue is positive, as for rows that
-/// are all zero.
+/// The spectrum of a symmetric positive semidefinite matrix. Eigenvalues below `floor` times the largest are
+/// raised to that, so that directions without calibration data cause no division by zero. `None` if no
+/// eigenvalue is positive, as for rows that are all zero.
 ///
-/// Scaling by a power of 16 rounds nothing, and the square and fourth roots of that power are powers of two as well.
+/// Scaling by a power of 16 rounds nothing, and the square and fourth roots of that power are powers of two
+/// as well.
 pub(crate) fn spectrum(matrix: DMatrix<f64>, floor: f64) -> Result<Option<Spectrum>, Error> {
     let (mut values, vectors) = symmetric(matrix)?;
     let exponent = libm::frexp(values[0]).1.div_euclid(4);

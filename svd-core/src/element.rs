@@ -15,8 +15,8 @@ mod sealed {
 }
 pub(crate) use sealed::Sealed;
 
-/// Storage type of one component of a row: `f32`, [`half::f16`] or [`half::bf16`]. Arithmetic is in `f32`, or in `f64`
-/// where a function documents it.
+/// Storage type of one component of a row: `f32`, [`half::f16`] or [`half::bf16`]. Arithmetic is in `f32`, or
+/// in `f64` where a function documents it.
 pub trait Element: Copy + Default + Send + Sync + Sealed + 'static {
     /// Converts exactly.
     fn to_f32(self) -> f32;

@@ -1,7 +1,8 @@
 /// `exp(x)` for `x <= 0`, to 2 units in the last place; 0 below -87.
 ///
-/// One definition for all machines, which the compiler can vectorize: `x = n ln 2 + r` with `|r| <= ln 2 / 2`, a polynomial of degree 6
-/// for `exp(r)` (Cephes), and `n` added to the exponent. `ln 2` is split in two so that `r` is exact. NaN stays NaN.
+/// One definition for all machines, which the compiler can vectorize: `x = n ln 2 + r` with `|r| <= ln(2)/2`,
+/// a polynomial of degree 6 for `exp(r)` (Cephes), and `n` added to the exponent. `ln 2` is split in two so
+/// that `r` is exact. NaN stays NaN.
 #[inline(always)]
 pub(crate) fn exp(x: f32) -> f32 {
     const LN2_HIGH: f32 = 0.693_359_4;

@@ -9,8 +9,8 @@ use crate::error::{check_len, count_rows};
 use crate::simd::{Kernel, Simd};
 use crate::{Backend, Element, Error};
 
-/// The side of the rotary embedding (RoPE) from which the rows of a [`Gram`] come. The sums of one side are meaningless on the
-/// other, so the two have different types.
+/// The side of the rotary embedding (RoPE) from which the rows of a [`Gram`] come. The sums of one side are
+/// meaningless on the other, so the two have different types.
 pub trait RopeSide: sealed::Sealed + Copy + Send + Sync + 'static {}
 
 /// Queries and keys before the rotary embedding.
@@ -33,11 +33,13 @@ impl RopeSide for PreRope {}
 impl RopeSide for PostRope {}
 impl RopeSide for NoRope {}
 
-/// Streaming second moment: the sums of `x^T x` and of `x` over rows, in `f64`. The rows themselves are not kept.
+/// Streaming second moment: the sums of `x^T x` and of `x` over rows, in `f64`. The rows themselves are not
+/// kept.
 ///
-/// A product of two `f32` is exact in `f64`, so the result depends only on the order of additions, which is fixed: sums over
-/// 64 rows are added to sums over 4,096 rows, those to the sum of the call. Backends, threads and fused multiply-adds change
-/// no bit. Sums in `f32` would lose the small directions at the condition numbers of keys.
+/// A product of two `f32` is exact in `f64`, so the result depends only on the order of additions, which is
+/// fixed: sums over 64 rows are added to sums over 4,096 rows, those to the sum of the call. Backends,
+/// threads and fused multiply-adds change no bit. Sums in `f32` would lose the small directions at the
+/// condition numbers of keys.
 ///
 /// # Examples
 /// ```
@@ -51,8 +53,8 @@ impl RopeSide for NoRope {}
 #[derive(Clone, Debug, PartialEq)]
 pub struct Gram<S> {
     dim: usize,
-    rows: u64,        // bounds the sums: rows of finite floats, so that no merge overflows
-    blocks: Vec<f64>, // 16 x 16 blocks on and below the diagonal, row-major; elements above the diagonal are not read
+    rows: u64,        // the sums are those of this many rows of finite floats, so no merge overflows
+    blocks: Vec<f64>, // 16 x 16 blocks on and below the diagonal, row-major; above it nothing is read
     sums: Vec<f64>,   // (dim rounded up to 16,)
     side: PhantomData<S>,
 }
@@ -89,10 +91,11 @@ impl<S: RopeSide> Gram<S> {
     /// Adds the rows of `rows` (n, dim).
     ///
     /// # Errors
-    /// [`Error::PartialRow`], [`Error::NotFinite`], or [`Error::TooLarge`] for more than `u64::MAX` rows in total. The sum is
-    /// then unchanged.
+    /// [`Error::PartialRow`], [`Error::NotFinite`], or [`Error::TooLarge`] for more than `u64::MAX` rows in
+    /// total. The sum is then unchanged.
     /// # Cost
-    /// About n * dim * (dim + 8) / 2 multiply-adds in `f64`. Every 4,096 rows allocate a sum and 64 rows in `f64`.
+    /// About n * dim * (dim + 8) / 2 multiply-adds in `f64`. Every 4,096 rows allocate a sum and 64 rows in
+    /// `f64`.
     pub fn add_rows<E: Element>(&mut self, rows: &[E]) -> Result<(), Error> {
         self.add_columns(rows, self.dim, 0)
     }
@@ -110,8 +113,8 @@ impl<S: RopeSide> Gram<S> {
     /// # Shapes
     /// `rows` (n, row_len).
     /// # Errors
-    /// [`Error::TooShort`] if a row ends before the columns do, otherwise as for [`add_rows`](Self::add_rows). The sum is then
-    /// unchanged.
+    /// [`Error::TooShort`] if a row ends before the columns do, otherwise as for
+    /// [`add_rows`](Self::add_rows). The sum is then unchanged.
     /// # Cost
     /// As for [`add_rows`](Self::add_rows).
     pub fn add_columns<E: Element>(&mut self, rows: &[E], row_len: usize, first: usize) -> Result<(), Error> {
@@ -152,7 +155,8 @@ impl<S: RopeSide> Gram<S> {
         #[cfg(not(feature = "rayon"))]
         rows.chunks(row_len.saturating_mul(CHUNK)).for_each(|rows| call.add(&sum_chunk(rows)));
         call.rows = n as u64;
-        // Squares of finite floats cannot overflow in f64, so only a NaN or an infinity leaves a trace on the diagonal.
+        // Squares of finite floats cannot overflow in f64, so only a NaN or an infinity leaves a trace on the
+        // diagonal.
         if (0..self.dim).any(|d| !call.blocks[index(d, d)].is_finite()) {
             return Err(Error::NotFinite { what: "rows" });
         }
@@ -162,8 +166,8 @@ impl<S: RopeSide> Gram<S> {
     /// Adds another sum. The same sums merged in the same order give the same bits.
     ///
     /// # Errors
-    /// [`Error::Length`] if the dimensions differ, [`Error::TooLarge`] for more than `u64::MAX` rows in total. The sum is then
-    /// unchanged.
+    /// [`Error::Length`] if the dimensions differ, [`Error::TooLarge`] for more than `u64::MAX` rows in
+    /// total. The sum is then unchanged.
     pub fn merge(&mut self, other: &Self) -> Result<(), Error> {
         check_len("gram", other.dim, self.dim)?;
         self.rows = self.rows.checked_add(other.rows).ok_or(Error::TooLarge)?;
@@ -176,8 +180,8 @@ impl<S: RopeSide> Gram<S> {
     /// # Shapes
     /// `matrix` (dim, dim), of which only the elements on and below the diagonal are used; `sums` (dim,).
     /// # Errors
-    /// [`Error::Zero`], [`Error::TooLarge`], [`Error::Length`], [`Error::NotFinite`] for a NaN, an infinity, or a sum that
-    /// exceeds what `rows` rows of finite `f32` can have.
+    /// [`Error::Zero`], [`Error::TooLarge`], [`Error::Length`], [`Error::NotFinite`] for a NaN, an infinity,
+    /// or a sum that exceeds what `rows` rows of finite `f32` can have.
     pub fn from_sums(dim: usize, rows: u64, matrix: &[f64], sums: &[f64]) -> Result<Self, Error> {
         let mut gram = Self::new(dim)?;
         check_len("matrix", matrix.len(), dim * dim)?;
@@ -306,7 +310,8 @@ impl<E: Element> Kernel for AddRows<'_, '_, E> {
         }
     }
 
-    /// Floor: on AVX-512, 8 rows of a block take 16 multiply-adds of 8 doubles and 10 loads per row of the panel.
+    /// Floor: on AVX-512, 8 rows of a block take 16 multiply-adds of 8 doubles and 10 loads per row of the
+    /// panel.
     #[inline(always)]
     fn vector<S: Simd>(self, s: S) {
         for rows in self.rows.chunks(self.row_len.saturating_mul(PANEL)) {
@@ -318,7 +323,8 @@ impl<E: Element> Kernel for AddRows<'_, '_, E> {
             }
             let n = rows.len() / self.row_len;
             add_sums(self.panel, n, self.sums);
-            // Every block prefetches a share of the next panel's rows, so that they arrive during the multiplications.
+            // Every block prefetches a share of the next panel's rows, so that they arrive during the
+            // multiplications.
             let mut next = rows.as_ptr().wrapping_add(rows.len() + self.first);
             let share = PANEL.div_ceil(self.blocks.len() / (BLOCK * BLOCK));
             for r in 0..self.sums.len() / BLOCK {

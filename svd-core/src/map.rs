@@ -9,7 +9,8 @@ use crate::error::{check_len, count_rows};
 use crate::simd::{Kernel, Simd};
 use crate::{Backend, Element, Error};
 
-/// The first columns of a rotation's basis or dual in `f32`, for the decode path: `y = x map`, (dim, rank) row-major.
+/// The first columns of a rotation's basis or dual in `f32`, for the decode path: `y = x map`, (dim, rank)
+/// row-major.
 ///
 /// # Examples
 /// ```
@@ -59,7 +60,8 @@ impl<'a> Map<'a> {
     /// # Shapes
     /// `rows` (n, dim); `out` (n, rank), fully written.
     /// # Errors
-    /// [`Error::PartialRow`] if `out` does not consist of whole rows, [`Error::Length`]. `out` is then unchanged.
+    /// [`Error::PartialRow`] if `out` does not consist of whole rows, [`Error::Length`]. `out` is then
+    /// unchanged.
     /// # Cost
     /// n * dim * rank multiply-adds, no allocation.
     pub fn project_into<E: Element>(&self, rows: &[E], out: &mut [f32]) -> Result<(), Error> {
@@ -83,13 +85,15 @@ impl<'a> Map<'a> {
         Ok(())
     }
 
-    /// Reconstructs rows: `out[i, d] = sum over c of rows[i, c] * map[d, c]`, added in `f32` in sixteen partial sums. Rows
-    /// that a rotation's `basis_map` projected are reconstructed by its `dual_map`, exactly so at full rank.
+    /// Reconstructs rows: `out[i, d] = sum over c of rows[i, c] * map[d, c]`, added in `f32` in sixteen
+    /// partial sums. Rows that a rotation's `basis_map` projected are reconstructed by its `dual_map`,
+    /// exactly so at full rank.
     ///
     /// # Shapes
     /// `rows` (n, rank); `out` (n, dim), fully written.
     /// # Errors
-    /// [`Error::PartialRow`] if `out` does not consist of whole rows, [`Error::Length`]. `out` is then unchanged.
+    /// [`Error::PartialRow`] if `out` does not consist of whole rows, [`Error::Length`]. `out` is then
+    /// unchanged.
     /// # Cost
     /// n * dim * rank multiply-adds, no allocation.
     pub fn reconstruct_into(&self, rows: &[f32], out: &mut [f32]) -> Result<(), Error> {

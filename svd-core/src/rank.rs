@@ -1,7 +1,7 @@
 //! Chooses how many components each head keeps.
 //!
-//! A spectrum contains the singular values of a head's [`Rotation`](crate::Rotation) in descending order. One call over keys and
-//! values gives them a common budget; two calls give each their own.
+//! A spectrum contains the singular values of a head's [`Rotation`](crate::Rotation) in descending order. One
+//! call over keys and values gives them a common budget; two calls give each their own.
 
 use alloc::vec::Vec;
 
@@ -35,7 +35,8 @@ impl Budget {
     }
 }
 
-/// The smallest rank, at least 1, at which the removed singular values sum to at most the fraction `removal` of the total.
+/// The smallest rank, at least 1, at which the removed singular values sum to at most the fraction `removal`
+/// of the total.
 ///
 /// # Errors
 /// [`Error::Fraction`] for a `removal` outside 0..=1, [`Error::Zero`] for no values, [`Error::Spectrum`].
@@ -57,12 +58,12 @@ pub fn rank_for_removal(sigma: &[f64], removal: f64) -> Result<usize, Error> {
 
 /// The ranks of all heads at the smallest common removal rate that meets `budget`, found by bisection.
 ///
-/// Ranks are rounded up to `multiple` (16 for tensor cores, 1 for no rounding), but not above a head's dimension, and the
-/// rounded ranks meet the budget. A larger budget never lowers the rank of a head.
+/// Ranks are rounded up to `multiple` (16 for tensor cores, 1 for no rounding), but not above a head's
+/// dimension, and the rounded ranks meet the budget. A larger budget never lowers the rank of a head.
 ///
 /// # Errors
-/// [`Error::Fraction`]; [`Error::Zero`] for no heads, an empty spectrum, a multiple of 0 or components of 0 bytes;
-/// [`Error::Spectrum`]; [`Error::Budget`] if the smallest ranks do not fit.
+/// [`Error::Fraction`]; [`Error::Zero`] for no heads, an empty spectrum, a multiple of 0 or components of 0
+/// bytes; [`Error::Spectrum`]; [`Error::Budget`] if the smallest ranks do not fit.
 /// # Cost
 /// 60 passes over the spectra.
 /// # Source
@@ -93,15 +94,17 @@ pub fn ranks_by_removal(heads: &[&[f64]], budget: Budget, multiple: usize) -> Re
     Ok(ranks(high))
 }
 
-/// The ranks of all heads with the least weighted loss within `budget`. Greedy: the next `multiple` components go to the head
-/// whose weighted squared singular values gain most per component, until the next step does not fit.
+/// The ranks of all heads with the least weighted loss within `budget`. Greedy: the next `multiple`
+/// components go to the head whose weighted squared singular values gain most per component, until the next
+/// step does not fit.
 ///
-/// Since spectra descend, the result is optimal for each budget that it fills. `weights[h]` is the cost to the model of a unit
-/// of squared error in head `h`: errors of different layers, or of keys and values, are not comparable without weights.
+/// Since spectra descend, the result is optimal for each budget that it fills. `weights[h]` is the cost to
+/// the model of a unit of squared error in head `h`: errors of different layers, or of keys and values, are
+/// not comparable without weights.
 ///
 /// # Errors
-/// As for [`ranks_by_removal`]; [`Error::Length`] if there is not one weight per head, [`Error::NotFinite`] for a weight that
-/// is negative, infinite or NaN.
+/// As for [`ranks_by_removal`]; [`Error::Length`] if there is not one weight per head, [`Error::NotFinite`]
+/// for a weight that is negative, infinite or NaN.
 /// # Cost
 /// A sort of the steps of `multiple` components in all heads.
 /// # Examples
@@ -168,8 +171,8 @@ fn removed_to(sigma: &[f64], removal: f64) -> usize {
     rank
 }
 
-/// The power of two that brings the largest of `values` to about 1, so that their sums, squares and products neither
-/// overflow nor all vanish. Multiplying by it rounds nothing.
+/// The power of two that brings the largest of `values` to about 1, so that their sums, squares and products
+/// neither overflow nor all vanish. Multiplying by it rounds nothing.
 fn scale(values: &[f64]) -> f64 {
     let largest = values.iter().copied().fold(0.0, f64::max);
     libm::ldexp(1.0, -libm::frexp(largest).1.max(-1000))

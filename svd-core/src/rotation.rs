@@ -9,15 +9,16 @@ use crate::{Error, Gram, MapBuf, RopeSide};
 /// Eigenvalues are raised to at least this fraction of the largest before a division by them.
 const FLOOR: f64 = 1e-9;
 
-/// Basis and dual are scaled by at most 2 to this power, so that both stay within the range of `f32`, however much the scales
-/// of the two Grams differ.
+/// Basis and dual are scaled by at most 2 to this power, so that both stay within the range of `f32`, however
+/// much the scales of the two Grams differ.
 const MOST_SHIFT: i32 = 40;
 
 /// A basis `A` and its dual `B`, with `B A^T = I` and their columns ordered by importance.
 ///
-/// The cache stores the first `rank` components of `A^T k`, and a query is projected to the first `rank` components of `B^T q`.
-/// At full rank `q . k = (B^T q) . (A^T k)`; dropping columns from the right gives every lower rank. For values, the rows of
-/// `W_O` take the place of queries: the cache stores `A^T v`, and `B` reconstructs it.
+/// The cache stores the first `rank` components of `A^T k`, and a query is projected to the first `rank`
+/// components of `B^T q`. At full rank `q . k = (B^T q) . (A^T k)`; dropping columns from the right gives
+/// every lower rank. For values, the rows of `W_O` take the place of queries: the cache stores `A^T v`, and
+/// `B` reconstructs it.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Rotation {
     dim: usize,
@@ -27,8 +28,8 @@ pub struct Rotation {
 }
 
 impl Rotation {
-    /// Principal directions of the stored rows alone, `A = B`: the least squared error of the rows themselves at every rank.
-    /// Queries are not considered.
+    /// Principal directions of the stored rows alone, `A = B`: the least squared error of the rows themselves
+    /// at every rank. Queries are not considered.
     ///
     /// # Errors
     /// [`Error::NoConvergence`].
@@ -55,10 +56,10 @@ impl Rotation {
 
     /// The rotation that minimizes the squared error of all scores `q . k` at every rank (KQ-SVD).
     ///
-    /// With Cholesky-like factors `G_K = F_K F_K^T`, `G_Q = F_Q F_Q^T` and the decomposition `F_K^T F_Q = X S Y^T`:
-    /// `A = F_Q Y S^(-1/2)`, `B = F_K X S^(-1/2)`. Unlike the stacked form it does not depend on how the
-    /// model splits the scale between queries and keys. If either side is all zeros, as in a pruned head, every score is 0 and
-    /// the rotation is the identity.
+    /// With Cholesky-like factors `G_K = F_K F_K^T`, `G_Q = F_Q F_Q^T` and the decomposition `F_K^T F_Q = X S
+    /// Y^T`: `A = F_Q Y S^(-1/2)`, `B = F_K X S^(-1/2)`. Unlike the stacked form it does not depend on how
+    /// the model splits the scale between queries and keys. If either side is all zeros, as in a pruned head,
+    /// every score is 0 and the rotation is the identity.
     ///
     /// # Errors
     /// [`Error::Length`] if the dimensions differ, [`Error::NoConvergence`].
@@ -98,28 +99,31 @@ impl Rotation {
                 (libm::ldexp(1.0, shift), |c: usize| libm::sqrt(sigma[c].max(sigma[0] * FLOOR)));
             row_major(&DMatrix::from_fn(dim, dim, |r, c| columns[(r, order[c])] / root(c) * scale))
         };
-        // The unscaled factors are 4^e_k and 4^e_q times as large, and `S` is the product of both times as large.
+        // The unscaled factors are 4^e_k and 4^e_q times as large, and `S` is the product of both times as
+        // large.
         let shift = (e_q - e_k).clamp(-MOST_SHIFT, MOST_SHIFT);
         let (basis, dual) = (map(f_q * y_t.transpose(), shift), map(f_k * x, -shift));
         let sigma = sigma.iter().map(|x| libm::ldexp(*x, 2 * (e_k + e_q))).collect();
         Ok(Self { dim, basis, dual, sigma })
     }
 
-    /// The query-metric KLT, for quantization: components are uncorrelated, and equal errors in any two components cost the
-    /// scores equally.
+    /// The query-metric KLT, for quantization: components are uncorrelated, and equal errors in any two
+    /// components cost the scores equally.
     ///
-    /// Let `M` be the mean outer product of the queries (of the rows of `W_O` for values) divided by dim, and `U` the
-    /// eigenvectors of `M^(1/2) C M^(1/2)`: `A = M^(1/2) U`, `B = M^(-1/2) U`. `covariance` is a Gram about
-    /// the mean ([`Gram::centred`]). `A^T k` is quantized, `B` reconstructs it, and `sigma` holds the standard deviations of
-    /// the components. If the metric is all zeros, as in a pruned head, no error has a cost, and `M` is the identity.
+    /// Let `M` be the mean outer product of the queries (of the rows of `W_O` for values) divided by dim, and
+    /// `U` the eigenvectors of `M^(1/2) C M^(1/2)`: `A = M^(1/2) U`, `B = M^(-1/2) U`. `covariance` is a Gram
+    /// about the mean ([`Gram::centred`]). `A^T k` is quantized, `B` reconstructs it, and `sigma` holds the
+    /// standard deviations of the components. If the metric is all zeros, as in a pruned head, no error has a
+    /// cost, and `M` is the identity.
     ///
     /// # Errors
     /// [`Error::Length`] if the dimensions differ, [`Error::Zero`] without rows, [`Error::NoConvergence`].
     /// # Source
-    /// The KLT under a weighted error: Gersho, Gray, "Vector Quantization and Signal Compression", 8.6; the weight is the
-    /// error of `q . k` for queries with second moment `M`.
+    /// The KLT under a weighted error: Gersho, Gray, "Vector Quantization and Signal Compression", 8.6; the
+    /// weight is the error of `q . k` for queries with second moment `M`.
     pub fn query_metric<S: RopeSide>(covariance: &Gram<S>, metric: &Gram<S>) -> Result<Self, Error> {
-        /// Directions that queries hardly have get at least this fraction of the strongest direction's weight.
+        /// Directions that queries hardly have get at least this fraction of the strongest direction's
+        /// weight.
         const METRIC_FLOOR: f64 = 1e-6;
         check_len("metric", metric.dim(), covariance.dim())?;
         if covariance.rows() == 0 || metric.rows() == 0 {
@@ -237,8 +241,8 @@ impl Rotation {
     /// 0 where all scores are 0.
     ///
     /// # Errors
-    /// [`Error::Length`] if a dimension differs, [`Error::Zero`], [`Error::Rank`], [`Error::NotFinite`] if the error
-    /// overflows.
+    /// [`Error::Length`] if a dimension differs, [`Error::Zero`], [`Error::Rank`], [`Error::NotFinite`] if
+    /// the error overflows.
     /// # Cost
     /// Four products of (dim, dim) matrices.
     pub fn score_error<S: RopeSide>(
@@ -251,7 +255,8 @@ impl Rotation {
         check_len("probes", probes.dim(), self.dim)?;
         self.check_rank(rank)?;
         let map = |values: &[f64]| DMatrix::from_row_slice(self.dim, self.dim, values);
-        // Each Gram is divided by its largest element: the factor cancels, and products of small Grams do not vanish.
+        // Each Gram is divided by its largest element: the factor cancels, and products of small Grams do not
+        // vanish.
         let unit = |gram: DMatrix<f64>| {
             let largest = gram.amax();
             if largest > 0.0 { gram / largest } else { gram }

@@ -1,7 +1,9 @@
-//! Work lists that keep all processors of a GPU busy although heads have unequal ranks and sequences unequal lengths.
+//! Work lists that keep all processors of a GPU busy although heads have unequal ranks and sequences unequal
+//! lengths.
 //!
-//! The caller chooses the unit of costs: components (`rank_k + rank_v`) or bytes per token. A schedule covers every token of
-//! every head exactly once, and reports its makespan and the ideal: the work without fixed costs, spread evenly.
+//! The caller chooses the unit of costs: components (`rank_k + rank_v`) or bytes per token. A schedule covers
+//! every token of every head exactly once, and reports its makespan and the ideal: the work without fixed
+//! costs, spread evenly.
 
 use alloc::collections::BinaryHeap;
 use alloc::vec;
@@ -46,7 +48,8 @@ pub struct PrefillHead {
 /// How a prompt is cut into row blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PrefillRules {
-    /// Rows in a block of the most expensive head. Blocks of other heads have more rows, so that all blocks cost the same.
+    /// Rows in a block of the most expensive head. Blocks of other heads have more rows, so that all blocks
+    /// cost the same.
     pub row_block: usize,
     /// Blocks are multiples of this number of rows (16 for tensor cores).
     pub granule: usize,
@@ -102,15 +105,16 @@ impl Schedule {
     }
 }
 
-/// Splits heads along their tokens by cost, and assigns the pieces to `processors`: the most expensive first, each to the
-/// least loaded processor.
+/// Splits heads along their tokens by cost, and assigns the pieces to `processors`: the most expensive first,
+/// each to the least loaded processor.
 ///
-/// All pieces aim at the same cost. The function tries targets that leave at most one, two, ... eight pieces per processor,
-/// and returns the schedule with the least makespan. Merge the pieces of a head with their
+/// All pieces aim at the same cost. The function tries targets that leave at most one, two, ... eight pieces
+/// per processor, and returns the schedule with the least makespan. Merge the pieces of a head with their
 /// [`SoftmaxStats`](crate::SoftmaxStats).
 ///
 /// # Errors
-/// [`Error::Zero`] for no processor or granule, [`Error::TooLarge`] for more than 65,536 processors or costs beyond `u64`.
+/// [`Error::Zero`] for no processor or granule, [`Error::TooLarge`] for more than 65,536 processors or costs
+/// beyond `u64`.
 /// # Cost
 /// n log n for the n pieces, times eight.
 /// # Source
@@ -150,17 +154,19 @@ pub fn schedule_decode(heads: &[DecodeHead], processors: usize, model: TaskCost)
 
 /// Cuts prompts into blocks of rows of equal cost and assigns them to `processors`.
 ///
-/// A head of lower rank gets blocks of more rows, so that each block costs as much as one of the most expensive head. Blocks
-/// that would leave processors idle in the last round are cut again, to the last round's work per processor. Blocks are
-/// assigned in descending cost, each to the least loaded processor.
+/// A head of lower rank gets blocks of more rows, so that each block costs as much as one of the most
+/// expensive head. Blocks that would leave processors idle in the last round are cut again, to the last
+/// round's work per processor. Blocks are assigned in descending cost, each to the least loaded processor.
 ///
 /// # Errors
-/// [`Error::Zero`] for no processor, row block or granule, [`Error::Causal`] for a causal head with more rows than tokens,
-/// [`Error::TooLarge`] for more than 65,536 processors, more than 2^24 blocks, or costs beyond `u64`.
+/// [`Error::Zero`] for no processor, row block or granule, [`Error::Causal`] for a causal head with more rows
+/// than tokens, [`Error::TooLarge`] for more than 65,536 processors, more than 2^24 blocks, or costs beyond
+/// `u64`.
 /// # Cost
 /// n log n for n blocks.
 /// # Source
-/// ZACK, 5.3, prefill. The paper counts all keys for every row; with `causal` only those that a row sees are counted.
+/// ZACK, 5.3, prefill. The paper counts all keys for every row; with `causal` only those that a row sees are
+/// counted.
 pub fn schedule_prefill(
     heads: &[PrefillHead],
     processors: usize,
@@ -226,7 +232,8 @@ fn check_processors(processors: usize) -> Result<(), Error> {
     }
 }
 
-/// The sum of all costs. Together with the fixed costs of the largest possible number of tasks it must fit a `u64`.
+/// The sum of all costs. Together with the fixed costs of the largest possible number of tasks it must fit a
+/// `u64`.
 fn checked_total(costs: &[u64], per_task: usize, tasks: usize) -> Result<u64, Error> {
     let total = costs.iter().try_fold(0_u64, |sum, &cost| sum.checked_add(cost));
     let fixed = (per_task as u64).checked_mul((tasks + costs.len()) as u64);
@@ -249,7 +256,8 @@ fn smallest_target(costs: &[u64], pieces: usize) -> u64 {
             .try_fold(0_usize, |n, &cost| n.checked_add(pieces_of(cost, target)).filter(|&n| n <= pieces))
             .is_some()
     };
-    let (mut low, mut high) = (0, costs.iter().copied().max().unwrap_or(0).max(1)); // `low` does not fit, `high` does
+    // `low` does not fit, `high` does.
+    let (mut low, mut high) = (0, costs.iter().copied().max().unwrap_or(0).max(1));
     while high - low > 1 {
         let middle = low + (high - low) / 2;
         if fits(middle) { high = middle } else { low = middle }

@@ -1,8 +1,8 @@
 //! The instructions that the vector kernels use.
 //!
-//! A kernel is written once over [`Simd`], next to its scalar definition. [`Backend::run`](crate::Backend::run) compiles it for
-//! each instruction set: it is inlined into one function with the set's target features. The file of a set lists its
-//! instructions.
+//! A kernel is written once over [`Simd`], next to its scalar definition.
+//! [`Backend::run`](crate::Backend::run) compiles it for each instruction set: it is inlined into one
+//! function with the set's target features. The file of a set lists its instructions.
 
 #[cfg(target_arch = "x86_64")]
 pub(crate) mod avx2;
@@ -11,8 +11,8 @@ pub(crate) mod avx512;
 #[cfg(target_arch = "aarch64")]
 pub(crate) mod neon;
 
-/// An operation as scalar and as vector code. `vector` must be `#[inline(always)]`, so that it is compiled with the features of the
-/// function that it is inlined into.
+/// An operation as scalar and as vector code. `vector` must be `#[inline(always)]`, so that it is compiled
+/// with the features of the function that it is inlined into.
 pub(crate) trait Kernel {
     type Output;
 
@@ -23,8 +23,8 @@ pub(crate) trait Kernel {
     fn vector<S: Simd>(self, s: S) -> Self::Output;
 }
 
-/// An instruction set. A value of it proves that the CPU has it: only `run` in the set's file makes one, after the
-/// backend has been found available.
+/// An instruction set. A value of it proves that the CPU has it: only `run` in the set's file makes one,
+/// after the backend has been found available.
 pub trait Simd: Copy {
     /// `LANES` floats.
     type F32: Copy;

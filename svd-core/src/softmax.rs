@@ -5,8 +5,8 @@ use crate::exp::exp;
 /// Maximum and sum of a softmax over some of the tokens, by which it merges with the softmax over others.
 ///
 /// Partial attention is `out = sum_t exp(score_t - max) * value_t`, not yet divided by the sum.
-/// [`attend_into`](crate::attend_into) adds tokens to `out` and the statistics, so the parts of a sequence can be added in any
-/// order; [`normalize`](Self::normalize) divides at the end.
+/// [`attend_into`](crate::attend_into) adds tokens to `out` and the statistics, so the parts of a sequence
+/// can be added in any order; [`normalize`](Self::normalize) divides at the end.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct SoftmaxStats {
     /// The highest score; minus infinity for no tokens.
@@ -55,9 +55,9 @@ impl SoftmaxStats {
 /// Number of partial sums, so that reductions vectorize. The definition of the result includes it.
 pub(crate) const LANES: usize = 16;
 
-/// Adds the tokens of `scores` (n, P), a multiple of 16 elements, to the softmax of each query, and replaces scores by weights.
-/// Minus infinity means no token. A NaN does not change the maximum, and makes the sum NaN. Columns beyond the queries of
-/// `stats` are ignored.
+/// Adds the tokens of `scores` (n, P), a multiple of 16 elements, to the softmax of each query, and replaces
+/// scores by weights. Minus infinity means no token. A NaN does not change the maximum, and makes the sum
+/// NaN. Columns beyond the queries of `stats` are ignored.
 #[inline(always)]
 pub(crate) fn add_scores<const P: usize>(scores: &mut [f32], stats: &mut [SoftmaxStats], out: &mut [f32]) {
     let rank = out.len() / stats.len();

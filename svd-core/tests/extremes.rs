@@ -1,5 +1,5 @@
-//! Grams of every kind and scale give maps that are finite in `f32` and inverse to each other; sums and spectra at the ends of
-//! the range of `f64` give results or errors.
+//! Grams of every kind and scale give maps that are finite in `f32` and inverse to each other; sums and
+//! spectra at the ends of the range of `f64` give results or errors.
 
 #![allow(clippy::unwrap_used, clippy::panic)] // helpers of tests, too
 

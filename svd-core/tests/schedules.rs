@@ -7,7 +7,8 @@ use svd_core::{
     DecodeHead, Error, PrefillHead, PrefillRules, Schedule, TaskCost, schedule_decode, schedule_prefill,
 };
 
-/// Checks that tasks tile `lens` at multiples of `granule`, and that the busiest processor costs the makespan.
+/// Checks that tasks tile `lens` at multiples of `granule`, and that the busiest processor costs the
+/// makespan.
 fn check(
     schedule: &Schedule,
     lens: &[usize],
@@ -105,8 +106,8 @@ fn decode_is_within_a_tenth_of_the_ideal() {
 
 #[test]
 fn a_cut_head_gets_taller_blocks_and_the_last_round_is_shared_out() {
-    // Two heads of one length, the second at half the cost: 64 and 128 rows a block, 16 + 8 blocks on 20 processors. The four
-    // that would be alone in the second round are shared out.
+    // Two heads of one length, the second at half the cost: 64 and 128 rows a block, 16 + 8 blocks on 20
+    // processors. The four that would be alone in the second round are shared out.
     let heads = [
         PrefillHead { rows: 1024, tokens: 1024, cost: 256 },
         PrefillHead { rows: 1024, tokens: 1024, cost: 128 },

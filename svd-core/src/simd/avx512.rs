@@ -20,7 +20,7 @@ pub(crate) fn run<K: Kernel>(kernel: K) -> K::Output {
 /// Evaluates an expression of the set's intrinsics.
 macro_rules! op {
     ($e:expr) => {{
-        // SAFETY: a value of `Avx512` exists only where the CPU has the features; the caller guarantees the pointers.
+        // SAFETY: a value of `Avx512` exists only where the CPU has the features; the caller vouches for pointers.
         unsafe { $e }
     }};
 }

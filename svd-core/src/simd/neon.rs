@@ -37,8 +37,8 @@ impl Simd for Neon {
     }
     #[inline(always)]
     unsafe fn load_f16(self, p: *const u16) -> float32x4_t {
-        // The conversion intrinsic needs the unstable type f16. A half shifted into the fields of an f32 is 2^-112 times its
-        // value; scaled back, a result of 2^16 or above was infinite or NaN.
+        // The conversion intrinsic needs the unstable type f16. A half shifted into the fields of an f32 is
+        // 2^-112 times its value; scaled back, a result of 2^16 or above was infinite or NaN.
         op!({
             let x = vmovl_u16(vld1_u16(p));
             let magnitude = vshlq_n_u32::<13>(vandq_u32(x, vdupq_n_u32(0x7fff)));
