@@ -44,8 +44,8 @@ impl Calibration {
     pub fn gather(model: &Model, rope: &Rope, tokens: &[u32]) -> Result<Self> {
         if tokens.len() < FEWEST {
             return Err(Error::Argument(format!(
-                "{} tokens are left to calibrate on, {FEWEST} are needed: pass a longer --text, or less to run over \
-                 (--context, --lengths, --decode), or a --profile",
+                "too few tokens to calibrate on: {} of at least {FEWEST}. Pass a longer --text, more --tokens, less to run \
+                 over (--context, --lengths, --decode), or a --profile",
                 tokens.len()
             )));
         }

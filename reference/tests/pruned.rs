@@ -49,7 +49,8 @@ fn prune(model: &mut Model, l: usize, projection: Projection, all: bool, factor:
 
 /// Runs all methods of `kv compare` over the start of the shipped text.
 fn run_all(model: Model, tokens: &[u32], case: &str) {
-    let more = "zack:ranks=loss,pqklt:keys=rope,cachegen:mode=channels,cachegen:mode=lmcache";
+    let more =
+        "zack:ranks=loss,pqklt:keys=rope,cachegen:mode=channels,cachegen:mode=common,cachegen:mode=lmcache";
     let methods = Method::parse_list(&format!("{DEFAULT_METHODS},{more}")).unwrap();
     let rope = Arc::new(Rope::new(&model.config, 512));
     let model = Arc::new(model);
