@@ -10,8 +10,8 @@ use crate::{Error, Result};
 /// Rows that pass through the feed-forward block at once.
 const ROWS: usize = 512;
 
-/// What one layer's attention computed for a prompt, before RoPE. Attention then sees what the observer leaves of keys and
-/// values.
+/// What one layer's attention computed for a prompt, before RoPE. Attention then sees what the observer
+/// leaves of keys and values.
 #[derive(Debug)]
 pub struct Activations<'a> {
     /// The residual stream before the layer: (n, hidden_size)
@@ -24,12 +24,13 @@ pub struct Activations<'a> {
     pub v: &'a mut [f32],
 }
 
-/// Runs a prompt from position 0 with exact attention and shows each layer's activations to `observe`, which fills a cache
-/// or gathers statistics. Returns the final hidden states, normalized: (n, hidden_size).
+/// Runs a prompt from position 0 with exact attention and shows each layer's activations to `observe`, which
+/// fills a cache or gathers statistics. Returns the final hidden states, normalized: (n, hidden_size).
 ///
 /// # Errors
-/// [`Error::Argument`] for no tokens, tokens outside the vocabulary, or more of them than `rope` has positions; for weights or a
-/// `rope` of other shapes than the model's configuration; whatever `observe` returns.
+/// [`Error::Argument`] for no tokens, tokens outside the vocabulary, or more of them than `rope` has
+/// positions; for weights or a `rope` of other shapes than the model's configuration; whatever `observe`
+/// returns.
 pub fn prefill(
     model: &Model,
     rope: &Rope,
@@ -92,8 +93,8 @@ impl Buffers {
     }
 }
 
-/// Runs rows of the residual stream `x` (n, hidden_size) through one layer, in place. `attention` sees the rows as they came
-/// and fills `attended`.
+/// Runs rows of the residual stream `x` (n, hidden_size) through one layer, in place. `attention` sees the
+/// rows as they came and fills `attended`.
 fn layer(
     config: &Config,
     weights: &Layer,
@@ -125,7 +126,8 @@ fn layer(
     Ok(())
 }
 
-/// Refuses a model whose weights do not have the shapes of its configuration: both are public, so either may have been changed.
+/// Refuses a model whose weights do not have the shapes of its configuration: both are public, so either may
+/// have been changed.
 fn check_shapes(model: &Model, rope: &Rope) -> Result<()> {
     let config = model.config.clone().validated().map_err(Error::Argument)?;
     let (hidden, inner, vocab) = (config.hidden_size, config.intermediate_size, config.vocab_size);
@@ -189,8 +191,8 @@ impl Decoder {
     /// Appends `token` to the cache and returns the logits (vocab_size,) of what follows it.
     ///
     /// # Errors
-    /// [`Error::Argument`] for a token outside the vocabulary or a cache that is full up to the last position; whatever the
-    /// cache returns.
+    /// [`Error::Argument`] for a token outside the vocabulary or a cache that is full up to the last
+    /// position; whatever the cache returns.
     pub fn step(&mut self, token: u32, cache: &mut dyn KvCache) -> Result<&[f32]> {
         let model = &*self.model;
         let config = &model.config;

@@ -9,10 +9,10 @@ use crate::{Error, Result};
 /// Fewer multiply-adds than this are not worth a second thread.
 const PARALLEL_FROM: usize = 1 << 17;
 
-/// Multiply-adds of one share of a single row, and the number of outputs that a share is a multiple of. gemm sums the last
-/// outputs of a call in another order than the others, so a cut that depended on the number of threads would change results.
-/// Shares of 2^16 made a decoding step of the shipped model 20 to 30 % slower on two cores; from 2^18 on it takes as long as
-/// with one share a thread.
+/// Multiply-adds of one share of a single row, and the number of outputs that a share is a multiple of. gemm
+/// sums the last outputs of a call in another order than the others, so a cut that depended on the number of
+/// threads would change results. Shares of 2^16 made a decoding step of the shipped model 20 to 30 % slower
+/// on two cores; from 2^18 on it takes as long as with one share a thread.
 const SHARE: usize = 4 * PARALLEL_FROM;
 const TILE: usize = 16;
 
@@ -116,11 +116,12 @@ pub fn argmax(x: &[f32]) -> usize {
 
 /// Exact causal attention of all tokens of a prompt, the first of which is at position 0.
 ///
-/// `q` (n, n_heads * head_dim) and `k` (n, n_kv_heads * head_dim) rotated, `v` like `k`; `out` like `q`, fully written.
+/// `q` (n, n_heads * head_dim) and `k` (n, n_kv_heads * head_dim) rotated, `v` like `k`; `out` like `q`,
+/// fully written.
 ///
 /// # Errors
-/// [`Error::Argument`] when a size is 0, `n_kv_heads` does not divide `n_heads` or the lengths do not fit each other; `out` is
-/// then untouched.
+/// [`Error::Argument`] when a size is 0, `n_kv_heads` does not divide `n_heads` or the lengths do not fit
+/// each other; `out` is then untouched.
 pub fn causal_attention(
     q: &[f32],
     k: &[f32],
@@ -154,9 +155,10 @@ pub fn causal_attention(
         for h in 0..n_heads {
             let kv = h / (n_heads / n_kv_heads) * head_dim;
             let q = &q[first * q_dim + h * head_dim..];
-            // SAFETY: `row_lens` has found that all of q, k, v and out are n whole rows, of which `first..seen` and `..seen`
-            // exist, and that n_kv_heads divides n_heads, so that columns `kv..kv + head_dim` lie inside a row of k and v,
-            // as the query head's do inside one of q. Every element that these strides reach lies inside its slice.
+            // SAFETY: `row_lens` has found that all of q, k, v and out are n whole rows, of which
+            // `first..seen` and `..seen` exist, and that n_kv_heads divides n_heads, so that columns
+            // `kv..kv + head_dim` lie inside a row of k and v, as the query head's do inside one of q. Every
+            // element that these strides reach lies inside its slice.
             unsafe {
                 product(
                     rows,

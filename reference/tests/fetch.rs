@@ -124,7 +124,7 @@ fn an_interrupted_fetch_does_not_block_the_next() {
     }
 }
 
-/// What is left of a download that was interrupted just before its end, and of one of a longer file.
+/// The partial files of a download that was interrupted just before its end, and of one of a longer file.
 #[test]
 fn a_part_that_cannot_be_continued_is_fetched_again() {
     let hub = Hub::start(Duration::ZERO);

@@ -1,5 +1,5 @@
-//! ZACK: rotated keys and values cut to each head's rank, with codes of what is left (`bits=`) and evicted tokens
-//! (`tokens=`) as the paper combines them.
+//! ZACK: rotated keys and values cut to each head's rank, with the remaining components coded (`bits=`) and
+//! evicted tokens (`tokens=`) as the paper combines them.
 
 mod fold;
 mod store;
@@ -48,7 +48,7 @@ struct Zack {
     basis: Basis,
     rule: RankRule,
     multiple: usize,
-    bits: Option<u32>, // of what is left, coded as by `int4`
+    bits: Option<u32>, // of the remaining components, coded as by `int4`
     tokens: f64,       // fraction of the prompt's tokens that stays
 }
 

@@ -54,7 +54,7 @@ fn byte_level_bpe(gguf: &Gguf, tokens: &[String]) -> Result<tokenizers::Tokenize
     Ok(inner)
 }
 
-/// Llama 2's tokenizer: sentencepiece BPE over spaces written as `\u{2581}`, with single bytes for what is left over. Merges are
+/// Llama 2's tokenizer: sentencepiece BPE over spaces written as `\u{2581}`, with bytes as the fallback. Merges are
 /// not stored: any two tokens whose concatenation is a token may merge, the highest score first.
 fn sentencepiece_bpe(gguf: &Gguf, tokens: &[String], kinds: &[f64]) -> Result<tokenizers::Tokenizer> {
     const UNKNOWN: f64 = 2.0;
