@@ -1,5 +1,5 @@
-//! Frames with changed bytes or any payload, and arbitrary bytes, decode to an error or to finite values, the same on every
-//! backend. Directories of chunks are rejected or match their frames.
+//! Frames with changed bytes or any payload, and arbitrary bytes, decode to an error or to finite values, the
+//! same on every backend. Directories of chunks are rejected or match their frames.
 #![no_main]
 
 use std::sync::OnceLock;

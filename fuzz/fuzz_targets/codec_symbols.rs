@@ -1,5 +1,5 @@
-//! The interleaved rANS coder returns the symbols, with the same bytes on every backend and regardless of the codes after the
-//! last channel. Any stream decodes to the same result on every backend.
+//! The interleaved rANS coder returns the symbols, with the same bytes on every backend and regardless of the
+//! codes after the last channel. Any stream decodes to the same result on every backend.
 #![no_main]
 
 use codec_core::*;

@@ -1,5 +1,5 @@
-//! Any scores of a group of query heads: no NaN comes out, and the group chooses the tokens with the highest weights by the
-//! definition in f64.
+//! Any scores of a group of query heads: no NaN comes out, and the group chooses the tokens with the highest
+//! weights by the definition in f64.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;

@@ -41,7 +41,8 @@ fn main() -> Result<()> {
     for layer in 0..layers {
         let arrived =
             frame.block_range(BlockIndex { layer, side: Side::Values, block: info.blocks() - 1 })?.end;
-        // SAFETY: as many bytes as there is room for; from pinned memory the copy would not hold up the host either.
+        // SAFETY: as many bytes as there is room for; from pinned memory the copy would not hold up the host
+        // either.
         unsafe {
             memcpy_htod_async(
                 there.pointer.offset(copied).address(),

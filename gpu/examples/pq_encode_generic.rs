@@ -1,4 +1,5 @@
-//! Keys become codes of any quantizer, 12 bits included, as `pq-core`, `Search`, `Scan` and `AttendGeneric` read them.
+//! Keys become codes of any quantizer, 12 bits included, as `pq-core`, `Search`, `Scan` and `AttendGeneric`
+//! read them.
 
 #[path = "common/gpu.rs"]
 mod gpu;

@@ -59,7 +59,8 @@ const HEADERS: &[Source] = &[
 pub struct Program {
     source: Source,
     options: Vec<String>,
-    /// Whether it uses instructions that only devices of exactly the architecture have, such as wgmma of sm_90a.
+    /// Whether it uses instructions that only devices of exactly the architecture have, such as wgmma of
+    /// sm_90a.
     arch_specific: bool,
 }
 
@@ -95,7 +96,8 @@ impl Program {
         self.source.path
     }
 
-    /// The options that are not the architecture's: `-D` definitions of the shape, and whether products are fused.
+    /// The options that are not the architecture's: `-D` definitions of the shape, and whether products are
+    /// fused.
     #[must_use]
     pub fn shape_options(&self) -> &[String] {
         &self.options
@@ -209,7 +211,8 @@ pub fn compile(program: &Program, architecture: &str) -> Result<Image, Error> {
     let texts = headers.iter().map(|header| c_string(header.text)).collect::<Result<Vec<_>, _>>()?;
     let pointers = |strings: &[CString]| strings.iter().map(|string| string.as_ptr()).collect::<Vec<_>>();
     let mut handle = std::ptr::null_mut();
-    // SAFETY: all pointers are to strings that live until the call has copied them, as many as there are headers; `handle` is written.
+    // SAFETY: all pointers are to strings that live until the call has copied them, as many as there are
+    // headers; `handle` is written.
     unsafe {
         sys::nvrtcCreateProgram(
             &raw mut handle,
@@ -223,7 +226,8 @@ pub fn compile(program: &Program, architecture: &str) -> Result<Image, Error> {
     .result()
     .map_err(|e| failed(format!("{e:?}")))?;
     let handle = Handle(handle);
-    // SAFETY: the program lives until `handle` is dropped; options hold no zero bytes, being made by this module.
+    // SAFETY: the program lives until `handle` is dropped; options hold no zero bytes, being made by this
+    // module.
     let compiled = unsafe { result::compile_program(handle.0, &program.options(architecture)) };
     // SAFETY: as above.
     let log = unsafe { result::get_program_log(handle.0) }.map_or_else(|e| format!("{e:?}"), text_of);

@@ -82,8 +82,8 @@ impl Device {
         &self.stream
     }
 
-    /// Another stream, for work that decoding must not wait for: it runs where streams of a higher priority leave room.
-    /// Its own priority is 0, the lowest that CUDA has, which is also that of [`Device::stream`].
+    /// Another stream, for work that decoding must not wait for: it runs where streams of a higher priority
+    /// leave room. Its own priority is 0, the lowest that CUDA has, which is also that of [`Device::stream`].
     ///
     /// # Errors
     /// [`Error::Driver`].

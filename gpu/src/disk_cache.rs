@@ -7,9 +7,10 @@ use crate::Error;
 
 /// Compiled kernels in a folder that only this user can write.
 ///
-/// A file is the key (all that the machine code was made from), the machine code, and a trailer of the length of both and their CRC-32.
-/// Neither a hash that two kernels share, nor a file that is torn, damaged or of something else is ever taken for the kernel.
-/// Whoever can write the folder decides what runs on the device: that is why it has to be private.
+/// A file is the key (all that the machine code was made from), the machine code, and a trailer of the length
+/// of both and their CRC-32. Neither a hash that two kernels share, nor a file that is torn, damaged or of
+/// something else is ever taken for the kernel. Whoever can write the folder decides what runs on the device:
+/// that is why it has to be private.
 pub(crate) struct DiskCache {
     folder: PathBuf,
 }
@@ -51,8 +52,8 @@ impl DiskCache {
     pub(crate) fn put(&self, name: &str, key: &[u8], cubin: &[u8]) {
         let kept = [key, cubin].concat();
         let write = || -> io::Result<()> {
-            // A random name that did not exist, synchronized before the rename: the file appears whole or not at all,
-            // whatever other writers do and whenever the machine stops.
+            // A random name that did not exist, synchronized before the rename: the file appears whole or not
+            // at all, whatever other writers do and whenever the machine stops.
             let mut draft = tempfile::NamedTempFile::new_in(&self.folder)?;
             draft.write_all(&kept)?;
             draft.write_all(&trailer_of(&kept))?;

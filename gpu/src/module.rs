@@ -30,7 +30,8 @@ unsafe impl Sync for Function {}
 impl Drop for Module {
     fn drop(&mut self) {
         if self.context.bind_to_thread().is_ok() {
-            // SAFETY: loaded once and unloaded once, after the last kernel; nothing is left to do about a failure.
+            // SAFETY: loaded once and unloaded once, after the last kernel; nothing is left to do about a
+            // failure.
             let _ = unsafe { result::module::unload(self.handle) };
         }
     }
@@ -41,7 +42,8 @@ impl Function {
     pub(crate) fn load(context: &Arc<CudaContext>, cubin: &[u8], name: &str) -> Result<Self, DriverError> {
         let name = CString::new(name).map_err(|_| DriverError(CUresult::CUDA_ERROR_NOT_FOUND))?;
         context.bind_to_thread()?;
-        // SAFETY: the context is current. NVRTC or the disk cache made the cubin, whose header says how long it is.
+        // SAFETY: the context is current. NVRTC or the disk cache made the cubin, whose header says how long
+        // it is.
         let handle = unsafe { result::module::load_data(cubin.as_ptr().cast()) }?;
         let module = Arc::new(Module { handle, context: context.clone() });
         // SAFETY: the module has just been loaded.

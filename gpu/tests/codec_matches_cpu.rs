@@ -58,7 +58,8 @@ impl Case {
         }
     }
 
-    /// Numbers of a plane whose channels differ, some far out, and whose second half has another spread than the first.
+    /// Numbers of a plane whose channels differ, some far out, and whose second half has another spread than
+    /// the first.
     fn rows(&self, random: &mut Random) -> Vec<f32> {
         let channels = self.info.channels();
         let mut last = vec![0.0; channels];
@@ -211,7 +212,8 @@ fn decode(
             workspace: workspace.pointer(),
             failed: failed.pointer(),
         };
-        // SAFETY: the buffers live until their contents have been read, and have the lengths that the shape asks for.
+        // SAFETY: the buffers live until their contents have been read, and have the lengths that the shape
+        // asks for.
         #[allow(unsafe_code)]
         unsafe { kernel.launch(device.stream().cu_stream(), &frame, planes, &arguments) }.unwrap();
     }
@@ -288,7 +290,8 @@ fn encode(device: &Device, case: &Case, planes: &Planes, cache: &Cache) -> (Vec<
         payload_bytes: payload_bytes.pointer(),
         failed: failed.pointer(),
     };
-    // SAFETY: the buffers live until their contents have been read, and have the lengths that the shape asks for.
+    // SAFETY: the buffers live until their contents have been read, and have the lengths that the shape asks
+    // for.
     #[allow(unsafe_code)]
     unsafe { kernel.launch(device.stream().cu_stream(), &case.info, planes, &arguments) }.unwrap();
     let mut payload = payload.read();

@@ -34,7 +34,8 @@ fn kernels_come_from_the_disk_cache_or_are_compiled_again() {
     };
     let (file, kept) = run();
     assert!(run().1 == kept);
-    // Something else, cut, and whole but no machine code: behind the key everything is zero, and the checksum is right.
+    // Something else, cut, and whole but no machine code: behind the key everything is zero, and the checksum
+    // is right.
     let body = kept.len() - 12;
     let key = kept.iter().position(|&byte| byte == 0).unwrap() + 1;
     let mut no_code = [&kept[..key], &vec![0; body - key]].concat();

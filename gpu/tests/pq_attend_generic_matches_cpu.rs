@@ -12,7 +12,8 @@ use pq_core::{
     attend_scratch_len,
 };
 
-/// Greatest relative error of an output vector, and of the logarithm of the sum: sums of floats in another order.
+/// Greatest relative error of an output vector, and of the logarithm of the sum: sums of floats in another
+/// order.
 const TOLERANCE: f64 = 1e-4;
 
 #[test]
@@ -75,7 +76,8 @@ fn random_shapes_agree() {
             out: out.pointer(),
             log_sum_exp: Some(log_sum_exp.pointer()),
         };
-        // SAFETY: the buffers live until their contents have been read, and have the lengths that the shape asks for.
+        // SAFETY: the buffers live until their contents have been read, and have the lengths that the shape
+        // asks for.
         #[allow(unsafe_code)]
         unsafe { attend.launch(device.stream().cu_stream(), &arguments) }.unwrap();
         let (out, log_sum_exp) = (out.read(), log_sum_exp.read());

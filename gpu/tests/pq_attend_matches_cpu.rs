@@ -14,7 +14,8 @@ use pq_core::{
     attend_scratch_len, lut_into,
 };
 
-/// Greatest relative error of an output vector, by element: the rounding of weights to f16 (2^-11) and of the output.
+/// Greatest relative error of an output vector, by element: the rounding of weights to f16 (2^-11) and of the
+/// output.
 const TOLERANCES: [(Element, f64); 2] = [(Element::F16, 2e-3), (Element::Bf16, 6e-3)];
 /// Greatest error of the logarithm of the sum, absolute.
 const LOG_SUM_EXP: f32 = 2e-3;
@@ -189,7 +190,8 @@ impl Case {
                 pdl: inputs.pdl,
                 workspace: workspace.pointer(),
             };
-            // SAFETY: the buffers live until their contents have been read, and have the lengths that the shape asks for.
+            // SAFETY: the buffers live until their contents have been read, and have the lengths that the
+            // shape asks for.
             #[allow(unsafe_code)]
             unsafe { attend.launch(device.stream().cu_stream(), &arguments) }.unwrap();
             let log_sum_exp = log_sum_exp.read().iter().map(|x| x.to_bits()).collect();

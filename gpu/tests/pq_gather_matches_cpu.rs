@@ -1,4 +1,5 @@
-//! Gathering hits from a block cache's memory and misses from pinned host memory gives the rows that were asked for.
+//! Gathering hits from a block cache's memory and misses from pinned host memory gives the rows that were
+//! asked for.
 
 #![allow(clippy::unwrap_used)]
 
@@ -95,7 +96,8 @@ fn hits_and_misses_become_the_rows() {
             from(pinned(Side::Keys), pinned(Side::Values), N, &lists[3..]),
         ];
         for arguments in &launches {
-            // SAFETY: the buffers live until their contents have been read, and have the lengths that the shape asks for.
+            // SAFETY: the buffers live until their contents have been read, and have the lengths that the
+            // shape asks for.
             #[allow(unsafe_code)]
             unsafe { gather.launch(device.stream().cu_stream(), arguments) }.unwrap();
         }

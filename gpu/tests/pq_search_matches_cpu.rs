@@ -11,7 +11,8 @@ use kv_gpu::pq::{
 use kv_gpu::{Device, Error, VectorElement};
 use pq_core::{CodebookBuf, Codes, GroupRule, PqShape, lut_into, pack_codes_into, scan_into};
 
-/// How far the logarithms of weights may be off each other, and how far relative to the scores they come from.
+/// How far the logarithms of weights may be off each other, and how far relative to the scores they come
+/// from.
 const TOLERANCE: f64 = 1e-5;
 const SCORE_TOLERANCE: f64 = 1e-6;
 
@@ -178,7 +179,8 @@ fn tables_and_scores_have_the_bits_of_the_cpu() {
         };
         let (lut, scan) = (Lut::new(&device, shape).unwrap(), Scan::new(&device, case.scan()).unwrap());
         let stream = device.stream().cu_stream();
-        // SAFETY: the buffers live until their contents have been read, and have the lengths that the shape asks for.
+        // SAFETY: the buffers live until their contents have been read, and have the lengths that the shape
+        // asks for.
         #[allow(unsafe_code)]
         unsafe {
             lut.launch(stream, &lut_arguments).unwrap();
@@ -237,12 +239,13 @@ fn search(
         stats: Some(stats.pointer()),
         pdl,
     };
-    // SAFETY: the buffers live until their contents have been read, and have the lengths that the shape asks for.
+    // SAFETY: the buffers live until their contents have been read, and have the lengths that the shape asks
+    // for.
     #[allow(unsafe_code)]
     unsafe { kernel.launch(device.stream().cu_stream(), &arguments(&luts, &tokens, false)) }.unwrap();
     let first = tokens.read();
-    // Again, on the workspace that the first left behind, and beginning with codes while the tables are made: the same. Nothing else comes
-    // between the two launches.
+    // Again, on the workspace that the first left behind, and beginning with codes while the tables are made:
+    // the same. Nothing else comes between the two launches.
     let queries = Buffer::new(device, &inputs.queries);
     let centroids = Buffer::new(device, &inputs.centroids);
     let (quantizer, element) = (case.shape.quantizer, VectorElement::F32);
@@ -269,7 +272,8 @@ fn search(
     (first, counts.read(), stats.read())
 }
 
-/// Logarithms of the weights of a row's tokens by the plain formula in f64, and the queries' logarithms of the sum of exponentials.
+/// Logarithms of the weights of a row's tokens by the plain formula in f64, and the queries' logarithms of
+/// the sum of exponentials.
 fn log_weights(scores: &[f32], n: usize, rule: GroupRule) -> (Vec<f64>, Vec<f64>) {
     let clean = |s: f32| f64::from(if s.is_nan() { f32::NEG_INFINITY } else { s.min(f32::MAX) });
     let log_sum_exp = |x: &mut dyn Iterator<Item = f64>| {

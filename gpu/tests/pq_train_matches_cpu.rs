@@ -11,8 +11,8 @@ use kv_gpu::pq::{
 use kv_gpu::{Device, Error, VectorElement};
 use pq_core::{Backend, CodebookBuf, Codes, PqShape, Start, TrainOptions, encode_into_with, train};
 
-/// A centroid may be chosen in the place of another when its squared distance is greater by at most this part of the squared
-/// length of the point and of the centroid.
+/// A centroid may be chosen in the place of another when its squared distance is greater by at most this part
+/// of the squared length of the point and of the centroid.
 const TIE: f64 = 1e-5;
 
 /// Quantizers of every number of bits that training takes, with subspaces of all sizes.
@@ -66,7 +66,8 @@ fn run(
         tolerance: 0.0,
         workspace: workspace.pointer(),
     };
-    // SAFETY: the buffers live until their contents have been read, and have the lengths that the shape asks for.
+    // SAFETY: the buffers live until their contents have been read, and have the lengths that the shape asks
+    // for.
     #[allow(unsafe_code)]
     unsafe { kernel.launch(device.stream().cu_stream(), &arguments) }.unwrap();
     (centroids.read(), errors.read())
@@ -182,7 +183,8 @@ fn any_quantizer_encodes_as_on_the_cpu() {
             capacity,
             codes: codes.pointer(),
         };
-        // SAFETY: the buffers live until their contents have been read, and have the lengths that the shape asks for.
+        // SAFETY: the buffers live until their contents have been read, and have the lengths that the shape
+        // asks for.
         #[allow(unsafe_code)]
         unsafe { kernel.launch(device.stream().cu_stream(), &arguments) }.unwrap();
         let after = codes.read();

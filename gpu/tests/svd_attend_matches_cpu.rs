@@ -74,7 +74,8 @@ fn run(device: &Device, random: &mut Random, batches: &[usize], capacities: &[us
             pdl,
             workspace: workspace.pointer(),
         };
-        // SAFETY: the buffers live until their contents have been read, and have the lengths that the shape asks for.
+        // SAFETY: the buffers live until their contents have been read, and have the lengths that the shape
+        // asks for.
         #[allow(unsafe_code)]
         unsafe { attend.launch(device.stream().cu_stream(), &arguments) }.unwrap();
         (out.read(), log_sum_exp.read().iter().map(|x| x.to_bits()).collect::<Vec<u32>>())

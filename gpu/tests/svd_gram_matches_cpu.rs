@@ -9,7 +9,8 @@ use kv_gpu::svd::{Gram, GramArguments, GramShape};
 use kv_gpu::{Element, Error};
 use svd_core::NoRope;
 
-/// Greatest error of an element over the root of its two diagonal elements: sums of 128 products in `f32`, as tensor cores round.
+/// Greatest error of an element over the root of its two diagonal elements: sums of 128 products in `f32`, as
+/// tensor cores round.
 const TOLERANCE: f64 = 1e-6;
 
 #[test]
@@ -42,7 +43,8 @@ fn random_shapes_agree() {
         };
         // The rows twice: sums go on.
         for _ in 0..2 {
-            // SAFETY: the buffers live until their contents have been read, and have the lengths that the shape asks for.
+            // SAFETY: the buffers live until their contents have been read, and have the lengths that the
+            // shape asks for.
             #[allow(unsafe_code)]
             unsafe { kernel.launch(device.stream().cu_stream(), &arguments) }.unwrap();
         }

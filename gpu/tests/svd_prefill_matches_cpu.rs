@@ -84,7 +84,8 @@ fn random_shapes_agree() {
             out: out.pointer().cast(),
         };
         let prefill = Prefill::new(&device, shape).unwrap();
-        // SAFETY: the buffers live until their contents have been read, and have the lengths that the shape asks for.
+        // SAFETY: the buffers live until their contents have been read, and have the lengths that the shape
+        // asks for.
         #[allow(unsafe_code)]
         unsafe { prefill.launch(device.stream().cu_stream(), &arguments) }.unwrap();
         let out = out.read();

@@ -9,8 +9,8 @@ use kv_gpu::svd::{Project, ProjectArguments, ProjectShape};
 use kv_gpu::{Element, Error};
 use svd_core::{Backend, Map};
 
-/// Greatest error of a row over its length, or over the length that a row and a map of no special directions give: the
-/// rounding of the map to f16, and of the result.
+/// Greatest error of a row over its length, or over the length that a row and a map of no special directions
+/// give: the rounding of the map to f16, and of the result.
 const TOLERANCES: [(Element, f64); 2] = [(Element::F16, 1e-3), (Element::Bf16, 4e-3)];
 
 #[test]
@@ -51,7 +51,8 @@ fn random_shapes_agree() {
             pdl: false,
         };
         let launch = |arguments: &ProjectArguments| {
-            // SAFETY: the buffers live until their contents have been read, and have the lengths that the shape asks for.
+            // SAFETY: the buffers live until their contents have been read, and have the lengths that the
+            // shape asks for.
             #[allow(unsafe_code)]
             unsafe { project.launch(device.stream().cu_stream(), arguments) }.unwrap();
         };

@@ -1,5 +1,5 @@
-//! What the codec's bytes buy on a real model: sizes beside the entropy of their symbols, what each idea is worth at equal
-//! steps, and the divergence of a model that reads its whole context through the codec.
+//! What the codec's bytes buy on a real model: sizes beside the entropy of their symbols, what each idea is
+//! worth at equal steps, and the divergence of a model that reads its whole context through the codec.
 //!
 //! Prints one JSON object; `peers/codec.py` makes the tables.
 
@@ -137,7 +137,8 @@ impl Sizes {
             block_tokens: 1024,
             ..FrameInfo::new(1, config.n_kv_heads, config.head_dim, rows.len() / channels)
         };
-        // The same plane as keys and as values, of which half the bytes count; the header of a frame is that of all layers.
+        // The same plane as keys and as values, of which half the bytes count; the header of a frame is that
+        // of all layers.
         let encode = |info: &FrameInfo| -> Result<(Vec<u8>, usize)> {
             let mut bytes = vec![];
             encode_frame(info, &[*plane; 2], &[&*rows; 2], &mut bytes)?;
@@ -174,8 +175,8 @@ impl Sizes {
     }
 }
 
-/// Error, relative to the variance, of 2 to 4 bits between the smallest and the largest of 64 tokens of a channel; keys before
-/// RoPE and values of a window.
+/// Error, relative to the variance, of 2 to 4 bits between the smallest and the largest of 64 tokens of a
+/// channel; keys before RoPE and values of a window.
 fn plain_groups(model: &Model, rope: &Rope, window: &[u32]) -> Result<Vec<serde_json::Value>> {
     const GROUP: usize = 64;
     let channels = model.config.kv_dim();

@@ -1,4 +1,5 @@
-//! Times `pq-core` on keys and queries from a file; `benches/peers/pq.py` runs it beside its peers and writes the table.
+//! Times `pq-core` on keys and queries from a file; `benches/peers/pq.py` runs it beside its peers and writes
+//! the table.
 //!
 //! Prints a JSON line per measurement and writes what it trained, decoded, for the caller to check.
 
@@ -109,8 +110,8 @@ fn score_range(codebook: &pq_core::Codebook<'_>, query: &[f32]) -> f64 {
     ranges.fold(0.0, f64::max)
 }
 
-/// Selection alone, on the exact scores of different queries in turn (one input again and again would let the branch
-/// predictor learn it).
+/// Selection alone, on the exact scores of different queries in turn (one input again and again would let the
+/// branch predictor learn it).
 fn top_k(keys: &[f32], queries: &[f32], backends: &[Backend]) {
     let n = keys.len() / DIM;
     let scores: Vec<Vec<f32>> = queries

@@ -1,8 +1,8 @@
-//! What rotations keep of a real model's scores and outputs, and rotated codes beside plain ones; `peers/svd.py` makes the
-//! tables.
+//! What rotations keep of a real model's scores and outputs, and rotated codes beside plain ones;
+//! `peers/svd.py` makes the tables.
 //!
-//! Calibrates on the first tokens of a text and tests on those after them. Prints one JSON object, and writes the keys and
-//! queries of some heads to a folder, with the test keys as both codes give them back.
+//! Calibrates on the first tokens of a text and tests on those after them. Prints one JSON object, and writes
+//! the keys and queries of some heads to a folder, with the test keys as both codes give them back.
 
 #![allow(clippy::unwrap_used)] // a measurement that cannot run should say so by panicking
 
@@ -78,7 +78,8 @@ fn gram<S: RopeSide>(rows: &[f32], row_len: usize, dim: usize, heads: std::ops::
     gram
 }
 
-/// Relative errors of scores (keys) and of what `W_O` makes of the attended (values), at parts of the dimension.
+/// Relative errors of scores (keys) and of what `W_O` makes of the attended (values), at parts of the
+/// dimension.
 fn errors(model: &Model, seen: &[Rows], unseen: &[Rows]) -> Value {
     let config = &model.config;
     let (dim, group) = (config.head_dim, config.gqa_group());

@@ -1,7 +1,7 @@
 //! Times `svd-core`; `benches/peers/svd.py` runs it beside its peers and writes the tables.
 //!
-//! Reads rows (n, 128) from `rows.f32` in the folder, writes the ordered rotation (128, 128) to `basis.f64`, and prints a JSON
-//! line per measurement.
+//! Reads rows (n, 128) from `rows.f32` in the folder, writes the ordered rotation (128, 128) to `basis.f64`,
+//! and prints a JSON line per measurement.
 
 #![allow(clippy::unwrap_used)] // a measurement that cannot run should say so by panicking
 
@@ -108,7 +108,8 @@ fn read<E: Element>(rows: &[E]) -> [u64; 32] {
     sums
 }
 
-/// Makespans of uneven ranks (multiples of 16, coefficient of variation .45) over the ideal, mean and worst of 50 draws.
+/// Makespans of uneven ranks (multiples of 16, coefficient of variation .45) over the ideal, mean and worst
+/// of 50 draws.
 fn schedules() {
     let mut state = 1_u64;
     let mut uniform = move || {

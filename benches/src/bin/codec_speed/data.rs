@@ -7,7 +7,8 @@ const LAYERS: usize = 6;
 pub const CHANNELS: usize = 1024;
 const TOKENS: usize = 1000;
 const GROUP: usize = 10;
-/// Correlation of neighbouring tokens: the variance of their difference is 2.6 times smaller than that of tokens.
+/// Correlation of neighbouring tokens: the variance of their difference is 2.6 times smaller than that of
+/// tokens.
 const CORRELATION: f64 = 0.811;
 
 /// The keys or values of a layer.

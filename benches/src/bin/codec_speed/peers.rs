@@ -1,4 +1,5 @@
-//! Other coders: constriction under the same models, zstd on the symbols, and the coder of torchac, CacheGen and LMCache.
+//! Other coders: constriction under the same models, zstd on the symbols, and the coder of torchac, CacheGen
+//! and LMCache.
 
 use constriction::stream::model::{ContiguousCategoricalEntropyModel, ContiguousLookupDecoderModel};
 use constriction::stream::queue::{
@@ -165,8 +166,9 @@ impl Coder for Zstd {
     }
 }
 
-/// Arithmetic coding bit by bit (Witten, Neal, Cleary 1987) with tables of 16 bits: a stream and its length of 32 bits for each
-/// channel and 256 tokens, as the kernels of CacheGen and LMCache have it; torchac is the same over one stream.
+/// Arithmetic coding bit by bit (Witten, Neal, Cleary 1987) with tables of 16 bits: a stream and its length
+/// of 32 bits for each channel and 256 tokens, as the kernels of CacheGen and LMCache have it; torchac is the
+/// same over one stream.
 struct Bitwise;
 
 const HALF: u32 = 1 << 31;

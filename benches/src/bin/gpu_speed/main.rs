@@ -1,6 +1,8 @@
-//! Times `kv-gpu` against the floor of every kernel; `benches/peers/gpu.py` runs it beside PyTorch and writes the tables.
+//! Times `kv-gpu` against the floor of every kernel; `benches/peers/gpu.py` runs it beside PyTorch and writes
+//! the tables.
 //!
-//! Prints a JSON line per measurement. An argument runs only the measurements whose "kernel, shape" contains it.
+//! Prints a JSON line per measurement. An argument runs only the measurements whose "kernel, shape" contains
+//! it.
 
 #![allow(clippy::unwrap_used, unsafe_code)] // a measurement that cannot run should say so by panicking
 

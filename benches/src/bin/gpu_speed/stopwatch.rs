@@ -11,8 +11,8 @@ use kv_gpu::{Device, DevicePtr};
 /// More bytes than L2 of the device holds.
 pub const BEYOND_CACHE: usize = 200 << 20;
 const REPLAYS: usize = 25;
-/// Before a measurement, so that what ran before it does not keep the clocks low; then until they have risen, and before they sink
-/// again. The peers are given as long.
+/// Before a measurement, so that what ran before it does not keep the clocks low; then until they have risen,
+/// and before they sink again. The peers are given as long.
 const REST: Duration = Duration::from_millis(150);
 const WARM_UP: Duration = Duration::from_millis(20);
 
@@ -46,8 +46,9 @@ impl Stopwatch {
         format!("{kernel}, {shape}").contains(&self.only)
     }
 
-    /// Microseconds of one launch: the median of replays of a graph of `launches`, which are numbered. A launch must take its
-    /// pointers from outside: asking a buffer for its own may wait, which a capture refuses.
+    /// Microseconds of one launch: the median of replays of a graph of `launches`, which are numbered. A
+    /// launch must take its pointers from outside: asking a buffer for its own may wait, which a capture
+    /// refuses.
     pub fn time<E: std::fmt::Debug>(
         &self,
         launches: usize,
