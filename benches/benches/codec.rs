@@ -1,5 +1,5 @@
-//! Encoding and decoding of a plane of 1,024 channels; one thread. `codec_speed` measures beside other
-//! coders.
+//! Encoding and decoding of a plane of 1,024 channels; one thread. `codec_speed` compares it
+//! with other coders.
 
 #![allow(clippy::unwrap_used, missing_docs)] // a bench that cannot run should say so by panicking
 

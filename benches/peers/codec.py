@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""codec-core beside other coders and formats, on synthetic symbols and on two models' keys and values; writes a Markdown table.
+"""codec-core against other coders and formats, on synthetic symbols and on two models' keys and values; writes a Markdown table.
 
     cargo build --release
     python benches/peers/codec.py target/release benches/results/codec.md [--smollm2 MODEL.gguf --text WIKITEXT]
 
 Speeds are medians of wall time on one thread, unless said. "Through the codec" runs the model over windows of the text with all
 keys and values but the first 4 tokens' replaced by what the decoder gives back, the token's own too; positions from 256 on are
-scored beside the plain model. Bits are bytes of frames, with index, checksums and headers, over the numbers coded; profiles, which
+scored against the plain model. Bits are bytes of frames, with index, checksums and headers, over the numbers coded; profiles, which
 belong to the model, are not counted. Profiles are made from the first 4,096 tokens of the text, which are not scored. LMCache's
 bins are those of most layers, the first ten layers' keys and two layers' values have twice as many; what its own format takes is
 computed: the entropy of each channel of 256 tokens, with their tables, lengths and scales.
@@ -81,8 +81,8 @@ def sizes(out, folder, model, text, windows, length):
     rest = by_prefix("cachegen:mode=channels:k=") + by_prefix("cachegen:mode=common") + by_prefix("cachegen:mode=paper")
     rest = [r for r in rest if "predictor" not in r["method"]]
     out += [line(r) for r in rest] + [line(r) + f" LMCache's own format: {r['lmcache']:.2f} bits |" for r in by_prefix("cachegen:mode=lmcache")] + [""]
-    # Sizes beside entropies: order 0, of the bins without prediction, in each window itself.
-    out += ["### Sizes beside the entropy of each channel's bins, counted in the window itself", "",
+    # Sizes against entropies: order 0, of the bins without prediction, in each window itself.
+    out += ["### Sizes against the entropy of each channel's bins, counted in the window itself", "",
             "Bins less their mean, order 0 and at the same steps; what prediction gains is ours.", "",
             "| bits | entropy | blocks of 256 | of 1,024 |", "| --- | --- | --- | --- |"]
     means = quality(folder, model, text, windows, length, [f"cachegen:bits={b}:predictor=mean" for b in (2, 3.1, 4.1)])["rows"]
@@ -146,7 +146,7 @@ def main():
     commit = record.commit()
     cpu = next((l.split(":")[1].strip() for l in open("/proc/cpuinfo") if l.startswith("model name")), platform.processor())
     doc = __doc__.strip().splitlines()
-    out = ["# codec-core beside its peers", "", f"{datetime.date.today()}, commit {commit}, {cpu}. Made by", ""] + doc[2:4] + [""] + doc[5:] + [""]
+    out = ["# codec-core against its peers", "", f"{datetime.date.today()}, commit {commit}, {cpu}. Made by", ""] + doc[2:4] + [""] + doc[5:] + [""]
     speeds(out, args.folder)
     assets = os.path.join(os.path.dirname(__file__), "..", "..", "reference", "assets")
     out += ["## tiny-llama-12m, State of the Union addresses", ""]

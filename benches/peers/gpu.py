@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""kv-gpu beside PyTorch on one GPU: gpu.json and gpu.md.
+"""kv-gpu against PyTorch on one GPU: gpu.json and gpu.md.
 
     cargo build --release
     pip install torch
@@ -8,7 +8,7 @@
 Medians of 25 replays of CUDA graphs on buffers that together exceed the second-level cache, after 20 ms of the same; both sides in
 one run. The floor of a kernel is the time in which the device copies as many bytes; of `gather`, the time in which the
 bus does; of `encode` and `train`, their operations at one a lane and clock; of `prefill`, those of
-tensor cores; of frames that are decoded beside their copy, the copy.
+tensor cores; of frames that are decoded while they are copied, the copy.
 """
 import argparse, datetime, json, os, re, subprocess, time
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""pq-core beside faiss-cpu, numpy and torch: same data, one run, one thread; writes a Markdown table.
+"""pq-core against faiss-cpu, numpy and torch: same data, one run, one thread; writes a Markdown table.
 
     cargo build --release -p kv-benches
     pip install faiss-cpu numpy torch
@@ -150,7 +150,7 @@ def duration(seconds):
 def write(args, peer, ours, quality_of):
     commit = record.commit()
     out = [
-        "# pq-core beside its peers",
+        "# pq-core against its peers",
         "",
         f"{datetime.date.today()}, commit {commit}, {cpu()}, one thread, {args.n:,} keys of {DIM} components, medians of"
         f" {args.rounds} rounds. faiss-cpu {faiss.__version__} (tuned, see the script), numpy {np.__version__}, torch"

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""svd-core beside LAPACK, numpy and torch, its schedules beside their ideal (svd.md); what rank buys on two models (svd-quality.md).
+"""svd-core against LAPACK, numpy and torch, its schedules against their ideal (svd.md); what rank buys on two models (svd-quality.md).
 
     cargo build --release
     pip install faiss-cpu numpy torch
@@ -71,7 +71,7 @@ def speeds(out, folder):
     lapack, numpy = seconds["gesdd", ""], seconds["numpy", ""]
     path = "Avx512" if ("attend, f32, rank 128", "Avx512") in seconds else next(p for w, p in seconds if w == "attend, f32, rank 128")
 
-    # Residual energy at every rank, beside the least possible. Both are computed from the rows: the energy of what projecting
+    # Residual energy at every rank, and the least possible. Both are computed from the rows: the energy of what projecting
     # on the last directions gives.
     _, sigma, _ = np.linalg.svd(wide, full_matrices=False)
     energy = ((wide @ basis) ** 2).sum(0)

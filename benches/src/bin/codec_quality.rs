@@ -1,5 +1,6 @@
-//! What the codec's bytes buy on a real model: sizes beside the entropy of their symbols, what each idea is
-//! worth at equal steps, and the divergence of a model that reads its whole context through the codec.
+//! Quality per byte of the codec on a real model: the size of frames against the entropy of their symbols, the
+//! gain of each part of the format at equal steps, and the divergence of a model whose whole context went
+//! through the codec.
 //!
 //! Prints one JSON object; `peers/codec.py` makes the tables.
 

@@ -1,4 +1,4 @@
-//! Times `pq-core` on keys and queries from a file; `benches/peers/pq.py` runs it beside its peers and writes
+//! Times `pq-core` on keys and queries from a file; `benches/peers/pq.py` runs it and its peers and writes
 //! the table.
 //!
 //! Prints a JSON line per measurement and writes what it trained, decoded, for the caller to check.
@@ -16,7 +16,7 @@ use pq_core::{
 
 const DIM: usize = 128;
 
-fn say(case: &str, what: &str, backend: Backend, seconds: f64) {
+fn report(case: &str, what: &str, backend: Backend, seconds: f64) {
     println!("{{\"case\":\"{case}\",\"what\":\"{what}\",\"path\":\"{backend:?}\",\"seconds\":{seconds:e}}}");
 }
 
@@ -35,7 +35,7 @@ fn main() {
         let options = TrainOptions { iterations: 25, ..Default::default() };
         let mut trained = None;
         let seconds = median(1, || trained = Some(train(shape, &keys, &options).unwrap()));
-        say(case, "train", Backend::detect(), seconds);
+        report(case, "train", Backend::detect(), seconds);
         let codebook = CodebookBuf::new(shape, &trained.unwrap().centroids).unwrap();
         let codebook = codebook.view();
         let mut bytes = vec![0; shape.codes_len(n)];
@@ -44,7 +44,7 @@ fn main() {
             let seconds = median(repeats, || {
                 encode_into_with(backend, &codebook, &keys, 0, &mut bytes).unwrap();
             });
-            say(case, "encode", backend, seconds);
+            report(case, "encode", backend, seconds);
         }
         let codes = Codes::new(shape, n, &bytes).unwrap();
         let mut decoded = vec![0.0_f32; keys.len()];
@@ -83,14 +83,14 @@ fn main() {
                 let each = queries.len() as f64;
                 let name = if exact { "f32" } else { "u8" };
                 let seconds = median(15, || queries.iter().for_each(|query| scan(query, &mut scores)));
-                say(case, &format!("scan {name}"), backend, seconds / each);
+                report(case, &format!("scan {name}"), backend, seconds / each);
                 let seconds = median(15, || {
                     for query in &queries {
                         scan(query, &mut scores);
                         top_k_into_with(backend, &scores, n / 10, &mut indices).unwrap();
                     }
                 });
-                say(case, &format!("scan {name} + top n/10"), backend, seconds / each);
+                report(case, &format!("scan {name} + top n/10"), backend, seconds / each);
             }
         }
     }
@@ -127,7 +127,7 @@ fn top_k(keys: &[f32], queries: &[f32], backends: &[Backend]) {
                 top_k_into_with(backend, scores, k, &mut indices).unwrap();
             }
         };
-        say("top-k", "n/10", backend, median(9, run) / each);
+        report("top-k", "n/10", backend, median(9, run) / each);
     }
     let mut pairs: Vec<(f32, u32)> = Vec::with_capacity(n);
     let run = || {
@@ -137,7 +137,7 @@ fn top_k(keys: &[f32], queries: &[f32], backends: &[Backend]) {
             pairs.select_nth_unstable_by(k - 1, |a, b| b.0.total_cmp(&a.0));
         }
     };
-    say("top-k", "select_nth_unstable", Backend::Scalar, median(9, run) / each);
+    report("top-k", "select_nth_unstable", Backend::Scalar, median(9, run) / each);
     let last = scores.last().unwrap();
     let mut chosen: Vec<u32> = pairs[..k].iter().map(|pair| pair.1).collect();
     chosen.sort_unstable();
@@ -184,7 +184,7 @@ fn attention(backends: &[Backend]) {
                 assert!((f64::from(*x) - y).abs() < 1e-4, "{x} {y}");
             }
             let seconds = median(7, || (0..HEADS).for_each(|head| drop(attend(head))));
-            say("attention 64x8", &format!("8 kv heads, {group} queries each"), backend, seconds);
+            report("attention 64x8", &format!("8 kv heads, {group} queries each"), backend, seconds);
         }
     }
 }

@@ -1,4 +1,4 @@
-//! What rotations keep of a real model's scores and outputs, and rotated codes beside plain ones;
+//! Error of scores and outputs by rotation and rank on a real model, and of codes of rotated and plain rows;
 //! `peers/svd.py` makes the tables.
 //!
 //! Calibrates on the first tokens of a text and tests on those after them. Prints one JSON object, and writes

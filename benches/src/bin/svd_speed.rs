@@ -1,4 +1,4 @@
-//! Times `svd-core`; `benches/peers/svd.py` runs it beside its peers and writes the tables.
+//! Times `svd-core`; `benches/peers/svd.py` runs it and its peers and writes the tables.
 //!
 //! Reads rows (n, 128) from `rows.f32` in the folder, writes the ordered rotation (128, 128) to `basis.f64`,
 //! and prints a JSON line per measurement.
@@ -30,7 +30,7 @@ fn main() {
     schedules();
 }
 
-fn say(what: &str, path: &str, seconds: f64) {
+fn report(what: &str, path: &str, seconds: f64) {
     println!("{{\"what\":\"{what}\",\"path\":\"{path}\",\"seconds\":{seconds:e}}}");
 }
 
@@ -48,13 +48,13 @@ fn rotations(folder: &Path) {
         let pool = ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
         for backend in backends() {
             let seconds = pool.install(|| median(9, || drop(black_box(rotation(backend)))));
-            say(&format!("rotation, {threads} threads"), &format!("{backend:?}"), seconds);
+            report(&format!("rotation, {threads} threads"), &format!("{backend:?}"), seconds);
         }
     }
     let mut gram = Gram::<NoRope>::new(DIM).unwrap();
     gram.add_rows(&rows).unwrap();
-    say("eigenproblem", "", median(9, || drop(black_box(Rotation::principal(&gram).unwrap()))));
-    say("closed form", "", median(9, || drop(black_box(Rotation::score_optimal(&gram, &gram).unwrap()))));
+    report("eigenproblem", "", median(9, || drop(black_box(Rotation::principal(&gram).unwrap()))));
+    report("closed form", "", median(9, || drop(black_box(Rotation::score_optimal(&gram, &gram).unwrap()))));
 }
 
 /// One decode step of all heads at full and half rank, and the time that reading the rows takes.
@@ -74,7 +74,7 @@ fn attention<E: Element>(name: &str) {
         black_box(read(&keys));
         black_box(read(&values));
     });
-    say(&format!("read, {name}"), "", seconds);
+    report(&format!("read, {name}"), "", seconds);
     for rank in [DIM, DIM / 2] {
         let step = |backend: Backend, out: &mut [f32]| {
             let rows = keys.chunks_exact(TOKENS * rank).zip(values.chunks_exact(TOKENS * rank));
@@ -92,7 +92,7 @@ fn attention<E: Element>(name: &str) {
             let mut out = vec![0.0; expected.len()];
             let seconds = median(9, || step(backend, &mut out));
             assert!(out.iter().zip(&expected).all(|(a, b)| (a - b).abs() < 1e-5));
-            say(&format!("attend, {name}, rank {rank}"), &format!("{backend:?}"), seconds);
+            report(&format!("attend, {name}, rank {rank}"), &format!("{backend:?}"), seconds);
         }
     }
 }

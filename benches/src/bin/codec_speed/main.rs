@@ -1,4 +1,4 @@
-//! Times the lane coder beside other entropy coders on the same symbols; `peers/codec.py` makes the table.
+//! Times the lane coder and other entropy coders on the same symbols; `peers/codec.py` makes the table.
 //!
 //! Six layers of keys and values, 1,024 channels of 1,000 tokens each: differences to the first token of each
 //! group of ten, rounded to 0.5, 1 and 1.5 deviations by layer third (CacheGen's numbers). Tables of 12 bits

@@ -116,6 +116,6 @@ fn time(watch: &Stopwatch, quantizer: PqShape, (query_heads, heads, batch, n): (
     let norm: f64 = expected.iter().map(|&x| square(x)).sum();
     assert!((error / norm).sqrt() < 2e-3, "{shape:?}: {}", (error / norm).sqrt());
 
-    watch.say(&name, &load, (2 * packed[0].len()) as f64, us);
-    watch.say(&format!("{name}, overlapped"), &load, (2 * packed[0].len()) as f64, us_pdl);
+    watch.report(&name, &load, (2 * packed[0].len()) as f64, us);
+    watch.report(&format!("{name}, overlapped"), &load, (2 * packed[0].len()) as f64, us_pdl);
 }

@@ -1,4 +1,4 @@
-//! Frames of the codec: decoding, alone and beside the copy from the host, and encoding.
+//! Frames of the codec: decoding, alone and overlapped with the copy from the host, and encoding.
 
 use std::sync::Arc;
 
@@ -92,7 +92,7 @@ fn measure(
         failed: watch.pointer(&failed),
     };
 
-    // From pinned memory, copied and decoded part by part: the copy of the next beside the decoding of the
+    // From pinned memory, copied and decoded part by part: the copy of the next overlaps the decoding of the
     // last. SAFETY: written before it is read.
     let mut host = unsafe { watch.gpu.context().alloc_pinned::<u8>(bytes.len()) }.unwrap();
     host.as_mut_slice().unwrap().copy_from_slice(&bytes);
@@ -140,9 +140,9 @@ fn measure(
     drop(expected);
     let decoded_bytes = bytes.len() as f64 + 2.0 * values;
     if watch.wants("codec decode", load) {
-        watch.say("codec decode", &format!("{load}, {bits:.2} bits"), decoded_bytes, us);
+        watch.report("codec decode", &format!("{load}, {bits:.2} bits"), decoded_bytes, us);
         let shape = format!("{load}, in {} parts beside their copy", LAYERS / PART);
-        watch.say_beside("codec decode", &shape, bytes.len() as f64, both, copied);
+        watch.report_with_floor("codec decode", &shape, bytes.len() as f64, both, copied);
     }
     if !watch.wants("codec encode", load) {
         return;
@@ -177,5 +177,5 @@ fn measure(
     let mut assembled = vec![];
     assemble_frame(&INFO, planes.ids(), &watch.download(&lengths), &payload, &mut assembled).unwrap();
     assert!(assembled == bytes, "other bytes than the CPU's");
-    watch.say("codec encode", &format!("{load}, {bits:.2} bits"), decoded_bytes, us);
+    watch.report("codec encode", &format!("{load}, {bits:.2} bits"), decoded_bytes, us);
 }

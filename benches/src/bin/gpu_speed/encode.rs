@@ -64,7 +64,7 @@ pub fn run(watch: &Stopwatch) {
 
         // The multiply-adds, and compare and two selects a distance, one a lane and clock.
         let operations = (HEADS * N * m * quantizer.ksub() * (quantizer.dsub() + 3)) as f64;
-        watch.say_beside(
+        watch.report_with_floor(
             &name,
             &load,
             (HEADS * N * DIM * 2) as f64,
@@ -115,5 +115,11 @@ fn into_blocks(watch: &Stopwatch) {
         (0..N).filter(|&token| !got.iter_vector(token).eq(expected.iter_vector(token))).count();
     assert!(differing < N / 1_000, "{differing} tokens differ");
     let operations = (HEADS * N * 2 * quantizer.ksub() * (quantizer.dsub() + 3)) as f64;
-    watch.say_beside(name, &load, (HEADS * N * DIM * 2) as f64, us, operations / watch.operations_per_us());
+    watch.report_with_floor(
+        name,
+        &load,
+        (HEADS * N * DIM * 2) as f64,
+        us,
+        operations / watch.operations_per_us(),
+    );
 }

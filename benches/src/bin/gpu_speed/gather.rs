@@ -63,5 +63,5 @@ pub fn run(watch: &Stopwatch) {
     // SAFETY: the buffer has as many bytes as the source, and both outlive the copies.
     let copy_us = watch.replay(|| unsafe { memcpy_htod_async(pointer, source, stream) }.unwrap());
     let floor_us = copy_us * (2 * out_len) as f64 / bytes as f64;
-    watch.say_beside("gather", &shape, (2 * out_len) as f64, us, floor_us);
+    watch.report_with_floor("gather", &shape, (2 * out_len) as f64, us, floor_us);
 }

@@ -45,6 +45,6 @@ pub fn run(watch: &Stopwatch) {
         }
         // SAFETY: as above.
         let us = watch.time(2 * copies, |i, stream| unsafe { gram.launch(stream, &all[i % copies]) });
-        watch.say("gram", &load, (heads * N * DIM * 2) as f64, us);
+        watch.report("gram", &load, (heads * N * DIM * 2) as f64, us);
     }
 }

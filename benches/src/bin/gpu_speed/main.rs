@@ -1,4 +1,4 @@
-//! Times `kv-gpu` against the floor of every kernel; `benches/peers/gpu.py` runs it beside PyTorch and writes
+//! Times `kv-gpu` against the floor of every kernel; `benches/peers/gpu.py` runs it and PyTorch and writes
 //! the tables.
 //!
 //! Prints a JSON line per measurement. An argument runs only the measurements whose "kernel, shape" contains

@@ -73,7 +73,7 @@ fn time(watch: &Stopwatch, load: &str, rank: usize) {
     let operations = (query_heads * N * N * rank) as f64;
     let each = if watch.gpu.capability() >= (9, 0) { 16.0 } else { 8.0 };
     let per_us = each * watch.operations_per_us();
-    watch.say_beside(
+    watch.report_with_floor(
         "prefill, ragged ranks",
         load,
         (2 * (keys.len() + queries.len()) * 2) as f64,

@@ -51,7 +51,7 @@ pub fn run(watch: &Stopwatch) {
         let norm: f64 = expected.iter().map(|&x| square(x)).sum();
         assert!((error / norm).sqrt() < 1e-3, "{shape:?}: {}", (error / norm).sqrt());
         let bytes = (heads * N * (DIM + rank) * 2) as f64;
-        watch.say("project", &load, bytes, us);
-        watch.say("project, overlapped", &load, bytes, us_pdl);
+        watch.report("project", &load, bytes, us);
+        watch.report("project, overlapped", &load, bytes, us_pdl);
     }
 }

@@ -107,6 +107,6 @@ fn time(watch: &Stopwatch, load: &str, lengths: &[u32], ranks: &[[u32; HEADS]; 2
         let norm: f64 = expected.iter().map(|&x| square(x)).sum();
         assert!((error / norm).sqrt() < 4e-3, "{load}: {}", (error / norm).sqrt());
     }
-    watch.say("attend, ragged ranks", load, bytes as f64, us);
-    watch.say("attend, ragged ranks, overlapped", load, bytes as f64, us_pdl);
+    watch.report("attend, ragged ranks", load, bytes as f64, us);
+    watch.report("attend, ragged ranks, overlapped", load, bytes as f64, us_pdl);
 }

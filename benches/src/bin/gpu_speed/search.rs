@@ -80,6 +80,6 @@ fn measure(watch: &Stopwatch, name: &str, load: &str, quantizer: PqShape, k: usi
     let missing = expected.iter().filter(|token| !got.contains(token)).count();
     assert!(got.len() == k && missing * 1000 <= k, "{name}: {missing} of {k} tokens are others");
     let bytes = HEADS * (quantizer.codes_len(N) + 4 * k);
-    watch.say(name, load, bytes as f64, us);
-    watch.say(&format!("{name}, overlapped"), load, bytes as f64, us_pdl);
+    watch.report(name, load, bytes as f64, us);
+    watch.report(&format!("{name}, overlapped"), load, bytes as f64, us_pdl);
 }

@@ -87,13 +87,13 @@ impl Stopwatch {
         f64::from(times[REPLAYS / 2]) * 1e3
     }
 
-    /// Says what a kernel took beside the time that its bytes take to copy.
-    pub fn say(&self, kernel: &str, shape: &str, bytes: f64, us: f64) {
-        self.say_beside(kernel, shape, bytes, us, bytes / self.bytes_per_us);
+    /// Prints the time of a kernel and its floor: the time to copy its bytes.
+    pub fn report(&self, kernel: &str, shape: &str, bytes: f64, us: f64) {
+        self.report_with_floor(kernel, shape, bytes, us, bytes / self.bytes_per_us);
     }
 
-    /// As [`Self::say`], with another floor than the copy bandwidth.
-    pub fn say_beside(&self, kernel: &str, shape: &str, bytes: f64, us: f64, floor: f64) {
+    /// As [`Self::report`], with another floor than the copy bandwidth.
+    pub fn report_with_floor(&self, kernel: &str, shape: &str, bytes: f64, us: f64, floor: f64) {
         println!(
             "{{\"kernel\":\"{kernel}\",\"shape\":\"{shape}\",\"bytes\":{bytes},\"floor_us\":{floor:.3},\"us\":{us:.3},\
              \"to_floor\":{:.3}}}",

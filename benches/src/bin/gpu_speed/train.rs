@@ -50,7 +50,7 @@ pub fn run(watch: &Stopwatch) {
         let time = |arguments| watch.time(1, |_, stream| unsafe { kernel.launch(stream, arguments) });
         let us = (time(&many) - time(&few)) / 10.0;
         let operations = (HEADS * N * m * quantizer.ksub() * (quantizer.dsub() + 3)) as f64;
-        watch.say_beside(
+        watch.report_with_floor(
             &name,
             &load,
             (HEADS * N * DIM * 2) as f64,
