@@ -113,8 +113,10 @@ impl Program {
     /// The compiler's options.
     pub(crate) fn options(&self, architecture: &str) -> Vec<String> {
         let specific = if self.arch_specific { "a" } else { "" };
-        let mut options =
-            vec![format!("--gpu-architecture={architecture}{specific}"), "--ptxas-options=-v".into()];
+        let mut options = vec![format!("--gpu-architecture={architecture}{specific}")];
+        if !is_virtual(architecture) {
+            options.push("--ptxas-options=-v".into());
+        }
         options.extend(self.options.iter().cloned());
         options
     }
@@ -153,12 +155,12 @@ impl std::fmt::Display for Program {
     }
 }
 
-/// Machine code for one architecture.
+/// A compiled program for one architecture.
 #[derive(Clone, Debug)]
 pub struct Image {
-    /// What the driver loads.
-    pub cubin: Vec<u8>,
-    /// What the compiler said, with the registers and spills of every kernel.
+    /// What the driver loads: a cubin for a real architecture (`sm_80`), PTX for a virtual one (`compute_80`).
+    pub code: Vec<u8>,
+    /// The compiler's output, with the registers and spills of every kernel of a real architecture.
     pub log: String,
 }
 
@@ -197,7 +199,12 @@ impl Drop for Handle {
     }
 }
 
-/// Compiles a program for an architecture, such as `sm_80`. Needs NVRTC but no device.
+/// Whether the driver translates the program when it loads it.
+fn is_virtual(architecture: &str) -> bool {
+    architecture.starts_with("compute_")
+}
+
+/// Compiles a program for an architecture, such as `sm_80`, or `compute_80` for PTX. Needs NVRTC but no device.
 ///
 /// # Errors
 /// [`Error::NoNvrtc`] or [`Error::Compile`].
@@ -234,17 +241,20 @@ pub fn compile(program: &Program, architecture: &str) -> Result<Image, Error> {
     if compiled.is_err() {
         return Err(failed(log));
     }
+    type Length = unsafe fn(sys::nvrtcProgram, *mut usize) -> sys::nvrtcResult;
+    type Copy = unsafe fn(sys::nvrtcProgram, *mut c_char) -> sys::nvrtcResult;
+    let (length, copy): (Length, Copy) = if is_virtual(architecture) {
+        (sys::nvrtcGetPTXSize, sys::nvrtcGetPTX)
+    } else {
+        (sys::nvrtcGetCUBINSize, sys::nvrtcGetCUBIN)
+    };
     let mut size = 0;
     // SAFETY: as above; `size` is written.
-    unsafe { sys::nvrtcGetCUBINSize(handle.0, &raw mut size) }
-        .result()
-        .map_err(|e| failed(format!("{e:?}")))?;
-    let mut cubin = vec![0_u8; size];
+    unsafe { length(handle.0, &raw mut size) }.result().map_err(|e| failed(format!("{e:?}")))?;
+    let mut code = vec![0_u8; size];
     // SAFETY: the buffer has the size that was asked for.
-    unsafe { sys::nvrtcGetCUBIN(handle.0, cubin.as_mut_ptr().cast()) }
-        .result()
-        .map_err(|e| failed(format!("{e:?}")))?;
-    Ok(Image { cubin, log })
+    unsafe { copy(handle.0, code.as_mut_ptr().cast()) }.result().map_err(|e| failed(format!("{e:?}")))?;
+    Ok(Image { code, log })
 }
 
 fn text_of(characters: Vec<c_char>) -> String {
@@ -280,6 +290,23 @@ mod tests {
                     Err(Error::NoNvrtc) => return eprintln!("SKIPPED: no NVRTC"),
                     result => drop(result.unwrap()),
                 }
+            }
+        }
+    }
+
+    #[test]
+    fn virtual_architectures_give_ptx() {
+        let program = svd::AttendShape { dim: 128, element: Element::F16 }.program().unwrap();
+        match compile(&program, "compute_80") {
+            Err(Error::NoNvrtc) => eprintln!("SKIPPED: no NVRTC"),
+            image => {
+                let code = image.unwrap().code;
+                assert_eq!(
+                    code.iter().position(|&byte| byte == 0),
+                    Some(code.len() - 1),
+                    "the driver reads to a zero"
+                );
+                assert!(String::from_utf8_lossy(&code).contains(".target sm_80"));
             }
         }
     }

@@ -10,7 +10,10 @@ use crate::disk_cache::DiskCache;
 use crate::launch::Grid;
 use crate::library::has_driver;
 use crate::module::Function;
-use crate::{Error, Image, Program, compile};
+use crate::{Error, Image, Limit, Program, compile};
+
+/// A kernel that is loaded by the first thread that needs it, while others that need it wait.
+type Slot = Arc<Mutex<Option<Function>>>;
 
 /// A GPU with a stream and the kernels that were compiled for it.
 pub struct Device {
@@ -19,7 +22,8 @@ pub struct Device {
     capability: (i32, i32),
     sm_count: usize,
     shared_memory: usize,
-    functions: Mutex<HashMap<(Program, &'static str), Function>>,
+    is_limited: bool,
+    functions: Mutex<HashMap<(Program, &'static str), Slot>>,
     disk: Option<DiskCache>,
 }
 
@@ -56,6 +60,7 @@ impl Device {
             capability,
             sm_count: sm_count as usize,
             shared_memory: shared_memory as usize,
+            is_limited: false,
             functions: Mutex::default(),
             disk: None,
         })
@@ -73,6 +78,27 @@ impl Device {
     /// works without it.
     pub fn use_disk_cache(&mut self, folder: impl Into<PathBuf>) -> Result<(), Error> {
         self.disk = Some(DiskCache::open(folder.into())?);
+        Ok(())
+    }
+
+    /// Compiles kernels as for an older device: to PTX of its compute capability, which the driver translates when
+    /// it loads a kernel, and within its shared memory.
+    ///
+    /// Kernels of the device itself are faster; this executes the code paths of devices that are not at hand, such
+    /// as (8, 0) with 163 KiB, an A100, or with 99 KiB, a consumer device. Operations that were made before keep
+    /// their kernels.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for a capability below (8, 0), and for a capability or memory beyond the device's.
+    pub fn limit_to(&mut self, limit: Limit) -> Result<(), Error> {
+        let Limit { capability, shared_memory } = limit;
+        if !((8, 0)..=self.capability).contains(&capability) || shared_memory > self.shared_memory {
+            let has = Limit { capability: self.capability, shared_memory: self.shared_memory };
+            let problem = format!("{limit:?} is not between compute capability 8.0 and {has:?}");
+            return Err(Error::Argument { operation: "Device::limit_to", problem });
+        }
+        (self.capability, self.shared_memory, self.is_limited) = (capability, shared_memory, true);
+        self.functions.get_mut().unwrap_or_else(PoisonError::into_inner).clear();
         Ok(())
     }
 
@@ -97,7 +123,7 @@ impl Device {
         &self.context
     }
 
-    /// Major and minor compute capability: (9, 0) for an H200.
+    /// Major and minor compute capability that kernels are compiled for: (9, 0) for an H200.
     #[must_use]
     pub const fn capability(&self) -> (i32, i32) {
         self.capability
@@ -115,7 +141,8 @@ impl Device {
         self.shared_memory
     }
 
-    /// A kernel of a program, compiled on first use, with `shared` bytes of dynamic shared memory.
+    /// A kernel of a program, compiled on first use, with `shared` bytes of dynamic shared memory. Threads that
+    /// need different kernels compile them at the same time.
     pub(crate) fn kernel(
         &self,
         program: &Program,
@@ -123,14 +150,14 @@ impl Device {
         shared: usize,
     ) -> Result<Kernel, Error> {
         let mut functions = self.functions.lock().unwrap_or_else(PoisonError::into_inner);
-        let key = (program.clone(), name);
-        let function = if let Some(function) = functions.get(&key) {
-            function.clone()
-        } else {
-            let function = self.load(program, name)?;
-            functions.insert(key, function.clone());
-            function
+        let slot = functions.entry((program.clone(), name)).or_default().clone();
+        drop(functions);
+        let mut slot = slot.lock().unwrap_or_else(PoisonError::into_inner);
+        let function = match slot.as_ref() {
+            Some(function) => function.clone(),
+            None => slot.insert(self.load(program, name)?).clone(),
         };
+        drop(slot);
         if shared > 48 << 10 {
             let allowed = function.allow_shared_memory(shared);
             allowed.map_err(Error::of(format_args!("{shared} bytes of shared memory for {program}")))?;
@@ -142,19 +169,20 @@ impl Device {
 
     /// A kernel of a program: from the disk cache, or compiled where that has none that loads.
     fn load(&self, program: &Program, name: &str) -> Result<Function, Error> {
-        let architecture = format!("sm_{}{}", self.capability.0, self.capability.1);
-        let load = |cubin: &[u8]| Function::load(&self.context, cubin, name);
+        let (major, minor) = self.capability;
+        let architecture = format!("{}_{major}{minor}", if self.is_limited { "compute" } else { "sm" });
+        let load = |code: &[u8]| Function::load(&self.context, code, name);
         let key = self.disk.as_ref().map(|_| program.key(&architecture)).transpose()?;
         let cache = self.disk.as_ref().zip(key);
         let kept = cache.as_ref().and_then(|(disk, key)| disk.get(program.name(), key));
-        if let Some(function) = kept.and_then(|cubin| load(&cubin).ok()) {
+        if let Some(function) = kept.and_then(|code| load(&code).ok()) {
             return Ok(function);
         }
-        let Image { cubin, .. } = compile(program, &architecture)?;
+        let Image { code, .. } = compile(program, &architecture)?;
         if let Some((disk, key)) = &cache {
-            disk.put(program.name(), key, &cubin);
+            disk.put(program.name(), key, &code);
         }
-        load(&cubin).map_err(Error::of(format_args!("load {program}")))
+        load(&code).map_err(Error::of(format_args!("load {program}")))
     }
 }
 

@@ -33,7 +33,7 @@ impl DiskCache {
     fn path(&self, name: &str, key: &[u8]) -> PathBuf {
         let mut hasher = DefaultHasher::new();
         key.hash(&mut hasher);
-        self.folder.join(format!("{name}-{:016x}.cubin", hasher.finish()))
+        self.folder.join(format!("{name}-{:016x}.kernel", hasher.finish()))
     }
 
     /// The machine code of `key`, if the folder has it whole. A link is not followed.

@@ -7,6 +7,7 @@ mod disk_cache;
 mod error;
 mod launch;
 mod library;
+mod limit;
 mod module;
 mod pointer;
 pub mod pq;
@@ -17,6 +18,7 @@ mod tensor_map;
 pub use compile::{Image, Program, compile};
 pub use device::Device;
 pub use error::Error;
+pub use limit::Limit;
 pub use pointer::{AnyElement, DevicePtr};
 pub use self_test::{self_test, self_test_program};
 

@@ -38,13 +38,13 @@ impl Drop for Module {
 }
 
 impl Function {
-    /// Loads the kernel called `name` of a cubin.
-    pub(crate) fn load(context: &Arc<CudaContext>, cubin: &[u8], name: &str) -> Result<Self, DriverError> {
+    /// Loads the kernel called `name` of a cubin, or of PTX that ends with a zero.
+    pub(crate) fn load(context: &Arc<CudaContext>, code: &[u8], name: &str) -> Result<Self, DriverError> {
         let name = CString::new(name).map_err(|_| DriverError(CUresult::CUDA_ERROR_NOT_FOUND))?;
         context.bind_to_thread()?;
-        // SAFETY: the context is current. NVRTC or the disk cache made the cubin, whose header says how long
-        // it is.
-        let handle = unsafe { result::module::load_data(cubin.as_ptr().cast()) }?;
+        // SAFETY: the context is current. NVRTC made the code, which may come from the disk cache: a cubin, whose
+        // header says how long it is, or PTX with the zero at its end.
+        let handle = unsafe { result::module::load_data(code.as_ptr().cast()) }?;
         let module = Arc::new(Module { handle, context: context.clone() });
         // SAFETY: the module has just been loaded.
         let handle = unsafe { result::module::get_function(module.handle, name) }?;

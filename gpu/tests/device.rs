@@ -5,7 +5,7 @@
 mod common;
 
 use kv_gpu::pq::{Attend, AttendShape, Lut, LutArguments, LutShape};
-use kv_gpu::{Device, DevicePtr, Element, Error, VectorElement, self_test};
+use kv_gpu::{Device, DevicePtr, Element, Error, Limit, VectorElement, self_test};
 use pq_core::PqShape;
 
 #[test]
@@ -46,6 +46,35 @@ fn kernels_come_from_the_disk_cache_or_are_compiled_again() {
         std::fs::write(&file, damaged).unwrap();
         assert!(run().1 == kept, "the file is written anew");
     }
+}
+
+#[test]
+fn the_device_runs_kernels_of_older_ones() {
+    let Some(mut device) = common::device("the_device_runs_kernels_of_older_ones") else { return };
+    let (capability, shared_memory) = (device.capability(), device.shared_memory());
+    for (capability, shared_memory) in
+        [((7, 5), 64 << 10), ((capability.0 + 1, 0), 99 << 10), ((8, 0), shared_memory + 1)]
+    {
+        let refused = device.limit_to(Limit { capability, shared_memory });
+        assert!(matches!(refused, Err(Error::Argument { .. })), "{refused:?}");
+    }
+    assert_eq!((device.capability(), device.shared_memory()), (capability, shared_memory));
+    device.limit_to(Limit { capability: (8, 0), shared_memory: 99 << 10 }).unwrap();
+    assert_eq!((device.capability(), device.shared_memory()), ((8, 0), 99 << 10));
+    self_test(&device).unwrap();
+}
+
+#[test]
+fn threads_load_kernels_at_the_same_time() {
+    let Some(device) = common::device("threads_load_kernels_at_the_same_time") else { return };
+    let shape =
+        |group| LutShape { quantizer: PqShape::new(64, 2, 6).unwrap(), group, element: VectorElement::F16 };
+    std::thread::scope(|scope| {
+        for group in [1, 2, 1, 3, 2, 1] {
+            let device = &device;
+            scope.spawn(move || Lut::new(device, shape(group)).unwrap());
+        }
+    });
 }
 
 #[test]

@@ -182,14 +182,18 @@ impl CodeLayout {
     /// # Shapes
     /// `table` [`Self::table_len`], fully written.
     /// # Errors
-    /// [`Error::Argument`].
+    /// [`Error::Argument`], also for a number that `f16` cannot hold; `table` is then partly written.
     pub fn table_into(&self, codebook: &Codebook<'_>, table: &mut [f16]) -> Result<(), Error> {
         self.check("make table", codebook.shape(), table.len(), self.table_len())?;
         let (dim, m, nbits) = (self.shape.dim(), self.m(), self.shape.nbits());
         for subspace in 0..self.shape.m() {
             for code in 0..self.shape.ksub() {
-                for (i, x) in codebook.centroid(subspace, code).enumerate() {
-                    let x = f16::from_f32(x);
+                for (i, exact) in codebook.centroid(subspace, code).enumerate() {
+                    let x = f16::from_f32(exact);
+                    if exact.is_finite() && !x.is_finite() {
+                        let problem = format!("make table: {exact} in a codebook is beyond the range of f16");
+                        return Err(Error::Argument { operation: "device layout", problem });
+                    }
                     if self.joined {
                         // All rows whose half of the bits is this code.
                         let shift = if subspace % 2 == 0 { 0 } else { nbits };
@@ -222,7 +226,24 @@ impl CodeLayout {
 
 #[cfg(test)]
 mod tests {
+    use pq_core::CodebookBuf;
+
     use super::*;
+
+    #[test]
+    fn centroids_beyond_f16_are_an_error() -> Result<(), Box<dyn std::error::Error>> {
+        let shape = PqShape::new(128, 64, 8)?;
+        let layout = CodeLayout::new(shape, Side::Keys)?;
+        let mut centroids = vec![65_504.0_f32; shape.dim() * shape.ksub()];
+        let mut table = vec![f16::ZERO; layout.table_len()];
+        layout.table_into(&CodebookBuf::new(shape, &centroids)?.view(), &mut table)?;
+        for x in [65_520.0, -1e9] {
+            *centroids.last_mut().ok_or("no centroid")? = x;
+            let error = layout.table_into(&CodebookBuf::new(shape, &centroids)?.view(), &mut table);
+            assert!(matches!(error, Err(Error::Argument { .. })), "{error:?}");
+        }
+        Ok(())
+    }
 
     #[test]
     fn packing_is_exact_and_reversible() -> Result<(), Box<dyn std::error::Error>> {

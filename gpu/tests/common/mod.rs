@@ -20,9 +20,13 @@ pub fn skip(what: &str, error: &Error) {
     let _ = writeln!(std::io::stderr(), "SKIPPED {what}: {error}");
 }
 
-/// The device, or a word that the test was skipped.
+/// The device, or a word that the test was skipped. `GPU_LIMIT` is a [`Limit`](kv_gpu::Limit) of it.
 pub fn device(test: &str) -> Option<Device> {
-    Device::open(0).map_err(|error| skip(test, &error)).ok()
+    let mut device = Device::open(0).map_err(|error| skip(test, &error)).ok()?;
+    if let Ok(limit) = std::env::var("GPU_LIMIT") {
+        device.limit_to(limit.parse().unwrap()).unwrap();
+    }
+    Some(device)
 }
 
 /// Memory of the device.

@@ -2,7 +2,7 @@
 //! the tables.
 //!
 //! Prints a JSON line per measurement. An argument runs only the measurements whose "kernel, shape" contains
-//! it.
+//! it. `GPU_LIMIT=8.0:163` times the kernels of an A100.
 
 #![allow(clippy::unwrap_used, unsafe_code)] // a measurement that cannot run should say so by panicking
 

@@ -25,7 +25,10 @@ pub struct Stopwatch {
 
 impl Stopwatch {
     pub fn new(only: String) -> Self {
-        let device = Device::open(0).unwrap();
+        let mut device = Device::open(0).unwrap();
+        if let Ok(limit) = std::env::var("GPU_LIMIT") {
+            device.limit_to(limit.parse().unwrap()).unwrap();
+        }
         let mut watch = Self { gpu: device, bytes_per_us: 0.0, only };
         const COPIED: usize = 2 << 30;
         let (from, to) = (watch.zeros::<u8>(COPIED), watch.zeros::<u8>(COPIED));
