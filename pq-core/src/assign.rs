@@ -8,7 +8,7 @@
 use crate::codebook::Subspace;
 use crate::pack::BLOCK;
 use crate::simd::{Kernel, Simd};
-use crate::{Backend, Element};
+use crate::{Backend, Codebook, Element};
 
 /// The result of [`assign`] for each point of a tile.
 pub(crate) struct Nearest {
@@ -23,9 +23,8 @@ impl Nearest {
 }
 
 /// Fills `tile` (dsub, 64) with component `first` and on of up to 64 rows of `dim` components; a NaN or an
-/// infinity becomes 0, and so do missing rows. Returns the sum of squares.
+/// infinity becomes 0. The columns of missing rows keep their values. Returns the sum of squares.
 pub(crate) fn fill_tile<E: Element>(rows: &[E], dim: usize, first: usize, tile: &mut [f32]) -> f64 {
-    let n = rows.len() / dim;
     let mut squares = 0.0;
     for (i, row) in rows.chunks_exact(dim).enumerate() {
         for (d, column) in tile.chunks_exact_mut(BLOCK).enumerate() {
@@ -34,9 +33,6 @@ pub(crate) fn fill_tile<E: Element>(rows: &[E], dim: usize, first: usize, tile: 
             squares += f64::from(x) * f64::from(x);
         }
     }
-    for column in tile.chunks_exact_mut(BLOCK) {
-        column[n..].fill(0.0);
-    }
     squares
 }
 
@@ -44,20 +40,19 @@ pub(crate) fn fill_tile<E: Element>(rows: &[E], dim: usize, first: usize, tile: 
 #[derive(Clone, Copy)]
 pub(crate) struct Tile<'a> {
     pub values: &'a [f32], // (dsub, 64), every element finite
-    pub points: usize,     // of the 64, the first
+    pub points: usize,     // of the 64, the first; at least 1
     pub squares: f64,      // the sum of all squares
 }
 
 /// Finds the nearest centroid of each point of a tile: the first minimum of `|c|^2 / 2 - <x, c>`, where the
 /// products are subtracted in ascending component order, or of the squared distance in `f64` where they may
-/// overflow. Returns the summed squared error.
+/// overflow. Returns the summed squared error. A point's centroid does not depend on the other points.
 pub(crate) fn assign(backend: Backend, subspace: Subspace<'_>, tile: Tile<'_>, nearest: &mut Nearest) -> f64 {
-    if !fits_f32(subspace, tile.squares) {
-        return assign_wide(subspace, tile, &mut nearest.index);
-    }
-    *nearest = Nearest::NONE;
-    backend.run(Assign { subspace, tile: tile.values, nearest });
-    summed_error(tile, nearest)
+    // Registers hold up to 16 points.
+    nearest.distance[..tile.points.next_multiple_of(16)].fill(f32::INFINITY);
+    nearest.index[..tile.points.next_multiple_of(16)].fill(0);
+    backend.run(Assign { subspace, tile, nearest });
+    summed_error(subspace, tile, nearest)
 }
 
 /// As [`assign`], where `nearest.index` holds a guess, such as the centroid of the previous iteration. A good
@@ -78,12 +73,30 @@ pub(crate) fn assign_from(
             *distance -= column[i] * subspace.column(d)[*index as usize];
         }
     }
-    backend.run(Assign { subspace, tile: tile.values, nearest });
-    summed_error(tile, nearest)
+    backend.run(Assign { subspace, tile, nearest });
+    summed_error(subspace, tile, nearest)
 }
 
-fn summed_error(tile: Tile<'_>, nearest: &Nearest) -> f64 {
-    tile.squares + nearest.distance[..tile.points].iter().map(|&x| 2.0 * f64::from(x)).sum::<f64>()
+/// The summed squared error of an assignment. Points whose distances may have overflowed are assigned again,
+/// in `f64`.
+fn summed_error(subspace: Subspace<'_>, tile: Tile<'_>, nearest: &mut Nearest) -> f64 {
+    if fits_f32(subspace, tile.squares) {
+        return tile.squares
+            + nearest.distance[..tile.points].iter().map(|&x| 2.0 * f64::from(x)).sum::<f64>();
+    }
+    let mut error = 0.0;
+    for i in 0..tile.points {
+        let x = tile.values[i..].iter().step_by(BLOCK).copied();
+        let squares = x.clone().map(|x| f64::from(x) * f64::from(x)).sum();
+        if fits_f32(subspace, squares) {
+            error += (squares + 2.0 * f64::from(nearest.distance[i])).max(0.0);
+        } else {
+            let (index, square) = nearest_wide(subspace, x);
+            nearest.index[i] = index;
+            error += square;
+        }
+    }
+    error
 }
 
 /// Whether no term or sum of a distance can overflow `f32`: `|<x, c>|` is at most `|x| |c|`, also for a
@@ -92,18 +105,6 @@ fn fits_f32(subspace: Subspace<'_>, squares: f64) -> bool {
     const LIMIT: f64 = f32::MAX as f64 / 4.0;
     let largest = f64::from(subspace.largest);
     largest < LIMIT && 2.0 * largest * squares < LIMIT * LIMIT
-}
-
-/// [`assign`] by squared distances in `f64`, which cannot overflow for `f32` components.
-fn assign_wide(subspace: Subspace<'_>, tile: Tile<'_>, index: &mut [u32; BLOCK]) -> f64 {
-    let mut error = 0.0;
-    for (i, index) in index.iter_mut().enumerate() {
-        let x = tile.values[i..].iter().step_by(BLOCK).copied();
-        let (nearest, square) = nearest_wide(subspace, x);
-        *index = nearest;
-        error += if i < tile.points { square } else { 0.0 };
-    }
-    error
 }
 
 /// The first of the nearest centroids to `x`, in `f64`, and the squared distance.
@@ -130,7 +131,7 @@ const RARE: usize = 1024;
 /// Updates `nearest` where a centroid is nearer.
 struct Assign<'a> {
     subspace: Subspace<'a>,
-    tile: &'a [f32], // (dsub, 64)
+    tile: Tile<'a>,
     nearest: &'a mut Nearest,
 }
 
@@ -141,7 +142,8 @@ impl Kernel for Assign<'_> {
         let ksub = self.subspace.ksub();
         for c in 0..ksub {
             let mut distances = [self.subspace.half_norms[c]; BLOCK];
-            for (d, x) in self.tile.chunks_exact(BLOCK).enumerate() {
+            let distances = &mut distances[..self.tile.points];
+            for (d, x) in self.tile.values.chunks_exact(BLOCK).enumerate() {
                 let y = self.subspace.columns[d * ksub + c];
                 for (distance, x) in distances.iter_mut().zip(x) {
                     *distance -= x * y;
@@ -168,165 +170,230 @@ impl Kernel for Assign<'_> {
 }
 
 impl Assign<'_> {
-    /// A known dsub keeps the points of small subspaces in registers.
+    /// As many registers of points at a time as leave their distances and minima in registers, and what remains
+    /// by two and one. A known dsub keeps the points of small subspaces in registers, too.
     #[inline(always)]
     fn of_dsub<S: Simd, const C: usize, const SKIP: bool>(self, s: S) {
-        match self.tile.len() / BLOCK {
-            1 => self.blocked::<S, C, 1, SKIP>(s),
-            2 => self.blocked::<S, C, 2, SKIP>(s),
-            4 => self.blocked::<S, C, 4, SKIP>(s),
-            _ => self.blocked::<S, C, 0, SKIP>(s),
-        }
-    }
-
-    /// `C` centroids at a time, which divides ksub; `D` is dsub, or 0 where it is not known. With `SKIP`, a
-    /// block of centroids none of which is nearest to any of a register's points costs `C` minima and a
-    /// comparison instead of `3 C` operations.
-    #[inline(always)]
-    fn blocked<S: Simd, const C: usize, const D: usize, const SKIP: bool>(self, s: S) {
-        const POINTS: usize = 4; // registers of points at a time
-        let ksub = self.subspace.ksub();
-        let dsub = if D > 0 { D } else { self.tile.len() / BLOCK };
-        let half_norms = self.subspace.half_norms.as_ptr();
-        let columns = self.subspace.columns.as_ptr();
-        for first in (0..BLOCK).step_by(POINTS * S::LANES) {
-            let mut best = [(s.splat(0.0), s.splat_u32(0)); POINTS];
-            for (v, (distance, index)) in best.iter_mut().enumerate() {
-                let at = first + v * S::LANES;
-                // SAFETY: at + LANES <= 64, the length of both arrays.
-                unsafe {
-                    *distance = s.load(self.nearest.distance.as_ptr().add(at));
-                    *index = s.load_u32(self.nearest.index.as_ptr().add(at));
-                }
+        let Self { subspace, tile: Tile { values, points, .. }, nearest } = self;
+        let dsub = values.len() / BLOCK;
+        // With 16 registers four at a time are 30 % slower than two at dsub 2, and 10 % faster at 8.
+        let most = if S::WIDE || dsub > 4 { 4 } else { 2 };
+        let mut first = 0;
+        while first < points {
+            let registers = (points - first).div_ceil(S::LANES).min(most);
+            match (registers, S::WIDE, dsub) {
+                (1, ..) => blocked::<S, 1, C, 0, SKIP>(s, subspace, values, first, nearest),
+                (2 | 3, false, 1) => blocked::<S, 2, C, 1, SKIP>(s, subspace, values, first, nearest),
+                (2 | 3, false, 2) => blocked::<S, 2, C, 2, SKIP>(s, subspace, values, first, nearest),
+                (2 | 3, ..) => blocked::<S, 2, C, 0, SKIP>(s, subspace, values, first, nearest),
+                (_, true, 1) => blocked::<S, 4, C, 1, SKIP>(s, subspace, values, first, nearest),
+                (_, true, 2) => blocked::<S, 4, C, 2, SKIP>(s, subspace, values, first, nearest),
+                (_, true, 4) => blocked::<S, 4, C, 4, SKIP>(s, subspace, values, first, nearest),
+                _ => blocked::<S, 4, C, 0, SKIP>(s, subspace, values, first, nearest),
             }
-            for c in (0..ksub).step_by(C) {
-                // SAFETY: C divides ksub (both are powers of two), so c + C <= ksub; `columns` is (dsub,
-                // ksub), `tile` (dsub, 64), and first + POINTS * LANES <= 64 since LANES divides 16.
-                unsafe {
-                    let mut distances = [[s.splat(0.0); POINTS]; C];
-                    for (i, distances) in distances.iter_mut().enumerate() {
-                        *distances = [s.splat(*half_norms.add(c + i)); POINTS];
-                    }
-                    for d in 0..dsub {
-                        let points = self.tile.as_ptr().add(d * BLOCK + first);
-                        let centroids = columns.add(d * ksub + c);
-                        for (i, distances) in distances.iter_mut().enumerate() {
-                            let y = s.splat(*centroids.add(i));
-                            for (v, distance) in distances.iter_mut().enumerate() {
-                                *distance = s.neg_mul_add(s.load(points.add(v * S::LANES)), y, *distance);
-                            }
-                        }
-                    }
-                    for (v, best) in best.iter_mut().enumerate() {
-                        if SKIP {
-                            let mut least = best.0;
-                            for distances in &distances {
-                                least = s.min(distances[v], least);
-                            }
-                            if !s.any_less(least, best.0) {
-                                continue;
-                            }
-                        }
-                        for (i, distances) in distances.iter().enumerate() {
-                            *best = s.keep_smaller(*best, distances[v], s.splat_u32((c + i) as u32));
-                        }
-                    }
-                }
-            }
-            for (v, (distance, index)) in best.into_iter().enumerate() {
-                let at = first + v * S::LANES;
-                // SAFETY: at + LANES <= 64, the length of both arrays.
-                unsafe {
-                    s.store(self.nearest.distance.as_mut_ptr().add(at), distance);
-                    s.store_u32(self.nearest.index.as_mut_ptr().add(at), index);
-                }
-            }
+            first += S::LANES * if registers == 3 { 2 } else { registers };
         }
     }
 }
 
-/// As [`assign`], for one point: components `x` of subspace `subspace`. Returns the index, and the squared
-/// distance to that centroid.
-pub(crate) fn assign_one<E: Element>(backend: Backend, subspace: Subspace<'_>, x: &[E]) -> (u32, f64) {
-    let squares: f64 = x.iter().map(|&x| f64::from(finite(x)) * f64::from(finite(x))).sum();
-    if !fits_f32(subspace, squares) {
-        return nearest_wide(subspace, x.iter().map(|&x| finite(x)));
+/// Assigns `POINTS` registers of points, from column `first` of the tile `values` (dsub, 64) on. `C` centroids
+/// at a time, which divides ksub; `D` is dsub, or 0 where it is not known. With `SKIP`, a block of centroids
+/// none of which is nearest to any of a register's points costs `C` minima and a comparison instead of `3 C`
+/// operations.
+#[inline(always)]
+fn blocked<S: Simd, const POINTS: usize, const C: usize, const D: usize, const SKIP: bool>(
+    s: S,
+    subspace: Subspace<'_>,
+    values: &[f32],
+    first: usize,
+    nearest: &mut Nearest,
+) {
+    assert!(first + POINTS * S::LANES <= BLOCK);
+    let ksub = subspace.ksub();
+    let dsub = if D > 0 { D } else { values.len() / BLOCK };
+    let half_norms = subspace.half_norms.as_ptr();
+    let columns = subspace.columns.as_ptr();
+    let tile = values.as_ptr();
+    let mut best = [(s.splat(0.0), s.splat_u32(0)); POINTS];
+    for (v, (distance, index)) in best.iter_mut().enumerate() {
+        let at = first + v * S::LANES;
+        // SAFETY: at + LANES <= 64, the length of both arrays.
+        unsafe {
+            *distance = s.load(nearest.distance.as_ptr().add(at));
+            *index = s.load_u32(nearest.index.as_ptr().add(at));
+        }
     }
-    let (index, distance) = backend.run(AssignOne { subspace, x });
-    (index, (squares + 2.0 * f64::from(distance)).max(0.0))
+    for c in (0..ksub).step_by(C) {
+        // SAFETY: C divides ksub (both are powers of two), so c + C <= ksub; `columns` is (dsub, ksub), the
+        // tile (dsub, 64), and first + POINTS * LANES <= 64.
+        unsafe {
+            let mut distances = [[s.splat(0.0); POINTS]; C];
+            for (i, distances) in distances.iter_mut().enumerate() {
+                *distances = [s.splat(*half_norms.add(c + i)); POINTS];
+            }
+            for d in 0..dsub {
+                let points = tile.add(d * BLOCK + first);
+                let centroids = columns.add(d * ksub + c);
+                for (i, distances) in distances.iter_mut().enumerate() {
+                    let y = s.splat(*centroids.add(i));
+                    for (v, distance) in distances.iter_mut().enumerate() {
+                        *distance = s.neg_mul_add(s.load(points.add(v * S::LANES)), y, *distance);
+                    }
+                }
+            }
+            for (v, best) in best.iter_mut().enumerate() {
+                if SKIP {
+                    let mut least = best.0;
+                    for distances in &distances {
+                        least = s.min(distances[v], least);
+                    }
+                    if !s.any_less(least, best.0) {
+                        continue;
+                    }
+                }
+                for (i, distances) in distances.iter().enumerate() {
+                    *best = s.keep_smaller(*best, distances[v], s.splat_u32((c + i) as u32));
+                }
+            }
+        }
+    }
+    for (v, (distance, index)) in best.into_iter().enumerate() {
+        let at = first + v * S::LANES;
+        // SAFETY: at + LANES <= 64, the length of both arrays.
+        unsafe {
+            s.store(nearest.distance.as_mut_ptr().add(at), distance);
+            s.store_u32(nearest.index.as_mut_ptr().add(at), index);
+        }
+    }
+}
+
+/// As [`assign`], for all subspaces of one vector: calls `set` with every subspace and the index of its nearest
+/// centroid. Returns the squared error.
+pub(crate) fn assign_one<E: Element>(
+    backend: Backend,
+    codebook: &Codebook<'_>,
+    vector: &[E],
+    set: impl FnMut(usize, u16),
+) -> f64 {
+    backend.run(AssignOne { codebook, vector, set })
 }
 
 /// A NaN or an infinity becomes 0.
+#[inline(always)]
 fn finite<E: Element>(x: E) -> f32 {
     let x = x.to_f32();
     if x.is_finite() { x } else { 0.0 }
 }
 
-struct AssignOne<'a, E> {
-    subspace: Subspace<'a>,
-    x: &'a [E], // (dsub,)
+struct AssignOne<'a, E, F> {
+    codebook: &'a Codebook<'a>,
+    vector: &'a [E], // (dim,)
+    set: F,
 }
 
-impl<E: Element> Kernel for AssignOne<'_, E> {
-    type Output = (u32, f32);
-
-    fn scalar(self) -> (u32, f32) {
-        let mut best = (0, f32::INFINITY);
-        for (c, &half_norm) in self.subspace.half_norms.iter().enumerate() {
-            let mut distance = half_norm;
-            for (d, &x) in self.x.iter().enumerate() {
-                distance -= finite(x) * self.subspace.column(d)[c];
-            }
-            if distance < best.1 {
-                best = (c as u32, distance);
-            }
+impl<E: Element, F: FnMut(usize, u16)> AssignOne<'_, E, F> {
+    /// Calls `nearest` for every subspace where its distances fit.
+    #[inline(always)]
+    fn each(mut self, nearest: impl Fn(Subspace<'_>, &[E]) -> (u32, f32)) -> f64 {
+        let mut error = 0.0;
+        for (j, x) in self.vector.chunks_exact(self.codebook.shape().dsub()).enumerate() {
+            let subspace = self.codebook.subspace(j);
+            let squares: f64 = x.iter().map(|&x| f64::from(finite(x)) * f64::from(finite(x))).sum();
+            let (index, square) = if fits_f32(subspace, squares) {
+                let (index, distance) = nearest(subspace, x);
+                (index, (squares + 2.0 * f64::from(distance)).max(0.0))
+            } else {
+                nearest_wide(subspace, x.iter().map(|&x| finite(x)))
+            };
+            (self.set)(j, index as u16);
+            error += square;
         }
-        best
+        error
+    }
+}
+
+impl<E: Element, F: FnMut(usize, u16)> Kernel for AssignOne<'_, E, F> {
+    type Output = f64;
+
+    fn scalar(self) -> f64 {
+        self.each(|subspace, x| {
+            let mut best = (0, f32::INFINITY);
+            for (c, &half_norm) in subspace.half_norms.iter().enumerate() {
+                let mut distance = half_norm;
+                for (d, &x) in x.iter().enumerate() {
+                    distance -= finite(x) * subspace.column(d)[c];
+                }
+                best = if distance < best.1 { (c as u32, distance) } else { best };
+            }
+            best
+        })
     }
 
     /// Lanes are centroids here: with one point there is nothing else to fill them.
     #[inline(always)]
-    fn vector<S: Simd>(self, s: S) -> (u32, f32) {
-        const REGISTERS: usize = 4;
-        let ksub = self.subspace.ksub();
-        if !ksub.is_multiple_of(REGISTERS * S::LANES) {
-            return self.scalar();
+    fn vector<S: Simd>(self, s: S) -> f64 {
+        match self.codebook.shape().ksub() / S::LANES {
+            0 => self.each(|subspace, x| nearest_lane_by_lane(s, subspace, x)),
+            1..4 => self.each(|subspace, x| nearest_of_lanes::<E, S, 1>(s, subspace, x)),
+            _ => self.each(|subspace, x| nearest_of_lanes::<E, S, 4>(s, subspace, x)),
         }
-        let mut best = [(s.splat(f32::INFINITY), s.splat_u32(0)); REGISTERS];
-        for c in (0..ksub).step_by(REGISTERS * S::LANES) {
-            let half_norms = self.subspace.half_norms[c..].as_ptr();
-            // SAFETY: REGISTERS * LANES centroids from c on exist, in `half_norms` and in every column.
-            unsafe {
-                let mut distances = [s.splat(0.0); REGISTERS];
-                for (v, distance) in distances.iter_mut().enumerate() {
-                    *distance = s.load(half_norms.add(v * S::LANES));
-                }
-                for (d, &x) in self.x.iter().enumerate() {
-                    let (x, column) = (s.splat(finite(x)), self.subspace.columns[d * ksub + c..].as_ptr());
-                    for (v, distance) in distances.iter_mut().enumerate() {
-                        *distance = s.neg_mul_add(x, s.load(column.add(v * S::LANES)), *distance);
-                    }
-                }
-                for (best, distance) in best.iter_mut().zip(distances) {
-                    *best = s.keep_smaller(*best, distance, s.splat_u32((c / S::LANES) as u32));
-                }
-            }
-        }
-        let mut winner = (0, f32::INFINITY);
-        for (v, (distance, row)) in best.into_iter().enumerate() {
-            let (mut distances, mut rows) = ([f32::INFINITY; 16], [0; 16]);
-            // SAFETY: LANES is at most 16.
-            unsafe {
-                s.store(distances.as_mut_ptr(), distance);
-                s.store_u32(rows.as_mut_ptr(), row);
-            }
-            for (lane, (&distance, &row)) in distances.iter().zip(&rows).enumerate() {
-                let c = (row as usize + v) * S::LANES + lane;
-                if distance < winner.1 || (distance == winner.1 && c < winner.0) {
-                    winner = (c, distance);
-                }
-            }
-        }
-        (winner.0 as u32, winner.1)
     }
+}
+
+/// The nearest centroid to one point, and its distance, where there are fewer centroids than lanes: every lane
+/// computes the same, so that products are rounded as in all other forms.
+#[inline(always)]
+fn nearest_lane_by_lane<E: Element, S: Simd>(s: S, subspace: Subspace<'_>, x: &[E]) -> (u32, f32) {
+    let mut best = (0, f32::INFINITY);
+    for (c, &half_norm) in subspace.half_norms.iter().enumerate() {
+        let mut distance = s.splat(half_norm);
+        for (d, &x) in x.iter().enumerate() {
+            distance = s.neg_mul_add(s.splat(finite(x)), s.splat(subspace.column(d)[c]), distance);
+        }
+        let distance = s.min_lane(distance);
+        best = if distance < best.1 { (c as u32, distance) } else { best };
+    }
+    best
+}
+
+/// The same with a lane for each centroid, `R` registers of them at a time: `R * LANES` divides ksub.
+#[inline(always)]
+fn nearest_of_lanes<E: Element, S: Simd, const R: usize>(
+    s: S,
+    subspace: Subspace<'_>,
+    x: &[E],
+) -> (u32, f32) {
+    let ksub = subspace.ksub();
+    let columns = &subspace.columns[..x.len() * ksub];
+    let mut best = [(s.splat(f32::INFINITY), s.splat_u32(0)); R];
+    for c in (0..ksub).step_by(R * S::LANES) {
+        // SAFETY: R * LANES centroids from c on exist, in `half_norms` and in every column.
+        unsafe {
+            let mut distances = [s.splat(0.0); R];
+            for (v, distance) in distances.iter_mut().enumerate() {
+                *distance = s.load(subspace.half_norms.as_ptr().add(c + v * S::LANES));
+            }
+            for (d, &x) in x.iter().enumerate() {
+                let (x, column) = (s.splat(finite(x)), columns.as_ptr().add(d * ksub + c));
+                for (v, distance) in distances.iter_mut().enumerate() {
+                    *distance = s.neg_mul_add(x, s.load(column.add(v * S::LANES)), *distance);
+                }
+            }
+            for (best, distance) in best.iter_mut().zip(distances) {
+                *best = s.keep_smaller(*best, distance, s.splat_u32(c as u32));
+            }
+        }
+    }
+    let mut least = best[0].0;
+    for &(distance, _) in &best[1..] {
+        least = s.min(distance, least);
+    }
+    let least = s.min_lane(least);
+    // Of equal distances the lowest index wins.
+    let mut index = s.splat_u32(u32::MAX);
+    for (v, (distance, c)) in best.into_iter().enumerate() {
+        let c = s.add_u32(c, s.add_u32(s.lanes(), s.splat_u32((v * S::LANES) as u32)));
+        index = s.min_u32(index, s.where_equal(distance, s.splat(least), c));
+    }
+    (s.min_lane_u32(index), least)
 }

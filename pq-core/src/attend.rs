@@ -10,6 +10,7 @@
 use crate::adc::{for_nbits, scan_chunk, scan_scalar, split_planes};
 use crate::error::{check_at_least, check_len};
 use crate::pack::{BLOCK, unpack_run};
+use crate::scan_group::{QUERIES, scan_group};
 use crate::simd::{Kernel, Simd, row_len};
 use crate::softmax::{SoftmaxStats, exponentiate, max};
 use crate::{Backend, Codebook, Codes, Error, Luts, PqShape};
@@ -228,16 +229,22 @@ impl Kernel for Attend<'_, '_> {
             let end = n.min(start + CHUNK);
             let len = (end - start).next_multiple_of(BLOCK);
             let keys = tokens.keys.slice(start, end);
-            for (g, scores) in scores.chunks_exact_mut(CHUNK).enumerate() {
-                let lut = luts.lut(g);
-                let (scores, padding) = scores[..len].split_at_mut(end - start);
-                for_nbits!(
-                    keys.shape().nbits(),
-                    N => scan_chunk::<S, N>(s, &lut, &keys, scores),
-                    scan_scalar(&lut, &keys, scores)
-                );
-                weigh(tokens, g, start, scores, &mut stats[g], &mut out[g * dim..][..dim]);
-                padding.fill(0.0);
+            for (i, scores) in scores.chunks_mut(QUERIES * CHUNK).enumerate() {
+                let together = score_together(s, luts, i * QUERIES, &keys, scores);
+                for (g, scores) in scores.chunks_exact_mut(CHUNK).enumerate() {
+                    let g = i * QUERIES + g;
+                    let lut = luts.lut(g);
+                    let (scores, padding) = scores[..len].split_at_mut(end - start);
+                    if !together {
+                        for_nbits!(
+                            keys.shape().nbits(),
+                            N => scan_chunk::<S, N>(s, &lut, &keys, scores),
+                            scan_scalar(&lut, &keys, scores)
+                        );
+                    }
+                    weigh(tokens, g, start, scores, &mut stats[g], &mut out[g * dim..][..dim]);
+                    padding.fill(0.0);
+                }
             }
             let values = Values { codebook, planes, codes: tokens.values.slice(start, end), len };
             let mut weights = scores.chunks_mut(4 * CHUNK);
@@ -247,6 +254,26 @@ impl Kernel for Attend<'_, '_> {
             }
         }
     }
+}
+
+/// Computes the table scores of up to four queries from `first` on, `scores` (queries, CHUNK), where that is
+/// faster together: for three or more, if the tables do not fit in registers. Returns whether it is.
+#[inline(always)]
+fn score_together<S: Simd>(
+    s: S,
+    luts: &Luts<'_>,
+    first: usize,
+    keys: &Codes<'_>,
+    scores: &mut [f32],
+) -> bool {
+    let nbits = keys.shape().nbits();
+    let together = scores.len() >= 3 * CHUNK && nbits > S::FLOAT_TABLE_BITS && nbits <= 8;
+    if together && nbits == 7 {
+        scan_group::<S, 7, CHUNK>(s, luts, first, keys.bytes(), scores);
+    } else if together {
+        scan_group::<S, 8, CHUNK>(s, luts, first, keys.bytes(), scores);
+    }
+    together
 }
 
 /// Turns the table scores of tokens `start` and on into softmax weights, in place. Adds the tokens to `stats`

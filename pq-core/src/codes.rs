@@ -2,10 +2,9 @@
 //! `nbits`-bit field is below `ksub = 1 << nbits` by construction, so every byte string of the right length
 //! is valid and lookups need no range check.
 
-#[cfg(feature = "alloc")]
 use crate::Backend;
 use crate::error::{check_len, count_rows};
-use crate::pack::{BLOCK, get_in_run, set_in_run};
+use crate::pack::{BLOCK, ReplaceInRun, get_in_run, set_in_run};
 use crate::{Error, PqShape};
 
 /// The packed codes of `n` vectors, borrowed.
@@ -114,6 +113,25 @@ pub(crate) fn set_vector(shape: PqShape, bytes: &mut [u8], i: usize, code: impl 
     let block = &mut bytes[i / BLOCK * shape.block_size()..][..shape.block_size()];
     for (j, run) in block.chunks_exact_mut(8 * shape.nbits() as usize).enumerate() {
         set_in_run(run, shape.nbits(), i % BLOCK, code(j));
+    }
+}
+
+/// Writes the codes of subspace `j` of vectors `first` and on, up to 64, and leaves all others unchanged.
+pub(crate) fn set_codes(
+    backend: Backend,
+    shape: PqShape,
+    bytes: &mut [u8],
+    first: usize,
+    j: usize,
+    codes: &[u32],
+) {
+    let run_len = 8 * shape.nbits() as usize;
+    let (here, next) = codes.split_at(codes.len().min(BLOCK - first % BLOCK));
+    for (block, at, codes) in [(first / BLOCK, first % BLOCK, here), (first / BLOCK + 1, 0, next)] {
+        if !codes.is_empty() {
+            let run = &mut bytes[block * shape.block_size() + j * run_len..][..run_len];
+            backend.run(ReplaceInRun { run, nbits: shape.nbits(), first: at, codes });
+        }
     }
 }
 

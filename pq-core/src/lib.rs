@@ -38,6 +38,8 @@ mod pack;
 #[cfg(feature = "alloc")]
 mod rng;
 mod rope_mean;
+#[allow(unsafe_code)]
+mod scan_group;
 mod shape;
 #[allow(unsafe_code)]
 mod simd;

@@ -8,6 +8,8 @@
 //! So a run is packed without gaps at every width, the place of a token follows from its index, and vector
 //! code unpacks a plane with one shift and one mask, without moving bytes across lanes.
 
+use crate::simd::Kernel;
+
 /// Codes in a run, and vectors in a block of codes.
 pub const BLOCK: usize = 64;
 
@@ -21,6 +23,7 @@ fn planes(nbits: u32) -> impl Iterator<Item = (usize, u32)> {
 }
 
 /// Packs 64 codes, each below `1 << nbits`, into `run` (8 * nbits bytes).
+#[inline(always)]
 pub(crate) fn pack_run(codes: &[u16; BLOCK], nbits: u32, run: &mut [u8]) {
     let mut rest = run;
     for (width, shift) in planes(nbits) {
@@ -37,6 +40,7 @@ pub(crate) fn pack_run(codes: &[u16; BLOCK], nbits: u32, run: &mut [u8]) {
 }
 
 /// Reads the 64 codes of a run.
+#[inline(always)]
 pub(crate) fn unpack_run(run: &[u8], nbits: u32) -> [u16; BLOCK] {
     let mut codes = [0; BLOCK];
     let mut rest = run;
@@ -62,6 +66,29 @@ pub(crate) fn set_in_run(run: &mut [u8], nbits: u32, i: usize, code: u16) {
         let byte = &mut run[start + i % (8 * width)];
         *byte = (*byte & !((mask << part) as u8)) | (((code >> shift) & mask) << part) as u8;
         start += 8 * width;
+    }
+}
+
+/// Writes the codes of tokens `first` and on of a run and leaves the others unchanged.
+pub(crate) struct ReplaceInRun<'a> {
+    pub run: &'a mut [u8],
+    pub nbits: u32,
+    pub first: usize,
+    pub codes: &'a [u32], // each below `1 << nbits`; first + len <= 64
+}
+
+impl Kernel for ReplaceInRun<'_> {
+    type Output = ();
+
+    /// Portable code that the compiler vectorizes for each instruction set.
+    #[inline(always)]
+    fn scalar(self) {
+        let Self { run, nbits, first, codes } = self;
+        let mut all = if codes.len() == BLOCK { [0; BLOCK] } else { unpack_run(run, nbits) };
+        for (slot, &code) in all[first..].iter_mut().zip(codes) {
+            *slot = code as u16;
+        }
+        pack_run(&all, nbits, run);
     }
 }
 
@@ -96,6 +123,17 @@ mod tests {
                 set_in_run(&mut one_by_one, nbits, i, code);
             }
             assert_eq!(one_by_one, run, "{nbits}");
+            for (first, count) in [(0, 64), (0, 3), (63, 1), (1, 63), (17, 20), (5, 0)] {
+                let mut replaced = vec![0x5A; run.len()];
+                let before = unpack_run(&replaced, nbits);
+                let codes = codes.map(u32::from);
+                let codes = &codes[first..first + count];
+                ReplaceInRun { run: &mut replaced, nbits, first, codes }.scalar();
+                let expected: [u16; BLOCK] = core::array::from_fn(|i| {
+                    i.checked_sub(first).and_then(|i| codes.get(i)).map_or(before[i], |&code| code as u16)
+                });
+                assert_eq!(unpack_run(&replaced, nbits), expected, "{nbits}, {first}, {count}");
+            }
         }
     }
 

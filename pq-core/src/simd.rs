@@ -93,6 +93,8 @@ pub(crate) trait Simd: Copy {
     const LANES: usize;
     /// Whether there are 32 registers, not 16.
     const WIDE: bool;
+    /// The widest codes whose tables of floats are looked up in registers; wider ones are gathered.
+    const FLOAT_TABLE_BITS: u32;
 
     fn splat(self, x: f32) -> Self::F32;
     /// # Safety
@@ -135,6 +137,13 @@ pub(crate) trait Simd: Copy {
         candidate: Self::F32,
         index: Self::U32,
     ) -> (Self::F32, Self::U32);
+
+    /// The smallest lane of floats that are not NaN.
+    fn min_lane(self, x: Self::F32) -> f32;
+    fn min_u32(self, a: Self::U32, b: Self::U32) -> Self::U32;
+    fn min_lane_u32(self, x: Self::U32) -> u32;
+    /// `index` where `a == b`, `u32::MAX` elsewhere.
+    fn where_equal(self, a: Self::F32, b: Self::F32, index: Self::U32) -> Self::U32;
 
     /// Integers that order as the scores do (see `topk::key`).
     fn keys(self, scores: Self::F32) -> Self::U32;

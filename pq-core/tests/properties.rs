@@ -3,7 +3,6 @@
 
 #![allow(clippy::unwrap_used, clippy::panic)]
 
-use half::{bf16, f16};
 use pq_core::*;
 use proptest::prelude::*;
 
@@ -53,50 +52,6 @@ fn decoded(codebook: &Codebook<'_>, codes: &Codes<'_>) -> Vec<f32> {
     rows
 }
 
-/// Every code's centroid is as near as any, by f64 distances, up to the rounding of the f32 sums.
-fn assert_nearest(codebook: &Codebook<'_>, rows: &[f32], codes: &Codes<'_>, first: usize) {
-    let shape = codebook.shape();
-    for (i, row) in rows.chunks_exact(shape.dim()).enumerate() {
-        for ((j, x), c) in row.chunks_exact(shape.dsub()).enumerate().zip(codes.iter_vector(first + i)) {
-            let distance = |c: usize| -> f64 {
-                codebook.centroid(j, c).zip(x).map(|(y, &x)| (f64::from(x) - f64::from(y)).powi(2)).sum()
-            };
-            let best = (0..shape.ksub()).map(distance).fold(f64::INFINITY, f64::min);
-            let size: f64 = x.iter().map(|&x| f64::from(x).powi(2)).sum::<f64>() + 1.0;
-            assert!(
-                distance(c) <= best + 1e-5 * size * shape.dsub() as f64,
-                "{} against {best}",
-                distance(c)
-            );
-        }
-    }
-}
-
-fn check_encode<E: Element>(shape: PqShape, seed: u64, n: usize, first: usize) {
-    let book = codebook(shape, seed);
-    let rows: Vec<E> = random(seed ^ 1, n * shape.dim(), 2.0).into_iter().map(E::from_f32).collect();
-    let exact: Vec<f32> = rows.iter().map(|x| x.to_f32()).collect();
-    for backend in backends() {
-        let before = bytes(seed ^ 2, shape.codes_len(first + n));
-        let mut packed = before.clone();
-        let error = encode_into_with(backend, &book.view(), &rows, first, &mut packed).unwrap();
-        let codes = Codes::new(shape, first + n, &packed).unwrap();
-        assert_nearest(&book.view(), &exact, &codes, first);
-        // Other vectors keep their codes.
-        let before = Codes::new(shape, first + n, &before).unwrap();
-        for i in 0..first {
-            assert!(codes.iter_vector(i).eq(before.iter_vector(i)));
-        }
-        let rows = decoded(&book.view(), &codes);
-        let expected: f64 = rows[first * shape.dim()..]
-            .iter()
-            .zip(&exact)
-            .map(|(&y, &x)| (f64::from(x) - f64::from(y)).powi(2))
-            .sum();
-        assert!((error - expected).abs() <= 1e-3 * (1.0 + expected), "{backend:?}: {error} {expected}");
-    }
-}
-
 /// What attention should give, in f64, for decoded keys and values.
 struct Reference<'a> {
     keys: &'a [f32],
@@ -126,15 +81,6 @@ impl Reference<'_> {
 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(48))]
-
-    #[test]
-    fn codes_are_the_nearest_centroids(shape in shapes(), seed: u64, n in 0_usize..150, first in 0_usize..130) {
-        if shape.ksub() * n <= 1 << 15 {
-            check_encode::<f32>(shape, seed, n, first);
-            check_encode::<f16>(shape, seed, n, first);
-            check_encode::<bf16>(shape, seed, n, first);
-        }
-    }
 
     #[test]
     fn tables_and_scores_have_the_same_bits_everywhere(shape in shapes(), seed: u64, n in lengths(), group in 1_usize..4) {
@@ -383,23 +329,6 @@ proptest! {
     }
 
     #[test]
-    fn a_range_decodes_as_in_the_whole(shape in shapes(), seed: u64, n in 0_usize..200, first in 0_usize..200, count in 0_usize..200) {
-        let book = codebook(shape, seed);
-        let packed = bytes(seed ^ 1, shape.codes_len(n));
-        let codes = Codes::new(shape, n, &packed).unwrap();
-        let whole = decoded(&book.view(), &codes);
-        let mut rows = vec![0.0_f32; count * shape.dim()];
-        let result = decode_into(&book.view(), &codes, first, &mut rows);
-        if first + count <= n {
-            prop_assert!(result.is_ok());
-            prop_assert!(same_bits(&rows, &whole[first * shape.dim()..][..rows.len()]));
-        } else {
-            prop_assert_eq!(result, Err(Error::TooShort { what: "codes", needed: first + count, actual: n }));
-            prop_assert!(rows.iter().all(|&x| x == 0.0));
-        }
-    }
-
-    #[test]
     fn a_codebook_returns_its_centroids(shape in shapes(), seed: u64) {
         let centroids = random(seed, shape.codebook_len(), 1.0);
         let book = CodebookBuf::new(shape, &centroids).unwrap();
@@ -408,209 +337,4 @@ proptest! {
         prop_assert!(same_bits(&returned, &centroids) && same_bits(&book.centroids(), &centroids));
         prop_assert!(book.view().centroids_into(&mut returned[1..]).is_err());
     }
-}
-
-fn trained_bytes(trained: &Trained) -> (Vec<u32>, Vec<u8>, u64) {
-    (trained.centroids.iter().map(|x| x.to_bits()).collect(), trained.codes.clone(), trained.error.to_bits())
-}
-
-#[test]
-fn training_does_not_depend_on_the_number_of_threads() {
-    let shape = PqShape::new(24, 6, 4).unwrap();
-    let sets = [random(1, 500 * 24, 1.0), random(2, 77 * 24, 1.0), random(3, 24, 1.0)];
-    let sets: Vec<&[f32]> = sets.iter().map(Vec::as_slice).collect();
-    for start in [Start::Random, Start::PlusPlus] {
-        let options = TrainOptions { iterations: 5, seed: 42, start, encode: true, ..Default::default() };
-        let one_by_one: Vec<_> =
-            sets.iter().map(|set| trained_bytes(&train(shape, set, &options).unwrap())).collect();
-        let together =
-            || -> Vec<_> { train_batch(shape, &sets, &options).unwrap().iter().map(trained_bytes).collect() };
-        assert_eq!(together(), one_by_one);
-        #[cfg(feature = "rayon")]
-        for threads in [1, 2, 7] {
-            let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
-            assert_eq!(pool.install(together), one_by_one);
-        }
-    }
-}
-
-#[test]
-fn the_codes_of_training_are_those_of_encoding() {
-    let shape = PqShape::new(24, 6, 5).unwrap();
-    let rows = random(9, 333 * 24, 1.0);
-    for max_vectors in [None, Some(100)] {
-        let options = TrainOptions { iterations: 4, encode: true, max_vectors, ..Default::default() };
-        let trained = train(shape, &rows, &options).unwrap();
-        let book = CodebookBuf::new(shape, &trained.centroids).unwrap();
-        let codes = Codes::new(shape, 333, &trained.codes).unwrap();
-        assert_nearest(&book.view(), &rows, &codes, 0);
-        let rest = decoded(&book.view(), &codes);
-        let error: f64 = rest.iter().zip(&rows).map(|(a, b)| f64::from(a - b).powi(2)).sum();
-        assert!((error - trained.error).abs() < 1e-3 * error, "{error} {}", trained.error);
-    }
-}
-
-#[test]
-fn more_iterations_and_a_warm_start_lower_the_error() {
-    let shape = PqShape::new(16, 4, 6).unwrap();
-    let rows = random(5, 2000 * 16, 1.0);
-    let train = |iterations, start| {
-        train(shape, &rows, &TrainOptions { iterations, start, encode: true, ..Default::default() }).unwrap()
-    };
-    let short = train(2, Start::Random);
-    let warm = train(3, Start::From(&short.centroids));
-    assert!(warm.error < short.error && train(10, Start::Random).error < short.error);
-    assert_eq!((short.iterations, warm.iterations), (2, 3));
-    let time_is_up = || true;
-    let options = TrainOptions { time_is_up: Some(&time_is_up), ..Default::default() };
-    assert_eq!(pq_core::train(shape, &rows, &options).unwrap().iterations, 1);
-    let options = TrainOptions { tolerance: 0.5, ..Default::default() };
-    assert!(pq_core::train(shape, &rows, &options).unwrap().iterations < 4);
-}
-
-#[test]
-fn codes_that_lose_nothing_decode_exactly() {
-    let shape = PqShape::new(4, 2, 3).unwrap();
-    let rows: Vec<f32> = (0..8 * 4).map(|i| i as f32).collect(); // as many vectors as centroids
-    let options = TrainOptions { iterations: 3, encode: true, ..Default::default() };
-    let trained = train(shape, &rows, &options).unwrap();
-    let book = CodebookBuf::new(shape, &trained.centroids).unwrap();
-    let codes = Codes::new(shape, 8, &trained.codes).unwrap();
-    assert_eq!(decoded(&book.view(), &codes), rows);
-    assert_eq!(trained.error, 0.0);
-}
-
-#[test]
-fn unusual_values_have_defined_codes() {
-    let shape = PqShape::new(4, 1, 6).unwrap();
-    let book = codebook(shape, 3);
-    let plain = [0.3, 0.0, -0.2, 0.0];
-    for backend in backends() {
-        let code = |row: &[f32; 4], n: usize| {
-            let mut packed = vec![0; shape.codes_len(n)];
-            encode_into_with(backend, &book.view(), &row.repeat(n), 0, &mut packed).unwrap();
-            Codes::new(shape, n, &packed).unwrap().iter_vector(n - 1).next().unwrap()
-        };
-        for n in [1, 64] {
-            // NaN and infinities count as 0; a distance that overflows is never the least.
-            assert_eq!(code(&[0.3, f32::NAN, -0.2, f32::INFINITY], n), code(&plain, n), "{backend:?}");
-            assert_eq!(code(&[f32::MAX; 4], n), code(&[f32::MAX; 4], 1), "{backend:?}");
-        }
-    }
-    // Clusters of one point, and of equal points.
-    for n in [1, 3, 64, 65] {
-        for rows in [vec![1.5; n * 4], random(8, n * 4, 1.0)] {
-            let options = TrainOptions { encode: true, ..Default::default() };
-            let trained = train(shape, &rows, &options).unwrap();
-            assert!(trained.centroids.iter().all(|x| x.is_finite()));
-            let book = CodebookBuf::new(shape, &trained.centroids).unwrap();
-            assert_nearest(&book.view(), &rows, &Codes::new(shape, n, &trained.codes).unwrap(), 0);
-        }
-    }
-}
-
-#[test]
-fn bad_arguments_are_errors() {
-    let shape = PqShape::new(8, 4, 6).unwrap();
-    let book = codebook(shape, 1);
-    let mut packed = vec![0; shape.codes_len(2)];
-    assert_eq!(
-        encode_into(&book.view(), &[0.0_f32; 9], 0, &mut packed),
-        Err(Error::PartialRow { what: "vectors", row: 8, actual: 9 })
-    );
-    assert!(matches!(encode_into(&book.view(), &[0.0_f32; 16], 64, &mut packed), Err(Error::Length { .. })));
-    assert!(matches!(
-        encode_into(&book.view(), &[0.0_f32; 16], usize::MAX, &mut packed),
-        Err(Error::Length { .. })
-    ));
-    let codes = Codes::new(shape, 2, &packed).unwrap();
-    let other = PqShape::new(8, 4, 5).unwrap();
-    let table = vec![0.0; other.lut_len()];
-    let lut = Lut::new(other, &table).unwrap();
-    assert_eq!(scan_into(&lut, &codes, &mut [0.0; 2]), Err(Error::ShapeMismatch));
-    let many = PqShape::new(300, 300, 1).unwrap();
-    let table = vec![0.0; many.lut_len()];
-    let mut storage = vec![0; many.quantized_lut_len(LutPrecision::U8)];
-    let lut = Lut::new(many, &table).unwrap();
-    let wrong = QuantizedLut::new(&lut, LutPrecision::U8, &mut storage);
-    assert!(matches!(wrong, Err(Error::TooManySubspaces { m: 300, max: 257 })));
-    let mut table = vec![0.0; other.lut_len()];
-    table[7] = f32::NAN;
-    let mut storage = vec![0; other.quantized_lut_len(LutPrecision::U8)];
-    let wrong = QuantizedLut::new(&Lut::new(other, &table).unwrap(), LutPrecision::U8, &mut storage);
-    assert!(matches!(wrong, Err(Error::NotFinite { index: 7, .. })));
-    assert!(matches!(train(shape, &[] as &[f32], &TrainOptions::default()), Err(Error::Zero { .. })));
-    assert!(matches!(train(shape, &[f32::NAN; 8], &TrainOptions::default()), Err(Error::NotFinite { .. })));
-    let short = TrainOptions { start: Start::From(&[0.0; 3]), ..Default::default() };
-    assert!(matches!(train(shape, &[0.0_f32; 8], &short), Err(Error::Length { .. })));
-    for backend in Backend::ALL.into_iter().filter(|backend| !backend.is_available()) {
-        assert_eq!(top_k_into_with(backend, &[1.0], 1, &mut [0]), Err(Error::BackendUnavailable));
-    }
-}
-
-#[test]
-fn views_that_do_not_fit_are_errors() {
-    let (shape, other) = (PqShape::new(8, 4, 6).unwrap(), PqShape::new(8, 4, 5).unwrap());
-    let (book, tables) = (codebook(shape, 1), vec![0.0; 2 * shape.lut_len()]);
-    let bytes = vec![0; shape.codes_len(3)];
-    let codes = Codes::new(shape, 3, &bytes).unwrap();
-    assert!(matches!(Luts::new(shape, &tables[1..]), Err(Error::PartialRow { what: "luts", .. })));
-    let luts = Luts::new(shape, &tables).unwrap();
-    assert_eq!(luts.group(), 2);
-
-    let (mut floats, mut stats) = (vec![0.0; SearchScratch::len(2, 3)], vec![SoftmaxStats::EMPTY; 2]);
-    let short = SearchScratch::new(3, &mut floats[1..], &mut stats);
-    assert!(matches!(short, Err(Error::TooShort { needed: 9, actual: 8, .. })));
-    let huge = SearchScratch::new(usize::MAX, &mut floats, &mut stats);
-    assert!(matches!(huge, Err(Error::TooShort { needed: usize::MAX, .. })));
-    let search = Search { k: 2, ..Search::default() };
-    let mut scratch = SearchScratch::new(3, &mut floats, &mut stats).unwrap();
-    let found = search_into(&luts, &codes, &search, &mut scratch, &mut [0]);
-    assert_eq!(found, Err(Error::TooShort { what: "tokens", needed: 2, actual: 1 }));
-    let one = Luts::new(shape, &tables[..shape.lut_len()]).unwrap();
-    assert!(matches!(
-        search_into(&one, &codes, &search, &mut scratch, &mut [0; 2]),
-        Err(Error::Length { .. })
-    ));
-    let wrong = Luts::new(other, &tables).unwrap();
-    assert_eq!(search_into(&wrong, &codes, &search, &mut scratch, &mut [0; 2]), Err(Error::ShapeMismatch));
-    let rerank = Rerank { k: 2, rule: GroupRule::SumOfSoftmax };
-    let kept = rerank_into(&[0.0; 4], &[0.0_f32; 6], &rerank, &mut scratch, &mut [0]);
-    assert_eq!(kept, Err(Error::TooShort { what: "kept", needed: 2, actual: 1 }));
-    let kept = rerank_into(&[0.0; 5], &[0.0_f32; 6], &rerank, &mut scratch, &mut [0; 2]);
-    assert!(matches!(kept, Err(Error::PartialRow { what: "queries", .. })));
-
-    let fewer = Codes::new(shape, 2, &bytes).unwrap();
-    assert!(matches!(CodedTokens::new(codes, fewer, book.view()), Err(Error::Length { .. })));
-    let of_other = codebook(other, 1);
-    assert!(matches!(CodedTokens::new(codes, codes, of_other.view()), Err(Error::ShapeMismatch)));
-    let tokens = CodedTokens::new(codes, codes, book.view()).unwrap();
-    assert!(matches!(
-        tokens.with_key_scales(&[1.0_f32; 2][..]),
-        Err(Error::Length { what: "key scales", .. })
-    ));
-    assert!(matches!(tokens.with_value_scales(&[1.0_f32; 4][..]), Err(Error::Length { .. })));
-    assert!(tokens.with_key_scales(None::<&[f32]>).is_ok());
-    let (mut out, mut stats) = (vec![0.0; 16], vec![SoftmaxStats::EMPTY; 2]);
-    let mut scratch = vec![0.0; attend_scratch_len(shape, 2) + 1];
-    let bias = [0.0_f32; 5];
-    let masked = tokens.with_bias(&bias[..]);
-    let result = attend_into(&luts, &masked, &mut scratch, &mut out, &mut stats);
-    assert_eq!(result, Err(Error::Length { what: "bias", expected: 6, actual: 5 }));
-    assert_eq!(attend_into(&luts, &tokens, &mut scratch, &mut out, &mut stats), Ok(()));
-    let result = attend_into(&luts, &tokens, &mut scratch, &mut out, &mut stats[1..]);
-    assert!(matches!(result, Err(Error::Length { what: "stats", .. })));
-    let result = attend_into(&wrong, &tokens, &mut scratch, &mut out, &mut stats);
-    assert_eq!(result, Err(Error::ShapeMismatch));
-}
-
-#[test]
-fn errors_name_the_length_that_is_needed() {
-    let (expected, needed, actual) = (4, 4, 3);
-    let exact = Error::Length { what: "scores", expected, actual };
-    assert_eq!(exact.to_string(), "scores has length 3, expected exactly 4");
-    let short = Error::TooShort { what: "tokens", needed, actual };
-    assert_eq!(short.to_string(), "tokens has length 3, expected at least 4");
-    let partial = Error::PartialRow { what: "vectors", row: 2, actual };
-    assert_eq!(partial.to_string(), "vectors has length 3, expected a multiple of 2");
 }

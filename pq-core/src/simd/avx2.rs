@@ -123,6 +123,7 @@ impl Simd for Avx2 {
 
     const LANES: usize = 8;
     const WIDE: bool = false;
+    const FLOAT_TABLE_BITS: u32 = 6;
 
     #[inline(always)]
     fn splat(self, x: f32) -> __m256 {
@@ -192,6 +193,34 @@ impl Simd for Avx2 {
         op!({
             let smaller = _mm256_castps_si256(_mm256_cmp_ps::<_CMP_LT_OQ>(candidate, best.0));
             (_mm256_min_ps(candidate, best.0), _mm256_blendv_epi8(best.1, index, smaller))
+        })
+    }
+
+    #[inline(always)]
+    fn min_lane(self, x: __m256) -> f32 {
+        op!({
+            let x = _mm_min_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps::<1>(x));
+            let x = _mm_min_ps(x, _mm_movehl_ps(x, x));
+            _mm_cvtss_f32(_mm_min_ss(x, _mm_movehdup_ps(x)))
+        })
+    }
+    #[inline(always)]
+    fn min_u32(self, a: __m256i, b: __m256i) -> __m256i {
+        op!(_mm256_min_epu32(a, b))
+    }
+    #[inline(always)]
+    fn min_lane_u32(self, x: __m256i) -> u32 {
+        op!({
+            let x = _mm_min_epu32(_mm256_castsi256_si128(x), _mm256_extracti128_si256::<1>(x));
+            let x = _mm_min_epu32(x, _mm_shuffle_epi32::<0b01_00_11_10>(x));
+            _mm_cvtsi128_si32(_mm_min_epu32(x, _mm_shuffle_epi32::<0b10_11_00_01>(x))) as u32
+        })
+    }
+    #[inline(always)]
+    fn where_equal(self, a: __m256, b: __m256, index: __m256i) -> __m256i {
+        op!({
+            let differ = _mm256_castps_si256(_mm256_cmp_ps::<_CMP_NEQ_UQ>(a, b));
+            _mm256_or_si256(index, differ)
         })
     }
 
@@ -320,7 +349,7 @@ impl Simd for Avx2 {
         codes: [__m256i; 2],
     ) -> [__m256; 8] {
         let mut block = [self.splat(0.0); 8];
-        if NBITS > 6 {
+        if NBITS > Self::FLOAT_TABLE_BITS {
             // Four trees of blends cost more than a gather from here on: about 190 cycles against 84 for 64
             // codes on Zen 4.
             let zero = op!(_mm256_setzero_si256());

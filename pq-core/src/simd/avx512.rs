@@ -52,6 +52,7 @@ impl Simd for Avx512 {
 
     const LANES: usize = 16;
     const WIDE: bool = true;
+    const FLOAT_TABLE_BITS: u32 = 8;
 
     #[inline(always)]
     fn splat(self, x: f32) -> __m512 {
@@ -117,6 +118,26 @@ impl Simd for Avx512 {
         op!({
             let smaller = _mm512_cmp_ps_mask::<_CMP_LT_OQ>(candidate, best.0);
             (_mm512_min_ps(candidate, best.0), _mm512_mask_mov_epi32(best.1, smaller, index))
+        })
+    }
+
+    #[inline(always)]
+    fn min_lane(self, x: __m512) -> f32 {
+        op!(_mm512_reduce_min_ps(x))
+    }
+    #[inline(always)]
+    fn min_u32(self, a: __m512i, b: __m512i) -> __m512i {
+        op!(_mm512_min_epu32(a, b))
+    }
+    #[inline(always)]
+    fn min_lane_u32(self, x: __m512i) -> u32 {
+        op!(_mm512_reduce_min_epu32(x))
+    }
+    #[inline(always)]
+    fn where_equal(self, a: __m512, b: __m512, index: __m512i) -> __m512i {
+        op!({
+            let equal = _mm512_cmp_ps_mask::<_CMP_EQ_OQ>(a, b);
+            _mm512_mask_mov_epi32(_mm512_set1_epi32(-1), equal, index)
         })
     }
 

@@ -33,6 +33,7 @@ impl Simd for Neon {
 
     const LANES: usize = 4;
     const WIDE: bool = true;
+    const FLOAT_TABLE_BITS: u32 = 8;
 
     #[inline(always)]
     fn splat(self, x: f32) -> float32x4_t {
@@ -104,6 +105,23 @@ impl Simd for Neon {
             let smaller = vcltq_f32(candidate, best.0);
             (vbslq_f32(smaller, candidate, best.0), vbslq_u32(smaller, index, best.1))
         })
+    }
+
+    #[inline(always)]
+    fn min_lane(self, x: float32x4_t) -> f32 {
+        op!(vminvq_f32(x))
+    }
+    #[inline(always)]
+    fn min_u32(self, a: uint32x4_t, b: uint32x4_t) -> uint32x4_t {
+        op!(vminq_u32(a, b))
+    }
+    #[inline(always)]
+    fn min_lane_u32(self, x: uint32x4_t) -> u32 {
+        op!(vminvq_u32(x))
+    }
+    #[inline(always)]
+    fn where_equal(self, a: float32x4_t, b: float32x4_t, index: uint32x4_t) -> uint32x4_t {
+        op!(vornq_u32(index, vceqq_f32(a, b)))
     }
 
     #[inline(always)]
