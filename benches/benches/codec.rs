@@ -22,7 +22,7 @@ fn codec(c: &mut Criterion) {
         coder: Coder::InterleavedRans,
     };
     let plane = PlaneBuf::fit(sample, channels, None, &options).unwrap();
-    let planes = [plane.view().unwrap(); 2];
+    let planes = [plane.view(); 2];
     let info = FrameInfo::new(1, HEADS, HEAD_DIM, TOKENS);
     let mut group = c.benchmark_group("codec");
     group.throughput(Throughput::Elements(2 * chunk.len() as u64));

@@ -14,7 +14,7 @@ fn main() -> Result<(), Error> {
         coder: Coder::InterleavedRans,
     };
     let fitted = PlaneBuf::fit(&keys, HEAD_DIM, None, &options)?;
-    let plane = fitted.view()?;
+    let plane = fitted.view();
     let info = FrameInfo { block_tokens: 128, model_id: 1, ..FrameInfo::new(3, 1, HEAD_DIM, TOKENS) };
     let mut bytes = vec![];
     encode_frame(&info, &[plane; 6], &[&keys[..]; 6], &mut bytes)?;

@@ -42,7 +42,7 @@ fn main() -> Result<(), Error> {
         model_id: 0x5eed,
         ..FrameInfo::new(LAYERS, HEADS, HEAD_DIM, TOKENS)
     };
-    let planes: Vec<Plane<'_>> = fitted.iter().map(PlaneBuf::view).collect::<Result<_, _>>()?;
+    let planes: Vec<Plane<'_>> = fitted.iter().map(PlaneBuf::view).collect();
     let mut bytes = vec![];
     encode_frame(&info, &planes, &rows, &mut bytes)?;
     println!(

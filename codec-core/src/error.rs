@@ -18,6 +18,15 @@ pub enum Error {
         /// The length that was given.
         actual: usize,
     },
+    /// A slice is shorter than the shapes require. A longer one would do.
+    TooShort {
+        /// The argument.
+        what: &'static str,
+        /// The least length.
+        needed: usize,
+        /// The length that was given.
+        actual: usize,
+    },
     /// There are more elements than the format or the address space can count.
     TooLarge,
     /// A frame has more elements than the caller allows.
@@ -84,7 +93,9 @@ pub enum Error {
     /// The bytes do not match their checksum.
     BadChecksum,
     /// The plane is not the one that the frame was encoded with.
-    WrongProfile,
+    WrongPlane,
+    /// The frame, or the header of a frame to be, is of another model than the profile.
+    WrongModel,
     /// An entry of a chunk's directory differs from the header of its frame.
     WrongEntry {
         /// The position of the frame in the chunk.
@@ -111,6 +122,9 @@ impl fmt::Display for Error {
             Self::Zero { what } => write!(f, "{what} must not be zero"),
             Self::Length { what, expected, actual } => {
                 write!(f, "{what} has length {actual}, expected {expected}")
+            }
+            Self::TooShort { what, needed, actual } => {
+                write!(f, "{what} has length {actual}, at least {needed} are needed")
             }
             Self::TooLarge => write!(f, "too many elements"),
             Self::Limit { needed, limit } => {
@@ -144,7 +158,8 @@ impl fmt::Display for Error {
             Self::Truncated => write!(f, "the data ends too early"),
             Self::TrailingBytes => write!(f, "there are bytes after the end of the data"),
             Self::BadChecksum => write!(f, "the data does not match its checksum"),
-            Self::WrongProfile => write!(f, "the plane is not the one that the frame was encoded with"),
+            Self::WrongPlane => write!(f, "the plane is not the one that the frame was encoded with"),
+            Self::WrongModel => write!(f, "the frame is of another model than the profile"),
             Self::WrongEntry { frame } => {
                 write!(f, "the directory entry of frame {frame} differs from the frame's header")
             }
@@ -161,6 +176,104 @@ impl fmt::Display for Error {
 
 impl core::error::Error for Error {}
 
+impl Error {
+    /// The number of the variant, for callers in other languages and for logs. A number never changes its
+    /// meaning; 0 is no error.
+    ///
+    /// | arguments | | bytes | | pairing | |
+    /// | --- | --- | --- | --- | --- | --- |
+    /// | 1 | `Zero` | 20 | `BadMagic` | 40 | `WrongPlane` |
+    /// | 2 | `Length` | 21 | `BadVersion` | 41 | `WrongModel` |
+    /// | 3 | `TooShort` | 22 | `BadField` | 42 | `WrongCoding` |
+    /// | 4 | `TooLarge` | 23 | `Truncated` | 43 | `WrongEntry` |
+    /// | 5 | `Limit` | 24 | `TrailingBytes` | 44 | `NotBeforeRope` |
+    /// | 6 | `NotFinite` | 25 | `BadChecksum` | | |
+    /// | 7 | `OutOfRange` | 26 | `Corrupt` | | |
+    /// | 8 | `OutOfBounds` | | | | |
+    /// | 9 | `BadStep` | | | | |
+    /// | 10 | `BadModel` | | | | |
+    /// | 11 | `BadPlane` | | | | |
+    /// | 12 | `OddHeadDim` | | | | |
+    /// | 13 | `ElementNot16Bit` | | | | |
+    /// | 14 | `BadTiming` | | | | |
+    /// | 15 | `BackendUnavailable` | | | | |
+    #[must_use]
+    pub const fn code(&self) -> u32 {
+        match self {
+            Self::Zero { .. } => 1,
+            Self::Length { .. } => 2,
+            Self::TooShort { .. } => 3,
+            Self::TooLarge => 4,
+            Self::Limit { .. } => 5,
+            Self::NotFinite { .. } => 6,
+            Self::OutOfRange { .. } => 7,
+            Self::OutOfBounds { .. } => 8,
+            Self::BadStep { .. } => 9,
+            Self::BadModel { .. } => 10,
+            Self::BadPlane { .. } => 11,
+            Self::OddHeadDim { .. } => 12,
+            Self::ElementNot16Bit => 13,
+            Self::BadTiming => 14,
+            Self::BackendUnavailable => 15,
+            Self::BadMagic => 20,
+            Self::BadVersion { .. } => 21,
+            Self::BadField { .. } => 22,
+            Self::Truncated => 23,
+            Self::TrailingBytes => 24,
+            Self::BadChecksum => 25,
+            Self::Corrupt => 26,
+            Self::WrongPlane => 40,
+            Self::WrongModel => 41,
+            Self::WrongCoding { .. } => 42,
+            Self::WrongEntry { .. } => 43,
+            Self::NotBeforeRope => 44,
+        }
+    }
+}
+
 pub(crate) fn check_len(what: &'static str, actual: usize, expected: usize) -> Result<(), Error> {
     if actual == expected { Ok(()) } else { Err(Error::Length { what, expected, actual }) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The numbers that other languages know; a new variant gets a new one.
+    #[test]
+    fn codes_do_not_change() {
+        let what = "";
+        let all = [
+            (Error::Zero { what }, 1),
+            (Error::Length { what, expected: 0, actual: 0 }, 2),
+            (Error::TooShort { what, needed: 0, actual: 0 }, 3),
+            (Error::TooLarge, 4),
+            (Error::Limit { needed: 0, limit: 0 }, 5),
+            (Error::NotFinite { what }, 6),
+            (Error::OutOfRange { channel: 0 }, 7),
+            (Error::OutOfBounds { what }, 8),
+            (Error::BadStep { channel: 0 }, 9),
+            (Error::BadModel { channel: 0 }, 10),
+            (Error::BadPlane { what }, 11),
+            (Error::OddHeadDim { head_dim: 0 }, 12),
+            (Error::ElementNot16Bit, 13),
+            (Error::BadTiming, 14),
+            (Error::BackendUnavailable, 15),
+            (Error::BadMagic, 20),
+            (Error::BadVersion { version: 0 }, 21),
+            (Error::BadField { what }, 22),
+            (Error::Truncated, 23),
+            (Error::TrailingBytes, 24),
+            (Error::BadChecksum, 25),
+            (Error::Corrupt, 26),
+            (Error::WrongPlane, 40),
+            (Error::WrongModel, 41),
+            (Error::WrongCoding { lossless: true }, 42),
+            (Error::WrongEntry { frame: 0 }, 43),
+            (Error::NotBeforeRope, 44),
+        ];
+        for (error, code) in all {
+            assert_eq!(error.code(), code, "{error:?}");
+        }
+    }
 }

@@ -11,18 +11,20 @@ extern crate std;
 mod backend;
 mod block;
 mod chunk;
+mod element;
 mod error;
 mod frame;
 mod lossless;
 mod model;
+mod place;
 mod plane;
-#[cfg(feature = "alloc")]
-mod profile;
 // Without `alloc` there is no encoder, and some functions are unused.
 #[cfg_attr(not(feature = "alloc"), allow(dead_code))]
 mod quant;
 mod range;
 mod rans;
+#[cfg(feature = "alloc")]
+mod reader;
 #[allow(unsafe_code)]
 #[cfg_attr(not(feature = "alloc"), allow(dead_code))]
 mod simd;
@@ -36,22 +38,26 @@ pub use block::MAX_BLOCK_TOKENS;
 #[cfg(feature = "alloc")]
 pub use chunk::write_chunk;
 pub use chunk::{Chunk, ChunkEntry};
+pub use element::Element;
 pub use error::Error;
 pub use frame::{BlockIndex, ElementType, Frame, FrameInfo, Side};
 #[cfg(feature = "alloc")]
 pub use frame::{
-    assemble_frame, encode_frame, encode_frame_with, encode_lossless_frame, encode_lossless_frame_with,
+    assemble_frame, encode_frame, encode_frame_into, encode_frame_into_with, encode_frame_with,
+    encode_lossless_frame, encode_lossless_frame_into, encode_lossless_frame_into_with,
+    encode_lossless_frame_with,
 };
 pub use lossless::LosslessPlane;
 #[cfg(feature = "alloc")]
-pub use lossless::fit_lossless;
+pub use lossless::owned::LosslessPlaneBuf;
 pub use model::tables::{ESCAPE, LANES, Row};
 pub use model::{MAX_SYMBOLS, Models, PRECISION, TABLE_LEN, family_table};
+pub use place::{Place, TokenPages};
+#[cfg(feature = "alloc")]
+pub use plane::fit::{FitOptions, ModelKind, PredictorKind, Steps};
+#[cfg(feature = "alloc")]
+pub use plane::owned::{PlaneBuf, TransformBuf};
 pub use plane::{Plane, PlaneParts, Predictor, Scaling};
-#[cfg(feature = "alloc")]
-pub use profile::fit::{FitOptions, ModelKind, PredictorKind, Steps};
-#[cfg(feature = "alloc")]
-pub use profile::{PlaneBuf, TransformBuf};
 pub use stream::{
     CHUNK_TOKENS, ChunkSizes, Decision, Encoding, MAX_LEVELS, Reason, StreamPolicy, Throughput,
 };

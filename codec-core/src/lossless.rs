@@ -2,6 +2,9 @@
 //! symbol, sign and mantissa are low bits. FORMAT.md, "Block of a lossless frame", specifies the bytes.
 
 #[cfg(feature = "alloc")]
+pub(crate) mod owned;
+
+#[cfg(feature = "alloc")]
 use alloc::vec::Vec;
 
 use crate::block::BlockBytes;
@@ -12,8 +15,6 @@ use crate::model::TABLE_LEN;
 #[cfg(feature = "alloc")]
 use crate::model::tables::Row;
 use crate::model::tables::{ESCAPE, LANES, TileTables};
-#[cfg(feature = "alloc")]
-use crate::model::{Distribution, MAX_SYMBOLS};
 use crate::tile::CHUNK;
 #[cfg(feature = "alloc")]
 use crate::tile::encode::pad;
@@ -95,41 +96,6 @@ fn mantissa_bits(element: ElementType) -> Result<u32, Error> {
         ElementType::Bf16 => Ok(7),
         ElementType::F32 => Err(Error::ElementNot16Bit),
     }
-}
-
-/// Fits the models of a plane to the bits of sample rows: tops (channels,) and tables for
-/// [`LosslessPlane::new`].
-///
-/// # Shapes
-/// `rows` (tokens, channels).
-/// # Errors
-/// [`Error::ElementNot16Bit`] for f32, [`Error::Zero`], [`Error::Length`].
-#[cfg(feature = "alloc")]
-pub fn fit_lossless(
-    element: ElementType,
-    rows: &[u16],
-    channels: usize,
-) -> Result<(Vec<u8>, Vec<u16>), Error> {
-    let mantissa = mantissa_bits(element)?;
-    if channels == 0 || rows.is_empty() {
-        return Err(Error::Zero { what: "the number of sample rows" });
-    }
-    check_len("rows", rows.len(), rows.len() / channels * channels)?;
-    let exponents = ESCAPE >> (mantissa + 1);
-    let most = (MAX_SYMBOLS - 1).min(usize::from(exponents)); // symbols before the escape
-    let (mut tops, mut tables) = (Vec::with_capacity(channels), Vec::with_capacity(channels * TABLE_LEN));
-    for c in 0..channels {
-        let column = || rows.iter().skip(c).step_by(channels).map(|bits| bits >> mantissa & exponents);
-        let top = column().max().unwrap_or(0);
-        let mut counts = [0_u64; MAX_SYMBOLS];
-        column().for_each(|exponent| counts[usize::from(top - exponent).min(most)] += 16);
-        let used = (0..most).rev().find(|&s| counts[s] > 0).map_or(1, |s| s + 1);
-        counts[used] += counts[most] * u64::from(used < most) + 1;
-        tops.push(top as u8);
-        tables.push(mantissa as u16 + 1);
-        tables.extend(Distribution::from_counts(&counts, used + 1).0);
-    }
-    Ok((tops, tables))
 }
 
 /// Encodes rows as `block::encode::encode` does.

@@ -1,3 +1,10 @@
+#[cfg(feature = "alloc")]
+mod bytes;
+#[cfg(feature = "alloc")]
+pub(crate) mod fit;
+#[cfg(feature = "alloc")]
+pub(crate) mod owned;
+
 use crate::error::check_len;
 use crate::{Coder, Error, Models, Transform};
 

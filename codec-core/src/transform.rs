@@ -13,8 +13,8 @@ pub const MAX_HEAD_DIM: usize = 512;
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Transform<'a> {
     pub(crate) head_dim: usize,
-    forward: &'a [f32], // (heads, head_dim, head_dim): row i holds the coefficients of component i
-    inverse: &'a [f32], // (heads, head_dim, head_dim): row i holds the components of coefficient i
+    pub(crate) forward: &'a [f32], // (heads, head_dim, head_dim): row i holds the coefficients of component i
+    pub(crate) inverse: &'a [f32], // (heads, head_dim, head_dim): row i holds the components of coefficient i
 }
 
 impl<'a> Transform<'a> {

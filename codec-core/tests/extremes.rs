@@ -43,7 +43,7 @@ struct Parts {
 impl Parts {
     /// A scaling by token goes with no prediction and no transform.
     fn plane(&self) -> Plane<'_> {
-        let maps = self.maps.as_ref().filter(|_| self.levels == 0).map(|maps| maps.view().unwrap());
+        let maps = self.maps.as_ref().filter(|_| self.levels == 0).map(|maps| maps.view());
         Plane::new(PlaneParts {
             transform: maps,
             mean: &self.mean,
@@ -240,7 +240,7 @@ proptest! {
         let maps = Arc::new(TransformBuf::new(channels, identity.clone(), identity).unwrap());
         let maps = (rotated && options.steps == Steps::Deviations(0.5)).then_some(maps);
         let plane = PlaneBuf::fit(&rows, channels, maps, &options).unwrap();
-        let plane = plane.view().unwrap();
+        let plane = plane.view();
         if let Scaling::Steps(steps) = plane.parts().scaling {
             prop_assert!(steps.iter().all(|step| step.is_normal() && *step > 0.0));
         }
@@ -309,7 +309,7 @@ fn lengths_of_tiles_without_rows_are_zero() {
         coder: Coder::InterleavedRans,
     };
     let plane = PlaneBuf::fit(&rows, 70, None, &options).unwrap();
-    let plane = plane.view().unwrap();
+    let plane = plane.view();
     let mut bytes = vec![];
     encode_frame(&info(70, 16), &[plane; 2], &[&rows[..]; 2], &mut bytes).unwrap();
     decode(&bytes, &plane).unwrap();

@@ -145,7 +145,7 @@ fn streams_with_loss() {
         let stored = plane.to_bytes();
         check(&format!("{name}.kvcp"), &stored);
         assert_every_flip_is_noticed(name, &stored, |bytes| PlaneBuf::from_bytes(bytes).is_ok());
-        let plane = plane.view().unwrap();
+        let plane = plane.view();
         // Values far beyond the sample: escapes, and tiles of a fixed width.
         let (keys, values) = (rows(2, 2.0), rows(3, 30_000.0));
         let mut frame = vec![];
@@ -173,8 +173,11 @@ fn streams_with_loss() {
 #[test]
 fn streams_without_loss() {
     let bits: Vec<u16> = rows(4, 9.0).iter().map(|x| (x.to_bits() >> 16) as u16).collect();
-    let (tops, tables) = fit_lossless(ElementType::Bf16, &bits[..20 * CHANNELS], CHANNELS).unwrap();
-    let plane = LosslessPlane::new(ElementType::Bf16, &tops, &tables).unwrap();
+    let plane = LosslessPlaneBuf::fit(ElementType::Bf16, &bits[..20 * CHANNELS], CHANNELS).unwrap();
+    let stored = plane.to_bytes();
+    check("lossless.kvcl", &stored);
+    assert_every_flip_is_noticed("lossless", &stored, |bytes| LosslessPlaneBuf::from_bytes(bytes).is_ok());
+    let plane = plane.view();
     let info = FrameInfo { element: ElementType::Bf16, lossless: true, ..info() };
     let mut frame = vec![];
     encode_lossless_frame(&info, &[plane; 2], &[&bits[..]; 2], &mut frame).unwrap();

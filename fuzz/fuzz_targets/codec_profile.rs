@@ -14,7 +14,7 @@ fuzz_target!(|input: (Vec<u8>, Vec<u8>)| {
     }
     let Ok(plane) = PlaneBuf::from_bytes(&bytes) else { return };
     assert_eq!(plane.to_bytes(), bytes);
-    let plane = plane.view().unwrap();
+    let plane = plane.view();
     let channels = plane.channels();
     let tokens = rows.len() / channels;
     let rows: Vec<f32> = rows[..tokens * channels].iter().map(|&x| f32::from(x) - 128.0).collect();

@@ -25,10 +25,10 @@ fn main() -> Result<()> {
     };
     let plane = PlaneBuf::fit(&rows, channels, None, &options)?;
     let mut bytes = vec![]; // what has been sent
-    encode_frame(&info, &[plane.view()?; 4], &[&rows[..]; 4], &mut bytes)?;
+    encode_frame(&info, &[plane.view(); 4], &[&rows[..]; 4], &mut bytes)?;
 
     let frame = Frame::parse(&bytes, info.elements())?;
-    let planes = Planes::pack(&[plane.view()?; 4], info.head_dim)?;
+    let planes = Planes::pack(&[plane.view(); 4], info.head_dim)?;
     let words = gpu.upload(planes.words())?;
     let decode = Decode::new(&gpu, planes.shape(VectorElement::F16, false))?;
     let (there, out) = (gpu.zeros::<u8>(bytes.len() + 3)?, gpu.zeros::<f16>(4 * rows.len())?);

@@ -31,7 +31,7 @@ fn programs() -> Result<Vec<Program>, Box<dyn Error>> {
         coder: Coder::InterleavedRans,
     };
     let plane = PlaneBuf::fit(&numbers, 256, Some(map.into()), &options)?;
-    let planes = codec::Planes::pack(&[plane.view()?], 128)?.shape(rows, true);
+    let planes = codec::Planes::pack(&[plane.view()], 128)?.shape(rows, true);
     let mut programs = vec![
         self_test_program(),
         attend.program(DEVICES[1].1)?,

@@ -243,7 +243,7 @@ fn frames_decode_to_the_numbers_of_the_cpu() {
         }
         let rows: Vec<Vec<f32>> = (0..2 * LAYERS).map(|_| case.rows(&mut random)).collect();
         let fitted: Vec<PlaneBuf> = rows.iter().map(|rows| case.plane(rows)).collect();
-        let views: Vec<_> = fitted.iter().map(|plane| plane.view().unwrap()).collect();
+        let views: Vec<_> = fitted.iter().map(|plane| plane.view()).collect();
         let slices: Vec<&[f32]> = rows.iter().map(Vec::as_slice).collect();
         let mut bytes = vec![];
         encode_frame(&case.info, &views, &slices, &mut bytes).unwrap();
@@ -307,7 +307,7 @@ fn rows_encode_to_the_bytes_of_the_cpu() {
         let case = Case::random(&mut random);
         let rows: Vec<Vec<f32>> = (0..2 * LAYERS).map(|_| case.rows(&mut random)).collect();
         let fitted: Vec<PlaneBuf> = rows.iter().map(|rows| case.plane(rows)).collect();
-        let views: Vec<_> = fitted.iter().map(|plane| plane.view().unwrap()).collect();
+        let views: Vec<_> = fitted.iter().map(|plane| plane.view()).collect();
         let slices: Vec<&[f32]> = rows.iter().map(Vec::as_slice).collect();
         let mut expected = vec![];
         encode_frame(&case.info, &views, &slices, &mut expected).unwrap();
@@ -338,7 +338,7 @@ fn damaged_frames_fail_where_they_do_on_the_cpu() {
         (case.element, case.page_tokens) = (VectorElement::F32, None);
         let rows = case.rows(&mut random);
         let plane = case.plane(&rows);
-        let view = plane.view().unwrap();
+        let view = plane.view();
         let mut bytes = vec![];
         encode_frame(&case.info, &[view; 2 * LAYERS], &[&rows[..]; 2 * LAYERS], &mut bytes).unwrap();
         let places: Vec<_> = {
@@ -426,7 +426,7 @@ fn planes_without_a_kernel_are_errors() {
         let options =
             FitOptions { predictor, steps: Steps::Deviations(0.5), models: ModelKind::Families, coder };
         let plane = PlaneBuf::fit(&rows, case.info.channels(), None, &options).unwrap();
-        let packed = Planes::pack(&[plane.view().unwrap()], case.info.head_dim);
+        let packed = Planes::pack(&[plane.view()], case.info.head_dim);
         assert!(matches!(packed, Err(kv_gpu::Error::Unsupported { .. })));
     }
     assert!(matches!(Planes::pack(&[], 4), Err(kv_gpu::Error::Argument { .. })));
@@ -442,6 +442,6 @@ fn planes_without_a_kernel_are_errors() {
     };
     let planes =
         [Some(transform), None].map(|transform| PlaneBuf::fit(&rows, channels, transform, &options).unwrap());
-    let views = planes.each_ref().map(|plane| plane.view().unwrap());
+    let views = planes.each_ref().map(|plane| plane.view());
     assert!(matches!(Planes::pack(&views, case.info.head_dim), Err(kv_gpu::Error::Unsupported { .. })));
 }

@@ -205,7 +205,7 @@ fn coding() {
             coder: codec_core::Coder::InterleavedRans,
         };
         let plane = PlaneBuf::fit(&rows, 1024, transform, &options).unwrap();
-        let shape = Planes::pack(&[plane.view().unwrap()], 128).unwrap().shape(element, paged);
+        let shape = Planes::pack(&[plane.view()], 128).unwrap().shape(element, paged);
         let tiles = [shape.decode_program(), shape.encode_program()];
         tiles.into_iter().chain(shape.transform_program()).collect::<Vec<_>>()
     });

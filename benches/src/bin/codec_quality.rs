@@ -69,7 +69,7 @@ fn row(
     dense: &[Vec<f32>],
 ) -> Result<serde_json::Value> {
     let owned = method.codec_planes(&model.config, profile)?;
-    let planes: Vec<Plane<'_>> = owned.iter().map(PlaneBuf::view).collect::<std::result::Result<_, _>>()?;
+    let planes: Vec<Plane<'_>> = owned.iter().map(PlaneBuf::view).collect();
     let mut sizes = Sizes::default();
     let mut divergence = Divergence::default();
     for (window, dense) in windows.iter().zip(dense) {

@@ -23,7 +23,7 @@ use crate::{Backend, Error};
 pub(crate) fn encode(
     plane: &Plane<'_>,
     backend: Backend,
-    rows: &[f32],
+    rows: Vec<f32>,
     out: &mut Vec<u8>,
     lengths: &mut Vec<u16>,
 ) -> Result<(), Error> {
@@ -62,7 +62,7 @@ impl Plane<'_> {
     pub fn bins_with(&self, backend: Backend, rows: &[f32]) -> Result<Vec<i32>, Error> {
         backend.check()?;
         let channels = self.channels();
-        let values = BlockValues::new(self, backend, rows, &mut vec![])?;
+        let values = BlockValues::new(self, backend, rows.to_vec(), &mut vec![])?;
         let mut all = vec![0; values.rows.len()];
         for first in (0..channels).step_by(LANES) {
             let lanes = LANES.min(channels - first);
@@ -85,7 +85,12 @@ struct BlockValues<'a> {
 impl<'a> BlockValues<'a> {
     /// Subtracts the mean, applies the transform, subtracts anchors, and appends the side information to
     /// `out`.
-    fn new(plane: &'a Plane<'a>, backend: Backend, rows: &[f32], out: &mut Vec<u8>) -> Result<Self, Error> {
+    fn new(
+        plane: &'a Plane<'a>,
+        backend: Backend,
+        mut rows: Vec<f32>,
+        out: &mut Vec<u8>,
+    ) -> Result<Self, Error> {
         let channels = plane.channels();
         let tokens = rows.len() / channels;
         check_len("rows", rows.len(), tokens * channels)?;
@@ -95,7 +100,6 @@ impl<'a> BlockValues<'a> {
         if !rows.iter().fold(true, |finite, x| finite & x.is_finite()) {
             return Err(Error::NotFinite { what: "rows" });
         }
-        let mut rows = rows.to_vec();
         for row in rows.chunks_exact_mut(channels) {
             row.iter_mut().zip(plane.mean).for_each(|(x, mean)| *x -= mean);
         }

@@ -1,13 +1,16 @@
 //! Encoding of frames.
 
+use alloc::vec;
 use alloc::vec::Vec;
+use core::ops::Range;
 
 #[cfg(feature = "rayon")]
 use rayon::prelude::*;
 
 use super::FrameInfo;
 use crate::error::check_len;
-use crate::{Backend, Error, LosslessPlane, Plane, block, lossless};
+use crate::place::Gather;
+use crate::{Backend, Element, Error, LosslessPlane, Place, Plane, block, lossless};
 
 /// An encoded block before it becomes part of a frame.
 #[derive(Default)]
@@ -25,16 +28,18 @@ impl CodedBlock {
 /// Encodes all planes and appends the frame to `out`. Feature `rayon` encodes blocks in parallel; the bytes
 /// are the same.
 ///
+/// [`encode_frame_into`] takes rows with strides or pages, and writes to a slice.
+///
 /// # Shapes
 /// `planes` and `rows` (layers, 2): keys, then values, of each layer; each element of `rows` (tokens, heads,
 /// head_dim).
 /// # Errors
 /// [`Error::Length`], [`Error::NotFinite`], [`Error::OutOfRange`], [`Error::TooLarge`], [`Error::Zero`],
 /// [`Error::WrongCoding`] if `info.lossless`; `out` is then unchanged.
-pub fn encode_frame(
+pub fn encode_frame<E: Element>(
     info: &FrameInfo,
     planes: &[Plane<'_>],
-    rows: &[&[f32]],
+    rows: &[&[E]],
     out: &mut Vec<u8>,
 ) -> Result<(), Error> {
     encode_frame_with(Backend::detect(), info, planes, rows, out)
@@ -44,29 +49,80 @@ pub fn encode_frame(
 ///
 /// # Errors
 /// As there; [`Error::BackendUnavailable`].
-pub fn encode_frame_with(
+pub fn encode_frame_with<E: Element>(
     backend: Backend,
     info: &FrameInfo,
     planes: &[Plane<'_>],
-    rows: &[&[f32]],
+    rows: &[&[E]],
     out: &mut Vec<u8>,
 ) -> Result<(), Error> {
-    backend.check()?;
-    if info.lossless {
-        return Err(Error::WrongCoding { lossless: true });
-    }
-    check_planes(info, planes.len(), rows)?;
-    for plane in planes {
-        check_len("channels of a plane", plane.channels(), info.channels())?;
-    }
-    let blocks = code_blocks(info, rows, |plane, rows| {
-        let mut coded = CodedBlock::default();
-        block::encode::encode(&planes[plane], backend, rows, &mut coded.bytes, &mut coded.lengths)?;
-        Ok(coded)
-    })?;
-    let ids = planes.iter().map(Plane::id);
-    write_frame(info, ids, blocks.iter().map(CodedBlock::parts), out);
+    check_whole(info, rows)?;
+    let place = Place::nhd(info.heads, info.head_dim);
+    CodedFrame::new(backend, info, planes, rows, &place)?.append_to(out);
     Ok(())
+}
+
+/// Encodes all planes, from rows of any [`Element`] type and layout, to the beginning of `out`. Returns the
+/// length of the frame in bytes, which is at most [`FrameInfo::max_frame_len`].
+///
+/// # Shapes
+/// `planes` and `rows` (layers, 2): keys, then values, of each layer; each element of `rows` has the tokens
+/// where `place` says.
+/// # Errors
+/// As [`encode_frame`], and [`Error::TooShort`] for rows that end before the last token or an `out` that is
+/// shorter than the frame; `out` is then unchanged.
+/// # Cost
+/// Blocks are encoded to memory of their own, which is freed after it is copied to `out`.
+/// # Examples
+/// ```
+/// use codec_core::*;
+/// use half::f16;
+/// # let options = FitOptions {
+/// #     predictor: PredictorKind::Mean,
+/// #     steps: Steps::Deviations(0.1),
+/// #     models: ModelKind::Families,
+/// #     coder: Coder::InterleavedRans,
+/// # };
+/// # let sample: Vec<f32> = (0..800).map(|i| (i as f32 * 0.7).sin() + (i % 8) as f32).collect();
+/// let (heads, head_dim, tokens) = (2, 4, 100);
+/// let plane = PlaneBuf::fit(&sample, heads * head_dim, None, &options)?;
+/// // (heads, tokens, head_dim) in half precision, as most engines have them.
+/// let keys: Vec<f16> = (0..800).map(|i| f16::from_f32((i as f32 * 0.3).cos())).collect();
+///
+/// let info = FrameInfo { element: ElementType::F16, ..FrameInfo::new(1, heads, head_dim, tokens) };
+/// let place = Place::hnd(tokens, head_dim);
+/// let mut buffer = vec![0; info.max_frame_len()];
+/// let len = encode_frame_into(&info, &[plane.view(); 2], &[&keys, &keys], &place, &mut buffer)?;
+///
+/// let frame = Frame::parse(&buffer[..len], info.elements())?;
+/// let mut decoded = vec![f16::ZERO; keys.len()];
+/// frame.decode_plane_to(&plane.view(), 0, Side::Keys, None, &place, &mut decoded)?;
+/// assert!(keys.iter().zip(&decoded).all(|(a, b)| (a.to_f32() - b.to_f32()).abs() < 0.1));
+/// # Ok::<(), Error>(())
+/// ```
+pub fn encode_frame_into<E: Element>(
+    info: &FrameInfo,
+    planes: &[Plane<'_>],
+    rows: &[&[E]],
+    place: &Place<'_>,
+    out: &mut [u8],
+) -> Result<usize, Error> {
+    encode_frame_into_with(Backend::detect(), info, planes, rows, place, out)
+}
+
+/// [`encode_frame_into`] on the given backend.
+///
+/// # Errors
+/// As there; [`Error::BackendUnavailable`].
+pub fn encode_frame_into_with<E: Element>(
+    backend: Backend,
+    info: &FrameInfo,
+    planes: &[Plane<'_>],
+    rows: &[&[E]],
+    place: &Place<'_>,
+    out: &mut [u8],
+) -> Result<usize, Error> {
+    CodedFrame::new(backend, info, planes, rows, place)?.write_to(out)
 }
 
 /// Assembles a frame from tiles that were encoded elsewhere, for example on a GPU, and appends it to `out`.
@@ -98,17 +154,17 @@ pub fn assemble_frame(
         rest = after;
         (block, lengths)
     });
-    let blocks: Vec<_> = blocks.collect();
-    write_frame(info, ids.iter().copied(), blocks.into_iter(), out);
+    out.extend_from_slice(&head(info, ids.iter().copied(), blocks));
+    out.extend_from_slice(payload);
     Ok(())
 }
 
-/// Encodes all planes of 16-bit elements without loss and appends the frame to `out`.
+/// Encodes all planes of 16-bit elements, given by their bits, without loss and appends the frame to `out`.
 ///
 /// # Shapes
 /// As [`encode_frame`].
 /// # Errors
-/// As [`encode_frame`]; [`Error::WrongCoding`] unless `info.lossless`, [`Error::WrongProfile`] for another
+/// As [`encode_frame`]; [`Error::WrongCoding`] unless `info.lossless`, [`Error::WrongPlane`] for another
 /// element type.
 pub fn encode_lossless_frame(
     info: &FrameInfo,
@@ -130,71 +186,175 @@ pub fn encode_lossless_frame_with(
     rows: &[&[u16]],
     out: &mut Vec<u8>,
 ) -> Result<(), Error> {
-    backend.check()?;
-    if !info.lossless {
-        return Err(Error::WrongCoding { lossless: false });
-    }
-    check_planes(info, planes.len(), rows)?;
-    for plane in planes {
-        check_len("channels of a plane", plane.channels(), info.channels())?;
-        if plane.element() != info.element {
-            return Err(Error::WrongProfile);
-        }
-    }
-    let blocks = code_blocks(info, rows, |plane, rows| {
-        let mut coded = CodedBlock::default();
-        lossless::encode(&planes[plane], backend, rows, &mut coded.bytes, &mut coded.lengths)?;
-        Ok(coded)
-    })?;
-    write_frame(info, planes.iter().map(LosslessPlane::id), blocks.iter().map(CodedBlock::parts), out);
+    check_whole(info, rows)?;
+    let place = Place::nhd(info.heads, info.head_dim);
+    CodedFrame::lossless(backend, info, planes, rows, &place)?.append_to(out);
     Ok(())
 }
 
-fn check_planes<T>(info: &FrameInfo, planes: usize, rows: &[&[T]]) -> Result<(), Error> {
+/// Encodes all planes of 16-bit elements, given by their bits in any layout, without loss to the beginning of
+/// `out`. Returns the length of the frame in bytes, which is at most [`FrameInfo::max_frame_len`].
+///
+/// # Shapes
+/// As [`encode_frame_into`].
+/// # Errors
+/// As [`encode_frame_into`] and [`encode_lossless_frame`].
+pub fn encode_lossless_frame_into(
+    info: &FrameInfo,
+    planes: &[LosslessPlane<'_>],
+    rows: &[&[u16]],
+    place: &Place<'_>,
+    out: &mut [u8],
+) -> Result<usize, Error> {
+    encode_lossless_frame_into_with(Backend::detect(), info, planes, rows, place, out)
+}
+
+/// [`encode_lossless_frame_into`] on the given backend.
+///
+/// # Errors
+/// As there; [`Error::BackendUnavailable`].
+pub fn encode_lossless_frame_into_with(
+    backend: Backend,
+    info: &FrameInfo,
+    planes: &[LosslessPlane<'_>],
+    rows: &[&[u16]],
+    place: &Place<'_>,
+    out: &mut [u8],
+) -> Result<usize, Error> {
+    CodedFrame::lossless(backend, info, planes, rows, place)?.write_to(out)
+}
+
+/// Checks that rows have the frame's tokens and no more.
+fn check_whole<T>(info: &FrameInfo, rows: &[&[T]]) -> Result<(), Error> {
     info.check()?;
-    check_len("planes", planes, 2 * info.layers)?;
-    check_len("rows", rows.len(), 2 * info.layers)?;
     rows.iter().try_for_each(|rows| check_len("rows of a plane", rows.len(), info.tokens * info.channels()))
 }
 
-/// Encodes the blocks of all planes, in order.
-fn code_blocks<T: Sync>(
-    info: &FrameInfo,
-    rows: &[&[T]],
-    code: impl Fn(usize, &[T]) -> Result<CodedBlock, Error> + Sync,
-) -> Result<Vec<CodedBlock>, Error> {
-    let blocks: Vec<(usize, &[T])> = rows
-        .iter()
-        .enumerate()
-        .flat_map(|(plane, rows)| {
-            rows.chunks(info.block_tokens * info.channels()).map(move |rows| (plane, rows))
-        })
-        .collect();
-    #[cfg(feature = "rayon")]
-    let blocks = blocks.par_iter();
-    #[cfg(not(feature = "rayon"))]
-    let blocks = blocks.iter();
-    blocks.map(|&(plane, rows)| code(plane, rows)).collect()
+/// The blocks of a frame, not yet joined.
+struct CodedFrame<'a> {
+    info: &'a FrameInfo,
+    ids: Vec<u32>,
+    blocks: Vec<CodedBlock>,
 }
 
-/// Writes header, index and payload. A block is its bytes and the lengths of its tiles.
-fn write_frame<'a>(
+impl<'a> CodedFrame<'a> {
+    fn new<E: Element>(
+        backend: Backend,
+        info: &'a FrameInfo,
+        planes: &[Plane<'_>],
+        rows: &[&[E]],
+        place: &Place<'_>,
+    ) -> Result<Self, Error> {
+        if info.lossless {
+            return Err(Error::WrongCoding { lossless: true });
+        }
+        check(backend, info, planes.iter().map(Plane::channels), rows, place)?;
+        let blocks = code_blocks(info, |plane, tokens| {
+            let mut widened = vec![];
+            let (rows, out) = (rows[plane], &mut widened);
+            backend.run(Gather { place, info, tokens, rows, convert: E::widen, out });
+            let mut coded = CodedBlock::default();
+            block::encode::encode(&planes[plane], backend, widened, &mut coded.bytes, &mut coded.lengths)?;
+            Ok(coded)
+        })?;
+        Ok(Self { info, ids: planes.iter().map(Plane::id).collect(), blocks })
+    }
+
+    fn lossless(
+        backend: Backend,
+        info: &'a FrameInfo,
+        planes: &[LosslessPlane<'_>],
+        rows: &[&[u16]],
+        place: &Place<'_>,
+    ) -> Result<Self, Error> {
+        if !info.lossless {
+            return Err(Error::WrongCoding { lossless: false });
+        }
+        check(backend, info, planes.iter().map(LosslessPlane::channels), rows, place)?;
+        if planes.iter().any(|plane| plane.element() != info.element) {
+            return Err(Error::WrongPlane);
+        }
+        let blocks = code_blocks(info, |plane, tokens| {
+            let mut bits = vec![];
+            let (rows, out) = (rows[plane], &mut bits);
+            backend.run(Gather { place, info, tokens, rows, convert: |bits| bits, out });
+            let mut coded = CodedBlock::default();
+            lossless::encode(&planes[plane], backend, &bits, &mut coded.bytes, &mut coded.lengths)?;
+            Ok(coded)
+        })?;
+        Ok(Self { info, ids: planes.iter().map(LosslessPlane::id).collect(), blocks })
+    }
+
+    /// Header and index.
+    fn head(&self) -> Vec<u8> {
+        head(self.info, self.ids.iter().copied(), self.blocks.iter().map(CodedBlock::parts))
+    }
+
+    fn append_to(&self, out: &mut Vec<u8>) {
+        out.extend_from_slice(&self.head());
+        self.blocks.iter().for_each(|block| out.extend_from_slice(&block.bytes));
+    }
+
+    /// Returns the length of the frame.
+    fn write_to(&self, out: &mut [u8]) -> Result<usize, Error> {
+        let head = self.head();
+        let needed = head.len() + self.blocks.iter().map(|block| block.bytes.len()).sum::<usize>();
+        let actual = out.len();
+        let mut rest = out.get_mut(..needed).ok_or(Error::TooShort { what: "out", needed, actual })?;
+        for bytes in core::iter::once(&head).chain(self.blocks.iter().map(|block| &block.bytes)) {
+            let (part, after) = rest.split_at_mut(bytes.len());
+            part.copy_from_slice(bytes);
+            rest = after;
+        }
+        Ok(needed)
+    }
+}
+
+/// Checks what lossy and lossless frames have in common.
+fn check<T>(
+    backend: Backend,
+    info: &FrameInfo,
+    planes: impl ExactSizeIterator<Item = usize>,
+    rows: &[&[T]],
+    place: &Place<'_>,
+) -> Result<(), Error> {
+    backend.check()?;
+    info.check()?;
+    check_len("planes", planes.len(), 2 * info.layers)?;
+    check_len("rows", rows.len(), 2 * info.layers)?;
+    for channels in planes {
+        check_len("channels of a plane", channels, info.channels())?;
+    }
+    rows.iter().try_for_each(|rows| place.check("rows of a plane", rows.len(), info, 0..info.tokens))
+}
+
+/// Encodes the blocks of all planes, in order. `code` gets a plane and the tokens of a block.
+fn code_blocks(
+    info: &FrameInfo,
+    code: impl Fn(usize, Range<usize>) -> Result<CodedBlock, Error> + Sync,
+) -> Result<Vec<CodedBlock>, Error> {
+    let blocks = 0..2 * info.layers * info.blocks();
+    #[cfg(feature = "rayon")]
+    let blocks = blocks.into_par_iter();
+    blocks.map(|i| code(i / info.blocks(), info.tokens_of_block(i % info.blocks()))).collect()
+}
+
+/// Header and index of a frame. A block is its bytes and the lengths of its tiles.
+fn head<'a>(
     info: &FrameInfo,
     ids: impl Iterator<Item = u32>,
-    blocks: impl Iterator<Item = (&'a [u8], &'a [u16])> + Clone,
-    out: &mut Vec<u8>,
-) {
-    info.write(blocks.clone().map(|(bytes, _)| bytes.len()).sum(), out);
-    let index = out.len();
-    ids.for_each(|id| out.extend_from_slice(&id.to_le_bytes()));
+    blocks: impl Iterator<Item = (&'a [u8], &'a [u16])>,
+) -> Vec<u8> {
+    let mut index = Vec::with_capacity(info.index_len() + 4);
+    ids.for_each(|id| index.extend_from_slice(&id.to_le_bytes()));
     let mut end = 0;
-    for (bytes, lengths) in blocks.clone() {
-        end += bytes.len() as u64;
-        out.extend_from_slice(&end.to_le_bytes());
-        out.extend_from_slice(&crc32fast::hash(bytes).to_le_bytes());
-        lengths.iter().for_each(|length| out.extend_from_slice(&length.to_le_bytes()));
+    for (bytes, lengths) in blocks {
+        end += bytes.len();
+        index.extend_from_slice(&(end as u64).to_le_bytes());
+        index.extend_from_slice(&crc32fast::hash(bytes).to_le_bytes());
+        lengths.iter().for_each(|length| index.extend_from_slice(&length.to_le_bytes()));
     }
-    let checksum = crc32fast::hash(&out[index..]);
-    out.extend_from_slice(&checksum.to_le_bytes());
-    blocks.for_each(|(bytes, _)| out.extend_from_slice(bytes));
+    let checksum = crc32fast::hash(&index);
+    index.extend_from_slice(&checksum.to_le_bytes());
+    [&info.header(end)[..], &index].concat()
 }

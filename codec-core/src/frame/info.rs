@@ -1,7 +1,5 @@
 //! The header of a frame. FORMAT.md, "Frame", specifies the bytes.
 
-#[cfg(feature = "alloc")]
-use alloc::vec::Vec;
 use core::ops::Range;
 
 use crate::Error;
@@ -118,8 +116,28 @@ impl FrameInfo {
         self.layers.saturating_mul(2).saturating_mul(self.tokens).saturating_mul(self.channels())
     }
 
+    /// The largest length in bytes that a frame of this shape can have, lossy or lossless: two bytes per
+    /// element, four per token and plane, and the header and index.
+    ///
+    /// # Examples
+    /// ```
+    /// // A chunk of 256 tokens of a model with 32 layers and 8 heads of 128 components.
+    /// let info = codec_core::FrameInfo::new(32, 8, 128, 256);
+    /// assert_eq!(info.max_frame_len(), 33_633_348); // 1.002 times its f16 elements
+    /// ```
+    #[must_use]
+    pub const fn max_frame_len(&self) -> usize {
+        // A tile is no longer than its bins at 16 bits and its header. Side information takes the place of
+        // a row and adds a scale (anchors), or it adds a scale.
+        let row = self.channels().saturating_mul(2).saturating_add(4);
+        let headers = block::tiles(self.channels()).saturating_mul(4).saturating_mul(self.blocks());
+        let plane = self.tokens.saturating_mul(row).saturating_add(headers);
+        let payload = self.layers.saturating_mul(2).saturating_mul(plane);
+        payload.saturating_add(self.index_len()).saturating_add(HEADER + 4)
+    }
+
     /// Checks all sizes, so that no product of them overflows below.
-    pub(super) fn check(&self) -> Result<(), Error> {
+    pub(crate) fn check(&self) -> Result<(), Error> {
         for (what, size) in [
             ("layers", self.layers),
             ("heads", self.heads),
@@ -145,8 +163,9 @@ impl FrameInfo {
         8 + 4 + 2 * block::tiles(self.channels())
     }
 
-    pub(super) fn index_len(&self) -> usize {
-        2 * self.layers * (4 + self.blocks() * self.entry_len())
+    pub(super) const fn index_len(&self) -> usize {
+        let plane = self.blocks().saturating_mul(self.entry_len()).saturating_add(4);
+        self.layers.saturating_mul(2).saturating_mul(plane)
     }
 
     pub(super) fn read(header: &[u8; HEADER]) -> Result<(Self, u64), Error> {
@@ -196,30 +215,31 @@ impl FrameInfo {
         Ok((info, eight(48)))
     }
 
-    /// Appends the header of a frame with `payload` bytes of payload to `out`.
+    /// The header of a frame with `payload` bytes of payload.
     #[cfg(feature = "alloc")]
-    pub(super) fn write(&self, payload: usize, out: &mut Vec<u8>) {
-        let start = out.len();
-        out.extend_from_slice(&MAGIC);
+    pub(super) fn header(&self, payload: usize) -> [u8; HEADER] {
+        let mut header = [0; HEADER];
+        header[..4].copy_from_slice(&MAGIC);
         let element = match self.element {
             ElementType::F32 => 0,
             ElementType::F16 => 1,
             ElementType::Bf16 => 2,
         };
         let (rotated, lossless) = (u8::from(self.keys_rotated), u8::from(self.lossless));
-        out.extend_from_slice(&[VERSION, LITTLE_ENDIAN, element, rotated]);
-        out.extend_from_slice(&[TOKEN_HEAD_COMPONENT, self.level, lossless, 0]);
-        for size in [self.layers, self.heads, self.head_dim] {
-            out.extend_from_slice(&(size as u32).to_le_bytes());
-        }
-        out.extend_from_slice(&self.first_token.to_le_bytes());
-        for size in [self.tokens, self.block_tokens] {
-            out.extend_from_slice(&(size as u32).to_le_bytes());
-        }
-        out.extend_from_slice(&self.model_id.to_le_bytes());
-        out.extend_from_slice(&(payload as u64).to_le_bytes());
-        out.extend_from_slice(&[0; 4]);
-        let checksum = crc32fast::hash(&out[start..]);
-        out.extend_from_slice(&checksum.to_le_bytes());
+        let fields = [VERSION, LITTLE_ENDIAN, element, rotated, TOKEN_HEAD_COMPONENT, self.level, lossless];
+        header[4..11].copy_from_slice(&fields);
+        let mut four = |at: usize, x: usize| header[at..at + 4].copy_from_slice(&(x as u32).to_le_bytes());
+        four(12, self.layers);
+        four(16, self.heads);
+        four(20, self.head_dim);
+        four(32, self.tokens);
+        four(36, self.block_tokens);
+        let mut eight = |at: usize, x: u64| header[at..at + 8].copy_from_slice(&x.to_le_bytes());
+        eight(24, self.first_token);
+        eight(40, self.model_id);
+        eight(48, payload as u64);
+        let checksum = crc32fast::hash(&header[..HEADER - 4]);
+        header[HEADER - 4..].copy_from_slice(&checksum.to_le_bytes());
+        header
     }
 }

@@ -101,7 +101,7 @@ impl TileEncoder<'_> {
     /// The tile's own families, padded to an even number of bytes, if they take fewer bits than the plane's
     /// models, including their own bytes.
     ///
-    /// Most tiles match the profile, so a cheap estimate decides first: the cost of a Gaussian under another
+    /// Most tiles match the plane, so a cheap estimate decides first: the cost of a Gaussian under another
     /// deviation.
     fn own_families(&self, values: &TileValues) -> Option<Vec<u8>> {
         let n = values.bins.len() as f64;

@@ -62,7 +62,7 @@ fn measure(
     let options =
         FitOptions { predictor, steps: Steps::Deviations(1.0), models, coder: Coder::InterleavedRans };
     let plane = PlaneBuf::fit(&wide, INFO.channels(), transform, &options).unwrap();
-    let plane = plane.view().unwrap();
+    let plane = plane.view();
     let mut bytes = vec![];
     encode_frame(&INFO, &[plane; 2 * LAYERS], &[&wide[..]; 2 * LAYERS], &mut bytes).unwrap();
     let frame = Frame::parse(&bytes, INFO.elements()).unwrap();

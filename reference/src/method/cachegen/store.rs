@@ -42,7 +42,7 @@ impl Store for CacheGenStore {
                 k.len() / self.geometry.kv_dim(),
             )
         };
-        let planes = Pair::try_of(|side| self.planes[side].view())?;
+        let planes = Pair::of(|side| self.planes[side].view());
         let mut bytes = vec![];
         encode_frame(&info, &[planes.keys, planes.values], &[k, v], &mut bytes)?;
         let frame = Frame::parse(&bytes, info.elements())?;

@@ -9,9 +9,9 @@ use crate::error::check_len;
 use crate::model::cost::{cost, deviation};
 use crate::model::family;
 use crate::model::{CONTEXTS, Distribution, MAX_SYMBOLS, TABLE_LEN, family_model};
-use crate::profile::{ModelsBuf, PlaneBuf, PredictorBuf, ScalingBuf, TransformBuf};
+use crate::plane::owned::{ModelsBuf, PlaneBufParts, PredictorBuf, ScalingBuf};
 use crate::quant::{self, bin};
-use crate::{Backend, Coder, Error, block};
+use crate::{Backend, Coder, Error, PlaneBuf, TransformBuf, block};
 
 /// The predictor for [`PlaneBuf::fit`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -104,7 +104,7 @@ impl PlaneBuf {
             row.iter_mut().zip(&mean).for_each(|(x, mean)| *x -= mean);
         }
         if let Some(transform) = &transform {
-            let transform = transform.view()?;
+            let transform = transform.view();
             check_len("transform", transform.channels(), channels)?;
             Backend::detect().run(transform.apply_forward(&mut rows));
         }
@@ -129,9 +129,8 @@ impl PlaneBuf {
             Steps::TokenAbsmax(levels) => ScalingBuf::TokenAbsmax { levels },
             _ => ScalingBuf::Steps(columns.iter().map(|column| column.step).collect()),
         };
-        let plane = Self { transform, mean, predictor, scaling, centroids, models, coder: options.coder };
-        plane.view()?;
-        Ok(plane)
+        let coder = options.coder;
+        Self::new(PlaneBufParts { transform, mean, predictor, scaling, centroids, models, coder })
     }
 
     /// Fits a plane with each of `predictors` and returns the one that encodes the sample in the fewest
@@ -162,10 +161,10 @@ impl PlaneBuf {
 
     /// The coded length of rows in bytes.
     fn coded_len(&self, rows: &[f32]) -> Result<usize, Error> {
-        let plane = self.view()?;
+        let plane = self.view();
         let (mut bytes, mut lengths) = (vec![], vec![]);
         for rows in rows.chunks(256 * plane.channels()) {
-            block::encode::encode(&plane, Backend::detect(), rows, &mut bytes, &mut lengths)?;
+            block::encode::encode(&plane, Backend::detect(), rows.to_vec(), &mut bytes, &mut lengths)?;
         }
         Ok(bytes.len())
     }

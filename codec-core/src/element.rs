@@ -1,0 +1,135 @@
+use half::{bf16, f16};
+
+use crate::ElementType;
+
+mod sealed {
+    pub trait Sealed: Copy {
+        /// Converts exactly.
+        fn widen(self) -> f32;
+        /// The nearest finite value, ties to even. The argument is not NaN.
+        fn narrow(x: f32) -> Self;
+    }
+}
+pub(crate) use sealed::Sealed;
+
+/// Storage type of the elements of a cache: `f32`, [`half::f16`] or [`half::bf16`]. Arithmetic is in `f32`.
+///
+/// Elements are widened exactly. Decoded values are rounded to the nearest element, ties to even; values
+/// beyond the largest finite element become that element.
+// The conversions are not those of `half`: they have no branches and no calls, so that the loops of kernels
+// vectorize.
+pub trait Element: Copy + Send + Sync + Sealed + 'static {
+    /// The name of the type in the header of a frame.
+    const TYPE: ElementType;
+}
+
+impl Element for f32 {
+    const TYPE: ElementType = ElementType::F32;
+}
+
+impl Sealed for f32 {
+    #[inline(always)]
+    fn widen(self) -> f32 {
+        self
+    }
+    #[inline(always)]
+    fn narrow(x: f32) -> Self {
+        x
+    }
+}
+
+impl Element for f16 {
+    const TYPE: ElementType = ElementType::F16;
+}
+
+/// Bits of a mantissa that `f32` has and `f16` has not.
+const EXTRA: u32 = 13;
+/// The difference of the biases of their exponents, in the place of an exponent of `f32`.
+const REBIAS: u32 = (127 - 15) << 23;
+/// The bits of 2^-14, the least normal `f16`.
+const LEAST_NORMAL: u32 = (127 - 14) << 23;
+/// The bits of 65504, the largest `f16`.
+const LARGEST: u32 = 0x477f_e000;
+
+impl Sealed for f16 {
+    #[inline(always)]
+    fn widen(self) -> f32 {
+        let bits = u32::from(self.to_bits());
+        let (sign, magnitude) = (bits >> 15 << 31, (bits & 0x7fff) << EXTRA);
+        // Infinities and NaN have the largest exponent in both types.
+        let rebias = if magnitude < 0x1f << 23 { REBIAS } else { 2 * REBIAS };
+        // With the exponent of the least normal value, the mantissa of a subnormal one exceeds it by the value.
+        let subnormal = f32::from_bits(LEAST_NORMAL | magnitude) - f32::from_bits(LEAST_NORMAL);
+        let value = if magnitude < 1 << 23 { subnormal.to_bits() } else { magnitude + rebias };
+        f32::from_bits(sign | value)
+    }
+
+    #[inline(always)]
+    fn narrow(x: f32) -> Self {
+        let bits = x.to_bits();
+        let (sign, magnitude) = (bits >> 31 << 15, (bits & 0x7fff_ffff).min(LARGEST));
+        let odd = magnitude >> EXTRA & 1;
+        // Wraps for subnormal values only, which do not use it.
+        let normal = (magnitude + (1 << (EXTRA - 1)) - 1 + odd).wrapping_sub(REBIAS) >> EXTRA;
+        // The last bit of a value in 1/2..1 is 2^-24, the least subnormal `f16`: the addition rounds to it.
+        let subnormal = (f32::from_bits(magnitude) + 0.5).to_bits() - 0.5_f32.to_bits();
+        let value = if magnitude < LEAST_NORMAL { subnormal } else { normal };
+        Self::from_bits((sign | value) as u16)
+    }
+}
+
+impl Element for bf16 {
+    const TYPE: ElementType = ElementType::Bf16;
+}
+
+impl Sealed for bf16 {
+    #[inline(always)]
+    fn widen(self) -> f32 {
+        f32::from_bits(u32::from(self.to_bits()) << 16)
+    }
+
+    #[inline(always)]
+    fn narrow(x: f32) -> Self {
+        let bits = x.to_bits();
+        let (sign, magnitude) = (bits >> 31 << 15, (bits & 0x7fff_ffff).min(0x7f7f_0000));
+        Self::from_bits((sign | (magnitude + 0x7fff + (magnitude >> 16 & 1)) >> 16) as u16)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn widening_is_exact() {
+        for bits in 0..=u16::MAX {
+            let (half, brain) = (f16::from_bits(bits), bf16::from_bits(bits));
+            assert!(
+                half.widen().to_bits() == half.to_f32().to_bits() || half.is_nan() && half.widen().is_nan()
+            );
+            assert!(brain.widen().to_bits() == brain.to_f32().to_bits() || brain.is_nan());
+        }
+    }
+
+    #[test]
+    fn narrowing_rounds_to_the_nearest_finite_element() {
+        // All exponents and signs, with mantissas around the ties of both types.
+        for top in 0..1 << 15 {
+            for low in [0, 1, 0x7fff, 0x8000, 0x8001, 0xfff, 0x1000, 0x1001, 0x2fff, 0x3000, 0x3001, 0x1_ffff]
+            {
+                let x = f32::from_bits((top << 17) | low);
+                if x.is_nan() {
+                    continue;
+                }
+                let (half, brain) = (f16::narrow(x), bf16::narrow(x));
+                let largest = |x: f32, largest: f32| x.clamp(-largest, largest);
+                assert_eq!(half.to_bits(), f16::from_f32(largest(x, f16::MAX.to_f32())).to_bits(), "{x:e}");
+                assert_eq!(
+                    brain.to_bits(),
+                    bf16::from_f32(largest(x, bf16::MAX.to_f32())).to_bits(),
+                    "{x:e}"
+                );
+            }
+        }
+    }
+}

@@ -1,0 +1,117 @@
+//! Owned lossless planes. FORMAT.md, "Lossless plane", specifies their bytes.
+
+use alloc::vec::Vec;
+
+use super::{LosslessPlane, mantissa_bits};
+use crate::error::check_len;
+use crate::model::tables::ESCAPE;
+use crate::model::{Distribution, Kind, MAX_SYMBOLS, TABLE_LEN};
+use crate::reader::{Reader, seal};
+use crate::{ElementType, Error, Models};
+
+const MAGIC: [u8; 4] = *b"KVCL";
+const VERSION: u8 = 1;
+
+/// An owned [`LosslessPlane`]. It is fitted once to the keys or values of a layer and serves all sequences of
+/// the model.
+#[derive(Clone, Debug, PartialEq)]
+pub struct LosslessPlaneBuf {
+    mantissa: u32,
+    tops: Vec<u8>,
+    tables: Vec<u16>,
+    id: u32,
+}
+
+impl LosslessPlaneBuf {
+    /// Checks the models and computes their checksum.
+    fn new(element: ElementType, tops: Vec<u8>, tables: Vec<u16>) -> Result<Self, Error> {
+        let LosslessPlane { mantissa, id, .. } = LosslessPlane::new(element, &tops, &tables)?;
+        Ok(Self { mantissa, tops, tables, id })
+    }
+
+    /// Fits a table of exponents per channel to the bits of sample rows.
+    ///
+    /// # Shapes
+    /// `rows` (tokens, channels): the bits of f16 or bf16 elements.
+    /// # Errors
+    /// [`Error::ElementNot16Bit`] for f32, [`Error::Zero`], [`Error::Length`].
+    /// # Examples
+    /// ```
+    /// use codec_core::*;
+    /// let ones_and_halves = [0x3f80, 0x3f00, 0x3f80, 0x3f80]; // bf16 (2 tokens, 2 channels)
+    /// let plane = LosslessPlaneBuf::fit(ElementType::Bf16, &ones_and_halves, 2)?;
+    /// assert_eq!(LosslessPlaneBuf::from_bytes(&plane.to_bytes())?, plane);
+    ///
+    /// let info =
+    ///     FrameInfo { lossless: true, element: ElementType::Bf16, ..FrameInfo::new(1, 1, 2, 2) };
+    /// let mut bytes = vec![];
+    /// encode_lossless_frame(&info, &[plane.view(); 2], &[&ones_and_halves, &ones_and_halves], &mut bytes)?;
+    /// let (frame, mut out) = (Frame::parse(&bytes, 100)?, [0; 4]);
+    /// let index = BlockIndex { layer: 0, side: Side::Keys, block: 0 };
+    /// frame.decode_lossless_block_into(&plane.view(), index, &mut out)?;
+    /// assert_eq!(out, ones_and_halves);
+    /// # Ok::<(), Error>(())
+    /// ```
+    pub fn fit(element: ElementType, rows: &[u16], channels: usize) -> Result<Self, Error> {
+        let mantissa = mantissa_bits(element)?;
+        if channels == 0 || rows.is_empty() {
+            return Err(Error::Zero { what: "the number of sample rows" });
+        }
+        check_len("rows", rows.len(), rows.len() / channels * channels)?;
+        let exponents = ESCAPE >> (mantissa + 1);
+        let most = (MAX_SYMBOLS - 1).min(usize::from(exponents)); // symbols before the escape
+        let (mut tops, mut tables) = (Vec::with_capacity(channels), Vec::with_capacity(channels * TABLE_LEN));
+        for c in 0..channels {
+            let column = || rows.iter().skip(c).step_by(channels).map(|bits| bits >> mantissa & exponents);
+            let top = column().max().unwrap_or(0);
+            let mut counts = [0_u64; MAX_SYMBOLS];
+            column().for_each(|exponent| counts[usize::from(top - exponent).min(most)] += 16);
+            let used = (0..most).rev().find(|&s| counts[s] > 0).map_or(1, |s| s + 1);
+            counts[used] += counts[most] * u64::from(used < most) + 1;
+            tops.push(top as u8);
+            tables.push(mantissa as u16 + 1);
+            tables.extend(Distribution::from_counts(&counts, used + 1).0);
+        }
+        Self::new(element, tops, tables)
+    }
+
+    /// The borrowed form that encoding and decoding take. Constructors have checked the plane, so this costs
+    /// a few loads.
+    #[must_use]
+    pub fn view(&self) -> LosslessPlane<'_> {
+        let Self { mantissa, tops, tables, id } = self;
+        let models = Models { channels: tops.len(), kind: Kind::Tables(tables) };
+        LosslessPlane { mantissa: *mantissa, tops, models, id: *id }
+    }
+
+    /// Serializes the plane. FORMAT.md, "Lossless plane", specifies the bytes.
+    #[must_use]
+    pub fn to_bytes(&self) -> Vec<u8> {
+        let mut out = MAGIC.to_vec();
+        out.extend_from_slice(&[VERSION, self.mantissa as u8, 0, 0]);
+        out.extend_from_slice(&(self.tops.len() as u32).to_le_bytes());
+        out.extend_from_slice(&self.tops);
+        self.tables.iter().for_each(|x| out.extend_from_slice(&x.to_le_bytes()));
+        seal(out)
+    }
+
+    /// Parses and checks the output of [`Self::to_bytes`]. It allocates at most as many bytes as there are.
+    ///
+    /// # Errors
+    /// [`Error::Truncated`], [`Error::TrailingBytes`], [`Error::BadMagic`], [`Error::BadVersion`],
+    /// [`Error::BadChecksum`], [`Error::BadField`], [`Error::TooLarge`], the errors of
+    /// [`LosslessPlane::new`].
+    pub fn from_bytes(bytes: &[u8]) -> Result<Self, Error> {
+        let mut reader = Reader::open(bytes, MAGIC, VERSION)?;
+        let element = match reader.array()? {
+            [10, 0, 0] => ElementType::F16,
+            [7, 0, 0] => ElementType::Bf16,
+            _ => return Err(Error::BadField { what: "element type" }),
+        };
+        let channels = reader.size()?;
+        let tops = reader.take(channels)?.to_vec();
+        let tables = reader.words(channels.checked_mul(TABLE_LEN).ok_or(Error::TooLarge)?)?;
+        reader.finish()?;
+        Self::new(element, tops, tables)
+    }
+}
