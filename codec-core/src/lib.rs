@@ -18,6 +18,8 @@ mod lossless;
 mod model;
 mod place;
 mod plane;
+#[cfg(feature = "alloc")]
+mod profile;
 // Without `alloc` there is no encoder, and some functions are unused.
 #[cfg_attr(not(feature = "alloc"), allow(dead_code))]
 mod quant;
@@ -58,6 +60,8 @@ pub use plane::fit::{FitOptions, ModelKind, PredictorKind, Steps};
 #[cfg(feature = "alloc")]
 pub use plane::owned::{PlaneBuf, TransformBuf};
 pub use plane::{Plane, PlaneParts, Predictor, Scaling};
+#[cfg(feature = "alloc")]
+pub use profile::{LayerRows, ModelInfo, Profile};
 pub use stream::{
     CHUNK_TOKENS, ChunkSizes, Decision, Encoding, MAX_LEVELS, Reason, StreamPolicy, Throughput,
 };

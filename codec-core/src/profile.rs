@@ -1,0 +1,239 @@
+//! The planes of a whole model.
+
+mod bytes;
+mod fit;
+
+use alloc::vec::Vec;
+
+use crate::error::check_len;
+use crate::{Element, Error, Frame, FrameInfo, Place, Plane, PlaneBuf, RopeTable, Side, encode_frame_into};
+
+/// Levels that the header of a frame can name.
+const MAX_LEVELS: usize = 1 << 8;
+
+/// What a [`Profile`] belongs to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ModelInfo {
+    /// The user's identifier of the model: a hash of its weights, or [`Self::id_of`] its name.
+    pub model_id: u64,
+    /// Layers.
+    pub layers: usize,
+    /// Key/value heads per layer.
+    pub heads: usize,
+    /// Components per head.
+    pub head_dim: usize,
+    /// Whether keys are stored after RoPE.
+    pub keys_rotated: bool,
+}
+
+impl ModelInfo {
+    /// An identifier made of a name: its 64-bit FNV-1a hash.
+    ///
+    /// ```
+    /// assert_eq!(codec_core::ModelInfo::id_of("a"), 0xaf63_dc4c_8601_ec8c);
+    /// ```
+    #[must_use]
+    pub fn id_of(name: &str) -> u64 {
+        let step = |hash: u64, byte| (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3);
+        name.bytes().fold(0xcbf2_9ce4_8422_2325, step)
+    }
+
+    /// Elements of a token in one plane.
+    #[must_use]
+    pub const fn channels(&self) -> usize {
+        self.heads.saturating_mul(self.head_dim)
+    }
+
+    fn check(&self) -> Result<(), Error> {
+        FrameInfo::new(self.layers, self.heads, self.head_dim, 0).check()
+    }
+}
+
+/// The rows of one layer, each in the same place ([`Place`]).
+#[derive(Clone, Copy, Debug)]
+pub struct LayerRows<'a, E> {
+    /// Keys.
+    pub keys: &'a [E],
+    /// Values.
+    pub values: &'a [E],
+}
+
+/// The planes of a whole model: of the keys and the values of all layers, at one or several levels. It is
+/// fitted once for a model, and then encodes and decodes all of its contexts.
+///
+/// All functions run on the backend that [`Backend::detect`](crate::Backend::detect) finds.
+///
+/// # Examples
+/// ```
+/// use codec_core::*;
+/// use half::f16;
+///
+/// # let (layers, tokens) = (2, 64);
+/// // One tensor (layers, 2, tokens, heads, head_dim) of a sample text, as vLLM or LMCache hand it over.
+/// let model = ModelInfo {
+///     model_id: ModelInfo::id_of("example/llama"),
+///     layers,
+///     heads: 2,
+///     head_dim: 8,
+///     keys_rotated: true,
+/// };
+/// let plane_len = tokens * model.channels();
+/// # let mut state = 1_u32;
+/// # let mut noise = || { state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223); (state >> 8) as f32 / 8e6 };
+/// # let tensor: Vec<f16> = (0..4 * plane_len).map(|i| f16::from_f32(noise() + (i % 16) as f32)).collect();
+/// let rows: Vec<LayerRows<'_, f16>> = tensor
+///     .chunks_exact(2 * plane_len)
+///     .map(|layer| LayerRows { keys: &layer[..plane_len], values: &layer[plane_len..] })
+///     .collect();
+/// let place = Place::nhd(model.heads, model.head_dim);
+///
+/// // Two levels: steps of a tenth and of half of each channel's standard deviation.
+/// let profile = Profile::fit(model, 2, tokens, &rows, &place, |level, _layer, _side, sample| {
+///     let options = FitOptions {
+///         predictor: PredictorKind::Mean,
+///         steps: Steps::Deviations([0.1, 0.5][level]),
+///         models: ModelKind::Families,
+///         coder: Coder::InterleavedRans,
+///     };
+///     PlaneBuf::fit(sample, model.channels(), None, &options)
+/// })?;
+/// let profile = Profile::from_bytes(&profile.to_bytes())?; // a file, once per model
+///
+/// // Store a context.
+/// let info = profile.frame_info(1, tokens);
+/// let mut buffer = vec![0; info.max_frame_len()];
+/// let len = profile.encode_into(&info, &rows, &place, &mut buffer)?;
+///
+/// // Load one layer into pages of 16 tokens.
+/// let frame = Frame::parse(&buffer[..len], 1 << 20)?;
+/// let pages = TokenPages { table: &[5, 0, 3, 2], page_tokens: 16, stride: 16 * model.channels() };
+/// let place = Place { pages: Some(pages), ..place };
+/// let (mut keys, mut values) = (vec![f16::ZERO; 6 * pages.stride], vec![f16::ZERO; 6 * pages.stride]);
+/// profile.decode_layer_to(&frame, 1, None, &place, &mut keys, &mut values)?;
+/// assert!((keys[5 * pages.stride].to_f32() - rows[1].keys[0].to_f32()).abs() < 0.5);
+/// # Ok::<(), Error>(())
+/// ```
+#[derive(Clone, Debug, PartialEq)]
+pub struct Profile {
+    info: ModelInfo,
+    planes: Vec<PlaneBuf>, // (levels, layers, 2)
+}
+
+impl Profile {
+    /// Puts fitted planes together.
+    ///
+    /// # Shapes
+    /// `planes` (levels, layers, 2): keys, then values, of each layer, of one to 256 levels.
+    /// # Errors
+    /// [`Error::Zero`], [`Error::TooLarge`], [`Error::Length`] for another number of planes or for planes of
+    /// another number of channels.
+    pub fn new(info: ModelInfo, planes: Vec<PlaneBuf>) -> Result<Self, Error> {
+        info.check()?;
+        let per_level = 2 * info.layers;
+        if planes.is_empty() {
+            return Err(Error::Zero { what: "levels" });
+        }
+        if planes.len() / per_level > MAX_LEVELS {
+            return Err(Error::TooLarge);
+        }
+        check_len("planes", planes.len(), planes.len().next_multiple_of(per_level))?;
+        for plane in &planes {
+            check_len("channels of a plane", plane.channels(), info.channels())?;
+        }
+        Ok(Self { info, planes })
+    }
+
+    /// The model that the planes belong to.
+    #[must_use]
+    pub const fn info(&self) -> &ModelInfo {
+        &self.info
+    }
+
+    /// Number of levels.
+    #[must_use]
+    pub const fn levels(&self) -> usize {
+        self.planes.len() / (2 * self.info.layers)
+    }
+
+    /// The plane of a layer's keys or values at a level.
+    ///
+    /// # Errors
+    /// [`Error::OutOfBounds`].
+    pub fn plane(&self, level: usize, layer: usize, side: Side) -> Result<Plane<'_>, Error> {
+        if layer >= self.info.layers {
+            return Err(Error::OutOfBounds { what: "layer" });
+        }
+        let level = self.level(level)?;
+        Ok(level[2 * layer + usize::from(side == Side::Values)].view())
+    }
+
+    /// The planes of a level, (layers, 2).
+    fn level(&self, level: usize) -> Result<&[PlaneBuf], Error> {
+        let mut levels = self.planes.chunks_exact(2 * self.info.layers);
+        levels.nth(level).ok_or(Error::OutOfBounds { what: "level" })
+    }
+
+    /// The header of a lossy frame of `tokens` tokens at a level, with positions from 0 and blocks of 256
+    /// tokens, which may be changed. [`FrameInfo::max_frame_len`] gives the size of the buffer that
+    /// [`Self::encode_into`] needs.
+    #[must_use]
+    pub const fn frame_info(&self, level: u8, tokens: usize) -> FrameInfo {
+        let ModelInfo { model_id, layers, heads, head_dim, keys_rotated } = self.info;
+        FrameInfo { level, model_id, keys_rotated, ..FrameInfo::new(layers, heads, head_dim, tokens) }
+    }
+
+    /// Encodes a context with [`encode_frame_into`] and returns the length of the frame in bytes.
+    ///
+    /// # Shapes
+    /// `info`: [`Self::frame_info`], of which the element type is set to that of the rows; `rows` (layers,):
+    /// each with the tokens where `place` says.
+    /// # Errors
+    /// [`Error::WrongModel`] for an `info` of another model, [`Error::OutOfBounds`] for a level that the
+    /// profile does not have, and those of [`encode_frame_into`]; `out` is then unchanged.
+    pub fn encode_into<E: Element>(
+        &self,
+        info: &FrameInfo,
+        rows: &[LayerRows<'_, E>],
+        place: &Place<'_>,
+        out: &mut [u8],
+    ) -> Result<usize, Error> {
+        self.check_model(info)?;
+        check_len("rows", rows.len(), self.info.layers)?;
+        let info = FrameInfo { element: E::TYPE, ..*info };
+        let planes: Vec<Plane<'_>> = self.level(info.level.into())?.iter().map(PlaneBuf::view).collect();
+        let rows: Vec<&[E]> = rows.iter().flat_map(|rows| [rows.keys, rows.values]).collect();
+        encode_frame_into(&info, &planes, &rows, place, out)
+    }
+
+    /// Decodes the keys and the values of a layer to their place in a cache of any [`Element`] type and
+    /// layout, with [`Frame::decode_plane_to`].
+    ///
+    /// # Shapes
+    /// `keys`, `values`: rows that `place` describes, of which the tokens of the frame are written. `rope`
+    /// covers all tokens of the frame, and rotates keys that were stored before RoPE.
+    /// # Errors
+    /// [`Error::WrongModel`] for a frame of another model, [`Error::OutOfBounds`] for a level that the
+    /// profile does not have, [`Error::WrongPlane`] for a frame that was encoded with other planes or with
+    /// the planes of keys and values swapped, and those of [`Frame::decode_plane_to`].
+    pub fn decode_layer_to<E: Element>(
+        &self,
+        frame: &Frame<'_>,
+        layer: usize,
+        rope: Option<&RopeTable<'_>>,
+        place: &Place<'_>,
+        keys: &mut [E],
+        values: &mut [E],
+    ) -> Result<(), Error> {
+        let info = frame.info();
+        self.check_model(info)?;
+        let plane = |side| self.plane(info.level.into(), layer, side);
+        frame.decode_plane_to(&plane(Side::Keys)?, layer, Side::Keys, rope, place, keys)?;
+        frame.decode_plane_to(&plane(Side::Values)?, layer, Side::Values, None, place, values)
+    }
+
+    fn check_model(&self, info: &FrameInfo) -> Result<(), Error> {
+        let &FrameInfo { model_id, layers, heads, head_dim, keys_rotated, .. } = info;
+        let model = ModelInfo { model_id, layers, heads, head_dim, keys_rotated };
+        if model == self.info { Ok(()) } else { Err(Error::WrongModel) }
+    }
+}
