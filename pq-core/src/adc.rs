@@ -164,21 +164,22 @@ impl Scan<'_, '_> {
     #[inline(always)]
     fn scan<S: Simd, const NBITS: u32>(self, s: S) {
         for (i, scores) in self.scores.chunks_mut(CHUNK * BLOCK).enumerate() {
-            let start = i * CHUNK * BLOCK;
-            scan_chunk::<S, NBITS>(s, self.lut, &self.codes.slice(start, start + scores.len()), scores);
+            let mut blocks = [&[][..]; CHUNK];
+            let blocks = self.codes.blocks(i * CHUNK, &mut blocks);
+            scan_chunk::<S, NBITS>(s, self.lut, blocks, scores);
         }
     }
 }
 
-/// The vector form of the scan, over so few codes that their scores stay in cache.
+/// The vector form of the scan, over so few blocks that their scores stay in cache; the last may be incomplete.
 #[inline(always)]
 pub(crate) fn scan_chunk<S: Simd, const NBITS: u32>(
     s: S,
     lut: &Lut<'_>,
-    codes: &Codes<'_>,
+    codes: &[&[u8]],
     scores: &mut [f32],
 ) {
-    let m = codes.shape().m();
+    let m = lut.shape().m();
     let (blocks, tail) = scores.as_chunks_mut::<BLOCK>();
     let mut last = [0.0; BLOCK];
     let mut j = 0;
@@ -199,7 +200,7 @@ pub(crate) fn scan_chunk<S: Simd, const NBITS: u32>(
 /// Consecutive subspaces of a scan.
 struct Part<'a> {
     lut: &'a Lut<'a>,
-    codes: &'a Codes<'a>,
+    codes: &'a [&'a [u8]],
     j: usize,   // the first subspace
     last: bool, // whether the scores are complete after it
 }
@@ -227,14 +228,12 @@ impl Part<'_> {
         for (i, slot) in tables.iter_mut().enumerate().skip(1) {
             *slot = table(i);
         }
-        let size = self.codes.shape().block_size();
         let offset = self.j * 8 * NBITS as usize;
-        for (scores, runs) in blocks.iter_mut().zip(self.codes.bytes().chunks_exact(size)) {
+        for (scores, runs) in blocks.iter_mut().zip(self.codes) {
             self.add_block::<S, NBITS, J>(s, &tables, &runs[offset..], scores);
         }
         if has_tail {
-            let runs = &self.codes.bytes()[blocks.len() * size..];
-            self.add_block::<S, NBITS, J>(s, &tables, &runs[offset..], tail);
+            self.add_block::<S, NBITS, J>(s, &tables, &self.codes[blocks.len()][offset..], tail);
         }
     }
 
@@ -336,16 +335,16 @@ impl ScanQuantized<'_, '_> {
 
     #[inline(always)]
     fn scan_groups<S: Simd, const NBITS: u32, const BLOCKS: usize, const PLANES: usize>(self, s: S) {
-        let size = self.codes.shape().block_size();
         let mut groups = self.scores.chunks_exact_mut(BLOCKS * BLOCK);
-        let mut bytes = self.codes.bytes();
+        let mut b = 0;
         for scores in &mut groups {
-            let (group, rest) = bytes.split_at(BLOCKS * size);
-            scan_blocks::<S, NBITS, BLOCKS, PLANES>(s, self.lut, group, scores);
-            bytes = rest;
+            let mut group = [&[][..]; BLOCKS];
+            self.codes.blocks(b, &mut group);
+            scan_blocks::<S, NBITS, BLOCKS, PLANES>(s, self.lut, &group, scores);
+            b += BLOCKS;
         }
-        for (scores, block) in groups.into_remainder().chunks_mut(BLOCK).zip(bytes.chunks_exact(size)) {
-            scan_blocks::<S, NBITS, 1, PLANES>(s, self.lut, block, scores);
+        for (i, scores) in groups.into_remainder().chunks_mut(BLOCK).enumerate() {
+            scan_blocks::<S, NBITS, 1, PLANES>(s, self.lut, &[self.codes.block(b + i)], scores);
         }
     }
 }
@@ -355,12 +354,11 @@ impl ScanQuantized<'_, '_> {
 fn scan_blocks<S: Simd, const NBITS: u32, const BLOCKS: usize, const PLANES: usize>(
     s: S,
     lut: &QuantizedLut<'_>,
-    bytes: &[u8],
+    blocks: &[&[u8]; BLOCKS],
     scores: &mut [f32],
 ) {
-    let shape = lut.shape();
-    let (size, run_len) = (shape.block_size(), 8 * NBITS as usize);
-    debug_assert_eq!(bytes.len(), BLOCKS * size);
+    let (shape, run_len) = (lut.shape(), 8 * NBITS as usize);
+    assert!(blocks.iter().all(|block| block.len() == shape.m() * run_len));
     let mut sums = [[s.no_sums(); PLANES]; BLOCKS];
     for j in 0..shape.m() {
         // N.B. `array::from_fn` keeps the tables on the stack: half the speed.
@@ -371,8 +369,8 @@ fn scan_blocks<S: Simd, const NBITS: u32, const BLOCKS: usize, const PLANES: usi
             *table = unsafe { s.table::<NBITS>(lut.row(plane, j).as_ptr()) };
         }
         for (b, sums) in sums.iter_mut().enumerate() {
-            // SAFETY: `bytes` holds BLOCKS blocks of m runs.
-            let codes = unsafe { s.unpack::<NBITS>(bytes.as_ptr().add(b * size + j * run_len)) };
+            // SAFETY: each of the blocks has m runs.
+            let codes = unsafe { s.unpack::<NBITS>(blocks[b].as_ptr().add(j * run_len)) };
             for (sums, &table) in sums.iter_mut().zip(&tables) {
                 *sums = s.add_bytes(*sums, s.look_up::<NBITS>(table, codes));
             }

@@ -199,9 +199,9 @@ impl Kernel for Attend<'_, '_> {
             for start in (0..n).step_by(CHUNK) {
                 let end = n.min(start + CHUNK);
                 let scores = &mut scratch[..end - start];
-                scan_scalar(&lut, &tokens.keys.slice(start, end), scores);
+                scan_scalar(&lut, &tokens.keys.part(start, end), scores);
                 weigh(tokens, g, start, scores, &mut stats, weights);
-                add_per_centroid(&tokens.values.slice(start, end), scores, weights);
+                add_per_centroid(&tokens.values.part(start, end), scores, weights);
             }
             let scale = total.absorb(stats, out);
             let rows = weights.chunks_exact(shape.ksub()).zip(tokens.codebook.subspaces());
@@ -228,9 +228,11 @@ impl Kernel for Attend<'_, '_> {
         for start in (0..n).step_by(CHUNK) {
             let end = n.min(start + CHUNK);
             let len = (end - start).next_multiple_of(BLOCK);
-            let keys = tokens.keys.slice(start, end);
+            let (mut key_blocks, mut value_blocks) = ([&[][..]; CHUNK / BLOCK], [&[][..]; CHUNK / BLOCK]);
+            let keys = tokens.keys.part(start, end);
+            let key_blocks = keys.blocks(0, &mut key_blocks);
             for (i, scores) in scores.chunks_mut(QUERIES * CHUNK).enumerate() {
-                let together = score_together(s, luts, i * QUERIES, &keys, scores);
+                let together = score_together(s, luts, i * QUERIES, key_blocks, scores);
                 for (g, scores) in scores.chunks_exact_mut(CHUNK).enumerate() {
                     let g = i * QUERIES + g;
                     let lut = luts.lut(g);
@@ -238,7 +240,7 @@ impl Kernel for Attend<'_, '_> {
                     if !together {
                         for_nbits!(
                             keys.shape().nbits(),
-                            N => scan_chunk::<S, N>(s, &lut, &keys, scores),
+                            N => scan_chunk::<S, N>(s, &lut, key_blocks, scores),
                             scan_scalar(&lut, &keys, scores)
                         );
                     }
@@ -246,11 +248,12 @@ impl Kernel for Attend<'_, '_> {
                     padding.fill(0.0);
                 }
             }
-            let values = Values { codebook, planes, codes: tokens.values.slice(start, end), len };
+            let blocks = tokens.values.blocks(start / BLOCK, &mut value_blocks);
+            let values = Values { codebook, planes, blocks };
             let mut weights = scores.chunks_mut(4 * CHUNK);
             let mut outs = out.chunks_mut(4 * dim);
             for (weights, out) in (&mut weights).zip(&mut outs) {
-                for_nbits!(values.codes.shape().nbits(), N => values.add_group::<S, N>(s, weights, out), ());
+                for_nbits!(codebook.shape().nbits(), N => values.add_group::<S, N>(s, weights, out), ());
             }
         }
     }
@@ -259,19 +262,13 @@ impl Kernel for Attend<'_, '_> {
 /// Computes the table scores of up to four queries from `first` on, `scores` (queries, CHUNK), where that is
 /// faster together: for three or more, if the tables do not fit in registers. Returns whether it is.
 #[inline(always)]
-fn score_together<S: Simd>(
-    s: S,
-    luts: &Luts<'_>,
-    first: usize,
-    keys: &Codes<'_>,
-    scores: &mut [f32],
-) -> bool {
-    let nbits = keys.shape().nbits();
+fn score_together<S: Simd>(s: S, luts: &Luts<'_>, first: usize, keys: &[&[u8]], scores: &mut [f32]) -> bool {
+    let nbits = luts.shape().nbits();
     let together = scores.len() >= 3 * CHUNK && nbits > S::FLOAT_TABLE_BITS && nbits <= 8;
     if together && nbits == 7 {
-        scan_group::<S, 7, CHUNK>(s, luts, first, keys.bytes(), scores);
+        scan_group::<S, 7, CHUNK>(s, luts, first, keys, scores);
     } else if together {
-        scan_group::<S, 8, CHUNK>(s, luts, first, keys.bytes(), scores);
+        scan_group::<S, 8, CHUNK>(s, luts, first, keys, scores);
     }
     together
 }
@@ -325,8 +322,7 @@ fn add_per_centroid(codes: &Codes<'_>, weights: &[f32], sums: &mut [f32]) {
 struct Values<'a> {
     codebook: &'a Codebook<'a>,
     planes: &'a [u8], // (dim, 4, max(16, ksub)): the bytes of every component of the centroids
-    codes: Codes<'a>,
-    len: usize, // tokens, rounded up to whole blocks
+    blocks: &'a [&'a [u8]], // of codes
 }
 
 impl Values<'_> {
@@ -335,12 +331,12 @@ impl Values<'_> {
     #[inline(always)]
     fn add_group<S: Simd, const NBITS: u32>(&self, s: S, weights: &mut [f32], out: &mut [f32]) {
         for weights in weights.chunks_exact_mut(CHUNK) {
-            for block in weights[..self.len].chunks_exact_mut(BLOCK) {
+            for block in weights[..self.blocks.len() * BLOCK].chunks_exact_mut(BLOCK) {
                 // SAFETY: a block has 64 floats.
                 unsafe { s.store_raw(block.as_mut_ptr(), s.load_block(block.as_ptr())) };
             }
         }
-        match out.len() / self.codes.shape().dim() {
+        match out.len() / self.codebook.shape().dim() {
             1 => self.add::<S, NBITS, 1, 4>(s, weights, out),
             2 => self.add::<S, NBITS, 2, 2>(s, weights, out),
             3 => self.add::<S, NBITS, 3, 1>(s, weights, out),
@@ -357,17 +353,17 @@ impl Values<'_> {
         weights: &[f32],
         out: &mut [f32],
     ) {
-        let shape = self.codes.shape();
+        let shape = self.codebook.shape();
         let run_len = 8 * NBITS as usize;
-        assert!(weights.len() == G * CHUNK && self.len <= CHUNK);
+        assert!(weights.len() == G * CHUNK && self.blocks.len() * BLOCK <= CHUNK);
         let columns = self.planes.chunks_exact(4 * row_len(shape.ksub())).zip(self.codebook.columns());
         for (i, (planes, column)) in columns.enumerate() {
             // SAFETY: a column has ksub floats, its planes max(16, ksub) bytes each; both outlive the table.
             let table = unsafe { s.float_table::<NBITS>(column.as_ptr(), planes.as_ptr()) };
             let mut sums = [[s.splat(0.0); A]; G];
-            for (b, block) in self.codes.bytes().chunks_exact(shape.block_size()).enumerate() {
+            for (b, block) in self.blocks.iter().enumerate() {
                 let run = &block[i / shape.dsub() * run_len..][..run_len];
-                // SAFETY: `run` is a run; the chunk has as many blocks as whole blocks of weights.
+                // SAFETY: `run` is a run; there are weights for CHUNK tokens, at least as many as in the blocks.
                 unsafe {
                     let values = s.look_up_floats::<NBITS>(table, s.unpack::<NBITS>(run.as_ptr()));
                     for (v, &value) in values.as_ref().iter().enumerate() {

@@ -1,5 +1,12 @@
+#[cfg(feature = "alloc")]
+use crate::bytes::{Reader, Writer};
 use crate::error::{check_finite, check_len};
-use crate::{Error, PqShape};
+use crate::{Element, Error, PqShape};
+
+#[cfg(feature = "alloc")]
+const MAGIC: [u8; 4] = *b"PQCB";
+#[cfg(feature = "alloc")]
+const VERSION: u32 = 1;
 
 /// The centroids of every subspace in the layout of the kernels, borrowed from the caller's storage.
 ///
@@ -44,12 +51,12 @@ impl<'a> Subspace<'a> {
 }
 
 impl<'a> Codebook<'a> {
-    /// Checks `centroids` (m, ksub, dsub), which may come from outside, and arranges them in `storage`
+    /// Checks `centroids` (m, ksub, dsub) of any [`Element`], which may come from outside, and arranges them in `storage`
     /// ([`PqShape::codebook_storage_len`] elements).
     ///
     /// # Errors
     /// [`Error::Length`] or [`Error::NotFinite`].
-    pub fn new(shape: PqShape, centroids: &[f32], storage: &'a mut [f32]) -> Result<Self, Error> {
+    pub fn new<E: Element>(shape: PqShape, centroids: &[E], storage: &'a mut [f32]) -> Result<Self, Error> {
         check_len("centroids", centroids.len(), shape.codebook_len())?;
         check_finite("centroids", centroids)?;
         check_len("codebook storage", storage.len(), shape.codebook_storage_len())?;
@@ -122,11 +129,11 @@ impl<'a> Codebook<'a> {
 
 /// Transposes one subspace's centroids, (ksub, dsub) to (dsub, ksub), and computes half of their squared
 /// norms.
-pub(crate) fn arrange(centroids: &[f32], dsub: usize, columns: &mut [f32], half_norms: &mut [f32]) {
+pub(crate) fn arrange<E: Element>(centroids: &[E], dsub: usize, columns: &mut [f32], half_norms: &mut [f32]) {
     let ksub = half_norms.len();
     for ((c, centroid), half_norm) in centroids.chunks_exact(dsub).enumerate().zip(half_norms) {
         *half_norm = 0.0;
-        for (d, &y) in centroid.iter().enumerate() {
+        for (d, y) in centroid.iter().map(|y| y.to_f32()).enumerate() {
             columns[d * ksub + c] = y;
             *half_norm += 0.5 * y * y;
         }
@@ -149,11 +156,11 @@ pub struct CodebookBuf {
 
 #[cfg(feature = "alloc")]
 impl CodebookBuf {
-    /// As [`Codebook::new`].
+    /// As [`Codebook::new`], from centroids (m, ksub, dsub).
     ///
     /// # Errors
     /// [`Error::Length`] or [`Error::NotFinite`].
-    pub fn new(shape: PqShape, centroids: &[f32]) -> Result<Self, Error> {
+    pub fn new<E: Element>(shape: PqShape, centroids: &[E]) -> Result<Self, Error> {
         check_len("centroids", centroids.len(), shape.codebook_len())?;
         let mut storage = alloc::vec![0.0; shape.codebook_storage_len()];
         let largest = Codebook::new(shape, centroids, &mut storage)?.largest;
@@ -165,6 +172,37 @@ impl CodebookBuf {
     pub fn centroids(&self) -> alloc::vec::Vec<f32> {
         let (ksub, view) = (self.shape.ksub(), self.view());
         (0..self.shape.m()).flat_map(|j| (0..ksub).flat_map(move |c| view.centroid(j, c))).collect()
+    }
+
+    /// The codebook as bytes, with centroids of type `E`: `f32` keeps every bit, `f16` takes half as much.
+    #[must_use]
+    pub fn to_bytes<E: Element>(&self) -> alloc::vec::Vec<u8> {
+        let mut writer = Writer::new(MAGIC, VERSION);
+        self.write::<E>(&mut writer);
+        writer.finish()
+    }
+
+    /// Reads what [`to_bytes`](Self::to_bytes) wrote.
+    ///
+    /// # Errors
+    /// [`Error::BadMagic`], [`Error::Version`], [`Error::Truncated`], [`Error::TrailingBytes`],
+    /// [`Error::BadField`], [`Error::NotFinite`], or that of a bad shape.
+    pub fn from_bytes(bytes: &[u8]) -> Result<Self, Error> {
+        let mut reader = Reader::new("codebook", MAGIC, VERSION, bytes)?;
+        let book = Self::read(&mut reader)?;
+        reader.finish()?;
+        Ok(book)
+    }
+
+    pub(crate) fn write<E: Element>(&self, writer: &mut Writer) {
+        writer.shape(self.shape);
+        writer.tag::<E>();
+        writer.elements(self.centroids().into_iter().map(E::from_f32));
+    }
+
+    pub(crate) fn read(reader: &mut Reader<'_>) -> Result<Self, Error> {
+        let shape = reader.shape()?;
+        Self::new(shape, &reader.tagged_elements(shape.codebook_len())?)
     }
 
     /// Borrows it.

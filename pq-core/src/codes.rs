@@ -2,27 +2,93 @@
 //! `nbits`-bit field is below `ksub = 1 << nbits` by construction, so every byte string of the right length
 //! is valid and lookups need no range check.
 
+use core::ops::Range;
+
 use crate::Backend;
-use crate::error::{check_len, count_rows};
+#[cfg(feature = "alloc")]
+use crate::bytes::{Reader, Writer};
+use crate::error::{check_at_least, check_len, count_rows};
 use crate::pack::{BLOCK, ReplaceInRun, get_in_run, set_in_run};
 use crate::{Error, PqShape};
 
-/// The packed codes of `n` vectors, borrowed.
+#[cfg(feature = "alloc")]
+const MAGIC: [u8; 4] = *b"PQCO";
+#[cfg(feature = "alloc")]
+const VERSION: u32 = 1;
+
+/// The packed codes of `n` vectors, borrowed: in one piece, or in the pages of a pool.
+///
+/// Scans, searches, attention and decoding take either.
+///
+/// # Examples
+/// ```
+/// use pq_core::{Codes, PqShape};
+/// let shape = PqShape::new(8, 4, 8)?;
+/// let page = shape.codes_len(128); // a page of 128 tokens
+/// let pool = vec![0; 10 * page];
+/// let sequence = Codes::paged(shape, 300, &pool, &[7, 2, 5], 128)?;
+/// assert_eq!(sequence.n(), 300);
+/// assert_eq!(sequence.slice(128..300)?.n(), 172);
+/// assert!(Codes::paged(shape, 300, &pool, &[7, 2, 10], 128).is_err()); // there is no page 10
+/// # Ok::<(), pq_core::Error>(())
+/// ```
 #[derive(Clone, Copy, Debug)]
 pub struct Codes<'a> {
     shape: PqShape,
     n: usize,
-    bytes: &'a [u8], // (n / 64 rounded up, m, 8 * nbits)
+    bytes: &'a [u8], // (blocks, m, 8 * nbits): n / 64 blocks rounded up, or the pages of the pool
+    pages: Option<Pages<'a>>,
+}
+
+/// Where the blocks of a sequence are in a pool.
+#[derive(Clone, Copy, Debug)]
+struct Pages<'a> {
+    table: &'a [u32], // page numbers, each below the number of pages in the pool
+    blocks: usize,    // of a page
+    first: usize,     // block of the table's first page with which the sequence begins
 }
 
 impl<'a> Codes<'a> {
-    /// The codes of `n` vectors in `bytes`, whose length is [`PqShape::codes_len`] of `n`.
+    /// The codes of `n` vectors in one piece.
     ///
+    /// # Shapes
+    /// `bytes` at least [`PqShape::codes_len`] of `n`; what follows is ignored.
     /// # Errors
-    /// [`Error::Length`].
+    /// [`Error::TooShort`].
     pub fn new(shape: PqShape, n: usize, bytes: &'a [u8]) -> Result<Self, Error> {
-        check_len("codes", bytes.len(), shape.codes_len(n))?;
-        Ok(Self { shape, n, bytes })
+        let len = shape.codes_len(n);
+        check_at_least("codes", bytes.len(), len)?;
+        Ok(Self { shape, n, bytes: &bytes[..len], pages: None })
+    }
+
+    /// The codes of `n` vectors in pages of `page_tokens` vectors, a multiple of [`BLOCK`].
+    ///
+    /// # Shapes
+    /// `pool` whole pages of [`PqShape::codes_len`] of `page_tokens` bytes; `table` at least `n / page_tokens`
+    /// rounded up page numbers, in the order of the vectors.
+    /// # Errors
+    /// [`Error::Zero`] or [`Error::Unaligned`] for `page_tokens`, [`Error::TooShort`] for `table`,
+    /// [`Error::Page`] for a page that the pool does not have.
+    pub fn paged(
+        shape: PqShape,
+        n: usize,
+        pool: &'a [u8],
+        table: &'a [u32],
+        page_tokens: usize,
+    ) -> Result<Self, Error> {
+        if page_tokens == 0 {
+            return Err(Error::Zero { what: "page_tokens" });
+        }
+        check_aligned("page_tokens", page_tokens)?;
+        let used = n.div_ceil(page_tokens);
+        check_at_least("page table", table.len(), used)?;
+        let pages = pool.len() / shape.codes_len(page_tokens);
+        let missing = |&page: &u32| usize::try_from(page).map_or(true, |page| page >= pages);
+        if let Some(index) = table[..used].iter().position(missing) {
+            return Err(Error::Page { index, page: table[index], pages });
+        }
+        let pages = Pages { table: &table[..used], blocks: page_tokens / BLOCK, first: 0 };
+        Ok(Self { shape, n, bytes: pool, pages: Some(pages) })
     }
 
     /// The shape of the quantizer.
@@ -40,7 +106,23 @@ impl<'a> Codes<'a> {
     /// Size in bytes.
     #[must_use]
     pub const fn size(&self) -> usize {
-        self.bytes.len()
+        self.shape.codes_len(self.n)
+    }
+
+    /// The packed bytes, of which [`new`](Self::new) makes the same codes; of codes in pages, the pool.
+    #[must_use]
+    pub const fn bytes(&self) -> &'a [u8] {
+        self.bytes
+    }
+
+    /// The codes of vectors `range.start` to `range.end - 1`, where `range.start` is a multiple of [`BLOCK`].
+    ///
+    /// # Errors
+    /// [`Error::Unaligned`], or [`Error::TooShort`] if there are fewer vectors.
+    pub fn slice(&self, range: Range<usize>) -> Result<Self, Error> {
+        check_aligned("the start of the slice", range.start)?;
+        check_at_least("codes", self.n, range.end.max(range.start))?;
+        Ok(self.part(range.start, range.end.max(range.start)))
     }
 
     /// The codes of vector `i` in ascending order of subspaces.
@@ -56,22 +138,48 @@ impl<'a> Codes<'a> {
     }
 
     /// The runs of block `b`: (m, 8 * nbits).
+    #[inline(always)]
     pub(crate) fn block(&self, b: usize) -> &'a [u8] {
+        let b = match self.pages {
+            None => b,
+            Some(Pages { table, blocks, first }) => {
+                let b = first + b;
+                table[b / blocks] as usize * blocks + b % blocks
+            }
+        };
         let size = self.shape.block_size();
         &self.bytes[b * size..][..size]
     }
 
-    pub(crate) const fn bytes(&self) -> &'a [u8] {
-        self.bytes
+    /// Fills `blocks` with block `first` and those after it, and returns those that there are. Kernels get the
+    /// blocks of some chunk in this way, so that codes in pages are as fast as codes in one piece.
+    #[inline(always)]
+    pub(crate) fn blocks<'b>(&self, first: usize, blocks: &'b mut [&'a [u8]]) -> &'b [&'a [u8]] {
+        let count = blocks.len().min(self.n.div_ceil(BLOCK).saturating_sub(first));
+        let blocks = &mut blocks[..count];
+        blocks.iter_mut().enumerate().for_each(|(i, block)| *block = self.block(first + i));
+        blocks
     }
 
     /// Vectors `start..end`, where `start` is a multiple of [`BLOCK`].
-    pub(crate) fn slice(&self, start: usize, end: usize) -> Self {
-        debug_assert!(start.is_multiple_of(BLOCK) && end <= self.n);
-        let from = start / BLOCK * self.shape.block_size();
-        let len = self.shape.codes_len(end - start);
-        Self { shape: self.shape, n: end - start, bytes: &self.bytes[from..][..len] }
+    pub(crate) fn part(&self, start: usize, end: usize) -> Self {
+        debug_assert!(start.is_multiple_of(BLOCK) && start <= end && end <= self.n);
+        let (shape, n, first) = (self.shape, end - start, start / BLOCK);
+        match self.pages {
+            Some(pages) => {
+                let pages = Some(Pages { first: pages.first + first, ..pages });
+                Self { shape, n, bytes: self.bytes, pages }
+            }
+            None => {
+                let bytes = &self.bytes[first * shape.block_size()..][..shape.codes_len(n)];
+                Self { shape, n, bytes, pages: None }
+            }
+        }
     }
+}
+
+fn check_aligned(what: &'static str, at: usize) -> Result<(), Error> {
+    if at.is_multiple_of(BLOCK) { Ok(()) } else { Err(Error::Unaligned { what, at, multiple: BLOCK }) }
 }
 
 /// Packs codes from another source, such as faiss: (n, m), one integer each, row-major.
@@ -136,6 +244,21 @@ pub(crate) fn set_codes(
 }
 
 /// A growing [`Codes`] that owns its bytes.
+///
+/// # Examples
+/// ```
+/// use pq_core::{CodebookBuf, CodesBuf, PqShape, TrainOptions, train};
+/// # let noise = |i: usize| ((i * 2_654_435_761) % 1000) as f32 / 500.0 - 1.0;
+/// let shape = PqShape::new(16, 8, 4)?;
+/// let prompt: Vec<f32> = (0..200 * 16).map(|i| noise(i) + if i % 16 == 5 { 8.0 } else { 0.0 }).collect();
+/// let trained = train(shape, &prompt, &TrainOptions { encode: true, ..Default::default() })?;
+/// let codebook = CodebookBuf::new(shape, &trained.centroids)?;
+/// let mut codes = CodesBuf::from_packed(shape, 200, trained.codes)?; // the prompt's, from training
+/// codes.append(&codebook.view(), &prompt[..16])?;
+/// let restored = CodesBuf::from_bytes(&codes.to_bytes())?;
+/// assert!(restored.view().iter_vector(200).eq(codes.view().iter_vector(0)));
+/// # Ok::<(), pq_core::Error>(())
+/// ```
 #[cfg(feature = "alloc")]
 #[derive(Clone, Debug)]
 pub struct CodesBuf {
@@ -150,6 +273,46 @@ impl CodesBuf {
     #[must_use]
     pub const fn new(shape: PqShape) -> Self {
         Self { shape, n: 0, bytes: alloc::vec::Vec::new() }
+    }
+
+    /// The codes of `n` vectors that are packed already, such as [`Trained::codes`](crate::Trained::codes).
+    ///
+    /// # Shapes
+    /// `bytes` [`PqShape::codes_len`] of `n`.
+    /// # Errors
+    /// [`Error::Length`].
+    pub fn from_packed(shape: PqShape, n: usize, bytes: alloc::vec::Vec<u8>) -> Result<Self, Error> {
+        check_len("codes", bytes.len(), shape.codes_len(n))?;
+        Ok(Self { shape, n, bytes })
+    }
+
+    /// The packed bytes, as [`from_packed`](Self::from_packed) takes them.
+    #[must_use]
+    pub fn into_packed(self) -> alloc::vec::Vec<u8> {
+        self.bytes
+    }
+
+    /// The codes with their shape and number as bytes.
+    #[must_use]
+    pub fn to_bytes(&self) -> alloc::vec::Vec<u8> {
+        let mut writer = Writer::new(MAGIC, VERSION);
+        writer.shape(self.shape);
+        writer.len(self.n);
+        writer.bytes(&self.bytes);
+        writer.finish()
+    }
+
+    /// Reads what [`to_bytes`](Self::to_bytes) wrote.
+    ///
+    /// # Errors
+    /// [`Error::BadMagic`], [`Error::Version`], [`Error::Truncated`], [`Error::TrailingBytes`], or that of a bad
+    /// shape.
+    pub fn from_bytes(bytes: &[u8]) -> Result<Self, Error> {
+        let mut reader = Reader::new("codes", MAGIC, VERSION, bytes)?;
+        let (shape, n) = (reader.shape()?, reader.len()?);
+        let bytes = reader.bytes(shape.codes_len(n))?.to_vec();
+        reader.finish()?;
+        Self::from_packed(shape, n, bytes)
     }
 
     /// Encodes `vectors` (n, dim) and appends their codes; returns the summed squared error, as
@@ -195,7 +358,7 @@ impl CodesBuf {
     /// Borrows them.
     #[must_use]
     pub fn view(&self) -> Codes<'_> {
-        Codes { shape: self.shape, n: self.n, bytes: &self.bytes }
+        Codes { shape: self.shape, n: self.n, bytes: &self.bytes, pages: None }
     }
 }
 
@@ -208,7 +371,7 @@ mod tests {
         let shape = PqShape::new(8, 4, 6).unwrap();
         assert!(matches!(
             Codes::new(shape, 65, &[0; 192]),
-            Err(Error::Length { what: "codes", expected: 384, actual: 192 })
+            Err(Error::TooShort { what: "codes", needed: 384, actual: 192 })
         ));
         assert!(Codes::new(shape, usize::MAX, &[0; 192]).is_err());
     }

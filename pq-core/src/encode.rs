@@ -1,6 +1,6 @@
 use crate::assign::{Nearest, Tile, assign, assign_one, fill_tile};
 use crate::codes::set_codes;
-use crate::error::{check_at_least, check_len, count_rows};
+use crate::error::{check_at_least, count_rows};
 use crate::pack::{BLOCK, set_in_run, unpack_run};
 use crate::{Backend, Codebook, Codes, Element, Error};
 
@@ -20,10 +20,10 @@ const FEW: usize = 4;
 /// summed squared error, which [`Drift`](crate::Drift) tracks.
 ///
 /// # Shapes
-/// `vectors` (n, dim); `codes` [`PqShape::codes_len`](crate::PqShape::codes_len) of `first + n`. The codes of
-/// other vectors keep their values.
+/// `vectors` (n, dim); `codes` at least [`PqShape::codes_len`](crate::PqShape::codes_len) of `first + n`, such
+/// as a page. The codes of other vectors keep their values.
 /// # Errors
-/// [`Error::PartialRow`] for `vectors`, [`Error::Length`] for `codes`, which is then untouched.
+/// [`Error::PartialRow`] for `vectors`, [`Error::TooShort`] for `codes`, which is then untouched.
 /// # Cost
 /// n * ksub * dim multiply-adds, no allocation. Vectors are encoded up to 64 at a time, wherever `first` is; a
 /// single one takes two to three times as long as each of 16 or more.
@@ -52,7 +52,7 @@ pub fn encode_into_with<E: Element>(
     backend.check()?;
     let shape = codebook.shape();
     let n = count_rows("vectors", vectors.len(), shape.dim())?;
-    check_len("codes", codes.len(), shape.codes_len(first.saturating_add(n)))?;
+    check_at_least("codes", codes.len(), shape.codes_len(first.saturating_add(n)))?;
     let mut error = 0.0;
     for (i, rows) in vectors.chunks(BLOCK * shape.dim()).enumerate() {
         let at = first + i * BLOCK;

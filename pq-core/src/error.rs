@@ -86,6 +86,53 @@ pub enum Error {
         /// Index of the first such element.
         index: usize,
     },
+    /// A position that must be a multiple of the vectors of a block is not.
+    Unaligned {
+        /// The argument.
+        what: &'static str,
+        /// The position.
+        at: usize,
+        /// What it must be a multiple of.
+        multiple: usize,
+    },
+    /// A page table names a page that the pool does not have.
+    Page {
+        /// Position in the table.
+        index: usize,
+        /// The page found there.
+        page: u32,
+        /// Pages of the pool.
+        pages: usize,
+    },
+    /// The bytes are those of something else.
+    BadMagic {
+        /// What was to be read.
+        what: &'static str,
+    },
+    /// The bytes are of a version that this one does not read.
+    Version {
+        /// What was to be read.
+        what: &'static str,
+        /// The version found.
+        version: u32,
+    },
+    /// The bytes end too early.
+    Truncated {
+        /// What was to be read.
+        what: &'static str,
+    },
+    /// Bytes follow the end.
+    TrailingBytes {
+        /// What was read.
+        what: &'static str,
+        /// Bytes after its end.
+        extra: usize,
+    },
+    /// A field of the bytes has a value that does not fit.
+    BadField {
+        /// The field.
+        what: &'static str,
+    },
 }
 
 impl fmt::Display for Error {
@@ -117,6 +164,19 @@ impl fmt::Display for Error {
             Self::Tolerance => write!(f, "the tolerance must be finite and at least 0"),
             Self::BackendUnavailable => write!(f, "this machine lacks the instructions of the backend"),
             Self::NotFinite { what, index } => write!(f, "{what} is not finite at index {index}"),
+            Self::Unaligned { what, at, multiple } => {
+                write!(f, "{what} is {at}, expected a multiple of {multiple}")
+            }
+            Self::Page { index, page, pages } => {
+                write!(f, "page {page} at index {index} of the table is out of range for {pages} pages")
+            }
+            Self::BadMagic { what } => write!(f, "the bytes are not a saved {what}"),
+            Self::Version { what, version } => write!(f, "version {version} of a saved {what} is not known"),
+            Self::Truncated { what } => write!(f, "the bytes of the saved {what} end too early"),
+            Self::TrailingBytes { what, extra } => {
+                write!(f, "{extra} bytes follow the end of the saved {what}")
+            }
+            Self::BadField { what } => write!(f, "the saved {what} does not fit"),
         }
     }
 }

@@ -17,6 +17,8 @@ mod attend;
 mod backend;
 #[cfg(feature = "alloc")]
 mod block_cache;
+#[cfg(feature = "alloc")]
+mod bytes;
 mod clustering_cost;
 mod codebook;
 mod codes;

@@ -22,7 +22,7 @@ pub(crate) fn scan_group<S: Simd, const NBITS: u32, const CHUNK: usize>(
     s: S,
     luts: &Luts<'_>,
     first: usize,
-    blocks: &[u8],
+    blocks: &[&[u8]],
     scores: &mut [f32],
 ) {
     let shape = luts.shape();
@@ -46,7 +46,7 @@ pub(crate) fn scan_group<S: Simd, const NBITS: u32, const CHUNK: usize>(
             }
         }
         let sums = sums.as_chunks_mut::<BLOCK>().0;
-        for (sums, block) in sums.iter_mut().zip(blocks.chunks_exact(shape.block_size())) {
+        for (sums, block) in sums.iter_mut().zip(blocks) {
             let runs = &block[j * run_len..][..count * run_len];
             for (codes, run) in codes.iter_mut().zip(runs.chunks_exact(run_len)) {
                 // SAFETY: a run has 8 * NBITS bytes.

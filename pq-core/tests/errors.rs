@@ -18,10 +18,13 @@ fn bad_arguments_are_errors() {
         encode_into(&book.view(), &[0.0_f32; 9], 0, &mut packed),
         Err(Error::PartialRow { what: "vectors", row: 8, actual: 9 })
     );
-    assert!(matches!(encode_into(&book.view(), &[0.0_f32; 16], 64, &mut packed), Err(Error::Length { .. })));
+    assert!(matches!(
+        encode_into(&book.view(), &[0.0_f32; 16], 64, &mut packed),
+        Err(Error::TooShort { .. })
+    ));
     assert!(matches!(
         encode_into(&book.view(), &[0.0_f32; 16], usize::MAX, &mut packed),
-        Err(Error::Length { .. })
+        Err(Error::TooShort { .. })
     ));
     let codes = Codes::new(shape, 2, &packed).unwrap();
     let other = PqShape::new(8, 4, 5).unwrap();

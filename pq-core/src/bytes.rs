@@ -1,0 +1,140 @@
+//! The byte format of what is saved: four bytes of magic, a version, then little-endian numbers without gaps.
+//!
+//! A reader checks every length against the bytes that are left before it allocates, so a hostile input costs
+//! no more memory than it has bytes.
+
+use alloc::vec::Vec;
+use core::any::TypeId;
+
+use half::{bf16, f16};
+
+use crate::{Element, Error, PqShape};
+
+/// The number that stands for an element type.
+fn tag<E: Element>() -> u32 {
+    let id = TypeId::of::<E>();
+    [TypeId::of::<f32>(), TypeId::of::<f16>()].iter().position(|&other| other == id).unwrap_or(2) as u32
+}
+
+pub(crate) struct Writer(Vec<u8>);
+
+impl Writer {
+    pub fn new(magic: [u8; 4], version: u32) -> Self {
+        let mut writer = Self(magic.to_vec());
+        writer.u32(version);
+        writer
+    }
+
+    pub fn u32(&mut self, x: u32) {
+        self.0.extend(x.to_le_bytes());
+    }
+
+    pub fn u64(&mut self, x: u64) {
+        self.0.extend(x.to_le_bytes());
+    }
+
+    pub fn len(&mut self, x: usize) {
+        self.u64(x as u64);
+    }
+
+    /// A shape, of 16 bytes.
+    pub fn shape(&mut self, shape: PqShape) {
+        self.len(shape.dim());
+        self.u32(shape.m() as u32);
+        self.u32(shape.nbits());
+    }
+
+    pub fn tag<E: Element>(&mut self) {
+        self.u32(tag::<E>());
+    }
+
+    pub fn elements<E: Element>(&mut self, elements: impl Iterator<Item = E>) {
+        match tag::<E>() {
+            0 => elements.for_each(|x| self.0.extend(x.to_f32().to_le_bytes())),
+            1 => elements.for_each(|x| self.0.extend(f16::from_f32(x.to_f32()).to_le_bytes())),
+            _ => elements.for_each(|x| self.0.extend(bf16::from_f32(x.to_f32()).to_le_bytes())),
+        }
+    }
+
+    pub fn bytes(&mut self, bytes: &[u8]) {
+        self.0.extend_from_slice(bytes);
+    }
+
+    pub fn finish(self) -> Vec<u8> {
+        self.0
+    }
+}
+
+pub(crate) struct Reader<'a> {
+    what: &'static str,
+    rest: &'a [u8],
+}
+
+impl<'a> Reader<'a> {
+    /// Checks magic and version; `what` names the content in errors.
+    pub fn new(what: &'static str, magic: [u8; 4], version: u32, bytes: &'a [u8]) -> Result<Self, Error> {
+        let rest = bytes.strip_prefix(&magic).ok_or(Error::BadMagic { what })?;
+        let mut reader = Self { what, rest };
+        match reader.u32()? {
+            found if found == version => Ok(reader),
+            version => Err(Error::Version { what, version }),
+        }
+    }
+
+    pub fn bytes(&mut self, len: usize) -> Result<&'a [u8], Error> {
+        let (bytes, rest) = self.rest.split_at_checked(len).ok_or(Error::Truncated { what: self.what })?;
+        self.rest = rest;
+        Ok(bytes)
+    }
+
+    fn array<const N: usize>(&mut self) -> Result<[u8; N], Error> {
+        let (array, rest) = self.rest.split_first_chunk().ok_or(Error::Truncated { what: self.what })?;
+        self.rest = rest;
+        Ok(*array)
+    }
+
+    pub fn u32(&mut self) -> Result<u32, Error> {
+        Ok(u32::from_le_bytes(self.array()?))
+    }
+
+    pub fn u64(&mut self) -> Result<u64, Error> {
+        Ok(u64::from_le_bytes(self.array()?))
+    }
+
+    pub fn len(&mut self) -> Result<usize, Error> {
+        usize::try_from(self.u64()?).map_err(|_| Error::TooLarge)
+    }
+
+    pub fn shape(&mut self) -> Result<PqShape, Error> {
+        let (dim, m, nbits) = (self.len()?, self.u32()?, self.u32()?);
+        PqShape::new(dim, m as usize, nbits)
+    }
+
+    /// `len` elements.
+    pub fn elements<E: Element>(&mut self, len: usize) -> Result<Vec<E>, Error> {
+        let bytes = self.bytes(len.checked_mul(size_of::<E>()).ok_or(Error::TooLarge)?)?;
+        Ok(match tag::<E>() {
+            0 => bytes.as_chunks().0.iter().map(|&x| E::from_f32(f32::from_le_bytes(x))).collect(),
+            1 => bytes.as_chunks().0.iter().map(|&x| E::from_f32(f16::from_le_bytes(x).to_f32())).collect(),
+            _ => bytes.as_chunks().0.iter().map(|&x| E::from_f32(bf16::from_le_bytes(x).to_f32())).collect(),
+        })
+    }
+
+    /// Elements of any type, as `f32`, after their tag.
+    pub fn tagged_elements(&mut self, len: usize) -> Result<Vec<f32>, Error> {
+        match self.u32()? {
+            0 => self.elements(len),
+            1 => Ok(self.elements(len)?.into_iter().map(f16::to_f32).collect()),
+            2 => Ok(self.elements(len)?.into_iter().map(bf16::to_f32).collect()),
+            _ => Err(Error::BadField { what: "element type" }),
+        }
+    }
+
+    /// Nothing may be left.
+    pub fn finish(self) -> Result<(), Error> {
+        match self.rest.len() {
+            0 => Ok(()),
+            extra => Err(Error::TrailingBytes { what: self.what, extra }),
+        }
+    }
+}
