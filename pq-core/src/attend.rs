@@ -105,6 +105,54 @@ impl<'a> CodedTokens<'a> {
     pub const fn value_shape(&self) -> PqShape {
         self.values.shape()
     }
+
+    pub(crate) const fn keys(&self) -> Codes<'a> {
+        self.keys
+    }
+
+    pub(crate) const fn values(&self) -> Codes<'a> {
+        self.values
+    }
+
+    pub(crate) const fn codebook(&self) -> Codebook<'a> {
+        self.codebook
+    }
+
+    /// Checks that the tables and the bias fit the tokens.
+    pub(crate) fn check_queries(&self, luts: &Luts<'_>) -> Result<(), Error> {
+        if luts.shape() != self.key_shape() {
+            return Err(Error::ShapeMismatch);
+        }
+        let bias_len = luts.group().saturating_mul(self.n());
+        self.bias.map_or(Ok(()), |bias| check_len("bias", bias.len(), bias_len))
+    }
+
+    /// Turns the table scores of tokens `start` and on into the scores of query `g`, in place.
+    #[inline(always)]
+    pub(crate) fn finish_scores(&self, g: usize, start: usize, scores: &mut [f32]) {
+        if let Some(scales) = self.key_scales {
+            for (score, &scale) in scores.iter_mut().zip(&scales[start..]) {
+                *score *= scale;
+            }
+        }
+        if let Some(bias) = self.bias {
+            for (score, &bias) in scores.iter_mut().zip(&bias[g * self.n() + start..]) {
+                // The score of a masked token may be NaN, since its scales need not be meaningful.
+                *score = if bias == f32::NEG_INFINITY { bias } else { *score + bias };
+            }
+        }
+    }
+
+    /// Multiplies the weights of tokens `start` and on by the scales of their values.
+    #[inline(always)]
+    pub(crate) fn scale_weights(&self, start: usize, weights: &mut [f32]) {
+        if let Some(scales) = self.value_scales {
+            for (weight, &scale) in weights.iter_mut().zip(&scales[start..]) {
+                // The scale of a token without weight may be NaN or infinite.
+                *weight = if *weight == 0.0 { 0.0 } else { *weight * scale };
+            }
+        }
+    }
 }
 
 /// Elements of the scratch of [`attend_into`], given the shape of the values.
@@ -161,13 +209,8 @@ pub fn attend_into_with(
 ) -> Result<(), Error> {
     backend.check()?;
     let (group, shape) = (luts.group(), tokens.value_shape());
-    if luts.shape() != tokens.key_shape() {
-        return Err(Error::ShapeMismatch);
-    }
+    tokens.check_queries(luts)?;
     check_len("stats", stats.len(), group)?;
-    if let Some(bias) = tokens.bias {
-        check_len("bias", bias.len(), group.saturating_mul(tokens.n()))?;
-    }
     let scratch_len = attend_scratch_len(shape, group);
     check_at_least("scratch", scratch.len(), scratch_len)?;
     check_len("out", out.len(), group.saturating_mul(shape.dim()))?;
@@ -284,25 +327,10 @@ fn weigh(
     stats: &mut SoftmaxStats,
     accumulated: &mut [f32],
 ) {
-    if let Some(scales) = tokens.key_scales {
-        for (score, &scale) in scores.iter_mut().zip(&scales[start..]) {
-            *score *= scale;
-        }
-    }
-    if let Some(bias) = tokens.bias {
-        for (score, &bias) in scores.iter_mut().zip(&bias[g * tokens.keys.n() + start..]) {
-            // The score of a masked token may be NaN, since its scales need not be meaningful.
-            *score = if bias == f32::NEG_INFINITY { bias } else { *score + bias };
-        }
-    }
+    tokens.finish_scores(g, start, scores);
     stats.raise_max(max(scores), accumulated);
     stats.sum += exponentiate(scores, stats.finite_max());
-    if let Some(scales) = tokens.value_scales {
-        for (weight, &scale) in scores.iter_mut().zip(&scales[start..]) {
-            // The scale of a token without weight may be NaN or infinite.
-            *weight = if *weight == 0.0 { 0.0 } else { *weight * scale };
-        }
-    }
+    tokens.scale_weights(start, scores);
 }
 
 /// Adds each token's weight to its centroids' sums (m, ksub).

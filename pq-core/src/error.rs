@@ -68,6 +68,15 @@ pub enum Error {
         /// Centroids per subspace.
         ksub: usize,
     },
+    /// A token is not among those that are attended to.
+    TokenOutOfRange {
+        /// Index in the list of tokens.
+        index: usize,
+        /// The token.
+        token: u32,
+        /// Number of tokens.
+        n: usize,
+    },
     /// A profile has too few different sequence lengths for the fit of a cost.
     Underdetermined {
         /// The profile.
@@ -157,6 +166,9 @@ impl fmt::Display for Error {
             Self::TooManySubspaces { m, max } => write!(f, "{m} subspaces exceed the maximum of {max}"),
             Self::CodeOutOfRange { index, code, ksub } => {
                 write!(f, "code {code} at index {index} is out of range for {ksub} centroids")
+            }
+            Self::TokenOutOfRange { index, token, n } => {
+                write!(f, "token {token} at index {index} is out of range for {n} tokens")
             }
             Self::Underdetermined { what, needed } => {
                 write!(f, "the {what} needs at least {needed} clearly different sequence lengths")

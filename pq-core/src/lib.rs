@@ -29,6 +29,7 @@ mod error;
 mod exact;
 mod exp;
 mod group;
+mod hybrid;
 #[cfg(feature = "alloc")]
 mod kmeans;
 #[allow(unsafe_code)]
@@ -70,6 +71,10 @@ pub use encode::{decode_into, encode_into, encode_into_with};
 pub use error::Error;
 pub use exact::{attend_exact_into, attend_exact_into_with};
 pub use group::{GroupRule, combine_group_into, combine_group_into_with};
+pub use hybrid::{
+    Hybrid, HybridScratch, RowBudget, hybrid_attend_into, hybrid_attend_into_with, hybrid_select_into,
+    hybrid_select_into_with,
+};
 pub use lut::{Lut, LutPrecision, Luts, QuantizedLut, lut_into, lut_into_with};
 pub use mips::{Rerank, Search, SearchScratch, rerank_into, rerank_into_with, search_into, search_into_with};
 pub use norm::{decode_norm, divide_by_norms, encode_norm};

@@ -96,7 +96,12 @@ impl<'a> SearchScratch<'a> {
         self.stats
     }
 
-    fn check(&self, group: usize, n: usize) -> Result<(), Error> {
+    /// The scores, the combined ones and the statistics, to be written.
+    pub(crate) fn parts(&mut self) -> (&mut [f32], &mut [f32], &mut [SoftmaxStats]) {
+        (self.scores, self.combined, self.stats)
+    }
+
+    pub(crate) fn check(&self, group: usize, n: usize) -> Result<(), Error> {
         check_len("heads of the search scratch", self.stats.len(), group)?;
         check_len("tokens of the search scratch", self.combined.len(), n)
     }

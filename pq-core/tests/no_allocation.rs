@@ -1,5 +1,5 @@
-//! A decode step does not allocate: lookup tables, scan, search, re-ranking, attention on codes and on the
-//! window, the scores of a rotated mean, encoding and decoding of a token.
+//! A decode step does not allocate: lookup tables, scan, search, re-ranking, attention on codes, on the
+//! window and on both (hybrid), the scores of a rotated mean, encoding and decoding of a token.
 
 #![allow(clippy::unwrap_used, unsafe_code)]
 
@@ -50,6 +50,8 @@ fn a_decode_step_does_not_allocate() {
         let (mean, frequencies) = (vec![0.5; dim], vec![0.25; dim / 2]);
         let mean = RopeMeanBuf::new(&mean, &frequencies).unwrap();
         let (mut out, mut stats) = (vec![0.0; group * dim], vec![SoftmaxStats::EMPTY; group]);
+        let mut hybrid_floats = vec![0.0; HybridScratch::len(shape, group, n)];
+        let mut hybrid_stats = vec![SoftmaxStats::EMPTY; group];
         let search = Search { k: n / 10, sinks: 4, recent: 64, rule: GroupRule::SumOfSoftmax };
         let mut tokens = vec![0; search.found(n)];
 
@@ -72,6 +74,10 @@ fn a_decode_step_does_not_allocate() {
             stats.fill(SoftmaxStats::EMPTY);
             let coded = CodedTokens::new(codes, codes, codebook).unwrap();
             attend_into_with(backend, &luts, &coded, &mut scratch, &mut out, &mut stats).unwrap();
+            let hybrid = Hybrid { rows: RowBudget::Share(0.01), ..Hybrid::default() };
+            let mut step = HybridScratch::new(shape, n, &mut hybrid_floats, &mut hybrid_stats).unwrap();
+            let k = hybrid_select_into_with(backend, &luts, &coded, &hybrid, &mut step, &mut tokens).unwrap();
+            hybrid_attend_into_with(backend, &coded, &tokens[..k], &mut step, &mut out, &mut stats).unwrap();
             let scores = &mut scores[..64];
             attend_exact_into_with(backend, &queries, &window, &window, scores, &mut out, &mut stats)
                 .unwrap();

@@ -6,8 +6,9 @@ use core::hint::black_box;
 
 use codec_core::{BlockIndex, Chunk, Coder, Frame, Models, Plane, PlaneParts, Predictor, Scaling, Side};
 use pq_core::{
-    Codebook, CodedTokens, Codes, LutPrecision, PqShape, QuantizedLut, Search, SearchScratch, SoftmaxStats,
-    attend_into, attend_scratch_len, encode_into, lut_into, scan_quantized_into, search_into,
+    Codebook, CodedTokens, Codes, Hybrid, HybridScratch, LutPrecision, PqShape, QuantizedLut, Search,
+    SearchScratch, SoftmaxStats, attend_into, attend_scratch_len, encode_into, hybrid_attend_into,
+    hybrid_select_into, lut_into, scan_quantized_into, search_into,
 };
 
 #[panic_handler]
@@ -81,6 +82,7 @@ fn search() -> Result<f32, pq_core::Error> {
     encode_into(&codebook, &black_box([0.1_f32; 8]), 0, &mut bytes)?;
     let codes = Codes::new(SHAPE, 2, &bytes)?;
     let (mut tables, mut scores, mut tokens) = ([0.0; SHAPE.lut_len()], [0.0; 2], [0; 2]);
+    let mut chosen = [0; 2];
     let luts = lut_into(&codebook, &black_box([1.0_f32; 4]), &mut tables)?;
     let mut integers = [0; SHAPE.quantized_lut_len(LutPrecision::U8)];
     let lut = QuantizedLut::new(&luts.lut(0), LutPrecision::U8, &mut integers)?;
@@ -93,6 +95,10 @@ fn search() -> Result<f32, pq_core::Error> {
     let mut scratch = [0.0; attend_scratch_len(SHAPE, 1)];
     let tokens = CodedTokens::new(codes, codes, codebook)?;
     attend_into(&luts, &tokens, &mut scratch, &mut out, &mut stats)?;
+    let (mut floats, mut step_stats) = ([0.0; HybridScratch::len(SHAPE, 1, 2)], [SoftmaxStats::EMPTY]);
+    let mut step = HybridScratch::new(SHAPE, 2, &mut floats, &mut step_stats)?;
+    let found = hybrid_select_into(&luts, &tokens, &Hybrid::default(), &mut step, &mut chosen)?;
+    hybrid_attend_into(&tokens, &chosen[..found], &mut step, &mut out, &mut stats)?;
     Ok(out[0])
 }
 

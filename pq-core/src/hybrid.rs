@@ -1,0 +1,307 @@
+//! Hybrid attention: codes of all tokens in one softmax, in which the few tokens that matter have their exact
+//! rows.
+//!
+//! Top-k attention drops the tokens that it does not fetch, attention on codes has no exact token. Here the
+//! tokens with the largest coded weights are taken out of the coded softmax and their exact keys and values
+//! are added in their place. A token that the selection misses keeps its coded weight, so codes of about one
+//! bit per component suffice: the error of the output is of second order in that of the selection.
+//!
+//! A step has three parts, so that rows can be fetched while the codes are attended to:
+//!
+//! 1. [`hybrid_select_into`] scores all tokens by their codes and chooses the rows to fetch.
+//! 2. [`hybrid_attend_into`] attends to the codes of all other tokens.
+//! 3. [`attend_exact_into`](crate::attend_exact_into) adds the fetched rows to the same softmax, as it adds
+//!    sinks and window.
+
+mod budget;
+mod values;
+
+use crate::error::{check_at_least, check_finite, check_len};
+use crate::simd::Kernel;
+use crate::softmax::{exponentiate, max};
+use crate::{
+    Backend, CodedTokens, Error, GroupRule, Luts, PqShape, SearchScratch, SoftmaxStats,
+    combine_group_into_with, scan_into_with, top_k_into_with,
+};
+
+pub use budget::RowBudget;
+use values::{CHUNK, Lanes, MOST, weighted_values_len};
+
+/// Parameters of [`hybrid_select_into`].
+///
+/// # Examples
+/// ```
+/// use pq_core::{GroupRule, Hybrid, RowBudget};
+/// let hybrid = Hybrid { rows: RowBudget::Share(0.01), ..Hybrid::default() };
+/// assert_eq!((hybrid.rows.most(1000), hybrid.rule), (10, GroupRule::SumOfSoftmax));
+/// ```
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Hybrid<'a> {
+    /// How many tokens are read exactly.
+    pub rows: RowBudget,
+    /// How the scores of a group of query heads are combined.
+    pub rule: GroupRule,
+    /// Variances of the differences between exact and coded scores, one per query, or empty for zeros.
+    ///
+    /// A centroid is the mean of what it stands for. Exact scores `s` therefore scatter around the coded score
+    /// `c` with this variance `v`, and the expected weight is `E[exp(s)] = exp(c + v / 2)` for normal
+    /// differences: attention on codes alone underestimates a token's weight relative to an exact token.
+    /// Half of the variance is added to the coded scores. With `e` the mean squared error of each component
+    /// of the coded keys, `v = sum_d query_d^2 e_d`.
+    pub score_variances: &'a [f32],
+    /// Softmax statistics of the tokens that are attended to exactly anyway, one per query, or empty.
+    /// [`RowBudget::Error`] needs them to know how much of the attention the codes hold.
+    pub others: &'a [SoftmaxStats],
+}
+
+/// Working memory of [`hybrid_select_into`] and [`hybrid_attend_into`], borrowed from the caller. It holds the
+/// coded scores between the two calls.
+///
+/// # Examples
+/// ```
+/// use pq_core::{HybridScratch, PqShape, SoftmaxStats};
+/// let (values, group, n) = (PqShape::new(128, 16, 8)?, 4, 1000);
+/// let mut floats = vec![0.0; HybridScratch::len(values, group, n)];
+/// let mut stats = vec![SoftmaxStats::EMPTY; group];
+/// let scratch = HybridScratch::new(values, n, &mut floats, &mut stats)?;
+/// assert_eq!(scratch.search().scores().len(), group * n);
+/// # Ok::<(), pq_core::Error>(())
+/// ```
+#[derive(Debug)]
+pub struct HybridScratch<'a> {
+    search: SearchScratch<'a>,
+    floats: &'a mut [f32], // of `hybrid_attend_into`
+}
+
+impl<'a> HybridScratch<'a> {
+    /// Floats that attention of `group` query heads on `n` tokens needs, given the shape of the values'
+    /// quantizer.
+    #[must_use]
+    pub const fn len(values: PqShape, group: usize, n: usize) -> usize {
+        SearchScratch::len(group, n).saturating_add(attend_len(values, group))
+    }
+
+    /// Divides the caller's memory for `n` tokens and as many query heads as `stats` has elements.
+    ///
+    /// # Shapes
+    /// `floats` at least [`len`](Self::len) elements; `stats` (group,).
+    /// # Errors
+    /// [`Error::TooShort`].
+    pub fn new(
+        values: PqShape,
+        n: usize,
+        floats: &'a mut [f32],
+        stats: &'a mut [SoftmaxStats],
+    ) -> Result<Self, Error> {
+        let group = stats.len();
+        check_at_least("hybrid scratch", floats.len(), Self::len(values, group, n))?;
+        let (search, floats) = floats.split_at_mut(SearchScratch::len(group, n));
+        let floats = &mut floats[..attend_len(values, group)];
+        Ok(Self { search: SearchScratch::new(n, search, stats)?, floats })
+    }
+
+    /// The coded scores of all tokens, the combined ones, and their softmax statistics, as
+    /// [`hybrid_select_into`] leaves them.
+    #[must_use]
+    pub const fn search(&self) -> &SearchScratch<'a> {
+        &self.search
+    }
+}
+
+/// Floats of one pass over the values: the sums of the weights and the weights of a chunk.
+const fn attend_len(values: PqShape, group: usize) -> usize {
+    weighted_values_len(values, group).saturating_add(CHUNK)
+}
+
+/// Scores all tokens by their codes and selects those whose exact rows a step reads.
+///
+/// A token's coded score for query g is that of [`attend_into`](crate::attend_into), plus half of
+/// [`Hybrid::score_variances`]. The tokens with the highest combined scores are selected
+/// ([`combine_group_into`](crate::combine_group_into)), as many as [`Hybrid::rows`] says. Writes their indices
+/// in ascending order and returns how many there are. A token whose coded score is minus infinity for every
+/// query is masked and never selected.
+///
+/// # Shapes
+/// `luts` (group, m, ksub) in the keys' shape; `scratch` for the same group and n; `selected` at least
+/// [`RowBudget::most`] of n elements.
+/// # Errors
+/// [`Error::ShapeMismatch`]; [`Error::Length`] for the bias or for the variances, statistics or scratch of
+/// another group or n; [`Error::NotFinite`] for a variance or a bound; [`Error::TooShort`] for `selected`, which is then
+/// untouched.
+/// # Cost
+/// group * n * m lookups, the exponentials of [`combine_group_into`](crate::combine_group_into), one
+/// selection, and for [`RowBudget::Error`] one more pass over n; no allocation.
+/// # Source
+/// The group's rule is that of PQCache (arXiv 2407.12820), 3.4.
+pub fn hybrid_select_into(
+    luts: &Luts<'_>,
+    tokens: &CodedTokens<'_>,
+    hybrid: &Hybrid<'_>,
+    scratch: &mut HybridScratch<'_>,
+    selected: &mut [u32],
+) -> Result<usize, Error> {
+    hybrid_select_into_with(Backend::detect(), luts, tokens, hybrid, scratch, selected)
+}
+
+/// [`hybrid_select_into`] on a given backend.
+///
+/// # Errors
+/// As [`hybrid_select_into`], and [`Error::BackendUnavailable`].
+pub fn hybrid_select_into_with(
+    backend: Backend,
+    luts: &Luts<'_>,
+    tokens: &CodedTokens<'_>,
+    hybrid: &Hybrid<'_>,
+    scratch: &mut HybridScratch<'_>,
+    selected: &mut [u32],
+) -> Result<usize, Error> {
+    backend.check()?;
+    let (group, n) = (luts.group(), tokens.n());
+    tokens.check_queries(luts)?;
+    scratch.search.check(group, n)?;
+    for (what, len) in [("variances", hybrid.score_variances.len()), ("others", hybrid.others.len())] {
+        check_len(what, len, if len == 0 { 0 } else { group })?;
+    }
+    check_finite("variances", hybrid.score_variances)?;
+    if let RowBudget::Error { bound, value_error, .. } = hybrid.rows {
+        check_finite("bound", &[bound, value_error])?;
+    }
+    check_at_least("selected", selected.len(), hybrid.rows.most(n))?;
+    let (all_scores, combined, stats) = scratch.search.parts();
+    for (g, scores) in all_scores.chunks_exact_mut(n.max(1)).enumerate() {
+        scan_into_with(backend, &luts.lut(g), &tokens.keys(), scores)?;
+        let rise = hybrid.score_variances.get(g).map_or(0.0, |variance| 0.5 * variance);
+        backend.run(FinishScores { tokens, g, rise, scores });
+    }
+    combine_group_into_with(backend, all_scores, hybrid.rule, stats, combined)?;
+    let k = budget::rows(hybrid, combined, stats);
+    let found = top_k_into_with(backend, combined, k, selected)?;
+    let mut kept = 0;
+    for i in 0..found {
+        // Top-k fills up with masked tokens where there are not enough others.
+        selected[kept] = selected[i];
+        kept += usize::from(combined[selected[i] as usize] > f32::NEG_INFINITY);
+    }
+    Ok(kept)
+}
+
+/// Turns table scores into coded scores.
+struct FinishScores<'a, 'b> {
+    tokens: &'a CodedTokens<'a>,
+    g: usize,
+    rise: f32,
+    scores: &'b mut [f32],
+}
+
+impl Kernel for FinishScores<'_, '_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn scalar(self) {
+        self.tokens.finish_scores(self.g, 0, self.scores);
+        if self.rise != 0.0 {
+            self.scores.iter_mut().for_each(|score| *score += self.rise);
+        }
+    }
+}
+
+/// Attends to the codes of all tokens but the selected ones.
+///
+/// Adds them to `out` and `stats`, as [`attend_into`](crate::attend_into) does, by the scores that
+/// [`hybrid_select_into`] left in `scratch`. The selected tokens are left out of the sums, not subtracted from
+/// them, and the maximum is that of the other tokens: the result is as accurate where the selected tokens hold
+/// nearly all weight. Add the exact rows of the selected tokens before or after.
+///
+/// # Shapes
+/// `selected` as [`hybrid_select_into`] wrote it, or any other tokens; `scratch` from that call; `out` (group,
+/// dim of the values); `stats` (group,).
+/// # Errors
+/// [`Error::TokenOutOfRange`] or [`Error::Length`]; `out` and `stats` are then untouched.
+/// # Cost
+/// Per query n exponentials; n * m additions of a group's weights, and group * ksub * dim multiply-adds; no
+/// allocation.
+/// # Source
+/// MILLION (DAC 2025), III-B, equation 7, for the sums per centroid.
+pub fn hybrid_attend_into(
+    tokens: &CodedTokens<'_>,
+    selected: &[u32],
+    scratch: &mut HybridScratch<'_>,
+    out: &mut [f32],
+    stats: &mut [SoftmaxStats],
+) -> Result<(), Error> {
+    hybrid_attend_into_with(Backend::detect(), tokens, selected, scratch, out, stats)
+}
+
+/// [`hybrid_attend_into`] on a given backend.
+///
+/// # Errors
+/// As [`hybrid_attend_into`], and [`Error::BackendUnavailable`].
+pub fn hybrid_attend_into_with(
+    backend: Backend,
+    tokens: &CodedTokens<'_>,
+    selected: &[u32],
+    scratch: &mut HybridScratch<'_>,
+    out: &mut [f32],
+    stats: &mut [SoftmaxStats],
+) -> Result<(), Error> {
+    backend.check()?;
+    let (group, n, shape) = (stats.len(), tokens.n(), tokens.value_shape());
+    scratch.search.check(group, n)?;
+    check_at_least("hybrid scratch", scratch.floats.len(), attend_len(shape, group))?;
+    check_len("out", out.len(), group.saturating_mul(shape.dim()))?;
+    if let Some((index, &token)) = selected.iter().enumerate().find(|(_, token)| **token as usize >= n) {
+        return Err(Error::TokenOutOfRange { index, token, n });
+    }
+    let (scores, ..) = scratch.search.parts();
+    for scores in scores.chunks_exact_mut(n.max(1)) {
+        selected.iter().for_each(|&token| scores[token as usize] = f32::NEG_INFINITY);
+    }
+    let parts = scores.chunks(MOST * n.max(1)).zip(out.chunks_mut(MOST * shape.dim()));
+    for ((scores, out), stats) in parts.zip(stats.chunks_mut(MOST)) {
+        backend.run(AttendRest { tokens, scores, floats: scratch.floats, out, stats });
+    }
+    Ok(())
+}
+
+/// Attention of up to [`MOST`] query heads on the codes, by their scores.
+struct AttendRest<'a, 'b> {
+    tokens: &'a CodedTokens<'a>,
+    scores: &'a [f32], // (heads, n); minus infinity for tokens that are left out
+    floats: &'b mut [f32],
+    out: &'b mut [f32],
+    stats: &'b mut [SoftmaxStats],
+}
+
+impl Kernel for AttendRest<'_, '_> {
+    type Output = ();
+
+    /// Portable code that the compiler vectorizes for each instruction set.
+    #[inline(always)]
+    fn scalar(self) {
+        let Self { tokens, scores, floats, out, stats } = self;
+        let (n, codebook) = (tokens.n(), tokens.codebook());
+        let (row, floats) = floats.split_at_mut(CHUNK);
+        let mut lanes = Lanes::new(codebook.shape(), stats.len(), floats);
+        let mut rest = [SoftmaxStats::EMPTY; MOST];
+        for (rest, scores) in rest.iter_mut().zip(scores.chunks_exact(n.max(1))) {
+            rest.max = max(scores);
+        }
+        for start in (0..n).step_by(CHUNK) {
+            let end = n.min(start + CHUNK);
+            let row = &mut row[..end - start];
+            for (g, scores) in scores.chunks_exact(n).enumerate() {
+                row.copy_from_slice(&scores[start..end]);
+                rest[g].sum += exponentiate(row, rest[g].finite_max());
+                tokens.scale_weights(start, row);
+                lanes.set_weights(g, row);
+            }
+            lanes.add(&tokens.values().slice(start, end));
+        }
+        for (g, (total, out)) in
+            stats.iter_mut().zip(out.chunks_exact_mut(codebook.shape().dim())).enumerate()
+        {
+            let scale = total.absorb(rest[g], out);
+            lanes.add_values(g, &codebook, scale, out);
+        }
+    }
+}

@@ -1,0 +1,126 @@
+//! How many rows a step reads exactly.
+//!
+//! The estimate behind [`RowBudget::Error`]: with the differences `d_t` of exact and coded scores and `e_t` of
+//! exact and coded values, the output changes by about
+//!
+//! ```text
+//! sum over the coded tokens of p_t (d_t (v_t - out) + e_t)
+//! ```
+//!
+//! where `p_t` is the token's weight in the softmax over all tokens. For independent differences of mean zero,
+//! and in units of the values' deviation from their mean, the expected square is `(exp(variance) - 1 +
+//! value_error) * sum of p_t^2`: the variance is that of the score, for normal differences, and `value_error`
+//! the codes' mean squared error over the variance of the values. A step reads tokens, those of the largest
+//! weight first, until no query's estimate exceeds the bound. For a group the combined weight of a token stands
+//! for every query's: it is at least as large, so that the estimate holds for each.
+
+use super::Hybrid;
+use crate::SoftmaxStats;
+use crate::exp::exp;
+
+/// How many tokens a step of hybrid attention reads exactly.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum RowBudget {
+    /// This many.
+    Count(usize),
+    /// This part of the coded tokens, rounded up: 0 for none, 1 for all of them.
+    Share(f32),
+    /// As many as keep the expected error of every query's output below a bound.
+    Error {
+        /// The root of the expected squared error of the output over the variance of the values (the mean
+        /// squared distance of a value from the values' mean).
+        bound: f32,
+        /// Mean squared error of the coded values over that variance.
+        value_error: f32,
+        /// Most tokens that are read.
+        most: usize,
+    },
+}
+
+impl Default for RowBudget {
+    /// None: attention on codes alone.
+    fn default() -> Self {
+        Self::Count(0)
+    }
+}
+
+impl RowBudget {
+    /// Most tokens of `n` that a step reads.
+    #[must_use]
+    pub fn most(&self, n: usize) -> usize {
+        match *self {
+            Self::Count(count) | Self::Error { most: count, .. } => count.min(n),
+            Self::Share(share) => (libm::ceil(f64::from(share) * n as f64) as usize).min(n),
+        }
+    }
+}
+
+/// Tokens to read exactly, given the combined scores and the softmax statistics of the codes.
+pub(super) fn rows(hybrid: &Hybrid<'_>, combined: &[f32], stats: &[SoftmaxStats]) -> usize {
+    let RowBudget::Error { bound, value_error, most } = hybrid.rows else {
+        return hybrid.rows.most(combined.len());
+    };
+    // The largest factor of the squared weights over the queries.
+    let mut factor = 0.0_f64;
+    for (g, stats) in stats.iter().enumerate() {
+        let variance = hybrid.score_variances.get(g).map_or(0.0, |&variance| f64::from(variance));
+        let coded = hybrid.others.get(g).map_or(1.0, |&others| share_of(*stats, others));
+        factor = factor.max((libm::expm1(variance) + f64::from(value_error)) * coded * coded);
+    }
+    if factor == 0.0 {
+        return 0; // the codes are exact
+    }
+    Weights::of(combined, stats).above(f64::from(bound) * f64::from(bound) / factor).min(most)
+}
+
+/// The part of the softmax over both sets of tokens that the first one holds.
+fn share_of(stats: SoftmaxStats, others: SoftmaxStats) -> f64 {
+    let (coded, others) = (f64::from(stats.log_sum_exp()), f64::from(others.log_sum_exp()));
+    if others == f64::NEG_INFINITY { 1.0 } else { 1.0 / (1.0 + libm::exp(others - coded)) }
+}
+
+/// Eighths of octaves of the weights from 2^-40, below which weights do not matter, to 2^8.
+const BUCKETS: usize = 8 * 48;
+
+/// A histogram of the combined weights.
+struct Weights {
+    counts: [u32; BUCKETS],
+    squares: [f64; BUCKETS], // sums of the weights' squares
+}
+
+/// Leading eleven bits of 2^-40: exponent and eighths.
+const FIRST: u32 = (127 - 40) << 3;
+
+impl Weights {
+    fn of(combined: &[f32], stats: &[SoftmaxStats]) -> Self {
+        let mut weights = Self { counts: [0; BUCKETS], squares: [0.0; BUCKETS] };
+        for &score in combined {
+            let weight = match stats {
+                // The combined score of a single head is the score itself.
+                [stats] if stats.sum > 0.0 => exp(score.min(f32::MAX) - stats.finite_max()) / stats.sum,
+                _ => score.max(0.0), // a negative one is the logarithm of a weight below 2^-100
+            };
+            let bucket = ((weight.to_bits() >> 20).saturating_sub(FIRST) as usize).min(BUCKETS - 1);
+            weights.counts[bucket] += 1;
+            weights.squares[bucket] += f64::from(weight) * f64::from(weight);
+        }
+        weights
+    }
+
+    /// How many of the largest weights must go so that the squares of the others sum to at most `budget`.
+    fn above(&self, budget: f64) -> usize {
+        let mut left = 0.0;
+        for (bucket, &squares) in self.squares.iter().enumerate() {
+            left += squares;
+            if left > budget {
+                // Every weight of a bucket has at least its lower end; that of the first bucket is 0.
+                let least = if bucket == 0 { 0.0 } else { f32::from_bits((bucket as u32 + FIRST) << 20) };
+                let least = f64::from(least);
+                let here = libm::ceil((left - budget) / (least * least)) as usize;
+                let above: u32 = self.counts[bucket + 1..].iter().sum();
+                return here.min(self.counts[bucket] as usize) + above as usize;
+            }
+        }
+        0
+    }
+}
