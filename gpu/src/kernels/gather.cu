@@ -1,8 +1,8 @@
-// Gathers rows by index, from device memory or, over the bus, from pinned host memory.
+// Gathers rows by index, from device memory or, over PCIe, from pinned host memory.
 //
 // Compile-time shape: ROW_BYTES, a multiple of 16. Launch: grid (blocks, head, keys or values), THREADS threads, which
 // stride over the 16-byte chunks of all listed rows of the head. A thread has IN_FLIGHT loads of 16 bytes in flight:
-// over the bus, the number of outstanding reads is the bound.
+// over PCIe, the number of outstanding reads limits the throughput.
 #include "types.cuh"
 
 constexpr int CHUNKS = ROW_BYTES / 16, THREADS = 256, IN_FLIGHT = 8;

@@ -4,8 +4,7 @@
 
 #if __CUDA_ARCH__ >= 900
 // A phase of the barrier completes after `arrivals` arrivals and all expected transaction bytes. Other threads may use
-// it after
-// __syncthreads().
+// it after __syncthreads().
 __device__ __forceinline__ void mbarrier_init(void* barrier, u32 arrivals) {
     asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(smem_address(barrier)), "r"(arrivals) : "memory");
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -42,7 +41,7 @@ __device__ __forceinline__ u32 cluster_ctarank() {
     asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
     return rank;
 }
-// The address in block `rank` of the cluster of what lies at `shared` here.
+// Maps an address in this block's shared memory to the same location in block `rank` of the cluster.
 __device__ __forceinline__ u32 mapa(const void* shared, u32 rank) {
     u32 address;
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(smem_address(shared)), "r"(rank));

@@ -1,5 +1,5 @@
 // Codes in the layout of `pq_core::pack`: blocks of 64 tokens; a block has one run of 8 * BITS bytes for each subspace;
-// a run has one bit plane for each set bit of BITS, of 8, 4, 2 or 1 bits a token in this order.
+// a run has one bit plane for each set bit of BITS, of 8, 4, 2 or 1 bits per token, in this order.
 #pragma once
 #include "types.cuh"
 
@@ -51,7 +51,7 @@ __device__ __forceinline__ void sixteen_codes_of(const u8* run, u32 i, u32 (&cod
             const u32 words[4] = {first.x, first.y, second.x, second.y};
 #pragma unroll
             for (int word = 0; word < 4; word++) {
-                // A plane of one bit has 8 bytes: the second 8 tokens have the next bit of the same bytes.
+                // The one-bit plane has 8 bytes: the codes of the second 8 tokens are the next bit of the same bytes.
                 const u32 part = i / (8 * width) + (width > 1 ? 0 : word / 2);
                 codes[word] |= (words[word] >> part * width & mask) << shift;
             }

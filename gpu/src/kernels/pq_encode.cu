@@ -1,13 +1,13 @@
 // Nearest centroids of vectors, packed into the tiles that pq_attend reads.
 //
 // CPU twin: pq_core::encode_into. Compile-time shape: HEAD_DIM; M subspaces of DSUB components, NBITS; KEPT_M codes of
-// KEPT_BITS bits a vector, where JOINED packs two codes of one component into one; KEYS or not; ELEMENT 0 (f32), 1
+// KEPT_BITS bits per vector, where JOINED packs two codes of one component into one; KEYS or not; ELEMENT 0 (f32), 1
 // (f16) or 2 (bf16); PAGED or not; TILE_BYTES.
 // Launch: grid (group of TILES tiles, head, sequence), THREADS threads. A warp has one subspace at a time: its lanes
 // hold points in registers, and the centroids are staged in shared memory and broadcast to all lanes. The block then
 // packs its codes from shared memory, one lane's words at a time, in the order of the tile.
 // Floor: KSUB * DSUB multiply-adds and three operations for the running minimum, per point and subspace. Bound by
-// arithmetic: five operations a centroid at two components.
+// arithmetic: five operations per centroid at two components.
 #include "element.cuh"
 
 constexpr int TILE = 32, TILES = 4, TOKENS = TILE * TILES;
@@ -63,7 +63,7 @@ __device__ __forceinline__ void token_and_code(int lane, int place, int& token, 
 __shared__ float stage[WARPS][STAGE_FLOATS];
 __shared__ u8 codes[M][TOKENS];
 
-// Assigns POINTS points a lane in one subspace: tokens lane + 32 (first_tile + i) of the block.
+// Assigns POINTS points per lane in one subspace: tokens lane + 32 (first_tile + i) of the block.
 __device__ __forceinline__ void assign(const Arguments& a, int subspace, int first_tile, u64 vectors, u32 from,
                                        u32 to) {
     const int lane = threadIdx.x % LANES;

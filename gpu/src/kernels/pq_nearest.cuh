@@ -4,7 +4,7 @@
 // CPU twin: the assignment in pq_core::encode_into. Compile-time shape: DSUB, KSUB; ELEMENT of the vectors. A block of
 // THREADS threads has TILE points; a thread has 8 of them and 8 of 64 centroids, so that four 16-byte loads from shared
 // memory serve 64 multiply-adds. Rows of the tiles are padded by four floats against bank conflicts.
-// Floor: KSUB * (DSUB + 3) operations a point. Bound by instruction issue: 72 % of the slots at 64 components (ncu,
+// Floor: KSUB * (DSUB + 3) operations per point. Bound by instruction issue: 72 % of the slots at 64 components (ncu,
 // with an earlier, slower load of points), where 67 of 150 million instructions were multiply-adds.
 #pragma once
 #include "element.cuh"

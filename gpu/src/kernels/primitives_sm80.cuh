@@ -94,8 +94,9 @@ __device__ __forceinline__ void cp_async_wait() {
 }
 __device__ __forceinline__ void cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-// Programmatic dependent launch (PDL): lets the next kernel's blocks be scheduled as this one's end. That kernel must
-// call `pdl_wait` before it reads what this one wrote. Before sm_90 both are nothing, and kernels follow each other.
+// Programmatic dependent launch (PDL): lets the next kernel's blocks be scheduled as this kernel's blocks exit. That
+// kernel must call `pdl_wait` before it reads what this one wrote. Before sm_90 both are no-ops, and kernels run one
+// after the other.
 __device__ __forceinline__ void pdl_trigger() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;");
@@ -109,7 +110,7 @@ __device__ __forceinline__ void pdl_wait() {
 #endif
 }
 
-// Words that are read once: they leave no line in L1.
+// Loads words that are read only once, without allocating a line in L1.
 template <int WORDS>
 __device__ __forceinline__ void ld_nc_no_allocate(u32* to, const void* from) {
     if constexpr (WORDS == 4)
@@ -122,7 +123,7 @@ __device__ __forceinline__ void ld_nc_no_allocate(u32* to, const void* from) {
         asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(to[0]) : "l"(from));
 }
 
-// One 16-byte store; the compiler makes four of the assignment of a structure.
+// A single 16-byte store. The compiler splits the assignment of a structure into four stores.
 __device__ __forceinline__ void st_global_v4(void* to, const u32 (&words)[4]) {
     asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(words[0]), "r"(words[1]), "r"(words[2]),
                  "r"(words[3])

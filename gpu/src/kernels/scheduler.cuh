@@ -1,15 +1,15 @@
 // Splits ragged work evenly over the blocks of a grid, on the device.
 //
 // The work is a list of entries (for instance heads or sequences) of one or more units each. Every block takes a
-// contiguous range of units, the same number up to one, so a block has a part of an entry, several entries, or both.
-// The host plans nothing: a captured graph stays valid as lengths change.
+// contiguous range of units, and the sizes of these ranges differ by at most one. A block thus has a part of an entry,
+// several entries, or both. The host plans nothing: a captured graph stays valid as lengths change.
 //
 // `softmax_reduce.cuh` merges the results of an entry that several blocks share.
 #pragma once
 #include "warp.cuh"
 
 // A block's range of units and its position in the list. It lives in shared memory: one warp calls `begin`, one thread
-// all else, and the block synchronizes before it reads.
+// calls the other functions, and the block synchronizes before it reads.
 struct Work {
     u32 share, longer;       // every block has `share` units; the first `longer` blocks have one more
     u32 end;                 // end of the block's range of units

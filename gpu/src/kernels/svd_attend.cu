@@ -5,7 +5,7 @@
 // Compile-time shape: DIM (64 or 128; no rank is above it), ELEMENT (1 for f16, 2 for bf16), WARPS (12 for DIM 128 and
 // 16 for DIM 64: registers limit it), SHARED_BYTES. Ranks are multiples of 8 and are read on the device.
 //
-// Launch: grid (blocks, slices) with about one block per multiprocessor in total; WARPS warps a block. A block serves
+// Launch: grid (blocks, slices) with about one block per multiprocessor in total; WARPS warps per block. A block serves
 // QUERIES = 8 query heads of a group; a larger group has several slices, which is blockIdx.y. The entries of the work
 // (scheduler.cuh) are the KV heads of all sequences. Work is split by tokens and ranks: a tile of 16 tokens costs its
 // components and a constant, and so does a head. Within its part of an entry, a block deals tiles to its warps in turn.
@@ -22,11 +22,12 @@
 //   2 i + 1 of every 8 as its rows. Its columns are queries, the same ones as those of the lane's maxima.
 //
 // Bound by, for one sequence of 32,768 tokens with 8 KV heads on an H200: about 8 us of launch, work distribution and
-// reduction besides the loads. Loops start after 2.0 us and end after 15 to 20 us, a block is reduced 1.5 us later and
-// the last block of a head 2 us more. Loads run at the memory's rate in between.
+// reduction in addition to the loads. Loops start after 2.0 us and end after 15 to 20 us, a block finishes its
+// reduction 1.5 us later, and the last block of a head another 2 us later. In between, loads run at full memory
+// bandwidth.
 //
-// Tried: loading the offsets earlier gained nothing. Two tiles in flight a warp, with 8 warps instead of 12, took up to
-// 3 % less there, but 1 to 2 % more for long sequences and for batches at half rank, in one measurement each.
+// Tried: loading the offsets earlier gained nothing. Two tiles in flight per warp, with 8 warps instead of 12, took up
+// to 3 % less time here, but 1 to 2 % more for long sequences and for batches at half rank, in one measurement each.
 #include "element.cuh"
 #include "primitives_sm80.cuh"
 #include "scheduler.cuh"

@@ -6,17 +6,17 @@
 // Compile-time shape: DIM (64 or 128; no rank is above it), ELEMENT (1 for f16, 2 for bf16), SHARED_BYTES. Ranks are
 // multiples of 8 and are read on the device.
 //
-// Launch: grid (query heads, row blocks, sequences), 4 warps a block, two blocks a multiprocessor. Row blocks follow
-// ZACK's rule: where both ranks of a head are at most DIM / 2, a block has 128 rows (queries) instead of 64, so blocks
-// cost about the same and use the registers that a lower rank leaves. The host launches enough blocks for 64 rows each;
-// the surplus returns at once. Blocks are numbered longest first: the last rows of a prompt see the most keys. A warp
-// owns 16 or 32 rows. All warps share the keys and values of a tile of 64 tokens, which pass through a ring of two
-// tiles in shared memory (cp.async).
+// Launch: grid (query heads, row blocks, sequences), 4 warps per block, two blocks per multiprocessor. Row blocks
+// follow ZACK's rule: where both ranks of a head are at most DIM / 2, a block has 128 rows (queries) instead of 64, so
+// blocks cost about the same and use the registers that a lower rank leaves. The host launches enough blocks for 64
+// rows each; the surplus returns at once. Blocks are numbered longest first: the last rows of a prompt see the most
+// keys. A warp owns 16 or 32 rows. All warps share the keys and values of a tile of 64 tokens, which pass through a
+// ring of two tiles in shared memory (cp.async).
 //
 // The floor is the rate of the tensor cores. Bound by issue and latency: at full rank a thread takes 249 registers, so
 // a scheduler has two warps, which issue in half of the slots, and tensor cores are 42 % busy. Three changes
 // halved the time: no branch on the rank in the loop over mma, cheaper addresses, and fragments from shared memory that
-// serve both halves of a warp's rows at half rank. FlashAttention-3's design would be the next step.
+// serve both halves of a warp's rows at half rank. The next step would be FlashAttention-3's design.
 #include "element.cuh"
 #include "primitives_sm80.cuh"
 #include "warp.cuh"
@@ -62,7 +62,7 @@ struct Head {
         const u16 *key_at = keys + (key_valid ? 8 * chunk : 0), *value_at = values + (value_valid ? 8 * chunk : 0);
 #pragma unroll
         for (u32 row = first; row < TOKENS; row += ROWS_AT_ONCE) {
-            if (TOKENS % ROWS_AT_ONCE && first >= ROWS_AT_ONCE) break; // the threads left over fill no whole row
+            if (TOKENS % ROWS_AT_ONCE && first >= ROWS_AT_ONCE) break; // the remaining threads do not fill a row
             const u64 token = min(tile * TOKENS + row, length - 1);
             cp_async_16_zfill(swizzled<CHUNKS>(to, row, chunk), key_at + token * key_rank, key_valid);
             cp_async_16_zfill(swizzled<CHUNKS>(to + TILE, row, chunk), value_at + token * value_rank, value_valid);

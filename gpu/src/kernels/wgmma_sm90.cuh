@@ -1,7 +1,7 @@
 // sm_90 only: TMA tile copies issued by one thread, and asynchronous warpgroup MMA (wgmma) with both operands in shared
 // memory.
 //
-// A box is rows of 64 elements (128 bytes) with the 128-byte swizzle, as `swizzled<8>` computes it.
+// A box consists of rows of 64 elements (128 bytes) with the 128-byte swizzle, as `swizzled<8>` computes it.
 #pragma once
 #include "mbarrier_sm90.cuh"
 
@@ -15,7 +15,7 @@ struct alignas(128) TensorMap {
 
 // TMA load of a box; the barrier counts its bytes, and elements out of range are zero. EVICT_FIRST: the L2 hint, so
 // that what the kernel writes stays in L2. It took 2 to 3 % off Gram, whose parts are read again at once, and made
-// Project, whose results are not, 6 to 11 % slower.
+// Project, whose results are not read again, 6 to 11 % slower.
 template <bool EVICT_FIRST>
 __device__ __forceinline__ void tma_load(void* shared, const TensorMap& map, u32 component, u32 row, u32 head,
                                          void* barrier) {
@@ -53,8 +53,8 @@ __device__ __forceinline__ void tma_store(const TensorMap& map, u32 component, u
                  : "memory");
 }
 __device__ __forceinline__ void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-// Waits until at most GROUPS of this thread's store groups have still to be read from shared memory, which may then be
-// written again.
+// Waits until TMA has read all but the latest GROUPS of this thread's store groups from shared memory; their buffers
+// may then be overwritten.
 template <int GROUPS>
 __device__ __forceinline__ void tma_store_wait_read() {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(GROUPS) : "memory");

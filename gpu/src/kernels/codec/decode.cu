@@ -14,8 +14,8 @@
 // cdf. Words of the stream pass through a ring of 256 bytes per warp: one half is loaded while the other is read.
 //
 // The floor is reading the stream and writing the rows. The kernel is far above it: integer arithmetic, whose pipe is
-// 73 % busy on an H200, bounds the loop over rows. It has about 250 instructions on sm_90 for 32 symbols, including
-// refills and escapes, which not every row executes.
+// 73 % busy on an H200, bounds the loop over rows. That loop has about 250 instructions on sm_90 for 32 symbols,
+// including refills and escapes, which not every row executes.
 #include "codec/tile.cuh"
 #include "warp.cuh"
 
@@ -137,7 +137,7 @@ __device__ __forceinline__ void decode_coded(Tile& tile, const Symbol* symbols, 
     const int half = half_of(low_bits);
     WordReader words(ring, tile.at, tile.end);
     u32 context = 0;
-    // Lanes whose bit in `carrying` is set lose LOW when the rows without words begin.
+    // Before the first row without words, subtracts LOW from the state of each lane whose bit in `carrying` is set.
     auto carry = [&] {
         if (carrying >> lane & 1) {
             tile.bad |= state < LOW;

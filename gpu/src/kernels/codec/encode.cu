@@ -6,13 +6,13 @@
 // Compile-time shape: CHANNELS, HEAD_DIM, PAGED, ELEMENT (place.cuh); CONTEXTS, SYMBOLS, PREVIOUS (tile.cuh). Compiled
 // with --fmad=false.
 //
-// Launch: persistent thread blocks of 4 warps, at most 6 a multiprocessor. In each round a thread block takes a tile
+// Launch: persistent thread blocks of 4 warps, at most 6 per multiprocessor. In each round a thread block takes a tile
 // index of a plane and WARPS of its blocks of tokens: a tile per warp, a channel per lane. The warps share the tile's
 // models in shared memory. rANS encodes from the last row to the first and its size is known only at the end, so bins,
 // words and escapes stay in a workspace per warp, which the warp's next tile uses again.
 //
 // The floor is reading the rows and writing the tiles. Bound by the latency of loads, two thirds of the stalls on an
-// H200, with six warps a scheduler.
+// H200, with six warps per scheduler.
 #include "codec/tile.cuh"
 #include "warp.cuh"
 
@@ -250,7 +250,7 @@ __device__ Stream encode_stream(Tile& tile, const Model& model, bool with_contex
     }
     stream.carrying = __ballot_sync(FULL, state < LOW);
     if (state < LOW) state += LOW;
-    // Each lane that needs to moves the low 16 bits of its state to the stream; words are in lane order.
+    // Every lane with `needed` set moves the low 16 bits of its state to the stream, in lane order.
     auto push = [&](bool needed) {
         const u32 mask = __ballot_sync(FULL, needed);
         if (needed) {

@@ -1,19 +1,19 @@
 // Decode attention on product-quantized keys and values: the kernel, and a warp's loop over its tiles.
 //
 // CPU twins: pq_core::attend_into, pq_core::attend_exact_into. shape.cuh has the compile-time shape and explains the
-// method. Launch: grid (block of a head's work, slice of its query group, head), THREADS threads, one block a
+// method. Launch: grid (block of a head's work, slice of its query group, head), THREADS threads, one block per
 // multiprocessor. A block has an equal part of the work of its head; a warp has every WARPS-th tile of it.
 //
 // INTERLEAVED: a warp processes two tiles at a time, and the MMAs of one tile's values alternate with those of the next
 // tile's keys, since a warp that has one tile waits in turn for shared memory, MMAs and shuffles. Four queries at 8
 // bits for two components took 3 to 6 % less time with 8 such warps than with 12 that have one tile each; codes of
 // fewer bits, which have to be expanded for both tiles, took up to 10 % more.
-// Tried with two tiles, and slower: by 1 to 5 %, the weights of a third tile in between, or other orders of the steps;
-// by 2 to 6 %, the same loop as a member of a structure, which the compiler orders differently; by 10 to 26 %, loads of
-// codes after the weights.
+// Tried with two tiles, and slower: weights of a third tile in between, or other orders of the steps (1 to 5 %); the
+// same loop as a member of a structure, which the compiler orders differently (2 to 6 %); code loads after the weights
+// (10 to 26 %).
 //
 // Tried on an H200 with one tile at a time, and rejected: L2 prefetch of the tile after the next (10 % slower with one
-// query, where L2 is 92 % busy, 1 to 5 % with four); L2 prefetch of the second tile while the tables arrive (5 %
+// query, where L2 is 92 % busy, 1 to 5 % with four); L2 prefetch of the second tile during the copy of the tables (5 %
 // slower); cache hints on the loads (no difference); codes of two tiles in flight in registers (8 warps; 4 % slower for
 // 32,768 tokens, 2 % faster for 16 times as many).
 #include "pq_attend/exact.cuh"
@@ -41,7 +41,7 @@ struct Tiles {
 #endif
 };
 
-// Starts the copy of the block's queries to shared memory, one word a thread; queries beyond the group are zeros.
+// Starts the copy of the block's queries to shared memory, one word per thread; queries beyond the group are zeros.
 __device__ __forceinline__ void load_queries(const Arguments& a, const Plan& plan) {
     const GridCoord coord;
     const u32 first = coord.slice * QUERIES, live = min(a.group - first, (u32)QUERIES);

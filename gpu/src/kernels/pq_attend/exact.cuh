@@ -11,7 +11,7 @@ __device__ __forceinline__ float* warp_results(const Lane& lane) {
     return reinterpret_cast<float*>(shared + RESULTS) + lane.warp * QUERIES * RESULT;
 }
 
-// The results of no tokens.
+// Initializes the warp's results to those of an empty set of tokens.
 __device__ __forceinline__ void clear_results(const Lane& lane) {
     constexpr int FOURS = RESULT / 4; // float4s of a query; the last one has maximum and sum of weights
     float4* results = reinterpret_cast<float4*>(warp_results(lane));

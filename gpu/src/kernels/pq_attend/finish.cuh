@@ -1,4 +1,4 @@
-// From a warp's softmax state and results in shared memory to the output of a sequence.
+// Merges a warp's softmax state into its results in shared memory, and reduces these to the output of a sequence.
 #pragma once
 #include "pq_attend/exact.cuh"
 #include "pq_attend/sums.cuh"

@@ -3,18 +3,18 @@
 //
 // CPU twins: pq_core::attend_into, pq_core::attend_exact_into. Compile-time shape: HEAD_DIM 64 or 128; QUERIES 1, 2 or
 // 4 (query heads of one block; a larger group is split into slices); KEY_BITS, VALUE_BITS 4, 6 or 8; KEY_SUB, VALUE_SUB
-// 2, 4 or 8 components a code; COPIES 1 or 2 of the key table; WARPS; INTERLEAVED 0 or 1; PAGED or not; ELEMENT 1 (f16)
-// or 2 (bf16).
+// 2, 4 or 8 components per code; COPIES 1 or 2 of the key table; WARPS; INTERLEAVED 0 or 1; PAGED or not; ELEMENT 1
+// (f16) or 2 (bf16).
 //
 // A decoded vector is WORDS = HEAD_DIM / 2 words of two f16. The tables of a head lie in shared memory, one row of 256
-// bytes a code. The address of a word is therefore one byte permutation of (code, lane's offset), and 32 lanes that
+// bytes per code. The address of a word is therefore one byte permutation of (code, lane's offset), and 32 lanes that
 // look up 32 different word offsets have no bank conflict, whatever their codes. This determines the rest:
 //
 // * Keys (scores.cuh). Lane 4 g + l looks up words of tokens g and g + 8 of 16, but lanes of different g look up
 //   different words: row g of the A operand has its words in an order of its own (a "variant"). A column of the B
 //   operand is a query in the order of one variant, so that one element of each row of the accumulator is a complete
-//   score. With one table copy there are 8 variants and one query an MMA; a second copy, in which the 16-word halves of
-//   every 32 words are swapped, leaves 4 variants and two queries an MMA.
+//   score. With one table copy there are 8 variants and one query per MMA; a second copy, in which the 16-word halves
+//   of every 32 words are swapped, leaves 4 variants and two queries per MMA.
 // * Values (sums.cuh). Lane 4 g + l looks up word g of four chunks of 8 words, in an order rotated by l, for 8 tokens.
 //   For one query the words are MMA operands as they are; for more, byte permutations pair tokens, and the weights are
 //   masked to the chunk that a column stands for.
@@ -22,13 +22,13 @@
 //   Weights are 2^(score - maximum), of scores that include log2(e). The maximum lags: it is raised, and sums are
 //   rescaled, only when a score exceeds it by more than 8, and f16 represents the weights until then.
 //
-// The sequences of a batch form a list of work items (an item is a tile, or 8 exact tokens), of which the blocks of a
-// head have equal parts (scheduler.cuh). The last block to finish reduces a sequence that several blocks share
+// The sequences of a batch form a list of work items (an item is a tile, or 8 exact tokens), which is divided evenly
+// among the blocks of a head (scheduler.cuh). The last block to finish reduces a sequence that several blocks share
 // (softmax_reduce.cuh).
 //
-// Memory floor: every code is read once for up to QUERIES query heads. Bound with one query by shared memory, 76 % busy
-// at batch 8: 128 lookups a lane and tile. Bound with four queries by instruction latency: with one tile at a time,
-// shared memory was 64 % busy, issue 48 %, tensor cores 33 %; attend.cu interleaves two.
+// Memory floor: every code is read once for up to QUERIES query heads. One query is bound by shared memory, 76 % busy
+// at batch 8: 128 lookups per lane and tile. Four queries are bound by instruction latency: with one tile at a time,
+// shared memory was 64 % busy, issue 48 %, tensor cores 33 %. This is why attend.cu interleaves two tiles.
 #pragma once
 #include "types.cuh"
 

@@ -9,7 +9,7 @@
 constexpr int LOADERS = THREADS - LANES; // threads that issue copies: all but warp 0
 #endif
 
-// Starts copying a table. On sm_90 by cp.async.bulk: 16 cp.async a thread kept the load/store units busy for 2,000
+// Starts copying a table. On sm_90 by cp.async.bulk: 16 cp.async per thread kept the load/store units busy for 2,000
 // cycles. The blocks of a head start together, so each one begins at a different piece to spread the requests over L2.
 // Warp 0 plans meanwhile; all other warps issue, since one warp alone took 9 us more for rows of 64 components.
 template <int ROWS>
@@ -72,7 +72,7 @@ __device__ __forceinline__ void finish_key_table() {
     wait_for_key_table();
     if constexpr (COPIES == 2) {
         constexpr int COPY = KEY_TABLE + (FAR_COPY ? COPY_DISTANCE : ROW / 2), CHUNK_COUNT = KEY_ROWS * CHUNKS;
-        constexpr int BATCH = 3; // chunks in flight a thread; launches took 1 to 2 % longer with 6
+        constexpr int BATCH = 3; // chunks in flight per thread; launches took 1 to 2 % longer with 6
         const Lane lane;
 #pragma unroll
         for (int first = 0; first < CHUNK_COUNT; first += BATCH * THREADS) {

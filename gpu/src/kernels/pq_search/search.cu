@@ -4,18 +4,18 @@
 // CPU twin: pq_core::search_into. Compile-time shape: M, NBITS, GROUP, VEC, COPIES (tables.cuh), MAX_RULE (select.cuh).
 // Four kernels of grid (chunk of CHUNK tokens, row), each launched with PDL; a row is a head of a sequence.
 //
-// 1. `stats`: scores, of which only the softmax statistics of the chunk are kept.
-// 2. `keys`: computes the scores again, which costs less than writing and reading 4 bytes a token and query. The
+// 1. `stats`: computes the scores and keeps only the softmax statistics of the chunk.
+// 2. `keys`: computes the scores again, which costs less than writing and reading 4 bytes per token and query. The
 //    group's weight of a token becomes a key, and the block counts the keys by their highest 11 bits. Tokens whose
 //    weight has underflowed are scored a third time, for the logarithm.
 // 3. `collect`: copies the keys that share those bits with the k-th highest key (radix select).
 // 4. `write`: finds the threshold among them and writes the selected tokens in order. A block spins on the counts of
-//    the chunks before its own, which belong to blocks that started earlier.
+//    the preceding chunks, which belong to blocks that started earlier.
 //
-// Bound by: M lookups a token, twice for every VEC queries, and 4 bytes a token written once and read twice. No pipe
+// Cost: M lookups per token, twice for every VEC queries, and 4 bytes per token, written once and read twice. No pipe
 // was full in ncu: the kernels used 39, 36, 29 and 31 % of the issue slots, and L1 and shared memory were half busy in
-// the two that score. Tried without gain: the scores of all passes before their maximum; longer unrolling of the search
-// among candidates.
+// the two that score. Tried without gain: computing the scores of all passes before their maximum; further unrolling of
+// the search among candidates.
 #include "pq_search/select.cuh"
 #include "pq_search/tables.cuh"
 #include "primitives_sm80.cuh"

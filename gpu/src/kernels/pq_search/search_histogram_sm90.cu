@@ -16,8 +16,8 @@
 // Blocks exchange through distributed shared memory (st.async); an mbarrier in the receiver counts the bytes. A cluster
 // barrier would also order global memory, which took longer than the exchange: st.async took 1 us less.
 //
-// Bound by the latency of this chain of short steps on eight multiprocessors a row. One level of sums, one barrier,
-// half of the scans' shuffles and the test of each counted token, all since removed, took .5 us. Scoring all codes in
+// Bound by the latency of this chain of short steps on eight multiprocessors per row. One level of sums, one barrier,
+// half of the scans' shuffles and the test of each counted token, all since removed, took 0.5 us. Scoring all codes in
 // every block was slower (20 us for 8 heads of 131,072 tokens at (2, 6)): reading the counts of all blocks took 4 us,
 // scoring 3.
 #include "mbarrier_sm90.cuh"
@@ -34,7 +34,7 @@ constexpr int CONCURRENT_QUERIES = 4; // queries processed at the same time, eac
 constexpr u8 BELOW = 0, TIE = 1, ABOVE = 2;
 constexpr int HIGH_BUCKETS = 2048, LOW_BUCKETS = 1024, LOW_BITS = 10; // radix digits of a key: 11, 10 and 10 bits
 static_assert(1 << (KEY_BITS - 2 * LOW_BITS) == HIGH_BUCKETS && 1 << LOW_BITS == LOW_BUCKETS, "the digits make a key");
-constexpr int SLICES = WARPS / CONCURRENT_QUERIES; // slices of a block's codes, a warp each
+constexpr int SLICES = WARPS / CONCURRENT_QUERIES; // slices of a block's codes, one warp each
 static_assert(CODES_PER_BLOCK <= THREADS, "a thread has at most one code");
 static_assert(TOKENS_PER_THREAD * THREADS < 1 << 16, "a scan counts fewer than 2^16 tokens at a time");
 
@@ -149,7 +149,7 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THRE
     }
     __syncthreads();
     while (token < end) {
-        // Most threads need no test of each token.
+        // Most threads hold only tokens that compete, and need no test per token.
         if (token >= range.first && token + TOKENS_PER_THREAD <= min(end, range.end))
 #pragma unroll
             for (int i = 0; i < TOKENS_PER_THREAD; i++) atomicAdd(&shared.counts[joint_code(joint, i)], 1);

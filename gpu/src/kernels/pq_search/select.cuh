@@ -1,5 +1,5 @@
-// Parts that search.cu and search_histogram_sm90.cu share: arguments, softmax statistics, keys that order tokens, and
-// the search for the threshold key.
+// Shared by search.cu and search_histogram_sm90.cu: arguments, softmax statistics, keys that order tokens, and the
+// search for the threshold key.
 //
 // Compile-time shape: GROUP query heads of a key/value head; MAX_RULE if a token's weight is the maximum over the
 // group's queries, else it is their sum.
@@ -38,7 +38,8 @@ struct SelectRange {
 
 constexpr float MAX_SCORE = 3.40282347e38f;
 
-// NaN becomes minus infinity and plus infinity the largest float, so that one bad score does not decide for all tokens.
+// Replaces NaN by minus infinity and plus infinity by the largest float, so that one bad score does not make the
+// softmax statistics NaN.
 __device__ __forceinline__ float clean(float score) { return fminf(fmaxf(score, -infinity()), MAX_SCORE); }
 
 // Softmax statistics of scores: maximum and sum of exponentials.
@@ -68,7 +69,7 @@ __device__ __forceinline__ Softmax repeated_score(float score, float times) {
     return {score, score == -infinity() ? 0 : times};
 }
 
-// Statistics of all lanes. The maximum is reduced first, so that each lane scales its sum once.
+// Merges the statistics of all lanes. The maximum is reduced first, so that each lane scales its sum once.
 __device__ __forceinline__ Softmax warp_softmax(const Softmax& softmax) {
     Softmax all = {warp_max(softmax.max), 0};
     const float keep = exp2_approx((softmax.max - all.finite_max()) * LOG2_E);

@@ -30,7 +30,7 @@ __device__ void load_tables(Tables& tables, const float* luts, int round) {
 #pragma unroll
         for (int q = 0; q < VEC; q++) {
             const int query = round * VEC + q;
-            entry.scores[q] = query < GROUP ? __ldcg(luts + query * M * KSUB + i) : 0; // bypasses L1, as four_codes_of
+            entry.scores[q] = query < GROUP ? __ldcg(luts + query * M * KSUB + i) : 0; // bypasses L1 (four_codes_of)
         }
 #pragma unroll 8
         for (int copy = 0; copy < COPIES; copy++) tables.entries[i][(copy + i) % COPIES] = entry;

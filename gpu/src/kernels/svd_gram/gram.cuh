@@ -11,8 +11,8 @@
 // Precision. Products of two 16-bit elements are exact in f32. Tensor cores accumulate them in f32 over the ROWS = 128
 // rows of a tile. Over the tiles of a block a sum is a pair of floats, its value and its rounding error; a part has
 // their sum in one float. Over parts it is in f64.
-// N.B. Tensor cores truncate rather than round: with tiles of 256 rows a sum on the diagonal came out too low by 1e-6
-// of itself, so tiles are not longer.
+// N.B. Tensor cores truncate rather than round: with tiles of 256 rows a sum on the diagonal was too low by a relative
+// 1e-6, so tiles are not longer.
 //
 // The floor is reading the rows, which pass through a ring of tiles in shared memory.
 #pragma once
@@ -21,7 +21,7 @@
 constexpr int STRIPS = DIM / 16; // strips of 16 components
 constexpr int ROWS = 128;        // rows of a tile
 constexpr int TILE = ROWS * DIM; // elements of a tile
-// Floats of a part: the matrix, of which the upper triangle counts, then the sum of the rows.
+// Floats of a part: the matrix, of which only the upper triangle is used, then the sum of the rows.
 constexpr int PART = DIM * (DIM + 1);
 
 // Outputs and scratch of both kernels.

@@ -4,9 +4,9 @@
 // CPU twin: svd_core::Gram. Compile-time shape: DIM (a multiple of 16 up to 128), ELEMENT (1 or 2), SHARED_BYTES. The
 // floor is reading the rows.
 //
-// Launch: grid (part_count, heads), one warp per strip of 16 components, one block a multiprocessor. Strips lie on a
-// circle: a warp multiplies its strip by itself and by the next STRIPS / 2 strips, so that every pair of strips is
-// computed once and all warps have the same work.
+// Launch: grid (part_count, heads), one warp per strip of 16 components, one block per multiprocessor. Strips lie on a
+// circle: a warp multiplies its strip by itself and by the next STRIPS / 2 strips, so every pair of strips is computed
+// once and all warps have the same work.
 //
 // Tiles of 128 rows pass through a ring of 3 in shared memory (cp.async, swizzled). The product sums over rows, so both
 // operands are read with ldmatrix.trans.

@@ -4,16 +4,16 @@
 // CPU twin: svd_core::Gram. Compile-time shape: DIM (64 or 128), ELEMENT (1 or 2), SHARED_BYTES. The floor is reading
 // the rows.
 //
-// Launch: grid (part_count, heads), one block a multiprocessor. The matrix is cut into squares of 64 x 64, without the
-// one below the diagonal. A warpgroup owns a square: one consumer for DIM 64, three for DIM 128. One thread of an
+// Launch: grid (part_count, heads), one block per multiprocessor. The matrix is cut into squares of 64 x 64, without
+// the one below the diagonal. A warpgroup owns a square: one consumer for DIM 64, three for DIM 128. One thread of an
 // additional warp, the producer, loads tiles of 128 rows by TMA into a ring of 6 in shared memory.
 //
 // wgmma reads both operands from shared memory, so rows never pass through registers. Warpgroups wait for tiles, not
 // for each other: while one adds its accumulators to its compensated sums, the tensor cores work for another.
 //
 // Where the time went, for 8 heads of 32,768 rows on an H200: of 26.7 us, 2.5 were the second kernel; loads without
-// products, sums and stores took 18.0. Since then TMA loads carry an L2 evict-first hint, and blocks store no more than
-// is read. At 32 heads the kernel reaches 83 % of the floor.
+// products, sums and stores took 18.0. Since then TMA loads carry an L2 evict-first hint, and blocks store only the
+// elements that `svd_gram_join` reads. At 32 heads the kernel reaches 83 % of the floor.
 //
 // Tried: loading rows before the PDL wait gained nothing. Issuing the products of the next tile before the sums of the
 // current one needs more than the 128 registers that 13 warps leave. Clusters of blocks that add up their parts of a

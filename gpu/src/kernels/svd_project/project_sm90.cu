@@ -5,15 +5,17 @@
 // f16, 2 for bf16), SHARED_BYTES. The map is rounded to f16; with bf16, whose significand has 8 bits, it is split into
 // the sum of two elements.
 //
-// Launch: grid (blocks, heads), one block a multiprocessor, with PDL. A block takes every gridDim.x-th tile of 64 rows
-// of a head. One thread of the last warp, the producer, loads tiles by TMA into a ring of 6; two consumer warpgroups
-// take tiles in turn. wgmma reads rows and map from shared memory, and results leave through shared memory by TMA.
+// Launch: grid (blocks, heads), one block per multiprocessor, with PDL. A block takes every gridDim.x-th tile of 64
+// rows of a head. One thread of the last warp, the producer, loads tiles by TMA into a ring of 6; two consumer
+// warpgroups take tiles in turn. wgmma reads rows and map from shared memory, and results leave through shared memory
+// by TMA.
 //
 // The floor is reading the rows and writing the results. Bound by memory, which takes reads and writes in turn, and by
 // the time before the first product: the map is loaded in steps, each of which waits for L2.
 //
-// Tried: half as many steps for the map made it 1 to 5 % faster; all in one step, whose instructions must be fetched
-// first, up to 12 % slower. None of these gained at every shape: a ring of eight tiles instead of six, three
+// Tried: half as many steps for the map made it 1 to 5 % faster; one step for all of it was up to 12 % slower, since
+// its many instructions must be fetched first. None of these gained at every shape: a ring of eight tiles instead of
+// six, three
 // warpgroups instead of two, contiguous ranges of tiles, an L2 evict-first hint for rows or for results. Results with
 // an evict-last hint took 1 to 4 % less, at the cost of the other contents of L2, so they have none.
 #include "element.cuh"
