@@ -295,7 +295,7 @@ impl Kernel for AttendRest<'_, '_> {
                 tokens.scale_weights(start, row);
                 lanes.set_weights(g, row);
             }
-            lanes.add(&tokens.values().slice(start, end));
+            lanes.add(&tokens.values().part(start, end));
         }
         for (g, (total, out)) in
             stats.iter_mut().zip(out.chunks_exact_mut(codebook.shape().dim())).enumerate()
