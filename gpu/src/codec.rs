@@ -13,8 +13,8 @@ use crate::Error;
 use crate::launch::Operation;
 use crate::pointer::{AnyElement, DevicePtr};
 
-/// Where the rows of planes are on the device: elements (tokens, heads, head_dim) with strides, so that
-/// tokens or heads may come first, with pages or without.
+/// The location of the rows of planes on the device: elements (tokens, heads, head_dim) with strides, so NHD
+/// or HND, contiguous or in pages.
 #[derive(Clone, Copy, Debug)]
 pub struct Place {
     /// Stride of tokens in elements, within a page if there are pages.
@@ -64,14 +64,14 @@ struct PlanesAt {
 const _: () = assert!(size_of::<PlanesAt>() == 24);
 
 impl PlanesAt {
-    /// Each plane of the launch at a pointer of its own.
+    /// Planes of the launch at one pointer each.
     const fn each(pointers: DevicePtr<DevicePtr<AnyElement>>) -> Self {
         Self { each: Some(pointers), all: None, stride: 0 }
     }
 }
 
 impl Place {
-    /// The kernels' form, for `tokens` tokens.
+    /// Converts to the kernels' structure, for `tokens` tokens.
     fn for_kernel(
         &self,
         operation: Operation,

@@ -1,4 +1,4 @@
-//! Kernel text to machine code, without a device.
+//! Compiles kernel text to machine code, without a device.
 
 use std::ffi::{CString, c_char};
 
@@ -26,7 +26,8 @@ macro_rules! source {
 }
 pub(crate) use source;
 
-/// All files that kernels include. NVRTC gets those that a program reaches, so nothing has to be installed.
+/// All files that kernels include. NVRTC gets the ones that a program includes, so nothing has to be
+/// installed.
 const HEADERS: &[Source] = &[
     source!("codec/place.cuh"),
     source!("codec/tile.cuh"),
@@ -59,8 +60,7 @@ const HEADERS: &[Source] = &[
 pub struct Program {
     source: Source,
     options: Vec<String>,
-    /// Whether it uses instructions that only devices of exactly the architecture have, such as wgmma of
-    /// sm_90a.
+    /// Whether it needs architecture-specific features, such as wgmma of `sm_90a`.
     arch_specific: bool,
 }
 
@@ -70,13 +70,13 @@ impl Program {
         Self { source, options, arch_specific: false }
     }
 
-    /// Compiled with the instructions that only the architecture has (`sm_90a`).
+    /// Enables architecture-specific features (`sm_90a`).
     pub(crate) const fn arch_specific(mut self) -> Self {
         self.arch_specific = true;
         self
     }
 
-    /// With one more symbol defined, if `when`.
+    /// Defines a preprocessor symbol if `when`.
     pub(crate) fn define_if(mut self, when: bool, symbol: &str) -> Self {
         if when {
             self.options.push(format!("-D{symbol}"));
@@ -84,7 +84,8 @@ impl Program {
         self
     }
 
-    /// With every product rounded before it is added, as codec-core defines its results.
+    /// Compiles with `--fmad=false`: every product is rounded before it is added, as the CPU definitions
+    /// require.
     pub(crate) fn without_fused_multiply_add(mut self) -> Self {
         self.options.push("--fmad=false".into());
         self
@@ -96,8 +97,7 @@ impl Program {
         self.source.path
     }
 
-    /// The options that are not the architecture's: `-D` definitions of the shape, and whether products are
-    /// fused.
+    /// The options apart from the architecture: `-D` definitions of the shape, and `--fmad`.
     #[must_use]
     pub fn shape_options(&self) -> &[String] {
         &self.options
@@ -121,7 +121,7 @@ impl Program {
         options
     }
 
-    /// The headers that the file reaches, each once.
+    /// All headers that the file includes, directly or indirectly, each once.
     fn headers(&self) -> Vec<Source> {
         let mut reached: Vec<Source> = vec![];
         let mut texts = vec![self.source.text];
@@ -138,7 +138,8 @@ impl Program {
         reached
     }
 
-    /// All that the machine code is made from: options, texts, and the version of the compiler.
+    /// The key of the disk cache: everything that determines the machine code, which is options, texts, and
+    /// the version of the compiler.
     pub(crate) fn key(&self, architecture: &str) -> Result<Vec<u8>, Error> {
         let mut key = format!("kv-gpu {:?}\n{}\n", nvrtc_version()?, self.options(architecture).join(" "));
         for Source { path, text } in [self.source].into_iter().chain(self.headers()) {
@@ -158,14 +159,15 @@ impl std::fmt::Display for Program {
 /// A compiled program for one architecture.
 #[derive(Clone, Debug)]
 pub struct Image {
-    /// What the driver loads: a cubin for a real architecture (`sm_80`), PTX for a virtual one (`compute_80`).
+    /// The driver loads this: a cubin for a real architecture (`sm_80`), PTX for a virtual one
+    /// (`compute_80`).
     pub code: Vec<u8>,
     /// The compiler's output, with the registers and spills of every kernel of a real architecture.
     pub log: String,
 }
 
 impl Image {
-    /// Bytes of registers that the kernels keep in memory: 0 for a kernel that is to be fast.
+    /// Bytes of registers that the kernels spill to local memory: 0 for a fast kernel.
     #[must_use]
     pub fn spilled_bytes(&self) -> usize {
         let before_each = self.log.match_indices(" bytes spill stores").map(|(at, _)| &self.log[..at]);
@@ -199,12 +201,13 @@ impl Drop for Handle {
     }
 }
 
-/// Whether the driver translates the program when it loads it.
+/// Whether the architecture is virtual: the driver then compiles the PTX when it loads the program.
 fn is_virtual(architecture: &str) -> bool {
     architecture.starts_with("compute_")
 }
 
-/// Compiles a program for an architecture, such as `sm_80`, or `compute_80` for PTX. Needs NVRTC but no device.
+/// Compiles a program for an architecture, such as `sm_80`, or `compute_80` for PTX. This needs NVRTC but no
+/// device.
 ///
 /// # Errors
 /// [`Error::NoNvrtc`] or [`Error::Compile`].
@@ -252,7 +255,7 @@ pub fn compile(program: &Program, architecture: &str) -> Result<Image, Error> {
     // SAFETY: as above; `size` is written.
     unsafe { length(handle.0, &raw mut size) }.result().map_err(|e| failed(format!("{e:?}")))?;
     let mut code = vec![0_u8; size];
-    // SAFETY: the buffer has the size that was asked for.
+    // SAFETY: the buffer has the size that NVRTC returned.
     unsafe { copy(handle.0, code.as_mut_ptr().cast()) }.result().map_err(|e| failed(format!("{e:?}")))?;
     Ok(Image { code, log })
 }

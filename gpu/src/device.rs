@@ -12,7 +12,7 @@ use crate::library::has_driver;
 use crate::module::Function;
 use crate::{Error, Image, Limit, Program, compile};
 
-/// A kernel that is loaded by the first thread that needs it, while others that need it wait.
+/// A kernel that the first thread to need it loads, while other threads that need it wait.
 type Slot = Arc<Mutex<Option<Function>>>;
 
 /// A GPU with a stream and the kernels that were compiled for it.
@@ -34,7 +34,7 @@ impl Device {
     /// [`Error::NoDriver`] on a machine without CUDA, [`Error::Driver`] if there is no such device.
     pub fn open(ordinal: usize) -> Result<Self, Error> {
         if !has_driver() {
-            return Err(Error::NoDriver); // asked first: without the library a context panics
+            return Err(Error::NoDriver); // checked first: without the library, creating a context panics
         }
         let context = CudaContext::new(ordinal).map_err(Error::of("open device"))?;
         Self::on_context(context)
@@ -66,12 +66,12 @@ impl Device {
         })
     }
 
-    /// Keeps compiled kernels in a folder, too, for the next process; it is created, readable and writable by
-    /// this user alone.
+    /// Also stores compiled kernels in a folder, for later processes. The folder is created, readable and
+    /// writable by this user alone.
     ///
-    /// A file that is not exactly the wanted kernel, whole, is ignored and replaced. What the folder holds
-    /// runs on the device, so it and the folders above it must be writable by this user (or root) alone.
-    /// Failures to write a kernel are ignored.
+    /// A file that is damaged or holds another kernel is ignored and replaced. Code from the folder runs on
+    /// the device, so only this user (or root) may be able to write it or the folders above it. Failures to
+    /// write a kernel are ignored.
     ///
     /// # Errors
     /// [`Error::CacheFolder`] if the folder cannot be created, or if others can write it; the device then
@@ -81,12 +81,12 @@ impl Device {
         Ok(())
     }
 
-    /// Compiles kernels as for an older device: to PTX of its compute capability, which the driver translates when
-    /// it loads a kernel, and within its shared memory.
+    /// Compiles kernels as for an older device: to PTX of its compute capability, which the driver compiles
+    /// when it loads a kernel, and within its shared memory.
     ///
-    /// Kernels of the device itself are faster; this executes the code paths of devices that are not at hand, such
-    /// as (8, 0) with 163 KiB, an A100, or with 99 KiB, a consumer device. Operations that were made before keep
-    /// their kernels.
+    /// Kernels compiled for the device itself are faster. The limit runs the code paths of devices that are
+    /// not at hand, such as (8, 0) with 163 KiB (A100) or with 99 KiB (consumer devices). Existing operations
+    /// keep their kernels.
     ///
     /// # Errors
     /// [`Error::Argument`] for a capability below (8, 0), and for a capability or memory beyond the device's.
@@ -108,8 +108,9 @@ impl Device {
         &self.stream
     }
 
-    /// Another stream, for work that decoding must not wait for: it runs where streams of a higher priority
-    /// leave room. Its own priority is 0, the lowest that CUDA has, which is also that of [`Device::stream`].
+    /// Another stream, for work that decoding must not wait for: it runs when streams of higher priority
+    /// leave multiprocessors free. Its own priority is 0, the lowest that CUDA has, which is also that of
+    /// [`Device::stream`].
     ///
     /// # Errors
     /// [`Error::Driver`].
@@ -135,14 +136,14 @@ impl Device {
         self.sm_count
     }
 
-    /// Most bytes of shared memory of a block, with the driver's opt-in.
+    /// Maximum bytes of shared memory of a block, with the driver's opt-in.
     #[must_use]
     pub const fn shared_memory(&self) -> usize {
         self.shared_memory
     }
 
-    /// A kernel of a program, compiled on first use, with `shared` bytes of dynamic shared memory. Threads that
-    /// need different kernels compile them at the same time.
+    /// A kernel of a program, compiled on first use, with  `shared` bytes of dynamic shared memory. Threads
+    /// that need different kernels compile them at the same time.
     pub(crate) fn kernel(
         &self,
         program: &Program,
@@ -167,7 +168,7 @@ impl Device {
         Ok(Kernel { context, function, program: program.clone(), shared: shared as u32, has_pdl })
     }
 
-    /// A kernel of a program: from the disk cache, or compiled where that has none that loads.
+    /// Loads a kernel of a program from the disk cache, or compiles it if the cache has none that loads.
     fn load(&self, program: &Program, name: &str) -> Result<Function, Error> {
         let (major, minor) = self.capability;
         let architecture = format!("{}_{major}{minor}", if self.is_limited { "compute" } else { "sm" });
@@ -197,8 +198,8 @@ pub(crate) struct Kernel {
 }
 
 impl Kernel {
-    /// Launches it with one argument, a structure. With `pdl`, a programmatic dependent launch, its blocks
-    /// may start before the previous kernel on the stream ends; the kernel itself waits
+    /// Launches the kernel with one argument, a structure. With `pdl`, a programmatic dependent launch, its
+    /// blocks may start before the previous kernel on the stream ends; the kernel itself waits
     /// (`griddepcontrol.wait`) before it reads that kernel's output.
     ///
     /// # Safety

@@ -7,10 +7,10 @@ use crate::Error;
 
 /// Compiled kernels in a folder that only this user can write.
 ///
-/// A file is the key (all that the machine code was made from), the machine code, and a trailer of the length
-/// of both and their CRC-32. Neither a hash that two kernels share, nor a file that is torn, damaged or of
-/// something else is ever taken for the kernel. Whoever can write the folder decides what runs on the device:
-/// that is why it has to be private.
+/// A file holds the key (everything that determines the machine code), the machine code, and a trailer with
+/// the length and the CRC-32 of both. The whole key is compared, so a hash collision or a truncated, damaged
+/// or foreign file never yields a wrong kernel. The folder has to be private, since its contents run on the
+/// device.
 pub(crate) struct DiskCache {
     folder: PathBuf,
 }
@@ -18,10 +18,10 @@ pub(crate) struct DiskCache {
 const TRAILER: usize = 8 + 4;
 
 impl DiskCache {
-    /// Creates the folder if it is not there.
+    /// Creates the folder if it does not exist.
     ///
     /// # Errors
-    /// [`Error::CacheFolder`] if it cannot be made, or if another user owns or can write it.
+    /// [`Error::CacheFolder`] if it cannot be created, or if another user owns or can write it.
     pub(crate) fn open(folder: PathBuf) -> Result<Self, Error> {
         match create_private(&folder).and_then(|()| writable_by_others(&folder)) {
             Ok(None) => Ok(Self { folder }),
@@ -36,7 +36,7 @@ impl DiskCache {
         self.folder.join(format!("{name}-{:016x}.kernel", hasher.finish()))
     }
 
-    /// The machine code of `key`, if the folder has it whole. A link is not followed.
+    /// The machine code of `key`, if the folder has an intact file of it. Links are not followed.
     pub(crate) fn get(&self, name: &str, key: &[u8]) -> Option<Vec<u8>> {
         let path = self.path(name, key);
         if !fs::symlink_metadata(&path).ok()?.is_file() {
@@ -48,12 +48,12 @@ impl DiskCache {
         (trailer == trailer_of(kept) && !cubin.is_empty()).then(|| cubin.to_vec())
     }
 
-    /// Keeps machine code. A failure is not an error: the kernel is compiled again the next time.
+    /// Stores machine code. A failure is not an error: the kernel is compiled again the next time.
     pub(crate) fn put(&self, name: &str, key: &[u8], cubin: &[u8]) {
         let kept = [key, cubin].concat();
         let write = || -> io::Result<()> {
-            // A random name that did not exist, synchronized before the rename: the file appears whole or not
-            // at all, whatever other writers do and whenever the machine stops.
+            // Writes to a new file of random name, which is synced before it is renamed: the file appears
+            // whole or not at all, despite concurrent writers and crashes.
             let mut draft = tempfile::NamedTempFile::new_in(&self.folder)?;
             draft.write_all(&kept)?;
             draft.write_all(&trailer_of(&kept))?;
@@ -80,7 +80,7 @@ fn create_private(folder: &Path) -> io::Result<()> {
     builder.create(folder)
 }
 
-/// Why others could put files into the folder, if they could.
+/// The reason why other users could write files to the folder, or `None`.
 #[cfg(unix)]
 fn writable_by_others(folder: &Path) -> io::Result<Option<&'static str>> {
     use std::os::unix::fs::MetadataExt;

@@ -1,8 +1,8 @@
-//! Sizes of a launch: what the host passes in 32 bits, and the grid.
+//! Checked sizes of a launch: 32-bit arguments and the grid.
 
 use crate::Error;
 
-/// Most blocks of a grid along x, y and z.
+/// Maximum number of blocks of a grid along x, y and z.
 const MOST_BLOCKS: [u32; 3] = [i32::MAX as u32, 65_535, 65_535];
 
 /// Blocks of a launch along x, y and z, within the limits of CUDA.
@@ -18,13 +18,13 @@ impl Operation {
         Error::Argument { operation: self.0, problem: problem.into() }
     }
 
-    /// A size as kernels take it.
+    /// Converts a size to 32 bits, as kernels take it.
     pub(crate) fn in_32_bits(self, what: &str, size: usize) -> Result<u32, Error> {
         self.at_most(u32::MAX, what, size)
     }
 
-    /// The grid of a launch: along each axis what its blocks are, and how many. Axes that are left out have
-    /// one block.
+    /// The grid of a launch, from the name and number of the blocks along each axis. Missing axes have one
+    /// block.
     pub(crate) fn grid(self, axes: &[(&str, usize)]) -> Result<Grid, Error> {
         let mut grid = [1; 3];
         for ((blocks, most), &(what, size)) in grid.iter_mut().zip(MOST_BLOCKS).zip(axes) {
@@ -33,7 +33,7 @@ impl Operation {
         Ok(Grid(grid))
     }
 
-    /// A size that kernels take in fewer values than 32 bits have.
+    /// Converts a size that must not exceed `most`.
     pub(crate) fn at_most(self, most: u32, what: &str, size: usize) -> Result<u32, Error> {
         let fits = u32::try_from(size).ok().filter(|&size| size <= most);
         fits.ok_or_else(|| self.error(format!("{size} {what}, but at most {most} fit a launch")))

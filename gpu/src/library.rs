@@ -1,12 +1,12 @@
-//! Whether CUDA's libraries are there to be called.
+//! Checks whether CUDA's libraries can be called.
 //!
 //! cudarc either loads them at run time or links them; features decide, for all crates of a build together.
-//! Where it loads them, a call into a missing library panics, so `is_culib_present` has to be asked first.
+//! Where it loads them, a call into a missing library panics, so `is_culib_present` has to be called first.
 //! Where it links them, the program would not have started without them, and cudarc has no
 //! `is_culib_present`. The glob imports below find cudarc's function where it exists; otherwise the name
-//! means the one of this module.
+//! refers to the function of this module.
 
-/// Takes the place of cudarc's function where the libraries are linked.
+/// Replaces cudarc's function where the libraries are linked.
 #[allow(dead_code, reason = "cudarc's function shadows it where the libraries are loaded")]
 const unsafe fn is_culib_present() -> bool {
     true

@@ -2,12 +2,12 @@ use std::str::FromStr;
 
 use crate::Error;
 
-/// An older device, as which [`Device::limit_to`](crate::Device::limit_to) has kernels compiled.
+/// An older device, for which [`Device::limit_to`](crate::Device::limit_to) compiles kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limit {
     /// Major and minor compute capability.
     pub capability: (i32, i32),
-    /// Most bytes of shared memory of a block.
+    /// Maximum bytes of shared memory of a block.
     pub shared_memory: usize,
 }
 

@@ -1,4 +1,4 @@
-//! Machine code on a device. cudarc has a type for it, whose handle only its newest releases show.
+//! Machine code on a device. cudarc has a type for it, but only its newest releases expose the handle.
 
 use std::ffi::CString;
 use std::sync::Arc;
@@ -6,7 +6,7 @@ use std::sync::Arc;
 use cudarc::driver::sys::{CUfunction, CUfunction_attribute, CUmodule, CUresult};
 use cudarc::driver::{CudaContext, DriverError, result};
 
-/// A kernel of a module; the module stays loaded as long as one of its kernels is there.
+/// A kernel of a module; the module stays loaded as long as one of its kernels exists.
 #[derive(Clone)]
 pub(crate) struct Function {
     handle: CUfunction,
@@ -42,8 +42,8 @@ impl Function {
     pub(crate) fn load(context: &Arc<CudaContext>, code: &[u8], name: &str) -> Result<Self, DriverError> {
         let name = CString::new(name).map_err(|_| DriverError(CUresult::CUDA_ERROR_NOT_FOUND))?;
         context.bind_to_thread()?;
-        // SAFETY: the context is current. NVRTC made the code, which may come from the disk cache: a cubin, whose
-        // header says how long it is, or PTX with the zero at its end.
+        // SAFETY: the context is current. NVRTC made the code, which may come from the disk cache: a cubin,
+        // whose header has its length, or PTX with the zero at its end.
         let handle = unsafe { result::module::load_data(code.as_ptr().cast()) }?;
         let module = Arc::new(Module { handle, context: context.clone() });
         // SAFETY: the module has just been loaded.
@@ -54,11 +54,11 @@ impl Function {
     /// Lets the kernel have more dynamic shared memory than the 48 KiB that every kernel may have.
     pub(crate) fn allow_shared_memory(&self, bytes: usize) -> Result<(), DriverError> {
         let limit = CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
-        // SAFETY: the module is loaded as long as `self` is there.
+        // SAFETY: the module is loaded as long as `self` lives.
         unsafe { result::function::set_function_attribute(self.handle, limit, bytes as i32) }
     }
 
-    /// For `cuLaunchKernelEx`; valid as long as `self`.
+    /// For `cuLaunchKernelEx`; valid as long as `self` lives.
     pub(crate) const fn handle(&self) -> CUfunction {
         self.handle
     }

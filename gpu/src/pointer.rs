@@ -12,20 +12,19 @@ pub enum AnyElement {}
 
 /// The address of elements of type `T` in memory that the device can access.
 ///
-/// It has the size of an address, and `Option<DevicePtr<T>>` has it, too, with 0 for `None`. The type says
-/// what a launch reads or writes at the address; nothing checks that it is there.
+/// It has the size of an address, and so has `Option<DevicePtr<T>>`, with 0 for `None`. The type names the
+/// elements that a launch reads or writes at the address; nothing checks that they exist.
 ///
-/// An engine wraps the address that its own allocator or tensor has. From cudarc it takes that of a
-/// `CudaSlice` or `CudaView`. Pinned host memory has an address on the device as well, which is that on the
-/// host.
+/// An engine wraps the address of its own allocation or tensor, or of a `CudaSlice` or `CudaView` of cudarc.
+/// Pinned host memory has the same address on the device as on the host.
 ///
-/// An empty buffer often has the address 0. No launch accesses it, so that any aligned address serves:
+/// An empty buffer often has the address 0. No launch accesses it, so any aligned address will do:
 /// [`DevicePtr::dangling`].
 ///
 /// # Launches
 /// Every `launch` of this crate is `unsafe`, since kernels take their arguments on trust. From the call until
-/// the launch has run, the caller guarantees the following; the safety section of an operation adds what is
-/// special to it.
+/// the launch has run, the caller guarantees the following; the safety section of an operation adds its own
+/// requirements.
 ///
 /// * Every pointer is to memory that the device can access, is aligned to its element, and has all the
 ///   elements that the documentation of its field states. The memory is not freed.
@@ -56,7 +55,7 @@ pub enum AnyElement {}
 #[repr(transparent)]
 pub struct DevicePtr<T>(NonZeroU64, PhantomData<fn() -> T>);
 
-// What kernels receive: a pointer of CUDA, null for none.
+// Kernels receive it as a CUDA pointer, null for `None`.
 const _: () = assert!(size_of::<DevicePtr<u8>>() == size_of::<u64>());
 const _: () = assert!(size_of::<Option<DevicePtr<u8>>>() == size_of::<u64>());
 
@@ -70,7 +69,7 @@ impl<T> DevicePtr<T> {
         }
     }
 
-    /// An address that is aligned for every operation and must not be accessed: that of a buffer without
+    /// An address that is aligned for every operation and must not be accessed, for a buffer without
     /// elements.
     #[must_use]
     pub const fn dangling() -> Self {
@@ -89,7 +88,8 @@ impl<T> DevicePtr<T> {
         DevicePtr(self.0, PhantomData)
     }
 
-    /// The address of the element `count` elements further on. It saturates, where no device has memory.
+    /// The address of the element `count` elements further on. It saturates at an address where no device has
+    /// memory.
     ///
     /// The size of [`AnyElement`] is not known: cast first.
     #[must_use]

@@ -18,7 +18,7 @@ const OPERATION: Operation = Operation("codec::Decode");
 /// Pointers and ranges of one launch of [`Decode`].
 #[derive(Clone, Debug)]
 pub struct DecodeArguments {
-    /// The bytes of the frame, with three more readable bytes behind the last one. Blocks that this launch
+    /// The bytes of the frame, with three more readable bytes after the last one. Blocks that this launch
     /// does not decode need not have arrived yet.
     pub frame: DevicePtr<u8>,
     /// [`Planes::words`].
@@ -35,7 +35,7 @@ pub struct DecodeArguments {
     /// Bytes ([`Decode::workspace_len`],), overwritten.
     pub workspace: DevicePtr<u8>,
     /// One `u32`, 0 before the launch. Afterwards it is 1 + the index in the frame of a tile that no encoder
-    /// wrote, or 0. The elements written for such a tile are meaningless. A launch only ever raises it.
+    /// wrote, or 0. The elements written for such a tile are meaningless. A launch never lowers it.
     pub failed: DevicePtr<u32>,
 }
 
@@ -65,7 +65,7 @@ const _: () = assert!(size_of::<KernelArguments>() == 120);
 ///
 /// The host compares the checksums of blocks ([`Frame::check_block`]). Bytes that no encoder wrote are
 /// detected or decode to meaningless elements. Even then the kernel reads nothing outside the frame, except
-/// up to three bytes behind it, as part of its last word.
+/// up to three bytes after it, as part of its last word.
 ///
 /// # Cost
 /// One pass over the stream and one over the elements; a warp decodes 32 elements at a time, one channel per
@@ -98,17 +98,17 @@ impl Decode {
         Transform::coefficients_len(&self.shape, layers.saturating_mul(2), tokens)
     }
 
-    /// Launches the decoding on a stream. `frame` is the same frame on the host, of which only header and
-    /// index are read.
+    /// Launches the decoding on a stream. `frame` is the same frame on the host; only its header and index
+    /// are read.
     ///
     /// # Errors
     /// [`Error::Argument`] for planes, a frame or ranges that do not match, [`Error::Driver`].
     /// # Safety
     /// The [contract of a launch](DevicePtr#launches) holds, with every pointer but those to rows aligned to
     /// 8 bytes. The bytes at `arguments.frame` are those that `frame` was parsed from, **and three bytes
-    /// behind the last one can be read**: the kernel loads words of four bytes. The words at
-    /// `arguments.planes` are those of `planes`. The place gives every token room of its own, and page
-    /// numbers are those of pages.
+    /// after the last one can be read**: the kernel loads words of four bytes. The words at
+    /// `arguments.planes` are those of `planes`. The place maps different tokens to different addresses, and
+    /// every page number is that of an existing page.
     pub unsafe fn launch(
         &self,
         stream: CUstream,
@@ -170,7 +170,7 @@ impl Decode {
             ("planes", 2 * a.layers.len()),
             ("groups of 8 blocks of tokens", a.blocks.len().div_ceil(WARPS)),
         ])?;
-        // SAFETY: the structure is the kernel's argument; the caller keeps the contract of its pointers.
+        // SAFETY: the structure is the kernel's argument; the caller upholds the contract of its pointers.
         unsafe {
             self.tiles.launch(stream, grid, (WARPS * LANES) as u32, false, &kernel_arguments)?;
             match &self.transform {

@@ -45,7 +45,7 @@ pub struct EncodeArguments {
     /// One `u64`, written: the size of the payload in bytes.
     pub payload_bytes: DevicePtr<u64>,
     /// One `u32`, 0 before the launch. Afterwards it is 1 + the index in the launch of a tile with an element
-    /// that is not finite or out of range for the step of its channel, or 0. A launch only ever raises it.
+    /// that is not finite or out of range for the step of its channel, or 0. A launch never lowers it.
     pub failed: DevicePtr<u32>,
 }
 
@@ -88,8 +88,8 @@ const _: () = assert!(size_of::<JoinKernelArguments>() == 48);
 /// index and checksums, which the host adds ([`codec_core::assemble_frame`]).
 ///
 /// # Cost
-/// Two kernels. Elements are read once, and again for tiles of one width; bins are written to the workspace
-/// and read back. With a transform, a third kernel runs before: a multiplication and an addition for each
+/// Two kernels. Elements are read once, and again for fixed-width tiles; bins are written to the workspace
+/// and read back. With a transform, a third kernel runs first: a multiplication and an addition for each
 /// element of the head, and 4 bytes written per element.
 /// # Source
 /// CacheGen (SIGCOMM 2024), 5.2; the bitstream is codec-core's `FORMAT.md`.
@@ -144,8 +144,8 @@ impl Encode {
     /// [`Error::Argument`] for planes, a frame or ranges that do not match, [`Error::Driver`].
     /// # Safety
     /// The [contract of a launch](DevicePtr#launches) holds, with every pointer, those to rows included,
-    /// aligned to 8 bytes. The words at `arguments.planes` are those of `planes`, and page numbers are those
-    /// of pages.
+    /// aligned to 8 bytes. The words at `arguments.planes` are those of `planes`, and every page number is
+    /// that of an existing page.
     pub unsafe fn launch(
         &self,
         stream: CUstream,
@@ -216,7 +216,8 @@ impl Encode {
         let units = tiles / info.blocks() * info.blocks().div_ceil(WARPS);
         let tiles_grid = OPERATION.grid(&[("blocks", self.blocks.min(units))])?;
         let join_grid = OPERATION.grid(&[("blocks", tiles.div_ceil(JOINED))])?;
-        // SAFETY: the structures are the kernels' arguments; the caller keeps the contract of their pointers.
+        // SAFETY: the structures are the kernels' arguments; the caller upholds the contract of their
+        // pointers.
         unsafe {
             if let Some(transform) = &self.transform {
                 transform.rows_to_coefficients(stream, &rows_of_launch)?;
@@ -232,7 +233,7 @@ fn tiles(info: &FrameInfo, layers: usize) -> usize {
     planes.saturating_mul(info.channels().div_ceil(LANES))
 }
 
-/// Most bytes of a tile: 16 bits per element.
+/// Maximum bytes of a tile: 16 bits per element.
 const fn slot_bytes(info: &FrameInfo) -> usize {
     4 + 2 * LANES * info.block_tokens
 }

@@ -6,7 +6,7 @@ use crate::{Error, Program, VectorElement};
 const FAMILIES: usize = 256;
 /// 32-bit words of a `Family` of the kernels.
 const FAMILY_WORDS: usize = 2 + MAX_SYMBOLS;
-/// Fewest symbols that kernels are compiled for, so that most sets of planes share a shape.
+/// Minimum number of symbols that kernels are compiled for, so that most sets of planes share a shape.
 const LEAST_SYMBOLS: usize = 16;
 
 /// Compile-time shape of [`Decode`](super::Decode) and [`Encode`](super::Encode): see [`Planes::shape`].
@@ -236,7 +236,7 @@ fn push_tile(shape: &CodecShape, plane: &Plane<'_>, first: usize, words: &mut Ve
         words.extend([bits as u32, (bits >> 32) as u32]);
     }
     words.extend(expected.iter().map(|&(family_shape, _)| family_shape as u32));
-    // A lane without a channel has one symbol, which costs nothing.
+    // A lane without a channel has one symbol of probability 1, which takes no bits.
     let mut nothing = [1 << PRECISION; 1 + MAX_SYMBOLS];
     nothing[..2].fill(0);
     let table = |channel, context: usize| match channel {
@@ -256,7 +256,7 @@ fn push_tile(shape: &CodecShape, plane: &Plane<'_>, first: usize, words: &mut Ve
         Predictor::Previous(factors) => Some(factors),
         _ => None,
     };
-    // With a transform the mean is of what comes before it.
+    // With a transform, `transform.cu` subtracts and adds the mean.
     let mean = if parts.transform.is_none() { Some(parts.mean) } else { None };
     for (numbers, otherwise) in [(steps, 1.0), (mean, 0.0), (factors, 0.0_f32)] {
         let number = |channel: Option<usize>| numbers.and_then(|numbers| numbers.get(channel?).copied());

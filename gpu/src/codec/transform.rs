@@ -14,7 +14,7 @@ const TOKENS: usize = 64;
 const THREADS: u32 = 128;
 const COLUMNS: [usize; 2] = [64, 128];
 
-/// Rows to coefficients and back, for planes with a transform.
+/// Transforms rows to coefficients and back, for planes with a transform.
 pub(super) struct Transform {
     into: Kernel,
     back: Kernel,
@@ -48,7 +48,7 @@ pub(super) struct Rows {
     pub tokens: usize,
     /// f32 (planes, tokens, channels).
     pub coefficients: DevicePtr<f32>,
-    /// Of all planes, behind the `Planes::maps_at` words of their models.
+    /// The maps of all planes, after the `Planes::maps_at` words of their models.
     pub maps: DevicePtr<f32>,
 }
 
@@ -69,14 +69,14 @@ impl Transform {
     /// # Safety
     /// The [contract of a launch](DevicePtr#launches) holds for the pointers and the stream.
     pub(super) unsafe fn rows_to_coefficients(&self, stream: CUstream, rows: &Rows) -> Result<(), Error> {
-        // SAFETY: the caller's.
+        // SAFETY: the caller upholds the contract of `launch`.
         unsafe { self.launch(&self.into, stream, rows) }
     }
 
     /// # Safety
     /// As [`Self::rows_to_coefficients`].
     pub(super) unsafe fn coefficients_to_rows(&self, stream: CUstream, rows: &Rows) -> Result<(), Error> {
-        // SAFETY: the caller's.
+        // SAFETY: the caller upholds the contract of `launch`.
         unsafe { self.launch(&self.back, stream, rows) }
     }
 
@@ -96,7 +96,7 @@ impl Transform {
             first_token: rows.first_token as u32,
             tokens: rows.tokens as u32,
         };
-        // SAFETY: the structure is the kernels' argument; the caller keeps the contract of its pointers.
+        // SAFETY: the structure is the kernels' argument; the caller upholds the contract of its pointers.
         unsafe { kernel.launch(stream, grid, THREADS, false, &arguments) }
     }
 }
@@ -115,7 +115,7 @@ pub(super) fn coefficients_at(
         page_stride: 0,
         pages: None,
         page_tokens: 1,
-        first_token: 0_u32.wrapping_sub(first_token as u32), // which comes first
+        first_token: 0_u32.wrapping_sub(first_token as u32), // token `first_token` has offset 0
     };
     (PlanesAt { each: None, all: Some(coefficients), stride: (tokens * channels) as u64 }, place)
 }

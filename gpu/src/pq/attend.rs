@@ -11,9 +11,9 @@ use crate::{Device, Element, Error, Program};
 
 /// Bytes of a row of the codebook tables in shared memory: `ROW` of the kernel.
 const ROW: usize = 256;
-/// Most bytes of shared memory of a block on sm_90.
+/// Maximum bytes of shared memory of a block on sm_90.
 const SHARED_MEMORY_SM_90: usize = 227 << 10;
-/// Most query heads of a block.
+/// Maximum number of query heads of a block.
 const MAX_QUERIES: usize = 4;
 
 /// Compile-time shape of [`Attend`].
@@ -70,8 +70,9 @@ impl AttendShape {
         }
         // A larger group is cut into slices with blocks of their own. Three queries use the kernel for four.
         let queries = self.group.div_ceil(self.group.div_ceil(MAX_QUERIES)).next_power_of_two();
-        // Fewer warps where a thread needs more registers: for more queries, for one table on sm_80, and for
-        // codes of several words. Two interleaved tiles need most; they pay if codes need no expansion.
+        // A block has fewer warps where a thread needs more registers: with more queries, with one key table
+        // on sm_80, and with codes that stand for several words. Two interleaved tiles need the most
+        // registers, and pay only if codes need no expansion.
         let simple = [&keys, &values].iter().all(|codes| codes.components() == 2);
         let expanded = [&keys, &values].iter().any(|codes| codes.bits() < 8);
         let interleaved = queries == 4 && simple && !expanded && self.keys.dim() == 128;
@@ -185,7 +186,7 @@ pub struct AttendArguments {
     pub batch: usize,
     /// Number of key/value heads.
     pub heads: usize,
-    /// Capacity of a page in tiles of [`TILE`](crate::pq::TILE) tokens; of a sequence, without pages.
+    /// Capacity of a page (or of a sequence, without pages) in tiles of [`TILE`](crate::pq::TILE) tokens.
     pub tiles: usize,
     /// Bytes (pages or batch, heads, tiles, [`CodeLayout::tile_len`]): codes of the keys.
     pub key_codes: DevicePtr<u8>,
@@ -216,7 +217,7 @@ pub struct AttendArguments {
     /// so that kernel must not write these. They read everything else after the wait.
     pub pdl: bool,
     /// Bytes ([`Attend::workspace_len`],), zeroed before the first launch; every launch leaves it ready for
-    /// the next one. Launches on one stream can share it, concurrent launches need one each.
+    /// the next one. Launches on one stream can share it; concurrent launches need one each.
     pub workspace: DevicePtr<u8>,
 }
 
@@ -252,8 +253,8 @@ const _: () = assert!(size_of::<KernelArguments>() == 144);
 /// Decode attention over product-quantized keys and values, `pq_core::attend_into`, and over exact tokens,
 /// `pq_core::attend_exact_into`, in one launch.
 ///
-/// The kernel itself cuts the tokens of a batch into equal parts. A launch allocates nothing and waits for
-/// nothing, and a captured graph stays valid. The same inputs give the same bytes.
+/// The kernel splits the tokens of a batch evenly over its blocks. A launch allocates nothing and does not
+/// synchronize, and a captured graph stays valid. The same inputs give the same bytes.
 ///
 /// # Cost
 /// Every code is read once for up to 4 query heads of its group.
@@ -305,9 +306,9 @@ impl Attend {
     /// # Safety
     /// The [contract of a launch](DevicePtr#launches) holds, with every pointer aligned to 16 bytes. Lengths
     /// do not exceed the tokens that a sequence or its pages have room for, exact lengths do not exceed their
-    /// capacity, and page numbers are those of pages: the kernel does not clamp them. The workspace was
-    /// zeroed before the first launch with this number of heads, and no other launch uses it at the same
-    /// time.
+    /// capacity, and every page number is that of an existing page: the kernel does not clamp them. The
+    /// workspace was zeroed before the first launch with this number of heads, and no other launch uses it at
+    /// the same time.
     pub unsafe fn launch(&self, stream: CUstream, arguments: &AttendArguments) -> Result<(), Error> {
         let a = arguments;
         if a.batch == 0 || a.heads == 0 {
@@ -351,7 +352,7 @@ impl Attend {
             scale: a.scale * std::f32::consts::LOG2_E,
         };
         let threads = self.plan.warps as u32 * 32;
-        // SAFETY: the structure is the kernel's argument; the caller keeps the contract of its pointers.
+        // SAFETY: the structure is the kernel's argument; the caller upholds the contract of its pointers.
         unsafe { self.kernel.launch(stream, grid, threads, a.pdl, &kernel_arguments) }
     }
 }

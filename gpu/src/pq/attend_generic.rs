@@ -103,7 +103,7 @@ const _: () = assert!(size_of::<KernelArguments>() == 104);
 /// `pq_core::attend_into` at every shape, including 12 bits, with scales and bias, over codes in the layout
 /// of `pq-core`.
 ///
-/// It is correct rather than fast, with one block per head and sequence. [`Attend`](super::Attend) is the
+/// It is not a fast kernel: it launches one block per head and sequence. [`Attend`](super::Attend) is the
 /// fast one.
 ///
 /// # Cost
@@ -152,7 +152,7 @@ impl AttendGeneric {
             value_stride: self.shape.values.codes_len(a.capacity) as u64,
             capacity: a.capacity as u64,
         };
-        // SAFETY: the structure is the kernel's argument; the caller keeps the contract of its pointers.
+        // SAFETY: the structure is the kernel's argument; the caller upholds the contract of its pointers.
         unsafe { self.kernel.launch(stream, grid, 256, false, &kernel_arguments) }
     }
 }

@@ -58,7 +58,7 @@ pub struct EncodeArguments {
     pub batch: usize,
     /// Number of key/value heads.
     pub heads: usize,
-    /// Most new vectors of a sequence.
+    /// Maximum number of new vectors of a sequence.
     pub max_count: usize,
     /// Elements (batch, heads, `max_count`, dim), with the strides below and a contiguous last dimension.
     pub vectors: DevicePtr<AnyElement>,
@@ -72,7 +72,7 @@ pub struct EncodeArguments {
     pub counts: DevicePtr<u32>,
     /// Bytes (pages or batch, heads, tiles, [`CodeLayout::tile_len`]), written at the new tokens.
     pub codes: DevicePtr<u8>,
-    /// Capacity of a page in tiles; of a sequence, without pages.
+    /// Capacity of a page (or of a sequence, without pages) in tiles.
     pub tiles: usize,
     /// The page table, given exactly if the shape is `paged`.
     pub pages: Option<Pages>,
@@ -124,8 +124,8 @@ impl Encode {
     /// # Safety
     /// The [contract of a launch](DevicePtr#launches) holds, with every pointer but `vectors` aligned to 16
     /// bytes. For every sequence, `firsts + counts` does not exceed the tokens that the sequence or its pages
-    /// have room for, the count does not exceed `max_count`, and page numbers are those of pages: the kernel
-    /// does not clamp them.
+    /// have room for, the count does not exceed `max_count`, and every page number is that of an existing
+    /// page: the kernel does not clamp them.
     pub unsafe fn launch(&self, stream: CUstream, arguments: &EncodeArguments) -> Result<(), Error> {
         let a = arguments;
         if a.batch == 0 || a.heads == 0 || a.max_count == 0 {
@@ -153,7 +153,7 @@ impl Encode {
             page_tiles: OPERATION.in_32_bits("tiles", a.tiles)?,
             max_pages: OPERATION.in_32_bits("pages", a.pages.map_or(0, |pages| pages.max_pages))?,
         };
-        // SAFETY: the structure is the kernel's argument; the caller keeps the contract of its pointers.
+        // SAFETY: the structure is the kernel's argument; the caller upholds the contract of its pointers.
         unsafe { self.kernel.launch(stream, grid, 256, false, &kernel_arguments) }
     }
 }

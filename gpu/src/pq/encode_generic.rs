@@ -37,7 +37,7 @@ pub struct EncodeGenericArguments {
     pub batch: usize,
     /// Number of key/value heads.
     pub heads: usize,
-    /// Most new vectors of a sequence.
+    /// Maximum number of new vectors of a sequence.
     pub max_count: usize,
     /// Elements (batch, heads, `max_count`, dim), with the strides below and a contiguous last dimension.
     pub vectors: DevicePtr<AnyElement>,
@@ -108,7 +108,7 @@ impl EncodeGeneric {
             return Ok(());
         }
         OPERATION.in_32_bits("vectors of a sequence", a.max_count)?;
-        // One tile more than full ones: the first vector may be in the middle of one.
+        // One tile more than `max_count` vectors fill: the first vector may lie in the middle of a tile.
         let tiles = a.max_count.div_ceil(TILE) + 1;
         let subspaces = self.shape.quantizer.m();
         let grid =
@@ -123,7 +123,7 @@ impl EncodeGeneric {
             strides: a.strides.map(|stride| stride as u64),
             heads: a.heads as u32,
         };
-        // SAFETY: the structure is the kernel's argument; the caller keeps the contract of its pointers.
+        // SAFETY: the structure is the kernel's argument; the caller upholds the contract of its pointers.
         unsafe { self.kernel.launch(stream, grid, TILE as u32, false, &kernel_arguments) }
     }
 }

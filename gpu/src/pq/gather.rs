@@ -63,7 +63,7 @@ const _: () = assert!(size_of::<KernelArguments>() == 80);
 /// both.
 ///
 /// # Cost
-/// Every row of the lists is read and written once. From host memory, the bus is the limit.
+/// Every row of the lists is read and written once. From host memory, PCIe bandwidth is the limit.
 /// # Source
 /// PQCache (arXiv 2407.12820), 3.4.
 pub struct Gather {
@@ -122,7 +122,7 @@ impl Gather {
             list_len: a.list_len as u64,
             out_len: a.out_len as u64,
         };
-        // SAFETY: the structure is the kernel's argument; the caller keeps the contract of its pointers.
+        // SAFETY: the structure is the kernel's argument; the caller upholds the contract of its pointers.
         unsafe { self.kernel.launch(stream, grid, THREADS as u32, false, &kernel_arguments) }
     }
 }

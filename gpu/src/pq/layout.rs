@@ -112,14 +112,14 @@ impl CodeLayout {
         code: usize,
     ) -> impl Iterator<Item = (usize, usize, usize, usize)> + use<> {
         let (lane, place) = self.place(token, code);
-        let words = self.tile_len() / 4 / 32; // of 32 bits, a lane
+        let words = self.tile_len() / 4 / 32; // 32-bit words of a lane
         let width = if self.bits() == 6 { words / 3 } else { words.min(4) };
         let byte = move |word: usize| ((word / width * 32 + lane) * width + word % width) * 4 + place % 4;
         let register = place / 4;
         let pieces = match self.bits() {
             8 => [Some((byte(register), 0, 8, 0)), None, None],
             4 => [Some((byte(register / 2), 0, 4, 4 * (register % 2))), None, None],
-            // Three words keep four registers: the fourth in the others' high bits.
+            // Three words hold four registers: the fourth lies in the high bits of the three.
             _ if register % 4 < 3 => [Some((byte(register / 4 * 3 + register % 4), 0, 6, 0)), None, None],
             _ => [0, 1, 2].map(|i| Some((byte(register / 4 * 3 + i), 2 * i, 2, 6))),
         };
@@ -129,7 +129,7 @@ impl CodeLayout {
     /// Packs codes of `pq-core` into tiles.
     ///
     /// # Shapes
-    /// `tiles` `n / 32` rounded up times [`Self::tile_len`] bytes, fully written, with zeros behind the last
+    /// `tiles` `n / 32` rounded up times [`Self::tile_len`] bytes, fully written, with zeros after the last
     /// token.
     /// # Errors
     /// [`Error::Argument`].
@@ -182,7 +182,7 @@ impl CodeLayout {
     /// # Shapes
     /// `table` [`Self::table_len`], fully written.
     /// # Errors
-    /// [`Error::Argument`], also for a number that `f16` cannot hold; `table` is then partly written.
+    /// [`Error::Argument`], also for a value that overflows `f16`; `table` is then partly written.
     pub fn table_into(&self, codebook: &Codebook<'_>, table: &mut [f16]) -> Result<(), Error> {
         self.check("make table", codebook.shape(), table.len(), self.table_len())?;
         let (dim, m, nbits) = (self.shape.dim(), self.m(), self.shape.nbits());
@@ -195,7 +195,7 @@ impl CodeLayout {
                         return Err(Error::Argument { operation: "device layout", problem });
                     }
                     if self.joined {
-                        // All rows whose half of the bits is this code.
+                        // All rows in which this subspace's half of the bits is this code.
                         let shift = if subspace % 2 == 0 { 0 } else { nbits };
                         for other in 0..self.shape.ksub() {
                             let row = code << shift | other << (nbits - shift);

@@ -107,7 +107,7 @@ impl Lut {
         let grid = OPERATION.grid(&[("subspaces", subspaces), ("heads", a.heads), ("sequences", a.batch)])?;
         let kernel_arguments =
             KernelArguments { queries: a.queries, centroids: a.centroids, luts: a.luts, scale: a.scale };
-        // SAFETY: the structure is the kernel's argument; the caller keeps the contract of its pointers.
+        // SAFETY: the structure is the kernel's argument; the caller upholds the contract of its pointers.
         unsafe { self.kernel.launch(stream, grid, 256, false, &kernel_arguments) }
     }
 }

@@ -1,4 +1,4 @@
-//! Constants of the kernels that find nearest centroids: training and encoding.
+//! Shared by the kernels that find nearest centroids: training and encoding.
 
 use pq_core::PqShape;
 

@@ -27,7 +27,7 @@ pub struct ScanShape {
 }
 
 impl ScanShape {
-    /// Queries of a lookup, and copies of each entry, which keep lanes in different banks.
+    /// Queries that one lookup serves, and copies of each table entry. Copies keep lanes in different banks.
     fn entry(&self, shared_memory: usize) -> (usize, usize) {
         let at_once = [1, 2, 4, 4][self.group.clamp(1, 4) - 1];
         let most = most_tables(shared_memory);
@@ -38,7 +38,7 @@ impl ScanShape {
         )
     }
 
-    /// Bytes of the tables in a block that may have `shared_memory` bytes.
+    /// Bytes of the tables in a block of up to `shared_memory` bytes.
     pub(super) fn shared_bytes(&self, shared_memory: usize) -> usize {
         let (at_once, copies) = self.entry(shared_memory);
         self.quantizer.lut_len() * at_once * 4 * copies
@@ -151,7 +151,7 @@ impl Scan {
             code_stride: self.shape.quantizer.codes_len(a.capacity) as u64,
             capacity: a.capacity as u64,
         };
-        // SAFETY: the structure is the kernel's argument; the caller keeps the contract of its pointers.
+        // SAFETY: the structure is the kernel's argument; the caller upholds the contract of its pointers.
         unsafe { self.kernel.launch(stream, grid, THREADS, false, &kernel_arguments) }
     }
 }

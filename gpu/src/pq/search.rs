@@ -21,8 +21,8 @@ pub struct SearchShape {
 
 /// Bytes of `Row` of the kernel.
 const ROW_BYTES: usize = 4 * (2048 + 8);
-/// Most bits of a token's codes for the kernel that counts the tokens of every joint code instead of scoring
-/// each token.
+/// Maximum bits of a token's codes for `search_histogram_sm90.cu`, which counts the tokens of every joint
+/// code instead of scoring each token.
 const JOINT_BITS: usize = 12;
 /// `BLOCKS` of that kernel.
 const JOINT_BLOCKS: usize = 8;
@@ -140,8 +140,8 @@ const _: () = assert!(size_of::<KernelArguments>() == 112);
 /// tokens, in ascending order. The kernel reads lengths and k, so that a captured graph stays valid as
 /// sequences grow.
 ///
-/// Where the weights of two tokens differ by less than rounding, the CPU may select the other one. Of equal
-/// tokens the lower is selected.
+/// Where the weights of two tokens differ by less than rounding, the CPU may select the other one. Of tokens
+/// of equal weight, those of lower index are selected.
 ///
 /// # Cost
 /// 2 n * m lookups for every four queries, and 4 bytes per token, written once and read twice. For codes of
@@ -180,7 +180,7 @@ impl Search {
         Ok(Self { kernels, shape, sm_count: device.sm_count() })
     }
 
-    /// Bytes of workspace: 0 for the kernel that counts.
+    /// Bytes of workspace: 0 for the histogram kernel.
     #[must_use]
     pub fn workspace_len(&self, batch: usize, heads: usize, capacity: usize) -> usize {
         if self.is_joint() {
@@ -229,12 +229,14 @@ impl Search {
             capacity: a.capacity as u32,
             sinks: at_most_capacity(a.sinks),
             recent: at_most_capacity(a.recent),
-            // A block of the kernel that waits for others fits every multiprocessor at least once.
+            // Blocks of `write` wait for each other. Every multiprocessor has room for at least one, so
+            // `sm_count` blocks are always resident together.
             tickets: u32::from(rows.saturating_mul(chunks) > self.sm_count),
             pdl: u32::from(a.pdl),
         };
         for (kernel, threads) in &self.kernels {
-            // SAFETY: the structure is the kernels' argument; the caller keeps the contract of its pointers.
+            // SAFETY: the structure is the kernels' argument; the caller upholds the contract of its
+            // pointers.
             unsafe { kernel.launch(stream, grid, *threads, true, &kernel_arguments)? };
         }
         Ok(())

@@ -53,8 +53,8 @@ pub struct TrainArguments {
     pub vectors: DevicePtr<AnyElement>,
     /// Strides of sets and vectors in elements.
     pub strides: [usize; 2],
-    /// `u32` (ksub,): the vectors of every set that are its first centroids, for example drawn at random. By
-    /// default training starts from the contents of `centroids`.
+    /// `u32` (ksub,): indices of the vectors that are the initial centroids of every set, for example drawn
+    /// at random. Without it, training starts from the contents of `centroids`.
     pub starts: Option<DevicePtr<u32>>,
     /// `f32` (sets, m, ksub, dsub), written.
     pub centroids: DevicePtr<f32>,
@@ -89,11 +89,11 @@ struct KernelArguments {
 const _: () = assert!(size_of::<KernelArguments>() == 88);
 
 /// `pq_core::train_batch` from given centroids or vectors: Lloyd's k-means, batched over sets and subspaces,
-/// each of which stops on its own. The host waits for nothing. The budget is the number of iterations;
-/// [`pq_core::ClusteringCost`] tells how many a prefill hides.
+/// each of which stops on its own. A launch does not synchronize. The budget is the number of iterations;
+/// [`pq_core::ClusteringCost`] computes how many overlap with a prefill.
 ///
-/// Sums are of integers, in units of 2^-20 of the subspace's largest magnitude, so that two runs give the
-/// same bytes.
+/// Sums are fixed-point integers in units of 2^-20 of the subspace's largest magnitude, so that two runs give
+/// the same bytes.
 ///
 /// # Cost
 /// iterations * n * ksub * dim multiply-adds per set.
@@ -152,7 +152,7 @@ impl Train {
             |blocks| OPERATION.grid(&[("blocks", blocks), ("subspaces", quantizer.m()), ("sets", a.sets)]);
         let (start, largest, assign) = (grid_of(4)?, grid_of(parts.min(32))?, grid_of(parts)?);
         let update = OPERATION.grid(&[("subspaces", quantizer.m()), ("sets", a.sets)])?;
-        let pairs = a.sets * quantizer.m(); // the grids bound both
+        let pairs = a.sets * quantizer.m(); // no overflow: the grids bound both factors
         let sums = a.workspace.offset(pairs * STATE_BYTES).cast::<i64>();
         let kernel_arguments = KernelArguments {
             vectors: a.vectors,
@@ -169,7 +169,7 @@ impl Train {
             parts: parts as u32,
         };
         let threads = TILE as u32;
-        // SAFETY: the structure is the kernels' argument; the caller keeps the contract of its pointers.
+        // SAFETY: the structure is the kernels' argument; the caller upholds the contract of its pointers.
         unsafe {
             let launch =
                 |kernel: &Kernel, grid| kernel.launch(stream, grid, threads, false, &kernel_arguments);

@@ -104,7 +104,7 @@ pub struct AttendArguments {
     /// so that kernel must not write these. They read everything else after the wait.
     pub pdl: bool,
     /// Bytes ([`Attend::workspace_len`],), zeroed before the first launch; every launch leaves it ready for
-    /// the next one. Launches on one stream can share it, concurrent launches need one each.
+    /// the next one. Launches on one stream can share it; concurrent launches need one each.
     pub workspace: DevicePtr<u8>,
 }
 
@@ -137,13 +137,13 @@ const _: () = assert!(size_of::<KernelArguments>() == 136);
 
 /// Decode attention with two ranks per head: `svd_core::attend_into` for a ragged batch.
 ///
-/// The kernel itself cuts the work, tokens times ranks, into equal parts. A launch allocates nothing and
-/// waits for nothing, and a captured graph stays valid. The same inputs give the same bytes.
+/// The kernel splits the work (tokens times ranks) evenly over its blocks. A launch allocates nothing and
+/// does not synchronize, and a captured graph stays valid. The same inputs give the same bytes.
 ///
 /// # Cost
 /// Every stored element is read once for up to 8 query heads of its group.
 /// # Source
-/// ZACK, 5.1 and 5.3, with work cut by tokens as well as by heads.
+/// ZACK, 5.1 and 5.3, with work split by tokens as well as by heads.
 pub struct Attend {
     kernel: Kernel,
     shape: AttendShape,
@@ -187,9 +187,9 @@ impl Attend {
     /// [`Error::Argument`] for sizes that do not fit, [`Error::Driver`].
     /// # Safety
     /// The [contract of a launch](DevicePtr#launches) holds, with every pointer aligned to 16 bytes. Lengths
-    /// do not exceed the capacity, ranks are multiples of 8 from 8 to `dim`, and offsets and sums are those
-    /// of the ranks: the kernel does not clamp them. The workspace was zeroed before the first launch with
-    /// this group, and no other launch uses it at the same time.
+    /// do not exceed the capacity, ranks are multiples of 8 from 8 to `dim`, and offsets and sums match the
+    /// ranks: the kernel does not clamp them. The workspace was zeroed before the first launch with this
+    /// group, and no other launch uses it at the same time.
     pub unsafe fn launch(&self, stream: CUstream, arguments: &AttendArguments) -> Result<(), Error> {
         let a = arguments;
         if a.batch == 0 || a.heads == 0 || a.group == 0 {
@@ -227,7 +227,7 @@ impl Attend {
             scale: a.scale * std::f32::consts::LOG2_E,
         };
         let threads = self.shape.warps() as u32 * 32;
-        // SAFETY: the structure is the kernel's argument; the caller keeps the contract of its pointers.
+        // SAFETY: the structure is the kernel's argument; the caller upholds the contract of its pointers.
         unsafe { self.kernel.launch(stream, grid, threads, a.pdl, &kernel_arguments) }
     }
 }

@@ -20,7 +20,7 @@ pub struct GramShape {
 }
 
 impl GramShape {
-    /// The kernels for a compute capability. 9.0 has its own for 64 and 128 elements.
+    /// The kernels for a compute capability. For 9.0, rows of 64 and 128 elements have their own kernel.
     ///
     /// # Errors
     /// [`Error::Unsupported`].
@@ -42,13 +42,14 @@ impl GramShape {
         Ok(program)
     }
 
-    /// Whether the kernel for sm_90 takes it, which computes squares of the matrix, and not the one for
-    /// sm_80, which computes strips.
+    /// Whether the sm_90 kernel runs, which computes squares of the matrix, and not the sm_80 kernel, which
+    /// computes strips.
     const fn in_squares(&self, capability: (i32, i32)) -> bool {
         matches!(capability, (9, 0)) && self.dim.is_multiple_of(BOX_WIDTH)
     }
 
-    /// On sm_90 six tiles, the matrix of ones and two barriers per tile, rounded up; on sm_80 three tiles.
+    /// Bytes of shared memory: on sm_90 six tiles, the matrix of ones and two mbarriers per tile, rounded up;
+    /// on sm_80 three tiles.
     const fn shared_bytes(&self, capability: (i32, i32)) -> usize {
         let tile = ROWS * self.dim * 2;
         if self.in_squares(capability) { 6 * tile + 256 } else { 3 * tile }
@@ -122,10 +123,10 @@ const _: () = assert!(size_of::<SquaresArguments>() == 256);
 ///
 /// Products are exact. Sums of 128 rows are in `f32` with the rounding of tensor cores, the sums of a block
 /// in two floats, rounded to one at its end, and all further sums in `f64`. Their order is fixed, so that two
-/// runs give the same bytes. A NaN or an infinity makes sums of its head NaN.
+/// runs give the same bytes. A NaN or infinite element makes sums of its head NaN.
 ///
-/// Its kernels use programmatic dependent launch on sm_90. They wait for the previous kernel before they read
-/// anything.
+/// Its kernels use programmatic dependent launch (PDL) on sm_90. They wait for the previous kernel before
+/// they read anything.
 ///
 /// # Cost
 /// One pass over the rows, and about n * dim * dim / 2 multiply-adds per head on tensor cores; on sm_90 3 / 4
@@ -191,7 +192,8 @@ impl Gram {
         let grid = OPERATION.grid(&[("parts", parts), ("heads", a.heads)])?;
         let strips = self.shape.dim / 16;
         let join_grid = OPERATION.grid(&[("blocks", strips * (strips + 1) / 2 + 1), ("heads", a.heads)])?;
-        // SAFETY: the structures are the kernels' arguments; the caller keeps the contract of their pointers.
+        // SAFETY: the structures are the kernels' arguments; the caller upholds the contract of their
+        // pointers.
         unsafe {
             if self.in_squares {
                 let GramShape { dim, element } = self.shape;

@@ -26,7 +26,7 @@ pub struct PrefillArguments {
     pub group: usize,
     /// Capacity of a sequence in tokens.
     pub capacity: usize,
-    /// Most queries (new tokens) of a sequence.
+    /// Maximum number of queries (new tokens) of a sequence.
     pub max_count: usize,
     /// Elements (batch, heads, capacity, key rank of the head).
     pub keys: DevicePtr<AnyElement>,
@@ -39,7 +39,7 @@ pub struct PrefillArguments {
     pub strides: [usize; 3],
     /// `u32` (batch,): the number of keys of each sequence.
     pub lengths: DevicePtr<u32>,
-    /// `u32` (batch,): the number of queries of each sequence. They are those of its last tokens, and each
+    /// `u32` (batch,): the number of queries of each sequence. They belong to its last tokens, and each
     /// attends to the keys up to its own token.
     pub counts: DevicePtr<u32>,
     /// `u32` (heads,): ranks of the keys, multiples of 8.
@@ -87,10 +87,10 @@ const _: () = assert!(size_of::<KernelArguments>() == 144);
 
 /// Causal attention of many queries with two ranks per head: `svd_core::attend_into`, query by query.
 ///
-/// The kernel cuts queries into blocks by ZACK's rule: a head whose ranks are both at most half of `dim` has
-/// twice the queries per block, so that blocks cost about the same. The longest blocks run first. The work of
-/// a query is that of the higher rank, rounded up to a quarter of `dim`. A NaN or infinite value makes NaN of
-/// all queries whose block attends to its tile of 64 tokens.
+/// The kernel splits queries into blocks by ZACK's rule: a head whose ranks are both at most half of `dim`
+/// has twice the queries per block, so that blocks cost about the same. The longest blocks run first. The
+/// work of a query is that of the higher rank, rounded up to a multiple of a quarter of `dim`. A NaN or
+/// infinite value makes the outputs NaN of all queries whose block attends to its tile of 64 tokens.
 ///
 /// # Cost
 /// Twice the higher rank in multiply-adds for every pair of a query and a token that it attends to, on tensor
@@ -127,8 +127,8 @@ impl Prefill {
     /// [`Error::Argument`] for sizes that do not fit, [`Error::Driver`].
     /// # Safety
     /// The [contract of a launch](DevicePtr#launches) holds, with every pointer aligned to 16 bytes. Lengths
-    /// do not exceed the capacity, counts neither lengths nor `max_count`; ranks are multiples of 8 from 8 to
-    /// `dim`, and offsets and sums are those of the ranks: the kernel does not clamp them.
+    /// do not exceed the capacity, and counts exceed neither lengths nor `max_count`; ranks are multiples of
+    /// 8 from 8 to `dim`, and offsets and sums match the ranks: the kernel does not clamp them.
     pub unsafe fn launch(&self, stream: CUstream, arguments: &PrefillArguments) -> Result<(), Error> {
         let a = arguments;
         let (heads, blocks) = (a.heads.saturating_mul(a.group), a.max_count.div_ceil(ROWS));
@@ -165,7 +165,7 @@ impl Prefill {
             group: a.group as u32,
             scale: a.scale * std::f32::consts::LOG2_E,
         };
-        // SAFETY: the structure is the kernel's argument; the caller keeps the contract of its pointers.
+        // SAFETY: the structure is the kernel's argument; the caller upholds the contract of its pointers.
         unsafe { self.kernel.launch(stream, grid, WARPS as u32 * 32, false, &kernel_arguments) }
     }
 }

@@ -29,8 +29,8 @@ pub struct ProjectShape {
 }
 
 impl ProjectShape {
-    /// Whether the kernel for sm_90 takes it, which copies boxes by TMA, and not the one for sm_80, which
-    /// loads rows to registers.
+    /// Whether the sm_90 kernel runs, which copies boxes by TMA, and not the sm_80 kernel, which loads rows
+    /// to registers.
     const fn in_boxes(&self, capability: (i32, i32)) -> bool {
         matches!(capability, (9, 0)) && self.dim.is_multiple_of(BOX_WIDTH)
     }
@@ -46,7 +46,7 @@ impl ProjectShape {
         2 * elements + BARRIER_BYTES
     }
 
-    /// The kernel for a compute capability. 9.0 has its own for 64 and 128 elements.
+    /// The kernel for a compute capability. For 9.0, rows of 64 and 128 elements have their own kernel.
     ///
     /// # Errors
     /// [`Error::Unsupported`].
@@ -163,12 +163,13 @@ impl Project {
         if a.strides.iter().any(|stride| !stride.is_multiple_of(8)) {
             return Err(OPERATION.error("a stride is not a multiple of 8"));
         }
-        // Every block has the map of one head.
+        // A block holds the map of one head, so it takes rows of that head only.
         let grid = |rows_at_once: usize, blocks: usize| {
             let blocks = a.n.div_ceil(rows_at_once).min((blocks / a.heads).max(1));
             OPERATION.grid(&[("blocks", blocks), ("heads", a.heads)])
         };
-        // SAFETY: the structures are the kernels' arguments; the caller keeps the contract of their pointers.
+        // SAFETY: the structures are the kernels' arguments; the caller upholds the contract of their
+        // pointers.
         unsafe {
             if self.in_boxes {
                 let ProjectShape { dim, rank, element } = self.shape;
