@@ -4,7 +4,9 @@
 
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 use kv_benches::keys;
-use svd_core::{Backend, Gram, PostRope, Rotation, SoftmaxStats, attend_into_with};
+use svd_core::{
+    Attention, Backend, ExactTokens, Gram, PostRope, Rotation, Rows, SoftmaxStats, attend_exact_into_with,
+};
 
 const N: usize = 32_768;
 const DIM: usize = 128;
@@ -18,26 +20,23 @@ fn svd(c: &mut Criterion) {
         let keys = &rows[..N * rank];
         let queries: Vec<f32> = rows[..GROUP * rank].iter().map(|x| x / 64.0).collect();
         let mut expected = vec![0.0; GROUP * rank];
-        attend_into_with(
-            Backend::Scalar,
-            &queries,
-            keys,
-            keys,
-            &mut expected,
-            &mut [SoftmaxStats::EMPTY; GROUP],
-        )
-        .unwrap();
+        let tokens = ExactTokens::contiguous(keys, rank, keys, rank).unwrap();
+        let attend_with = |backend: Backend, out: &mut [f32]| {
+            out.fill(0.0);
+            let (mut stats, mut scratch) = ([SoftmaxStats::EMPTY; GROUP], [0.0; GROUP * DIM]);
+            let (attention, queries) = (Attention::default(), Rows::from(&queries[..]));
+            attend_exact_into_with(backend, &attention, queries, &tokens, &mut scratch, out, &mut stats)
+                .unwrap();
+        };
+        attend_with(Backend::Scalar, &mut expected);
         group.throughput(Throughput::Bytes((2 * N * rank * 4) as u64));
         for &backend in &backends {
             let mut out = vec![0.0; GROUP * rank];
-            let attend = |out: &mut [f32]| {
-                out.fill(0.0);
-                let mut stats = [SoftmaxStats::EMPTY; GROUP];
-                attend_into_with(backend, &queries, keys, keys, out, &mut stats).unwrap();
-            };
-            attend(&mut out);
+            attend_with(backend, &mut out);
             assert!(out.iter().zip(&expected).all(|(a, b)| (a - b).abs() <= 1e-4 * b.abs().max(1.0)));
-            group.bench_function(format!("attend/rank {rank}/{backend:?}"), |b| b.iter(|| attend(&mut out)));
+            group.bench_function(format!("attend/rank {rank}/{backend:?}"), |b| {
+                b.iter(|| attend_with(backend, &mut out))
+            });
         }
     }
     let mut gram = Gram::<PostRope>::new(DIM).unwrap();

@@ -82,7 +82,20 @@ fn attend(group: usize, sizes: [u32; 4], stored: &[f32], probes: &[f32]) {
     let (queries, keys) = (&probes[..len(sizes[0], probes.len())], &stored[..len(sizes[1], stored.len())]);
     let values = &stored[..len(sizes[2], stored.len())];
     let (mut out, mut stats) = (vec![0.0; sizes[3] as usize % 61], vec![SoftmaxStats::EMPTY; group]);
-    let _ = attend_into(queries, keys, values, &mut out, &mut stats);
+    let [dim_k, stride, shift, position] = sizes.map(|size| (size >> 8) as usize % 33);
+    let rows = |data, dim| Rows::new(data, stride, dim, dim + shift % 3);
+    let (Ok(keys), Ok(values)) = (rows(keys, dim_k), rows(values, out.len() / group)) else { return };
+    let Ok(tokens) = ExactTokens::new(keys, values) else { return };
+    let options = |i: usize| probes.get(i).copied();
+    let attention = Attention { scale: options(0).unwrap_or(1.0), softcap: options(1), window: Some(shift) };
+    let list = sizes.map(|size| size >> 24);
+    let mut scratch = vec![0.0; queries.len()];
+    for tokens in [Ok(tokens), Ok(tokens.first_query(position)), tokens.chosen(&list)].into_iter().flatten() {
+        for attention in [attention, Attention::default()] {
+            let queries = Rows::from(queries);
+            let _ = attend_exact_into(&attention, queries, &tokens, &mut scratch, &mut out, &mut stats);
+        }
+    }
 }
 
 fn schedule([processors, per_task, granule, shift]: [usize; 4], work: &[(u32, u16)]) {

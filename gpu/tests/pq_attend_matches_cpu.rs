@@ -10,8 +10,8 @@ use half::f16;
 use kv_gpu::pq::{Attend, AttendArguments, AttendShape, CodeLayout, ExactTokens, Pages, Side, TILE};
 use kv_gpu::{Device, Element};
 use pq_core::{
-    Backend, CodebookBuf, CodedTokens, Codes, PqShape, SoftmaxStats, attend_exact_into, attend_into_with,
-    attend_scratch_len, lut_into,
+    Attention, Backend, CodebookBuf, CodedTokens, Codes, PqShape, Rows, SoftmaxStats, attend_exact_into,
+    attend_into_with, attend_scratch_len, lut_into,
 };
 
 /// Greatest relative error of an output vector, by element: the rounding of weights to f16 (2^-11) and of the
@@ -226,7 +226,10 @@ impl Case {
             if m > 0 {
                 let [keys, values] =
                     inputs.exact.each_ref().map(|x| &x[i * self.exact_capacity * dim..][..m * dim]);
-                attend_exact_into(&queries, keys, values, &mut vec![0.0; m], out, stats).unwrap();
+                let tokens = pq_core::ExactTokens::contiguous(keys, dim, values, dim).unwrap();
+                let (attention, mut scratch) = (Attention::default(), vec![0.0; queries.len()]);
+                let queries = Rows::from(&queries[..]);
+                attend_exact_into(&attention, queries, &tokens, &mut scratch, out, stats).unwrap();
             }
             out.chunks_exact_mut(dim).zip(stats).for_each(|(out, stats)| stats.normalize(out));
         }

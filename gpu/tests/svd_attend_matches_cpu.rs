@@ -1,4 +1,4 @@
-//! Attention on ragged ranks agrees with `svd_core::attend_into`.
+//! Attention on ragged ranks agrees with `svd_core::attend_exact_into`.
 
 #![allow(clippy::unwrap_used)]
 
@@ -8,7 +8,7 @@ use common::{Buffer, Random, SIDES, device, from_element, relative_error, to_ele
 use half::{bf16, f16};
 use kv_gpu::svd::{Attend, AttendArguments, AttendShape};
 use kv_gpu::{Device, Element, Error};
-use svd_core::{Backend, SoftmaxStats, attend_into_with};
+use svd_core::{Attention, Backend, ExactTokens, Rows, SoftmaxStats, attend_exact_into_with};
 
 /// Greatest relative error of an output vector, by element: the rounding of weights and of the output.
 const TOLERANCES: [(Element, f64); 2] = [(Element::F16, 2e-3), (Element::Bf16, 1.2e-2)];
@@ -96,20 +96,26 @@ fn run(device: &Device, random: &mut Random, batches: &[usize], capacities: &[us
         let rows = queries[pair * group * dim..][..group * dim].chunks_exact(dim);
         let projected: Vec<f32> = rows.flat_map(|row| row[..rank_k].iter().map(|x| x * scale)).collect();
         let (mut expected, mut stats) = (vec![0.0; group * rank_v], vec![SoftmaxStats::EMPTY; group]);
-        match element {
-            Element::F16 => {
-                let [keys, values] =
-                    [keys, values].map(|x| x.iter().map(|&x| f16::from_f32(x)).collect::<Vec<_>>());
-                attend_into_with(Backend::Scalar, &projected, &keys, &values, &mut expected, &mut stats)
-                    .unwrap();
+        // As the device stores them.
+        let [keys, values] = [keys, values].map(|rows| -> Vec<f32> {
+            match element {
+                Element::F16 => rows.iter().map(|&x| f16::from_f32(x).to_f32()).collect(),
+                Element::Bf16 => rows.iter().map(|&x| bf16::from_f32(x).to_f32()).collect(),
             }
-            Element::Bf16 => {
-                let [keys, values] =
-                    [keys, values].map(|x| x.iter().map(|&x| bf16::from_f32(x)).collect::<Vec<_>>());
-                attend_into_with(Backend::Scalar, &projected, &keys, &values, &mut expected, &mut stats)
-                    .unwrap();
-            }
-        }
+        });
+        let tokens = ExactTokens::contiguous(&keys, rank_k, &values, rank_v).unwrap();
+        let (attention, mut scratch) = (Attention::default(), vec![0.0; projected.len()]);
+        let queries = Rows::from(&projected[..]);
+        attend_exact_into_with(
+            Backend::Scalar,
+            &attention,
+            queries,
+            &tokens,
+            &mut scratch,
+            &mut expected,
+            &mut stats,
+        )
+        .unwrap();
         for (query, (expected, stats)) in expected.chunks_exact_mut(rank_v).zip(&stats).enumerate() {
             let index = pair * group + query;
             let got = &out[index * dim..][..dim];

@@ -1,4 +1,4 @@
-//! Attention of a prompt agrees with `svd_core::attend_into`, query by query.
+//! Attention of a prompt agrees with `svd_core::attend_exact_into`, query by query.
 
 #![allow(clippy::unwrap_used)]
 
@@ -7,7 +7,7 @@ mod common;
 use common::{Buffer, Random, SIDES, device, from_element, relative_error, to_element};
 use kv_gpu::Element;
 use kv_gpu::svd::{AttendShape, Prefill, PrefillArguments};
-use svd_core::{Backend, SoftmaxStats, attend_into_with};
+use svd_core::{Attention, Backend, ExactTokens, Rows, SoftmaxStats, attend_exact_into_with};
 
 /// Greatest relative error of an output vector, by element: the rounding of weights and of the output.
 const TOLERANCES: [(Element, f64); 2] = [(Element::F16, 2e-3), (Element::Bf16, 1.2e-2)];
@@ -115,7 +115,19 @@ fn random_shapes_agree() {
                 continue;
             }
             let (mut expected, mut stats) = (vec![0.0; rank_v], [SoftmaxStats::EMPTY]);
-            attend_into_with(Backend::Scalar, &query, keys, values, &mut expected, &mut stats).unwrap();
+            let tokens = ExactTokens::contiguous(keys, rank_k, values, rank_v).unwrap();
+            let (attention, mut scratch) = (Attention::default(), vec![0.0; rank_k]);
+            let query = Rows::from(&query[..]);
+            attend_exact_into_with(
+                Backend::Scalar,
+                &attention,
+                query,
+                &tokens,
+                &mut scratch,
+                &mut expected,
+                &mut stats,
+            )
+            .unwrap();
             stats[0].normalize(&mut expected);
             // Of outputs that cancel, the error is that of values of about 1.
             let length = (rank_v as f64 / n as f64).sqrt();

@@ -2,8 +2,8 @@
 //! softmax. The result is compared with attention on exact rows.
 
 use pq_core::{
-    CodebookBuf, CodedTokens, Codes, PqShape, SoftmaxStats, TrainOptions, attend_exact_into, attend_into,
-    attend_scratch_len, lut_into, train,
+    Attention, CodebookBuf, CodedTokens, Codes, ExactTokens, PqShape, Rows, SoftmaxStats, TrainOptions,
+    attend_exact_into, attend_into, attend_scratch_len, lut_into, normalize_all, train,
 };
 
 fn main() -> Result<(), pq_core::Error> {
@@ -29,21 +29,17 @@ fn main() -> Result<(), pq_core::Error> {
     let mut scratch = vec![0.0; attend_scratch_len(shape, group)];
     let (mut out, mut stats) = (vec![0.0; group * dim], vec![SoftmaxStats::EMPTY; group]);
     attend_into(&luts, &tokens, &mut scratch, &mut out, &mut stats)?;
-    attend_exact_into(
-        &queries,
-        &keys[coded..],
-        &values[coded..],
-        &mut vec![0.0; window],
-        &mut out,
-        &mut stats,
-    )?;
+    let (attention, rows) = (Attention::default(), Rows::from(&queries[..]));
+    let recent = ExactTokens::contiguous(&keys[coded..], dim, &values[coded..], dim)?;
+    attend_exact_into(&attention, rows, &recent, &mut scratch, &mut out, &mut stats)?;
+    normalize_all(&stats, &mut out)?;
 
     let (mut exact, mut exact_stats) = (vec![0.0; group * dim], vec![SoftmaxStats::EMPTY; group]);
-    attend_exact_into(&queries, &keys, &values, &mut vec![0.0; n], &mut exact, &mut exact_stats)?;
+    let all = ExactTokens::contiguous(&keys, dim, &values, dim)?;
+    attend_exact_into(&attention, rows, &all, &mut scratch, &mut exact, &mut exact_stats)?;
+    normalize_all(&exact_stats, &mut exact)?;
     for g in 0..group {
         let at = g * dim..(g + 1) * dim;
-        stats[g].normalize(&mut out[at.clone()]);
-        exact_stats[g].normalize(&mut exact[at.clone()]);
         let error = out[at.clone()].iter().zip(&exact[at]).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
         println!("query {g}: largest difference {error:.5}");
     }

@@ -57,17 +57,15 @@ fn main() -> Result<(), Error> {
         let mut scratch = HybridScratch::new(shape, N, &mut floats, &mut coded_stats)?;
         let mut selected = vec![0; rows.most(N)];
         hybrid_select_into(&luts, &tokens, &hybrid, &mut scratch, &mut selected)?;
-        // The rows may be fetched while the codes of the other tokens are attended to.
-        let fetch = |rows: &[f32]| -> Vec<f32> {
-            selected.iter().flat_map(|&t| &rows[t as usize * DIM..][..DIM]).copied().collect()
-        };
+        // An engine that keeps the rows elsewhere fetches them now, while it attends to the codes of the others.
         let (mut out, mut stats) = (vec![0.0; DIM], [SoftmaxStats::EMPTY]);
         if with_codes {
             hybrid_attend_into(&tokens, &selected, &mut scratch, &mut out, &mut stats)?;
         }
-        let mut scores = vec![0.0; selected.len()];
-        attend_exact_into(query, &fetch(&keys), &fetch(&values), &mut scores, &mut out, &mut stats)?;
-        stats[0].normalize(&mut out);
+        let rows = ExactTokens::contiguous(&keys, DIM, &values, DIM)?.chosen(&selected)?;
+        let attention = Attention::default();
+        attend_exact_into(&attention, Rows::from(query), &rows, &mut floats, &mut out, &mut stats)?;
+        normalize_all(&stats, &mut out)?;
         Ok(out)
     };
     let error = |share, with_codes| -> Result<f32, Error> {

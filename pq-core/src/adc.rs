@@ -11,7 +11,7 @@
 
 use crate::error::check_len;
 use crate::pack::{BLOCK, unpack_run};
-use crate::simd::{Kernel, Simd, row_len};
+use crate::simd::{Kernel, Run, Simd, row_len};
 use crate::{Backend, Codes, Error, Lut, LutPrecision, QuantizedLut};
 
 /// Scores every code against a query's lookup table (asymmetric distance computation).

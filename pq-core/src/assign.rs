@@ -7,7 +7,7 @@
 
 use crate::codebook::Subspace;
 use crate::pack::BLOCK;
-use crate::simd::{Kernel, Simd};
+use crate::simd::{Kernel, Run, Simd};
 use crate::{Backend, Codebook, Element};
 
 /// The result of [`assign`] for each point of a tile.

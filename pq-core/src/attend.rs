@@ -11,9 +11,9 @@ use crate::adc::{for_nbits, scan_chunk, scan_scalar, split_planes};
 use crate::error::{check_at_least, check_len};
 use crate::pack::{BLOCK, unpack_run};
 use crate::scan_group::{QUERIES, scan_group};
-use crate::simd::{Kernel, Simd, row_len};
-use crate::softmax::{SoftmaxStats, exponentiate, max};
-use crate::{Backend, Codebook, Codes, Error, Luts, PqShape};
+use crate::simd::{Kernel, Run, Simd, row_len};
+use crate::softmax::{exponentiate, max};
+use crate::{Backend, Codebook, Codes, Error, Luts, PqShape, SoftmaxStats};
 
 /// Tokens per chunk.
 const CHUNK: usize = 16 * BLOCK;

@@ -9,6 +9,7 @@ use crate::Backend;
 use crate::bytes::{Reader, Writer};
 use crate::error::{check_at_least, check_len, count_rows};
 use crate::pack::{BLOCK, ReplaceInRun, get_in_run, set_in_run};
+use crate::simd::Run;
 use crate::{Error, PqShape};
 
 #[cfg(feature = "alloc")]

@@ -142,6 +142,56 @@ pub enum Error {
         /// The field.
         what: &'static str,
     },
+    /// An error of rows or of exact attention that no other kind covers.
+    Attend(kv_attend::Error),
+}
+
+impl Error {
+    /// A number that identifies the kind of error. It never changes; the table is in the documentation of
+    /// `kv-attend`.
+    #[must_use]
+    pub const fn code(&self) -> u32 {
+        match self {
+            Self::Zero { .. } => 1,
+            Self::Length { .. } => 2,
+            Self::TooShort { .. } => 3,
+            Self::PartialRow { .. } => 4,
+            Self::TooLarge => 5,
+            Self::BackendUnavailable => 6,
+            Self::NotFinite { .. } => 7,
+            Self::BadMagic { .. } => 8,
+            Self::Version { .. } => 9,
+            Self::Truncated { .. } => 10,
+            Self::TrailingBytes { .. } => 11,
+            Self::BadField { .. } => 12,
+            Self::Attend(error) => error.code(),
+            Self::DimNotDivisible { .. } => 201,
+            Self::NbitsOutOfRange { .. } => 202,
+            Self::ShapeMismatch => 203,
+            Self::TooManySubspaces { .. } => 204,
+            Self::CodeOutOfRange { .. } => 205,
+            Self::Underdetermined { .. } => 206,
+            Self::Tolerance => 207,
+            Self::Unaligned { .. } => 208,
+            Self::Page { .. } => 209,
+        }
+    }
+}
+
+/// Kinds of error that both crates have keep their name.
+impl From<kv_attend::Error> for Error {
+    fn from(error: kv_attend::Error) -> Self {
+        use kv_attend::Error as Attend;
+        match error {
+            Attend::Zero { what } => Self::Zero { what },
+            Attend::Length { what, expected, actual } => Self::Length { what, expected, actual },
+            Attend::TooShort { what, needed, actual } => Self::TooShort { what, needed, actual },
+            Attend::PartialRow { what, row, actual } => Self::PartialRow { what, row, actual },
+            Attend::TooLarge => Self::TooLarge,
+            Attend::BackendUnavailable => Self::BackendUnavailable,
+            other => Self::Attend(other),
+        }
+    }
 }
 
 impl fmt::Display for Error {
@@ -189,6 +239,7 @@ impl fmt::Display for Error {
                 write!(f, "{extra} bytes follow the end of the saved {what}")
             }
             Self::BadField { what } => write!(f, "the saved {what} does not fit"),
+            Self::Attend(error) => error.fmt(f),
         }
     }
 }

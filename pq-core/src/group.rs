@@ -1,8 +1,10 @@
+use kv_attend::simd::exp;
+
 use crate::error::check_len;
-use crate::exp::{exp, ln};
-use crate::simd::Kernel;
-use crate::softmax::{SoftmaxStats, exp_sum, max};
-use crate::{Backend, Error};
+use crate::ln::ln;
+use crate::simd::{Kernel, Run};
+use crate::softmax::{exp_sum, max};
+use crate::{Backend, Error, SoftmaxStats};
 
 /// How the scores of the query heads that share a key/value head are combined into one score per token.
 ///

@@ -17,7 +17,7 @@ mod budget;
 mod values;
 
 use crate::error::{check_at_least, check_finite, check_len};
-use crate::simd::Kernel;
+use crate::simd::{Kernel, Run};
 use crate::softmax::{exponentiate, max};
 use crate::{
     Backend, CodedTokens, Error, GroupRule, Luts, PqShape, SearchScratch, SoftmaxStats,

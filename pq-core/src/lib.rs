@@ -14,7 +14,6 @@ mod adc;
 mod assign;
 #[allow(unsafe_code)]
 mod attend;
-mod backend;
 #[cfg(feature = "alloc")]
 mod block_cache;
 #[cfg(feature = "alloc")]
@@ -23,15 +22,13 @@ mod clustering_cost;
 mod codebook;
 mod codes;
 mod drift;
-mod element;
 mod encode;
 mod error;
-mod exact;
-mod exp;
 mod group;
 mod hybrid;
 #[cfg(feature = "alloc")]
 mod kmeans;
+mod ln;
 #[allow(unsafe_code)]
 mod lut;
 mod mips;
@@ -55,7 +52,6 @@ mod window;
 
 pub use adc::{scan_into, scan_into_with, scan_quantized_into, scan_quantized_into_with};
 pub use attend::{CodedTokens, attend_into, attend_into_with, attend_scratch_len};
-pub use backend::Backend;
 #[cfg(feature = "alloc")]
 pub use block_cache::{BlockCache, CacheStatistics, Eviction, Hit, Load};
 pub use clustering_cost::ClusteringCost;
@@ -66,14 +62,16 @@ pub use codebook::CodebookBuf;
 pub use codes::CodesBuf;
 pub use codes::{Codes, pack_codes_into};
 pub use drift::Drift;
-pub use element::Element;
 pub use encode::{decode_into, encode_into, encode_into_with};
 pub use error::Error;
-pub use exact::{attend_exact_into, attend_exact_into_with};
 pub use group::{GroupRule, combine_group_into, combine_group_into_with};
 pub use hybrid::{
     Hybrid, HybridScratch, RowBudget, hybrid_attend_into, hybrid_attend_into_with, hybrid_select_into,
     hybrid_select_into_with,
+};
+pub use kv_attend::{
+    Attention, Backend, Element, Error as AttendError, ExactTokens, Rows, RowsMut, SoftmaxStats,
+    attend_exact_into, attend_exact_into_with, attend_exact_scratch_len, normalize_all,
 };
 pub use lut::{Lut, LutPrecision, Luts, QuantizedLut, lut_into, lut_into_with};
 pub use mips::{Rerank, Search, SearchScratch, rerank_into, rerank_into_with, search_into, search_into_with};
@@ -84,7 +82,6 @@ pub use rope_mean::RopeMean;
 #[cfg(feature = "alloc")]
 pub use rope_mean::RopeMeanBuf;
 pub use shape::PqShape;
-pub use softmax::SoftmaxStats;
 pub use topk::{top_k_into, top_k_into_with};
 #[cfg(feature = "alloc")]
 pub use train::{Start, TrainOptions, Trained, train, train_batch, train_batch_with, train_with};

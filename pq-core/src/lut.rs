@@ -2,7 +2,7 @@ mod quantized;
 
 use crate::codebook::Subspace;
 use crate::error::{check_len, count_rows};
-use crate::simd::{Kernel, Simd};
+use crate::simd::{Kernel, Run, Simd};
 use crate::{Backend, Codebook, Element, Error, PqShape};
 
 pub use quantized::{LutPrecision, QuantizedLut};

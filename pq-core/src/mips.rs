@@ -1,7 +1,9 @@
 //! Maximum inner product search: the selection of the tokens that a decode step attends to.
 
+use kv_attend::simd::dot;
+
 use crate::error::{check_at_least, check_len, count_rows};
-use crate::exact::ExactScores;
+use crate::simd::{Kernel, Run};
 use crate::{
     Backend, Codes, Element, Error, GroupRule, Luts, SoftmaxStats, combine_group_into_with, scan_into_with,
     top_k_into_with,
@@ -225,4 +227,28 @@ pub fn rerank_into_with<E: Element>(
     backend.run(ExactScores { queries, keys, dim, scores: scratch.scores });
     combine_group_into_with(backend, scratch.scores, rerank.rule, scratch.stats, scratch.combined)?;
     top_k_into_with(backend, scratch.combined, rerank.k, kept)
+}
+
+/// Computes the scores (group, n) of exact keys.
+struct ExactScores<'a, 'b, E> {
+    queries: &'a [f32], // (group, dim)
+    keys: &'a [E],      // (n, dim)
+    dim: usize,         // at least 1
+    scores: &'b mut [f32],
+}
+
+impl<E: Element> Kernel for ExactScores<'_, '_, E> {
+    type Output = ();
+
+    /// Portable code that the compiler vectorizes for each instruction set.
+    #[inline(always)]
+    fn scalar(self) {
+        let n = self.keys.len() / self.dim;
+        for (query, scores) in self.queries.chunks_exact(self.dim).zip(self.scores.chunks_exact_mut(n.max(1)))
+        {
+            for (key, score) in self.keys.chunks_exact(self.dim).zip(scores) {
+                *score = dot(query, key);
+            }
+        }
+    }
 }

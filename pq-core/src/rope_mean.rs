@@ -7,7 +7,7 @@
 
 use crate::error::{check_len, count_rows};
 use crate::pack::BLOCK;
-use crate::simd::Kernel;
+use crate::simd::{Kernel, Run};
 use crate::{Backend, Error};
 
 /// The mean key of a head before RoPE, with the cosines and sines of a block of positions, borrowed from the

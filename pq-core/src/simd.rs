@@ -1,45 +1,14 @@
 //! The operations of an instruction set that the vector kernels use.
 //!
 //! A kernel is written once, over [`Simd`], next to its scalar definition;
-//! [`Backend::run`](crate::Backend::run) compiles it for each instruction set by inlining it into one
+//! [`Run::run`] compiles it for each instruction set by inlining it into one
 //! function with the target features of that set. The file of each set implements the operations.
 //!
 //! Codes come in runs of 64 (see `pack`), so the types here hold 64 elements: [`Simd::Bytes`] holds 64 bytes
 //! in token order, [`Simd::Block`] 64 floats in *block order*, an order specific to the set in which bytes
 //! are widened to floats without crossing 128-bit lanes.
 
-/// Lists the features of an instruction set once: `run` compiles a kernel for exactly those that
-/// `is_available` checks.
-///
-/// The list includes features that another one implies, since the compiler assumes all of them.
-#[cfg(target_arch = "x86_64")]
-macro_rules! x86_features {
-    ($token:ident: $($feature:tt)*) => {
-        /// Whether the CPU or, without `std`, the compilation target has every feature.
-        pub(crate) fn is_available() -> bool {
-            #[cfg(feature = "std")]
-            {
-                // Every dispatch checks: one load instead of one per feature.
-                static AVAILABLE: std::sync::OnceLock<bool> = std::sync::OnceLock::new();
-                *AVAILABLE.get_or_init(|| true $(&& std::is_x86_feature_detected!($feature))*)
-            }
-            #[cfg(not(feature = "std"))]
-            {
-                cfg!(all($(target_feature = $feature),*))
-            }
-        }
-
-        /// Compiles and runs a kernel. Callers have checked `is_available`.
-        pub(crate) fn run<K: Kernel>(kernel: K) -> K::Output {
-            #[target_feature($(enable = $feature),*)]
-            fn with_features<K: Kernel>(kernel: K) -> K::Output {
-                kernel.vector($token(()))
-            }
-            // SAFETY: `Backend::run` calls this only where `is_available` has confirmed all these features.
-            unsafe { with_features(kernel) }
-        }
-    };
-}
+use kv_attend::Backend;
 
 #[cfg(target_arch = "x86_64")]
 pub(crate) mod avx2;
@@ -64,6 +33,26 @@ pub(crate) trait Kernel {
         Self: Sized,
     {
         self.scalar()
+    }
+}
+
+/// Runs a kernel on a backend.
+pub(crate) trait Run {
+    /// Runs `kernel` compiled for this instruction set, or its scalar form if the machine lacks the set.
+    fn run<K: Kernel>(self, kernel: K) -> K::Output;
+}
+
+impl Run for Backend {
+    fn run<K: Kernel>(self, kernel: K) -> K::Output {
+        match self {
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512 if self.is_available() => avx512::run(kernel),
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx2 if self.is_available() => avx2::run(kernel),
+            #[cfg(target_arch = "aarch64")]
+            Self::Neon if self.is_available() => neon::run(kernel),
+            _ => kernel.scalar(),
+        }
     }
 }
 

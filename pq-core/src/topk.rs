@@ -7,7 +7,7 @@
 //! not in that interval, the search starts again with all keys. A last pass writes the indices in order.
 
 use crate::error::check_at_least;
-use crate::simd::{Kernel, Simd};
+use crate::simd::{Kernel, Run, Simd};
 use crate::{Backend, Error};
 
 /// Selects the `k` highest scores in linear time.

@@ -96,16 +96,13 @@ impl Case {
         let (mut out, mut stats) = (vec![0.0; self.group * dim], vec![SoftmaxStats::EMPTY; self.group]);
         hybrid_attend_into_with(backend, &self.tokens(), &selected, &mut scratch, &mut out, &mut stats)
             .unwrap();
-        let [keys, values] = [0, 1].map(|side| -> Vec<f32> {
-            let row = |&t: &u32| &self.rows[side][t as usize * dim..][..dim];
-            selected.iter().flat_map(row).copied().collect()
-        });
-        let mut scores = vec![0.0; selected.len()];
-        attend_exact_into_with(backend, &self.queries, &keys, &values, &mut scores, &mut out, &mut stats)
+        let rows = ExactTokens::contiguous(&self.rows[0], dim, &self.rows[1], dim).unwrap();
+        let rows = rows.chosen(&selected).unwrap();
+        let (attention, queries) = (Attention::default(), Rows::from(&self.queries[..]));
+        let mut scratch = vec![0.0; self.queries.len()];
+        attend_exact_into_with(backend, &attention, queries, &rows, &mut scratch, &mut out, &mut stats)
             .unwrap();
-        for (out, stats) in out.chunks_exact_mut(dim).zip(stats) {
-            stats.normalize(out);
-        }
+        normalize_all(&stats, &mut out).unwrap();
         Attended { selected, out }
     }
 

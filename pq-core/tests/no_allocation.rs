@@ -78,8 +78,9 @@ fn a_decode_step_does_not_allocate() {
             let mut step = HybridScratch::new(shape, n, &mut hybrid_floats, &mut hybrid_stats).unwrap();
             let k = hybrid_select_into_with(backend, &luts, &coded, &hybrid, &mut step, &mut tokens).unwrap();
             hybrid_attend_into_with(backend, &coded, &tokens[..k], &mut step, &mut out, &mut stats).unwrap();
-            let scores = &mut scores[..64];
-            attend_exact_into_with(backend, &queries, &window, &window, scores, &mut out, &mut stats)
+            let window = ExactTokens::contiguous(&window, dim, &window, dim).unwrap();
+            let (attention, queries) = (Attention::default(), Rows::from(&queries[..]));
+            attend_exact_into_with(backend, &attention, queries, &window, &mut scores, &mut out, &mut stats)
                 .unwrap();
             assert_eq!(ALLOCATIONS.get(), before, "{backend:?} at {nbits} bits");
         }

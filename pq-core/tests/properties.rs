@@ -196,9 +196,11 @@ proptest! {
         let (keys, values) = (random(seed, n * 24, 1.0), random(seed ^ 1, n * 16, 1.0));
         let queries = random(seed ^ 2, group * 24, 2.0);
         let attend = |range: core::ops::Range<usize>, out: &mut [f32], stats: &mut [SoftmaxStats]| {
-            let mut scores = vec![0.0; range.len()];
             let (k, v) = (&keys[range.start * 24..range.end * 24], &values[range.start * 16..range.end * 16]);
-            attend_exact_into(&queries, k, v, &mut scores, out, stats).unwrap();
+            let tokens = ExactTokens::contiguous(k, 24, v, 16).unwrap();
+            let (attention, mut scratch) = (Attention::default(), vec![0.0; queries.len()]);
+            let queries = Rows::from(&queries[..]);
+            attend_exact_into(&attention, queries, &tokens, &mut scratch, out, stats).unwrap();
         };
         let (mut whole, mut whole_stats) = (vec![0.0; group * 16], vec![SoftmaxStats::EMPTY; group]);
         attend(0..n, &mut whole, &mut whole_stats);

@@ -13,7 +13,7 @@ use rayon::prelude::*;
 use svd_core::SoftmaxStats;
 
 pub use exact::ElementType;
-pub(crate) use exact::{DenseStore, Elements, ExactRows, saturating_f16};
+pub(crate) use exact::{DenseStore, Elements, ExactRows, attend_rows, saturating_f16};
 pub use store::Footprint;
 pub(crate) use store::{Geometry, RotatedStore, Store, merge_part};
 

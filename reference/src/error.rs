@@ -35,6 +35,9 @@ pub enum Error {
         /// What it cannot do.
         what: String,
     },
+    /// An error of exact attention, which `pq-core` and `svd-core` share.
+    #[error("attention: {0}")]
+    Attend(#[from] svd_core::AttendError),
     /// An error of `pq-core`.
     #[error("pq-core: {0}")]
     Pq(#[from] pq_core::Error),

@@ -85,6 +85,49 @@ pub enum Error {
     TooLarge,
     /// The eigenvalue iteration did not converge.
     NoConvergence,
+    /// An error of rows or of exact attention that no other kind covers.
+    Attend(kv_attend::Error),
+}
+
+impl Error {
+    /// A number that identifies the kind of error. It never changes; the table is in the documentation of
+    /// `kv-attend`.
+    #[must_use]
+    pub const fn code(&self) -> u32 {
+        match self {
+            Self::Zero { .. } => 1,
+            Self::Length { .. } => 2,
+            Self::TooShort { .. } => 3,
+            Self::PartialRow { .. } => 4,
+            Self::TooLarge => 5,
+            Self::BackendUnavailable => 6,
+            Self::NotFinite { .. } => 7,
+            Self::Attend(error) => error.code(),
+            Self::Causal { .. } => 301,
+            Self::Rank { .. } => 302,
+            Self::Fraction { .. } => 303,
+            Self::Order { .. } => 304,
+            Self::Spectrum { .. } => 305,
+            Self::Budget { .. } => 306,
+            Self::NoConvergence => 307,
+        }
+    }
+}
+
+/// Kinds of error that both crates have keep their name.
+impl From<kv_attend::Error> for Error {
+    fn from(error: kv_attend::Error) -> Self {
+        use kv_attend::Error as Attend;
+        match error {
+            Attend::Zero { what } => Self::Zero { what },
+            Attend::Length { what, expected, actual } => Self::Length { what, expected, actual },
+            Attend::TooShort { what, needed, actual } => Self::TooShort { what, needed, actual },
+            Attend::PartialRow { what, row, actual } => Self::PartialRow { what, row, actual },
+            Attend::TooLarge => Self::TooLarge,
+            Attend::BackendUnavailable => Self::BackendUnavailable,
+            other => Self::Attend(other),
+        }
+    }
 }
 
 impl fmt::Display for Error {
@@ -119,6 +162,7 @@ impl fmt::Display for Error {
             Self::BackendUnavailable => write!(f, "this machine lacks the instructions of the backend"),
             Self::TooLarge => write!(f, "the sizes are too large"),
             Self::NoConvergence => write!(f, "the eigenvalue iteration did not converge"),
+            Self::Attend(error) => error.fmt(f),
         }
     }
 }

@@ -5,8 +5,9 @@ use alloc::vec;
 use alloc::vec::Vec;
 use core::marker::PhantomData;
 
+use kv_attend::simd::{Kernel, Run, Simd};
+
 use crate::error::{check_len, count_rows};
-use crate::simd::{Kernel, Simd};
 use crate::{Backend, Element, Error};
 
 /// The side of the rotary embedding (RoPE) from which the rows of a [`Gram`] come. The sums of one side are

@@ -1,6 +1,6 @@
 #![doc = include_str!("../README.md")]
 #![no_std]
-// Only the vector forms of the kernels use pointers; see `simd`.
+// Only the vector forms of the kernels use pointers.
 #![deny(unsafe_code)]
 
 #[cfg(feature = "alloc")]
@@ -8,18 +8,11 @@ extern crate alloc;
 #[cfg(any(feature = "std", test))]
 extern crate std;
 
-#[allow(unsafe_code)]
-mod attend;
-mod backend;
 #[cfg(feature = "alloc")]
 mod balanced_order;
-mod dot;
 #[cfg(feature = "alloc")]
 mod eigen;
-#[allow(unsafe_code)]
-mod element;
 mod error;
-mod exp;
 #[cfg(feature = "alloc")]
 mod fold;
 #[cfg(feature = "alloc")]
@@ -33,18 +26,16 @@ mod rank;
 mod rotation;
 #[cfg(feature = "alloc")]
 mod schedule;
-#[allow(unsafe_code)]
-mod simd;
-mod softmax;
 
-pub use attend::{attend_into, attend_into_with};
-pub use backend::Backend;
 #[cfg(feature = "alloc")]
 pub use balanced_order::balanced_order;
-pub use element::Element;
 pub use error::Error;
 #[cfg(feature = "alloc")]
 pub use gram::{Gram, NoRope, PostRope, PreRope, RopeSide};
+pub use kv_attend::{
+    Attention, Backend, Element, Error as AttendError, ExactTokens, Rows, RowsMut, SoftmaxStats,
+    attend_exact_into, attend_exact_into_with, attend_exact_scratch_len, normalize_all,
+};
 pub use map::Map;
 #[cfg(feature = "alloc")]
 pub use map::MapBuf;
@@ -56,4 +47,3 @@ pub use rotation::Rotation;
 pub use schedule::{
     DecodeHead, PrefillHead, PrefillRules, Schedule, Task, TaskCost, schedule_decode, schedule_prefill,
 };
-pub use softmax::SoftmaxStats;

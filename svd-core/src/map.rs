@@ -4,9 +4,9 @@
 #[cfg(feature = "alloc")]
 use alloc::vec::Vec;
 
-use crate::dot::dot;
+use kv_attend::simd::{Kernel, Run, Simd, dot};
+
 use crate::error::{check_len, count_rows};
-use crate::simd::{Kernel, Simd};
 use crate::{Backend, Element, Error};
 
 /// The first columns of a rotation's basis or dual in `f32`, for the decode path: `y = x map`, (dim, rank)

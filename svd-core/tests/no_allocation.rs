@@ -39,12 +39,16 @@ fn a_decode_step_allocates_nothing() {
     let queries = vec![0.5_f32; group * dim];
     let mut projected = vec![0.0; group * rank];
     let (keys, values) = (vec![half::bf16::ONE; n * rank], vec![half::bf16::ONE; n * rank]);
+    let mut scratch = vec![0.0; attend_exact_scratch_len(group, rank)];
     let (mut out, mut stats) = (vec![0.0; group * rank], vec![SoftmaxStats::EMPTY; group]);
     for backend in Backend::ALL.into_iter().filter(|backend| backend.is_available()) {
         let before = ALLOCATIONS.get();
         map.project_into_with(backend, &queries, &mut projected).unwrap();
-        attend_into_with(backend, &projected, &keys, &values, &mut out, &mut stats).unwrap();
-        stats.iter().zip(out.chunks_exact_mut(rank)).for_each(|(stats, out)| stats.normalize(out));
+        let tokens = ExactTokens::contiguous(&keys, rank, &values, rank).unwrap();
+        let (attention, projected) = (Attention::scaled(0.125), Rows::from(&projected[..]));
+        attend_exact_into_with(backend, &attention, projected, &tokens, &mut scratch, &mut out, &mut stats)
+            .unwrap();
+        normalize_all(&stats, &mut out).unwrap();
         assert_eq!(ALLOCATIONS.get(), before, "{backend:?}");
     }
 }

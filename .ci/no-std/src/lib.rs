@@ -6,9 +6,10 @@ use core::hint::black_box;
 
 use codec_core::{BlockIndex, Chunk, Coder, Frame, Models, Plane, PlaneParts, Predictor, Scaling, Side};
 use pq_core::{
-    Codebook, CodedTokens, Codes, Hybrid, HybridScratch, LutPrecision, PqShape, QuantizedLut, Search,
-    SearchScratch, SoftmaxStats, attend_into, attend_scratch_len, encode_into, hybrid_attend_into,
-    hybrid_select_into, lut_into, scan_quantized_into, search_into,
+    Attention, Codebook, CodedTokens, Codes, ExactTokens, Hybrid, HybridScratch, LutPrecision, PqShape,
+    QuantizedLut, Rows, Search, SearchScratch, SoftmaxStats, attend_exact_into, attend_into,
+    attend_scratch_len, encode_into, hybrid_attend_into, hybrid_select_into, lut_into, scan_quantized_into,
+    search_into,
 };
 
 #[panic_handler]
@@ -107,8 +108,10 @@ fn project() -> Result<f32, svd_core::Error> {
     let columns = black_box([1.0, 0.5]);
     let map = svd_core::Map::new(&columns, 2, 1)?;
     map.project_into(&black_box([2.0_f32, 3.0]), &mut projected)?;
-    let mut stats = [svd_core::SoftmaxStats::EMPTY];
-    svd_core::attend_into(&projected, &black_box([1.0_f32; 2]), &black_box([2.0; 2]), &mut out, &mut stats)?;
+    let (keys, values) = (black_box([1.0_f32; 2]), black_box([2.0; 2]));
+    let tokens = ExactTokens::contiguous(&keys, 1, &values, 1)?;
+    let (attention, mut scratch, mut stats) = (Attention::default(), [0.0], [SoftmaxStats::EMPTY]);
+    attend_exact_into(&attention, Rows::from(&projected[..]), &tokens, &mut scratch, &mut out, &mut stats)?;
     Ok(out[0])
 }
 

@@ -12,8 +12,8 @@ use half::{bf16, f16};
 use kv_benches::{floats, median};
 use rayon::ThreadPoolBuilder;
 use svd_core::{
-    Backend, DecodeHead, Element, Gram, NoRope, PrefillHead, PrefillRules, Rotation, Schedule, SoftmaxStats,
-    TaskCost, attend_into_with, schedule_decode, schedule_prefill,
+    Attention, Backend, DecodeHead, Element, ExactTokens, Gram, NoRope, PrefillHead, PrefillRules, Rotation,
+    Rows, Schedule, SoftmaxStats, TaskCost, attend_exact_into_with, schedule_decode, schedule_prefill,
 };
 
 const DIM: usize = 128;
@@ -82,7 +82,11 @@ fn attention<E: Element>(name: &str) {
             for ((keys, values), (queries, out)) in rows.zip(heads) {
                 let mut stats = [SoftmaxStats::EMPTY; GROUP];
                 out.fill(0.0);
-                attend_into_with(backend, &queries[..GROUP * rank], keys, values, out, &mut stats).unwrap();
+                let tokens = ExactTokens::contiguous(keys, rank, values, rank).unwrap();
+                let (queries, mut scratch) = (Rows::from(&queries[..GROUP * rank]), [0.0; GROUP * DIM]);
+                let attention = Attention::default();
+                attend_exact_into_with(backend, &attention, queries, &tokens, &mut scratch, out, &mut stats)
+                    .unwrap();
                 stats.iter().zip(out.chunks_exact_mut(rank)).for_each(|(stats, out)| stats.normalize(out));
             }
         };

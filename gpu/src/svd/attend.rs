@@ -135,7 +135,7 @@ struct KernelArguments {
 
 const _: () = assert!(size_of::<KernelArguments>() == 136);
 
-/// Decode attention with two ranks per head: `svd_core::attend_into` for a ragged batch.
+/// Decode attention with two ranks per head: `svd_core::attend_exact_into` for a ragged batch.
 ///
 /// The kernel splits the work (tokens times ranks) evenly over its blocks. A launch allocates nothing and
 /// does not synchronize, and a captured graph stays valid. The same inputs give the same bytes.

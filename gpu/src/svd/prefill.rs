@@ -85,7 +85,7 @@ struct KernelArguments {
 
 const _: () = assert!(size_of::<KernelArguments>() == 144);
 
-/// Causal attention of many queries with two ranks per head: `svd_core::attend_into`, query by query.
+/// Causal attention of many queries with two ranks per head: `svd_core::attend_exact_into`, query by query.
 ///
 /// The kernel splits queries into blocks by ZACK's rule: a head whose ranks are both at most half of `dim`
 /// has twice the queries per block, so that blocks cost about the same. The longest blocks run first. The

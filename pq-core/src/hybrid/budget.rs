@@ -14,9 +14,10 @@
 //! weight first, until no query's estimate exceeds the bound. For a group the combined weight of a token stands
 //! for every query's: it is at least as large, so that the estimate holds for each.
 
+use kv_attend::simd::exp;
+
 use super::Hybrid;
 use crate::SoftmaxStats;
-use crate::exp::exp;
 
 /// How many tokens a step of hybrid attention reads exactly.
 #[derive(Clone, Copy, Debug, PartialEq)]

@@ -1,6 +1,6 @@
 use super::Lut;
 use crate::error::check_len;
-use crate::simd::{Kernel, row_len};
+use crate::simd::{Kernel, Run, row_len};
 use crate::{Backend, Error, PqShape};
 
 /// Width of the entries of a [`QuantizedLut`].

@@ -1,4 +1,4 @@
-//! AVX2 with FMA: tables stay in memory; a shuffle looks up sixteen bytes of one, and the upper bits of a
+//! AVX2: tables stay in memory; a shuffle looks up sixteen bytes of one, and the upper bits of a
 //! code choose between them in a tree of blends. Floor at 8 bits: 16 shuffles, 8 ors and 7 blends for 32
 //! codes.
 //!
@@ -14,7 +14,7 @@ use super::{Kernel, Simd, row_len};
 #[derive(Clone, Copy)]
 pub(crate) struct Avx2(());
 
-x86_features!(Avx2: "sse3" "ssse3" "sse4.1" "sse4.2" "avx" "avx2" "fma");
+kv_attend::cpu_features!(Avx2 => run);
 
 /// An expression of instructions that the token allows.
 macro_rules! op {

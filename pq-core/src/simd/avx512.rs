@@ -10,8 +10,7 @@ use super::{Kernel, Simd, row_len};
 #[derive(Clone, Copy)]
 pub(crate) struct Avx512(());
 
-x86_features!(Avx512: "sse3" "ssse3" "sse4.1" "sse4.2" "avx" "avx2" "fma" "f16c" "bmi1" "bmi2" "popcnt" "lzcnt"
-    "avx512f" "avx512bw" "avx512dq" "avx512vl" "avx512vbmi");
+kv_attend::cpu_features!(Avx512 => run);
 
 /// An expression of instructions that the token allows.
 macro_rules! op {

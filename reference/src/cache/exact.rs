@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
-use svd_core::{SoftmaxStats, attend_into};
+use svd_core::{Attention, Element, ExactTokens, Rows, SoftmaxStats, attend_exact_into};
 
 use crate::cache::store::{Footprint, Geometry, RotatedStore, Store};
 use crate::model::Rope;
@@ -93,7 +93,7 @@ impl Elements {
         }
     }
 
-    /// [`attend_into`] with these elements as keys, and as many values of the same type.
+    /// [`attend_rows`] with these elements as keys, and as many values of the same type.
     pub fn attend(
         &self,
         values: &Self,
@@ -102,9 +102,9 @@ impl Elements {
         stats: &mut [SoftmaxStats],
     ) -> Result<()> {
         match (self, values) {
-            (Self::F32(k), Self::F32(v)) => attend_into(q, k, v, out, stats)?,
-            (Self::F16(k), Self::F16(v)) => attend_into(q, k, v, out, stats)?,
-            (Self::Bf16(k), Self::Bf16(v)) => attend_into(q, k, v, out, stats)?,
+            (Self::F32(k), Self::F32(v)) => attend_rows(q, k, v, out, stats)?,
+            (Self::F16(k), Self::F16(v)) => attend_rows(q, k, v, out, stats)?,
+            (Self::Bf16(k), Self::Bf16(v)) => attend_rows(q, k, v, out, stats)?,
             _ => return Err(Error::argument("keys and values of different types")),
         }
         Ok(())
@@ -210,10 +210,24 @@ impl ExactRows {
             keys.read(first * head_dim, k);
             values.read(first * head_dim, v);
             rope.rotate_rows(k, head_dim, pos + first);
-            attend_into(q, k, v, out, stats)?;
+            attend_rows(q, k, v, out, stats)?;
         }
         Ok(())
     }
+}
+
+/// Attention of scaled queries (group, dim_k) on rows without gaps, as many keys as values: adds to `out` (group, dim_v)
+/// and `stats` (group,).
+pub(crate) fn attend_rows<E: Element>(
+    q: &[f32],
+    keys: &[E],
+    values: &[E],
+    out: &mut [f32],
+    stats: &mut [SoftmaxStats],
+) -> Result<()> {
+    let tokens = ExactTokens::contiguous(keys, q.len() / stats.len(), values, out.len() / stats.len())?;
+    let mut scratch = vec![0.0; q.len()];
+    Ok(attend_exact_into(&Attention::default(), Rows::from(q), &tokens, &mut scratch, out, stats)?)
 }
 
 /// Exact rows with rotated keys: the cache that the others are measured against.

@@ -41,7 +41,7 @@ pub(crate) trait Store: Send + Sync {
     /// Forgets all tokens from index `len` on; `len` is at most [`Self::len`].
     fn truncate(&mut self, len: usize) -> Result<()>;
     /// Adds the attention of one key/value head's query heads to `out` (group, head_dim) and `stats` (group,), as
-    /// [`svd_core::attend_into`] does. `q` (group, head_dim) is rotated and scaled by `1 / sqrt(head_dim)`.
+    /// [`svd_core::attend_exact_into`] does. `q` (group, head_dim) is rotated and scaled by `1 / sqrt(head_dim)`.
     fn attend(&self, head: usize, q: &[f32], out: &mut [f32], stats: &mut [SoftmaxStats]) -> Result<()>;
     /// Its bytes by purpose.
     fn footprint(&self) -> Footprint;

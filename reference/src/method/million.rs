@@ -11,7 +11,7 @@ use svd_core::SoftmaxStats;
 
 use super::kind::{Entry, Kind, SEED, Site};
 use super::pq_code::{PqCode, attend_to_codes};
-use crate::cache::{Footprint, Geometry, Store};
+use crate::cache::{Footprint, Geometry, Store, attend_rows};
 use crate::calibrate::{Calibration, mean_row};
 use crate::model::{Config, Model, Rope};
 use crate::side::{Pair, Side};
@@ -206,7 +206,7 @@ impl Store for MillionStore {
         let (books, Pair { keys, values }) = (&self.codebooks[head], &self.heads[head]);
         if self.outliers > 0 {
             let (keys, values) = (keys.decoded(&books.keys)?, values.decoded(&books.values)?);
-            return Ok(svd_core::attend_into(q, &keys, &values, out, stats)?);
+            return attend_rows(q, &keys, &values, out, stats);
         }
         let tokens = CodedTokens::new(keys.codes.view(), values.codes.view(), books.values.view())?;
         let mut luts = vec![0.0; stats.len() * tokens.key_shape().lut_len()];

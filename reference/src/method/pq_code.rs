@@ -87,8 +87,7 @@ impl Display for PqCode {
     }
 }
 
-/// [`pq_core::attend_into`] with its own scratch, and with the softmax statistics of `svd-core`: the cores do not know each
-/// other, and here is where their two types meet.
+/// [`pq_core::attend_into`] with its own scratch.
 pub(super) fn attend_to_codes(
     luts: &Luts<'_>,
     tokens: &CodedTokens<'_>,
@@ -96,13 +95,7 @@ pub(super) fn attend_to_codes(
     stats: &mut [SoftmaxStats],
 ) -> Result<()> {
     let mut scratch = vec![0.0; attend_scratch_len(tokens.value_shape(), stats.len())];
-    let mut pq_stats: Vec<_> =
-        stats.iter().map(|&SoftmaxStats { max, sum }| pq_core::SoftmaxStats { max, sum }).collect();
-    attend_into(luts, tokens, &mut scratch, out, &mut pq_stats)?;
-    for (stats, pq_core::SoftmaxStats { max, sum }) in stats.iter_mut().zip(pq_stats) {
-        *stats = SoftmaxStats { max, sum };
-    }
-    Ok(())
+    Ok(attend_into(luts, tokens, &mut scratch, out, stats)?)
 }
 
 #[cfg(test)]

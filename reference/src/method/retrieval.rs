@@ -12,7 +12,7 @@ use svd_core::SoftmaxStats;
 use super::kind::{Entry, Kind, SEED, Site};
 use super::pq_code::PqCode;
 use crate::Result;
-use crate::cache::{DenseStore, Footprint, Geometry, RotatedStore, Store};
+use crate::cache::{DenseStore, Footprint, Geometry, RotatedStore, Store, attend_rows};
 use crate::model::Config;
 use crate::ops::dot;
 
@@ -131,7 +131,7 @@ impl RetrievalStore {
     fn select(&self, head: usize, q: &[f32]) -> Result<Vec<u32>> {
         let scores = self.scores(head, q)?;
         let mut total = vec![0.0; self.exact.tokens()];
-        let mut stats = vec![pq_core::SoftmaxStats::EMPTY; q.len() / self.geometry.head_dim];
+        let mut stats = vec![SoftmaxStats::EMPTY; q.len() / self.geometry.head_dim];
         combine_group_into(&scores, GroupRule::SumOfSoftmax, &mut stats, &mut total)?;
         let mut indices = vec![0; self.k()];
         top_k_into(&total, self.k(), &mut indices)?;
@@ -192,7 +192,7 @@ impl Store for RetrievalStore {
         {
             self.exact.rows().read(head, t as usize, k, v);
         }
-        Ok(svd_core::attend_into(q, &keys, &values, out, stats)?)
+        attend_rows(q, &keys, &values, out, stats)
     }
 
     fn footprint(&self) -> Footprint {

@@ -8,10 +8,10 @@
 use std::sync::Arc;
 
 use pq_core::top_k_into;
-use svd_core::{SoftmaxStats, attend_into};
+use svd_core::SoftmaxStats;
 
 use super::kind::{Entry, Kind, Site};
-use crate::cache::{DenseStore, Footprint, Geometry, Store};
+use crate::cache::{DenseStore, Footprint, Geometry, Store, attend_rows};
 use crate::model::Config;
 use crate::ops::softmax;
 use crate::{Error, Result};
@@ -153,7 +153,7 @@ impl Store for SparQStore {
             self.exact.rows().read(head, t as usize, key, value);
         }
         let (mut part, mut part_stats) = (vec![0.0; out.len()], vec![SoftmaxStats::EMPTY; stats.len()]);
-        attend_into(q, &keys, &values, &mut part, &mut part_stats)?;
+        attend_rows(q, &keys, &values, &mut part, &mut part_stats)?;
         let mean: Vec<f32> = self.sums[head].iter().map(|sum| (sum / n as f64) as f32).collect();
         let parts = part.chunks_exact_mut(dim).zip(part_stats).zip(estimates.chunks_exact(n));
         let all = out.chunks_exact_mut(dim).zip(stats);

@@ -3,7 +3,7 @@
 use half::f16;
 use kv_gpu::Element;
 use kv_gpu::svd::{AttendShape, Prefill, PrefillArguments};
-use svd_core::{SoftmaxStats, attend_into};
+use svd_core::{Attention, ExactTokens, Rows, SoftmaxStats, attend_exact_into};
 
 use crate::stopwatch::Stopwatch;
 
@@ -64,7 +64,9 @@ fn time(watch: &Stopwatch, load: &str, rank: usize) {
     let query: Vec<f32> = queries[at..][..rank].iter().map(|x| x.to_f32() * scale).collect();
     let (mut expected, mut stats) = (vec![0.0; rank], [SoftmaxStats::EMPTY]);
     let head = (HEADS - 1) * N * rank;
-    attend_into(&query, &keys[head..], &values[head..], &mut expected, &mut stats).unwrap();
+    let tokens = ExactTokens::contiguous(&keys[head..], rank, &values[head..], rank).unwrap();
+    let (attention, query, mut scratch) = (Attention::default(), Rows::from(&query[..]), vec![0.0; rank]);
+    attend_exact_into(&attention, query, &tokens, &mut scratch, &mut expected, &mut stats).unwrap();
     stats[0].normalize(&mut expected);
     let got = watch.download(&out);
     let worst = got[at..].iter().zip(&expected).map(|(a, b)| (a.to_f32() - b).abs()).fold(0.0, f32::max);

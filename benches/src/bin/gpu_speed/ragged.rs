@@ -4,7 +4,7 @@ use cudarc::driver::CudaSlice;
 use half::f16;
 use kv_gpu::Element;
 use kv_gpu::svd::{Attend, AttendArguments, AttendShape};
-use svd_core::{SoftmaxStats, attend_into};
+use svd_core::{Attention, ExactTokens, Rows, SoftmaxStats, attend_exact_into};
 
 use crate::stopwatch::{BEYOND_CACHE, Stopwatch};
 
@@ -98,7 +98,10 @@ fn time(watch: &Stopwatch, load: &str, lengths: &[u32], ranks: &[[u32; HEADS]; 2
     let rows = queries[at..][..GROUP * DIM].chunks_exact(DIM);
     let projected: Vec<f32> = rows.flat_map(|row| row[..rank_k].iter().map(|x| x.to_f32() * scale)).collect();
     let (mut expected, mut stats) = (vec![0.0; GROUP * rank_v], vec![SoftmaxStats::EMPTY; GROUP]);
-    attend_into(&projected, keys, values, &mut expected, &mut stats).unwrap();
+    let tokens = ExactTokens::contiguous(keys, rank_k, values, rank_v).unwrap();
+    let (attention, mut scratch) = (Attention::default(), vec![0.0; projected.len()]);
+    let projected = Rows::from(&projected[..]);
+    attend_exact_into(&attention, projected, &tokens, &mut scratch, &mut expected, &mut stats).unwrap();
     for (query, (expected, stats)) in expected.chunks_exact_mut(rank_v).zip(&stats).enumerate() {
         stats.normalize(expected);
         let got = &got[at + query * DIM..][..rank_v];

@@ -6,10 +6,10 @@
 
 use std::sync::Arc;
 
-use svd_core::{SoftmaxStats, attend_into};
+use svd_core::SoftmaxStats;
 
 use crate::Result;
-use crate::cache::{Footprint, Geometry, RotatedStore, Store, merge_part};
+use crate::cache::{Footprint, Geometry, RotatedStore, Store, attend_rows, merge_part};
 use crate::method::cut::HeadCut;
 use crate::model::Rope;
 use crate::side::{Pair, Side};
@@ -126,7 +126,7 @@ impl Store for CodedStore {
                 self.codecs[side].decode(&block.codes[head][side], ranks[side], rows);
             }
             let valid = |side: Side| &rows[side][..block.valid * ranks[side]];
-            attend_into(&q, valid(Side::Keys), valid(Side::Values), &mut rotated, &mut rotated_stats)?;
+            attend_rows(&q, valid(Side::Keys), valid(Side::Values), &mut rotated, &mut rotated_stats)?;
         }
         merge_part((&rotated, &rotated_stats), out, stats, |rotated, _, row| {
             let row = &mut row[..ranks.values];

@@ -1,4 +1,4 @@
-//! AVX-512.
+//! AVX-512 F, BW, DQ, VL and VBMI.
 
 use core::arch::x86_64::*;
 
@@ -7,15 +7,7 @@ use super::{Kernel, Simd};
 #[derive(Clone, Copy)]
 pub(crate) struct Avx512(());
 
-/// Compiles and runs a kernel. The caller has checked that the backend is available.
-pub(crate) fn run<K: Kernel>(kernel: K) -> K::Output {
-    #[target_feature(enable = "avx512f,avx2,fma,f16c")]
-    fn with_features<K: Kernel>(kernel: K) -> K::Output {
-        kernel.vector(Avx512(()))
-    }
-    // SAFETY: `Backend::run` calls this only where `is_available` has confirmed the features.
-    unsafe { with_features(kernel) }
-}
+crate::cpu_features!(Avx512 => run);
 
 /// Evaluates an expression of the set's intrinsics.
 macro_rules! op {

@@ -1,8 +1,10 @@
 use crate::Element;
 
-/// Inner product in sixteen partial sums, added in order.
+/// Inner product in sixteen partial sums, added in order. Elements of the longer slice that the other lacks
+/// are ignored.
 #[inline(always)]
-pub(crate) fn dot<E: Element>(query: &[f32], key: &[E]) -> f32 {
+#[must_use]
+pub fn dot<E: Element>(query: &[f32], key: &[E]) -> f32 {
     let mut lanes = [0.0; 16];
     let ((q, q_tail), (k, k_tail)) = (query.as_chunks::<16>(), key.as_chunks::<16>());
     for (q, k) in q.iter().zip(k) {

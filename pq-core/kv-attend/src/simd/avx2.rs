@@ -7,15 +7,7 @@ use super::{Kernel, Simd};
 #[derive(Clone, Copy)]
 pub(crate) struct Avx2(());
 
-/// Compiles and runs a kernel. The caller has checked that the backend is available.
-pub(crate) fn run<K: Kernel>(kernel: K) -> K::Output {
-    #[target_feature(enable = "avx2,fma,f16c")]
-    fn with_features<K: Kernel>(kernel: K) -> K::Output {
-        kernel.vector(Avx2(()))
-    }
-    // SAFETY: `Backend::run` calls this only where `is_available` has confirmed the features.
-    unsafe { with_features(kernel) }
-}
+crate::cpu_features!(Avx2 => run);
 
 /// Evaluates an expression of the set's intrinsics.
 macro_rules! op {

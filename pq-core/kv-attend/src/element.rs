@@ -13,7 +13,7 @@ mod sealed {
         unsafe fn load<S: Simd>(s: S, p: *const Self) -> S::F32;
     }
 }
-pub(crate) use sealed::Sealed;
+use sealed::Sealed;
 
 /// Storage type of one component of a row: `f32`, [`half::f16`] or [`half::bf16`]. Arithmetic is in `f32`, or
 /// in `f64` where a function documents it.

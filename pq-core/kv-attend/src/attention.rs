@@ -1,0 +1,241 @@
+//! Exact attention: its options, its tokens, and the function.
+
+use core::ops::Range;
+
+use crate::error::{check_at_least, check_len};
+use crate::kernel::Attend;
+use crate::simd::Run;
+use crate::{Backend, Element, Error, Rows, SoftmaxStats};
+
+/// How scores are made of inner products, and which tokens a query sees.
+///
+/// # Examples
+/// ```
+/// use kv_attend::Attention;
+/// let gemma2 = Attention { softcap: Some(50.0), window: Some(4096), ..Attention::scaled(1.0 / 16.0) };
+/// assert_eq!(gemma2.scale, 0.0625);
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Attention {
+    /// Factor of the inner products, usually `1 / sqrt(head_dim)`.
+    pub scale: f32,
+    /// Scores become `softcap * tanh(score / softcap)`.
+    pub softcap: Option<f32>,
+    /// Number of tokens that a query sees, its own among them: those whose position is at most `window - 1`
+    /// before its own. `None` for all.
+    pub window: Option<usize>,
+}
+
+impl Attention {
+    /// All tokens, without a cap.
+    #[must_use]
+    pub const fn scaled(scale: f32) -> Self {
+        Self { scale, softcap: None, window: None }
+    }
+
+    fn check(&self) -> Result<(), Error> {
+        if !self.scale.is_finite() {
+            return Err(Error::Attention { what: "scale" });
+        }
+        match (self.softcap, self.window) {
+            (Some(cap), _) if !(cap.is_finite() && cap > 0.0) => Err(Error::Attention { what: "softcap" }),
+            (_, Some(0)) => Err(Error::Zero { what: "window" }),
+            _ => Ok(()),
+        }
+    }
+}
+
+/// A scale of 1, all tokens, no cap.
+impl Default for Attention {
+    fn default() -> Self {
+        Self::scaled(1.0)
+    }
+}
+
+/// The tokens of one key/value head as exact rows: all of them, or those of a list.
+///
+/// # Examples
+/// ```
+/// use kv_attend::{ExactTokens, Rows};
+/// let (keys, values) = ([0.0_f32; 8], [1.0_f32; 4]); // 4 tokens: keys of rank 2, values of rank 1
+/// let tokens = ExactTokens::new(Rows::contiguous(&keys, 2)?, Rows::contiguous(&values, 1)?)?;
+/// let retrieved = tokens.chosen(&[3, 0])?;
+/// assert_eq!((tokens.n(), retrieved.n()), (4, 2));
+/// # Ok::<(), kv_attend::Error>(())
+/// ```
+#[derive(Clone, Copy, Debug)]
+pub struct ExactTokens<'a, E> {
+    pub(crate) keys: Rows<'a, E>,
+    pub(crate) values: Rows<'a, E>,       // as many as keys
+    pub(crate) chosen: Option<&'a [u32]>, // each the index of a row
+    first_query: Option<usize>,
+}
+
+impl<'a, E> ExactTokens<'a, E> {
+    /// All rows; row t of `keys` and `values` is the token at position t.
+    ///
+    /// # Errors
+    /// [`Error::Length`] if there are more or fewer values than keys.
+    pub const fn new(keys: Rows<'a, E>, values: Rows<'a, E>) -> Result<Self, Error> {
+        if keys.rows() != values.rows() {
+            return Err(Error::Length { what: "values", expected: keys.rows(), actual: values.rows() });
+        }
+        Ok(Self { keys, values, chosen: None, first_query: None })
+    }
+
+    /// All rows of slices without gaps: `keys` (n, dim_k) and `values` (n, dim_v).
+    ///
+    /// # Errors
+    /// [`Error::Zero`] for no components, [`Error::PartialRow`], [`Error::Length`].
+    pub fn contiguous(keys: &'a [E], dim_k: usize, values: &'a [E], dim_v: usize) -> Result<Self, Error> {
+        Self::new(Rows::contiguous(keys, dim_k)?, Rows::contiguous(values, dim_v)?)
+    }
+
+    /// Only the rows of `tokens`, in any order: a search's result. A row that is listed twice counts twice.
+    ///
+    /// # Errors
+    /// [`Error::Token`] for an index that is not that of a row.
+    pub fn chosen(self, tokens: &'a [u32]) -> Result<Self, Error> {
+        let rows = self.keys.rows();
+        match tokens.iter().position(|&token| usize::try_from(token).map_or(true, |token| token >= rows)) {
+            Some(index) => Err(Error::Token { index, token: tokens[index], rows }),
+            None => Ok(Self { chosen: Some(tokens), ..self }),
+        }
+    }
+
+    /// Sets the position of the first query token, where row 0 is position 0. By default the query tokens are
+    /// those of the last rows.
+    ///
+    /// Rows may be a part of the sequence: for a part that ends before the first query, give the distance
+    /// from the part's first row to the query, so that the window is counted from the query.
+    #[must_use]
+    pub const fn first_query(self, position: usize) -> Self {
+        Self { first_query: Some(position), ..self }
+    }
+
+    /// Number of tokens: of the list, or of all rows.
+    #[must_use]
+    pub const fn n(&self) -> usize {
+        match self.chosen {
+            Some(tokens) => tokens.len(),
+            None => self.keys.rows(),
+        }
+    }
+
+    /// The positions that query token `i` of `queries` sees. Their end may lie beyond the last row.
+    pub(crate) fn visible(&self, window: Option<usize>, i: usize, queries: usize) -> Range<usize> {
+        let end = match self.first_query {
+            Some(position) => position.saturating_add(i).saturating_add(1),
+            None => (self.keys.rows() + 1 + i).saturating_sub(queries),
+        };
+        window.map_or(0, |window| end.saturating_sub(window))..end
+    }
+}
+
+/// Elements of the scratch of [`attend_exact_into`]: all queries in `f32`, of `dim_k` components each.
+#[must_use]
+pub const fn attend_exact_scratch_len(queries: usize, dim_k: usize) -> usize {
+    queries.saturating_mul(dim_k)
+}
+
+/// Attention of a group of query heads on exact rows of their common key/value head, whose keys and values
+/// may differ in their number of components.
+///
+/// With `s_t = scale * <q, k_t>`, capped if [`Attention::softcap`] says so, adds
+/// `sum_t exp(s_t - max s) * v_t` to each query's `out`, and updates its `stats` (maximum and sum). Begin
+/// with zeros and [`SoftmaxStats::EMPTY`], call the function for every part of the sequence, exact or coded,
+/// then [`normalize_all`](crate::normalize_all).
+///
+/// Several query tokens (a chunk of a prompt, drafts to verify) attend causally: query token i of T sees the
+/// rows up to that of its own position, which is row `n - T + i` unless [`ExactTokens::first_query`] says
+/// otherwise. A row that a query does not see is not read for it, so it may hold anything. Rows that it sees
+/// are read from memory once for the whole group and all query tokens.
+///
+/// The softmax runs over at most 64 tokens at a time. A token with a NaN score makes the result NaN.
+///
+/// # Shapes
+/// `queries` (T, group * dim_k): a row is a query token, so a decode step passes `Rows::from(slice)`;
+/// `tokens` keys (n, dim_k) and values (n, dim_v); `scratch` at least [`attend_exact_scratch_len`] for T *
+/// group queries; `out` (T, group, dim_v); `stats` (T, group).
+/// # Errors
+/// [`Error::Zero`] for no query, [`Error::PartialRow`] if `queries` does not consist of keys,
+/// [`Error::Length`], [`Error::TooShort`], [`Error::Causal`], [`Error::Attention`]. `out` and `stats` are
+/// then unchanged.
+/// # Cost
+/// T * group * n * (dim_k + dim_v) multiply-adds, T * group * n exponentials, one pass over the rows, no
+/// allocation. Rows at a distance (NHD) are as fast as rows without gaps where memory is.
+/// # Source
+/// The merge of partial softmaxes: Dao et al., "FlashAttention", NeurIPS 2022; the cap: Gemma 2, arXiv
+/// 2408.00118; the window: Mistral 7B, arXiv 2310.06825.
+/// # Examples
+/// ```
+/// use kv_attend::{Attention, ExactTokens, Rows, SoftmaxStats, attend_exact_into, normalize_all};
+/// let (keys, values) = ([0.0_f32, 0.0], [1.0, 3.0]); // two tokens of one component, equal scores
+/// let tokens = ExactTokens::contiguous(&keys, 1, &values, 1)?;
+/// let queries = [2.0_f32, 5.0]; // two heads
+/// let (mut scratch, mut out, mut stats) = ([0.0; 2], [0.0; 2], [SoftmaxStats::EMPTY; 2]);
+/// let attention = Attention::scaled(0.5);
+/// attend_exact_into(&attention, Rows::from(&queries[..]), &tokens, &mut scratch, &mut out, &mut stats)?;
+/// normalize_all(&stats, &mut out)?;
+/// assert_eq!(out, [2.0, 2.0]);
+///
+/// // One head, two query tokens: the first does not see the second.
+/// let queries = Rows::contiguous(&queries, 1)?;
+/// (out, stats) = ([0.0; 2], [SoftmaxStats::EMPTY; 2]);
+/// attend_exact_into(&attention, queries, &tokens, &mut scratch, &mut out, &mut stats)?;
+/// normalize_all(&stats, &mut out)?;
+/// assert_eq!(out, [1.0, 2.0]);
+/// # Ok::<(), kv_attend::Error>(())
+/// ```
+pub fn attend_exact_into<Q: Element, E: Element>(
+    attention: &Attention,
+    queries: Rows<'_, Q>,
+    tokens: &ExactTokens<'_, E>,
+    scratch: &mut [f32],
+    out: &mut [f32],
+    stats: &mut [SoftmaxStats],
+) -> Result<(), Error> {
+    attend_exact_into_with(Backend::detect(), attention, queries, tokens, scratch, out, stats)
+}
+
+/// [`attend_exact_into`] on a given backend.
+///
+/// # Errors
+/// As for [`attend_exact_into`], and [`Error::BackendUnavailable`].
+pub fn attend_exact_into_with<Q: Element, E: Element>(
+    backend: Backend,
+    attention: &Attention,
+    queries: Rows<'_, Q>,
+    tokens: &ExactTokens<'_, E>,
+    scratch: &mut [f32],
+    out: &mut [f32],
+    stats: &mut [SoftmaxStats],
+) -> Result<(), Error> {
+    backend.check()?;
+    attention.check()?;
+    let (dim_k, dim_v) = (tokens.keys.components(), tokens.values.components());
+    let (query_tokens, row) = (queries.rows(), queries.components());
+    if stats.is_empty() || row == 0 || query_tokens == 0 {
+        return Err(Error::Zero { what: "number of queries" });
+    }
+    if dim_k == 0 || dim_v == 0 {
+        return Err(Error::Zero { what: "components of a row" });
+    }
+    if !row.is_multiple_of(dim_k) {
+        return Err(Error::PartialRow { what: "queries", row: dim_k, actual: row });
+    }
+    if tokens.first_query.is_none() && query_tokens > tokens.keys.rows().max(1) {
+        return Err(Error::Causal { queries: query_tokens, tokens: tokens.keys.rows() });
+    }
+    let group = row / dim_k;
+    check_len("stats", stats.len(), query_tokens.checked_mul(group).ok_or(Error::TooLarge)?)?;
+    check_len("out", out.len(), stats.len().checked_mul(dim_v).ok_or(Error::TooLarge)?)?;
+    let len = attend_exact_scratch_len(stats.len(), dim_k);
+    check_at_least("scratch", scratch.len(), len)?;
+    let scaled = &mut scratch[..len];
+    for (scaled, query) in scaled.chunks_exact_mut(row).zip(queries.iter()) {
+        scaled.iter_mut().zip(query).for_each(|(scaled, x)| *scaled = attention.scale * x.to_f32());
+    }
+    backend.run(Attend { attention, queries: scaled, query_tokens, tokens, out, stats });
+    Ok(())
+}

@@ -1,0 +1,30 @@
+#![doc = include_str!("../README.md")]
+#![no_std]
+// Only the vector forms of the kernels use pointers; see `simd`.
+#![deny(unsafe_code)]
+
+#[cfg(any(feature = "std", test))]
+extern crate std;
+
+mod attention;
+mod backend;
+mod dot;
+#[allow(unsafe_code)]
+mod element;
+mod error;
+mod exp;
+#[allow(unsafe_code)]
+mod kernel;
+mod rows;
+#[allow(unsafe_code)]
+pub mod simd;
+mod softmax;
+
+pub use attention::{
+    Attention, ExactTokens, attend_exact_into, attend_exact_into_with, attend_exact_scratch_len,
+};
+pub use backend::Backend;
+pub use element::Element;
+pub use error::Error;
+pub use rows::{Rows, RowsMut};
+pub use softmax::{SoftmaxStats, normalize_all};

@@ -1,0 +1,159 @@
+//! For crates that write kernels over rows: the vector instructions, and how a kernel is compiled for them.
+//!
+//! A kernel is written once over [`Simd`], next to its scalar definition. [`Run::run`] compiles it for each
+//! instruction set: it is inlined into one function with the set's target features. The file of a set lists
+//! its instructions.
+
+use crate::Backend;
+pub use crate::dot::dot;
+pub use crate::exp::exp;
+
+/// The only list of a backend's CPU features. `detect` is an expression: whether the machine has all of them.
+/// `run` defines the function `run`, which compiles a crate's `Kernel` for all of them, with the token that
+/// proves it.
+///
+/// The list includes features that another one implies, since the compiler assumes all of them.
+#[doc(hidden)]
+#[macro_export]
+macro_rules! cpu_features {
+    (Avx2 => $what:ident) => {
+        $crate::cpu_features! {
+            @$what Avx2: "sse3" "ssse3" "sse4.1" "sse4.2" "avx" "avx2" "fma" "f16c"
+        }
+    };
+    (Avx512 => $what:ident) => {
+        $crate::cpu_features! {
+            @$what Avx512: "sse3" "ssse3" "sse4.1" "sse4.2" "avx" "avx2" "fma" "f16c" "bmi1" "bmi2" "popcnt"
+            "lzcnt" "avx512f" "avx512bw" "avx512dq" "avx512vl" "avx512vbmi"
+        }
+    };
+    (@detect $token:ident: $($feature:tt)*) => {{
+        #[cfg(feature = "std")]
+        {
+            // Every dispatch checks: one load instead of one per feature.
+            static AVAILABLE: std::sync::OnceLock<bool> = std::sync::OnceLock::new();
+            *AVAILABLE.get_or_init(|| true $(&& std::is_x86_feature_detected!($feature))*)
+        }
+        #[cfg(not(feature = "std"))]
+        {
+            cfg!(all($(target_feature = $feature),*))
+        }
+    }};
+    (@run $token:ident: $($feature:tt)*) => {
+        /// Compiles and runs a kernel. The caller has checked that the backend is available.
+        pub(crate) fn run<K: Kernel>(kernel: K) -> K::Output {
+            #[target_feature($(enable = $feature),*)]
+            fn with_features<K: Kernel>(kernel: K) -> K::Output {
+                kernel.vector($token(()))
+            }
+            // SAFETY: `Run::run` calls this only where `Backend::is_available` has confirmed all these
+            // features.
+            unsafe { with_features(kernel) }
+        }
+    };
+}
+
+#[cfg(target_arch = "x86_64")]
+pub(crate) mod avx2;
+#[cfg(target_arch = "x86_64")]
+pub(crate) mod avx512;
+#[cfg(target_arch = "aarch64")]
+pub(crate) mod neon;
+
+/// An operation as scalar and as vector code. `vector` must be `#[inline(always)]`, so that it is compiled
+/// with the features of the function that it is inlined into.
+pub trait Kernel {
+    /// What the operation returns.
+    type Output;
+
+    /// The definition of the result.
+    fn scalar(self) -> Self::Output;
+
+    /// The operation on the registers of `s`.
+    fn vector<S: Simd>(self, s: S) -> Self::Output;
+}
+
+/// Runs a kernel on a backend.
+pub trait Run {
+    /// Runs `kernel` compiled for this instruction set, or its scalar code if the machine lacks the set.
+    fn run<K: Kernel>(self, kernel: K) -> K::Output;
+}
+
+impl Run for Backend {
+    fn run<K: Kernel>(self, kernel: K) -> K::Output {
+        match self {
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512 if self.is_available() => avx512::run(kernel),
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx2 if self.is_available() => avx2::run(kernel),
+            #[cfg(target_arch = "aarch64")]
+            Self::Neon if self.is_available() => neon::run(kernel),
+            _ => kernel.scalar(),
+        }
+    }
+}
+
+/// An instruction set. A value of it proves that the CPU has it: only `run` in the set's file makes one,
+/// after the backend has been found available.
+pub trait Simd: Copy {
+    /// `LANES` floats.
+    type F32: Copy;
+    /// `LANES / 2` doubles.
+    type F64: Copy;
+
+    /// Floats of a register.
+    const LANES: usize;
+    /// Whether the set has 32 vector registers instead of 16.
+    const WIDE: bool;
+
+    /// `x` in every lane.
+    fn splat(self, x: f32) -> Self::F32;
+    /// Loads a register.
+    ///
+    /// # Safety
+    /// `LANES` floats from `p` on are readable.
+    unsafe fn load(self, p: *const f32) -> Self::F32;
+    /// Loads `LANES` `f16` elements and widens them.
+    ///
+    /// # Safety
+    /// `LANES` elements from `p` on are readable.
+    unsafe fn load_f16(self, p: *const u16) -> Self::F32;
+    /// Loads `LANES` `bf16` elements and widens them.
+    ///
+    /// # Safety
+    /// `LANES` elements from `p` on are readable.
+    unsafe fn load_bf16(self, p: *const u16) -> Self::F32;
+    /// Stores a register.
+    ///
+    /// # Safety
+    /// `LANES` floats from `p` on are writable.
+    unsafe fn store(self, p: *mut f32, x: Self::F32);
+    /// `a * b + c`, rounded once.
+    fn mul_add(self, a: Self::F32, b: Self::F32, c: Self::F32) -> Self::F32;
+    /// The sums of the lanes of four registers, in an order that depends on the set.
+    fn sum4(self, x: [Self::F32; 4]) -> [f32; 4];
+    /// Prefetches the cache line at `p` into L2. `p` need not be readable.
+    fn prefetch(self, p: *const u8);
+
+    /// Zeros.
+    fn zero_f64(self) -> Self::F64;
+    /// Broadcasts the double at `p`.
+    ///
+    /// # Safety
+    /// `p` is readable.
+    unsafe fn splat_f64(self, p: *const f64) -> Self::F64;
+    /// Loads a register of doubles.
+    ///
+    /// # Safety
+    /// `LANES / 2` doubles from `p` on are readable.
+    unsafe fn load_f64(self, p: *const f64) -> Self::F64;
+    /// Stores a register of doubles.
+    ///
+    /// # Safety
+    /// `LANES / 2` doubles from `p` on are writable.
+    unsafe fn store_f64(self, p: *mut f64, x: Self::F64);
+    /// `a + b`.
+    fn add_f64(self, a: Self::F64, b: Self::F64) -> Self::F64;
+    /// `a * b + c`, rounded once.
+    fn mul_add_f64(self, a: Self::F64, b: Self::F64, c: Self::F64) -> Self::F64;
+}

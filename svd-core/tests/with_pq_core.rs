@@ -1,0 +1,56 @@
+//! Names of both crates in one scope; parts that they compute add to one softmax.
+
+#![allow(clippy::unwrap_used)]
+
+use pq_core::*;
+use svd_core::*;
+
+#[test]
+fn coded_and_low_rank_parts_are_one_softmax() {
+    let dim = 4;
+    // Two centroids a subspace, and tokens that are centroids: their codes are exact.
+    let shape = PqShape::new(dim, 2, 1).unwrap();
+    let book = CodebookBuf::new(shape, &[0.0, 1.0, 1.0, 0.0, 0.5, 0.5, 1.0, -1.0]).unwrap();
+    let coded = [0.0_f32, 1.0, 1.0, -1.0, 1.0, 0.0, 0.5, 0.5, 1.0, 0.0, 1.0, -1.0];
+    let mut bytes = vec![0; shape.codes_len(3)];
+    encode_into(&book.view(), &coded, 0, &mut bytes).unwrap();
+    let codes = Codes::new(shape, 3, &bytes).unwrap();
+    let exact = [0.3_f32, -0.2, 0.9, 0.4, 0.1, 0.8, -0.7, 0.2];
+    let query = [0.7_f32, -0.4, 0.2, 0.9];
+
+    let (mut out, mut stats) = (vec![0.0; dim], [SoftmaxStats::default()]);
+    let mut tables = vec![0.0; shape.lut_len()];
+    let luts = lut_into(&book.view(), &query, &mut tables).unwrap();
+    let mut scratch = vec![0.0; attend_scratch_len(shape, 1)];
+    let tokens = CodedTokens::new(codes, codes, book.view()).unwrap();
+    attend_into(&luts, &tokens, &mut scratch, &mut out, &mut stats).unwrap();
+    let attend = |rows: &[f32], out: &mut [f32], stats: &mut [SoftmaxStats]| {
+        let tokens = ExactTokens::contiguous(rows, dim, rows, dim).unwrap();
+        let queries = Rows::from(&query[..]);
+        attend_exact_into(&Attention::default(), queries, &tokens, &mut [0.0; 4], out, stats).unwrap();
+    };
+    // At full rank, in the basis of the unit matrix.
+    let unit: Vec<f32> = (0..dim * dim).map(|i| f32::from(u8::from(i % (dim + 1) == 0))).collect();
+    let mut projected = vec![0.0; exact.len()];
+    Map::new(&unit, dim, dim).unwrap().project_into(&exact, &mut projected).unwrap();
+    attend(&projected, &mut out, &mut stats);
+    normalize_all(&stats, &mut out).unwrap();
+
+    let all = [&coded[..], &exact[..]].concat();
+    let (mut expected, mut expected_stats) = (vec![0.0; dim], [SoftmaxStats::EMPTY]);
+    attend(&all, &mut expected, &mut expected_stats);
+    normalize_all(&expected_stats, &mut expected).unwrap();
+    assert!(out.iter().zip(&expected).all(|(a, b)| (a - b).abs() < 1e-6), "{out:?} {expected:?}");
+}
+
+#[test]
+fn codes_of_errors_are_those_of_the_table() {
+    let pq = |error: kv_attend::Error| pq_core::Error::from(error);
+    let svd = |error: kv_attend::Error| svd_core::Error::from(error);
+    let stride = kv_attend::Error::Stride { row_stride: 1, components: 2 };
+    assert_eq!(pq(kv_attend::Error::TooLarge), pq_core::Error::TooLarge);
+    assert_eq!(svd(kv_attend::Error::TooLarge), svd_core::Error::TooLarge);
+    assert_eq!((pq(stride).code(), svd(stride).code(), stride.code()), (101, 101, 101));
+    assert_eq!((pq_core::Error::Tolerance.code(), svd_core::Error::NoConvergence.code()), (207, 307));
+    assert_eq!(pq(stride).to_string(), stride.to_string());
+}
