@@ -174,6 +174,7 @@ impl Error {
             Self::Tolerance => 207,
             Self::Unaligned { .. } => 208,
             Self::Page { .. } => 209,
+            Self::TokenOutOfRange { .. } => 210,
         }
     }
 }
