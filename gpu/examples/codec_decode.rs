@@ -1,4 +1,4 @@
-//! CacheGen's receiver: a frame becomes a cache, a layer decoded while the next one is copied.
+//! CacheGen's receiver: decodes a frame into a cache, each layer while the next one is copied.
 
 #[path = "common/gpu.rs"]
 mod gpu;
@@ -24,7 +24,7 @@ fn main() -> Result<()> {
         coder: Coder::InterleavedRans,
     };
     let plane = PlaneBuf::fit(&rows, channels, None, &options)?;
-    let mut bytes = vec![]; // what has been sent
+    let mut bytes = vec![]; // the frame that the sender sent
     encode_frame(&info, &[plane.view(); 4], &[&rows[..]; 4], &mut bytes)?;
 
     let frame = Frame::parse(&bytes, info.elements())?;
@@ -41,8 +41,8 @@ fn main() -> Result<()> {
     for layer in 0..layers {
         let arrived =
             frame.block_range(BlockIndex { layer, side: Side::Values, block: info.blocks() - 1 })?.end;
-        // SAFETY: as many bytes as there is room for; from pinned memory the copy would not hold up the host
-        // either.
+        // SAFETY: `there` has room for the bytes. (From pinned memory the copy would not block the host
+        // either.)
         unsafe {
             memcpy_htod_async(
                 there.pointer.offset(copied).address(),
@@ -62,7 +62,7 @@ fn main() -> Result<()> {
             workspace: workspace.pointer,
             failed: failed.pointer,
         };
-        // SAFETY: memory of the shapes that the arguments name, kept until the results are read.
+        // SAFETY: the buffers have the shapes that the arguments name, and live until the results are read.
         unsafe { decode.launch(gpu.stream().cu_stream(), &frame, &planes, &arguments)? };
     }
     println!("failed: {}; {} became {}", gpu.read(&failed)?[0], rows[3], gpu.read(&out)?[3]);

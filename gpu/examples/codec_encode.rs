@@ -1,4 +1,4 @@
-//! CacheGen's sender: a cache becomes a frame on the device; the host adds header, index and checksums.
+//! CacheGen's sender: encodes a cache on the device; the host adds header, index and checksums of the frame.
 
 #[path = "common/gpu.rs"]
 mod gpu;
@@ -42,7 +42,7 @@ fn main() -> Result<()> {
         payload_bytes: payload_bytes.pointer,
         failed: failed.pointer,
     };
-    // SAFETY: memory of the shapes that the arguments name, kept until the results are read.
+    // SAFETY: the buffers have the shapes that the arguments name, and live until the results are read.
     unsafe { encode.launch(gpu.stream().cu_stream(), &info, &planes, &arguments)? };
     let payload = &gpu.read(&payload)?[..gpu.read(&payload_bytes)?[0] as usize];
     let mut frame = vec![];

@@ -12,7 +12,7 @@ use pq_core::{CodebookBuf, Codes, PqShape, TrainOptions, encode_into, train};
 fn main() -> Result<()> {
     let gpu = Gpu::open()?;
     let (heads, group, n, quantizer) = (2, 4, 1000, PqShape::new(128, 64, 8)?);
-    // Codes and codebooks as pq-core has them, the same for keys, values and all heads here.
+    // Codes and codebooks of pq-core; here they are the same for keys, values and all heads.
     let rows = numbers(n * 128);
     let codebook =
         CodebookBuf::new(quantizer, &train(quantizer, &rows, &TrainOptions::default())?.centroids)?;
@@ -52,7 +52,7 @@ fn main() -> Result<()> {
         pdl: false,
         workspace: workspace.pointer,
     };
-    // SAFETY: memory of the shapes that the arguments name, kept until the results are read.
+    // SAFETY: the buffers have the shapes that the arguments name, and live until the results are read.
     unsafe { attend.launch(gpu.stream().cu_stream(), &arguments)? };
     println!("{:.3?} ...", &gpu.read(&out)?[..6]);
     Ok(())

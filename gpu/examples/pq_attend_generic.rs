@@ -33,7 +33,7 @@ fn main() -> Result<()> {
         log_sum_exp: Some(log_sum_exp.pointer),
     };
     let attend = AttendGeneric::new(&gpu, AttendGenericShape { keys: quantizer, values: quantizer, group })?;
-    // SAFETY: memory of the shapes that the arguments name, kept until the results are read.
+    // SAFETY: the buffers have the shapes that the arguments name, and live until the results are read.
     unsafe { attend.launch(gpu.stream().cu_stream(), &arguments)? };
     println!("{:.3?} ...; {:.3?}", &gpu.read(&out)?[..4], gpu.read(&log_sum_exp)?);
     Ok(())

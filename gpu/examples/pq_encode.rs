@@ -1,4 +1,4 @@
-//! Tokens that leave the window become codes in the tiles that `Attend` reads.
+//! Encodes tokens that leave the window into the tiles that `Attend` reads.
 
 #[path = "common/gpu.rs"]
 mod gpu;
@@ -11,7 +11,7 @@ use pq_core::{PqShape, TrainOptions, train};
 fn main() -> Result<()> {
     let gpu = Gpu::open()?;
     let (heads, tiles, side, quantizer) = (2, 64, Side::Keys, PqShape::new(128, 64, 8)?);
-    let (first, count) = (40_u32, 1000_u32); // behind the 40 tokens that have codes already
+    let (first, count) = (40_u32, 1000_u32); // after the 40 tokens that already have codes
     let rows = halves(heads * count as usize * 128); // (batch, heads, count, dim)
     let trained = train(quantizer, &rows, &TrainOptions::default())?; // here: one codebook for all heads
     let layout = CodeLayout::new(quantizer, side)?;
@@ -35,7 +35,7 @@ fn main() -> Result<()> {
     };
     let background = gpu.background_stream()?; // decoding does not wait for it
     background.join(gpu.stream())?;
-    // SAFETY: memory of the shapes that the arguments name, kept until the results are read.
+    // SAFETY: the buffers have the shapes that the arguments name, and live until the results are read.
     unsafe { Encode::new(&gpu, shape)?.launch(background.cu_stream(), &arguments)? };
     gpu.stream().join(&background)?;
     let used = (first + count) as usize;

@@ -1,5 +1,5 @@
-//! Keys become codes of any quantizer, 12 bits included, as `pq-core`, `Search`, `Scan` and `AttendGeneric`
-//! read them.
+//! Encodes keys with any quantizer, 12 bits included, in the layout that `pq-core`, `Search`, `Scan` and
+//! `AttendGeneric` read.
 
 #[path = "common/gpu.rs"]
 mod gpu;
@@ -29,7 +29,7 @@ fn main() -> Result<()> {
         codes: codes.pointer,
     };
     let encode = EncodeGeneric::new(&gpu, EncodeGenericShape { quantizer, element: VectorElement::F32 })?;
-    // SAFETY: memory of the shapes that the arguments name, kept until the results are read.
+    // SAFETY: the buffers have the shapes that the arguments name, and live until the results are read.
     unsafe { encode.launch(gpu.stream().cu_stream(), &arguments)? };
     let codes = gpu.read(&codes)?;
     let of_head = Codes::new(quantizer, n, &codes[..quantizer.codes_len(n)])?;

@@ -16,7 +16,7 @@ fn main() -> Result<()> {
     for (i, x) in host.as_mut_slice()?.iter_mut().enumerate() {
         *x = f16::from_f32((i / dim) as f32);
     }
-    // Under unified addressing the address on the host is that on the device, too.
+    // Under unified addressing the host address is also the device address.
     let pinned = DevicePtr::new(host.as_ptr()? as u64).ok_or("no memory")?;
     let rows = gpu.upload(&wanted)?;
     let (keys, values) = (gpu.zeros::<f16>(3 * dim)?, gpu.zeros::<f16>(3 * dim)?);
@@ -34,7 +34,7 @@ fn main() -> Result<()> {
         out_len: wanted.len(),
     };
     let gather = Gather::new(&gpu, dim * size_of::<f16>())?;
-    // SAFETY: memory of the shapes that the arguments name, kept until the results are read.
+    // SAFETY: the buffers have the shapes that the arguments name, and live until the results are read.
     unsafe { gather.launch(gpu.stream().cu_stream(), &arguments)? };
     println!("{:?}", gpu.read(&keys)?.iter().step_by(dim).collect::<Vec<_>>()); // 3, 700, 9999 rounded to halves
     Ok(())

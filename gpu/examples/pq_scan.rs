@@ -1,4 +1,5 @@
-//! Scores of all tokens: tables of a step's queries, then their sums over the codes.
+//! Scores of all tokens: computes the lookup tables of a step's queries, then sums their entries over the
+//! codes.
 
 #[path = "common/gpu.rs"]
 mod gpu;
@@ -12,8 +13,8 @@ fn main() -> Result<()> {
     let gpu = Gpu::open()?;
     let (heads, group, n, quantizer) = (2, 4, 1000, PqShape::new(64, 4, 8)?);
     let queries = gpu.upload(&numbers(heads * group * 64))?; // (batch, heads, group, dim)
-    let centroids = gpu.upload(&numbers(heads * quantizer.codebook_len()))?; // of `Train`
-    let codes = gpu.upload(&vec![0x5a_u8; heads * quantizer.codes_len(n)])?; // of `EncodeGeneric`
+    let centroids = gpu.upload(&numbers(heads * quantizer.codebook_len()))?; // from `Train`
+    let codes = gpu.upload(&vec![0x5a_u8; heads * quantizer.codes_len(n)])?; // from `EncodeGeneric`
     let lengths = gpu.upload(&[n as u32])?;
     let luts = gpu.zeros::<f32>(heads * group * quantizer.lut_len())?;
     let scores = gpu.zeros::<f32>(heads * group * n)?;
@@ -36,7 +37,7 @@ fn main() -> Result<()> {
     };
     let lut = Lut::new(&gpu, LutShape { quantizer, group, element: VectorElement::F32 })?;
     let scan = Scan::new(&gpu, ScanShape { quantizer, group })?;
-    // SAFETY: memory of the shapes that the arguments name, kept until the results are read.
+    // SAFETY: the buffers have the shapes that the arguments name, and live until the results are read.
     unsafe { lut.launch(gpu.stream().cu_stream(), &tables)? };
     // SAFETY: as above.
     unsafe { scan.launch(gpu.stream().cu_stream(), &sums)? };

@@ -10,7 +10,7 @@ use pq_core::{GroupRule, PqShape, pack_codes_into};
 fn main() -> Result<()> {
     let gpu = Gpu::open()?;
     let (heads, group, n, quantizer) = (2, 4, 8192, PqShape::new(64, 2, 6)?);
-    let luts = gpu.upload(&numbers(heads * group * quantizer.lut_len()))?; // of `Lut`
+    let luts = gpu.upload(&numbers(heads * group * quantizer.lut_len()))?; // from `Lut`
     let of_tokens: Vec<u8> = (0..n * 2).map(|i| (i * i % 61) as u8).collect();
     let mut codes = vec![0; quantizer.codes_len(n)];
     pack_codes_into(quantizer, &of_tokens, &mut codes)?; // `EncodeGeneric` makes them on the device
@@ -38,7 +38,7 @@ fn main() -> Result<()> {
         stats: None,
         pdl: false,
     };
-    // SAFETY: memory of the shapes that the arguments name, kept until the results are read.
+    // SAFETY: the buffers have the shapes that the arguments name, and live until the results are read.
     unsafe { search.launch(gpu.stream().cu_stream(), &arguments)? };
     println!("{} tokens: {:?} ...", gpu.read(&counts)?[0], &gpu.read(&tokens)?[..12]); // 0, 1, 2, 3, then found ones
     Ok(())

@@ -30,7 +30,7 @@ fn main() -> Result<()> {
         tolerance: 1e-3,
         workspace: workspace.pointer,
     };
-    // SAFETY: memory of the shapes that the arguments name, kept until the results are read.
+    // SAFETY: the buffers have the shapes that the arguments name, and live until the results are read.
     unsafe { train.launch(gpu.stream().cu_stream(), &arguments)? };
     println!("squared errors of heads and subspaces: {:.1?}", gpu.read(&errors)?);
     Ok(())

@@ -1,4 +1,4 @@
-//! ZACK's decode step: queries attend to what rotations have left, each head at its own ranks.
+//! ZACK's decode step: queries attend to projected keys and values; each head has its own ranks.
 
 #[path = "common/gpu.rs"]
 mod gpu;
@@ -13,7 +13,7 @@ fn main() -> Result<()> {
     let (heads, group, n, dim) = (2, 4, 4096, 128);
     let (key_ranks, value_ranks) = ([40_u32, 96], [64_u32, 128]);
     let sums = [key_ranks, value_ranks].map(|ranks| ranks.iter().sum::<u32>() as usize);
-    // (batch, head, n, rank of the head), of `Project`; queries by the other map of the rotation.
+    // (batch, head, n, rank of the head), from `Project`; queries are projected with the rotation's dual map.
     let (keys, values) = (gpu.upload(&halves(n * sums[0]))?, gpu.upload(&halves(n * sums[1]))?);
     let queries = gpu.upload(&halves(heads * group * dim))?;
     let lengths = gpu.upload(&[n as u32])?;
@@ -22,7 +22,7 @@ fn main() -> Result<()> {
     let (key_ranks, value_ranks) = (gpu.upload(&key_ranks)?, gpu.upload(&value_ranks)?);
     let attend = Attend::new(&gpu, AttendShape { dim, element: Element::F16 })?;
     let workspace = gpu.zeros::<u8>(attend.workspace_len(1, heads, group))?;
-    let out = gpu.zeros::<f16>(heads * group * dim)?; // of which a head's value rank is written
+    let out = gpu.zeros::<f16>(heads * group * dim)?; // only the value rank of a head is written
     let arguments = AttendArguments {
         batch: 1,
         heads,
@@ -44,7 +44,7 @@ fn main() -> Result<()> {
         pdl: false,
         workspace: workspace.pointer,
     };
-    // SAFETY: memory of the shapes that the arguments name, kept until the results are read.
+    // SAFETY: the buffers have the shapes that the arguments name, and live until the results are read.
     unsafe { attend.launch(gpu.stream().cu_stream(), &arguments)? };
     println!("{:.3?} ...", &gpu.read(&out)?[..6]);
     Ok(())

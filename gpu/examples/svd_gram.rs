@@ -1,4 +1,4 @@
-//! Second moments of keys, and the rotation that they give.
+//! Second moments of keys, and the rotation that follows from them.
 
 #[path = "common/gpu.rs"]
 mod gpu;
@@ -12,7 +12,7 @@ fn main() -> Result<()> {
     let gpu = Gpu::open()?;
     let (heads, n, dim) = (2, 4096, 128);
     let rows = gpu.upload(&halves(heads * n * dim))?; // (heads, n, dim)
-    let matrices = gpu.zeros::<f64>(heads * dim * dim)?; // sums are added to: any number of launches, one a chunk
+    let matrices = gpu.zeros::<f64>(heads * dim * dim)?; // launches add to the sums: one per chunk
     let sums = gpu.zeros::<f64>(heads * dim)?;
     let gram = Gram::new(&gpu, GramShape { dim, element: Element::F16 })?;
     let workspace = gpu.zeros::<u8>(gram.workspace_len(heads))?;
@@ -25,7 +25,7 @@ fn main() -> Result<()> {
         sums: sums.pointer,
         workspace: workspace.pointer,
     };
-    // SAFETY: memory of the shapes that the arguments name, kept until the results are read.
+    // SAFETY: the buffers have the shapes that the arguments name, and live until the results are read.
     unsafe { gram.launch(gpu.stream().cu_stream(), &arguments)? };
     let (matrices, sums) = (gpu.read(&matrices)?, gpu.read(&sums)?);
     let moments = svd_core::Gram::<PostRope>::from_sums(dim, n as u64, &matrices[..dim * dim], &sums[..dim])?;

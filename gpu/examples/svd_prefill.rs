@@ -1,4 +1,4 @@
-//! ZACK's prompt: causal attention on what rotations have left.
+//! ZACK's prefill: causal attention on projected keys and values.
 
 #[path = "common/gpu.rs"]
 mod gpu;
@@ -11,8 +11,8 @@ use kv_gpu::svd::{AttendShape, Prefill, PrefillArguments};
 fn main() -> Result<()> {
     let gpu = Gpu::open()?;
     let (n, dim, rank) = (512, 64, 40); // one head
-    let keys = gpu.upload(&halves(n * rank))?; // (batch, head, n, rank), of `Project`; here the values, too
-    let queries = gpu.upload(&halves(n * dim))?; // (batch, n, query head, dim), of which the key rank counts
+    let keys = gpu.upload(&halves(n * rank))?; // (batch, head, n, rank), from `Project`; here also the values
+    let queries = gpu.upload(&halves(n * dim))?; // (batch, n, query head, dim), only the key rank is read
     let (ranks, lengths) = (gpu.upload(&[rank as u32])?, gpu.upload(&[n as u32])?);
     let offsets = gpu.upload(&[0_u64])?;
     let out = gpu.zeros::<f16>(n * dim)?;
@@ -38,7 +38,7 @@ fn main() -> Result<()> {
         out: out.pointer.cast(),
     };
     let prefill = Prefill::new(&gpu, AttendShape { dim, element: Element::F16 })?;
-    // SAFETY: memory of the shapes that the arguments name, kept until the results are read.
+    // SAFETY: the buffers have the shapes that the arguments name, and live until the results are read.
     unsafe { prefill.launch(gpu.stream().cu_stream(), &arguments)? };
     println!("{:.3?} ...", &gpu.read(&out)?[..4]); // the first query sees the first value alone
     Ok(())

@@ -1,4 +1,4 @@
-//! Rows into the components that a rotation keeps.
+//! Projects rows to the components that a rotation keeps.
 
 #[path = "common/gpu.rs"]
 mod gpu;
@@ -27,7 +27,7 @@ fn main() -> Result<()> {
         pdl: false,
     };
     let project = Project::new(&gpu, ProjectShape { dim, rank, element: Element::F16 })?;
-    // SAFETY: memory of the shapes that the arguments name, kept until the results are read.
+    // SAFETY: the buffers have the shapes that the arguments name, and live until the results are read.
     unsafe { project.launch(gpu.stream().cu_stream(), &arguments)? };
     println!("{:.3?} became {:.3?}", &rows[..4], &gpu.read(&out)?[..4]); // the same
     Ok(())

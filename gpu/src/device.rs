@@ -12,7 +12,7 @@ use crate::library::has_driver;
 use crate::module::Function;
 use crate::{Error, Image, Limit, Program, compile};
 
-/// A kernel that the first thread to need it loads, while other threads that need it wait.
+/// A kernel. The first thread that needs it loads it, while others wait.
 type Slot = Arc<Mutex<Option<Function>>>;
 
 /// A GPU with a stream and the kernels that were compiled for it.
@@ -142,7 +142,7 @@ impl Device {
         self.shared_memory
     }
 
-    /// A kernel of a program, compiled on first use, with  `shared` bytes of dynamic shared memory. Threads
+    /// A kernel of a program, compiled on first use, with `shared` bytes of dynamic shared memory. Threads
     /// that need different kernels compile them at the same time.
     pub(crate) fn kernel(
         &self,

@@ -1,4 +1,4 @@
-//! Frames are decoded to the numbers of the CPU and encoded to its bytes.
+//! The kernels decode frames to the CPU's values and encode them to its bytes.
 
 #![allow(clippy::unwrap_used)]
 
@@ -16,7 +16,7 @@ use kv_gpu::{Device, VectorElement};
 
 const LAYERS: usize = 2;
 
-/// A chunk of two layers, how its planes are fitted, and where an engine keeps its rows.
+/// A frame of two layers, the options of its planes, and the layout of an engine's cache.
 #[derive(Debug)]
 struct Case {
     info: FrameInfo,
@@ -34,7 +34,7 @@ impl Case {
         let (heads, head_dim) = random.pick(&[(1, 32), (2, 64), (3, 40), (5, 7), (8, 128)]);
         let tokens = random.pick(&[1, 2, 31, 150, 700]);
         let block_tokens = random.pick(&[1, 13, 64, 256, 1024]);
-        // Of heads that are those of the frame, or others that fill the channels.
+        // The transform's head size: that of the frame, or another divisor of the channels.
         let map_dims: Vec<usize> = [head_dim, 2 * head_dim, 1, 35, 120, 512]
             .into_iter()
             .filter(|d| heads * head_dim % d == 0)
@@ -58,8 +58,8 @@ impl Case {
         }
     }
 
-    /// Numbers of a plane whose channels differ, some far out, and whose second half has another spread than
-    /// the first.
+    /// Rows of a plane. Channels have different scales, a few values are outliers, and the second half of the
+    /// tokens has another spread than the first.
     fn rows(&self, random: &mut Random) -> Vec<f32> {
         let channels = self.info.channels();
         let mut last = vec![0.0; channels];
@@ -77,7 +77,7 @@ impl Case {
         rows
     }
 
-    /// Fitted to the first half, so that later tiles have families of their own.
+    /// A plane fitted to the first half of the rows, so that later tiles choose families of their own.
     fn plane(&self, rows: &[f32]) -> PlaneBuf {
         let options = FitOptions {
             predictor: self.predictor,
@@ -87,18 +87,18 @@ impl Case {
         };
         let channels = self.info.channels();
         let sample = (self.info.tokens / 2).max(1) * channels;
-        // One token is no sample.
+        // One token is not enough for a fit.
         let twice = [&rows[..sample], &rows[..sample]].concat();
         let sample = if self.info.tokens > 3 { &rows[..sample] } else { &twice };
         PlaneBuf::fit(sample, channels, self.transform.clone(), &options).unwrap()
     }
 }
 
-/// Memory of an engine's cache: all planes behind each other.
+/// Memory of an engine's cache: all planes, one after the other.
 struct Cache {
     numbers: Buffer<u8>,
     pointers: Buffer<u64>,
-    _pages: Option<Buffer<u32>>, // for as long as its pointer is in `place`
+    _pages: Option<Buffer<u32>>, // kept alive while its pointer is in `place`
     place: Place,
     plane_len: usize, // numbers
     table: Vec<u32>,
@@ -147,7 +147,7 @@ impl Cache {
         cache
     }
 
-    /// Where number `i` of (tokens, heads, head_dim) lies in its plane.
+    /// The index in its plane of element `i` of (tokens, heads, head_dim).
     fn at(&self, info: &FrameInfo, i: usize) -> usize {
         let (token, channel) = (i / info.channels() + self.place.first_token, i % info.channels());
         let inside = channel / info.head_dim * self.place.head_stride + channel % info.head_dim;
@@ -160,7 +160,8 @@ impl Cache {
         }
     }
 
-    /// Bits of the numbers of a plane, (tokens, heads, head_dim); what lies between them must be as it was.
+    /// Bits of the elements of a plane, (tokens, heads, head_dim). Asserts that memory between them is
+    /// unchanged.
     fn read(&self, case: &Case, bytes: &[u8], plane: usize) -> Vec<u32> {
         let width = width(case.element);
         let number = |at: usize| match bytes[at * width..][..width] {
@@ -213,7 +214,7 @@ fn decode(
             failed: failed.pointer(),
         };
         // SAFETY: the buffers live until their contents have been read, and have the lengths that the shape
-        // asks for.
+        // requires.
         #[allow(unsafe_code)]
         unsafe { kernel.launch(device.stream().cu_stream(), &frame, planes, &arguments) }.unwrap();
     }
@@ -267,7 +268,7 @@ fn frames_decode_to_the_numbers_of_the_cpu() {
     }
 }
 
-/// What encoding gives: lengths of the tiles, payload, and whether a number was not finite.
+/// Encodes on the device: lengths of the tiles, payload, and whether an element was not finite.
 fn encode(device: &Device, case: &Case, planes: &Planes, cache: &Cache) -> (Vec<u16>, Vec<u8>, bool) {
     let kernel = Encode::new(device, planes.shape(case.element, case.page_tokens.is_some())).unwrap();
     let slots_len = Encode::slots_len(&case.info, LAYERS);
@@ -290,8 +291,8 @@ fn encode(device: &Device, case: &Case, planes: &Planes, cache: &Cache) -> (Vec<
         payload_bytes: payload_bytes.pointer(),
         failed: failed.pointer(),
     };
-    // SAFETY: the buffers live until their contents have been read, and have the lengths that the shape asks
-    // for.
+    // SAFETY: the buffers live until their contents have been read, and have the lengths that the shape
+    // requires.
     #[allow(unsafe_code)]
     unsafe { kernel.launch(device.stream().cu_stream(), &case.info, planes, &arguments) }.unwrap();
     let mut payload = payload.read();
@@ -319,7 +320,7 @@ fn rows_encode_to_the_bytes_of_the_cpu() {
         assemble_frame(&case.info, planes.ids(), &lengths, &payload, &mut got).unwrap();
         assert!(got == expected, "{case:?}, seed {seed}: {} bytes for {}", got.len(), expected.len());
 
-        // A number that is none is said.
+        // A NaN is reported.
         let mut bytes = cache.numbers.read();
         let at = cache.at(&case.info, random.below(rows[0].len())) * width(case.element);
         bytes[at..at + width(case.element)].fill(0xff);
@@ -360,7 +361,7 @@ fn damaged_frames_fail_where_they_do_on_the_cpu() {
                 _ => bytes[place.start + random.below(place.len())] = random.next() as u8,
             }
         }
-        // With checksums as they should be.
+        // Recomputes the checksums.
         for (block, place) in places.iter().enumerate() {
             let checksum = crc32fast::hash(&bytes[place.clone()]);
             bytes[index + block * (12 + 2 * tiles) + 8..][..4].copy_from_slice(&checksum.to_le_bytes());
@@ -386,7 +387,8 @@ fn damaged_frames_fail_where_they_do_on_the_cpu() {
                     assert_eq!(cache.read(&case, &got, plane), expected, "{case:?}, seed {seed}");
                 }
             }
-            // A tile of the range coder, which planes of lanes never have, is an error on the device only.
+            // A tile of the range coder is an error on the device only. Planes of the interleaved coder have
+            // none.
             Ok(_) => assert!(
                 places.iter().any(|place| has_range_tile(&bytes, place.start, index, &places, tiles)),
                 "{case:?}, seed {seed}: the CPU finds no error"
@@ -397,7 +399,7 @@ fn damaged_frames_fail_where_they_do_on_the_cpu() {
     assert!((20..100).contains(&failures), "{failures} frames of 100 failed");
 }
 
-/// Whether a tile of the block that starts at `start` says that it is of the range coder.
+/// Whether a tile of the block that starts at `start` is marked as one of the range coder.
 fn has_range_tile(
     bytes: &[u8],
     start: usize,
@@ -430,7 +432,7 @@ fn planes_without_a_kernel_are_errors() {
         assert!(matches!(packed, Err(kv_gpu::Error::Unsupported { .. })));
     }
     assert!(matches!(Planes::pack(&[], 4), Err(kv_gpu::Error::Argument { .. })));
-    // Some with a transform, some without.
+    // Only one of the planes has a transform.
     let channels = case.info.channels();
     let maps = vec![0.5; channels * channels];
     let transform = Arc::new(TransformBuf::new(channels, maps.clone(), maps).unwrap());

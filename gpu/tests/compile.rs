@@ -1,4 +1,4 @@
-//! Every kernel compiles for every architecture, without a device, and the hot ones keep all their registers.
+//! Every kernel compiles for every architecture, without a device, and the hot ones spill no registers.
 
 #![allow(clippy::unwrap_used, clippy::panic)]
 
@@ -51,7 +51,7 @@ fn check(programs: impl Fn(usize) -> Vec<Program>, hot: bool) {
     assert!(spilling.is_empty(), "{spilling}");
 }
 
-/// Quantizers of 128 and 64 components with every number of bits and of components a code.
+/// Quantizers of 128 and 64 components with every number of bits and of components per code.
 const QUANTIZERS: [(usize, usize, u32); 9] = [
     (128, 64, 8),
     (128, 64, 6),

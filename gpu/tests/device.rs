@@ -1,4 +1,4 @@
-//! The device opens, computes, and says what is wrong.
+//! The device opens, computes, and reports errors.
 
 #![allow(clippy::unwrap_used)]
 
@@ -34,8 +34,8 @@ fn kernels_come_from_the_disk_cache_or_are_compiled_again() {
     };
     let (file, kept) = run();
     assert!(run().1 == kept);
-    // Something else, cut, and whole but no machine code: behind the key everything is zero, and the checksum
-    // is right.
+    // Damaged files: foreign contents, a truncated file, and one with a valid checksum but zeros instead of
+    // machine code after the key.
     let body = kept.len() - 12;
     let key = kept.iter().position(|&byte| byte == 0).unwrap() + 1;
     let mut no_code = [&kept[..key], &vec![0; body - key]].concat();

@@ -12,8 +12,7 @@ use pq_core::{
     attend_scratch_len,
 };
 
-/// Greatest relative error of an output vector, and of the logarithm of the sum: sums of floats in another
-/// order.
+/// Maximum relative error of an output vector and of the log-sum-exp: float sums have another order.
 const TOLERANCE: f64 = 1e-4;
 
 #[test]
@@ -77,7 +76,7 @@ fn random_shapes_agree() {
             log_sum_exp: Some(log_sum_exp.pointer()),
         };
         // SAFETY: the buffers live until their contents have been read, and have the lengths that the shape
-        // asks for.
+        // requires.
         #[allow(unsafe_code)]
         unsafe { attend.launch(device.stream().cu_stream(), &arguments) }.unwrap();
         let (out, log_sum_exp) = (out.read(), log_sum_exp.read());

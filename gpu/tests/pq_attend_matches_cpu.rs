@@ -14,10 +14,10 @@ use pq_core::{
     attend_into_with, attend_scratch_len, lut_into,
 };
 
-/// Greatest relative error of an output vector, by element: the rounding of weights to f16 (2^-11) and of the
-/// output.
+/// Maximum relative error of an output vector, by element type: the rounding of weights to f16 (2^-11) and of
+/// the output.
 const TOLERANCES: [(Element, f64); 2] = [(Element::F16, 2e-3), (Element::Bf16, 6e-3)];
-/// Greatest error of the logarithm of the sum, absolute.
+/// Maximum absolute error of the log-sum-exp.
 const LOG_SUM_EXP: f32 = 2e-3;
 
 /// The shape of one launch, and the tokens of its sequences.
@@ -32,17 +32,17 @@ struct Case {
     page_tiles: usize,
 }
 
-/// The elements of a case, as the CPU takes them. Pairs are of keys and values, by [`Side`].
+/// The inputs of a case for the CPU. Pairs are [keys, values], indexed by [`Side`].
 struct Inputs {
     queries: Vec<f32>,            // (batch, heads, group, dim)
     exact: [Vec<f32>; 2],         // (batch, heads, exact_capacity, dim)
     books: Vec<[CodebookBuf; 2]>, // (heads,)
     codes: Vec<[Vec<u8>; 2]>,     // (batch, heads), packed, of `capacity` tokens
-    pages: Vec<usize>,            // (batch, max_pages) and one that no sequence has; (batch,) without pages
+    pages: Vec<usize>,            // (batch, max_pages) and an unused page; (batch,) without pages
     pdl: bool,
 }
 
-/// Bits of the outputs (batch, heads, group, dim) and of their logarithms.
+/// Bits of the outputs (batch, heads, group, dim) and of their log-sum-exps.
 #[derive(Clone, PartialEq)]
 struct Outputs {
     out: Vec<u16>,
@@ -102,7 +102,7 @@ impl Case {
         Inputs { queries, exact, books, codes, pages, pdl: random.below(2) == 1 }
     }
 
-    /// The codes of all sequences in tiles, with bytes that nobody wrote where there are no tokens.
+    /// The codes of all sequences in tiles; bytes without tokens are arbitrary.
     fn tiles(&self, inputs: &Inputs, side: Side) -> Vec<u8> {
         let layout = &self.layouts()[side as usize];
         let mut memory = vec![0xA5; inputs.pages.len() * self.heads * self.page_tiles * layout.tile_len()];
@@ -134,7 +134,7 @@ impl Case {
         tables
     }
 
-    /// The pages of all sequences, with numbers of no page where a sequence has no tokens.
+    /// The page table of all sequences; entries beyond the tokens of a sequence are invalid.
     fn page_table(&self, inputs: &Inputs) -> Vec<u32> {
         let max_pages = self.max_pages();
         (0..self.batch * max_pages)
@@ -191,7 +191,7 @@ impl Case {
                 workspace: workspace.pointer(),
             };
             // SAFETY: the buffers live until their contents have been read, and have the lengths that the
-            // shape asks for.
+            // shape requires.
             #[allow(unsafe_code)]
             unsafe { attend.launch(device.stream().cu_stream(), &arguments) }.unwrap();
             let log_sum_exp = log_sum_exp.read().iter().map(|x| x.to_bits()).collect();
@@ -331,7 +331,7 @@ fn many_ragged_sequences_agree() {
     }
 }
 
-/// Every group size with the shape of the benchmark, long enough that all blocks share a sequence.
+/// Every group size with the shape of the benchmark. The sequence is long enough that all blocks share it.
 #[test]
 fn every_group_agrees() {
     let Some(device) = device("every_group_agrees") else { return };
@@ -404,7 +404,7 @@ fn a_captured_graph_follows_the_lengths() {
         workspace: workspace.pointer(),
     };
     let stream = device.stream();
-    // SAFETY: the buffers outlive the graph, and have the lengths that the shape asks for.
+    // SAFETY: the buffers outlive the graph, and have the lengths that the shape requires.
     #[allow(unsafe_code)]
     let launch = || unsafe { attend.launch(stream.cu_stream(), &arguments) }.unwrap();
     stream.synchronize().unwrap();

@@ -1,4 +1,4 @@
-//! Encoding agrees with `pq_core::encode_into`, leaves the tokens before alone, and what it wrote is what
+//! Encoding agrees with `pq_core::encode_into`, keeps the codes of earlier tokens, and writes the layout that
 //! attention reads.
 
 #![allow(clippy::unwrap_used, clippy::panic)]
@@ -10,8 +10,8 @@ use kv_gpu::pq::{CodeLayout, Encode, EncodeArguments, EncodeShape, Pages, Side, 
 use kv_gpu::{Device, VectorElement};
 use pq_core::{Backend, CodebookBuf, Codes, PqShape, encode_into_with};
 
-/// A centroid may be chosen in the place of another when its squared distance is greater by at most this part
-/// of the squared length of the point and of the centroid: the rounding of sums of `dsub` products.
+/// Another centroid than the nearest one may be chosen if its squared distance is greater by at most this
+/// fraction of the squared norms of point and centroid: the rounding of sums of `dsub` products.
 const TIE: f64 = 1e-5;
 
 fn run(device: &Device, random: &mut Random, shape: EncodeShape) {
@@ -67,8 +67,8 @@ fn run(device: &Device, random: &mut Random, shape: EncodeShape) {
     };
     let stream = device.background_stream().unwrap();
     device.stream().synchronize().unwrap();
-    // SAFETY: the buffers live until the stream has been waited for, and have the lengths that the shape asks
-    // for.
+    // SAFETY: the buffers live until the stream has been waited for, and have the lengths that the shape
+    // requires.
     #[allow(unsafe_code)]
     unsafe { encode.launch(stream.cu_stream(), &arguments) }.unwrap();
     stream.synchronize().unwrap();

@@ -1,5 +1,4 @@
-//! Gathering hits from a block cache's memory and misses from pinned host memory gives the rows that were
-//! asked for.
+//! Gathering hits from a block cache and misses from pinned host memory gives the requested rows.
 
 #![allow(clippy::unwrap_used)]
 
@@ -32,7 +31,7 @@ fn hits_and_misses_become_the_rows() {
             host[side as usize].as_slice().unwrap()[(head * N + token) * row_bytes..][..row_bytes].to_vec()
         };
 
-        // A cache a head, filled by an earlier step.
+        // One cache per head, filled by an earlier step.
         let mut cached = SIDES.map(|_| vec![0_u8; HEADS * CAPACITY * BLOCK * row_bytes]);
         let (mut hit_rows, mut hit_places) =
             (vec![0_u32; HEADS * wanted_len], vec![0_u32; HEADS * wanted_len]);
@@ -97,7 +96,7 @@ fn hits_and_misses_become_the_rows() {
         ];
         for arguments in &launches {
             // SAFETY: the buffers live until their contents have been read, and have the lengths that the
-            // shape asks for.
+            // shape requires.
             #[allow(unsafe_code)]
             unsafe { gather.launch(device.stream().cu_stream(), arguments) }.unwrap();
         }

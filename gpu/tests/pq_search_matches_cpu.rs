@@ -1,4 +1,4 @@
-//! Tables and scores have the bits of `pq-core`, and searches find the tokens that its definition says.
+//! Tables and scores have the bits of `pq-core`, and searches select the tokens of its definition.
 
 #![allow(clippy::unwrap_used)]
 
@@ -11,8 +11,7 @@ use kv_gpu::pq::{
 use kv_gpu::{Device, Error, VectorElement};
 use pq_core::{CodebookBuf, Codes, GroupRule, PqShape, lut_into, pack_codes_into, scan_into};
 
-/// How far the logarithms of weights may be off each other, and how far relative to the scores they come
-/// from.
+/// Tolerances of the logarithm of a weight: absolute, and relative to the largest score.
 const TOLERANCE: f64 = 1e-5;
 const SCORE_TOLERANCE: f64 = 1e-6;
 
@@ -26,11 +25,12 @@ struct Case {
     ks: Vec<u32>,
     sinks: usize,
     recent: usize,
-    spread: f32,          // queries are multiplied by it
-    spoiled: Option<f32>, // entries of the first query's tables
+    spread: f32,          // factor of the queries
+    spoiled: Option<f32>, // a bad value in the first query's tables
 }
 
-/// Head dimension, subspaces and bits: of codes that are counted on sm_90, and of others.
+/// Head dimension, subspaces and bits, for the histogram kernel of sm_90 (counted), and for the other one
+/// (scored).
 const COUNTED: [(usize, usize, u32); 6] =
     [(64, 2, 6), (128, 2, 6), (32, 1, 8), (32, 4, 3), (24, 3, 4), (16, 4, 1)];
 const SCORED: [(usize, usize, u32); 4] = [(64, 4, 8), (32, 8, 5), (64, 2, 8), (64, 16, 7)];
@@ -73,7 +73,7 @@ impl Case {
         ScanShape { quantizer: self.shape.quantizer, group: self.shape.group }
     }
 
-    /// Packed codes of one head of a sequence, some of them favoured.
+    /// Packed codes of one head of a sequence; low codes are more frequent.
     fn codes(&self, random: &mut Random) -> Vec<u8> {
         let (quantizer, n) = (self.shape.quantizer, self.capacity);
         let favoured = 1 + random.below(quantizer.ksub());
@@ -89,7 +89,7 @@ impl Case {
     }
 }
 
-/// What a run is on: queries, codebooks and codes, here and there.
+/// The inputs of a run: queries, codebooks and codes.
 struct Inputs {
     queries: Vec<f32>,
     centroids: Vec<f32>,
@@ -180,7 +180,7 @@ fn tables_and_scores_have_the_bits_of_the_cpu() {
         let (lut, scan) = (Lut::new(&device, shape).unwrap(), Scan::new(&device, case.scan()).unwrap());
         let stream = device.stream().cu_stream();
         // SAFETY: the buffers live until their contents have been read, and have the lengths that the shape
-        // asks for.
+        // requires.
         #[allow(unsafe_code)]
         unsafe {
             lut.launch(stream, &lut_arguments).unwrap();
@@ -213,7 +213,7 @@ fn search(
 ) -> (Vec<u32>, Vec<u32>, Vec<f32>) {
     let kernel = Search::new(device, case.shape).unwrap();
     let (batch, heads) = (case.lengths.len(), case.heads);
-    // For the second launch, the device makes them.
+    // The tables of the second launch, which the device computes unless a value is spoiled.
     let made_luts =
         Buffer::new(device, &if case.spoiled.is_some() { luts.to_vec() } else { vec![f32::NAN; luts.len()] });
     let (luts, codes) = (Buffer::new(device, luts), Buffer::new(device, &inputs.codes.concat()));
@@ -239,13 +239,13 @@ fn search(
         stats: Some(stats.pointer()),
         pdl,
     };
-    // SAFETY: the buffers live until their contents have been read, and have the lengths that the shape asks
-    // for.
+    // SAFETY: the buffers live until their contents have been read, and have the lengths that the shape
+    // requires.
     #[allow(unsafe_code)]
     unsafe { kernel.launch(device.stream().cu_stream(), &arguments(&luts, &tokens, false)) }.unwrap();
     let first = tokens.read();
-    // Again, on the workspace that the first left behind, and beginning with codes while the tables are made:
-    // the same. Nothing else comes between the two launches.
+    // The second launch reuses the first one's workspace, and with PDL it reads codes while the previous
+    // kernel computes the tables. No other work may run between the two launches.
     let queries = Buffer::new(device, &inputs.queries);
     let centroids = Buffer::new(device, &inputs.centroids);
     let (quantizer, element) = (case.shape.quantizer, VectorElement::F32);
@@ -272,8 +272,8 @@ fn search(
     (first, counts.read(), stats.read())
 }
 
-/// Logarithms of the weights of a row's tokens by the plain formula in f64, and the queries' logarithms of
-/// the sum of exponentials.
+/// Logarithms of the weights of a row's tokens by the plain formula in f64, and the log-sum-exps of the
+/// queries.
 fn log_weights(scores: &[f32], n: usize, rule: GroupRule) -> (Vec<f64>, Vec<f64>) {
     let clean = |s: f32| f64::from(if s.is_nan() { f32::NEG_INFINITY } else { s.min(f32::MAX) });
     let log_sum_exp = |x: &mut dyn Iterator<Item = f64>| {
@@ -331,7 +331,8 @@ fn check_searches(
     }
 }
 
-/// The search returns the heaviest tokens, sinks and recent ones, in order, and of equal tokens the lower.
+/// The search returns the tokens of highest weight, sinks and recent tokens, in ascending order. Of tokens
+/// with equal codes it returns the lower indices.
 fn check_search(device: &Device, case: &Case, random: &mut Random, seed: u64) {
     let inputs = Inputs::new(case, random);
     let luts = inputs.luts(case);
@@ -365,7 +366,7 @@ fn check_search(device: &Device, case: &Case, random: &mut Random, seed: u64) {
         let largest = scores.iter().map(|s| s.abs().min(f32::MAX)).fold(0.0, f32::max);
         let tolerance = TOLERANCE + SCORE_TOLERANCE * f64::from(largest);
         assert!(least >= most - tolerance, "{case:?}, seed {seed}: {least} {most}");
-        // Of equal tokens the lower wins.
+        // Of tokens with equal codes, those of lower index are selected.
         let codes =
             Codes::new(case.shape.quantizer, n, &inputs.codes[row][..case.shape.quantizer.codes_len(n)])
                 .unwrap();

@@ -1,4 +1,4 @@
-//! Training takes the steps of `pq_core::train`, and any quantizer encodes as `pq_core::encode_into` does.
+//! Training agrees with `pq_core::train`, and encoding with any quantizer with `pq_core::encode_into`.
 
 #![allow(clippy::unwrap_used)]
 
@@ -11,8 +11,8 @@ use kv_gpu::pq::{
 use kv_gpu::{Device, Error, VectorElement};
 use pq_core::{Backend, CodebookBuf, Codes, PqShape, Start, TrainOptions, encode_into_with, train};
 
-/// A centroid may be chosen in the place of another when its squared distance is greater by at most this part
-/// of the squared length of the point and of the centroid.
+/// Another centroid than the nearest one may be chosen if its squared distance is greater by at most this
+/// fraction of the squared norms of point and centroid.
 const TIE: f64 = 1e-5;
 
 /// Quantizers of every number of bits that training takes, with subspaces of all sizes.
@@ -66,8 +66,8 @@ fn run(
         tolerance: 0.0,
         workspace: workspace.pointer(),
     };
-    // SAFETY: the buffers live until their contents have been read, and have the lengths that the shape asks
-    // for.
+    // SAFETY: the buffers live until their contents have been read, and have the lengths that the shape
+    // requires.
     #[allow(unsafe_code)]
     unsafe { kernel.launch(device.stream().cu_stream(), &arguments) }.unwrap();
     (centroids.read(), errors.read())
@@ -86,7 +86,7 @@ fn training_takes_the_steps_of_the_cpu() {
             random.normals(sets * n * quantizer.dim()).into_iter().map(|x| rounded(element, x)).collect();
         let mut start = random.normals(quantizer.codebook_len());
         if random.below(3) == 0 {
-            start.fill(0.25); // all but the first lose their points
+            start.fill(0.25); // all points go to the first centroid
         }
         let options =
             |iterations| TrainOptions { iterations, start: Start::From(&start), ..Default::default() };
@@ -97,7 +97,7 @@ fn training_takes_the_steps_of_the_cpu() {
             for (set, rows) in vectors.chunks_exact(n * quantizer.dim()).enumerate() {
                 let expected = train(quantizer, rows, &options(iterations)).unwrap();
                 let error: f64 = errors[set * quantizer.m()..][..quantizer.m()].iter().sum();
-                // Later steps may part for a tie.
+                // Later iterations may diverge after a tie.
                 let tolerance = if iterations == 1 { 1e-5 } else { 0.02 };
                 let scale = rows.iter().map(|&x| f64::from(x) * f64::from(x)).sum::<f64>();
                 assert!(
@@ -109,7 +109,7 @@ fn training_takes_the_steps_of_the_cpu() {
                     let got = &centroids[set * quantizer.codebook_len()..][..quantizer.codebook_len()];
                     let far =
                         got.iter().zip(&expected.centroids).filter(|(a, b)| (*a - *b).abs() > 1e-4).count();
-                    // A point between two centroids may go to either.
+                    // A point at equal distance from two centroids may go to either.
                     assert!(
                         far * 100 <= got.len(),
                         "{shape:?}, {n} vectors, seed {seed}: {far} of {}",
@@ -184,7 +184,7 @@ fn any_quantizer_encodes_as_on_the_cpu() {
             codes: codes.pointer(),
         };
         // SAFETY: the buffers live until their contents have been read, and have the lengths that the shape
-        // asks for.
+        // requires.
         #[allow(unsafe_code)]
         unsafe { kernel.launch(device.stream().cu_stream(), &arguments) }.unwrap();
         let after = codes.read();

@@ -10,9 +10,9 @@ use kv_gpu::svd::{Attend, AttendArguments, AttendShape};
 use kv_gpu::{Device, Element, Error};
 use svd_core::{Attention, Backend, ExactTokens, Rows, SoftmaxStats, attend_exact_into_with};
 
-/// Greatest relative error of an output vector, by element: the rounding of weights and of the output.
+/// Maximum relative error of an output vector, by element type: the rounding of weights and of the output.
 const TOLERANCES: [(Element, f64); 2] = [(Element::F16, 2e-3), (Element::Bf16, 1.2e-2)];
-/// Greatest error of the logarithm of the sum, absolute.
+/// Maximum absolute error of the log-sum-exp.
 const LOG_SUM_EXP: f32 = 2e-3;
 
 fn run(device: &Device, random: &mut Random, batches: &[usize], capacities: &[usize], spoiler: Option<f32>) {
@@ -37,7 +37,7 @@ fn run(device: &Device, random: &mut Random, batches: &[usize], capacities: &[us
     let mut queries: Vec<f32> =
         random.normals(batch * heads * group * dim).into_iter().map(|x| rounded(2.0 * x)).collect();
     if let Some(spoiler) = spoiler {
-        queries[3] = spoiler; // of the components that count at any rank
+        queries[3] = spoiler; // a component that is read at any rank
     }
 
     let bits = |x: &[f32]| x.iter().map(|&x| to_element(element, x)).collect::<Vec<u16>>();
@@ -75,7 +75,7 @@ fn run(device: &Device, random: &mut Random, batches: &[usize], capacities: &[us
             workspace: workspace.pointer(),
         };
         // SAFETY: the buffers live until their contents have been read, and have the lengths that the shape
-        // asks for.
+        // requires.
         #[allow(unsafe_code)]
         unsafe { attend.launch(device.stream().cu_stream(), &arguments) }.unwrap();
         (out.read(), log_sum_exp.read().iter().map(|x| x.to_bits()).collect::<Vec<u32>>())

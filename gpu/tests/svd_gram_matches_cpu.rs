@@ -9,8 +9,8 @@ use kv_gpu::svd::{Gram, GramArguments, GramShape};
 use kv_gpu::{Element, Error};
 use svd_core::NoRope;
 
-/// Greatest error of an element over the root of its two diagonal elements: sums of 128 products in `f32`, as
-/// tensor cores round.
+/// Maximum error of an element relative to the square root of the product of its two diagonal elements.
+/// Tensor cores sum 128 products in `f32` with their own rounding.
 const TOLERANCE: f64 = 1e-6;
 
 #[test]
@@ -41,10 +41,10 @@ fn random_shapes_agree() {
             sums: sums.pointer(),
             workspace: workspace.pointer(),
         };
-        // The rows twice: sums go on.
+        // Two launches: the second adds to the sums of the first.
         for _ in 0..2 {
             // SAFETY: the buffers live until their contents have been read, and have the lengths that the
-            // shape asks for.
+            // shape requires.
             #[allow(unsafe_code)]
             unsafe { kernel.launch(device.stream().cu_stream(), &arguments) }.unwrap();
         }

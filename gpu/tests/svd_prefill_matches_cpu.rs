@@ -9,7 +9,7 @@ use kv_gpu::Element;
 use kv_gpu::svd::{AttendShape, Prefill, PrefillArguments};
 use svd_core::{Attention, Backend, ExactTokens, Rows, SoftmaxStats, attend_exact_into_with};
 
-/// Greatest relative error of an output vector, by element: the rounding of weights and of the output.
+/// Maximum relative error of an output vector, by element type: the rounding of weights and of the output.
 const TOLERANCES: [(Element, f64); 2] = [(Element::F16, 2e-3), (Element::Bf16, 1.2e-2)];
 
 #[test]
@@ -31,7 +31,7 @@ fn random_shapes_agree() {
             .map(|&n| if random.below(2) == 0 { n } else { random.below(n as usize + 1) as u32 })
             .collect();
         let max_count = *counts.iter().max().unwrap() as usize;
-        let half = random.below(2) == 0; // ranks of half at most: blocks of twice the rows
+        let half = random.below(2) == 0; // ranks of at most dim / 2: blocks of 128 rows
         let most = if half { dim / 16 } else { dim / 8 };
         let mut ranks = || (0..heads).map(|_| 8 * (1 + random.below(most)) as u32).collect::<Vec<u32>>();
         let ranks = SIDES.map(|_| ranks());
@@ -51,7 +51,7 @@ fn random_shapes_agree() {
             .map(|x| rounded(2.0 * x))
             .collect();
         if !queries.is_empty() {
-            queries[0] = f32::NAN; // stays with its query
+            queries[0] = f32::NAN; // must affect this query alone
         }
 
         let bits = |x: &[f32]| x.iter().map(|&x| to_element(element, x)).collect::<Vec<u16>>();
@@ -85,7 +85,7 @@ fn random_shapes_agree() {
         };
         let prefill = Prefill::new(&device, shape).unwrap();
         // SAFETY: the buffers live until their contents have been read, and have the lengths that the shape
-        // asks for.
+        // requires.
         #[allow(unsafe_code)]
         unsafe { prefill.launch(device.stream().cu_stream(), &arguments) }.unwrap();
         let out = out.read();
@@ -129,7 +129,8 @@ fn random_shapes_agree() {
             )
             .unwrap();
             stats[0].normalize(&mut expected);
-            // Of outputs that cancel, the error is that of values of about 1.
+            // Where the values nearly cancel, the error is relative to the norm of a mean of values of about
+            // 1.
             let length = (rank_v as f64 / n as f64).sqrt();
             let norm = expected.iter().map(|&x| f64::from(x) * f64::from(x)).sum::<f64>().sqrt();
             let error = relative_error(&got, &expected) * norm / norm.max(length);

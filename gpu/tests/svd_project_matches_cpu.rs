@@ -9,8 +9,8 @@ use kv_gpu::svd::{Project, ProjectArguments, ProjectShape};
 use kv_gpu::{Element, Error};
 use svd_core::{Backend, Map};
 
-/// Greatest error of a row over its length, or over the length that a row and a map of no special directions
-/// give: the rounding of the map to f16, and of the result.
+/// Maximum error of a row relative to its norm, or to the expected norm for a random map if that is greater:
+/// the rounding of the map to f16, and of the result.
 const TOLERANCES: [(Element, f64); 2] = [(Element::F16, 1e-3), (Element::Bf16, 4e-3)];
 
 #[test]
@@ -26,7 +26,7 @@ fn random_shapes_agree() {
         let rounded = |x: f32| from_element(element, to_element(element, x));
         let mut rows: Vec<f32> = random.normals(heads * n * dim).into_iter().map(rounded).collect();
         let spoiled = random.below(rows.len());
-        rows[spoiled] = f32::NAN; // stays in its row
+        rows[spoiled] = f32::NAN; // must affect this row alone
         let columns = random.normals(heads * dim * rank);
 
         // (n, heads, dim) on the device, so that strides matter.
@@ -52,13 +52,13 @@ fn random_shapes_agree() {
         };
         let launch = |arguments: &ProjectArguments| {
             // SAFETY: the buffers live until their contents have been read, and have the lengths that the
-            // shape asks for.
+            // shape requires.
             #[allow(unsafe_code)]
             unsafe { project.launch(device.stream().cu_stream(), arguments) }.unwrap();
         };
         launch(&arguments);
         if rank == dim {
-            // Results as rows: a launch with PDL must wait for them.
+            // Projects the results again: a launch with PDL must wait for them.
             let again = ProjectArguments { rows: out.pointer().cast(), strides: [n * dim, dim], ..arguments };
             launch(&ProjectArguments { out: twice.pointer().cast(), pdl: true, ..again });
             device.stream().synchronize().unwrap();

@@ -1,6 +1,6 @@
-//! What the examples share: memory of the first device, and numbers to put there.
+//! Shared by the examples: buffers on the first device, and test data.
 
-#![allow(dead_code)] // not every example uses all
+#![allow(dead_code)] // not every example uses all of it
 
 use std::ops::Deref;
 
@@ -13,7 +13,7 @@ pub type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 /// The first device.
 pub struct Gpu(Device);
 
-/// Memory of the device, and where it is. An engine has its own; kernels take the pointer.
+/// Device memory and its address. An engine has its own allocator; kernels take the pointer.
 pub struct Buffer<T> {
     pub slice: CudaSlice<T>,
     pub pointer: DevicePtr<T>,
@@ -45,7 +45,7 @@ impl Gpu {
         Buffer { slice, pointer: DevicePtr::new(address).unwrap_or(DevicePtr::dangling()) }
     }
 
-    /// What is there when all that the stream was given has run.
+    /// Copies the buffer to the host after all work on the stream.
     pub fn read<T: DeviceRepr>(&self, buffer: &Buffer<T>) -> Result<Vec<T>> {
         let data = self.stream().clone_dtoh(&buffer.slice)?;
         self.stream().synchronize()?;
@@ -53,7 +53,7 @@ impl Gpu {
     }
 }
 
-/// Numbers that are not all alike.
+/// Test data.
 pub fn numbers(n: usize) -> Vec<f32> {
     (0..n).map(|i| (i as f32 * 0.37).sin() + (i as f32 * 0.0113).cos()).collect()
 }

@@ -1,6 +1,6 @@
-//! What the device tests share.
+//! Shared by the device tests.
 
-#![allow(clippy::unwrap_used, dead_code)] // helpers of tests; not every test uses all
+#![allow(clippy::unwrap_used, dead_code)] // not every test uses all helpers
 
 use std::io::Write;
 use std::sync::Arc;
@@ -13,14 +13,15 @@ use kv_gpu::{Device, DevicePtr, Element, Error, VectorElement};
 /// The sides of a cache, in the order of pairs `[keys, values]`.
 pub const SIDES: [Side; 2] = [Side::Keys, Side::Values];
 
-/// Says that a test did not run; with `GPU_TESTS=require` that is a failure.
+/// Reports that a test was skipped; with `GPU_TESTS=require` this is a failure.
 pub fn skip(what: &str, error: &Error) {
     assert!(std::env::var("GPU_TESTS").as_deref() != Ok("require"), "{what}: {error}");
     // Not println!, which the test harness would swallow.
     let _ = writeln!(std::io::stderr(), "SKIPPED {what}: {error}");
 }
 
-/// The device, or a word that the test was skipped. `GPU_LIMIT` is a [`Limit`](kv_gpu::Limit) of it.
+/// The device, or `None` after reporting that the test is skipped. `GPU_LIMIT` sets a
+/// [`Limit`](kv_gpu::Limit).
 pub fn device(test: &str) -> Option<Device> {
     let mut device = Device::open(0).map_err(|error| skip(test, &error)).ok()?;
     if let Ok(limit) = std::env::var("GPU_LIMIT") {
@@ -29,7 +30,7 @@ pub fn device(test: &str) -> Option<Device> {
     Some(device)
 }
 
-/// Memory of the device.
+/// A buffer on the device.
 pub struct Buffer<T> {
     slice: CudaSlice<T>,
     device: Arc<cudarc::driver::CudaStream>,
@@ -38,7 +39,7 @@ pub struct Buffer<T> {
 impl<T: DeviceRepr + ValidAsZeroBits + Clone + Default> Buffer<T> {
     pub fn new(device: &Device, data: &[T]) -> Self {
         let stream = device.stream();
-        // A buffer of nothing has no address.
+        // An empty buffer has no address.
         let slice =
             if data.is_empty() { stream.clone_htod(&[T::default()]) } else { stream.clone_htod(data) };
         Self { slice: slice.unwrap(), device: stream.clone() }
@@ -60,7 +61,7 @@ impl<T: DeviceRepr + ValidAsZeroBits + Clone + Default> Buffer<T> {
     }
 }
 
-/// Small numbers from a seed.
+/// A random number generator (SplitMix64).
 pub struct Random(pub u64);
 
 impl Random {
@@ -72,7 +73,7 @@ impl Random {
         z ^ (z >> 31)
     }
 
-    /// Below `n`.
+    /// A number below `n`.
     pub fn below(&mut self, n: usize) -> usize {
         (self.next() % n as u64) as usize
     }
@@ -81,7 +82,7 @@ impl Random {
         of[self.below(of.len())]
     }
 
-    /// About normal, of variance 1.
+    /// Approximately normal, with variance 1.
     pub fn normal(&mut self) -> f32 {
         let sum: f32 = (0..4).map(|_| (self.next() >> 40) as f32 / (1 << 24) as f32 - 0.5).sum();
         sum * 3.0_f32.sqrt()
@@ -96,7 +97,7 @@ impl Random {
     }
 }
 
-/// The bits of a number in an element type.
+/// The bits of a value in an element type.
 pub fn to_element(element: Element, x: f32) -> u16 {
     match element {
         Element::F16 => f16::from_f32(x).to_bits(),
@@ -104,7 +105,7 @@ pub fn to_element(element: Element, x: f32) -> u16 {
     }
 }
 
-/// The number that bits stand for.
+/// The value of an element from its bits.
 pub fn from_element(element: Element, bits: u16) -> f32 {
     match element {
         Element::F16 => f16::from_bits(bits).to_f32(),
@@ -112,7 +113,7 @@ pub fn from_element(element: Element, bits: u16) -> f32 {
     }
 }
 
-/// A number as an element of vectors has it.
+/// A value rounded to an element type of vectors.
 pub fn rounded(element: VectorElement, x: f32) -> f32 {
     match element {
         VectorElement::F32 => x,
@@ -121,7 +122,7 @@ pub fn rounded(element: VectorElement, x: f32) -> f32 {
     }
 }
 
-/// The bytes of numbers in an element of vectors.
+/// The bytes of values in an element type of vectors.
 pub fn bytes_of(element: VectorElement, numbers: &[f32]) -> Vec<u8> {
     match element {
         VectorElement::F32 => numbers.iter().flat_map(|x| x.to_le_bytes()).collect(),
@@ -130,7 +131,7 @@ pub fn bytes_of(element: VectorElement, numbers: &[f32]) -> Vec<u8> {
     }
 }
 
-/// `|a - b| / |b|`, infinite when a number is missing.
+/// `|a - b| / |b|`; infinite if the error is NaN.
 pub fn relative_error(a: &[f32], b: &[f32]) -> f64 {
     assert_eq!(a.len(), b.len());
     let square = |x: f64| x * x;
