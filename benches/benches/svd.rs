@@ -1,4 +1,4 @@
-//! Attention on rows that are left, at full and at half rank; calibration of one head; one thread.
+//! Attention on projected rows at full and half rank; calibration of one head; one thread.
 
 #![allow(clippy::unwrap_used, missing_docs)] // a bench that cannot run should say so by panicking
 

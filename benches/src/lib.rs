@@ -1,4 +1,4 @@
-//! What the benches share.
+//! Shared by the benches.
 
 use std::path::Path;
 use std::time::Instant;
@@ -19,13 +19,13 @@ pub fn median(repeats: usize, mut run: impl FnMut()) -> f64 {
 /// The `f32` numbers of a file, little endian.
 ///
 /// # Errors
-/// Of reading it.
+/// I/O errors of reading the file.
 pub fn floats(path: &Path) -> std::io::Result<Vec<f32>> {
     Ok(std::fs::read(path)?.as_chunks().0.iter().map(|&bytes| f32::from_le_bytes(bytes)).collect())
 }
 
-/// Rows (n, dim) with the habits of keys: every channel has a scale of its own, some are outliers with an
-/// offset, and neighbouring tokens are correlated.
+/// Rows (n, dim) that resemble keys: every channel has a scale of its own, some are outliers with an offset,
+/// and neighbouring tokens are correlated.
 #[must_use]
 pub fn keys(n: usize, dim: usize) -> Vec<f32> {
     let mut state = 1_u64;

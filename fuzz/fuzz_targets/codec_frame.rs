@@ -10,7 +10,8 @@ use libfuzzer_sys::fuzz_target;
 const CHANNELS: usize = 40;
 const TOKENS: usize = 30;
 
-/// A plane of every kind, of ordinary values and of values near the largest, and a frame of each.
+/// A plane of every kind, with ordinary values and with values near the largest finite one, and a frame of
+/// each.
 static CASES: [OnceLock<(PlaneBuf, Vec<u8>)>; 48] = [const { OnceLock::new() }; 48];
 
 fn case(kinds: usize) -> (PlaneBuf, Vec<u8>) {
@@ -90,11 +91,11 @@ fn change_directory(kinds: usize, changes: &[(u16, u8)]) {
     }
 }
 
-/// Two ids, then entries of two tiles for two blocks of two planes.
+/// Offset of the index: two ids, then an entry for each of two blocks of two planes, with two tiles each.
 const INDEX: usize = 64;
 const INDEX_END: usize = INDEX + 8 + 4 * 16;
 
-/// Recomputes the checksums; blocks outside the payload get that of no bytes.
+/// Recomputes the checksums; blocks outside the payload get the checksum of an empty slice.
 fn mend(frame: &mut [u8]) {
     let mut start = 0;
     for entry in 0..4 {

@@ -6,7 +6,7 @@ use libfuzzer_sys::fuzz_target;
 
 fuzz_target!(|input: (Vec<u8>, Vec<u8>)| {
     let (mut bytes, rows) = input;
-    // Half of the inputs get a valid checksum, so that the rest is reached.
+    // Half of the inputs get a valid checksum, so that the code behind the check is reached.
     if let Some((body, _)) = bytes.split_last_chunk::<4>().filter(|_| rows.len() % 2 == 0) {
         let checksum = crc32fast::hash(body).to_le_bytes();
         let at = bytes.len() - 4;

@@ -1,11 +1,11 @@
-//! Any scores of a group of query heads: no NaN comes out, and the group chooses the tokens with the highest
+//! Any scores of a group of query heads: no result is NaN, and the group chooses the tokens with the highest
 //! weights by the definition in f64.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
 use pq_core::*;
 
-/// What a score counts as in a softmax.
+/// The score that a softmax uses for any `f32`.
 fn clean(score: f32) -> f64 {
     if score.is_nan() { f64::NEG_INFINITY } else { f64::from(score.min(f32::MAX)) }
 }
@@ -54,7 +54,7 @@ fuzz_target!(|input: (u8, bool, u16, u8, Vec<f32>)| {
     let chosen = |t: usize| tokens[..found].binary_search(&(t as u32)).is_ok();
     let worst_in = (0..n).filter(|&t| chosen(t)).map(weight).fold(f64::INFINITY, f64::min);
     let best_out = (0..n).filter(|&t| !chosen(t)).map(weight).fold(f64::NEG_INFINITY, f64::max);
-    // One head's order is exact; a group's logarithms are rounded, and end at f32::MIN.
+    // The order of one head is exact. Logarithms of a group are rounded, and at least f32::MIN.
     let tolerance = if group > 1 && worst_in.is_finite() { 1e-4 + 1e-6 * worst_in.abs() } else { 0.0 };
     let at_the_end = group > 1 && best_out < 0.999_999 * f64::from(f32::MIN);
     assert!(best_out <= worst_in + tolerance || at_the_end, "{best_out} is out, {worst_in} is in");

@@ -48,7 +48,7 @@ fn calibrate(dim: usize, stored: &[f32], probes: &[f32], fraction: f64, multiple
                 .unwrap();
         }
     }
-    // Any numbers as a profile's rotation, and as a spectrum.
+    // Arbitrary values as a profile's rotation, and as a spectrum.
     let wide = |x: &[f32]| -> Vec<f64> { x.iter().map(|&x| x.into()).collect() };
     let square = dim * dim;
     if stored.len() >= square && probes.len() >= dim {
@@ -63,7 +63,7 @@ fn calibrate(dim: usize, stored: &[f32], probes: &[f32], fraction: f64, multiple
     let _ = ranks_by_removal(&[&spectrum], Budget::Bytes { per_token: multiple, per_component: 2 }, 1);
 }
 
-/// Any numbers as sums that were made elsewhere.
+/// Arbitrary values as sums from elsewhere.
 fn sums(matrix: &[f32], sums: &[f32], factor: f64) {
     let wide = |x: &[f32]| -> Vec<f64> { x.iter().take(4).map(|&x| f64::from(x) * factor).collect() };
     let gram = |rows| Gram::<PostRope>::from_sums(2, rows, &wide(matrix), &wide(&sums[..sums.len().min(2)]));

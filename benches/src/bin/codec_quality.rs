@@ -1,6 +1,6 @@
-//! Quality per byte of the codec on a real model: the size of frames against the entropy of their symbols, the
-//! gain of each part of the format at equal steps, and the divergence of a model whose whole context went
-//! through the codec.
+//! Quality per byte of the codec on a real model: the size of frames against the entropy of their symbols,
+//! the gain of each part of the format at equal steps, and the divergence of a model whose whole context was
+//! encoded and decoded.
 //!
 //! Prints one JSON object; `peers/codec.py` makes the tables.
 
@@ -14,7 +14,7 @@ use kv_reference::method::Method;
 use kv_reference::model::{Config, Model, Rope};
 use kv_reference::{Profile, Result};
 
-/// Tokens at the start that stay exact, as every method of `kv` keeps them.
+/// First tokens, which stay exact, as in every method of `kv`.
 const SINKS: usize = 4;
 
 /// First position that is scored.
@@ -102,7 +102,7 @@ fn row(
 
 type Through<'a> = &'a mut dyn FnMut(usize, &mut [f32], &mut [f32]) -> Result<()>;
 
-/// Logits of the positions from [`SCORED`] on, but the last.
+/// Logits of the positions from [`SCORED`] on, without the last one.
 fn scored_logits(
     model: &Model,
     rope: &Rope,
@@ -123,14 +123,14 @@ struct Sizes {
     numbers: usize,
     bytes_256: usize,  // of frames with blocks of 256 tokens
     bytes_1024: usize, // of 1,024
-    entropy: f64,      // bits: of the bins, order 0, per channel, as counted in the window itself
-    lmcache: f64,      // bits: what LMCache's format takes for these bins
+    entropy: f64,      // bits: order-0 entropy of the bins, per channel and window
+    lmcache: f64,      // bits: size of these bins in LMCache's format
     error: f64,
     variance: f64, // about the channels' means
 }
 
 impl Sizes {
-    /// Replaces rows by what the decoder gives back, and counts.
+    /// Encodes rows, adds to the sums, and replaces the rows by the decoded ones.
     fn pass(&mut self, config: &Config, plane: &Plane<'_>, rows: &mut [f32]) -> Result<()> {
         let channels = config.kv_dim();
         let info = FrameInfo {
@@ -138,8 +138,8 @@ impl Sizes {
             block_tokens: 1024,
             ..FrameInfo::new(1, config.n_kv_heads, config.head_dim, rows.len() / channels)
         };
-        // The same plane as keys and as values, of which half the bytes count; the header of a frame is that
-        // of all layers.
+        // The frame has the plane twice, as keys and as values, so half of its bytes count. One header serves
+        // all layers.
         let encode = |info: &FrameInfo| -> Result<(Vec<u8>, usize)> {
             let mut bytes = vec![];
             encode_frame(info, &[*plane; 2], &[&*rows; 2], &mut bytes)?;
@@ -176,8 +176,8 @@ impl Sizes {
     }
 }
 
-/// Error, relative to the variance, of 2 to 4 bits between the smallest and the largest of 64 tokens of a
-/// channel; keys before RoPE and values of a window.
+/// Error, relative to the variance, of uniform quantization with 2 to 4 bits between minimum and maximum of
+/// 64 tokens of a channel, for the keys (before RoPE) and values of a window.
 fn plain_groups(model: &Model, rope: &Rope, window: &[u32]) -> Result<Vec<serde_json::Value>> {
     const GROUP: usize = 64;
     let channels = model.config.kv_dim();
@@ -203,13 +203,13 @@ fn plain_groups(model: &Model, rope: &Rope, window: &[u32]) -> Result<Vec<serde_
         }
         Ok(())
     })?;
-    // A smallest number and a step of 16 bits for each group.
+    // A minimum and a step of 16 bits each, per group.
     let side = 32.0 / GROUP as f64;
     let row = |(error, bits): (&f64, u32)| serde_json::json!({ "bits": f64::from(bits) + side, "nmse": error / variance });
     Ok(errors.iter().zip(2..).map(row).collect())
 }
 
-/// Bits of all symbols under their own frequencies.
+/// Order-0 entropy of the symbols, in bits.
 fn entropy(symbols: &[i32]) -> f64 {
     let mut counts = std::collections::HashMap::new();
     symbols.iter().for_each(|symbol| *counts.entry(symbol).or_insert(0_u32) += 1);

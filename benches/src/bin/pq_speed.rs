@@ -1,7 +1,8 @@
 //! Times `pq-core` on keys and queries from a file; `benches/peers/pq.py` runs it and its peers and writes
 //! the table.
 //!
-//! Prints a JSON line per measurement and writes what it trained, decoded, for the caller to check.
+//! Prints a JSON line per measurement, and writes the decoded keys of each trained codebook for the caller to
+//! check.
 
 #![allow(clippy::unwrap_used)] // a measurement that cannot run should say so by panicking
 
@@ -72,7 +73,7 @@ fn main() {
                         scan_quantized_into_with(backend, &lut, &codes, scores).unwrap();
                     }
                 };
-                // The answer: scores of decoded keys, in f64.
+                // Compares with the scores of the decoded keys, in f64.
                 scan(queries[0], &mut scores);
                 let lut_error = if exact { 0.0 } else { score_range(&codebook, queries[0]) * 0.52 / 255.0 };
                 for (key, &score) in decoded.chunks_exact(DIM).zip(&scores) {
@@ -110,8 +111,8 @@ fn score_range(codebook: &pq_core::Codebook<'_>, query: &[f32]) -> f64 {
     ranges.fold(0.0, f64::max)
 }
 
-/// Selection alone, on the exact scores of different queries in turn (one input again and again would let the
-/// branch predictor learn it).
+/// Selection alone, on the exact scores of different queries in turn: the branch predictor would learn a
+/// single input.
 fn top_k(keys: &[f32], queries: &[f32], backends: &[Backend]) {
     let n = keys.len() / DIM;
     let scores: Vec<Vec<f32>> = queries
@@ -189,7 +190,7 @@ fn attention(backends: &[Backend]) {
     }
 }
 
-/// The same in f64 on decoded keys and values.
+/// The same attention in f64 on decoded keys and values.
 fn attention_of_decoded(
     queries: &[f32],
     keys: &CodebookBuf,

@@ -1,8 +1,8 @@
-//! Error of scores and outputs by rotation and rank on a real model, and of codes of rotated and plain rows;
-//! `peers/svd.py` makes the tables.
+//! Error of scores and outputs by rotation and rank on a real model, and error of codes of rotated and plain
+//! rows; `peers/svd.py` makes the tables.
 //!
 //! Calibrates on the first tokens of a text and tests on those after them. Prints one JSON object, and writes
-//! the keys and queries of some heads to a folder, with the test keys as both codes give them back.
+//! the keys and queries of some heads to a folder, with the test keys decoded from both kinds of codes.
 
 #![allow(clippy::unwrap_used)] // a measurement that cannot run should say so by panicking
 
@@ -25,10 +25,10 @@ const CODED: usize = 6;
 /// Bits of a code.
 const NBITS: u32 = 8;
 
-/// Queries that are written of each head.
+/// Number of queries of each head that are written.
 const QUERIES: usize = 256;
 
-/// What one layer computed, after RoPE; (n, heads * head_dim) each.
+/// Activations of one layer after RoPE, (n, heads * head_dim) each.
 struct Rows {
     queries: Vec<f32>,
     keys: Vec<f32>,
@@ -71,15 +71,14 @@ fn rows(model: &Model, tokens: &[u32]) -> Vec<Rows> {
     layers
 }
 
-/// The second moment of columns of rows, summed over `heads` of them.
+/// The second moment of the columns of some heads, summed over `heads`.
 fn gram<S: RopeSide>(rows: &[f32], row_len: usize, dim: usize, heads: std::ops::Range<usize>) -> Gram<S> {
     let mut gram = Gram::new(dim).unwrap();
     heads.for_each(|head| gram.add_columns(rows, row_len, head * dim).unwrap());
     gram
 }
 
-/// Relative errors of scores (keys) and of what `W_O` makes of the attended (values), at parts of the
-/// dimension.
+/// Relative errors of scores (keys) and of the output of `W_O` (values), at fractions of the dimension.
 fn errors(model: &Model, seen: &[Rows], unseen: &[Rows]) -> Value {
     let config = &model.config;
     let (dim, group) = (config.head_dim, config.gqa_group());
@@ -121,7 +120,7 @@ fn errors(model: &Model, seen: &[Rows], unseen: &[Rows]) -> Value {
     json!({ "keys": side(0), "values": side(1) })
 }
 
-/// Errors of the principal, stacked and closed rotation of one pair on another.
+/// Errors of the principal, stacked and closed rotation of the pair `seen` on the pair `unseen`.
 fn compare<S: RopeSide>(
     seen: (&Gram<S>, &Gram<S>),
     unseen: (&Gram<S>, &Gram<S>),
@@ -140,7 +139,8 @@ fn compare<S: RopeSide>(
         .collect()
 }
 
-/// Keys of some heads through plain and rotated codes of 4 bits a component, trained on what was seen.
+/// Encodes and decodes keys of some heads with plain and rotated codes of 4 bits per component, trained on
+/// `seen`.
 fn codes(model: &Model, seen: &[Rows], unseen: &[Rows], folder: &Path) -> Value {
     let config = &model.config;
     let (dim, group) = (config.head_dim, config.gqa_group());
@@ -193,7 +193,7 @@ fn codes(model: &Model, seen: &[Rows], unseen: &[Rows], folder: &Path) -> Value 
     cases.collect()
 }
 
-/// Test rows as codes trained on others give them back.
+/// Encodes and decodes test rows with a codebook trained on `rows`.
 fn through_codes(shape: PqShape, rows: &[f32], test: &[f32]) -> Vec<f32> {
     let options = TrainOptions { iterations: 25, ..Default::default() };
     let codebook = CodebookBuf::new(shape, &train(shape, rows, &options).unwrap().centroids).unwrap();

@@ -34,7 +34,7 @@ fn report(what: &str, path: &str, seconds: f64) {
     println!("{{\"what\":\"{what}\",\"path\":\"{path}\",\"seconds\":{seconds:e}}}");
 }
 
-/// From rows to an ordered rotation.
+/// Times the way from rows to an ordered rotation.
 fn rotations(folder: &Path) {
     let rows = floats(&folder.join("rows.f32")).unwrap();
     let rotation = |backend: Backend| {
@@ -101,7 +101,7 @@ fn attention<E: Element>(name: &str) {
     }
 }
 
-/// Touches every byte, in as many independent sums as the loads need.
+/// Reads every byte, with enough independent sums to saturate the loads.
 fn read<E: Element>(rows: &[E]) -> [u64; 32] {
     // SAFETY: elements are plain numbers without padding, and any bits are a u64.
     let (_, words, _) = unsafe { rows.align_to::<u64>() };
@@ -112,8 +112,8 @@ fn read<E: Element>(rows: &[E]) -> [u64; 32] {
     sums
 }
 
-/// Makespans of uneven ranks (multiples of 16, coefficient of variation .45) over the ideal, mean and worst
-/// of 50 draws.
+/// Makespans for uneven ranks (multiples of 16, coefficient of variation 0.45) relative to the ideal: mean
+/// and worst of 50 draws.
 fn schedules() {
     let mut state = 1_u64;
     let mut uniform = move || {
@@ -128,7 +128,7 @@ fn schedules() {
         {
             let (mut decode, mut prefill, mut seconds, mut tasks) = (vec![], vec![], vec![], vec![]);
             for _ in 0..50 {
-                // Sums of four uniform numbers are near enough to a normal distribution.
+                // A sum of four uniform numbers is nearly normal.
                 let costs: Vec<usize> = (0..KV_HEADS)
                     .map(|_| {
                         let z: f64 = ((0..4).map(|_| uniform()).sum::<f64>() - 2.0) * 3.0_f64.sqrt();
@@ -148,7 +148,7 @@ fn schedules() {
                 let plan = plan.unwrap();
                 tasks.push(plan.tasks().len() as f64);
                 decode.push(ratio(&plan));
-                // Prompts of 4 query heads a key/value head.
+                // Prompts of 4 query heads per key/value head.
                 let heads: Vec<PrefillHead> = lengths
                     .iter()
                     .flat_map(each)

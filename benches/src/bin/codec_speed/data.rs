@@ -13,13 +13,13 @@ const CORRELATION: f64 = 0.811;
 
 /// The keys or values of a layer.
 pub struct Unit {
-    /// Symbols of the alphabet, by size of the difference.
+    /// Size of the alphabet.
     pub alphabet: usize,
-    /// Tokens that are no anchors.
+    /// Number of tokens, without anchors.
     pub tokens: usize,
     /// (channels, tokens): the difference plus half the alphabet.
     pub symbols: Vec<u8>,
-    /// The same as codes for our coder: (channels / 32, tokens).
+    /// The same symbols as codes of codec-core: (channels / 32, tokens).
     pub rows: Vec<Row>,
     /// Widths of the symbols, which sum to 4096: (channels, alphabet).
     pub widths: Vec<u16>,
@@ -32,7 +32,7 @@ impl Unit {
         self.tables.chunks_exact(LANES * TABLE_LEN)
     }
 
-    /// Bits of all symbols under each channel's own frequencies.
+    /// Order-0 entropy of the symbols per channel, in bits.
     pub fn entropy(&self) -> f64 {
         let bits = |channel: &[u8]| {
             let mut counts = [0_u32; 256];
@@ -46,7 +46,7 @@ impl Unit {
     }
 }
 
-/// All of them.
+/// All units: keys and values of every layer.
 pub fn units() -> Vec<Unit> {
     let mut normal = Normal(1);
     (0..2 * LAYERS).map(|unit| make([0.5, 1.0, 1.5][unit / 2 * 3 / LAYERS], &mut normal)).collect()
@@ -91,7 +91,7 @@ fn make(step: f64, normal: &mut Normal) -> Unit {
     unit
 }
 
-/// 0, -1, 1, -2, 2, ... to 0, 1, 2, 3, 4, ...
+/// Maps 0, -1, 1, -2, 2, ... to 0, 1, 2, 3, 4, ... (zigzag).
 fn outwards(symbol: u8, alphabet: usize) -> u16 {
     let x = i32::from(symbol) - alphabet as i32 / 2;
     ((x << 1) ^ (x >> 31)) as u16
@@ -115,7 +115,7 @@ fn differences(step: f64, alphabet: usize, normal: &mut Normal) -> impl Iterator
     })
 }
 
-/// Widths that sum to 4096; what rounding leaves over goes where a slot gains most.
+/// Widths that sum to 4096. Slots that remain after rounding go to the symbols that gain most.
 fn widths(counts: &[f64]) -> Vec<u16> {
     let total: f64 = counts.iter().sum();
     let free = 4096.0 - counts.len() as f64;

@@ -1,9 +1,10 @@
-//! Times the lane coder and other entropy coders on the same symbols; `peers/codec.py` makes the table.
+//! Times the interleaved rANS coder and other entropy coders on the same symbols; `peers/codec.py` makes the
+//! table.
 //!
 //! Six layers of keys and values, 1,024 channels of 1,000 tokens each: differences to the first token of each
 //! group of ten, rounded to 0.5, 1 and 1.5 deviations by layer third (CacheGen's numbers). Tables of 12 bits
-//! come from 2,000 other tokens and are not shipped. Every coder decodes what it encoded, and the result is
-//! compared, before it is timed. Prints a JSON line per measurement.
+//! come from 2,000 other tokens and are not shipped. Every coder is checked by a round trip before it is
+//! timed. Prints a JSON line per measurement.
 
 #![allow(clippy::unwrap_used)] // a measurement that cannot run should say so by panicking
 
@@ -33,15 +34,15 @@ fn main() {
 trait Coder: Sync {
     fn name(&self) -> String;
     fn encode(&self, unit: &Unit) -> Vec<u8>;
-    /// Decodes to an order of its own.
+    /// Decodes, in any order of the symbols.
     fn decode(&self, unit: &Unit, bytes: &[u8], out: &mut Decoded);
-    /// Whether that is what was encoded.
+    /// Asserts that the decoded symbols are those of the unit.
     fn check(&self, unit: &Unit, out: &Decoded) {
         assert!(out.symbols == unit.symbols, "{}", self.name());
     }
 }
 
-/// Where a coder decodes to.
+/// Output of a decoder, in either order.
 #[derive(Default, Clone)]
 struct Decoded {
     symbols: Vec<u8>, // (channels, tokens)
@@ -95,7 +96,7 @@ fn measure(coder: &dyn Coder, units: &[Unit], repeats: usize, n: f64) {
     );
 }
 
-/// Ours: a stream for 32 channels.
+/// codec-core's interleaved rANS: one stream for 32 channels.
 struct Lanes(Backend);
 
 impl Coder for Lanes {

@@ -166,15 +166,15 @@ impl Coder for Zstd {
     }
 }
 
-/// Arithmetic coding bit by bit (Witten, Neal, Cleary 1987) with tables of 16 bits: a stream and its length
-/// of 32 bits for each channel and 256 tokens, as the kernels of CacheGen and LMCache have it; torchac is the
-/// same over one stream.
+/// Arithmetic coding bit by bit (Witten, Neal, Cleary 1987) with 16-bit tables. Each channel and 256 tokens
+/// have a stream and its 32-bit length, as in the kernels of CacheGen and LMCache. torchac is the same coder
+/// with one stream.
 struct Bitwise;
 
 const HALF: u32 = 1 << 31;
 const QUARTER: u32 = 1 << 30;
 
-/// The interval that encoder and decoder narrow alike.
+/// The interval of the arithmetic coder.
 struct Interval {
     low: u32,
     high: u32,
@@ -191,7 +191,7 @@ impl Interval {
         (self.low, self.high) = (self.low << 1, self.high << 1 | 1);
     }
 
-    /// Whether it lies around the middle, in which case that half becomes the whole.
+    /// If the interval lies in the middle half, doubles it around the middle and returns true (underflow).
     fn open(&mut self) -> bool {
         let around = self.low >= QUARTER && self.high < HALF + QUARTER;
         if around {

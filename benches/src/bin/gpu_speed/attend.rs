@@ -42,7 +42,7 @@ fn time(watch: &Stopwatch, quantizer: PqShape, (query_heads, heads, batch, n): (
         state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         state >> 32
     };
-    // One head's codes, for all heads: where they lie is what a copy is for.
+    // One head's codes serve all heads; every head has a copy at its own address.
     let mut one_head = || {
         let mut bytes = vec![0_u8; quantizer.codes_len(n)];
         bytes.chunks_exact_mut(4).for_each(|four| four.copy_from_slice(&(noise() as u32).to_le_bytes()));
@@ -93,12 +93,12 @@ fn time(watch: &Stopwatch, quantizer: PqShape, (query_heads, heads, batch, n): (
     };
     let [us, us_pdl] = [false, true].map(|pdl| {
         let all: Vec<AttendArguments> = (0..copies).map(|copy| arguments(copy, pdl)).collect();
-        // SAFETY: buffers of the shapes that the arguments ask for, which outlive the graph.
+        // SAFETY: the buffers have the shapes that the arguments require, and outlive the graph.
         let launch = |i: usize, stream| unsafe { attend.launch(stream, &all[i % copies]) };
         watch.time(if batch == 1 { 16 } else { 4 }, launch)
     });
 
-    // The answer, of one head: that of the CPU.
+    // Compares one head with the CPU.
     let got = watch.download(&out);
     let head = batch * heads - 1;
     let at = head * group * dim..(head + 1) * group * dim;

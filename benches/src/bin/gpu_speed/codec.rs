@@ -13,7 +13,7 @@ use kv_gpu::{DevicePtr, VectorElement};
 
 use crate::stopwatch::Stopwatch;
 
-/// Of Llama 3.1 8B.
+/// The shape of Llama 3.1 8B.
 const INFO: FrameInfo = FrameInfo::new(32, 8, 128, 4096);
 const LAYERS: usize = INFO.layers;
 /// Layers that are copied at a time.
@@ -33,7 +33,7 @@ pub fn run(watch: &Stopwatch) {
     }
 }
 
-/// A map for each head: the cosine transform, whatever the numbers are.
+/// The cosine transform as the map of every head.
 fn cosines() -> TransformBuf {
     let dim = INFO.head_dim;
     let entry = |component: usize, coefficient: usize| {
@@ -106,7 +106,7 @@ fn measure(
     };
     let copy = |range: std::ops::Range<usize>, stream| {
         let to = arguments.frame.offset(range.start).address();
-        // SAFETY: the frame's bytes, into a buffer of their number.
+        // SAFETY: the buffer has room for all bytes of the frame.
         unsafe { memcpy_htod_async(to, &host[range], stream) }.unwrap();
     };
     let stream = watch.gpu.stream();
@@ -123,7 +123,7 @@ fn measure(
         for (part, arguments) in parts.iter().enumerate() {
             copy(range(part), copies.cu_stream());
             stream.join(&copies).unwrap();
-            // SAFETY: buffers of the shapes that the arguments ask for, which outlive the launch.
+            // SAFETY: the buffers have the shapes that the arguments require, and outlive the launch.
             unsafe { decode.launch(stream.cu_stream(), &frame, &planes, arguments) }.unwrap();
         }
     });
@@ -131,7 +131,7 @@ fn measure(
     // SAFETY: as above.
     let us = watch.time(1, |_, stream| unsafe { decode.launch(stream, &frame, &planes, &arguments) });
     assert_eq!(watch.download(&failed), [0]);
-    // The last plane, against the CPU.
+    // Compares the last plane with the CPU.
     let mut expected = vec![0.0; rows.len()];
     frame.decode_plane_into(&plane, LAYERS - 1, Side::Values, None, &mut expected).unwrap();
     let got = watch.download(&numbers);

@@ -47,10 +47,11 @@ pub fn run(watch: &Stopwatch) {
             tiles: N / TILE,
             pages: None,
         };
-        // SAFETY: buffers of the shapes that the arguments ask for, which outlive the graph.
+        // SAFETY: the buffers have the shapes that the arguments require, and outlive the graph.
         let us = watch.time(2, |_, stream| unsafe { encode.launch(stream, &arguments) });
 
-        // The last head, against the CPU: nearly all codes are the same, the others are ties within rounding.
+        // Compares the last head with the CPU: nearly all codes are equal, the others are ties within
+        // rounding.
         let mut expected = vec![0; quantizer.codes_len(N)];
         let book = CodebookBuf::new(quantizer, &centroids).unwrap();
         encode_into(&book.view(), &vectors, 0, &mut expected).unwrap();
@@ -62,7 +63,7 @@ pub fn run(watch: &Stopwatch) {
         let differing: usize = (0..N).map(differ).sum();
         assert!(differing < N * m / 10_000, "{shape:?}: {differing} codes differ");
 
-        // The multiply-adds, and compare and two selects a distance, one a lane and clock.
+        // Multiply-adds, and a compare and two selects per distance, at one operation per lane and clock.
         let operations = (HEADS * N * m * quantizer.ksub() * (quantizer.dsub() + 3)) as f64;
         watch.report_with_floor(
             &name,
@@ -74,7 +75,7 @@ pub fn run(watch: &Stopwatch) {
     }
 }
 
-/// Into the blocks of `pq-core`.
+/// Encodes to the layout of `pq-core`.
 fn into_blocks(watch: &Stopwatch) {
     let (name, load) = ("encode (2, 6)", format!("{HEADS} heads x {N} x {DIM}"));
     if !watch.wants(name, &load) {
@@ -103,7 +104,7 @@ fn into_blocks(watch: &Stopwatch) {
         capacity: N,
         codes: watch.pointer(&codes),
     };
-    // SAFETY: buffers of the shapes that the arguments ask for, which outlive the graph.
+    // SAFETY: the buffers have the shapes that the arguments require, and outlive the graph.
     let us = watch.time(2, |_, stream| unsafe { encode.launch(stream, &arguments) });
     let mut expected = vec![0; codes_len];
     let book = CodebookBuf::new(quantizer, &centroids).unwrap();

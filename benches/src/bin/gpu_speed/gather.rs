@@ -1,4 +1,4 @@
-//! Keys and values of chosen tokens from pinned host memory, against a copy over the same bus.
+//! Keys and values of chosen tokens from pinned host memory, against a copy over the same PCIe link.
 
 use cudarc::driver::result::memcpy_htod_async;
 use kv_gpu::DevicePtr;
@@ -20,13 +20,13 @@ pub fn run(watch: &Stopwatch) {
     // SAFETY: written before they are read.
     let mut host = [0, 1].map(|_| unsafe { watch.gpu.context().alloc_pinned::<u8>(bytes) }.unwrap());
     for (side, host) in host.iter_mut().enumerate() {
-        // Every row says where it is.
+        // Every row contains its index.
         for (i, row) in host.as_mut_slice().unwrap().chunks_exact_mut(ROW).enumerate() {
             row.chunks_exact_mut(8)
                 .for_each(|word| word.copy_from_slice(&((2 * i + side) as u64).to_le_bytes()));
         }
     }
-    // Ascending, as a search gives them, at irregular distances.
+    // Ascending, as from a search, with irregular gaps.
     let rows: Vec<u32> =
         (0..HEADS * WANTED).map(|i| ((i % WANTED) * 10 + (i * 7 + i / 3) % 10) as u32).collect();
     let out_len = HEADS * WANTED * ROW;
@@ -47,7 +47,7 @@ pub fn run(watch: &Stopwatch) {
         out_len: WANTED,
     };
     let gather = Gather::new(&watch.gpu, ROW).unwrap();
-    // SAFETY: buffers of the shapes that the arguments ask for, which outlive the graph.
+    // SAFETY: the buffers have the shapes that the arguments require, and outlive the graph.
     let us = watch.time(2, |_, stream| unsafe { gather.launch(stream, &arguments) });
     for (side, out) in [keys_out, values_out].iter().enumerate() {
         for (i, row) in watch.download(out).chunks_exact(ROW).enumerate() {

@@ -32,8 +32,8 @@ pub fn run(watch: &Stopwatch) {
             workspace: watch.pointer(&workspace),
         };
         let all: Vec<GramArguments> = there.iter().map(argument).collect();
-        // Once, against the CPU.
-        // SAFETY: buffers of the shapes that the arguments ask for, which outlive the launches.
+        // Compares one launch with the CPU.
+        // SAFETY: the buffers have the shapes that the arguments require, and outlive the launches.
         unsafe { gram.launch(watch.gpu.stream().cu_stream(), &all[0]) }.unwrap();
         let got = watch.download(&matrices);
         let mut expected = svd_core::Gram::<NoRope>::new(DIM).unwrap();

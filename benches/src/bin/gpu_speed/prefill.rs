@@ -56,10 +56,10 @@ fn time(watch: &Stopwatch, load: &str, rank: usize) {
         out: watch.pointer(&out).cast(),
     };
     let prefill = Prefill::new(&watch.gpu, AttendShape { dim: DIM, element: Element::F16 }).unwrap();
-    // SAFETY: buffers of the shapes that the arguments ask for, which outlive the graph.
+    // SAFETY: the buffers have the shapes that the arguments require, and outlive the graph.
     let us = watch.time(4, |_, stream| unsafe { prefill.launch(stream, &arguments) });
 
-    // The last query of the last head, against the CPU.
+    // Compares the last query of the last head with the CPU.
     let at = queries.len() - DIM;
     let query: Vec<f32> = queries[at..][..rank].iter().map(|x| x.to_f32() * scale).collect();
     let (mut expected, mut stats) = (vec![0.0; rank], [SoftmaxStats::EMPTY]);
@@ -71,7 +71,8 @@ fn time(watch: &Stopwatch, load: &str, rank: usize) {
     let got = watch.download(&out);
     let worst = got[at..].iter().zip(&expected).map(|(a, b)| (a.to_f32() - b).abs()).fold(0.0, f32::max);
     assert!(worst < 2e-3, "{load}: {worst}");
-    // Two products of half the square, of 16 multiply-adds a lane and clock on sm_90, half as many before.
+    // Two matrix products over half of the square, at 16 multiply-adds per lane and clock on sm_90 and 8
+    // before.
     let operations = (query_heads * N * N * rank) as f64;
     let each = if watch.gpu.capability() >= (9, 0) { 16.0 } else { 8.0 };
     let per_us = each * watch.operations_per_us();

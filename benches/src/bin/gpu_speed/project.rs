@@ -1,4 +1,4 @@
-//! Rows into the components that rotations keep.
+//! Projection of rows to the components that rotations keep.
 
 use half::f16;
 use kv_gpu::Element;
@@ -36,11 +36,11 @@ pub fn run(watch: &Stopwatch) {
         };
         let [us, us_pdl] = [false, true].map(|pdl| {
             let all: Vec<ProjectArguments> = (0..copies).map(|copy| arguments(copy, pdl)).collect();
-            // SAFETY: buffers of the shapes that the arguments ask for, which outlive the graph.
+            // SAFETY: the buffers have the shapes that the arguments require, and outlive the graph.
             watch.time(2 * copies, |i, stream| unsafe { project.launch(stream, &all[i % copies]) })
         });
 
-        // The last head, against the CPU.
+        // Compares the last head with the CPU.
         let wide: Vec<f32> = rows.iter().map(|x| x.to_f32()).collect();
         let mut expected = vec![0.0; N * rank];
         Map::new(&columns, DIM, rank).unwrap().project_into(&wide, &mut expected).unwrap();

@@ -11,14 +11,14 @@ use crate::stopwatch::{BEYOND_CACHE, Stopwatch};
 const DIM: usize = 128;
 const HEADS: usize = 8;
 const GROUP: usize = 4;
-/// Ranks of the heads, half of `DIM` in the mean.
+/// Ranks of the heads; their mean is half of `DIM`.
 const KEY_RANKS: [u32; HEADS] = [16, 24, 40, 56, 64, 80, 104, 128];
 const VALUE_RANKS: [u32; HEADS] = [128, 80, 24, 64, 56, 104, 16, 40];
 
 pub fn run(watch: &Stopwatch) {
     let one = vec![32_768_u32];
     let long = vec![131_072_u32];
-    // 2,048 to 8,192 tokens, in no order.
+    // 2,048 to 8,192 tokens, in irregular order.
     let many: Vec<u32> = (0..32).map(|i| 2048 + (i * 2917 + 1300) % 6145).collect();
     for (load, lengths) in [("1 x 32768", one), ("1 x 131072", long), ("32 x 2048 to 8192", many)] {
         for (what, ranks) in
@@ -81,11 +81,11 @@ fn time(watch: &Stopwatch, load: &str, lengths: &[u32], ranks: &[[u32; HEADS]; 2
     };
     let [us, us_pdl] = [false, true].map(|pdl| {
         let all: Vec<AttendArguments> = there.iter().map(|stored| arguments(stored, pdl)).collect();
-        // SAFETY: buffers of the shapes that the arguments ask for, which outlive the graph.
+        // SAFETY: the buffers have the shapes that the arguments require, and outlive the graph.
         watch.time(4 * copies, |i, stream| unsafe { attend.launch(stream, &all[i % copies]) })
     });
 
-    // One head of the last sequence, against the CPU.
+    // Compares one head of the last sequence with the CPU.
     let got = watch.download(&out);
     let (sequence, head) = (batch - 1, 3);
     let n = lengths[sequence] as usize;

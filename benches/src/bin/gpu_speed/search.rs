@@ -26,7 +26,7 @@ fn measure(watch: &Stopwatch, name: &str, load: &str, quantizer: PqShape, k: usi
     let shape = SearchShape { quantizer, group: GROUP, rule: GroupRule::SumOfSoftmax };
     let kernel = Search::new(&watch.gpu, shape).unwrap();
     let number = |i: usize| (i.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 33) as u32;
-    // Neighbours are alike, as tokens of a text are.
+    // Neighbouring codes are similar, as those of a text are.
     let codes: Vec<u16> = (0..N * quantizer.m())
         .map(|i| {
             let (near, far) = (number(i / 64 % 512), number(i));
@@ -63,11 +63,11 @@ fn measure(watch: &Stopwatch, name: &str, load: &str, quantizer: PqShape, k: usi
     };
     let [us, us_pdl] = [false, true].map(|pdl| {
         let all: Vec<SearchArguments> = there.iter().map(|codes| arguments(codes, pdl)).collect();
-        // SAFETY: buffers of the shapes that the arguments ask for, which outlive the graph.
+        // SAFETY: the buffers have the shapes that the arguments require, and outlive the graph.
         watch.time(copies, |i, stream| unsafe { kernel.launch(stream, &all[i]) })
     });
 
-    // The last head, against the CPU: all but ties within rounding.
+    // Compares the last head with the CPU, up to ties within rounding.
     let got = watch.download(&tokens);
     let head = &luts[(HEADS - 1) * GROUP * quantizer.lut_len()..];
     let mut floats = vec![0.0; SearchScratch::len(GROUP, N)];

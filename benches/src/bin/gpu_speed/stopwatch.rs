@@ -1,4 +1,4 @@
-//! Time on the device.
+//! Measures time on the device.
 
 use std::time::{Duration, Instant};
 
@@ -8,15 +8,15 @@ use cudarc::driver::sys::{CUevent_flags, CUgraphInstantiate_flags, CUstream, CUs
 use cudarc::driver::{CudaSlice, DevicePtr as _, DeviceRepr, ValidAsZeroBits};
 use kv_gpu::{Device, DevicePtr};
 
-/// More bytes than L2 of the device holds.
+/// A size in bytes that exceeds L2.
 pub const BEYOND_CACHE: usize = 200 << 20;
 const REPLAYS: usize = 25;
-/// Before a measurement, so that what ran before it does not keep the clocks low; then until they have risen,
-/// and before they sink again. The peers are given as long.
+/// Pause before a measurement, so that earlier work does not keep the clocks low, then a warm-up until the
+/// clocks have risen. The peers get the same times.
 const REST: Duration = Duration::from_millis(150);
 const WARM_UP: Duration = Duration::from_millis(20);
 
-/// A device and its copy bandwidth, which is the floor of whatever moves bytes.
+/// A device and its copy bandwidth, which is the floor of kernels that are bound by memory.
 pub struct Stopwatch {
     pub gpu: Device,
     bytes_per_us: f64,
@@ -33,9 +33,9 @@ impl Stopwatch {
         const COPIED: usize = 2 << 30;
         let (from, to) = (watch.zeros::<u8>(COPIED), watch.zeros::<u8>(COPIED));
         let (from, to) = (watch.pointer(&from).address(), watch.pointer(&to).address());
-        // Not through a graph, whose copies take another and slower way (2.8 TB/s for 4.3 on an H200).
+        // Not in a graph: copies in a graph are slower (2.8 TB/s instead of 4.3 on an H200).
         let stream = watch.gpu.stream().cu_stream();
-        // SAFETY: two buffers of that size.
+        // SAFETY: both buffers have `COPIED` bytes.
         let us = watch.replay(|| unsafe { memcpy_dtod_async(to, from, COPIED, stream) }.unwrap());
         watch.bytes_per_us = 2.0 * COPIED as f64 / us;
         let name = watch.gpu.context().name().unwrap();
@@ -44,14 +44,14 @@ impl Stopwatch {
         watch
     }
 
-    /// Whether a measurement was asked for.
+    /// Whether the command line selects a measurement.
     pub fn wants(&self, kernel: &str, shape: &str) -> bool {
         format!("{kernel}, {shape}").contains(&self.only)
     }
 
     /// Microseconds of one launch: the median of replays of a graph of `launches`, which are numbered. A
-    /// launch must take its pointers from outside: asking a buffer for its own may wait, which a capture
-    /// refuses.
+    /// launch must not ask buffers for their pointers: that may synchronize, which is not allowed during
+    /// capture.
     pub fn time<E: std::fmt::Debug>(
         &self,
         launches: usize,
@@ -67,7 +67,7 @@ impl Stopwatch {
         self.replay(|| graph.launch().unwrap()) / launches as f64
     }
 
-    /// Microseconds of what `run` puts on the device's stream: the median, when clocks have risen.
+    /// Median time in microseconds of the work that `run` submits to the device's stream, after a warm-up.
     pub fn replay(&self, run: impl Fn()) -> f64 {
         let stream = self.gpu.stream();
         std::thread::sleep(REST);
@@ -104,7 +104,7 @@ impl Stopwatch {
         );
     }
 
-    /// One operation a lane and clock.
+    /// The rate of one operation per lane and clock.
     pub fn operations_per_us(&self) -> f64 {
         let khz = self.gpu.context().attribute(CU_DEVICE_ATTRIBUTE_CLOCK_RATE).unwrap();
         self.gpu.sm_count() as f64 * 128.0 * f64::from(khz) / 1e3

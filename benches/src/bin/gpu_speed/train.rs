@@ -34,11 +34,11 @@ pub fn run(watch: &Stopwatch) {
             centroids: watch.pointer(&centroids),
             errors: Some(watch.pointer(&errors)),
             iterations,
-            tolerance: -1.0, // none ends
+            tolerance: -1.0, // no subspace stops early
             workspace: watch.pointer(&workspace),
         };
-        // One, against the CPU.
-        // SAFETY: buffers of the shapes that the arguments ask for, which outlive the launches.
+        // Compares one iteration with the CPU.
+        // SAFETY: the buffers have the shapes that the arguments require, and outlive the launches.
         unsafe { kernel.launch(watch.gpu.stream().cu_stream(), &arguments(1)) }.unwrap();
         let options = TrainOptions { iterations: 1, start: Start::From(&start), ..Default::default() };
         let expected = train(quantizer, &vectors, &options).unwrap().error;
