@@ -179,7 +179,7 @@ impl Image {
 fn nvrtc_version() -> Result<(i32, i32), Error> {
     check_nvrtc()?;
     let (mut major, mut minor) = (0, 0);
-    // SAFETY: the library is there, and the pointers are to two integers.
+    // SAFETY: the library is loaded, and the pointers are to two integers.
     let status = unsafe { sys::nvrtcVersion(&raw mut major, &raw mut minor) };
     status
         .result()
@@ -196,7 +196,7 @@ struct Handle(sys::nvrtcProgram);
 
 impl Drop for Handle {
     fn drop(&mut self) {
-        // SAFETY: made by `create_program` and destroyed once; nothing is left to do about a failure.
+        // SAFETY: `nvrtcCreateProgram` made the handle, and it is destroyed once. A failure can be ignored.
         let _ = unsafe { result::destroy_program(self.0) };
     }
 }

@@ -1,8 +1,8 @@
 //! Checks whether CUDA's libraries can be called.
 //!
-//! cudarc either loads them at run time or links them; features decide, for all crates of a build together.
-//! Where it loads them, a call into a missing library panics, so `is_culib_present` has to be called first.
-//! Where it links them, the program would not have started without them, and cudarc has no
+//! cudarc either loads them at run time or links them. Its features choose, for all crates of a build
+//! together. Where it loads them, a call into a missing library panics, so `is_culib_present` has to be
+//! called first. Where it links them, the program would not have started without them, and cudarc has no
 //! `is_culib_present`. The glob imports below find cudarc's function where it exists; otherwise the name
 //! refers to the function of this module.
 

@@ -30,8 +30,8 @@ unsafe impl Sync for Function {}
 impl Drop for Module {
     fn drop(&mut self) {
         if self.context.bind_to_thread().is_ok() {
-            // SAFETY: loaded once and unloaded once, after the last kernel; nothing is left to do about a
-            // failure.
+            // SAFETY: the module is loaded once and unloaded once, after its last kernel. A failure can be
+            // ignored.
             let _ = unsafe { result::module::unload(self.handle) };
         }
     }

@@ -96,7 +96,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) pq_train_assign(const A
             atomicAdd(&shared->counts[nearest.index[point]], 1);
 #pragma unroll 4
             for (int i = 0; i < DSUB; i++) {
-                // Rotated where DSUB is a multiple of 32, so that lanes with the same centroid add to different words.
+                // Where DSUB is a multiple of 32, the order of the components is rotated by the point, so that lanes
+                // with the same centroid add to different words.
                 const int d = DSUB % LANES ? i : (i + (int)point) % DSUB;
                 atomicAdd(&shared->sums[nearest.index[point] * DSUB + d],
                           __float2int_rn(nearest.points[d][point] * to_fixed));

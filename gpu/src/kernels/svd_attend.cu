@@ -1,6 +1,6 @@
 // Decode attention on keys and values that rotations have projected: every KV head has its own key rank and value rank.
 //
-// CPU twin: svd_core::attend_into. Source: ZACK, 5.1 and 5.3, with work split over tokens as well as heads.
+// CPU twin: svd_core::attend_exact_into. Source: ZACK, 5.1 and 5.3, with work split over tokens as well as heads.
 //
 // Compile-time shape: DIM (64 or 128; no rank is above it), ELEMENT (1 for f16, 2 for bf16), WARPS (12 for DIM 128 and
 // 16 for DIM 64: registers limit it), SHARED_BYTES. Ranks are multiples of 8 and are read on the device.

@@ -1,7 +1,7 @@
 // Causal attention of a prompt's queries on keys and values that rotations have projected: every KV head has its own
 // key rank and value rank.
 //
-// CPU twin: svd_core::attend_into, row by row. Source: ZACK, 5.3; the loop is that of FlashAttention-2.
+// CPU twin: svd_core::attend_exact_into, row by row. Source: ZACK, 5.3; the loop is that of FlashAttention-2.
 //
 // Compile-time shape: DIM (64 or 128; no rank is above it), ELEMENT (1 for f16, 2 for bf16), SHARED_BYTES. Ranks are
 // multiples of 8 and are read on the device.
