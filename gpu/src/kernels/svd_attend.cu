@@ -40,8 +40,8 @@ constexpr int VALUE_CHUNKS = DIM / 64; // a lane holds 8 components of each, of 
 // of a value, TILE_COST the fixed cost of a tile, and ENTRY_COST the fixed cost of starting and ending an entry in a
 // block that has more work; without it, blocks with parts of two heads ended last. The costs were fitted to times of
 // tiles in blocks of different ranks.
-// N.B. With 1, 20 and 832, blocks of low ranks left their loops 9 % later than the mean, and batches at half rank took
-// 4 to 5 % longer.
+// N.B. With costs of 1, 20 and 832, blocks of low ranks left their loops 9 % later than the mean, and batches at half
+// rank took 4 to 5 % longer.
 constexpr u32 VALUE_COST = 2, TILE_COST = 80, ENTRY_COST = 3000;
 constexpr int RESULT = DIM + 4; // floats of a result row: components, maximum, sum of weights, padding
 constexpr int SHARED = WARPS * QUERIES * RESULT * 4 + (int)sizeof(Work);

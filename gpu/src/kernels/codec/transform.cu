@@ -1,4 +1,5 @@
-// The linear transform of the codec, one map per head: rows to coefficients before encoding, and back after decoding.
+// The linear transform of the codec, one map per head: it transforms rows to coefficients before encoding, and back
+// after decoding.
 //
 // CPU twin: codec_core's `Transform`. Compile-time shape: CHANNELS, HEAD_DIM, PAGED, ELEMENT (place.cuh); MAP_DIM, the
 // size of a head of the maps, which need not be HEAD_DIM. Compiled with --fmad=false: products are rounded, then added

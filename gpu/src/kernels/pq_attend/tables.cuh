@@ -9,9 +9,10 @@
 constexpr int LOADERS = THREADS - LANES; // threads that issue copies: all but warp 0
 #endif
 
-// Starts copying a table. On sm_90 by cp.async.bulk: 16 cp.async per thread kept the load/store units busy for 2,000
-// cycles. The blocks of a head start together, so each one begins at a different piece to spread the requests over L2.
-// Warp 0 plans meanwhile; all other warps issue, since one warp alone took 9 us more for rows of 64 components.
+// Starts copying a table. On sm_90 it uses cp.async.bulk: 16 cp.async per thread kept the load/store units busy for
+// 2,000 cycles. The blocks of a head start together, so each one begins at a different piece to spread the requests
+// over L2. Warp 0 plans meanwhile; all other warps issue, since one warp alone took 9 us more for rows of 64
+// components.
 template <int ROWS>
 __device__ __forceinline__ void load_table(u8* to, const u8* tables, int barrier) {
     const u8* from = tables + (u64)GridCoord().head * ROWS * WORDS * 4;

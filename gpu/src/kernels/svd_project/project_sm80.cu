@@ -1,5 +1,5 @@
-// Projects rows with a map, head by head: out = rows (n, DIM) times columns (DIM, RANK). For every device (sm_80 and
-// later), with mma.m16n8k16.
+// Projects rows with a map, head by head: out = rows (n, DIM) times columns (DIM, RANK). Runs on every device (sm_80
+// and later), with mma.m16n8k16.
 //
 // CPU twin: svd_core::Map::project_into. Compile-time shape: DIM (a multiple of 32 up to 128), RANK (a multiple of 8),
 // ELEMENT (1 for f16, 2 for bf16), SHARED_BYTES. The map is rounded to f16; with bf16, whose significand has 8 bits, it

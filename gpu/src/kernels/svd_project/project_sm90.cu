@@ -10,8 +10,8 @@
 // warpgroups take tiles in turn. wgmma reads rows and map from shared memory, and results leave through shared memory
 // by TMA.
 //
-// The floor is reading the rows and writing the results. Bound by memory, which takes reads and writes in turn, and by
-// the time before the first product: the map is loaded in steps, each of which waits for L2.
+// The floor is reading the rows and writing the results. Bound by memory, whose traffic alternates between reads and
+// writes, and by the time before the first product: the map is loaded in steps, each of which waits for L2.
 //
 // Tried: half as many steps for the map made it 1 to 5 % faster; one step for all of it was up to 12 % slower, since
 // its many instructions must be fetched first. None of these gained at every shape: a ring of eight tiles instead of
