@@ -19,7 +19,7 @@ fn main() -> Result<()> {
         coder: Coder::InterleavedRans,
     };
     let plane = PlaneBuf::fit(&numbers(1000 * channels), channels, None, &options)?; // once for a model
-    let planes = Planes::pack(&[plane.view(); 4], info.head_dim)?; // here: one for keys and values of both layers
+    let planes = Planes::pack(&[plane.view(); 4], info.head_dim)?; // one for all
     let words = gpu.upload(planes.words())?;
     let rows = gpu.upload(&halves(1000 * channels))?; // (tokens, heads, head_dim), the same for all
     let pointers = gpu.upload(&[rows.pointer.address(); 4])?;

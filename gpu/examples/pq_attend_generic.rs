@@ -10,11 +10,11 @@ use pq_core::PqShape;
 fn main() -> Result<()> {
     let gpu = Gpu::open()?;
     let (heads, group, n, quantizer) = (2, 4, 1000, PqShape::new(80, 5, 7)?);
-    let luts = gpu.upload(&numbers(heads * group * quantizer.lut_len()))?; // `Lut` makes them from queries
-    let codes = gpu.upload(&vec![0x5a_u8; heads * quantizer.codes_len(n)])?; // `EncodeGeneric` makes them from keys
+    let luts = gpu.upload(&numbers(heads * group * quantizer.lut_len()))?; // from `Lut`
+    let codes = gpu.upload(&vec![0x5a_u8; heads * quantizer.codes_len(n)])?; // from `EncodeGeneric`
     let centroids = gpu.upload(&numbers(heads * quantizer.codebook_len()))?;
     let lengths = gpu.upload(&[n as u32])?;
-    let bias: Vec<f32> = (0..heads * group * n).map(|i| (i % n) as f32 * 1e-3).collect(); // newer tokens count more
+    let bias: Vec<f32> = (0..heads * group * n).map(|i| (i % n) as f32 * 1e-3).collect(); // favours new tokens
     let bias = gpu.upload(&bias)?;
     let (out, log_sum_exp) = (gpu.zeros::<f32>(heads * group * 80)?, gpu.zeros::<f32>(heads * group)?);
     let arguments = AttendGenericArguments {

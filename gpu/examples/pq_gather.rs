@@ -36,6 +36,6 @@ fn main() -> Result<()> {
     let gather = Gather::new(&gpu, dim * size_of::<f16>())?;
     // SAFETY: the buffers have the shapes that the arguments name, and live until the results are read.
     unsafe { gather.launch(gpu.stream().cu_stream(), &arguments)? };
-    println!("{:?}", gpu.read(&keys)?.iter().step_by(dim).collect::<Vec<_>>()); // 3, 700, 9999 rounded to halves
+    println!("{:?}", gpu.read(&keys)?.iter().step_by(dim).collect::<Vec<_>>()); // 3, 700, 9999 as halves
     Ok(())
 }

@@ -40,6 +40,6 @@ fn main() -> Result<()> {
     };
     // SAFETY: the buffers have the shapes that the arguments name, and live until the results are read.
     unsafe { search.launch(gpu.stream().cu_stream(), &arguments)? };
-    println!("{} tokens: {:?} ...", gpu.read(&counts)?[0], &gpu.read(&tokens)?[..12]); // 0, 1, 2, 3, then found ones
+    println!("{} tokens: {:?} ...", gpu.read(&counts)?[0], &gpu.read(&tokens)?[..12]); // 4 sinks first
     Ok(())
 }
