@@ -14,7 +14,7 @@ fn main() -> Result<()> {
     let codes = gpu.upload(&vec![0x5a_u8; heads * quantizer.codes_len(n)])?; // from `EncodeGeneric`
     let centroids = gpu.upload(&numbers(heads * quantizer.codebook_len()))?;
     let lengths = gpu.upload(&[n as u32])?;
-    let bias: Vec<f32> = (0..heads * group * n).map(|i| (i % n) as f32 * 1e-3).collect(); // favours new tokens
+    let bias: Vec<f32> = (0..heads * group * n).map(|i| (i % n) as f32 * 1e-3).collect(); // recency bias
     let bias = gpu.upload(&bias)?;
     let (out, log_sum_exp) = (gpu.zeros::<f32>(heads * group * 80)?, gpu.zeros::<f32>(heads * group)?);
     let arguments = AttendGenericArguments {
