@@ -150,6 +150,12 @@ impl Device {
         name: &'static str,
         shared: usize,
     ) -> Result<Kernel, Error> {
+        if shared > self.shared_memory {
+            return Err(Error::Unsupported {
+                operation: format!("{program} with {shared} bytes of shared memory"),
+                supported: "shapes whose blocks fit the device's shared memory",
+            });
+        }
         let mut functions = self.functions.lock().unwrap_or_else(PoisonError::into_inner);
         let slot = functions.entry((program.clone(), name)).or_default().clone();
         drop(functions);
