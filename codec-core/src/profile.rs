@@ -159,12 +159,12 @@ impl Profile {
     ///
     /// # Errors
     /// [`Error::OutOfBounds`].
-    pub fn plane(&self, level: usize, layer: usize, side: Side) -> Result<Plane<'_>, Error> {
+    pub fn plane(&self, level: usize, layer: usize, side: Side) -> Result<&PlaneBuf, Error> {
         if layer >= self.info.layers {
             return Err(Error::OutOfBounds { what: "layer" });
         }
         let level = self.level(level)?;
-        Ok(level[2 * layer + usize::from(side == Side::Values)].view())
+        Ok(&level[2 * layer + usize::from(side == Side::Values)])
     }
 
     /// The planes of a level, (layers, 2).
@@ -227,8 +227,8 @@ impl Profile {
         let info = frame.info();
         self.check_model(info)?;
         let plane = |side| self.plane(info.level.into(), layer, side);
-        frame.decode_plane_to(&plane(Side::Keys)?, layer, Side::Keys, rope, place, keys)?;
-        frame.decode_plane_to(&plane(Side::Values)?, layer, Side::Values, None, place, values)
+        frame.decode_plane_to(&plane(Side::Keys)?.view(), layer, Side::Keys, rope, place, keys)?;
+        frame.decode_plane_to(&plane(Side::Values)?.view(), layer, Side::Values, None, place, values)
     }
 
     fn check_model(&self, info: &FrameInfo) -> Result<(), Error> {

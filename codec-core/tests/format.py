@@ -1,9 +1,15 @@
 #!/usr/bin/env python3
-"""Decodes the test vectors by FORMAT.md alone: a second implementation, to find gaps of the specification.
+"""Reads any frame by FORMAT.md alone: a second implementation, to find gaps of the specification. Needs numpy.
 
-    python codec-core/tests/format.py      # needs numpy
+    format.py PROFILE... FRAME          prints what the frame has: one line for each layer's keys and values
+    format.py PROFILE... FRAME -o OUT   and writes the elements (layers, 2, tokens, heads, head_dim) to OUT: f32, or the
+                                        bits of 16-bit elements of a lossless frame
+    format.py                           decodes the test vectors and compares them with their elements
+
+PROFILE is a profile (KVCM) or a plane (KVCP, KVCL; for any layer and side that was coded under it). FRAME is a frame (KVCC),
+or a chunk (KVCS), whose frames are read one after the other.
 """
-import math, pathlib, struct, zlib
+import argparse, math, pathlib, struct, sys, zlib
 import numpy as np
 
 F = np.float32
@@ -11,12 +17,21 @@ LARGEST = np.finfo(F).max
 FOLDER = pathlib.Path(__file__).parent / "vectors"
 
 
+class Bad(Exception):
+    """A file that is not what FORMAT.md says."""
+
+
+def check(condition, message="the coded data is corrupt"):
+    if not condition:
+        raise Bad(message)
+
+
 class Reader:
     def __init__(self, data):
         self.data, self.at = data, 0
 
     def take(self, n):
-        assert self.at + n <= len(self.data), "truncated"
+        check(self.at + n <= len(self.data), "the data ends too early")
         self.at += n
         return self.data[self.at - n:self.at]
 
@@ -70,21 +85,29 @@ def table(words):
     return int(words[0]), starts + [4096]
 
 
+def opened(data, magic, version):
+    """The fields of a form that ends with its CRC-32."""
+    check(data[:4] == magic, f"not a {magic.decode()}")
+    check(len(data) > 8 and data[4] == version, f"{magic.decode()} of an unknown version")
+    check(zlib.crc32(data[:-4]) == struct.unpack("<I", data[-4:])[0], f"{magic.decode()} does not match its checksum")
+    return Reader(data[5:-4])
+
+
 class Plane:
-    def __init__(self, data):
-        assert zlib.crc32(data[:-4]) == struct.unpack("<I", data[-4:])[0]
-        r = Reader(data[:-4])
-        assert r.take(4) == b"KVCP"
-        version, self.predictor, self.levels, models, self.range, zero = r.unpack("6B")
-        assert version == 2 and zero == 0
+    lossless = False
+
+    def __init__(self, data, transform=None):
+        """`transform`: another plane, whose transform this one has."""
+        r = opened(data, b"KVCP", 2)
+        self.predictor, self.levels, models, self.range, zero = r.unpack("5B")
+        check(zero == 0)
         self.group, channels, dim = r.unpack("HII")
         self.channels, self.dim = channels, dim
         self.mean = r.floats(channels)
         self.factors = r.floats(channels) if self.predictor == 1 else np.zeros(channels, F)
         self.steps = r.floats(channels) if self.levels == 0 else np.array([], F)
         self.centroids = r.floats(2)
-        maps = [r.floats(channels * dim).reshape(-1, dim, dim) for _ in range(2)] if dim else []
-        self.inverse = maps[1] if dim else None
+        self.maps = [r.floats(channels * dim).reshape(-1, dim, dim) for _ in range(2)] if dim else []
         if models == 0:
             raw = r.take(channels)
             self.models = [[family(byte)] for byte in raw]
@@ -92,10 +115,48 @@ class Plane:
             raw = r.take(2 * 65 * channels * models)
             words = np.frombuffer(raw, "<u2").reshape(channels, models, 65)
             self.models = [[table(words[c, k]) for k in range(models)] for c in range(channels)]
-        assert r.at == len(r.data)
-        numbers = [self.mean, self.factors if self.predictor == 1 else [], self.steps, self.centroids] + [m.ravel() for m in maps]
-        head = struct.pack("<BHBBI", self.predictor, self.group, self.levels, self.range, dim)
-        self.id = zlib.crc32(head + b"".join(np.asarray(x, "<f4").tobytes() for x in numbers) + bytes([models]) + raw)
+        check(r.at == len(r.data), "there are bytes after the end of the plane")
+        if transform:
+            check(dim == 0 and transform.dim, "a transform that is not shared")
+            self.dim, self.maps = transform.dim, transform.maps
+        numbers = [self.mean, self.factors if self.predictor == 1 else [], self.steps, self.centroids]
+        numbers += [m.ravel() for m in self.maps]
+        head = struct.pack("<BHBBI", self.predictor, self.group, self.levels, self.range, self.dim)
+        numbers = b"".join(np.asarray(x, "<f4").tobytes() for x in numbers)
+        self.id = zlib.crc32(head + numbers + bytes([models]) + raw)
+
+
+class LosslessPlane:
+    lossless = True
+
+    def __init__(self, data):
+        r = opened(data, b"KVCL", 1)
+        self.mantissa, zero, self.channels = r.unpack("BHI")
+        check(self.mantissa in (7, 10) and zero == 0)
+        self.tops = np.frombuffer(r.take(self.channels), np.uint8)
+        raw = r.take(2 * 65 * self.channels)
+        self.models = [[table(words)] for words in np.frombuffer(raw, "<u2").reshape(-1, 65)]
+        check(r.at == len(r.data), "there are bytes after the end of the plane")
+        self.id = zlib.crc32(bytes([self.mantissa]) + self.tops.tobytes() + b"\1" + raw)
+
+
+def planes(data):
+    """The planes of a profile or of a file with one plane."""
+    if data[:4] == b"KVCP":
+        return [Plane(data)]
+    if data[:4] == b"KVCL":
+        return [LosslessPlane(data)]
+    r = opened(data, b"KVCM", 1)
+    rotated, levels, layers, heads, dim, model = r.unpack("BHIIIQ")
+    check(rotated <= 1 and 1 <= levels <= 256 and layers > 0, "a profile with a field of an unknown value")
+    all = []
+    for i in range(levels * 2 * layers):
+        shared, length = r.unpack("BI")
+        check(shared <= (i >= 2 * layers), "a transform that is not shared")
+        all.append(Plane(r.take(length), all[i % (2 * layers)] if shared else None))
+        check(all[-1].channels == heads * dim, "planes of different numbers of channels")
+    check(r.at == len(r.data), "there are bytes after the end of the profile")
+    return all
 
 
 def context(k, code, low_bits):
@@ -119,14 +180,14 @@ def decode_rans(data, models, rows):
     for n in lengths:
         x.append(1 << n | bits & ((1 << n) - 1))
         bits >>= n
-    assert bits == 0
+    check(bits == 0)
     out, last = [], [None] * lanes
     any_low = any(m[0][0] for m in models)
     for t in range(rows + 1):
         if t == rows - warmup:
             for i in range(lanes):
                 x[i] -= 65536 * (carrying >> i & 1)
-                assert x[i] >= 0
+                check(x[i] >= 0)
         if t == rows:
             break
         row = []
@@ -152,7 +213,7 @@ def decode_rans(data, models, rows):
                 refill(i)
         out.append(row)
         last = row
-    assert x == [0] * lanes
+    check(x == [0] * lanes)
     return out, r.at
 
 
@@ -210,7 +271,7 @@ def decode_tile(data, plane, first, lanes, rows):
             half = (1 << low) >> 1
             bins.append(next(it) if code is None else (zigzag_back(code >> low) << low) + (code & ((1 << low) - 1)) - half)
         out.append(bins)
-    assert next(it, None) is None and end - at == used
+    check(next(it, None) is None and end - at == used)
     return out, None
 
 
@@ -221,14 +282,14 @@ def decode_block(data, lengths, plane, tokens):
     if plane.predictor == 2:
         for t in range(0, tokens, plane.group):
             scale = r.floats(1)[0]
-            assert 0 <= scale and np.isfinite(scale * F(127))
+            check(0 <= scale and np.isfinite(scale * F(127)))
             anchors[t] = np.frombuffer(r.take(channels), np.int8).astype(F) * scale
     if plane.levels:
         raw = np.frombuffer(r.take(2 * tokens), "<u2").astype("<u4") << 16
-        assert (raw < 0x7f80 << 16).all()
+        check((raw < 0x7f80 << 16).all())
         scales = np.maximum(raw.view("<f4") / F(plane.levels), F(2.0 ** -126))
     coded = [t for t in range(tokens) if t not in anchors]
-    assert coded or not any(lengths)
+    check(coded or not any(lengths))
     y = np.zeros((tokens, channels), F)
     for tile, length in enumerate(lengths):
         first = 32 * tile
@@ -247,52 +308,169 @@ def decode_block(data, lengths, plane, tokens):
             c = np.where(abs(row) == 1, plane.centroids[0], np.where(abs(row) == 2, plane.centroids[1], F(0))) * np.sign(row).astype(F)
             number = number * plane.factors[first:first + lanes] + (row.astype(F) + c.astype(F))
             y[t, first:first + lanes] = number * steps
-    assert r.at == len(data)
+    check(r.at == len(data))
     for t in range(tokens):
         if plane.predictor == 2:
             anchor = anchors[t // plane.group * plane.group]
             y[t] = anchor if t in anchors else y[t] + anchor
     if plane.dim:
         x = np.zeros_like(y)
-        for h, inverse in enumerate(plane.inverse):
+        for h, inverse in enumerate(plane.maps[1]):
             part = slice(h * plane.dim, (h + 1) * plane.dim)
             for i in range(plane.dim):
                 x[:, part] = x[:, part] + y[:, part][:, i:i + 1] * inverse[i]
         y = x
     y = np.clip(y + plane.mean, -LARGEST, LARGEST)
-    assert not np.isnan(y).any()
+    check(not np.isnan(y).any(), "decoded values must be finite")
     return y
 
 
-def decode_frame(data, plane):
-    assert data[:8] == b"KVCC\2\1\0\0" and zlib.crc32(data[:60]) == struct.unpack("<I", data[60:64])[0]
-    layers, heads, dim = struct.unpack("<3I", data[12:24])
-    tokens, block_tokens = struct.unpack("<2I", data[32:40])
-    channels = heads * dim
-    tiles, blocks = -(-channels // 32), -(-tokens // block_tokens)
-    index_len = 2 * layers * (4 + blocks * (12 + 2 * tiles))
-    index, payload = data[64:64 + index_len], data[64 + index_len + 4:]
-    assert zlib.crc32(index) == struct.unpack("<I", data[64 + index_len:][:4])[0]
-    r = Reader(index)
-    assert all(id == plane.id for id in r.unpack(f"{2 * layers}I")), "another plane"
-    start, planes = 0, []
-    for _ in range(2 * layers):
-        rows = []
-        for block in range(blocks):
-            end, checksum, *lengths = r.unpack(f"QI{tiles}H")
-            assert zlib.crc32(payload[start:end]) == checksum
-            rows.append(decode_block(payload[start:end], lengths, plane, min(block_tokens, tokens - block * block_tokens)))
-            start = end
-        planes.append(np.concatenate(rows))
-    assert start == len(payload)
-    return np.concatenate(planes)
+def decode_lossless_block(data, lengths, plane, tokens):
+    r, m = Reader(data), plane.mantissa
+    out = np.zeros((tokens, plane.channels), np.uint16)
+    for tile, length in enumerate(lengths):
+        first = 32 * tile
+        lanes = min(32, plane.channels - first)
+        tile = Reader(r.take(2 * length))
+        kind, padding, escapes = tile.unpack("BBH")
+        body = tile.take(2 * length - 4)
+        if kind == 0:
+            check(padding == escapes == 0 and len(body) == 2 * tokens * lanes)
+            out[:, first:first + lanes] = np.frombuffer(body, "<u2").reshape(tokens, lanes)
+            continue
+        check(kind == 1 and padding <= 1)
+        end = len(body) - 2 * escapes - padding
+        codes, used = decode_rans(body[:end], plane.models[first:first + lanes], tokens)
+        check(used == end)
+        escaped = iter(struct.unpack(f"<{escapes}H", body[end + padding:]))
+        for t, row in enumerate(codes):
+            for i, code in enumerate(row):
+                code = next(escaped) if code is None else code
+                exponent = (int(plane.tops[first + i]) - (code >> (m + 1))) % 2 ** (15 - m)
+                out[t, first + i] = (code >> m & 1) << 15 | exponent << m | code & ((1 << m) - 1)
+        check(next(escaped, None) is None)
+    check(r.at == len(data))
+    return out
 
 
-table_bytes = b"".join(struct.pack("<161I", *t) for t in T)
-assert zlib.crc32(table_bytes) == 0x088E9F43, "the tables of the families"
-for path in sorted(FOLDER.glob("*.kvcp")):
-    plane = Plane(path.read_bytes())
-    decoded = decode_frame(path.with_suffix(".kvcc").read_bytes(), plane)
-    expected = np.frombuffer(path.with_suffix(".f32").read_bytes(), "<f4").reshape(decoded.shape)
-    assert (decoded == expected).all(), (path.stem, abs(decoded - expected).max())
-    print(f"{path.stem}: {decoded.size} numbers, the same bits")
+class Frame:
+    """Header and elements of a frame."""
+
+    def __init__(self, data, planes):
+        """`planes`: planes by id."""
+        check(data[:4] == b"KVCC", "not a frame (KVCC)")
+        check(len(data) > 64 and data[4] == 2, "a frame of an unknown version")
+        check(zlib.crc32(data[:60]) == struct.unpack("<I", data[60:64])[0], "the header does not match its checksum")
+        order, self.element, self.rotated, layout, self.level, self.lossless, zero = data[5:12]
+        known = order == 1 and self.element < 3 and self.rotated < 2 and self.lossless < 2 and layout == zero == 0
+        check(known, "a frame with a field of an unknown value")
+        self.layers, self.heads, self.dim, self.first, self.tokens, self.block_tokens, self.model, payload_len = \
+            struct.unpack("<3IQ2IQQ", data[12:56])
+        check(all((self.layers, self.heads, self.dim)) and 1 <= self.block_tokens <= 1024, "a frame with a size of zero")
+        channels = self.heads * self.dim
+        tiles, blocks = -(-channels // 32), -(-self.tokens // self.block_tokens)
+        index_len = 2 * self.layers * (4 + blocks * (12 + 2 * tiles))
+        index, payload = data[64:64 + index_len], data[64 + index_len + 4:]
+        check(len(index) == index_len and len(payload) == payload_len, "the length is not that of the header")
+        check(zlib.crc32(index) == struct.unpack("<I", data[64 + index_len:][:4])[0], "the index does not match its checksum")
+        r = Reader(index)
+        ids = r.unpack(f"{2 * self.layers}I")
+        start, rows = 0, []
+        for i, id in enumerate(ids):
+            name = f"layer {i // 2} {('keys', 'values')[i % 2]}"
+            check(id in planes, f"{name}: coded under plane {id:08x}, which the profile does not have")
+            plane = planes[id]
+            check(plane.channels == channels and plane.lossless == bool(self.lossless), f"{name}: a plane of another kind")
+            decode = decode_lossless_block if self.lossless else decode_block
+            for block in range(blocks):
+                end, checksum, *lengths = r.unpack(f"QI{tiles}H")
+                check(zlib.crc32(payload[start:end]) == checksum, f"{name}: block {block} does not match its checksum")
+                tokens = min(self.block_tokens, self.tokens - block * self.block_tokens)
+                rows.append(decode(payload[start:end], lengths, plane, tokens))
+                start = end
+        check(start == len(payload))
+        shape = self.layers, 2, self.tokens, self.heads, self.dim
+        kind = "<u2" if self.lossless else "<f4"
+        self.rows = np.concatenate(rows).astype(kind).reshape(shape) if rows else np.zeros(shape, kind)
+
+    def values(self):
+        """The elements as numbers."""
+        if not self.lossless:
+            return self.rows
+        return self.rows.view("<f2") if self.element == 1 else (self.rows.astype("<u4") << 16).view("<f4")
+
+    def describe(self):
+        coding = f"lossless {('f32', 'f16', 'bf16')[self.element]}" if self.lossless else f"level {self.level}"
+        keys = f"keys {('before', 'after')[self.rotated]} RoPE"
+        yield f"model {self.model:016x}, {coding}, {keys}, tokens {self.first} to {self.first + self.tokens}, " \
+              f"{self.heads} heads of {self.dim}"
+        for layer, sides in enumerate(self.values()):
+            for name, rows in zip(("keys", "values"), sides):
+                rows = rows.astype("f8")
+                spread = f"{rows.min():.5g} to {rows.max():.5g}, deviation {rows.std():.5g}" if rows.size else "empty"
+                yield f"layer {layer} {name}: {spread}"
+
+
+def frames(data, planes):
+    """The frames of a chunk, or one frame."""
+    if data[:4] != b"KVCS":
+        return [Frame(data, planes)]
+    check(len(data) >= 8 and data[4] == 1 and data[5] == 0, "a chunk of an unknown version")
+    entries = struct.unpack("<H", data[6:8])[0]
+    at = 8 + 24 * entries
+    check(zlib.crc32(data[:at]) == struct.unpack("<I", data[at:at + 4])[0], "the directory does not match its checksum")
+    r, at, all = Reader(data[8:at]), at + 4, []
+    for _ in range(entries):
+        first, tokens, level, lossless, zero, length = r.unpack("QIBBHQ")
+        frame = Frame(data[at:at + length], planes)
+        said = frame.first, frame.tokens, frame.level, frame.lossless
+        check(said == (first, tokens, level, lossless) and zero == 0, "an entry of the directory differs from its frame")
+        all.append(frame)
+        at += length
+    check(at == len(data), "there are bytes after the last frame")
+    return all
+
+
+def read(profiles, frame):
+    by_id = {plane.id: plane for path in profiles for plane in planes(pathlib.Path(path).read_bytes())}
+    return frames(pathlib.Path(frame).read_bytes(), by_id)
+
+
+def check_vectors():
+    table_bytes = b"".join(struct.pack("<161I", *t) for t in T)
+    check(zlib.crc32(table_bytes) == 0x088E9F43, "the tables of the families")
+    for profile in sorted(path for path in FOLDER.iterdir() if path.suffix in (".kvcp", ".kvcl", ".kvcm")):
+        [frame] = read([profile], profile.with_suffix(".kvcc"))
+        expected = profile.with_suffix(".u16" if frame.lossless else ".f32").read_bytes()
+        check(frame.rows.tobytes() == expected, f"{profile.stem} differs")
+        print(f"{profile.stem}: {frame.rows.size} elements, the same bits")
+    both = read([FOLDER / "transform.kvcp", FOLDER / "tables.kvcp"], FOLDER / "levels.kvcs")
+    for frame, name in zip(both, ("transform", "tables")):
+        check(frame.rows.tobytes() == (FOLDER / f"{name}.f32").read_bytes(), f"{name} of the chunk differs")
+    print("levels: a chunk of 2 frames, the same bits")
+
+
+def main():
+    parser = argparse.ArgumentParser(usage="format.py [PROFILE... FRAME [-o OUT]]", description=__doc__.splitlines()[0])
+    parser.add_argument("files", nargs="*", metavar="PROFILE... FRAME")
+    parser.add_argument("-o", metavar="OUT", dest="out")
+    arguments = parser.parse_args()
+    *profiles, frame = arguments.files or [None]
+    if frame is None:
+        return check_vectors()
+    if not profiles:
+        parser.error("a profile or a plane, then a frame")
+    all = read(profiles, frame)
+    for frame in all:
+        print(*frame.describe(), sep="\n")
+    if arguments.out:
+        pathlib.Path(arguments.out).write_bytes(b"".join(frame.rows.tobytes() for frame in all))
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (Bad, OSError) as error:
+        sys.exit(f"format.py: {error}")
+    except (IndexError, StopIteration, ValueError, struct.error):  # of lists and numbers read from forged bytes
+        sys.exit("format.py: the coded data is corrupt")

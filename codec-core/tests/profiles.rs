@@ -74,7 +74,7 @@ fn a_profile_is_its_planes() {
         for (i, sample) in widened.iter().enumerate() {
             let (layer, side) = (i / 2, [Side::Keys, Side::Values][i % 2]);
             planes.push(fit_plane(level, layer, side, sample).unwrap());
-            assert_eq!(profile.plane(level, layer, side).unwrap(), planes[i].view());
+            assert_eq!(profile.plane(level, layer, side).unwrap(), &planes[i]);
         }
         let info = FrameInfo { first_token: 9, block_tokens: 32, ..profile.frame_info(level as u8, TOKENS) };
         let views: Vec<_> = planes.iter().map(PlaneBuf::view).collect();
@@ -91,7 +91,7 @@ fn a_profile_is_its_planes() {
             profile.decode_layer_to(&frame, layer, None, &place, &mut keys, &mut values).unwrap();
             for (side, out) in [(Side::Keys, &keys), (Side::Values, &values)] {
                 let mut expected = vec![0.0; out.len()];
-                let plane = profile.plane(level, layer, side).unwrap();
+                let plane = profile.plane(level, layer, side).unwrap().view();
                 frame.decode_plane_to(&plane, layer, side, None, &place, &mut expected).unwrap();
                 assert_eq!(out, &expected);
             }
@@ -110,7 +110,7 @@ fn bytes_return_the_profile_and_transforms_are_stored_once() {
     let lone: usize = planes
         .flat_map(|(level, layer)| [Side::Keys, Side::Values].map(|side| (level, layer, side)))
         .map(|(level, layer, side)| {
-            let parts = profile.plane(level, layer, side).unwrap().parts();
+            let parts = profile.plane(level, layer, side).unwrap().view().parts();
             let shared = level == 1 && parts.transform.is_some();
             let factors =
                 if let Predictor::Previous(factors) = parts.predictor { 4 * factors.len() } else { 0 };
@@ -164,7 +164,7 @@ fn frames_of_other_models_levels_and_planes_are_refused() {
         let (mut keys, mut values) = (vec![f16::ZERO; 840], vec![f16::ZERO; 840]);
         profile.decode_layer_to(&frame, 1, None, &PLACE, &mut keys, &mut values)
     };
-    let planes = |order: [(usize, Side); 6]| order.map(|(l, side)| profile.plane(0, l, side).unwrap());
+    let planes = |order: [(usize, Side); 6]| order.map(|(l, side)| profile.plane(0, l, side).unwrap().view());
     let (k, v) = (Side::Keys, Side::Values);
     let slices: Vec<Vec<f32>> =
         tensors.iter().map(|rows| rows.iter().map(|x| x.to_f32()).collect()).collect();

@@ -7,9 +7,11 @@
 #![allow(clippy::unwrap_used, clippy::panic)] // helpers of tests, too
 
 use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::sync::Arc;
 
 use codec_core::*;
+use half::f16;
 
 const HEADS: usize = 2;
 const HEAD_DIM: usize = 20;
@@ -182,6 +184,7 @@ fn streams_without_loss() {
     let mut frame = vec![];
     encode_lossless_frame(&info, &[plane; 2], &[&bits[..]; 2], &mut frame).unwrap();
     check("lossless.kvcc", &frame);
+    check("lossless.u16", &bits.repeat(2).iter().flat_map(|x| x.to_le_bytes()).collect::<Vec<_>>());
     let decode = |frame: &[u8]| -> Result<Vec<u16>, Error> {
         let frame = Frame::parse(frame, info.elements())?;
         let mut out = vec![0; bits.len()];
@@ -194,4 +197,88 @@ fn streams_without_loss() {
     };
     assert_eq!(decode(&frame).unwrap(), bits);
     assert_every_flip_is_noticed("lossless", &frame, |bytes| decode(bytes).is_ok());
+}
+
+/// A model of two layers, whose keys have a transform, at two levels; the frame is of half-precision rows.
+#[test]
+fn a_profile() {
+    let model = ModelInfo {
+        model_id: ModelInfo::id_of("vectors"),
+        layers: 2,
+        heads: HEADS,
+        head_dim: HEAD_DIM,
+        keys_rotated: true,
+    };
+    let planes: Vec<Vec<f16>> =
+        (5..9).map(|seed| rows(seed, 2.0).into_iter().map(f16::from_f32).collect()).collect();
+    let rows: Vec<_> =
+        planes.chunks_exact(2).map(|layer| LayerRows { keys: &layer[0][..], values: &layer[1] }).collect();
+    let place = Place::nhd(HEADS, HEAD_DIM);
+    let profile = Profile::fit(model, 2, TOKENS, &rows, &place, |level, layer, side, sample| {
+        let steps = [[0.125, 0.5][level]; CHANNELS];
+        let options = FitOptions {
+            predictor: [PredictorKind::Mean, PredictorKind::Previous][layer],
+            steps: Steps::Given(&steps),
+            models: ModelKind::Families,
+            coder: Coder::InterleavedRans,
+        };
+        PlaneBuf::fit(sample, CHANNELS, (side == Side::Keys).then(transform), &options)
+    });
+    let profile = profile.unwrap();
+    check("model.kvcm", &profile.to_bytes());
+    let info = FrameInfo { block_tokens: 30, first_token: 4, ..profile.frame_info(1, TOKENS) };
+    let mut frame = vec![0; info.max_frame_len()];
+    let len = profile.encode_into(&info, &rows, &place, &mut frame).unwrap();
+    check("model.kvcc", &frame[..len]);
+    let frame = Frame::parse(&frame[..len], info.elements()).unwrap();
+    let mut decoded = vec![0.0_f32; 4 * TOKENS * CHANNELS];
+    for (layer, out) in decoded.chunks_exact_mut(2 * TOKENS * CHANNELS).enumerate() {
+        let (keys, values) = out.split_at_mut(TOKENS * CHANNELS);
+        profile.decode_layer_to(&frame, layer, None, &place, keys, values).unwrap();
+    }
+    check("model.f32", &decoded.iter().flat_map(|x| x.to_le_bytes()).collect::<Vec<_>>());
+}
+
+/// `format.py` reads every vector from the command line, to the same bits, and refuses what does not belong
+/// together in one line. `PYTHON` names an interpreter that has numpy.
+#[test]
+fn the_second_reader_agrees() {
+    let python = std::env::var_os("PYTHON").unwrap_or_else(|| "python3".into());
+    let run = |arguments: &[&Path]| {
+        let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/format.py");
+        Command::new(&python).arg(script).args(arguments).output()
+    };
+    let numpy = Command::new(&python).args(["-c", "import numpy"]).output();
+    if !numpy.is_ok_and(|output| output.status.success()) {
+        println!("SKIPPED: no Python with numpy");
+        return;
+    }
+    let out = std::env::temp_dir().join(format!("codec-core-vectors-{}", std::process::id()));
+    let read = |profiles: &[&str], frame: &str, expected: &str| {
+        let profiles = profiles.iter().map(|name| folder().join(name));
+        let files: Vec<PathBuf> = profiles.chain([folder().join(frame), "-o".into(), out.clone()]).collect();
+        let output = run(&files.iter().map(PathBuf::as_path).collect::<Vec<_>>()).unwrap();
+        let message = String::from_utf8(output.stderr).unwrap();
+        assert!(output.status.success(), "{frame}: {message}");
+        assert!(std::fs::read(&out).unwrap() == std::fs::read(folder().join(expected)).unwrap(), "{frame}");
+        String::from_utf8(output.stdout).unwrap()
+    };
+    for name in ["transform", "tables", "context", "paper", "token-scale"] {
+        read(&[&format!("{name}.kvcp")], &format!("{name}.kvcc"), &format!("{name}.f32"));
+    }
+    read(&["lossless.kvcl"], "lossless.kvcc", "lossless.u16");
+    let text = read(&["model.kvcm"], "model.kvcc", "model.f32");
+    let lines: Vec<&str> = text.lines().collect();
+    let head = "level 1, keys after RoPE, tokens 4 to 57, 2 heads of 20";
+    assert!(
+        lines.len() == 5 && lines[0].ends_with(head) && lines[4].starts_with("layer 1 values: "),
+        "{text}"
+    );
+    let whole = run(&[]).unwrap();
+    assert!(whole.status.success(), "{}", String::from_utf8_lossy(&whole.stderr));
+    let refused = run(&[&folder().join("paper.kvcp"), &folder().join("tables.kvcc")]).unwrap();
+    let message = String::from_utf8(refused.stderr).unwrap();
+    assert!(!refused.status.success() && message.lines().count() == 1, "{message}");
+    assert!(message.starts_with("format.py: layer 0 keys: coded under plane "), "{message}");
+    std::fs::remove_file(&out).unwrap();
 }
