@@ -15,6 +15,7 @@ use crate::{Backend, Coder, Error, PlaneBuf, TransformBuf, block};
 
 /// The predictor for [`PlaneBuf::fit`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub enum PredictorKind {
     /// No prediction, not even the mean.
     None,
@@ -33,7 +34,7 @@ pub enum PredictorKind {
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Steps<'a> {
     /// A multiple of the standard deviation, per channel, after the mean or the anchor is subtracted
-    /// (CacheGen).
+    /// (CacheGen). A channel that does not vary in the sample gets the median deviation of the others.
     Deviations(f32),
     /// The given step for each channel: (channels,).
     Given(&'a [f32]),
@@ -43,6 +44,7 @@ pub enum Steps<'a> {
 
 /// The kind of probability models for [`PlaneBuf::fit`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub enum ModelKind {
     /// The best of 256 families for each channel, one byte per channel.
     Families,
@@ -65,6 +67,19 @@ pub struct FitOptions<'a> {
     pub coder: Coder,
 }
 
+impl Default for FitOptions<'_> {
+    /// Needs no access to the model: the mean, steps of a quarter of each channel's standard deviation,
+    /// families, interleaved rANS.
+    fn default() -> Self {
+        Self {
+            predictor: PredictorKind::Mean,
+            steps: Steps::Deviations(0.25),
+            models: ModelKind::Families,
+            coder: Coder::InterleavedRans,
+        }
+    }
+}
+
 impl PlaneBuf {
     /// Fits means, factors, steps and a probability model per channel to sample rows.
     ///
@@ -75,6 +90,17 @@ impl PlaneBuf {
     /// [`Error::OutOfRange`] for values that mean or transform carry beyond the range of `f32`.
     /// # Cost
     /// Tens of operations per element; families try two dozen candidates per channel.
+    /// # Examples
+    /// ```
+    /// use codec_core::*;
+    /// # let mut state = 1_u32;
+    /// # let mut noise = || { state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223); (state >> 8) as f32 / 8e6 };
+    /// # let sample: Vec<f32> = (0..200 * 8).map(|i| noise() * (1 + i % 8) as f32).collect();
+    /// let channels = 8; // of `sample`, (tokens, channels)
+    /// let plane = PlaneBuf::fit(&sample, channels, None, &FitOptions::default())?;
+    /// assert_eq!(PlaneBuf::from_bytes(&plane.to_bytes())?, plane);
+    /// # Ok::<(), Error>(())
+    /// ```
     pub fn fit(
         rows: &[f32],
         channels: usize,
@@ -112,7 +138,11 @@ impl PlaneBuf {
             return Err(Error::OutOfRange { channel: i % channels });
         }
         let sample = Sample::new(&rows, channels, options)?;
-        let columns: Vec<Column> = (0..channels).map(|c| sample.column(c)).collect::<Result<_, _>>()?;
+        let residuals: Vec<Residuals> = (0..channels).map(|c| sample.residuals(c)).collect();
+        let typical = typical_deviation(&residuals);
+        let columns = residuals.into_iter().enumerate();
+        let columns: Vec<Column> =
+            columns.map(|(c, residuals)| sample.column(c, residuals, typical)).collect::<Result<_, _>>()?;
         let centroids = match options.steps {
             Steps::TokenAbsmax(_) => [0.0; 2], // as LMCache
             _ => centroids(&columns),
@@ -141,6 +171,16 @@ impl PlaneBuf {
     ///
     /// # Errors
     /// As [`Self::fit`]; [`Error::Zero`] for no predictors.
+    /// # Examples
+    /// ```
+    /// use codec_core::*;
+    /// // Each token is close to the one before.
+    /// let sample: Vec<f32> = (0..200 * 8).map(|i| (i as f32 * 1e-3).sin() + (i % 8) as f32).collect();
+    /// let predictors = [PredictorKind::Mean, PredictorKind::Previous];
+    /// let plane = PlaneBuf::fit_best(&sample, 8, None, &FitOptions::default(), &predictors)?;
+    /// assert!(matches!(plane.view().parts().predictor, Predictor::Previous(_)));
+    /// # Ok::<(), Error>(())
+    /// ```
     pub fn fit_best(
         rows: &[f32],
         channels: usize,
@@ -183,6 +223,28 @@ struct Sample<'a> {
     token_steps: Vec<f32>,
 }
 
+/// The coefficients of a channel minus the anchor.
+struct Residuals {
+    values: Vec<f32>,
+    squares: f64,
+}
+
+impl Residuals {
+    fn deviation(&self) -> f64 {
+        libm::sqrt(self.squares / self.values.len().max(1) as f64)
+    }
+}
+
+/// The median deviation of the channels that vary; 0 if none does.
+fn typical_deviation(all: &[Residuals]) -> f64 {
+    let mut deviations: Vec<f64> = all.iter().map(Residuals::deviation).filter(|&x| x > 0.0).collect();
+    deviations.sort_unstable_by(f64::total_cmp);
+    deviations.get(deviations.len() / 2).copied().unwrap_or(0.0)
+}
+
+/// A channel whose deviation is this part of the typical one is constant but for rounding.
+const CONSTANT: f64 = 1e-6;
+
 /// One channel of a sample, as the coder sees it.
 struct Column {
     step: f32,
@@ -214,9 +276,9 @@ impl<'a> Sample<'a> {
         Ok(Self { rows, channels, options, token_steps })
     }
 
-    fn column(&self, c: usize) -> Result<Column, Error> {
+    fn residuals(&self, c: usize) -> Residuals {
         let all: Vec<f32> = self.rows.iter().skip(c).step_by(self.channels).copied().collect();
-        let residuals: Vec<f32> = match self.options.predictor {
+        let values: Vec<f32> = match self.options.predictor {
             // Anchors are not quantized here: the effect of their 8 bits on a model is small.
             PredictorKind::Anchor { group } => all
                 .chunks(group.into())
@@ -224,11 +286,21 @@ impl<'a> Sample<'a> {
                 .collect(),
             _ => all,
         };
-        let squares: f64 = residuals.iter().map(|&x| f64::from(x) * f64::from(x)).sum();
-        let variance = squares / residuals.len().max(1) as f64;
+        let squares = values.iter().map(|&x| f64::from(x) * f64::from(x)).sum();
+        Residuals { values, squares }
+    }
+
+    fn column(&self, c: usize, residuals: Residuals, typical: f64) -> Result<Column, Error> {
+        let deviation = match residuals.deviation() {
+            // Should it vary later, a step in proportion would be so small that its whole tile is coded at 16
+            // bits per element.
+            deviation if deviation < CONSTANT * typical => typical,
+            deviation => deviation,
+        };
+        let Residuals { values: residuals, squares } = residuals;
         let step = match self.options.steps {
             Steps::Given(steps) => steps[c],
-            Steps::Deviations(size) => (size * libm::sqrt(variance) as f32).clamp(1e-12, 1e30),
+            Steps::Deviations(size) => (size * deviation as f32).clamp(1e-12, 1e30),
             Steps::TokenAbsmax(_) => 1.0,
         };
         if !(step.is_finite() && step > 0.0) {
