@@ -143,6 +143,27 @@ impl<'a> Chunk<'a> {
 ///
 /// # Errors
 /// The errors of [`Frame::parse`]; [`Error::TooLarge`] for more than 65,535 frames; `out` is then unchanged.
+/// # Examples
+/// ```
+/// # use codec_core::*;
+/// # let rows: Vec<f32> = (0..800).map(|i| (i as f32 * 0.7).sin() * (1 + i % 8) as f32).collect();
+/// // The same tokens at two levels; the receiver fetches one of them.
+/// let mut frames = vec![];
+/// for (level, step) in [0.1, 0.5].into_iter().enumerate() {
+///     let options = FitOptions { steps: Steps::Deviations(step), ..FitOptions::default() };
+///     let plane = PlaneBuf::fit(&rows, 8, None, &options)?;
+///     let info = FrameInfo { level: level as u8, ..FrameInfo::new(1, 2, 4, 100) };
+///     let mut frame = vec![];
+///     encode_frame(&info, &[plane.view(); 2], &[&rows, &rows], &mut frame)?;
+///     frames.push(frame);
+/// }
+/// let mut bytes = vec![];
+/// write_chunk(&[&frames[0], &frames[1]], &mut bytes)?;
+/// let chunk = Chunk::parse(&bytes)?;
+/// assert!(chunk.entry(1)?.len < chunk.entry(0)?.len);
+/// assert_eq!(Frame::parse(chunk.frame(1)?, 1 << 20)?.info().level, 1);
+/// # Ok::<(), Error>(())
+/// ```
 #[cfg(feature = "alloc")]
 pub fn write_chunk(frames: &[&[u8]], out: &mut Vec<u8>) -> Result<(), Error> {
     let count = u16::try_from(frames.len()).map_err(|_| Error::TooLarge)?;

@@ -37,6 +37,19 @@ impl<'a> Frame<'a> {
     /// [`Error::TrailingBytes`], [`Error::BadMagic`], [`Error::BadVersion`], [`Error::BadChecksum`],
     /// [`Error::BadField`], [`Error::Zero`], [`Error::TooLarge`]; [`Error::Corrupt`] for an index whose
     /// blocks are not consecutive.
+    /// # Examples
+    /// ```
+    /// # use codec_core::*;
+    /// # let rows: Vec<f32> = (0..800).map(|i| (i as f32 * 0.7).sin() * (1 + i % 8) as f32).collect();
+    /// # let plane = PlaneBuf::fit(&rows, 8, None, &FitOptions::default())?;
+    /// # let (info, mut bytes) = (FrameInfo { block_tokens: 64, ..FrameInfo::new(1, 2, 4, 100) }, vec![]);
+    /// # encode_frame(&info, &[plane.view(); 2], &[&rows, &rows], &mut bytes)?;
+    /// // The receiver allows what it has memory for.
+    /// let frame = Frame::parse(&bytes, 1_000_000)?;
+    /// assert_eq!((frame.info().tokens, frame.info().blocks()), (100, 2));
+    /// assert_eq!(Frame::parse(&bytes, 1_000).err(), Some(Error::Limit { needed: 1_600, limit: 1_000 }));
+    /// # Ok::<(), Error>(())
+    /// ```
     pub fn parse(bytes: &'a [u8], max_elements: usize) -> Result<Self, Error> {
         let (header, rest) = bytes.split_first_chunk::<HEADER>().ok_or(Error::Truncated)?;
         let (info, payload_len) = FrameInfo::read(header)?;

@@ -13,6 +13,7 @@ const MAX_LEVELS: usize = 1 << 8;
 
 /// What a [`Profile`] belongs to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct ModelInfo {
     /// The user's identifier of the model: a hash of its weights, or [`Self::id_of`] its name.
     pub model_id: u64,
@@ -89,12 +90,7 @@ pub struct LayerRows<'a, E> {
 ///
 /// // Two levels: steps of a tenth and of half of each channel's standard deviation.
 /// let profile = Profile::fit(model, 2, tokens, &rows, &place, |level, _layer, _side, sample| {
-///     let options = FitOptions {
-///         predictor: PredictorKind::Mean,
-///         steps: Steps::Deviations([0.1, 0.5][level]),
-///         models: ModelKind::Families,
-///         coder: Coder::InterleavedRans,
-///     };
+///     let options = FitOptions { steps: Steps::Deviations([0.1, 0.5][level]), ..FitOptions::default() };
 ///     PlaneBuf::fit(sample, model.channels(), None, &options)
 /// })?;
 /// let profile = Profile::from_bytes(&profile.to_bytes())?; // a file, once per model

@@ -94,6 +94,16 @@ impl StreamPolicy {
     /// positive.
     /// # Source
     /// CacheGen (SIGCOMM 2024), 5.3 and algorithm 1.
+    /// # Examples
+    /// ```
+    /// use codec_core::*;
+    /// let chunk = ChunkSizes { levels: &[60_000_000, 30_000_000], text: 6_000, recompute: 2.0 };
+    /// let policy = StreamPolicy { slo: 1.0, first_level: 0, prior: None };
+    /// // Two chunks are left after 0.4 s, at 120 MB/s: only the second level is in time.
+    /// let decision = policy.decide(&[chunk; 2], Some(120e6), 0.4, 1)?;
+    /// assert_eq!(decision.encoding, Encoding::Level(1));
+    /// # Ok::<(), Error>(())
+    /// ```
     pub fn decide(
         &self,
         chunks: &[ChunkSizes<'_>],

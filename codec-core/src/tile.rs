@@ -11,6 +11,7 @@ use crate::{Backend, Error, Models, range, rans};
 
 /// The entropy coder of a plane's tiles.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub enum Coder {
     /// 32 interleaved range-ANS (rANS) coders, which decode 32 symbols at a time.
     InterleavedRans,

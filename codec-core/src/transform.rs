@@ -132,6 +132,20 @@ impl<'a> RopeTable<'a> {
     /// `cos`, `sin` (tokens, head_dim / 2).
     /// # Errors
     /// [`Error::OddHeadDim`], [`Error::Length`].
+    /// # Examples
+    /// ```
+    /// use codec_core::RopeTable;
+    /// let (head_dim, first_token, tokens) = (8, 100, 3);
+    /// let angle = |token: usize, i: usize| token as f32 * 10_000_f32.powf(-2.0 * i as f32 / head_dim as f32);
+    /// let angles: Vec<f32> = (first_token..first_token + tokens)
+    ///     .flat_map(|token| (0..head_dim / 2).map(move |i| angle(token, i)))
+    ///     .collect();
+    /// let cos: Vec<f32> = angles.iter().map(|x| x.cos()).collect();
+    /// let sin: Vec<f32> = angles.iter().map(|x| x.sin()).collect();
+    /// let rope = RopeTable::halves(head_dim, &cos, &sin)?; // for `decode_plane_to` of 3 tokens
+    /// # let _ = rope;
+    /// # Ok::<(), codec_core::Error>(())
+    /// ```
     pub fn halves(head_dim: usize, cos: &'a [f32], sin: &'a [f32]) -> Result<Self, Error> {
         Self::new(head_dim, cos, sin, false)
     }

@@ -1,36 +1,76 @@
-//! Any bytes are rejected as a plane, or give one that encodes and decodes.
+//! Profiles with changed bytes are rejected, or give one that returns from its own bytes and decodes what it encodes.
 #![no_main]
+
+use std::sync::OnceLock;
 
 use codec_core::*;
 use libfuzzer_sys::fuzz_target;
 
-fuzz_target!(|input: (Vec<u8>, Vec<u8>)| {
-    let (mut bytes, rows) = input;
-    // Half of the inputs get a valid checksum, so that the code behind the check is reached.
-    if let Some((body, _)) = bytes.split_last_chunk::<4>().filter(|_| rows.len() % 2 == 0) {
-        let checksum = crc32fast::hash(body).to_le_bytes();
-        let at = bytes.len() - 4;
-        bytes[at..].copy_from_slice(&checksum);
+const TOKENS: usize = 12;
+const CHANNELS: usize = 6;
+/// Length of the header, before the planes.
+const HEADER: usize = 28;
+
+fn rows() -> Vec<f32> {
+    (0..TOKENS * CHANNELS).map(|i| (i as f32).cos() * (1 + i % 7) as f32).collect()
+}
+
+/// Two levels of two layers; the levels share the transforms of keys.
+static PROFILE: OnceLock<Vec<u8>> = OnceLock::new();
+
+fn profile() -> Vec<u8> {
+    let info = ModelInfo { model_id: 1, layers: 2, heads: 2, head_dim: 3, keys_rotated: false };
+    let map: Vec<f32> = (0..18).map(|i| if i % 9 % 4 == 0 { 1.0 } else { 0.0 }).collect();
+    let transform = std::sync::Arc::new(TransformBuf::new(3, map.clone(), map).unwrap());
+    let (rows, place) = (rows(), Place::nhd(2, 3));
+    let layers = [LayerRows { keys: &rows, values: &rows }; 2];
+    let fit = |_, _, side, sample: &[f32]| {
+        let transform = (side == Side::Keys).then(|| transform.clone());
+        PlaneBuf::fit(sample, CHANNELS, transform, &FitOptions::default())
+    };
+    Profile::fit(info, 2, TOKENS, &layers, &place, fit).unwrap().to_bytes()
+}
+
+/// Recomputes the checksums of the planes that the lengths lead to, and that of all.
+fn mend(bytes: &mut [u8]) {
+    let end = bytes.len() - 4;
+    let mut at = HEADER;
+    while let Some(length) = bytes[..end].get(at + 1..at + 5) {
+        let next = at + 5 + u32::from_le_bytes(length.try_into().unwrap()) as usize;
+        let Some(body) = bytes[..end].get_mut(at + 5..next).filter(|plane| plane.len() >= 4) else { break };
+        let (body, checksum) = body.split_at_mut(next - at - 9);
+        checksum.copy_from_slice(&crc32fast::hash(body).to_le_bytes());
+        at = next;
     }
-    let Ok(plane) = PlaneBuf::from_bytes(&bytes) else { return };
-    assert_eq!(plane.to_bytes(), bytes);
-    let plane = plane.view();
-    let channels = plane.channels();
-    let tokens = rows.len() / channels;
-    let rows: Vec<f32> = rows[..tokens * channels].iter().map(|&x| f32::from(x) - 128.0).collect();
-    let info = FrameInfo { keys_rotated: true, block_tokens: 64, ..FrameInfo::new(1, 1, channels, tokens) };
-    let mut frame = Vec::new();
-    // A mean or a map of 1e38 may carry values out of range, which must give an error.
-    if encode_frame(&info, &[plane; 2], &[&rows[..]; 2], &mut frame).is_ok() {
-        let frame = Frame::parse(&frame, usize::MAX).unwrap();
-        let mut out = vec![0.0; rows.len()];
-        match frame.decode_plane_into(&plane, 0, Side::Values, None, &mut out) {
-            Ok(()) => assert!(out.iter().all(|x| x.is_finite())),
-            // The inverse map may sum two infinities to a NaN.
-            Err(error) => {
-                assert_eq!(error, Error::NotFinite { what: "decoded values" });
-                assert!(plane.parts().transform.is_some());
-            }
+    let checksum = crc32fast::hash(&bytes[..end]).to_le_bytes();
+    bytes[end..].copy_from_slice(&checksum);
+}
+
+fuzz_target!(|input: (Vec<(u16, u8)>, u16)| {
+    let (changes, cut) = input;
+    let mut bytes = PROFILE.get_or_init(profile).clone();
+    if cut > 0 {
+        bytes.truncate((usize::from(cut) % bytes.len()).max(HEADER + 4));
+    }
+    for (at, value) in changes {
+        let at = usize::from(at) % (bytes.len() - 4);
+        bytes[at] ^= value;
+    }
+    mend(&mut bytes);
+    let Ok(profile) = Profile::from_bytes(&bytes) else { return };
+    assert_eq!(Profile::from_bytes(&profile.to_bytes()).as_ref(), Ok(&profile));
+    let (info, rows) = (profile.frame_info(0, TOKENS), rows());
+    let place = Place::nhd(info.heads, info.head_dim);
+    let layers = vec![LayerRows { keys: &rows[..], values: &rows[..] }; info.layers];
+    let mut frame = vec![0; info.max_frame_len()];
+    // A mean or a map of 1e38 may carry values out of range, and other heads need other rows.
+    let Ok(len) = profile.encode_into(&info, &layers, &place, &mut frame) else { return };
+    let frame = Frame::parse(&frame[..len], info.elements()).unwrap();
+    let (mut keys, mut values) = (rows.clone(), rows.clone());
+    for layer in 0..info.layers {
+        match profile.decode_layer_to(&frame, layer, None, &place, &mut keys, &mut values) {
+            Ok(()) => assert!(keys.iter().chain(&values).all(|x| x.is_finite())),
+            Err(error) => assert_eq!(error, Error::NotFinite { what: "decoded values" }),
         }
     }
 });

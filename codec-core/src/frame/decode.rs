@@ -33,6 +33,20 @@ impl<'a> Frame<'a> {
     /// are then unspecified.
     /// # Cost
     /// No allocation. A transform costs head_dim multiply-adds for each coefficient that is not zero.
+    /// # Examples
+    /// ```
+    /// # use codec_core::*;
+    /// # let rows: Vec<f32> = (0..800).map(|i| (i as f32 * 0.7).sin() * (1 + i % 8) as f32).collect();
+    /// # let plane = PlaneBuf::fit(&rows, 8, None, &FitOptions::default())?;
+    /// # let (info, mut bytes) = (FrameInfo { block_tokens: 64, ..FrameInfo::new(1, 2, 4, 100) }, vec![]);
+    /// # encode_frame(&info, &[plane.view(); 2], &[&rows, &rows], &mut bytes)?;
+    /// let frame = Frame::parse(&bytes, info.elements())?;
+    /// let index = BlockIndex { layer: 0, side: Side::Keys, block: 1 };
+    /// let mut out = vec![0.0; info.tokens_of_block(1).len() * info.channels()];
+    /// frame.decode_block_into(&plane.view(), index, None, &mut out)?;
+    /// assert!((out[0] - rows[64 * 8]).abs() < 0.1);
+    /// # Ok::<(), Error>(())
+    /// ```
     pub fn decode_block_into(
         &self,
         plane: &Plane<'_>,
@@ -72,6 +86,25 @@ impl<'a> Frame<'a> {
     /// `out`. `out` is unchanged after any error.
     /// # Cost
     /// No allocation. The block is decoded to `scratch` and copied.
+    /// # Examples
+    /// ```
+    /// # use codec_core::*;
+    /// # let rows: Vec<f32> = (0..800).map(|i| (i as f32 * 0.7).sin() * (1 + i % 8) as f32).collect();
+    /// # let plane = PlaneBuf::fit(&rows, 8, None, &FitOptions::default())?;
+    /// # let (info, mut bytes) = (FrameInfo { block_tokens: 64, ..FrameInfo::new(1, 2, 4, 100) }, vec![]);
+    /// # encode_frame(&info, &[plane.view(); 2], &[&rows, &rows], &mut bytes)?;
+    /// use half::bf16;
+    /// let frame = Frame::parse(&bytes, info.elements())?;
+    /// // (heads, tokens, head_dim) with room for 128 tokens.
+    /// let (place, mut cache) = (Place::hnd(128, 4), vec![bf16::ZERO; 2 * 128 * 4]);
+    /// let mut scratch = vec![0.0; info.block_tokens * info.channels()]; // one for all blocks
+    /// for block in 0..info.blocks() {
+    ///     let index = BlockIndex { layer: 0, side: Side::Keys, block };
+    ///     frame.decode_block_to(&plane.view(), index, None, &place, &mut scratch, &mut cache)?;
+    /// }
+    /// assert!((cache[(128 + 70) * 4].to_f32() - rows[70 * 8 + 4]).abs() < 1.0); // token 70 of head 1
+    /// # Ok::<(), Error>(())
+    /// ```
     pub fn decode_block_to<E: Element>(
         &self,
         plane: &Plane<'_>,
@@ -177,6 +210,19 @@ impl Frame<'_> {
     /// `out` (tokens, heads, head_dim); `rope`, if any, covers all tokens of the frame.
     /// # Errors
     /// As [`Self::decode_block_into`]. If a block fails, some blocks of `out` may be decoded and others not.
+    /// # Examples
+    /// ```
+    /// # use codec_core::*;
+    /// # let rows: Vec<f32> = (0..800).map(|i| (i as f32 * 0.7).sin() * (1 + i % 8) as f32).collect();
+    /// # let plane = PlaneBuf::fit(&rows, 8, None, &FitOptions::default())?;
+    /// # let (info, mut bytes) = (FrameInfo { block_tokens: 64, ..FrameInfo::new(1, 2, 4, 100) }, vec![]);
+    /// # encode_frame(&info, &[plane.view(); 2], &[&rows, &rows], &mut bytes)?;
+    /// let frame = Frame::parse(&bytes, info.elements())?;
+    /// let mut keys = vec![0.0; 100 * 8];
+    /// frame.decode_plane_into(&plane.view(), 0, Side::Keys, None, &mut keys)?;
+    /// assert!(keys.iter().zip(&rows).all(|(a, b)| (a - b).abs() < 1.0));
+    /// # Ok::<(), Error>(())
+    /// ```
     pub fn decode_plane_into(
         &self,
         plane: &Plane<'_>,
@@ -217,6 +263,23 @@ impl Frame<'_> {
     /// As [`Self::decode_block_to`]. If a block fails, some blocks of `out` may be decoded and others not.
     /// # Cost
     /// Allocates a block of `f32` for each thread; blocks are decoded there and copied.
+    /// # Examples
+    /// ```
+    /// # use codec_core::*;
+    /// # let rows: Vec<f32> = (0..800).map(|i| (i as f32 * 0.7).sin() * (1 + i % 8) as f32).collect();
+    /// # let plane = PlaneBuf::fit(&rows, 8, None, &FitOptions::default())?;
+    /// # let (info, mut bytes) = (FrameInfo { block_tokens: 64, ..FrameInfo::new(1, 2, 4, 100) }, vec![]);
+    /// # encode_frame(&info, &[plane.view(); 2], &[&rows, &rows], &mut bytes)?;
+    /// use half::f16;
+    /// let frame = Frame::parse(&bytes, info.elements())?;
+    /// // Pages of 32 tokens, (page, token, head, component). The frame's tokens follow 20 others.
+    /// let pages = TokenPages { table: &[6, 1, 4, 3], page_tokens: 32, stride: 32 * 8 };
+    /// let place = Place { first_token: 20, pages: Some(pages), ..Place::nhd(2, 4) };
+    /// let mut pool = vec![f16::ZERO; 8 * pages.stride];
+    /// frame.decode_plane_to(&plane.view(), 0, Side::Keys, None, &place, &mut pool)?;
+    /// assert!((pool[(6 * 32 + 20) * 8].to_f32() - rows[0]).abs() < 0.1);
+    /// # Ok::<(), Error>(())
+    /// ```
     #[cfg(feature = "alloc")]
     pub fn decode_plane_to<E: Element>(
         &self,

@@ -36,6 +36,20 @@ impl CodedBlock {
 /// # Errors
 /// [`Error::Length`], [`Error::NotFinite`], [`Error::OutOfRange`], [`Error::TooLarge`], [`Error::Zero`],
 /// [`Error::WrongCoding`] if `info.lossless`; `out` is then unchanged.
+/// # Examples
+/// ```
+/// use codec_core::*;
+/// # let keys: Vec<f32> = (0..800).map(|i| (i as f32 * 0.7).sin() * (1 + i % 8) as f32).collect();
+/// # let values: Vec<f32> = (0..800).map(|i| (i as f32 * 0.3).cos() + (i % 8) as f32).collect();
+/// let (heads, head_dim, tokens) = (2, 4, 100); // of `keys` and `values`
+/// let fit = |rows: &[f32]| PlaneBuf::fit(rows, heads * head_dim, None, &FitOptions::default());
+/// let planes = [fit(&keys)?, fit(&values)?];
+/// let info = FrameInfo::new(1, heads, head_dim, tokens);
+/// let mut bytes = vec![];
+/// encode_frame(&info, &[planes[0].view(), planes[1].view()], &[&keys, &values], &mut bytes)?;
+/// assert!(bytes.len() < 2 * 800); // of 6,400
+/// # Ok::<(), Error>(())
+/// ```
 pub fn encode_frame<E: Element>(
     info: &FrameInfo,
     planes: &[Plane<'_>],
@@ -77,12 +91,7 @@ pub fn encode_frame_with<E: Element>(
 /// ```
 /// use codec_core::*;
 /// use half::f16;
-/// # let options = FitOptions {
-/// #     predictor: PredictorKind::Mean,
-/// #     steps: Steps::Deviations(0.1),
-/// #     models: ModelKind::Families,
-/// #     coder: Coder::InterleavedRans,
-/// # };
+/// # let options = FitOptions { steps: Steps::Deviations(0.1), ..FitOptions::default() };
 /// # let sample: Vec<f32> = (0..800).map(|i| (i as f32 * 0.7).sin() + (i % 8) as f32).collect();
 /// let (heads, head_dim, tokens) = (2, 4, 100);
 /// let plane = PlaneBuf::fit(&sample, heads * head_dim, None, &options)?;
@@ -199,6 +208,26 @@ pub fn encode_lossless_frame_with(
 /// As [`encode_frame_into`].
 /// # Errors
 /// As [`encode_frame_into`] and [`encode_lossless_frame`].
+/// # Examples
+/// ```
+/// use codec_core::*;
+/// use half::{bf16, slice::HalfFloatSliceExt};
+/// let (heads, head_dim, tokens) = (2, 4, 100);
+/// let rows: Vec<bf16> = (0..800).map(|i| bf16::from_f32((i as f32 * 0.7).sin())).collect();
+/// let (element, bits) = (ElementType::Bf16, rows.reinterpret_cast());
+/// let plane = LosslessPlaneBuf::fit(element, bits, heads * head_dim)?;
+/// let info = FrameInfo { element, lossless: true, ..FrameInfo::new(1, heads, head_dim, tokens) };
+/// let place = Place::nhd(heads, head_dim);
+/// let mut buffer = vec![0; info.max_frame_len()];
+/// let len = encode_lossless_frame_into(&info, &[plane.view(); 2], &[bits, bits], &place, &mut buffer)?;
+///
+/// let frame = Frame::parse(&buffer[..len], info.elements())?;
+/// let mut out = vec![bf16::ZERO; rows.len()];
+/// let out_bits = out.reinterpret_cast_mut();
+/// frame.decode_lossless_plane_to(&plane.view(), 0, Side::Values, &place, out_bits)?;
+/// assert_eq!(out, rows);
+/// # Ok::<(), Error>(())
+/// ```
 pub fn encode_lossless_frame_into(
     info: &FrameInfo,
     planes: &[LosslessPlane<'_>],

@@ -14,6 +14,7 @@ pub(super) const HEADER: usize = 64;
 
 /// The element type of the source.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub enum ElementType {
     /// 32-bit floats.
     F32,
@@ -25,6 +26,7 @@ pub enum ElementType {
 
 /// Keys or values of a layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub enum Side {
     /// Keys.
     Keys,
@@ -45,6 +47,7 @@ pub struct BlockIndex {
 
 /// The content of a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct FrameInfo {
     /// Element type of the source.
     pub element: ElementType,
