@@ -1,7 +1,8 @@
 //! KV caches: one trait, and the layout that all methods share.
 //!
-//! A sequence has three parts: the first tokens (sinks) and the most recent ones (window) stay exact; a `Store`, in which the
-//! methods differ, holds the tokens between them. Every part adds its tokens to the same softmax.
+//! A sequence has three parts: the first tokens (sinks) and the most recent ones (window) stay exact; a
+//! `Store`, in which the methods differ, holds the tokens between them. Every part adds its tokens to the
+//! same softmax.
 
 mod exact;
 mod store;
@@ -17,19 +18,20 @@ pub(crate) use exact::{DenseStore, Elements, ExactRows, attend_rows, saturating_
 pub use store::Footprint;
 pub(crate) use store::{Geometry, RotatedStore, Store, merge_part};
 
-use crate::model::Rope;
+use crate::model::{Config, LayerAttention, Rope};
 use crate::{Error, Result};
 
 /// The keys and values of one sequence, in whatever form a method keeps them.
 ///
-/// Keys arrive before RoPE with the position of their first token; the cache decides what it stores. All layers are filled
-/// in turn: positions must follow what the layer holds.
+/// Keys arrive before RoPE with the position of their first token; the cache decides what it stores. All
+/// layers are filled in turn: positions must follow what the layer holds.
 pub trait KvCache: Send + Sync {
-    /// Shows the last queries of the prompt whose keys and values come next, rotated: (n, n_heads * head_dim). Caches that
-    /// choose tokens by attention need them.
+    /// Shows the last queries of the prompt whose keys and values come next, rotated: (n, n_heads *
+    /// head_dim). Caches that choose tokens by attention need them.
     fn watch(&mut self, _layer: usize, _queries: &[f32]) {}
 
-    /// Takes the keys and values of a prompt: (n, n_kv_heads * head_dim) each, the first at position `pos`.
+    /// Takes the keys and values of a prompt or of a chunk of one: (n, n_kv_heads * head_dim) each, the first
+    /// at position `pos`.
     ///
     /// # Errors
     /// [`Error::Cache`] for a position that does not follow; errors of the method's core.
@@ -43,13 +45,31 @@ pub trait KvCache: Send + Sync {
         self.prefill(layer, pos, k, v)
     }
 
-    /// Attention of one token's queries, rotated to its position, over all tokens of the layer.
+    /// Attention of the queries of the layer's last token, rotated to its position, over the layer's tokens
+    /// that its window reaches.
     ///
     /// `q` and `out` (n_heads, head_dim); `out` is fully written.
     ///
     /// # Errors
     /// [`Error::Cache`] for an empty layer; errors of the method's core.
     fn attend(&self, layer: usize, q: &[f32], out: &mut [f32]) -> Result<()>;
+
+    /// Adds the attention of the queries of `n` tokens, rotated to positions `pos..pos + n`, over the layer's
+    /// tokens that their windows reach, to what they already attended to.
+    ///
+    /// `q` (n, n_heads, head_dim); `out` like it and `stats` (n, n_heads) hold sums of a softmax, as
+    /// [`svd_core::attend_into`] takes them. Queries that see no token of the layer are left as they are.
+    ///
+    /// # Errors
+    /// [`Error::Cache`] for slices of other lengths; errors of the method's core.
+    fn attend_into(
+        &self,
+        layer: usize,
+        pos: usize,
+        q: &[f32],
+        out: &mut [f32],
+        stats: &mut [SoftmaxStats],
+    ) -> Result<()>;
 
     /// Tokens that every layer holds.
     fn seq_len(&self) -> usize;
@@ -78,6 +98,8 @@ pub(crate) struct WindowedCache {
 }
 
 struct Layer {
+    attention: LayerAttention,
+    rope: Arc<Rope>, // the layer's own
     sinks: ExactRows,
     store: Box<dyn Store>,
     recent: ExactRows,
@@ -85,7 +107,13 @@ struct Layer {
 
 impl Clone for Layer {
     fn clone(&self) -> Self {
-        Self { sinks: self.sinks.clone(), store: self.store.clone_box(), recent: self.recent.clone() }
+        Self {
+            attention: self.attention,
+            rope: self.rope.clone(),
+            sinks: self.sinks.clone(),
+            store: self.store.clone_box(),
+            recent: self.recent.clone(),
+        }
     }
 }
 
@@ -93,21 +121,46 @@ impl Layer {
     fn len(&self) -> usize {
         self.sinks.len() + self.store.len() + self.recent.len()
     }
+
+    /// Adds the attention of one key/value head's queries at position `pos`, scaled, to `out` and `stats`.
+    fn attend(
+        &self,
+        head: usize,
+        pos: usize,
+        q: &[f32],
+        out: &mut [f32],
+        stats: &mut [SoftmaxStats],
+    ) -> Result<()> {
+        let first = self.attention.first_visible(pos);
+        let (stored, recent) = (self.sinks.len(), self.sinks.len() + self.store.len());
+        let first_of = |start: usize, len: usize| first.saturating_sub(start).min(len);
+        self.sinks.attend(head, first_of(0, stored), q, Some((&self.rope, 0)), out, stats)?;
+        self.store.attend(head, first_of(stored, self.store.len()), q, out, stats)?;
+        let first = first_of(recent, self.recent.len());
+        self.recent.attend(head, first, q, Some((&self.rope, recent)), out, stats)
+    }
 }
 
 impl WindowedCache {
     /// An empty cache with one store per layer; `exact` is how sinks and window are held.
     pub fn new(
         method: &'static str,
-        geometry: Geometry,
+        config: &Config,
         window: Window,
         exact: ElementType,
-        rope: Arc<Rope>,
+        rope: &Arc<Rope>,
         stores: Vec<Box<dyn Store>>,
     ) -> Self {
+        let geometry = Geometry::of(config);
         let rows = || ExactRows::new(exact, geometry);
-        let layers = stores.into_iter().map(|store| Layer { sinks: rows(), store, recent: rows() }).collect();
-        Self { method, geometry, window, rope, layers }
+        let layers = stores.into_iter().zip(&config.attention).enumerate().map(|(l, (store, &attention))| {
+            Layer { attention, rope: rope.shared_layer(l), sinks: rows(), store, recent: rows() }
+        });
+        Self { method, geometry, window, layers: layers.collect(), rope: rope.clone() }
+    }
+
+    fn layer(&self, l: usize) -> Result<&Layer> {
+        self.layers.get(l).ok_or_else(|| self.error(format!("layer {l} of {}", self.layers.len())))
     }
 
     fn error(&self, what: impl Into<String>) -> Error {
@@ -125,9 +178,7 @@ impl KvCache for WindowedCache {
     fn prefill(&mut self, layer: usize, pos: usize, k: &[f32], v: &[f32]) -> Result<()> {
         let kv_dim = self.geometry.kv_dim();
         let n = k.len() / kv_dim;
-        let Some(held) = self.layers.get(layer).map(Layer::len) else {
-            return Err(self.error(format!("layer {layer} of {}", self.layers.len())));
-        };
+        let held = self.layer(layer)?.len();
         if k.len() != n * kv_dim || v.len() != k.len() {
             return Err(self.error(format!("{} keys and {} values for rows of {kv_dim}", k.len(), v.len())));
         }
@@ -153,33 +204,41 @@ impl KvCache for WindowedCache {
     }
 
     fn attend(&self, layer: usize, q: &[f32], out: &mut [f32]) -> Result<()> {
+        let last = self.layer(layer)?.len().checked_sub(1);
+        let last = last.ok_or_else(|| self.error("attention over nothing"))?;
+        let Geometry { n_heads, head_dim, .. } = self.geometry;
+        let mut stats = vec![SoftmaxStats::EMPTY; n_heads];
+        out.fill(0.0);
+        self.attend_into(layer, last, q, out, &mut stats)?;
+        if stats.iter().any(|stats| stats.max == f32::NEG_INFINITY) {
+            return Err(self.error("attention over nothing: all tokens have been dropped"));
+        }
+        for (stats, out) in stats.iter().zip(out.chunks_exact_mut(head_dim)) {
+            stats.normalize(out);
+        }
+        Ok(())
+    }
+
+    fn attend_into(
+        &self,
+        layer: usize,
+        pos: usize,
+        q: &[f32],
+        out: &mut [f32],
+        stats: &mut [SoftmaxStats],
+    ) -> Result<()> {
         let Geometry { n_heads, n_kv_heads, head_dim } = self.geometry;
-        let Some(layer) = self.layers.get(layer).filter(|layer| layer.len() > 0) else {
-            return Err(self.error("attention over nothing"));
-        };
-        if q.len() != n_heads * head_dim || out.len() != q.len() {
+        let layer = self.layer(layer)?;
+        if q.len() != stats.len() * head_dim || out.len() != q.len() || !stats.len().is_multiple_of(n_heads) {
             return Err(self.error(format!("{} queries for {n_heads} heads of {head_dim}", q.len())));
         }
         let scale = 1.0 / (head_dim as f32).sqrt();
-        let recent_pos = layer.sinks.len() + layer.store.len();
-        let group_len = n_heads / n_kv_heads * head_dim;
-        out.par_chunks_mut(group_len).zip(q.par_chunks(group_len)).enumerate().try_for_each(
-            |(head, (out, q))| {
-                let q: Vec<f32> = q.iter().map(|x| x * scale).collect();
-                let mut stats = vec![SoftmaxStats::EMPTY; group_len / head_dim];
-                out.fill(0.0);
-                layer.sinks.attend(head, &q, Some((&self.rope, 0)), out, &mut stats)?;
-                layer.store.attend(head, &q, out, &mut stats)?;
-                layer.recent.attend(head, &q, Some((&self.rope, recent_pos)), out, &mut stats)?;
-                if stats.iter().any(|stats| stats.max == f32::NEG_INFINITY) {
-                    return Err(self.error("attention over nothing: all tokens have been dropped"));
-                }
-                for (stats, out) in stats.iter().zip(out.chunks_exact_mut(head_dim)) {
-                    stats.normalize(out);
-                }
-                Ok(())
-            },
-        )
+        let group = n_heads / n_kv_heads;
+        let groups = out.par_chunks_mut(group * head_dim).zip(stats.par_chunks_mut(group));
+        groups.zip(q.par_chunks(group * head_dim)).enumerate().try_for_each(|(i, ((out, stats), q))| {
+            let q: Vec<f32> = q.iter().map(|x| x * scale).collect();
+            layer.attend(i % n_kv_heads, pos + i / n_kv_heads, &q, out, stats)
+        })
     }
 
     fn seq_len(&self) -> usize {

@@ -21,8 +21,8 @@ pub struct Calibration {
 
 /// Rows are (n, n_kv_heads * head_dim).
 ///
-/// Moments after RoPE are of the rows rotated to positions all over the context, not to their own: directions that rotate
-/// slowly hardly move at the first positions, and a rotation fitted to those alone drops them.
+/// Moments after RoPE are of the rows rotated to positions all over the context, not to their own: directions
+/// that rotate slowly hardly move at the first positions, and a rotation fitted to those alone drops them.
 pub(crate) struct LayerSamples {
     pub keys: Vec<f32>,         // before RoPE
     pub rotated_keys: Vec<f32>, // after RoPE
@@ -30,7 +30,7 @@ pub(crate) struct LayerSamples {
     pub key_grams: Vec<Gram<PostRope>>,        // per kv head
     pub query_grams: Vec<Gram<PostRope>>,      // per kv head, its whole group of query heads
     pub plain_query_grams: Vec<Gram<PreRope>>, // the same
-    pub residual_rms: f64, // of the residual stream behind the layer; of the last layer, before it
+    pub residual_rms: f64, // of the residual stream behind the layer; of the last layer, before it; never 0
 }
 
 impl Calibration {
@@ -50,13 +50,15 @@ impl Calibration {
             )));
         }
         let mut layers: Vec<LayerSamples> = vec![];
-        prefill(model, rope, tokens, &mut |_, activations| {
+        prefill(model, rope, tokens, &mut |l, activations| {
             let rms = rms(&activations.residual[SINKS * model.config.hidden_size..]);
             if let Some(before) = layers.last_mut() {
                 before.residual_rms = rms;
             }
-            layers
-                .push(LayerSamples { residual_rms: rms, ..LayerSamples::gather(model, rope, activations)? });
+            layers.push(LayerSamples {
+                residual_rms: rms,
+                ..LayerSamples::gather(model, rope.layer(l), activations)?
+            });
             Ok(())
         })?;
         Ok(Self { layers })
@@ -95,9 +97,13 @@ fn probes<S: RopeSide>(geometry: Geometry, head: usize, queries: &[f32]) -> Resu
     Ok(gram)
 }
 
+/// The root of the mean square, by which errors in a residual stream are measured. A stream of zeros, or next
+/// to it, has no scale: there an error counts as it is.
 fn rms(x: &[f32]) -> f64 {
+    const LEAST: f64 = 1e-12;
     let squares: f64 = x.iter().map(|&x| f64::from(x) * f64::from(x)).sum();
-    (squares / x.len() as f64).sqrt().max(f64::MIN_POSITIVE)
+    let rms = (squares / x.len() as f64).sqrt();
+    if rms > LEAST { rms } else { 1.0 }
 }
 
 /// Second moment of the rows of `W_O` that read a head's values, over its group of query heads.

@@ -27,6 +27,10 @@ pub enum Error {
     /// A profile does not serve this model or this method.
     #[error("profile: {0}")]
     Profile(String),
+    /// A profile lacks an entry; [`Method::prepare`](crate::method::Method::prepare) says whose it is
+    /// instead.
+    #[error("profile: holds no `{0}`")]
+    MissingEntry(String),
     /// A cache was asked for something its method cannot do, or fed something it cannot take.
     #[error("{method} cache: {what}")]
     Cache {
@@ -49,11 +53,12 @@ pub enum Error {
     Codec(#[from] codec_core::Error),
 }
 
-/// The result of everything here.
+/// The result of every call that can fail.
 pub type Result<T> = std::result::Result<T, Error>;
 
 impl Error {
-    /// A file that holds something this program cannot take. What a parser says of it may quote the file: it is cut.
+    /// A file that holds something this program cannot take. What a parser says of it may quote the file: it
+    /// is cut.
     pub fn file(path: &Path, what: impl ToString) -> Self {
         let mut what = what.to_string();
         if let Some((end, _)) = what.char_indices().nth(LONGEST_MESSAGE) {

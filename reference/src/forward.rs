@@ -1,14 +1,21 @@
-//! The forward pass: a prompt at once, layer by layer, or one token over a cache.
+//! The forward pass: a prompt at once, layer by layer, or tokens over a cache, one or many at a time.
 
 use std::sync::Arc;
 
+use svd_core::SoftmaxStats;
+
 use crate::cache::KvCache;
 use crate::model::{Config, Layer, Linear, Model, Rope};
-use crate::ops::{add, causal_attention, linear, matmul, rms_norm, swiglu};
+use crate::ops::{
+    AttentionShape, add, causal_attention, linear, matmul, rms_norm, rms_norm_in_place, swiglu,
+};
 use crate::{Error, Result};
 
 /// Rows that pass through the feed-forward block at once.
 const ROWS: usize = 512;
+
+/// Last queries of a prompt that caches may look at: SnapKV's observation window.
+pub(crate) const WATCHED: usize = 32;
 
 /// What one layer's attention computed for a prompt, before RoPE. Attention then sees what the observer
 /// leaves of keys and values.
@@ -39,27 +46,48 @@ pub fn prefill(
 ) -> Result<Vec<f32>> {
     let config = &model.config;
     check_shapes(model, rope)?;
+    let (q_dim, kv_dim) = (config.q_dim(), config.kv_dim());
+    let mut stats = vec![SoftmaxStats::EMPTY; tokens.len() * config.n_heads];
+    run(model, rope, 0, tokens, |l, residual, Heads { q, k, v, attended }| {
+        observe(l, Activations { residual, q, k, v })?;
+        rope.layer(l).rotate_rows(q, q_dim, 0);
+        rope.layer(l).rotate_rows(k, kv_dim, 0);
+        causal_attention(shape(config, l), q, k, v, attended, &mut stats)
+    })
+}
+
+/// Runs tokens, the first at position `pos`, through all layers; `attention` fills `attended` in each.
+/// Returns the final hidden states, normalized: (n, hidden_size).
+fn run(
+    model: &Model,
+    rope: &Rope,
+    pos: usize,
+    tokens: &[u32],
+    mut attention: impl FnMut(usize, &[f32], Heads<&mut [f32]>) -> Result<()>,
+) -> Result<Vec<f32>> {
+    let config = &model.config;
     model.check_tokens(tokens)?;
     if tokens.is_empty() {
         return Err(Error::argument("a prompt needs at least one token"));
     }
-    if tokens.len() > rope.len() {
-        return Err(Error::Argument(format!("{} tokens for {} positions", tokens.len(), rope.len())));
+    let needed = pos.saturating_add(tokens.len());
+    if needed > rope.len() {
+        return Err(Error::Argument(format!("{needed} tokens for {} positions", rope.len())));
     }
-    let (n, q_dim, kv_dim) = (tokens.len(), config.q_dim(), config.kv_dim());
     let mut x: Vec<f32> = tokens.iter().flat_map(|&token| embedding(model, token)).copied().collect(); // (n, hidden)
-    let mut buffers = Buffers::new(config, n);
+    let mut buffers = Buffers::new(config, tokens.len());
     for (l, weights) in model.layers.iter().enumerate() {
-        layer(config, weights, &mut x, &mut buffers, |residual, Heads { q, k, v, attended }| {
-            observe(l, Activations { residual, q, k, v })?;
-            rope.rotate_rows(q, q_dim, 0);
-            rope.rotate_rows(k, kv_dim, 0);
-            causal_attention(q, k, v, config.n_heads, config.n_kv_heads, config.head_dim, attended)
-        })?;
+        layer(config, weights, &mut x, &mut buffers, |residual, heads| attention(l, residual, heads))?;
     }
     let mut normed = buffers.normed;
     rms_norm(&x, &model.norm, config.rms_norm_eps, &mut normed);
     Ok(normed)
+}
+
+/// The shape of layer `l`'s attention.
+fn shape(config: &Config, l: usize) -> AttentionShape {
+    let &Config { n_heads, n_kv_heads, head_dim, .. } = config;
+    AttentionShape { n_heads, n_kv_heads, head_dim, window: config.attention[l].window }
 }
 
 /// What a layer computes from rows of the residual stream.
@@ -108,6 +136,11 @@ fn layer(
     linear(&w.q, normed, q);
     linear(&w.k, normed, k);
     linear(&w.v, normed, v);
+    for (norm, rows) in [(&w.q_norm, &mut *q), (&w.k_norm, k)] {
+        if let Some(norm) = norm {
+            rms_norm_in_place(rows, norm, eps);
+        }
+    }
     attention(x, Heads { q, k, v, attended: attended.as_mut_slice() })?;
     linear(&w.o, attended, normed);
     add(x, normed);
@@ -144,12 +177,15 @@ fn check_shapes(model: &Model, rope: &Rope) -> Result<()> {
             && linear(&a.k, hidden, kv_dim)
             && linear(&a.v, hidden, kv_dim)
             && linear(&a.o, q_dim, hidden)
+            && [&a.q_norm, &a.k_norm]
+                .iter()
+                .all(|norm| norm.as_ref().map(Vec::len) == config.qk_norm.then_some(config.head_dim))
             && linear(&f.gate, hidden, inner)
             && linear(&f.up, hidden, inner)
             && linear(&f.down, inner, hidden)
     });
     let fits = tables && layers && model.layers.len() == config.n_layers && model.norm.len() == hidden;
-    match fits && 2 * rope.frequencies().len() == config.head_dim {
+    match fits && rope.fits(&config) {
         true => Ok(()),
         false => Err(Error::Argument(format!("the weights of {} do not fit its configuration", model.name))),
     }
@@ -169,49 +205,99 @@ fn embedding(model: &Model, token: u32) -> &[f32] {
     &model.embedding[token as usize * hidden..][..hidden]
 }
 
-/// Runs one token after the other over a cache. Its buffers are allocated once.
+/// Runs tokens over a cache, from whatever position it is filled to: a step of decoding, or a chunk of a
+/// prompt.
 pub struct Decoder {
     model: Arc<Model>,
     rope: Arc<Rope>,
+    step: Option<Step>, // from the first step on
+    logits: Vec<f32>,   // (vocab_size,)
+}
+
+/// What a step needs, allocated once.
+struct Step {
     x: Vec<f32>, // (hidden_size,) residual stream
     buffers: Buffers,
-    logits: Vec<f32>, // (vocab_size,)
 }
 
 impl Decoder {
     /// A decoder for `model` with positions from `rope`.
     #[must_use]
     pub fn new(model: Arc<Model>, rope: Arc<Rope>) -> Self {
-        let config = &model.config;
-        let x = vec![0.0; config.hidden_size];
-        let (buffers, logits) = (Buffers::new(config, 1), vec![0.0; config.vocab_size]);
-        Self { model, rope, x, buffers, logits }
+        Self { model, rope, step: None, logits: vec![] }
     }
 
     /// Appends `token` to the cache and returns the logits (vocab_size,) of what follows it.
     ///
     /// # Errors
-    /// [`Error::Argument`] for a token outside the vocabulary or a cache that is full up to the last
-    /// position; whatever the cache returns.
+    /// [`Error::Argument`] for a token outside the vocabulary, for a cache that is full up to the last
+    /// position, and for weights or positions of other shapes than the model's configuration; whatever the
+    /// cache returns.
     pub fn step(&mut self, token: u32, cache: &mut dyn KvCache) -> Result<&[f32]> {
         let model = &*self.model;
         let config = &model.config;
         model.check_tokens(&[token])?;
+        let Step { x, buffers } = match &mut self.step {
+            Some(step) => step,
+            None => {
+                check_shapes(model, &self.rope)?;
+                let x = vec![0.0; config.hidden_size];
+                self.step.insert(Step { x, buffers: Buffers::new(config, 1) })
+            }
+        };
         let pos = cache.seq_len();
         if pos >= self.rope.len() {
             return Err(Error::Argument(format!("the context of {} tokens is full", self.rope.len())));
         }
-        self.x.copy_from_slice(embedding(model, token));
+        x.copy_from_slice(embedding(model, token));
         for (l, weights) in model.layers.iter().enumerate() {
-            layer(config, weights, &mut self.x, &mut self.buffers, |_, Heads { q, k, v, attended }| {
-                self.rope.rotate(q, pos);
+            layer(config, weights, x, buffers, |_, Heads { q, k, v, attended }| {
+                self.rope.layer(l).rotate(q, pos);
                 cache.append(l, pos, k, v)?;
                 cache.attend(l, q, attended)
             })?;
         }
-        let normed = &mut self.buffers.normed;
-        rms_norm(&self.x, &model.norm, config.rms_norm_eps, normed);
-        matmul(&model.output, normed, &mut self.logits, config.hidden_size);
+        rms_norm(x, &model.norm, config.rms_norm_eps, &mut buffers.normed);
+        self.logits.resize(config.vocab_size, 0.0);
+        matmul(&model.output, &buffers.normed, &mut self.logits, config.hidden_size);
+        Ok(&self.logits)
+    }
+
+    /// Appends `tokens` to the cache, all of them through one layer after the other, and returns the logits
+    /// (vocab_size,) of what follows them.
+    ///
+    /// The tokens attend to each other exactly, and to what the cache already holds as its method attends;
+    /// the cache then takes them as a prompt, with their last queries to watch. On an empty cache this is a
+    /// prompt with exact attention. In a cache that keeps everything exact, a prompt in chunks gives the
+    /// logits of a prompt at once; where it does not, later chunks see earlier ones compressed, and a method
+    /// that learns from the prompt or chooses its tokens by the last queries does so for every chunk.
+    ///
+    /// # Errors
+    /// As [`Self::step`], and for no tokens. The cache may then hold the tokens in some layers: truncate it.
+    pub fn prefill(&mut self, tokens: &[u32], cache: &mut dyn KvCache) -> Result<&[f32]> {
+        let (model, rope) = (&*self.model, &*self.rope);
+        let config = &model.config;
+        check_shapes(model, rope)?;
+        let (pos, n, q_dim, kv_dim) = (cache.seq_len(), tokens.len(), config.q_dim(), config.kv_dim());
+        let mut stats = vec![SoftmaxStats::EMPTY; n * config.n_heads];
+        let hidden = run(model, rope, pos, tokens, |l, _, Heads { q, k, v, attended }| {
+            rope.layer(l).rotate_rows(q, q_dim, pos);
+            let rotated = rope.layer(l).rotated(k, kv_dim, pos);
+            causal_attention(shape(config, l), q, &rotated, v, attended, &mut stats)?;
+            if pos > 0 {
+                for (out, stats) in attended.chunks_exact_mut(config.head_dim).zip(&stats) {
+                    out.iter_mut().for_each(|x| *x *= stats.sum);
+                }
+                cache.attend_into(l, pos, q, attended, &mut stats)?;
+                for (out, stats) in attended.chunks_exact_mut(config.head_dim).zip(&stats) {
+                    stats.normalize(out);
+                }
+            }
+            cache.watch(l, &q[n.saturating_sub(WATCHED) * q_dim..]);
+            cache.prefill(l, pos, k, v)
+        })?;
+        self.logits.resize(config.vocab_size, 0.0);
+        matmul(&model.output, &hidden[(n - 1) * config.hidden_size..], &mut self.logits, config.hidden_size);
         Ok(&self.logits)
     }
 }

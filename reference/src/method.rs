@@ -52,8 +52,8 @@ const REGISTRY: &[Entry] = &[
 pub struct Method {
     /// Its name, as on the command line.
     pub name: &'static str,
-    /// Its setting in the form that parses again, without the common settings that were not given. Codes that scale with
-    /// the head are those of 128 components until [`Self::fitted`] to a model.
+    /// Its setting in the form that parses again, without the common settings that were not given. Codes that
+    /// scale with the head are those of 128 components until [`Self::fitted`] to a model.
     pub setting: String,
     given: String, // from which it was parsed
     kind: Arc<dyn Kind>,
@@ -69,7 +69,8 @@ impl PartialEq for Method {
     }
 }
 
-/// A cache that is ready to be filled, and the model that fills it: the given one, or one with folded weights.
+/// A cache that is ready to be filled, and the model that fills it: the given one, or one with folded
+/// weights.
 pub struct Prepared {
     /// The model to run.
     pub model: Arc<Model>,
@@ -101,6 +102,9 @@ impl Method {
     /// # Errors
     /// [`Error::Argument`] naming the method and what is wrong with it.
     pub fn parse_list(list: &str) -> Result<Vec<Self>> {
+        if list.trim().is_empty() {
+            return Err(Error::argument("no method is named: `kv methods` lists them"));
+        }
         list.split(',').map(|spec| spec.trim().parse()).collect()
     }
 
@@ -110,8 +114,8 @@ impl Method {
         if self.setting.is_empty() { self.name.to_owned() } else { format!("{}:{}", self.name, self.setting) }
     }
 
-    /// The same method for a model: codes that were not given, or by their rate, have as many bits for a component as with
-    /// heads of 128 components.
+    /// The same method for a model: codes that were not given, or by their rate, have as many bits for a
+    /// component as with heads of 128 components.
     ///
     /// # Errors
     /// [`Error::Argument`] when the setting does not fit the model.
@@ -144,8 +148,8 @@ impl Method {
     /// An empty cache for `model`, with positions from `rope`.
     ///
     /// # Errors
-    /// [`Error::Argument`] when the setting does not fit the model, [`Error::Profile`] when the profile lacks an entry or
-    /// holds a wrong one.
+    /// [`Error::Argument`] when the setting does not fit the model, [`Error::Profile`] when the profile lacks
+    /// an entry or holds a wrong one.
     pub fn prepare(&self, model: &Arc<Model>, rope: &Arc<Rope>, profile: &Profile) -> Result<Prepared> {
         let config = &model.config;
         let kind = self.fitted(config)?.kind;
@@ -153,30 +157,45 @@ impl Method {
         let stores = kind.stores(&Site {
             config,
             geometry,
-            rope,
+            model_rope: rope,
             profile,
             exact: self.exact,
             reserved: self.window.sinks + self.window.recent,
             exact_layers: &self.exact_layers,
-        })?;
-        let cache = WindowedCache::new(self.name, geometry, self.window, self.exact, rope.clone(), stores);
-        let model = kind.fold(model, profile)?.map_or_else(|| model.clone(), Arc::new);
+        });
+        let stores = stores.map_err(|e| self.named(e))?;
+        let cache = WindowedCache::new(self.name, config, self.window, self.exact, rope, stores);
+        let folded = kind.fold(model, profile).map_err(|e| self.named(e))?;
+        let model = folded.map_or_else(|| model.clone(), Arc::new);
         Ok(Prepared { model, cache: Box::new(cache) })
     }
 
     /// The codec's planes of a `cachegen` method: keys, then values, of every layer.
     ///
     /// # Errors
-    /// [`Error::Argument`] for another method; [`Error::Profile`] when the profile lacks a plane or holds a wrong one.
+    /// [`Error::Argument`] for another method; [`Error::Profile`] when the profile lacks a plane or holds a
+    /// wrong one.
     pub fn codec_planes(&self, config: &Config, profile: &Profile) -> Result<Vec<PlaneBuf>> {
         let mut planes = vec![];
         for l in 0..config.n_layers {
             let Some(layer) = self.kind.planes(Geometry::of(config), l, profile) else {
                 return Err(Error::Argument(format!("method {} has no bitstream", self.name)));
             };
-            planes.extend(layer?);
+            planes.extend(layer.map_err(|e| self.named(e))?);
         }
         Ok(planes)
+    }
+
+    /// Names the method in an error about an entry that a profile lacks: entries have internal names.
+    fn named(&self, e: Error) -> Error {
+        let spec = self.spec();
+        match e {
+            Error::MissingEntry(_) => {
+                let what = format!("holds nothing for `{spec}`: run `kv calibrate FILE --methods {spec}`");
+                Error::Profile(what)
+            }
+            e => e,
+        }
     }
 
     fn check(&self, config: &Config) -> Result<()> {
@@ -197,6 +216,28 @@ impl FromStr for Method {
     }
 }
 
+/// The name that is within two edits of what was written, if any is, whatever its case.
+fn similar<'a>(written: &str, names: &[&'a str]) -> Option<&'a str> {
+    const EDITS: usize = 2;
+    let written: Vec<char> = written.chars().take(32).flat_map(char::to_lowercase).collect();
+    let distances = names.iter().map(|name| (edit_distance(&written, name), *name));
+    distances.min().filter(|&(distance, name)| distance <= EDITS.min(name.len() / 2)).map(|(_, name)| name)
+}
+
+/// Insertions, deletions and replacements that make one name of the other (Levenshtein).
+fn edit_distance(a: &[char], b: &str) -> usize {
+    let mut row: Vec<usize> = (0..=a.len()).collect(); // distances of the prefixes of `a` to that of `b`
+    for (j, b) in b.chars().enumerate() {
+        let mut diagonal = std::mem::replace(&mut row[0], j + 1);
+        for (i, &a) in a.iter().enumerate() {
+            let replaced = diagonal + usize::from(a != b);
+            diagonal = row[i + 1];
+            row[i + 1] = replaced.min(diagonal + 1).min(row[i] + 1);
+        }
+    }
+    row[a.len()]
+}
+
 /// Components of the heads that defaults are shown for, where no model says how many it has.
 const HEAD_DIM: usize = 128;
 
@@ -206,7 +247,9 @@ impl Method {
         let names = || REGISTRY.iter().flat_map(|entry| entry.names.iter().map(move |name| (*name, entry)));
         let Some((name, entry)) = names().find(|(name, _)| *name == s.name) else {
             let all: Vec<&str> = names().map(|(name, _)| name).collect();
-            return Err(Error::Argument(format!("there is no method `{}`, only {}", s.name, all.join(", "))));
+            let meant = similar(s.name, &all).map_or_else(String::new, |name| format!(" (`{name}` is one)"));
+            let what = format!("there is no method `{}`{meant}, only {}", s.name, all.join(", "));
+            return Err(Error::Argument(what));
         };
         let kind = (entry.parse)(&mut s)?;
         let mut exact_layers = vec![];
@@ -241,6 +284,26 @@ mod tests {
         let method: Method = "million:v=32x8:window=128:exact-layers=0+5".parse().unwrap();
         assert_eq!(method.setting, "k=64x8:v=32x8:iterations=8:window=128:exact-layers=0+5");
         assert_eq!(method.exact_layers, [0, 5]);
+    }
+
+    #[test]
+    fn names_that_are_nearly_right_are_suggested() {
+        let names = ["dense", "int4", "int8", "million", "zack"];
+        for (written, meant) in [
+            ("densee", Some("dense")),
+            ("MILLION", Some("million")),
+            ("milion", Some("million")),
+            ("zak", Some("zack")),
+            ("int", Some("int4")),
+            ("zipcache", None),
+            ("", None),
+            ("x", None),
+        ] {
+            assert_eq!(similar(written, &names), meant, "{written}");
+        }
+        let distance = |a: &str, b| edit_distance(&a.chars().collect::<Vec<_>>(), b);
+        assert_eq!((distance("kitten", "sitting"), distance("", "abc"), distance("abc", "")), (3, 3, 3));
+        assert!(Method::parse_list(" ").unwrap_err().to_string().contains("no method"));
     }
 
     #[test]

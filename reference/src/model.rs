@@ -1,6 +1,8 @@
-//! A Llama-family model in memory: shape, weights in `f32`, tokenizer.
+//! A model in memory: shape, weights in `f32`, tokenizer. `family` says which models there are and how they
+//! differ.
 
 mod config;
+mod family;
 mod gguf;
 mod rope;
 mod source;
@@ -12,13 +14,13 @@ use std::sync::Arc;
 
 use sha2::{Digest, Sha256};
 
-pub use config::{Config, RopeScaling};
+pub use config::{Config, LayerAttention, RopeScaling};
 pub use rope::Rope;
 pub use tokenizer::Tokenizer;
 
 use crate::{Error, Result};
 use gguf::Gguf;
-use tensors::{SafetensorsFiles, Tensors};
+use tensors::{SafetensorsFiles, Tensors, Tracked};
 
 /// A matrix that multiplies a vector from the left, with an optional bias.
 #[derive(Clone, Debug)]
@@ -46,6 +48,10 @@ pub struct AttentionWeights {
     pub v: Linear,
     /// n_heads * head_dim -> hidden_size
     pub o: Linear,
+    /// (head_dim,): the norm of every head of queries, in families that have one.
+    pub q_norm: Option<Vec<f32>>,
+    /// (head_dim,): that of keys.
+    pub k_norm: Option<Vec<f32>>,
 }
 
 /// What the feed-forward block of a layer needs.
@@ -109,6 +115,9 @@ impl Model {
     }
 
     fn load_gguf(path: &Path) -> Result<Self> {
+        if path.extension().is_some_and(|extension| extension == "safetensors") {
+            return Err(Error::file(path, "give the folder that holds it with config.json"));
+        }
         let gguf = Gguf::open(path)?;
         Self::assemble(path, gguf.config()?, Some(Tokenizer::from_gguf(&gguf)?), &gguf)
     }
@@ -119,17 +128,20 @@ impl Model {
         tokenizer: Option<Tokenizer>,
         tensors: &dyn Tensors,
     ) -> Result<Self> {
+        let tracked = Tracked::new(tensors);
         let (hidden, vocab) = (config.hidden_size, config.vocab_size);
-        let embedding = Arc::new(tensors.load("model.embed_tokens.weight", &[vocab, hidden])?);
-        // Some checkpoints claim untied embeddings and yet store none, or the other way round: what is stored decides.
-        config.tie_word_embeddings |= !tensors.contains("lm_head.weight");
+        let embedding = Arc::new(tracked.load("model.embed_tokens.weight", &[vocab, hidden])?);
+        // Some checkpoints claim untied embeddings and yet store none, or the other way round: what is stored
+        // decides.
+        config.tie_word_embeddings |= !tracked.contains("lm_head.weight");
         let output = if config.tie_word_embeddings {
             embedding.clone()
         } else {
-            Arc::new(tensors.load("lm_head.weight", &[vocab, hidden])?)
+            Arc::new(tracked.load("lm_head.weight", &[vocab, hidden])?)
         };
-        let layers = (0..config.n_layers).map(|l| load_layer(&config, tensors, l)).collect::<Result<_>>()?;
-        let norm = Arc::new(tensors.load("model.norm.weight", &[hidden])?);
+        let layers = (0..config.n_layers).map(|l| load_layer(&config, &tracked, l)).collect::<Result<_>>()?;
+        let norm = Arc::new(tracked.load("model.norm.weight", &[hidden])?);
+        tracked.finish(path, config.family)?;
         let mut hasher = Sha256::new();
         hasher.update(format!("{config:?}"));
         tensors.digest(&mut hasher)?;
@@ -178,7 +190,7 @@ impl Model {
     }
 }
 
-fn load_layer(config: &Config, tensors: &dyn Tensors, l: usize) -> Result<Layer> {
+fn load_layer(config: &Config, tensors: &Tracked<'_>, l: usize) -> Result<Layer> {
     let (hidden, inner) = (config.hidden_size, config.intermediate_size);
     let linear = |name: &str, n_in: usize, n_out: usize, bias: bool| -> Result<Linear> {
         let name = format!("model.layers.{l}.{name}");
@@ -186,24 +198,21 @@ fn load_layer(config: &Config, tensors: &dyn Tensors, l: usize) -> Result<Layer>
         let bias = bias.then(|| tensors.load(&format!("{name}.bias"), &[n_out])).transpose()?;
         Ok(Linear { weight, bias, n_in, n_out })
     };
-    let norm = |name: &str| tensors.load(&format!("model.layers.{l}.{name}.weight"), &[hidden]);
+    let norm = |name: &str, len: usize| tensors.load(&format!("model.layers.{l}.{name}.weight"), &[len]);
+    let head_norm = |name: &str| config.qk_norm.then(|| norm(name, config.head_dim)).transpose();
     let bias = config.attention_bias;
     let attention = AttentionWeights {
-        norm: norm("input_layernorm")?,
+        norm: norm("input_layernorm", hidden)?,
         q: linear("self_attn.q_proj", hidden, config.q_dim(), bias)?,
         k: linear("self_attn.k_proj", hidden, config.kv_dim(), bias)?,
         v: linear("self_attn.v_proj", hidden, config.kv_dim(), bias)?,
-        // llama.cpp names no bias for attn_output where a checkpoint has only q, k and v biases.
-        o: linear(
-            "self_attn.o_proj",
-            config.q_dim(),
-            hidden,
-            bias && tensors.contains(&format!("model.layers.{l}.self_attn.o_proj.bias")),
-        )?,
+        o: linear("self_attn.o_proj", config.q_dim(), hidden, config.output_bias)?,
+        q_norm: head_norm("self_attn.q_norm")?,
+        k_norm: head_norm("self_attn.k_norm")?,
     };
     let bias = config.mlp_bias;
     let feed_forward = FeedForwardWeights {
-        norm: norm("post_attention_layernorm")?,
+        norm: norm("post_attention_layernorm", hidden)?,
         gate: linear("mlp.gate_proj", hidden, inner, bias)?,
         up: linear("mlp.up_proj", hidden, inner, bias)?,
         down: linear("mlp.down_proj", inner, hidden, bias)?,

@@ -2,6 +2,7 @@
 
 use gemm::Parallelism;
 use rayon::prelude::*;
+use svd_core::SoftmaxStats;
 
 use crate::model::Linear;
 use crate::{Error, Result};
@@ -75,11 +76,25 @@ pub fn add(a: &mut [f32], b: &[f32]) {
 /// `out = x / rms(x) * weight` for every row of `x`, (n, weight.len()).
 pub fn rms_norm(x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
     for (x, out) in x.chunks_exact(weight.len()).zip(out.chunks_exact_mut(weight.len())) {
-        let scale = 1.0 / (dot(x, x) / x.len() as f32 + eps).sqrt();
+        let scale = rms_scale(x, eps);
         for ((out, x), w) in out.iter_mut().zip(x).zip(weight) {
             *out = x * scale * w;
         }
     }
+}
+
+/// As [`rms_norm`], in place.
+pub fn rms_norm_in_place(x: &mut [f32], weight: &[f32], eps: f32) {
+    for x in x.chunks_exact_mut(weight.len()) {
+        let scale = rms_scale(x, eps);
+        for (x, w) in x.iter_mut().zip(weight) {
+            *x = *x * scale * w;
+        }
+    }
+}
+
+fn rms_scale(x: &[f32], eps: f32) -> f32 {
+    1.0 / (dot(x, x) / x.len() as f32 + eps).sqrt()
 }
 
 /// `gate = silu(gate) * up`.
@@ -89,8 +104,8 @@ pub fn swiglu(gate: &mut [f32], up: &[f32]) {
     }
 }
 
-/// Turns scores into probabilities.
-pub fn softmax(x: &mut [f32]) {
+/// Turns scores into probabilities; returns the largest score, and the sum of `exp(score - largest)`.
+pub fn softmax(x: &mut [f32]) -> SoftmaxStats {
     let max = x.iter().copied().fold(f32::NEG_INFINITY, f32::max);
     let mut sum = 0.0;
     for x in &mut *x {
@@ -100,6 +115,7 @@ pub fn softmax(x: &mut [f32]) {
     for x in x {
         *x /= sum;
     }
+    SoftmaxStats { max, sum }
 }
 
 /// Index of the first largest element; 0 for none.
@@ -114,51 +130,72 @@ pub fn argmax(x: &[f32]) -> usize {
     best
 }
 
-/// Exact causal attention of all tokens of a prompt, the first of which is at position 0.
+/// The heads of an attention, and how far back its queries see.
+#[derive(Clone, Copy, Debug)]
+pub struct AttentionShape {
+    /// Query heads.
+    pub n_heads: usize,
+    /// Key and value heads; divides `n_heads`.
+    pub n_kv_heads: usize,
+    /// Components of a head.
+    pub head_dim: usize,
+    /// Most recent tokens that a query attends to, its own included; all where there is no window.
+    pub window: Option<usize>,
+}
+
+/// Exact attention of consecutive tokens to each other: a token sees itself and those before it, as far as
+/// the window reaches.
 ///
-/// `q` (n, n_heads * head_dim) and `k` (n, n_kv_heads * head_dim) rotated, `v` like `k`; `out` like `q`,
-/// fully written.
+/// `q` (n, n_heads * head_dim) and `k` (n, n_kv_heads * head_dim) rotated, `v` like `k`; `out` like `q` and
+/// `stats` (n, n_heads), fully written. The statistics are those by which `out` has been divided.
 ///
 /// # Errors
 /// [`Error::Argument`] when a size is 0, `n_kv_heads` does not divide `n_heads` or the lengths do not fit
-/// each other; `out` is then untouched.
+/// each other; `out` and `stats` are then untouched.
 pub fn causal_attention(
+    shape: AttentionShape,
     q: &[f32],
     k: &[f32],
     v: &[f32],
-    n_heads: usize,
-    n_kv_heads: usize,
-    head_dim: usize,
     out: &mut [f32],
+    stats: &mut [SoftmaxStats],
 ) -> Result<()> {
     const BLOCK: usize = 64; // query rows per task
+    let AttentionShape { n_heads, n_kv_heads, head_dim, window } = shape;
     let row_lens = || -> Option<(usize, usize)> {
         let (q_dim, kv_dim) = (n_heads.checked_mul(head_dim)?, n_kv_heads.checked_mul(head_dim)?);
         let n = q.len().checked_div(q_dim)?;
         let fits = n_heads.checked_rem(n_kv_heads)? == 0
             && (q.len(), out.len()) == (n * q_dim, n * q_dim)
-            && (k.len(), v.len()) == (n * kv_dim, n * kv_dim);
+            && (k.len(), v.len()) == (n * kv_dim, n * kv_dim)
+            && stats.len() == n * n_heads
+            && window != Some(0);
         fits.then_some((q_dim, kv_dim))
     };
     let (q_dim, kv_dim) = row_lens().ok_or_else(|| {
-        let [q, k, v, out] = [q.len(), k.len(), v.len(), out.len()];
+        let [q, k, v, out, stats] = [q.len(), k.len(), v.len(), out.len(), stats.len()];
         Error::Argument(format!(
-            "attention of {n_heads} heads of {head_dim} on {n_kv_heads} does not fit {q} queries, {k} keys, {v} values \
-             and {out} outputs"
+            "attention of {n_heads} heads of {head_dim} on {n_kv_heads} in a window of {window:?} does not fit {q} \
+             queries, {k} keys, {v} values, {out} outputs and {stats} statistics"
         ))
     })?;
     let scale = 1.0 / (head_dim as f32).sqrt();
-    out.par_chunks_mut(BLOCK.saturating_mul(q_dim)).enumerate().for_each(|(block, out)| {
+    let first_seen = |t: usize| window.map_or(0, |window| (t + 1).saturating_sub(window));
+    let blocks = out
+        .par_chunks_mut(BLOCK.saturating_mul(q_dim))
+        .zip(stats.par_chunks_mut(BLOCK.saturating_mul(n_heads)));
+    blocks.enumerate().for_each(|(block, (out, stats))| {
         let (first, rows) = (block * BLOCK, out.len() / q_dim);
-        let seen = first + rows; // keys the last row of the block may see
+        let base = first_seen(first); // the first key that the block sees
+        let seen = first + rows - base; // keys from it to the last row's
         let mut scores = vec![0.0; rows * seen];
         for h in 0..n_heads {
             let kv = h / (n_heads / n_kv_heads) * head_dim;
             let q = &q[first * q_dim + h * head_dim..];
             // SAFETY: `row_lens` has found that all of q, k, v and out are n whole rows, of which
-            // `first..seen` and `..seen` exist, and that n_kv_heads divides n_heads, so that columns
-            // `kv..kv + head_dim` lie inside a row of k and v, as the query head's do inside one of q. Every
-            // element that these strides reach lies inside its slice.
+            // `first..first + rows` and `base..base + seen` exist, and that n_kv_heads divides n_heads, so
+            // that columns `kv..kv + head_dim` lie inside a row of k and v, as the query head's do inside one
+            // of q. Every element that these strides reach lies inside its slice.
             unsafe {
                 product(
                     rows,
@@ -168,16 +205,18 @@ pub fn causal_attention(
                     seen,
                     q,
                     (q_dim, 1),
-                    &k[kv..],
+                    &k[base * kv_dim + kv..],
                     (1, kv_dim),
                     scale,
                     Parallelism::None,
                 );
             }
             for (i, row) in scores.chunks_exact_mut(seen).enumerate() {
-                let (visible, hidden) = row.split_at_mut(first + i + 1);
-                softmax(visible);
-                hidden.fill(0.0);
+                let (before, row) = row.split_at_mut(first_seen(first + i) - base);
+                let (visible, after) = row.split_at_mut(first + i + 1 - base - before.len());
+                stats[i * n_heads + h] = softmax(visible);
+                before.fill(0.0);
+                after.fill(0.0);
             }
             // SAFETY: as above; the head's columns of `out` lie inside its rows.
             unsafe {
@@ -189,7 +228,7 @@ pub fn causal_attention(
                     q_dim,
                     &scores,
                     (seen, 1),
-                    &v[kv..],
+                    &v[base * kv_dim + kv..],
                     (kv_dim, 1),
                     1.0,
                     Parallelism::None,
@@ -273,19 +312,28 @@ mod tests {
         let q: Vec<f32> = (0..n * n_heads * d).map(value).collect();
         let k: Vec<f32> = (0..n * n_kv * d).map(|i| value(i + 3)).collect();
         let v: Vec<f32> = (0..n * n_kv * d).map(|i| value(i + 5)).collect();
-        let mut out = vec![0.0; q.len()];
-        causal_attention(&q, &k, &v, n_heads, n_kv, d, &mut out).unwrap();
-        for t in 0..n {
-            for h in 0..n_heads {
-                let row =
-                    |x: &[f32], t: usize, heads: usize, h: usize| x[(t * heads + h) * d..][..d].to_vec();
-                let mut p: Vec<f32> = (0..=t)
-                    .map(|s| dot(&row(&q, t, n_heads, h), &row(&k, s, n_kv, h / 2)) / (d as f32).sqrt())
-                    .collect();
-                softmax(&mut p);
-                for c in 0..d {
-                    let exact: f32 = (0..=t).map(|s| p[s] * row(&v, s, n_kv, h / 2)[c]).sum();
-                    assert!((exact - row(&out, t, n_heads, h)[c]).abs() < 1e-4);
+        for window in [None, Some(1), Some(2), Some(5), Some(64), Some(69), Some(70), Some(1000)] {
+            let shape = AttentionShape { n_heads, n_kv_heads: n_kv, head_dim: d, window };
+            let (mut out, mut stats) = (vec![0.0; q.len()], vec![SoftmaxStats::EMPTY; n * n_heads]);
+            causal_attention(shape, &q, &k, &v, &mut out, &mut stats).unwrap();
+            for t in 0..n {
+                for h in 0..n_heads {
+                    let row =
+                        |x: &[f32], t: usize, heads: usize, h: usize| x[(t * heads + h) * d..][..d].to_vec();
+                    let seen = window.map_or(0, |window| (t + 1).saturating_sub(window))..t + 1;
+                    let scores: Vec<f32> = (seen.clone())
+                        .map(|s| dot(&row(&q, t, n_heads, h), &row(&k, s, n_kv, h / 2)) / (d as f32).sqrt())
+                        .collect();
+                    let mut p = scores.clone();
+                    softmax(&mut p);
+                    for c in 0..d {
+                        let parts = seen.clone().zip(&p);
+                        let exact: f32 = parts.map(|(s, p)| p * row(&v, s, n_kv, h / 2)[c]).sum();
+                        assert!((exact - row(&out, t, n_heads, h)[c]).abs() < 1e-4, "{window:?}");
+                    }
+                    let log_sum = scores.iter().map(|x| x.exp()).sum::<f32>().ln();
+                    let SoftmaxStats { max, sum } = stats[t * n_heads + h];
+                    assert!((max + sum.ln() - log_sum).abs() < 1e-4, "{window:?}");
                 }
             }
         }

@@ -10,13 +10,14 @@ use crate::files::write_atomically;
 use crate::model::Model;
 use crate::{Error, Result, files};
 
-/// The format's name in the file; it changes when what the entries mean changes.
+/// The format's name in the file. It changes with the meaning of the entries.
 const FORMAT: &str = "kv-profile-2";
 
-/// What calibration has made for one model: codebooks, rotations, probability models. One safetensors file.
+/// The results of calibration for one model: codebooks, rotations, probability models.
 ///
-/// Entries are named `method/setting/k or v/layer/head/part`; the model's name and hash and the checksum of the entries are in
-/// the file's metadata. The same entries for the same model are the same bytes.
+/// It is stored as a safetensors file. Entries are named `method/setting/k or v/layer/head/part`; the
+/// metadata hold the model's name and hash and a checksum of the entries. The same entries for the same model
+/// give the same bytes.
 #[derive(Clone, Debug, Default)]
 pub struct Profile {
     floats: BTreeMap<String, Vec<f32>>,
@@ -24,12 +25,12 @@ pub struct Profile {
 }
 
 impl Profile {
-    /// Adds numbers. They must be finite; the methods check shapes when they read them.
+    /// Adds an entry of finite numbers; the methods check its shape when they read it.
     pub(crate) fn put_floats(&mut self, key: String, values: Vec<f32>) {
         self.floats.insert(key, values);
     }
 
-    /// Adds bytes that carry their own checks.
+    /// Adds an entry of bytes, in a format with checks of its own.
     pub(crate) fn put_bytes(&mut self, key: String, values: Vec<u8>) {
         self.bytes.insert(key, values);
     }
@@ -44,19 +45,19 @@ impl Profile {
         self.bytes.get(key).map(Vec::as_slice).ok_or_else(|| missing(key))
     }
 
-    /// Entries it holds.
+    /// Number of entries.
     #[must_use]
     pub fn len(&self) -> usize {
         self.floats.len() + self.bytes.len()
     }
 
-    /// Whether nothing has been calibrated.
+    /// Whether it holds no entries.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Writes the file, whole or not at all.
+    /// Writes the file atomically.
     ///
     /// # Errors
     /// [`Error::Io`] when it cannot be written; a profile that was there before is then left as it was.
@@ -76,7 +77,8 @@ impl Profile {
         write_atomically(path, &[&(header.len() as u64).to_le_bytes(), &header[..], &data].concat())
     }
 
-    /// Name, type, length and bytes of every entry, in the order of the file: floats come first, so that they are aligned.
+    /// Name, type, length and bytes of every entry, in the order of the file: floats come first, so that they
+    /// are aligned.
     fn entries(&self) -> impl Iterator<Item = (&str, Dtype, usize, Cow<'_, [u8]>)> {
         let floats = self.floats.iter().map(|(key, x)| {
             let bytes: Vec<u8> = x.iter().flat_map(|x| x.to_le_bytes()).collect();
@@ -98,11 +100,12 @@ impl Profile {
     /// Reads a file that was made for `model`.
     ///
     /// # Errors
-    /// [`Error::Io`], [`Error::File`] for what is no profile or a damaged one, [`Error::Profile`] for another model's, which
-    /// is named.
+    /// [`Error::Io`]; [`Error::File`] for a file that is no profile or is damaged; [`Error::Profile`] for the
+    /// profile of another model, which is named.
     pub fn load(path: &Path, model: &Model) -> Result<Self> {
         let file = files::read(path)?;
-        let (_, header) = SafeTensors::read_metadata(&file).map_err(|e| Error::file(path, e))?;
+        let (_, header) = SafeTensors::read_metadata(&file)
+            .map_err(|e| Error::file(path, format!("is no profile of format {FORMAT}: {e}")))?;
         let metadata = header.metadata().as_ref();
         let field = |key: &str| metadata.and_then(|m| m.get(key)).map_or("", String::as_str);
         if field("format") != FORMAT {
@@ -143,5 +146,5 @@ impl Profile {
 }
 
 fn missing(key: &str) -> Error {
-    Error::Profile(format!("holds no `{key}`: run `kv calibrate` with the method that needs it"))
+    Error::MissingEntry(key.to_owned())
 }

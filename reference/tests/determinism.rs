@@ -11,7 +11,8 @@ use kv_reference::Profile;
 use kv_reference::compare::{Sizes, calibrated, compare};
 use kv_reference::method::Method;
 use kv_reference::model::{Model, Rope};
-use kv_reference::ops::{causal_attention, matmul};
+use kv_reference::ops::{AttentionShape, causal_attention, matmul};
+use svd_core::SoftmaxStats;
 
 const THREADS: [usize; 3] = [1, 2, 7];
 
@@ -53,8 +54,9 @@ fn attention_has_the_same_bits_at_any_number_of_threads() {
         let (n_heads, n_kv, d) = (4, 2, 24);
         let [q, k, v] = [n_heads, n_kv, n_kv].map(|heads| numbers(n * heads * d, heads));
         let outputs = at_all_threads(|| {
-            let mut out = vec![0.0; q.len()];
-            causal_attention(&q, &k, &v, n_heads, n_kv, d, &mut out).unwrap();
+            let (mut out, mut stats) = (vec![0.0; q.len()], vec![SoftmaxStats::EMPTY; n * n_heads]);
+            let shape = AttentionShape { n_heads, n_kv_heads: n_kv, head_dim: d, window: None };
+            causal_attention(shape, &q, &k, &v, &mut out, &mut stats).unwrap();
             out.into_iter().map(f32::to_bits).collect::<Vec<_>>()
         });
         assert!(all_equal(&outputs), "{n} rows");

@@ -1,4 +1,4 @@
-//! Logits beside those of `transformers`, on the committed fixtures (see `parity/make_fixtures.py`).
+//! Logits against those of `transformers`, on the committed fixtures (see `parity/make_fixtures.py`).
 
 #![allow(clippy::unwrap_used, clippy::panic)] // helpers of tests, too
 
@@ -41,12 +41,24 @@ fn tokens_agree_with_sentencepiece() {
         assert_eq!(tokenizer.encode(&text).unwrap(), tokens, "{text}");
         assert_eq!(tokenizer.decode(&tokens).unwrap(), text);
     }
+    let words = tokenizer.words();
+    assert!(words.len() > 10);
+    for word in words {
+        let word = tokenizer.decode(&[word]).unwrap();
+        assert!(word.len() >= 3 && word.bytes().all(|b| b.is_ascii_alphabetic()), "{word}");
+    }
+    // A piece inside a text begins without the space that begins a text.
+    let pieces = ["\nThe key is ", "12345", ".\n"].map(|piece| tokenizer.encode_piece(piece).unwrap());
+    assert_eq!(
+        tokenizer.decode(&[tokenizer.encode("a").unwrap(), pieces.concat()].concat()).unwrap(),
+        "a\nThe key is 12345.\n"
+    );
 }
 
 #[test]
 fn logits_agree_with_transformers() {
     let fixtures = fixtures();
-    assert!(fixtures.len() == 14);
+    assert!(fixtures.len() == 25);
     for folder in fixtures {
         let expected: Expected =
             serde_json::from_slice(&std::fs::read(folder.join("expected.json")).unwrap()).unwrap();
@@ -58,6 +70,6 @@ fn logits_agree_with_transformers() {
         assert_eq!(ours.len(), theirs.len());
         let largest = theirs.iter().fold(0.0_f32, |a, x| a.max(x.abs()));
         let error = ours.iter().zip(&theirs).fold(0.0_f32, |a, (x, y)| a.max((x - y).abs()));
-        assert!(error < 1e-5 * largest, "{}: {error} beside {largest}", folder.display());
+        assert!(error < 1e-5 * largest, "{}: {error} of {largest}", folder.display());
     }
 }

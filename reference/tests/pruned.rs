@@ -1,4 +1,5 @@
-//! Every method runs on checkpoints with pruned heads: rows of a projection, or columns of the last one, that are zero.
+//! Every method runs on checkpoints with pruned heads: rows of a projection, or columns of the last one, that
+//! are zero.
 
 #![allow(clippy::unwrap_used, clippy::panic)] // helpers of tests, too
 
@@ -76,12 +77,30 @@ fn run_all(model: Model, tokens: &[u32], case: &str) {
 }
 
 #[test]
+fn every_method_runs_on_a_residual_stream_of_zeros() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/parity/fixtures/gqa");
+    let mut model = Model::load(&folder).unwrap();
+    model.config.max_seq_len = 512;
+    let tokens: Vec<u32> = (0..512_u32).map(|i| (i * i + 7 * i) % 96).collect();
+    for (case, value) in [("zero", 0.0), ("next to zero", 1e-36)] {
+        let mut still = model.clone();
+        Arc::make_mut(&mut still.embedding).fill(value);
+        for layer in &mut still.layers {
+            Arc::make_mut(&mut layer.attention).o.weight.fill(0.0);
+            Arc::make_mut(&mut layer.feed_forward).down.weight.fill(0.0);
+        }
+        run_all(still, &tokens, case);
+    }
+}
+
+#[test]
 fn every_method_runs_on_a_model_with_pruned_heads() {
     let assets = Path::new(env!("CARGO_MANIFEST_DIR")).join("assets");
     let model = Model::load(&assets.join("tiny-llama-12m")).unwrap();
     let text = std::fs::read_to_string(assets.join("sotu-heldout.txt")).unwrap();
     let tokens = model.tokenizer().unwrap().encode(&text[..8000]).unwrap();
-    // Zero, and so small that it is next to nothing in single precision; each projection in a layer of its own.
+    // Zero, and so small that it is next to nothing in single precision; each projection in a layer of its
+    // own.
     for (all, factor) in [(false, 0.0), (true, 0.0), (false, 1e-36)] {
         let mut pruned = model.clone();
         for (l, projection) in

@@ -6,10 +6,11 @@ use std::path::Path;
 use std::sync::Arc;
 
 use kv_reference::Error;
-use kv_reference::forward::prefill;
+use kv_reference::forward::{Decoder, prefill};
 use kv_reference::method::Method;
 use kv_reference::model::{Config, Linear, Model, Rope};
-use kv_reference::ops::causal_attention;
+use kv_reference::ops::{AttentionShape, causal_attention};
+use svd_core::SoftmaxStats;
 
 /// Numbers below `end`, of a fixed sequence for `seed`.
 fn sequence(seed: u64) -> impl FnMut(usize) -> usize {
@@ -52,12 +53,15 @@ fn attention_touches_nothing_outside_its_slices() {
         let inner = |padded: usize| AROUND..padded - AROUND;
         let (q, k, v) = (&q[inner(q.len())], &k[inner(k.len())], &v[inner(v.len())]);
         let range = inner(out.len());
-        let result = causal_attention(q, k, v, n_heads, n_kv, d, &mut out[range.clone()]);
+        let window = [None, Some(2)][next(2)];
+        let shape = AttentionShape { n_heads, n_kv_heads: n_kv, head_dim: d, window };
+        let rows = lens[0].checked_div(n_heads * d).unwrap_or(0);
+        let mut stats = vec![SoftmaxStats::EMPTY; rows * n_heads];
+        let result = causal_attention(shape, q, k, v, &mut out[range.clone()], &mut stats);
         let (around, written) = ([&out[..range.start], &out[range.end..]].concat(), &out[range]);
         assert!(around.iter().all(|&x| x == 7.0));
         let case = format!("{n} rows, {n_heads} heads on {n_kv} of {d}, lengths {lens:?}");
         let sizes = n_heads > 0 && n_kv > 0 && d > 0 && n_heads % n_kv.max(1) == 0;
-        let rows = lens[0].checked_div(n_heads * d).unwrap_or(0);
         let right = [rows * n_heads * d, rows * n_kv * d, rows * n_kv * d, rows * n_heads * d];
         if !sizes || lens != right {
             assert!(matches!(result, Err(Error::Argument(_))), "{case}: {result:?}");
@@ -71,7 +75,8 @@ fn attention_touches_nothing_outside_its_slices() {
                 let head =
                     |x: &[f32], t: usize, heads: usize, h: usize| x[(t * heads + h) * d..][..d].to_vec();
                 let rows = |x: &[f32]| -> Vec<Vec<f32>> {
-                    (0..=t).map(|s| head(x, s, n_kv, h / (n_heads / n_kv))).collect()
+                    let first = window.map_or(0, |window| (t + 1).saturating_sub(window));
+                    (first..=t).map(|s| head(x, s, n_kv, h / (n_heads / n_kv))).collect()
                 };
                 let (keys, values) = (rows(k), rows(v));
                 let expected = naive(&head(q, t, n_heads, h), &keys, &values);
@@ -97,13 +102,15 @@ fn attention_refuses_sizes_whose_products_wrap() {
     ] {
         for len in [0, 4, 8, 16] {
             let (x, mut out) = (vec![1.0; len], vec![7.0; len + 64]);
-            let result = causal_attention(&x, &x, &x, n_heads, n_kv, d, &mut out[..len]);
+            let shape = AttentionShape { n_heads, n_kv_heads: n_kv, head_dim: d, window: None };
+            let result = causal_attention(shape, &x, &x, &x, &mut out[..len], &mut []);
             assert!(matches!(result, Err(Error::Argument(_))), "{n_heads} {n_kv} {d} {len}");
             assert!(out.iter().all(|&x| x == 7.0));
         }
     }
     // A row that is huge but representable, of which there are none.
-    causal_attention(&[], &[], &[], 1, 1, usize::MAX / 2, &mut []).unwrap();
+    let shape = AttentionShape { n_heads: 1, n_kv_heads: 1, head_dim: usize::MAX / 2, window: None };
+    causal_attention(shape, &[], &[], &[], &mut [], &mut []).unwrap();
 }
 
 fn model() -> Model {
@@ -125,7 +132,9 @@ fn a_model_whose_configuration_was_changed_is_refused() {
         ("head_dim", |c| &mut c.head_dim),
     ];
     let original = model();
-    let rope = Rope::new(&original.config, 32);
+    let rope = Arc::new(Rope::new(&original.config, 32));
+    let dense: Method = "dense".parse().unwrap();
+    let mut cache = dense.prepare(&Arc::new(original.clone()), &rope, &Default::default()).unwrap().cache;
     let tokens = [1, 2, 3, 4];
     prefill(&original, &rope, &tokens, &mut |_, _| Ok(())).unwrap();
     for (name, field) in fields {
@@ -138,6 +147,14 @@ fn a_model_whose_configuration_was_changed_is_refused() {
             *field(&mut changed.config) = value;
             let result = prefill(&changed, &rope, &tokens, &mut |_, _| Ok(()));
             assert!(matches!(result, Err(Error::Argument(_))), "{name} = {value}: {result:?}");
+            let mut decoder = Decoder::new(Arc::new(changed.clone()), rope.clone());
+            for tokens in [&tokens[..1], &tokens[..]] {
+                let result = match tokens {
+                    &[token] => decoder.step(token, cache.as_mut()),
+                    _ => decoder.prefill(tokens, cache.as_mut()),
+                };
+                assert!(matches!(result, Err(Error::Argument(_))), "{name} = {value}: {result:?}");
+            }
         }
     }
     let other = Rope::new(&Config { head_dim: 2 * original.config.head_dim, ..original.config.clone() }, 32);

@@ -93,18 +93,21 @@ impl Elements {
         }
     }
 
-    /// [`attend_rows`] with these elements as keys, and as many values of the same type.
+    /// [`attend_rows`] with the elements from `starts` on as keys, and those of `values`, of the same type,
+    /// as values.
     pub fn attend(
         &self,
         values: &Self,
+        starts: Pair<usize>,
         q: &[f32],
         out: &mut [f32],
         stats: &mut [SoftmaxStats],
     ) -> Result<()> {
+        let Pair { keys: i, values: j } = starts;
         match (self, values) {
-            (Self::F32(k), Self::F32(v)) => attend_rows(q, k, v, out, stats)?,
-            (Self::F16(k), Self::F16(v)) => attend_rows(q, k, v, out, stats)?,
-            (Self::Bf16(k), Self::Bf16(v)) => attend_rows(q, k, v, out, stats)?,
+            (Self::F32(k), Self::F32(v)) => attend_rows(q, &k[i..], &v[j..], out, stats)?,
+            (Self::F16(k), Self::F16(v)) => attend_rows(q, &k[i..], &v[j..], out, stats)?,
+            (Self::Bf16(k), Self::Bf16(v)) => attend_rows(q, &k[i..], &v[j..], out, stats)?,
             _ => return Err(Error::argument("keys and values of different types")),
         }
         Ok(())
@@ -191,10 +194,12 @@ impl ExactRows {
         self.heads[head].keys.read(t * self.geometry.head_dim, k);
     }
 
-    /// Attention over all rows. Keys that were stored before RoPE are rotated on the way, the first to the given position.
+    /// Attention over the rows from `first` on. Keys that were stored before RoPE are rotated on the way, row
+    /// 0 to the given position.
     pub fn attend(
         &self,
         head: usize,
+        first: usize,
         q: &[f32],
         rope: Option<(&Rope, usize)>,
         out: &mut [f32],
@@ -202,9 +207,10 @@ impl ExactRows {
     ) -> Result<()> {
         let head_dim = self.geometry.head_dim;
         let Pair { keys, values } = &self.heads[head];
-        let Some((rope, pos)) = rope else { return keys.attend(values, q, out, stats) };
+        let start = Pair::of(|_| first * head_dim);
+        let Some((rope, pos)) = rope else { return keys.attend(values, start, q, out, stats) };
         let mut block = Pair::of(|_| vec![0.0; BLOCK.min(self.len()) * head_dim]);
-        for first in (0..self.len()).step_by(BLOCK) {
+        for first in (first..self.len()).step_by(BLOCK) {
             let len = BLOCK.min(self.len() - first) * head_dim;
             let (k, v) = (&mut block.keys[..len], &mut block.values[..len]);
             keys.read(first * head_dim, k);
@@ -277,8 +283,15 @@ impl Store for DenseStore {
         Ok(())
     }
 
-    fn attend(&self, head: usize, q: &[f32], out: &mut [f32], stats: &mut [SoftmaxStats]) -> Result<()> {
-        self.rows.attend(head, q, None, out, stats)
+    fn attend(
+        &self,
+        head: usize,
+        first: usize,
+        q: &[f32],
+        out: &mut [f32],
+        stats: &mut [SoftmaxStats],
+    ) -> Result<()> {
+        self.rows.attend(head, first, q, None, out, stats)
     }
 
     fn footprint(&self) -> Footprint {

@@ -10,10 +10,11 @@ use crate::model::Config;
 /// Bytes of a cache by what they are for.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
 pub struct Footprint {
-    /// The representation of the tokens: rows, codes, bitstreams, scales, norms, codebooks trained for this sequence.
+    /// The representation of the tokens: rows, codes, bitstreams, scales, norms, codebooks trained for this
+    /// sequence.
     pub kept: usize,
-    /// Exact rows of which a step reads some (PQCache). They are counted as offloaded to slower memory; here they are in
-    /// the same memory as everything else.
+    /// Exact rows of which a step reads some (PQCache). They are counted as offloaded to slower memory; here
+    /// they are in the same memory as everything else.
     pub offloaded: usize,
     /// Decoded copies that could be made again from the kept bytes (CacheGen).
     pub working: usize,
@@ -34,15 +35,24 @@ impl AddAssign for Footprint {
 pub(crate) trait Store: Send + Sync {
     /// Sees the last queries of the prompt that comes next, rotated.
     fn watch(&mut self, _queries: &[f32]) {}
-    /// Takes the next `n` tokens: keys before RoPE and values, (n, n_kv_heads * head_dim) each; the first at `pos`.
+    /// Takes the next `n` tokens: keys before RoPE and values, (n, n_kv_heads * head_dim) each; the first at
+    /// `pos`.
     fn push(&mut self, pos: usize, k: &[f32], v: &[f32]) -> Result<()>;
     /// Tokens it stands for.
     fn len(&self) -> usize;
     /// Forgets all tokens from index `len` on; `len` is at most [`Self::len`].
     fn truncate(&mut self, len: usize) -> Result<()>;
-    /// Adds the attention of one key/value head's query heads to `out` (group, head_dim) and `stats` (group,), as
-    /// [`svd_core::attend_exact_into`] does. `q` (group, head_dim) is rotated and scaled by `1 / sqrt(head_dim)`.
-    fn attend(&self, head: usize, q: &[f32], out: &mut [f32], stats: &mut [SoftmaxStats]) -> Result<()>;
+    /// Adds the attention of one key/value head's query heads over the tokens from index `first` on, at most
+    /// [`Self::len`], to `out` (group, head_dim) and `stats` (group,), as [`svd_core::attend_exact_into`] does. `q`
+    /// (group, head_dim) is rotated and scaled by `1 / sqrt(head_dim)`.
+    fn attend(
+        &self,
+        head: usize,
+        first: usize,
+        q: &[f32],
+        out: &mut [f32],
+        stats: &mut [SoftmaxStats],
+    ) -> Result<()>;
     /// Its bytes by purpose.
     fn footprint(&self) -> Footprint;
     /// An independent copy.
@@ -55,10 +65,11 @@ pub(crate) trait RotatedStore: Store {
     fn push_rotated(&mut self, k: &[f32], v: &[f32]) -> Result<()>;
 }
 
-/// Merges attention in another basis or at a lower rank, `part` (group, rank) with `part_stats` (group,), into `out`
-/// (group, head_dim) and `stats`.
+/// Merges attention in another basis or at a lower rank, `part` (group, rank) with `part_stats` (group,),
+/// into `out` (group, head_dim) and `stats`.
 ///
-/// `back` writes a row of `part` and its sum of softmax weights in the basis of `out`; its output starts as zeros.
+/// `back` writes a row of `part` and its sum of softmax weights in the basis of `out`; its output starts as
+/// zeros.
 pub(crate) fn merge_part(
     (part, part_stats): (&[f32], &[SoftmaxStats]),
     out: &mut [f32],

@@ -7,19 +7,18 @@ use rayon::prelude::*;
 
 use crate::cache::KvCache;
 use crate::eval::{Divergence, RetrievalTask, log_softmax};
-use crate::forward::{Decoder, logits, prefill};
+use crate::forward::{Decoder, WATCHED, logits, prefill};
 use crate::method::{Method, Prepared};
 use crate::model::{Model, Rope};
 use crate::ops::argmax;
 use crate::{Error, Profile, Result};
 
-/// Last queries of a prompt that caches may look at: SnapKV's observation window.
-const WATCHED: usize = 32;
-
-/// A prompt that has been run once: all layers' keys (before RoPE) and values. Any cache can be filled from it.
+/// A prompt that has been run once: all layers' keys (before RoPE) and values. Any cache can be filled from
+/// it.
 pub struct Prompt {
     layers: Vec<[Vec<f32>; 3]>, // the last queries, rotated (WATCHED, n_heads * head_dim); keys and values (n, n_kv_heads * head_dim)
-    /// Logits (vocab_size,) of what follows the prompt; prefill is exact, so they are the same for every cache.
+    /// Logits (vocab_size,) of what follows the prompt; prefill is exact, so they are the same for every
+    /// cache.
     pub logits: Vec<f32>,
 }
 
@@ -30,10 +29,10 @@ impl Prompt {
     /// What [`prefill`] returns.
     pub fn run(model: &Model, rope: &Rope, tokens: &[u32]) -> Result<Self> {
         let mut layers = vec![];
-        let hidden = prefill(model, rope, tokens, &mut |_, activations| {
+        let hidden = prefill(model, rope, tokens, &mut |l, activations| {
             let first = tokens.len().saturating_sub(WATCHED);
             let q_dim = model.config.q_dim();
-            let queries = rope.rotated(&activations.q[first * q_dim..], q_dim, first);
+            let queries = rope.layer(l).rotated(&activations.q[first * q_dim..], q_dim, first);
             layers.push([queries, activations.k.to_vec(), activations.v.to_vec()]);
             Ok(())
         })?;
@@ -68,8 +67,8 @@ impl SharedPrompt {
         Ok(Self { tokens: tokens.to_vec(), run: Prompt::run(model, rope, tokens)? })
     }
 
-    /// A cache of `method` that holds the prompt. A method that folds weights makes values of its own, so its model runs the
-    /// prompt again.
+    /// A cache of `method` that holds the prompt. A method that folds weights makes values of its own, so its
+    /// model runs the prompt again.
     ///
     /// # Errors
     /// What preparing, running and filling return.
@@ -100,8 +99,8 @@ pub struct TextScores {
     pub ms_per_token: f64,
 }
 
-/// Feeds `tokens` one by one and scores the prediction of each next one, against `reference` logits or, without any, against
-/// itself. The last token is only predicted.
+/// Feeds `tokens` one by one and scores the prediction of each next one, against `reference` logits or,
+/// without any, against itself. The last token is only predicted.
 ///
 /// # Errors
 /// What the decoder returns.
@@ -127,8 +126,8 @@ pub fn score_text(
     Ok(TextScores { divergence, logits: all, ms_per_token: 1000.0 * seconds / steps as f64 })
 }
 
-/// Perplexity of exact attention over non-overlapping windows of `length` tokens, the first `windows` of the text, every
-/// prediction inside a window scored: the usual perplexity of published tables.
+/// Perplexity of exact attention over non-overlapping windows of `length` tokens, the first `windows` of the
+/// text, every prediction inside a window scored: the usual perplexity of published tables.
 ///
 /// # Errors
 /// [`Error::Argument`] for a text shorter than one window of two tokens; what [`prefill`] returns.
@@ -160,8 +159,8 @@ pub fn window_perplexity(
     Ok((nll / n as f64).exp())
 }
 
-/// How many questions the cache, filled with the task's prompt, answers exactly, each from a copy of its own. What all of
-/// them begin with is run once.
+/// How many questions the cache, filled with the task's prompt, answers exactly, each from a copy of its own.
+/// What all of them begin with is run once.
 ///
 /// # Errors
 /// What the decoder returns.

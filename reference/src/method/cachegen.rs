@@ -1,4 +1,5 @@
-//! CacheGen: a bitstream of keys (before RoPE) and values, through the codec's planes, one for each side of each layer.
+//! CacheGen: a bitstream of keys (before RoPE) and values, through the codec's planes, one for each side of
+//! each layer.
 
 mod store;
 mod transform;
@@ -44,8 +45,8 @@ struct CacheGen {
 /// Which elements are quantized, and their step sizes.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Mode {
-    /// Coefficients of the query-metric KLT, values of `W_O`'s; steps so that both together take `bits` a value, values
-    /// `offset` more than keys.
+    /// Coefficients of the query-metric KLT, values of `W_O`'s; steps so that both together take `bits` a
+    /// value, values `offset` more than keys.
     Transform { bits: f32, offset: f32 },
     /// Channels, bins in deviations.
     Channels { k: f32, v: f32 },
@@ -243,7 +244,7 @@ impl Kind for CacheGen {
     fn stores(&self, site: &Site<'_>) -> Result<Vec<Box<dyn Store>>> {
         site.layers(|l| {
             let planes = self.planes_of(site.profile, site.geometry, l)?;
-            Ok(CacheGenStore::new(site.geometry, Arc::new(planes), site.dense()))
+            Ok(CacheGenStore::new(site.geometry, Arc::new(planes), site.dense(l)))
         })
     }
 
@@ -252,8 +253,8 @@ impl Kind for CacheGen {
     }
 }
 
-/// The root of the mean variance of the channels; positive also of rows that do not vary, such as a pruned head's, since a step is
-/// made of it.
+/// The root of the mean variance of the channels; positive also of rows that do not vary, such as a pruned
+/// head's, since a step is made of it.
 fn deviation(rows: &[f32], channels: usize) -> f32 {
     let mean = mean_row(rows, channels);
     let squares: f64 = rows

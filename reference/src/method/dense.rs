@@ -23,6 +23,6 @@ impl Kind for Dense {
     }
 
     fn stores(&self, site: &Site<'_>) -> Result<Vec<Box<dyn Store>>> {
-        site.layers(|_| Ok(site.dense()))
+        site.layers(|l| Ok(site.dense(l)))
     }
 }

@@ -31,7 +31,8 @@ pub(super) trait Kind: Debug + Send + Sync {
         1
     }
 
-    /// The element type of a method that keeps every token exact, in its store: it has neither sinks nor window.
+    /// The element type of a method that keeps every token exact, in its store: it has neither sinks nor
+    /// window.
     fn dense(&self) -> Option<ElementType> {
         None
     }
@@ -75,7 +76,7 @@ pub(super) trait Kind: Debug + Send + Sync {
 pub(super) struct Site<'a> {
     pub config: &'a Config,
     pub geometry: Geometry,
-    pub rope: &'a Arc<Rope>,
+    pub model_rope: &'a Arc<Rope>,
     pub profile: &'a Profile,
     pub exact: ElementType, // of rows that stay exact
     pub reserved: usize,    // tokens in sinks and window
@@ -83,18 +84,24 @@ pub(super) struct Site<'a> {
 }
 
 impl Site<'_> {
-    /// A store of exact rows.
-    pub fn dense(&self) -> DenseStore {
-        DenseStore::new(self.exact, self.geometry, self.rope.clone())
+    /// The rotary embedding of layer `l`.
+    pub fn rope(&self, l: usize) -> Arc<Rope> {
+        self.model_rope.shared_layer(l)
     }
 
-    /// A store for every layer: exact rows in the layers that are left uncompressed, `make(layer)` in the others.
+    /// A store of exact rows for layer `l`.
+    pub fn dense(&self, l: usize) -> DenseStore {
+        DenseStore::new(self.exact, self.geometry, self.rope(l))
+    }
+
+    /// A store for every layer: exact rows in the layers that are left uncompressed, `make(layer)` in the
+    /// others.
     pub fn layers<S: Store + 'static>(
         &self,
         mut make: impl FnMut(usize) -> Result<S>,
     ) -> Result<Vec<Box<dyn Store>>> {
         let store = |l| -> Result<Box<dyn Store>> {
-            Ok(if self.exact_layers.contains(&l) { Box::new(self.dense()) } else { Box::new(make(l)?) })
+            Ok(if self.exact_layers.contains(&l) { Box::new(self.dense(l)) } else { Box::new(make(l)?) })
         };
         (0..self.config.n_layers).map(store).collect()
     }

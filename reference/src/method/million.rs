@@ -1,5 +1,5 @@
-//! MILLION: attention on product-quantizer codes of rotated keys and of values, with codebooks that are trained offline, one
-//! per layer, head and side (the released code shares one over all layers and heads).
+//! MILLION: attention on product-quantizer codes of rotated keys and of values, with codebooks that are
+//! trained offline, one per layer, head and side (the released code shares one over all layers and heads).
 
 use std::sync::Arc;
 
@@ -93,7 +93,7 @@ impl Kind for Million {
     fn stores(&self, site: &Site<'_>) -> Result<Vec<Box<dyn Store>>> {
         site.layers(|l| {
             let codebooks = Arc::new(self.codebooks(site.profile, site.geometry, l)?);
-            Ok(MillionStore::new(site.geometry, site.rope.clone(), codebooks, self.outliers))
+            Ok(MillionStore::new(site.geometry, site.rope(l), codebooks, self.outliers))
         })
     }
 }
@@ -146,7 +146,8 @@ impl Coded {
     }
 }
 
-/// Replaces the `percent` of elements that are farthest from the centre of their channel by it, and lists them.
+/// Replaces the `percent` of elements that are farthest from the centre of their channel by it, and lists
+/// them.
 fn take_outliers(rows: &mut [f32], centre: &[f32], percent: usize) -> Result<Vec<Outlier>> {
     let count = (rows.len() * percent).div_ceil(100);
     let (mut distances, mut indices) = (vec![0.0; rows.len()], vec![0; count]);
@@ -202,13 +203,26 @@ impl Store for MillionStore {
         Ok(())
     }
 
-    fn attend(&self, head: usize, q: &[f32], out: &mut [f32], stats: &mut [SoftmaxStats]) -> Result<()> {
+    fn attend(
+        &self,
+        head: usize,
+        first: usize,
+        q: &[f32],
+        out: &mut [f32],
+        stats: &mut [SoftmaxStats],
+    ) -> Result<()> {
         let (books, Pair { keys, values }) = (&self.codebooks[head], &self.heads[head]);
         if self.outliers > 0 {
             let (keys, values) = (keys.decoded(&books.keys)?, values.decoded(&books.values)?);
-            return attend_rows(q, &keys, &values, out, stats);
+            let start = first * self.geometry.head_dim;
+            return attend_rows(q, &keys[start..], &values[start..], out, stats);
         }
-        let tokens = CodedTokens::new(keys.codes.view(), values.codes.view(), books.values.view())?;
+        let mask: Option<Vec<f32>> = (first > 0).then(|| {
+            let row = (0..self.len).map(|t| if t < first { f32::NEG_INFINITY } else { 0.0 });
+            row.cycle().take(stats.len() * self.len).collect()
+        });
+        let tokens = CodedTokens::new(keys.codes.view(), values.codes.view(), books.values.view())?
+            .with_bias(mask.as_deref());
         let mut luts = vec![0.0; stats.len() * tokens.key_shape().lut_len()];
         let luts = lut_into(&books.keys.view(), q, &mut luts)?;
         attend_to_codes(&luts, &tokens, out, stats)

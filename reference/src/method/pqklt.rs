@@ -1,4 +1,5 @@
-//! Product-quantizer codes of transformed keys and values: means, query-metric rotations and codebooks of every head.
+//! Product-quantizer codes of transformed keys and values: means, query-metric rotations and codebooks of
+//! every head.
 
 mod store;
 
@@ -119,7 +120,7 @@ impl Kind for PqKlt {
                 KeySpace::BeforeRope => self.fit(self.codes.keys, &layer.plain_query_grams[head], keys)?,
                 KeySpace::RotatedMean => {
                     keys = geometry.head_rows(head, &layer.rotated_keys);
-                    RopeMeanBuf::new(&mean, rope.frequencies())?
+                    RopeMeanBuf::new(&mean, rope.layer(l).frequencies())?
                         .view()
                         .subtract(Calibration::FIRST, &mut keys)?;
                     self.fit(self.codes.keys, &layer.query_grams[head], keys)?
@@ -150,7 +151,7 @@ impl Kind for PqKlt {
     fn stores(&self, site: &Site<'_>) -> Result<Vec<Box<dyn Store>>> {
         site.layers(|l| {
             let plan = self.plan(site.config, site.profile, l)?;
-            TransformedStore::new(site.geometry, site.rope.clone(), Arc::new(plan))
+            TransformedStore::new(site.geometry, site.rope(l), Arc::new(plan))
         })
     }
 }

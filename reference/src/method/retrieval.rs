@@ -1,5 +1,6 @@
-//! Top-k attention: all tokens are scored cheaply, the best are attended to exactly. `oracle` scores by the exact product,
-//! `pqcache` by product-quantized keys; it counts its exact rows as offloaded, although they stay in the same memory here.
+//! Top-k attention: all tokens are scored cheaply, the best are attended to exactly. `oracle` scores by the
+//! exact product, `pqcache` by product-quantized keys; it counts its exact rows as offloaded, although they
+//! stay in the same memory here.
 
 use std::sync::Arc;
 
@@ -54,9 +55,9 @@ impl Kind for TopK {
                 Scorer::Pq { shape, iterations, seed: SEED, heads: vec![] }
             }
         };
-        site.layers(|_| {
+        site.layers(|l| {
             let (geometry, ratio, reserved) = (site.geometry, self.ratio, site.reserved);
-            Ok(RetrievalStore { geometry, exact: site.dense(), scorer: scorer.clone(), ratio, reserved })
+            Ok(RetrievalStore { geometry, exact: site.dense(l), scorer: scorer.clone(), ratio, reserved })
         })
     }
 }
@@ -66,8 +67,8 @@ impl Kind for TopK {
 enum Scorer {
     /// By the exact product: the upper bound for every top-k method.
     Oracle,
-    /// By product-quantized keys; the codebooks are trained on the first keys that arrive, that is on the prompt (PQCache
-    /// 3.3).
+    /// By product-quantized keys; the codebooks are trained on the first keys that arrive, that is on the
+    /// prompt (PQCache 3.3).
     Pq {
         shape: PqShape,
         iterations: usize,
@@ -94,10 +95,10 @@ struct RetrievalStore {
 }
 
 impl RetrievalStore {
-    /// Tokens to retrieve for one step.
-    fn k(&self) -> usize {
-        let attended = (self.ratio * (self.exact.tokens() + self.reserved) as f64).ceil() as usize;
-        attended.saturating_sub(self.reserved).clamp(1, self.exact.tokens())
+    /// Tokens to retrieve for one step out of `n`.
+    fn k(&self, n: usize) -> usize {
+        let attended = (self.ratio * (n + self.reserved) as f64).ceil() as usize;
+        attended.saturating_sub(self.reserved).clamp(1, n)
     }
 
     /// Scores of all tokens for every query of the group: (group, tokens).
@@ -127,15 +128,18 @@ impl RetrievalStore {
         Ok(scores)
     }
 
-    /// The tokens that the whole group fetches.
-    fn select(&self, head: usize, q: &[f32]) -> Result<Vec<u32>> {
+    /// The tokens, from `first` on, that the whole group fetches.
+    fn select(&self, head: usize, first: usize, q: &[f32]) -> Result<Vec<usize>> {
+        let n = self.exact.tokens() - first;
         let scores = self.scores(head, q)?;
-        let mut total = vec![0.0; self.exact.tokens()];
+        let visible = scores.chunks_exact(first + n).flat_map(|scores| &scores[first..]);
+        let scores: Vec<f32> = visible.copied().collect();
+        let mut total = vec![0.0; n];
         let mut stats = vec![SoftmaxStats::EMPTY; q.len() / self.geometry.head_dim];
         combine_group_into(&scores, GroupRule::SumOfSoftmax, &mut stats, &mut total)?;
-        let mut indices = vec![0; self.k()];
-        top_k_into(&total, self.k(), &mut indices)?;
-        Ok(indices)
+        let mut indices = vec![0; self.k(n)];
+        top_k_into(&total, self.k(n), &mut indices)?;
+        Ok(indices.into_iter().map(|i| first + i as usize).collect())
     }
 }
 
@@ -179,18 +183,25 @@ impl Store for RetrievalStore {
         self.exact.truncate(len)
     }
 
-    fn attend(&self, head: usize, q: &[f32], out: &mut [f32], stats: &mut [SoftmaxStats]) -> Result<()> {
-        if self.exact.tokens() == 0 {
+    fn attend(
+        &self,
+        head: usize,
+        first: usize,
+        q: &[f32],
+        out: &mut [f32],
+        stats: &mut [SoftmaxStats],
+    ) -> Result<()> {
+        if self.exact.tokens() <= first {
             return Ok(());
         }
-        let selected = self.select(head, q)?;
+        let selected = self.select(head, first, q)?;
         let head_dim = self.geometry.head_dim;
         let (mut keys, mut values) =
             (vec![0.0; selected.len() * head_dim], vec![0.0; selected.len() * head_dim]);
         for ((&t, k), v) in
             selected.iter().zip(keys.chunks_exact_mut(head_dim)).zip(values.chunks_exact_mut(head_dim))
         {
-            self.exact.rows().read(head, t as usize, k, v);
+            self.exact.rows().read(head, t, k, v);
         }
         attend_rows(q, &keys, &values, out, stats)
     }

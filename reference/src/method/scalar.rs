@@ -1,5 +1,5 @@
-//! Scalar-quantization baselines: uniform codes as in KIVI (`int8`, `int4`, `int2`) or after a Hadamard rotation (`rotated`),
-//! and optimal levels after a random rotation (`lloydmax`).
+//! Scalar-quantization baselines: uniform codes as in KIVI (`int8`, `int4`, `int2`) or after a Hadamard
+//! rotation (`rotated`), and optimal levels after a random rotation (`lloydmax`).
 
 mod codecs;
 mod store;
@@ -96,6 +96,6 @@ impl Kind for Scalar {
                 (Pair::of(|side| Arc::new(LloydMax::new(self.bits[side], head_dim, SEED)) as _), BLOCK)
             }
         };
-        site.layers(|_| Ok(CodedStore::new(site.geometry, site.rope.clone(), None, codecs.clone(), block)))
+        site.layers(|l| Ok(CodedStore::new(site.geometry, site.rope(l), None, codecs.clone(), block)))
     }
 }

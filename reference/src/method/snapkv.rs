@@ -1,8 +1,8 @@
-//! SnapKV (arXiv 2404.14469): of a prompt only the tokens that its last queries attend to most are kept; decoded tokens all
-//! stay. Tokens keep their positions.
+//! SnapKV (arXiv 2404.14469): of a prompt only the tokens that its last queries attend to most are kept;
+//! decoded tokens all stay. Tokens keep their positions.
 //!
-//! Two things differ from the paper: scores are not pooled over neighbouring tokens, and all heads of a layer keep the same
-//! tokens. Keyformer (ZACK's 6.2) chooses by accumulated scores as well.
+//! Two things differ from the paper: scores are not pooled over neighbouring tokens, and all heads of a layer
+//! keep the same tokens. Keyformer (ZACK's 6.2) chooses by accumulated scores as well.
 
 use std::sync::Arc;
 
@@ -30,7 +30,7 @@ struct SnapKv {
 
 impl Kind for SnapKv {
     fn stores(&self, site: &Site<'_>) -> Result<Vec<Box<dyn Store>>> {
-        site.layers(|_| Ok(EvictingStore::new(site.dense(), site.geometry, site.rope.clone(), self.tokens)))
+        site.layers(|l| Ok(EvictingStore::new(site.dense(l), site.geometry, site.rope(l), self.tokens)))
     }
 }
 
@@ -112,8 +112,15 @@ impl<S: RotatedStore + Clone + 'static> Store for EvictingStore<S> {
         self.inner.truncate(self.kept.len())
     }
 
-    fn attend(&self, head: usize, q: &[f32], out: &mut [f32], stats: &mut [SoftmaxStats]) -> Result<()> {
-        self.inner.attend(head, q, out, stats)
+    fn attend(
+        &self,
+        head: usize,
+        first: usize,
+        q: &[f32],
+        out: &mut [f32],
+        stats: &mut [SoftmaxStats],
+    ) -> Result<()> {
+        self.inner.attend(head, self.kept.partition_point(|&token| token < first), q, out, stats)
     }
 
     fn footprint(&self) -> Footprint {
@@ -159,7 +166,7 @@ mod tests {
         store.truncate(5).unwrap();
         assert_eq!((store.len(), &store.kept[..], store.inner.len()), (5, &[2][..], 1));
         let (mut out, mut stats) = (vec![0.0; geometry.head_dim], [SoftmaxStats::EMPTY]);
-        store.attend(0, &vec![0.0; geometry.head_dim], &mut out, &mut stats).unwrap();
+        store.attend(0, 0, &vec![0.0; geometry.head_dim], &mut out, &mut stats).unwrap();
         stats[0].normalize(&mut out);
         assert!(out.iter().all(|&x| x == 2.0));
     }

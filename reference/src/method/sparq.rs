@@ -1,9 +1,10 @@
-//! SparQ attention (Ribar et al., "SparQ Attention: Bandwidth-Efficient LLM Inference", ICML 2024, arXiv 2312.04985): score all
-//! tokens by the components in which the queries are largest, attend to the best tokens exactly, and let the mean value stand
-//! for the rest, weighted by the softmax mass that the scores leave to it.
+//! SparQ attention (Ribar et al., "SparQ Attention: Bandwidth-Efficient LLM Inference", ICML 2024, arXiv
+//! 2312.04985): score all tokens by the components in which the queries are largest, attend to the best
+//! tokens exactly, and let the mean value stand for the rest, weighted by the softmax mass that the scores
+//! leave to it.
 //!
-//! As in the authors' code, a group of query heads shares its components and its tokens. Sinks and window are always attended
-//! to exactly. All rows are kept: the method saves reads of memory, not memory.
+//! As in the authors' code, a group of query heads shares its components and its tokens. Sinks and window are
+//! always attended to exactly. All rows are kept: the method saves reads of memory, not memory.
 
 use std::sync::Arc;
 
@@ -45,10 +46,10 @@ impl Kind for SparQ {
 
     fn stores(&self, site: &Site<'_>) -> Result<Vec<Box<dyn Store>>> {
         let Geometry { n_kv_heads, head_dim, .. } = site.geometry;
-        site.layers(|_| {
+        site.layers(|l| {
             Ok(SparQStore {
                 geometry: site.geometry,
-                exact: site.dense(),
+                exact: site.dense(l),
                 sums: vec![vec![0.0; head_dim]; n_kv_heads],
                 ratio: self.ratio,
                 reserved: site.reserved,
@@ -69,7 +70,8 @@ struct SparQStore {
     components: usize,   // that score
 }
 
-/// Least mass that a query is taken to leave to the tokens it attends to: below it the mean value is the whole result.
+/// Least mass that a query is taken to leave to the tokens it attends to: below it the mean value is the
+/// whole result.
 const LEAST_MASS: f32 = 1e-6;
 
 impl SparQStore {
@@ -84,11 +86,24 @@ impl SparQStore {
         }
     }
 
-    /// Estimated softmax of every query of the group over all tokens: (group, tokens).
+    /// The mean of one head's values from token `first` on.
+    fn mean(&self, head: usize, first: usize) -> Vec<f32> {
+        let (mut key, mut value) = (vec![0.0; self.geometry.head_dim], vec![0.0; self.geometry.head_dim]);
+        let mut sum = self.sums[head].clone();
+        for t in 0..first {
+            self.exact.rows().read(head, t, &mut key, &mut value);
+            sum.iter_mut().zip(&value).for_each(|(sum, &x)| *sum -= f64::from(x));
+        }
+        let n = (self.exact.tokens() - first) as f64;
+        sum.iter().map(|sum| (sum / n) as f32).collect()
+    }
+
+    /// Estimated softmax of every query of the group over the tokens from `first` on: (group, tokens).
     ///
-    /// Scores of some components are narrower than those of all; the part of the query's magnitude in them says by how much.
-    fn estimates(&self, head: usize, q: &[f32]) -> Result<Vec<f32>> {
-        let (dim, n) = (self.geometry.head_dim, self.exact.tokens());
+    /// Scores of some components are narrower than those of all; the part of the query's magnitude in them
+    /// says by how much.
+    fn estimates(&self, head: usize, first: usize, q: &[f32]) -> Result<Vec<f32>> {
+        let (dim, n) = (self.geometry.head_dim, self.exact.tokens() - first);
         let mut magnitudes = vec![0.0; dim];
         for q in q.chunks_exact(dim) {
             magnitudes.iter_mut().zip(q).for_each(|(sum, x)| *sum += x.abs());
@@ -98,7 +113,7 @@ impl SparQStore {
         let mut estimates = vec![0.0; q.len() / dim * n];
         let mut key = vec![0.0; dim];
         for t in 0..n {
-            self.exact.rows().read_keys(head, t, &mut key);
+            self.exact.rows().read_keys(head, first + t, &mut key);
             for (q, row) in q.chunks_exact(dim).zip(estimates.chunks_exact_mut(n)) {
                 row[t] = components.iter().map(|&c| q[c as usize] * key[c as usize]).sum();
             }
@@ -133,12 +148,19 @@ impl Store for SparQStore {
         Ok(())
     }
 
-    fn attend(&self, head: usize, q: &[f32], out: &mut [f32], stats: &mut [SoftmaxStats]) -> Result<()> {
-        let (dim, n) = (self.geometry.head_dim, self.exact.tokens());
+    fn attend(
+        &self,
+        head: usize,
+        first: usize,
+        q: &[f32],
+        out: &mut [f32],
+        stats: &mut [SoftmaxStats],
+    ) -> Result<()> {
+        let (dim, n) = (self.geometry.head_dim, self.exact.tokens() - first);
         if n == 0 {
             return Ok(());
         }
-        let estimates = self.estimates(head, q)?;
+        let estimates = self.estimates(head, first, q)?;
         let mut total = vec![0.0; n];
         for row in estimates.chunks_exact(n) {
             total.iter_mut().zip(row).for_each(|(sum, x)| *sum += x);
@@ -150,11 +172,11 @@ impl Store for SparQStore {
         let (mut keys, mut values) = (vec![0.0; k * dim], vec![0.0; k * dim]);
         let rows = keys.chunks_exact_mut(dim).zip(values.chunks_exact_mut(dim));
         for (&t, (key, value)) in selected.iter().zip(rows) {
-            self.exact.rows().read(head, t as usize, key, value);
+            self.exact.rows().read(head, first + t as usize, key, value);
         }
         let (mut part, mut part_stats) = (vec![0.0; out.len()], vec![SoftmaxStats::EMPTY; stats.len()]);
         attend_rows(q, &keys, &values, &mut part, &mut part_stats)?;
-        let mean: Vec<f32> = self.sums[head].iter().map(|sum| (sum / n as f64) as f32).collect();
+        let mean = self.mean(head, first);
         let parts = part.chunks_exact_mut(dim).zip(part_stats).zip(estimates.chunks_exact(n));
         let all = out.chunks_exact_mut(dim).zip(stats);
         for (((part, mut part_stats), estimates), (out, stats)) in parts.zip(all) {
@@ -224,7 +246,7 @@ mod tests {
                 let q = random(config.gqa_group() * dim);
                 let (mut out, mut stats) =
                     (vec![0.0; q.len()], vec![SoftmaxStats::EMPTY; config.gqa_group()]);
-                store.attend(head, &q, &mut out, &mut stats).unwrap();
+                store.attend(head, 0, &q, &mut out, &mut stats).unwrap();
                 // Queries are scaled already: 1 / sqrt(head_dim) appears nowhere.
                 let q: Vec<Vec<f64>> = q.chunks(dim).map(|q| q.iter().map(|&x| x.into()).collect()).collect();
                 let rows: Vec<[Vec<f64>; 2]> = (0..n)

@@ -1,4 +1,5 @@
-//! StreamingLLM (arXiv 2309.17453): tokens that leave the window are dropped; only sinks and window are attended to.
+//! StreamingLLM (arXiv 2309.17453): tokens that leave the window are dropped; only sinks and window are
+//! attended to.
 //!
 //! Tokens keep their positions; the paper moves them together, which matters only beyond the trained context.
 
@@ -58,7 +59,7 @@ impl Store for StreamingStore {
         Ok(())
     }
 
-    fn attend(&self, _: usize, _: &[f32], _: &mut [f32], _: &mut [SoftmaxStats]) -> Result<()> {
+    fn attend(&self, _: usize, _: usize, _: &[f32], _: &mut [f32], _: &mut [SoftmaxStats]) -> Result<()> {
         Ok(())
     }
 

@@ -82,7 +82,8 @@ impl Kind for Zack {
         true
     }
 
-    /// Rotations of every head: of keys against queries, and of values against `W_O`; and each layer's residual stream.
+    /// Rotations of every head: of keys against queries, and of values against `W_O`; and each layer's
+    /// residual stream.
     fn calibrate(&self, model: &Model, _: &Rope, samples: &Calibration, profile: &mut Profile) -> Result<()> {
         let basis = self.basis;
         let geometry = Geometry::of(&model.config);
@@ -114,18 +115,18 @@ impl Kind for Zack {
     fn stores(&self, site: &Site<'_>) -> Result<Vec<Box<dyn Store>>> {
         // Ranks are planned over all layers at once.
         let cuts = self.cuts(site.config, site.profile)?;
-        let (geometry, rope) = (site.geometry, || site.rope.clone());
+        let geometry = site.geometry;
         let Some(bits) = self.bits else {
             return site.layers(|l| {
-                let store = ZackStore::new(geometry, rope(), cuts[l].clone(), site.exact);
-                Ok(EvictingStore::new(store, geometry, rope(), self.tokens))
+                let store = ZackStore::new(geometry, site.rope(l), cuts[l].clone(), site.exact);
+                Ok(EvictingStore::new(store, geometry, site.rope(l), self.tokens))
             });
         };
         let (keys, values) = (PerChannel { bits }, PerToken { bits, group: BLOCK });
         let codecs = Pair::<Arc<dyn BlockCodec>>::new(Arc::new(keys), Arc::new(values));
         site.layers(|l| {
-            let store = CodedStore::new(geometry, rope(), Some(cuts[l].clone()), codecs.clone(), BLOCK);
-            Ok(EvictingStore::new(store, geometry, rope(), self.tokens))
+            let store = CodedStore::new(geometry, site.rope(l), Some(cuts[l].clone()), codecs.clone(), BLOCK);
+            Ok(EvictingStore::new(store, geometry, site.rope(l), self.tokens))
         })
     }
 
@@ -197,11 +198,13 @@ impl Zack {
     }
 }
 
-/// What a unit of squared error costs, of keys and of values in every head: the error that it makes in the residual stream,
-/// relative to that. An error of a score moves weight between values, so it counts as much as the values are large.
+/// What a unit of squared error costs, of keys and of values in every head: the error that it makes in the
+/// residual stream, relative to that. An error of a score moves weight between values, so it counts as much
+/// as the values are large.
 ///
-/// N.B. Weights measured instead, as the divergence of a model in which one layer alone is cut to half over what that drops: on
-/// the 12 M model better at nine tenths of the dimensions (KL .0008 for .0031), worse at half (.0163 for .0104).
+/// N.B. Weights measured instead, as the divergence of a model in which one layer alone is cut to half over
+/// what that drops: on the 12 M model better at nine tenths of the dimensions (KL .0008 for .0031), worse at
+/// half (.0163 for .0104).
 fn loss_weights(profile: &Profile, values: &[Vec<Rotation>]) -> Result<Pair<Vec<f64>>> {
     let mut weights = Pair::<Vec<f64>>::default();
     for (l, heads) in values.iter().enumerate() {

@@ -3,12 +3,15 @@ use std::path::Path;
 use serde::Deserialize;
 use serde_json::Value;
 
+use super::family::{AttentionBias, AttentionKeys, Family};
 use crate::error::Quoted;
 use crate::{Error, Result, files};
 
-/// The shape of a Llama-family model.
+/// The shape of a model and the steps in which it differs from a Llama.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Config {
+    /// Family, as `config.json` calls it: `llama`, `mistral`, `qwen2`, `qwen3` or `smollm3`.
+    pub family: &'static str,
     /// Entries of the vocabulary.
     pub vocab_size: usize,
     /// Width of the residual stream.
@@ -31,14 +34,44 @@ pub struct Config {
     pub rope_theta: f64,
     /// What stretches the rotary frequencies.
     pub rope_scaling: RopeScaling,
-    /// Whether q, k, v and o projections have biases.
+    /// Whether the q, k and v projections have biases.
     pub attention_bias: bool,
+    /// Whether the o projection has a bias.
+    pub output_bias: bool,
     /// Whether the feed-forward projections have biases.
     pub mlp_bias: bool,
     /// Whether the output projection is the embedding.
     pub tie_word_embeddings: bool,
+    /// Whether each head of queries and keys is normalized (RMS, with a weight per component) before RoPE.
+    pub qk_norm: bool,
+    /// How each layer attends: (n_layers,)
+    pub attention: Vec<LayerAttention>,
     /// Tokens that end a text.
     pub eos_tokens: Vec<u32>,
+}
+
+/// How one layer attends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LayerAttention {
+    /// Whether queries and keys are rotated to their positions; a layer where they are not (NoPE) knows no
+    /// positions.
+    pub rope: bool,
+    /// Most recent tokens that a query attends to, its own included; all where there is no window.
+    pub window: Option<usize>,
+}
+
+impl LayerAttention {
+    /// RoPE, and attention to all tokens.
+    pub const FULL: Self = Self { rope: true, window: None };
+
+    /// The first position that a query at position `pos` attends to.
+    #[must_use]
+    pub const fn first_visible(self, pos: usize) -> usize {
+        match self.window {
+            Some(window) => (pos + 1).saturating_sub(window),
+            None => 0,
+        }
+    }
 }
 
 /// How rotary frequencies are stretched for long contexts.
@@ -96,8 +129,29 @@ impl Config {
 
     /// Reads a Hugging Face `config.json`.
     pub(crate) fn from_json(path: &Path) -> Result<Self> {
-        let raw: RawConfig = serde_json::from_slice(&files::read(path)?).map_err(|e| Error::file(path, e))?;
-        raw.check().and_then(Self::validated).map_err(|what| Error::file(path, what))
+        let value: Value = serde_json::from_slice(&files::read(path)?).map_err(|e| Error::file(path, e))?;
+        Self::from_value(&value).and_then(Self::validated).map_err(|what| Error::file(path, what))
+    }
+
+    /// The family is looked at first: fields of others have other names.
+    fn from_value(value: &Value) -> std::result::Result<Self, String> {
+        let Some(name) = value["model_type"].as_str() else {
+            return Err("has no model_type: not the configuration of a model".into());
+        };
+        let family = Family::of_model_type(name)?;
+        let keys = AttentionKeys::deserialize(value).map_err(|e| e.to_string())?;
+        RawConfig::deserialize(value).map_err(|e| e.to_string())?.check(family, &keys)
+    }
+
+    /// How the layers of a model of `family` attend.
+    ///
+    /// There are at most as many as [`Self::validated`] allows: `n_layers` may come out of a file.
+    pub(super) fn attention(
+        family: &Family,
+        keys: &AttentionKeys,
+        n_layers: usize,
+    ) -> std::result::Result<Vec<LayerAttention>, String> {
+        (0..n_layers.min(MOST_LAYERS)).map(|l| (family.attention)(keys, l)).collect()
     }
 
     /// Refuses shapes that no model has, so that products of sizes cannot overflow later.
@@ -106,7 +160,7 @@ impl Config {
             ("vocab_size", self.vocab_size, 1 << 24),
             ("hidden_size", self.hidden_size, 1 << 20),
             ("intermediate_size", self.intermediate_size, 1 << 22),
-            ("num_hidden_layers", self.n_layers, 1 << 12),
+            ("num_hidden_layers", self.n_layers, MOST_LAYERS),
             ("num_attention_heads", self.n_heads, 1 << 12),
             ("num_key_value_heads", self.n_kv_heads, 1 << 12),
             ("head_dim", self.head_dim, 1 << 12),
@@ -122,6 +176,13 @@ impl Config {
         }
         if !self.head_dim.is_multiple_of(2) {
             return Err(format!("head_dim is {}, an odd number", self.head_dim));
+        }
+        if self.attention.len() != self.n_layers {
+            let entries = self.attention.len();
+            return Err(format!("{entries} entries say how {} layers attend", self.n_layers));
+        }
+        if self.attention.iter().any(|layer| layer.window == Some(0)) {
+            return Err("sliding_window is 0".into());
         }
         if !(self.rms_norm_eps > 0.0 && self.rms_norm_eps < 1.0) {
             return Err(format!("rms_norm_eps is {}, outside 0..1", self.rms_norm_eps));
@@ -147,10 +208,12 @@ impl Config {
     }
 }
 
+/// Most layers of a model.
+const MOST_LAYERS: usize = 1 << 12;
+
 /// `config.json` as it stands, before any sense is made of it.
 #[derive(Deserialize)]
 struct RawConfig {
-    model_type: String,
     vocab_size: usize,
     hidden_size: usize,
     intermediate_size: usize,
@@ -164,7 +227,6 @@ struct RawConfig {
     rope_scaling: Option<Value>,
     rope_parameters: Option<Value>, // transformers 5 moved rope_theta and rope_scaling here
     partial_rotary_factor: Option<f64>,
-    sliding_window: Option<usize>,
     #[serde(default)]
     attention_bias: bool,
     #[serde(default)]
@@ -176,18 +238,12 @@ struct RawConfig {
 }
 
 impl RawConfig {
-    fn check(self) -> std::result::Result<Config, String> {
-        if !matches!(self.model_type.as_str(), "llama" | "mistral") {
-            return Err(format!("model_type {} is not of the Llama family", Quoted(&self.model_type)));
-        }
+    fn check(self, family: &Family, keys: &AttentionKeys) -> std::result::Result<Config, String> {
         if let Some(act) = self.hidden_act.as_deref().filter(|&act| act != "silu") {
             return Err(format!("hidden_act {} is not supported, only `silu`", Quoted(act)));
         }
         if self.partial_rotary_factor.is_some_and(|x| x != 1.0) {
             return Err("a partial_rotary_factor is not supported".into());
-        }
-        if self.sliding_window.is_some() {
-            return Err("a sliding_window is not supported".into());
         }
         let rope = self.rope_parameters.as_ref().or(self.rope_scaling.as_ref());
         let theta = self.rope_parameters.as_ref().and_then(|rope| rope["rope_theta"].as_f64());
@@ -196,7 +252,9 @@ impl RawConfig {
             None if self.num_attention_heads > 0 => self.hidden_size / self.num_attention_heads,
             None => 0,
         };
+        let configured = family.bias == AttentionBias::Configured && self.attention_bias;
         Ok(Config {
+            family: family.name,
             vocab_size: self.vocab_size,
             hidden_size: self.hidden_size,
             intermediate_size: self.intermediate_size,
@@ -208,9 +266,12 @@ impl RawConfig {
             rms_norm_eps: self.rms_norm_eps.unwrap_or(1e-6),
             rope_theta: theta.or(self.rope_theta).unwrap_or(10_000.0),
             rope_scaling: rope.map_or(Ok(RopeScaling::None), rope_scaling)?,
-            attention_bias: self.attention_bias,
+            attention_bias: configured || family.bias == AttentionBias::Qkv,
+            output_bias: configured,
             mlp_bias: self.mlp_bias,
             tie_word_embeddings: self.tie_word_embeddings,
+            qk_norm: family.qk_norm,
+            attention: Config::attention(family, keys, self.num_hidden_layers)?,
             eos_tokens: eos_tokens(self.eos_token_id.as_ref()),
         })
     }

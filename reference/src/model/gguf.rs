@@ -1,8 +1,9 @@
-//! GGUF files of the Llama architecture.
+//! GGUF files.
 //!
-//! The container is read here, not by a crate: of those published (gguf, gguf-rs, gguf-rs-lib, ggus, candle-core) none
-//! survives a hostile file. They allocate from lengths in the header, recurse into nested arrays without a limit, or slice
-//! past the end. The format is <https://github.com/ggml-org/ggml/blob/master/docs/gguf.md>, versions 2 and 3.
+//! The container is read here, not by a crate: of those published (gguf, gguf-rs, gguf-rs-lib, ggus,
+//! candle-core) none survives a hostile file. They allocate from lengths in the header, recurse into nested
+//! arrays without a limit, or slice past the end. The format is
+//! <https://github.com/ggml-org/ggml/blob/master/docs/gguf.md>, versions 2 and 3.
 
 mod blocks;
 mod header;
@@ -13,6 +14,7 @@ use std::path::Path;
 use sha2::Sha256;
 
 use crate::error::Quoted;
+use crate::model::family::{AttentionBias, AttentionKeys, Family};
 use crate::model::source::Source;
 use crate::model::tensors::{Tensors, check_finite};
 use crate::model::{Config, RopeScaling};
@@ -23,13 +25,15 @@ use header::{Header, List, TEXT, Value};
 /// Entries of the largest vocabulary, and of the lists that go with it.
 const MOST_ITEMS: u64 = 1 << 24;
 
-/// Bytes of the longest token. sentencepiece trains tokens of up to 512 characters; the longest known are a few hundred bytes.
+/// Bytes of the longest token. sentencepiece trains tokens of up to 512 characters; the longest known are a
+/// few hundred bytes.
 const LONGEST_TOKEN: usize = 1024;
 
 /// An open GGUF file: metadata and where each tensor lies.
 pub(crate) struct Gguf {
     source: Source,
     header: Header,
+    family: &'static Family,
     heads: (usize, usize), // (n_heads, n_kv_heads), for the row order of Q and K
 }
 
@@ -38,42 +42,59 @@ impl Gguf {
         let source = Source::open(path)?;
         let input = BufReader::with_capacity(1 << 16, source.reader()?);
         let header = header::parse(input, source.len()).map_err(|what| source.error(what))?;
-        let mut gguf = Self { source, header, heads: (1, 1) };
-        let n_heads = gguf.int("llama.attention.head_count")?;
-        gguf.heads = (n_heads, gguf.int_or("llama.attention.head_count_kv", n_heads)?);
+        // The architecture is looked at first: it begins the names of all other metadata.
+        let architecture = text(&source, &header, "general.architecture")?;
+        let family = Family::of_architecture(&architecture).map_err(|what| source.error(what))?;
+        let mut gguf = Self { source, header, family, heads: (1, 1) };
+        let n_heads = gguf.int(&gguf.key("attention.head_count"))?;
+        gguf.heads = (n_heads, gguf.int_or(&gguf.key("attention.head_count_kv"), n_heads)?);
         Ok(gguf)
+    }
+
+    /// The name of a metadata entry of the architecture.
+    fn key(&self, name: &str) -> String {
+        format!("{}.{name}", self.family.gguf.unwrap_or(self.family.name))
     }
 
     /// The model's shape from the metadata.
     pub fn config(&self) -> Result<Config> {
-        let architecture = self.text("general.architecture")?;
-        if architecture != "llama" {
-            return Err(self.error(format!("architecture {} is not `llama`", Quoted(&architecture))));
-        }
-        let (n_heads, n_kv_heads) = self.heads;
-        let hidden_size = self.int("llama.embedding_length")?;
-        let head_dim = self.int_or("llama.attention.key_length", hidden_size / n_heads.max(1))?;
-        for key in ["llama.attention.value_length", "llama.rope.dimension_count"] {
-            if self.int_or(key, head_dim)? != head_dim {
+        let (family, (n_heads, n_kv_heads)) = (self.family, self.heads);
+        let hidden_size = self.int(&self.key("embedding_length"))?;
+        let head_dim = self.int_or(&self.key("attention.key_length"), hidden_size / n_heads.max(1))?;
+        for key in ["attention.value_length", "rope.dimension_count"].map(|name| self.key(name)) {
+            if self.int_or(&key, head_dim)? != head_dim {
                 return Err(self.error(format!("{key} differs from the head's length {head_dim}")));
             }
         }
+        // llama.cpp reads no window for these architectures.
+        let window = self.key("attention.sliding_window");
+        if self.int_or(&window, 0)? > 0 {
+            return Err(self.error(format!("metadata `{window}` is not supported")));
+        }
+        let n_layers = self.int(&self.key("block_count"))?;
+        let attention = Config::attention(family, &AttentionKeys::default(), n_layers);
+        let has = |name: &str| self.header.tensors.contains_key(name);
+        let has_bias = |name: &str| family.bias != AttentionBias::None && has(name);
         let eos = self.int_or("tokenizer.ggml.eos_token_id", usize::MAX)?;
         let config = Config {
+            family: family.name,
             vocab_size: self.list_len("tokenizer.ggml.tokens")?,
             hidden_size,
-            intermediate_size: self.int("llama.feed_forward_length")?,
-            n_layers: self.int("llama.block_count")?,
+            intermediate_size: self.int(&self.key("feed_forward_length"))?,
+            n_layers,
             n_heads,
             n_kv_heads,
             head_dim,
-            max_seq_len: self.int("llama.context_length")?,
-            rms_norm_eps: self.float_or("llama.attention.layer_norm_rms_epsilon", 1e-5) as f32,
-            rope_theta: self.float_or("llama.rope.freq_base", 10_000.0),
+            max_seq_len: self.int(&self.key("context_length"))?,
+            rms_norm_eps: self.float_or(&self.key("attention.layer_norm_rms_epsilon"), 1e-5) as f32,
+            rope_theta: self.float_or(&self.key("rope.freq_base"), 10_000.0),
             rope_scaling: self.rope_scaling(head_dim)?,
-            attention_bias: self.header.tensors.contains_key("blk.0.attn_q.bias"),
-            mlp_bias: self.header.tensors.contains_key("blk.0.ffn_up.bias"),
-            tie_word_embeddings: !self.header.tensors.contains_key("output.weight"),
+            attention_bias: family.bias == AttentionBias::Qkv || has_bias("blk.0.attn_q.bias"),
+            output_bias: has_bias("blk.0.attn_output.bias"),
+            mlp_bias: has("blk.0.ffn_up.bias"),
+            tie_word_embeddings: !has("output.weight"),
+            qk_norm: family.qk_norm,
+            attention: attention.map_err(|what| self.error(what))?,
             eos_tokens: u32::try_from(eos).into_iter().collect(),
         };
         config.validated().map_err(|what| self.error(what))
@@ -84,29 +105,22 @@ impl Gguf {
         if self.header.tensors.contains_key("rope_freqs.weight") {
             return Ok(RopeScaling::Divisors(self.load_raw("rope_freqs.weight", &[head_dim / 2])?));
         }
-        let key = "llama.rope.scaling.type";
-        if !self.header.metadata.contains_key(key) {
+        let key = self.key("rope.scaling.type");
+        if !self.header.metadata.contains_key(&key) {
             return Ok(RopeScaling::None);
         }
-        match self.text(key)?.as_str() {
+        match self.text(&key)?.as_str() {
             "none" => Ok(RopeScaling::None),
-            "linear" => Ok(RopeScaling::Linear { factor: self.float_or("llama.rope.scaling.factor", 1.0) }),
+            "linear" => {
+                Ok(RopeScaling::Linear { factor: self.float_or(&self.key("rope.scaling.factor"), 1.0) })
+            }
             other => Err(self.error(format!("rope scaling {} is not supported", Quoted(other)))),
         }
     }
 
     /// A text in the metadata.
     pub fn text(&self, key: &str) -> Result<String> {
-        const LONGEST: u64 = 1 << 16;
-        match self.header.metadata.get(key) {
-            Some(Value::Text(range)) if range.end - range.start <= LONGEST => {
-                Ok(String::from_utf8_lossy(&self.source.read(range.clone())?).into_owned())
-            }
-            Some(Value::Text(_)) => {
-                Err(self.error(format!("metadata `{key}` is longer than {LONGEST} bytes")))
-            }
-            _ => Err(self.missing(key, "text")),
-        }
+        text(&self.source, &self.header, key)
     }
 
     /// A list of texts in the metadata.
@@ -193,7 +207,7 @@ impl Gguf {
     }
 
     fn missing(&self, key: &str, kind: &str) -> Error {
-        self.error(format!("metadata `{key}` is missing or no {kind}"))
+        missing(&self.source, key, kind)
     }
 
     /// An error about this file.
@@ -220,6 +234,22 @@ impl Gguf {
     }
 }
 
+/// A text in the metadata.
+fn text(source: &Source, header: &Header, key: &str) -> Result<String> {
+    const LONGEST: u64 = 1 << 16;
+    match header.metadata.get(key) {
+        Some(Value::Text(range)) if range.end - range.start <= LONGEST => {
+            Ok(String::from_utf8_lossy(&source.read(range.clone())?).into_owned())
+        }
+        Some(Value::Text(_)) => Err(source.error(format!("metadata `{key}` is longer than {LONGEST} bytes"))),
+        _ => Err(missing(source, key, "text")),
+    }
+}
+
+fn missing(source: &Source, key: &str, kind: &str) -> Error {
+    source.error(format!("metadata `{key}` is missing or no {kind}"))
+}
+
 impl Tensors for Gguf {
     fn contains(&self, name: &str) -> bool {
         gguf_name(name).is_some_and(|name| self.header.tensors.contains_key(&name))
@@ -230,13 +260,21 @@ impl Tensors for Gguf {
             return Err(self.error(format!("GGUF has no name for tensor `{name}`")));
         };
         let values = self.load_raw(&stored, shape)?;
-        Ok(if name.contains("q_proj") {
+        Ok(if self.family.gguf_pairs && name.contains("q_proj") {
             halves_from_pairs(&values, shape[0], self.heads.0)
-        } else if name.contains("k_proj") {
+        } else if self.family.gguf_pairs && name.contains("k_proj") {
             halves_from_pairs(&values, shape[0], self.heads.1)
         } else {
             values
         })
+    }
+
+    fn names(&self) -> Vec<&str> {
+        self.header.tensors.keys().map(String::as_str).collect()
+    }
+
+    fn stored_name(&self, name: &str) -> Option<String> {
+        gguf_name(name)
     }
 
     fn digest(&self, hasher: &mut Sha256) -> Result<()> {
@@ -273,6 +311,8 @@ fn gguf_name(name: &str) -> Option<String> {
         "input_layernorm" => "attn_norm",
         "self_attn.q_proj" => "attn_q",
         "self_attn.k_proj" => "attn_k",
+        "self_attn.q_norm" => "attn_q_norm",
+        "self_attn.k_norm" => "attn_k_norm",
         "self_attn.v_proj" => "attn_v",
         "self_attn.o_proj" => "attn_output",
         "post_attention_layernorm" => "ffn_norm",

@@ -1,13 +1,27 @@
+use std::sync::Arc;
+
 use crate::model::{Config, RopeScaling};
 
-/// Rotary position embedding: cosines and sines of every position up to a length, for the layout that pairs component `i`
-/// with `i + head_dim / 2` (Hugging Face; GGUF rows are reordered to it when they are loaded).
+/// Rotary position embedding: cosines and sines of every position up to a length, for the layout that pairs
+/// component `i` with `i + head_dim / 2` (Hugging Face; GGUF rows are reordered to it when they are loaded).
+///
+/// Some families leave RoPE out in some layers (NoPE): [`Self::layer`] is the embedding of one layer, which
+/// there changes nothing.
 #[derive(Clone, Debug)]
 pub struct Rope {
     frequencies: Vec<f32>, // (half,) radians per position
     half: usize,           // head_dim / 2
-    cos: Vec<f32>,         // (len, half)
-    sin: Vec<f32>,         // (len, half)
+    len: usize,            // positions
+    cos: Vec<f32>,         // (len, half); empty where all frequencies are zero
+    sin: Vec<f32>,         // the same
+    nope: Option<Nope>,
+}
+
+/// The layers without RoPE.
+#[derive(Clone, Debug)]
+struct Nope {
+    layers: Vec<bool>, // (n_layers,)
+    rope: Arc<Rope>,   // theirs
 }
 
 impl Rope {
@@ -18,7 +32,36 @@ impl Rope {
         let angles = (0..len).flat_map(|pos| frequencies.iter().map(move |f| pos as f64 * f));
         let (sin, cos) = angles.map(|angle| (angle.sin() as f32, angle.cos() as f32)).unzip();
         let half = frequencies.len();
-        Self { frequencies: frequencies.iter().map(|&f| f as f32).collect(), half, cos, sin }
+        let layers: Vec<bool> = config.attention.iter().map(|layer| !layer.rope).collect();
+        let nope = layers.contains(&true).then(|| Nope { layers, rope: Arc::new(Self::still(half, len)) });
+        Self { frequencies: frequencies.iter().map(|&f| f as f32).collect(), half, len, cos, sin, nope }
+    }
+
+    /// What rotates nothing.
+    fn still(half: usize, len: usize) -> Self {
+        Self { frequencies: vec![0.0; half], half, len, cos: vec![], sin: vec![], nope: None }
+    }
+
+    /// The embedding of layer `l`.
+    #[must_use]
+    pub fn layer(&self, l: usize) -> &Self {
+        self.nope_of(l).map_or(self, |rope| rope)
+    }
+
+    /// As [`Self::layer`], to be kept.
+    #[must_use]
+    pub fn shared_layer(self: &Arc<Self>, l: usize) -> Arc<Self> {
+        self.nope_of(l).unwrap_or(self).clone()
+    }
+
+    fn nope_of(&self, l: usize) -> Option<&Arc<Self>> {
+        self.nope.as_ref().filter(|nope| nope.layers.get(l) == Some(&true)).map(|nope| &nope.rope)
+    }
+
+    /// Whether it was made for a model of this shape.
+    pub(crate) fn fits(&self, config: &Config) -> bool {
+        let layers = |l: usize| self.nope_of(l).is_none() == config.attention[l].rope;
+        2 * self.half == config.head_dim && (0..config.attention.len()).all(layers)
     }
 
     /// Radians per position of every pair: (head_dim / 2,).
@@ -30,13 +73,13 @@ impl Rope {
     /// Positions it can rotate to.
     #[must_use]
     pub fn len(&self) -> usize {
-        self.cos.len() / self.half
+        self.len
     }
 
     /// Whether it has no positions at all.
     #[must_use]
     pub fn is_empty(&self) -> bool {
-        self.cos.is_empty()
+        self.len == 0
     }
 
     /// Rotates every head of `x`, (heads, head_dim), to position `pos < len`.
@@ -44,6 +87,9 @@ impl Rope {
     /// # Panics
     /// When `pos >= len`.
     pub fn rotate(&self, x: &mut [f32], pos: usize) {
+        if self.cos.is_empty() && pos < self.len {
+            return;
+        }
         let cos = &self.cos[pos * self.half..][..self.half];
         let sin = &self.sin[pos * self.half..][..self.half];
         for head in x.chunks_exact_mut(2 * self.half) {
@@ -64,7 +110,8 @@ impl Rope {
         }
     }
 
-    /// A copy of rows (n, heads * head_dim), rotated to positions that are evenly spread from `first` to the last one.
+    /// A copy of rows (n, heads * head_dim), rotated to positions that are evenly spread from `first` to the
+    /// last one.
     #[must_use]
     pub fn spread(&self, rows: &[f32], row_len: usize, first: usize) -> Vec<f32> {
         let n = rows.len() / row_len;

@@ -1,7 +1,9 @@
-//! Where weights come from: safetensors files (one or sharded) and GGUF, behind one trait. Tensors are asked for by their
-//! Hugging Face names and with the shape that the configuration implies; everything else about a file is distrusted.
+//! Where weights come from: safetensors files (one or sharded) and GGUF, behind one trait. Tensors are asked
+//! for by their Hugging Face names and with the shape that the configuration implies; everything else about a
+//! file is distrusted.
 
-use std::collections::{HashMap, TryReserveError};
+use std::cell::RefCell;
+use std::collections::{BTreeSet, HashMap, TryReserveError};
 use std::io::Read;
 use std::path::{Path, PathBuf};
 
@@ -19,8 +21,67 @@ pub(crate) trait Tensors {
     fn contains(&self, name: &str) -> bool;
     /// The tensor as `f32`, row-major, if it has exactly this shape.
     fn load(&self, name: &str, shape: &[usize]) -> Result<Vec<f32>>;
+    /// The names of all tensors, as the files have them.
+    fn names(&self) -> Vec<&str>;
+    /// The name that the files give a tensor.
+    fn stored_name(&self, name: &str) -> Option<String> {
+        Some(name.to_owned())
+    }
     /// Feeds the files' bytes to a hash.
     fn digest(&self, hasher: &mut Sha256) -> Result<()>;
+}
+
+/// A source of tensors that remembers which were asked for: what is left over belongs to a model that this
+/// one is not.
+pub(crate) struct Tracked<'a> {
+    tensors: &'a dyn Tensors,
+    asked: RefCell<BTreeSet<String>>, // names in the files
+}
+
+impl<'a> Tracked<'a> {
+    pub fn new(tensors: &'a dyn Tensors) -> Self {
+        Self { tensors, asked: RefCell::default() }
+    }
+
+    /// As [`Tensors::contains`]: what is asked about is known, whether it is then loaded or not.
+    pub fn contains(&self, name: &str) -> bool {
+        self.note(name);
+        self.tensors.contains(name)
+    }
+
+    /// As [`Tensors::load`].
+    pub fn load(&self, name: &str, shape: &[usize]) -> Result<Vec<f32>> {
+        self.note(name);
+        self.tensors.load(name, shape)
+    }
+
+    fn note(&self, name: &str) {
+        self.asked.borrow_mut().extend(self.tensors.stored_name(name));
+    }
+
+    /// Refuses files with tensors that were not asked for, which are named.
+    pub fn finish(&self, path: &Path, family: &str) -> Result<()> {
+        const SHOWN: usize = 3;
+        let asked = self.asked.borrow();
+        let mut left = self.tensors.names();
+        left.retain(|name| !asked.contains(*name) && !is_derived(name));
+        left.sort_unstable();
+        if left.is_empty() {
+            return Ok(());
+        }
+        let names: Vec<_> = left.iter().take(SHOWN).map(|name| Quoted(name).to_string()).collect();
+        let more = left.len().checked_sub(SHOWN).filter(|&more| more > 0);
+        let more = more.map_or_else(String::new, |more| format!(" and {more} more"));
+        let names = names.join(", ");
+        let what = format!("holds tensors that a `{family}` like this has no use for: {names}{more}");
+        Err(Error::file(path, what))
+    }
+}
+
+/// Whether a tensor is computed from the configuration here: the rotary frequencies, which old checkpoints
+/// store in every layer, and llama.cpp as `rope_freqs`, which its reader has used.
+fn is_derived(name: &str) -> bool {
+    name.ends_with("rotary_emb.inv_freq") || name == "rope_freqs.weight"
 }
 
 /// `model.safetensors`, or the shards that `model.safetensors.index.json` names.
@@ -47,7 +108,8 @@ impl Shard {
             return Err(source.error(format!("claims a header of {length} bytes")));
         }
         let data_start = 8 + length;
-        // `Metadata` checks that the tensors follow each other without gaps and have the lengths that their shapes imply.
+        // `Metadata` checks that the tensors follow each other without gaps and have the lengths that their
+        // shapes imply.
         let header: Metadata =
             serde_json::from_slice(&source.read(8..data_start)?).map_err(|e| source.error(e))?;
         if header.data_len() as u64 != source.len() - data_start {
@@ -99,6 +161,10 @@ impl Tensors for SafetensorsFiles {
         };
         let values = values.map_err(|e| source.error(format!("tensor `{name}`: {e}")))?;
         check_finite(source.path(), name, values)
+    }
+
+    fn names(&self) -> Vec<&str> {
+        self.file_of.keys().map(String::as_str).collect()
     }
 
     fn digest(&self, hasher: &mut Sha256) -> Result<()> {

@@ -12,18 +12,31 @@ use library::guarded;
 pub struct Tokenizer {
     inner: tokenizers::Tokenizer,
     bos: Option<u32>, // put before a text, if the model was trained so
+    space: char,      // how the vocabulary writes a space before a word
 }
+
+/// A space in byte-level BPE (GPT-2).
+const BYTE_LEVEL_SPACE: char = 'Ġ';
+/// A space in sentencepiece.
+const SENTENCEPIECE_SPACE: char = '\u{2581}';
 
 impl Tokenizer {
     /// Reads a Hugging Face `tokenizer.json`.
     pub(crate) fn from_json(path: &Path) -> Result<Self> {
-        Ok(Self { inner: from_json::load(path)?, bos: None }) // its post-processor adds what is to be added
+        Ok(Self::new(from_json::load(path)?, None)) // its post-processor adds what is to be added
     }
 
     /// Builds the tokenizer that a GGUF file describes.
     pub(crate) fn from_gguf(gguf: &Gguf) -> Result<Self> {
         let (inner, bos) = from_gguf::load(gguf)?;
-        Ok(Self { inner, bos })
+        Ok(Self::new(inner, bos))
+    }
+
+    fn new(inner: tokenizers::Tokenizer, bos: Option<u32>) -> Self {
+        let vocabulary = inner.get_vocab(false);
+        let count = |space| vocabulary.keys().filter(|token| token.starts_with(space)).count();
+        let sentencepiece = count(SENTENCEPIECE_SPACE) > count(BYTE_LEVEL_SPACE);
+        Self { inner, bos, space: if sentencepiece { SENTENCEPIECE_SPACE } else { BYTE_LEVEL_SPACE } }
     }
 
     /// Tokens of a text; with the model's own start token where it has one.
@@ -35,12 +48,19 @@ impl Tokenizer {
         Ok(self.bos.into_iter().chain(ids).collect())
     }
 
-    /// Tokens of a piece inside a text: no start token.
+    /// Tokens of a piece inside a text: no start token, and no space that sentencepiece puts before a text.
     ///
     /// # Errors
     /// [`Error::Argument`] when the text cannot be tokenized.
     pub fn encode_piece(&self, text: &str) -> Result<Vec<u32>> {
-        self.encode_plain(text, false)
+        let plain = self.encode_plain(text, false)?;
+        if self.space != SENTENCEPIECE_SPACE {
+            return Ok(plain);
+        }
+        // The space stands before the line break then, which merges with nothing.
+        let (before, mut all) =
+            (self.encode_plain("\n", false)?, self.encode_plain(&format!("\n{text}"), false)?);
+        Ok(if all.starts_with(&before) { all.split_off(before.len()) } else { plain })
     }
 
     fn encode_plain(&self, text: &str, special: bool) -> Result<Vec<u32>> {
@@ -61,7 +81,7 @@ impl Tokenizer {
     pub fn words(&self) -> Vec<u32> {
         let is_word = |token: &str| {
             token
-                .strip_prefix('Ġ')
+                .strip_prefix(self.space)
                 .is_some_and(|w| w.len() >= 3 && w.bytes().all(|b| b.is_ascii_alphabetic()))
         };
         let mut ids: Vec<u32> = self

@@ -20,16 +20,18 @@ import gguf
 import numpy as np
 import sentencepiece as spm
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 HERE = Path(__file__).parent / "fixtures"
 TOKENS = [1, 17, 42, 3, 3, 95, 60, 8, 29, 77, 2, 54]
 BASE = dict(
+    model_type="llama",
     vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
     num_key_value_heads=2, head_dim=16, max_position_embeddings=64, rms_norm_eps=1e-5, tie_word_embeddings=True,
 )
 LLAMA3 = dict(rope_type="llama3", rope_theta=500.0, factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0,
               original_max_position_embeddings=16)
+SMALL = dict(hidden_size=32, intermediate_size=32, head_dim=8, dtype="bfloat16", pad_token_id=None, eos_token_id=2)
 CHECKPOINTS = {
     "mha": dict(num_key_value_heads=4, head_dim=16),
     "gqa": dict(),
@@ -39,13 +41,30 @@ CHECKPOINTS = {
     "bias-untied": dict(attention_bias=True, mlp_bias=True, tie_word_embeddings=False),
     "bf16": dict(dtype="bfloat16"),
     "sharded-f16": dict(dtype="float16"),
+    # Smaller than the others: what they add is the family. The window is shorter than the tokens.
+    "mistral-window": dict(SMALL, model_type="mistral", sliding_window=5),
+    "mistral-long-window": dict(SMALL, model_type="mistral", sliding_window=64),
+    "qwen2": dict(SMALL, model_type="qwen2"),
+    "qwen2-window": dict(SMALL, model_type="qwen2", use_sliding_window=True, sliding_window=4, max_window_layers=1),
+    "qwen3": dict(SMALL, model_type="qwen3", tie_word_embeddings=False),
+    "qwen3-bias": dict(SMALL, model_type="qwen3", attention_bias=True),
+    "smollm3": dict(SMALL, model_type="smollm3", num_hidden_layers=5),
+    "smollm3-window": dict(SMALL, model_type="smollm3", no_rope_layers=[0, 1], use_sliding_window=True, sliding_window=3),
 }
-GGUF = {"gguf-f32": "F32", "gguf-f16": "F16", "gguf-q8_0": "Q8_0", "gguf-q4_0": "Q4_0", "gguf-q4_1": "Q4_1"}
+GGUF = {
+    "gguf-f32": dict(kind="F32"), "gguf-f16": dict(kind="F16"), "gguf-q8_0": dict(kind="Q8_0"),
+    "gguf-q4_0": dict(kind="Q4_0"), "gguf-q4_1": dict(kind="Q4_1"),
+    "gguf-qwen2": dict(SMALL, kind="F16", model_type="qwen2"),
+    "gguf-qwen3": dict(SMALL, kind="F16", model_type="qwen3"),
+    "gguf-smollm3": dict(SMALL, kind="F16", model_type="smollm3", num_hidden_layers=5),
+}
+PERMUTED = {"llama", "smollm3"}  # whose Q and K convert_hf_to_gguf permutes
 
 
 def random_model(overrides, seed):
     torch.manual_seed(seed)
-    model = LlamaForCausalLM(LlamaConfig(**{**BASE, **overrides})).eval()
+    config = AutoConfig.for_model(**{**BASE, **overrides})
+    model = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for name, p in model.named_parameters():
             # Larger than the usual start, so that attention and biases matter to the logits.
@@ -70,6 +89,7 @@ def permute(w, heads):
 
 NAMES = {
     "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+    "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
     "self_attn.o_proj": "attn_output", "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
 }
@@ -77,13 +97,16 @@ NAMES = {
 
 def write_gguf(path, model, kind, pieces=None):
     c = model.config
-    writer = gguf.GGUFWriter(path, "llama")
+    writer = gguf.GGUFWriter(path, c.model_type)
     writer.add_context_length(c.max_position_embeddings)
     writer.add_embedding_length(c.hidden_size)
     writer.add_block_count(c.num_hidden_layers)
     writer.add_feed_forward_length(c.intermediate_size)
     writer.add_head_count(c.num_attention_heads)
     writer.add_head_count_kv(c.num_key_value_heads)
+    if c.model_type == "qwen3":
+        writer.add_key_length(c.head_dim)
+        writer.add_value_length(c.head_dim)
     writer.add_layer_norm_rms_eps(c.rms_norm_eps)
     writer.add_rope_freq_base(c.rope_parameters["rope_theta"])
     if pieces:
@@ -115,7 +138,7 @@ def write_gguf(path, model, kind, pieces=None):
         blocks = gguf.quants.quantize(w, this)
         p.copy_(torch.tensor(gguf.quants.dequantize(blocks, this)).reshape(w.shape))  # shares the model's memory
         heads = {"attn_q": c.num_attention_heads, "attn_k": c.num_key_value_heads}.get(stored.split(".")[2] if "blk" in stored else "")
-        if heads:  # a row's blocks move with the row
+        if heads and c.model_type in PERMUTED:  # a row's blocks move with the row
             blocks = permute(blocks, heads)
         writer.add_tensor(stored, blocks, raw_dtype=this)
     writer.write_header_to_file()
@@ -133,9 +156,12 @@ def make():
         folder = HERE / name
         model.save_pretrained(folder, max_shard_size="60KB" if name.startswith("sharded") else "5GB")
         (folder / "generation_config.json").unlink(missing_ok=True)
-        write_expected(folder, logits(LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()))
-    for seed, (name, kind) in enumerate(GGUF.items()):
-        model = random_model({}, 100 + seed)
+        write_expected(folder, logits(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()))
+    for seed, (name, overrides) in enumerate(GGUF.items()):
+        overrides = dict(overrides)
+        kind = overrides.pop("kind")
+        overrides.pop("dtype", None)
+        model = random_model(overrides, 100 + seed)
         folder = HERE / name
         folder.mkdir(parents=True)
         write_gguf(folder / "model.gguf", model, kind)
@@ -167,7 +193,7 @@ def check(kv):
     for folder in sorted(HERE.iterdir()):
         expected = json.loads((folder / "expected.json").read_text())
         if (folder / "config.json").exists():  # recomputed, not taken from the file
-            expected["logits"] = logits(LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval())
+            expected["logits"] = logits(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval())
         path = folder / "model.gguf" if (folder / "model.gguf").exists() else folder
         with tempfile.NamedTemporaryFile(suffix=".json") as out:
             tokens = ",".join(map(str, expected["tokens"]))

@@ -7,10 +7,11 @@ use crate::Result;
 use crate::cache::{DenseStore, Footprint, Geometry, Store};
 use crate::side::Pair;
 
-/// Every batch of tokens becomes a bitstream (keys before RoPE, values); attention runs over the decoded rows.
+/// Every batch of tokens becomes a bitstream (keys before RoPE, values); attention runs over the decoded
+/// rows.
 ///
-/// The paper stores and streams the bits and decodes them into a dense cache: the bits count as kept, the dense rows as
-/// working memory.
+/// The paper stores and streams the bits and decodes them into a dense cache: the bits count as kept, the
+/// dense rows as working memory.
 #[derive(Clone)]
 pub(crate) struct CacheGenStore {
     geometry: Geometry,
@@ -68,8 +69,15 @@ impl Store for CacheGenStore {
         self.decoded.truncate(len)
     }
 
-    fn attend(&self, head: usize, q: &[f32], out: &mut [f32], stats: &mut [SoftmaxStats]) -> Result<()> {
-        self.decoded.attend(head, q, out, stats)
+    fn attend(
+        &self,
+        head: usize,
+        first: usize,
+        q: &[f32],
+        out: &mut [f32],
+        stats: &mut [SoftmaxStats],
+    ) -> Result<()> {
+        self.decoded.attend(head, first, q, out, stats)
     }
 
     fn footprint(&self) -> Footprint {

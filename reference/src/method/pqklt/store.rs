@@ -19,8 +19,8 @@ use crate::side::{Pair, Side};
 /// Where keys are coded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum KeySpace {
-    /// After RoPE, less the rotated mean of the keys before it: score tables serve all positions, and the mean's part of
-    /// a score is computed from the position.
+    /// After RoPE, less the rotated mean of the keys before it: score tables serve all positions, and the
+    /// mean's part of a score is computed from the position.
     RotatedMean,
     /// Before RoPE: the best codes, but a score needs the decoded key, rotated to its position.
     BeforeRope,
@@ -210,7 +210,14 @@ impl Store for TransformedStore {
         Ok(())
     }
 
-    fn attend(&self, head: usize, q: &[f32], out: &mut [f32], stats: &mut [SoftmaxStats]) -> Result<()> {
+    fn attend(
+        &self,
+        head: usize,
+        first: usize,
+        q: &[f32],
+        out: &mut [f32],
+        stats: &mut [SoftmaxStats],
+    ) -> Result<()> {
         if self.len == 0 {
             return Ok(());
         }
@@ -221,7 +228,7 @@ impl Store for TransformedStore {
         };
         let (mut key_scales, value_scales) = (scales(keys), scales(values));
         let mut luts = vec![0.0; stats.len() * keys.codes.view().shape().lut_len()];
-        let bias = if self.plan.space == KeySpace::BeforeRope {
+        let mut bias = if self.plan.space == KeySpace::BeforeRope {
             key_scales = None; // tables of zeros: the bias is the whole score
             self.scores_of_decoded(head, q)
         } else {
@@ -230,6 +237,7 @@ impl Store for TransformedStore {
             lut_into(&keys.refined.as_deref().unwrap_or(&key_code.codebook).view(), &probes, &mut luts)?;
             self.scores_of_mean(head, q)?
         };
+        bias.chunks_exact_mut(self.len).for_each(|bias| bias[..first].fill(f32::NEG_INFINITY));
         let codebook = values.refined.as_deref().unwrap_or(&value_code.codebook).view();
         let tokens = CodedTokens::new(keys.codes.view(), values.codes.view(), codebook)?
             .with_key_scales(key_scales.as_deref())?

@@ -1,8 +1,9 @@
 //! Blocks of scalar codes.
 //!
-//! A [`CodedStore`] cuts the tokens of a head into blocks and leaves the coding of a block to a [`BlockCodec`], one for keys
-//! (after RoPE, and at a lower rank if the head is cut) and one for values. To attend it decodes block by block. A codec that
-//! rotates its rows leaves them rotated: the query is rotated instead, and the output turned back, once per step.
+//! A [`CodedStore`] cuts the tokens of a head into blocks and leaves the coding of a block to a
+//! [`BlockCodec`], one for keys (after RoPE, and at a lower rank if the head is cut) and one for values. To
+//! attend it decodes block by block. A codec that rotates its rows leaves them rotated: the query is rotated
+//! instead, and the output turned back, once per step.
 
 use std::sync::Arc;
 
@@ -112,7 +113,14 @@ impl Store for CodedStore {
         Ok(())
     }
 
-    fn attend(&self, head: usize, q: &[f32], out: &mut [f32], stats: &mut [SoftmaxStats]) -> Result<()> {
+    fn attend(
+        &self,
+        head: usize,
+        first: usize,
+        q: &[f32],
+        out: &mut [f32],
+        stats: &mut [SoftmaxStats],
+    ) -> Result<()> {
         let ranks = self.ranks(head);
         let longest = self.blocks.iter().map(|block| block.coded).max().unwrap_or(0);
         let mut rows = Pair::of(|side| vec![0.0; longest * ranks[side]]);
@@ -120,12 +128,18 @@ impl Store for CodedStore {
         q.chunks_exact_mut(ranks.keys).for_each(|q| self.codecs.keys.rotate(q));
         let mut rotated = vec![0.0; stats.len() * ranks.values];
         let mut rotated_stats = vec![SoftmaxStats::EMPTY; stats.len()];
+        let mut start = 0; // the block's first token
         for block in &self.blocks {
+            let hidden = first.saturating_sub(start).min(block.valid);
+            start += block.valid;
+            if hidden == block.valid {
+                continue;
+            }
             for side in Side::ALL {
                 let rows = &mut rows[side][..block.coded * ranks[side]];
                 self.codecs[side].decode(&block.codes[head][side], ranks[side], rows);
             }
-            let valid = |side: Side| &rows[side][..block.valid * ranks[side]];
+            let valid = |side: Side| &rows[side][hidden * ranks[side]..block.valid * ranks[side]];
             attend_rows(&q, valid(Side::Keys), valid(Side::Values), &mut rotated, &mut rotated_stats)?;
         }
         merge_part((&rotated, &rotated_stats), out, stats, |rotated, _, row| {

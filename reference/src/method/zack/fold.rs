@@ -5,7 +5,8 @@ use svd_core::Rotation;
 use crate::model::{AttentionWeights, Layer, Linear, Model};
 use crate::{Error, Result};
 
-/// The model whose values come out of `W_V` rotated and are turned back by `W_O` (ZACK 5.1): same function, same shapes.
+/// The model whose values come out of `W_V` rotated and are turned back by `W_O` (ZACK 5.1): same function,
+/// same shapes.
 ///
 /// `rotations` (n_layers, n_kv_heads).
 pub(crate) fn fold_values(model: &Model, rotations: &[Vec<Rotation>]) -> Result<Model> {
@@ -16,7 +17,7 @@ pub(crate) fn fold_values(model: &Model, rotations: &[Vec<Rotation>]) -> Result<
 fn fold_layer(model: &Model, layer: &Layer, heads: &[Rotation]) -> Result<Layer> {
     let config = &model.config;
     let (head_dim, hidden, q_dim) = (config.head_dim, config.hidden_size, config.q_dim());
-    let AttentionWeights { norm, q, k, v, o } = &*layer.attention;
+    let AttentionWeights { v, o, .. } = &*layer.attention;
     let mut weight = Vec::with_capacity(v.weight.len());
     let mut bias = v.bias.as_ref().map(|_| vec![]);
     for (head, rotation) in heads.iter().enumerate() {
@@ -40,11 +41,9 @@ fn fold_layer(model: &Model, layer: &Layer, heads: &[Rotation]) -> Result<Layer>
         }
     }
     let attention = AttentionWeights {
-        norm: norm.clone(),
-        q: q.clone(),
-        k: k.clone(),
         v: Linear { weight, bias, ..*v },
         o: Linear { weight: output, bias: o.bias.clone(), ..*o },
+        ..(*layer.attention).clone()
     };
     Ok(Layer { attention: Arc::new(attention), feed_forward: layer.feed_forward.clone() })
 }

@@ -12,8 +12,9 @@ use crate::side::Pair;
 
 /// ZACK: rotated keys and values cut to each head's rank; attention in the rotated space.
 ///
-/// Queries and keys are rotated here, after RoPE (paper 5.1). Values arrive rotated and leave rotated: their maps are
-/// folded into the model's `W_V` and `W_O`, so a cut value is its first components and the rest counts as zero.
+/// Queries and keys are rotated here, after RoPE (paper 5.1). Values arrive rotated and leave rotated: their
+/// maps are folded into the model's `W_V` and `W_O`, so a cut value is its first components and the rest
+/// counts as zero.
 #[derive(Clone)]
 pub(crate) struct ZackStore {
     geometry: Geometry,
@@ -60,11 +61,19 @@ impl Store for ZackStore {
         Ok(())
     }
 
-    fn attend(&self, head: usize, q: &[f32], out: &mut [f32], stats: &mut [SoftmaxStats]) -> Result<()> {
+    fn attend(
+        &self,
+        head: usize,
+        first: usize,
+        q: &[f32],
+        out: &mut [f32],
+        stats: &mut [SoftmaxStats],
+    ) -> Result<()> {
         let (cut, Pair { keys, values }) = (&self.heads[head], &self.rows[head]);
         let mut cut_out = vec![0.0; stats.len() * cut.value_rank];
         let mut cut_stats = vec![SoftmaxStats::EMPTY; stats.len()];
-        keys.attend(values, &cut.project_queries(q)?, &mut cut_out, &mut cut_stats)?;
+        let starts = Pair::new(first * cut.key_rank(), first * cut.value_rank);
+        keys.attend(values, starts, &cut.project_queries(q)?, &mut cut_out, &mut cut_stats)?;
         merge_part((&cut_out, &cut_stats), out, stats, |cut_out, _, row| {
             row[..cut_out.len()].copy_from_slice(cut_out);
             Ok(())

@@ -54,8 +54,8 @@ fn byte_level_bpe(gguf: &Gguf, tokens: &[String]) -> Result<tokenizers::Tokenize
     Ok(inner)
 }
 
-/// Llama 2's tokenizer: sentencepiece BPE over spaces written as `\u{2581}`, with bytes as the fallback. Merges are
-/// not stored: any two tokens whose concatenation is a token may merge, the highest score first.
+/// Llama 2's tokenizer: sentencepiece BPE over spaces written as `\u{2581}`, with bytes as the fallback.
+/// Merges are not stored: any two tokens whose concatenation is a token may merge, the highest score first.
 fn sentencepiece_bpe(gguf: &Gguf, tokens: &[String], kinds: &[f64]) -> Result<tokenizers::Tokenizer> {
     const UNKNOWN: f64 = 2.0;
     let vocab = vocab(tokens);
@@ -99,7 +99,8 @@ fn sentencepiece_bpe(gguf: &Gguf, tokens: &[String], kinds: &[f64]) -> Result<to
 /// How sentencepiece writes a space.
 const SPACE: &str = "\u{2581}";
 
-/// Ways to cut all tokens into two tokens. Gemma, whose vocabulary of 256,000 is the largest of this kind, has 580,000.
+/// Ways to cut all tokens into two tokens. Gemma, whose vocabulary of 256,000 is the largest of this kind,
+/// has 580,000.
 const MOST_MERGES: usize = 1 << 21;
 
 fn vocab(tokens: &[String]) -> Vocab {
@@ -112,15 +113,21 @@ fn pre_tokenizer(gguf: &Gguf) -> Result<PreTokenizerWrapper> {
     match gguf.text("tokenizer.ggml.pre").as_deref().unwrap_or("default") {
         "smollm" => Ok(Sequence::new(vec![Digits::new(true).into(), byte_level.into()]).into()),
         "gpt-2" | "default" => Ok(byte_level.into()),
-        "llama-bpe" => {
-            let pattern = SplitPattern::Regex(LLAMA3_CUT.into());
-            let cut =
-                Split::new(pattern, SplitDelimiterBehavior::Isolated, false).map_err(|e| gguf.error(e))?;
-            Ok(Sequence::new(vec![cut.into(), ByteLevel::new(false, true, false).into()]).into())
-        }
+        "llama-bpe" | "smaug-bpe" => cut(gguf, LLAMA3_CUT),
+        "qwen2" => cut(gguf, QWEN2_CUT),
         other => Err(gguf.error(format!("pre-tokenizer {} is not supported", Quoted(other)))),
     }
 }
 
-/// From the `tokenizer.json` of Llama 3.
+/// Cuts by a pattern, then takes bytes.
+fn cut(gguf: &Gguf, pattern: &str) -> Result<PreTokenizerWrapper> {
+    let pattern = SplitPattern::Regex(pattern.into());
+    let cut = Split::new(pattern, SplitDelimiterBehavior::Isolated, false).map_err(|e| gguf.error(e))?;
+    Ok(Sequence::new(vec![cut.into(), ByteLevel::new(false, true, false).into()]).into())
+}
+
+/// From the `tokenizer.json` of Qwen 2 and 3: as Llama 3's, but digits one by one.
+const QWEN2_CUT: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+
+/// From the `tokenizer.json` of Llama 3, which SmolLM3 shares (llama.cpp's `smaug-bpe`).
 const LLAMA3_CUT: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
