@@ -14,14 +14,19 @@ use std::time::Duration;
 
 use clap::{Args, Parser, Subcommand};
 use indicatif::{ProgressBar, ProgressStyle};
+use kv_reference::method::methods_help;
 use kv_reference::model::Model;
-use kv_reference::{Result, files};
+use kv_reference::{Error, Profile, Result, files};
 use output::Files;
 pub use output::{Stdout, print_error};
 
-/// A trained Llama over every kind of KV cache: what each saves, and what it costs.
+/// A trained model over every kind of KV cache: what each saves, and what it costs
 #[derive(Parser)]
-#[command(name = "kv", version)]
+#[command(
+    name = "kv",
+    version,
+    after_help = "Example:\n  kv compare --context 1024 --methods dense,int4,million"
+)]
 pub struct Kv {
     #[command(subcommand)]
     command: Command,
@@ -41,6 +46,8 @@ enum Command {
     Calibrate(calibrate::Calibrate),
     /// Get a real model
     Fetch(fetch::Fetch),
+    /// List the methods with their settings
+    Methods,
 }
 
 impl Kv {
@@ -52,6 +59,10 @@ impl Kv {
             Command::Eval(command) => command.run(out),
             Command::Calibrate(command) => command.run(out),
             Command::Fetch(command) => command.run(out),
+            Command::Methods => {
+                out.print(format_args!("{}\n", methods_help()));
+                Ok(())
+            }
         }
     }
 }
@@ -70,8 +81,21 @@ impl ModelArgs {
     }
 
     fn load(&self) -> Result<Arc<Model>> {
-        Ok(Arc::new(Model::load(&self.path())?))
+        Ok(Arc::new(of_option("--model", Model::load(&self.path()))?))
     }
+}
+
+/// The profile of `--profile`.
+fn load_profile(path: &Path, model: &Model) -> Result<Profile> {
+    of_option("--profile", Profile::load(path, model))
+}
+
+/// Names the option in an error about a file that cannot be read.
+fn of_option<T>(option: &str, result: Result<T>) -> Result<T> {
+    result.map_err(|e| match e {
+        Error::Io { .. } => Error::Argument(format!("{option}: {e}")),
+        e => e,
+    })
 }
 
 /// Which text.
@@ -90,7 +114,7 @@ impl TextArgs {
     /// The text's name and its tokens.
     fn tokens(&self, model: &Model) -> Result<(String, Vec<u32>)> {
         let path = self.path();
-        let text = files::read_text(&path)?;
+        let text = of_option("--text", files::read_text(&path))?;
         let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
         Ok((name, model.tokenizer()?.encode(&text)?))
     }

@@ -1,4 +1,4 @@
-//! `kv`: a trained Llama over every kind of KV cache.
+//! `kv`: a trained model over every kind of KV cache.
 
 mod commands;
 
@@ -26,10 +26,7 @@ fn main() -> ExitCode {
             print_error(e);
             return ExitCode::from(FAILED);
         }
-        Err(e) => {
-            let e = e.to_string();
-            return fail(FAILED, e.lines().next().unwrap_or_default().trim_start_matches("error: "));
-        }
+        Err(e) => return refuse(&e),
     }
     match out.failure() {
         None => ExitCode::SUCCESS,
@@ -37,21 +34,34 @@ fn main() -> ExitCode {
     }
 }
 
-/// One line on standard error, whatever the error holds: control characters are escaped, and the rest of a long text, such as
-/// an argument, is cut.
+/// One line on standard error, whatever the error holds.
 fn fail(code: u8, what: &str) -> ExitCode {
+    print_error(format_args!("kv: {}\n", printable(&what.replace('\n', " "))));
+    ExitCode::from(code)
+}
+
+/// What clap says of the arguments: what is wrong, what may have been meant, and the usage.
+fn refuse(e: &clap::Error) -> ExitCode {
+    let what = e.to_string();
+    print_error(format_args!("kv: {}\n", printable(what.trim_start_matches("error: "))));
+    ExitCode::from(FAILED)
+}
+
+/// Text for standard error: control characters are escaped, and the rest of a long text, such as an argument,
+/// is cut.
+fn printable(what: &str) -> String {
     const LONGEST: usize = 2000; // characters
-    let mut line = String::from("kv: ");
+    let mut text = String::new();
     for c in what.trim().chars().take(LONGEST) {
         match c {
-            '\n' | '\t' => line.push(' '),
-            c if c.is_control() => line.extend(c.escape_default()),
-            c => line.push(c),
+            '\t' => text.push(' '),
+            '\n' => text.push(c),
+            c if c.is_control() => text.extend(c.escape_default()),
+            c => text.push(c),
         }
     }
     if what.trim().chars().nth(LONGEST).is_some() {
-        line.push_str("...");
+        text.push_str("...");
     }
-    print_error(line + "\n");
-    ExitCode::from(code)
+    text
 }

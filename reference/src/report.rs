@@ -1,4 +1,4 @@
-//! A comparison for a person: a table in the terminal, or one HTML page.
+//! A comparison as a table for the terminal, and as one HTML page with charts.
 
 use std::fmt::Write;
 
@@ -50,20 +50,20 @@ fn notes(comparison: &Comparison) -> Vec<String> {
             .into(),
     ];
     for row in &comparison.methods {
-        let mut besides = vec![];
+        let mut further = vec![];
         if row.offloaded_bytes_per_token > 0.0 {
-            besides
+            further
                 .push(format!("{:.0} exact bytes/token counted as offloaded", row.offloaded_bytes_per_token));
         }
         if row.working_bytes_per_token > 0.0 {
-            besides.push(format!("{:.0} decoded bytes/token while in use", row.working_bytes_per_token));
+            further.push(format!("{:.0} decoded bytes/token while in use", row.working_bytes_per_token));
         }
         if row.shared_bytes > 0 {
             let mib = row.shared_bytes as f64 / f64::from(1 << 20);
-            besides.push(format!("{mib:.1} MiB for all sequences of the model"));
+            further.push(format!("{mib:.1} MiB for all sequences of the model"));
         }
-        if !besides.is_empty() {
-            notes.push(format!("{} {} besides: {}.", row.name, short(&row.setting), besides.join(", ")));
+        if !further.is_empty() {
+            notes.push(format!("{} {} also has: {}.", row.name, short(&row.setting), further.join(", ")));
         }
     }
     notes
@@ -99,8 +99,9 @@ pub fn html(comparison: &Comparison) -> Result<String> {
     let header = COLUMNS.map(|column| format!("<th>{column}</th>")).concat();
     let notes: String = notes(comparison).iter().map(|note| format!("<p>{}</p>\n", escape(note))).collect();
     Ok(format!(
-        "<!doctype html>\n<html lang=\"en\"><meta charset=\"utf-8\"><title>KV caches compared</title>\n<style>{STYLE}</style>\n\
-         <h1>What each KV cache saves, and what it costs</h1>\n<table><thead><tr>{header}</tr></thead><tbody>\n{rows}</tbody></table>\n\
+        "<!doctype html>\n<html lang=\"en\"><meta charset=\"utf-8\">\
+         <meta name=\"viewport\" content=\"width=device-width\"><title>KV caches compared</title>\n<style>{STYLE}</style>\n\
+         <h1>What each KV cache saves, and what it costs</h1>\n<div><table><thead><tr>{header}</tr></thead><tbody>\n{rows}</tbody></table></div>\n\
          {notes}<h2>Quality against bytes</h2>\n{quality}\n<h2>Error by position</h2>\n{position}\n</html>\n"
     ))
 }
@@ -110,7 +111,7 @@ type Drawn<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 const STYLE: &str = "body{font:15px/1.5 system-ui,sans-serif;max-width:1180px;margin:2em auto;padding:0 1em;color:#222}\
 table{border-collapse:collapse;font-variant-numeric:tabular-nums}th,td{padding:.2em .7em;text-align:right;white-space:nowrap}\
 th{border-bottom:2px solid #222}td{border-bottom:1px solid #ddd}th:nth-child(-n+2),td:nth-child(-n+2){text-align:left}\
-p{margin:.4em 0;color:#555;font-size:14px}svg{max-width:100%;height:auto}";
+p{margin:.4em 0;color:#555;font-size:14px}svg{max-width:100%;height:auto}div{overflow-x:auto}";
 
 fn escape(text: &str) -> String {
     text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;")
@@ -124,7 +125,7 @@ fn draw(chart: fn(&Comparison, SVGBackend<'_>) -> Drawn<()>, comparison: &Compar
     Ok(svg)
 }
 
-/// Divergences below this are drawn at it: the axis is logarithmic.
+/// Smaller divergences are drawn at this value, since the axis is logarithmic.
 const LEAST_KL: f64 = 1e-7;
 
 fn kl_range(values: impl Iterator<Item = f64>) -> std::ops::Range<f64> {
@@ -132,7 +133,7 @@ fn kl_range(values: impl Iterator<Item = f64>) -> std::ops::Range<f64> {
     (low.min(high) / 2.0)..(high * 2.0)
 }
 
-/// Colours that stay apart on white.
+/// Colours that can be told apart on white.
 const COLOURS: [RGBColor; 13] = [
     RGBColor(60, 60, 60),
     RGBColor(31, 119, 180),
@@ -149,7 +150,8 @@ const COLOURS: [RGBColor; 13] = [
     RGBColor(230, 170, 20),
 ];
 
-/// How each row is drawn: a colour for its method, in order of first appearance, thinner for every setting but the first.
+/// Each row's stroke: one colour per method, in order of first appearance; thinner lines for its further
+/// settings.
 fn strokes(comparison: &Comparison) -> Vec<ShapeStyle> {
     let mut seen: Vec<&str> = vec![];
     let mut strokes = vec![];
@@ -184,15 +186,49 @@ fn quality_against_bytes(comparison: &Comparison, backend: SVGBackend<'_>) -> Dr
         .y_label_formatter(&|y| format!("{y:.0e}"))
         .x_label_formatter(&|x| format!("{x:.3}").trim_end_matches('0').trim_end_matches('.').to_owned())
         .draw()?;
-    for (row, stroke) in rows.iter().zip(strokes(comparison)) {
-        let at = (row.bits_per_value, row.kl.max(LEAST_KL));
+    let points: Vec<_> = rows.iter().map(|row| (row.bits_per_value, row.kl.max(LEAST_KL))).collect();
+    let area = chart.plotting_area();
+    let mut labels = Labels(points.iter().map(|at| Labels::dot(area.map_coordinate(at))).collect());
+    for ((row, at), stroke) in rows.iter().zip(points).zip(strokes(comparison)) {
         let label = format!("{} {}", row.name, short(&row.setting));
-        let font = ("sans-serif", 12).into_font().color(&stroke.color);
+        let offset = labels.place(chart.plotting_area().map_coordinate(&at), label.len() as i32);
+        let font = ("sans-serif", LABEL_HEIGHT).into_font().color(&stroke.color);
         let point =
-            EmptyElement::at(at) + Circle::new((0, 0), 4, stroke.filled()) + Text::new(label, (8, -5), font);
+            EmptyElement::at(at) + Circle::new((0, 0), DOT, stroke.filled()) + Text::new(label, offset, font);
         chart.draw_series([point])?;
     }
     Ok(root.present()?)
+}
+
+/// Pixels of a label's line and of its widest usual character, and of a point's radius.
+const LABEL_HEIGHT: i32 = 12;
+const LABEL_CHAR: i32 = 7;
+const DOT: i32 = 4;
+
+/// Rectangles that are drawn on already: (left, top, right, bottom) in pixels.
+struct Labels(Vec<(i32, i32, i32, i32)>);
+
+impl Labels {
+    fn dot((x, y): (i32, i32)) -> (i32, i32, i32, i32) {
+        (x - DOT, y - DOT, x + DOT, y + DOT)
+    }
+
+    /// Where a label of `chars` characters goes, from its point: right of it or left, at the nearest height
+    /// that is free.
+    fn place(&mut self, (x, y): (i32, i32), chars: i32) -> (i32, i32) {
+        let width = LABEL_CHAR * chars;
+        let heights = (0..40).map(|i| -LABEL_HEIGHT / 2 + (i + 1) / 2 * if i % 2 == 0 { 6 } else { -6 });
+        let mut offsets = heights.flat_map(|dy| [(2 * DOT, dy), (-2 * DOT - width, dy)]);
+        let rectangle = |(dx, dy): (i32, i32)| (x + dx, y + dy, x + dx + width, y + dy + LABEL_HEIGHT);
+        let free = |&offset: &(i32, i32)| {
+            let (left, top, right, bottom) = rectangle(offset);
+            let inside = left > 0 && right < SIZE.0 as i32 && top > 0 && bottom < SIZE.1 as i32;
+            inside && self.0.iter().all(|r| right <= r.0 || r.2 <= left || bottom <= r.1 || r.3 <= top)
+        };
+        let offset = offsets.find(free).unwrap_or((2 * DOT, -LABEL_HEIGHT / 2));
+        self.0.push(rectangle(offset));
+        offset
+    }
 }
 
 /// The first two settings, which tell a method's variants apart.
@@ -239,4 +275,25 @@ fn error_by_position(comparison: &Comparison, backend: SVGBackend<'_>) -> Drawn<
         .label_font(("sans-serif", 12))
         .draw()?;
     Ok(root.present()?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn labels_of_crowded_points_do_not_overlap() {
+        let points: Vec<(i32, i32)> = (0..25).map(|i| (500 + 3 * (i % 5), 300 + 4 * (i / 5))).collect();
+        let mut labels = Labels(points.iter().map(|&at| Labels::dot(at)).collect());
+        for &at in &points {
+            labels.place(at, 20);
+        }
+        let overlap = |a: &(i32, i32, i32, i32), b: &(i32, i32, i32, i32)| {
+            a.0 < b.2 && b.0 < a.2 && a.1 < b.3 && b.1 < a.3
+        };
+        let placed = &labels.0[points.len()..];
+        for (i, a) in placed.iter().enumerate() {
+            assert!(placed[..i].iter().all(|b| !overlap(a, b)), "label {i}");
+        }
+    }
 }

@@ -2,7 +2,7 @@ use std::path::PathBuf;
 
 use clap::Args;
 use kv_reference::compare::calibrated;
-use kv_reference::method::{DEFAULT_METHODS, Method, methods_help};
+use kv_reference::method::{DEFAULT_METHODS, Method};
 use kv_reference::model::Rope;
 use kv_reference::{Error, Result};
 use serde::Serialize;
@@ -10,7 +10,9 @@ use serde::Serialize;
 use super::{Files, JsonArgs, ModelArgs, Stdout, TextArgs, progress};
 
 #[derive(Args)]
-#[command(after_help = methods_help())]
+#[command(
+    after_help = "Example:\n  kv calibrate million.profile --methods million --tokens 8192\n\nMethods and their settings: kv methods"
+)]
 pub struct Calibrate {
     /// Profile to write
     #[arg(value_name = "FILE")]

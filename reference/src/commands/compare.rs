@@ -2,14 +2,16 @@ use std::path::PathBuf;
 
 use clap::Args;
 use kv_reference::compare::{Sizes, compare};
-use kv_reference::method::{DEFAULT_METHODS, Method, methods_help};
+use kv_reference::method::{DEFAULT_METHODS, Method};
 use kv_reference::report::{html, table};
-use kv_reference::{Error, Profile, Result};
+use kv_reference::{Error, Result};
 
-use super::{Files, JsonArgs, ModelArgs, Stdout, TextArgs, print_error, progress};
+use super::{Files, JsonArgs, ModelArgs, Stdout, TextArgs, load_profile, print_error, progress};
 
 #[derive(Args)]
-#[command(after_help = methods_help())]
+#[command(
+    after_help = "Example:\n  kv compare --model MODEL --text FILE --context 4096 --methods dense,int4,million:k=64x8:v=64x8\n\nMethods and their settings: kv methods"
+)]
 pub struct Compare {
     #[command(flatten)]
     model: ModelArgs,
@@ -53,7 +55,7 @@ impl Compare {
         let json = files.writes("--json", self.json.json)?;
         let report = files.writes("--report", self.report)?;
         let model = self.model.load()?;
-        let profile = self.profile.map(|path| Profile::load(&path, &model)).transpose()?;
+        let profile = self.profile.map(|path| load_profile(&path, &model)).transpose()?;
         let (name, tokens) = self.text.tokens(&model)?;
         let sizes = Sizes { context: self.context, decode: self.decode, calibration: self.calibration };
         let bar = progress();

@@ -8,15 +8,17 @@ use kv_reference::compare::{calibrated, check_room, run_start};
 use kv_reference::eval::retrieval::{NO_WORDS, TaskMaker};
 use kv_reference::eval::{RetrievalTask, SharedPrompt, answer_questions, score_text, window_perplexity};
 use kv_reference::forward::Decoder;
-use kv_reference::method::{Method, Prepared, methods_help};
+use kv_reference::method::{Method, Prepared};
 use kv_reference::model::{Model, Rope};
 use kv_reference::{Error, Profile, Result};
 use serde::Serialize;
 
-use super::{Files, JsonArgs, ModelArgs, Stdout, TextArgs, print_error, progress};
+use super::{Files, JsonArgs, ModelArgs, Stdout, TextArgs, load_profile, print_error, progress};
 
 #[derive(Args)]
-#[command(after_help = methods_help())]
+#[command(
+    after_help = "Example:\n  kv eval --methods dense,pqcache:ratio=0.1 --lengths 512,2048 --depths 0.1,0.9 --trials 4\n\nMethods and their settings: kv methods"
+)]
 pub struct Eval {
     #[command(flatten)]
     model: ModelArgs,
@@ -37,7 +39,8 @@ pub struct Eval {
     /// Tokens to decode after each prompt
     #[arg(long, value_name = "N", default_value_t = 128)]
     decode: usize,
-    /// Windows of each length over which the perplexity of exact attention is taken, from the start of the text
+    /// Windows of each length over which the perplexity of exact attention is taken, from the start of the
+    /// text
     #[arg(long, value_name = "N", default_value_t = 4)]
     windows: usize,
     /// Most tokens to calibrate on, from the start of the text
@@ -117,7 +120,7 @@ impl Eval {
         check_room(&model, longest, room)?;
         let methods =
             methods.iter().map(|method| method.fitted(&model.config)).collect::<Result<Vec<_>>>()?;
-        let given = self.profile.as_ref().map(|path| Profile::load(path, &model)).transpose()?;
+        let given = self.profile.as_ref().map(|path| load_profile(path, &model)).transpose()?;
         let calibrates = given.is_none() && methods.iter().any(Method::needs_profile);
         let start = run_start(&model, tokens.len(), longest + self.decode + 1, self.calibration)?;
         // Before the work: what is asked for may not fit in a prompt.

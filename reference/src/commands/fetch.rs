@@ -14,6 +14,7 @@ use super::{Files, JsonArgs, Stdout, progress};
 use wheel::SMOLLM2;
 
 #[derive(Args)]
+#[command(after_help = "Example:\n  kv fetch hf HuggingFaceTB/SmolLM2-135M")]
 pub struct Fetch {
     #[command(subcommand)]
     what: What,
@@ -70,7 +71,8 @@ impl Fetch {
     }
 }
 
-/// Waits until no other process fetches into the folder. The system releases the lock of a process that ends, however it ends.
+/// Waits until no other process fetches into the folder. The system releases the lock of a process that ends,
+/// however it ends.
 fn lock(cache: &Path, bar: &ProgressBar) -> Result<File> {
     let path = cache.join(".lock");
     let error = |e| Error::io(&path, e);
@@ -138,8 +140,8 @@ fn fetch_hf(cache: &Path, id: &str) -> Result<PathBuf> {
     folder.ok_or_else(|| Error::Argument(format!("{id} holds no safetensors model")))
 }
 
-/// A file of the hub. An interrupted download goes on where it ended; one that the hub cannot continue, since it is complete or
-/// of another file, starts again.
+/// A file of the hub. An interrupted download goes on where it ended; one that the hub cannot continue, since
+/// it is complete or of another file, starts again.
 fn get(repo: &ApiRepo, name: &str, blobs: &Path) -> std::result::Result<PathBuf, ApiError> {
     let found = repo.get(name);
     match &found {

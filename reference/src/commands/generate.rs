@@ -1,19 +1,21 @@
+use std::num::NonZeroUsize;
 use std::path::PathBuf;
 use std::sync::Arc;
 
 use clap::Args;
 use kv_reference::compare::calibrated;
-use kv_reference::eval::Prompt;
 use kv_reference::forward::Decoder;
-use kv_reference::method::{Method, Prepared, methods_help};
+use kv_reference::method::{Method, Prepared};
 use kv_reference::model::{Model, Rope};
 use kv_reference::{Error, Profile, Result, Sampler};
 use serde::Serialize;
 
-use super::{Files, JsonArgs, ModelArgs, Stdout, TextArgs, progress};
+use super::{Files, JsonArgs, ModelArgs, Stdout, TextArgs, load_profile, progress};
 
 #[derive(Args)]
-#[command(after_help = methods_help())]
+#[command(
+    after_help = "Example:\n  kv generate \"We, the people\" --method pqcache:ratio=0.2 --tokens 32\n\nMethods and their settings: kv methods"
+)]
 pub struct Generate {
     /// Text to continue
     #[arg(value_name = "PROMPT")]
@@ -26,6 +28,10 @@ pub struct Generate {
     /// Most tokens to generate
     #[arg(long, value_name = "N", default_value_t = 64)]
     tokens: usize,
+    /// Tokens of the prompt that run at once [default: all]. Later chunks see earlier ones as the cache keeps
+    /// them
+    #[arg(long, value_name = "N")]
+    chunk: Option<NonZeroUsize>,
     /// 0 takes the most likely token
     #[arg(long, default_value_t = 0.0)]
     temperature: f64,
@@ -71,11 +77,13 @@ impl Generate {
         let profile = self.profile(&model, &rope)?;
         let Prepared { model, mut cache } = self.method.prepare(&model, &rope, &profile)?;
 
-        let run = Prompt::run(&model, &rope, &prompt)?;
-        run.fill(cache.as_mut())?;
         let mut decoder = Decoder::new(model.clone(), rope);
+        let mut logits = vec![];
+        for chunk in prompt.chunks(self.chunk.map_or(prompt.len(), NonZeroUsize::get)) {
+            logits = decoder.prefill(chunk, cache.as_mut())?.to_vec();
+        }
+        let mut next = sampler.sample(&logits);
         let mut stream = Stream { model: &model, tokens: vec![], shown: String::new() };
-        let mut next = sampler.sample(&run.logits);
         while stream.tokens.len() < self.tokens && !model.config.eos_tokens.contains(&next) {
             out.print(stream.push(next)?);
             // Nobody sees the rest.
@@ -93,7 +101,7 @@ impl Generate {
 
     fn profile(&self, model: &Arc<Model>, rope: &Rope) -> Result<Profile> {
         match &self.profile {
-            Some(path) => Profile::load(path, model),
+            Some(path) => load_profile(path, model),
             None if self.method.needs_profile() => {
                 let (_, tokens) = TextArgs { text: None }.tokens(model)?;
                 let calibration = CALIBRATION.min(tokens.len()).min(rope.len());

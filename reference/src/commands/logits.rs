@@ -7,6 +7,7 @@ use serde::Serialize;
 use super::{Files, JsonArgs, ModelArgs, Stdout};
 
 #[derive(Args)]
+#[command(after_help = "Example:\n  kv logits --model MODEL --tokens 1,17,42 --json logits.json")]
 pub struct Logits {
     #[command(flatten)]
     model: ModelArgs,

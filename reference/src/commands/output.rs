@@ -1,4 +1,5 @@
-//! What a command writes: text to standard output, results to files. Nothing here panics when it cannot be written.
+//! What a command writes: text to standard output, results to files. Nothing here panics when it cannot be
+//! written.
 
 use std::fmt::Display;
 use std::io::{self, Write};
@@ -7,8 +8,8 @@ use std::path::{Path, PathBuf};
 use kv_reference::{Error, Result, files};
 use serde::Serialize;
 
-/// Standard output, which may be a closed pipe or a full disk: the first failure is kept and later text is dropped, so that a
-/// command still writes its files.
+/// Standard output, which may be a closed pipe or a full disk: the first failure is kept and later text is
+/// dropped, so that a command still writes its files.
 #[derive(Default)]
 pub struct Stdout {
     failure: Option<io::Error>,
@@ -56,6 +57,11 @@ impl Files {
     /// Checks that an output can be written, before the work that makes it.
     pub fn writes(&mut self, argument: &'static str, path: Option<PathBuf>) -> Result<Output> {
         if let Some(path) = &path {
+            if path == Path::new("-") {
+                let what =
+                    format!("{argument} -: standard output has the text, a file is needed (./- is one)");
+                return Err(Error::Argument(what));
+            }
             let identity = identity(path);
             if let Some((other, _)) = self.0.iter().find(|(_, other)| *other == identity) {
                 let path = path.display();

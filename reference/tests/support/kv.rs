@@ -42,12 +42,26 @@ pub fn one_line(case: &str, output: &Output, code: i32, what: &str) {
     assert!(stderr.len() < 5000, "{case}: a line of {} bytes", stderr.len());
 }
 
+/// Runs `kv` and checks that it refuses its arguments with a whole message: what is wrong, which says all of
+/// `what`, and where to read more.
+pub fn usage_refused(case: &str, args: &[&str], what: &[&str]) {
+    let output = run(case, kv(args));
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(2), "{case}: {stderr}");
+    assert!(stderr.starts_with("kv: ") && stderr.contains("--help"), "{case}: {stderr}");
+    for what in what {
+        assert!(stderr.contains(what), "{case}: {stderr}");
+    }
+    assert!(stderr.len() < 5000, "{case}: a message of {} bytes", stderr.len());
+}
+
 /// Runs `kv` and checks that it refuses with one line that says `what`.
 pub fn refused(case: &str, args: &[&str], what: &str) {
     one_line(case, &run(case, kv(args)), 2, what);
 }
 
-/// The same with at most `mib` MiB of address space. An allocation that fails would end the process with SIGABRT.
+/// The same with at most `mib` MiB of address space. An allocation that fails would end the process with
+/// SIGABRT.
 #[cfg(unix)]
 pub fn refused_within(case: &str, mib: usize, args: &[&str], what: &str) {
     let mut command = Command::new("sh");
