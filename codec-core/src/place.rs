@@ -10,6 +10,9 @@ use crate::{Error, FrameInfo};
 /// Where the rows of a plane are in memory: elements (tokens, heads, head_dim) with strides, so that tokens
 /// or heads may come first, with pages or without. `kv-gpu` has the same type for device memory.
 ///
+/// Lengths are checked when rows are read or written. It is the caller's to give every token room of its own:
+/// of tokens that overlap, or are in one page twice, the last one written stays.
+///
 /// # Examples
 /// Sixteen tokens to a page, pages (page, token, head, component), as vLLM keeps them:
 ///

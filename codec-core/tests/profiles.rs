@@ -154,6 +154,61 @@ fn forged_headers_are_refused_or_have_other_models() {
     assert_eq!(Profile::new(MODEL, vec![]), Err(Error::Zero { what: "levels" }));
 }
 
+/// Recomputes the checksums of the planes that the lengths lead to, and that of all.
+fn mend(bytes: &mut [u8]) {
+    const HEADER: usize = 28;
+    let end = bytes.len() - 4;
+    let mut at = HEADER;
+    while let Some(length) = bytes[..end].get(at + 1..at + 5) {
+        let next = at + 5 + u32::from_le_bytes(length.try_into().unwrap()) as usize;
+        let Some(plane) = bytes[..end].get_mut(at + 5..next).filter(|plane| plane.len() >= 4) else { break };
+        let (body, checksum) = plane.split_at_mut(next - at - 9);
+        checksum.copy_from_slice(&crc32fast::hash(body).to_le_bytes());
+        at = next;
+    }
+    let checksum = crc32fast::hash(&bytes[..end]).to_le_bytes();
+    bytes[end..].copy_from_slice(&checksum);
+}
+
+/// Changed bytes under valid checksums, also of planes, give an error or a profile that encodes and decodes.
+#[test]
+fn forged_profiles_are_refused_or_work() {
+    let tensors = tensors();
+    let (rows, bytes) = (rows(&tensors), profile(&tensors).to_bytes());
+    let mut state = 11_u32;
+    let mut random = |n: usize| {
+        state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+        (u64::from(state >> 4) * n as u64 >> 28) as usize
+    };
+    let (mut taken, mut refused) = (0, 0);
+    for _ in 0..3000 {
+        let mut forged = bytes.clone();
+        for _ in 0..=random(2) {
+            // Headers and first fields of planes are the likely ones to make sense.
+            let at = if random(2) == 0 { random(bytes.len() - 4) } else { random(120) };
+            forged[at] ^= 1 << random(8);
+        }
+        mend(&mut forged);
+        let Ok(profile) = Profile::from_bytes(&forged) else {
+            refused += 1;
+            continue;
+        };
+        taken += 1;
+        assert_eq!(Profile::from_bytes(&profile.to_bytes()).as_ref(), Ok(&profile));
+        let info = profile.frame_info(1, TOKENS);
+        let mut frame = vec![0; info.max_frame_len()];
+        // A map of 1e38 carries values out of range.
+        let Ok(len) = profile.encode_into(&info, &rows, &PLACE, &mut frame) else { continue };
+        let frame = Frame::parse(&frame[..len], info.elements()).unwrap();
+        let (mut keys, mut values) = (vec![0.0_f32; 840], vec![0.0_f32; 840]);
+        match profile.decode_layer_to(&frame, 0, None, &PLACE, &mut keys, &mut values) {
+            Ok(()) => assert!(keys.iter().chain(&values).all(|x| x.is_finite())),
+            Err(error) => assert_eq!(error, Error::NotFinite { what: "decoded values" }),
+        }
+    }
+    assert!(taken > 200 && refused > 200, "{taken} {refused}");
+}
+
 #[test]
 fn frames_of_other_models_levels_and_planes_are_refused() {
     let tensors = tensors();
