@@ -22,11 +22,15 @@ impl Nearest {
     pub const NONE: Self = Self { index: [0; BLOCK], distance: [f32::INFINITY; BLOCK] };
 }
 
-/// Fills `tile` (dsub, 64) with component `first` and on of up to 64 rows of `dim` components; a NaN or an
-/// infinity becomes 0. The columns of missing rows keep their values. Returns the sum of squares.
-pub(crate) fn fill_tile<E: Element>(rows: &[E], dim: usize, first: usize, tile: &mut [f32]) -> f64 {
+/// Fills `tile` (dsub, 64) with component `first` and on of up to 64 rows; a NaN or an infinity becomes 0. The
+/// columns of missing rows keep their values. Returns the sum of squares.
+pub(crate) fn fill_tile<'a, E: Element>(
+    rows: impl Iterator<Item = &'a [E]>,
+    first: usize,
+    tile: &mut [f32],
+) -> f64 {
     let mut squares = 0.0;
-    for (i, row) in rows.chunks_exact(dim).enumerate() {
+    for (i, row) in rows.enumerate() {
         for (d, column) in tile.chunks_exact_mut(BLOCK).enumerate() {
             let x = finite(row[first + d]);
             column[i] = x;

@@ -185,6 +185,28 @@ const fn tables_len(values: PqShape) -> usize {
 /// the group shares; no allocation.
 /// # Source
 /// MILLION (DAC 2025), III-B, equations 6 and 7.
+/// # Examples
+/// ```
+/// use pq_core::*;
+/// # let noise = |i: usize| ((i * 2_654_435_761) % 1000) as f32 / 500.0 - 1.0;
+/// let (shape, n) = (PqShape::new(16, 8, 6)?, 300);
+/// // One channel has an offset, as in most models.
+/// let keys: Vec<f32> = (0..n * 16).map(|i| noise(i) + if i % 16 == 5 { 8.0 } else { 0.0 }).collect();
+/// let trained = train(shape, &keys, &TrainOptions { encode: true, ..Default::default() })?;
+/// let codebook = CodebookBuf::new(shape, &trained.centroids)?;
+/// let codes = Codes::new(shape, n, &trained.codes)?;
+/// let tokens = CodedTokens::new(codes, codes, codebook.view())?; // the values are the keys
+///
+/// let queries: Vec<f32> = (0..2 * 16).map(|i| noise(7 * i) / 4.0).collect(); // two heads, divided by sqrt(16)
+/// let mut tables = vec![0.0; 2 * shape.lut_len()];
+/// let luts = lut_into(&codebook.view(), &queries, &mut tables)?;
+/// let mut scratch = vec![0.0; attend_scratch_len(shape, 2)];
+/// let (mut out, mut stats) = (vec![0.0; 2 * 16], vec![SoftmaxStats::EMPTY; 2]);
+/// attend_into(&luts, &tokens, &mut scratch, &mut out, &mut stats)?;
+/// normalize_all(&stats, &mut out)?;
+/// assert!((out[5] - 8.0).abs() < 0.5 && out[6].abs() < 0.5);
+/// # Ok::<(), pq_core::Error>(())
+/// ```
 pub fn attend_into(
     luts: &Luts<'_>,
     tokens: &CodedTokens<'_>,

@@ -110,6 +110,11 @@ impl<'a> Reader<'a> {
         PqShape::new(dim, m as usize, nbits)
     }
 
+    /// Reads the tag of an element type that is `E`'s.
+    pub fn tag<E: Element>(&mut self) -> Result<(), Error> {
+        if self.u32()? == tag::<E>() { Ok(()) } else { Err(Error::BadField { what: "element type" }) }
+    }
+
     /// `len` elements.
     pub fn elements<E: Element>(&mut self, len: usize) -> Result<Vec<E>, Error> {
         let bytes = self.bytes(len.checked_mul(size_of::<E>()).ok_or(Error::TooLarge)?)?;

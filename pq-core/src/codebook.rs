@@ -188,7 +188,7 @@ impl CodebookBuf {
     /// [`Error::BadMagic`], [`Error::Version`], [`Error::Truncated`], [`Error::TrailingBytes`],
     /// [`Error::BadField`], [`Error::NotFinite`], or that of a bad shape.
     pub fn from_bytes(bytes: &[u8]) -> Result<Self, Error> {
-        let mut reader = Reader::new("codebook", MAGIC, VERSION, bytes)?;
+        let mut reader = Reader::new("a codebook", MAGIC, VERSION, bytes)?;
         let book = Self::read(&mut reader)?;
         reader.finish()?;
         Ok(book)

@@ -6,6 +6,8 @@ use core::ops::Range;
 
 use crate::Backend;
 #[cfg(feature = "alloc")]
+use crate::Rows;
+#[cfg(feature = "alloc")]
 use crate::bytes::{Reader, Writer};
 use crate::error::{check_at_least, check_len, count_rows};
 use crate::pack::{BLOCK, ReplaceInRun, get_in_run, set_in_run};
@@ -342,9 +344,38 @@ impl CodesBuf {
         if codebook.shape() != self.shape {
             return Err(Error::ShapeMismatch);
         }
-        let n = self.n + vectors.len() / self.shape.dim();
+        count_rows("vectors", vectors.len(), self.shape.dim())?;
+        self.append_rows_with(backend, codebook, Rows::contiguous(vectors, self.shape.dim())?)
+    }
+
+    /// [`append`](Self::append) of rows at equal distances, as [`encode_rows_into`](crate::encode_rows_into).
+    ///
+    /// # Errors
+    /// [`Error::ShapeMismatch`] or [`Error::Length`]; nothing is then appended.
+    pub fn append_rows<E: crate::Element>(
+        &mut self,
+        codebook: &crate::Codebook<'_>,
+        vectors: Rows<'_, E>,
+    ) -> Result<f64, Error> {
+        self.append_rows_with(Backend::detect(), codebook, vectors)
+    }
+
+    /// [`append_rows`](Self::append_rows) on a given backend.
+    ///
+    /// # Errors
+    /// As [`append_rows`](Self::append_rows), and [`Error::BackendUnavailable`].
+    pub fn append_rows_with<E: crate::Element>(
+        &mut self,
+        backend: Backend,
+        codebook: &crate::Codebook<'_>,
+        vectors: Rows<'_, E>,
+    ) -> Result<f64, Error> {
+        if codebook.shape() != self.shape {
+            return Err(Error::ShapeMismatch);
+        }
+        let n = self.n + vectors.rows();
         self.bytes.resize(self.shape.codes_len(n), 0);
-        let encoded = crate::encode_into_with(backend, codebook, vectors, self.n, &mut self.bytes);
+        let encoded = crate::encode_rows_into_with(backend, codebook, vectors, self.n, &mut self.bytes);
         self.n = if encoded.is_ok() { n } else { self.n };
         self.bytes.truncate(self.shape.codes_len(self.n));
         encoded

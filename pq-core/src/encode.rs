@@ -1,8 +1,8 @@
 use crate::assign::{Nearest, Tile, assign, assign_one, fill_tile};
 use crate::codes::set_codes;
-use crate::error::{check_at_least, count_rows};
+use crate::error::{check_at_least, check_len, count_rows};
 use crate::pack::{BLOCK, set_in_run, unpack_run};
-use crate::{Backend, Codebook, Codes, Element, Error};
+use crate::{Backend, Codebook, Codes, Element, Error, Rows};
 
 /// The largest dsub for which 64 vectors are encoded at a time, bounded by the size of the tile on the stack.
 const MAX_TILE_DSUB: usize = 64;
@@ -49,17 +49,64 @@ pub fn encode_into_with<E: Element>(
     first: usize,
     codes: &mut [u8],
 ) -> Result<f64, Error> {
+    let dim = codebook.shape().dim();
+    count_rows("vectors", vectors.len(), dim)?;
+    let vectors = Rows::contiguous(vectors, dim)?;
+    encode_rows_into_with(backend, codebook, vectors, first, codes)
+}
+
+/// [`encode_into`] for rows at equal distances, such as those of one head of (tokens, heads, head_dim), without
+/// a copy.
+///
+/// # Shapes
+/// `vectors` (n, dim); `codes` as for [`encode_into`].
+/// # Errors
+/// [`Error::Length`] for rows of another length, [`Error::TooShort`] for `codes`, which is then untouched.
+/// # Cost
+/// That of [`encode_into`], and up to a tenth more for the distance between the rows.
+/// # Examples
+/// ```
+/// use pq_core::{CodebookBuf, Codes, PqShape, Rows, encode_rows_into};
+/// let shape = PqShape::new(2, 2, 1)?; // the centroids of each component are 0 and 1
+/// let codebook = CodebookBuf::new(shape, &[0.0, 1.0, 0.0, 1.0])?;
+/// let cache = [0.1_f32, 0.9, 0.8, 0.2, 0.7, 0.6, 0.4, 0.3]; // 2 tokens of 2 heads of 2 components
+/// let second_head = Rows::contiguous(&cache, 4)?.columns(2, 2)?;
+/// let mut codes = vec![0; shape.codes_len(2)];
+/// encode_rows_into(&codebook.view(), second_head, 0, &mut codes)?;
+/// assert!(Codes::new(shape, 2, &codes)?.iter_vector(0).eq([1, 0]));
+/// # Ok::<(), pq_core::Error>(())
+/// ```
+pub fn encode_rows_into<E: Element>(
+    codebook: &Codebook<'_>,
+    vectors: Rows<'_, E>,
+    first: usize,
+    codes: &mut [u8],
+) -> Result<f64, Error> {
+    encode_rows_into_with(Backend::detect(), codebook, vectors, first, codes)
+}
+
+/// [`encode_rows_into`] on a given backend.
+///
+/// # Errors
+/// As [`encode_rows_into`], and [`Error::BackendUnavailable`].
+pub fn encode_rows_into_with<E: Element>(
+    backend: Backend,
+    codebook: &Codebook<'_>,
+    vectors: Rows<'_, E>,
+    first: usize,
+    codes: &mut [u8],
+) -> Result<f64, Error> {
     backend.check()?;
-    let shape = codebook.shape();
-    let n = count_rows("vectors", vectors.len(), shape.dim())?;
+    let (shape, n) = (codebook.shape(), vectors.rows());
+    check_len("row", vectors.components(), shape.dim())?;
     check_at_least("codes", codes.len(), shape.codes_len(first.saturating_add(n)))?;
     let mut error = 0.0;
-    for (i, rows) in vectors.chunks(BLOCK * shape.dim()).enumerate() {
-        let at = first + i * BLOCK;
-        error += if rows.len() <= FEW * shape.dim() || shape.dsub() > MAX_TILE_DSUB {
-            encode_one_by_one(backend, codebook, rows, at, codes)
+    for i in (0..n).step_by(BLOCK) {
+        let rows = vectors.slice(i..n.min(i + BLOCK))?;
+        error += if rows.rows() <= FEW || shape.dsub() > MAX_TILE_DSUB {
+            encode_one_by_one(backend, codebook, rows, first + i, codes)
         } else {
-            encode_tile(backend, codebook, rows, at, codes)
+            encode_tile(backend, codebook, rows, first + i, codes)
         };
     }
     Ok(error)
@@ -69,18 +116,21 @@ pub fn encode_into_with<E: Element>(
 fn encode_tile<E: Element>(
     backend: Backend,
     codebook: &Codebook<'_>,
-    rows: &[E],
+    rows: Rows<'_, E>,
     first: usize,
     codes: &mut [u8],
 ) -> f64 {
     let shape = codebook.shape();
     let mut tile = [0.0; MAX_TILE_DSUB * BLOCK];
     let values = &mut tile[..shape.dsub() * BLOCK];
-    let points = rows.len() / shape.dim();
+    let points = rows.rows();
     let mut nearest = Nearest::NONE;
     let mut error = 0.0;
     for j in 0..shape.m() {
-        let squares = fill_tile(rows, shape.dim(), j * shape.dsub(), values);
+        let squares = match rows.as_slice() {
+            Some(rows) => fill_tile(rows.chunks_exact(shape.dim()), j * shape.dsub(), values),
+            None => fill_tile(rows.iter(), j * shape.dsub(), values),
+        };
         error += assign(backend, codebook.subspace(j), Tile { values, points, squares }, &mut nearest);
         set_codes(backend, shape, codes, first, j, &nearest.index[..points]);
     }
@@ -91,15 +141,14 @@ fn encode_tile<E: Element>(
 fn encode_one_by_one<E: Element>(
     backend: Backend,
     codebook: &Codebook<'_>,
-    rows: &[E],
+    rows: Rows<'_, E>,
     first: usize,
     codes: &mut [u8],
 ) -> f64 {
     let shape = codebook.shape();
     let run_len = 8 * shape.nbits() as usize;
     let mut error = 0.0;
-    for (i, row) in rows.chunks_exact(shape.dim()).enumerate() {
-        let at = first + i;
+    for (at, row) in (first..).zip(rows.iter()) {
         let block = &mut codes[at / BLOCK * shape.block_size()..][..shape.block_size()];
         error += assign_one(backend, codebook, row, |j, code| {
             set_in_run(&mut block[j * run_len..][..run_len], shape.nbits(), at % BLOCK, code);

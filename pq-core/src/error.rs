@@ -233,11 +233,13 @@ impl fmt::Display for Error {
             Self::Page { index, page, pages } => {
                 write!(f, "page {page} at index {index} of the table is out of range for {pages} pages")
             }
-            Self::BadMagic { what } => write!(f, "the bytes are not a saved {what}"),
-            Self::Version { what, version } => write!(f, "version {version} of a saved {what} is not known"),
-            Self::Truncated { what } => write!(f, "the bytes of the saved {what} end too early"),
+            Self::BadMagic { what } => write!(f, "the bytes are not those of {what}"),
+            Self::Version { what, version } => {
+                write!(f, "version {version} of the bytes of {what} is not known")
+            }
+            Self::Truncated { what } => write!(f, "the bytes of {what} end too early"),
             Self::TrailingBytes { what, extra } => {
-                write!(f, "{extra} bytes follow the end of the saved {what}")
+                write!(f, "{extra} bytes follow those of {what}")
             }
             Self::BadField { what } => write!(f, "the saved {what} does not fit"),
             Self::Attend(error) => error.fmt(f),

@@ -59,7 +59,7 @@ impl Points {
         let n = rows.len() / dim;
         let mut tiles = vec![0.0; n.div_ceil(BLOCK) * BLOCK * dsub];
         let chunks = rows.chunks(BLOCK * dim).zip(tiles.chunks_exact_mut(BLOCK * dsub));
-        let squares = chunks.map(|(rows, tile)| fill_tile(rows, dim, first, tile)).collect();
+        let squares = chunks.map(|(rows, tile)| fill_tile(rows.chunks_exact(dim), first, tile)).collect();
         Self { tiles, dsub, n, squares }
     }
 

@@ -25,9 +25,15 @@ mod drift;
 mod encode;
 mod error;
 mod group;
+#[cfg(feature = "alloc")]
+mod head_books;
+#[cfg(feature = "alloc")]
+mod head_cache;
 mod hybrid;
 #[cfg(feature = "alloc")]
 mod kmeans;
+#[cfg(feature = "alloc")]
+mod layer_cache;
 mod ln;
 #[allow(unsafe_code)]
 mod lut;
@@ -38,6 +44,8 @@ mod pack;
 #[cfg(feature = "alloc")]
 mod rng;
 mod rope_mean;
+#[cfg(feature = "serde")]
+mod saved;
 #[allow(unsafe_code)]
 mod scan_group;
 mod shape;
@@ -62,9 +70,13 @@ pub use codebook::CodebookBuf;
 pub use codes::CodesBuf;
 pub use codes::{Codes, pack_codes_into};
 pub use drift::Drift;
-pub use encode::{decode_into, encode_into, encode_into_with};
+pub use encode::{decode_into, encode_into, encode_into_with, encode_rows_into, encode_rows_into_with};
 pub use error::Error;
 pub use group::{GroupRule, combine_group_into, combine_group_into_with};
+#[cfg(feature = "alloc")]
+pub use head_books::HeadBooks;
+#[cfg(feature = "alloc")]
+pub use head_cache::{Evicted, HeadCache};
 pub use hybrid::{
     Hybrid, HybridScratch, RowBudget, hybrid_attend_into, hybrid_attend_into_with, hybrid_select_into,
     hybrid_select_into_with,
@@ -73,6 +85,8 @@ pub use kv_attend::{
     Attention, Backend, Element, Error as AttendError, ExactTokens, Rows, RowsMut, SoftmaxStats,
     attend_exact_into, attend_exact_into_with, attend_exact_scratch_len, normalize_all,
 };
+#[cfg(feature = "alloc")]
+pub use layer_cache::{LayerCache, Workspace, attend_batch_into, attend_batch_into_with};
 pub use lut::{Lut, LutPrecision, Luts, QuantizedLut, lut_into, lut_into_with};
 pub use mips::{Rerank, Search, SearchScratch, rerank_into, rerank_into_with, search_into, search_into_with};
 pub use norm::{decode_norm, divide_by_norms, encode_norm};

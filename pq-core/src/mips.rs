@@ -129,6 +129,28 @@ impl<'a> SearchScratch<'a> {
 /// selection; no allocation.
 /// # Source
 /// PQCache (arXiv 2407.12820), 3.1 and 3.4.
+/// # Examples
+/// ```
+/// use pq_core::*;
+/// # let noise = |i: usize| ((i * 2_654_435_761) % 1000) as f32 / 500.0 - 1.0;
+/// let (shape, n) = (PqShape::new(16, 8, 6)?, 500);
+/// let mut keys: Vec<f32> = (0..n * 16).map(|i| noise(i) + if i % 16 == 5 { 8.0 } else { 0.0 }).collect();
+/// let query: Vec<f32> = (0..16).map(|i| noise(7 * i)).collect();
+/// keys[123 * 16..124 * 16].iter_mut().zip(&query).for_each(|(key, q)| *key += 2.0 * q); // a key that it asks for
+/// let trained = train(shape, &keys, &TrainOptions { encode: true, ..Default::default() })?;
+/// let codebook = CodebookBuf::new(shape, &trained.centroids)?;
+///
+/// let mut table = vec![0.0; shape.lut_len()];
+/// let luts = lut_into(&codebook.view(), &query, &mut table)?;
+/// let search = Search { k: 10, sinks: 4, recent: 16, ..Default::default() };
+/// let (mut floats, mut stats) = (vec![0.0; SearchScratch::len(1, n)], [SoftmaxStats::EMPTY]);
+/// let mut scratch = SearchScratch::new(n, &mut floats, &mut stats)?;
+/// let mut tokens = vec![0; search.found(n)];
+/// let found = search_into(&luts, &Codes::new(shape, n, &trained.codes)?, &search, &mut scratch, &mut tokens)?;
+/// assert_eq!(found, 30);
+/// assert!(tokens.contains(&123));
+/// # Ok::<(), pq_core::Error>(())
+/// ```
 pub fn search_into(
     luts: &Luts<'_>,
     codes: &Codes<'_>,

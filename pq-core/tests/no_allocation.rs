@@ -86,3 +86,23 @@ fn a_decode_step_does_not_allocate() {
         }
     }
 }
+
+/// With feature `rayon` the thread pool allocates.
+#[cfg(not(feature = "rayon"))]
+#[test]
+fn a_cache_attends_without_allocating() {
+    let (heads, group, dim, n) = (2, 4, 16, 300);
+    let shape = PqShape::new(dim, 4, 6).unwrap();
+    let rows: Vec<f32> = (0..n * heads * dim).map(|i| (i as f32 * 0.37).sin()).collect();
+    let rows = Rows::contiguous(&rows, heads * dim).unwrap();
+    let options = TrainOptions { iterations: 2, ..Default::default() };
+    let books = HeadBooks::train_layer(rows, rows, heads, [shape; 2], &options).unwrap();
+    let mut cache = LayerCache::new(&books, Window { sinks: 4, recent: 32, batch: 16 }).unwrap();
+    cache.append(rows, rows).unwrap();
+    let queries = vec![0.25_f32; heads * group * dim];
+    let (mut workspace, mut out) = (Workspace::default(), vec![0.0; queries.len()]);
+    cache.attend_into(&queries, 0.25, &mut workspace, &mut out).unwrap();
+    let before = ALLOCATIONS.get();
+    cache.attend_into(&queries, 0.25, &mut workspace, &mut out).unwrap();
+    assert_eq!(ALLOCATIONS.get(), before);
+}

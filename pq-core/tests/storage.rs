@@ -134,7 +134,7 @@ fn changed_bytes_are_errors_or_other_values() {
             }
         }
     }
-    assert!(matches!(CodebookBuf::from_bytes(&codes), Err(Error::BadMagic { what: "codebook" })));
+    assert!(matches!(CodebookBuf::from_bytes(&codes), Err(Error::BadMagic { what: "a codebook" })));
 }
 
 #[test]
@@ -156,4 +156,22 @@ fn page_tables_are_checked() {
     assert!(matches!(codes.slice(64..101), Err(Error::TooShort { needed: 101, .. })));
     assert!(matches!(codes.slice(128..128), Err(Error::TooShort { .. })));
     assert_eq!(codes.slice(64..100).unwrap().n(), 36);
+}
+
+#[cfg(feature = "serde")]
+#[test]
+fn serde_carries_the_saved_bytes() {
+    let shape = PqShape::new(4, 2, 3).unwrap();
+    let book = CodebookBuf::new(shape, &random(1, shape.codebook_len())).unwrap();
+    let codes = CodesBuf::from_packed(shape, 70, bytes(1, shape.codes_len(70))).unwrap();
+    let books = HeadBooks::new(book.clone(), book.clone());
+    let json = serde_json::to_string(&(&book, &codes, &books)).unwrap();
+    let (book2, codes2, books2): (CodebookBuf, CodesBuf, HeadBooks) = serde_json::from_str(&json).unwrap();
+    assert_eq!((book2.centroids(), codes2.to_bytes()), (book.centroids(), codes.to_bytes()));
+    assert_eq!(books2.id(), books.id());
+    let error = serde_json::from_str::<CodesBuf>("[1, 2, 3]").unwrap_err();
+    assert!(
+        error.to_string().contains("not those of codes")
+            && serde_json::from_str::<CodesBuf>("[300]").is_err()
+    );
 }

@@ -1,0 +1,126 @@
+//! The codebooks of one key/value head, which all sequences share.
+
+use alloc::sync::Arc;
+use alloc::vec::Vec;
+
+use crate::bytes::{Reader, Writer};
+use crate::{Codebook, CodebookBuf, Element, Error, PqShape, Rows, TrainOptions, train_batch};
+
+const MAGIC: [u8; 4] = *b"PQHB";
+const VERSION: u32 = 1;
+
+/// The codebooks of the keys and of the values of one head, shared by the caches of all sequences through an
+/// [`Arc`].
+///
+/// # Examples
+/// ```
+/// use pq_core::{HeadBooks, PqShape, Rows, TrainOptions};
+/// # let noise = |i: usize| ((i * 2_654_435_761) % 1000) as f32 / 500.0 - 1.0;
+/// // 300 tokens of 2 heads of 16 components, as an engine's (tokens, heads, head_dim).
+/// let keys: Vec<f32> = (0..300 * 32).map(|i| noise(i) + if i % 16 == 5 { 8.0 } else { 0.0 }).collect();
+/// let rows = Rows::contiguous(&keys, 32)?;
+/// let shape = PqShape::new(16, 8, 4)?;
+/// let books = HeadBooks::train_layer(rows, rows, 2, [shape; 2], &TrainOptions::default())?;
+/// assert_eq!((books.len(), books[1].keys().shape()), (2, shape));
+/// # Ok::<(), pq_core::Error>(())
+/// ```
+#[derive(Clone, Debug)]
+pub struct HeadBooks {
+    keys: CodebookBuf,
+    values: CodebookBuf,
+    id: u64,
+}
+
+impl HeadBooks {
+    /// From the codebooks of the keys and of the values.
+    #[must_use]
+    pub fn new(keys: CodebookBuf, values: CodebookBuf) -> Self {
+        let id = [&keys, &values].into_iter().fold(0xcbf2_9ce4_8422_2325, |id, book| {
+            let shape = book.view().shape();
+            let sizes = [shape.dim() as u64, shape.m() as u64, u64::from(shape.nbits())];
+            let numbers = book.view().columns().flatten().map(|x| u64::from(x.to_bits()));
+            // FNV-1a, a number at a time.
+            sizes.into_iter().chain(numbers).fold(id, |id: u64, x| (id ^ x).wrapping_mul(0x100_0000_01b3))
+        });
+        Self { keys, values, id }
+    }
+
+    /// Trains the codebooks of all heads of a layer on rows (n, heads * dim), such as a prompt's; the result
+    /// has `heads` elements.
+    ///
+    /// # Shapes
+    /// `keys` (n, heads * dim of `shapes[0]`), `values` (n, heads * dim of `shapes[1]`), n at least 1.
+    /// # Errors
+    /// As [`train`](crate::train); [`Error::Length`] for rows of another length.
+    /// # Cost
+    /// That of [`train_batch`], and a copy of the rows.
+    pub fn train_layer<E: Element>(
+        keys: Rows<'_, E>,
+        values: Rows<'_, E>,
+        heads: usize,
+        shapes: [PqShape; 2],
+        options: &TrainOptions<'_>,
+    ) -> Result<Vec<Arc<Self>>, Error> {
+        let [keys, values] =
+            [train_side(keys, heads, shapes[0], options)?, train_side(values, heads, shapes[1], options)?];
+        Ok(keys.into_iter().zip(values).map(|(keys, values)| Arc::new(Self::new(keys, values))).collect())
+    }
+
+    /// The codebook of the keys.
+    #[must_use]
+    pub fn keys(&self) -> Codebook<'_> {
+        self.keys.view()
+    }
+
+    /// The codebook of the values.
+    #[must_use]
+    pub fn values(&self) -> Codebook<'_> {
+        self.values.view()
+    }
+
+    /// A hash of the shapes and centroids, by which a saved cache recognizes its codebooks.
+    #[must_use]
+    pub const fn id(&self) -> u64 {
+        self.id
+    }
+
+    /// Both codebooks as bytes, with centroids of type `E`: `f32` keeps every bit, `f16` takes half as much.
+    #[must_use]
+    pub fn to_bytes<E: Element>(&self) -> Vec<u8> {
+        let mut writer = Writer::new(MAGIC, VERSION);
+        for book in [&self.keys, &self.values] {
+            book.write::<E>(&mut writer);
+        }
+        writer.finish()
+    }
+
+    /// Reads what [`to_bytes`](Self::to_bytes) wrote.
+    ///
+    /// # Errors
+    /// [`Error::BadMagic`], [`Error::Version`], [`Error::Truncated`], [`Error::TrailingBytes`],
+    /// [`Error::BadField`], [`Error::NotFinite`], or that of a bad shape.
+    pub fn from_bytes(bytes: &[u8]) -> Result<Self, Error> {
+        let mut reader = Reader::new("the codebooks of a head", MAGIC, VERSION, bytes)?;
+        let books = [CodebookBuf::read(&mut reader)?, CodebookBuf::read(&mut reader)?];
+        reader.finish()?;
+        let [keys, values] = books;
+        Ok(Self::new(keys, values))
+    }
+}
+
+/// Trains one codebook per head.
+fn train_side<E: Element>(
+    rows: Rows<'_, E>,
+    heads: usize,
+    shape: PqShape,
+    options: &TrainOptions<'_>,
+) -> Result<Vec<CodebookBuf>, Error> {
+    let dim = shape.dim();
+    crate::error::check_len("row", rows.components(), heads.saturating_mul(dim))?;
+    let sets =
+        (0..heads).map(|h| rows.columns(h * dim, dim).map(|head| head.iter().flatten().copied().collect()));
+    let sets: Vec<Vec<E>> = sets.collect::<Result<_, _>>()?;
+    let sets: Vec<&[E]> = sets.iter().map(Vec::as_slice).collect();
+    let trained = train_batch(shape, &sets, options)?;
+    trained.iter().map(|trained| CodebookBuf::new(shape, &trained.centroids)).collect()
+}
