@@ -102,11 +102,12 @@ struct Bench<'a> {
     reference: Vec<Vec<f32>>, // logits of the dense 32-bit cache at every decoded position
 }
 
-/// Compares `methods` over `text` (its name and tokens): calibrates on its first part, unless a profile is given, and runs
-/// the part after it.
+/// Compares `methods` over `text` (its name and tokens): calibrates on its first part, unless a profile is
+/// given, and runs the part after it.
 ///
 /// # Errors
-/// [`Error::Argument`] for a text or context that is too short; whatever loading, calibrating and running return.
+/// [`Error::Argument`] for a text or context that is too short; whatever loading, calibrating and running
+/// return.
 pub fn compare(
     model: &Arc<Model>,
     (text_name, text): (&str, &[u32]),
@@ -193,9 +194,9 @@ pub fn check_room(model: &Model, prompt: usize, room: usize) -> Result<()> {
     Ok(())
 }
 
-/// Where in a text of `text` tokens a run over `run` of them starts: after the tokens to calibrate on, at most `limit` and the
-/// model's context. It does not depend on whether something is calibrated, so that all methods see the same tokens, and a
-/// profile that was made from the start of the text has not seen them.
+/// Where in a text of `text` tokens a run over `run` of them starts: after the tokens to calibrate on, at
+/// most `limit` and the model's context. It does not depend on whether something is calibrated, so that all
+/// methods see the same tokens, and a profile that was made from the start of the text has not seen them.
 ///
 /// # Errors
 /// [`Error::Argument`] for a text that is too short.

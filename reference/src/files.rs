@@ -35,8 +35,8 @@ pub fn read_text(path: &Path) -> Result<String> {
     String::from_utf8(read(path)?).map_err(|e| Error::file(path, e.utf8_error()))
 }
 
-/// Checks that [`write_atomically`] can write to `path`, so that no long work is lost to a mistyped path. Pipes and devices
-/// are refused; nothing is changed.
+/// Checks that [`write_atomically`] can write to `path`, so that no long work is lost to a mistyped path.
+/// Pipes and devices are refused; nothing is changed.
 ///
 /// # Errors
 /// [`Error::Io`], and [`Error::File`] for what is no regular file.
@@ -68,9 +68,9 @@ fn check_kind(path: &Path, metadata: &fs::Metadata) -> Result<()> {
 
 /// Writes `bytes` to `path`: the file then holds all of them, or after an error what it held before.
 ///
-/// The bytes go to a draft with a random name in the same folder, which is synced to disk and renamed to `path`. A symbolic
-/// link is followed, and a file keeps its permissions. What is no regular file, such as a pipe or a device, cannot be
-/// replaced and is written in place.
+/// The bytes go to a draft with a random name in the same folder, which is synced to disk and renamed to
+/// `path`. A symbolic link is followed, and a file keeps its permissions. What is no regular file, such as a
+/// pipe or a device, cannot be replaced and is written in place.
 ///
 /// # Errors
 /// [`Error::Io`]; the draft is then removed.

@@ -74,7 +74,8 @@ fn run(
     if needed > rope.len() {
         return Err(Error::Argument(format!("{needed} tokens for {} positions", rope.len())));
     }
-    let mut x: Vec<f32> = tokens.iter().flat_map(|&token| embedding(model, token)).copied().collect(); // (n, hidden)
+    // (n, hidden_size)
+    let mut x: Vec<f32> = tokens.iter().flat_map(|&token| embedding(model, token)).copied().collect();
     let mut buffers = Buffers::new(config, tokens.len());
     for (l, weights) in model.layers.iter().enumerate() {
         layer(config, weights, &mut x, &mut buffers, |residual, heads| attention(l, residual, heads))?;

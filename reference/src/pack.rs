@@ -2,8 +2,8 @@
 
 /// Packs values of `nbits` bits each, least significant bit first, into the front of `bytes`.
 ///
-/// Bits of a value above `nbits` must be zero. What does not fit into `bytes` is dropped; the last byte is filled up with
-/// zeros, and bytes after it are untouched.
+/// Bits of a value above `nbits` must be zero. What does not fit into `bytes` is dropped; the last byte is
+/// filled up with zeros, and bytes after it are untouched.
 ///
 /// # Panics
 /// In debug builds, when `nbits` is above 24.

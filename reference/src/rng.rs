@@ -1,4 +1,5 @@
-/// SplitMix64 (Steele, Lea, Flood, OOPSLA 2014): a seed must name the same tasks and texts with every version.
+/// SplitMix64 (Steele, Lea, Flood, OOPSLA 2014): a seed must name the same tasks and texts with every
+/// version.
 pub(crate) struct Rng(pub u64);
 
 impl Rng {

@@ -5,8 +5,8 @@ use crate::ops::argmax;
 use crate::rng::Rng;
 use crate::{Error, Result};
 
-/// Draws tokens: the most likely one at temperature 0, else from the smallest set of most likely tokens that holds the part
-/// `top_p` of the probability.
+/// Draws tokens: the most likely one at temperature 0, else from the smallest set of most likely tokens that
+/// holds the part `top_p` of the probability.
 pub struct Sampler {
     temperature: f64,
     top_p: f64,

@@ -105,7 +105,8 @@ fn decoding_over_a_dense_cache_equals_prefill() {
 
 #[test]
 fn what_loses_nothing_equals_dense() {
-    // Codebooks of 2^8 centroids on fewer calibration tokens than that hold every vector; ranks and ratios are full.
+    // Codebooks of 2^8 centroids on fewer calibration tokens than that hold every vector; ranks and ratios
+    // are full.
     let lossless = [
         "oracle:ratio=1:exact=f32:window=4",
         "oracle:ratio=1:exact=f32:window=0:sinks=0",
@@ -131,7 +132,8 @@ fn what_loses_nothing_equals_dense() {
     let expected = s.decode(&model, cache.as_mut(), 100, 130);
     for method in lossless {
         let Prepared { model, mut cache } = s.prefilled(method, 100);
-        // The decoded tokens are those of the calibration, at the same positions, so every vector is a centroid.
+        // The decoded tokens are those of the calibration, at the same positions, so every vector is a
+        // centroid.
         let error = distance(&expected, &s.decode(&model, cache.as_mut(), 100, 130));
         assert!(error < 2e-3, "{method}: {error}");
     }
@@ -197,7 +199,8 @@ fn bytes_are_counted_exactly() {
     assert_eq!(kept("dense").kept, 4 * n * values);
     assert_eq!(kept("dense:dtype=bf16").kept, 2 * n * values);
     assert_eq!(kept("streaming:window=10").kept, 2 * 14 * values);
-    // 92 tokens in codes, kept in blocks of 64: 8 subspaces of 6 bits are 6 bytes a head for keys and for values; 8 exact.
+    // 92 tokens in codes, kept in blocks of 64: 8 subspaces of 6 bits are 6 bytes a head for keys and for
+    // values; 8 exact.
     assert_eq!(kept("million:k=8x6:v=8x6:window=4").kept, 128 * 6 * (values / 16) + 8 * values * 2);
     assert_eq!(kept("million:k=8x6:v=8x6:window=4").shared, 4 * 64 * values);
     // The same, and a byte a token and head for each norm.
@@ -211,8 +214,8 @@ fn bytes_are_counted_exactly() {
     assert_eq!(pq.offloaded, 92 * values * 2);
     let half = kept("zack:k=0.5:v=0.5:window=4").kept;
     assert!(half <= 92 * values + 8 * values * 2 && half > 92 * values / 2, "{half}");
-    // Half of the keys' components, a quarter of the values'; of 92 tokens all, or half with 4 bits a number, 4 bytes for each
-    // key component of a block, and 4 for each token's values.
+    // Half of the keys' components, a quarter of the values'; of 92 tokens all, or half with 4 bits a number,
+    // 4 bytes for each key component of a block, and 4 for each token's values.
     let uniform = "zack:k=0.5:v=0.25:ranks=uniform:window=4";
     assert_eq!(kept(uniform).kept, 92 * values / 8 * 3 * 2 + 8 * values * 2);
     let heads = values / 32;

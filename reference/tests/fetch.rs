@@ -146,8 +146,8 @@ fn a_hub_that_refuses_is_one_line() {
     one_line("another model", &support::run("another model", command), 2, "org/other");
 }
 
-/// Makes a script that can be run. A process of its own writes it: a descriptor of this one, inherited by what another thread
-/// starts, would make the script busy.
+/// Makes a script that can be run. A process of its own writes it: a descriptor of this one, inherited by
+/// what another thread starts, would make the script busy.
 fn install(folder: &Path, name: &str, script: &str) {
     let draft = folder.join("draft");
     fs::write(&draft, script).unwrap();

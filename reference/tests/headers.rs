@@ -1,4 +1,5 @@
-//! Headers of weight files that are long, deep or full of holes: loading takes time and memory in proportion to the file.
+//! Headers of weight files that are long, deep or full of holes: loading takes time and memory in proportion
+//! to the file.
 
 #![allow(clippy::unwrap_used, clippy::panic)] // helpers of tests, too
 
@@ -214,7 +215,8 @@ fn holes_take_no_memory() {
         let file = fs::OpenOptions::new().write(true).open(&path).unwrap();
         file.set_len(bytes.len() as u64 + HOLE + 64).unwrap();
         let args = ["logits", "--tokens", "1", "--model", text(&path)];
-        // Less than the hole, which nobody may read or map; and more, under which a copy of a few times its length fails.
+        // Less than the hole, which nobody may read or map; and more, under which a copy of a few times its
+        // length fails.
         for mib in [512, 4096] {
             support::refused_within(&case, mib, &args, "model.gguf: ");
         }

@@ -156,7 +156,7 @@ fn tensors_that_the_model_does_not_use() {
     unused("biases", "bias-untied", "\"attention_bias\": true", "\"attention_bias\": false", &bias);
     unused("layers", "gqa", "\"num_hidden_layers\": 2", "\"num_hidden_layers\": 1", &["model.layers.1."]);
 
-    // What old checkpoints store besides is no such tensor: rotary frequencies, and the output under tied
+    // Old checkpoints also store what is known without them: rotary frequencies, and the output under tied
     // embeddings.
     let folder = copy("mha");
     let path = folder.path().join("model.safetensors");

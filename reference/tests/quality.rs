@@ -1,5 +1,6 @@
-//! What the methods promise, on the shipped model: near-lossless settings lose next to nothing, aggressive ones degrade in
-//! the order that the papers report. Long; `tests/caches.rs` has the quick checks of every method.
+//! What the methods promise, on the shipped model: near-lossless settings lose next to nothing, aggressive
+//! ones degrade in the order that the papers report. Long; `tests/caches.rs` has the quick checks of every
+//! method.
 
 #![allow(clippy::unwrap_used, clippy::panic)] // helpers of tests, too
 
@@ -48,7 +49,7 @@ fn near_lossless_settings_stay_within_one_percent() {
     for spec in methods {
         let row = row(&comparison, spec);
         let loss = row.perplexity / dense.perplexity - 1.0;
-        assert!(loss.abs() < 0.01, "{spec}: perplexity {} beside {}", row.perplexity, dense.perplexity);
+        assert!(loss.abs() < 0.01, "{spec}: perplexity {}, dense {}", row.perplexity, dense.perplexity);
     }
 }
 
@@ -63,7 +64,8 @@ fn aggressive_settings_degrade_in_the_papers_order() {
         // MILLION: 4 bits near fp16, then growing loss; codes take outliers better than a uniform grid does.
         &["million", "million:k=32x8:v=32x8", "million:k=16x8:v=16x8"],
         &["million:k=32x8:v=32x8", "int2"],
-        // The query-metric transform takes more than half of the error off codes as they are, at 2 and at 3 bits.
+        // The query-metric transform takes more than half of the error off codes as they are, at 2 and at 3
+        // bits.
         &["pqklt:k=64x6:v=64x6", "million:k=64x6:v=64x6"],
         &["pqklt:k=64x4:v=64x4", "million:k=64x4:v=64x4"],
         &["pqklt:k=64x4:v=64x4:keys=rope", "million:k=64x4:v=64x4"],
@@ -86,8 +88,8 @@ fn aggressive_settings_degrade_in_the_papers_order() {
             assert!(better < worse, "{} has KL {better}, {} has {worse}", pair[0], pair[1]);
         }
     }
-    // CacheGen's evaluation: 3.5 to 4.3 times smaller than 8-bit codes at no more than 2 % loss; of so short a context the exact
-    // window is a part that neither shrinks.
+    // CacheGen's evaluation: 3.5 to 4.3 times smaller than 8-bit codes at no more than 2 % loss; of so short
+    // a context the exact window is a part that neither shrinks.
     let (cachegen, int8) = (row(&comparison, "cachegen:bits=2"), row(&comparison, "int8"));
     assert!(cachegen.perplexity < 1.02 * int8.perplexity, "{} {}", cachegen.perplexity, int8.perplexity);
     assert!(cachegen.kv_bytes_per_token * 2.5 < int8.kv_bytes_per_token);

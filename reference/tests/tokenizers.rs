@@ -1,4 +1,5 @@
-//! A `tokenizer.json` that is cut, corrupt or hostile is an error: no panic, nothing printed, no huge allocation.
+//! A `tokenizer.json` that is cut, corrupt or hostile is an error: no panic, nothing printed, no huge
+//! allocation.
 
 #![allow(clippy::unwrap_used, clippy::panic)] // helpers of tests, too
 

@@ -222,8 +222,8 @@ impl ExactRows {
     }
 }
 
-/// Attention of scaled queries (group, dim_k) on rows without gaps, as many keys as values: adds to `out` (group, dim_v)
-/// and `stats` (group,).
+/// Attention of scaled queries (group, dim_k) on rows without gaps, as many keys as values: adds to `out`
+/// (group, dim_v) and `stats` (group,).
 pub(crate) fn attend_rows<E: Element>(
     q: &[f32],
     keys: &[E],

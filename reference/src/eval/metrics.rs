@@ -14,7 +14,8 @@ pub fn log_softmax(logits: &[f32]) -> Vec<f64> {
     logits.iter().map(|&x| f64::from(x - max) - sum.ln()).collect()
 }
 
-/// Kullback-Leibler divergence of `q` from `p` in nats, both given as logarithms of probabilities. Never negative.
+/// Kullback-Leibler divergence of `q` from `p` in nats, both given as logarithms of probabilities. Never
+/// negative.
 #[must_use]
 pub fn kl_divergence(p: &[f64], q: &[f64]) -> f64 {
     let terms = p.iter().zip(q).filter(|(p, _)| p.is_finite()).map(|(p, q)| p.exp() * (p - q));
@@ -92,7 +93,8 @@ mod tests {
         divergence.add(&q, &[1.0, 1.0], 1);
         divergence.add(&[0.0, 1.0], &[1.0, 0.0], 0);
         assert!((divergence.kl_by_position()[0] - (2.0_f64.ln() - 3.0_f64.ln() / 2.0)).abs() < 1e-7);
-        assert_eq!(divergence.top1(), 0.5); // ties go to the first, so (1, 1) agrees with q and (0, 1) does not
+        // Ties go to the first, so (1, 1) agrees with q and (0, 1) does not.
+        assert_eq!(divergence.top1(), 0.5);
         assert!(
             (kl_divergence(&log_softmax(&[f32::NEG_INFINITY, 0.0]), &log_softmax(&[0.0, 0.0]))
                 - 2.0_f64.ln())

@@ -29,8 +29,8 @@ const FEWEST_WORDS: usize = 100;
 pub const NO_WORDS: &str =
     "the vocabulary has too few plain words for retrieval tasks: their columns stay empty";
 
-/// Makes tasks in the formats that the shipped model was trained on; an instruction-tuned model with ChatML markers gets the
-/// needle question as a chat.
+/// Makes tasks in the formats that the shipped model was trained on; an instruction-tuned model with ChatML
+/// markers gets the needle question as a chat.
 pub struct TaskMaker<'a> {
     tokenizer: &'a Tokenizer,
     words: Vec<u32>,
@@ -39,7 +39,8 @@ pub struct TaskMaker<'a> {
 }
 
 impl<'a> TaskMaker<'a> {
-    /// A source of tasks; the same seed makes the same ones. None when the vocabulary has no plain words to make names of.
+    /// A source of tasks; the same seed makes the same ones. None when the vocabulary has no plain words to
+    /// make names of.
     #[must_use]
     pub fn new(tokenizer: &'a Tokenizer, seed: u64) -> Option<Self> {
         let words = tokenizer.words();
@@ -47,8 +48,8 @@ impl<'a> TaskMaker<'a> {
         (words.len() >= FEWEST_WORDS).then_some(Self { tokenizer, words, chat, rng: Rng(seed) })
     }
 
-    /// `n` pass keys in a haystack of text, `length` tokens in all. They lie at random depths, or one after the other from
-    /// `depth` (0 start, 1 end) on.
+    /// `n` pass keys in a haystack of text, `length` tokens in all. They lie at random depths, or one after
+    /// the other from `depth` (0 start, 1 end) on.
     ///
     /// # Errors
     /// [`Error::Argument`] when the text is too short or `length` too small for the needles.
@@ -78,8 +79,8 @@ impl<'a> TaskMaker<'a> {
         self.hide(opening, text, length, facts, depth)
     }
 
-    /// `n` lines of a name and four digits in one block at `depth` (0 start, 1 end) of the text; each is asked for by its
-    /// name on a line of its own.
+    /// `n` lines of a name and four digits in one block at `depth` (0 start, 1 end) of the text; each is
+    /// asked for by its name on a line of its own.
     ///
     /// # Errors
     /// As [`Self::needle`].

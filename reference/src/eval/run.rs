@@ -16,7 +16,8 @@ use crate::{Error, Profile, Result};
 /// A prompt that has been run once: all layers' keys (before RoPE) and values. Any cache can be filled from
 /// it.
 pub struct Prompt {
-    layers: Vec<[Vec<f32>; 3]>, // the last queries, rotated (WATCHED, n_heads * head_dim); keys and values (n, n_kv_heads * head_dim)
+    // The last queries, rotated (WATCHED, n_heads * head_dim); keys and values (n, n_kv_heads * head_dim).
+    layers: Vec<[Vec<f32>; 3]>,
     /// Logits (vocab_size,) of what follows the prompt; prefill is exact, so they are the same for every
     /// cache.
     pub logits: Vec<f32>,

@@ -18,7 +18,8 @@ pub(super) struct PqCode {
     pub nbits: u32,
 }
 
-/// A product quantizer as it is written: `MxB`, or `B/D` for codes of `B` bits for every `D` components of a head.
+/// A product quantizer as it is written: `MxB`, or `B/D` for codes of `B` bits for every `D` components of a
+/// head.
 enum Written {
     Code(PqCode),
     Rate { nbits: u32, components: usize },

@@ -146,7 +146,8 @@ fn frequencies(config: &Config) -> Vec<f64> {
         }
         RopeScaling::Llama3 { factor, low_freq_factor, high_freq_factor, original_max_seq_len } => plain
             .map(|f| {
-                let turns = original_max_seq_len * f / core::f64::consts::TAU; // full turns in the original context
+                // Full turns in the original context.
+                let turns = original_max_seq_len * f / core::f64::consts::TAU;
                 let kept = ((turns - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0.0, 1.0);
                 f * kept + f / factor * (1.0 - kept)
             })

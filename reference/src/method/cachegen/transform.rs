@@ -21,8 +21,9 @@ pub(crate) struct PlaneTransform {
 impl PlaneTransform {
     /// Those of all planes: keys, then values, of each layer.
     ///
-    /// Keys share one step, in units of the noise of attention logits. Values have a step for each head, halfway between one
-    /// step for all and one rate for all: the metric of `W_O` knows nothing of the layers behind it.
+    /// Keys share one step, in units of the noise of attention logits. Values have a step for each head,
+    /// halfway between one step for all and one rate for all: the metric of `W_O` knows nothing of the layers
+    /// behind it.
     pub fn all(model: &Model, samples: &Calibration, bits: f32, offset: f32) -> Result<Vec<Self>> {
         let config = &model.config;
         let geometry = Geometry::of(config);
@@ -65,8 +66,8 @@ impl PlaneTransform {
     }
 }
 
-/// Query-metric rotations of a layer's heads: of keys before RoPE, and of values under what `W_O` makes of them, relative to
-/// the residual stream that it adds to.
+/// Query-metric rotations of a layer's heads: of keys before RoPE, and of values under what `W_O` makes of
+/// them, relative to the residual stream that it adds to.
 fn head_rotations(
     model: &Model,
     geometry: Geometry,
@@ -99,7 +100,8 @@ fn rotation<S: svd_core::RopeSide>(
     Ok(Rotation::query_metric(&moment.centred(), metric)?)
 }
 
-/// The step that, times each head's own factor, gives Gaussian coefficients of these deviations `bits` on average.
+/// The step that, times each head's own factor, gives Gaussian coefficients of these deviations `bits` on
+/// average.
 fn step_for_rate<'a>(heads: impl Iterator<Item = (&'a [f64], f64)>, bits: f32) -> f64 {
     let relative: Vec<f64> =
         heads.flat_map(|(sigma, factor)| sigma.iter().map(move |x| (x / factor).max(1e-30))).collect();

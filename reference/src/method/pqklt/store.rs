@@ -81,7 +81,7 @@ pub(crate) struct TransformedStore {
     plan: Arc<TransformedPlan>,
     key_means: Arc<Vec<RopeMeanBuf>>, // per head; none where keys are coded before RoPE
     heads: Vec<Pair<Coded>>,
-    decoded: Vec<Vec<f32>>, // per head: rotated keys (len, head_dim), kept at hand when they are coded before RoPE
+    decoded: Vec<Vec<f32>>, // per head: rotated keys (len, head_dim), where they are coded before RoPE
     first: usize,           // position of the first token
     len: usize,
 }

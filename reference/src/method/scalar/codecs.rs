@@ -54,8 +54,9 @@ fn packed_len(n: usize, bits: u32) -> usize {
     (n * bits as usize).div_ceil(8)
 }
 
-/// Appends codes of `bits` bits. Where the width divides a byte, byte `i` holds codes `i`, `i + len`, `i + 2 len`, ... of
-/// `len` bytes (as in ggml), so that unpacking runs over neighbours; other widths follow each other bit by bit.
+/// Appends codes of `bits` bits. Where the width divides a byte, byte `i` holds codes `i`, `i + len`,
+/// `i + 2 len`, ... of `len` bytes (as in ggml), so that unpacking runs over neighbours; other widths follow
+/// each other bit by bit.
 fn pack(codes: &[u8], bits: u32, bytes: &mut Vec<u8>) {
     let start = bytes.len();
     let len = packed_len(codes.len(), bits);
@@ -86,7 +87,8 @@ fn unpack(bytes: &[u8], bits: u32, out: &mut [f32], element: impl Fn(u8) -> f32)
     }
 }
 
-/// One scale per channel over the tokens of the block (KIVI's keys, arXiv 2402.02750): outlier channels keep to themselves.
+/// One scale per channel over the tokens of the block (KIVI's keys, arXiv 2402.02750): outlier channels keep
+/// to themselves.
 pub(crate) struct PerChannel {
     pub bits: u32,
 }
@@ -118,8 +120,8 @@ impl BlockCodec for PerChannel {
     }
 }
 
-/// One scale per group of neighbouring channels within a token (KIVI's values; llama.cpp's q8_0 and q4_1 with their groups
-/// of 32).
+/// One scale per group of neighbouring channels within a token (KIVI's values; llama.cpp's q8_0 and q4_1 with
+/// their groups of 32).
 pub(crate) struct PerToken {
     pub bits: u32,
     pub group: usize,
@@ -170,8 +172,8 @@ impl<C: BlockCodec> BlockCodec for Rotated<C> {
     }
 }
 
-/// The orthonormal Walsh-Hadamard transform, its own inverse. A length that is no power of two is cut into blocks of its
-/// largest power-of-two divisor.
+/// The orthonormal Walsh-Hadamard transform, its own inverse. A length that is no power of two is cut into
+/// blocks of its largest power-of-two divisor.
 fn hadamard(row: &mut [f32]) {
     let size = 1 << row.len().trailing_zeros();
     let scale = 1.0 / (size as f32).sqrt();
@@ -190,8 +192,9 @@ fn hadamard(row: &mut [f32]) {
     }
 }
 
-/// TurboQuant's first stage (arXiv 2504.19874): a random rotation makes the components of a unit vector nearly Gaussian, so
-/// that one scalar quantizer, optimal for the normal distribution, serves them all. A norm per token.
+/// TurboQuant's first stage (arXiv 2504.19874): a random rotation makes the components of a unit vector
+/// nearly Gaussian, so that one scalar quantizer, optimal for the normal distribution, serves them all. A
+/// norm per token.
 pub(crate) struct LloydMax {
     bits: u32,
     levels: Vec<f32>, // ascending, for the standard normal distribution
@@ -244,8 +247,8 @@ impl BlockCodec for LloydMax {
     }
 }
 
-/// The `1 << bits` levels that minimise the squared error on the standard normal distribution: Lloyd's iteration on a fine
-/// grid of +-6 deviations.
+/// The `1 << bits` levels that minimise the squared error on the standard normal distribution: Lloyd's
+/// iteration on a fine grid of +-6 deviations.
 fn normal_levels(bits: u32) -> Vec<f32> {
     const GRID: i32 = 6_000; // points on either side
     let n = 1_usize << bits;

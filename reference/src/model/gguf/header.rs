@@ -13,8 +13,8 @@ pub(super) struct Header {
     pub data_start: u64, // tensor offsets count from here
 }
 
-/// A metadata value. Numbers of all widths share two variants. Texts and lists stay in the file until they are asked for: they
-/// may be as long as the file, and of most of them nothing is wanted.
+/// A metadata value. Numbers of all widths share two variants. Texts and lists stay in the file until they
+/// are asked for: they may be as long as the file, and of most of them nothing is wanted.
 pub(super) enum Value {
     Int(i64),
     Float(f64),

@@ -9,17 +9,18 @@ use serde_json::value::RawValue;
 use super::library::guarded;
 use crate::{Error, Result, files};
 
-/// How many times longer the steps around the model may make a text. Real files stay below 10: spaces become three bytes,
-/// bytes become characters of two.
+/// How many times longer the steps around the model may make a text. Real files stay below 10: spaces become
+/// three bytes, bytes become characters of two.
 const MOST_GROWTH: f64 = 4096.0;
 
 pub(super) fn load(path: &Path) -> Result<tokenizers::Tokenizer> {
     let error = |e: serde_json::Error| Error::file(path, e);
-    // The whole file is walked as JSON before the library sees it. Values stay text: numbers reach the library unchanged.
+    // The whole file is walked as JSON before the library sees it. Values stay text: numbers reach the
+    // library unchanged.
     let mut fields: BTreeMap<String, Box<RawValue>> =
         serde_json::from_slice(&files::read(path)?).map_err(error)?;
-    // Settings of a training run, saved with the tokenizer. transformers turns both off in every call: a prompt is neither cut
-    // nor filled up.
+    // Settings of a training run, saved with the tokenizer. transformers turns both off in every call: a
+    // prompt is neither cut nor filled up.
     fields.remove("truncation");
     fields.remove("padding");
     for name in ["normalizer", "pre_tokenizer", "post_processor", "decoder"] {
@@ -34,7 +35,8 @@ pub(super) fn load(path: &Path) -> Result<tokenizers::Tokenizer> {
     guarded(|| tokenizers::Tokenizer::from_bytes(text)).map_err(|what| Error::file(path, what))
 }
 
-/// How many times longer a step, and all steps inside it one after the other, may make a text: an upper bound.
+/// How many times longer a step, and all steps inside it one after the other, may make a text: an upper
+/// bound.
 fn growth(step: &Value) -> std::result::Result<f64, String> {
     let inner = match step {
         Value::Object(fields) => fields.values().map(growth).product::<std::result::Result<f64, _>>()?,
@@ -67,7 +69,8 @@ fn template_growth(step: &Value) -> f64 {
         .sum()
 }
 
-/// A sentencepiece character map: a little-endian `u32`, that many bytes of a trie, and replacements that end with a zero.
+/// A sentencepiece character map: a little-endian `u32`, that many bytes of a trie, and replacements that end
+/// with a zero.
 fn charsmap_growth(charsmap: &str) -> std::result::Result<f64, String> {
     let bytes = base64(charsmap).ok_or("precompiled_charsmap is not base64")?;
     let (length, rest) =

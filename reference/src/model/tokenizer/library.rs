@@ -10,8 +10,8 @@ thread_local! {
     static GUARDED: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Calls the library, which panics on some files, and on texts with some files that it has taken. A panic is an error, and
-/// prints nothing; panics of other threads, and of this one outside the call, print as before.
+/// Calls the library, which panics on some files, and on texts with some files that it has taken. A panic is
+/// an error, and prints nothing; panics of other threads, and of this one outside the call, print as before.
 pub(super) fn guarded<T>(call: impl FnOnce() -> tokenizers::Result<T>) -> Result<T, String> {
     static HOOK: Once = Once::new();
     HOOK.call_once(|| {
@@ -23,8 +23,8 @@ pub(super) fn guarded<T>(call: impl FnOnce() -> tokenizers::Result<T>) -> Result
         }));
     });
     let outer = GUARDED.replace(true);
-    // A panic can leave nothing half done that is used again: what is being built is lost, and a tokenizer's only mutable
-    // state is a cache behind a lock, which the library stops using when it is poisoned.
+    // A panic can leave nothing half done that is used again: what is being built is lost, and a tokenizer's
+    // only mutable state is a cache behind a lock, which the library stops using when it is poisoned.
     let outcome = panic::catch_unwind(AssertUnwindSafe(call));
     GUARDED.set(outer);
     match outcome {
