@@ -1,5 +1,5 @@
-//! What an engine adds to its loop: after the prompt one `LayerCache` per layer, then an append and an attend per
-//! layer and token. Prints how far the result is from exact attention.
+//! What an engine adds to its loop: after the prompt one `LayerCache` per layer, then an append and an attend
+//! per layer and token. Prints how far the result is from exact attention.
 
 use pq_core::{
     Attention, Error, ExactTokens, HeadBooks, LayerCache, PqShape, Rows, SoftmaxStats, TrainOptions, Window,
@@ -58,8 +58,8 @@ fn main() -> Result<(), Error> {
     Ok(())
 }
 
-/// Stands for a model: keys with channels of different scales, some with an offset, and neighbouring tokens that are
-/// alike.
+/// Stands for a model: keys with channels of different scales, some with an offset, and neighbouring tokens
+/// that are alike.
 struct Model;
 
 impl Model {

@@ -22,8 +22,8 @@ impl Nearest {
     pub const NONE: Self = Self { index: [0; BLOCK], distance: [f32::INFINITY; BLOCK] };
 }
 
-/// Fills `tile` (dsub, 64) with component `first` and on of up to 64 rows; a NaN or an infinity becomes 0. The
-/// columns of missing rows keep their values. Returns the sum of squares.
+/// Fills `tile` (dsub, 64) with component `first` and on of up to 64 rows; a NaN or an infinity becomes 0.
+/// The columns of missing rows keep their values. Returns the sum of squares.
 pub(crate) fn fill_tile<'a, E: Element>(
     rows: impl Iterator<Item = &'a [E]>,
     first: usize,
@@ -174,8 +174,8 @@ impl Kernel for Assign<'_> {
 }
 
 impl Assign<'_> {
-    /// As many registers of points at a time as leave their distances and minima in registers, and what remains
-    /// by two and one. A known dsub keeps the points of small subspaces in registers, too.
+    /// As many registers of points at a time as leave their distances and minima in registers, and what
+    /// remains by two and one. A known dsub keeps the points of small subspaces in registers, too.
     #[inline(always)]
     fn of_dsub<S: Simd, const C: usize, const SKIP: bool>(self, s: S) {
         let Self { subspace, tile: Tile { values, points, .. }, nearest } = self;
@@ -200,10 +200,10 @@ impl Assign<'_> {
     }
 }
 
-/// Assigns `POINTS` registers of points, from column `first` of the tile `values` (dsub, 64) on. `C` centroids
-/// at a time, which divides ksub; `D` is dsub, or 0 where it is not known. With `SKIP`, a block of centroids
-/// none of which is nearest to any of a register's points costs `C` minima and a comparison instead of `3 C`
-/// operations.
+/// Assigns `POINTS` registers of points, from column `first` of the tile `values` (dsub, 64) on. `C`
+/// centroids at a time, which divides ksub; `D` is dsub, or 0 where it is not known. With `SKIP`, a block of
+/// centroids none of which is nearest to any of a register's points costs `C` minima and a comparison instead
+/// of `3 C` operations.
 #[inline(always)]
 fn blocked<S: Simd, const POINTS: usize, const C: usize, const D: usize, const SKIP: bool>(
     s: S,
@@ -271,8 +271,8 @@ fn blocked<S: Simd, const POINTS: usize, const C: usize, const D: usize, const S
     }
 }
 
-/// As [`assign`], for all subspaces of one vector: calls `set` with every subspace and the index of its nearest
-/// centroid. Returns the squared error.
+/// As [`assign`], for all subspaces of one vector: calls `set` with every subspace and the index of its
+/// nearest centroid. Returns the squared error.
 pub(crate) fn assign_one<E: Element>(
     backend: Backend,
     codebook: &Codebook<'_>,
@@ -344,8 +344,8 @@ impl<E: Element, F: FnMut(usize, u16)> Kernel for AssignOne<'_, E, F> {
     }
 }
 
-/// The nearest centroid to one point, and its distance, where there are fewer centroids than lanes: every lane
-/// computes the same, so that products are rounded as in all other forms.
+/// The nearest centroid to one point, and its distance, where there are fewer centroids than lanes: every
+/// lane computes the same, so that products are rounded as in all other forms.
 #[inline(always)]
 fn nearest_lane_by_lane<E: Element, S: Simd>(s: S, subspace: Subspace<'_>, x: &[E]) -> (u32, f32) {
     let mut best = (0, f32::INFINITY);

@@ -413,7 +413,8 @@ impl Values<'_> {
             let mut sums = [[s.splat(0.0); A]; G];
             for (b, block) in self.blocks.iter().enumerate() {
                 let run = &block[i / shape.dsub() * run_len..][..run_len];
-                // SAFETY: `run` is a run; there are weights for CHUNK tokens, at least as many as in the blocks.
+                // SAFETY: `run` is a run; there are weights for CHUNK tokens, at least as many as in the
+                // blocks.
                 unsafe {
                     let values = s.look_up_floats::<NBITS>(table, s.unpack::<NBITS>(run.as_ptr()));
                     for (v, &value) in values.as_ref().iter().enumerate() {

@@ -51,8 +51,8 @@ impl<'a> Subspace<'a> {
 }
 
 impl<'a> Codebook<'a> {
-    /// Checks `centroids` (m, ksub, dsub) of any [`Element`], which may come from outside, and arranges them in `storage`
-    /// ([`PqShape::codebook_storage_len`] elements).
+    /// Checks `centroids` (m, ksub, dsub) of any [`Element`], which may come from outside, and arranges them
+    /// in `storage` ([`PqShape::codebook_storage_len`] elements).
     ///
     /// # Errors
     /// [`Error::Length`] or [`Error::NotFinite`].

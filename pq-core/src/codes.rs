@@ -67,8 +67,8 @@ impl<'a> Codes<'a> {
     /// The codes of `n` vectors in pages of `page_tokens` vectors, a multiple of [`BLOCK`].
     ///
     /// # Shapes
-    /// `pool` whole pages of [`PqShape::codes_len`] of `page_tokens` bytes; `table` at least `n / page_tokens`
-    /// rounded up page numbers, in the order of the vectors.
+    /// `pool` whole pages of [`PqShape::codes_len`] of `page_tokens` bytes; `table` at least
+    /// `n / page_tokens` rounded up page numbers, in the order of the vectors.
     /// # Errors
     /// [`Error::Zero`] or [`Error::Unaligned`] for `page_tokens`, [`Error::TooShort`] for `table`,
     /// [`Error::Page`] for a page that the pool does not have.
@@ -154,8 +154,8 @@ impl<'a> Codes<'a> {
         &self.bytes[b * size..][..size]
     }
 
-    /// Fills `blocks` with block `first` and those after it, and returns those that there are. Kernels get the
-    /// blocks of some chunk in this way, so that codes in pages are as fast as codes in one piece.
+    /// Fills `blocks` with block `first` and those after it, and returns those that there are. Kernels get
+    /// the blocks of some chunk in this way, so that codes in pages are as fast as codes in one piece.
     #[inline(always)]
     pub(crate) fn blocks<'b>(&self, first: usize, blocks: &'b mut [&'a [u8]]) -> &'b [&'a [u8]] {
         let count = blocks.len().min(self.n.div_ceil(BLOCK).saturating_sub(first));
@@ -308,8 +308,8 @@ impl CodesBuf {
     /// Reads what [`to_bytes`](Self::to_bytes) wrote.
     ///
     /// # Errors
-    /// [`Error::BadMagic`], [`Error::Version`], [`Error::Truncated`], [`Error::TrailingBytes`], or that of a bad
-    /// shape.
+    /// [`Error::BadMagic`], [`Error::Version`], [`Error::Truncated`], [`Error::TrailingBytes`], or that of a
+    /// bad shape.
     pub fn from_bytes(bytes: &[u8]) -> Result<Self, Error> {
         let mut reader = Reader::new("codes", MAGIC, VERSION, bytes)?;
         let (shape, n) = (reader.shape()?, reader.len()?);

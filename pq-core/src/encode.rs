@@ -20,13 +20,13 @@ const FEW: usize = 4;
 /// summed squared error, which [`Drift`](crate::Drift) tracks.
 ///
 /// # Shapes
-/// `vectors` (n, dim); `codes` at least [`PqShape::codes_len`](crate::PqShape::codes_len) of `first + n`, such
-/// as a page. The codes of other vectors keep their values.
+/// `vectors` (n, dim); `codes` at least [`PqShape::codes_len`](crate::PqShape::codes_len) of `first + n`,
+/// such as a page. The codes of other vectors keep their values.
 /// # Errors
 /// [`Error::PartialRow`] for `vectors`, [`Error::TooShort`] for `codes`, which is then untouched.
 /// # Cost
-/// n * ksub * dim multiply-adds, no allocation. Vectors are encoded up to 64 at a time, wherever `first` is; a
-/// single one takes two to three times as long as each of 16 or more.
+/// n * ksub * dim multiply-adds, no allocation. Vectors are encoded up to 64 at a time, wherever `first` is;
+/// a single one takes two to four times as long as each of 16 or more.
 /// # Source
 /// Jégou, Douze, Schmid, "Product Quantization for Nearest Neighbor Search", TPAMI 2011.
 pub fn encode_into<E: Element>(
@@ -55,8 +55,8 @@ pub fn encode_into_with<E: Element>(
     encode_rows_into_with(backend, codebook, vectors, first, codes)
 }
 
-/// [`encode_into`] for rows at equal distances, such as those of one head of (tokens, heads, head_dim), without
-/// a copy.
+/// [`encode_into`] for rows at equal distances, such as those of one head of (tokens, heads, head_dim),
+/// without a copy.
 ///
 /// # Shapes
 /// `vectors` (n, dim); `codes` as for [`encode_into`].

@@ -22,11 +22,11 @@ pub struct Evicted {
     pub value_error: f64,
 }
 
-/// The keys and values of one head of one sequence: the first tokens (sinks) and the most recent ones exact, as
-/// rows of `E`, all others as codes.
+/// The keys and values of one head of one sequence: the first tokens (sinks) and the most recent ones exact,
+/// as rows of `E`, all others as codes.
 ///
-/// Tokens are appended in order and leave the window in batches, as [`Window`] says; codes do not depend on how
-/// the tokens were divided among appends. Attention runs over all three parts in one softmax.
+/// Tokens are appended in order and leave the window in batches, as [`Window`] says; codes do not depend on
+/// how the tokens were divided among appends. Attention runs over all three parts in one softmax.
 /// [`LayerCache`](crate::LayerCache) has all heads of a layer.
 #[derive(Clone, Debug)]
 pub struct HeadCache<E> {
@@ -35,6 +35,9 @@ pub struct HeadCache<E> {
     rows: [ExactRows<E>; 2], // keys, values
     codes: [CodesBuf; 2],
 }
+
+/// Floats of a cache line: registers that straddle two lines cost up to a tenth of the time.
+const ALIGNMENT: usize = 16;
 
 /// Exact rows of one side.
 #[derive(Clone, Debug)]
@@ -176,8 +179,8 @@ impl<E: Element> HeadCache<E> {
         Ok(Evicted { tokens: evicted, key_error: errors[0], value_error: errors[1] })
     }
 
-    /// Keeps the first `len` tokens: rejected drafts, or a prefix that another sequence shares. Codes stay codes:
-    /// the window fills again from the next token on.
+    /// Keeps the first `len` tokens: rejected drafts, or a prefix that another sequence shares. Codes stay
+    /// codes: the window fills again from the next token on.
     pub fn truncate(&mut self, len: usize) {
         let sinks = self.sinks().min(len);
         let coded = self.coded().min(len - sinks);
@@ -195,17 +198,19 @@ impl<E: Element> HeadCache<E> {
         let (keys, values) = (self.books.keys().shape(), self.books.values().shape());
         let exact = attend_exact_scratch_len(group, keys.dim());
         let queries_and_luts = group.saturating_mul(keys.dim() + keys.lut_len());
-        queries_and_luts.saturating_add(attend_scratch_len(values, group).max(exact))
+        queries_and_luts
+            .saturating_add(attend_scratch_len(values, group).max(exact))
+            .saturating_add(ALIGNMENT)
     }
 
     /// Attention of a group of query heads on all tokens, with scores `scale * <query, key>`.
     ///
-    /// Adds the tokens to `out` and `stats`, as [`attend_into`](crate::attend_into) does: start from zeros and
-    /// [`SoftmaxStats::EMPTY`], and finish with [`normalize_all`](crate::normalize_all).
+    /// Adds the tokens to `out` and `stats`, as [`attend_into`](crate::attend_into) does: start from zeros
+    /// and [`SoftmaxStats::EMPTY`], and finish with [`normalize_all`](crate::normalize_all).
     ///
     /// # Shapes
-    /// `queries` (group, dim); `scratch` at least [`scratch_len`](Self::scratch_len); `out` (group, dim of the
-    /// values); `stats` (group,).
+    /// `queries` (group, dim); `scratch` at least [`scratch_len`](Self::scratch_len); `out` (group, dim of
+    /// the values); `stats` (group,).
     /// # Errors
     /// [`Error::PartialRow`], [`Error::Length`], [`Error::TooShort`]; `out` and `stats` are then untouched.
     pub fn attend_into<Q: Element>(
@@ -238,9 +243,11 @@ impl<E: Element> HeadCache<E> {
         check_len("stats", stats.len(), group)?;
         check_len("out", out.len(), group.saturating_mul(dim_v))?;
         check_at_least("scratch", scratch.len(), self.scratch_len(group))?;
-        let (scaled, scratch) = scratch.split_at_mut(group * dim);
-        scaled.iter_mut().zip(queries).for_each(|(scaled, q)| *scaled = scale * q.to_f32());
+        let unaligned = scratch.as_ptr().align_offset(ALIGNMENT * size_of::<f32>());
+        let scratch = &mut scratch[unaligned.min(ALIGNMENT)..];
         let (tables, scratch) = scratch.split_at_mut(group * self.books.keys().shape().lut_len());
+        let (scratch, scaled) = scratch.split_at_mut(scratch.len() - group * dim);
+        scaled.iter_mut().zip(queries).for_each(|(scaled, q)| *scaled = scale * q.to_f32());
         if self.coded() > 0 {
             let luts = lut_into_with(backend, &self.books.keys(), scaled, tables)?;
             let (keys, values) = self.codes();
@@ -266,7 +273,8 @@ impl<E: Element> HeadCache<E> {
         Ok(())
     }
 
-    /// Writes everything but window, shapes and codebooks, which all heads of a layer share or are given again.
+    /// Writes everything but window, shapes and codebooks, which all heads of a layer share or are given
+    /// again.
     pub(crate) fn write(&self, writer: &mut Writer) {
         writer.u64(self.books.id());
         [self.sinks(), self.coded(), self.recent()].into_iter().for_each(|n| writer.len(n));

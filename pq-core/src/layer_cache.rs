@@ -95,8 +95,8 @@ impl<E: Element> LayerCache<E> {
         self.heads.iter().map(HeadCache::size).sum()
     }
 
-    /// Appends tokens to all heads. Returns what left the window: a head's number of tokens, and the errors of
-    /// all heads.
+    /// Appends tokens to all heads. Returns what left the window: a head's number of tokens, and the errors
+    /// of all heads.
     ///
     /// # Shapes
     /// `keys` (n, heads * dim), `values` (n, heads * dim of the values): tokens first (NHD). For heads first
@@ -206,8 +206,8 @@ impl<E: Element> LayerCache<E> {
     ///
     /// # Errors
     /// [`Error::BadMagic`], [`Error::Version`], [`Error::Truncated`], [`Error::TrailingBytes`];
-    /// [`Error::BadField`] for another element type, other codebooks, or numbers of tokens that a window cannot
-    /// hold; [`Error::Length`] for another number of heads.
+    /// [`Error::BadField`] for another element type, other codebooks, or numbers of tokens that a window
+    /// cannot hold; [`Error::Length`] for another number of heads.
     pub fn from_bytes(bytes: &[u8], books: &[Arc<HeadBooks>]) -> Result<Self, Error> {
         let mut reader = Reader::new("a layer cache", MAGIC, VERSION, bytes)?;
         reader.tag::<E>()?;
@@ -225,7 +225,8 @@ impl<E: Element> LayerCache<E> {
 /// [`LayerCache::attend_into`] for a batch of sequences in one call, whose lengths may differ.
 ///
 /// # Shapes
-/// `queries` (sequences, heads, group, dim); `out` (sequences, heads, group, dim of the values), fully written.
+/// `queries` (sequences, heads, group, dim); `out` (sequences, heads, group, dim of the values), fully
+/// written.
 /// # Errors
 /// [`Error::ShapeMismatch`] when the caches differ in heads or dimensions, [`Error::PartialRow`],
 /// [`Error::Length`].

@@ -15,8 +15,8 @@ pub(crate) const QUERIES: usize = 4;
 /// Subspaces at a time, whose tables fill half of L1.
 const SUBSPACES: usize = 4;
 
-/// Scores the tokens of up to `CHUNK / 64` blocks of codes for the queries from `first` on, as many as `scores`
-/// (queries, `CHUNK`) has rows, at most four.
+/// Scores the tokens of up to `CHUNK / 64` blocks of codes for the queries from `first` on, as many as
+/// `scores` (queries, `CHUNK`) has rows, at most four.
 #[inline(always)]
 pub(crate) fn scan_group<S: Simd, const NBITS: u32, const CHUNK: usize>(
     s: S,

@@ -1,5 +1,5 @@
-//! The owning caches: attention on sinks, codes and window is that of a plain softmax in f64, and nothing depends
-//! on how tokens were divided among appends, on the layout, on threads, or on having been saved.
+//! The owning caches: attention on sinks, codes and window is that of a plain softmax in f64, and nothing
+//! depends on how tokens were divided among appends, on the layout, on threads, or on having been saved.
 
 #![allow(clippy::unwrap_used, clippy::panic)]
 

@@ -1,7 +1,8 @@
-//! What an engine meets at `pq-core`'s edges: runs of keys of any length and place, pages, rows of interleaved heads, and
-//! the owning cache beside the bare slices. Prints `benches/results/embed.md`.
+//! What an engine meets at `pq-core`'s edges: runs of keys of any length and place, pages, rows of
+//! interleaved heads, and the owning cache beside the bare slices. Prints `benches/results/embed.md`.
 //!
-//! Every table compares times of one run on one thread; each is the least of many rounds, in which the cases take turns.
+//! Every table compares times of one run on one thread; each is the least of many rounds, in which the cases
+//! take turns.
 
 #![allow(clippy::unwrap_used)] // a measurement that cannot run should say so by panicking
 

@@ -3,7 +3,8 @@
 use candle_core::{DType, Error, Result, Tensor};
 use pq_core::{HeadBooks, LayerCache, PqShape, Rows, TrainOptions, Window, Workspace};
 
-/// One layer's cache of one sequence. It replaces the tensors of keys and values that candle's models concatenate.
+/// One layer's cache of one sequence. It replaces the tensors of keys and values that candle's models
+/// concatenate.
 pub struct PqLayer {
     shape: PqShape,
     cache: Option<LayerCache<f32>>, // from the prompt on
@@ -15,7 +16,8 @@ impl PqLayer {
         Self { shape, cache: None, workspace: Workspace::default() }
     }
 
-    /// Caches `k` and `v` (1, kv heads, n, dim), after RoPE. The first call, with the prompt, trains the codebooks.
+    /// Caches `k` and `v` (1, kv heads, n, dim), after RoPE. The first call, with the prompt, trains the
+    /// codebooks.
     pub fn append(&mut self, k: &Tensor, v: &Tensor) -> Result<()> {
         let (row, heads) = (k.dim(1)? * k.dim(3)?, k.dim(1)?);
         let (k, v) = (tokens_first(k)?, tokens_first(v)?);
