@@ -44,7 +44,7 @@ fn calibrate(dim: usize, stored: &[f32], probes: &[f32], fraction: f64, multiple
                 .basis_map(rank)
                 .unwrap()
                 .view()
-                .project_into(&stored[..dim], &mut vec![0.0; rank])
+                .project_into(Rows::from(&stored[..dim]), RowsMut::from(&mut vec![0.0_f32; rank][..]))
                 .unwrap();
         }
     }

@@ -7,7 +7,7 @@ mod common;
 use common::{Buffer, Random, device, from_element, relative_error, to_element};
 use kv_gpu::svd::{Project, ProjectArguments, ProjectShape};
 use kv_gpu::{Element, Error};
-use svd_core::{Backend, Map};
+use svd_core::{Backend, Map, Rows, RowsMut};
 
 /// Maximum error of a row relative to its norm, or to the expected norm for a random map if that is greater:
 /// the rounding of the map to f16, and of the result.
@@ -71,8 +71,9 @@ fn random_shapes_agree() {
         for head in 0..heads {
             let map = Map::new(&columns[head * dim * rank..][..dim * rank], dim, rank).unwrap();
             let mut expected = vec![0.0; n * rank];
-            map.project_into_with(Backend::Scalar, &rows[head * n * dim..][..n * dim], &mut expected)
-                .unwrap();
+            let rows = Rows::contiguous(&rows[head * n * dim..][..n * dim], dim).unwrap();
+            let projected = RowsMut::contiguous(&mut expected, rank).unwrap();
+            map.project_into_with(Backend::Scalar, rows, projected).unwrap();
             for (row, expected) in expected.chunks_exact(rank).enumerate() {
                 let bits = &got[(head * n + row) * rank..][..rank];
                 let got: Vec<f32> = bits.iter().map(|&bits| from_element(element, bits)).collect();

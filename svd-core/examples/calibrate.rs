@@ -1,6 +1,6 @@
 //! Calibrates one head on its queries and keys, then stores a key and scores a query on it at half the rank.
 
-use svd_core::{Gram, PostRope, Rotation};
+use svd_core::{Gram, PostRope, Rotation, Rows, RowsMut};
 
 fn main() -> Result<(), svd_core::Error> {
     let (dim, group) = (64, 4);
@@ -23,8 +23,8 @@ fn main() -> Result<(), svd_core::Error> {
     let (key_map, query_map) = (rotation.basis_map(rank)?, rotation.dual_map(rank)?);
     let (key, query) = (rows(1, 3), rows(1, 7001));
     let (mut stored, mut projected) = (vec![0.0; rank], vec![0.0; rank]);
-    key_map.view().project_into(&key, &mut stored)?;
-    query_map.view().project_into(&query, &mut projected)?;
+    key_map.view().project_into(Rows::from(&key[..]), RowsMut::from(&mut stored[..]))?;
+    query_map.view().project_into(Rows::from(&query[..]), RowsMut::from(&mut projected[..]))?;
     let exact: f32 = query.iter().zip(&key).map(|(q, k)| q * k).sum();
     let score: f32 = projected.iter().zip(&stored).map(|(q, k)| q * k).sum();
     println!("score {exact:.4}, at rank {rank} of {dim} {score:.4}");

@@ -7,16 +7,17 @@ use alloc::vec::Vec;
 use kv_attend::simd::{Kernel, Run, Simd, dot};
 
 use crate::error::{check_len, count_rows};
-use crate::{Backend, Element, Error};
+use crate::{Backend, Element, Error, Rows, RowsMut};
 
 /// The first columns of a rotation's basis or dual in `f32`, for the decode path: `y = x map`, (dim, rank)
 /// row-major.
 ///
 /// # Examples
 /// ```
-/// let map = svd_core::Map::new(&[1.0, 2.0], 2, 1)?; // two dimensions, rank 1
+/// use svd_core::{Map, Rows, RowsMut};
+/// let map = Map::new(&[1.0, 2.0], 2, 1)?; // two dimensions, rank 1
 /// let mut y = [0.0];
-/// map.project_into(&[3.0_f32, 4.0], &mut y)?;
+/// map.project_into(Rows::from(&[3.0_f32, 4.0][..]), RowsMut::from(&mut y[..]))?;
 /// assert_eq!(y, [11.0]);
 /// # Ok::<(), svd_core::Error>(())
 /// ```
@@ -55,16 +56,32 @@ impl<'a> Map<'a> {
         self.rank
     }
 
-    /// Projects rows: `out[i, c] = sum over d of rows[i, d] * map[d, c]`, added in `f32` in ascending `d`.
+    /// Projects rows: `out[i, c] = sum over d of rows[i, d] * map[d, c]`, added in `f32` in ascending `d` and
+    /// then rounded to the element type of `out`.
     ///
     /// # Shapes
-    /// `rows` (n, dim); `out` (n, rank), fully written.
+    /// `rows` (n, dim) and `out` (n, rank), each in any layout; `out` is fully written.
     /// # Errors
-    /// [`Error::PartialRow`] if `out` does not consist of whole rows, [`Error::Length`]. `out` is then
-    /// unchanged.
+    /// [`Error::Length`]. `out` is then unchanged.
     /// # Cost
     /// n * dim * rank multiply-adds, no allocation.
-    pub fn project_into<E: Element>(&self, rows: &[E], out: &mut [f32]) -> Result<(), Error> {
+    /// # Examples
+    /// ```
+    /// use half::f16;
+    /// use svd_core::{Map, Rows, RowsMut};
+    /// let map = Map::new(&[0.5, 0.5], 2, 1)?; // the mean of two components
+    /// let token = [f16::ONE; 6]; // three heads
+    /// let mut cache = [f16::ZERO; 8]; // rows of 4, the next of which is row 1
+    /// let out = RowsMut::from(&mut cache[4..5]);
+    /// map.project_into(Rows::from(&token[2..4]), out)?; // head 1
+    /// assert_eq!(cache[4], f16::ONE);
+    /// # Ok::<(), svd_core::Error>(())
+    /// ```
+    pub fn project_into<E: Element, O: Element>(
+        &self,
+        rows: Rows<'_, E>,
+        out: RowsMut<'_, O>,
+    ) -> Result<(), Error> {
         self.project_into_with(Backend::detect(), rows, out)
     }
 
@@ -72,15 +89,16 @@ impl<'a> Map<'a> {
     ///
     /// # Errors
     /// As for [`project_into`](Self::project_into), and [`Error::BackendUnavailable`].
-    pub fn project_into_with<E: Element>(
+    pub fn project_into_with<E: Element, O: Element>(
         &self,
         backend: Backend,
-        rows: &[E],
-        out: &mut [f32],
+        rows: Rows<'_, E>,
+        out: RowsMut<'_, O>,
     ) -> Result<(), Error> {
         backend.check()?;
-        let n = count_rows("out", out.len(), self.rank)?;
-        check_len("rows", rows.len(), n.checked_mul(self.dim).ok_or(Error::TooLarge)?)?;
+        check_len("components of the rows", rows.components(), self.dim)?;
+        check_len("components of out", out.components(), self.rank)?;
+        check_len("rows of out", out.rows(), rows.rows())?;
         backend.run(Project { map: *self, rows, out });
         Ok(())
     }
@@ -145,40 +163,90 @@ impl MapBuf {
     }
 }
 
-struct Project<'a, 'b, E> {
+struct Project<'a, 'b, E, O> {
     map: Map<'a>,
-    rows: &'a [E],
-    out: &'b mut [f32],
+    rows: Rows<'a, E>,
+    out: RowsMut<'b, O>,
 }
 
-impl<E: Element> Kernel for Project<'_, '_, E> {
+impl<E: Element, O: Element> Kernel for Project<'_, '_, E, O> {
     type Output = ();
 
-    fn scalar(self) {
-        let Map { columns, dim, rank } = self.map;
-        for (row, out) in self.rows.chunks_exact(dim).zip(self.out.chunks_exact_mut(rank)) {
-            out.fill(0.0);
-            for (x, map) in row.iter().zip(columns.chunks_exact(rank)) {
-                let x = x.to_f32();
-                out.iter_mut().zip(map).for_each(|(out, m)| *out += x * m);
-            }
+    fn scalar(mut self) {
+        for (i, row) in self.rows.iter().enumerate() {
+            project_columns(self.map, row, 0, self.out.row_mut(i));
         }
     }
 
     #[inline(always)]
-    fn vector<S: Simd>(self, s: S) {
-        let Map { dim, rank, .. } = self.map;
-        let mut rows = self.rows.chunks_exact(4 * dim);
-        let mut out = self.out.chunks_exact_mut(4 * rank);
-        for (rows, out) in rows.by_ref().zip(out.by_ref()) {
-            project_rows::<S, E, 4>(s, self.map, rows, out);
+    fn vector<S: Simd>(mut self, s: S) {
+        let whole = self.rows.rows() / 4 * 4;
+        for first in (0..whole).step_by(4) {
+            self.rows::<S, 4>(s, first);
         }
-        let (rows, out) = (rows.remainder().chunks_exact(dim), out.into_remainder().chunks_exact_mut(rank));
-        for (row, out) in rows.zip(out) {
-            project_rows::<S, E, 1>(s, self.map, row, out);
+        for first in whole..self.rows.rows() {
+            self.rows::<S, 1>(s, first);
         }
     }
 }
+
+impl<E: Element, O: Element> Project<'_, '_, E, O> {
+    /// Projects `N` rows at a time, so that each load of the map serves all of them.
+    #[inline(always)]
+    fn rows<S: Simd, const N: usize>(&mut self, s: S, first: usize) {
+        let Map { columns, dim, rank } = self.map;
+        let rows: [&[E]; N] = core::array::from_fn(|i| self.rows.row(first + i));
+        let out: [*mut O; N] = core::array::from_fn(|i| self.out.row_mut(first + i).as_mut_ptr());
+        assert!(
+            columns.len() == dim * rank && self.rows.components() == dim && self.out.components() == rank
+        );
+        let wide = rank / (2 * S::LANES) * 2 * S::LANES;
+        for c in (0..wide).step_by(2 * S::LANES) {
+            let mut sums = [[s.splat(0.0); 2]; N];
+            for d in 0..dim {
+                // SAFETY: c + 2 LANES is at most rank, d below dim.
+                let map = unsafe {
+                    let map = columns.as_ptr().add(d * rank + c);
+                    [s.load(map), s.load(map.add(S::LANES))]
+                };
+                for i in 0..N {
+                    // SAFETY: a row has dim elements. A checked index costs 5 %.
+                    let x = s.splat(unsafe { *rows[i].as_ptr().add(d) }.to_f32());
+                    sums[i] = [s.mul_add(x, map[0], sums[i][0]), s.mul_add(x, map[1], sums[i][1])];
+                }
+            }
+            for i in 0..N {
+                // SAFETY: a row has rank elements, and c + 2 LANES is at most that.
+                unsafe {
+                    O::store(s, out[i].add(c), sums[i][0]);
+                    O::store(s, out[i].add(c + S::LANES), sums[i][1]);
+                }
+            }
+        }
+        if wide < rank {
+            for (i, row) in rows.into_iter().enumerate() {
+                project_columns(self.map, row, wide, &mut self.out.row_mut(first + i)[wide..]);
+            }
+        }
+    }
+}
+
+/// Projects a row to the components from `first` on, as many as `out` has.
+#[inline(always)]
+fn project_columns<E: Element, O: Element>(map: Map<'_>, row: &[E], first: usize, out: &mut [O]) {
+    for (chunk, out) in out.chunks_mut(COLUMNS).enumerate() {
+        let mut sums = [0.0; COLUMNS];
+        let sums = &mut sums[..out.len()];
+        for (x, map) in row.iter().zip(map.columns.chunks_exact(map.rank)) {
+            let x = x.to_f32();
+            sums.iter_mut().zip(&map[first + chunk * COLUMNS..]).for_each(|(sum, m)| *sum += x * m);
+        }
+        out.iter_mut().zip(sums).for_each(|(out, sum)| *out = O::from_f32(*sum));
+    }
+}
+
+/// Components that are summed at a time.
+const COLUMNS: usize = 64;
 
 struct Reconstruct<'a, 'b> {
     map: Map<'a>,
@@ -203,43 +271,5 @@ impl Kernel for Reconstruct<'_, '_> {
     #[inline(always)]
     fn vector<S: Simd>(self, _: S) {
         self.scalar();
-    }
-}
-
-/// Projects `N` rows at a time, so that each load of the map serves all of them.
-#[inline(always)]
-fn project_rows<S: Simd, E: Element, const N: usize>(s: S, map: Map<'_>, rows: &[E], out: &mut [f32]) {
-    let Map { columns, dim, rank } = map;
-    assert!(columns.len() == dim * rank && rows.len() == N * dim && out.len() == N * rank);
-    let wide = rank / (2 * S::LANES) * 2 * S::LANES;
-    for c in (0..wide).step_by(2 * S::LANES) {
-        let mut sums = [[s.splat(0.0); 2]; N];
-        for d in 0..dim {
-            // SAFETY: c + 2 LANES is at most rank, d below dim.
-            let map = unsafe {
-                let map = columns.as_ptr().add(d * rank + c);
-                [s.load(map), s.load(map.add(S::LANES))]
-            };
-            for i in 0..N {
-                let x = s.splat(rows[i * dim + d].to_f32());
-                sums[i] = [s.mul_add(x, map[0], sums[i][0]), s.mul_add(x, map[1], sums[i][1])];
-            }
-        }
-        for i in 0..N {
-            // SAFETY: as above; i below N.
-            unsafe {
-                let out = out.as_mut_ptr().add(i * rank + c);
-                s.store(out, sums[i][0]);
-                s.store(out.add(S::LANES), sums[i][1]);
-            }
-        }
-    }
-    for (row, out) in rows.chunks_exact(dim).zip(out.chunks_exact_mut(rank)) {
-        let out = &mut out[wide..];
-        out.fill(0.0);
-        for (x, map) in row.iter().zip(columns.chunks_exact(rank)) {
-            let x = x.to_f32();
-            out.iter_mut().zip(&map[wide..]).for_each(|(out, m)| *out += x * m);
-        }
     }
 }

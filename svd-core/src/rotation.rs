@@ -67,14 +67,15 @@ impl Rotation {
     /// KQ-SVD, arXiv 2512.05916.
     /// # Examples
     /// ```
-    /// use svd_core::{Gram, PostRope, Rotation};
+    /// use svd_core::{Gram, PostRope, Rotation, Rows, RowsMut};
     /// let (mut keys, mut queries) = (Gram::<PostRope>::new(2)?, Gram::new(2)?);
     /// keys.add_rows(&[3.0_f32, 1.0, 2.0, 0.5, 1.0, 1.0])?;
     /// queries.add_rows(&[1.0_f32, -1.0, 0.5, 2.0])?;
     /// let rotation = Rotation::score_optimal(&keys, &queries)?;
-    /// let (mut k, mut q) = ([0.0; 2], [0.0; 2]);
-    /// rotation.basis_map(2)?.view().project_into(&[3.0_f32, 1.0], &mut k)?;
-    /// rotation.dual_map(2)?.view().project_into(&[0.5_f32, 2.0], &mut q)?;
+    /// let (mut k, mut q) = ([0.0_f32; 2], [0.0_f32; 2]);
+    /// let (key, query) = ([3.0_f32, 1.0], [0.5_f32, 2.0]);
+    /// rotation.basis_map(2)?.view().project_into(Rows::from(&key[..]), RowsMut::from(&mut k[..]))?;
+    /// rotation.dual_map(2)?.view().project_into(Rows::from(&query[..]), RowsMut::from(&mut q[..]))?;
     /// let score = q[0] * k[0] + q[1] * k[1];
     /// assert!((score - 3.5_f32).abs() < 1e-4); // full rank loses nothing
     /// # Ok::<(), svd_core::Error>(())

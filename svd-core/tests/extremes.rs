@@ -7,7 +7,7 @@ use std::sync::LazyLock;
 
 use proptest::prelude::*;
 use svd_core::{
-    Budget, Error, Gram, PostRope, Rotation, balanced_order, rank_for_removal, ranks_by_loss,
+    Budget, Error, Gram, PostRope, Rotation, Rows, RowsMut, balanced_order, rank_for_removal, ranks_by_loss,
     ranks_by_removal,
 };
 
@@ -160,7 +160,8 @@ fn scores_survive_a_scale_far_from_one() {
         {
             let project = |rows: &[f32], map: svd_core::MapBuf| {
                 let mut out = vec![0.0; rows.len()];
-                map.view().project_into(rows, &mut out).unwrap();
+                let (rows, projected) = (Rows::contiguous(rows, dim), RowsMut::contiguous(&mut out, dim));
+                map.view().project_into(rows.unwrap(), projected.unwrap()).unwrap();
                 out
             };
             let stored = project(&keys, rotation.basis_map(dim).unwrap());

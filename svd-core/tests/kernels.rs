@@ -4,7 +4,7 @@
 
 use half::{bf16, f16};
 use proptest::prelude::*;
-use svd_core::{Backend, Element, Gram, Map, PostRope};
+use svd_core::{Backend, Element, Gram, Map, PostRope, Rows, RowsMut};
 
 /// Largest relative error of a sum of `n` terms in `f32`, with room for the backends' different orders.
 fn tolerance(n: usize) -> f64 {
@@ -30,24 +30,45 @@ fn ip<A: Element, B: Element>(a: &[A], b: &[B]) -> f64 {
     a.iter().zip(b).map(|(a, b)| f64::from(a.to_f32()) * f64::from(b.to_f32())).sum()
 }
 
+fn one<E>(row: &[E; 1]) -> Rows<'_, E> {
+    Rows::from(&row[..])
+}
+
+fn one_mut(x: &mut f32) -> RowsMut<'_, f32> {
+    RowsMut::from(core::slice::from_mut(x))
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(48))]
 
     #[test]
     fn projection_equals_the_formula(n in 0_usize..12, dim in 1_usize..70, rank in 1_usize..70, seed in any::<u64>()) {
         let rank = rank.min(dim);
-        let (columns, rows) = (noise::<f32>(dim * rank, seed), noise::<bf16>(n * dim, seed ^ 1));
-        let map = Map::new(&columns, dim, rank).unwrap();
-        for backend in backends() {
-            let mut out = vec![f32::NAN; n * rank];
-            map.project_into_with(backend, &rows, &mut out).unwrap();
-            for (row, out) in rows.chunks(dim).zip(out.chunks(rank)) {
-                for (c, &x) in out.iter().enumerate() {
-                    let column: Vec<f32> = columns.iter().skip(c).step_by(rank).copied().collect();
-                    prop_assert!((ip(row, &column) - f64::from(x)).abs() < tolerance(dim) * (dim as f64).sqrt());
+        // Of the second of three heads, into every third row of a cache.
+        fn check<E: Element, O: Element>(columns: &[f32], [n, dim, rank]: [usize; 3], seed: u64, ulp: f64) {
+            let map = Map::new(columns, dim, rank).unwrap();
+            let rows = noise::<E>(n * 3 * dim, seed);
+            let rows = Rows::new(&rows, n, 3 * dim, 3 * dim).unwrap().columns(dim, dim).unwrap();
+            for backend in backends() {
+                let mut cache = vec![O::from_f32(f32::NAN); n * 3 * rank];
+                let mut out = RowsMut::new(&mut cache, n, rank, 3 * rank).unwrap();
+                map.project_into_with(backend, rows, out.reborrow()).unwrap();
+                for (row, out) in rows.iter().zip(out.as_rows().iter()) {
+                    for (c, x) in out.iter().enumerate() {
+                        let column: Vec<f32> = columns.iter().skip(c).step_by(rank).copied().collect();
+                        let exact = ip(row, &column);
+                        let bound = tolerance(dim) * (dim as f64).sqrt() + ulp * exact.abs();
+                        assert!((exact - f64::from(x.to_f32())).abs() < bound, "{backend:?}");
+                    }
                 }
+                let gaps = cache.chunks_exact(3 * rank).flat_map(|rows| &rows[rank..]);
+                assert!(gaps.into_iter().all(|x| x.to_f32().is_nan()), "{backend:?}");
             }
         }
+        let columns = noise::<f32>(dim * rank, seed);
+        check::<bf16, f32>(&columns, [n, dim, rank], seed ^ 1, 0.0);
+        check::<f32, f16>(&columns, [n, dim, rank], seed ^ 1, 1.0 / 2048.0);
+        check::<f16, bf16>(&columns, [n, dim, rank], seed ^ 1, 1.0 / 256.0);
     }
 
     #[test]
@@ -110,8 +131,9 @@ fn every_half_is_widened_exactly() {
             let columns = [1.0];
             let map = Map::new(&columns, 1, 1).unwrap();
             let mut out = [0.0; 2];
-            map.project_into_with(backend, &[half], &mut out[..1]).unwrap();
-            map.project_into_with(backend, &[brain], &mut out[1..]).unwrap();
+            let [a, b] = &mut out;
+            map.project_into_with(backend, one(&[half]), one_mut(a)).unwrap();
+            map.project_into_with(backend, one(&[brain]), one_mut(b)).unwrap();
             for (x, y) in out.iter().zip([half.to_f32(), brain.to_f32()]) {
                 assert!(*x == y || x.is_nan() && y.is_nan(), "{backend:?} {bits:#x}: {x} {y}");
             }
@@ -141,6 +163,13 @@ fn bad_shapes_are_errors() {
             && Map::new(&[], 2, 0).is_err()
             && Map::new(&[1.0; 3], 2, 1).is_err()
     );
-    assert!(Map::new(&[1.0; 2], 2, 1).unwrap().project_into(&[1.0_f32; 3], &mut [0.0]).is_err());
+    let map = Map::new(&[1.0; 2], 2, 1).unwrap();
+    let project = |rows: Rows<'_, f32>, out: &mut [f32], rank| {
+        map.project_into(rows, RowsMut::contiguous(out, rank).unwrap())
+    };
+    let three = [1.0; 4];
+    assert!(project(Rows::from(&three[..3]), &mut [0.0], 1).is_err());
+    assert!(project(Rows::from(&three[..2]), &mut [0.0; 2], 2).is_err());
+    assert!(project(Rows::contiguous(&three, 2).unwrap(), &mut [0.0], 1).is_err());
     assert!(Map::new(&[1.0; 2], 2, 1).unwrap().reconstruct_into(&[1.0; 2], &mut [0.0; 2]).is_err());
 }

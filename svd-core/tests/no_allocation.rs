@@ -43,7 +43,8 @@ fn a_decode_step_allocates_nothing() {
     let (mut out, mut stats) = (vec![0.0; group * rank], vec![SoftmaxStats::EMPTY; group]);
     for backend in Backend::ALL.into_iter().filter(|backend| backend.is_available()) {
         let before = ALLOCATIONS.get();
-        map.project_into_with(backend, &queries, &mut projected).unwrap();
+        let rows = Rows::contiguous(&queries, dim).unwrap();
+        map.project_into_with(backend, rows, RowsMut::contiguous(&mut projected, rank).unwrap()).unwrap();
         let tokens = ExactTokens::contiguous(&keys, rank, &values, rank).unwrap();
         let (attention, projected) = (Attention::scaled(0.125), Rows::from(&projected[..]));
         attend_exact_into_with(backend, &attention, projected, &tokens, &mut scratch, &mut out, &mut stats)

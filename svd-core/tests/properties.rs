@@ -4,8 +4,8 @@
 
 use proptest::prelude::*;
 use svd_core::{
-    Budget, Error, Gram, NoRope, PostRope, PreRope, Rotation, balanced_order, rank_for_removal,
-    ranks_by_loss, ranks_by_removal,
+    Budget, Error, Gram, NoRope, PostRope, PreRope, Rotation, Rows, RowsMut, balanced_order,
+    rank_for_removal, ranks_by_loss, ranks_by_removal,
 };
 
 const DIM: usize = 6;
@@ -36,7 +36,7 @@ fn score_error(rotation: &Rotation, queries: &[f32], keys: &[f32], rank: usize) 
     let (key_map, query_map) = (rotation.basis_map(rank).unwrap(), rotation.dual_map(rank).unwrap());
     let project = |map: &svd_core::MapBuf, x: &[f32]| {
         let mut out = vec![0.0; rank];
-        map.view().project_into(x, &mut out).unwrap();
+        map.view().project_into(Rows::from(x), RowsMut::from(&mut out[..])).unwrap();
         out
     };
     let ip = |a: &[f32], b: &[f32]| a.iter().zip(b).map(|(&a, &b)| f64::from(a) * f64::from(b)).sum::<f64>();
@@ -62,7 +62,8 @@ proptest! {
         prop_assert!(score_error(&rotation, &queries, &keys, DIM) < 1e-6 * f64::from(scale * scale).max(1.0));
         // Components are uncorrelated, with the deviations in sigma; B reconstructs rows.
         let mut coded = vec![0.0; keys.len()];
-        rotation.basis_map(DIM).unwrap().view().project_into(&keys, &mut coded).unwrap();
+        let (rows, out) = (Rows::contiguous(&keys, DIM).unwrap(), RowsMut::contiguous(&mut coded, DIM).unwrap());
+        rotation.basis_map(DIM).unwrap().view().project_into(rows, out).unwrap();
         let covariance = gram(&coded).centred().matrix();
         let largest = rotation.sigma().iter().copied().fold(0.0, f64::max).powi(2);
         for r in 0..DIM {
@@ -77,8 +78,9 @@ proptest! {
         // An error of 1 in any component costs the same, averaged over the queries: `dim` squared.
         for c in 0..DIM {
             let cost: f64 = queries.chunks(DIM).map(|q| {
-                let mut probe = vec![0.0; DIM];
-                rotation.dual_map(DIM).unwrap().view().project_into(q, &mut probe).unwrap();
+                let mut probe = [0.0; DIM];
+                let out = RowsMut::from(&mut probe[..]);
+                rotation.dual_map(DIM).unwrap().view().project_into(Rows::from(q), out).unwrap();
                 f64::from(probe[c]).powi(2)
             }).sum::<f64>() / 60.0;
             prop_assert!((cost - DIM as f64).abs() < 1e-2 * DIM as f64, "{cost}");
@@ -172,7 +174,7 @@ proptest! {
             (rotation.fold_dual(&w_v, rank).unwrap(), rotation.dual_map(rank).unwrap()),
         ] {
             let mut projected = vec![0.0; rank];
-            map.view().project_into(&v, &mut projected).unwrap();
+            map.view().project_into(Rows::from(&v[..]), RowsMut::from(&mut projected[..])).unwrap();
             for (a, b) in projected.iter().zip(apply(&folded, &x)) {
                 prop_assert!((a - b).abs() < 1e-3 * (1.0 + a.abs()), "{a} {b}");
             }

@@ -32,7 +32,9 @@ fn coded_and_low_rank_parts_are_one_softmax() {
     // At full rank, in the basis of the unit matrix.
     let unit: Vec<f32> = (0..dim * dim).map(|i| f32::from(u8::from(i % (dim + 1) == 0))).collect();
     let mut projected = vec![0.0; exact.len()];
-    Map::new(&unit, dim, dim).unwrap().project_into(&exact, &mut projected).unwrap();
+    let rows = Rows::contiguous(&exact, dim).unwrap();
+    let projected_rows = RowsMut::contiguous(&mut projected, dim).unwrap();
+    Map::new(&unit, dim, dim).unwrap().project_into(rows, projected_rows).unwrap();
     attend(&projected, &mut out, &mut stats);
     normalize_all(&stats, &mut out).unwrap();
 

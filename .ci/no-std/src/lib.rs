@@ -7,7 +7,7 @@ use core::hint::black_box;
 use codec_core::{BlockIndex, Chunk, Coder, Frame, Models, Plane, PlaneParts, Predictor, Scaling, Side};
 use pq_core::{
     Attention, Codebook, CodedTokens, Codes, ExactTokens, Hybrid, HybridScratch, LutPrecision, PqShape,
-    QuantizedLut, Rows, Search, SearchScratch, SoftmaxStats, attend_exact_into, attend_into,
+    QuantizedLut, Rows, RowsMut, Search, SearchScratch, SoftmaxStats, attend_exact_into, attend_into,
     attend_scratch_len, encode_into, hybrid_attend_into, hybrid_select_into, lut_into, scan_quantized_into,
     search_into,
 };
@@ -104,10 +104,11 @@ fn search() -> Result<f32, pq_core::Error> {
 }
 
 fn project() -> Result<f32, svd_core::Error> {
-    let (mut projected, mut out) = ([0.0; 1], [0.0; 1]);
+    let (mut projected, mut out) = ([0.0_f32; 1], [0.0; 1]);
     let columns = black_box([1.0, 0.5]);
     let map = svd_core::Map::new(&columns, 2, 1)?;
-    map.project_into(&black_box([2.0_f32, 3.0]), &mut projected)?;
+    let row = black_box([2.0_f32, 3.0]);
+    map.project_into(Rows::from(&row[..]), RowsMut::from(&mut projected[..]))?;
     let (keys, values) = (black_box([1.0_f32; 2]), black_box([2.0; 2]));
     let tokens = ExactTokens::contiguous(&keys, 1, &values, 1)?;
     let (attention, mut scratch, mut stats) = (Attention::default(), [0.0], [SoftmaxStats::EMPTY]);

@@ -14,7 +14,7 @@ use kv_reference::model::{Model, Rope};
 use pq_core::{CodebookBuf, Codes, PqShape, TrainOptions, decode_into, encode_into, train};
 use rayon::prelude::*;
 use serde_json::{Value, json};
-use svd_core::{Gram, NoRope, PostRope, RopeSide, Rotation, balanced_order};
+use svd_core::{Gram, NoRope, PostRope, RopeSide, Rotation, RowsMut, balanced_order};
 
 /// First tokens, which every method keeps exact.
 const SINKS: usize = 4;
@@ -180,7 +180,9 @@ fn codes(model: &Model, seen: &[Rows], unseen: &[Rows], folder: &Path) -> Value 
             let centred: Vec<f32> =
                 rows.chunks_exact(dim).flat_map(|row| row.iter().zip(&mean).map(|(x, m)| x - m)).collect();
             let mut out = vec![0.0; centred.len()];
-            key_map.view().project_into(&centred, &mut out).unwrap();
+            let (rows, projected) =
+                (svd_core::Rows::contiguous(&centred, dim), RowsMut::contiguous(&mut out, dim));
+            key_map.view().project_into(rows.unwrap(), projected.unwrap()).unwrap();
             out
         };
         let coded = through_codes(shape, &rotated(&keys), &rotated(&test));

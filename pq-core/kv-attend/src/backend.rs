@@ -30,6 +30,7 @@ impl Backend {
     /// features of the compilation target count. NEON must always be a feature of the target. Under Miri only
     /// the scalar backend is available.
     #[must_use]
+    #[inline] // every call of every crate checks
     pub fn is_available(self) -> bool {
         match self {
             Self::Scalar => true,
@@ -54,17 +55,20 @@ impl Backend {
     ///
     /// # Errors
     /// [`Error::BackendUnavailable`].
+    #[inline]
     pub fn check(self) -> Result<(), Error> {
         if self.is_available() { Ok(()) } else { Err(Error::BackendUnavailable) }
     }
 }
 
 #[cfg(target_arch = "x86_64")]
+#[inline]
 fn has_avx2() -> bool {
     crate::cpu_features!(Avx2 => detect)
 }
 
 #[cfg(target_arch = "x86_64")]
+#[inline]
 fn has_avx512() -> bool {
     crate::cpu_features!(Avx512 => detect)
 }

@@ -11,6 +11,12 @@ mod sealed {
         /// # Safety
         /// `S::LANES` elements from `p` on are readable.
         unsafe fn load<S: Simd>(s: S, p: *const Self) -> S::F32;
+
+        /// Rounds `S::LANES` floats and stores them.
+        ///
+        /// # Safety
+        /// `S::LANES` elements from `p` on are writable.
+        unsafe fn store<S: Simd>(s: S, p: *mut Self, x: S::F32);
     }
 }
 use sealed::Sealed;
@@ -39,6 +45,12 @@ impl Sealed for f32 {
         // SAFETY: the caller guarantees it.
         unsafe { s.load(p) }
     }
+
+    #[inline(always)]
+    unsafe fn store<S: Simd>(s: S, p: *mut Self, x: S::F32) {
+        // SAFETY: the caller guarantees it.
+        unsafe { s.store(p, x) }
+    }
 }
 
 impl Element for f16 {
@@ -56,6 +68,12 @@ impl Sealed for f16 {
         // SAFETY: the caller guarantees it; `f16` has the layout of `u16`.
         unsafe { s.load_f16(p.cast()) }
     }
+
+    #[inline(always)]
+    unsafe fn store<S: Simd>(s: S, p: *mut Self, x: S::F32) {
+        // SAFETY: the caller guarantees it; `f16` has the layout of `u16`.
+        unsafe { s.store_f16(p.cast(), x) }
+    }
 }
 
 impl Element for bf16 {
@@ -72,5 +90,64 @@ impl Sealed for bf16 {
     unsafe fn load<S: Simd>(s: S, p: *const Self) -> S::F32 {
         // SAFETY: the caller guarantees it; `bf16` has the layout of `u16`.
         unsafe { s.load_bf16(p.cast()) }
+    }
+
+    #[inline(always)]
+    unsafe fn store<S: Simd>(s: S, p: *mut Self, x: S::F32) {
+        // SAFETY: the caller guarantees it; `bf16` has the layout of `u16`.
+        unsafe { s.store_bf16(p.cast(), x) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::vec::Vec;
+
+    use super::*;
+    use crate::Backend;
+    use crate::simd::{Kernel, Run};
+
+    struct Store<'a, E>(&'a [f32; 16], &'a mut [E; 16]);
+
+    impl<E: Element> Kernel for Store<'_, E> {
+        type Output = ();
+
+        fn scalar(self) {
+            self.1.iter_mut().zip(self.0).for_each(|(out, &x)| *out = E::from_f32(x));
+        }
+
+        #[inline(always)]
+        fn vector<S: Simd>(self, s: S) {
+            for at in (0..16).step_by(S::LANES) {
+                // SAFETY: 16 floats and 16 elements in registers of LANES.
+                unsafe { E::store(s, self.1.as_mut_ptr().add(at), s.load(self.0.as_ptr().add(at))) };
+            }
+        }
+    }
+
+    #[test]
+    fn vectors_round_as_single_floats_do() {
+        fn check<E: Element + PartialEq + core::fmt::Debug>(floats: &[f32; 16]) {
+            for backend in Backend::ALL.into_iter().filter(|backend| backend.is_available()) {
+                let mut out = [E::default(); 16];
+                backend.run(Store(floats, &mut out));
+                for (x, &float) in out.iter().zip(floats) {
+                    let nan = float.is_nan() && x.to_f32().is_nan();
+                    assert!(nan || *x == E::from_f32(float), "{backend:?}: {float} to {x:?}");
+                }
+            }
+        }
+        // Steps over all floats, and floats next to the halves between neighbours of both types.
+        let all = (0..=u32::MAX).step_by(65_521).map(f32::from_bits);
+        let ties = (0..=u16::MAX).flat_map(|bits| {
+            let (tie, half) = ((u32::from(bits) << 16) | 0x8000, f16::from_bits(bits).to_f32().to_bits());
+            [tie - 1, tie, tie + 1, half ^ 0x0fff, half ^ 0x1000, half ^ 0x1001].map(f32::from_bits)
+        });
+        let floats: Vec<f32> = all.chain(ties).collect();
+        for floats in floats.as_chunks::<16>().0 {
+            check::<f32>(floats);
+            check::<f16>(floats);
+            check::<bf16>(floats);
+        }
     }
 }

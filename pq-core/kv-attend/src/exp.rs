@@ -29,7 +29,7 @@ pub fn exp(x: f32) -> f32 {
 pub(crate) fn tanh(x: f32) -> f32 {
     let square = x * x;
     let mut p = -5.704_988_7e-3;
-    for c in [2.063_908_9e-2, -5.373_971_6e-2, 0.133_314_42, -0.333_332_82] {
+    for c in [2.063_909e-2, -5.373_971_6e-2, 0.133_314_42, -0.333_332_8] {
         p = p * square + c;
     }
     let small = p * square * x + x;

@@ -172,6 +172,8 @@ fn cap(softcap: Option<f32>, scores: &mut [f32]) {
 /// # Safety
 /// [`row`](Self::row) gives `dim` readable elements for every index below `n`.
 unsafe trait BlockRows<E>: Copy {
+    /// Whether every row has its own cache sets and page, so that few passes over them count more than registers.
+    const APART: bool;
     fn n(self) -> usize;
     /// Components of a row.
     fn dim(self) -> usize;
@@ -197,6 +199,7 @@ struct Dense<'a, E> {
 
 // SAFETY: `rows` holds n rows of `dim`.
 unsafe impl<E: Element> BlockRows<E> for Dense<'_, E> {
+    const APART: bool = false;
     #[inline(always)]
     fn n(self) -> usize {
         self.rows.len() / self.dim
@@ -217,6 +220,8 @@ unsafe impl<E: Element> BlockRows<E> for Dense<'_, E> {
 }
 
 /// Rows at a distance, or of a list.
+///
+/// N.B. A copy into a buffer without gaps takes 1.2 to 1.7 times as long with AVX-512 as reading the rows in place.
 #[derive(Clone, Copy)]
 struct Listed<'a, E> {
     data: &'a [E],
@@ -243,6 +248,7 @@ impl<'a, E> Listed<'a, E> {
 
 // SAFETY: `new` has checked that the rows exist, and `Rows` that those end within `data`.
 unsafe impl<E: Element> BlockRows<E> for Listed<'_, E> {
+    const APART: bool = true;
     #[inline(always)]
     fn n(self) -> usize {
         self.rows.len()
@@ -300,7 +306,7 @@ impl<R> Block<'_, '_, R> {
         weights[n * P..].fill(f32::NEG_INFINITY);
         add_scores::<P>(weights, self.stats, self.out);
         let mut c = 0;
-        while c + 4 * S::LANES <= dim_v && S::WIDE {
+        while c + 4 * S::LANES <= dim_v && (S::WIDE || R::APART && G <= 2) {
             add_values::<S, E, R, G, P, 4>(s, weights, self.values, self.out, c);
             c += 4 * S::LANES;
         }

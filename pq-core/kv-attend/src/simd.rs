@@ -128,6 +128,16 @@ pub trait Simd: Copy {
     /// # Safety
     /// `LANES` floats from `p` on are writable.
     unsafe fn store(self, p: *mut f32, x: Self::F32);
+    /// Stores `LANES` floats as `f16`, rounded to nearest, ties to even.
+    ///
+    /// # Safety
+    /// `LANES` elements from `p` on are writable.
+    unsafe fn store_f16(self, p: *mut u16, x: Self::F32);
+    /// Stores `LANES` floats as `bf16`, rounded to nearest, ties to even.
+    ///
+    /// # Safety
+    /// `LANES` elements from `p` on are writable.
+    unsafe fn store_bf16(self, p: *mut u16, x: Self::F32);
     /// `a * b + c`, rounded once.
     fn mul_add(self, a: Self::F32, b: Self::F32, c: Self::F32) -> Self::F32;
     /// The sums of the lanes of four registers, in an order that depends on the set.

@@ -1,6 +1,6 @@
 //! A head whose keys and values are cut to lower ranks.
 
-use svd_core::MapBuf;
+use svd_core::{MapBuf, Rows, RowsMut};
 
 use crate::Result;
 
@@ -42,6 +42,6 @@ impl HeadCut {
 fn project(map: &MapBuf, rows: &[f32]) -> Result<Vec<f32>> {
     let map = map.view();
     let mut out = vec![0.0; rows.len() / map.dim() * map.rank()];
-    map.project_into(rows, &mut out)?;
+    map.project_into(Rows::contiguous(rows, map.dim())?, RowsMut::contiguous(&mut out, map.rank())?)?;
     Ok(out)
 }

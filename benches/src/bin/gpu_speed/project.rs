@@ -3,7 +3,7 @@
 use half::f16;
 use kv_gpu::Element;
 use kv_gpu::svd::{Project, ProjectArguments, ProjectShape};
-use svd_core::Map;
+use svd_core::{Map, Rows, RowsMut};
 
 use crate::stopwatch::{BEYOND_CACHE, Stopwatch};
 
@@ -43,7 +43,9 @@ pub fn run(watch: &Stopwatch) {
         // Compares the last head with the CPU.
         let wide: Vec<f32> = rows.iter().map(|x| x.to_f32()).collect();
         let mut expected = vec![0.0; N * rank];
-        Map::new(&columns, DIM, rank).unwrap().project_into(&wide, &mut expected).unwrap();
+        let (rows, projected) = (Rows::contiguous(&wide, DIM), RowsMut::contiguous(&mut expected, rank));
+        let map = Map::new(&columns, DIM, rank).unwrap();
+        map.project_into(rows.unwrap(), projected.unwrap()).unwrap();
         let got = watch.download(&out[copies - 1]);
         let square = |x: f32| f64::from(x) * f64::from(x);
         let got = &got[(heads - 1) * N * rank..];

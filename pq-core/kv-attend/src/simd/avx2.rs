@@ -45,6 +45,23 @@ impl Simd for Avx2 {
         op!(_mm256_storeu_ps(p, x));
     }
     #[inline(always)]
+    unsafe fn store_f16(self, p: *mut u16, x: __m256) {
+        op!(_mm_storeu_si128(p.cast(), _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(x)));
+    }
+    #[inline(always)]
+    unsafe fn store_bf16(self, p: *mut u16, x: __m256) {
+        op!({
+            let bits = _mm256_castps_si256(x);
+            let odd = _mm256_and_si256(_mm256_srli_epi32::<16>(bits), _mm256_set1_epi32(1));
+            let rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+            let quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x40_0000));
+            let nan = _mm256_castps_si256(_mm256_cmp_ps::<_CMP_UNORD_Q>(x, x));
+            let upper = _mm256_srli_epi32::<16>(_mm256_blendv_epi8(rounded, quiet, nan));
+            let packed = _mm256_permute4x64_epi64::<0b1000>(_mm256_packus_epi32(upper, upper));
+            _mm_storeu_si128(p.cast(), _mm256_castsi256_si128(packed));
+        });
+    }
+    #[inline(always)]
     fn mul_add(self, a: __m256, b: __m256, c: __m256) -> __m256 {
         op!(_mm256_fmadd_ps(a, b, c))
     }

@@ -45,6 +45,22 @@ impl Simd for Avx512 {
         op!(_mm512_storeu_ps(p, x));
     }
     #[inline(always)]
+    unsafe fn store_f16(self, p: *mut u16, x: __m512) {
+        op!(_mm256_storeu_si256(p.cast(), _mm512_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(x)));
+    }
+    #[inline(always)]
+    unsafe fn store_bf16(self, p: *mut u16, x: __m512) {
+        op!({
+            let bits = _mm512_castps_si512(x);
+            let odd = _mm512_and_si512(_mm512_srli_epi32::<16>(bits), _mm512_set1_epi32(1));
+            let rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+            let quiet = _mm512_or_si512(bits, _mm512_set1_epi32(0x40_0000));
+            let nan = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(x, x);
+            let upper = _mm512_srli_epi32::<16>(_mm512_mask_blend_epi32(nan, rounded, quiet));
+            _mm256_storeu_si256(p.cast(), _mm512_cvtepi32_epi16(upper));
+        });
+    }
+    #[inline(always)]
     fn mul_add(self, a: __m512, b: __m512, c: __m512) -> __m512 {
         op!(_mm512_fmadd_ps(a, b, c))
     }

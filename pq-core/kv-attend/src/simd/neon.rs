@@ -59,6 +59,25 @@ impl Simd for Neon {
         op!(vst1q_f32(p, x));
     }
     #[inline(always)]
+    unsafe fn store_f16(self, p: *mut u16, x: float32x4_t) {
+        // The conversion intrinsic needs the unstable type f16.
+        let mut lanes = [0.0; 4];
+        // SAFETY: four floats in `lanes`; the caller guarantees four elements from `p` on.
+        unsafe {
+            self.store(lanes.as_mut_ptr(), x);
+            p.cast::<[half::f16; 4]>().write_unaligned(lanes.map(half::f16::from_f32));
+        }
+    }
+    #[inline(always)]
+    unsafe fn store_bf16(self, p: *mut u16, x: float32x4_t) {
+        let mut lanes = [0.0; 4];
+        // SAFETY: as above.
+        unsafe {
+            self.store(lanes.as_mut_ptr(), x);
+            p.cast::<[half::bf16; 4]>().write_unaligned(lanes.map(half::bf16::from_f32));
+        }
+    }
+    #[inline(always)]
     fn mul_add(self, a: float32x4_t, b: float32x4_t, c: float32x4_t) -> float32x4_t {
         op!(vfmaq_f32(c, a, b))
     }

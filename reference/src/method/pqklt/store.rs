@@ -7,7 +7,7 @@ use pq_core::{
     CodebookBuf, CodedTokens, CodesBuf, Luts, RopeMeanBuf, Start, TrainOptions, decode_norm, divide_by_norms,
     lut_into, train,
 };
-use svd_core::{MapBuf, SoftmaxStats};
+use svd_core::{MapBuf, Rows, RowsMut, SoftmaxStats};
 
 use crate::Result;
 use crate::cache::{Footprint, Geometry, Store, merge_part};
@@ -40,7 +40,8 @@ impl HeadCode {
     pub fn transform(basis: &MapBuf, norms: bool, rows: &mut Vec<f32>) -> Result<Vec<u8>> {
         let dim = basis.view().dim();
         let mut transformed = vec![0.0; rows.len()];
-        basis.view().project_into(rows, &mut transformed)?;
+        let out = RowsMut::contiguous(&mut transformed, dim)?;
+        basis.view().project_into(Rows::contiguous(rows, dim)?, out)?;
         *rows = transformed;
         let mut coded = vec![];
         if norms {
@@ -233,7 +234,9 @@ impl Store for TransformedStore {
             self.scores_of_decoded(head, q)
         } else {
             let mut probes = vec![0.0; q.len()];
-            key_code.dual.view().project_into(q, &mut probes)?;
+            let dual = key_code.dual.view();
+            let out = RowsMut::contiguous(&mut probes, dual.rank())?;
+            dual.project_into(Rows::contiguous(q, dual.dim())?, out)?;
             lut_into(&keys.refined.as_deref().unwrap_or(&key_code.codebook).view(), &probes, &mut luts)?;
             self.scores_of_mean(head, q)?
         };
