@@ -71,9 +71,9 @@ fn random_shapes_agree() {
         for head in 0..heads {
             let map = Map::new(&columns[head * dim * rank..][..dim * rank], dim, rank).unwrap();
             let mut expected = vec![0.0; n * rank];
-            let rows = Rows::contiguous(&rows[head * n * dim..][..n * dim], dim).unwrap();
+            let head_rows = Rows::contiguous(&rows[head * n * dim..][..n * dim], dim).unwrap();
             let projected = RowsMut::contiguous(&mut expected, rank).unwrap();
-            map.project_into_with(Backend::Scalar, rows, projected).unwrap();
+            map.project_into_with(Backend::Scalar, head_rows, projected).unwrap();
             for (row, expected) in expected.chunks_exact(rank).enumerate() {
                 let bits = &got[(head * n + row) * rank..][..rank];
                 let got: Vec<f32> = bits.iter().map(|&bits| from_element(element, bits)).collect();
