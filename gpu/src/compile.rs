@@ -59,15 +59,29 @@ const HEADERS: &[Source] = &[
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Program {
     source: Source,
+    headers: &'static [(&'static str, &'static str)], // of an engine's own
     options: Vec<String>,
     /// Whether it needs architecture-specific features, such as wgmma of `sm_90a`.
     arch_specific: bool,
 }
 
 impl Program {
+    /// A kernel file of an engine's own, which [`Device::kernel`](crate::Device::kernel) compiles and caches
+    /// like those of this crate. It may include any file of `src/kernels` by its path there, such as
+    /// `"warp.cuh"`, and `headers` (path and text); neither it nor they need to be installed.
+    #[must_use]
+    pub fn own(
+        path: &'static str,
+        text: &'static str,
+        headers: &'static [(&'static str, &'static str)],
+        defines: &[(&str, usize)],
+    ) -> Self {
+        Self { headers, ..Self::new(Source { path, text }, defines) }
+    }
+
     pub(crate) fn new(source: Source, defines: &[(&str, usize)]) -> Self {
         let options = defines.iter().map(|(name, value)| format!("-D{name}={value}")).collect();
-        Self { source, options, arch_specific: false }
+        Self { source, headers: &[], options, arch_specific: false }
     }
 
     /// Enables architecture-specific features (`sm_90a`).
@@ -77,7 +91,8 @@ impl Program {
     }
 
     /// Defines a preprocessor symbol if `when`.
-    pub(crate) fn define_if(mut self, when: bool, symbol: &str) -> Self {
+    #[must_use]
+    pub fn define_if(mut self, when: bool, symbol: &str) -> Self {
         if when {
             self.options.push(format!("-D{symbol}"));
         }
@@ -121,6 +136,12 @@ impl Program {
         options
     }
 
+    /// The header at a path: the engine's own before this crate's.
+    fn header(&self, path: &str) -> Option<Source> {
+        let own = self.headers.iter().map(|&(path, text)| Source { path, text });
+        own.chain(HEADERS.iter().copied()).find(|header| header.path == path)
+    }
+
     /// All headers that the file includes, directly or indirectly, each once.
     fn headers(&self) -> Vec<Source> {
         let mut reached: Vec<Source> = vec![];
@@ -128,9 +149,9 @@ impl Program {
         while let Some(text) = texts.pop() {
             let included =
                 text.lines().filter_map(|line| line.strip_prefix("#include \"")?.strip_suffix('"'));
-            for header in included.filter_map(|path| HEADERS.iter().find(|header| header.path == path)) {
-                if !reached.contains(header) {
-                    reached.push(*header);
+            for header in included.filter_map(|path| self.header(path)) {
+                if !reached.contains(&header) {
+                    reached.push(header);
                     texts.push(header.text);
                 }
             }

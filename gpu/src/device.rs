@@ -144,12 +144,11 @@ impl Device {
 
     /// A kernel of a program, compiled on first use, with `shared` bytes of dynamic shared memory. Threads
     /// that need different kernels compile them at the same time.
-    pub(crate) fn kernel(
-        &self,
-        program: &Program,
-        name: &'static str,
-        shared: usize,
-    ) -> Result<Kernel, Error> {
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] for more shared memory than a block can have, [`Error::NoNvrtc`],
+    /// [`Error::Compile`] or [`Error::Driver`].
+    pub fn kernel(&self, program: &Program, name: &'static str, shared: usize) -> Result<Kernel, Error> {
         if shared > self.shared_memory {
             return Err(Error::Unsupported {
                 operation: format!("{program} with {shared} bytes of shared memory"),
@@ -195,7 +194,7 @@ impl Device {
 
 /// A loaded kernel.
 #[derive(Clone)]
-pub(crate) struct Kernel {
+pub struct Kernel {
     context: Arc<CudaContext>,
     function: Function,
     program: Program,
@@ -208,10 +207,12 @@ impl Kernel {
     /// blocks may start before the previous kernel on the stream ends; the kernel itself waits
     /// (`griddepcontrol.wait`) before it reads that kernel's output.
     ///
+    /// # Errors
+    /// [`Error::Driver`].
     /// # Safety
     /// `A` must be the kernel's argument; for its pointers and the stream the contract of
     /// [`DevicePtr`](crate::DevicePtr#launches) must hold.
-    pub(crate) unsafe fn launch<A: Copy>(
+    pub unsafe fn launch<A: Copy>(
         &self,
         stream: CUstream,
         Grid([x, y, z]): Grid,

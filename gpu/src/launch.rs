@@ -7,7 +7,17 @@ const MOST_BLOCKS: [u32; 3] = [i32::MAX as u32, 65_535, 65_535];
 
 /// Blocks of a launch along x, y and z, within the limits of CUDA.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Grid(pub(crate) [u32; 3]);
+pub struct Grid(pub(crate) [u32; 3]);
+
+impl Grid {
+    /// The grid of a launch of an [`own`](crate::Program::own) kernel.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for more blocks than a launch can have.
+    pub fn new([x, y, z]: [usize; 3]) -> Result<Self, Error> {
+        Operation("launch").grid(&[("blocks along x", x), ("blocks along y", y), ("blocks along z", z)])
+    }
+}
 
 /// The name of an operation, for errors about its arguments.
 #[derive(Clone, Copy)]

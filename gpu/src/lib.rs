@@ -16,8 +16,9 @@ pub mod svd;
 mod tensor_map;
 
 pub use compile::{Image, Program, compile};
-pub use device::Device;
+pub use device::{Device, Kernel};
 pub use error::Error;
+pub use launch::Grid;
 pub use limit::Limit;
 pub use pointer::{AnyElement, DevicePtr};
 pub use self_test::{self_test, self_test_program};

@@ -2,17 +2,21 @@
 
 mod calibrate;
 mod compare;
+mod device;
 mod eval;
 mod fetch;
 mod generate;
 mod logits;
 mod output;
+#[cfg(feature = "cuda")]
+mod speed;
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
 use clap::{Args, Parser, Subcommand};
+use device::DeviceArgs;
 use indicatif::{ProgressBar, ProgressStyle};
 use kv_reference::method::methods_help;
 use kv_reference::model::Model;
@@ -48,6 +52,9 @@ enum Command {
     Fetch(fetch::Fetch),
     /// List the methods with their settings
     Methods,
+    /// Time decode steps on a GPU
+    #[cfg(feature = "cuda")]
+    Speed(speed::Speed),
 }
 
 impl Kv {
@@ -63,6 +70,8 @@ impl Kv {
                 out.print(format_args!("{}\n", methods_help()));
                 Ok(())
             }
+            #[cfg(feature = "cuda")]
+            Command::Speed(command) => command.run(out),
         }
     }
 }

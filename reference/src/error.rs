@@ -51,6 +51,10 @@ pub enum Error {
     /// An error of `codec-core`.
     #[error("codec-core: {0}")]
     Codec(#[from] codec_core::Error),
+    /// An error of the GPU.
+    #[cfg(feature = "cuda")]
+    #[error("device: {0}")]
+    Device(#[from] kv_gpu::Error),
 }
 
 /// The result of every call that can fail.

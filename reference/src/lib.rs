@@ -3,6 +3,8 @@
 pub mod cache;
 pub mod calibrate;
 pub mod compare;
+#[cfg(feature = "cuda")]
+pub mod device;
 mod error;
 pub mod eval;
 pub mod files;

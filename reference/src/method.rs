@@ -22,10 +22,14 @@ use std::sync::Arc;
 
 use codec_core::PlaneBuf;
 use pq_core::Window;
+#[cfg(feature = "cuda")]
+use pq_core::{CodebookBuf, PqShape};
 
 use crate::cache::{ElementType, Geometry, KvCache, WindowedCache};
 use crate::calibrate::Calibration;
 use crate::model::{Config, Model, Rope};
+#[cfg(feature = "cuda")]
+use crate::side::Pair;
 use crate::{Error, Profile, Result};
 use kind::{Entry, Kind, Site};
 use settings::{Layers, Settings};
@@ -196,6 +200,52 @@ impl Method {
             }
             e => e,
         }
+    }
+
+    /// Whether it keeps every token exact.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn is_dense(&self) -> bool {
+        self.kind.dense().is_some()
+    }
+
+    /// The element type of the model and of exact rows on a device: that of the rows that the method keeps exact.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for 32 bits.
+    #[cfg(feature = "cuda")]
+    pub fn device_element(&self) -> Result<kv_gpu::Element> {
+        match self.exact {
+            ElementType::F16 => Ok(kv_gpu::Element::F16),
+            ElementType::Bf16 => Ok(kv_gpu::Element::Bf16),
+            ElementType::F32 => Err(Error::Argument(format!(
+                "{} keeps rows in 32 bits, and the device has 16: pass dtype or exact as f16 or bf16, or --device cpu",
+                self.spec()
+            ))),
+        }
+    }
+
+    /// The tokens that stay exact.
+    #[cfg(feature = "cuda")]
+    pub(crate) const fn window(&self) -> Window {
+        self.window
+    }
+
+    /// The product quantizers of a method that attends to codes on a device; none for another one.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn device_quantizers(&self, config: &Config) -> Result<Option<Pair<PqShape>>> {
+        let quantizers = self.kind.device_quantizers(Geometry::of(config)).transpose()?;
+        Ok(quantizers.filter(|_| self.exact_layers.is_empty()))
+    }
+
+    /// The codebooks of every layer and head of a method with [`Self::device_quantizers`].
+    #[cfg(feature = "cuda")]
+    pub(crate) fn codebooks(
+        &self,
+        config: &Config,
+        profile: &Profile,
+    ) -> Result<Vec<Vec<Pair<CodebookBuf>>>> {
+        let codebooks = |l| self.kind.codebooks(Geometry::of(config), l, profile);
+        (0..config.n_layers).filter_map(codebooks).collect()
     }
 
     fn check(&self, config: &Config) -> Result<()> {

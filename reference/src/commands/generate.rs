@@ -4,13 +4,15 @@ use std::sync::Arc;
 
 use clap::Args;
 use kv_reference::compare::calibrated;
+#[cfg(feature = "cuda")]
+use kv_reference::device::{self, Gpu, Weights, method_cache};
 use kv_reference::forward::Decoder;
 use kv_reference::method::{Method, Prepared};
 use kv_reference::model::{Model, Rope};
 use kv_reference::{Error, Profile, Result, Sampler};
 use serde::Serialize;
 
-use super::{Files, JsonArgs, ModelArgs, Stdout, TextArgs, load_profile, progress};
+use super::{DeviceArgs, Files, JsonArgs, ModelArgs, Stdout, TextArgs, load_profile, progress};
 
 #[derive(Args)]
 #[command(
@@ -28,8 +30,8 @@ pub struct Generate {
     /// Most tokens to generate
     #[arg(long, value_name = "N", default_value_t = 64)]
     tokens: usize,
-    /// Tokens of the prompt that run at once [default: all]. Later chunks see earlier ones as the cache keeps
-    /// them
+    /// Tokens of the prompt that run at once [default: all; one on a GPU]. Later chunks see earlier ones as the
+    /// cache keeps them
     #[arg(long, value_name = "N")]
     chunk: Option<NonZeroUsize>,
     /// 0 takes the most likely token
@@ -44,6 +46,8 @@ pub struct Generate {
     /// Use this profile (`kv calibrate`); without one a method that needs it calibrates on the shipped text
     #[arg(long, value_name = "FILE")]
     profile: Option<PathBuf>,
+    #[command(flatten)]
+    device: DeviceArgs,
     #[command(flatten)]
     json: JsonArgs,
 }
@@ -75,15 +79,9 @@ impl Generate {
         model.check_context(length)?;
         let rope = Arc::new(Rope::new(&model.config, length.max(CALIBRATION.min(model.config.max_seq_len))));
         let profile = self.profile(&model, &rope)?;
-        let Prepared { model, mut cache } = self.method.prepare(&model, &rope, &profile)?;
-
-        let mut decoder = Decoder::new(model.clone(), rope);
-        let mut logits = vec![];
-        for chunk in prompt.chunks(self.chunk.map_or(prompt.len(), NonZeroUsize::get)) {
-            logits = decoder.prefill(chunk, cache.as_mut())?.to_vec();
-        }
-        let mut next = sampler.sample(&logits);
+        let (model, mut logits, mut decode) = self.decoder(model, rope, &profile, &prompt)?;
         let mut stream = Stream { model: &model, tokens: vec![], shown: String::new() };
+        let mut next = sampler.sample(&logits);
         while stream.tokens.len() < self.tokens && !model.config.eos_tokens.contains(&next) {
             out.print(stream.push(next)?);
             // Nobody sees the rest.
@@ -91,12 +89,41 @@ impl Generate {
                 break;
             }
             if stream.tokens.len() < self.tokens {
-                next = sampler.sample(decoder.step(next, cache.as_mut())?);
+                logits = decode(next)?;
+                next = sampler.sample(&logits);
             }
         }
         out.print("\n");
         let Stream { tokens, shown, .. } = stream;
         json.write_json(&Generated { prompt: &self.prompt, method: self.method.spec(), tokens, text: shown })
+    }
+
+    /// The model that decodes, the logits after the prompt, and a step that makes logits of the next token.
+    fn decoder(
+        &self,
+        model: Arc<Model>,
+        rope: Arc<Rope>,
+        profile: &Profile,
+        prompt: &[u32],
+    ) -> Result<(Arc<Model>, Vec<f32>, Step)> {
+        #[cfg(feature = "cuda")]
+        if let Some(gpu) = self.device.gpu()? {
+            match on_device(gpu, &model, &self.method, profile, prompt, prompt.len() + self.tokens) {
+                Ok((logits, step)) => return Ok((model, logits, step)),
+                Err(e) if self.device.falls_back(&e) => {}
+                Err(e) => return Err(e),
+            }
+        }
+        #[cfg(not(feature = "cuda"))]
+        self.device.check()?;
+        let Prepared { model, mut cache } = self.method.prepare(&model, &rope, profile)?;
+        let mut decoder = Decoder::new(model.clone(), rope);
+        let mut logits = vec![];
+        for chunk in prompt.chunks(self.chunk.map_or(prompt.len(), NonZeroUsize::get)) {
+            logits = decoder.prefill(chunk, cache.as_mut())?.to_vec();
+        }
+        let step = move |token| Ok(decoder.step(token, cache.as_mut())?.to_vec());
+        Ok((model, logits, Box::new(step)))
     }
 
     fn profile(&self, model: &Arc<Model>, rope: &Rope) -> Result<Profile> {
@@ -115,6 +142,34 @@ impl Generate {
             None => Ok(Profile::default()),
         }
     }
+}
+
+/// Logits of what follows a token.
+type Step = Box<dyn FnMut(u32) -> Result<Vec<f32>>>;
+
+/// The logits after the prompt, and a step, on a GPU.
+#[cfg(feature = "cuda")]
+fn on_device(
+    gpu: Gpu,
+    model: &Model,
+    method: &Method,
+    profile: &Profile,
+    prompt: &[u32],
+    capacity: usize,
+) -> Result<(Vec<f32>, Step)> {
+    let element = method.device_element()?;
+    let cache = method_cache(&gpu, method, &model.config, element, Some(profile), 1, capacity)?;
+    let weights = Arc::new(Weights::of(&gpu, model, element)?);
+    let mut decoder = device::Decoder::new(Arc::new(gpu), weights, cache, 1)?;
+    decoder.prefill(&[prompt.to_vec()])?;
+    decoder.step()?;
+    let logits = decoder.logits()?;
+    let step = move |token| {
+        decoder.feed(&[token])?;
+        decoder.step()?;
+        decoder.logits()
+    };
+    Ok((logits, Box::new(step)))
 }
 
 /// Text that grows with the tokens. A character may take several tokens: what ends in a broken one waits.

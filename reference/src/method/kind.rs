@@ -4,11 +4,15 @@ use std::fmt::Debug;
 use std::sync::Arc;
 
 use codec_core::PlaneBuf;
+#[cfg(feature = "cuda")]
+use pq_core::{CodebookBuf, PqShape};
 
 use super::settings::Settings;
 use crate::cache::{DenseStore, ElementType, Geometry, Store};
 use crate::calibrate::Calibration;
 use crate::model::{Config, Model, Rope};
+#[cfg(feature = "cuda")]
+use crate::side::Pair;
 use crate::{Profile, Result};
 
 /// Everything random in the methods starts from it.
@@ -64,6 +68,23 @@ pub(super) trait Kind: Debug + Send + Sync {
     /// The model with the method's rotations folded into its weights, if it folds any.
     fn fold(&self, _model: &Model, _profile: &Profile) -> Result<Option<Model>> {
         Ok(None)
+    }
+
+    /// The product quantizers of a method whose attention on codes a device has: keys' and values'.
+    #[cfg(feature = "cuda")]
+    fn device_quantizers(&self, _geometry: Geometry) -> Option<Result<Pair<PqShape>>> {
+        None
+    }
+
+    /// The codebooks of layer `l`, one pair per kv head, for a method with [`Self::device_quantizers`].
+    #[cfg(feature = "cuda")]
+    fn codebooks(
+        &self,
+        _geometry: Geometry,
+        _l: usize,
+        _profile: &Profile,
+    ) -> Option<Result<Vec<Pair<CodebookBuf>>>> {
+        None
     }
 
     /// The codec's planes of layer `l`, for a method whose store is a bitstream: keys, then values.

@@ -44,7 +44,7 @@ impl Million {
     }
 
     /// The codebooks of layer `l`, one pair per kv head.
-    fn codebooks(&self, profile: &Profile, geometry: Geometry, l: usize) -> Result<Vec<Pair<CodebookBuf>>> {
+    fn trained(&self, profile: &Profile, geometry: Geometry, l: usize) -> Result<Vec<Pair<CodebookBuf>>> {
         let codebook = |side: Side, head: usize| -> Result<_> {
             let shape = self.codes[side].shape(geometry.head_dim)?;
             let centroids = profile.floats(&self.key(side, l, head))?;
@@ -90,9 +90,24 @@ impl Kind for Million {
         Ok(())
     }
 
+    #[cfg(feature = "cuda")]
+    fn device_quantizers(&self, geometry: Geometry) -> Option<Result<Pair<pq_core::PqShape>>> {
+        (self.outliers == 0).then(|| Pair::try_of(|side| self.codes[side].shape(geometry.head_dim)))
+    }
+
+    #[cfg(feature = "cuda")]
+    fn codebooks(
+        &self,
+        geometry: Geometry,
+        l: usize,
+        profile: &Profile,
+    ) -> Option<Result<Vec<Pair<CodebookBuf>>>> {
+        Some(self.trained(profile, geometry, l))
+    }
+
     fn stores(&self, site: &Site<'_>) -> Result<Vec<Box<dyn Store>>> {
         site.layers(|l| {
-            let codebooks = Arc::new(self.codebooks(site.profile, site.geometry, l)?);
+            let codebooks = Arc::new(self.trained(site.profile, site.geometry, l)?);
             Ok(MillionStore::new(site.geometry, site.rope(l), codebooks, self.outliers))
         })
     }

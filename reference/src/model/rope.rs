@@ -70,6 +70,12 @@ impl Rope {
         &self.frequencies
     }
 
+    /// Cosines and sines, (len, head_dim / 2) each.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn tables(&self) -> (&[f32], &[f32]) {
+        (&self.cos, &self.sin)
+    }
+
     /// Positions it can rotate to.
     #[must_use]
     pub fn len(&self) -> usize {

@@ -1,0 +1,217 @@
+#!/usr/bin/env python3
+"""Decode steps of `kv speed` beside a plain torch loop on one GPU: decode.json and decode.md.
+
+    cargo build --release -p kv-reference
+    pip install torch
+    python benches/peers/decode.py target/release/kv benches/results
+
+Both have the same weights and the same cache: hashes of their index (reference/src/device/kernels/random.cuh), so nothing is stored.
+The torch loop has a static cache in bf16, one CUDA graph a step, compiled norms, RoPE and SwiGLU, and cuDNN's attention; a step's time
+is the median of 15 replays. Its logits after token 1 check those of `kv speed`. Both run in one call, one after the other.
+"""
+import argparse, json, math, os, subprocess, sys, tempfile, time
+
+import record
+
+# hidden, intermediate, layers, query heads, key/value heads, vocabulary, RoPE base, Llama 3's scaling
+SHAPES = {
+    "llama-2-7b": (4096, 11008, 32, 32, 32, 32000, 10000.0, False),
+    "llama-3.1-8b": (4096, 14336, 32, 32, 8, 128256, 500000.0, True),
+}
+# shape, context, batch
+CASES = [
+    ("llama-3.1-8b", 8192, 1),
+    ("llama-2-7b", 32768, 1),
+    ("llama-2-7b", 32768, 6),
+    ("llama-3.1-8b", 131072, 1),
+    ("llama-3.1-8b", 131072, 6),
+]
+METHODS = "dense:dtype=bf16,million:exact=bf16"
+AMPLITUDE, ROWS = 0.034641016, 1 << 16
+
+
+def peer(shape, context, batch, capacity, logits_file):
+    """Times the torch loop and writes the logits of its first step. Prints one line of JSON."""
+    import torch
+    import torch.nn.functional as F
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    hidden, inner, layers, heads, kv_heads, vocab, base, scaled = SHAPES[shape]
+    device, dtype, mask = "cuda", torch.bfloat16, 0xFFFFFFFF
+
+    def mix(x):
+        x = x ^ (x >> 16)
+        x = x * 0x7FEB352D & mask
+        x = x ^ (x >> 15)
+        x = x * 0x846CA68B & mask
+        return x ^ (x >> 16)
+
+    def hashed(tensor, *sizes, amplitude=AMPLITUDE):
+        n, seed = math.prod(sizes), int(mix(torch.tensor(tensor)))
+        out = torch.empty(n, device=device, dtype=dtype)
+        for at in range(0, n, 1 << 25):
+            i = torch.arange(at, min(n, at + (1 << 25)), device=device)
+            # Both steps in single precision, as on the other side.
+            unit = (mix((i & mask) ^ seed) >> 8).to(torch.float32) * 2.0**-23 - 1
+            out[at : at + len(i)] = (unit * torch.tensor(amplitude, dtype=torch.float32)).to(dtype)
+        return out.view(*sizes)
+
+    @torch.compile
+    def norm(x):  # its weights are ones
+        wide = x.float()
+        return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)).to(x.dtype)
+
+    @torch.compile
+    def rope(x, cos, sin):
+        a, b = x.float().chunk(2, -1)
+        return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
+
+    @torch.compile
+    def act(x):
+        gate, up = x.chunk(2, -1)
+        return F.silu(gate) * up
+
+    rows = (heads + 2 * kv_heads) * 128
+    weights = [
+        (
+            hashed(2 + 4 * l, rows, hidden),
+            hashed(3 + 4 * l, hidden, heads * 128),
+            hashed(4 + 4 * l, 2 * inner, hidden),
+            hashed(5 + 4 * l, hidden, inner),
+        )
+        for l in range(layers)
+    ]
+    embedding, output = hashed(0, vocab, hidden), hashed(1, vocab, hidden)
+    side = lambda tensor: hashed(ROWS + tensor, batch, kv_heads, capacity, 128, amplitude=math.sqrt(3))[:, :, :context].contiguous()
+    cache = [(side(2 * l), side(2 * l + 1)) for l in range(layers)]
+
+    frequency = base ** (-torch.arange(64, dtype=torch.float64) / 64)
+    if scaled:  # factor 8, low 1, high 4, 8,192 positions before
+        turns = 8192 * frequency / (2 * math.pi)
+        kept = ((turns - 1) / 3).clamp(0, 1)
+        frequency = frequency * kept + frequency / 8 * (1 - kept)
+    angle = (context - 1) * frequency
+    cos, sin = angle.cos().float().to(device), angle.sin().float().to(device)
+    token = torch.ones(batch, dtype=torch.long, device=device)
+    logits = torch.empty(batch, vocab, device=device, dtype=dtype)
+
+    def step():
+        x = embedding[token]
+        for (qkv_weight, o, gate_up, down), (k, v) in zip(weights, cache):
+            qkv = F.linear(norm(x), qkv_weight).view(batch, heads + 2 * kv_heads, 128)
+            qk = rope(qkv[:, : heads + kv_heads], cos, sin)
+            k[:, :, -1] = qk[:, heads:]
+            v[:, :, -1] = qkv[:, heads + kv_heads :]
+            a = F.scaled_dot_product_attention(qk[:, :heads].unsqueeze(2), k, v, enable_gqa=heads != kv_heads)
+            x = x + F.linear(a.reshape(batch, heads * 128), o)
+            x = x + F.linear(act(F.linear(norm(x), gate_up)), down)
+        logits.copy_(F.linear(norm(x), output))
+        token.copy_(logits.argmax(-1))
+
+    with torch.no_grad(), sdpa_kernel([SDPBackend.CUDNN_ATTENTION]):
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            for i in range(3):
+                step()
+                if i == 0:
+                    logits.float().cpu().numpy().tofile(logits_file)
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            step()
+        graph.replay()
+        torch.cuda.synchronize()
+        times = []
+        for _ in range(15):
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end))
+    print(json.dumps({"step_ms": sorted(times)[7], "torch": torch.__version__, "gpu": torch.cuda.get_device_name()}))
+
+
+def agreement(ours, theirs, vocab):
+    """The worst cosine of a sequence's logits, and the fraction with the same most likely token."""
+    import numpy as np
+
+    ours, theirs = (np.fromfile(path, np.float32).astype(np.float64).reshape(-1, vocab) for path in (ours, theirs))
+    cosine = (ours * theirs).sum(1) / np.sqrt((ours**2).sum(1) * (theirs**2).sum(1))
+    return {"cosine": float(cosine.min()), "top1": float((ours.argmax(1) == theirs.argmax(1)).mean())}
+
+
+def run(command):
+    result = subprocess.run(command, capture_output=True, text=True)
+    if result.returncode:
+        sys.exit(f"{' '.join(map(str, command))}: {result.stderr[-2000:]}")
+    return result.stdout
+
+
+def case(kv, shape, context, batch):
+    with tempfile.TemporaryDirectory() as folder:
+        path = lambda name: os.path.join(folder, name)
+        common = [kv, "speed", "--random", shape, "--contexts", str(context), "--batches", str(batch)]
+        rows = []
+        for method in METHODS.split(","):
+            run(common + ["--methods", method, "--json", path("kv.json"), "--logits", path(method)])
+            with open(path("kv.json")) as file:
+                output = json.load(file)
+            rows += output["rows"]
+        capacity = rows[0]["capacity"]
+        arguments = [shape, context, batch, capacity, path("torch")]
+        torch = json.loads(run([sys.executable, __file__, "--peer", *map(str, arguments)]).splitlines()[-1])
+        check = agreement(path(METHODS.split(",")[0]), path("torch"), SHAPES[shape][5])
+    return {"shape": shape, "context": context, "batch": batch, "copy_bytes_per_second": output["copy_bytes_per_second"],
+            "torch": torch, "dense_beside_torch": check, "rows": rows}
+
+
+def table(results, commit):
+    copy = max(result["copy_bytes_per_second"] for result in results) / 1e12
+    lines = [
+        "# Decode steps on a GPU", "",
+        f"{results[0]['torch']['gpu']}, copy {copy:.2f} TB/s; {time.strftime('%Y-%m-%d')}, commit {commit}; "
+        f"PyTorch {results[0]['torch']['torch']}. By `python benches/peers/decode.py target/release/kv benches/results`, which says how. Times are of one step of the whole "
+        "batch, ms; parts are timed alone, without their overlap. The floor is the time in which the device copies "
+        "the bytes that a step reads.", "",
+        "| shape | context | batch | cache | step | mean | floor | over floor | products | attention | rest | tokens/s | torch, bf16 | torch / this |",
+        "| --- " * 14 + "|",
+    ]
+    for result in results:
+        for row in result["rows"]:
+            cells = [result["shape"], f"{row['context']:,}", row["batch"], row["method"].split(":")[0], f"{row['step_ms']:.2f}",
+                     f"{row['mean_ms']:.2f}", f"{row['floor_ms']:.2f}", f"{row['step_ms'] / row['floor_ms']:.2f}", f"{row['products_ms']:.2f}",
+                     f"{row['attention_ms']:.2f}", f"{row['rest_ms']:.2f}", f"{row['tokens_per_second']:.0f}",
+                     f"{result['torch']['step_ms']:.2f}", f"{result['torch']['step_ms'] / row['mean_ms']:.2f}"]
+            lines.append("| " + " | ".join(map(str, cells)) + " |")
+    checks = [result["dense_beside_torch"] for result in results]
+    lines += ["", f"Logits of dense beside torch's, same weights, cache and token: cosine at least {min(c['cosine'] for c in checks):.5f}, the same most "
+              f"likely token in {100 * min(c['top1'] for c in checks):.0f} % of the sequences or more."]
+    return lines
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kv")
+    parser.add_argument("results")
+    parser.add_argument("--cases", default="", help="indices of cases, separated by commas")
+    parser.add_argument("--commit", default=None)
+    arguments = parser.parse_args()
+    commit = arguments.commit or record.commit()
+    chosen = [int(i) for i in arguments.cases.split(",") if i] or range(len(CASES))
+    results = []
+    for i in chosen:
+        results.append(case(os.path.abspath(arguments.kv), *CASES[i]))
+        lines = table(results, commit)
+        # After every case: what a shorter lease has measured stays.
+        record.write(os.path.join(arguments.results, "decode.md"), lines, commit)
+        record.write(os.path.join(arguments.results, "decode.json"), [json.dumps({"commit": commit, "cases": results}, indent=1)], commit)
+        print("\n".join(lines), flush=True)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--peer"]:
+        shape, *sizes = sys.argv[2:]
+        peer(shape, *map(int, sizes[:3]), sizes[3])
+    else:
+        main()

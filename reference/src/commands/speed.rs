@@ -1,0 +1,225 @@
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use clap::Args;
+use comfy_table::{Table, presets};
+use kv_reference::device::{Decoder, Element, Gpu, Part, RANDOM_MODELS, Weights, method_cache};
+use kv_reference::method::Method;
+use kv_reference::{Error, Result};
+use serde::Serialize;
+
+use super::{DeviceArgs, Files, JsonArgs, ModelArgs, Stdout, progress};
+
+/// Times decode steps on a GPU. The caches are filled with random rows or codes, so that any length is timed
+/// at once.
+#[derive(Args)]
+pub struct Speed {
+    #[command(flatten)]
+    model: ModelArgs,
+    /// A model that is a shape only, with hashed weights: llama-2-7b, llama-3.1-8b or llama-3.1-70b/8
+    #[arg(long, value_name = "NAME", conflicts_with = "model")]
+    random: Option<String>,
+    /// Methods to time: dense in 16 bits and million have a form on the device
+    #[arg(long, value_name = "LIST", default_value = "dense:dtype=bf16,million:exact=bf16")]
+    methods: String,
+    /// Tokens that a step attends to
+    #[arg(long, value_name = "LIST", value_delimiter = ',', default_values_t = [2048])]
+    contexts: Vec<usize>,
+    /// Sequences of a batch, at most 32
+    #[arg(long, value_name = "LIST", value_delimiter = ',', default_values_t = [1])]
+    batches: Vec<usize>,
+    /// Steps to time
+    #[arg(long, value_name = "N", default_value_t = 64)]
+    steps: usize,
+    /// Write the logits of the first step of every run, after token 1: little-endian f32 (batch, vocabulary),
+    /// one run after the other
+    #[arg(long, value_name = "FILE")]
+    logits: Option<PathBuf>,
+    #[command(flatten)]
+    device: DeviceArgs,
+    #[command(flatten)]
+    json: JsonArgs,
+}
+
+/// One method at one context and batch. Times in milliseconds, on the device's clock.
+#[derive(Serialize)]
+struct Row {
+    method: String,
+    context: usize,
+    batch: usize,
+    /// Tokens that rows of the cache have room for.
+    capacity: usize,
+    /// Median of a step.
+    step_ms: f32,
+    /// Mean of a step, with what runs between steps, such as encoding.
+    mean_ms: f32,
+    tokens_per_second: f32,
+    /// Bytes of weights and of the cache that a step reads.
+    weight_bytes: usize,
+    cache_bytes: usize,
+    /// Time in which the device copies as many bytes.
+    floor_ms: f64,
+    /// Products with weights alone, with norms, RoPE, SwiGLU and residual sums; attention alone; embedding
+    /// and argmax.
+    products_ms: f32,
+    attention_ms: f32,
+    rest_ms: f32,
+}
+
+#[derive(Serialize)]
+struct Output {
+    model: String,
+    copy_bytes_per_second: f64,
+    rows: Vec<Row>,
+}
+
+/// Steps before those that are timed.
+const WARM_UP: usize = 3;
+
+impl Speed {
+    pub fn run(self, out: &mut Stdout) -> Result<()> {
+        if self.steps == 0 || self.contexts.contains(&0) || self.batches.contains(&0) {
+            return Err(Error::argument("steps, contexts and batches need at least one"));
+        }
+        let methods = Method::parse_list(&self.methods)?;
+        let mut files = Files::default();
+        if self.random.is_none() {
+            files.reads("--model", &self.model.path());
+        }
+        let json = files.writes("--json", self.json.json.clone())?;
+        let logits_file = files.writes("--logits", self.logits.clone())?;
+        if let Some(name) = self.random.as_ref().filter(|name| !RANDOM_MODELS.contains(&name.as_str())) {
+            return Err(Error::Argument(format!(
+                "no random model `{name}`, only {}",
+                RANDOM_MODELS.join(", ")
+            )));
+        }
+        let Some(gpu) = self.device.gpu()? else {
+            return Err(Error::argument("times are of a GPU, and there is none here (--device)"));
+        };
+        let gpu = Arc::new(gpu);
+        let bar = progress();
+        bar.set_length((methods.len() * self.contexts.len() * self.batches.len()) as u64);
+        let mut output =
+            Output { model: String::new(), copy_bytes_per_second: gpu.copy_rate()?, rows: vec![] };
+        let mut logits = vec![];
+        let mut loaded: Option<Arc<Weights>> = None;
+        for method in &methods {
+            let element = method.device_element()?;
+            bar.set_message("weights");
+            let weights = match loaded.take().filter(|weights| weights.element == element) {
+                Some(weights) => weights,
+                None => Arc::new(self.weights(&gpu, element, &mut output.model)?),
+            };
+            for (&context, &batch) in self
+                .contexts
+                .iter()
+                .flat_map(|context| self.batches.iter().map(move |batch| (context, batch)))
+            {
+                bar.set_message(format!("{} {context} x {batch}", method.spec()));
+                output.rows.push(self.row(
+                    (&gpu, &weights),
+                    method,
+                    (context, batch),
+                    output.copy_bytes_per_second,
+                    &mut logits,
+                )?);
+                bar.inc(1);
+            }
+            loaded = Some(weights);
+        }
+        bar.finish_and_clear();
+        out.print(format_args!("{}\n", table(&output)));
+        json.write_json(&output)?;
+        logits_file.write(|_| Ok(logits))
+    }
+
+    fn weights(&self, gpu: &Gpu, element: Element, name: &mut String) -> Result<Weights> {
+        if let Some(random) = &self.random {
+            name.clone_from(random);
+            return Weights::random(gpu, random, element);
+        }
+        let model = self.model.load()?;
+        name.clone_from(&model.name);
+        Weights::of(gpu, &model, element)
+    }
+
+    fn row(
+        &self,
+        (gpu, weights): (&Arc<Gpu>, &Arc<Weights>),
+        method: &Method,
+        (context, batch): (usize, usize),
+        copy_rate: f64,
+        logits: &mut Vec<u8>,
+    ) -> Result<Row> {
+        let capacity = (context + self.steps + WARM_UP).next_multiple_of(64);
+        let cache = method_cache(gpu, method, &weights.config, weights.element, None, batch, capacity)?;
+        let mut decoder = Decoder::new(gpu.clone(), weights.clone(), cache, batch)?;
+        decoder.fill_random(context - 1)?;
+        decoder.step()?;
+        if self.logits.is_some() {
+            logits.extend(decoder.logits()?.iter().flat_map(|x| x.to_le_bytes()));
+        }
+        for _ in 1..WARM_UP {
+            decoder.step()?;
+        }
+        let mut times = decoder.time(self.steps)?;
+        let mean_ms = times.iter().sum::<f32>() / times.len() as f32;
+        times.sort_by(f32::total_cmp);
+        let step_ms = times[times.len() / 2];
+        let parts = [Part::Products, Part::Attention, Part::Rest].map(|part| decoder.time_part(part, 9));
+        let [products_ms, attention_ms, rest_ms] = parts;
+        let (weight_bytes, cache_bytes) = (weights.step_bytes(), decoder.cache().step_bytes(context));
+        Ok(Row {
+            method: method.spec(),
+            context,
+            batch,
+            capacity,
+            step_ms,
+            mean_ms,
+            tokens_per_second: 1000.0 * batch as f32 / mean_ms,
+            weight_bytes,
+            cache_bytes,
+            floor_ms: 1000.0 * (weight_bytes + cache_bytes) as f64 / copy_rate,
+            products_ms: products_ms?,
+            attention_ms: attention_ms?,
+            rest_ms: rest_ms?,
+        })
+    }
+}
+
+fn table(output: &Output) -> Table {
+    let mut table = Table::new();
+    table.load_preset(presets::NOTHING);
+    table.set_header([
+        "method",
+        "context",
+        "batch",
+        "ms/step",
+        "mean",
+        "tokens/s",
+        "GB read",
+        "floor, ms",
+        "over floor",
+        "products",
+        "attention",
+        "rest",
+    ]);
+    for row in &output.rows {
+        table.add_row([
+            row.method.replace(':', " "),
+            row.context.to_string(),
+            row.batch.to_string(),
+            format!("{:.3}", row.step_ms),
+            format!("{:.3}", row.mean_ms),
+            format!("{:.0}", row.tokens_per_second),
+            format!("{:.2}", (row.weight_bytes + row.cache_bytes) as f64 / 1e9),
+            format!("{:.3}", row.floor_ms),
+            format!("{:.2}", f64::from(row.step_ms) / row.floor_ms),
+            format!("{:.3}", row.products_ms),
+            format!("{:.3}", row.attention_ms),
+            format!("{:.3}", row.rest_ms),
+        ]);
+    }
+    table
+}

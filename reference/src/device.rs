@@ -1,0 +1,107 @@
+//! A Llama on a GPU: what [`forward`](crate::forward) and [`cache`](crate::cache) are on the CPU, over the
+//! kernels of `kv-gpu`.
+//!
+//! A decode step of a whole batch is one CUDA graph: five launches a layer, tokens and lengths on the device,
+//! nothing that waits for the host. [`Weights`] holds the model, a [`DeviceCache`] the keys and values, a
+//! [`Decoder`] runs steps.
+
+mod cache;
+mod gemv;
+mod memory;
+mod programs;
+mod step;
+mod weights;
+
+use std::sync::Arc;
+
+use cudarc::driver::sys::CUstream;
+use cudarc::driver::{CudaGraph, CudaStream, DriverError, result, sys};
+pub use kv_gpu::Element;
+
+pub use cache::{DenseCache, DeviceCache, MillionCache, method_cache};
+pub use programs::programs;
+pub use step::{Decoder, Part};
+pub use weights::{RANDOM_MODELS, Weights, hashed};
+
+use crate::{Error, Result};
+use memory::Buffer;
+
+/// An open GPU: its kernels, and the streams of a decode loop.
+pub struct Gpu {
+    device: kv_gpu::Device,
+    stream: Arc<CudaStream>, // of the highest priority
+}
+
+impl Gpu {
+    /// Opens device `ordinal`.
+    ///
+    /// # Errors
+    /// [`Error::Device`] where there is none.
+    pub fn open(ordinal: usize) -> Result<Self> {
+        let device = kv_gpu::Device::open(ordinal)?;
+        let priorities = result::stream::get_priority_range();
+        let (_, highest) = priorities.map_err(|e| driver("read priorities", e))?;
+        let stream = device.context().new_stream_with_priority(highest);
+        Ok(Self { stream: stream.map_err(|e| driver("make a stream", e))?, device })
+    }
+
+    /// The device with its compiled kernels.
+    #[must_use]
+    pub const fn device(&self) -> &kv_gpu::Device {
+        &self.device
+    }
+
+    /// The stream of all work but background encoding.
+    fn stream(&self) -> CUstream {
+        self.stream.cu_stream()
+    }
+
+    /// Waits for the work on the stream.
+    ///
+    /// # Errors
+    /// [`Error::Device`], also for an error of earlier work.
+    pub fn synchronize(&self) -> Result<()> {
+        self.stream.synchronize().map_err(|e| driver("wait for the device", e))
+    }
+
+    /// Bytes a second that the device copies within its memory: those read and those written.
+    ///
+    /// # Errors
+    /// [`Error::Device`].
+    pub fn copy_rate(&self) -> Result<f64> {
+        use cudarc::driver::sys::CUevent_flags::CU_EVENT_DEFAULT;
+        const BYTES: usize = 1 << 30;
+        let (from, to) = (Buffer::<u8>::zeros(self, BYTES)?, Buffer::<u8>::zeros(self, BYTES)?);
+        let stream = &self.stream;
+        let event = || stream.record_event(Some(CU_EVENT_DEFAULT)).map_err(|e| driver("record an event", e));
+        let times = (0..9).map(|_| {
+            let start = event()?;
+            let (from, to) = (from.pointer().address(), to.pointer().address());
+            // SAFETY: both buffers have that many bytes and outlive the copy, which the next line waits for.
+            unsafe { result::memcpy_dtod_async(to, from, BYTES, self.stream()) }
+                .map_err(|e| driver("copy", e))?;
+            start.elapsed_ms(&event()?).map_err(|e| driver("time a copy", e))
+        });
+        let mut times = times.collect::<Result<Vec<f32>>>()?;
+        times.sort_by(f32::total_cmp);
+        Ok(2e3 * BYTES as f64 / f64::from(times[times.len() / 2]))
+    }
+
+    /// What `launch` puts on the stream, as a graph.
+    fn capture(&self, launch: impl FnOnce() -> Result<()>) -> Result<CudaGraph> {
+        let stream = &self.stream;
+        let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
+        stream.begin_capture(mode).map_err(|e| driver("begin capture", e))?;
+        let launched = launch();
+        let flag = sys::CUgraphInstantiate_flags::CUDA_GRAPH_INSTANTIATE_FLAG_USE_NODE_PRIORITY;
+        let graph = stream.end_capture(flag);
+        launched?;
+        let graph = graph.map_err(|e| driver("end capture", e))?;
+        graph.ok_or_else(|| Error::argument("an empty graph was captured"))
+    }
+}
+
+/// Names the operation that a driver error came from.
+fn driver(operation: &str, source: DriverError) -> Error {
+    Error::Device(kv_gpu::Error::Driver { operation: operation.to_owned(), source })
+}

@@ -1,0 +1,125 @@
+//! KV caches on the device: [`DeviceCache`] mirrors [`KvCache`](crate::cache::KvCache), for a batch.
+
+mod dense;
+mod million;
+
+use kv_gpu::{AnyElement, DevicePtr, Element};
+
+pub use dense::DenseCache;
+pub use million::MillionCache;
+
+use super::Gpu;
+use super::memory::Buffer;
+use crate::method::Method;
+use crate::model::Config;
+use crate::{Error, Profile, Result};
+
+/// The sequences of a batch, on the device. (batch,) each.
+pub struct Sequences {
+    pub(crate) tokens: Buffer<u32>,        // to be fed next
+    pub(crate) positions: Buffer<u32>,     // of these tokens
+    pub(crate) running: Buffer<u32>,       // 0 once a sequence has ended
+    pub(crate) slots: Buffer<u32>,         // rows that these tokens take among the exact ones
+    pub(crate) exact_lengths: Buffer<u32>, // exact tokens, these included
+    pub(crate) coded_lengths: Buffer<u32>, // tokens that are not exact
+}
+
+/// Rows of a layer's exact tokens: elements (batch, heads, capacity, head_dim).
+#[derive(Clone, Copy)]
+pub struct Rows {
+    /// Keys, rotated.
+    pub keys: DevicePtr<AnyElement>,
+    /// Values.
+    pub values: DevicePtr<AnyElement>,
+    /// Rows of a head.
+    pub capacity: usize,
+}
+
+/// The keys and values of a batch of sequences, in whatever form a method keeps them on the device.
+///
+/// A step writes each token's rotated keys and its values to [`Self::rows`] of every layer, at the slot that
+/// [`Self::sinks`] and [`Self::ring`] give it, and calls [`Self::attend`] for the layer. Both are part of a
+/// captured graph: they depend on nothing that changes from step to step but what is on the device.
+pub trait DeviceCache {
+    /// Exact rows of a layer.
+    fn rows(&self, layer: usize) -> Rows;
+
+    /// First tokens whose rows stay.
+    fn sinks(&self) -> usize;
+
+    /// Rows that later tokens share as a ring; 0 where all tokens are among the first.
+    fn ring(&self) -> usize;
+
+    /// Most tokens of a sequence.
+    fn capacity(&self) -> usize;
+
+    /// Launches attention of (batch, n_heads, head_dim) rotated queries over the tokens of a layer.
+    ///
+    /// # Errors
+    /// [`Error::Device`].
+    fn attend(
+        &self,
+        gpu: &Gpu,
+        layer: usize,
+        sequences: &Sequences,
+        queries: DevicePtr<AnyElement>,
+        out: DevicePtr<AnyElement>,
+    ) -> Result<()>;
+
+    /// Work before a step that is no part of its graph, such as encoding what leaves the window.
+    ///
+    /// # Errors
+    /// [`Error::Device`].
+    fn before_step(&mut self, _gpu: &Gpu, _sequences: &Sequences) -> Result<()> {
+        Ok(())
+    }
+
+    /// Bytes of shared memory that a block of work next to the steps takes. Where a step's kernels leave them
+    /// free, both share multiprocessors; else a step waits for that block to end.
+    fn background_shared_memory(&self) -> usize {
+        0
+    }
+
+    /// Fills the first `tokens` of every sequence with hashed rows or codes, for timing at a length that
+    /// nobody has computed.
+    ///
+    /// # Errors
+    /// [`Error::Device`].
+    fn fill_random(&mut self, gpu: &Gpu, tokens: usize) -> Result<()>;
+
+    /// Bytes that a step reads with `tokens` in every sequence.
+    fn step_bytes(&self, tokens: usize) -> usize;
+
+    /// Bytes of device memory.
+    fn bytes(&self) -> usize;
+}
+
+/// The cache of a method for `batch` sequences of at most `capacity` tokens; codebooks are from the profile,
+/// or hashed without one.
+///
+/// # Errors
+/// [`Error::Argument`] for a method that has no form on the device; [`Error::Profile`]; [`Error::Device`].
+pub fn method_cache(
+    gpu: &Gpu,
+    method: &Method,
+    config: &Config,
+    element: Element,
+    profile: Option<&Profile>,
+    batch: usize,
+    capacity: usize,
+) -> Result<Box<dyn DeviceCache>> {
+    let method = method.fitted(config)?;
+    if method.is_dense() {
+        return Ok(Box::new(DenseCache::new(gpu, config, element, batch, capacity)?));
+    }
+    let Some(quantizers) = method.device_quantizers(config)? else {
+        return Err(Error::Argument(format!(
+            "method {} has no form on the device, only dense and million (without outliers and exact layers) \
+             have one: pass --device cpu",
+            method.name
+        )));
+    };
+    let codebooks = profile.map(|profile| method.codebooks(config, profile)).transpose()?;
+    let window = method.window();
+    Ok(Box::new(MillionCache::new(gpu, config, element, quantizers, codebooks, window, batch, capacity)?))
+}

@@ -1,0 +1,155 @@
+use kv_gpu::svd::{Attend, AttendArguments, AttendShape};
+use kv_gpu::{AnyElement, DevicePtr, Element, Grid};
+
+use super::{DeviceCache, Rows, Sequences};
+use crate::Result;
+use crate::device::memory::Buffer;
+use crate::device::{Gpu, programs};
+use crate::model::Config;
+
+/// Every token exact, in 16 bits: `svd::Attend` at full rank.
+pub struct DenseCache {
+    attend: Attend,
+    element: Element,
+    rows: Buffer<u16>, // (layer, keys and values, batch, heads, capacity, head_dim)
+    ranks: Buffer<u32>,
+    offsets: Buffer<u64>,
+    workspace: Buffer<u8>,
+    batch: usize,
+    heads: usize,
+    group: usize,
+    head_dim: usize,
+    n_layers: usize,
+    capacity: usize,
+}
+
+impl DenseCache {
+    /// An empty cache.
+    ///
+    /// # Errors
+    /// [`Error::Device`](crate::Error::Device).
+    pub fn new(gpu: &Gpu, config: &Config, element: Element, batch: usize, capacity: usize) -> Result<Self> {
+        let (heads, group, head_dim) = (config.n_kv_heads, config.gqa_group(), config.head_dim);
+        let attend = Attend::new(&gpu.device, AttendShape { dim: head_dim, element })?;
+        let workspace = Buffer::zeros(gpu, attend.workspace_len(batch, heads, group))?;
+        let offsets: Vec<u64> = (0..heads).map(|head| (head * head_dim) as u64).collect();
+        Ok(Self {
+            attend,
+            element,
+            rows: Buffer::zeros(gpu, 2 * config.n_layers * batch * heads * capacity * head_dim)?,
+            ranks: Buffer::of(gpu, &vec![head_dim as u32; heads])?,
+            offsets: Buffer::of(gpu, &offsets)?,
+            workspace,
+            batch,
+            heads,
+            group,
+            head_dim,
+            n_layers: config.n_layers,
+            capacity,
+        })
+    }
+
+    /// Elements of a layer's keys.
+    fn side_len(&self) -> usize {
+        self.batch * self.heads * self.capacity * self.head_dim
+    }
+}
+
+impl DeviceCache for DenseCache {
+    fn rows(&self, layer: usize) -> Rows {
+        let side = |side: usize| self.rows.pointer().offset((2 * layer + side) * self.side_len()).cast();
+        Rows { keys: side(0), values: side(1), capacity: self.capacity }
+    }
+
+    fn sinks(&self) -> usize {
+        self.capacity
+    }
+
+    fn ring(&self) -> usize {
+        0
+    }
+
+    fn capacity(&self) -> usize {
+        self.capacity
+    }
+
+    fn attend(
+        &self,
+        gpu: &Gpu,
+        layer: usize,
+        sequences: &Sequences,
+        queries: DevicePtr<AnyElement>,
+        out: DevicePtr<AnyElement>,
+    ) -> Result<()> {
+        let Rows { keys, values, capacity } = self.rows(layer);
+        let sum = self.heads * self.head_dim;
+        let arguments = AttendArguments {
+            batch: self.batch,
+            heads: self.heads,
+            group: self.group,
+            capacity,
+            keys,
+            values,
+            queries,
+            lengths: sequences.exact_lengths.pointer(),
+            key_ranks: self.ranks.pointer(),
+            value_ranks: self.ranks.pointer(),
+            key_offsets: self.offsets.pointer(),
+            value_offsets: self.offsets.pointer(),
+            key_rank_sum: sum,
+            value_rank_sum: sum,
+            scale: 1.0 / (self.head_dim as f32).sqrt(),
+            out,
+            log_sum_exp: None,
+            pdl: true,
+            workspace: self.workspace.pointer(),
+        };
+        // SAFETY: the buffers have the lengths of `new`, ranks and offsets are those of full rank, and
+        // lengths are at most the capacity, which the decoder checks. The kernel before this one writes
+        // queries and rows, which are read after the PDL wait, and not lengths: `begin` has written them.
+        Ok(unsafe { self.attend.launch(gpu.stream(), &arguments) }?)
+    }
+
+    fn fill_random(&mut self, gpu: &Gpu, _tokens: usize) -> Result<()> {
+        for (tensor, side) in (0..2 * self.n_layers).enumerate() {
+            let at = self.rows.pointer().offset(side * self.side_len());
+            fill_rows(gpu, self.element, at, self.side_len(), RANDOM_ROWS + tensor as u32)?;
+        }
+        gpu.synchronize()
+    }
+
+    fn step_bytes(&self, tokens: usize) -> usize {
+        4 * self.n_layers * self.batch * self.heads * tokens * self.head_dim
+    }
+
+    fn bytes(&self) -> usize {
+        self.rows.bytes()
+    }
+}
+
+/// The number of the hashed tensor that fills a layer's rows: 2 l for keys, 2 l + 1 for values, added to
+/// this.
+pub(crate) const RANDOM_ROWS: u32 = 1 << 16;
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct FillArguments {
+    out: DevicePtr<u16>,
+    n: u64,
+    tensor: u32,
+    amplitude: f32,
+}
+
+/// Fills rows with hashed elements of variance 1.
+pub(crate) fn fill_rows(
+    gpu: &Gpu,
+    element: Element,
+    out: DevicePtr<u16>,
+    n: usize,
+    tensor: u32,
+) -> Result<()> {
+    let kernel = gpu.device.kernel(&programs::weights(element as usize), "fill", 0)?;
+    let arguments = FillArguments { out, n: n as u64, tensor, amplitude: 3.0_f32.sqrt() };
+    // SAFETY: the caller has `n` elements at `out`, which the kernel writes.
+    Ok(unsafe { kernel.launch(gpu.stream(), Grid::new([1024, 1, 1])?, 256, false, &arguments) }?)
+}

@@ -1,0 +1,121 @@
+// The two ends of a decode step: what the tokens of a batch become first, and the choice of the next ones.
+//
+// CPU twin: the embedding of Decoder::step, ops::argmax. Compile-time shape: ELEMENT of the embedding (1 for f16, 2 for
+// bf16).
+#include "element.cuh"
+#include "primitives_sm80.cuh"
+#include "warp.cuh"
+
+struct BeginArguments {
+    const u16* embedding; // element [token][hidden]
+    const u32* tokens;    // [sequence]
+    const u32* positions; // [sequence]: of these tokens
+    const float* norm;    // [hidden]: weights of the norm that follows
+    float* residual;      // [sequence][hidden]
+    u16* scaled;          // element [sequence][hidden]: residual * norm
+    float* squares;       // [sequence][hidden / 16, rounded up]: sums of squares of 16 components each
+    u32* slots;           // [sequence]: the row of the exact tokens that this one takes
+    u32* exact_lengths;   // [sequence]: exact tokens, this one included
+    u32* coded_lengths;   // [sequence]: tokens that only the codes hold
+    u32 hidden, sinks, ring;
+};
+
+// Embeds the tokens and places them. The first `sinks` tokens keep their rows; the others share a ring of `ring` rows
+// behind them, in which a token replaces the one `ring` positions before it.
+//
+// Launch: a block a sequence, any number of threads.
+extern "C" __global__ void begin(const BeginArguments a) {
+    pdl_wait();
+    pdl_trigger();
+    const u32 sequence = blockIdx.x, parts = (a.hidden + 15) / 16;
+    const u16* row = a.embedding + (u64)a.tokens[sequence] * a.hidden;
+    const u64 to = (u64)sequence * a.hidden;
+    for (u32 part = threadIdx.x; part < parts; part += blockDim.x) {
+        float square = 0;
+        for (u32 i = 16 * part; i < min(16 * part + 16, a.hidden); i++) {
+            const float x = to_float(row[i]);
+            a.residual[to + i] = x, a.scaled[to + i] = to_element(x * a.norm[i]), square += x * x;
+        }
+        a.squares[(u64)sequence * parts + part] = square;
+    }
+    if (threadIdx.x == 0) {
+        const u32 position = a.positions[sequence];
+        a.slots[sequence] = position < a.sinks ? position : a.sinks + (position - a.sinks) % max(a.ring, 1u);
+        const u32 exact = min(position + 1, a.sinks + a.ring);
+        a.exact_lengths[sequence] = exact, a.coded_lengths[sequence] = position + 1 - exact;
+    }
+}
+
+struct PickArguments {
+    const float* logits; // [sequence][vocab]
+    u32* tokens;         // [sequence]: replaced by the most likely next ones
+    u32* positions;      // [sequence]: advanced
+    u32* running;        // [sequence]: 0 from the token that ends a sequence on
+    u32* picked;         // [sequence][most]: the tokens in the order of the steps
+    u32* counts;         // [sequence]: of those
+    const u32* ends;     // [n_ends]: tokens that end a sequence
+    float* best;         // [sequence][block]
+    u32* best_at;        // [sequence][block]
+    u32* arrived;        // [sequence], zero between launches
+    u32 vocab, n_ends, most;
+};
+
+// The greater value, and of equal ones the lower index.
+__device__ __forceinline__ void keep_best(float& value, u32& at, float other, u32 other_at) {
+    if (other > value || (other == value && other_at < at)) value = other, at = other_at;
+}
+
+// The best of a block, in its first thread. A NaN is never the best.
+__device__ __forceinline__ void block_best(float& value, u32& at) {
+    __shared__ float values[LANES];
+    __shared__ u32 indices[LANES];
+#pragma unroll
+    for (int step = LANES / 2; step; step /= 2) {
+        const float other = __shfl_xor_sync(FULL, value, step);
+        const u32 other_at = __shfl_xor_sync(FULL, at, step);
+        keep_best(value, at, other, other_at);
+    }
+    __syncthreads();
+    if (threadIdx.x % LANES == 0) values[threadIdx.x / LANES] = value, indices[threadIdx.x / LANES] = at;
+    __syncthreads();
+    if (threadIdx.x == 0)
+        for (int w = 1; w < blockDim.x / LANES; w++) keep_best(value, at, values[w], indices[w]);
+}
+
+// Takes the most likely token of every sequence. A sequence that has ended stays where it is.
+//
+// Launch: grid (blocks, sequences), whole warps. The last block of a sequence to arrive picks.
+extern "C" __global__ void pick(const PickArguments a) {
+    __shared__ bool last;
+    const u32 sequence = blockIdx.y;
+    const float* logits = a.logits + (u64)sequence * a.vocab;
+    pdl_wait();
+    pdl_trigger();
+    float value = -infinity();
+    u32 at = 0;
+    for (u32 i = blockIdx.x * blockDim.x + threadIdx.x; i < a.vocab; i += gridDim.x * blockDim.x)
+        keep_best(value, at, logits[i], i);
+    block_best(value, at);
+    const u64 own = (u64)sequence * gridDim.x;
+    if (threadIdx.x == 0) {
+        a.best[own + blockIdx.x] = value, a.best_at[own + blockIdx.x] = at;
+        last = atomic_add_acq_rel(a.arrived + sequence, 1) == gridDim.x - 1;
+    }
+    __syncthreads();
+    if (!last) return;
+    value = -infinity(), at = a.vocab;
+    for (u32 i = threadIdx.x; i < gridDim.x; i += blockDim.x)
+        keep_best(value, at, __ldcg(a.best + own + i), __ldcg(a.best_at + own + i));
+    block_best(value, at);
+    if (threadIdx.x == 0) {
+        a.arrived[sequence] = 0;
+        const u32 count = a.counts[sequence];
+        if (a.running[sequence] && count < a.most) {
+            const u32 token = min(at, a.vocab - 1);
+            a.tokens[sequence] = token, a.positions[sequence] += 1;
+            a.picked[(u64)sequence * a.most + count] = token, a.counts[sequence] = count + 1;
+            for (u32 i = 0; i < a.n_ends; i++)
+                if (token == a.ends[i]) a.running[sequence] = 0;
+        }
+    }
+}

@@ -1,0 +1,63 @@
+// Weights on the device: from rows that the host has sent, or hashed (random.cuh), as they are or packed for gemv.cu.
+//
+// CPU twin of the numbers: device::hashed. Compile-time shape: ELEMENT, 0 (f32), 1 (f16) or 2 (bf16). Launch: any.
+#include "element.cuh"
+#include "random.cuh"
+
+struct FillArguments {
+    Element* out; // (n,)
+    u64 n;
+    u32 tensor;
+    float amplitude;
+};
+
+extern "C" __global__ void fill(const FillArguments a) {
+    for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < a.n; i += (u64)gridDim.x * blockDim.x)
+        a.out[i] = to_element(hashed(a.tensor, i, a.amplitude));
+}
+
+struct FillWordsArguments {
+    u32* out; // (n,)
+    u64 n;
+    u32 tensor;
+};
+
+// The hashes themselves: codes of a product quantizer, four to a word.
+extern "C" __global__ void fill_words(const FillWordsArguments a) {
+    for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < a.n; i += (u64)gridDim.x * blockDim.x)
+        a.out[i] = mix((u32)i ^ mix(a.tensor));
+}
+
+struct PackArguments {
+    const float* rows; // [row][n_in], or null for hashed ones
+    Element* out;      // [tile][chunk][32 inputs][first or second row][pair][8 inputs][8]
+    u32 n_rows, n_in;
+    u32 order;    // of the rows: 0 as they are, 1 gate then up, 2 heads
+    u32 head_dim; // of order 2
+    u32 tensor;
+    float amplitude;
+};
+
+// The row that has place `half` (first or second) of a pair of a tile: `pair_rows` of gemv.cu.
+__device__ __forceinline__ u32 packed_row(const PackArguments& a, u32 tile, u32 pair, u32 half) {
+    if (a.order == 1) return 8 * tile + pair < a.n_rows / 2 ? 8 * tile + pair + half * (a.n_rows / 2) : a.n_rows;
+    const u32 tiles_of_head = a.head_dim / 16;
+    if (a.order == 2)
+        return tile / tiles_of_head * a.head_dim + tile % tiles_of_head * 8 + pair + half * (a.head_dim / 2);
+    return 16 * tile + pair + 8 * half;
+}
+
+// Rows and inputs beyond the last are zeros. Launch: a block a chunk of a tile, grid (chunks, tiles).
+extern "C" __global__ void pack(const PackArguments a) {
+    Element* out = a.out + ((u64)blockIdx.y * gridDim.x + blockIdx.x) * 1024;
+    for (u32 i = threadIdx.x; i < 1024; i += blockDim.x) {
+        const u32 row = packed_row(a, blockIdx.y, i / 32 % 8, i / 256 % 2);
+        const u32 input = blockIdx.x * 64 + i / 512 * 32 + i % 32;
+        float x = 0;
+        if (row < a.n_rows && input < a.n_in) {
+            const u64 at = (u64)row * a.n_in + input;
+            x = a.rows ? a.rows[at] : hashed(a.tensor, at, a.amplitude);
+        }
+        out[i] = to_element(x);
+    }
+}

@@ -1,0 +1,93 @@
+//! Memory of the device, owned here.
+
+use std::sync::Arc;
+
+use cudarc::driver::{CudaContext, result};
+use kv_gpu::DevicePtr;
+
+use super::{Gpu, driver};
+use crate::{Error, Result};
+
+/// Elements on the device, freed with their owner. Nothing tracks who uses them: all work on them is in the
+/// order of the streams of a [`Gpu`], which are waited for before a buffer is dropped.
+///
+/// N.B. cudarc's own slices record events for every use, which a captured stream cannot wait for.
+pub(crate) struct Buffer<T> {
+    pointer: DevicePtr<T>,
+    len: usize,
+    context: Arc<CudaContext>,
+}
+
+impl<T: Copy> Buffer<T> {
+    /// Zeros, or whatever bytes of zero mean.
+    pub fn zeros(gpu: &Gpu, len: usize) -> Result<Self> {
+        let bytes =
+            len.checked_mul(size_of::<T>()).ok_or_else(|| Error::argument("more memory than addresses"))?;
+        let context = gpu.device.context().clone();
+        context.bind_to_thread().map_err(|e| driver("use device on this thread", e))?;
+        // SAFETY: the context is current; a buffer has at least one byte, since the driver refuses none.
+        let address = unsafe { result::malloc_sync(bytes.max(1)) };
+        let address = address.map_err(|e| driver(&format!("allocate {bytes} bytes on the device"), e))?;
+        let pointer = DevicePtr::new(address).unwrap_or(DevicePtr::dangling());
+        let buffer = Self { pointer, len, context };
+        // SAFETY: the memory has just been allocated with that many bytes.
+        unsafe { result::memset_d8_async(address, 0, bytes, gpu.stream()) }
+            .map_err(|e| driver("clear memory", e))?;
+        Ok(buffer)
+    }
+
+    /// A copy of elements of the host.
+    pub fn of(gpu: &Gpu, data: &[T]) -> Result<Self> {
+        let buffer = Self::zeros(gpu, data.len())?;
+        buffer.write(gpu, data)?;
+        Ok(buffer)
+    }
+
+    pub const fn pointer(&self) -> DevicePtr<T> {
+        self.pointer
+    }
+
+    pub const fn len(&self) -> usize {
+        self.len
+    }
+
+    pub const fn bytes(&self) -> usize {
+        self.len * size_of::<T>()
+    }
+
+    /// Replaces the elements, in the order of the stream.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for another number of elements.
+    pub fn write(&self, gpu: &Gpu, data: &[T]) -> Result<()> {
+        if data.len() != self.len {
+            return Err(Error::Argument(format!("{} elements for a buffer of {}", data.len(), self.len)));
+        }
+        self.context.bind_to_thread().map_err(|e| driver("use device on this thread", e))?;
+        // SAFETY: as many elements as the buffer has; the driver has copied pageable memory when it returns.
+        unsafe { result::memcpy_htod_async(self.pointer.address(), data, gpu.stream()) }
+            .map_err(|e| driver("copy to the device", e))
+    }
+
+    /// The first elements, as many as `out` has, after all work on the stream.
+    pub fn read_into(&self, gpu: &Gpu, out: &mut [T]) -> Result<()> {
+        if out.len() > self.len {
+            return Err(Error::Argument(format!("{} elements of a buffer of {}", out.len(), self.len)));
+        }
+        self.context.bind_to_thread().map_err(|e| driver("use device on this thread", e))?;
+        // SAFETY: the buffer has as many elements; they are all plain numbers.
+        unsafe { result::memcpy_dtoh_async(out, self.pointer.address(), gpu.stream()) }
+            .map_err(|e| driver("copy to the host", e))?;
+        gpu.synchronize()
+    }
+}
+
+impl<T> Drop for Buffer<T> {
+    fn drop(&mut self) {
+        if self.context.bind_to_thread().is_ok() {
+            // SAFETY: allocated once and freed once; the driver waits for the work that uses it. A failure
+            // here has been reported by whatever caused it.
+            let _ = unsafe { result::free_sync(self.pointer.address()) };
+        }
+    }
+}

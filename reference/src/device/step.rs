@@ -1,0 +1,319 @@
+//! One step of a batch as one graph.
+
+mod launch;
+
+use std::sync::Arc;
+
+use cudarc::driver::CudaGraph;
+use kv_gpu::Kernel;
+
+use super::cache::{DeviceCache, Sequences};
+use super::gemv::{Gemv, GemvShape, Input, MOST_COLUMNS, Output};
+use super::memory::Buffer;
+use super::weights::Weights;
+use super::{Gpu, driver, programs};
+use crate::model::Rope;
+use crate::{Error, Result};
+
+/// Blocks a sequence that look for the most likely token.
+const PICK_BLOCKS: usize = 32;
+
+/// Runs steps of a batch of sequences over a cache: the model on the device, greedy, one graph a step.
+pub struct Decoder {
+    gpu: Arc<Gpu>,
+    weights: Arc<Weights>,
+    cache: Box<dyn DeviceCache>,
+    batch: usize,
+    products: Products,
+    begin: Kernel,
+    pick: Kernel,
+    sequences: Sequences,
+    activations: Activations,
+    cos: Buffer<f32>, // (capacity, head_dim / 2)
+    sin: Buffer<f32>,
+    picks: Picks,
+    graph: Option<CudaGraph>,
+    longest: usize, // position of the furthest token
+}
+
+/// The product kernels of a layer, and of the end.
+struct Products {
+    qkv: Gemv,
+    o: Gemv,
+    gate_up: Gemv,
+    down: Gemv,
+    output: Gemv,
+}
+
+/// What flows through a step. (batch, ...) each.
+struct Activations {
+    residual: Buffer<f32>, // hidden
+    scaled: Buffer<u16>,   // hidden: residual times the weights of the next norm
+    squares: Buffer<f32>,  // hidden / 16: sums of squares of the residual
+    queries: Buffer<u16>,  // n_heads, head_dim
+    attended: Buffer<u16>, // n_heads, head_dim
+    inner: Buffer<u16>,    // intermediate
+    logits: Buffer<f32>,   // vocab
+}
+
+/// The choice of tokens.
+struct Picks {
+    picked: Buffer<u32>, // (batch, capacity of the cache)
+    counts: Buffer<u32>, // (batch,)
+    ends: Buffer<u32>,
+    best: Buffer<f32>,    // (batch, PICK_BLOCKS)
+    best_at: Buffer<u32>, // (batch, PICK_BLOCKS)
+    arrived: Buffer<u32>, // (batch,)
+}
+
+/// A part of a step, for [`Decoder::time`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Part {
+    /// Products with weights, and what is fused with them: norms, RoPE and append, SwiGLU, residual sums.
+    Products,
+    /// Attention.
+    Attention,
+    /// Embedding and the choice of tokens.
+    Rest,
+}
+
+impl Decoder {
+    /// A decoder of a batch over an empty cache. Compiles what is not compiled yet.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for more than 32 sequences; [`Error::Device`].
+    pub fn new(
+        gpu: Arc<Gpu>,
+        weights: Arc<Weights>,
+        cache: Box<dyn DeviceCache>,
+        batch: usize,
+    ) -> Result<Self> {
+        let config = &weights.config;
+        if batch == 0 || batch > MOST_COLUMNS {
+            return Err(Error::Argument(format!("a batch of {batch}: the device takes 1 to {MOST_COLUMNS}")));
+        }
+        let (hidden, inner, q_dim) = (config.hidden_size, config.intermediate_size, config.q_dim());
+        let gemv = |n_in, input, output| {
+            let (element, head_dim) = (weights.element, config.head_dim);
+            let shape = GemvShape { n_in, columns: batch, element, head_dim, input, output };
+            Gemv::new(&gpu, shape, cache.background_shared_memory())
+        };
+        let products = Products {
+            qkv: gemv(hidden, Input::Residual, Output::Rope)?,
+            o: gemv(q_dim, Input::Elements, Output::Add)?,
+            gate_up: gemv(hidden, Input::Residual, Output::SwiGlu)?,
+            down: gemv(inner, Input::Elements, Output::Add)?,
+            output: gemv(hidden, Input::Residual, Output::Store)?,
+        };
+        let step = programs::step(weights.element);
+        let words = |n| Buffer::<u32>::zeros(&gpu, n);
+        let (floats, halves) = (|n| Buffer::<f32>::zeros(&gpu, n), |n| Buffer::<u16>::zeros(&gpu, n));
+        let rope = Rope::new(config, cache.capacity());
+        let (cos, sin) = rope.tables();
+        let decoder = Self {
+            products,
+            begin: gpu.device.kernel(&step, "begin", 0)?,
+            pick: gpu.device.kernel(&step, "pick", 0)?,
+            sequences: Sequences {
+                tokens: words(batch)?,
+                positions: words(batch)?,
+                running: words(batch)?,
+                slots: words(batch)?,
+                exact_lengths: words(batch)?,
+                coded_lengths: words(batch)?,
+            },
+            activations: Activations {
+                residual: floats(batch * hidden)?,
+                scaled: halves(batch * hidden)?,
+                squares: floats(batch * hidden.div_ceil(16))?,
+                queries: halves(batch * q_dim)?,
+                attended: halves(batch * q_dim)?,
+                inner: halves(batch * inner)?,
+                logits: floats(batch * config.vocab_size)?,
+            },
+            cos: Buffer::of(&gpu, cos)?,
+            sin: Buffer::of(&gpu, sin)?,
+            picks: Picks {
+                picked: words(batch * cache.capacity())?,
+                counts: words(batch)?,
+                ends: Buffer::of(&gpu, &config.eos_tokens)?,
+                best: floats(batch * PICK_BLOCKS)?,
+                best_at: words(batch * PICK_BLOCKS)?,
+                arrived: words(batch)?,
+            },
+            graph: None,
+            longest: 0,
+            batch,
+            gpu,
+            weights,
+            cache,
+        };
+        decoder.gpu.synchronize()?;
+        Ok(decoder)
+    }
+
+    /// Feeds prompts, one for each sequence, token by token, up to the last token; the next step feeds that
+    /// one. They end together: a shorter one waits for its turn.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for an empty prompt or tokens outside the vocabulary; what [`Self::step`] returns.
+    pub fn prefill(&mut self, prompts: &[Vec<u32>]) -> Result<()> {
+        if prompts.len() != self.batch || prompts.iter().any(Vec::is_empty) {
+            return Err(Error::Argument(format!(
+                "{} prompts for {} sequences, or an empty one",
+                prompts.len(),
+                self.batch
+            )));
+        }
+        self.place(&vec![0; self.batch])?;
+        let longest = prompts.iter().map(Vec::len).max().unwrap_or(0);
+        for step in 0..longest {
+            let at = |prompt: &Vec<u32>| (step + prompt.len()).checked_sub(longest);
+            let tokens = prompts.iter().map(|prompt| prompt[at(prompt).unwrap_or(0)]);
+            self.feed(&tokens.collect::<Vec<_>>())?;
+            let running = prompts.iter().map(|prompt| u32::from(at(prompt).is_some()));
+            self.sequences.running.write(&self.gpu, &running.collect::<Vec<_>>())?;
+            if step + 1 < longest {
+                self.step()?;
+            }
+        }
+        self.picks.counts.write(&self.gpu, &vec![0; self.batch])
+    }
+
+    /// Fills the cache with hashed rows as if every sequence had `tokens` tokens, and feeds token 1 next.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for more tokens than the cache holds; [`Error::Device`].
+    pub fn fill_random(&mut self, tokens: usize) -> Result<()> {
+        if tokens >= self.cache.capacity() {
+            return Err(Error::Argument(format!(
+                "{tokens} tokens leave a cache of {} no room",
+                self.cache.capacity()
+            )));
+        }
+        self.cache.fill_random(&self.gpu, tokens)?;
+        self.place(&vec![tokens as u32; self.batch])?;
+        self.feed(&vec![1; self.batch])
+    }
+
+    /// Puts every sequence to a position.
+    fn place(&mut self, positions: &[u32]) -> Result<()> {
+        self.longest = positions.iter().copied().max().unwrap_or(0) as usize;
+        self.sequences.positions.write(&self.gpu, positions)?;
+        self.sequences.running.write(&self.gpu, &vec![1; self.batch])?;
+        self.picks.counts.write(&self.gpu, &vec![0; self.batch])
+    }
+
+    /// Replaces the tokens that the next step feeds; sequences that had ended go on.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for another number of tokens than sequences, or tokens outside the vocabulary;
+    /// [`Error::Device`].
+    pub fn feed(&mut self, tokens: &[u32]) -> Result<()> {
+        let vocab = self.weights.config.vocab_size;
+        if let Some(token) = tokens.iter().find(|&&token| token as usize >= vocab) {
+            return Err(Error::Argument(format!("token {token} is outside the vocabulary of {vocab}")));
+        }
+        self.sequences.tokens.write(&self.gpu, tokens)?;
+        self.sequences.running.write(&self.gpu, &vec![1; self.batch])
+    }
+
+    /// Runs a step of the whole batch: a launch of its graph, which is captured the first time. Waits for
+    /// nothing.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] when the cache is full; [`Error::Device`].
+    pub fn step(&mut self) -> Result<()> {
+        self.prepare()?;
+        let graph = match self.graph.take() {
+            Some(graph) => graph,
+            None => self.gpu.capture(|| self.launch(&[Part::Products, Part::Attention, Part::Rest]))?,
+        };
+        let launched = graph.launch().map_err(|e| driver("launch a step", e));
+        self.graph = Some(graph);
+        launched
+    }
+
+    /// As [`Self::step`], launch by launch.
+    ///
+    /// # Errors
+    /// As [`Self::step`].
+    pub fn step_eagerly(&mut self) -> Result<()> {
+        self.prepare()?;
+        self.launch(&[Part::Products, Part::Attention, Part::Rest])
+    }
+
+    fn prepare(&mut self) -> Result<()> {
+        if self.longest >= self.cache.capacity() {
+            return Err(Error::Argument(format!("the cache of {} tokens is full", self.cache.capacity())));
+        }
+        self.longest += 1;
+        self.cache.before_step(&self.gpu, &self.sequences)
+    }
+
+    /// Logits (batch, vocab_size) of the last step, after waiting for it.
+    ///
+    /// # Errors
+    /// [`Error::Device`].
+    pub fn logits(&self) -> Result<Vec<f32>> {
+        let mut logits = vec![0.0; self.activations.logits.len()];
+        self.activations.logits.read_into(&self.gpu, &mut logits)?;
+        Ok(logits)
+    }
+
+    /// The tokens that every sequence has picked since its prompt, after waiting for the last step.
+    ///
+    /// # Errors
+    /// [`Error::Device`].
+    pub fn picked(&self) -> Result<Vec<Vec<u32>>> {
+        let (mut counts, mut picked) = (vec![0; self.batch], vec![0; self.picks.picked.len()]);
+        self.picks.counts.read_into(&self.gpu, &mut counts)?;
+        self.picks.picked.read_into(&self.gpu, &mut picked)?;
+        let logs = picked.chunks_exact(self.cache.capacity()).zip(counts);
+        Ok(logs.map(|(log, count)| log[..count as usize].to_vec()).collect())
+    }
+
+    /// The cache.
+    #[must_use]
+    pub fn cache(&self) -> &dyn DeviceCache {
+        self.cache.as_ref()
+    }
+
+    /// Milliseconds of each of `rounds` steps, on the device's clock.
+    ///
+    /// # Errors
+    /// What [`Self::step`] returns.
+    pub fn time(&mut self, rounds: usize) -> Result<Vec<f32>> {
+        (0..rounds).map(|_| self.timed(Self::step)).collect()
+    }
+
+    /// Milliseconds of parts of a step: a graph that has only their launches, the median of `rounds`. The
+    /// tokens, lengths and rows of the next step are left as they are.
+    ///
+    /// # Errors
+    /// [`Error::Device`].
+    pub fn time_part(&mut self, part: Part, rounds: usize) -> Result<f32> {
+        let graph = self.gpu.capture(|| self.launch(&[part]))?;
+        let launch = |_: &mut Self| graph.launch().map_err(|e| driver("launch a part", e));
+        let mut times = (0..rounds.max(1)).map(|_| self.timed(launch)).collect::<Result<Vec<f32>>>()?;
+        times.sort_by(f32::total_cmp);
+        Ok(times[times.len() / 2])
+    }
+
+    fn timed(&mut self, run: impl FnOnce(&mut Self) -> Result<()>) -> Result<f32> {
+        use cudarc::driver::sys::CUevent_flags::CU_EVENT_DEFAULT;
+        let stream = self.gpu.stream.clone();
+        let event = || stream.record_event(Some(CU_EVENT_DEFAULT)).map_err(|e| driver("record an event", e));
+        let start = event()?;
+        run(self)?;
+        let end = event()?;
+        start.elapsed_ms(&end).map_err(|e| driver("time a step", e))
+    }
+}
+
+impl Drop for Decoder {
+    fn drop(&mut self) {
+        // Buffers are freed next; an error of the device has been reported by the step that caused it.
+        let _ = self.gpu.synchronize();
+    }
+}

@@ -1,0 +1,182 @@
+//! The launches of a step.
+
+use kv_gpu::{DevicePtr, Grid};
+
+use super::super::cache::Rows;
+use super::super::gemv::{Gemv, GemvArguments};
+use super::super::memory::Buffer;
+use super::super::weights::Packed;
+use super::{Activations, Decoder, PICK_BLOCKS, Part};
+use crate::Result;
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct BeginArguments {
+    embedding: DevicePtr<u16>,
+    tokens: DevicePtr<u32>,
+    positions: DevicePtr<u32>,
+    norm: DevicePtr<f32>,
+    residual: DevicePtr<f32>,
+    scaled: DevicePtr<u16>,
+    squares: DevicePtr<f32>,
+    slots: DevicePtr<u32>,
+    exact_lengths: DevicePtr<u32>,
+    coded_lengths: DevicePtr<u32>,
+    hidden: u32,
+    sinks: u32,
+    ring: u32,
+}
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct PickArguments {
+    logits: DevicePtr<f32>,
+    tokens: DevicePtr<u32>,
+    positions: DevicePtr<u32>,
+    running: DevicePtr<u32>,
+    picked: DevicePtr<u32>,
+    counts: DevicePtr<u32>,
+    ends: DevicePtr<u32>,
+    best: DevicePtr<f32>,
+    best_at: DevicePtr<u32>,
+    arrived: DevicePtr<u32>,
+    vocab: u32,
+    n_ends: u32,
+    most: u32,
+}
+
+const _: () = assert!(size_of::<BeginArguments>() == 96 && size_of::<PickArguments>() == 96);
+
+impl Decoder {
+    /// Launches the parts of a step.
+    pub(super) fn launch(&self, parts: &[Part]) -> Result<()> {
+        let has = |part| parts.contains(&part);
+        let config = &self.weights.config;
+        if has(Part::Rest) {
+            self.launch_begin()?;
+        }
+        let layers = &self.weights.layers;
+        for (l, layer) in layers.iter().enumerate() {
+            if has(Part::Products) {
+                self.launch_qkv(l, &layer.qkv)?;
+            }
+            if has(Part::Attention) {
+                let Activations { queries, attended, .. } = &self.activations;
+                let (queries, out) = (queries.pointer().cast(), attended.pointer().cast());
+                self.cache.attend(&self.gpu, l, &self.sequences, queries, out)?;
+            }
+            if has(Part::Products) {
+                let next = layers.get(l + 1).map_or(&self.weights.norm, |next| &next.attention_norm);
+                let Activations { attended, inner, .. } = &self.activations;
+                self.launch_add(&self.products.o, &layer.o, attended, &layer.feed_forward_norm)?;
+                self.launch_normed(&self.products.gate_up, &layer.gate_up, |a| {
+                    a.out = Some(inner.pointer())
+                })?;
+                self.launch_add(&self.products.down, &layer.down, inner, next)?;
+            }
+        }
+        if has(Part::Products) {
+            let logits = self.activations.logits.pointer();
+            self.launch_normed(&self.products.output, &self.weights.output, |a| a.residual = Some(logits))?;
+        }
+        if has(Part::Rest) { self.launch_pick(config.vocab_size, config.eos_tokens.len()) } else { Ok(()) }
+    }
+
+    fn launch_begin(&self) -> Result<()> {
+        let (sequences, activations) = (&self.sequences, &self.activations);
+        let first = self.weights.layers.first().map_or(&self.weights.norm, |layer| &layer.attention_norm);
+        let arguments = BeginArguments {
+            embedding: self.weights.embedding.pointer(),
+            tokens: sequences.tokens.pointer(),
+            positions: sequences.positions.pointer(),
+            norm: first.pointer(),
+            residual: activations.residual.pointer(),
+            scaled: activations.scaled.pointer(),
+            squares: activations.squares.pointer(),
+            slots: sequences.slots.pointer(),
+            exact_lengths: sequences.exact_lengths.pointer(),
+            coded_lengths: sequences.coded_lengths.pointer(),
+            hidden: self.weights.config.hidden_size as u32,
+            sinks: self.cache.sinks() as u32,
+            ring: self.cache.ring() as u32,
+        };
+        // SAFETY: the structure is the kernel's argument; buffers have the lengths of `new`; tokens are those
+        // that `feed` was given, which are in the vocabulary, or picked ones.
+        unsafe {
+            self.begin.launch(self.gpu.stream(), Grid::new([self.batch, 1, 1])?, 256, false, &arguments)
+        }?;
+        Ok(())
+    }
+
+    fn launch_qkv(&self, l: usize, matrix: &Packed) -> Result<()> {
+        let config = &self.weights.config;
+        let Rows { keys, values, capacity } = self.cache.rows(l);
+        let queries = self.activations.queries.pointer();
+        self.launch_normed(&self.products.qkv, matrix, |a| {
+            a.out = Some(queries);
+            (a.keys, a.values) = (Some(keys), Some(values));
+            (a.cos, a.sin) = (Some(self.cos.pointer()), Some(self.sin.pointer()));
+            a.positions = Some(self.sequences.positions.pointer());
+            a.slots = Some(self.sequences.slots.pointer());
+            (a.query_heads, a.heads) = (config.n_heads as u32, config.n_kv_heads as u32);
+            a.capacity = capacity as u32;
+        })
+    }
+
+    /// A product of the normalized residual stream.
+    fn launch_normed(
+        &self,
+        gemv: &Gemv,
+        matrix: &Packed,
+        complete: impl FnOnce(&mut GemvArguments),
+    ) -> Result<()> {
+        let Activations { scaled, squares, .. } = &self.activations;
+        let mut arguments = GemvArguments::of(matrix, scaled.pointer(), self.batch);
+        arguments.squares = Some(squares.pointer());
+        arguments.eps = self.weights.config.rms_norm_eps;
+        complete(&mut arguments);
+        // SAFETY: `complete` adds what the output uses; all buffers have the lengths of `new`, and positions
+        // and slots are below the capacities of tables and rows.
+        unsafe { gemv.launch(&self.gpu, &arguments) }
+    }
+
+    /// Adds a product to the residual stream, which norm `next` follows.
+    fn launch_add(
+        &self,
+        gemv: &Gemv,
+        matrix: &Packed,
+        input: &Buffer<u16>,
+        next: &Buffer<f32>,
+    ) -> Result<()> {
+        let Activations { residual, scaled, squares, .. } = &self.activations;
+        let mut arguments = GemvArguments::of(matrix, input.pointer(), self.batch);
+        arguments.residual = Some(residual.pointer());
+        arguments.norm = Some(next.pointer());
+        arguments.out = Some(scaled.pointer());
+        arguments.squares_out = Some(squares.pointer());
+        // SAFETY: all buffers have the lengths of `new`.
+        unsafe { gemv.launch(&self.gpu, &arguments) }
+    }
+
+    fn launch_pick(&self, vocab: usize, n_ends: usize) -> Result<()> {
+        let (sequences, picks) = (&self.sequences, &self.picks);
+        let arguments = PickArguments {
+            logits: self.activations.logits.pointer(),
+            tokens: sequences.tokens.pointer(),
+            positions: sequences.positions.pointer(),
+            running: sequences.running.pointer(),
+            picked: picks.picked.pointer(),
+            counts: picks.counts.pointer(),
+            ends: picks.ends.pointer(),
+            best: picks.best.pointer(),
+            best_at: picks.best_at.pointer(),
+            arrived: picks.arrived.pointer(),
+            vocab: vocab as u32,
+            n_ends: n_ends as u32,
+            most: self.cache.capacity() as u32,
+        };
+        let grid = Grid::new([PICK_BLOCKS, self.batch, 1])?;
+        // SAFETY: the structure is the kernel's argument; buffers have the lengths of `new`.
+        Ok(unsafe { self.pick.launch(self.gpu.stream(), grid, 256, true, &arguments) }?)
+    }
+}

@@ -1,0 +1,333 @@
+//! The weights of a model on the device, packed for the products of a decode step.
+
+use kv_gpu::{DevicePtr, Element, Grid, Kernel};
+
+use super::memory::Buffer;
+use super::{Gpu, programs};
+use crate::model::{Config, LayerAttention, Linear, Model, RopeScaling};
+use crate::{Error, Result};
+
+/// Models that are shapes only; their weights are hashes of their index, which nobody has to store.
+pub const RANDOM_MODELS: [&str; 3] = ["llama-2-7b", "llama-3.1-8b", "llama-3.1-70b/8"];
+
+/// Amplitude of hashed weights: a standard deviation of 0.02.
+const AMPLITUDE: f32 = 0.034_641_016;
+
+/// Element `i` of hashed tensor `tensor`, before it is rounded: `hashed` of `kernels/random.cuh`.
+///
+/// Tensor 0 is the embedding, 1 the output projection; layer `l` has 2 + 4 l (rows of q, k and v), 3 + 4 l
+/// (o), 4 + 4 l (gate and up) and 5 + 4 l (down). Elements are counted row by row. Norms are ones.
+#[must_use]
+pub fn hashed(tensor: u32, i: u64, amplitude: f32) -> f32 {
+    let mix = |mut x: u32| {
+        x = (x ^ x >> 16).wrapping_mul(0x7feb_352d);
+        x = (x ^ x >> 15).wrapping_mul(0x846c_a68b);
+        x ^ x >> 16
+    };
+    ((mix(i as u32 ^ mix(tensor)) >> 8) as f32 * (-23.0_f32).exp2() - 1.0) * amplitude
+}
+
+/// How the rows of a matrix are paired: `order` of `kernels/weights.cu`.
+#[derive(Clone, Copy)]
+enum Order {
+    Rows = 0,
+    GateUp = 1,
+    Heads = 2,
+}
+
+/// A matrix (rows, n_in) in the order in which `kernels/gemv.cu` reads it.
+pub(crate) struct Packed {
+    pub weight: Buffer<u16>,
+    pub bias: Option<Buffer<f32>>, // (rows,)
+    pub rows: usize,
+}
+
+impl Packed {
+    fn bytes(&self) -> usize {
+        self.weight.bytes()
+    }
+}
+
+pub(crate) struct LayerWeights {
+    pub attention_norm: Buffer<f32>,
+    pub qkv: Packed,
+    pub o: Packed,
+    pub feed_forward_norm: Buffer<f32>,
+    pub gate_up: Packed,
+    pub down: Packed,
+}
+
+/// A model on the device, in 16 bits.
+pub struct Weights {
+    /// Its shape.
+    pub config: Config,
+    /// Type of the weights and of what flows between them.
+    pub element: Element,
+    pub(crate) embedding: Buffer<u16>, // (vocab_size, hidden_size)
+    pub(crate) layers: Vec<LayerWeights>,
+    pub(crate) norm: Buffer<f32>,
+    pub(crate) output: Packed,
+}
+
+/// Where the numbers of a matrix come from.
+enum Source<'a> {
+    Parts(&'a [&'a [f32]]),
+    Hashed(u32),
+}
+
+/// The kernels that fill and pack.
+struct Packer<'a> {
+    gpu: &'a Gpu,
+    element: Element,
+    fill: Kernel,
+    pack: Kernel,
+    head_dim: usize,
+}
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct FillArguments {
+    out: DevicePtr<u16>,
+    n: u64,
+    tensor: u32,
+    amplitude: f32,
+}
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct PackArguments {
+    rows: Option<DevicePtr<f32>>,
+    out: DevicePtr<u16>,
+    n_rows: u32,
+    n_in: u32,
+    order: u32,
+    head_dim: u32,
+    tensor: u32,
+    amplitude: f32,
+}
+
+const _: () = assert!(size_of::<FillArguments>() == 24 && size_of::<PackArguments>() == 40);
+
+impl<'a> Packer<'a> {
+    fn new(gpu: &'a Gpu, element: Element, head_dim: usize) -> Result<Self> {
+        let program = programs::weights(element as usize);
+        let kernel = |name| gpu.device.kernel(&program, name, 0);
+        Ok(Self { gpu, element, fill: kernel("fill")?, pack: kernel("pack")?, head_dim })
+    }
+
+    fn pack(&self, source: &Source<'_>, order: Order, rows: usize, n_in: usize) -> Result<Packed> {
+        let (tiles, chunks) = (rows.div_ceil(16), n_in.div_ceil(64));
+        let weight = Buffer::zeros(self.gpu, tiles * chunks * 1024)?;
+        let (given, tensor) = match source {
+            Source::Parts(parts) => (Some(Buffer::of(self.gpu, &parts.concat())?), 0),
+            Source::Hashed(tensor) => (None, *tensor),
+        };
+        let arguments = PackArguments {
+            rows: given.as_ref().map(Buffer::pointer),
+            out: weight.pointer(),
+            n_rows: rows as u32,
+            n_in: n_in as u32,
+            order: order as u32,
+            head_dim: self.head_dim as u32,
+            tensor,
+            amplitude: AMPLITUDE,
+        };
+        // SAFETY: the kernel writes tiles * chunks * 1024 elements, which `weight` has, and reads rows *
+        // n_in, which the parts have together.
+        unsafe {
+            self.pack.launch(self.gpu.stream(), Grid::new([chunks, tiles, 1])?, 256, false, &arguments)
+        }?;
+        self.gpu.synchronize()?; // before the rows are dropped
+        Ok(Packed { weight, bias: None, rows })
+    }
+
+    /// Linear layers on top of each other, as one.
+    fn linears(&self, linears: &[&Linear], order: Order) -> Result<Packed> {
+        let parts: Vec<&[f32]> = linears.iter().map(|linear| linear.weight.as_slice()).collect();
+        let rows = linears.iter().map(|linear| linear.n_out).sum();
+        let packed = self.pack(&Source::Parts(&parts), order, rows, linears[0].n_in)?;
+        let biases = linears.iter().any(|linear| linear.bias.is_some()).then(|| {
+            let bias = |linear: &&Linear| linear.bias.clone().unwrap_or_else(|| vec![0.0; linear.n_out]);
+            linears.iter().flat_map(bias).collect::<Vec<f32>>()
+        });
+        let bias = biases.map(|bias| Buffer::of(self.gpu, &bias)).transpose()?;
+        Ok(Packed { bias, ..packed })
+    }
+
+    fn hashed_table(&self, tensor: u32, len: usize) -> Result<Buffer<u16>> {
+        let table = Buffer::zeros(self.gpu, len)?;
+        let arguments = FillArguments { out: table.pointer(), n: len as u64, tensor, amplitude: AMPLITUDE };
+        // SAFETY: the kernel writes `len` elements.
+        unsafe { self.fill.launch(self.gpu.stream(), Grid::new([1024, 1, 1])?, 256, false, &arguments) }?;
+        Ok(table)
+    }
+
+    fn table(&self, rows: &[f32]) -> Result<Buffer<u16>> {
+        let bits = rows.iter().map(|&x| match self.element {
+            Element::F16 => half::f16::from_f32(x).to_bits(),
+            Element::Bf16 => half::bf16::from_f32(x).to_bits(),
+        });
+        let table = Buffer::of(self.gpu, &bits.collect::<Vec<u16>>())?;
+        self.gpu.synchronize()?;
+        Ok(table)
+    }
+}
+
+impl Weights {
+    /// Copies a model to the device. Biases of the feed-forward block and of attention come along.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for heads that no device cache takes; [`Error::Device`].
+    pub fn of(gpu: &Gpu, model: &Model, element: Element) -> Result<Self> {
+        let config = checked(model.config.clone())?;
+        let packer = Packer::new(gpu, element, config.head_dim)?;
+        let layers = model.layers.iter().map(|layer| {
+            let (attention, feed_forward) = (&layer.attention, &layer.feed_forward);
+            Ok(LayerWeights {
+                attention_norm: Buffer::of(gpu, &attention.norm)?,
+                qkv: packer.linears(&[&attention.q, &attention.k, &attention.v], Order::Heads)?,
+                o: packer.linears(&[&attention.o], Order::Rows)?,
+                feed_forward_norm: Buffer::of(gpu, &feed_forward.norm)?,
+                gate_up: packer.linears(&[&feed_forward.gate, &feed_forward.up], Order::GateUp)?,
+                down: packer.linears(&[&feed_forward.down], Order::Rows)?,
+            })
+        });
+        let layers = layers.collect::<Result<_>>()?;
+        let output = Source::Parts(&[&model.output]);
+        Ok(Self {
+            element,
+            embedding: packer.table(&model.embedding)?,
+            layers,
+            norm: Buffer::of(gpu, &model.norm)?,
+            output: packer.pack(&output, Order::Rows, config.vocab_size, config.hidden_size)?,
+            config,
+        })
+    }
+
+    /// A model of one of [`RANDOM_MODELS`], whose weights are [`hashed`]. `llama-3.1-70b/8` is one of eight
+    /// shards of tensor parallelism, without their communication.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for another name; [`Error::Device`].
+    pub fn random(gpu: &Gpu, name: &str, element: Element) -> Result<Self> {
+        let config = checked(random_config(name)?)?;
+        let packer = Packer::new(gpu, element, config.head_dim)?;
+        let (hidden, inner, vocab) = (config.hidden_size, config.intermediate_size, config.vocab_size);
+        let pack = |tensor, order, rows, n_in| packer.pack(&Source::Hashed(tensor), order, rows, n_in);
+        let ones = || Buffer::of(gpu, &vec![1.0; hidden]);
+        let layers = (0..config.n_layers as u32).map(|l| {
+            Ok(LayerWeights {
+                attention_norm: ones()?,
+                qkv: pack(2 + 4 * l, Order::Heads, config.q_dim() + 2 * config.kv_dim(), hidden)?,
+                o: pack(3 + 4 * l, Order::Rows, hidden, config.q_dim())?,
+                feed_forward_norm: ones()?,
+                gate_up: pack(4 + 4 * l, Order::GateUp, 2 * inner, hidden)?,
+                down: pack(5 + 4 * l, Order::Rows, hidden, inner)?,
+            })
+        });
+        let layers = layers.collect::<Result<_>>()?;
+        Ok(Self {
+            element,
+            embedding: packer.hashed_table(0, vocab * hidden)?,
+            layers,
+            norm: ones()?,
+            output: pack(1, Order::Rows, vocab, hidden)?,
+            config,
+        })
+    }
+
+    /// Bytes that a step reads: all matrices but the embedding.
+    #[must_use]
+    pub fn step_bytes(&self) -> usize {
+        let layer =
+            |layer: &LayerWeights| [&layer.qkv, &layer.o, &layer.gate_up, &layer.down].map(Packed::bytes);
+        self.layers.iter().flat_map(layer).sum::<usize>() + self.output.bytes()
+    }
+}
+
+/// Refuses shapes that the kernels do not take.
+fn checked(config: Config) -> Result<Config> {
+    let config = config.validated().map_err(Error::Argument)?;
+    let sizes = [config.hidden_size, config.intermediate_size, config.q_dim()];
+    if !matches!(config.head_dim, 64 | 128) || config.gqa_group() > 16 || sizes.iter().any(|n| n % 8 != 0) {
+        return Err(Error::Argument(format!(
+            "heads of {} components in groups of {}, and {sizes:?} inputs: the device takes heads of 64 or 128 in \
+             groups of at most 16, and multiples of 8 (--device cpu takes all)",
+            config.head_dim,
+            config.gqa_group()
+        )));
+    }
+    if config.qk_norm || config.attention.iter().any(|layer| *layer != LayerAttention::FULL) {
+        return Err(Error::Argument(format!(
+            "{} normalizes queries and keys, or has layers with a window or without RoPE: the device has neither \
+             (--device cpu takes all)",
+            config.family
+        )));
+    }
+    Ok(config)
+}
+
+fn random_config(name: &str) -> Result<Config> {
+    let llama3 = RopeScaling::Llama3 {
+        factor: 8.0,
+        low_freq_factor: 1.0,
+        high_freq_factor: 4.0,
+        original_max_seq_len: 8192.0,
+    };
+    // hidden, intermediate, layers, heads, key/value heads, vocabulary
+    let (sizes, rope_theta, rope_scaling) = match name {
+        "llama-2-7b" => ([4096, 11008, 32, 32, 32, 32000], 10_000.0, RopeScaling::None),
+        "llama-3.1-8b" => ([4096, 14336, 32, 32, 8, 128_256], 500_000.0, llama3),
+        "llama-3.1-70b/8" => ([8192, 3584, 80, 8, 1, 16032], 500_000.0, llama3),
+        _ => {
+            return Err(Error::Argument(format!(
+                "no random model `{name}`, only {}",
+                RANDOM_MODELS.join(", ")
+            )));
+        }
+    };
+    let [hidden_size, intermediate_size, n_layers, n_heads, n_kv_heads, vocab_size] = sizes;
+    Ok(Config {
+        family: "llama",
+        vocab_size,
+        hidden_size,
+        intermediate_size,
+        n_layers,
+        n_heads,
+        n_kv_heads,
+        head_dim: 128,
+        max_seq_len: 1 << 21,
+        rms_norm_eps: 1e-5,
+        rope_theta,
+        rope_scaling,
+        attention_bias: false,
+        output_bias: false,
+        mlp_bias: false,
+        tie_word_embeddings: false,
+        qk_norm: false,
+        attention: vec![LayerAttention::FULL; n_layers],
+        eos_tokens: vec![],
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn hashes_are_those_of_the_description() {
+        // By Python's integers from the description in `random.cuh`.
+        for (tensor, i, expected) in [
+            (0, 0, -1.0),
+            (0, 1, -0.1833019256591797),
+            (5, 12345, 0.4474053382873535),
+            (65536, 4294967303, -0.20163989067077637),
+        ] {
+            assert_eq!(
+                hashed(tensor, i, 1.0).to_bits(),
+                f32::to_bits(expected),
+                "tensor {tensor}, element {i}"
+            );
+        }
+    }
+}

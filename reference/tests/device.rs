@@ -1,0 +1,195 @@
+//! The model on a GPU computes what the model on the CPU does. Without a GPU these tests are skipped, which
+//! `GPU_TESTS=require` turns into a failure; the kernels compile wherever NVRTC is installed.
+
+#![cfg(feature = "cuda")]
+#![allow(clippy::unwrap_used, clippy::panic)]
+
+#[path = "support/kv.rs"]
+mod kv;
+
+use std::io::Write;
+use std::path::Path;
+use std::sync::Arc;
+
+use kv_gpu::{Element, compile};
+use kv_reference::Profile;
+use kv_reference::compare::calibrated;
+use kv_reference::device::{Decoder, Gpu, Weights, method_cache, programs};
+use kv_reference::eval::{Divergence, score_text};
+use kv_reference::forward::{self, logits, prefill};
+use kv_reference::method::{Method, Prepared};
+use kv_reference::model::{Model, Rope};
+
+/// Says that a test did not run.
+fn skip(what: &str, error: &dyn std::fmt::Display) {
+    assert!(std::env::var("GPU_TESTS").as_deref() != Ok("require"), "{what}: {error}");
+    // Not println!, which the test harness would swallow.
+    let _ = writeln!(std::io::stderr(), "SKIPPED {what}: {error}");
+}
+
+fn gpu(test: &str) -> Option<Arc<Gpu>> {
+    Gpu::open(0).map(Arc::new).map_err(|error| skip(test, &error)).ok()
+}
+
+/// The shipped model and the tokens of the shipped text.
+fn model() -> (Arc<Model>, Vec<u32>) {
+    let assets = std::env::var("KV_ASSETS").unwrap_or(concat!(env!("CARGO_MANIFEST_DIR"), "/assets").into());
+    let model = Model::load(&Path::new(&assets).join("tiny-llama-12m")).unwrap();
+    let text = std::fs::read_to_string(Path::new(&assets).join("sotu-heldout.txt")).unwrap();
+    let tokens = model.tokenizer().unwrap().encode(&text).unwrap();
+    (Arc::new(model), tokens)
+}
+
+fn decoder(
+    gpu: &Arc<Gpu>,
+    model: &Model,
+    method: &str,
+    profile: &Profile,
+    batch: usize,
+    capacity: usize,
+) -> Decoder {
+    let method: Method = method.parse().unwrap();
+    let element = method.device_element().unwrap();
+    let cache = method_cache(gpu, &method, &model.config, element, Some(profile), batch, capacity).unwrap();
+    let weights = Arc::new(Weights::of(gpu, model, element).unwrap());
+    Decoder::new(gpu.clone(), weights, cache, batch).unwrap()
+}
+
+/// Logits of every position of one sequence that is fed token by token.
+fn teacher_forced(decoder: &mut Decoder, tokens: &[u32]) -> Vec<Vec<f32>> {
+    let step = |&token| {
+        decoder.feed(&[token]).unwrap();
+        decoder.step().unwrap();
+        decoder.logits().unwrap()
+    };
+    tokens.iter().map(step).collect()
+}
+
+fn cosine(a: &[f32], b: &[f32]) -> f64 {
+    let dot = |a: &[f32], b: &[f32]| a.iter().zip(b).map(|(&a, &b)| f64::from(a) * f64::from(b)).sum::<f64>();
+    dot(a, b) / (dot(a, a) * dot(b, b)).sqrt()
+}
+
+#[test]
+fn kernels_compile_and_keep_their_registers() {
+    for (architecture, shared_memory) in [("sm_80", 163 << 10), ("sm_90", 227 << 10)] {
+        for program in programs(shared_memory) {
+            match compile(&program, architecture) {
+                Ok(image) => assert_eq!(image.spilled_bytes(), 0, "{program} for {architecture}"),
+                Err(error @ kv_gpu::Error::NoNvrtc) => return skip("compilation", &error),
+                Err(error) => panic!("{error}"),
+            }
+        }
+    }
+}
+
+#[test]
+fn wrong_devices_are_refused() {
+    let generate = |device| ["generate", "We", "--tokens", "1", "--device", device];
+    kv::refused("no device", &generate("gpu"), "is none of auto, cpu, cuda, cuda:N");
+    kv::refused("no number", &generate("cuda:x"), "is none of auto, cpu, cuda, cuda:N");
+    kv::refused("no such device", &generate("cuda:99"), "device: ");
+    kv::refused("no such shape", &["speed", "--random", "llama"], "no random model `llama`");
+}
+
+#[test]
+fn dense_logits_are_those_of_the_cpu() {
+    let Some(gpu) = gpu("dense logits") else { return };
+    let (model, tokens) = model();
+    let tokens = &tokens[..400];
+    let rope = Rope::new(&model.config, tokens.len());
+    let hidden = prefill(&model, &rope, tokens, &mut |_, _| Ok(())).unwrap();
+    let expected = logits(&model, &hidden);
+    for method in ["dense:dtype=f16", "dense:dtype=bf16"] {
+        let mut decoder = decoder(&gpu, &model, method, &Profile::default(), 1, tokens.len());
+        let (mut divergence, mut worst) = (Divergence::default(), 1.0_f64);
+        let rows = teacher_forced(&mut decoder, tokens);
+        for (row, expected) in rows.iter().zip(expected.chunks_exact(model.config.vocab_size)) {
+            worst = worst.min(cosine(row, expected));
+            divergence.add(row, expected, 0);
+        }
+        let (top1, kl) = (divergence.top1(), divergence.kl());
+        println!("{method}: cosine {worst:.6}, top-1 {top1:.4}, KL {kl:.2e}");
+        assert!(worst >= 0.999 && top1 >= 0.98, "{method}: cosine {worst}, top-1 {top1}, KL {kl}");
+    }
+}
+
+#[test]
+fn million_diverges_as_on_the_cpu() {
+    let Some(gpu) = gpu("million") else { return };
+    let (model, tokens) = model();
+    let (calibration, rest) = tokens.split_at(2048);
+    let run = &rest[..600];
+    let rope = Arc::new(Rope::new(&model.config, 2048));
+    for spec in ["million:exact=bf16", "million:k=8/4:v=8/4", "million:window=32:sinks=2"] {
+        let method: Method = spec.parse().unwrap();
+        let profile = calibrated(&model, &rope, calibration, std::slice::from_ref(&method)).unwrap();
+        let on_cpu = |method: &Method, reference: Option<&[Vec<f32>]>| {
+            let Prepared { model, mut cache } = method.prepare(&model, &rope, &profile).unwrap();
+            let mut decoder = forward::Decoder::new(model, rope.clone());
+            score_text(&mut decoder, cache.as_mut(), run, reference).unwrap()
+        };
+        let dense = on_cpu(&"dense".parse().unwrap(), None).logits;
+        let expected = on_cpu(&method, Some(&dense)).divergence.kl();
+        let mut decoder = decoder(&gpu, &model, spec, &profile, 1, run.len());
+        let mut divergence = Divergence::default();
+        for ((row, dense), next) in teacher_forced(&mut decoder, run).iter().zip(&dense).zip(&run[1..]) {
+            divergence.add(row, dense, *next);
+        }
+        let kl = divergence.kl();
+        println!("{spec}: KL {kl:.3e}, on the CPU {expected:.3e}");
+        assert!((kl - expected).abs() <= (0.1 * expected).max(2e-4), "{spec}: {kl} and {expected}");
+    }
+}
+
+#[test]
+fn a_batch_of_different_lengths_generates_what_each_sequence_does() {
+    let Some(gpu) = gpu("batches") else { return };
+    let (model, tokens) = model();
+    let rope = Rope::new(&model.config, 2048);
+    let million = "million:exact=bf16";
+    let profile = calibrated(&model, &rope, &tokens[..2048], &[million.parse().unwrap()]).unwrap();
+    let prompts: Vec<Vec<u32>> =
+        [(3000, 7), (4000, 200), (5000, 91), (100, 1)].map(|(at, len)| tokens[at..][..len].to_vec()).to_vec();
+    let generate = |method: &str, prompts: &[Vec<u32>], eager: bool| {
+        let mut decoder = decoder(&gpu, &model, method, &profile, prompts.len(), 300);
+        decoder.prefill(prompts).unwrap();
+        for _ in 0..40 {
+            if eager { decoder.step_eagerly() } else { decoder.step() }.unwrap();
+        }
+        (decoder.picked().unwrap(), decoder.logits().unwrap())
+    };
+    for method in ["dense:dtype=bf16", million] {
+        let (together, logits) = generate(method, &prompts, false);
+        assert_eq!(
+            (&together, &logits),
+            (&generate(method, &prompts, true).0, &logits),
+            "{method}: launch by launch"
+        );
+        assert_eq!(generate(method, &prompts, false), (together.clone(), logits), "{method}: again");
+        for (prompt, picked) in prompts.iter().zip(together) {
+            let ends = |&token: &u32| model.config.eos_tokens.contains(&token);
+            assert!(picked.len() == 40 || picked.last().is_some_and(ends), "{method}: {picked:?}");
+            let alone = generate(method, std::slice::from_ref(prompt), false).0.remove(0);
+            assert_eq!(alone, picked, "{method}: a prompt of {} tokens", prompt.len());
+        }
+    }
+}
+
+#[test]
+fn hashed_weights_run_at_full_width() {
+    let Some(gpu) = gpu("hashed weights") else { return };
+    let weights = Arc::new(Weights::random(&gpu, "llama-3.1-70b/8", Element::Bf16).unwrap());
+    let method: Method = "million:exact=bf16".parse().unwrap();
+    let cache = method_cache(&gpu, &method, &weights.config, Element::Bf16, None, 2, 4096).unwrap();
+    let mut decoder = Decoder::new(gpu, weights, cache, 2).unwrap();
+    decoder.fill_random(4000).unwrap();
+    for _ in 0..70 {
+        decoder.step().unwrap();
+    }
+    assert!(decoder.logits().unwrap().iter().all(|x| x.is_finite()));
+    for _ in 70..96 {
+        decoder.step().unwrap();
+    }
+    assert!(decoder.step().is_err(), "the cache is full");
+}
