@@ -4,9 +4,6 @@
 #![cfg(feature = "cuda")]
 #![allow(clippy::unwrap_used, clippy::panic)]
 
-#[path = "support/kv.rs"]
-mod kv;
-
 use std::io::Write;
 use std::path::Path;
 use std::sync::Arc;
@@ -81,15 +78,6 @@ fn kernels_compile_and_keep_their_registers() {
             }
         }
     }
-}
-
-#[test]
-fn wrong_devices_are_refused() {
-    let generate = |device| ["generate", "We", "--tokens", "1", "--device", device];
-    kv::refused("no device", &generate("gpu"), "is none of auto, cpu, cuda, cuda:N");
-    kv::refused("no number", &generate("cuda:x"), "is none of auto, cpu, cuda, cuda:N");
-    kv::refused("no such device", &generate("cuda:99"), "device: ");
-    kv::refused("no such shape", &["speed", "--random", "llama"], "no random model `llama`");
 }
 
 #[test]
