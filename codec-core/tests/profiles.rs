@@ -178,7 +178,7 @@ fn forged_profiles_are_refused_or_work() {
     let mut state = 11_u32;
     let mut random = |n: usize| {
         state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
-        (u64::from(state >> 4) * n as u64 >> 28) as usize
+        ((u64::from(state >> 4) * n as u64) >> 28) as usize
     };
     let (mut taken, mut refused) = (0, 0);
     for _ in 0..3000 {
