@@ -5,7 +5,7 @@
     python benches/peers/codec.py target/release benches/results/codec.md [--smollm2 MODEL.gguf --text WIKITEXT]
 
 Speeds are medians of wall time on one thread, unless said. "Through the codec" runs the model over windows of the text with all
-keys and values but the first 4 tokens' replaced by what the decoder gives back, the token's own too; positions from 256 on are
+keys and values but the first 4 tokens' replaced by the decoded ones, those of the current token included; positions from 256 on are
 scored against the plain model. Bits are bytes of frames, with index, checksums and headers, over the numbers coded; profiles, which
 belong to the model, are not counted. Profiles are made from the first 4,096 tokens of the text, which are not scored. LMCache's
 bins are those of most layers, the first ten layers' keys and two layers' values have twice as many; what its own format takes is

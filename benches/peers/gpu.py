@@ -5,9 +5,9 @@
     pip install torch
     python benches/peers/gpu.py target/release/gpu_speed benches/results
 
-Medians of 25 replays of CUDA graphs on buffers that together exceed the second-level cache, after 20 ms of the same; both sides in
+Medians of 25 replays of CUDA graphs on buffers that together exceed the L2 cache, after 20 ms of the same; both sides in
 one run. The floor of a kernel is the time in which the device copies as many bytes; of `gather`, the time in which the
-bus does; of `encode` and `train`, their operations at one a lane and clock; of `prefill`, those of
+bus does; of `encode` and `train`, their operations at one per lane and clock; of `prefill`, those of
 tensor cores; of frames that are decoded while they are copied, the copy.
 """
 import argparse, datetime, json, os, re, subprocess, time
@@ -50,7 +50,7 @@ def median_us(run, launches):
 
 
 def best(candidates):
-    """(name, microseconds) of the fastest; what a backend cannot do is left out."""
+    """(name, microseconds) of the fastest; backends that do not support the shape are left out."""
     times = []
     for name, launches, run in candidates:
         try:

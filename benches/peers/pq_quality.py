@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What the bytes buy: PQ against scalar codes at equal total bytes, and PQCache's sweeps, by `kv compare`.
+"""Quality per byte: PQ against scalar codes at equal total bytes, and PQCache's sweeps, by `kv compare`.
 
     cargo build --release
     python benches/peers/pq_quality.py target/release/kv benches/results/pq-quality.md [--smollm2 MODEL.gguf --text WIKITEXT]
@@ -104,7 +104,7 @@ def main():
     args = parser.parse_args()
     commit = record.commit()
     doc = __doc__.strip().splitlines()
-    out = ["# What the bytes buy", "", f"{datetime.date.today()}, commit {commit}. Made by", ""] + doc[2:5] + [""] + doc[5:] + [""]
+    out = ["# Quality per byte", "", f"{datetime.date.today()}, commit {commit}. Made by", ""] + doc[2:5] + [""] + doc[5:] + [""]
     section(out, args.kv, "tiny-llama-12m, State of the Union addresses", None, None, 128, 2048, 192)
     retrieval(out, args.kv, None, None, 128, [512, 2048])
     record.write(args.out, out, commit)

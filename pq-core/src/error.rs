@@ -113,26 +113,26 @@ pub enum Error {
         /// Pages of the pool.
         pages: usize,
     },
-    /// The bytes are those of something else.
+    /// The bytes do not begin with the magic of the expected type.
     BadMagic {
-        /// What was to be read.
+        /// The expected type.
         what: &'static str,
     },
-    /// The bytes are of a version that this one does not read.
+    /// The bytes have a format version that this crate does not read.
     Version {
-        /// What was to be read.
+        /// The expected type.
         what: &'static str,
         /// The version found.
         version: u32,
     },
     /// The bytes end too early.
     Truncated {
-        /// What was to be read.
+        /// The expected type.
         what: &'static str,
     },
     /// Bytes follow the end.
     TrailingBytes {
-        /// What was read.
+        /// The type that was read.
         what: &'static str,
         /// Bytes after its end.
         extra: usize,

@@ -185,7 +185,7 @@ fn long_and_nested_tokens_load_in_seconds() {
     assert!(error.to_string().contains("can merge"), "{error}");
 }
 
-/// Files of a few bytes and a hole: nothing on the disk, and 1 GiB to whoever reads lengths.
+/// Sparse files: their lengths claim 1 GiB, and a few bytes of them are on the disk.
 #[cfg(unix)]
 #[test]
 fn holes_take_no_memory() {

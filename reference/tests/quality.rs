@@ -74,7 +74,7 @@ fn aggressive_settings_degrade_in_the_papers_order() {
         &["zack", "zack:k=0.5:v=0.5", "zack:k=0.25:v=0.25"],
         // CacheGen, 5.3: the levels trade quality for size.
         &["cachegen:bits=4", "cachegen", "cachegen:bits=2", "cachegen:bits=1"],
-        // At fewer bytes than what it is beside: the paper's own setting, 2-bit codes.
+        // The paper's own setting, 2-bit codes, in fewer bytes than the methods of this list.
         &["cachegen:bits=2", "cachegen:mode=paper"],
         &["cachegen:bits=2", "int2"],
     ];

@@ -43,7 +43,7 @@ fn attention_touches_nothing_outside_its_slices() {
         let mut len =
             |right: usize| (right + usize::from(next(20) == 0)).saturating_sub(usize::from(next(20) == 0));
         let lens = [len(n * n_heads * d), len(n * n_kv * d), len(n * n_kv * d), len(n * n_heads * d)];
-        // What lies around the inputs is NaN, what lies around the output must stay.
+        // NaN surrounds the inputs; the elements around the output must not change.
         let [q, k, v, mut out] = lens.map(|len| {
             let mut padded = vec![f32::NAN; len + 2 * AROUND];
             padded[AROUND..][..len].iter_mut().for_each(|x| *x = next(1000) as f32 / 500.0 - 1.0);

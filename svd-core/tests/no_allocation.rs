@@ -1,4 +1,4 @@
-//! A decode step allocates nothing: projection of query and key, attention on what is left.
+//! A decode step allocates nothing: projection of query and key, attention on the projected rows.
 
 #![allow(clippy::unwrap_used, unsafe_code)]
 

@@ -179,9 +179,9 @@ unsafe trait BlockRows<E>: Copy {
     fn dim(self) -> usize;
     /// Row `t`, which must be below `n`.
     fn row(self, t: usize) -> *const E;
-    /// Prefetches part of the next block. Calls come in this order: tiles of rows, from row `first` on; in a
-    /// tile columns of registers; in those the rows, of which this is register `c` of row `t`, the `step`-th
-    /// of the tile.
+    /// Prefetches part of the next block. The caller loops over tiles of rows, in a tile over registers of a
+    /// row, and in a register column over the rows of the tile. This call is for register `c` of row `t`, the
+    /// `step`-th of the tile that begins at row `first`.
     fn prefetch<S: Simd>(self, s: S, first: usize, step: usize, t: usize, c: usize);
 }
 

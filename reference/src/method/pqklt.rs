@@ -54,7 +54,7 @@ impl PqKlt {
         format!("pqklt/{space}/{norms}/{iterations}/{code}/{letter}/{l}/{head}/{part}")
     }
 
-    /// The rotation of rows less their mean, and centroids of what it makes of them.
+    /// The rotation of the rows after their mean is subtracted, and centroids of the rotated rows.
     fn fit<S: svd_core::RopeSide>(
         &self,
         code: PqCode,

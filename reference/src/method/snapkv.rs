@@ -160,7 +160,7 @@ mod tests {
         store.watch(&queries);
         store.push(0, &k, &v).unwrap();
         assert_eq!((store.len(), &store.kept[..]), (8, &[2, 5][..]));
-        // The prompt's queries are gone: what comes after it stays.
+        // Tokens after the prompt are kept: there are no more queries to judge them by.
         store.push(8, &k[..2 * kv_dim], &v[..2 * kv_dim]).unwrap();
         assert_eq!((store.len(), &store.kept[..]), (10, &[2, 5, 8, 9][..]));
         store.truncate(5).unwrap();

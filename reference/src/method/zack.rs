@@ -144,7 +144,7 @@ fn residual_key(l: usize) -> String {
     format!("zack/residual/{l}")
 }
 
-/// The rotation of what is stored against what meets it.
+/// The rotation of `stored` rows that keeps their products with `probes`.
 fn rotation<S: svd_core::RopeSide>(basis: Basis, stored: &Gram<S>, probes: &Gram<S>) -> Result<Rotation> {
     Ok(match basis {
         Basis::Closed => Rotation::score_optimal(stored, probes)?,

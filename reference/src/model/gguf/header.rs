@@ -14,7 +14,7 @@ pub(super) struct Header {
 }
 
 /// A metadata value. Numbers of all widths share two variants. Texts and lists stay in the file until they
-/// are asked for: they may be as long as the file, and of most of them nothing is wanted.
+/// are asked for: they may be as long as the file, and most are never read.
 pub(super) enum Value {
     Int(i64),
     Float(f64),
