@@ -20,7 +20,6 @@ mod zack;
 use std::str::FromStr;
 use std::sync::Arc;
 
-use codec_core::PlaneBuf;
 use pq_core::Window;
 #[cfg(feature = "cuda")]
 use pq_core::{CodebookBuf, PqShape};
@@ -174,20 +173,14 @@ impl Method {
         Ok(Prepared { model, cache: Box::new(cache) })
     }
 
-    /// The codec's planes of a `cachegen` method: keys, then values, of every layer.
+    /// The codec's planes of a `cachegen` method.
     ///
     /// # Errors
-    /// [`Error::Argument`] for another method; [`Error::Profile`] when the profile lacks a plane or holds a
-    /// wrong one.
-    pub fn codec_planes(&self, config: &Config, profile: &Profile) -> Result<Vec<PlaneBuf>> {
-        let mut planes = vec![];
-        for l in 0..config.n_layers {
-            let Some(layer) = self.kind.planes(Geometry::of(config), l, profile) else {
-                return Err(Error::Argument(format!("method {} has no bitstream", self.name)));
-            };
-            planes.extend(layer.map_err(|e| self.named(e))?);
-        }
-        Ok(planes)
+    /// [`Error::Argument`] for another method; [`Error::Profile`] when the profile lacks the planes or holds
+    /// wrong ones.
+    pub fn codec_planes(&self, config: &Config, profile: &Profile) -> Result<codec_core::Profile> {
+        let none = || Err(Error::Argument(format!("method {} has no bitstream", self.name)));
+        self.kind.planes(config, profile).unwrap_or_else(none).map_err(|e| self.named(e))
     }
 
     /// Names the method in an error about an entry that a profile lacks: entries have internal names.

@@ -15,9 +15,9 @@ const FORMAT: &str = "kv-profile-2";
 
 /// The results of calibration for one model: codebooks, rotations, probability models.
 ///
-/// It is stored as a safetensors file. Entries are named `method/setting/k or v/layer/head/part`; the
-/// metadata hold the model's name and hash and a checksum of the entries. The same entries for the same model
-/// give the same bytes.
+/// It is stored as a safetensors file. Entries are named `method/setting/k or v/layer/head/part`, that of a
+/// bitstream `method/setting/planes`; the metadata hold the model's name and hash and a checksum of the
+/// entries. The same entries for the same model give the same bytes.
 #[derive(Clone, Debug, Default)]
 pub struct Profile {
     floats: BTreeMap<String, Vec<f32>>,

@@ -31,6 +31,15 @@ impl From<Side> for codec_core::Side {
     }
 }
 
+impl From<codec_core::Side> for Side {
+    fn from(side: codec_core::Side) -> Self {
+        match side {
+            codec_core::Side::Keys => Self::Keys,
+            codec_core::Side::Values => Self::Values,
+        }
+    }
+}
+
 /// One thing of the keys and one of the values.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Pair<T> {

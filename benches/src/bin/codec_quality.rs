@@ -6,7 +6,7 @@
 
 use std::path::PathBuf;
 
-use codec_core::{Frame, FrameInfo, Plane, PlaneBuf, Side, encode_frame};
+use codec_core::{Frame, FrameInfo, Plane, Side, encode_frame};
 use kv_reference::compare::calibrated;
 use kv_reference::eval::Divergence;
 use kv_reference::forward::{logits, prefill};
@@ -68,15 +68,14 @@ fn row(
     windows: &[&[u32]],
     dense: &[Vec<f32>],
 ) -> Result<serde_json::Value> {
-    let owned = method.codec_planes(&model.config, profile)?;
-    let planes: Vec<Plane<'_>> = owned.iter().map(PlaneBuf::view).collect();
+    let planes = method.codec_planes(&model.config, profile)?;
     let mut sizes = Sizes::default();
     let mut divergence = Divergence::default();
     for (window, dense) in windows.iter().zip(dense) {
         let mut through = |l: usize, k: &mut [f32], v: &mut [f32]| {
             for (side, rows) in [(Side::Keys, k), (Side::Values, v)] {
-                let plane = &planes[2 * l + usize::from(side == Side::Values)];
-                sizes.pass(&model.config, plane, &mut rows[SINKS * model.config.kv_dim()..])?;
+                let plane = planes.plane(0, l, side)?.view();
+                sizes.pass(&model.config, &plane, &mut rows[SINKS * model.config.kv_dim()..])?;
             }
             Ok(())
         };

@@ -6,12 +6,11 @@ mod transform;
 
 use std::sync::Arc;
 
-use codec_core::{Coder, FitOptions, ModelKind, PlaneBuf, PredictorKind, Steps};
-use rayon::prelude::*;
+use codec_core::{Coder, FitOptions, LayerRows, ModelInfo, ModelKind, Place, PlaneBuf, PredictorKind, Steps};
 
 use super::kind::{Entry, Kind, Site};
 use super::settings::{Bits, Settings, words};
-use crate::cache::{Geometry, Store};
+use crate::cache::Store;
 use crate::calibrate::{Calibration, mean_row};
 use crate::model::{Config, Model, Rope};
 use crate::side::{Pair, Side};
@@ -158,10 +157,9 @@ impl Prediction {
 }
 
 impl CacheGen {
-    fn key(&self, side: Side, l: usize) -> String {
-        let letter = side.letter();
+    fn key(&self) -> String {
         let Self { mode, predictor, models, coder } = self;
-        format!("cachegen/{mode:?}/{predictor:?}/{models:?}/{coder:?}/{letter}/{l}/plane")
+        format!("cachegen/{mode:?}/{predictor:?}/{models:?}/{coder:?}/planes")
     }
 
     fn steps<'a>(&self, side: Side, l: usize, config: &Config, given: &'a [f32]) -> Steps<'a> {
@@ -180,18 +178,15 @@ impl CacheGen {
         }
     }
 
-    /// The planes of layer `l`: of keys and of values.
-    fn planes_of(&self, profile: &Profile, geometry: Geometry, l: usize) -> Result<Pair<PlaneBuf>> {
-        Pair::try_of(|side| {
-            let key = self.key(side, l);
-            let plane =
-                PlaneBuf::from_bytes(profile.bytes(&key)?).map_err(|e| Error::Profile(e.to_string()))?;
-            if plane.channels() != geometry.kv_dim() {
-                let what = format!("`{key}` has {} channels, not {}", plane.channels(), geometry.kv_dim());
-                return Err(Error::Profile(what));
-            }
-            Ok(plane)
-        })
+    /// The planes of all layers.
+    fn planes_of(&self, profile: &Profile, config: &Config) -> Result<codec_core::Profile> {
+        let key = self.key();
+        let planes = codec_core::Profile::from_bytes(profile.bytes(&key)?)
+            .map_err(|e| Error::Profile(format!("`{key}`: {e}")))?;
+        if *planes.info() != model_info(config) {
+            return Err(Error::Profile(format!("`{key}` is of a model of another shape")));
+        }
+        Ok(planes)
     }
 }
 
@@ -211,46 +206,49 @@ impl Kind for CacheGen {
             Mode::Transform { bits, offset } => PlaneTransform::all(model, samples, bits, offset)?,
             _ => vec![],
         };
-        let planes: Vec<(String, Vec<u8>)> = (0..2 * config.n_layers)
-            .into_par_iter()
-            .map(|plane| {
-                let (l, side) = (plane / 2, Side::ALL[plane % 2]);
-                let layer = &samples.layers[l];
-                let rows = Pair::new(&layer.keys, &layer.values)[side];
-                let transform = transforms.get(plane);
-                let given = match (transform, self.mode) {
-                    (Some(transform), _) => transform.steps.clone(),
-                    (None, Mode::Common { k, v }) => {
-                        vec![Pair::new(k, v)[side] * deviation(rows, config.kv_dim()); config.kv_dim()]
-                    }
-                    (None, _) => vec![],
-                };
-                let options = FitOptions {
-                    predictor: PredictorKind::Mean,
-                    steps: self.steps(side, l, config, &given),
-                    models: self.models,
-                    coder: self.coder,
-                };
-                let transform = transform.map(|transform| transform.transform.clone());
-                let candidates = self.predictor.candidates();
-                let fitted = PlaneBuf::fit_best(rows, config.kv_dim(), transform, &options, candidates)?;
-                Ok((self.key(side, l), fitted.to_bytes()))
-            })
-            .collect::<Result<_>>()?;
-        planes.into_iter().for_each(|(key, bytes)| profile.put_bytes(key, bytes));
+        let layers = samples.layers.iter();
+        let rows: Vec<_> =
+            layers.map(|layer| LayerRows { keys: &layer.keys[..], values: &layer.values }).collect();
+        let tokens = rows.first().map_or(0, |layer| layer.keys.len() / config.kv_dim());
+        let place = Place::nhd(config.n_kv_heads, config.head_dim);
+        let fit = |_, l: usize, side: codec_core::Side, rows: &[f32]| {
+            let side = Side::from(side);
+            let transform = transforms.get(2 * l + usize::from(side == Side::Values));
+            let given = match (transform, self.mode) {
+                (Some(transform), _) => transform.steps.clone(),
+                (None, Mode::Common { k, v }) => {
+                    vec![Pair::new(k, v)[side] * deviation(rows, config.kv_dim()); config.kv_dim()]
+                }
+                (None, _) => vec![],
+            };
+            let options = FitOptions {
+                predictor: PredictorKind::Mean,
+                steps: self.steps(side, l, config, &given),
+                models: self.models,
+                coder: self.coder,
+            };
+            let transform = transform.map(|transform| transform.transform.clone());
+            PlaneBuf::fit_best(rows, config.kv_dim(), transform, &options, self.predictor.candidates())
+        };
+        let planes = codec_core::Profile::fit(model_info(config), 1, tokens, &rows, &place, fit)?;
+        profile.put_bytes(self.key(), planes.to_bytes());
         Ok(())
     }
 
     fn stores(&self, site: &Site<'_>) -> Result<Vec<Box<dyn Store>>> {
-        site.layers(|l| {
-            let planes = self.planes_of(site.profile, site.geometry, l)?;
-            Ok(CacheGenStore::new(site.geometry, Arc::new(planes), site.dense(l)))
-        })
+        let planes = Arc::new(self.planes_of(site.profile, site.config)?);
+        site.layers(|l| CacheGenStore::new(site.geometry, planes.clone(), l, site.dense(l)))
     }
 
-    fn planes(&self, geometry: Geometry, l: usize, profile: &Profile) -> Option<Result<[PlaneBuf; 2]>> {
-        Some(self.planes_of(profile, geometry, l).map(|Pair { keys, values }| [keys, values]))
+    fn planes(&self, config: &Config, profile: &Profile) -> Option<Result<codec_core::Profile>> {
+        Some(self.planes_of(profile, config))
     }
+}
+
+/// What the planes belong to. The file names the model by its hash.
+const fn model_info(config: &Config) -> ModelInfo {
+    let &Config { n_layers: layers, n_kv_heads: heads, head_dim, .. } = config;
+    ModelInfo { model_id: 0, layers, heads, head_dim, keys_rotated: false }
 }
 
 /// The root of the mean variance of the channels; positive also of rows that do not vary, such as a pruned

@@ -3,7 +3,6 @@
 use std::fmt::Debug;
 use std::sync::Arc;
 
-use codec_core::PlaneBuf;
 #[cfg(feature = "cuda")]
 use pq_core::{CodebookBuf, PqShape};
 
@@ -87,8 +86,8 @@ pub(super) trait Kind: Debug + Send + Sync {
         None
     }
 
-    /// The codec's planes of layer `l`, for a method whose store is a bitstream: keys, then values.
-    fn planes(&self, _geometry: Geometry, _l: usize, _profile: &Profile) -> Option<Result<[PlaneBuf; 2]>> {
+    /// The codec's planes, for a method whose store is a bitstream.
+    fn planes(&self, _config: &Config, _profile: &Profile) -> Option<Result<codec_core::Profile>> {
         None
     }
 }

@@ -1,11 +1,11 @@
 use std::sync::Arc;
 
-use codec_core::{Frame, FrameInfo, PlaneBuf, encode_frame};
+use codec_core::{Frame, FrameInfo, PlaneBuf, Profile, encode_frame};
 use svd_core::SoftmaxStats;
 
 use crate::Result;
 use crate::cache::{DenseStore, Footprint, Geometry, Store};
-use crate::side::Pair;
+use crate::side::{Pair, Side};
 
 /// Every batch of tokens becomes a bitstream (keys before RoPE, values); attention runs over the decoded
 /// rows.
@@ -15,7 +15,9 @@ use crate::side::Pair;
 #[derive(Clone)]
 pub(crate) struct CacheGenStore {
     geometry: Geometry,
-    planes: Arc<Pair<PlaneBuf>>,
+    planes: Arc<Profile>,
+    layer: usize,
+    planes_len: usize, // of the layer, in bytes
     chunks: Vec<Chunk>,
     decoded: DenseStore,
 }
@@ -27,8 +29,10 @@ struct Chunk {
 }
 
 impl CacheGenStore {
-    pub fn new(geometry: Geometry, planes: Arc<Pair<PlaneBuf>>, decoded: DenseStore) -> Self {
-        Self { geometry, planes, chunks: vec![], decoded }
+    pub fn new(geometry: Geometry, planes: Arc<Profile>, layer: usize, decoded: DenseStore) -> Result<Self> {
+        let plane = |side: Side| planes.plane(0, layer, side.into());
+        let planes_len = Pair::try_of(plane)?.iter().map(|plane| plane.to_bytes().len()).sum();
+        Ok(Self { geometry, planes, layer, planes_len, chunks: vec![], decoded })
     }
 }
 
@@ -43,7 +47,7 @@ impl Store for CacheGenStore {
                 k.len() / self.geometry.kv_dim(),
             )
         };
-        let planes = Pair::of(|side| self.planes[side].view());
+        let planes = Pair::try_of(|side| self.planes.plane(0, self.layer, side.into()).map(PlaneBuf::view))?;
         let mut bytes = vec![];
         encode_frame(&info, &[planes.keys, planes.values], &[k, v], &mut bytes)?;
         let frame = Frame::parse(&bytes, info.elements())?;
@@ -84,7 +88,7 @@ impl Store for CacheGenStore {
         Footprint {
             kept: self.chunks.iter().map(|chunk| chunk.frame.len()).sum(),
             working: self.decoded.footprint().kept,
-            shared: self.planes.iter().map(|plane| plane.to_bytes().len()).sum(),
+            shared: self.planes_len,
             ..Footprint::default()
         }
     }
