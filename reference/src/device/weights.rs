@@ -319,9 +319,9 @@ mod tests {
         // By Python's integers from the description in `random.cuh`.
         for (tensor, i, expected) in [
             (0, 0, -1.0),
-            (0, 1, -0.1833019256591797),
-            (5, 12345, 0.4474053382873535),
-            (65536, 4294967303, -0.20163989067077637),
+            (0, 1, -0.183_301_93),
+            (5, 12345, 0.447_405_34),
+            (65536, 4294967303, -0.201_639_89),
         ] {
             assert_eq!(
                 hashed(tensor, i, 1.0).to_bits(),
