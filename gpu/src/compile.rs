@@ -265,19 +265,27 @@ pub fn compile(program: &Program, architecture: &str) -> Result<Image, Error> {
     if compiled.is_err() {
         return Err(failed(log));
     }
-    type Length = unsafe fn(sys::nvrtcProgram, *mut usize) -> sys::nvrtcResult;
-    type Copy = unsafe fn(sys::nvrtcProgram, *mut c_char) -> sys::nvrtcResult;
-    let (length, copy): (Length, Copy) = if is_virtual(architecture) {
-        (sys::nvrtcGetPTXSize, sys::nvrtcGetPTX)
-    } else {
-        (sys::nvrtcGetCUBINSize, sys::nvrtcGetCUBIN)
-    };
+    let ptx = is_virtual(architecture);
     let mut size = 0;
     // SAFETY: as above; `size` is written.
-    unsafe { length(handle.0, &raw mut size) }.result().map_err(|e| failed(format!("{e:?}")))?;
+    let status = unsafe {
+        if ptx {
+            sys::nvrtcGetPTXSize(handle.0, &raw mut size)
+        } else {
+            sys::nvrtcGetCUBINSize(handle.0, &raw mut size)
+        }
+    };
+    status.result().map_err(|e| failed(format!("{e:?}")))?;
     let mut code = vec![0_u8; size];
-    // SAFETY: the buffer has the size that NVRTC returned.
-    unsafe { copy(handle.0, code.as_mut_ptr().cast()) }.result().map_err(|e| failed(format!("{e:?}")))?;
+    // SAFETY: the buffer has the size that was asked for.
+    let status = unsafe {
+        if ptx {
+            sys::nvrtcGetPTX(handle.0, code.as_mut_ptr().cast())
+        } else {
+            sys::nvrtcGetCUBIN(handle.0, code.as_mut_ptr().cast())
+        }
+    };
+    status.result().map_err(|e| failed(format!("{e:?}")))?;
     Ok(Image { code, log })
 }
 
