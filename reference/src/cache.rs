@@ -5,6 +5,7 @@
 //! same softmax.
 
 mod exact;
+mod fetched;
 mod store;
 
 use std::sync::Arc;
@@ -15,6 +16,8 @@ use svd_core::SoftmaxStats;
 
 pub use exact::ElementType;
 pub(crate) use exact::{DenseStore, Elements, ExactRows, attend_rows, saturating_f16};
+pub(crate) use fetched::FetchCounter;
+pub use fetched::Fetched;
 pub use store::Footprint;
 pub(crate) use store::{Geometry, RotatedStore, Store, merge_part};
 
@@ -83,6 +86,11 @@ pub trait KvCache: Send + Sync {
     /// Its bytes by purpose, counted exactly.
     fn footprint(&self) -> Footprint;
 
+    /// What attention has fetched of rows that are counted as offloaded, or that it scores cheaply.
+    fn fetched(&self) -> Fetched {
+        Fetched::default()
+    }
+
     /// An independent copy.
     fn clone_box(&self) -> Box<dyn KvCache>;
 }
@@ -135,9 +143,10 @@ impl Layer {
         let (stored, recent) = (self.sinks.len(), self.sinks.len() + self.store.len());
         let first_of = |start: usize, len: usize| first.saturating_sub(start).min(len);
         self.sinks.attend(head, first_of(0, stored), q, Some((&self.rope, 0)), out, stats)?;
-        self.store.attend(head, first_of(stored, self.store.len()), q, out, stats)?;
-        let first = first_of(recent, self.recent.len());
-        self.recent.attend(head, first, q, Some((&self.rope, recent)), out, stats)
+        let in_recent = first_of(recent, self.recent.len());
+        self.recent.attend(head, in_recent, q, Some((&self.rope, recent)), out, stats)?;
+        // The store comes last: it may want to know how much weight the exact tokens hold.
+        self.store.attend(head, first_of(stored, self.store.len()), q, out, stats)
     }
 }
 
@@ -265,6 +274,12 @@ impl KvCache for WindowedCache {
             total += Footprint { kept: layer.sinks.bytes() + layer.recent.bytes(), ..Footprint::default() };
             total += layer.store.footprint();
         }
+        total
+    }
+
+    fn fetched(&self) -> Fetched {
+        let mut total = Fetched::default();
+        self.layers.iter().for_each(|layer| total += layer.store.fetched());
         total
     }
 

@@ -61,6 +61,10 @@ pub struct Row {
     pub ms_per_token: f64,
     /// Exact bytes per token that are counted as offloaded: a step reads some of them.
     pub offloaded_bytes_per_token: f64,
+    /// Exact rows (a key and a value) that a step fetches of one layer and key/value head, on average.
+    pub fetched_rows_per_step: f64,
+    /// Their bytes over all layers and heads.
+    pub fetched_bytes_per_step: f64,
     /// Bytes per token of decoded copies.
     pub working_bytes_per_token: f64,
     /// Bytes that all sequences of the model share.
@@ -217,7 +221,7 @@ impl Bench<'_> {
         let Prepared { model, mut cache } = fill(&self.prompt)?;
         let mut decoder = Decoder::new(model.clone(), self.rope.clone());
         let scores = score_text(&mut decoder, cache.as_mut(), self.decoded, Some(&self.reference))?;
-        let (tokens, footprint) = (cache.seq_len() as f64, cache.footprint());
+        let (tokens, footprint, fetched) = (cache.seq_len() as f64, cache.footprint(), cache.fetched());
         progress.inc(1);
         let needles = self.needles.as_ref().map(|(prompt, task)| -> Result<_> {
             Ok((answer_questions(&mut decoder, fill(prompt)?.cache.as_ref(), task)?, task.questions.len()))
@@ -227,6 +231,8 @@ impl Bench<'_> {
 
         let Footprint { kept, offloaded, working, shared } = footprint;
         let values = tokens * model.config.kv_values_per_token() as f64;
+        let (attentions, heads) =
+            (fetched.attentions.max(1) as f64, model.config.n_layers * model.config.n_kv_heads);
         let TextScores { divergence, ms_per_token, .. } = scores;
         Ok(Row {
             name: method.name.to_owned(),
@@ -241,6 +247,8 @@ impl Bench<'_> {
             needle_trials: needles.map_or(0, |(_, trials)| trials),
             ms_per_token,
             offloaded_bytes_per_token: offloaded as f64 / tokens,
+            fetched_rows_per_step: fetched.rows as f64 / attentions,
+            fetched_bytes_per_step: fetched.bytes as f64 / attentions * heads as f64,
             working_bytes_per_token: working as f64 / tokens,
             shared_bytes: shared,
             kl_by_position: divergence.kl_by_position().to_vec(),

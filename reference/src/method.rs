@@ -5,6 +5,7 @@
 mod cachegen;
 mod cut;
 mod dense;
+mod hybrid;
 mod kind;
 mod million;
 mod pq_code;
@@ -45,6 +46,7 @@ const REGISTRY: &[Entry] = &[
     sparq::SPARQ,
     million::MILLION,
     pqklt::PQ_KLT,
+    hybrid::HYBRID,
     snapkv::SNAP_KV,
     zack::ZACK,
     cachegen::CACHE_GEN,
@@ -97,7 +99,7 @@ A PQ code is SUBSPACESxBITS, or BITS/COMPONENTS for any head: 8/2 is 64x8 for 12
 pub const DEFAULT_METHODS: &str = "dense,dense:dtype=f16,int8,int4,int2,rotated,rotated:k=2:v=2,\
 lloydmax,lloydmax:k=2:v=2,streaming:window=1280,streaming:window=128,oracle:ratio=0.2,oracle:ratio=0.1,pqcache:ratio=0.2,\
 pqcache:ratio=0.1:code=6/64,million,million:k=8/4:v=8/4,pqklt:k=6/2:v=6/2,pqklt:k=4/2:v=4/2,\
-zack,zack:k=0.5:v=0.5,zack:k=0.75:v=0.75:bits=4,cachegen,cachegen:bits=2,cachegen:mode=paper";
+hybrid,hybrid:rows=auto,zack,zack:k=0.5:v=0.5,zack:k=0.75:v=0.75:bits=4,cachegen,cachegen:bits=2,cachegen:mode=paper";
 
 impl Method {
     /// Parses methods separated by commas.
@@ -371,6 +373,9 @@ mod tests {
             "million:k=8/0",
             "million:k=8/",
             "pqcache:ratio=-1",
+            "hybrid:rows=2",
+            "hybrid:rows=most",
+            "hybrid:offloaded=int4",
             "cachegen:bits=0",
             "cachegen:mode=paper:bits=2",
             "cachegen:mode=lmcache:bins=3",

@@ -55,6 +55,13 @@ fn notes(comparison: &Comparison) -> Vec<String> {
             further
                 .push(format!("{:.0} exact bytes/token counted as offloaded", row.offloaded_bytes_per_token));
         }
+        if row.fetched_rows_per_step > 0.0 {
+            let kib = row.fetched_bytes_per_step / 1024.0;
+            further.push(format!(
+                "{:.1} exact rows a step and head read, {kib:.0} KiB",
+                row.fetched_rows_per_step
+            ));
+        }
         if row.working_bytes_per_token > 0.0 {
             further.push(format!("{:.0} decoded bytes/token while in use", row.working_bytes_per_token));
         }

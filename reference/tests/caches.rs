@@ -14,7 +14,7 @@ use kv_reference::model::{Model, Rope};
 use kv_reference::{Error, Profile};
 
 /// One setting of each method; small windows, so that short sequences reach the compressed part.
-const METHODS: [&str; 26] = [
+const METHODS: [&str; 31] = [
     "dense",
     "dense:dtype=bf16",
     "int8:window=4:group=8",
@@ -30,6 +30,11 @@ const METHODS: [&str; 26] = [
     "pqklt:k=8x6:v=8x6:window=4",
     "pqklt:k=8x6:v=8x6:keys=rope:window=4",
     "pqklt:k=8x6:v=8x6:norms=off:window=4",
+    "hybrid:k=4x6:v=2x6:rows=0.1:window=4",
+    "hybrid:k=4x6:v=2x6:rows=0.1:keys=rope:norms=on:window=4",
+    "hybrid:k=4x6:v=2x6:rows=auto:window=4",
+    "hybrid:k=4x6:v=2x6:rows=0.1:offloaded=int8:window=4",
+    "hybrid:k=4x6:v=2x6:rows=0.1:refine=2:window=4",
     "snapkv:tokens=0.9:window=4",
     "zack:window=4",
     "zack:ranks=loss:multiple=4:window=4",
@@ -122,6 +127,10 @@ fn what_loses_nothing_equals_dense() {
         "pqklt:k=1x8:v=1x8:norms=off:exact=f32:window=4",
         "pqklt:k=1x8:v=1x8:norms=off:keys=rope:exact=f32:window=4",
         "pqklt:k=1x8:v=1x8:exact=f32:window=4",
+        "hybrid:k=4x1:v=1x1:rows=1:exact=f32:window=4",
+        "hybrid:k=1x8:v=1x8:rows=0:exact=f32:window=4",
+        "hybrid:k=1x8:v=1x8:rows=0.3:keys=rope:exact=f32:window=4",
+        "hybrid:k=1x8:v=1x8:rows=auto:exact=f32:window=4",
         "cachegen:bits=13:exact=f32:window=4:batch=10",
         "cachegen:mode=channels:k=0.00005:v=0.00005:exact=f32:window=4:batch=10", // bins beyond 16 bits
         "streaming:window=200:exact=f32",
@@ -189,6 +198,8 @@ fn bytes_are_counted_exactly() {
     let s = setup(&[
         "million:k=8x6:v=8x6:window=4",
         "pqklt:k=8x6:v=8x6:window=4",
+        "hybrid:k=4x6:v=2x6:rows=0.1:window=4",
+        "hybrid:k=4x6:v=2x6:rows=0.1:offloaded=int8:window=4",
         "zack:k=0.5:v=0.5:window=4",
         "zack:k=0.5:v=0.25:ranks=uniform:window=4",
         "cachegen:window=4:batch=10",
@@ -206,6 +217,12 @@ fn bytes_are_counted_exactly() {
     // The same, and a byte a token and head for each norm.
     let norms = 92 * (values / 16);
     assert_eq!(kept("pqklt:k=8x6:v=8x6:window=4").kept, 128 * 6 * (values / 16) + norms + 8 * values * 2);
+    // Codes of 3 and 1.5 bytes a head; all rows elsewhere, in 16 bits, or in 8 with a scale for a row.
+    let hybrid = kept("hybrid:k=4x6:v=2x6:rows=0.1:window=4");
+    assert_eq!(hybrid.kept, 128 * (3 + 3) * (values / 32) - 128 * 3 * (values / 64) + 8 * values * 2);
+    assert_eq!(hybrid.offloaded, 92 * values * 2);
+    let bytes = kept("hybrid:k=4x6:v=2x6:rows=0.1:offloaded=int8:window=4");
+    assert_eq!((bytes.kept, bytes.offloaded), (hybrid.kept, 92 * (values + values / 16 * 2)));
     // 88 tokens in groups of 8: 4 bits a number and 4 bytes a group of 8 numbers; 12 exact.
     assert_eq!(kept("int4:window=4:group=8").kept, 88 * values / 2 + 88 * values / 8 * 4 + 12 * values * 2);
     // Codes of 4 subspaces of 4 bits and a codebook of 16 x 16 numbers per head; all exact rows elsewhere.
@@ -225,6 +242,25 @@ fn bytes_are_counted_exactly() {
     let coded = kept("cachegen:window=4:batch=10");
     assert_eq!(coded.working, 90 * values * 2);
     assert!(coded.kept < 90 * values + 10 * values * 2);
+}
+
+#[test]
+fn fetched_rows_are_counted() {
+    let methods = ["hybrid:k=4x6:v=2x6:rows=0.1:window=4", "hybrid:k=4x6:v=2x6:rows=0:window=4"];
+    let s = setup(&methods);
+    let fetched = |method: &str| {
+        let Prepared { model, mut cache } = s.prefilled(method, 100);
+        assert_eq!(cache.fetched().attentions, 0);
+        s.decode(&model, cache.as_mut(), 100, 101);
+        let fetched = cache.fetched();
+        assert_eq!(cache.clone_box().fetched().attentions, 0);
+        (fetched.attentions, fetched.rows, fetched.bytes)
+    };
+    // 2 layers of 2 heads; a tenth of the 93 tokens that are neither sinks nor window; 16 numbers a side in 16 bits.
+    assert_eq!(fetched(methods[0]), (4, 4 * 10, 4 * 10 * 64));
+    assert_eq!(fetched(methods[1]), (4, 0, 0));
+    assert_eq!(fetched("oracle:ratio=0.2:window=4"), (4, 4 * 13, 4 * 13 * 64));
+    assert_eq!(fetched("dense"), (0, 0, 0));
 }
 
 #[test]

@@ -40,6 +40,8 @@ fn near_lossless_settings_stay_within_one_percent() {
         "oracle:ratio=0.2",
         "pqcache:ratio=0.2",
         "million",
+        "hybrid",
+        "hybrid:rows=auto",
         "zack",
         "cachegen:bits=4",
     ];
@@ -57,7 +59,7 @@ fn near_lossless_settings_stay_within_one_percent() {
 #[ignore = "long: a real model under a dozen methods or more; `.ci/run` has it"]
 fn aggressive_settings_degrade_in_the_papers_order() {
     // Better first, at growing compression or at the same number of attended tokens.
-    let orders: [&[&str]; 12] = [
+    let orders: [&[&str]; 15] = [
         // PQCache, 4.2: near the oracle, far above dropping tokens, at a tenth of the tokens.
         &["oracle:ratio=0.1", "pqcache:ratio=0.1:code=2x6", "streaming:window=96"],
         &["pqcache:ratio=0.2", "pqcache:ratio=0.1", "pqcache:ratio=0.1:code=1x4"],
@@ -69,6 +71,11 @@ fn aggressive_settings_degrade_in_the_papers_order() {
         &["pqklt:k=64x6:v=64x6", "million:k=64x6:v=64x6"],
         &["pqklt:k=64x4:v=64x4", "million:k=64x4:v=64x4"],
         &["pqklt:k=64x4:v=64x4:keys=rope", "million:k=64x4:v=64x4"],
+        // One percent of the rows over codes of a bit: better with more rows, than the same codes alone, and than four times
+        // as many rows alone.
+        &["hybrid:rows=0.02", "hybrid:rows=0.01", "hybrid:rows=0"],
+        &["hybrid:rows=0.01", "oracle:ratio=0.1", "pqcache:ratio=0.1"],
+        &["hybrid:rows=0.02", "int4:k=4:v=4"],
         &["int8", "int4", "int2"],
         // ZACK, 6.3: the accuracy falls with the part removed.
         &["zack", "zack:k=0.5:v=0.5", "zack:k=0.25:v=0.25"],

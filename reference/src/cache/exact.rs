@@ -147,6 +147,11 @@ impl ExactRows {
         2 * self.len() * self.geometry.kv_dim() * self.element.size()
     }
 
+    /// Bytes of one head's key and value of a token.
+    pub fn row_bytes(&self) -> usize {
+        2 * self.geometry.head_dim * self.element.size()
+    }
+
     /// Appends rows (n, n_kv_heads * head_dim).
     pub fn push(&mut self, k: &[f32], v: &[f32]) {
         let head_dim = self.geometry.head_dim;
@@ -250,6 +255,11 @@ impl DenseStore {
 
     pub fn rows(&self) -> &ExactRows {
         &self.rows
+    }
+
+    /// Bytes of one head's key and value of a token.
+    pub fn row_bytes(&self) -> usize {
+        self.rows.row_bytes()
     }
 
     pub fn rope(&self) -> &Rope {

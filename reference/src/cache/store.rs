@@ -5,6 +5,7 @@ use std::ops::AddAssign;
 use svd_core::SoftmaxStats;
 
 use crate::Result;
+use crate::cache::Fetched;
 use crate::model::Config;
 
 /// Bytes of a cache by what they are for.
@@ -43,8 +44,9 @@ pub(crate) trait Store: Send + Sync {
     /// Forgets all tokens from index `len` on; `len` is at most [`Self::len`].
     fn truncate(&mut self, len: usize) -> Result<()>;
     /// Adds the attention of one key/value head's query heads over the tokens from index `first` on, at most
-    /// [`Self::len`], to `out` (group, head_dim) and `stats` (group,), as [`svd_core::attend_exact_into`]
-    /// does. `q` (group, head_dim) is rotated and scaled by `1 / sqrt(head_dim)`.
+    /// [`Self::len`], to `out` (group, head_dim) and `stats` (group,), as [`svd_core::attend_exact_into`] does.
+    /// Sinks and window have been added before. `q` (group, head_dim) is rotated and scaled by `1 /
+    /// sqrt(head_dim)`.
     fn attend(
         &self,
         head: usize,
@@ -55,6 +57,10 @@ pub(crate) trait Store: Send + Sync {
     ) -> Result<()>;
     /// Its bytes by purpose.
     fn footprint(&self) -> Footprint;
+    /// What attention has fetched.
+    fn fetched(&self) -> Fetched {
+        Fetched::default()
+    }
     /// An independent copy.
     fn clone_box(&self) -> Box<dyn Store>;
 }

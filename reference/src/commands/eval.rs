@@ -25,7 +25,7 @@ pub struct Eval {
     #[command(flatten)]
     text: TextArgs,
     /// Methods to evaluate
-    #[arg(long, value_name = "LIST", default_value = "dense,int4,pqcache,million,zack,cachegen")]
+    #[arg(long, value_name = "LIST", default_value = "dense,int4,pqcache,million,hybrid,zack,cachegen")]
     methods: String,
     /// Prompt lengths in tokens
     #[arg(long, value_name = "LIST", value_delimiter = ',', default_values_t = [512, 2048])]

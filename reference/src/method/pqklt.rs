@@ -11,13 +11,14 @@ use svd_core::{Gram, MapBuf, NoRope, Rotation, balanced_order};
 
 use super::kind::{Entry, Kind, SEED, Site};
 use super::pq_code::PqCode;
-use super::settings::{Switch, words};
+use super::settings::{Settings, Switch, words};
 use crate::cache::{Geometry, Store};
 use crate::calibrate::{Calibration, mean_row, output_gram, single};
 use crate::model::{Config, Model, Rope};
 use crate::side::{Pair, Side};
 use crate::{Error, Profile, Result};
-use store::{HeadCode, KeySpace, TransformedPlan, TransformedStore, halved};
+pub(super) use store::{CodedStep, TransformedStore};
+use store::{HeadCode, KeySpace, TransformedPlan, halved};
 
 pub(super) const PQ_KLT: Entry = Entry {
     names: &["pqklt"],
@@ -26,19 +27,54 @@ pub(super) const PQ_KLT: Entry = Entry {
                                                                           iterations=8 refine=0
 ",
     parse: |s| {
-        Ok(Arc::new(PqKlt {
-            codes: PqCode::take_both(s, 6, 4)?,
-            space: s.own("keys", KeySpace::RotatedMean)?,
-            norms: s.common("norms", Switch::On)? == Switch::On,
-            iterations: s.positive("iterations", 8)?,
-            refine: s.count("refine", 0)?,
-        }))
+        let codes = PqCode::take_both(s, 6, 4)?;
+        Ok(Arc::new(PqKlt::take(s, codes, Switch::On)?))
     },
 };
 words!(KeySpace, "mean" => KeySpace::RotatedMean, "rope" => KeySpace::BeforeRope);
 
+/// One head's keys or values, fitted.
+struct Fitted {
+    rotation: Rotation,
+    centroids: Vec<f32>,
+    residuals: Vec<f32>, // (n, head_dim), transformed: rows less what their codes stand for
+    spread: f64,         // sum of the squares of the transformed rows
+}
+
+impl Fitted {
+    /// Mean squared error of each component that a query is multiplied with: (head_dim,).
+    fn key_errors(&self, space: KeySpace, dim: usize) -> Result<Vec<f32>> {
+        let n = (self.residuals.len() / dim) as f64;
+        let mean_squares = |rows: &[f32]| -> Vec<f64> {
+            let mut sums = vec![0.0; dim];
+            for row in rows.chunks_exact(dim) {
+                sums.iter_mut().zip(row).for_each(|(sum, &x)| *sum += f64::from(x) * f64::from(x) / n);
+            }
+            sums
+        };
+        Ok(single(&match space {
+            KeySpace::RotatedMean => mean_squares(&self.residuals),
+            KeySpace::BeforeRope => {
+                // Rotation to all positions spreads the error of a pair evenly over its components.
+                let mut rows = vec![0.0; self.residuals.len()];
+                self.rotation.dual_map(dim)?.view().reconstruct_into(&self.residuals, &mut rows)?;
+                let squares = mean_squares(&rows);
+                let half = dim / 2;
+                (0..dim).map(|d| 0.5 * (squares[d % half] + squares[d % half + half])).collect()
+            }
+        }))
+    }
+
+    /// The squared error over the square of the rows.
+    fn relative_error(&self) -> f32 {
+        let lost: f64 = self.residuals.iter().map(|&x| f64::from(x) * f64::from(x)).sum();
+        if self.spread > 0.0 { (lost / self.spread) as f32 } else { 0.0 }
+    }
+}
+
+/// How rows are transformed and coded.
 #[derive(Debug)]
-struct PqKlt {
+pub(super) struct PqKlt {
     codes: Pair<PqCode>,
     space: KeySpace,
     norms: bool,
@@ -47,6 +83,22 @@ struct PqKlt {
 }
 
 impl PqKlt {
+    /// Takes the settings of the transform.
+    pub fn take(s: &mut Settings<'_>, codes: Pair<PqCode>, norms: Switch) -> Result<Self> {
+        Ok(Self {
+            codes,
+            space: s.own("keys", KeySpace::RotatedMean)?,
+            norms: s.common("norms", norms)? == Switch::On,
+            iterations: s.positive("iterations", 8)?,
+            refine: s.count("refine", 0)?,
+        })
+    }
+
+    /// Refuses a model whose heads the codes of `method` do not fit.
+    pub fn check_as(&self, method: &str, config: &Config) -> Result<()> {
+        self.codes.check(method, config)
+    }
+
     fn key(&self, side: Side, l: usize, head: usize, part: &str) -> String {
         let Self { space, norms, iterations, .. } = self;
         let space = if side == Side::Keys { space.to_string() } else { "v".into() };
@@ -54,20 +106,32 @@ impl PqKlt {
         format!("pqklt/{space}/{norms}/{iterations}/{code}/{letter}/{l}/{head}/{part}")
     }
 
-    /// The rotation of the rows after their mean is subtracted, and centroids of the rotated rows.
+    /// The rotation of the rows after their mean is subtracted, centroids of the rotated rows, and the error of
+    /// these centroids.
     fn fit<S: svd_core::RopeSide>(
         &self,
         code: PqCode,
         metric: &Gram<S>,
         mut rows: Vec<f32>,
-    ) -> Result<(Rotation, Vec<f32>)> {
-        let mut covariance = Gram::new(metric.dim())?;
+    ) -> Result<Fitted> {
+        let dim = metric.dim();
+        let mut covariance = Gram::new(dim)?;
         covariance.add_rows(&rows)?;
         let rotation = Rotation::query_metric(&covariance, metric)?;
         let rotation = rotation.reordered(&balanced_order(rotation.sigma(), code.m)?)?;
-        HeadCode::transform(&rotation.basis_map(metric.dim())?, self.norms, &mut rows)?;
+        let norms = HeadCode::transform(&rotation.basis_map(dim)?, self.norms, &mut rows)?;
         let options = TrainOptions { iterations: self.iterations, seed: SEED, ..Default::default() };
-        Ok((rotation, halved(&train(code.shape(metric.dim())?, &rows, &options)?.centroids)))
+        let shape = code.shape(dim)?;
+        let centroids = halved(&train(shape, &rows, &options)?.centroids);
+        let residuals = HeadCode::residuals(&CodebookBuf::new(shape, &centroids)?, &mut rows, &norms)?;
+        let spread = rows.iter().map(|&x| f64::from(x) * f64::from(x)).sum();
+        Ok(Fitted { rotation, centroids, residuals, spread })
+    }
+
+    /// The empty store of layer `l`.
+    pub fn store(&self, site: &Site<'_>, l: usize) -> Result<TransformedStore> {
+        let plan = self.plan(site.config, site.profile, l)?;
+        TransformedStore::new(site.geometry, site.rope(l), Arc::new(plan))
     }
 
     /// Layer `l` from the profile.
@@ -84,7 +148,18 @@ impl PqKlt {
             if mean.len() != config.head_dim {
                 return Err(Error::Profile(format!("a mean of {} dimensions", mean.len())));
             }
-            Ok(HeadCode { mean, basis: map("store")?, dual: map("probe")?, codebook, norms: self.norms })
+            let errors = part("errors")?;
+            if errors.len() != if side == Side::Keys { config.head_dim } else { 1 } {
+                return Err(Error::Profile(format!("coding errors of {} components", errors.len())));
+            }
+            Ok(HeadCode {
+                mean,
+                basis: map("store")?,
+                dual: map("probe")?,
+                codebook,
+                norms: self.norms,
+                errors,
+            })
         };
         let heads = (0..config.n_kv_heads).map(|head| Pair::try_of(|side| read(side, head)));
         Ok(TransformedPlan { heads: heads.collect::<Result<_>>()?, space: self.space, refine: self.refine })
@@ -93,7 +168,7 @@ impl PqKlt {
 
 impl Kind for PqKlt {
     fn check(&self, config: &Config) -> Result<()> {
-        self.codes.check("pqklt", config)
+        self.check_as("pqklt", config)
     }
 
     fn needs_profile(&self) -> bool {
@@ -126,19 +201,23 @@ impl Kind for PqKlt {
                     self.fit(self.codes.keys, &layer.query_grams[head], keys)?
                 }
             };
-            let keys = (mean, fitted);
+            let errors = fitted.key_errors(self.space, geometry.head_dim)?;
+            let keys = (mean, fitted, errors);
             let mut values = geometry.head_rows(head, &layer.values);
             let mean = take_mean(&mut values, geometry.head_dim);
             let metric: Gram<NoRope> = output_gram(model, l, head)?;
-            Ok([keys, (mean, self.fit(self.codes.values, &metric, values)?)])
+            let fitted = self.fit(self.codes.values, &metric, values)?;
+            let errors = vec![fitted.relative_error()];
+            Ok([keys, (mean, fitted, errors)])
         });
         for ((l, head), made) in heads.iter().zip(made.collect::<Result<Vec<_>>>()?) {
-            for (side, (mean, (rotation, centroids))) in Side::ALL.into_iter().zip(made) {
+            for (side, (mean, fitted, errors)) in Side::ALL.into_iter().zip(made) {
                 let parts = [
                     ("mean", mean),
-                    ("store", single(rotation.basis())),
-                    ("probe", single(rotation.dual())),
-                    ("centroids", centroids),
+                    ("store", single(fitted.rotation.basis())),
+                    ("probe", single(fitted.rotation.dual())),
+                    ("centroids", fitted.centroids),
+                    ("errors", errors),
                 ];
                 for (part, values) in parts {
                     profile.put_floats(self.key(side, *l, *head, part), values);
@@ -149,10 +228,7 @@ impl Kind for PqKlt {
     }
 
     fn stores(&self, site: &Site<'_>) -> Result<Vec<Box<dyn Store>>> {
-        site.layers(|l| {
-            let plan = self.plan(site.config, site.profile, l)?;
-            TransformedStore::new(site.geometry, site.rope(l), Arc::new(plan))
-        })
+        site.layers(|l| self.store(site, l))
     }
 }
 

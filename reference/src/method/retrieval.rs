@@ -13,7 +13,9 @@ use svd_core::SoftmaxStats;
 use super::kind::{Entry, Kind, SEED, Site};
 use super::pq_code::PqCode;
 use crate::Result;
-use crate::cache::{DenseStore, Footprint, Geometry, RotatedStore, Store, attend_rows};
+use crate::cache::{
+    DenseStore, FetchCounter, Fetched, Footprint, Geometry, RotatedStore, Store, attend_rows,
+};
 use crate::model::Config;
 use crate::ops::dot;
 
@@ -57,7 +59,8 @@ impl Kind for TopK {
         };
         site.layers(|l| {
             let (geometry, ratio, reserved) = (site.geometry, self.ratio, site.reserved);
-            Ok(RetrievalStore { geometry, exact: site.dense(l), scorer: scorer.clone(), ratio, reserved })
+            let (exact, scorer, fetched) = (site.dense(l), scorer.clone(), FetchCounter::default());
+            Ok(RetrievalStore { geometry, exact, scorer, ratio, reserved, fetched })
         })
     }
 }
@@ -92,6 +95,7 @@ struct RetrievalStore {
     scorer: Scorer,
     ratio: f64,      // attended part of all tokens
     reserved: usize, // sinks and window, which count towards that part
+    fetched: FetchCounter,
 }
 
 impl RetrievalStore {
@@ -203,7 +207,12 @@ impl Store for RetrievalStore {
         {
             self.exact.rows().read(head, t, k, v);
         }
+        self.fetched.add(selected.len(), self.exact.row_bytes());
         attend_rows(q, &keys, &values, out, stats)
+    }
+
+    fn fetched(&self) -> Fetched {
+        self.fetched.get()
     }
 
     fn footprint(&self) -> Footprint {

@@ -12,7 +12,7 @@ use pq_core::top_k_into;
 use svd_core::SoftmaxStats;
 
 use super::kind::{Entry, Kind, Site};
-use crate::cache::{DenseStore, Footprint, Geometry, Store, attend_rows};
+use crate::cache::{DenseStore, FetchCounter, Fetched, Footprint, Geometry, Store, attend_rows};
 use crate::model::Config;
 use crate::ops::softmax;
 use crate::{Error, Result};
@@ -54,6 +54,7 @@ impl Kind for SparQ {
                 ratio: self.ratio,
                 reserved: site.reserved,
                 components: self.components,
+                fetched: FetchCounter::default(),
             })
         })
     }
@@ -68,6 +69,7 @@ struct SparQStore {
     ratio: f64,          // attended part of all tokens
     reserved: usize,     // sinks and window, which count towards that part
     components: usize,   // that score
+    fetched: FetchCounter,
 }
 
 /// Least mass that a query is taken to leave to the tokens it attends to: below it the mean value is the
@@ -174,6 +176,7 @@ impl Store for SparQStore {
         for (&t, (key, value)) in selected.iter().zip(rows) {
             self.exact.rows().read(head, first + t as usize, key, value);
         }
+        self.fetched.add(k, self.exact.row_bytes());
         let (mut part, mut part_stats) = (vec![0.0; out.len()], vec![SoftmaxStats::EMPTY; stats.len()]);
         attend_rows(q, &keys, &values, &mut part, &mut part_stats)?;
         let mean = self.mean(head, first);
@@ -188,6 +191,10 @@ impl Store for SparQStore {
             stats.merge(out, part_stats, part)?;
         }
         Ok(())
+    }
+
+    fn fetched(&self) -> Fetched {
+        self.fetched.get()
     }
 
     fn footprint(&self) -> Footprint {
@@ -237,7 +244,8 @@ mod tests {
             let rope = Arc::new(Rope::new(&config, 64));
             let exact = DenseStore::new(ElementType::F32, geometry, rope);
             let sums = vec![vec![0.0; dim]; geometry.n_kv_heads];
-            let mut store = SparQStore { geometry, exact, sums, ratio, reserved: 0, components };
+            let fetched = FetchCounter::default();
+            let mut store = SparQStore { geometry, exact, sums, ratio, reserved: 0, components, fetched };
             store.push(0, &random(n * geometry.kv_dim()), &random(n * geometry.kv_dim())).unwrap();
             store.truncate(n - removed).unwrap();
             let n = n - removed;

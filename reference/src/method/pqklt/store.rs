@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use half::f16;
 use pq_core::{
-    CodebookBuf, CodedTokens, CodesBuf, Luts, RopeMeanBuf, Start, TrainOptions, decode_norm, divide_by_norms,
-    lut_into, train,
+    CodebookBuf, CodedTokens, CodesBuf, Luts, RopeMeanBuf, Start, TrainOptions, decode_into, decode_norm,
+    divide_by_norms, lut_into, train,
 };
 use svd_core::{MapBuf, Rows, RowsMut, SoftmaxStats};
 
@@ -33,6 +33,9 @@ pub(crate) struct HeadCode {
     pub dual: MapBuf,   // projects queries and reconstructs rows
     pub codebook: CodebookBuf,
     pub norms: bool, // divide rows by their norms, which are kept in a byte
+    /// What the codes lose, of the rows calibrated on. Keys: mean squared error of each component that a query is
+    /// multiplied with, (head_dim,). Values: squared error over that of no code at all, (1,).
+    pub errors: Vec<f32>,
 }
 
 impl HeadCode {
@@ -49,6 +52,22 @@ impl HeadCode {
             divide_by_norms(rows, dim, &mut coded)?;
         }
         Ok(coded)
+    }
+
+    /// Codes transformed rows and returns what the codes lose; both in units of the rows before division by the norms.
+    pub fn residuals(codebook: &CodebookBuf, rows: &mut [f32], norms: &[u8]) -> Result<Vec<f32>> {
+        let (codebook, shape) = (codebook.view(), codebook.view().shape());
+        let mut codes = CodesBuf::new(shape);
+        codes.append(&codebook, rows)?;
+        let mut residuals = vec![0.0; rows.len()];
+        decode_into(&codebook, &codes.view(), 0, &mut residuals)?;
+        residuals.iter_mut().zip(rows.iter()).for_each(|(decoded, x)| *decoded = x - *decoded);
+        for rows in [rows, &mut residuals] {
+            for (row, &norm) in rows.chunks_exact_mut(shape.dim()).zip(norms) {
+                row.iter_mut().for_each(|x| *x *= decode_norm(norm));
+            }
+        }
+        Ok(residuals)
     }
 
     /// Takes the mean out of rows that are not rotated.
@@ -157,6 +176,72 @@ impl TransformedStore {
     }
 }
 
+impl TransformedStore {
+    /// Adds the attention that `attend` computes of coded tokens, those before `first` masked, in the basis of
+    /// their codes.
+    pub fn attend_by(
+        &self,
+        head: usize,
+        first: usize,
+        q: &[f32],
+        out: &mut [f32],
+        stats: &mut [SoftmaxStats],
+        attend: impl FnOnce(&CodedStep<'_>, &mut [f32], &mut [SoftmaxStats]) -> Result<()>,
+    ) -> Result<()> {
+        if self.len == 0 {
+            return Ok(());
+        }
+        let (plan, Pair { keys, values }) = (&self.plan.heads[head], &self.heads[head]);
+        let Pair { keys: key_code, values: value_code } = plan;
+        let scales = |coded: &Coded| -> Option<Vec<f32>> {
+            (!coded.norms.is_empty()).then(|| coded.norms.iter().map(|&norm| decode_norm(norm)).collect())
+        };
+        let (mut key_scales, value_scales) = (scales(keys), scales(values));
+        let mut luts = vec![0.0; stats.len() * keys.codes.view().shape().lut_len()];
+        let mut probes = q.to_vec();
+        let mut bias = if self.plan.space == KeySpace::BeforeRope {
+            key_scales = None; // tables of zeros: the bias is the whole score
+            self.scores_of_decoded(head, q)
+        } else {
+            let dual = key_code.dual.view();
+            let out = RowsMut::contiguous(&mut probes, dual.rank())?;
+            dual.project_into(Rows::contiguous(q, dual.dim())?, out)?;
+            lut_into(&keys.refined.as_deref().unwrap_or(&key_code.codebook).view(), &probes, &mut luts)?;
+            self.scores_of_mean(head, q)?
+        };
+        bias.chunks_exact_mut(self.len).for_each(|bias| bias[..first].fill(f32::NEG_INFINITY));
+        let codebook = values.refined.as_deref().unwrap_or(&value_code.codebook).view();
+        let tokens = CodedTokens::new(keys.codes.view(), values.codes.view(), codebook)?
+            .with_key_scales(key_scales.as_deref())?
+            .with_value_scales(value_scales.as_deref())?
+            .with_bias(&bias[..]);
+        let variance = |probe: &[f32]| probe.iter().zip(&key_code.errors).map(|(q, e)| q * q * e).sum();
+        let step = CodedStep {
+            luts: Luts::new(keys.codes.view().shape(), &luts)?,
+            tokens,
+            score_variances: probes.chunks_exact(self.geometry.head_dim).map(variance).collect(),
+            value_error: value_code.errors[0],
+        };
+        // Attention on the transformed values, turned back once per query.
+        let mut transformed = vec![0.0; out.len()];
+        let mut transformed_stats = vec![SoftmaxStats::EMPTY; stats.len()];
+        attend(&step, &mut transformed, &mut transformed_stats)?;
+        merge_part((&transformed, &transformed_stats), out, stats, |transformed, weight, row| {
+            value_code.dual.view().reconstruct_into(transformed, row)?;
+            row.iter_mut().zip(&value_code.mean).for_each(|(x, mean)| *x += weight * mean);
+            Ok(())
+        })
+    }
+}
+
+/// One head's coded tokens, and a step's queries.
+pub(crate) struct CodedStep<'a> {
+    pub luts: Luts<'a>,
+    pub tokens: CodedTokens<'a>,
+    pub score_variances: Vec<f32>, // (group,) of exact scores around coded ones
+    pub value_error: f32,          // squared error over the variance
+}
+
 /// Codebooks are kept in 16 bits.
 pub(crate) fn halved(centroids: &[f32]) -> Vec<f32> {
     centroids.iter().map(|&x| f16::from_f32(x).to_f32()).collect()
@@ -219,46 +304,8 @@ impl Store for TransformedStore {
         out: &mut [f32],
         stats: &mut [SoftmaxStats],
     ) -> Result<()> {
-        if self.len == 0 {
-            return Ok(());
-        }
-        let (plan, Pair { keys, values }) = (&self.plan.heads[head], &self.heads[head]);
-        let Pair { keys: key_code, values: value_code } = plan;
-        let scales = |coded: &Coded| -> Option<Vec<f32>> {
-            (!coded.norms.is_empty()).then(|| coded.norms.iter().map(|&norm| decode_norm(norm)).collect())
-        };
-        let (mut key_scales, value_scales) = (scales(keys), scales(values));
-        let mut luts = vec![0.0; stats.len() * keys.codes.view().shape().lut_len()];
-        let mut bias = if self.plan.space == KeySpace::BeforeRope {
-            key_scales = None; // tables of zeros: the bias is the whole score
-            self.scores_of_decoded(head, q)
-        } else {
-            let mut probes = vec![0.0; q.len()];
-            let dual = key_code.dual.view();
-            let out = RowsMut::contiguous(&mut probes, dual.rank())?;
-            dual.project_into(Rows::contiguous(q, dual.dim())?, out)?;
-            lut_into(&keys.refined.as_deref().unwrap_or(&key_code.codebook).view(), &probes, &mut luts)?;
-            self.scores_of_mean(head, q)?
-        };
-        bias.chunks_exact_mut(self.len).for_each(|bias| bias[..first].fill(f32::NEG_INFINITY));
-        let codebook = values.refined.as_deref().unwrap_or(&value_code.codebook).view();
-        let tokens = CodedTokens::new(keys.codes.view(), values.codes.view(), codebook)?
-            .with_key_scales(key_scales.as_deref())?
-            .with_value_scales(value_scales.as_deref())?
-            .with_bias(&bias[..]);
-        // Attention on the transformed values, turned back once per query.
-        let mut transformed = vec![0.0; out.len()];
-        let mut transformed_stats = vec![SoftmaxStats::EMPTY; stats.len()];
-        attend_to_codes(
-            &Luts::new(keys.codes.view().shape(), &luts)?,
-            &tokens,
-            &mut transformed,
-            &mut transformed_stats,
-        )?;
-        merge_part((&transformed, &transformed_stats), out, stats, |transformed, weight, row| {
-            value_code.dual.view().reconstruct_into(transformed, row)?;
-            row.iter_mut().zip(&value_code.mean).for_each(|(x, mean)| *x += weight * mean);
-            Ok(())
+        self.attend_by(head, first, q, out, stats, |step, out, stats| {
+            attend_to_codes(&step.luts, &step.tokens, out, stats)
         })
     }
 

@@ -1,0 +1,224 @@
+//! Hybrid attention: coarse PQ codes of every token, and the exact rows of the few that hold most of the weight, in one
+//! softmax.
+//!
+//! Codes and their training are those of `pqklt`. The exact rows are counted as offloaded, although they stay in the same
+//! memory here; [`Fetched`] counts the rows that a step reads of them. RetroInfer (arXiv 2505.02922) estimates what it does
+//! not fetch by the centroids of clusters of tokens; here product codes do, which also select.
+
+mod rows;
+
+use std::fmt::Display;
+use std::str::FromStr;
+use std::sync::Arc;
+
+use pq_core::{Hybrid, HybridScratch, RowBudget, hybrid_attend_into, hybrid_select_into};
+use svd_core::SoftmaxStats;
+
+use super::kind::{Entry, Kind, Site};
+use super::pq_code::PqCode;
+use super::pqklt::{CodedStep, PqKlt, TransformedStore};
+use super::settings::{Switch, words};
+use crate::Profile;
+use crate::Result;
+use crate::cache::{FetchCounter, Fetched, Footprint, Geometry, Store, attend_rows};
+use crate::calibrate::Calibration;
+use crate::model::{Config, Model, Rope};
+use crate::side::Pair;
+use rows::OffloadedRows;
+
+pub(super) const HYBRID: Entry = Entry {
+    names: &["hybrid"],
+    help: "\
+  hybrid            attention on coarse PQ codes, with the exact rows of  k=16x8 v=8x8 rows=0.01|auto bound=0.02
+                      the few tokens that hold most of the weight; exact  keys=mean|rope norms=off|on iterations=8
+                      rows counted as offloaded                           offloaded=exact|int8
+",
+    parse: |s| {
+        let codes = Pair::new(PqCode::take(s, "k", 8, 8)?, PqCode::take(s, "v", 8, 16)?);
+        let rows = s.own("rows", Rows::Share(0.01))?;
+        Ok(Arc::new(HybridKind {
+            rows,
+            bound: s.common_part("bound", 0.02)? as f32,
+            offloaded: s.common("offloaded", Offloaded::Exact)?,
+            codes: PqKlt::take(s, codes, Switch::Off)?,
+        }))
+    },
+};
+words!(Offloaded, "exact" => Offloaded::Exact, "int8" => Offloaded::Int8);
+
+/// How offloaded rows are held.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Offloaded {
+    /// As sinks and window are.
+    Exact,
+    /// In 8 bits, with a scale for every 32 components.
+    Int8,
+}
+
+/// How many rows a step reads.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Rows {
+    Share(f32),
+    Auto,
+}
+
+impl FromStr for Rows {
+    type Err = String;
+
+    fn from_str(text: &str) -> std::result::Result<Self, String> {
+        match text.parse() {
+            _ if text == "auto" => Ok(Self::Auto),
+            Ok(share) if (0.0..=1.0).contains(&share) => Ok(Self::Share(share)),
+            _ => Err("is neither `auto` nor a part of the tokens from 0 to 1".into()),
+        }
+    }
+}
+
+impl Display for Rows {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Share(share) => share.fmt(f),
+            Self::Auto => f.write_str("auto"),
+        }
+    }
+}
+
+#[derive(Debug)]
+struct HybridKind {
+    codes: PqKlt,
+    rows: Rows,
+    bound: f32,
+    offloaded: Offloaded,
+}
+
+impl Kind for HybridKind {
+    fn check(&self, config: &Config) -> Result<()> {
+        self.codes.check_as("hybrid", config)
+    }
+
+    fn needs_profile(&self) -> bool {
+        true
+    }
+
+    fn calibrate(
+        &self,
+        model: &Model,
+        rope: &Rope,
+        samples: &Calibration,
+        profile: &mut Profile,
+    ) -> Result<()> {
+        self.codes.calibrate(model, rope, samples, profile)
+    }
+
+    fn stores(&self, site: &Site<'_>) -> Result<Vec<Box<dyn Store>>> {
+        site.layers(|l| {
+            let exact = match self.offloaded {
+                Offloaded::Exact => OffloadedRows::exact(site.exact, site.geometry),
+                Offloaded::Int8 => OffloadedRows::int8(site.geometry),
+            };
+            Ok(HybridStore {
+                geometry: site.geometry,
+                rope: site.rope(l),
+                coded: self.codes.store(site, l)?,
+                exact,
+                rows: self.rows,
+                bound: self.bound,
+                fetched: FetchCounter::default(),
+            })
+        })
+    }
+}
+
+/// Codes of all tokens, and their exact rows.
+#[derive(Clone)]
+struct HybridStore {
+    geometry: Geometry,
+    rope: Arc<Rope>,
+    coded: TransformedStore,
+    exact: OffloadedRows, // rotated keys, values
+    rows: Rows,
+    bound: f32,
+    fetched: FetchCounter,
+}
+
+impl HybridStore {
+    /// Attends to the codes of all tokens from `first` on but the selected ones, which it returns. `others` (group,)
+    /// are the statistics of sinks and window.
+    fn attend_to_rest(
+        &self,
+        step: &CodedStep<'_>,
+        first: usize,
+        others: &[SoftmaxStats],
+        out: &mut [f32],
+        stats: &mut [SoftmaxStats],
+    ) -> Result<Vec<u32>> {
+        let n = step.tokens.n();
+        let rows = match self.rows {
+            Rows::Share(share) => RowBudget::Count(RowBudget::Share(share).most(n - first)),
+            Rows::Auto => RowBudget::Error { bound: self.bound, value_error: step.value_error, most: n },
+        };
+        let hybrid = Hybrid { rows, score_variances: &step.score_variances, others, ..Hybrid::default() };
+        let shape = step.tokens.value_shape();
+        let mut floats = vec![0.0; HybridScratch::len(shape, stats.len(), n)];
+        let mut scratch_stats = vec![SoftmaxStats::EMPTY; stats.len()];
+        let mut scratch = HybridScratch::new(shape, n, &mut floats, &mut scratch_stats)?;
+        let mut selected = vec![0; hybrid.rows.most(n)];
+        let found = hybrid_select_into(&step.luts, &step.tokens, &hybrid, &mut scratch, &mut selected)?;
+        selected.truncate(found);
+        hybrid_attend_into(&step.tokens, &selected, &mut scratch, out, stats)?;
+        Ok(selected)
+    }
+}
+
+impl Store for HybridStore {
+    fn push(&mut self, pos: usize, k: &[f32], v: &[f32]) -> Result<()> {
+        self.coded.push(pos, k, v)?;
+        self.exact.push(&self.rope.rotated(k, self.geometry.kv_dim(), pos), v);
+        Ok(())
+    }
+
+    fn len(&self) -> usize {
+        self.coded.len()
+    }
+
+    fn truncate(&mut self, len: usize) -> Result<()> {
+        self.exact.truncate(len);
+        self.coded.truncate(len)
+    }
+
+    fn attend(
+        &self,
+        head: usize,
+        first: usize,
+        q: &[f32],
+        out: &mut [f32],
+        stats: &mut [SoftmaxStats],
+    ) -> Result<()> {
+        let others = stats.to_vec();
+        let mut selected = vec![];
+        self.coded.attend_by(head, first, q, out, stats, |step, out, stats| {
+            selected = self.attend_to_rest(step, first, &others, out, stats)?;
+            Ok(())
+        })?;
+        let dim = self.geometry.head_dim;
+        let mut rows = Pair::of(|_| vec![0.0; selected.len() * dim]);
+        let places = rows.keys.chunks_exact_mut(dim).zip(rows.values.chunks_exact_mut(dim));
+        for (&t, (key, value)) in selected.iter().zip(places) {
+            self.exact.read(head, t as usize, key, value);
+        }
+        self.fetched.add(selected.len(), self.exact.row_bytes());
+        attend_rows(q, &rows.keys, &rows.values, out, stats)
+    }
+
+    fn footprint(&self) -> Footprint {
+        Footprint { offloaded: self.exact.bytes(), ..self.coded.footprint() }
+    }
+
+    fn fetched(&self) -> Fetched {
+        self.fetched.get()
+    }
+
+    fn clone_box(&self) -> Box<dyn Store> {
+        Box::new(self.clone())
+    }
+}
