@@ -70,16 +70,16 @@ impl<'a> Lanes<'a> {
     #[inline(always)]
     fn add_lanes<const L: usize>(&mut self, codes: &Codes<'_>) {
         let (weights, sums) = (self.weights.as_chunks::<L>().0, self.sums.as_chunks_mut::<L>().0);
-        let run_len = 8 * self.shape.nbits() as usize;
-        for (j, sums) in sums.chunks_exact_mut(self.shape.ksub()).enumerate() {
+        let (nbits, ksub) = (self.shape.nbits(), self.shape.ksub());
+        let run_len = 8 * nbits as usize;
+        for (j, sums) in sums.chunks_exact_mut(ksub).enumerate() {
             for (b, weights) in weights[..codes.n()].chunks(BLOCK).enumerate() {
                 let run = &codes.block(b)[j * run_len..][..run_len];
-                for (weights, c) in weights.iter().zip(unpack_run(run, self.shape.nbits())) {
-                    // A code is below ksub, a power of two: the remainder spares the bounds check.
-                    let at = usize::from(c) & (sums.len() - 1);
-                    for (sum, weight) in sums[at].iter_mut().zip(weights) {
-                        *sum += weight;
-                    }
+                if nbits == 8 {
+                    // A run of 8 bits has a token's code in its byte.
+                    add_run(sums, weights, run);
+                } else {
+                    add_run(sums, weights, &unpack_run(run, nbits));
                 }
             }
         }
@@ -99,6 +99,18 @@ impl<'a> Lanes<'a> {
                 }
                 *out += scale * parts.iter().sum::<f32>();
             }
+        }
+    }
+}
+
+/// Adds the weights of up to 64 tokens to the sums of their centroids.
+#[inline(always)]
+fn add_run<const L: usize, C: Copy + Into<u16>>(sums: &mut [[f32; L]], weights: &[[f32; L]], codes: &[C]) {
+    for (weights, &c) in weights.iter().zip(codes) {
+        // A code is below ksub, a power of two: the remainder spares the bounds check.
+        let at = usize::from(c.into()) & (sums.len() - 1);
+        for (sum, weight) in sums[at].iter_mut().zip(weights) {
+            *sum += weight;
         }
     }
 }
