@@ -1,5 +1,6 @@
-//! Compiles where kv-gpu shares an engine's cudarc: an older release, linked instead of loaded, with bindings of another CUDA
-//! version. Each folder has one such tree; `.ci/run` checks them. Types must be the same on both sides.
+//! Compiles where kv-gpu shares an engine's cudarc: an older release, linked instead of loaded, with bindings
+//! of another CUDA version. Each folder has one such tree; `.ci/run` checks them. Types must be the same on
+//! both sides.
 
 use std::sync::Arc;
 

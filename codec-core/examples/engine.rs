@@ -1,4 +1,5 @@
-//! Stores a context of half-precision tensors, then loads one layer into pages, as an engine's connector does.
+//! Stores a context of half-precision tensors, then loads one layer into pages, as an engine's connector
+//! does.
 
 use codec_core::*;
 use half::f16;

@@ -58,7 +58,8 @@ impl Sealed for f16 {
         let (sign, magnitude) = (bits >> 15 << 31, (bits & 0x7fff) << EXTRA);
         // Infinities and NaN have the largest exponent in both types.
         let rebias = if magnitude < 0x1f << 23 { REBIAS } else { 2 * REBIAS };
-        // With the exponent of the least normal value, the mantissa of a subnormal one exceeds it by the value.
+        // With the exponent of the least normal value, the mantissa of a subnormal one exceeds it by the
+        // value.
         let subnormal = f32::from_bits(LEAST_NORMAL | magnitude) - f32::from_bits(LEAST_NORMAL);
         let value = if magnitude < 1 << 23 { subnormal.to_bits() } else { magnitude + rebias };
         f32::from_bits(sign | value)

@@ -126,8 +126,8 @@ impl<'a> Place<'a> {
     }
 }
 
-/// Copies the tokens' elements out of their place to the end of `out`, as (tokens, heads, head_dim), converted
-/// by `convert`.
+/// Copies the tokens' elements out of their place to the end of `out`, as (tokens, heads, head_dim),
+/// converted by `convert`.
 #[cfg(feature = "alloc")]
 pub(crate) struct Gather<'a, T, U, F> {
     pub place: &'a Place<'a>,

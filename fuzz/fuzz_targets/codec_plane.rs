@@ -1,4 +1,5 @@
-//! Any bytes are rejected as a plane or a lossless plane, or give one that has the same bytes. Planes encode and decode.
+//! Any bytes are rejected as a plane or a lossless plane, or give one that has the same bytes. Planes encode
+//! and decode.
 #![no_main]
 
 use codec_core::*;

@@ -1,4 +1,5 @@
-//! Profiles with changed bytes are rejected, or give one that returns from its own bytes and decodes what it encodes.
+//! Profiles with changed bytes are rejected, or give one that returns from its own bytes and decodes what it
+//! encodes.
 #![no_main]
 
 use std::sync::OnceLock;

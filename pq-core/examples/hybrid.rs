@@ -57,7 +57,8 @@ fn main() -> Result<(), Error> {
         let mut scratch = HybridScratch::new(shape, N, &mut floats, &mut coded_stats)?;
         let mut selected = vec![0; rows.most(N)];
         hybrid_select_into(&luts, &tokens, &hybrid, &mut scratch, &mut selected)?;
-        // An engine that keeps the rows elsewhere fetches them now, while it attends to the codes of the others.
+        // An engine that keeps the rows elsewhere fetches them now, while it attends to the codes of the
+        // others.
         let (mut out, mut stats) = (vec![0.0; DIM], [SoftmaxStats::EMPTY]);
         if with_codes {
             hybrid_attend_into(&tokens, &selected, &mut scratch, &mut out, &mut stats)?;

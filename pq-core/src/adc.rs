@@ -171,7 +171,8 @@ impl Scan<'_, '_> {
     }
 }
 
-/// The vector form of the scan, over so few blocks that their scores stay in cache; the last may be incomplete.
+/// The vector form of the scan, over so few blocks that their scores stay in cache; the last may be
+/// incomplete.
 #[inline(always)]
 pub(crate) fn scan_chunk<S: Simd, const NBITS: u32>(
     s: S,

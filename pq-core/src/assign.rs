@@ -175,7 +175,8 @@ impl Kernel for Assign<'_> {
 
 impl Assign<'_> {
     /// Processes several registers of points at a time: the largest number whose distances and minima stay in
-    /// registers, then two and one for the rest. A known dsub keeps the points of small subspaces in registers.
+    /// registers, then two and one for the rest. A known dsub keeps the points of small subspaces in
+    /// registers.
     #[inline(always)]
     fn of_dsub<S: Simd, const C: usize, const SKIP: bool>(self, s: S) {
         let Self { subspace, tile: Tile { values, points, .. }, nearest } = self;

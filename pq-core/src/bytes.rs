@@ -1,4 +1,5 @@
-//! The byte format of saved codes, codebooks and caches: four bytes of magic, a version, then little-endian numbers without gaps.
+//! The byte format of saved codes, codebooks and caches: four bytes of magic, a version, then little-endian
+//! numbers without gaps.
 //!
 //! A reader checks every length against the bytes that are left before it allocates, so a hostile input costs
 //! no more memory than it has bytes.

@@ -43,19 +43,19 @@ pub struct Hybrid<'a> {
     pub rule: GroupRule,
     /// Variances of the differences between exact and coded scores, one per query, or empty for zeros.
     ///
-    /// A centroid is the mean of what it stands for. Exact scores `s` therefore scatter around the coded score
-    /// `c` with this variance `v`, and the expected weight is `E[exp(s)] = exp(c + v / 2)` for normal
-    /// differences: attention on codes alone underestimates a token's weight relative to an exact token.
-    /// Half of the variance is added to the coded scores. With `e` the mean squared error of each component
-    /// of the coded keys, `v = sum_d query_d^2 e_d`.
+    /// A centroid is the mean of what it stands for. Exact scores `s` therefore scatter around the coded
+    /// score `c` with this variance `v`, and the expected weight is `E[exp(s)] = exp(c + v / 2)` for normal
+    /// differences: attention on codes alone underestimates a token's weight relative to an exact token. Half
+    /// of the variance is added to the coded scores. With `e` the mean squared error of each component of the
+    /// coded keys, `v = sum_d query_d^2 e_d`.
     pub score_variances: &'a [f32],
     /// Softmax statistics of the tokens that are attended to exactly anyway, one per query, or empty.
     /// [`RowBudget::Error`] needs them to know how much of the attention the codes hold.
     pub others: &'a [SoftmaxStats],
 }
 
-/// Working memory of [`hybrid_select_into`] and [`hybrid_attend_into`], borrowed from the caller. It holds the
-/// coded scores between the two calls.
+/// Working memory of [`hybrid_select_into`] and [`hybrid_attend_into`], borrowed from the caller. It holds
+/// the coded scores between the two calls.
 ///
 /// # Examples
 /// ```
@@ -117,17 +117,17 @@ const fn attend_len(values: PqShape, group: usize) -> usize {
 ///
 /// A token's coded score for query g is that of [`attend_into`](crate::attend_into), plus half of
 /// [`Hybrid::score_variances`]. The tokens with the highest combined scores are selected
-/// ([`combine_group_into`](crate::combine_group_into)), as many as [`Hybrid::rows`] says. Writes their indices
-/// in ascending order and returns how many there are. A token whose coded score is minus infinity for every
-/// query is masked and never selected.
+/// ([`combine_group_into`](crate::combine_group_into)), as many as [`Hybrid::rows`] says. Writes their
+/// indices in ascending order and returns how many there are. A token whose coded score is minus infinity for
+/// every query is masked and never selected.
 ///
 /// # Shapes
 /// `luts` (group, m, ksub) in the keys' shape; `scratch` for the same group and n; `selected` at least
 /// [`RowBudget::most`] of n elements.
 /// # Errors
 /// [`Error::ShapeMismatch`]; [`Error::Length`] for the bias or for the variances, statistics or scratch of
-/// another group or n; [`Error::NotFinite`] for a variance or a bound; [`Error::TooShort`] for `selected`, which is then
-/// untouched.
+/// another group or n; [`Error::NotFinite`] for a variance or a bound; [`Error::TooShort`] for `selected`,
+/// which is then untouched.
 /// # Cost
 /// group * n * m lookups, the exponentials of [`combine_group_into`](crate::combine_group_into), one
 /// selection, and for [`RowBudget::Error`] one more pass over n; no allocation.
@@ -208,13 +208,13 @@ impl Kernel for FinishScores<'_, '_> {
 /// Attends to the codes of all tokens but the selected ones.
 ///
 /// Adds them to `out` and `stats`, as [`attend_into`](crate::attend_into) does, by the scores that
-/// [`hybrid_select_into`] left in `scratch`. The selected tokens are left out of the sums, not subtracted from
-/// them, and the maximum is that of the other tokens: the result is as accurate where the selected tokens hold
-/// nearly all weight. Add the exact rows of the selected tokens before or after.
+/// [`hybrid_select_into`] left in `scratch`. The selected tokens are left out of the sums, not subtracted
+/// from them, and the maximum is that of the other tokens: the result is as accurate where the selected
+/// tokens hold nearly all weight. Add the exact rows of the selected tokens before or after.
 ///
 /// # Shapes
-/// `selected` as [`hybrid_select_into`] wrote it, or any other tokens; `scratch` from that call; `out` (group,
-/// dim of the values); `stats` (group,).
+/// `selected` as [`hybrid_select_into`] wrote it, or any other tokens; `scratch` from that call; `out`
+/// (group, dim of the values); `stats` (group,).
 /// # Errors
 /// [`Error::TokenOutOfRange`] or [`Error::Length`]; `out` and `stats` are then untouched.
 /// # Cost

@@ -61,7 +61,8 @@ pub trait KvCache: Send + Sync {
     /// tokens that their windows reach, to what they already attended to.
     ///
     /// `q` (n, n_heads, head_dim); `out` like it and `stats` (n, n_heads) hold sums of a softmax, as
-    /// [`svd_core::attend_exact_into`] takes them. Queries that see no token of the layer are left as they are.
+    /// [`svd_core::attend_exact_into`] takes them. Queries that see no token of the layer are left as they
+    /// are.
     ///
     /// # Errors
     /// [`Error::Cache`] for slices of other lengths; errors of the method's core.

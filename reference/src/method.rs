@@ -203,7 +203,8 @@ impl Method {
         self.kind.dense().is_some()
     }
 
-    /// The element type of the model and of exact rows on a device: that of the rows that the method keeps exact.
+    /// The element type of the model and of exact rows on a device: that of the rows that the method keeps
+    /// exact.
     ///
     /// # Errors
     /// [`Error::Argument`] for 32 bits.

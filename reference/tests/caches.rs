@@ -256,7 +256,8 @@ fn fetched_rows_are_counted() {
         assert_eq!(cache.clone_box().fetched().attentions, 0);
         (fetched.attentions, fetched.rows, fetched.bytes)
     };
-    // 2 layers of 2 heads; a tenth of the 93 tokens that are neither sinks nor window; 16 numbers a side in 16 bits.
+    // 2 layers of 2 heads; a tenth of the 93 tokens that are neither sinks nor window; 16 numbers a side in
+    // 16 bits.
     assert_eq!(fetched(methods[0]), (4, 4 * 10, 4 * 10 * 64));
     assert_eq!(fetched(methods[1]), (4, 0, 0));
     assert_eq!(fetched("oracle:ratio=0.2:window=4"), (4, 4 * 13, 4 * 13 * 64));

@@ -71,8 +71,8 @@ fn aggressive_settings_degrade_in_the_papers_order() {
         &["pqklt:k=64x6:v=64x6", "million:k=64x6:v=64x6"],
         &["pqklt:k=64x4:v=64x4", "million:k=64x4:v=64x4"],
         &["pqklt:k=64x4:v=64x4:keys=rope", "million:k=64x4:v=64x4"],
-        // Hybrid attention over codes of one bit: more rows are better, and 1 % of the rows over codes is better than a tenth
-        // of the rows alone.
+        // Hybrid attention over codes of one bit: more rows are better, and 1 % of the rows over codes is
+        // better than a tenth of the rows alone.
         &["hybrid:rows=0.02", "hybrid:rows=0.01", "hybrid:rows=0"],
         &["hybrid:rows=0.01", "oracle:ratio=0.1", "pqcache:ratio=0.1"],
         &["hybrid:rows=0.02", "int2"],

@@ -1,4 +1,5 @@
-//! Calls into every core, with no standard library in sight: whatever of it they needed would stay undefined at the link.
+//! Calls into every core, with no standard library in sight: whatever of it they needed would stay undefined
+//! at the link.
 #![no_std]
 #![no_builtins] // or the loops of `memory` would become calls of themselves
 

@@ -172,7 +172,8 @@ fn cap(softcap: Option<f32>, scores: &mut [f32]) {
 /// # Safety
 /// [`row`](Self::row) gives `dim` readable elements for every index below `n`.
 unsafe trait BlockRows<E>: Copy {
-    /// Whether every row has its own cache sets and page, so that few passes over them count more than registers.
+    /// Whether every row has its own cache sets and page, so that few passes over them count more than
+    /// registers.
     const APART: bool;
     fn n(self) -> usize;
     /// Components of a row.
@@ -221,7 +222,8 @@ unsafe impl<E: Element> BlockRows<E> for Dense<'_, E> {
 
 /// Rows at a distance, or of a list.
 ///
-/// N.B. A copy into a buffer without gaps takes 1.2 to 1.7 times as long with AVX-512 as reading the rows in place.
+/// N.B. A copy into a buffer without gaps takes 1.2 to 1.7 times as long with AVX-512 as reading the rows in
+/// place.
 #[derive(Clone, Copy)]
 struct Listed<'a, E> {
     data: &'a [E],

@@ -1,18 +1,18 @@
 //! How many rows a step reads exactly.
 //!
-//! The estimate behind [`RowBudget::Error`]: with the differences `d_t` of exact and coded scores and `e_t` of
-//! exact and coded values, the output changes by about
+//! The estimate behind [`RowBudget::Error`]: with the differences `d_t` of exact and coded scores and `e_t`
+//! of exact and coded values, the output changes by about
 //!
 //! ```text
 //! sum over the coded tokens of p_t (d_t (v_t - out) + e_t)
 //! ```
 //!
-//! where `p_t` is the token's weight in the softmax over all tokens. For independent differences of mean zero,
-//! and in units of the values' deviation from their mean, the expected square is `(exp(variance) - 1 +
+//! where `p_t` is the token's weight in the softmax over all tokens. For independent differences of mean
+//! zero, and in units of the values' deviation from their mean, the expected square is `(exp(variance) - 1 +
 //! value_error) * sum of p_t^2`: the variance is that of the score, for normal differences, and `value_error`
 //! the codes' mean squared error over the variance of the values. A step reads tokens, those of the largest
-//! weight first, until no query's estimate exceeds the bound. For a group the combined weight of a token stands
-//! for every query's: it is at least as large, so that the estimate holds for each.
+//! weight first, until no query's estimate exceeds the bound. For a group the combined weight of a token
+//! stands for every query's: it is at least as large, so that the estimate holds for each.
 
 use kv_attend::simd::exp;
 

@@ -44,8 +44,8 @@ pub(crate) trait Store: Send + Sync {
     /// Forgets all tokens from index `len` on; `len` is at most [`Self::len`].
     fn truncate(&mut self, len: usize) -> Result<()>;
     /// Adds the attention of one key/value head's query heads over the tokens from index `first` on, at most
-    /// [`Self::len`], to `out` (group, head_dim) and `stats` (group,), as [`svd_core::attend_exact_into`] does.
-    /// Sinks and window have been added before. `q` (group, head_dim) is rotated and scaled by `1 /
+    /// [`Self::len`], to `out` (group, head_dim) and `stats` (group,), as [`svd_core::attend_exact_into`]
+    /// does. Sinks and window have been added before. `q` (group, head_dim) is rotated and scaled by `1 /
     /// sqrt(head_dim)`.
     fn attend(
         &self,

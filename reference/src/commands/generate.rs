@@ -30,8 +30,8 @@ pub struct Generate {
     /// Most tokens to generate
     #[arg(long, value_name = "N", default_value_t = 64)]
     tokens: usize,
-    /// Tokens of the prompt that run at once [default: all; one on a GPU]. Later chunks see earlier ones as the
-    /// cache keeps them
+    /// Tokens of the prompt that run at once [default: all; one on a GPU]. Later chunks see earlier ones as
+    /// the cache keeps them
     #[arg(long, value_name = "N")]
     chunk: Option<NonZeroUsize>,
     /// 0 takes the most likely token

@@ -1,9 +1,10 @@
-//! Hybrid attention: coarse PQ codes of every token, and the exact rows of the few that hold most of the weight, in one
-//! softmax.
+//! Hybrid attention: coarse PQ codes of every token, and the exact rows of the few that hold most of the
+//! weight, in one softmax.
 //!
-//! Codes and their training are those of `pqklt`. The exact rows are counted as offloaded, although they stay in the same
-//! memory here; [`Fetched`] counts the rows that a step reads of them. RetroInfer (arXiv 2505.02922) estimates what it does
-//! not fetch by the centroids of clusters of tokens; here product codes do, which also select.
+//! Codes and their training are those of `pqklt`. The exact rows are counted as offloaded, although they stay
+//! in the same memory here; [`Fetched`] counts the rows that a step reads of them. RetroInfer (arXiv
+//! 2505.02922) estimates what it does not fetch by the centroids of clusters of tokens; here product codes
+//! do, which also select.
 
 mod rows;
 
@@ -142,8 +143,8 @@ struct HybridStore {
 }
 
 impl HybridStore {
-    /// Attends to the codes of all tokens from `first` on but the selected ones, which it returns. `others` (group,)
-    /// are the statistics of sinks and window.
+    /// Attends to the codes of all tokens from `first` on but the selected ones, which it returns. `others`
+    /// (group,) are the statistics of sinks and window.
     fn attend_to_rest(
         &self,
         step: &CodedStep<'_>,

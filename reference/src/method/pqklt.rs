@@ -106,8 +106,8 @@ impl PqKlt {
         format!("pqklt/{space}/{norms}/{iterations}/{code}/{letter}/{l}/{head}/{part}")
     }
 
-    /// The rotation of the rows after their mean is subtracted, centroids of the rotated rows, and the error of
-    /// these centroids.
+    /// The rotation of the rows after their mean is subtracted, centroids of the rotated rows, and the error
+    /// of these centroids.
     fn fit<S: svd_core::RopeSide>(
         &self,
         code: PqCode,

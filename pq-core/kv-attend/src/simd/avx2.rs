@@ -12,7 +12,8 @@ crate::cpu_features!(Avx2 => run);
 /// Evaluates an expression of the set's intrinsics.
 macro_rules! op {
     ($e:expr) => {{
-        // SAFETY: a value of `Avx2` exists only where the CPU has the features; the caller vouches for pointers.
+        // SAFETY: a value of `Avx2` exists only where the CPU has the features; the caller vouches for
+        // pointers.
         unsafe { $e }
     }};
 }

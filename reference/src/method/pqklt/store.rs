@@ -33,8 +33,8 @@ pub(crate) struct HeadCode {
     pub dual: MapBuf,   // projects queries and reconstructs rows
     pub codebook: CodebookBuf,
     pub norms: bool, // divide rows by their norms, which are kept in a byte
-    /// What the codes lose, of the rows calibrated on. Keys: mean squared error of each component that a query is
-    /// multiplied with, (head_dim,). Values: squared error over that of no code at all, (1,).
+    /// What the codes lose, of the rows calibrated on. Keys: mean squared error of each component that a
+    /// query is multiplied with, (head_dim,). Values: squared error over that of no code at all, (1,).
     pub errors: Vec<f32>,
 }
 
@@ -54,7 +54,8 @@ impl HeadCode {
         Ok(coded)
     }
 
-    /// Codes transformed rows and returns what the codes lose; both in units of the rows before division by the norms.
+    /// Codes transformed rows and returns what the codes lose; both in units of the rows before division by
+    /// the norms.
     pub fn residuals(codebook: &CodebookBuf, rows: &mut [f32], norms: &[u8]) -> Result<Vec<f32>> {
         let (codebook, shape) = (codebook.view(), codebook.view().shape());
         let mut codes = CodesBuf::new(shape);
@@ -177,8 +178,8 @@ impl TransformedStore {
 }
 
 impl TransformedStore {
-    /// Adds the attention that `attend` computes of coded tokens, those before `first` masked, in the basis of
-    /// their codes.
+    /// Adds the attention that `attend` computes of coded tokens, those before `first` masked, in the basis
+    /// of their codes.
     pub fn attend_by(
         &self,
         head: usize,
