@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What exact rows buy over coarse codes: hybrid attention against top-k methods at the same rows, and codes alone, by `kv compare`.
+"""Exact rows over coarse codes: hybrid attention against top-k methods at the same rows, and codes alone, by `kv compare`.
 
     cargo build --release
     python benches/peers/hybrid.py target/release/kv benches/results/hybrid.md --picture pq-core/hybrid.svg \\

@@ -15,8 +15,8 @@ fn arguments_that_do_not_parse_get_a_whole_message() {
         ("an unknown option", &["compare", "--fast"], &["--fast", "Usage: kv compare"]),
         ("an option nearly right", &["compare", "--contxt", "5"], &["'--context'"]),
         ("an argument that is missing", &["generate"], &["<PROMPT>", "Usage: kv generate"]),
-        ("a context that is no number", &["compare", "--context", "many"], &["many", "--context <N>"]),
-        ("a token that is no number", &["logits", "--tokens", "1,x"], &["'x'", "--tokens <LIST>"]),
+        ("a context that is not a number", &["compare", "--context", "many"], &["many", "--context <N>"]),
+        ("a token that is not a number", &["logits", "--tokens", "1,x"], &["'x'", "--tokens <LIST>"]),
         ("a chunk of nothing", &["generate", "a", "--chunk", "0"], &["--chunk <N>"]),
         ("a method nearly right", &["generate", "a", "--method", "zak"], &["`zak` (`zack` is one)"]),
     ] {

@@ -31,8 +31,8 @@ pub(crate) trait Tensors {
     fn digest(&self, hasher: &mut Sha256) -> Result<()>;
 }
 
-/// A source of tensors that remembers which were asked for: what is left over belongs to a model that this
-/// one is not.
+/// A source of tensors that records which of them were read: a tensor that no loader reads shows that the
+/// checkpoint is of another architecture.
 pub(crate) struct Tracked<'a> {
     tensors: &'a dyn Tensors,
     asked: RefCell<BTreeSet<String>>, // names in the files

@@ -105,7 +105,7 @@ impl DeviceCache for DenseCache {
             workspace: self.workspace.pointer(),
         };
         // SAFETY: the buffers have the lengths of `new`, ranks and offsets are those of full rank, and
-        // lengths are at most the capacity, which the decoder checks. The kernel before this one writes
+        // lengths are at most the capacity, which the decoder checks. The preceding kernel writes
         // queries and rows, which are read after the PDL wait, and not lengths: `begin` has written them.
         Ok(unsafe { self.attend.launch(gpu.stream(), &arguments) }?)
     }
