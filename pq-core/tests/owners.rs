@@ -80,7 +80,7 @@ fn expected<E: Element>(
         let weights: Vec<f64> = (0..n).map(|t| score(t).exp()).collect();
         let sum: f64 = weights.iter().sum();
         out.extend((0..DIM_V).map(|d| {
-            let values = values[d..].iter().step_by(DIM_V);
+            let values = values.iter().skip(d).step_by(DIM_V);
             weights.iter().zip(values).map(|(w, &v)| w * f64::from(v)).sum::<f64>()
                 / sum.max(f64::MIN_POSITIVE)
         }));
