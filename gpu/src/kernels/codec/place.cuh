@@ -5,18 +5,19 @@
 #pragma once
 #include "element.cuh"
 
-__device__ __forceinline__ float clamp_finite(float x) {
-    constexpr float LARGEST = 3.40282347e38f;
-    return fminf(fmaxf(x, -LARGEST), LARGEST);
-}
+__device__ __forceinline__ float clamp_to(float x, float largest) { return fminf(fmaxf(x, -largest), largest); }
 
-// A decoded value as an element. The CPU clamps to the finite f32. Elements of 16 bits overflow to infinity below those
-// bounds, so only f32 pays for the clamp.
+__device__ __forceinline__ float clamp_finite(float x) { return clamp_to(x, 3.40282347e38f); }
+
+// A decoded value as an element. As on the CPU, values beyond the largest finite element become that element.
 __device__ __forceinline__ Element decoded_element(float x) {
 #if ELEMENT == 0
-    x = clamp_finite(x);
+    return clamp_finite(x);
+#elif ELEMENT == 1
+    return to_element(clamp_to(x, 65504.0f));
+#else
+    return to_element(clamp_to(x, 3.38953139e38f));
 #endif
-    return to_element(x);
 }
 
 // Strides of the elements [token][head][component] of a plane.
