@@ -29,7 +29,8 @@ fuzz_target!(|input: &[u8]| {
     }
     if let Ok(mut cache) = LayerCache::<f32>::from_bytes(&named, &[books]) {
         let mut out = [0.0; 4];
-        cache.attend_into(&[0.5_f32; 4], 0.5, &mut Workspace::default(), &mut out).unwrap();
+        let (attention, query) = (Attention::scaled(0.5), [0.5_f32; 4]);
+        cache.attend_into(&attention, Rows::from(&query[..]), &mut Workspace::default(), &mut out).unwrap();
         cache.truncate(cache.len() / 2);
         let row = [1.0; 4];
         cache.append(Rows::from(&row[..]), Rows::from(&row[..])).unwrap();

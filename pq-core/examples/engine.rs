@@ -34,7 +34,8 @@ fn step(
 ) -> Result<Vec<f32>, Error> {
     cache.append(Rows::from(key), Rows::from(value))?;
     let mut out = vec![0.0; query.len()];
-    cache.attend_into(query, 1.0 / (DIM as f32).sqrt(), workspace, &mut out)?;
+    let attention = Attention::scaled(1.0 / (DIM as f32).sqrt());
+    cache.attend_into(&attention, Rows::from(query), workspace, &mut out)?;
     Ok(out)
 }
 

@@ -13,147 +13,10 @@ use crate::pack::{BLOCK, unpack_run};
 use crate::scan_group::{QUERIES, scan_group};
 use crate::simd::{Kernel, Run, Simd, row_len};
 use crate::softmax::{exponentiate, max};
-use crate::{Backend, Codebook, Codes, Error, Luts, PqShape, SoftmaxStats};
+use crate::{Backend, Codebook, CodedTokens, Codes, Error, Luts, PqShape, SoftmaxStats};
 
 /// Tokens per chunk.
 const CHUNK: usize = 16 * BLOCK;
-
-/// The coded tokens of one key/value head: n keys and values, with optional scales and biases.
-///
-/// # Examples
-/// ```
-/// use pq_core::{CodebookBuf, CodedTokens, Codes, PqShape};
-/// let shape = PqShape::new(2, 1, 1)?;
-/// let values = CodebookBuf::new(shape, &[1.0, 0.0, 0.0, 1.0])?;
-/// let bytes = vec![0; shape.codes_len(3)];
-/// let codes = Codes::new(shape, 3, &bytes)?;
-/// let mask = [0.0, f32::NEG_INFINITY, 0.0]; // hides token 1 from the only query
-/// let tokens = CodedTokens::new(codes, codes, values.view())?.with_bias(&mask[..]);
-/// assert_eq!(tokens.n(), 3);
-/// # Ok::<(), pq_core::Error>(())
-/// ```
-#[derive(Clone, Copy, Debug)]
-pub struct CodedTokens<'a> {
-    keys: Codes<'a>,
-    values: Codes<'a>,               // n, in the shape of `codebook`
-    codebook: Codebook<'a>,          // of the values
-    key_scales: Option<&'a [f32]>,   // (n,)
-    value_scales: Option<&'a [f32]>, // (n,)
-    bias: Option<&'a [f32]>,         // (group, n), checked by `attend_into`
-}
-
-impl<'a> CodedTokens<'a> {
-    /// From the codes of the keys, the codes of the values, and the codebook of the values.
-    ///
-    /// # Errors
-    /// [`Error::Length`] when there are more or fewer values than keys; [`Error::ShapeMismatch`] when
-    /// `codebook` is not of the values' shape.
-    pub fn new(keys: Codes<'a>, values: Codes<'a>, codebook: Codebook<'a>) -> Result<Self, Error> {
-        if values.shape() != codebook.shape() {
-            return Err(Error::ShapeMismatch);
-        }
-        check_len("value codes", values.n(), keys.n())?;
-        Ok(Self { keys, values, codebook, key_scales: None, value_scales: None, bias: None })
-    }
-
-    /// Sets the factors (n,) of the keys' scores, such as the norms that
-    /// [`divide_by_norms`](crate::divide_by_norms) removed before encoding. Takes a slice or an `Option` of
-    /// one.
-    ///
-    /// # Errors
-    /// [`Error::Length`].
-    pub fn with_key_scales(mut self, scales: impl Into<Option<&'a [f32]>>) -> Result<Self, Error> {
-        self.key_scales = scales.into();
-        check_len("key scales", self.key_scales.map_or(self.n(), <[f32]>::len), self.n())?;
-        Ok(self)
-    }
-
-    /// Sets the factors (n,) of the values. Takes a slice or an `Option` of one.
-    ///
-    /// # Errors
-    /// [`Error::Length`].
-    pub fn with_value_scales(mut self, scales: impl Into<Option<&'a [f32]>>) -> Result<Self, Error> {
-        self.value_scales = scales.into();
-        check_len("value scales", self.value_scales.map_or(self.n(), <[f32]>::len), self.n())?;
-        Ok(self)
-    }
-
-    /// Sets the terms (group, n) that are added to the scores: a position bias, the scores of a mean that was
-    /// subtracted from the keys before encoding (see [`RopeMean`](crate::RopeMean)), or a mask. A token whose
-    /// bias is minus infinity contributes nothing, whatever its scales are. Takes a slice or an `Option` of
-    /// one. [`attend_into`] checks the length, since it depends on the group.
-    #[must_use]
-    pub fn with_bias(mut self, bias: impl Into<Option<&'a [f32]>>) -> Self {
-        self.bias = bias.into();
-        self
-    }
-
-    /// Number of tokens.
-    #[must_use]
-    pub const fn n(&self) -> usize {
-        self.keys.n()
-    }
-
-    /// The shape of the keys' quantizer.
-    #[must_use]
-    pub const fn key_shape(&self) -> PqShape {
-        self.keys.shape()
-    }
-
-    /// The shape of the values' quantizer.
-    #[must_use]
-    pub const fn value_shape(&self) -> PqShape {
-        self.values.shape()
-    }
-
-    pub(crate) const fn keys(&self) -> Codes<'a> {
-        self.keys
-    }
-
-    pub(crate) const fn values(&self) -> Codes<'a> {
-        self.values
-    }
-
-    pub(crate) const fn codebook(&self) -> Codebook<'a> {
-        self.codebook
-    }
-
-    /// Checks that the tables and the bias fit the tokens.
-    pub(crate) fn check_queries(&self, luts: &Luts<'_>) -> Result<(), Error> {
-        if luts.shape() != self.key_shape() {
-            return Err(Error::ShapeMismatch);
-        }
-        let bias_len = luts.group().saturating_mul(self.n());
-        self.bias.map_or(Ok(()), |bias| check_len("bias", bias.len(), bias_len))
-    }
-
-    /// Turns the table scores of tokens `start` and on into the scores of query `g`, in place.
-    #[inline(always)]
-    pub(crate) fn finish_scores(&self, g: usize, start: usize, scores: &mut [f32]) {
-        if let Some(scales) = self.key_scales {
-            for (score, &scale) in scores.iter_mut().zip(&scales[start..]) {
-                *score *= scale;
-            }
-        }
-        if let Some(bias) = self.bias {
-            for (score, &bias) in scores.iter_mut().zip(&bias[g * self.n() + start..]) {
-                // The score of a masked token may be NaN, since its scales need not be meaningful.
-                *score = if bias == f32::NEG_INFINITY { bias } else { *score + bias };
-            }
-        }
-    }
-
-    /// Multiplies the weights of tokens `start` and on by the scales of their values.
-    #[inline(always)]
-    pub(crate) fn scale_weights(&self, start: usize, weights: &mut [f32]) {
-        if let Some(scales) = self.value_scales {
-            for (weight, &scale) in weights.iter_mut().zip(&scales[start..]) {
-                // The scale of a token without weight may be NaN or infinite.
-                *weight = if *weight == 0.0 { 0.0 } else { *weight * scale };
-            }
-        }
-    }
-}
 
 /// Elements of the scratch of [`attend_into`], given the shape of the values.
 #[must_use]
@@ -171,9 +34,9 @@ const fn tables_len(values: PqShape) -> usize {
 /// memory.
 ///
 /// The score of token t for query g is `s[g, t] = key_scales[t] * (sum_j luts[g, j, keys[t, j]]) + bias[g,
-/// t]`. The tokens are added to `out[g] = sum_t exp(s[g, t] - max) * value_scales[t] * value_t` and to
-/// `stats[g]`. Start from zeros and [`SoftmaxStats::EMPTY`], and finish with [`SoftmaxStats::normalize`].
-/// Scale queries by `1 / sqrt(head_dim)` before [`lut_into`](crate::lut_into).
+/// t]`, capped if [`CodedTokens::with_softcap`] says so. The tokens are added to `out[g] = sum_t exp(s[g, t] -
+/// max) * value_scales[t] * value_t` and to `stats[g]`. Start from zeros and
+/// [`SoftmaxStats::EMPTY`], and finish with [`SoftmaxStats::normalize`]. Scale queries by `1 / sqrt(head_dim)` before [`lut_into`](crate::lut_into).
 ///
 /// # Shapes
 /// `luts` (group, m, ksub) in the keys' shape; `scratch` at least [`attend_scratch_len`]; `out` (group, dim
@@ -254,7 +117,8 @@ impl Kernel for Attend<'_, '_> {
 
     fn scalar(self) {
         let Self { luts, tokens, scratch, out, stats } = self;
-        let (shape, n) = (tokens.codebook.shape(), tokens.keys.n());
+        let (codebook, n) = (tokens.codebook(), tokens.n());
+        let shape = codebook.shape();
         let (tables, scratch) = scratch.split_at_mut(tables_len(shape));
         let weights = &mut tables[..shape.lut_len()];
         for (g, (total, out)) in stats.iter_mut().zip(out.chunks_exact_mut(shape.dim())).enumerate() {
@@ -264,12 +128,12 @@ impl Kernel for Attend<'_, '_> {
             for start in (0..n).step_by(CHUNK) {
                 let end = n.min(start + CHUNK);
                 let scores = &mut scratch[..end - start];
-                scan_scalar(&lut, &tokens.keys.part(start, end), scores);
+                scan_scalar(&lut, &tokens.keys().part(start, end), scores);
                 weigh(tokens, g, start, scores, &mut stats, weights);
-                add_per_centroid(&tokens.values.part(start, end), scores, weights);
+                add_per_centroid(&tokens.values().part(start, end), scores, weights);
             }
             let scale = total.absorb(stats, out);
-            let rows = weights.chunks_exact(shape.ksub()).zip(tokens.codebook.subspaces());
+            let rows = weights.chunks_exact(shape.ksub()).zip(codebook.subspaces());
             for ((row, subspace), out) in rows.zip(out.chunks_exact_mut(shape.dsub())) {
                 for (d, out) in out.iter_mut().enumerate() {
                     let sum: f32 = row.iter().zip(subspace.column(d)).map(|(&weight, &y)| weight * y).sum();
@@ -281,20 +145,21 @@ impl Kernel for Attend<'_, '_> {
 
     #[inline(always)]
     fn vector<S: Simd>(self, s: S) {
-        if self.tokens.values.shape().nbits() > 8 {
+        if self.tokens.value_shape().nbits() > 8 {
             return self.scalar(); // registers hold tables of at most 256 entries
         }
         let Self { luts, tokens, scratch, out, stats } = self;
-        let (dim, n) = (tokens.codebook.shape().dim(), tokens.keys.n());
-        let (tables, scores) = scratch.split_at_mut(tables_len(tokens.codebook.shape()));
+        let (shape, n) = (tokens.value_shape(), tokens.n());
+        let dim = shape.dim();
+        let (tables, scores) = scratch.split_at_mut(tables_len(shape));
         let planes = bytemuck::cast_slice_mut(tables);
-        split_columns(&tokens.codebook, planes);
-        let codebook = &tokens.codebook;
+        let codebook = &tokens.codebook();
+        split_columns(codebook, planes);
         for start in (0..n).step_by(CHUNK) {
             let end = n.min(start + CHUNK);
             let len = (end - start).next_multiple_of(BLOCK);
             let (mut key_blocks, mut value_blocks) = ([&[][..]; CHUNK / BLOCK], [&[][..]; CHUNK / BLOCK]);
-            let keys = tokens.keys.part(start, end);
+            let keys = tokens.keys().part(start, end);
             let key_blocks = keys.blocks(0, &mut key_blocks);
             for (i, scores) in scores.chunks_mut(QUERIES * CHUNK).enumerate() {
                 let together = score_together(s, luts, i * QUERIES, key_blocks, scores);
@@ -313,7 +178,7 @@ impl Kernel for Attend<'_, '_> {
                     padding.fill(0.0);
                 }
             }
-            let blocks = tokens.values.blocks(start / BLOCK, &mut value_blocks);
+            let blocks = tokens.values().blocks(start / BLOCK, &mut value_blocks);
             let values = Values { codebook, planes, blocks };
             let mut weights = scores.chunks_mut(4 * CHUNK);
             let mut outs = out.chunks_mut(4 * dim);

@@ -1,15 +1,13 @@
 //! The cache of one key/value head of one sequence.
 
+mod attend;
+
 use alloc::sync::Arc;
 use alloc::vec::Vec;
 
 use crate::bytes::{Reader, Writer};
-use crate::error::{check_at_least, check_len, count_rows};
-use crate::{
-    Attention, Backend, CodedTokens, Codes, CodesBuf, Element, Error, ExactTokens, HeadBooks, Rows,
-    SoftmaxStats, Window, attend_exact_into_with, attend_exact_scratch_len, attend_into_with,
-    attend_scratch_len, lut_into_with,
-};
+use crate::error::check_len;
+use crate::{Backend, Codes, CodesBuf, Element, Error, HeadBooks, Rows, Window};
 
 /// What an append has encoded, for [`Drift`](crate::Drift).
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -28,6 +26,28 @@ pub struct Evicted {
 /// Tokens are appended in order and leave the window in batches, as [`Window`] says; codes do not depend on
 /// how the tokens were divided among appends. Attention runs over all three parts in one softmax.
 /// [`LayerCache`](crate::LayerCache) has all heads of a layer.
+///
+/// # Examples
+/// ```
+/// use pq_core::*;
+/// # let noise = |i: usize| ((i * 2_654_435_761) % 1000) as f32 / 500.0 - 1.0;
+/// # let keys: Vec<f32> = (0..200 * 16).map(|i| noise(i) + if i % 16 == 5 { 8.0 } else { 0.0 }).collect();
+/// let keys = Rows::contiguous(&keys, 16)?; // 200 tokens, whose values are the keys
+/// let shapes = [PqShape::new(16, 8, 6)?; 2];
+/// let books = HeadBooks::train_layer(keys, keys, 1, shapes, &TrainOptions::default())?;
+/// let mut head = HeadCache::new(books[0].clone(), Window { sinks: 4, recent: 32, batch: 16 });
+/// let evicted = head.append(keys, keys)?;
+/// assert_eq!((head.sinks(), head.coded(), head.recent()), (4, evicted.tokens, 36));
+///
+/// let queries = [0.1_f32; 2 * 16]; // two query heads
+/// let mut scratch = vec![0.0; head.scratch_len(1, 2)];
+/// let (mut out, mut stats) = ([0.0; 2 * 16], [SoftmaxStats::EMPTY; 2]);
+/// let attention = Attention::scaled(0.25);
+/// head.attend_into(&attention, Rows::from(&queries[..]), &mut scratch, &mut out, &mut stats)?;
+/// normalize_all(&stats, &mut out)?;
+/// assert!((out[5] - 8.0).abs() < 1.0);
+/// # Ok::<(), Error>(())
+/// ```
 #[derive(Clone, Debug)]
 pub struct HeadCache<E> {
     books: Arc<HeadBooks>,
@@ -35,9 +55,6 @@ pub struct HeadCache<E> {
     rows: [ExactRows<E>; 2], // keys, values
     codes: [CodesBuf; 2],
 }
-
-/// Floats of a cache line: registers that straddle two lines cost up to a tenth of the time.
-const ALIGNMENT: usize = 16;
 
 /// Exact rows of one side.
 #[derive(Clone, Debug)]
@@ -190,87 +207,6 @@ impl<E: Element> HeadCache<E> {
             codes.truncate(coded);
             rows.recent.truncate(rows.start + recent * rows.dim);
         }
-    }
-
-    /// Elements of the scratch of [`attend_into`](Self::attend_into).
-    #[must_use]
-    pub fn scratch_len(&self, group: usize) -> usize {
-        let (keys, values) = (self.books.keys().shape(), self.books.values().shape());
-        let exact = attend_exact_scratch_len(group, keys.dim());
-        let queries_and_luts = group.saturating_mul(keys.dim() + keys.lut_len());
-        queries_and_luts
-            .saturating_add(attend_scratch_len(values, group).max(exact))
-            .saturating_add(ALIGNMENT)
-    }
-
-    /// Attention of a group of query heads on all tokens, with scores `scale * <query, key>`.
-    ///
-    /// Adds the tokens to `out` and `stats`, as [`attend_into`](crate::attend_into) does: start from zeros
-    /// and [`SoftmaxStats::EMPTY`], and finish with [`normalize_all`](crate::normalize_all).
-    ///
-    /// # Shapes
-    /// `queries` (group, dim); `scratch` at least [`scratch_len`](Self::scratch_len); `out` (group, dim of
-    /// the values); `stats` (group,).
-    /// # Errors
-    /// [`Error::PartialRow`], [`Error::Length`], [`Error::TooShort`]; `out` and `stats` are then untouched.
-    pub fn attend_into<Q: Element>(
-        &self,
-        queries: &[Q],
-        scale: f32,
-        scratch: &mut [f32],
-        out: &mut [f32],
-        stats: &mut [SoftmaxStats],
-    ) -> Result<(), Error> {
-        self.attend_into_with(Backend::detect(), queries, scale, scratch, out, stats)
-    }
-
-    /// [`attend_into`](Self::attend_into) on a given backend.
-    ///
-    /// # Errors
-    /// As [`attend_into`](Self::attend_into), and [`Error::BackendUnavailable`].
-    pub fn attend_into_with<Q: Element>(
-        &self,
-        backend: Backend,
-        queries: &[Q],
-        scale: f32,
-        scratch: &mut [f32],
-        out: &mut [f32],
-        stats: &mut [SoftmaxStats],
-    ) -> Result<(), Error> {
-        backend.check()?;
-        let [dim, dim_v] = self.dims();
-        let group = count_rows("queries", queries.len(), dim)?;
-        check_len("stats", stats.len(), group)?;
-        check_len("out", out.len(), group.saturating_mul(dim_v))?;
-        check_at_least("scratch", scratch.len(), self.scratch_len(group))?;
-        let unaligned = scratch.as_ptr().align_offset(ALIGNMENT * size_of::<f32>());
-        let scratch = &mut scratch[unaligned.min(ALIGNMENT)..];
-        let (tables, scratch) = scratch.split_at_mut(group * self.books.keys().shape().lut_len());
-        let (scratch, scaled) = scratch.split_at_mut(scratch.len() - group * dim);
-        scaled.iter_mut().zip(queries).for_each(|(scaled, q)| *scaled = scale * q.to_f32());
-        if self.coded() > 0 {
-            let luts = lut_into_with(backend, &self.books.keys(), scaled, tables)?;
-            let (keys, values) = self.codes();
-            let tokens = CodedTokens::new(keys, values, self.books.values())?;
-            attend_into_with(backend, &luts, &tokens, scratch, out, stats)?;
-        }
-        let [keys, values] = &self.rows;
-        for (keys, values) in [(&keys.sinks[..], &values.sinks[..]), (keys.recent(), values.recent())] {
-            if !keys.is_empty() {
-                let tokens = ExactTokens::contiguous(keys, dim, values, dim_v)?;
-                let queries = Rows::from(&*scaled);
-                attend_exact_into_with(
-                    backend,
-                    &Attention::default(),
-                    queries,
-                    &tokens,
-                    scratch,
-                    out,
-                    stats,
-                )?;
-            }
-        }
-        Ok(())
     }
 
     /// Writes everything but window, shapes and codebooks, which all heads of a layer share or are given

@@ -6,7 +6,8 @@ use alloc::vec::Vec;
 use crate::bytes::{Reader, Writer};
 use crate::error::{check_len, count_rows};
 use crate::{
-    Backend, Element, Error, Evicted, HeadBooks, HeadCache, Rows, SoftmaxStats, Window, normalize_all,
+    Attention, Backend, Element, Error, Evicted, HeadBooks, HeadCache, Rows, SoftmaxStats, Window,
+    normalize_all,
 };
 
 const MAGIC: [u8; 4] = *b"PQLC";
@@ -19,7 +20,7 @@ const VERSION: u32 = 1;
 ///
 /// # Examples
 /// ```
-/// use pq_core::{HeadBooks, LayerCache, PqShape, Rows, TrainOptions, Window, Workspace};
+/// use pq_core::{Attention, HeadBooks, LayerCache, PqShape, Rows, TrainOptions, Window, Workspace};
 /// # let noise = |i: usize| ((i * 2_654_435_761) % 1000) as f32 / 500.0 - 1.0;
 /// let (heads, group, dim, prompt) = (2, 2, 16, 300);
 /// // (tokens, heads, head_dim); a channel of keys usually has an offset.
@@ -36,7 +37,7 @@ const VERSION: u32 = 1;
 ///     cache.append(Rows::from(&new[..]), Rows::from(&new[..]))?;
 ///     let queries: Vec<f32> = (0..heads * group * dim).map(|i| noise(t + i)).collect();
 ///     let mut out = vec![0.0; heads * group * dim];
-///     cache.attend_into(&queries, 0.25, &mut workspace, &mut out)?;
+///     cache.attend_into(&Attention::scaled(0.25), Rows::from(&queries[..]), &mut workspace, &mut out)?;
 /// }
 /// assert_eq!((cache.len(), cache.heads()[0].recent()), (320, 44));
 /// let restored = LayerCache::<f32>::from_bytes(&cache.to_bytes(), &books)?;
@@ -52,8 +53,9 @@ pub struct LayerCache<E> {
 /// Working memory of attention, which grows to what a call needs and keeps it for the next.
 #[derive(Clone, Debug, Default)]
 pub struct Workspace {
-    floats: Vec<f32>,
+    scratch: Vec<f32>,
     stats: Vec<SoftmaxStats>,
+    rows: Vec<f32>, // outputs of several query tokens, by heads
 }
 
 impl<E: Element> LayerCache<E> {
@@ -172,23 +174,47 @@ impl<E: Element> LayerCache<E> {
         self.heads.iter_mut().for_each(|head| head.truncate(len));
     }
 
-    /// Attention of all query heads, with scores `scale * <query, key>`.
+    /// Attention of all query heads on all tokens, of one or several query tokens.
+    ///
+    /// Query token i of T is at the position of the cache's token `len - T + i`, since a step appends its
+    /// tokens first. It sees the tokens up to its own position, as
+    /// [`HeadCache::attend_into`] says: drafts are verified, and the chunks of a prompt run, with one call.
     ///
     /// # Shapes
-    /// `queries` (heads, group, dim): a decode step's query heads in order; `out` (heads, group, dim of the
-    /// values), fully written.
+    /// `queries` (T, heads * group * dim): query heads in order; a decode step passes `Rows::from(slice)`.
+    /// `out` (T, heads, group, dim of the values), fully written.
     /// # Errors
-    /// [`Error::PartialRow`], [`Error::Length`].
+    /// [`Error::PartialRow`], [`Error::Length`]; [`Error::Attend`] for more query tokens than there are
+    /// tokens, and that of [`Attention::check`]. `out` is then untouched.
     /// # Cost
     /// That of [`HeadCache::attend_into`] for each head. The workspace allocates when it has to grow.
+    /// # Examples
+    /// ```
+    /// use pq_core::{Attention, HeadBooks, LayerCache, PqShape, Rows, TrainOptions, Window, Workspace};
+    /// # let noise = |i: usize| ((i * 2_654_435_761) % 1000) as f32 / 500.0 - 1.0;
+    /// # let keys: Vec<f32> = (0..200 * 16).map(|i| noise(i) + if i % 16 == 5 { 8.0 } else { 0.0 }).collect();
+    /// # let keys = Rows::contiguous(&keys, 16)?; // 200 tokens of one head
+    /// # let books =
+    /// #     HeadBooks::train_layer(keys, keys, 1, [PqShape::new(16, 8, 6)?; 2], &TrainOptions::default())?;
+    /// let mut cache = LayerCache::new(&books, Window { sinks: 4, recent: 32, batch: 16 })?;
+    /// cache.append(keys.slice(0..196)?, keys.slice(0..196)?)?;
+    /// // A token and three drafts that a smaller model proposes after it, with two query heads each.
+    /// cache.append(keys.slice(196..200)?, keys.slice(196..200)?)?;
+    /// let queries: Vec<f32> = (0..4 * 2 * 16).map(noise).collect();
+    /// let mut out = vec![0.0; 4 * 2 * 16];
+    /// let (queries, mut workspace) = (Rows::contiguous(&queries, 2 * 16)?, Workspace::default());
+    /// cache.attend_into(&Attention::scaled(0.25), queries, &mut workspace, &mut out)?;
+    /// cache.truncate(198); // two drafts are rejected
+    /// # Ok::<(), pq_core::Error>(())
+    /// ```
     pub fn attend_into<Q: Element>(
         &self,
-        queries: &[Q],
-        scale: f32,
+        attention: &Attention,
+        queries: Rows<'_, Q>,
         workspace: &mut Workspace,
         out: &mut [f32],
     ) -> Result<(), Error> {
-        attend_batch_into(&[self], queries, scale, workspace, out)
+        attend_batch_into(&[self], attention, queries, workspace, out)
     }
 
     /// The cache as bytes, without its codebooks.
@@ -225,19 +251,37 @@ impl<E: Element> LayerCache<E> {
 /// [`LayerCache::attend_into`] for a batch of sequences in one call, whose lengths may differ.
 ///
 /// # Shapes
-/// `queries` (sequences, heads, group, dim); `out` (sequences, heads, group, dim of the values), fully
-/// written.
+/// `queries` (sequences * T, heads * group * dim): the T query tokens of the first sequence, then those of
+/// the next; `out` (sequences, T, heads, group, dim of the values), fully written.
 /// # Errors
-/// [`Error::ShapeMismatch`] when the caches differ in heads or dimensions, [`Error::PartialRow`],
-/// [`Error::Length`].
+/// [`Error::ShapeMismatch`] when the caches differ in heads or dimensions, and as
+/// [`LayerCache::attend_into`]. `out` is then untouched.
+/// # Examples
+/// ```
+/// use pq_core::*;
+/// # let noise = |i: usize| ((i * 2_654_435_761) % 1000) as f32 / 500.0 - 1.0;
+/// # let keys: Vec<f32> = (0..200 * 16).map(|i| noise(i) + if i % 16 == 5 { 8.0 } else { 0.0 }).collect();
+/// # let keys = Rows::contiguous(&keys, 16)?; // 200 tokens of one head
+/// # let shapes = [PqShape::new(16, 8, 6)?; 2];
+/// # let books = HeadBooks::train_layer(keys, keys, 1, shapes, &TrainOptions::default())?;
+/// let mut long = LayerCache::new(&books, Window { sinks: 4, recent: 32, batch: 16 })?;
+/// let mut short = long.clone(); // shares the codebooks
+/// long.append(keys, keys)?;
+/// short.append(keys.slice(0..7)?, keys.slice(0..7)?)?;
+/// let queries: Vec<f32> = (0..2 * 16).map(noise).collect(); // one query head of each sequence
+/// let (queries, mut out) = (Rows::contiguous(&queries, 16)?, vec![0.0; 2 * 16]);
+/// let attention = Attention::scaled(0.25);
+/// attend_batch_into(&[&long, &short], &attention, queries, &mut Workspace::default(), &mut out)?;
+/// # Ok::<(), Error>(())
+/// ```
 pub fn attend_batch_into<E: Element, Q: Element>(
     caches: &[&LayerCache<E>],
-    queries: &[Q],
-    scale: f32,
+    attention: &Attention,
+    queries: Rows<'_, Q>,
     workspace: &mut Workspace,
     out: &mut [f32],
 ) -> Result<(), Error> {
-    attend_batch_into_with(Backend::detect(), caches, queries, scale, workspace, out)
+    attend_batch_into_with(Backend::detect(), caches, attention, queries, workspace, out)
 }
 
 /// [`attend_batch_into`] on a given backend.
@@ -247,55 +291,114 @@ pub fn attend_batch_into<E: Element, Q: Element>(
 pub fn attend_batch_into_with<E: Element, Q: Element>(
     backend: Backend,
     caches: &[&LayerCache<E>],
-    queries: &[Q],
-    scale: f32,
+    attention: &Attention,
+    queries: Rows<'_, Q>,
     workspace: &mut Workspace,
     out: &mut [f32],
 ) -> Result<(), Error> {
     backend.check()?;
-    let Some(first) = caches.first() else { return check_len("queries", queries.len(), 0) };
+    attention.check()?;
+    let Some(first) = caches.first() else {
+        check_len("queries", queries.rows() * queries.components(), 0)?;
+        return check_len("out", out.len(), 0);
+    };
     let ([dim, dim_v], heads) = (first.heads[0].dims(), first.heads.len());
     if caches.iter().any(|cache| cache.heads.len() != heads || cache.heads[0].dims() != [dim, dim_v]) {
         return Err(Error::ShapeMismatch);
     }
-    let tasks = caches.len() * heads;
-    let group = count_rows("queries", queries.len(), tasks.saturating_mul(dim))?;
-    check_len("out", out.len(), (tasks * group).saturating_mul(dim_v))?;
-    if group == 0 {
+    let query_tokens = count_rows("query tokens", queries.rows(), caches.len())?;
+    let group = count_rows("queries", queries.components(), heads.saturating_mul(dim))?;
+    let row = group.saturating_mul(dim_v); // of a head and query token
+    check_len("out", out.len(), (queries.rows() * heads).saturating_mul(row))?;
+    caches.iter().try_for_each(|cache| cache.heads[0].check_causal(query_tokens))?;
+    if out.is_empty() {
         return Ok(());
     }
-    let scratch_len =
-        caches.iter().flat_map(|cache| &cache.heads).map(|head| head.scratch_len(group)).max().unwrap_or(0);
-    // Each thread takes consecutive heads with one scratch.
-    #[cfg(feature = "rayon")]
-    let parts = rayon::current_num_threads().min(tasks);
-    #[cfg(not(feature = "rayon"))]
-    let parts = 1;
-    let each = tasks.div_ceil(parts);
-    let scratch = at_least(&mut workspace.floats, parts * scratch_len, 0.0);
-    let stats = at_least(&mut workspace.stats, tasks * group, SoftmaxStats::EMPTY);
-    stats.fill(SoftmaxStats::EMPTY);
-    out.fill(0.0);
-    let part = |i: usize, queries: &[Q], scratch: &mut [f32], out: &mut [f32], stats: &mut [SoftmaxStats]| {
-        let rows =
-            queries.chunks(group * dim).zip(out.chunks_mut(group * dim_v)).zip(stats.chunks_mut(group));
-        for (task, ((queries, out), stats)) in (i * each..).zip(rows) {
-            let head = &caches[task / heads].heads[task % heads];
-            head.attend_into_with(backend, queries, scale, scratch, out, stats)?;
+    let batch = Batch { backend, caches, attention, queries, query_tokens, group };
+    let Workspace { scratch, stats, rows } = workspace;
+    if query_tokens == 1 {
+        return batch.attend(scratch, stats, out);
+    }
+    // Heads are computed apart, and `out` has all heads of a query token together.
+    let by_heads = at_least(rows, out.len(), 0.0);
+    batch.attend(scratch, stats, by_heads)?;
+    for (i, out) in out.chunks_exact_mut(row).enumerate() {
+        let (sequence, t, h) = (i / heads / query_tokens, i / heads % query_tokens, i % heads);
+        out.copy_from_slice(&by_heads[((sequence * heads + h) * query_tokens + t) * row..][..row]);
+    }
+    Ok(())
+}
+
+/// The checked arguments of [`attend_batch_into`].
+struct Batch<'a, E, Q> {
+    backend: Backend,
+    caches: &'a [&'a LayerCache<E>], // at least one
+    attention: &'a Attention,
+    queries: Rows<'a, Q>, // (sequences * query_tokens, heads * group * dim)
+    query_tokens: usize,
+    group: usize,
+}
+
+impl<E: Element, Q: Element> Batch<'_, E, Q> {
+    /// Attends with every head of every sequence to `out` (sequences, heads, query tokens, group, dim of the
+    /// values).
+    fn attend(
+        &self,
+        scratch: &mut Vec<f32>,
+        stats: &mut Vec<SoftmaxStats>,
+        out: &mut [f32],
+    ) -> Result<(), Error> {
+        let Self { caches, query_tokens, group, .. } = *self;
+        let heads = caches.iter().flat_map(|cache| &cache.heads);
+        let scratch_len = heads.map(|head| head.scratch_len(query_tokens, group)).max().unwrap_or(0);
+        let tasks = caches.len() * caches[0].heads.len();
+        // Each thread takes consecutive heads with one scratch.
+        #[cfg(feature = "rayon")]
+        let parts = rayon::current_num_threads().min(tasks);
+        #[cfg(not(feature = "rayon"))]
+        let parts = 1;
+        let each = tasks.div_ceil(parts);
+        let scratch = at_least(scratch, parts * scratch_len, 0.0);
+        let stats = at_least(stats, tasks * query_tokens * group, SoftmaxStats::EMPTY);
+        stats.fill(SoftmaxStats::EMPTY);
+        out.fill(0.0);
+        let (out_len, stats_len) = (each * (out.len() / tasks), each * query_tokens * group);
+        #[cfg(feature = "rayon")]
+        {
+            use rayon::prelude::*;
+            let parts = scratch.par_chunks_mut(scratch_len).zip(out.par_chunks_mut(out_len));
+            let parts = parts.zip(stats.par_chunks_mut(stats_len)).enumerate();
+            parts.try_for_each(|(i, ((scratch, out), stats))| self.attend_from(i * each, scratch, out, stats))
+        }
+        #[cfg(not(feature = "rayon"))]
+        {
+            debug_assert!(out_len == out.len() && stats_len == stats.len());
+            self.attend_from(0, scratch, out, stats)
+        }
+    }
+
+    /// Attends with as many heads as there are outputs, from head `first` of the batch on.
+    fn attend_from(
+        &self,
+        first: usize,
+        scratch: &mut [f32],
+        out: &mut [f32],
+        stats: &mut [SoftmaxStats],
+    ) -> Result<(), Error> {
+        let Self { backend, caches, attention, queries, query_tokens, group } = *self;
+        let (heads, [dim, dim_v]) = (caches[0].heads.len(), caches[0].heads[0].dims());
+        let rows = stats
+            .chunks_exact_mut(query_tokens * group)
+            .zip(out.chunks_exact_mut(query_tokens * group * dim_v));
+        for (task, (stats, out)) in (first..).zip(rows) {
+            let (sequence, h) = (task / heads, task % heads);
+            let queries = queries.slice(sequence * query_tokens..(sequence + 1) * query_tokens)?;
+            let queries = queries.columns(h * group * dim, group * dim)?;
+            caches[sequence].heads[h].attend_into_with(backend, attention, queries, scratch, out, stats)?;
             normalize_all(stats, out)?;
         }
         Ok(())
-    };
-    let (queries_len, out_len, stats_len) = (each * group * dim, each * group * dim_v, each * group);
-    #[cfg(feature = "rayon")]
-    {
-        use rayon::prelude::*;
-        let parts = queries.par_chunks(queries_len).zip(scratch.par_chunks_mut(scratch_len));
-        let parts = parts.zip(out.par_chunks_mut(out_len)).zip(stats.par_chunks_mut(stats_len)).enumerate();
-        parts.try_for_each(|(i, (((queries, scratch), out), stats))| part(i, queries, scratch, out, stats))
     }
-    #[cfg(not(feature = "rayon"))]
-    part(0, &queries[..queries_len], scratch, &mut out[..out_len], &mut stats[..stats_len])
 }
 
 /// The first `len` elements, after growing to them.

@@ -20,6 +20,7 @@ mod block_cache;
 mod bytes;
 mod clustering_cost;
 mod codebook;
+mod coded_tokens;
 mod codes;
 mod drift;
 mod encode;
@@ -59,13 +60,14 @@ mod train;
 mod window;
 
 pub use adc::{scan_into, scan_into_with, scan_quantized_into, scan_quantized_into_with};
-pub use attend::{CodedTokens, attend_into, attend_into_with, attend_scratch_len};
+pub use attend::{attend_into, attend_into_with, attend_scratch_len};
 #[cfg(feature = "alloc")]
 pub use block_cache::{BlockCache, CacheStatistics, Eviction, Hit, Load};
 pub use clustering_cost::ClusteringCost;
 pub use codebook::Codebook;
 #[cfg(feature = "alloc")]
 pub use codebook::CodebookBuf;
+pub use coded_tokens::CodedTokens;
 #[cfg(feature = "alloc")]
 pub use codes::CodesBuf;
 pub use codes::{Codes, pack_codes_into};

@@ -47,19 +47,22 @@ fn append<E: Element>(cache: &mut LayerCache<E>, keys: &[E], values: &[E]) {
 
 fn attend<E: Element>(cache: &LayerCache<E>, backend: Backend, queries: &[f32]) -> Vec<f32> {
     let mut out = vec![f32::NAN; HEADS * GROUP * DIM_V];
-    attend_batch_into_with(backend, &[cache], queries, 0.7, &mut Workspace::default(), &mut out).unwrap();
+    let (queries, workspace) = (Rows::from(queries), &mut Workspace::default());
+    attend_batch_into_with(backend, &[cache], &Attention::scaled(0.7), queries, workspace, &mut out).unwrap();
     out
 }
 
-/// Attention in f64 on what head `h` holds: exact rows, but decoded ones in between.
+/// Attention in f64 of a query at `position` on what head `h` holds: exact rows, but decoded ones in between.
 fn expected<E: Element>(
     cache: &HeadCache<E>,
     h: usize,
-    keys: &[E],
-    values: &[E],
+    [keys, values]: [&[E]; 2],
     queries: &[f32],
+    attention: &Attention,
+    position: usize,
 ) -> Vec<f64> {
-    let n = cache.len();
+    let end = cache.len().min(position + 1);
+    let seen = attention.window.map_or(0, |window| (position + 1).saturating_sub(window))..end;
     let column = |rows: &[E], dim: usize| -> Vec<f32> {
         rows.chunks_exact(HEADS * dim)
             .flat_map(|row| row[h * dim..][..dim].iter().map(|x| x.to_f32()))
@@ -75,12 +78,14 @@ fn expected<E: Element>(
     let mut out = vec![];
     for query in queries[h * GROUP * DIM..][..GROUP * DIM].chunks_exact(DIM) {
         let score = |t: usize| -> f64 {
-            0.7 * query.iter().zip(&keys[t * DIM..]).map(|(&q, &k)| f64::from(q) * f64::from(k)).sum::<f64>()
+            let products = query.iter().zip(&keys[t * DIM..]).map(|(&q, &k)| f64::from(q) * f64::from(k));
+            let score = f64::from(attention.scale) * products.sum::<f64>();
+            attention.softcap.map_or(score, |cap| f64::from(cap) * (score / f64::from(cap)).tanh())
         };
-        let weights: Vec<f64> = (0..n).map(|t| score(t).exp()).collect();
+        let weights: Vec<f64> = seen.clone().map(|t| score(t).exp()).collect();
         let sum: f64 = weights.iter().sum();
         out.extend((0..DIM_V).map(|d| {
-            let values = values.iter().skip(d).step_by(DIM_V);
+            let values = values.iter().skip(seen.start * DIM_V + d).step_by(DIM_V);
             weights.iter().zip(values).map(|(w, &v)| w * f64::from(v)).sum::<f64>()
                 / sum.max(f64::MIN_POSITIVE)
         }));
@@ -92,7 +97,8 @@ fn check<E: Element>(cache: &LayerCache<E>, keys: &[E], values: &[E], queries: &
     for backend in backends() {
         let out = attend(cache, backend, queries);
         for (h, out) in out.chunks_exact(GROUP * DIM_V).enumerate() {
-            let expected = expected(&cache.heads()[h], h, keys, values, queries);
+            let (attention, position) = (Attention::scaled(0.7), cache.len());
+            let expected = expected(&cache.heads()[h], h, [keys, values], queries, &attention, position);
             for (x, y) in out.iter().zip(&expected) {
                 assert!((f64::from(*x) - y).abs() < 2e-4, "{backend:?}, head {h}: {x} {y}");
             }
@@ -129,6 +135,44 @@ proptest! {
         let codes = head.coded().div_ceil(BLOCK) * 8 * (4 * 4 + 2 * 5);
         prop_assert_eq!(cache.size(), HEADS * (rows + codes));
         check(&cache, &keys, &values, &queries);
+    }
+
+    #[test]
+    fn several_query_tokens_attend_causally(
+        window in windows(),
+        seed: u64,
+        n in 1_usize..300,
+        query_tokens in prop_oneof![Just(1_usize), 2_usize..40],
+        sees in prop::option::of(1_usize..200),
+        softcap in prop::option::of(0.5_f32..4.0),
+        gap in 0_usize..3,
+    ) {
+        let query_tokens = query_tokens.min(n);
+        let (keys, values) = tokens::<f32>(seed, n);
+        let books = books();
+        let mut caches = [LayerCache::new(&books, window).unwrap(), LayerCache::new(&books, window).unwrap()];
+        append(&mut caches[0], &keys, &values);
+        // The other sequence is the first tokens of the same one, as many as the queries need.
+        append(&mut caches[1], &keys[..query_tokens * HEADS * DIM], &values[..query_tokens * HEADS * DIM_V]);
+        let attention = Attention { scale: 0.7, softcap, window: sees };
+        let (row, rows) = (HEADS * GROUP * DIM, 2 * query_tokens);
+        let queries = random::<f32>(seed ^ 2, rows * (row + gap));
+        let queries = Rows::new(&queries, rows, row, row + gap).unwrap();
+        for backend in backends() {
+            let mut out = vec![f32::NAN; rows * HEADS * GROUP * DIM_V];
+            let (caches, mut workspace) = ([&caches[0], &caches[1]], Workspace::default());
+            attend_batch_into_with(backend, &caches, &attention, queries, &mut workspace, &mut out).unwrap();
+            for (i, out) in out.chunks_exact(GROUP * DIM_V).enumerate() {
+                let (row, h) = (i / HEADS, i % HEADS);
+                let cache = caches[row / query_tokens];
+                let position = cache.len() - query_tokens + row % query_tokens;
+                let [keys, values] = [(&keys, HEADS * DIM), (&values, HEADS * DIM_V)].map(|(x, row)| &x[..cache.len() * row]);
+                let expected = expected(&cache.heads()[h], h, [keys, values], queries.row(row), &attention, position);
+                for (x, y) in out.iter().zip(&expected) {
+                    prop_assert!((f64::from(*x) - y).abs() < 2e-4, "{:?}, row {}: {} {}", backend, i, x, y);
+                }
+            }
+        }
     }
 
     #[test]
@@ -189,7 +233,9 @@ fn a_batch_gives_the_bits_of_its_sequences_on_any_number_of_threads() {
     let batch = || {
         let mut out = vec![f32::NAN; singles.len()];
         let caches: Vec<_> = caches.iter().collect();
-        attend_batch_into(&caches, &queries, 0.7, &mut Workspace::default(), &mut out).unwrap();
+        let queries = Rows::contiguous(&queries, HEADS * GROUP * DIM).unwrap();
+        let attention = Attention::scaled(0.7);
+        attend_batch_into(&caches, &attention, queries, &mut Workspace::default(), &mut out).unwrap();
         out
     };
     assert_eq!(batch(), singles);
@@ -258,16 +304,50 @@ fn arguments_that_do_not_fit_change_nothing() {
         LayerCache::<f32>::new(&[], Window { sinks: 0, recent: 0, batch: 0 }),
         Err(Error::Zero { .. })
     ));
-    let mut out = [0.0; HEADS * DIM_V];
+    let mut out = [7.0; HEADS * DIM_V];
     let mut workspace = Workspace::default();
+    let mut attend = |attention: Attention, queries: &[f32], out: &mut [f32]| {
+        cache.attend_into(&attention, Rows::from(queries), &mut workspace, out)
+    };
+    let one = Attention::default();
+    assert!(matches!(attend(one, &keys[..5], &mut out), Err(Error::PartialRow { .. })));
+    assert!(matches!(attend(one, &keys[..2 * HEADS * DIM], &mut out), Err(Error::Length { .. })));
+    assert_eq!(attend(one, &[], &mut []), Ok(()));
+    let query = &keys[..HEADS * DIM];
+    for (attention, what) in [
+        (Attention::scaled(f32::NAN), "scale"),
+        (Attention { softcap: Some(-1.0), ..one }, "softcap"),
+        (Attention { softcap: Some(f32::INFINITY), ..one }, "softcap"),
+    ] {
+        let error = attend(attention, query, &mut out);
+        assert_eq!(error, Err(Error::Attend(AttendError::Attention { what })));
+    }
+    let nothing = Attention { window: Some(0), ..one };
+    assert_eq!(attend(nothing, query, &mut out), Err(Error::Zero { what: "window" }));
+    let two = Rows::contiguous(&keys[..2 * HEADS * DIM], HEADS * DIM).unwrap();
+    assert_eq!(
+        cache.attend_into(&one, two, &mut workspace, &mut [0.0; 2 * HEADS * DIM_V]),
+        Err(Error::Attend(AttendError::Causal { queries: 2, tokens: 0 }))
+    );
+    // No sequences have no outputs.
+    let none = Rows::contiguous(&keys[..0], HEADS * DIM).unwrap();
+    assert_eq!(attend_batch_into::<f32, f32>(&[], &one, none, &mut workspace, &mut []), Ok(()));
     assert!(matches!(
-        cache.attend_into(&keys[..5], 1.0, &mut workspace, &mut out),
-        Err(Error::PartialRow { .. })
+        attend_batch_into::<f32, f32>(&[], &one, none, &mut workspace, &mut out),
+        Err(Error::Length { what: "out", .. })
     ));
-    let queries = &keys[..2 * HEADS * DIM];
-    assert!(matches!(cache.attend_into(queries, 1.0, &mut workspace, &mut out), Err(Error::Length { .. })));
-    assert_eq!(cache.attend_into(&[] as &[f32], 1.0, &mut workspace, &mut []), Ok(()));
-    let (mut scratch, mut stats) = (vec![0.0; cache.heads()[0].scratch_len(1) - 1], [SoftmaxStats::EMPTY]);
-    let short = cache.heads()[0].attend_into(&keys[..DIM], 1.0, &mut scratch, &mut out[..DIM_V], &mut stats);
+    assert_eq!(out, [7.0; HEADS * DIM_V]);
+    let head = &cache.heads()[0];
+    let (mut scratch, mut stats) = (vec![0.0; head.scratch_len(1, 1) - 1], [SoftmaxStats::EMPTY]);
+    let query = Rows::from(&keys[..DIM]);
+    let short = head.attend_into(&one, query, &mut scratch, &mut out[..DIM_V], &mut stats);
     assert!(matches!(short, Err(Error::TooShort { .. })));
+
+    // A head without queries has nothing to do, with coded tokens as without.
+    let query = Rows::from(&keys[..0]);
+    for _ in 0..2 {
+        assert_eq!(cache.heads()[0].attend_into(&one, query, &mut [], &mut [], &mut []), Ok(()));
+        cache.append(k, v).unwrap();
+    }
+    assert!(cache.heads()[0].coded() > 0);
 }

@@ -224,8 +224,9 @@ fn cache(rows: &[f32]) {
                     normalize_all(&stats, &mut expected).unwrap();
                 }),
                 Box::new(|| {
-                    let caches = [&cache];
-                    attend_batch_into_with(backend, &caches, &queries, 1.0, &mut workspace, &mut out)
+                    let (caches, attention) = ([&cache], Attention::default());
+                    let queries = Rows::from(&queries[..]);
+                    attend_batch_into_with(backend, &caches, &attention, queries, &mut workspace, &mut out)
                         .unwrap();
                 }),
             ];

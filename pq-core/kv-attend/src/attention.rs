@@ -33,7 +33,12 @@ impl Attention {
         Self { scale, softcap: None, window: None }
     }
 
-    fn check(&self) -> Result<(), Error> {
+    /// Checks the fields, as every function that takes the options does.
+    ///
+    /// # Errors
+    /// [`Error::Attention`] for a scale that is not finite or a cap that is not positive and finite,
+    /// [`Error::Zero`] for a window of no tokens.
+    pub fn check(&self) -> Result<(), Error> {
         if !self.scale.is_finite() {
             return Err(Error::Attention { what: "scale" });
         }

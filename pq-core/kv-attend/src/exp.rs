@@ -26,7 +26,8 @@ pub fn exp(x: f32) -> f32 {
 /// `tanh(x)`, to 4 units in the last place. Vectorizes, as [`exp`] does: a polynomial of degree 11 below
 /// 0.625 (Cephes), `(1 - e) / (1 + e)` with `e = exp(-2 |x|)` above. NaN stays NaN.
 #[inline(always)]
-pub(crate) fn tanh(x: f32) -> f32 {
+#[must_use]
+pub fn tanh(x: f32) -> f32 {
     let square = x * x;
     let mut p = -5.704_988_7e-3;
     for c in [2.063_909e-2, -5.373_971_6e-2, 0.133_314_42, -0.333_332_8] {

@@ -6,7 +6,7 @@
 
 use crate::Backend;
 pub use crate::dot::dot;
-pub use crate::exp::exp;
+pub use crate::exp::{exp, tanh};
 
 /// The only list of a backend's CPU features. `detect` is an expression: whether the machine has all of them.
 /// `run` defines the function `run`, which compiles a crate's `Kernel` for all of them, with the token that

@@ -1,7 +1,7 @@
 //! The attention of a candle model on a product-quantized cache.
 
 use candle_core::{DType, Error, Result, Tensor};
-use pq_core::{HeadBooks, LayerCache, PqShape, Rows, TrainOptions, Window, Workspace};
+use pq_core::{Attention, HeadBooks, LayerCache, PqShape, Rows, TrainOptions, Window, Workspace};
 
 /// One layer's cache of one sequence. It replaces the tensors of keys and values that candle's models
 /// concatenate.
@@ -38,7 +38,8 @@ impl PqLayer {
         let (queries, scale) = (tokens_first(q)?, 1.0 / (q.dim(3)? as f32).sqrt());
         let mut out = vec![0.0; queries.len()];
         let Some(cache) = &self.cache else { return q.zeros_like() };
-        cache.attend_into(&queries, scale, &mut self.workspace, &mut out).map_err(Error::wrap)?;
+        let (attention, queries) = (Attention::scaled(scale), Rows::from(&queries[..]));
+        cache.attend_into(&attention, queries, &mut self.workspace, &mut out).map_err(Error::wrap)?;
         Tensor::from_vec(out, q.shape(), q.device())?.to_dtype(q.dtype())
     }
 }
