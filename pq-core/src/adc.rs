@@ -75,6 +75,20 @@ pub fn scan_into_with(
 /// [`Error::ShapeMismatch`] or [`Error::Length`]; `scores` is then untouched.
 /// # Cost
 /// n * m lookups per byte of precision, one pass over `codes`, no allocation.
+/// # Examples
+/// ```
+/// use pq_core::{Codes, Lut, LutPrecision, PqShape, QuantizedLut, pack_codes_into, scan_quantized_into};
+/// let shape = PqShape::new(2, 2, 1)?;
+/// let mut bytes = vec![0; shape.codes_len(3)];
+/// pack_codes_into(shape, &[0_u8, 0, 0, 1, 1, 1], &mut bytes)?;
+/// let table = [0.0, 1.5, -10.0, 20.0];
+/// let mut storage = vec![0; shape.quantized_lut_len(LutPrecision::U8)];
+/// let lut = QuantizedLut::new(&Lut::new(shape, &table)?, LutPrecision::U8, &mut storage)?;
+/// let mut scores = [0.0; 3];
+/// scan_quantized_into(&lut, &Codes::new(shape, 3, &bytes)?, &mut scores)?;
+/// assert!(scores.iter().zip([-10.0, 20.0, 21.5]).all(|(s, exact)| (s - exact).abs() <= lut.error_bound()));
+/// # Ok::<(), pq_core::Error>(())
+/// ```
 pub fn scan_quantized_into(
     lut: &QuantizedLut<'_>,
     codes: &Codes<'_>,

@@ -29,6 +29,18 @@ const FEW: usize = 4;
 /// a single one takes two to four times as long as each of 16 or more.
 /// # Source
 /// Jégou, Douze, Schmid, "Product Quantization for Nearest Neighbor Search", TPAMI 2011.
+/// # Examples
+/// ```
+/// use pq_core::{CodebookBuf, Codes, PqShape, encode_into};
+/// let shape = PqShape::new(2, 2, 1)?; // the centroids of each component are 0 and 1
+/// let codebook = CodebookBuf::new(shape, &[0.0, 1.0, 0.0, 1.0])?;
+/// let mut page = vec![0; shape.codes_len(64)];
+/// encode_into(&codebook.view(), &[0.1_f32, 0.9, 0.8, 0.2], 0, &mut page)?; // a prompt of two tokens
+/// let error = encode_into(&codebook.view(), &[0.7_f32, 0.6], 2, &mut page)?; // the next token
+/// assert!(Codes::new(shape, 3, &page)?.iter_vector(2).eq([1, 1]));
+/// assert!((error - 0.25).abs() < 1e-6); // 0.3^2 + 0.4^2
+/// # Ok::<(), pq_core::Error>(())
+/// ```
 pub fn encode_into<E: Element>(
     codebook: &Codebook<'_>,
     vectors: &[E],

@@ -48,6 +48,16 @@ const CHUNK: usize = 256;
 /// # Cost
 /// One exponential per score for a single head, two for several. Each chunk of 256 tokens that contains a
 /// weight below 2^-100 takes one more per score, and one logarithm per token. No allocation.
+/// # Examples
+/// ```
+/// use pq_core::{GroupRule, SoftmaxStats, combine_group_into};
+/// // Head 0 attends to token 2 alone; head 1 divides its attention between tokens 0 and 1.
+/// let scores = [0.0, 0.0, 50.0, 7.0, 7.0, -50.0];
+/// let (mut stats, mut combined) = ([SoftmaxStats::EMPTY; 2], [0.0; 3]);
+/// combine_group_into(&scores, GroupRule::SumOfSoftmax, &mut stats, &mut combined)?;
+/// assert!((combined[0] - 0.5).abs() < 1e-6 && (combined[2] - 1.0).abs() < 1e-6);
+/// # Ok::<(), pq_core::Error>(())
+/// ```
 pub fn combine_group_into(
     scores: &[f32],
     rule: GroupRule,

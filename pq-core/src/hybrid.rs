@@ -133,6 +133,41 @@ const fn attend_len(values: PqShape, group: usize) -> usize {
 /// selection, and for [`RowBudget::Error`] one more pass over n; no allocation.
 /// # Source
 /// The group's rule is that of PQCache (arXiv 2407.12820), 3.4.
+/// # Examples
+/// One decode step: the codes choose rows, the codes of all other tokens and the chosen rows share a softmax.
+///
+/// ```
+/// use pq_core::*;
+/// # let noise = |i: usize| ((i * 2_654_435_761) % 1000) as f32 / 500.0 - 1.0;
+/// let (shape, group, n) = (PqShape::new(16, 4, 4)?, 2, 500); // 1 bit per component
+/// # let keys: Vec<f32> = (0..n * 16).map(|i| noise(i) + if i % 16 == 5 { 8.0 } else { 0.0 }).collect();
+/// # let values: Vec<f32> = (0..n * 16).map(|i| noise(3 * i + 1)).collect();
+/// # let options = TrainOptions { encode: true, ..Default::default() };
+/// # let [k, v] = [train(shape, &keys, &options)?, train(shape, &values, &options)?];
+/// # let [key_book, value_book] =
+/// #     [CodebookBuf::new(shape, &k.centroids)?, CodebookBuf::new(shape, &v.centroids)?];
+/// # let [key_codes, value_codes] = [Codes::new(shape, n, &k.codes)?, Codes::new(shape, n, &v.codes)?];
+/// # let queries: Vec<f32> = (0..group * 16).map(noise).collect();
+/// let tokens = CodedTokens::new(key_codes, value_codes, value_book.view())?;
+/// let (mut table, mut floats) =
+///     (vec![0.0; group * shape.lut_len()], vec![0.0; HybridScratch::len(shape, group, n)]);
+/// let luts = lut_into(&key_book.view(), &queries, &mut table)?;
+/// let mut coded = [SoftmaxStats::EMPTY; 2];
+/// let mut scratch = HybridScratch::new(shape, n, &mut floats, &mut coded)?;
+/// let hybrid = Hybrid { rows: RowBudget::Count(20), ..Hybrid::default() };
+/// let mut selected = [0; 20];
+/// let found = hybrid_select_into(&luts, &tokens, &hybrid, &mut scratch, &mut selected)?;
+///
+/// // An engine that keeps the rows elsewhere fetches them while this runs.
+/// let (mut out, mut stats) = (vec![0.0; group * 16], [SoftmaxStats::EMPTY; 2]);
+/// hybrid_attend_into(&tokens, &selected[..found], &mut scratch, &mut out, &mut stats)?;
+///
+/// let rows = ExactTokens::contiguous(&keys, 16, &values, 16)?.chosen(&selected[..found])?;
+/// let queries = Rows::from(&queries[..]);
+/// attend_exact_into(&Attention::default(), queries, &rows, &mut floats, &mut out, &mut stats)?;
+/// normalize_all(&stats, &mut out)?;
+/// # Ok::<(), Error>(())
+/// ```
 pub fn hybrid_select_into(
     luts: &Luts<'_>,
     tokens: &CodedTokens<'_>,
@@ -222,6 +257,8 @@ impl Kernel for FinishScores<'_, '_> {
 /// allocation.
 /// # Source
 /// MILLION (DAC 2025), III-B, equation 7, for the sums per centroid.
+/// # Examples
+/// That of [`hybrid_select_into`] has the whole step.
 pub fn hybrid_attend_into(
     tokens: &CodedTokens<'_>,
     selected: &[u32],

@@ -108,6 +108,16 @@ impl<'a> Luts<'a> {
 /// group * ksub * dim multiply-adds, no allocation.
 /// # Source
 /// PQCache (arXiv 2407.12820), 3.4; MILLION (DAC 2025), III-B.
+/// # Examples
+/// ```
+/// use pq_core::{CodebookBuf, PqShape, lut_into};
+/// let shape = PqShape::new(2, 2, 1)?; // two subspaces of one component
+/// let codebook = CodebookBuf::new(shape, &[0.0, 1.0, -1.0, 2.0])?;
+/// let mut tables = vec![0.0; 2 * shape.lut_len()];
+/// let luts = lut_into(&codebook.view(), &[3.0_f32, 10.0, 1.0, 1.0], &mut tables)?; // two query heads
+/// assert_eq!(luts.lut(0).row(1), [-10.0, 20.0]);
+/// # Ok::<(), pq_core::Error>(())
+/// ```
 pub fn lut_into<'a, E: Element>(
     codebook: &Codebook<'_>,
     queries: &[E],

@@ -216,6 +216,19 @@ pub fn search_into_with(
 /// [`Error::TooShort`] for `kept`.
 /// # Cost
 /// group * candidates * dim multiply-adds and a selection; no allocation.
+/// # Examples
+/// ```
+/// use pq_core::{Rerank, SearchScratch, SoftmaxStats, rerank_into};
+/// let candidates = [17, 40, 99]; // tokens, as a search found them
+/// let keys = [0.0_f32, 1.0, 2.0, 0.5, 3.0, 0.0]; // their exact keys, fetched
+/// let mut floats = vec![0.0; SearchScratch::len(1, 3)];
+/// let mut stats = [SoftmaxStats::EMPTY];
+/// let mut scratch = SearchScratch::new(3, &mut floats, &mut stats)?;
+/// let mut kept = [0; 2];
+/// rerank_into(&[1.0, 0.0], &keys, &Rerank { k: 2, ..Rerank::default() }, &mut scratch, &mut kept)?;
+/// assert_eq!(kept.map(|i| candidates[i as usize]), [40, 99]);
+/// # Ok::<(), pq_core::Error>(())
+/// ```
 pub fn rerank_into<E: Element>(
     queries: &[f32],
     keys: &[E],

@@ -28,6 +28,17 @@ pub struct Outlier {
 /// One pass and one selection over `rows`; no allocation. An outlier takes 8 bytes.
 /// # Source
 /// MILLION (DAC 2025), IV, "Outlier-immune study".
+/// # Examples
+/// ```
+/// use pq_core::{Outlier, extract_outliers, restore_outliers};
+/// let mut rows = [1.0, 2.0, 1.1, 90.0]; // two keys
+/// let (mut distances, mut indices, mut outliers) = ([0.0; 4], [0; 1], [Outlier::default()]);
+/// extract_outliers(&mut rows, &[1.0, 2.0], &mut distances, &mut indices, &mut outliers)?;
+/// assert_eq!(rows, [1.0, 2.0, 1.1, 2.0]); // to be encoded
+/// restore_outliers(&mut rows, &outliers)?;
+/// assert_eq!(rows, [1.0, 2.0, 1.1, 90.0]);
+/// # Ok::<(), pq_core::Error>(())
+/// ```
 pub fn extract_outliers(
     rows: &mut [f32],
     centre: &[f32],

@@ -122,6 +122,16 @@ pub fn train_with<E: Element>(
 ///
 /// # Errors
 /// As [`train`].
+/// # Examples
+/// ```
+/// use pq_core::{PqShape, TrainOptions, train_batch};
+/// # let noise = |i: usize| ((i * 2_654_435_761) % 1000) as f32 / 500.0 - 1.0;
+/// let shape = PqShape::new(8, 4, 3)?;
+/// let heads: [Vec<f32>; 2] = [0, 1].map(|h| (0..100 * 8).map(|i| noise(i + 9 * h)).collect());
+/// let trained = train_batch(shape, &[&heads[0], &heads[1]], &TrainOptions::default())?;
+/// assert_eq!(trained[1].centroids.len(), shape.codebook_len());
+/// # Ok::<(), pq_core::Error>(())
+/// ```
 pub fn train_batch<E: Element>(
     shape: PqShape,
     sets: &[&[E]],

@@ -99,6 +99,15 @@ impl Default for SoftmaxStats {
 /// # Errors
 /// [`Error::Zero`] for no query, [`Error::PartialRow`] if `stats` does not divide `out`; nothing is then
 /// changed.
+/// # Examples
+/// ```
+/// use kv_attend::{SoftmaxStats, normalize_all};
+/// let stats = [SoftmaxStats { max: 3.0, sum: 2.0 }, SoftmaxStats::EMPTY]; // the second query saw no token
+/// let mut out = [4.0, 6.0, 0.0, 0.0];
+/// normalize_all(&stats, &mut out)?;
+/// assert_eq!(out, [2.0, 3.0, 0.0, 0.0]);
+/// # Ok::<(), kv_attend::Error>(())
+/// ```
 pub fn normalize_all(stats: &[SoftmaxStats], out: &mut [f32]) -> Result<(), Error> {
     if stats.is_empty() {
         return Err(Error::Zero { what: "number of queries" });
