@@ -51,7 +51,7 @@ impl HeadBooks {
     /// # Shapes
     /// `keys` (n, heads * dim of `shapes[0]`), `values` (n, heads * dim of `shapes[1]`), n at least 1.
     /// # Errors
-    /// As [`train`](crate::train); [`Error::Length`] for rows of another length.
+    /// As [`train`](crate::train); [`Error::Zero`] for no head, [`Error::Length`] for rows of another length.
     /// # Cost
     /// That of [`train_batch`], and a copy of the rows.
     pub fn train_layer<E: Element>(
@@ -116,6 +116,9 @@ fn train_side<E: Element>(
     options: &TrainOptions<'_>,
 ) -> Result<Vec<CodebookBuf>, Error> {
     let dim = shape.dim();
+    if heads == 0 {
+        return Err(Error::Zero { what: "number of heads" });
+    }
     crate::error::check_len("row", rows.components(), heads.saturating_mul(dim))?;
     let sets =
         (0..heads).map(|h| rows.columns(h * dim, dim).map(|head| head.iter().flatten().copied().collect()));

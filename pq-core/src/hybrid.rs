@@ -126,8 +126,8 @@ const fn attend_len(values: PqShape, group: usize) -> usize {
 /// [`RowBudget::most`] of n elements.
 /// # Errors
 /// [`Error::ShapeMismatch`]; [`Error::Length`] for the bias or for the variances, statistics or scratch of
-/// another group or n; [`Error::NotFinite`] for a variance or a bound; [`Error::TooShort`] for `selected`,
-/// which is then untouched.
+/// another group or n; [`Error::NotFinite`] for a variance, a share or a bound; [`Error::TooShort`] for
+/// `selected`, which is then untouched.
 /// # Cost
 /// group * n * m lookups, the exponentials of [`combine_group_into`](crate::combine_group_into), one
 /// selection, and for [`RowBudget::Error`] one more pass over n; no allocation.
@@ -198,8 +198,10 @@ pub fn hybrid_select_into_with(
         check_len(what, len, if len == 0 { 0 } else { group })?;
     }
     check_finite("variances", hybrid.score_variances)?;
-    if let RowBudget::Error { bound, value_error, .. } = hybrid.rows {
-        check_finite("bound", &[bound, value_error])?;
+    match hybrid.rows {
+        RowBudget::Count(_) => {}
+        RowBudget::Share(share) => check_finite("share", &[share])?,
+        RowBudget::Error { bound, value_error, .. } => check_finite("bound", &[bound, value_error])?,
     }
     check_at_least("selected", selected.len(), hybrid.rows.most(n))?;
     let (all_scores, combined, stats) = scratch.search.parts();

@@ -298,6 +298,9 @@ fn wrong_arguments_are_errors() {
     assert!(matches!(select(&tokens.with_bias(&[0.0; 70][..]), hybrid, 5), Err(Error::Length { .. })));
     let bound = RowBudget::Error { bound: f32::INFINITY, value_error: 0.0, most: 5 };
     assert!(matches!(select(&tokens, Hybrid { rows: bound, ..hybrid }, 5), Err(Error::NotFinite { .. })));
+    let share = RowBudget::Share(f32::NAN); // would silently read no rows
+    let error = select(&tokens, Hybrid { rows: share, ..hybrid }, 5);
+    assert!(matches!(error, Err(Error::NotFinite { what: "share", .. })));
 
     let (mut out, mut total) = ([0.0; 16], [SoftmaxStats::EMPTY; 2]);
     let mut attend = |selected: &[u32], out: &mut [f32]| {

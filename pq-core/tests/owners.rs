@@ -304,6 +304,9 @@ fn arguments_that_do_not_fit_change_nothing() {
         LayerCache::<f32>::new(&[], Window { sinks: 0, recent: 0, batch: 0 }),
         Err(Error::Zero { .. })
     ));
+    let shapes = [PqShape::new(DIM, 4, 4).unwrap(); 2];
+    let none = HeadBooks::train_layer(k, k, 0, shapes, &TrainOptions::default()).map(drop);
+    assert_eq!(none, Err(Error::Zero { what: "number of heads" }));
     let mut out = [7.0; HEADS * DIM_V];
     let mut workspace = Workspace::default();
     let mut attend = |attention: Attention, queries: &[f32], out: &mut [f32]| {
