@@ -17,13 +17,14 @@ impl Sampler {
     /// A sampler; the same seed draws the same tokens.
     ///
     /// # Errors
-    /// [`Error::Argument`] for a negative or infinite temperature or a `top_p` outside 0..=1.
+    /// [`Error::Argument`] for a negative or infinite temperature or a `top_p` that is not above 0 and at most
+    /// 1.
     pub fn new(temperature: f64, top_p: f64, seed: u64) -> Result<Self> {
         if !(temperature.is_finite() && temperature >= 0.0) {
             return Err(Error::Argument(format!("temperature {temperature} is not a number from 0 on")));
         }
         if !(top_p > 0.0 && top_p <= 1.0) {
-            return Err(Error::Argument(format!("top-p {top_p} is outside 0..=1")));
+            return Err(Error::Argument(format!("top-p {top_p} is not above 0 and at most 1")));
         }
         Ok(Self { temperature, top_p, rng: Rng(seed) })
     }
@@ -33,7 +34,10 @@ impl Sampler {
         if self.temperature == 0.0 {
             return argmax(logits) as u32;
         }
-        let scaled: Vec<f32> = logits.iter().map(|x| (f64::from(*x) / self.temperature) as f32).collect();
+        // Differences from the largest: quotients of the logits themselves overflow at a low temperature.
+        let largest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+        let scale = |&x: &f32| (f64::from(x - largest) / self.temperature) as f32;
+        let scaled: Vec<f32> = logits.iter().map(scale).collect();
         let mut candidates: Vec<(u32, f64)> =
             (0..).zip(log_softmax(&scaled).iter().map(|x| x.exp())).collect();
         candidates.sort_by(|a, b| b.1.total_cmp(&a.1));
@@ -64,6 +68,8 @@ mod tests {
     fn draws_follow_the_probabilities_inside_the_nucleus() {
         let logits = [2.0_f32.ln(), 0.0, -1.0e9, 1.0_f32.ln()]; // 1/2, 1/4, 0, 1/4
         assert_eq!(Sampler::new(0.0, 1.0, 1).unwrap().sample(&logits), 0);
+        let mut sampler = Sampler::new(1e-45, 1.0, 1).unwrap();
+        assert!((0..100).all(|_| sampler.sample(&[-7.0, 3.0, 2.9, 3.0e-4]) == 1));
         let mut sampler = Sampler::new(1.0, 0.5, 1).unwrap();
         assert!((0..100).all(|_| sampler.sample(&logits) == 0));
         let mut sampler = Sampler::new(1.0, 1.0, 1).unwrap();

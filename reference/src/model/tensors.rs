@@ -4,7 +4,6 @@
 
 use std::cell::RefCell;
 use std::collections::{BTreeSet, HashMap, TryReserveError};
-use std::io::Read;
 use std::path::{Path, PathBuf};
 
 use safetensors::Dtype;
@@ -101,9 +100,7 @@ impl Shard {
     fn open(path: &Path) -> Result<Self> {
         const LONGEST_HEADER: u64 = 100_000_000; // the format's own limit
         let source = Source::open(path)?;
-        let mut length = [0; 8];
-        source.reader()?.read_exact(&mut length).map_err(|e| Error::io(path, e))?;
-        let length = u64::from_le_bytes(length);
+        let length = source.read(0..8)?.iter().rev().fold(0, |length, &byte| length << 8 | u64::from(byte));
         if length > LONGEST_HEADER {
             return Err(source.error(format!("claims a header of {length} bytes")));
         }
