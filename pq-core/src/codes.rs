@@ -381,10 +381,20 @@ impl CodesBuf {
         encoded
     }
 
-    /// Keeps the first `n` vectors and removes all others.
+    /// Keeps the first `n` vectors and removes all others: the bytes are those of a buffer that never had
+    /// them.
     pub fn truncate(&mut self, n: usize) {
-        self.n = self.n.min(n);
-        self.bytes.truncate(self.shape.codes_len(self.n));
+        if n >= self.n {
+            return;
+        }
+        self.n = n;
+        self.bytes.truncate(self.shape.codes_len(n));
+        // The last block may hold codes of removed vectors, which a saved prefix must not reveal.
+        let zeros = [0; BLOCK];
+        let zeros = &zeros[..n.next_multiple_of(BLOCK) - n];
+        for j in 0..self.shape.m() {
+            set_codes(Backend::detect(), self.shape, &mut self.bytes, n, j, zeros);
+        }
     }
 
     /// Borrows them.

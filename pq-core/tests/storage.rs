@@ -93,6 +93,22 @@ proptest! {
     }
 
     #[test]
+    fn nothing_is_left_of_removed_vectors(m in 1_usize..6, nbits in 1_u32..=12, seed: u64, n in 0_usize..200, kept in 0_usize..250) {
+        let shape = PqShape::new(m, m, nbits).unwrap();
+        let mut codes = CodesBuf::from_packed(shape, n, bytes(seed, shape.codes_len(n))).unwrap();
+        let first: Vec<u16> = (0..kept.min(n)).flat_map(|i| codes.view().iter_vector(i)).map(|c| c as u16).collect();
+        let mut expected = vec![0xff; shape.codes_len(kept.min(n))];
+        pack_codes_into(shape, &first, &mut expected).unwrap();
+        codes.truncate(kept);
+        // Without a removal the bytes are as given, padding included.
+        if kept < n {
+            prop_assert_eq!(codes.into_packed(), expected);
+        } else {
+            prop_assert_eq!(codes.into_packed(), bytes(seed, shape.codes_len(n)));
+        }
+    }
+
+    #[test]
     fn codes_and_codebooks_come_back(m in 1_usize..6, dsub in 1_usize..4, nbits in 1_u32..=10, seed: u64, n in 0_usize..200) {
         let shape = PqShape::new(m * dsub, m, nbits).unwrap();
         let codes = CodesBuf::from_packed(shape, n, bytes(seed, shape.codes_len(n))).unwrap();
