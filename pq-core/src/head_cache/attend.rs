@@ -84,9 +84,12 @@ impl<E: Element> HeadCache<E> {
         let query_tokens = queries.rows();
         check_len("stats", stats.len(), query_tokens.saturating_mul(group))?;
         check_len("out", out.len(), stats.len().saturating_mul(dim_v))?;
+        if stats.is_empty() {
+            return Ok(());
+        }
         self.check_causal(query_tokens)?;
         check_at_least("scratch", scratch.len(), self.scratch_len(query_tokens, group))?;
-        if stats.is_empty() || self.is_empty() {
+        if self.is_empty() {
             return Ok(());
         }
         let unaligned = scratch.as_ptr().align_offset(ALIGNMENT * size_of::<f32>());
