@@ -69,7 +69,7 @@ impl<'a> CodedTokens<'a> {
     /// Sets the terms (group, n) that are added to the scores: a position bias, the scores of a mean that was
     /// subtracted from the keys before encoding (see [`RopeMean`](crate::RopeMean)), or a mask. A token whose
     /// bias is minus infinity contributes nothing, whatever its scales are. Takes a slice or an `Option` of
-    /// one. [`attend_into`] checks the length, since it depends on the group.
+    /// one. [`attend_into`](crate::attend_into) checks the length, since it depends on the group.
     #[must_use]
     pub fn with_bias(mut self, bias: impl Into<Option<&'a [f32]>>) -> Self {
         self.bias = bias.into();
