@@ -1,13 +1,15 @@
 #!/usr/bin/env python3
-"""Decode steps of `kv speed` beside a plain torch loop on one GPU: decode.json and decode.md.
+"""Decode steps and prompts of `kv speed` beside a plain torch loop on one GPU: decode.{json,md}, prefill.{json,md}.
 
     cargo build --release -p kv-reference
     pip install torch
     python benches/peers/decode.py target/release/kv benches/results
+    python benches/peers/decode.py target/release/kv benches/results --prefill
 
 Both have the same weights and the same cache: hashes of their index (reference/src/device/kernels/random.cuh), so nothing is stored.
 The torch loop has a static cache in bf16, one CUDA graph a step, compiled norms, RoPE and SwiGLU, and cuDNN's attention; a step's time
 is the median of 15 replays. Its logits after token 1 check those of `kv speed`. Both run in one call, one after the other.
+A prompt is token 7919 i mod vocabulary for each i; torch runs it at once, with cuDNN's causal attention, and keeps its keys and values.
 """
 import argparse, json, math, os, subprocess, sys, tempfile, time
 
@@ -26,12 +28,14 @@ CASES = [
     ("llama-3.1-8b", 131072, 1),
     ("llama-3.1-8b", 131072, 6),
 ]
+# shape, context, tokens of a chunk
+PREFILL_CASES = [("llama-3.1-8b", 8192, 8192), ("llama-3.1-8b", 32768, 8192), ("llama-3.1-8b", 131072, 8192)]
 METHODS = "dense:dtype=bf16,million:exact=bf16"
 AMPLITUDE, ROWS = 0.034641016, 1 << 16
 
 
-def peer(shape, context, batch, capacity, logits_file):
-    """Times the torch loop and writes the logits of its first step. Prints one line of JSON."""
+def peer(shape, context, batch, capacity, logits_file, prefill=False):
+    """Times the torch loop, or a prompt, and writes the logits of its first step. Prints one line of JSON."""
     import torch
     import torch.nn.functional as F
     from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -82,7 +86,8 @@ def peer(shape, context, batch, capacity, logits_file):
         for l in range(layers)
     ]
     embedding, output = hashed(0, vocab, hidden), hashed(1, vocab, hidden)
-    side = lambda tensor: hashed(ROWS + tensor, batch, kv_heads, capacity, 128, amplitude=math.sqrt(3))[:, :, :context].contiguous()
+    cached = 0 if prefill else context
+    side = lambda tensor: hashed(ROWS + tensor, batch, kv_heads, capacity, 128, amplitude=math.sqrt(3))[:, :, :cached].contiguous()
     cache = [(side(2 * l), side(2 * l + 1)) for l in range(layers)]
 
     frequency = base ** (-torch.arange(64, dtype=torch.float64) / 64)
@@ -90,7 +95,8 @@ def peer(shape, context, batch, capacity, logits_file):
         turns = 8192 * frequency / (2 * math.pi)
         kept = ((turns - 1) / 3).clamp(0, 1)
         frequency = frequency * kept + frequency / 8 * (1 - kept)
-    angle = (context - 1) * frequency
+    position = torch.arange(context, dtype=torch.float64)[:, None, None] if prefill else context - 1
+    angle = position * frequency
     cos, sin = angle.cos().float().to(device), angle.sin().float().to(device)
     token = torch.ones(batch, dtype=torch.long, device=device)
     logits = torch.empty(batch, vocab, device=device, dtype=dtype)
@@ -107,6 +113,35 @@ def peer(shape, context, batch, capacity, logits_file):
             x = x + F.linear(act(F.linear(norm(x), gate_up)), down)
         logits.copy_(F.linear(norm(x), output))
         token.copy_(logits.argmax(-1))
+
+    def prompt(tokens):
+        x, kept = embedding[tokens], []
+        for qkv_weight, o, gate_up, down in weights:
+            qkv = F.linear(norm(x), qkv_weight).view(len(tokens), heads + 2 * kv_heads, 128)
+            qk = rope(qkv[:, : heads + kv_heads], cos[: len(tokens)], sin[: len(tokens)])
+            q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (qk[:, :heads], qk[:, heads:], qkv[:, heads + kv_heads :]))
+            kept.append((k.contiguous(), v.contiguous()))
+            a = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=heads != kv_heads)
+            x = x + F.linear(a.squeeze(0).transpose(0, 1).reshape(len(tokens), heads * 128), o)
+            x = x + F.linear(act(F.linear(norm(x), gate_up)), down)
+        return F.linear(norm(x[-1:]), output)
+
+    if prefill:
+        tokens = torch.arange(context, device=device) * 7919 % vocab
+        with torch.no_grad(), sdpa_kernel([SDPBackend.CUDNN_ATTENTION]):
+            # The second length makes torch compile for all lengths; the last one makes cuDNN plan.
+            for n in [1024, 2048] + [context] * (context < 100_000):
+                prompt(tokens[:n])
+            times = []
+            for _ in range(3 if context < 100_000 else 1):
+                torch.cuda.synchronize()
+                begin = time.perf_counter()
+                out = prompt(tokens)
+                out.argmax().item()
+                times.append(1e3 * (time.perf_counter() - begin))
+        out.float().cpu().numpy().tofile(logits_file)
+        name = torch.cuda.get_device_name()
+        return print(json.dumps({"first_token_ms": sorted(times)[len(times) // 2], "torch": torch.__version__, "gpu": name}))
 
     with torch.no_grad(), sdpa_kernel([SDPBackend.CUDNN_ATTENTION]):
         stream = torch.cuda.Stream()
@@ -166,6 +201,44 @@ def case(kv, shape, context, batch):
             "torch": torch, "dense_beside_torch": check, "rows": rows}
 
 
+def prefill_case(kv, shape, context, chunk):
+    with tempfile.TemporaryDirectory() as folder:
+        path = lambda name: os.path.join(folder, name)
+        rows = []
+        for method in METHODS.split(","):
+            run([kv, "speed", "--random", shape, "--contexts", str(context), "--chunk", str(chunk), "--steps", "8",
+                 "--methods", method, "--json", path("kv.json"), "--logits", path(method)])
+            with open(path("kv.json")) as file:
+                rows += json.load(file)["rows"]
+        arguments = [shape, context, 1, 0, path("torch"), "prefill"]
+        torch = json.loads(run([sys.executable, __file__, "--peer", *map(str, arguments)]).splitlines()[-1])
+        # The logits of a step come before those of the prompt.
+        vocab = SHAPES[shape][5]
+        with open(path(METHODS.split(",")[0]), "rb") as file, open(path("prompt"), "wb") as prompt:
+            prompt.write(file.read()[4 * vocab :])
+        check = agreement(path("prompt"), path("torch"), vocab)
+    return {"shape": shape, "context": context, "torch": torch, "dense_beside_torch": check, "rows": rows}
+
+
+def prefill_table(results, commit):
+    lines = [
+        "# Prompts on a GPU", "",
+        f"{results[0]['torch']['gpu']}; {time.strftime('%Y-%m-%d')}, commit {commit}; PyTorch {results[0]['torch']['torch']}. By "
+        "`python benches/peers/decode.py target/release/kv benches/results --prefill`, which says how. Time from the prompt to its first "
+        "and to its second token on the host, ms; one sequence.", "",
+        "| shape | tokens | chunk | cache | first token | second | torch, bf16 | this / torch | cosine of the logits |", "| --- " * 9 + "|",
+    ]
+    for result in results:
+        for row in result["rows"]:
+            prompt, torch = row["prompt"], result["torch"]["first_token_ms"]
+            dense = row["method"].startswith("dense")
+            cells = [result["shape"], f"{row['context']:,}", f"{prompt['chunk']:,}", row["method"].split(":")[0], f"{prompt['first_token_ms']:.0f}",
+                     f"{prompt['second_token_ms']:.0f}", f"{torch:.0f}", f"{prompt['first_token_ms'] / torch:.2f}",
+                     f"{result['dense_beside_torch']['cosine']:.5f}" if dense else ""]
+            lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return lines
+
+
 def table(results, commit):
     copy = max(result["copy_bytes_per_second"] for result in results) / 1e12
     lines = [
@@ -195,23 +268,27 @@ def main():
     parser.add_argument("kv")
     parser.add_argument("results")
     parser.add_argument("--cases", default="", help="indices of cases, separated by commas")
+    parser.add_argument("--prefill", action="store_true", help="prompts in place of steps")
     parser.add_argument("--commit", default=None)
     arguments = parser.parse_args()
     commit = arguments.commit or record.commit()
-    chosen = [int(i) for i in arguments.cases.split(",") if i] or range(len(CASES))
+    name, cases, run_case, make_table = ("decode", CASES, case, table)
+    if arguments.prefill:
+        name, cases, run_case, make_table = ("prefill", PREFILL_CASES, prefill_case, prefill_table)
+    chosen = [int(i) for i in arguments.cases.split(",") if i] or range(len(cases))
     results = []
     for i in chosen:
-        results.append(case(os.path.abspath(arguments.kv), *CASES[i]))
-        lines = table(results, commit)
+        results.append(run_case(os.path.abspath(arguments.kv), *cases[i]))
+        lines = make_table(results, commit)
         # After every case: what a shorter lease has measured stays.
-        record.write(os.path.join(arguments.results, "decode.md"), lines, commit)
-        record.write(os.path.join(arguments.results, "decode.json"), [json.dumps({"commit": commit, "cases": results}, indent=1)], commit)
+        record.write(os.path.join(arguments.results, f"{name}.md"), lines, commit)
+        record.write(os.path.join(arguments.results, f"{name}.json"), [json.dumps({"commit": commit, "cases": results}, indent=1)], commit)
         print("\n".join(lines), flush=True)
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--peer"]:
         shape, *sizes = sys.argv[2:]
-        peer(shape, *map(int, sizes[:3]), sizes[3])
+        peer(shape, *map(int, sizes[:3]), sizes[3], prefill=sizes[4:] == ["prefill"])
     else:
         main()

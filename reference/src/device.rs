@@ -2,10 +2,12 @@
 //! kernels of `kv-gpu`.
 //!
 //! A decode step of a whole batch is one CUDA graph: five launches a layer, tokens and lengths on the device,
-//! nothing that waits for the host. [`Weights`] holds the model, a [`DeviceCache`] the keys and values, a
+//! nothing that waits for the host. A prompt runs in chunks, layer by layer, with products by cuBLASLt and
+//! `kv_gpu::svd::Prefill`. [`Weights`] holds the model, a [`DeviceCache`] the keys and values, a
 //! [`Decoder`] runs steps.
 
 mod cache;
+mod gemm;
 mod gemv;
 mod memory;
 mod programs;
@@ -18,9 +20,9 @@ use cudarc::driver::sys::CUstream;
 use cudarc::driver::{CudaGraph, CudaStream, DriverError, result, sys};
 pub use kv_gpu::Element;
 
-pub use cache::{DenseCache, DeviceCache, MillionCache, method_cache};
+pub use cache::{Chunk, DenseCache, DeviceCache, MillionCache, method_cache};
 pub use programs::programs;
-pub use step::{Decoder, Part};
+pub use step::{CHUNK, Decoder, Part};
 pub use weights::{RANDOM_MODELS, Weights, hashed};
 
 use crate::{Error, Result};

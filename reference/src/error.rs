@@ -55,6 +55,10 @@ pub enum Error {
     #[cfg(feature = "cuda")]
     #[error("device: {0}")]
     Device(#[from] kv_gpu::Error),
+    /// cuBLASLt, which a prompt on the GPU needs, is missing or refused a product.
+    #[cfg(feature = "cuda")]
+    #[error("cuBLASLt: {0}")]
+    Blas(String),
 }
 
 /// The result of every call that can fail.

@@ -40,6 +40,16 @@ impl From<codec_core::Side> for Side {
     }
 }
 
+#[cfg(feature = "cuda")]
+impl From<Side> for kv_gpu::pq::Side {
+    fn from(side: Side) -> Self {
+        match side {
+            Side::Keys => Self::Keys,
+            Side::Values => Self::Values,
+        }
+    }
+}
+
 /// One thing of the keys and one of the values.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Pair<T> {

@@ -131,6 +131,145 @@ fn million_diverges_as_on_the_cpu() {
 }
 
 #[test]
+fn prompts_have_the_logits_of_the_cpu() {
+    let Some(gpu) = gpu("prompts") else { return };
+    let (model, tokens) = model();
+    let tokens = &tokens[..420];
+    let rope = Rope::new(&model.config, tokens.len());
+    let hidden = prefill(&model, &rope, tokens, &mut |_, _| Ok(())).unwrap();
+    let expected = logits(&model, &hidden);
+    for method in ["dense:dtype=f16", "dense:dtype=bf16"] {
+        let mut decoder = decoder(&gpu, &model, method, &Profile::default(), 1, tokens.len());
+        let (mut divergence, mut worst, mut apart) = (Divergence::default(), 1.0_f64, 1.0_f64);
+        for len in (1..=tokens.len()).rev().step_by(7) {
+            let mut run = |chunk: usize| {
+                decoder.clear().unwrap();
+                decoder.prefill(&[tokens[..len].to_vec()], chunk).unwrap();
+                decoder.logits().unwrap()
+            };
+            let (whole, chunked) = (run(1000), run(101));
+            let expected = &expected[(len - 1) * model.config.vocab_size..][..model.config.vocab_size];
+            (worst, apart) = (worst.min(cosine(&whole, expected)), apart.min(cosine(&whole, &chunked)));
+            divergence.add(&whole, expected, 0);
+        }
+        let top1 = divergence.top1();
+        println!("{method}: cosine {worst:.6}, top-1 {top1:.4}; whole and in chunks {apart:.6}");
+        assert!(worst >= 0.999 && top1 >= 0.98, "{method}: cosine {worst}, top-1 {top1}");
+        assert!(apart >= 0.9999, "{method}: whole and in chunks {apart}");
+    }
+}
+
+/// Prompts, steps, and prompts over a cache that is filled: the logits after each part, and of each step.
+fn in_parts(
+    tokens: &[u32],
+    mut prompt: impl FnMut(&[u32], usize) -> Vec<f32>,
+    mut step: impl FnMut(u32) -> Vec<f32>,
+) -> Vec<Vec<f32>> {
+    let mut all = vec![prompt(&tokens[..200], 90)];
+    all.extend(tokens[200..275].iter().map(|&token| step(token)));
+    all.push(prompt(&tokens[275..400], 60));
+    all.push(prompt(&tokens[400..401], 60));
+    all.extend(tokens[401..480].iter().map(|&token| step(token)));
+    all
+}
+
+#[test]
+fn prompts_and_steps_take_turns_as_on_the_cpu() {
+    let Some(gpu) = gpu("prompts and steps") else { return };
+    let (model, tokens) = model();
+    let (calibration, rest) = tokens.split_at(2048);
+    let rope = Arc::new(Rope::new(&model.config, 2048));
+    for spec in ["dense:dtype=bf16", "million:exact=bf16", "million:k=8/4:v=8/4", "million:window=32:sinks=2"]
+    {
+        let method: Method = spec.parse().unwrap();
+        let profile = calibrated(&model, &rope, calibration, std::slice::from_ref(&method)).unwrap();
+        let Prepared { model: prepared, mut cache } = method.prepare(&model, &rope, &profile).unwrap();
+        let on_cpu = std::cell::RefCell::new((forward::Decoder::new(prepared, rope.clone()), &mut cache));
+        let expected = in_parts(
+            rest,
+            |prompt, chunk| {
+                let (decoder, cache) = &mut *on_cpu.borrow_mut();
+                let mut logits = vec![];
+                for chunk in prompt.chunks(chunk) {
+                    logits = decoder.prefill(chunk, cache.as_mut()).unwrap().to_vec();
+                }
+                logits
+            },
+            |token| {
+                let (decoder, cache) = &mut *on_cpu.borrow_mut();
+                decoder.step(token, cache.as_mut()).unwrap().to_vec()
+            },
+        );
+        let decoder = std::cell::RefCell::new(decoder(&gpu, &model, spec, &profile, 1, 480));
+        let logits = in_parts(
+            rest,
+            |prompt, chunk| {
+                let mut decoder = decoder.borrow_mut();
+                decoder.prefill(&[prompt.to_vec()], chunk).unwrap();
+                decoder.logits().unwrap()
+            },
+            |token| {
+                let mut decoder = decoder.borrow_mut();
+                decoder.feed(&[token]).unwrap();
+                decoder.step().unwrap();
+                decoder.logits().unwrap()
+            },
+        );
+        let cosines: Vec<f64> = logits.iter().zip(&expected).map(|(a, b)| cosine(a, b)).collect();
+        let worst = cosines.iter().copied().fold(1.0, f64::min);
+        let mean = cosines.iter().sum::<f64>() / cosines.len() as f64;
+        println!("{spec}: cosine at least {worst:.6}, mean {mean:.6}");
+        assert!(worst >= 0.995 && mean >= 0.999, "{spec}: cosine {worst}, mean {mean}: {cosines:?}");
+    }
+}
+
+#[test]
+fn chunks_of_one_token_are_steps() {
+    let Some(gpu) = gpu("chunks of one token") else { return };
+    let (model, tokens) = model();
+    let (calibration, rest) = tokens.split_at(2048);
+    let rope = Rope::new(&model.config, 2048);
+    for spec in ["dense:dtype=f16", "million:exact=f16"] {
+        let method: Method = spec.parse().unwrap();
+        let profile = calibrated(&model, &rope, calibration, std::slice::from_ref(&method)).unwrap();
+        let mut decoder = decoder(&gpu, &model, spec, &profile, 1, 256);
+        let steps = teacher_forced(&mut decoder, &rest[..256]).pop().unwrap();
+        decoder.clear().unwrap();
+        decoder.prefill(&[rest[..256].to_vec()], 1).unwrap();
+        let cosine = cosine(&steps, &decoder.logits().unwrap());
+        println!("{spec}: cosine {cosine:.6}");
+        assert!(cosine >= 0.999, "{spec}: cosine {cosine}");
+        assert!(decoder.step().is_err(), "the cache is full");
+    }
+}
+
+#[test]
+fn bad_prompts_are_refused_and_change_nothing() {
+    let Some(gpu) = gpu("bad prompts") else { return };
+    let (model, tokens) = model();
+    let run = |bad: &[(Vec<Vec<u32>>, usize)]| {
+        let mut decoder = decoder(&gpu, &model, "dense:dtype=bf16", &Profile::default(), 2, 20);
+        decoder.prefill(&[tokens[..9].to_vec(), tokens[50..55].to_vec()], 4).unwrap();
+        for (prompts, chunk) in bad {
+            let error = decoder.prefill(prompts, *chunk).unwrap_err();
+            assert!(matches!(error, kv_reference::Error::Argument(_)), "{error}");
+        }
+        decoder.prefill(&[tokens[9..20].to_vec(), tokens[55..56].to_vec()], 4).unwrap();
+        (decoder.logits().unwrap(), decoder.picked().unwrap())
+    };
+    let (one, vocab) = (vec![1], model.config.vocab_size as u32);
+    let bad = [
+        (vec![one.clone(), one.clone()], 0),
+        (vec![one.clone()], 4),
+        (vec![one.clone(), vec![]], 4),
+        (vec![one.clone(), vec![vocab]], 4),
+        (vec![vec![1; 12], one.clone()], 4),
+        (vec![one.clone(); 3], 4),
+    ];
+    assert_eq!(run(&bad), run(&[]));
+}
+
+#[test]
 fn a_batch_of_different_lengths_generates_what_each_sequence_does() {
     let Some(gpu) = gpu("batches") else { return };
     let (model, tokens) = model();
@@ -141,8 +280,8 @@ fn a_batch_of_different_lengths_generates_what_each_sequence_does() {
         [(3000, 7), (4000, 200), (5000, 91), (100, 1)].map(|(at, len)| tokens[at..][..len].to_vec()).to_vec();
     let generate = |method: &str, prompts: &[Vec<u32>], eager: bool| {
         let mut decoder = decoder(&gpu, &model, method, &profile, prompts.len(), 300);
-        decoder.prefill(prompts).unwrap();
-        for _ in 0..40 {
+        decoder.prefill(prompts, 64).unwrap();
+        for _ in 1..40 {
             if eager { decoder.step_eagerly() } else { decoder.step() }.unwrap();
         }
         (decoder.picked().unwrap(), decoder.logits().unwrap())

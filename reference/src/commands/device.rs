@@ -67,7 +67,10 @@ impl DeviceArgs {
     #[cfg(feature = "cuda")]
     pub fn falls_back(&self, error: &Error) -> bool {
         use kv_gpu::Error::{NoNvrtc, Unsupported};
-        let unsupported = matches!(error, Error::Argument(_) | Error::Device(NoNvrtc | Unsupported { .. }));
+        let unsupported = matches!(
+            error,
+            Error::Argument(_) | Error::Blas(_) | Error::Device(NoNvrtc | Unsupported { .. })
+        );
         self.device == Choice::Auto && unsupported
     }
 

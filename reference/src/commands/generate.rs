@@ -30,7 +30,7 @@ pub struct Generate {
     /// Most tokens to generate
     #[arg(long, value_name = "N", default_value_t = 64)]
     tokens: usize,
-    /// Tokens of the prompt that run at once [default: all; one on a GPU]. Later chunks see earlier ones as
+    /// Tokens of the prompt that run at once [default: all; 8192 on a GPU]. Later chunks see earlier ones as
     /// the cache keeps them
     #[arg(long, value_name = "N")]
     chunk: Option<NonZeroUsize>,
@@ -108,7 +108,9 @@ impl Generate {
     ) -> Result<(Arc<Model>, Vec<f32>, Step)> {
         #[cfg(feature = "cuda")]
         if let Some(gpu) = self.device.gpu()? {
-            match on_device(gpu, &model, &self.method, profile, prompt, prompt.len() + self.tokens) {
+            let chunk = self.chunk.map_or(device::CHUNK, NonZeroUsize::get);
+            let capacity = prompt.len() + self.tokens;
+            match on_device(gpu, &model, &self.method, profile, (prompt, chunk), capacity) {
                 Ok((logits, step)) => return Ok((model, logits, step)),
                 Err(e) if self.device.falls_back(&e) => {}
                 Err(e) => return Err(e),
@@ -154,15 +156,14 @@ fn on_device(
     model: &Model,
     method: &Method,
     profile: &Profile,
-    prompt: &[u32],
+    (prompt, chunk): (&[u32], usize),
     capacity: usize,
 ) -> Result<(Vec<f32>, Step)> {
     let element = method.device_element()?;
     let cache = method_cache(&gpu, method, &model.config, element, Some(profile), 1, capacity)?;
     let weights = Arc::new(Weights::of(&gpu, model, element)?);
     let mut decoder = device::Decoder::new(Arc::new(gpu), weights, cache, 1)?;
-    decoder.prefill(&[prompt.to_vec()])?;
-    decoder.step()?;
+    decoder.prefill(&[prompt.to_vec()], chunk)?;
     let logits = decoder.logits()?;
     let step = move |token| {
         decoder.feed(&[token])?;

@@ -1,5 +1,7 @@
+use std::num::NonZeroUsize;
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::Instant;
 
 use clap::Args;
 use comfy_table::{Table, presets};
@@ -10,8 +12,8 @@ use serde::Serialize;
 
 use super::{DeviceArgs, Files, JsonArgs, ModelArgs, Stdout, progress};
 
-/// Times decode steps on a GPU. The caches are filled with random rows or codes, so that any length is timed
-/// at once.
+/// Times decode steps on a GPU, and prompts (--chunk). For steps the caches are filled with random rows or
+/// codes, so that any length is timed at once.
 #[derive(Args)]
 pub struct Speed {
     #[command(flatten)]
@@ -31,8 +33,12 @@ pub struct Speed {
     /// Steps to time
     #[arg(long, value_name = "N", default_value_t = 64)]
     steps: usize,
-    /// Write the logits of the first step of every run, after token 1: little-endian f32 (batch, vocabulary),
-    /// one run after the other
+    /// Also time prompts as long as the context, N tokens of a sequence at once: until their first tokens
+    /// are chosen, and until the second ones are
+    #[arg(long, value_name = "N")]
+    chunk: Option<NonZeroUsize>,
+    /// Write the logits of the first step of every run, after token 1, and with --chunk those after the
+    /// prompts: little-endian f32 (batch, vocabulary), one run after the other
     #[arg(long, value_name = "FILE")]
     logits: Option<PathBuf>,
     #[command(flatten)]
@@ -64,6 +70,16 @@ struct Row {
     products_ms: f32,
     attention_ms: f32,
     rest_ms: f32,
+    /// Time from the prompts of a batch, as long as the context, to their first and to their second tokens
+    /// on the host.
+    prompt: Option<PromptTimes>,
+}
+
+#[derive(Serialize)]
+struct PromptTimes {
+    chunk: usize,
+    first_token_ms: f64,
+    second_token_ms: f64,
 }
 
 #[derive(Serialize)]
@@ -155,10 +171,17 @@ impl Speed {
         let capacity = (context + self.steps + WARM_UP).next_multiple_of(64);
         let cache = method_cache(gpu, method, &weights.config, weights.element, None, batch, capacity)?;
         let mut decoder = Decoder::new(gpu.clone(), weights.clone(), cache, batch)?;
+        let mut prompt_logits = vec![];
+        let prompt = self.chunk.map(|chunk| {
+            let prompts = prompts(batch, context, weights.config.vocab_size);
+            time_prompts(&mut decoder, &prompts, chunk.get(), &mut prompt_logits)
+        });
+        let prompt = prompt.transpose()?;
         decoder.fill_random(context - 1)?;
         decoder.step()?;
         if self.logits.is_some() {
-            logits.extend(decoder.logits()?.iter().flat_map(|x| x.to_le_bytes()));
+            let step = decoder.logits()?;
+            logits.extend(step.iter().chain(&prompt_logits).flat_map(|x| x.to_le_bytes()));
         }
         for _ in 1..WARM_UP {
             decoder.step()?;
@@ -184,8 +207,39 @@ impl Speed {
             products_ms: products_ms?,
             attention_ms: attention_ms?,
             rest_ms: rest_ms?,
+            prompt,
         })
     }
+}
+
+/// Prompts whose tokens anyone can make: 7919 i + s for token i of sequence s, in the vocabulary.
+fn prompts(batch: usize, len: usize, vocab: usize) -> Vec<Vec<u32>> {
+    let prompt = |s: usize| (0..len).map(|i| ((7919 * i + s) % vocab) as u32).collect();
+    (0..batch).map(prompt).collect()
+}
+
+/// Times prompts over an empty cache, after a first chunk and a step that make what later ones use.
+fn time_prompts(
+    decoder: &mut Decoder,
+    prompts: &[Vec<u32>],
+    chunk: usize,
+    logits: &mut Vec<f32>,
+) -> Result<PromptTimes> {
+    let firsts: Vec<Vec<u32>> = prompts.iter().map(|p| p[..chunk.min(p.len())].to_vec()).collect();
+    decoder.prefill(&firsts, chunk)?;
+    decoder.step()?;
+    decoder.clear()?;
+    decoder.picked()?; // waits
+    let start = Instant::now();
+    decoder.prefill(prompts, chunk)?;
+    decoder.picked()?;
+    let first_token_ms = start.elapsed().as_secs_f64() * 1e3;
+    logits.extend(decoder.logits()?);
+    let second = Instant::now();
+    decoder.step()?;
+    decoder.picked()?;
+    let second_token_ms = first_token_ms + second.elapsed().as_secs_f64() * 1e3;
+    Ok(PromptTimes { chunk, first_token_ms, second_token_ms })
 }
 
 fn table(output: &Output) -> Table {
@@ -204,6 +258,8 @@ fn table(output: &Output) -> Table {
         "products",
         "attention",
         "rest",
+        "first token, ms",
+        "second",
     ]);
     for row in &output.rows {
         table.add_row([
@@ -219,6 +275,8 @@ fn table(output: &Output) -> Table {
             format!("{:.3}", row.products_ms),
             format!("{:.3}", row.attention_ms),
             format!("{:.3}", row.rest_ms),
+            row.prompt.as_ref().map_or("-".into(), |prompt| format!("{:.1}", prompt.first_token_ms)),
+            row.prompt.as_ref().map_or("-".into(), |prompt| format!("{:.1}", prompt.second_token_ms)),
         ]);
     }
     table

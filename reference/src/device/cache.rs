@@ -24,6 +24,25 @@ pub struct Sequences {
     pub(crate) coded_lengths: Buffer<u32>, // tokens that are not exact
 }
 
+/// Consecutive tokens of one sequence of a batch that run at once: a prompt, or a part of one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Chunk {
+    /// The sequence.
+    pub sequence: usize,
+    /// Position of the first token: the tokens that the sequence has before.
+    pub position: usize,
+    /// Tokens.
+    pub count: usize,
+}
+
+impl Chunk {
+    /// Tokens of the sequence with the chunk.
+    #[must_use]
+    pub const fn end(&self) -> usize {
+        self.position + self.count
+    }
+}
+
 /// Rows of a layer's exact tokens: elements (batch, heads, capacity, head_dim).
 #[derive(Clone, Copy)]
 pub struct Rows {
@@ -65,6 +84,28 @@ pub trait DeviceCache {
         queries: DevicePtr<AnyElement>,
         out: DevicePtr<AnyElement>,
     ) -> Result<()>;
+
+    /// Rows (heads, capacity, head_dim) of all tokens of a chunk's sequence up to the chunk's end, those
+    /// before the chunk as the method keeps them. The decoder then writes the chunk's rotated keys and its
+    /// values, lets its queries attend to the rows, and calls [`Self::append`]. So the tokens of a chunk
+    /// attend to each other exactly, as on the CPU.
+    ///
+    /// # Errors
+    /// [`Error::Device`].
+    fn chunk_rows(&mut self, gpu: &Gpu, layer: usize, chunk: &Chunk) -> Result<Rows>;
+
+    /// Takes the chunk's tokens from the rows that [`Self::chunk_rows`] has given, after attention.
+    ///
+    /// # Errors
+    /// [`Error::Device`].
+    fn append(&mut self, gpu: &Gpu, layer: usize, chunk: &Chunk) -> Result<()>;
+
+    /// Makes the sequences have these lengths: those that the last chunks ended with, or none. The next step
+    /// may follow.
+    ///
+    /// # Errors
+    /// [`Error::Device`].
+    fn settle(&mut self, gpu: &Gpu, lengths: &[usize]) -> Result<()>;
 
     /// Work before a step that is no part of its graph, such as encoding what leaves the window.
     ///

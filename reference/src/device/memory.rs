@@ -63,10 +63,39 @@ impl<T: Copy> Buffer<T> {
         if data.len() != self.len {
             return Err(Error::Argument(format!("{} elements for a buffer of {}", data.len(), self.len)));
         }
+        self.write_first(gpu, data)
+    }
+
+    /// Replaces the first elements, as many as `data` has, in the order of the stream.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for more elements than there are.
+    pub fn write_first(&self, gpu: &Gpu, data: &[T]) -> Result<()> {
+        if data.len() > self.len {
+            return Err(Error::Argument(format!("{} elements for a buffer of {}", data.len(), self.len)));
+        }
         self.context.bind_to_thread().map_err(|e| driver("use device on this thread", e))?;
-        // SAFETY: as many elements as the buffer has; the driver has copied pageable memory when it returns.
+        // SAFETY: the buffer has as many elements; the driver has copied pageable memory when it returns.
         unsafe { result::memcpy_htod_async(self.pointer.address(), data, gpu.stream()) }
             .map_err(|e| driver("copy to the device", e))
+    }
+
+    /// Replaces the elements from `at` on by `count` elements of another buffer from `from` on, in the order
+    /// of the stream.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for elements that one of them does not have.
+    pub fn copy(&self, gpu: &Gpu, at: usize, source: &Self, from: usize, count: usize) -> Result<()> {
+        let (end, last) = (at.saturating_add(count), from.saturating_add(count));
+        if end > self.len || last > source.len {
+            let (to, of) = (self.len, source.len);
+            return Err(Error::Argument(format!("elements to {last} of {of}, to {end} of {to}")));
+        }
+        self.context.bind_to_thread().map_err(|e| driver("use device on this thread", e))?;
+        let (to, from) = (self.pointer.offset(at).address(), source.pointer.offset(from).address());
+        // SAFETY: both buffers have the elements, as has just been checked.
+        unsafe { result::memcpy_dtod_async(to, from, count * size_of::<T>(), gpu.stream()) }
+            .map_err(|e| driver("copy on the device", e))
     }
 
     /// The first elements, as many as `out` has, after all work on the stream.

@@ -1,8 +1,11 @@
 //! The kernels of the loop as programs that `kv-gpu` compiles. They may include its headers.
 
+use kv_gpu::pq::{CodeLayout, TILE};
 use kv_gpu::{Element, Program};
+use pq_core::PqShape;
 
 use super::gemv::{GemvShape, Input, Output};
+use crate::side::Side;
 
 const HEADERS: &[(&str, &str)] = &[("random.cuh", include_str!("kernels/random.cuh"))];
 
@@ -25,13 +28,40 @@ pub(crate) fn leaving() -> Program {
     Program::own("leaving.cu", include_str!("kernels/leaving.cu"), HEADERS, &[])
 }
 
+/// `embed`, `normalize`, `append` and `swiglu`.
+pub(crate) fn prompt(element: Element, head_dim: usize) -> Program {
+    let defines = [("ELEMENT", element as usize), ("HEAD_DIM", head_dim)];
+    Program::own("prompt.cu", include_str!("kernels/prompt.cu"), HEADERS, &defines)
+}
+
+/// `decode` of codes in a layout, and `exact`.
+pub(crate) fn past(element: Element, layout: &CodeLayout, side: Side) -> Program {
+    let dim = layout.shape().dim();
+    let bits = (layout.table_len() / dim).ilog2() as usize;
+    let defines = [
+        ("ELEMENT", element as usize),
+        ("HEAD_DIM", dim),
+        ("KEPT_M", 8 * layout.tile_len() / TILE / bits),
+        ("KEPT_BITS", bits),
+    ];
+    Program::own("past.cu", include_str!("kernels/past.cu"), HEADERS, &defines)
+        .define_if(side == Side::Keys, "KEYS")
+}
+
 /// Every kernel of the loop for blocks of up to `shared_memory` bytes, to be compiled without a device: the
-/// products of models with 384 and with 4,096 components for one, six and 32 sequences.
+/// products of models with 384 and with 4,096 components for one, six and 32 sequences, and codes of all
+/// layouts.
 #[must_use]
 pub fn programs(shared_memory: usize) -> Vec<Program> {
     let mut programs = vec![weights(0), weights(1), leaving()];
     for element in [Element::F16, Element::Bf16] {
-        programs.push(step(element));
+        programs.extend([step(element), prompt(element, 64), prompt(element, 128)]);
+        let shapes = [(128, 64, 8), (128, 64, 6), (128, 32, 8), (128, 128, 4), (64, 16, 4), (64, 32, 8)];
+        let shapes = shapes.into_iter().filter_map(|(dim, m, nbits)| PqShape::new(dim, m, nbits).ok());
+        programs.extend(shapes.flat_map(|shape| {
+            let layout = move |side: Side| CodeLayout::new(shape, side.into()).ok();
+            Side::ALL.into_iter().filter_map(move |side| Some(past(element, &layout(side)?, side)))
+        }));
         for (n_in, columns) in [(408, 1), (4096, 1), (4096, 6), (11008, 16), (4096, 32)] {
             let outputs = [
                 (Input::Elements, Output::Add),

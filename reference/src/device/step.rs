@@ -1,6 +1,7 @@
-//! One step of a batch as one graph.
+//! One step of a batch as one graph, and prompts before it.
 
 mod launch;
+mod prompt;
 
 use std::sync::Arc;
 
@@ -14,6 +15,11 @@ use super::weights::Weights;
 use super::{Gpu, driver, programs};
 use crate::model::Rope;
 use crate::{Error, Result};
+use prompt::Prompts;
+
+/// Tokens of a prompt that run at once where nobody says otherwise: weights are unpacked for every chunk, so
+/// a chunk of fewer tokens takes longer a token, and one of more takes more memory.
+pub const CHUNK: usize = 8192;
 
 /// Blocks a sequence that look for the most likely token.
 const PICK_BLOCKS: usize = 32;
@@ -33,7 +39,8 @@ pub struct Decoder {
     sin: Buffer<f32>,
     picks: Picks,
     graph: Option<CudaGraph>,
-    longest: usize, // position of the furthest token
+    prompts: Option<Prompts>, // from the first prompt on
+    longest: usize,           // position of the furthest token
 }
 
 /// The product kernels of a layer, and of the end.
@@ -142,6 +149,7 @@ impl Decoder {
                 arrived: words(batch)?,
             },
             graph: None,
+            prompts: None,
             longest: 0,
             batch,
             gpu,
@@ -152,32 +160,13 @@ impl Decoder {
         Ok(decoder)
     }
 
-    /// Feeds prompts, one for each sequence, token by token, up to the last token; the next step feeds that
-    /// one. They end together: a shorter one waits for its turn.
+    /// Empties all sequences.
     ///
     /// # Errors
-    /// [`Error::Argument`] for an empty prompt or tokens outside the vocabulary; what [`Self::step`] returns.
-    pub fn prefill(&mut self, prompts: &[Vec<u32>]) -> Result<()> {
-        if prompts.len() != self.batch || prompts.iter().any(Vec::is_empty) {
-            return Err(Error::Argument(format!(
-                "{} prompts for {} sequences, or an empty one",
-                prompts.len(),
-                self.batch
-            )));
-        }
-        self.place(&vec![0; self.batch])?;
-        let longest = prompts.iter().map(Vec::len).max().unwrap_or(0);
-        for step in 0..longest {
-            let at = |prompt: &Vec<u32>| (step + prompt.len()).checked_sub(longest);
-            let tokens = prompts.iter().map(|prompt| prompt[at(prompt).unwrap_or(0)]);
-            self.feed(&tokens.collect::<Vec<_>>())?;
-            let running = prompts.iter().map(|prompt| u32::from(at(prompt).is_some()));
-            self.sequences.running.write(&self.gpu, &running.collect::<Vec<_>>())?;
-            if step + 1 < longest {
-                self.step()?;
-            }
-        }
-        self.picks.counts.write(&self.gpu, &vec![0; self.batch])
+    /// [`Error::Device`].
+    pub fn clear(&mut self) -> Result<()> {
+        self.cache.settle(&self.gpu, &vec![0; self.batch])?;
+        self.place(&vec![0; self.batch])
     }
 
     /// Fills the cache with hashed rows as if every sequence had `tokens` tokens, and feeds token 1 next.
@@ -210,12 +199,19 @@ impl Decoder {
     /// [`Error::Argument`] for another number of tokens than sequences, or tokens outside the vocabulary;
     /// [`Error::Device`].
     pub fn feed(&mut self, tokens: &[u32]) -> Result<()> {
-        let vocab = self.weights.config.vocab_size;
-        if let Some(token) = tokens.iter().find(|&&token| token as usize >= vocab) {
-            return Err(Error::Argument(format!("token {token} is outside the vocabulary of {vocab}")));
-        }
+        self.check_tokens(tokens)?;
         self.sequences.tokens.write(&self.gpu, tokens)?;
         self.sequences.running.write(&self.gpu, &vec![1; self.batch])
+    }
+
+    fn check_tokens(&self, tokens: &[u32]) -> Result<()> {
+        let vocab = self.weights.config.vocab_size;
+        match tokens.iter().find(|&&token| token as usize >= vocab) {
+            Some(token) => {
+                Err(Error::Argument(format!("token {token} is outside the vocabulary of {vocab}")))
+            }
+            None => Ok(()),
+        }
     }
 
     /// Runs a step of the whole batch: a launch of its graph, which is captured the first time. Waits for

@@ -29,7 +29,7 @@ pub fn hashed(tensor: u32, i: u64, amplitude: f32) -> f32 {
 
 /// How the rows of a matrix are paired: `order` of `kernels/weights.cu`.
 #[derive(Clone, Copy)]
-enum Order {
+pub(crate) enum Order {
     Rows = 0,
     GateUp = 1,
     Heads = 2,
@@ -40,6 +40,8 @@ pub(crate) struct Packed {
     pub weight: Buffer<u16>,
     pub bias: Option<Buffer<f32>>, // (rows,)
     pub rows: usize,
+    pub n_in: usize,
+    pub order: Order,
 }
 
 impl Packed {
@@ -138,7 +140,7 @@ impl<'a> Packer<'a> {
             self.pack.launch(self.gpu.stream(), Grid::new([chunks, tiles, 1])?, 256, false, &arguments)
         }?;
         self.gpu.synchronize()?; // before the rows are dropped
-        Ok(Packed { weight, bias: None, rows })
+        Ok(Packed { weight, bias: None, rows, n_in, order })
     }
 
     /// Linear layers on top of each other, as one.

@@ -1,7 +1,7 @@
 use kv_gpu::svd::{Attend, AttendArguments, AttendShape};
 use kv_gpu::{AnyElement, DevicePtr, Element, Grid};
 
-use super::{DeviceCache, Rows, Sequences};
+use super::{Chunk, DeviceCache, Rows, Sequences};
 use crate::Result;
 use crate::device::memory::Buffer;
 use crate::device::{Gpu, programs};
@@ -108,6 +108,21 @@ impl DeviceCache for DenseCache {
         // lengths are at most the capacity, which the decoder checks. The preceding kernel writes
         // queries and rows, which are read after the PDL wait, and not lengths: `begin` has written them.
         Ok(unsafe { self.attend.launch(gpu.stream(), &arguments) }?)
+    }
+
+    fn chunk_rows(&mut self, _gpu: &Gpu, layer: usize, chunk: &Chunk) -> Result<Rows> {
+        let row = chunk.sequence * self.heads * self.capacity * self.head_dim;
+        let side =
+            |side: usize| self.rows.pointer().offset((2 * layer + side) * self.side_len() + row).cast();
+        Ok(Rows { keys: side(0), values: side(1), capacity: self.capacity })
+    }
+
+    fn append(&mut self, _gpu: &Gpu, _layer: usize, _chunk: &Chunk) -> Result<()> {
+        Ok(()) // they have been written in place
+    }
+
+    fn settle(&mut self, _gpu: &Gpu, _lengths: &[usize]) -> Result<()> {
+        Ok(())
     }
 
     fn fill_random(&mut self, gpu: &Gpu, _tokens: usize) -> Result<()> {

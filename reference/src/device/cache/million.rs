@@ -1,3 +1,5 @@
+mod past;
+
 use std::sync::Arc;
 
 use cudarc::driver::{CudaEvent, CudaStream};
@@ -9,12 +11,13 @@ use kv_gpu::{AnyElement, DevicePtr, Element, Grid, Kernel, VectorElement};
 use pq_core::{CodebookBuf, PqShape, Window};
 
 use super::dense::{RANDOM_ROWS, fill_rows};
-use super::{DeviceCache, Rows, Sequences};
+use super::{Chunk, DeviceCache, Rows, Sequences};
 use crate::device::memory::Buffer;
 use crate::device::{Gpu, driver, hashed, programs};
 use crate::model::Config;
 use crate::side::{Pair, Side};
 use crate::{Error, Result};
+use past::Past;
 
 /// The number of the hashed tensor that fills the codes, or the codebooks, of a layer's keys; the values' is
 /// the next.
@@ -53,6 +56,7 @@ pub struct MillionCache {
     pub asynchronous: bool,
     encoded: Vec<Option<CudaEvent>>, // for each turn, of the background stream
     steps: usize,
+    past: Option<Past>, // from the first chunk of a prompt on
     shape: Shape,
 }
 
@@ -148,13 +152,13 @@ impl MillionCache {
         let encoders = Pair::try_of(|side| {
             let shape = EncodeShape {
                 quantizer: quantizers[side],
-                side: pq_side(side),
+                side: side.into(),
                 element: vectors,
                 paged: false,
             };
             Encode::new(&gpu.device, shape)
         })?;
-        let layouts = Pair::try_of(|side| CodeLayout::new(quantizers[side], pq_side(side)))?;
+        let layouts = Pair::try_of(|side| CodeLayout::new(quantizers[side], side.into()))?;
         let codebooks = match codebooks {
             Some(codebooks) => codebooks,
             None => random_codebooks(n_layers, heads, quantizers)?,
@@ -185,6 +189,7 @@ impl MillionCache {
             asynchronous: true,
             encoded: (0..ring / 2).map(|_| None).collect(),
             steps: 0,
+            past: None,
             attend,
             encoders,
             layouts,
@@ -205,11 +210,16 @@ impl MillionCache {
         self.tables[side].pointer().offset(layer * self.shape.heads * self.layouts[side].table_len())
     }
 
+    /// Codebooks of a layer.
+    fn centroids_of(&self, side: Side, layer: usize) -> DevicePtr<f32> {
+        let codebook = self.layouts[side].shape().codebook_len();
+        self.centroids[side].pointer().offset(layer * self.shape.heads * codebook)
+    }
+
     /// Encodes the staged tokens of a layer.
     fn encode(&self, stream: &CudaStream, layer: usize) -> Result<()> {
         let Shape { batch, heads, head_dim, ring, tiles, .. } = self.shape;
         for side in Side::ALL {
-            let codebook = self.layouts[side].shape().codebook_len();
             let staged = (2 * layer + side as usize) * self.shape.side_len(ring);
             let arguments = EncodeArguments {
                 batch,
@@ -217,7 +227,7 @@ impl MillionCache {
                 max_count: ring,
                 vectors: self.staged.pointer().offset(staged).cast(),
                 strides: [heads * ring * head_dim, ring * head_dim, head_dim],
-                centroids: self.centroids[side].pointer().offset(layer * heads * codebook),
+                centroids: self.centroids_of(side, layer),
                 firsts: self.firsts.pointer().offset(layer * batch),
                 counts: self.counts.pointer().offset(layer * batch),
                 codes: self.codes(side, layer),
@@ -342,6 +352,21 @@ impl DeviceCache for MillionCache {
         Ok(unsafe { self.attend.launch(gpu.stream(), &arguments) }?)
     }
 
+    fn chunk_rows(&mut self, gpu: &Gpu, layer: usize, chunk: &Chunk) -> Result<Rows> {
+        self.rows_before(gpu, layer, chunk)
+    }
+
+    fn append(&mut self, gpu: &Gpu, layer: usize, chunk: &Chunk) -> Result<()> {
+        self.take(gpu, layer, chunk)
+    }
+
+    fn settle(&mut self, gpu: &Gpu, lengths: &[usize]) -> Result<()> {
+        self.wait_for_codes(gpu)?;
+        self.encoded.iter_mut().for_each(|encoded| *encoded = None);
+        let planned = lengths.iter().map(|length| length.saturating_sub(self.shape.sinks) as u32);
+        self.planned.write(gpu, &planned.collect::<Vec<u32>>().repeat(self.shape.n_layers))
+    }
+
     fn before_step(&mut self, gpu: &Gpu, sequences: &Sequences) -> Result<()> {
         let turn = self.steps % self.encoded.len();
         self.steps += 1;
@@ -389,14 +414,9 @@ impl DeviceCache for MillionCache {
     }
 
     fn bytes(&self) -> usize {
-        self.rows.bytes() + self.staged.bytes() + self.codes.iter().map(Buffer::bytes).sum::<usize>()
-    }
-}
-
-const fn pq_side(side: Side) -> kv_gpu::pq::Side {
-    match side {
-        Side::Keys => kv_gpu::pq::Side::Keys,
-        Side::Values => kv_gpu::pq::Side::Values,
+        let past = self.past.as_ref().map_or(0, |past| past.rows.bytes());
+        let codes: usize = self.codes.iter().map(Buffer::bytes).sum();
+        self.rows.bytes() + self.staged.bytes() + codes + past
     }
 }
 

@@ -51,12 +51,10 @@ impl Decoder {
     /// Launches the parts of a step.
     pub(super) fn launch(&self, parts: &[Part]) -> Result<()> {
         let has = |part| parts.contains(&part);
-        let config = &self.weights.config;
         if has(Part::Rest) {
             self.launch_begin()?;
         }
-        let layers = &self.weights.layers;
-        for (l, layer) in layers.iter().enumerate() {
+        for (l, layer) in self.weights.layers.iter().enumerate() {
             if has(Part::Products) {
                 self.launch_qkv(l, &layer.qkv)?;
             }
@@ -66,20 +64,34 @@ impl Decoder {
                 self.cache.attend(&self.gpu, l, &self.sequences, queries, out)?;
             }
             if has(Part::Products) {
-                let next = layers.get(l + 1).map_or(&self.weights.norm, |next| &next.attention_norm);
-                let Activations { attended, inner, .. } = &self.activations;
-                self.launch_add(&self.products.o, &layer.o, attended, &layer.feed_forward_norm)?;
-                self.launch_normed(&self.products.gate_up, &layer.gate_up, |a| {
-                    a.out = Some(inner.pointer())
-                })?;
-                self.launch_add(&self.products.down, &layer.down, inner, next)?;
+                self.launch_after_attention(l)?;
             }
         }
-        if has(Part::Products) {
+        self.launch_end(parts)
+    }
+
+    /// Launches what follows attention in a layer.
+    pub(super) fn launch_after_attention(&self, l: usize) -> Result<()> {
+        let layers = &self.weights.layers;
+        let layer = &layers[l];
+        let next = layers.get(l + 1).map_or(&self.weights.norm, |next| &next.attention_norm);
+        let Activations { attended, inner, .. } = &self.activations;
+        self.launch_add(&self.products.o, &layer.o, attended, &layer.feed_forward_norm)?;
+        self.launch_normed(&self.products.gate_up, &layer.gate_up, |a| a.out = Some(inner.pointer()))?;
+        self.launch_add(&self.products.down, &layer.down, inner, next)
+    }
+
+    /// Launches those parts of a step that follow the layers.
+    pub(super) fn launch_end(&self, parts: &[Part]) -> Result<()> {
+        let config = &self.weights.config;
+        if parts.contains(&Part::Products) {
             let logits = self.activations.logits.pointer();
             self.launch_normed(&self.products.output, &self.weights.output, |a| a.residual = Some(logits))?;
         }
-        if has(Part::Rest) { self.launch_pick(config.vocab_size, config.eos_tokens.len()) } else { Ok(()) }
+        match parts.contains(&Part::Rest) {
+            true => self.launch_pick(config.vocab_size, config.eos_tokens.len()),
+            false => Ok(()),
+        }
     }
 
     fn launch_begin(&self) -> Result<()> {

@@ -1,0 +1,165 @@
+// What a Llama does with the many tokens of a prompt between the products: embedding, RMSNorm, RoPE and append, SwiGLU.
+//
+// CPU twin: the forward pass (embedding, ops::rms_norm, Rope::rotate_rows, ops::swiglu). Compile-time shape: ELEMENT of
+// the activations (1 for f16, 2 for bf16), HEAD_DIM. The residual stream is f32. Sizes of rows are multiples of 8, so
+// that a thread moves 16 bytes; the floor of each kernel is its bytes.
+#include "element.cuh"
+#include "primitives_sm80.cuh"
+#include "warp.cuh"
+
+// Eight elements.
+struct Eight {
+    float x[8];
+
+    __device__ __forceinline__ static Eight of(const u16* from) {
+        const uint4 words = *reinterpret_cast<const uint4*>(from);
+        const u32 pairs[4] = {words.x, words.y, words.z, words.w};
+        Eight eight;
+#pragma unroll
+        for (int i = 0; i < 8; i++) eight.x[i] = to_float((u16)(pairs[i / 2] >> 16 * (i % 2)));
+        return eight;
+    }
+    __device__ __forceinline__ static Eight of(const float* from) {
+        Eight eight;
+#pragma unroll
+        for (int i = 0; i < 8; i += 4)
+            *reinterpret_cast<float4*>(eight.x + i) = *reinterpret_cast<const float4*>(from + i);
+        return eight;
+    }
+    __device__ __forceinline__ void store(u16* to) const {
+        u32 pairs[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) pairs[i] = pack_elements(x[2 * i], x[2 * i + 1]);
+        st_global_v4(to, pairs);
+    }
+    __device__ __forceinline__ void store(float* to) const {
+#pragma unroll
+        for (int i = 0; i < 8; i += 4)
+            *reinterpret_cast<float4*>(to + i) = make_float4(x[i], x[i + 1], x[i + 2], x[i + 3]);
+    }
+    // Adds a bias, if there is one.
+    __device__ __forceinline__ void add(const float* bias, u32 at) {
+        if (!bias) return;
+        const Eight other = of(bias + at);
+#pragma unroll
+        for (int i = 0; i < 8; i++) x[i] += other.x[i];
+    }
+};
+
+struct EmbedArguments {
+    const u16* embedding; // element [token][hidden]
+    const u32* tokens;    // [row]
+    float* residual;      // [row][hidden]
+    u32 hidden;
+};
+
+// Launch: a block a row, any number of threads.
+extern "C" __global__ void embed(const EmbedArguments a) {
+    const u16* row = a.embedding + (u64)a.tokens[blockIdx.x] * a.hidden;
+    float* to = a.residual + (u64)blockIdx.x * a.hidden;
+    for (u32 i = 8 * threadIdx.x; i < a.hidden; i += 8 * blockDim.x) Eight::of(row + i).store(to + i);
+}
+
+struct NormArguments {
+    float* residual;   // [row][hidden]
+    const float* bias; // [hidden], or null: of the product that was added last; it is added here
+    const float* norm; // [hidden]
+    u16* out;          // element [row][hidden]
+    u32 hidden;
+    float eps;
+};
+
+// Launch: a block a row, THREADS threads.
+constexpr int THREADS = 256;
+extern "C" __global__ void __launch_bounds__(THREADS) normalize(const NormArguments a) {
+    __shared__ float sums[THREADS / LANES];
+    float* row = a.residual + (u64)blockIdx.x * a.hidden;
+    float square = 0;
+    for (u32 i = 8 * threadIdx.x; i < a.hidden; i += 8 * THREADS) {
+        Eight x = Eight::of(row + i);
+        x.add(a.bias, i);
+        if (a.bias) x.store(row + i);
+#pragma unroll
+        for (int j = 0; j < 8; j++) square += x.x[j] * x.x[j];
+    }
+    square = warp_sum(square);
+    if (threadIdx.x % LANES == 0) sums[threadIdx.x / LANES] = square;
+    __syncthreads();
+    square = 0;
+#pragma unroll
+    for (int w = 0; w < THREADS / LANES; w++) square += sums[w];
+    const float scale = rsqrtf(square / a.hidden + a.eps);
+    // A thread reads again what it has read, or written, itself.
+    for (u32 i = 8 * threadIdx.x; i < a.hidden; i += 8 * THREADS) {
+        Eight x = Eight::of(row + i);
+        const Eight norm = Eight::of(a.norm + i);
+#pragma unroll
+        for (int j = 0; j < 8; j++) x.x[j] *= scale * norm.x[j];
+        x.store(a.out + (u64)blockIdx.x * a.hidden + i);
+    }
+}
+
+struct AppendArguments {
+    const u16* qkv;    // element [row][query heads, heads of keys, heads of values][HEAD_DIM]
+    const float* bias; // of these rows, or null
+    const float* cos;  // [position][HEAD_DIM / 2]
+    const float* sin;  // the same
+    u16* queries;      // element [row][query head][HEAD_DIM], rotated
+    u16* keys;         // element [head][capacity][HEAD_DIM], rotated; written from token `position` on
+    u16* values;       // the same of values
+    u32 rows, position, query_heads, heads, capacity;
+};
+
+// Launch: any; a thread has eight components of the first half of a head and those that RoPE rotates with them.
+extern "C" __global__ void append(const AppendArguments a) {
+    constexpr u32 HALF = HEAD_DIM / 2, PARTS = HALF / 8;
+    const u32 all_heads = a.query_heads + 2 * a.heads;
+    const u64 n = (u64)a.rows * all_heads * PARTS;
+    for (u64 at = (u64)blockIdx.x * blockDim.x + threadIdx.x; at < n; at += (u64)gridDim.x * blockDim.x) {
+        const u32 i = 8 * (u32)(at % PARTS), head = (u32)(at / PARTS % all_heads), row = (u32)(at / PARTS / all_heads);
+        const u16* from = a.qkv + ((u64)row * all_heads + head) * HEAD_DIM + i;
+        Eight first = Eight::of(from), second = Eight::of(from + HALF);
+        first.add(a.bias, head * HEAD_DIM + i), second.add(a.bias, head * HEAD_DIM + i + HALF);
+        const bool is_query = head < a.query_heads, is_value = head >= a.query_heads + a.heads;
+        if (!is_value) {
+            const u64 angle = ((u64)a.position + row) * HALF + i;
+            const Eight cos = Eight::of(a.cos + angle), sin = Eight::of(a.sin + angle);
+#pragma unroll
+            for (int j = 0; j < 8; j++) {
+                const float turned = first.x[j] * cos.x[j] - second.x[j] * sin.x[j];
+                second.x[j] = second.x[j] * cos.x[j] + first.x[j] * sin.x[j], first.x[j] = turned;
+            }
+        }
+        u16* to;
+        if (is_query) {
+            to = a.queries + ((u64)row * a.query_heads + head) * HEAD_DIM;
+        } else {
+            const u32 own = head - a.query_heads - (is_value ? a.heads : 0);
+            to = (is_value ? a.values : a.keys) + ((u64)own * a.capacity + a.position + row) * HEAD_DIM;
+        }
+        first.store(to + i), second.store(to + i + HALF);
+    }
+}
+
+struct SwigluArguments {
+    const u16* gate_up; // element [row][gate, up][inner]
+    const float* bias;  // [gate, up][inner], or null
+    u16* out;           // element [row][inner]
+    u64 rows;
+    u32 inner;
+};
+
+// Launch: any.
+extern "C" __global__ void swiglu(const SwigluArguments a) {
+    const u32 parts = a.inner / 8;
+    for (u64 at = (u64)blockIdx.x * blockDim.x + threadIdx.x; at < a.rows * parts; at += (u64)gridDim.x * blockDim.x) {
+        const u64 row = at / parts;
+        const u32 i = 8 * (u32)(at % parts);
+        const u16* from = a.gate_up + row * 2 * a.inner + i;
+        Eight gate = Eight::of(from), up = Eight::of(from + a.inner);
+        gate.add(a.bias, i), up.add(a.bias, a.inner + i);
+#pragma unroll
+        for (int j = 0; j < 8; j++) gate.x[j] = gate.x[j] / (1 + __expf(-gate.x[j])) * up.x[j];
+        gate.store(a.out + row * a.inner + i);
+    }
+}

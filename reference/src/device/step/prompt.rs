@@ -1,0 +1,388 @@
+//! Prompts: many tokens of one sequence at a time, layer by layer.
+
+use kv_gpu::svd::{AttendShape, Prefill, PrefillArguments};
+use kv_gpu::{DevicePtr, Grid, Kernel};
+
+use super::super::cache::{Chunk, Rows};
+use super::super::gemm::{Gemm, GemmShape, Output};
+use super::super::memory::Buffer;
+use super::super::weights::{LayerWeights, Packed};
+use super::super::{Gpu, programs};
+use super::{Activations, Decoder, Part};
+use crate::{Error, Result};
+
+/// Threads of the kernels of `kernels/prompt.cu`.
+const THREADS: u32 = 256;
+
+/// Blocks of those that take any number.
+const BLOCKS: usize = 4096;
+
+/// Chunks of the weights that a block of `unpack` takes: `UNPACKED` of the kernel.
+const UNPACKED: usize = 8;
+
+/// What chunks of up to `tokens` tokens need, made for the first prompt.
+pub(super) struct Prompts {
+    tokens: usize,
+    gemm: Gemm,
+    attend: Prefill,
+    unpack: Kernel,
+    embed: Kernel,
+    norm: Kernel,
+    append: Kernel,
+    swiglu: Kernel,
+    ids: Buffer<u32>,      // (tokens,)
+    residual: Buffer<f32>, // (tokens, hidden)
+    normed: Buffer<u16>,   // (tokens, hidden)
+    qkv: Buffer<u16>,      // (tokens, rows of q, k and v)
+    queries: Buffer<u16>,  // (tokens, n_heads, head_dim)
+    attended: Buffer<u16>, // (tokens, n_heads, head_dim)
+    gate_up: Buffer<u16>,  // (tokens, 2 intermediate)
+    inner: Buffer<u16>,    // (tokens, intermediate)
+    matrix: Buffer<u16>,   // the rows of one matrix
+    lengths: Buffer<u32>,  // tokens with the chunk, at COUNT those of the chunk, at ONE 1
+    ranks: Buffer<u32>,    // (n_kv_heads,)
+    offsets: Buffer<u64>,  // (n_kv_heads,)
+}
+
+/// Places of `lengths`, 16 bytes apart.
+const COUNT: usize = 4;
+const ONE: usize = 8;
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct UnpackArguments {
+    packed: DevicePtr<u16>,
+    rows: DevicePtr<u16>,
+    n_rows: u32,
+    n_in: u32,
+    order: u32,
+    head_dim: u32,
+}
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct EmbedArguments {
+    embedding: DevicePtr<u16>,
+    ids: DevicePtr<u32>,
+    residual: DevicePtr<f32>,
+    hidden: u32,
+}
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct NormArguments {
+    residual: DevicePtr<f32>,
+    bias: Option<DevicePtr<f32>>,
+    norm: DevicePtr<f32>,
+    out: DevicePtr<u16>,
+    hidden: u32,
+    eps: f32,
+}
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct AppendArguments {
+    qkv: DevicePtr<u16>,
+    bias: Option<DevicePtr<f32>>,
+    cos: DevicePtr<f32>,
+    sin: DevicePtr<f32>,
+    queries: DevicePtr<u16>,
+    keys: DevicePtr<u16>,
+    values: DevicePtr<u16>,
+    rows: u32,
+    position: u32,
+    query_heads: u32,
+    heads: u32,
+    capacity: u32,
+}
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct SwigluArguments {
+    gate_up: DevicePtr<u16>,
+    bias: Option<DevicePtr<f32>>,
+    out: DevicePtr<u16>,
+    rows: u64,
+    inner: u32,
+}
+
+const _: () = assert!(size_of::<UnpackArguments>() == 32 && size_of::<EmbedArguments>() == 32);
+const _: () = assert!(size_of::<NormArguments>() == 40 && size_of::<AppendArguments>() == 80);
+const _: () = assert!(size_of::<SwigluArguments>() == 40);
+
+impl Prompts {
+    fn new(decoder: &Decoder, tokens: usize) -> Result<Self> {
+        let (gpu, weights) = (&*decoder.gpu, &*decoder.weights);
+        let (config, element) = (&weights.config, weights.element);
+        let (heads, head_dim, q_dim) = (config.n_kv_heads, config.head_dim, config.q_dim());
+        let prompt = programs::prompt(element, head_dim);
+        let kernel = |name| gpu.device.kernel(&prompt, name, 0);
+        let halves = |row: usize| Buffer::<u16>::zeros(gpu, tokens.saturating_mul(row));
+        let largest = |layer: &LayerWeights| {
+            let matrices = [&layer.qkv, &layer.o, &layer.gate_up, &layer.down];
+            matrices.map(|matrix| matrix.rows * matrix.n_in).into_iter().max()
+        };
+        let lengths: Vec<u32> = (0..3 * COUNT).map(|i| u32::from(i == ONE)).collect();
+        let offsets: Vec<u64> = (0..heads).map(|head| (head * head_dim) as u64).collect();
+        Ok(Self {
+            tokens,
+            gemm: Gemm::new(gpu, element)?,
+            attend: Prefill::new(&gpu.device, AttendShape { dim: head_dim, element })?,
+            unpack: gpu.device.kernel(&programs::weights(element as usize), "unpack", 0)?,
+            embed: kernel("embed")?,
+            norm: kernel("normalize")?,
+            append: kernel("append")?,
+            swiglu: kernel("swiglu")?,
+            ids: Buffer::zeros(gpu, tokens)?,
+            residual: Buffer::zeros(gpu, tokens.saturating_mul(config.hidden_size))?,
+            normed: halves(config.hidden_size)?,
+            qkv: halves(q_dim + 2 * config.kv_dim())?,
+            queries: halves(q_dim)?,
+            attended: halves(q_dim)?,
+            gate_up: halves(2 * config.intermediate_size)?,
+            inner: halves(config.intermediate_size)?,
+            matrix: Buffer::zeros(gpu, weights.layers.iter().filter_map(largest).max().unwrap_or(0))?,
+            lengths: Buffer::of(gpu, &lengths)?,
+            ranks: Buffer::of(gpu, &vec![head_dim as u32; heads])?,
+            offsets: Buffer::of(gpu, &offsets)?,
+        })
+    }
+
+    /// A product of the rows of a chunk, without the bias.
+    fn product<T>(
+        &mut self,
+        gpu: &Gpu,
+        head_dim: usize,
+        matrix: &Packed,
+        (input, count): (DevicePtr<u16>, usize),
+        (out, output): (DevicePtr<T>, Output),
+    ) -> Result<()> {
+        let &Packed { rows: n_out, n_in, order, ref weight, .. } = matrix;
+        let arguments = UnpackArguments {
+            packed: weight.pointer(),
+            rows: self.matrix.pointer(),
+            n_rows: n_out as u32,
+            n_in: n_in as u32,
+            order: order as u32,
+            head_dim: head_dim as u32,
+        };
+        let (chunks, tiles) = (n_in.div_ceil(64), n_out.div_ceil(16));
+        let grid = Grid::new([chunks.div_ceil(UNPACKED), tiles, 1])?;
+        // SAFETY: the structure is the kernel's argument, and `matrix` has as many elements as the largest
+        // matrix of a layer.
+        unsafe { self.unpack.launch(gpu.stream(), grid, THREADS, false, &arguments) }?;
+        let shape = GemmShape { tokens: count, n_in, n_out, output };
+        // SAFETY: the kernel has just written the weights; inputs and outputs are rows of the buffers of `new`.
+        unsafe { self.gemm.launch(gpu, shape, self.matrix.pointer(), input, out) }
+    }
+}
+
+impl Decoder {
+    /// Appends prompts to the sequences, one to each, wherever they end, and picks the tokens that follow;
+    /// the next step feeds those. At most `chunk` tokens of a sequence run at once, through one layer after
+    /// the other, and sequences take turns.
+    ///
+    /// The tokens of a chunk attend to each other exactly, and to those before them as the cache keeps them.
+    /// A token that has been picked and not fed is not in the cache: a prompt that is to follow it begins
+    /// with it.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for another number of prompts than sequences, an empty one, tokens outside the
+    /// vocabulary, more of them than the cache has room for, or chunks of none: nothing has changed then.
+    /// [`Error::Blas`] without cuBLASLt; [`Error::Device`].
+    pub fn prefill(&mut self, prompts: &[Vec<u32>], chunk: usize) -> Result<()> {
+        if prompts.len() != self.batch || prompts.iter().any(Vec::is_empty) || chunk == 0 {
+            return Err(Error::Argument(format!(
+                "{} prompts for {} sequences in chunks of {chunk} tokens, or an empty prompt",
+                prompts.len(),
+                self.batch
+            )));
+        }
+        prompts.iter().try_for_each(|prompt| self.check_tokens(prompt))?;
+        let mut starts = vec![0; self.batch];
+        self.sequences.positions.read_into(&self.gpu, &mut starts)?;
+        let starts = starts.into_iter().map(|start: u32| start as usize);
+        let spans: Vec<(usize, &[u32])> = starts.zip(prompts.iter().map(Vec::as_slice)).collect();
+        let capacity = self.cache.capacity();
+        if let Some((start, prompt)) = spans.iter().find(|(start, prompt)| start + prompt.len() > capacity) {
+            let n = prompt.len();
+            return Err(Error::Argument(format!("{n} tokens after {start} in a cache of {capacity} tokens")));
+        }
+        let longest = prompts.iter().map(Vec::len).max().unwrap_or(0);
+        let mut state = match self.prompts.take().filter(|state| state.tokens >= longest.min(chunk)) {
+            Some(state) => state,
+            None => Prompts::new(self, longest.min(chunk))?,
+        };
+        let run = spans.iter().enumerate().try_for_each(|(sequence, &(start, prompt))| {
+            let last = prompt.len().div_ceil(chunk) - 1;
+            prompt.chunks(chunk).enumerate().try_for_each(|(i, tokens)| {
+                let chunk = Chunk { sequence, position: start + i * chunk, count: tokens.len() };
+                self.run_chunk(&mut state, tokens, &chunk, i == last)
+            })
+        });
+        self.prompts = Some(state);
+        run?;
+        let ends: Vec<usize> = spans.iter().map(|(start, prompt)| start + prompt.len()).collect();
+        self.cache.settle(&self.gpu, &ends)?;
+        // The last tokens: what follows attention in the last layer, as in a step.
+        self.place(&ends.iter().map(|&end| end as u32 - 1).collect::<Vec<_>>())?;
+        self.longest += 1;
+        self.launch_after_attention(self.weights.layers.len() - 1)?;
+        self.launch_end(&[Part::Products, Part::Rest])
+    }
+
+    /// Runs a chunk through all layers; after a prompt's last one the residual stream and what attention made
+    /// of the last token wait in the activations of a step.
+    fn run_chunk(&mut self, state: &mut Prompts, tokens: &[u32], chunk: &Chunk, last: bool) -> Result<()> {
+        let (gpu, weights) = (self.gpu.clone(), self.weights.clone());
+        let config = &weights.config;
+        let (hidden, q_dim, count) = (config.hidden_size, config.q_dim(), chunk.count);
+        let head_dim = config.head_dim;
+        self.start_chunk(state, tokens, chunk)?;
+        let mut bias = None; // of the product that was added last
+        for (l, layer) in weights.layers.iter().enumerate() {
+            self.normalize(state, count, bias, &layer.attention_norm)?;
+            let (normed, qkv) = (state.normed.pointer(), state.qkv.pointer());
+            state.product(&gpu, head_dim, &layer.qkv, (normed, count), (qkv, Output::Store))?;
+            let rows = self.cache.chunk_rows(&gpu, l, chunk)?;
+            self.append_rows(state, chunk, layer, &rows)?;
+            // Nothing reads what the last layer makes of other tokens than the last.
+            let skipped = match l + 1 == weights.layers.len() {
+                true if last => count - 1,
+                true => count,
+                false => 0,
+            };
+            self.attend_rows(state, chunk, &rows, skipped)?;
+            self.cache.append(&gpu, l, chunk)?;
+            if l + 1 == weights.layers.len() {
+                break;
+            }
+            let (attended, residual) = (state.attended.pointer(), state.residual.pointer());
+            state.product(&gpu, head_dim, &layer.o, (attended, count), (residual, Output::Add))?;
+            self.normalize(state, count, layer.o.bias.as_ref(), &layer.feed_forward_norm)?;
+            let (gate_up, inner) = (state.gate_up.pointer(), state.inner.pointer());
+            state.product(&gpu, head_dim, &layer.gate_up, (normed, count), (gate_up, Output::Store))?;
+            self.activate(state, count, layer)?;
+            state.product(&gpu, head_dim, &layer.down, (inner, count), (residual, Output::Add))?;
+            bias = layer.down.bias.as_ref();
+        }
+        if last {
+            let (i, from) = (chunk.sequence, count - 1);
+            let Activations { residual, attended, .. } = &self.activations;
+            residual.copy(&gpu, i * hidden, &state.residual, from * hidden, hidden)?;
+            attended.copy(&gpu, i * q_dim, &state.attended, from * q_dim, q_dim)?;
+        }
+        Ok(())
+    }
+
+    /// Embeds the tokens.
+    fn start_chunk(&self, state: &Prompts, tokens: &[u32], chunk: &Chunk) -> Result<()> {
+        let gpu = &*self.gpu;
+        state.ids.write_first(gpu, tokens)?;
+        let mut lengths = [0; COUNT + 1];
+        (lengths[0], lengths[COUNT]) = (chunk.end() as u32, chunk.count as u32);
+        state.lengths.write_first(gpu, &lengths)?;
+        let arguments = EmbedArguments {
+            embedding: self.weights.embedding.pointer(),
+            ids: state.ids.pointer(),
+            residual: state.residual.pointer(),
+            hidden: self.weights.config.hidden_size as u32,
+        };
+        let grid = Grid::new([tokens.len(), 1, 1])?;
+        // SAFETY: the structure is the kernel's argument, the tokens are in the vocabulary, and the buffers have
+        // rows for as many tokens.
+        Ok(unsafe { state.embed.launch(gpu.stream(), grid, THREADS, false, &arguments) }?)
+    }
+
+    fn normalize(
+        &self,
+        state: &Prompts,
+        count: usize,
+        bias: Option<&Buffer<f32>>,
+        norm: &Buffer<f32>,
+    ) -> Result<()> {
+        let config = &self.weights.config;
+        let arguments = NormArguments {
+            residual: state.residual.pointer(),
+            bias: bias.map(Buffer::pointer),
+            norm: norm.pointer(),
+            out: state.normed.pointer(),
+            hidden: config.hidden_size as u32,
+            eps: config.rms_norm_eps,
+        };
+        let grid = Grid::new([count, 1, 1])?;
+        // SAFETY: as above; norm and bias have a number for each component.
+        Ok(unsafe { state.norm.launch(self.gpu.stream(), grid, THREADS, false, &arguments) }?)
+    }
+
+    /// Rotates queries and keys, and writes keys and values behind those of the tokens before.
+    fn append_rows(&self, state: &Prompts, chunk: &Chunk, layer: &LayerWeights, rows: &Rows) -> Result<()> {
+        let config = &self.weights.config;
+        let arguments = AppendArguments {
+            qkv: state.qkv.pointer(),
+            bias: layer.qkv.bias.as_ref().map(Buffer::pointer),
+            cos: self.cos.pointer(),
+            sin: self.sin.pointer(),
+            queries: state.queries.pointer(),
+            keys: rows.keys.cast(),
+            values: rows.values.cast(),
+            rows: chunk.count as u32,
+            position: chunk.position as u32,
+            query_heads: config.n_heads as u32,
+            heads: config.n_kv_heads as u32,
+            capacity: rows.capacity as u32,
+        };
+        // SAFETY: as above; the chunk ends within the capacity of rows and of the tables of angles.
+        unsafe {
+            state.append.launch(self.gpu.stream(), Grid::new([BLOCKS, 1, 1])?, THREADS, false, &arguments)
+        }
+        .map_err(Error::from)
+    }
+
+    /// Attention of the chunk's queries from `skipped` on.
+    fn attend_rows(&self, state: &Prompts, chunk: &Chunk, rows: &Rows, skipped: usize) -> Result<()> {
+        let config = &self.weights.config;
+        let (heads, head_dim, q_dim) = (config.n_kv_heads, config.head_dim, config.q_dim());
+        let max_count = chunk.count - skipped;
+        let counts = if max_count == 1 { ONE } else { COUNT };
+        let arguments = PrefillArguments {
+            batch: 1,
+            heads,
+            group: config.gqa_group(),
+            capacity: rows.capacity,
+            max_count,
+            keys: rows.keys,
+            values: rows.values,
+            queries: state.queries.pointer().offset(skipped * q_dim).cast(),
+            strides: [0, q_dim, head_dim],
+            lengths: state.lengths.pointer(),
+            counts: state.lengths.pointer().offset(counts),
+            key_ranks: state.ranks.pointer(),
+            value_ranks: state.ranks.pointer(),
+            key_offsets: state.offsets.pointer(),
+            value_offsets: state.offsets.pointer(),
+            key_rank_sum: heads * head_dim,
+            value_rank_sum: heads * head_dim,
+            scale: 1.0 / (head_dim as f32).sqrt(),
+            out: state.attended.pointer().offset(skipped * q_dim).cast(),
+        };
+        // SAFETY: the rows have keys and values up to the chunk's end, which is within their capacity; all ranks
+        // are full. Either all queries are attended to, or the last one, or none, which launches nothing.
+        Ok(unsafe { state.attend.launch(self.gpu.stream(), &arguments) }?)
+    }
+
+    fn activate(&self, state: &Prompts, count: usize, layer: &LayerWeights) -> Result<()> {
+        let arguments = SwigluArguments {
+            gate_up: state.gate_up.pointer(),
+            bias: layer.gate_up.bias.as_ref().map(Buffer::pointer),
+            out: state.inner.pointer(),
+            rows: count as u64,
+            inner: self.weights.config.intermediate_size as u32,
+        };
+        // SAFETY: as above.
+        unsafe {
+            state.swiglu.launch(self.gpu.stream(), Grid::new([BLOCKS, 1, 1])?, THREADS, false, &arguments)
+        }
+        .map_err(Error::from)
+    }
+}
