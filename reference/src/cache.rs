@@ -6,6 +6,7 @@
 
 mod exact;
 mod fetched;
+mod offloaded;
 mod store;
 
 use std::sync::Arc;
@@ -17,7 +18,8 @@ use svd_core::SoftmaxStats;
 pub use exact::ElementType;
 pub(crate) use exact::{DenseStore, Elements, ExactRows, attend_rows, saturating_f16};
 pub(crate) use fetched::FetchCounter;
-pub use fetched::Fetched;
+pub use fetched::{Fetched, FetchedPerStep};
+pub(crate) use offloaded::{BlockRule, Offload, OffloadedRows, RowFormat};
 pub use store::Footprint;
 pub(crate) use store::{Geometry, RotatedStore, Store, merge_part};
 
@@ -87,7 +89,7 @@ pub trait KvCache: Send + Sync {
     /// Its bytes by purpose, counted exactly.
     fn footprint(&self) -> Footprint;
 
-    /// What attention has fetched of rows that are counted as offloaded, or that it scores cheaply.
+    /// What attention has fetched of rows that are offloaded, or that it scores cheaply.
     fn fetched(&self) -> Fetched {
         Fetched::default()
     }
@@ -207,8 +209,10 @@ impl KvCache for WindowedCache {
         layer.recent.push(&k[sinks..], &v[sinks..]);
         let evicted = self.window.to_evict(layer.recent.len());
         if evicted > 0 {
-            let (k, v) = layer.recent.pop_front(evicted);
+            // A store that fails, since a disk is full, loses nothing: the tokens leave once it has them.
+            let (k, v) = layer.recent.front(evicted);
             layer.store.push(layer.sinks.len() + layer.store.len(), &k, &v)?;
+            layer.recent.drop_front(evicted);
         }
         Ok(())
     }

@@ -6,7 +6,7 @@ use indicatif::ProgressBar;
 use serde::Serialize;
 
 use crate::Profile;
-use crate::cache::Footprint;
+use crate::cache::{FetchedPerStep, Footprint};
 use crate::calibrate::Calibration;
 use crate::eval::retrieval::{NO_WORDS, TaskMaker};
 use crate::eval::{RetrievalTask, SharedPrompt, TextScores, answer_questions, score_text};
@@ -59,12 +59,11 @@ pub struct Row {
     pub needle_trials: usize,
     /// Wall time of a decode step, in milliseconds.
     pub ms_per_token: f64,
-    /// Exact bytes per token that are counted as offloaded: a step reads some of them.
+    /// Exact bytes per token that are offloaded: a step reads some of them.
     pub offloaded_bytes_per_token: f64,
-    /// Exact rows (a key and a value) that a step fetches of one layer and key/value head, on average.
-    pub fetched_rows_per_step: f64,
-    /// Their bytes over all layers and heads.
-    pub fetched_bytes_per_step: f64,
+    /// What a step reads of exact rows.
+    #[serde(flatten)]
+    pub fetched: FetchedPerStep,
     /// Bytes per token of decoded copies.
     pub working_bytes_per_token: f64,
     /// Bytes that all sequences of the model share.
@@ -231,8 +230,6 @@ impl Bench<'_> {
 
         let Footprint { kept, offloaded, working, shared } = footprint;
         let values = tokens * model.config.kv_values_per_token() as f64;
-        let (attentions, heads) =
-            (fetched.attentions.max(1) as f64, model.config.n_layers * model.config.n_kv_heads);
         let TextScores { divergence, ms_per_token, .. } = scores;
         Ok(Row {
             name: method.name.to_owned(),
@@ -247,8 +244,7 @@ impl Bench<'_> {
             needle_trials: needles.map_or(0, |(_, trials)| trials),
             ms_per_token,
             offloaded_bytes_per_token: offloaded as f64 / tokens,
-            fetched_rows_per_step: fetched.rows as f64 / attentions,
-            fetched_bytes_per_step: fetched.bytes as f64 / attentions * heads as f64,
+            fetched: fetched.per_step(model.config.n_layers * model.config.n_kv_heads),
             working_bytes_per_token: working as f64 / tokens,
             shared_bytes: shared,
             kl_by_position: divergence.kl_by_position().to_vec(),

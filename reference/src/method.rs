@@ -8,6 +8,7 @@ mod dense;
 mod hybrid;
 mod kind;
 mod million;
+mod offload;
 mod pq_code;
 mod pqklt;
 mod retrieval;
@@ -377,6 +378,10 @@ mod tests {
             "hybrid:rows=2",
             "hybrid:rows=most",
             "hybrid:offloaded=int4",
+            "hybrid:cache=4096",
+            "hybrid:offload=",
+            "pqcache:offload=.:block=0",
+            "oracle:offload=.",
             "cachegen:bits=0",
             "cachegen:mode=paper:bits=2",
             "cachegen:mode=lmcache:bins=3",

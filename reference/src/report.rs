@@ -5,6 +5,7 @@ use std::fmt::Write;
 use comfy_table::{CellAlignment, Table, presets};
 use plotters::prelude::*;
 
+use crate::cache::FetchedPerStep;
 use crate::compare::{Comparison, Row};
 use crate::{Error, Result};
 
@@ -52,15 +53,18 @@ fn notes(comparison: &Comparison) -> Vec<String> {
     for row in &comparison.methods {
         let mut further = vec![];
         if row.offloaded_bytes_per_token > 0.0 {
-            further
-                .push(format!("{:.0} exact bytes/token counted as offloaded", row.offloaded_bytes_per_token));
+            further.push(format!("{:.0} exact bytes/token offloaded", row.offloaded_bytes_per_token));
         }
-        if row.fetched_rows_per_step > 0.0 {
-            let kib = row.fetched_bytes_per_step / 1024.0;
-            further.push(format!(
-                "{:.1} exact rows a step and head read, {kib:.0} KiB",
-                row.fetched_rows_per_step
-            ));
+        let FetchedPerStep { rows, hit_rate, bytes, loaded_bytes } = row.fetched;
+        if rows > 0.0 {
+            let (percent, kib) = (100.0 * hit_rate, bytes / 1024.0);
+            further.push(format!("{rows:.1} exact rows a step and head read, {kib:.0} KiB"));
+            if hit_rate > 0.0 {
+                let loaded = loaded_bytes / 1024.0;
+                further.push(format!(
+                    "{percent:.0} % of the rows in the block cache, {loaded:.0} KiB of blocks loaded"
+                ));
+            }
         }
         if row.working_bytes_per_token > 0.0 {
             further.push(format!("{:.0} decoded bytes/token while in use", row.working_bytes_per_token));

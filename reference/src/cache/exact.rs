@@ -66,12 +66,7 @@ impl Elements {
     pub fn push(&mut self, values: &[f32]) {
         match self {
             Self::F32(x) => x.extend_from_slice(values),
-            // Beyond the largest half there is only infinity, which no attention survives.
-            Self::F16(x) => {
-                x.extend(
-                    values.iter().map(|&v| f16::from_f32(v.clamp(f16::MIN.to_f32(), f16::MAX.to_f32()))),
-                );
-            }
+            Self::F16(x) => x.extend(values.iter().map(|&v| saturating_f16(v))),
             Self::Bf16(x) => x.extend(values.iter().map(|&v| bf16::from_f32(v))),
         }
     }
@@ -111,6 +106,23 @@ impl Elements {
             _ => return Err(Error::argument("keys and values of different types")),
         }
         Ok(())
+    }
+
+    /// [`Self::attend`] with the rows of `tokens` alone.
+    fn attend_chosen(
+        &self,
+        values: &Self,
+        tokens: &[u32],
+        q: &[f32],
+        out: &mut [f32],
+        stats: &mut [SoftmaxStats],
+    ) -> Result<()> {
+        match (self, values) {
+            (Self::F32(k), Self::F32(v)) => attend_chosen(q, k, v, tokens, out, stats),
+            (Self::F16(k), Self::F16(v)) => attend_chosen(q, k, v, tokens, out, stats),
+            (Self::Bf16(k), Self::Bf16(v)) => attend_chosen(q, k, v, tokens, out, stats),
+            _ => Err(Error::argument("keys and values of different types")),
+        }
     }
 
     fn drop_front(&mut self, n: usize) {
@@ -164,10 +176,10 @@ impl ExactRows {
         }
     }
 
-    /// Removes the first `n` rows and returns them.
-    pub fn pop_front(&mut self, n: usize) -> (Vec<f32>, Vec<f32>) {
+    /// The first `n` rows.
+    pub fn front(&self, n: usize) -> (Vec<f32>, Vec<f32>) {
         let Geometry { head_dim, .. } = self.geometry;
-        let popped = Pair::of(|side| {
+        let front = Pair::of(|side| {
             let mut rows = vec![0.0; n * self.geometry.kv_dim()];
             for (i, out) in rows.chunks_exact_mut(head_dim).enumerate() {
                 let (token, head) = (i / self.heads.len(), i % self.heads.len());
@@ -175,10 +187,14 @@ impl ExactRows {
             }
             rows
         });
+        (front.keys, front.values)
+    }
+
+    /// Removes the first `n` rows.
+    pub fn drop_front(&mut self, n: usize) {
         for elements in self.heads.iter_mut().flat_map(Pair::iter_mut) {
-            elements.drop_front(n * head_dim);
+            elements.drop_front(n * self.geometry.head_dim);
         }
-        (popped.keys, popped.values)
     }
 
     pub fn truncate(&mut self, len: usize) {
@@ -197,6 +213,19 @@ impl ExactRows {
     /// One head's keys from token `t` on, as many as `k` holds.
     pub fn read_keys(&self, head: usize, t: usize, k: &mut [f32]) {
         self.heads[head].keys.read(t * self.geometry.head_dim, k);
+    }
+
+    /// Attention over the rows of `tokens`, whose keys are rotated.
+    pub fn attend_chosen(
+        &self,
+        head: usize,
+        tokens: &[u32],
+        q: &[f32],
+        out: &mut [f32],
+        stats: &mut [SoftmaxStats],
+    ) -> Result<()> {
+        let Pair { keys, values } = &self.heads[head];
+        keys.attend_chosen(values, tokens, q, out, stats)
     }
 
     /// Attention over the rows from `first` on. Keys that were stored before RoPE are rotated on the way, row
@@ -227,6 +256,19 @@ impl ExactRows {
     }
 }
 
+/// [`attend_rows`] with the rows of `tokens` alone.
+fn attend_chosen<E: Element>(
+    q: &[f32],
+    keys: &[E],
+    values: &[E],
+    tokens: &[u32],
+    out: &mut [f32],
+    stats: &mut [SoftmaxStats],
+) -> Result<()> {
+    let rows = ExactTokens::contiguous(keys, q.len() / stats.len(), values, out.len() / stats.len())?;
+    attend_tokens(q, &rows.chosen(tokens)?, out, stats)
+}
+
 /// Attention of scaled queries (group, dim_k) on rows without gaps, as many keys as values: adds to `out`
 /// (group, dim_v) and `stats` (group,).
 pub(crate) fn attend_rows<E: Element>(
@@ -236,9 +278,19 @@ pub(crate) fn attend_rows<E: Element>(
     out: &mut [f32],
     stats: &mut [SoftmaxStats],
 ) -> Result<()> {
-    let tokens = ExactTokens::contiguous(keys, q.len() / stats.len(), values, out.len() / stats.len())?;
+    let rows = ExactTokens::contiguous(keys, q.len() / stats.len(), values, out.len() / stats.len())?;
+    attend_tokens(q, &rows, out, stats)
+}
+
+/// Attention of scaled queries (group, dim_k): adds to `out` (group, dim_v) and `stats` (group,).
+pub(crate) fn attend_tokens<E: Element>(
+    q: &[f32],
+    tokens: &ExactTokens<'_, E>,
+    out: &mut [f32],
+    stats: &mut [SoftmaxStats],
+) -> Result<()> {
     let mut scratch = vec![0.0; q.len()];
-    Ok(attend_exact_into(&Attention::default(), Rows::from(q), &tokens, &mut scratch, out, stats)?)
+    Ok(attend_exact_into(&Attention::default(), Rows::from(q), tokens, &mut scratch, out, stats)?)
 }
 
 /// Exact rows with rotated keys: the cache that the others are measured against.
@@ -260,10 +312,6 @@ impl DenseStore {
     /// Bytes of one head's key and value of a token.
     pub fn row_bytes(&self) -> usize {
         self.rows.row_bytes()
-    }
-
-    pub fn rope(&self) -> &Rope {
-        &self.rope
     }
 
     /// Tokens it holds.

@@ -14,10 +14,10 @@ pub struct Footprint {
     /// The representation of the tokens: rows, codes, bitstreams, scales, norms, codebooks trained for this
     /// sequence.
     pub kept: usize,
-    /// Exact rows of which a step reads some (PQCache). They are counted as offloaded to slower memory; here
-    /// they are in the same memory as everything else.
+    /// Exact rows of which a step reads some (PQCache). They are in files with the setting `offload=`, and
+    /// counted as if they were in slower memory without it.
     pub offloaded: usize,
-    /// Decoded copies that could be made again from the kept bytes (CacheGen).
+    /// Copies that could be made again: decoded rows (CacheGen), blocks of offloaded rows.
     pub working: usize,
     /// Made once for a model and shared by all its sequences: codebooks, rotations, probability models.
     pub shared: usize,
@@ -37,7 +37,7 @@ pub(crate) trait Store: Send + Sync {
     /// Sees the last queries of the prompt that comes next, rotated.
     fn watch(&mut self, _queries: &[f32]) {}
     /// Takes the next `n` tokens: keys before RoPE and values, (n, n_kv_heads * head_dim) each; the first at
-    /// `pos`.
+    /// `pos`. After an error of the system, such as a full disk, it holds what it held before.
     fn push(&mut self, pos: usize, k: &[f32], v: &[f32]) -> Result<()>;
     /// Tokens it stands for.
     fn len(&self) -> usize;

@@ -4,6 +4,7 @@ use std::sync::Arc;
 use clap::Args;
 use comfy_table::{Table, presets};
 use indicatif::ProgressBar;
+use kv_reference::cache::FetchedPerStep;
 use kv_reference::compare::{calibrated, check_room, run_start};
 use kv_reference::eval::retrieval::{NO_WORDS, TaskMaker};
 use kv_reference::eval::{RetrievalTask, SharedPrompt, answer_questions, score_text, window_perplexity};
@@ -66,6 +67,8 @@ struct Row {
     perplexity: f64,
     kl: f64,
     top1: f64,
+    #[serde(flatten)]
+    fetched: FetchedPerStep,
     needle: Vec<AtDepth>,
     recall: Vec<AtDepth>,
 }
@@ -214,7 +217,8 @@ impl Setup {
         let rows = self.methods.iter().map(|method| {
             let mut prepared = fill(method)?;
             let divergence = score(&mut prepared, Some(&reference))?.divergence;
-            let values = (prepared.cache.seq_len() * self.model.config.kv_values_per_token()) as f64;
+            let config = &self.model.config;
+            let values = (prepared.cache.seq_len() * config.kv_values_per_token()) as f64;
             bar.inc(1);
             Ok(Row {
                 name: method.name,
@@ -224,6 +228,7 @@ impl Setup {
                 perplexity: divergence.perplexity(),
                 kl: divergence.kl(),
                 top1: divergence.top1(),
+                fetched: prepared.cache.fetched().per_step(config.n_layers * config.n_kv_heads),
                 needle: vec![],
                 recall: vec![],
             })
@@ -255,9 +260,12 @@ fn table(rows: &[Row]) -> Table {
         "perplexity",
         "KL",
         "top-1",
+        "rows read",
+        "hits",
         "needle at depth",
         "recall at depth",
     ]);
+    let shown = |value: f64, text: String| if value > 0.0 { text } else { String::new() };
     for row in rows {
         let list = |found: &[AtDepth]| {
             let cells = found.iter().map(|at| format!("{}: {}/{}", at.depth, at.hits, at.trials));
@@ -271,6 +279,8 @@ fn table(rows: &[Row]) -> Table {
             format!("{:.3}", row.perplexity),
             format!("{:.5}", row.kl),
             format!("{:.1} %", 100.0 * row.top1),
+            shown(row.fetched.rows, format!("{:.1}", row.fetched.rows)),
+            shown(row.fetched.hit_rate, format!("{:.0} %", 100.0 * row.fetched.hit_rate)),
             list(&row.needle),
             list(&row.recall),
         ]);

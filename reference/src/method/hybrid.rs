@@ -1,12 +1,10 @@
 //! Hybrid attention: coarse PQ codes of every token, and the exact rows of the few that hold most of the
 //! weight, in one softmax.
 //!
-//! Codes and their training are those of `pqklt`. The exact rows are counted as offloaded, although they stay
-//! in the same memory here; [`Fetched`] counts the rows that a step reads of them. RetroInfer (arXiv
+//! Codes and their training are those of `pqklt`. The exact rows are offloaded; [`Fetched`] counts those that
+//! a step reads. RetroInfer (arXiv
 //! 2505.02922) estimates what it does not fetch by the centroids of clusters of tokens; here product codes
 //! do, which also select.
-
-mod rows;
 
 use std::fmt::Display;
 use std::str::FromStr;
@@ -16,45 +14,37 @@ use pq_core::{Hybrid, HybridScratch, RowBudget, hybrid_attend_into, hybrid_selec
 use svd_core::SoftmaxStats;
 
 use super::kind::{Entry, Kind, Site};
+use super::offload::{OffloadSettings, offload_help};
 use super::pq_code::PqCode;
 use super::pqklt::{CodedStep, PqKlt, TransformedStore};
-use super::settings::{Switch, words};
+use super::settings::Switch;
 use crate::Profile;
 use crate::Result;
-use crate::cache::{FetchCounter, Fetched, Footprint, Geometry, Store, attend_rows};
+use crate::cache::{Fetched, Footprint, Geometry, OffloadedRows, Store};
 use crate::calibrate::Calibration;
 use crate::model::{Config, Model, Rope};
 use crate::side::Pair;
-use rows::OffloadedRows;
 
 pub(super) const HYBRID: Entry = Entry {
     names: &["hybrid"],
-    help: "\
+    help: concat!(
+        "\
   hybrid            attention on coarse PQ codes, with the exact rows of  k=16x8 v=8x8 rows=0.01|auto bound=0.02
-                      the few tokens that hold most of the weight; exact  keys=mean|rope norms=off|on iterations=8
-                      rows counted as offloaded                           offloaded=exact|int8
+                      the few tokens that hold most of the weight;        keys=mean|rope norms=off|on iterations=8
 ",
+        offload_help!()
+    ),
     parse: |s| {
         let codes = Pair::new(PqCode::take(s, "k", 8, 8)?, PqCode::take(s, "v", 8, 16)?);
         let rows = s.own("rows", Rows::Share(0.01))?;
         Ok(Arc::new(HybridKind {
             rows,
             bound: s.common_part("bound", 0.02)? as f32,
-            offloaded: s.common("offloaded", Offloaded::Exact)?,
+            offload: OffloadSettings::take(s)?,
             codes: PqKlt::take(s, codes, Switch::Off)?,
         }))
     },
 };
-words!(Offloaded, "exact" => Offloaded::Exact, "int8" => Offloaded::Int8);
-
-/// How offloaded rows are held.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Offloaded {
-    /// As sinks and window are.
-    Exact,
-    /// In 8 bits, with a scale for every 32 components.
-    Int8,
-}
 
 /// How many rows a step reads.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -89,12 +79,13 @@ struct HybridKind {
     codes: PqKlt,
     rows: Rows,
     bound: f32,
-    offloaded: Offloaded,
+    offload: OffloadSettings,
 }
 
 impl Kind for HybridKind {
     fn check(&self, config: &Config) -> Result<()> {
-        self.codes.check_as("hybrid", config)
+        self.codes.check_as("hybrid", config)?;
+        self.offload.check()
     }
 
     fn needs_profile(&self) -> bool {
@@ -113,18 +104,13 @@ impl Kind for HybridKind {
 
     fn stores(&self, site: &Site<'_>) -> Result<Vec<Box<dyn Store>>> {
         site.layers(|l| {
-            let exact = match self.offloaded {
-                Offloaded::Exact => OffloadedRows::exact(site.exact, site.geometry),
-                Offloaded::Int8 => OffloadedRows::int8(site.geometry),
-            };
             Ok(HybridStore {
                 geometry: site.geometry,
                 rope: site.rope(l),
                 coded: self.codes.store(site, l)?,
-                exact,
+                exact: self.offload.rows(site)?,
                 rows: self.rows,
                 bound: self.bound,
-                fetched: FetchCounter::default(),
             })
         })
     }
@@ -139,7 +125,6 @@ struct HybridStore {
     exact: OffloadedRows, // rotated keys, values
     rows: Rows,
     bound: f32,
-    fetched: FetchCounter,
 }
 
 impl HybridStore {
@@ -173,9 +158,9 @@ impl HybridStore {
 
 impl Store for HybridStore {
     fn push(&mut self, pos: usize, k: &[f32], v: &[f32]) -> Result<()> {
-        self.coded.push(pos, k, v)?;
-        self.exact.push(&self.rope.rotated(k, self.geometry.kv_dim(), pos), v);
-        Ok(())
+        let n = self.exact.len();
+        self.exact.push(&self.rope.rotated(k, self.geometry.kv_dim(), pos), v)?;
+        self.coded.push(pos, k, v).inspect_err(|_| self.exact.truncate(n))
     }
 
     fn len(&self) -> usize {
@@ -201,22 +186,17 @@ impl Store for HybridStore {
             selected = self.attend_to_rest(step, first, &others, out, stats)?;
             Ok(())
         })?;
-        let dim = self.geometry.head_dim;
-        let mut rows = Pair::of(|_| vec![0.0; selected.len() * dim]);
-        let places = rows.keys.chunks_exact_mut(dim).zip(rows.values.chunks_exact_mut(dim));
-        for (&t, (key, value)) in selected.iter().zip(places) {
-            self.exact.read(head, t as usize, key, value);
-        }
-        self.fetched.add(selected.len(), self.exact.row_bytes());
-        attend_rows(q, &rows.keys, &rows.values, out, stats)
+        self.exact.attend(head, &selected, q, out, stats)
     }
 
     fn footprint(&self) -> Footprint {
-        Footprint { offloaded: self.exact.bytes(), ..self.coded.footprint() }
+        let mut footprint = self.coded.footprint();
+        footprint += self.exact.footprint();
+        footprint
     }
 
     fn fetched(&self) -> Fetched {
-        self.fetched.get()
+        self.exact.fetched()
     }
 
     fn clone_box(&self) -> Box<dyn Store> {

@@ -1,6 +1,5 @@
 //! Top-k attention: all tokens are scored cheaply, the best are attended to exactly. `oracle` scores by the
-//! exact product, `pqcache` by product-quantized keys; it counts its exact rows as offloaded, although they
-//! stay in the same memory here.
+//! exact product, `pqcache` by product-quantized keys; its exact rows are offloaded.
 
 use std::sync::Arc;
 
@@ -11,12 +10,11 @@ use pq_core::{
 use svd_core::SoftmaxStats;
 
 use super::kind::{Entry, Kind, SEED, Site};
+use super::offload::{OffloadSettings, offload_help};
 use super::pq_code::PqCode;
 use crate::Result;
-use crate::cache::{
-    DenseStore, FetchCounter, Fetched, Footprint, Geometry, RotatedStore, Store, attend_rows,
-};
-use crate::model::Config;
+use crate::cache::{Fetched, Footprint, Geometry, OffloadedRows, Store};
+use crate::model::{Config, Rope};
 use crate::ops::dot;
 
 pub(super) const ORACLE: Entry = Entry {
@@ -24,17 +22,24 @@ pub(super) const ORACLE: Entry = Entry {
     help: "\
   oracle            exact top-k, this part of the tokens                  ratio=0.2
 ",
-    parse: |s| Ok(Arc::new(TopK { ratio: s.fraction("ratio", 0.2)?, quantizer: None })),
+    parse: |s| {
+        let ratio = s.fraction("ratio", 0.2)?;
+        Ok(Arc::new(TopK { ratio, quantizer: None, offload: OffloadSettings::NONE }))
+    },
 };
 
 pub(super) const PQ_CACHE: Entry = Entry {
     names: &["pqcache"],
-    help: "\
-  pqcache           top-k by PQ codes; exact rows counted as offloaded    ratio=0.2 code=16x8 iterations=10
+    help: concat!(
+        "\
+  pqcache           top-k by PQ codes;                                    ratio=0.2 code=16x8 iterations=10
 ",
+        offload_help!()
+    ),
     parse: |s| {
         let (ratio, code) = (s.fraction("ratio", 0.2)?, PqCode::take(s, "code", 8, 8)?);
-        Ok(Arc::new(TopK { ratio, quantizer: Some((code, s.positive("iterations", 10)?)) }))
+        let quantizer = Some((code, s.positive("iterations", 10)?));
+        Ok(Arc::new(TopK { ratio, quantizer, offload: OffloadSettings::take(s)? }))
     },
 };
 
@@ -42,11 +47,13 @@ pub(super) const PQ_CACHE: Entry = Entry {
 struct TopK {
     ratio: f64,
     quantizer: Option<(PqCode, usize)>, // and the iterations of its training
+    offload: OffloadSettings,
 }
 
 impl Kind for TopK {
     fn check(&self, config: &Config) -> Result<()> {
-        self.quantizer.map_or(Ok(()), |(code, _)| code.check("pqcache", config))
+        self.quantizer.map_or(Ok(()), |(code, _)| code.check("pqcache", config))?;
+        self.offload.check()
     }
 
     fn stores(&self, site: &Site<'_>) -> Result<Vec<Box<dyn Store>>> {
@@ -59,8 +66,8 @@ impl Kind for TopK {
         };
         site.layers(|l| {
             let (geometry, ratio, reserved) = (site.geometry, self.ratio, site.reserved);
-            let (exact, scorer, fetched) = (site.dense(l), scorer.clone(), FetchCounter::default());
-            Ok(RetrievalStore { geometry, exact, scorer, ratio, reserved, fetched })
+            let (exact, rope, scorer) = (self.offload.rows(site)?, site.rope(l), scorer.clone());
+            Ok(RetrievalStore { geometry, exact, rope, scorer, ratio, reserved })
         })
     }
 }
@@ -91,11 +98,11 @@ struct PqHead {
 #[derive(Clone)]
 struct RetrievalStore {
     geometry: Geometry,
-    exact: DenseStore,
+    exact: OffloadedRows, // rotated keys, values
+    rope: Arc<Rope>,
     scorer: Scorer,
     ratio: f64,      // attended part of all tokens
     reserved: usize, // sinks and window, which count towards that part
-    fetched: FetchCounter,
 }
 
 impl RetrievalStore {
@@ -108,13 +115,13 @@ impl RetrievalStore {
     /// Scores of all tokens for every query of the group: (group, tokens).
     fn scores(&self, head: usize, q: &[f32]) -> Result<Vec<f32>> {
         let head_dim = self.geometry.head_dim;
-        let n = self.exact.tokens();
+        let n = self.exact.len();
         let mut scores = vec![0.0; q.len() / head_dim * n];
         match &self.scorer {
             Scorer::Oracle => {
                 let mut key = vec![0.0; head_dim];
                 for t in 0..n {
-                    self.exact.rows().read_keys(head, t, &mut key);
+                    self.exact.key(head, t, &mut key)?;
                     for (g, q) in q.chunks_exact(head_dim).enumerate() {
                         scores[g * n + t] = dot(q, &key);
                     }
@@ -133,8 +140,8 @@ impl RetrievalStore {
     }
 
     /// The tokens, from `first` on, that the whole group fetches.
-    fn select(&self, head: usize, first: usize, q: &[f32]) -> Result<Vec<usize>> {
-        let n = self.exact.tokens() - first;
+    fn select(&self, head: usize, first: usize, q: &[f32]) -> Result<Vec<u32>> {
+        let n = self.exact.len() - first;
         let scores = self.scores(head, q)?;
         let visible = scores.chunks_exact(first + n).flat_map(|scores| &scores[first..]);
         let scores: Vec<f32> = visible.copied().collect();
@@ -143,7 +150,7 @@ impl RetrievalStore {
         combine_group_into(&scores, GroupRule::SumOfSoftmax, &mut stats, &mut total)?;
         let mut indices = vec![0; self.k(n)];
         top_k_into(&total, self.k(n), &mut indices)?;
-        Ok(indices.into_iter().map(|i| first + i as usize).collect())
+        Ok(indices.into_iter().map(|i| first as u32 + i).collect())
     }
 }
 
@@ -170,21 +177,21 @@ impl Scorer {
 
 impl Store for RetrievalStore {
     fn push(&mut self, pos: usize, k: &[f32], v: &[f32]) -> Result<()> {
-        let rotated = self.exact.rope().rotated(k, self.geometry.kv_dim(), pos);
-        self.scorer.push(self.geometry, &rotated)?;
-        self.exact.push_rotated(&rotated, v)?;
-        Ok(())
+        let (n, rotated) = (self.exact.len(), self.rope.rotated(k, self.geometry.kv_dim(), pos));
+        self.exact.push(&rotated, v)?;
+        self.scorer.push(self.geometry, &rotated).inspect_err(|_| self.exact.truncate(n))
     }
 
     fn len(&self) -> usize {
-        self.exact.tokens()
+        self.exact.len()
     }
 
     fn truncate(&mut self, len: usize) -> Result<()> {
         if let Scorer::Pq { heads, .. } = &mut self.scorer {
             heads.iter_mut().for_each(|head| head.codes.truncate(len));
         }
-        self.exact.truncate(len)
+        self.exact.truncate(len);
+        Ok(())
     }
 
     fn attend(
@@ -195,34 +202,23 @@ impl Store for RetrievalStore {
         out: &mut [f32],
         stats: &mut [SoftmaxStats],
     ) -> Result<()> {
-        if self.exact.tokens() <= first {
+        if self.exact.len() <= first {
             return Ok(());
         }
-        let selected = self.select(head, first, q)?;
-        let head_dim = self.geometry.head_dim;
-        let (mut keys, mut values) =
-            (vec![0.0; selected.len() * head_dim], vec![0.0; selected.len() * head_dim]);
-        for ((&t, k), v) in
-            selected.iter().zip(keys.chunks_exact_mut(head_dim)).zip(values.chunks_exact_mut(head_dim))
-        {
-            self.exact.rows().read(head, t, k, v);
-        }
-        self.fetched.add(selected.len(), self.exact.row_bytes());
-        attend_rows(q, &keys, &values, out, stats)
+        self.exact.attend(head, &self.select(head, first, q)?, q, out, stats)
     }
 
     fn fetched(&self) -> Fetched {
-        self.fetched.get()
+        self.exact.fetched()
     }
 
     fn footprint(&self) -> Footprint {
         let exact = self.exact.footprint();
         match &self.scorer {
-            Scorer::Oracle => exact,
+            Scorer::Oracle => Footprint { kept: exact.offloaded, ..Footprint::default() },
             Scorer::Pq { shape, heads, .. } => Footprint {
                 kept: heads.iter().map(|head| head.codes.view().size() + 4 * shape.codebook_len()).sum(),
-                offloaded: exact.kept,
-                ..Footprint::default()
+                ..exact
             },
         }
     }

@@ -12,7 +12,7 @@ use pq_core::top_k_into;
 use svd_core::SoftmaxStats;
 
 use super::kind::{Entry, Kind, Site};
-use crate::cache::{DenseStore, FetchCounter, Fetched, Footprint, Geometry, Store, attend_rows};
+use crate::cache::{DenseStore, FetchCounter, Fetched, Footprint, Geometry, Store};
 use crate::model::Config;
 use crate::ops::softmax;
 use crate::{Error, Result};
@@ -171,14 +171,11 @@ impl Store for SparQStore {
         let k = attended.saturating_sub(self.reserved).clamp(1, n);
         let mut selected = vec![0; k];
         top_k_into(&total, k, &mut selected)?;
-        let (mut keys, mut values) = (vec![0.0; k * dim], vec![0.0; k * dim]);
-        let rows = keys.chunks_exact_mut(dim).zip(values.chunks_exact_mut(dim));
-        for (&t, (key, value)) in selected.iter().zip(rows) {
-            self.exact.rows().read(head, first + t as usize, key, value);
-        }
-        self.fetched.add(k, self.exact.row_bytes());
+        let (rows, bytes) = (k as u64, (k * self.exact.row_bytes()) as u64);
+        self.fetched.add(Fetched { attentions: 1, rows, bytes, ..Fetched::default() });
         let (mut part, mut part_stats) = (vec![0.0; out.len()], vec![SoftmaxStats::EMPTY; stats.len()]);
-        attend_rows(q, &keys, &values, &mut part, &mut part_stats)?;
+        let tokens: Vec<u32> = selected.iter().map(|t| first as u32 + t).collect();
+        self.exact.rows().attend_chosen(head, &tokens, q, &mut part, &mut part_stats)?;
         let mean = self.mean(head, first);
         let parts = part.chunks_exact_mut(dim).zip(part_stats).zip(estimates.chunks_exact(n));
         let all = out.chunks_exact_mut(dim).zip(stats);

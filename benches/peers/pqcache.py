@@ -1,0 +1,175 @@
+#!/usr/bin/env python3
+"""PQCache's studies on the CPU, by `kv cost` and `kv compare`: its figures 7, 10(c), 10(d), and top-k quality next to exact top-k.
+
+    cargo build --release
+    python benches/peers/pqcache.py target/release/kv benches/results [--smollm2 MODEL.gguf --text WIKITEXT]
+
+Prefill: milliseconds of a layer, of writing its rows to a file in the folder for temporary files, of one iteration of k-means over its
+heads; the iterations that take as long as a layer by the fit of both; a layer with 4 iterations in turn, and with them on threads next
+to the following layers, both on all cores. `hidden` is the part of the iterations that the overlap hides.
+Iterations: KL to the dense cache (teacher-forced) at a tenth of the tokens, and seconds of training all layers.
+Hits: rows that a step asks for and finds in the block cache, at a tenth of the tokens; KiB a step are over all layers and heads.
+Quality: pqcache and oracle with the same number of rows. Sinks and window count towards a share.
+"""
+import argparse, datetime, json, os, subprocess, tempfile
+
+import record
+
+EXACT = 68  # sinks and window
+ITERATIONS = (1, 2, 4, 8, 16, 25)
+
+
+class Bench:
+    """Runs of `kv` on one model."""
+
+    def __init__(self, kv, name, dim, context, decode, model=None, text=None):
+        self.kv, self.name, self.dim, self.context, self.decode = kv, name, dim, context, decode
+        self.options = (["--model", model] if model else []) + (["--text", text] if text else [])
+
+    def run(self, command, *arguments):
+        with tempfile.NamedTemporaryFile() as file:
+            subprocess.run([self.kv, command, *self.options, "--json", file.name, *arguments], check=True, stdout=subprocess.DEVNULL)
+            return json.load(open(file.name))
+
+    def compare(self, methods):
+        arguments = ["--context", str(self.context), "--decode", str(self.decode), "--methods", ",".join(methods)]
+        rows = self.run("compare", *arguments)["methods"]
+        return [{key: value for key, value in row.items() if key != "kl_by_position"} for row in rows]
+
+
+def prefill(bench, lengths, code, folder):
+    return bench.run("cost", "--method", f"pqcache:code={code}", "--lengths", ",".join(map(str, lengths)), "--offload", folder)
+
+
+def prefill_lines(profile):
+    c, layer = profile["iteration"], profile["layer"]
+    lines = ["| tokens | layer ms | offload ms | iteration ms | iterations | in turn ms | overlapped ms | hidden |", "| ---" * 8 + " |"]
+    for at in profile["times"]:
+        n = at["tokens"]
+        fits = (layer[0] + layer[1] * n + layer[2] * n * n) / (c[0] + c[1] * n)
+        hidden = (at["in_turn"] - at["overlapped"]) / (4 * at["iteration"])
+        cells = [f"{1000 * at[key]:.2f}" for key in ("layer", "offload", "iteration")] + [f"{min(max(int(fits), 1), 25)}"]
+        cells += [f"{1000 * at[key]:.2f}" for key in ("in_turn", "overlapped")] + [f"{100 * hidden:.0f} %"]
+        lines.append("| " + " | ".join([str(n)] + cells) + " |")
+    return lines
+
+
+def iterations(bench, code, profile_path, profile):
+    """KL by iterations, and with as many as the profile says."""
+    methods = [f"pqcache:ratio=0.1:code={code}:iterations={n}" for n in ITERATIONS + (profile_path,)]
+    c = profile["iteration"]
+    out = []
+    for n, row in zip(ITERATIONS + ("adaptive",), bench.compare(methods)):
+        row["setting"] = row["setting"].replace(profile_path, "adaptive")
+        row["iterations"] = n if n != "adaptive" else follow(profile, bench.context - EXACT)
+        row["label"] = str(n) if n != "adaptive" else f"adaptive: {row['iterations']}"
+        out.append(row)
+    return out
+
+
+def follow(profile, n):
+    c, layer = profile["iteration"], profile["layer"]
+    return min(max(int((layer[0] + layer[1] * n + layer[2] * n * n) / (c[0] + c[1] * n) * (1 + 5e-7)), 1), 25)
+
+
+def hits(bench, code, settings, folder):
+    """Block caches by (evict, k-cache, tokens, block)."""
+    methods = [f"pqcache:ratio=0.1:code={code}:iterations=4:offload={folder}:evict={e}:k-cache={k}:cache={c}:block={b}" for e, k, c, b in settings]
+    rows = bench.compare(methods)
+    for row, (evict, k, tokens, block) in zip(rows, settings):
+        row.update(setting=row["setting"].replace(folder, "FOLDER"), evict=evict, k_cache=k, cache=tokens, block=block)
+    return rows
+
+
+def grid(context):
+    """k-cache, capacity and block length around an eighth of the context in 32 blocks of which a step brings in 8."""
+    cache = context // 8
+    block = cache // 32
+    points = [(k, cache, block) for k in (1, 2, 4, 8, 16, 32)]
+    points += [(8, part, block) for part in (context // 32, context // 16, context // 4, context // 2)]
+    points += [(max(cache // b // 4, 1), cache, b) for b in (block // 4, block * 2, block * 4, block * 8)]
+    return [(evict, *point) for point in points for evict in ("lru", "lfu")]
+
+
+def hit_lines(rows):
+    lines = ["| cache | block | k-cache | LRU hits | LFU hits | LFU: KiB a step of misses | of blocks |", "| ---" * 7 + " |"]
+    for lru, lfu in zip(rows[::2], rows[1::2]):
+        kib = lambda key: f"{lfu[key] / 1024:.0f}"
+        cells = [lru["cache"], lru["block"], lru["k_cache"], *(f"{100 * row['block_hit_rate']:.0f} %" for row in (lru, lfu))]
+        lines.append("| " + " | ".join(map(str, cells + [kib("fetched_bytes_per_step"), kib("loaded_bytes_per_step")])) + " |")
+    return lines
+
+
+def quality(bench, codes):
+    """Rows of exact top-k, then of each code, at a fifth, a tenth, and 256 rows."""
+    n = bench.context
+    shares = [("1/5", 0.2), ("1/10", 0.1), ("256 rows", (256 + EXACT) / (n + 1))]
+    methods = [f"{m}:ratio={ratio:.5f}" for _, ratio in shares for m in ["oracle"] + [f"pqcache:code={code}" for code in codes]]
+    rows = bench.compare(methods)
+    step = 1 + len(codes)
+    for i, row in enumerate(rows):
+        row["share"], row["over_oracle"] = shares[i // step][0], row["kl"] / rows[i // step * step]["kl"]
+    return rows
+
+
+def quality_lines(rows):
+    lines = ["| tokens | method | rows a step and head | bits a value | KL | KL over oracle's | top-1 |", "| ---" * 7 + " |"]
+    for row in rows:
+        code = next((part[5:] for part in row["setting"].split(":") if part.startswith("code=")), "")
+        cells = [row["share"], f"{row['name']} {code}".strip(), f"{row['fetched_rows_per_step']:.1f}", f"{row['bits_per_value']:.2f}",
+                 f"{row['kl']:.5f}", f"{row['over_oracle']:.2f}", f"{100 * row['top1']:.1f} %"]
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+def study(bench, out, lengths, code, codes, settings):
+    with tempfile.TemporaryDirectory() as folder:
+        profile = prefill(bench, lengths, code, folder)
+        path = os.path.join(folder, "cost.json")
+        with open(path, "w") as file:
+            json.dump(profile, file)
+        by_iterations = iterations(bench, code, path, profile)
+        by_cache = hits(bench, code, settings, folder)
+    by_share = quality(bench, codes)
+    out += [f"## {bench.name}", "", f"Prefill, {code}, {profile['threads']} threads:", ""] + prefill_lines(profile)
+    out += ["", f"Iterations, {code}, {bench.context} tokens, {bench.decode} decoded:", "", "| iterations | seconds | KL | top-1 |", "| ---" * 4 + " |"]
+    c, layers = profile["iteration"], bench.layers
+    seconds = lambda row: layers * row["iterations"] * (c[0] + c[1] * (bench.context - EXACT))
+    out += [f"| {row['label']} | {seconds(row):.2f} | {row['kl']:.5f} | {100 * row['top1']:.1f} % |" for row in by_iterations]
+    out += ["", f"Hits, {code}, {bench.context} tokens, {bench.decode} decoded:", ""] + hit_lines(by_cache)
+    out += ["", f"Quality, {bench.context} tokens, {bench.decode} decoded:", ""] + quality_lines(by_share) + [""]
+    return {"name": bench.name, "prefill": profile, "iterations": by_iterations, "hits": by_cache, "quality": by_share}
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("kv")
+    parser.add_argument("results", help="a folder")
+    parser.add_argument("--smollm2")
+    parser.add_argument("--text")
+    args = parser.parse_args()
+    commit = record.commit()
+    doc = __doc__.strip().splitlines()
+    out, studies = ["# PQCache on the CPU", "", f"{datetime.date.today()}, commit {commit}. Made by", ""] + doc[2:] + [""], []
+
+    def write():
+        record.write(os.path.join(args.results, "pqcache.md"), out, commit)
+        text = json.dumps({"commit": commit, "studies": studies}, indent=1)
+        record.write(os.path.join(args.results, "pqcache.json"), [text], commit)
+
+    bench = Bench(args.kv, "tiny-llama-12m, State of the Union addresses", 128, 4096, 128)
+    bench.layers = 6
+    codes = ("2x6", "2x8", "8x8", "16x8", "32x8")
+    studies.append(study(bench, out, (512, 1024, 2048, 4096, 8192), "2x6", codes, grid(4096)))
+    write()
+    if args.smollm2:
+        bench = Bench(args.kv, "SmolLM2-135M-Instruct, WikiText-2", 64, 2048, 48, args.smollm2, args.text)
+        bench.layers = 30
+        codes = ("2x6", "8x8", "16x8")
+        few = [(evict, k, 256, 8) for k in (2, 8, 32) for evict in ("lru", "lfu")]
+        studies.append(study(bench, out, (256, 512, 1024, 2048), "2x6", codes, few))
+        write()
+
+
+if __name__ == "__main__":
+    main()

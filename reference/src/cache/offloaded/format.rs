@@ -1,0 +1,189 @@
+//! How the exact key and value of a token and head are held: as one record.
+
+use bytemuck::{Pod, cast_slice, cast_slice_mut};
+use half::{bf16, f16};
+use svd_core::{Element, ExactTokens, Rows, SoftmaxStats};
+
+use crate::Result;
+use crate::cache::ElementType;
+use crate::cache::exact::{attend_rows, attend_tokens, saturating_f16};
+
+/// The form of a record.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum RowFormat {
+    /// The key, then the value, in this type.
+    Exact(ElementType),
+    /// Key and value in 8 bits: each group of [`GROUP`] components is divided by a 127th of its largest
+    /// magnitude and rounded. The bytes of both come first, then the scales of both in 16 bits.
+    Int8,
+}
+
+/// Components that share a scale.
+const GROUP: usize = 32;
+
+impl RowFormat {
+    /// Bytes of a record of heads with `dim` components, a multiple of 4.
+    pub const fn row_bytes(self, dim: usize) -> usize {
+        let bytes = match self {
+            Self::Exact(element) => 2 * dim * element.size(),
+            Self::Int8 => 2 * (dim + size_of::<f16>() * dim.div_ceil(GROUP)),
+        };
+        bytes.next_multiple_of(size_of::<u32>())
+    }
+
+    /// Words of a record.
+    pub const fn words(self, dim: usize) -> usize {
+        self.row_bytes(dim) / size_of::<u32>()
+    }
+
+    /// Appends the record of a key and a value to `records`.
+    pub fn push(self, key: &[f32], value: &[f32], records: &mut Vec<u32>) {
+        let start = records.len();
+        records.resize(start + self.words(key.len()), 0);
+        let record = &mut records[start..];
+        match self {
+            Self::Exact(ElementType::F32) => write(record, key, value, |x| x),
+            Self::Exact(ElementType::F16) => write(record, key, value, saturating_f16),
+            Self::Exact(ElementType::Bf16) => write(record, key, value, bf16::from_f32),
+            Self::Int8 => {
+                let (bytes, scales) = int8_parts_mut(record, key.len());
+                let rows = bytes.chunks_exact_mut(key.len()).zip([key, value]);
+                let groups = rows.flat_map(|(bytes, row)| bytes.chunks_mut(GROUP).zip(row.chunks(GROUP)));
+                for ((bytes, group), scale) in groups.zip(scales) {
+                    let largest = group.iter().fold(0.0_f32, |max, x| max.max(x.abs()));
+                    *scale = saturating_f16(largest / 127.0);
+                    let unit = if scale.to_f32() > 0.0 { 1.0 / scale.to_f32() } else { 0.0 };
+                    bytes.iter_mut().zip(group).for_each(|(byte, x)| *byte = (x * unit).round() as i8);
+                }
+            }
+        }
+    }
+
+    /// The key of a record.
+    pub fn key(self, record: &[u32], key: &mut [f32]) {
+        match self {
+            Self::Exact(ElementType::F32) => read(cast_slice::<_, f32>(record), key),
+            Self::Exact(ElementType::F16) => read(cast_slice::<_, f16>(record), key),
+            Self::Exact(ElementType::Bf16) => read(cast_slice::<_, bf16>(record), key),
+            Self::Int8 => int8_row(record, 0, key),
+        }
+    }
+
+    /// Adds the attention of scaled queries (group, dim) on the records whose indices are `rows`, in that
+    /// order, to `out` (group, dim) and `stats` (group,).
+    pub fn attend(
+        self,
+        records: &[u32],
+        rows: &[u32],
+        q: &[f32],
+        out: &mut [f32],
+        stats: &mut [SoftmaxStats],
+    ) -> Result<()> {
+        match self {
+            Self::Exact(ElementType::F32) => attend::<f32>(cast_slice(records), rows, q, out, stats),
+            Self::Exact(ElementType::F16) => attend::<f16>(cast_slice(records), rows, q, out, stats),
+            Self::Exact(ElementType::Bf16) => attend::<bf16>(cast_slice(records), rows, q, out, stats),
+            Self::Int8 => {
+                let (dim, words) = (q.len() / stats.len(), self.words(q.len() / stats.len()));
+                let (mut keys, mut values) = (vec![0.0; rows.len() * dim], vec![0.0; rows.len() * dim]);
+                let places = keys.chunks_exact_mut(dim).zip(values.chunks_exact_mut(dim));
+                for (&row, (key, value)) in rows.iter().zip(places) {
+                    let record = &records[row as usize * words..][..words];
+                    int8_row(record, 0, key);
+                    int8_row(record, 1, value);
+                }
+                attend_rows(q, &keys, &values, out, stats)
+            }
+        }
+    }
+}
+
+fn write<E: Pod>(record: &mut [u32], key: &[f32], value: &[f32], round: impl Fn(f32) -> E) {
+    let elements: &mut [E] = cast_slice_mut(record);
+    elements.iter_mut().zip(key.iter().chain(value)).for_each(|(element, &x)| *element = round(x));
+}
+
+fn read<E: Element>(elements: &[E], out: &mut [f32]) {
+    out.iter_mut().zip(elements).for_each(|(out, x)| *out = x.to_f32());
+}
+
+fn attend<E: Element>(
+    records: &[E],
+    rows: &[u32],
+    q: &[f32],
+    out: &mut [f32],
+    stats: &mut [SoftmaxStats],
+) -> Result<()> {
+    let dim = q.len() / stats.len();
+    let pairs = Rows::contiguous(records, 2 * dim)?;
+    let tokens = ExactTokens::new(pairs.columns(0, dim)?, pairs.columns(dim, dim)?)?.chosen(rows)?;
+    attend_tokens(q, &tokens, out, stats)
+}
+
+/// The bytes (2, dim) and the scales (2, groups) of an 8-bit record.
+fn int8_parts_mut(record: &mut [u32], dim: usize) -> (&mut [i8], &mut [f16]) {
+    let (bytes, scales) = cast_slice_mut::<_, u8>(record).split_at_mut(2 * dim);
+    (cast_slice_mut(bytes), cast_slice_mut(&mut scales[..2 * size_of::<f16>() * dim.div_ceil(GROUP)]))
+}
+
+/// The key (0) or the value (1) of an 8-bit record.
+fn int8_row(record: &[u32], side: usize, out: &mut [f32]) {
+    let (dim, groups) = (out.len(), out.len().div_ceil(GROUP));
+    let (bytes, scales) = cast_slice::<_, u8>(record).split_at(2 * dim);
+    let bytes: &[i8] = cast_slice(&bytes[side * dim..][..dim]);
+    let scales: &[f16] = cast_slice(&scales[..2 * size_of::<f16>() * groups]);
+    let rows = out.chunks_mut(GROUP).zip(bytes.chunks(GROUP)).zip(&scales[side * groups..]);
+    for ((out, bytes), scale) in rows {
+        out.iter_mut().zip(bytes).for_each(|(out, &byte)| *out = scale.to_f32() * f32::from(byte));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn row(dim: usize, seed: usize) -> Vec<f32> {
+        (0..dim).map(|i| ((i + seed * dim) as f32 * 0.7).sin() * (1 + i % 5) as f32).collect()
+    }
+
+    #[test]
+    fn eight_bits_are_within_half_a_step_and_counted() {
+        for dim in [1_usize, 16, 31, 32, 33, 48, 128] {
+            let format = RowFormat::Int8;
+            let bytes = 2 * (dim + 2 * dim.div_ceil(32));
+            assert_eq!(format.row_bytes(dim), bytes + bytes % 4);
+            let mut records = vec![];
+            (0..3).for_each(|t| format.push(&row(dim, t), &row(dim, t + 7), &mut records));
+            assert_eq!(records.len() * 4, 3 * format.row_bytes(dim));
+            let mut key = vec![0.0; dim];
+            format.key(&records[format.words(dim)..][..format.words(dim)], &mut key);
+            for (x, y) in row(dim, 1).iter().zip(&key) {
+                assert!((x - y).abs() <= 0.51 * 5.0 / 127.0, "{y} for {x} of {dim}");
+            }
+        }
+    }
+
+    #[test]
+    fn attention_on_records_is_attention_on_rows() {
+        use ElementType::{Bf16, F16, F32};
+        for format in [RowFormat::Exact(F32), RowFormat::Exact(F16), RowFormat::Exact(Bf16), RowFormat::Int8]
+        {
+            for dim in [1, 24, 128] {
+                let mut records = vec![];
+                (0..9).for_each(|t| format.push(&row(dim, t), &row(dim, t + 50), &mut records));
+                let (q, rows) = ([row(dim, 90), row(dim, 91)].concat(), [7, 0, 3]);
+                let (mut out, mut stats) = (vec![0.0; 2 * dim], vec![SoftmaxStats::EMPTY; 2]);
+                format.attend(&records, &rows, &q, &mut out, &mut stats).unwrap();
+                let take = |seed: usize| rows.iter().flat_map(|&t| row(dim, t as usize + seed)).collect();
+                let (keys, values): (Vec<f32>, Vec<f32>) = (take(0), take(50));
+                let (mut expected, mut of) = (vec![0.0; 2 * dim], vec![SoftmaxStats::EMPTY; 2]);
+                attend_rows(&q, &keys, &values, &mut expected, &mut of).unwrap();
+                for i in 0..2 * dim {
+                    let (x, y) = (out[i] / stats[i / dim].sum, expected[i] / of[i / dim].sum);
+                    assert!((x - y).abs() < 0.3, "{format:?} of {dim}: {x} for {y}");
+                    assert!(format != RowFormat::Exact(F32) || (x - y).abs() < 1e-6, "{x} for {y}");
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,108 @@
+//! The settings of methods whose exact rows may be on disk.
+
+use std::convert::Infallible;
+use std::fmt::Display;
+use std::path::PathBuf;
+use std::str::FromStr;
+
+use pq_core::Eviction;
+
+use super::kind::Site;
+use super::settings::{Settings, words};
+use crate::cache::{BlockRule, Offload, OffloadedRows, RowFormat};
+use crate::{Error, Result};
+
+/// The lines of a method's help.
+macro_rules! offload_help {
+    () => {
+        "\
+                      exact rows are counted as offloaded, or are in      offloaded=exact|int8
+                      files in a folder with a block cache in memory      offload=FOLDER cache=4096 block=128
+                                                                          k-cache=32 evict=lfu|lru
+"
+    };
+}
+pub(super) use offload_help;
+
+/// How offloaded rows are held, and where.
+#[derive(Clone, Debug)]
+pub(super) struct OffloadSettings {
+    held: Held,
+    offload: Option<Offload>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Held {
+    /// As sinks and window are.
+    Exact,
+    /// In 8 bits, with a scale for every 32 components.
+    Int8,
+}
+words!(Held, "exact" => Held::Exact, "int8" => Held::Int8);
+words!(Evict, "lfu" => Evict::LeastFrequentlyUsed, "lru" => Evict::LeastRecentlyUsed);
+
+#[derive(Clone, Copy, PartialEq)]
+enum Evict {
+    LeastFrequentlyUsed,
+    LeastRecentlyUsed,
+}
+
+/// A folder; an empty path is none.
+struct Folder(PathBuf);
+
+impl FromStr for Folder {
+    type Err = String;
+
+    fn from_str(path: &str) -> std::result::Result<Self, String> {
+        match path.parse() {
+            Ok(path) if path != PathBuf::new() => Ok(Self(path)),
+            Ok(_) => Err("is no folder".into()),
+            Err::<_, Infallible>(e) => match e {},
+        }
+    }
+}
+
+impl Display for Folder {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        self.0.display().fmt(f)
+    }
+}
+
+impl OffloadSettings {
+    /// Rows in memory, as they are.
+    pub const NONE: Self = Self { held: Held::Exact, offload: None };
+
+    /// Takes the settings; those of a block cache exist where rows are in files.
+    pub fn take(s: &mut Settings<'_>) -> Result<Self> {
+        let held = s.common("offloaded", Held::Exact)?;
+        let Folder(folder) = s.common("offload", Folder(PathBuf::new()))?;
+        let offload = (!folder.as_os_str().is_empty()).then(|| -> Result<Offload> {
+            let blocks = BlockRule {
+                capacity: s.tokens("cache", 4096)?,
+                block_len: s.common_count("block", 128)?,
+                k_cache: s.count("k-cache", 32)?,
+                eviction: match s.common("evict", Evict::LeastFrequentlyUsed)? {
+                    Evict::LeastFrequentlyUsed => Eviction::LeastFrequentlyUsed,
+                    Evict::LeastRecentlyUsed => Eviction::LeastRecentlyUsed,
+                },
+            };
+            Ok(Offload { folder, blocks })
+        });
+        Ok(Self { held, offload: offload.transpose()? })
+    }
+
+    /// Checks that the folder takes files, before the work that fills them.
+    pub fn check(&self) -> Result<()> {
+        let Some(Offload { folder, .. }) = &self.offload else { return Ok(()) };
+        tempfile::tempfile_in(folder).map(drop).map_err(|e| Error::io(folder, e))
+    }
+
+    /// The rows of one layer, none yet.
+    pub fn rows(&self, site: &Site<'_>) -> Result<OffloadedRows> {
+        let format = match self.held {
+            Held::Exact => RowFormat::Exact(site.exact),
+            Held::Int8 => RowFormat::Int8,
+        };
+        OffloadedRows::new(site.geometry, format, self.offload.as_ref(), site.model_rope.len())
+    }
+}
