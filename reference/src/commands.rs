@@ -2,6 +2,7 @@
 
 mod calibrate;
 mod compare;
+mod cost;
 mod device;
 mod eval;
 mod fetch;
@@ -48,6 +49,8 @@ enum Command {
     Eval(eval::Eval),
     /// Make a profile (codebooks, rotations, probability models) from a text
     Calibrate(calibrate::Calibrate),
+    /// Time clustering next to a layer's prefill: how many iterations of it PQCache hides
+    Cost(cost::Cost),
     /// Get a real model
     Fetch(fetch::Fetch),
     /// List the methods with their settings
@@ -65,6 +68,7 @@ impl Kv {
             Command::Logits(command) => command.run(out),
             Command::Eval(command) => command.run(out),
             Command::Calibrate(command) => command.run(out),
+            Command::Cost(command) => command.run(out),
             Command::Fetch(command) => command.run(out),
             Command::Methods => {
                 out.print(format_args!("{}\n", methods_help()));

@@ -64,7 +64,7 @@ pub struct Row {
     /// What a step reads of exact rows.
     #[serde(flatten)]
     pub fetched: FetchedPerStep,
-    /// Bytes per token of decoded copies.
+    /// Bytes per token of copies that could be made again.
     pub working_bytes_per_token: f64,
     /// Bytes that all sequences of the model share.
     pub shared_bytes: usize,

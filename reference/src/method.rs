@@ -3,6 +3,7 @@
 //! One method, one file: its settings, its calibration, its store. A new one needs a line in the registry.
 
 mod cachegen;
+pub mod cost;
 mod cut;
 mod dense;
 mod hybrid;
@@ -22,9 +23,9 @@ mod zack;
 use std::str::FromStr;
 use std::sync::Arc;
 
-use pq_core::Window;
 #[cfg(feature = "cuda")]
-use pq_core::{CodebookBuf, PqShape};
+use pq_core::CodebookBuf;
+use pq_core::{PqShape, Window};
 
 use crate::cache::{ElementType, Geometry, KvCache, WindowedCache};
 use crate::calibrate::Calibration;
@@ -184,6 +185,15 @@ impl Method {
     pub fn codec_planes(&self, config: &Config, profile: &Profile) -> Result<codec_core::Profile> {
         let none = || Err(Error::Argument(format!("method {} has no bitstream", self.name)));
         self.kind.planes(config, profile).unwrap_or_else(none).map_err(|e| self.named(e))
+    }
+
+    /// The product quantizer that a method trains on the prompt.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for another method.
+    pub fn prompt_quantizer(&self, config: &Config) -> Result<PqShape> {
+        let none = || Err(Error::Argument(format!("method {} trains nothing on the prompt", self.name)));
+        self.fitted(config)?.kind.prompt_quantizer(Geometry::of(config)).unwrap_or_else(none)
     }
 
     /// Names the method in an error about an entry that a profile lacks: entries have internal names.
@@ -375,6 +385,7 @@ mod tests {
             "million:k=8/0",
             "million:k=8/",
             "pqcache:ratio=-1",
+            "pqcache:iterations=0",
             "hybrid:rows=2",
             "hybrid:rows=most",
             "hybrid:offloaded=int4",

@@ -67,7 +67,7 @@ fn notes(comparison: &Comparison) -> Vec<String> {
             }
         }
         if row.working_bytes_per_token > 0.0 {
-            further.push(format!("{:.0} decoded bytes/token while in use", row.working_bytes_per_token));
+            further.push(format!("{:.0} bytes/token of copies in memory", row.working_bytes_per_token));
         }
         if row.shared_bytes > 0 {
             let mib = row.shared_bytes as f64 / f64::from(1 << 20);

@@ -4,7 +4,8 @@ use std::fmt::Debug;
 use std::sync::Arc;
 
 #[cfg(feature = "cuda")]
-use pq_core::{CodebookBuf, PqShape};
+use pq_core::CodebookBuf;
+use pq_core::PqShape;
 
 use super::settings::Settings;
 use crate::cache::{DenseStore, ElementType, Geometry, Store};
@@ -83,6 +84,11 @@ pub(super) trait Kind: Debug + Send + Sync {
         _l: usize,
         _profile: &Profile,
     ) -> Option<Result<Vec<Pair<CodebookBuf>>>> {
+        None
+    }
+
+    /// The product quantizer of a method that trains its codebooks on the prompt.
+    fn prompt_quantizer(&self, _geometry: Geometry) -> Option<Result<PqShape>> {
         None
     }
 

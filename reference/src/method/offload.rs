@@ -15,11 +15,11 @@ use crate::{Error, Result};
 /// The lines of a method's help.
 macro_rules! offload_help {
     () => {
-        "\
-                      exact rows are counted as offloaded, or are in      offloaded=exact|int8
-                      files in a folder with a block cache in memory      offload=FOLDER cache=4096 block=128
-                                                                          k-cache=32 evict=lfu|lru
-"
+        concat!(
+            "                      exact rows are counted as offloaded, or are in      offloaded=exact|int8\n",
+            "                      files in a folder with a block cache in memory      offload=FOLDER cache=4096 block=128\n",
+            "                                                                          k-cache=32 evict=lfu|lru\n",
+        )
     };
 }
 pub(super) use offload_help;

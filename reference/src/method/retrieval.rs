@@ -9,6 +9,7 @@ use pq_core::{
 };
 use svd_core::SoftmaxStats;
 
+use super::cost::{Iterations, Resolved};
 use super::kind::{Entry, Kind, SEED, Site};
 use super::offload::{OffloadSettings, offload_help};
 use super::pq_code::PqCode;
@@ -32,13 +33,13 @@ pub(super) const PQ_CACHE: Entry = Entry {
     names: &["pqcache"],
     help: concat!(
         "\
-  pqcache           top-k by PQ codes;                                    ratio=0.2 code=16x8 iterations=10
+  pqcache           top-k by PQ codes;                                    ratio=0.2 code=16x8 iterations=10|FILE
 ",
         offload_help!()
     ),
     parse: |s| {
         let (ratio, code) = (s.fraction("ratio", 0.2)?, PqCode::take(s, "code", 8, 8)?);
-        let quantizer = Some((code, s.positive("iterations", 10)?));
+        let quantizer = Some((code, s.own("iterations", Iterations::Count(10))?));
         Ok(Arc::new(TopK { ratio, quantizer, offload: OffloadSettings::take(s)? }))
     },
 };
@@ -46,21 +47,29 @@ pub(super) const PQ_CACHE: Entry = Entry {
 #[derive(Debug)]
 struct TopK {
     ratio: f64,
-    quantizer: Option<(PqCode, usize)>, // and the iterations of its training
+    quantizer: Option<(PqCode, Iterations)>, // and the iterations of its training
     offload: OffloadSettings,
 }
 
 impl Kind for TopK {
     fn check(&self, config: &Config) -> Result<()> {
-        self.quantizer.map_or(Ok(()), |(code, _)| code.check("pqcache", config))?;
+        if let Some((code, iterations)) = &self.quantizer {
+            code.check("pqcache", config)?;
+            iterations.resolve(code.shape(config.head_dim)?, Geometry::of(config))?;
+        }
         self.offload.check()
     }
 
+    fn prompt_quantizer(&self, geometry: Geometry) -> Option<Result<PqShape>> {
+        self.quantizer.as_ref().map(|(code, _)| code.shape(geometry.head_dim))
+    }
+
     fn stores(&self, site: &Site<'_>) -> Result<Vec<Box<dyn Store>>> {
-        let scorer = match self.quantizer {
+        let scorer = match &self.quantizer {
             None => Scorer::Oracle,
             Some((code, iterations)) => {
                 let shape = code.shape(site.geometry.head_dim)?;
+                let iterations = iterations.resolve(shape, site.geometry)?;
                 Scorer::Pq { shape, iterations, seed: SEED, heads: vec![] }
             }
         };
@@ -81,7 +90,7 @@ enum Scorer {
     /// prompt (PQCache 3.3).
     Pq {
         shape: PqShape,
-        iterations: usize,
+        iterations: Resolved,
         seed: u64,
         heads: Vec<PqHead>, // one per kv head; empty before the first keys
     },
@@ -161,7 +170,8 @@ impl Scorer {
         let rows: Vec<Vec<f32>> =
             (0..geometry.n_kv_heads).map(|head| geometry.head_rows(head, rotated)).collect();
         if heads.is_empty() {
-            let options = TrainOptions { iterations: *iterations, seed: *seed, ..Default::default() };
+            let n = rotated.len() / geometry.kv_dim();
+            let options = TrainOptions { iterations: iterations.of(n), seed: *seed, ..Default::default() };
             let rows: Vec<&[f32]> = rows.iter().map(Vec::as_slice).collect();
             for trained in train_batch(*shape, &rows, &options)? {
                 let codebook = Arc::new(CodebookBuf::new(*shape, &trained.centroids)?);

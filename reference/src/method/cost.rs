@@ -1,0 +1,320 @@
+//! How long clustering takes next to a layer's prefill on this machine, and how many iterations follow.
+
+use std::fmt::Display;
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+use std::thread::{self, ScopedJoinHandle};
+use std::time::Instant;
+
+use pq_core::{ClusteringCost, PqShape, TrainOptions, train_batch};
+use serde::{Deserialize, Serialize};
+
+use crate::cache::{BlockRule, ElementType, Geometry, Offload, OffloadedRows, RowFormat};
+use crate::forward::{Activations, prefill};
+use crate::model::{Model, Rope};
+use crate::{Error, Result, files};
+
+/// The times of PQCache's prefill on one machine, for one model and quantizer, as a file keeps them.
+///
+/// # Source
+/// PQCache (arXiv 2407.12820), 3.3 and figure 7.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct ClusteringProfile {
+    /// The model's name.
+    pub model: String,
+    /// Threads that computed.
+    pub threads: usize,
+    /// Components of a head, subspaces, bits of a code.
+    pub code: [usize; 3],
+    /// Key/value heads of a layer.
+    pub n_kv_heads: usize,
+    /// What was measured.
+    pub times: Vec<PrefillTimes>,
+    /// Seconds of an iteration over all heads of a layer: `c[0] + c[1] * n`, fitted.
+    pub iteration: [f64; 2],
+    /// Seconds of a layer: `c[0] + c[1] * n + c[2] * n^2`, fitted.
+    pub layer: [f64; 3],
+}
+
+/// Seconds at one length of the prompt.
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+pub struct PrefillTimes {
+    /// Tokens of the prompt.
+    pub tokens: usize,
+    /// A layer's prefill.
+    pub layer: f64,
+    /// Writing a layer's keys and values to a file.
+    pub offload: f64,
+    /// An iteration of k-means over all heads of a layer.
+    pub iteration: f64,
+    /// A layer's prefill with [`ITERATIONS`] iterations after its keys are known and before the next layer.
+    pub in_turn: f64,
+    /// The same with the iterations next to the following layers, on the same threads.
+    pub overlapped: f64,
+}
+
+/// Iterations that are timed at once.
+pub const ITERATIONS: usize = 4;
+/// Runs of which the fastest counts.
+const RUNS: usize = 2;
+/// Most iterations that follow from a profile; the error hardly falls after them.
+const MOST: usize = 25;
+
+impl ClusteringProfile {
+    /// Measures on the first tokens of a text. Rows are written to `folder`.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for a text or a model that is too short; errors of `pq-core` for fewer than three
+    /// lengths; errors of [`prefill`] and of the folder.
+    pub fn measure(
+        model: &Model,
+        tokens: &[u32],
+        lengths: &[usize],
+        shape: PqShape,
+        folder: &Path,
+    ) -> Result<Self> {
+        let longest = lengths.iter().copied().max().unwrap_or(0);
+        if longest > tokens.len().min(model.config.max_seq_len) || lengths.contains(&0) {
+            let (text, context) = (tokens.len(), model.config.max_seq_len);
+            return Err(Error::Argument(format!(
+                "lengths of 1 to {longest} tokens: the text has {text}, the context {context}"
+            )));
+        }
+        let bench = Bench { model, rope: &Rope::new(&model.config, longest), shape, folder };
+        let times = lengths.iter().map(|&n| bench.times(&tokens[..n])).collect::<Result<Vec<_>>>()?;
+        let of = |time: fn(&PrefillTimes) -> f64| -> Vec<(usize, f64)> {
+            times.iter().map(|at| (at.tokens, time(at))).collect()
+        };
+        let ClusteringCost { iteration, layer } =
+            ClusteringCost::fit(&of(|at| at.iteration), &of(|at| at.layer))?;
+        Ok(Self {
+            model: model.name.clone(),
+            threads: rayon::current_num_threads(),
+            code: code(shape),
+            n_kv_heads: model.config.n_kv_heads,
+            times,
+            iteration,
+            layer,
+        })
+    }
+
+    /// Reads a file that holds a profile as JSON.
+    ///
+    /// # Errors
+    /// What [`files::read`] returns, and [`Error::File`] for what is no profile.
+    pub fn load(path: &Path) -> Result<Self> {
+        serde_json::from_slice(&files::read(path)?).map_err(|e| Error::file(path, e))
+    }
+
+    /// The iterations over `n` tokens that take as long as a layer's prefill, from 1 to 25.
+    #[must_use]
+    pub fn iterations(&self, n: usize) -> usize {
+        ClusteringCost { iteration: self.iteration, layer: self.layer }.iterations(n, 1..=MOST)
+    }
+}
+
+const fn code(shape: PqShape) -> [usize; 3] {
+    [shape.dim(), shape.m(), shape.nbits() as usize]
+}
+
+/// Iterations of a training: a count, or what a profile in a file says.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) enum Iterations {
+    Count(usize),
+    Profile(PathBuf),
+}
+
+impl Iterations {
+    /// Reads the profile, if there is one, for codebooks of this shape.
+    pub fn resolve(&self, shape: PqShape, geometry: Geometry) -> Result<Resolved> {
+        let path = match self {
+            Self::Count(iterations) => return Ok(Resolved::Count(*iterations)),
+            Self::Profile(path) => path,
+        };
+        let profile = ClusteringProfile::load(path)?;
+        if (profile.code, profile.n_kv_heads) != (code(shape), geometry.n_kv_heads) {
+            let [dim, m, nbits] = profile.code;
+            return Err(Error::file(
+                path,
+                format!("was measured for {} heads of {dim} components in {m}x{nbits}", profile.n_kv_heads),
+            ));
+        }
+        let (iteration, layer) = (profile.iteration, profile.layer);
+        Ok(Resolved::Cost(ClusteringCost { iteration, layer }))
+    }
+}
+
+/// [`Iterations`] that have been read.
+#[derive(Clone, Copy)]
+pub(super) enum Resolved {
+    Count(usize),
+    Cost(ClusteringCost),
+}
+
+impl Resolved {
+    /// Iterations for the codebooks of a prompt of `n` tokens.
+    pub fn of(self, n: usize) -> usize {
+        match self {
+            Self::Count(iterations) => iterations,
+            Self::Cost(cost) => cost.iterations(n, 1..=MOST),
+        }
+    }
+}
+
+impl FromStr for Iterations {
+    type Err = String;
+
+    fn from_str(text: &str) -> std::result::Result<Self, String> {
+        match text.parse::<f64>() {
+            Ok(_) => match text.parse() {
+                Ok(count @ 1..=4096) => Ok(Self::Count(count)),
+                _ => Err("is neither 1 to 4096 nor a file of `kv cost`".into()),
+            },
+            Err(_) => Ok(Self::Profile(text.into())),
+        }
+    }
+}
+
+impl Display for Iterations {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Count(count) => count.fmt(f),
+            Self::Profile(path) => path.display().fmt(f),
+        }
+    }
+}
+
+struct Bench<'a> {
+    model: &'a Model,
+    rope: &'a Rope,
+    shape: PqShape,
+    folder: &'a Path,
+}
+
+impl Bench<'_> {
+    fn times(&self, tokens: &[u32]) -> Result<PrefillTimes> {
+        let config = &self.model.config;
+        let (layers, kv_dim) = (config.n_layers as f64, config.kv_dim());
+        let rotated = |l: usize, k: &[f32]| self.rope.layer(l).rotated(k, kv_dim, 0);
+        let mut middle = None;
+        prefill(self.model, self.rope, tokens, &mut |l, activations| {
+            if l == config.n_layers / 2 {
+                middle = Some((rotated(l, activations.k), activations.v.to_vec()));
+            }
+            Ok(())
+        })?;
+        let (keys, values) = middle.unwrap_or_default();
+        let blocks = BlockRule {
+            capacity: 0,
+            block_len: 1,
+            k_cache: 0,
+            eviction: pq_core::Eviction::LeastRecentlyUsed,
+        };
+        let offload = Offload { folder: self.folder.to_owned(), blocks };
+        let format = RowFormat::Exact(ElementType::F16);
+        Ok(PrefillTimes {
+            tokens: tokens.len(),
+            layer: fastest(|| prefill(self.model, self.rope, tokens, &mut |_, _| Ok(())).map(drop))? / layers,
+            offload: fastest(|| {
+                OffloadedRows::new(Geometry::of(config), format, Some(&offload), tokens.len())?
+                    .push(&keys, &values)
+            })?,
+            iteration: fastest(|| self.train(&keys))? / ITERATIONS as f64,
+            in_turn: fastest(|| {
+                let mut train = |l, activations: Activations<'_>| self.train(&rotated(l, activations.k));
+                prefill(self.model, self.rope, tokens, &mut train).map(drop)
+            })? / layers,
+            overlapped: fastest(|| {
+                thread::scope(|scope| {
+                    let mut trainings = vec![];
+                    prefill(self.model, self.rope, tokens, &mut |l, activations| {
+                        let keys = rotated(l, activations.k);
+                        trainings.push(scope.spawn(move || self.train(&keys)));
+                        Ok(())
+                    })?;
+                    trainings.into_iter().try_for_each(|training: ScopedJoinHandle<'_, Result<()>>| {
+                        training.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+                    })
+                })
+            })? / layers,
+        })
+    }
+
+    /// Trains codebooks of all heads on a layer's rotated keys.
+    fn train(&self, keys: &[f32]) -> Result<()> {
+        let geometry = Geometry::of(&self.model.config);
+        let rows: Vec<Vec<f32>> =
+            (0..geometry.n_kv_heads).map(|head| geometry.head_rows(head, keys)).collect();
+        let rows: Vec<&[f32]> = rows.iter().map(Vec::as_slice).collect();
+        let options = TrainOptions { iterations: ITERATIONS, ..Default::default() };
+        train_batch(self.shape, &rows, &options)?;
+        Ok(())
+    }
+}
+
+/// Seconds of the fastest of [`RUNS`].
+fn fastest(mut run: impl FnMut() -> Result<()>) -> Result<f64> {
+    let mut best = f64::INFINITY;
+    for _ in 0..RUNS {
+        let start = Instant::now();
+        run()?;
+        best = best.min(start.elapsed().as_secs_f64());
+    }
+    Ok(best)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn profile() -> ClusteringProfile {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/parity/fixtures/gqa");
+        let mut model = Model::load(&folder).unwrap();
+        model.config.max_seq_len = 256;
+        let tokens: Vec<u32> = (0..256).map(|i| i % 96).collect();
+        let shape = PqShape::new(model.config.head_dim, 2, 4).unwrap();
+        let rows = tempfile::tempdir().unwrap();
+        let measure =
+            |lengths: &[usize]| ClusteringProfile::measure(&model, &tokens, lengths, shape, rows.path());
+        assert!(matches!(measure(&[64, 128]), Err(Error::Pq(_))), "two lengths fit no square");
+        assert!(matches!(measure(&[64, 128, 257]), Err(Error::Argument(_))));
+        assert!(matches!(measure(&[0, 64, 128]), Err(Error::Argument(_))));
+        measure(&[64, 128, 192, 256]).unwrap()
+    }
+
+    #[test]
+    fn iterations_follow_from_a_file() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("cost.json");
+        let mut profile = profile();
+        assert!(profile.times.iter().all(|at| at.layer > 0.0 && at.iteration > 0.0 && at.offload > 0.0));
+        // A layer of 1 us a token and 1 ns a squared token; iterations of a microsecond a token.
+        (profile.iteration, profile.layer) = ([0.0, 1e-6], [0.0, 1e-6, 1e-9]);
+        files::write_atomically(&path, &serde_json::to_vec(&profile).unwrap()).unwrap();
+        let (shape, geometry) =
+            (PqShape::new(16, 2, 4).unwrap(), Geometry { n_heads: 4, n_kv_heads: 2, head_dim: 16 });
+        let iterations = Iterations::Profile(path.clone());
+        let resolved = iterations.resolve(shape, geometry).unwrap();
+        let follow = |n| (resolved.of(n), profile.iterations(n));
+        assert_eq!([100, 4000, 9000, 100_000].map(follow), [(1, 1), (5, 5), (10, 10), (25, 25)]);
+        assert_eq!(Iterations::Count(7).resolve(shape, geometry).unwrap().of(9), 7);
+        for other in [PqShape::new(16, 4, 4).unwrap(), PqShape::new(16, 2, 5).unwrap()] {
+            assert!(matches!(iterations.resolve(other, geometry), Err(Error::File { .. })));
+        }
+        for text in ["", "{}", "[1]", &serde_json::to_string(&profile).unwrap().replace("1e-6", "1e999")] {
+            std::fs::write(&path, text).unwrap();
+            assert!(matches!(iterations.resolve(shape, geometry), Err(Error::File { .. })), "{text}");
+        }
+        std::fs::remove_file(&path).unwrap();
+        assert!(matches!(iterations.resolve(shape, geometry), Err(Error::Io { .. })));
+    }
+
+    #[test]
+    fn a_number_of_iterations_is_no_file() {
+        assert_eq!("10".parse(), Ok(Iterations::Count(10)));
+        assert_eq!("a/cost.json".parse(), Ok(Iterations::Profile("a/cost.json".into())));
+        for text in ["0", "-1", "1.5", "4097", "nan", "1e3"] {
+            assert!(text.parse::<Iterations>().is_err(), "{text}");
+        }
+    }
+}
