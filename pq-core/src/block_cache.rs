@@ -128,6 +128,9 @@ impl BlockCache {
 
     /// Ends a step: marks the `k_cache` blocks that contain most of its tokens as used, and returns those of
     /// them that the caller has to load. Of blocks with equally many tokens the lower comes first.
+    ///
+    /// Leave out the tokens of the last block while it grows: a row that comes later would be a hit in a slot
+    /// that does not hold it. After a load that failed, begin with an empty cache: the directory has its block.
     pub fn update(&mut self, tokens: &[u32], k_cache: usize) -> Vec<Load> {
         self.step += 1;
         let mut counts = BTreeMap::new();
