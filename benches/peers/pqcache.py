@@ -2,7 +2,8 @@
 """PQCache's studies on the CPU, by `kv cost` and `kv compare`: its figures 7, 10(c), 10(d), and top-k quality next to exact top-k.
 
     cargo build --release
-    python benches/peers/pqcache.py target/release/kv benches/results [--smollm2 MODEL.gguf --text WIKITEXT]
+    python benches/peers/pqcache.py target/release/kv benches/results [--context 4096] \\
+        [--smollm2 MODEL.gguf --text WIKITEXT]
 
 Prefill: milliseconds of a layer, of writing its rows to a file in the folder for temporary files, of one iteration of k-means over its
 heads; the iterations that take as long as a layer by the fit of both; a layer with 4 iterations in turn, and with them on threads next
@@ -22,8 +23,8 @@ ITERATIONS = (1, 2, 4, 8, 16, 25)
 class Bench:
     """Runs of `kv` on one model."""
 
-    def __init__(self, kv, name, dim, context, decode, model=None, text=None):
-        self.kv, self.name, self.dim, self.context, self.decode = kv, name, dim, context, decode
+    def __init__(self, kv, name, layers, context, decode, model=None, text=None):
+        self.kv, self.name, self.layers, self.context, self.decode = kv, name, layers, context, decode
         self.options = (["--model", model] if model else []) + (["--text", text] if text else [])
 
     def run(self, command, *arguments):
@@ -57,7 +58,6 @@ def prefill_lines(profile):
 def iterations(bench, code, profile_path, profile):
     """KL by iterations, and with as many as the profile says."""
     methods = [f"pqcache:ratio=0.1:code={code}:iterations={n}" for n in ITERATIONS + (profile_path,)]
-    c = profile["iteration"]
     out = []
     for n, row in zip(ITERATIONS + ("adaptive",), bench.compare(methods)):
         row["setting"] = row["setting"].replace(profile_path, "adaptive")
@@ -85,9 +85,9 @@ def grid(context):
     """k-cache, capacity and block length around an eighth of the context in 32 blocks of which a step brings in 8."""
     cache = context // 8
     block = cache // 32
-    points = [(k, cache, block) for k in (1, 2, 4, 8, 16, 32)]
-    points += [(8, part, block) for part in (context // 32, context // 16, context // 4, context // 2)]
-    points += [(max(cache // b // 4, 1), cache, b) for b in (block // 4, block * 2, block * 4, block * 8)]
+    points = [(k, cache, block) for k in (1, 2, 4, 8, 32)]
+    points += [(8, part, block) for part in (context // 32, context // 4, context // 2)]
+    points += [(max(cache // b // 4, 1), cache, b) for b in (block // 4, block * 2, block * 8)]
     return [(evict, *point) for point in points for evict in ("lru", "lfu")]
 
 
@@ -122,23 +122,35 @@ def quality_lines(rows):
     return lines
 
 
-def study(bench, out, lengths, code, codes, settings):
+def study(bench, code, codes, lengths, settings, out, write):
+    """Adds sections to `out`, and what they show to the result; all is written after each."""
+    result = {"name": bench.name}
+    out += [f"## {bench.name}", ""]
+
+    def section(title, key, found, lines):
+        result[key] = found
+        out.extend([title, "", *lines, ""])
+        write(result)
+
     with tempfile.TemporaryDirectory() as folder:
         profile = prefill(bench, lengths, code, folder)
         path = os.path.join(folder, "cost.json")
         with open(path, "w") as file:
             json.dump(profile, file)
-        by_iterations = iterations(bench, code, path, profile)
-        by_cache = hits(bench, code, settings, folder)
-    by_share = quality(bench, codes)
-    out += [f"## {bench.name}", "", f"Prefill, {code}, {profile['threads']} threads:", ""] + prefill_lines(profile)
-    out += ["", f"Iterations, {code}, {bench.context} tokens, {bench.decode} decoded:", "", "| iterations | seconds | KL | top-1 |", "| ---" * 4 + " |"]
-    c, layers = profile["iteration"], bench.layers
-    seconds = lambda row: layers * row["iterations"] * (c[0] + c[1] * (bench.context - EXACT))
-    out += [f"| {row['label']} | {seconds(row):.2f} | {row['kl']:.5f} | {100 * row['top1']:.1f} % |" for row in by_iterations]
-    out += ["", f"Hits, {code}, {bench.context} tokens, {bench.decode} decoded:", ""] + hit_lines(by_cache)
-    out += ["", f"Quality, {bench.context} tokens, {bench.decode} decoded:", ""] + quality_lines(by_share) + [""]
-    return {"name": bench.name, "prefill": profile, "iterations": by_iterations, "hits": by_cache, "quality": by_share}
+        section(f"Prefill, {code}, {profile['threads']} threads:", "prefill", profile, prefill_lines(profile))
+        sizes = f"{bench.context} tokens, {bench.decode} decoded"
+        rows = quality(bench, codes)
+        section(f"Quality, {sizes}:", "quality", rows, quality_lines(rows))
+        rows = iterations(bench, code, path, profile)
+        c, n = profile["iteration"], bench.context - EXACT
+        lines = ["| iterations | seconds | KL | top-1 |", "| ---" * 4 + " |"]
+        for row in rows:
+            seconds = bench.layers * row["iterations"] * (c[0] + c[1] * n)
+            lines.append(f"| {row['label']} | {seconds:.2f} | {row['kl']:.5f} | {100 * row['top1']:.1f} % |")
+        section(f"Iterations, {code}, {sizes}:", "iterations", rows, lines)
+        rows = hits(bench, code, settings, folder)
+        section(f"Hits, {code}, {sizes}:", "hits", rows, hit_lines(rows))
+    return result
 
 
 def main():
@@ -147,28 +159,25 @@ def main():
     parser.add_argument("results", help="a folder")
     parser.add_argument("--smollm2")
     parser.add_argument("--text")
+    parser.add_argument("--context", type=int, default=4096)
     args = parser.parse_args()
     commit = record.commit()
     doc = __doc__.strip().splitlines()
     out, studies = ["# PQCache on the CPU", "", f"{datetime.date.today()}, commit {commit}. Made by", ""] + doc[2:] + [""], []
 
-    def write():
+    def write(unfinished):
         record.write(os.path.join(args.results, "pqcache.md"), out, commit)
-        text = json.dumps({"commit": commit, "studies": studies}, indent=1)
+        text = json.dumps({"commit": commit, "studies": studies + [unfinished]}, indent=1)
         record.write(os.path.join(args.results, "pqcache.json"), [text], commit)
 
-    bench = Bench(args.kv, "tiny-llama-12m, State of the Union addresses", 128, 4096, 128)
-    bench.layers = 6
-    codes = ("2x6", "2x8", "8x8", "16x8", "32x8")
-    studies.append(study(bench, out, (512, 1024, 2048, 4096, 8192), "2x6", codes, grid(4096)))
-    write()
+    n = args.context
+    lengths = (n // 8, n // 4, n // 2, n)
+    bench = Bench(args.kv, "tiny-llama-12m, State of the Union addresses", 6, n, 64)
+    studies.append(study(bench, "2x6", ("2x6", "8x8", "16x8", "32x8"), lengths, grid(n), out, write))
     if args.smollm2:
-        bench = Bench(args.kv, "SmolLM2-135M-Instruct, WikiText-2", 64, 2048, 48, args.smollm2, args.text)
-        bench.layers = 30
-        codes = ("2x6", "8x8", "16x8")
-        few = [(evict, k, 256, 8) for k in (2, 8, 32) for evict in ("lru", "lfu")]
-        studies.append(study(bench, out, (256, 512, 1024, 2048), "2x6", codes, few))
-        write()
+        bench = Bench(args.kv, "SmolLM2-135M-Instruct, WikiText-2", 30, n, 48, args.smollm2, args.text)
+        few = [(evict, k, n // 8, n // 256) for k in (2, 8, 32) for evict in ("lru", "lfu")]
+        study(bench, "2x6", ("2x6", "8x8", "16x8"), lengths, few, out, write)
 
 
 if __name__ == "__main__":
