@@ -63,7 +63,8 @@ pub use plane::{Plane, PlaneParts, Predictor, Scaling};
 #[cfg(feature = "alloc")]
 pub use profile::{LayerRows, ModelInfo, Profile};
 pub use stream::{
-    CHUNK_TOKENS, ChunkSizes, Decision, Encoding, MAX_LEVELS, Reason, StreamPolicy, Throughput,
+    CHUNK_TOKENS, ChunkSizes, Decision, Encoding, MAX_LEVELS, Plans, Progress, Reason, StreamPolicy,
+    Throughput,
 };
 pub use symbols::{decode_symbols_into, decode_symbols_into_with};
 #[cfg(feature = "alloc")]

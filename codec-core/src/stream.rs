@@ -1,5 +1,9 @@
 //! The choice of the next chunk's encoding while a context is streamed. The policy measures no time and sends
 //! nothing.
+//!
+//! The expected delay of a plan for the remaining chunks comes from two resources that work at the same time:
+//! the link transfers chunks one after the other, and the receiver decodes or recomputes each of them after
+//! its own transfer and after the chunk before it.
 
 use crate::Error;
 
@@ -8,6 +12,10 @@ pub const CHUNK_TOKENS: usize = 1500;
 
 /// Most levels that a [`Decision`] records.
 pub const MAX_LEVELS: usize = 16;
+
+/// Share of the delay that a new plan must save before a transfer is abandoned: the rate of a transfer's
+/// first milliseconds is uncertain.
+const WORTHWHILE: f64 = 0.1;
 
 /// The encodings of a chunk that can be sent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -18,26 +26,55 @@ pub enum Encoding {
     Level(usize),
 }
 
-/// The costs of a chunk's encodings.
+/// The costs of a chunk's encodings, for one request.
 #[derive(Clone, Copy, Debug)]
 pub struct ChunkSizes<'a> {
     /// Bytes of each level, the least lossy level first. All chunks have the same levels.
     pub levels: &'a [u64],
-    /// Bytes of the text.
+    /// Seconds to decode a level.
+    pub decode: f64,
+    /// Bytes of the text, 0 where the receiver has it.
     pub text: u64,
-    /// Seconds to recompute keys and values from the text, for one request.
+    /// Seconds to recompute keys and values from the text.
     pub recompute: f64,
+    /// Concurrent requests that load a chunk at this position (CacheGen's `N_i`). Every cost counts for each
+    /// of them.
+    pub requests: usize,
+}
+
+/// The plans that a policy considers for the remaining chunks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Plans {
+    /// One encoding for all of them, as in the paper.
+    Uniform,
+    /// The first of them as text, none to all, and the rest at one level, so that early chunks are recomputed
+    /// while later ones are transferred. Early chunks are the cheapest to recompute.
+    TextFirst,
 }
 
 /// The service level objective and the prior knowledge of the streaming policy.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct StreamPolicy {
-    /// Service level objective: seconds from the request to the first token.
+    /// Service level objective: seconds from the request to the last chunk. With 0 no plan is in time, and
+    /// the fastest one is chosen.
     pub slo: f64,
     /// Level of the first chunk if no throughput is known.
     pub first_level: usize,
     /// Throughput in bytes per second known before the first chunk, if any.
     pub prior: Option<f64>,
+    /// The plans to choose from.
+    pub plans: Plans,
+}
+
+/// The state of a stream when a decision is made.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Progress {
+    /// Throughput of the last transfer in bytes per second, if there was one.
+    pub measured: Option<f64>,
+    /// Seconds since the request.
+    pub elapsed: f64,
+    /// Seconds of decoding and recomputation that earlier chunks still need.
+    pub computing: f64,
 }
 
 /// The origin of the throughput in a [`Decision`].
@@ -54,9 +91,9 @@ pub enum Throughput {
 /// The reason for an encoding.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Reason {
-    /// It is the least lossy encoding that is expected in time.
+    /// It begins the least lossy plan that is expected in time.
     InTime,
-    /// No encoding is expected in time, and it is the fastest one.
+    /// No plan is expected in time, and it begins the fastest one.
     NoneInTime,
     /// No throughput is known, and it is the policy's first level.
     NoThroughput,
@@ -73,94 +110,198 @@ pub struct Decision {
     pub throughput: Throughput,
     /// Seconds until the service level objective.
     pub remaining: f64,
+    /// Chunks, from this one on, that the chosen plan sends as text.
+    pub text_chunks: usize,
+    /// Seconds that the chosen plan takes.
+    pub delay: Option<f64>,
     /// Seconds for all remaining chunks as text.
     pub text_delay: Option<f64>,
     /// Seconds for all remaining chunks at each level.
     pub level_delays: [Option<f64>; MAX_LEVELS],
 }
 
+/// When the link and the receiver will have done what they were given, in seconds from now.
+#[derive(Clone, Copy, Debug, Default)]
+struct Pipeline {
+    link: f64,
+    receiver: f64,
+}
+
+impl Pipeline {
+    /// Adds a chunk for each of `requests`.
+    fn push(&mut self, requests: usize, transfer: f64, compute: f64) {
+        let n = requests as f64;
+        self.link += n * transfer;
+        // All but the first request's work may overlap with the transfers after it.
+        let first = self.receiver.max(self.link - (n - 1.0) * transfer) + n * compute;
+        self.receiver = first.max(self.link + compute);
+    }
+}
+
+/// A plan: chunks as text, then a level, if any chunks are left.
+#[derive(Clone, Copy)]
+struct Plan {
+    text_chunks: usize,
+    level: Option<usize>,
+    delay: f64,
+}
+
+impl Plan {
+    const fn first(self) -> Encoding {
+        match self.level {
+            Some(level) if self.text_chunks == 0 => Encoding::Level(level),
+            _ => Encoding::Text,
+        }
+    }
+}
+
+/// The fastest plan, and the least lossy one that is in time.
+#[derive(Clone, Copy)]
+struct Best {
+    fastest: Plan,
+    in_time: Option<Plan>,
+}
+
+impl Best {
+    const fn chosen(self) -> (Plan, Reason) {
+        match self.in_time {
+            Some(plan) => (plan, Reason::InTime),
+            None => (self.fastest, Reason::NoneInTime),
+        }
+    }
+}
+
 impl StreamPolicy {
     /// Chooses the encoding of the first of `chunks`, the chunks that have not been sent.
     ///
-    /// The delay of an encoding assumes it for all of `chunks`: bytes divided by the throughput, plus the
-    /// recomputation of text, times `requests`. `measured` is the throughput of the previous chunk in bytes
-    /// per second, `elapsed` the seconds since the request, `requests` the number of concurrent requests that
-    /// load a chunk at this position.
+    /// Among the plans in time, text for all chunks is the least lossy; then the plan with the least lossy
+    /// level, and of its plans the one with the most text. In time means that a plan is expected to end
+    /// before the objective at the measured throughput. While none is known, the choice is text if it needs no
+    /// transfer and is in time, else the first level.
     ///
     /// # Errors
     /// [`Error::Zero`] for no chunks, levels or requests; [`Error::TooLarge`] for more than [`MAX_LEVELS`]
     /// levels; [`Error::Length`] if chunks differ in their number of levels; [`Error::OutOfBounds`] if
     /// `first_level` does not exist; [`Error::BadTiming`] for times or throughputs that are not finite or not
     /// positive.
+    /// # Cost
+    /// n^2 * levels / 2 additions for n chunks with [`Plans::TextFirst`], n * levels with [`Plans::Uniform`];
+    /// no allocation.
     /// # Source
-    /// CacheGen (SIGCOMM 2024), 5.3 and algorithm 1.
+    /// CacheGen (SIGCOMM 2024), 5.3 and algorithm 1. Recomputing the first chunks while the last ones are
+    /// transferred: Jin et al., "Compute Or Load KV Cache? Why Not Both?" (Cake), arXiv 2410.03065.
     /// # Examples
     /// ```
     /// use codec_core::*;
-    /// let chunk = ChunkSizes { levels: &[60_000_000, 30_000_000], text: 6_000, recompute: 2.0 };
-    /// let policy = StreamPolicy { slo: 1.0, first_level: 0, prior: None };
+    /// let levels = [60_000_000, 30_000_000];
+    /// let chunk = ChunkSizes { levels: &levels, decode: 0.01, text: 0, recompute: 2.0, requests: 1 };
+    /// let policy = StreamPolicy { slo: 1.0, first_level: 0, prior: None, plans: Plans::TextFirst };
     /// // Two chunks are left after 0.4 s, at 120 MB/s: only the second level is in time.
-    /// let decision = policy.decide(&[chunk; 2], Some(120e6), 0.4, 1)?;
-    /// assert_eq!(decision.encoding, Encoding::Level(1));
+    /// let progress = Progress { measured: Some(120e6), elapsed: 0.4, computing: 0.0 };
+    /// assert_eq!(policy.decide(&[chunk; 2], progress)?.encoding, Encoding::Level(1));
     /// # Ok::<(), Error>(())
     /// ```
-    pub fn decide(
-        &self,
-        chunks: &[ChunkSizes<'_>],
-        measured: Option<f64>,
-        elapsed: f64,
-        requests: usize,
-    ) -> Result<Decision, Error> {
-        self.check(chunks, measured, elapsed, requests)?;
-        let levels = chunks[0].levels.len();
-        let remaining = self.slo - elapsed;
-        let throughput = match (measured, self.prior) {
+    pub fn decide(&self, chunks: &[ChunkSizes<'_>], progress: Progress) -> Result<Decision, Error> {
+        self.check(chunks, progress)?;
+        let remaining = self.slo - progress.elapsed;
+        let throughput = match (progress.measured, self.prior) {
             (Some(rate), _) => Throughput::Measured(rate),
             (None, Some(rate)) => Throughput::Prior(rate),
             (None, None) => Throughput::Unknown,
         };
+        let mut decision = Decision {
+            encoding: Encoding::Level(self.first_level),
+            reason: Reason::NoThroughput,
+            throughput,
+            remaining,
+            text_chunks: 0,
+            delay: None,
+            text_delay: None,
+            level_delays: [None; MAX_LEVELS],
+        };
+        let start = Pipeline { link: 0.0, receiver: progress.computing };
         let (Throughput::Measured(rate) | Throughput::Prior(rate)) = throughput else {
-            return Ok(Decision {
-                encoding: Encoding::Level(self.first_level),
-                reason: Reason::NoThroughput,
-                throughput,
-                remaining,
-                text_delay: None,
-                level_delays: [None; MAX_LEVELS],
-            });
+            // Text that needs no transfer takes as long at any throughput.
+            let delay = as_text(chunks, f64::INFINITY, start).receiver;
+            if delay <= remaining && chunks.iter().all(|chunk| chunk.text == 0) {
+                (decision.encoding, decision.reason) = (Encoding::Text, Reason::InTime);
+                (decision.text_chunks, decision.delay) = (chunks.len(), Some(delay));
+                decision.text_delay = Some(delay);
+            }
+            return Ok(decision);
         };
-        let delay = |bytes: u64, computing: f64| requests as f64 * (bytes as f64 / rate + computing);
-        let text: f64 = chunks.iter().map(|chunk| delay(chunk.text, chunk.recompute)).sum();
-        let mut level_delays = [None; MAX_LEVELS];
-        for (level, out) in level_delays[..levels].iter_mut().enumerate() {
-            *out = Some(chunks.iter().map(|chunk| delay(chunk.levels[level], 0.0)).sum());
+        let (plan, reason) = self.best(chunks, rate, start, remaining).chosen();
+        (decision.encoding, decision.reason) = (plan.first(), reason);
+        (decision.text_chunks, decision.delay) = (plan.text_chunks, Some(plan.delay));
+        decision.text_delay = Some(as_text(chunks, rate, start).receiver);
+        for (level, out) in decision.level_delays[..chunks[0].levels.len()].iter_mut().enumerate() {
+            *out = Some(at_level(chunks, level, rate, start).receiver);
         }
-        // The least lossy encoding first.
-        let options = || {
-            let levels = level_delays.iter().flatten().enumerate();
-            core::iter::once((Encoding::Text, text))
-                .chain(levels.map(|(level, &delay)| (Encoding::Level(level), delay)))
-        };
-        let in_time = options().find(|&(_, delay)| delay <= remaining);
-        let fastest = options().min_by(|a, b| a.1.total_cmp(&b.1));
-        let (encoding, reason) = match (in_time, fastest) {
-            (Some((encoding, _)), _) => (encoding, Reason::InTime),
-            (None, Some((encoding, _))) => (encoding, Reason::NoneInTime),
-            (None, None) => return Err(Error::Zero { what: "levels" }),
-        };
-        Ok(Decision { encoding, reason, throughput, remaining, text_delay: Some(text), level_delays })
+        Ok(decision)
     }
 
-    fn check(
+    /// Chooses again while the first of `chunks` is being transferred at `level`, with `left` bytes to come
+    /// for all its requests; `progress.measured` is the throughput of this transfer so far. Returns the
+    /// decision to abandon the transfer, or `None` to go on.
+    ///
+    /// A transfer goes on if it is expected in time, or if no other plan saves a tenth of the delay.
+    ///
+    /// # Errors
+    /// As [`Self::decide`]; [`Error::OutOfBounds`] for a level that does not exist.
+    pub fn reconsider(
         &self,
         chunks: &[ChunkSizes<'_>],
-        measured: Option<f64>,
-        elapsed: f64,
-        requests: usize,
-    ) -> Result<(), Error> {
+        level: usize,
+        left: u64,
+        progress: Progress,
+    ) -> Result<Option<Decision>, Error> {
+        let decision = self.decide(chunks, progress)?;
+        if level >= chunks[0].levels.len() {
+            return Err(Error::OutOfBounds { what: "level" });
+        }
+        let (Some(rate), Some(delay)) = (progress.measured.or(self.prior), decision.delay) else {
+            return Ok(None);
+        };
+        let mut kept = Pipeline { link: 0.0, receiver: progress.computing };
+        let requests = chunks[0].requests as f64;
+        kept.push(1, left as f64 / rate, chunks[0].decode * requests);
+        let kept = match &chunks[1..] {
+            [] => kept.receiver,
+            rest => self.best(rest, rate, kept, decision.remaining).chosen().0.delay,
+        };
+        let go_on = kept <= decision.remaining || delay > (1.0 - WORTHWHILE) * kept;
+        Ok((!go_on && decision.encoding != Encoding::Level(level)).then_some(decision))
+    }
+
+    /// The best plans of `chunks`, which are not empty, after what `start` still has to do.
+    fn best(&self, chunks: &[ChunkSizes<'_>], rate: f64, start: Pipeline, remaining: f64) -> Best {
+        let n = chunks.len();
+        let all_text = Plan { text_chunks: n, level: None, delay: as_text(chunks, rate, start).receiver };
+        let mut fastest = all_text;
+        let mut finest = None; // of those in time: the least lossy level with the most text
+        let splits = if self.plans == Plans::Uniform { 1 } else { n };
+        let mut before = start;
+        for text_chunks in 0..splits {
+            for level in 0..chunks[0].levels.len() {
+                let delay = at_level(&chunks[text_chunks..], level, rate, before).receiver;
+                let plan = Plan { text_chunks, level: Some(level), delay };
+                if delay < fastest.delay {
+                    fastest = plan;
+                }
+                if delay <= remaining && finest.is_none_or(|best: Plan| plan.level <= best.level) {
+                    finest = Some(plan);
+                }
+            }
+            before = as_text(&chunks[text_chunks..=text_chunks], rate, before);
+        }
+        let in_time = if all_text.delay <= remaining { Some(all_text) } else { finest };
+        Best { fastest, in_time }
+    }
+
+    fn check(&self, chunks: &[ChunkSizes<'_>], progress: Progress) -> Result<(), Error> {
         let levels = chunks.first().ok_or(Error::Zero { what: "chunks" })?.levels.len();
-        if levels == 0 || requests == 0 {
-            return Err(Error::Zero { what: if levels == 0 { "levels" } else { "requests" } });
+        if levels == 0 {
+            return Err(Error::Zero { what: "levels" });
         }
         if levels > MAX_LEVELS {
             return Err(Error::TooLarge);
@@ -170,11 +311,15 @@ impl StreamPolicy {
         }
         for chunk in chunks {
             crate::error::check_len("levels", chunk.levels.len(), levels)?;
+            if chunk.requests == 0 {
+                return Err(Error::Zero { what: "requests" });
+            }
         }
-        let times = chunks.iter().map(|chunk| chunk.recompute).chain([elapsed, self.slo]);
-        let rates = [measured, self.prior];
+        let times = chunks.iter().flat_map(|chunk| [chunk.recompute, chunk.decode]);
+        let times = times.chain([progress.elapsed, progress.computing, self.slo]);
+        let rates = [progress.measured, self.prior];
         let positive = |rate: &f64| rate.is_finite() && *rate > 0.0;
-        if times.into_iter().all(|x| x.is_finite() && x >= 0.0) && rates.iter().flatten().all(positive) {
+        if { times }.all(|x| x.is_finite() && x >= 0.0) && rates.iter().flatten().all(positive) {
             Ok(())
         } else {
             Err(Error::BadTiming)
@@ -182,66 +327,21 @@ impl StreamPolicy {
     }
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    const POLICY: StreamPolicy = StreamPolicy { slo: 2.0, first_level: 1, prior: None };
-
-    fn chunks<'a>(n: usize, levels: &'a [u64]) -> std::vec::Vec<ChunkSizes<'a>> {
-        std::vec![ChunkSizes { levels, text: 6_000, recompute: 0.5 }; n]
+/// The pipeline after `chunks` as text.
+fn as_text(chunks: &[ChunkSizes<'_>], rate: f64, mut pipeline: Pipeline) -> Pipeline {
+    for chunk in chunks {
+        pipeline.push(chunk.requests, chunk.text as f64 / rate, chunk.recompute);
     }
-
-    #[test]
-    fn the_first_chunk_without_knowledge_gets_the_medium_level() {
-        let decision = POLICY.decide(&chunks(4, &[400, 200, 100]), None, 0.0, 1).unwrap();
-        assert_eq!((decision.encoding, decision.reason), (Encoding::Level(1), Reason::NoThroughput));
-        assert_eq!(decision.throughput, Throughput::Unknown);
-    }
-
-    /// 4 chunks in 1.5 s: as text 4 * 0.5 s and more; at 1,000 bytes per second levels take 1.6, 0.8 and 0.4
-    /// s.
-    #[test]
-    fn the_least_lossy_encoding_in_time_is_chosen() {
-        let levels = [400, 200, 100];
-        let decide = |n, measured, elapsed, requests| {
-            let decision = POLICY.decide(&chunks(n, &levels), Some(measured), elapsed, requests).unwrap();
-            (decision.encoding, decision.reason)
-        };
-        assert_eq!(decide(4, 1_000.0, 0.5, 1), (Encoding::Level(1), Reason::InTime));
-        assert_eq!(decide(4, 1_000.0, 0.3, 1), (Encoding::Level(0), Reason::InTime));
-        assert_eq!(decide(4, 1_000.0, 0.5, 3), (Encoding::Level(2), Reason::InTime));
-        assert_eq!(decide(4, 10.0, 0.5, 1), (Encoding::Level(2), Reason::NoneInTime));
-        assert_eq!(decide(2, 1e9, 0.5, 1), (Encoding::Text, Reason::InTime));
-        assert_eq!(decide(4, 1e9, 1.999_99, 1).0, Encoding::Level(0));
-        assert_eq!(decide(1, 1.0, 3.0, 1).1, Reason::NoneInTime);
-    }
-
-    #[test]
-    fn a_decision_explains_itself() {
-        let policy = StreamPolicy { prior: Some(1_000.0), ..POLICY };
-        let decision = policy.decide(&chunks(3, &[400, 100]), None, 0.5, 2).unwrap();
-        assert_eq!(decision.throughput, Throughput::Prior(1_000.0));
-        assert_eq!(decision.remaining, 1.5);
-        assert_eq!(decision.text_delay, Some(3.0 * 2.0 * (6.0 + 0.5)));
-        let delays: std::vec::Vec<f64> = decision.level_delays.iter().flatten().copied().collect();
-        assert!(delays.iter().zip([2.4, 0.6]).all(|(a, b)| (a - b).abs() < 1e-12));
-        assert_eq!(decision.encoding, Encoding::Level(1));
-    }
-
-    #[test]
-    fn bad_input_is_an_error() {
-        let levels = [3, 2, 1];
-        let good = chunks(1, &levels);
-        assert_eq!(POLICY.decide(&[], None, 0.0, 1), Err(Error::Zero { what: "chunks" }));
-        assert_eq!(POLICY.decide(&good, None, 0.0, 0), Err(Error::Zero { what: "requests" }));
-        assert_eq!(POLICY.decide(&chunks(1, &[]), None, 0.0, 1), Err(Error::Zero { what: "levels" }));
-        assert_eq!(POLICY.decide(&chunks(1, &[1]), None, 0.0, 1), Err(Error::OutOfBounds { what: "level" }));
-        assert_eq!(POLICY.decide(&chunks(1, &[1; 17]), None, 0.0, 1), Err(Error::TooLarge));
-        let mixed = [good[0], ChunkSizes { levels: &levels[1..], ..good[0] }];
-        assert!(matches!(POLICY.decide(&mixed, None, 0.0, 1), Err(Error::Length { .. })));
-        for (measured, elapsed) in [(0.0, 0.0), (f64::NAN, 0.0), (1.0, -1.0), (1.0, f64::INFINITY)] {
-            assert_eq!(POLICY.decide(&good, Some(measured), elapsed, 1), Err(Error::BadTiming));
-        }
-    }
+    pipeline
 }
+
+/// The pipeline after `chunks` at a level.
+fn at_level(chunks: &[ChunkSizes<'_>], level: usize, rate: f64, mut pipeline: Pipeline) -> Pipeline {
+    for chunk in chunks {
+        pipeline.push(chunk.requests, chunk.levels[level] as f64 / rate, chunk.decode);
+    }
+    pipeline
+}
+
+#[cfg(test)]
+mod tests;
