@@ -11,6 +11,7 @@ mod logits;
 mod output;
 #[cfg(feature = "cuda")]
 mod speed;
+mod stream;
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -51,6 +52,8 @@ enum Command {
     Calibrate(calibrate::Calibrate),
     /// Time clustering next to a layer's prefill: how many iterations of it PQCache hides
     Cost(cost::Cost),
+    /// Load a stored prompt over a link, chunk by chunk, before a deadline
+    Stream(stream::Stream),
     /// Get a real model
     Fetch(fetch::Fetch),
     /// List the methods with their settings
@@ -69,6 +72,7 @@ impl Kv {
             Command::Eval(command) => command.run(out),
             Command::Calibrate(command) => command.run(out),
             Command::Cost(command) => command.run(out),
+            Command::Stream(command) => command.run(out),
             Command::Fetch(command) => command.run(out),
             Command::Methods => {
                 out.print(format_args!("{}\n", methods_help()));

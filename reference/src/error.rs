@@ -39,6 +39,9 @@ pub enum Error {
         /// What it cannot do.
         what: String,
     },
+    /// A stream of a stored context stopped.
+    #[error("stream: {0}")]
+    Stream(String),
     /// An error of exact attention, which `pq-core` and `svd-core` share.
     #[error("attention: {0}")]
     Attend(#[from] svd_core::AttendError),

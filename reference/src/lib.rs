@@ -18,6 +18,7 @@ pub mod report;
 mod rng;
 mod sample;
 mod side;
+pub mod stream;
 
 pub use error::{Error, Result};
 pub use profile::Profile;

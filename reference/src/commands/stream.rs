@@ -1,0 +1,407 @@
+use std::path::PathBuf;
+use std::str::FromStr;
+use std::sync::Arc;
+use std::time::Instant;
+
+use clap::{Args, Subcommand};
+use codec_core::{CHUNK_TOKENS, Encoding, Plans, StreamPolicy};
+use kv_reference::compare::{calibrated, check_room, run_start};
+use kv_reference::eval::{SharedPrompt, score_text};
+use kv_reference::forward::Decoder;
+use kv_reference::method::{Method, Prepared};
+use kv_reference::model::Rope;
+use kv_reference::stream::link::{Bandwidth, GBPS, RealClock, ShapedLink};
+use kv_reference::stream::loaded::{CacheReceiver, EncodedContext, Memory, levels};
+use kv_reference::stream::simulated::{Machine, PrefillTime, simulate};
+use kv_reference::stream::{Choice, ChunkCost, Options, Trace, page, serve};
+use kv_reference::{Error, Profile, Result};
+use serde::Serialize;
+
+use super::{Files, JsonArgs, ModelArgs, Stdout, TextArgs, progress};
+
+#[derive(Args)]
+pub struct Stream {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Encode a prompt at several levels and load it over a shaped link into a cache
+    Load(Load),
+    /// Time streams of contexts of a given shape on a simulated clock
+    Simulate(Simulate),
+}
+
+impl Stream {
+    pub fn run(self, out: &mut Stdout) -> Result<()> {
+        match self.command {
+            Command::Load(command) => command.run(out),
+            Command::Simulate(command) => command.run(out),
+        }
+    }
+}
+
+/// How chunks are chosen and sent.
+#[derive(Args)]
+struct StreamArgs {
+    /// Bandwidth: Gbit/s, `random:LOW-HIGH`, or a file with a line `SECONDS GBPS` for every change
+    #[arg(long, value_name = "RATE|FILE", default_value = "3")]
+    link: Bandwidth,
+    /// Seconds between a request and its first byte
+    #[arg(long, value_name = "SECONDS", default_value_t = 0.0)]
+    latency: f64,
+    /// Seconds in which the context is to be loaded; 0 as soon as possible
+    #[arg(long, value_name = "SECONDS", default_value_t = 0.0)]
+    slo: f64,
+    /// `adaptive`; `uniform`, which is the paper's: one encoding for all remaining chunks; or encodings that
+    /// are given in turn, `text` or the index of a level, such as 0,text,2
+    #[arg(long, value_name = "LIST", default_value = "adaptive")]
+    encoding: String,
+    /// Level of the first chunk where no bandwidth is known [default: the middle one, or with --slo 0 the
+    /// last]
+    #[arg(long, value_name = "N")]
+    first: Option<usize>,
+    /// Bandwidth in Gbit/s that is known before the first chunk
+    #[arg(long, value_name = "RATE")]
+    prior: Option<f64>,
+    /// Part of --slo that is kept in reserve when encodings are chosen
+    #[arg(long, value_name = "PART", default_value_t = 0.1)]
+    reserve: f64,
+    /// Requests that arrive together
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    requests: usize,
+    /// Most requests that are streamed together
+    #[arg(long, value_name = "N", default_value_t = 8)]
+    batch: usize,
+    /// Tokens of a chunk
+    #[arg(long, value_name = "N", default_value_t = CHUNK_TOKENS)]
+    chunk: usize,
+    /// Seconds without a byte after which a transfer has stalled
+    #[arg(long, value_name = "SECONDS", default_value_t = 1.0)]
+    timeout: f64,
+    /// Fail when the link stalls or fails, instead of recomputing what is missing
+    #[arg(long)]
+    strict: bool,
+    #[command(flatten)]
+    json: JsonArgs,
+    /// Write one HTML page with the decisions and a chart
+    #[arg(long, value_name = "FILE")]
+    report: Option<PathBuf>,
+}
+
+/// Most requests of a run.
+const MOST_REQUESTS: usize = 256;
+
+impl StreamArgs {
+    fn options(&self, levels: usize) -> Result<Options> {
+        let times = [self.latency, self.slo, self.reserve];
+        if !times.iter().all(|x| x.is_finite() && *x >= 0.0) || self.reserve >= 1.0 {
+            return Err(Error::argument(
+                "--latency, --slo and --reserve are not negative, --reserve is below 1",
+            ));
+        }
+        if !(1..=MOST_REQUESTS).contains(&self.requests) {
+            return Err(Error::Argument(format!("--requests is 1 to {MOST_REQUESTS}")));
+        }
+        if self.chunk == 0 {
+            return Err(Error::argument("--chunk needs a token"));
+        }
+        let usual = if self.slo == 0.0 { levels.saturating_sub(1) } else { levels / 2 };
+        let adaptive = |plans| {
+            let (slo, prior) = (self.slo * (1.0 - self.reserve), self.prior.map(|gbps| gbps * GBPS));
+            Choice::Adaptive(StreamPolicy { slo, first_level: self.first.unwrap_or(usual), prior, plans })
+        };
+        let choice = match self.encoding.as_str() {
+            "adaptive" => adaptive(Plans::TextFirst),
+            "uniform" => adaptive(Plans::Uniform),
+            list => Choice::Given(list.split(',').map(encoding).collect::<Result<_>>()?),
+        };
+        Ok(Options { choice, batch: self.batch, timeout: self.timeout, fall_back: !self.strict })
+    }
+}
+
+fn encoding(text: &str) -> Result<Encoding> {
+    let what = || Error::Argument(format!("--encoding: `{text}` is neither `text` nor the index of a level"));
+    match text.trim() {
+        "text" => Ok(Encoding::Text),
+        level => level.parse().map(Encoding::Level).map_err(|_| what()),
+    }
+}
+
+#[derive(Args)]
+#[command(
+    after_help = "Example:\n  kv stream load --context 4096 --chunk 512 --link random:0.01-0.1 --slo 0.5 --report page.html"
+)]
+struct Load {
+    #[command(flatten)]
+    model: ModelArgs,
+    #[command(flatten)]
+    text: TextArgs,
+    /// Tokens of the prompt
+    #[arg(long, value_name = "N", default_value_t = 4096)]
+    context: usize,
+    /// Tokens to decode after it, by which the loaded cache is judged
+    #[arg(long, value_name = "N", default_value_t = 192)]
+    decode: usize,
+    /// Most tokens to calibrate on, from the text before the prompt
+    #[arg(long, value_name = "N", default_value_t = 4096)]
+    calibration: usize,
+    /// Bits a value that each level aims at, the least lossy first
+    #[arg(long, value_name = "LIST", value_delimiter = ',', default_values_t = [4.1_f64, 3.1, 2.0])]
+    bits: Vec<f64>,
+    #[command(flatten)]
+    stream: StreamArgs,
+}
+
+/// A run of `kv stream load`.
+#[derive(Serialize)]
+struct Loaded {
+    model: String,
+    text: String,
+    context: usize,
+    encoding: String,
+    levels: Vec<Level>,
+    slo: f64,
+    perplexity: f64,
+    kl: f64,
+    top1: f64,
+    first_token: f64, // seconds of the first step over the loaded cache
+    trace: Trace,
+}
+
+/// A level's size, in bits a value of the tokens that it holds.
+#[derive(Serialize)]
+struct Level {
+    setting: String,
+    bits_per_value: f64,
+}
+
+impl Load {
+    fn run(self, out: &mut Stdout) -> Result<()> {
+        if self.decode == 0 {
+            return Err(Error::argument("decode needs at least one token"));
+        }
+        let specs: Vec<_> = self.bits.iter().map(|bits| format!("cachegen:bits={bits}")).collect();
+        let methods = Method::parse_list(&specs.join(","))?;
+        let options = self.stream.options(methods.len())?;
+        let mut files = Files::default();
+        files.reads("--model", &self.model.path());
+        files.reads("--text", &self.text.path());
+        let json = files.writes("--json", self.stream.json.json.clone())?;
+        let report = files.writes("--report", self.stream.report.clone())?;
+        let model = self.model.load()?;
+        let (text, tokens) = self.text.tokens(&model)?;
+        check_room(&model, self.context, self.decode)?;
+        let start = run_start(&model, tokens.len(), self.context + self.decode + 1, self.calibration)?;
+        let rope = Arc::new(Rope::new(&model.config, (self.context + self.decode).max(start)));
+        let bar = progress();
+        bar.set_message("calibrating");
+        let profile = calibrated(&model, &rope, &tokens[..start], &methods)?;
+        let planes = Arc::new(levels(&methods, &model, &profile)?);
+        let (prompt, rest) = tokens[start..].split_at(self.context);
+        let decoded = &rest[..self.decode + 1];
+        bar.set_message("encoding");
+        let context = Arc::new(EncodedContext::encode(&model, &rope, &planes, prompt, self.stream.chunk)?);
+        bar.set_message("loading");
+        let contexts = vec![context.clone(); self.stream.requests];
+        let clock = Instant::now();
+        let mut receiver = CacheReceiver::new(&model, &rope, planes, contexts.clone(), clock)?;
+        let source = Memory(contexts);
+        let mut link =
+            ShapedLink::new(RealClock(clock), source, self.stream.link.clone(), self.stream.latency);
+        let costs = vec![context.costs(); self.stream.requests];
+        let trace = serve(&mut link, &mut receiver, &costs, &options)?;
+        let mut caches = receiver.into_caches()?;
+        bar.set_message("scoring");
+        let shared = SharedPrompt::run(&model, &rope, prompt)?;
+        let Prepared { mut cache, .. } =
+            shared.fill(&Method::from_str("dense")?, &model, &rope, &Profile::default())?;
+        let mut decoder = Decoder::new(model.clone(), rope);
+        let reference = score_text(&mut decoder, cache.as_mut(), decoded, None)?.logits;
+        let last = caches.last_mut().ok_or_else(|| Error::argument("no request"))?;
+        let first = Instant::now();
+        decoder.step(decoded[0], last.as_mut())?;
+        let first_token = first.elapsed().as_secs_f64();
+        last.truncate(self.context)?;
+        let score = score_text(&mut decoder, last.as_mut(), decoded, Some(&reference))?.divergence;
+        bar.finish_and_clear();
+        let values = (self.context * model.config.kv_values_per_token()) as f64;
+        let level = |(method, bytes): (&Method, usize)| Level {
+            setting: method.spec(),
+            bits_per_value: 8.0 * bytes as f64 / values,
+        };
+        let result = Loaded {
+            model: model.name.clone(),
+            text,
+            context: self.context,
+            encoding: self.stream.encoding.clone(),
+            levels: methods.iter().zip(context.level_bytes()).map(level).collect(),
+            slo: self.stream.slo,
+            perplexity: score.perplexity(),
+            kl: score.kl(),
+            top1: score.top1(),
+            first_token,
+            trace,
+        };
+        let notes = result.notes();
+        out.print(format_args!("{}\n\n{}\n", page::table(&result.trace), notes.join("\n")));
+        json.write_json(&result)?;
+        report.write(|_| Ok(page::html(&result.trace, result.slo, &notes)?.into_bytes()))
+    }
+}
+
+impl Loaded {
+    fn notes(&self) -> Vec<String> {
+        let levels = self.levels.iter().enumerate();
+        let levels: Vec<_> = levels
+            .map(|(i, level)| format!("level {i} has {:.2} bits a value", level.bits_per_value))
+            .collect();
+        vec![
+            format!("{} over {}, {} tokens: {}.", self.model, self.text, self.context, levels.join(", ")),
+            format!(
+                "Loaded in {:.1} ms, the last byte arrived after {:.1} ms; {:.1} ms of decoding and recomputation; \
+                 {:.1} ms for the first token.",
+                1e3 * self.trace.seconds(),
+                1e3 * self.trace.transferred,
+                1e3 * self.trace.computing,
+                1e3 * self.first_token
+            ),
+            format!(
+                "Next to the exact cache: KL {:.5}, top-1 {:.1} %, perplexity {:.3}.",
+                self.kl,
+                100.0 * self.top1,
+                self.perplexity
+            ),
+        ]
+    }
+}
+
+#[derive(Args)]
+#[command(
+    after_help = "Example:\n  kv stream simulate --tokens 32768 --values 65536 --bits 4.1,3.1,2.1 --recompute 8192=0.207,131072=10.712 \
+                  --link random:0.1-10 --slo 1 --trials 1000"
+)]
+struct Simulate {
+    /// Tokens of the context
+    #[arg(long, value_name = "N")]
+    tokens: usize,
+    /// Numbers in the keys and values of a token, such as 65536 of 32 layers with 8 heads of 128
+    #[arg(long, value_name = "N")]
+    values: usize,
+    /// Bits a value of each level, the least lossy first
+    #[arg(long, value_name = "LIST", value_delimiter = ',')]
+    bits: Vec<f64>,
+    /// Measured times of prefill, TOKENS=SECONDS
+    #[arg(long, value_name = "LIST", value_delimiter = ',', value_parser = point)]
+    recompute: Vec<(f64, f64)>,
+    /// Billions of values that are decoded in a second
+    #[arg(long, value_name = "RATE", default_value_t = 53.0)]
+    decode_rate: f64,
+    /// Seconds from the loaded cache to the first token
+    #[arg(long, value_name = "SECONDS", default_value_t = 0.0)]
+    rest: f64,
+    /// Runs, each with a random bandwidth of its own
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    trials: u64,
+    /// What the bandwidths are drawn from
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    seed: u64,
+    #[command(flatten)]
+    stream: StreamArgs,
+}
+
+fn point(text: &str) -> std::result::Result<(f64, f64), String> {
+    let point =
+        text.split_once('=').and_then(|(n, t)| Some((n.trim().parse().ok()?, t.trim().parse().ok()?)));
+    point.ok_or_else(|| format!("`{text}` is not TOKENS=SECONDS"))
+}
+
+/// A run of `kv stream simulate`.
+#[derive(Serialize)]
+struct Simulated {
+    tokens: usize,
+    requests: usize,
+    encoding: String,
+    slo: f64,
+    trials: Vec<Trial>,
+    trace: Trace, // of the first trial
+}
+
+/// The times of one trial, in seconds since the requests.
+#[derive(Serialize)]
+struct Trial {
+    first_token: f64, // of the last request
+    transferred: f64,
+    computing: f64,
+    bytes: u64,
+    /// Tokens of all requests at each level; the last number is of text.
+    tokens: Vec<usize>,
+}
+
+impl Trial {
+    fn new(trace: &Trace, rest: f64, levels: usize) -> Self {
+        let mut tokens = vec![0; levels + 1];
+        for event in trace.events.iter().filter(|event| event.computed_at.is_some()) {
+            let level = event.encoding.strip_prefix("level ").and_then(|level| level.parse().ok());
+            tokens[level.unwrap_or(levels)] += event.tokens;
+        }
+        let &Trace { transferred, computing, bytes, .. } = trace;
+        Self { first_token: trace.seconds() + rest, transferred, computing, bytes, tokens }
+    }
+}
+
+impl Simulate {
+    fn run(self, out: &mut Stdout) -> Result<()> {
+        let options = self.stream.options(self.bits.len())?;
+        let machine = Machine {
+            values_per_token: self.values,
+            bits: self.bits.clone(),
+            decode_rate: self.decode_rate * 1e9,
+            prefill: PrefillTime::fit(&self.recompute)?,
+        };
+        if !self.rest.is_finite() || self.rest < 0.0 || self.trials == 0 {
+            return Err(Error::argument("--rest is not negative, and --trials is 1 or more"));
+        }
+        let mut files = Files::default();
+        let json = files.writes("--json", self.stream.json.json.clone())?;
+        let report = files.writes("--report", self.stream.report.clone())?;
+        let requests: Vec<Vec<ChunkCost>> =
+            vec![machine.chunks(self.tokens, self.stream.chunk)?; self.stream.requests];
+        let (mut trials, mut first) = (vec![], None);
+        for trial in 0..self.trials {
+            let link = self.stream.link.clone().seeded(self.seed.wrapping_add(trial));
+            let trace = simulate(&requests, link, self.stream.latency, &options)?;
+            trials.push(Trial::new(&trace, self.rest, self.bits.len()));
+            first.get_or_insert(trace);
+        }
+        let trace = first.ok_or_else(|| Error::argument("no trial"))?;
+        let (encoding, slo) = (self.stream.encoding.clone(), self.stream.slo);
+        let result =
+            Simulated { tokens: self.tokens, requests: self.stream.requests, encoding, slo, trials, trace };
+        let notes = result.notes();
+        out.print(format_args!("{}\n\n{}\n", page::table(&result.trace), notes.join("\n")));
+        json.write_json(&result)?;
+        report.write(|_| Ok(page::html(&result.trace, result.slo, &notes)?.into_bytes()))
+    }
+}
+
+impl Simulated {
+    fn notes(&self) -> Vec<String> {
+        let mut times: Vec<f64> = self.trials.iter().map(|trial| trial.first_token).collect();
+        times.sort_by(f64::total_cmp);
+        let late = times.iter().filter(|&&seconds| seconds > self.slo).count();
+        let mut notes = vec![format!(
+            "Simulated: {} requests of {} tokens; first token after {:.1} ms in the median of {} trials, {:.1} ms at most.",
+            self.requests,
+            self.tokens,
+            1e3 * times[times.len() / 2],
+            times.len(),
+            1e3 * times[times.len() - 1]
+        )];
+        if self.slo > 0.0 {
+            notes.push(format!("{late} of {} trials took longer than {} s.", times.len(), self.slo));
+        }
+        notes
+    }
+}

@@ -1,0 +1,429 @@
+//! Streaming a stored context into a cache before a deadline (CacheGen, section 5.3).
+//!
+//! A context is stored in chunks of tokens, each at several levels. [`serve`] asks a [`Link`] for one chunk
+//! after the other and hands what arrives to a [`Receiver`], which decodes a chunk while the next one is
+//! transferred. The encoding of every chunk is chosen by [`StreamPolicy`] at the throughput measured so far,
+//! and is reconsidered while it is on its way. A chunk that is chosen as text is not transferred: the
+//! receiver holds the tokens, by which it found the chunks, and recomputes keys and values on top of those of
+//! the chunks before.
+//!
+//! The same loop runs on a simulated clock ([`simulated`]), on a link shaped in this process whose bytes are
+//! decoded into a cache ([`loaded`]), and on any other link that implements the trait.
+
+pub mod link;
+pub mod loaded;
+pub mod page;
+pub mod simulated;
+mod trace;
+
+use std::collections::VecDeque;
+
+use codec_core::{ChunkSizes, Decision, Encoding, Progress, StreamPolicy};
+
+pub use trace::{Event, Outcome, Trace};
+
+use crate::{Error, Result};
+
+/// Seconds between two looks at a transfer on its way: the first comes soon, since the first transfer may be
+/// without any known bandwidth, and recomputing a short context takes 20 ms.
+const TICKS: (f64, f64) = (1e-3, 5e-3);
+
+/// Seconds over which the throughput of a transfer is measured, its last ones.
+const WINDOW: f64 = 50e-3;
+
+/// Most chunks of a context. The work of a decision grows with their square.
+pub const MOST_CHUNKS: usize = 1024;
+
+/// A chunk of a request's context.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ChunkId {
+    /// The request, in the order of the arguments of [`serve`].
+    pub request: usize,
+    /// The chunk's index in the context.
+    pub index: usize,
+}
+
+/// What chunks are transferred over: one transfer at a time.
+pub trait Link {
+    /// Seconds on the link's clock.
+    fn now(&self) -> f64;
+
+    /// Begins the transfer of a chunk at a level.
+    ///
+    /// # Errors
+    /// Whatever the link has to say.
+    fn start(&mut self, chunk: ChunkId, level: usize) -> Result<()>;
+
+    /// Waits until the transfer has ended or the clock says `until`; returns the bytes received so far.
+    ///
+    /// # Errors
+    /// Whatever the link has to say.
+    fn wait(&mut self, until: f64) -> Result<u64>;
+
+    /// Ends the transfer and drops what has arrived of it.
+    fn cancel(&mut self);
+
+    /// The bytes of a transfer that has ended.
+    ///
+    /// # Errors
+    /// Whatever the link has to say.
+    fn take(&mut self) -> Result<Vec<u8>>;
+}
+
+/// What turns arrived chunks into keys and values, in the order in which it gets them, while the link works.
+pub trait Receiver {
+    /// Takes a chunk to decode or to recompute.
+    ///
+    /// # Errors
+    /// Of a receiver that can take no more. A chunk that cannot be decoded is recomputed, and [`Computed`]
+    /// says so.
+    fn submit(&mut self, now: f64, chunk: ChunkId, payload: Payload) -> Result<()>;
+
+    /// Seconds of work that it still has, as far as it knows.
+    fn backlog(&self, now: f64) -> f64;
+
+    /// Waits for all its work, and returns what it did since the last call, in order.
+    ///
+    /// # Errors
+    /// Of a recomputation; those of the receiver.
+    fn finish(&mut self) -> Result<Vec<Computed>>;
+}
+
+/// A chunk as a receiver gets it.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Payload {
+    /// To be recomputed from tokens that the receiver has.
+    Text,
+    /// The bytes of a level.
+    Level(usize, Vec<u8>),
+}
+
+/// What a receiver did with a chunk, on the link's clock.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Computed {
+    /// The chunk.
+    pub chunk: ChunkId,
+    /// When its decoding or recomputation began.
+    pub start: f64,
+    /// When it ended.
+    pub end: f64,
+    /// Why bytes were not decoded but the chunk recomputed.
+    pub damaged: Option<String>,
+}
+
+/// What a chunk's encodings cost.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ChunkCost {
+    /// Tokens.
+    pub tokens: usize,
+    /// Bytes of each level, the least lossy first.
+    pub levels: Vec<u64>,
+    /// Seconds to decode a level.
+    pub decode: f64,
+    /// Seconds to recompute keys and values on top of the chunks before.
+    pub recompute: f64,
+}
+
+/// How encodings are chosen.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Choice {
+    /// By the policy, chunk by chunk.
+    Adaptive(StreamPolicy),
+    /// Given: chunk `i` has encoding `i` modulo their number.
+    Given(Vec<Encoding>),
+}
+
+/// How a stream is run.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Options {
+    /// How encodings are chosen.
+    pub choice: Choice,
+    /// Most requests that are streamed together (CacheGen's `B`); others wait for the batch before.
+    pub batch: usize,
+    /// Seconds without a byte after which a transfer has stalled.
+    pub timeout: f64,
+    /// After a stall or an error of the link, recompute what is missing instead of returning an error.
+    pub fall_back: bool,
+}
+
+/// Streams the contexts of requests that arrive at the same time, now.
+///
+/// The chunks of a batch's requests are transferred by index: first chunk 0 of each request, then chunk 1 of
+/// those that have one. One decision serves all chunks of an index.
+///
+/// # Errors
+/// [`Error::Argument`] for chunks without levels or with different numbers of them, for given encodings that
+/// do not exist, and for a batch or a timeout of 0; [`Error::Stream`] for a stall, and errors of the link,
+/// where [`Options::fall_back`] is off; errors of the receiver and of the policy.
+pub fn serve(
+    link: &mut dyn Link,
+    receiver: &mut dyn Receiver,
+    requests: &[Vec<ChunkCost>],
+    options: &Options,
+) -> Result<Trace> {
+    check(requests, options)?;
+    let mut stream = Stream {
+        arrival: link.now(),
+        link,
+        receiver,
+        options,
+        measured: None,
+        link_failed: false,
+        events: vec![],
+    };
+    for (batch, requests) in requests.chunks(options.batch).enumerate() {
+        let before = stream.events.len();
+        stream.run(batch * options.batch, requests)?;
+        for computed in stream.receiver.finish()? {
+            let mut events = stream.events[before..].iter_mut();
+            if let Some(event) = events.find(|event| event.is_of(computed.chunk)) {
+                event.computed(&computed);
+            }
+        }
+    }
+    Ok(Trace::new(stream.arrival, requests.len(), stream.events))
+}
+
+fn check(requests: &[Vec<ChunkCost>], options: &Options) -> Result<()> {
+    let mut chunks = requests.iter().flatten();
+    let levels = chunks.next().map_or(0, |chunk| chunk.levels.len());
+    if requests.iter().any(Vec::is_empty) || levels == 0 || chunks.any(|chunk| chunk.levels.len() != levels) {
+        return Err(Error::argument("every request needs chunks, all of them at the same levels"));
+    }
+    if let Some(chunks) = requests.iter().map(Vec::len).find(|&chunks| chunks > MOST_CHUNKS) {
+        return Err(Error::Argument(format!("a context of {chunks} chunks, of at most {MOST_CHUNKS}")));
+    }
+    if options.batch == 0 || !options.timeout.is_finite() || options.timeout <= 0.0 {
+        return Err(Error::argument("a batch needs a request, and the timeout must be above 0 s"));
+    }
+    if let Choice::Given(given) = &options.choice {
+        let missing = |encoding: &Encoding| matches!(encoding, Encoding::Level(level) if *level >= levels);
+        if given.is_empty() || given.iter().any(missing) {
+            return Err(Error::Argument(format!("encodings are `text` and levels below {levels}")));
+        }
+    }
+    Ok(())
+}
+
+struct Stream<'a> {
+    link: &'a mut dyn Link,
+    receiver: &'a mut dyn Receiver,
+    options: &'a Options,
+    arrival: f64,          // of the requests
+    measured: Option<f64>, // throughput of the last transfer, bytes per second
+    link_failed: bool,
+    events: Vec<Event>,
+}
+
+/// The costs of the chunks of one index, for one of the requests that have it.
+struct Mean {
+    levels: Vec<u64>,
+    decode: f64,
+    recompute: f64,
+    requests: usize,
+}
+
+impl Mean {
+    fn of(chunks: &[&ChunkCost]) -> Self {
+        let n = chunks.len().max(1);
+        let mean =
+            |cost: fn(&ChunkCost) -> f64| chunks.iter().map(|chunk| cost(chunk)).sum::<f64>() / n as f64;
+        let level = |level| chunks.iter().map(|chunk| chunk.levels[level]).sum::<u64>().div_ceil(n as u64);
+        let levels = (0..chunks.first().map_or(0, |chunk| chunk.levels.len())).map(level).collect();
+        let (decode, recompute) = (mean(|chunk| chunk.decode), mean(|chunk| chunk.recompute));
+        Self { levels, decode, recompute, requests: chunks.len() }
+    }
+
+    fn sizes(&self) -> ChunkSizes<'_> {
+        let &Self { ref levels, decode, recompute, requests } = self;
+        ChunkSizes { levels, decode, text: 0, recompute, requests }
+    }
+}
+
+/// How a transfer ended.
+enum Transfer {
+    Arrived(Vec<u8>),
+    Abandoned(Decision),
+    Failed(Error),
+}
+
+impl Stream<'_> {
+    /// Streams one batch, whose first request has the index `first`.
+    fn run(&mut self, first: usize, requests: &[Vec<ChunkCost>]) -> Result<()> {
+        let at =
+            |index: usize| requests.iter().filter_map(move |chunks| chunks.get(index)).collect::<Vec<_>>();
+        let longest = requests.iter().map(Vec::len).max().unwrap_or(0);
+        let mut means: Vec<Mean> = (0..longest).map(|index| Mean::of(&at(index))).collect();
+        for index in 0..longest {
+            let mut waiting: VecDeque<usize> =
+                (0..requests.len()).filter(|&request| index < requests[request].len()).collect();
+            let mut decision = self.decide(index, &means[index..])?;
+            while let Some(&request) = waiting.front() {
+                let waits: Vec<_> = waiting.iter().map(|&request| &requests[request][index]).collect();
+                means[index] = Mean::of(&waits);
+                let (id, cost) = (ChunkId { request: first + request, index }, waits[0]);
+                let now = self.link.now();
+                let mut event = Event::new(id, cost, &decision, now - self.arrival);
+                let Encoding::Level(level) = decision.encoding else {
+                    self.receiver.submit(now, id, Payload::Text)?;
+                    self.events.push(event);
+                    waiting.pop_front();
+                    continue;
+                };
+                let transfer = self.transfer(id, level, &means[index..], &mut event)?;
+                event.arrived = self.link.now() - self.arrival;
+                match transfer {
+                    Transfer::Arrived(bytes) => {
+                        self.receiver.submit(self.link.now(), id, Payload::Level(level, bytes))?;
+                        waiting.pop_front();
+                    }
+                    Transfer::Abandoned(other) => {
+                        event.outcome = Outcome::Abandoned;
+                        decision = other;
+                    }
+                    Transfer::Failed(e) if self.options.fall_back => {
+                        event.outcome = Outcome::Failed(e.to_string());
+                        self.link_failed = true;
+                        decision = self.decide(index, &means[index..])?;
+                    }
+                    Transfer::Failed(e) => return Err(e),
+                }
+                self.events.push(event);
+            }
+        }
+        Ok(())
+    }
+
+    /// The decision for the first of `chunks`.
+    fn decide(&self, index: usize, chunks: &[Mean]) -> Result<Decision> {
+        let policy = self.policy();
+        let sizes: Vec<_> = chunks.iter().map(Mean::sizes).collect();
+        let mut decision = policy.decide(&sizes, self.progress())?;
+        if let Choice::Given(given) = &self.options.choice {
+            decision.encoding = given[index % given.len()];
+        }
+        if self.link_failed {
+            decision.encoding = Encoding::Text;
+        }
+        Ok(decision)
+    }
+
+    /// The policy; for given encodings one that only estimates delays.
+    fn policy(&self) -> StreamPolicy {
+        match self.options.choice {
+            Choice::Adaptive(policy) => policy,
+            Choice::Given(_) => {
+                StreamPolicy { slo: 0.0, first_level: 0, prior: None, plans: codec_core::Plans::Uniform }
+            }
+        }
+    }
+
+    fn progress(&self) -> Progress {
+        let now = self.link.now();
+        let (elapsed, computing) = (now - self.arrival, self.receiver.backlog(now));
+        Progress { measured: self.measured, elapsed, computing }
+    }
+
+    /// Transfers a chunk, the first of `chunks` for one of its requests, unless another choice or the timeout
+    /// comes first.
+    fn transfer(
+        &mut self,
+        id: ChunkId,
+        level: usize,
+        chunks: &[Mean],
+        event: &mut Event,
+    ) -> Result<Transfer> {
+        let total = event.level_bytes;
+        let others = chunks[0].levels[level] * (chunks[0].requests as u64 - 1);
+        let begin = self.link.now();
+        let mut meter = Meter::new(begin);
+        if let Err(e) = self.link.start(id, level) {
+            return Ok(Transfer::Failed(e));
+        }
+        let mut tick = TICKS.0;
+        loop {
+            let wait = self.link.wait(self.link.now() + tick);
+            tick = TICKS.1.min(2.0 * tick);
+            let received = match wait {
+                Ok(received) => received.min(total),
+                Err(e) => return Ok(self.failed(e)),
+            };
+            event.bytes = received;
+            let idle = meter.add(self.link.now(), received);
+            self.measured = meter.rate().or(self.measured);
+            if received == total {
+                return Ok(self.link.take().map_or_else(|e| self.failed(e), Transfer::Arrived));
+            }
+            if idle > self.options.timeout {
+                let what =
+                    format!("chunk {} has stalled at {received} of {total} bytes for {idle:.1} s", id.index);
+                return Ok(self.failed(Error::Stream(what)));
+            }
+            if let Choice::Adaptive(policy) = self.options.choice
+                && received > 0
+            {
+                let sizes: Vec<_> = chunks.iter().map(Mean::sizes).collect();
+                let left = total - received + others;
+                if let Some(decision) = policy.reconsider(&sizes, level, left, self.progress())? {
+                    self.link.cancel();
+                    return Ok(Transfer::Abandoned(decision));
+                }
+            }
+        }
+    }
+
+    fn failed(&mut self, e: Error) -> Transfer {
+        self.link.cancel();
+        Transfer::Failed(e)
+    }
+}
+
+/// The throughput over the last [`WINDOW`] of a transfer.
+struct Meter {
+    samples: VecDeque<(f64, u64)>, // times and bytes received by then
+    heard: f64,                    // when the last byte came
+}
+
+impl Meter {
+    fn new(begin: f64) -> Self {
+        Self { samples: [(begin, 0)].into(), heard: begin }
+    }
+
+    /// Adds what has been received; returns the seconds since the last byte.
+    fn add(&mut self, now: f64, received: u64) -> f64 {
+        if self.samples.back().is_some_and(|last| received > last.1) {
+            self.heard = now;
+        }
+        self.samples.push_back((now, received));
+        while self.samples.get(1).is_some_and(|second| second.0 <= now - WINDOW) {
+            self.samples.pop_front();
+        }
+        now - self.heard
+    }
+
+    /// Bytes per second; none if no byte came in the window or the clock stood still.
+    fn rate(&self) -> Option<f64> {
+        let (first, last) = (self.samples.front()?, self.samples.back()?);
+        let rate = (last.1 - first.1) as f64 / (last.0 - first.0);
+        (rate.is_finite() && rate > 0.0).then_some(rate)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn throughput_is_of_the_last_window() {
+        let mut meter = Meter::new(1.0);
+        assert_eq!(meter.rate(), None);
+        meter.add(1.01, 1_000);
+        assert!((meter.rate().unwrap() - 1e5).abs() < 1.0);
+        for i in 2..=20 {
+            meter.add(1.0 + 0.01 * f64::from(i), 1_000 + 100 * (i as u64 - 1));
+        }
+        assert!((meter.rate().unwrap() - 1e4).abs() < 1.0);
+        assert!((meter.add(1.5, 2_900) - 0.3).abs() < 1e-9);
+        assert_eq!(meter.rate(), None);
+    }
+}

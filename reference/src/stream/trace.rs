@@ -1,0 +1,154 @@
+//! What happened in a stream, and why.
+
+use codec_core::{Decision, Encoding, Reason, Throughput};
+use serde::Serialize;
+
+use super::{ChunkCost, ChunkId, Computed};
+
+/// A stream from the requests to their caches. Times are seconds since the requests.
+#[derive(Clone, Debug, Serialize)]
+pub struct Trace {
+    /// For each request: when its cache held the whole context.
+    pub loaded: Vec<f64>,
+    /// When the last byte arrived; 0 where nothing was transferred.
+    pub transferred: f64,
+    /// Seconds of decoding and recomputation.
+    pub computing: f64,
+    /// Bytes that arrived, of abandoned transfers too.
+    pub bytes: u64,
+    /// Every decision with what became of it, in order.
+    pub events: Vec<Event>,
+}
+
+impl Trace {
+    pub(super) fn new(arrival: f64, requests: usize, mut events: Vec<Event>) -> Self {
+        for event in &mut events {
+            for time in [&mut event.computing_from, &mut event.computed_at].into_iter().flatten() {
+                *time -= arrival;
+            }
+        }
+        let loaded = |request| {
+            let ends = events.iter().filter(|event| event.request == request);
+            ends.filter_map(|event| event.computed_at).fold(0.0, f64::max)
+        };
+        let transfers = events.iter().filter(|event| event.bytes > 0);
+        let spans = events.iter().filter_map(|event| Some(event.computed_at? - event.computing_from?));
+        Self {
+            loaded: (0..requests).map(loaded).collect(),
+            transferred: transfers.map(|event| event.arrived).fold(0.0, f64::max),
+            computing: spans.sum(),
+            bytes: events.iter().map(|event| event.bytes).sum(),
+            events,
+        }
+    }
+
+    /// When the last request's cache held its context.
+    #[must_use]
+    pub fn seconds(&self) -> f64 {
+        self.loaded.iter().copied().fold(0.0, f64::max)
+    }
+}
+
+/// What became of a decision.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Outcome {
+    /// The level was transferred and decoded.
+    Loaded,
+    /// Keys and values were recomputed from the tokens.
+    Recomputed,
+    /// Another encoding became better while it was transferred.
+    Abandoned,
+    /// The link failed.
+    Failed(String),
+    /// The bytes could not be decoded: keys and values were recomputed.
+    Damaged(String),
+}
+
+/// A decision about a chunk of one request, with its inputs and what became of it.
+#[derive(Clone, Debug, Serialize)]
+pub struct Event {
+    /// The request.
+    pub request: usize,
+    /// The chunk's index.
+    pub chunk: usize,
+    /// Its tokens.
+    pub tokens: usize,
+    /// `text`, or `level N`.
+    pub encoding: String,
+    /// Why.
+    pub reason: &'static str,
+    /// Bytes per second that the decision assumed, if it knew any.
+    pub throughput: Option<f64>,
+    /// Seconds that the chosen plan was expected to take for all remaining chunks.
+    pub expected: Option<f64>,
+    /// Chunks that the plan sends as text, from this one on.
+    pub text_chunks: usize,
+    /// Seconds for all remaining chunks as text.
+    pub text_delay: Option<f64>,
+    /// Seconds for all remaining chunks at each level.
+    pub level_delays: Vec<f64>,
+    /// When it was asked for.
+    pub requested: f64,
+    /// When its last byte arrived, or when the transfer ended otherwise.
+    pub arrived: f64,
+    /// Bytes that arrived.
+    pub bytes: u64,
+    /// What became of it.
+    pub outcome: Outcome,
+    /// When its decoding or recomputation began.
+    pub computing_from: Option<f64>,
+    /// When its keys and values were in the cache.
+    pub computed_at: Option<f64>,
+    #[serde(skip)]
+    pub(super) level_bytes: u64,
+}
+
+impl Event {
+    pub(super) fn new(id: ChunkId, cost: &ChunkCost, decision: &Decision, now: f64) -> Self {
+        let (encoding, outcome, level_bytes) = match decision.encoding {
+            Encoding::Text => ("text".into(), Outcome::Recomputed, 0),
+            Encoding::Level(level) => (format!("level {level}"), Outcome::Loaded, cost.levels[level]),
+        };
+        Self {
+            request: id.request,
+            chunk: id.index,
+            tokens: cost.tokens,
+            encoding,
+            reason: match decision.reason {
+                Reason::InTime => "in time",
+                Reason::NoneInTime => "none in time",
+                Reason::NoThroughput => "no throughput known",
+            },
+            throughput: match decision.throughput {
+                Throughput::Measured(rate) | Throughput::Prior(rate) => Some(rate),
+                Throughput::Unknown => None,
+            },
+            expected: decision.delay,
+            text_chunks: decision.text_chunks,
+            text_delay: decision.text_delay,
+            level_delays: decision.level_delays.iter().flatten().copied().collect(),
+            requested: now,
+            arrived: now,
+            bytes: 0,
+            outcome,
+            computing_from: None,
+            computed_at: None,
+            level_bytes,
+        }
+    }
+
+    /// Whether it led to this chunk's keys and values, which are not computed yet.
+    pub(super) fn is_of(&self, chunk: ChunkId) -> bool {
+        let led = matches!(self.outcome, Outcome::Loaded | Outcome::Recomputed) && self.computed_at.is_none();
+        led && (self.request, self.chunk) == (chunk.request, chunk.index)
+    }
+
+    pub(super) fn computed(&mut self, computed: &Computed) {
+        self.computing_from = Some(computed.start);
+        self.computed_at = Some(computed.end);
+        if let Some(what) = &computed.damaged {
+            self.outcome = Outcome::Damaged(what.clone());
+        }
+    }
+}
