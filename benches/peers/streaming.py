@@ -1,0 +1,194 @@
+#!/usr/bin/env python3
+"""Streaming stored contexts before a deadline (CacheGen, sections 5.3 and 7.3, figures 11 to 14), by `kv stream`.
+
+    cargo build --release -p kv-reference
+    python benches/peers/streaming.py target/release/kv benches/results/streaming.md [--smollm2 MODEL.gguf --text WIKITEXT]
+
+Measured: bits a value of each level and the quality of loaded caches, on real keys and values of the named model, with the bytes
+sent over a shaped link in one process and decoded on CPU threads. Everything with a bandwidth in Gbit/s is simulated: the same loop
+on a simulated clock, with those bits, 65,536 values a token (Llama 3.1 8B) or 163,840 (70B), and speeds that were measured on an
+H200: prefill of 8,192, 32,768 and 131,072 tokens of the 8B shape in 0.207, 1.201 and 10.712 s (torch, cuDNN attention), 53 G values
+decoded a second (`results/gpu.md`, transform), and 4 ms for a decode step (`results/decode.md`), the first token. The 70B shape is
+computed from them: 8.8 times the products with weights and 5 times the attention, on four GPUs at perfect scaling. Links have no latency.
+"""
+import argparse, datetime, json, os, subprocess, tempfile
+
+import record
+
+PREFILL = {8192: 0.207, 32768: 1.201, 131072: 10.712}
+DECODE, REST = 53, 0.004
+VALUES = 65536
+BANDWIDTHS = (0.4, 1, 2, 3, 5, 10, 20, 40, 100, 200, 400)
+LEVELS = (4.1, 3.1, 2)
+
+
+def kv_json(kv, *arguments):
+    with tempfile.NamedTemporaryFile() as file:
+        subprocess.run([kv, "stream", *map(str, arguments), "--json", file.name], check=True, stdout=subprocess.DEVNULL)
+        return json.load(open(file.name))
+
+
+class Shape:
+    """A model's sizes and the times of its prefill."""
+
+    def __init__(self, values, prefill, decode):
+        self.values, self.prefill, self.decode = values, prefill, decode
+
+    def stream(self, kv, tokens, bits, encoding, *arguments):
+        points = ",".join(f"{n}={t}" for n, t in self.prefill.items())
+        return kv_json(kv, "simulate", "--tokens", tokens, "--values", self.values, "--bits", ",".join(f"{b:.4f}" for b in bits),
+                       "--recompute", points, "--decode-rate", self.decode, "--rest", REST, "--encoding", encoding, *arguments)
+
+    def ttft(self, kv, tokens, bits, encoding, gbps, requests=1):
+        run = self.stream(kv, tokens, bits, encoding, "--link", gbps, "--requests", requests, "--batch", requests,
+                          "--timeout", 1000)
+        return run["trials"][0]["first_token"], run
+
+
+def bigger():
+    """70B from 8B: weights, layers and heads; on four GPUs."""
+    (n0, t0), (n1, t1) = (8192, PREFILL[8192]), (131072, PREFILL[131072])
+    quadratic = (t1 / n1 - t0 / n0) / (n1 - n0)
+    linear = t0 / n0 - quadratic * n0
+    times = {n: (8.8 * linear * n + 5 * quadratic * n * n) / 4 for n in PREFILL}
+    return Shape(163840, times, 4 * DECODE)
+
+
+COLUMNS = ["text", "16 bits", "8 bits", "level 0", "level 1", "level 2", "uniform", "adaptive"]
+
+
+def bandwidth_row(shape, kv, tokens, bits, gbps, requests=1):
+    """Seconds to the first token, by column."""
+    plain = lambda width: shape.ttft(kv, tokens, [width], "0", gbps, requests)[0]
+    ours = {f"level {i}": shape.ttft(kv, tokens, bits, i, gbps, requests)[0] for i in range(len(bits))}
+    return {"text": shape.ttft(kv, tokens, bits, "text", gbps, requests)[0], "16 bits": plain(16), "8 bits": plain(8), **ours,
+            "uniform": shape.ttft(kv, tokens, bits, "uniform", gbps, requests)[0],
+            "adaptive": shape.ttft(kv, tokens, bits, "adaptive", gbps, requests)[0]}
+
+
+def time(seconds):
+    return f"{1000 * seconds:.0f} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
+def figure11(out, result, kv, shape, name, bits, lengths, requests=1):
+    title = f"### {name}, {requests} requests" if requests > 1 else f"### {name}"
+    out += [title, "", "| tokens | Gbit/s | " + " | ".join(COLUMNS) + " | adaptive over the best | under 8 bits |",
+            "| --- | --- |" + " --- |" * (len(COLUMNS) + 2)]
+    worst, crossovers = 0, []
+    for tokens in lengths:
+        crossover = None
+        for gbps in BANDWIDTHS:
+            row = bandwidth_row(shape, kv, tokens, bits, gbps, requests)
+            best = min(seconds for column, seconds in row.items() if column not in ("adaptive", "uniform"))
+            worst = max(worst, row["adaptive"] / best)
+            if crossover is None and row["level 2"] < row["text"]:
+                crossover = gbps
+            out.append(f"| {tokens} | {gbps} | " + " | ".join(time(row[c]) for c in COLUMNS)
+                       + f" | {row['adaptive'] / best:.3f} | {row['8 bits'] / row['adaptive']:.1f}x |")
+            result.append({"shape": name, "requests": requests, "tokens": tokens, "gbps": gbps, "seconds": row})
+        crossovers.append(f"{tokens} tokens from {crossover} Gbit/s" if crossover else f"{tokens} tokens nowhere")
+    out += ["", f"Adaptive takes at most {worst:.3f} of the best fixed choice. Level 2 is faster than text for " + ", ".join(crossovers)
+            + " on.", ""]
+
+
+def exact_crossover(shape, tokens, bits, requests=1):
+    """Gbit/s at which loading the coarsest level takes as long as the text."""
+    return tokens * shape.values * bits[-1] / 1e9 / shape.prefill[tokens]
+
+
+def figure13(out, result, kv, shape, bits):
+    trials = 1000
+    out += [f"## Missed deadlines, {trials} random bandwidths of 0.1 to 10 Gbit/s", "",
+            "A rate is drawn uniformly every 0.25 s; no bandwidth is known before the first chunk. Simulated. `uniform` is the paper's "
+            "policy; the last columns are of `adaptive`.", "",
+            "| context | objective | 8 bits | level 0 | level 1 | level 2 | text | uniform | adaptive | level 1 over adaptive | as text | at level 0 | 1 | 2 |",
+            "| --- | --- |" + " --- |" * 12]
+    for tokens, requests in ((8192, 1), (8192, 8), (16384, 1), (32768, 1)):
+        for slo in (0.5, 1, 2):
+            late, share = {}, []
+            for name, levels, encoding in [("8 bits", [8], "0")] + [(f"level {i}", bits, str(i)) for i in range(3)] + [
+                    (name, bits, name) for name in ("text", "uniform", "adaptive")]:
+                run = shape.stream(kv, tokens, levels, encoding, "--link", "random:0.1-10", "--slo", slo, "--trials", trials,
+                                   "--requests", requests, "--batch", requests)
+                late[name] = sum(trial["first_token"] > slo for trial in run["trials"]) / trials
+                if name == "adaptive":
+                    counts = [sum(trial["tokens"][i] for trial in run["trials"]) for i in range(4)]
+                    share = [counts[i] / sum(counts) for i in (3, 0, 1, 2)]
+            columns = ["8 bits", "level 0", "level 1", "level 2", "text", "uniform", "adaptive"]
+            ratio = f"{late['level 1'] / late['adaptive']:.1f}x" if late["adaptive"] else "none missed"
+            name = f"{requests} x {tokens}" if requests > 1 else str(tokens)
+            out.append(f"| {name} | {slo} s | " + " | ".join(f"{100 * late[c]:.1f} %" for c in columns) + f" | {ratio} | "
+                       + " | ".join(f"{100 * s:.0f} %" for s in share) + " |")
+            result.append({"tokens": tokens, "requests": requests, "slo": slo, "late": late, "share": share})
+    out.append("")
+
+
+def figure14(out, result, kv, shape, bits):
+    out += ["## Parts of the time to first token", "",
+            "8B shape, simulated. Transfer ends with the last byte; decoding is what comes after it; the rest is the first token.", "",
+            "| tokens | Gbit/s | encoding | transfer | decoding after it | rest | all decoding | over the transfer |",
+            "| --- | --- | --- | --- | --- | --- | --- | --- |"]
+    for tokens in PREFILL:
+        for gbps in (3, 10, 40, 100):
+            trial = shape.ttft(kv, tokens, bits, "2", gbps)[1]["trials"][0]
+            exposed = trial["first_token"] - REST - trial["transferred"]
+            out.append(f"| {tokens} | {gbps} | level 2 | {time(trial['transferred'])} | {1000 * exposed:.1f} ms | {1000 * REST:.0f} ms | "
+                       f"{time(trial['computing'])} | {100 * exposed / trial['transferred']:.1f} % |")
+            result.append({"tokens": tokens, "gbps": gbps, **trial})
+    out.append("")
+
+
+def quality(out, result, kv, name, context, chunk, more):
+    encodings = ["0", "1", "2", "0,1,2", "2,1,0", "2,0", "2,text", "2,2,text,2", "text"]
+    out += [f"### {name}, {context} tokens in chunks of {chunk}", "",
+            "| encodings of the chunks in turn | bits a value sent | KL | top-1 | perplexity |", "| --- | --- | --- | --- | --- |"]
+    for encoding in encodings:
+        run = kv_json(kv, "load", "--context", context, "--chunk", chunk, "--link", 100, "--encoding", encoding,
+                      "--bits", ",".join(map(str, LEVELS)), *more)
+        levels = [level["bits_per_value"] for level in run["levels"]]
+        tokens = sum(event["tokens"] for event in run["trace"]["events"])
+        held = sum(levels[int(event["encoding"][6:])] * event["tokens"] for event in run["trace"]["events"] if event["bytes"])
+        out.append(f"| {encoding} | {held / tokens:.2f} | {run['kl']:.5f} | {100 * run['top1']:.1f} % | {run['perplexity']:.3f} |")
+        result.append({"model": run["model"], "encoding": encoding, "levels": levels, "kl": run["kl"], "top1": run["top1"],
+                       "perplexity": run["perplexity"]})
+    out += ["", "Levels have " + ", ".join(f"{b:.2f}" for b in levels) + " bits a value. The tokens decoded are scored against the exact cache.", ""]
+    return levels
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("kv")
+    parser.add_argument("out")
+    parser.add_argument("--smollm2")
+    parser.add_argument("--text")
+    args = parser.parse_args()
+    commit = record.commit()
+    doc = __doc__.strip().splitlines()
+    out = ["# Streaming stored contexts", "", f"{datetime.date.today()}, commit {commit}. Made by", ""] + doc[2:5] + doc[5:] + [""]
+    result = {"commit": commit, "quality": [], "bandwidths": [], "deadlines": [], "parts": []}
+    text = ["## Quality of loaded caches", "", "Measured: encoded, sent over a shaped link, decoded by `codec-core` into an exact cache.", ""]
+    bits = quality(text, result["quality"], args.kv, "tiny-llama-12m, State of the Union addresses", 4096, 512, [])
+    if args.smollm2:
+        quality(text, result["quality"], args.kv, "SmolLM2-135M-Instruct, WikiText-2", 2048, 512,
+                ["--model", args.smollm2, "--text", args.text, "--decode", 128])
+    result["bits"] = bits
+    small, large = Shape(VALUES, PREFILL, DECODE), bigger()
+    out += ["## Time to first token by bandwidth", "",
+            f"Simulated. Levels have {', '.join(f'{b:.2f}' for b in bits)} bits a value, as measured on tiny-llama-12m below. `adaptive` and `uniform` (the "
+            "paper's plans: one encoding for all remaining chunks) have no deadline but to be fast, and know no bandwidth before the "
+            "first chunk. `adaptive` recomputes early chunks while later ones are transferred, so it can be faster than every fixed choice.", ""]
+    figure11(out, result["bandwidths"], args.kv, small, "8B shape", bits, PREFILL)
+    figure11(out, result["bandwidths"], args.kv, small, "8B shape", bits, (8192, 32768), 8)
+    figure11(out, result["bandwidths"], args.kv, large, "70B shape, computed", bits, PREFILL)
+    lines = [f"{name}, {n} tokens: {exact_crossover(shape, n, bits):.2f}" for name, shape in (("8B", small), ("70B", large)) for n in PREFILL]
+    out += ["Gbit/s at which the transfer of level 2 takes as long as the text, any number of requests: " + "; ".join(lines) + ". With n requests "
+            "both times grow n times, since prefill is bound by the products at one request already.", ""]
+    figure13(out, result["deadlines"], args.kv, small, bits)
+    figure14(out, result["parts"], args.kv, small, bits)
+    out += text
+    record.write(args.out, out, commit)
+    record.write(os.path.splitext(args.out)[0] + ".json", [json.dumps(result, indent=1)], commit)
+
+
+if __name__ == "__main__":
+    main()
