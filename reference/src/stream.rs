@@ -243,7 +243,7 @@ impl Mean {
 /// How a transfer ended.
 enum Transfer {
     Arrived(Vec<u8>),
-    Abandoned(Decision),
+    Abandoned(Box<Decision>),
     Failed(Error),
 }
 
@@ -279,7 +279,7 @@ impl Stream<'_> {
                     }
                     Transfer::Abandoned(other) => {
                         event.outcome = Outcome::Abandoned;
-                        decision = other;
+                        decision = *other;
                     }
                     Transfer::Failed(e) if self.options.fall_back => {
                         event.outcome = Outcome::Failed(e.to_string());
@@ -366,7 +366,7 @@ impl Stream<'_> {
                 let left = total - received + others;
                 if let Some(decision) = policy.reconsider(&sizes, level, left, self.progress())? {
                     self.link.cancel();
-                    return Ok(Transfer::Abandoned(decision));
+                    return Ok(Transfer::Abandoned(Box::new(decision)));
                 }
             }
         }

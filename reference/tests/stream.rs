@@ -3,6 +3,9 @@
 
 #![allow(clippy::unwrap_used, clippy::panic)] // helpers of tests, too
 
+#[path = "support/kv.rs"]
+mod support;
+
 use std::path::Path;
 use std::sync::{Arc, LazyLock};
 use std::time::Instant;
@@ -350,5 +353,49 @@ fn a_link_that_breaks_leaves_the_rest_to_the_text() {
                 assert_eq!(receiver.into_caches().unwrap()[0].seq_len(), PROMPT);
             }
         }
+    }
+}
+
+/// Arguments of a simulation of 3,000 tokens.
+const SIMULATE: [&str; 10] =
+    ["stream", "simulate", "--tokens", "3000", "--values", "64", "--bits", "4,2", "--recompute", "1000=0.1"];
+
+#[test]
+fn the_command_writes_the_trace_and_a_page() {
+    let folder = tempfile::tempdir().unwrap();
+    let (json, page) = (folder.path().join("trace.json"), folder.path().join("page.html"));
+    let more = ["--link", "random:0.1-1", "--slo", "0.2", "--trials", "3", "--json", support::text(&json)];
+    let arguments = [&SIMULATE[..], &more, &["--report", support::text(&page)]].concat();
+    let output = support::run("simulate", support::kv(&arguments));
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let json: serde_json::Value = serde_json::from_slice(&std::fs::read(&json).unwrap()).unwrap();
+    assert_eq!(json["trials"].as_array().unwrap().len(), 3);
+    assert_eq!(json["trace"]["events"][0]["tokens"], 1500);
+    let page = std::fs::read_to_string(&page).unwrap();
+    assert!(page.contains("<svg") && page.contains("level 1") && page.ends_with("</html>\n"));
+}
+
+#[test]
+fn arguments_that_cannot_be_run_are_one_line() {
+    for (more, what) in [
+        (&["--tokens", "99999999999999"][..], "chunks"),
+        (&["--link", "no-such-file"], "no-such-file"),
+        (&["--link", "nan"], "bandwidth"),
+        (&["--encoding", "2"], "levels below 2"),
+        (&["--encoding", "fast"], "fast"),
+        (&["--requests", "0"], "--requests"),
+        (&["--timeout", "0"], "timeout"),
+        (&["--trials", "0"], "--trials"),
+        (&["--reserve", "1"], "--reserve"),
+        (&["--prior", "0"], "codec-core"),
+        (&["--first", "2"], "codec-core"),
+        (&["--recompute", "1000=0"], "prefill"),
+    ] {
+        let given = SIMULATE.chunks(2).filter(|pair| pair[0] != more[0]).flatten().copied();
+        let arguments: Vec<&str> = given.chain(more.iter().copied()).collect();
+        let output = support::run(what, support::kv(&arguments));
+        let stderr = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{more:?}: {stderr}");
+        assert!(stderr.starts_with("kv: ") && stderr.contains(what), "{more:?}: {stderr}");
     }
 }
