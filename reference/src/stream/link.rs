@@ -286,7 +286,10 @@ mod tests {
     #[test]
     fn random_rates_are_a_function_of_time_and_seed() {
         let random: Bandwidth = "random:0.1-10".parse().unwrap();
-        let rates = |seed| (0..4_000).map(|i| random.clone().seeded(seed).at(0.25 * f64::from(i) + 0.1).0);
+        let rates = |seed| {
+            let random = random.clone().seeded(seed);
+            (0..4_000).map(move |i| random.at(0.25 * f64::from(i) + 0.1).0)
+        };
         assert!(rates(1).eq(rates(1)) && rates(1).ne(rates(2)));
         let mean = rates(3).sum::<f64>() / 4_000.0 / GBPS;
         assert!((mean - 5.05).abs() < 0.2, "{mean}");
@@ -298,7 +301,7 @@ mod tests {
         assert_eq!("0.8".parse::<Bandwidth>().unwrap(), Bandwidth::Steps(vec![(0.0, 1e8)]));
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("trace");
-        let mut read = |text: &str| {
+        let read = |text: &str| {
             std::fs::write(&path, text).unwrap();
             path.to_str().unwrap().parse::<Bandwidth>()
         };
