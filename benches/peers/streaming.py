@@ -167,7 +167,8 @@ def main():
     out = ["# Streaming stored contexts", "", f"{datetime.date.today()}, commit {commit}. Made by", ""] + doc[2:5] + doc[5:] + [""]
     result = {"commit": commit, "quality": [], "bandwidths": [], "deadlines": [], "parts": []}
     text = ["## Quality of loaded caches", "", "Measured: encoded, sent over a shaped link, decoded by `codec-core` into an exact cache.", ""]
-    bits = quality(text, result["quality"], args.kv, "tiny-llama-12m, State of the Union addresses", 4096, 512, [])
+    bits = quality(text, result["quality"], args.kv, "tiny-llama-12m, State of the Union addresses", 2048, 256,
+                   ["--calibration", 2048, "--decode", 128])
     if args.smollm2:
         quality(text, result["quality"], args.kv, "SmolLM2-135M-Instruct, WikiText-2", 2048, 512,
                 ["--model", args.smollm2, "--text", args.text, "--decode", 128])
