@@ -9,6 +9,7 @@
 mod cache;
 mod gemm;
 mod gemv;
+mod host_memory;
 mod memory;
 mod programs;
 mod step;
@@ -20,7 +21,7 @@ use cudarc::driver::sys::CUstream;
 use cudarc::driver::{CudaGraph, CudaStream, DriverError, result, sys};
 pub use kv_gpu::Element;
 
-pub use cache::{Chunk, DenseCache, DeviceCache, MillionCache, method_cache};
+pub use cache::{Chunk, DenseCache, DeviceCache, MillionCache, PqCache, method_cache};
 pub use programs::programs;
 pub use step::{CHUNK, Decoder, Part};
 pub use weights::{RANDOM_MODELS, Weights, hashed};

@@ -54,6 +54,15 @@ pub enum Error {
     /// An error of `codec-core`.
     #[error("codec-core: {0}")]
     Codec(#[from] codec_core::Error),
+    /// The host has no room for page-locked rows.
+    #[cfg(feature = "cuda")]
+    #[error("{bytes} bytes of page-locked host memory: {reason}")]
+    HostMemory {
+        /// Bytes that were asked for.
+        bytes: usize,
+        /// What stands against it.
+        reason: String,
+    },
     /// An error of the GPU.
     #[cfg(feature = "cuda")]
     #[error("device: {0}")]

@@ -2,6 +2,7 @@
 //!
 //! One method, one file: its settings, its calibration, its store. A new one needs a line in the registry.
 
+mod budget;
 mod cachegen;
 pub mod cost;
 mod cut;
@@ -33,6 +34,10 @@ use crate::model::{Config, Model, Rope};
 #[cfg(feature = "cuda")]
 use crate::side::Pair;
 use crate::{Error, Profile, Result};
+#[cfg(feature = "cuda")]
+pub(crate) use budget::Budget;
+#[cfg(feature = "cuda")]
+pub(crate) use kind::Retrieval;
 use kind::{Entry, Kind, Site};
 use settings::{Layers, Settings};
 
@@ -255,6 +260,25 @@ impl Method {
         (0..config.n_layers).filter_map(codebooks).collect()
     }
 
+    /// What a device needs of a method that retrieves exact rows by codes; none for another one.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn device_retrieval(&self, config: &Config) -> Result<Option<Retrieval>> {
+        let retrieval = self.kind.device_retrieval(Geometry::of(config)).transpose()?;
+        Ok(retrieval.filter(|_| self.exact_layers.is_empty()))
+    }
+
+    /// The codebooks of the keys of every layer and head of a method with [`Self::device_retrieval`].
+    #[cfg(feature = "cuda")]
+    pub(crate) fn key_codebooks(
+        &self,
+        config: &Config,
+        profile: &Profile,
+    ) -> Result<Vec<Vec<CodebookBuf>>> {
+        let codebooks = |l| self.kind.key_codebooks(Geometry::of(config), l, profile);
+        let all: Result<_> = (0..config.n_layers).filter_map(codebooks).collect();
+        all.map_err(|e| self.named(e))
+    }
+
     fn check(&self, config: &Config) -> Result<()> {
         config.clone().validated().map_err(Error::Argument)?;
         self.kind.check(config)?;
@@ -386,6 +410,9 @@ mod tests {
             "million:k=8/",
             "pqcache:ratio=-1",
             "pqcache:iterations=0",
+            "pqcache:tokens=-1",
+            "pqcache:tokens=8:ratio=0.1",
+            "pqcache:codebooks=both",
             "hybrid:rows=2",
             "hybrid:rows=most",
             "hybrid:offloaded=int4",

@@ -94,6 +94,12 @@ impl EncodeGeneric {
         Ok(Self { kernel, shape })
     }
 
+    /// Bytes of shared memory that a block takes.
+    #[must_use]
+    pub const fn shared_memory(&self) -> usize {
+        shared_bytes(self.shape.quantizer)
+    }
+
     /// Launches the encoding on a stream.
     ///
     /// # Errors

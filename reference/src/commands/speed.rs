@@ -21,7 +21,7 @@ pub struct Speed {
     /// A model that is a shape only, with hashed weights: llama-2-7b, llama-3.1-8b or llama-3.1-70b/8
     #[arg(long, value_name = "NAME", conflicts_with = "model")]
     random: Option<String>,
-    /// Methods to time: dense in 16 bits and million have a form on the device
+    /// Methods to time: dense in 16 bits, million and pqcache have a form on the device
     #[arg(long, value_name = "LIST", default_value = "dense:dtype=bf16,million:exact=bf16")]
     methods: String,
     /// Tokens that a step attends to
@@ -63,6 +63,12 @@ struct Row {
     /// Bytes of weights and of the cache that a step reads.
     weight_bytes: usize,
     cache_bytes: usize,
+    /// Bytes of the whole cache: on the device, and page-locked on the host.
+    device_bytes: usize,
+    host_bytes: usize,
+    /// Rows (a token's key and value of one head) that a step reads from the host, and their bytes.
+    fetched_rows: usize,
+    fetched_bytes: usize,
     /// Time in which the device copies as many bytes.
     floor_ms: f64,
     /// Products with weights alone, with norms, RoPE, SwiGLU and residual sums; attention alone; embedding
@@ -192,7 +198,9 @@ impl Speed {
         let step_ms = times[times.len() / 2];
         let parts = [Part::Products, Part::Attention, Part::Rest].map(|part| decoder.time_part(part, 9));
         let [products_ms, attention_ms, rest_ms] = parts;
-        let (weight_bytes, cache_bytes) = (weights.step_bytes(), decoder.cache().step_bytes(context));
+        let cache = decoder.cache();
+        let (weight_bytes, cache_bytes) = (weights.step_bytes(), cache.step_bytes(context));
+        let fetched_rows = cache.fetched_rows(context);
         Ok(Row {
             method: method.spec(),
             context,
@@ -203,6 +211,10 @@ impl Speed {
             tokens_per_second: 1000.0 * batch as f32 / mean_ms,
             weight_bytes,
             cache_bytes,
+            device_bytes: cache.bytes(),
+            host_bytes: cache.host_bytes(),
+            fetched_rows,
+            fetched_bytes: fetched_rows * 4 * weights.config.head_dim,
             floor_ms: 1000.0 * (weight_bytes + cache_bytes) as f64 / copy_rate,
             products_ms: products_ms?,
             attention_ms: attention_ms?,
@@ -255,6 +267,9 @@ fn table(output: &Output) -> Table {
         "GB read",
         "floor, ms",
         "over floor",
+        "GB device",
+        "GB host",
+        "rows fetched",
         "products",
         "attention",
         "rest",
@@ -272,6 +287,9 @@ fn table(output: &Output) -> Table {
             format!("{:.2}", (row.weight_bytes + row.cache_bytes) as f64 / 1e9),
             format!("{:.3}", row.floor_ms),
             format!("{:.2}", f64::from(row.step_ms) / row.floor_ms),
+            format!("{:.2}", row.device_bytes as f64 / 1e9),
+            format!("{:.2}", row.host_bytes as f64 / 1e9),
+            row.fetched_rows.to_string(),
             format!("{:.3}", row.products_ms),
             format!("{:.3}", row.attention_ms),
             format!("{:.3}", row.rest_ms),

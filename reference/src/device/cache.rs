@@ -2,11 +2,14 @@
 
 mod dense;
 mod million;
+mod pqcache;
+mod turns;
 
 use kv_gpu::{AnyElement, DevicePtr, Element};
 
 pub use dense::DenseCache;
 pub use million::MillionCache;
+pub use pqcache::PqCache;
 
 use super::Gpu;
 use super::memory::Buffer;
@@ -133,6 +136,17 @@ pub trait DeviceCache {
 
     /// Bytes of device memory.
     fn bytes(&self) -> usize;
+
+    /// Bytes of page-locked host memory.
+    fn host_bytes(&self) -> usize {
+        0
+    }
+
+    /// Rows (a token's key and value of one head) that a step reads from the host with `tokens` in every
+    /// sequence.
+    fn fetched_rows(&self, _tokens: usize) -> usize {
+        0
+    }
 }
 
 /// The cache of a method for `batch` sequences of at most `capacity` tokens; codebooks are from the profile,
@@ -153,14 +167,26 @@ pub fn method_cache(
     if method.is_dense() {
         return Ok(Box::new(DenseCache::new(gpu, config, element, batch, capacity)?));
     }
+    let window = method.window();
+    if let Some(retrieval) = method.device_retrieval(config)? {
+        if retrieval.trains && profile.is_some() {
+            return Err(Error::Argument(format!(
+                "method {} trains codebooks on the prompt, which the device does not: pass codebooks=profile, \
+                 or --device cpu",
+                method.name
+            )));
+        }
+        let codebooks = profile.map(|profile| method.key_codebooks(config, profile)).transpose()?;
+        let cache = PqCache::new(gpu, config, element, retrieval, codebooks, window, batch, capacity)?;
+        return Ok(Box::new(cache));
+    }
     let Some(quantizers) = method.device_quantizers(config)? else {
         return Err(Error::Argument(format!(
-            "method {} has no form on the device, only dense and million (without outliers and exact layers) \
-             have one: pass --device cpu",
+            "method {} has no form on the device, only dense, million (without outliers) and pqcache have one, \
+             all without exact layers: pass --device cpu",
             method.name
         )));
     };
     let codebooks = profile.map(|profile| method.codebooks(config, profile)).transpose()?;
-    let window = method.window();
     Ok(Box::new(MillionCache::new(gpu, config, element, quantizers, codebooks, window, batch, capacity)?))
 }

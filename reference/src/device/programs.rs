@@ -48,12 +48,17 @@ pub(crate) fn past(element: Element, layout: &CodeLayout, side: Side) -> Program
         .define_if(side == Side::Keys, "KEYS")
 }
 
+/// `budget` and `leave`.
+pub(crate) fn pqcache() -> Program {
+    Program::own("pqcache.cu", include_str!("kernels/pqcache.cu"), HEADERS, &[])
+}
+
 /// Every kernel of the loop for blocks of up to `shared_memory` bytes, to be compiled without a device: the
 /// products of models with 384 and with 4,096 components for one, six and 32 sequences, and codes of all
 /// layouts.
 #[must_use]
 pub fn programs(shared_memory: usize) -> Vec<Program> {
-    let mut programs = vec![weights(0), weights(1), leaving()];
+    let mut programs = vec![weights(0), weights(1), leaving(), pqcache()];
     for element in [Element::F16, Element::Bf16] {
         programs.extend([step(element), prompt(element, 64), prompt(element, 128)]);
         let shapes = [(128, 64, 8), (128, 64, 6), (128, 32, 8), (128, 128, 4), (64, 16, 4), (64, 32, 8)];

@@ -7,6 +7,8 @@ use std::sync::Arc;
 use pq_core::CodebookBuf;
 use pq_core::PqShape;
 
+#[cfg(feature = "cuda")]
+use super::budget::Budget;
 use super::settings::Settings;
 use crate::cache::{DenseStore, ElementType, Geometry, Store};
 use crate::calibrate::Calibration;
@@ -92,10 +94,37 @@ pub(super) trait Kind: Debug + Send + Sync {
         None
     }
 
+    /// What a device needs of a method that attends to the tokens that codes of keys choose.
+    #[cfg(feature = "cuda")]
+    fn device_retrieval(&self, _geometry: Geometry) -> Option<Result<Retrieval>> {
+        None
+    }
+
+    /// The codebooks of the keys of layer `l`, one per kv head, for a method with [`Self::device_retrieval`].
+    #[cfg(feature = "cuda")]
+    fn key_codebooks(
+        &self,
+        _geometry: Geometry,
+        _l: usize,
+        _profile: &Profile,
+    ) -> Option<Result<Vec<CodebookBuf>>> {
+        None
+    }
+
     /// The codec's planes, for a method whose store is a bitstream.
     fn planes(&self, _config: &Config, _profile: &Profile) -> Option<Result<codec_core::Profile>> {
         None
     }
+}
+
+/// Attention to the exact rows of tokens that codes of keys choose.
+#[cfg(feature = "cuda")]
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Retrieval {
+    pub quantizer: PqShape,
+    pub budget: Budget,
+    /// Whether codebooks are trained on the prompt; else they are the profile's.
+    pub trains: bool,
 }
 
 /// Where stores are built.

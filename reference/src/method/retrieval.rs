@@ -1,6 +1,9 @@
 //! Top-k attention: all tokens are scored cheaply, the best are attended to exactly. `oracle` scores by the
-//! exact product, `pqcache` by product-quantized keys; its exact rows are offloaded.
+//! exact product, `pqcache` by product-quantized keys; its exact rows are offloaded. On a device they are in
+//! host memory.
 
+use std::fmt;
+use std::str::FromStr;
 use std::sync::Arc;
 
 use pq_core::{
@@ -9,23 +12,26 @@ use pq_core::{
 };
 use svd_core::SoftmaxStats;
 
+use super::budget::Budget;
 use super::cost::{Iterations, Resolved};
+#[cfg(feature = "cuda")]
+use super::kind::Retrieval;
 use super::kind::{Entry, Kind, SEED, Site};
 use super::offload::{OffloadSettings, offload_help};
 use super::pq_code::PqCode;
-use crate::Result;
 use crate::cache::{Fetched, Footprint, Geometry, OffloadedRows, Store};
-use crate::model::{Config, Rope};
+use crate::calibrate::Calibration;
+use crate::model::{Config, Model, Rope};
 use crate::ops::dot;
+use crate::{Error, Profile, Result};
 
 pub(super) const ORACLE: Entry = Entry {
     names: &["oracle"],
     help: "\
-  oracle            exact top-k, this part of the tokens                  ratio=0.2
+  oracle            exact top-k, this part of the tokens                  ratio=0.2 or tokens=N
 ",
     parse: |s| {
-        let ratio = s.fraction("ratio", 0.2)?;
-        Ok(Arc::new(TopK { ratio, quantizer: None, offload: OffloadSettings::NONE }))
+        Ok(Arc::new(TopK { budget: Budget::take(s)?, quantizer: None, offload: OffloadSettings::NONE }))
     },
 };
 
@@ -33,52 +39,168 @@ pub(super) const PQ_CACHE: Entry = Entry {
     names: &["pqcache"],
     help: concat!(
         "\
-  pqcache           top-k by PQ codes;                                    ratio=0.2 code=16x8 iterations=10|FILE
+  pqcache           top-k by PQ codes;                                    ratio=0.2 or tokens=N
+                                                                          code=16x8 iterations=10|FILE
+                                                                          codebooks=prompt|profile
 ",
         offload_help!()
     ),
     parse: |s| {
-        let (ratio, code) = (s.fraction("ratio", 0.2)?, PqCode::take(s, "code", 8, 8)?);
-        let quantizer = Some((code, s.own("iterations", Iterations::Count(10))?));
-        Ok(Arc::new(TopK { ratio, quantizer, offload: OffloadSettings::take(s)? }))
+        let (budget, code) = (Budget::take(s)?, PqCode::take(s, "code", 8, 8)?);
+        let iterations = s.own("iterations", Iterations::Count(10))?;
+        let codebooks = s.common("codebooks", Codebooks::Prompt)?;
+        let quantizer = Some(Quantizer { code, iterations, codebooks });
+        Ok(Arc::new(TopK { budget, quantizer, offload: OffloadSettings::take(s)? }))
     },
 };
 
 #[derive(Debug)]
 struct TopK {
-    ratio: f64,
-    quantizer: Option<(PqCode, Iterations)>, // and the iterations of its training
+    budget: Budget,
+    quantizer: Option<Quantizer>,
     offload: OffloadSettings,
+}
+
+/// The quantizer of keys, and how its codebooks are trained.
+#[derive(Clone, Debug)]
+struct Quantizer {
+    code: PqCode,
+    iterations: Iterations,
+    codebooks: Codebooks,
+}
+
+/// What codebooks are trained on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Codebooks {
+    /// The first keys that arrive, that is the prompt's (PQCache 3.3).
+    Prompt,
+    /// The profile's text.
+    Profile,
+}
+
+impl FromStr for Codebooks {
+    type Err = String;
+
+    fn from_str(text: &str) -> std::result::Result<Self, String> {
+        match text {
+            "prompt" => Ok(Self::Prompt),
+            "profile" => Ok(Self::Profile),
+            _ => Err("is neither prompt nor profile".into()),
+        }
+    }
+}
+
+impl fmt::Display for Codebooks {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Prompt => "prompt",
+            Self::Profile => "profile",
+        })
+    }
+}
+
+impl Quantizer {
+    fn key(&self, l: usize, head: usize) -> String {
+        format!("pqcache/{}/{l}/{head}/centroids", self.code)
+    }
+
+    fn iterations(&self, geometry: Geometry) -> Result<Resolved> {
+        self.iterations.resolve(self.code.shape(geometry.head_dim)?, geometry)
+    }
+
+    /// The codebooks of layer `l`, one per kv head.
+    fn trained(&self, profile: &Profile, geometry: Geometry, l: usize) -> Result<Vec<CodebookBuf>> {
+        let shape = self.code.shape(geometry.head_dim)?;
+        let codebook = |head| {
+            let centroids = profile.floats(&self.key(l, head))?;
+            CodebookBuf::new(shape, centroids).map_err(|e| Error::Profile(e.to_string()))
+        };
+        (0..geometry.n_kv_heads).map(codebook).collect()
+    }
+
+    /// The scorer of layer `l` before the first keys.
+    fn scorer(&self, site: &Site<'_>, l: usize) -> Result<Scorer> {
+        let shape = self.code.shape(site.geometry.head_dim)?;
+        let codebooks = match self.codebooks {
+            Codebooks::Prompt => vec![],
+            Codebooks::Profile => self.trained(site.profile, site.geometry, l)?,
+        };
+        let head = |codebook| PqHead { codebook: Arc::new(codebook), codes: CodesBuf::new(shape) };
+        let heads = codebooks.into_iter().map(head).collect();
+        Ok(Scorer::Pq { shape, iterations: self.iterations(site.geometry)?, heads })
+    }
 }
 
 impl Kind for TopK {
     fn check(&self, config: &Config) -> Result<()> {
-        if let Some((code, iterations)) = &self.quantizer {
-            code.check("pqcache", config)?;
-            iterations.resolve(code.shape(config.head_dim)?, Geometry::of(config))?;
+        if let Some(quantizer) = &self.quantizer {
+            quantizer.code.check("pqcache", config)?;
+            quantizer.iterations(Geometry::of(config))?;
         }
         self.offload.check()
     }
 
     fn prompt_quantizer(&self, geometry: Geometry) -> Option<Result<PqShape>> {
-        self.quantizer.as_ref().map(|(code, _)| code.shape(geometry.head_dim))
+        let trains = |quantizer: &&Quantizer| quantizer.codebooks == Codebooks::Prompt;
+        self.quantizer.as_ref().filter(trains).map(|quantizer| quantizer.code.shape(geometry.head_dim))
+    }
+
+    fn needs_profile(&self) -> bool {
+        self.quantizer.as_ref().is_some_and(|quantizer| quantizer.codebooks == Codebooks::Profile)
+    }
+
+    /// Trains codebooks of keys for every head of every layer, where the profile's are used.
+    fn calibrate(&self, model: &Model, _: &Rope, samples: &Calibration, profile: &mut Profile) -> Result<()> {
+        let Some(quantizer) = self.quantizer.as_ref().filter(|_| self.needs_profile()) else { return Ok(()) };
+        let geometry = Geometry::of(&model.config);
+        let (mut keys, mut sets) = (vec![], vec![]);
+        for (l, layer) in samples.layers.iter().enumerate() {
+            for head in 0..geometry.n_kv_heads {
+                keys.push(quantizer.key(l, head));
+                sets.push(geometry.head_rows(head, &layer.rotated_keys));
+            }
+        }
+        let sets: Vec<&[f32]> = sets.iter().map(Vec::as_slice).collect();
+        let shape = quantizer.code.shape(geometry.head_dim)?;
+        let n = sets.first().map_or(0, |rows| rows.len() / geometry.head_dim);
+        let options = train_options(quantizer.iterations(geometry)?.of(n));
+        let trained = train_batch(shape, &sets, &options)?;
+        keys.into_iter().zip(trained).for_each(|(key, trained)| profile.put_floats(key, trained.centroids));
+        Ok(())
+    }
+
+    #[cfg(feature = "cuda")]
+    fn device_retrieval(&self, geometry: Geometry) -> Option<Result<Retrieval>> {
+        let Quantizer { code, codebooks, .. } = self.quantizer.as_ref()?;
+        let (budget, trains) = (self.budget, *codebooks == Codebooks::Prompt);
+        Some(code.shape(geometry.head_dim).map(|quantizer| Retrieval { quantizer, budget, trains }))
+    }
+
+    #[cfg(feature = "cuda")]
+    fn key_codebooks(
+        &self,
+        geometry: Geometry,
+        l: usize,
+        profile: &Profile,
+    ) -> Option<Result<Vec<CodebookBuf>>> {
+        self.quantizer.as_ref().map(|quantizer| quantizer.trained(profile, geometry, l))
     }
 
     fn stores(&self, site: &Site<'_>) -> Result<Vec<Box<dyn Store>>> {
-        let scorer = match &self.quantizer {
-            None => Scorer::Oracle,
-            Some((code, iterations)) => {
-                let shape = code.shape(site.geometry.head_dim)?;
-                let iterations = iterations.resolve(shape, site.geometry)?;
-                Scorer::Pq { shape, iterations, seed: SEED, heads: vec![] }
-            }
-        };
         site.layers(|l| {
-            let (geometry, ratio, reserved) = (site.geometry, self.ratio, site.reserved);
-            let (exact, rope, scorer) = (self.offload.rows(site)?, site.rope(l), scorer.clone());
-            Ok(RetrievalStore { geometry, exact, rope, scorer, ratio, reserved })
+            let scorer = match &self.quantizer {
+                None => Scorer::Oracle,
+                Some(quantizer) => quantizer.scorer(site, l)?,
+            };
+            let (geometry, budget, reserved) = (site.geometry, self.budget, site.reserved);
+            let (exact, rope) = (self.offload.rows(site)?, site.rope(l));
+            Ok(RetrievalStore { geometry, exact, rope, scorer, budget, reserved })
         })
     }
+}
+
+fn train_options(iterations: usize) -> TrainOptions<'static> {
+    TrainOptions { iterations, seed: SEED, ..Default::default() }
 }
 
 /// How tokens are scored.
@@ -86,13 +208,11 @@ impl Kind for TopK {
 enum Scorer {
     /// By the exact product: the upper bound for every top-k method.
     Oracle,
-    /// By product-quantized keys; the codebooks are trained on the first keys that arrive, that is on the
-    /// prompt (PQCache 3.3).
+    /// By product-quantized keys.
     Pq {
         shape: PqShape,
         iterations: Resolved,
-        seed: u64,
-        heads: Vec<PqHead>, // one per kv head; empty before the first keys
+        heads: Vec<PqHead>, // one per kv head; empty before codebooks are trained on the first keys
     },
 }
 
@@ -110,17 +230,11 @@ struct RetrievalStore {
     exact: OffloadedRows, // rotated keys, values
     rope: Arc<Rope>,
     scorer: Scorer,
-    ratio: f64,      // attended part of all tokens
-    reserved: usize, // sinks and window, which count towards that part
+    budget: Budget,
+    reserved: usize, // tokens in sinks and window
 }
 
 impl RetrievalStore {
-    /// Tokens to retrieve for one step out of `n`.
-    fn k(&self, n: usize) -> usize {
-        let attended = (self.ratio * (n + self.reserved) as f64).ceil() as usize;
-        attended.saturating_sub(self.reserved).clamp(1, n)
-    }
-
     /// Scores of all tokens for every query of the group: (group, tokens).
     fn scores(&self, head: usize, q: &[f32]) -> Result<Vec<f32>> {
         let head_dim = self.geometry.head_dim;
@@ -157,8 +271,9 @@ impl RetrievalStore {
         let mut total = vec![0.0; n];
         let mut stats = vec![SoftmaxStats::EMPTY; q.len() / self.geometry.head_dim];
         combine_group_into(&scores, GroupRule::SumOfSoftmax, &mut stats, &mut total)?;
-        let mut indices = vec![0; self.k(n)];
-        top_k_into(&total, self.k(n), &mut indices)?;
+        let k = self.budget.k(n, self.reserved);
+        let mut indices = vec![0; k];
+        top_k_into(&total, k, &mut indices)?;
         Ok(indices.into_iter().map(|i| first as u32 + i).collect())
     }
 }
@@ -166,12 +281,11 @@ impl RetrievalStore {
 impl Scorer {
     /// Encodes keys (n, head_dim) of every head, training first where there is no codebook yet.
     fn push(&mut self, geometry: Geometry, rotated: &[f32]) -> Result<()> {
-        let Self::Pq { shape, iterations, seed, heads } = self else { return Ok(()) };
+        let Self::Pq { shape, iterations, heads } = self else { return Ok(()) };
         let rows: Vec<Vec<f32>> =
             (0..geometry.n_kv_heads).map(|head| geometry.head_rows(head, rotated)).collect();
         if heads.is_empty() {
-            let n = rotated.len() / geometry.kv_dim();
-            let options = TrainOptions { iterations: iterations.of(n), seed: *seed, ..Default::default() };
+            let options = train_options(iterations.of(rotated.len() / geometry.kv_dim()));
             let rows: Vec<&[f32]> = rows.iter().map(Vec::as_slice).collect();
             for trained in train_batch(*shape, &rows, &options)? {
                 let codebook = Arc::new(CodebookBuf::new(*shape, &trained.centroids)?);

@@ -21,8 +21,8 @@ use past::Past;
 
 /// The number of the hashed tensor that fills the codes, or the codebooks, of a layer's keys; the values' is
 /// the next.
-const RANDOM_CODES: u32 = 2 << 16;
-const RANDOM_BOOKS: u32 = 3 << 16;
+pub(super) const RANDOM_CODES: u32 = 2 << 16;
+pub(super) const RANDOM_BOOKS: u32 = 3 << 16;
 
 /// Bytes of shared memory that a block of `pq::Encode` takes at 64 subspaces, and what the driver reserves
 /// for two blocks.
@@ -385,14 +385,8 @@ impl DeviceCache for MillionCache {
                 RANDOM_ROWS + side as u32,
             )?;
         }
-        let kernel = gpu.device.kernel(&programs::weights(0), "fill_words", 0)?;
         for side in Side::ALL {
-            let codes = &self.codes[side];
-            let out = codes.pointer().cast();
-            let arguments =
-                FillWordsArguments { out, n: (codes.len() / 4) as u64, tensor: RANDOM_CODES + side as u32 };
-            // SAFETY: a quarter as many words as there are bytes, which are whole words.
-            unsafe { kernel.launch(gpu.stream(), Grid::new([1024, 1, 1])?, 256, false, &arguments) }?;
+            fill_codes(gpu, &self.codes[side], RANDOM_CODES + side as u32)?;
         }
         // As if every layer had had its last turn just now.
         let planned = (tokens + ring / 2).saturating_sub(sinks + ring);
@@ -436,19 +430,30 @@ fn tables(
     Buffer::of(gpu, &all)
 }
 
-/// Codebooks for timing: centroids that are hashed, of variance 1, the same for all heads of a layer.
+/// Fills codes with hashed ones.
+pub(super) fn fill_codes(gpu: &Gpu, codes: &Buffer<u8>, tensor: u32) -> Result<()> {
+    let kernel = gpu.device.kernel(&programs::weights(0), "fill_words", 0)?;
+    let (out, n) = (codes.pointer().cast(), (codes.len() / 4) as u64);
+    let arguments = FillWordsArguments { out, n, tensor };
+    // SAFETY: a quarter as many words as there are bytes, which are whole words.
+    Ok(unsafe { kernel.launch(gpu.stream(), Grid::new([1024, 1, 1])?, 256, false, &arguments) }?)
+}
+
+/// A codebook for timing: centroids that are hashed, of variance 1.
+pub(super) fn random_codebook(quantizer: PqShape, tensor: u32) -> Result<CodebookBuf> {
+    let centroids = (0..quantizer.codebook_len() as u64).map(|i| hashed(tensor, i, 3.0_f32.sqrt()));
+    Ok(CodebookBuf::new(quantizer, &centroids.collect::<Vec<f32>>())?)
+}
+
+/// Codebooks for timing, the same for all heads of a layer.
 fn random_codebooks(
     n_layers: usize,
     heads: usize,
     quantizers: Pair<PqShape>,
 ) -> Result<Vec<Vec<Pair<CodebookBuf>>>> {
     let layer = |layer: usize| -> Result<_> {
-        let pair = Pair::try_of(|side| {
-            let tensor = RANDOM_BOOKS + 2 * layer as u32 + side as u32;
-            let centroids =
-                (0..quantizers[side].codebook_len() as u64).map(|i| hashed(tensor, i, 3.0_f32.sqrt()));
-            CodebookBuf::new(quantizers[side], &centroids.collect::<Vec<f32>>())
-        })?;
+        let tensor = |side: Side| RANDOM_BOOKS + 2 * layer as u32 + side as u32;
+        let pair = Pair::try_of(|side| random_codebook(quantizers[side], tensor(side)))?;
         Ok(vec![pair; heads])
     };
     (0..n_layers).map(layer).collect()

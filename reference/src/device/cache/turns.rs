@@ -1,0 +1,151 @@
+use std::sync::Arc;
+
+use cudarc::driver::{CudaEvent, CudaStream};
+use kv_gpu::{DevicePtr, Grid, Kernel};
+use pq_core::Window;
+
+use super::Sequences;
+use crate::device::memory::Buffer;
+use crate::device::{Gpu, driver, programs};
+use crate::{Error, Result};
+
+/// Which tokens of which layer are encoded when, so that their codes are there once the ring has overwritten
+/// their rows.
+///
+/// Every half ring, a layer encodes the tokens that will be overwritten within a ring, on the low-priority
+/// stream, while decoding goes on. Layers take turns, so that all steps have about the same work.
+pub(super) struct Turns {
+    plan: Kernel,
+    planned: Buffer<u32>, // (layer, batch): tokens behind the sinks
+    firsts: Buffer<u32>,  // (layer, batch): those of the last turn
+    counts: Buffer<u32>,  // (layer, batch)
+    background: Arc<CudaStream>,
+    encoded: Vec<Option<CudaEvent>>, // for each turn, of the background stream
+    steps: usize,
+    n_layers: usize,
+    batch: usize,
+    sinks: usize,
+    ring: usize,
+}
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct PlanArguments {
+    positions: DevicePtr<u32>,
+    planned: DevicePtr<u32>,
+    firsts: DevicePtr<u32>,
+    counts: DevicePtr<u32>,
+    sequences: u32,
+    sinks: u32,
+    ring: u32,
+    horizon: u32,
+}
+
+/// A turn whose tokens are planned.
+pub(super) struct Turn {
+    index: usize,
+    step: usize,
+    n_layers: usize,
+}
+
+impl Turn {
+    /// The layers whose turn it is.
+    pub fn layers(&self) -> impl Iterator<Item = usize> {
+        (self.index..self.n_layers).step_by(self.step)
+    }
+}
+
+impl Turns {
+    /// Turns of empty layers.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for a window of an odd number of tokens, or none; [`Error::Device`].
+    pub fn new(gpu: &Gpu, n_layers: usize, batch: usize, window: Window) -> Result<Self> {
+        let Window { sinks, recent: ring, batch: leaving } = window;
+        if ring < 2 || !ring.is_multiple_of(2) || leaving > 1 {
+            return Err(Error::argument(
+                "on the device a window has an even number of tokens, which it leaves one by one (batch=1)",
+            ));
+        }
+        let words = || Buffer::<u32>::zeros(gpu, n_layers * batch);
+        Ok(Self {
+            plan: gpu.device.kernel(&programs::leaving(), "plan", 0)?,
+            planned: words()?,
+            firsts: words()?,
+            counts: words()?,
+            background: gpu.device.background_stream()?,
+            encoded: (0..ring / 2).map(|_| None).collect(),
+            steps: 0,
+            n_layers,
+            batch,
+            sinks,
+            ring,
+        })
+    }
+
+    /// The first token behind the sinks that a layer's last turn encodes, for every sequence.
+    pub fn firsts(&self, layer: usize) -> DevicePtr<u32> {
+        self.firsts.pointer().offset(layer * self.batch)
+    }
+
+    /// How many it encodes: at most a ring.
+    pub fn counts(&self, layer: usize) -> DevicePtr<u32> {
+        self.counts.pointer().offset(layer * self.batch)
+    }
+
+    /// Plans the turn of the next step, after what the same turn has encoded before. None where no layer has
+    /// this turn.
+    pub fn begin(&mut self, gpu: &Gpu, sequences: &Sequences) -> Result<Option<Turn>> {
+        let index = self.steps % self.encoded.len();
+        self.steps += 1;
+        if index >= self.n_layers {
+            return Ok(None);
+        }
+        if let Some(encoded) = self.encoded[index].take() {
+            gpu.stream.wait(&encoded).map_err(|e| driver("wait for codes", e))?;
+        }
+        let turn = Turn { index, step: self.encoded.len(), n_layers: self.n_layers };
+        turn.layers().try_for_each(|layer| self.plan(gpu, sequences, layer))?;
+        Ok(Some(turn))
+    }
+
+    fn plan(&self, gpu: &Gpu, sequences: &Sequences, layer: usize) -> Result<()> {
+        let arguments = PlanArguments {
+            positions: sequences.positions.pointer(),
+            planned: self.planned.pointer().offset(layer * self.batch),
+            firsts: self.firsts(layer),
+            counts: self.counts(layer),
+            sequences: self.batch as u32,
+            sinks: self.sinks as u32,
+            ring: self.ring as u32,
+            horizon: self.ring as u32,
+        };
+        // SAFETY: the structure is the kernel's argument, and the buffers have the lengths of `new`. The
+        // background stream no longer reads what this writes: its event has been waited for.
+        Ok(unsafe { self.plan.launch(gpu.stream(), Grid::new([1, 1, 1])?, 32, false, &arguments) }?)
+    }
+
+    /// The stream on which to encode, which has waited for the work on the decoder's.
+    pub fn background(&self, gpu: &Gpu) -> Result<&CudaStream> {
+        let staged = gpu.stream.record_event(None).map_err(|e| driver("record staged tokens", e))?;
+        self.background.wait(&staged).map_err(|e| driver("wait for staged tokens", e))?;
+        Ok(&self.background)
+    }
+
+    /// Ends a turn whose encoding has been launched on [`Self::background`].
+    pub fn end(&mut self, turn: &Turn) -> Result<()> {
+        let encoded = self.background.record_event(None);
+        self.encoded[turn.index] = Some(encoded.map_err(|e| driver("record codes", e))?);
+        Ok(())
+    }
+
+    /// Takes the codes of all tokens behind the sinks that a sequence of `tokens` tokens is about to need as
+    /// written.
+    pub fn restart(&mut self, gpu: &Gpu, tokens: usize) -> Result<()> {
+        // As if the last turns had been half a ring ago.
+        let planned = (tokens + self.ring / 2).saturating_sub(self.sinks + self.ring);
+        self.planned.write(gpu, &vec![planned as u32; self.n_layers * self.batch])?;
+        self.steps = 0;
+        Ok(())
+    }
+}

@@ -1,0 +1,102 @@
+//! Page-locked memory of the host, which kernels read and write over the link.
+
+use std::ffi::c_void;
+use std::fs;
+use std::marker::PhantomData;
+use std::sync::Arc;
+
+use cudarc::driver::{CudaContext, result, sys};
+use kv_gpu::DevicePtr;
+
+use super::{Gpu, driver};
+use crate::{Error, Result};
+
+/// Elements in page-locked host memory at an address that the device uses, too. Their first values are
+/// undefined. As with [`Buffer`](super::memory::Buffer), streams order all work on them.
+pub(crate) struct HostBuffer<T> {
+    address: *mut c_void,
+    len: usize,
+    context: Arc<CudaContext>,
+    elements: PhantomData<T>,
+}
+
+// SAFETY: the buffer is an address and a length; the host does not access the elements through it.
+unsafe impl<T: Send> Send for HostBuffer<T> {}
+
+impl<T: Copy> HostBuffer<T> {
+    /// Locks memory for `len` elements.
+    ///
+    /// # Errors
+    /// [`Error::HostMemory`] when the driver refuses.
+    pub fn new(gpu: &Gpu, len: usize) -> Result<Self> {
+        let bytes = len.saturating_mul(size_of::<T>());
+        let context = gpu.device.context().clone();
+        context.bind_to_thread().map_err(|e| driver("use device on this thread", e))?;
+        let flags = sys::CU_MEMHOSTALLOC_PORTABLE | sys::CU_MEMHOSTALLOC_DEVICEMAP;
+        // SAFETY: the context is current; a buffer has at least one byte, since the driver refuses none.
+        let address = unsafe { result::malloc_host(bytes.max(1), flags) };
+        let address = address.map_err(|e| Error::HostMemory { bytes, reason: e.to_string() })?;
+        Ok(Self { address, len, context, elements: PhantomData })
+    }
+
+    /// The address on the device, which is that on the host (unified addressing).
+    pub fn pointer(&self) -> DevicePtr<T> {
+        DevicePtr::new(self.address as u64).unwrap_or(DevicePtr::dangling())
+    }
+
+    pub const fn bytes(&self) -> usize {
+        self.len * size_of::<T>()
+    }
+}
+
+impl<T> Drop for HostBuffer<T> {
+    fn drop(&mut self) {
+        if self.context.bind_to_thread().is_ok() {
+            // SAFETY: allocated once and freed once; the owner has waited for the work that uses it.
+            let _ = unsafe { result::free_host(self.address) };
+        }
+    }
+}
+
+/// Refuses more page-locked memory than the host has to give: locked pages are never swapped out, and the
+/// system would end this process or others for them.
+///
+/// # Errors
+/// [`Error::HostMemory`].
+pub(crate) fn check_available(bytes: usize) -> Result<()> {
+    let available = [available_memory(), group_limit()].into_iter().flatten().min();
+    match available.filter(|&available| bytes as u64 > available) {
+        Some(available) => {
+            Err(Error::HostMemory { bytes, reason: format!("only {available} bytes are available") })
+        }
+        None => Ok(()),
+    }
+}
+
+/// Bytes that Linux would give without swapping; none where it does not say.
+fn available_memory() -> Option<u64> {
+    let text = fs::read_to_string("/proc/meminfo").ok()?;
+    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)
+}
+
+/// Most bytes of the control group that a container is; none without a limit.
+fn group_limit() -> Option<u64> {
+    fs::read_to_string("/sys/fs/cgroup/memory.max").ok()?.trim().parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn more_than_the_host_has_is_refused_with_numbers() {
+        assert!(check_available(0).is_ok());
+        if cfg!(target_os = "linux") {
+            let error = check_available(usize::MAX).unwrap_err().to_string();
+            let rest = error.strip_prefix(&format!("{} bytes of page-locked host memory: only ", usize::MAX));
+            let (available, _) = rest.unwrap().split_once(' ').unwrap();
+            assert!(available.parse::<u64>().unwrap() > 1 << 20, "{error}");
+        }
+    }
+}

@@ -1,0 +1,50 @@
+//! How many tokens a method retrieves for a step.
+
+use super::settings::Settings;
+use crate::Result;
+
+/// The tokens that a step retrieves.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) enum Budget {
+    /// A part of all tokens, of which sinks and window are a share.
+    Ratio(f64),
+    /// A number of tokens besides sinks and window.
+    Tokens(usize),
+}
+
+impl Budget {
+    /// Takes the setting `tokens`, or `ratio` where that is not given.
+    pub(super) fn take(s: &mut Settings<'_>) -> Result<Self> {
+        Ok(match s.tokens("tokens", 0)? {
+            0 => Self::Ratio(s.fraction("ratio", 0.2)?),
+            tokens => Self::Tokens(tokens),
+        })
+    }
+
+    /// Tokens to retrieve of `n`, with `reserved` tokens in sinks and window: at least one of any.
+    pub fn k(self, n: usize, reserved: usize) -> usize {
+        let k = match self {
+            Self::Ratio(ratio) => {
+                let attended = (ratio * (n + reserved) as f64).ceil() as usize;
+                attended.saturating_sub(reserved).max(1)
+            }
+            Self::Tokens(tokens) => tokens,
+        };
+        k.min(n)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn budgets_count_what_is_reserved_and_never_fall_below_one_token() {
+        let fifth = Budget::Ratio(0.2);
+        let of_all = [(0, 0), (1, 1), (272, 1), (432, 32), (932, 132)];
+        assert_eq!(of_all.map(|(n, _)| fifth.k(n, 68)), of_all.map(|(_, k)| k));
+        let many = [(0, 0), (1, 1), (2047, 2047), (2048, 2048), (1 << 20, 2048)];
+        assert_eq!(many.map(|(n, _)| Budget::Tokens(2048).k(n, 68)), many.map(|(_, k)| k));
+        assert_eq!(Budget::Ratio(1.0).k(1000, 68), 1000);
+    }
+}

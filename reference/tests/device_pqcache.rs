@@ -1,0 +1,179 @@
+//! PQCache on a GPU, with exact rows in host memory, computes what it does on the CPU. Without a GPU these
+//! tests are skipped, which `GPU_TESTS=require` turns into a failure.
+
+#![cfg(feature = "cuda")]
+#![allow(clippy::unwrap_used)]
+
+#[path = "support/device.rs"]
+mod support;
+
+use std::sync::Arc;
+
+use kv_gpu::Element;
+use kv_reference::compare::calibrated;
+use kv_reference::device::{Decoder, Weights, method_cache};
+use kv_reference::eval::{Divergence, score_text};
+use kv_reference::method::{Method, Prepared};
+use kv_reference::model::{Model, Rope};
+use kv_reference::{Error, Profile, forward};
+use support::{cosine, decoder, gpu, model, teacher_forced};
+
+/// Codebooks for methods, of the first tokens of the shipped text.
+fn profile(model: &Arc<Model>, calibration: &[u32], specs: &[&str]) -> Profile {
+    let rope = Rope::new(&model.config, calibration.len());
+    let methods: Vec<Method> = specs.iter().map(|spec| spec.parse().unwrap()).collect();
+    calibrated(model, &rope, calibration, &methods).unwrap()
+}
+
+fn divergence(logits: &[Vec<f32>], reference: &[Vec<f32>], tokens: &[u32]) -> Divergence {
+    let mut divergence = Divergence::default();
+    for ((row, reference), next) in logits.iter().zip(reference).zip(&tokens[1..]) {
+        divergence.add(row, reference, *next);
+    }
+    divergence
+}
+
+#[test]
+fn logits_are_those_of_the_cpu() {
+    let Some(gpu) = gpu("pqcache logits") else { return };
+    let (model, tokens) = model();
+    let (calibration, rest) = tokens.split_at(2048);
+    let run = &rest[..600];
+    let rope = Arc::new(Rope::new(&model.config, 2048));
+    for spec in [
+        "pqcache:tokens=128:codebooks=profile",
+        "pqcache:ratio=0.3:codebooks=profile:exact=bf16",
+        "pqcache:tokens=96:code=2x6:codebooks=profile:window=32:sinks=2",
+    ] {
+        let profile = profile(&model, calibration, &[spec]);
+        let on_cpu = |spec: &str, reference: Option<&[Vec<f32>]>| {
+            let method: Method = spec.parse().unwrap();
+            let Prepared { model, mut cache } = method.prepare(&model, &rope, &profile).unwrap();
+            let mut decoder = forward::Decoder::new(model, rope.clone());
+            score_text(&mut decoder, cache.as_mut(), run, reference).unwrap()
+        };
+        let dense = on_cpu("dense", None).logits;
+        let cpu = on_cpu(spec, Some(&dense));
+        let mut decoder = decoder(&gpu, &model, spec, &profile, 1, run.len());
+        let logits = teacher_forced(&mut decoder, run);
+        let (kl, expected) = (divergence(&logits, &dense, run).kl(), cpu.divergence.kl());
+        let between = divergence(&logits, &cpu.logits, run);
+        println!(
+            "{spec}: KL {kl:.4} and on the CPU {expected:.4}; between them {:.1e}, top-1 {:.4}",
+            between.kl(),
+            between.top1()
+        );
+        assert!((kl - expected).abs() <= (0.1 * expected).max(2e-4), "{spec}: {kl} and {expected}");
+        assert!(between.top1() >= 0.98, "{spec}: top-1 {}", between.top1());
+        assert!(between.kl() <= (0.2 * expected).max(5e-4), "{spec}: KL {}", between.kl());
+    }
+}
+
+#[test]
+fn fetching_every_token_equals_dense() {
+    let Some(gpu) = gpu("every token") else { return };
+    let (model, tokens) = model();
+    let run = &tokens[3000..3400];
+    let dense = teacher_forced(
+        &mut decoder(&gpu, &model, "dense:dtype=f16", &Profile::default(), 1, run.len()),
+        run,
+    );
+    for spec in [
+        "pqcache:tokens=4096:codebooks=profile",
+        "pqcache:ratio=1:code=2x6:codebooks=profile",
+        "pqcache:tokens=400:codebooks=profile:window=2:sinks=0",
+    ] {
+        let profile = profile(&model, &tokens[..1024], &[spec]);
+        let mut decoder = decoder(&gpu, &model, spec, &profile, 1, run.len());
+        let logits = teacher_forced(&mut decoder, run);
+        let worst = logits.iter().zip(&dense).map(|(a, b)| cosine(a, b)).fold(1.0, f64::min);
+        let top1 = divergence(&logits, &dense, run).top1();
+        println!("{spec}: cosine {worst:.7}, top-1 {top1:.4}");
+        assert!(worst >= 0.9999 && top1 >= 0.98, "{spec}: cosine {worst}, top-1 {top1}");
+    }
+}
+
+#[test]
+fn a_batch_of_different_lengths_generates_what_each_sequence_does() {
+    let Some(gpu) = gpu("pqcache batches") else { return };
+    let (model, tokens) = model();
+    let prompts: Vec<Vec<u32>> =
+        [(3000, 7), (4000, 200), (5000, 91), (100, 1)].map(|(at, len)| tokens[at..][..len].to_vec()).to_vec();
+    for (spec, same) in [
+        ("pqcache:tokens=32:codebooks=profile:exact=bf16", 8),
+        ("pqcache:tokens=4096:codebooks=profile:exact=bf16", 40),
+    ] {
+        let profile = profile(&model, &tokens[..2048], &[spec]);
+        let generate = |prompts: &[Vec<u32>], eager: bool| {
+            let mut decoder = decoder(&gpu, &model, spec, &profile, prompts.len(), 300);
+            decoder.prefill(prompts).unwrap();
+            for _ in 0..40 {
+                if eager { decoder.step_eagerly() } else { decoder.step() }.unwrap();
+            }
+            (decoder.picked().unwrap(), decoder.logits().unwrap())
+        };
+        let together = generate(&prompts, false);
+        assert_eq!(generate(&prompts, true), together, "{spec}: launch by launch");
+        assert_eq!(generate(&prompts, false), together, "{spec}: again");
+        for (prompt, picked) in prompts.iter().zip(&together.0) {
+            let ends = |&token: &u32| model.config.eos_tokens.contains(&token);
+            assert!(picked.len() == 40 || picked.last().is_some_and(ends), "{spec}: {picked:?}");
+            let alone = generate(std::slice::from_ref(prompt), false).0.remove(0);
+            // Attention of a batch adds in another order; where few tokens are chosen, others may be.
+            let same = same.min(picked.len());
+            assert_eq!(alone[..same], picked[..same], "{spec}: a prompt of {} tokens", prompt.len());
+        }
+    }
+}
+
+#[test]
+fn what_does_not_fit_is_an_error_with_numbers() {
+    let Some(gpu) = gpu("pqcache errors") else { return };
+    let (model, tokens) = model();
+    let cache = |spec: &str, profile: Option<&Profile>, capacity| {
+        let method: Method = spec.parse().unwrap();
+        method_cache(&gpu, &method, &model.config, Element::F16, profile, 1, capacity).map(drop)
+    };
+    let error = cache("pqcache", None, 1 << 40).unwrap_err();
+    let bytes = 2 * 6 * 2 * ((1_usize << 40) - 4) * 256;
+    assert!(matches!(error, Error::HostMemory { bytes: asked, .. } if asked == bytes), "{error}");
+    assert!(matches!(cache("pqcache", None, usize::MAX), Err(Error::HostMemory { .. })));
+    for (spec, profile) in [
+        ("pqcache", Some(Profile::default())), // trains on the prompt
+        ("pqcache:window=7:codebooks=profile", None),
+        ("pqcache:window=0", None),
+        ("pqcache:batch=8", None),
+        ("pqcache:exact-layers=1", None),
+    ] {
+        let error = cache(spec, profile.as_ref(), 100);
+        assert!(matches!(error, Err(Error::Argument(_))), "{spec}: {error:?}");
+    }
+    let missing = cache("pqcache:codebooks=profile", Some(&Profile::default()), 100);
+    assert!(matches!(missing, Err(Error::Profile(_))), "{missing:?}");
+
+    let spec = "pqcache:tokens=8:codebooks=profile";
+    let profile = profile(&model, &tokens[..512], &[spec]);
+    let mut decoder = decoder(&gpu, &model, spec, &profile, 1, 100);
+    decoder.prefill(&[tokens[..100].to_vec()]).unwrap();
+    decoder.step().unwrap();
+    assert!(matches!(decoder.step(), Err(Error::Argument(_))), "the cache of 100 tokens is full");
+}
+
+#[test]
+fn hashed_rows_at_full_width() {
+    let Some(gpu) = gpu("pqcache hashed weights") else { return };
+    let weights = Arc::new(Weights::random(&gpu, "llama-3.1-70b/8", Element::Bf16).unwrap());
+    let method: Method = "pqcache:tokens=512:exact=bf16".parse().unwrap();
+    let cache = method_cache(&gpu, &method, &weights.config, Element::Bf16, None, 2, 20_096).unwrap();
+    let config = &weights.config;
+    let rows = config.n_layers * 2 * config.n_kv_heads;
+    assert_eq!(cache.fetched_rows(20_000), 512 * rows);
+    assert_eq!(cache.host_bytes(), 4 * rows * (20_096 - 4) * config.head_dim);
+    let mut decoder = Decoder::new(gpu, weights, cache, 2).unwrap();
+    decoder.fill_random(20_000).unwrap();
+    for _ in 0..96 {
+        decoder.step().unwrap();
+    }
+    assert!(decoder.logits().unwrap().iter().all(|x| x.is_finite()));
+    assert!(decoder.step().is_err(), "the cache is full");
+}
