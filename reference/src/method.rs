@@ -269,11 +269,7 @@ impl Method {
 
     /// The codebooks of the keys of every layer and head of a method with [`Self::device_retrieval`].
     #[cfg(feature = "cuda")]
-    pub(crate) fn key_codebooks(
-        &self,
-        config: &Config,
-        profile: &Profile,
-    ) -> Result<Vec<Vec<CodebookBuf>>> {
+    pub(crate) fn key_codebooks(&self, config: &Config, profile: &Profile) -> Result<Vec<Vec<CodebookBuf>>> {
         let codebooks = |l| self.kind.key_codebooks(Geometry::of(config), l, profile);
         let all: Result<_> = (0..config.n_layers).filter_map(codebooks).collect();
         all.map_err(|e| self.named(e))

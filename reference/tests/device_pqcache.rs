@@ -42,22 +42,22 @@ fn logits_are_those_of_the_cpu() {
     let rope = Arc::new(Rope::new(&model.config, 2048));
     for spec in [
         "pqcache:tokens=128:codebooks=profile",
-        "pqcache:ratio=0.3:codebooks=profile:exact=bf16",
+        "pqcache:ratio=0.3:codebooks=profile",
         "pqcache:tokens=96:code=2x6:codebooks=profile:window=32:sinks=2",
     ] {
         let profile = profile(&model, calibration, &[spec]);
-        let on_cpu = |spec: &str, reference: Option<&[Vec<f32>]>| {
+        let on_cpu = |spec: &str| {
             let method: Method = spec.parse().unwrap();
             let Prepared { model, mut cache } = method.prepare(&model, &rope, &profile).unwrap();
             let mut decoder = forward::Decoder::new(model, rope.clone());
-            score_text(&mut decoder, cache.as_mut(), run, reference).unwrap()
+            score_text(&mut decoder, cache.as_mut(), run, None).unwrap().logits
         };
-        let dense = on_cpu("dense", None).logits;
-        let cpu = on_cpu(spec, Some(&dense));
+        let (dense, cpu) = (on_cpu("dense"), on_cpu(spec));
         let mut decoder = decoder(&gpu, &model, spec, &profile, 1, run.len());
         let logits = teacher_forced(&mut decoder, run);
-        let (kl, expected) = (divergence(&logits, &dense, run).kl(), cpu.divergence.kl());
-        let between = divergence(&logits, &cpu.logits, run);
+        let kl_of = |logits: &[Vec<f32>]| divergence(logits, &dense, run).kl();
+        let (kl, expected) = (kl_of(&logits), kl_of(&cpu));
+        let between = divergence(&logits, &cpu, run);
         println!(
             "{spec}: KL {kl:.4} and on the CPU {expected:.4}; between them {:.1e}, top-1 {:.4}",
             between.kl(),
@@ -65,7 +65,7 @@ fn logits_are_those_of_the_cpu() {
         );
         assert!((kl - expected).abs() <= (0.1 * expected).max(2e-4), "{spec}: {kl} and {expected}");
         assert!(between.top1() >= 0.98, "{spec}: top-1 {}", between.top1());
-        assert!(between.kl() <= (0.2 * expected).max(5e-4), "{spec}: KL {}", between.kl());
+        assert!(between.kl() <= (0.3 * expected).max(5e-4), "{spec}: KL {}", between.kl());
     }
 }
 
@@ -74,10 +74,8 @@ fn fetching_every_token_equals_dense() {
     let Some(gpu) = gpu("every token") else { return };
     let (model, tokens) = model();
     let run = &tokens[3000..3400];
-    let dense = teacher_forced(
-        &mut decoder(&gpu, &model, "dense:dtype=f16", &Profile::default(), 1, run.len()),
-        run,
-    );
+    let dense =
+        teacher_forced(&mut decoder(&gpu, &model, "dense:dtype=f16", &Profile::default(), 1, run.len()), run);
     for spec in [
         "pqcache:tokens=4096:codebooks=profile",
         "pqcache:ratio=1:code=2x6:codebooks=profile",
@@ -91,6 +89,33 @@ fn fetching_every_token_equals_dense() {
         println!("{spec}: cosine {worst:.7}, top-1 {top1:.4}");
         assert!(worst >= 0.9999 && top1 >= 0.98, "{spec}: cosine {worst}, top-1 {top1}");
     }
+}
+
+#[test]
+fn rows_that_stay_are_those_that_would_be_fetched() {
+    let Some(gpu) = gpu("rows that stay") else { return };
+    let (model, tokens) = model();
+    let run = &tokens[3000..3500];
+    let spec = "pqcache:ratio=0.3:codebooks=profile";
+    let profile = profile(&model, &tokens[..2048], &[spec]);
+    let method: Method = spec.parse().unwrap();
+    let weights = Arc::new(Weights::of(&gpu, &model, Element::F16).unwrap());
+    let logits = |fetch_all: bool| {
+        let (config, capacity) = (&model.config, run.len());
+        let mut cache =
+            method_cache(&gpu, &method, config, Element::F16, Some(&profile), 1, capacity).unwrap();
+        if fetch_all {
+            cache.force_hits(0.0);
+        }
+        let mut decoder = Decoder::new(gpu.clone(), weights.clone(), cache, 1).unwrap();
+        (teacher_forced(&mut decoder, run), decoder.fetched_rows().unwrap())
+    };
+    let ((reused, few), (fetched, all)) = (logits(false), logits(true));
+    let worst = reused.iter().zip(&fetched).map(|(a, b)| cosine(a, b)).fold(1.0, f64::min);
+    let top1 = divergence(&reused, &fetched, run).top1();
+    println!("{few} of {all} rows fetched: cosine {worst:.6}, top-1 {top1:.4}");
+    assert!(few > 0 && few < all, "{few} of {all}");
+    assert!(worst >= 0.99 && top1 >= 0.98, "cosine {worst}, top-1 {top1}");
 }
 
 #[test]
@@ -167,13 +192,14 @@ fn hashed_rows_at_full_width() {
     let cache = method_cache(&gpu, &method, &weights.config, Element::Bf16, None, 2, 20_096).unwrap();
     let config = &weights.config;
     let rows = config.n_layers * 2 * config.n_kv_heads;
-    assert_eq!(cache.fetched_rows(20_000), 512 * rows);
     assert_eq!(cache.host_bytes(), 4 * rows * (20_096 - 4) * config.head_dim);
     let mut decoder = Decoder::new(gpu, weights, cache, 2).unwrap();
     decoder.fill_random(20_000).unwrap();
     for _ in 0..96 {
         decoder.step().unwrap();
     }
+    let fetched = decoder.fetched_rows().unwrap();
+    assert!((512 * rows as u64..=96 * 512 * rows as u64).contains(&fetched), "{fetched} rows fetched");
     assert!(decoder.logits().unwrap().iter().all(|x| x.is_finite()));
     assert!(decoder.step().is_err(), "the cache is full");
 }

@@ -30,6 +30,10 @@ pub struct Speed {
     /// Sequences of a batch, at most 32
     #[arg(long, value_name = "LIST", value_delimiter = ',', default_values_t = [1])]
     batches: Vec<usize>,
+    /// Part of the rows of pqcache that are on the device since the last step: random queries choose without
+    /// the locality of a model's, so this is forced
+    #[arg(long, value_name = "SHARE", default_value_t = 0.0)]
+    hits: f32,
     /// Steps to time
     #[arg(long, value_name = "N", default_value_t = 64)]
     steps: usize,
@@ -66,9 +70,10 @@ struct Row {
     /// Bytes of the whole cache: on the device, and page-locked on the host.
     device_bytes: usize,
     host_bytes: usize,
-    /// Rows (a token's key and value of one head) that a step reads from the host, and their bytes.
-    fetched_rows: usize,
-    fetched_bytes: usize,
+    /// Rows (a token's key and value of one head) that a step reads from the host, on average, and their
+    /// bytes.
+    fetched_rows: f64,
+    fetched_bytes: f64,
     /// Time in which the device copies as many bytes.
     floor_ms: f64,
     /// Products with weights alone, with norms, RoPE, SwiGLU and residual sums; attention alone; embedding
@@ -102,6 +107,9 @@ impl Speed {
     pub fn run(self, out: &mut Stdout) -> Result<()> {
         if self.steps == 0 || self.contexts.contains(&0) || self.batches.contains(&0) {
             return Err(Error::argument("steps, contexts and batches need at least one"));
+        }
+        if !(0.0..=1.0).contains(&self.hits) {
+            return Err(Error::argument("--hits is a part: 0 to 1"));
         }
         let methods = Method::parse_list(&self.methods)?;
         let mut files = Files::default();
@@ -175,7 +183,8 @@ impl Speed {
         logits: &mut Vec<u8>,
     ) -> Result<Row> {
         let capacity = (context + self.steps + WARM_UP).next_multiple_of(64);
-        let cache = method_cache(gpu, method, &weights.config, weights.element, None, batch, capacity)?;
+        let mut cache = method_cache(gpu, method, &weights.config, weights.element, None, batch, capacity)?;
+        cache.force_hits(self.hits);
         let mut decoder = Decoder::new(gpu.clone(), weights.clone(), cache, batch)?;
         let mut prompt_logits = vec![];
         let prompt = self.chunk.map(|chunk| {
@@ -192,7 +201,9 @@ impl Speed {
         for _ in 1..WARM_UP {
             decoder.step()?;
         }
+        let fetched = decoder.fetched_rows()?;
         let mut times = decoder.time(self.steps)?;
+        let fetched_rows = (decoder.fetched_rows()? - fetched) as f64 / self.steps as f64;
         let mean_ms = times.iter().sum::<f32>() / times.len() as f32;
         times.sort_by(f32::total_cmp);
         let step_ms = times[times.len() / 2];
@@ -200,7 +211,6 @@ impl Speed {
         let [products_ms, attention_ms, rest_ms] = parts;
         let cache = decoder.cache();
         let (weight_bytes, cache_bytes) = (weights.step_bytes(), cache.step_bytes(context));
-        let fetched_rows = cache.fetched_rows(context);
         Ok(Row {
             method: method.spec(),
             context,
@@ -214,7 +224,7 @@ impl Speed {
             device_bytes: cache.bytes(),
             host_bytes: cache.host_bytes(),
             fetched_rows,
-            fetched_bytes: fetched_rows * 4 * weights.config.head_dim,
+            fetched_bytes: fetched_rows * 4.0 * weights.config.head_dim as f64,
             floor_ms: 1000.0 * (weight_bytes + cache_bytes) as f64 / copy_rate,
             products_ms: products_ms?,
             attention_ms: attention_ms?,
@@ -289,7 +299,7 @@ fn table(output: &Output) -> Table {
             format!("{:.2}", f64::from(row.step_ms) / row.floor_ms),
             format!("{:.2}", row.device_bytes as f64 / 1e9),
             format!("{:.2}", row.host_bytes as f64 / 1e9),
-            row.fetched_rows.to_string(),
+            format!("{:.0}", row.fetched_rows),
             format!("{:.3}", row.products_ms),
             format!("{:.3}", row.attention_ms),
             format!("{:.3}", row.rest_ms),

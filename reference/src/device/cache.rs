@@ -142,11 +142,19 @@ pub trait DeviceCache {
         0
     }
 
-    /// Rows (a token's key and value of one head) that a step reads from the host with `tokens` in every
-    /// sequence.
-    fn fetched_rows(&self, _tokens: usize) -> usize {
-        0
+    /// Rows (a token's key and value of one head) that have been read from the host so far, after waiting for
+    /// the last step.
+    ///
+    /// # Errors
+    /// [`Error::Device`].
+    fn fetched_rows(&self, _gpu: &Gpu) -> Result<u64> {
+        Ok(0)
     }
+
+    /// Makes this part of the rows that a step would read from the host count as read before, for timing: what
+    /// random queries choose has no locality. With a share above 0, results are wrong. It holds for graphs
+    /// that are captured later.
+    fn force_hits(&mut self, _share: f32) {}
 }
 
 /// The cache of a method for `batch` sequences of at most `capacity` tokens; codebooks are from the profile,

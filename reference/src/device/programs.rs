@@ -48,7 +48,7 @@ pub(crate) fn past(element: Element, layout: &CodeLayout, side: Side) -> Program
         .define_if(side == Side::Keys, "KEYS")
 }
 
-/// `budget` and `leave`.
+/// `budget`, `reuse` and `leave`.
 pub(crate) fn pqcache() -> Program {
     Program::own("pqcache.cu", include_str!("kernels/pqcache.cu"), HEADERS, &[])
 }

@@ -275,6 +275,14 @@ impl Decoder {
         self.cache.as_ref()
     }
 
+    /// Rows that steps have read from the host so far: [`DeviceCache::fetched_rows`].
+    ///
+    /// # Errors
+    /// [`Error::Device`].
+    pub fn fetched_rows(&self) -> Result<u64> {
+        self.cache.fetched_rows(&self.gpu)
+    }
+
     /// Milliseconds of each of `rounds` steps, on the device's clock.
     ///
     /// # Errors

@@ -1,10 +1,9 @@
-use cudarc::driver::CudaStream;
-use kv_gpu::pq::{
-    EncodeGeneric, EncodeGenericArguments, EncodeGenericShape, Gather, GatherArguments, Lut, LutArguments,
-    LutShape, Search, SearchArguments, SearchShape,
-};
-use kv_gpu::svd::{Attend, AttendArguments, AttendShape};
-use kv_gpu::{AnyElement, DevicePtr, Element, Grid, Kernel, VectorElement};
+mod launch;
+mod reuse;
+
+use kv_gpu::pq::{EncodeGeneric, EncodeGenericShape, Gather, Lut, LutShape, Search, SearchShape};
+use kv_gpu::svd::{Attend, AttendShape};
+use kv_gpu::{AnyElement, DevicePtr, Element, Kernel, VectorElement};
 use pq_core::{CodebookBuf, GroupRule, PqShape, Window};
 use rayon::prelude::*;
 
@@ -15,10 +14,11 @@ use super::{DeviceCache, Rows, Sequences};
 use crate::device::host_memory::{HostBuffer, check_available};
 use crate::device::memory::Buffer;
 use crate::device::{Gpu, programs};
-use crate::method::{Budget, Retrieval};
+use crate::method::Retrieval;
 use crate::model::Config;
 use crate::side::Side;
 use crate::{Error, Result};
+use reuse::Reuse;
 
 /// Bytes by which layers of codes are aligned.
 const ALIGNMENT: usize = 256;
@@ -29,9 +29,9 @@ const RESERVED_SHARED_MEMORY: usize = 2 << 10;
 /// PQCache: codes of keys on the device, exact rows of all tokens in page-locked host memory.
 ///
 /// For each layer a step makes the lookup tables of its queries (`pq::Lut`), finds the best tokens
-/// (`pq::Search`), reads their rows over the link (`pq::Gather`) and attends to them together with sinks and
-/// window (`svd::Attend` at full rank). The rows that are read have a place behind the exact ones, so that
-/// one launch attends to both. All lengths are on the device.
+/// (`pq::Search`), reads the rows that the last step has not chosen over the link ([`Reuse`], `pq::Gather`)
+/// and attends to all together with sinks and window (`svd::Attend` at full rank). Chosen rows have slots
+/// behind the exact ones, so that one launch attends to both. All lengths are on the device.
 ///
 /// A token's rows go to the host when its keys go to the quantizer, up to a ring and at least half a ring
 /// before a step can choose them ([`Turns`]). The decoder's stream writes them, so its order is the fence
@@ -39,12 +39,13 @@ const RESERVED_SHARED_MEMORY: usize = 2 << 10;
 pub struct PqCache {
     kernels: Kernels,
     element: Element,
-    rows: Buffer<u16>,           // (layer, keys and values, batch, heads, capacity of `rows`, head_dim)
-    host: Vec<HostBuffer<u16>>,  // per layer: (keys and values, batch, heads, stored, head_dim)
-    codes: Buffer<u8>,           // (layer, (batch, heads, codes of `stored` keys), padded)
-    centroids: Buffer<f32>,      // (layer, heads, m, ksub, dsub)
-    staged: Buffer<u16>,         // (layer, batch, heads, ring, head_dim): keys
+    rows: Buffer<u16>, // (layer, keys and values, batch, heads, capacity of `rows`, head_dim)
+    host: Vec<HostBuffer<u16>>, // per layer: (keys and values, batch, heads, stored, head_dim)
+    codes: Buffer<u8>, // (layer, (batch, heads, codes of `stored` keys), padded)
+    centroids: Buffer<f32>, // (layer, heads, m, ksub, dsub)
+    staged: Buffer<u16>, // (layer, batch, heads, ring, head_dim): keys
     turns: Turns,
+    reuse: Reuse,
     ranks: Buffer<u32>,
     offsets: Buffer<u64>,
     scratch: Scratch,
@@ -86,12 +87,12 @@ struct Shape {
     ring: usize,
     capacity: usize,
     stored: usize, // tokens of a sequence that the host has room for
-    most: usize,   // tokens of a sequence that a step fetches
+    most: usize,   // tokens of a sequence that a step chooses at most
     codes: usize,  // bytes of a layer's codes, padded
 }
 
 impl Shape {
-    /// Rows of a head on the device: exact ones, then fetched ones.
+    /// Rows of a head on the device: exact ones, then slots of chosen ones.
     const fn kept(&self) -> usize {
         self.sinks + self.ring + self.most
     }
@@ -101,41 +102,6 @@ impl Shape {
         self.batch * self.heads * rows * self.head_dim
     }
 }
-
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct BudgetArguments {
-    exact_lengths: DevicePtr<u32>,
-    coded_lengths: DevicePtr<u32>,
-    ks: DevicePtr<u32>,
-    counts: DevicePtr<u32>,
-    attended: DevicePtr<u32>,
-    ratio: f64,
-    tokens: u32,
-    reserved: u32,
-    sequences: u32,
-    heads: u32,
-}
-
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct LeaveArguments {
-    keys: DevicePtr<AnyElement>,
-    values: DevicePtr<AnyElement>,
-    host_keys: DevicePtr<u16>,
-    host_values: DevicePtr<u16>,
-    staged: DevicePtr<u16>,
-    firsts: DevicePtr<u32>,
-    counts: DevicePtr<u32>,
-    heads: u32,
-    sinks: u32,
-    ring: u32,
-    capacity: u32,
-    stored: u32,
-    chunks: u32,
-}
-
-const _: () = assert!(size_of::<BudgetArguments>() == 64 && size_of::<LeaveArguments>() == 80);
 
 impl PqCache {
     /// An empty cache; `codebooks` per layer and head, or hashed ones.
@@ -158,7 +124,8 @@ impl PqCache {
         let (heads, group, head_dim) = (config.n_kv_heads, config.gqa_group(), config.head_dim);
         let stored = capacity.saturating_sub(window.sinks).max(1);
         let row_bytes = size_of::<u16>() * head_dim;
-        let host_bytes = [2 * n_layers, batch, heads, stored].iter().try_fold(row_bytes, |all, &n| all.checked_mul(n));
+        let host_bytes =
+            [2 * n_layers, batch, heads, stored].iter().try_fold(row_bytes, |all, &n| all.checked_mul(n));
         check_available(host_bytes.unwrap_or(usize::MAX))?;
         if u32::try_from(capacity).is_err() {
             return Err(Error::Argument(format!("a sequence of {capacity} tokens: 32 bits count them")));
@@ -185,6 +152,7 @@ impl PqCache {
             centroids: Buffer::of(gpu, &centroids.collect::<Vec<f32>>())?,
             staged: Buffer::zeros(gpu, n_layers * shape.side_len(ring))?,
             turns,
+            reuse: Reuse::new(gpu, n_layers, batch * heads, most)?,
             ranks: Buffer::of(gpu, &vec![head_dim as u32; heads])?,
             offsets: Buffer::of(gpu, &offsets)?,
             scratch: Scratch::new(gpu, &kernels, retrieval, &shape)?,
@@ -213,145 +181,6 @@ impl PqCache {
 
     fn staged(&self, layer: usize) -> DevicePtr<u16> {
         self.staged.pointer().offset(layer * self.shape.side_len(self.shape.ring))
-    }
-
-    /// Launches what tells a step how many tokens it fetches and attends to.
-    fn launch_budget(&self, gpu: &Gpu, sequences: &Sequences) -> Result<()> {
-        let Shape { batch, heads, sinks, ring, .. } = self.shape;
-        let (ratio, tokens) = match self.retrieval.budget {
-            Budget::Ratio(ratio) => (ratio, 0),
-            Budget::Tokens(tokens) => (0.0, tokens as u32),
-        };
-        let arguments = BudgetArguments {
-            exact_lengths: sequences.exact_lengths.pointer(),
-            coded_lengths: sequences.coded_lengths.pointer(),
-            ks: self.scratch.ks.pointer(),
-            counts: self.scratch.counts.pointer(),
-            attended: self.scratch.attended.pointer(),
-            ratio,
-            tokens,
-            reserved: (sinks + ring) as u32,
-            sequences: batch as u32,
-            heads: heads as u32,
-        };
-        // SAFETY: the structure is the kernel's argument, and the buffers have the lengths of `new`.
-        Ok(unsafe { self.kernels.budget.launch(gpu.stream(), Grid::new([1, 1, 1])?, 32, false, &arguments) }?)
-    }
-
-    /// Launches the choice of a layer's tokens.
-    fn launch_search(
-        &self,
-        gpu: &Gpu,
-        layer: usize,
-        sequences: &Sequences,
-        queries: DevicePtr<AnyElement>,
-    ) -> Result<()> {
-        let Shape { batch, heads, head_dim, stored, most, .. } = self.shape;
-        let Scratch { ks, luts, tokens, found, search, .. } = &self.scratch;
-        let lut = LutArguments {
-            batch,
-            heads,
-            queries,
-            scale: 1.0 / (head_dim as f32).sqrt(),
-            centroids: self.centroids(layer),
-            luts: luts.pointer(),
-        };
-        let search = SearchArguments {
-            batch,
-            heads,
-            capacity: stored,
-            luts: luts.pointer(),
-            codes: self.codes(layer),
-            lengths: sequences.coded_lengths.pointer(),
-            ks: ks.pointer(),
-            sinks: 0,
-            recent: 0,
-            workspace: search.pointer(),
-            tokens: tokens.pointer(),
-            tokens_len: most,
-            counts: found.pointer(),
-            stats: None,
-            pdl: true,
-        };
-        // SAFETY: the buffers have the lengths of `new`; the decoder keeps lengths within the capacity. The
-        // tables are launched without PDL, so that queries and `ks` are complete when they start; they write
-        // neither codes nor lengths nor `ks`. The background stream writes codes of later tokens only.
-        unsafe {
-            self.kernels.lut.launch(gpu.stream(), &lut)?;
-            self.kernels.search.launch(gpu.stream(), &search)?;
-        }
-        Ok(())
-    }
-
-    /// Launches the copy of the chosen rows from the host to their place behind the exact ones.
-    fn launch_gather(&self, gpu: &Gpu, layer: usize) -> Result<()> {
-        let Shape { batch, heads, head_dim, sinks, ring, stored, most, .. } = self.shape;
-        let Rows { keys, values, capacity } = self.rows(layer);
-        let behind_exact = |rows: DevicePtr<AnyElement>| rows.cast::<u16>().offset((sinks + ring) * head_dim).cast();
-        let arguments = GatherArguments {
-            heads: batch * heads,
-            keys: self.host(Side::Keys, layer).cast(),
-            values: self.host(Side::Values, layer).cast(),
-            head_rows: stored,
-            rows: self.scratch.tokens.pointer(),
-            places: None,
-            counts: Some(self.scratch.counts.pointer()),
-            list_len: most,
-            keys_out: behind_exact(keys),
-            values_out: behind_exact(values),
-            out_len: capacity,
-        };
-        // SAFETY: the buffers have the lengths of `new`, and a head's last fetched row is its last one: counts
-        // are at most `most`. The search has written tokens below `stored`, whose rows this stream has
-        // written to the host.
-        Ok(unsafe { self.kernels.gather.launch(gpu.stream(), &arguments) }?)
-    }
-
-    /// Copies the rows of the layer's tokens whose turn it is to the host, and their keys to the quantizer.
-    fn launch_leave(&self, gpu: &Gpu, layer: usize) -> Result<()> {
-        let Shape { batch, heads, head_dim, sinks, ring, stored, .. } = self.shape;
-        let Rows { keys, values, capacity } = self.rows(layer);
-        let arguments = LeaveArguments {
-            keys,
-            values,
-            host_keys: self.host(Side::Keys, layer),
-            host_values: self.host(Side::Values, layer),
-            staged: self.staged(layer),
-            firsts: self.turns.firsts(layer),
-            counts: self.turns.counts(layer),
-            heads: heads as u32,
-            sinks: sinks as u32,
-            ring: ring as u32,
-            capacity: capacity as u32,
-            stored: stored as u32,
-            chunks: (head_dim / 8) as u32,
-        };
-        let grid = Grid::new([heads, batch, 2])?;
-        // SAFETY: the structure is the kernel's argument, and the buffers have the lengths of `new`. The plan
-        // counts at most a ring of tokens, which come before tokens that fit. The background stream no longer
-        // reads the staged keys: the event of the layer's last turn has been waited for.
-        Ok(unsafe { self.kernels.leave.launch(gpu.stream(), grid, 256, false, &arguments) }?)
-    }
-
-    /// Encodes the staged keys of a layer.
-    fn launch_encode(&self, stream: &CudaStream, layer: usize) -> Result<()> {
-        let Shape { batch, heads, head_dim, ring, stored, .. } = self.shape;
-        let arguments = EncodeGenericArguments {
-            batch,
-            heads,
-            max_count: ring,
-            vectors: self.staged(layer).cast(),
-            strides: [heads * ring * head_dim, ring * head_dim, head_dim],
-            centroids: self.centroids(layer),
-            firsts: self.turns.firsts(layer),
-            counts: self.turns.counts(layer),
-            capacity: stored,
-            codes: self.codes(layer),
-        };
-        // SAFETY: the buffers have the lengths of `new`. The plan counts at most a ring of tokens, whose
-        // codes fit since they come before tokens that fit. The search reads only codes before `firsts` until
-        // the layer's next turn, which waits for this; bits of those keep their values.
-        Ok(unsafe { self.kernels.encode.launch(stream.cu_stream(), &arguments) }?)
     }
 }
 
@@ -425,34 +254,9 @@ impl DeviceCache for PqCache {
             self.launch_budget(gpu, sequences)?;
         }
         self.launch_search(gpu, layer, sequences, queries)?;
+        self.reuse.launch(gpu, layer, self.scratch.tokens.pointer(), self.scratch.counts.pointer())?;
         self.launch_gather(gpu, layer)?;
-        let Rows { keys, values, capacity } = self.rows(layer);
-        let Shape { batch, heads, group, head_dim, .. } = self.shape;
-        let arguments = AttendArguments {
-            batch,
-            heads,
-            group,
-            capacity,
-            keys,
-            values,
-            queries,
-            lengths: self.scratch.attended.pointer(),
-            key_ranks: self.ranks.pointer(),
-            value_ranks: self.ranks.pointer(),
-            key_offsets: self.offsets.pointer(),
-            value_offsets: self.offsets.pointer(),
-            key_rank_sum: heads * head_dim,
-            value_rank_sum: heads * head_dim,
-            scale: 1.0 / (head_dim as f32).sqrt(),
-            out,
-            log_sum_exp: None,
-            pdl: true,
-            workspace: self.scratch.attend.pointer(),
-        };
-        // SAFETY: the buffers have the lengths of `new`, ranks and offsets are those of full rank, and lengths
-        // are at most the capacity: where tokens are fetched, sinks and ring are full. The kernel before this
-        // one writes rows, which are read after the PDL wait, and not lengths: the budget has written them.
-        Ok(unsafe { self.kernels.attend.launch(gpu.stream(), &arguments) }?)
+        self.launch_attend(gpu, layer, queries, out)
     }
 
     fn before_step(&mut self, gpu: &Gpu, sequences: &Sequences) -> Result<()> {
@@ -475,6 +279,7 @@ impl DeviceCache for PqCache {
             }
         }
         fill_codes(gpu, &self.codes, RANDOM_CODES)?;
+        self.reuse.forget(gpu)?;
         self.turns.restart(gpu, tokens)?;
         gpu.synchronize()
     }
@@ -500,9 +305,12 @@ impl DeviceCache for PqCache {
         self.host.iter().map(HostBuffer::bytes).sum()
     }
 
-    fn fetched_rows(&self, tokens: usize) -> usize {
-        let Shape { n_layers, batch, heads, sinks, ring, .. } = self.shape;
-        n_layers * batch * heads * self.retrieval.budget.k(tokens.saturating_sub(sinks + ring), sinks + ring)
+    fn fetched_rows(&self, gpu: &Gpu) -> Result<u64> {
+        self.reuse.fetched(gpu)
+    }
+
+    fn force_hits(&mut self, share: f32) {
+        self.reuse.force_hits(share);
     }
 }
 

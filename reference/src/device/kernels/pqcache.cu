@@ -1,17 +1,17 @@
-// What a step of a cache with rows on the host needs besides codes: how many tokens it fetches, and the way of a token's
-// rows to the host.
+// What a step of a cache with rows on the host needs besides codes: how many tokens it chooses, which of them are on the
+// device since the last step, and the way of a token's rows to the host.
 //
 // CPU twin: Budget::k; the eviction of WindowedCache. Rows are 16-bit elements.
-#include "types.cuh"
+#include "warp.cuh"
 
 struct BudgetArguments {
     const u32* exact_lengths; // [sequence]
     const u32* coded_lengths; // [sequence]
-    u32* ks;                  // [sequence]: tokens to fetch
+    u32* ks;                  // [sequence]: tokens to choose
     u32* counts;              // [sequence][head]: the same
-    u32* attended;            // [sequence]: exact tokens and fetched ones
+    u32* attended;            // [sequence]: exact tokens and chosen ones
     double ratio;             // part of all tokens that is attended to; not read if `tokens`
-    u32 tokens;               // to fetch, or 0 for `ratio`
+    u32 tokens;               // to choose, or 0 for `ratio`
     u32 reserved;             // sinks and window
     u32 sequences, heads;
 };
@@ -28,6 +28,88 @@ extern "C" __global__ void budget(const BudgetArguments a) {
         k = min(k, n);
         a.ks[i] = k, a.attended[i] = a.exact_lengths[i] + k;
         for (u32 head = 0; head < a.heads; head++) a.counts[i * a.heads + head] = k;
+    }
+}
+
+constexpr int REUSE_THREADS = 1024;
+constexpr u32 NOWHERE = 0xffffffffu;
+static_assert(REUSE_THREADS == LANES * LANES, "a lane for the sum of every warp");
+
+struct ReuseArguments {
+    const u32* tokens; // [head][most]: chosen tokens, ascending; a head is one of a sequence
+    const u32* counts; // [head]: how many
+    u32* held_tokens;  // [head][most]: those of the last step, ascending
+    u32* held_slots;   // [head][most]: the slot that has the rows of each
+    u32* held_counts;  // [head]
+    u32* slots;        // [head][most]: scratch
+    u32* misses;       // [head][most]: tokens whose rows are in no slot
+    u32* places;       // [head][most]: the slot for each
+    u32* miss_counts;  // [head]
+    u64* fetched;      // misses so far
+    u32 most;
+    float forced; // part of the chosen tokens that misses, to time it, or a negative number
+};
+
+// Gives every chosen token a slot below the number of them. A token that the last step has chosen, too, keeps its slot;
+// the others share the slots that are left.
+//
+// Launch: a block of REUSE_THREADS threads a head, with a bit of shared memory for each of `most` slots.
+extern "C" __global__ void __launch_bounds__(REUSE_THREADS) reuse(const ReuseArguments a) {
+    extern __shared__ u32 taken[]; // bits
+    __shared__ u32 warp_sums[LANES];
+    const u32 head = blockIdx.x, k = a.counts[head], held = a.held_counts[head];
+    const u64 at = (u64)head * a.most;
+    const u32* tokens = a.tokens + at;
+    u32 *held_tokens = a.held_tokens + at, *held_slots = a.held_slots + at, *slots = a.slots + at;
+    u32 *misses = a.misses + at, *places = a.places + at;
+    if (a.forced >= 0) {
+        const u32 count = min((u32)rintf(a.forced * k), k);
+        for (u32 i = threadIdx.x; i < count; i += REUSE_THREADS) misses[i] = tokens[i], places[i] = i;
+        if (threadIdx.x == 0) a.miss_counts[head] = count, atomicAdd(a.fetched, (u64)count);
+        return;
+    }
+    for (u32 i = threadIdx.x; i < (k + 31) / 32; i += REUSE_THREADS) taken[i] = 0;
+    __syncthreads();
+    for (u32 i = threadIdx.x; i < k; i += REUSE_THREADS) {
+        const u32 token = tokens[i];
+        u32 low = 0, high = held; // the first held token that is not below
+        while (low < high) {
+            const u32 middle = (low + high) / 2;
+            if (held_tokens[middle] < token)
+                low = middle + 1;
+            else
+                high = middle;
+        }
+        const u32 slot = low < held && held_tokens[low] == token ? held_slots[low] : NOWHERE;
+        if (slot < k) atomicOr(&taken[slot / 32], 1u << slot % 32);
+        slots[i] = slot < k ? slot : NOWHERE;
+    }
+    __syncthreads();
+    // Lists the tokens without a slot and the slots without a token: there are as many of both.
+    const u32 lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
+    u32 missing = 0, free = 0;
+    for (u32 first = 0; first < k; first += REUSE_THREADS) {
+        const u32 i = first + threadIdx.x;
+        const bool is_missing = i < k && slots[i] == NOWHERE, is_free = i < k && !(taken[i / 32] >> i % 32 & 1);
+        const u32 mine = (u32)is_missing | (u32)is_free << 16, inclusive = warp_inclusive_sum(mine);
+        if (lane == LANES - 1) warp_sums[warp] = inclusive;
+        __syncthreads();
+        const u32 other = warp_sums[lane], all = __reduce_add_sync(FULL, other);
+        const u32 before = inclusive - mine + __reduce_add_sync(FULL, lane < warp ? other : 0);
+        if (is_missing) misses[missing + (before & 0xffff)] = i;
+        if (is_free) places[free + (before >> 16)] = i;
+        missing += all & 0xffff, free += all >> 16;
+        __syncthreads();
+    }
+    for (u32 i = threadIdx.x; i < missing; i += REUSE_THREADS) {
+        const u32 index = misses[i];
+        slots[index] = places[i], misses[i] = tokens[index];
+    }
+    __syncthreads();
+    for (u32 i = threadIdx.x; i < k; i += REUSE_THREADS) held_tokens[i] = tokens[i], held_slots[i] = slots[i];
+    if (threadIdx.x == 0) {
+        a.held_counts[head] = k, a.miss_counts[head] = missing;
+        atomicAdd(a.fetched, (u64)missing);
     }
 }
 

@@ -1,0 +1,132 @@
+use kv_gpu::{DevicePtr, Grid, Kernel};
+
+use crate::Result;
+use crate::device::memory::Buffer;
+use crate::device::{Gpu, programs};
+
+/// Threads of a block: `REUSE_THREADS` of the kernel.
+const THREADS: u32 = 1024;
+
+/// A cache of as many rows a head as a step chooses: rows that one step has chosen stay in their slots for
+/// the next one, which fetches the others.
+///
+/// PQCache (arXiv 2407.12820, 3.4) keeps blocks of tokens by recency or frequency and copies the hits of a
+/// step together. Here attention reads rows where they are, so a hit costs nothing.
+pub(super) struct Reuse {
+    kernel: Kernel,
+    held_tokens: Buffer<u32>, // (layer, heads of sequences, most)
+    held_slots: Buffer<u32>,  // (layer, heads of sequences, most)
+    held_counts: Buffer<u32>, // (layer, heads of sequences)
+    slots: Buffer<u32>,       // (heads of sequences, most), as what follows
+    misses: Buffer<u32>,
+    places: Buffer<u32>,
+    miss_counts: Buffer<u32>, // (heads of sequences,)
+    fetched: Buffer<u64>,     // (1,)
+    forced: f32,              // part of the tokens that misses; negative where the slots say it
+    heads: usize,
+    most: usize,
+}
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct ReuseArguments {
+    tokens: DevicePtr<u32>,
+    counts: DevicePtr<u32>,
+    held_tokens: DevicePtr<u32>,
+    held_slots: DevicePtr<u32>,
+    held_counts: DevicePtr<u32>,
+    slots: DevicePtr<u32>,
+    misses: DevicePtr<u32>,
+    places: DevicePtr<u32>,
+    miss_counts: DevicePtr<u32>,
+    fetched: DevicePtr<u64>,
+    most: u32,
+    forced: f32,
+}
+
+const _: () = assert!(size_of::<ReuseArguments>() == 88);
+
+impl Reuse {
+    /// Empty slots: `most` for each of `heads` heads of sequences, in every layer.
+    pub fn new(gpu: &Gpu, n_layers: usize, heads: usize, most: usize) -> Result<Self> {
+        let words = |n| Buffer::<u32>::zeros(gpu, n);
+        let bits = size_of::<u32>() * most.div_ceil(32);
+        Ok(Self {
+            kernel: gpu.device.kernel(&programs::pqcache(), "reuse", bits)?,
+            held_tokens: words(n_layers * heads * most)?,
+            held_slots: words(n_layers * heads * most)?,
+            held_counts: words(n_layers * heads)?,
+            slots: words(heads * most)?,
+            misses: words(heads * most)?,
+            places: words(heads * most)?,
+            miss_counts: words(heads)?,
+            fetched: Buffer::zeros(gpu, 1)?,
+            forced: -1.0,
+            heads,
+            most,
+        })
+    }
+
+    /// Launches the choice of slots for the tokens (heads of sequences, most) of a layer, of which each head
+    /// has `counts`.
+    pub fn launch(
+        &self,
+        gpu: &Gpu,
+        layer: usize,
+        tokens: DevicePtr<u32>,
+        counts: DevicePtr<u32>,
+    ) -> Result<()> {
+        let (heads, most) = (self.heads, self.most);
+        let arguments = ReuseArguments {
+            tokens,
+            counts,
+            held_tokens: self.held_tokens.pointer().offset(layer * heads * most),
+            held_slots: self.held_slots.pointer().offset(layer * heads * most),
+            held_counts: self.held_counts.pointer().offset(layer * heads),
+            slots: self.slots.pointer(),
+            misses: self.misses.pointer(),
+            places: self.places.pointer(),
+            miss_counts: self.miss_counts.pointer(),
+            fetched: self.fetched.pointer(),
+            most: most as u32,
+            forced: self.forced,
+        };
+        // SAFETY: the structure is the kernel's argument, and the buffers have the lengths of `new`. Counts are
+        // at most `most`, and the tokens of a head ascend.
+        Ok(unsafe {
+            self.kernel.launch(gpu.stream(), Grid::new([heads, 1, 1])?, THREADS, false, &arguments)
+        }?)
+    }
+
+    /// Tokens whose rows are to be fetched: (heads of sequences, most).
+    pub fn misses(&self) -> DevicePtr<u32> {
+        self.misses.pointer()
+    }
+
+    /// The slot of each of them.
+    pub fn places(&self) -> DevicePtr<u32> {
+        self.places.pointer()
+    }
+
+    /// How many each head has.
+    pub fn miss_counts(&self) -> DevicePtr<u32> {
+        self.miss_counts.pointer()
+    }
+
+    /// Rows that have been fetched so far.
+    pub fn fetched(&self, gpu: &Gpu) -> Result<u64> {
+        let mut fetched = [0];
+        self.fetched.read_into(gpu, &mut fetched)?;
+        Ok(fetched[0])
+    }
+
+    /// Empties all slots: their rows are of other sequences.
+    pub fn forget(&mut self, gpu: &Gpu) -> Result<()> {
+        self.held_counts.write(gpu, &vec![0; self.held_counts.len()])
+    }
+
+    /// Makes this part of the tokens count as held, whatever their slots have.
+    pub const fn force_hits(&mut self, share: f32) {
+        self.forced = (1.0 - share).clamp(0.0, 1.0);
+    }
+}
