@@ -131,8 +131,8 @@ fn a_batch_of_different_lengths_generates_what_each_sequence_does() {
         let profile = profile(&model, &tokens[..2048], &[spec]);
         let generate = |prompts: &[Vec<u32>], eager: bool| {
             let mut decoder = decoder(&gpu, &model, spec, &profile, prompts.len(), 300);
-            decoder.prefill(prompts).unwrap();
-            for _ in 0..40 {
+            decoder.prefill(prompts, 64).unwrap();
+            for _ in 1..40 {
                 if eager { decoder.step_eagerly() } else { decoder.step() }.unwrap();
             }
             (decoder.picked().unwrap(), decoder.logits().unwrap())
@@ -179,8 +179,7 @@ fn what_does_not_fit_is_an_error_with_numbers() {
     let spec = "pqcache:tokens=8:codebooks=profile";
     let profile = profile(&model, &tokens[..512], &[spec]);
     let mut decoder = decoder(&gpu, &model, spec, &profile, 1, 100);
-    decoder.prefill(&[tokens[..100].to_vec()]).unwrap();
-    decoder.step().unwrap();
+    decoder.prefill(&[tokens[..100].to_vec()], 64).unwrap();
     assert!(matches!(decoder.step(), Err(Error::Argument(_))), "the cache of 100 tokens is full");
 }
 

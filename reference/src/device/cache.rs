@@ -88,27 +88,16 @@ pub trait DeviceCache {
         out: DevicePtr<AnyElement>,
     ) -> Result<()>;
 
-    /// Rows (heads, capacity, head_dim) of all tokens of a chunk's sequence up to the chunk's end, those
-    /// before the chunk as the method keeps them. The decoder then writes the chunk's rotated keys and its
-    /// values, lets its queries attend to the rows, and calls [`Self::append`]. So the tokens of a chunk
-    /// attend to each other exactly, as on the CPU.
+    /// Makes all sequences empty.
     ///
     /// # Errors
     /// [`Error::Device`].
-    fn chunk_rows(&mut self, gpu: &Gpu, layer: usize, chunk: &Chunk) -> Result<Rows>;
+    fn clear(&mut self, gpu: &Gpu) -> Result<()>;
 
-    /// Takes the chunk's tokens from the rows that [`Self::chunk_rows`] has given, after attention.
-    ///
-    /// # Errors
-    /// [`Error::Device`].
-    fn append(&mut self, gpu: &Gpu, layer: usize, chunk: &Chunk) -> Result<()>;
-
-    /// Makes the sequences have these lengths: those that the last chunks ended with, or none. The next step
-    /// may follow.
-    ///
-    /// # Errors
-    /// [`Error::Device`].
-    fn settle(&mut self, gpu: &Gpu, lengths: &[usize]) -> Result<()>;
+    /// The cache as one that takes many tokens at once; None where prompts go through it step by step.
+    fn chunks(&mut self) -> Option<&mut dyn ChunkCache> {
+        None
+    }
 
     /// Work before a step that is no part of its graph, such as encoding what leaves the window.
     ///
@@ -155,6 +144,30 @@ pub trait DeviceCache {
     /// random queries choose has no locality. With a share above 0, results are wrong. It holds for graphs
     /// that are captured later.
     fn force_hits(&mut self, _share: f32) {}
+}
+
+/// A cache that takes chunks of prompts.
+pub trait ChunkCache {
+    /// Rows (heads, capacity, head_dim) of all tokens of a chunk's sequence up to the chunk's end, those
+    /// before the chunk as the method keeps them. The decoder then writes the chunk's rotated keys and its
+    /// values, lets its queries attend to the rows, and calls [`Self::append`]. So the tokens of a chunk
+    /// attend to each other exactly, as on the CPU.
+    ///
+    /// # Errors
+    /// [`Error::Device`].
+    fn chunk_rows(&mut self, gpu: &Gpu, layer: usize, chunk: &Chunk) -> Result<Rows>;
+
+    /// Takes the chunk's tokens from the rows that [`Self::chunk_rows`] has given, after attention.
+    ///
+    /// # Errors
+    /// [`Error::Device`].
+    fn append(&mut self, gpu: &Gpu, layer: usize, chunk: &Chunk) -> Result<()>;
+
+    /// Makes the sequences have these lengths, with which the last chunks ended. The next step may follow.
+    ///
+    /// # Errors
+    /// [`Error::Device`].
+    fn settle(&mut self, gpu: &Gpu, lengths: &[usize]) -> Result<()>;
 }
 
 /// The cache of a method for `batch` sequences of at most `capacity` tokens; codebooks are from the profile,

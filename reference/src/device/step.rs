@@ -165,7 +165,7 @@ impl Decoder {
     /// # Errors
     /// [`Error::Device`].
     pub fn clear(&mut self) -> Result<()> {
-        self.cache.settle(&self.gpu, &vec![0; self.batch])?;
+        self.cache.clear(&self.gpu)?;
         self.place(&vec![0; self.batch])
     }
 

@@ -1,7 +1,7 @@
 use kv_gpu::svd::{Attend, AttendArguments, AttendShape};
 use kv_gpu::{AnyElement, DevicePtr, Element, Grid};
 
-use super::{Chunk, DeviceCache, Rows, Sequences};
+use super::{Chunk, ChunkCache, DeviceCache, Rows, Sequences};
 use crate::Result;
 use crate::device::memory::Buffer;
 use crate::device::{Gpu, programs};
@@ -110,19 +110,12 @@ impl DeviceCache for DenseCache {
         Ok(unsafe { self.attend.launch(gpu.stream(), &arguments) }?)
     }
 
-    fn chunk_rows(&mut self, _gpu: &Gpu, layer: usize, chunk: &Chunk) -> Result<Rows> {
-        let row = chunk.sequence * self.heads * self.capacity * self.head_dim;
-        let side =
-            |side: usize| self.rows.pointer().offset((2 * layer + side) * self.side_len() + row).cast();
-        Ok(Rows { keys: side(0), values: side(1), capacity: self.capacity })
-    }
-
-    fn append(&mut self, _gpu: &Gpu, _layer: usize, _chunk: &Chunk) -> Result<()> {
-        Ok(()) // they have been written in place
-    }
-
-    fn settle(&mut self, _gpu: &Gpu, _lengths: &[usize]) -> Result<()> {
+    fn clear(&mut self, _gpu: &Gpu) -> Result<()> {
         Ok(())
+    }
+
+    fn chunks(&mut self) -> Option<&mut dyn ChunkCache> {
+        Some(self)
     }
 
     fn fill_random(&mut self, gpu: &Gpu, _tokens: usize) -> Result<()> {
@@ -139,6 +132,23 @@ impl DeviceCache for DenseCache {
 
     fn bytes(&self) -> usize {
         self.rows.bytes()
+    }
+}
+
+impl ChunkCache for DenseCache {
+    fn chunk_rows(&mut self, _gpu: &Gpu, layer: usize, chunk: &Chunk) -> Result<Rows> {
+        let row = chunk.sequence * self.heads * self.capacity * self.head_dim;
+        let side =
+            |side: usize| self.rows.pointer().offset((2 * layer + side) * self.side_len() + row).cast();
+        Ok(Rows { keys: side(0), values: side(1), capacity: self.capacity })
+    }
+
+    fn append(&mut self, _gpu: &Gpu, _layer: usize, _chunk: &Chunk) -> Result<()> {
+        Ok(()) // they have been written in place
+    }
+
+    fn settle(&mut self, _gpu: &Gpu, _lengths: &[usize]) -> Result<()> {
+        Ok(())
     }
 }
 

@@ -11,7 +11,7 @@ use kv_gpu::{AnyElement, DevicePtr, Element, Grid, Kernel, VectorElement};
 use pq_core::{CodebookBuf, PqShape, Window};
 
 use super::dense::{RANDOM_ROWS, fill_rows};
-use super::{Chunk, DeviceCache, Rows, Sequences};
+use super::{Chunk, ChunkCache, DeviceCache, Rows, Sequences};
 use crate::device::memory::Buffer;
 use crate::device::{Gpu, driver, hashed, programs};
 use crate::model::Config;
@@ -352,19 +352,12 @@ impl DeviceCache for MillionCache {
         Ok(unsafe { self.attend.launch(gpu.stream(), &arguments) }?)
     }
 
-    fn chunk_rows(&mut self, gpu: &Gpu, layer: usize, chunk: &Chunk) -> Result<Rows> {
-        self.rows_before(gpu, layer, chunk)
+    fn clear(&mut self, gpu: &Gpu) -> Result<()> {
+        self.settle(gpu, &vec![0; self.shape.batch])
     }
 
-    fn append(&mut self, gpu: &Gpu, layer: usize, chunk: &Chunk) -> Result<()> {
-        self.take(gpu, layer, chunk)
-    }
-
-    fn settle(&mut self, gpu: &Gpu, lengths: &[usize]) -> Result<()> {
-        self.wait_for_codes(gpu)?;
-        self.encoded.iter_mut().for_each(|encoded| *encoded = None);
-        let planned = lengths.iter().map(|length| length.saturating_sub(self.shape.sinks) as u32);
-        self.planned.write(gpu, &planned.collect::<Vec<u32>>().repeat(self.shape.n_layers))
+    fn chunks(&mut self) -> Option<&mut dyn ChunkCache> {
+        Some(self)
     }
 
     fn before_step(&mut self, gpu: &Gpu, sequences: &Sequences) -> Result<()> {
@@ -411,6 +404,23 @@ impl DeviceCache for MillionCache {
         let past = self.past.as_ref().map_or(0, |past| past.rows.bytes());
         let codes: usize = self.codes.iter().map(Buffer::bytes).sum();
         self.rows.bytes() + self.staged.bytes() + codes + past
+    }
+}
+
+impl ChunkCache for MillionCache {
+    fn chunk_rows(&mut self, gpu: &Gpu, layer: usize, chunk: &Chunk) -> Result<Rows> {
+        self.rows_before(gpu, layer, chunk)
+    }
+
+    fn append(&mut self, gpu: &Gpu, layer: usize, chunk: &Chunk) -> Result<()> {
+        self.take(gpu, layer, chunk)
+    }
+
+    fn settle(&mut self, gpu: &Gpu, lengths: &[usize]) -> Result<()> {
+        self.wait_for_codes(gpu)?;
+        self.encoded.iter_mut().for_each(|encoded| *encoded = None);
+        let planned = lengths.iter().map(|length| length.saturating_sub(self.shape.sinks) as u32);
+        self.planned.write(gpu, &planned.collect::<Vec<u32>>().repeat(self.shape.n_layers))
     }
 }
 

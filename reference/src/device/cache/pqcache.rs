@@ -259,6 +259,11 @@ impl DeviceCache for PqCache {
         self.launch_attend(gpu, layer, queries, out)
     }
 
+    fn clear(&mut self, gpu: &Gpu) -> Result<()> {
+        self.reuse.forget(gpu)?;
+        self.turns.restart(gpu, 0)
+    }
+
     fn before_step(&mut self, gpu: &Gpu, sequences: &Sequences) -> Result<()> {
         let Some(turn) = self.turns.begin(gpu, sequences)? else { return Ok(()) };
         turn.layers().try_for_each(|layer| self.launch_leave(gpu, layer))?;
