@@ -14,7 +14,7 @@ use std::sync::Arc;
 
 use sha2::{Digest, Sha256};
 
-pub use config::{Config, LayerAttention, RopeScaling};
+pub use config::{Config, LayerAttention, RopeScaling, Yarn};
 pub use rope::Rope;
 pub use tokenizer::Tokenizer;
 
@@ -52,6 +52,21 @@ pub struct AttentionWeights {
     pub q_norm: Option<Vec<f32>>,
     /// (head_dim,): that of keys.
     pub k_norm: Option<Vec<f32>>,
+}
+
+impl AttentionWeights {
+    /// Multiplies all queries before RoPE, and with them the scores.
+    fn scale_queries(&mut self, factor: f32) {
+        let Linear { weight, bias, .. } = &mut self.q;
+        let scaled: [&mut [f32]; 2] = match &mut self.q_norm {
+            // The norm would undo any factor of the projection.
+            Some(norm) => [norm, &mut []],
+            None => [weight, bias.as_deref_mut().unwrap_or_default()],
+        };
+        if factor != 1.0 {
+            scaled.into_iter().flatten().for_each(|x| *x *= factor);
+        }
+    }
 }
 
 /// What the feed-forward block of a layer needs.
@@ -201,7 +216,7 @@ fn load_layer(config: &Config, tensors: &Tracked<'_>, l: usize) -> Result<Layer>
     let norm = |name: &str, len: usize| tensors.load(&format!("model.layers.{l}.{name}.weight"), &[len]);
     let head_norm = |name: &str| config.qk_norm.then(|| norm(name, config.head_dim)).transpose();
     let bias = config.attention_bias;
-    let attention = AttentionWeights {
+    let mut attention = AttentionWeights {
         norm: norm("input_layernorm", hidden)?,
         q: linear("self_attn.q_proj", hidden, config.q_dim(), bias)?,
         k: linear("self_attn.k_proj", hidden, config.kv_dim(), bias)?,
@@ -210,6 +225,9 @@ fn load_layer(config: &Config, tensors: &Tracked<'_>, l: usize) -> Result<Layer>
         q_norm: head_norm("self_attn.q_norm")?,
         k_norm: head_norm("self_attn.k_norm")?,
     };
+    if config.attention[l].rope {
+        attention.scale_queries(config.rope_scaling.score_factor() as f32);
+    }
     let bias = config.mlp_bias;
     let feed_forward = FeedForwardWeights {
         norm: norm("post_attention_layernorm", hidden)?,

@@ -78,7 +78,7 @@ fn configs() {
             "\"max_position_embeddings\": 0",
             "max_position_embeddings",
         ),
-        ("an unknown rope", "\"rope_type\": \"default\"", "\"rope_type\": \"yarn\"", "yarn"),
+        ("an unknown rope", "\"rope_type\": \"default\"", "\"rope_type\": \"longrope\"", "longrope"),
         ("a rope without its factor", "\"rope_type\": \"default\"", "\"rope_type\": \"linear\"", "factor"),
         (
             "a rope that divides by zero",

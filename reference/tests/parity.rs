@@ -58,7 +58,7 @@ fn tokens_agree_with_sentencepiece() {
 #[test]
 fn logits_agree_with_transformers() {
     let fixtures = fixtures();
-    assert!(fixtures.len() == 25);
+    assert!(fixtures.len() == 28);
     for folder in fixtures {
         let expected: Expected =
             serde_json::from_slice(&std::fs::read(folder.join("expected.json")).unwrap()).unwrap();

@@ -95,11 +95,59 @@ pub enum RopeScaling {
         /// Positions before the stretch.
         original_max_seq_len: f64,
     },
+    /// YaRN (arXiv 2309.00071).
+    Yarn(Yarn),
     /// A divisor per frequency, as GGUF files store it.
     Divisors(
         /// (head_dim / 2,)
         Vec<f32>,
     ),
+}
+
+/// YaRN: as [`RopeScaling::Llama3`], with the ramp linear in the index of the frequency, and with sharper
+/// scores.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Yarn {
+    /// Divisor of the low frequencies.
+    pub factor: f64,
+    /// Frequencies of more turns than this in `original_max_seq_len` positions are kept.
+    pub beta_fast: f64,
+    /// Frequencies of fewer turns than this are divided.
+    pub beta_slow: f64,
+    /// Positions before the stretch.
+    pub original_max_seq_len: f64,
+    /// Whether the ends of the ramp are rounded outwards to whole frequencies.
+    pub truncate: bool,
+    /// What rotated queries and keys are multiplied with.
+    pub attention_factor: f64,
+}
+
+impl Yarn {
+    /// The paper's `attention_factor` for `factor`, its logarithm weighted by `mscale`.
+    #[must_use]
+    pub fn attention_factor_of(factor: f64, mscale: f64) -> f64 {
+        if factor <= 1.0 { 1.0 } else { 0.1 * mscale * factor.ln() + 1.0 }
+    }
+}
+
+impl RopeScaling {
+    /// What the scores of rotated queries and keys are multiplied with.
+    #[must_use]
+    pub fn score_factor(&self) -> f64 {
+        match self {
+            Self::Yarn(yarn) => yarn.attention_factor * yarn.attention_factor,
+            _ => 1.0,
+        }
+    }
+
+    /// Positions that a stretched model is meant for, at least `max_seq_len`. Configurations of YaRN leave
+    /// `max_position_embeddings` at the length before the stretch.
+    fn stretched(&self, max_seq_len: usize) -> usize {
+        match self {
+            Self::Yarn(yarn) => max_seq_len.max((yarn.original_max_seq_len * yarn.factor) as usize),
+            _ => max_seq_len,
+        }
+    }
 }
 
 impl Config {
@@ -199,6 +247,13 @@ impl Config {
                 }
                 vec![*factor, *low_freq_factor, *high_freq_factor, *original_max_seq_len]
             }
+            RopeScaling::Yarn(yarn) => {
+                if yarn.beta_slow > yarn.beta_fast {
+                    return Err("rope scaling: beta_slow is above beta_fast".into());
+                }
+                let Yarn { factor, beta_fast, beta_slow, original_max_seq_len, attention_factor, .. } = *yarn;
+                vec![factor, beta_fast, beta_slow, original_max_seq_len, attention_factor]
+            }
             RopeScaling::Divisors(divisors) => divisors.iter().map(|&x| f64::from(x)).collect(),
         };
         match factors.iter().find(|x| !(x.is_finite() && **x > 0.0)) {
@@ -253,6 +308,8 @@ impl RawConfig {
             None => 0,
         };
         let configured = family.bias == AttentionBias::Configured && self.attention_bias;
+        let max_seq_len = self.max_position_embeddings.unwrap_or(2048);
+        let rope_scaling = rope.map_or(Ok(RopeScaling::None), |rope| rope_scaling(rope, max_seq_len))?;
         Ok(Config {
             family: family.name,
             vocab_size: self.vocab_size,
@@ -262,10 +319,10 @@ impl RawConfig {
             n_heads: self.num_attention_heads,
             n_kv_heads: self.num_key_value_heads.unwrap_or(self.num_attention_heads),
             head_dim,
-            max_seq_len: self.max_position_embeddings.unwrap_or(2048),
+            max_seq_len: rope_scaling.stretched(max_seq_len),
             rms_norm_eps: self.rms_norm_eps.unwrap_or(1e-6),
             rope_theta: theta.or(self.rope_theta).unwrap_or(10_000.0),
-            rope_scaling: rope.map_or(Ok(RopeScaling::None), rope_scaling)?,
+            rope_scaling,
             attention_bias: configured || family.bias == AttentionBias::Qkv,
             output_bias: configured,
             mlp_bias: self.mlp_bias,
@@ -277,7 +334,7 @@ impl RawConfig {
     }
 }
 
-fn rope_scaling(value: &Value) -> std::result::Result<RopeScaling, String> {
+fn rope_scaling(value: &Value, max_seq_len: usize) -> std::result::Result<RopeScaling, String> {
     if value.is_null() {
         return Ok(RopeScaling::None);
     }
@@ -293,10 +350,42 @@ fn rope_scaling(value: &Value) -> std::result::Result<RopeScaling, String> {
             high_freq_factor: number("high_freq_factor")?,
             original_max_seq_len: number("original_max_position_embeddings")?,
         }),
+        Some("yarn") => yarn(value, max_seq_len).map(RopeScaling::Yarn),
         Some(other) => {
-            Err(format!("rope scaling {} is not supported, only `linear` and `llama3`", Quoted(other)))
+            let supported = "only `linear`, `llama3` and `yarn`";
+            Err(format!("rope scaling {} is not supported, {supported}", Quoted(other)))
         }
     }
+}
+
+/// YaRN's settings with the defaults of `transformers`.
+fn yarn(value: &Value, max_seq_len: usize) -> std::result::Result<Yarn, String> {
+    let number = |key: &str| match &value[key] {
+        Value::Null => Ok(None),
+        given => given.as_f64().map(Some).ok_or_else(|| format!("rope scaling: `{key}` is not a number")),
+    };
+    let truncate = match &value["truncate"] {
+        Value::Null => true,
+        given => given.as_bool().ok_or("rope scaling: `truncate` is neither true nor false")?,
+    };
+    let original_max_seq_len = number("original_max_position_embeddings")?.unwrap_or(max_seq_len as f64);
+    let factor = number("factor")?.unwrap_or(max_seq_len as f64 / original_max_seq_len);
+    let mscales = number("mscale")?.zip(number("mscale_all_dim")?).filter(|&(a, b)| a != 0.0 && b != 0.0);
+    let attention_factor = match (number("attention_factor")?, mscales) {
+        (Some(given), _) => given,
+        (None, Some((mscale, all))) => {
+            Yarn::attention_factor_of(factor, mscale) / Yarn::attention_factor_of(factor, all)
+        }
+        (None, None) => Yarn::attention_factor_of(factor, 1.0),
+    };
+    Ok(Yarn {
+        factor,
+        beta_fast: number("beta_fast")?.unwrap_or(32.0),
+        beta_slow: number("beta_slow")?.unwrap_or(1.0),
+        original_max_seq_len,
+        truncate,
+        attention_factor,
+    })
 }
 
 fn eos_tokens(value: Option<&Value>) -> Vec<u32> {

@@ -17,7 +17,7 @@ use crate::error::Quoted;
 use crate::model::family::{AttentionBias, AttentionKeys, Family};
 use crate::model::source::Source;
 use crate::model::tensors::{Tensors, check_finite};
-use crate::model::{Config, RopeScaling};
+use crate::model::{Config, RopeScaling, Yarn};
 use crate::{Error, Result};
 use blocks::Layout;
 use header::{Header, List, TEXT, Value};
@@ -71,6 +71,7 @@ impl Gguf {
         if self.int_or(&window, 0)? > 0 {
             return Err(self.error(format!("metadata `{window}` is not supported")));
         }
+        let max_seq_len = self.int(&self.key("context_length"))?;
         let n_layers = self.int(&self.key("block_count"))?;
         let attention = Config::attention(family, &AttentionKeys::default(), n_layers);
         let has = |name: &str| self.header.tensors.contains_key(name);
@@ -85,10 +86,10 @@ impl Gguf {
             n_heads,
             n_kv_heads,
             head_dim,
-            max_seq_len: self.int(&self.key("context_length"))?,
+            max_seq_len,
             rms_norm_eps: self.float_or(&self.key("attention.layer_norm_rms_epsilon"), 1e-5) as f32,
             rope_theta: self.float_or(&self.key("rope.freq_base"), 10_000.0),
-            rope_scaling: self.rope_scaling(head_dim)?,
+            rope_scaling: self.rope_scaling(head_dim, max_seq_len)?,
             attention_bias: family.bias == AttentionBias::Qkv || has_bias("blk.0.attn_q.bias"),
             output_bias: has_bias("blk.0.attn_output.bias"),
             mlp_bias: has("blk.0.ffn_up.bias"),
@@ -100,7 +101,7 @@ impl Gguf {
         config.validated().map_err(|what| self.error(what))
     }
 
-    fn rope_scaling(&self, head_dim: usize) -> Result<RopeScaling> {
+    fn rope_scaling(&self, head_dim: usize, max_seq_len: usize) -> Result<RopeScaling> {
         // Llama 3.1 files carry the divisors themselves and no scaling type.
         if self.header.tensors.contains_key("rope_freqs.weight") {
             return Ok(RopeScaling::Divisors(self.load_raw("rope_freqs.weight", &[head_dim / 2])?));
@@ -113,6 +114,22 @@ impl Gguf {
             "none" => Ok(RopeScaling::None),
             "linear" => {
                 Ok(RopeScaling::Linear { factor: self.float_or(&self.key("rope.scaling.factor"), 1.0) })
+            }
+            "yarn" => {
+                let factor = self.float_or(&self.key("rope.scaling.factor"), 1.0);
+                let original = self.key("rope.scaling.original_context_length");
+                Ok(RopeScaling::Yarn(Yarn {
+                    factor,
+                    beta_fast: self.float_or(&self.key("rope.scaling.yarn_beta_fast"), 32.0),
+                    beta_slow: self.float_or(&self.key("rope.scaling.yarn_beta_slow"), 1.0),
+                    original_max_seq_len: self.int_or(&original, max_seq_len)? as f64,
+                    truncate: true,
+                    // llama.cpp multiplies whichever of the two a file has with the paper's factor.
+                    attention_factor: ["attn_factor", "yarn_attn_factor"]
+                        .map(|name| self.float_or(&self.key(&format!("rope.scaling.{name}")), 1.0))
+                        .iter()
+                        .fold(Yarn::attention_factor_of(factor, 1.0), |product, x| product * x),
+                }))
             }
             other => Err(self.error(format!("rope scaling {} is not supported", Quoted(other)))),
         }

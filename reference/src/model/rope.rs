@@ -1,6 +1,6 @@
 use std::sync::Arc;
 
-use crate::model::{Config, RopeScaling};
+use crate::model::{Config, RopeScaling, Yarn};
 
 /// Rotary position embedding: cosines and sines of every position up to a length, for the layout that pairs
 /// component `i` with `i + head_dim / 2` (Hugging Face; GGUF rows are reordered to it when they are loaded).
@@ -158,5 +158,28 @@ fn frequencies(config: &Config) -> Vec<f64> {
                 f * kept + f / factor * (1.0 - kept)
             })
             .collect(),
+        RopeScaling::Yarn(yarn) => {
+            let (low, high) = yarn_ramp(yarn, config);
+            let stretch = |(i, f)| {
+                let divided = ((i as f64 - low) / (high - low)).clamp(0.0, 1.0);
+                f * (1.0 - divided) + f / yarn.factor * divided
+            };
+            plain.enumerate().map(stretch).collect()
+        }
     }
+}
+
+/// The indices of the frequencies between which YaRN's division sets in.
+fn yarn_ramp(yarn: &Yarn, config: &Config) -> (f64, f64) {
+    let dim = config.head_dim as f64;
+    // The index of the frequency of this many full turns in the original context.
+    let index_of = |turns: f64| {
+        let wavelength = yarn.original_max_seq_len / turns;
+        dim * (wavelength / core::f64::consts::TAU).ln() / (2.0 * config.rope_theta.ln())
+    };
+    let (low, high) = (index_of(yarn.beta_fast), index_of(yarn.beta_slow));
+    let (low, high) = if yarn.truncate { (low.floor(), high.ceil()) } else { (low, high) };
+    let (low, high) = (low.max(0.0), high.min(dim - 1.0));
+    // The references part two equal ends by as much.
+    if low == high { (low, high + 0.001) } else { (low, high) }
 }

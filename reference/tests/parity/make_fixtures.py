@@ -31,6 +31,7 @@ BASE = dict(
 )
 LLAMA3 = dict(rope_type="llama3", rope_theta=500.0, factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0,
               original_max_position_embeddings=16)
+YARN = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=16, beta_fast=4.0)
 SMALL = dict(hidden_size=32, intermediate_size=32, head_dim=8, dtype="bfloat16", pad_token_id=None, eos_token_id=2)
 CHECKPOINTS = {
     "mha": dict(num_key_value_heads=4, head_dim=16),
@@ -50,6 +51,8 @@ CHECKPOINTS = {
     "qwen3-bias": dict(SMALL, model_type="qwen3", attention_bias=True),
     "smollm3": dict(SMALL, model_type="smollm3", num_hidden_layers=5),
     "smollm3-window": dict(SMALL, model_type="smollm3", no_rope_layers=[0, 1], use_sliding_window=True, sliding_window=3),
+    "qwen2-yarn": dict(SMALL, model_type="qwen2", rope_parameters=YARN),
+    "qwen3-yarn": dict(SMALL, model_type="qwen3", rope_parameters=dict(YARN, truncate=False, attention_factor=1.4)),
 }
 GGUF = {
     "gguf-f32": dict(kind="F32"), "gguf-f16": dict(kind="F16"), "gguf-q8_0": dict(kind="Q8_0"),
@@ -57,6 +60,7 @@ GGUF = {
     "gguf-qwen2": dict(SMALL, kind="F16", model_type="qwen2"),
     "gguf-qwen3": dict(SMALL, kind="F16", model_type="qwen3"),
     "gguf-smollm3": dict(SMALL, kind="F16", model_type="smollm3", num_hidden_layers=5),
+    "gguf-yarn": dict(SMALL, kind="F16", model_type="qwen2", rope_parameters=YARN),
 }
 PERMUTED = {"llama", "smollm3"}  # whose Q and K convert_hf_to_gguf permutes
 
@@ -108,7 +112,13 @@ def write_gguf(path, model, kind, pieces=None):
         writer.add_key_length(c.head_dim)
         writer.add_value_length(c.head_dim)
     writer.add_layer_norm_rms_eps(c.rms_norm_eps)
-    writer.add_rope_freq_base(c.rope_parameters["rope_theta"])
+    rope = c.rope_parameters
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if rope["rope_type"] == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
     if pieces:
         writer.add_tokenizer_model("llama")
         writer.add_token_list([pieces.id_to_piece(i) for i in range(c.vocab_size)])
