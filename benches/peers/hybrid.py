@@ -34,7 +34,7 @@ VARIANTS = [
     (8, 8, ":norms=on"), (8, 8, ":keys=rope"), (8, 8, ":keys=rope:norms=on"), (8, 8, ":offloaded=int8"), (8, 8, ":refine=4"),
 ]
 FEW = (0, 0.005, 0.02)
-BOUNDS = (0.05, 0.02, 0.01)
+BOUNDS = (0.125, 0.05, 0.025)
 
 
 def specs(dim, context):

@@ -200,7 +200,7 @@ proptest! {
     #[test]
     fn the_estimated_error_keeps_its_bound(
         group in 1_usize..=8, n in lengths(), spread in prop_oneof![Just(0.1_f32), Just(1.0), Just(8.0)],
-        bound in 0.0_f32..0.3, seed: u64,
+        bound in 0.0_f32..0.75, seed: u64,
     ) {
         let shape = PqShape::new(12, 3, 5).unwrap();
         let case = Case::new(shape, shape, group, n, seed, spread);
@@ -217,7 +217,7 @@ proptest! {
             let factor = f64::from(case.variances[g]).exp_m1() + f64::from(value_error);
             largest = largest.max((factor * squares).sqrt());
         }
-        prop_assert!(largest <= f64::from(bound) * 1.001 + 1e-9, "{} for {}", largest, bound);
+        prop_assert!(2.5 * largest <= f64::from(bound) * 1.001 + 1e-9, "{} for {}", largest, bound);
         let loose = RowBudget::Error { bound: 100.0, value_error, most: n };
         prop_assert!(case.check(&case.hybrid(loose)).is_empty());
     }
@@ -227,7 +227,7 @@ proptest! {
 fn attention_elsewhere_makes_room_for_coded_tokens() {
     let shape = PqShape::new(12, 3, 5).unwrap();
     let case = Case::new(shape, shape, 2, 500, 3, 2.0);
-    let rows = RowBudget::Error { bound: 0.05, value_error: 0.3, most: 500 };
+    let rows = RowBudget::Error { bound: 0.125, value_error: 0.3, most: 500 };
     let alone = case.check(&case.hybrid(rows)).len();
     let others = [SoftmaxStats { max: 30.0, sum: 1.0 }; 2];
     let beside = case.check(&Hybrid { others: &others, ..case.hybrid(rows) }).len();

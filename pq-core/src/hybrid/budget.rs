@@ -10,9 +10,13 @@
 //! where `p_t` is the token's weight in the softmax over all tokens. For independent differences of mean
 //! zero, and in units of the values' deviation from their mean, the expected square is `(exp(variance) - 1 +
 //! value_error) * sum of p_t^2`: the variance is that of the score, for normal differences, and `value_error`
-//! the codes' mean squared error over the variance of the values. A step reads tokens, those of the largest
-//! weight first, until no query's estimate exceeds the bound. For a group the combined weight of a token
+//! the codes' mean squared error over the variance of the values. For a group the combined weight of a token
 //! stands for every query's: it is at least as large, so that the estimate holds for each.
+//!
+//! The error itself scatters around that estimate, since few tokens make most of it and codes do not fit all
+//! tokens alike. In decodes of two models (12 and 135 million parameters) the 95th percentile of the errors is
+//! 1.1 to 2.3 times the estimate. A step therefore reads tokens, those of the largest weight first, until
+//! [`MARGIN`] times no query's estimate exceeds the bound.
 
 use kv_attend::simd::exp;
 
@@ -26,10 +30,10 @@ pub enum RowBudget {
     Count(usize),
     /// This part of the coded tokens, rounded up: 0 for none, 1 for all of them.
     Share(f32),
-    /// As many as keep the expected error of every query's output below a bound.
+    /// As many as keep the error of every query's output below a bound, in about 95 of 100 attentions.
     Error {
-        /// The root of the expected squared error of the output over the variance of the values (the mean
-        /// squared distance of a value from the values' mean).
+        /// The length of the output's error over the values' deviation (the root of their mean squared
+        /// distance from their mean).
         bound: f32,
         /// Mean squared error of the coded values over that variance.
         value_error: f32,
@@ -71,8 +75,12 @@ pub(super) fn rows(hybrid: &Hybrid<'_>, combined: &[f32], stats: &[SoftmaxStats]
     if factor == 0.0 {
         return 0; // the codes are exact
     }
-    Weights::of(combined, stats).above(f64::from(bound) * f64::from(bound) / factor).min(most)
+    let expected = f64::from(bound) / MARGIN;
+    Weights::of(combined, stats).above(expected * expected / factor).min(most)
 }
+
+/// How far below the bound the root of the expected squared error is kept.
+const MARGIN: f64 = 2.5;
 
 /// The part of the softmax over both sets of tokens that the first one holds.
 fn share_of(stats: SoftmaxStats, others: SoftmaxStats) -> f64 {

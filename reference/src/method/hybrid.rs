@@ -29,7 +29,7 @@ pub(super) const HYBRID: Entry = Entry {
     names: &["hybrid"],
     help: concat!(
         "\
-  hybrid            attention on coarse PQ codes, with the exact rows of  k=16x8 v=8x8 rows=0.01|auto bound=0.02
+  hybrid            attention on coarse PQ codes, with the exact rows of  k=16x8 v=8x8 rows=0.01|auto bound=0.05
                       the few tokens that hold most of the weight;        keys=mean|rope norms=off|on iterations=8
 ",
         offload_help!()
@@ -39,7 +39,7 @@ pub(super) const HYBRID: Entry = Entry {
         let rows = s.own("rows", Rows::Share(0.01))?;
         Ok(Arc::new(HybridKind {
             rows,
-            bound: s.common_part("bound", 0.02)? as f32,
+            bound: s.common_part("bound", 0.05)? as f32,
             offload: OffloadSettings::take(s)?,
             codes: PqKlt::take(s, codes, Switch::Off)?,
         }))
