@@ -29,12 +29,12 @@ const RESERVED_SHARED_MEMORY: usize = 2 << 10;
 /// PQCache: codes of keys on the device, exact rows of all tokens in page-locked host memory.
 ///
 /// For each layer a step makes the lookup tables of its queries (`pq::Lut`), finds the best tokens
-/// (`pq::Search`), reads the rows that the last step has not chosen over the link ([`Reuse`], `pq::Gather`)
+/// (`pq::Search`), reads the rows that the last step has not chosen over the link (`Reuse`, `pq::Gather`)
 /// and attends to all together with sinks and window (`svd::Attend` at full rank). Chosen rows have slots
 /// behind the exact ones, so that one launch attends to both. All lengths are on the device.
 ///
 /// A token's rows go to the host when its keys go to the quantizer, up to a ring and at least half a ring
-/// before a step can choose them ([`Turns`]). The decoder's stream writes them, so its order is the fence
+/// before a step can choose them (`Turns`). The decoder's stream writes them, so its order is the fence
 /// between these stores and the loads of `pq::Gather`.
 pub struct PqCache {
     kernels: Kernels,
