@@ -11,6 +11,8 @@ mod logits;
 mod output;
 #[cfg(feature = "cuda")]
 mod speed;
+#[cfg(feature = "store")]
+mod store;
 mod stream;
 
 use std::path::{Path, PathBuf};
@@ -58,6 +60,10 @@ enum Command {
     Fetch(fetch::Fetch),
     /// List the methods with their settings
     Methods,
+    /// Keep caches in an object store: a folder, S3 and what speaks its protocol
+    #[cfg(feature = "store")]
+    #[command(subcommand)]
+    Store(store::Store),
     /// Time decode steps on a GPU
     #[cfg(feature = "cuda")]
     Speed(speed::Speed),
@@ -78,6 +84,8 @@ impl Kv {
                 out.print(format_args!("{}\n", methods_help()));
                 Ok(())
             }
+            #[cfg(feature = "store")]
+            Command::Store(command) => command.run(out),
             #[cfg(feature = "cuda")]
             Command::Speed(command) => command.run(out),
         }

@@ -63,6 +63,10 @@ pub enum Error {
         /// What stands against it.
         reason: String,
     },
+    /// An error of a store of caches.
+    #[cfg(feature = "store")]
+    #[error("store: {0}")]
+    Store(#[from] crate::store::Error),
     /// An error of the GPU.
     #[cfg(feature = "cuda")]
     #[error("device: {0}")]

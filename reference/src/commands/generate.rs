@@ -12,6 +12,8 @@ use kv_reference::model::{Model, Rope};
 use kv_reference::{Error, Profile, Result, Sampler};
 use serde::Serialize;
 
+#[cfg(feature = "store")]
+use super::store::{KvArgs, OpenStore};
 use super::{DeviceArgs, Files, JsonArgs, ModelArgs, Stdout, TextArgs, load_profile, progress};
 
 #[derive(Args)]
@@ -46,6 +48,9 @@ pub struct Generate {
     /// Use this profile (`kv calibrate`); without one a method that needs it calibrates on the shipped text
     #[arg(long, value_name = "FILE")]
     profile: Option<PathBuf>,
+    #[cfg(feature = "store")]
+    #[command(flatten)]
+    kv: KvArgs,
     #[command(flatten)]
     device: DeviceArgs,
     #[command(flatten)]
@@ -106,6 +111,11 @@ impl Generate {
         profile: &Profile,
         prompt: &[u32],
     ) -> Result<(Arc<Model>, Vec<f32>, Step)> {
+        #[cfg(feature = "store")]
+        if let Some(kv) = self.kv.open(&model, self.profile.as_deref())? {
+            self.device.cpu_only("--kv")?;
+            return self.over_store(&kv, model, rope, profile, prompt);
+        }
         #[cfg(feature = "cuda")]
         if let Some(gpu) = self.device.gpu()? {
             let chunk = self.chunk.map_or(device::CHUNK, NonZeroUsize::get);
@@ -124,6 +134,28 @@ impl Generate {
         for chunk in prompt.chunks(self.chunk.map_or(prompt.len(), NonZeroUsize::get)) {
             logits = decoder.prefill(chunk, cache.as_mut())?.to_vec();
         }
+        let step = move |token| Ok(decoder.step(token, cache.as_mut())?.to_vec());
+        Ok((model, logits, Box::new(step)))
+    }
+
+    /// As [`Self::decoder`], with the prompt over a store of caches.
+    #[cfg(feature = "store")]
+    fn over_store(
+        &self,
+        kv: &OpenStore,
+        plain: Arc<Model>,
+        rope: Arc<Rope>,
+        profile: &Profile,
+        prompt: &[u32],
+    ) -> Result<(Arc<Model>, Vec<f32>, Step)> {
+        let Prepared { model, mut cache } = self.method.prepare(&plain, &rope, profile)?;
+        if !Arc::ptr_eq(&model, &plain) {
+            let what = "--kv: this method changes the weights, and with them the keys and values";
+            return Err(Error::argument(what));
+        }
+        let mut decoder = Decoder::new(model.clone(), rope);
+        let chunk = self.chunk.map_or(prompt.len(), NonZeroUsize::get);
+        let logits = kv.fill(&mut decoder, cache.as_mut(), prompt, chunk)?;
         let step = move |token| Ok(decoder.step(token, cache.as_mut())?.to_vec());
         Ok((model, logits, Box::new(step)))
     }

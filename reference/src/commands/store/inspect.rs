@@ -1,0 +1,184 @@
+//! `kv store ls`, `verify` and `rm`: they need no model.
+
+use std::time::Duration;
+
+use clap::Args;
+use indicatif::HumanBytes;
+use kv_reference::store::{ChunkId, KvStore, ListedChunk, Listing, Options};
+use kv_reference::{Error, Result};
+use serde::Serialize;
+
+use super::super::{Files, JsonArgs, Stdout};
+use super::transfer_bar;
+
+/// Which store.
+#[derive(Args)]
+struct UrlArgs {
+    /// A folder, or s3://BUCKET/PATH with the settings of the environment (AWS_ACCESS_KEY_ID and others)
+    #[arg(value_name = "URL")]
+    url: String,
+}
+
+impl UrlArgs {
+    fn open(&self) -> Result<KvStore> {
+        Ok(KvStore::open(&self.url, Options::default())?)
+    }
+}
+
+#[derive(Args)]
+#[command(after_help = "Example:\n  kv store ls s3://caches/eu")]
+pub struct Ls {
+    #[command(flatten)]
+    url: UrlArgs,
+    #[command(flatten)]
+    json: JsonArgs,
+}
+
+/// A space: the caches of one model, profile and grid.
+#[derive(Serialize)]
+struct SpaceReport {
+    space: String,
+    contexts: usize, // that share no beginning
+    chunks: usize,
+    tokens: usize,
+    bytes: u64,
+    orphans: usize,
+    orphan_bytes: u64,
+    damaged: Vec<String>,
+}
+
+impl SpaceReport {
+    fn of(space: ChunkId, listing: &Listing) -> Self {
+        let chunks = &listing.chunks;
+        Self {
+            space: space.to_string(),
+            contexts: chunks.iter().filter(|chunk| chunk.is_first()).count(),
+            chunks: chunks.len(),
+            tokens: chunks.iter().map(ListedChunk::tokens).sum(),
+            bytes: chunks.iter().map(ListedChunk::bytes).sum(),
+            orphans: listing.orphans.len(),
+            orphan_bytes: listing.orphans.iter().map(|orphan| orphan.bytes).sum(),
+            damaged: listing.damaged.iter().map(|(_, e)| e.to_string()).collect(),
+        }
+    }
+
+    fn print(&self, out: &mut Stdout) {
+        let Self { space, contexts, chunks, tokens, bytes, orphans, orphan_bytes, damaged } = self;
+        out.print(format_args!(
+            "{space}  {contexts} beginnings, {chunks} chunks, {tokens} tokens, {}; {orphans} orphans, {}; \
+             {} damaged\n",
+            HumanBytes(*bytes),
+            HumanBytes(*orphan_bytes),
+            damaged.len()
+        ));
+        damaged.iter().for_each(|e| out.print(format_args!("  {e}\n")));
+    }
+}
+
+impl Ls {
+    pub fn run(self, out: &mut Stdout) -> Result<()> {
+        let json = Files::default().writes("--json", self.json.json)?;
+        let store = self.url.open()?;
+        let mut reports = vec![];
+        for space in store.spaces()? {
+            let listing = store.list(space)?;
+            // Directories outlive the objects of a deleted space.
+            if listing.is_empty() {
+                continue;
+            }
+            let report = SpaceReport::of(space, &listing);
+            report.print(out);
+            reports.push(report);
+        }
+        json.write_json(&reports)
+    }
+}
+
+#[derive(Args)]
+#[command(after_help = "Example:\n  kv store verify s3://caches/eu --remove")]
+pub struct Verify {
+    #[command(flatten)]
+    url: UrlArgs,
+    /// Delete damaged chunks, so that they can be stored again
+    #[arg(long)]
+    remove: bool,
+    #[command(flatten)]
+    json: JsonArgs,
+}
+
+impl Verify {
+    pub fn run(self, out: &mut Stdout) -> Result<()> {
+        let json = Files::default().writes("--json", self.json.json)?;
+        let store = self.url.open()?;
+        let (mut reports, mut damaged) = (vec![], 0);
+        for space in store.spaces()? {
+            let mut listing = store.list(space)?;
+            let bar = transfer_bar(listing.chunks.iter().map(ListedChunk::bytes).sum());
+            let mut sound = vec![];
+            for chunk in listing.chunks {
+                match store.verify(space, &chunk) {
+                    Err(e) if e.is_damage() => listing.damaged.push((chunk.id(), e)),
+                    verified => {
+                        verified?;
+                        bar.inc(chunk.bytes());
+                        sound.push(chunk);
+                    }
+                }
+            }
+            bar.finish_and_clear();
+            listing.chunks = sound;
+            let report = SpaceReport::of(space, &listing);
+            report.print(out);
+            reports.push(report);
+            damaged += listing.damaged.len();
+            if self.remove {
+                listing.damaged.iter().try_for_each(|(id, _)| store.delete(space, *id))?;
+            }
+        }
+        json.write_json(&reports)?;
+        match damaged {
+            0 => Ok(()),
+            n if self.remove => {
+                out.print(format_args!("{n} damaged chunks removed\n"));
+                Ok(())
+            }
+            n => Err(Error::Argument(format!("{n} damaged chunks: --remove deletes them"))),
+        }
+    }
+}
+
+#[derive(Args)]
+#[command(after_help = "Example:\n  kv store rm s3://caches/eu --orphans 24")]
+pub struct Rm {
+    #[command(flatten)]
+    url: UrlArgs,
+    /// Spaces to delete, by the names that `kv store ls` prints
+    #[arg(value_name = "SPACE", required_unless_present = "orphans")]
+    spaces: Vec<ChunkId>,
+    /// Delete objects that no manifest names and that are older than this, in every space: no write of a
+    /// chunk may take longer
+    #[arg(long, value_name = "HOURS")]
+    orphans: Option<u32>,
+}
+
+impl Rm {
+    pub fn run(self, out: &mut Stdout) -> Result<()> {
+        let store = self.url.open()?;
+        let there = store.spaces()?;
+        if let Some(space) = self.spaces.iter().find(|space| !there.contains(space)) {
+            return Err(Error::Argument(format!("there is no space {space}")));
+        }
+        for &space in &self.spaces {
+            store.delete_space(space)?;
+            out.print(format_args!("{space} deleted\n"));
+        }
+        let Some(hours) = self.orphans else { return Ok(()) };
+        let mut n = 0;
+        for &space in there.iter().filter(|space| !self.spaces.contains(space)) {
+            let age = Duration::from_secs(u64::from(hours) * 3600);
+            n += store.sweep(&store.list(space)?.orphans, age)?;
+        }
+        out.print(format_args!("{n} orphans deleted\n"));
+        Ok(())
+    }
+}

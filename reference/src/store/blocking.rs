@@ -1,0 +1,219 @@
+//! The store for callers that do not run tokio, or whose threads may wait.
+
+use std::pin::pin;
+use std::sync::Arc;
+use std::sync::mpsc::sync_channel;
+use std::thread;
+use std::time::Duration;
+
+use bytes::Bytes;
+use codec_core::Encoding;
+use futures_util::StreamExt;
+use futures_util::future::{Either, select};
+use tokio::runtime::{Builder, Handle, Runtime};
+use tokio::sync::{oneshot, watch};
+
+use super::{
+    Arrival, AsyncStore, Choice, ChunkId, ChunkKey, Error, ListedChunk, Listing, Options, Orphan, Put,
+    Result, Space, StoredChunk,
+};
+
+/// Caches in an object store. Calls wait; they may be made from any thread, also from one that runs tokio.
+#[derive(Debug)]
+pub struct KvStore {
+    store: AsyncStore,
+    runtime: Option<Runtime>, // until it is dropped
+    handle: Handle,
+    cancel: Cancel,
+}
+
+/// Ends the calls of a store, from another thread.
+#[derive(Clone, Debug)]
+pub struct Cancel(Arc<watch::Sender<bool>>);
+
+impl Cancel {
+    /// Makes calls that wait, and all later ones, return [`Error::Cancelled`].
+    pub fn cancel(&self) {
+        self.0.send_replace(true);
+    }
+
+    async fn cancelled(&self) {
+        // The sender lives as long as `self`: an error cannot come.
+        let _ = self.0.subscribe().wait_for(|cancelled| *cancelled).await;
+    }
+}
+
+/// Threads that move and verify bytes.
+const THREADS: usize = 2;
+
+impl KvStore {
+    /// Opens the store that a URL names: see [`open`](super::open).
+    ///
+    /// # Errors
+    /// [`Error::Url`]; [`Error::System`] when no threads can be started.
+    pub fn open(url: &str, options: Options) -> Result<Self> {
+        let (store, root) = super::open(url)?;
+        Self::new(AsyncStore::new(store, root, options))
+    }
+
+    /// The store, with threads of its own.
+    ///
+    /// # Errors
+    /// [`Error::System`] when no threads can be started.
+    pub fn new(store: AsyncStore) -> Result<Self> {
+        let mut builder = Builder::new_multi_thread();
+        let runtime = builder.worker_threads(THREADS).thread_name("kv-store").enable_all().build();
+        let runtime = runtime.map_err(|source| Error::System { what: "threads", source })?;
+        let handle = runtime.handle().clone();
+        Ok(Self {
+            store,
+            runtime: Some(runtime),
+            handle,
+            cancel: Cancel(Arc::new(watch::Sender::new(false))),
+        })
+    }
+
+    /// What ends the calls of this store.
+    #[must_use]
+    pub fn cancel(&self) -> Cancel {
+        self.cancel.clone()
+    }
+
+    /// The longest stored prefix of `tokens`: see [`AsyncStore::find`].
+    ///
+    /// # Errors
+    /// As there; [`Error::Cancelled`].
+    pub fn find(&self, space: &Space, tokens: &[u32]) -> Result<Vec<StoredChunk>> {
+        self.wait(self.store.find(space, tokens))
+    }
+
+    /// Stores a chunk: see [`AsyncStore::put_chunk`].
+    ///
+    /// # Errors
+    /// As there; [`Error::Cancelled`].
+    pub fn put_chunk(&self, space: &Space, key: &ChunkKey, object: Bytes) -> Result<Put> {
+        self.wait(self.store.put_chunk(space, key, object))
+    }
+
+    /// Stores a chunk also where a damaged one is: see [`AsyncStore::replace_chunk`].
+    ///
+    /// # Errors
+    /// As there; [`Error::Cancelled`].
+    pub fn replace_chunk(&self, space: &Space, key: &ChunkKey, object: Bytes) -> Result<()> {
+        self.wait(self.store.replace_chunk(space, key, object))
+    }
+
+    /// Deletes a chunk: see [`AsyncStore::delete`].
+    ///
+    /// # Errors
+    /// As there; [`Error::Cancelled`].
+    pub fn delete(&self, space: ChunkId, id: ChunkId) -> Result<()> {
+        self.wait(self.store.delete(space, id))
+    }
+
+    /// The names of the spaces: see [`AsyncStore::spaces`].
+    ///
+    /// # Errors
+    /// As there; [`Error::Cancelled`].
+    pub fn spaces(&self) -> Result<Vec<ChunkId>> {
+        self.wait(self.store.spaces())
+    }
+
+    /// What a space holds: see [`AsyncStore::list`].
+    ///
+    /// # Errors
+    /// As there; [`Error::Cancelled`].
+    pub fn list(&self, space: ChunkId) -> Result<Listing> {
+        self.wait(self.store.list(space))
+    }
+
+    /// Verifies the frames of a chunk: see [`AsyncStore::verify`].
+    ///
+    /// # Errors
+    /// As there; [`Error::Cancelled`].
+    pub fn verify(&self, space: ChunkId, chunk: &ListedChunk) -> Result<()> {
+        self.wait(self.store.verify(space, chunk))
+    }
+
+    /// Deletes a space: see [`AsyncStore::delete_space`].
+    ///
+    /// # Errors
+    /// As there; [`Error::Cancelled`].
+    pub fn delete_space(&self, space: ChunkId) -> Result<()> {
+        self.wait(self.store.delete_space(space))
+    }
+
+    /// Deletes old orphans: see [`AsyncStore::sweep`].
+    ///
+    /// # Errors
+    /// As there; [`Error::Cancelled`].
+    pub fn sweep(&self, orphans: &[Orphan], age: Duration) -> Result<usize> {
+        self.wait(self.store.sweep(orphans, age))
+    }
+
+    /// Fetches the chunks of a prefix as [`AsyncStore::load`] does and passes them to `take` on this thread,
+    /// while the next ones are in transfer. At most two wait.
+    ///
+    /// # Errors
+    /// As there, [`Error::Cancelled`], and the errors of `take`; transfers then end.
+    pub fn load<E: From<Error>>(
+        &self,
+        space: &Space,
+        chunks: &[StoredChunk],
+        ahead: usize,
+        choose: impl FnMut(&Choice<'_>) -> Encoding + Send,
+        mut take: impl FnMut(Arrival) -> Result<(), E>,
+    ) -> Result<(), E> {
+        let (send, receive) = sync_channel(1);
+        let (stop, stopped) = oneshot::channel::<()>();
+        thread::scope(|scope| {
+            scope.spawn(move || {
+                self.handle.block_on(async {
+                    let mut arrivals = pin!(self.store.load(space, chunks, ahead, choose));
+                    let cancelled = pin!(self.cancel.cancelled());
+                    let mut end = pin!(select(cancelled, stopped));
+                    loop {
+                        let next = match select(end.as_mut(), arrivals.next()).await {
+                            Either::Left((Either::Left(_), _)) => Some(Err(Error::Cancelled)),
+                            Either::Left(_) => None,
+                            Either::Right((next, _)) => next,
+                        };
+                        let Some(next) = next else { break };
+                        let last = next.is_err();
+                        if send.send(next).is_err() || last {
+                            break;
+                        }
+                    }
+                });
+            });
+            let taken = receive.iter().try_for_each(|arrival| take(arrival?));
+            // The other thread may wait for room in the channel, or for bytes.
+            drop((receive, stop));
+            taken
+        })
+    }
+
+    /// Runs a call to its end, or until the store is cancelled.
+    pub(super) fn wait<T: Send>(&self, call: impl Future<Output = Result<T>> + Send) -> Result<T> {
+        let call = async {
+            match select(pin!(self.cancel.cancelled()), pin!(call)).await {
+                Either::Left(_) => Err(Error::Cancelled),
+                Either::Right((result, _)) => result,
+            }
+        };
+        // A thread of its own: `block_on` panics on one that runs tokio already.
+        thread::scope(|scope| match scope.spawn(|| self.handle.block_on(call)).join() {
+            Ok(result) => result,
+            Err(panic) => std::panic::resume_unwind(panic),
+        })
+    }
+}
+
+/// Dropping a runtime waits, which panics on a thread that runs tokio.
+impl Drop for KvStore {
+    fn drop(&mut self) {
+        if let Some(runtime) = self.runtime.take() {
+            runtime.shutdown_background();
+        }
+    }
+}

@@ -1,0 +1,219 @@
+//! The store of chunks: find, put, load, delete, list, verify.
+
+use std::sync::Arc;
+
+use bytes::Bytes;
+use futures_util::{StreamExt, TryStreamExt, stream};
+use object_store::path::Path;
+use object_store::{ObjectStore, PutMode};
+use tracing::{info, warn};
+
+use super::manifest::{DataId, MAX_MANIFEST, Manifest};
+use super::remote::Remote;
+use super::{ChunkId, ChunkKey, Error, Options, Result, Space};
+
+/// Caches in an object store, for callers that run tokio.
+///
+/// A call that is dropped leaves nothing half done that a reader sees. Clones share the limit of parallel
+/// requests.
+#[derive(Clone, Debug)]
+pub struct AsyncStore {
+    remote: Remote,
+}
+
+/// A chunk that the store holds.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct StoredChunk {
+    key: ChunkKey,
+    manifest: Manifest,
+}
+
+impl StoredChunk {
+    /// Its name and its tokens.
+    #[must_use]
+    pub const fn key(&self) -> &ChunkKey {
+        &self.key
+    }
+
+    /// Bytes of its levels, the least lossy first.
+    pub fn sizes(&self) -> impl Iterator<Item = u64> + '_ {
+        self.manifest.levels.iter().map(|level| level.bytes.end - level.bytes.start)
+    }
+
+    /// Bytes of the object.
+    #[must_use]
+    pub const fn object_len(&self) -> u64 {
+        self.manifest.data_len
+    }
+
+    pub(super) const fn manifest(&self) -> &Manifest {
+        &self.manifest
+    }
+}
+
+/// What became of a chunk that was to be stored.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Put {
+    /// It is stored.
+    Stored,
+    /// It was there, or another writer was first.
+    Present,
+}
+
+impl AsyncStore {
+    /// A store below `root` of an object store.
+    #[must_use]
+    pub fn new(store: Arc<dyn ObjectStore>, root: Path, options: Options) -> Self {
+        Self { remote: Remote::new(store, root, options) }
+    }
+
+    pub(super) const fn remote(&self) -> &Remote {
+        &self.remote
+    }
+
+    pub(super) fn manifest_path(&self, space: ChunkId, id: ChunkId) -> Path {
+        self.remote.path([&*space.to_string(), "chunks", &id.to_string()])
+    }
+
+    pub(super) fn data_path(&self, space: ChunkId, manifest: &Manifest) -> Path {
+        self.remote.path([&*space.to_string(), "data", &manifest.id.to_string(), &hex(&manifest.data)])
+    }
+
+    /// The longest stored prefix of `tokens`: whole chunks, then a tail.
+    ///
+    /// # Errors
+    /// [`Error::Backend`] and [`Error::Timeout`] when the store does not answer. A chunk with a damaged
+    /// manifest counts as not stored.
+    /// # Cost
+    /// One small read a chunk up to the first that is not there, several at once, and one for each length
+    /// that a tail may have.
+    pub async fn find(&self, space: &Space, tokens: &[u32]) -> Result<Vec<StoredChunk>> {
+        let whole = self.leading(space, space.whole_chunks(tokens)).await?;
+        let tails = space.tails(whole.last().map(StoredChunk::key), tokens);
+        let parallel = self.remote.options().parallel.max(1);
+        let mut tails = stream::iter(tails).map(|key| self.stat(space, key)).buffered(parallel);
+        let mut found = whole;
+        while let Some(tail) = tails.next().await {
+            if let Some(tail) = tail? {
+                found.push(tail);
+                break;
+            }
+        }
+        info!(chunks = found.len(), tokens = found.last().map_or(0, |chunk| chunk.key.tokens.end), "found");
+        Ok(found)
+    }
+
+    /// The chunks up to the first that is not stored.
+    async fn leading(&self, space: &Space, keys: Vec<ChunkKey>) -> Result<Vec<StoredChunk>> {
+        let parallel = self.remote.options().parallel.max(1);
+        let mut chunks = stream::iter(keys).map(|key| self.stat(space, key)).buffered(parallel);
+        let mut found = vec![];
+        while let Some(Some(chunk)) = chunks.try_next().await? {
+            found.push(chunk);
+        }
+        Ok(found)
+    }
+
+    /// A chunk, if it is stored.
+    ///
+    /// # Errors
+    /// As [`Self::find`].
+    pub async fn stat(&self, space: &Space, key: ChunkKey) -> Result<Option<StoredChunk>> {
+        let path = self.manifest_path(space.name(), key.id);
+        let parse = |bytes: &[u8]| {
+            let manifest = Manifest::parse(bytes)?;
+            manifest.check(&key, space).map(|()| manifest)
+        };
+        match self.remote.get(&path, MAX_MANIFEST, parse).await {
+            Ok(manifest) => Ok(manifest.map(|manifest| StoredChunk { key, manifest })),
+            Err(e) if e.is_damage() => {
+                warn!(error = %e, "the chunk counts as not stored");
+                Ok(None)
+            }
+            Err(e) => Err(e),
+        }
+    }
+
+    /// Stores a chunk: `object` is what [`codec_core::write_chunk`] makes of a frame a level, in their order.
+    /// The chunk before it must be stored, or a reader will not find this one.
+    ///
+    /// The frames are written first, the manifest last and only where there is none. When this returns, the
+    /// chunk can be read; before, no reader sees any of it.
+    ///
+    /// # Errors
+    /// [`Error::Codec`] and [`Error::Argument`] for an object that is not the chunk's; [`Error::Backend`] and
+    /// [`Error::Timeout`]. After an error, or when the call is dropped, an object may remain that no manifest
+    /// names: [`Listing::orphans`](super::Listing::orphans).
+    pub async fn put_chunk(&self, space: &Space, key: &ChunkKey, object: Bytes) -> Result<Put> {
+        let path = self.manifest_path(space.name(), key.id);
+        if self.stat(space, key.clone()).await?.is_some() {
+            return Ok(Put::Present);
+        }
+        let (manifest, bytes) = self.put_data(space, key, object).await?;
+        if self.remote.put(&path, bytes.clone(), PutMode::Create).await? {
+            return Ok(Put::Stored);
+        }
+        // There is a manifest: of a writer that was faster, ours of an attempt whose answer was lost, or a
+        // damaged one.
+        match self.stat(space, key.clone()).await? {
+            Some(stored) if stored.manifest == manifest => Ok(Put::Stored),
+            Some(_) => {
+                self.remote.delete(&self.data_path(space.name(), &manifest)).await?;
+                Ok(Put::Present)
+            }
+            None => self.remote.put(&path, bytes, PutMode::Overwrite).await.map(|_| Put::Stored),
+        }
+    }
+
+    /// Stores a chunk also where there is one, of which a reader has found that it is damaged. The frames of
+    /// the old one remain as an orphan.
+    ///
+    /// # Errors
+    /// As [`Self::put_chunk`].
+    pub async fn replace_chunk(&self, space: &Space, key: &ChunkKey, object: Bytes) -> Result<()> {
+        let (_, bytes) = self.put_data(space, key, object).await?;
+        self.remote.put(&self.manifest_path(space.name(), key.id), bytes, PutMode::Overwrite).await?;
+        Ok(())
+    }
+
+    /// Writes the frames of a chunk, and returns the manifest that names them and its bytes.
+    async fn put_data(&self, space: &Space, key: &ChunkKey, object: Bytes) -> Result<(Manifest, Bytes)> {
+        let manifest = Manifest::describe(key, space, random()?, &object)?;
+        manifest.check(key, space).map_err(Error::Argument)?;
+        self.remote.put(&self.data_path(space.name(), &manifest), object, PutMode::Overwrite).await?;
+        let bytes = manifest.to_bytes().into();
+        Ok((manifest, bytes))
+    }
+
+    /// Deletes a chunk: its manifest first, then the frames that this names. Chunks after it are not found
+    /// any more. One that is not there is no error.
+    ///
+    /// # Errors
+    /// [`Error::Backend`] and [`Error::Timeout`].
+    pub async fn delete(&self, space: ChunkId, id: ChunkId) -> Result<()> {
+        let path = self.manifest_path(space, id);
+        let manifest = match self.remote.get(&path, MAX_MANIFEST, Manifest::parse).await {
+            Err(e) if e.is_damage() => None,
+            manifest => manifest?,
+        };
+        self.remote.delete(&path).await?;
+        match manifest {
+            Some(manifest) if manifest.id == id => {
+                self.remote.delete(&self.data_path(space, &manifest)).await
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+/// A name that no other writer draws.
+fn random() -> Result<DataId> {
+    let mut id = [0; 16];
+    let drawn = getrandom::fill(&mut id);
+    drawn.map_err(|e| Error::System { what: "random numbers", source: e.into() })?;
+    Ok(id)
+}
+
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}

@@ -1,0 +1,126 @@
+use std::time::Duration;
+
+/// What went wrong with a store.
+///
+/// No error is a wrong answer: bytes that are not those which were written are refused, never returned.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// The URL names no store that this build can open.
+    #[error("{url}: {what}")]
+    Url {
+        /// The URL, without what it says of users and passwords.
+        url: String,
+        /// What is wrong with it.
+        what: String,
+    },
+    /// The store refused a request, or the last of the attempts failed.
+    #[error("{path}: {source}")]
+    Backend {
+        /// The object.
+        path: String,
+        /// What the store said.
+        source: object_store::Error,
+    },
+    /// No attempt ended in time.
+    #[error("{path}: no answer within {limit:?}")]
+    Timeout {
+        /// The object.
+        path: String,
+        /// The limit of the last attempt.
+        limit: Duration,
+    },
+    /// The call was cancelled.
+    #[error("cancelled")]
+    Cancelled,
+    /// An object that its manifest names is not there: it was deleted while it was read.
+    #[error("{path}: is not there, although a manifest names it")]
+    Missing {
+        /// The object.
+        path: String,
+    },
+    /// An object is shorter or longer than it must be.
+    #[error("{path}: {actual} bytes where there must be {expected}")]
+    Length {
+        /// The object.
+        path: String,
+        /// Bytes that the manifest or the request names.
+        expected: u64,
+        /// Bytes that came, counted up to the first that is too many.
+        actual: u64,
+    },
+    /// Bytes do not have the digest that was written with them.
+    #[error("{path}: is damaged, or another object: its digest differs")]
+    Digest {
+        /// The object.
+        path: String,
+    },
+    /// A manifest is not one of this format, or of another chunk.
+    #[error("{path}: {what}")]
+    Manifest {
+        /// The object.
+        path: String,
+        /// What is wrong with it.
+        what: &'static str,
+    },
+    /// A size is beyond a limit.
+    #[error("{what}: {actual}, at most {limit} are allowed")]
+    Limit {
+        /// The size.
+        what: &'static str,
+        /// The size that was asked for.
+        actual: u64,
+        /// The limit.
+        limit: u64,
+    },
+    /// An argument is wrong.
+    #[error("{0}")]
+    Argument(&'static str),
+    /// A frame cannot be encoded, parsed or decoded.
+    #[error("codec-core: {0}")]
+    Codec(#[from] codec_core::Error),
+    /// The system gave no random numbers, threads or memory.
+    #[error("{what}: {source}")]
+    System {
+        /// What was asked for.
+        what: &'static str,
+        /// What the system said.
+        source: std::io::Error,
+    },
+}
+
+/// The result of every call to a store.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+impl Error {
+    /// Whether another attempt may succeed. What is wrong with bytes is among them: a
+    /// read may be stale, or damaged on its way.
+    pub(super) const fn is_transient(&self) -> bool {
+        match self {
+            Self::Backend { source, .. } => {
+                matches!(source, object_store::Error::Generic { .. } | object_store::Error::JoinError { .. })
+            }
+            Self::Timeout { .. }
+            | Self::Length { .. }
+            | Self::Digest { .. }
+            | Self::Manifest { .. }
+            | Self::Missing { .. } => true,
+            _ => false,
+        }
+    }
+
+    /// Whether the store holds something wrong for the chunk, as opposed to not answering: the chunk counts
+    /// as not stored, and may be written again.
+    #[must_use]
+    pub const fn is_damage(&self) -> bool {
+        matches!(
+            self,
+            Self::Missing { .. }
+                | Self::Length { .. }
+                | Self::Digest { .. }
+                | Self::Manifest { .. }
+                | Self::Limit { .. }
+                | Self::Codec(_)
+        )
+    }
+}

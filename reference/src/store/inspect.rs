@@ -1,0 +1,206 @@
+//! What a store holds, without the models that it holds it for: listing, verifying, removing.
+
+use std::collections::BTreeMap;
+use std::time::{Duration, SystemTime};
+
+use futures_util::{StreamExt, stream};
+use object_store::path::Path;
+
+use super::manifest::{MAX_MANIFEST, Manifest, digest};
+use super::{AsyncStore, ChunkId, Error, Result};
+
+/// What a space holds.
+#[derive(Debug, Default)]
+#[non_exhaustive]
+pub struct Listing {
+    /// Its chunks, in the order of their names.
+    pub chunks: Vec<ListedChunk>,
+    /// Chunks that no reader can use.
+    pub damaged: Vec<(ChunkId, Error)>,
+    /// Objects that no manifest names: of a writer at work, of one that has died, of a chunk that was
+    /// replaced, or of somebody else.
+    pub orphans: Vec<Orphan>,
+}
+
+impl Listing {
+    /// Whether the space holds nothing.
+    #[must_use]
+    pub const fn is_empty(&self) -> bool {
+        self.chunks.is_empty() && self.damaged.is_empty() && self.orphans.is_empty()
+    }
+}
+
+/// A chunk in a listing.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ListedChunk {
+    manifest: Manifest,
+}
+
+/// An object that no manifest names.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Orphan {
+    path: Path,
+    /// Its bytes.
+    pub bytes: u64,
+    /// When it was written, by the clock of the store.
+    pub written: SystemTime,
+}
+
+impl ListedChunk {
+    /// Its name.
+    #[must_use]
+    pub const fn id(&self) -> ChunkId {
+        self.manifest.id
+    }
+
+    /// Tokens of the chunk.
+    #[must_use]
+    pub const fn tokens(&self) -> usize {
+        self.manifest.tokens.end - self.manifest.tokens.start
+    }
+
+    /// Bytes of its object.
+    #[must_use]
+    pub const fn bytes(&self) -> u64 {
+        self.manifest.data_len
+    }
+
+    /// Whether the chunk before it is the space: it begins a context.
+    #[must_use]
+    pub const fn is_first(&self) -> bool {
+        self.manifest.tokens.start == 0
+    }
+}
+
+/// Most objects in a listing.
+const MAX_OBJECTS: usize = 10_000_000;
+
+impl AsyncStore {
+    /// The names of the spaces.
+    ///
+    /// # Errors
+    /// [`Error::Backend`] and [`Error::Timeout`].
+    pub async fn spaces(&self) -> Result<Vec<ChunkId>> {
+        let folders = self.remote().folders().await?;
+        Ok(folders.iter().filter_map(|name| name.parse().ok()).collect())
+    }
+
+    /// What a space holds. Reads every manifest and no frames.
+    ///
+    /// # Errors
+    /// [`Error::Backend`] and [`Error::Timeout`]; [`Error::Limit`] for more than ten million objects.
+    pub async fn list(&self, space: ChunkId) -> Result<Listing> {
+        let remote = self.remote();
+        let name = space.to_string();
+        // Frames first: what a writer adds meanwhile is an orphan at worst, not a chunk without frames.
+        let data = remote.list(&remote.path([&*name, "data"]), MAX_OBJECTS).await?;
+        let manifests = remote.list(&remote.path([&*name, "chunks"]), MAX_OBJECTS).await?;
+        let mut others: BTreeMap<Path, _> =
+            data.into_iter().map(|meta| (meta.location.clone(), meta)).collect();
+        let mut ids: Vec<ChunkId> = vec![];
+        for meta in manifests {
+            let id = meta.location.filename().and_then(|name| name.parse().ok());
+            match id.filter(|&id| self.manifest_path(space, id) == meta.location) {
+                Some(id) => ids.push(id),
+                None => drop(others.insert(meta.location.clone(), meta)),
+            }
+        }
+        let mut listing = Listing::default();
+        let mut read = stream::iter(ids)
+            .map(async |id| {
+                let path = self.manifest_path(space, id);
+                let parse = |bytes: &[u8]| {
+                    let manifest = Manifest::parse(bytes)?;
+                    if manifest.id == id { Ok(manifest) } else { Err("is the manifest of another chunk") }
+                };
+                (id, remote.get(&path, MAX_MANIFEST, parse).await)
+            })
+            .buffered(remote.options().parallel.max(1));
+        while let Some((id, manifest)) = read.next().await {
+            let manifest = match manifest {
+                Ok(Some(manifest)) => manifest,
+                Ok(None) => continue, // deleted since it was listed
+                Err(e) if e.is_damage() => {
+                    listing.damaged.push((id, e));
+                    continue;
+                }
+                Err(e) => return Err(e),
+            };
+            let path = self.data_path(space, &manifest);
+            let size = match others.remove(&path) {
+                Some(object) => Some(object.size),
+                None => remote.size(&path).await?, // written since the frames were listed
+            };
+            match size {
+                Some(size) if size == manifest.data_len => listing.chunks.push(ListedChunk { manifest }),
+                Some(actual) => {
+                    let e = Error::Length { path: path.to_string(), expected: manifest.data_len, actual };
+                    listing.damaged.push((id, e));
+                }
+                None => listing.damaged.push((id, Error::Missing { path: path.to_string() })),
+            }
+        }
+        listing.orphans = others
+            .into_values()
+            .map(|meta| Orphan { path: meta.location, bytes: meta.size, written: meta.last_modified.into() })
+            .collect();
+        Ok(listing)
+    }
+
+    /// Reads all frames of a chunk and compares them with their digests.
+    ///
+    /// # Errors
+    /// [`Error::Missing`], [`Error::Length`] and [`Error::Digest`] for frames that are not those which were
+    /// written; [`Error::Backend`] and [`Error::Timeout`].
+    pub async fn verify(&self, space: ChunkId, chunk: &ListedChunk) -> Result<()> {
+        let (remote, path) = (self.remote(), self.data_path(space, &chunk.manifest));
+        let pieces: Vec<_> = chunk.manifest.levels.iter().flat_map(|level| level.pieces()).collect();
+        let mut checks = stream::iter(pieces)
+            .map(|(range, expected)| {
+                let path = &path;
+                async move { remote.get_range(path, &range, |bytes| digest(bytes) == expected).await }
+            })
+            .buffer_unordered(remote.options().parallel.max(1));
+        while let Some(check) = checks.next().await {
+            check?;
+        }
+        Ok(())
+    }
+
+    /// Deletes all that a space holds, manifests first.
+    ///
+    /// # Errors
+    /// [`Error::Backend`] and [`Error::Timeout`]; the rest is then still there.
+    pub async fn delete_space(&self, space: ChunkId) -> Result<()> {
+        let name = space.to_string();
+        for folder in ["chunks", "data"] {
+            let remote = self.remote();
+            let objects = remote.list(&remote.path([&*name, folder]), MAX_OBJECTS).await?;
+            self.delete_all(objects.into_iter().map(|meta| meta.location).collect()).await?;
+        }
+        Ok(())
+    }
+
+    /// Deletes orphans that were written longer ago than `age`, which must be longer than any write of a
+    /// chunk takes. Returns how many.
+    ///
+    /// # Errors
+    /// [`Error::Backend`] and [`Error::Timeout`].
+    pub async fn sweep(&self, orphans: &[Orphan], age: Duration) -> Result<usize> {
+        let now = SystemTime::now();
+        let old = |orphan: &&Orphan| now.duration_since(orphan.written).is_ok_and(|since| since > age);
+        let paths: Vec<Path> = orphans.iter().filter(old).map(|orphan| orphan.path.clone()).collect();
+        let n = paths.len();
+        self.delete_all(paths).await.map(|()| n)
+    }
+
+    async fn delete_all(&self, paths: Vec<Path>) -> Result<()> {
+        let remote = self.remote();
+        let deletes = stream::iter(paths).map(async |path| remote.delete(&path).await);
+        let mut deletes = deletes.buffer_unordered(remote.options().parallel.max(1));
+        while let Some(deleted) = deletes.next().await {
+            deleted?;
+        }
+        Ok(())
+    }
+}

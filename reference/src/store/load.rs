@@ -1,0 +1,142 @@
+//! Loading a prefix: the choice of each chunk's encoding, and its transfer.
+
+use std::ops::Range;
+use std::sync::Mutex;
+use std::time::Duration;
+
+use bytes::Bytes;
+use codec_core::{Encoding, Frame};
+use futures_util::{Stream, StreamExt, stream};
+use tokio::task::JoinSet;
+use tokio::time::Instant;
+use tracing::info;
+
+use super::manifest::digest;
+use super::{AsyncStore, Error, Result, Space, StoredChunk};
+
+/// The transfer of a chunk.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Transfer {
+    /// Bytes of the frame.
+    pub bytes: u64,
+    /// From the first request to the last verified byte.
+    pub time: Duration,
+}
+
+impl Transfer {
+    /// Bytes per second; none for a transfer of nothing.
+    #[must_use]
+    pub fn throughput(&self) -> Option<f64> {
+        let seconds = self.time.as_secs_f64();
+        (self.bytes > 0 && seconds > 0.0).then(|| self.bytes as f64 / seconds)
+    }
+}
+
+/// What is known when a chunk's encoding is chosen.
+#[derive(Clone, Copy, Debug)]
+pub struct Choice<'a> {
+    /// All chunks of the prefix.
+    pub chunks: &'a [StoredChunk],
+    /// The index of the chunk to choose for. Those before it have been chosen.
+    pub chunk: usize,
+    /// Since loading began.
+    pub elapsed: Duration,
+    /// The last transfer that has ended.
+    pub last: Option<Transfer>,
+}
+
+/// A chunk as it was chosen.
+#[derive(Clone, Debug)]
+pub struct Arrival {
+    /// Its index in the prefix.
+    pub chunk: usize,
+    /// Positions of its tokens.
+    pub tokens: Range<usize>,
+    /// The choice.
+    pub encoding: Encoding,
+    /// The verified bytes of the frame of that level; none for text, from which the caller recomputes.
+    pub frame: Bytes,
+    /// How long it took.
+    pub transfer: Transfer,
+}
+
+impl AsyncStore {
+    /// Fetches the chunks of a prefix in their order, each in the encoding that `choose` names just before
+    /// its transfer begins. `ahead` chunks are in transfer at once: 1 gives every choice the throughput of
+    /// the chunk before it, more keep a link of high latency busy.
+    ///
+    /// The transfer of a chunk runs in tasks of its own; dropping the stream cancels them.
+    ///
+    /// # Errors
+    /// Items are [`Error::Argument`] for a level that does not exist; [`Error::Missing`], [`Error::Length`]
+    /// and [`Error::Digest`] for frames that are not those which were written; [`Error::Backend`] and
+    /// [`Error::Timeout`]. The caller ends at the first.
+    pub fn load<'a>(
+        &'a self,
+        space: &'a Space,
+        chunks: &'a [StoredChunk],
+        ahead: usize,
+        mut choose: impl FnMut(&Choice<'_>) -> Encoding + Send + 'a,
+    ) -> impl Stream<Item = Result<Arrival>> + Send + 'a {
+        let begin = Instant::now();
+        let last = std::sync::Arc::new(Mutex::new(None::<Transfer>));
+        let transfers = stream::iter(chunks.iter().enumerate()).map(move |(i, chunk)| {
+            let known = last.lock().map_or(None, |last| *last);
+            let choice = Choice { chunks, chunk: i, elapsed: begin.elapsed(), last: known };
+            let encoding = choose(&choice);
+            let last = last.clone();
+            async move {
+                let start = Instant::now();
+                let frame = match encoding {
+                    Encoding::Text => Bytes::new(),
+                    Encoding::Level(level) => self.frame(space, chunk, level).await?,
+                };
+                let transfer = Transfer { bytes: frame.len() as u64, time: start.elapsed() };
+                if let (Encoding::Level(_), Ok(mut last)) = (encoding, last.lock()) {
+                    *last = Some(transfer);
+                }
+                let tokens = chunk.key().tokens.clone();
+                info!(chunk = i, ?encoding, bytes = transfer.bytes, time = ?transfer.time, "loaded");
+                Ok(Arrival { chunk: i, tokens, encoding, frame, transfer })
+            }
+        });
+        transfers.buffered(ahead.max(1))
+    }
+
+    /// The frame of a level, verified piece by piece as the pieces arrive.
+    async fn frame(&self, space: &Space, chunk: &StoredChunk, level: usize) -> Result<Bytes> {
+        let manifest = chunk.manifest();
+        let found =
+            manifest.levels.get(level).ok_or(Error::Argument("a level that the chunk does not have"))?;
+        let path = self.data_path(space.name(), manifest);
+        let mut tasks = JoinSet::new();
+        for (i, (range, expected)) in found.pieces().enumerate() {
+            let (remote, path) = (self.remote().clone(), path.clone());
+            tasks.spawn(async move {
+                let piece = remote.get_range(&path, &range, |bytes| digest(bytes) == expected).await;
+                piece.map(|piece| (i, piece))
+            });
+        }
+        let mut pieces = vec![Bytes::new(); tasks.len()];
+        while let Some(done) = tasks.join_next().await {
+            let failed = |e: tokio::task::JoinError| Error::System { what: "a task", source: e.into() };
+            let (i, piece) = done.map_err(failed)??;
+            pieces[i] = piece;
+        }
+        let frame = match <[Bytes; 1]>::try_from(pieces) {
+            Ok([piece]) => piece,
+            Err(pieces) => pieces.concat().into(),
+        };
+        // The digest vouches for the bytes, not for who has written them.
+        let tokens = &chunk.key().tokens;
+        let parsed = Frame::parse(&frame, usize::MAX)?;
+        let info = parsed.info();
+        match info.first_token == tokens.start as u64
+            && info.tokens == tokens.len()
+            && usize::from(info.level) == level
+        {
+            true => Ok(frame),
+            false => Err(Error::Digest { path: path.to_string() }),
+        }
+    }
+}

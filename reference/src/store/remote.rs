@@ -1,0 +1,253 @@
+//! An object store whose requests have time limits, are repeated, and return what was asked for or an error.
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use futures_util::{StreamExt, TryStreamExt};
+use object_store::path::Path;
+use object_store::{GetOptions, GetRange, ObjectMeta, ObjectStore, ObjectStoreExt, PutMode, PutPayload};
+use tokio::sync::Semaphore;
+use tokio::time::{sleep, timeout};
+use tracing::{debug, warn};
+
+use super::{Error, Result};
+
+/// Limits on requests.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Options {
+    /// Attempts of a request, at least one.
+    pub attempts: u32,
+    /// Time that an attempt may take, besides that of its bytes.
+    pub timeout: Duration,
+    /// Bytes per second below which an attempt is given up.
+    pub least_rate: u64,
+    /// Wait before the second attempt. Each further one waits up to twice as long, at most `most_backoff`; a
+    /// random part of up to a half is left out, so that readers do not return in step.
+    pub backoff: Duration,
+    /// Longest wait.
+    pub most_backoff: Duration,
+    /// Requests at once.
+    pub parallel: usize,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self {
+            attempts: 5,
+            timeout: Duration::from_secs(10),
+            least_rate: 1 << 20,
+            backoff: Duration::from_millis(100),
+            most_backoff: Duration::from_secs(5),
+            parallel: 16,
+        }
+    }
+}
+
+#[derive(Clone, Debug)]
+pub(super) struct Remote {
+    store: Arc<dyn ObjectStore>,
+    root: Path,
+    options: Options,
+    permits: Arc<Semaphore>,
+}
+
+impl Remote {
+    pub fn new(store: Arc<dyn ObjectStore>, root: Path, options: Options) -> Self {
+        let parallel = options.parallel.clamp(1, Semaphore::MAX_PERMITS);
+        Self { store, root, options, permits: Arc::new(Semaphore::new(parallel)) }
+    }
+
+    pub const fn options(&self) -> &Options {
+        &self.options
+    }
+
+    pub fn path<'a>(&self, parts: impl IntoIterator<Item = &'a str>) -> Path {
+        parts.into_iter().fold(self.root.clone(), |path, part| path.join(part))
+    }
+
+    /// Repeats `request`, which moves up to `bytes` bytes, until it succeeds, fails for good, or has had its
+    /// attempts.
+    async fn repeat<T, F: Future<Output = Result<T>>>(
+        &self,
+        path: &Path,
+        bytes: u64,
+        request: impl Fn() -> F,
+    ) -> Result<T> {
+        let limit = self.options.timeout + Duration::from_secs(bytes / self.options.least_rate.max(1));
+        let mut wait = self.options.backoff.min(self.options.most_backoff);
+        for attempt in 1.. {
+            let result = {
+                // The semaphore is never closed.
+                let _permit = self.permits.acquire().await;
+                timeout(limit, request()).await
+            };
+            let late = || Error::Timeout { path: path.to_string(), limit };
+            let e = match result.unwrap_or_else(|_| Err(late())) {
+                Ok(done) => return Ok(done),
+                Err(e) if !e.is_transient() || attempt >= self.options.attempts => return Err(e),
+                Err(e) => e,
+            };
+            warn!(%path, attempt, error = %e, "the request is repeated");
+            let random = f64::from(getrandom::u32().unwrap_or(0)) / f64::from(u32::MAX);
+            sleep(wait.mul_f64(1.0 - random / 2.0)).await;
+            wait = (2 * wait).min(self.options.most_backoff);
+        }
+        Err(Error::Argument("a request needs at least one attempt"))
+    }
+
+    /// What `parse` makes of a whole object of at most `limit` bytes, if it is there. What cannot be parsed
+    /// is read again.
+    pub async fn get<T>(
+        &self,
+        path: &Path,
+        limit: usize,
+        parse: impl Fn(&[u8]) -> Result<T, &'static str>,
+    ) -> Result<Option<T>> {
+        self.repeat(path, limit as u64, async || {
+            let got = match self.store.get_opts(path, GetOptions::default()).await {
+                Err(object_store::Error::NotFound { .. }) => return Ok(None),
+                got => got.map_err(|e| backend(path, e))?,
+            };
+            let expected = got.meta.size;
+            if expected > limit as u64 {
+                return Err(Error::Limit {
+                    what: "bytes of an object",
+                    actual: expected,
+                    limit: limit as u64,
+                });
+            }
+            let bytes = self.body(path, got, expected).await?;
+            parse(&bytes).map(Some).map_err(|what| Error::Manifest { path: path.to_string(), what })
+        })
+        .await
+    }
+
+    /// A range of an object, if `verify` finds that it is what was written; else it is read again.
+    pub async fn get_range(
+        &self,
+        path: &Path,
+        range: &Range<u64>,
+        verify: impl Fn(&[u8]) -> bool,
+    ) -> Result<Bytes> {
+        let expected = range.end - range.start;
+        self.repeat(path, expected, async || {
+            let options =
+                GetOptions { range: Some(GetRange::Bounded(range.clone())), ..GetOptions::default() };
+            let got = match self.store.get_opts(path, options).await {
+                Err(object_store::Error::NotFound { .. }) => {
+                    return Err(Error::Missing { path: path.to_string() });
+                }
+                // Of an object that is too short a range is an error like any other.
+                Err(e) => match self.store.head(path).await {
+                    Ok(meta) if meta.size < range.end => {
+                        return Err(Error::Length {
+                            path: path.to_string(),
+                            expected: range.end,
+                            actual: meta.size,
+                        });
+                    }
+                    _ => return Err(backend(path, e)),
+                },
+                Ok(got) => got,
+            };
+            let bytes = self.body(path, got, expected).await?;
+            match verify(&bytes) {
+                true => Ok(bytes),
+                false => Err(Error::Digest { path: path.to_string() }),
+            }
+        })
+        .await
+    }
+
+    /// The body of an answer, which must have `expected` bytes. Nothing beyond them is read.
+    async fn body(&self, path: &Path, got: object_store::GetResult, expected: u64) -> Result<Bytes> {
+        let length = |actual: u64| Error::Length { path: path.to_string(), expected, actual };
+        let mut parts: Vec<Bytes> = vec![];
+        let mut len = 0;
+        let mut stream = got.into_stream();
+        while let Some(part) = stream.try_next().await.map_err(|e| backend(path, e))? {
+            len += part.len() as u64;
+            if len > expected {
+                return Err(length(len));
+            }
+            parts.push(part);
+        }
+        if len < expected {
+            return Err(length(len));
+        }
+        debug!(%path, bytes = len, "read");
+        Ok(match <[Bytes; 1]>::try_from(parts) {
+            Ok([part]) => part,
+            Err(parts) => parts.concat().into(),
+        })
+    }
+
+    /// Writes an object, and returns whether it was written: in mode [`PutMode::Create`] it is not where
+    /// there is one.
+    pub async fn put(&self, path: &Path, payload: Bytes, mode: PutMode) -> Result<bool> {
+        let bytes = payload.len() as u64;
+        self.repeat(path, bytes, async || {
+            let payload = PutPayload::from_bytes(payload.clone());
+            match self.store.put_opts(path, payload, mode.clone().into()).await {
+                Ok(_) => {
+                    debug!(%path, bytes, "written");
+                    Ok(true)
+                }
+                Err(object_store::Error::AlreadyExists { .. }) => Ok(false),
+                Err(e) => Err(backend(path, e)),
+            }
+        })
+        .await
+    }
+
+    /// Deletes an object; one that is not there is no error.
+    pub async fn delete(&self, path: &Path) -> Result<()> {
+        self.repeat(path, 0, async || match self.store.delete(path).await {
+            Ok(()) | Err(object_store::Error::NotFound { .. }) => Ok(()),
+            Err(e) => Err(backend(path, e)),
+        })
+        .await
+    }
+
+    /// The objects below a path, at most `limit`.
+    pub async fn list(&self, path: &Path, limit: usize) -> Result<Vec<ObjectMeta>> {
+        self.repeat(path, 0, async || {
+            let listed = self.store.list(Some(path)).take(limit.saturating_add(1));
+            let objects: Vec<_> = listed.try_collect().await.map_err(|e| backend(path, e))?;
+            match objects.len() > limit {
+                true => {
+                    Err(Error::Limit { what: "objects", actual: objects.len() as u64, limit: limit as u64 })
+                }
+                false => Ok(objects),
+            }
+        })
+        .await
+    }
+
+    /// The size of an object, if it is there.
+    pub async fn size(&self, path: &Path) -> Result<Option<u64>> {
+        self.repeat(path, 0, async || match self.store.head(path).await {
+            Ok(meta) => Ok(Some(meta.size)),
+            Err(object_store::Error::NotFound { .. }) => Ok(None),
+            Err(e) => Err(backend(path, e)),
+        })
+        .await
+    }
+
+    /// The names of the folders right below the root.
+    pub async fn folders(&self) -> Result<Vec<String>> {
+        let root = &self.root;
+        self.repeat(root, 0, async || {
+            let listed = self.store.list_with_delimiter(Some(root)).await.map_err(|e| backend(root, e))?;
+            let names = listed.common_prefixes.iter().filter_map(|path| path.filename());
+            Ok(names.map(str::to_owned).collect())
+        })
+        .await
+    }
+}
+
+fn backend(path: &Path, source: object_store::Error) -> Error {
+    Error::Backend { path: path.to_string(), source }
+}

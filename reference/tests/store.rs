@@ -1,0 +1,266 @@
+//! Prompts over a store: what is loaded gives what is computed, contexts share chunks, and damage costs time,
+//! not answers.
+
+#![allow(clippy::unwrap_used, clippy::panic)] // helpers of tests, too
+
+mod support {
+    pub mod kv;
+}
+
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, LazyLock};
+
+use codec_core::{Encoding, Profile};
+use kv_reference::compare::calibrated;
+use kv_reference::eval::{kl_divergence, log_softmax};
+use kv_reference::forward::Decoder;
+use kv_reference::method::Method;
+use kv_reference::model::{Model, Rope};
+use kv_reference::store::{Filled, Grid, KvStore, Options, PromptStore, Space, join_levels};
+use support::kv::{kv, refused, run};
+
+const GRID: Grid = Grid { chunk: 60, tail: 20 };
+
+struct Setup {
+    model: Arc<Model>,
+    rope: Arc<Rope>,
+    tokens: Vec<u32>,
+    profile: Profile,
+    space: Space,
+}
+
+/// The shipped model; a level that loses next to nothing, and one that loses more.
+static SETUP: LazyLock<Setup> = LazyLock::new(|| {
+    let assets = Path::new(env!("CARGO_MANIFEST_DIR")).join("assets");
+    let model = Arc::new(Model::load(&assets.join("tiny-llama-12m")).unwrap());
+    let text = std::fs::read_to_string(assets.join("sotu-heldout.txt")).unwrap();
+    let tokens = model.tokenizer().unwrap().encode(&text[..20_000]).unwrap();
+    let rope = Arc::new(Rope::new(&model.config, 2048));
+    let methods = Method::parse_list("cachegen:bits=9,cachegen:bits=3").unwrap();
+    let calibrated = calibrated(&model, &rope, &tokens[..1024], &methods).unwrap();
+    let levels: Vec<_> =
+        methods.iter().map(|m| m.codec_planes(&model.config, &calibrated).unwrap()).collect();
+    let profile = join_levels(&levels).unwrap();
+    let space = Space::new(&model.hash, &profile, GRID).unwrap();
+    let tokens = tokens[1024..1600].to_vec();
+    Setup { model, rope, tokens, profile, space }
+});
+
+impl Setup {
+    fn over<'a>(&'a self, store: &'a KvStore) -> PromptStore<'a> {
+        PromptStore { store, space: &self.space, profile: &self.profile }
+    }
+
+    /// Fills a cache, and generates greedily.
+    fn generate(
+        &self,
+        store: &KvStore,
+        prompt: &[u32],
+        keep: bool,
+        encoding: &[Encoding],
+    ) -> (Filled, Vec<u32>) {
+        let method: Method = "dense".parse().unwrap();
+        let mut cache = method.prepare(&self.model, &self.rope, &Default::default()).unwrap().cache;
+        let mut decoder = Decoder::new(self.model.clone(), self.rope.clone());
+        let choose = |choice: &kv_reference::store::Choice<'_>| encoding[choice.chunk % encoding.len()];
+        let filled = self.over(store).fill(&mut decoder, cache.as_mut(), prompt, 64, keep, choose).unwrap();
+        assert_eq!(cache.seq_len(), prompt.len());
+        let mut logits = filled.logits.clone();
+        let tokens = (0..12).map(|_| {
+            let best = (0..logits.len()).max_by(|&a, &b| logits[a].total_cmp(&logits[b])).unwrap() as u32;
+            logits = decoder.step(best, cache.as_mut()).unwrap().to_vec();
+            best
+        });
+        let tokens = tokens.collect();
+        (filled, tokens)
+    }
+
+    fn put(&self, store: &KvStore, tokens: &[u32]) -> usize {
+        self.over(store).calculate(&self.model, &self.rope, tokens, |_, _| ()).unwrap()
+    }
+}
+
+fn memory() -> KvStore {
+    KvStore::open("memory:///", Options::default()).unwrap()
+}
+
+fn kl(a: &Filled, b: &Filled) -> f64 {
+    kl_divergence(&log_softmax(&a.logits), &log_softmax(&b.logits))
+}
+
+const LEVEL: [[Encoding; 1]; 2] = [[Encoding::Level(0)], [Encoding::Level(1)]];
+
+#[test]
+fn loaded_prompts_continue_as_computed_ones() {
+    let folder = tempfile::tempdir().unwrap();
+    let url = format!("file://{}/caches", folder.path().display());
+    for (name, store) in [("memory", memory()), ("folder", KvStore::open(&url, Options::default()).unwrap())]
+    {
+        let prompt = &SETUP.tokens[..150];
+        let (computed, tokens) = SETUP.generate(&store, prompt, false, &LEVEL[0]);
+        assert_eq!((computed.loaded, computed.stored), (0, 0), "{name}");
+        assert_eq!(SETUP.put(&store, prompt), 3, "{name}");
+        let (fine, same) = SETUP.generate(&store, prompt, false, &LEVEL[0]);
+        assert_eq!((fine.loaded, fine.chunks.len()), (140, 3), "{name}");
+        assert!(kl(&computed, &fine) < 1e-4, "{name}: {}", kl(&computed, &fine));
+        assert_eq!(tokens, same, "{name}");
+        let (coarse, _) = SETUP.generate(&store, prompt, false, &LEVEL[1]);
+        let bytes = |filled: &Filled| filled.chunks.iter().map(|(_, transfer)| transfer.bytes).sum::<u64>();
+        assert!(bytes(&coarse) < bytes(&fine) / 2, "{name}");
+        assert!(kl(&computed, &coarse) < 0.1, "{name}: {}", kl(&computed, &coarse));
+        // Text in the place of any chunk is computed over what was loaded; of all chunks it is exact.
+        let mixed = [Encoding::Level(0), Encoding::Text];
+        let (mixed, same) = SETUP.generate(&store, prompt, false, &mixed);
+        assert!(kl(&computed, &mixed) < 1e-4 && tokens == same, "{name}: {}", kl(&computed, &mixed));
+        let (text, same) = SETUP.generate(&store, prompt, false, &[Encoding::Text]);
+        let difference = computed.logits.iter().zip(&text.logits).map(|(a, b)| (a - b).abs());
+        assert!(difference.fold(0.0, f32::max) < 1e-3 && tokens == same, "{name}");
+    }
+}
+
+#[test]
+fn contexts_share_chunks_and_the_longest_prefix_is_found() {
+    let store = memory();
+    let tokens = &SETUP.tokens;
+    assert_eq!(SETUP.put(&store, &tokens[..180]), 3);
+    assert_eq!(SETUP.put(&store, &tokens[..180]), 0);
+    // A tail is not a part of a longer one.
+    assert_eq!(SETUP.put(&store, &tokens[..200]), 1);
+    assert_eq!(SETUP.put(&store, &tokens[..220]), 1);
+    let mut branch = tokens[..120].to_vec();
+    branch.extend(&tokens[300..345]);
+    // Two chunks are there; the tail of 40 tokens is new.
+    assert_eq!(SETUP.put(&store, &branch), 1);
+    let loaded = |prompt: &[u32]| SETUP.generate(&store, prompt, false, &LEVEL[0]).0.loaded;
+    assert_eq!(loaded(&tokens[..190]), 180);
+    assert_eq!((loaded(&tokens[..215]), loaded(&tokens[..225])), (200, 220));
+    assert_eq!(loaded(&tokens[..180]), 120); // the last token is always computed
+    assert_eq!(loaded(&branch), 160);
+    branch[130] += 1;
+    assert_eq!(loaded(&branch), 120);
+    branch[0] += 1;
+    assert_eq!(loaded(&branch), 0);
+    assert_eq!(loaded(&tokens[..5]), 0);
+}
+
+#[test]
+fn what_is_new_is_kept_when_asked() {
+    let store = memory();
+    let tokens = &SETUP.tokens;
+    let (first, continued) = SETUP.generate(&store, &tokens[..100], true, &LEVEL[0]);
+    assert_eq!((first.loaded, first.stored), (0, 2));
+    let (again, same) = SETUP.generate(&store, &tokens[..100], true, &LEVEL[0]);
+    // The tail of 40 ends the prompt, whose last token is computed.
+    assert_eq!((again.loaded, again.stored), (60, 0));
+    assert!(kl(&first, &again) < 1e-4 && continued == same);
+    // A longer prompt does not make a chunk of a tail that has been loaded.
+    let (longer, _) = SETUP.generate(&store, &tokens[..150], true, &LEVEL[1]);
+    assert_eq!((longer.loaded, longer.stored), (60, 2));
+    assert_eq!(SETUP.generate(&store, &tokens[..150], false, &LEVEL[0]).0.loaded, 140);
+}
+
+#[test]
+fn damage_costs_time_and_is_mended() {
+    let folder = tempfile::tempdir().unwrap();
+    let store = KvStore::open(folder.path().to_str().unwrap(), quick()).unwrap();
+    let prompt = &SETUP.tokens[..190];
+    SETUP.put(&store, prompt);
+    let (whole, tokens) = SETUP.generate(&store, prompt, false, &LEVEL[0]);
+    assert_eq!((whole.loaded, whole.damaged), (180, 0));
+    let second = SETUP.space.chunks(prompt)[1].id.to_string();
+    let frames: Vec<PathBuf> = files(folder.path())
+        .into_iter()
+        .filter(|path| {
+            let path = path.to_string_lossy();
+            path.contains("/data/") && path.contains(&second)
+        })
+        .collect();
+    let [frames] = &frames[..] else { panic!("{frames:?}") };
+    let mut bytes = std::fs::read(frames).unwrap();
+    let middle = bytes.len() / 3;
+    bytes[middle] ^= 1;
+    std::fs::write(frames, bytes).unwrap();
+    let (damaged, same) = SETUP.generate(&store, prompt, false, &LEVEL[0]);
+    assert_eq!((damaged.loaded, damaged.damaged), (60, 1));
+    assert!(kl(&whole, &damaged) < 1e-4 && tokens == same);
+    let (kept, _) = SETUP.generate(&store, prompt, true, &LEVEL[0]);
+    assert_eq!((kept.loaded, kept.damaged, kept.stored), (60, 1, 2));
+    let (mended, same) = SETUP.generate(&store, prompt, false, &LEVEL[0]);
+    assert_eq!((mended.loaded, mended.damaged), (180, 0));
+    assert!(kl(&whole, &mended) < 1e-4 && tokens == same);
+}
+
+/// Few and short waits, for stores that fail at once.
+fn quick() -> Options {
+    Options { attempts: 2, backoff: std::time::Duration::from_millis(1), ..Options::default() }
+}
+
+fn files(folder: &Path) -> Vec<PathBuf> {
+    let entries = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
+    entries.flat_map(|path| if path.is_dir() { files(&path) } else { vec![path] }).collect()
+}
+
+#[test]
+fn calls_from_tokio_and_cancelled_calls_return() {
+    let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+    runtime.block_on(async {
+        let store = memory();
+        SETUP.put(&store, &SETUP.tokens[..70]);
+        assert_eq!(SETUP.generate(&store, &SETUP.tokens[..70], false, &LEVEL[0]).0.loaded, 60);
+        store.cancel().cancel();
+        let error = store.find(&SETUP.space, &SETUP.tokens).unwrap_err();
+        assert_eq!(error.to_string(), "cancelled");
+    });
+}
+
+#[test]
+fn the_command_line_stores_and_loads() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = |name: &str| folder.path().join(name).to_str().unwrap().to_owned();
+    let (url, text, report) = (path("caches"), path("prompt.txt"), path("report.json"));
+    let assets = Path::new(env!("CARGO_MANIFEST_DIR")).join("assets");
+    let prompt: String =
+        std::fs::read_to_string(assets.join("sotu-heldout.txt")).unwrap()[30_000..31_500].into();
+    std::fs::write(&text, &prompt).unwrap();
+    let common = ["--kv-grid", "100/20", "--kv-levels", "cachegen:bits=8,cachegen:bits=2"];
+    let output = |args: &[&str]| {
+        let output = run("kv", kv(&[args, &common].concat()));
+        let (out, err) =
+            (String::from_utf8(output.stdout).unwrap(), String::from_utf8(output.stderr).unwrap());
+        assert!(output.status.success(), "{args:?}: {err}");
+        (out, err)
+    };
+    let generate = ["generate", &prompt, "--tokens", "8", "--device", "cpu"];
+    let plain = run("kv", kv(&generate));
+    let (first, err) = output(&[&generate[..], &["--kv", &url, "--kv-keep"]].concat());
+    assert!(err.contains("kv: 0 of ") && !err.contains(" 0 chunks stored"), "{err}");
+    assert_eq!(first.as_bytes(), plain.stdout);
+    let (second, err) = output(&[&generate[..], &["--kv", &url]].concat());
+    assert!(err.contains("loaded at level 0") && err.contains(" 0 chunks stored"), "{err}");
+    assert_eq!(first, second);
+    let (put, _) = output(&["store", "put", &url, "--text", &text, "--json", &report]);
+    assert!(put.contains(" 0 of them new"), "{put}");
+    let (get, _) = output(&["store", "get", &url, "--text", &text, "--level", "1"]);
+    assert!(get.contains(" tokens in ") && !get.contains(" 0 chunks"), "{get}");
+    let inspect = |args: &[&str]| String::from_utf8(run("kv", kv(args)).stdout).unwrap();
+    let listed = inspect(&["store", "ls", &url]);
+    assert!(listed.contains(" 1 beginnings, ") && listed.ends_with("; 0 damaged\n"), "{listed}");
+    let space = listed.split(' ').next().unwrap();
+    assert_eq!(inspect(&["store", "rm", &url, space]), format!("{space} deleted\n"));
+    assert_eq!(inspect(&["store", "ls", &url]), "");
+}
+
+#[test]
+fn wrong_stores_are_refused_in_one_line() {
+    for (url, what) in
+        [("s3:///nowhere", "s3:///nowhere"), ("tape://x/y", "tape://x/y"), ("/dev/null/x", "/dev/null/x")]
+    {
+        let args = ["store", "get", url, "--tokens", "10"];
+        refused(url, &args, what);
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let url = folder.path().to_str().unwrap();
+    refused("levels", &["store", "get", url, "--kv-levels", "dense"], "no bitstream");
+    refused("level", &["store", "get", url, "--level", "3"], "level 3 of 3");
+    refused("grid", &["store", "get", url, "--kv-grid", "10/3"], "chunk");
+}

@@ -1,0 +1,264 @@
+//! An object store in memory that fails by a seeded schedule.
+
+use std::fmt;
+use std::sync::Mutex;
+use std::time::Duration;
+
+use bytes::Bytes;
+use futures_util::stream::BoxStream;
+use futures_util::{StreamExt, TryStreamExt, stream};
+use object_store::memory::InMemory;
+use object_store::path::Path;
+use object_store::{
+    CopyOptions, Error, GetOptions, GetResult, GetResultPayload, ListResult, MultipartUpload, ObjectMeta,
+    ObjectStore, ObjectStoreExt, PutMode, PutMultipartOptions, PutOptions, PutPayload, PutResult, Result,
+};
+
+/// SplitMix64.
+#[derive(Debug)]
+pub struct Random(pub u64);
+
+impl Random {
+    pub fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let x = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        x ^ (x >> 31)
+    }
+
+    pub fn below(&mut self, n: u64) -> u64 {
+        self.next() % n
+    }
+
+    pub fn unit(&mut self) -> f32 {
+        (self.next() >> 40) as f32 / (1 << 24) as f32
+    }
+}
+
+/// How often each fault happens, 0 to 1.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Faults {
+    /// An answer that says "503".
+    pub unavailable: f32,
+    /// A request that is done and answered with "503".
+    pub lost: f32,
+    /// No answer.
+    pub hang: f32,
+    /// An answer after up to 5 s.
+    pub slow: f32,
+    /// A write that is refused.
+    pub full: f32,
+    /// A body that ends early.
+    pub cut: f32,
+    /// A body with a wrong bit.
+    pub corrupt: f32,
+    /// The body of another object.
+    pub swap: f32,
+    /// An object as it was before its last write.
+    pub stale: f32,
+    /// Whether conditional writes overwrite, as some servers do.
+    pub ignores_conditions: bool,
+}
+
+impl Faults {
+    /// Some faults, each at a rate of its own.
+    pub fn draw(random: &mut Random) -> Self {
+        let mut rate = || if random.below(2) == 0 { 0.0 } else { random.unit() * 0.3 };
+        Self {
+            unavailable: rate(),
+            lost: rate(),
+            hang: rate() / 3.0,
+            slow: rate(),
+            full: rate(),
+            cut: rate(),
+            corrupt: rate(),
+            swap: rate(),
+            stale: rate(),
+            ignores_conditions: random.below(4) == 0,
+        }
+    }
+}
+
+#[derive(Debug)]
+struct State {
+    random: Random,
+    faults: Faults,
+    before: Vec<(Path, Option<Bytes>)>, // what each write has replaced
+}
+
+#[derive(Debug)]
+pub struct Faulty {
+    inner: InMemory,
+    state: Mutex<State>,
+}
+
+impl fmt::Display for Faulty {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a store that fails")
+    }
+}
+
+impl Faulty {
+    pub fn new(seed: u64, faults: Faults) -> Self {
+        let state = State { random: Random(seed), faults, before: vec![] };
+        Self { inner: InMemory::new(), state: Mutex::new(state) }
+    }
+
+    pub fn change(&self, faults: Faults) {
+        self.state.lock().unwrap().faults = faults;
+    }
+
+    /// Ends all faults.
+    pub fn heal(&self) {
+        self.change(Faults::default());
+    }
+
+    /// All objects, as they are.
+    pub async fn objects(&self) -> Vec<(Path, Vec<u8>)> {
+        let listed: Vec<ObjectMeta> = self.inner.list(None).try_collect().await.unwrap();
+        let mut objects = vec![];
+        for meta in listed {
+            let bytes = self.inner.get(&meta.location).await.unwrap().bytes().await.unwrap();
+            objects.push((meta.location, bytes.to_vec()));
+        }
+        objects
+    }
+
+    /// Replaces or removes an object.
+    pub async fn set(&self, path: &Path, bytes: Option<Vec<u8>>) {
+        match bytes {
+            Some(bytes) => drop(self.inner.put(path, bytes.into()).await.unwrap()),
+            None => self.inner.delete(path).await.unwrap(),
+        }
+    }
+
+    /// Whether a fault of this rate happens now.
+    fn happens(&self, rate: impl Fn(&Faults) -> f32) -> bool {
+        let mut state = self.state.lock().unwrap();
+        let rate = rate(&state.faults);
+        rate > 0.0 && state.random.unit() < rate
+    }
+
+    fn below(&self, n: u64) -> u64 {
+        self.state.lock().unwrap().random.below(n)
+    }
+
+    async fn delay(&self) {
+        if self.happens(|faults| faults.hang) {
+            std::future::pending::<()>().await;
+        }
+        if self.happens(|faults| faults.slow) {
+            tokio::time::sleep(Duration::from_millis(self.below(5_000))).await;
+        }
+    }
+
+    fn check(&self, rate: impl Fn(&Faults) -> f32, what: &'static str) -> Result<()> {
+        match self.happens(rate) {
+            true => Err(Error::Generic { store: "faulty", source: what.into() }),
+            false => Ok(()),
+        }
+    }
+
+    async fn now(&self, path: &Path) -> Option<Bytes> {
+        self.inner.get(path).await.ok()?.bytes().await.ok()
+    }
+
+    async fn remember(&self, path: &Path) {
+        let now = self.now(path).await;
+        self.state.lock().unwrap().before.push((path.clone(), now));
+    }
+
+    /// The object that an answer is made from: the one that was asked for, or a wrong one.
+    async fn object(&self, path: &Path) -> Option<Bytes> {
+        if self.happens(|faults| faults.stale) {
+            let state = self.state.lock().unwrap();
+            if let Some((_, bytes)) = state.before.iter().rev().find(|(written, _)| written == path) {
+                return bytes.clone();
+            }
+        }
+        if self.happens(|faults| faults.swap) {
+            let objects = self.objects().await;
+            if !objects.is_empty() {
+                return Some(objects[self.below(objects.len() as u64) as usize].1.clone().into());
+            }
+        }
+        self.now(path).await
+    }
+}
+
+#[async_trait::async_trait]
+impl ObjectStore for Faulty {
+    async fn put_opts(&self, path: &Path, payload: PutPayload, mut options: PutOptions) -> Result<PutResult> {
+        self.delay().await;
+        self.check(|faults| faults.unavailable, "503")?;
+        self.check(|faults| faults.full, "no space left on device")?;
+        if self.state.lock().unwrap().faults.ignores_conditions {
+            options.mode = PutMode::Overwrite;
+        }
+        self.remember(path).await;
+        let result = self.inner.put_opts(path, payload, options).await;
+        self.check(|faults| faults.lost, "503 after the write")?;
+        result
+    }
+
+    async fn put_multipart_opts(
+        &self,
+        path: &Path,
+        options: PutMultipartOptions,
+    ) -> Result<Box<dyn MultipartUpload>> {
+        self.inner.put_multipart_opts(path, options).await
+    }
+
+    async fn get_opts(&self, path: &Path, options: GetOptions) -> Result<GetResult> {
+        self.delay().await;
+        self.check(|faults| faults.unavailable, "503")?;
+        let bytes = self.object(path).await;
+        let Some(bytes) = bytes else {
+            return Err(Error::NotFound { path: path.to_string(), source: "not there".into() });
+        };
+        // Through a store of its own, so that ranges are as any store has them.
+        let answer = InMemory::new();
+        answer.put(path, bytes.into()).await?;
+        let mut result = answer.get_opts(path, options).await?;
+        let range = result.range.clone();
+        let meta = result.meta.clone();
+        let mut body = result.bytes().await?.to_vec();
+        if self.happens(|faults| faults.corrupt) && !body.is_empty() {
+            let bit = self.below(8 * body.len() as u64) as usize;
+            body[bit / 8] ^= 1 << (bit % 8);
+        }
+        let mut parts: Vec<Result<Bytes>> = vec![];
+        if self.happens(|faults| faults.cut) {
+            body.truncate(self.below(body.len() as u64 + 1) as usize);
+            if self.below(2) == 0 {
+                parts.push(Err(Error::Generic { store: "faulty", source: "connection reset".into() }));
+            }
+        }
+        let middle = self.below(body.len() as u64 + 1) as usize;
+        parts.splice(0..0, [Ok(body[..middle].to_vec().into()), Ok(body[middle..].to_vec().into())]);
+        result = GetResult {
+            payload: GetResultPayload::Stream(stream::iter(parts).boxed()),
+            meta,
+            range,
+            attributes: Default::default(),
+            extensions: Default::default(),
+        };
+        Ok(result)
+    }
+
+    fn delete_stream(&self, paths: BoxStream<'static, Result<Path>>) -> BoxStream<'static, Result<Path>> {
+        self.inner.delete_stream(paths)
+    }
+
+    fn list(&self, prefix: Option<&Path>) -> BoxStream<'static, Result<ObjectMeta>> {
+        self.inner.list(prefix)
+    }
+
+    async fn list_with_delimiter(&self, prefix: Option<&Path>) -> Result<ListResult> {
+        self.inner.list_with_delimiter(prefix).await
+    }
+
+    async fn copy_opts(&self, from: &Path, to: &Path, options: CopyOptions) -> Result<()> {
+        self.inner.copy_opts(from, to, options).await
+    }
+}
