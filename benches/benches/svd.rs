@@ -40,13 +40,14 @@ fn svd(c: &mut Criterion) {
         }
     }
     let mut gram = Gram::<PostRope>::new(DIM).unwrap();
-    gram.add_rows(&rows[..4096 * DIM]).unwrap();
+    gram.add_rows(Rows::contiguous(&rows[..4096 * DIM], DIM).unwrap()).unwrap();
     group.throughput(Throughput::Elements(4096));
     for &backend in &backends {
         group.bench_function(format!("gram/{backend:?}"), |b| {
             b.iter(|| {
                 let mut gram = Gram::<PostRope>::new(DIM).unwrap();
-                gram.add_columns_with(backend, &rows[..4096 * DIM], DIM, 0).unwrap();
+                let rows = Rows::contiguous(&rows[..4096 * DIM], DIM).unwrap();
+                gram.add_rows_with(backend, rows).unwrap();
             });
         });
     }

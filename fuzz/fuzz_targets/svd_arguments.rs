@@ -15,8 +15,10 @@ fuzz_target!(|input: Input| {
 
 fn calibrate(dim: usize, stored: &[f32], probes: &[f32], fraction: f64, multiple: usize) {
     let (Ok(mut a), Ok(mut b)) = (Gram::<PostRope>::new(dim), Gram::new(dim)) else { return };
-    let _ = a.add_columns(stored, dim + multiple % 3, multiple % 2);
-    let _ = b.add_rows(probes);
+    let row_len = dim + multiple % 3;
+    let stored_rows = Rows::new(stored, stored.len() / row_len, row_len, row_len).unwrap();
+    let _ = stored_rows.columns(multiple % 2, dim).map(|rows| a.add_rows(rows));
+    let _ = Rows::contiguous(probes, dim).map(|rows| b.add_rows(rows));
     sums(stored, probes, fraction);
     for rotation in [
         Rotation::score_optimal(&a, &b),
@@ -35,8 +37,8 @@ fn calibrate(dim: usize, stored: &[f32], probes: &[f32], fraction: f64, multiple
         let _ = ranks_by_removal(&[rotation.sigma()], budget, multiple);
         let Ok(rank) = rank_for_removal(rotation.sigma(), fraction) else { continue };
         assert!((1..=dim).contains(&rank));
-        let _ = rotation.fold_basis(probes, rank);
-        let _ = rotation.fold_output(probes, rank);
+        let _ = Rows::contiguous(probes, probes.len() / dim).map(|weight| rotation.fold_basis(weight, rank));
+        let _ = Rows::contiguous(probes, dim).map(|weight| rotation.fold_output(weight, rank));
         let error = rotation.score_error(&a, &b, rank).unwrap();
         assert!(error >= 0.0, "{error}");
         if stored.len() >= dim {

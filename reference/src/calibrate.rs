@@ -1,7 +1,7 @@
 //! Calibration samples: keys and values of a model over a text, and second moments of its queries and keys.
 
 use rayon::prelude::*;
-use svd_core::{Gram, NoRope, PostRope, PreRope, RopeSide};
+use svd_core::{Gram, NoRope, PostRope, PreRope, RopeSide, Rows};
 
 use crate::cache::Geometry;
 use crate::forward::{Activations, prefill};
@@ -76,7 +76,8 @@ impl LayerSamples {
             .into_par_iter()
             .map(|head| {
                 let mut keys = Gram::new(geometry.head_dim)?;
-                keys.add_columns(&spread_keys, kv_dim, head * geometry.head_dim)?;
+                let rows = Rows::contiguous(&spread_keys, kv_dim)?;
+                keys.add_rows(rows.columns(head * geometry.head_dim, geometry.head_dim)?)?;
                 Ok((keys, (probes(geometry, head, &queries)?, probes(geometry, head, &plain_queries)?)))
             })
             .collect::<Result<Vec<_>>>()?;
@@ -91,8 +92,9 @@ impl LayerSamples {
 fn probes<S: RopeSide>(geometry: Geometry, head: usize, queries: &[f32]) -> Result<Gram<S>> {
     let group = geometry.n_heads / geometry.n_kv_heads;
     let mut gram = Gram::new(geometry.head_dim)?;
+    let queries = Rows::contiguous(queries, geometry.n_heads * geometry.head_dim)?;
     for query_head in head * group..(head + 1) * group {
-        gram.add_columns(queries, geometry.n_heads * geometry.head_dim, query_head * geometry.head_dim)?;
+        gram.add_rows(queries.columns(query_head * geometry.head_dim, geometry.head_dim)?)?;
     }
     Ok(gram)
 }
@@ -111,8 +113,8 @@ pub(crate) fn output_gram(model: &Model, l: usize, head: usize) -> Result<Gram<N
     let config = &model.config;
     let mut gram = Gram::new(config.head_dim)?;
     for query_head in head * config.gqa_group()..(head + 1) * config.gqa_group() {
-        let weight = &model.layers[l].attention.o.weight;
-        gram.add_columns(weight, config.q_dim(), query_head * config.head_dim)?;
+        let weight = Rows::contiguous(&model.layers[l].attention.o.weight, config.q_dim())?;
+        gram.add_rows(weight.columns(query_head * config.head_dim, config.head_dim)?)?;
     }
     Ok(gram)
 }

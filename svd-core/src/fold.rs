@@ -6,8 +6,8 @@
 use alloc::vec;
 use alloc::vec::Vec;
 
-use crate::error::count_rows;
-use crate::{Error, Rotation};
+use crate::error::check_len;
+use crate::{Element, Error, Rotation, Rows};
 
 impl Rotation {
     /// `A^T W`: folds the basis into the projection of stored rows, `W_V` or `W_K`.
@@ -16,12 +16,12 @@ impl Rotation {
     /// `weight` (dim, columns), the rows of one key/value head; a bias is a weight with one column. Returns
     /// (rank, columns).
     /// # Errors
-    /// [`Error::Zero`], [`Error::Rank`] or [`Error::PartialRow`].
+    /// [`Error::Zero`], [`Error::Rank`] or [`Error::Length`].
     /// # Cost
     /// dim * rank * columns multiply-adds in `f64`.
     /// # Source
     /// ZACK, 5.1.
-    pub fn fold_basis(&self, weight: &[f32], rank: usize) -> Result<Vec<f32>, Error> {
+    pub fn fold_basis<E: Element>(&self, weight: Rows<'_, E>, rank: usize) -> Result<Vec<f32>, Error> {
         self.fold_input(self.basis(), weight, rank)
     }
 
@@ -31,12 +31,12 @@ impl Rotation {
     /// `weight` (dim, columns), the rows of one query head; a bias is a weight with one column. Returns
     /// (rank, columns).
     /// # Errors
-    /// [`Error::Zero`], [`Error::Rank`] or [`Error::PartialRow`].
+    /// [`Error::Zero`], [`Error::Rank`] or [`Error::Length`].
     /// # Cost
     /// dim * rank * columns multiply-adds in `f64`.
     /// # Source
     /// ZACK, 5.1, QK compression, for models without a rotary embedding.
-    pub fn fold_dual(&self, weight: &[f32], rank: usize) -> Result<Vec<f32>, Error> {
+    pub fn fold_dual<E: Element>(&self, weight: Rows<'_, E>, rank: usize) -> Result<Vec<f32>, Error> {
         self.fold_input(self.dual(), weight, rank)
     }
 
@@ -45,37 +45,44 @@ impl Rotation {
     /// # Shapes
     /// `weight` (rows, dim), the columns of one query head. Returns (rows, rank).
     /// # Errors
-    /// [`Error::Zero`], [`Error::Rank`] or [`Error::PartialRow`].
+    /// [`Error::Zero`], [`Error::Rank`] or [`Error::Length`].
     /// # Cost
     /// rows * dim * rank multiply-adds in `f64`.
     /// # Source
     /// ZACK, 5.1, V compression.
-    pub fn fold_output(&self, weight: &[f32], rank: usize) -> Result<Vec<f32>, Error> {
+    pub fn fold_output<E: Element>(&self, weight: Rows<'_, E>, rank: usize) -> Result<Vec<f32>, Error> {
         let dim = self.dim();
         self.check_rank(rank)?;
-        let rows = count_rows("weight", weight.len(), dim)?;
-        let mut out = vec![0.0; rows * rank];
-        for (row, out) in weight.chunks_exact(dim).zip(out.chunks_exact_mut(rank)) {
+        check_len("row of the weight", weight.components(), dim)?;
+        let mut out = vec![0.0; weight.rows() * rank];
+        for (row, out) in weight.iter().zip(out.chunks_exact_mut(rank)) {
             let mut sums = vec![0.0; rank];
             for (&w, map) in row.iter().zip(self.dual().chunks_exact(dim)) {
-                sums.iter_mut().zip(map).for_each(|(sum, m)| *sum += f64::from(w) * m);
+                let w = f64::from(w.to_f32());
+                sums.iter_mut().zip(map).for_each(|(sum, m)| *sum += w * m);
             }
             out.iter_mut().zip(sums).for_each(|(out, sum)| *out = sum as f32);
         }
         Ok(out)
     }
 
-    fn fold_input(&self, map: &[f64], weight: &[f32], rank: usize) -> Result<Vec<f32>, Error> {
+    fn fold_input<E: Element>(
+        &self,
+        map: &[f64],
+        weight: Rows<'_, E>,
+        rank: usize,
+    ) -> Result<Vec<f32>, Error> {
         let dim = self.dim();
         self.check_rank(rank)?;
-        let columns = count_rows("weight", weight.len(), dim)?;
+        check_len("rows of the weight", weight.rows(), dim)?;
+        let columns = weight.components();
         let mut out = Vec::with_capacity(rank * columns);
         let mut sums = vec![0.0; columns];
         for c in 0..rank {
             sums.fill(0.0);
-            for (d, row) in weight.chunks_exact(columns.max(1)).enumerate() {
+            for (d, row) in weight.iter().enumerate() {
                 let m = map[d * dim + c];
-                sums.iter_mut().zip(row).for_each(|(sum, &w)| *sum += m * f64::from(w));
+                sums.iter_mut().zip(row).for_each(|(sum, &w)| *sum += m * f64::from(w.to_f32()));
             }
             out.extend(sums.iter().map(|&sum| sum as f32));
         }

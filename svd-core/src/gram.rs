@@ -7,8 +7,8 @@ use core::marker::PhantomData;
 
 use kv_attend::simd::{Kernel, Run, Simd};
 
-use crate::error::{check_len, count_rows};
-use crate::{Backend, Element, Error};
+use crate::error::check_len;
+use crate::{Backend, Element, Error, Rows};
 
 /// The side of the rotary embedding (RoPE) from which the rows of a [`Gram`] come. The sums of one side are
 /// meaningless on the other, so the two have different types.
@@ -44,9 +44,9 @@ impl RopeSide for NoRope {}
 ///
 /// # Examples
 /// ```
-/// use svd_core::{Gram, PostRope};
+/// use svd_core::{Gram, PostRope, Rows};
 /// let mut keys = Gram::<PostRope>::new(2)?;
-/// keys.add_rows(&[1.0_f32, 2.0, 3.0, 4.0])?;
+/// keys.add_rows(Rows::contiguous(&[1.0_f32, 2.0, 3.0, 4.0], 2)?)?;
 /// assert_eq!(keys.matrix(), [10.0, 14.0, 14.0, 20.0]);
 /// assert_eq!(keys.mean(), [2.0, 3.0]);
 /// # Ok::<(), svd_core::Error>(())
@@ -89,72 +89,58 @@ impl<S: RopeSide> Gram<S> {
         Ok(Self { dim, rows: 0, blocks, sums: vec![0.0; n * BLOCK], side: PhantomData })
     }
 
-    /// Adds the rows of `rows` (n, dim).
+    /// Adds rows, in any layout: one head of keys (n, heads, dim) is a range of columns of wider rows.
     ///
+    /// # Shapes
+    /// `rows` (n, dim).
     /// # Errors
-    /// [`Error::PartialRow`], [`Error::NotFinite`], or [`Error::TooLarge`] for more than `u64::MAX` rows in
-    /// total. The sum is then unchanged.
+    /// [`Error::Length`] for rows of another length, [`Error::NotFinite`], or [`Error::TooLarge`] for more
+    /// than `u64::MAX` rows in total. The sum is then unchanged.
     /// # Cost
     /// About n * dim * (dim + 8) / 2 multiply-adds in `f64`. Every 4,096 rows allocate a sum and 64 rows in
     /// `f64`.
-    pub fn add_rows<E: Element>(&mut self, rows: &[E]) -> Result<(), Error> {
-        self.add_columns(rows, self.dim, 0)
+    /// # Examples
+    /// ```
+    /// use svd_core::{Gram, PostRope, Rows};
+    /// let keys = [1.0_f32, 2.0, 9.0, 9.0, 3.0, 4.0, 9.0, 9.0]; // 2 tokens of 2 heads of 2 components
+    /// let mut head = Gram::<PostRope>::new(2)?;
+    /// head.add_rows(Rows::contiguous(&keys, 4)?.columns(0, 2)?)?; // head 0
+    /// assert_eq!(head.mean(), [2.0, 3.0]);
+    /// # Ok::<(), svd_core::Error>(())
+    /// ```
+    pub fn add_rows<E: Element>(&mut self, rows: Rows<'_, E>) -> Result<(), Error> {
+        self.add_rows_with(Backend::detect(), rows)
     }
 
     /// [`add_rows`](Self::add_rows) on a given backend.
     ///
     /// # Errors
     /// As for [`add_rows`](Self::add_rows), and [`Error::BackendUnavailable`].
-    pub fn add_rows_with<E: Element>(&mut self, backend: Backend, rows: &[E]) -> Result<(), Error> {
-        self.add_columns_with(backend, rows, self.dim, 0)
-    }
-
-    /// Adds `dim` columns of wider rows, from column `first` on: one head of keys (n, n_kv_heads, dim).
-    ///
-    /// # Shapes
-    /// `rows` (n, row_len).
-    /// # Errors
-    /// [`Error::TooShort`] if a row ends before the columns do, otherwise as for
-    /// [`add_rows`](Self::add_rows). The sum is then unchanged.
-    /// # Cost
-    /// As for [`add_rows`](Self::add_rows).
-    pub fn add_columns<E: Element>(&mut self, rows: &[E], row_len: usize, first: usize) -> Result<(), Error> {
-        self.add_columns_with(Backend::detect(), rows, row_len, first)
-    }
-
-    /// [`add_columns`](Self::add_columns) on a given backend.
-    ///
-    /// # Errors
-    /// As for [`add_columns`](Self::add_columns), and [`Error::BackendUnavailable`].
-    pub fn add_columns_with<E: Element>(
-        &mut self,
-        backend: Backend,
-        rows: &[E],
-        row_len: usize,
-        first: usize,
-    ) -> Result<(), Error> {
+    pub fn add_rows_with<E: Element>(&mut self, backend: Backend, rows: Rows<'_, E>) -> Result<(), Error> {
         backend.check()?;
-        let end = first.checked_add(self.dim).ok_or(Error::TooLarge)?;
-        if row_len < end {
-            return Err(Error::TooShort { what: "row", needed: end, actual: row_len });
-        }
-        let n = count_rows("rows", rows.len(), row_len)?;
+        check_len("row", rows.components(), self.dim)?;
+        let n = rows.rows();
         let mut call = self.empty();
-        let sum_chunk = |rows: &[E]| {
+        let sum_chunk = |c: usize| -> Result<Self, Error> {
+            let rows = rows.slice(c * CHUNK..n.min((c + 1) * CHUNK))?;
             let mut chunk = self.empty();
             let mut panel = vec![0.0; PANEL * chunk.sums.len()];
-            let Self { dim, blocks, sums, .. } = &mut chunk;
-            backend.run(AddRows { rows, row_len, first, dim: *dim, blocks, sums, panel: &mut panel });
-            chunk
+            let Self { blocks, sums, .. } = &mut chunk;
+            backend.run(AddRows { rows, blocks, sums, panel: &mut panel });
+            Ok(chunk)
         };
+        let chunks = n.div_ceil(CHUNK);
         #[cfg(feature = "rayon")]
-        for wave in rows.chunks(row_len.saturating_mul(WAVE * CHUNK)) {
+        for wave in (0..chunks).step_by(WAVE) {
             use rayon::prelude::*;
-            let chunks: Vec<Self> = wave.par_chunks(row_len.saturating_mul(CHUNK)).map(sum_chunk).collect();
-            chunks.iter().for_each(|chunk| call.add(chunk));
+            let wave = wave..chunks.min(wave + WAVE);
+            let sums = wave.into_par_iter().map(sum_chunk).collect::<Result<Vec<Self>, Error>>()?;
+            sums.iter().for_each(|chunk| call.add(chunk));
         }
         #[cfg(not(feature = "rayon"))]
-        rows.chunks(row_len.saturating_mul(CHUNK)).for_each(|rows| call.add(&sum_chunk(rows)));
+        for c in 0..chunks {
+            call.add(&sum_chunk(c)?);
+        }
         call.rows = n as u64;
         // Squares of finite floats cannot overflow in f64, so only a NaN or an infinity leaves a trace on the
         // diagonal.
@@ -268,12 +254,9 @@ const fn block_start(r: usize, c: usize) -> usize {
     (r * (r + 1) / 2 + c) * BLOCK * BLOCK
 }
 
-/// Adds `dim` columns of rows to blocks and sums, panel by panel.
+/// Adds rows to blocks and sums, panel by panel.
 struct AddRows<'a, 'b, E> {
-    rows: &'a [E],
-    row_len: usize,
-    first: usize,
-    dim: usize,
+    rows: Rows<'a, E>,
     blocks: &'b mut [f64],
     sums: &'b mut [f64],
     panel: &'b mut [f64], // a panel's rows: per 16 columns, (PANEL, 16)
@@ -283,16 +266,16 @@ impl<E: Element> Kernel for AddRows<'_, '_, E> {
     type Output = ();
 
     fn scalar(self) {
-        for rows in self.rows.chunks(self.row_len.saturating_mul(PANEL)) {
+        let dim = self.rows.components();
+        for first in (0..self.rows.rows()).step_by(PANEL) {
+            let n = PANEL.min(self.rows.rows() - first);
             for (b, strip) in self.panel.chunks_exact_mut(PANEL * BLOCK).enumerate() {
-                let columns = b * BLOCK..self.dim.min((b + 1) * BLOCK);
-                for (row, out) in rows.chunks_exact(self.row_len).zip(strip.chunks_exact_mut(BLOCK)) {
-                    for (out, x) in out.iter_mut().zip(&row[self.first..][columns.clone()]) {
-                        *out = x.to_f32().into();
-                    }
+                let columns = b * BLOCK..dim.min((b + 1) * BLOCK);
+                for (i, out) in strip.chunks_exact_mut(BLOCK).take(n).enumerate() {
+                    let row = &self.rows.row(first + i)[columns.clone()];
+                    out.iter_mut().zip(row).for_each(|(out, x)| *out = x.to_f32().into());
                 }
             }
-            let n = rows.len() / self.row_len;
             add_sums(self.panel, n, self.sums);
             for r in 0..self.sums.len() / BLOCK {
                 for c in 0..=r {
@@ -315,25 +298,26 @@ impl<E: Element> Kernel for AddRows<'_, '_, E> {
     /// panel.
     #[inline(always)]
     fn vector<S: Simd>(self, s: S) {
-        for rows in self.rows.chunks(self.row_len.saturating_mul(PANEL)) {
-            for (i, row) in rows.chunks_exact(self.row_len).enumerate() {
-                let columns = row[self.first..][..self.dim].chunks(BLOCK);
+        let (all, dim) = (self.rows.rows(), self.rows.components());
+        for first in (0..all).step_by(PANEL) {
+            let n = PANEL.min(all - first);
+            for i in 0..n {
+                let columns = self.rows.row(first + i).chunks(BLOCK);
                 for (columns, strip) in columns.zip(self.panel.chunks_exact_mut(PANEL * BLOCK)) {
                     widen(s, columns, &mut strip.as_chunks_mut::<BLOCK>().0[i]);
                 }
             }
-            let n = rows.len() / self.row_len;
             add_sums(self.panel, n, self.sums);
             // Every block prefetches a share of the next panel's rows, so that they arrive during the
             // multiplications.
-            let mut next = rows.as_ptr().wrapping_add(rows.len() + self.first);
+            let mut next = self.rows.row(first).as_ptr().wrapping_add(PANEL * self.rows.row_stride());
             let share = PANEL.div_ceil(self.blocks.len() / (BLOCK * BLOCK));
             for r in 0..self.sums.len() / BLOCK {
                 for c in 0..=r {
                     for _ in 0..share {
-                        let lines = (0..self.dim).step_by(64 / size_of::<E>());
+                        let lines = (0..dim).step_by(64 / size_of::<E>());
                         lines.for_each(|at| s.prefetch(next.wrapping_add(at).cast()));
-                        next = next.wrapping_add(self.row_len);
+                        next = next.wrapping_add(self.rows.row_stride());
                     }
                     let (a, b) = (strip(self.panel, r, n), strip(self.panel, c, n));
                     let block = &mut self.blocks[block_start(r, c)..][..BLOCK * BLOCK];

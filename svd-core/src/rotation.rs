@@ -69,8 +69,8 @@ impl Rotation {
     /// ```
     /// use svd_core::{Gram, PostRope, Rotation, Rows, RowsMut};
     /// let (mut keys, mut queries) = (Gram::<PostRope>::new(2)?, Gram::new(2)?);
-    /// keys.add_rows(&[3.0_f32, 1.0, 2.0, 0.5, 1.0, 1.0])?;
-    /// queries.add_rows(&[1.0_f32, -1.0, 0.5, 2.0])?;
+    /// keys.add_rows(Rows::contiguous(&[3.0_f32, 1.0, 2.0, 0.5, 1.0, 1.0], 2)?)?;
+    /// queries.add_rows(Rows::contiguous(&[1.0_f32, -1.0, 0.5, 2.0], 2)?)?;
     /// let rotation = Rotation::score_optimal(&keys, &queries)?;
     /// let (mut k, mut q) = ([0.0_f32; 2], [0.0_f32; 2]);
     /// let (key, query) = ([3.0_f32, 1.0], [0.5_f32, 2.0]);

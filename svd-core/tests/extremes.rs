@@ -50,7 +50,7 @@ fn kinds(dim: usize, seed: u64) -> Vec<(&'static str, Vec<f32>)> {
 
 fn gram(rows: &[f32], dim: usize) -> Gram<PostRope> {
     let mut gram = Gram::new(dim).unwrap();
-    gram.add_rows(rows).unwrap();
+    gram.add_rows(Rows::contiguous(rows, dim).unwrap()).unwrap();
     gram
 }
 
@@ -80,10 +80,11 @@ fn check(name: &str, rotation: &Rotation, stored: &Gram<PostRope>, probes: &Gram
     assert!(rotation.sigma().iter().all(|x| x.is_finite()), "{name}");
     // The folded weights and the error must be finite as well.
     let weight = noise(dim * 3, 5);
+    let (columns, rows) = (Rows::contiguous(&weight, 3).unwrap(), Rows::contiguous(&weight, dim).unwrap());
     for folded in [
-        rotation.fold_basis(&weight, dim).unwrap(),
-        rotation.fold_dual(&weight, dim).unwrap(),
-        rotation.fold_output(&weight, dim).unwrap(),
+        rotation.fold_basis(columns, dim).unwrap(),
+        rotation.fold_dual(columns, dim).unwrap(),
+        rotation.fold_output(rows, dim).unwrap(),
     ] {
         assert!(folded.iter().all(|x| x.is_finite()), "{name}: a folded weight");
     }
@@ -230,9 +231,9 @@ fn sums_stay_finite_and_rows_do_not_wrap() {
     assert!(gram.matrix()[0].is_finite());
     let mut full = from_sums(u64::MAX, 1.0).unwrap();
     let before = full.clone();
-    assert_eq!(full.add_rows(&[1.0_f32]), Err(Error::TooLarge));
+    assert_eq!(full.add_rows(Rows::from(&[1.0_f32][..])), Err(Error::TooLarge));
     assert_eq!(full, before);
-    full.add_rows::<f32>(&[]).unwrap();
+    full.add_rows(Rows::<f32>::contiguous(&[], 1).unwrap()).unwrap();
 }
 
 #[test]

@@ -97,7 +97,8 @@ proptest! {
             let rows = noise::<E>(n * row_len, seed);
             let grams: Vec<Gram<PostRope>> = backends().map(|backend| {
                 let mut gram = Gram::new(dim).unwrap();
-                gram.add_columns_with(backend, &rows, row_len, left).unwrap();
+                let rows = Rows::contiguous(&rows, row_len).unwrap().columns(left, dim).unwrap();
+                gram.add_rows_with(backend, rows).unwrap();
                 gram
             }).collect();
             for gram in &grams {
@@ -145,12 +146,12 @@ fn every_half_is_widened_exactly() {
 fn long_sums_do_not_depend_on_how_chunks_are_spread() {
     let rows = noise::<f32>(3 * 10_000, 5);
     let mut whole = Gram::<PostRope>::new(3).unwrap();
-    whole.add_rows(&rows).unwrap();
+    whole.add_rows(Rows::contiguous(&rows, 3).unwrap()).unwrap();
     // Chunks of 4,096 rows, as `add_rows` sums them.
     let mut parts = Gram::new(3).unwrap();
     for rows in rows.chunks(3 * 4096) {
         let mut part = Gram::new(3).unwrap();
-        part.add_rows(rows).unwrap();
+        part.add_rows(Rows::contiguous(rows, 3).unwrap()).unwrap();
         parts.merge(&part).unwrap();
     }
     assert_eq!(whole, parts);

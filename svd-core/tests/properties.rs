@@ -27,7 +27,7 @@ fn rows(n: usize, seed: u64, scale: f32) -> Vec<f32> {
 
 fn gram(rows: &[f32]) -> Gram<PostRope> {
     let mut gram = Gram::new(DIM).unwrap();
-    gram.add_rows(rows).unwrap();
+    gram.add_rows(Rows::contiguous(rows, DIM).unwrap()).unwrap();
     gram
 }
 
@@ -158,11 +158,12 @@ proptest! {
     #[test]
     fn folded_weights_equal_projected_vectors(seed in any::<u64>(), rank in 1..=DIM) {
         let mut values = Gram::<NoRope>::new(DIM).unwrap();
-        values.add_rows(&rows(30, seed, 1.0)).unwrap();
+        values.add_rows(Rows::contiguous(&rows(30, seed, 1.0), DIM).unwrap()).unwrap();
         let mut outputs = Gram::new(DIM).unwrap();
-        outputs.add_rows(&rows(30, seed ^ 9, 2.0)).unwrap();
+        outputs.add_rows(Rows::contiguous(&rows(30, seed ^ 9, 2.0), DIM).unwrap()).unwrap();
         let rotation = Rotation::score_optimal(&values, &outputs).unwrap();
         let (w_v, w_o) = (rows(4, seed ^ 2, 1.0), rows(3, seed ^ 3, 1.0)); // (DIM, 4) and (3, DIM)
+        let (v_rows, o_rows) = (Rows::contiguous(&w_v, 4).unwrap(), Rows::contiguous(&w_o, DIM).unwrap());
         let x = [0.3, -1.0, 0.7, 2.0];
         let apply = |w: &[f32], x: &[f32]| -> Vec<f32> {
             w.chunks(x.len()).map(|row| row.iter().zip(x).map(|(w, x)| w * x).sum()).collect()
@@ -170,8 +171,8 @@ proptest! {
         let v = apply(&w_v, &x);
         // Folding and projecting give the same components.
         for (folded, map) in [
-            (rotation.fold_basis(&w_v, rank).unwrap(), rotation.basis_map(rank).unwrap()),
-            (rotation.fold_dual(&w_v, rank).unwrap(), rotation.dual_map(rank).unwrap()),
+            (rotation.fold_basis(v_rows, rank).unwrap(), rotation.basis_map(rank).unwrap()),
+            (rotation.fold_dual(v_rows, rank).unwrap(), rotation.dual_map(rank).unwrap()),
         ] {
             let mut projected = vec![0.0; rank];
             map.view().project_into(Rows::from(&v[..]), RowsMut::from(&mut projected[..])).unwrap();
@@ -180,7 +181,7 @@ proptest! {
             }
         }
         if rank == DIM {
-            let folded = apply(&rotation.fold_output(&w_o, rank).unwrap(), &apply(&rotation.fold_basis(&w_v, rank).unwrap(), &x));
+            let folded = apply(&rotation.fold_output(o_rows, rank).unwrap(), &apply(&rotation.fold_basis(v_rows, rank).unwrap(), &x));
             for (a, b) in apply(&w_o, &v).iter().zip(&folded) {
                 prop_assert!((a - b).abs() < 1e-3 * (1.0 + a.abs()), "{a} {b}");
             }
@@ -260,17 +261,14 @@ fn bad_input_is_an_error() {
     assert!(Gram::<PreRope>::new(0).is_err() && Gram::<PreRope>::new(usize::MAX / 2).is_err());
     assert_eq!(Gram::<PreRope>::new(1 << 20), Err(Error::TooLarge));
     let mut gram = Gram::<PreRope>::new(3).unwrap();
-    assert_eq!(gram.add_rows(&[1.0_f32; 4]), Err(Error::PartialRow { what: "rows", row: 3, actual: 4 }));
-    assert_eq!(
-        gram.add_columns(&[1.0_f32; 8], 4, 2),
-        Err(Error::TooShort { what: "row", needed: 5, actual: 4 })
-    );
-    assert!(matches!(gram.add_columns(&[1.0_f32; 8], 4, usize::MAX), Err(Error::TooLarge)));
-    assert_eq!(gram.add_columns::<f32>(&[], usize::MAX, 0), Ok(()));
+    let wide = Rows::contiguous(&[1.0_f32; 4], 4).unwrap();
+    assert_eq!(gram.add_rows(wide), Err(Error::Length { what: "row", expected: 3, actual: 4 }));
+    assert_eq!(gram.add_rows(Rows::<f32>::contiguous(&[], 3).unwrap()), Ok(()));
     for x in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
-        assert_eq!(gram.add_rows(&[1.0, x, 1.0]), Err(Error::NotFinite { what: "rows" }));
+        assert_eq!(gram.add_rows(Rows::from(&[1.0, x, 1.0][..])), Err(Error::NotFinite { what: "rows" }));
     }
-    gram.add_columns(&[f32::MAX, 1.0, 2.0, f32::NAN], 4, 0).unwrap(); // elements outside the columns are not read
+    let wide = [f32::MAX, 1.0, 2.0, f32::NAN]; // elements outside the columns are not read
+    gram.add_rows(Rows::from(&wide[..]).columns(0, 3).unwrap()).unwrap();
     assert_eq!(gram.rows(), 1);
     let other = Gram::new(2).unwrap();
     assert!(gram.clone().merge(&other).is_err());
@@ -279,8 +277,9 @@ fn bad_input_is_an_error() {
     let rotation = Rotation::principal(&gram).unwrap();
     assert_eq!(rotation.basis_map(4), Err(Error::Rank { rank: 4, dim: 3 }));
     assert_eq!(rotation.dual_map(0), Err(Error::Zero { what: "rank" }));
-    assert!(rotation.fold_basis(&[1.0; 7], 2).is_err() && rotation.fold_output(&[1.0; 7], 2).is_err());
-    assert_eq!(rotation.fold_output(&[], 3), Ok(vec![]));
+    let wide = Rows::from(&[1.0_f32; 7][..]);
+    assert!(rotation.fold_basis(wide, 2).is_err() && rotation.fold_output(wide, 2).is_err());
+    assert_eq!(rotation.fold_output(Rows::<f32>::contiguous(&[], 3).unwrap(), 3), Ok(vec![]));
     let fraction = Budget::Fraction(0.5);
     for sigma in [&[1.0, 2.0][..], &[f64::NAN], &[-1.0], &[f64::INFINITY], &[]] {
         assert!(rank_for_removal(sigma, 0.1).is_err(), "{sigma:?}");
@@ -298,7 +297,7 @@ fn bad_input_is_an_error() {
 fn sums_made_elsewhere_are_taken() {
     let rows: Vec<f32> = (0..20 * 9).map(|i| (i as f32 * 0.7).sin()).collect();
     let mut gram = Gram::<PreRope>::new(20).unwrap();
-    gram.add_rows(&rows).unwrap();
+    gram.add_rows(Rows::contiguous(&rows, 20).unwrap()).unwrap();
     let sums: Vec<f64> = gram.mean().iter().map(|mean| mean * 9.0).collect();
     let taken = Gram::<PreRope>::from_sums(20, 9, &gram.matrix(), &sums).unwrap();
     assert_eq!((taken.rows(), taken.matrix()), (9, gram.matrix()));

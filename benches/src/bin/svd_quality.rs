@@ -74,7 +74,8 @@ fn rows(model: &Model, tokens: &[u32]) -> Vec<Rows> {
 /// The second moment of the columns of some heads, summed over `heads`.
 fn gram<S: RopeSide>(rows: &[f32], row_len: usize, dim: usize, heads: std::ops::Range<usize>) -> Gram<S> {
     let mut gram = Gram::new(dim).unwrap();
-    heads.for_each(|head| gram.add_columns(rows, row_len, head * dim).unwrap());
+    let rows = svd_core::Rows::contiguous(rows, row_len).unwrap();
+    heads.for_each(|head| gram.add_rows(rows.columns(head * dim, dim).unwrap()).unwrap());
     gram
 }
 
@@ -169,7 +170,7 @@ fn codes(model: &Model, seen: &[Rows], unseen: &[Rows], folder: &Path) -> Value 
 
         let start = Instant::now();
         let mut moment = Gram::<PostRope>::new(dim).unwrap();
-        moment.add_rows(&keys).unwrap();
+        moment.add_rows(svd_core::Rows::contiguous(&keys, dim).unwrap()).unwrap();
         let mean: Vec<f32> = moment.mean().iter().map(|&x| x as f32).collect();
         let metric = gram(&seen[l].queries, config.q_dim(), dim, head * group..(head + 1) * group);
         let rotation = Rotation::query_metric(&moment.centred(), &metric).unwrap();

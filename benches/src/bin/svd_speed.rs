@@ -39,7 +39,7 @@ fn rotations(folder: &Path) {
     let rows = floats(&folder.join("rows.f32")).unwrap();
     let rotation = |backend: Backend| {
         let mut gram = Gram::<NoRope>::new(DIM).unwrap();
-        gram.add_columns_with(backend, &rows, DIM, 0).unwrap();
+        gram.add_rows_with(backend, Rows::contiguous(&rows, DIM).unwrap()).unwrap();
         Rotation::principal(&gram).unwrap()
     };
     let bytes: Vec<u8> = rotation(Backend::detect()).basis().iter().flat_map(|x| x.to_le_bytes()).collect();
@@ -52,7 +52,7 @@ fn rotations(folder: &Path) {
         }
     }
     let mut gram = Gram::<NoRope>::new(DIM).unwrap();
-    gram.add_rows(&rows).unwrap();
+    gram.add_rows(Rows::contiguous(&rows, DIM).unwrap()).unwrap();
     report("eigenproblem", "", median(9, || drop(black_box(Rotation::principal(&gram).unwrap()))));
     report("closed form", "", median(9, || drop(black_box(Rotation::score_optimal(&gram, &gram).unwrap()))));
 }

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use pq_core::{CodebookBuf, RopeMeanBuf, TrainOptions, train};
 use rayon::prelude::*;
-use svd_core::{Gram, MapBuf, NoRope, Rotation, balanced_order};
+use svd_core::{Gram, MapBuf, NoRope, Rotation, Rows, balanced_order};
 
 use super::kind::{Entry, Kind, SEED, Site};
 use super::pq_code::PqCode;
@@ -116,7 +116,7 @@ impl PqKlt {
     ) -> Result<Fitted> {
         let dim = metric.dim();
         let mut covariance = Gram::new(dim)?;
-        covariance.add_rows(&rows)?;
+        covariance.add_rows(Rows::contiguous(&rows, dim)?)?;
         let rotation = Rotation::query_metric(&covariance, metric)?;
         let rotation = rotation.reordered(&balanced_order(rotation.sigma(), code.m)?)?;
         let norms = HeadCode::transform(&rotation.basis_map(dim)?, self.norms, &mut rows)?;

@@ -8,7 +8,7 @@ use std::fmt::Debug;
 use std::sync::Arc;
 
 use rayon::prelude::*;
-use svd_core::{Budget, Gram, Rotation, ranks_by_loss, ranks_by_removal};
+use svd_core::{Budget, Gram, Rotation, Rows, ranks_by_loss, ranks_by_removal};
 
 use super::cut::HeadCut;
 use super::kind::{Entry, Kind, Site};
@@ -94,7 +94,8 @@ impl Kind for Zack {
             let layer = &samples.layers[l];
             let keys = rotation(basis, &layer.key_grams[head], &layer.query_grams[head])?;
             let mut values = Gram::new(geometry.head_dim)?;
-            values.add_columns(&layer.values, geometry.kv_dim(), head * geometry.head_dim)?;
+            let rows = Rows::contiguous(&layer.values, geometry.kv_dim())?;
+            values.add_rows(rows.columns(head * geometry.head_dim, geometry.head_dim)?)?;
             Ok([keys, rotation(basis, &values, &output_gram(model, l, head)?)?])
         });
         for ((l, head), rotations) in heads.iter().zip(rotations.collect::<Result<Vec<_>>>()?) {

@@ -37,7 +37,7 @@ pub fn run(watch: &Stopwatch) {
         unsafe { gram.launch(watch.gpu.stream().cu_stream(), &all[0]) }.unwrap();
         let got = watch.download(&matrices);
         let mut expected = svd_core::Gram::<NoRope>::new(DIM).unwrap();
-        expected.add_rows(&rows).unwrap();
+        expected.add_rows(svd_core::Rows::contiguous(&rows, DIM).unwrap()).unwrap();
         let expected = expected.matrix();
         for (i, (got, want)) in got[(heads - 1) * DIM * DIM..].iter().zip(&expected).enumerate() {
             let scale = (expected[i / DIM * (DIM + 1)] * expected[i % DIM * (DIM + 1)]).sqrt();

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use codec_core::TransformBuf;
 use rayon::prelude::*;
-use svd_core::{Gram, Rotation};
+use svd_core::{Gram, Rotation, Rows};
 
 use crate::Result;
 use crate::cache::Geometry;
@@ -96,7 +96,8 @@ fn rotation<S: svd_core::RopeSide>(
     metric: &Gram<S>,
 ) -> Result<Rotation> {
     let mut moment = Gram::new(geometry.head_dim)?;
-    moment.add_columns(rows, geometry.kv_dim(), head * geometry.head_dim)?;
+    let rows = Rows::contiguous(rows, geometry.kv_dim())?;
+    moment.add_rows(rows.columns(head * geometry.head_dim, geometry.head_dim)?)?;
     Ok(Rotation::query_metric(&moment.centred(), metric)?)
 }
 

@@ -1,6 +1,6 @@
 use std::sync::Arc;
 
-use svd_core::Rotation;
+use svd_core::{Rotation, Rows};
 
 use crate::model::{AttentionWeights, Layer, Linear, Model};
 use crate::{Error, Result};
@@ -22,9 +22,10 @@ fn fold_layer(model: &Model, layer: &Layer, heads: &[Rotation]) -> Result<Layer>
     let mut bias = v.bias.as_ref().map(|_| vec![]);
     for (head, rotation) in heads.iter().enumerate() {
         let rows = head * head_dim..(head + 1) * head_dim;
-        weight.extend(rotation.fold_basis(&v.weight[rows.start * hidden..rows.end * hidden], head_dim)?);
+        let head_rows = Rows::contiguous(&v.weight, hidden)?.slice(rows.clone())?;
+        weight.extend(rotation.fold_basis(head_rows, head_dim)?);
         if let (Some(folded), Some(bias)) = (&mut bias, &v.bias) {
-            folded.extend(rotation.fold_basis(&bias[rows], head_dim)?);
+            folded.extend(rotation.fold_basis(Rows::contiguous(&bias[rows], 1)?, head_dim)?);
         }
     }
     let mut output = o.weight.clone();
@@ -33,9 +34,8 @@ fn fold_layer(model: &Model, layer: &Layer, heads: &[Rotation]) -> Result<Layer>
             .get(head / config.gqa_group())
             .ok_or_else(|| Error::Profile("a rotation is missing".into()))?;
         let columns = head * head_dim..(head + 1) * head_dim;
-        let block: Vec<f32> =
-            o.weight.chunks_exact(q_dim).flat_map(|row| &row[columns.clone()]).copied().collect();
-        let folded = rotation.fold_output(&block, head_dim)?;
+        let block = Rows::contiguous(&o.weight, q_dim)?.columns(columns.start, head_dim)?;
+        let folded = rotation.fold_output(block, head_dim)?;
         for (row, folded) in output.chunks_exact_mut(q_dim).zip(folded.chunks_exact(head_dim)) {
             row[columns.clone()].copy_from_slice(folded);
         }
@@ -75,10 +75,14 @@ mod tests {
                 let rotation = Rotation::score_optimal(keys, queries).unwrap();
                 let rows = |head: usize| head * dim * hidden..(head + 1) * dim * hidden;
                 let key_rows = &mut weights.k.weight[rows(head)];
-                key_rows.copy_from_slice(&rotation.fold_basis(key_rows, dim).unwrap());
+                key_rows.copy_from_slice(
+                    &rotation.fold_basis(Rows::contiguous(key_rows, hidden).unwrap(), dim).unwrap(),
+                );
                 for query_head in head * group..(head + 1) * group {
                     let query_rows = &mut weights.q.weight[rows(query_head)];
-                    query_rows.copy_from_slice(&rotation.fold_dual(query_rows, dim).unwrap());
+                    query_rows.copy_from_slice(
+                        &rotation.fold_dual(Rows::contiguous(query_rows, hidden).unwrap(), dim).unwrap(),
+                    );
                 }
             }
         }
