@@ -1,7 +1,7 @@
-#[cfg(feature = "alloc")]
-use crate::bytes::{Reader, Writer};
 use crate::error::{check_finite, check_len};
 use crate::{Element, Error, PqShape};
+#[cfg(feature = "alloc")]
+use kv_attend::owner::{Reader, Writer};
 
 #[cfg(feature = "alloc")]
 const MAGIC: [u8; 4] = *b"PQCB";
@@ -195,13 +195,13 @@ impl CodebookBuf {
     }
 
     pub(crate) fn write<E: Element>(&self, writer: &mut Writer) {
-        writer.shape(self.shape);
+        self.shape.write(writer);
         writer.tag::<E>();
         writer.elements(self.centroids().into_iter().map(E::from_f32));
     }
 
     pub(crate) fn read(reader: &mut Reader<'_>) -> Result<Self, Error> {
-        let shape = reader.shape()?;
+        let shape = PqShape::read(reader)?;
         Self::new(shape, &reader.tagged_elements(shape.codebook_len())?)
     }
 

@@ -7,12 +7,12 @@ use core::ops::Range;
 use crate::Backend;
 #[cfg(feature = "alloc")]
 use crate::Rows;
-#[cfg(feature = "alloc")]
-use crate::bytes::{Reader, Writer};
 use crate::error::{check_at_least, check_len, count_rows};
 use crate::pack::{BLOCK, ReplaceInRun, get_in_run, set_in_run};
 use crate::simd::Run;
 use crate::{Error, PqShape};
+#[cfg(feature = "alloc")]
+use kv_attend::owner::{Reader, Writer};
 
 #[cfg(feature = "alloc")]
 const MAGIC: [u8; 4] = *b"PQCO";
@@ -299,7 +299,7 @@ impl CodesBuf {
     #[must_use]
     pub fn to_bytes(&self) -> alloc::vec::Vec<u8> {
         let mut writer = Writer::new(MAGIC, VERSION);
-        writer.shape(self.shape);
+        self.shape.write(&mut writer);
         writer.len(self.n);
         writer.bytes(&self.bytes);
         writer.finish()
@@ -312,7 +312,7 @@ impl CodesBuf {
     /// bad shape.
     pub fn from_bytes(bytes: &[u8]) -> Result<Self, Error> {
         let mut reader = Reader::new("codes", MAGIC, VERSION, bytes)?;
-        let (shape, n) = (reader.shape()?, reader.len()?);
+        let (shape, n) = (PqShape::read(&mut reader)?, reader.len()?);
         let bytes = reader.bytes(shape.codes_len(n))?.to_vec();
         reader.finish()?;
         Self::from_packed(shape, n, bytes)

@@ -190,6 +190,11 @@ impl From<kv_attend::Error> for Error {
             Attend::PartialRow { what, row, actual } => Self::PartialRow { what, row, actual },
             Attend::TooLarge => Self::TooLarge,
             Attend::BackendUnavailable => Self::BackendUnavailable,
+            Attend::BadMagic { what } => Self::BadMagic { what },
+            Attend::Version { what, version } => Self::Version { what, version },
+            Attend::Truncated { what } => Self::Truncated { what },
+            Attend::TrailingBytes { what, extra } => Self::TrailingBytes { what, extra },
+            Attend::BadField { what } => Self::BadField { what },
             other => Self::Attend(other),
         }
     }

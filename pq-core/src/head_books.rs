@@ -3,8 +3,8 @@
 use alloc::sync::Arc;
 use alloc::vec::Vec;
 
-use crate::bytes::{Reader, Writer};
 use crate::{Codebook, CodebookBuf, Element, Error, PqShape, Rows, TrainOptions, train_batch};
+use kv_attend::owner::{Reader, Writer};
 
 const MAGIC: [u8; 4] = *b"PQHB";
 const VERSION: u32 = 1;

@@ -3,9 +3,9 @@
 mod attend;
 
 use alloc::sync::Arc;
-use alloc::vec::Vec;
 
-use crate::bytes::{Reader, Writer};
+use kv_attend::owner::{Moves, Reader, WindowRows, Writer};
+
 use crate::error::check_len;
 use crate::{Backend, Codes, CodesBuf, Element, Error, HeadBooks, Rows, Window};
 
@@ -52,37 +52,8 @@ pub struct Evicted {
 pub struct HeadCache<E> {
     books: Arc<HeadBooks>,
     window: Window,
-    rows: [ExactRows<E>; 2], // keys, values
+    rows: [WindowRows<E>; 2], // keys, values
     codes: [CodesBuf; 2],
-}
-
-/// Exact rows of one side.
-#[derive(Clone, Debug)]
-struct ExactRows<E> {
-    dim: usize,
-    sinks: Vec<E>,
-    recent: Vec<E>, // after `start` elements that have been encoded
-    start: usize,
-}
-
-impl<E: Element> ExactRows<E> {
-    const fn new(dim: usize) -> Self {
-        Self { dim, sinks: Vec::new(), recent: Vec::new(), start: 0 }
-    }
-
-    fn recent(&self) -> &[E] {
-        &self.recent[self.start..]
-    }
-
-    /// Forgets the oldest `n` recent rows. Rows move to the front only when half of the memory is free, so
-    /// that a token's share is one move, and the window stays in one piece.
-    fn forget(&mut self, n: usize) {
-        self.start += n * self.dim;
-        if self.start >= self.recent.len() - self.start {
-            self.recent.drain(..self.start);
-            self.start = 0;
-        }
-    }
 }
 
 impl<E: Element> HeadCache<E> {
@@ -93,7 +64,7 @@ impl<E: Element> HeadCache<E> {
         Self {
             books,
             window,
-            rows: shapes.map(|shape| ExactRows::new(shape.dim())),
+            rows: shapes.map(|shape| WindowRows::new(shape.dim())),
             codes: shapes.map(CodesBuf::new),
         }
     }
@@ -113,7 +84,7 @@ impl<E: Element> HeadCache<E> {
     /// Number of sinks, exact tokens at the beginning.
     #[must_use]
     pub fn sinks(&self) -> usize {
-        self.rows[0].sinks.len() / self.rows[0].dim
+        self.rows[0].sinks().len() / self.rows[0].dim()
     }
 
     /// Number of tokens held as codes, which follow the sinks.
@@ -125,12 +96,12 @@ impl<E: Element> HeadCache<E> {
     /// Number of exact tokens at the end.
     #[must_use]
     pub fn recent(&self) -> usize {
-        self.rows[0].recent().len() / self.rows[0].dim
+        self.rows[0].recent().len() / self.rows[0].dim()
     }
 
     /// Components of a key and of a value.
     pub(crate) const fn dims(&self) -> [usize; 2] {
-        [self.rows[0].dim, self.rows[1].dim]
+        [self.rows[0].dim(), self.rows[1].dim()]
     }
 
     /// The codebooks.
@@ -142,7 +113,7 @@ impl<E: Element> HeadCache<E> {
     /// Bytes of all tokens' rows and codes. The codebooks, which sequences share, are not among them.
     #[must_use]
     pub fn size(&self) -> usize {
-        let rows = self.rows.iter().map(|rows| size_of_val(&rows.sinks[..]) + size_of_val(rows.recent()));
+        let rows = self.rows.iter().map(WindowRows::size);
         rows.sum::<usize>() + self.codes.iter().map(|codes| codes.view().size()).sum::<usize>()
     }
 
@@ -175,25 +146,19 @@ impl<E: Element> HeadCache<E> {
         backend.check()?;
         check_len("values", values.rows(), keys.rows())?;
         for (rows, held) in [(keys, &self.rows[0]), (values, &self.rows[1])] {
-            check_len("row", rows.components(), held.dim)?;
+            check_len("row", rows.components(), held.dim())?;
         }
-        let n = keys.rows();
-        let to_sinks = self.window.to_sinks(self.len(), n);
-        let evicted = self.window.to_evict(self.recent() + n - to_sinks);
-        let held = evicted.min(self.recent());
+        let moves = Moves::new(&self.window, self.len(), self.recent(), keys.rows());
         let mut errors = [0.0; 2];
         for (side, new) in [keys, values].into_iter().enumerate() {
             let (rows, codes) = (&mut self.rows[side], &mut self.codes[side]);
             let book = if side == 0 { self.books.keys() } else { self.books.values() };
-            rows.sinks.extend(new.slice(0..to_sinks)?.iter().flatten());
-            let leaving = Rows::contiguous(&rows.recent()[..held * rows.dim], rows.dim)?;
-            errors[side] += codes.append_rows_with(backend, &book, leaving)?;
-            rows.forget(held);
-            let passing = new.slice(to_sinks..to_sinks + evicted - held)?;
-            errors[side] += codes.append_rows_with(backend, &book, passing)?;
-            rows.recent.extend(new.slice(to_sinks + evicted - held..n)?.iter().flatten());
+            rows.push(new, &moves, |rows| {
+                errors[side] += codes.append_rows_with(backend, &book, rows)?;
+                Ok::<_, Error>(())
+            })?;
         }
-        Ok(Evicted { tokens: evicted, key_error: errors[0], value_error: errors[1] })
+        Ok(Evicted { tokens: moves.evicted(), key_error: errors[0], value_error: errors[1] })
     }
 
     /// Keeps the first `len` tokens: rejected drafts, or a prefix that another sequence shares. Codes stay
@@ -203,9 +168,8 @@ impl<E: Element> HeadCache<E> {
         let coded = self.coded().min(len - sinks);
         let recent = self.recent().min(len - sinks - coded);
         for (rows, codes) in self.rows.iter_mut().zip(&mut self.codes) {
-            rows.sinks.truncate(sinks * rows.dim);
+            rows.truncate(sinks, recent);
             codes.truncate(coded);
-            rows.recent.truncate(rows.start + recent * rows.dim);
         }
     }
 
@@ -215,7 +179,7 @@ impl<E: Element> HeadCache<E> {
         writer.u64(self.books.id());
         [self.sinks(), self.coded(), self.recent()].into_iter().for_each(|n| writer.len(n));
         for (rows, codes) in self.rows.iter().zip(&self.codes) {
-            writer.elements(rows.sinks.iter().chain(rows.recent()).copied());
+            rows.write(writer);
             writer.bytes(codes.view().bytes());
         }
     }
@@ -230,13 +194,11 @@ impl<E: Element> HeadCache<E> {
         }
         let mut cache = Self::new(books.clone(), window);
         let [sinks, coded, recent] = [reader.len()?, reader.len()?, reader.len()?];
-        let too_many = sinks > window.sinks || recent > window.recent.saturating_add(window.batch.max(1) - 1);
-        if too_many || (sinks < window.sinks && (coded > 0 || recent > 0)) {
+        if !window.can_hold(sinks, coded, recent) {
             return Err(Error::BadField { what: "number of tokens" });
         }
         for (rows, codes) in cache.rows.iter_mut().zip(&mut cache.codes) {
-            rows.sinks = reader.elements(sinks.checked_mul(rows.dim).ok_or(Error::TooLarge)?)?;
-            rows.recent = reader.elements(recent.checked_mul(rows.dim).ok_or(Error::TooLarge)?)?;
+            *rows = WindowRows::read(reader, rows.dim(), [sinks, recent])?;
             let shape = codes.view().shape();
             *codes = CodesBuf::from_packed(shape, coded, reader.bytes(shape.codes_len(coded))?.to_vec())?;
         }

@@ -3,7 +3,8 @@
 use alloc::sync::Arc;
 use alloc::vec::Vec;
 
-use crate::bytes::{Reader, Writer};
+use kv_attend::owner::{Reader, Writer};
+
 use crate::error::{check_len, count_rows};
 use crate::{
     Attention, Backend, Element, Error, Evicted, HeadBooks, HeadCache, Rows, SoftmaxStats, Window,
@@ -222,8 +223,8 @@ impl<E: Element> LayerCache<E> {
     pub fn to_bytes(&self) -> Vec<u8> {
         let mut writer = Writer::new(MAGIC, VERSION);
         writer.tag::<E>();
-        let Window { sinks, recent, batch } = self.window;
-        [sinks, recent, batch, self.heads.len()].into_iter().for_each(|x| writer.len(x));
+        writer.window(self.window);
+        writer.len(self.heads.len());
         self.heads.iter().for_each(|head| head.write(&mut writer));
         writer.finish()
     }
@@ -237,7 +238,7 @@ impl<E: Element> LayerCache<E> {
     pub fn from_bytes(bytes: &[u8], books: &[Arc<HeadBooks>]) -> Result<Self, Error> {
         let mut reader = Reader::new("a layer cache", MAGIC, VERSION, bytes)?;
         reader.tag::<E>()?;
-        let window = Window { sinks: reader.len()?, recent: reader.len()?, batch: reader.len()? };
+        let window = reader.window()?;
         check_len("heads", reader.len()?, books.len())?;
         let heads = books
             .iter()

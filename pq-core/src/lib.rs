@@ -16,8 +16,6 @@ mod assign;
 mod attend;
 #[cfg(feature = "alloc")]
 mod block_cache;
-#[cfg(feature = "alloc")]
-mod bytes;
 mod clustering_cost;
 mod codebook;
 mod coded_tokens;
@@ -57,7 +55,6 @@ mod softmax;
 mod topk;
 #[cfg(feature = "alloc")]
 mod train;
-mod window;
 
 pub use adc::{scan_into, scan_into_with, scan_quantized_into, scan_quantized_into_with};
 pub use attend::{attend_into, attend_into_with, attend_scratch_len};
@@ -84,7 +81,7 @@ pub use hybrid::{
     hybrid_select_into_with,
 };
 pub use kv_attend::{
-    Attention, Backend, Element, Error as AttendError, ExactTokens, Rows, RowsMut, SoftmaxStats,
+    Attention, Backend, Element, Error as AttendError, ExactTokens, Rows, RowsMut, SoftmaxStats, Window,
     attend_exact_into, attend_exact_into_with, attend_exact_scratch_len, normalize_all,
 };
 #[cfg(feature = "alloc")]
@@ -101,4 +98,3 @@ pub use shape::PqShape;
 pub use topk::{top_k_into, top_k_into_with};
 #[cfg(feature = "alloc")]
 pub use train::{Start, TrainOptions, Trained, train, train_batch, train_batch_with, train_with};
-pub use window::Window;

@@ -120,3 +120,18 @@ mod tests {
         assert_eq!(PqShape::new(1 << (usize::BITS - 13), 1, 1), Err(Error::TooLarge));
     }
 }
+
+#[cfg(feature = "alloc")]
+impl PqShape {
+    /// Writes 16 bytes.
+    pub(crate) fn write(self, writer: &mut kv_attend::owner::Writer) {
+        writer.len(self.dim());
+        writer.u32(self.m() as u32);
+        writer.u32(self.nbits());
+    }
+
+    pub(crate) fn read(reader: &mut kv_attend::owner::Reader<'_>) -> Result<Self, Error> {
+        let (dim, m, nbits) = (reader.len()?, reader.u32()?, reader.u32()?);
+        Self::new(dim, m as usize, nbits)
+    }
+}

@@ -63,6 +63,35 @@ pub enum Error {
         /// Number of rows.
         rows: usize,
     },
+    /// The bytes do not begin with the magic of the expected type.
+    BadMagic {
+        /// The expected type.
+        what: &'static str,
+    },
+    /// The bytes have a format version that is not known.
+    Version {
+        /// The expected type.
+        what: &'static str,
+        /// The version found.
+        version: u32,
+    },
+    /// The bytes end too early.
+    Truncated {
+        /// The expected type.
+        what: &'static str,
+    },
+    /// Bytes follow the end.
+    TrailingBytes {
+        /// The type that was read.
+        what: &'static str,
+        /// Bytes after its end.
+        extra: usize,
+    },
+    /// A field of the bytes has a value that does not fit.
+    BadField {
+        /// The field.
+        what: &'static str,
+    },
     /// The scale is NaN or infinite, or the cap of the scores is not a positive finite number.
     Attention {
         /// The field of [`Attention`](crate::Attention).
@@ -81,6 +110,11 @@ impl Error {
             Self::PartialRow { .. } => 4,
             Self::TooLarge => 5,
             Self::BackendUnavailable => 6,
+            Self::BadMagic { .. } => 8,
+            Self::Version { .. } => 9,
+            Self::Truncated { .. } => 10,
+            Self::TrailingBytes { .. } => 11,
+            Self::BadField { .. } => 12,
             Self::Stride { .. } => 101,
             Self::Causal { .. } => 102,
             Self::Token { .. } => 103,
@@ -116,6 +150,13 @@ impl fmt::Display for Error {
             Self::Token { index, token, rows } => {
                 write!(f, "token {token} at index {index} of the list is out of range for {rows} rows")
             }
+            Self::BadMagic { what } => write!(f, "the bytes are not those of {what}"),
+            Self::Version { what, version } => {
+                write!(f, "version {version} of the bytes of {what} is not known")
+            }
+            Self::Truncated { what } => write!(f, "the bytes of {what} end too early"),
+            Self::TrailingBytes { what, extra } => write!(f, "{extra} bytes follow those of {what}"),
+            Self::BadField { what } => write!(f, "the saved {what} does not fit"),
             Self::Attention { what } => write!(f, "{what} is out of range"),
         }
     }

@@ -3,6 +3,8 @@
 // Only the vector forms of the kernels use pointers; see `simd`.
 #![deny(unsafe_code)]
 
+#[cfg(feature = "alloc")]
+extern crate alloc;
 #[cfg(any(feature = "std", test))]
 extern crate std;
 
@@ -15,10 +17,13 @@ mod error;
 mod exp;
 #[allow(unsafe_code)]
 mod kernel;
+#[cfg(feature = "alloc")]
+pub mod owner;
 mod rows;
 #[allow(unsafe_code)]
 pub mod simd;
 mod softmax;
+mod window;
 
 pub use attention::{
     Attention, ExactTokens, attend_exact_into, attend_exact_into_with, attend_exact_scratch_len,
@@ -26,5 +31,8 @@ pub use attention::{
 pub use backend::Backend;
 pub use element::Element;
 pub use error::Error;
+#[cfg(feature = "alloc")]
+pub use owner::Workspace;
 pub use rows::{Rows, RowsMut};
 pub use softmax::{SoftmaxStats, normalize_all};
+pub use window::Window;

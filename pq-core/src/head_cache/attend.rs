@@ -149,7 +149,7 @@ impl<E: Element> Part<'_, E> {
         let exact = Attention { scale: 1.0, ..*attention };
         let [dim, dim_v] = cache.dims();
         let [keys, values] = &cache.rows;
-        let sinks = (0, &keys.sinks[..], &values.sinks[..]);
+        let sinks = (0, keys.sinks(), values.sinks());
         let recent = (cache.sinks() + cache.coded(), keys.recent(), values.recent());
         for (start, keys, values) in [sinks, recent] {
             // Query tokens before the first row do not see it.

@@ -1,5 +1,4 @@
-//! The byte format of saved codes, codebooks and caches: four bytes of magic, a version, then little-endian
-//! numbers without gaps.
+//! The byte format of what is saved: four bytes of magic, a version, then little-endian numbers without gaps.
 //!
 //! A reader checks every length against the bytes that are left before it allocates, so a hostile input costs
 //! no more memory than it has bytes.
@@ -9,7 +8,7 @@ use core::any::TypeId;
 
 use half::{bf16, f16};
 
-use crate::{Element, Error, PqShape};
+use crate::{Element, Error, Window};
 
 /// The number that stands for an element type.
 fn tag<E: Element>() -> u32 {
@@ -17,38 +16,45 @@ fn tag<E: Element>() -> u32 {
     [TypeId::of::<f32>(), TypeId::of::<f16>()].iter().position(|&other| other == id).unwrap_or(2) as u32
 }
 
-pub(crate) struct Writer(Vec<u8>);
+/// Bytes in the order in which they are written.
+#[derive(Debug)]
+pub struct Writer(Vec<u8>);
 
 impl Writer {
+    /// Begins with magic and version.
+    #[must_use]
     pub fn new(magic: [u8; 4], version: u32) -> Self {
         let mut writer = Self(magic.to_vec());
         writer.u32(version);
         writer
     }
 
+    /// A number of 4 bytes.
     pub fn u32(&mut self, x: u32) {
         self.0.extend(x.to_le_bytes());
     }
 
+    /// A number of 8 bytes.
     pub fn u64(&mut self, x: u64) {
         self.0.extend(x.to_le_bytes());
     }
 
+    /// A length, of 8 bytes.
     pub fn len(&mut self, x: usize) {
         self.u64(x as u64);
     }
 
-    /// A shape, of 16 bytes.
-    pub fn shape(&mut self, shape: PqShape) {
-        self.len(shape.dim());
-        self.u32(shape.m() as u32);
-        self.u32(shape.nbits());
+    /// A window, of 24 bytes.
+    pub fn window(&mut self, Window { sinks, recent, batch }: Window) {
+        [sinks, recent, batch].into_iter().for_each(|x| self.len(x));
     }
 
+    /// The number that stands for an element type, of 4 bytes.
     pub fn tag<E: Element>(&mut self) {
         self.u32(tag::<E>());
     }
 
+    /// Elements, without their number.
     pub fn elements<E: Element>(&mut self, elements: impl Iterator<Item = E>) {
         match tag::<E>() {
             0 => elements.for_each(|x| self.0.extend(x.to_f32().to_le_bytes())),
@@ -57,22 +63,30 @@ impl Writer {
         }
     }
 
+    /// Bytes, without their number.
     pub fn bytes(&mut self, bytes: &[u8]) {
         self.0.extend_from_slice(bytes);
     }
 
+    /// All bytes.
+    #[must_use]
     pub fn finish(self) -> Vec<u8> {
         self.0
     }
 }
 
-pub(crate) struct Reader<'a> {
+/// The bytes that are left to read.
+#[derive(Debug)]
+pub struct Reader<'a> {
     what: &'static str,
     rest: &'a [u8],
 }
 
 impl<'a> Reader<'a> {
     /// Checks magic and version; `what` names the content in errors.
+    ///
+    /// # Errors
+    /// [`Error::BadMagic`], [`Error::Version`], [`Error::Truncated`].
     pub fn new(what: &'static str, magic: [u8; 4], version: u32, bytes: &'a [u8]) -> Result<Self, Error> {
         let rest = bytes.strip_prefix(&magic).ok_or(Error::BadMagic { what })?;
         let mut reader = Self { what, rest };
@@ -82,6 +96,10 @@ impl<'a> Reader<'a> {
         }
     }
 
+    /// The next `len` bytes.
+    ///
+    /// # Errors
+    /// [`Error::Truncated`].
     pub fn bytes(&mut self, len: usize) -> Result<&'a [u8], Error> {
         let (bytes, rest) = self.rest.split_at_checked(len).ok_or(Error::Truncated { what: self.what })?;
         self.rest = rest;
@@ -94,29 +112,50 @@ impl<'a> Reader<'a> {
         Ok(*array)
     }
 
+    /// The next number of 4 bytes.
+    ///
+    /// # Errors
+    /// [`Error::Truncated`].
     pub fn u32(&mut self) -> Result<u32, Error> {
         Ok(u32::from_le_bytes(self.array()?))
     }
 
+    /// The next number of 8 bytes.
+    ///
+    /// # Errors
+    /// [`Error::Truncated`].
     pub fn u64(&mut self) -> Result<u64, Error> {
         Ok(u64::from_le_bytes(self.array()?))
     }
 
+    /// The next length. It may be anything: compare it to what is left before allocating.
+    ///
+    /// # Errors
+    /// [`Error::Truncated`], [`Error::TooLarge`].
     pub fn len(&mut self) -> Result<usize, Error> {
         usize::try_from(self.u64()?).map_err(|_| Error::TooLarge)
     }
 
-    pub fn shape(&mut self) -> Result<PqShape, Error> {
-        let (dim, m, nbits) = (self.len()?, self.u32()?, self.u32()?);
-        PqShape::new(dim, m as usize, nbits)
+    /// The next window.
+    ///
+    /// # Errors
+    /// [`Error::Truncated`], [`Error::TooLarge`].
+    pub fn window(&mut self) -> Result<Window, Error> {
+        Ok(Window { sinks: self.len()?, recent: self.len()?, batch: self.len()? })
     }
 
-    /// Reads the tag of an element type that is `E`'s.
+    /// Reads the number of an element type, which must be `E`'s.
+    ///
+    /// # Errors
+    /// [`Error::Truncated`], [`Error::BadField`].
     pub fn tag<E: Element>(&mut self) -> Result<(), Error> {
         if self.u32()? == tag::<E>() { Ok(()) } else { Err(Error::BadField { what: "element type" }) }
     }
 
-    /// `len` elements.
+    /// The next `len` elements.
+    ///
+    /// # Errors
+    /// [`Error::Truncated`] before anything is allocated, [`Error::TooLarge`].
     pub fn elements<E: Element>(&mut self, len: usize) -> Result<Vec<E>, Error> {
         let bytes = self.bytes(len.checked_mul(size_of::<E>()).ok_or(Error::TooLarge)?)?;
         Ok(match tag::<E>() {
@@ -126,7 +165,10 @@ impl<'a> Reader<'a> {
         })
     }
 
-    /// Elements of any type, as `f32`, after their tag.
+    /// The number of an element type, and the next `len` elements of that type, as `f32`.
+    ///
+    /// # Errors
+    /// As for [`elements`](Self::elements), and [`Error::BadField`].
     pub fn tagged_elements(&mut self, len: usize) -> Result<Vec<f32>, Error> {
         match self.u32()? {
             0 => self.elements(len),
@@ -136,7 +178,10 @@ impl<'a> Reader<'a> {
         }
     }
 
-    /// Nothing may be left.
+    /// Checks that nothing is left.
+    ///
+    /// # Errors
+    /// [`Error::TrailingBytes`].
     pub fn finish(self) -> Result<(), Error> {
         match self.rest.len() {
             0 => Ok(()),

@@ -7,7 +7,7 @@
 ///
 /// # Examples
 /// ```
-/// let window = pq_core::Window { sinks: 4, recent: 64, batch: 32 };
+/// let window = kv_attend::Window { sinks: 4, recent: 64, batch: 32 };
 /// assert_eq!(window.to_sinks(0, 10), 4); // of ten first tokens four become sinks
 /// assert_eq!(window.to_evict(95), 0); // 31 more than `recent`: no whole batch
 /// assert_eq!(window.to_evict(96), 32);
