@@ -85,6 +85,35 @@ pub enum Error {
     TooLarge,
     /// The eigenvalue iteration did not converge.
     NoConvergence,
+    /// The bytes do not begin with the magic of the expected type.
+    BadMagic {
+        /// The expected type.
+        what: &'static str,
+    },
+    /// The bytes have a format version that this crate does not read.
+    Version {
+        /// The expected type.
+        what: &'static str,
+        /// The version found.
+        version: u32,
+    },
+    /// The bytes end too early.
+    Truncated {
+        /// The expected type.
+        what: &'static str,
+    },
+    /// Bytes follow the end.
+    TrailingBytes {
+        /// The type that was read.
+        what: &'static str,
+        /// Bytes after its end.
+        extra: usize,
+    },
+    /// A field of the bytes has a value that does not fit.
+    BadField {
+        /// The field.
+        what: &'static str,
+    },
     /// An error of rows or of exact attention that no other kind covers.
     Attend(kv_attend::Error),
 }
@@ -102,6 +131,11 @@ impl Error {
             Self::TooLarge => 5,
             Self::BackendUnavailable => 6,
             Self::NotFinite { .. } => 7,
+            Self::BadMagic { .. } => 8,
+            Self::Version { .. } => 9,
+            Self::Truncated { .. } => 10,
+            Self::TrailingBytes { .. } => 11,
+            Self::BadField { .. } => 12,
             Self::Attend(error) => error.code(),
             Self::Causal { .. } => 301,
             Self::Rank { .. } => 302,
@@ -125,6 +159,11 @@ impl From<kv_attend::Error> for Error {
             Attend::PartialRow { what, row, actual } => Self::PartialRow { what, row, actual },
             Attend::TooLarge => Self::TooLarge,
             Attend::BackendUnavailable => Self::BackendUnavailable,
+            Attend::BadMagic { what } => Self::BadMagic { what },
+            Attend::Version { what, version } => Self::Version { what, version },
+            Attend::Truncated { what } => Self::Truncated { what },
+            Attend::TrailingBytes { what, extra } => Self::TrailingBytes { what, extra },
+            Attend::BadField { what } => Self::BadField { what },
             other => Self::Attend(other),
         }
     }
@@ -162,12 +201,23 @@ impl fmt::Display for Error {
             Self::BackendUnavailable => write!(f, "this machine lacks the instructions of the backend"),
             Self::TooLarge => write!(f, "the sizes are too large"),
             Self::NoConvergence => write!(f, "the eigenvalue iteration did not converge"),
+            Self::BadMagic { what } => write!(f, "the bytes are not those of {what}"),
+            Self::Version { what, version } => {
+                write!(f, "version {version} of the bytes of {what} is not known")
+            }
+            Self::Truncated { what } => write!(f, "the bytes of {what} end too early"),
+            Self::TrailingBytes { what, extra } => write!(f, "{extra} bytes follow those of {what}"),
+            Self::BadField { what } => write!(f, "the saved {what} does not fit"),
             Self::Attend(error) => error.fmt(f),
         }
     }
 }
 
 impl core::error::Error for Error {}
+
+pub(crate) fn check_at_least(what: &'static str, actual: usize, needed: usize) -> Result<(), Error> {
+    if actual >= needed { Ok(()) } else { Err(Error::TooShort { what, needed, actual }) }
+}
 
 pub(crate) fn check_len(what: &'static str, actual: usize, expected: usize) -> Result<(), Error> {
     if actual == expected { Ok(()) } else { Err(Error::Length { what, expected, actual }) }

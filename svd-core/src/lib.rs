@@ -11,6 +11,8 @@ extern crate std;
 #[cfg(feature = "alloc")]
 mod balanced_order;
 #[cfg(feature = "alloc")]
+mod calibration;
+#[cfg(feature = "alloc")]
 mod eigen;
 mod error;
 #[cfg(feature = "alloc")]
@@ -18,6 +20,14 @@ mod fold;
 #[cfg(feature = "alloc")]
 #[allow(unsafe_code)]
 mod gram;
+#[cfg(feature = "alloc")]
+mod head_cache;
+#[cfg(feature = "alloc")]
+mod head_maps;
+#[cfg(feature = "alloc")]
+mod layer_cache;
+#[cfg(feature = "alloc")]
+mod layer_rotations;
 #[allow(unsafe_code)]
 mod map;
 #[cfg(feature = "alloc")]
@@ -29,13 +39,25 @@ mod schedule;
 
 #[cfg(feature = "alloc")]
 pub use balanced_order::balanced_order;
+#[cfg(feature = "alloc")]
+pub use calibration::{HeadGrams, LayerCalibration};
 pub use error::Error;
 #[cfg(feature = "alloc")]
 pub use gram::{Gram, NoRope, PostRope, PreRope, RopeSide};
+#[cfg(feature = "alloc")]
+pub use head_cache::HeadCache;
+#[cfg(feature = "alloc")]
+pub use head_maps::{HeadMaps, Reduction};
+#[cfg(feature = "alloc")]
+pub use kv_attend::Workspace;
 pub use kv_attend::{
-    Attention, Backend, Element, Error as AttendError, ExactTokens, Rows, RowsMut, SoftmaxStats,
+    Attention, Backend, Element, Error as AttendError, ExactTokens, Rows, RowsMut, SoftmaxStats, Window,
     attend_exact_into, attend_exact_into_with, attend_exact_scratch_len, normalize_all,
 };
+#[cfg(feature = "alloc")]
+pub use layer_cache::{LayerCache, attend_batch_into, attend_batch_into_with};
+#[cfg(feature = "alloc")]
+pub use layer_rotations::LayerRotations;
 pub use map::Map;
 #[cfg(feature = "alloc")]
 pub use map::MapBuf;

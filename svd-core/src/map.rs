@@ -156,6 +156,11 @@ impl MapBuf {
         Ok(Self { columns, dim, rank })
     }
 
+    /// All columns, (dim, rank) row-major.
+    pub(crate) fn columns(&self) -> &[f32] {
+        &self.columns
+    }
+
     /// The borrowed map.
     #[must_use]
     pub fn view(&self) -> Map<'_> {

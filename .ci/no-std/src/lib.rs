@@ -161,6 +161,7 @@ mod with_alloc {
         let trained = shape.and_then(|shape| pq_core::train(shape, &rows, &options)).is_ok();
         let gram = svd_core::Gram::<svd_core::PostRope>::new(2);
         let rotated = gram.and_then(|gram| svd_core::Rotation::score_optimal(&gram, &gram)).is_ok();
+        let cached = low_rank(&rows).is_ok();
         let head = svd_core::DecodeHead { tokens: rows.len(), cost: 2 };
         let model = svd_core::TaskCost { per_task: 1, granule: 1 };
         let planned = svd_core::schedule_decode(&[head], 2, model).is_ok();
@@ -171,6 +172,21 @@ mod with_alloc {
             coder: codec_core::Coder::InterleavedRans,
         };
         let plane = codec_core::PlaneBuf::fit(&rows, 2, None, &options);
-        trained && rotated && planned && plane.is_ok()
+        trained && rotated && cached && planned && plane.is_ok()
+    }
+
+    fn low_rank(rows: &[f32]) -> Result<f32, svd_core::Error> {
+        use svd_core::{Attention, Budget, LayerCache, LayerCalibration, Rows, Window, Workspace};
+        let rows = Rows::contiguous(rows, 2)?;
+        let mut calibration = LayerCalibration::new(1, 1, [2, 2])?;
+        calibration.add(rows, rows, rows)?;
+        let rotations = calibration.rotations()?;
+        let maps = rotations.maps(&rotations.ranks(1.0, Budget::Fraction(0.5), 1)?)?;
+        let mut cache = LayerCache::new(&maps, Window { sinks: 1, recent: 2, batch: 1 })?;
+        cache.append(rows, rows)?;
+        let restored = LayerCache::<f32>::from_bytes(&cache.to_bytes(), &maps)?;
+        let (attention, mut workspace, mut out) = (Attention::default(), Workspace::default(), [0.0; 2]);
+        restored.attend_into(&attention, rows.row(0), &mut workspace, &mut out)?;
+        Ok(out[0])
     }
 }

@@ -1,56 +1,34 @@
 use std::sync::Arc;
 
-use svd_core::{Rotation, Rows};
+use svd_core::{LayerRotations, RowsMut};
 
-use crate::model::{AttentionWeights, Layer, Linear, Model};
-use crate::{Error, Result};
+use crate::Result;
+use crate::model::{AttentionWeights, Layer, Model};
 
 /// The model whose values come out of `W_V` rotated and are turned back by `W_O` (ZACK 5.1): same function,
 /// same shapes.
 ///
-/// `rotations` (n_layers, n_kv_heads).
-pub(crate) fn fold_values(model: &Model, rotations: &[Vec<Rotation>]) -> Result<Model> {
-    let layers = model.layers.iter().zip(rotations).map(|(layer, heads)| fold_layer(model, layer, heads));
-    Ok(Model { layers: layers.collect::<Result<_>>()?, ..model.clone() })
-}
-
-fn fold_layer(model: &Model, layer: &Layer, heads: &[Rotation]) -> Result<Layer> {
-    let config = &model.config;
-    let (head_dim, hidden, q_dim) = (config.head_dim, config.hidden_size, config.q_dim());
-    let AttentionWeights { v, o, .. } = &*layer.attention;
-    let mut weight = Vec::with_capacity(v.weight.len());
-    let mut bias = v.bias.as_ref().map(|_| vec![]);
-    for (head, rotation) in heads.iter().enumerate() {
-        let rows = head * head_dim..(head + 1) * head_dim;
-        let head_rows = Rows::contiguous(&v.weight, hidden)?.slice(rows.clone())?;
-        weight.extend(rotation.fold_basis(head_rows, head_dim)?);
-        if let (Some(folded), Some(bias)) = (&mut bias, &v.bias) {
-            folded.extend(rotation.fold_basis(Rows::contiguous(&bias[rows], 1)?, head_dim)?);
+/// `rotations` (n_layers,).
+pub(crate) fn fold_values(model: &Model, rotations: &[LayerRotations]) -> Result<Model> {
+    let fold = |(layer, rotations): (&Layer, &LayerRotations)| -> Result<Layer> {
+        let mut attention = (*layer.attention).clone();
+        let AttentionWeights { v, o, .. } = &mut attention;
+        let w_v = RowsMut::contiguous(&mut v.weight, v.n_in)?;
+        rotations.fold_values(w_v, RowsMut::contiguous(&mut o.weight, o.n_in)?)?;
+        if let Some(bias) = &mut v.bias {
+            rotations.fold_value_bias(bias)?;
         }
-    }
-    let mut output = o.weight.clone();
-    for head in 0..config.n_heads {
-        let rotation = heads
-            .get(head / config.gqa_group())
-            .ok_or_else(|| Error::Profile("a rotation is missing".into()))?;
-        let columns = head * head_dim..(head + 1) * head_dim;
-        let block = Rows::contiguous(&o.weight, q_dim)?.columns(columns.start, head_dim)?;
-        let folded = rotation.fold_output(block, head_dim)?;
-        for (row, folded) in output.chunks_exact_mut(q_dim).zip(folded.chunks_exact(head_dim)) {
-            row[columns.clone()].copy_from_slice(folded);
-        }
-    }
-    let attention = AttentionWeights {
-        v: Linear { weight, bias, ..*v },
-        o: Linear { weight: output, bias: o.bias.clone(), ..*o },
-        ..(*layer.attention).clone()
+        Ok(Layer { attention: Arc::new(attention), feed_forward: layer.feed_forward.clone() })
     };
-    Ok(Layer { attention: Arc::new(attention), feed_forward: layer.feed_forward.clone() })
+    let layers = model.layers.iter().zip(rotations).map(fold);
+    Ok(Model { layers: layers.collect::<Result<_>>()?, ..model.clone() })
 }
 
 #[cfg(test)]
 mod tests {
     use std::path::Path;
+
+    use svd_core::{Rotation, Rows};
 
     use super::*;
     use crate::calibrate::Calibration;

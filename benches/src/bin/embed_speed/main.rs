@@ -1,10 +1,12 @@
-//! What an engine meets at `pq-core`'s edges: runs of keys of any length and place, pages, rows of
-//! interleaved heads, and the owning cache beside the bare slices. Prints `benches/results/embed.md`.
+//! What an engine meets at the edges of `pq-core` and `svd-core`: runs of keys of any length and place, pages,
+//! rows of interleaved heads, and the owning caches beside the bare slices. Prints `benches/results/embed.md`.
 //!
 //! Every table compares times of one run on one thread; each is the least of many rounds, in which the cases
 //! take turns.
 
 #![allow(clippy::unwrap_used)] // a measurement that cannot run should say so by panicking
+
+mod low_rank;
 
 use std::time::Instant;
 
@@ -40,7 +42,7 @@ fn coded(shape: PqShape, rows: &[f32]) -> (CodebookBuf, Vec<u8>) {
 fn main() {
     let rows = keys(4096, DIM);
     println!(
-        "# pq-core in an engine\n\nMade by `cargo run --release -p kv-benches --bin embed_speed`: one thread, least of 40 rounds in which the"
+        "# The cores in an engine\n\nMade by `cargo run --release -p kv-benches --bin embed_speed`: one thread, least of 40 rounds in which the"
     );
     println!(
         "cases of a table take turns; keys of {DIM} components. Only the ratios within a row carry over to other machines."
@@ -49,6 +51,8 @@ fn main() {
     pages(&rows);
     layouts(&rows);
     cache(&rows);
+    low_rank::layouts(&rows);
+    low_rank::cache(&rows);
 }
 
 /// Encoding by run length: the best and the worst of all offsets in a block.

@@ -1,0 +1,43 @@
+//! Saved maps and caches from outside: an error or a value that can be saved again, and no memory beyond what
+//! the input's length justifies.
+#![no_main]
+
+use std::sync::Arc;
+
+use libfuzzer_sys::fuzz_target;
+use svd_core::*;
+
+fuzz_target!(|input: &[u8]| {
+    if let Ok(maps) = HeadMaps::from_bytes(input) {
+        assert_eq!(maps.to_bytes(), input);
+        let dims = [maps.keys().dim(), maps.values().dim()];
+        // Folded maps take few bytes whatever their dimension is.
+        if dims.iter().all(|&dim| dim < 1 << 16) {
+            go_on(&mut LayerCache::new(&[Arc::new(maps)], WINDOW).unwrap(), dims);
+        }
+    }
+    // A cache of one head, whose maps have the id that the bytes name.
+    let maps = HeadMaps::new(Reduction::folded(4, 2).unwrap(), Reduction::folded(3, 3).unwrap());
+    let mut named = input.to_vec();
+    if let Some(id) = named.get_mut(44..52) {
+        id.copy_from_slice(&maps.id().to_le_bytes());
+    }
+    if let Ok(mut cache) = LayerCache::<f32>::from_bytes(&named, &[Arc::new(maps)]) {
+        assert_eq!(cache.to_bytes(), named);
+        go_on(&mut cache, [4, 3]);
+    }
+});
+
+const WINDOW: Window = Window { sinks: 1, recent: 1, batch: 1 };
+
+/// Decodes on with a cache of one head.
+fn go_on(cache: &mut LayerCache<f32>, [dim, dim_v]: [usize; 2]) {
+    let (row, mut out) = (vec![1.0; dim.max(dim_v)], vec![0.0; dim_v]);
+    for _ in 0..3 {
+        cache.append(Rows::from(&row[..dim]), Rows::from(&row[..dim_v])).unwrap();
+        let workspace = &mut Workspace::default();
+        cache.attend_into(&Attention::scaled(0.5), &row[..dim], workspace, &mut out).unwrap();
+    }
+    cache.truncate(cache.len() / 2);
+    assert!(cache.size() >= cache.len() * size_of::<f32>());
+}

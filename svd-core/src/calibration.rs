@@ -1,0 +1,279 @@
+//! The calibration of a layer: from queries, keys and values to rotations.
+
+use alloc::vec;
+use alloc::vec::Vec;
+
+use crate::error::{check_len, count_rows};
+use crate::{Element, Error, Gram, LayerRotations, NoRope, PostRope, Rotation, Rows};
+
+/// The second moments that calibrate one key/value head. Keys and queries come after the rotary embedding, or
+/// as they are in a model without one.
+#[derive(Clone, Debug, PartialEq)]
+pub struct HeadGrams {
+    /// Of the keys.
+    pub keys: Gram<PostRope>,
+    /// Of the queries of all heads of the group.
+    pub queries: Gram<PostRope>,
+    /// Of the values.
+    pub values: Gram<NoRope>,
+    /// Of the rows of `W_O` that meet the values, in the columns of all heads of the group.
+    pub outputs: Gram<NoRope>,
+}
+
+/// Calibrates all heads of a layer on its queries, keys and values, batch by batch.
+///
+/// With grouped-query attention, a key head meets the queries of all heads of its group, and a value head
+/// their columns of `W_O`: [`add`](Self::add) and [`set_output`](Self::set_output) take whole tensors and
+/// find the pairs. Use a few thousand tokens of text like that of the application, without the sinks, and
+/// rotate queries and keys to positions all over the context.
+///
+/// # Examples
+/// ```
+/// use svd_core::{Budget, LayerCalibration, Rows};
+/// # let noise = |i: usize| ((i * 2_654_435_761) % 1009) as f32 / 504.0 - 1.0;
+/// let (heads, group, dim, hidden, n) = (2, 2, 16, 48, 400);
+/// // Tensors (tokens, heads, head_dim) whose components have decaying scales.
+/// let tensor = |seed: usize, heads: usize| -> Vec<f32> {
+///     (0..n * heads * dim).map(|i| noise(seed + i) * 0.8_f32.powi((i % dim) as i32)).collect()
+/// };
+/// let (q, k, v) = (tensor(1, heads * group), tensor(2, heads), tensor(3, heads));
+/// let w_o: Vec<f32> = (0..hidden * heads * group * dim).map(noise).collect(); // (hidden, ..)
+///
+/// let mut calibration = LayerCalibration::new(heads, group, [dim, dim])?;
+/// let (q, kv) = (Rows::contiguous(&q, heads * group * dim)?, heads * dim);
+/// calibration.add(q, Rows::contiguous(&k, kv)?, Rows::contiguous(&v, kv)?)?;
+/// calibration.set_output(Rows::contiguous(&w_o, heads * group * dim)?)?;
+/// let rotations = calibration.rotations()?;
+/// // 96 of the 128 bytes that the keys and values of a token take as `f16`.
+/// let ranks = rotations.ranks(0.25, Budget::Bytes { per_token: 96, per_component: 2 }, 1)?;
+/// assert_eq!(ranks.as_flattened().iter().sum::<usize>(), 48);
+/// # Ok::<(), svd_core::Error>(())
+/// ```
+#[derive(Clone, Debug, PartialEq)]
+pub struct LayerCalibration {
+    heads: Vec<HeadGrams>, // at least one, of equal dimensions
+    group: usize,
+}
+
+impl LayerCalibration {
+    /// No rows, for `heads` key/value heads with `group` query heads each. `dims` are the components of a key
+    /// and of a value. Without [`set_output`](Self::set_output), `W_O` counts as the identity in every head:
+    /// errors of all components of the attention output cost alike.
+    ///
+    /// # Errors
+    /// [`Error::Zero`]; [`Error::TooLarge`] for more than 8,192 components or 65,536 query heads.
+    pub fn new(heads: usize, group: usize, dims: [usize; 2]) -> Result<Self, Error> {
+        if heads == 0 || group == 0 {
+            return Err(Error::Zero { what: "number of heads" });
+        }
+        if heads.checked_mul(group).is_none_or(|all| all > MOST_HEADS) {
+            return Err(Error::TooLarge);
+        }
+        let head = HeadGrams {
+            keys: Gram::new(dims[0])?,
+            queries: Gram::new(dims[0])?,
+            values: Gram::new(dims[1])?,
+            outputs: identity(group, dims[1])?,
+        };
+        Ok(Self { heads: vec![head; heads], group })
+    }
+
+    /// From moments that were computed elsewhere, for example by `kv-gpu` ([`Gram::from_sums`]).
+    ///
+    /// # Errors
+    /// [`Error::Zero`] for no head; [`Error::Length`] when keys and queries, values and outputs, or two heads
+    /// differ in their dimensions.
+    pub fn from_grams(heads: Vec<HeadGrams>, group: usize) -> Result<Self, Error> {
+        let Some(first) = heads.first().filter(|_| group > 0) else {
+            return Err(Error::Zero { what: "number of heads" });
+        };
+        for HeadGrams { keys, queries, values, outputs } in &heads {
+            check_len("keys of a head", keys.dim(), first.keys.dim())?;
+            check_len("queries of a head", queries.dim(), first.keys.dim())?;
+            check_len("values of a head", values.dim(), first.values.dim())?;
+            check_len("outputs of a head", outputs.dim(), first.values.dim())?;
+        }
+        Ok(Self { heads, group })
+    }
+
+    /// The moments of all heads.
+    #[must_use]
+    pub fn grams(&self) -> &[HeadGrams] {
+        &self.heads
+    }
+
+    /// Adds the rows of `n` tokens.
+    ///
+    /// # Shapes
+    /// Tokens first (NHD): `queries` (n, heads * group * dim), `keys` (n, heads * dim), `values` (n, heads *
+    /// dim of the values). For heads first (HND), [`add_heads`](Self::add_heads).
+    /// # Errors
+    /// [`Error::Length`], [`Error::NotFinite`], [`Error::TooLarge`]; nothing is then added.
+    /// # Cost
+    /// That of [`Gram::add_rows`] for every query, key and value, and a copy of the moments.
+    pub fn add<E: Element>(
+        &mut self,
+        queries: Rows<'_, E>,
+        keys: Rows<'_, E>,
+        values: Rows<'_, E>,
+    ) -> Result<(), Error> {
+        let ([dim, dim_v], heads) = (self.dims(), self.heads.len());
+        check_len("row of queries", queries.components(), heads * self.group * dim)?;
+        check_len("row of keys", keys.components(), heads * dim)?;
+        check_len("row of values", values.components(), heads * dim_v)?;
+        check_len("queries", queries.rows(), keys.rows())?;
+        check_len("values", values.rows(), keys.rows())?;
+        self.add_each(
+            |h| Ok((keys.columns(h * dim, dim)?, values.columns(h * dim_v, dim_v)?)),
+            |query_head| Ok(queries.columns(query_head * dim, dim)?),
+        )
+    }
+
+    /// [`add`](Self::add) of rows in the order heads, tokens (HND).
+    ///
+    /// # Shapes
+    /// `queries` (heads * group * n, dim), `keys` (heads * n, dim), `values` (heads * n, dim of the values).
+    /// # Errors
+    /// As for [`add`](Self::add), and [`Error::PartialRow`].
+    pub fn add_heads<E: Element>(
+        &mut self,
+        queries: Rows<'_, E>,
+        keys: Rows<'_, E>,
+        values: Rows<'_, E>,
+    ) -> Result<(), Error> {
+        let [dim, dim_v] = self.dims();
+        let n = count_rows("keys", keys.rows(), self.heads.len())?;
+        check_len("queries", queries.rows(), keys.rows().checked_mul(self.group).ok_or(Error::TooLarge)?)?;
+        check_len("values", values.rows(), keys.rows())?;
+        check_len("row of queries", queries.components(), dim)?;
+        check_len("row of keys", keys.components(), dim)?;
+        check_len("row of values", values.components(), dim_v)?;
+        let tokens = |head: usize| head * n..(head + 1) * n;
+        self.add_each(
+            |h| Ok((keys.slice(tokens(h))?, values.slice(tokens(h))?)),
+            |query_head| Ok(queries.slice(tokens(query_head))?),
+        )
+    }
+
+    fn add_each<'a, E: Element>(
+        &mut self,
+        keys_and_values: impl Fn(usize) -> Result<(Rows<'a, E>, Rows<'a, E>), Error> + Sync,
+        queries: impl Fn(usize) -> Result<Rows<'a, E>, Error> + Sync,
+    ) -> Result<(), Error> {
+        let group = self.group;
+        self.update(|h, grams| {
+            let (keys, values) = keys_and_values(h)?;
+            grams.keys.add_rows(keys)?;
+            grams.values.add_rows(values)?;
+            (h * group..(h + 1) * group).try_for_each(|head| grams.queries.add_rows(queries(head)?))
+        })
+    }
+
+    /// Sets the output projection, against which errors of values are weighed.
+    ///
+    /// # Shapes
+    /// `w_o` (hidden, heads * group * dim of the values): a row computes a component of the layer's output.
+    /// # Errors
+    /// [`Error::Length`], [`Error::Zero`] for no row, [`Error::NotFinite`]; nothing is then changed.
+    /// # Cost
+    /// That of [`Gram::add_rows`] for hidden rows of every query head.
+    pub fn set_output<E: Element>(&mut self, w_o: Rows<'_, E>) -> Result<(), Error> {
+        let ([_, dim_v], group) = (self.dims(), self.group);
+        check_len("row of W_O", w_o.components(), self.heads.len() * group * dim_v)?;
+        if w_o.rows() == 0 {
+            return Err(Error::Zero { what: "rows of W_O" });
+        }
+        self.update(|h, grams| {
+            grams.outputs = Gram::new(dim_v)?;
+            let mut heads = h * group..(h + 1) * group;
+            heads.try_for_each(|head| grams.outputs.add_rows(w_o.columns(head * dim_v, dim_v)?))
+        })
+    }
+
+    /// Adds the tokens of another calibration of the same layer, made from other text. The output projection
+    /// stays that of `self`.
+    ///
+    /// # Errors
+    /// [`Error::Length`] when the heads, groups or dimensions differ, [`Error::TooLarge`]; nothing is then
+    /// added.
+    pub fn merge(&mut self, other: &Self) -> Result<(), Error> {
+        check_len("heads", other.heads.len(), self.heads.len())?;
+        check_len("group", other.group, self.group)?;
+        self.update(|h, grams| {
+            let HeadGrams { keys, queries, values, .. } = &other.heads[h];
+            grams.keys.merge(keys)?;
+            grams.queries.merge(queries)?;
+            grams.values.merge(values)
+        })
+    }
+
+    /// Changes all heads, or none if one of them fails.
+    fn update(
+        &mut self,
+        change: impl Fn(usize, &mut HeadGrams) -> Result<(), Error> + Sync,
+    ) -> Result<(), Error> {
+        let changed = for_each_head(self.heads.len(), |h| {
+            let mut grams = self.heads[h].clone();
+            change(h, &mut grams)?;
+            Ok(grams)
+        });
+        self.heads = changed?;
+        Ok(())
+    }
+
+    /// The rotations of all heads, of keys against queries and of values against `W_O`, that lose least at
+    /// every rank ([`Rotation::score_optimal`]).
+    ///
+    /// # Errors
+    /// [`Error::Zero`] without tokens, [`Error::NoConvergence`].
+    /// # Cost
+    /// Four eigenproblems and two decompositions of (dim, dim) for every head.
+    /// # Source
+    /// KQ-SVD, arXiv 2512.05916; ZACK, 5.1, for the pairs: queries with keys, values with `W_O`.
+    pub fn rotations(&self) -> Result<LayerRotations, Error> {
+        if self.heads[0].keys.rows() == 0 {
+            return Err(Error::Zero { what: "number of tokens" });
+        }
+        let heads = for_each_head(self.heads.len(), |h| {
+            let HeadGrams { keys, queries, values, outputs } = &self.heads[h];
+            Ok([Rotation::score_optimal(keys, queries)?, Rotation::score_optimal(values, outputs)?])
+        });
+        let HeadGrams { keys, queries, values, .. } = &self.heads[0];
+        LayerRotations::new(heads?, self.group, [queries.rows(), keys.rows(), values.rows()])
+    }
+
+    fn dims(&self) -> [usize; 2] {
+        [self.heads[0].keys.dim(), self.heads[0].values.dim()]
+    }
+}
+
+/// Most query heads of a layer. No model has as many; a wrong argument must not exhaust memory.
+const MOST_HEADS: usize = 1 << 16;
+
+/// The Gram of `group` identity matrices.
+fn identity(group: usize, dim: usize) -> Result<Gram<NoRope>, Error> {
+    let mut gram = Gram::new(dim)?;
+    let mut row = vec![0.0_f32; dim];
+    for _ in 0..group {
+        for d in 0..dim {
+            row[d] = 1.0;
+            gram.add_rows(Rows::from(&row[..]))?;
+            row[d] = 0.0;
+        }
+    }
+    Ok(gram)
+}
+
+/// What `make` returns for every head, in parallel with feature `rayon`.
+fn for_each_head<T: Send>(
+    heads: usize,
+    make: impl Fn(usize) -> Result<T, Error> + Sync,
+) -> Result<Vec<T>, Error> {
+    #[cfg(feature = "rayon")]
+    {
+        use rayon::prelude::*;
+        (0..heads).into_par_iter().map(&make).collect()
+    }
+    #[cfg(not(feature = "rayon"))]
+    (0..heads).map(make).collect()
+}

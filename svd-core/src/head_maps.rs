@@ -1,0 +1,212 @@
+//! How the rows of one key/value head are shortened, which all sequences share.
+
+use alloc::vec::Vec;
+
+use kv_attend::owner::{Reader, Writer};
+
+use crate::{Backend, Element, Error, MapBuf, Rotation, Rows, RowsMut};
+
+const MAGIC: [u8; 4] = *b"SVHM";
+const VERSION: u32 = 1;
+
+/// How keys, or values, of `dim` components become rows of `rank` components.
+///
+/// Rows are projected when they are stored, or arrive rotated because the rotation is folded into the model's
+/// weights. Rotated rows lose their last components.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Reduction {
+    dim: usize,
+    rank: usize,               // 1 to `dim`
+    maps: Option<[MapBuf; 2]>, // basis and dual, (dim, rank); none for rows that arrive rotated
+}
+
+impl Reduction {
+    /// Rows are stored as `A^T x`, by the first `rank` columns of the rotation's basis `A`; queries are
+    /// projected, and outputs reconstructed, by the dual.
+    ///
+    /// # Errors
+    /// [`Error::Zero`] or [`Error::Rank`].
+    pub fn projected(rotation: &Rotation, rank: usize) -> Result<Self, Error> {
+        let maps = [rotation.basis_map(rank)?, rotation.dual_map(rank)?];
+        Ok(Self { dim: rotation.dim(), rank, maps: Some(maps) })
+    }
+
+    /// Rows of `dim` components arrive rotated, as after [`Rotation::fold_basis`]. So do queries, in a model
+    /// without a rotary embedding; outputs leave rotated, for a `W_O` after [`Rotation::fold_output`].
+    ///
+    /// # Errors
+    /// [`Error::Zero`] or [`Error::Rank`].
+    pub const fn folded(dim: usize, rank: usize) -> Result<Self, Error> {
+        match rank {
+            0 => Err(Error::Zero { what: "rank" }),
+            _ if rank > dim => Err(Error::Rank { rank, dim }),
+            _ => Ok(Self { dim, rank, maps: None }),
+        }
+    }
+
+    /// Components of a row that arrives.
+    #[must_use]
+    pub const fn dim(&self) -> usize {
+        self.dim
+    }
+
+    /// Components of a row that is stored.
+    #[must_use]
+    pub const fn rank(&self) -> usize {
+        self.rank
+    }
+
+    /// Appends rows (n, dim) to `stored` (.., rank).
+    pub(crate) fn store<E: Element>(
+        &self,
+        backend: Backend,
+        rows: Rows<'_, E>,
+        stored: &mut Vec<E>,
+    ) -> Result<(), Error> {
+        match &self.maps {
+            None => stored.extend(rows.columns(0, self.rank)?.iter().flatten()),
+            Some([basis, _]) => {
+                let held = stored.len();
+                stored.resize(held + rows.rows() * self.rank, E::default());
+                let out = RowsMut::contiguous(&mut stored[held..], self.rank)?;
+                basis.view().project_into_with(backend, rows, out)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Projects queries (group, dim) to `out` (group, rank).
+    pub(crate) fn project_queries<Q: Element>(
+        &self,
+        backend: Backend,
+        queries: Rows<'_, Q>,
+        out: &mut [f32],
+    ) -> Result<(), Error> {
+        match &self.maps {
+            None => {
+                let queries = queries.columns(0, self.rank)?;
+                out.iter_mut().zip(queries.iter().flatten()).for_each(|(out, x)| *out = x.to_f32());
+                Ok(())
+            }
+            Some([_, dual]) => {
+                dual.view().project_into_with(backend, queries, RowsMut::contiguous(out, self.rank)?)
+            }
+        }
+    }
+
+    /// The components that an output (group, rank) has in `out`'s space: itself, or reconstructed in `full`
+    /// (group, dim).
+    pub(crate) fn reconstruct<'a>(
+        &self,
+        backend: Backend,
+        out: &'a [f32],
+        full: &'a mut [f32],
+    ) -> Result<Rows<'a, f32>, Error> {
+        let Some([_, dual]) = &self.maps else { return Ok(Rows::contiguous(out, self.rank)?) };
+        dual.view().reconstruct_into_with(backend, out, full)?;
+        Ok(Rows::contiguous(full, self.dim)?)
+    }
+
+    fn write(&self, writer: &mut Writer) {
+        [self.dim, self.rank].into_iter().for_each(|x| writer.len(x));
+        writer.u32(self.maps.is_some().into());
+        for map in self.maps.iter().flatten() {
+            writer.elements(map.columns().iter().copied());
+        }
+    }
+
+    fn read(reader: &mut Reader<'_>) -> Result<Self, Error> {
+        let folded = Self::folded(reader.len()?, reader.len()?)?;
+        let Self { dim, rank, .. } = folded;
+        match reader.u32()? {
+            0 => Ok(folded),
+            1 => {
+                let len = dim.checked_mul(rank).ok_or(Error::TooLarge)?;
+                let mut map = || {
+                    let columns = reader.elements::<f32>(len)?;
+                    match columns.iter().all(|x| x.is_finite()) {
+                        true => MapBuf::new(columns, dim, rank),
+                        false => Err(Error::NotFinite { what: "map" }),
+                    }
+                };
+                let maps = [map()?, map()?];
+                Ok(Self { maps: Some(maps), ..folded })
+            }
+            _ => Err(Error::BadField { what: "kind of reduction" }),
+        }
+    }
+}
+
+/// The reductions of the keys and of the values of one head, shared by the caches of all sequences through an
+/// [`Arc`](alloc::sync::Arc). [`LayerRotations::maps`](crate::LayerRotations::maps) makes those of a layer.
+#[derive(Clone, Debug, PartialEq)]
+pub struct HeadMaps {
+    keys: Reduction,
+    values: Reduction,
+    id: u64,
+}
+
+impl HeadMaps {
+    /// From the reductions of the keys and of the values.
+    #[must_use]
+    pub fn new(keys: Reduction, values: Reduction) -> Self {
+        let mut writer = Writer::new(MAGIC, VERSION);
+        [&keys, &values].into_iter().for_each(|side| side.write(&mut writer));
+        // FNV-1a.
+        let id = writer.finish().into_iter().fold(0xcbf2_9ce4_8422_2325, |id: u64, byte| {
+            (id ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3)
+        });
+        Self { keys, values, id }
+    }
+
+    /// The reduction of the keys.
+    #[must_use]
+    pub const fn keys(&self) -> &Reduction {
+        &self.keys
+    }
+
+    /// The reduction of the values.
+    #[must_use]
+    pub const fn values(&self) -> &Reduction {
+        &self.values
+    }
+
+    /// A hash of the maps, by which a saved cache recognizes them.
+    #[must_use]
+    pub const fn id(&self) -> u64 {
+        self.id
+    }
+
+    pub(crate) const fn dims(&self) -> [usize; 2] {
+        [self.keys.dim, self.values.dim]
+    }
+
+    /// Both reductions as bytes, which keep every bit.
+    ///
+    /// # Examples
+    /// ```
+    /// use svd_core::{HeadMaps, Reduction};
+    /// let maps = HeadMaps::new(Reduction::folded(128, 96)?, Reduction::folded(128, 80)?);
+    /// assert_eq!(HeadMaps::from_bytes(&maps.to_bytes())?, maps);
+    /// # Ok::<(), svd_core::Error>(())
+    /// ```
+    #[must_use]
+    pub fn to_bytes(&self) -> Vec<u8> {
+        let mut writer = Writer::new(MAGIC, VERSION);
+        [&self.keys, &self.values].into_iter().for_each(|side| side.write(&mut writer));
+        writer.finish()
+    }
+
+    /// Reads what [`to_bytes`](Self::to_bytes) wrote.
+    ///
+    /// # Errors
+    /// [`Error::BadMagic`], [`Error::Version`], [`Error::Truncated`], [`Error::TrailingBytes`],
+    /// [`Error::BadField`], [`Error::NotFinite`], or that of a bad rank.
+    pub fn from_bytes(bytes: &[u8]) -> Result<Self, Error> {
+        let mut reader = Reader::new("the maps of a head", MAGIC, VERSION, bytes)?;
+        let sides = [Reduction::read(&mut reader)?, Reduction::read(&mut reader)?];
+        reader.finish()?;
+        let [keys, values] = sides;
+        Ok(Self::new(keys, values))
+    }
+}

@@ -1,0 +1,189 @@
+//! What a calibration gives: rotations, and from them ranks, maps and folded weights.
+
+use alloc::sync::Arc;
+use alloc::vec::Vec;
+
+use crate::error::check_len;
+use crate::{Budget, Element, Error, HeadMaps, Reduction, Rotation, Rows, RowsMut, ranks_by_loss};
+
+/// The rotations of the keys and of the values of all heads of a layer.
+///
+/// # Keys and values on one scale
+///
+/// What an error costs is measured where it arrives: in the layer's output, `sum_g W_g o_g` over the query
+/// heads `g`, with `o = sum_t p_t v_t` and `p = softmax(scale * <q, k_t>)`.
+///
+/// * A value that is `e_t` off moves a head's output by `sum_t p_t W_g e_t`.
+/// * A key that is `d_t` off moves its score by `s_t = scale * <q, d_t>`, therefore to first order its weight
+///   by `p_t (s_t - sum_u p_u s_u)`, and the head's output by `sum_t p_t s_t W_g (v_t - o)`.
+///
+/// Take the errors of different tokens as independent. Then the expected squares are `sum_t p_t^2` times
+/// `E |W_g e|^2` for values, and `sum_t p_t^2` times `scale^2 E <q, d>^2 E |W_g (v - o)|^2` for keys: how
+/// attention spreads over the tokens, the first factor, is the same for both. Take `|W_g v|^2` for
+/// `|W_g (v - o)|^2`, which it exceeds by what all values have in common, and sum over the group. Then
+/// dropping component `c` costs
+///
+/// ```text
+/// values: sigma_V[c]^2 / N_v
+/// keys:   sigma_K[c]^2 / (N_q N_k) * scale^2 * sum_c sigma_V[c]^2 / N_v
+/// ```
+///
+/// with `N_q`, `N_k` and `N_v` calibrated queries, keys and values, since `sigma_V^2` sums to
+/// `sum_g |V W_g^T|^2` over the values `V`, and `sigma_K^2` to `|Q K^T|^2` over the queries of the group.
+/// Each is a squared singular value times a weight of its side, as [`ranks_by_loss`] takes it. All heads of a
+/// layer share the scale; between layers, divide by the mean square of the residual stream that the outputs
+/// are added to.
+#[derive(Clone, Debug, PartialEq)]
+pub struct LayerRotations {
+    heads: Vec<[Rotation; 2]>, // keys, values; at least one head, all of the same dimensions
+    group: usize,
+    rows: [u64; 3], // calibrated queries of a group, keys, values; at least 1 each
+}
+
+impl LayerRotations {
+    /// From the rotations of each head's keys and values, for example read from a profile, with the numbers
+    /// of queries (of a whole group), keys and values that they were calibrated on.
+    ///
+    /// # Errors
+    /// [`Error::Zero`] for no head, group or rows; [`Error::Length`] when heads differ in their dimensions.
+    pub fn new(heads: Vec<[Rotation; 2]>, group: usize, rows: [u64; 3]) -> Result<Self, Error> {
+        let Some([keys, values]) = heads.first() else {
+            return Err(Error::Zero { what: "number of heads" });
+        };
+        if group == 0 || rows.contains(&0) {
+            return Err(Error::Zero { what: if group == 0 { "group" } else { "calibrated rows" } });
+        }
+        for head in &heads {
+            check_len("keys of a head", head[0].dim(), keys.dim())?;
+            check_len("values of a head", head[1].dim(), values.dim())?;
+        }
+        Ok(Self { heads, group, rows })
+    }
+
+    /// The rotations of the keys and of the values of each head.
+    #[must_use]
+    pub fn heads(&self) -> &[[Rotation; 2]] {
+        &self.heads
+    }
+
+    /// The singular values of head 0's keys, of its values, of head 1's keys, and so on: the arguments of
+    /// [`ranks_by_loss`] and [`ranks_by_removal`](crate::ranks_by_removal).
+    #[must_use]
+    pub fn spectra(&self) -> Vec<&[f64]> {
+        self.heads.as_flattened().iter().map(Rotation::sigma).collect()
+    }
+
+    /// The cost of a unit of squared error in each of the [`spectra`](Self::spectra): expected squared errors
+    /// of the layer's output, up to a factor that all have in common. `scale` is that of the scores.
+    #[must_use]
+    pub fn weights(&self, scale: f32) -> Vec<f64> {
+        let ([n_q, n_k, n_v], scale) = (self.rows.map(|n| n as f64), f64::from(scale));
+        let of_head = |[_, values]: &[Rotation; 2]| {
+            let output = values.sigma().iter().map(|x| x * x).sum::<f64>() / n_v;
+            [scale * scale * output / (n_q * n_k), 1.0 / n_v]
+        };
+        self.heads.iter().flat_map(of_head).collect()
+    }
+
+    /// The ranks of the keys and of the values of each head that cost the layer's output least within
+    /// `budget`, in multiples of `multiple`.
+    ///
+    /// For a budget of the whole model, pass the [`spectra`](Self::spectra) and [`weights`](Self::weights) of
+    /// all layers to [`ranks_by_loss`], and to [`maps`](Self::maps) each layer's part of the result.
+    ///
+    /// # Errors
+    /// As for [`ranks_by_loss`].
+    pub fn ranks(&self, scale: f32, budget: Budget, multiple: usize) -> Result<Vec<[usize; 2]>, Error> {
+        let ranks = ranks_by_loss(&self.spectra(), &self.weights(scale), budget, multiple)?;
+        Ok(ranks.as_chunks().0.to_vec())
+    }
+
+    /// The maps of a [`LayerCache`](crate::LayerCache) at these ranks, for a model whose weights stay as they
+    /// are.
+    ///
+    /// # Errors
+    /// [`Error::Length`] if there is not one pair of ranks per head, [`Error::Zero`], [`Error::Rank`].
+    pub fn maps(&self, ranks: &[[usize; 2]]) -> Result<Vec<Arc<HeadMaps>>, Error> {
+        self.maps_of(ranks, Reduction::projected)
+    }
+
+    /// [`maps`](Self::maps) for a model whose weights [`fold_values`](Self::fold_values) has changed: values
+    /// arrive rotated, and outputs leave so.
+    ///
+    /// # Errors
+    /// As for [`maps`](Self::maps).
+    pub fn folded_maps(&self, ranks: &[[usize; 2]]) -> Result<Vec<Arc<HeadMaps>>, Error> {
+        self.maps_of(ranks, |values, rank| Reduction::folded(values.dim(), rank))
+    }
+
+    fn maps_of(
+        &self,
+        ranks: &[[usize; 2]],
+        values_at: impl Fn(&Rotation, usize) -> Result<Reduction, Error>,
+    ) -> Result<Vec<Arc<HeadMaps>>, Error> {
+        check_len("ranks", ranks.len(), self.heads.len())?;
+        let map = |([keys, values], &[key_rank, value_rank]): (&[Rotation; 2], &[usize; 2])| {
+            let keys = Reduction::projected(keys, key_rank)?;
+            Ok(Arc::new(HeadMaps::new(keys, values_at(values, value_rank)?)))
+        };
+        self.heads.iter().zip(ranks).map(map).collect()
+    }
+
+    /// Folds the values' rotations into the weights, in place: the layer computes the same function, its
+    /// values come out of `W_V` rotated, and `W_O` turns them back.
+    ///
+    /// Rotations are folded at full rank. [`folded_maps`](Self::folded_maps) cut the values, so the ranks can
+    /// change later.
+    ///
+    /// # Shapes
+    /// `w_v` (heads * dim of the values, hidden), of its own or the rows of the values in a fused projection;
+    /// `w_o` (hidden, heads * group * dim of the values). A bias goes through
+    /// [`fold_value_bias`](Self::fold_value_bias).
+    /// # Errors
+    /// [`Error::Length`]; nothing is then changed.
+    /// # Cost
+    /// (rows of `w_o` * group + columns of `w_v`) * heads * dim^2 multiply-adds in `f64`, and a copy of one
+    /// head.
+    /// # Source
+    /// ZACK, 5.1, V compression.
+    pub fn fold_values<E: Element>(
+        &self,
+        mut w_v: RowsMut<'_, E>,
+        mut w_o: RowsMut<'_, E>,
+    ) -> Result<(), Error> {
+        let dim = self.heads[0][1].dim();
+        check_len("rows of W_V", w_v.rows(), self.heads.len() * dim)?;
+        check_len("row of W_O", w_o.components(), self.heads.len() * self.group * dim)?;
+        for (h, [_, rotation]) in self.heads.iter().enumerate() {
+            let folded = rotation.fold_basis(w_v.as_rows().slice(h * dim..(h + 1) * dim)?, dim)?;
+            for (i, row) in folded.chunks_exact(w_v.components()).enumerate() {
+                round(row, w_v.row_mut(h * dim + i));
+            }
+            for head in h * self.group..(h + 1) * self.group {
+                let mut columns = w_o.reborrow().columns(head * dim, dim)?;
+                let folded = rotation.fold_output(columns.as_rows(), dim)?;
+                for (i, row) in folded.chunks_exact(dim).enumerate() {
+                    round(row, columns.row_mut(i));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Folds the values' rotations into the bias of `W_V` (heads * dim of the values), in place.
+    ///
+    /// # Errors
+    /// [`Error::Length`]; nothing is then changed.
+    pub fn fold_value_bias<E: Element>(&self, bias: &mut [E]) -> Result<(), Error> {
+        let dim = self.heads[0][1].dim();
+        check_len("bias", bias.len(), self.heads.len() * dim)?;
+        for (bias, [_, rotation]) in bias.chunks_exact_mut(dim).zip(&self.heads) {
+            round(&rotation.fold_basis(Rows::contiguous(bias, 1)?, dim)?, bias);
+        }
+        Ok(())
+    }
+}
+
+fn round<E: Element>(row: &[f32], out: &mut [E]) {
+    out.iter_mut().zip(row).for_each(|(out, &x)| *out = E::from_f32(x));
+}
