@@ -300,7 +300,7 @@ impl CodesBuf {
     pub fn to_bytes(&self) -> alloc::vec::Vec<u8> {
         let mut writer = Writer::new(MAGIC, VERSION);
         self.shape.write(&mut writer);
-        writer.len(self.n);
+        writer.usize(self.n);
         writer.bytes(&self.bytes);
         writer.finish()
     }
@@ -312,7 +312,7 @@ impl CodesBuf {
     /// bad shape.
     pub fn from_bytes(bytes: &[u8]) -> Result<Self, Error> {
         let mut reader = Reader::new("codes", MAGIC, VERSION, bytes)?;
-        let (shape, n) = (PqShape::read(&mut reader)?, reader.len()?);
+        let (shape, n) = (PqShape::read(&mut reader)?, reader.usize()?);
         let bytes = reader.bytes(shape.codes_len(n))?.to_vec();
         reader.finish()?;
         Self::from_packed(shape, n, bytes)

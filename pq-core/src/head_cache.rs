@@ -177,7 +177,7 @@ impl<E: Element> HeadCache<E> {
     /// again.
     pub(crate) fn write(&self, writer: &mut Writer) {
         writer.u64(self.books.id());
-        [self.sinks(), self.coded(), self.recent()].into_iter().for_each(|n| writer.len(n));
+        [self.sinks(), self.coded(), self.recent()].into_iter().for_each(|n| writer.usize(n));
         for (rows, codes) in self.rows.iter().zip(&self.codes) {
             rows.write(writer);
             writer.bytes(codes.view().bytes());
@@ -193,7 +193,7 @@ impl<E: Element> HeadCache<E> {
             return Err(Error::BadField { what: "codebook id" });
         }
         let mut cache = Self::new(books.clone(), window);
-        let [sinks, coded, recent] = [reader.len()?, reader.len()?, reader.len()?];
+        let [sinks, coded, recent] = [reader.usize()?, reader.usize()?, reader.usize()?];
         if !window.can_hold(sinks, coded, recent) {
             return Err(Error::BadField { what: "number of tokens" });
         }

@@ -224,7 +224,7 @@ impl<E: Element> LayerCache<E> {
         let mut writer = Writer::new(MAGIC, VERSION);
         writer.tag::<E>();
         writer.window(self.window);
-        writer.len(self.heads.len());
+        writer.usize(self.heads.len());
         self.heads.iter().for_each(|head| head.write(&mut writer));
         writer.finish()
     }
@@ -239,7 +239,7 @@ impl<E: Element> LayerCache<E> {
         let mut reader = Reader::new("a layer cache", MAGIC, VERSION, bytes)?;
         reader.tag::<E>()?;
         let window = reader.window()?;
-        check_len("heads", reader.len()?, books.len())?;
+        check_len("heads", reader.usize()?, books.len())?;
         let heads = books
             .iter()
             .map(|books| HeadCache::read(&mut reader, books, window))

@@ -125,13 +125,13 @@ mod tests {
 impl PqShape {
     /// Writes 16 bytes.
     pub(crate) fn write(self, writer: &mut kv_attend::owner::Writer) {
-        writer.len(self.dim());
+        writer.usize(self.dim());
         writer.u32(self.m() as u32);
         writer.u32(self.nbits());
     }
 
     pub(crate) fn read(reader: &mut kv_attend::owner::Reader<'_>) -> Result<Self, Error> {
-        let (dim, m, nbits) = (reader.len()?, reader.u32()?, reader.u32()?);
+        let (dim, m, nbits) = (reader.usize()?, reader.u32()?, reader.u32()?);
         Self::new(dim, m as usize, nbits)
     }
 }

@@ -20,6 +20,18 @@ pub struct HeadGrams {
     pub outputs: Gram<NoRope>,
 }
 
+impl HeadGrams {
+    /// What a unit of squared error of the keys, at a scale of 1, and of the values costs the layer's output;
+    /// [`LayerRotations`] has the derivation.
+    fn weights(&self) -> [f64; 2] {
+        let [n_q, n_k, n_v] =
+            [self.queries.rows(), self.keys.rows(), self.values.rows()].map(|rows| rows as f64);
+        let outputs = self.outputs.matrix();
+        let varying = self.values.centred().matrix().iter().zip(&outputs).map(|(v, w)| v * w).sum::<f64>();
+        [varying.max(0.0) / n_v / (n_q * n_k), 1.0 / n_v]
+    }
+}
+
 /// Calibrates all heads of a layer on its queries, keys and values, batch by batch.
 ///
 /// With grouped-query attention, a key head meets the queries of all heads of its group, and a value head
@@ -61,12 +73,12 @@ impl LayerCalibration {
     /// errors of all components of the attention output cost alike.
     ///
     /// # Errors
-    /// [`Error::Zero`]; [`Error::TooLarge`] for more than 8,192 components or 65,536 query heads.
+    /// [`Error::Zero`]; [`Error::TooLarge`] for more than 8,192 components, 65,536 query heads, or 2^28
+    /// elements of the moments of keys and values.
     pub fn new(heads: usize, group: usize, dims: [usize; 2]) -> Result<Self, Error> {
-        if heads == 0 || group == 0 {
-            return Err(Error::Zero { what: "number of heads" });
-        }
-        if heads.checked_mul(group).is_none_or(|all| all > MOST_HEADS) {
+        check_heads(heads, group)?;
+        let squares = dims.map(|dim| dim.saturating_mul(dim));
+        if squares[0].saturating_add(squares[1]).saturating_mul(heads) > MOST_ELEMENTS {
             return Err(Error::TooLarge);
         }
         let head = HeadGrams {
@@ -81,17 +93,16 @@ impl LayerCalibration {
     /// From moments that were computed elsewhere, for example by `kv-gpu` ([`Gram::from_sums`]).
     ///
     /// # Errors
-    /// [`Error::Zero`] for no head; [`Error::Length`] when keys and queries, values and outputs, or two heads
-    /// differ in their dimensions.
+    /// [`Error::Zero`] for no head, [`Error::TooLarge`] for more than 65,536 query heads; [`Error::Length`]
+    /// when keys and queries, values and outputs, or two heads differ in their dimensions.
     pub fn from_grams(heads: Vec<HeadGrams>, group: usize) -> Result<Self, Error> {
-        let Some(first) = heads.first().filter(|_| group > 0) else {
-            return Err(Error::Zero { what: "number of heads" });
-        };
+        check_heads(heads.len(), group)?;
+        let [dim, dim_v] = [heads[0].keys.dim(), heads[0].values.dim()];
         for HeadGrams { keys, queries, values, outputs } in &heads {
-            check_len("keys of a head", keys.dim(), first.keys.dim())?;
-            check_len("queries of a head", queries.dim(), first.keys.dim())?;
-            check_len("values of a head", values.dim(), first.values.dim())?;
-            check_len("outputs of a head", outputs.dim(), first.values.dim())?;
+            check_len("keys of a head", keys.dim(), dim)?;
+            check_len("queries of a head", queries.dim(), dim)?;
+            check_len("values of a head", values.dim(), dim_v)?;
+            check_len("outputs of a head", outputs.dim(), dim_v)?;
         }
         Ok(Self { heads, group })
     }
@@ -231,15 +242,18 @@ impl LayerCalibration {
     /// # Source
     /// KQ-SVD, arXiv 2512.05916; ZACK, 5.1, for the pairs: queries with keys, values with `W_O`.
     pub fn rotations(&self) -> Result<LayerRotations, Error> {
-        if self.heads[0].keys.rows() == 0 {
+        let has_rows =
+            |head: &HeadGrams| ![head.keys.rows(), head.queries.rows(), head.values.rows()].contains(&0);
+        if !self.heads.iter().all(has_rows) {
             return Err(Error::Zero { what: "number of tokens" });
         }
         let heads = for_each_head(self.heads.len(), |h| {
             let HeadGrams { keys, queries, values, outputs } = &self.heads[h];
-            Ok([Rotation::score_optimal(keys, queries)?, Rotation::score_optimal(values, outputs)?])
+            let head = [Rotation::score_optimal(keys, queries)?, Rotation::score_optimal(values, outputs)?];
+            Ok((head, self.heads[h].weights()))
         });
-        let HeadGrams { keys, queries, values, .. } = &self.heads[0];
-        LayerRotations::new(heads?, self.group, [queries.rows(), keys.rows(), values.rows()])
+        let (heads, weights) = heads?.into_iter().unzip();
+        LayerRotations::new(heads, self.group, weights)
     }
 
     fn dims(&self) -> [usize; 2] {
@@ -249,6 +263,18 @@ impl LayerCalibration {
 
 /// Most query heads of a layer. No model has as many; a wrong argument must not exhaust memory.
 const MOST_HEADS: usize = 1 << 16;
+
+/// Most elements of the moments of a layer's keys and values, 2 GiB: as for heads.
+const MOST_ELEMENTS: usize = 1 << 28;
+
+/// Checks a layer's number of key/value heads, and of query heads for each.
+pub(crate) fn check_heads(heads: usize, group: usize) -> Result<(), Error> {
+    match heads.checked_mul(group) {
+        Some(0) => Err(Error::Zero { what: "number of heads" }),
+        Some(1..=MOST_HEADS) => Ok(()),
+        _ => Err(Error::TooLarge),
+    }
+}
 
 /// The Gram of `group` identity matrices.
 fn identity(group: usize, dim: usize) -> Result<Gram<NoRope>, Error> {

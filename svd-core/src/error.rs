@@ -215,6 +215,7 @@ impl fmt::Display for Error {
 
 impl core::error::Error for Error {}
 
+#[cfg(feature = "alloc")]
 pub(crate) fn check_at_least(what: &'static str, actual: usize, needed: usize) -> Result<(), Error> {
     if actual >= needed { Ok(()) } else { Err(Error::TooShort { what, needed, actual }) }
 }

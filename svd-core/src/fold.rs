@@ -21,6 +21,15 @@ impl Rotation {
     /// dim * rank * columns multiply-adds in `f64`.
     /// # Source
     /// ZACK, 5.1.
+    /// # Examples
+    /// ```
+    /// use svd_core::{Rotation, Rows};
+    /// let turn = vec![0.6, -0.8, 0.8, 0.6];
+    /// let rotation = Rotation::from_parts(turn.clone(), turn, vec![2.0, 1.0])?;
+    /// let weight = Rows::contiguous(&[5.0_f32, 0.0, 0.0, 5.0], 2)?; // (dim, columns)
+    /// assert_eq!(rotation.fold_basis(weight, 1)?, [3.0, 4.0]);
+    /// # Ok::<(), svd_core::Error>(())
+    /// ```
     pub fn fold_basis<E: Element>(&self, weight: Rows<'_, E>, rank: usize) -> Result<Vec<f32>, Error> {
         self.fold_input(self.basis(), weight, rank)
     }

@@ -61,7 +61,7 @@ pub struct Gram<S> {
 }
 
 /// Largest dimension. No head is that wide; a wrong argument must not exhaust memory.
-const MOST_DIM: usize = 8192;
+pub(crate) const MOST_DIM: usize = 8192;
 /// Rows and columns of a block.
 const BLOCK: usize = 16;
 /// Rows that are summed in registers.

@@ -17,6 +17,27 @@ use crate::{
 /// Tokens are appended in order and leave the window in batches, as [`Window`] says; stored rows do not
 /// depend on how the tokens were divided among appends. Attention runs over all three parts in one softmax.
 /// [`LayerCache`](crate::LayerCache) has all heads of a layer.
+///
+/// # Examples
+/// ```
+/// use svd_core::{
+///     Attention, HeadCache, HeadMaps, Reduction, Rows, SoftmaxStats, Window, normalize_all,
+/// };
+/// # let noise = |i: usize| ((i * 2_654_435_761) % 1009) as f32 / 504.0 - 1.0;
+/// // Rotated keys and values of a model whose weights are folded: components of decaying scale.
+/// let rows: Vec<f32> = (0..200 * 16).map(|i| noise(i) * 0.7_f32.powi((i % 16) as i32)).collect();
+/// let rows = Rows::contiguous(&rows, 16)?;
+/// let maps = HeadMaps::new(Reduction::folded(16, 8)?, Reduction::folded(16, 10)?);
+/// let mut head = HeadCache::new(maps.into(), Window { sinks: 4, recent: 32, batch: 1 });
+/// head.append(rows, rows)?;
+/// assert_eq!((head.reduced(), head.size()), (164, 4 * (36 * 32 + 164 * 18)));
+///
+/// let mut scratch = vec![0.0; head.scratch_len(1)];
+/// let (mut out, mut stats) = ([0.0; 16], [SoftmaxStats::EMPTY]);
+/// head.attend_into(&Attention::scaled(0.25), rows.row(7), &mut scratch, &mut out, &mut stats)?;
+/// normalize_all(&stats, &mut out)?;
+/// # Ok::<(), svd_core::Error>(())
+/// ```
 #[derive(Clone, Debug)]
 pub struct HeadCache<E> {
     maps: Arc<HeadMaps>,
@@ -253,7 +274,7 @@ impl<E: Element> HeadCache<E> {
     /// Writes everything but the window and the maps, which all heads of a layer share or are given again.
     pub(crate) fn write(&self, writer: &mut Writer) {
         writer.u64(self.maps.id());
-        [self.sinks(), self.reduced(), self.recent()].into_iter().for_each(|n| writer.len(n));
+        [self.sinks(), self.reduced(), self.recent()].into_iter().for_each(|n| writer.usize(n));
         for (exact, reduced) in self.exact.iter().zip(&self.reduced) {
             exact.write(writer);
             writer.elements(reduced.iter().copied());
@@ -264,7 +285,7 @@ impl<E: Element> HeadCache<E> {
         if reader.u64()? != maps.id() {
             return Err(Error::BadField { what: "id of the maps" });
         }
-        let [sinks, reduced, recent] = [reader.len()?, reader.len()?, reader.len()?];
+        let [sinks, reduced, recent] = [reader.usize()?, reader.usize()?, reader.usize()?];
         if !window.can_hold(sinks, reduced, recent) {
             return Err(Error::BadField { what: "number of tokens" });
         }

@@ -4,6 +4,7 @@ use alloc::vec::Vec;
 
 use kv_attend::owner::{Reader, Writer};
 
+use crate::gram::MOST_DIM;
 use crate::{Backend, Element, Error, MapBuf, Rotation, Rows, RowsMut};
 
 const MAGIC: [u8; 4] = *b"SVHM";
@@ -25,21 +26,22 @@ impl Reduction {
     /// projected, and outputs reconstructed, by the dual.
     ///
     /// # Errors
-    /// [`Error::Zero`] or [`Error::Rank`].
+    /// [`Error::Zero`], [`Error::Rank`], or [`Error::TooLarge`] for more than 8,192 components.
     pub fn projected(rotation: &Rotation, rank: usize) -> Result<Self, Error> {
         let maps = [rotation.basis_map(rank)?, rotation.dual_map(rank)?];
-        Ok(Self { dim: rotation.dim(), rank, maps: Some(maps) })
+        Ok(Self { maps: Some(maps), ..Self::folded(rotation.dim(), rank)? })
     }
 
     /// Rows of `dim` components arrive rotated, as after [`Rotation::fold_basis`]. So do queries, in a model
     /// without a rotary embedding; outputs leave rotated, for a `W_O` after [`Rotation::fold_output`].
     ///
     /// # Errors
-    /// [`Error::Zero`] or [`Error::Rank`].
+    /// [`Error::Zero`], [`Error::Rank`], or [`Error::TooLarge`] for more than 8,192 components.
     pub const fn folded(dim: usize, rank: usize) -> Result<Self, Error> {
         match rank {
             0 => Err(Error::Zero { what: "rank" }),
             _ if rank > dim => Err(Error::Rank { rank, dim }),
+            _ if dim > MOST_DIM => Err(Error::TooLarge),
             _ => Ok(Self { dim, rank, maps: None }),
         }
     }
@@ -108,7 +110,7 @@ impl Reduction {
     }
 
     fn write(&self, writer: &mut Writer) {
-        [self.dim, self.rank].into_iter().for_each(|x| writer.len(x));
+        [self.dim, self.rank].into_iter().for_each(|x| writer.usize(x));
         writer.u32(self.maps.is_some().into());
         for map in self.maps.iter().flatten() {
             writer.elements(map.columns().iter().copied());
@@ -116,7 +118,7 @@ impl Reduction {
     }
 
     fn read(reader: &mut Reader<'_>) -> Result<Self, Error> {
-        let folded = Self::folded(reader.len()?, reader.len()?)?;
+        let folded = Self::folded(reader.usize()?, reader.usize()?)?;
         let Self { dim, rank, .. } = folded;
         match reader.u32()? {
             0 => Ok(folded),

@@ -194,7 +194,7 @@ impl<E: Element> LayerCache<E> {
         let mut writer = Writer::new(MAGIC, VERSION);
         writer.tag::<E>();
         writer.window(self.window);
-        writer.len(self.heads.len());
+        writer.usize(self.heads.len());
         self.heads.iter().for_each(|head| head.write(&mut writer));
         writer.finish()
     }
@@ -209,7 +209,7 @@ impl<E: Element> LayerCache<E> {
         let mut reader = Reader::new("a low-rank layer cache", MAGIC, VERSION, bytes)?;
         reader.tag::<E>()?;
         let window = reader.window()?;
-        check_len("heads", reader.len()?, maps.len())?;
+        check_len("heads", reader.usize()?, maps.len())?;
         let heads = maps.iter().map(|maps| HeadCache::read(&mut reader, maps, window));
         let heads = heads.collect::<Result<_, _>>()?;
         reader.finish()?;

@@ -3,6 +3,7 @@
 use alloc::sync::Arc;
 use alloc::vec::Vec;
 
+use crate::calibration::check_heads;
 use crate::error::check_len;
 use crate::{Budget, Element, Error, HeadMaps, Reduction, Rotation, Rows, RowsMut, ranks_by_loss};
 
@@ -17,15 +18,14 @@ use crate::{Budget, Element, Error, HeadMaps, Reduction, Rotation, Rows, RowsMut
 /// * A key that is `d_t` off moves its score by `s_t = scale * <q, d_t>`, therefore to first order its weight
 ///   by `p_t (s_t - sum_u p_u s_u)`, and the head's output by `sum_t p_t s_t W_g (v_t - o)`.
 ///
-/// Take the errors of different tokens as independent. Then the expected squares are `sum_t p_t^2` times
+/// Take the errors of different tokens as independent, without a part in common. Then the expected squares are `sum_t p_t^2` times
 /// `E |W_g e|^2` for values, and `sum_t p_t^2` times `scale^2 E <q, d>^2 E |W_g (v - o)|^2` for keys: how
-/// attention spreads over the tokens, the first factor, is the same for both. Take `|W_g v|^2` for
-/// `|W_g (v - o)|^2`, which it exceeds by what all values have in common, and sum over the group. Then
-/// dropping component `c` costs
+/// attention spreads over the tokens, the first factor, is the same for both. With the mean value for `o`,
+/// and summed over the group, dropping component `c` costs
 ///
 /// ```text
 /// values: sigma_V[c]^2 / N_v
-/// keys:   sigma_K[c]^2 / (N_q N_k) * scale^2 * sum_c sigma_V[c]^2 / N_v
+/// keys:   sigma_K[c]^2 / (N_q N_k) * scale^2 * sum_g |(V - mean) W_g^T|^2 / N_v
 /// ```
 ///
 /// with `N_q`, `N_k` and `N_v` calibrated queries, keys and values, since `sigma_V^2` sums to
@@ -33,31 +33,62 @@ use crate::{Budget, Element, Error, HeadMaps, Reduction, Rotation, Rows, RowsMut
 /// Each is a squared singular value times a weight of its side, as [`ranks_by_loss`] takes it. All heads of a
 /// layer share the scale; between layers, divide by the mean square of the residual stream that the outputs
 /// are added to.
+///
+/// # Examples
+/// ```
+/// use svd_core::{Budget, LayerCalibration, LayerCache, Rows, RowsMut, Window};
+/// # let noise = |i: usize| ((i * 2_654_435_761) % 1009) as f32 / 504.0 - 1.0;
+/// # let tensor = |seed: usize, n: usize, heads: usize, dim: usize| -> Vec<f32> {
+/// #     (0..n * heads * dim).map(|i| noise(seed + i) * 0.8_f32.powi((i % dim) as i32)).collect()
+/// # };
+/// let (heads, group, dim, hidden, n) = (2, 2, 16, 48, 400);
+/// let (q, k, v) = (tensor(1, n, heads * group, dim), tensor(2, n, heads, dim), tensor(3, n, heads, dim));
+/// let mut w_v: Vec<f32> = (0..heads * dim * hidden).map(noise).collect();
+/// let mut w_o: Vec<f32> = (0..hidden * heads * group * dim).map(noise).collect();
+///
+/// let mut calibration = LayerCalibration::new(heads, group, [dim, dim])?;
+/// let (keys, values) = (Rows::contiguous(&k, heads * dim)?, Rows::contiguous(&v, heads * dim)?);
+/// calibration.add(Rows::contiguous(&q, heads * group * dim)?, keys, values)?;
+/// calibration.set_output(Rows::contiguous(&w_o, heads * group * dim)?)?;
+/// let rotations = calibration.rotations()?;
+///
+/// // Once, when the model is loaded: its values come rotated from here on.
+/// let w_o = RowsMut::contiguous(&mut w_o, heads * group * dim)?;
+/// rotations.fold_values(RowsMut::contiguous(&mut w_v, hidden)?, w_o)?;
+/// // For any budget, here three quarters: each head's ranks of keys and of values.
+/// let ranks = rotations.ranks(0.25, Budget::Fraction(0.75), 1)?;
+/// let maps = rotations.folded_maps(&ranks)?;
+/// let cache = LayerCache::<half::f16>::new(&maps, Window { sinks: 4, recent: 64, batch: 1 })?;
+/// assert_eq!(cache.heads()[1].maps().values().rank(), ranks[1][1]);
+/// # Ok::<(), svd_core::Error>(())
+/// ```
 #[derive(Clone, Debug, PartialEq)]
 pub struct LayerRotations {
     heads: Vec<[Rotation; 2]>, // keys, values; at least one head, all of the same dimensions
     group: usize,
-    rows: [u64; 3], // calibrated queries of a group, keys, values; at least 1 each
+    weights: Vec<[f64; 2]>, // (heads,): of keys at scale 1, of values
 }
 
 impl LayerRotations {
-    /// From the rotations of each head's keys and values, for example read from a profile, with the numbers
-    /// of queries (of a whole group), keys and values that they were calibrated on.
+    /// From the rotations of each head's keys and values, for example read from a profile, and the cost of a
+    /// unit of squared error in them, of keys at a scale of 1.
     ///
     /// # Errors
-    /// [`Error::Zero`] for no head, group or rows; [`Error::Length`] when heads differ in their dimensions.
-    pub fn new(heads: Vec<[Rotation; 2]>, group: usize, rows: [u64; 3]) -> Result<Self, Error> {
-        let Some([keys, values]) = heads.first() else {
-            return Err(Error::Zero { what: "number of heads" });
-        };
-        if group == 0 || rows.contains(&0) {
-            return Err(Error::Zero { what: if group == 0 { "group" } else { "calibrated rows" } });
+    /// [`Error::Zero`] for no head or group, [`Error::TooLarge`] for more than 65,536 query heads;
+    /// [`Error::Length`] when heads differ in their dimensions, or there is not one pair of weights per head;
+    /// [`Error::NotFinite`] for a weight that is negative, infinite or NaN.
+    pub fn new(heads: Vec<[Rotation; 2]>, group: usize, weights: Vec<[f64; 2]>) -> Result<Self, Error> {
+        check_heads(heads.len(), group)?;
+        check_len("weights", weights.len(), heads.len())?;
+        if weights.as_flattened().iter().any(|x| !(x.is_finite() && *x >= 0.0)) {
+            return Err(Error::NotFinite { what: "weights" });
         }
-        for head in &heads {
-            check_len("keys of a head", head[0].dim(), keys.dim())?;
-            check_len("values of a head", head[1].dim(), values.dim())?;
+        let dims = heads[0].each_ref().map(Rotation::dim);
+        for [keys, values] in &heads {
+            check_len("keys of a head", keys.dim(), dims[0])?;
+            check_len("values of a head", values.dim(), dims[1])?;
         }
-        Ok(Self { heads, group, rows })
+        Ok(Self { heads, group, weights })
     }
 
     /// The rotations of the keys and of the values of each head.
@@ -77,12 +108,8 @@ impl LayerRotations {
     /// of the layer's output, up to a factor that all have in common. `scale` is that of the scores.
     #[must_use]
     pub fn weights(&self, scale: f32) -> Vec<f64> {
-        let ([n_q, n_k, n_v], scale) = (self.rows.map(|n| n as f64), f64::from(scale));
-        let of_head = |[_, values]: &[Rotation; 2]| {
-            let output = values.sigma().iter().map(|x| x * x).sum::<f64>() / n_v;
-            [scale * scale * output / (n_q * n_k), 1.0 / n_v]
-        };
-        self.heads.iter().flat_map(of_head).collect()
+        let square = f64::from(scale) * f64::from(scale);
+        self.weights.iter().flat_map(|[keys, values]| [square * keys, *values]).collect()
     }
 
     /// The ranks of the keys and of the values of each head that cost the layer's output least within

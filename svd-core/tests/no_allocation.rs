@@ -1,4 +1,5 @@
-//! A decode step allocates nothing: projection of query and key, attention on the projected rows.
+//! A decode step allocates nothing: projection of query and key, attention on the projected rows; nor does
+//! the attention of an owned head.
 
 #![allow(clippy::unwrap_used, unsafe_code)]
 
@@ -50,6 +51,28 @@ fn a_decode_step_allocates_nothing() {
         attend_exact_into_with(backend, &attention, projected, &tokens, &mut scratch, &mut out, &mut stats)
             .unwrap();
         normalize_all(&stats, &mut out).unwrap();
+        assert_eq!(ALLOCATIONS.get(), before, "{backend:?}");
+    }
+}
+
+#[test]
+fn an_owned_head_attends_without_allocating() {
+    let (n, group, dim, window) = (300, 4, 64, Window { sinks: 4, recent: 32, batch: 1 });
+    let mut gram = Gram::<NoRope>::new(dim).unwrap();
+    let rows: Vec<f32> = (0..n * dim).map(|i| (i as f32 * 0.37).sin()).collect();
+    let rows = Rows::contiguous(&rows, dim).unwrap();
+    gram.add_rows(rows).unwrap();
+    let rotation = Rotation::score_optimal(&gram, &gram).unwrap();
+    let maps = [40, 24].map(|rank| Reduction::projected(&rotation, rank).unwrap());
+    let [keys, values] = maps;
+    let mut head = HeadCache::new(HeadMaps::new(keys, values).into(), window);
+    head.append(rows, rows).unwrap();
+    let queries = vec![0.5_f32; group * dim];
+    let mut scratch = vec![0.0; head.scratch_len(group)];
+    let (mut out, mut stats) = (vec![0.0; group * dim], vec![SoftmaxStats::EMPTY; group]);
+    for backend in Backend::ALL.into_iter().filter(|backend| backend.is_available()) {
+        let (before, attention) = (ALLOCATIONS.get(), Attention::scaled(0.125));
+        head.attend_into_with(backend, &attention, &queries, &mut scratch, &mut out, &mut stats).unwrap();
         assert_eq!(ALLOCATIONS.get(), before, "{backend:?}");
     }
 }

@@ -153,8 +153,8 @@ fn rotation<S: svd_core::RopeSide>(basis: Basis, stored: &Gram<S>, probes: &Gram
     })
 }
 
-/// The rotations of all layers, as if of one row each: the weights of the two sides, which have budgets of
-/// their own, need no common scale.
+/// The rotations of all layers. An error of a score moves weight between values, so it counts as much as the
+/// values are large. The two sides have budgets of their own and need no common scale.
 fn read_layers(config: &Config, profile: &Profile, basis: Basis) -> Result<Vec<LayerRotations>> {
     let heads = |l| {
         let head = move |head| -> Result<[Rotation; 2]> {
@@ -163,7 +163,13 @@ fn read_layers(config: &Config, profile: &Profile, basis: Basis) -> Result<Vec<L
         };
         (0..config.n_kv_heads).map(head).collect::<Result<Vec<_>>>()
     };
-    (0..config.n_layers).map(|l| Ok(LayerRotations::new(heads(l)?, config.gqa_group(), [1; 3])?)).collect()
+    let layer = |l| {
+        let heads = heads(l)?;
+        let size = |values: &Rotation| values.sigma().iter().map(|x| x * x).sum::<f64>();
+        let weights = heads.iter().map(|[_, values]| [size(values), 1.0]).collect();
+        Ok(LayerRotations::new(heads, config.gqa_group(), weights)?)
+    };
+    (0..config.n_layers).map(layer).collect()
 }
 
 /// Every second element: those of one side.

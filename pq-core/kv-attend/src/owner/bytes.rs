@@ -17,6 +17,26 @@ fn tag<E: Element>() -> u32 {
 }
 
 /// Bytes in the order in which they are written.
+///
+/// # Examples
+/// ```
+/// use kv_attend::Error;
+/// use kv_attend::owner::{Reader, Writer};
+/// let mut writer = Writer::new(*b"ROWS", 1);
+/// writer.usize(3);
+/// writer.elements([1.0_f32, 2.0, 3.0].into_iter());
+/// let mut bytes = writer.finish();
+/// let read = |bytes: &[u8]| {
+///     let mut reader = Reader::new("rows", *b"ROWS", 1, bytes)?;
+///     let n = reader.usize()?;
+///     let rows = reader.elements::<f32>(n)?; // no allocation beyond the bytes that are there
+///     reader.finish()?;
+///     Ok(rows)
+/// };
+/// assert_eq!(read(&bytes), Ok(vec![1.0, 2.0, 3.0]));
+/// bytes[8..16].fill(0x1f);
+/// assert_eq!(read(&bytes), Err(Error::Truncated { what: "rows" }));
+/// ```
 #[derive(Debug)]
 pub struct Writer(Vec<u8>);
 
@@ -40,13 +60,13 @@ impl Writer {
     }
 
     /// A length, of 8 bytes.
-    pub fn len(&mut self, x: usize) {
+    pub fn usize(&mut self, x: usize) {
         self.u64(x as u64);
     }
 
     /// A window, of 24 bytes.
     pub fn window(&mut self, Window { sinks, recent, batch }: Window) {
-        [sinks, recent, batch].into_iter().for_each(|x| self.len(x));
+        [sinks, recent, batch].into_iter().for_each(|x| self.usize(x));
     }
 
     /// The number that stands for an element type, of 4 bytes.
@@ -132,7 +152,7 @@ impl<'a> Reader<'a> {
     ///
     /// # Errors
     /// [`Error::Truncated`], [`Error::TooLarge`].
-    pub fn len(&mut self) -> Result<usize, Error> {
+    pub fn usize(&mut self) -> Result<usize, Error> {
         usize::try_from(self.u64()?).map_err(|_| Error::TooLarge)
     }
 
@@ -141,7 +161,7 @@ impl<'a> Reader<'a> {
     /// # Errors
     /// [`Error::Truncated`], [`Error::TooLarge`].
     pub fn window(&mut self) -> Result<Window, Error> {
-        Ok(Window { sinks: self.len()?, recent: self.len()?, batch: self.len()? })
+        Ok(Window { sinks: self.usize()?, recent: self.usize()?, batch: self.usize()? })
     }
 
     /// Reads the number of an element type, which must be `E`'s.
