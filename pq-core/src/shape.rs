@@ -105,6 +105,21 @@ impl PqShape {
     }
 }
 
+#[cfg(feature = "alloc")]
+impl PqShape {
+    /// Writes 16 bytes.
+    pub(crate) fn write(self, writer: &mut kv_attend::owner::Writer) {
+        writer.usize(self.dim());
+        writer.u32(self.m() as u32);
+        writer.u32(self.nbits());
+    }
+
+    pub(crate) fn read(reader: &mut kv_attend::owner::Reader<'_>) -> Result<Self, Error> {
+        let (dim, m, nbits) = (reader.usize()?, reader.u32()?, reader.u32()?);
+        Self::new(dim, m as usize, nbits)
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -118,20 +133,5 @@ mod tests {
         assert_eq!(PqShape::new(8, 4, 13), Err(Error::NbitsOutOfRange { nbits: 13 }));
         assert_eq!(PqShape::new(usize::MAX, 1, 8), Err(Error::TooLarge));
         assert_eq!(PqShape::new(1 << (usize::BITS - 13), 1, 1), Err(Error::TooLarge));
-    }
-}
-
-#[cfg(feature = "alloc")]
-impl PqShape {
-    /// Writes 16 bytes.
-    pub(crate) fn write(self, writer: &mut kv_attend::owner::Writer) {
-        writer.usize(self.dim());
-        writer.u32(self.m() as u32);
-        writer.u32(self.nbits());
-    }
-
-    pub(crate) fn read(reader: &mut kv_attend::owner::Reader<'_>) -> Result<Self, Error> {
-        let (dim, m, nbits) = (reader.usize()?, reader.u32()?, reader.u32()?);
-        Self::new(dim, m as usize, nbits)
     }
 }
