@@ -6,8 +6,8 @@ use alloc::vec::Vec;
 use crate::error::{check_len, count_rows};
 use crate::{Element, Error, Gram, LayerRotations, NoRope, PostRope, Rotation, Rows};
 
-/// The second moments that calibrate one key/value head. Keys and queries come after the rotary embedding, or
-/// as they are in a model without one.
+/// What calibrates one key/value head: second moments, and how many tokens attention spreads over. Keys and
+/// queries come after the rotary embedding, or as they are in a model without one.
 #[derive(Clone, Debug, PartialEq)]
 pub struct HeadGrams {
     /// Of the keys.
@@ -18,9 +18,20 @@ pub struct HeadGrams {
     pub values: Gram<NoRope>,
     /// Of the rows of `W_O` that meet the values, in the columns of all heads of the group.
     pub outputs: Gram<NoRope>,
+    /// The effective number of tokens that a query attends to ([`LayerCalibration::set_effective_tokens`]).
+    pub effective_tokens: f32,
 }
 
 impl HeadGrams {
+    /// The rotations of keys and values that cost the layer's output least at every rank.
+    fn rotations(&self) -> Result<[Rotation; 2], Error> {
+        let values = self.values.mean_weighed(self.effective_tokens.into());
+        Ok([
+            Rotation::score_optimal(&self.keys, &self.queries)?,
+            Rotation::score_optimal(&values, &self.outputs)?,
+        ])
+    }
+
     /// What a unit of squared error of the keys, at a scale of 1, and of the values costs the layer's output;
     /// [`LayerRotations`] has the derivation.
     fn weights(&self) -> [f64; 2] {
@@ -28,7 +39,16 @@ impl HeadGrams {
             [self.queries.rows(), self.keys.rows(), self.values.rows()].map(|rows| rows as f64);
         let outputs = self.outputs.matrix();
         let varying = self.values.centred().matrix().iter().zip(&outputs).map(|(v, w)| v * w).sum::<f64>();
-        [varying.max(0.0) / n_v / (n_q * n_k), 1.0 / n_v]
+        let spread = f64::from(self.effective_tokens).recip();
+        [spread * varying.max(0.0) / n_v / (n_q * n_k), spread / n_v]
+    }
+
+    fn check(&self) -> Result<(), Error> {
+        if self.effective_tokens.is_finite() && self.effective_tokens >= 1.0 {
+            Ok(())
+        } else {
+            Err(Error::NotFinite { what: "effective tokens" })
+        }
     }
 }
 
@@ -55,6 +75,7 @@ impl HeadGrams {
 /// let (q, kv) = (Rows::contiguous(&q, heads * group * dim)?, heads * dim);
 /// calibration.add(q, Rows::contiguous(&k, kv)?, Rows::contiguous(&v, kv)?)?;
 /// calibration.set_output(Rows::contiguous(&w_o, heads * group * dim)?)?;
+/// calibration.set_effective_tokens(&[20.0, 35.0])?; // measured, of each head
 /// let rotations = calibration.rotations()?;
 /// // 96 of the 128 bytes that the keys and values of a token take as `f16`.
 /// let ranks = rotations.ranks(0.25, Budget::Bytes { per_token: 96, per_component: 2 }, 1)?;
@@ -70,7 +91,8 @@ pub struct LayerCalibration {
 impl LayerCalibration {
     /// No rows, for `heads` key/value heads with `group` query heads each. `dims` are the components of a key
     /// and of a value. Without [`set_output`](Self::set_output), `W_O` counts as the identity in every head:
-    /// errors of all components of the attention output cost alike.
+    /// errors of all components of the attention output cost alike. Without
+    /// [`set_effective_tokens`](Self::set_effective_tokens), every query attends to one token.
     ///
     /// # Errors
     /// [`Error::Zero`]; [`Error::TooLarge`] for more than 8,192 components, 65,536 query heads, or 2^28
@@ -86,6 +108,7 @@ impl LayerCalibration {
             queries: Gram::new(dims[0])?,
             values: Gram::new(dims[1])?,
             outputs: identity(group, dims[1])?,
+            effective_tokens: 1.0,
         };
         Ok(Self { heads: vec![head; heads], group })
     }
@@ -94,11 +117,14 @@ impl LayerCalibration {
     ///
     /// # Errors
     /// [`Error::Zero`] for no head, [`Error::TooLarge`] for more than 65,536 query heads; [`Error::Length`]
-    /// when keys and queries, values and outputs, or two heads differ in their dimensions.
+    /// when keys and queries, values and outputs, or two heads differ in their dimensions;
+    /// [`Error::NotFinite`] for effective tokens that are not finite or below 1.
     pub fn from_grams(heads: Vec<HeadGrams>, group: usize) -> Result<Self, Error> {
         check_heads(heads.len(), group)?;
         let [dim, dim_v] = [heads[0].keys.dim(), heads[0].values.dim()];
-        for HeadGrams { keys, queries, values, outputs } in &heads {
+        for head in &heads {
+            head.check()?;
+            let HeadGrams { keys, queries, values, outputs, .. } = head;
             check_len("keys of a head", keys.dim(), dim)?;
             check_len("queries of a head", queries.dim(), dim)?;
             check_len("values of a head", values.dim(), dim_v)?;
@@ -201,8 +227,32 @@ impl LayerCalibration {
         })
     }
 
+    /// Sets the effective number of tokens that the queries of each head attend to, at the application's
+    /// context: `1 / mean(sum_t p_t^2)` over queries, with attention's weights `p`. It is 1 if each query
+    /// attends to one token, and n if it attends to n tokens alike. Attention averages the errors of cut
+    /// values over these tokens, except for their mean, which reaches every query in full
+    /// ([`LayerRotations`]).
+    ///
+    /// `sum_t p_t^2` is `exp(l_2 - 2 l_1)`, where `l_1` is [`SoftmaxStats::log_sum_exp`] at the scale of the
+    /// scores, and `l_2` at twice that scale.
+    ///
+    /// # Shapes
+    /// `tokens` (heads,).
+    /// # Errors
+    /// [`Error::Length`]; [`Error::NotFinite`] for a number that is not finite or below 1. Nothing is then
+    /// changed.
+    ///
+    /// [`SoftmaxStats::log_sum_exp`]: crate::SoftmaxStats::log_sum_exp
+    pub fn set_effective_tokens(&mut self, tokens: &[f32]) -> Result<(), Error> {
+        check_len("effective tokens", tokens.len(), self.heads.len())?;
+        self.update(|h, head| {
+            head.effective_tokens = tokens[h];
+            head.check()
+        })
+    }
+
     /// Adds the tokens of another calibration of the same layer, made from other text. The output projection
-    /// stays that of `self`.
+    /// and the effective tokens stay those of `self`.
     ///
     /// # Errors
     /// [`Error::Length`] when the heads, groups or dimensions differ, [`Error::TooLarge`]; nothing is then
@@ -233,7 +283,8 @@ impl LayerCalibration {
     }
 
     /// The rotations of all heads, of keys against queries and of values against `W_O`, that lose least at
-    /// every rank ([`Rotation::score_optimal`]).
+    /// every rank ([`Rotation::score_optimal`]). The square of the values' mean counts as many times as there
+    /// are [effective tokens](Self::set_effective_tokens).
     ///
     /// # Errors
     /// [`Error::Zero`] without tokens, [`Error::NoConvergence`].
@@ -248,9 +299,8 @@ impl LayerCalibration {
             return Err(Error::Zero { what: "number of tokens" });
         }
         let heads = for_each_head(self.heads.len(), |h| {
-            let HeadGrams { keys, queries, values, outputs } = &self.heads[h];
-            let head = [Rotation::score_optimal(keys, queries)?, Rotation::score_optimal(values, outputs)?];
-            Ok((head, self.heads[h].weights()))
+            let head = &self.heads[h];
+            Ok((head.rotations()?, head.weights()))
         });
         let (heads, weights) = heads?.into_iter().unzip();
         LayerRotations::new(heads, self.group, weights)

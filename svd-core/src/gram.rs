@@ -215,6 +215,18 @@ impl<S: RopeSide> Gram<S> {
         centred
     }
 
+    /// The second moment whose mean counts `weight` times: `centred` plus `weight * rows * mean^T mean`.
+    pub(crate) fn mean_weighed(&self, weight: f64) -> Self {
+        let mut weighed = self.clone();
+        let mean = self.mean();
+        for r in 0..self.dim {
+            for c in 0..=r {
+                weighed.blocks[index(r, c)] += (weight - 1.0) * mean[r] * self.sums[c];
+            }
+        }
+        weighed
+    }
+
     /// Components of a row.
     #[must_use]
     pub const fn dim(&self) -> usize {

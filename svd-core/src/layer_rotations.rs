@@ -18,21 +18,33 @@ use crate::{Budget, Element, Error, HeadMaps, Reduction, Rotation, Rows, RowsMut
 /// * A key that is `d_t` off moves its score by `s_t = scale * <q, d_t>`, therefore to first order its weight
 ///   by `p_t (s_t - sum_u p_u s_u)`, and the head's output by `sum_t p_t s_t W_g (v_t - o)`.
 ///
-/// Take the errors of different tokens as independent, without a part in common. Then the expected squares are `sum_t p_t^2` times
-/// `E |W_g e|^2` for values, and `sum_t p_t^2` times `scale^2 E <q, d>^2 E |W_g (v - o)|^2` for keys: how
-/// attention spreads over the tokens, the first factor, is the same for both. With the mean value for `o`,
-/// and summed over the group, dropping component `c` costs
+/// The errors of different tokens are taken as independent of each other and of the weights, but they may
+/// have a mean, as values and therefore their errors do: the mean passes through attention unchanged, and
+/// the rest averages out. With `n = 1 / E sum_t p_t^2`, the effective number of tokens, the expected square
+/// of what values move is
 ///
 /// ```text
-/// values: sigma_V[c]^2 / N_v
-/// keys:   sigma_K[c]^2 / (N_q N_k) * scale^2 * sum_g |(V - mean) W_g^T|^2 / N_v
+/// |W_g mean(e)|^2 + E |W_g (e - mean(e))|^2 / n
 /// ```
 ///
-/// with `N_q`, `N_k` and `N_v` calibrated queries, keys and values, since `sigma_V^2` sums to
-/// `sum_g |V W_g^T|^2` over the values `V`, and `sigma_K^2` to `|Q K^T|^2` over the queries of the group.
-/// Each is a squared singular value times a weight of its side, as [`ranks_by_loss`] takes it. All heads of a
-/// layer share the scale; between layers, divide by the mean square of the residual stream that the outputs
-/// are added to.
+/// This is `1 / n` times the second moment of `W_g e` in which the mean's square counts `n` times.
+/// Calibration rotates the values `V` by that moment, so the squares of the dropped `sigma_V`, divided by the
+/// number of values, sum to it. For keys, the expected square is `scale^2 E <q, d>^2 E |W_g (v - o)|^2 / n`;
+/// with the mean value for `o` and summed over the group, dropping component `c` costs
+///
+/// ```text
+/// values: sigma_V[c]^2 / (n N_v)
+/// keys:   sigma_K[c]^2 / (n N_q N_k) * scale^2 * sum_g |(V - mean) W_g^T|^2 / N_v
+/// ```
+///
+/// with `N_q`, `N_k` and `N_v` calibrated queries, keys and values, since `sigma_K^2` sums to `|Q K^T|^2`
+/// over the queries of the group. Each cost is a squared singular value times a weight of its side, as
+/// [`ranks_by_loss`] takes it. All heads of a layer share the scale; between layers, divide by the mean
+/// square of the residual stream that the outputs are added to.
+///
+/// This is an estimate: it leaves out second-order terms, and the errors of nearby tokens may be correlated.
+/// The mean error of keys counts like the rest. The softmax cancels it among tokens of lower rank, but it
+/// moves their weights against those of the exact rows of a window.
 ///
 /// # Examples
 /// ```
@@ -104,8 +116,8 @@ impl LayerRotations {
         self.heads.as_flattened().iter().map(Rotation::sigma).collect()
     }
 
-    /// The cost of a unit of squared error in each of the [`spectra`](Self::spectra): expected squared errors
-    /// of the layer's output, up to a factor that all have in common. `scale` is that of the scores.
+    /// The cost of a unit of squared error in each of the [`spectra`](Self::spectra): an estimate of the
+    /// squared error of the layer's output. `scale` is that of the scores.
     #[must_use]
     pub fn weights(&self, scale: f32) -> Vec<f64> {
         let square = f64::from(scale) * f64::from(scale);

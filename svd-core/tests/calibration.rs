@@ -171,6 +171,20 @@ fn output_error(
     [error / n * GROUP as f64, spread / n]
 }
 
+/// The rotations of the layer, calibrated with the effective tokens of each head.
+fn rotations_at(layer: &Layer<f32>, scale: f64) -> LayerRotations {
+    let mut calibration = layer.calibrated();
+    let plain = calibration.rotations().unwrap();
+    let tokens: Vec<f32> = (0..HEADS)
+        .map(|h| {
+            let [_, spread] = output_error(layer, &plain, h, [DIM, DIM_V], scale);
+            spread.recip() as f32
+        })
+        .collect();
+    calibration.set_effective_tokens(&tokens).unwrap();
+    calibration.rotations().unwrap()
+}
+
 /// What the weights say that cutting head `h` to `ranks` costs.
 fn predicted(rotations: &LayerRotations, h: usize, ranks: [usize; 2], scale: f32) -> f64 {
     let (spectra, weights) = (rotations.spectra(), rotations.weights(scale));
@@ -181,25 +195,25 @@ fn predicted(rotations: &LayerRotations, h: usize, ranks: [usize; 2], scale: f32
     side(0) + side(1)
 }
 
-/// Cuts of keys and of values cost what the weights say, on one scale. What is left out, second-order terms and
-/// the part that errors of values have in common, stays within a factor of two.
+/// Cuts of keys and of values cost what the weights say, on one scale, although the values have a mean. What is
+/// left out are second-order terms.
 #[test]
 fn costs_of_keys_and_values_are_those_of_attention_in_f64() {
     let scale = 0.8;
     let mut ratios = vec![];
     for seed in 0..4 {
         let layer = Layer::new(100 * seed, 1600);
-        let rotations = layer.calibrated().rotations().unwrap();
+        let rotations = rotations_at(&layer, scale);
         for h in 0..HEADS {
             for ranks in [[2, DIM_V], [3, DIM_V], [4, DIM_V], [DIM, 1], [DIM, 2], [DIM, 3]] {
-                let [error, spread] = output_error(&layer, &rotations, h, ranks, scale);
-                let ratio = error / spread / predicted(&rotations, h, ranks, scale as f32);
+                let [error, _] = output_error(&layer, &rotations, h, ranks, scale);
+                let ratio = error / predicted(&rotations, h, ranks, scale as f32);
                 ratios.push((ratio, seed, h, ranks));
             }
         }
     }
     for (ratio, seed, h, ranks) in ratios {
-        assert!((0.5..2.0).contains(&ratio), "layer {seed}, head {h}, ranks {ranks:?}: {ratio}");
+        assert!((0.66..1.5).contains(&ratio), "layer {seed}, head {h}, ranks {ranks:?}: {ratio}");
     }
 }
 
@@ -209,7 +223,7 @@ fn ranks_are_close_to_the_best_of_all() {
     let scale = 0.8;
     for seed in 0..4 {
         let layer = Layer::new(7 + 100 * seed, 800);
-        let rotations = layer.calibrated().rotations().unwrap();
+        let rotations = rotations_at(&layer, scale);
         let error = |h: usize, ranks| output_error(&layer, &rotations, h, ranks, scale)[0];
         let errors: Vec<Vec<f64>> = (0..HEADS)
             .map(|h| (0..DIM * DIM_V).map(|i| error(h, [i / DIM_V + 1, i % DIM_V + 1])).collect())
@@ -286,6 +300,13 @@ fn bad_input_changes_nothing() {
     assert!(matches!(held.add(q, k, v.slice(0..19).unwrap()), Err(Error::Length { .. })));
     assert!(matches!(held.add_heads(q, k, v), Err(Error::Length { .. })));
     assert!(held.set_output(layer.w_o().slice(0..0).unwrap()).is_err());
+    assert!(held.set_effective_tokens(&[2.0]).is_err());
+    for tokens in [0.5, f32::NAN, f32::INFINITY] {
+        assert_eq!(
+            held.set_effective_tokens(&[2.0, tokens]),
+            Err(Error::NotFinite { what: "effective tokens" })
+        );
+    }
     assert!(held.merge(&LayerCalibration::new(HEADS, GROUP + 1, [DIM, DIM_V]).unwrap()).is_err());
     layer.v[HEADS * DIM_V - 1] = f32::NAN; // in the last head
     let [q, k, v] = layer.rows();
