@@ -26,7 +26,8 @@ pub fn layouts(rows: &[f32]) {
     let contiguous = Rows::contiguous(&gathered, DIM).unwrap();
     let map = rotation(contiguous).basis_map(64).unwrap();
     for backend in backends() {
-        let (mut grams, mut projections): (Vec<Box<dyn FnMut()>>, Vec<Box<dyn FnMut()>>) = (vec![], vec![]);
+        let mut grams: Vec<Box<dyn FnMut()>> = vec![];
+        let mut projections: Vec<Box<dyn FnMut()>> = vec![];
         for rows in [contiguous, interleaved] {
             grams.push(Box::new(move || {
                 let mut gram = Gram::<NoRope>::new(DIM).unwrap();
