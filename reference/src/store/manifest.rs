@@ -1,4 +1,5 @@
-//! Manifests: what is stored of a chunk. A chunk is stored once its manifest is.
+//! The manifest of a chunk: the object with its frames, their places and digests. It is written last, so a
+//! chunk without a manifest does not exist for readers.
 //!
 //! | bytes | field |
 //! | --- | --- |
@@ -41,7 +42,7 @@ pub(super) const MAX_MANIFEST: usize = 256 << 10;
 /// one object, and who deletes a chunk deletes what its manifest names and nothing else.
 pub(super) type DataId = [u8; 16];
 
-/// What is stored of a chunk. [`store`](super) specifies its bytes.
+/// The object that holds a chunk's frames, and where the frame of each level lies in it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Manifest {
     pub(super) id: ChunkId,

@@ -148,7 +148,7 @@ impl<'a> Reader<'a> {
         Ok(u64::from_le_bytes(self.array()?))
     }
 
-    /// The next length. It may be anything: compare it to what is left before allocating.
+    /// Reads a length. The bytes are not trusted: the caller compares it with the bytes left before it allocates.
     ///
     /// # Errors
     /// [`Error::Truncated`], [`Error::TooLarge`].

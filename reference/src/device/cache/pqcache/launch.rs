@@ -221,8 +221,8 @@ impl PqCache {
             workspace: self.scratch.attend.pointer(),
         };
         // SAFETY: the buffers have the lengths of `new`, ranks and offsets are those of full rank, and lengths
-        // are at most the capacity: where tokens are fetched, sinks and ring are full. The kernel before this
-        // one writes rows, which are read after the PDL wait, and not lengths: the budget has written them.
+        // are at most the capacity: where tokens are fetched, sinks and ring are full. `pq::Gather`, which
+        // runs before, writes rows, and they are read after the PDL wait; `budget` has written the lengths.
         Ok(unsafe { self.kernels.attend.launch(gpu.stream(), &arguments) }?)
     }
 }
