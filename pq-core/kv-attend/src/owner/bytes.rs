@@ -148,7 +148,7 @@ impl<'a> Reader<'a> {
         Ok(u64::from_le_bytes(self.array()?))
     }
 
-    /// Reads a length. The bytes are not trusted: the caller compares it with the bytes left before it allocates.
+    /// Reads a length. The bytes are not trusted: compare it with the bytes left before allocating.
     ///
     /// # Errors
     /// [`Error::Truncated`], [`Error::TooLarge`].
