@@ -9,6 +9,7 @@
 //! bits `vpermi2ps` needs more instructions than lookups of bytes do (24 against 16 per 64 codes).
 //! Prefetching the runs of later blocks gains nothing.
 
+use crate::blocks::{Blocks, SMALL_PAGES};
 use crate::error::check_len;
 use crate::pack::{BLOCK, unpack_run};
 use crate::simd::{Kernel, Run, Simd, row_len};
@@ -146,11 +147,11 @@ struct Scan<'a, 'b> {
 
 /// The definition of the scan.
 pub(crate) fn scan_scalar(lut: &Lut<'_>, codes: &Codes<'_>, scores: &mut [f32]) {
-    let nbits = codes.shape().nbits();
-    for (b, scores) in scores.chunks_mut(BLOCK).enumerate() {
-        let runs = codes.block(b).chunks_exact(8 * nbits as usize);
+    let (nbits, block) = (codes.shape().nbits(), codes.block_vectors());
+    for (b, scores) in scores.chunks_mut(block).enumerate() {
+        let runs = codes.block(b).chunks_exact(codes.run_len());
         for ((j, row), run) in lut.rows().enumerate().zip(runs) {
-            for (score, c) in scores.iter_mut().zip(unpack_run(run, nbits)) {
+            for (score, c) in scores.iter_mut().zip(unpack_run(run, nbits, block)) {
                 let x = row[usize::from(c)];
                 *score = if j == 0 { x } else { *score + x };
             }
@@ -177,10 +178,20 @@ const CHUNK: usize = 64;
 impl Scan<'_, '_> {
     #[inline(always)]
     fn scan<S: Simd, const NBITS: u32>(self, s: S) {
-        for (i, scores) in self.scores.chunks_mut(CHUNK * BLOCK).enumerate() {
-            let mut blocks = [&[][..]; CHUNK];
-            let blocks = self.codes.blocks(i * CHUNK, &mut blocks);
-            scan_chunk::<S, NBITS>(s, self.lut, blocks, scores);
+        match self.codes.parts() {
+            1 => self.scan_chunks::<S, NBITS, CHUNK, false>(s),
+            _ => self.scan_chunks::<S, NBITS, SMALL_PAGES, true>(s),
+        }
+    }
+
+    /// Scans with a list of `PARTS` blocks or small pages.
+    #[inline(always)]
+    fn scan_chunks<S: Simd, const NBITS: u32, const PARTS: usize, const SMALL: bool>(self, s: S) {
+        let step = PARTS / self.codes.parts();
+        for (i, scores) in self.scores.chunks_mut(step * BLOCK).enumerate() {
+            let mut parts = [&[][..]; PARTS];
+            let blocks = self.codes.blocks(i * step, &mut parts);
+            scan_chunk::<S, NBITS, SMALL>(s, self.lut, blocks, scores);
         }
     }
 }
@@ -188,27 +199,37 @@ impl Scan<'_, '_> {
 /// The vector form of the scan, over so few blocks that their scores stay in cache; the last may be
 /// incomplete.
 #[inline(always)]
-pub(crate) fn scan_chunk<S: Simd, const NBITS: u32>(
+pub(crate) fn scan_chunk<S: Simd, const NBITS: u32, const SMALL: bool>(
     s: S,
     lut: &Lut<'_>,
-    codes: &[&[u8]],
+    blocks: Blocks<'_>,
     scores: &mut [f32],
 ) {
     let m = lut.shape().m();
-    let (blocks, tail) = scores.as_chunks_mut::<BLOCK>();
+    let (whole, tail) = scores.as_chunks_mut::<BLOCK>();
     let mut last = [0.0; BLOCK];
+    // Small tables: two subspaces at a time halve the passes over the scores.
+    let most = if NBITS <= 6 { 2 } else { 1 };
+    let mut room = None;
     let mut j = 0;
     while j < m {
-        // Small tables: two subspaces at a time halve the passes over the scores.
-        let width = if NBITS <= 6 && m - j >= 2 { 2 } else { 1 };
-        let part = Part { lut, codes, j, last: j + width == m };
-        if width == 2 {
-            part.add::<S, NBITS, 2>(s, blocks, &mut last, !tail.is_empty());
-        } else {
-            part.add::<S, NBITS, 1>(s, blocks, &mut last, !tail.is_empty());
+        let (first, mut list) = (j, None);
+        let runs = blocks.runs::<NBITS, SMALL>((j, m, most), &mut room, &mut list);
+        while j < runs.end {
+            let width = most.min(runs.end - j);
+            let last_scores = if tail.is_empty() { None } else { Some(&mut last) };
+            let offset = (j - first) * 8 * NBITS as usize;
+            let part = Part { lut, codes: runs.blocks, offset, j, last: j + width == m };
+            if width == 2 {
+                part.add::<S, NBITS, 2>(s, whole, last_scores);
+            } else {
+                part.add::<S, NBITS, 1>(s, whole, last_scores);
+            }
+            j += width;
         }
-        j += width;
     }
+    blocks.order_as_tokens::<NBITS, SMALL>(whole.as_flattened_mut());
+    blocks.order_as_tokens::<NBITS, SMALL>(&mut last);
     tail.copy_from_slice(&last[..tail.len()]);
 }
 
@@ -216,8 +237,9 @@ pub(crate) fn scan_chunk<S: Simd, const NBITS: u32>(
 struct Part<'a> {
     lut: &'a Lut<'a>,
     codes: &'a [&'a [u8]],
-    j: usize,   // the first subspace
-    last: bool, // whether the scores are complete after it
+    offset: usize, // of the first run in each of the codes
+    j: usize,      // the first subspace
+    last: bool,    // whether the scores are complete after it
 }
 
 impl Part<'_> {
@@ -226,9 +248,8 @@ impl Part<'_> {
     fn add<S: Simd, const NBITS: u32, const J: usize>(
         &self,
         s: S,
-        blocks: &mut [[f32; BLOCK]],
-        tail: &mut [f32; BLOCK],
-        has_tail: bool,
+        whole: &mut [[f32; BLOCK]],
+        tail: Option<&mut [f32; BLOCK]>,
     ) {
         let mut planes = [[0_u8; 4 * 256]; J];
         let planes_len = 4 * row_len(1 << NBITS);
@@ -243,12 +264,12 @@ impl Part<'_> {
         for (i, slot) in tables.iter_mut().enumerate().skip(1) {
             *slot = table(i);
         }
-        let offset = self.j * 8 * NBITS as usize;
-        for (scores, runs) in blocks.iter_mut().zip(self.codes) {
-            self.add_block::<S, NBITS, J>(s, &tables, &runs[offset..], scores);
+        for (scores, runs) in whole.iter_mut().zip(self.codes) {
+            self.add_block::<S, NBITS, J>(s, &tables, &runs[self.offset..], scores);
         }
-        if has_tail {
-            self.add_block::<S, NBITS, J>(s, &tables, &self.codes[blocks.len()][offset..], tail);
+        if let Some(scores) = tail {
+            let runs = &self.codes[whole.len()][self.offset..];
+            self.add_block::<S, NBITS, J>(s, &tables, runs, scores);
         }
     }
 
@@ -311,12 +332,12 @@ impl Kernel for ScanQuantized<'_, '_> {
     type Output = ();
 
     fn scalar(self) {
-        let nbits = self.codes.shape().nbits();
+        let (nbits, block) = (self.codes.shape().nbits(), self.codes.block_vectors());
         let planes = self.lut.precision().planes();
-        for (b, scores) in self.scores.chunks_mut(BLOCK).enumerate() {
+        for (b, scores) in self.scores.chunks_mut(block).enumerate() {
             let mut sums = [0_u32; BLOCK];
-            for (j, run) in self.codes.block(b).chunks_exact(8 * nbits as usize).enumerate() {
-                let codes = unpack_run(run, nbits);
+            for (j, run) in self.codes.block(b).chunks_exact(self.codes.run_len()).enumerate() {
+                let codes = unpack_run(run, nbits, block);
                 for plane in 0..planes {
                     let row = self.lut.row(plane, j);
                     for (sum, c) in sums.iter_mut().zip(codes) {
@@ -340,54 +361,71 @@ impl ScanQuantized<'_, '_> {
     /// Four blocks share the loads of a table where there are registers for their sums.
     #[inline(always)]
     fn scan<S: Simd, const NBITS: u32>(self, s: S) {
-        match (self.lut.precision(), S::LANES) {
-            (LutPrecision::U8, 16) => self.scan_groups::<S, NBITS, 4, 1>(s),
-            (LutPrecision::U8, _) => self.scan_groups::<S, NBITS, 1, 1>(s),
-            (LutPrecision::U16, 16) => self.scan_groups::<S, NBITS, 2, 2>(s),
-            (LutPrecision::U16, _) => self.scan_groups::<S, NBITS, 1, 2>(s),
+        match (self.codes.parts(), self.lut.precision(), S::LANES) {
+            (1, LutPrecision::U8, 16) => self.scan_groups::<S, NBITS, 4, 1, false>(s),
+            (1, LutPrecision::U8, _) => self.scan_groups::<S, NBITS, 1, 1, false>(s),
+            (1, LutPrecision::U16, 16) => self.scan_groups::<S, NBITS, 2, 2, false>(s),
+            (1, LutPrecision::U16, _) => self.scan_groups::<S, NBITS, 1, 2, false>(s),
+            (_, LutPrecision::U8, _) => self.scan_groups::<S, NBITS, 1, 1, true>(s),
+            (_, LutPrecision::U16, _) => self.scan_groups::<S, NBITS, 1, 2, true>(s),
         }
     }
 
     #[inline(always)]
-    fn scan_groups<S: Simd, const NBITS: u32, const BLOCKS: usize, const PLANES: usize>(self, s: S) {
+    fn scan_groups<S: Simd, const NBITS: u32, const BLOCKS: usize, const PLANES: usize, const SMALL: bool>(
+        self,
+        s: S,
+    ) {
         let mut groups = self.scores.chunks_exact_mut(BLOCKS * BLOCK);
         let mut b = 0;
+        let parts_len = BLOCKS * self.codes.parts();
         for scores in &mut groups {
-            let mut group = [&[][..]; BLOCKS];
-            self.codes.blocks(b, &mut group);
-            scan_blocks::<S, NBITS, BLOCKS, PLANES>(s, self.lut, &group, scores);
+            let mut parts = [&[][..]; MOST_PARTS];
+            let blocks = self.codes.blocks(b, &mut parts[..parts_len]);
+            scan_blocks::<S, NBITS, BLOCKS, PLANES, SMALL>(s, self.lut, blocks, scores);
             b += BLOCKS;
         }
         for (i, scores) in groups.into_remainder().chunks_mut(BLOCK).enumerate() {
-            scan_blocks::<S, NBITS, 1, PLANES>(s, self.lut, &[self.codes.block(b + i)], scores);
+            let mut parts = [&[][..]; MOST_PARTS];
+            let blocks = self.codes.blocks(b + i, &mut parts[..self.codes.parts()]);
+            scan_blocks::<S, NBITS, 1, PLANES, SMALL>(s, self.lut, blocks, scores);
         }
     }
 }
 
+/// Most blocks, or small pages of a block, of [`scan_blocks`].
+const MOST_PARTS: usize = 4;
+
 /// Scores `BLOCKS` blocks; the last may be incomplete.
 #[inline(always)]
-fn scan_blocks<S: Simd, const NBITS: u32, const BLOCKS: usize, const PLANES: usize>(
+fn scan_blocks<S: Simd, const NBITS: u32, const BLOCKS: usize, const PLANES: usize, const SMALL: bool>(
     s: S,
     lut: &QuantizedLut<'_>,
-    blocks: &[&[u8]; BLOCKS],
+    blocks: Blocks<'_>,
     scores: &mut [f32],
 ) {
-    let (shape, run_len) = (lut.shape(), 8 * NBITS as usize);
-    assert!(blocks.iter().all(|block| block.len() == shape.m() * run_len));
+    let (m, run_len) = (lut.shape().m(), 8 * NBITS as usize);
     let mut sums = [[s.no_sums(); PLANES]; BLOCKS];
-    for j in 0..shape.m() {
-        // N.B. `array::from_fn` keeps the tables on the stack: half the speed.
-        // SAFETY: a row has max(16, ksub) bytes.
-        let mut tables = [unsafe { s.table::<NBITS>(lut.row(0, j).as_ptr()) }; PLANES];
-        for (plane, table) in tables.iter_mut().enumerate().skip(1) {
-            // SAFETY: as above.
-            *table = unsafe { s.table::<NBITS>(lut.row(plane, j).as_ptr()) };
-        }
-        for (b, sums) in sums.iter_mut().enumerate() {
-            // SAFETY: each of the blocks has m runs.
-            let codes = unsafe { s.unpack::<NBITS>(blocks[b].as_ptr().add(j * run_len)) };
-            for (sums, &table) in sums.iter_mut().zip(&tables) {
-                *sums = s.add_bytes(*sums, s.look_up::<NBITS>(table, codes));
+    let (mut room, mut end) = (None, 0);
+    while end < m {
+        let (first, mut list) = (end, None);
+        let runs = blocks.runs::<NBITS, SMALL>((first, m, 1), &mut room, &mut list);
+        end = runs.end;
+        let codes: [&[u8]; BLOCKS] = core::array::from_fn(|b| &runs.blocks[b][..(end - first) * run_len]);
+        for j in first..end {
+            // N.B. `array::from_fn` keeps the tables on the stack: half the speed.
+            // SAFETY: a row has max(16, ksub) bytes.
+            let mut tables = [unsafe { s.table::<NBITS>(lut.row(0, j).as_ptr()) }; PLANES];
+            for (plane, table) in tables.iter_mut().enumerate().skip(1) {
+                // SAFETY: as above.
+                *table = unsafe { s.table::<NBITS>(lut.row(plane, j).as_ptr()) };
+            }
+            for (b, sums) in sums.iter_mut().enumerate() {
+                // SAFETY: each of the blocks has the runs of `first` to `end - 1`.
+                let codes = unsafe { s.unpack::<NBITS>(codes[b].as_ptr().add((j - first) * run_len)) };
+                for (sums, &table) in sums.iter_mut().zip(&tables) {
+                    *sums = s.add_bytes(*sums, s.look_up::<NBITS>(table, codes));
+                }
             }
         }
     }
@@ -410,6 +448,7 @@ fn scan_blocks<S: Simd, const NBITS: u32, const BLOCKS: usize, const PLANES: usi
                 s.store(floats.as_mut_ptr().add(at), s.add(s.mul(scale, sum), offset));
             }
         }
+        blocks.order_as_tokens::<NBITS, SMALL>(&mut floats);
         scores.copy_from_slice(&floats[..scores.len()]);
     }
 }

@@ -7,7 +7,10 @@
 //! scattered additions: at (64, 8) with one query, about 26 + 4 instructions against 64 dependent
 //! read-modify-writes.
 
+use core::ops::Range;
+
 use crate::adc::{for_nbits, scan_chunk, scan_scalar, split_planes};
+use crate::blocks::Blocks;
 use crate::error::{check_at_least, check_len};
 use crate::pack::{BLOCK, unpack_run};
 use crate::scan_group::{QUERIES, scan_group};
@@ -36,7 +39,8 @@ const fn tables_len(values: PqShape) -> usize {
 /// The score of token t for query g is `s[g, t] = key_scales[t] * (sum_j luts[g, j, keys[t, j]]) + bias[g,
 /// t]`, capped if [`CodedTokens::with_softcap`] says so. The tokens are added to `out[g] = sum_t exp(s[g, t] -
 /// max) * value_scales[t] * value_t` and to `stats[g]`. Start from zeros and
-/// [`SoftmaxStats::EMPTY`], and finish with [`SoftmaxStats::normalize`]. Scale queries by `1 / sqrt(head_dim)` before [`lut_into`](crate::lut_into).
+/// [`SoftmaxStats::EMPTY`], and finish with [`SoftmaxStats::normalize`]. Scale queries by
+/// `1 / sqrt(head_dim)` before [`lut_into`](crate::lut_into).
 ///
 /// # Shapes
 /// `luts` (group, m, ksub) in the keys' shape; `scratch` at least [`attend_scratch_len`]; `out` (group, dim
@@ -148,6 +152,16 @@ impl Kernel for Attend<'_, '_> {
         if self.tokens.value_shape().nbits() > 8 {
             return self.scalar(); // registers hold tables of at most 256 entries
         }
+        match (self.tokens.keys().parts(), self.tokens.values().parts()) {
+            (1, 1) => self.attend::<S, false>(s),
+            _ => self.attend::<S, true>(s),
+        }
+    }
+}
+
+impl Attend<'_, '_> {
+    #[inline(always)]
+    fn attend<S: Simd, const SMALL: bool>(self, s: S) {
         let Self { luts, tokens, scratch, out, stats } = self;
         let (shape, n) = (tokens.value_shape(), tokens.n());
         let dim = shape.dim();
@@ -158,11 +172,11 @@ impl Kernel for Attend<'_, '_> {
         for start in (0..n).step_by(CHUNK) {
             let end = n.min(start + CHUNK);
             let len = (end - start).next_multiple_of(BLOCK);
-            let (mut key_blocks, mut value_blocks) = ([&[][..]; CHUNK / BLOCK], [&[][..]; CHUNK / BLOCK]);
+            let (mut key_parts, mut value_parts) = ([&[][..]; CHUNK / 16], [&[][..]; CHUNK / 16]);
             let keys = tokens.keys().part(start, end);
-            let key_blocks = keys.blocks(0, &mut key_blocks);
+            let key_blocks = keys.blocks(0, &mut key_parts[..CHUNK / keys.block_vectors()]);
             for (i, scores) in scores.chunks_mut(QUERIES * CHUNK).enumerate() {
-                let together = score_together(s, luts, i * QUERIES, key_blocks, scores);
+                let together = score_together::<S, SMALL>(s, luts, i * QUERIES, key_blocks, scores);
                 for (g, scores) in scores.chunks_exact_mut(CHUNK).enumerate() {
                     let g = i * QUERIES + g;
                     let lut = luts.lut(g);
@@ -170,7 +184,7 @@ impl Kernel for Attend<'_, '_> {
                     if !together {
                         for_nbits!(
                             keys.shape().nbits(),
-                            N => scan_chunk::<S, N>(s, &lut, key_blocks, scores),
+                            N => scan_chunk::<S, N, SMALL>(s, &lut, key_blocks, scores),
                             scan_scalar(&lut, &keys, scores)
                         );
                     }
@@ -178,12 +192,13 @@ impl Kernel for Attend<'_, '_> {
                     padding.fill(0.0);
                 }
             }
-            let blocks = tokens.values().blocks(start / BLOCK, &mut value_blocks);
+            let value_parts = &mut value_parts[..CHUNK / tokens.values().block_vectors()];
+            let blocks = tokens.values().blocks(start / BLOCK, value_parts);
             let values = Values { codebook, planes, blocks };
             let mut weights = scores.chunks_mut(4 * CHUNK);
             let mut outs = out.chunks_mut(4 * dim);
             for (weights, out) in (&mut weights).zip(&mut outs) {
-                for_nbits!(codebook.shape().nbits(), N => values.add_group::<S, N>(s, weights, out), ());
+                for_nbits!(codebook.shape().nbits(), N => values.add_group::<S, N, SMALL>(s, weights, out), ());
             }
         }
     }
@@ -192,13 +207,19 @@ impl Kernel for Attend<'_, '_> {
 /// Computes the table scores of up to four queries from `first` on, `scores` (queries, CHUNK), where that is
 /// faster together: for three or more, if the tables do not fit in registers. Returns whether it is.
 #[inline(always)]
-fn score_together<S: Simd>(s: S, luts: &Luts<'_>, first: usize, keys: &[&[u8]], scores: &mut [f32]) -> bool {
+fn score_together<S: Simd, const SMALL: bool>(
+    s: S,
+    luts: &Luts<'_>,
+    first: usize,
+    keys: Blocks<'_>,
+    scores: &mut [f32],
+) -> bool {
     let nbits = luts.shape().nbits();
     let together = scores.len() >= 3 * CHUNK && nbits > S::FLOAT_TABLE_BITS && nbits <= 8;
     if together && nbits == 7 {
-        scan_group::<S, 7, CHUNK>(s, luts, first, keys, scores);
+        scan_group::<S, 7, CHUNK, SMALL>(s, luts, first, keys, scores);
     } else if together {
-        scan_group::<S, 8, CHUNK>(s, luts, first, keys, scores);
+        scan_group::<S, 8, CHUNK, SMALL>(s, luts, first, keys, scores);
     }
     together
 }
@@ -222,11 +243,11 @@ fn weigh(
 
 /// Adds each token's weight to its centroids' sums (m, ksub).
 fn add_per_centroid(codes: &Codes<'_>, weights: &[f32], sums: &mut [f32]) {
-    let shape = codes.shape();
-    for (b, weights) in weights.chunks(BLOCK).enumerate() {
-        let runs = codes.block(b).chunks_exact(8 * shape.nbits() as usize);
+    let (shape, block) = (codes.shape(), codes.block_vectors());
+    for (b, weights) in weights.chunks(block).enumerate() {
+        let runs = codes.block(b).chunks_exact(codes.run_len());
         for (row, run) in sums.chunks_exact_mut(shape.ksub()).zip(runs) {
-            for (&weight, c) in weights.iter().zip(unpack_run(run, shape.nbits())) {
+            for (&weight, c) in weights.iter().zip(unpack_run(run, shape.nbits(), block)) {
                 row[usize::from(c)] += weight;
             }
         }
@@ -237,46 +258,73 @@ fn add_per_centroid(codes: &Codes<'_>, weights: &[f32], sums: &mut [f32]) {
 struct Values<'a> {
     codebook: &'a Codebook<'a>,
     planes: &'a [u8], // (dim, 4, max(16, ksub)): the bytes of every component of the centroids
-    blocks: &'a [&'a [u8]], // of codes
+    blocks: Blocks<'a>, // of codes
 }
 
 impl Values<'_> {
     /// Adds the weighted values to up to four queries' outputs. Reorders `weights` (queries, CHUNK) into
     /// block order.
     #[inline(always)]
-    fn add_group<S: Simd, const NBITS: u32>(&self, s: S, weights: &mut [f32], out: &mut [f32]) {
+    fn add_group<S: Simd, const NBITS: u32, const SMALL: bool>(
+        &self,
+        s: S,
+        weights: &mut [f32],
+        out: &mut [f32],
+    ) {
         for weights in weights.chunks_exact_mut(CHUNK) {
+            self.blocks.order_as_codes::<NBITS, SMALL>(&mut weights[..self.blocks.len() * BLOCK]);
             for block in weights[..self.blocks.len() * BLOCK].chunks_exact_mut(BLOCK) {
                 // SAFETY: a block has 64 floats.
                 unsafe { s.store_raw(block.as_mut_ptr(), s.load_block(block.as_ptr())) };
             }
         }
         match out.len() / self.codebook.shape().dim() {
-            1 => self.add::<S, NBITS, 1, 4>(s, weights, out),
-            2 => self.add::<S, NBITS, 2, 2>(s, weights, out),
-            3 => self.add::<S, NBITS, 3, 1>(s, weights, out),
-            _ => self.add::<S, NBITS, 4, 1>(s, weights, out),
+            1 => self.add::<S, NBITS, 1, 4, SMALL>(s, weights, out),
+            2 => self.add::<S, NBITS, 2, 2, SMALL>(s, weights, out),
+            3 => self.add::<S, NBITS, 3, 1, SMALL>(s, weights, out),
+            _ => self.add::<S, NBITS, 4, 1, SMALL>(s, weights, out),
         }
     }
 
     /// Adds the weighted values of `G` queries, with `A` accumulators each to hide the latency of the
     /// multiply-adds.
     #[inline(always)]
-    fn add<S: Simd, const NBITS: u32, const G: usize, const A: usize>(
+    fn add<S: Simd, const NBITS: u32, const G: usize, const A: usize, const SMALL: bool>(
         &self,
         s: S,
         weights: &[f32],
         out: &mut [f32],
     ) {
+        let m = self.codebook.shape().m();
+        let (mut room, mut end) = (None, 0);
+        while end < m {
+            let (first, mut list) = (end, None);
+            let runs = self.blocks.runs::<NBITS, SMALL>((first, m, 1), &mut room, &mut list);
+            end = runs.end;
+            self.add_subspaces::<S, NBITS, G, A>(s, first..end, runs.blocks, weights, out);
+        }
+    }
+
+    /// Adds components of some subspaces, given their runs in each block.
+    #[inline(always)]
+    fn add_subspaces<S: Simd, const NBITS: u32, const G: usize, const A: usize>(
+        &self,
+        s: S,
+        subspaces: Range<usize>,
+        blocks: &[&[u8]],
+        weights: &[f32],
+        out: &mut [f32],
+    ) {
         let shape = self.codebook.shape();
         let run_len = 8 * NBITS as usize;
-        assert!(weights.len() == G * CHUNK && self.blocks.len() * BLOCK <= CHUNK);
+        assert!(weights.len() == G * CHUNK && blocks.len() * BLOCK <= CHUNK);
+        let (first, count) = (subspaces.start * shape.dsub(), subspaces.len() * shape.dsub());
         let columns = self.planes.chunks_exact(4 * row_len(shape.ksub())).zip(self.codebook.columns());
-        for (i, (planes, column)) in columns.enumerate() {
+        for (i, (planes, column)) in columns.skip(first).take(count).enumerate() {
             // SAFETY: a column has ksub floats, its planes max(16, ksub) bytes each; both outlive the table.
             let table = unsafe { s.float_table::<NBITS>(column.as_ptr(), planes.as_ptr()) };
             let mut sums = [[s.splat(0.0); A]; G];
-            for (b, block) in self.blocks.iter().enumerate() {
+            for (b, block) in blocks.iter().enumerate() {
                 let run = &block[i / shape.dsub() * run_len..][..run_len];
                 // SAFETY: `run` is a run; there are weights for CHUNK tokens, at least as many as in the
                 // blocks.
@@ -295,7 +343,7 @@ impl Values<'_> {
                 for &sum in &sums[1..] {
                     total = s.add(total, sum);
                 }
-                out[i] += s.sum(total);
+                out[first + i] += s.sum(total);
             }
         }
     }

@@ -4,12 +4,13 @@
 
 use core::ops::Range;
 
-use crate::Backend;
-#[cfg(feature = "alloc")]
-use crate::Rows;
+use crate::blocks::Blocks;
+use crate::codes_mut::CodesMut;
 use crate::error::{check_at_least, check_len, count_rows};
-use crate::pack::{BLOCK, ReplaceInRun, get_in_run, set_in_run};
-use crate::simd::Run;
+use crate::layout::Layout;
+use crate::pack::{BLOCK, get_in_run};
+#[cfg(feature = "alloc")]
+use crate::{Backend, Rows};
 use crate::{Error, PqShape};
 #[cfg(feature = "alloc")]
 use kv_attend::owner::{Reader, Writer};
@@ -27,12 +28,11 @@ const VERSION: u32 = 1;
 /// ```
 /// use pq_core::{Codes, PqShape};
 /// let shape = PqShape::new(8, 4, 8)?;
-/// let page = shape.codes_len(128); // a page of 128 tokens
-/// let pool = vec![0; 10 * page];
-/// let sequence = Codes::paged(shape, 300, &pool, &[7, 2, 5], 128)?;
-/// assert_eq!(sequence.n(), 300);
-/// assert_eq!(sequence.slice(128..300)?.n(), 172);
-/// assert!(Codes::paged(shape, 300, &pool, &[7, 2, 10], 128).is_err()); // there is no page 10
+/// let pool = vec![0; 10 * shape.page_len(16)]; // 10 pages of 16 tokens
+/// let sequence = Codes::paged(shape, 40, &pool, &[7, 2, 5], 16)?;
+/// assert_eq!(sequence.n(), 40);
+/// assert_eq!(sequence.slice(16..40)?.n(), 24);
+/// assert!(Codes::paged(shape, 40, &pool, &[7, 2, 10], 16).is_err()); // there is no page 10
 /// # Ok::<(), pq_core::Error>(())
 /// ```
 #[derive(Clone, Copy, Debug)]
@@ -40,15 +40,7 @@ pub struct Codes<'a> {
     shape: PqShape,
     n: usize,
     bytes: &'a [u8], // (blocks, m, 8 * nbits): n / 64 blocks rounded up, or the pages of the pool
-    pages: Option<Pages<'a>>,
-}
-
-/// Where the blocks of a sequence are in a pool.
-#[derive(Clone, Copy, Debug)]
-struct Pages<'a> {
-    table: &'a [u32], // page numbers, each below the number of pages in the pool
-    blocks: usize,    // of a page
-    first: usize,     // block of the table's first page with which the sequence begins
+    layout: Layout<'a>,
 }
 
 impl<'a> Codes<'a> {
@@ -61,16 +53,19 @@ impl<'a> Codes<'a> {
     pub fn new(shape: PqShape, n: usize, bytes: &'a [u8]) -> Result<Self, Error> {
         let len = shape.codes_len(n);
         check_at_least("codes", bytes.len(), len)?;
-        Ok(Self { shape, n, bytes: &bytes[..len], pages: None })
+        Ok(Self { shape, n, bytes: &bytes[..len], layout: Layout::whole(shape) })
     }
 
-    /// The codes of `n` vectors in pages of `page_tokens` vectors, a multiple of [`BLOCK`].
+    /// The codes of `n` vectors in pages of `page_tokens` vectors: 16, 32, or a multiple of [`BLOCK`].
+    ///
+    /// Pages of 16 and 32 are written by [`CodesMut`]. What is computed from them has the bits of codes in one
+    /// piece, but for the order of attention's sums.
     ///
     /// # Shapes
-    /// `pool` whole pages of [`PqShape::codes_len`] of `page_tokens` bytes; `table` at least
-    /// `n / page_tokens` rounded up page numbers, in the order of the vectors.
+    /// `pool` whole pages of [`PqShape::page_len`] bytes; `table` at least `n / page_tokens` rounded up page
+    /// numbers, in the order of the vectors.
     /// # Errors
-    /// [`Error::Zero`] or [`Error::Unaligned`] for `page_tokens`, [`Error::TooShort`] for `table`,
+    /// [`Error::Zero`] or [`Error::PageTokens`] for `page_tokens`, [`Error::TooShort`] for `table`,
     /// [`Error::Page`] for a page that the pool does not have.
     pub fn paged(
         shape: PqShape,
@@ -79,19 +74,8 @@ impl<'a> Codes<'a> {
         table: &'a [u32],
         page_tokens: usize,
     ) -> Result<Self, Error> {
-        if page_tokens == 0 {
-            return Err(Error::Zero { what: "page_tokens" });
-        }
-        check_aligned("page_tokens", page_tokens)?;
-        let used = n.div_ceil(page_tokens);
-        check_at_least("page table", table.len(), used)?;
-        let pages = pool.len() / shape.codes_len(page_tokens);
-        let missing = |&page: &u32| usize::try_from(page).map_or(true, |page| page >= pages);
-        if let Some(index) = table[..used].iter().position(missing) {
-            return Err(Error::Page { index, page: table[index], pages });
-        }
-        let pages = Pages { table: &table[..used], blocks: page_tokens / BLOCK, first: 0 };
-        Ok(Self { shape, n, bytes: pool, pages: Some(pages) })
+        let layout = Layout::paged(shape, n, pool.len(), table, page_tokens)?;
+        Ok(Self { shape, n, bytes: pool, layout })
     }
 
     /// The shape of the quantizer.
@@ -118,12 +102,16 @@ impl<'a> Codes<'a> {
         self.bytes
     }
 
-    /// The codes of vectors `range.start` to `range.end - 1`, where `range.start` is a multiple of [`BLOCK`].
+    /// The codes of vectors `range.start` to `range.end - 1`, where `range.start` is a multiple of [`BLOCK`], or
+    /// of the vectors of a smaller page.
     ///
     /// # Errors
     /// [`Error::Unaligned`], or [`Error::TooShort`] if there are fewer vectors.
     pub fn slice(&self, range: Range<usize>) -> Result<Self, Error> {
-        check_aligned("the start of the slice", range.start)?;
+        let multiple = self.layout.vectors();
+        if !range.start.is_multiple_of(multiple) {
+            return Err(Error::Unaligned { what: "the start of the slice", at: range.start, multiple });
+        }
         check_at_least("codes", self.n, range.end.max(range.start))?;
         Ok(self.part(range.start, range.end.max(range.start)))
     }
@@ -134,55 +122,65 @@ impl<'a> Codes<'a> {
     /// When `i >= n`.
     pub fn iter_vector(&self, i: usize) -> impl Iterator<Item = usize> + use<'a> {
         assert!(i < self.n, "vector {i} of {}", self.n);
-        let nbits = self.shape.nbits();
-        self.block(i / BLOCK)
-            .chunks_exact(8 * nbits as usize)
-            .map(move |run| get_in_run(run, nbits, i % BLOCK).into())
+        let (nbits, vectors) = (self.shape.nbits(), self.layout.vectors());
+        self.block(i / vectors)
+            .chunks_exact(self.run_len())
+            .map(move |run| get_in_run(run, nbits, vectors, i % vectors).into())
     }
 
-    /// The runs of block `b`: (m, 8 * nbits).
+    /// Vectors of a block: 64, or those of a smaller page.
+    #[inline(always)]
+    pub(crate) const fn block_vectors(&self) -> usize {
+        self.layout.vectors()
+    }
+
+    /// Bytes of a run of a block.
+    #[inline(always)]
+    pub(crate) const fn run_len(&self) -> usize {
+        self.layout.vectors() / 8 * self.shape.nbits() as usize
+    }
+
+    /// The runs of block `b`: (m, [`run_len`](Self::run_len)).
     #[inline(always)]
     pub(crate) fn block(&self, b: usize) -> &'a [u8] {
-        let b = match self.pages {
-            None => b,
-            Some(Pages { table, blocks, first }) => {
-                let b = first + b;
-                table[b / blocks] as usize * blocks + b % blocks
-            }
-        };
-        let size = self.shape.block_size();
-        &self.bytes[b * size..][..size]
+        &self.bytes[self.layout.at(b)..][..self.layout.block_size()]
     }
 
-    /// Fills `blocks` with block `first` and those after it, and returns those that there are. Kernels get
-    /// the blocks of some chunk in this way, so that codes in pages are as fast as codes in one piece.
+    /// Blocks of a pool that make up 64 vectors.
     #[inline(always)]
-    pub(crate) fn blocks<'b>(&self, first: usize, blocks: &'b mut [&'a [u8]]) -> &'b [&'a [u8]] {
-        let count = blocks.len().min(self.n.div_ceil(BLOCK).saturating_sub(first));
-        let blocks = &mut blocks[..count];
-        blocks.iter_mut().enumerate().for_each(|(i, block)| *block = self.block(first + i));
-        blocks
+    pub(crate) const fn parts(&self) -> usize {
+        BLOCK / self.layout.vectors()
     }
 
-    /// Vectors `start..end`, where `start` is a multiple of [`BLOCK`].
+    /// The 64 vectors from `64 * first` on and those after them, as many as `parts` has room for and as there
+    /// are. Kernels get the blocks of some chunk in this way, so that codes in pages are as fast as codes in
+    /// one piece.
+    #[inline(always)]
+    pub(crate) fn blocks<'b>(&self, first: usize, parts: &'b mut [&'a [u8]]) -> Blocks<'b> {
+        let of_block = self.parts();
+        let left = self.n.div_ceil(BLOCK).saturating_sub(first);
+        let count = left.min(parts.len() / of_block) * of_block;
+        let parts = &mut parts[..count];
+        let last = self.n.div_ceil(self.layout.vectors()).saturating_sub(1);
+        for (i, part) in parts.iter_mut().enumerate() {
+            // The last page stands for those that 64 vectors lack.
+            *part = self.block((first * of_block + i).min(last));
+        }
+        Blocks::new(parts, of_block)
+    }
+
+    /// Vectors `start..end`, where `start` is a multiple of the vectors of a block.
     pub(crate) fn part(&self, start: usize, end: usize) -> Self {
-        debug_assert!(start.is_multiple_of(BLOCK) && start <= end && end <= self.n);
-        let (shape, n, first) = (self.shape, end - start, start / BLOCK);
-        match self.pages {
-            Some(pages) => {
-                let pages = Some(Pages { first: pages.first + first, ..pages });
-                Self { shape, n, bytes: self.bytes, pages }
-            }
+        debug_assert!(start.is_multiple_of(self.layout.vectors()) && start <= end && end <= self.n);
+        let (shape, n, first) = (self.shape, end - start, start / self.layout.vectors());
+        match self.layout.skip(first) {
+            Some(layout) => Self { shape, n, bytes: self.bytes, layout },
             None => {
                 let bytes = &self.bytes[first * shape.block_size()..][..shape.codes_len(n)];
-                Self { shape, n, bytes, pages: None }
+                Self { shape, n, bytes, layout: self.layout }
             }
         }
     }
-}
-
-fn check_aligned(what: &'static str, at: usize) -> Result<(), Error> {
-    if at.is_multiple_of(BLOCK) { Ok(()) } else { Err(Error::Unaligned { what, at, multiple: BLOCK }) }
 }
 
 /// Packs codes from another source, such as faiss: (n, m), one integer each, row-major.
@@ -213,37 +211,12 @@ pub fn pack_codes_into<C: Copy + Into<u16>>(
         return Err(Error::CodeOutOfRange { index, code: codes[index].into(), ksub: shape.ksub() });
     }
     bytes.fill(0);
+    let mut packed = CodesMut::new(shape, bytes);
     for (i, vector) in codes.chunks_exact(shape.m()).enumerate() {
-        set_vector(shape, bytes, i, |j| vector[j].into());
+        let mut packed = packed.vector(i);
+        vector.iter().enumerate().for_each(|(j, &code)| packed.set(j, code.into()));
     }
     Ok(())
-}
-
-/// Writes the codes of vector `i` and leaves all others unchanged.
-pub(crate) fn set_vector(shape: PqShape, bytes: &mut [u8], i: usize, code: impl Fn(usize) -> u16) {
-    let block = &mut bytes[i / BLOCK * shape.block_size()..][..shape.block_size()];
-    for (j, run) in block.chunks_exact_mut(8 * shape.nbits() as usize).enumerate() {
-        set_in_run(run, shape.nbits(), i % BLOCK, code(j));
-    }
-}
-
-/// Writes the codes of subspace `j` of vectors `first` and on, up to 64, and leaves all others unchanged.
-pub(crate) fn set_codes(
-    backend: Backend,
-    shape: PqShape,
-    bytes: &mut [u8],
-    first: usize,
-    j: usize,
-    codes: &[u32],
-) {
-    let run_len = 8 * shape.nbits() as usize;
-    let (here, next) = codes.split_at(codes.len().min(BLOCK - first % BLOCK));
-    for (block, at, codes) in [(first / BLOCK, first % BLOCK, here), (first / BLOCK + 1, 0, next)] {
-        if !codes.is_empty() {
-            let run = &mut bytes[block * shape.block_size() + j * run_len..][..run_len];
-            backend.run(ReplaceInRun { run, nbits: shape.nbits(), first: at, codes });
-        }
-    }
 }
 
 /// A growing [`Codes`] that owns its bytes.
@@ -392,15 +365,14 @@ impl CodesBuf {
         // The last block may hold codes of removed vectors, which a saved prefix must not reveal.
         let zeros = [0; BLOCK];
         let zeros = &zeros[..n.next_multiple_of(BLOCK) - n];
-        for j in 0..self.shape.m() {
-            set_codes(Backend::detect(), self.shape, &mut self.bytes, n, j, zeros);
-        }
+        let mut codes = CodesMut::new(self.shape, &mut self.bytes);
+        (0..self.shape.m()).for_each(|j| codes.set(Backend::detect(), n, j, zeros));
     }
 
     /// Borrows them.
     #[must_use]
     pub fn view(&self) -> Codes<'_> {
-        Codes { shape: self.shape, n: self.n, bytes: &self.bytes, pages: None }
+        Codes { shape: self.shape, n: self.n, bytes: &self.bytes, layout: Layout::whole(self.shape) }
     }
 }
 

@@ -1,7 +1,7 @@
 use crate::assign::{Nearest, Tile, assign, assign_one, fill_tile};
-use crate::codes::set_codes;
+use crate::codes_mut::CodesMut;
 use crate::error::{check_at_least, check_len, count_rows};
-use crate::pack::{BLOCK, set_in_run, unpack_run};
+use crate::pack::{BLOCK, unpack_run};
 use crate::{Backend, Codebook, Codes, Element, Error, Rows};
 
 /// The largest dsub for which 64 vectors are encoded at a time, bounded by the size of the tile on the stack.
@@ -112,6 +112,18 @@ pub fn encode_rows_into_with<E: Element>(
     let (shape, n) = (codebook.shape(), vectors.rows());
     check_len("row", vectors.components(), shape.dim())?;
     check_at_least("codes", codes.len(), shape.codes_len(first.saturating_add(n)))?;
+    encode(backend, codebook, vectors, first, &mut CodesMut::new(shape, codes))
+}
+
+/// [`encode_rows_into`] with checked arguments.
+pub(crate) fn encode<E: Element>(
+    backend: Backend,
+    codebook: &Codebook<'_>,
+    vectors: Rows<'_, E>,
+    first: usize,
+    codes: &mut CodesMut<'_>,
+) -> Result<f64, Error> {
+    let (shape, n) = (codebook.shape(), vectors.rows());
     let mut error = 0.0;
     for i in (0..n).step_by(BLOCK) {
         let rows = vectors.slice(i..n.min(i + BLOCK))?;
@@ -130,7 +142,7 @@ fn encode_tile<E: Element>(
     codebook: &Codebook<'_>,
     rows: Rows<'_, E>,
     first: usize,
-    codes: &mut [u8],
+    codes: &mut CodesMut<'_>,
 ) -> f64 {
     let shape = codebook.shape();
     let mut tile = [0.0; MAX_TILE_DSUB * BLOCK];
@@ -144,7 +156,7 @@ fn encode_tile<E: Element>(
             None => fill_tile(rows.iter(), j * shape.dsub(), values),
         };
         error += assign(backend, codebook.subspace(j), Tile { values, points, squares }, &mut nearest);
-        set_codes(backend, shape, codes, first, j, &nearest.index[..points]);
+        codes.set(backend, first, j, &nearest.index[..points]);
     }
     error.max(0.0)
 }
@@ -155,18 +167,15 @@ fn encode_one_by_one<E: Element>(
     codebook: &Codebook<'_>,
     rows: Rows<'_, E>,
     first: usize,
-    codes: &mut [u8],
+    codes: &mut CodesMut<'_>,
 ) -> f64 {
-    let shape = codebook.shape();
-    let run_len = 8 * shape.nbits() as usize;
-    let mut error = 0.0;
-    for (at, row) in (first..).zip(rows.iter()) {
-        let block = &mut codes[at / BLOCK * shape.block_size()..][..shape.block_size()];
-        error += assign_one(backend, codebook, row, |j, code| {
-            set_in_run(&mut block[j * run_len..][..run_len], shape.nbits(), at % BLOCK, code);
-        });
-    }
-    error
+    (first..)
+        .zip(rows.iter())
+        .map(|(at, row)| {
+            let mut vector = codes.vector(at);
+            assign_one(backend, codebook, row, |j, code| vector.set(j, code))
+        })
+        .sum()
 }
 
 /// Decodes vectors `first` and on: replaces each of their codes by its centroid.
@@ -203,15 +212,16 @@ pub fn decode_into<E: Element>(
     }
     let count = count_rows("vectors", vectors.len(), shape.dim())?;
     check_at_least("codes", codes.n(), first.saturating_add(count))?;
+    let block = codes.block_vectors();
     let mut at = first;
     let mut rest = vectors;
     while !rest.is_empty() {
-        let here = (BLOCK - at % BLOCK).min(rest.len() / shape.dim());
+        let here = (block - at % block).min(rest.len() / shape.dim());
         let (rows, later) = rest.split_at_mut(here * shape.dim());
-        for (j, run) in codes.block(at / BLOCK).chunks_exact(8 * shape.nbits() as usize).enumerate() {
+        for (j, run) in codes.block(at / block).chunks_exact(codes.run_len()).enumerate() {
             let subspace = codebook.subspace(j);
-            let codes = unpack_run(run, shape.nbits());
-            for (row, &c) in rows.chunks_exact_mut(shape.dim()).zip(&codes[at % BLOCK..]) {
+            let codes = unpack_run(run, shape.nbits(), block);
+            for (row, &c) in rows.chunks_exact_mut(shape.dim()).zip(&codes[at % block..]) {
                 for (d, x) in row[j * shape.dsub()..][..shape.dsub()].iter_mut().enumerate() {
                     *x = E::from_f32(subspace.column(d)[usize::from(c)]);
                 }

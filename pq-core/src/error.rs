@@ -104,6 +104,11 @@ pub enum Error {
         /// What it must be a multiple of.
         multiple: usize,
     },
+    /// Pages have 16 or 32 tokens, or a multiple of 64.
+    PageTokens {
+        /// The requested tokens of a page.
+        page_tokens: usize,
+    },
     /// A page table names a page that the pool does not have.
     Page {
         /// Position in the table.
@@ -175,6 +180,7 @@ impl Error {
             Self::Unaligned { .. } => 208,
             Self::Page { .. } => 209,
             Self::TokenOutOfRange { .. } => 210,
+            Self::PageTokens { .. } => 211,
         }
     }
 }
@@ -234,6 +240,9 @@ impl fmt::Display for Error {
             Self::NotFinite { what, index } => write!(f, "{what} is not finite at index {index}"),
             Self::Unaligned { what, at, multiple } => {
                 write!(f, "{what} is {at}, expected a multiple of {multiple}")
+            }
+            Self::PageTokens { page_tokens } => {
+                write!(f, "pages of {page_tokens} tokens, expected 16, 32 or a multiple of 64")
             }
             Self::Page { index, page, pages } => {
                 write!(f, "page {page} at index {index} of the table is out of range for {pages} pages")

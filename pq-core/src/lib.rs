@@ -16,10 +16,12 @@ mod assign;
 mod attend;
 #[cfg(feature = "alloc")]
 mod block_cache;
+mod blocks;
 mod clustering_cost;
 mod codebook;
 mod coded_tokens;
 mod codes;
+mod codes_mut;
 mod drift;
 mod encode;
 mod error;
@@ -33,6 +35,7 @@ mod hybrid;
 mod kmeans;
 #[cfg(feature = "alloc")]
 mod layer_cache;
+mod layout;
 mod ln;
 #[allow(unsafe_code)]
 mod lut;
@@ -68,6 +71,7 @@ pub use coded_tokens::CodedTokens;
 #[cfg(feature = "alloc")]
 pub use codes::CodesBuf;
 pub use codes::{Codes, pack_codes_into};
+pub use codes_mut::CodesMut;
 pub use drift::Drift;
 pub use encode::{decode_into, encode_into, encode_into_with, encode_rows_into, encode_rows_into_with};
 pub use error::Error;

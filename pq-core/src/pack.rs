@@ -3,7 +3,8 @@
 //! `nbits` is split into planes of 8, 4, 2 and 1 bits, the widest first, from the low bits of a code up: 6
 //! bits are a 4-bit plane with bits 0 to 3 and a 2-bit plane with bits 4 and 5; 12 bits are an 8-bit and a
 //! 4-bit plane. In a plane of `w` bits, which is `8 w` bytes, token `i` has its bits in byte `i % (8 w)`,
-//! shifted left by `w * (i / (8 w))`.
+//! shifted left by `w * (i / (8 w))`. Pages of 16 and 32 tokens have runs of as many codes by the same rule,
+//! with 2 and 4 for 8.
 //!
 //! So a run is packed without gaps at every width, the place of a token follows from its index, and vector
 //! code unpacks a plane with one shift and one mask, without moving bytes across lanes.
@@ -22,16 +23,17 @@ fn planes(nbits: u32) -> impl Iterator<Item = (usize, u32)> {
     })
 }
 
-/// Packs 64 codes, each below `1 << nbits`, into `run` (8 * nbits bytes).
+/// Packs 64, 32 or 16 codes, each below `1 << nbits`, into `run` (`codes.len() / 8 * nbits` bytes).
 #[inline(always)]
-pub(crate) fn pack_run(codes: &[u16; BLOCK], nbits: u32, run: &mut [u8]) {
+pub(crate) fn pack_run(codes: &[u16], nbits: u32, run: &mut [u8]) {
     let mut rest = run;
     for (width, shift) in planes(nbits) {
-        let (plane, tail) = rest.split_at_mut(8 * width);
+        let plane_len = codes.len() / 8 * width;
+        let (plane, tail) = rest.split_at_mut(plane_len);
         rest = tail;
         let mask = ((1_u32 << width) - 1) as u16;
         plane.fill(0);
-        for (part, codes) in codes.chunks_exact(8 * width).enumerate() {
+        for (part, codes) in codes.chunks_exact(plane_len).enumerate() {
             for (byte, code) in plane.iter_mut().zip(codes) {
                 *byte |= (((code >> shift) & mask) << (part * width)) as u8;
             }
@@ -39,16 +41,16 @@ pub(crate) fn pack_run(codes: &[u16; BLOCK], nbits: u32, run: &mut [u8]) {
     }
 }
 
-/// Reads the 64 codes of a run.
+/// Reads the codes of a run of `len` codes, 64, 32 or 16.
 #[inline(always)]
-pub(crate) fn unpack_run(run: &[u8], nbits: u32) -> [u16; BLOCK] {
+pub(crate) fn unpack_run(run: &[u8], nbits: u32, len: usize) -> [u16; BLOCK] {
     let mut codes = [0; BLOCK];
     let mut rest = run;
     for (width, shift) in planes(nbits) {
-        let (plane, tail) = rest.split_at(8 * width);
+        let (plane, tail) = rest.split_at(len / 8 * width);
         rest = tail;
         let mask = ((1_u32 << width) - 1) as u16;
-        for (part, codes) in codes.chunks_exact_mut(8 * width).enumerate() {
+        for (part, codes) in codes[..len].chunks_exact_mut(len / 8 * width).enumerate() {
             for (byte, code) in plane.iter().zip(codes) {
                 *code |= ((u16::from(*byte) >> (part * width)) & mask) << shift;
             }
@@ -57,15 +59,16 @@ pub(crate) fn unpack_run(run: &[u8], nbits: u32) -> [u16; BLOCK] {
     codes
 }
 
-/// Writes the code of token `i` of a run and leaves the others unchanged.
-pub(crate) fn set_in_run(run: &mut [u8], nbits: u32, i: usize, code: u16) {
+/// Writes the code of token `i` of a run of `len` codes and leaves the others unchanged.
+#[inline(always)]
+pub(crate) fn set_in_run(run: &mut [u8], nbits: u32, len: usize, i: usize, code: u16) {
     let mut start = 0;
     for (width, shift) in planes(nbits) {
-        let mask = ((1_u32 << width) - 1) as u16;
-        let part = (i / (8 * width) * width) as u32;
-        let byte = &mut run[start + i % (8 * width)];
+        let (plane_len, mask) = (len / 8 * width, ((1_u32 << width) - 1) as u16);
+        let part = (i / plane_len * width) as u32;
+        let byte = &mut run[start + i % plane_len];
         *byte = (*byte & !((mask << part) as u8)) | (((code >> shift) & mask) << part) as u8;
-        start += 8 * width;
+        start += plane_len;
     }
 }
 
@@ -73,8 +76,9 @@ pub(crate) fn set_in_run(run: &mut [u8], nbits: u32, i: usize, code: u16) {
 pub(crate) struct ReplaceInRun<'a> {
     pub run: &'a mut [u8],
     pub nbits: u32,
+    pub len: usize, // of the run: 64, 32 or 16 codes
     pub first: usize,
-    pub codes: &'a [u32], // each below `1 << nbits`; first + len <= 64
+    pub codes: &'a [u32], // each below `1 << nbits`; first + their number <= len
 }
 
 impl Kernel for ReplaceInRun<'_> {
@@ -83,24 +87,35 @@ impl Kernel for ReplaceInRun<'_> {
     /// Portable code that the compiler vectorizes for each instruction set.
     #[inline(always)]
     fn scalar(self) {
-        let Self { run, nbits, first, codes } = self;
-        let mut all = if codes.len() == BLOCK { [0; BLOCK] } else { unpack_run(run, nbits) };
-        for (slot, &code) in all[first..].iter_mut().zip(codes) {
-            *slot = code as u16;
+        match self.len {
+            BLOCK => self.replace(BLOCK),
+            len => self.replace(len),
         }
-        pack_run(&all, nbits, run);
     }
 }
 
-/// Reads the code of token `i` of a run.
-pub(crate) fn get_in_run(run: &[u8], nbits: u32, i: usize) -> u16 {
+impl ReplaceInRun<'_> {
+    /// A length that the compiler knows is worth a form of its own.
+    #[inline(always)]
+    fn replace(self, len: usize) {
+        let Self { run, nbits, first, codes, .. } = self;
+        let mut all = if codes.len() == len { [0; BLOCK] } else { unpack_run(run, nbits, len) };
+        for (slot, &code) in all[first..len].iter_mut().zip(codes) {
+            *slot = code as u16;
+        }
+        pack_run(&all[..len], nbits, run);
+    }
+}
+
+/// Reads the code of token `i` of a run of `len` codes.
+pub(crate) fn get_in_run(run: &[u8], nbits: u32, len: usize, i: usize) -> u16 {
     let mut start = 0;
     let mut code = 0;
     for (width, shift) in planes(nbits) {
-        let mask = ((1_u32 << width) - 1) as u16;
-        let byte = u16::from(run[start + i % (8 * width)]);
-        code |= ((byte >> (i / (8 * width) * width)) & mask) << shift;
-        start += 8 * width;
+        let (plane_len, mask) = (len / 8 * width, ((1_u32 << width) - 1) as u16);
+        let byte = u16::from(run[start + i % plane_len]);
+        code |= ((byte >> (i / plane_len * width)) & mask) << shift;
+        start += plane_len;
     }
     code
 }
@@ -109,30 +124,29 @@ pub(crate) fn get_in_run(run: &[u8], nbits: u32, i: usize) -> u16 {
 mod tests {
     use super::*;
     use std::vec;
+    use std::vec::Vec;
 
     #[test]
-    fn every_width_round_trips() {
-        for nbits in 1..=12 {
+    fn every_width_and_length_round_trips() {
+        for (nbits, len) in (1..=12).flat_map(|nbits| [16, 32, 64].map(|len| (nbits, len))) {
             let codes: [u16; BLOCK] = core::array::from_fn(|i| ((i * 2_654_435_761) % (1 << nbits)) as u16);
-            let mut run = vec![0xA5; 8 * nbits as usize];
-            pack_run(&codes, nbits, &mut run);
-            assert_eq!(unpack_run(&run, nbits), codes, "{nbits}");
-            assert!((0..BLOCK).map(|i| get_in_run(&run, nbits, i)).eq(codes), "{nbits}");
+            let codes = &codes[..len];
+            let mut run = vec![0xA5; len / 8 * nbits as usize];
+            pack_run(codes, nbits, &mut run);
+            assert_eq!(unpack_run(&run, nbits, len)[..len], *codes, "{nbits}");
+            assert!((0..len).map(|i| get_in_run(&run, nbits, len, i)).eq(codes.iter().copied()), "{nbits}");
             let mut one_by_one = vec![0xA5; run.len()];
             for (i, &code) in codes.iter().enumerate() {
-                set_in_run(&mut one_by_one, nbits, i, code);
+                set_in_run(&mut one_by_one, nbits, len, i, code);
             }
             assert_eq!(one_by_one, run, "{nbits}");
-            for (first, count) in [(0, 64), (0, 3), (63, 1), (1, 63), (17, 20), (5, 0)] {
+            for (first, count) in [(0, len), (0, 3), (len - 1, 1), (1, len - 1), (7, 5), (5, 0)] {
                 let mut replaced = vec![0x5A; run.len()];
-                let before = unpack_run(&replaced, nbits);
-                let codes = codes.map(u32::from);
-                let codes = &codes[first..first + count];
-                ReplaceInRun { run: &mut replaced, nbits, first, codes }.scalar();
-                let expected: [u16; BLOCK] = core::array::from_fn(|i| {
-                    i.checked_sub(first).and_then(|i| codes.get(i)).map_or(before[i], |&code| code as u16)
-                });
-                assert_eq!(unpack_run(&replaced, nbits), expected, "{nbits}, {first}, {count}");
+                let mut expected = unpack_run(&replaced, nbits, len);
+                expected[first..][..count].copy_from_slice(&codes[first..][..count]);
+                let codes: Vec<u32> = codes[first..][..count].iter().map(|&code| code.into()).collect();
+                ReplaceInRun { run: &mut replaced, nbits, len, first, codes: &codes }.scalar();
+                assert_eq!(unpack_run(&replaced, nbits, len), expected, "{nbits}, {first}, {count}");
             }
         }
     }
@@ -140,7 +154,7 @@ mod tests {
     #[test]
     fn six_bits_are_laid_out_as_the_text_says() {
         let mut run = [0; 48];
-        set_in_run(&mut run, 6, 37, 0b10_1101);
+        set_in_run(&mut run, 6, 64, 37, 0b10_1101);
         assert_eq!((run[5], run[32 + 5]), (0b1101_0000, 0b10_0000)); // byte 37 % 32, byte 37 % 16 shifted by 2 * 2
         assert_eq!(run.iter().filter(|&&byte| byte != 0).count(), 2);
     }

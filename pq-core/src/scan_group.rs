@@ -6,6 +6,7 @@
 //! scan, in the same order.
 
 use crate::Luts;
+use crate::blocks::Blocks;
 use crate::pack::BLOCK;
 use crate::simd::Simd;
 
@@ -15,56 +16,78 @@ pub(crate) const QUERIES: usize = 4;
 /// Subspaces at a time, whose tables fill half of L1.
 const SUBSPACES: usize = 4;
 
+/// Memory in which no entry of four floats straddles two cache lines.
+#[repr(align(64))]
+struct Aligned<T>(T);
+
 /// Scores the tokens of up to `CHUNK / 64` blocks of codes for the queries from `first` on, as many as
 /// `scores` (queries, `CHUNK`) has rows, at most four.
 #[inline(always)]
-pub(crate) fn scan_group<S: Simd, const NBITS: u32, const CHUNK: usize>(
+pub(crate) fn scan_group<S: Simd, const NBITS: u32, const CHUNK: usize, const SMALL: bool>(
     s: S,
     luts: &Luts<'_>,
     first: usize,
-    blocks: &[&[u8]],
+    blocks: Blocks<'_>,
     scores: &mut [f32],
 ) {
-    let shape = luts.shape();
-    let run_len = 8 * NBITS as usize;
+    let m = luts.shape().m();
     // Adding to -0.0 and adding -0.0 change no bit.
-    let mut sums = [[-0.0_f32; QUERIES]; CHUNK];
-    let mut tables = [[[-0.0_f32; QUERIES]; 256]; SUBSPACES];
+    let Aligned(sums) = &mut Aligned([[-0.0_f32; QUERIES]; CHUNK]);
+    let Aligned(tables) = &mut Aligned([[[-0.0_f32; QUERIES]; 256]; SUBSPACES]);
     let mut codes = [[0_u16; BLOCK]; SUBSPACES];
     let queries = scores.len() / CHUNK;
-    for j in (0..shape.m()).step_by(SUBSPACES) {
-        let count = SUBSPACES.min(shape.m() - j);
-        for (i, table) in tables.iter_mut().enumerate() {
-            if i >= count {
-                table.fill([-0.0; QUERIES]);
-                continue;
-            }
-            let row = |q: usize| &luts.lut(first + q.min(queries - 1)).row(j + i)[..1 << NBITS];
-            let rows = [row(0), row(1), row(2), row(3)];
-            for (c, entry) in table[..1 << NBITS].iter_mut().enumerate() {
-                *entry = [rows[0][c], rows[1][c], rows[2][c], rows[3][c]];
-            }
-        }
-        let sums = sums.as_chunks_mut::<BLOCK>().0;
-        for (sums, block) in sums.iter_mut().zip(blocks) {
-            let runs = &block[j * run_len..][..count * run_len];
-            for (codes, run) in codes.iter_mut().zip(runs.chunks_exact(run_len)) {
-                // SAFETY: a run has 8 * NBITS bytes.
-                let bytes = unsafe { s.unpack::<NBITS>(run.as_ptr()) };
-                s.store_sums(codes, s.add_bytes(s.no_sums(), bytes));
-            }
-            for (t, sums) in sums.iter_mut().enumerate() {
-                for (table, codes) in tables.iter().zip(&codes) {
-                    for (sum, &x) in sums.iter_mut().zip(&table[usize::from(codes[t] as u8)]) {
-                        *sum += x;
-                    }
+    let (mut room, mut end) = (None, 0);
+    while end < m {
+        let (start, mut list) = (end, None);
+        let runs = blocks.runs::<NBITS, SMALL>((start, m, SUBSPACES), &mut room, &mut list);
+        end = runs.end;
+        for j in (start..end).step_by(SUBSPACES) {
+            let count = SUBSPACES.min(end - j);
+            for (i, table) in tables.iter_mut().enumerate() {
+                if i >= count {
+                    table.fill([-0.0; QUERIES]);
+                    continue;
                 }
+                let row = |q: usize| &luts.lut(first + q.min(queries - 1)).row(j + i)[..1 << NBITS];
+                let rows = [row(0), row(1), row(2), row(3)];
+                for (c, entry) in table[..1 << NBITS].iter_mut().enumerate() {
+                    *entry = [rows[0][c], rows[1][c], rows[2][c], rows[3][c]];
+                }
+            }
+            let run_len = 8 * NBITS as usize;
+            for (sums, block) in sums.as_chunks_mut::<BLOCK>().0.iter_mut().zip(runs.blocks) {
+                let runs = &block[(j - start) * run_len..][..count * run_len];
+                add_block::<S, NBITS>(s, tables, &mut codes, runs, sums);
             }
         }
     }
     for (q, scores) in scores.chunks_exact_mut(CHUNK).enumerate() {
-        for (score, sums) in scores.iter_mut().zip(&sums) {
+        for (score, sums) in scores.iter_mut().zip(&*sums) {
             *score = sums[q];
+        }
+        blocks.order_as_tokens::<NBITS, SMALL>(scores);
+    }
+}
+
+/// Adds up to `SUBSPACES` runs of a block.
+#[inline(always)]
+fn add_block<S: Simd, const NBITS: u32>(
+    s: S,
+    tables: &[[[f32; QUERIES]; 256]; SUBSPACES],
+    codes: &mut [[u16; BLOCK]; SUBSPACES],
+    runs: &[u8],
+    sums: &mut [[f32; QUERIES]; BLOCK],
+) {
+    for (codes, run) in codes.iter_mut().zip(runs.chunks_exact(8 * NBITS as usize)) {
+        // SAFETY: a run has 8 * NBITS bytes.
+        let bytes = unsafe { s.unpack::<NBITS>(run.as_ptr()) };
+        s.store_sums(codes, s.add_bytes(s.no_sums(), bytes));
+    }
+    for (t, sums) in sums.iter_mut().enumerate() {
+        for (table, codes) in tables.iter().zip(&*codes) {
+            for (sum, &x) in sums.iter_mut().zip(&table[usize::from(codes[t] as u8)]) {
+                *sum += x;
+            }
         }
     }
 }

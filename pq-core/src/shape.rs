@@ -86,6 +86,15 @@ impl PqShape {
         n.div_ceil(BLOCK).saturating_mul(self.block_size())
     }
 
+    /// Bytes of a page of `page_tokens` codes: 16 or 32, or whole blocks of [`BLOCK`].
+    #[must_use]
+    pub const fn page_len(&self, page_tokens: usize) -> usize {
+        match page_tokens {
+            16 | 32 => page_tokens / 8 * self.m * self.nbits as usize,
+            _ => self.codes_len(page_tokens),
+        }
+    }
+
     /// Elements of a codebook (m, ksub, dsub).
     #[must_use]
     pub const fn codebook_len(&self) -> usize {

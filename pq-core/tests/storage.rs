@@ -24,22 +24,35 @@ fn bytes(seed: u64, len: usize) -> Vec<u8> {
     random(seed, len).iter().map(|x| (x * 1e6) as i64 as u8).collect()
 }
 
-/// A pool that holds `packed` in pages in an order of its own, and the table.
-fn in_pages(shape: PqShape, packed: &[u8], page_tokens: usize, seed: u64) -> (Vec<u8>, Vec<u32>) {
-    let page = shape.codes_len(page_tokens);
-    let used = packed.len().div_ceil(page);
+/// A pool that holds codes in pages in an order of its own, and the table. The bytes of a page are those that
+/// the documentation of the layout says, one bit plane after the other.
+fn in_pages(codes: &Codes<'_>, page_tokens: usize, seed: u64) -> (Vec<u8>, Vec<u32>) {
+    let (shape, block) = (codes.shape(), page_tokens.min(BLOCK));
+    let (page, used) = (shape.page_len(page_tokens), codes.n().div_ceil(page_tokens));
     let mut free: Vec<u32> = (0..used as u32 + 3).collect();
     let mut pool = bytes(seed ^ 9, free.len() * page);
     let order = random(seed, used).into_iter().map(|x| ((x + 1.0) * 1e4) as usize);
     let table: Vec<u32> = order.map(|at| free.remove(at % free.len())).collect();
-    for (chunk, &number) in packed.chunks(page).zip(&table) {
-        pool[number as usize * page..][..chunk.len()].copy_from_slice(chunk);
+    let run_len = block / 8 * shape.nbits() as usize;
+    for t in 0..codes.n() {
+        let at = table[t / page_tokens] as usize * page + t % page_tokens / block * shape.m() * run_len;
+        for (j, code) in codes.iter_vector(t).enumerate() {
+            let (mut plane, mut shift) = (at + j * run_len, 0);
+            for width in [8, 4, 2, 1].into_iter().filter(|width| shape.nbits() as usize & width != 0) {
+                let len = block / 8 * width;
+                let (byte, place) = (&mut pool[plane + t % block % len], t % block / len * width);
+                let mask = ((1_u32 << width) - 1) as u8;
+                *byte = *byte & !(mask << place) | ((code >> shift) as u8 & mask) << place;
+                (plane, shift) = (plane + len, shift + width);
+            }
+        }
     }
     (pool, table)
 }
 
-/// All results of the operations on codes, as bits.
-fn results(backend: Backend, shape: PqShape, keys: Codes<'_>, values: Codes<'_>) -> Vec<u32> {
+/// All results of the operations on codes, as bits, and the outputs of attention.
+fn results(backend: Backend, keys: Codes<'_>, values: Codes<'_>) -> (Vec<u32>, Vec<f32>) {
+    let shape = keys.shape();
     let book = CodebookBuf::new(shape, &random(1, shape.codebook_len())).unwrap();
     let (n, group) = (keys.n(), 3);
     let tables = random(2, group * shape.lut_len());
@@ -65,38 +78,109 @@ fn results(backend: Backend, shape: PqShape, keys: Codes<'_>, values: Codes<'_>)
     let mut decoded = vec![0.0; n * shape.dim()];
     decode_into(&book.view(), &keys, 0, &mut decoded).unwrap();
     let codes = (0..n).flat_map(|i| keys.iter_vector(i)).map(|c| c as u32);
-    let floats = scores.iter().chain(&out).chain(&decoded).map(|x| x.to_bits());
-    floats.chain(tokens).chain(codes).collect()
+    let floats = scores.iter().chain(&decoded).map(|x| x.to_bits());
+    normalize_all(&stats, &mut out).unwrap();
+    (floats.chain(tokens).chain(codes).collect(), out)
 }
 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(40))]
 
     #[test]
-    fn pages_give_the_bits_of_codes_in_one_piece(
-        m in 1_usize..6, dsub in 1_usize..4, nbits in 1_u32..=10, seed: u64,
-        n in prop_oneof![Just(0_usize), Just(64), Just(1024), 1_usize..2500], page in 1_usize..5, cut in 0_usize..40,
+    fn pages_are_codes_in_one_piece(
+        m in 1_usize..12, dsub in 1_usize..4, nbits in 1_u32..=10, seed: u64,
+        n in prop_oneof![Just(0_usize), Just(64), Just(1024), 1_usize..100, 1_usize..2500],
+        page_tokens in prop_oneof![Just(16_usize), Just(32), (1_usize..5).prop_map(|page| page * BLOCK)],
+        value_page_tokens in prop_oneof![Just(16_usize), Just(32), Just(64)], cut in 0_usize..40,
     ) {
-        let (shape, page_tokens) = (PqShape::new(m * dsub, m, nbits).unwrap(), page * BLOCK);
+        let shape = PqShape::new(m * dsub, m, nbits).unwrap();
         let [keys, values] = [seed, seed ^ 1].map(|seed| bytes(seed, shape.codes_len(n)));
-        let whole = [&keys, &values].map(|bytes| Codes::new(shape, n, bytes).unwrap());
-        let pages = [(&keys, seed ^ 2), (&values, seed ^ 3)].map(|(keys, seed)| in_pages(shape, keys, page_tokens, seed));
-        let paged = pages.each_ref().map(|(pool, table)| Codes::paged(shape, n, pool, table, page_tokens).unwrap());
-        let start = cut * BLOCK;
+        let [keys, values] = [&keys, &values].map(|bytes| Codes::new(shape, n, bytes).unwrap());
+        let (key_pool, key_table) = in_pages(&keys, page_tokens, seed ^ 2);
+        let (value_pool, value_table) = in_pages(&values, value_page_tokens, seed ^ 3);
+        let paged_keys = Codes::paged(shape, n, &key_pool, &key_table, page_tokens).unwrap();
+        let paged_values = Codes::paged(shape, n, &value_pool, &value_table, value_page_tokens).unwrap();
         for backend in backends() {
-            prop_assert_eq!(results(backend, shape, whole[0], whole[1]), results(backend, shape, paged[0], paged[1]));
-            if start <= n {
-                let [a, b, c, d] = [whole[0], whole[1], paged[0], paged[1]].map(|codes| codes.slice(start..n).unwrap());
-                prop_assert_eq!(results(backend, shape, a, b), results(backend, shape, c, d));
+            for start in [0, cut * BLOCK] {
+                if start > n {
+                    continue;
+                }
+                let parts = [keys, values, paged_keys, paged_values].map(|codes| codes.slice(start..n).unwrap());
+                let [a, b, c, d] = parts;
+                let ((bits, out), (paged_bits, paged_out)) = (results(backend, a, b), results(backend, c, d));
+                prop_assert_eq!(bits, paged_bits);
+                if value_page_tokens == BLOCK || backend == Backend::Scalar {
+                    prop_assert_eq!(&out, &paged_out);
+                }
+                // Sums of small pages have another order.
+                for (x, y) in out.iter().zip(&paged_out) {
+                    prop_assert!((x - y).abs() < 1e-5, "{} {}", x, y);
+                }
             }
         }
     }
 
     #[test]
-    fn nothing_is_left_of_removed_vectors(m in 1_usize..6, nbits in 1_u32..=12, seed: u64, n in 0_usize..200, kept in 0_usize..250) {
+    fn a_slice_of_small_pages_begins_at_any_page(
+        n in 1_usize..300, pages in 0_usize..20, seed: u64, nbits in 1_u32..=8,
+    ) {
+        let shape = PqShape::new(6, 3, nbits).unwrap();
+        let codes = bytes(seed, shape.codes_len(n));
+        let (pool, table) = in_pages(&Codes::new(shape, n, &codes).unwrap(), 16, seed ^ 1);
+        let paged = Codes::paged(shape, n, &pool, &table, 16).unwrap();
+        let start = 16 * pages.min(n / 16);
+        let (later, of_table) = (paged.slice(start..n).unwrap(), &table[start / 16..]);
+        let expected = Codes::paged(shape, n - start, &pool, of_table, 16).unwrap();
+        for backend in backends() {
+            prop_assert_eq!(results(backend, later, later), results(backend, expected, expected));
+        }
+    }
+
+    #[test]
+    fn pages_are_written_as_they_are_read(
+        seed: u64, nbits in 1_u32..=12, runs in proptest::collection::vec(0_usize..90, 1..5),
+        page_tokens in prop_oneof![Just(16_usize), Just(32), Just(64), Just(192)],
+    ) {
+        let shape = PqShape::new(6, 3, nbits).unwrap();
+        let n: usize = runs.iter().sum();
+        let book = CodebookBuf::new(shape, &random(1, shape.codebook_len())).unwrap();
+        let rows = random(seed, n * 6);
+        let rows = Rows::contiguous(&rows, 6).unwrap();
+        let zeros = vec![0; shape.codes_len(n)];
+        let (mut pool, table) = in_pages(&Codes::new(shape, n, &zeros).unwrap(), page_tokens, seed);
+        let before = pool.clone();
+        for backend in backends() {
+            let mut whole = CodesBuf::new(shape);
+            let mut first = 0;
+            let mut pages = CodesMut::paged(shape, &mut pool, &table, page_tokens).unwrap();
+            for run in &runs {
+                let rows = rows.slice(first..first + run).unwrap();
+                let error = whole.append_rows_with(backend, &book.view(), rows).unwrap();
+                prop_assert_eq!(pages.encode_with(backend, &book.view(), rows, first).unwrap(), error);
+                first += run;
+            }
+            let full = table.len() * page_tokens;
+            let room = pages.encode(&book.view(), rows, full - n + 1);
+            let too_long = matches!(room, Err(Error::TooShort { what: "pages", .. }));
+            prop_assert!(too_long || n == 0);
+            let paged = Codes::paged(shape, n, &pool, &table, page_tokens).unwrap();
+            prop_assert!((0..n).all(|i| paged.iter_vector(i).eq(whole.view().iter_vector(i))));
+        }
+        // Other sequences' pages are untouched.
+        let page = shape.page_len(page_tokens);
+        for (i, (page, before)) in pool.chunks(page).zip(before.chunks(page)).enumerate() {
+            prop_assert!(table.contains(&(i as u32)) || page == before);
+        }
+    }
+
+    #[test]
+    fn nothing_is_left_of_removed_vectors(
+        m in 1_usize..6, nbits in 1_u32..=12, seed: u64, n in 0_usize..200, kept in 0_usize..250,
+    ) {
         let shape = PqShape::new(m, m, nbits).unwrap();
         let mut codes = CodesBuf::from_packed(shape, n, bytes(seed, shape.codes_len(n))).unwrap();
-        let first: Vec<u16> = (0..kept.min(n)).flat_map(|i| codes.view().iter_vector(i)).map(|c| c as u16).collect();
+        let first = (0..kept.min(n)).flat_map(|i| codes.view().iter_vector(i));
+        let first: Vec<u16> = first.map(|c| c as u16).collect();
         let mut expected = vec![0xff; shape.codes_len(kept.min(n))];
         pack_codes_into(shape, &first, &mut expected).unwrap();
         codes.truncate(kept);
@@ -109,7 +193,9 @@ proptest! {
     }
 
     #[test]
-    fn codes_and_codebooks_come_back(m in 1_usize..6, dsub in 1_usize..4, nbits in 1_u32..=10, seed: u64, n in 0_usize..200) {
+    fn codes_and_codebooks_come_back(
+        m in 1_usize..6, dsub in 1_usize..4, nbits in 1_u32..=10, seed: u64, n in 0_usize..200,
+    ) {
         let shape = PqShape::new(m * dsub, m, nbits).unwrap();
         let codes = CodesBuf::from_packed(shape, n, bytes(seed, shape.codes_len(n))).unwrap();
         let restored = CodesBuf::from_bytes(&codes.to_bytes()).unwrap();
@@ -121,6 +207,27 @@ proptest! {
         let half = CodebookBuf::from_bytes(&book.to_bytes::<f16>()).unwrap();
         prop_assert_eq!(half.centroids(), CodebookBuf::new(shape, &halves).unwrap().centroids());
         prop_assert!(book.to_bytes::<f16>().len() < book.to_bytes::<f32>().len() * 2 / 3 + 16);
+    }
+}
+
+/// Sizes at which every kernel gathers several times.
+#[test]
+fn many_subspaces_in_small_pages_are_codes_in_one_piece() {
+    for (m, nbits) in [(70, 8), (33, 7), (64, 6), (130, 5), (64, 4), (200, 1)] {
+        let shape = PqShape::new(m, m, nbits).unwrap();
+        let n = 2200;
+        let codes = bytes(m as u64, shape.codes_len(n));
+        let whole = Codes::new(shape, n, &codes).unwrap();
+        for page_tokens in [16, 32] {
+            let (pool, table) = in_pages(&whole, page_tokens, 7);
+            let paged = Codes::paged(shape, n, &pool, &table, page_tokens).unwrap();
+            for backend in backends() {
+                let ((bits, out), (paged_bits, paged_out)) =
+                    (results(backend, whole, whole), results(backend, paged, paged));
+                assert!(bits == paged_bits, "{m}x{nbits}, pages of {page_tokens}, {backend:?}");
+                assert!(out.iter().zip(&paged_out).all(|(x, y)| (x - y).abs() < 1e-4));
+            }
+        }
     }
 }
 
@@ -162,10 +269,16 @@ fn page_tables_are_checked() {
     assert!(matches!(missing, Err(Error::Page { index: 1, page: 4, pages: 4 })));
     assert!(matches!(Codes::paged(shape, 300, &pool, &[3, 0], 128), Err(Error::TooShort { needed: 3, .. })));
     assert!(matches!(Codes::paged(shape, 300, &pool, &[3, 0], 0), Err(Error::Zero { .. })));
-    assert!(matches!(
-        Codes::paged(shape, 9, &pool, &[3], 96),
-        Err(Error::Unaligned { at: 96, multiple: 64, .. })
-    ));
+    for page_tokens in [1, 8, 48, 96] {
+        assert_eq!(
+            Codes::paged(shape, 9, &pool, &[3], page_tokens).unwrap_err(),
+            Error::PageTokens { page_tokens }
+        );
+    }
+    assert!(matches!(Codes::paged(shape, 9, &pool, &[32], 16), Err(Error::Page { pages: 32, .. })));
+    let mut written = pool.clone();
+    assert!(matches!(CodesMut::paged(shape, &mut written, &[4], 128), Err(Error::Page { page: 4, .. })));
+    assert!(CodesMut::paged(shape, &mut written, &[0, 1], usize::MAX - 63).is_err());
     assert!(Codes::paged(shape, usize::MAX, &pool, &[3], usize::MAX - 63).is_err());
     let codes = Codes::new(shape, 100, &pool).unwrap();
     assert!(matches!(codes.slice(3..9), Err(Error::Unaligned { at: 3, .. })));

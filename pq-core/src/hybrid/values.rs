@@ -71,15 +71,15 @@ impl<'a> Lanes<'a> {
     fn add_lanes<const L: usize>(&mut self, codes: &Codes<'_>) {
         let (weights, sums) = (self.weights.as_chunks::<L>().0, self.sums.as_chunks_mut::<L>().0);
         let (nbits, ksub) = (self.shape.nbits(), self.shape.ksub());
-        let run_len = 8 * nbits as usize;
+        let (block, run_len) = (codes.block_vectors(), codes.run_len());
         for (j, sums) in sums.chunks_exact_mut(ksub).enumerate() {
-            for (b, weights) in weights[..codes.n()].chunks(BLOCK).enumerate() {
+            for (b, weights) in weights[..codes.n()].chunks(block).enumerate() {
                 let run = &codes.block(b)[j * run_len..][..run_len];
                 if nbits == 8 {
                     // A run of 8 bits has a token's code in its byte.
                     add_run(sums, weights, run);
                 } else {
-                    add_run(sums, weights, &unpack_run(run, nbits));
+                    add_run(sums, weights, &unpack_run(run, nbits, block));
                 }
             }
         }

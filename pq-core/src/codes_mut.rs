@@ -1,0 +1,143 @@
+//! Packed codes that are written.
+
+use crate::encode::encode;
+use crate::error::{check_at_least, check_len};
+use crate::layout::Layout;
+use crate::pack::{BLOCK, ReplaceInRun, set_in_run};
+use crate::simd::Run;
+use crate::{Backend, Codebook, Element, Error, PqShape, Rows};
+
+/// The codes of a sequence in the pages of a pool, to be written. [`Codes::paged`](crate::Codes::paged) reads
+/// them.
+///
+/// # Examples
+/// ```
+/// use pq_core::{CodebookBuf, Codes, CodesMut, PqShape, Rows};
+/// let shape = PqShape::new(2, 2, 1)?; // the centroids of each component are 0 and 1
+/// let codebook = CodebookBuf::new(shape, &[0.0, 1.0, 0.0, 1.0])?;
+/// let keys: Vec<f32> = (0..20).flat_map(|t| if t < 18 { [0.1, 0.9] } else { [0.8, 0.2] }).collect();
+/// let mut pool = vec![0; 10 * shape.page_len(16)]; // 10 pages of 16 tokens
+/// let table = [7, 2]; // those of one sequence
+/// let mut codes = CodesMut::paged(shape, &mut pool, &table, 16)?;
+/// codes.encode(&codebook.view(), Rows::contiguous(&keys[..36], 2)?, 0)?; // a prompt of 18 tokens
+/// codes.encode(&codebook.view(), Rows::contiguous(&keys[36..], 2)?, 18)?; // the next two
+/// assert!(Codes::paged(shape, 20, &pool, &table, 16)?.iter_vector(19).eq([1, 0]));
+/// # Ok::<(), pq_core::Error>(())
+/// ```
+#[derive(Debug)]
+pub struct CodesMut<'a> {
+    shape: PqShape,
+    n: usize, // vectors that there is room for
+    bytes: &'a mut [u8],
+    layout: Layout<'a>,
+}
+
+impl<'a> CodesMut<'a> {
+    /// The pages of `table`, in the order of the sequence, of `page_tokens` vectors each: 16, 32, or a
+    /// multiple of [`BLOCK`].
+    ///
+    /// # Shapes
+    /// `pool` whole pages of [`PqShape::page_len`] bytes.
+    /// # Errors
+    /// [`Error::Zero`] or [`Error::PageTokens`] for `page_tokens`, [`Error::Page`] for a page that the pool
+    /// does not have.
+    pub fn paged(
+        shape: PqShape,
+        pool: &'a mut [u8],
+        table: &'a [u32],
+        page_tokens: usize,
+    ) -> Result<Self, Error> {
+        let n = table.len().checked_mul(page_tokens).ok_or(Error::TooLarge)?;
+        let layout = Layout::paged(shape, n, pool.len(), table, page_tokens)?;
+        Ok(Self { shape, n, bytes: pool, layout })
+    }
+
+    /// Whole blocks in one piece.
+    pub(crate) const fn new(shape: PqShape, bytes: &'a mut [u8]) -> Self {
+        Self { shape, n: bytes.len() / shape.block_size() * BLOCK, bytes, layout: Layout::whole(shape) }
+    }
+
+    /// Encodes vectors as the codes of vectors `first` and on, as
+    /// [`encode_rows_into`](crate::encode_rows_into) does. The codes of other vectors keep their values.
+    ///
+    /// # Errors
+    /// [`Error::ShapeMismatch`]; [`Error::Length`] for rows of another length; [`Error::TooShort`] when the
+    /// pages end before. Nothing is then written.
+    pub fn encode<E: Element>(
+        &mut self,
+        codebook: &Codebook<'_>,
+        vectors: Rows<'_, E>,
+        first: usize,
+    ) -> Result<f64, Error> {
+        self.encode_with(Backend::detect(), codebook, vectors, first)
+    }
+
+    /// [`encode`](Self::encode) on a given backend.
+    ///
+    /// # Errors
+    /// As [`encode`](Self::encode), and [`Error::BackendUnavailable`].
+    pub fn encode_with<E: Element>(
+        &mut self,
+        backend: Backend,
+        codebook: &Codebook<'_>,
+        vectors: Rows<'_, E>,
+        first: usize,
+    ) -> Result<f64, Error> {
+        backend.check()?;
+        if codebook.shape() != self.shape {
+            return Err(Error::ShapeMismatch);
+        }
+        check_len("row", vectors.components(), self.shape.dim())?;
+        check_at_least("pages", self.n, first.saturating_add(vectors.rows()))?;
+        encode(backend, codebook, vectors, first, self)
+    }
+
+    /// The run of subspace `j` in block `b`.
+    fn run(&mut self, b: usize, j: usize) -> &mut [u8] {
+        let run_len = self.layout.vectors() / 8 * self.shape.nbits() as usize;
+        &mut self.bytes[self.layout.at(b) + j * run_len..][..run_len]
+    }
+
+    /// The place of the codes of vector `i`.
+    #[inline(always)]
+    pub(crate) fn vector(&mut self, i: usize) -> VectorMut<'_> {
+        let (vectors, nbits) = (self.layout.vectors(), self.shape.nbits());
+        let block = &mut self.bytes[self.layout.at(i / vectors)..][..self.layout.block_size()];
+        VectorMut { block, nbits, vectors, at: i % vectors }
+    }
+
+    /// Writes the codes of subspace `j` of vectors `first` and on.
+    pub(crate) fn set(&mut self, backend: Backend, first: usize, j: usize, codes: &[u32]) {
+        let (len, nbits) = (self.layout.vectors(), self.shape.nbits());
+        let (mut first, mut rest) = (first, codes);
+        while !rest.is_empty() {
+            let (codes, later) = rest.split_at(rest.len().min(len - first % len));
+            let run = self.run(first / len, j);
+            backend.run(ReplaceInRun { run, nbits, len, first: first % len, codes });
+            (first, rest) = (first + codes.len(), later);
+        }
+    }
+}
+
+/// The codes of one vector.
+pub(crate) struct VectorMut<'a> {
+    block: &'a mut [u8], // with the codes of other vectors
+    nbits: u32,
+    vectors: usize, // of the block
+    at: usize,
+}
+
+impl VectorMut<'_> {
+    /// Writes the code of subspace `j`.
+    #[inline(always)]
+    pub fn set(&mut self, j: usize, code: u16) {
+        let Self { nbits, vectors, at, .. } = *self;
+        let run_len = vectors / 8 * nbits as usize;
+        let run = &mut self.block[j * run_len..][..run_len];
+        match vectors {
+            // A length that the compiler knows needs no division.
+            BLOCK => set_in_run(run, nbits, BLOCK, at, code),
+            _ => set_in_run(run, nbits, vectors, at, code),
+        }
+    }
+}
