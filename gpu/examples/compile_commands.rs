@@ -6,8 +6,8 @@ use std::error::Error;
 
 use codec_core::{Coder, FitOptions, ModelKind, PlaneBuf, PredictorKind, Steps, TransformBuf};
 use kv_gpu::pq::{
-    AttendGenericShape, AttendShape, EncodeGenericShape, EncodeShape, Gather, LutShape, ScanShape,
-    SearchShape, Side, TrainShape,
+    AppendShape, AttendGenericShape, AttendShape, EncodeGenericShape, EncodeShape, Gather, LutShape,
+    ScanShape, SearchShape, Side, TrainShape,
 };
 use kv_gpu::svd::{self, ProjectShape};
 use kv_gpu::{Element, Program, VectorElement, codec, self_test_program};
@@ -37,13 +37,13 @@ fn programs() -> Result<Vec<Program>, Box<dyn Error>> {
         attend.program(DEVICES[1].1)?,
         AttendGenericShape { keys: fine, values: fine, group }.program()?,
         encode.program()?,
+        AppendShape { keys: fine, values: fine, element: rows, paged: true }.program()?,
         EncodeGenericShape { quantizer: coarse, element: rows }.program()?,
         TrainShape { quantizer: coarse, element: rows }.program()?,
         LutShape { quantizer: coarse, group, element: rows }.program()?,
         ScanShape { quantizer: coarse, group }.program(DEVICES[1].1)?,
         Gather::program(256)?,
         ragged.program()?,
-        svd::Prefill::program(ragged)?,
         planes.decode_program(),
         planes.encode_program(),
         codec::Encode::join_program(),
@@ -53,6 +53,7 @@ fn programs() -> Result<Vec<Program>, Box<dyn Error>> {
         let rule = GroupRule::SumOfSoftmax;
         programs.push(SearchShape { quantizer: coarse, group, rule }.program(capability, shared_memory)?);
         programs.push(ProjectShape { dim: 128, rank: 64, element }.program(capability)?);
+        programs.push(svd::Prefill::program(ragged, capability)?);
         programs.push(svd::GramShape { dim: 128, element }.program(capability)?);
     }
     Ok(programs)

@@ -42,7 +42,15 @@ const HEADERS: &[Source] = &[
     source!("pq_attend/sums.cuh"),
     source!("pq_attend/tables.cuh"),
     source!("pq_codes.cuh"),
+    source!("pq_hybrid/codes.cuh"),
+    source!("pq_hybrid/lut.cuh"),
+    source!("pq_hybrid/plan.cuh"),
+    source!("pq_hybrid/rows.cuh"),
+    source!("pq_hybrid/shape.cuh"),
+    source!("pq_hybrid/values.cuh"),
     source!("pq_nearest.cuh"),
+    source!("pq_search/keys.cuh"),
+    source!("pq_search/radix.cuh"),
     source!("pq_search/select.cuh"),
     source!("pq_search/tables.cuh"),
     source!("primitives_sm80.cuh"),
@@ -50,6 +58,7 @@ const HEADERS: &[Source] = &[
     source!("softmax_reduce.cuh"),
     source!("svd_gram/gram.cuh"),
     source!("svd_gram/join.cuh"),
+    source!("svd_prefill/wgmma.cuh"),
     source!("types.cuh"),
     source!("warp.cuh"),
     source!("wgmma_sm90.cuh"),
@@ -297,7 +306,7 @@ fn text_of(characters: Vec<c_char>) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::pq::{AttendShape, SearchShape};
+    use crate::pq::{AttendShape, HybridShape, SearchShape};
     use crate::{Element, svd};
     use pq_core::{GroupRule, PqShape};
 
@@ -308,10 +317,17 @@ mod tests {
         let element = Element::F16;
         let attend = AttendShape { keys: quantizer, values: quantizer, group: 4, element, paged: true };
         let search = SearchShape { quantizer: coarse, group: 4, rule: GroupRule::SumOfSoftmax };
+        let (keys, values) = (PqShape::new(128, 16, 8).unwrap(), PqShape::new(128, 8, 8).unwrap());
+        let rule = GroupRule::SumOfSoftmax;
+        let hybrid = HybridShape { keys, values, group: 4, element, rule, paged: true };
+        let hybrid = hybrid.programs(227 << 10).unwrap();
         let programs = [
             attend.program(227 << 10).unwrap(),
             search.program((8, 0), 163 << 10).unwrap(),
             search.program((9, 0), 227 << 10).unwrap(),
+            hybrid[0].clone(),
+            hybrid[1].clone(),
+            hybrid[2].clone(),
             svd::GramShape { dim: 128, element }.program((9, 0)).unwrap(),
             svd::AttendShape { dim: 128, element }.program().unwrap(),
         ];

@@ -1,10 +1,12 @@
 //! Operations of `pq-core`: product quantization.
 
+mod append;
 mod attend;
 mod attend_generic;
 mod encode;
 mod encode_generic;
 mod gather;
+mod hybrid;
 mod layout;
 mod lut;
 mod nearest;
@@ -12,11 +14,13 @@ mod scan;
 mod search;
 mod train;
 
+pub use append::{Append, AppendArguments, AppendShape};
 pub use attend::{Attend, AttendArguments, AttendShape, ExactTokens, Pages};
 pub use attend_generic::{AttendGeneric, AttendGenericArguments, AttendGenericShape};
 pub use encode::{Encode, EncodeArguments, EncodeShape};
 pub use encode_generic::{EncodeGeneric, EncodeGenericArguments, EncodeGenericShape};
 pub use gather::{Gather, GatherArguments};
+pub use hybrid::{ExactRows, Hybrid, HybridArguments, HybridShape};
 pub use layout::{CodeLayout, Side, TILE};
 pub use lut::{Lut, LutArguments, LutShape};
 pub use scan::{Scan, ScanArguments, ScanShape};

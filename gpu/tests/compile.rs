@@ -9,8 +9,8 @@ use std::sync::Arc;
 use codec_core::{FitOptions, ModelKind, PlaneBuf, PredictorKind, Steps, TransformBuf};
 use kv_gpu::codec::{self, Planes};
 use kv_gpu::pq::{
-    AttendGenericShape, AttendShape, EncodeGenericShape, EncodeShape, Gather, LutShape, ScanShape,
-    SearchShape, Side, TrainShape,
+    AppendShape, AttendGenericShape, AttendShape, EncodeGenericShape, EncodeShape, Gather, HybridShape,
+    LutShape, ScanShape, SearchShape, Side, TrainShape,
 };
 use kv_gpu::svd::{self, ProjectShape};
 use kv_gpu::{Element, Error, Program, VectorElement, compile, self_test_program};
@@ -90,12 +90,35 @@ fn attention_of_one_query() {
 
 #[test]
 fn attention_of_groups() {
-    attention(&[2, 4], Element::F16, false);
+    attention(&[2, 4, 6, 8], Element::F16, false);
 }
 
 #[test]
 fn attention_in_pages() {
-    attention(&[1, 3], Element::Bf16, true);
+    attention(&[1, 3, 8], Element::Bf16, true);
+}
+
+#[test]
+fn attention_on_codes_and_exact_rows() {
+    type Shape = (usize, (usize, u32), (usize, u32), usize, bool);
+    let programs = |shapes: &[Shape], shared_memory| {
+        let of_shape = |&(dim, keys, values, group, paged): &Shape| {
+            let quantizer = |(m, nbits)| PqShape::new(dim, m, nbits).unwrap();
+            let (keys, values) = (quantizer(keys), quantizer(values));
+            let (element, rule) = (Element::Bf16, GroupRule::SumOfSoftmax);
+            HybridShape { keys, values, group, element, rule, paged }.programs(shared_memory).unwrap()
+        };
+        shapes.iter().flat_map(of_shape).collect()
+    };
+    let hot = [
+        (128, (16, 8), (16, 8), 4, false),
+        (128, (16, 8), (8, 8), 1, true),
+        (128, (32, 4), (32, 4), 4, true),
+        (64, (8, 8), (16, 4), 3, false),
+    ];
+    check(|shared_memory| programs(&hot, shared_memory), true);
+    // Eight queries spill two registers on sm_80.
+    check(|shared_memory| programs(&[(128, (16, 8), (8, 8), 8, false)], shared_memory), false);
 }
 
 #[test]
@@ -108,6 +131,20 @@ fn encoding() {
                     .map(|(side, element, paged)| EncodeShape { quantizer, side, element, paged })
             });
             shapes.map(|shape| shape.program().unwrap()).collect()
+        },
+        true,
+    );
+}
+
+#[test]
+fn appending() {
+    check(
+        |_| {
+            let shapes = QUANTIZERS.map(|(dim, m, nbits)| {
+                let quantizer = PqShape::new(dim, m, nbits).unwrap();
+                AppendShape { keys: quantizer, values: quantizer, element: VectorElement::Bf16, paged: true }
+            });
+            shapes.map(|shape| shape.program().unwrap()).to_vec()
         },
         true,
     );
@@ -138,13 +175,18 @@ fn projection_and_second_moments() {
 
 #[test]
 fn attention_on_ragged_ranks() {
-    let shapes = [64, 128].map(|dim| {
-        [Element::F16, Element::Bf16].map(|element| {
-            let shape = svd::AttendShape { dim, element };
-            [shape.program().unwrap(), svd::Prefill::program(shape).unwrap()]
-        })
-    });
-    check(|_| shapes.concat().concat(), true);
+    let shapes =
+        [64, 128].map(|dim| [Element::F16, Element::Bf16].map(|element| svd::AttendShape { dim, element }));
+    let shapes = shapes.concat();
+    check(|_| shapes.iter().map(|shape| shape.program().unwrap()).collect(), true);
+    for (architecture, capability) in CAPABILITIES {
+        for &shape in &shapes {
+            let program = svd::Prefill::program(shape, capability).unwrap();
+            let Ok(image) = compile(&program, architecture) else { return };
+            assert_eq!(image.spilled_bytes(), 0, "{program} for {architecture}");
+            assert!(!image.log.contains("serialized"), "wgmma waits after each product: {}", image.log);
+        }
+    }
 }
 
 #[test]

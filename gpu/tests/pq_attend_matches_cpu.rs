@@ -331,11 +331,23 @@ fn many_ragged_sequences_agree() {
     }
 }
 
+/// Numbers of heads for which blocks take several of them, with their tables, one after another.
+#[test]
+fn many_heads_agree() {
+    let Some(device) = device("many_heads_agree") else { return };
+    for (seed, heads) in [(4000, 40), (4001, 67), (4002, 133), (4003, 300)] {
+        let mut random = Random(seed);
+        let mut case = random_case(&mut random, &[1, 3]);
+        (case.heads, case.shape.group) = (heads, 1 + random.below(8));
+        case.run(&device, &mut random, |_| ());
+    }
+}
+
 /// Every group size with the shape of the benchmark. The sequence is long enough that all blocks share it.
 #[test]
 fn every_group_agrees() {
     let Some(device) = device("every_group_agrees") else { return };
-    for group in 1..=16 {
+    for (group, heads) in (1..=16).map(|group| (group, 2)).chain([(3, 1), (8, 1), (12, 1)]) {
         let mut random = Random(1000 + group as u64);
         let quantizer = PqShape::new(128, 64, 8).unwrap();
         let shape =
@@ -345,7 +357,7 @@ fn every_group_agrees() {
         let case = Case {
             shape,
             batch: 1,
-            heads: 2,
+            heads,
             capacity,
             lengths,
             exact_capacity: 100,

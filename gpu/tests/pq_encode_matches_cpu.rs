@@ -19,7 +19,9 @@ fn run(device: &Device, random: &mut Random, shape: EncodeShape) {
     let (dim, layout) = (quantizer.dim(), CodeLayout::new(quantizer, shape.side).unwrap());
     let (batch, heads) = (1 + random.below(3), 1 + random.below(3));
     let firsts: Vec<u32> = (0..batch).map(|_| random.pick(&[0, 1, 31, 32, 100])).collect();
-    let counts: Vec<u32> = (0..batch).map(|_| random.pick(&[0, 1, 5, 32, 33, 128, 300])).collect();
+    // Few tokens a sequence take another kernel.
+    let choices: &[u32] = if random.below(2) == 0 { &[0, 1, 5, 64] } else { &[0, 1, 5, 32, 33, 128, 300] };
+    let counts: Vec<u32> = (0..batch).map(|_| random.pick(choices)).collect();
     let max_count = *counts.iter().max().unwrap() as usize;
     let capacity_tiles = (100 + max_count).div_ceil(TILE);
     let page_tiles = if shape.paged { 1 + random.below(3) } else { capacity_tiles };
@@ -143,7 +145,9 @@ fn quantizers() -> Vec<PqShape> {
         let subspaces = (0..8).map(move |i| dim >> i);
         subspaces.flat_map(move |m| (1..=8).filter_map(move |nbits| PqShape::new(dim, m, nbits).ok()))
     });
-    all.filter(|&quantizer| CodeLayout::new(quantizer, Side::Keys).is_ok()).collect()
+    let element = VectorElement::F32;
+    let shape = |quantizer| EncodeShape { quantizer, side: Side::Keys, element, paged: false };
+    all.filter(|&quantizer| shape(quantizer).program().is_ok()).collect()
 }
 
 #[test]
@@ -176,6 +180,6 @@ fn random_cases_agree() {
 }
 
 #[test]
-fn the_layout_accepts_twenty_one_quantizers() {
+fn twenty_one_quantizers_have_a_kernel() {
     assert_eq!(quantizers().len(), 21);
 }

@@ -5,8 +5,8 @@
 mod common;
 
 use common::{Buffer, Random, SIDES, device, from_element, relative_error, to_element};
-use kv_gpu::Element;
 use kv_gpu::svd::{AttendShape, Prefill, PrefillArguments};
+use kv_gpu::{Device, Element};
 use svd_core::{Attention, Backend, ExactTokens, Rows, SoftmaxStats, attend_exact_into_with};
 
 /// Maximum relative error of an output vector, by element type: the rounding of weights and of the output.
@@ -21,120 +21,152 @@ fn random_shapes_agree() {
             dim: random.pick(&[64, 128]),
             element: random.pick(&[Element::F16, Element::Bf16]),
         };
-        let AttendShape { dim, element } = shape;
-        let (batch, heads, group) = (1 + random.below(3), 1 + random.below(4), 1 + random.below(4));
-        let capacity = random.pick(&[1, 40, 200, 600]);
-        let lengths: Vec<u32> = (0..batch).map(|_| random.below(capacity + 1) as u32).collect();
-        // Whole prompts, and prompts whose beginning was cached.
-        let counts: Vec<u32> = lengths
-            .iter()
-            .map(|&n| if random.below(2) == 0 { n } else { random.below(n as usize + 1) as u32 })
-            .collect();
-        let max_count = *counts.iter().max().unwrap() as usize;
-        let half = random.below(2) == 0; // ranks of at most dim / 2: blocks of 128 rows
-        let most = if half { dim / 16 } else { dim / 8 };
-        let mut ranks = || (0..heads).map(|_| 8 * (1 + random.below(most)) as u32).collect::<Vec<u32>>();
-        let ranks = SIDES.map(|_| ranks());
-        let offsets = ranks.each_ref().map(|ranks| {
-            let before = |head: usize| ranks[..head].iter().map(|&rank| u64::from(rank)).sum();
-            (0..heads).map(before).collect::<Vec<u64>>()
-        });
-        let sums = ranks.each_ref().map(|ranks| ranks.iter().sum::<u32>() as usize);
-        let rounded = |x: f32| from_element(element, to_element(element, x));
-        let stored = sums.map(|sum| -> Vec<f32> {
-            random.normals(batch * capacity * sum).into_iter().map(rounded).collect()
-        });
-        let query_heads = heads * group;
-        let mut queries: Vec<f32> = random
-            .normals(batch * max_count * query_heads * dim)
-            .into_iter()
-            .map(|x| rounded(2.0 * x))
-            .collect();
-        if !queries.is_empty() {
-            queries[0] = f32::NAN; // must affect this query alone
-        }
-
-        let bits = |x: &[f32]| x.iter().map(|&x| to_element(element, x)).collect::<Vec<u16>>();
-        let stored_there = stored.each_ref().map(|x| Buffer::new(&device, &bits(x)));
-        let queries_there = Buffer::new(&device, &bits(&queries));
-        let [lengths_there, counts_there] = [&lengths, &counts].map(|x| Buffer::new(&device, x));
-        let ranks_there = ranks.each_ref().map(|ranks| Buffer::new(&device, ranks));
-        let offsets_there = offsets.each_ref().map(|offsets| Buffer::new(&device, offsets));
-        let out = Buffer::new(&device, &vec![u16::MAX; queries.len()]); // NaN
-        let scale = 1.0 / (dim as f32).sqrt();
-        let arguments = PrefillArguments {
-            batch,
-            heads,
-            group,
-            capacity,
-            max_count,
-            keys: stored_there[0].pointer().cast(),
-            values: stored_there[1].pointer().cast(),
-            queries: queries_there.pointer().cast(),
-            strides: [max_count * query_heads * dim, query_heads * dim, dim],
-            lengths: lengths_there.pointer(),
-            counts: counts_there.pointer(),
-            key_ranks: ranks_there[0].pointer(),
-            value_ranks: ranks_there[1].pointer(),
-            key_offsets: offsets_there[0].pointer(),
-            value_offsets: offsets_there[1].pointer(),
-            key_rank_sum: sums[0],
-            value_rank_sum: sums[1],
-            scale,
-            out: out.pointer().cast(),
+        let sizes = Sizes {
+            batch: 1 + random.below(3),
+            heads: 1 + random.below(4),
+            group: 1 + random.below(4),
+            capacity: random.pick(&[1, 40, 200, 600]),
         };
-        let prefill = Prefill::new(&device, shape).unwrap();
-        // SAFETY: the buffers live until their contents have been read, and have the lengths that the shape
-        // requires.
-        #[allow(unsafe_code)]
-        unsafe { prefill.launch(device.stream().cu_stream(), &arguments) }.unwrap();
-        let out = out.read();
+        check(&device, &mut random, shape, sizes, 1);
+    }
+}
 
-        let tolerance = TOLERANCES.iter().find(|(e, _)| *e == element).unwrap().1;
-        for (i, got) in out.chunks_exact(dim).enumerate() {
-            let (row, head) = (i / query_heads, i % query_heads / group);
-            let (sequence, row) = (row / max_count, row % max_count);
-            let place =
-                format!("{shape:?} lengths {lengths:?} counts {counts:?} ranks {ranks:?}, output {i}");
-            if row >= counts[sequence] as usize {
-                assert!(got.iter().all(|&bits| bits == u16::MAX), "{place}: written for no query");
-                continue;
-            }
-            let n = (lengths[sequence] - counts[sequence]) as usize + row + 1;
-            let [rank_k, rank_v] = ranks.each_ref().map(|ranks| ranks[head] as usize);
-            let [keys, values] = SIDES.map(|side| {
-                let side = side as usize;
-                let at = sequence * capacity * sums[side] + capacity * offsets[side][head] as usize;
-                &stored[side][at..][..n * ranks[side][head] as usize]
-            });
-            let query: Vec<f32> = queries[i * dim..][..rank_k].iter().map(|x| x * scale).collect();
-            assert!(got[rank_v..].iter().all(|&bits| bits == u16::MAX), "{place}: written beyond the rank");
-            let got: Vec<f32> = got[..rank_v].iter().map(|&bits| from_element(element, bits)).collect();
-            if query.iter().any(|x| x.is_nan()) {
-                assert!(got.iter().all(|x| x.is_nan()), "{place}: {got:?}");
-                continue;
-            }
-            let (mut expected, mut stats) = (vec![0.0; rank_v], [SoftmaxStats::EMPTY]);
-            let tokens = ExactTokens::contiguous(keys, rank_k, values, rank_v).unwrap();
-            let (attention, mut scratch) = (Attention::default(), vec![0.0; rank_k]);
-            let query = Rows::from(&query[..]);
-            attend_exact_into_with(
-                Backend::Scalar,
-                &attention,
-                query,
-                &tokens,
-                &mut scratch,
-                &mut expected,
-                &mut stats,
-            )
-            .unwrap();
-            stats[0].normalize(&mut expected);
-            // Where the values nearly cancel, the error is relative to the norm of a mean of values of about
-            // 1.
-            let length = (rank_v as f64 / n as f64).sqrt();
-            let norm = expected.iter().map(|&x| f64::from(x) * f64::from(x)).sum::<f64>().sqrt();
-            let error = relative_error(&got, &expected) * norm / norm.max(length);
-            assert!(error <= tolerance, "{place}: error {error}");
+/// More blocks of queries than multiprocessors, and tiles than a ring holds many times over.
+#[test]
+fn long_prompts_agree() {
+    let Some(device) = device("long_prompts_agree") else { return };
+    for (seed, dim) in [64, 128, 64, 128].into_iter().enumerate() {
+        let mut random = Random(1000 + seed as u64);
+        let shape = AttendShape { dim, element: random.pick(&[Element::F16, Element::Bf16]) };
+        let sizes = Sizes { batch: 2, heads: 5, group: 7, capacity: 2000 };
+        check(&device, &mut random, shape, sizes, 997);
+    }
+}
+
+struct Sizes {
+    batch: usize,
+    heads: usize,
+    group: usize,
+    capacity: usize,
+}
+
+/// Compares every `step`-th output of random lengths, counts, ranks and strides.
+fn check(device: &Device, random: &mut Random, shape: AttendShape, sizes: Sizes, step: usize) {
+    let AttendShape { dim, element } = shape;
+    let Sizes { batch, heads, group, capacity } = sizes;
+    let lengths: Vec<u32> = (0..batch).map(|_| random.below(capacity + 1) as u32).collect();
+    // Whole prompts, and prompts whose beginning was cached.
+    let counts: Vec<u32> = lengths
+        .iter()
+        .map(|&n| if random.below(2) == 0 { n } else { random.below(n as usize + 1) as u32 })
+        .collect();
+    let max_count = *counts.iter().max().unwrap() as usize;
+    let half = random.below(2) == 0; // ranks of at most dim / 2: on sm_80 blocks of 128 rows
+    let most = if half { dim / 16 } else { dim / 8 };
+    let mut ranks = || (0..heads).map(|_| 8 * (1 + random.below(most)) as u32).collect::<Vec<u32>>();
+    let ranks = SIDES.map(|_| ranks());
+    let offsets = ranks.each_ref().map(|ranks| {
+        let before = |head: usize| ranks[..head].iter().map(|&rank| u64::from(rank)).sum();
+        (0..heads).map(before).collect::<Vec<u64>>()
+    });
+    let sums = ranks.each_ref().map(|ranks| ranks.iter().sum::<u32>() as usize);
+    let rounded = |x: f32| from_element(element, to_element(element, x));
+    let mut stored = sums
+        .map(|sum| -> Vec<f32> { random.normals(batch * capacity * sum).into_iter().map(rounded).collect() });
+    // What lies beyond the lengths is not read.
+    for (side, sequence, head) in (0..2 * batch * heads).map(|i| (i % 2, i / 2 % batch, i / 2 / batch)) {
+        let (rank, start) = (ranks[side][head] as usize, capacity * offsets[side][head] as usize);
+        let tokens = &mut stored[side][sequence * capacity * sums[side] + start..][..capacity * rank];
+        tokens[lengths[sequence] as usize * rank..].fill(f32::NAN);
+    }
+    // Query heads are part of longer rows, as after a projection to queries, keys and values at once.
+    let query_heads = heads * group;
+    let row = query_heads + random.below(3);
+    let mut queries: Vec<f32> =
+        random.normals(batch * max_count * row * dim).into_iter().map(|x| rounded(2.0 * x)).collect();
+    if !queries.is_empty() {
+        queries[0] = f32::NAN; // must affect this query alone
+    }
+
+    let bits = |x: &[f32]| x.iter().map(|&x| to_element(element, x)).collect::<Vec<u16>>();
+    let stored_there = stored.each_ref().map(|x| Buffer::new(device, &bits(x)));
+    let queries_there = Buffer::new(device, &bits(&queries));
+    let [lengths_there, counts_there] = [&lengths, &counts].map(|x| Buffer::new(device, x));
+    let ranks_there = ranks.each_ref().map(|ranks| Buffer::new(device, ranks));
+    let offsets_there = offsets.each_ref().map(|offsets| Buffer::new(device, offsets));
+    let out = Buffer::new(device, &vec![u16::MAX; queries.len()]); // NaN
+    let scale = 1.0 / (dim as f32).sqrt();
+    let arguments = PrefillArguments {
+        batch,
+        heads,
+        group,
+        capacity,
+        max_count,
+        keys: stored_there[0].pointer().cast(),
+        values: stored_there[1].pointer().cast(),
+        queries: queries_there.pointer().cast(),
+        strides: [max_count * row * dim, row * dim, dim],
+        lengths: lengths_there.pointer(),
+        counts: counts_there.pointer(),
+        key_ranks: ranks_there[0].pointer(),
+        value_ranks: ranks_there[1].pointer(),
+        key_offsets: offsets_there[0].pointer(),
+        value_offsets: offsets_there[1].pointer(),
+        key_rank_sum: sums[0],
+        value_rank_sum: sums[1],
+        scale,
+        out: out.pointer().cast(),
+    };
+    let prefill = Prefill::new(device, shape).unwrap();
+    // SAFETY: the buffers live until their contents have been read, and have the lengths that the shape
+    // requires.
+    #[allow(unsafe_code)]
+    unsafe { prefill.launch(device.stream().cu_stream(), &arguments) }.unwrap();
+    let out = out.read();
+
+    let tolerance = TOLERANCES.iter().find(|(e, _)| *e == element).unwrap().1;
+    for (i, got) in out.chunks_exact(dim).enumerate().step_by(step) {
+        let (sequence, query, query_head) = (i / row / max_count, i / row % max_count, i % row);
+        let head = query_head / group;
+        let place = format!("{shape:?} lengths {lengths:?} counts {counts:?} ranks {ranks:?}, output {i}");
+        if query >= counts[sequence] as usize || query_head >= query_heads {
+            assert!(got.iter().all(|&bits| bits == u16::MAX), "{place}: written for no query");
+            continue;
         }
+        let n = (lengths[sequence] - counts[sequence]) as usize + query + 1;
+        let [rank_k, rank_v] = ranks.each_ref().map(|ranks| ranks[head] as usize);
+        let [keys, values] = SIDES.map(|side| {
+            let side = side as usize;
+            let at = sequence * capacity * sums[side] + capacity * offsets[side][head] as usize;
+            &stored[side][at..][..n * ranks[side][head] as usize]
+        });
+        let query: Vec<f32> = queries[i * dim..][..rank_k].iter().map(|x| x * scale).collect();
+        assert!(got[rank_v..].iter().all(|&bits| bits == u16::MAX), "{place}: written beyond the rank");
+        let got: Vec<f32> = got[..rank_v].iter().map(|&bits| from_element(element, bits)).collect();
+        if query.iter().any(|x| x.is_nan()) {
+            assert!(got.iter().all(|x| x.is_nan()), "{place}: {got:?}");
+            continue;
+        }
+        let (mut expected, mut stats) = (vec![0.0; rank_v], [SoftmaxStats::EMPTY]);
+        let tokens = ExactTokens::contiguous(keys, rank_k, values, rank_v).unwrap();
+        let (attention, mut scratch) = (Attention::default(), vec![0.0; rank_k]);
+        let query = Rows::from(&query[..]);
+        attend_exact_into_with(
+            Backend::Scalar,
+            &attention,
+            query,
+            &tokens,
+            &mut scratch,
+            &mut expected,
+            &mut stats,
+        )
+        .unwrap();
+        stats[0].normalize(&mut expected);
+        // Where the values nearly cancel, the error is relative to the norm of a mean of values of about
+        // 1.
+        let length = (rank_v as f64 / n as f64).sqrt();
+        let norm = expected.iter().map(|&x| f64::from(x) * f64::from(x)).sum::<f64>().sqrt();
+        let error = relative_error(&got, &expected) * norm / norm.max(length);
+        assert!(error <= tolerance, "{place}: error {error}");
     }
 }

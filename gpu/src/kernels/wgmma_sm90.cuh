@@ -69,6 +69,21 @@ __device__ __forceinline__ void named_barrier_sync(int barrier, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
+// Arrives at a named barrier for which others wait with `named_barrier_sync`.
+__device__ __forceinline__ void named_barrier_arrive(int barrier, int threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+// Raises or lowers the registers per thread of the calling warpgroup to COUNT, a multiple of 8.
+template <int COUNT>
+__device__ __forceinline__ void setmaxnreg_inc() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+template <int COUNT>
+__device__ __forceinline__ void setmaxnreg_dec() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+
 // The wgmma descriptor of an operand in a box. Not transposed: 16 components, which need not be the first, of 64 rows.
 // Transposed: all components of 16 rows, the first of which is a multiple of 8.
 __device__ __forceinline__ u64 smem_descriptor(const void* box) {
@@ -87,6 +102,7 @@ __device__ __forceinline__ u64 smem_descriptor_repeated(const void* matrix) {
 #endif
 #define WGMMA_4(c, i) "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3])
 #define WGMMA_16(c, i) WGMMA_4(c, i), WGMMA_4(c, i + 4), WGMMA_4(c, i + 8), WGMMA_4(c, i + 12)
+#define WGMMA_32(c, i) WGMMA_16(c, i), WGMMA_16(c, i + 16)
 
 // wgmma.m64n64k16: c = x y, or c += x y where `add`; y is transposed in shared memory. Thread 32 w + 4 g + l of the
 // warpgroup holds
@@ -111,7 +127,11 @@ __device__ __forceinline__ void wgmma(float (&c)[4], u64 x, u64 y, bool add) {
 
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
+// Waits until at most GROUPS of the committed groups are pending.
+template <int GROUPS = 0>
+__device__ __forceinline__ void wgmma_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(GROUPS) : "memory");
+}
 // Keeps the compiler from moving reads of the accumulators before `wgmma_wait` (CUTLASS: warpgroup_fence_operand).
 template <int COUNT>
 __device__ __forceinline__ void wgmma_keep(float (&c)[COUNT]) {

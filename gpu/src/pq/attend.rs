@@ -13,8 +13,10 @@ use crate::{Device, Element, Error, Program};
 const ROW: usize = 256;
 /// Maximum bytes of shared memory of a block on sm_90.
 const SHARED_MEMORY_SM_90: usize = 227 << 10;
-/// Maximum number of query heads of a block.
-const MAX_QUERIES: usize = 4;
+/// Maximum number of query heads of a block, and the same with one key table, where each query needs an MMA
+/// of its own.
+const MAX_QUERIES: usize = 8;
+const MAX_QUERIES_OF_ONE_TABLE: usize = 4;
 
 /// Compile-time shape of [`Attend`].
 ///
@@ -68,35 +70,45 @@ impl AttendShape {
                 supported: "keys and values of the same dim, and 1 to 16 query heads per key/value head",
             });
         }
-        // A larger group is cut into slices with blocks of their own. Three queries use the kernel for four.
-        let queries = self.group.div_ceil(self.group.div_ceil(MAX_QUERIES)).next_power_of_two();
-        // A block has fewer warps where a thread needs more registers: with more queries, with one key table
-        // on sm_80, and with codes that stand for several words. Two interleaved tiles need the most
-        // registers, and pay only if codes need no expansion.
-        let simple = [&keys, &values].iter().all(|codes| codes.components() == 2);
-        let expanded = [&keys, &values].iter().any(|codes| codes.bits() < 8);
-        let interleaved = queries == 4 && simple && !expanded && self.keys.dim() == 128;
-        let two_tables = match queries {
-            2 if simple => 16,
-            4 if interleaved => 8,
-            _ => 12,
-        };
-        let one_table = match queries {
-            1 if simple && shared_memory >= SHARED_MEMORY_SM_90 => 16,
-            1 | 2 => 12,
-            _ => 8,
-        };
-        let mut plan = Plan { keys, values, queries, copies: 2, warps: two_tables, interleaved };
-        if queries == 1 || plan.shared_bytes() > shared_memory {
-            (plan.copies, plan.warps) = (1, one_table); // sm_80 has no room for a second table at 8 bits
+        if self.keys.m().min(self.values.m()) < 16 {
+            return Err(Error::Unsupported {
+                operation: format!("{self:?}"),
+                supported: "16 subspaces or more",
+            });
         }
-        if plan.shared_bytes() > shared_memory {
+        let plan = |most: usize, copies: usize| {
+            // A larger group is cut into slices with blocks of their own. An odd number of queries uses the
+            // kernel for the next even one.
+            let queries = self.group.div_ceil(self.group.div_ceil(most));
+            let queries = if queries == 1 { 1 } else { queries.next_multiple_of(2) };
+            // A block has fewer warps where a thread needs more registers: with more queries, with one key
+            // table on sm_80, and with codes that stand for several words. Two interleaved tiles need the most
+            // registers, and pay only if codes need no expansion.
+            let simple = [&keys, &values].iter().all(|codes| codes.components() == 2);
+            let expanded = [&keys, &values].iter().any(|codes| codes.bits() < 8);
+            let interleaved = queries == 4 && copies == 2 && simple && !expanded && self.keys.dim() == 128;
+            let warps = match (queries, copies) {
+                (1, _) if simple && shared_memory >= SHARED_MEMORY_SM_90 => 16,
+                (2, 2) if simple => 16,
+                (1 | 2, _) => 12,
+                (4, 2) if !interleaved => 12,
+                _ => 8,
+            };
+            Plan { keys, values, queries, copies, warps, interleaved }
+        };
+        let two_tables = plan(MAX_QUERIES, 2);
+        if two_tables.queries > 1 && two_tables.shared_bytes() <= shared_memory {
+            return Ok(two_tables);
+        }
+        // One query needs no second table; sm_80 has no room for one at 8 bits.
+        let one_table = plan(MAX_QUERIES_OF_ONE_TABLE, 1);
+        if one_table.shared_bytes() > shared_memory {
             return Err(Error::Unsupported {
                 operation: format!("{self:?}"),
                 supported: "tables that fit the shared memory of the device",
             });
         }
-        Ok(plan)
+        Ok(one_table)
     }
 
     /// The kernel for blocks of up to `shared_memory` bytes ([`Device::shared_memory`]): 163 KiB on sm_80,
@@ -121,7 +133,8 @@ impl Plan {
 
     /// Floats between `RESULTS` and `QUERY_ROWS`.
     fn results_len(&self) -> usize {
-        self.warps * self.queries * self.result_len()
+        let slots = if self.queries == 8 { self.warps / 2 } else { self.warps };
+        slots * self.queries * self.result_len()
     }
 
     /// `SHARED` of the kernel, which asserts that it agrees.
@@ -130,7 +143,7 @@ impl Plan {
         let tables = far_copy + (ROW << self.keys.bits()) + (ROW << self.values.bits());
         let weights = self.warps * self.queries * 32 * 2;
         let queries = self.queries * (self.dim() * 2 + 64);
-        tables + weights + self.results_len() * 4 + queries + 72
+        tables + weights + self.results_len() * 4 + queries + 96
     }
 
     fn program(&self, shape: &AttendShape) -> Program {
@@ -241,6 +254,7 @@ struct KernelArguments {
     log_sum_exp: Option<DevicePtr<f32>>,
     batch: u32,
     heads: u32,
+    list_heads: u32,
     group: u32,
     page_tiles: u32,
     max_pages: u32,
@@ -250,6 +264,26 @@ struct KernelArguments {
 
 const _: () = assert!(size_of::<KernelArguments>() == 144);
 
+/// The division of heads into lists of equally many, each with its own blocks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Lists {
+    lists: usize,
+    slices: usize, // of the group of each head
+    blocks: usize, // of each slice of each list
+}
+
+impl Lists {
+    /// The most lists that leave at most a sixteenth of the multiprocessors without a block: a block then
+    /// changes tables as rarely as possible.
+    fn of(heads: usize, slices: usize, sm_count: usize) -> Self {
+        let blocks = |lists: usize| sm_count / (lists * slices);
+        let busy = |lists: usize| 16 * blocks(lists) * lists * slices >= 15 * sm_count;
+        let divisors = (1..=heads.min(sm_count)).rev().filter(|&lists| heads.is_multiple_of(lists));
+        let lists = divisors.clone().find(|&lists| busy(lists)).unwrap_or(1);
+        Self { lists, slices, blocks: blocks(lists).max(1) }
+    }
+}
+
 /// Decode attention over product-quantized keys and values, `pq_core::attend_into`, and over exact tokens,
 /// `pq_core::attend_exact_into`, in one launch.
 ///
@@ -257,7 +291,8 @@ const _: () = assert!(size_of::<KernelArguments>() == 144);
 /// synchronize, and a captured graph stays valid. The same inputs give the same bytes.
 ///
 /// # Cost
-/// Every code is read once for up to 4 query heads of its group.
+/// Every code is read once for up to 8 query heads of its group, or for 4 where the key tables do not fit the
+/// shared memory of a block twice.
 /// # Source
 /// MILLION (DAC 2025), III-B and III-C.
 pub struct Attend {
@@ -278,23 +313,22 @@ impl Attend {
         Ok(Self { kernel, shape, plan, sm_count: device.sm_count() })
     }
 
-    /// Slices of a group, and blocks of each slice.
-    fn grid(&self, heads: usize) -> (usize, usize) {
-        let slices = self.shape.group.div_ceil(self.plan.queries);
-        (slices, (self.sm_count / heads.saturating_mul(slices).max(1)).max(1))
+    fn grid(&self, heads: usize) -> Lists {
+        Lists::of(heads, self.shape.group.div_ceil(self.plan.queries), self.sm_count)
     }
 
     /// Floats of the partial results of blocks that share a sequence.
     fn partials_len(&self, heads: usize) -> usize {
-        let (slices, blocks) = self.grid(heads);
-        heads.saturating_mul(slices * blocks * 2 * self.plan.queries * self.plan.result_len())
+        let Lists { lists, slices, blocks } = self.grid(heads);
+        let all = lists.saturating_mul(slices * blocks);
+        all.saturating_mul(2 * self.plan.queries * self.plan.result_len())
     }
 
     /// Bytes of workspace for launches of up to `batch` sequences with exactly `heads` key/value heads.
     /// Another number of heads changes its layout: zero it again before such a launch.
     #[must_use]
     pub fn workspace_len(&self, batch: usize, heads: usize) -> usize {
-        let (slices, _) = self.grid(heads);
+        let slices = self.grid(heads).slices;
         let counters = batch.saturating_mul(heads).saturating_mul(slices);
         self.partials_len(heads).saturating_add(counters).saturating_mul(4)
     }
@@ -324,9 +358,12 @@ impl Attend {
         if a.pages.is_none() {
             in_32_bits("tiles", a.batch.saturating_mul(a.heads).saturating_mul(a.tiles))?;
         }
-        let (slices, blocks) = self.grid(a.heads);
-        let grid =
-            OPERATION.grid(&[("blocks", blocks), ("slices of a group", slices), ("heads", a.heads)])?;
+        let Lists { lists, slices, blocks } = self.grid(a.heads);
+        let grid = OPERATION.grid(&[
+            ("blocks", blocks),
+            ("slices of a group", slices),
+            ("lists of heads", lists),
+        ])?;
         let partials = a.workspace.cast::<f32>();
         let kernel_arguments = KernelArguments {
             key_codes: a.key_codes,
@@ -344,7 +381,8 @@ impl Attend {
             out: a.out,
             log_sum_exp: a.log_sum_exp,
             batch: in_32_bits("sequences", a.batch)?,
-            heads: a.heads as u32,
+            heads: in_32_bits("heads", a.heads)?,
+            list_heads: (a.heads / lists) as u32,
             group: self.shape.group as u32,
             page_tiles: in_32_bits("tiles", a.tiles)?,
             max_pages: in_32_bits("pages", a.pages.map_or(0, |pages| pages.max_pages))?,

@@ -5,6 +5,7 @@ use crate::compile::source;
 use crate::device::Kernel;
 use crate::launch::Operation;
 use crate::pointer::{AnyElement, DevicePtr};
+use crate::pq::append::{AppendKernel, AppendSide, NewTokens};
 use crate::pq::attend::Pages;
 use crate::pq::layout::{CodeLayout, Side, TILE};
 use crate::{Device, Error, Program, VectorElement};
@@ -24,14 +25,25 @@ pub struct EncodeShape {
 
 /// Tiles of a block: `TILES` of the kernel.
 const BLOCK_TILES: usize = 4;
-
 impl EncodeShape {
+    /// Most new vectors of a sequence for which [`Append`](super::Append)'s kernel is faster: it splits the
+    /// subspaces over blocks, where a block of the other one takes the time of 128 vectors for one.
+    const fn few(&self) -> usize {
+        self.quantizer.ksub() / 2
+    }
+
     /// The kernel, for [`compile`](crate::compile) without a device.
     ///
     /// # Errors
     /// [`Error::Unsupported`].
     pub fn program(&self) -> Result<Program, Error> {
         let (shape, layout) = (self.quantizer, CodeLayout::new(self.quantizer, self.side)?);
+        if shape.m() < 16 {
+            return Err(Error::Unsupported {
+                operation: format!("{self:?}"),
+                supported: "16 subspaces or more; `CodeLayout::pack_into` packs codes of 8",
+            });
+        }
         let defines = [
             ("HEAD_DIM", shape.dim()),
             ("M", shape.m()),
@@ -97,24 +109,27 @@ struct KernelArguments {
 const _: () = assert!(size_of::<KernelArguments>() == 88);
 
 /// `pq_core::encode_into` into the tiles that [`Attend`](super::Attend) reads. One launch appends tokens to
-/// sequences of different lengths.
+/// sequences of different lengths. [`Append`](super::Append) encodes few keys and values in one launch.
 ///
 /// On [`Device::background_stream`] it quantizes the tokens that leave the window while decoding continues.
 ///
 /// # Cost
 /// ksub * dim multiply-adds per vector.
 pub struct Encode {
-    kernel: Kernel,
+    many: Kernel,
+    few: AppendKernel,
     shape: EncodeShape,
 }
 
 impl Encode {
-    /// Compiles the kernel for a shape.
+    /// Compiles the kernels for a shape.
     ///
     /// # Errors
     /// [`Error::Unsupported`], [`Error::NoNvrtc`], [`Error::Compile`] or [`Error::Driver`].
     pub fn new(device: &Device, shape: EncodeShape) -> Result<Self, Error> {
-        Ok(Self { kernel: device.kernel(&shape.program()?, "pq_encode", 0)?, shape })
+        let many = device.kernel(&shape.program()?, "pq_encode", 0)?;
+        let layout = CodeLayout::new(shape.quantizer, shape.side)?;
+        Ok(Self { many, few: AppendKernel::new(device, &[layout], shape.element, shape.paged)?, shape })
     }
 
     /// Launches the encoding on a stream.
@@ -137,6 +152,21 @@ impl Encode {
         if a.tiles == 0 {
             return Err(OPERATION.error("no room for a tile"));
         }
+        if a.max_count <= self.shape.few() {
+            let side = AppendSide { vectors: a.vectors, centroids: a.centroids, codes: a.codes };
+            let tokens = NewTokens {
+                batch: a.batch,
+                heads: a.heads,
+                max_count: a.max_count,
+                strides: a.strides,
+                firsts: a.firsts,
+                counts: a.counts,
+                tiles: a.tiles,
+                pages: a.pages,
+            };
+            // SAFETY: the caller's contract; the kernel has one side and ignores the other.
+            return unsafe { self.few.launch(OPERATION, stream, [side; 2], &tokens, false) };
+        }
         // The first vector need not be the first of a tile.
         let blocks = a.max_count.saturating_add(TILE - 1).div_ceil(TILE * BLOCK_TILES);
         let grid =
@@ -154,6 +184,6 @@ impl Encode {
             max_pages: OPERATION.in_32_bits("pages", a.pages.map_or(0, |pages| pages.max_pages))?,
         };
         // SAFETY: the structure is the kernel's argument; the caller upholds the contract of its pointers.
-        unsafe { self.kernel.launch(stream, grid, 256, false, &kernel_arguments) }
+        unsafe { self.many.launch(stream, grid, 256, false, &kernel_arguments) }
     }
 }

@@ -39,14 +39,14 @@ impl CodeLayout {
         let layout = Self { shape, side, joined: shape.dsub() == 1 };
         let fits = matches!(shape.dim(), 64 | 128)
             && matches!(layout.bits(), 4 | 6 | 8)
-            && (shape.dsub() == 1 || layout.m() >= 16);
+            && (shape.dsub() == 1 || layout.m() >= if layout.bits() == 6 { 16 } else { 8 });
         if fits && layout.components().is_power_of_two() {
             return Ok(layout);
         }
         Err(Error::Unsupported {
             operation: format!("device layout of {shape:?}"),
-            supported: "dim 64 or 128, 16 subspaces or more of 2, 4 or 8 elements with 4, 6 or 8 bits, or \
-                        subspaces of 1 element with 2, 3 or 4",
+            supported: "dim 64 or 128, 8 subspaces or more with 4 or 8 bits (16 with 6 bits) of 2 elements \
+                        or more, or subspaces of 1 element with 2, 3 or 4 bits",
         })
     }
 
@@ -54,6 +54,11 @@ impl CodeLayout {
     #[must_use]
     pub const fn shape(&self) -> PqShape {
         self.shape
+    }
+
+    /// Keys or values.
+    pub(crate) const fn side(&self) -> Side {
+        self.side
     }
 
     /// Bits of a stored code.
@@ -91,13 +96,13 @@ impl CodeLayout {
         let part = code / 32;
         match self.side {
             Side::Keys => {
-                let middles = if m < 32 { 1 } else { 2 };
+                let (steps, middles) = (if m < 16 { 2 } else { 4 }, if m < 32 { 1 } else { 2 });
                 let (half, high, g) = (token / 16, token / 8 % 2, token % 8);
-                let (middle, step, l) = (code / 16 % 2, (code / 4 % 4) ^ (g % 4), code % 4);
-                (4 * g + l, ((half * parts + part) * 4 + step) * middles * 2 + middle * 2 + high)
+                let (middle, step, l) = (code / 16 % 2, (code / 4 % steps) ^ (g % steps), code % 4);
+                (4 * g + l, ((half * parts + part) * steps + step) * middles * 2 + middle * 2 + high)
             }
             Side::Values => {
-                let steps = if m < 32 { 2 } else { 4 };
+                let steps = (m / 8).min(4);
                 let (half, l, i, g) = (token / 4 % 2, token % 4, token / 8, code % 8);
                 let step = (code / 8 + 4 - l) % 4 % steps;
                 (4 * g + l, (((half * steps + step) * 2 + i / 2) * parts + part) * 2 + i % 2)
@@ -254,6 +259,8 @@ mod tests {
             (128, 128, 4),
             (128, 128, 3),
             (128, 32, 8),
+            (128, 8, 8),
+            (64, 8, 4),
             (64, 16, 6),
         ] {
             let shape = PqShape::new(dim, m, nbits)?;

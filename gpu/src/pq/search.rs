@@ -19,16 +19,17 @@ pub struct SearchShape {
     pub rule: GroupRule,
 }
 
-/// Bytes of `Row` of the kernel.
-const ROW_BYTES: usize = 4 * (2048 + 8);
+/// Bytes of `Row` of radix.cuh.
+pub(super) const ROW_BYTES: usize = 4 * (2048 + 8);
 /// Maximum bits of a token's codes for `search_histogram_sm90.cu`, which counts the tokens of every joint
 /// code instead of scoring each token.
 const JOINT_BITS: usize = 12;
 /// `BLOCKS` of that kernel.
 const JOINT_BLOCKS: usize = 8;
-/// Threads of a block of the kernels that score, and of those that select.
+/// Threads of a block of the kernels that score.
 const SCORE_THREADS: u32 = 512;
-const SELECT_THREADS: u32 = 1024;
+/// Threads of a block of the kernels that select.
+pub(super) const SELECT_THREADS: u32 = 1024;
 
 impl SearchShape {
     const fn scan(&self) -> ScanShape {

@@ -1,17 +1,28 @@
-use cudarc::driver::sys::CUstream;
+use cudarc::driver::sys::{CUstream, CUtensorMap};
 
 use super::AttendShape;
 use crate::compile::source;
 use crate::device::Kernel;
 use crate::launch::Operation;
 use crate::pointer::{AnyElement, DevicePtr};
+use crate::tensor_map::RowsOfHeads;
 use crate::{Device, Error, Program};
 
-/// Warps of a block, and its rows (queries) at full rank: `WARPS` and `ROWS` of the kernel.
+/// On sm_80: warps of a block, its rows (queries) at full rank, and tokens of a tile.
 const WARPS: usize = 4;
-const ROWS: usize = 16 * WARPS;
-/// Tokens of a tile: `TOKENS` of the kernel.
-const TOKENS: usize = 64;
+const WARP_BLOCK_ROWS: usize = 16 * WARPS;
+const WARP_TILE_TOKENS: usize = 64;
+/// On sm_90: rows of a warpgroup, threads of a warpgroup, tokens of a tile, stages of the rings, and bytes of
+/// mbarriers.
+const GROUP_ROWS: usize = 64;
+const GROUP_THREADS: u32 = 128;
+const TILE_TOKENS: usize = 128;
+const STAGES: usize = 2;
+const BARRIER_BYTES: usize = 6 * STAGES * 8;
+/// Ranks have a tensor map each: 8, 16, ... 128.
+const MAPS: usize = 16;
+/// Bytes of keys and values that stay in L2 while row blocks read them.
+const NEAR_BYTES: usize = 32 << 20;
 
 const OPERATION: Operation = Operation("svd::Prefill");
 
@@ -60,10 +71,10 @@ pub struct PrefillArguments {
     pub out: DevicePtr<AnyElement>,
 }
 
-/// `Arguments` of the kernel.
+/// `Arguments` of the kernel for sm_80.
 #[derive(Clone, Copy)]
 #[repr(C)]
-struct KernelArguments {
+struct WarpsArguments {
     keys: DevicePtr<AnyElement>,
     values: DevicePtr<AnyElement>,
     queries: DevicePtr<AnyElement>,
@@ -83,34 +94,78 @@ struct KernelArguments {
     scale: f32,
 }
 
-const _: () = assert!(size_of::<KernelArguments>() == 144);
+const _: () = assert!(size_of::<WarpsArguments>() == 144);
+
+/// `Arguments` of the kernel for sm_90.
+#[derive(Clone, Copy)]
+#[repr(C, align(128))]
+struct WarpgroupsArguments {
+    keys: [CUtensorMap; MAPS],
+    values: [CUtensorMap; MAPS],
+    queries: DevicePtr<AnyElement>,
+    lengths: DevicePtr<u32>,
+    counts: DevicePtr<u32>,
+    key_ranks: DevicePtr<u32>,
+    value_ranks: DevicePtr<u32>,
+    key_offsets: DevicePtr<u64>,
+    value_offsets: DevicePtr<u64>,
+    out: DevicePtr<AnyElement>,
+    strides: [u64; 3],
+    key_chunks: u32,
+    value_chunks: u32,
+    capacity: u32,
+    heads: u32,
+    group: u32,
+    near_tokens: u32,
+    row_blocks: u32,
+    total: u32,
+    scale: f32,
+}
+
+const _: () = assert!(size_of::<WarpgroupsArguments>() == 4096 + 128);
 
 /// Causal attention of many queries with two ranks per head: `svd_core::attend_exact_into`, query by query.
 ///
-/// The kernel splits queries into blocks by ZACK's rule: a head whose ranks are both at most half of `dim`
-/// has twice the queries per block, so that blocks cost about the same. The longest blocks run first. The
-/// work of a query is that of the higher rank, rounded up to a multiple of a quarter of `dim`. A NaN or
-/// infinite value makes the outputs NaN of all queries whose block attends to its tile of 64 tokens.
+/// On sm_90 a block of 128 queries (192 for `dim` 64) takes tiles of 128 tokens; on sm_80 it is ZACK's rule
+/// that makes blocks cost about the same: 64 queries and tiles of 64 tokens, or 128 queries of a head whose
+/// ranks are both at most half of `dim`. The longest blocks run first. The work of a query is that of the
+/// higher rank, rounded up to a multiple of 32, on sm_80 of a quarter of `dim`. A NaN or infinite value makes
+/// the outputs NaN of all queries whose block attends to its tile.
+///
+/// The kernel for sm_90 has more than 4 KiB of arguments, which CUDA has from 12.1 on.
 ///
 /// # Cost
 /// Twice the higher rank in multiply-adds for every pair of a query and a token that it attends to, on tensor
 /// cores.
 /// # Source
-/// ZACK, 5.3, prefill; the loop is FlashAttention-2's (arXiv 2307.08691).
+/// ZACK, 5.3, prefill; the loops are FlashAttention-3's (arXiv 2407.08608) and, on sm_80, FlashAttention-2's
+/// (arXiv 2307.08691).
 pub struct Prefill {
     kernel: Kernel,
+    shape: AttendShape,
+    in_warpgroups: bool,
+    sm_count: usize,
 }
 
 impl Prefill {
-    /// The kernel for a shape, for [`compile`](crate::compile) without a device.
+    /// The kernel for a shape and a compute capability, for [`compile`](crate::compile) without a device. 9.0
+    /// has its own kernel.
     ///
     /// # Errors
     /// [`Error::Unsupported`].
-    pub fn program(shape: AttendShape) -> Result<Program, Error> {
+    pub fn program(shape: AttendShape, capability: (i32, i32)) -> Result<Program, Error> {
         shape.check()?;
-        let defines =
-            [("DIM", shape.dim), ("ELEMENT", shape.element as usize), ("SHARED_BYTES", shared_bytes(shape))];
-        Ok(Program::new(source!("svd_prefill.cu"), &defines))
+        let defines = [
+            ("DIM", shape.dim),
+            ("ELEMENT", shape.element as usize),
+            ("SHARED_BYTES", shared_bytes(shape, capability)),
+        ];
+        let program = if in_warpgroups(capability) {
+            Program::new(source!("svd_prefill/prefill_sm90.cu"), &defines).arch_specific()
+        } else {
+            Program::new(source!("svd_prefill/prefill_sm80.cu"), &defines)
+        };
+        Ok(program)
     }
 
     /// Compiles the kernel for a shape.
@@ -118,7 +173,11 @@ impl Prefill {
     /// # Errors
     /// [`Error::Unsupported`], [`Error::NoNvrtc`], [`Error::Compile`] or [`Error::Driver`].
     pub fn new(device: &Device, shape: AttendShape) -> Result<Self, Error> {
-        Ok(Self { kernel: device.kernel(&Self::program(shape)?, "svd_prefill", shared_bytes(shape))? })
+        let capability = device.capability();
+        let program = Self::program(shape, capability)?;
+        let kernel = device.kernel(&program, "svd_prefill", shared_bytes(shape, capability))?;
+        let in_warpgroups = in_warpgroups(capability);
+        Ok(Self { kernel, shape, in_warpgroups, sm_count: device.sm_count() })
     }
 
     /// Launches the attention on a stream.
@@ -131,22 +190,32 @@ impl Prefill {
     /// 8 from 8 to `dim`, and offsets and sums match the ranks: the kernel does not clamp them.
     pub unsafe fn launch(&self, stream: CUstream, arguments: &PrefillArguments) -> Result<(), Error> {
         let a = arguments;
-        let (heads, blocks) = (a.heads.saturating_mul(a.group), a.max_count.div_ceil(ROWS));
-        if a.batch == 0 || heads == 0 || blocks == 0 {
+        if a.batch == 0 || a.heads == 0 || a.group == 0 || a.max_count == 0 || a.capacity == 0 {
             return Ok(());
         }
-        let grid = OPERATION.grid(&[
-            ("query heads", heads),
-            ("blocks of 64 queries", blocks),
-            ("sequences", a.batch),
-        ])?;
         if a.scale.is_nan() || a.scale <= 0.0 {
             return Err(OPERATION.error("a scale that is not positive"));
         }
         if a.strides.iter().any(|stride| !stride.is_multiple_of(2)) {
             return Err(OPERATION.error("a stride is not a multiple of 2"));
         }
-        let kernel_arguments = KernelArguments {
+        // SAFETY: the caller's contract.
+        unsafe {
+            if self.in_warpgroups { self.launch_warpgroups(stream, a) } else { self.launch_warps(stream, a) }
+        }
+    }
+
+    /// Launches the kernel for sm_80.
+    ///
+    /// # Safety
+    /// That of [`launch`](Self::launch).
+    unsafe fn launch_warps(&self, stream: CUstream, a: &PrefillArguments) -> Result<(), Error> {
+        let grid = OPERATION.grid(&[
+            ("query heads", a.heads.saturating_mul(a.group)),
+            ("blocks of 64 queries", a.max_count.div_ceil(WARP_BLOCK_ROWS)),
+            ("sequences", a.batch),
+        ])?;
+        let arguments = WarpsArguments {
             keys: a.keys,
             values: a.values,
             queries: a.queries,
@@ -166,11 +235,87 @@ impl Prefill {
             scale: a.scale * std::f32::consts::LOG2_E,
         };
         // SAFETY: the structure is the kernel's argument; the caller upholds the contract of its pointers.
-        unsafe { self.kernel.launch(stream, grid, WARPS as u32 * 32, false, &kernel_arguments) }
+        unsafe { self.kernel.launch(stream, grid, WARPS as u32 * 32, false, &arguments) }
+    }
+
+    /// Launches the kernel for sm_90.
+    ///
+    /// # Safety
+    /// That of [`launch`](Self::launch).
+    unsafe fn launch_warpgroups(&self, stream: CUstream, a: &PrefillArguments) -> Result<(), Error> {
+        let groups = groups(self.shape);
+        let row_blocks = a.max_count.div_ceil(groups * GROUP_ROWS);
+        let total = a.batch.saturating_mul(a.heads).saturating_mul(a.group).saturating_mul(row_blocks);
+        let total = OPERATION.at_most(i32::MAX as u32, "blocks of queries", total)?;
+        let grid = OPERATION.grid(&[("blocks", self.sm_count.min(total as usize))])?;
+        let [keys, values] = [(a.keys, a.key_rank_sum), (a.values, a.value_rank_sum)];
+        let rank_sum = a.key_rank_sum.saturating_add(a.value_rank_sum).max(1);
+        let near_tokens = (NEAR_BYTES / 2).saturating_mul(a.heads) / rank_sum;
+        let arguments = WarpgroupsArguments {
+            keys: self.maps(a, keys)?,
+            values: self.maps(a, values)?,
+            queries: a.queries,
+            lengths: a.lengths,
+            counts: a.counts,
+            key_ranks: a.key_ranks,
+            value_ranks: a.value_ranks,
+            key_offsets: a.key_offsets,
+            value_offsets: a.value_offsets,
+            out: a.out,
+            strides: a.strides.map(|stride| stride as u64),
+            key_chunks: (a.key_rank_sum / 8) as u32,
+            value_chunks: (a.value_rank_sum / 8) as u32,
+            capacity: a.capacity as u32,
+            heads: a.heads as u32,
+            group: a.group as u32,
+            near_tokens: near_tokens.try_into().unwrap_or(u32::MAX),
+            row_blocks: row_blocks as u32,
+            total,
+            scale: a.scale * std::f32::consts::LOG2_E,
+        };
+        let threads = (groups as u32 + 1) * GROUP_THREADS;
+        // SAFETY: the structure is the kernel's argument; the caller upholds the contract of its pointers.
+        unsafe { self.kernel.launch(stream, grid, threads, false, &arguments) }
+    }
+
+    /// The tensor maps of keys or values, one for each rank. Their heads are 8 elements apart, so that a
+    /// kernel finds the rows of any head as a coordinate.
+    fn maps(
+        &self,
+        a: &PrefillArguments,
+        (rows, rank_sum): (DevicePtr<AnyElement>, usize),
+    ) -> Result<[CUtensorMap; MAPS], Error> {
+        let chunks = a.batch.saturating_mul(a.capacity).saturating_mul(rank_sum / 8).max(1);
+        OPERATION.at_most(i32::MAX as u32, "16-byte chunks of keys or values", chunks)?;
+        let (element, heads, n) = (self.shape.element, chunks, a.capacity);
+        let map = |dim| {
+            RowsOfHeads { rows, element, heads, n, dim, strides: [8, dim], box_rows: TILE_TOKENS }.map()
+        };
+        let mut maps = [map(8)?; MAPS];
+        for (i, of_rank) in maps.iter_mut().enumerate().skip(1) {
+            *of_rank = map(8 * (i + 1))?;
+        }
+        Ok(maps)
     }
 }
 
-/// Shared memory of two tiles of keys and two of values.
-const fn shared_bytes(shape: AttendShape) -> usize {
-    4 * TOKENS * shape.dim * 2
+/// Whether the sm_90 kernel runs, whose warpgroups share tiles that TMA loads, and not the sm_80 kernel,
+/// whose warps load them.
+const fn in_warpgroups(capability: (i32, i32)) -> bool {
+    matches!(capability, (9, 0))
+}
+
+/// On sm_90, warpgroups of a block that compute: as many as have the registers they need.
+const fn groups(shape: AttendShape) -> usize {
+    if shape.dim == 64 { 3 } else { 2 }
+}
+
+/// Shared memory: on sm_90 the stages of queries, keys and values, and the mbarriers; on sm_80 two tiles of
+/// keys and two of values.
+const fn shared_bytes(shape: AttendShape, capability: (i32, i32)) -> usize {
+    if in_warpgroups(capability) {
+        STAGES * (groups(shape) * GROUP_ROWS + 2 * TILE_TOKENS) * shape.dim * 2 + BARRIER_BYTES
+    } else {
+        4 * WARP_TILE_TOKENS * shape.dim * 2
+    }
 }

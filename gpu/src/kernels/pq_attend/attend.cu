@@ -1,13 +1,14 @@
 // Decode attention on product-quantized keys and values: the kernel, and a warp's loop over its tiles.
 //
 // CPU twins: pq_core::attend_into, pq_core::attend_exact_into. shape.cuh has the compile-time shape and explains the
-// method. Launch: grid (block of a head's work, slice of its query group, head), THREADS threads, one block per
-// multiprocessor. A block has an equal part of the work of its head; a warp has every WARPS-th tile of it.
+// method. Launch: grid (block of a list's work, slice of the query groups, list of heads), THREADS threads, one block
+// per multiprocessor. A block has an equal part of the work of its list; a warp has every WARPS-th tile of it.
 //
 // INTERLEAVED: a warp processes two tiles at a time, and the MMAs of one tile's values alternate with those of the next
 // tile's keys, since a warp that has one tile waits in turn for shared memory, MMAs and shuffles. Four queries at 8
 // bits for two components took 3 to 6 % less time with 8 such warps than with 12 that have one tile each; codes of
-// fewer bits, which have to be expanded for both tiles, took up to 10 % more.
+// fewer bits, which have to be expanded for both tiles, took up to 10 % more. Six and eight queries, whose MMAs keep a
+// warp busier, have one tile: two took 2 % less time with six and 6 % more with eight.
 // Tried with two tiles, and slower: weights of a third tile in between, or other orders of the steps (1 to 5 %); the
 // same loop as a member of a structure, which the compiler orders differently (2 to 6 %); code loads after the weights
 // (10 to 26 %).
@@ -23,32 +24,42 @@
 #include "pq_attend/sums.cuh"
 #include "pq_attend/tables.cuh"
 
-// Maps a tile of a sequence to its index among all tiles, which are fewer than 2^32.
+// Maps the tiles of a warp, every WARPS-th one of a sequence, to their indices among all tiles, which are fewer than
+// 2^32. `take` is called for one after another.
 struct Tiles {
 #ifdef PAGED
     const u32* pages;
-    u32 head;
-    __device__ __forceinline__ Tiles(const Arguments& a, u32 sequence, u32 head)
-        : pages(a.pages + (u64)sequence * a.max_pages), head(head) {}
-    __device__ __forceinline__ u32 at(const Arguments& a, u32 tile) const {
-        return (__ldg(pages + tile / a.page_tiles) * a.heads + head) * a.page_tiles + tile % a.page_tiles;
+    u32 head, page, tile_of_page, last_page; // of the next tile
+    u32 number;                              // page number of the next tile: its load precedes that of the codes
+
+    __device__ __forceinline__ Tiles(const Arguments& a, const Plan& plan, u32 tile, u32 tile_end)
+        : pages(a.pages + (u64)plan.sequence * a.max_pages), head(plan.head), page(tile / a.page_tiles),
+          tile_of_page(tile % a.page_tiles), last_page((max(tile_end, 1u) - 1) / a.page_tiles) {
+        if (tile < tile_end) number = __ldg(pages + page);
+    }
+    __device__ __forceinline__ u32 take(const Arguments& a, u32) {
+        const u32 index = (number * a.heads + head) * a.page_tiles + tile_of_page;
+        page += WARPS / a.page_tiles, tile_of_page += WARPS % a.page_tiles;
+        if (tile_of_page >= a.page_tiles) tile_of_page -= a.page_tiles, page++;
+        number = __ldg(pages + min(page, last_page));
+        return index;
     }
 #else
     u32 first;
-    __device__ __forceinline__ Tiles(const Arguments& a, u32 sequence, u32 head)
-        : first((sequence * a.heads + head) * a.page_tiles) {}
-    __device__ __forceinline__ u32 at(const Arguments&, u32 tile) const { return first + tile; }
+    __device__ __forceinline__ Tiles(const Arguments& a, const Plan& plan, u32, u32)
+        : first((plan.sequence * a.heads + plan.head) * a.page_tiles) {}
+    __device__ __forceinline__ u32 take(const Arguments&, u32 tile) const { return first + tile; }
 #endif
 };
 
-// Starts the copy of the block's queries to shared memory, one word per thread; queries beyond the group are zeros.
+// Starts the copy of the block's queries to shared memory; queries beyond the group are zeros.
 __device__ __forceinline__ void load_queries(const Arguments& a, const Plan& plan) {
     const GridCoord coord;
     const u32 first = coord.slice * QUERIES, live = min(a.group - first, (u32)QUERIES);
-    const u16* queries = a.queries + (((u64)plan.entry * a.heads + coord.head) * a.group + first) * D;
-    static_assert(QUERIES * WORDS <= THREADS, "a word a thread");
-    const u32 query = threadIdx.x / WORDS, word = threadIdx.x % WORDS;
-    if (query < QUERIES) {
+    const u16* queries = a.queries + (((u64)plan.sequence * a.heads + plan.head) * a.group + first) * D;
+#pragma unroll
+    for (u32 i = threadIdx.x; i < QUERIES * WORDS; i += THREADS) {
+        const u32 query = i / WORDS, word = i % WORDS;
         const bool there = query < live;
         cp_async_4_zfill(shared + QUERY_ROWS + query * QUERY_ROW + word * 4,
                          queries + (there ? query * D + component<KEY_SUB>(word) : 0), there);
@@ -56,48 +67,47 @@ __device__ __forceinline__ void load_queries(const Arguments& a, const Plan& pla
     cp_async_commit();
 }
 
-// Attends to the block's part of one sequence. The first one waits for the tables.
-__device__ __forceinline__ void attend_sequence(const Arguments& a, Plan& plan, bool is_first, State& state) {
+// Attends to the block's part of one sequence. With a new head, it waits for the tables.
+__device__ __forceinline__ void attend_sequence(const Arguments& a, Plan& plan, State& state) {
     const Lane lane;
-    const Tiles tiles(a, plan.entry, GridCoord().head);
+    const bool new_head = warp_uniform(plan.new_head), odd_phase = warp_uniform(plan.phase() % 2);
     u32 tile, tile_end;
     {
-        const u32 exact_items = (plan.exact_length + EXACT_PER_ITEM - 1) / EXACT_PER_ITEM;
-        u32 item = plan.from + lane.warp;
+        const u32 exact_items = plan.exact_items();
+        u32 item = plan.first_item() + lane.warp;
         if (item < exact_items) item += (exact_items - item + WARPS - 1) / WARPS * WARPS;
         tile = item - exact_items;
-        tile_end = min(max(plan.to, exact_items) - exact_items, (plan.length + TILE - 1) / TILE);
+        tile_end = min(max(plan.end_item(), exact_items) - exact_items, (plan.length + TILE - 1) / TILE);
     }
+    Tiles tiles(a, plan, tile, tile_end);
 
     Keys key_codes;
     Values value_codes;
     auto load_keys = [&](u32 index) { key_codes.load(a.key_codes + (u64)index * Keys::TILE_BYTES, lane.lane); };
     auto load_values = [&](u32 index) { value_codes.load(a.value_codes + (u64)index * Values::TILE_BYTES, lane.lane); };
     load_queries(a, plan); // before the codes: the queries would otherwise wait for these loads
-    if (is_first) load_value_table(a);
+    if (new_head) load_value_table(a, plan.head);
     if (tile < tile_end) {
-        const u32 first = tiles.at(a, tile);
+        const u32 first = tiles.take(a, tile);
         load_keys(first), load_values(first);
     }
 
     if (lane.thread == 0) plan.find_sharers();
     state.clear();
-    clear_results(lane);
     cp_async_wait<0>();
     __syncthreads();
-    attend_exact(a, plan);
 
     QueryColumns query;
     query.load(lane);
     const KeyOffsets key_offsets(lane);
     const u32 value_offset = value_offset_of(lane);
     u8* weights = shared + WEIGHTS + lane.warp * QUERIES * TILE * 2; // weights of the warp's tile
-    if (is_first) finish_key_table();
+    if (new_head) finish_key_table(odd_phase);
 
     u32 next = 0; // index of the warp's next tile
     auto load_next_keys = [&] {
         if (tile + WARPS >= tile_end) return;
-        next = tiles.at(a, tile + WARPS);
+        next = tiles.take(a, tile + WARPS);
         load_keys(next);
     };
     auto weigh = [&](const Scores& products) {
@@ -133,7 +143,7 @@ __device__ __forceinline__ void attend_sequence(const Arguments& a, Plan& plan, 
     auto add = [&] {
         u32 codes[Values::EXPANDED];
         value_codes.expand(codes);
-        wait_for_value_table();
+        wait_for_value_table(odd_phase);
         const Sums::Weights tile_weights(weights, lane);
 #pragma unroll
         for (int k = 0; k < Sums::STEPS; k++) state.sums.add_step(k, codes, value_offset, tile_weights, lane);
@@ -159,7 +169,7 @@ __device__ __forceinline__ void attend_sequence(const Arguments& a, Plan& plan, 
 
     if (INTERLEAVED) {
         if (warp_uniform(tile < tile_end)) score();
-        wait_for_value_table();
+        wait_for_value_table(odd_phase);
         while (warp_uniform(tile + WARPS < tile_end)) add_and_score_next();
         if (warp_uniform(tile < tile_end)) add();
     } else {
@@ -173,20 +183,23 @@ __device__ __forceinline__ void attend_sequence(const Arguments& a, Plan& plan, 
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) pq_attend(const Arguments a) {
-    load_key_table(a);
+    const bool one_head = a.list_heads == 1; // which is known before the plan
+    init_table_barriers();
+    if (one_head) load_key_table(a, GridCoord().list);
     Plan& plan = *reinterpret_cast<Plan*>(shared + PLAN);
     if (warp_uniform(threadIdx.x < LANES)) plan.find_first(a);
     pdl_wait(); // the previous kernel may write everything but tables and lengths
     pdl_trigger();
     __syncthreads();
-    bool is_first = true;
-    for (; warp_uniform(plan.entry < a.batch); is_first = false) {
+    while (warp_uniform(plan.has_work(a))) {
+        if (warp_uniform(a.list_heads > 1 && plan.new_head)) load_key_table(a, plan.head);
         State state;
-        attend_sequence(a, plan, is_first, state);
+        attend_sequence(a, plan, state);
         finish_sequence(a, plan, state);
         if (threadIdx.x == 0) plan.find_next(a);
         __syncthreads();
     }
-    wait_for_key_table();
-    if (!is_first) wait_for_value_table();
+    // A block must not exit before its copies have completed.
+    if (one_head || plan.tables > 0) wait_for_key_table(max(plan.tables, 1u) - 1);
+    if (plan.tables > 0) wait_for_value_table(plan.phase());
 }

@@ -1,14 +1,27 @@
-// Attention on the exact tokens of a sequence, which initializes the warp's results: per query the sum of values, the
-// maximum of the scores and the sum of weights.
+// Attention on the exact tokens of a sequence, which go to the warp's results: per query the sum of values, the maximum
+// of the scores and the sum of weights.
 //
-// CPU twin: pq_core::attend_exact_into. A warp processes one token at a time; each lane has D / 32 components.
+// CPU twin: pq_core::attend_exact_into. A warp takes a tile of 16 tokens to registers, as MMA fragments of lane
+// 4 g + l; nothing passes through shared memory.
+//
+// * Scores = keys (A operand, rows are tokens) times queries (B operand, columns are queries). A lane loads 16 bytes of
+//   tokens g and g + 8 at a time, which permutes the components; the queries are read in the same order.
+// * Weights have tokens as rows; movmatrix transposes them to the next B operand.
+// * Output = values transposed (A operand, rows are components) times weights. A lane loads 16 bytes of four tokens,
+//   and byte permutations pair the tokens: row g of MMA i is the even component of word i, row g + 8 the odd one.
+//
+// A thread of 16 warps has 128 registers, too few for all sums: such warps take two passes, each with half of a value.
 #pragma once
 #include "element.cuh"
 #include "pq_attend/codes.cuh"
 #include "pq_attend/plan.cuh"
 
+constexpr int SHARERS = WARPS / SLOTS; // warps that share a slot of the results
+constexpr int PASSES = WARPS == 16 && D == 128 ? 2 : 1;
+constexpr int VALUE_CHUNKS = D / 64 / PASSES; // 64 components of a value each
+
 __device__ __forceinline__ float* warp_results(const Lane& lane) {
-    return reinterpret_cast<float*>(shared + RESULTS) + lane.warp * QUERIES * RESULT;
+    return reinterpret_cast<float*>(shared + RESULTS) + lane.warp % SLOTS * QUERIES * RESULT;
 }
 
 // Initializes the warp's results to those of an empty set of tokens.
@@ -21,59 +34,153 @@ __device__ __forceinline__ void clear_results(const Lane& lane) {
     __syncwarp();
 }
 
-// Attends to the warp's exact tokens. Their sums overwrite the results, which stay as they are if there are none.
+// Runs `merge` in all warps, one after another in those that share a slot of the results. Called by the whole block.
+template <typename Merge>
+__device__ __forceinline__ void in_turns(const Lane& lane, Merge merge) {
+#pragma unroll
+    for (int turn = 0; turn < SHARERS; turn++) {
+        if (SHARERS > 1) __syncthreads();
+        if (SHARERS == 1 || warp_uniform(lane.warp / SLOTS == turn)) merge();
+    }
+}
+
+// Fragments of a tile of exact tokens. Tokens at or above the length repeat the last token, so that no load is out of
+// bounds; their weights are zero.
+struct ExactTile {
+    uint4 keys[2][D / 32];         // [i][j]: token g + 8 i, words 16 j + 4 l to + 3
+    uint4 values[4][VALUE_CHUNKS]; // [i][j]: token 2 l + {0, 1, 8, 9}[i], words 32 j + 4 g to + 3 of the pass
+
+    __device__ __forceinline__ void load(const u16* key_rows, const u16* value_rows, u32 last, const Lane& lane) {
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const u16* row = key_rows + min(lane.g + 8 * i, last) * D + lane.l * 8;
+#pragma unroll
+            for (int j = 0; j < D / 32; j++) ld_nc_no_allocate<4>(reinterpret_cast<u32*>(&keys[i][j]), row + j * 32);
+        }
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const u16* row = value_rows + min(2 * lane.l + i % 2 + i / 2 * 8, last) * D + lane.g * 8;
+#pragma unroll
+            for (int j = 0; j < VALUE_CHUNKS; j++)
+                ld_nc_no_allocate<4>(reinterpret_cast<u32*>(&values[i][j]), row + j * 64);
+        }
+    }
+
+    static __device__ __forceinline__ u32 word(const uint4& words, int i) {
+        return i == 0 ? words.x : i == 1 ? words.y : i == 2 ? words.z : words.w;
+    }
+
+    // The scores: [i] is of token g + i / 2 * 8 and query 2 l + i % 2.
+    __device__ __forceinline__ void score(float (&scores)[4], const Lane& lane) const {
+        const u8* words = shared + lane.g * QUERY_ROW + word_of<KEY_SUB>(8 * lane.l) * 4; // constant offsets follow
+#pragma unroll
+        for (int step = 0; step < D / 16; step++) {
+            const int j = step / 2, k = step % 2 * 2;
+            u32 query[2] = {0, 0};
+            if (lane.g < QUERIES)
+#pragma unroll
+                for (int i = 0; i < 2; i++)
+                    query[i] = *reinterpret_cast<const u32*>(words +
+                                                             (QUERY_ROWS + word_of<KEY_SUB>(2 * (16 * j + k + i)) * 4));
+            const u32 operand[4] = {word(keys[0][j], k), word(keys[1][j], k), word(keys[0][j], k + 1),
+                                    word(keys[1][j], k + 1)};
+            if (step == 0)
+                mma_m16n8k16_init(scores, operand, query[0], query[1]);
+            else
+                mma_m16n8k16(scores, operand, query[0], query[1]);
+        }
+    }
+
+    // Adds the values, weighted: `weights` are those of tokens 2 l and 2 l + 1, and 2 l + 8 and 2 l + 9, of query g.
+    __device__ __forceinline__ void add_values_to(float (&sums)[4 * VALUE_CHUNKS][4], const u32 (&weights)[2]) const {
+#pragma unroll
+        for (int i = 0; i < 4 * VALUE_CHUNKS; i++) {
+            u32 tokens[4];
+#pragma unroll
+            for (int t = 0; t < 4; t++) tokens[t] = word(values[t][i / 4], i % 4);
+            const u32 operand[4] = {prmt(tokens[0], tokens[1], 0x5410), prmt(tokens[0], tokens[1], 0x7632),
+                                    prmt(tokens[2], tokens[3], 0x5410), prmt(tokens[2], tokens[3], 0x7632)};
+            mma_m16n8k16(sums[i], operand, weights[0], weights[1]);
+        }
+    }
+};
+
+// The lanes of equal l have the sums of different components, and the maxima of queries 2 l and 2 l + 1.
+struct ExactState {
+    float sums[4 * VALUE_CHUNKS][4]; // [i][j]: component j / 2 of word 32 (i / 4) + 4 g + i % 4, query 2 l + j % 2
+    float max[2] = {NOTHING, NOTHING}, weight[2] = {0, 0};
+
+    __device__ __forceinline__ ExactState() {
+#pragma unroll
+        for (int i = 0; i < 16 * VALUE_CHUNKS; i++) sums[i / 4][i % 4] = 0;
+    }
+
+    // Adds up to 16 tokens, of which `last` is the last one, from rows of keys and values.
+    __device__ __forceinline__ void add(const u16* keys, const u16* values, u32 last, float scale, const Lane& lane) {
+        ExactTile tile;
+        tile.load(keys, values, last, lane);
+        float p[4];
+        tile.score(p, lane);
+#pragma unroll
+        for (int i = 0; i < 4; i++) p[i] = lane.g + i / 2 * 8 <= last ? p[i] * scale : -infinity();
+#pragma unroll
+        for (int q = 0; q < 2; q++) {
+            float new_max = fmaxf(max[q], fmaxf(p[q], p[q + 2]));
+#pragma unroll
+            for (int step = 4; step < LANES; step *= 2) new_max = fmaxf(new_max, __shfl_xor_sync(FULL, new_max, step));
+            const float keep = exp2_approx(max[q] - new_max);
+            max[q] = new_max;
+            p[q] = exp2_approx(p[q] - new_max), p[q + 2] = exp2_approx(p[q + 2] - new_max);
+            weight[q] = keep * weight[q] + p[q] + p[q + 2];
+#pragma unroll
+            for (int i = 0; i < 4 * VALUE_CHUNKS; i++) sums[i][q] *= keep, sums[i][q + 2] *= keep;
+        }
+        const u32 weights[2] = {movmatrix_trans(pack_elements(p[0], p[1])), movmatrix_trans(pack_elements(p[2], p[3]))};
+        tile.add_values_to(sums, weights);
+    }
+
+    // Adds the sums of a pass to the results. Their maximum and sum of weights change with the last pass.
+    __device__ __forceinline__ void add_to(float* results, int pass, const Lane& lane) const {
+#pragma unroll
+        for (int q = 0; q < 2; q++) {
+            float total = weight[q];
+#pragma unroll
+            for (int step = 4; step < LANES; step *= 2) total += __shfl_xor_sync(FULL, total, step);
+            float* result = results + (2 * lane.l + q) * RESULT;
+            const bool is_query = 2 * lane.l + q < QUERIES;
+            const float old_max = is_query ? result[D] : NOTHING, old_weight = is_query ? result[D + 1] : 0;
+            const float new_max = fmaxf(old_max, max[q]);
+            const float keep_old = exp2_approx(old_max - new_max), keep = exp2_approx(max[q] - new_max);
+            __syncwarp(); // all lanes have read the maximum and the sum of weights
+            if (!is_query) continue;
+#pragma unroll
+            for (int i = 0; i < 4 * VALUE_CHUNKS; i++) {
+                const int word = (pass * VALUE_CHUNKS + i / 4) * 32 + 4 * lane.g + i % 4;
+                float2* x = reinterpret_cast<float2*>(result) + word;
+                *x = make_float2(keep_old * x->x + keep * sums[i][q], keep_old * x->y + keep * sums[i][q + 2]);
+            }
+            if (lane.g == 0 && pass == PASSES - 1)
+                result[D] = new_max, result[D + 1] = keep_old * old_weight + keep * total;
+        }
+        __syncwarp();
+    }
+};
+
+// Adds the block's exact tokens of the sequence to the results. Called by the whole block.
+// N.B. This runs after the loop over tiles, which leaves it all registers.
 __device__ __forceinline__ void attend_exact(const Arguments& a, const Plan& plan) {
     const Lane lane;
-    const u32 item_end = min(plan.to, (plan.exact_length + EXACT_PER_ITEM - 1) / EXACT_PER_ITEM);
-    if (warp_uniform(plan.from + lane.warp >= item_end)) return;
-    const u64 sequence_head = (u64)plan.entry * a.heads + GridCoord().head;
-    constexpr int E = D / LANES; // components of a lane
-    float q[QUERIES][E], sum[QUERIES][E], max[QUERIES], weight[QUERIES];
-#pragma unroll
-    for (int i = 0; i < QUERIES; i++) {
-        max[i] = NOTHING, weight[i] = 0;
-#pragma unroll
-        for (int e = 0; e < E; e++) sum[i][e] = 0;
-#pragma unroll
-        for (int e = 0; e < E; e += 2) {
-            const u32 pair = *reinterpret_cast<const u32*>(shared + QUERY_ROWS + i * QUERY_ROW +
-                                                           word_of<KEY_SUB>(lane.lane * E + e) * 4);
-            q[i][e] = to_float((u16)pair) * a.scale, q[i][e + 1] = to_float((u16)(pair >> 16)) * a.scale;
+    if (warp_uniform(plan.first_item() >= plan.exact_items())) return;
+    const u32 item_end = min(plan.end_item(), plan.exact_items());
+    const u64 rows = ((u64)plan.sequence * a.heads + plan.head) * a.exact_capacity;
+#pragma unroll 1
+    for (int pass = 0; pass < PASSES; pass++) {
+        ExactState state;
+        for (u32 item = plan.first_item() + lane.warp; warp_uniform(item < item_end); item += WARPS) {
+            const u32 first = item * EXACT_TILE, last = plan.exact_length - 1 - first;
+            const u64 at = (rows + first) * D;
+            state.add(a.exact_keys + at, a.exact_values + at + pass * VALUE_CHUNKS * 64, last, a.scale, lane);
         }
+        in_turns(lane, [&] { state.add_to(warp_results(lane), pass, lane); });
     }
-    for (u32 item = plan.from + lane.warp; warp_uniform(item < item_end); item += WARPS) {
-        const u32 first = item * EXACT_PER_ITEM, count = min(plan.exact_length - first, (u32)EXACT_PER_ITEM);
-        const u64 at = (sequence_head * a.exact_capacity + first) * D + lane.lane * E;
-        for (u32 t = 0; warp_uniform(t < count); t++) {
-            float key[E], value[E];
-#pragma unroll
-            for (int e = 0; e < E; e++) key[e] = to_float(a.exact_keys[at + t * D + e]);
-#pragma unroll
-            for (int e = 0; e < E; e++) value[e] = to_float(a.exact_values[at + t * D + e]);
-#pragma unroll
-            for (int i = 0; i < QUERIES; i++) {
-                float score = 0;
-#pragma unroll
-                for (int e = 0; e < E; e++) score += q[i][e] * key[e];
-                score = warp_sum(score);
-                const float new_max = fmaxf(max[i], score), rescale = exp2_approx(max[i] - new_max),
-                            p = exp2_approx(score - new_max);
-                max[i] = new_max;
-                weight[i] = weight[i] * rescale + p;
-#pragma unroll
-                for (int e = 0; e < E; e++) sum[i][e] = sum[i][e] * rescale + p * value[e];
-            }
-        }
-    }
-    float* results = warp_results(lane);
-#pragma unroll
-    for (int i = 0; i < QUERIES; i++) {
-        float* result = results + i * RESULT + lane.lane * E;
-        if constexpr (E == 4)
-            *reinterpret_cast<float4*>(result) = make_float4(sum[i][0], sum[i][1], sum[i][2], sum[i][3]);
-        else
-            *reinterpret_cast<float2*>(result) = make_float2(sum[i][0], sum[i][1]);
-        if (lane.lane == 0) results[i * RESULT + D] = max[i], results[i * RESULT + D + 1] = weight[i];
-    }
-    __syncwarp();
 }

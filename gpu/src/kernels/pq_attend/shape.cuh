@@ -1,10 +1,10 @@
 // Decode attention on product-quantized keys and values (MILLION, DAC 2025, III-B) and on exact tokens: compile-time
 // shape, arguments, thread and block indices, shared memory.
 //
-// CPU twins: pq_core::attend_into, pq_core::attend_exact_into. Compile-time shape: HEAD_DIM 64 or 128; QUERIES 1, 2 or
-// 4 (query heads of one block; a larger group is split into slices); KEY_BITS, VALUE_BITS 4, 6 or 8; KEY_SUB, VALUE_SUB
-// 2, 4 or 8 components per code; COPIES 1 or 2 of the key table; WARPS; INTERLEAVED 0 or 1; PAGED or not; ELEMENT 1
-// (f16) or 2 (bf16).
+// CPU twins: pq_core::attend_into, pq_core::attend_exact_into. Compile-time shape: HEAD_DIM 64 or 128; QUERIES 1, 2,
+// 4, 6 or 8 (query heads of one block; a larger group is split into slices); KEY_BITS, VALUE_BITS 4, 6 or 8; KEY_SUB,
+// VALUE_SUB 2, 4 or 8 components per code; COPIES 1 or 2 of the key table; WARPS; INTERLEAVED 0 or 1; PAGED or not;
+// ELEMENT 1 (f16) or 2 (bf16).
 //
 // A decoded vector is WORDS = HEAD_DIM / 2 words of two f16. The tables of a head lie in shared memory, one row of 256
 // bytes per code. The address of a word is therefore one byte permutation of (code, lane's offset), and 32 lanes that
@@ -22,9 +22,11 @@
 //   Weights are 2^(score - maximum), of scores that include log2(e). The maximum lags: it is raised, and sums are
 //   rescaled, only when a score exceeds it by more than 8, and f16 represents the weights until then.
 //
-// The sequences of a batch form a list of work items (an item is a tile, or 8 exact tokens), which is divided evenly
-// among the blocks of a head (scheduler.cuh). The last block to finish reduces a sequence that several blocks share
-// (softmax_reduce.cuh).
+// The heads are divided into lists, with the same number of blocks each. For every head of a list, the sequences of the
+// batch form a list of work items (an item is a tile, or 16 exact tokens), which is divided evenly among the blocks of
+// the list (plan.cuh). A list of one head spares its blocks from changing tables; lists of several heads keep all
+// multiprocessors busy where the number of heads does not divide theirs. The last block to finish reduces a sequence
+// that several blocks share (softmax_reduce.cuh).
 //
 // Memory floor: every code is read once for up to QUERIES query heads. One query is bound by shared memory, 76 % busy
 // at batch 8: 128 lookups per lane and tile. Four queries are bound by instruction latency: with one tile at a time,
@@ -34,7 +36,7 @@
 
 constexpr int D = HEAD_DIM, WORDS = D / 2, HALVES = D / 64; // HALVES: 32-word halves of a row
 constexpr int TILE = 32;
-constexpr int EXACT_PER_ITEM = 8; // exact tokens of a work item
+constexpr int EXACT_TILE = 16;    // exact tokens of a work item
 constexpr int ROW = 256;          // bytes of a table row in shared memory
 constexpr int CHUNKS = WORDS / 4; // 16-byte chunks of a table row in global memory
 constexpr int THREADS = WARPS * LANES;
@@ -67,7 +69,7 @@ struct Arguments {
     u32* arrived;             // [sequence][head][slice]: blocks that have finished; zero before and after a launch
     u16* out;                 // as queries
     float* log_sum_exp;       // [sequence][head][query of group], or null
-    u32 batch, heads, group;
+    u32 batch, heads, list_heads, group; // list_heads: heads of a list
     u32 page_tiles, max_pages, exact_capacity;
     float scale; // factor of the scores, times log2(e)
 };
@@ -87,11 +89,11 @@ struct Lane {
     }
 };
 
-// Grid coordinates: (block of the head's work, slice of the query group, head).
+// Grid coordinates: (block of the list's work, slice of the query group, list of heads).
 struct GridCoord {
-    u32 block = blockIdx.x, blocks = gridDim.x, slice = blockIdx.y, slices = gridDim.y, head = blockIdx.z;
+    u32 block = blockIdx.x, blocks = gridDim.x, slice = blockIdx.y, slices = gridDim.y, list = blockIdx.z;
 
-    __device__ __forceinline__ u32 index() const { return (head * slices + slice) * blocks + block; }
+    __device__ __forceinline__ u32 index() const { return (list * slices + slice) * blocks + block; }
 };
 
 // Layout of shared memory, in bytes.
@@ -100,14 +102,16 @@ constexpr bool FAR_COPY = COPIES == 2 && D == 128; // else the second copy is in
 constexpr int COPY_DISTANCE = 65536;               // a power of two: the copy is one bit of the address
 constexpr int VALUE_TABLE = (FAR_COPY ? COPY_DISTANCE : 0) + KEY_ROWS * ROW;
 constexpr int WEIGHTS = VALUE_TABLE + VALUE_ROWS * ROW;       // [WARPS][QUERIES][TILE] f16
-constexpr int RESULTS = WEIGHTS + WARPS * QUERIES * TILE * 2; // [WARPS][QUERIES][RESULT] floats
+constexpr int RESULTS = WEIGHTS + WARPS * QUERIES * TILE * 2; // [SLOTS][QUERIES][RESULT] floats
 constexpr int RESULT = D + 4; // floats of a result: components, maximum, sum of weights, padding
+// Results of warps: with 8 queries, there is room for one result of two warps.
+constexpr int SLOTS = QUERIES == 8 ? WARPS / 2 : WARPS;
 constexpr int QUERY_ROWS =
-    RESULTS + WARPS * QUERIES * RESULT * 4; // [QUERIES] rows of words in the order of the key table
+    RESULTS + SLOTS * QUERIES * RESULT * 4; // [QUERIES] rows of words in the order of the key table
 constexpr int QUERY_ROW = D * 2 + 64;       // bytes: consecutive rows start in different halves of the banks
 constexpr int PLAN = QUERY_ROWS + QUERIES * QUERY_ROW;
-constexpr int KEY_BARRIER = PLAN + 56, VALUE_BARRIER = KEY_BARRIER + 8; // mbarriers of the table copies
-constexpr int SHARED = PLAN + 72;
+constexpr int KEY_BARRIER = PLAN + 80, VALUE_BARRIER = KEY_BARRIER + 8; // mbarriers of the table copies
+constexpr int SHARED = PLAN + 96;
 extern __shared__ __align__(128) u8 shared[];
 
 static_assert(SHARED == SHARED_BYTES, "the host computes it, too");

@@ -1,5 +1,5 @@
-// Copies of the head's key and value tables to shared memory: cp.async.bulk with an mbarrier each on sm_90, cp.async on
-// sm_80.
+// Copies of a head's key and value tables to shared memory: cp.async.bulk with an mbarrier each on sm_90, cp.async on
+// sm_80. `phase` is the parity of the barriers: it changes with every head of the block.
 #pragma once
 #include "mbarrier_sm90.cuh"
 #include "pq_attend/shape.cuh"
@@ -14,8 +14,8 @@ constexpr int LOADERS = THREADS - LANES; // threads that issue copies: all but w
 // over L2. Warp 0 plans meanwhile; all other warps issue, since one warp alone took 9 us more for rows of 64
 // components.
 template <int ROWS>
-__device__ __forceinline__ void load_table(u8* to, const u8* tables, int barrier) {
-    const u8* from = tables + (u64)GridCoord().head * ROWS * WORDS * 4;
+__device__ __forceinline__ void load_table(u8* to, const u8* tables, u32 head, int barrier) {
+    const u8* from = tables + (u64)head * ROWS * WORDS * 4;
     const Lane lane;
 #if __CUDA_ARCH__ >= 900
     if (warp_uniform(lane.warp == 0)) return;
@@ -34,27 +34,32 @@ __device__ __forceinline__ void load_table(u8* to, const u8* tables, int barrier
 #endif
 }
 
-__device__ __forceinline__ void load_key_table(const Arguments& a) {
+// Called once, by all threads.
+__device__ __forceinline__ void init_table_barriers() {
 #if __CUDA_ARCH__ >= 900
-    if (threadIdx.x == LANES) {
-        mbarrier_init(shared + KEY_BARRIER, 1);
-        mbarrier_init(shared + VALUE_BARRIER, 1);
-        mbarrier_arrive_expect_tx(shared + KEY_BARRIER, KEY_ROWS * WORDS * 4);
-        mbarrier_arrive_expect_tx(shared + VALUE_BARRIER, VALUE_ROWS * WORDS * 4);
-    }
+    if (threadIdx.x == LANES) mbarrier_init(shared + KEY_BARRIER, 1), mbarrier_init(shared + VALUE_BARRIER, 1);
     __syncthreads();
 #endif
-    load_table<KEY_ROWS>(shared + KEY_TABLE, a.key_table, KEY_BARRIER);
 }
 
-__device__ __forceinline__ void load_value_table(const Arguments& a) {
-    load_table<VALUE_ROWS>(shared + VALUE_TABLE, a.value_table, VALUE_BARRIER);
+__device__ __forceinline__ void load_key_table(const Arguments& a, u32 head) {
+#if __CUDA_ARCH__ >= 900
+    if (threadIdx.x == LANES) mbarrier_arrive_expect_tx(shared + KEY_BARRIER, KEY_ROWS * WORDS * 4);
+#endif
+    load_table<KEY_ROWS>(shared + KEY_TABLE, a.key_table, head, KEY_BARRIER);
+}
+
+__device__ __forceinline__ void load_value_table(const Arguments& a, u32 head) {
+#if __CUDA_ARCH__ >= 900
+    if (threadIdx.x == LANES) mbarrier_arrive_expect_tx(shared + VALUE_BARRIER, VALUE_ROWS * WORDS * 4);
+#endif
+    load_table<VALUE_ROWS>(shared + VALUE_TABLE, a.value_table, head, VALUE_BARRIER);
 }
 
 // Waits for the key table. A block must not exit before its copies have completed.
-__device__ __forceinline__ void wait_for_key_table() {
+__device__ __forceinline__ void wait_for_key_table(u32 phase) {
 #if __CUDA_ARCH__ >= 900
-    mbarrier_wait(shared + KEY_BARRIER, 0);
+    mbarrier_wait(shared + KEY_BARRIER, phase);
 #else
     cp_async_wait_all(); // waits for the copies of both tables
     __syncthreads();
@@ -62,20 +67,22 @@ __device__ __forceinline__ void wait_for_key_table() {
 }
 
 // Waits for the value table, whose copy must have been started; it, too, must complete before the block exits.
-__device__ __forceinline__ void wait_for_value_table() {
+__device__ __forceinline__ void wait_for_value_table(u32 phase) {
 #if __CUDA_ARCH__ >= 900
-    mbarrier_wait(shared + VALUE_BARRIER, 0);
+    mbarrier_wait(shared + VALUE_BARRIER, phase);
 #endif
 }
 
 // Waits for the key table and writes its second copy, in which the 16-word halves of every 32 words are swapped.
-__device__ __forceinline__ void finish_key_table() {
-    wait_for_key_table();
+__device__ __forceinline__ void finish_key_table(u32 phase) {
+    wait_for_key_table(phase);
     if constexpr (COPIES == 2) {
         constexpr int COPY = KEY_TABLE + (FAR_COPY ? COPY_DISTANCE : ROW / 2), CHUNK_COUNT = KEY_ROWS * CHUNKS;
-        constexpr int BATCH = 3; // chunks in flight per thread; launches took 1 to 2 % longer with 6
+        // Chunks in flight per thread. More of them, or an unrolled loop, need more registers than 16 warps have here;
+        // launches took 1 to 2 % longer with 6.
+        constexpr int BATCH = 2;
         const Lane lane;
-#pragma unroll
+#pragma unroll 1
         for (int first = 0; first < CHUNK_COUNT; first += BATCH * THREADS) {
             uint4 chunks[BATCH];
 #pragma unroll

@@ -33,7 +33,7 @@ constexpr int TOKENS_PER_THREAD = 16; // tokens that a thread loads at a time
 constexpr int CONCURRENT_QUERIES = 4; // queries processed at the same time, each by SLICES warps
 constexpr u8 BELOW = 0, TIE = 1, ABOVE = 2;
 constexpr int HIGH_BUCKETS = 2048, LOW_BUCKETS = 1024, LOW_BITS = 10; // radix digits of a key: 11, 10 and 10 bits
-static_assert(1 << (KEY_BITS - 2 * LOW_BITS) == HIGH_BUCKETS && 1 << LOW_BITS == LOW_BUCKETS, "the digits make a key");
+static_assert(1 << (KEY_WIDTH - 2 * LOW_BITS) == HIGH_BUCKETS && 1 << LOW_BITS == LOW_BUCKETS, "the digits make a key");
 constexpr int SLICES = WARPS / CONCURRENT_QUERIES; // slices of a block's codes, one warp each
 static_assert(CODES_PER_BLOCK <= THREADS, "a thread has at most one code");
 static_assert(TOKENS_PER_THREAD * THREADS < 1 << 16, "a scan counts fewer than 2^16 tokens at a time");
@@ -137,7 +137,7 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THRE
     }
     asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); // this block's mbarriers are initialized
     if (!a.pdl) pdl_wait();
-    const SelectRange range(a, row / a.heads);
+    const SelectRange range = range_of(a, row / a.heads);
     const u8* codes = a.codes + row * a.code_stride;
     const u32 span = (range.n + BLOCKS * TOKENS_PER_THREAD - 1) / (BLOCKS * TOKENS_PER_THREAD) * TOKENS_PER_THREAD,
               first = rank * span, end = min(range.n, first + span);

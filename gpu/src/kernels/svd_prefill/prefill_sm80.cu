@@ -1,5 +1,5 @@
-// Causal attention of a prompt's queries on keys and values that rotations have projected: every KV head has its own
-// key rank and value rank.
+// Causal attention of a prompt's queries on keys and values that rotations have projected, on sm_80: every KV head has
+// its own key rank and value rank.
 //
 // CPU twin: svd_core::attend_exact_into, row by row. Source: ZACK, 5.3; the loop is that of FlashAttention-2.
 //
@@ -16,7 +16,7 @@
 // The floor is the rate of the tensor cores. Bound by issue and latency: at full rank a thread takes 249 registers, so
 // a scheduler has two warps, which issue in half of the slots, and tensor cores are 42 % busy. Three changes
 // halved the time: no branch on the rank in the loop over mma, cheaper addresses, and fragments from shared memory that
-// serve both halves of a warp's rows at half rank. The next step would be FlashAttention-3's design.
+// serve both halves of a warp's rows at half rank.
 #include "element.cuh"
 #include "primitives_sm80.cuh"
 #include "warp.cuh"

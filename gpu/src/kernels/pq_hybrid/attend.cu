@@ -1,0 +1,127 @@
+// Last kernel of hybrid attention: coded values of all tokens but the selected ones, and the exact rows of those, of
+// sinks and of the window, in one softmax.
+//
+// shape.cuh has the compile-time shape and explains the method. Launch: grid (block of a head's work, head), THREADS
+// threads, one block per multiprocessor. The selected tokens are left out of the sums, not subtracted from them.
+#include "pq_hybrid/rows.cuh"
+#include "pq_hybrid/values.cuh"
+#include "pq_search/radix.cuh"
+#include "softmax_reduce.cuh"
+
+constexpr int WARPS = ATTEND_WARPS, THREADS = WARPS * LANES;
+
+struct Shared {
+    u8 table[VALUE_TABLE_BYTES];
+    float results[WARPS][VEC][RESULT];
+    Plan<true> plan;
+};
+extern __shared__ __align__(128) u8 shared[];
+static_assert(sizeof(Shared) <= ATTEND_SHARED_BYTES, "the host reserves it");
+__device__ __forceinline__ Shared& block() { return *reinterpret_cast<Shared*>(shared); }
+
+__device__ __forceinline__ void attend_sequence(const Arguments& a, const Scratch& scratch) {
+    const int warp = threadIdx.x / LANES, lane = threadIdx.x % LANES, g = lane / 4, l = lane % 4;
+    const Plan<true>& plan = block().plan;
+    const u32 head = blockIdx.y, exact = plan.exact_length, selected = plan.selected;
+    const u64 row = (u64)plan.entry * a.heads + head;
+    const u32 exact_items = (exact + ROWS_PER_ITEM - 1) / ROWS_PER_ITEM;
+    const u32 row_items = exact_items + (selected + ROWS_PER_ITEM - 1) / ROWS_PER_ITEM;
+    const u32 row_units = row_items * ROW_ITEM_UNITS;
+    // An item belongs to the block that has its first unit.
+    const u32 item_begin = min((plan.from + ROW_ITEM_UNITS - 1) / ROW_ITEM_UNITS, row_items);
+    const u32 item_end = min((plan.to + ROW_ITEM_UNITS - 1) / ROW_ITEM_UNITS, row_items);
+    const u32 end = min(max(plan.to, row_units) - row_units, (plan.length + TILE - 1) / TILE);
+    TileWalk<WARPS> walk(max(plan.from, row_units) - row_units, warp, (item_end - item_begin) % WARPS);
+    float* results = &block().results[warp][0][0];
+
+    const Tiles tiles(a, plan.entry, head);
+    const float* row_scores = scratch.scores + row * a.chunks * CHUNK * GROUP;
+    const u32* row_mask = reinterpret_cast<const u32*>(scratch.mask + row * a.chunks * (CHUNK / 8));
+    struct Tile {
+        Values codes;
+        float scores[2][MMAS][4];
+        u32 mask; // of the selected tokens
+    };
+    auto load = [&](Tile& ahead) {
+        if (walk.tile >= end) return;
+        ahead.codes.load(a.value_codes + (u64)tiles.at(a, walk.tile) * Values::TILE_BYTES, lane);
+        ahead.mask = row_mask[walk.tile];
+#pragma unroll
+        for (int i = 0; i < 2 * MMAS; i++) {
+            const int half = i / MMAS, m = i % MMAS, query = m * COLUMNS + g % COLUMNS;
+            float4 four = make_float4(-infinity(), -infinity(), -infinity(), -infinity());
+            if (query < GROUP)
+                four = *reinterpret_cast<const float4*>(row_scores + ((u64)walk.tile * GROUP + query) * TILE +
+                                                        half * 16 + l * 4);
+            ahead.scores[half][m][0] = four.x, ahead.scores[half][m][1] = four.y;
+            ahead.scores[half][m][2] = four.z, ahead.scores[half][m][3] = four.w;
+        }
+    };
+
+    {
+        const u16* queries = a.queries + row * GROUP * D;
+        RowSums rows;
+        rows.clear();
+        for (u32 item = item_begin + warp; warp_uniform(item < item_end); item += WARPS) {
+            if (item < exact_items) {
+                const u32 first = item * ROWS_PER_ITEM;
+                const u64 at = row * a.exact_capacity + first;
+                rows.add(queries, a.exact_keys, a.exact_values, exact - first, a.scale, [&](u32 i) { return at + i; });
+            } else {
+                const u32 first = (item - exact_items) * ROWS_PER_ITEM;
+                const u32* list = a.selected + row * a.selected_len + first;
+                rows.add(queries, a.row_keys, a.row_values, selected - first, a.scale,
+                         [&](u32 i) { return row * a.row_capacity + (a.collected ? first + i : list[i]); });
+            }
+        }
+        rows.store(results);
+    }
+    Tile even, odd;
+    load(even);
+
+    ValueSums sums;
+    sums.clear();
+    const ValueOffsets offsets(lane);
+    auto add = [&](Tile& tile, Tile& next) {
+        walk.advance();
+        load(next); // a whole tile ahead
+        u32 weights[2][MMAS][2], any = 0;
+        sums.weigh(weights, tile.scores, tile.mask, lane);
+#pragma unroll
+        for (int i = 0; i < 4 * MMAS; i++) any |= weights[i / 2 / MMAS][i / 2 % MMAS][i % 2];
+        // Tiles whose weights have all underflowed need no values.
+        if (warp_uniform(any != 0)) sums.add(tile.codes, weights, offsets, shared, lane);
+    };
+    while (warp_uniform(walk.tile < end)) {
+        add(even, odd);
+        if (!warp_uniform(walk.tile < end)) break;
+        add(odd, even);
+    }
+    sums.add_to(results, lane);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) pq_hybrid_attend(const Arguments a) {
+    Plan<true>& plan = block().plan;
+    if (warp_uniform(threadIdx.x < LANES)) plan.find_first(a);
+    load_value_table<THREADS>(a, blockIdx.y, shared);
+    pdl_wait();
+    pdl_trigger();
+    __syncthreads();
+    const Scratch scratch(a);
+    while (warp_uniform(plan.entry < a.batch)) {
+        if (threadIdx.x == 0) plan.find_sharers();
+        attend_sequence(a, scratch);
+        const u64 row = (u64)plan.entry * a.heads + blockIdx.y;
+        reduce<VEC, D, WARPS, RESULT>(&block().results[0][0][0], GROUP, plan, blockIdx.x,
+                                      scratch.partials + ((u64)blockIdx.y * gridDim.x + blockIdx.x) * 2 * VEC * RESULT,
+                                      scratch.attend_counts + row, [&](u32 query, int component, const Sum& sum) {
+                                          *reinterpret_cast<u32*>(a.out + (row * GROUP + query) * D + component) =
+                                              sum.normalized();
+                                          if (component == 0 && a.log_sum_exp)
+                                              a.log_sum_exp[row * GROUP + query] = sum.log_sum_exp();
+                                      });
+        __syncthreads();
+        if (threadIdx.x == 0) plan.find_next(a);
+        __syncthreads();
+    }
+}

@@ -1,0 +1,42 @@
+// Packed codes of one tile in a lane's registers, and addresses of table entries.
+#pragma once
+#include "pq_hybrid/shape.cuh"
+#include "primitives_sm80.cuh"
+
+// A tile stores LOADS times WIDTH words for each lane, as [load][lane][width]; a lane has M codes.
+template <int M, int BITS>
+struct Packed {
+    static constexpr int EXPANDED = M / 4; // registers with one code in each byte
+    static constexpr int COUNT = M * BITS / 32, WIDTH = COUNT < 4 ? COUNT : 4, LOADS = COUNT / WIDTH;
+    static constexpr int TILE_BYTES = COUNT * 4 * LANES;
+    u32 words[COUNT];
+
+    __device__ __forceinline__ void load(const u8* tile, int lane) {
+        tile += lane * WIDTH * 4;
+#pragma unroll
+        for (int i = 0; i < LOADS; i++) ld_nc_no_allocate<WIDTH>(words + i * WIDTH, tile + i * LANES * WIDTH * 4);
+    }
+
+    __device__ __forceinline__ void expand(u32 (&codes)[EXPANDED]) const {
+#pragma unroll
+        for (int i = 0; i < COUNT; i++) {
+            if (BITS == 8) {
+                codes[i] = words[i];
+            } else {
+                codes[2 * i] = words[i] & 0x0f0f0f0fu;
+                codes[2 * i + 1] = words[i] >> 4 & 0x0f0f0f0fu;
+            }
+        }
+    }
+};
+
+constexpr int ROW = 256; // bytes of a row of a table in shared memory; a code has one or two rows
+
+// Offsets in a row for two steps, and the index of the table half, for `row_address`.
+__device__ __forceinline__ u32 pack_offsets(u32 even, u32 odd, u32 half = 0) { return even | odd << 8 | half << 16; }
+
+// Address of code `k` of a register of codes, with the offset of step `step`: byte 0 is the offset, byte 1 the code,
+// byte 2 the table half, 2^16 bytes apart.
+__device__ __forceinline__ u32 row_address(u32 codes, u32 offsets, int k, int step) {
+    return prmt(codes, offsets, (4 + step % 2) | k << 4 | 6 << 8 | 7 << 12);
+}

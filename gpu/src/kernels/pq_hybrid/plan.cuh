@@ -1,0 +1,66 @@
+// The division of a head's work among its blocks.
+#pragma once
+#include "pq_hybrid/shape.cuh"
+#include "scheduler.cuh"
+
+constexpr int ROWS_PER_ITEM = 16; // exact rows of a work item
+constexpr int ROW_ITEM_UNITS = 4; // tiles that take as long as such an item
+
+// The work of a sequence: its exact tokens and its selected rows, ROWS_PER_ITEM at a time, and its tiles. Scores have
+// tiles only.
+template <bool WITH_ROWS>
+struct Items {
+    const Arguments& a;
+    u32 length, exact_length, selected; // of the sequence of the last call
+
+    __device__ __forceinline__ u32 operator()(u32 sequence) {
+        length = a.lengths[sequence];
+        u32 items = (length + TILE - 1) / TILE;
+        if constexpr (WITH_ROWS) {
+            exact_length = a.exact_lengths ? a.exact_lengths[sequence] : 0;
+            selected = min(min(a.ks[sequence], a.selected_len), length);
+            items += ROW_ITEM_UNITS * ((exact_length + ROWS_PER_ITEM - 1) / ROWS_PER_ITEM +
+                                       (selected + ROWS_PER_ITEM - 1) / ROWS_PER_ITEM);
+        }
+        return max(items, 1u); // an empty sequence still has an output to write
+    }
+};
+
+// The block's current sequence, and its part of that sequence's items. Grid: (block of the head's work, head).
+template <bool WITH_ROWS>
+struct Plan : Work {
+    u32 length, exact_length, selected;
+
+    __device__ __forceinline__ void take(const Items<WITH_ROWS>& items) {
+        length = items.length;
+        if constexpr (WITH_ROWS) exact_length = items.exact_length, selected = items.selected;
+    }
+    // Called by the block's first warp.
+    __device__ __forceinline__ void find_first(const Arguments& a) {
+        Items<WITH_ROWS> items{a};
+        if (begin(a.batch, blockIdx.x, gridDim.x, items)) take(items);
+    }
+    // Called by the block's first thread.
+    __device__ __forceinline__ void find_next(const Arguments& a) {
+        Items<WITH_ROWS> items{a};
+        if (advance(a.batch, items)) take(items);
+    }
+};
+
+// The tiles of a warp. The first `busy` of WARPS warps attend to one exact item more than the others, who take that
+// many more tiles: of the first ROW_ITEM_UNITS rounds the busy ones have none.
+template <int WARPS>
+struct TileWalk {
+    u32 tile, short_rounds, stride;
+
+    __device__ __forceinline__ TileWalk(u32 first, u32 warp, u32 busy) {
+        const bool is_busy = warp < busy;
+        stride = WARPS - busy;
+        tile = first + (is_busy ? ROW_ITEM_UNITS * stride + warp : warp - busy);
+        short_rounds = is_busy || busy == 0 ? 0 : ROW_ITEM_UNITS - 1;
+    }
+    __device__ __forceinline__ void advance() {
+        tile += short_rounds ? stride : WARPS;
+        short_rounds -= short_rounds > 0;
+    }
+};

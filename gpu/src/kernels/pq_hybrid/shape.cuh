@@ -1,0 +1,111 @@
+// Hybrid attention: codes of all tokens in one softmax, in which the few tokens of the largest weight have their exact
+// rows. Compile-time shape, arguments, and the workspace that the kernels of a step share.
+//
+// CPU twins: pq_core::hybrid_select_into, pq_core::hybrid_attend_into, pq_core::attend_exact_into. Compile-time shape:
+// HEAD_DIM 64 or 128; GROUP 1 to 8 query heads of a key/value head; KEY_M, VALUE_M 8, 16 or 32 subspaces; KEY_BITS,
+// VALUE_BITS 4 or 8; ELEMENT 1 (f16) or 2 (bf16); MAX_RULE (keys.cuh); PAGED or not.
+//
+// A step is two operations, so that rows can be fetched in between:
+//
+// 1. Select: scores.cu writes the coded scores of all tokens and the softmax statistics of each query; select.cu turns
+//    them into keys and selects the k highest (radix.cuh).
+// 2. Attend: attend.cu adds the coded values of all other tokens, the exact rows of the selected ones, sinks and
+// window.
+//
+// Codes and tables are in the layout of `pq::CodeLayout`, as pq_attend/attend.cu reads them: lane 4 g + l of a warp
+// reads codes of one quarter of the subspaces (keys) or one eighth (values), rotated by lane. Both kernels arrange
+// their tables in shared memory so that the lanes that are served together look up different banks, whatever their
+// codes.
+//
+// Scores are logarithms to base 2. Floor at 32/8 heads x 131,072 tokens with 16 codes per key and value: 33.5 MB of
+// codes take 8 us. Shared memory serves 32 wavefronts per tile of 32 tokens for the scores of four queries and 64 for
+// the values: 4.5 and 9 us at 132 multiprocessors and 1.75 GHz.
+#pragma once
+#include "types.cuh"
+
+constexpr int D = HEAD_DIM, WORDS = D / 2; // a vector is WORDS pairs of f16
+constexpr int TILE = 32;
+// Queries that a table entry serves.
+constexpr int VEC = GROUP <= 2 ? 2 : GROUP <= 4 ? 4 : 8;
+
+struct Arguments {
+    const u8* key_codes; // [page][head][tile of page][tile bytes]
+    const u8* value_codes;
+    const u32* key_table; // [head][code][WORDS]: word j + p * M has components 2 p and 2 p + 1 of subspace j
+    const u32* value_table;
+    const u16* queries;       // [sequence][head][GROUP][D]
+    const u32* lengths;       // [sequence]: coded tokens
+    const u32* pages;         // [sequence][page of sequence]; read only if PAGED
+    const u16* exact_keys;    // [sequence][head][exact_capacity][D]
+    const u16* exact_values;  // as exact_keys
+    const u32* exact_lengths; // [sequence], or null
+    const float* key_errors;  // [head][D], or null: mean squared errors of the coded keys
+    const u32* ks;            // [sequence]: tokens to select
+    u32* selected;            // [sequence][head][selected_len]
+    const u16* row_keys;      // [sequence][head][row_capacity][D]
+    const u16* row_values;    // as row_keys
+    u8* workspace;
+    u16* out;           // as queries
+    float* log_sum_exp; // [sequence][head][GROUP], or null
+    u64 row_capacity;
+    u32 batch, heads, page_tiles, max_pages, exact_capacity, selected_len;
+    u32 chunks;    // capacity of a sequence in chunks of CHUNK tokens
+    u32 collected; // whether row i is that of selected[i], not of token i
+    u32 blocks;    // of a head
+    u32 tickets;   // radix.cuh
+    float scale;   // factor of the scores, times log2(e)
+};
+
+// Softmax statistics of a query.
+struct Stats {
+    float max, sum; // of scores, and of 2^(score - max)
+};
+
+constexpr int RESULT = D + 4; // floats of a partial result: components, maximum, sum of weights, padding
+
+// Arrays of the workspace, in this order. `rows` are heads of sequences; `chunks` their capacity.
+struct Scratch {
+    u8* selection;     // radix.cuh
+    float* scores;     // [row][chunk][tile][GROUP][TILE], tokens of a tile by `place_of`
+    u8* mask;          // [row][chunk][CHUNK / 8]: a bit per token, 1 if it is selected
+    Stats* stats;      // [row][VEC]
+    Stats* stat_parts; // [head][block of the head][2][VEC]
+    float* partials;   // [head][block of the head][2][VEC][RESULT]
+    u32* score_counts; // [row]: blocks that have finished; zero before and after a launch
+    u32* attend_counts;
+
+    __device__ __forceinline__ explicit Scratch(const Arguments& a) {
+        constexpr u64 CHUNK = 8192; // radix.cuh
+        const u64 rows = (u64)a.batch * a.heads, chunks = rows * a.chunks;
+        u8* at = a.workspace;
+        score_counts = (u32*)at, attend_counts = score_counts + rows, at += (rows * 8 + 15) / 16 * 16;
+        stats = (Stats*)at, at += rows * VEC * sizeof(Stats);
+        stat_parts = (Stats*)at, at += (u64)a.heads * a.blocks * 2 * VEC * sizeof(Stats);
+        partials = (float*)at, at += (u64)a.heads * a.blocks * 2 * VEC * RESULT * 4;
+        scores = (float*)at, at += chunks * CHUNK * GROUP * 4;
+        mask = at, at += chunks * (CHUNK / 8);
+        selection = at;
+    }
+};
+
+// Index of token `t` of a tile among its scores: the order in which the lanes of attend.cu read weights.
+__device__ __forceinline__ constexpr int place_of(int t) { return (t % 8) * 4 + t / 8; }
+__device__ __forceinline__ constexpr int token_at(int place) { return place / 4 + place % 4 * 8; }
+
+// Maps a tile of a sequence to its index among all tiles, which are fewer than 2^32.
+struct Tiles {
+#ifdef PAGED
+    const u32* pages;
+    u32 head;
+    __device__ __forceinline__ Tiles(const Arguments& a, u32 sequence, u32 head)
+        : pages(a.pages + (u64)sequence * a.max_pages), head(head) {}
+    __device__ __forceinline__ u32 at(const Arguments& a, u32 tile) const {
+        return (__ldg(pages + tile / a.page_tiles) * a.heads + head) * a.page_tiles + tile % a.page_tiles;
+    }
+#else
+    u32 first;
+    __device__ __forceinline__ Tiles(const Arguments& a, u32 sequence, u32 head)
+        : first((sequence * a.heads + head) * a.page_tiles) {}
+    __device__ __forceinline__ u32 at(const Arguments&, u32 tile) const { return first + tile; }
+#endif
+};

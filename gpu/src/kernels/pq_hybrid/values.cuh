@@ -1,0 +1,196 @@
+// Weighted sums of coded values.
+//
+// Lane 4 g + l looks up the words of subspace g (of 8), or of a subspace 8 `set` + g, for tokens of which it has the
+// codes
+// (`CodeLayout`). Byte permutations pair the components of two tokens, so that components are the rows of the A operand
+// and tokens its columns; all four lanes of a row then have to look up the same subspace. The lanes of different l
+// would read the same banks at the same time, so they take the sets in different order, and the columns of the B
+// operand are (set, query) with weights of zero but in the step at which the lane has that set. Two sets leave room for
+// four queries per MMA; a second copy of the table then keeps the lanes of equal set apart. A code of 16 components
+// counts as two sets.
+#pragma once
+#include "pq_hybrid/codes.cuh"
+#include "warp.cuh"
+
+using Values = Packed<VALUE_M, VALUE_BITS>;
+
+constexpr int VALUE_KSUB = 1 << VALUE_BITS, VALUE_DSUB = D / VALUE_M;
+constexpr int SETS = VALUE_M == 32 ? 4 : 2, VALUE_COPIES = 4 / SETS;
+constexpr int PIECE = D / (8 * SETS), PIECE_WORDS = PIECE / 2;           // components of a look-up
+constexpr int PIECE_BYTES = PIECE * 2, LINE_G = 128 / (PIECE_BYTES * 4); // g of a line of 128 bytes
+constexpr int HALF_TABLE = 1 << 16, HALF_G = 2 * LINE_G;                 // distance of the table halves; g of each
+constexpr int VALUE_TABLE_BYTES = (HALF_G < 8 ? HALF_TABLE : 0) + VALUE_KSUB * ROW;
+constexpr int COLUMNS = 8 / SETS;                        // queries of an MMA
+constexpr int MMAS = VEC <= COLUMNS ? 1 : VEC / COLUMNS; // for all queries
+
+// Offset of a piece in its row, and in the table.
+__device__ __forceinline__ int piece_offset(int g, int set, int copy) {
+    const int slot = g % LINE_G * 4 + (SETS == 4 ? set : set * 2 + copy);
+    return g / LINE_G % 2 * 128 + slot * PIECE_BYTES;
+}
+
+// First component of a piece.
+__device__ __forceinline__ int piece_component(int g, int set) {
+    return VALUE_M == 8 ? g * VALUE_DSUB + set * PIECE : (set * 8 + g) * VALUE_DSUB;
+}
+
+// Copies the head's table to shared memory, one piece at a time.
+template <int THREADS>
+__device__ __forceinline__ void load_value_table(const Arguments& a, u32 head, u8* to) {
+    const u32* table = a.value_table + (u64)head * VALUE_KSUB * WORDS;
+#pragma unroll 4
+    for (int i = threadIdx.x; i < VALUE_KSUB * 32; i += THREADS) {
+        const int code = i / 32, copy = i % VALUE_COPIES, set = i / VALUE_COPIES % SETS, g = i / 4 % 8;
+        const u32* from = table + code * WORDS + (VALUE_M == 8 ? g + set * PIECE_WORDS * 8 : set * 8 + g);
+        u8* piece = to + g / HALF_G * HALF_TABLE + code * ROW + piece_offset(g, set, copy);
+        u32 words[PIECE_WORDS];
+#pragma unroll
+        for (int w = 0; w < PIECE_WORDS; w++) words[w] = __ldg(from + w * VALUE_M);
+        if constexpr (PIECE_WORDS == 4)
+            *reinterpret_cast<uint4*>(piece) = make_uint4(words[0], words[1], words[2], words[3]);
+        else if constexpr (PIECE_WORDS == 2)
+            *reinterpret_cast<uint2*>(piece) = make_uint2(words[0], words[1]);
+        else
+            *reinterpret_cast<u32*>(piece) = words[0];
+    }
+}
+
+// Offsets of the lane's pieces for steps 2 i and 2 i + 1; at step i it has set (i + l) % SETS.
+struct ValueOffsets {
+    u32 pairs[SETS / 2];
+
+    __device__ __forceinline__ explicit ValueOffsets(int lane) {
+        const int g = lane / 4, l = lane % 4;
+        auto at = [&](int step) { return piece_offset(g, (step + l) % SETS, l / 2); };
+#pragma unroll
+        for (int i = 0; i < SETS / 2; i++) pairs[i] = pack_offsets(at(2 * i), at(2 * i + 1), g / HALF_G);
+    }
+};
+
+// A warp's online softmax over its tiles. As an operand's column n = g, the lane has query n % COLUMNS of set n /
+// COLUMNS, for tokens l + 4 half + 8 i; MMA m has queries m * COLUMNS and up.
+struct ValueSums {
+    float sums[PIECE_WORDS][MMAS][4]; // components 2 w (+ 1: second pair) of row g, columns 2 l and 2 l + 1
+    float max[MMAS], weight[MMAS];    // of the lane's query; `weight` is the lane's share
+
+    __device__ __forceinline__ void clear() {
+#pragma unroll
+        for (int i = 0; i < PIECE_WORDS * MMAS * 4; i++) sums[i / 4 / MMAS][i / 4 % MMAS][i % 4] = 0;
+#pragma unroll
+        for (int m = 0; m < MMAS; m++) max[m] = NOTHING, weight[m] = 0;
+    }
+
+    // Converts scores to weights 2^(score - max), as pairs of f16 in `weights[half][mma]`; tokens of the set bits of
+    // `mask` have none. Raises a maximum, and rescales the sums, only when a score exceeds it by more than 8.
+    __device__ __forceinline__ void weigh(u32 (&weights)[2][MMAS][2], float (&scores)[2][MMAS][4], u32 mask, int lane) {
+        const int l = lane % 4;
+        if (warp_uniform(mask != 0))
+#pragma unroll
+            for (int i = 0; i < 8; i++)
+                if (mask >> (l + i / 4 * 4 + i % 4 * 8) & 1)
+#pragma unroll
+                    for (int m = 0; m < MMAS; m++) scores[i / 4][m][i % 4] = -infinity();
+        bool exceeds = false;
+        float tile_max[MMAS];
+#pragma unroll
+        for (int m = 0; m < MMAS; m++) {
+            tile_max[m] = NOTHING;
+#pragma unroll
+            for (int i = 0; i < 8; i++) tile_max[m] = fmaxf(tile_max[m], scores[i / 4][m][i % 4]);
+            exceeds |= tile_max[m] > max[m] + 8;
+        }
+        if (warp_uniform(exceeds)) {
+#pragma unroll
+            for (int m = 0; m < MMAS; m++) {
+                float new_max = fmaxf(max[m], tile_max[m]);
+                new_max = fmaxf(new_max, __shfl_xor_sync(FULL, new_max, 1));
+                new_max = fmaxf(new_max, __shfl_xor_sync(FULL, new_max, 2));
+                const float keep = exp2_approx(max[m] - new_max);
+                max[m] = new_max, weight[m] *= keep;
+                const float of_columns[2] = {__shfl_sync(FULL, keep, 8 * l), __shfl_sync(FULL, keep, 8 * l + 4)};
+#pragma unroll
+                for (int w = 0; w < PIECE_WORDS; w++)
+#pragma unroll
+                    for (int i = 0; i < 4; i++) sums[w][m][i] *= of_columns[i % 2];
+            }
+        }
+#pragma unroll
+        for (int m = 0; m < MMAS; m++)
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                float p[4];
+#pragma unroll
+                for (int i = 0; i < 4; i++) p[i] = exp2_approx(scores[half][m][i] - max[m]), weight[m] += p[i];
+                weights[half][m][0] = pack_half2(p[0], p[1]), weights[half][m][1] = pack_half2(p[2], p[3]);
+            }
+    }
+
+    __device__ __forceinline__ void add(const Values& packed, const u32 (&weights)[2][MMAS][2],
+                                        const ValueOffsets& offsets, const u8* table, int lane) {
+        u32 codes[Values::EXPANDED];
+        packed.expand(codes);
+        const int g = lane / 4, l = lane % 4;
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+#pragma unroll
+            for (int step = 0; step < SETS; step++) {
+                const u32 tokens = codes[VALUE_M == 8 ? half : half * SETS + step];
+                u32 words[4][PIECE_WORDS];
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    const u8* at = table + row_address(tokens, offsets.pairs[step / 2], i, step);
+                    if constexpr (PIECE_WORDS == 4) {
+                        const uint4 piece = *reinterpret_cast<const uint4*>(at);
+                        words[i][0] = piece.x, words[i][1] = piece.y, words[i][2] = piece.z, words[i][3] = piece.w;
+                    } else if constexpr (PIECE_WORDS == 2) {
+                        const uint2 piece = *reinterpret_cast<const uint2*>(at);
+                        words[i][0] = piece.x, words[i][1] = piece.y;
+                    } else {
+                        words[i][0] = *reinterpret_cast<const u32*>(at);
+                    }
+                }
+                const bool mine = g / COLUMNS == (step + l) % SETS;
+#pragma unroll
+                for (int w = 0; w < PIECE_WORDS; w++) {
+                    const u32 operand[4] = {
+                        prmt(words[0][w], words[1][w], 0x5410), prmt(words[0][w], words[1][w], 0x7632),
+                        prmt(words[2][w], words[3][w], 0x5410), prmt(words[2][w], words[3][w], 0x7632)};
+#pragma unroll
+                    for (int m = 0; m < MMAS; m++)
+                        mma_m16n8k16_f16(sums[w][m], operand, mine ? weights[half][m][0] : 0,
+                                         mine ? weights[half][m][1] : 0);
+                }
+            }
+    }
+
+    // Adds the sums to the warp's results, which have those of the exact rows.
+    __device__ __forceinline__ void add_to(float* results, int lane) const {
+        const int g = lane / 4, l = lane % 4;
+#pragma unroll
+        for (int m = 0; m < MMAS; m++) {
+            float total = weight[m] + __shfl_xor_sync(FULL, weight[m], 1);
+            total += __shfl_xor_sync(FULL, total, 2);
+            const int own = m * COLUMNS + g % COLUMNS; // the lane's query
+            float* result = results + min(own, VEC - 1) * RESULT;
+            const float new_max = fmaxf(max[m], result[D]);
+            const float keep = exp2_approx(result[D] - new_max), factor = exp2_approx(max[m] - new_max);
+            total = keep * result[D + 1] + factor * total;
+            __syncwarp(); // all lanes have read
+            if (l == 0 && g < COLUMNS && own < VEC) result[D] = new_max, result[D + 1] = total;
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                const int column = 2 * l + i, query = m * COLUMNS + column % COLUMNS;
+                const float keep_here = __shfl_sync(FULL, keep, 4 * column),
+                            factor_here = __shfl_sync(FULL, factor, 4 * column);
+                if (query >= VEC) continue;
+                float* to = results + query * RESULT + piece_component(g, column / COLUMNS);
+#pragma unroll
+                for (int w = 0; w < PIECE_WORDS; w++) {
+                    to[2 * w] = keep_here * to[2 * w] + factor_here * sums[w][m][i];
+                    to[2 * w + 1] = keep_here * to[2 * w + 1] + factor_here * sums[w][m][2 + i];
+                }
+            }
+        }
+        __syncwarp();
+    }
+};

@@ -1,0 +1,356 @@
+// Causal attention of a prompt's queries on keys and values that rotations have projected, on sm_90, with TMA and
+// wgmma: every KV head has its own key rank and value rank.
+//
+// CPU twin: svd_core::attend_exact_into, row by row. Source: FlashAttention-3 (arXiv 2407.08608); ragged ranks: ZACK,
+// 5.3.
+//
+// Compile-time shape: DIM (64 or 128; no rank is above it), ELEMENT (1 for f16, 2 for bf16), SHARED_BYTES. Ranks are
+// multiples of 8 and are read on the device. The products of a head are those of its higher rank, rounded up to a
+// multiple of 32: there is one instance of `attend` for each.
+//
+// Launch: one block per multiprocessor. A block takes row blocks of 64 rows (queries) per consumer warpgroup in turn,
+// longest first. Of the last warpgroup, one thread loads tiles of 128 keys and values by TMA into two rings, and three
+// warps load the queries of the next row block. A consumer computes the scores of a tile while the tensor cores add up
+// the values of the tile before it; the softmax of one warpgroup runs under the products of the others, which take
+// turns by named barriers.
+//
+// The tiles of a row block end at the last key that its last row sees, and the first tile begins before key 0, where
+// TMA reads zeros. No key or value beyond a row block's own is read, so what lies there does not matter.
+//
+// A tensor map has the pitch of its rows, which is the rank: there is one map per rank and side. Its third dimension
+// steps over 8 elements, so that the offset of a head in the buffer is a coordinate and the maps serve every head.
+//
+// The floor is the rate of the tensor cores, within the power limit; at half rank exponentials take as long. What was
+// tried is in PERFORMANCE.md.
+#include "element.cuh"
+#include "svd_prefill/wgmma.cuh"
+#include "warp.cuh"
+
+constexpr int GROUPS = DIM == 64 ? 3 : 2;             // consumer warpgroups; more need more registers than there are
+constexpr int THREADS = (GROUPS + 1) * GROUP_THREADS; // the last warpgroup loads
+constexpr int CONSUMER_WARPS = GROUPS * GROUP_THREADS / LANES;
+constexpr int QUERY_THREADS = GROUP_THREADS - LANES;                                   // that load queries
+constexpr int LOAD_REGISTERS = DIM == 64 ? 32 : 40, REGISTERS = DIM == 64 ? 160 : 232; // per thread
+constexpr int ROWS = 64 * GROUPS;                                                      // rows of a row block
+constexpr int TOKENS = 128;                                                            // tokens of a tile
+constexpr int SIDE = DIM / WIDTH;                                                      // boxes per row
+constexpr int STAGES = 2;       // of the rings, and of the queries
+constexpr int COLUMN_STEP = 32; // ranks are rounded up to its multiples
+constexpr int MAPS = 16;        // ranks up to 128
+
+struct Arguments {
+    TensorMap keys[MAPS], values[MAPS]; // of ranks 8, 16, ...: [8 elements][token][component], boxes of TOKENS x WIDTH
+    const u16* queries;                 // element [sequence][row][query head][DIM], strided; only the key rank is read
+    const u32* lengths;                 // [sequence]: number of keys
+    const u32* counts;                  // [sequence]: number of queries; they belong to the last tokens
+    const u32* key_ranks;               // [head]
+    const u32* value_ranks;             // [head]
+    const u64* key_offsets;             // [head]: sum of the key ranks of all earlier heads
+    const u64* value_offsets;           // [head]: the same of the value ranks
+    u16* out;                           // as the queries; only the value rank is written
+    u64 sequence_stride, row_stride, query_stride; // in elements, of queries and outputs
+    u32 key_chunks, value_chunks;                  // sums of the ranks, in units of 8
+    u32 capacity, heads, group;
+    u32 near_tokens; // tokens of a head whose keys and values stay in L2
+    u32 row_blocks;  // of the longest sequence
+    u32 total;       // row blocks of all sequences and query heads
+    float scale;     // factor of the scores, times log2(e)
+};
+
+struct Shared {
+    u16 queries[STAGES][SIDE][ROWS][WIDTH];
+    u16 keys[STAGES][SIDE][TOKENS][WIDTH];
+    u16 values[STAGES][SIDE][TOKENS][WIDTH];
+    // mbarriers: a stage has been loaded; all consumer warps have left it.
+    u64 queries_full[STAGES], keys_full[STAGES], values_full[STAGES];
+    u64 queries_empty[STAGES], keys_empty[STAGES], values_empty[STAGES];
+};
+static_assert(sizeof(Shared) <= SHARED_BYTES, "the host reserves enough");
+
+// A row block of a query head.
+struct RowBlock {
+    u32 sequence, query_head, head;
+    u32 key_rank, value_rank, columns; // columns: the higher rank, rounded up
+    u32 first, rows;                   // first row of the block; rows of the sequence
+    u32 offset, limit;                 // the token of row 0; tokens that the block's last row sees
+    u32 tiles;
+
+    // The tokens of a tile: `limit` - TOKENS * (`tile` + 1) and on, so the last tokens come first.
+    __device__ __forceinline__ int first_token(u32 tile) const { return (int)limit - (int)((tile + 1) * TOKENS); }
+};
+
+// Calls `run` with the row blocks of this block, in turn. Rounds go through the blocks forwards and backwards, which
+// evens out the lengths. Row blocks are ordered by sequence, then by heads whose keys and values fit L2 together, then
+// longest first.
+template <class Run>
+__device__ __forceinline__ void for_each_row_block(const Arguments& a, const Run& run) {
+    for (u32 round = 0;; round++) {
+        u32 i = round * gridDim.x + (round % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+        if (i >= a.total) return;
+        RowBlock block;
+        const u32 query_heads = a.heads * a.group;
+        block.sequence = i / (query_heads * a.row_blocks), i %= query_heads * a.row_blocks;
+        const u32 length = a.lengths[block.sequence];
+        block.rows = a.counts[block.sequence];
+        const u32 near_heads = min(max(a.near_tokens / max(length, 1), 1), a.heads) * a.group;
+        const u32 heads_before = i / (near_heads * a.row_blocks) * near_heads;
+        i -= heads_before * a.row_blocks;
+        const u32 heads = min(near_heads, query_heads - heads_before);
+        const u32 row_blocks = (block.rows + ROWS - 1) / ROWS;
+        if (i / heads >= row_blocks || block.rows > length) continue;
+        block.query_head = heads_before + i % heads, block.head = block.query_head / a.group;
+        block.key_rank = a.key_ranks[block.head], block.value_rank = a.value_ranks[block.head];
+        block.columns = (max(block.key_rank, block.value_rank) + COLUMN_STEP - 1) / COLUMN_STEP * COLUMN_STEP;
+        block.first = (row_blocks - 1 - i / heads) * ROWS;
+        block.offset = length - block.rows;
+        block.limit = block.offset + min(block.first + ROWS, block.rows);
+        block.tiles = (block.limit + TOKENS - 1) / TOKENS;
+        run(block);
+    }
+}
+
+// Loads a tile; columns at or above the rank are zeros.
+__device__ __forceinline__ void load_tile(u16 (&to)[SIDE][TOKENS][WIDTH], const TensorMap& map, u32 columns,
+                                          int first_token, u32 offset, u64* full) {
+    const u32 sides = (columns + WIDTH - 1) / WIDTH;
+    mbarrier_arrive_expect_tx(full, sides * TOKENS * WIDTH * 2);
+    for (u32 side = 0; side < sides; side++) tma_load<false>(to[side], map, side * WIDTH, first_token, offset, full);
+}
+
+// The thread that loads keys and values: those of a tile, then the values of the tile before it, as consumers need
+// them.
+__device__ __forceinline__ void load_tokens(const Arguments& a, Shared& shared) {
+    u32 before = 0; // tiles of earlier row blocks
+    for_each_row_block(a, [&](const RowBlock& block) {
+        const u32 keys = a.capacity * (block.sequence * a.key_chunks + (u32)(a.key_offsets[block.head] / 8));
+        const u32 values = a.capacity * (block.sequence * a.value_chunks + (u32)(a.value_offsets[block.head] / 8));
+        const TensorMap &key_map = a.keys[block.key_rank / 8 - 1], &value_map = a.values[block.value_rank / 8 - 1];
+        const auto wait_empty = [&](u64* empty, u32 i) {
+            if (i >= STAGES) mbarrier_wait(&empty[i % STAGES], i / STAGES - 1);
+        };
+        for (u32 tile = 0; tile <= block.tiles; tile++) {
+            const u32 i = before + tile, stage = i % STAGES, last_stage = (i + STAGES - 1) % STAGES;
+            if (tile < block.tiles) {
+                wait_empty(shared.keys_empty, i);
+                load_tile(shared.keys[stage], key_map, block.columns, block.first_token(tile), keys,
+                          &shared.keys_full[stage]);
+            }
+            if (tile > 0) {
+                wait_empty(shared.values_empty, i - 1);
+                load_tile(shared.values[last_stage], value_map, block.columns, block.first_token(tile - 1), values,
+                          &shared.values_full[last_stage]);
+            }
+        }
+        before += block.tiles;
+    });
+}
+
+// The threads that load queries; rows and components that do not exist are zeros.
+__device__ __forceinline__ void load_queries(const Arguments& a, Shared& shared) {
+    const u32 thread = threadIdx.x - (THREADS - QUERY_THREADS);
+    u32 before = 0; // row blocks
+    for_each_row_block(a, [&](const RowBlock& block) {
+        const u32 stage = before % STAGES;
+        if (before >= STAGES) mbarrier_wait(&shared.queries_empty[stage], before / STAGES - 1);
+        const u16* queries = a.queries + block.sequence * a.sequence_stride + block.query_head * a.query_stride;
+        constexpr u32 PAIRS = DIM / 2;
+        for (u32 i = thread; i < ROWS * PAIRS; i += QUERY_THREADS) {
+            const u32 row = i / PAIRS, component = i % PAIRS * 2;
+            const bool valid = block.first + row < block.rows && component < block.key_rank;
+            u16* box = &shared.queries[stage][component / WIDTH][0][0];
+            cp_async_4_zfill(swizzled<8>(box, row, component % WIDTH / 8) + component % 8,
+                             valid ? queries + (block.first + row) * a.row_stride + component : queries, valid);
+        }
+        cp_async_wait_all();
+        fence_proxy_async();
+        mbarrier_arrive(&shared.queries_full[stage]);
+        before++;
+    });
+}
+
+// The running maximum and the lane's part of the sum of weights, of rows g and g + 8 of a warp.
+struct Softmax {
+    float max[2] = {NOTHING, NOTHING}, weight[2] = {};
+
+    // Turns a tile's scores into weights, and returns the factors of all earlier weights. Even and odd tokens have
+    // maxima and sums of their own, for shorter chains of dependent instructions.
+    __device__ __forceinline__ float2 add(float (&scores)[TOKENS / 2], float scale) {
+        float tile_max[2][2], sum[2][2], rescale[2];
+#pragma unroll
+        for (int i = 0; i < TOKENS / 2; i++) {
+            float& x = tile_max[i / 2 % 2][i % 2];
+            x = i < 4 ? scores[i] : fmaxf(x, scores[i]);
+        }
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            float row_max = fmaxf(tile_max[half][0], tile_max[half][1]);
+            row_max = fmaxf(row_max, __shfl_xor_sync(FULL, row_max, 1));
+            row_max = fmaxf(row_max, __shfl_xor_sync(FULL, row_max, 2));
+            const float new_max = fmaxf(max[half], row_max * scale);
+            rescale[half] = exp2_approx(max[half] - new_max);
+            max[half] = new_max;
+        }
+#pragma unroll
+        for (int i = 0; i < TOKENS / 2; i++) {
+            scores[i] = exp2_approx(scores[i] * scale - max[i / 2 % 2]);
+            float& x = sum[i / 2 % 2][i % 2];
+            x = i < 4 ? scores[i] : x + scores[i];
+        }
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+            weight[half] = weight[half] * rescale[half] + (sum[half][0] + sum[half][1]);
+        return make_float2(rescale[0], rescale[1]);
+    }
+
+    // The sums of the weights of both rows.
+    __device__ __forceinline__ float2 total() const {
+        float sum[2];
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            sum[half] = weight[half] + __shfl_xor_sync(FULL, weight[half], 1);
+            sum[half] += __shfl_xor_sync(FULL, sum[half], 2);
+        }
+        return make_float2(sum[0], sum[1]);
+    }
+};
+
+// A consumer warpgroup: its 64 rows of a row block. `tiles_before` and `blocks_before` count what the rings have held.
+template <int COLUMNS>
+__device__ __forceinline__ void attend(const Arguments& a, Shared& shared, const RowBlock& block, u32 tiles_before,
+                                       u32 blocks_before) {
+    const int group = threadIdx.x / GROUP_THREADS, warp = threadIdx.x % GROUP_THREADS / LANES;
+    const int lane = threadIdx.x % LANES, g = lane / 4, l = lane % 4;
+    const u32 first_row = block.first + 64 * group, query_stage = blocks_before % STAGES;
+    const int first_key = block.offset + first_row; // the last key that the warpgroup's first row sees
+    const int row_key = first_key + 16 * warp + g;  // the last one of the warp's row g; row g + 8 sees eight more
+    Softmax softmax;
+    float scores[TOKENS / 2], sums[COLUMNS / 2];
+    u32 weights[TOKENS / 16][4]; // A fragments: accumulators of the scores have their layout
+#pragma unroll
+    for (int i = 0; i < COLUMNS / 2; i++) sums[i] = 0;
+
+    const auto stage_of = [&](u32 tile) { return (tiles_before + tile) % STAGES; };
+    const auto wait_full = [&](u64* full, u32 tile) {
+        mbarrier_wait(&full[stage_of(tile)], (tiles_before + tile) / STAGES);
+    };
+    const auto leave = [&](u64* empty, u32 stage) {
+        if (lane == 0) mbarrier_arrive(&empty[stage]);
+    };
+    const auto start_scores = [&](u32 tile) {
+#pragma unroll
+        for (int c = 0; c < COLUMNS; c += 16)
+            wgmma(scores, smem_descriptor(&shared.queries[query_stage][c / WIDTH][64 * group][c % WIDTH]),
+                  smem_descriptor(&shared.keys[stage_of(tile)][c / WIDTH][0][c % WIDTH]), c > 0);
+        wgmma_commit();
+    };
+    const auto start_sums = [&](u32 tile) {
+        constexpr u64 BOX = TOKENS * WIDTH * 2; // the stride between columns 0 to 63 and 64 to 127
+#pragma unroll
+        for (int t = 0; t < TOKENS / 16; t++)
+            wgmma(sums, weights[t], smem_descriptor(shared.values[stage_of(tile)][0][16 * t]) | BOX / 16 << 16);
+        wgmma_commit();
+    };
+    const auto weigh = [&](u32 tile) {
+        const int first_token = block.first_token(tile);
+        if (warp_uniform(first_token < 0 || first_token + TOKENS - 1 > first_key))
+#pragma unroll
+            for (int i = 0; i < TOKENS / 2; i++) {
+                const u32 token = first_token + 8 * (i / 4) + 2 * l + i % 2; // wraps below 0
+                if (token > (u32)row_key + 8 * (i / 2 % 2)) scores[i] = -infinity();
+            }
+        return softmax.add(scores, a.scale);
+    };
+    const auto pack = [&] {
+#pragma unroll
+        for (int t = 0; t < TOKENS / 16; t++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) weights[t][i] = pack_elements(scores[8 * t + 2 * i], scores[8 * t + 2 * i + 1]);
+    };
+
+    mbarrier_wait(&shared.queries_full[query_stage], blocks_before / STAGES);
+    wait_full(shared.keys_full, 0);
+    wgmma_fence();
+    start_scores(0);
+    wgmma_wait();
+    wgmma_keep(scores);
+    leave(shared.keys_empty, stage_of(0));
+    weigh(0);
+    pack();
+    for (u32 tile = 1; tile < block.tiles; tile++) {
+        wait_full(shared.keys_full, tile);
+        named_barrier_sync(1 + group, 2 * GROUP_THREADS); // this warpgroup's turn
+        wgmma_fence();
+        start_scores(tile);
+        wait_full(shared.values_full, tile - 1);
+        start_sums(tile - 1);
+        named_barrier_arrive(1 + (group + 1) % GROUPS, 2 * GROUP_THREADS);
+        wgmma_wait<1>();
+        wgmma_keep(scores);
+        leave(shared.keys_empty, stage_of(tile));
+        const float2 rescale = weigh(tile);
+        wgmma_wait();
+        wgmma_keep(sums);
+        leave(shared.values_empty, stage_of(tile - 1));
+        pack();
+#pragma unroll
+        for (int i = 0; i < COLUMNS / 2; i++) sums[i] *= i / 2 % 2 ? rescale.y : rescale.x;
+    }
+    leave(shared.queries_empty, query_stage);
+    wait_full(shared.values_full, block.tiles - 1);
+    wgmma_fence();
+    start_sums(block.tiles - 1);
+    wgmma_wait();
+    wgmma_keep(sums);
+    leave(shared.values_empty, stage_of(block.tiles - 1));
+
+    u16* out = a.out + block.sequence * a.sequence_stride + block.query_head * a.query_stride;
+    const float2 total = softmax.total();
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const u32 row = first_row + 16 * warp + g + 8 * half;
+        const float factor = 1 / (half ? total.y : total.x);
+        if (row >= block.rows) continue;
+#pragma unroll
+        for (int c = 0; c < COLUMNS; c += 8)
+            if (c < block.value_rank)
+                *reinterpret_cast<u32*>(out + row * a.row_stride + c + 2 * l) =
+                    pack_elements(sums[c / 2 + 2 * half] * factor, sums[c / 2 + 2 * half + 1] * factor);
+    }
+}
+
+extern __shared__ __align__(1024) u8 smem[];
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) svd_prefill(const __grid_constant__ Arguments a) {
+    Shared& shared = *reinterpret_cast<Shared*>(smem);
+    if (threadIdx.x < STAGES) {
+        const u32 stage = threadIdx.x;
+        mbarrier_init(&shared.queries_full[stage], QUERY_THREADS);
+        mbarrier_init(&shared.keys_full[stage], 1), mbarrier_init(&shared.values_full[stage], 1);
+        mbarrier_init(&shared.queries_empty[stage], CONSUMER_WARPS);
+        mbarrier_init(&shared.keys_empty[stage], CONSUMER_WARPS);
+        mbarrier_init(&shared.values_empty[stage], CONSUMER_WARPS);
+    }
+    __syncthreads();
+    if (warp_uniform(threadIdx.x >= GROUPS * GROUP_THREADS)) {
+        setmaxnreg_dec<LOAD_REGISTERS>();
+        if (threadIdx.x == GROUPS * GROUP_THREADS)
+            load_tokens(a, shared);
+        else if (threadIdx.x >= THREADS - QUERY_THREADS)
+            load_queries(a, shared);
+    } else {
+        setmaxnreg_inc<REGISTERS>();
+        // The first turn is the first warpgroup's; its last barrier takes the arrival that remains.
+        if (threadIdx.x / GROUP_THREADS == GROUPS - 1) named_barrier_arrive(1, 2 * GROUP_THREADS);
+        u32 tiles_before = 0, blocks_before = 0;
+        for_each_row_block(a, [&](const RowBlock& block) {
+            if (block.columns == 32) attend<32>(a, shared, block, tiles_before, blocks_before);
+            if (block.columns == 64) attend<64>(a, shared, block, tiles_before, blocks_before);
+            if constexpr (DIM > 64) {
+                if (block.columns == 96) attend<96>(a, shared, block, tiles_before, blocks_before);
+                if (block.columns == 128) attend<128>(a, shared, block, tiles_before, blocks_before);
+            }
+            tiles_before += block.tiles, blocks_before++;
+        });
+        if (threadIdx.x / GROUP_THREADS == 0) named_barrier_sync(1, 2 * GROUP_THREADS);
+    }
+}
