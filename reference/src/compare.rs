@@ -1,5 +1,9 @@
 //! The main job: every method over the same text and the same questions.
 
+mod cpu;
+#[cfg(feature = "cuda")]
+mod gpu;
+
 use std::sync::Arc;
 
 use indicatif::ProgressBar;
@@ -8,11 +12,12 @@ use serde::Serialize;
 use crate::Profile;
 use crate::cache::{FetchedPerStep, Footprint};
 use crate::calibrate::Calibration;
+#[cfg(feature = "cuda")]
+use crate::device::Gpu;
 use crate::eval::retrieval::{NO_WORDS, TaskMaker};
-use crate::eval::{RetrievalTask, SharedPrompt, TextScores, answer_questions, score_text};
-use crate::forward::Decoder;
-use crate::method::{Method, Prepared};
-use crate::model::{Model, Rope};
+use crate::eval::{RetrievalTask, TextScores};
+use crate::method::Method;
+use crate::model::{Config, Model, Rope};
 use crate::{Error, Result};
 
 /// One pass key per this many tokens of the prompt.
@@ -34,6 +39,31 @@ pub struct Sizes {
     pub calibration: usize,
 }
 
+/// A GPU, for the methods that have a form on it.
+#[cfg(feature = "cuda")]
+pub struct OnGpu {
+    /// The GPU.
+    pub gpu: Arc<Gpu>,
+    /// Tokens of a prompt that run at once there. Later ones see earlier ones as the cache keeps them.
+    pub chunk: usize,
+    /// Whether the other methods run on the CPU; else they are refused.
+    pub others_on_cpu: bool,
+}
+
+/// No GPU.
+#[cfg(not(feature = "cuda"))]
+pub enum OnGpu {}
+
+/// Where a method ran.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Place {
+    /// The CPU: exact prompts, logits relative to those of the dense 32-bit cache.
+    Cpu,
+    /// A GPU: logits relative to those of its dense cache with the same 16 bits.
+    Cuda,
+}
+
 /// One row of the table.
 #[derive(Clone, Debug, Serialize)]
 pub struct Row {
@@ -41,6 +71,8 @@ pub struct Row {
     pub name: String,
     /// Its setting.
     pub setting: String,
+    /// Where it ran.
+    pub device: Place,
     /// Bits kept per element of the cache, including everything that only this sequence needs.
     pub bits_per_value: f64,
     /// Bytes that are kept per token.
@@ -95,22 +127,32 @@ pub struct Comparison {
 }
 
 /// The inputs that all methods share.
-struct Bench<'a> {
+struct Shared<'a> {
     model: &'a Arc<Model>,
     rope: Arc<Rope>,
     profile: Profile,
-    prompt: SharedPrompt,
+    prompt: &'a [u32],
     decoded: &'a [u32],
-    needles: Option<(SharedPrompt, RetrievalTask)>,
-    reference: Vec<Vec<f32>>, // logits of the dense 32-bit cache at every decoded position
+    needles: Option<RetrievalTask>,
+}
+
+/// What one method did.
+struct Measured {
+    place: Place,
+    scores: TextScores,
+    tokens: usize, // that the cache has held in the end
+    footprint: Footprint,
+    fetched: FetchedPerStep,
+    found: Option<usize>, // pass keys
 }
 
 /// Compares `methods` over `text` (its name and tokens): calibrates on its first part, unless a profile is
-/// given, and runs the part after it.
+/// given, and runs the part after it. With a GPU, methods that have a form on it run there.
 ///
 /// # Errors
-/// [`Error::Argument`] for a text or context that is too short; whatever loading, calibrating and running
-/// return.
+/// [`Error::Argument`] for a text or context that is too short, and for a method that the GPU does not take
+/// where it is to take all; whatever loading, calibrating and running return.
+#[allow(clippy::too_many_arguments)]
 pub fn compare(
     model: &Arc<Model>,
     (text_name, text): (&str, &[u32]),
@@ -118,10 +160,11 @@ pub fn compare(
     sizes: Sizes,
     profile: Option<Profile>,
     seed: u64,
+    gpu: Option<&OnGpu>,
     progress: &ProgressBar,
 ) -> Result<Comparison> {
     let Sizes { context, decode, .. } = sizes;
-    progress.set_length(3 + 2 * methods.len() as u64);
+    progress.set_length(1 + 2 * methods.len() as u64);
     let room = decode.max(QUESTION_ROOM);
     let methods: Vec<Method> =
         methods.iter().map(|method| method.fitted(&model.config)).collect::<Result<_>>()?;
@@ -135,27 +178,18 @@ pub fn compare(
         Some(profile) => profile,
         None => calibrated(model, &rope, &text[..start], &methods)?,
     };
+    let prompt = &text[start..][..context];
+    let decoded = &text[start + context..][..decode + 1];
+    let count = (context / NEEDLE_SPACE).clamp(1, NEEDLES);
+    let maker = TaskMaker::new(model.tokenizer()?, seed);
+    let needles = maker.map(|mut maker| maker.needle(prompt, context, count, None)).transpose()?;
+    let note = needles.is_none().then_some(NO_WORDS);
+    let shared = Shared { model, rope, profile, prompt, decoded, needles };
+    let places = methods.iter().map(|method| shared.place(method, gpu)).collect::<Result<Vec<_>>>()?;
     progress.inc(1);
 
-    progress.set_message("dense prefill");
-    let prompt = &text[start..][..context];
-    let needles = (context / NEEDLE_SPACE).clamp(1, NEEDLES);
-    let decoded = &text[start + context..][..decode + 1];
-    let needles = TaskMaker::new(model.tokenizer()?, seed).map(|mut maker| -> Result<_> {
-        let task = maker.needle(prompt, context, needles, None)?;
-        Ok((SharedPrompt::run(model, &rope, &task.prompt)?, task))
-    });
-    let needles = needles.transpose()?;
-    let note = needles.is_none().then_some(NO_WORDS);
-    let prompt = SharedPrompt::run(model, &rope, prompt)?;
-    progress.inc(1);
-    progress.set_message("dense reference");
-    let mut dense = prompt.fill(&"dense".parse()?, model, &rope, &profile)?;
-    let mut decoder = Decoder::new(model.clone(), rope.clone());
-    let reference = score_text(&mut decoder, dense.cache.as_mut(), decoded, None)?.logits;
-    progress.inc(1);
-    let bench = Bench { model, rope, profile, prompt, decoded, needles, reference };
-    let rows = methods.iter().map(|method| bench.row(method, progress));
+    let mut rows = shared.rows(&methods, &places, gpu, progress)?;
+    rows.sort_by_key(|(index, _)| *index);
     Ok(Comparison {
         model: model.name.clone(),
         text: text_name.to_owned(),
@@ -164,7 +198,7 @@ pub fn compare(
         calibration: if calibrates { start } else { 0 },
         seed,
         note,
-        methods: rows.collect::<Result<_>>()?,
+        methods: rows.into_iter().map(|(_, row)| row).collect(),
     })
 }
 
@@ -189,8 +223,8 @@ pub fn check_room(model: &Model, prompt: usize, room: usize) -> Result<()> {
     let needed = prompt.saturating_add(room);
     if needed > model.config.max_seq_len {
         return Err(Error::Argument(format!(
-            "{needed} tokens ({prompt} of prompt, {room} after it) exceed the context of {} that {} has: pass a smaller \
-             --context (--lengths) or --decode",
+            "{needed} tokens ({prompt} of prompt, {room} after it) exceed the context of {} that {} has: \
+             pass a smaller --context (--lengths) or --decode",
             model.config.max_seq_len, model.name
         )));
     }
@@ -207,47 +241,88 @@ pub fn run_start(model: &Model, text: usize, run: usize, limit: usize) -> Result
     match text.checked_sub(run) {
         Some(left) => Ok(left.min(limit).min(model.config.max_seq_len)),
         None => Err(Error::Argument(format!(
-            "the text has {text} tokens, {run} are needed: pass a longer --text, or less to prefill (--context, --lengths) or \
-             to --decode"
+            "the text has {text} tokens, {run} are needed: pass a longer --text, or less to prefill \
+             (--context, --lengths) or to --decode"
         ))),
     }
 }
 
-impl Bench<'_> {
-    fn row(&self, method: &Method, progress: &ProgressBar) -> Result<Row> {
-        progress.set_message(method.spec());
-        let fill = |prompt: &SharedPrompt| prompt.fill(method, self.model, &self.rope, &self.profile);
-        let Prepared { model, mut cache } = fill(&self.prompt)?;
-        let mut decoder = Decoder::new(model.clone(), self.rope.clone());
-        let scores = score_text(&mut decoder, cache.as_mut(), self.decoded, Some(&self.reference))?;
-        let (tokens, footprint, fetched) = (cache.seq_len() as f64, cache.footprint(), cache.fetched());
-        progress.inc(1);
-        let needles = self.needles.as_ref().map(|(prompt, task)| -> Result<_> {
-            Ok((answer_questions(&mut decoder, fill(prompt)?.cache.as_ref(), task)?, task.questions.len()))
-        });
-        let needles = needles.transpose()?;
-        progress.inc(1);
+impl Shared<'_> {
+    /// Where a method runs.
+    #[cfg(feature = "cuda")]
+    fn place(&self, method: &Method, gpu: Option<&OnGpu>) -> Result<Place> {
+        gpu.map_or(Ok(Place::Cpu), |on| gpu::place(on, self, method))
+    }
 
+    #[cfg(not(feature = "cuda"))]
+    fn place(&self, _method: &Method, _gpu: Option<&OnGpu>) -> Result<Place> {
+        Ok(Place::Cpu)
+    }
+
+    /// The rows of all methods with their indices, one place after the other: the dense cache runs only where
+    /// some method does.
+    fn rows(
+        &self,
+        methods: &[Method],
+        places: &[Place],
+        gpu: Option<&OnGpu>,
+        progress: &ProgressBar,
+    ) -> Result<Vec<(usize, Row)>> {
+        let methods_at = |place| {
+            let all = methods.iter().zip(places).enumerate();
+            all.filter(move |(_, (_, at))| **at == place).map(|(index, (method, _))| (index, method))
+        };
+        let mut rows = vec![];
+        let mut bench = None;
+        for (index, method) in methods_at(Place::Cpu) {
+            let bench = match &mut bench {
+                Some(bench) => bench,
+                None => bench.insert(cpu::Bench::new(self, progress)?),
+            };
+            rows.push((index, self.row(method, bench.measure(method, progress)?)));
+        }
+        drop(bench); // its prompts are large
+        #[cfg(feature = "cuda")]
+        if let Some(on) = gpu {
+            let mut bench = gpu::Bench::new(on, self);
+            for (index, method) in methods_at(Place::Cuda) {
+                rows.push((index, self.row(method, bench.measure(method, progress)?)));
+            }
+        }
+        #[cfg(not(feature = "cuda"))]
+        let _ = gpu;
+        Ok(rows)
+    }
+
+    fn row(&self, method: &Method, measured: Measured) -> Row {
+        let Measured { place, scores, tokens, footprint, fetched, found } = measured;
         let Footprint { kept, offloaded, working, shared } = footprint;
-        let values = tokens * model.config.kv_values_per_token() as f64;
         let TextScores { divergence, ms_per_token, .. } = scores;
-        Ok(Row {
+        let tokens = tokens as f64;
+        let values = tokens * self.config().kv_values_per_token() as f64;
+        let trials = self.needles.as_ref().map_or(0, |task| task.questions.len());
+        Row {
             name: method.name.to_owned(),
             setting: method.setting.clone(),
+            device: place,
             bits_per_value: 8.0 * kept as f64 / values,
             kv_bytes_per_token: kept as f64 / tokens,
             ratio: 2.0 * values / kept as f64,
             perplexity: divergence.perplexity(),
             kl: divergence.kl(),
             top1: divergence.top1(),
-            needle: needles.map(|(hits, trials)| hits as f64 / trials as f64),
-            needle_trials: needles.map_or(0, |(_, trials)| trials),
+            needle: found.map(|hits| hits as f64 / trials as f64),
+            needle_trials: trials,
             ms_per_token,
             offloaded_bytes_per_token: offloaded as f64 / tokens,
-            fetched: fetched.per_step(model.config.n_layers * model.config.n_kv_heads),
+            fetched,
             working_bytes_per_token: working as f64 / tokens,
             shared_bytes: shared,
             kl_by_position: divergence.kl_by_position().to_vec(),
-        })
+        }
+    }
+
+    fn config(&self) -> &Config {
+        &self.model.config
     }
 }

@@ -12,6 +12,7 @@ mod gemv;
 mod host_memory;
 mod memory;
 mod programs;
+mod score;
 mod step;
 mod weights;
 
@@ -21,8 +22,9 @@ use cudarc::driver::sys::CUstream;
 use cudarc::driver::{CudaGraph, CudaStream, DriverError, result, sys};
 pub use kv_gpu::Element;
 
-pub use cache::{Chunk, DenseCache, DeviceCache, MillionCache, PqCache, method_cache};
+pub use cache::{Chunk, DenseCache, DeviceCache, Int4Cache, MillionCache, PqCache, ZackCache, method_cache};
 pub use programs::programs;
+pub use score::{answer_questions, score_text};
 pub use step::{CHUNK, Decoder, Part};
 pub use weights::{RANDOM_MODELS, Weights, hashed};
 
@@ -102,6 +104,13 @@ impl Gpu {
         let graph = graph.map_err(|e| driver("end capture", e))?;
         graph.ok_or_else(|| Error::argument("an empty graph was captured"))
     }
+}
+
+/// Whether an error says that the GPU does not take a model or a method, which the CPU then does.
+#[must_use]
+pub fn unsupported(error: &Error) -> bool {
+    use kv_gpu::Error::{NoNvrtc, Unsupported};
+    matches!(error, Error::Argument(_) | Error::Blas(_) | Error::Device(NoNvrtc | Unsupported { .. }))
 }
 
 /// Names the operation that a driver error came from.

@@ -97,6 +97,26 @@ impl Error {
         Self::Io { path: path.to_owned(), source }
     }
 
+    /// Whether a store holds something wrong for a chunk, as opposed to not answering.
+    #[must_use]
+    pub const fn is_damage(&self) -> bool {
+        match self {
+            #[cfg(feature = "store")]
+            Self::Store(e) => e.is_damage(),
+            _ => false,
+        }
+    }
+
+    /// Whether the caller has cancelled the call.
+    #[must_use]
+    pub const fn is_cancelled(&self) -> bool {
+        match self {
+            #[cfg(feature = "store")]
+            Self::Store(e) => matches!(e, crate::store::Error::Cancelled),
+            _ => false,
+        }
+    }
+
     /// A wrong argument.
     pub fn argument(what: impl Into<String>) -> Self {
         Self::Argument(what.into())

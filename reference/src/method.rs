@@ -37,6 +37,8 @@ use crate::{Error, Profile, Result};
 #[cfg(feature = "cuda")]
 pub(crate) use budget::Budget;
 #[cfg(feature = "cuda")]
+pub(crate) use cut::HeadCut;
+#[cfg(feature = "cuda")]
 pub(crate) use kind::Retrieval;
 use kind::{Entry, Kind, Site};
 use settings::{Layers, Settings};
@@ -177,9 +179,17 @@ impl Method {
         });
         let stores = stores.map_err(|e| self.named(e))?;
         let cache = WindowedCache::new(self.name, config, self.window, self.exact, rope, stores);
-        let folded = kind.fold(model, profile).map_err(|e| self.named(e))?;
-        let model = folded.map_or_else(|| model.clone(), Arc::new);
-        Ok(Prepared { model, cache: Box::new(cache) })
+        Ok(Prepared { model: self.folded(model, profile)?, cache: Box::new(cache) })
+    }
+
+    /// The model that the method runs: one with its rotations folded into the weights, if it has any, else
+    /// the same one.
+    ///
+    /// # Errors
+    /// [`Error::Profile`] when the profile lacks an entry or holds a wrong one.
+    pub fn folded(&self, model: &Arc<Model>, profile: &Profile) -> Result<Arc<Model>> {
+        let folded = self.kind.fold(model, profile).map_err(|e| self.named(e))?;
+        Ok(folded.map_or_else(|| model.clone(), Arc::new))
     }
 
     /// The codec's planes of a `cachegen` method.
@@ -258,6 +268,26 @@ impl Method {
     ) -> Result<Vec<Vec<Pair<CodebookBuf>>>> {
         let codebooks = |l| self.kind.codebooks(Geometry::of(config), l, profile);
         (0..config.n_layers).filter_map(codebooks).collect()
+    }
+
+    /// Whether a device has it as uniform codes of 4 bits.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn is_device_int4(&self) -> bool {
+        self.kind.is_device_int4() && self.exact_layers.is_empty()
+    }
+
+    /// The parts of the dimensions that stay, of a method that attends to rows of reduced rank on a device;
+    /// none for another one.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn device_cuts(&self) -> Option<Pair<f64>> {
+        self.kind.device_cuts().filter(|_| self.exact_layers.is_empty())
+    }
+
+    /// The cuts of every layer and head of a method with [`Self::device_cuts`].
+    #[cfg(feature = "cuda")]
+    pub(crate) fn cuts(&self, config: &Config, profile: &Profile) -> Result<Vec<Arc<Vec<HeadCut>>>> {
+        let none = || Err(Error::Argument(format!("method {} cuts no rows", self.name)));
+        self.kind.head_cuts(config, profile).unwrap_or_else(none).map_err(|e| self.named(e))
     }
 
     /// What a device needs of a method that retrieves exact rows by codes; none for another one.

@@ -6,7 +6,7 @@ use comfy_table::{CellAlignment, Table, presets};
 use plotters::prelude::*;
 
 use crate::cache::FetchedPerStep;
-use crate::compare::{Comparison, Row};
+use crate::compare::{Comparison, Place, Row};
 use crate::{Error, Result};
 
 const COLUMNS: [&str; 10] = [
@@ -44,12 +44,25 @@ fn notes(comparison: &Comparison) -> Vec<String> {
     let mut notes = vec![
         format!(
             "{} over {}: {} tokens of prompt, {} decoded, {} calibrated on; seed {}.",
-            comparison.model, comparison.text, comparison.context, comparison.decode, comparison.calibration, comparison.seed
+            comparison.model,
+            comparison.text,
+            comparison.context,
+            comparison.decode,
+            comparison.calibration,
+            comparison.seed
         ),
-        "Bits and bytes are all that a sequence keeps: codes, scales, codebooks trained for it, exact sinks and window. \
-         Ratio is to 16 bits. KL (nats) and top-1 are relative to the dense 32-bit cache."
+        "Bits and bytes are all that a sequence keeps: codes, scales, codebooks trained for it, exact sinks and \
+         window. Ratio is to 16 bits. KL (nats) and top-1 are relative to the dense 32-bit cache."
             .into(),
     ];
+    let on_gpu = comparison.methods.iter().filter(|row| row.device == Place::Cuda);
+    let on_gpu: Vec<String> = on_gpu.map(|row| format!("{} {}", row.name, short(&row.setting))).collect();
+    if !on_gpu.is_empty() {
+        notes.push(format!(
+            "On the GPU, relative to the dense cache with the same 16 bits there: {}.",
+            on_gpu.join(", ")
+        ));
+    }
     for row in &comparison.methods {
         let mut further = vec![];
         if row.offloaded_bytes_per_token > 0.0 {
@@ -111,17 +124,22 @@ pub fn html(comparison: &Comparison) -> Result<String> {
     let notes: String = notes(comparison).iter().map(|note| format!("<p>{}</p>\n", escape(note))).collect();
     Ok(format!(
         "<!doctype html>\n<html lang=\"en\"><meta charset=\"utf-8\">\
-         <meta name=\"viewport\" content=\"width=device-width\"><title>KV caches compared</title>\n<style>{STYLE}</style>\n\
-         <h1>What each KV cache saves, and what it costs</h1>\n<div><table><thead><tr>{header}</tr></thead><tbody>\n{rows}</tbody></table></div>\n\
+         <meta name=\"viewport\" content=\"width=device-width\">\
+         <title>KV caches compared</title>\n<style>{STYLE}</style>\n\
+         <h1>What each KV cache saves, and what it costs</h1>\n\
+         <div><table><thead><tr>{header}</tr></thead><tbody>\n{rows}</tbody></table></div>\n\
          {notes}<h2>Quality against bytes</h2>\n{quality}\n<h2>Error by position</h2>\n{position}\n</html>\n"
     ))
 }
 
 pub(crate) type Drawn<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 
-pub(crate) const STYLE: &str = "body{font:15px/1.5 system-ui,sans-serif;max-width:1180px;margin:2em auto;padding:0 1em;color:#222}\
-table{border-collapse:collapse;font-variant-numeric:tabular-nums}th,td{padding:.2em .7em;text-align:right;white-space:nowrap}\
-th{border-bottom:2px solid #222}td{border-bottom:1px solid #ddd}th:nth-child(-n+2),td:nth-child(-n+2){text-align:left}\
+pub(crate) const STYLE: &str = "\
+body{font:15px/1.5 system-ui,sans-serif;max-width:1180px;margin:2em auto;padding:0 1em;color:#222}\
+table{border-collapse:collapse;font-variant-numeric:tabular-nums}\
+th,td{padding:.2em .7em;text-align:right;white-space:nowrap}\
+th{border-bottom:2px solid #222}td{border-bottom:1px solid #ddd}\
+th:nth-child(-n+2),td:nth-child(-n+2){text-align:left}\
 p{margin:.4em 0;color:#555;font-size:14px}svg{max-width:100%;height:auto}div{overflow-x:auto}";
 
 pub(crate) fn escape(text: &str) -> String {

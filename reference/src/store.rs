@@ -9,6 +9,7 @@
 //! | --- | --- |
 //! | `SPACE/chunks/ID` | the manifest of a chunk: tokens, levels, digests, the object with the frames |
 //! | `SPACE/data/ID/RANDOM` | the frames: a chunk of `codec-core`; a reader fetches one level by ranges |
+//! | `profiles/ID` | the codec profile of a calibration, after its digest |
 //!
 //! `SPACE` stands for the model, the profile and the grid of chunks ([`Space`]).
 //!
@@ -35,20 +36,23 @@ mod error;
 mod frames;
 mod inspect;
 mod key;
+mod link;
 mod load;
 mod manifest;
 mod open;
+mod profiles;
 mod prompt;
 mod remote;
 
 pub use blocking::{Cancel, KvStore};
 pub use client::{AsyncStore, Put, StoredChunk};
 pub use error::{Error, Result};
-pub use frames::{LayerKv, decode_chunk, encode_chunk, fill_cache, join_levels};
+pub use frames::{LayerKv, decode_chunk, encode_chunk};
 pub use inspect::{ListedChunk, Listing, Orphan};
-pub use key::{ChunkId, ChunkKey, Grid, Space};
+pub use key::{ChunkId, ChunkKey, Grid, ProfileId, Space};
+pub use link::StoreLink;
 pub use load::{Arrival, Choice, Transfer};
 pub use manifest::Manifest;
-pub use open::open;
-pub use prompt::{Filled, PromptStore};
+pub use open::{open, sweep_unfinished};
+pub use prompt::{FillOptions, Filled, PromptStore};
 pub use remote::Options;

@@ -7,13 +7,16 @@
 //! receiver holds the tokens, by which it found the chunks, and recomputes keys and values on top of those of
 //! the chunks before.
 //!
-//! The same loop runs on a simulated clock ([`simulated`]), on a link shaped in this process whose bytes are
-//! decoded into a cache ([`loaded`]), and on any other link that implements the trait.
+//! The same loop runs on a simulated clock ([`simulated`]), on a link shaped in this process ([`encoded`]),
+//! on an object store (`store::StoreLink`), and on any other link that implements the trait. The
+//! [`receiver`] fills caches.
 
+pub mod encoded;
 pub mod link;
-pub mod loaded;
 pub mod page;
+pub mod receiver;
 pub mod simulated;
+pub mod speeds;
 mod trace;
 
 use std::collections::VecDeque;
@@ -66,7 +69,7 @@ pub trait Link {
     /// The bytes of a transfer that has ended.
     ///
     /// # Errors
-    /// Whatever the link has to say.
+    /// [Damage](Error::is_damage) to this chunk; whatever else the link has to say.
     fn take(&mut self) -> Result<Vec<u8>>;
 }
 
@@ -82,6 +85,12 @@ pub trait Receiver {
     /// Seconds of work that it still has, as far as it knows.
     fn backlog(&self, now: f64) -> f64;
 
+    /// Measured over expected seconds of the recomputations so far. Later ones are expected to take as much
+    /// longer.
+    fn pace(&self) -> f64 {
+        1.0
+    }
+
     /// Waits for all its work, and returns what it did since the last call, in order.
     ///
     /// # Errors
@@ -96,6 +105,14 @@ pub enum Payload {
     Text,
     /// The bytes of a level.
     Level(usize, Vec<u8>),
+    /// Bytes that are not those which were written, with the reason. The chunk is recomputed.
+    Damaged(String),
+}
+
+impl Payload {
+    pub(crate) const fn is_level(&self) -> bool {
+        matches!(self, Self::Level(..))
+    }
 }
 
 /// What a receiver did with a chunk, on the link's clock.
@@ -142,7 +159,8 @@ pub struct Options {
     pub batch: usize,
     /// Seconds without a byte after which a transfer has stalled.
     pub timeout: f64,
-    /// After a stall or an error of the link, recompute what is missing instead of returning an error.
+    /// After damage, a stall or an error of the link, recompute what is missing instead of returning an
+    /// error.
     pub fall_back: bool,
 }
 
@@ -154,7 +172,7 @@ pub struct Options {
 /// # Errors
 /// [`Error::Argument`] for chunks without levels or with different numbers of them, for given encodings that
 /// do not exist, and for a batch or a timeout of 0; [`Error::Stream`] for a stall, and errors of the link,
-/// where [`Options::fall_back`] is off; errors of the receiver and of the policy.
+/// where [`Options::fall_back`] is off; a cancelled link; errors of the receiver and of the policy.
 pub fn serve(
     link: &mut dyn Link,
     receiver: &mut dyn Receiver,
@@ -234,15 +252,15 @@ impl Mean {
         Self { levels, decode, recompute, requests: chunks.len() }
     }
 
-    fn sizes(&self) -> ChunkSizes<'_> {
+    fn sizes(&self, pace: f64) -> ChunkSizes<'_> {
         let &Self { ref levels, decode, recompute, requests } = self;
-        ChunkSizes { levels, decode, text: 0, recompute, requests }
+        ChunkSizes { levels, decode, text: 0, recompute: recompute * pace, requests }
     }
 }
 
 /// How a transfer ended.
 enum Transfer {
-    Arrived(Vec<u8>),
+    Arrived(Payload),
     Abandoned(Box<Decision>),
     Failed(Error),
 }
@@ -273,15 +291,15 @@ impl Stream<'_> {
                 let transfer = self.transfer(id, level, &means[index..], &mut event)?;
                 event.arrived = self.link.now() - self.arrival;
                 match transfer {
-                    Transfer::Arrived(bytes) => {
-                        self.receiver.submit(self.link.now(), id, Payload::Level(level, bytes))?;
+                    Transfer::Arrived(payload) => {
+                        self.receiver.submit(self.link.now(), id, payload)?;
                         waiting.pop_front();
                     }
                     Transfer::Abandoned(other) => {
                         event.outcome = Outcome::Abandoned;
                         decision = *other;
                     }
-                    Transfer::Failed(e) if self.options.fall_back => {
+                    Transfer::Failed(e) if self.options.fall_back && !e.is_cancelled() => {
                         event.outcome = Outcome::Failed(e.to_string());
                         self.link_failed = true;
                         decision = self.decide(index, &means[index..])?;
@@ -297,7 +315,8 @@ impl Stream<'_> {
     /// The decision for the first of `chunks`.
     fn decide(&self, index: usize, chunks: &[Mean]) -> Result<Decision> {
         let policy = self.policy();
-        let sizes: Vec<_> = chunks.iter().map(Mean::sizes).collect();
+        let pace = self.receiver.pace();
+        let sizes: Vec<_> = chunks.iter().map(|mean| mean.sizes(pace)).collect();
         let mut decision = policy.decide(&sizes, self.progress())?;
         if let Choice::Given(given) = &self.options.choice {
             decision.encoding = given[index % given.len()];
@@ -352,7 +371,13 @@ impl Stream<'_> {
             let idle = meter.add(self.link.now(), received);
             self.measured = meter.rate().or(self.measured);
             if received == total {
-                return Ok(self.link.take().map_or_else(|e| self.failed(e), Transfer::Arrived));
+                return Ok(match self.link.take() {
+                    Ok(bytes) => Transfer::Arrived(Payload::Level(level, bytes)),
+                    Err(e) if e.is_damage() && self.options.fall_back => {
+                        Transfer::Arrived(Payload::Damaged(e.to_string()))
+                    }
+                    Err(e) => self.failed(e),
+                });
             }
             if idle > self.options.timeout {
                 let what =
@@ -362,7 +387,8 @@ impl Stream<'_> {
             if let Choice::Adaptive(policy) = self.options.choice
                 && received > 0
             {
-                let sizes: Vec<_> = chunks.iter().map(Mean::sizes).collect();
+                let pace = self.receiver.pace();
+                let sizes: Vec<_> = chunks.iter().map(|mean| mean.sizes(pace)).collect();
                 let left = total - received + others;
                 if let Some(decision) = policy.reconsider(&sizes, level, left, self.progress())? {
                     self.link.cancel();

@@ -80,7 +80,8 @@ fn a_comparison_does_not_depend_on_the_number_of_threads() {
     let sizes = Sizes { context: 160, decode: 16, calibration: 256 };
     let comparisons = at_all_threads(|| {
         let bar = ProgressBar::hidden();
-        let mut rows = compare(&model, ("text", &tokens), &methods, sizes, None, 1, &bar).unwrap().methods;
+        let mut rows =
+            compare(&model, ("text", &tokens), &methods, sizes, None, 1, None, &bar).unwrap().methods;
         rows.iter_mut().for_each(|row| row.ms_per_token = 0.0);
         rows.iter().map(|row| format!("{row:?}")).collect::<Vec<_>>()
     });

@@ -131,8 +131,16 @@ fn prompts_and_steps_take_turns_as_on_the_cpu() {
     let (model, tokens) = model();
     let (calibration, rest) = tokens.split_at(2048);
     let rope = Arc::new(Rope::new(&model.config, 2048));
-    for spec in ["dense:dtype=bf16", "million:exact=bf16", "million:k=8/4:v=8/4", "million:window=32:sinks=2"]
-    {
+    for spec in [
+        "dense:dtype=bf16",
+        "int4",
+        "int4:window=7:sinks=3:exact=bf16",
+        "million:exact=bf16",
+        "million:k=8/4:v=8/4",
+        "million:window=32:sinks=2",
+        "zack:multiple=8",
+        "zack:k=0.5:v=0.6:multiple=8:window=32:sinks=2",
+    ] {
         let method: Method = spec.parse().unwrap();
         let profile = calibrated(&model, &rope, calibration, std::slice::from_ref(&method)).unwrap();
         let Prepared { model: prepared, mut cache } = method.prepare(&model, &rope, &profile).unwrap();
@@ -181,7 +189,7 @@ fn chunks_of_one_token_are_steps() {
     let (model, tokens) = model();
     let (calibration, rest) = tokens.split_at(2048);
     let rope = Rope::new(&model.config, 2048);
-    for spec in ["dense:dtype=f16", "million:exact=f16"] {
+    for spec in ["dense:dtype=f16", "million:exact=f16", "zack:multiple=8"] {
         let method: Method = spec.parse().unwrap();
         let profile = calibrated(&model, &rope, calibration, std::slice::from_ref(&method)).unwrap();
         let mut decoder = decoder(&gpu, &model, spec, &profile, 1, 256);
@@ -226,8 +234,9 @@ fn a_batch_of_different_lengths_generates_what_each_sequence_does() {
     let Some(gpu) = gpu("batches") else { return };
     let (model, tokens) = model();
     let rope = Rope::new(&model.config, 2048);
-    let million = "million:exact=bf16";
-    let profile = calibrated(&model, &rope, &tokens[..2048], &[million.parse().unwrap()]).unwrap();
+    let methods = ["dense:dtype=bf16", "int4:exact=bf16", "million:exact=bf16", "zack:multiple=8:exact=bf16"];
+    let parsed = methods.map(|method| method.parse().unwrap());
+    let profile = calibrated(&model, &rope, &tokens[..2048], &parsed).unwrap();
     let prompts: Vec<Vec<u32>> =
         [(3000, 7), (4000, 200), (5000, 91), (100, 1)].map(|(at, len)| tokens[at..][..len].to_vec()).to_vec();
     let generate = |method: &str, prompts: &[Vec<u32>], eager: bool| {
@@ -238,7 +247,7 @@ fn a_batch_of_different_lengths_generates_what_each_sequence_does() {
         }
         (decoder.picked().unwrap(), decoder.logits().unwrap())
     };
-    for method in ["dense:dtype=bf16", million] {
+    for method in methods {
         let (together, logits) = generate(method, &prompts, false);
         assert_eq!(
             (&together, &logits),

@@ -18,7 +18,8 @@ fn run(methods: &[&str], sizes: Sizes) -> Comparison {
     let text = std::fs::read_to_string(assets.join("sotu-heldout.txt")).unwrap();
     let tokens = model.tokenizer().unwrap().encode(&text).unwrap();
     let methods = Method::parse_list(&methods.join(",")).unwrap();
-    compare(&model, ("sotu-heldout", &tokens), &methods, sizes, None, 1, &ProgressBar::hidden()).unwrap()
+    compare(&model, ("sotu-heldout", &tokens), &methods, sizes, None, 1, None, &ProgressBar::hidden())
+        .unwrap()
 }
 
 fn row<'a>(comparison: &'a Comparison, spec: &str) -> &'a Row {

@@ -13,10 +13,16 @@ use std::sync::{Arc, LazyLock};
 use codec_core::{Encoding, Profile};
 use kv_reference::compare::calibrated;
 use kv_reference::eval::{kl_divergence, log_softmax};
-use kv_reference::forward::Decoder;
+use kv_reference::forward::{Decoder, prefill};
 use kv_reference::method::Method;
 use kv_reference::model::{Model, Rope};
-use kv_reference::store::{Filled, Grid, KvStore, Options, PromptStore, Space, join_levels};
+use kv_reference::store::{
+    FillOptions, Filled, Grid, KvStore, Options, ProfileId, PromptStore, Space, decode_chunk,
+    sweep_unfinished,
+};
+use kv_reference::stream::encoded::levels;
+use kv_reference::stream::speeds::Speeds;
+use kv_reference::stream::{self, Choice, Outcome};
 use support::kv::{kv, refused, run};
 
 const GRID: Grid = Grid { chunk: 60, tail: 20 };
@@ -38,9 +44,7 @@ static SETUP: LazyLock<Setup> = LazyLock::new(|| {
     let rope = Arc::new(Rope::new(&model.config, 2048));
     let methods = Method::parse_list("cachegen:bits=9,cachegen:bits=3").unwrap();
     let calibrated = calibrated(&model, &rope, &tokens[..1024], &methods).unwrap();
-    let levels: Vec<_> =
-        methods.iter().map(|m| m.codec_planes(&model.config, &calibrated).unwrap()).collect();
-    let profile = join_levels(&levels).unwrap();
+    let profile = levels(&methods, &model, &calibrated).unwrap();
     let space = Space::new(&model.hash, &profile, GRID).unwrap();
     let tokens = tokens[1024..1600].to_vec();
     Setup { model, rope, tokens, profile, space }
@@ -62,8 +66,14 @@ impl Setup {
         let method: Method = "dense".parse().unwrap();
         let mut cache = method.prepare(&self.model, &self.rope, &Default::default()).unwrap().cache;
         let mut decoder = Decoder::new(self.model.clone(), self.rope.clone());
-        let choose = |choice: &kv_reference::store::Choice<'_>| encoding[choice.chunk % encoding.len()];
-        let filled = self.over(store).fill(&mut decoder, cache.as_mut(), prompt, 64, keep, choose).unwrap();
+        let stream = stream::Options {
+            choice: Choice::Given(encoding.to_vec()),
+            batch: 1,
+            timeout: 10.0,
+            fall_back: true,
+        };
+        let options = FillOptions { stream, speeds: Speeds::UNKNOWN, chunk: 64, keep };
+        let filled = self.over(store).fill(&mut decoder, cache.as_mut(), prompt, &options).unwrap();
         assert_eq!(cache.seq_len(), prompt.len());
         let mut logits = filled.logits.clone();
         let tokens = (0..12).map(|_| {
@@ -84,6 +94,10 @@ fn memory() -> KvStore {
     KvStore::open("memory:///", Options::default()).unwrap()
 }
 
+fn bytes(filled: &Filled) -> u64 {
+    filled.trace.as_ref().map_or(0, |trace| trace.bytes)
+}
+
 fn kl(a: &Filled, b: &Filled) -> f64 {
     kl_divergence(&log_softmax(&a.logits), &log_softmax(&b.logits))
 }
@@ -98,14 +112,14 @@ fn loaded_prompts_continue_as_computed_ones() {
     {
         let prompt = &SETUP.tokens[..150];
         let (computed, tokens) = SETUP.generate(&store, prompt, false, &LEVEL[0]);
-        assert_eq!((computed.loaded, computed.stored), (0, 0), "{name}");
+        assert_eq!((computed.prefix, computed.stored), (0, 0), "{name}");
         assert_eq!(SETUP.put(&store, prompt), 3, "{name}");
         let (fine, same) = SETUP.generate(&store, prompt, false, &LEVEL[0]);
-        assert_eq!((fine.loaded, fine.chunks.len()), (140, 3), "{name}");
+        let outcomes = fine.trace.iter().flat_map(|trace| &trace.events).map(|event| &event.outcome);
+        assert!(fine.prefix == 140 && outcomes.eq(&[const { Outcome::Loaded }; 3]), "{name}");
         assert!(kl(&computed, &fine) < 1e-4, "{name}: {}", kl(&computed, &fine));
         assert_eq!(tokens, same, "{name}");
         let (coarse, _) = SETUP.generate(&store, prompt, false, &LEVEL[1]);
-        let bytes = |filled: &Filled| filled.chunks.iter().map(|(_, transfer)| transfer.bytes).sum::<u64>();
         assert!(bytes(&coarse) < bytes(&fine) / 2, "{name}");
         assert!(kl(&computed, &coarse) < 0.1, "{name}: {}", kl(&computed, &coarse));
         // Text in the place of any chunk is computed over what was loaded; of all chunks it is exact.
@@ -131,7 +145,7 @@ fn contexts_share_chunks_and_the_longest_prefix_is_found() {
     branch.extend(&tokens[300..345]);
     // Two chunks are there; the tail of 40 tokens is new.
     assert_eq!(SETUP.put(&store, &branch), 1);
-    let loaded = |prompt: &[u32]| SETUP.generate(&store, prompt, false, &LEVEL[0]).0.loaded;
+    let loaded = |prompt: &[u32]| SETUP.generate(&store, prompt, false, &LEVEL[0]).0.prefix;
     assert_eq!(loaded(&tokens[..190]), 180);
     assert_eq!((loaded(&tokens[..215]), loaded(&tokens[..225])), (200, 220));
     assert_eq!(loaded(&tokens[..180]), 120); // the last token is always computed
@@ -148,15 +162,15 @@ fn what_is_new_is_kept_when_asked() {
     let store = memory();
     let tokens = &SETUP.tokens;
     let (first, continued) = SETUP.generate(&store, &tokens[..100], true, &LEVEL[0]);
-    assert_eq!((first.loaded, first.stored), (0, 2));
+    assert_eq!((first.prefix, first.stored), (0, 2));
     let (again, same) = SETUP.generate(&store, &tokens[..100], true, &LEVEL[0]);
     // The tail of 40 ends the prompt, whose last token is computed.
-    assert_eq!((again.loaded, again.stored), (60, 0));
+    assert_eq!((again.prefix, again.stored), (60, 0));
     assert!(kl(&first, &again) < 1e-4 && continued == same);
     // A longer prompt does not make a chunk of a tail that has been loaded.
     let (longer, _) = SETUP.generate(&store, &tokens[..150], true, &LEVEL[1]);
-    assert_eq!((longer.loaded, longer.stored), (60, 2));
-    assert_eq!(SETUP.generate(&store, &tokens[..150], false, &LEVEL[0]).0.loaded, 140);
+    assert_eq!((longer.prefix, longer.stored), (60, 2));
+    assert_eq!(SETUP.generate(&store, &tokens[..150], false, &LEVEL[0]).0.prefix, 140);
 }
 
 #[test]
@@ -166,7 +180,7 @@ fn damage_costs_time_and_is_mended() {
     let prompt = &SETUP.tokens[..190];
     SETUP.put(&store, prompt);
     let (whole, tokens) = SETUP.generate(&store, prompt, false, &LEVEL[0]);
-    assert_eq!((whole.loaded, whole.damaged), (180, 0));
+    assert_eq!((whole.prefix, whole.damaged().count()), (180, 0));
     let second = SETUP.space.chunks(prompt)[1].id.to_string();
     let frames: Vec<PathBuf> = files(folder.path())
         .into_iter()
@@ -176,18 +190,113 @@ fn damage_costs_time_and_is_mended() {
         })
         .collect();
     let [frames] = &frames[..] else { panic!("{frames:?}") };
-    let mut bytes = std::fs::read(frames).unwrap();
-    let middle = bytes.len() / 3;
-    bytes[middle] ^= 1;
-    std::fs::write(frames, bytes).unwrap();
+    let mut object = std::fs::read(frames).unwrap();
+    let middle = object.len() / 3;
+    object[middle] ^= 1;
+    std::fs::write(frames, object).unwrap();
     let (damaged, same) = SETUP.generate(&store, prompt, false, &LEVEL[0]);
-    assert_eq!((damaged.loaded, damaged.damaged), (60, 1));
+    assert!(damaged.prefix == 180 && damaged.damaged().eq([1]));
+    assert!(bytes(&damaged) > bytes(&whole) / 2);
     assert!(kl(&whole, &damaged) < 1e-4 && tokens == same);
     let (kept, _) = SETUP.generate(&store, prompt, true, &LEVEL[0]);
-    assert_eq!((kept.loaded, kept.damaged, kept.stored), (60, 1, 2));
+    assert_eq!((kept.prefix, kept.damaged().count(), kept.stored), (180, 1, 1));
     let (mended, same) = SETUP.generate(&store, prompt, false, &LEVEL[0]);
-    assert_eq!((mended.loaded, mended.damaged), (180, 0));
+    assert_eq!((mended.prefix, mended.damaged().count()), (180, 0));
     assert!(kl(&whole, &mended) < 1e-4 && tokens == same);
+}
+
+/// Calibration differs between machines in the last bits: the first profile is everybody's.
+#[test]
+fn the_first_profile_is_everybodys() {
+    let folder = tempfile::tempdir().unwrap();
+    let store = KvStore::open(folder.path().to_str().unwrap(), quick()).unwrap();
+    let id = ProfileId::new(&SETUP.model.hash, "levels", &SETUP.tokens);
+    assert_ne!(id, ProfileId::new(&SETUP.model.hash, "levels", &SETUP.tokens[1..]));
+    let stored = || store.profile(id, || Err(kv_reference::Error::argument("made again")));
+    assert!(stored().unwrap_err().to_string().contains("made again"));
+    let made = store.profile(id, || kv_reference::Result::Ok(SETUP.profile.clone())).unwrap();
+    let space = |profile: &Profile| Space::new(&SETUP.model.hash, profile, GRID).unwrap();
+    assert_eq!(space(&made), SETUP.space);
+    assert_eq!(space(&stored().unwrap()), SETUP.space);
+    // A damaged one is made again.
+    let path = folder.path().join("profiles").join(id.to_string());
+    let mut object = std::fs::read(&path).unwrap();
+    object[1000] ^= 1;
+    std::fs::write(&path, object).unwrap();
+    assert!(stored().is_err());
+    assert_eq!(store.damaged_profiles().unwrap(), [id]);
+    store.profile(id, || kv_reference::Result::Ok(SETUP.profile.clone())).unwrap();
+    assert_eq!(space(&stored().unwrap()), SETUP.space);
+}
+
+/// A store that cannot be written or read costs the caches, not the answer.
+#[test]
+fn a_store_that_fails_is_no_error_of_the_prompt() {
+    let folder = tempfile::tempdir().unwrap();
+    let store = KvStore::open(folder.path().to_str().unwrap(), quick()).unwrap();
+    let prompt = &SETUP.tokens[..70];
+    let (first, tokens) = SETUP.generate(&store, prompt, true, &LEVEL[0]);
+    assert!(first.stored == 1 && first.store_error.is_none());
+    std::fs::remove_dir_all(folder.path()).unwrap();
+    std::fs::write(folder.path(), "a file").unwrap();
+    let (second, same) = SETUP.generate(&store, prompt, true, &LEVEL[0]);
+    assert!(second.stored == 0 && second.store_error.is_some() && tokens == same);
+    std::fs::remove_file(folder.path()).unwrap();
+    std::fs::create_dir(folder.path()).unwrap();
+}
+
+#[test]
+fn files_of_killed_writers_are_swept() {
+    let folder = tempfile::tempdir().unwrap();
+    let url = folder.path().to_str().unwrap();
+    let store = KvStore::open(url, quick()).unwrap();
+    SETUP.put(&store, &SETUP.tokens[..70]);
+    let before = files(folder.path());
+    let unfinished = before[0].with_file_name("0123#7");
+    std::fs::write(&unfinished, "half").unwrap();
+    let hour = std::time::Duration::from_secs(3600);
+    assert_eq!((sweep_unfinished(url, hour).unwrap(), unfinished.exists()), (0, true));
+    assert_eq!((sweep_unfinished(url, std::time::Duration::ZERO).unwrap(), unfinished.exists()), (1, false));
+    assert_eq!(files(folder.path()), before);
+    assert_eq!(sweep_unfinished("memory:///", std::time::Duration::ZERO).unwrap(), 0);
+}
+
+/// Without a model: rows out of the store, each level chosen by the rate of the transfers before.
+#[test]
+fn chunks_are_loaded_and_decoded_as_rows() {
+    let store = memory();
+    let tokens = &SETUP.tokens[..140];
+    SETUP.put(&store, tokens);
+    let mut exact = vec![];
+    prefill(&SETUP.model, &SETUP.rope, tokens, &mut |_, activations| {
+        exact.push([activations.k.to_vec(), activations.v.to_vec()]);
+        Ok(())
+    })
+    .unwrap();
+    let found = store.find(&SETUP.space, tokens).unwrap();
+    let (mut rates, mut decoded) = (vec![], 0);
+    let choose = |choice: &kv_reference::store::Choice<'_>| {
+        rates.push(choice.last.and_then(|transfer| transfer.throughput()));
+        Encoding::Level(0)
+    };
+    let channels = SETUP.profile.info().channels();
+    let loaded = store.load(&SETUP.space, &found, 1, choose, |arrival| {
+        decode_chunk(&SETUP.profile, &arrival, |layer, keys, values| {
+            let range = arrival.tokens.start * channels..arrival.tokens.end * channels;
+            for (rows, exact) in [keys, values].into_iter().zip(&exact[layer]) {
+                let exact = &exact[range.clone()];
+                let square = |x: f32| f64::from(x).powi(2);
+                let error: f64 = rows.iter().zip(exact).map(|(a, b)| square(a - b)).sum();
+                let size: f64 = exact.iter().map(|&x| square(x)).sum();
+                assert!(rows.len() == exact.len() && error < 1e-3 * size, "{error} of {size}");
+            }
+            decoded += arrival.tokens.len();
+            kv_reference::Result::Ok(())
+        })
+    });
+    loaded.unwrap();
+    assert_eq!(decoded, 140 * exact.len());
+    assert!(rates.len() == 3 && rates[0].is_none() && rates[2].is_some_and(|rate| rate > 0.0));
 }
 
 /// Few and short waits, for stores that fail at once.
@@ -206,7 +315,7 @@ fn calls_from_tokio_and_cancelled_calls_return() {
     runtime.block_on(async {
         let store = memory();
         SETUP.put(&store, &SETUP.tokens[..70]);
-        assert_eq!(SETUP.generate(&store, &SETUP.tokens[..70], false, &LEVEL[0]).0.loaded, 60);
+        assert_eq!(SETUP.generate(&store, &SETUP.tokens[..70], false, &LEVEL[0]).0.prefix, 60);
         store.cancel().cancel();
         let error = store.find(&SETUP.space, &SETUP.tokens).unwrap_err();
         assert_eq!(error.to_string(), "cancelled");
@@ -236,8 +345,11 @@ fn the_command_line_stores_and_loads() {
     assert!(err.contains("kv: 0 of ") && !err.contains(" 0 chunks stored"), "{err}");
     assert_eq!(first.as_bytes(), plain.stdout);
     let (second, err) = output(&[&generate[..], &["--kv", &url]].concat());
-    assert!(err.contains("loaded at level 0") && err.contains(" 0 chunks stored"), "{err}");
+    assert!(err.contains(" tokens loaded (") && err.contains(" 0 chunks stored"), "{err}");
     assert_eq!(first, second);
+    let adaptive = ["--kv", &url, "--kv-encoding", "adaptive", "--kv-slo", "30"];
+    let (third, err) = output(&[&generate[..], &adaptive].concat());
+    assert!(first == third && err.contains(" tokens recomputed"), "{err}"); // in time
     let (put, _) = output(&["store", "put", &url, "--text", &text, "--json", &report]);
     assert!(put.contains(" 0 of them new"), "{put}");
     let (get, _) = output(&["store", "get", &url, "--text", &text, "--level", "1"]);
@@ -260,7 +372,19 @@ fn wrong_stores_are_refused_in_one_line() {
     }
     let folder = tempfile::tempdir().unwrap();
     let url = folder.path().to_str().unwrap();
+    let missing = folder.path().join("missing");
+    let name = missing.to_str().unwrap();
+    for args in [&["ls", name][..], &["verify", name], &["rm", name, "--orphans", "1"], &["get", name]] {
+        refused("missing", &[&["store"], args].concat(), "no such folder");
+    }
+    assert!(!missing.exists());
+    refused("empty", &["store", "get", url, "--tokens", "10"], "holds nothing");
+    let levels = ["cachegen:bits=3"; 17].join(",");
+    refused("many levels", &["store", "put", url, "--kv-levels", &levels], "17 levels");
     refused("levels", &["store", "get", url, "--kv-levels", "dense"], "no bitstream");
-    refused("level", &["store", "get", url, "--level", "3"], "level 3 of 3");
+    refused("level", &["store", "get", url, "--level", "3"], "--level is 0 to 2, not 3");
+    refused("encoding", &["generate", "x", "--kv", url, "--kv-encoding", "fine"], "`fine` is neither");
+    refused("level", &["generate", "x", "--kv", url, "--kv-encoding", "0,3"], "one of 3 levels");
+    refused("slo", &["generate", "x", "--kv", url, "--kv-slo", "nan"], "--kv-slo");
     refused("grid", &["store", "get", url, "--kv-grid", "10/3"], "chunk");
 }

@@ -17,9 +17,11 @@ use kv_reference::eval::{Prompt, TextScores, score_text};
 use kv_reference::forward::Decoder;
 use kv_reference::method::{Method, Prepared};
 use kv_reference::model::{Model, Rope};
+use kv_reference::stream::encoded::{EncodedContext, Memory, levels};
 use kv_reference::stream::link::{Bandwidth, GBPS, RealClock, ShapedLink};
-use kv_reference::stream::loaded::{CacheReceiver, EncodedContext, Memory, levels};
-use kv_reference::stream::simulated::{Machine, PrefillTime, simulate};
+use kv_reference::stream::receiver::{CacheReceiver, Target};
+use kv_reference::stream::simulated::{Machine, simulate};
+use kv_reference::stream::speeds::{PrefillTime, Speeds};
 use kv_reference::stream::{Choice, ChunkId, Link, Options, Outcome, Trace, serve};
 use kv_reference::{Error, Profile};
 
@@ -37,7 +39,8 @@ fn adaptive(slo: f64, first_level: usize, prior: Option<f64>) -> Options {
 /// A model of 8 billion parameters on a GPU.
 fn machine() -> Machine {
     let prefill = PrefillTime::fit(&[(8192.0, 0.207), (32768.0, 1.201), (131_072.0, 10.712)]).unwrap();
-    Machine { values_per_token: 65_536, bits: vec![4.1, 3.1, 2.1], decode_rate: 53e9, prefill }
+    let speeds = Speeds { prefill, decode_rate: 53e9 };
+    Machine { values_per_token: 65_536, bits: vec![4.1, 3.1, 2.1], speeds }
 }
 
 fn gbps(rate: f64) -> Bandwidth {
@@ -46,7 +49,7 @@ fn gbps(rate: f64) -> Bandwidth {
 
 #[test]
 fn prefill_times_are_fitted() {
-    let time = machine().prefill;
+    let time = machine().speeds.prefill;
     for (tokens, seconds) in [(8192, 0.207), (32_768, 1.201), (131_072, 10.712)] {
         assert!((time.of(0, tokens) / seconds - 1.0).abs() < 0.01, "{tokens}");
     }
@@ -175,7 +178,7 @@ fn wrong_arguments_are_errors() {
 struct Setup {
     model: Arc<Model>,
     rope: Arc<Rope>,
-    planes: Arc<codec_core::Profile>,
+    planes: codec_core::Profile,
     prompt: Vec<u32>,
     rest: Vec<u32>,
     context: Arc<EncodedContext>,
@@ -192,7 +195,7 @@ static SETUP: LazyLock<Setup> = LazyLock::new(|| {
     let rope = Arc::new(Rope::new(&model.config, 2048));
     let methods = Method::parse_list("cachegen:bits=4,cachegen:bits=3,cachegen:bits=2").unwrap();
     let profile = calibrated(&model, &rope, &tokens[..2048], &methods).unwrap();
-    let planes = Arc::new(levels(&methods, &model, &profile).unwrap());
+    let planes = levels(&methods, &model, &profile).unwrap();
     let (prompt, rest) = (tokens[2048..2048 + PROMPT].to_vec(), tokens[2048 + PROMPT..][..49].to_vec());
     let context = Arc::new(EncodedContext::encode(&model, &rope, &planes, &prompt, 200).unwrap());
     let Prepared { mut cache, .. } =
@@ -205,13 +208,34 @@ static SETUP: LazyLock<Setup> = LazyLock::new(|| {
 
 impl Setup {
     fn load(&self, contexts: Vec<Arc<EncodedContext>>, options: &Options) -> (Trace, Vec<Box<dyn KvCache>>) {
-        let clock = Instant::now();
+        let clock = RealClock(Instant::now());
+        let mut link = ShapedLink::new(clock, Memory(contexts.clone()), gbps(1.0), 0.0);
+        let (trace, caches) = self.load_over(&mut link, clock, &contexts, options);
+        (trace.unwrap(), caches)
+    }
+
+    fn load_over(
+        &self,
+        link: &mut dyn Link,
+        clock: RealClock,
+        contexts: &[Arc<EncodedContext>],
+        options: &Options,
+    ) -> (kv_reference::Result<Trace>, Vec<Box<dyn KvCache>>) {
         let costs: Vec<_> = contexts.iter().map(|context| context.costs()).collect();
-        let mut link = ShapedLink::new(RealClock(clock), Memory(contexts.clone()), gbps(1.0), 0.0);
-        let mut receiver =
-            CacheReceiver::new(&self.model, &self.rope, self.planes.clone(), contexts, clock).unwrap();
-        let trace = serve(&mut link, &mut receiver, &costs, options).unwrap();
-        (trace, receiver.into_caches().unwrap())
+        let dense: Method = "dense".parse().unwrap();
+        let empty = |_| dense.prepare(&self.model, &self.rope, &Profile::default()).unwrap().cache;
+        let mut caches: Vec<_> = (0..contexts.len()).map(empty).collect();
+        let target = Target {
+            contexts: contexts.iter().map(|context| context.context().clone()).collect(),
+            planes: &self.planes,
+            caches: caches.iter_mut().map(|cache| &mut **cache as &mut dyn KvCache).collect(),
+            decoder: &mut Decoder::new(self.model.clone(), self.rope.clone()),
+        };
+        let trace = std::thread::scope(|scope| {
+            let mut receiver = CacheReceiver::new(scope, target, clock, &costs).unwrap();
+            serve(link, &mut receiver, &costs, options)
+        });
+        (trace, caches)
     }
 
     /// The divergence of a cache from the exact one.
@@ -334,14 +358,11 @@ fn a_link_that_breaks_leaves_the_rest_to_the_text() {
     for way in 0..3 {
         for at in [1, 3, 5] {
             for fall_back in [true, false] {
-                let (clock, contexts) = (Instant::now(), vec![SETUP.context.clone()]);
-                let inner = ShapedLink::new(RealClock(clock), Memory(contexts.clone()), gbps(1.0), 0.0);
+                let (clock, contexts) = (RealClock(Instant::now()), vec![SETUP.context.clone()]);
+                let inner = ShapedLink::new(clock, Memory(contexts.clone()), gbps(1.0), 0.0);
                 let mut link = Breaks { inner, transfers: 0, at, way };
-                let mut receiver =
-                    CacheReceiver::new(&SETUP.model, &SETUP.rope, SETUP.planes.clone(), contexts, clock)
-                        .unwrap();
                 let options = Options { fall_back, ..given(&[Encoding::Level(0)]) };
-                let result = serve(&mut link, &mut receiver, &[SETUP.context.costs()], &options);
+                let (result, caches) = SETUP.load_over(&mut link, clock, &contexts, &options);
                 if !fall_back {
                     assert!(matches!(result, Err(Error::Stream(_))));
                     continue;
@@ -350,7 +371,7 @@ fn a_link_that_breaks_leaves_the_rest_to_the_text() {
                 assert_eq!(events.len(), 6);
                 assert!(matches!(&events[at - 1].outcome, Outcome::Failed(what) if what.contains("reset")));
                 assert!(events[at..].iter().all(|event| event.outcome == Outcome::Recomputed));
-                assert_eq!(receiver.into_caches().unwrap()[0].seq_len(), PROMPT);
+                assert_eq!(caches[0].seq_len(), PROMPT);
             }
         }
     }
@@ -381,7 +402,7 @@ fn arguments_that_cannot_be_run_are_one_line() {
         (&["--tokens", "99999999999999"][..], "chunks"),
         (&["--link", "no-such-file"], "no-such-file"),
         (&["--link", "nan"], "bandwidth"),
-        (&["--encoding", "2"], "levels below 2"),
+        (&["--encoding", "2"], "one of 2 levels"),
         (&["--encoding", "fast"], "fast"),
         (&["--requests", "0"], "--requests"),
         (&["--timeout", "0"], "timeout"),

@@ -18,10 +18,16 @@ fn arguments_that_do_not_parse_get_a_whole_message() {
         ("a context that is not a number", &["compare", "--context", "many"], &["many", "--context <N>"]),
         ("a token that is not a number", &["logits", "--tokens", "1,x"], &["'x'", "--tokens <LIST>"]),
         ("a chunk of nothing", &["generate", "a", "--chunk", "0"], &["--chunk <N>"]),
+        ("a device that is none", &["compare", "--device", "gpu"], &["auto, cpu, cuda", "--device"]),
         ("a method nearly right", &["generate", "a", "--method", "zak"], &["`zak` (`zack` is one)"]),
     ] {
         usage_refused(case, args, what);
     }
+    refused(
+        "chunks on the CPU",
+        &["compare", "--device", "cpu", "--chunk", "5"],
+        "--chunk is for prompts on a GPU",
+    );
     refused("an argument of 100,000 characters", &[&"a".repeat(100_000)], "aaa...");
 }
 

@@ -19,7 +19,7 @@ pub struct Fetched {
 }
 
 /// [`Fetched`] of a decode step.
-#[derive(Clone, Copy, Debug, serde::Serialize)]
+#[derive(Clone, Copy, Debug, Default, serde::Serialize)]
 pub struct FetchedPerStep {
     /// Exact rows (a key and a value) that one layer and key/value head asks for, on average.
     #[serde(rename = "fetched_rows_per_step")]

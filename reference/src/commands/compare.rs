@@ -1,12 +1,15 @@
+use std::num::NonZeroUsize;
 use std::path::PathBuf;
+#[cfg(feature = "cuda")]
+use std::sync::Arc;
 
 use clap::Args;
-use kv_reference::compare::{Sizes, compare};
+use kv_reference::compare::{OnGpu, Sizes, compare};
 use kv_reference::method::{DEFAULT_METHODS, Method};
 use kv_reference::report::{html, table};
 use kv_reference::{Error, Result};
 
-use super::{Files, JsonArgs, ModelArgs, Stdout, TextArgs, load_profile, print_error, progress};
+use super::{DeviceArgs, Files, JsonArgs, ModelArgs, Stdout, TextArgs, load_profile, print_error, progress};
 
 #[derive(Args)]
 #[command(
@@ -35,6 +38,12 @@ pub struct Compare {
     /// What the pass keys are drawn from
     #[arg(long, value_name = "N", default_value_t = 0)]
     seed: u64,
+    /// Tokens of a prompt that run at once on a GPU [default: all]. Later ones see earlier ones as the cache
+    /// keeps them
+    #[arg(long, value_name = "N")]
+    chunk: Option<NonZeroUsize>,
+    #[command(flatten)]
+    device: DeviceArgs,
     #[command(flatten)]
     json: JsonArgs,
     /// Write one HTML page with the table and two charts
@@ -48,6 +57,10 @@ impl Compare {
             return Err(Error::argument("context and decode need at least one token"));
         }
         let methods = Method::parse_list(&self.methods)?;
+        let gpu = self.gpu()?;
+        if gpu.is_none() && self.chunk.is_some() {
+            return Err(Error::argument("--chunk is for prompts on a GPU: on the CPU they are exact"));
+        }
         let mut files = Files::default();
         files.reads("--model", &self.model.path());
         files.reads("--text", &self.text.path());
@@ -59,7 +72,8 @@ impl Compare {
         let (name, tokens) = self.text.tokens(&model)?;
         let sizes = Sizes { context: self.context, decode: self.decode, calibration: self.calibration };
         let bar = progress();
-        let comparison = compare(&model, (&name, &tokens), &methods, sizes, profile, self.seed, &bar)?;
+        let comparison =
+            compare(&model, (&name, &tokens), &methods, sizes, profile, self.seed, gpu.as_ref(), &bar)?;
         bar.finish_and_clear();
         if let Some(note) = comparison.note {
             print_error(format_args!("kv: {note}\n"));
@@ -67,5 +81,19 @@ impl Compare {
         out.print(table(&comparison));
         json.write_json(&comparison)?;
         report.write(|_| Ok(html(&comparison)?.into_bytes()))
+    }
+
+    /// The GPU, for the methods that it takes; the others run on the CPU unless a GPU was asked for.
+    #[cfg(feature = "cuda")]
+    fn gpu(&self) -> Result<Option<OnGpu>> {
+        let chunk = self.chunk.map_or(self.context, NonZeroUsize::get);
+        let others_on_cpu = self.device.is_auto();
+        Ok(self.device.gpu()?.map(|gpu| OnGpu { gpu: Arc::new(gpu), chunk, others_on_cpu }))
+    }
+
+    #[cfg(not(feature = "cuda"))]
+    fn gpu(&self) -> Result<Option<OnGpu>> {
+        self.device.check()?;
+        Ok(None)
     }
 }

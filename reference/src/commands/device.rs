@@ -5,7 +5,7 @@ use std::str::FromStr;
 
 use clap::Args;
 #[cfg(feature = "cuda")]
-use kv_reference::device::Gpu;
+use kv_reference::device::{Gpu, unsupported};
 use kv_reference::{Error, Result};
 
 /// Which device.
@@ -66,12 +66,13 @@ impl DeviceArgs {
     /// has asked for it.
     #[cfg(feature = "cuda")]
     pub fn falls_back(&self, error: &Error) -> bool {
-        use kv_gpu::Error::{NoNvrtc, Unsupported};
-        let unsupported = matches!(
-            error,
-            Error::Argument(_) | Error::Blas(_) | Error::Device(NoNvrtc | Unsupported { .. })
-        );
-        self.device == Choice::Auto && unsupported
+        self.is_auto() && unsupported(error)
+    }
+
+    /// Whether what the GPU does not take runs on the CPU.
+    #[cfg(feature = "cuda")]
+    pub fn is_auto(&self) -> bool {
+        self.device == Choice::Auto
     }
 
     /// Refuses a GPU that was asked for, for what runs only on the CPU.

@@ -13,7 +13,7 @@ use kv_reference::{Error, Profile, Result, Sampler};
 use serde::Serialize;
 
 #[cfg(feature = "store")]
-use super::store::{KvArgs, OpenStore};
+use super::store::{KvArgs, PromptLoader};
 use super::{DeviceArgs, Files, JsonArgs, ModelArgs, Stdout, TextArgs, load_profile, progress};
 
 #[derive(Args)]
@@ -142,7 +142,7 @@ impl Generate {
     #[cfg(feature = "store")]
     fn over_store(
         &self,
-        kv: &OpenStore,
+        kv: &PromptLoader,
         plain: Arc<Model>,
         rope: Arc<Rope>,
         profile: &Profile,
@@ -153,9 +153,9 @@ impl Generate {
             let what = "--kv: this method changes the weights, and with them the keys and values";
             return Err(Error::argument(what));
         }
-        let mut decoder = Decoder::new(model.clone(), rope);
+        let mut decoder = Decoder::new(model.clone(), rope.clone());
         let chunk = self.chunk.map_or(prompt.len(), NonZeroUsize::get);
-        let logits = kv.fill(&mut decoder, cache.as_mut(), prompt, chunk)?;
+        let logits = kv.fill(&model, &rope, &mut decoder, cache.as_mut(), (prompt, chunk))?;
         let step = move |token| Ok(decoder.step(token, cache.as_mut())?.to_vec());
         Ok((model, logits, Box::new(step)))
     }
@@ -185,7 +185,7 @@ type Step = Box<dyn FnMut(u32) -> Result<Vec<f32>>>;
 #[cfg(feature = "cuda")]
 fn on_device(
     gpu: Gpu,
-    model: &Model,
+    model: &Arc<Model>,
     method: &Method,
     profile: &Profile,
     (prompt, chunk): (&[u32], usize),
@@ -193,7 +193,7 @@ fn on_device(
 ) -> Result<(Vec<f32>, Step)> {
     let element = method.device_element()?;
     let cache = method_cache(&gpu, method, &model.config, element, Some(profile), 1, capacity)?;
-    let weights = Arc::new(Weights::of(&gpu, model, element)?);
+    let weights = Arc::new(Weights::of(&gpu, &*method.folded(model, profile)?, element)?);
     let mut decoder = device::Decoder::new(Arc::new(gpu), weights, cache, 1)?;
     decoder.prefill(&[prompt.to_vec()], chunk)?;
     let logits = decoder.logits()?;

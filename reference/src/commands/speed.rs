@@ -21,7 +21,7 @@ pub struct Speed {
     /// A model that is a shape only, with hashed weights: llama-2-7b, llama-3.1-8b or llama-3.1-70b/8
     #[arg(long, value_name = "NAME", conflicts_with = "model")]
     random: Option<String>,
-    /// Methods to time: dense in 16 bits, million and pqcache have a form on the device
+    /// Methods to time: dense in 16 bits, int4, million, pqcache and zack have a form on the device
     #[arg(long, value_name = "LIST", default_value = "dense:dtype=bf16,million:exact=bf16")]
     methods: String,
     /// Tokens that a step attends to
@@ -34,6 +34,9 @@ pub struct Speed {
     /// the locality of a model's, so this is forced
     #[arg(long, value_name = "SHARE", default_value_t = 0.0)]
     hits: f32,
+    /// Encode what leaves the window in the order of the steps, not next to them
+    #[arg(long)]
+    synchronous: bool,
     /// Steps to time
     #[arg(long, value_name = "N", default_value_t = 64)]
     steps: usize,
@@ -185,6 +188,9 @@ impl Speed {
         let capacity = (context + self.steps + WARM_UP).next_multiple_of(64);
         let mut cache = method_cache(gpu, method, &weights.config, weights.element, None, batch, capacity)?;
         cache.force_hits(self.hits);
+        if self.synchronous {
+            cache.encode_synchronously();
+        }
         let mut decoder = Decoder::new(gpu.clone(), weights.clone(), cache, batch)?;
         let mut prompt_logits = vec![];
         let prompt = self.chunk.map(|chunk| {

@@ -7,7 +7,7 @@ use std::str::FromStr;
 use std::time::Instant;
 
 use clap::{Args, Subcommand};
-use codec_core::Encoding;
+use codec_core::{Encoding, Plans, StreamPolicy};
 use indicatif::{HumanBytes, ProgressBar};
 use inspect::{Ls, Rm, Verify};
 use kv_reference::cache::KvCache;
@@ -15,10 +15,14 @@ use kv_reference::compare::calibrated;
 use kv_reference::forward::Decoder;
 use kv_reference::method::Method;
 use kv_reference::model::{Model, Rope};
-use kv_reference::store::{Grid, KvStore, Options, PromptStore, Space, join_levels};
-use kv_reference::{Error, Result};
+use kv_reference::store::{self, FillOptions, Grid, KvStore, Options, ProfileId, PromptStore, Space};
+use kv_reference::stream::encoded::{EncodedContext, SINKS, levels};
+use kv_reference::stream::speeds::Speeds;
+use kv_reference::stream::{self, Choice, Outcome, Trace};
+use kv_reference::{Error, Profile, Result};
 use serde::Serialize;
 
+use super::stream::{RESERVE, choice, first_level};
 use super::{Files, JsonArgs, ModelArgs, Stdout, TextArgs, load_profile, print_error, progress};
 
 /// Levels of every chunk unless others are asked for.
@@ -66,6 +70,17 @@ struct LevelArgs {
     kv_grid: GridArg,
 }
 
+impl LevelArgs {
+    fn methods(&self) -> Result<Vec<Method>> {
+        let methods = Method::parse_list(&self.kv_levels)?;
+        if !(1..=codec_core::MAX_LEVELS).contains(&methods.len()) {
+            let what = format!("--kv-levels: {} levels, not 1 to {}", methods.len(), codec_core::MAX_LEVELS);
+            return Err(Error::Argument(what));
+        }
+        Ok(methods)
+    }
+}
+
 #[derive(Clone, Copy)]
 struct GridArg(Grid);
 
@@ -85,9 +100,13 @@ pub struct KvArgs {
     /// Load the longest prefix of the prompt that this store holds: a folder, or s3://BUCKET/PATH
     #[arg(long, value_name = "URL")]
     kv: Option<String>,
-    /// Level to load, 0 the least lossy
-    #[arg(long, value_name = "N", default_value_t = 0, requires = "kv")]
-    kv_level: usize,
+    /// Encodings of its chunks in turn: levels, 0 the least lossy, and `text`, which is recomputed, such as
+    /// 0,text,2; `adaptive`: as fast and as lossless as the link and --kv-slo allow
+    #[arg(long, value_name = "LIST", default_value = "0", requires = "kv")]
+    kv_encoding: String,
+    /// Seconds in which an adaptive prefix is to be loaded; 0 as soon as possible
+    #[arg(long, value_name = "SECONDS", default_value_t = 0.0, requires = "kv")]
+    kv_slo: f64,
     /// Store what was not there
     #[arg(long, requires = "kv")]
     kv_keep: bool,
@@ -100,74 +119,171 @@ pub struct OpenStore {
     store: KvStore,
     space: Space,
     profile: codec_core::Profile,
-    level: usize,
+}
+
+/// An open store for a prompt.
+pub struct PromptLoader {
+    open: OpenStore,
+    choice: Choice,
+    slo: f64,
     keep: bool,
 }
 
 impl KvArgs {
     /// The store, if one is named.
-    pub fn open(&self, model: &Model, profile: Option<&Path>) -> Result<Option<OpenStore>> {
+    pub fn open(&self, model: &Model, profile: Option<&Path>) -> Result<Option<PromptLoader>> {
         let Some(url) = &self.kv else { return Ok(None) };
-        let open = OpenStore::new(url, model, profile, &self.levels, self.kv_level)?;
-        Ok(Some(OpenStore { keep: self.kv_keep, ..open }))
+        if !self.kv_slo.is_finite() || self.kv_slo < 0.0 {
+            return Err(Error::argument("--kv-slo is not negative"));
+        }
+        let levels = self.levels.methods()?.len();
+        let first_level = first_level(self.kv_slo, levels);
+        let slo = self.kv_slo * (1.0 - RESERVE);
+        let policy = StreamPolicy { slo, first_level, prior: None, plans: Plans::TextFirst };
+        let choice = choice("--kv-encoding", &self.kv_encoding, levels, policy)?;
+        let open = match OpenStore::new(url, model, profile, &self.levels, self.kv_keep) {
+            // The prompt needs no store.
+            Err(Error::Store(e @ (store::Error::Backend { .. } | store::Error::Timeout { .. }))) => {
+                print_error(format_args!("kv: {e}; the prompt is computed\n"));
+                return Ok(None);
+            }
+            open => open?,
+        };
+        if open.is_none() {
+            print_error("kv: the store holds nothing for this model and these levels\n");
+        }
+        Ok(open.map(|open| PromptLoader { open, choice, slo: self.kv_slo, keep: self.kv_keep }))
     }
 }
 
 impl OpenStore {
-    fn new(url: &str, model: &Model, profile: Option<&Path>, args: &LevelArgs, level: usize) -> Result<Self> {
-        let methods = Method::parse_list(&args.kv_levels)?;
-        if level >= methods.len() {
-            return Err(Error::Argument(format!("level {level} of {}", methods.len())));
+    /// The store; none if it is only to be read and has never been written for this model and these levels.
+    fn new(
+        url: &str,
+        model: &Model,
+        profile: Option<&Path>,
+        args: &LevelArgs,
+        write: bool,
+    ) -> Result<Option<Self>> {
+        args.kv_grid.0.check()?;
+        let methods = args.methods()?;
+        for method in &methods {
+            // Without a profile a method that has a bitstream lacks its planes, another is a wrong argument.
+            if let Err(e @ Error::Argument(_)) = method.codec_planes(&model.config, &Profile::default()) {
+                return Err(e);
+            }
         }
-        let store = KvStore::open(url, Options::default())?;
-        let profile = match profile {
-            Some(path) => load_profile(path, model)?,
-            None => calibrated_levels(model, &methods)?,
+        let store = match write {
+            true => KvStore::open(url, Options::default())?,
+            false => KvStore::open_existing(url, Options::default())?,
         };
-        let planes = methods.iter().map(|method| method.codec_planes(&model.config, &profile));
-        let profile = join_levels(&planes.collect::<Result<Vec<_>>>()?)?;
+        let profile = match profile {
+            Some(path) => levels(&methods, model, &load_profile(path, model)?)?,
+            None => match shared_levels(&store, model, &methods, write)? {
+                Some(profile) => profile,
+                None => return Ok(None),
+            },
+        };
         let space = Space::new(&model.hash, &profile, args.kv_grid.0)?;
-        Ok(Self { store, space, profile, level, keep: false })
+        Ok(Some(Self { store, space, profile }))
     }
 
     fn prompts(&self) -> PromptStore<'_> {
         PromptStore { store: &self.store, space: &self.space, profile: &self.profile }
     }
+}
 
+/// Tokens of a prompt by which an adaptive stream measures how fast this machine recomputes and decodes.
+const SAMPLE: usize = 512;
+
+/// Seconds without a byte after which the rest of a prefix is recomputed.
+const STALL: f64 = 10.0;
+
+impl PromptLoader {
     /// Fills a cache with a prompt, and returns the logits after it.
     pub fn fill(
         &self,
+        model: &Model,
+        rope: &Rope,
         decoder: &mut Decoder,
         cache: &mut dyn KvCache,
-        prompt: &[u32],
-        chunk: usize,
+        (prompt, chunk): (&[u32], usize),
     ) -> Result<Vec<f32>> {
-        let level = Encoding::Level(self.level);
-        let filled = self.prompts().fill(decoder, cache, prompt, chunk, self.keep, |_| level)?;
-        let bytes = filled.chunks.iter().map(|(_, transfer)| transfer.bytes).sum();
-        let damaged = if filled.damaged == 0 { "" } else { ", then a damaged chunk" };
+        let sample = &prompt[..prompt.len().min(SAMPLE)];
+        let speeds = match self.choice {
+            Choice::Adaptive(_) if sample.len() > SINKS => {
+                EncodedContext::encode(model, rope, &self.open.profile, sample, SAMPLE)?.speeds()
+            }
+            _ => Speeds::UNKNOWN,
+        };
+        let stream =
+            stream::Options { choice: self.choice.clone(), batch: 1, timeout: STALL, fall_back: true };
+        let options = FillOptions { stream, speeds, chunk, keep: self.keep };
+        let filled = self.open.prompts().fill(decoder, cache, prompt, &options)?;
+        let events = filled.trace.iter().flat_map(|trace| &trace.events);
+        let loaded = events.filter(|event| event.outcome == Outcome::Loaded);
+        let (tokens, bytes) =
+            loaded.fold((0, 0), |(tokens, bytes), event| (tokens + event.tokens, bytes + event.bytes));
+        let seconds = filled.trace.as_ref().map_or(0.0, Trace::seconds);
         print_error(format_args!(
-            "kv: {} of {} tokens loaded at level {} ({}){damaged}, {} chunks stored\n",
-            filled.loaded,
+            "kv: {tokens} of {} tokens loaded ({}), a prefix of {} in {seconds:.3} s{}{}, {} chunks stored\n",
             prompt.len(),
-            self.level,
             HumanBytes(bytes),
+            filled.prefix,
+            if self.slo > 0.0 && seconds > self.slo { " (late)" } else { "" },
+            filled.trace.as_ref().map(recomputed).unwrap_or_default(),
             filled.stored
         ));
+        if let Some(e) = &filled.store_error {
+            print_error(format_args!("kv: {e}\n"));
+        }
         Ok(filled.logits)
     }
 }
 
-/// The levels from the shipped text. They must be the same for every prompt: they name the caches.
-fn calibrated_levels(model: &Model, methods: &[Method]) -> Result<kv_reference::Profile> {
+/// What was recomputed of a prefix, and the first reason if it was not by choice.
+fn recomputed(trace: &Trace) -> String {
+    let tokens: usize = trace
+        .events
+        .iter()
+        .filter(|event| matches!(event.outcome, Outcome::Recomputed | Outcome::Damaged(_)))
+        .map(|event| event.tokens)
+        .sum();
+    let fault = trace.events.iter().find_map(|event| match &event.outcome {
+        Outcome::Damaged(what) | Outcome::Failed(what) => Some(format!(" (chunk {}: {what})", event.chunk)),
+        _ => None,
+    });
+    match tokens {
+        0 => String::new(),
+        tokens => format!(", {tokens} tokens recomputed{}", fault.unwrap_or_default()),
+    }
+}
+
+/// The levels that the store holds for this model; where it holds none and is to be written, calibrated on
+/// the shipped text.
+fn shared_levels(
+    store: &KvStore,
+    model: &Model,
+    methods: &[Method],
+    write: bool,
+) -> Result<Option<codec_core::Profile>> {
     let (_, tokens) = TextArgs { text: None }.tokens(model)?;
     let n = CALIBRATION.min(tokens.len()).min(model.config.max_seq_len);
-    let rope = Rope::new(&model.config, model.config.max_seq_len.min(MOST_POSITIONS).max(n));
-    let bar = progress();
-    bar.set_message(format!("calibrating {} levels on {n} tokens", methods.len()));
-    let profile = calibrated(model, &rope, &tokens[..n], methods);
-    bar.finish_and_clear();
-    profile
+    let tokens = &tokens[..n];
+    let recipe: Vec<String> = methods.iter().map(Method::spec).collect();
+    let id = ProfileId::new(&model.hash, &recipe.join(","), tokens);
+    if !write {
+        return Ok(store.stored_profile(id)?);
+    }
+    let profile = store.profile(id, || {
+        let rope = Rope::new(&model.config, model.config.max_seq_len.min(MOST_POSITIONS).max(n));
+        let bar = progress();
+        bar.set_message(format!("calibrating {} levels on {n} tokens", methods.len()));
+        let profile = calibrated(model, &rope, tokens, methods).and_then(|p| levels(methods, model, &p));
+        bar.finish_and_clear();
+        profile
+    })?;
+    Ok(Some(profile))
 }
 
 /// The store, the model and the text of `kv store put` and `get`.
@@ -183,7 +299,8 @@ struct ContextArgs {
     /// Tokens to use, from the start of the text [default: all that the model takes]
     #[arg(long, value_name = "N")]
     tokens: Option<usize>,
-    /// Use this profile (`kv calibrate`); without one the levels are calibrated on the shipped text
+    /// Use this profile (`kv calibrate`); without one the store's, which is first calibrated on the shipped
+    /// text
     #[arg(long, value_name = "FILE")]
     profile: Option<PathBuf>,
     #[command(flatten)]
@@ -191,11 +308,11 @@ struct ContextArgs {
 }
 
 impl ContextArgs {
-    fn open(&self, level: usize) -> Result<(std::sync::Arc<Model>, Vec<u32>, OpenStore)> {
+    fn open(&self, write: bool) -> Result<(std::sync::Arc<Model>, Vec<u32>, Option<OpenStore>)> {
         let model = self.model.load()?;
         let (_, mut tokens) = self.text.tokens(&model)?;
         tokens.truncate(self.tokens.unwrap_or(usize::MAX).min(model.config.max_seq_len));
-        let store = OpenStore::new(&self.url, &model, self.profile.as_deref(), &self.levels, level)?;
+        let store = OpenStore::new(&self.url, &model, self.profile.as_deref(), &self.levels, write)?;
         Ok((model, tokens, store))
     }
 
@@ -227,7 +344,8 @@ struct PutReport {
 impl Put {
     fn run(self, out: &mut Stdout) -> Result<()> {
         let json = self.context.files().writes("--json", self.json.json.clone())?;
-        let (model, tokens, open) = self.context.open(0)?;
+        let (model, tokens, open) = self.context.open(true)?;
+        let open = open.ok_or_else(|| Error::argument("a store that is written has levels"))?;
         let chunks = open.space.chunks(&tokens);
         let end = chunks.last().map_or(0, |chunk| chunk.tokens.end);
         let rope = Rope::new(&model.config, end);
@@ -268,7 +386,14 @@ struct GetReport {
 impl Get {
     fn run(self, out: &mut Stdout) -> Result<()> {
         let json = self.context.files().writes("--json", self.json.json.clone())?;
-        let (_, tokens, open) = self.context.open(self.level)?;
+        let levels = self.context.levels.methods()?.len();
+        if self.level >= levels {
+            return Err(Error::Argument(format!("--level is 0 to {}, not {}", levels - 1, self.level)));
+        }
+        let (_, tokens, open) = self.context.open(false)?;
+        let Some(open) = open else {
+            return Err(Error::argument("the store holds nothing for this model and these levels"));
+        };
         let found = open.store.find(&open.space, &tokens)?;
         let total = found.iter().filter_map(|chunk| chunk.sizes().nth(self.level)).sum();
         let bar = transfer_bar(total);

@@ -1,18 +1,21 @@
 use std::path::PathBuf;
-use std::str::FromStr;
 use std::sync::Arc;
+use std::thread;
 use std::time::Instant;
 
 use clap::{Args, Subcommand};
 use codec_core::{CHUNK_TOKENS, Encoding, Plans, StreamPolicy};
+use kv_reference::cache::KvCache;
 use kv_reference::compare::{calibrated, check_room, run_start};
 use kv_reference::eval::{SharedPrompt, score_text};
 use kv_reference::forward::Decoder;
 use kv_reference::method::{Method, Prepared};
 use kv_reference::model::Rope;
+use kv_reference::stream::encoded::{EncodedContext, Memory, levels};
 use kv_reference::stream::link::{Bandwidth, GBPS, RealClock, ShapedLink};
-use kv_reference::stream::loaded::{CacheReceiver, EncodedContext, Memory, levels};
-use kv_reference::stream::simulated::{Machine, PrefillTime, simulate};
+use kv_reference::stream::receiver::{CacheReceiver, Target};
+use kv_reference::stream::simulated::{Machine, simulate};
+use kv_reference::stream::speeds::{PrefillTime, Speeds};
 use kv_reference::stream::{Choice, ChunkCost, Options, Trace, page, serve};
 use kv_reference::{Error, Profile, Result};
 use serde::Serialize;
@@ -66,7 +69,7 @@ struct StreamArgs {
     #[arg(long, value_name = "RATE")]
     prior: Option<f64>,
     /// Part of --slo that is kept in reserve when encodings are chosen
-    #[arg(long, value_name = "PART", default_value_t = 0.1)]
+    #[arg(long, value_name = "PART", default_value_t = RESERVE)]
     reserve: f64,
     /// Requests that arrive together
     #[arg(long, value_name = "N", default_value_t = 1)]
@@ -90,6 +93,9 @@ struct StreamArgs {
     report: Option<PathBuf>,
 }
 
+/// Part of a deadline that is kept in reserve.
+pub(super) const RESERVE: f64 = 0.1;
+
 /// Most requests of a run.
 const MOST_REQUESTS: usize = 256;
 
@@ -107,31 +113,42 @@ impl StreamArgs {
         if self.chunk == 0 {
             return Err(Error::argument("--chunk needs a token"));
         }
-        let usual = if self.slo == 0.0 { levels.saturating_sub(1) } else { levels / 2 };
-        let adaptive = |plans| {
-            let (slo, prior) = (self.slo * (1.0 - self.reserve), self.prior.map(|gbps| gbps * GBPS));
-            Choice::Adaptive(StreamPolicy { slo, first_level: self.first.unwrap_or(usual), prior, plans })
+        let policy = StreamPolicy {
+            slo: self.slo * (1.0 - self.reserve),
+            first_level: self.first.unwrap_or(first_level(self.slo, levels)),
+            prior: self.prior.map(|gbps| gbps * GBPS),
+            plans: Plans::TextFirst,
         };
-        let choice = match self.encoding.as_str() {
-            "adaptive" => adaptive(Plans::TextFirst),
-            "uniform" => adaptive(Plans::Uniform),
-            list => Choice::Given(list.split(',').map(encoding).collect::<Result<_>>()?),
-        };
+        let choice = choice("--encoding", &self.encoding, levels, policy)?;
         Ok(Options { choice, batch: self.batch, timeout: self.timeout, fall_back: !self.strict })
     }
 }
 
-fn encoding(text: &str) -> Result<Encoding> {
-    let what = || Error::Argument(format!("--encoding: `{text}` is neither `text` nor the index of a level"));
-    match text.trim() {
+/// The level of the first chunk where no bandwidth is known.
+pub(super) fn first_level(slo: f64, levels: usize) -> usize {
+    if slo == 0.0 { levels.saturating_sub(1) } else { levels / 2 }
+}
+
+/// The encodings that an option names: `adaptive` by this policy, `uniform`, or a list of text and levels.
+pub(super) fn choice(option: &str, text: &str, levels: usize, policy: StreamPolicy) -> Result<Choice> {
+    let encoding = |text: &str| match text.trim() {
         "text" => Ok(Encoding::Text),
-        level => level.parse().map(Encoding::Level).map_err(|_| what()),
-    }
+        level => level.parse().ok().filter(|&level| level < levels).map(Encoding::Level).ok_or_else(|| {
+            let levels = format!("one of {levels} levels from 0 on");
+            Error::Argument(format!("{option}: `{text}` is neither `text` nor {levels}"))
+        }),
+    };
+    Ok(match text {
+        "adaptive" => Choice::Adaptive(policy),
+        "uniform" => Choice::Adaptive(StreamPolicy { plans: Plans::Uniform, ..policy }),
+        list => Choice::Given(list.split(',').map(encoding).collect::<Result<_>>()?),
+    })
 }
 
 #[derive(Args)]
 #[command(
-    after_help = "Example:\n  kv stream load --context 4096 --chunk 512 --link random:0.01-0.1 --slo 0.5 --report page.html"
+    after_help = "Example:\n  kv stream load --context 4096 --chunk 512 --link random:0.01-0.1 --slo 0.5 \
+                  --report page.html"
 )]
 struct Load {
     #[command(flatten)]
@@ -198,26 +215,34 @@ impl Load {
         let bar = progress();
         bar.set_message("calibrating");
         let profile = calibrated(&model, &rope, &tokens[..start], &methods)?;
-        let planes = Arc::new(levels(&methods, &model, &profile)?);
+        let planes = levels(&methods, &model, &profile)?;
         let (prompt, rest) = tokens[start..].split_at(self.context);
         let decoded = &rest[..self.decode + 1];
         bar.set_message("encoding");
         let context = Arc::new(EncodedContext::encode(&model, &rope, &planes, prompt, self.stream.chunk)?);
         bar.set_message("loading");
-        let contexts = vec![context.clone(); self.stream.requests];
-        let clock = Instant::now();
-        let mut receiver = CacheReceiver::new(&model, &rope, planes, contexts.clone(), clock)?;
-        let source = Memory(contexts);
-        let mut link =
-            ShapedLink::new(RealClock(clock), source, self.stream.link.clone(), self.stream.latency);
-        let costs = vec![context.costs(); self.stream.requests];
-        let trace = serve(&mut link, &mut receiver, &costs, &options)?;
-        let mut caches = receiver.into_caches()?;
+        let requests = self.stream.requests;
+        let source = Memory(vec![context.clone(); requests]);
+        let costs = vec![context.costs(); requests];
+        let dense: Method = "dense".parse()?;
+        let empty = |_| Ok(dense.prepare(&model, &rope, &Profile::default())?.cache);
+        let mut caches = (0..requests).map(empty).collect::<Result<Vec<_>>>()?;
+        let mut decoder = Decoder::new(model.clone(), rope.clone());
+        let clock = RealClock(Instant::now());
+        let mut link = ShapedLink::new(clock, source, self.stream.link.clone(), self.stream.latency);
+        let target = Target {
+            contexts: vec![context.context().clone(); requests],
+            planes: &planes,
+            caches: caches.iter_mut().map(|cache| &mut **cache as &mut dyn KvCache).collect(),
+            decoder: &mut decoder,
+        };
+        let trace = thread::scope(|scope| {
+            let mut receiver = CacheReceiver::new(scope, target, clock, &costs)?;
+            serve(&mut link, &mut receiver, &costs, &options)
+        })?;
         bar.set_message("scoring");
         let shared = SharedPrompt::run(&model, &rope, prompt)?;
-        let Prepared { mut cache, .. } =
-            shared.fill(&Method::from_str("dense")?, &model, &rope, &Profile::default())?;
-        let mut decoder = Decoder::new(model.clone(), rope);
+        let Prepared { mut cache, .. } = shared.fill(&dense, &model, &rope, &Profile::default())?;
         let reference = score_text(&mut decoder, cache.as_mut(), decoded, None)?.logits;
         let last = caches.last_mut().ok_or_else(|| Error::argument("no request"))?;
         let first = Instant::now();
@@ -260,7 +285,8 @@ impl Loaded {
         vec![
             format!("{} over {}, {} tokens: {}.", self.model, self.text, self.context, levels.join(", ")),
             format!(
-                "Loaded in {:.1} ms, the last byte arrived after {:.1} ms; {:.1} ms of decoding and recomputation; \
+                "Loaded in {:.1} ms, the last byte arrived after {:.1} ms; \
+                 {:.1} ms of decoding and recomputation; \
                  {:.1} ms for the first token.",
                 1e3 * self.trace.seconds(),
                 1e3 * self.trace.transferred,
@@ -278,10 +304,8 @@ impl Loaded {
 }
 
 #[derive(Args)]
-#[command(
-    after_help = "Example:\n  kv stream simulate --tokens 32768 --values 65536 --bits 4.1,3.1,2.1 --recompute 8192=0.207,131072=10.712 \
-                  --link random:0.1-10 --slo 1 --trials 1000"
-)]
+#[command(after_help = "Example:\n  kv stream simulate --tokens 32768 --values 65536 --bits 4.1,3.1,2.1 \
+                  --recompute 8192=0.207,131072=10.712 --link random:0.1-10 --slo 1 --trials 1000")]
 struct Simulate {
     /// Tokens of the context
     #[arg(long, value_name = "N")]
@@ -357,8 +381,11 @@ impl Simulate {
         let machine = Machine {
             values_per_token: self.values,
             bits: self.bits.clone(),
-            decode_rate: self.decode_rate * 1e9,
-            prefill: PrefillTime::fit(&self.recompute)?,
+            speeds: Speeds {
+                prefill: PrefillTime::fit(&self.recompute)
+                    .map_err(|e| Error::Argument(format!("--recompute: {e}")))?,
+                decode_rate: self.decode_rate * 1e9,
+            },
         };
         if !self.rest.is_finite() || self.rest < 0.0 || self.trials == 0 {
             return Err(Error::argument("--rest is not negative, and --trials is 1 or more"));
@@ -392,7 +419,8 @@ impl Simulated {
         times.sort_by(f64::total_cmp);
         let late = times.iter().filter(|&&seconds| seconds > self.slo).count();
         let mut notes = vec![format!(
-            "Simulated: {} requests of {} tokens; first token after {:.1} ms in the median of {} trials, {:.1} ms at most.",
+            "Simulated: {} requests of {} tokens; first token after {:.1} ms in the median of {} trials, \
+             {:.1} ms at most.",
             self.requests,
             self.tokens,
             1e3 * times[times.len() / 2],

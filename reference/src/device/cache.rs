@@ -1,18 +1,24 @@
 //! KV caches on the device: [`DeviceCache`] mirrors [`KvCache`](crate::cache::KvCache), for a batch.
 
 mod dense;
+mod int4;
 mod million;
 mod pqcache;
 mod turns;
+mod window;
+mod zack;
 
 use kv_gpu::{AnyElement, DevicePtr, Element};
 
 pub use dense::DenseCache;
+pub use int4::Int4Cache;
 pub use million::MillionCache;
 pub use pqcache::PqCache;
+pub use zack::ZackCache;
 
 use super::Gpu;
 use super::memory::Buffer;
+use crate::cache::Footprint;
 use crate::method::Method;
 use crate::model::Config;
 use crate::{Error, Profile, Result};
@@ -123,6 +129,10 @@ pub trait DeviceCache {
     /// Bytes that a step reads with `tokens` in every sequence.
     fn step_bytes(&self, tokens: usize) -> usize;
 
+    /// Bytes by purpose with `tokens` in every sequence: what [`KvCache::footprint`](crate::cache::KvCache)
+    /// counts, so of the capacity only what these tokens take.
+    fn footprint(&self, tokens: usize) -> Footprint;
+
     /// Bytes of device memory.
     fn bytes(&self) -> usize;
 
@@ -139,6 +149,12 @@ pub trait DeviceCache {
     fn fetched_rows(&self, _gpu: &Gpu) -> Result<u64> {
         Ok(0)
     }
+
+    /// Makes steps wait for the encoding of what leaves the window, for timing; not after a [`Decoder`] has
+    /// been made.
+    ///
+    /// [`Decoder`]: super::Decoder
+    fn encode_synchronously(&mut self) {}
 
     /// Makes this part of the rows that a step would read from the host count as read before, for timing: what
     /// random queries choose has no locality. With a share above 0, results are wrong. It holds for graphs
@@ -201,11 +217,21 @@ pub fn method_cache(
         let cache = PqCache::new(gpu, config, element, retrieval, codebooks, window, batch, capacity)?;
         return Ok(Box::new(cache));
     }
+    if method.is_device_int4() {
+        return Ok(Box::new(Int4Cache::new(gpu, config, element, window, batch, capacity)?));
+    }
+    if let Some(parts) = method.device_cuts() {
+        let cuts = match profile {
+            Some(profile) => method.cuts(config, profile)?,
+            None => zack::random_cuts(config, parts)?,
+        };
+        return Ok(Box::new(ZackCache::new(gpu, config, element, &cuts, window, batch, capacity)?));
+    }
     let Some(quantizers) = method.device_quantizers(config)? else {
         return Err(Error::Argument(format!(
-            "method {} has no form on the device, only dense, million (without outliers) and pqcache have one, \
-             all without exact layers: pass --device cpu",
-            method.name
+            "method {} has no form on the device, only dense, int4, million (without outliers), pqcache and \
+             zack (all tokens, without codes) have one, all without exact layers: pass --device cpu",
+            method.spec()
         )));
     };
     let codebooks = profile.map(|profile| method.codebooks(config, profile)).transpose()?;

@@ -23,7 +23,7 @@ pub(crate) fn weights(element: usize) -> Program {
     Program::own("weights.cu", include_str!("kernels/weights.cu"), HEADERS, &[("ELEMENT", element)])
 }
 
-/// `plan` and `stage`.
+/// `plan`, `stage` and `exact`.
 pub(crate) fn leaving() -> Program {
     Program::own("leaving.cu", include_str!("kernels/leaving.cu"), HEADERS, &[])
 }
@@ -34,7 +34,7 @@ pub(crate) fn prompt(element: Element, head_dim: usize) -> Program {
     Program::own("prompt.cu", include_str!("kernels/prompt.cu"), HEADERS, &defines)
 }
 
-/// `decode` of codes in a layout, and `exact`.
+/// `decode` of codes in a layout.
 pub(crate) fn past(element: Element, layout: &CodeLayout, side: Side) -> Program {
     let dim = layout.shape().dim();
     let bits = (layout.table_len() / dim).ilog2() as usize;
@@ -46,6 +46,18 @@ pub(crate) fn past(element: Element, layout: &CodeLayout, side: Side) -> Program
     ];
     Program::own("past.cu", include_str!("kernels/past.cu"), HEADERS, &defines)
         .define_if(side == Side::Keys, "KEYS")
+}
+
+/// `project`, `cut`, `restore` and `merge` of `zack`.
+pub(crate) fn zack(element: Element, head_dim: usize, group: usize) -> Program {
+    let defines = [("ELEMENT", element as usize), ("HEAD_DIM", head_dim), ("GROUP", group)];
+    Program::own("zack.cu", include_str!("kernels/zack.cu"), HEADERS, &defines)
+}
+
+/// `encode`, `decode`, `attend` and `merge` of `int4`.
+pub(crate) fn int4(element: Element, head_dim: usize, group: usize) -> Program {
+    let defines = [("ELEMENT", element as usize), ("HEAD_DIM", head_dim), ("GROUP", group)];
+    Program::own("int4.cu", include_str!("kernels/int4.cu"), HEADERS, &defines)
 }
 
 /// `budget`, `reuse` and `leave`.
@@ -61,6 +73,8 @@ pub fn programs(shared_memory: usize) -> Vec<Program> {
     let mut programs = vec![weights(0), weights(1), leaving(), pqcache()];
     for element in [Element::F16, Element::Bf16] {
         programs.extend([step(element), prompt(element, 64), prompt(element, 128)]);
+        programs
+            .extend([(64, 3), (128, 1), (128, 4), (128, 16)].map(|(dim, group)| zack(element, dim, group)));
         let shapes = [(128, 64, 8), (128, 64, 6), (128, 32, 8), (128, 128, 4), (64, 16, 4), (64, 32, 8)];
         let shapes = shapes.into_iter().filter_map(|(dim, m, nbits)| PqShape::new(dim, m, nbits).ok());
         programs.extend(shapes.flat_map(|shape| {

@@ -176,6 +176,14 @@ impl<'a> Packer<'a> {
 }
 
 impl Weights {
+    /// Refuses the shape of a model that the device does not take.
+    ///
+    /// # Errors
+    /// [`Error::Argument`].
+    pub fn check(config: &Config) -> Result<()> {
+        checked(config.clone()).map(drop)
+    }
+
     /// Copies a model to the device. Biases of the feed-forward block and of attention come along.
     ///
     /// # Errors

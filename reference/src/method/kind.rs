@@ -9,6 +9,8 @@ use pq_core::PqShape;
 
 #[cfg(feature = "cuda")]
 use super::budget::Budget;
+#[cfg(feature = "cuda")]
+use super::cut::HeadCut;
 use super::settings::Settings;
 use crate::cache::{DenseStore, ElementType, Geometry, Store};
 use crate::calibrate::Calibration;
@@ -108,6 +110,26 @@ pub(super) trait Kind: Debug + Send + Sync {
         _l: usize,
         _profile: &Profile,
     ) -> Option<Result<Vec<CodebookBuf>>> {
+        None
+    }
+
+    /// Whether it is what a device has of uniform codes: 4 bits of keys by channel over 64 tokens, and of
+    /// values by token over 64 channels.
+    #[cfg(feature = "cuda")]
+    fn is_device_int4(&self) -> bool {
+        false
+    }
+
+    /// The parts of the dimensions that stay, of a method that attends to rows of reduced rank on a device:
+    /// of all tokens, and without codes.
+    #[cfg(feature = "cuda")]
+    fn device_cuts(&self) -> Option<Pair<f64>> {
+        None
+    }
+
+    /// The cuts of every layer and head, for a method with [`Self::device_cuts`].
+    #[cfg(feature = "cuda")]
+    fn head_cuts(&self, _config: &Config, _profile: &Profile) -> Option<Result<Vec<Arc<Vec<HeadCut>>>>> {
         None
     }
 

@@ -81,6 +81,11 @@ impl Kind for Scalar {
         if let Codes::Uniform { group } = self.codes { group } else { 1 }
     }
 
+    #[cfg(feature = "cuda")]
+    fn is_device_int4(&self) -> bool {
+        self.bits == Pair::new(4, 4) && matches!(self.codes, Codes::Uniform { group: 64 })
+    }
+
     fn stores(&self, site: &Site<'_>) -> Result<Vec<Box<dyn Store>>> {
         let head_dim = site.geometry.head_dim;
         let (codecs, block): (Pair<Arc<dyn BlockCodec>>, usize) = match self.codes {

@@ -134,6 +134,16 @@ impl Kind for Zack {
     fn fold(&self, model: &Model, profile: &Profile) -> Result<Option<Model>> {
         Ok(Some(fold_values(model, &read_layers(&model.config, profile, self.basis)?)?))
     }
+
+    #[cfg(feature = "cuda")]
+    fn device_cuts(&self) -> Option<Pair<f64>> {
+        (self.bits.is_none() && self.tokens >= 1.0).then_some(self.fractions)
+    }
+
+    #[cfg(feature = "cuda")]
+    fn head_cuts(&self, config: &Config, profile: &Profile) -> Option<Result<Vec<Arc<Vec<HeadCut>>>>> {
+        Some(self.cuts(config, profile))
+    }
 }
 
 fn key(basis: Basis, side: Side, l: usize, head: usize, part: &str) -> String {

@@ -2,21 +2,23 @@
 
 use std::pin::pin;
 use std::sync::Arc;
-use std::sync::mpsc::sync_channel;
+use std::sync::mpsc::{Receiver, sync_channel};
 use std::thread;
 use std::time::Duration;
 
 use bytes::Bytes;
-use codec_core::Encoding;
+use codec_core::{Encoding, Profile};
 use futures_util::StreamExt;
-use futures_util::future::{Either, select};
+use futures_util::future::{BoxFuture, Either, select};
 use tokio::runtime::{Builder, Handle, Runtime};
 use tokio::sync::{oneshot, watch};
+use tokio::task::AbortHandle;
 
 use super::{
-    Arrival, AsyncStore, Choice, ChunkId, ChunkKey, Error, ListedChunk, Listing, Options, Orphan, Put,
-    Result, Space, StoredChunk,
+    Arrival, AsyncStore, Choice, ChunkId, ChunkKey, Error, ListedChunk, Listing, Options, Orphan, ProfileId,
+    Put, Result, Space, StoreLink, StoredChunk,
 };
+use crate::stream::link::RealClock;
 
 /// Caches in an object store. Calls wait; they may be made from any thread, also from one that runs tokio.
 #[derive(Debug)]
@@ -47,12 +49,21 @@ impl Cancel {
 const THREADS: usize = 2;
 
 impl KvStore {
-    /// Opens the store that a URL names: see [`open`](super::open).
+    /// Opens the store that a URL names, a folder also if it is not there yet: see [`open`](super::open).
     ///
     /// # Errors
     /// [`Error::Url`]; [`Error::System`] when no threads can be started.
     pub fn open(url: &str, options: Options) -> Result<Self> {
-        let (store, root) = super::open(url)?;
+        let (store, root) = super::open(url, true)?;
+        Self::new(AsyncStore::new(store, root, options))
+    }
+
+    /// As [`Self::open`], but a folder must be there.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn open_existing(url: &str, options: Options) -> Result<Self> {
+        let (store, root) = super::open(url, false)?;
         Self::new(AsyncStore::new(store, root, options))
     }
 
@@ -109,6 +120,40 @@ impl KvStore {
     /// As there; [`Error::Cancelled`].
     pub fn delete(&self, space: ChunkId, id: ChunkId) -> Result<()> {
         self.wait(self.store.delete(space, id))
+    }
+
+    /// The stored profile of this name: see [`AsyncStore::profile`].
+    ///
+    /// # Errors
+    /// As there; [`Error::Cancelled`].
+    pub fn stored_profile(&self, id: ProfileId) -> Result<Option<Profile>> {
+        self.wait(self.store.profile(id))
+    }
+
+    /// The names of damaged profiles: see [`AsyncStore::damaged_profiles`].
+    ///
+    /// # Errors
+    /// As there; [`Error::Cancelled`].
+    pub fn damaged_profiles(&self) -> Result<Vec<ProfileId>> {
+        self.wait(self.store.damaged_profiles())
+    }
+
+    /// The profile of this name: the stored one, or that of `make`, which is then stored.
+    ///
+    /// # Errors
+    /// As [`AsyncStore::put_profile`]; the errors of `make`; [`Error::Cancelled`].
+    pub fn profile<E: From<Error>>(
+        &self,
+        id: ProfileId,
+        make: impl FnOnce() -> Result<Profile, E>,
+    ) -> Result<Profile, E> {
+        match self.stored_profile(id)? {
+            Some(stored) => Ok(stored),
+            None => {
+                let made = make()?;
+                Ok(self.wait(self.store.put_profile(id, made))?)
+            }
+        }
     }
 
     /// The names of the spaces: see [`AsyncStore::spaces`].
@@ -191,6 +236,36 @@ impl KvStore {
             drop((receive, stop));
             taken
         })
+    }
+
+    /// A prefix as a link, whose clock is `clock`: see [`StoreLink`].
+    #[must_use]
+    pub fn link<'a>(
+        &'a self,
+        space: &'a Space,
+        chunks: &'a [StoredChunk],
+        clock: RealClock,
+    ) -> StoreLink<'a> {
+        StoreLink::new(self, space, chunks, clock)
+    }
+
+    /// Begins a call on the threads of the store. The answer goes to the channel; [`Error::Cancelled`] does
+    /// when the store is cancelled.
+    pub(super) fn begin<T: Send + 'static>(
+        &self,
+        call: impl FnOnce(AsyncStore) -> BoxFuture<'static, Result<T>>,
+    ) -> (AbortHandle, Receiver<Result<T>>) {
+        let (send, receive) = sync_channel(1);
+        let (call, cancel) = (call(self.store.clone()), self.cancel());
+        let task = self.handle.spawn(async move {
+            let result = match select(pin!(cancel.cancelled()), call).await {
+                Either::Left(_) => Err(Error::Cancelled),
+                Either::Right((result, _)) => result,
+            };
+            // Nobody waits for it any more.
+            let _ = send.send(result);
+        });
+        (task.abort_handle(), receive)
     }
 
     /// Runs a call to its end, or until the store is cancelled.

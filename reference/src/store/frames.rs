@@ -1,9 +1,8 @@
 //! Between rows of keys and values and the bytes of a chunk.
 
-use codec_core::{Frame, LayerRows, Place, Profile, Side, write_chunk};
+use codec_core::{Frame, LayerRows, Place, Profile, write_chunk};
 
 use super::{Arrival, ChunkKey, Error, Result};
-use crate::cache::KvCache;
 
 /// Keys before RoPE and values of a layer: (n, n_kv_heads * head_dim) each.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -12,28 +11,6 @@ pub struct LayerKv {
     pub keys: Vec<f32>,
     /// Values.
     pub values: Vec<f32>,
-}
-
-/// One profile with the levels of several, the least lossy first.
-///
-/// # Errors
-/// [`Error::Codec`] for no profiles, too many levels, or profiles of different shapes.
-pub fn join_levels(profiles: &[Profile]) -> Result<Profile> {
-    let Some(first) = profiles.first() else { return Err(codec_core::Error::Zero { what: "levels" }.into()) };
-    let mut planes = vec![];
-    for profile in profiles {
-        if profile.info() != first.info() {
-            return Err(codec_core::Error::WrongModel.into());
-        }
-        for (level, layer) in
-            (0..profile.levels()).flat_map(|level| (0..first.info().layers).map(move |l| (level, l)))
-        {
-            for side in [Side::Keys, Side::Values] {
-                planes.push(profile.plane(level, layer, side)?.clone());
-            }
-        }
-    }
-    Ok(Profile::new(*first.info(), planes)?)
 }
 
 /// Encodes a chunk at every level of `profile`, from the rows of a context whose first token is at position
@@ -89,14 +66,4 @@ pub fn decode_chunk<E: From<Error>>(
         take(layer, &keys, &values)?;
     }
     Ok(())
-}
-
-/// Appends the tokens of an arrival to a cache.
-///
-/// # Errors
-/// Of decoding and of the cache, which may then hold the tokens in some layers: truncate it.
-pub fn fill_cache(profile: &Profile, arrival: &Arrival, cache: &mut dyn KvCache) -> crate::Result<()> {
-    decode_chunk(profile, arrival, |layer, keys, values| {
-        cache.prefill(layer, arrival.tokens.start, keys, values)
-    })
 }

@@ -1,6 +1,7 @@
 //! What a store holds, without the models that it holds it for: listing, verifying, removing.
 
 use std::collections::BTreeMap;
+use std::sync::atomic::AtomicU64;
 use std::time::{Duration, SystemTime};
 
 use futures_util::{StreamExt, stream};
@@ -158,7 +159,8 @@ impl AsyncStore {
         let mut checks = stream::iter(pieces)
             .map(|(range, expected)| {
                 let path = &path;
-                async move { remote.get_range(path, &range, |bytes| digest(bytes) == expected).await }
+                let verified = move |bytes: &[u8]| digest(bytes) == expected;
+                async move { remote.get_range(path, &range, &AtomicU64::new(0), verified).await }
             })
             .buffer_unordered(remote.options().parallel.max(1));
         while let Some(check) = checks.next().await {

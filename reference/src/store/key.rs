@@ -17,10 +17,25 @@ pub(super) type Digest = [u8; 32];
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct ChunkId(pub(super) Digest);
 
+/// The name of a codec profile: the digest of what it is made from. The store holds the profile, since
+/// calibration on another machine differs in the last bits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct ProfileId(pub(super) Digest);
+
 impl fmt::Display for ChunkId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.0.iter().try_for_each(|byte| write!(f, "{byte:02x}"))
+        write_hex(f, &self.0)
     }
+}
+
+impl fmt::Display for ProfileId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write_hex(f, &self.0)
+    }
+}
+
+fn write_hex(f: &mut fmt::Formatter<'_>, digest: &Digest) -> fmt::Result {
+    digest.iter().try_for_each(|byte| write!(f, "{byte:02x}"))
 }
 
 impl fmt::Debug for ChunkId {
@@ -33,22 +48,34 @@ impl FromStr for ChunkId {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self> {
-        let bad = || Error::Argument("a name has 64 hexadecimal digits in lower case");
-        let digit = |x: u8| match x {
-            b'0'..=b'9' => Ok(x - b'0'),
-            b'a'..=b'f' => Ok(x - b'a' + 10),
-            _ => Err(bad()),
-        };
-        let (pairs, rest) = text.as_bytes().as_chunks::<2>();
-        let mut id = [0; 32];
-        if pairs.len() != id.len() || !rest.is_empty() {
-            return Err(bad());
-        }
-        for (byte, &[high, low]) in id.iter_mut().zip(pairs) {
-            *byte = digit(high)? << 4 | digit(low)?;
-        }
-        Ok(Self(id))
+        read_hex(text).map(Self)
     }
+}
+
+impl FromStr for ProfileId {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        read_hex(text).map(Self)
+    }
+}
+
+fn read_hex(text: &str) -> Result<Digest> {
+    let bad = || Error::Argument("a name has 64 hexadecimal digits in lower case");
+    let digit = |x: u8| match x {
+        b'0'..=b'9' => Ok(x - b'0'),
+        b'a'..=b'f' => Ok(x - b'a' + 10),
+        _ => Err(bad()),
+    };
+    let (pairs, rest) = text.as_bytes().as_chunks::<2>();
+    let mut id = [0; 32];
+    if pairs.len() != id.len() || !rest.is_empty() {
+        return Err(bad());
+    }
+    for (byte, &[high, low]) in id.iter_mut().zip(pairs) {
+        *byte = digit(high)? << 4 | digit(low)?;
+    }
+    Ok(id)
 }
 
 /// How tokens are divided: chunks of `chunk` tokens from position 0, and behind the last one a tail, a
@@ -91,6 +118,18 @@ pub struct ChunkKey {
     pub tokens: Range<usize>,
 }
 
+impl Grid {
+    /// # Errors
+    /// [`Error::Argument`] unless the tail divides the chunk into at most 65 parts.
+    pub fn check(&self) -> Result<()> {
+        let fits = self.tail > 0 && self.chunk > 0 && self.chunk.is_multiple_of(self.tail);
+        if !fits || self.chunk / self.tail > MAX_TAILS + 1 || self.chunk > MAX_CHUNK {
+            return Err(Error::Argument("a chunk must be 1 to 65 times its tail, and at most 2^20 tokens"));
+        }
+        Ok(())
+    }
+}
+
 /// Most tails after a chunk: a reader asks for all of them.
 const MAX_TAILS: usize = 64;
 /// Most tokens of a chunk.
@@ -100,7 +139,8 @@ impl Space {
     /// The space of a model's caches, coded by a profile, with the levels of the profile.
     ///
     /// `model` identifies the weights and the tokenizer, for example by a digest of the files. The same
-    /// `model`, profile and grid make the same space on every machine.
+    /// `model`, profile and grid make the same space on every machine; [`ProfileId`] says how machines come
+    /// to the same profile.
     ///
     /// # Errors
     /// [`Error::Limit`] for more than 16 levels; [`Error::Argument`] for a grid whose tail does not divide
@@ -111,10 +151,7 @@ impl Space {
             let limit = codec_core::MAX_LEVELS as u64;
             return Err(Error::Limit { what: "levels", actual: levels as u64, limit });
         }
-        let fits = grid.tail > 0 && grid.chunk > 0 && grid.chunk.is_multiple_of(grid.tail);
-        if !fits || grid.chunk / grid.tail > MAX_TAILS + 1 || grid.chunk > MAX_CHUNK {
-            return Err(Error::Argument("a chunk must be 1 to 65 times its tail, and at most 2^20 tokens"));
-        }
+        grid.check()?;
         let mut hash = Sha256::new();
         hash.update(b"kv-store-1");
         for size in [model.len(), grid.chunk, grid.tail] {

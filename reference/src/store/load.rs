@@ -1,7 +1,8 @@
 //! Loading a prefix: the choice of each chunk's encoding, and its transfer.
 
 use std::ops::Range;
-use std::sync::Mutex;
+use std::sync::atomic::AtomicU64;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -79,7 +80,7 @@ impl AsyncStore {
         mut choose: impl FnMut(&Choice<'_>) -> Encoding + Send + 'a,
     ) -> impl Stream<Item = Result<Arrival>> + Send + 'a {
         let begin = Instant::now();
-        let last = std::sync::Arc::new(Mutex::new(None::<Transfer>));
+        let last = Arc::new(Mutex::new(None::<Transfer>));
         let transfers = stream::iter(chunks.iter().enumerate()).map(move |(i, chunk)| {
             let known = last.lock().map_or(None, |last| *last);
             let choice = Choice { chunks, chunk: i, elapsed: begin.elapsed(), last: known };
@@ -89,7 +90,7 @@ impl AsyncStore {
                 let start = Instant::now();
                 let frame = match encoding {
                     Encoding::Text => Bytes::new(),
-                    Encoding::Level(level) => self.frame(space, chunk, level).await?,
+                    Encoding::Level(level) => self.frame(space, chunk, level, &Arc::default()).await?,
                 };
                 let transfer = Transfer { bytes: frame.len() as u64, time: start.elapsed() };
                 if let (Encoding::Level(_), Ok(mut last)) = (encoding, last.lock()) {
@@ -103,18 +104,24 @@ impl AsyncStore {
         transfers.buffered(ahead.max(1))
     }
 
-    /// The frame of a level, verified piece by piece as the pieces arrive.
-    async fn frame(&self, space: &Space, chunk: &StoredChunk, level: usize) -> Result<Bytes> {
+    /// The frame of a level, verified piece by piece as the pieces arrive. `received` counts its bytes.
+    pub(super) async fn frame(
+        &self,
+        space: &Space,
+        chunk: &StoredChunk,
+        level: usize,
+        received: &Arc<AtomicU64>,
+    ) -> Result<Bytes> {
         let manifest = chunk.manifest();
         let found =
             manifest.levels.get(level).ok_or(Error::Argument("a level that the chunk does not have"))?;
         let path = self.data_path(space.name(), manifest);
         let mut tasks = JoinSet::new();
         for (i, (range, expected)) in found.pieces().enumerate() {
-            let (remote, path) = (self.remote().clone(), path.clone());
+            let (remote, path, received) = (self.remote().clone(), path.clone(), received.clone());
             tasks.spawn(async move {
-                let piece = remote.get_range(&path, &range, |bytes| digest(bytes) == expected).await;
-                piece.map(|piece| (i, piece))
+                let verified = |bytes: &[u8]| digest(bytes) == expected;
+                remote.get_range(&path, &range, &received, verified).await.map(|piece| (i, piece))
             });
         }
         let mut pieces = vec![Bytes::new(); tasks.len()];

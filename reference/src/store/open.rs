@@ -1,6 +1,10 @@
 //! Opening a store by its URL.
 
+use std::fs;
+use std::io::ErrorKind;
+use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::{Duration, SystemTime};
 
 use object_store::aws::{AmazonS3Builder, AmazonS3ConfigKey};
 use object_store::local::LocalFileSystem;
@@ -12,22 +16,22 @@ use super::{Error, Result};
 
 /// Opens the object store that a URL names, and the path in it.
 ///
-/// A path without a scheme, or `file:///path`, is a folder, which is made; `s3://bucket/path` is S3, with the
-/// settings of the environment (`AWS_ACCESS_KEY_ID`, `AWS_SECRET_ACCESS_KEY`, `AWS_REGION`, `AWS_ENDPOINT`,
+/// A path without a scheme, or `file:///path`, is a folder, which is made if `create` says so;
+/// `s3://bucket/path` is S3, with the settings of the environment (`AWS_ACCESS_KEY_ID`, `AWS_SECRET_ACCESS_KEY`, `AWS_REGION`, `AWS_ENDPOINT`,
 /// `AWS_ALLOW_HTTP`); `memory:///` is this process's memory. With other features of `object_store`, other
 /// schemes work as it documents them.
 ///
 /// # Errors
-/// [`Error::Url`].
-pub fn open(url: &str) -> Result<(Arc<dyn ObjectStore>, Path)> {
-    let Ok(parsed) = Url::parse(url) else { return folder(url) };
+/// [`Error::Url`], also for a folder that is not there and is not to be made.
+pub fn open(url: &str, create: bool) -> Result<(Arc<dyn ObjectStore>, Path)> {
+    if let Some(path) = folder_of(url)? {
+        return folder(&path, create);
+    }
+    let parsed = Url::parse(url).map_err(|e| Error::Url { url: url.to_owned(), what: e.to_string() })?;
     let bad = |what: String| Error::Url { url: shown(&parsed), what };
     let failed = |e: object_store::Error| bad(e.to_string());
     let (scheme, path) = ObjectStoreScheme::parse(&parsed).map_err(|e| bad(e.to_string()))?;
     match scheme {
-        ObjectStoreScheme::Local => {
-            folder(&parsed.to_file_path().map_err(|()| bad("is no path of this system".into()))?)
-        }
         ObjectStoreScheme::AmazonS3 => {
             // The first call decides; an embedder may have chosen before.
             let _ = rustls::crypto::ring::default_provider().install_default();
@@ -46,14 +50,59 @@ pub fn open(url: &str) -> Result<(Arc<dyn ObjectStore>, Path)> {
     }
 }
 
-/// A folder, which is made if it is not there.
-fn folder(path: impl AsRef<std::path::Path>) -> Result<(Arc<dyn ObjectStore>, Path)> {
-    let path = path.as_ref();
+/// The folder that a URL names, if it is one.
+fn folder_of(url: &str) -> Result<Option<PathBuf>> {
+    let Ok(parsed) = Url::parse(url) else { return Ok(Some(url.into())) };
+    if parsed.scheme() != "file" {
+        return Ok(None);
+    }
+    let what = || Error::Url { url: url.to_owned(), what: "is no path of this system".into() };
+    parsed.to_file_path().map(Some).map_err(|()| what())
+}
+
+fn folder(path: &std::path::Path, create: bool) -> Result<(Arc<dyn ObjectStore>, Path)> {
     let bad = |what: String| Error::Url { url: path.display().to_string(), what };
-    std::fs::create_dir_all(path).map_err(|e| bad(e.to_string()))?;
+    if create {
+        fs::create_dir_all(path).map_err(|e| bad(e.to_string()))?;
+    } else if !path.is_dir() {
+        return Err(bad("there is no such folder".into()));
+    }
     // What was acknowledged is on the disk.
     let store = LocalFileSystem::new_with_prefix(path).map_err(|e| bad(e.to_string()))?.with_fsync(true);
     Ok((Arc::new(store), Path::default()))
+}
+
+/// Deletes files that a writer to a folder was killed in the middle of, longer ago than `age`. Returns how
+/// many. Listings of the store do not show them. Other stores have none.
+///
+/// # Errors
+/// [`Error::Url`] with what the system said.
+pub fn sweep_unfinished(url: &str, age: Duration) -> Result<usize> {
+    let Some(root) = folder_of(url)? else { return Ok(0) };
+    let bad = |e: std::io::Error| Error::Url { url: root.display().to_string(), what: e.to_string() };
+    let (mut folders, mut n) = (vec![root.clone()], 0);
+    while let Some(folder) = folders.pop() {
+        for entry in fs::read_dir(&folder).map_err(bad)? {
+            let entry = entry.map_err(bad)?;
+            if entry.file_type().map_err(bad)?.is_dir() {
+                folders.push(entry.path());
+                continue;
+            }
+            // `object_store` writes NAME to NAME#NUMBER and renames it.
+            let name = entry.file_name();
+            let number = name.to_str().and_then(|name| Some(name.rsplit_once('#')?.1.to_owned()));
+            let unfinished = number.is_some_and(|number| number.parse::<u64>().is_ok());
+            let written = entry.metadata().and_then(|metadata| metadata.modified()).map_err(bad)?;
+            if !unfinished || SystemTime::now().duration_since(written).unwrap_or_default() < age {
+                continue;
+            }
+            match fs::remove_file(entry.path()) {
+                Err(e) if e.kind() != ErrorKind::NotFound => return Err(bad(e)),
+                _ => n += 1,
+            }
+        }
+    }
+    Ok(n)
 }
 
 fn lower((key, value): (String, String)) -> (String, String) {

@@ -1,14 +1,21 @@
 //! A prompt over a store: the stored prefix is loaded, the rest is computed and, when asked, stored.
 
-use codec_core::{Encoding, Profile};
-use svd_core::SoftmaxStats;
-use tracing::warn;
+use std::ops::Range;
+use std::thread;
+use std::time::Instant;
 
-use super::{Choice, KvStore, LayerKv, Put, Space, StoredChunk, Transfer, encode_chunk, fill_cache};
+use codec_core::Profile;
+use svd_core::SoftmaxStats;
+
+use super::{ChunkKey, Error, KvStore, LayerKv, Put, Space, StoredChunk, encode_chunk};
 use crate::Result;
 use crate::cache::{Footprint, KvCache};
 use crate::forward::{Decoder, prefill};
 use crate::model::{Model, Rope};
+use crate::stream::link::RealClock;
+use crate::stream::receiver::{CacheReceiver, Context, Target};
+use crate::stream::speeds::Speeds;
+use crate::stream::{self, ChunkCost, MOST_CHUNKS, Outcome, Trace};
 
 /// A store with what its caches have in common.
 #[derive(Clone, Copy, Debug)]
@@ -21,19 +28,40 @@ pub struct PromptStore<'a> {
     pub profile: &'a Profile,
 }
 
+/// How a cache is filled.
+#[derive(Clone, Debug, PartialEq)]
+pub struct FillOptions {
+    /// How the stored prefix is streamed.
+    pub stream: stream::Options,
+    /// What an adaptive stream expects of recomputing and decoding.
+    pub speeds: Speeds,
+    /// Tokens of the rest that are computed at once.
+    pub chunk: usize,
+    /// Store the chunks that are not there, and replace damaged ones.
+    pub keep: bool,
+}
+
 /// What became of a prompt.
-#[derive(Clone, Debug, Default, PartialEq)]
+#[derive(Debug, Default)]
 pub struct Filled {
-    /// Tokens that were loaded, or recomputed as the choice of their chunk said.
-    pub loaded: usize,
-    /// Encoding and transfer of their chunks.
-    pub chunks: Vec<(Encoding, Transfer)>,
-    /// Chunks of the store that were damaged. Their tokens, and those after them, were computed.
-    pub damaged: usize,
+    /// Tokens of the stored prefix.
+    pub prefix: usize,
+    /// How it was streamed, if there is one.
+    pub trace: Option<Trace>,
     /// Chunks that were stored.
     pub stored: usize,
     /// Logits (vocab_size,) of what follows the prompt.
     pub logits: Vec<f32>,
+    /// The error of a store that did not answer or could not be written. It costs time, not the answer.
+    pub store_error: Option<super::Error>,
+}
+
+impl Filled {
+    /// Indices of the chunks that turned out to be damaged. They were recomputed.
+    pub fn damaged(&self) -> impl Iterator<Item = usize> + '_ {
+        let events = self.trace.iter().flat_map(|trace| &trace.events);
+        events.filter(|event| matches!(event.outcome, Outcome::Damaged(_))).map(|event| event.chunk)
+    }
 }
 
 impl PromptStore<'_> {
@@ -73,31 +101,34 @@ impl PromptStore<'_> {
         Ok(stored)
     }
 
-    /// Fills an empty cache with a prompt (CacheGen's `generate_with_kv`, up to the first token): loads the
-    /// longest stored prefix, whose encodings `choose` names as for [`KvStore::load`], and computes the rest
-    /// over it, `chunk` tokens at once. At least the last token is computed.
+    /// Fills an empty cache with a prompt (CacheGen's `generate_with_kv`, up to the first token): streams the
+    /// longest stored prefix, and computes the rest over it. At least the last token is computed.
     ///
-    /// A damaged chunk ends the prefix. With `keep` the chunks of the prompt that are not stored are, and
-    /// damaged ones are replaced. They hold what was computed over the loaded prefix, with its loss;
-    /// [`Self::calculate`] stores exact ones.
+    /// Chunks that are stored with [`FillOptions::keep`] hold what was computed over the loaded prefix, with
+    /// its loss; [`Self::calculate`] stores exact ones.
     ///
     /// # Errors
-    /// What the decoder and the cache return; what the store returns, but for damage.
+    /// What [`stream::serve`], the decoder and the cache return; a cancelled store.
     pub fn fill(
         &self,
         decoder: &mut Decoder,
         cache: &mut dyn KvCache,
         prompt: &[u32],
-        chunk: usize,
-        keep: bool,
-        choose: impl FnMut(&Choice<'_>) -> Encoding + Send,
+        options: &FillOptions,
     ) -> Result<Filled> {
-        let mut filled = Filled::default();
         let Some((_, before_last)) = prompt.split_last() else {
             return Err(crate::Error::argument("the prompt is empty"));
         };
-        let wanted = if keep { self.space.chunks(prompt) } else { vec![] };
-        let mut found = self.store.find(self.space, before_last)?;
+        let wanted = if options.keep { self.space.chunks(prompt) } else { vec![] };
+        let mut filled = Filled::default();
+        let mut found = match self.store.find(self.space, before_last) {
+            Err(e) if !matches!(e, Error::Cancelled) => {
+                filled.store_error = Some(e);
+                vec![]
+            }
+            found => found?,
+        };
+        found.truncate(MOST_CHUNKS);
         // Rows of a tail that has been loaded do not go into a longer chunk: they have lost what its level
         // loses.
         if let Some(tail) = found.last()
@@ -106,75 +137,82 @@ impl PromptStore<'_> {
         {
             found.pop();
         }
-        self.load(decoder, cache, prompt, &found, choose, &mut filled)?;
-        filled.loaded = cache.seq_len();
-        let rest = &prompt[filled.loaded..];
-        let mut compute = |cache: &mut dyn KvCache| -> Result<()> {
-            for tokens in rest.chunks(chunk.max(1)) {
-                filled.logits = decoder.prefill(tokens, cache)?.to_vec();
-            }
-            Ok(())
-        };
-        if !keep {
-            compute(cache)?;
-            return Ok(filled);
+        let mut recorder = Recorder { cache, keep: options.keep, layers: vec![] };
+        if let Some(last) = found.last() {
+            filled.prefix = last.key().tokens.end;
+            filled.trace = Some(self.stream(decoder, &mut recorder, prompt, &found, options)?);
         }
-        let mut recorder = Recorder::new(cache);
-        compute(&mut recorder)?;
-        let Recorder { first, layers, .. } = recorder;
-        for key in wanted.iter().filter(|key| key.tokens.start >= first) {
-            let object = encode_chunk(self.profile, key, first, &layers)?.into();
-            if found.iter().any(|found| found.key() == key) {
-                self.store.replace_chunk(self.space, key, object)?;
-                filled.stored += 1;
-            } else {
-                filled.stored += usize::from(self.store.put_chunk(self.space, key, object)? == Put::Stored);
+        for tokens in prompt[filled.prefix..].chunks(options.chunk.max(1)) {
+            filled.logits = decoder.prefill(tokens, &mut recorder)?.to_vec();
+        }
+        if filled.store_error.is_none() {
+            match self.keep(&wanted, &found, &mut filled, &recorder.layers) {
+                Err(e) if !matches!(e, Error::Cancelled) => filled.store_error = Some(e),
+                kept => kept?,
             }
         }
         Ok(filled)
     }
 
-    /// Loads chunks into the cache, up to a damaged one.
-    fn load(
+    /// Stores the wanted chunks that are not there or damaged, out of the rows of all tokens.
+    fn keep(
+        &self,
+        wanted: &[ChunkKey],
+        found: &[StoredChunk],
+        filled: &mut Filled,
+        layers: &[LayerKv],
+    ) -> super::Result<()> {
+        let damaged: Vec<usize> = filled.damaged().collect();
+        for key in wanted {
+            let index = found.iter().position(|found| found.key() == key);
+            if index.is_some_and(|index| !damaged.contains(&index)) {
+                continue;
+            }
+            let object = encode_chunk(self.profile, key, 0, layers)?.into();
+            filled.stored += match index {
+                Some(_) => {
+                    self.store.replace_chunk(self.space, key, object)?;
+                    1
+                }
+                None => usize::from(self.store.put_chunk(self.space, key, object)? == Put::Stored),
+            };
+        }
+        Ok(())
+    }
+
+    /// Streams chunks into an empty cache.
+    fn stream(
         &self,
         decoder: &mut Decoder,
         cache: &mut dyn KvCache,
         prompt: &[u32],
         chunks: &[StoredChunk],
-        choose: impl FnMut(&Choice<'_>) -> Encoding + Send,
-        filled: &mut Filled,
-    ) -> Result<()> {
-        const AHEAD: usize = 1;
-        let loaded = self.store.load(self.space, chunks, AHEAD, choose, |arrival| {
-            match arrival.encoding {
-                Encoding::Text => drop(decoder.prefill(&prompt[arrival.tokens.clone()], cache)?),
-                Encoding::Level(_) => fill_cache(self.profile, &arrival, cache)?,
-            }
-            filled.chunks.push((arrival.encoding, arrival.transfer));
-            Ok(())
-        });
-        match loaded {
-            Err(crate::Error::Store(e)) if e.is_damage() => {
-                warn!(error = %e, "the rest is computed");
-                filled.damaged = 1;
-                cache.truncate(filled.chunks.len().checked_sub(1).map_or(0, |i| chunks[i].key().tokens.end))
-            }
-            loaded => loaded,
-        }
+        options: &FillOptions,
+    ) -> Result<Trace> {
+        let info = self.profile.info();
+        let values_per_token = 2 * info.layers * info.channels();
+        let tokens = |chunk: &StoredChunk| -> Range<usize> { chunk.key().tokens.clone() };
+        let cost = |chunk: &StoredChunk| {
+            options.speeds.cost(&tokens(chunk), values_per_token, chunk.sizes().collect())
+        };
+        let costs: [Vec<ChunkCost>; 1] = [chunks.iter().map(cost).collect()];
+        let context =
+            Context { tokens: prompt.to_vec(), chunks: chunks.iter().map(tokens).collect(), exact: 0 };
+        let clock = RealClock(Instant::now());
+        let mut link = self.store.link(self.space, chunks, clock);
+        let target = Target { contexts: vec![context], planes: self.profile, caches: vec![cache], decoder };
+        thread::scope(|scope| {
+            let mut receiver = CacheReceiver::new(scope, target, clock, &costs)?;
+            stream::serve(&mut link, &mut receiver, &costs, &options.stream)
+        })
     }
 }
 
-/// A cache that also keeps the rows which it takes.
+/// A cache whose rows are also kept as they come, if they are to be stored.
 struct Recorder<'a> {
     cache: &'a mut dyn KvCache,
-    first: usize, // position of the first row
+    keep: bool,
     layers: Vec<LayerKv>,
-}
-
-impl<'a> Recorder<'a> {
-    fn new(cache: &'a mut dyn KvCache) -> Self {
-        Self { first: cache.seq_len(), cache, layers: vec![] }
-    }
 }
 
 impl KvCache for Recorder<'_> {
@@ -184,6 +222,9 @@ impl KvCache for Recorder<'_> {
 
     fn prefill(&mut self, layer: usize, pos: usize, k: &[f32], v: &[f32]) -> Result<()> {
         self.cache.prefill(layer, pos, k, v)?;
+        if !self.keep {
+            return Ok(());
+        }
         if self.layers.len() <= layer {
             self.layers.resize_with(layer + 1, LayerKv::default);
         }

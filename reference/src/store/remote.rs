@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -118,21 +119,24 @@ impl Remote {
                     limit: limit as u64,
                 });
             }
-            let bytes = self.body(path, got, expected).await?;
+            let bytes = self.body(path, got, expected, |_| ()).await?;
             parse(&bytes).map(Some).map_err(|what| Error::Manifest { path: path.to_string(), what })
         })
         .await
     }
 
-    /// A range of an object, if `verify` finds that it is what was written; else it is read again.
+    /// A range of an object, if `verify` finds that it is what was written; else it is read again. Bytes are
+    /// counted as they arrive; those of a failed attempt are taken off again.
     pub async fn get_range(
         &self,
         path: &Path,
         range: &Range<u64>,
+        counter: &AtomicU64,
         verify: impl Fn(&[u8]) -> bool,
     ) -> Result<Bytes> {
         let expected = range.end - range.start;
         self.repeat(path, expected, async || {
+            let mut count = Count { counter, bytes: 0 };
             let options =
                 GetOptions { range: Some(GetRange::Bounded(range.clone())), ..GetOptions::default() };
             let got = match self.store.get_opts(path, options).await {
@@ -152,23 +156,34 @@ impl Remote {
                 },
                 Ok(got) => got,
             };
-            let bytes = self.body(path, got, expected).await?;
+            let bytes = self.body(path, got, expected, |n| count.add(n)).await?;
             match verify(&bytes) {
-                true => Ok(bytes),
+                true => {
+                    count.keep();
+                    Ok(bytes)
+                }
                 false => Err(Error::Digest { path: path.to_string() }),
             }
         })
         .await
     }
 
-    /// The body of an answer, which must have `expected` bytes. Nothing beyond them is read.
-    async fn body(&self, path: &Path, got: object_store::GetResult, expected: u64) -> Result<Bytes> {
+    /// The body of an answer, which must have `expected` bytes. Nothing beyond them is read. `arrived` gets
+    /// the bytes of each part.
+    async fn body(
+        &self,
+        path: &Path,
+        got: object_store::GetResult,
+        expected: u64,
+        mut arrived: impl FnMut(u64),
+    ) -> Result<Bytes> {
         let length = |actual: u64| Error::Length { path: path.to_string(), expected, actual };
         let mut parts: Vec<Bytes> = vec![];
         let mut len = 0;
         let mut stream = got.into_stream();
         while let Some(part) = stream.try_next().await.map_err(|e| backend(path, e))? {
             len += part.len() as u64;
+            arrived(part.len() as u64);
             if len > expected {
                 return Err(length(len));
             }
@@ -245,6 +260,30 @@ impl Remote {
             Ok(names.map(str::to_owned).collect())
         })
         .await
+    }
+}
+
+/// The bytes of an attempt in a shared counter, until it has failed or was dropped.
+struct Count<'a> {
+    counter: &'a AtomicU64,
+    bytes: u64,
+}
+
+impl Count<'_> {
+    fn add(&mut self, bytes: u64) {
+        self.bytes += bytes;
+        self.counter.fetch_add(bytes, Ordering::Relaxed);
+    }
+
+    /// Ends the attempt with success.
+    fn keep(mut self) {
+        self.bytes = 0;
+    }
+}
+
+impl Drop for Count<'_> {
+    fn drop(&mut self) {
+        self.counter.fetch_sub(self.bytes, Ordering::Relaxed);
     }
 }
 

@@ -43,6 +43,10 @@ fn cells(event: &Event) -> [String; 10] {
     ]
 }
 
+/// Label of the x axis, which also explains the bars.
+const X_AXIS: &str =
+    "seconds since the request: a chunk's upper bar is its transfer, the lower one decoding or recomputation";
+
 /// The decisions as a table for the terminal.
 #[must_use]
 pub fn table(trace: &Trace) -> String {
@@ -71,7 +75,8 @@ pub fn html(trace: &Trace, slo: f64, notes: &[String]) -> Result<String> {
     let header = COLUMNS.map(|column| format!("<th>{column}</th>")).concat();
     Ok(format!(
         "<!doctype html>\n<html lang=\"en\"><meta charset=\"utf-8\">\
-         <meta name=\"viewport\" content=\"width=device-width\"><title>A context streamed</title>\n<style>{STYLE}</style>\n\
+         <meta name=\"viewport\" content=\"width=device-width\">\
+         <title>A context streamed</title>\n<style>{STYLE}</style>\n\
          <h1>A context streamed into a cache</h1>\n{notes}{svg}\n\
          <div><table><thead><tr>{header}</tr></thead><tbody>\n{rows}</tbody></table></div>\n</html>\n"
     ))
@@ -97,12 +102,7 @@ fn draw(trace: &Trace, slo: f64, backend: SVGBackend<'_>) -> Drawn<()> {
         .x_label_area_size(44)
         .y_label_area_size(70)
         .build_cartesian_2d(0.0..end * 1.05, 0.0..chunks)?;
-    chart
-        .configure_mesh()
-        .light_line_style(WHITE)
-        .x_desc("seconds since the request: a chunk's upper bar is its transfer, the lower one decoding or recomputation")
-        .y_desc("chunk")
-        .draw()?;
+    chart.configure_mesh().light_line_style(WHITE).x_desc(X_AXIS).y_desc("chunk").draw()?;
     let lane = |event: &Event, lane: f64| event.chunk as f64 + lane;
     let bar = |from: f64, to: f64, bottom: f64, style: ShapeStyle| {
         Rectangle::new([(from, bottom), (to, bottom + 0.38)], style)

@@ -33,7 +33,7 @@ pub fn model() -> (Arc<Model>, Vec<u32>) {
 
 pub fn decoder(
     gpu: &Arc<Gpu>,
-    model: &Model,
+    model: &Arc<Model>,
     method: &str,
     profile: &Profile,
     batch: usize,
@@ -42,7 +42,8 @@ pub fn decoder(
     let method: Method = method.parse().unwrap();
     let element = method.device_element().unwrap();
     let cache = method_cache(gpu, &method, &model.config, element, Some(profile), batch, capacity).unwrap();
-    let weights = Arc::new(Weights::of(gpu, model, element).unwrap());
+    let model = method.folded(model, profile).unwrap();
+    let weights = Arc::new(Weights::of(gpu, &model, element).unwrap());
     Decoder::new(gpu.clone(), weights, cache, batch).unwrap()
 }
 

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use clap::Args;
 use indicatif::HumanBytes;
-use kv_reference::store::{ChunkId, KvStore, ListedChunk, Listing, Options};
+use kv_reference::store::{ChunkId, KvStore, ListedChunk, Listing, Options, sweep_unfinished};
 use kv_reference::{Error, Result};
 use serde::Serialize;
 
@@ -21,7 +21,7 @@ struct UrlArgs {
 
 impl UrlArgs {
     fn open(&self) -> Result<KvStore> {
-        Ok(KvStore::open(&self.url, Options::default())?)
+        Ok(KvStore::open_existing(&self.url, Options::default())?)
     }
 }
 
@@ -136,6 +136,12 @@ impl Verify {
             }
         }
         json.write_json(&reports)?;
+        for id in store.damaged_profiles()? {
+            // The caches of another profile have other names: removing it would not mend anything.
+            out.print(format_args!(
+                "profile {id} is damaged: caches that were stored with it are not found\n"
+            ));
+        }
         match damaged {
             0 => Ok(()),
             n if self.remove => {
@@ -178,6 +184,7 @@ impl Rm {
             let age = Duration::from_secs(u64::from(hours) * 3600);
             n += store.sweep(&store.list(space)?.orphans, age)?;
         }
+        n += sweep_unfinished(&self.url.url, Duration::from_secs(u64::from(hours) * 3600))?;
         out.print(format_args!("{n} orphans deleted\n"));
         Ok(())
     }

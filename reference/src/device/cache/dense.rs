@@ -3,6 +3,7 @@ use kv_gpu::{AnyElement, DevicePtr, Element, Grid};
 
 use super::{Chunk, ChunkCache, DeviceCache, Rows, Sequences};
 use crate::Result;
+use crate::cache::Footprint;
 use crate::device::memory::Buffer;
 use crate::device::{Gpu, programs};
 use crate::model::Config;
@@ -128,6 +129,10 @@ impl DeviceCache for DenseCache {
 
     fn step_bytes(&self, tokens: usize) -> usize {
         4 * self.n_layers * self.batch * self.heads * tokens * self.head_dim
+    }
+
+    fn footprint(&self, tokens: usize) -> Footprint {
+        Footprint { kept: self.step_bytes(tokens), ..Footprint::default() }
     }
 
     fn bytes(&self) -> usize {

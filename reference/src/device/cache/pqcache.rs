@@ -11,6 +11,7 @@ use super::dense::{RANDOM_ROWS, fill_rows};
 use super::million::{RANDOM_BOOKS, RANDOM_CODES, fill_codes, random_codebook};
 use super::turns::Turns;
 use super::{DeviceCache, Rows, Sequences};
+use crate::cache::Footprint;
 use crate::device::host_memory::{HostBuffer, check_available};
 use crate::device::memory::Buffer;
 use crate::device::{Gpu, programs};
@@ -261,7 +262,7 @@ impl DeviceCache for PqCache {
 
     fn clear(&mut self, gpu: &Gpu) -> Result<()> {
         self.reuse.forget(gpu)?;
-        self.turns.restart(gpu, 0)
+        self.turns.restart_at(gpu, 0)
     }
 
     fn before_step(&mut self, gpu: &Gpu, sequences: &Sequences) -> Result<()> {
@@ -285,8 +286,12 @@ impl DeviceCache for PqCache {
         }
         fill_codes(gpu, &self.codes, RANDOM_CODES)?;
         self.reuse.forget(gpu)?;
-        self.turns.restart(gpu, tokens)?;
+        self.turns.restart_at(gpu, tokens)?;
         gpu.synchronize()
+    }
+
+    fn encode_synchronously(&mut self) {
+        self.turns.asynchronous = false;
     }
 
     fn background_shared_memory(&self) -> usize {
@@ -300,6 +305,19 @@ impl DeviceCache for PqCache {
         let k = self.retrieval.budget.k(coded, sinks + ring);
         let codes = batch * heads * self.retrieval.quantizer.codes_len(coded);
         n_layers * (codes + 4 * self.shape.side_len(exact + k))
+    }
+
+    fn footprint(&self, tokens: usize) -> Footprint {
+        let Shape { n_layers, batch, heads, sinks, ring, most, .. } = self.shape;
+        let exact = tokens.min(sinks + ring);
+        let codes = batch * heads * self.retrieval.quantizer.codes_len(tokens - exact);
+        let rows = |rows| 4 * n_layers * self.shape.side_len(rows); // keys and values of 16 bits
+        Footprint {
+            kept: n_layers * codes + rows(exact),
+            offloaded: rows(tokens - exact),
+            working: self.staged.bytes() + rows(most),
+            shared: self.centroids.bytes(),
+        }
     }
 
     fn bytes(&self) -> usize {

@@ -20,6 +20,8 @@ pub(super) struct Turns {
     firsts: Buffer<u32>,  // (layer, batch): those of the last turn
     counts: Buffer<u32>,  // (layer, batch)
     background: Arc<CudaStream>,
+    /// Whether encoding runs on the low-priority stream; else decoding waits for it.
+    pub asynchronous: bool,
     encoded: Vec<Option<CudaEvent>>, // for each turn, of the background stream
     steps: usize,
     n_layers: usize,
@@ -74,6 +76,7 @@ impl Turns {
             firsts: words()?,
             counts: words()?,
             background: gpu.device.background_stream()?,
+            asynchronous: true,
             encoded: (0..ring / 2).map(|_| None).collect(),
             steps: 0,
             n_layers,
@@ -126,7 +129,10 @@ impl Turns {
     }
 
     /// The stream on which to encode, which has waited for the work on the decoder's.
-    pub fn background(&self, gpu: &Gpu) -> Result<&CudaStream> {
+    pub fn background<'a>(&'a self, gpu: &'a Gpu) -> Result<&'a CudaStream> {
+        if !self.asynchronous {
+            return Ok(&gpu.stream);
+        }
         let staged = gpu.stream.record_event(None).map_err(|e| driver("record staged tokens", e))?;
         self.background.wait(&staged).map_err(|e| driver("wait for staged tokens", e))?;
         Ok(&self.background)
@@ -134,18 +140,31 @@ impl Turns {
 
     /// Ends a turn whose encoding has been launched on [`Self::background`].
     pub fn end(&mut self, turn: &Turn) -> Result<()> {
-        let encoded = self.background.record_event(None);
-        self.encoded[turn.index] = Some(encoded.map_err(|e| driver("record codes", e))?);
+        if self.asynchronous {
+            let encoded = self.background.record_event(None);
+            self.encoded[turn.index] = Some(encoded.map_err(|e| driver("record codes", e))?);
+        }
         Ok(())
     }
 
-    /// Takes the codes of all tokens behind the sinks that a sequence of `tokens` tokens is about to need as
-    /// written.
-    pub fn restart(&mut self, gpu: &Gpu, tokens: usize) -> Result<()> {
-        // As if the last turns had been half a ring ago.
-        let planned = (tokens + self.ring / 2).saturating_sub(self.sinks + self.ring);
-        self.planned.write(gpu, &vec![planned as u32; self.n_layers * self.batch])?;
+    /// Makes the decoder's stream wait for all that is being encoded.
+    pub fn wait(&self, gpu: &Gpu) -> Result<()> {
+        let encoded = self.background.record_event(None).map_err(|e| driver("record codes", e))?;
+        gpu.stream.wait(&encoded).map_err(|e| driver("wait for codes", e))
+    }
+
+    /// Starts again with sequences of which as many tokens behind the sinks are encoded, (batch,).
+    pub fn restart(&mut self, gpu: &Gpu, encoded: &[usize]) -> Result<()> {
+        self.wait(gpu)?;
+        self.encoded.iter_mut().for_each(|event| *event = None);
         self.steps = 0;
-        Ok(())
+        let planned: Vec<u32> = encoded.iter().map(|&tokens| tokens as u32).collect();
+        self.planned.write(gpu, &planned.repeat(self.n_layers))
+    }
+
+    /// Starts again with sequences of `tokens` tokens, as if the last turns had been half a ring ago.
+    pub fn restart_at(&mut self, gpu: &Gpu, tokens: usize) -> Result<()> {
+        let encoded = (tokens + self.ring / 2).saturating_sub(self.sinks + self.ring);
+        self.restart(gpu, &vec![encoded; self.batch])
     }
 }

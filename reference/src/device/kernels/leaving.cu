@@ -1,5 +1,5 @@
-// Tokens of a layer that are about to leave the window: which ones, and copies of their rows for a quantizer, so that
-// the ring may go on while they are encoded.
+// The window of a layer: which tokens are about to leave it, copies of their rows for a quantizer, so that the ring may
+// go on while they are encoded, and the exact rows before and after a chunk of a prompt.
 //
 // CPU twin: the eviction of WindowedCache. Rows are 16-bit elements.
 #include "types.cuh"
@@ -40,5 +40,33 @@ extern "C" __global__ void stage(const StageArguments a) {
         const u32 token = i / a.chunks, chunk = i % a.chunks, slot = a.sinks + (first + token) % a.ring;
         a.staged[(head * a.most + token) * a.chunks + chunk] =
             a.rows[(head * (a.sinks + a.ring) + slot) * a.chunks + chunk];
+    }
+}
+
+struct ExactArguments {
+    uint4* kept;              // [head][sinks + ring][chunk] of keys; values are `kept_side` chunks further on
+    uint4* rows;              // [head][capacity][chunk] of keys; values are `rows_side` chunks further on
+    u64 kept_side, rows_side;
+    u32 tokens;               // of the sequence: its first `sinks` and last `ring` are exact
+    u32 sinks, ring, capacity, chunks;
+    u32 restore; // 1 copies what is kept to rows, 0 the other way
+};
+
+// Copies the exact tokens of one sequence to rows of all its tokens, where the chunks of a prompt attend to them, or
+// back.
+//
+// Launch: grid (heads, keys and values), any number of threads.
+extern "C" __global__ void exact(const ExactArguments a) {
+    const u32 head = blockIdx.x, exact = min(a.tokens, a.sinks + a.ring);
+    uint4* kept = a.kept + blockIdx.y * a.kept_side + (u64)head * (a.sinks + a.ring) * a.chunks;
+    uint4* rows = a.rows + blockIdx.y * a.rows_side + (u64)head * a.capacity * a.chunks;
+    for (u32 i = threadIdx.x; i < exact * a.chunks; i += blockDim.x) {
+        const u32 at = i / a.chunks, chunk = i % a.chunks, token = at < a.sinks ? at : a.tokens - exact + at;
+        const u32 slot = token < a.sinks ? token : a.sinks + (token - a.sinks) % a.ring;
+        uint4 &own = kept[slot * a.chunks + chunk], &row = rows[(u64)token * a.chunks + chunk];
+        if (a.restore)
+            row = own;
+        else
+            own = row;
     }
 }

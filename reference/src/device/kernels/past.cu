@@ -1,7 +1,6 @@
-// The tokens before a chunk of a prompt as rows, from what MILLION's cache keeps of them, and back: which rows stay exact
-// after the chunk.
+// The tokens before a chunk of a prompt as rows, from their codes in MILLION's cache.
 //
-// CPU twins: pq_core::decode_into; the window of WindowedCache. Compile-time shape: HEAD_DIM; KEPT_M codes of KEPT_BITS
+// CPU twin: pq_core::decode_into. Compile-time shape: HEAD_DIM; KEPT_M codes of KEPT_BITS
 // bits a vector, in the tiles of pq_encode.cu; KEYS or not; ELEMENT of the rows (1 for f16, 2 for bf16).
 #include "element.cuh"
 #include "primitives_sm80.cuh"
@@ -69,31 +68,5 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode(const DecodeArgumen
         const u32 row = code_at(reinterpret_cast<const u8*>(tile), token, code);
         const u32 pair = __ldg(table + row * WORDS + code + word % CODE_WORDS * KEPT_M);
         rows[i] = pack_elements(half_to_float((u16)pair), half_to_float((u16)(pair >> 16)));
-    }
-}
-
-struct ExactArguments {
-    uint4* kept;             // [head][sinks + ring][HEAD_DIM / 8] of keys; values are `kept_side` further on
-    uint4* rows;             // [head][capacity][HEAD_DIM / 8] of keys; values are `rows_side` further on
-    u64 kept_side, rows_side; // in chunks of 16 bytes
-    u32 tokens;              // of the sequence: its first `sinks` and last `ring` are exact
-    u32 sinks, ring, capacity;
-    u32 restore; // 1 copies what is kept to rows, 0 the other way
-};
-
-// Copies the exact tokens. Launch: grid (heads, keys and values), any number of threads.
-extern "C" __global__ void exact(const ExactArguments a) {
-    constexpr u32 CHUNKS = HEAD_DIM / 8;
-    const u32 head = blockIdx.x, exact = min(a.tokens, a.sinks + a.ring);
-    uint4* kept = a.kept + blockIdx.y * a.kept_side + (u64)head * (a.sinks + a.ring) * CHUNKS;
-    uint4* rows = a.rows + blockIdx.y * a.rows_side + (u64)head * a.capacity * CHUNKS;
-    for (u32 i = threadIdx.x; i < exact * CHUNKS; i += blockDim.x) {
-        const u32 at = i / CHUNKS, chunk = i % CHUNKS, token = at < a.sinks ? at : a.tokens - exact + at;
-        const u32 slot = token < a.sinks ? token : a.sinks + (token - a.sinks) % a.ring;
-        uint4 &own = kept[slot * CHUNKS + chunk], &row = rows[(u64)token * CHUNKS + chunk];
-        if (a.restore)
-            row = own;
-        else
-            own = row;
     }
 }

@@ -1,0 +1,166 @@
+use kv_gpu::{DevicePtr, Element, Grid, Kernel};
+
+use super::dense::{RANDOM_ROWS, fill_rows};
+use super::{Chunk, Rows};
+use crate::device::memory::Buffer;
+use crate::device::{Gpu, programs};
+use crate::model::Config;
+use crate::{Error, Result};
+
+/// Sizes of a batch of which sinks and a ring of recent tokens are exact.
+#[derive(Clone, Copy)]
+pub(super) struct WindowShape {
+    pub n_layers: usize,
+    pub batch: usize,
+    pub heads: usize,
+    pub head_dim: usize,
+    pub sinks: usize,
+    pub ring: usize,
+    pub capacity: usize, // tokens of a sequence
+}
+
+impl WindowShape {
+    pub const fn new(config: &Config, window: pq_core::Window, batch: usize, capacity: usize) -> Self {
+        Self {
+            n_layers: config.n_layers,
+            batch,
+            heads: config.n_kv_heads,
+            head_dim: config.head_dim,
+            sinks: window.sinks,
+            ring: window.recent,
+            capacity,
+        }
+    }
+
+    /// Elements of a layer's keys of `rows` rows a head.
+    pub const fn side_len(&self, rows: usize) -> usize {
+        self.batch * self.heads * rows * self.head_dim
+    }
+
+    /// Elements of the keys of all tokens of one sequence and layer.
+    pub const fn past_side_len(&self) -> usize {
+        self.heads * self.capacity * self.head_dim
+    }
+
+    /// Tokens of a sequence of `tokens` that are not exact.
+    pub const fn stored(&self, tokens: usize) -> usize {
+        tokens.saturating_sub(self.sinks + self.ring)
+    }
+
+    /// Bytes of the exact ones of `tokens` tokens in every sequence.
+    pub fn exact_bytes(&self, tokens: usize) -> usize {
+        2 * self.n_layers * self.side_len(tokens.min(self.sinks + self.ring)) * size_of::<u16>()
+    }
+
+    /// Tokens behind the sinks that a chunk's end stores ahead, as (first, count): all up to its end, without
+    /// those before the chunk that are no longer exact.
+    pub const fn stored_by(&self, chunk: &Chunk) -> (usize, usize) {
+        let first = self.stored(chunk.position);
+        (first, chunk.end().saturating_sub(self.sinks).saturating_sub(first))
+    }
+}
+
+/// The exact rows of a batch, and rows of all tokens of one sequence and layer, to which the chunks of a
+/// prompt attend.
+pub(super) struct Window {
+    pub shape: WindowShape,
+    copy: Kernel,
+    rows: Buffer<u16>, // (layer, keys and values, batch, heads, sinks + ring, head_dim)
+    past: Option<Buffer<u16>>, // (keys and values, heads, capacity, head_dim), from the first chunk on
+}
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct ExactArguments {
+    kept: DevicePtr<u16>,
+    rows: DevicePtr<u16>,
+    kept_side: u64,
+    rows_side: u64,
+    tokens: u32,
+    sinks: u32,
+    ring: u32,
+    capacity: u32,
+    chunks: u32,
+    restore: u32,
+}
+
+const _: () = assert!(size_of::<ExactArguments>() == 56);
+
+impl Window {
+    /// Empty rows.
+    pub fn new(gpu: &Gpu, shape: WindowShape) -> Result<Self> {
+        Ok(Self {
+            copy: gpu.device.kernel(&programs::leaving(), "exact", 0)?,
+            rows: Buffer::zeros(gpu, 2 * shape.n_layers * shape.side_len(shape.sinks + shape.ring))?,
+            past: None,
+            shape,
+        })
+    }
+
+    /// Exact rows of a layer.
+    pub fn rows(&self, layer: usize) -> Rows {
+        let capacity = self.shape.sinks + self.shape.ring;
+        let len = self.shape.side_len(capacity);
+        let side = |side: usize| self.rows.pointer().offset((2 * layer + side) * len).cast();
+        Rows { keys: side(0), values: side(1), capacity }
+    }
+
+    /// Fills the exact rows with hashed ones.
+    pub fn fill_random(&self, gpu: &Gpu, element: Element) -> Result<()> {
+        let len = self.shape.side_len(self.shape.sinks + self.shape.ring);
+        (0..2 * self.shape.n_layers).try_for_each(|side| {
+            let rows = self.rows.pointer().offset(side * len);
+            fill_rows(gpu, element, rows, len, RANDOM_ROWS + side as u32)
+        })
+    }
+
+    /// Rows for all tokens of a chunk's sequence. Those of the tokens before the chunk that are exact are
+    /// there; the caller adds the others.
+    pub fn open(&mut self, gpu: &Gpu, layer: usize, chunk: &Chunk) -> Result<Rows> {
+        if self.past.is_none() {
+            self.past = Some(Buffer::zeros(gpu, 2 * self.shape.past_side_len())?);
+        }
+        if chunk.position > 0 {
+            self.copy(gpu, layer, chunk.sequence, chunk.position, true)?;
+        }
+        self.past()
+    }
+
+    /// Keeps what is exact after the chunk, from the rows of all tokens.
+    pub fn close(&self, gpu: &Gpu, layer: usize, chunk: &Chunk) -> Result<()> {
+        self.copy(gpu, layer, chunk.sequence, chunk.end(), false)
+    }
+
+    /// The rows of all tokens that [`Self::open`] has given.
+    pub fn past(&self) -> Result<Rows> {
+        let past = self.past.as_ref().ok_or_else(|| Error::argument("no rows for a chunk"))?;
+        let side = |side: usize| past.pointer().offset(side * self.shape.past_side_len()).cast();
+        Ok(Rows { keys: side(0), values: side(1), capacity: self.shape.capacity })
+    }
+
+    /// Copies the exact ones of a sequence's first `tokens` tokens: to the rows of all tokens, or from them.
+    fn copy(&self, gpu: &Gpu, layer: usize, sequence: usize, tokens: usize, restore: bool) -> Result<()> {
+        let WindowShape { batch, heads, head_dim, sinks, ring, capacity, .. } = self.shape;
+        let kept = heads * (sinks + ring) * head_dim; // of one sequence
+        let arguments = ExactArguments {
+            kept: self.rows.pointer().offset((2 * layer * batch + sequence) * kept),
+            rows: self.past()?.keys.cast(),
+            kept_side: (batch * kept / 8) as u64,
+            rows_side: (self.shape.past_side_len() / 8) as u64,
+            tokens: tokens as u32,
+            sinks: sinks as u32,
+            ring: ring as u32,
+            capacity: capacity as u32,
+            chunks: (head_dim / 8) as u32,
+            restore: restore.into(),
+        };
+        // SAFETY: the structure is the kernel's argument; the buffers have the lengths of `new` and `open`,
+        // and the decoder keeps tokens within the capacity.
+        Ok(unsafe { self.copy.launch(gpu.stream(), Grid::new([heads, 2, 1])?, 256, false, &arguments) }?)
+    }
+
+    /// Bytes of device memory.
+    pub fn bytes(&self) -> usize {
+        self.rows.bytes() + self.past.as_ref().map_or(0, Buffer::bytes)
+    }
+}

@@ -1,0 +1,296 @@
+//! The launches of a step and of a chunk.
+
+use kv_gpu::svd::AttendArguments;
+use kv_gpu::{AnyElement, DevicePtr, Grid};
+
+use super::{COUNT, Layer, ZackCache};
+use crate::Result;
+use crate::device::Gpu;
+use crate::device::cache::window::WindowShape;
+use crate::device::cache::{Chunk, Rows, Sequences};
+use crate::device::memory::Buffer;
+use crate::side::{Pair, Side};
+
+/// Threads of the kernels but `merge`; columns of a block of `project`, and tokens of the others.
+const THREADS: u32 = 256;
+const COLUMNS: usize = 32;
+const TOKENS: usize = 32;
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct ProjectArguments {
+    queries: DevicePtr<AnyElement>,
+    maps: DevicePtr<f32>,
+    ranks: DevicePtr<u32>,
+    out: DevicePtr<u16>,
+    heads: u32,
+}
+
+/// `Store` of the kernels.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct Store {
+    key_ranks: DevicePtr<u32>,
+    value_ranks: DevicePtr<u32>,
+    key_offsets: DevicePtr<u64>,
+    value_offsets: DevicePtr<u64>,
+    keys: DevicePtr<u16>,
+    values: DevicePtr<u16>,
+    key_rank_sum: u64,
+    value_rank_sum: u64,
+    capacity: u64,
+}
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct CutArguments {
+    store: Store,
+    keys: DevicePtr<AnyElement>,
+    values: DevicePtr<AnyElement>,
+    maps: DevicePtr<f32>,
+    firsts: DevicePtr<u32>,
+    counts: DevicePtr<u32>,
+    heads: u32,
+    sinks: u32,
+    ring: u32,
+    rows: u32,
+}
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct RestoreArguments {
+    store: Store,
+    maps: DevicePtr<f32>,
+    keys: DevicePtr<u16>,
+    values: DevicePtr<u16>,
+    tokens: u32,
+    rows: u32,
+}
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct MergeArguments {
+    out: DevicePtr<AnyElement>,
+    cut: DevicePtr<u16>,
+    exact: DevicePtr<f32>,
+    stored: DevicePtr<f32>,
+    value_ranks: DevicePtr<u32>,
+}
+
+const _: () = assert!(size_of::<ProjectArguments>() == 40 && size_of::<Store>() == 72);
+const _: () = assert!(size_of::<CutArguments>() == 128 && size_of::<RestoreArguments>() == 104);
+const _: () = assert!(size_of::<MergeArguments>() == 40);
+
+impl ZackCache {
+    /// What a layer has of (layer, heads).
+    fn of_heads<T: Copy>(&self, all: &Buffer<T>, layer: usize) -> DevicePtr<T> {
+        all.pointer().offset(layer * self.window.shape.heads)
+    }
+
+    /// Maps of a layer's keys or queries.
+    fn maps(&self, side: Side, layer: usize) -> DevicePtr<f32> {
+        let WindowShape { heads, head_dim, .. } = self.window.shape;
+        self.maps[side].pointer().offset(layer * heads * head_dim * head_dim)
+    }
+
+    /// The rows of a layer from a sequence on.
+    fn store(&self, layer: usize, sequence: usize) -> Store {
+        let Layer { rank_sums, offsets } = self.layers[layer];
+        let capacity = self.window.shape.capacity;
+        let rows =
+            |side| self.stored[side].pointer().offset(offsets[side] + sequence * capacity * rank_sums[side]);
+        Store {
+            key_ranks: self.of_heads(&self.ranks.keys, layer),
+            value_ranks: self.of_heads(&self.ranks.values, layer),
+            key_offsets: self.of_heads(&self.offsets.keys, layer),
+            value_offsets: self.of_heads(&self.offsets.values, layer),
+            keys: rows(Side::Keys),
+            values: rows(Side::Values),
+            key_rank_sum: rank_sums.keys as u64,
+            value_rank_sum: rank_sums.values as u64,
+            capacity: capacity as u64,
+        }
+    }
+
+    /// Launches the projection of the queries.
+    pub(super) fn launch_project(
+        &self,
+        gpu: &Gpu,
+        layer: usize,
+        queries: DevicePtr<AnyElement>,
+    ) -> Result<()> {
+        let WindowShape { batch, heads, head_dim, .. } = self.window.shape;
+        let arguments = ProjectArguments {
+            queries,
+            maps: self.maps(Side::Values, layer),
+            ranks: self.of_heads(&self.ranks.keys, layer),
+            out: self.scratch.queries.pointer(),
+            heads: heads as u32,
+        };
+        let grid = Grid::new([heads, batch, head_dim / COLUMNS])?;
+        // SAFETY: the structure is the kernel's argument, and the buffers have the lengths of `new`. Maps and
+        // ranks, which are read before the PDL wait, never change.
+        Ok(unsafe { self.kernels.project.launch(gpu.stream(), grid, THREADS, true, &arguments) }?)
+    }
+
+    /// Launches attention to the exact rows.
+    pub(super) fn launch_exact(
+        &self,
+        gpu: &Gpu,
+        layer: usize,
+        sequences: &Sequences,
+        (queries, out): (DevicePtr<AnyElement>, DevicePtr<AnyElement>),
+    ) -> Result<()> {
+        let WindowShape { heads, head_dim, .. } = self.window.shape;
+        let Rows { keys, values, capacity } = self.window.rows(layer);
+        let full = Pair::new(heads * head_dim, heads * head_dim);
+        let arguments = AttendArguments {
+            capacity,
+            keys,
+            values,
+            queries,
+            lengths: sequences.exact_lengths.pointer(),
+            key_ranks: self.full.ranks.pointer(),
+            value_ranks: self.full.ranks.pointer(),
+            key_offsets: self.full.offsets.pointer(),
+            value_offsets: self.full.offsets.pointer(),
+            out,
+            ..self.attention(0, full)
+        };
+        // SAFETY: the buffers have the lengths of `new`, ranks and offsets are those of full rank, and
+        // lengths are at most the capacity. The projection, which runs before, writes none of what is read
+        // before the PDL wait, and has itself waited for queries and rows.
+        Ok(unsafe { self.kernels.attend.launch(gpu.stream(), &arguments) }?)
+    }
+
+    /// Launches attention to the stored rows.
+    pub(super) fn launch_stored(&self, gpu: &Gpu, layer: usize, sequences: &Sequences) -> Result<()> {
+        let store = self.store(layer, 0);
+        let arguments = AttendArguments {
+            capacity: self.window.shape.capacity,
+            keys: store.keys.cast(),
+            values: store.values.cast(),
+            queries: self.scratch.queries.pointer().cast(),
+            lengths: sequences.coded_lengths.pointer(),
+            key_ranks: store.key_ranks,
+            value_ranks: store.value_ranks,
+            key_offsets: store.key_offsets,
+            value_offsets: store.value_offsets,
+            out: self.scratch.out.pointer().cast(),
+            ..self.attention(1, self.layers[layer].rank_sums)
+        };
+        // SAFETY: as above; ranks are multiples of 8, which `new` has checked, and offsets and sums are
+        // theirs.
+        Ok(unsafe { self.kernels.attend.launch(gpu.stream(), &arguments) }?)
+    }
+
+    /// What attention to the exact rows (part 0) and to the stored ones (1) have in common. The pointers that
+    /// differ are dangling.
+    fn attention(&self, part: usize, rank_sums: Pair<usize>) -> AttendArguments {
+        let WindowShape { batch, heads, head_dim, .. } = self.window.shape;
+        AttendArguments {
+            batch,
+            heads,
+            group: self.group,
+            capacity: 0,
+            keys: DevicePtr::dangling(),
+            values: DevicePtr::dangling(),
+            queries: DevicePtr::dangling(),
+            lengths: DevicePtr::dangling(),
+            key_ranks: DevicePtr::dangling(),
+            value_ranks: DevicePtr::dangling(),
+            key_offsets: DevicePtr::dangling(),
+            value_offsets: DevicePtr::dangling(),
+            key_rank_sum: rank_sums.keys,
+            value_rank_sum: rank_sums.values,
+            scale: 1.0 / (head_dim as f32).sqrt(),
+            out: DevicePtr::dangling(),
+            log_sum_exp: Some(self.scratch.log_sum_exps[part].pointer()),
+            pdl: true,
+            workspace: self.scratch.workspace.pointer(),
+        }
+    }
+
+    /// Launches the merge of both parts.
+    pub(super) fn launch_merge(&self, gpu: &Gpu, layer: usize, out: DevicePtr<AnyElement>) -> Result<()> {
+        let WindowShape { batch, heads, head_dim, .. } = self.window.shape;
+        let [exact, stored] = &self.scratch.log_sum_exps;
+        let arguments = MergeArguments {
+            out,
+            cut: self.scratch.out.pointer(),
+            exact: exact.pointer(),
+            stored: stored.pointer(),
+            value_ranks: self.of_heads(&self.ranks.values, layer),
+        };
+        let grid = Grid::new([heads * self.group, batch, 1])?;
+        // SAFETY: the structure is the kernel's argument, and the buffers have the lengths of `new`.
+        Ok(unsafe { self.kernels.merge.launch(gpu.stream(), grid, head_dim as u32, true, &arguments) }?)
+    }
+
+    /// Launches the way of a layer's tokens whose turn it is into the store.
+    pub(super) fn launch_cut_of_turn(&self, gpu: &Gpu, layer: usize) -> Result<()> {
+        let WindowShape { batch, heads, sinks, ring, .. } = self.window.shape;
+        let Rows { keys, values, capacity } = self.window.rows(layer);
+        let arguments = CutArguments {
+            store: self.store(layer, 0),
+            keys,
+            values,
+            maps: self.maps(Side::Keys, layer),
+            firsts: self.turns.firsts(layer),
+            counts: self.turns.counts(layer),
+            heads: heads as u32,
+            sinks: sinks as u32,
+            ring: ring as u32,
+            rows: capacity as u32,
+        };
+        let grid = Grid::new([heads, batch, ring.div_ceil(TOKENS)])?;
+        // SAFETY: the structure is the kernel's argument, and the buffers have the lengths of `new`. The plan
+        // counts at most a ring of tokens, which are in it and come before tokens that fit.
+        Ok(unsafe { self.kernels.cut.launch(gpu.stream(), grid, THREADS, false, &arguments) }?)
+    }
+
+    /// Launches the way of a chunk's tokens into the store, from the rows of all tokens.
+    pub(super) fn launch_cut_of_chunk(&self, gpu: &Gpu, layer: usize, chunk: &Chunk) -> Result<()> {
+        let WindowShape { heads, sinks, .. } = self.window.shape;
+        let Rows { keys, values, capacity } = self.window.past()?;
+        let (_, count) = self.window.shape.stored_by(chunk);
+        let arguments = CutArguments {
+            store: self.store(layer, chunk.sequence),
+            keys,
+            values,
+            maps: self.maps(Side::Keys, layer),
+            firsts: self.span.pointer(),
+            counts: self.span.pointer().offset(COUNT),
+            heads: heads as u32,
+            sinks: sinks as u32,
+            ring: capacity as u32, // rows of all tokens: none shares one
+            rows: capacity as u32,
+        };
+        if count == 0 {
+            return Ok(());
+        }
+        let grid = Grid::new([heads, 1, count.div_ceil(TOKENS)])?;
+        // SAFETY: as above, with the rows of one sequence up to the chunk's end; the span has been written.
+        Ok(unsafe { self.kernels.cut.launch(gpu.stream(), grid, THREADS, false, &arguments) }?)
+    }
+
+    /// Launches the way of the stored tokens before a chunk to its rows.
+    pub(super) fn launch_restore(&self, gpu: &Gpu, layer: usize, chunk: &Chunk, rows: &Rows) -> Result<()> {
+        let WindowShape { heads, head_dim, sinks, .. } = self.window.shape;
+        let tokens = self.window.shape.stored(chunk.position);
+        if tokens == 0 {
+            return Ok(());
+        }
+        let arguments = RestoreArguments {
+            store: self.store(layer, chunk.sequence),
+            maps: self.maps(Side::Values, layer),
+            keys: rows.keys.cast().offset(sinks * head_dim),
+            values: rows.values.cast().offset(sinks * head_dim),
+            tokens: tokens as u32,
+            rows: rows.capacity as u32,
+        };
+        let grid = Grid::new([heads, tokens.div_ceil(TOKENS), 1])?;
+        // SAFETY: as above; rows have room for all tokens of a sequence.
+        Ok(unsafe { self.kernels.restore.launch(gpu.stream(), grid, THREADS, false, &arguments) }?)
+    }
+}

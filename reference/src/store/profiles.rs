@@ -1,0 +1,99 @@
+//! Codec profiles in the store. Calibration on another machine differs in the last bits, and chunks of
+//! another profile have other names: whoever uses a store takes the profile that it holds.
+
+use std::sync::atomic::AtomicU64;
+
+use codec_core::Profile;
+use object_store::PutMode;
+use object_store::path::Path;
+use sha2::{Digest as _, Sha256};
+use tracing::warn;
+
+use super::manifest::digest;
+use super::{AsyncStore, Error, ProfileId, Result};
+
+/// Most bytes of a stored profile.
+const MAX_PROFILE: u64 = 1 << 30;
+/// Bytes of the digest before those of the profile.
+const DIGEST: usize = 32;
+
+impl ProfileId {
+    /// The name of the profile that a model's levels have when they are calibrated by `recipe` on `tokens`.
+    #[must_use]
+    pub fn new(model: &str, recipe: &str, tokens: &[u32]) -> Self {
+        let mut hash = Sha256::new();
+        hash.update(b"kv-store-profile-1");
+        for text in [model, recipe] {
+            hash.update((text.len() as u64).to_le_bytes());
+            hash.update(text);
+        }
+        for token in tokens {
+            hash.update(token.to_le_bytes());
+        }
+        Self(hash.finalize().into())
+    }
+}
+
+impl AsyncStore {
+    fn profile_path(&self, id: ProfileId) -> Path {
+        self.remote().path(["profiles", &id.to_string()])
+    }
+
+    /// The stored profile of this name. A damaged one counts as not stored.
+    ///
+    /// # Errors
+    /// [`Error::Backend`] and [`Error::Timeout`]; [`Error::Limit`] for more than a gibibyte.
+    pub async fn profile(&self, id: ProfileId) -> Result<Option<Profile>> {
+        let path = self.profile_path(id);
+        let Some(len) = self.remote().size(&path).await? else { return Ok(None) };
+        if len > MAX_PROFILE {
+            return Err(Error::Limit { what: "bytes of a profile", actual: len, limit: MAX_PROFILE });
+        }
+        let verified = |bytes: &[u8]| {
+            bytes.split_at_checked(DIGEST).is_some_and(|(expected, profile)| digest(profile) == expected)
+        };
+        match self.remote().get_range(&path, &(0..len), &AtomicU64::new(0), verified).await {
+            Ok(bytes) => Ok(Some(Profile::from_bytes(&bytes[DIGEST..])?)),
+            Err(e) if e.is_damage() => {
+                warn!(error = %e, "the profile counts as not stored");
+                Ok(None)
+            }
+            Err(e) => Err(e),
+        }
+    }
+
+    /// The names of stored profiles that are damaged.
+    ///
+    /// # Errors
+    /// [`Error::Backend`] and [`Error::Timeout`]; [`Error::Limit`] for more than a million profiles.
+    pub async fn damaged_profiles(&self) -> Result<Vec<ProfileId>> {
+        let mut damaged = vec![];
+        for meta in self.remote().list(&self.remote().path(["profiles"]), 1 << 20).await? {
+            let id: Option<ProfileId> = meta.location.filename().and_then(|name| name.parse().ok());
+            if let Some(id) = id
+                && self.profile(id).await?.is_none()
+            {
+                damaged.push(id);
+            }
+        }
+        Ok(damaged)
+    }
+
+    /// Stores a profile where there is none, and returns the one that is stored: another writer may have been
+    /// first.
+    ///
+    /// # Errors
+    /// As [`Self::profile`].
+    pub async fn put_profile(&self, id: ProfileId, profile: Profile) -> Result<Profile> {
+        let bytes = profile.to_bytes();
+        let object = bytes::Bytes::from([&digest(&bytes)[..], &bytes].concat());
+        let path = self.profile_path(id);
+        if self.remote().put(&path, object.clone(), PutMode::Create).await? {
+            return Ok(profile);
+        }
+        match self.profile(id).await? {
+            Some(stored) => Ok(stored),
+            None => self.remote().put(&path, object, PutMode::Overwrite).await.map(|_| profile),
+        }
+    }
+}

