@@ -1,14 +1,21 @@
 #!/usr/bin/env python3
-"""Decode steps and prompts of `kv speed` beside a plain torch loop on one GPU: decode.{json,md}, prefill.{json,md}.
+"""Decode steps and prompts of `kv speed` beside other loops on one GPU: decode.{json,md}, prefill.{json,md}.
 
     cargo build --release -p kv-reference
-    pip install torch
+    pip install torch flashinfer-python transformers
     python benches/peers/decode.py target/release/kv benches/results
     python benches/peers/decode.py target/release/kv benches/results --prefill
 
-Both have the same weights and the same cache: hashes of their index (reference/src/device/kernels/random.cuh), so nothing is stored.
-The torch loop has a static cache in bf16, one CUDA graph a step, compiled norms, RoPE and SwiGLU, and cuDNN's attention; a step's time
-is the median of 15 replays. Its logits after token 1 check those of `kv speed`. Both run in one call, one after the other.
+All have the same weights and the same cache: hashes of their index (reference/src/device/kernels/random.cuh), so nothing is stored.
+Their logits after token 1 check those of `kv speed`. All run in one call, one after the other; a peer that does not run, since it is not
+installed or has no room, is said to be missing.
+
+torch         a plain loop with a static cache in bf16, one CUDA graph a step, compiled norms, RoPE and SwiGLU, and cuDNN's attention;
+              a step's time is the median of 15 replays
+flashinfer    the same loop over FlashInfer's attention, with keys and values in fp8 (e4m3) in pages of 64 tokens
+transformers  `generate` with a static cache, which it compiles: the time of 65 tokens less that of one, of which it makes 64 steps; it
+              fills its own cache, from tokens 7919 i mod vocabulary, so its logits are not compared
+
 A prompt is token 7919 i mod vocabulary for each i; torch runs it at once, with cuDNN's causal attention, and keeps its keys and values.
 """
 import argparse, json, math, os, subprocess, sys, tempfile, time
@@ -31,17 +38,23 @@ CASES = [
 # shape, context, tokens of a chunk
 PREFILL_CASES = [("llama-3.1-8b", 8192, 8192), ("llama-3.1-8b", 32768, 8192), ("llama-3.1-8b", 131072, 8192)]
 METHODS = "dense:dtype=bf16,million:exact=bf16"
+PEERS = ("torch", "flashinfer", "transformers")
+# transformers is another engine's loop, not another cache: one case shows what it costs.
+TRANSFORMERS_CASES = CASES[:1]
+PAGE = 64
 AMPLITUDE, ROWS = 0.034641016, 1 << 16
 
 
-def peer(shape, context, batch, capacity, logits_file, prefill=False):
-    """Times the torch loop, or a prompt, and writes the logits of its first step. Prints one line of JSON."""
+def peer(shape, context, batch, capacity, logits_file, kind="torch"):
+    """Times a loop, or a prompt, and writes the logits of its first step. Prints one line of JSON."""
     import torch
     import torch.nn.functional as F
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     hidden, inner, layers, heads, kv_heads, vocab, base, scaled = SHAPES[shape]
     device, dtype, mask = "cuda", torch.bfloat16, 0xFFFFFFFF
+    prefill, paged = kind == "prefill", kind == "flashinfer"
+    versions = {"torch": torch.__version__, "gpu": torch.cuda.get_device_name()}
 
     def mix(x):
         x = x ^ (x >> 16)
@@ -86,9 +99,33 @@ def peer(shape, context, batch, capacity, logits_file, prefill=False):
         for l in range(layers)
     ]
     embedding, output = hashed(0, vocab, hidden), hashed(1, vocab, hidden)
+    if kind == "transformers":
+        return print(json.dumps(generate(shape, context, weights, embedding, output) | versions))
     cached = 0 if prefill else context
     side = lambda tensor: hashed(ROWS + tensor, batch, kv_heads, capacity, 128, amplitude=math.sqrt(3))[:, :, :cached].contiguous()
-    cache = [(side(2 * l), side(2 * l + 1)) for l in range(layers)]
+    if paged:
+        import flashinfer
+
+        pages = context // PAGE
+        counts = dict(dtype=torch.int32, device=device)
+        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+            torch.empty(256 << 20, dtype=torch.uint8, device=device), "HND", use_tensor_cores=True, backend="fa2")
+        wrapper.plan(torch.arange(0, batch + 1, **counts) * pages, torch.arange(0, batch * pages, **counts), torch.full((batch,), PAGE, **counts),
+                     heads, kv_heads, 128, PAGE, q_data_type=dtype, kv_data_type=torch.float8_e4m3fn)
+        in_pages = lambda rows: rows.view(batch, kv_heads, pages, PAGE, 128).transpose(1, 2).to(torch.float8_e4m3fn)
+        cache = [torch.stack((in_pages(side(2 * l)), in_pages(side(2 * l + 1))), 2) for l in range(layers)]
+        versions["flashinfer"] = flashinfer.__version__
+    else:
+        cache = [(side(2 * l), side(2 * l + 1)) for l in range(layers)]
+
+    def attend(queries, keys, values, own):
+        """Attention of a layer after a step's keys and values have been appended."""
+        if paged:
+            own[:, -1, 0, :, -1], own[:, -1, 1, :, -1] = keys.to(own.dtype), values.to(own.dtype)
+            return wrapper.run(queries.contiguous(), own.flatten(0, 1))
+        k, v = own
+        k[:, :, -1], v[:, :, -1] = keys, values
+        return F.scaled_dot_product_attention(queries.unsqueeze(2), k, v, enable_gqa=heads != kv_heads)
 
     frequency = base ** (-torch.arange(64, dtype=torch.float64) / 64)
     if scaled:  # factor 8, low 1, high 4, 8,192 positions before
@@ -103,12 +140,10 @@ def peer(shape, context, batch, capacity, logits_file, prefill=False):
 
     def step():
         x = embedding[token]
-        for (qkv_weight, o, gate_up, down), (k, v) in zip(weights, cache):
+        for (qkv_weight, o, gate_up, down), own in zip(weights, cache):
             qkv = F.linear(norm(x), qkv_weight).view(batch, heads + 2 * kv_heads, 128)
             qk = rope(qkv[:, : heads + kv_heads], cos, sin)
-            k[:, :, -1] = qk[:, heads:]
-            v[:, :, -1] = qkv[:, heads + kv_heads :]
-            a = F.scaled_dot_product_attention(qk[:, :heads].unsqueeze(2), k, v, enable_gqa=heads != kv_heads)
+            a = attend(qk[:, :heads], qk[:, heads:], qkv[:, heads + kv_heads :], own)
             x = x + F.linear(a.reshape(batch, heads * 128), o)
             x = x + F.linear(act(F.linear(norm(x), gate_up)), down)
         logits.copy_(F.linear(norm(x), output))
@@ -140,8 +175,7 @@ def peer(shape, context, batch, capacity, logits_file, prefill=False):
                 out.argmax().item()
                 times.append(1e3 * (time.perf_counter() - begin))
         out.float().cpu().numpy().tofile(logits_file)
-        name = torch.cuda.get_device_name()
-        return print(json.dumps({"first_token_ms": sorted(times)[len(times) // 2], "torch": torch.__version__, "gpu": name}))
+        return print(json.dumps({"first_token_ms": sorted(times)[len(times) // 2]} | versions))
 
     with torch.no_grad(), sdpa_kernel([SDPBackend.CUDNN_ATTENTION]):
         stream = torch.cuda.Stream()
@@ -164,7 +198,50 @@ def peer(shape, context, batch, capacity, logits_file, prefill=False):
             end.record()
             end.synchronize()
             times.append(begin.elapsed_time(end))
-    print(json.dumps({"step_ms": sorted(times)[7], "torch": torch.__version__, "gpu": torch.cuda.get_device_name()}))
+    print(json.dumps({"step_ms": sorted(times)[7]} | versions))
+
+
+def generate(shape, context, weights, embedding, output):
+    """Milliseconds of a step of transformers' own loop over the same weights."""
+    import torch, transformers
+
+    hidden, inner, layers, heads, kv_heads, vocab, base, scaled = SHAPES[shape]
+    rope = {"rope_type": "default", "rope_theta": base}
+    if scaled:
+        rope |= {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                 "original_max_position_embeddings": 8192}
+    config = transformers.LlamaConfig(
+        vocab_size=vocab, hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers, num_attention_heads=heads,
+        num_key_value_heads=kv_heads, head_dim=128, max_position_embeddings=1 << 17, rms_norm_eps=1e-5, rope_parameters=rope,
+        tie_word_embeddings=False, bos_token_id=None, eos_token_id=None, pad_token_id=0)
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config)
+    named = {"model.embed_tokens.weight": embedding, "lm_head.weight": output, "model.norm.weight": torch.ones(hidden)}
+    for l, (qkv, o, gate_up, down) in enumerate(weights):
+        q, k, v = qkv.split([heads * 128, kv_heads * 128, kv_heads * 128])
+        gate, up = gate_up.chunk(2)
+        parts = {"self_attn.q_proj": q, "self_attn.k_proj": k, "self_attn.v_proj": v, "self_attn.o_proj": o, "mlp.gate_proj": gate,
+                 "mlp.up_proj": up, "mlp.down_proj": down, "input_layernorm": torch.ones(hidden), "post_attention_layernorm": torch.ones(hidden)}
+        named |= {f"model.layers.{l}.{name}.weight": tensor for name, tensor in parts.items()}
+    model.load_state_dict({name: tensor.to("cuda", torch.bfloat16) for name, tensor in named.items()}, assign=True)
+    model.model.rotary_emb = type(model.model.rotary_emb)(config, device="cuda")  # its frequencies are no weights
+    model.eval()
+    tokens = (torch.arange(context - 1, device="cuda") * 7919 % vocab)[None]
+    mask = torch.ones_like(tokens)
+
+    def timed(count):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        model.generate(tokens, attention_mask=mask, max_new_tokens=count, min_new_tokens=count, do_sample=False, cache_implementation="static")
+        torch.cuda.synchronize()
+        return 1e3 * (time.perf_counter() - begin)
+
+    with torch.no_grad():
+        timed(65)  # compiles, for a cache of this length
+        times = [timed(65) for _ in range(3)]
+        timed(1)
+        firsts = [timed(1) for _ in range(3)]
+    return {"step_ms": (min(times) - min(firsts)) / 64, "transformers": transformers.__version__}
 
 
 def agreement(ours, theirs, vocab):
@@ -183,6 +260,18 @@ def run(command):
     return result.stdout
 
 
+def peers(shape, context, batch, capacity, path):
+    """What every peer says, by name: times, or why there are none."""
+    results = {}
+    for name in PEERS:
+        if name == "transformers" and (shape, context, batch) not in TRANSFORMERS_CASES:
+            continue
+        arguments = [shape, context, batch, capacity, path(name), name]
+        result = subprocess.run([sys.executable, __file__, "--peer", *map(str, arguments)], capture_output=True, text=True)
+        results[name] = json.loads(result.stdout.splitlines()[-1]) if result.returncode == 0 else {"missing": result.stderr.strip()[-300:]}
+    return results
+
+
 def case(kv, shape, context, batch):
     with tempfile.TemporaryDirectory() as folder:
         path = lambda name: os.path.join(folder, name)
@@ -194,11 +283,10 @@ def case(kv, shape, context, batch):
                 output = json.load(file)
             rows += output["rows"]
         capacity = rows[0]["capacity"]
-        arguments = [shape, context, batch, capacity, path("torch")]
-        torch = json.loads(run([sys.executable, __file__, "--peer", *map(str, arguments)]).splitlines()[-1])
-        check = agreement(path(METHODS.split(",")[0]), path("torch"), SHAPES[shape][5])
+        results = peers(shape, context, batch, capacity, path)
+        checks = {name: agreement(path(METHODS.split(",")[0]), path(name), SHAPES[shape][5]) for name in PEERS if os.path.exists(path(name))}
     return {"shape": shape, "context": context, "batch": batch, "copy_bytes_per_second": output["copy_bytes_per_second"],
-            "torch": torch, "dense_beside_torch": check, "rows": rows}
+            "peers": results, "dense_beside": checks, "rows": rows}
 
 
 def prefill_case(kv, shape, context, chunk):
@@ -241,26 +329,39 @@ def prefill_table(results, commit):
 
 def table(results, commit):
     copy = max(result["copy_bytes_per_second"] for result in results) / 1e12
+    versions = {}
+    for result in results:
+        for said in result["peers"].values():
+            versions |= {name: version for name, version in said.items() if name not in ("step_ms", "missing")}
+    gpu = versions.pop("gpu", "unknown GPU")
     lines = [
         "# Decode steps on a GPU", "",
-        f"{results[0]['torch']['gpu']}, copy {copy:.2f} TB/s; {time.strftime('%Y-%m-%d')}, commit {commit}; "
-        f"PyTorch {results[0]['torch']['torch']}. By `python benches/peers/decode.py target/release/kv benches/results`, which says how. Times are of one step of the whole "
+        f"{gpu}, copy {copy:.2f} TB/s; {time.strftime('%Y-%m-%d')}, commit {commit}; {', '.join(f'{name} {v}' for name, v in versions.items())}. "
+        "By `python benches/peers/decode.py target/release/kv benches/results`, which says how. Times are of one step of the whole "
         "batch, ms; parts are timed alone, without their overlap. The floor is the time in which the device copies "
         "the bytes that a step reads.", "",
-        "| shape | context | batch | cache | step | mean | floor | over floor | products | attention | rest | tokens/s | torch, bf16 | torch / this |",
-        "| --- " * 14 + "|",
+        "| shape | context | batch | cache | step | mean | floor | over floor | products | attention | rest | tokens/s | "
+        + " | ".join(f"{name} | {name} / this" for name in PEERS) + " |",
+        "| --- " * (12 + 2 * len(PEERS)) + "|",
     ]
+    missing = []
     for result in results:
         for row in result["rows"]:
             cells = [result["shape"], f"{row['context']:,}", row["batch"], row["method"].split(":")[0], f"{row['step_ms']:.2f}",
                      f"{row['mean_ms']:.2f}", f"{row['floor_ms']:.2f}", f"{row['step_ms'] / row['floor_ms']:.2f}", f"{row['products_ms']:.2f}",
-                     f"{row['attention_ms']:.2f}", f"{row['rest_ms']:.2f}", f"{row['tokens_per_second']:.0f}",
-                     f"{result['torch']['step_ms']:.2f}", f"{result['torch']['step_ms'] / row['mean_ms']:.2f}"]
+                     f"{row['attention_ms']:.2f}", f"{row['rest_ms']:.2f}", f"{row['tokens_per_second']:.0f}"]
+            for name in PEERS:
+                step = result["peers"].get(name, {}).get("step_ms")
+                cells += [f"{step:.2f}", f"{step / row['mean_ms']:.2f}"] if step else ["", ""]
             lines.append("| " + " | ".join(map(str, cells)) + " |")
-    checks = [result["dense_beside_torch"] for result in results]
-    lines += ["", f"Logits of dense beside torch's, same weights, cache and token: cosine at least {min(c['cosine'] for c in checks):.5f}, the same most "
-              f"likely token in {100 * min(c['top1'] for c in checks):.0f} % of the sequences or more."]
-    return lines
+        why = {name: said["missing"].splitlines()[-1] for name, said in result["peers"].items() if "missing" in said}
+        missing += [f"{name} is missing at {result['shape']}, {result['context']:,} x {result['batch']}: {what}" for name, what in why.items()]
+    for name in PEERS:
+        checks = [result["dense_beside"][name] for result in results if name in result["dense_beside"]]
+        if checks:
+            lines += ["", f"Logits of dense beside those of {name}, same weights, cache and token: cosine at least {min(c['cosine'] for c in checks):.5f}, "
+                      f"the same most likely token in {100 * min(c['top1'] for c in checks):.0f} % of the sequences or more."]
+    return lines + [line for what in missing for line in ("", what)]
 
 
 def main():
@@ -289,6 +390,6 @@ def main():
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--peer"]:
         shape, *sizes = sys.argv[2:]
-        peer(shape, *map(int, sizes[:3]), sizes[3], prefill=sizes[4:] == ["prefill"])
+        peer(shape, *map(int, sizes[:3]), *sizes[3:])
     else:
         main()

@@ -96,6 +96,17 @@ def encoding(m, nbits, heads, n, dim):
     return best([("cdist + argmin, f32", 1, run)])
 
 
+def appending(m, nbits, heads, batch, n, dim):
+    """Keys and values; codebooks from L2."""
+    x, centroids = (torch.randn(2 * heads * m, rows, dim // m, device=DEVICE) for rows in (batch * n, 1 << nbits))
+
+    def run():
+        for _ in range(16):
+            torch.cdist(x, centroids).argmin(-1)
+
+    return best([("cdist + argmin, f32", 16, run)])
+
+
 def gathering(wanted, n, heads):
     keys, values = (torch.zeros(heads * n, 128, dtype=torch.float16).pin_memory() for _ in range(2))
     rows = torch.randint(0, n, (heads, wanted)) + torch.arange(heads)[:, None] * n
@@ -158,28 +169,31 @@ def second_moments(heads, n, dim):
     return best([("bmm, sums in f32, results in f16", copies, run)])
 
 
-def prompt_attention(query_heads, heads, batch, tokens, dim):
+def prompt_attention(query_heads, heads, batch, tokens, dim, element):
     """Causal, at full rank."""
-    query = torch.randn(batch, query_heads, tokens, dim, device=DEVICE, dtype=torch.float16)
-    keys, values = (torch.randn(batch, heads, tokens, dim, device=DEVICE, dtype=torch.float16) for _ in range(2))
+    dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}[element]
+    query = torch.randn(batch, query_heads, tokens, dim, device=DEVICE, dtype=dtype)
+    keys, values = (torch.randn(batch, heads, tokens, dim, device=DEVICE, dtype=dtype) for _ in range(2))
 
     def run(backend):
         with sdpa_kernel(backend):
             F.scaled_dot_product_attention(query, keys, values, is_causal=True, enable_gqa=True)
 
     backends = {"flash": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}
-    return best([(f"fp16 {name}, causal", 1, lambda b=backend: run(b)) for name, backend in backends.items()])
+    return best([(f"{element} {name}, causal", 1, lambda b=backend: run(b)) for name, backend in backends.items()])
 
 
 def peer_of(row):
     numbers = [int(x) for x in re.findall(r"\d+", row["shape"])]
     kernel = row["kernel"].removesuffix(", overlapped")
-    if kernel.startswith("attend"):
+    if kernel.startswith(("attend", "hybrid")):
         query_heads, heads, batch, tokens, *longest, dim = numbers
         # Of a ragged batch, which it has no form for, one of the mean length.
         return attention(query_heads, heads, batch, (tokens + sum(longest)) // (1 + len(longest)), dim)
     if kernel.startswith(("encode", "train")):
         return encoding(*(int(x) for x in re.findall(r"\d+", kernel)), *numbers)
+    if kernel.startswith("append"):
+        return appending(*(int(x) for x in re.findall(r"\d+", kernel)), *numbers)
     if kernel == "gather":
         return gathering(*numbers)
     if kernel == "project":
@@ -187,7 +201,7 @@ def peer_of(row):
     if kernel == "gram":
         return second_moments(*numbers)
     if kernel.startswith("prefill"):
-        return prompt_attention(*numbers)
+        return prompt_attention(*numbers, "bf16" if kernel.endswith("bf16") else "fp16")
     if kernel.startswith("search"):
         return searching(*(int(x) for x in re.findall(r"\d+", kernel)), *numbers)
     return None
@@ -207,7 +221,7 @@ def main():
     for row in rows:
         # One measurement for all attention of the same heads and tokens.
         kernel = row["kernel"].removesuffix(", overlapped")
-        key = row["shape"].split("rank, ")[-1].split("half, ")[-1] if kernel.startswith("attend") else (kernel, row["shape"])
+        key = row["shape"].split("rank, ")[-1].split("half, ")[-1] if kernel.startswith(("attend", "hybrid")) else (kernel, row["shape"])
         if key not in peers:
             peers[key] = peer_of(row)
             torch.cuda.empty_cache()

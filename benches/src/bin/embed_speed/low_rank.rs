@@ -18,7 +18,8 @@ fn rotation(rows: Rows<'_, f32>) -> Rotation {
 pub fn layouts(rows: &[f32]) {
     const HEADS: usize = 8;
     println!(
-        "\n## svd-core: tokens first (NHD) against heads first (HND)\n\n512 keys of one of {HEADS} heads: microseconds, and the factor.\n"
+        "\n## svd-core: tokens first (NHD) against heads first (HND)\n\n\
+         512 keys of one of {HEADS} heads: microseconds, and the factor.\n"
     );
     println!("| what | backend | HND | NHD |\n| --- | --- | --- | --- |");
     let interleaved = Rows::contiguous(rows, HEADS * DIM).unwrap().columns(3 * DIM, DIM).unwrap();
@@ -50,7 +51,8 @@ pub fn layouts(rows: &[f32]) {
 /// `LayerCache` against the calls that it makes.
 pub fn cache(rows: &[f32]) {
     println!(
-        "\n## svd-core: LayerCache against the bare slices\n\nOne head of 4,096 tokens in `f16` (4 sinks, 64 recent), 4 queries; microseconds, and the factor.\n"
+        "\n## svd-core: LayerCache against the bare slices\n\n\
+         One head of 4,096 tokens in `f16` (4 sinks, 64 recent), 4 queries; microseconds, and the factor.\n"
     );
     println!("| ranks, values, backend | slices | LayerCache |\n| --- | --- | --- |");
     let rotation = rotation(Rows::contiguous(rows, DIM).unwrap());

@@ -1,5 +1,6 @@
 //! What an engine meets at the edges of `pq-core` and `svd-core`: runs of keys of any length and place, pages,
-//! rows of interleaved heads, and the owning caches beside the bare slices. Prints `benches/results/embed.md`.
+//! rows of interleaved heads, and the owning caches beside the bare slices. Prints `benches/results/embed.md`, or
+//! the tables that are named as arguments.
 //!
 //! Every table compares times of one run on one thread; each is the least of many rounds, in which the cases
 //! take turns.
@@ -8,6 +9,7 @@
 
 mod low_rank;
 
+use std::cell::RefCell;
 use std::time::Instant;
 
 use kv_benches::keys;
@@ -39,6 +41,9 @@ fn coded(shape: PqShape, rows: &[f32]) -> (CodebookBuf, Vec<u8>) {
     (CodebookBuf::new(shape, &trained.centroids).unwrap(), trained.codes)
 }
 
+/// The name of a table, and what measures and prints it.
+type Table = (&'static str, fn(&[f32]));
+
 fn main() {
     let rows = keys(4096, DIM);
     println!(
@@ -47,12 +52,20 @@ fn main() {
     println!(
         "cases of a table take turns; keys of {DIM} components. Only the ratios within a row carry over to other machines."
     );
-    runs(&rows);
-    pages(&rows);
-    layouts(&rows);
-    cache(&rows);
-    low_rank::layouts(&rows);
-    low_rank::cache(&rows);
+    let chosen: Vec<String> = std::env::args().skip(1).collect();
+    let tables: [Table; 6] = [
+        ("runs", runs),
+        ("pages", pages),
+        ("layouts", layouts),
+        ("cache", cache),
+        ("low-rank-layouts", low_rank::layouts),
+        ("low-rank-cache", low_rank::cache),
+    ];
+    for (name, table) in tables {
+        if chosen.is_empty() || chosen.iter().any(|chosen| chosen == name) {
+            table(&rows);
+        }
+    }
 }
 
 /// Encoding by run length: the best and the worst of all offsets in a block.
@@ -97,12 +110,12 @@ fn runs(rows: &[f32]) {
 
 /// Attention and scan on pages, against one piece.
 fn pages(rows: &[f32]) {
-    const PAGES: [usize; 3] = [64, 128, 256];
+    const PAGES: [usize; 5] = [16, 32, 64, 128, 256];
     println!(
         "\n## Pages\n\n4,096 tokens in pages in random order; microseconds in one piece, and the factor in pages.\n"
     );
     println!(
-        "| what | shape, backend | one piece | 64 tokens | 128 | 256 |\n| --- | --- | --- | --- | --- | --- |"
+        "| what | shape, backend | one piece | 16 tokens | 32 | 64 | 128 | 256 |\n| --- | --- | --- | --- | --- | --- | --- | --- |"
     );
     let n = rows.len() / DIM;
     for (m, nbits) in [(64, 8), (32, 8), (64, 4)] {
@@ -121,11 +134,14 @@ fn pages(rows: &[f32]) {
                 let mut table = vec![0.0; group * shape.lut_len()];
                 let luts = lut_into_with(backend, &book.view(), &rows[..group * DIM], &mut table).unwrap();
                 let (luts, book) = (&luts, book.view());
+                // One scratch: with one for each case they would not fit in L2.
+                let scratch = RefCell::new(vec![0.0; attend_scratch_len(shape, group)]);
                 let mut cases: Vec<Box<dyn FnMut()>> = vec![];
                 for &codes in &views {
-                    let mut scratch = vec![0.0; attend_scratch_len(shape, group)];
+                    let scratch = &scratch;
                     let (mut out, mut stats) = (vec![0.0; group * DIM], vec![SoftmaxStats::EMPTY; group]);
                     cases.push(Box::new(move || {
+                        let mut scratch = scratch.borrow_mut();
                         let tokens = CodedTokens::new(codes, codes, book).unwrap();
                         attend_into_with(backend, luts, &tokens, &mut scratch, &mut out, &mut stats).unwrap();
                     }));

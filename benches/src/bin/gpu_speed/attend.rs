@@ -1,40 +1,123 @@
 //! Decode attention on codes.
 
-use half::f16;
+use cudarc::driver::result::memcpy_dtod_async;
+use half::{bf16, f16};
 use kv_gpu::Element;
-use kv_gpu::pq::{Attend, AttendArguments, AttendShape, CodeLayout, Side, TILE};
+use kv_gpu::pq::{Attend, AttendArguments, AttendShape, CodeLayout, ExactTokens, Pages, Side, TILE};
 use pq_core::{
-    CodebookBuf, CodedTokens, Codes, PqShape, SoftmaxStats, attend_into, attend_scratch_len, lut_into,
+    Attention, CodebookBuf, CodedTokens, Codes, PqShape, Rows, SoftmaxStats, attend_exact_into, attend_into,
+    attend_scratch_len, lut_into,
 };
 
 use crate::stopwatch::{BEYOND_CACHE, Stopwatch};
 
-/// (query heads, key/value heads, batch, tokens)
-const LOADS: [(usize, usize, usize, usize); 5] =
-    [(32, 32, 1, 32_768), (32, 32, 8, 32_768), (32, 8, 1, 131_072), (32, 8, 1, 32_768), (32, 8, 4, 131_072)];
+/// What a launch attends to.
+#[derive(Clone, Copy)]
+struct Load {
+    query_heads: usize,
+    heads: usize,
+    batch: usize,
+    n: usize,            // coded tokens of the first sequence
+    others: usize,       // and of the other ones
+    exact: usize,        // exact tokens of a sequence
+    page: Option<usize>, // tokens of a page
+    element: Element,
+}
+
+const fn load(query_heads: usize, heads: usize, batch: usize, n: usize) -> Load {
+    Load { query_heads, heads, batch, n, others: n, exact: 0, page: None, element: Element::F16 }
+}
+
+const LOADS: [Load; 5] = [
+    load(32, 32, 1, 32_768),
+    load(32, 32, 8, 32_768),
+    load(32, 8, 1, 131_072),
+    load(32, 8, 1, 32_768),
+    load(32, 8, 4, 131_072),
+];
+/// Other groups, numbers of heads that do not divide the multiprocessors, batches and short contexts.
+const SHAPES: [Load; 17] = [
+    load(64, 8, 1, 32_768),
+    load(64, 8, 1, 131_072),
+    load(40, 8, 1, 32_768),
+    load(48, 8, 1, 131_072),
+    load(28, 4, 1, 32_768),
+    load(96, 8, 1, 65_536),
+    load(128, 8, 1, 65_536),
+    load(16, 8, 1, 131_072),
+    load(200, 40, 1, 32_768),
+    load(67, 67, 1, 32_768),
+    load(133, 133, 1, 32_768),
+    load(8, 1, 1, 32_768),
+    load(32, 8, 1, 1024),
+    load(32, 32, 1, 1024),
+    load(32, 8, 32, 4096),
+    load(32, 8, 256, 512),
+    Load { others: 512, ..load(32, 8, 32, 131_072) },
+];
+const PAGES: [usize; 3] = [32, 64, 256];
+const EXACT: [usize; 2] = [132, 1024];
 
 pub fn run(watch: &Stopwatch) {
+    let (four_bits, long) = (PqShape::new(128, 64, 8).unwrap(), load(32, 8, 1, 131_072));
     for (m, nbits) in [(64, 8), (64, 6), (128, 4), (64, 4), (32, 8)] {
         for load in LOADS {
-            if load.2 == 1 || (m, nbits) == (64, 8) {
+            if load.batch == 1 || (m, nbits) == (64, 8) {
                 time(watch, PqShape::new(128, m, nbits).unwrap(), load);
             }
         }
     }
-    for load in LOADS.into_iter().filter(|load| load.2 == 1) {
+    for load in LOADS.into_iter().filter(|load| load.batch == 1) {
         time(watch, PqShape::new(64, 32, 8).unwrap(), load);
     }
+    SHAPES.into_iter().for_each(|load| time(watch, four_bits, load));
+    PAGES.into_iter().for_each(|page| time(watch, four_bits, Load { page: Some(page), ..long }));
+    for load in [load(32, 8, 1, 32_768), load(32, 32, 1, 32_768)] {
+        EXACT.into_iter().for_each(|exact| time(watch, four_bits, Load { exact, ..load }));
+    }
+    time(watch, four_bits, Load { element: Element::Bf16, ..long });
 }
 
-fn time(watch: &Stopwatch, quantizer: PqShape, (query_heads, heads, batch, n): (usize, usize, usize, usize)) {
+/// The bits of values in an element type.
+fn bits(element: Element, values: &[f32]) -> Vec<u16> {
+    let of = |&x: &f32| match element {
+        Element::F16 => f16::from_f32(x).to_bits(),
+        Element::Bf16 => bf16::from_f32(x).to_bits(),
+    };
+    values.iter().map(of).collect()
+}
+
+/// The values of elements.
+fn wide(element: Element, bits: &[u16]) -> Vec<f32> {
+    let of = |&x: &u16| match element {
+        Element::F16 => f16::from_bits(x).to_f32(),
+        Element::Bf16 => bf16::from_bits(x).to_f32(),
+    };
+    bits.iter().map(of).collect()
+}
+
+fn time(watch: &Stopwatch, quantizer: PqShape, load: Load) {
+    let Load { query_heads, heads, batch, n, others, exact, page, element } = load;
     let (dim, group) = (quantizer.dim(), query_heads / heads);
-    let name = format!("attend ({m}, {nbits})", m = quantizer.m(), nbits = quantizer.nbits());
-    let load = format!("{query_heads}/{heads} heads, {batch} x {n} x {dim}");
-    if !watch.wants(&name, &load) {
+    let mut name = format!("attend ({m}, {nbits})", m = quantizer.m(), nbits = quantizer.nbits());
+    if others != n {
+        name += &format!(", one of {n} and {} of {others}", batch - 1);
+    }
+    if exact > 0 {
+        name += &format!(", {exact} exact tokens");
+    }
+    if let Some(page) = page {
+        name += &format!(", pages of {page}");
+    }
+    if element == Element::Bf16 {
+        name += ", bf16";
+    }
+    let mean = (n + (batch - 1) * others) / batch;
+    let shape_name = format!("{query_heads}/{heads} heads, {batch} x {mean} x {dim}");
+    if !watch.wants(&name, &shape_name) {
         return;
     }
-    let shape =
-        AttendShape { keys: quantizer, values: quantizer, group, element: Element::F16, paged: false };
+    let shape = AttendShape { keys: quantizer, values: quantizer, group, element, paged: page.is_some() };
     let attend = Attend::new(&watch.gpu, shape).unwrap();
     let layouts = [Side::Keys, Side::Values].map(|side| CodeLayout::new(quantizer, side).unwrap());
     let mut state = 1_u64;
@@ -49,42 +132,78 @@ fn time(watch: &Stopwatch, quantizer: PqShape, (query_heads, heads, batch, n): (
         bytes
     };
     let bytes = [one_head(), one_head()];
-    let tile_bytes = n.div_ceil(TILE) * layouts[0].tile_len();
+    let (tile_len, tiles) = (layouts[0].tile_len(), n.div_ceil(TILE));
     let packed: [Vec<u8>; 2] = [0, 1].map(|side| {
-        let mut packed = vec![0; tile_bytes];
+        let mut packed = vec![0; tiles * tile_len];
         layouts[side].pack_into(&Codes::new(quantizer, n, &bytes[side]).unwrap(), &mut packed).unwrap();
-        packed.repeat(batch * heads)
+        packed
     });
-    let copies = (BEYOND_CACHE / (2 * packed[0].len())).max(1) + 1;
-    let codes: Vec<_> = (0..copies).map(|_| [watch.upload(&packed[0]), watch.upload(&packed[1])]).collect();
+    // Pages in descending order, or the capacity of the first sequence for each.
+    let page_tiles = page.map_or(tiles, |page| page / TILE);
+    let max_pages = tiles / page_tiles;
+    let table: Vec<u32> = (0..(batch * max_pages) as u32).rev().collect();
+    let read = (n + (batch - 1) * others).div_ceil(TILE) * heads * tile_len; // bytes of a side
+    let copies = (BEYOND_CACHE / (2 * read)).max(1) + usize::from(batch * tiles * heads * tile_len < 1 << 30);
+    let one_head = [0, 1].map(|side| watch.upload(&packed[side]));
+    let codes: Vec<_> = (0..copies)
+        .map(|_| {
+            [0, 1].map(|side: usize| {
+                let there = watch.zeros::<u8>(batch * heads * tiles * tile_len);
+                let (from, to) = (watch.pointer(&one_head[side]).address(), watch.pointer(&there).address());
+                let piece = if page.is_some() { page_tiles } else { others.min(n).div_ceil(TILE) } * tile_len;
+                for i in 0..batch * heads * max_pages {
+                    let (place, head) = (i / heads, i % heads);
+                    let logical = if page.is_some() { batch * max_pages - 1 - place } else { place };
+                    let first = logical % max_pages * page_tiles * tile_len;
+                    let len = if logical == 0 && page.is_none() { packed[side].len() } else { piece };
+                    let at = (place * heads + head) * page_tiles * tile_len;
+                    let stream = watch.gpu.stream().cu_stream();
+                    // SAFETY: both buffers have these bytes, and live until the stream has copied them.
+                    unsafe { memcpy_dtod_async(to + at as u64, from + first as u64, len, stream) }.unwrap();
+                }
+                there
+            })
+        })
+        .collect();
 
-    let mut uniform = || f16::from_f32((noise() % 2001) as f32 / 1000.0 - 1.0);
-    let centroids: Vec<f16> = (0..quantizer.codebook_len()).map(|_| uniform()).collect();
-    let queries: Vec<f16> = (0..batch * query_heads * dim).map(|_| uniform()).collect();
-    let wide = |x: &[f16]| x.iter().map(|x| x.to_f32()).collect::<Vec<f32>>();
-    let codebook = CodebookBuf::new(quantizer, &wide(&centroids)).unwrap();
+    let mut uniform = || (noise() % 2001) as f32 / 1000.0 - 1.0;
+    let centroids: Vec<f32> =
+        (0..quantizer.codebook_len()).map(|_| f16::from_f32(uniform()).to_f32()).collect();
+    let mut elements = |len: usize| bits(element, &(0..len).map(|_| uniform()).collect::<Vec<_>>());
+    let queries = elements(batch * query_heads * dim);
+    let exact_rows = [elements(exact * dim), elements(exact * dim)];
+    let exact_there = [0, 1].map(|side| watch.upload(&exact_rows[side].repeat(batch * heads)));
+    let exact_lengths = watch.upload(&vec![exact as u32; batch]);
+    let codebook = CodebookBuf::new(quantizer, &centroids).unwrap();
     let tables = [0, 1].map(|side| {
         let mut table = vec![f16::ZERO; layouts[side].table_len()];
         layouts[side].table_into(&codebook.view(), &mut table).unwrap();
         watch.upload(&table.repeat(heads))
     });
     let queries_there = watch.upload(&queries);
-    let lengths = watch.upload(&vec![n as u32; batch]);
+    let mut lengths = vec![others as u32; batch];
+    lengths[0] = n as u32;
+    let (lengths, table) = (watch.upload(&lengths), watch.upload(&table));
     let workspace = watch.zeros::<u8>(attend.workspace_len(batch, heads));
-    let out = watch.zeros::<f16>(queries.len());
+    let out = watch.zeros::<u16>(queries.len());
     let scale = 1.0 / (dim as f32).sqrt();
     let arguments = |copy: usize, pdl: bool| AttendArguments {
         batch,
         heads,
-        tiles: n.div_ceil(TILE),
+        tiles: page_tiles,
         key_codes: watch.pointer(&codes[copy % copies][0]),
         value_codes: watch.pointer(&codes[copy % copies][1]),
         key_table: watch.pointer(&tables[0]),
         value_table: watch.pointer(&tables[1]),
         queries: watch.pointer(&queries_there).cast(),
         lengths: watch.pointer(&lengths),
-        pages: None,
-        exact: None,
+        pages: page.map(|_| Pages { table: watch.pointer(&table), max_pages }),
+        exact: (exact > 0).then(|| ExactTokens {
+            keys: watch.pointer(&exact_there[0]).cast(),
+            values: watch.pointer(&exact_there[1]).cast(),
+            lengths: watch.pointer(&exact_lengths),
+            capacity: exact,
+        }),
         scale,
         out: watch.pointer(&out).cast(),
         log_sum_exp: None,
@@ -98,11 +217,11 @@ fn time(watch: &Stopwatch, quantizer: PqShape, (query_heads, heads, batch, n): (
         watch.time(if batch == 1 { 16 } else { 4 }, launch)
     });
 
-    // Compares one head with the CPU.
+    // Compares one head of the first sequence with the CPU.
     let got = watch.download(&out);
-    let head = batch * heads - 1;
+    let head = heads - 1;
     let at = head * group * dim..(head + 1) * group * dim;
-    let scaled: Vec<f32> = wide(&queries[at.clone()]).iter().map(|x| x * scale).collect();
+    let scaled: Vec<f32> = wide(element, &queries[at.clone()]).iter().map(|x| x * scale).collect();
     let mut luts = vec![0.0; group * quantizer.lut_len()];
     let luts = lut_into(&codebook.view(), &scaled, &mut luts).unwrap();
     let (mut expected, mut stats) = (vec![0.0; group * dim], vec![SoftmaxStats::EMPTY; group]);
@@ -110,12 +229,24 @@ fn time(watch: &Stopwatch, quantizer: PqShape, (query_heads, heads, batch, n): (
     let tokens = CodedTokens::new(keys, values, codebook.view()).unwrap();
     let mut scratch = vec![0.0; attend_scratch_len(quantizer, group)];
     attend_into(&luts, &tokens, &mut scratch, &mut expected, &mut stats).unwrap();
+    if exact > 0 {
+        let [keys, values] = [0, 1].map(|side| wide(element, &exact_rows[side]));
+        let tokens = pq_core::ExactTokens::contiguous(&keys, dim, &values, dim).unwrap();
+        let mut scratch = vec![0.0; scaled.len()];
+        let (attention, queries) = (Attention::default(), Rows::from(&scaled[..]));
+        attend_exact_into(&attention, queries, &tokens, &mut scratch, &mut expected, &mut stats).unwrap();
+    }
     expected.chunks_exact_mut(dim).zip(&stats).for_each(|(out, stats)| stats.normalize(out));
     let square = |x: f32| f64::from(x) * f64::from(x);
-    let error: f64 = wide(&got[at]).iter().zip(&expected).map(|(a, b)| square(a - b)).sum();
+    let error: f64 = wide(element, &got[at]).iter().zip(&expected).map(|(a, b)| square(a - b)).sum();
     let norm: f64 = expected.iter().map(|&x| square(x)).sum();
-    assert!((error / norm).sqrt() < 2e-3, "{shape:?}: {}", (error / norm).sqrt());
+    assert!(
+        (error / norm).sqrt() < if element == Element::F16 { 2e-3 } else { 6e-3 },
+        "{shape:?}: {}",
+        (error / norm).sqrt()
+    );
 
-    watch.report(&name, &load, (2 * packed[0].len()) as f64, us);
-    watch.report(&format!("{name}, overlapped"), &load, (2 * packed[0].len()) as f64, us_pdl);
+    let bytes = 2 * (read + batch * heads * exact * dim * 2);
+    watch.report(&name, &shape_name, bytes as f64, us);
+    watch.report(&format!("{name}, overlapped"), &shape_name, bytes as f64, us_pdl);
 }

@@ -11,6 +11,7 @@ mod codec;
 mod encode;
 mod gather;
 mod gram;
+mod hybrid;
 mod prefill;
 mod project;
 mod ragged;
@@ -24,6 +25,7 @@ fn main() {
     let only = std::env::args().nth(1).unwrap_or_default();
     let watch = Stopwatch::new(only);
     attend::run(&watch);
+    hybrid::run(&watch);
     encode::run(&watch);
     train::run(&watch);
     search::run(&watch);

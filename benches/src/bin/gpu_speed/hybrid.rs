@@ -1,0 +1,163 @@
+//! Attention on codes with exact rows for the tokens of the largest weight.
+
+use half::f16;
+use kv_gpu::Element;
+use kv_gpu::pq::{CodeLayout, ExactRows, Hybrid, HybridArguments, HybridShape, Side, TILE};
+use pq_core::{
+    Attention, CodebookBuf, CodedTokens, Codes, ExactTokens, GroupRule, HybridScratch, PqShape, RowBudget,
+    Rows, SoftmaxStats, attend_exact_into, hybrid_attend_into, hybrid_select_into, lut_into,
+};
+
+use crate::stopwatch::{BEYOND_CACHE, Stopwatch};
+
+/// (query heads, key/value heads, batch, tokens)
+const LOADS: [(usize, usize, usize, usize); 5] =
+    [(32, 32, 1, 32_768), (32, 8, 1, 131_072), (32, 8, 1, 32_768), (32, 32, 8, 32_768), (32, 8, 4, 131_072)];
+const DIM: usize = 128;
+
+pub fn run(watch: &Stopwatch) {
+    for (keys, values) in [((16, 8), (16, 8)), ((16, 8), (8, 8)), ((32, 4), (32, 4))] {
+        let [keys, values] = [keys, values].map(|(m, nbits)| PqShape::new(DIM, m, nbits).unwrap());
+        for load in LOADS {
+            if load.2 == 1 || keys == values && keys.nbits() == 8 {
+                time(watch, [keys, values], load);
+            }
+        }
+    }
+}
+
+fn time(
+    watch: &Stopwatch,
+    quantizers: [PqShape; 2],
+    (query_heads, heads, batch, n): (usize, usize, usize, usize),
+) {
+    let (group, k) = (query_heads / heads, n / 100);
+    let [keys, values] = quantizers;
+    let codes_of = |shape: PqShape| format!("({}, {})", shape.m(), shape.nbits());
+    let name = format!("hybrid {} {}, 1 % exact", codes_of(keys), codes_of(values));
+    let load = format!("{query_heads}/{heads} heads, {batch} x {n} x {DIM}");
+    if !watch.wants(&name, &load) {
+        return;
+    }
+    let (element, rule) = (Element::F16, GroupRule::SumOfSoftmax);
+    let shape = HybridShape { keys, values, group, element, rule, paged: false };
+    let hybrid = Hybrid::new(&watch.gpu, shape).unwrap();
+    let layouts = [(keys, Side::Keys), (values, Side::Values)]
+        .map(|(shape, side)| CodeLayout::new(shape, side).unwrap());
+    let mut state = 1_u64;
+    let mut noise = move || {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        state >> 32
+    };
+    // One head's codes and rows serve all heads; every head has a copy at its own address.
+    let bytes = quantizers.map(|shape| {
+        let mut bytes = vec![0_u8; shape.codes_len(n)];
+        bytes.chunks_exact_mut(4).for_each(|four| four.copy_from_slice(&(noise() as u32).to_le_bytes()));
+        bytes
+    });
+    let packed: [Vec<u8>; 2] = [0, 1].map(|side| {
+        let mut packed = vec![0; n.div_ceil(TILE) * layouts[side].tile_len()];
+        layouts[side]
+            .pack_into(&Codes::new(quantizers[side], n, &bytes[side]).unwrap(), &mut packed)
+            .unwrap();
+        packed.repeat(batch * heads)
+    });
+    let mut uniform = || f16::from_f32((noise() % 2001) as f32 / 1000.0 - 1.0);
+    let rows: [Vec<f16>; 2] = [0, 1].map(|_| (0..n * DIM).map(|_| uniform()).collect());
+    let rows_of_all = rows.each_ref().map(|rows| rows.repeat(batch * heads));
+    let copies = (BEYOND_CACHE / (packed[0].len() + packed[1].len())).max(1) + 1;
+    let codes: Vec<_> = (0..copies).map(|_| packed.each_ref().map(|codes| watch.upload(codes))).collect();
+    let rows_there: Vec<_> =
+        (0..copies).map(|_| rows_of_all.each_ref().map(|rows| watch.upload(rows))).collect();
+
+    let wide = |x: &[f16]| x.iter().map(|x| x.to_f32()).collect::<Vec<f32>>();
+    let books = quantizers.map(|shape| {
+        let centroids: Vec<f16> = (0..shape.codebook_len()).map(|_| uniform()).collect();
+        CodebookBuf::new(shape, &wide(&centroids)).unwrap()
+    });
+    let queries: Vec<f16> = (0..batch * query_heads * DIM).map(|_| uniform()).collect();
+    let tables = [0, 1].map(|side| {
+        let mut table = vec![f16::ZERO; layouts[side].table_len()];
+        layouts[side].table_into(&books[side].view(), &mut table).unwrap();
+        watch.upload(&table.repeat(heads))
+    });
+    let queries_there = watch.upload(&queries);
+    let (lengths, ks) = (watch.upload(&vec![n as u32; batch]), watch.upload(&vec![k as u32; batch]));
+    let workspace = watch.zeros::<u8>(hybrid.workspace_len(batch, heads, n.next_multiple_of(TILE)));
+    let selected = watch.zeros::<u32>(batch * heads * k);
+    let out = watch.zeros::<f16>(queries.len());
+    let scale = 1.0 / (DIM as f32).sqrt();
+    let arguments = |copy: usize, pdl: bool| HybridArguments {
+        batch,
+        heads,
+        tiles: n.div_ceil(TILE),
+        key_codes: watch.pointer(&codes[copy][0]),
+        value_codes: watch.pointer(&codes[copy][1]),
+        key_table: watch.pointer(&tables[0]),
+        value_table: watch.pointer(&tables[1]),
+        key_errors: None,
+        queries: watch.pointer(&queries_there).cast(),
+        lengths: watch.pointer(&lengths),
+        pages: None,
+        ks: watch.pointer(&ks),
+        selected: watch.pointer(&selected),
+        selected_len: k,
+        rows: ExactRows {
+            keys: watch.pointer(&rows_there[copy][0]).cast(),
+            values: watch.pointer(&rows_there[copy][1]).cast(),
+            capacity: n,
+            collected: false,
+        },
+        exact: None,
+        scale,
+        out: watch.pointer(&out).cast(),
+        log_sum_exp: None,
+        pdl,
+        workspace: watch.pointer(&workspace),
+    };
+    let [us, us_pdl] = [false, true].map(|pdl| {
+        let all: Vec<HybridArguments> = (0..copies).map(|copy| arguments(copy, pdl)).collect();
+        // SAFETY: the buffers have the shapes that the arguments require, and outlive the graph.
+        let launch = |i: usize, stream| unsafe {
+            hybrid.select(stream, &all[i % copies])?;
+            hybrid.attend(stream, &all[i % copies])
+        };
+        watch.time(if batch == 1 { 16 } else { 4 }, launch)
+    });
+
+    // Compares one head with the CPU, which attends to the rows that the device has selected.
+    let (got, selected) = (watch.download(&out), watch.download(&selected));
+    let head = batch * heads - 1;
+    let at = head * group * DIM..(head + 1) * group * DIM;
+    let scaled: Vec<f32> = wide(&queries[at.clone()]).iter().map(|x| x * scale).collect();
+    let mut luts = vec![0.0; group * keys.lut_len()];
+    let luts = lut_into(&books[0].view(), &scaled, &mut luts).unwrap();
+    let (mut expected, mut stats) = (vec![0.0; group * DIM], vec![SoftmaxStats::EMPTY; group]);
+    let [key_codes, value_codes] = [0, 1].map(|side| Codes::new(quantizers[side], n, &bytes[side]).unwrap());
+    let tokens = CodedTokens::new(key_codes, value_codes, books[1].view()).unwrap();
+    let (mut floats, mut coded) =
+        (vec![0.0; HybridScratch::len(values, group, n)], vec![SoftmaxStats::EMPTY; group]);
+    let mut scratch = HybridScratch::new(values, n, &mut floats, &mut coded).unwrap();
+    let options = pq_core::Hybrid { rows: RowBudget::Count(k), rule, ..Default::default() };
+    let mut best = vec![0; k];
+    hybrid_select_into(&luts, &tokens, &options, &mut scratch, &mut best).unwrap();
+    let selected = &selected[head * k..];
+    let chosen: std::collections::HashSet<u32> = selected.iter().copied().collect();
+    let missing = best.iter().filter(|token| !chosen.contains(token)).count();
+    assert!(chosen.len() == k && missing * 100 <= k, "{name}: {missing} of {k} tokens are others");
+    hybrid_attend_into(&tokens, selected, &mut scratch, &mut expected, &mut stats).unwrap();
+    let exact = ExactTokens::contiguous(&rows[0], DIM, &rows[1], DIM).unwrap().chosen(selected).unwrap();
+    let mut scratch = vec![0.0; scaled.len()];
+    let attention = Attention::default();
+    attend_exact_into(&attention, Rows::from(&scaled[..]), &exact, &mut scratch, &mut expected, &mut stats)
+        .unwrap();
+    expected.chunks_exact_mut(DIM).zip(&stats).for_each(|(out, stats)| stats.normalize(out));
+    let square = |x: f32| f64::from(x) * f64::from(x);
+    let error: f64 = wide(&got[at]).iter().zip(&expected).map(|(a, b)| square(a - b)).sum();
+    let norm: f64 = expected.iter().map(|&x| square(x)).sum();
+    assert!((error / norm).sqrt() < 2e-3, "{shape:?}: {}", (error / norm).sqrt());
+
+    let read = packed[0].len() + packed[1].len() + batch * heads * k * DIM * 2 * 2;
+    watch.report(&name, &load, read as f64, us);
+    watch.report(&format!("{name}, overlapped"), &load, read as f64, us_pdl);
+}
