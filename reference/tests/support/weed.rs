@@ -32,7 +32,7 @@ pub struct Server {
 }
 
 impl Server {
-    /// Starts the server and waits until it has the bucket.
+    /// Starts the server and waits until it has the bucket and keeps an object.
     pub fn start(weed: &Path, folder: &Path) -> Self {
         let config = folder.join("s3.json");
         let identity = |name: &str, keys: &str| format!(r#"{{"name":"{name}"{keys},"actions":["Admin"]}}"#);
@@ -47,6 +47,8 @@ impl Server {
         command.args(["server", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-s3", "-master.telemetry=false"]);
         // Volumes grow with what is written. Deleted objects keep their place, and a full server refuses writes.
         command.args(["-volume.max=64", "-master.volumeSizeLimitMB=256"]);
+        // By default it takes no write where less than 1 % of the disk is free: that is gigabytes of a large one.
+        command.arg("-volume.minFreeSpace=16MiB");
         // Catalogs of tables at fixed ports: two servers would not start.
         command.args(["-s3.port.iceberg=0", "-s3.port.lance=0"]);
         command.arg(format!("-dir={}", data.display()));
@@ -58,8 +60,8 @@ impl Server {
         command.stdin(Stdio::null()).stdout(log.try_clone().unwrap()).stderr(log);
         let server = Self { process: command.spawn().unwrap(), port: s3 };
         let start = Instant::now();
-        let made = |answer: &String| answer.contains(" 200 ") || answer.contains(" 409 ");
-        while !server.make_bucket().as_ref().is_some_and(made) {
+        let puts = |path: &str| server.put(path).is_some_and(|a| a.contains(" 200 ") || a.contains(" 409 "));
+        while !(puts(BUCKET) && puts(&format!("{BUCKET}/ready"))) {
             let log = fs::read_to_string(folder.join("log")).unwrap_or_default();
             assert!(start.elapsed() < Duration::from_secs(120), "no server: {log}");
             std::thread::sleep(Duration::from_millis(500));
@@ -67,11 +69,13 @@ impl Server {
         server
     }
 
-    fn make_bucket(&self) -> Option<String> {
+    /// Puts an empty bucket or an object of one byte. Returns the first line of the answer.
+    fn put(&self, path: &str) -> Option<String> {
         let mut stream = TcpStream::connect(("127.0.0.1", self.port)).ok()?;
         stream.set_read_timeout(Some(Duration::from_secs(5))).ok()?;
-        let headers = "Host: 127.0.0.1\r\nContent-Length: 0\r\nConnection: close";
-        write!(stream, "PUT /{BUCKET} HTTP/1.1\r\n{headers}\r\n\r\n").ok()?;
+        let body = if path.contains('/') { "1" } else { "" };
+        let headers = format!("Host: 127.0.0.1\r\nContent-Length: {}\r\nConnection: close", body.len());
+        write!(stream, "PUT /{path} HTTP/1.1\r\n{headers}\r\n\r\n{body}").ok()?;
         let mut answer = String::new();
         stream.read_to_string(&mut answer).ok()?;
         answer.lines().next().map(str::to_owned)
