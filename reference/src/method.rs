@@ -14,6 +14,7 @@ mod offload;
 mod pq_code;
 mod pqklt;
 mod retrieval;
+mod retroinfer;
 mod scalar;
 mod settings;
 mod snapkv;
@@ -53,6 +54,7 @@ const REGISTRY: &[Entry] = &[
     retrieval::ORACLE,
     retrieval::PQ_CACHE,
     sparq::SPARQ,
+    retroinfer::RETRO_INFER,
     million::MILLION,
     pqklt::PQ_KLT,
     hybrid::HYBRID,

@@ -14,7 +14,7 @@ use kv_reference::model::{Model, Rope};
 use kv_reference::{Error, Profile};
 
 /// One setting of each method; small windows, so that short sequences reach the compressed part.
-const METHODS: [&str; 31] = [
+const METHODS: [&str; 32] = [
     "dense",
     "dense:dtype=bf16",
     "int8:window=4:group=8",
@@ -25,6 +25,7 @@ const METHODS: [&str; 31] = [
     "oracle:ratio=0.5:window=4",
     "pqcache:ratio=0.5:code=4x4:window=4",
     "sparq:ratio=0.5:r=8:window=4",
+    "retroinfer:rows=0.1:estimate=0.3:cluster=4:window=4:batch=10",
     "million:k=8x6:v=8x6:window=4",
     "million:k=8x6:v=8x6:outliers=2:window=4",
     "pqklt:k=8x6:v=8x6:window=4",
@@ -117,6 +118,8 @@ fn what_loses_nothing_equals_dense() {
         "oracle:ratio=1:exact=f32:window=0:sinks=0",
         "pqcache:ratio=1:code=4x2:exact=f32:window=4",
         "sparq:ratio=1:exact=f32:window=4",
+        "retroinfer:rows=1:exact=f32:window=4",
+        "retroinfer:rows=0.01:estimate=1:cluster=1:exact=f32:window=4:batch=1",
         "zack:k=1:v=1:exact=f32:window=4",
         "zack:k=1:v=1:basis=stacked:exact=f32:window=4",
         "zack:k=1:v=1:basis=principal:exact=f32:window=4",

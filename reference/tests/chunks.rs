@@ -36,11 +36,12 @@ const METHODS: [&str; 17] = [
 
 /// Settings that lose nothing: ratios and ranks are full, and a codebook has a centroid for every vector of
 /// the text that it is trained on, which is the one that runs.
-const EXACT: [&str; 10] = [
+const EXACT: [&str; 11] = [
     "dense",
     "oracle:ratio=1:exact=f32:window=4",
     "pqcache:ratio=1:code=4x2:exact=f32:window=4",
     "sparq:ratio=1:exact=f32:window=4",
+    "retroinfer:rows=1:exact=f32:window=4",
     "zack:k=1:v=1:exact=f32:window=4",
     "snapkv:tokens=1:exact=f32:window=4",
     "million:k=1x8:v=1x8:exact=f32:window=4",

@@ -2,9 +2,8 @@
 //! weight, in one softmax.
 //!
 //! Codes and their training are those of `pqklt`. The exact rows are offloaded; [`Fetched`] counts those that
-//! a step reads. RetroInfer (arXiv
-//! 2505.02922) estimates what it does not fetch by the centroids of clusters of tokens; here product codes
-//! do, which also select.
+//! a step reads. `retroinfer` estimates what it does not fetch by the centroids of clusters of tokens; here
+//! product codes do, which also select.
 
 use std::fmt::Display;
 use std::str::FromStr;
