@@ -99,10 +99,11 @@ fn a_cache_attends_without_allocating() {
     let books = HeadBooks::train_layer(rows, rows, heads, [shape; 2], &options).unwrap();
     let mut cache = LayerCache::new(&books, Window { sinks: 4, recent: 32, batch: 16 }).unwrap();
     cache.append(rows, rows).unwrap();
-    let queries = vec![0.25_f32; heads * group * dim];
+    let (attention, queries) = (Attention::default(), vec![0.25_f32; heads * group * dim]);
     let (mut workspace, mut out) = (Workspace::default(), vec![0.0; queries.len()]);
-    cache.attend_into(&queries, 0.25, &mut workspace, &mut out).unwrap();
+    let queries = Rows::contiguous(&queries, queries.len()).unwrap();
+    cache.attend_into(&attention, queries, &mut workspace, &mut out).unwrap();
     let before = ALLOCATIONS.get();
-    cache.attend_into(&queries, 0.25, &mut workspace, &mut out).unwrap();
+    cache.attend_into(&attention, queries, &mut workspace, &mut out).unwrap();
     assert_eq!(ALLOCATIONS.get(), before);
 }
