@@ -19,7 +19,7 @@ use crate::softmax::{exponentiate, max};
 use crate::{Backend, Codebook, CodedTokens, Codes, Error, Luts, PqShape, SoftmaxStats};
 
 /// Tokens per chunk.
-const CHUNK: usize = 16 * BLOCK;
+pub(crate) const CHUNK: usize = 16 * BLOCK;
 
 /// Elements of the scratch of [`attend_into`], given the shape of the values.
 #[must_use]
@@ -207,7 +207,7 @@ impl Attend<'_, '_> {
 /// Computes the table scores of up to four queries from `first` on, `scores` (queries, CHUNK), where that is
 /// faster together: for three or more, if the tables do not fit in registers. Returns whether it is.
 #[inline(always)]
-fn score_together<S: Simd, const SMALL: bool>(
+pub(crate) fn score_together<S: Simd, const SMALL: bool>(
     s: S,
     luts: &Luts<'_>,
     first: usize,

@@ -14,18 +14,21 @@
 //!    sinks and window.
 
 mod budget;
+mod scores;
 mod values;
 
+use crate::attend::CHUNK;
 use crate::error::{check_at_least, check_finite, check_len};
 use crate::simd::{Kernel, Run};
 use crate::softmax::{exponentiate, max};
 use crate::{
     Backend, CodedTokens, Error, GroupRule, Luts, PqShape, SearchScratch, SoftmaxStats,
-    combine_group_into_with, scan_into_with, top_k_into_with,
+    combine_group_into_with, top_k_into_with,
 };
 
 pub use budget::RowBudget;
-use values::{CHUNK, Lanes, MOST, weighted_values_len};
+use scores::score_group;
+use values::{Lanes, MOST, weighted_values_len};
 
 /// Parameters of [`hybrid_select_into`].
 ///
@@ -205,8 +208,8 @@ pub fn hybrid_select_into_with(
     }
     check_at_least("selected", selected.len(), hybrid.rows.most(n))?;
     let (all_scores, combined, stats) = scratch.search.parts();
+    score_group(backend, luts, &tokens.keys(), scratch.floats, all_scores)?;
     for (g, scores) in all_scores.chunks_exact_mut(n.max(1)).enumerate() {
-        scan_into_with(backend, &luts.lut(g), &tokens.keys(), scores)?;
         let rise = hybrid.score_variances.get(g).map_or(0.0, |variance| 0.5 * variance);
         backend.run(FinishScores { tokens, g, rise, scores });
     }
@@ -336,11 +339,11 @@ impl Kernel for AttendRest<'_, '_> {
             }
             lanes.add(&tokens.values().part(start, end));
         }
-        for (g, (total, out)) in
-            stats.iter_mut().zip(out.chunks_exact_mut(codebook.shape().dim())).enumerate()
-        {
-            let scale = total.absorb(rest[g], out);
-            lanes.add_values(g, &codebook, scale, out);
+        let mut scales = [0.0; MOST];
+        let totals = stats.iter_mut().zip(out.chunks_exact_mut(codebook.shape().dim()));
+        for ((scale, rest), (total, out)) in scales.iter_mut().zip(rest).zip(totals) {
+            *scale = total.absorb(rest, out);
         }
+        lanes.add_values(&codebook, &scales, out);
     }
 }

@@ -224,6 +224,15 @@ proptest! {
 }
 
 #[test]
+fn eight_bits_are_the_formula_for_every_group() {
+    let shape = PqShape::new(24, 6, 8).unwrap(); // four subspaces at a time and two more
+    for group in 1..=9 {
+        let case = Case::new(shape, shape, group, 1100, 9, 1.0);
+        case.check(&case.hybrid(RowBudget::Share(0.05)));
+    }
+}
+
+#[test]
 fn attention_elsewhere_makes_room_for_coded_tokens() {
     let shape = PqShape::new(12, 3, 5).unwrap();
     let case = Case::new(shape, shape, 2, 500, 3, 2.0);
