@@ -4,6 +4,7 @@
     cargo build --release -p kv-benches
     pip install faiss-cpu numpy torch
     python benches/peers/pq.py target/release/pq_speed benches/results/pq.md
+    python benches/peers/pq.py target/release/pq_speed benches/results/pq-attention.md --attention   # those rows alone
 
 Every round runs the peers, then pq-core; figures are medians over rounds. faiss is tuned: since 1.15 its k-means takes a
 path that is twelve times slower when n * dsub < 128,000, unless `distance_compute_blas_threshold` is lowered (its
@@ -93,15 +94,17 @@ def faiss_case(keys, queries, m, nbits, say):
 
 
 def dense_attention(say):
-    """The best dense f32 form found in torch: the group's queries packed as rows, matmul, softmax, matmul."""
+    """Dense f32 in torch: the best form found, with a group's queries packed as rows, and SDPA as a model calls it."""
     heads, n = 8, 32768
     k, v = torch.randn(heads, n, DIM), torch.randn(heads, n, DIM)
+    attention = torch.nn.functional.scaled_dot_product_attention
     for group in (1, 4):
         q = torch.randn(heads, group, DIM)
         matmul = lambda: torch.softmax(q @ k.transpose(1, 2) / DIM**0.5, -1) @ v
-        sdpa = lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v)
-        name = f"8 kv heads, {group} queries each"
-        say("attention 64x8", name, min(median(5, matmul), median(5, sdpa)))
+        packed = lambda: attention(q, k, v)
+        grouped = lambda: attention(q.view(1, heads * group, 1, DIM), k[None], v[None], enable_gqa=True)
+        say("dense", f"{group} queries", min(median(5, matmul), median(5, packed)))
+        say("dense", f"{group} queries, enable_gqa", median(5, grouped))
 
 
 def main():
@@ -110,7 +113,9 @@ def main():
     parser.add_argument("out")
     parser.add_argument("--n", type=int, default=32768)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--attention", action="store_true", help="only the rows on attention")
     args = parser.parse_args()
+    shapes = [] if args.attention else CASES
     keys, queries = keys_and_queries(args.n, 64)
     k = args.n // 10
     exact = top(queries @ keys.T, k)
@@ -120,22 +125,22 @@ def main():
         queries.tofile(f"{folder}/queries.f32")
         for round in range(args.rounds):
             say = lambda case, what, seconds: peer.setdefault((case, what), []).append(seconds)
-            for m, nbits in CASES:
+            for m, nbits in shapes:
                 decoded = faiss_case(keys, queries, m, nbits, say)
                 if round == 0:
                     quality_of["faiss", f"{m}x{nbits}"] = quality(keys, queries, decoded, exact, k)
             rows = queries @ keys.T
             say("top-k", "argpartition", median(3, lambda: [np.argpartition(row, args.n - k) for row in rows]) / 64)
             dense_attention(say)
-            cases = ",".join(f"{m}x{nbits}" for m, nbits in CASES)
+            cases = ",".join(f"{m}x{nbits}" for m, nbits in shapes)
             lines = subprocess.run([args.binary, folder, cases], check=True, capture_output=True, text=True).stdout
             for line in map(json.loads, lines.splitlines()):
                 ours.setdefault((line["case"], line["what"], line["path"]), []).append(line["seconds"])
             print(f"round {round + 1} of {args.rounds}", file=sys.stderr)
-        for m, nbits in CASES:
+        for m, nbits in shapes:
             decoded = np.fromfile(f"{folder}/decoded_{m}x{nbits}.f32", "<f4").reshape(-1, DIM)
             quality_of["ours", f"{m}x{nbits}"] = quality(keys, queries, decoded, exact, k)
-    write(args, peer, ours, quality_of)
+    write(args, shapes, peer, ours, quality_of)
 
 
 def cpu():
@@ -147,7 +152,7 @@ def duration(seconds):
     return f"{seconds * 1e6:.1f} us" if seconds < 1e-3 else f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
 
 
-def write(args, peer, ours, quality_of):
+def write(args, shapes, peer, ours, quality_of):
     commit = record.commit()
     out = [
         "# pq-core against its peers",
@@ -156,7 +161,9 @@ def write(args, peer, ours, quality_of):
         f" {args.rounds} rounds. faiss-cpu {faiss.__version__} (tuned, see the script), numpy {np.__version__}, torch"
         f" {torch.__version__}. Made by",
         "",
-        "    cargo build --release -p kv-benches && python benches/peers/pq.py target/release/pq_speed benches/results/pq.md",
+        "    cargo build --release -p kv-benches && python benches/peers/pq.py target/release/pq_speed"
+        f" {args.out}"
+        + " --attention" * args.attention,
         "",
         "A factor is the peer's time over ours. Times of a query contain its table; `u8` quantizes that table; faiss's scan"
         " is its search for the best one, since it does not return all scores.",
@@ -166,15 +173,15 @@ def write(args, peer, ours, quality_of):
     out += ["| what | shape | peer | " + " | ".join(f"pq-core {path}" for path in paths) + " |"]
     out += ["| --- " * (3 + len(paths)) + "|"]
 
-    def row(what, case, peer_key, our_what):
+    def row(what, case, peer_key, our_what, shown=paths):
         reference = statistics.median(peer[peer_key])
         cells = []
         for path in paths:
-            times = ours.get((case, our_what, path))
+            times = ours.get((case, our_what, path)) if path in shown else None
             cells.append("" if times is None else f"{duration(statistics.median(times))} ({reference / statistics.median(times):.1f}x)")
         out.append(f"| {what} | {case} | {duration(reference)} | " + " | ".join(cells) + " |")
 
-    names = [f"{m}x{nbits}" for m, nbits in CASES]
+    names = [f"{m}x{nbits}" for m, nbits in shapes]
     for case in names:
         row("train, 25 iterations", case, (case, "train"), "train")
     for case in names:
@@ -194,13 +201,26 @@ def write(args, peer, ours, quality_of):
     row("top n/10, against Rust select_nth_unstable", "top-k", ("top-k", "std"), "n/10")
     for group in (1, 4):
         name = f"8 kv heads, {group} queries each"
-        row(f"attention, {name}, against dense f32 in torch", "attention 64x8", ("attention 64x8", name), name)
-    out += ["", "Quality after 25 iterations:", "", "| shape | MSE / variance, faiss | pq-core | recall of top n/10, faiss | pq-core |", "| --- | --- | --- | --- | --- |"]
+        row(f"attention, {name}, against dense f32 in torch", "attention 64x8", ("dense", f"{group} queries"), name)
+    name = "8 kv heads, 4 queries each"
+    what = f"hybrid with 1 % exact rows, {name}, against"
+    row(f"{what} dense f32 in torch", "hybrid 16x8", ("dense", "4 queries"), name)
+    row(f"{what} torch's SDPA with enable_gqa", "hybrid 16x8", ("dense", "4 queries, enable_gqa"), name)
+    for path in paths:
+        peer["codes", path] = ours["attention 64x8", name, path]
+        row(f"{what} attention on (64, 8) codes on {path}", "hybrid 16x8", ("codes", path), name, [path])
+    if names:
+        out += quality_table(names, quality_of)
+    os.makedirs(os.path.dirname(args.out) or ".", exist_ok=True)
+    record.write(args.out, out, commit)
+
+
+def quality_table(names, quality_of):
+    out = ["", "Quality after 25 iterations:", "", "| shape | MSE / variance, faiss | pq-core | recall of top n/10, faiss | pq-core |", "| --- | --- | --- | --- | --- |"]
     for case in names:
         (a, b), (c, d) = quality_of["faiss", case], quality_of["ours", case]
         out.append(f"| {case} | {a:.5f} | {c:.5f} ({100 * (c / a - 1):+.2f} %) | {b:.4f} | {d:.4f} |")
-    os.makedirs(os.path.dirname(args.out) or ".", exist_ok=True)
-    record.write(args.out, out, commit)
+    return out
 
 
 main()

@@ -10,9 +10,11 @@ use std::path::Path;
 
 use kv_benches::{floats, median};
 use pq_core::{
-    Backend, CodebookBuf, CodedTokens, Codes, LutPrecision, PqShape, QuantizedLut, SoftmaxStats,
-    TrainOptions, attend_into_with, attend_scratch_len, decode_into, encode_into_with, lut_into_with,
-    scan_into_with, scan_quantized_into_with, top_k_into_with, train,
+    Attention, Backend, CodebookBuf, CodedTokens, Codes, ExactTokens, Hybrid, HybridScratch, LutPrecision,
+    PqShape, QuantizedLut, RowBudget, Rows, SoftmaxStats, TrainOptions, attend_exact_into_with,
+    attend_into_with, attend_scratch_len, decode_into, encode_into_with, hybrid_attend_into_with,
+    hybrid_select_into_with, lut_into_with, normalize_all, scan_into_with, scan_quantized_into_with,
+    top_k_into_with, train,
 };
 
 const DIM: usize = 128;
@@ -23,7 +25,7 @@ fn report(case: &str, what: &str, backend: Backend, seconds: f64) {
 
 fn main() {
     let args: Vec<String> = std::env::args().collect();
-    let (folder, cases) = (Path::new(&args[1]), args[2].split(','));
+    let (folder, cases) = (Path::new(&args[1]), args[2].split(',').filter(|case| !case.is_empty()));
     let (keys, queries) =
         (floats(&folder.join("keys.f32")).unwrap(), floats(&folder.join("queries.f32")).unwrap());
     let n = keys.len() / DIM;
@@ -97,6 +99,7 @@ fn main() {
     }
     top_k(&keys, &queries, &backends);
     attention(&backends);
+    hybrid(&backends);
 }
 
 /// The widest range of a subspace's partial scores.
@@ -146,74 +149,182 @@ fn top_k(keys: &[f32], queries: &[f32], backends: &[Backend]) {
     assert_eq!(chosen, indices);
 }
 
-/// Attention on codes: 8 key/value heads of 32,768 tokens at (64, 8), one and four query heads each.
-fn attention(backends: &[Backend]) {
-    const HEADS: usize = 8;
-    const N: usize = 32_768;
-    let shape = PqShape::new(DIM, 64, 8).unwrap();
+/// The tokens of the attentions: key/value heads, and tokens of each.
+const HEADS: usize = 8;
+const N: usize = 32_768;
+
+/// Random codebooks, codes and queries of one shape.
+struct Coded {
+    shape: PqShape,
+    keys: CodebookBuf,
+    values: CodebookBuf,
+    bytes: Vec<u8>, // (HEADS, 2): keys, values
+}
+
+impl Coded {
+    fn random(m: usize, mut byte: impl FnMut() -> u8) -> Self {
+        let shape = PqShape::new(DIM, m, 8).unwrap();
+        let mut book = || {
+            let centroids: Vec<f32> =
+                (0..shape.codebook_len()).map(|_| f32::from(byte()) / 128.0 - 1.0).collect();
+            CodebookBuf::new(shape, &centroids).unwrap()
+        };
+        let (keys, values) = (book(), book());
+        let bytes = (0..2 * HEADS * shape.codes_len(N)).map(|_| byte()).collect();
+        Self { shape, keys, values, bytes }
+    }
+
+    fn codes(&self, i: usize) -> Codes<'_> {
+        let len = self.shape.codes_len(N);
+        Codes::new(self.shape, N, &self.bytes[i * len..][..len]).unwrap()
+    }
+
+    fn tokens(&self, head: usize) -> CodedTokens<'_> {
+        CodedTokens::new(self.codes(2 * head), self.codes(2 * head + 1), self.values.view()).unwrap()
+    }
+
+    /// Decoded keys and values of a head (N, DIM).
+    fn decoded(&self, head: usize) -> [Vec<f32>; 2] {
+        let mut rows = [vec![0.0_f32; N * DIM], vec![0.0_f32; N * DIM]];
+        for (i, (rows, book)) in rows.iter_mut().zip([&self.keys, &self.values]).enumerate() {
+            decode_into(&book.view(), &self.codes(2 * head + i), 0, rows).unwrap();
+        }
+        rows
+    }
+}
+
+/// Random bytes.
+fn bytes() -> impl FnMut() -> u8 {
     let mut state = 1_u64;
-    let mut byte = || {
+    move || {
         state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         (state >> 56) as u8
-    };
-    let centroids: Vec<f32> =
-        (0..2 * shape.codebook_len()).map(|_| f32::from(byte()) / 128.0 - 1.0).collect();
-    let keys = CodebookBuf::new(shape, &centroids[..shape.codebook_len()]).unwrap();
-    let values = CodebookBuf::new(shape, &centroids[shape.codebook_len()..]).unwrap();
-    let codes: Vec<u8> = (0..2 * HEADS * shape.codes_len(N)).map(|_| byte()).collect();
-    let codes: Vec<Codes<'_>> =
-        codes.chunks_exact(shape.codes_len(N)).map(|bytes| Codes::new(shape, N, bytes).unwrap()).collect();
+    }
+}
+
+fn random_queries(group: usize, mut byte: impl FnMut() -> u8) -> Vec<f32> {
+    (0..group * DIM).map(|_| f32::from(byte()) / 1024.0 - 0.125).collect()
+}
+
+/// Attention on codes at (64, 8), one and four query heads for each key/value head.
+fn attention(backends: &[Backend]) {
+    let mut byte = bytes();
+    let coded = Coded::random(64, &mut byte);
     for group in [1, 4] {
-        let queries: Vec<f32> = (0..group * DIM).map(|_| f32::from(byte()) / 1024.0 - 0.125).collect();
-        let mut luts = vec![0.0; group * shape.lut_len()];
-        let mut scratch = vec![0.0; attend_scratch_len(shape, group)];
+        let queries = random_queries(group, &mut byte);
+        let mut luts = vec![0.0; group * coded.shape.lut_len()];
+        let mut scratch = vec![0.0; attend_scratch_len(coded.shape, group)];
         let (mut out, mut stats) = (vec![0.0; group * DIM], vec![SoftmaxStats::EMPTY; group]);
         for &backend in backends {
             let mut attend = |head: usize| {
-                let tokens = CodedTokens::new(codes[2 * head], codes[2 * head + 1], values.view()).unwrap();
+                let tokens = coded.tokens(head);
                 out.fill(0.0);
                 stats.fill(SoftmaxStats::EMPTY);
-                let luts = lut_into_with(backend, &keys.view(), &queries, &mut luts).unwrap();
+                let luts = lut_into_with(backend, &coded.keys.view(), &queries, &mut luts).unwrap();
                 attend_into_with(backend, &luts, &tokens, &mut scratch, &mut out, &mut stats).unwrap();
-                out.iter()
-                    .zip(stats.iter().flat_map(|stats| [stats.sum; DIM]))
-                    .map(|(x, sum)| x / sum)
-                    .collect::<Vec<f32>>()
+                normalize_all(&stats, &mut out).unwrap();
+                out.clone()
             };
-            let expected = attention_of_decoded(&queries, &keys, &codes[0], &values, &codes[1]);
-            for (x, y) in attend(0).iter().zip(&expected) {
-                assert!((f64::from(*x) - y).abs() < 1e-4, "{x} {y}");
-            }
+            assert_close(&attend(0), &attention_in_f64(&queries, &coded.decoded(0)));
             let seconds = median(7, || (0..HEADS).for_each(|head| drop(attend(head))));
             report("attention 64x8", &format!("8 kv heads, {group} queries each"), backend, seconds);
         }
     }
 }
 
-/// The same attention in f64 on decoded keys and values.
-fn attention_of_decoded(
-    queries: &[f32],
-    keys: &CodebookBuf,
-    key_codes: &Codes<'_>,
-    values: &CodebookBuf,
-    value_codes: &Codes<'_>,
-) -> Vec<f64> {
-    let n = key_codes.n();
-    let (mut k, mut v) = (vec![0.0_f32; n * DIM], vec![0.0_f32; n * DIM]);
-    decode_into(&keys.view(), key_codes, 0, &mut k).unwrap();
-    decode_into(&values.view(), value_codes, 0, &mut v).unwrap();
+/// A step of hybrid attention at (16, 8), which reads the exact rows of 1 % of the tokens. All scores are of
+/// one magnitude, so that no token's weight vanishes.
+fn hybrid(backends: &[Backend]) {
+    const GROUP: usize = 4;
+    let mut byte = bytes();
+    let coded = Coded::random(16, &mut byte);
+    let queries = random_queries(GROUP, &mut byte);
+    // Exact rows differ from the codes by up to half a centroid's component.
+    let mut exact: Vec<[Vec<f32>; 2]> = (0..HEADS).map(|head| coded.decoded(head)).collect();
+    for x in exact.iter_mut().flatten().flatten() {
+        *x += f32::from(byte()) / 256.0 - 0.5;
+    }
+    let parameters = Hybrid { rows: RowBudget::Share(0.01), ..Hybrid::default() };
+    let mut luts = vec![0.0; GROUP * coded.shape.lut_len()];
+    let mut floats = vec![0.0; HybridScratch::len(coded.shape, GROUP, N)];
+    let mut coded_stats = [SoftmaxStats::EMPTY; GROUP];
+    let mut scratch = HybridScratch::new(coded.shape, N, &mut floats, &mut coded_stats).unwrap();
+    let mut exact_scratch = vec![0.0; queries.len()];
+    let mut selected = vec![0; parameters.rows.most(N)];
+    let (mut out, mut stats) = (vec![0.0; GROUP * DIM], [SoftmaxStats::EMPTY; GROUP]);
+    for &backend in backends {
+        let mut attend = |head: usize, selected: &mut [u32]| {
+            let (tokens, [keys, values]) = (coded.tokens(head), &exact[head]);
+            out.fill(0.0);
+            stats.fill(SoftmaxStats::EMPTY);
+            let luts = lut_into_with(backend, &coded.keys.view(), &queries, &mut luts).unwrap();
+            let found = hybrid_select_into_with(backend, &luts, &tokens, &parameters, &mut scratch, selected)
+                .unwrap();
+            assert_eq!(found, selected.len());
+            hybrid_attend_into_with(backend, &tokens, selected, &mut scratch, &mut out, &mut stats).unwrap();
+            let rows = ExactTokens::contiguous(keys, DIM, values, DIM).unwrap().chosen(selected).unwrap();
+            let (attention, queries) = (Attention::default(), Rows::from(&queries[..]));
+            attend_exact_into_with(
+                backend,
+                &attention,
+                queries,
+                &rows,
+                &mut exact_scratch,
+                &mut out,
+                &mut stats,
+            )
+            .unwrap();
+            normalize_all(&stats, &mut out).unwrap();
+            out.clone()
+        };
+        let out = attend(0, &mut selected);
+        let mut mixed = coded.decoded(0);
+        assert_heaviest(&queries, &mixed[0], &selected);
+        for (mixed, exact) in mixed.iter_mut().zip(&exact[0]) {
+            for row in selected.iter().map(|&t| t as usize * DIM..(t as usize + 1) * DIM) {
+                mixed[row.clone()].copy_from_slice(&exact[row]);
+            }
+        }
+        assert_close(&out, &attention_in_f64(&queries, &mixed));
+        let seconds = median(7, || (0..HEADS).for_each(|head| drop(attend(head, &mut selected))));
+        report("hybrid 16x8", "8 kv heads, 4 queries each", backend, seconds);
+    }
+}
+
+/// Checks that no other token has a larger sum of softmax weights than a selected one.
+fn assert_heaviest(queries: &[f32], keys: &[f32], selected: &[u32]) {
+    let mut weights = vec![0.0; N];
+    for query in queries.chunks_exact(DIM) {
+        weights.iter_mut().zip(softmax_in_f64(query, keys)).for_each(|(sum, weight)| *sum += weight);
+    }
+    let least = selected.iter().map(|&t| weights[t as usize]).fold(f64::MAX, f64::min);
+    selected.iter().for_each(|&t| weights[t as usize] = 0.0);
+    let most_of_others = weights.into_iter().fold(0.0, f64::max);
+    assert!(least >= most_of_others * (1.0 - 1e-4), "{least} {most_of_others}");
+}
+
+fn assert_close(out: &[f32], expected: &[f64]) {
+    for (x, y) in out.iter().zip(expected) {
+        assert!((f64::from(*x) - y).abs() < 1e-4, "{x} {y}");
+    }
+}
+
+/// The softmax of a query's scores.
+fn softmax_in_f64(query: &[f32], keys: &[f32]) -> Vec<f64> {
+    let score = |key: &[f32]| key.iter().zip(query).map(|(&k, &q)| f64::from(k) * f64::from(q)).sum::<f64>();
+    let scores: Vec<f64> = keys.chunks_exact(DIM).map(score).collect();
+    let max = scores.iter().copied().fold(f64::MIN, f64::max);
+    let sum: f64 = scores.iter().map(|s| (s - max).exp()).sum();
+    scores.into_iter().map(|s| (s - max).exp() / sum).collect()
+}
+
+/// Attention on keys and values (N, DIM).
+fn attention_in_f64(queries: &[f32], [keys, values]: &[Vec<f32>; 2]) -> Vec<f64> {
     let mut out = vec![];
     for query in queries.chunks_exact(DIM) {
-        let score =
-            |key: &[f32]| key.iter().zip(query).map(|(&k, &q)| f64::from(k) * f64::from(q)).sum::<f64>();
-        let scores: Vec<f64> = k.chunks_exact(DIM).map(score).collect();
-        let max = scores.iter().copied().fold(f64::MIN, f64::max);
-        let sum: f64 = scores.iter().map(|s| (s - max).exp()).sum();
         let mut row = vec![0.0; DIM];
-        for (score, value) in scores.iter().zip(v.chunks_exact(DIM)) {
-            for (x, &v) in row.iter_mut().zip(value) {
-                *x += (score - max).exp() / sum * f64::from(v);
-            }
+        for (weight, value) in softmax_in_f64(query, keys).into_iter().zip(values.chunks_exact(DIM)) {
+            row.iter_mut().zip(value).for_each(|(x, &v)| *x += weight * f64::from(v));
         }
         out.extend(row);
     }
