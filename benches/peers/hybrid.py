@@ -7,7 +7,8 @@
 
 `rows` is the share of the tokens between sinks and window whose exact keys and values a step reads; methods that count sinks and
 window towards their share get as many rows. Bits are those that a sequence keeps on the device (codes, norms, exact sinks and
-window); top-k methods and hybrid hold all exact rows elsewhere, except oracle and sparq, which score by them. KL is to the dense
+window); top-k methods, retroinfer and hybrid hold all exact rows elsewhere, except oracle and sparq, which score by them. retroinfer
+reads whole clusters, so some rows more than its share; `estimate=1` estimates every cluster that it does not read. KL is to the dense
 cache, teacher-forced.
 """
 import argparse, datetime, json, math, os, subprocess, tempfile
@@ -44,6 +45,7 @@ def specs(dim, context):
     auto = [f"hybrid:{codes(dim, 8, 16)}:rows=auto:bound={bound}" for bound in BOUNDS]
     ratios = [(share * (context - EXACT) + EXACT) / context for share in SHARES]
     topk = [f"{name}:ratio={ratio:.5f}" for name in ("oracle", f"pqcache:code={dim // 8}x8", "sparq") for ratio in ratios]
+    topk += [f"retroinfer:rows={share}{more}" for more in ("", ":estimate=1") for share in SHARES]
     alone = [f"pqklt:{codes(dim, c, c)}" for c in (8, 4, (6, 4))] + ["int4:k=2:v=2", "int4:k=4:v=4"]
     return hybrid + auto + topk + alone
 
@@ -76,7 +78,7 @@ def section(out, kv, name, model, text, dim, context, decode):
 
 
 WIDTH, HEIGHT, LEFT, BOTTOM = 760, 430, 70, 50
-COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#7f7f7f", "#9467bd")
+COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#7f7f7f", "#9467bd", "#8c564b")
 
 
 def picture(path, title, rows, dim):
@@ -86,6 +88,7 @@ def picture(path, title, rows, dim):
               and not any(word in row["setting"] for word in ("norms", "offloaded", "refine"))] for k, v, _ in GRID}
     series |= {label: [row for row in rows if row["name"] == name] for name, label in
                (("oracle", "exact top-k, no others"), ("pqcache", "PQCache"), ("sparq", "SparQ"))}
+    series["RetroInfer"] = [row for row in rows if row["name"] == "retroinfer" and "estimate=1:" not in row["setting"]]
     points = {label: sorted((r["fetched_rows_per_step"], r["kl"]) for r in found if r["fetched_rows_per_step"] > 0)
               for label, found in series.items()}
     everything = [point for found in points.values() for point in found]
