@@ -7,6 +7,8 @@ mod support {
     pub mod kv;
 }
 
+use std::io::{Read, Write};
+use std::net::TcpListener;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, LazyLock};
 
@@ -17,13 +19,13 @@ use kv_reference::forward::{Decoder, prefill};
 use kv_reference::method::Method;
 use kv_reference::model::{Model, Rope};
 use kv_reference::store::{
-    FillOptions, Filled, Grid, KvStore, Options, ProfileId, PromptStore, Space, decode_chunk,
-    sweep_unfinished,
+    Calculated, Check, FillOptions, Filled, Grid, KvStore, Options, ProfileId, PromptStore, Space,
+    decode_chunk, sweep_unfinished,
 };
 use kv_reference::stream::encoded::levels;
 use kv_reference::stream::speeds::Speeds;
 use kv_reference::stream::{self, Choice, Outcome};
-use support::kv::{kv, refused, run};
+use support::kv::{kv, one_line, refused, run};
 
 const GRID: Grid = Grid { chunk: 60, tail: 20 };
 
@@ -86,7 +88,11 @@ impl Setup {
     }
 
     fn put(&self, store: &KvStore, tokens: &[u32]) -> usize {
-        self.over(store).calculate(&self.model, &self.rope, tokens, |_, _| ()).unwrap()
+        self.repair(store, tokens, Check::Length).stored
+    }
+
+    fn repair(&self, store: &KvStore, tokens: &[u32], check: Check) -> Calculated {
+        self.over(store).calculate(&self.model, &self.rope, tokens, check, |_, _| ()).unwrap()
     }
 }
 
@@ -181,19 +187,7 @@ fn damage_costs_time_and_is_mended() {
     SETUP.put(&store, prompt);
     let (whole, tokens) = SETUP.generate(&store, prompt, false, &LEVEL[0]);
     assert_eq!((whole.prefix, whole.damaged().count()), (180, 0));
-    let second = SETUP.space.chunks(prompt)[1].id.to_string();
-    let frames: Vec<PathBuf> = files(folder.path())
-        .into_iter()
-        .filter(|path| {
-            let path = path.to_string_lossy();
-            path.contains("/data/") && path.contains(&second)
-        })
-        .collect();
-    let [frames] = &frames[..] else { panic!("{frames:?}") };
-    let mut object = std::fs::read(frames).unwrap();
-    let middle = object.len() / 3;
-    object[middle] ^= 1;
-    std::fs::write(frames, object).unwrap();
+    flip(&frames(folder.path(), prompt, 1));
     let (damaged, same) = SETUP.generate(&store, prompt, false, &LEVEL[0]);
     assert!(damaged.prefix == 180 && damaged.damaged().eq([1]));
     assert!(bytes(&damaged) > bytes(&whole) / 2);
@@ -203,6 +197,54 @@ fn damage_costs_time_and_is_mended() {
     let (mended, same) = SETUP.generate(&store, prompt, false, &LEVEL[0]);
     assert_eq!((mended.prefix, mended.damaged().count()), (180, 0));
     assert!(kl(&whole, &mended) < 1e-4 && tokens == same);
+}
+
+/// Storing a context again repairs what is wrong with its frames: what is lost or cut in any case, wrong bits
+/// when the frames are read.
+#[test]
+fn what_is_stored_again_is_repaired() {
+    let folder = tempfile::tempdir().unwrap();
+    let store = KvStore::open(folder.path().to_str().unwrap(), quick()).unwrap();
+    let prompt = &SETUP.tokens[..190];
+    assert_eq!(SETUP.put(&store, prompt), 3);
+    let (whole, _) = SETUP.generate(&store, prompt, false, &LEVEL[0]);
+    let calculated = |stored, repaired| Calculated { stored, repaired };
+    let wrong = || {
+        std::fs::remove_file(frames(folder.path(), prompt, 0)).unwrap();
+        let cut = std::fs::File::options().write(true).open(frames(folder.path(), prompt, 2)).unwrap();
+        cut.set_len(1000).unwrap();
+    };
+    wrong();
+    assert_eq!(SETUP.generate(&store, prompt, false, &LEVEL[0]).0.damaged().collect::<Vec<_>>(), [0, 2]);
+    assert_eq!(SETUP.repair(&store, prompt, Check::Length), calculated(0, 2));
+    assert_eq!(SETUP.repair(&store, prompt, Check::Digests), calculated(0, 0));
+    flip(&frames(folder.path(), prompt, 1));
+    assert_eq!(SETUP.repair(&store, prompt, Check::Length), calculated(0, 0));
+    assert_eq!(SETUP.repair(&store, prompt, Check::Digests), calculated(0, 1));
+    // What is lost and what is new, at once; the second writer has nothing to do.
+    wrong();
+    assert_eq!(SETUP.repair(&store, &SETUP.tokens[..250], Check::Digests), calculated(1, 2));
+    assert_eq!(SETUP.repair(&store, &SETUP.tokens[..250], Check::Digests), calculated(0, 0));
+    let (mended, _) = SETUP.generate(&store, prompt, false, &LEVEL[0]);
+    assert!(mended.damaged().count() == 0 && mended.logits == whole.logits);
+}
+
+/// The file with the frames of a chunk that its manifest names.
+fn frames(folder: &Path, prompt: &[u32], chunk: usize) -> PathBuf {
+    let id = SETUP.space.chunks(prompt)[chunk].id.to_string();
+    let frames = files(folder).into_iter().filter(|path| {
+        let path = path.to_string_lossy();
+        path.contains("/data/") && path.contains(&id)
+    });
+    // Frames that were replaced remain as an orphan.
+    frames.max_by_key(|path| std::fs::metadata(path).unwrap().modified().unwrap()).unwrap()
+}
+
+fn flip(path: &Path) {
+    let mut object = std::fs::read(path).unwrap();
+    let middle = object.len() / 3;
+    object[middle] ^= 1;
+    std::fs::write(path, object).unwrap();
 }
 
 /// Calibration differs between machines in the last bits: the first profile is everybody's.
@@ -351,22 +393,72 @@ fn the_command_line_stores_and_loads() {
     let (third, err) = output(&[&generate[..], &adaptive].concat());
     assert!(first == third && err.contains(" tokens recomputed"), "{err}"); // in time
     let (put, _) = output(&["store", "put", &url, "--text", &text, "--json", &report]);
-    assert!(put.contains(" 0 of them new"), "{put}");
+    assert!(put.ends_with(": 0 new, 0 repaired\n"), "{put}");
     let (get, _) = output(&["store", "get", &url, "--text", &text, "--level", "1"]);
     assert!(get.contains(" tokens in ") && !get.contains(" 0 chunks"), "{get}");
     let inspect = |args: &[&str]| String::from_utf8(run("kv", kv(args)).stdout).unwrap();
     let listed = inspect(&["store", "ls", &url]);
-    assert!(listed.contains(" 1 beginnings, ") && listed.ends_with("; 0 damaged\n"), "{listed}");
-    let space = listed.split(' ').next().unwrap();
+    let rows: Vec<Vec<&str>> = listed.lines().map(|line| line.split_whitespace().collect()).collect();
+    let [header, row] = &rows[..] else { panic!("{listed}") };
+    assert!(header.starts_with(&["space", "beginnings", "chunks", "tokens"]), "{listed}");
+    assert!(row[1] == "1" && row.last() == Some(&"0"), "{listed}");
+    let space = row[0];
     assert_eq!(inspect(&["store", "rm", &url, space]), format!("{space} deleted\n"));
     assert_eq!(inspect(&["store", "ls", &url]), "");
 }
 
+/// A server that answers every request alike, for as long as the process runs. Returns its port.
+fn server(status: &'static str, code: &'static str) -> u16 {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = listener.local_addr().unwrap().port();
+    std::thread::spawn(move || {
+        for stream in listener.incoming() {
+            let mut stream = stream.unwrap();
+            let body = format!(
+                "<?xml version=\"1.0\"?>\n<Error>\n<Code>{code}</Code><Message>As you see</Message></Error>\n"
+            );
+            // Requests of these tests have no body, or a body whose rest may stay unread.
+            let _ = stream.read(&mut [0; 65536]);
+            let length = format!("Content-Length: {}\r\nConnection: close", body.len());
+            let _ = write!(stream, "HTTP/1.1 {status}\r\n{length}\r\n\r\n{body}");
+        }
+    });
+    port
+}
+
+#[test]
+fn what_a_server_says_is_one_line() {
+    let dead = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port(); // closed again
+    let ls = |port: u16| {
+        let mut command = kv(&["store", "ls", "s3://caches/eu"]);
+        command.env("AWS_ENDPOINT", format!("http://127.0.0.1:{port}")).env("AWS_ALLOW_HTTP", "true");
+        command
+            .env("AWS_ACCESS_KEY_ID", "a")
+            .env("AWS_SECRET_ACCESS_KEY", "b")
+            .env("AWS_REGION", "us-east-1");
+        command
+    };
+    for (case, port, what) in [
+        ("dead", dead, "Connection refused"),
+        ("403", server("403 Forbidden", "AccessDenied"), "403 Forbidden (AccessDenied: As you see)"),
+        ("bucket", server("404 Not Found", "NoSuchBucket"), "404 Not Found (NoSuchBucket: As you see)"),
+    ] {
+        let output = run(case, ls(port));
+        one_line(case, &output, 2, what);
+        let line = String::from_utf8(output.stderr).unwrap();
+        let request = format!("kv: store: GET http://127.0.0.1:{port}/caches: ");
+        assert!(line.starts_with(&request) && line.len() < 200 && !line.contains('<'), "{line}");
+    }
+}
+
 #[test]
 fn wrong_stores_are_refused_in_one_line() {
-    for (url, what) in
-        [("s3:///nowhere", "s3:///nowhere"), ("tape://x/y", "tape://x/y"), ("/dev/null/x", "/dev/null/x")]
-    {
+    for (url, what) in [
+        ("s3:///nowhere", "s3:///nowhere: "),
+        ("tape://x/y", "tape://x/y: "),
+        ("/dev/null/x", "/dev/null/x: "),
+        ("file://host/x", "file://host/x: is no path"),
+    ] {
         let args = ["store", "get", url, "--tokens", "10"];
         refused(url, &args, what);
     }
@@ -379,6 +471,7 @@ fn wrong_stores_are_refused_in_one_line() {
     }
     assert!(!missing.exists());
     refused("empty", &["store", "get", url, "--tokens", "10"], "holds nothing");
+    refused("tokens", &["store", "get", url, "--tokens", "999999"], "--tokens 999999: the text has ");
     let levels = ["cachegen:bits=3"; 17].join(",");
     refused("many levels", &["store", "put", url, "--kv-levels", &levels], "17 levels");
     refused("levels", &["store", "get", url, "--kv-levels", "dense"], "no bitstream");

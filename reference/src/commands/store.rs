@@ -15,7 +15,9 @@ use kv_reference::compare::calibrated;
 use kv_reference::forward::Decoder;
 use kv_reference::method::Method;
 use kv_reference::model::{Model, Rope};
-use kv_reference::store::{self, FillOptions, Grid, KvStore, Options, ProfileId, PromptStore, Space};
+use kv_reference::store::{
+    self, Calculated, Check, FillOptions, Grid, KvStore, Options, ProfileId, PromptStore, Space,
+};
 use kv_reference::stream::encoded::{EncodedContext, SINKS, levels};
 use kv_reference::stream::speeds::Speeds;
 use kv_reference::stream::{self, Choice, Outcome, Trace};
@@ -23,7 +25,7 @@ use kv_reference::{Error, Profile, Result};
 use serde::Serialize;
 
 use super::stream::{RESERVE, choice, first_level};
-use super::{Files, JsonArgs, ModelArgs, Stdout, TextArgs, load_profile, print_error, progress};
+use super::{Files, JsonArgs, ModelArgs, Stdout, TextArgs, count, load_profile, print_error, progress};
 
 /// Levels of every chunk unless others are asked for.
 const LEVELS: &str = "cachegen:bits=4,cachegen:bits=3,cachegen:bits=2";
@@ -226,13 +228,13 @@ impl PromptLoader {
             loaded.fold((0, 0), |(tokens, bytes), event| (tokens + event.tokens, bytes + event.bytes));
         let seconds = filled.trace.as_ref().map_or(0.0, Trace::seconds);
         print_error(format_args!(
-            "kv: {tokens} of {} tokens loaded ({}), a prefix of {} in {seconds:.3} s{}{}, {} chunks stored\n",
-            prompt.len(),
+            "kv: {tokens} of {} loaded ({}), a prefix of {} in {seconds:.3} s{}{}, {} stored\n",
+            count(prompt.len(), "token"),
             HumanBytes(bytes),
             filled.prefix,
             if self.slo > 0.0 && seconds > self.slo { " (late)" } else { "" },
             filled.trace.as_ref().map(recomputed).unwrap_or_default(),
-            filled.stored
+            count(filled.stored, "chunk")
         ));
         if let Some(e) = &filled.store_error {
             print_error(format_args!("kv: {e}\n"));
@@ -255,7 +257,7 @@ fn recomputed(trace: &Trace) -> String {
     });
     match tokens {
         0 => String::new(),
-        tokens => format!(", {tokens} tokens recomputed{}", fault.unwrap_or_default()),
+        tokens => format!(", {} recomputed{}", count(tokens, "token"), fault.unwrap_or_default()),
     }
 }
 
@@ -278,7 +280,7 @@ fn shared_levels(
     let profile = store.profile(id, || {
         let rope = Rope::new(&model.config, model.config.max_seq_len.min(MOST_POSITIONS).max(n));
         let bar = progress();
-        bar.set_message(format!("calibrating {} levels on {n} tokens", methods.len()));
+        bar.set_message(format!("calibrating {} on {}", count(methods.len(), "level"), count(n, "token")));
         let profile = calibrated(model, &rope, tokens, methods).and_then(|p| levels(methods, model, &p));
         bar.finish_and_clear();
         profile
@@ -311,7 +313,20 @@ impl ContextArgs {
     fn open(&self, write: bool) -> Result<(std::sync::Arc<Model>, Vec<u32>, Option<OpenStore>)> {
         let model = self.model.load()?;
         let (_, mut tokens) = self.text.tokens(&model)?;
-        tokens.truncate(self.tokens.unwrap_or(usize::MAX).min(model.config.max_seq_len));
+        let most = model.config.max_seq_len;
+        match self.tokens {
+            Some(n) if n > tokens.len() => {
+                let text = count(tokens.len(), "token");
+                return Err(Error::Argument(format!("--tokens {n}: the text has {text}")));
+            }
+            Some(n) => model.check_context(n)?,
+            None if tokens.len() > most => print_error(format_args!(
+                "kv: the text has {}, of which the model takes the first {most}\n",
+                count(tokens.len(), "token")
+            )),
+            None => {}
+        }
+        tokens.truncate(self.tokens.unwrap_or(most));
         let store = OpenStore::new(&self.url, &model, self.profile.as_deref(), &self.levels, write)?;
         Ok((model, tokens, store))
     }
@@ -330,6 +345,10 @@ impl ContextArgs {
 pub struct Put {
     #[command(flatten)]
     context: ContextArgs,
+    /// Read what is stored and compare it with its digests, too. Without it frames that are lost or cut are
+    /// stored anew, and wrong bits in them are not seen
+    #[arg(long)]
+    verify: bool,
     #[command(flatten)]
     json: JsonArgs,
 }
@@ -339,6 +358,7 @@ struct PutReport {
     tokens: usize,
     chunks: usize,
     stored: usize,
+    repaired: usize,
 }
 
 impl Put {
@@ -350,16 +370,22 @@ impl Put {
         let end = chunks.last().map_or(0, |chunk| chunk.tokens.end);
         let rope = Rope::new(&model.config, end);
         let bar = progress();
-        bar.set_message(format!("computing {end} tokens"));
-        let stored = open.prompts().calculate(&model, &rope, &tokens, |i, n| {
+        bar.set_message(format!("computing {}", count(end, "token")));
+        let check = if self.verify { Check::Digests } else { Check::Length };
+        let done = |i, n| {
             bar.set_length(n as u64);
             bar.set_position(i as u64 + 1);
             bar.set_message("chunks stored");
-        })?;
+        };
+        let Calculated { stored, repaired } =
+            open.prompts().calculate(&model, &rope, &tokens, check, done)?;
         bar.finish_and_clear();
-        let n = chunks.len();
-        out.print(format_args!("{end} of {} tokens in {n} chunks, {stored} of them new\n", tokens.len()));
-        json.write_json(&PutReport { tokens: end, chunks: n, stored })
+        out.print(format_args!(
+            "{end} of {} in {}: {stored} new, {repaired} repaired\n",
+            count(tokens.len(), "token"),
+            count(chunks.len(), "chunk"),
+        ));
+        json.write_json(&PutReport { tokens: end, chunks: chunks.len(), stored, repaired })
     }
 }
 
@@ -413,9 +439,9 @@ impl Get {
         let (held, seconds) =
             (found.last().map_or(0, |chunk| chunk.key().tokens.end), start.elapsed().as_secs_f64());
         out.print(format_args!(
-            "{held} of {} tokens in {} chunks: {} in {seconds:.3} s\n",
-            tokens.len(),
-            found.len(),
+            "{held} of {} in {}: {} in {seconds:.3} s\n",
+            count(tokens.len(), "token"),
+            count(found.len(), "chunk"),
             HumanBytes(bytes)
         ));
         json.write_json(&GetReport { tokens: held, chunks: found.len(), bytes, seconds })

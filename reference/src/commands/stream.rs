@@ -20,7 +20,7 @@ use kv_reference::stream::{Choice, ChunkCost, Options, Trace, page, serve};
 use kv_reference::{Error, Profile, Result};
 use serde::Serialize;
 
-use super::{Files, JsonArgs, ModelArgs, Stdout, TextArgs, progress};
+use super::{Files, JsonArgs, ModelArgs, Stdout, TextArgs, count, progress};
 
 #[derive(Args)]
 pub struct Stream {
@@ -134,7 +134,7 @@ pub(super) fn choice(option: &str, text: &str, levels: usize, policy: StreamPoli
     let encoding = |text: &str| match text.trim() {
         "text" => Ok(Encoding::Text),
         level => level.parse().ok().filter(|&level| level < levels).map(Encoding::Level).ok_or_else(|| {
-            let levels = format!("one of {levels} levels from 0 on");
+            let levels = format!("one of {} from 0 on", count(levels, "level"));
             Error::Argument(format!("{option}: `{text}` is neither `text` nor {levels}"))
         }),
     };
@@ -283,7 +283,13 @@ impl Loaded {
             .map(|(i, level)| format!("level {i} has {:.2} bits a value", level.bits_per_value))
             .collect();
         vec![
-            format!("{} over {}, {} tokens: {}.", self.model, self.text, self.context, levels.join(", ")),
+            format!(
+                "{} over {}, {}: {}.",
+                self.model,
+                self.text,
+                count(self.context, "token"),
+                levels.join(", ")
+            ),
             format!(
                 "Loaded in {:.1} ms, the last byte arrived after {:.1} ms; \
                  {:.1} ms of decoding and recomputation; \
@@ -419,16 +425,15 @@ impl Simulated {
         times.sort_by(f64::total_cmp);
         let late = times.iter().filter(|&&seconds| seconds > self.slo).count();
         let mut notes = vec![format!(
-            "Simulated: {} requests of {} tokens; first token after {:.1} ms in the median of {} trials, \
-             {:.1} ms at most.",
-            self.requests,
-            self.tokens,
+            "Simulated: {} of {}; first token after {:.1} ms in the median of {}, {:.1} ms at most.",
+            count(self.requests, "request"),
+            count(self.tokens, "token"),
             1e3 * times[times.len() / 2],
-            times.len(),
+            count(times.len(), "trial"),
             1e3 * times[times.len() - 1]
         )];
         if self.slo > 0.0 {
-            notes.push(format!("{late} of {} trials took longer than {} s.", times.len(), self.slo));
+            notes.push(format!("{late} of {} took longer than {} s.", count(times.len(), "trial"), self.slo));
         }
         notes
     }

@@ -15,8 +15,8 @@ use tokio::sync::{oneshot, watch};
 use tokio::task::AbortHandle;
 
 use super::{
-    Arrival, AsyncStore, Choice, ChunkId, ChunkKey, Error, ListedChunk, Listing, Options, Orphan, ProfileId,
-    Put, Result, Space, StoreLink, StoredChunk,
+    Arrival, AsyncStore, Check, Choice, ChunkId, ChunkKey, Error, ListedChunk, Listing, Options, Orphan,
+    ProfileId, Put, Result, Space, StoreLink, StoredChunk,
 };
 use crate::stream::link::RealClock;
 
@@ -170,6 +170,14 @@ impl KvStore {
     /// As there; [`Error::Cancelled`].
     pub fn list(&self, space: ChunkId) -> Result<Listing> {
         self.wait(self.store.list(space))
+    }
+
+    /// The indices of damaged chunks: see [`AsyncStore::damaged`].
+    ///
+    /// # Errors
+    /// As there; [`Error::Cancelled`].
+    pub fn damaged(&self, space: &Space, chunks: &[StoredChunk], check: Check) -> Result<Vec<usize>> {
+        self.wait(self.store.damaged(space, chunks, check))
     }
 
     /// Verifies the frames of a chunk: see [`AsyncStore::verify`].

@@ -10,7 +10,7 @@ use tracing::{info, warn};
 
 use super::manifest::{DataId, MAX_MANIFEST, Manifest};
 use super::remote::Remote;
-use super::{ChunkId, ChunkKey, Error, Options, Result, Space};
+use super::{Check, ChunkId, ChunkKey, Error, Options, Result, Space};
 
 /// Caches in an object store, for callers that run tokio.
 ///
@@ -56,6 +56,8 @@ impl StoredChunk {
 pub enum Put {
     /// It is stored.
     Stored,
+    /// It was there, but its frames were lost or cut; it is stored anew.
+    Repaired,
     /// It was there, or another writer was first.
     Present,
 }
@@ -138,7 +140,8 @@ impl AsyncStore {
     /// The chunk before it must be stored, or a reader will not find this one.
     ///
     /// The frames are written first, the manifest last and only where there is none. When this returns, the
-    /// chunk can be read; before, no reader sees any of it.
+    /// chunk can be read; before, no reader sees any of it. A chunk whose frames are lost or cut is stored
+    /// anew; wrong bits in them are what [`Self::damaged`] finds and [`Self::replace_chunk`] mends.
     ///
     /// # Errors
     /// [`Error::Codec`] and [`Error::Argument`] for an object that is not the chunk's; [`Error::Backend`] and
@@ -146,8 +149,11 @@ impl AsyncStore {
     /// names: [`Listing::orphans`](super::Listing::orphans).
     pub async fn put_chunk(&self, space: &Space, key: &ChunkKey, object: Bytes) -> Result<Put> {
         let path = self.manifest_path(space.name(), key.id);
-        if self.stat(space, key.clone()).await?.is_some() {
-            return Ok(Put::Present);
+        if let Some(stored) = self.stat(space, key.clone()).await? {
+            if self.damaged(space, &[stored], Check::Length).await?.is_empty() {
+                return Ok(Put::Present);
+            }
+            return self.replace_chunk(space, key, object).await.map(|()| Put::Repaired);
         }
         let (manifest, bytes) = self.put_data(space, key, object).await?;
         if self.remote.put(&path, bytes.clone(), PutMode::Create).await? {

@@ -1,5 +1,7 @@
 use std::time::Duration;
 
+use super::said;
+
 /// What went wrong with a store.
 ///
 /// No error is a wrong answer: bytes that are not those which were written are refused, never returned.
@@ -15,7 +17,7 @@ pub enum Error {
         what: String,
     },
     /// The store refused a request, or the last of the attempts failed.
-    #[error("{path}: {source}")]
+    #[error("{}", said::line(path, source))]
     Backend {
         /// The object.
         path: String,
@@ -40,7 +42,7 @@ pub enum Error {
         path: String,
     },
     /// An object is shorter or longer than it must be.
-    #[error("{path}: {actual} bytes where there must be {expected}")]
+    #[error("{path}: is {actual} B long, where it must be {expected} B")]
     Length {
         /// The object.
         path: String,

@@ -1,4 +1,4 @@
-//! What a store holds, without the models that it holds it for: listing, verifying, removing.
+//! What a store holds, and whether it is sound: listing, checking, removing.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::AtomicU64;
@@ -7,8 +7,19 @@ use std::time::{Duration, SystemTime};
 use futures_util::{StreamExt, stream};
 use object_store::path::Path;
 
+use tracing::warn;
+
 use super::manifest::{MAX_MANIFEST, Manifest, digest};
-use super::{AsyncStore, ChunkId, Error, Result};
+use super::{AsyncStore, ChunkId, Error, Result, Space, StoredChunk};
+
+/// How the frames of a chunk are checked.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Check {
+    /// They are there, at their length: one small request a chunk.
+    Length,
+    /// They have their digests: they are read.
+    Digests,
+}
 
 /// What a space holds.
 #[derive(Debug, Default)]
@@ -132,13 +143,9 @@ impl AsyncStore {
                 Some(object) => Some(object.size),
                 None => remote.size(&path).await?, // written since the frames were listed
             };
-            match size {
-                Some(size) if size == manifest.data_len => listing.chunks.push(ListedChunk { manifest }),
-                Some(actual) => {
-                    let e = Error::Length { path: path.to_string(), expected: manifest.data_len, actual };
-                    listing.damaged.push((id, e));
-                }
-                None => listing.damaged.push((id, Error::Missing { path: path.to_string() })),
+            match check_len(&path, size, &manifest) {
+                Ok(()) => listing.chunks.push(ListedChunk { manifest }),
+                Err(e) => listing.damaged.push((id, e)),
             }
         }
         listing.orphans = others
@@ -154,8 +161,38 @@ impl AsyncStore {
     /// [`Error::Missing`], [`Error::Length`] and [`Error::Digest`] for frames that are not those which were
     /// written; [`Error::Backend`] and [`Error::Timeout`].
     pub async fn verify(&self, space: ChunkId, chunk: &ListedChunk) -> Result<()> {
-        let (remote, path) = (self.remote(), self.data_path(space, &chunk.manifest));
-        let pieces: Vec<_> = chunk.manifest.levels.iter().flat_map(|level| level.pieces()).collect();
+        self.check(space, &chunk.manifest, Check::Digests).await
+    }
+
+    /// The indices of the chunks whose frames are not those which were written, in order.
+    ///
+    /// # Errors
+    /// [`Error::Backend`] and [`Error::Timeout`].
+    pub async fn damaged(&self, space: &Space, chunks: &[StoredChunk], check: Check) -> Result<Vec<usize>> {
+        let manifests: Vec<Manifest> = chunks.iter().map(|chunk| chunk.manifest().clone()).collect();
+        let checks = stream::iter(manifests)
+            .map(async |manifest| self.check(space.name(), &manifest, check).await)
+            .buffered(self.remote().options().parallel.max(1));
+        let mut checks = std::pin::pin!(checks.enumerate());
+        let mut damaged = vec![];
+        while let Some((i, checked)) = checks.next().await {
+            match checked {
+                Err(e) if e.is_damage() => {
+                    warn!(error = %e, "the chunk is damaged");
+                    damaged.push(i);
+                }
+                checked => checked?,
+            }
+        }
+        Ok(damaged)
+    }
+
+    async fn check(&self, space: ChunkId, manifest: &Manifest, check: Check) -> Result<()> {
+        let (remote, path) = (self.remote(), self.data_path(space, manifest));
+        if check == Check::Length {
+            return check_len(&path, remote.size(&path).await?, manifest);
+        }
+        let pieces: Vec<_> = manifest.levels.iter().flat_map(|level| level.pieces()).collect();
         let mut checks = stream::iter(pieces)
             .map(|(range, expected)| {
                 let path = &path;
@@ -204,5 +241,14 @@ impl AsyncStore {
             deleted?;
         }
         Ok(())
+    }
+}
+
+/// Compares the size of the object with the frames, if it is there, with its manifest.
+fn check_len(path: &Path, size: Option<u64>, manifest: &Manifest) -> Result<()> {
+    match size {
+        Some(size) if size == manifest.data_len => Ok(()),
+        Some(actual) => Err(Error::Length { path: path.to_string(), expected: manifest.data_len, actual }),
+        None => Err(Error::Missing { path: path.to_string() }),
     }
 }

@@ -7,7 +7,7 @@ use std::time::Instant;
 use codec_core::Profile;
 use svd_core::SoftmaxStats;
 
-use super::{ChunkKey, Error, KvStore, LayerKv, Put, Space, StoredChunk, encode_chunk};
+use super::{Check, ChunkKey, Error, KvStore, LayerKv, Put, Space, StoredChunk, encode_chunk};
 use crate::Result;
 use crate::cache::{Footprint, KvCache};
 use crate::forward::{Decoder, prefill};
@@ -41,6 +41,15 @@ pub struct FillOptions {
     pub keep: bool,
 }
 
+/// What became of the chunks of a context.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Calculated {
+    /// Chunks that were not there, and are.
+    pub stored: usize,
+    /// Chunks that were damaged, and are stored anew.
+    pub repaired: usize,
+}
+
 /// What became of a prompt.
 #[derive(Debug, Default)]
 pub struct Filled {
@@ -65,9 +74,9 @@ impl Filled {
 }
 
 impl PromptStore<'_> {
-    /// Computes keys and values of a context exactly and stores the chunks that are not there (CacheGen's
-    /// `calculate_kv` and `store_kv`). Calls `done` with the index of each chunk and the number of all of
-    /// them. Returns how many were stored.
+    /// Computes keys and values of a context exactly and stores the chunks that are not there or that are
+    /// damaged, as far as `check` sees (CacheGen's `calculate_kv` and `store_kv`). Calls `done` with the index
+    /// of each of these chunks and the number of all.
     ///
     /// # Errors
     /// What [`prefill`] and the store return.
@@ -76,29 +85,50 @@ impl PromptStore<'_> {
         model: &Model,
         rope: &Rope,
         tokens: &[u32],
+        check: Check,
         mut done: impl FnMut(usize, usize),
-    ) -> Result<usize> {
+    ) -> Result<Calculated> {
         let keys = self.space.chunks(tokens);
-        let Some(end) = keys.last().map(|key| key.tokens.end) else { return Ok(0) };
-        let found = self.store.find(self.space, &tokens[..end])?;
-        let found = found.iter().zip(&keys).take_while(|(found, key)| found.key() == *key).count();
-        let mut stored = 0;
-        if found < keys.len() {
-            let first = keys[found].tokens.start;
-            let skipped = first * model.config.kv_dim();
-            let mut layers = vec![];
-            prefill(model, rope, &tokens[..end], &mut |_, activations| {
-                let (keys, values) = (activations.k[skipped..].to_vec(), activations.v[skipped..].to_vec());
-                layers.push(LayerKv { keys, values });
-                Ok(())
-            })?;
-            for (i, key) in keys.iter().enumerate().skip(found) {
-                let object = encode_chunk(self.profile, key, first, &layers)?;
-                stored += usize::from(self.store.put_chunk(self.space, key, object.into())? == Put::Stored);
-                done(i, keys.len());
+        let end = keys.last().map_or(0, |key| key.tokens.end);
+        let mut found = self.store.find(self.space, &tokens[..end])?;
+        let same = found.iter().zip(&keys).take_while(|(found, key)| found.key() == *key).count();
+        found.truncate(same);
+        let damaged = self.store.damaged(self.space, &found, check)?;
+        let wanted: Vec<usize> = damaged.iter().copied().chain(found.len()..keys.len()).collect();
+        let mut calculated = Calculated::default();
+        let (Some(&first), Some(&last)) = (wanted.first(), wanted.last()) else { return Ok(calculated) };
+        let (start, end) = (keys[first].tokens.start, keys[last].tokens.end);
+        let skipped = start * model.config.kv_dim();
+        let mut layers = vec![];
+        prefill(model, rope, &tokens[..end], &mut |_, activations| {
+            let (keys, values) = (activations.k[skipped..].to_vec(), activations.v[skipped..].to_vec());
+            layers.push(LayerKv { keys, values });
+            Ok(())
+        })?;
+        for i in wanted {
+            match self.store_chunk(&keys[i], damaged.contains(&i), start, &layers)? {
+                Put::Stored => calculated.stored += 1,
+                Put::Repaired => calculated.repaired += 1,
+                Put::Present => {}
             }
+            done(i, keys.len());
         }
-        Ok(stored)
+        Ok(calculated)
+    }
+
+    /// Encodes a chunk out of rows from position `first` on, and stores it, also over a damaged one.
+    fn store_chunk(
+        &self,
+        key: &ChunkKey,
+        damaged: bool,
+        first: usize,
+        layers: &[LayerKv],
+    ) -> super::Result<Put> {
+        let object = encode_chunk(self.profile, key, first, layers)?.into();
+        match damaged {
+            true => self.store.replace_chunk(self.space, key, object).map(|()| Put::Repaired),
+            false => self.store.put_chunk(self.space, key, object),
+        }
     }
 
     /// Fills an empty cache with a prompt (CacheGen's `generate_with_kv`, up to the first token): streams the
@@ -168,14 +198,8 @@ impl PromptStore<'_> {
             if index.is_some_and(|index| !damaged.contains(&index)) {
                 continue;
             }
-            let object = encode_chunk(self.profile, key, 0, layers)?.into();
-            filled.stored += match index {
-                Some(_) => {
-                    self.store.replace_chunk(self.space, key, object)?;
-                    1
-                }
-                None => usize::from(self.store.put_chunk(self.space, key, object)? == Put::Stored),
-            };
+            let put = self.store_chunk(key, index.is_some(), 0, layers)?;
+            filled.stored += usize::from(put != Put::Present);
         }
         Ok(())
     }

@@ -165,12 +165,12 @@ pub(super) fn decode(
     let found = (info.first_token, info.tokens, usize::from(info.level));
     if found != (tokens.start as u64, tokens.len(), level) {
         return Err(Error::Stream(format!(
-            "a frame of {} tokens from {} at level {}, not of {} from {} at level {level}",
-            info.tokens,
+            "a frame of {} + {} tokens at level {}, not of {} + {} at level {level}",
             info.first_token,
+            info.tokens,
             info.level,
+            tokens.start,
             tokens.len(),
-            tokens.start
         )));
     }
     let place = Place::nhd(info.heads, info.head_dim);

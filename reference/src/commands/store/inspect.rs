@@ -3,12 +3,13 @@
 use std::time::Duration;
 
 use clap::Args;
+use comfy_table::{CellAlignment, Table, presets};
 use indicatif::HumanBytes;
 use kv_reference::store::{ChunkId, KvStore, ListedChunk, Listing, Options, sweep_unfinished};
 use kv_reference::{Error, Result};
 use serde::Serialize;
 
-use super::super::{Files, JsonArgs, Stdout};
+use super::super::{Files, JsonArgs, Stdout, count};
 use super::transfer_bar;
 
 /// Which store.
@@ -61,18 +62,34 @@ impl SpaceReport {
             damaged: listing.damaged.iter().map(|(_, e)| e.to_string()).collect(),
         }
     }
+}
 
-    fn print(&self, out: &mut Stdout) {
-        let Self { space, contexts, chunks, tokens, bytes, orphans, orphan_bytes, damaged } = self;
-        out.print(format_args!(
-            "{space}  {contexts} beginnings, {chunks} chunks, {tokens} tokens, {}; {orphans} orphans, {}; \
-             {} damaged\n",
-            HumanBytes(*bytes),
-            HumanBytes(*orphan_bytes),
-            damaged.len()
-        ));
-        damaged.iter().for_each(|e| out.print(format_args!("  {e}\n")));
+const COLUMNS: [&str; 8] =
+    ["space", "beginnings", "chunks", "tokens", "size", "orphans", "their size", "damaged"];
+
+/// Prints a line for each space, then what is damaged.
+fn print(reports: &[SpaceReport], out: &mut Stdout) {
+    if reports.is_empty() {
+        return;
     }
+    let mut table = Table::new();
+    table.load_preset(presets::NOTHING).set_header(COLUMNS);
+    for report in reports {
+        table.add_row([
+            report.space.clone(),
+            report.contexts.to_string(),
+            report.chunks.to_string(),
+            report.tokens.to_string(),
+            HumanBytes(report.bytes).to_string(),
+            report.orphans.to_string(),
+            HumanBytes(report.orphan_bytes).to_string(),
+            report.damaged.len().to_string(),
+        ]);
+    }
+    table.column_iter_mut().skip(1).for_each(|column| column.set_cell_alignment(CellAlignment::Right));
+    out.print(format_args!("{}\n", table));
+    let damaged = reports.iter().flat_map(|report| &report.damaged);
+    damaged.for_each(|e| out.print(format_args!("damaged: {e}\n")));
 }
 
 impl Ls {
@@ -86,10 +103,9 @@ impl Ls {
             if listing.is_empty() {
                 continue;
             }
-            let report = SpaceReport::of(space, &listing);
-            report.print(out);
-            reports.push(report);
+            reports.push(SpaceReport::of(space, &listing));
         }
+        print(&reports, out);
         json.write_json(&reports)
     }
 }
@@ -127,14 +143,13 @@ impl Verify {
             }
             bar.finish_and_clear();
             listing.chunks = sound;
-            let report = SpaceReport::of(space, &listing);
-            report.print(out);
-            reports.push(report);
+            reports.push(SpaceReport::of(space, &listing));
             damaged += listing.damaged.len();
             if self.remove {
                 listing.damaged.iter().try_for_each(|(id, _)| store.delete(space, *id))?;
             }
         }
+        print(&reports, out);
         json.write_json(&reports)?;
         for id in store.damaged_profiles()? {
             // The caches of another profile have other names: removing it would not mend anything.
@@ -145,10 +160,13 @@ impl Verify {
         match damaged {
             0 => Ok(()),
             n if self.remove => {
-                out.print(format_args!("{n} damaged chunks removed\n"));
+                out.print(format_args!("{} removed\n", count(n, "damaged chunk")));
                 Ok(())
             }
-            n => Err(Error::Argument(format!("{n} damaged chunks: --remove deletes them"))),
+            n => Err(Error::Argument(format!(
+                "{}: --remove deletes what is damaged",
+                count(n, "damaged chunk")
+            ))),
         }
     }
 }
@@ -185,7 +203,7 @@ impl Rm {
             n += store.sweep(&store.list(space)?.orphans, age)?;
         }
         n += sweep_unfinished(&self.url.url, Duration::from_secs(u64::from(hours) * 3600))?;
-        out.print(format_args!("{n} orphans deleted\n"));
+        out.print(format_args!("{} deleted\n", count(n, "orphan")));
         Ok(())
     }
 }

@@ -1,0 +1,99 @@
+//! What an object store says of an error, as one line: the request, the status, the cause.
+
+use std::error::Error;
+
+/// Most characters of a cause.
+const LONGEST: usize = 200;
+
+/// One line about an error of `object_store` at `path`. Its own text has the whole answer of a server and the
+/// names of all layers that the error has passed.
+pub(super) fn line(path: &str, e: &object_store::Error) -> String {
+    let text = e.to_string();
+    // The errors of requests have no public type: "Error performing GET URL in 1ms - CAUSE".
+    let request = text.split("Error performing ").skip(1).find_map(|rest| {
+        let mut words = rest.split(' ');
+        let (method, url) = (words.next()?, words.next()?);
+        let is_method = !method.is_empty() && method.bytes().all(|byte| byte.is_ascii_uppercase());
+        is_method.then(|| format!("{method} {}", url.split('?').next().unwrap_or_default()))
+    });
+    match request {
+        Some(request) => format!("{}: {}", cut(&request), cut(&answer(&last(e)))),
+        None => format!("{path}: {}", cause(e)),
+    }
+}
+
+/// What an error says without the name of the store.
+pub(super) fn cause(e: &object_store::Error) -> String {
+    cut(&e.source().map_or_else(|| e.to_string(), ToString::to_string))
+}
+
+/// The first cause of an error.
+fn last(e: &object_store::Error) -> String {
+    let mut cause: &dyn Error = e;
+    while let Some(source) = cause.source() {
+        cause = source;
+    }
+    cause.to_string()
+}
+
+/// The status of a server's answer with its code and message out of the XML that S3 puts there; other causes
+/// as they are.
+fn answer(cause: &str) -> String {
+    let Some(answer) = cause.strip_prefix("Server returned non-2xx status code: ") else {
+        return cause.to_owned();
+    };
+    let (status, body) = answer.split_once(": ").unwrap_or((answer, ""));
+    let element = |name: &str| {
+        let (_, rest) = body.split_once(&format!("<{name}>"))?;
+        rest.split_once(&format!("</{name}>")).map(|(text, _)| text)
+    };
+    match (element("Code"), element("Message")) {
+        (Some(code), Some(message)) => format!("{status} ({code}: {message})"),
+        (Some(code), None) => format!("{status} ({code})"),
+        _ => format!("{status} {body}"),
+    }
+}
+
+/// Its first line, without control characters, of at most [`LONGEST`] characters.
+fn cut(text: &str) -> String {
+    let line = text.trim().lines().next().unwrap_or_default();
+    let mut chars = line.chars().map(|c| if c.is_control() { ' ' } else { c });
+    let mut shown: String = chars.by_ref().take(LONGEST).collect();
+    if chars.next().is_some() {
+        shown.push_str("...");
+    }
+    shown.trim_end().to_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn generic(what: &str) -> object_store::Error {
+        object_store::Error::Generic { store: "S3", source: what.into() }
+    }
+
+    #[test]
+    fn requests_have_their_url_and_status() {
+        let xml = "<?xml?>\n<Error><Code>AccessDenied</Code><Message>No.</Message></Error>";
+        let status = "Server returned non-2xx status code: 403 Forbidden";
+        assert_eq!(answer(&format!("{status}: {xml}")), "403 Forbidden (AccessDenied: No.)");
+        assert_eq!(answer(&format!("{status}: <Code>A</Code>")), "403 Forbidden (A)");
+        assert_eq!(cut(&answer(&format!("{status}: "))), "403 Forbidden");
+        assert_eq!(cut(&answer(&format!("{status}: go away\nnow"))), "403 Forbidden go away");
+        let refused = "Error performing list request: Error performing GET http://h:1/b?prefix=a in 1ms - no";
+        assert!(line("a", &generic(refused)).starts_with("GET http://h:1/b: "));
+    }
+
+    #[test]
+    fn whatever_is_said_is_one_short_line() {
+        assert_eq!(line("a/b", &generic("the disk is full")), "a/b: the disk is full");
+        for said in
+            ["", "\n", "Error performing ", "Error performing  \u{1b}[0m\n", &"\u{e9}".repeat(100_000)]
+        {
+            let line = line("a", &generic(said));
+            assert!(line.lines().count() == 1 && line.chars().count() < 500, "{line}");
+            assert!(!line.contains(char::is_control));
+        }
+    }
+}
