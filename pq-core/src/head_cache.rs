@@ -4,10 +4,9 @@ mod attend;
 
 use alloc::sync::Arc;
 
-use kv_attend::owner::{Moves, Reader, WindowRows, Writer};
+use kv_attend::owner::{ExactRows, Head, Reader, Writer};
 
-use crate::error::check_len;
-use crate::{Backend, Codes, CodesBuf, Element, Error, HeadBooks, Rows, Window};
+use crate::{Attention, Backend, Codes, CodesBuf, Element, Error, HeadBooks, Rows, SoftmaxStats, Window};
 
 /// What an append has encoded, for [`Drift`](crate::Drift).
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -18,6 +17,17 @@ pub struct Evicted {
     pub key_error: f64,
     /// Their values' summed squared error.
     pub value_error: f64,
+}
+
+/// What a layer has encoded, from what its heads have: a head's number of tokens, and the errors of all.
+impl FromIterator<Self> for Evicted {
+    fn from_iter<I: IntoIterator<Item = Self>>(heads: I) -> Self {
+        heads.into_iter().fold(Self::default(), |sum, head| Self {
+            tokens: head.tokens,
+            key_error: sum.key_error + head.key_error,
+            value_error: sum.value_error + head.value_error,
+        })
+    }
 }
 
 /// The keys and values of one head of one sequence: the first tokens (sinks) and the most recent ones exact,
@@ -51,9 +61,8 @@ pub struct Evicted {
 #[derive(Clone, Debug)]
 pub struct HeadCache<E> {
     books: Arc<HeadBooks>,
-    window: Window,
-    rows: [WindowRows<E>; 2], // keys, values
-    codes: [CodesBuf; 2],
+    exact: ExactRows<E>,
+    codes: [CodesBuf; 2], // keys, values
 }
 
 impl<E: Element> HeadCache<E> {
@@ -61,12 +70,8 @@ impl<E: Element> HeadCache<E> {
     #[must_use]
     pub fn new(books: Arc<HeadBooks>, window: Window) -> Self {
         let shapes = [books.keys().shape(), books.values().shape()];
-        Self {
-            books,
-            window,
-            rows: shapes.map(|shape| WindowRows::new(shape.dim())),
-            codes: shapes.map(CodesBuf::new),
-        }
+        let exact = ExactRows::new(shapes.map(|shape| shape.dim()), window);
+        Self { books, exact, codes: shapes.map(CodesBuf::new) }
     }
 
     /// Number of tokens.
@@ -84,7 +89,7 @@ impl<E: Element> HeadCache<E> {
     /// Number of sinks, exact tokens at the beginning.
     #[must_use]
     pub fn sinks(&self) -> usize {
-        self.rows[0].sinks().len() / self.rows[0].dim()
+        self.exact.sinks()
     }
 
     /// Number of tokens held as codes, which follow the sinks.
@@ -96,12 +101,7 @@ impl<E: Element> HeadCache<E> {
     /// Number of exact tokens at the end.
     #[must_use]
     pub fn recent(&self) -> usize {
-        self.rows[0].recent().len() / self.rows[0].dim()
-    }
-
-    /// Components of a key and of a value.
-    pub(crate) const fn dims(&self) -> [usize; 2] {
-        [self.rows[0].dim(), self.rows[1].dim()]
+        self.exact.recent()
     }
 
     /// The codebooks.
@@ -113,8 +113,7 @@ impl<E: Element> HeadCache<E> {
     /// Bytes of all tokens' rows and codes. The codebooks, which sequences share, are not among them.
     #[must_use]
     pub fn size(&self) -> usize {
-        let rows = self.rows.iter().map(WindowRows::size);
-        rows.sum::<usize>() + self.codes.iter().map(|codes| codes.view().size()).sum::<usize>()
+        self.exact.size() + self.codes.iter().map(|codes| codes.view().size()).sum::<usize>()
     }
 
     /// The codes of the keys and of the values, for a search or another operation on codes.
@@ -144,64 +143,95 @@ impl<E: Element> HeadCache<E> {
         values: Rows<'_, E>,
     ) -> Result<Evicted, Error> {
         backend.check()?;
-        check_len("values", values.rows(), keys.rows())?;
-        for (rows, held) in [(keys, &self.rows[0]), (values, &self.rows[1])] {
-            check_len("row", rows.components(), held.dim())?;
-        }
-        let moves = Moves::new(&self.window, self.len(), self.recent(), keys.rows());
-        let mut errors = [0.0; 2];
-        for (side, new) in [keys, values].into_iter().enumerate() {
-            let (rows, codes) = (&mut self.rows[side], &mut self.codes[side]);
-            let book = if side == 0 { self.books.keys() } else { self.books.values() };
-            rows.push(new, &moves, |rows| {
-                errors[side] += codes.append_rows_with(backend, &book, rows)?;
-                Ok::<_, Error>(())
-            })?;
-        }
-        Ok(Evicted { tokens: moves.evicted(), key_error: errors[0], value_error: errors[1] })
+        let (books, mut errors) = ([self.books.keys(), self.books.values()], [0.0; 2]);
+        let (coded, codes) = (self.coded(), &mut self.codes);
+        let tokens = self.exact.append(coded, [keys, values], |side, rows| {
+            errors[side] += codes[side].append_rows_with(backend, &books[side], rows)?;
+            Ok::<_, Error>(())
+        })?;
+        let [key_error, value_error] = errors;
+        Ok(Evicted { tokens, key_error, value_error })
     }
 
     /// Keeps the first `len` tokens: rejected drafts, or a prefix that another sequence shares. Codes stay
     /// codes: the window fills again from the next token on.
     pub fn truncate(&mut self, len: usize) {
-        let sinks = self.sinks().min(len);
-        let coded = self.coded().min(len - sinks);
-        let recent = self.recent().min(len - sinks - coded);
-        for (rows, codes) in self.rows.iter_mut().zip(&mut self.codes) {
-            rows.truncate(sinks, recent);
-            codes.truncate(coded);
-        }
+        let coded = self.exact.truncate(len, self.coded());
+        self.codes.iter_mut().for_each(|codes| codes.truncate(coded));
+    }
+}
+
+/// What [`LayerCache`](crate::LayerCache) asks of a head.
+impl<E: Element> Head for HeadCache<E> {
+    type Element = E;
+    type Shared = HeadBooks;
+    type Evicted = Evicted;
+    type Error = Error;
+    const NAME: &'static str = "a layer cache";
+    const MAGIC: [u8; 4] = *b"PQLC";
+    const VERSION: u32 = 1;
+
+    fn new(books: Arc<HeadBooks>, window: Window) -> Self {
+        Self::new(books, window)
     }
 
-    /// Writes everything but window, shapes and codebooks, which all heads of a layer share or are given
-    /// again.
-    pub(crate) fn write(&self, writer: &mut Writer) {
+    fn dims(&self) -> [usize; 2] {
+        self.exact.dims()
+    }
+
+    fn len(&self) -> usize {
+        self.len()
+    }
+
+    fn size(&self) -> usize {
+        self.size()
+    }
+
+    fn append_with(
+        &mut self,
+        backend: Backend,
+        keys: Rows<'_, E>,
+        values: Rows<'_, E>,
+    ) -> Result<Evicted, Error> {
+        self.append_with(backend, keys, values)
+    }
+
+    fn truncate(&mut self, len: usize) {
+        self.truncate(len);
+    }
+
+    fn scratch_len(&self, query_tokens: usize, group: usize) -> usize {
+        self.scratch_len(query_tokens, group)
+    }
+
+    fn attend_into_with<Q: Element>(
+        &self,
+        backend: Backend,
+        attention: &Attention,
+        queries: Rows<'_, Q>,
+        scratch: &mut [f32],
+        out: &mut [f32],
+        stats: &mut [SoftmaxStats],
+    ) -> Result<(), Error> {
+        self.attend_into_with(backend, attention, queries, scratch, out, stats)
+    }
+
+    fn write(&self, writer: &mut Writer) {
         writer.u64(self.books.id());
-        [self.sinks(), self.coded(), self.recent()].into_iter().for_each(|n| writer.usize(n));
-        for (rows, codes) in self.rows.iter().zip(&self.codes) {
-            rows.write(writer);
-            writer.bytes(codes.view().bytes());
-        }
+        self.exact.write(writer, self.coded(), |writer, side| writer.bytes(self.codes[side].view().bytes()));
     }
 
-    pub(crate) fn read(
-        reader: &mut Reader<'_>,
-        books: &Arc<HeadBooks>,
-        window: Window,
-    ) -> Result<Self, Error> {
+    fn read(reader: &mut Reader<'_>, books: &Arc<HeadBooks>, window: Window) -> Result<Self, Error> {
         if reader.u64()? != books.id() {
             return Err(Error::BadField { what: "codebook id" });
         }
-        let mut cache = Self::new(books.clone(), window);
-        let [sinks, coded, recent] = [reader.usize()?, reader.usize()?, reader.usize()?];
-        if !window.can_hold(sinks, coded, recent) {
-            return Err(Error::BadField { what: "number of tokens" });
-        }
-        for (rows, codes) in cache.rows.iter_mut().zip(&mut cache.codes) {
-            *rows = WindowRows::read(reader, rows.dim(), [sinks, recent])?;
-            let shape = codes.view().shape();
-            *codes = CodesBuf::from_packed(shape, coded, reader.bytes(shape.codes_len(coded))?.to_vec())?;
-        }
-        Ok(cache)
+        let Self { exact, mut codes, .. } = Self::new(books.clone(), window);
+        let exact = ExactRows::read(reader, exact.dims(), window, |reader, side, coded| {
+            let shape = codes[side].view().shape();
+            let bytes = reader.bytes(shape.codes_len(coded))?.to_vec();
+            codes[side] = CodesBuf::from_packed(shape, coded, bytes)?;
+            Ok::<_, Error>(())
+        })?;
+        Ok(Self { books: books.clone(), exact, codes })
     }
 }

@@ -89,7 +89,12 @@ pub use kv_attend::{
     attend_exact_into, attend_exact_into_with, attend_exact_scratch_len, normalize_all,
 };
 #[cfg(feature = "alloc")]
-pub use layer_cache::{LayerCache, Workspace, attend_batch_into, attend_batch_into_with};
+pub use kv_attend::{
+    Workspace,
+    owner::{attend_batch_into, attend_batch_into_with},
+};
+#[cfg(feature = "alloc")]
+pub use layer_cache::LayerCache;
 pub use lut::{Lut, LutPrecision, Luts, QuantizedLut, lut_into, lut_into_with};
 pub use mips::{Rerank, Search, SearchScratch, rerank_into, rerank_into_with, search_into, search_into_with};
 pub use norm::{decode_norm, divide_by_norms, encode_norm};

@@ -334,9 +334,9 @@ fn arguments_that_do_not_fit_change_nothing() {
     );
     // No sequences have no outputs.
     let none = Rows::contiguous(&keys[..0], HEADS * DIM).unwrap();
-    assert_eq!(attend_batch_into::<f32, f32>(&[], &one, none, &mut workspace, &mut []), Ok(()));
+    assert_eq!(attend_batch_into::<HeadCache<f32>, f32>(&[], &one, none, &mut workspace, &mut []), Ok(()));
     assert!(matches!(
-        attend_batch_into::<f32, f32>(&[], &one, none, &mut workspace, &mut out),
+        attend_batch_into::<HeadCache<f32>, f32>(&[], &one, none, &mut workspace, &mut out),
         Err(Error::Length { what: "out", .. })
     ));
     assert_eq!(out, [7.0; HEADS * DIM_V]);

@@ -1,11 +1,11 @@
 //! What an engine adds to its loop: calibrated maps when the model is loaded, after the prompt one
-//! `LayerCache` per layer, then an append and an attend per layer and token. Prints how far the result is
+//! `LowRankLayerCache` per layer, then an append and an attend per layer and token. Prints how far the result is
 //! from exact attention at several budgets.
 
 use std::sync::Arc;
 
 use svd_core::{
-    Attention, Budget, Error, ExactTokens, HeadMaps, LayerCache, LayerCalibration, Rows, SoftmaxStats,
+    Attention, Budget, Error, ExactTokens, HeadMaps, LayerCalibration, LowRankLayerCache, Rows, SoftmaxStats,
     Window, Workspace, attend_exact_into, attend_exact_scratch_len, normalize_all,
 };
 
@@ -29,13 +29,13 @@ fn calibrate(text: &Text, bytes: usize) -> Result<Vec<Arc<HeadMaps>>, Error> {
 
 /// A decode step in one layer: caches the new token, and attends to all tokens.
 fn step(
-    cache: &mut LayerCache<f32>,
+    cache: &mut LowRankLayerCache<f32>,
     [query, key, value]: [&[f32]; 3],
     workspace: &mut Workspace,
 ) -> Result<Vec<f32>, Error> {
     cache.append(Rows::from(key), Rows::from(value))?;
     let mut out = vec![0.0; query.len()];
-    cache.attend_into(&Attention::scaled(SCALE), query, workspace, &mut out)?;
+    cache.attend_into(&Attention::scaled(SCALE), Rows::from(query), workspace, &mut out)?;
     Ok(out)
 }
 
@@ -46,7 +46,7 @@ fn main() -> Result<(), Error> {
     let (keys, values) = (Rows::contiguous(&k, HEADS * DIM)?, Rows::contiguous(&v, HEADS * DIM)?);
     for bytes in [512, 384, 256, 128] {
         let maps = calibrate(&Text(2), bytes)?;
-        let mut cache = LayerCache::new(&maps, Window { sinks: 4, recent: 64, batch: 1 })?;
+        let mut cache = LowRankLayerCache::new(&maps, Window { sinks: 4, recent: 64, batch: 1 })?;
         cache.append(keys, values)?;
         let (mut error, mut size) = (0.0, 0.0);
         for t in prompt..prompt + steps {

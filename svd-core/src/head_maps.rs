@@ -179,6 +179,12 @@ impl HeadMaps {
         self.id
     }
 
+    /// The reductions of the keys and of the values.
+    pub(crate) const fn sides(&self) -> [&Reduction; 2] {
+        [&self.keys, &self.values]
+    }
+
+    /// Components of a key and of a value.
     pub(crate) const fn dims(&self) -> [usize; 2] {
         [self.keys.dim, self.values.dim]
     }

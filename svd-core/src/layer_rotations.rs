@@ -48,7 +48,7 @@ use crate::{Budget, Element, Error, HeadMaps, Reduction, Rotation, Rows, RowsMut
 ///
 /// # Examples
 /// ```
-/// use svd_core::{Budget, LayerCalibration, LayerCache, Rows, RowsMut, Window};
+/// use svd_core::{Budget, LayerCalibration, LowRankLayerCache, Rows, RowsMut, Window};
 /// # let noise = |i: usize| ((i * 2_654_435_761) % 1009) as f32 / 504.0 - 1.0;
 /// # let tensor = |seed: usize, n: usize, heads: usize, dim: usize| -> Vec<f32> {
 /// #     (0..n * heads * dim).map(|i| noise(seed + i) * 0.8_f32.powi((i % dim) as i32)).collect()
@@ -70,7 +70,7 @@ use crate::{Budget, Element, Error, HeadMaps, Reduction, Rotation, Rows, RowsMut
 /// // For any budget, here three quarters: each head's ranks of keys and of values.
 /// let ranks = rotations.ranks(0.25, Budget::Fraction(0.75), 1)?;
 /// let maps = rotations.folded_maps(&ranks)?;
-/// let cache = LayerCache::<half::f16>::new(&maps, Window { sinks: 4, recent: 64, batch: 1 })?;
+/// let cache = LowRankLayerCache::<half::f16>::new(&maps, Window { sinks: 4, recent: 64, batch: 1 })?;
 /// assert_eq!(cache.heads()[1].maps().values().rank(), ranks[1][1]);
 /// # Ok::<(), svd_core::Error>(())
 /// ```
@@ -137,7 +137,7 @@ impl LayerRotations {
         Ok(ranks.as_chunks().0.to_vec())
     }
 
-    /// The maps of a [`LayerCache`](crate::LayerCache) at these ranks, for a model whose weights stay as they
+    /// The maps of a [`LowRankLayerCache`](crate::LowRankLayerCache) at these ranks, for a model whose weights stay as they
     /// are.
     ///
     /// # Errors

@@ -45,17 +45,20 @@ pub use error::Error;
 #[cfg(feature = "alloc")]
 pub use gram::{Gram, NoRope, PostRope, PreRope, RopeSide};
 #[cfg(feature = "alloc")]
-pub use head_cache::HeadCache;
+pub use head_cache::LowRankHeadCache;
 #[cfg(feature = "alloc")]
 pub use head_maps::{HeadMaps, Reduction};
-#[cfg(feature = "alloc")]
-pub use kv_attend::Workspace;
 pub use kv_attend::{
     Attention, Backend, Element, Error as AttendError, ExactTokens, Rows, RowsMut, SoftmaxStats, Window,
     attend_exact_into, attend_exact_into_with, attend_exact_scratch_len, normalize_all,
 };
 #[cfg(feature = "alloc")]
-pub use layer_cache::{LayerCache, attend_batch_into, attend_batch_into_with};
+pub use kv_attend::{
+    Workspace,
+    owner::{attend_batch_into, attend_batch_into_with},
+};
+#[cfg(feature = "alloc")]
+pub use layer_cache::LowRankLayerCache;
 #[cfg(feature = "alloc")]
 pub use layer_rotations::LayerRotations;
 pub use map::Map;

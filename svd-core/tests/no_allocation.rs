@@ -65,14 +65,15 @@ fn an_owned_head_attends_without_allocating() {
     let rotation = Rotation::score_optimal(&gram, &gram).unwrap();
     let maps = [40, 24].map(|rank| Reduction::projected(&rotation, rank).unwrap());
     let [keys, values] = maps;
-    let mut head = HeadCache::new(HeadMaps::new(keys, values).into(), window);
+    let mut head = LowRankHeadCache::new(HeadMaps::new(keys, values).into(), window);
     head.append(rows, rows).unwrap();
     let queries = vec![0.5_f32; group * dim];
-    let mut scratch = vec![0.0; head.scratch_len(group)];
+    let queries = Rows::from(&queries[..]);
+    let mut scratch = vec![0.0; head.scratch_len(1, group)];
     let (mut out, mut stats) = (vec![0.0; group * dim], vec![SoftmaxStats::EMPTY; group]);
     for backend in Backend::ALL.into_iter().filter(|backend| backend.is_available()) {
         let (before, attention) = (ALLOCATIONS.get(), Attention::scaled(0.125));
-        head.attend_into_with(backend, &attention, &queries, &mut scratch, &mut out, &mut stats).unwrap();
+        head.attend_into_with(backend, &attention, queries, &mut scratch, &mut out, &mut stats).unwrap();
         assert_eq!(ALLOCATIONS.get(), before, "{backend:?}");
     }
 }

@@ -58,19 +58,19 @@ fn maps(folded: bool) -> Vec<Arc<HeadMaps>> {
     if folded { rotations.folded_maps(&RANKS).unwrap() } else { rotations.maps(&RANKS).unwrap() }
 }
 
-fn append<E: Element>(cache: &mut LayerCache<E>, keys: &[E], values: &[E]) {
+fn append<E: Element>(cache: &mut LowRankLayerCache<E>, keys: &[E], values: &[E]) {
     let keys = Rows::contiguous(keys, HEADS * DIM).unwrap();
     cache.append(keys, Rows::contiguous(values, HEADS * DIM_V).unwrap()).unwrap();
 }
 
 fn attend<E: Element>(
-    cache: &LayerCache<E>,
+    cache: &LowRankLayerCache<E>,
     backend: Backend,
     attention: &Attention,
     queries: &[f32],
 ) -> Vec<f32> {
     let mut out = vec![f32::NAN; HEADS * GROUP * DIM_V];
-    let workspace = &mut Workspace::default();
+    let (queries, workspace) = (Rows::from(queries), &mut Workspace::default());
     attend_batch_into_with(backend, &[cache], attention, queries, workspace, &mut out).unwrap();
     out
 }
@@ -79,12 +79,14 @@ fn bits(out: &[f32]) -> Vec<u32> {
     out.iter().map(|x| x.to_bits()).collect()
 }
 
-/// Attention in f64 on what head `h` holds: exact rows, but `A_r B_r^T` of those in between.
+/// Attention in f64 of a query at `position` on what head `h` holds: exact rows, but `A_r B_r^T` of those in
+/// between.
 fn expected<E: Element>(
-    (cache, h, folded): (&HeadCache<E>, usize, bool),
+    (cache, h, folded): (&LowRankHeadCache<E>, usize, bool),
     attention: &Attention,
     (keys, values): (&[E], &[E]),
     queries: &[f32],
+    position: usize,
 ) -> Vec<f64> {
     let rotations = rotations();
     let middle = cache.sinks()..cache.sinks() + cache.reduced();
@@ -108,8 +110,8 @@ fn expected<E: Element>(
         rows.iter().enumerate().map(row).collect()
     };
     let (keys, values) = (side(keys, 0, DIM), side(values, 1, DIM_V));
-    let n = cache.len();
-    let seen = n.saturating_sub(attention.window.unwrap_or(n))..n;
+    let end = cache.len().min(position + 1);
+    let seen = attention.window.map_or(0, |window| (position + 1).saturating_sub(window))..end;
     let mut out = vec![];
     for query in queries[h * GROUP * DIM..][..GROUP * DIM].chunks_exact(DIM) {
         let score = |t: usize| -> f64 {
@@ -138,7 +140,7 @@ fn check<E: Element>(
 ) {
     let (mut keys, mut values) = tokens::<E>(seed, n);
     let queries = random::<f32>(seed ^ 2, HEADS * GROUP * DIM);
-    let mut cache = LayerCache::new(&maps(folded), window).unwrap();
+    let mut cache = LowRankLayerCache::new(&maps(folded), window).unwrap();
     let (first, kept) = (first.min(n), kept.min(first.min(n)));
     append(&mut cache, &keys[..first * HEADS * DIM], &values[..first * HEADS * DIM_V]);
     // Some are rejected again.
@@ -157,11 +159,12 @@ fn check<E: Element>(
         })
         .sum();
     assert_eq!(cache.size(), elements * size_of::<E>());
+    let last = cache.len().saturating_sub(1);
     for backend in backends() {
         let out = attend(&cache, backend, attention, &queries);
         for (h, out) in out.chunks_exact(GROUP * DIM_V).enumerate() {
             let head = (&cache.heads()[h], h, folded);
-            for (x, y) in out.iter().zip(&expected(head, attention, (&keys, &values), &queries)) {
+            for (x, y) in out.iter().zip(&expected(head, attention, (&keys, &values), &queries, last)) {
                 assert!((f64::from(*x) - y).abs() < tolerance, "{backend:?}, head {h}: {x} {y}");
             }
         }
@@ -182,6 +185,80 @@ proptest! {
     }
 
     #[test]
+    fn several_query_tokens_attend_causally(
+        window in windows(),
+        seed: u64,
+        n in 1_usize..150,
+        query_tokens in prop_oneof![Just(1_usize), 2_usize..80],
+        sees in proptest::option::of(1_usize..150),
+        softcap in proptest::option::of(0.5_f32..5.0),
+        gap in 0_usize..3,
+        folded: bool,
+    ) {
+        let query_tokens = query_tokens.min(n);
+        let (keys, values) = tokens::<f32>(seed, n);
+        let maps = maps(folded);
+        let mut caches = [LowRankLayerCache::new(&maps, window).unwrap(), LowRankLayerCache::new(&maps, window).unwrap()];
+        append(&mut caches[0], &keys, &values);
+        // The other sequence is the first tokens of the same one, as many as the queries need.
+        append(&mut caches[1], &keys[..query_tokens * HEADS * DIM], &values[..query_tokens * HEADS * DIM_V]);
+        let attention = Attention { scale: 0.7, softcap, window: sees };
+        let (row, rows) = (HEADS * GROUP * DIM, 2 * query_tokens);
+        let queries = random::<f32>(seed ^ 2, rows * (row + gap));
+        let queries = Rows::new(&queries, rows, row, row + gap).unwrap();
+        for backend in backends() {
+            let mut out = vec![f32::NAN; rows * HEADS * GROUP * DIM_V];
+            let (caches, mut workspace) = ([&caches[0], &caches[1]], Workspace::default());
+            attend_batch_into_with(backend, &caches, &attention, queries, &mut workspace, &mut out).unwrap();
+            for (i, out) in out.chunks_exact(GROUP * DIM_V).enumerate() {
+                let (row, h) = (i / HEADS, i % HEADS);
+                let cache = caches[row / query_tokens];
+                let position = cache.len() - query_tokens + row % query_tokens;
+                let held = (&keys[..cache.len() * HEADS * DIM], &values[..cache.len() * HEADS * DIM_V]);
+                let head = (&cache.heads()[h], h, folded);
+                let expected = expected(head, &attention, held, queries.row(row), position);
+                for (x, y) in out.iter().zip(&expected) {
+                    prop_assert!((f64::from(*x) - y).abs() < 1e-4, "{:?}, row {}: {} {}", backend, i, x, y);
+                }
+            }
+        }
+    }
+
+    /// Drafts are appended, rejected and appended again: the window then has room for them, so that no token
+    /// is compressed between the queries.
+    #[test]
+    fn several_query_tokens_are_one_at_a_time(
+        seed: u64, n in 1_usize..100, query_tokens in 1_usize..40, sinks in 0_usize..6, more in 0_usize..30,
+        sees in proptest::option::of(1_usize..100), folded: bool,
+    ) {
+        let query_tokens = query_tokens.min(n);
+        let (keys, values) = tokens::<f16>(seed, n);
+        let (first, window) = (n - query_tokens, Window { sinks, recent: query_tokens + more, batch: 1 });
+        let mut at_once = LowRankLayerCache::new(&maps(folded), window).unwrap();
+        append(&mut at_once, &keys, &values);
+        at_once.truncate(first);
+        let one_by_one = at_once.clone();
+        append(&mut at_once, &keys[first * HEADS * DIM..], &values[first * HEADS * DIM_V..]);
+        prop_assert_eq!(at_once.heads()[0].reduced(), one_by_one.heads()[0].reduced());
+        let attention = Attention { window: sees, ..Attention::scaled(0.7) };
+        let queries = random::<f32>(seed ^ 2, query_tokens * HEADS * GROUP * DIM);
+        let rows = Rows::contiguous(&queries, HEADS * GROUP * DIM).unwrap();
+        for backend in backends() {
+            let mut out = vec![f32::NAN; query_tokens * HEADS * GROUP * DIM_V];
+            let (mut cache, workspace) = (one_by_one.clone(), &mut Workspace::default());
+            attend_batch_into_with(backend, &[&at_once], &attention, rows, workspace, &mut out).unwrap();
+            for (i, out) in out.chunks_exact(HEADS * GROUP * DIM_V).enumerate() {
+                let t = first + i;
+                append(&mut cache, &keys[t * HEADS * DIM..][..HEADS * DIM], &values[t * HEADS * DIM_V..][..HEADS * DIM_V]);
+                let alone = attend(&cache, backend, &attention, rows.row(i));
+                for (x, y) in out.iter().zip(&alone) {
+                    prop_assert!((x - y).abs() < 2e-5, "{:?}, token {}: {} {}", backend, t, x, y);
+                }
+            }
+        }
+    }
+
+    #[test]
     fn nothing_depends_on_appends_layouts_threads_or_saving(
         window in windows(), seed: u64, cuts in proptest::collection::vec(0_usize..40, 0..6), folded: bool,
     ) {
@@ -195,17 +272,17 @@ proptest! {
                 let part = |rows, len: usize| Rows::contiguous(rows, len).unwrap().slice(from..to).unwrap();
                 (part(&keys, HEADS * DIM), part(&values, HEADS * DIM_V))
             };
-            let mut at_once = LayerCache::new(&maps, window).unwrap();
+            let mut at_once = LowRankLayerCache::new(&maps, window).unwrap();
             let (all_keys, all_values) = rows(0, n);
             at_once.append_with(backend, all_keys, all_values).unwrap();
-            let mut in_parts = LayerCache::new(&maps, window).unwrap();
+            let mut in_parts = LowRankLayerCache::new(&maps, window).unwrap();
             let mut from = 0;
             for cut in &cuts {
                 let (keys, values) = rows(from, from + cut);
                 in_parts.append_with(backend, keys, values).unwrap();
                 from += cut;
             }
-            let mut restored = LayerCache::<f16>::from_bytes(&in_parts.to_bytes(), &maps).unwrap();
+            let mut restored = LowRankLayerCache::<f16>::from_bytes(&in_parts.to_bytes(), &maps).unwrap();
             prop_assert_eq!(restored.to_bytes(), in_parts.to_bytes());
             prop_assert_eq!(restored.to_bytes(), at_once.to_bytes());
             // The next steps are the same in all of them.
@@ -225,10 +302,10 @@ proptest! {
             (0..HEADS).flat_map(|h| rows.columns(h * dim, dim).unwrap().iter().flatten()).copied().collect()
         };
         let (hnd_keys, hnd_values) = (heads_first(&keys, DIM), heads_first(&values, DIM_V));
-        let mut hnd = LayerCache::new(&maps, window).unwrap();
+        let mut hnd = LowRankLayerCache::new(&maps, window).unwrap();
         let rows = |rows, dim| Rows::contiguous(rows, dim).unwrap();
         hnd.append_heads(rows(&hnd_keys, DIM), rows(&hnd_values, DIM_V)).unwrap();
-        let mut nhd = LayerCache::new(&maps, window).unwrap();
+        let mut nhd = LowRankLayerCache::new(&maps, window).unwrap();
         append(&mut nhd, &keys, &values);
         prop_assert_eq!(hnd.to_bytes(), nhd.to_bytes());
     }
@@ -239,7 +316,7 @@ proptest! {
         changes in proptest::collection::vec((0_usize..1 << 16, any::<u8>()), 0..4), cut in 0_usize..1 << 16,
     ) {
         let maps = maps(false);
-        let mut cache = LayerCache::<f32>::new(&maps, window).unwrap();
+        let mut cache = LowRankLayerCache::<f32>::new(&maps, window).unwrap();
         let (keys, values) = tokens(seed, n);
         append(&mut cache, &keys, &values);
         // Mostly in the header, where bytes matter.
@@ -255,7 +332,7 @@ proptest! {
         };
         let mut bytes = cache.to_bytes();
         mutate(&mut bytes);
-        if let Ok(mut cache) = LayerCache::<f32>::from_bytes(&bytes, &maps) {
+        if let Ok(mut cache) = LowRankLayerCache::<f32>::from_bytes(&bytes, &maps) {
             prop_assert_eq!(cache.to_bytes(), bytes);
             let queries = random::<f32>(seed, HEADS * GROUP * DIM);
             attend(&cache, Backend::Scalar, &Attention::default(), &queries);
@@ -278,7 +355,7 @@ fn a_restored_cache_decodes_on() {
     let (window, maps) = (Window { sinks: 4, recent: 16, batch: 8 }, maps(false));
     let (keys, values) = tokens::<f16>(5, 200);
     let attention = Attention::scaled(0.7);
-    let decode = |cache: &mut LayerCache<f16>, backend: Backend| -> Vec<f32> {
+    let decode = |cache: &mut LowRankLayerCache<f16>, backend: Backend| -> Vec<f32> {
         (100..200)
             .flat_map(|t| {
                 let row = |rows, len: usize| Rows::contiguous(rows, len).unwrap().slice(t..t + 1).unwrap();
@@ -287,7 +364,7 @@ fn a_restored_cache_decodes_on() {
             })
             .collect()
     };
-    let mut cache = LayerCache::new(&maps, window).unwrap();
+    let mut cache = LowRankLayerCache::new(&maps, window).unwrap();
     append(&mut cache, &keys[..100 * HEADS * DIM], &values[..100 * HEADS * DIM_V]);
     let saved = (cache.to_bytes(), maps.iter().map(|maps| maps.to_bytes()).collect::<Vec<_>>());
     let expected = decode(&mut cache, Backend::Scalar);
@@ -296,7 +373,7 @@ fn a_restored_cache_decodes_on() {
         for threads in [1, 2, 5] {
             let maps: Vec<_> =
                 saved.1.iter().map(|bytes| Arc::new(HeadMaps::from_bytes(bytes).unwrap())).collect();
-            let mut restored = LayerCache::from_bytes(&saved.0, &maps).unwrap();
+            let mut restored = LowRankLayerCache::from_bytes(&saved.0, &maps).unwrap();
             let out = on_threads(threads, || decode(&mut restored, backend));
             for (x, y) in out.iter().zip(&expected) {
                 assert!((x - y).abs() < 1e-3, "{backend:?}, {threads} threads: {x} {y}");
@@ -324,10 +401,10 @@ fn on_threads<T>(_: usize, run: impl FnOnce() -> T) -> T {
 #[test]
 fn a_batch_and_a_large_group_are_their_parts() {
     let (window, maps) = (Window { sinks: 2, recent: 4, batch: 1 }, maps(false));
-    let caches: Vec<LayerCache<f32>> = [0, 3, 50]
+    let caches: Vec<LowRankLayerCache<f32>> = [0, 3, 50]
         .into_iter()
         .map(|n| {
-            let mut cache = LayerCache::new(&maps, window).unwrap();
+            let mut cache = LowRankLayerCache::new(&maps, window).unwrap();
             let (keys, values) = tokens(n as u64, n);
             append(&mut cache, &keys, &values);
             cache
@@ -338,11 +415,12 @@ fn a_batch_and_a_large_group_are_their_parts() {
     let queries = random::<f32>(9, 3 * queries_len);
     let mut out = vec![f32::NAN; 3 * out_len];
     let mut workspace = Workspace::default();
-    let all: Vec<&LayerCache<f32>> = caches.iter().collect();
-    attend_batch_into(&all, &attention, &queries, &mut workspace, &mut out).unwrap();
+    let all: Vec<&LowRankLayerCache<f32>> = caches.iter().collect();
+    let rows = Rows::contiguous(&queries, queries_len).unwrap();
+    attend_batch_into(&all, &attention, rows, &mut workspace, &mut out).unwrap();
     for (i, cache) in caches.iter().enumerate() {
         let mut alone = vec![f32::NAN; out_len];
-        let queries = &queries[i * queries_len..][..queries_len];
+        let queries = rows.slice(i..i + 1).unwrap();
         cache.attend_into(&attention, queries, &mut workspace, &mut alone).unwrap();
         assert_eq!(bits(&alone), bits(&out[i * out_len..][..out_len]));
     }
@@ -350,11 +428,12 @@ fn a_batch_and_a_large_group_are_their_parts() {
     let group = 130;
     let head = &caches[2].heads()[0];
     let queries = random::<f32>(4, group * DIM);
-    let mut scratch = vec![0.0; head.scratch_len(group)];
+    let mut scratch = vec![0.0; head.scratch_len(1, group)];
     let (mut out, mut stats) = (vec![0.0; group * DIM_V], vec![SoftmaxStats::EMPTY; group]);
-    head.attend_into(&attention, &queries, &mut scratch, &mut out, &mut stats).unwrap();
+    head.attend_into(&attention, Rows::from(&queries[..]), &mut scratch, &mut out, &mut stats).unwrap();
     for (query, (out, stats)) in queries.chunks(DIM).zip(out.chunks(DIM_V).zip(&stats)) {
         let (mut alone, mut alone_stats) = (vec![0.0; DIM_V], [SoftmaxStats::EMPTY]);
+        let query = Rows::from(query);
         head.attend_into(&attention, query, &mut scratch, &mut alone, &mut alone_stats).unwrap();
         for (x, y) in out.iter().zip(&alone).chain([(&stats.sum, &alone_stats[0].sum)]) {
             assert!((x - y).abs() < 1e-4 * (1.0 + y.abs()), "{x} {y}");
@@ -365,7 +444,7 @@ fn a_batch_and_a_large_group_are_their_parts() {
 #[test]
 fn bad_input_is_an_error() {
     let (window, maps) = (Window { sinks: 2, recent: 4, batch: 1 }, maps(false));
-    let mut cache = LayerCache::<f32>::new(&maps, window).unwrap();
+    let mut cache = LowRankLayerCache::<f32>::new(&maps, window).unwrap();
     let (keys, values) = tokens(1, 10);
     append(&mut cache, &keys, &values);
     let saved = cache.to_bytes();
@@ -377,35 +456,43 @@ fn bad_input_is_an_error() {
     assert_eq!(cache.to_bytes(), saved);
     let mut workspace = Workspace::default();
     let mut run = |attention: &Attention, queries: usize, out: usize| {
-        cache.attend_into(attention, &vec![0.5_f32; queries], &mut workspace, &mut vec![0.0; out])
+        let queries = vec![0.5_f32; queries];
+        cache.attend_into(attention, Rows::from(&queries[..]), &mut workspace, &mut vec![0.0; out])
     };
     let (queries, out) = (HEADS * GROUP * DIM, HEADS * GROUP * DIM_V);
     assert_eq!(run(&Attention::default(), queries, out), Ok(()));
     assert!(matches!(run(&Attention::default(), queries - 1, out), Err(Error::PartialRow { .. })));
     assert!(matches!(run(&Attention::default(), queries, out + 1), Err(Error::Length { .. })));
     assert!(matches!(run(&Attention::scaled(f32::NAN), queries, out), Err(Error::Attend(_))));
-    let read = |bytes: &[u8]| LayerCache::<f32>::from_bytes(bytes, &maps);
+    assert_eq!(run(&Attention::default(), 0, 0), Ok(()));
+    let many = vec![0.5_f32; 11 * queries];
+    let many = Rows::contiguous(&many, queries).unwrap();
+    assert_eq!(
+        cache.attend_into(&Attention::default(), many, &mut Workspace::default(), &mut vec![0.0; 11 * out]),
+        Err(Error::Attend(AttendError::Causal { queries: 11, tokens: 10 }))
+    );
+    let read = |bytes: &[u8]| LowRankLayerCache::<f32>::from_bytes(bytes, &maps);
     assert!(matches!(read(b"PQLC"), Err(Error::BadMagic { what: "a low-rank layer cache" })));
     assert!(matches!(read(&saved[..saved.len() - 1]), Err(Error::Truncated { .. })));
     assert!(matches!(read(&[&saved[..], &[0]].concat()), Err(Error::TrailingBytes { extra: 1, .. })));
     let mut newer = saved.clone();
     newer[4] = 9;
     assert!(matches!(read(&newer), Err(Error::Version { version: 9, .. })));
-    let half = LayerCache::<f16>::from_bytes(&saved, &maps);
+    let half = LowRankLayerCache::<f16>::from_bytes(&saved, &maps);
     assert!(matches!(half, Err(Error::BadField { what: "element type" })));
     let other = rotations().maps(&[[1, 1]; HEADS]).unwrap();
-    let other = LayerCache::<f32>::from_bytes(&saved, &other);
+    let other = LowRankLayerCache::<f32>::from_bytes(&saved, &other);
     assert!(matches!(other, Err(Error::BadField { what: "id of the maps" })));
-    assert!(matches!(LayerCache::<f32>::from_bytes(&saved, &maps[..2]), Err(Error::Length { .. })));
+    assert!(matches!(LowRankLayerCache::<f32>::from_bytes(&saved, &maps[..2]), Err(Error::Length { .. })));
     // A count of tokens that would need exbytes.
     let mut huge = saved;
     huge[60..76].fill(0x0f);
     assert!(read(&huge).is_err());
-    assert!(LayerCache::<f32>::new(&[], window).is_err());
+    assert!(LowRankLayerCache::<f32>::new(&[], window).is_err());
     let unlike = [
         maps[0].clone(),
         Arc::new(HeadMaps::new(Reduction::folded(4, 2).unwrap(), maps[0].values().clone())),
     ];
-    assert!(matches!(LayerCache::<f32>::new(&unlike, window), Err(Error::Length { .. })));
+    assert!(matches!(LowRankLayerCache::<f32>::new(&unlike, window), Err(Error::Length { .. })));
     assert!(Reduction::folded(4, 0).is_err() && Reduction::folded(4, 5).is_err());
 }

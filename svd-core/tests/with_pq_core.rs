@@ -1,6 +1,9 @@
-//! Names of both crates in one scope; parts that they compute add to one softmax.
+//! Names of both crates in one scope; parts that they compute add to one softmax. Every name that both have is
+//! used here: it is one item of `kv-attend`. Only `Error` is each crate's own, as in any crate.
 
 #![allow(clippy::unwrap_used)]
+
+use std::sync::Arc;
 
 use pq_core::*;
 use svd_core::*;
@@ -43,6 +46,54 @@ fn coded_and_low_rank_parts_are_one_softmax() {
     attend(&all, &mut expected, &mut expected_stats);
     normalize_all(&expected_stats, &mut expected).unwrap();
     assert!(out.iter().zip(&expected).all(|(a, b)| (a - b).abs() < 1e-6), "{out:?} {expected:?}");
+}
+
+const QUERY: [f32; 4] = [0.7, -0.4, 0.2, 0.9];
+
+/// Attention of a query on exact rows.
+fn exact<E: Element>(rows: &[E], out: &mut [f32]) {
+    let (dim, backend) = (4, Backend::detect());
+    let tokens = ExactTokens::contiguous(rows, dim, rows, dim).unwrap();
+    let mut scratch = vec![0.0; attend_exact_scratch_len(1, dim)];
+    let mut stats = [SoftmaxStats::EMPTY];
+    let (attention, queries) = (Attention::scaled(0.5), Rows::from(&QUERY[..]));
+    attend_exact_into_with(backend, &attention, queries, &tokens, &mut scratch, out, &mut stats).unwrap();
+    normalize_all(&stats, out).unwrap();
+}
+
+#[test]
+fn caches_of_both_crates_share_window_workspace_and_functions() {
+    let (dim, window) = (4, Window { sinks: 1, recent: 2, batch: 1 });
+    let shape = PqShape::new(dim, 2, 1).unwrap();
+    let book = CodebookBuf::new(shape, &[0.0, 1.0, 1.0, 0.0, 0.5, 0.5, 1.0, -1.0]).unwrap();
+    let rows: Vec<f32> = [[0.0, 1.0, 1.0, -1.0], [1.0, 0.0, 0.5, 0.5]].repeat(4).concat();
+    let tokens = Rows::contiguous(&rows, dim).unwrap();
+    let mut expected = vec![0.0; dim];
+    exact(&rows, &mut expected);
+
+    let mut coded = LayerCache::new(&[Arc::new(HeadBooks::new(book.clone(), book))], window).unwrap();
+    let full = Reduction::folded(dim, dim).unwrap();
+    let maps = [Arc::new(HeadMaps::new(full.clone(), full))];
+    let mut low_rank = LowRankLayerCache::new(&maps, window).unwrap();
+    coded.append(tokens, tokens).unwrap();
+    low_rank.append(tokens, tokens).unwrap();
+    let (head, low_rank_head): (&HeadCache<f32>, &LowRankHeadCache<f32>) =
+        (&coded.heads()[0], &low_rank.heads()[0]);
+    assert_eq!((head.coded(), low_rank_head.reduced()), (5, 5));
+
+    let (attention, queries) = (Attention::scaled(0.5), Rows::from(&QUERY[..]));
+    let (mut workspace, mut outs) = (Workspace::default(), [vec![0.0; dim], vec![0.0; dim]]);
+    attend_batch_into(&[&coded], &attention, queries, &mut workspace, &mut outs[0]).unwrap();
+    let backend = Backend::detect();
+    attend_batch_into_with(backend, &[&low_rank], &attention, queries, &mut workspace, &mut outs[1]).unwrap();
+    for out in &outs {
+        assert!(out.iter().zip(&expected).all(|(a, b)| (a - b).abs() < 1e-5), "{out:?} {expected:?}");
+    }
+    let two = Rows::contiguous(&rows[..2 * dim], dim).unwrap();
+    coded.truncate(1);
+    let error: pq_core::Error =
+        coded.attend_into(&attention, two, &mut workspace, &mut [0.0; 8]).unwrap_err();
+    assert_eq!(error, pq_core::Error::Attend(AttendError::Causal { queries: 2, tokens: 1 }));
 }
 
 #[test]

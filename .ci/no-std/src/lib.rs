@@ -176,17 +176,17 @@ mod with_alloc {
     }
 
     fn low_rank(rows: &[f32]) -> Result<f32, svd_core::Error> {
-        use svd_core::{Attention, Budget, LayerCache, LayerCalibration, Rows, Window, Workspace};
+        use svd_core::{Attention, Budget, LayerCalibration, LowRankLayerCache, Rows, Window, Workspace};
         let rows = Rows::contiguous(rows, 2)?;
         let mut calibration = LayerCalibration::new(1, 1, [2, 2])?;
         calibration.add(rows, rows, rows)?;
         let rotations = calibration.rotations()?;
         let maps = rotations.maps(&rotations.ranks(1.0, Budget::Fraction(0.5), 1)?)?;
-        let mut cache = LayerCache::new(&maps, Window { sinks: 1, recent: 2, batch: 1 })?;
+        let mut cache = LowRankLayerCache::new(&maps, Window { sinks: 1, recent: 2, batch: 1 })?;
         cache.append(rows, rows)?;
-        let restored = LayerCache::<f32>::from_bytes(&cache.to_bytes(), &maps)?;
+        let restored = LowRankLayerCache::<f32>::from_bytes(&cache.to_bytes(), &maps)?;
         let (attention, mut workspace, mut out) = (Attention::default(), Workspace::default(), [0.0; 2]);
-        restored.attend_into(&attention, rows.row(0), &mut workspace, &mut out)?;
+        restored.attend_into(&attention, rows.slice(0..1)?, &mut workspace, &mut out)?;
         Ok(out[0])
     }
 }

@@ -143,6 +143,30 @@ pub fn encode_frame_into_with<E: Element>(
 /// the tiles, concatenated.
 /// # Errors
 /// [`Error::Length`], [`Error::TooLarge`], [`Error::Zero`]; `out` is then unchanged.
+/// # Examples
+/// ```
+/// use codec_core::*;
+/// # let rows: Vec<f32> = (0..800).map(|i| (i as f32 * 0.7).sin() + (i % 8) as f32).collect();
+/// let plane = PlaneBuf::fit(&rows, 8, None, &FitOptions::default())?;
+/// let info = FrameInfo::new(1, 2, 4, 100);
+/// let mut encoded = vec![];
+/// encode_frame(&info, &[plane.view(); 2], &[&rows, &rows], &mut encoded)?;
+///
+/// // Stands for a GPU: with up to 32 channels, a block is one tile.
+/// let frame = Frame::parse(&encoded, info.elements())?;
+/// let (mut payload, mut lengths) = (vec![], vec![]);
+/// for side in [Side::Keys, Side::Values] {
+///     for block in 0..info.blocks() {
+///         let tile = &encoded[frame.block_range(BlockIndex { layer: 0, side, block })?];
+///         payload.extend_from_slice(tile);
+///         lengths.push((tile.len() / 2) as u16);
+///     }
+/// }
+/// let mut assembled = vec![];
+/// assemble_frame(&info, &[plane.id(); 2], &lengths, &payload, &mut assembled)?;
+/// assert_eq!(assembled, encoded);
+/// # Ok::<(), Error>(())
+/// ```
 pub fn assemble_frame(
     info: &FrameInfo,
     ids: &[u32],
@@ -175,6 +199,22 @@ pub fn assemble_frame(
 /// # Errors
 /// As [`encode_frame`]; [`Error::WrongCoding`] unless `info.lossless`, [`Error::WrongPlane`] for another
 /// element type.
+/// # Examples
+/// ```
+/// use codec_core::*;
+/// use half::{f16, slice::HalfFloatSliceExt};
+/// let rows: Vec<f16> = (0..800).map(|i| f16::from_f32((i as f32 * 0.7).sin())).collect(); // (100, 8)
+/// let (element, bits) = (ElementType::F16, rows.reinterpret_cast());
+/// let plane = LosslessPlaneBuf::fit(element, bits, 8)?;
+/// let info = FrameInfo { element, lossless: true, ..FrameInfo::new(1, 2, 4, 100) };
+/// let mut bytes = vec![];
+/// encode_lossless_frame(&info, &[plane.view(); 2], &[bits, bits], &mut bytes)?;
+///
+/// let (frame, mut out) = (Frame::parse(&bytes, info.elements())?, vec![0; 800]);
+/// frame.decode_lossless_plane_to(&plane.view(), 0, Side::Keys, &Place::nhd(2, 4), &mut out)?;
+/// assert_eq!(out, bits);
+/// # Ok::<(), Error>(())
+/// ```
 pub fn encode_lossless_frame(
     info: &FrameInfo,
     planes: &[LosslessPlane<'_>],

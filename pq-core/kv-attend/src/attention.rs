@@ -73,11 +73,13 @@ pub struct ExactTokens<'a, E> {
     pub(crate) keys: Rows<'a, E>,
     pub(crate) values: Rows<'a, E>,       // as many as keys
     pub(crate) chosen: Option<&'a [u32]>, // each the index of a row
-    first_query: Option<usize>,
+    start: usize,                         // position of row 0
+    first_query: Option<usize>,           // position of the first query token
 }
 
 impl<'a, E> ExactTokens<'a, E> {
-    /// All rows; row t of `keys` and `values` is the token at position t.
+    /// All rows; row t of `keys` and `values` is the token at position t, unless
+    /// [`starting_at`](Self::starting_at) moves them.
     ///
     /// # Errors
     /// [`Error::Length`] if there are more or fewer values than keys.
@@ -85,7 +87,7 @@ impl<'a, E> ExactTokens<'a, E> {
         if keys.rows() != values.rows() {
             return Err(Error::Length { what: "values", expected: keys.rows(), actual: values.rows() });
         }
-        Ok(Self { keys, values, chosen: None, first_query: None })
+        Ok(Self { keys, values, chosen: None, start: 0, first_query: None })
     }
 
     /// All rows of slices without gaps: `keys` (n, dim_k) and `values` (n, dim_v).
@@ -108,11 +110,15 @@ impl<'a, E> ExactTokens<'a, E> {
         }
     }
 
-    /// Sets the position of the first query token, where row 0 is position 0. By default the query tokens are
-    /// those of the last rows.
-    ///
-    /// Rows may be a part of the sequence: for a part that ends before the first query, give the distance
-    /// from the part's first row to the query, so that the window is counted from the query.
+    /// Sets the position of row 0: for rows that are a part of a sequence. By default it is 0.
+    #[must_use]
+    pub const fn starting_at(self, position: usize) -> Self {
+        Self { start: position, ..self }
+    }
+
+    /// Sets the position of the first query token, from which the causal mask and the window are counted. It
+    /// may lie before the rows, among them or after them. By default the query tokens are those of the last
+    /// rows.
     #[must_use]
     pub const fn first_query(self, position: usize) -> Self {
         Self { first_query: Some(position), ..self }
@@ -127,13 +133,14 @@ impl<'a, E> ExactTokens<'a, E> {
         }
     }
 
-    /// The positions that query token `i` of `queries` sees. Their end may lie beyond the last row.
+    /// The rows that query token `i` of `queries` sees. Their end may lie beyond the last row.
     pub(crate) fn visible(&self, window: Option<usize>, i: usize, queries: usize) -> Range<usize> {
         let end = match self.first_query {
             Some(position) => position.saturating_add(i).saturating_add(1),
-            None => (self.keys.rows() + 1 + i).saturating_sub(queries),
+            None => self.start.saturating_add((self.keys.rows() + 1 + i).saturating_sub(queries)),
         };
-        window.map_or(0, |window| end.saturating_sub(window))..end
+        let first = window.map_or(0, |window| end.saturating_sub(window));
+        first.saturating_sub(self.start)..end.saturating_sub(self.start)
     }
 }
 

@@ -1,12 +1,19 @@
-//! For crates that own caches: exact rows of a window, working memory, attention of many heads, and the bytes
-//! of what is saved.
+//! For crates that own caches: a layer of heads, whatever the heads hold; the exact rows of a head; working
+//! memory; and the bytes of what is saved.
+//!
+//! A crate implements [`Head`] for its cache of one key/value head. [`Layer`] has the heads of a layer of one
+//! sequence, and [`attend_batch_into`] attends with those of many sequences.
 
+mod batch;
 mod bytes;
-mod heads;
-mod window_rows;
+mod exact_rows;
+mod head;
+mod layer;
 mod workspace;
 
+pub use batch::{attend_batch_into, attend_batch_into_with};
 pub use bytes::{Reader, Writer};
-pub use heads::{Heads, attend_heads};
-pub use window_rows::{Moves, WindowRows};
+pub use exact_rows::ExactRows;
+pub use head::{Head, check_queries};
+pub use layer::Layer;
 pub use workspace::Workspace;

@@ -63,12 +63,14 @@ struct Case {
     query_tokens: usize,
     attention: Attention,
     first_query: Option<usize>,
+    start: usize, // position of row 0
     list: Option<Vec<usize>>,
     seed: u64,
 }
 
 fn cases() -> impl Strategy<Value = Case> {
     let sizes = (0_usize..200, 1_usize..80, 1_usize..140, 1_usize..10, 1_usize..6);
+    let start = prop_oneof![Just(0_usize), 1_usize..100];
     let gaps =
         prop_oneof![Just([0; 3]), (0_usize..40, 0_usize..40, 0_usize..9).prop_map(|(a, b, c)| [a, b, c])];
     let options = (
@@ -78,7 +80,7 @@ fn cases() -> impl Strategy<Value = Case> {
         proptest::option::of(0_usize..250),
         proptest::option::of(proptest::collection::vec(any::<prop::sample::Index>(), 0..150)),
     );
-    (sizes, gaps, options, any::<u64>()).prop_map(|(sizes, gaps, options, seed)| {
+    (sizes, gaps, options, start, any::<u64>()).prop_map(|(sizes, gaps, options, start, seed)| {
         let (n, dim_k, dim_v, group, query_tokens) = sizes;
         let (scale, softcap, window, first_query, list) = options;
         Case {
@@ -90,6 +92,7 @@ fn cases() -> impl Strategy<Value = Case> {
             query_tokens: if first_query.is_none() { query_tokens.min(n.max(1)) } else { query_tokens },
             attention: Attention { scale, softcap, window },
             first_query,
+            start,
             list: list.filter(|_| n > 0).map(|list| list.iter().map(|i| i.index(n)).collect()),
             seed,
         }
@@ -97,8 +100,8 @@ fn cases() -> impl Strategy<Value = Case> {
 }
 
 fn check<Q: Element, E: Element>(case: &Case) {
-    let &Case { n, dim_k, dim_v, gaps, group, query_tokens, ref attention, first_query, ref list, seed } =
-        case;
+    let &Case { n, dim_k, dim_v, gaps, group, query_tokens, ref attention, first_query, start, .. } = case;
+    let (list, seed) = (&case.list, case.seed);
     let row = group * dim_k;
     let keys = noise::<E>(n * (dim_k + gaps[0]), seed ^ 1);
     let values = noise::<E>(n * (dim_v + gaps[1]), seed ^ 2);
@@ -106,7 +109,7 @@ fn check<Q: Element, E: Element>(case: &Case) {
     let keys = Rows::new(&keys, n, dim_k, dim_k + gaps[0]).unwrap();
     let values = Rows::new(&values, n, dim_v, dim_v + gaps[1]).unwrap();
     let queries = Rows::new(&queries, query_tokens, row, row + gaps[2]).unwrap();
-    let mut tokens = ExactTokens::new(keys, values).unwrap();
+    let mut tokens = ExactTokens::new(keys, values).unwrap().starting_at(start);
     if let Some(position) = first_query {
         tokens = tokens.first_query(position);
     }
@@ -124,8 +127,8 @@ fn check<Q: Element, E: Element>(case: &Case) {
         normalize_all(&stats, &mut out).unwrap();
         for (q, out) in out.chunks(dim_v).enumerate() {
             let (i, g) = (q / group, q % group);
-            let position =
-                first_query.map_or((n + i) as i64 - query_tokens as i64, |first| (first + i) as i64);
+            let first = first_query.map_or(n as i64 - query_tokens as i64, |at| at as i64 - start as i64);
+            let position = first + i as i64; // as a row
             let seen: Vec<usize> = all
                 .iter()
                 .copied()

@@ -2,11 +2,13 @@
 
 use core::ops::Range;
 
+use kv_attend::owner::check_queries;
+
 use super::HeadCache;
-use crate::error::{check_at_least, check_len, count_rows};
+use crate::error::check_at_least;
 use crate::{
-    AttendError, Attention, BLOCK, Backend, CodedTokens, Element, Error, ExactTokens, Rows, SoftmaxStats,
-    attend_exact_into_with, attend_exact_scratch_len, attend_into_with, attend_scratch_len, lut_into_with,
+    Attention, BLOCK, Backend, CodedTokens, Element, Error, Rows, SoftmaxStats, attend_exact_into_with,
+    attend_exact_scratch_len, attend_into_with, attend_scratch_len, lut_into_with,
 };
 
 /// Floats of a cache line: registers that straddle two lines cost up to a tenth of the time.
@@ -78,16 +80,11 @@ impl<E: Element> HeadCache<E> {
         stats: &mut [SoftmaxStats],
     ) -> Result<(), Error> {
         backend.check()?;
-        attention.check()?;
-        let [dim, dim_v] = self.dims();
-        let group = count_rows("queries", queries.components(), dim)?;
-        let query_tokens = queries.rows();
-        check_len("stats", stats.len(), query_tokens.saturating_mul(group))?;
-        check_len("out", out.len(), stats.len().saturating_mul(dim_v))?;
+        let ([dim, dim_v], query_tokens) = (self.exact.dims(), queries.rows());
+        let group = check_queries(attention, queries, self.len(), [dim, dim_v], out, stats)?;
         if stats.is_empty() {
             return Ok(());
         }
-        self.check_causal(query_tokens)?;
         check_at_least("scratch", scratch.len(), self.scratch_len(query_tokens, group))?;
         if self.is_empty() {
             return Ok(());
@@ -102,12 +99,6 @@ impl<E: Element> HeadCache<E> {
             Part { cache: self, backend, attention, at, group }.add(queries, scratch, out, stats)?;
         }
         Ok(())
-    }
-
-    /// Checks that there are as many tokens as query tokens, or one query token.
-    pub(crate) fn check_causal(&self, queries: usize) -> Result<(), Error> {
-        let tokens = self.len();
-        if queries > tokens.max(1) { Err(AttendError::Causal { queries, tokens }.into()) } else { Ok(()) }
     }
 }
 
@@ -129,7 +120,7 @@ impl<E: Element> Part<'_, E> {
         stats: &mut [SoftmaxStats],
     ) -> Result<(), Error> {
         let Self { cache, backend, attention, at, group } = *self;
-        let (n, row, row_v) = (queries.rows(), group * cache.dims()[0], group * cache.dims()[1]);
+        let (n, row, row_v) = (queries.rows(), group * cache.exact.dims()[0], group * cache.exact.dims()[1]);
         let (tables, scratch) = scratch.split_at_mut(n * group * cache.books.keys().shape().lut_len());
         let (scratch, scaled) = scratch.split_at_mut(scratch.len() - n * row);
         for (scaled, query) in scaled.chunks_exact_mut(row).zip(queries.iter()) {
@@ -147,19 +138,8 @@ impl<E: Element> Part<'_, E> {
             i = end;
         }
         let exact = Attention { scale: 1.0, ..*attention };
-        let [dim, dim_v] = cache.dims();
-        let [keys, values] = &cache.rows;
-        let sinks = (0, keys.sinks(), values.sinks());
-        let recent = (cache.sinks() + cache.coded(), keys.recent(), values.recent());
-        for (start, keys, values) in [sinks, recent] {
-            // Query tokens before the first row do not see it.
-            let hidden = start.saturating_sub(at);
-            if keys.is_empty() || hidden >= n {
-                continue;
-            }
-            let tokens = ExactTokens::contiguous(keys, dim, values, dim_v)?.first_query(at + hidden - start);
-            let queries = Rows::contiguous(&scaled[hidden * row..], row)?;
-            let (out, stats) = (&mut out[hidden * row_v..], &mut stats[hidden * group..]);
+        let queries = Rows::contiguous(scaled, row)?;
+        for tokens in cache.exact.tokens(cache.coded(), at)? {
             attend_exact_into_with(backend, &exact, queries, &tokens, scratch, out, stats)?;
         }
         Ok(())

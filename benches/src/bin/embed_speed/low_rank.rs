@@ -48,13 +48,13 @@ pub fn layouts(rows: &[f32]) {
     }
 }
 
-/// `LayerCache` against the calls that it makes.
+/// `LowRankLayerCache` against the calls that it makes.
 pub fn cache(rows: &[f32]) {
     println!(
-        "\n## svd-core: LayerCache against the bare slices\n\n\
+        "\n## svd-core: LowRankLayerCache against the bare slices\n\n\
          One head of 4,096 tokens in `f16` (4 sinks, 64 recent), 4 queries; microseconds, and the factor.\n"
     );
-    println!("| ranks, values, backend | slices | LayerCache |\n| --- | --- | --- |");
+    println!("| ranks, values, backend | slices | LowRankLayerCache |\n| --- | --- | --- |");
     let rotation = rotation(Rows::contiguous(rows, DIM).unwrap());
     let rows: Vec<f16> = rows.iter().map(|&x| f16::from_f32(x)).collect();
     let all = Rows::contiguous(&rows, DIM).unwrap();
@@ -66,7 +66,7 @@ pub fn cache(rows: &[f32]) {
                 false => Reduction::projected(&rotation, value_rank).unwrap(),
             };
             let maps = [Arc::new(HeadMaps::new(keys, values))];
-            let mut cache = LayerCache::new(&maps, Window { sinks: 4, recent: 64, batch: 1 }).unwrap();
+            let mut cache = LowRankLayerCache::new(&maps, Window { sinks: 4, recent: 64, batch: 1 }).unwrap();
             cache.append(all, all).unwrap();
             for backend in backends() {
                 let (seconds, difference) = compare(backend, &rotation, &cache, &rows, folded);
@@ -83,7 +83,7 @@ pub fn cache(rows: &[f32]) {
 fn compare(
     backend: Backend,
     rotation: &Rotation,
-    cache: &LayerCache<f16>,
+    cache: &LowRankLayerCache<f16>,
     rows: &[f16],
     folded: bool,
 ) -> (Vec<f64>, f32) {
@@ -139,7 +139,8 @@ fn compare(
         normalize_all(&stats, &mut expected).unwrap();
     };
     let mut owned = || {
-        attend_batch_into_with(backend, &[cache], &attention, &queries, &mut workspace, &mut out).unwrap();
+        let queries = Rows::from(&queries[..]);
+        attend_batch_into_with(backend, &[cache], &attention, queries, &mut workspace, &mut out).unwrap();
     };
     let seconds = least(200, &mut [Box::new(&mut slices), Box::new(&mut owned)]);
     let difference = expected.iter().zip(&out).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);

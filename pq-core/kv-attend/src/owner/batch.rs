@@ -1,0 +1,151 @@
+use alloc::vec::Vec;
+
+use super::head::{check_causal, count};
+use super::layer::check_dims;
+use super::{Head, Layer, Workspace};
+use crate::error::check_len;
+use crate::{Attention, Backend, Element, Rows, SoftmaxStats, normalize_all};
+
+/// [`Layer::attend_into`] for a batch of sequences in one call, whose lengths may differ.
+///
+/// # Shapes
+/// `queries` (sequences * T, heads * group * dim): the T query tokens of the first sequence, then those of
+/// the next; `out` (sequences, T, heads, group, dim of the values), fully written.
+/// # Errors
+/// As [`Layer::attend_into`]; [`Error::Length`](crate::Error::Length) also when the caches differ in heads or
+/// dimensions. `out` is then untouched.
+pub fn attend_batch_into<H: Head, Q: Element>(
+    caches: &[&Layer<H>],
+    attention: &Attention,
+    queries: Rows<'_, Q>,
+    workspace: &mut Workspace,
+    out: &mut [f32],
+) -> Result<(), H::Error> {
+    attend_batch_into_with(Backend::detect(), caches, attention, queries, workspace, out)
+}
+
+/// [`attend_batch_into`] on a given backend.
+///
+/// # Errors
+/// As [`attend_batch_into`], and [`Error::BackendUnavailable`](crate::Error::BackendUnavailable).
+pub fn attend_batch_into_with<H: Head, Q: Element>(
+    backend: Backend,
+    caches: &[&Layer<H>],
+    attention: &Attention,
+    queries: Rows<'_, Q>,
+    workspace: &mut Workspace,
+    out: &mut [f32],
+) -> Result<(), H::Error> {
+    backend.check()?;
+    attention.check()?;
+    let Some(first) = caches.first() else {
+        check_len("queries", queries.rows() * queries.components(), 0)?;
+        return Ok(check_len("out", out.len(), 0)?);
+    };
+    let ([dim, dim_v], heads) = (first.heads()[0].dims(), first.heads().len());
+    for cache in caches {
+        check_len("heads of a cache", cache.heads().len(), heads)?;
+        check_dims(&cache.heads()[0], &first.heads()[0])?;
+    }
+    let query_tokens = count("query tokens", queries.rows(), caches.len())?;
+    let group = count("queries", queries.components(), heads.saturating_mul(dim))?;
+    let row = group.saturating_mul(dim_v); // of a head and query token
+    check_len("out", out.len(), (queries.rows() * heads).saturating_mul(row))?;
+    caches.iter().try_for_each(|cache| check_causal(query_tokens, cache.len()))?;
+    if out.is_empty() {
+        return Ok(());
+    }
+    let batch = Batch { backend, caches, attention, queries, query_tokens, group };
+    let Workspace { scratch, stats, rows } = workspace;
+    if query_tokens == 1 {
+        return batch.attend(scratch, stats, out);
+    }
+    // Heads are computed apart, and `out` has all heads of a query token together.
+    let by_heads = at_least(rows, out.len(), 0.0);
+    batch.attend(scratch, stats, by_heads)?;
+    for (i, out) in out.chunks_exact_mut(row).enumerate() {
+        let (sequence, t, h) = (i / heads / query_tokens, i / heads % query_tokens, i % heads);
+        out.copy_from_slice(&by_heads[((sequence * heads + h) * query_tokens + t) * row..][..row]);
+    }
+    Ok(())
+}
+
+/// The checked arguments of [`attend_batch_into`].
+struct Batch<'a, H, Q> {
+    backend: Backend,
+    caches: &'a [&'a Layer<H>], // at least one
+    attention: &'a Attention,
+    queries: Rows<'a, Q>, // (sequences * query_tokens, heads * group * dim)
+    query_tokens: usize,
+    group: usize,
+}
+
+impl<H: Head, Q: Element> Batch<'_, H, Q> {
+    /// Attends with every head of every sequence to `out` (sequences, heads, query tokens, group, dim of the
+    /// values).
+    fn attend(
+        &self,
+        scratch: &mut Vec<f32>,
+        stats: &mut Vec<SoftmaxStats>,
+        out: &mut [f32],
+    ) -> Result<(), H::Error> {
+        let Self { caches, query_tokens, group, .. } = *self;
+        let heads = caches.iter().flat_map(|cache| cache.heads());
+        let scratch_len = heads.map(|head| head.scratch_len(query_tokens, group)).max().unwrap_or(0).max(1);
+        let tasks = caches.len() * caches[0].heads().len();
+        // Each thread takes consecutive heads with one scratch.
+        #[cfg(feature = "rayon")]
+        let parts = rayon::current_num_threads().min(tasks);
+        #[cfg(not(feature = "rayon"))]
+        let parts = 1;
+        let each = tasks.div_ceil(parts);
+        let scratch = at_least(scratch, parts.saturating_mul(scratch_len), 0.0);
+        let stats = at_least(stats, tasks * query_tokens * group, SoftmaxStats::EMPTY);
+        stats.fill(SoftmaxStats::EMPTY);
+        out.fill(0.0);
+        #[cfg(feature = "rayon")]
+        {
+            use rayon::prelude::*;
+            let (out_len, stats_len) = (each * (out.len() / tasks), each * query_tokens * group);
+            let parts = scratch.par_chunks_mut(scratch_len).zip(out.par_chunks_mut(out_len));
+            let parts = parts.zip(stats.par_chunks_mut(stats_len)).enumerate();
+            parts.try_for_each(|(i, ((scratch, out), stats))| self.attend_from(i * each, scratch, out, stats))
+        }
+        #[cfg(not(feature = "rayon"))]
+        {
+            debug_assert_eq!(each, tasks);
+            self.attend_from(0, scratch, out, stats)
+        }
+    }
+
+    /// Attends with as many heads as there are outputs, from head `first` of the batch on.
+    fn attend_from(
+        &self,
+        first: usize,
+        scratch: &mut [f32],
+        out: &mut [f32],
+        stats: &mut [SoftmaxStats],
+    ) -> Result<(), H::Error> {
+        let Self { backend, caches, attention, queries, query_tokens, group } = *self;
+        let (heads, [dim, dim_v]) = (caches[0].heads().len(), caches[0].heads()[0].dims());
+        let rows = stats
+            .chunks_exact_mut(query_tokens * group)
+            .zip(out.chunks_exact_mut(query_tokens * group * dim_v));
+        for (task, (stats, out)) in (first..).zip(rows) {
+            let (sequence, h) = (task / heads, task % heads);
+            let queries = queries.slice(sequence * query_tokens..(sequence + 1) * query_tokens)?;
+            let queries = queries.columns(h * group * dim, group * dim)?;
+            caches[sequence].heads()[h].attend_into_with(backend, attention, queries, scratch, out, stats)?;
+            normalize_all(stats, out)?;
+        }
+        Ok(())
+    }
+}
+
+/// The first `len` elements, after growing to them.
+fn at_least<T: Clone>(memory: &mut Vec<T>, len: usize, fill: T) -> &mut [T] {
+    if memory.len() < len {
+        memory.resize(len, fill);
+    }
+    &mut memory[..len]
+}

@@ -1,0 +1,204 @@
+use core::ops::Range;
+
+use alloc::vec::Vec;
+
+use super::{Reader, Writer};
+use crate::error::check_len;
+use crate::{Element, Error, ExactTokens, Rows, Window};
+
+/// The exact rows of a head, keys and values: those of the first tokens (sinks), and of the recent ones. Its
+/// owner holds the tokens in between, which it compresses.
+#[derive(Clone, Debug)]
+pub struct ExactRows<E> {
+    window: Window,
+    sides: [Side<E>; 2], // keys, values; as many rows
+}
+
+/// The exact rows of the keys, or of the values.
+#[derive(Clone, Debug)]
+struct Side<E> {
+    dim: usize, // at least 1
+    sinks: Vec<E>,
+    recent: Vec<E>, // after `start` elements that have left
+    start: usize,
+}
+
+impl<E: Element> ExactRows<E> {
+    /// No tokens; `dims` are the components of a key and of a value, at least 1.
+    #[must_use]
+    pub const fn new([dim, dim_v]: [usize; 2], window: Window) -> Self {
+        Self { window, sides: [Side::new(dim), Side::new(dim_v)] }
+    }
+
+    /// Components of a key and of a value.
+    #[must_use]
+    pub const fn dims(&self) -> [usize; 2] {
+        [self.sides[0].dim, self.sides[1].dim]
+    }
+
+    /// Number of sinks.
+    #[must_use]
+    pub const fn sinks(&self) -> usize {
+        self.sides[0].sinks.len() / self.sides[0].dim
+    }
+
+    /// Number of recent tokens.
+    #[must_use]
+    pub fn recent(&self) -> usize {
+        self.sides[0].recent().len() / self.sides[0].dim
+    }
+
+    /// Bytes of all rows.
+    #[must_use]
+    pub fn size(&self) -> usize {
+        self.sides.iter().map(|side| size_of_val(&side.sinks[..]) + size_of_val(side.recent())).sum()
+    }
+
+    /// Takes new tokens in after the `between` tokens that the owner holds, and passes those that leave the
+    /// window to `evict` in order, with 0 for keys and 1 for values: first all keys, then all values, in two
+    /// parts each. Returns how many left.
+    ///
+    /// # Errors
+    /// [`Error::Length`] if rows do not fit; nothing is then changed. Those of `evict`.
+    pub fn append<T: From<Error>>(
+        &mut self,
+        between: usize,
+        [keys, values]: [Rows<'_, E>; 2],
+        mut evict: impl FnMut(usize, Rows<'_, E>) -> Result<(), T>,
+    ) -> Result<usize, T> {
+        check_len("values", values.rows(), keys.rows())?;
+        check_len("row of keys", keys.components(), self.sides[0].dim)?;
+        check_len("row of values", values.components(), self.sides[1].dim)?;
+        let (sinks, recent) = (self.sinks(), self.recent());
+        let moves = Moves::new(&self.window, sinks + between + recent, recent, keys.rows());
+        for (i, (side, new)) in self.sides.iter_mut().zip([keys, values]).enumerate() {
+            side.push(new, &moves, |rows| evict(i, rows))?;
+        }
+        Ok(moves.leaving + moves.passing.len())
+    }
+
+    /// Keeps the first `len` tokens. Returns how many of the owner's `between` remain.
+    pub fn truncate(&mut self, len: usize, between: usize) -> usize {
+        let sinks = self.sinks().min(len);
+        let between = between.min(len - sinks);
+        let recent = self.recent().min(len - sinks - between);
+        for side in &mut self.sides {
+            side.sinks.truncate(sinks * side.dim);
+            side.recent.truncate(side.start + recent * side.dim);
+        }
+        between
+    }
+
+    /// The sinks, and the recent tokens after `between` tokens of the owner, at their positions in the
+    /// sequence, for queries from position `first_query` on.
+    ///
+    /// # Errors
+    /// [`Error::Zero`] for rows of no components.
+    pub fn tokens(&self, between: usize, first_query: usize) -> Result<[ExactTokens<'_, E>; 2], Error> {
+        let [keys, values] = &self.sides;
+        let sinks = ExactTokens::contiguous(&keys.sinks, keys.dim, &values.sinks, values.dim)?;
+        let recent = ExactTokens::contiguous(keys.recent(), keys.dim, values.recent(), values.dim)?;
+        let start = self.sinks() + between;
+        Ok([sinks.first_query(first_query), recent.starting_at(start).first_query(first_query)])
+    }
+
+    /// Writes the number of tokens of each kind, and the rows of the keys, then of the values. `compressed`
+    /// writes the owner's after each of them, given 0 for keys and 1 for values.
+    pub fn write(&self, writer: &mut Writer, between: usize, mut compressed: impl FnMut(&mut Writer, usize)) {
+        [self.sinks(), between, self.recent()].into_iter().for_each(|n| writer.usize(n));
+        for (i, side) in self.sides.iter().enumerate() {
+            writer.elements(side.sinks.iter().chain(side.recent()).copied());
+            compressed(writer, i);
+        }
+    }
+
+    /// Reads what [`write`](Self::write) wrote. `compressed` reads the owner's tokens, given 0 for keys and 1
+    /// for values, and the number of tokens.
+    ///
+    /// # Errors
+    /// [`Error::BadField`] for numbers of tokens that the window cannot hold, [`Error::TooLarge`],
+    /// [`Error::Truncated`]; those of `compressed`.
+    pub fn read<T: From<Error>>(
+        reader: &mut Reader<'_>,
+        dims: [usize; 2],
+        window: Window,
+        mut compressed: impl FnMut(&mut Reader<'_>, usize, usize) -> Result<(), T>,
+    ) -> Result<Self, T> {
+        let mut exact = Self::new(dims, window);
+        let [sinks, between, recent] = [reader.usize()?, reader.usize()?, reader.usize()?];
+        if !window.can_hold(sinks, between, recent) {
+            return Err(Error::BadField { what: "number of tokens" }.into());
+        }
+        for (i, side) in exact.sides.iter_mut().enumerate() {
+            let mut rows = |n: usize| reader.elements(n.checked_mul(side.dim).ok_or(Error::TooLarge)?);
+            (side.sinks, side.recent) = (rows(sinks)?, rows(recent)?);
+            compressed(reader, i, between)?;
+        }
+        Ok(exact)
+    }
+}
+
+impl<E: Element> Side<E> {
+    const fn new(dim: usize) -> Self {
+        Self { dim, sinks: Vec::new(), recent: Vec::new(), start: 0 }
+    }
+
+    /// The recent tokens' rows, without gaps.
+    fn recent(&self) -> &[E] {
+        &self.recent[self.start..]
+    }
+
+    /// Takes `new` rows in, and passes those that leave the window to `evict`, in order.
+    fn push<T: From<Error>>(
+        &mut self,
+        new: Rows<'_, E>,
+        moves: &Moves,
+        mut evict: impl FnMut(Rows<'_, E>) -> Result<(), T>,
+    ) -> Result<(), T> {
+        self.sinks.extend(new.slice(0..moves.to_sinks)?.iter().flatten());
+        evict(Rows::contiguous(&self.recent()[..moves.leaving * self.dim], self.dim)?)?;
+        self.forget(moves.leaving);
+        evict(new.slice(moves.passing.clone())?)?;
+        self.recent.extend(new.slice(moves.to_recent.clone())?.iter().flatten());
+        Ok(())
+    }
+
+    /// Forgets the oldest `n` recent rows. Rows move to the front only when half of the memory is free, so
+    /// that a token's share is one move, and the window stays in one piece.
+    fn forget(&mut self, n: usize) {
+        self.start += n * self.dim;
+        if self.start >= self.recent.len() - self.start {
+            self.recent.drain(..self.start);
+            self.start = 0;
+        }
+    }
+}
+
+/// Where tokens go when new ones arrive: the same for both sides of a head.
+struct Moves {
+    to_sinks: usize,         // new tokens that become sinks
+    leaving: usize,          // oldest recent tokens that leave the window
+    passing: Range<usize>,   // new tokens that leave the window at once, after those
+    to_recent: Range<usize>, // new tokens that become recent ones
+}
+
+impl Moves {
+    /// What happens when `n` tokens arrive at a window that holds `recent`, out of `len` tokens of the cache.
+    const fn new(window: &Window, len: usize, recent: usize, n: usize) -> Self {
+        let to_sinks = window.to_sinks(len, n);
+        let evicted = window.to_evict(recent + n - to_sinks);
+        let leaving = if evicted < recent { evicted } else { recent };
+        let passed = to_sinks + evicted - leaving;
+        Self { to_sinks, leaving, passing: to_sinks..passed, to_recent: passed..n }
+    }
+}
+
+impl Window {
+    /// Whether a cache with this window can hold `sinks`, `between` and `recent` tokens.
+    const fn can_hold(&self, sinks: usize, between: usize, recent: usize) -> bool {
+        let batch = if self.batch == 0 { 1 } else { self.batch };
+        sinks <= self.sinks
+            && recent <= self.recent.saturating_add(batch - 1)
+            && (sinks == self.sinks || (between == 0 && recent == 0))
+    }
+}

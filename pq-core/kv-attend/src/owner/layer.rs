@@ -1,0 +1,200 @@
+use alloc::sync::Arc;
+use alloc::vec::Vec;
+
+use super::head::count;
+use super::{Head, Reader, Workspace, Writer, attend_batch_into};
+use crate::error::check_len;
+use crate::{Attention, Backend, Element, Error, Rows, Window};
+
+/// The keys and values of all heads of a layer of one sequence.
+///
+/// With feature `rayon`, appends and attention divide the heads among the threads; results do not depend on
+/// their number.
+#[derive(Clone, Debug)]
+pub struct Layer<H> {
+    heads: Vec<H>, // at least one; all have the same window, dimensions and number of tokens
+    window: Window,
+}
+
+impl<H: Head> Layer<H> {
+    /// No tokens, with a head for each element of `shared`.
+    ///
+    /// # Errors
+    /// [`Error::Zero`] for no head, [`Error::Length`] when the heads differ in their dimensions.
+    pub fn new(shared: &[Arc<H::Shared>], window: Window) -> Result<Self, H::Error> {
+        Self::from_heads(shared.iter().map(|shared| H::new(shared.clone(), window)).collect(), window)
+    }
+
+    fn from_heads(heads: Vec<H>, window: Window) -> Result<Self, H::Error> {
+        let first = heads.first().ok_or(Error::Zero { what: "number of heads" })?;
+        for head in &heads {
+            check_dims(head, first)?;
+            check_len("tokens of a head", head.len(), first.len())?;
+        }
+        Ok(Self { heads, window })
+    }
+
+    /// The caches of the heads.
+    #[must_use]
+    pub fn heads(&self) -> &[H] {
+        &self.heads
+    }
+
+    /// Number of tokens.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.heads[0].len()
+    }
+
+    /// Whether there are no tokens.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Bytes of all tokens of all heads. What sequences share is not among them.
+    #[must_use]
+    pub fn size(&self) -> usize {
+        self.heads.iter().map(H::size).sum()
+    }
+
+    /// Appends tokens to all heads. Returns what left the window.
+    ///
+    /// # Shapes
+    /// `keys` (n, heads * dim), `values` (n, heads * dim of the values): tokens first (NHD). For heads first
+    /// (HND), [`append_heads`](Self::append_heads).
+    /// # Errors
+    /// [`Error::Length`]; the cache is then unchanged.
+    /// # Cost
+    /// That of the append of each head.
+    pub fn append(
+        &mut self,
+        keys: Rows<'_, H::Element>,
+        values: Rows<'_, H::Element>,
+    ) -> Result<H::Evicted, H::Error> {
+        self.append_with(Backend::detect(), keys, values)
+    }
+
+    /// [`append`](Self::append) on a given backend.
+    ///
+    /// # Errors
+    /// As [`append`](Self::append), and [`Error::BackendUnavailable`].
+    pub fn append_with(
+        &mut self,
+        backend: Backend,
+        keys: Rows<'_, H::Element>,
+        values: Rows<'_, H::Element>,
+    ) -> Result<H::Evicted, H::Error> {
+        let [dim, dim_v] = self.heads[0].dims();
+        check_len("row of keys", keys.components(), self.heads.len() * dim)?;
+        check_len("row of values", values.components(), self.heads.len() * dim_v)?;
+        check_len("values", values.rows(), keys.rows())?;
+        self.append_each(backend, |h| Ok((keys.columns(h * dim, dim)?, values.columns(h * dim_v, dim_v)?)))
+    }
+
+    /// [`append`](Self::append) of rows in the order heads, tokens (HND).
+    ///
+    /// # Shapes
+    /// `keys` (heads * n, dim), `values` (heads * n, dim of the values).
+    /// # Errors
+    /// [`Error::PartialRow`] or [`Error::Length`]; the cache is then unchanged.
+    pub fn append_heads(
+        &mut self,
+        keys: Rows<'_, H::Element>,
+        values: Rows<'_, H::Element>,
+    ) -> Result<H::Evicted, H::Error> {
+        let [dim, dim_v] = self.heads[0].dims();
+        let n = count("keys", keys.rows(), self.heads.len())?;
+        check_len("values", values.rows(), keys.rows())?;
+        check_len("row of keys", keys.components(), dim)?;
+        check_len("row of values", values.components(), dim_v)?;
+        self.append_each(Backend::detect(), |h| {
+            Ok((keys.slice(h * n..(h + 1) * n)?, values.slice(h * n..(h + 1) * n)?))
+        })
+    }
+
+    fn append_each<'a>(
+        &mut self,
+        backend: Backend,
+        rows: impl Fn(usize) -> Result<(Rows<'a, H::Element>, Rows<'a, H::Element>), Error> + Sync,
+    ) -> Result<H::Evicted, H::Error> {
+        let append = |(h, head): (usize, &mut H)| {
+            let (keys, values) = rows(h)?;
+            head.append_with(backend, keys, values)
+        };
+        #[cfg(feature = "rayon")]
+        {
+            use rayon::prelude::*;
+            let evicted: Vec<_> = self.heads.par_iter_mut().enumerate().map(append).collect();
+            evicted.into_iter().collect()
+        }
+        #[cfg(not(feature = "rayon"))]
+        self.heads.iter_mut().enumerate().map(append).collect()
+    }
+
+    /// Keeps the first `len` tokens of every head: rejected drafts, or a prefix that another sequence shares.
+    /// What was compressed stays so: the window fills again from the next token on.
+    pub fn truncate(&mut self, len: usize) {
+        self.heads.iter_mut().for_each(|head| head.truncate(len));
+    }
+
+    /// Attention of all query heads on all tokens, of one or several query tokens.
+    ///
+    /// Query token i of T is at the position of the cache's token `len - T + i`, since a step appends its
+    /// tokens first. It sees the tokens up to its own position, and of these the last
+    /// [`Attention::window`], if there is a window; exact and compressed ones alike. So one call verifies
+    /// drafts, or runs a chunk of a prompt.
+    ///
+    /// # Shapes
+    /// `queries` (T, heads * group * dim): query heads in order; a decode step passes `Rows::from(slice)`.
+    /// `out` (T, heads, group, dim of the values), fully written.
+    /// # Errors
+    /// [`Error::PartialRow`], [`Error::Length`]; [`Error::Causal`] for more query tokens than there are
+    /// tokens, and those of [`Attention::check`]. `out` is then untouched.
+    /// # Cost
+    /// That of the attention of each head. The workspace allocates when it has to grow.
+    pub fn attend_into<Q: Element>(
+        &self,
+        attention: &Attention,
+        queries: Rows<'_, Q>,
+        workspace: &mut Workspace,
+        out: &mut [f32],
+    ) -> Result<(), H::Error> {
+        attend_batch_into(&[self], attention, queries, workspace, out)
+    }
+
+    /// The cache as bytes, without what sequences share.
+    #[must_use]
+    pub fn to_bytes(&self) -> Vec<u8> {
+        let mut writer = Writer::new(H::MAGIC, H::VERSION);
+        writer.tag::<H::Element>();
+        writer.window(self.window);
+        writer.usize(self.heads.len());
+        self.heads.iter().for_each(|head| head.write(&mut writer));
+        writer.finish()
+    }
+
+    /// Reads what [`to_bytes`](Self::to_bytes) wrote; `shared` are the codebooks or maps that the cache had.
+    ///
+    /// # Errors
+    /// [`Error::BadMagic`], [`Error::Version`], [`Error::Truncated`], [`Error::TrailingBytes`];
+    /// [`Error::BadField`] for another element type, other codebooks or maps, or numbers of tokens that a
+    /// window cannot hold; [`Error::Length`] for another number of heads, or heads of unlike lengths.
+    pub fn from_bytes(bytes: &[u8], shared: &[Arc<H::Shared>]) -> Result<Self, H::Error> {
+        let mut reader = Reader::new(H::NAME, H::MAGIC, H::VERSION, bytes)?;
+        reader.tag::<H::Element>()?;
+        let window = reader.window()?;
+        check_len("heads", reader.usize()?, shared.len())?;
+        let heads = shared.iter().map(|shared| H::read(&mut reader, shared, window));
+        let heads = heads.collect::<Result<_, _>>()?;
+        reader.finish()?;
+        Self::from_heads(heads, window)
+    }
+}
+
+/// Checks that two heads have the same dimensions.
+pub(super) fn check_dims<H: Head>(head: &H, first: &H) -> Result<(), Error> {
+    let ([dim, dim_v], [first_dim, first_dim_v]) = (head.dims(), first.dims());
+    check_len("keys of a head", dim, first_dim)?;
+    check_len("values of a head", dim_v, first_dim_v)
+}
