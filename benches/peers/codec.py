@@ -240,12 +240,12 @@ def far_end(out, folder, contexts):
 
 def pq_codes(out, folder, model, text):
     """The entropy of `pqklt`'s codes."""
-    shapes = ["64x6", "64x4", "32x6", "16x6"]
+    shapes = ["64x6", "32x6"]
     rows = json.loads(run([f"{folder}/pq_entropy", model, text, "4096", "4096", ",".join(shapes)]))["rows"]
     columns = [("static", "a table per subspace"), ("adaptive", "it, adaptive"), ("class", "given the class of the previous token's code"),
                ("previous", "given the previous token's code"), ("neighbour", "given the code of the subspace before"), ("window", "own entropy")]
     out += ["Bits per code and what is saved of them, on 4,096 tokens under tables counted on 4,096 others, for each layer, head and subspace; `class` is",
-            "one of four. The last column is the entropy of the test text's own counts, which no coder reaches.", "",
+            "one of four. The last column is the entropy of the test text's own counts, which no coder without context reaches.", "",
             "| codes | | " + " | ".join(name for _, name in columns) + " |", "| --- | --- |" + " --- |" * len(columns)]
     for r in rows:
         nbits = int(r["code"].split("x")[1])
@@ -254,7 +254,10 @@ def pq_codes(out, folder, model, text):
             out.append(f"| {r['code']} | {group['name']} | " + " | ".join(cells) + " |")
     saved = lambda r, key: 100 * (1 - r["groups"][0][key] / int(r["code"].split("x")[1]))
     best = {key: max((saved(r, key), r["code"]) for r in rows) for key in ("adaptive", "class", "previous", "neighbour")}
-    out += ["", "The most that is saved of all codes of a shape: " + "; ".join(f"{dict(columns)[key]}, {gain:.1f} % ({code})" for key, (gain, code) in best.items()) + "."]
+    out += ["", "The most that is saved of all codes of a shape: " + "; ".join(f"{dict(columns)[key]}, {gain:.1f} % ({code})" for key, (gain, code) in best.items()) + ".",
+            "The values of the first layer depend on nothing but the token, which is why their subspaces predict one another."]
+    if max(gain for gain, _ in best.values()) < 5:
+        out += ["Less than 5 % of all codes: a coder of these codes does not pay, and none is built."]
     out.append("")
 
 

@@ -97,16 +97,24 @@ fn row(model: &Model, rope: &Rope, code: &str, seen: &[Layer], unseen: &[Layer])
             [rates(&shape, &queries, keys), rates(&shape, &outputs, values)]
         })
         .collect();
-    let side = |side: usize| -> Value {
+    // A token's values in the first layer depend on nothing but the token.
+    let groups = [
+        ("all", 0..2, 0..=usize::MAX),
+        ("keys", 0..1, 0..=usize::MAX),
+        ("values, first layer", 1..2, 0..=0),
+        ("values, other layers", 1..2, 1..=usize::MAX),
+    ];
+    let groups = groups.map(|(name, sides, layers)| {
         let mut sum = Rates::default();
-        rates.iter().for_each(|head| sum.add(&head[side]));
+        let heads = heads.iter().zip(&rates).filter(|((l, _), _)| layers.contains(l));
+        heads.flat_map(|(_, head)| &head[sides.clone()]).for_each(|rates| sum.add(rates));
         json!({
-            "static": sum.alone / sum.codes, "adaptive": sum.adaptive / sum.codes,
+            "name": name, "static": sum.alone / sum.codes, "adaptive": sum.adaptive / sum.codes,
             "previous": sum.previous / sum.codes, "class": sum.class / sum.codes,
             "neighbour": sum.neighbour / sum.codes, "window": sum.window / sum.codes,
         })
-    };
-    json!({ "code": code, "keys": side(0), "values": side(1) })
+    });
+    json!({ "code": code, "groups": groups })
 }
 
 /// Sums over codes, in bits.

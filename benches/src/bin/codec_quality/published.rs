@@ -347,3 +347,46 @@ fn mixed(counts: &[u32], wider: &[f64]) -> Vec<f64> {
     let n = f64::from(counts.iter().sum::<u32>()) + PRIOR;
     counts.iter().zip(wider).map(|(&count, wider)| (f64::from(count) + PRIOR * wider) / n).collect()
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rows_decode_within_half_a_bin() {
+        const CHANNELS: usize = 8;
+        let rows: Vec<f32> =
+            (0..23 * CHANNELS).map(|i| ((i * i) as f32 * 0.37).sin() + i as f32 * 0.01).collect();
+        let setting = Published::parse("published:levels=16").unwrap().unwrap();
+        let mut decoded = rows.clone();
+        let symbols = setting.quantize(1.0 / 16.0, &[0.0; CHANNELS], &mut decoded);
+        assert_eq!((symbols.anchors.len(), symbols.differences.len()), (3 * CHANNELS, 20 * CHANNELS));
+        for (rows, decoded) in rows.chunks(GROUP * CHANNELS).zip(decoded.chunks(GROUP * CHANNELS)) {
+            for (t, (row, out)) in rows.chunks(CHANNELS).zip(decoded.chunks(CHANNELS)).enumerate() {
+                let (base, levels) =
+                    if t == 0 { (&[0.0; CHANNELS][..], 127.0) } else { (&decoded[..CHANNELS], 16.0) };
+                let largest = row.iter().zip(base).fold(0.0_f32, |max, (x, base)| max.max((x - base).abs()));
+                // The scale is rounded to bf16.
+                let most = largest * (0.5 / levels + 1.0 / 256.0);
+                assert!(row.iter().zip(out).all(|(x, out)| (x - out).abs() <= most));
+            }
+        }
+    }
+
+    #[test]
+    fn streams_take_what_their_tables_say() {
+        let symbols: Vec<i32> =
+            (0..6000).map(|i: i32| [0, 0, 1, 0, -1, 0, 2, -3][(i * i % 31) as usize % 8]).collect();
+        let mut counts = Counts::new(3, 2, 2);
+        counts.add(0, &[-3, 1, 2]);
+        counts.add(1, &symbols);
+        for group in Group::ALL {
+            let cost = |(i, &symbol): (usize, &i32)| {
+                -counts.probabilities(group, 1, i % 2)[(symbol + 3) as usize].log2()
+            };
+            let expected: f64 = symbols.iter().enumerate().map(cost).sum();
+            let bits = counts.coded_bits(group, 1, &symbols).unwrap() as f64;
+            assert!((bits - expected).abs() <= 0.001 * expected + 128.0, "{bits} {expected}");
+        }
+    }
+}
