@@ -126,7 +126,7 @@ struct Rates {
     previous: f64,  // given the previous token's code
     class: f64,     // given the class of the previous token's code
     neighbour: f64, // given the code of the subspace before, of the same token
-    window: f64,    // the entropy of the test text's own counts: a bound that no coder reaches
+    window: f64,    // the entropy of the test text's own counts: no coder without context reaches it
 }
 
 impl Rates {
