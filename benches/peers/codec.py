@@ -2,7 +2,7 @@
 """codec-core against other coders and formats, on synthetic symbols and on two models' keys and values; writes a Markdown table.
 
     cargo build --release
-    python benches/peers/codec.py target/release benches/results/codec.md [--smollm2 MODEL.gguf --text WIKITEXT]
+    python benches/peers/codec.py target/release benches/results/codec.md [--smollm2 MODEL.gguf --text WIKITEXT] [--only SECTIONS]
 
 Speeds are medians of wall time on one thread, unless said. "Through the codec" runs the model over windows of the text with all
 keys and values but the first 4 tokens' replaced by the decoded ones, those of the current token included; positions from 256 on are
@@ -28,7 +28,7 @@ def speeds(out, folder):
     ours = [r for r in rows[1:] if r["coder"].startswith("codec-core") and "Scalar" not in r["coder"]]
     peers = [r for r in rows[1:] if r["coder"].startswith("constriction")]
     best = {what: max(r[what] for r in peers) for what in ("encode", "decode")}
-    out += ["## Entropy coders", "", f"11.06 M symbols; each channel's own entropy is {entropy:.4f} bits. Million symbols a second.", "",
+    out += [f"11.06 M symbols; each channel's own entropy is {entropy:.4f} bits. Million symbols a second.", "",
             "| coder | bits | over the entropy | encode | decode | decode, 2 threads |", "| --- | --- | --- | --- | --- | --- |"]
     for r in rows[1:]:
         out.append(f"| {r['coder']} | {r['bits']:.4f} | {100 * (r['bits'] / entropy - 1):+.2f} % | {r['encode']:.0f} | {r['decode']:.0f} | {r['decode2']:.0f} |")
@@ -63,9 +63,9 @@ def line(r):
 
 def sizes(out, folder, model, text, windows, length):
     default = [f"cachegen:bits={b}" for b in LEVELS]
-    ablation = [f"cachegen:mode=channels:k=1:v=1:predictor={p}:models={m}" for p in ("none", "mean", "previous", "anchor") for m in ("tables",)]
-    ablation += [f"cachegen:mode=channels:k=1:v=1:predictor=mean:models={m}" for m in ("families", "context")]
-    ablation += ["cachegen:mode=channels:k=1:v=1:predictor=mean:models=tables:coder=range"]
+    ablation = [f"cachegen:mode=common:k=0.7:v=0.7:predictor={p}:models=tables" for p in ("none", "mean", "previous", "anchor")]
+    ablation += [f"cachegen:mode=common:k=0.7:v=0.7:predictor=mean:models={m}" for m in ("families", "context")]
+    ablation += ["cachegen:mode=common:k=0.7:v=0.7:predictor=mean:models=tables:coder=range"]
     ablation += [f"cachegen:bits=2:predictor={p}:models={m}" for p in ("mean", "previous") for m in ("families", "tables", "context")]
     ablation += ["cachegen:bits=2:predictor=anchor", "cachegen:bits=2:coder=range"]
     channels = [f"cachegen:mode=channels:k={s}:v={s}" for s in (0.125, 0.25, 0.5, 0.7, 1.4, 2)]
@@ -90,15 +90,15 @@ def sizes(out, folder, model, text, windows, length):
         r = levels[LEVELS.index(b)]
         out.append(f"| {b} | {mean['entropy']:.3f} | {r['bits256']:.3f} ({100 * (r['bits256'] / mean['entropy'] - 1):+.1f} %) | {r['bits1024']:.3f} ({100 * (r['bits1024'] / mean['entropy'] - 1):+.1f} %) |")
     # Equal error.
-    curve = [(math.log(r["nmse"]), r["bits1024"]) for r in by_prefix("cachegen:mode=common")]
+    curve = [(math.log(r["nmse"]), r["bits1024"]) for r in by_prefix("cachegen:mode=common") if "predictor" not in r["method"]]
     out += ["", "### At equal squared error (one step for all channels of a layer)", "", "| format | its bits | error / variance | ours | times smaller |", "| --- | --- | --- | --- | --- |"]
     for name, bits, nmse in [(f"LMCache, {r['method'].split('=')[-1]} bins" + (" (as released)" if r["method"].endswith("=16") else ""), r["lmcache"], r["nmse"]) for r in by_prefix("cachegen:mode=lmcache")] + \
             [(f"plain {p['bits'] - 0.5:.0f} bits, groups of 64", p["bits"], p["nmse"]) for p in result["plain"]]:
         ours = at(curve, math.log(nmse), log=False)
         out.append(f"| {name} | {bits:.2f} | {nmse:.4f} | {ours:.2f} | {bits / ours:.2f} |")
-    out += ["", "### What each idea is worth", "", "In the upper half steps are the same number of deviations of what the predictor leaves, so `none` and `anchor`, which leave more, have larger steps and a larger error; in the lower half (transform) steps are equal. Error / variance is that of squared errors.", "",
+    out += ["", "### What each idea is worth", "", "Steps are equal in the rows of a half. Error / variance is that of squared errors.", "",
             "| setting | bits, blocks of 256 | of 1,024 | error / variance | KL |", "| --- | --- | --- | --- | --- |"]
-    for r in by_prefix("cachegen:mode=channels:k=1:v=1") + by_prefix("cachegen:mode=transform:bits=2:") + pick(["cachegen:mode=transform:bits=2"]):
+    for r in [r for r in by_prefix("cachegen:mode=common:k=0.7") if "predictor" in r["method"]] + by_prefix("cachegen:mode=transform:bits=2:") + pick(["cachegen:mode=transform:bits=2"]):
         out.append(f"| {short(r['method'])} | {r['bits256']:.3f} | {r['bits1024']:.3f} | {r['nmse']:.4f} | {r['kl']:.5f} |")
     out.append("")
 
@@ -136,29 +136,179 @@ def budgets(out, folder, model, text, context, decode):
     out += ["", "The default has the lower KL at every row's bits." if not worse else "Rows with a lower KL than the default at their bits: " + "; ".join(worse) + ".", ""]
 
 
+# The parts of CacheGen's codec, after its figure 15: the name, the setting of `published`, and which of its rates counts.
+STEPS = [
+    ("vector-wise quantization, fixed width", "delta=none:bins=uniform", "fixed"),
+    ("+ arithmetic coding, one distribution for all", "delta=none:bins=uniform", "global"),
+    ("+ a distribution per layer, keys and values apart", "delta=none:bins=uniform", "layer"),
+    ("+ a distribution per channel and layer", "delta=none:bins=uniform", "channel"),
+    ("+ differences to anchors", "bins=uniform", "channel"),
+    ("+ bins by layer third: **CacheGen as published**", "", "channel"),
+    ("published, one distribution for all", "", "global"),
+    ("published, a distribution per layer", "", "layer"),
+    ("published, anchors as raw bytes", "", "raw_anchors"),
+    ("published, no differences", "delta=none", "channel"),
+    ("published, differences to the channel's mean", "delta=mean", "channel"),
+    ("published, keys before RoPE", "keys=plain", "channel"),
+]
+FINENESS = [4, 8, 16, 32, 64, 127]
+TARGETS = [0.002, 0.01, 0.05]
+
+
+def published(out, folder, model, text, windows, length):
+    spec = lambda n, setting: f"published:levels={n}" + (":" + setting if setting else "")
+    settings = sorted({setting for _, setting, _ in STEPS})
+    specs = [spec(n, setting) for setting in settings for n in FINENESS]
+    specs += [f"cachegen:bits={b}" for b in LEVELS[2:8]]
+    result = quality(folder, model, text, windows, length, specs)
+    rows = {r["method"]: r for r in result["rows"]}
+    ours = [r for r in result["rows"] if r["method"].startswith("cachegen:mode=transform")]
+    out += [f"{windows} windows of {length} tokens, scored as above; tables are counted on {4096 // length} windows of {length} other tokens. Without loss the",
+            f"perplexity is {result['dense']:.3f}. Rates are bytes of range-coded streams that decode, with every row's scale (16 bits). `levels` are bins",
+            "on each side of zero in the first third of the layers; the paper's own bin widths, .5, 1 and 1.5, name no unit, so the whole curve is run.", "",
+            "| levels | fixed width | one distribution | per layer | **per channel** | anchors raw | error / variance | perplexity | KL | top-1 |",
+            "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |"]
+    for n in FINENESS:
+        r = rows[spec(n, "")]
+        bits = " | ".join(f"{r['bits'][m]:.3f}" for m in ("fixed", "global", "layer", "channel", "raw_anchors"))
+        out.append(f"| {n} | {bits} | {r['bits']['nmse']:.4f} | {r['perplexity']:.3f} | {r['kl']:.5f} | {100 * r['top1']:.1f} % |")
+    eight = rows[spec(127, "delta=none:bins=uniform")]
+    bits8 = eight["bits"]["fixed"]
+    out += ["", f"Plain vector-wise 8-bit codes: {bits8:.2f} bits, perplexity {eight['perplexity']:.3f}, KL {eight['kl']:.5f}.", "",
+            "#### Its ideas one by one (figure 15), at equal KL", "",
+            f"Bits between two measured settings, linear in the logarithm of KL; in brackets how much smaller than {bits8:.2f} bits.", "",
+            "| codec | " + " | ".join(f"KL {t}" for t in TARGETS) + " |", "| --- |" + " --- |" * len(TARGETS)]
+    curves = [(name, [(math.log(rows[spec(n, setting)]["kl"]), rows[spec(n, setting)]["bits"][rate]) for n in FINENESS]) for name, setting, rate in STEPS]
+    curves += [("**ours** (transform)", [(math.log(r["kl"]), r["bits1024"]) for r in ours if r["kl"] > 1e-6])]
+    for name, curve in curves:
+        inside = lambda t: min(x for x, _ in curve) <= math.log(t) <= max(x for x, _ in curve)
+        cells = [f"{(b := at(curve, math.log(t), log=False)):.2f} ({bits8 / b:.2f}x)" if inside(t) else "-" for t in TARGETS]
+        out.append(f"| {name} | " + " | ".join(cells) + " |")
+    # What holds of 3.5 to 4.3 times: the smallest setting whose loss, and that of all finer ones, stays below.
+    within = lambda rows, limit: [r for i, r in enumerate(rows) if all(x["perplexity"] <= limit for x in rows[: i + 1])][-1]
+    theirs = [rows[spec(n, "")] for n in reversed(FINENESS)]
+    mine = sorted(ours, key=lambda r: -r["bits1024"])
+    out += ["", "#### What holds of \"3.5 to 4.3 times smaller than quantization\"", "",
+            "The smallest setting whose perplexity, with that of every finer one, stays within the paper's limits.", "",
+            "| loss of perplexity | codec | bits | smaller than 8 bits | smaller than fp16 | perplexity | KL |", "| --- | --- | --- | --- | --- | --- | --- |"]
+    for what, limit in (("at most .1", result["dense"] + 0.1), ("at most 2 %", 1.02 * result["dense"])):
+        for name, r, bits in (("published", within(theirs, limit), lambda r: r["bits"]["channel"]), ("ours", within(mine, limit), lambda r: r["bits1024"])):
+            out.append(f"| {what} | {name} | {bits(r):.2f} | {bits8 / bits(r):.2f}x | {16 / bits(r):.2f}x | {r['perplexity']:.3f} | {r['kl']:.5f} |")
+    # The same in words, at the middle target.
+    target = TARGETS[1]
+    bits = {name: at(curve, math.log(target), log=False) for name, curve in curves}
+    names = [name for name, _, _ in STEPS]
+    change = lambda a, b: f"{100 * (bits[b] / bits[a] - 1):+.0f} %"
+    out += ["", f"At a KL of {target} CacheGen as published is {bits8 / bits[names[5]]:.1f} times smaller than 8-bit codes on this model, and ours {bits8 / bits['**ours** (transform)']:.1f} times.",
+            f"The arithmetic coder with one distribution changes the bits of plain quantization by {change(names[0], names[1])}, distributions per channel and layer by",
+            f"{change(names[1], names[3])} more; anchors then by {change(names[3], names[4])} and bins by layer third by {change(names[4], names[5])}. In the published codec one distribution for all",
+            f"costs {change(names[5], names[6])} (the paper: up to 53 % saved), raw anchors {change(names[5], names[8])}; without differences it would take {change(names[5], names[9])}, with differences to",
+            f"the channel's mean, which needs no anchor, {change(names[5], names[10])}."]
+    out.append("")
+
+
+FAR = [8, 12, 16, 20]
+# Behind the prompt, so that half a batch of 64 tokens is left over, as is on average.
+FAR_DECODED = 228
+FAR_EXACT = 4 + 32
+
+
+def far_end(out, folder, contexts):
+    """Settings of the default that make a prompt 8 to 20 times smaller than fp16, KVTC's range."""
+    def compare(context, methods):
+        with tempfile.NamedTemporaryFile() as file:
+            run([f"{folder}/kv", "compare", "--context", str(context), "--decode", str(FAR_DECODED), "--json", file.name,
+                 "--methods", ",".join(f"{m}:window=0:batch=64" if m != "dense:dtype=f16" else m for m in methods)])
+            return json.load(open(file.name))["methods"]
+    out += [f"Sizes are all that a sequence keeps: the first 4 tokens and the last, incomplete batch (32 of 64, the average) are in 16 bits. {FAR_DECODED} tokens are",
+            "decoded behind the prompt. `bits` is the setting that gives the size, found between two others; `without both` is the rate of the coded tokens alone.", "",
+            "| prompt | smaller than fp16 | setting | bits | without both | bytes a token | perplexity | KL | top-1 | needle |", "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |"]
+    coded = lambda bits, tokens: (bits * tokens - 16 * FAR_EXACT) / (tokens - FAR_EXACT)
+    grid = [0.2, 0.5, 1, 2]
+    measured = compare(contexts[0], [f"cachegen:bits={b}" for b in grid])
+    curve = [(coded(r["bits_per_value"], contexts[0] + FAR_DECODED), b) for r, b in zip(measured, grid)]
+    for context in contexts:
+        tokens = context + FAR_DECODED
+        settings = [round(max(at(curve, coded(16 / target, tokens), log=False), 0.05), 3) for target in FAR]
+        for r in compare(context, ["dense:dtype=f16"] + [f"cachegen:bits={b}" for b in settings]):
+            bits = r["bits_per_value"]
+            setting = short(r["setting"]).replace(" window=0 batch=64", "")
+            rest = f"{coded(bits, tokens):.2f}" if r["name"] == "cachegen" else ""
+            out.append(f"| {context} | {16 / bits:.1f}x | {setting} | {bits:.2f} | {rest} | {r['kv_bytes_per_token']:.0f} | {r['perplexity']:.3f} | {r['kl']:.5f} | {100 * r['top1']:.1f} % | {round(r['needle'] * r['needle_trials'])}/{r['needle_trials']} |")
+    out.append("")
+
+
+def pq_codes(out, folder, model, text):
+    """The entropy of `pqklt`'s codes."""
+    shapes = ["64x6", "32x6"]
+    rows = json.loads(run([f"{folder}/pq_entropy", model, text, "4096", "4096", ",".join(shapes)]))["rows"]
+    columns = [("static", "a table per subspace"), ("adaptive", "it, adaptive"), ("class", "given the class of the previous token's code"),
+               ("previous", "given the previous token's code"), ("neighbour", "given the code of the subspace before"), ("window", "own entropy")]
+    out += ["Bits per code and what is saved of them, on 4,096 tokens under tables counted on 4,096 others, for each layer, head and subspace; `class` is",
+            "one of four. The last column is the entropy of the test text's own counts, which no coder without context reaches.", "",
+            "| codes | | " + " | ".join(name for _, name in columns) + " |", "| --- | --- |" + " --- |" * len(columns)]
+    for r in rows:
+        nbits = int(r["code"].split("x")[1])
+        for group in r["groups"]:
+            cells = [f"{group[key]:.3f} ({100 * (1 - group[key] / nbits):+.1f} %)" for key, _ in columns]
+            out.append(f"| {r['code']} | {group['name']} | " + " | ".join(cells) + " |")
+    saved = lambda r, key: 100 * (1 - r["groups"][0][key] / int(r["code"].split("x")[1]))
+    best = {key: max((saved(r, key), r["code"]) for r in rows) for key in ("adaptive", "class", "previous", "neighbour")}
+    out += ["", "The most that is saved of all codes of a shape: " + "; ".join(f"{dict(columns)[key]}, {gain:.1f} % ({code})" for key, (gain, code) in best.items()) + ".",
+            "The values of the first layer depend on nothing but the token, which is why their subspaces predict one another."]
+    if max(gain for gain, _ in best.values()) < 5:
+        out += ["Less than 5 % of all codes: a coder of these codes does not pay, and none is built."]
+    out.append("")
+
+
+def replaced(path, section):
+    """The lines of `path` with a section in place of that of the same heading, or behind all."""
+    with open(path) as file:
+        parts = file.read().split("\n## ")
+    text = "\n".join(section).removeprefix("## ")
+    same = [i for i, part in enumerate(parts) if i > 0 and part.split("\n")[0] == section[0].removeprefix("## ")]
+    if same:
+        parts[same[0]] = text
+    else:
+        parts.append(text)
+    return "\n## ".join(part.rstrip() + "\n" for part in parts).splitlines()
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("folder")
     parser.add_argument("out")
     parser.add_argument("--smollm2")
     parser.add_argument("--text")
+    parser.add_argument("--only", help="sections to replace in the file that is there: coders, tiny, published, far, pq, smollm2")
     args = parser.parse_args()
     commit = record.commit()
     cpu = next((l.split(":")[1].strip() for l in open("/proc/cpuinfo") if l.startswith("model name")), platform.processor())
-    doc = __doc__.strip().splitlines()
-    out = ["# codec-core against its peers", "", f"{datetime.date.today()}, commit {commit}, {cpu}. Made by", ""] + doc[2:4] + [""] + doc[5:] + [""]
-    speeds(out, args.folder)
+    made = f"{datetime.date.today()}, commit {commit}, {cpu}."
     assets = os.path.join(os.path.dirname(__file__), "..", "..", "reference", "assets")
-    out += ["## tiny-llama-12m, State of the Union addresses", ""]
     tiny = (os.path.join(assets, "tiny-llama-12m"), os.path.join(assets, "sotu-heldout.txt"))
-    sizes(out, args.folder, *tiny, 4, 1024)
-    budgets(out, args.folder, None, None, 2048, 192)
-    record.write(args.out, out, commit)
+
+    def both(out, model, text, windows, context, decode):
+        sizes(out, args.folder, model, text, windows, 1024)
+        budgets(out, args.folder, *((None, None) if model == tiny[0] else (model, text)), context, decode)
+
+    makers = {
+        "coders": ("Entropy coders", lambda out: speeds(out, args.folder)),
+        "tiny": ("tiny-llama-12m, State of the Union addresses", lambda out: both(out, *tiny, 4, 2048, 192)),
+        "published": ("CacheGen as published, tiny-llama-12m", lambda out: published(out, args.folder, *tiny, 2, 1024)),
+        "far": ("8 to 20 times smaller, tiny-llama-12m", lambda out: far_end(out, args.folder, [2048, 4096])),
+        "pq": ("Entropy of PQ codes, tiny-llama-12m", lambda out: pq_codes(out, args.folder, *tiny)),
+    }
     if args.smollm2:
-        out += ["## SmolLM2-135M-Instruct, WikiText-2", ""]
-        sizes(out, args.folder, args.smollm2, args.text, 2, 1024)
-        budgets(out, args.folder, args.smollm2, args.text, 1900, 128)
-        record.write(args.out, out, commit)
+        makers["smollm2"] = ("SmolLM2-135M-Instruct, WikiText-2", lambda out: both(out, args.smollm2, args.text, 2, 1900, 128))
+    doc = __doc__.strip().splitlines()
+    lines = ["# codec-core against its peers", "", made + " Made by", ""] + doc[2:4] + [""] + doc[5:] + [""]
+    for name in args.only.split(",") if args.only else makers:
+        title, make = makers[name]
+        out = [f"## {title}", ""] + ([made, ""] if args.only else [])
+        make(out)
+        lines = replaced(args.out, out) if args.only else lines + out
+        record.write(args.out, lines, commit)
 
 
 main()

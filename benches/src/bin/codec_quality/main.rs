@@ -1,8 +1,10 @@
 //! Quality per byte of the codec on a real model: the size of frames against the entropy of their symbols,
 //! the gain of each part of the format at equal steps, and the divergence of a model whose whole context was
-//! encoded and decoded.
+//! encoded and decoded. Beside the methods of `kv` it takes `published`, CacheGen as published.
 //!
 //! Prints one JSON object; `peers/codec.py` makes the tables.
+
+mod published;
 
 use std::path::PathBuf;
 
@@ -13,6 +15,7 @@ use kv_reference::forward::{logits, prefill};
 use kv_reference::method::Method;
 use kv_reference::model::{Config, Model, Rope};
 use kv_reference::{Profile, Result};
+use published::Published;
 
 /// First tokens, which stay exact, as in every method of `kv`.
 const SINKS: usize = 4;
@@ -39,20 +42,34 @@ fn main() -> std::result::Result<(), Box<dyn std::error::Error>> {
     if tokens.len() < calibration + windows * length {
         return Err(format!("the text has {} tokens", tokens.len()).into());
     }
-    let methods = Method::parse_list(methods)?;
+    let (published, methods): (Vec<&str>, Vec<&str>) =
+        methods.split(',').partition(|spec| Published::parse(spec).is_some());
+    let methods = if methods.is_empty() { vec![] } else { Method::parse_list(&methods.join(","))? };
     let rope = Rope::new(&model.config, calibration.max(length));
     let profile = calibrated(&model, &rope, &tokens[..calibration], &methods)?;
     let windows: Vec<&[u32]> = tokens[calibration..].chunks_exact(length).take(windows).collect();
     let dense: Vec<Vec<f32>> =
         windows.iter().map(|w| scored_logits(&model, &rope, w, None)).collect::<Result<_>>()?;
+    let scored = Scored { model: &model, rope: &rope, windows: &windows, dense: &dense };
     let mut rows = vec![];
     for method in &methods {
-        rows.push(row(&model, &rope, &profile, method, &windows, &dense)?);
+        rows.push(scored.row(&profile, method)?);
+    }
+    if !published.is_empty() {
+        // Windows at the positions of those that are scored.
+        let sample: Vec<&[u32]> = tokens[..calibration].chunks_exact(length).collect();
+        let sample = published::sample(&model, &rope, &sample)?;
+        for spec in published {
+            let Some(setting) = Published::parse(spec).transpose()? else { continue };
+            let mut coder = published::Coder::new(setting, &model, &rope, &sample);
+            rows.push(scored.published_row(spec, &mut coder)?);
+        }
     }
     let result = serde_json::json!({
         "model": model.name,
         "length": length,
         "windows": windows.len(),
+        "dense": scored.divergence(|_, _, _| Ok(()))?.perplexity(),
         "plain": plain_groups(&model, &rope, windows[0])?,
         "rows": rows,
     });
@@ -60,43 +77,69 @@ fn main() -> std::result::Result<(), Box<dyn std::error::Error>> {
     Ok(())
 }
 
-fn row(
-    model: &Model,
-    rope: &Rope,
-    profile: &Profile,
-    method: &Method,
-    windows: &[&[u32]],
-    dense: &[Vec<f32>],
-) -> Result<serde_json::Value> {
-    let planes = method.codec_planes(&model.config, profile)?;
-    let mut sizes = Sizes::default();
-    let mut divergence = Divergence::default();
-    for (window, dense) in windows.iter().zip(dense) {
-        let mut through = |l: usize, k: &mut [f32], v: &mut [f32]| {
+/// The windows that are scored, and the plain model's logits of them.
+struct Scored<'a> {
+    model: &'a Model,
+    rope: &'a Rope,
+    windows: &'a [&'a [u32]],
+    dense: &'a [Vec<f32>],
+}
+
+impl Scored<'_> {
+    /// The divergence of the model that sees what `through` leaves of keys and values behind the sinks.
+    fn divergence(
+        &self,
+        mut through: impl FnMut(usize, &mut [f32], &mut [f32]) -> Result<()>,
+    ) -> Result<Divergence> {
+        let first = SINKS * self.model.config.kv_dim();
+        let vocab = self.model.config.vocab_size;
+        let mut divergence = Divergence::default();
+        for (window, dense) in self.windows.iter().zip(self.dense) {
+            let mut through =
+                |l: usize, k: &mut [f32], v: &mut [f32]| through(l, &mut k[first..], &mut v[first..]);
+            let coded = scored_logits(self.model, self.rope, window, Some(&mut through))?;
+            for (i, (coded, dense)) in coded.chunks_exact(vocab).zip(dense.chunks_exact(vocab)).enumerate() {
+                divergence.add(coded, dense, window[SCORED + i + 1]);
+            }
+        }
+        Ok(divergence)
+    }
+
+    fn row(&self, profile: &Profile, method: &Method) -> Result<serde_json::Value> {
+        let config = &self.model.config;
+        let planes = method.codec_planes(config, profile)?;
+        let mut sizes = Sizes::default();
+        let divergence = self.divergence(|l, k, v| {
             for (side, rows) in [(Side::Keys, k), (Side::Values, v)] {
-                let plane = planes.plane(0, l, side)?.view();
-                sizes.pass(&model.config, &plane, &mut rows[SINKS * model.config.kv_dim()..])?;
+                sizes.pass(config, &planes.plane(0, l, side)?.view(), rows)?;
             }
             Ok(())
-        };
-        let coded = scored_logits(model, rope, window, Some(&mut through))?;
-        let vocab = model.config.vocab_size;
-        for (i, (coded, dense)) in coded.chunks_exact(vocab).zip(dense.chunks_exact(vocab)).enumerate() {
-            divergence.add(coded, dense, window[SCORED + i + 1]);
-        }
+        })?;
+        let numbers = sizes.distortion.numbers as f64;
+        let bits = |bytes: usize| 8.0 * bytes as f64 / numbers;
+        Ok(serde_json::json!({
+            "method": method.spec(),
+            "bits256": bits(sizes.bytes_256),
+            "bits1024": bits(sizes.bytes_1024),
+            "entropy": sizes.entropy / numbers,
+            "lmcache": sizes.lmcache / numbers,
+            "nmse": sizes.distortion.nmse(),
+            "perplexity": divergence.perplexity(),
+            "kl": divergence.kl(),
+            "top1": divergence.top1(),
+        }))
     }
-    let bits = |bytes: usize| 8.0 * bytes as f64 / sizes.numbers as f64;
-    Ok(serde_json::json!({
-        "method": method.spec(),
-        "bits256": bits(sizes.bytes_256),
-        "bits1024": bits(sizes.bytes_1024),
-        "entropy": sizes.entropy / sizes.numbers as f64,
-        "lmcache": sizes.lmcache / sizes.numbers as f64,
-        "nmse": sizes.error / sizes.variance,
-        "perplexity": divergence.perplexity(),
-        "kl": divergence.kl(),
-        "top1": divergence.top1(),
-    }))
+
+    fn published_row(&self, spec: &str, coder: &mut published::Coder<'_>) -> Result<serde_json::Value> {
+        let divergence = self.divergence(|l, k, v| coder.pass(l, k, v))?;
+        Ok(serde_json::json!({
+            "method": spec,
+            "bits": coder.result(),
+            "perplexity": divergence.perplexity(),
+            "kl": divergence.kl(),
+            "top1": divergence.top1(),
+        }))
+    }
 }
 
 type Through<'a> = &'a mut dyn FnMut(usize, &mut [f32], &mut [f32]) -> Result<()>;
@@ -119,13 +162,37 @@ fn scored_logits(
 /// Sums over all planes of all windows.
 #[derive(Default)]
 struct Sizes {
-    numbers: usize,
     bytes_256: usize,  // of frames with blocks of 256 tokens
     bytes_1024: usize, // of 1,024
     entropy: f64,      // bits: order-0 entropy of the bins, per channel and window
     lmcache: f64,      // bits: size of these bins in LMCache's format
+    distortion: Distortion,
+}
+
+/// Squared errors of decoded rows.
+#[derive(Default)]
+struct Distortion {
+    numbers: usize,
     error: f64,
     variance: f64, // about the channels' means
+}
+
+impl Distortion {
+    /// Adds rows (n, channels) and what they decode to.
+    fn add(&mut self, rows: &[f32], decoded: &[f32], channels: usize) {
+        self.numbers += rows.len();
+        self.error += rows.iter().zip(decoded).map(|(a, b)| f64::from(a - b).powi(2)).sum::<f64>();
+        for c in 0..channels {
+            let column: Vec<f64> = rows.iter().skip(c).step_by(channels).map(|&x| f64::from(x)).collect();
+            let mean = column.iter().sum::<f64>() / column.len() as f64;
+            self.variance += column.iter().map(|x| (x - mean).powi(2)).sum::<f64>();
+        }
+    }
+
+    /// The squared error over the variance.
+    fn nmse(&self) -> f64 {
+        self.error / self.variance
+    }
 }
 
 impl Sizes {
@@ -149,7 +216,6 @@ impl Sizes {
         let info = FrameInfo { block_tokens: 256, ..info };
         let (bytes, len) = encode(&info)?;
         self.bytes_256 += len;
-        self.numbers += rows.len();
         let bins: Vec<i32> = rows
             .chunks(256 * channels)
             .map(|rows| plane.bins(rows))
@@ -162,14 +228,11 @@ impl Sizes {
                 // A table of 33 entries of 16 bits and a length of 32 bits for each channel.
                 self.lmcache += entropy(&column(chunk)) + 33.0 * 16.0 + 32.0;
             }
-            let column: Vec<f64> = rows.iter().skip(c).step_by(channels).map(|&x| f64::from(x)).collect();
-            let mean = column.iter().sum::<f64>() / column.len() as f64;
-            self.variance += column.iter().map(|x| (x - mean).powi(2)).sum::<f64>();
         }
         self.lmcache += 16.0 * info.tokens as f64; // a scale for each token
         let mut decoded = vec![0.0; rows.len()];
         Frame::parse(&bytes, info.elements())?.decode_plane_into(plane, 0, Side::Keys, None, &mut decoded)?;
-        self.error += rows.iter().zip(&decoded).map(|(a, b)| f64::from(a - b).powi(2)).sum::<f64>();
+        self.distortion.add(rows, &decoded, channels);
         rows.copy_from_slice(&decoded);
         Ok(())
     }
