@@ -224,6 +224,11 @@ unsafe impl<E: Element> BlockRows<E> for Dense<'_, E> {
 ///
 /// N.B. A copy into a buffer without gaps takes 1.2 to 1.7 times as long with AVX-512 as reading the rows in
 /// place.
+///
+/// N.B. Rows of one of 8 heads of 128 components, 512 tokens, take about twice as long in `f32` as rows
+/// without gaps, 1.5 times in `f16` (Zen 3, AVX2, on a shared machine). 4 KiB apart, all rows of a head in
+/// `f32` share an eighth of the sets of L1 and L2: with 9 heads they take 1.4 to 1.8 times as long, in `f16`
+/// 1.3 to 1.4. Every row needs an entry of the TLB: with huge pages a tenth less time in `f32`.
 #[derive(Clone, Copy)]
 struct Listed<'a, E> {
     data: &'a [E],
