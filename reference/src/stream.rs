@@ -12,6 +12,7 @@
 //! [`receiver`] fills caches.
 
 pub mod encoded;
+pub mod frame;
 pub mod link;
 pub mod page;
 pub mod receiver;

@@ -20,9 +20,10 @@ use kv_reference::method::Method;
 use kv_reference::model::{Model, Rope};
 use kv_reference::store::{
     Calculated, Check, FillOptions, Filled, Grid, KvStore, Options, ProfileId, PromptStore, Space,
-    decode_chunk, sweep_unfinished,
+    sweep_unfinished,
 };
 use kv_reference::stream::encoded::levels;
+use kv_reference::stream::frame::{ChunkFrame, LayerKv};
 use kv_reference::stream::speeds::Speeds;
 use kv_reference::stream::{self, Choice, Outcome};
 use support::kv::{kv, one_line, refused, run};
@@ -317,15 +318,17 @@ fn chunks_are_loaded_and_decoded_as_rows() {
     .unwrap();
     let found = store.find(&SETUP.space, tokens).unwrap();
     let (mut rates, mut decoded) = (vec![], 0);
-    let choose = |choice: &kv_reference::store::Choice<'_>| {
+    let choose = |choice: &kv_reference::store::LoadProgress<'_>| {
         rates.push(choice.last.and_then(|transfer| transfer.throughput()));
         Encoding::Level(0)
     };
     let channels = SETUP.profile.info().channels();
     let loaded = store.load(&SETUP.space, &found, 1, choose, |arrival| {
-        decode_chunk(&SETUP.profile, &arrival, |layer, keys, values| {
-            let range = arrival.tokens.start * channels..arrival.tokens.end * channels;
-            for (rows, exact) in [keys, values].into_iter().zip(&exact[layer]) {
+        let range = arrival.tokens.start * channels..arrival.tokens.end * channels;
+        let frame = ChunkFrame::parse(&SETUP.profile, &arrival.frame, &arrival.tokens, 0)?;
+        for (layer, exact) in exact.iter().enumerate() {
+            let LayerKv { keys, values } = frame.layer(layer)?;
+            for (rows, exact) in [keys, values].into_iter().zip(exact) {
                 let exact = &exact[range.clone()];
                 let square = |x: f32| f64::from(x).powi(2);
                 let error: f64 = rows.iter().zip(exact).map(|(a, b)| square(a - b)).sum();
@@ -333,8 +336,8 @@ fn chunks_are_loaded_and_decoded_as_rows() {
                 assert!(rows.len() == exact.len() && error < 1e-3 * size, "{error} of {size}");
             }
             decoded += arrival.tokens.len();
-            kv_reference::Result::Ok(())
-        })
+        }
+        kv_reference::Result::Ok(())
     });
     loaded.unwrap();
     assert_eq!(decoded, 140 * exact.len());

@@ -14,9 +14,8 @@ use std::time::Duration;
 use codec_core::{Encoding, FitOptions, ModelInfo, PlaneBuf, Profile};
 use futures_util::future::join_all;
 use futures_util::{StreamExt, pin_mut};
-use kv_reference::store::{
-    AsyncStore, ChunkId, Error, Grid, LayerKv, Options, Put, Space, StoredChunk, encode_chunk,
-};
+use kv_reference::store::{AsyncStore, ChunkId, Error, Grid, Options, Put, Space, StoredChunk, encode_chunk};
+use kv_reference::stream::frame::LayerKv;
 use object_store::path::Path;
 use support::faulty::{Faults, Faulty, Random};
 use tokio::time::{Instant, timeout};
@@ -75,7 +74,7 @@ impl World {
             self.truth.lock().unwrap().objects.entry(key.id).or_default().push(object.clone());
             let put = self.store.put_chunk(&self.space, &key, object.into()).await;
             match put {
-                Ok(Put::Stored | Put::Present) => {
+                Ok(Put::Stored | Put::Repaired | Put::Present) => {
                     self.truth.lock().unwrap().acknowledged.insert(key.id);
                 }
                 Err(_) => break,

@@ -7,6 +7,7 @@ mod support {
     pub mod weed;
 }
 
+use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -19,10 +20,11 @@ use kv_reference::forward::Decoder;
 use kv_reference::method::Method;
 use kv_reference::model::{Model, Rope};
 use kv_reference::store::{
-    AsyncStore, Check, Error, FillOptions, Filled, Grid, KvStore, LayerKv, Options, PromptStore, Put, Space,
+    AsyncStore, Check, Error, FillOptions, Filled, Grid, KvStore, Options, PromptStore, Put, Space,
     StoreLink, encode_chunk,
 };
 use kv_reference::stream::encoded::{EncodedContext, levels};
+use kv_reference::stream::frame::LayerKv;
 use kv_reference::stream::link::RealClock;
 use kv_reference::stream::receiver::{CacheReceiver, Target};
 use kv_reference::stream::speeds::Speeds;
@@ -287,19 +289,29 @@ fn one_of_many_writers_is_first() {
     });
 }
 
+/// Seconds of [`many_clients`]: of the variable KV_LOAD_SECONDS, at most an hour; half a minute without it.
+fn load_seconds() -> u64 {
+    let Ok(seconds) = std::env::var("KV_LOAD_SECONDS") else { return 30 };
+    let seconds = seconds.parse().ok().filter(|seconds| (1..=3600).contains(seconds));
+    seconds.unwrap_or_else(|| panic!("KV_LOAD_SECONDS is 1 to 3600"))
+}
+
 /// 64 clients put, get and delete contexts that begin alike, without an error or a wrong byte; then the rate
 /// of reading chunks next to that of reading whole objects of the same size.
 #[test]
-#[ignore = "long: 64 clients for minutes"]
+#[ignore = "long: 64 clients for half a minute, or KV_LOAD_SECONDS"]
 fn many_clients() {
     const CLIENTS: u32 = 64;
-    const ROUNDS: u32 = 10;
+    /// Contexts that a client has stored at once, and most bytes of all of them.
+    const KEPT: usize = 5;
+    const LIVE: usize = 2 << 30;
     let Some(weed) = weed() else { return };
     let folder = tempfile::tempdir().unwrap();
     let server = Server::start(&weed, folder.path());
     let (context, store) = (Arc::new(context()), server.store());
     let options = Options { timeout: Duration::from_secs(120), parallel: 4, ..Options::default() };
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
+    let limit = Duration::from_secs(load_seconds());
     runtime.block_on(async {
         // A tail of 100 tokens after 500 that all contexts have.
         let base = context.tokens[..600].to_vec();
@@ -315,33 +327,57 @@ fn many_clients() {
                 .map(|key| encode_chunk(&context.profile, key, 0, &context.layers).unwrap())
                 .collect()
         };
+        assert!(objects[1].len() * CLIENTS as usize * (KEPT + 1) < LIVE, "{}", objects[1].len());
         let start = Instant::now();
         let clients = (0..CLIENTS).map(|client| {
             let caches = AsyncStore::new(store.clone(), Path::from("load"), options);
             let (context, objects, tokens) = (context.clone(), objects.clone(), tokens.clone());
             tokio::spawn(async move {
-                let space = &context.space;
-                for round in 0..ROUNDS {
+                let (space, mut kept, mut round) = (&context.space, VecDeque::new(), 0);
+                while start.elapsed() < limit {
                     let tokens = tokens(client, round);
                     let keys = space.chunks(&tokens);
                     for (key, object) in keys.iter().zip(&objects) {
                         caches.put_chunk(space, key, object.clone().into()).await.unwrap();
                     }
                     assert_eq!(read(&caches, &context, &tokens, &objects).await, 600);
-                    if round % 2 == 0 {
-                        caches.delete(space.name(), keys[1].id).await.unwrap();
-                        assert_eq!(read(&caches, &context, &tokens, &objects).await, 500);
+                    kept.push_back(tokens);
+                    // Every second one at once, the others when there are too many.
+                    let old = match round % 2 {
+                        0 => kept.pop_back(),
+                        _ if kept.len() > KEPT => kept.pop_front(),
+                        _ => None,
+                    };
+                    if let Some(old) = old {
+                        caches.delete(space.name(), space.chunks(&old)[1].id).await.unwrap();
+                        assert_eq!(read(&caches, &context, &old, &objects).await, 500);
                     }
+                    round += 1;
                 }
+                (round, kept.len())
             })
         });
-        for client in clients.collect::<Vec<_>>() {
-            client.await.unwrap();
+        let clients: Vec<_> = clients.collect();
+        // The server keeps the place of deleted objects until it is told to give it back.
+        let vacuum = tokio::task::spawn_blocking(move || {
+            while start.elapsed() < limit {
+                std::thread::sleep(Duration::from_secs(10).min(limit));
+                server.vacuum();
+            }
+            server
+        });
+        let (mut rounds, mut kept) = (0, 0);
+        for client in clients {
+            let (client_rounds, client_kept) = client.await.unwrap();
+            (rounds, kept) = (rounds + client_rounds, kept + client_kept);
         }
-        eprintln!("{CLIENTS} clients, {ROUNDS} rounds each: {:.1} s", start.elapsed().as_secs_f64());
+        let seconds = start.elapsed().as_secs_f64();
+        let written = f64::from(rounds) * objects[1].len() as f64 / 1e9;
+        eprintln!("{CLIENTS} clients, {rounds} contexts, {written:.1} GB written in {seconds:.1} s");
+        let _server = vacuum.await.unwrap(); // until the end
         let caches = AsyncStore::new(store.clone(), Path::from("load"), Options::default());
         let listing = caches.list(context.space.name()).await.unwrap();
-        assert_eq!(listing.chunks.len() as u32, 1 + CLIENTS * ROUNDS / 2);
+        assert_eq!(listing.chunks.len(), 1 + kept);
         assert!(listing.damaged.is_empty() && listing.orphans.is_empty());
 
         let (mut ours, mut raw) = (vec![], vec![]);

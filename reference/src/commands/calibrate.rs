@@ -7,7 +7,7 @@ use kv_reference::model::Rope;
 use kv_reference::{Error, Result};
 use serde::Serialize;
 
-use super::{Files, JsonArgs, ModelArgs, Stdout, TextArgs, progress};
+use super::{Files, JsonArgs, ModelArgs, Stdout, TextArgs, print_error, progress};
 
 #[derive(Args)]
 #[command(
@@ -53,7 +53,13 @@ impl Calibrate {
         let json = files.writes("--json", self.json.json)?;
         let model = self.model.load()?;
         let (text, tokens) = self.text.tokens(&model)?;
-        let n = self.tokens.min(tokens.len()).min(model.config.max_seq_len);
+        let (wanted, most) = (self.tokens.min(tokens.len()), model.config.max_seq_len);
+        if wanted > most {
+            print_error(format_args!(
+                "kv: of {wanted} tokens of the text the model takes the first {most}\n"
+            ));
+        }
+        let n = wanted.min(most);
         // The profile serves every position, not only those of the tokens that it is made from.
         let rope = Rope::new(&model.config, model.config.max_seq_len.min(MOST_POSITIONS).max(n));
         let bar = progress();

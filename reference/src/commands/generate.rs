@@ -1,6 +1,7 @@
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::Instant;
 
 use clap::Args;
 use kv_reference::compare::calibrated;
@@ -64,6 +65,8 @@ const CALIBRATION: usize = 2048;
 struct Generated<'a> {
     prompt: &'a str,
     method: String,
+    prompt_tokens: usize,
+    prompt_seconds: f64, // from the tokens of the prompt to the logits after it
     tokens: Vec<u32>,
     text: String,
 }
@@ -84,7 +87,7 @@ impl Generate {
         model.check_context(length)?;
         let rope = Arc::new(Rope::new(&model.config, length.max(CALIBRATION.min(model.config.max_seq_len))));
         let profile = self.profile(&model, &rope)?;
-        let (model, mut logits, mut decode) = self.decoder(model, rope, &profile, &prompt)?;
+        let Started { model, mut logits, seconds, mut step } = self.start(model, rope, &profile, &prompt)?;
         let mut stream = Stream { model: &model, tokens: vec![], shown: String::new() };
         let mut next = sampler.sample(&logits);
         while stream.tokens.len() < self.tokens && !model.config.eos_tokens.contains(&next) {
@@ -94,23 +97,30 @@ impl Generate {
                 break;
             }
             if stream.tokens.len() < self.tokens {
-                logits = decode(next)?;
+                logits = step(next)?;
                 next = sampler.sample(&logits);
             }
         }
         out.print("\n");
         let Stream { tokens, shown, .. } = stream;
-        json.write_json(&Generated { prompt: &self.prompt, method: self.method.spec(), tokens, text: shown })
+        json.write_json(&Generated {
+            prompt: &self.prompt,
+            method: self.method.spec(),
+            prompt_tokens: prompt.len(),
+            prompt_seconds: seconds,
+            tokens,
+            text: shown,
+        })
     }
 
-    /// The model that decodes, the logits after the prompt, and a step that makes logits of the next token.
-    fn decoder(
+    /// Runs the prompt.
+    fn start(
         &self,
         model: Arc<Model>,
         rope: Arc<Rope>,
         profile: &Profile,
         prompt: &[u32],
-    ) -> Result<(Arc<Model>, Vec<f32>, Step)> {
+    ) -> Result<Started> {
         #[cfg(feature = "store")]
         if let Some(kv) = self.kv.open(&model, self.profile.as_deref())? {
             self.device.cpu_only("--kv")?;
@@ -121,7 +131,7 @@ impl Generate {
             let chunk = self.chunk.map_or(device::CHUNK, NonZeroUsize::get);
             let capacity = prompt.len() + self.tokens;
             match on_device(gpu, &model, &self.method, profile, (prompt, chunk), capacity) {
-                Ok((logits, step)) => return Ok((model, logits, step)),
+                Ok((logits, seconds, step)) => return Ok(Started { model, logits, seconds, step }),
                 Err(e) if self.device.falls_back(&e) => {}
                 Err(e) => return Err(e),
             }
@@ -131,14 +141,16 @@ impl Generate {
         let Prepared { model, mut cache } = self.method.prepare(&model, &rope, profile)?;
         let mut decoder = Decoder::new(model.clone(), rope);
         let mut logits = vec![];
+        let begin = Instant::now();
         for chunk in prompt.chunks(self.chunk.map_or(prompt.len(), NonZeroUsize::get)) {
             logits = decoder.prefill(chunk, cache.as_mut())?.to_vec();
         }
+        let seconds = begin.elapsed().as_secs_f64();
         let step = move |token| Ok(decoder.step(token, cache.as_mut())?.to_vec());
-        Ok((model, logits, Box::new(step)))
+        Ok(Started { model, logits, seconds, step: Box::new(step) })
     }
 
-    /// As [`Self::decoder`], with the prompt over a store of caches.
+    /// As [`Self::start`], with the prompt over a store of caches.
     #[cfg(feature = "store")]
     fn over_store(
         &self,
@@ -147,7 +159,7 @@ impl Generate {
         rope: Arc<Rope>,
         profile: &Profile,
         prompt: &[u32],
-    ) -> Result<(Arc<Model>, Vec<f32>, Step)> {
+    ) -> Result<Started> {
         let Prepared { model, mut cache } = self.method.prepare(&plain, &rope, profile)?;
         if !Arc::ptr_eq(&model, &plain) {
             let what = "--kv: this method changes the weights, and with them the keys and values";
@@ -155,9 +167,9 @@ impl Generate {
         }
         let mut decoder = Decoder::new(model.clone(), rope.clone());
         let chunk = self.chunk.map_or(prompt.len(), NonZeroUsize::get);
-        let logits = kv.fill(&model, &rope, &mut decoder, cache.as_mut(), (prompt, chunk))?;
+        let (logits, seconds) = kv.fill(&model, &rope, &mut decoder, cache.as_mut(), (prompt, chunk))?;
         let step = move |token| Ok(decoder.step(token, cache.as_mut())?.to_vec());
-        Ok((model, logits, Box::new(step)))
+        Ok(Started { model, logits, seconds, step: Box::new(step) })
     }
 
     fn profile(&self, model: &Arc<Model>, rope: &Rope) -> Result<Profile> {
@@ -178,10 +190,18 @@ impl Generate {
     }
 }
 
+/// A prompt that has been run.
+struct Started {
+    model: Arc<Model>, // that decodes
+    logits: Vec<f32>,  // after the prompt
+    seconds: f64,      // of running it
+    step: Step,
+}
+
 /// Logits of what follows a token.
 type Step = Box<dyn FnMut(u32) -> Result<Vec<f32>>>;
 
-/// The logits after the prompt, and a step, on a GPU.
+/// The logits after the prompt, its seconds, and a step, on a GPU.
 #[cfg(feature = "cuda")]
 fn on_device(
     gpu: Gpu,
@@ -190,19 +210,21 @@ fn on_device(
     profile: &Profile,
     (prompt, chunk): (&[u32], usize),
     capacity: usize,
-) -> Result<(Vec<f32>, Step)> {
+) -> Result<(Vec<f32>, f64, Step)> {
     let element = method.device_element()?;
     let cache = method_cache(&gpu, method, &model.config, element, Some(profile), 1, capacity)?;
     let weights = Arc::new(Weights::of(&gpu, &*method.folded(model, profile)?, element)?);
     let mut decoder = device::Decoder::new(Arc::new(gpu), weights, cache, 1)?;
+    let begin = Instant::now();
     decoder.prefill(&[prompt.to_vec()], chunk)?;
     let logits = decoder.logits()?;
+    let seconds = begin.elapsed().as_secs_f64();
     let step = move |token| {
         decoder.feed(&[token])?;
         decoder.step()?;
         decoder.logits()
     };
-    Ok((logits, Box::new(step)))
+    Ok((logits, seconds, Box::new(step)))
 }
 
 /// Text that grows with the tokens. A character may take several tokens: what ends in a broken one waits.

@@ -202,7 +202,8 @@ const SAMPLE: usize = 512;
 const STALL: f64 = 10.0;
 
 impl PromptLoader {
-    /// Fills a cache with a prompt, and returns the logits after it.
+    /// Fills a cache with a prompt, and returns the logits after it with the seconds that it took: without
+    /// the time to measure the speeds of this machine, which an adaptive stream needs once.
     pub fn fill(
         &self,
         model: &Model,
@@ -210,7 +211,7 @@ impl PromptLoader {
         decoder: &mut Decoder,
         cache: &mut dyn KvCache,
         (prompt, chunk): (&[u32], usize),
-    ) -> Result<Vec<f32>> {
+    ) -> Result<(Vec<f32>, f64)> {
         let sample = &prompt[..prompt.len().min(SAMPLE)];
         let speeds = match self.choice {
             Choice::Adaptive(_) if sample.len() > SINKS => {
@@ -221,7 +222,9 @@ impl PromptLoader {
         let stream =
             stream::Options { choice: self.choice.clone(), batch: 1, timeout: STALL, fall_back: true };
         let options = FillOptions { stream, speeds, chunk, keep: self.keep };
+        let begin = Instant::now();
         let filled = self.open.prompts().fill(decoder, cache, prompt, &options)?;
+        let all = begin.elapsed().as_secs_f64();
         let events = filled.trace.iter().flat_map(|trace| &trace.events);
         let loaded = events.filter(|event| event.outcome == Outcome::Loaded);
         let (tokens, bytes) =
@@ -239,7 +242,7 @@ impl PromptLoader {
         if let Some(e) = &filled.store_error {
             print_error(format_args!("kv: {e}\n"));
         }
-        Ok(filled.logits)
+        Ok((filled.logits, all))
     }
 }
 

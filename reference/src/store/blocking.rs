@@ -15,8 +15,8 @@ use tokio::sync::{oneshot, watch};
 use tokio::task::AbortHandle;
 
 use super::{
-    Arrival, AsyncStore, Check, Choice, ChunkId, ChunkKey, Error, ListedChunk, Listing, Options, Orphan,
-    ProfileId, Put, Result, Space, StoreLink, StoredChunk,
+    Arrival, AsyncStore, Check, ChunkId, ChunkKey, Error, ListedChunk, Listing, LoadProgress, Options,
+    Orphan, ProfileId, Put, Result, Space, StoreLink, StoredChunk,
 };
 use crate::stream::link::RealClock;
 
@@ -214,7 +214,7 @@ impl KvStore {
         space: &Space,
         chunks: &[StoredChunk],
         ahead: usize,
-        choose: impl FnMut(&Choice<'_>) -> Encoding + Send,
+        choose: impl FnMut(&LoadProgress<'_>) -> Encoding + Send,
         mut take: impl FnMut(Arrival) -> Result<(), E>,
     ) -> Result<(), E> {
         let (send, receive) = sync_channel(1);

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use bytes::Bytes;
+use codec_core::{Profile, write_chunk};
 use futures_util::{StreamExt, TryStreamExt, stream};
 use object_store::path::Path;
 use object_store::{ObjectStore, PutMode};
@@ -11,6 +12,7 @@ use tracing::{info, warn};
 use super::manifest::{DataId, MAX_MANIFEST, Manifest};
 use super::remote::Remote;
 use super::{Check, ChunkId, ChunkKey, Error, Options, Result, Space};
+use crate::stream::frame::{LayerKv, encode_frames};
 
 /// Caches in an object store, for callers that run tokio.
 ///
@@ -210,6 +212,19 @@ impl AsyncStore {
             _ => Ok(()),
         }
     }
+}
+
+/// Encodes a chunk at every level of `profile`, from the rows of a context whose first token is at position
+/// `first`: the object that [`AsyncStore::put_chunk`] stores.
+///
+/// # Errors
+/// Those of [`encode_frames`].
+pub fn encode_chunk(profile: &Profile, key: &ChunkKey, first: usize, layers: &[LayerKv]) -> Result<Vec<u8>> {
+    let frames = encode_frames(profile, &key.tokens, first, layers)?;
+    let frames: Vec<&[u8]> = frames.iter().map(Vec::as_slice).collect();
+    let mut object = vec![];
+    write_chunk(&frames, &mut object)?;
+    Ok(object)
 }
 
 /// A name that no other writer draws.

@@ -14,6 +14,7 @@ use tracing::info;
 
 use super::manifest::digest;
 use super::{AsyncStore, Error, Result, Space, StoredChunk};
+use crate::stream::frame::is_of;
 
 /// The transfer of a chunk.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -35,7 +36,7 @@ impl Transfer {
 
 /// What is known when a chunk's encoding is chosen.
 #[derive(Clone, Copy, Debug)]
-pub struct Choice<'a> {
+pub struct LoadProgress<'a> {
     /// All chunks of the prefix.
     pub chunks: &'a [StoredChunk],
     /// The index of the chunk to choose for. Those before it have been chosen.
@@ -77,14 +78,14 @@ impl AsyncStore {
         space: &'a Space,
         chunks: &'a [StoredChunk],
         ahead: usize,
-        mut choose: impl FnMut(&Choice<'_>) -> Encoding + Send + 'a,
+        mut choose: impl FnMut(&LoadProgress<'_>) -> Encoding + Send + 'a,
     ) -> impl Stream<Item = Result<Arrival>> + Send + 'a {
         let begin = Instant::now();
         let last = Arc::new(Mutex::new(None::<Transfer>));
         let transfers = stream::iter(chunks.iter().enumerate()).map(move |(i, chunk)| {
             let known = last.lock().map_or(None, |last| *last);
-            let choice = Choice { chunks, chunk: i, elapsed: begin.elapsed(), last: known };
-            let encoding = choose(&choice);
+            let progress = LoadProgress { chunks, chunk: i, elapsed: begin.elapsed(), last: known };
+            let encoding = choose(&progress);
             let last = last.clone();
             async move {
                 let start = Instant::now();
@@ -135,13 +136,7 @@ impl AsyncStore {
             Err(pieces) => pieces.concat().into(),
         };
         // The digest vouches for the bytes, not for who has written them.
-        let tokens = &chunk.key().tokens;
-        let parsed = Frame::parse(&frame, usize::MAX)?;
-        let info = parsed.info();
-        match info.first_token == tokens.start as u64
-            && info.tokens == tokens.len()
-            && usize::from(info.level) == level
-        {
+        match is_of(Frame::parse(&frame, usize::MAX)?.info(), &chunk.key().tokens, level) {
             true => Ok(frame),
             false => Err(Error::Digest { path: path.to_string() }),
         }

@@ -218,8 +218,9 @@ mod tests {
     use codec_core::Profile;
 
     use super::super::key::tests::profile;
-    use super::super::{Grid, LayerKv, encode_chunk};
+    use super::super::{Grid, encode_chunk};
     use super::*;
+    use crate::stream::frame::LayerKv;
 
     fn space(profile: &Profile) -> Space {
         Space::new("model", profile, Grid { chunk: 10, tail: 5 }).unwrap()

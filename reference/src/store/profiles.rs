@@ -42,7 +42,8 @@ impl AsyncStore {
     /// The stored profile of this name. A damaged one counts as not stored.
     ///
     /// # Errors
-    /// [`Error::Backend`] and [`Error::Timeout`]; [`Error::Limit`] for more than a gibibyte.
+    /// [`Error::Backend`] and [`Error::Timeout`]; [`Error::Limit`] for more than a gibibyte; [`Error::Codec`]
+    /// for bytes that were written as a profile and are none, or one of another version.
     pub async fn profile(&self, id: ProfileId) -> Result<Option<Profile>> {
         let path = self.profile_path(id);
         let Some(len) = self.remote().size(&path).await? else { return Ok(None) };
@@ -70,10 +71,13 @@ impl AsyncStore {
         let mut damaged = vec![];
         for meta in self.remote().list(&self.remote().path(["profiles"]), 1 << 20).await? {
             let id: Option<ProfileId> = meta.location.filename().and_then(|name| name.parse().ok());
-            if let Some(id) = id
-                && self.profile(id).await?.is_none()
-            {
-                damaged.push(id);
+            let Some(id) = id else { continue };
+            match self.profile(id).await {
+                Ok(Some(_)) => {}
+                Ok(None) => damaged.push(id),
+                // The digest is right, and what it is of is no profile.
+                Err(e) if e.is_damage() => damaged.push(id),
+                Err(e) => return Err(e),
             }
         }
         Ok(damaged)

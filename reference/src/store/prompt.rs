@@ -7,11 +7,12 @@ use std::time::Instant;
 use codec_core::Profile;
 use svd_core::SoftmaxStats;
 
-use super::{Check, ChunkKey, Error, KvStore, LayerKv, Put, Space, StoredChunk, encode_chunk};
+use super::{Check, ChunkKey, Error, KvStore, Put, Space, StoredChunk, encode_chunk};
 use crate::Result;
 use crate::cache::{Footprint, KvCache};
 use crate::forward::{Decoder, prefill};
 use crate::model::{Model, Rope};
+use crate::stream::frame::LayerKv;
 use crate::stream::link::RealClock;
 use crate::stream::receiver::{CacheReceiver, Context, Target};
 use crate::stream::speeds::Speeds;

@@ -4,8 +4,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Instant;
 
-use codec_core::{FrameInfo, LayerRows, Place};
-
+use super::frame::{LayerKv, encode_frames};
 use super::link::Source;
 use super::receiver::{Context, decode};
 use super::speeds::{PrefillTime, Speeds};
@@ -13,7 +12,6 @@ use super::{ChunkCost, ChunkId};
 use crate::forward::prefill;
 use crate::method::Method;
 use crate::model::{Model, Rope};
-use crate::side::Pair;
 use crate::{Error, Profile, Result};
 
 /// First tokens, which are recomputed at any level: they are exact and take no bytes.
@@ -69,10 +67,10 @@ impl EncodedContext {
             return Err(Error::Argument(format!("contexts and chunks need more than {SINKS} tokens")));
         }
         let mut layers = vec![];
-        let timed = |tokens: &[u32], layers: &mut Vec<Pair<Vec<f32>>>| {
+        let timed = |tokens: &[u32], layers: &mut Vec<LayerKv>| {
             let start = Instant::now();
             prefill(model, rope, tokens, &mut |_, activations| {
-                layers.push(Pair::new(activations.k.to_vec(), activations.v.to_vec()));
+                layers.push(LayerKv { keys: activations.k.to_vec(), values: activations.v.to_vec() });
                 Ok(())
             })?;
             Result::Ok((tokens.len() as f64, start.elapsed().as_secs_f64().max(f64::MIN_POSITIVE)))
@@ -81,8 +79,11 @@ impl EncodedContext {
         let whole = timed(tokens, &mut layers)?;
         let starts = (0..tokens.len()).step_by(chunk_tokens);
         let chunks: Vec<_> = starts.map(|start| start..tokens.len().min(start + chunk_tokens)).collect();
-        let encode = |chunk: &Range<usize>| frames(planes, &layers, chunk.start.max(SINKS)..chunk.end);
-        let frames = chunks.iter().map(encode).collect::<Result<Vec<_>>>()?;
+        let encode = |chunk: &Range<usize>| {
+            let frames = encode_frames(planes, &(chunk.start.max(SINKS)..chunk.end), 0, &layers)?;
+            Ok(frames.into_iter().map(Arc::from).collect())
+        };
+        let frames = chunks.iter().map(encode).collect::<Result<Vec<Vec<Arc<[u8]>>>>>()?;
         let context = Context { tokens: tokens.to_vec(), chunks, exact: SINKS };
         let start = Instant::now();
         for (index, frames) in frames.iter().enumerate() {
@@ -147,31 +148,4 @@ impl Source for Memory {
     fn read(&self, chunk: ChunkId, level: usize) -> Result<Vec<u8>> {
         Ok(self.0[chunk.request].frame(chunk, level)?.to_vec())
     }
-}
-
-/// The frames of the tokens `range` at all levels.
-fn frames(
-    planes: &codec_core::Profile,
-    layers: &[Pair<Vec<f32>>],
-    range: Range<usize>,
-) -> Result<Vec<Arc<[u8]>>> {
-    let info = planes.info();
-    let (channels, place) = (info.channels(), Place::nhd(info.heads, info.head_dim));
-    let of =
-        |rows: &'_ [f32]| -> Range<usize> { range.start * channels..(range.end * channels).min(rows.len()) };
-    let rows: Vec<_> = layers
-        .iter()
-        .map(|layer| LayerRows {
-            keys: &layer.keys[of(&layer.keys)],
-            values: &layer.values[of(&layer.values)],
-        })
-        .collect();
-    let frame = |level: usize| {
-        let info = planes.frame_info(level as u8, range.len());
-        let info = FrameInfo { first_token: range.start as u64, ..info };
-        let mut bytes = vec![0; info.max_frame_len()];
-        let len = planes.encode_into(&info, &rows, &place, &mut bytes)?;
-        Ok(Arc::from(&bytes[..len]))
-    };
-    (0..planes.levels()).map(frame).collect()
 }

@@ -7,14 +7,14 @@ use std::sync::mpsc::{self, SyncSender};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::Scope;
 
-use codec_core::{Frame, Place, Profile};
+use codec_core::Profile;
 use rayon::prelude::*;
 
+use super::frame::{ChunkFrame, LayerKv};
 use super::link::{Clock, RealClock};
 use super::{ChunkCost, ChunkId, Computed, Payload, Receiver};
 use crate::cache::KvCache;
 use crate::forward::Decoder;
-use crate::side::Pair;
 use crate::{Error, Result};
 
 /// Most chunks that wait to be decoded. Beyond them the link waits.
@@ -145,41 +145,23 @@ impl Target<'_> {
         if coded.start > range.start {
             self.decoder.prefill(&context.tokens[range.start..coded.start], cache)?;
         }
-        for (l, Pair { keys, values }) in layers.iter().enumerate() {
+        for (l, LayerKv { keys, values }) in layers.iter().enumerate() {
             cache.prefill(l, coded.start, keys, values)?;
         }
         Ok(None)
     }
 }
 
-/// Keys (before RoPE) and values of all layers out of a frame, which must hold these tokens at this level.
+/// The rows of all layers out of the frame of these tokens at this level.
 pub(super) fn decode(
     planes: &Profile,
     bytes: &[u8],
     tokens: &Range<usize>,
     level: usize,
-) -> Result<Vec<Pair<Vec<f32>>>> {
-    let rows = tokens.len() * planes.info().channels();
-    let frame = Frame::parse(bytes, 2 * planes.info().layers * rows)?;
-    let info = frame.info();
-    let found = (info.first_token, info.tokens, usize::from(info.level));
-    if found != (tokens.start as u64, tokens.len(), level) {
-        return Err(Error::Stream(format!(
-            "a frame of {} + {} tokens at level {}, not of {} + {} at level {level}",
-            info.first_token,
-            info.tokens,
-            info.level,
-            tokens.start,
-            tokens.len(),
-        )));
-    }
-    let place = Place::nhd(info.heads, info.head_dim);
-    let layer = |l| {
-        let mut out = Pair::of(|_| vec![0.0; rows]);
-        planes.decode_layer_to(&frame, l, None, &place, &mut out.keys, &mut out.values)?;
-        Ok(out)
-    };
-    (0..info.layers).into_par_iter().map(layer).collect()
+) -> Result<Vec<LayerKv>> {
+    let frame = ChunkFrame::parse(planes, bytes, tokens, level)?;
+    let layers = (0..planes.info().layers).into_par_iter().map(|layer| Ok(frame.layer(layer)?));
+    layers.collect()
 }
 
 fn ended() -> Error {

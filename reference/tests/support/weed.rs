@@ -29,6 +29,7 @@ pub fn weed() -> Option<PathBuf> {
 pub struct Server {
     process: Child,
     port: u16,
+    master: u16,
 }
 
 impl Server {
@@ -58,7 +59,7 @@ impl Server {
         }
         let log = fs::File::create(folder.join("log")).unwrap();
         command.stdin(Stdio::null()).stdout(log.try_clone().unwrap()).stderr(log);
-        let server = Self { process: command.spawn().unwrap(), port: s3 };
+        let server = Self { process: command.spawn().unwrap(), port: s3, master };
         let start = Instant::now();
         let puts = |path: &str| server.put(path).is_some_and(|a| a.contains(" 200 ") || a.contains(" 409 "));
         while !(puts(BUCKET) && puts(&format!("{BUCKET}/ready"))) {
@@ -79,6 +80,16 @@ impl Server {
         let mut answer = String::new();
         stream.read_to_string(&mut answer).ok()?;
         answer.lines().next().map(str::to_owned)
+    }
+
+    /// Makes the server give back the place of deleted objects.
+    pub fn vacuum(&self) {
+        let Ok(mut stream) = TcpStream::connect(("127.0.0.1", self.master)) else { return };
+        let request = "GET /vol/vacuum?garbageThreshold=0.2 HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close";
+        if write!(stream, "{request}\r\n\r\n").is_ok() {
+            // Until it is done.
+            let _ = stream.read_to_end(&mut vec![]);
+        }
     }
 
     pub fn endpoint(&self) -> String {

@@ -1,0 +1,232 @@
+//! A store whose objects are not what was written. The tests and the fuzz target `store_objects` share it.
+
+use std::collections::HashSet;
+use std::sync::Arc;
+
+use codec_core::{Chunk, Encoding, FitOptions, ModelInfo, PlaneBuf, Profile};
+use futures_util::StreamExt;
+use kv_reference::store::{AsyncStore, ChunkId, Error, Grid, Options, ProfileId, Space, encode_chunk};
+use kv_reference::stream::frame::{ChunkFrame, LayerKv};
+use object_store::memory::InMemory;
+use object_store::path::Path;
+use object_store::{ObjectStore, ObjectStoreExt};
+use sha2::{Digest, Sha256};
+
+const LEVELS: usize = 2;
+/// Bytes of a manifest before its table of levels, of an entry of the table, and of a digest.
+const FIXED: usize = 108;
+const LEVEL: usize = 16;
+const DIGEST: usize = 32;
+
+/// A change of one object. Its numbers count modulo what there is.
+#[derive(Clone, Copy, Debug)]
+pub struct Change {
+    /// What is done: see [`Written::changed`].
+    pub kind: u8,
+    /// To which object.
+    pub object: u8,
+    /// Where.
+    pub at: u16,
+    /// With what.
+    pub value: u64,
+}
+
+/// Which digests are computed again after the changes, as somebody who may write to the store can do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Forged {
+    /// None.
+    Nothing,
+    /// Those that manifests and profiles have of themselves.
+    Objects,
+    /// Those that manifests have of frames, too.
+    Frames,
+}
+
+/// What a store holds: the chunks of two contexts, and a profile.
+pub struct Written {
+    profile: Profile,
+    id: ProfileId,
+    space: Space,
+    contexts: [Vec<u32>; 2],
+    chunks: Vec<(ChunkId, Vec<u8>)>,
+    objects: Vec<(Path, Vec<u8>)>,
+}
+
+fn store(objects: Arc<dyn ObjectStore>) -> AsyncStore {
+    AsyncStore::new(objects, Path::from("root"), Options { attempts: 1, ..Options::default() })
+}
+
+impl Written {
+    /// Writes them.
+    pub async fn new() -> Self {
+        let rows: Vec<f32> = (0..35 * 8).map(|i| (i as f32).sin()).collect();
+        let plane = PlaneBuf::fit(&rows, 8, None, &FitOptions::default()).unwrap();
+        let info = ModelInfo { model_id: 0, layers: 1, heads: 2, head_dim: 4, keys_rotated: false };
+        let profile = Profile::new(info, vec![plane; 2 * LEVELS]).unwrap();
+        let space = Space::new("model", &profile, Grid { chunk: 10, tail: 5 }).unwrap();
+        let id = ProfileId::new("model", "levels", &[]);
+        let contexts = [(0..25).collect(), (0..10).chain(20..35).collect()];
+        let layers = [LayerKv { keys: rows.clone(), values: rows }];
+        let memory = Arc::new(InMemory::new());
+        let store = store(memory.clone());
+        store.put_profile(id, profile.clone()).await.unwrap();
+        let mut chunks = vec![];
+        for key in contexts.iter().flat_map(|tokens: &Vec<u32>| space.chunks(tokens)) {
+            let object = encode_chunk(&profile, &key, 0, &layers).unwrap();
+            store.put_chunk(&space, &key, object.clone().into()).await.unwrap();
+            chunks.push((key.id, object));
+        }
+        let mut objects = vec![];
+        let mut listed = memory.list(None);
+        while let Some(meta) = listed.next().await {
+            let path = meta.unwrap().location;
+            let bytes = memory.get(&path).await.unwrap().bytes().await.unwrap();
+            objects.push((path, bytes.to_vec()));
+        }
+        Self { profile, id, space, contexts, chunks, objects }
+    }
+
+    /// The objects after these changes. `bytes` is what a change may put in.
+    pub fn changed(&self, changes: &[Change], bytes: &[u8], forged: Forged) -> Vec<(Path, Vec<u8>)> {
+        let mut objects = self.objects.clone();
+        for &Change { kind, object, at, value } in changes {
+            let n = objects.len();
+            let Some((_, old)) = objects.get(usize::from(object) % n.max(1)) else { break };
+            let mut new = old.clone();
+            let at = usize::from(at) % (new.len() + 1);
+            match kind % 8 {
+                0 => new.clone_from(&self.objects[value as usize % self.objects.len()].1),
+                1 => new.truncate(at),
+                2 => new.extend_from_within(at..),
+                3 => drop(new.splice(at..at, bytes.iter().copied())),
+                4 => new.iter_mut().skip(at).take(1).for_each(|byte| *byte ^= 1 << (value % 8)),
+                5 => new.iter_mut().skip(at).zip(value.to_le_bytes()).for_each(|(byte, value)| *byte = value),
+                6 => new = bytes.to_vec(),
+                _ => {
+                    objects.swap_remove(usize::from(object) % n);
+                    continue;
+                }
+            }
+            objects[usize::from(object) % n].1 = new;
+        }
+        if forged == Forged::Frames {
+            self.name_frames(&mut objects);
+        }
+        for (path, object) in objects.iter_mut().filter(|_| forged != Forged::Nothing) {
+            let (body, digest) = match path.as_ref().contains("/chunks/") {
+                true => object.len().checked_sub(DIGEST).map(|at| (0..at, at..at + DIGEST)),
+                false if path.as_ref().contains("/profiles/") => {
+                    (object.len() >= DIGEST).then_some((DIGEST..object.len(), 0..DIGEST))
+                }
+                false => None,
+            }
+            .unwrap_or_default();
+            let computed = Sha256::digest(&object[body]);
+            object[digest.clone()].copy_from_slice(&computed[..digest.len()]);
+        }
+        objects
+    }
+
+    /// Gives manifests the digests of the frames that lie where they say.
+    fn name_frames(&self, objects: &mut [(Path, Vec<u8>)]) {
+        let old = objects.to_vec();
+        for (path, manifest) in objects {
+            let Some(id) = path.as_ref().split_once("/chunks/").map(|(_, id)| id.to_owned()) else {
+                continue;
+            };
+            let Some((_, data)) =
+                old.iter().find(|(path, _)| path.as_ref().contains(&format!("/data/{id}/")))
+            else {
+                continue;
+            };
+            for level in 0..LEVELS {
+                let entry = FIXED + LEVEL * level;
+                let digest = FIXED + LEVEL * LEVELS + DIGEST * level;
+                let number = |at: usize| {
+                    let bytes = manifest.get(at..at + 8)?.try_into().ok()?;
+                    usize::try_from(u64::from_le_bytes(bytes)).ok()
+                };
+                let frame = || {
+                    let (start, len) = (number(entry)?, number(entry + 8)?);
+                    data.get(start..start.checked_add(len)?)
+                };
+                let Some(computed) = frame().map(Sha256::digest) else { continue };
+                if let Some(digest) = manifest.get_mut(digest..digest + DIGEST) {
+                    digest.copy_from_slice(&computed);
+                }
+            }
+        }
+    }
+
+    /// Finds, loads, decodes, lists, verifies and deletes over these objects. Without forged digests what is
+    /// returned is what was written; errors are damage, of one short line, in any case.
+    pub async fn check(&self, objects: &[(Path, Vec<u8>)], forged: Forged) {
+        let memory = Arc::new(InMemory::new());
+        for (path, object) in objects {
+            memory.put(path, object.clone().into()).await.unwrap();
+        }
+        let store = store(memory);
+        let mut damaged = HashSet::new();
+        for (tokens, level) in self.contexts.iter().flat_map(|tokens| [(tokens, 0), (tokens, 1)]) {
+            let found = store.find(&self.space, tokens).await.unwrap();
+            for (i, chunk) in found.iter().enumerate() {
+                let arrivals = store.load(&self.space, &found[i..=i], 1, |_| Encoding::Level(level));
+                let mut arrivals = std::pin::pin!(arrivals);
+                let arrival = match arrivals.next().await.unwrap() {
+                    Ok(arrival) => arrival,
+                    Err(e) => {
+                        is_damage(&e);
+                        damaged.insert(chunk.key().id);
+                        continue;
+                    }
+                };
+                let decoded = ChunkFrame::parse(&self.profile, &arrival.frame, &arrival.tokens, level)
+                    .and_then(|frame| Ok(frame.layer(0)?));
+                if forged == Forged::Nothing {
+                    decoded.unwrap();
+                    assert!(self.frame(chunk.key().id, level) == arrival.frame);
+                } else if let Err(e) = decoded {
+                    is_short(&e);
+                }
+            }
+        }
+        match store.profile(self.id).await {
+            Ok(Some(profile)) => assert!(forged != Forged::Nothing || profile == self.profile),
+            Ok(None) => {}
+            Err(e) => is_damage(&e),
+        }
+        for id in store.damaged_profiles().await.unwrap() {
+            assert_eq!(id, self.id);
+        }
+        let space = self.space.name();
+        let listing = store.list(space).await.unwrap();
+        listing.damaged.iter().for_each(|(_, e)| is_damage(e));
+        for chunk in &listing.chunks {
+            match store.verify(space, chunk).await {
+                Ok(()) => assert!(forged != Forged::Nothing || !damaged.contains(&chunk.id())),
+                Err(e) => is_damage(&e),
+            }
+        }
+        for (id, _) in &self.chunks {
+            store.delete(space, *id).await.unwrap();
+        }
+        assert!(store.find(&self.space, &self.contexts[0]).await.unwrap().is_empty());
+    }
+
+    fn frame(&self, id: ChunkId, level: usize) -> &[u8] {
+        let (_, object) = self.chunks.iter().find(|(chunk, _)| *chunk == id).unwrap();
+        Chunk::parse(object).unwrap().frame(level).unwrap()
+    }
+}
+
+/// Checks for damage that one short line names.
+fn is_damage(e: &Error) {
+    assert!(e.is_damage(), "{e:?}");
+    is_short(e);
+}
+
+/// Checks for one short line.
+fn is_short(e: &dyn std::fmt::Display) {
+    let line = e.to_string();
+    assert!(line.lines().count() == 1 && line.len() < 400, "{line}");
+}
