@@ -140,7 +140,9 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(48))]
 
     #[test]
-    fn codes_are_the_nearest_centroids(shape in shapes(), seed: u64, n in 0_usize..150, first in 0_usize..130) {
+    fn codes_are_the_nearest_centroids(
+        shape in shapes(), seed: u64, n in 0_usize..150, first in 0_usize..130,
+    ) {
         if shape.ksub() * n <= 1 << 15 {
             check_encode::<f32>(shape, seed, n, first);
             check_encode::<f16>(shape, seed, n, first);
@@ -149,7 +151,9 @@ proptest! {
     }
 
     #[test]
-    fn runs_have_the_codes_of_their_rows(shape in shapes(), seed: u64, n in 0_usize..200, first in 0_usize..130, large: bool) {
+    fn runs_have_the_codes_of_their_rows(
+        shape in shapes(), seed: u64, n in 0_usize..200, first in 0_usize..130, large: bool,
+    ) {
         if shape.ksub() * n <= 1 << 15 {
             check_run::<f32>(shape, seed, n, first, large);
             check_run::<f16>(shape, seed, n, first, false);
@@ -158,7 +162,9 @@ proptest! {
     }
 
     #[test]
-    fn a_range_decodes_as_in_the_whole(shape in shapes(), seed: u64, n in 0_usize..200, first in 0_usize..200, count in 0_usize..200) {
+    fn a_range_decodes_as_in_the_whole(
+        shape in shapes(), seed: u64, n in 0_usize..200, first in 0_usize..200, count in 0_usize..200,
+    ) {
         let book = codebook(shape, seed);
         let packed = bytes(seed ^ 1, shape.codes_len(n));
         let codes = Codes::new(shape, n, &packed).unwrap();

@@ -264,7 +264,9 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(2000))]
 
     #[test]
-    fn sizes_saturate_or_are_errors(dim in sizes(), divisor in 0_u32..64, nbits in 1_u32..=12, n in sizes(), group in sizes()) {
+    fn sizes_saturate_or_are_errors(
+        dim in sizes(), divisor in 0_u32..64, nbits in 1_u32..=12, n in sizes(), group in sizes(),
+    ) {
         let m = if dim.is_multiple_of(1 << divisor) { dim >> divisor } else { dim };
         let Ok(shape) = PqShape::new(dim, m, nbits) else { return Ok(()) };
         let (d, m, ksub) = (dim as u128, m as u128, 1_u128 << nbits);
@@ -285,7 +287,9 @@ proptest! {
     }
 
     #[test]
-    fn tables_of_any_shape_are_errors_where_they_do_not_fit(dim in sizes(), divisor in 0_u32..64, nbits in 1_u32..=12, group in 1_usize..5) {
+    fn tables_of_any_shape_are_errors_where_they_do_not_fit(
+        dim in sizes(), divisor in 0_u32..64, nbits in 1_u32..=12, group in 1_usize..5,
+    ) {
         let m = if dim.is_multiple_of(1 << divisor) { dim >> divisor } else { dim };
         let Ok(shape) = PqShape::new(dim, m, nbits) else { return Ok(()) };
         let codes = Codes::new(shape, 0, &[]).unwrap();

@@ -83,7 +83,9 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(48))]
 
     #[test]
-    fn tables_and_scores_have_the_same_bits_everywhere(shape in shapes(), seed: u64, n in lengths(), group in 1_usize..4) {
+    fn tables_and_scores_have_the_same_bits_everywhere(
+        shape in shapes(), seed: u64, n in lengths(), group in 1_usize..4,
+    ) {
         let book = codebook(shape, seed);
         let queries = random(seed ^ 1, group * shape.dim(), 3.0);
         let packed = bytes(seed ^ 2, shape.codes_len(n));
@@ -111,7 +113,9 @@ proptest! {
     }
 
     #[test]
-    fn integer_tables_keep_their_bound_and_their_bits(shape in shapes(), seed: u64, n in lengths(), wide: bool) {
+    fn integer_tables_keep_their_bound_and_their_bits(
+        shape in shapes(), seed: u64, n in lengths(), wide: bool,
+    ) {
         let precision = if wide { LutPrecision::U16 } else { LutPrecision::U8 };
         let table = random(seed, shape.lut_len(), 5.0);
         let lut = Lut::new(shape, &table).unwrap();
@@ -230,7 +234,9 @@ proptest! {
     }
 
     #[test]
-    fn top_k_equals_a_full_sort(seed: u64, n in prop_oneof![0_usize..300, 4000_usize..9000], k in 0_usize..9000, kind in 0..5) {
+    fn top_k_equals_a_full_sort(
+        seed: u64, n in prop_oneof![0_usize..300, 4000_usize..9000], k in 0_usize..9000, kind in 0..5,
+    ) {
         let k = k % (n + 20);
         let scores: Vec<f32> = random(seed, n, 1.0)
             .into_iter()
@@ -308,7 +314,9 @@ proptest! {
     }
 
     #[test]
-    fn the_rotated_mean_is_taken_out_of_keys_and_put_back_into_scores(seed: u64, n in 1_usize..200, first in 0_usize..100_000) {
+    fn the_rotated_mean_is_taken_out_of_keys_and_put_back_into_scores(
+        seed: u64, n in 1_usize..200, first in 0_usize..100_000,
+    ) {
         let dim = 16;
         let mean = random(seed, dim, 2.0);
         let frequencies: Vec<f32> = (0..dim / 2).map(|i| 10_000_f32.powf(-(i as f32) / 8.0)).collect();

@@ -42,7 +42,9 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(48))]
 
     #[test]
-    fn projection_equals_the_formula(n in 0_usize..12, dim in 1_usize..70, rank in 1_usize..70, seed in any::<u64>()) {
+    fn projection_equals_the_formula(
+        n in 0_usize..12, dim in 1_usize..70, rank in 1_usize..70, seed in any::<u64>(),
+    ) {
         let rank = rank.min(dim);
         // Of the second of three heads, into every third row of a cache.
         fn check<E: Element, O: Element>(columns: &[f32], [n, dim, rank]: [usize; 3], seed: u64, ulp: f64) {

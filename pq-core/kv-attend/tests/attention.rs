@@ -159,7 +159,9 @@ proptest! {
     }
 
     #[test]
-    fn layouts_have_the_same_bits(n in 1_usize..150, dim in 1_usize..70, group in 1_usize..6, seed in any::<u64>()) {
+    fn layouts_have_the_same_bits(
+        n in 1_usize..150, dim in 1_usize..70, group in 1_usize..6, seed in any::<u64>(),
+    ) {
         let rows = noise::<f16>(n * dim * 3, seed);
         let queries = noise::<f32>(group * dim, seed ^ 1);
         let head = Rows::contiguous(&rows, 3 * dim).unwrap().columns(dim, dim).unwrap();
