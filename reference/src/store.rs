@@ -30,6 +30,7 @@
 //! reported through `tracing`. Nothing here needs a model: [`encode_chunk`] takes rows, and
 //! [`ChunkFrame`](crate::stream::frame::ChunkFrame) gives those of an [`Arrival`].
 
+mod backend_text;
 mod blocking;
 mod client;
 mod error;
@@ -42,7 +43,6 @@ mod open;
 mod profiles;
 mod prompt;
 mod remote;
-mod said;
 
 pub use blocking::{Cancel, KvStore};
 pub use client::{AsyncStore, Put, StoredChunk, encode_chunk};

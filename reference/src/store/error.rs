@@ -1,6 +1,6 @@
 use std::time::Duration;
 
-use super::said;
+use super::backend_text;
 
 /// What went wrong with a store.
 ///
@@ -17,7 +17,7 @@ pub enum Error {
         what: String,
     },
     /// The store refused a request, or the last of the attempts failed.
-    #[error("{}", said::line(path, source))]
+    #[error("{}", backend_text::line(path, source))]
     Backend {
         /// The object.
         path: String,

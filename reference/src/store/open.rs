@@ -12,7 +12,7 @@ use object_store::path::Path;
 use object_store::{ClientConfigKey, ObjectStore, ObjectStoreScheme, RetryConfig, parse_url_opts};
 use url::Url;
 
-use super::{Error, Result, said};
+use super::{Error, Result, backend_text};
 
 /// Opens the object store that a URL names, and the path in it.
 ///
@@ -29,7 +29,7 @@ pub fn open(url: &str, create: bool) -> Result<(Arc<dyn ObjectStore>, Path)> {
     }
     let parsed = Url::parse(url).map_err(|e| Error::Url { url: url.to_owned(), what: e.to_string() })?;
     let bad = |what: String| Error::Url { url: shown(&parsed), what };
-    let failed = |e: object_store::Error| bad(said::cause(&e));
+    let failed = |e: object_store::Error| bad(backend_text::cause(&e));
     let (scheme, path) = ObjectStoreScheme::parse(&parsed).map_err(|e| bad(e.to_string()))?;
     match scheme {
         ObjectStoreScheme::AmazonS3 => {
@@ -68,7 +68,8 @@ fn folder(path: &std::path::Path, create: bool) -> Result<(Arc<dyn ObjectStore>,
         return Err(bad("there is no such folder".into()));
     }
     // What was acknowledged is on the disk.
-    let store = LocalFileSystem::new_with_prefix(path).map_err(|e| bad(said::cause(&e)))?.with_fsync(true);
+    let store =
+        LocalFileSystem::new_with_prefix(path).map_err(|e| bad(backend_text::cause(&e)))?.with_fsync(true);
     Ok((Arc::new(store), Path::default()))
 }
 
