@@ -53,7 +53,8 @@ impl AsyncStore {
         let verified = |bytes: &[u8]| {
             bytes.split_at_checked(DIGEST).is_some_and(|(expected, profile)| digest(profile) == expected)
         };
-        match self.remote().get_range(&path, &(0..len), &AtomicU64::new(0), verified).await {
+        let range = 0..len.max(DIGEST as u64); // one that is shorter is damaged
+        match self.remote().get_range(&path, &range, &AtomicU64::new(0), verified).await {
             Ok(bytes) => Ok(Some(Profile::from_bytes(&bytes[DIGEST..])?)),
             Err(e) if e.is_damage() => {
                 warn!(error = %e, "the profile counts as not stored");
