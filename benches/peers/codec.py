@@ -11,6 +11,7 @@ belong to the model, are not counted. Profiles are made from the first 4,096 tok
 bins are those of most layers, the first ten layers' keys and two layers' values have twice as many; what its own format takes is
 computed: the entropy of each channel of 256 tokens, with their tables, lengths and scales.
 """
+
 import argparse, datetime, json, math, os, platform, subprocess, tempfile
 
 import record
@@ -28,16 +29,32 @@ def speeds(out, folder):
     ours = [r for r in rows[1:] if r["coder"].startswith("codec-core") and "Scalar" not in r["coder"]]
     peers = [r for r in rows[1:] if r["coder"].startswith("constriction")]
     best = {what: max(r[what] for r in peers) for what in ("encode", "decode")}
-    out += [f"11.06 M symbols; each channel's own entropy is {entropy:.4f} bits. Million symbols a second.", "",
-            "| coder | bits | over the entropy | encode | decode | decode, 2 threads |", "| --- | --- | --- | --- | --- | --- |"]
+    out += [
+        f"11.06 M symbols; each channel's own entropy is {entropy:.4f} bits. Million symbols a second.",
+        "",
+        "| coder | bits | over the entropy | encode | decode | decode, 2 threads |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
     for r in rows[1:]:
-        out.append(f"| {r['coder']} | {r['bits']:.4f} | {100 * (r['bits'] / entropy - 1):+.2f} % | {r['encode']:.0f} | {r['decode']:.0f} | {r['decode2']:.0f} |")
-    out += ["", "Beside the fastest of constriction, which takes the same models: " + "; ".join(
-        f"{r['coder'].split(', ')[1]} encodes {r['encode'] / best['encode']:.1f}x, decodes {r['decode'] / best['decode']:.1f}x, two threads {r['decode2'] / r['decode']:.2f}x one" for r in ours) + ".", ""]
+        out.append(
+            f"| {r['coder']} | {r['bits']:.4f} | {100 * (r['bits'] / entropy - 1):+.2f} % | {r['encode']:.0f} | {r['decode']:.0f} | {r['decode2']:.0f} |"
+        )
+    out += [
+        "",
+        "Beside the fastest of constriction, which takes the same models: "
+        + "; ".join(
+            f"{r['coder'].split(', ')[1]} encodes {r['encode'] / best['encode']:.1f}x, decodes {r['decode'] / best['decode']:.1f}x, two threads {r['decode2'] / r['decode']:.2f}x one"
+            for r in ours
+        )
+        + ".",
+        "",
+    ]
 
 
 def quality(folder, model, text, windows, length, methods):
-    return json.loads(run([f"{folder}/codec_quality", model, text, "4096", str(windows), str(length), ",".join(methods)]))
+    return json.loads(
+        run([f"{folder}/codec_quality", model, text, "4096", str(windows), str(length), ",".join(methods)])
+    )
 
 
 def short(spec):
@@ -54,7 +71,10 @@ def at(points, x, log=True):
     return math.exp(y) if log else y
 
 
-HEAD = ["| setting | bits, blocks of 256 | of 1,024 | perplexity | KL | top-1 |", "| --- | --- | --- | --- | --- | --- |"]
+HEAD = [
+    "| setting | bits, blocks of 256 | of 1,024 | perplexity | KL | top-1 |",
+    "| --- | --- | --- | --- | --- | --- |",
+]
 
 
 def line(r):
@@ -63,43 +83,108 @@ def line(r):
 
 def sizes(out, folder, model, text, windows, length):
     default = [f"cachegen:bits={b}" for b in LEVELS]
-    ablation = [f"cachegen:mode=common:k=0.7:v=0.7:predictor={p}:models=tables" for p in ("none", "mean", "previous", "anchor")]
-    ablation += [f"cachegen:mode=common:k=0.7:v=0.7:predictor=mean:models={m}" for m in ("families", "context")]
+    ablation = [
+        f"cachegen:mode=common:k=0.7:v=0.7:predictor={p}:models=tables"
+        for p in ("none", "mean", "previous", "anchor")
+    ]
+    ablation += [
+        f"cachegen:mode=common:k=0.7:v=0.7:predictor=mean:models={m}" for m in ("families", "context")
+    ]
     ablation += ["cachegen:mode=common:k=0.7:v=0.7:predictor=mean:models=tables:coder=range"]
-    ablation += [f"cachegen:bits=2:predictor={p}:models={m}" for p in ("mean", "previous") for m in ("families", "tables", "context")]
+    ablation += [
+        f"cachegen:bits=2:predictor={p}:models={m}"
+        for p in ("mean", "previous")
+        for m in ("families", "tables", "context")
+    ]
     ablation += ["cachegen:bits=2:predictor=anchor", "cachegen:bits=2:coder=range"]
     channels = [f"cachegen:mode=channels:k={s}:v={s}" for s in (0.125, 0.25, 0.5, 0.7, 1.4, 2)]
     common = [f"cachegen:mode=common:k={s}:v={s}" for s in (0.1, 0.2, 0.4, 0.7, 1, 1.4)]
     paper = [f"cachegen:mode=paper:k={s}:v={s}" for s in (0.05, 0.12, 0.25, 0.5)]
     lmcache = [f"cachegen:mode=lmcache:bins={b}" for b in (16, 32, 64)]
-    result = quality(folder, model, text, windows, length, default + ablation + channels + common + paper + lmcache)
+    result = quality(
+        folder, model, text, windows, length, default + ablation + channels + common + paper + lmcache
+    )
     rows = {r["method"]: r for r in result["rows"]}
     pick = lambda specs: [rows[spec] for spec in specs if spec in rows]
     by_prefix = lambda prefix: [r for r in result["rows"] if r["method"].startswith(prefix)]
     levels = by_prefix("cachegen:mode=transform:bits=")[: len(LEVELS)]
-    out += [f"### Through the codec: {windows} windows of {length} tokens", ""] + HEAD + [line(r) for r in levels]
-    rest = by_prefix("cachegen:mode=channels:k=") + by_prefix("cachegen:mode=common") + by_prefix("cachegen:mode=paper")
+    out += (
+        [f"### Through the codec: {windows} windows of {length} tokens", ""]
+        + HEAD
+        + [line(r) for r in levels]
+    )
+    rest = (
+        by_prefix("cachegen:mode=channels:k=")
+        + by_prefix("cachegen:mode=common")
+        + by_prefix("cachegen:mode=paper")
+    )
     rest = [r for r in rest if "predictor" not in r["method"]]
-    out += [line(r) for r in rest] + [line(r) + f" LMCache's own format: {r['lmcache']:.2f} bits |" for r in by_prefix("cachegen:mode=lmcache")] + [""]
+    out += (
+        [line(r) for r in rest]
+        + [
+            line(r) + f" LMCache's own format: {r['lmcache']:.2f} bits |"
+            for r in by_prefix("cachegen:mode=lmcache")
+        ]
+        + [""]
+    )
     # Sizes against entropies: order 0, of the bins without prediction, in each window itself.
-    out += ["### Sizes against the entropy of each channel's bins, counted in the window itself", "",
-            "Bins less their mean, order 0 and at the same steps; what prediction gains is ours.", "",
-            "| bits | entropy | blocks of 256 | of 1,024 |", "| --- | --- | --- | --- |"]
-    means = quality(folder, model, text, windows, length, [f"cachegen:bits={b}:predictor=mean" for b in (2, 3.1, 4.1)])["rows"]
+    out += [
+        "### Sizes against the entropy of each channel's bins, counted in the window itself",
+        "",
+        "Bins less their mean, order 0 and at the same steps; what prediction gains is ours.",
+        "",
+        "| bits | entropy | blocks of 256 | of 1,024 |",
+        "| --- | --- | --- | --- |",
+    ]
+    means = quality(
+        folder, model, text, windows, length, [f"cachegen:bits={b}:predictor=mean" for b in (2, 3.1, 4.1)]
+    )["rows"]
     for b, mean in zip((2, 3.1, 4.1), means):
         r = levels[LEVELS.index(b)]
-        out.append(f"| {b} | {mean['entropy']:.3f} | {r['bits256']:.3f} ({100 * (r['bits256'] / mean['entropy'] - 1):+.1f} %) | {r['bits1024']:.3f} ({100 * (r['bits1024'] / mean['entropy'] - 1):+.1f} %) |")
+        out.append(
+            f"| {b} | {mean['entropy']:.3f} | {r['bits256']:.3f} ({100 * (r['bits256'] / mean['entropy'] - 1):+.1f} %) | {r['bits1024']:.3f} ({100 * (r['bits1024'] / mean['entropy'] - 1):+.1f} %) |"
+        )
     # Equal error.
-    curve = [(math.log(r["nmse"]), r["bits1024"]) for r in by_prefix("cachegen:mode=common") if "predictor" not in r["method"]]
-    out += ["", "### At equal squared error (one step for all channels of a layer)", "", "| format | its bits | error / variance | ours | times smaller |", "| --- | --- | --- | --- | --- |"]
-    for name, bits, nmse in [(f"LMCache, {r['method'].split('=')[-1]} bins" + (" (as released)" if r["method"].endswith("=16") else ""), r["lmcache"], r["nmse"]) for r in by_prefix("cachegen:mode=lmcache")] + \
-            [(f"plain {p['bits'] - 0.5:.0f} bits, groups of 64", p["bits"], p["nmse"]) for p in result["plain"]]:
+    curve = [
+        (math.log(r["nmse"]), r["bits1024"])
+        for r in by_prefix("cachegen:mode=common")
+        if "predictor" not in r["method"]
+    ]
+    out += [
+        "",
+        "### At equal squared error (one step for all channels of a layer)",
+        "",
+        "| format | its bits | error / variance | ours | times smaller |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for name, bits, nmse in [
+        (
+            f"LMCache, {r['method'].split('=')[-1]} bins"
+            + (" (as released)" if r["method"].endswith("=16") else ""),
+            r["lmcache"],
+            r["nmse"],
+        )
+        for r in by_prefix("cachegen:mode=lmcache")
+    ] + [(f"plain {p['bits'] - 0.5:.0f} bits, groups of 64", p["bits"], p["nmse"]) for p in result["plain"]]:
         ours = at(curve, math.log(nmse), log=False)
         out.append(f"| {name} | {bits:.2f} | {nmse:.4f} | {ours:.2f} | {bits / ours:.2f} |")
-    out += ["", "### What each idea is worth", "", "Steps are equal in the rows of a half. Error / variance is that of squared errors.", "",
-            "| setting | bits, blocks of 256 | of 1,024 | error / variance | KL |", "| --- | --- | --- | --- | --- |"]
-    for r in [r for r in by_prefix("cachegen:mode=common:k=0.7") if "predictor" in r["method"]] + by_prefix("cachegen:mode=transform:bits=2:") + pick(["cachegen:mode=transform:bits=2"]):
-        out.append(f"| {short(r['method'])} | {r['bits256']:.3f} | {r['bits1024']:.3f} | {r['nmse']:.4f} | {r['kl']:.5f} |")
+    out += [
+        "",
+        "### What each idea is worth",
+        "",
+        "Steps are equal in the rows of a half. Error / variance is that of squared errors.",
+        "",
+        "| setting | bits, blocks of 256 | of 1,024 | error / variance | KL |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for r in (
+        [r for r in by_prefix("cachegen:mode=common:k=0.7") if "predictor" in r["method"]]
+        + by_prefix("cachegen:mode=transform:bits=2:")
+        + pick(["cachegen:mode=transform:bits=2"])
+    ):
+        out.append(
+            f"| {short(r['method'])} | {r['bits256']:.3f} | {r['bits1024']:.3f} | {r['nmse']:.4f} | {r['kl']:.5f} |"
+        )
     out.append("")
 
 
@@ -110,16 +195,30 @@ def budgets(out, folder, model, text, context, decode):
     rivals += [f"cachegen:mode=paper:k={s}:v={s}" for s in (0.05, 0.12, 0.25, 0.5)]
     rivals += [f"cachegen:mode=lmcache:bins={b}" for b in (16, 32, 64)]
     with tempfile.NamedTemporaryFile() as file:
-        command = [f"{folder}/kv", "compare", "--context", str(context), "--decode", str(decode), "--json", file.name]
+        command = [
+            f"{folder}/kv",
+            "compare",
+            "--context",
+            str(context),
+            "--decode",
+            str(decode),
+            "--json",
+            file.name,
+        ]
         command += ["--methods", ",".join(f"{spec}:window=0:batch=64" for spec in default + rivals)]
         command += ["--model", model, "--text", text] if model else []
         run(command)
         rows = json.load(open(file.name))["methods"]
     points = [(r["bits_per_value"], max(r["kl"], 1e-9)) for r in rows[: len(default)]]
-    out += [f"### Prompt of {context} tokens through the codec, {decode} decoded (`kv compare`)", "",
-            "Bits are all that is kept, first 4 and last 0 to 63 tokens in 16 bits included; LMCache's rows have our models in place of its tables.",
-            "The last column is the default's KL at the same bits, between its levels.", "",
-            "| method | setting | bits | perplexity | KL | top-1 | needle | default |", "| --- | --- | --- | --- | --- | --- | --- | --- |"]
+    out += [
+        f"### Prompt of {context} tokens through the codec, {decode} decoded (`kv compare`)",
+        "",
+        "Bits are all that is kept, first 4 and last 0 to 63 tokens in 16 bits included; LMCache's rows have our models in place of its tables.",
+        "The last column is the default's KL at the same bits, between its levels.",
+        "",
+        "| method | setting | bits | perplexity | KL | top-1 | needle | default |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
     worse = []
     for i, r in enumerate(rows):
         needle = f"{round(r['needle'] * r['needle_trials'])}/{r['needle_trials']}"
@@ -128,12 +227,31 @@ def budgets(out, folder, model, text, context, decode):
         here = "" if own else f"{at(points, r['bits_per_value']):.5f}"
         if not own and at(points, r["bits_per_value"]) >= r["kl"]:
             worse.append(f"{r['name']} {setting}")
-        out.append(f"| {r['name']} | {setting} | {r['bits_per_value']:.2f} | {r['perplexity']:.3f} | {r['kl']:.5f} | {100 * r['top1']:.1f} % | {needle} | {here} |")
+        out.append(
+            f"| {r['name']} | {setting} | {r['bits_per_value']:.2f} | {r['perplexity']:.3f} | {r['kl']:.5f} | {100 * r['top1']:.1f} % | {needle} | {here} |"
+        )
     eight = next(r for r in rows if r["name"] == "int4" and "k=8" in r["setting"])
-    levels = [(eight["bits_per_value"] / r["bits_per_value"], r["perplexity"] / eight["perplexity"] - 1, r) for r in rows[: len(default)]]
-    out += ["", "Beside 8-bit codes (the paper: 3.5 to 4.3 times smaller at no more than 2 % loss): " + "; ".join(
-        f"{ratio:.1f}x smaller at {100 * loss:+.1f} % perplexity" for ratio, loss, _ in levels if 2.5 < ratio < 5) + "."]
-    out += ["", "The default has the lower KL at every row's bits." if not worse else "Rows with a lower KL than the default at their bits: " + "; ".join(worse) + ".", ""]
+    levels = [
+        (eight["bits_per_value"] / r["bits_per_value"], r["perplexity"] / eight["perplexity"] - 1, r)
+        for r in rows[: len(default)]
+    ]
+    out += [
+        "",
+        "Beside 8-bit codes (the paper: 3.5 to 4.3 times smaller at no more than 2 % loss): "
+        + "; ".join(
+            f"{ratio:.1f}x smaller at {100 * loss:+.1f} % perplexity"
+            for ratio, loss, _ in levels
+            if 2.5 < ratio < 5
+        )
+        + ".",
+    ]
+    out += [
+        "",
+        "The default has the lower KL at every row's bits."
+        if not worse
+        else "Rows with a lower KL than the default at their bits: " + "; ".join(worse) + ".",
+        "",
+    ]
 
 
 # The parts of CacheGen's codec, after its figure 15: the name, the setting of `published`, and which of its rates counts.
@@ -163,47 +281,89 @@ def published(out, folder, model, text, windows, length):
     result = quality(folder, model, text, windows, length, specs)
     rows = {r["method"]: r for r in result["rows"]}
     ours = [r for r in result["rows"] if r["method"].startswith("cachegen:mode=transform")]
-    out += [f"{windows} windows of {length} tokens, scored as above; tables are counted on {4096 // length} windows of {length} other tokens. Without loss the",
-            f"perplexity is {result['dense']:.3f}. Rates are bytes of range-coded streams that decode, with every row's scale (16 bits). `levels` are bins",
-            "on each side of zero in the first third of the layers; the paper's own bin widths, .5, 1 and 1.5, name no unit, so the whole curve is run.", "",
-            "| levels | fixed width | one distribution | per layer | **per channel** | anchors raw | error / variance | perplexity | KL | top-1 |",
-            "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |"]
+    out += [
+        f"{windows} windows of {length} tokens, scored as above; tables are counted on {4096 // length} windows of {length} other tokens. Without loss the",
+        f"perplexity is {result['dense']:.3f}. Rates are bytes of range-coded streams that decode, with every row's scale (16 bits). `levels` are bins",
+        "on each side of zero in the first third of the layers; the paper's own bin widths, .5, 1 and 1.5, name no unit, so the whole curve is run.",
+        "",
+        "| levels | fixed width | one distribution | per layer | **per channel** | anchors raw | error / variance | perplexity | KL | top-1 |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
     for n in FINENESS:
         r = rows[spec(n, "")]
-        bits = " | ".join(f"{r['bits'][m]:.3f}" for m in ("fixed", "global", "layer", "channel", "raw_anchors"))
-        out.append(f"| {n} | {bits} | {r['bits']['nmse']:.4f} | {r['perplexity']:.3f} | {r['kl']:.5f} | {100 * r['top1']:.1f} % |")
+        bits = " | ".join(
+            f"{r['bits'][m]:.3f}" for m in ("fixed", "global", "layer", "channel", "raw_anchors")
+        )
+        out.append(
+            f"| {n} | {bits} | {r['bits']['nmse']:.4f} | {r['perplexity']:.3f} | {r['kl']:.5f} | {100 * r['top1']:.1f} % |"
+        )
     eight = rows[spec(127, "delta=none:bins=uniform")]
     bits8 = eight["bits"]["fixed"]
-    out += ["", f"Plain vector-wise 8-bit codes: {bits8:.2f} bits, perplexity {eight['perplexity']:.3f}, KL {eight['kl']:.5f}.", "",
-            "#### Its ideas one by one (figure 15), at equal KL", "",
-            f"Bits between two measured settings, linear in the logarithm of KL; in brackets how much smaller than {bits8:.2f} bits.", "",
-            "| codec | " + " | ".join(f"KL {t}" for t in TARGETS) + " |", "| --- |" + " --- |" * len(TARGETS)]
-    curves = [(name, [(math.log(rows[spec(n, setting)]["kl"]), rows[spec(n, setting)]["bits"][rate]) for n in FINENESS]) for name, setting, rate in STEPS]
+    out += [
+        "",
+        f"Plain vector-wise 8-bit codes: {bits8:.2f} bits, perplexity {eight['perplexity']:.3f}, KL {eight['kl']:.5f}.",
+        "",
+        "#### Its ideas one by one (figure 15), at equal KL",
+        "",
+        f"Bits between two measured settings, linear in the logarithm of KL; in brackets how much smaller than {bits8:.2f} bits.",
+        "",
+        "| codec | " + " | ".join(f"KL {t}" for t in TARGETS) + " |",
+        "| --- |" + " --- |" * len(TARGETS),
+    ]
+    curves = [
+        (
+            name,
+            [
+                (math.log(rows[spec(n, setting)]["kl"]), rows[spec(n, setting)]["bits"][rate])
+                for n in FINENESS
+            ],
+        )
+        for name, setting, rate in STEPS
+    ]
     curves += [("**ours** (transform)", [(math.log(r["kl"]), r["bits1024"]) for r in ours if r["kl"] > 1e-6])]
     for name, curve in curves:
         inside = lambda t: min(x for x, _ in curve) <= math.log(t) <= max(x for x, _ in curve)
-        cells = [f"{(b := at(curve, math.log(t), log=False)):.2f} ({bits8 / b:.2f}x)" if inside(t) else "-" for t in TARGETS]
+        cells = [
+            f"{(b := at(curve, math.log(t), log=False)):.2f} ({bits8 / b:.2f}x)" if inside(t) else "-"
+            for t in TARGETS
+        ]
         out.append(f"| {name} | " + " | ".join(cells) + " |")
     # What holds of 3.5 to 4.3 times: the smallest setting whose loss, and that of all finer ones, stays below.
-    within = lambda rows, limit: [r for i, r in enumerate(rows) if all(x["perplexity"] <= limit for x in rows[: i + 1])][-1]
+    within = lambda rows, limit: [
+        r for i, r in enumerate(rows) if all(x["perplexity"] <= limit for x in rows[: i + 1])
+    ][-1]
     theirs = [rows[spec(n, "")] for n in reversed(FINENESS)]
     mine = sorted(ours, key=lambda r: -r["bits1024"])
-    out += ["", "#### What holds of \"3.5 to 4.3 times smaller than quantization\"", "",
-            "The smallest setting whose perplexity, with that of every finer one, stays within the paper's limits.", "",
-            "| loss of perplexity | codec | bits | smaller than 8 bits | smaller than fp16 | perplexity | KL |", "| --- | --- | --- | --- | --- | --- | --- |"]
+    out += [
+        "",
+        '#### What holds of "3.5 to 4.3 times smaller than quantization"',
+        "",
+        "The smallest setting whose perplexity, with that of every finer one, stays within the paper's limits.",
+        "",
+        "| loss of perplexity | codec | bits | smaller than 8 bits | smaller than fp16 | perplexity | KL |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
     for what, limit in (("at most .1", result["dense"] + 0.1), ("at most 2 %", 1.02 * result["dense"])):
-        for name, r, bits in (("published", within(theirs, limit), lambda r: r["bits"]["channel"]), ("ours", within(mine, limit), lambda r: r["bits1024"])):
-            out.append(f"| {what} | {name} | {bits(r):.2f} | {bits8 / bits(r):.2f}x | {16 / bits(r):.2f}x | {r['perplexity']:.3f} | {r['kl']:.5f} |")
+        for name, r, bits in (
+            ("published", within(theirs, limit), lambda r: r["bits"]["channel"]),
+            ("ours", within(mine, limit), lambda r: r["bits1024"]),
+        ):
+            out.append(
+                f"| {what} | {name} | {bits(r):.2f} | {bits8 / bits(r):.2f}x | {16 / bits(r):.2f}x | {r['perplexity']:.3f} | {r['kl']:.5f} |"
+            )
     # The same in words, at the middle target.
     target = TARGETS[1]
     bits = {name: at(curve, math.log(target), log=False) for name, curve in curves}
     names = [name for name, _, _ in STEPS]
     change = lambda a, b: f"{100 * (bits[b] / bits[a] - 1):+.0f} %"
-    out += ["", f"At a KL of {target} CacheGen as published is {bits8 / bits[names[5]]:.1f} times smaller than 8-bit codes on this model, and ours {bits8 / bits['**ours** (transform)']:.1f} times.",
-            f"The arithmetic coder with one distribution changes the bits of plain quantization by {change(names[0], names[1])}, distributions per channel and layer by",
-            f"{change(names[1], names[3])} more; anchors then by {change(names[3], names[4])} and bins by layer third by {change(names[4], names[5])}. In the published codec one distribution for all",
-            f"costs {change(names[5], names[6])} (the paper: up to 53 % saved), raw anchors {change(names[5], names[8])}; without differences it would take {change(names[5], names[9])}, with differences to",
-            f"the channel's mean, which needs no anchor, {change(names[5], names[10])}."]
+    out += [
+        "",
+        f"At a KL of {target} CacheGen as published is {bits8 / bits[names[5]]:.1f} times smaller than 8-bit codes on this model, and ours {bits8 / bits['**ours** (transform)']:.1f} times.",
+        f"The arithmetic coder with one distribution changes the bits of plain quantization by {change(names[0], names[1])}, distributions per channel and layer by",
+        f"{change(names[1], names[3])} more; anchors then by {change(names[3], names[4])} and bins by layer third by {change(names[4], names[5])}. In the published codec one distribution for all",
+        f"costs {change(names[5], names[6])} (the paper: up to 53 % saved), raw anchors {change(names[5], names[8])}; without differences it would take {change(names[5], names[9])}, with differences to",
+        f"the channel's mean, which needs no anchor, {change(names[5], names[10])}.",
+    ]
     out.append("")
 
 
@@ -215,14 +375,32 @@ FAR_EXACT = 4 + 32
 
 def far_end(out, folder, contexts):
     """Settings of the default that make a prompt 8 to 20 times smaller than fp16, KVTC's range."""
+
     def compare(context, methods):
         with tempfile.NamedTemporaryFile() as file:
-            run([f"{folder}/kv", "compare", "--context", str(context), "--decode", str(FAR_DECODED), "--json", file.name,
-                 "--methods", ",".join(f"{m}:window=0:batch=64" if m != "dense:dtype=f16" else m for m in methods)])
+            run(
+                [
+                    f"{folder}/kv",
+                    "compare",
+                    "--context",
+                    str(context),
+                    "--decode",
+                    str(FAR_DECODED),
+                    "--json",
+                    file.name,
+                    "--methods",
+                    ",".join(f"{m}:window=0:batch=64" if m != "dense:dtype=f16" else m for m in methods),
+                ]
+            )
             return json.load(open(file.name))["methods"]
-    out += [f"Sizes are all that a sequence keeps: the first 4 tokens and the last, incomplete batch (32 of 64, the average) are in 16 bits. {FAR_DECODED} tokens are",
-            "decoded behind the prompt. `bits` is the setting that gives the size, found between two others; `without both` is the rate of the coded tokens alone.", "",
-            "| prompt | smaller than fp16 | setting | bits | without both | bytes a token | perplexity | KL | top-1 | needle |", "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |"]
+
+    out += [
+        f"Sizes are all that a sequence keeps: the first 4 tokens and the last, incomplete batch (32 of 64, the average) are in 16 bits. {FAR_DECODED} tokens are",
+        "decoded behind the prompt. `bits` is the setting that gives the size, found between two others; `without both` is the rate of the coded tokens alone.",
+        "",
+        "| prompt | smaller than fp16 | setting | bits | without both | bytes a token | perplexity | KL | top-1 | needle |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
     coded = lambda bits, tokens: (bits * tokens - 16 * FAR_EXACT) / (tokens - FAR_EXACT)
     grid = [0.2, 0.5, 1, 2]
     measured = compare(contexts[0], [f"cachegen:bits={b}" for b in grid])
@@ -234,7 +412,9 @@ def far_end(out, folder, contexts):
             bits = r["bits_per_value"]
             setting = short(r["setting"]).replace(" window=0 batch=64", "")
             rest = f"{coded(bits, tokens):.2f}" if r["name"] == "cachegen" else ""
-            out.append(f"| {context} | {16 / bits:.1f}x | {setting} | {bits:.2f} | {rest} | {r['kv_bytes_per_token']:.0f} | {r['perplexity']:.3f} | {r['kl']:.5f} | {100 * r['top1']:.1f} % | {round(r['needle'] * r['needle_trials'])}/{r['needle_trials']} |")
+            out.append(
+                f"| {context} | {16 / bits:.1f}x | {setting} | {bits:.2f} | {rest} | {r['kv_bytes_per_token']:.0f} | {r['perplexity']:.3f} | {r['kl']:.5f} | {100 * r['top1']:.1f} % | {round(r['needle'] * r['needle_trials'])}/{r['needle_trials']} |"
+            )
     out.append("")
 
 
@@ -242,20 +422,38 @@ def pq_codes(out, folder, model, text):
     """The entropy of `pqklt`'s codes."""
     shapes = ["64x6", "32x6"]
     rows = json.loads(run([f"{folder}/pq_entropy", model, text, "4096", "4096", ",".join(shapes)]))["rows"]
-    columns = [("static", "a table per subspace"), ("adaptive", "it, adaptive"), ("class", "given the class of the previous token's code"),
-               ("previous", "given the previous token's code"), ("neighbour", "given the code of the subspace before"), ("window", "own entropy")]
-    out += ["Bits per code and what is saved of them, on 4,096 tokens under tables counted on 4,096 others, for each layer, head and subspace; `class` is",
-            "one of four. The last column is the entropy of the test text's own counts, which no coder without context reaches.", "",
-            "| codes | | " + " | ".join(name for _, name in columns) + " |", "| --- | --- |" + " --- |" * len(columns)]
+    columns = [
+        ("static", "a table per subspace"),
+        ("adaptive", "it, adaptive"),
+        ("class", "given the class of the previous token's code"),
+        ("previous", "given the previous token's code"),
+        ("neighbour", "given the code of the subspace before"),
+        ("window", "own entropy"),
+    ]
+    out += [
+        "Bits per code and what is saved of them, on 4,096 tokens under tables counted on 4,096 others, for each layer, head and subspace; `class` is",
+        "one of four. The last column is the entropy of the test text's own counts, which no coder without context reaches.",
+        "",
+        "| codes | | " + " | ".join(name for _, name in columns) + " |",
+        "| --- | --- |" + " --- |" * len(columns),
+    ]
     for r in rows:
         nbits = int(r["code"].split("x")[1])
         for group in r["groups"]:
             cells = [f"{group[key]:.3f} ({100 * (1 - group[key] / nbits):+.1f} %)" for key, _ in columns]
             out.append(f"| {r['code']} | {group['name']} | " + " | ".join(cells) + " |")
     saved = lambda r, key: 100 * (1 - r["groups"][0][key] / int(r["code"].split("x")[1]))
-    best = {key: max((saved(r, key), r["code"]) for r in rows) for key in ("adaptive", "class", "previous", "neighbour")}
-    out += ["", "The most that is saved of all codes of a shape: " + "; ".join(f"{dict(columns)[key]}, {gain:.1f} % ({code})" for key, (gain, code) in best.items()) + ".",
-            "The values of the first layer depend on nothing but the token, which is why their subspaces predict one another."]
+    best = {
+        key: max((saved(r, key), r["code"]) for r in rows)
+        for key in ("adaptive", "class", "previous", "neighbour")
+    }
+    out += [
+        "",
+        "The most that is saved of all codes of a shape: "
+        + "; ".join(f"{dict(columns)[key]}, {gain:.1f} % ({code})" for key, (gain, code) in best.items())
+        + ".",
+        "The values of the first layer depend on nothing but the token, which is why their subspaces predict one another.",
+    ]
     if max(gain for gain, _ in best.values()) < 5:
         out += ["Less than 5 % of all codes: a coder of these codes does not pay, and none is built."]
     out.append("")
@@ -266,7 +464,9 @@ def replaced(path, section):
     with open(path) as file:
         parts = file.read().split("\n## ")
     text = "\n".join(section).removeprefix("## ")
-    same = [i for i, part in enumerate(parts) if i > 0 and part.split("\n")[0] == section[0].removeprefix("## ")]
+    same = [
+        i for i, part in enumerate(parts) if i > 0 and part.split("\n")[0] == section[0].removeprefix("## ")
+    ]
     if same:
         parts[same[0]] = text
     else:
@@ -280,10 +480,16 @@ def main():
     parser.add_argument("out")
     parser.add_argument("--smollm2")
     parser.add_argument("--text")
-    parser.add_argument("--only", help="sections to replace in the file that is there: coders, tiny, published, far, pq, smollm2")
+    parser.add_argument(
+        "--only",
+        help="sections to replace in the file that is there: coders, tiny, published, far, pq, smollm2",
+    )
     args = parser.parse_args()
     commit = record.commit()
-    cpu = next((l.split(":")[1].strip() for l in open("/proc/cpuinfo") if l.startswith("model name")), platform.processor())
+    cpu = next(
+        (l.split(":")[1].strip() for l in open("/proc/cpuinfo") if l.startswith("model name")),
+        platform.processor(),
+    )
     made = f"{datetime.date.today()}, commit {commit}, {cpu}."
     assets = os.path.join(os.path.dirname(__file__), "..", "..", "reference", "assets")
     tiny = (os.path.join(assets, "tiny-llama-12m"), os.path.join(assets, "sotu-heldout.txt"))
@@ -295,12 +501,18 @@ def main():
     makers = {
         "coders": ("Entropy coders", lambda out: speeds(out, args.folder)),
         "tiny": ("tiny-llama-12m, State of the Union addresses", lambda out: both(out, *tiny, 4, 2048, 192)),
-        "published": ("CacheGen as published, tiny-llama-12m", lambda out: published(out, args.folder, *tiny, 2, 1024)),
+        "published": (
+            "CacheGen as published, tiny-llama-12m",
+            lambda out: published(out, args.folder, *tiny, 2, 1024),
+        ),
         "far": ("8 to 20 times smaller, tiny-llama-12m", lambda out: far_end(out, args.folder, [2048, 4096])),
         "pq": ("Entropy of PQ codes, tiny-llama-12m", lambda out: pq_codes(out, args.folder, *tiny)),
     }
     if args.smollm2:
-        makers["smollm2"] = ("SmolLM2-135M-Instruct, WikiText-2", lambda out: both(out, args.smollm2, args.text, 2, 1900, 128))
+        makers["smollm2"] = (
+            "SmolLM2-135M-Instruct, WikiText-2",
+            lambda out: both(out, args.smollm2, args.text, 2, 1900, 128),
+        )
     doc = __doc__.strip().splitlines()
     lines = ["# codec-core against its peers", "", made + " Made by", ""] + doc[2:4] + [""] + doc[5:] + [""]
     for name in args.only.split(",") if args.only else makers:

@@ -18,6 +18,7 @@ transformers  `generate` with a static cache, which it compiles: the time of 65 
 
 A prompt is token 7919 i mod vocabulary for each i; torch runs it at once, with cuDNN's causal attention, and keeps its keys and values.
 """
+
 import argparse, json, math, os, subprocess, sys, tempfile, time
 
 import record
@@ -102,17 +103,34 @@ def peer(shape, context, batch, capacity, logits_file, kind="torch"):
     if kind == "transformers":
         return print(json.dumps(generate(shape, context, weights, embedding, output) | versions))
     cached = 0 if prefill else context
-    side = lambda tensor: hashed(ROWS + tensor, batch, kv_heads, capacity, 128, amplitude=math.sqrt(3))[:, :, :cached].contiguous()
+    side = lambda tensor: hashed(ROWS + tensor, batch, kv_heads, capacity, 128, amplitude=math.sqrt(3))[
+        :, :, :cached
+    ].contiguous()
     if paged:
         import flashinfer
 
         pages = context // PAGE
         counts = dict(dtype=torch.int32, device=device)
         wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-            torch.empty(256 << 20, dtype=torch.uint8, device=device), "HND", use_tensor_cores=True, backend="fa2")
-        wrapper.plan(torch.arange(0, batch + 1, **counts) * pages, torch.arange(0, batch * pages, **counts), torch.full((batch,), PAGE, **counts),
-                     heads, kv_heads, 128, PAGE, q_data_type=dtype, kv_data_type=torch.float8_e4m3fn)
-        in_pages = lambda rows: rows.view(batch, kv_heads, pages, PAGE, 128).transpose(1, 2).to(torch.float8_e4m3fn)
+            torch.empty(256 << 20, dtype=torch.uint8, device=device),
+            "HND",
+            use_tensor_cores=True,
+            backend="fa2",
+        )
+        wrapper.plan(
+            torch.arange(0, batch + 1, **counts) * pages,
+            torch.arange(0, batch * pages, **counts),
+            torch.full((batch,), PAGE, **counts),
+            heads,
+            kv_heads,
+            128,
+            PAGE,
+            q_data_type=dtype,
+            kv_data_type=torch.float8_e4m3fn,
+        )
+        in_pages = lambda rows: (
+            rows.view(batch, kv_heads, pages, PAGE, 128).transpose(1, 2).to(torch.float8_e4m3fn)
+        )
         cache = [torch.stack((in_pages(side(2 * l)), in_pages(side(2 * l + 1))), 2) for l in range(layers)]
         versions["flashinfer"] = flashinfer.__version__
     else:
@@ -154,7 +172,10 @@ def peer(shape, context, batch, capacity, logits_file, kind="torch"):
         for qkv_weight, o, gate_up, down in weights:
             qkv = F.linear(norm(x), qkv_weight).view(len(tokens), heads + 2 * kv_heads, 128)
             qk = rope(qkv[:, : heads + kv_heads], cos[: len(tokens)], sin[: len(tokens)])
-            q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (qk[:, :heads], qk[:, heads:], qkv[:, heads + kv_heads :]))
+            q, k, v = (
+                t.transpose(0, 1).unsqueeze(0)
+                for t in (qk[:, :heads], qk[:, heads:], qkv[:, heads + kv_heads :])
+            )
             kept.append((k.contiguous(), v.contiguous()))
             a = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=heads != kv_heads)
             x = x + F.linear(a.squeeze(0).transpose(0, 1).reshape(len(tokens), heads * 128), o)
@@ -208,23 +229,57 @@ def generate(shape, context, weights, embedding, output):
     hidden, inner, layers, heads, kv_heads, vocab, base, scaled = SHAPES[shape]
     rope = {"rope_type": "default", "rope_theta": base}
     if scaled:
-        rope |= {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-                 "original_max_position_embeddings": 8192}
+        rope |= {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        }
     config = transformers.LlamaConfig(
-        vocab_size=vocab, hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers, num_attention_heads=heads,
-        num_key_value_heads=kv_heads, head_dim=128, max_position_embeddings=1 << 17, rms_norm_eps=1e-5, rope_parameters=rope,
-        tie_word_embeddings=False, bos_token_id=None, eos_token_id=None, pad_token_id=0)
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=128,
+        max_position_embeddings=1 << 17,
+        rms_norm_eps=1e-5,
+        rope_parameters=rope,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(config)
-    named = {"model.embed_tokens.weight": embedding, "lm_head.weight": output, "model.norm.weight": torch.ones(hidden)}
+    named = {
+        "model.embed_tokens.weight": embedding,
+        "lm_head.weight": output,
+        "model.norm.weight": torch.ones(hidden),
+    }
     for l, (qkv, o, gate_up, down) in enumerate(weights):
         q, k, v = qkv.split([heads * 128, kv_heads * 128, kv_heads * 128])
         gate, up = gate_up.chunk(2)
-        parts = {"self_attn.q_proj": q, "self_attn.k_proj": k, "self_attn.v_proj": v, "self_attn.o_proj": o, "mlp.gate_proj": gate,
-                 "mlp.up_proj": up, "mlp.down_proj": down, "input_layernorm": torch.ones(hidden), "post_attention_layernorm": torch.ones(hidden)}
+        parts = {
+            "self_attn.q_proj": q,
+            "self_attn.k_proj": k,
+            "self_attn.v_proj": v,
+            "self_attn.o_proj": o,
+            "mlp.gate_proj": gate,
+            "mlp.up_proj": up,
+            "mlp.down_proj": down,
+            "input_layernorm": torch.ones(hidden),
+            "post_attention_layernorm": torch.ones(hidden),
+        }
         named |= {f"model.layers.{l}.{name}.weight": tensor for name, tensor in parts.items()}
-    model.load_state_dict({name: tensor.to("cuda", torch.bfloat16) for name, tensor in named.items()}, assign=True)
-    model.model.rotary_emb = type(model.model.rotary_emb)(config, device="cuda")  # its frequencies are no weights
+    model.load_state_dict(
+        {name: tensor.to("cuda", torch.bfloat16) for name, tensor in named.items()}, assign=True
+    )
+    model.model.rotary_emb = type(model.model.rotary_emb)(
+        config, device="cuda"
+    )  # its frequencies are no weights
     model.eval()
     tokens = (torch.arange(context - 1, device="cuda") * 7919 % vocab)[None]
     mask = torch.ones_like(tokens)
@@ -232,7 +287,14 @@ def generate(shape, context, weights, embedding, output):
     def timed(count):
         torch.cuda.synchronize()
         begin = time.perf_counter()
-        model.generate(tokens, attention_mask=mask, max_new_tokens=count, min_new_tokens=count, do_sample=False, cache_implementation="static")
+        model.generate(
+            tokens,
+            attention_mask=mask,
+            max_new_tokens=count,
+            min_new_tokens=count,
+            do_sample=False,
+            cache_implementation="static",
+        )
         torch.cuda.synchronize()
         return 1e3 * (time.perf_counter() - begin)
 
@@ -248,7 +310,9 @@ def agreement(ours, theirs, vocab):
     """The worst cosine of a sequence's logits, and the fraction with the same most likely token."""
     import numpy as np
 
-    ours, theirs = (np.fromfile(path, np.float32).astype(np.float64).reshape(-1, vocab) for path in (ours, theirs))
+    ours, theirs = (
+        np.fromfile(path, np.float32).astype(np.float64).reshape(-1, vocab) for path in (ours, theirs)
+    )
     cosine = (ours * theirs).sum(1) / np.sqrt((ours**2).sum(1) * (theirs**2).sum(1))
     return {"cosine": float(cosine.min()), "top1": float((ours.argmax(1) == theirs.argmax(1)).mean())}
 
@@ -267,8 +331,14 @@ def peers(shape, context, batch, capacity, path):
         if name == "transformers" and (shape, context, batch) not in TRANSFORMERS_CASES:
             continue
         arguments = [shape, context, batch, capacity, path(name), name]
-        result = subprocess.run([sys.executable, __file__, "--peer", *map(str, arguments)], capture_output=True, text=True)
-        results[name] = json.loads(result.stdout.splitlines()[-1]) if result.returncode == 0 else {"missing": result.stderr.strip()[-300:]}
+        result = subprocess.run(
+            [sys.executable, __file__, "--peer", *map(str, arguments)], capture_output=True, text=True
+        )
+        results[name] = (
+            json.loads(result.stdout.splitlines()[-1])
+            if result.returncode == 0
+            else {"missing": result.stderr.strip()[-300:]}
+        )
     return results
 
 
@@ -284,9 +354,20 @@ def case(kv, shape, context, batch):
             rows += output["rows"]
         capacity = rows[0]["capacity"]
         results = peers(shape, context, batch, capacity, path)
-        checks = {name: agreement(path(METHODS.split(",")[0]), path(name), SHAPES[shape][5]) for name in PEERS if os.path.exists(path(name))}
-    return {"shape": shape, "context": context, "batch": batch, "copy_bytes_per_second": output["copy_bytes_per_second"],
-            "peers": results, "dense_beside": checks, "rows": rows}
+        checks = {
+            name: agreement(path(METHODS.split(",")[0]), path(name), SHAPES[shape][5])
+            for name in PEERS
+            if os.path.exists(path(name))
+        }
+    return {
+        "shape": shape,
+        "context": context,
+        "batch": batch,
+        "copy_bytes_per_second": output["copy_bytes_per_second"],
+        "peers": results,
+        "dense_beside": checks,
+        "rows": rows,
+    }
 
 
 def prefill_case(kv, shape, context, chunk):
@@ -294,8 +375,26 @@ def prefill_case(kv, shape, context, chunk):
         path = lambda name: os.path.join(folder, name)
         rows = []
         for method in METHODS.split(","):
-            run([kv, "speed", "--random", shape, "--contexts", str(context), "--chunk", str(chunk), "--steps", "8",
-                 "--methods", method, "--json", path("kv.json"), "--logits", path(method)])
+            run(
+                [
+                    kv,
+                    "speed",
+                    "--random",
+                    shape,
+                    "--contexts",
+                    str(context),
+                    "--chunk",
+                    str(chunk),
+                    "--steps",
+                    "8",
+                    "--methods",
+                    method,
+                    "--json",
+                    path("kv.json"),
+                    "--logits",
+                    path(method),
+                ]
+            )
             with open(path("kv.json")) as file:
                 rows += json.load(file)["rows"]
         arguments = [shape, context, 1, 0, path("torch"), "prefill"]
@@ -310,19 +409,30 @@ def prefill_case(kv, shape, context, chunk):
 
 def prefill_table(results, commit):
     lines = [
-        "# Prompts on a GPU", "",
+        "# Prompts on a GPU",
+        "",
         f"{results[0]['torch']['gpu']}; {time.strftime('%Y-%m-%d')}, commit {commit}; PyTorch {results[0]['torch']['torch']}. By "
         "`python benches/peers/decode.py target/release/kv benches/results --prefill`, which says how. Time from the prompt to its first "
-        "and to its second token on the host, ms; one sequence.", "",
-        "| shape | tokens | chunk | cache | first token | second | torch, bf16 | this / torch | cosine of the logits |", "| --- " * 9 + "|",
+        "and to its second token on the host, ms; one sequence.",
+        "",
+        "| shape | tokens | chunk | cache | first token | second | torch, bf16 | this / torch | cosine of the logits |",
+        "| --- " * 9 + "|",
     ]
     for result in results:
         for row in result["rows"]:
             prompt, torch = row["prompt"], result["torch"]["first_token_ms"]
             dense = row["method"].startswith("dense")
-            cells = [result["shape"], f"{row['context']:,}", f"{prompt['chunk']:,}", row["method"].split(":")[0], f"{prompt['first_token_ms']:.0f}",
-                     f"{prompt['second_token_ms']:.0f}", f"{torch:.0f}", f"{prompt['first_token_ms'] / torch:.2f}",
-                     f"{result['dense_beside_torch']['cosine']:.5f}" if dense else ""]
+            cells = [
+                result["shape"],
+                f"{row['context']:,}",
+                f"{prompt['chunk']:,}",
+                row["method"].split(":")[0],
+                f"{prompt['first_token_ms']:.0f}",
+                f"{prompt['second_token_ms']:.0f}",
+                f"{torch:.0f}",
+                f"{prompt['first_token_ms'] / torch:.2f}",
+                f"{result['dense_beside_torch']['cosine']:.5f}" if dense else "",
+            ]
             lines.append("| " + " | ".join(map(str, cells)) + " |")
     return lines
 
@@ -332,40 +442,68 @@ def table(results, commit):
     versions = {}
     for result in results:
         for said in result["peers"].values():
-            versions |= {name: version for name, version in said.items() if name not in ("step_ms", "missing")}
+            versions |= {
+                name: version for name, version in said.items() if name not in ("step_ms", "missing")
+            }
     gpu = versions.pop("gpu", "unknown GPU")
     lines = [
-        "# Decode steps on a GPU", "",
+        "# Decode steps on a GPU",
+        "",
         f"{gpu}, copy {copy:.2f} TB/s; {time.strftime('%Y-%m-%d')}, commit {commit}; {', '.join(f'{name} {v}' for name, v in versions.items())}. "
         "By `python benches/peers/decode.py target/release/kv benches/results`, which says how. Times are of one step of the whole "
         "batch, ms; parts are timed alone, without their overlap. The floor is the time in which the device copies "
-        "the bytes that a step reads.", "",
+        "the bytes that a step reads.",
+        "",
         "| shape | context | batch | cache | step | mean | floor | over floor | products | attention | rest | tokens/s | "
-        + " | ".join(f"{name} | {name} / this" for name in PEERS) + " |",
+        + " | ".join(f"{name} | {name} / this" for name in PEERS)
+        + " |",
         "| --- " * (12 + 2 * len(PEERS)) + "|",
     ]
     missing = []
     for result in results:
         for row in result["rows"]:
-            cells = [result["shape"], f"{row['context']:,}", row["batch"], row["method"].split(":")[0], f"{row['step_ms']:.2f}",
-                     f"{row['mean_ms']:.2f}", f"{row['floor_ms']:.2f}", f"{row['step_ms'] / row['floor_ms']:.2f}", f"{row['products_ms']:.2f}",
-                     f"{row['attention_ms']:.2f}", f"{row['rest_ms']:.2f}", f"{row['tokens_per_second']:.0f}"]
+            cells = [
+                result["shape"],
+                f"{row['context']:,}",
+                row["batch"],
+                row["method"].split(":")[0],
+                f"{row['step_ms']:.2f}",
+                f"{row['mean_ms']:.2f}",
+                f"{row['floor_ms']:.2f}",
+                f"{row['step_ms'] / row['floor_ms']:.2f}",
+                f"{row['products_ms']:.2f}",
+                f"{row['attention_ms']:.2f}",
+                f"{row['rest_ms']:.2f}",
+                f"{row['tokens_per_second']:.0f}",
+            ]
             for name in PEERS:
                 step = result["peers"].get(name, {}).get("step_ms")
                 cells += [f"{step:.2f}", f"{step / row['mean_ms']:.2f}"] if step else ["", ""]
             lines.append("| " + " | ".join(map(str, cells)) + " |")
-        why = {name: said["missing"].splitlines()[-1] for name, said in result["peers"].items() if "missing" in said}
-        missing += [f"{name} is missing at {result['shape']}, {result['context']:,} x {result['batch']}: {what}" for name, what in why.items()]
+        why = {
+            name: said["missing"].splitlines()[-1]
+            for name, said in result["peers"].items()
+            if "missing" in said
+        }
+        missing += [
+            f"{name} is missing at {result['shape']}, {result['context']:,} x {result['batch']}: {what}"
+            for name, what in why.items()
+        ]
     for name in PEERS:
         checks = [result["dense_beside"][name] for result in results if name in result["dense_beside"]]
         if checks:
-            lines += ["", f"Logits of dense beside those of {name}, same weights, cache and token: cosine at least {min(c['cosine'] for c in checks):.5f}, "
-                      f"the same most likely token in {100 * min(c['top1'] for c in checks):.0f} % of the sequences or more."]
+            lines += [
+                "",
+                f"Logits of dense beside those of {name}, same weights, cache and token: cosine at least {min(c['cosine'] for c in checks):.5f}, "
+                f"the same most likely token in {100 * min(c['top1'] for c in checks):.0f} % of the sequences or more.",
+            ]
     return lines + [line for what in missing for line in ("", what)]
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("kv")
     parser.add_argument("results")
     parser.add_argument("--cases", default="", help="indices of cases, separated by commas")
@@ -383,7 +521,11 @@ def main():
         lines = make_table(results, commit)
         # After every case: what a shorter lease has measured stays.
         record.write(os.path.join(arguments.results, f"{name}.md"), lines, commit)
-        record.write(os.path.join(arguments.results, f"{name}.json"), [json.dumps({"commit": commit, "cases": results}, indent=1)], commit)
+        record.write(
+            os.path.join(arguments.results, f"{name}.json"),
+            [json.dumps({"commit": commit, "cases": results}, indent=1)],
+            commit,
+        )
         print("\n".join(lines), flush=True)
 
 

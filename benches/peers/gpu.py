@@ -10,6 +10,7 @@ one run. The floor of a kernel is the time in which the device copies as many by
 bus does; of `encode` and `train`, their operations at one per lane and clock; of `prefill`, those of
 tensor cores; of frames that are decoded while they are copied, the copy.
 """
+
 import argparse, datetime, json, os, re, subprocess, time
 
 import record
@@ -75,7 +76,11 @@ def attention(query_heads, heads, batch, tokens, dim):
             for k, v in zip(keys, values):
                 F.scaled_dot_product_attention(query, k, v, enable_gqa=grouped)
 
-    backends = {"flash": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION}
+    backends = {
+        "flash": SDPBackend.FLASH_ATTENTION,
+        "cuDNN": SDPBackend.CUDNN_ATTENTION,
+        "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    }
     return best(
         [
             (f"fp16 {name}{form}", copies, lambda q=query, b=backend, g=group > 1 and not form: run(q, b, g))
@@ -98,7 +103,9 @@ def encoding(m, nbits, heads, n, dim):
 
 def appending(m, nbits, heads, batch, n, dim):
     """Keys and values; codebooks from L2."""
-    x, centroids = (torch.randn(2 * heads * m, rows, dim // m, device=DEVICE) for rows in (batch * n, 1 << nbits))
+    x, centroids = (
+        torch.randn(2 * heads * m, rows, dim // m, device=DEVICE) for rows in (batch * n, 1 << nbits)
+    )
 
     def run():
         for _ in range(16):
@@ -180,7 +187,9 @@ def prompt_attention(query_heads, heads, batch, tokens, dim, element):
             F.scaled_dot_product_attention(query, keys, values, is_causal=True, enable_gqa=True)
 
     backends = {"flash": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}
-    return best([(f"{element} {name}, causal", 1, lambda b=backend: run(b)) for name, backend in backends.items()])
+    return best(
+        [(f"{element} {name}, causal", 1, lambda b=backend: run(b)) for name, backend in backends.items()]
+    )
 
 
 def peer_of(row):
@@ -208,20 +217,30 @@ def peer_of(row):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("binary")
     parser.add_argument("results")
     parser.add_argument("--only", default="", help="measurements whose name contains this")
-    parser.add_argument("--commit", help="what the binary was built from, where it is not the commit that is checked out")
+    parser.add_argument(
+        "--commit", help="what the binary was built from, where it is not the commit that is checked out"
+    )
     arguments = parser.parse_args()
     arguments.commit = arguments.commit or record.commit()
-    lines = subprocess.run([arguments.binary, arguments.only], check=True, capture_output=True, text=True).stdout
+    lines = subprocess.run(
+        [arguments.binary, arguments.only], check=True, capture_output=True, text=True
+    ).stdout
     copy, *rows = [json.loads(line) for line in lines.splitlines()]
     peers = {}
     for row in rows:
         # One measurement for all attention of the same heads and tokens.
         kernel = row["kernel"].removesuffix(", overlapped")
-        key = row["shape"].split("rank, ")[-1].split("half, ")[-1] if kernel.startswith(("attend", "hybrid")) else (kernel, row["shape"])
+        key = (
+            row["shape"].split("rank, ")[-1].split("half, ")[-1]
+            if kernel.startswith(("attend", "hybrid"))
+            else (kernel, row["shape"])
+        )
         if key not in peers:
             peers[key] = peer_of(row)
             torch.cuda.empty_cache()
@@ -234,14 +253,26 @@ def main():
         "torch": torch.__version__,
         "rows": rows,
     }
-    record.write(os.path.join(arguments.results, "gpu.json"), [json.dumps(result, indent=1)], arguments.commit)
-    out = ["# kv-gpu", "", f"{copy['device']}, copy {copy['tb_s']:.2f} TB/s; {result['date']}, commit {arguments.commit}; "
-           f"PyTorch {torch.__version__}. By `python benches/peers/gpu.py target/release/gpu_speed benches/results`, which says how.", "",
-           "| kernel | shape | MB | floor, us | median, us | over floor | peer | its us | peer / this |", "|" + " --- |" * 9]
+    record.write(
+        os.path.join(arguments.results, "gpu.json"), [json.dumps(result, indent=1)], arguments.commit
+    )
+    out = [
+        "# kv-gpu",
+        "",
+        f"{copy['device']}, copy {copy['tb_s']:.2f} TB/s; {result['date']}, commit {arguments.commit}; "
+        f"PyTorch {torch.__version__}. By `python benches/peers/gpu.py target/release/gpu_speed benches/results`, which says how.",
+        "",
+        "| kernel | shape | MB | floor, us | median, us | over floor | peer | its us | peer / this |",
+        "|" + " --- |" * 9,
+    ]
     for row in rows:
         out.append(
             f"| {row['kernel']} | {row['shape']} | {row['bytes'] / 1e6:.1f} | {row['floor_us']:.1f} | {row['us']:.1f} | {row['to_floor']:.2f} "
-            + (f"| {row['peer']} | {row['peer_us']:.1f} | {row['peer_us'] / row['us']:.2f} |" if row["peer"] else "| | | |")
+            + (
+                f"| {row['peer']} | {row['peer_us']:.1f} | {row['peer_us'] / row['us']:.2f} |"
+                if row["peer"]
+                else "| | | |"
+            )
         )
     record.write(os.path.join(arguments.results, "gpu.md"), out, arguments.commit)
     print("\n".join(out))

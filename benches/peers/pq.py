@@ -11,6 +11,7 @@ path that is twelve times slower when n * dsub < 128,000, unless `distance_compu
 default before was 20). Recall is that of the scores' top n/10 against the exact one, mean of 64 queries; MSE is relative
 to the variance; both are computed here, from decoded vectors, for both sides.
 """
+
 import argparse, json, os, statistics, subprocess, sys, tempfile, time, datetime, platform
 
 for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS"):
@@ -41,7 +42,9 @@ def keys_and_queries(n, queries, seed=20260101, rank=16):
         latent[t] = 0.9 * latent[t - 1] + 0.4375 * latent[t]
     noise = 0.7 * rng.standard_normal((n, DIM))
     keys = offset + np.where(loud, 3, 1) * (0.5 * (latent * decay) @ basis + noise)
-    q = 0.25 * (rng.standard_normal((queries, rank)) * decay) @ basis + 0.5 * rng.standard_normal((queries, DIM))
+    q = 0.25 * (rng.standard_normal((queries, rank)) * decay) @ basis + 0.5 * rng.standard_normal(
+        (queries, DIM)
+    )
     return keys.astype("<f4"), q.astype("<f4")
 
 
@@ -130,10 +133,16 @@ def main():
                 if round == 0:
                     quality_of["faiss", f"{m}x{nbits}"] = quality(keys, queries, decoded, exact, k)
             rows = queries @ keys.T
-            say("top-k", "argpartition", median(3, lambda: [np.argpartition(row, args.n - k) for row in rows]) / 64)
+            say(
+                "top-k",
+                "argpartition",
+                median(3, lambda: [np.argpartition(row, args.n - k) for row in rows]) / 64,
+            )
             dense_attention(say)
             cases = ",".join(f"{m}x{nbits}" for m, nbits in shapes)
-            lines = subprocess.run([args.binary, folder, cases], check=True, capture_output=True, text=True).stdout
+            lines = subprocess.run(
+                [args.binary, folder, cases], check=True, capture_output=True, text=True
+            ).stdout
             for line in map(json.loads, lines.splitlines()):
                 ours.setdefault((line["case"], line["what"], line["path"]), []).append(line["seconds"])
             print(f"round {round + 1} of {args.rounds}", file=sys.stderr)
@@ -145,11 +154,19 @@ def main():
 
 def cpu():
     with open("/proc/cpuinfo") as info:
-        return next((line.split(":")[1].strip() for line in info if line.startswith("model name")), platform.machine())
+        return next(
+            (line.split(":")[1].strip() for line in info if line.startswith("model name")), platform.machine()
+        )
 
 
 def duration(seconds):
-    return f"{seconds * 1e6:.1f} us" if seconds < 1e-3 else f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
+    return (
+        f"{seconds * 1e6:.1f} us"
+        if seconds < 1e-3
+        else f"{seconds * 1e3:.1f} ms"
+        if seconds < 1
+        else f"{seconds:.2f} s"
+    )
 
 
 def write(args, shapes, peer, ours, quality_of):
@@ -162,8 +179,7 @@ def write(args, shapes, peer, ours, quality_of):
         f" {torch.__version__}. Made by",
         "",
         "    cargo build --release -p kv-benches && python benches/peers/pq.py target/release/pq_speed"
-        f" {args.out}"
-        + " --attention" * args.attention,
+        f" {args.out}" + " --attention" * args.attention,
         "",
         "A factor is the peer's time over ours. Times of a query contain its table; `u8` quantizes that table; faiss's scan"
         " is its search for the best one, since it does not return all scores.",
@@ -178,7 +194,11 @@ def write(args, shapes, peer, ours, quality_of):
         cells = []
         for path in paths:
             times = ours.get((case, our_what, path)) if path in shown else None
-            cells.append("" if times is None else f"{duration(statistics.median(times))} ({reference / statistics.median(times):.1f}x)")
+            cells.append(
+                ""
+                if times is None
+                else f"{duration(statistics.median(times))} ({reference / statistics.median(times):.1f}x)"
+            )
         out.append(f"| {what} | {case} | {duration(reference)} | " + " | ".join(cells) + " |")
 
     names = [f"{m}x{nbits}" for m, nbits in shapes]
@@ -190,7 +210,12 @@ def write(args, shapes, peer, ours, quality_of):
         for case in names:
             if not (table == "u8" and case.endswith("x12")):
                 row(f"scan, {table} table, all scores", case, (case, "scan"), f"scan {table}")
-                row(f"scan, {table} table, + top n/10", case, (case, "scan + top n/10"), f"scan {table} + top n/10")
+                row(
+                    f"scan, {table} table, + top n/10",
+                    case,
+                    (case, "scan + top n/10"),
+                    f"scan {table} + top n/10",
+                )
     for case in names:
         if case.endswith("x4"):
             row("scan, u8 table, against FastScan", case, (case, "FastScan scan"), "scan u8")
@@ -201,7 +226,12 @@ def write(args, shapes, peer, ours, quality_of):
     row("top n/10, against Rust select_nth_unstable", "top-k", ("top-k", "std"), "n/10")
     for group in (1, 4):
         name = f"8 kv heads, {group} queries each"
-        row(f"attention, {name}, against dense f32 in torch", "attention 64x8", ("dense", f"{group} queries"), name)
+        row(
+            f"attention, {name}, against dense f32 in torch",
+            "attention 64x8",
+            ("dense", f"{group} queries"),
+            name,
+        )
     name = "8 kv heads, 4 queries each"
     what = f"hybrid with 1 % exact rows, {name}, against"
     row(f"{what} dense f32 in torch", "hybrid 16x8", ("dense", "4 queries"), name)
@@ -216,7 +246,13 @@ def write(args, shapes, peer, ours, quality_of):
 
 
 def quality_table(names, quality_of):
-    out = ["", "Quality after 25 iterations:", "", "| shape | MSE / variance, faiss | pq-core | recall of top n/10, faiss | pq-core |", "| --- | --- | --- | --- | --- |"]
+    out = [
+        "",
+        "Quality after 25 iterations:",
+        "",
+        "| shape | MSE / variance, faiss | pq-core | recall of top n/10, faiss | pq-core |",
+        "| --- | --- | --- | --- | --- |",
+    ]
     for case in names:
         (a, b), (c, d) = quality_of["faiss", case], quality_of["ours", case]
         out.append(f"| {case} | {a:.5f} | {c:.5f} ({100 * (c / a - 1):+.2f} %) | {b:.4f} | {d:.4f} |")

@@ -12,6 +12,7 @@ Iterations: KL to the dense cache (teacher-forced) at a tenth of the tokens, and
 Hits: rows that a step asks for and finds in the block cache, at a tenth of the tokens; KiB a step are over all layers and heads.
 Quality: pqcache and oracle with the same number of rows. Sinks and window count towards a share.
 """
+
 import argparse, datetime, json, os, subprocess, tempfile
 
 import record
@@ -29,27 +30,51 @@ class Bench:
 
     def run(self, command, *arguments):
         with tempfile.NamedTemporaryFile() as file:
-            subprocess.run([self.kv, command, *self.options, "--json", file.name, *arguments], check=True, stdout=subprocess.DEVNULL)
+            subprocess.run(
+                [self.kv, command, *self.options, "--json", file.name, *arguments],
+                check=True,
+                stdout=subprocess.DEVNULL,
+            )
             return json.load(open(file.name))
 
     def compare(self, methods):
-        arguments = ["--context", str(self.context), "--decode", str(self.decode), "--methods", ",".join(methods)]
+        arguments = [
+            "--context",
+            str(self.context),
+            "--decode",
+            str(self.decode),
+            "--methods",
+            ",".join(methods),
+        ]
         rows = self.run("compare", *arguments)["methods"]
         return [{key: value for key, value in row.items() if key != "kl_by_position"} for row in rows]
 
 
 def prefill(bench, lengths, code, folder):
-    return bench.run("cost", "--method", f"pqcache:code={code}", "--lengths", ",".join(map(str, lengths)), "--offload", folder)
+    return bench.run(
+        "cost",
+        "--method",
+        f"pqcache:code={code}",
+        "--lengths",
+        ",".join(map(str, lengths)),
+        "--offload",
+        folder,
+    )
 
 
 def prefill_lines(profile):
     c, layer = profile["iteration"], profile["layer"]
-    lines = ["| tokens | layer ms | offload ms | iteration ms | iterations | in turn ms | overlapped ms | hidden |", "| ---" * 8 + " |"]
+    lines = [
+        "| tokens | layer ms | offload ms | iteration ms | iterations | in turn ms | overlapped ms | hidden |",
+        "| ---" * 8 + " |",
+    ]
     for at in profile["times"]:
         n = at["tokens"]
         fits = (layer[0] + layer[1] * n + layer[2] * n * n) / (c[0] + c[1] * n)
         hidden = (at["in_turn"] - at["overlapped"]) / (4 * at["iteration"])
-        cells = [f"{1000 * at[key]:.2f}" for key in ("layer", "offload", "iteration")] + [f"{min(max(int(fits), 1), 25)}"]
+        cells = [f"{1000 * at[key]:.2f}" for key in ("layer", "offload", "iteration")] + [
+            f"{min(max(int(fits), 1), 25)}"
+        ]
         cells += [f"{1000 * at[key]:.2f}" for key in ("in_turn", "overlapped")] + [f"{100 * hidden:.0f} %"]
         lines.append("| " + " | ".join([str(n)] + cells) + " |")
     return lines
@@ -74,10 +99,19 @@ def follow(profile, n):
 
 def hits(bench, code, settings, folder):
     """Block caches by (evict, k-cache, tokens, block)."""
-    methods = [f"pqcache:ratio=0.1:code={code}:iterations=4:offload={folder}:evict={e}:k-cache={k}:cache={c}:block={b}" for e, k, c, b in settings]
+    methods = [
+        f"pqcache:ratio=0.1:code={code}:iterations=4:offload={folder}:evict={e}:k-cache={k}:cache={c}:block={b}"
+        for e, k, c, b in settings
+    ]
     rows = bench.compare(methods)
     for row, (evict, k, tokens, block) in zip(rows, settings):
-        row.update(setting=row["setting"].replace(folder, "FOLDER"), evict=evict, k_cache=k, cache=tokens, block=block)
+        row.update(
+            setting=row["setting"].replace(folder, "FOLDER"),
+            evict=evict,
+            k_cache=k,
+            cache=tokens,
+            block=block,
+        )
     return rows
 
 
@@ -92,11 +126,23 @@ def grid(context):
 
 
 def hit_lines(rows):
-    lines = ["| cache | block | k-cache | LRU hits | LFU hits | LFU: KiB a step of misses | of blocks |", "| ---" * 7 + " |"]
+    lines = [
+        "| cache | block | k-cache | LRU hits | LFU hits | LFU: KiB a step of misses | of blocks |",
+        "| ---" * 7 + " |",
+    ]
     for lru, lfu in zip(rows[::2], rows[1::2]):
         kib = lambda key: f"{lfu[key] / 1024:.0f}"
-        cells = [lru["cache"], lru["block"], lru["k_cache"], *(f"{100 * row['block_hit_rate']:.0f} %" for row in (lru, lfu))]
-        lines.append("| " + " | ".join(map(str, cells + [kib("fetched_bytes_per_step"), kib("loaded_bytes_per_step")])) + " |")
+        cells = [
+            lru["cache"],
+            lru["block"],
+            lru["k_cache"],
+            *(f"{100 * row['block_hit_rate']:.0f} %" for row in (lru, lfu)),
+        ]
+        lines.append(
+            "| "
+            + " | ".join(map(str, cells + [kib("fetched_bytes_per_step"), kib("loaded_bytes_per_step")]))
+            + " |"
+        )
     return lines
 
 
@@ -104,7 +150,11 @@ def quality(bench, codes):
     """Rows of exact top-k, then of each code, at a fifth, a tenth, and 256 rows."""
     n = bench.context
     shares = [("1/5", 0.2), ("1/10", 0.1), ("256 rows", (256 + EXACT) / (n + 1))]
-    methods = [f"{m}:ratio={ratio:.5f}" for _, ratio in shares for m in ["oracle"] + [f"pqcache:code={code}" for code in codes]]
+    methods = [
+        f"{m}:ratio={ratio:.5f}"
+        for _, ratio in shares
+        for m in ["oracle"] + [f"pqcache:code={code}" for code in codes]
+    ]
     rows = bench.compare(methods)
     step = 1 + len(codes)
     for i, row in enumerate(rows):
@@ -113,11 +163,21 @@ def quality(bench, codes):
 
 
 def quality_lines(rows):
-    lines = ["| tokens | method | rows a step and head | bits a value | KL | KL over oracle's | top-1 |", "| ---" * 7 + " |"]
+    lines = [
+        "| tokens | method | rows a step and head | bits a value | KL | KL over oracle's | top-1 |",
+        "| ---" * 7 + " |",
+    ]
     for row in rows:
         code = next((part[5:] for part in row["setting"].split(":") if part.startswith("code=")), "")
-        cells = [row["share"], f"{row['name']} {code}".strip(), f"{row['fetched_rows_per_step']:.1f}", f"{row['bits_per_value']:.2f}",
-                 f"{row['kl']:.5f}", f"{row['over_oracle']:.2f}", f"{100 * row['top1']:.1f} %"]
+        cells = [
+            row["share"],
+            f"{row['name']} {code}".strip(),
+            f"{row['fetched_rows_per_step']:.1f}",
+            f"{row['bits_per_value']:.2f}",
+            f"{row['kl']:.5f}",
+            f"{row['over_oracle']:.2f}",
+            f"{100 * row['top1']:.1f} %",
+        ]
         lines.append("| " + " | ".join(cells) + " |")
     return lines
 
@@ -163,7 +223,12 @@ def main():
     args = parser.parse_args()
     commit = record.commit()
     doc = __doc__.strip().splitlines()
-    out, studies = ["# PQCache on the CPU", "", f"{datetime.date.today()}, commit {commit}. Made by", ""] + doc[2:] + [""], []
+    out, studies = (
+        ["# PQCache on the CPU", "", f"{datetime.date.today()}, commit {commit}. Made by", ""]
+        + doc[2:]
+        + [""],
+        [],
+    )
 
     def write(unfinished):
         record.write(os.path.join(args.results, "pqcache.md"), out, commit)

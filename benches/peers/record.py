@@ -1,4 +1,5 @@
 """What the scripts share: the commit that is measured, and where its results go."""
+
 import datetime, os, subprocess
 
 

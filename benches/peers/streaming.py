@@ -13,6 +13,7 @@ H200: prefill of 8,192, 32,768 and 131,072 tokens of the 8B shape in 0.207, 1.20
 decoded a second (`results/gpu.md`, transform), and 4 ms for a decode step (`results/decode.md`), the first token. The 70B shape is
 computed from them: 8.8 times the products with weights and 5 times the attention, on four GPUs at perfect scaling. Links have no latency.
 """
+
 import argparse, contextlib, datetime, json, os, shutil, socket, statistics, subprocess, tempfile, time, urllib.error, urllib.request
 
 import record
@@ -27,8 +28,14 @@ LEVELS = (4.1, 3.1, 2)
 def run_json(kv, *arguments, env=None):
     """The result of a command and what it says on standard error."""
     with tempfile.NamedTemporaryFile() as file:
-        run = subprocess.run([kv, *map(str, arguments), "--json", file.name], check=True, stdout=subprocess.DEVNULL,
-                             stderr=subprocess.PIPE, text=True, env={**os.environ, **(env or {})})
+        run = subprocess.run(
+            [kv, *map(str, arguments), "--json", file.name],
+            check=True,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **(env or {})},
+        )
         return json.load(open(file.name)), run.stderr
 
 
@@ -44,12 +51,41 @@ class Shape:
 
     def stream(self, kv, tokens, bits, encoding, *arguments):
         points = ",".join(f"{n}={t}" for n, t in self.prefill.items())
-        return kv_json(kv, "simulate", "--tokens", tokens, "--values", self.values, "--bits", ",".join(f"{b:.4f}" for b in bits),
-                       "--recompute", points, "--decode-rate", self.decode, "--rest", REST, "--encoding", encoding, *arguments)
+        return kv_json(
+            kv,
+            "simulate",
+            "--tokens",
+            tokens,
+            "--values",
+            self.values,
+            "--bits",
+            ",".join(f"{b:.4f}" for b in bits),
+            "--recompute",
+            points,
+            "--decode-rate",
+            self.decode,
+            "--rest",
+            REST,
+            "--encoding",
+            encoding,
+            *arguments,
+        )
 
     def ttft(self, kv, tokens, bits, encoding, gbps, requests=1):
-        run = self.stream(kv, tokens, bits, encoding, "--link", gbps, "--requests", requests, "--batch", requests,
-                          "--timeout", 1000)
+        run = self.stream(
+            kv,
+            tokens,
+            bits,
+            encoding,
+            "--link",
+            gbps,
+            "--requests",
+            requests,
+            "--batch",
+            requests,
+            "--timeout",
+            1000,
+        )
         return run["trials"][0]["first_token"], run
 
 
@@ -69,9 +105,14 @@ def bandwidth_row(shape, kv, tokens, bits, gbps, requests=1):
     """Seconds to the first token, by column."""
     plain = lambda width: shape.ttft(kv, tokens, [width], "0", gbps, requests)[0]
     ours = {f"level {i}": shape.ttft(kv, tokens, bits, i, gbps, requests)[0] for i in range(len(bits))}
-    return {"text": shape.ttft(kv, tokens, bits, "text", gbps, requests)[0], "16 bits": plain(16), "8 bits": plain(8), **ours,
-            "uniform": shape.ttft(kv, tokens, bits, "uniform", gbps, requests)[0],
-            "adaptive": shape.ttft(kv, tokens, bits, "adaptive", gbps, requests)[0]}
+    return {
+        "text": shape.ttft(kv, tokens, bits, "text", gbps, requests)[0],
+        "16 bits": plain(16),
+        "8 bits": plain(8),
+        **ours,
+        "uniform": shape.ttft(kv, tokens, bits, "uniform", gbps, requests)[0],
+        "adaptive": shape.ttft(kv, tokens, bits, "adaptive", gbps, requests)[0],
+    }
 
 
 def duration(seconds):
@@ -80,8 +121,12 @@ def duration(seconds):
 
 def figure11(out, result, kv, shape, name, bits, lengths, requests=1):
     title = f"### {name}, {requests} requests" if requests > 1 else f"### {name}"
-    out += [title, "", "| tokens | Gbit/s | " + " | ".join(COLUMNS) + " | adaptive over the best | under 8 bits |",
-            "| --- | --- |" + " --- |" * (len(COLUMNS) + 2)]
+    out += [
+        title,
+        "",
+        "| tokens | Gbit/s | " + " | ".join(COLUMNS) + " | adaptive over the best | under 8 bits |",
+        "| --- | --- |" + " --- |" * (len(COLUMNS) + 2),
+    ]
     worst, crossovers = 0, []
     for tokens in lengths:
         crossover = None
@@ -91,12 +136,24 @@ def figure11(out, result, kv, shape, name, bits, lengths, requests=1):
             worst = max(worst, row["adaptive"] / best)
             if crossover is None and row["level 2"] < row["text"]:
                 crossover = gbps
-            out.append(f"| {tokens} | {gbps} | " + " | ".join(duration(row[c]) for c in COLUMNS)
-                       + f" | {row['adaptive'] / best:.3f} | {row['8 bits'] / row['adaptive']:.1f}x |")
-            result.append({"shape": name, "requests": requests, "tokens": tokens, "gbps": gbps, "seconds": row})
-        crossovers.append(f"{tokens} tokens from {crossover} Gbit/s" if crossover else f"{tokens} tokens nowhere")
-    out += ["", f"Adaptive takes at most {worst:.3f} of the best fixed choice. Level 2 is faster than text for " + ", ".join(crossovers)
-            + " on.", ""]
+            out.append(
+                f"| {tokens} | {gbps} | "
+                + " | ".join(duration(row[c]) for c in COLUMNS)
+                + f" | {row['adaptive'] / best:.3f} | {row['8 bits'] / row['adaptive']:.1f}x |"
+            )
+            result.append(
+                {"shape": name, "requests": requests, "tokens": tokens, "gbps": gbps, "seconds": row}
+            )
+        crossovers.append(
+            f"{tokens} tokens from {crossover} Gbit/s" if crossover else f"{tokens} tokens nowhere"
+        )
+    out += [
+        "",
+        f"Adaptive takes at most {worst:.3f} of the best fixed choice. Level 2 is faster than text for "
+        + ", ".join(crossovers)
+        + " on.",
+        "",
+    ]
 
 
 def exact_crossover(shape, tokens, bits, requests=1):
@@ -106,18 +163,39 @@ def exact_crossover(shape, tokens, bits, requests=1):
 
 def figure13(out, result, kv, shape, bits):
     trials = 1000
-    out += [f"## Missed deadlines, {trials} random bandwidths of 0.1 to 10 Gbit/s", "",
-            "A rate is drawn uniformly every 0.25 s; no bandwidth is known before the first chunk. Simulated. `uniform` is the paper's "
-            "policy; the last columns are of `adaptive`.", "",
-            "| context | objective | 8 bits | level 0 | level 1 | level 2 | text | uniform | adaptive | level 1 over adaptive | as text | at level 0 | 1 | 2 |",
-            "| --- | --- |" + " --- |" * 12]
+    out += [
+        f"## Missed deadlines, {trials} random bandwidths of 0.1 to 10 Gbit/s",
+        "",
+        "A rate is drawn uniformly every 0.25 s; no bandwidth is known before the first chunk. Simulated. `uniform` is the paper's "
+        "policy; the last columns are of `adaptive`.",
+        "",
+        "| context | objective | 8 bits | level 0 | level 1 | level 2 | text | uniform | adaptive | level 1 over adaptive | as text | at level 0 | 1 | 2 |",
+        "| --- | --- |" + " --- |" * 12,
+    ]
     for tokens, requests in ((8192, 1), (8192, 8), (16384, 1), (32768, 1)):
         for slo in (0.5, 1, 2):
             late, share = {}, []
-            for name, levels, encoding in [("8 bits", [8], "0")] + [(f"level {i}", bits, str(i)) for i in range(3)] + [
-                    (name, bits, name) for name in ("text", "uniform", "adaptive")]:
-                run = shape.stream(kv, tokens, levels, encoding, "--link", "random:0.1-10", "--slo", slo, "--trials", trials,
-                                   "--requests", requests, "--batch", requests)
+            for name, levels, encoding in (
+                [("8 bits", [8], "0")]
+                + [(f"level {i}", bits, str(i)) for i in range(3)]
+                + [(name, bits, name) for name in ("text", "uniform", "adaptive")]
+            ):
+                run = shape.stream(
+                    kv,
+                    tokens,
+                    levels,
+                    encoding,
+                    "--link",
+                    "random:0.1-10",
+                    "--slo",
+                    slo,
+                    "--trials",
+                    trials,
+                    "--requests",
+                    requests,
+                    "--batch",
+                    requests,
+                )
                 late[name] = sum(trial["first_token"] > slo for trial in run["trials"]) / trials
                 if name == "adaptive":
                     counts = [sum(trial["tokens"][i] for trial in run["trials"]) for i in range(4)]
@@ -125,41 +203,89 @@ def figure13(out, result, kv, shape, bits):
             columns = ["8 bits", "level 0", "level 1", "level 2", "text", "uniform", "adaptive"]
             ratio = f"{late['level 1'] / late['adaptive']:.1f}x" if late["adaptive"] else "none missed"
             name = f"{requests} x {tokens}" if requests > 1 else str(tokens)
-            out.append(f"| {name} | {slo} s | " + " | ".join(f"{100 * late[c]:.1f} %" for c in columns) + f" | {ratio} | "
-                       + " | ".join(f"{100 * s:.0f} %" for s in share) + " |")
+            out.append(
+                f"| {name} | {slo} s | "
+                + " | ".join(f"{100 * late[c]:.1f} %" for c in columns)
+                + f" | {ratio} | "
+                + " | ".join(f"{100 * s:.0f} %" for s in share)
+                + " |"
+            )
             result.append({"tokens": tokens, "requests": requests, "slo": slo, "late": late, "share": share})
     out.append("")
 
 
 def figure14(out, result, kv, shape, bits):
-    out += ["## Parts of the time to first token", "",
-            "8B shape, simulated. Transfer ends with the last byte; decoding is what comes after it; the rest is the first token.", "",
-            "| tokens | Gbit/s | encoding | transfer | decoding after it | rest | all decoding | over the transfer |",
-            "| --- | --- | --- | --- | --- | --- | --- | --- |"]
+    out += [
+        "## Parts of the time to first token",
+        "",
+        "8B shape, simulated. Transfer ends with the last byte; decoding is what comes after it; the rest is the first token.",
+        "",
+        "| tokens | Gbit/s | encoding | transfer | decoding after it | rest | all decoding | over the transfer |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
     for tokens in PREFILL:
         for gbps in (3, 10, 40, 100):
             trial = shape.ttft(kv, tokens, bits, "2", gbps)[1]["trials"][0]
             exposed = trial["first_token"] - REST - trial["transferred"]
-            out.append(f"| {tokens} | {gbps} | level 2 | {duration(trial['transferred'])} | {1000 * exposed:.1f} ms | {1000 * REST:.0f} ms | "
-                       f"{duration(trial['computing'])} | {100 * exposed / trial['transferred']:.1f} % |")
+            out.append(
+                f"| {tokens} | {gbps} | level 2 | {duration(trial['transferred'])} | {1000 * exposed:.1f} ms | {1000 * REST:.0f} ms | "
+                f"{duration(trial['computing'])} | {100 * exposed / trial['transferred']:.1f} % |"
+            )
             result.append({"tokens": tokens, "gbps": gbps, **trial})
     out.append("")
 
 
 def quality(out, result, kv, name, context, chunk, more):
     encodings = ["0", "1", "2", "0,1,2", "2,1,0", "2,0", "2,text", "2,2,text,2", "text"]
-    out += [f"### {name}, {context} tokens in chunks of {chunk}", "",
-            "| encodings of the chunks in turn | bits a value sent | KL | top-1 | perplexity |", "| --- | --- | --- | --- | --- |"]
+    out += [
+        f"### {name}, {context} tokens in chunks of {chunk}",
+        "",
+        "| encodings of the chunks in turn | bits a value sent | KL | top-1 | perplexity |",
+        "| --- | --- | --- | --- | --- |",
+    ]
     for encoding in encodings:
-        run = kv_json(kv, "load", "--context", context, "--chunk", chunk, "--link", 100, "--encoding", encoding,
-                      "--bits", ",".join(map(str, LEVELS)), *more)
+        run = kv_json(
+            kv,
+            "load",
+            "--context",
+            context,
+            "--chunk",
+            chunk,
+            "--link",
+            100,
+            "--encoding",
+            encoding,
+            "--bits",
+            ",".join(map(str, LEVELS)),
+            *more,
+        )
         levels = [level["bits_per_value"] for level in run["levels"]]
         tokens = sum(event["tokens"] for event in run["trace"]["events"])
-        held = sum(levels[int(event["encoding"][6:])] * event["tokens"] for event in run["trace"]["events"] if event["bytes"])
-        out.append(f"| {encoding} | {held / tokens:.2f} | {run['kl']:.5f} | {100 * run['top1']:.1f} % | {run['perplexity']:.3f} |")
-        result.append({"model": run["model"], "encoding": encoding, "levels": levels, "kl": run["kl"], "top1": run["top1"],
-                       "perplexity": run["perplexity"]})
-    out += ["", "Levels have " + ", ".join(f"{b:.2f}" for b in levels) + " bits a value. The tokens decoded are scored against the exact cache.", ""]
+        held = sum(
+            levels[int(event["encoding"][6:])] * event["tokens"]
+            for event in run["trace"]["events"]
+            if event["bytes"]
+        )
+        out.append(
+            f"| {encoding} | {held / tokens:.2f} | {run['kl']:.5f} | {100 * run['top1']:.1f} % | {run['perplexity']:.3f} |"
+        )
+        result.append(
+            {
+                "model": run["model"],
+                "encoding": encoding,
+                "levels": levels,
+                "kl": run["kl"],
+                "top1": run["top1"],
+                "perplexity": run["perplexity"],
+            }
+        )
+    out += [
+        "",
+        "Levels have "
+        + ", ".join(f"{b:.2f}" for b in levels)
+        + " bits a value. The tokens decoded are scored against the exact cache.",
+        "",
+    ]
     return levels
 
 
@@ -186,15 +312,34 @@ def s3_server(weed, folder):
     identity = {"actions": ["Admin"]}
     keys = {"credentials": [{"accessKey": "test", "secretKey": "test"}]}
     with open(config, "w") as file:
-        json.dump({"identities": [{"name": "t", **keys, **identity}, {"name": "anonymous", **identity}]}, file)
+        json.dump(
+            {"identities": [{"name": "t", **keys, **identity}, {"name": "anonymous", **identity}]}, file
+        )
     names, ports = ("master", "volume", "filer", "s3"), free_port()
     chosen = {name: next(ports) for name in names}
-    flags = [f"-{name}.port={port}" for name, port in chosen.items()] \
-        + [f"-{name}.port.grpc={port + 10_000}" for name, port in chosen.items()]
+    flags = [f"-{name}.port={port}" for name, port in chosen.items()] + [
+        f"-{name}.port.grpc={port + 10_000}" for name, port in chosen.items()
+    ]
     server = subprocess.Popen(
-        [weed, "server", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-s3", "-master.telemetry=false", "-s3.port.iceberg=0",
-         "-s3.port.lance=0", "-volume.max=64", "-master.volumeSizeLimitMB=256", "-volume.minFreeSpace=16MiB", f"-dir={folder}",
-         f"-s3.config={config}", *flags], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        [
+            weed,
+            "server",
+            "-ip=127.0.0.1",
+            "-ip.bind=127.0.0.1",
+            "-s3",
+            "-master.telemetry=false",
+            "-s3.port.iceberg=0",
+            "-s3.port.lance=0",
+            "-volume.max=64",
+            "-master.volumeSizeLimitMB=256",
+            "-volume.minFreeSpace=16MiB",
+            f"-dir={folder}",
+            f"-s3.config={config}",
+            *flags,
+        ],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
     address = f"http://127.0.0.1:{chosen['s3']}"
     try:
         deadline = time.monotonic() + 120
@@ -221,35 +366,61 @@ STORED = (512, 1024, 2048, 4096, 8192)
 def stored(out, result, kv, weed):
     """Prompts from a folder and from an S3 server next to their recomputation, in turn."""
     text = open(os.path.join(os.path.dirname(__file__), "../../reference/assets/sotu-heldout.txt")).read()
-    device = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), "unknown")
-    out += ["## Prompts out of a store", "",
-            f"Measured on {os.cpu_count()} cores of {device}, tiny-llama-12m, medians of {REPEATS} alternating runs. Times are from the tokens of "
-            "the prompt to the logits after it (`kv generate --kv`); a chunk has 500 tokens and three levels, the folder and the S3 "
-            "server (SeaweedFS) are on the same machine.", "",
-            "| tokens | recomputed | folder, level 0 | folder, level 2 | folder, adaptive | S3, level 0 | S3, level 2 | S3, adaptive | "
-            "recomputed over S3, level 0 |", "| --- |" + " --- |" * 8]
-    rates = ["", "Megabytes a second of `kv store get` at level 0, which verifies every byte, next to one plain object with as many bytes:", "",
-             "| tokens | bytes | folder | file | S3 | object |", "| --- |" + " --- |" * 5]
+    device = next(
+        (line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")),
+        "unknown",
+    )
+    out += [
+        "## Prompts out of a store",
+        "",
+        f"Measured on {os.cpu_count()} cores of {device}, tiny-llama-12m, medians of {REPEATS} alternating runs. Times are from the tokens of "
+        "the prompt to the logits after it (`kv generate --kv`); a chunk has 500 tokens and three levels, the folder and the S3 "
+        "server (SeaweedFS) are on the same machine.",
+        "",
+        "| tokens | recomputed | folder, level 0 | folder, level 2 | folder, adaptive | S3, level 0 | S3, level 2 | S3, adaptive | "
+        "recomputed over S3, level 0 |",
+        "| --- |" + " --- |" * 8,
+    ]
+    rates = [
+        "",
+        "Megabytes a second of `kv store get` at level 0, which verifies every byte, next to one plain object with as many bytes:",
+        "",
+        "| tokens | bytes | folder | file | S3 | object |",
+        "| --- |" + " --- |" * 5,
+    ]
     grid = ("--kv-grid", "500/100")
-    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as data, s3_server(weed, data) as address:
-        env = {"AWS_ENDPOINT": address, "AWS_ALLOW_HTTP": "true", "AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test",
-               "AWS_REGION": "us-east-1"}
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        tempfile.TemporaryDirectory() as data,
+        s3_server(weed, data) as address,
+    ):
+        env = {
+            "AWS_ENDPOINT": address,
+            "AWS_ALLOW_HTTP": "true",
+            "AWS_ACCESS_KEY_ID": "test",
+            "AWS_SECRET_ACCESS_KEY": "test",
+            "AWS_REGION": "us-east-1",
+        }
         urls = {"folder": folder, "S3": "s3://caches/prompts"}
         for length in STORED:
-            prompt = text[:int(4.2 * length)]
+            prompt = text[: int(4.2 * length)]
             file = os.path.join(data, "prompt.txt")
             open(file, "w").write(prompt)
             for url in urls.values():
                 held = run_json(kv, "store", "put", url, "--text", file, *grid, env=env)[0]
             columns = {"recomputed": ()}
             for place, url in urls.items():
-                columns |= {f"{place}, {name}": ("--kv", url, "--kv-encoding", encoding, *grid)
-                            for name, encoding in (("level 0", "0"), ("level 2", "2"), ("adaptive", "adaptive"))}
+                columns |= {
+                    f"{place}, {name}": ("--kv", url, "--kv-encoding", encoding, *grid)
+                    for name, encoding in (("level 0", "0"), ("level 2", "2"), ("adaptive", "adaptive"))
+                }
             times = {column: [] for column in columns}
             gets = {place: [] for place in (*urls, "file", "object")}
             for _ in range(REPEATS):
                 for column, options in columns.items():
-                    run, said = run_json(kv, "generate", prompt, "--tokens", 1, "--device", "cpu", *options, env=env)
+                    run, said = run_json(
+                        kv, "generate", prompt, "--tokens", 1, "--device", "cpu", *options, env=env
+                    )
                     assert not options or f"a prefix of {held['tokens']} in" in said, said
                     times[column].append(run["prompt_seconds"])
                 for place, url in urls.items():
@@ -259,18 +430,36 @@ def stored(out, result, kv, weed):
                 path = os.path.join(data, "raw")
                 open(path, "wb").write(raw)
                 http("PUT", f"{address}/caches/raw", raw)
-                for place, read in (("file", lambda: open(path, "rb").read()), ("object", lambda: http("GET", f"{address}/caches/raw"))):
+                for place, read in (
+                    ("file", lambda: open(path, "rb").read()),
+                    ("object", lambda: http("GET", f"{address}/caches/raw")),
+                ):
                     start = time.monotonic()
                     assert read() == raw
                     gets[place].append(time.monotonic() - start)
             seconds = {column: statistics.median(times[column]) for column in columns}
             rate = {place: got["bytes"] / 1e6 / statistics.median(gets[place]) for place in gets}
             n = run["prompt_tokens"]
-            out.append(f"| {n} | " + " | ".join(duration(s) for s in seconds.values())
-                       + f" | {seconds['recomputed'] / seconds['S3, level 0']:.1f}x |")
-            rates.append(f"| {held['tokens']} | {got['bytes']} | " + " | ".join(f"{rate[p]:.0f}" for p in ("folder", "file", "S3", "object")) + " |")
-            result.append({"tokens": n, "stored": held["tokens"], "bytes": got["bytes"], "device": device, "seconds": seconds,
-                           "megabytes_per_second": rate})
+            out.append(
+                f"| {n} | "
+                + " | ".join(duration(s) for s in seconds.values())
+                + f" | {seconds['recomputed'] / seconds['S3, level 0']:.1f}x |"
+            )
+            rates.append(
+                f"| {held['tokens']} | {got['bytes']} | "
+                + " | ".join(f"{rate[p]:.0f}" for p in ("folder", "file", "S3", "object"))
+                + " |"
+            )
+            result.append(
+                {
+                    "tokens": n,
+                    "stored": held["tokens"],
+                    "bytes": got["bytes"],
+                    "device": device,
+                    "seconds": seconds,
+                    "megabytes_per_second": rate,
+                }
+            )
     out += rates + [""]
 
 
@@ -283,26 +472,63 @@ def main():
     args = parser.parse_args()
     commit = record.commit()
     doc = __doc__.strip().splitlines()
-    out = ["# Streaming stored contexts", "", f"{datetime.date.today()}, commit {commit}. Made by", ""] + doc[2:5] + doc[5:] + [""]
+    out = (
+        ["# Streaming stored contexts", "", f"{datetime.date.today()}, commit {commit}. Made by", ""]
+        + doc[2:5]
+        + doc[5:]
+        + [""]
+    )
     result = {"commit": commit, "quality": [], "bandwidths": [], "deadlines": [], "parts": [], "stored": []}
-    text = ["## Quality of loaded caches", "", "Measured: encoded, sent over a shaped link, decoded by `codec-core` into an exact cache.", ""]
-    bits = quality(text, result["quality"], args.kv, "tiny-llama-12m, State of the Union addresses", 2048, 256,
-                   ["--calibration", 2048, "--decode", 128])
+    text = [
+        "## Quality of loaded caches",
+        "",
+        "Measured: encoded, sent over a shaped link, decoded by `codec-core` into an exact cache.",
+        "",
+    ]
+    bits = quality(
+        text,
+        result["quality"],
+        args.kv,
+        "tiny-llama-12m, State of the Union addresses",
+        2048,
+        256,
+        ["--calibration", 2048, "--decode", 128],
+    )
     if args.smollm2:
-        quality(text, result["quality"], args.kv, "SmolLM2-135M-Instruct, WikiText-2", 2048, 512,
-                ["--model", args.smollm2, "--text", args.text, "--decode", 128])
+        quality(
+            text,
+            result["quality"],
+            args.kv,
+            "SmolLM2-135M-Instruct, WikiText-2",
+            2048,
+            512,
+            ["--model", args.smollm2, "--text", args.text, "--decode", 128],
+        )
     result["bits"] = bits
     small, large = Shape(VALUES, PREFILL, DECODE), bigger()
-    out += ["## Time to first token by bandwidth", "",
-            f"Simulated. Levels have {', '.join(f'{b:.2f}' for b in bits)} bits a value, as measured on tiny-llama-12m below. `adaptive` and `uniform` (the "
-            "paper's plans: one encoding for all remaining chunks) have no deadline but to be fast, and know no bandwidth before the "
-            "first chunk. `adaptive` recomputes early chunks while later ones are transferred, so it can be faster than every fixed choice.", ""]
+    out += [
+        "## Time to first token by bandwidth",
+        "",
+        f"Simulated. Levels have {', '.join(f'{b:.2f}' for b in bits)} bits a value, as measured on tiny-llama-12m below. `adaptive` and `uniform` (the "
+        "paper's plans: one encoding for all remaining chunks) have no deadline but to be fast, and know no bandwidth before the "
+        "first chunk. `adaptive` recomputes early chunks while later ones are transferred, so it can be faster than every fixed choice.",
+        "",
+    ]
     figure11(out, result["bandwidths"], args.kv, small, "8B shape", bits, PREFILL)
     figure11(out, result["bandwidths"], args.kv, small, "8B shape", bits, (8192, 32768), 8)
     figure11(out, result["bandwidths"], args.kv, large, "70B shape, computed", bits, PREFILL)
-    lines = [f"{name}, {n} tokens: {exact_crossover(shape, n, bits):.2f}" for name, shape in (("8B", small), ("70B", large)) for n in PREFILL]
-    out += ["Gbit/s at which the transfer of level 2 takes as long as the text, any number of requests: " + "; ".join(lines) + ". With n requests "
-            "both times grow n times, since prefill is bound by the products at one request already.", ""]
+    lines = [
+        f"{name}, {n} tokens: {exact_crossover(shape, n, bits):.2f}"
+        for name, shape in (("8B", small), ("70B", large))
+        for n in PREFILL
+    ]
+    out += [
+        "Gbit/s at which the transfer of level 2 takes as long as the text, any number of requests: "
+        + "; ".join(lines)
+        + ". With n requests "
+        "both times grow n times, since prefill is bound by the products at one request already.",
+        "",
+    ]
     figure13(out, result["deadlines"], args.kv, small, bits)
     figure14(out, result["parts"], args.kv, small, bits)
     weed = os.environ.get("WEED") or shutil.which("weed")

@@ -9,6 +9,7 @@
 PROFILE is a profile (KVCM) or a plane (KVCP, KVCL; for any layer and side that was coded under it). FRAME is a frame (KVCC),
 or a chunk (KVCS), whose frames are read one after the other.
 """
+
 import argparse, math, pathlib, struct, sys, zlib
 import numpy as np
 
@@ -33,7 +34,7 @@ class Reader:
     def take(self, n):
         check(self.at + n <= len(self.data), "the data ends too early")
         self.at += n
-        return self.data[self.at - n:self.at]
+        return self.data[self.at - n : self.at]
 
     def unpack(self, form):
         return struct.unpack("<" + form, self.take(struct.calcsize("<" + form)))
@@ -51,10 +52,15 @@ def tails():
     def student(u):
         v = math.sqrt(2) * u
         w = v / math.sqrt(4 + v * v)
-        return 0.5 - 0.75 * w + 0.25 * w ** 3
-    shapes = [lambda u: math.erfc(u / math.sqrt(2)) / 2, lambda u: 1 / (1 + math.exp(math.pi * u / math.sqrt(3))),
-              lambda u: math.exp(-math.sqrt(2) * u) / 2, student]
-    return [[round(2 ** 20 * f(i / 16)) for i in range(161)] for f in shapes]
+        return 0.5 - 0.75 * w + 0.25 * w**3
+
+    shapes = [
+        lambda u: math.erfc(u / math.sqrt(2)) / 2,
+        lambda u: 1 / (1 + math.exp(math.pi * u / math.sqrt(3))),
+        lambda u: math.exp(-math.sqrt(2) * u) / 2,
+        student,
+    ]
+    return [[round(2**20 * f(i / 16)) for i in range(161)] for f in shapes]
 
 
 T = tails()
@@ -70,7 +76,8 @@ def family(byte):
         at = ((2 * m + 1) * 8 * (ROOT[e % 5] << (e // 5))) >> 5
         i, f = at >> 16, at & 65535
         return 0 if i >= 160 else T[shape][i] - (((T[shape][i] - T[shape][i + 1]) * f) >> 16)
-    counts, m = [2 ** 20 - 2 * beyond(0)], 1
+
+    counts, m = [2**20 - 2 * beyond(0)], 1
     while m <= 31 and beyond(m - 1) - beyond(m) >= 64:
         counts += [beyond(m - 1) - beyond(m)] * 2
         m += 1
@@ -89,7 +96,10 @@ def opened(data, magic, version):
     """The fields of a form that ends with its CRC-32."""
     check(data[:4] == magic, f"not a {magic.decode()}")
     check(len(data) > 8 and data[4] == version, f"{magic.decode()} of an unknown version")
-    check(zlib.crc32(data[:-4]) == struct.unpack("<I", data[-4:])[0], f"{magic.decode()} does not match its checksum")
+    check(
+        zlib.crc32(data[:-4]) == struct.unpack("<I", data[-4:])[0],
+        f"{magic.decode()} does not match its checksum",
+    )
     return Reader(data[5:-4])
 
 
@@ -195,6 +205,7 @@ def decode_rans(data, models, rows):
         def refill(i):
             if t < rows - warmup and x[i] < 65536:
                 x[i] = x[i] << 16 | r.unpack("H")[0]
+
         for i in range(lanes):
             low, starts = models[i][context(len(models[i]), last[i], models[i][0][0])]
             slot = x[i] & 4095
@@ -218,7 +229,7 @@ def decode_rans(data, models, rows):
 
 
 def decode_range(data, models, rows):
-    at, rng, code = 4, 2 ** 32 - 1, int.from_bytes(data[:4], "big")
+    at, rng, code = 4, 2**32 - 1, int.from_bytes(data[:4], "big")
     out, last = [], [None] * len(models)
     for _ in range(rows):
         row = []
@@ -226,11 +237,11 @@ def decode_range(data, models, rows):
             low, starts = model[context(len(model), last[i], model[0][0])]
             for k in (12, low):
                 unit = rng >> k
-                slot = min(code // unit, 2 ** k - 1)
+                slot = min(code // unit, 2**k - 1)
                 symbol, start, width = find(starts, slot) if k == 12 else (slot, slot, 1)
                 code -= unit * start
                 rng = unit * width
-                while rng < 2 ** 24:
+                while rng < 2**24:
                     code, rng, at = code << 8 | data[at], rng << 8, at + 1
                 if k == 12:
                     value, high = (None if symbol == len(starts) - 2 else symbol), symbol
@@ -255,13 +266,13 @@ def decode_tile(data, plane, first, lanes, rows):
         return [[get(t * lanes + i) for i in range(lanes)] for t in range(rows)], b
     escapes = b | c << 8
     at = 4
-    models = plane.models[first:first + lanes]
+    models = plane.models[first : first + lanes]
     if kind == 2:
-        models = [[family(byte)] for byte in data[4:4 + lanes]]
+        models = [[family(byte)] for byte in data[4 : 4 + lanes]]
         at += lanes + lanes % 2
     end = len(data) - 2 * escapes - a
     codes, used = (decode_range if kind == 3 else decode_rans)(data[at:end], models, rows)
-    escaped = struct.unpack(f"<{escapes}h", data[len(data) - 2 * escapes:])
+    escaped = struct.unpack(f"<{escapes}h", data[len(data) - 2 * escapes :])
     it = iter(escaped)
     out = []
     for row in codes:
@@ -269,7 +280,11 @@ def decode_tile(data, plane, first, lanes, rows):
         for i, code in enumerate(row):
             low = models[i][0][0]
             half = (1 << low) >> 1
-            bins.append(next(it) if code is None else (zigzag_back(code >> low) << low) + (code & ((1 << low) - 1)) - half)
+            bins.append(
+                next(it)
+                if code is None
+                else (zigzag_back(code >> low) << low) + (code & ((1 << low) - 1)) - half
+            )
         out.append(bins)
     check(next(it, None) is None and end - at == used)
     return out, None
@@ -286,8 +301,8 @@ def decode_block(data, lengths, plane, tokens):
             anchors[t] = np.frombuffer(r.take(channels), np.int8).astype(F) * scale
     if plane.levels:
         raw = np.frombuffer(r.take(2 * tokens), "<u2").astype("<u4") << 16
-        check((raw < 0x7f80 << 16).all())
-        scales = np.maximum(raw.view("<f4") / F(plane.levels), F(2.0 ** -126))
+        check((raw < 0x7F80 << 16).all())
+        scales = np.maximum(raw.view("<f4") / F(plane.levels), F(2.0**-126))
     coded = [t for t in range(tokens) if t not in anchors]
     check(coded or not any(lengths))
     y = np.zeros((tokens, channels), F)
@@ -300,14 +315,18 @@ def decode_block(data, lengths, plane, tokens):
         number = np.zeros(lanes, F)
         for t, row in zip(coded, bins):
             row = np.array(row)
-            steps = plane.steps[first:first + lanes] if scales is None else scales[t]
+            steps = plane.steps[first : first + lanes] if scales is None else scales[t]
             if exponent is not None:
-                number = row.astype(F) * steps * F(2.0 ** (exponent // 2)) * F(2.0 ** (exponent - exponent // 2))
-                y[t, first:first + lanes] = np.clip(number, -LARGEST, LARGEST)
+                number = (
+                    row.astype(F) * steps * F(2.0 ** (exponent // 2)) * F(2.0 ** (exponent - exponent // 2))
+                )
+                y[t, first : first + lanes] = np.clip(number, -LARGEST, LARGEST)
                 continue
-            c = np.where(abs(row) == 1, plane.centroids[0], np.where(abs(row) == 2, plane.centroids[1], F(0))) * np.sign(row).astype(F)
-            number = number * plane.factors[first:first + lanes] + (row.astype(F) + c.astype(F))
-            y[t, first:first + lanes] = number * steps
+            c = np.where(
+                abs(row) == 1, plane.centroids[0], np.where(abs(row) == 2, plane.centroids[1], F(0))
+            ) * np.sign(row).astype(F)
+            number = number * plane.factors[first : first + lanes] + (row.astype(F) + c.astype(F))
+            y[t, first : first + lanes] = number * steps
     check(r.at == len(data))
     for t in range(tokens):
         if plane.predictor == 2:
@@ -318,7 +337,7 @@ def decode_block(data, lengths, plane, tokens):
         for h, inverse in enumerate(plane.maps[1]):
             part = slice(h * plane.dim, (h + 1) * plane.dim)
             for i in range(plane.dim):
-                x[:, part] = x[:, part] + y[:, part][:, i:i + 1] * inverse[i]
+                x[:, part] = x[:, part] + y[:, part][:, i : i + 1] * inverse[i]
         y = x
     y = np.clip(y + plane.mean, -LARGEST, LARGEST)
     check(not np.isnan(y).any(), "decoded values must be finite")
@@ -336,13 +355,13 @@ def decode_lossless_block(data, lengths, plane, tokens):
         body = tile.take(2 * length - 4)
         if kind == 0:
             check(padding == escapes == 0 and len(body) == 2 * tokens * lanes)
-            out[:, first:first + lanes] = np.frombuffer(body, "<u2").reshape(tokens, lanes)
+            out[:, first : first + lanes] = np.frombuffer(body, "<u2").reshape(tokens, lanes)
             continue
         check(kind == 1 and padding <= 1)
         end = len(body) - 2 * escapes - padding
-        codes, used = decode_rans(body[:end], plane.models[first:first + lanes], tokens)
+        codes, used = decode_rans(body[:end], plane.models[first : first + lanes], tokens)
         check(used == end)
-        escaped = iter(struct.unpack(f"<{escapes}H", body[end + padding:]))
+        escaped = iter(struct.unpack(f"<{escapes}H", body[end + padding :]))
         for t, row in enumerate(codes):
             for i, code in enumerate(row):
                 code = next(escaped) if code is None else code
@@ -360,19 +379,38 @@ class Frame:
         """`planes`: planes by id."""
         check(data[:4] == b"KVCC", "not a frame (KVCC)")
         check(len(data) > 64 and data[4] == 2, "a frame of an unknown version")
-        check(zlib.crc32(data[:60]) == struct.unpack("<I", data[60:64])[0], "the header does not match its checksum")
+        check(
+            zlib.crc32(data[:60]) == struct.unpack("<I", data[60:64])[0],
+            "the header does not match its checksum",
+        )
         order, self.element, self.rotated, layout, self.level, self.lossless, zero = data[5:12]
-        known = order == 1 and self.element < 3 and self.rotated < 2 and self.lossless < 2 and layout == zero == 0
+        known = (
+            order == 1 and self.element < 3 and self.rotated < 2 and self.lossless < 2 and layout == zero == 0
+        )
         check(known, "a frame with a field of an unknown value")
-        self.layers, self.heads, self.dim, self.first, self.tokens, self.block_tokens, self.model, payload_len = \
-            struct.unpack("<3IQ2IQQ", data[12:56])
-        check(all((self.layers, self.heads, self.dim)) and 1 <= self.block_tokens <= 1024, "a frame with a size of zero")
+        (
+            self.layers,
+            self.heads,
+            self.dim,
+            self.first,
+            self.tokens,
+            self.block_tokens,
+            self.model,
+            payload_len,
+        ) = struct.unpack("<3IQ2IQQ", data[12:56])
+        check(
+            all((self.layers, self.heads, self.dim)) and 1 <= self.block_tokens <= 1024,
+            "a frame with a size of zero",
+        )
         channels = self.heads * self.dim
         tiles, blocks = -(-channels // 32), -(-self.tokens // self.block_tokens)
         index_len = 2 * self.layers * (4 + blocks * (12 + 2 * tiles))
-        index, payload = data[64:64 + index_len], data[64 + index_len + 4:]
+        index, payload = data[64 : 64 + index_len], data[64 + index_len + 4 :]
         check(len(index) == index_len and len(payload) == payload_len, "the length is not that of the header")
-        check(zlib.crc32(index) == struct.unpack("<I", data[64 + index_len:][:4])[0], "the index does not match its checksum")
+        check(
+            zlib.crc32(index) == struct.unpack("<I", data[64 + index_len :][:4])[0],
+            "the index does not match its checksum",
+        )
         r = Reader(index)
         ids = r.unpack(f"{2 * self.layers}I")
         start, rows = 0, []
@@ -380,11 +418,17 @@ class Frame:
             name = f"layer {i // 2} {('keys', 'values')[i % 2]}"
             check(id in planes, f"{name}: coded under plane {id:08x}, which the profile does not have")
             plane = planes[id]
-            check(plane.channels == channels and plane.lossless == bool(self.lossless), f"{name}: a plane of another kind")
+            check(
+                plane.channels == channels and plane.lossless == bool(self.lossless),
+                f"{name}: a plane of another kind",
+            )
             decode = decode_lossless_block if self.lossless else decode_block
             for block in range(blocks):
                 end, checksum, *lengths = r.unpack(f"QI{tiles}H")
-                check(zlib.crc32(payload[start:end]) == checksum, f"{name}: block {block} does not match its checksum")
+                check(
+                    zlib.crc32(payload[start:end]) == checksum,
+                    f"{name}: block {block} does not match its checksum",
+                )
                 tokens = min(self.block_tokens, self.tokens - block * self.block_tokens)
                 rows.append(decode(payload[start:end], lengths, plane, tokens))
                 start = end
@@ -400,14 +444,22 @@ class Frame:
         return self.rows.view("<f2") if self.element == 1 else (self.rows.astype("<u4") << 16).view("<f4")
 
     def describe(self):
-        coding = f"lossless {('f32', 'f16', 'bf16')[self.element]}" if self.lossless else f"level {self.level}"
+        coding = (
+            f"lossless {('f32', 'f16', 'bf16')[self.element]}" if self.lossless else f"level {self.level}"
+        )
         keys = f"keys {('before', 'after')[self.rotated]} RoPE"
-        yield f"model {self.model:016x}, {coding}, {keys}, tokens {self.first} to {self.first + self.tokens}, " \
-              f"{self.heads} heads of {self.dim}"
+        yield (
+            f"model {self.model:016x}, {coding}, {keys}, tokens {self.first} to {self.first + self.tokens}, "
+            f"{self.heads} heads of {self.dim}"
+        )
         for layer, sides in enumerate(self.values()):
             for name, rows in zip(("keys", "values"), sides):
                 rows = rows.astype("f8")
-                spread = f"{rows.min():.5g} to {rows.max():.5g}, deviation {rows.std():.5g}" if rows.size else "empty"
+                spread = (
+                    f"{rows.min():.5g} to {rows.max():.5g}, deviation {rows.std():.5g}"
+                    if rows.size
+                    else "empty"
+                )
                 yield f"layer {layer} {name}: {spread}"
 
 
@@ -418,13 +470,19 @@ def frames(data, planes):
     check(len(data) >= 8 and data[4] == 1 and data[5] == 0, "a chunk of an unknown version")
     entries = struct.unpack("<H", data[6:8])[0]
     at = 8 + 24 * entries
-    check(zlib.crc32(data[:at]) == struct.unpack("<I", data[at:at + 4])[0], "the directory does not match its checksum")
+    check(
+        zlib.crc32(data[:at]) == struct.unpack("<I", data[at : at + 4])[0],
+        "the directory does not match its checksum",
+    )
     r, at, all = Reader(data[8:at]), at + 4, []
     for _ in range(entries):
         first, tokens, level, lossless, zero, length = r.unpack("QIBBHQ")
-        frame = Frame(data[at:at + length], planes)
+        frame = Frame(data[at : at + length], planes)
         said = frame.first, frame.tokens, frame.level, frame.lossless
-        check(said == (first, tokens, level, lossless) and zero == 0, "an entry of the directory differs from its frame")
+        check(
+            said == (first, tokens, level, lossless) and zero == 0,
+            "an entry of the directory differs from its frame",
+        )
         all.append(frame)
         at += length
     check(at == len(data), "there are bytes after the last frame")
@@ -451,7 +509,9 @@ def check_vectors():
 
 
 def main():
-    parser = argparse.ArgumentParser(usage="format.py [PROFILE... FRAME [-o OUT]]", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        usage="format.py [PROFILE... FRAME [-o OUT]]", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("files", nargs="*", metavar="PROFILE... FRAME")
     parser.add_argument("-o", metavar="OUT", dest="out")
     arguments = parser.parse_args()
@@ -472,5 +532,10 @@ if __name__ == "__main__":
         main()
     except (Bad, OSError) as error:
         sys.exit(f"format.py: {error}")
-    except (IndexError, StopIteration, ValueError, struct.error):  # of lists and numbers read from forged bytes
+    except (
+        IndexError,
+        StopIteration,
+        ValueError,
+        struct.error,
+    ):  # of lists and numbers read from forged bytes
         sys.exit("format.py: the coded data is corrupt")

@@ -26,13 +26,31 @@ HERE = Path(__file__).parent / "fixtures"
 TOKENS = [1, 17, 42, 3, 3, 95, 60, 8, 29, 77, 2, 54]
 BASE = dict(
     model_type="llama",
-    vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-    num_key_value_heads=2, head_dim=16, max_position_embeddings=64, rms_norm_eps=1e-5, tie_word_embeddings=True,
+    vocab_size=96,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    max_position_embeddings=64,
+    rms_norm_eps=1e-5,
+    tie_word_embeddings=True,
 )
-LLAMA3 = dict(rope_type="llama3", rope_theta=500.0, factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0,
-              original_max_position_embeddings=16)
-YARN = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=16, beta_fast=4.0)
-SMALL = dict(hidden_size=32, intermediate_size=32, head_dim=8, dtype="bfloat16", pad_token_id=None, eos_token_id=2)
+LLAMA3 = dict(
+    rope_type="llama3",
+    rope_theta=500.0,
+    factor=4.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=16,
+)
+YARN = dict(
+    rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=16, beta_fast=4.0
+)
+SMALL = dict(
+    hidden_size=32, intermediate_size=32, head_dim=8, dtype="bfloat16", pad_token_id=None, eos_token_id=2
+)
 CHECKPOINTS = {
     "mha": dict(num_key_value_heads=4, head_dim=16),
     "gqa": dict(),
@@ -46,17 +64,26 @@ CHECKPOINTS = {
     "mistral-window": dict(SMALL, model_type="mistral", sliding_window=5),
     "mistral-long-window": dict(SMALL, model_type="mistral", sliding_window=64),
     "qwen2": dict(SMALL, model_type="qwen2"),
-    "qwen2-window": dict(SMALL, model_type="qwen2", use_sliding_window=True, sliding_window=4, max_window_layers=1),
+    "qwen2-window": dict(
+        SMALL, model_type="qwen2", use_sliding_window=True, sliding_window=4, max_window_layers=1
+    ),
     "qwen3": dict(SMALL, model_type="qwen3", tie_word_embeddings=False),
     "qwen3-bias": dict(SMALL, model_type="qwen3", attention_bias=True),
     "smollm3": dict(SMALL, model_type="smollm3", num_hidden_layers=5),
-    "smollm3-window": dict(SMALL, model_type="smollm3", no_rope_layers=[0, 1], use_sliding_window=True, sliding_window=3),
+    "smollm3-window": dict(
+        SMALL, model_type="smollm3", no_rope_layers=[0, 1], use_sliding_window=True, sliding_window=3
+    ),
     "qwen2-yarn": dict(SMALL, model_type="qwen2", rope_parameters=YARN),
-    "qwen3-yarn": dict(SMALL, model_type="qwen3", rope_parameters=dict(YARN, truncate=False, attention_factor=1.4)),
+    "qwen3-yarn": dict(
+        SMALL, model_type="qwen3", rope_parameters=dict(YARN, truncate=False, attention_factor=1.4)
+    ),
 }
 GGUF = {
-    "gguf-f32": dict(kind="F32"), "gguf-f16": dict(kind="F16"), "gguf-q8_0": dict(kind="Q8_0"),
-    "gguf-q4_0": dict(kind="Q4_0"), "gguf-q4_1": dict(kind="Q4_1"),
+    "gguf-f32": dict(kind="F32"),
+    "gguf-f16": dict(kind="F16"),
+    "gguf-q8_0": dict(kind="Q8_0"),
+    "gguf-q4_0": dict(kind="Q4_0"),
+    "gguf-q4_1": dict(kind="Q4_1"),
     "gguf-qwen2": dict(SMALL, kind="F16", model_type="qwen2"),
     "gguf-qwen3": dict(SMALL, kind="F16", model_type="qwen3"),
     "gguf-smollm3": dict(SMALL, kind="F16", model_type="smollm3", num_hidden_layers=5),
@@ -92,10 +119,17 @@ def permute(w, heads):
 
 
 NAMES = {
-    "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
-    "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
-    "self_attn.o_proj": "attn_output", "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
 }
 
 
@@ -146,8 +180,12 @@ def write_gguf(path, model, kind, pieces=None):
             stored = f"blk.{layer}.{NAMES['.'.join(rest)]}.{parameter}"
         this = gguf.GGMLQuantizationType.F32 if w.ndim == 1 else quant
         blocks = gguf.quants.quantize(w, this)
-        p.copy_(torch.tensor(gguf.quants.dequantize(blocks, this)).reshape(w.shape))  # shares the model's memory
-        heads = {"attn_q": c.num_attention_heads, "attn_k": c.num_key_value_heads}.get(stored.split(".")[2] if "blk" in stored else "")
+        p.copy_(
+            torch.tensor(gguf.quants.dequantize(blocks, this)).reshape(w.shape)
+        )  # shares the model's memory
+        heads = {"attn_q": c.num_attention_heads, "attn_k": c.num_key_value_heads}.get(
+            stored.split(".")[2] if "blk" in stored else ""
+        )
         if heads and c.model_type in PERMUTED:  # a row's blocks move with the row
             blocks = permute(blocks, heads)
         writer.add_tensor(stored, blocks, raw_dtype=this)
@@ -166,7 +204,9 @@ def make():
         folder = HERE / name
         model.save_pretrained(folder, max_shard_size="60KB" if name.startswith("sharded") else "5GB")
         (folder / "generation_config.json").unlink(missing_ok=True)
-        write_expected(folder, logits(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()))
+        write_expected(
+            folder, logits(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval())
+        )
     for seed, (name, overrides) in enumerate(GGUF.items()):
         overrides = dict(overrides)
         kind = overrides.pop("kind")
@@ -179,7 +219,13 @@ def make():
     make_sentencepiece(HERE / "gguf-sentencepiece")
 
 
-TEXTS = ["The state of the Union is good.", " two  spaces, caf\u00e9 \u6f22\u5b57", "line\nbreak 12345", "a", ""]
+TEXTS = [
+    "The state of the Union is good.",
+    " two  spaces, caf\u00e9 \u6f22\u5b57",
+    "line\nbreak 12345",
+    "a",
+    "",
+]
 
 
 def make_sentencepiece(folder):
@@ -188,8 +234,15 @@ def make_sentencepiece(folder):
     text = Path(__file__).parents[2] / "assets" / "sotu-heldout.txt"
     with tempfile.TemporaryDirectory() as scratch:
         spm.SentencePieceTrainer.train(
-            input=text, model_prefix=f"{scratch}/m", model_type="bpe", vocab_size=480, byte_fallback=True,
-            normalization_rule_name="identity", remove_extra_whitespaces=False, minloglevel=2)
+            input=text,
+            model_prefix=f"{scratch}/m",
+            model_type="bpe",
+            vocab_size=480,
+            byte_fallback=True,
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            minloglevel=2,
+        )
         pieces = spm.SentencePieceProcessor(model_file=f"{scratch}/m.model")
     model = random_model(dict(vocab_size=480), 200)
     write_gguf(folder / "model.gguf", model, "Q8_0", pieces)
@@ -203,11 +256,17 @@ def check(kv):
     for folder in sorted(HERE.iterdir()):
         expected = json.loads((folder / "expected.json").read_text())
         if (folder / "config.json").exists():  # recomputed, not taken from the file
-            expected["logits"] = logits(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval())
+            expected["logits"] = logits(
+                AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+            )
         path = folder / "model.gguf" if (folder / "model.gguf").exists() else folder
         with tempfile.NamedTemporaryFile(suffix=".json") as out:
             tokens = ",".join(map(str, expected["tokens"]))
-            subprocess.run([kv, "logits", "--model", path, "--tokens", tokens, "--json", out.name], check=True, stdout=subprocess.DEVNULL)
+            subprocess.run(
+                [kv, "logits", "--model", path, "--tokens", tokens, "--json", out.name],
+                check=True,
+                stdout=subprocess.DEVNULL,
+            )
             ours = np.array(json.loads(Path(out.name).read_text())["logits"])
         theirs = np.array(expected["logits"])
         error = np.abs(ours - theirs).max() / np.abs(theirs).max()
@@ -217,7 +276,9 @@ def check(kv):
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--check", metavar="KV")
     args = parser.parse_args()
     check(args.check) if args.check else make()
