@@ -348,8 +348,8 @@ impl ContextArgs {
 pub struct Put {
     #[command(flatten)]
     context: ContextArgs,
-    /// Read what is stored and compare it with its digests, too. Without it frames that are lost or cut are
-    /// stored anew, and wrong bits in them are not seen
+    /// Read the stored frames and compare them with their digests. Without this option, put repairs missing and
+    /// short frames and does not see wrong bits
     #[arg(long)]
     verify: bool,
     #[command(flatten)]
