@@ -29,7 +29,8 @@ pub(super) const HYBRID: Entry = Entry {
     help: concat!(
         "\
   hybrid            attention on coarse PQ codes, with the exact rows of  k=16x8 v=8x8 rows=0.01|auto bound=0.05
-                      the few tokens that hold most of the weight;        keys=mean|rope norms=off|on iterations=8
+                      the few tokens that hold most of the weight;        keys=mean|rope|rotated norms=off|on
+                                                                          iterations=8
 ",
         offload_help!()
     ),

@@ -23,15 +23,18 @@ use store::{HeadCode, KeySpace, TransformedPlan, halved};
 pub(super) const PQ_KLT: Entry = Entry {
     names: &["pqklt"],
     help: "\
-  pqklt             attention on PQ codes of transformed rows             k=32x6 v=32x6 keys=mean|rope norms=on|off
-                                                                          iterations=8 refine=0
+  pqklt             attention on PQ codes of transformed rows             k=32x6 v=32x6 keys=mean|rope|rotated
+                                                                          norms=on|off iterations=8 refine=0
 ",
     parse: |s| {
         let codes = PqCode::take_both(s, 6, 4)?;
         Ok(Arc::new(PqKlt::take(s, codes, Switch::On)?))
     },
 };
-words!(KeySpace, "mean" => KeySpace::RotatedMean, "rope" => KeySpace::BeforeRope);
+words!(
+    KeySpace,
+    "mean" => KeySpace::RotatedMean, "rope" => KeySpace::BeforeRope, "rotated" => KeySpace::AfterRope
+);
 
 /// One head's keys or values, fitted.
 struct Fitted {
@@ -53,7 +56,7 @@ impl Fitted {
             sums
         };
         Ok(single(&match space {
-            KeySpace::RotatedMean => mean_squares(&self.residuals),
+            KeySpace::RotatedMean | KeySpace::AfterRope => mean_squares(&self.residuals),
             KeySpace::BeforeRope => {
                 // Rotation to all positions spreads the error of a pair evenly over its components.
                 let mut rows = vec![0.0; self.residuals.len()];
@@ -106,18 +109,17 @@ impl PqKlt {
         format!("pqklt/{space}/{norms}/{iterations}/{code}/{letter}/{l}/{head}/{part}")
     }
 
-    /// The rotation of the rows after their mean is subtracted, centroids of the rotated rows, and the error
-    /// of these centroids.
+    /// The rotation that `covariance` and the metric give, centroids of the rotated rows, and the error of
+    /// these centroids.
     fn fit<S: svd_core::RopeSide>(
         &self,
         code: PqCode,
         metric: &Gram<S>,
+        covariance: &Gram<S>,
         mut rows: Vec<f32>,
     ) -> Result<Fitted> {
         let dim = metric.dim();
-        let mut covariance = Gram::new(dim)?;
-        covariance.add_rows(Rows::contiguous(&rows, dim)?)?;
-        let rotation = Rotation::query_metric(&covariance, metric)?;
+        let rotation = Rotation::query_metric(covariance, metric)?;
         let rotation = rotation.reordered(&balanced_order(rotation.sigma(), code.m)?)?;
         let norms = HeadCode::transform(&rotation.basis_map(dim)?, self.norms, &mut rows)?;
         let options = TrainOptions { iterations: self.iterations, seed: SEED, ..Default::default() };
@@ -190,15 +192,27 @@ impl Kind for PqKlt {
         let made = heads.par_iter().map(|&(l, head)| -> Result<_> {
             let layer = &samples.layers[l];
             let mut keys = geometry.head_rows(head, &layer.keys);
-            let mean = take_mean(&mut keys, geometry.head_dim);
+            let mut mean = take_mean(&mut keys, geometry.head_dim);
             let fitted = match self.space {
-                KeySpace::BeforeRope => self.fit(self.codes.keys, &layer.plain_query_grams[head], keys)?,
+                KeySpace::BeforeRope => {
+                    let covariance = gram_of(&keys, geometry.head_dim)?;
+                    self.fit(self.codes.keys, &layer.plain_query_grams[head], &covariance, keys)?
+                }
                 KeySpace::RotatedMean => {
                     keys = geometry.head_rows(head, &layer.rotated_keys);
                     RopeMeanBuf::new(&mean, rope.layer(l).frequencies())?
                         .view()
                         .subtract(Calibration::FIRST, &mut keys)?;
-                    self.fit(self.codes.keys, &layer.query_grams[head], keys)?
+                    let covariance = gram_of(&keys, geometry.head_dim)?;
+                    self.fit(self.codes.keys, &layer.query_grams[head], &covariance, keys)?
+                }
+                KeySpace::AfterRope => {
+                    let rows = geometry.head_rows(head, &layer.rotated_keys);
+                    keys.clone_from(&rows);
+                    take_mean(&mut keys, geometry.head_dim);
+                    mean.fill(0.0);
+                    let covariance = gram_of(&keys, geometry.head_dim)?;
+                    self.fit(self.codes.keys, &layer.query_grams[head], &covariance, rows)?
                 }
             };
             let errors = fitted.key_errors(self.space, geometry.head_dim)?;
@@ -206,7 +220,8 @@ impl Kind for PqKlt {
             let mut values = geometry.head_rows(head, &layer.values);
             let mean = take_mean(&mut values, geometry.head_dim);
             let metric: Gram<NoRope> = output_gram(model, l, head)?;
-            let fitted = self.fit(self.codes.values, &metric, values)?;
+            let fitted =
+                self.fit(self.codes.values, &metric, &gram_of(&values, geometry.head_dim)?, values)?;
             let errors = vec![fitted.relative_error()];
             Ok([keys, (mean, fitted, errors)])
         });
@@ -230,6 +245,13 @@ impl Kind for PqKlt {
     fn stores(&self, site: &Site<'_>) -> Result<Vec<Box<dyn Store>>> {
         site.layers(|l| self.store(site, l))
     }
+}
+
+/// The Gram matrix of rows (n, dim).
+fn gram_of<S: svd_core::RopeSide>(rows: &[f32], dim: usize) -> Result<Gram<S>> {
+    let mut gram = Gram::new(dim)?;
+    gram.add_rows(Rows::contiguous(rows, dim)?)?;
+    Ok(gram)
 }
 
 /// Takes the mean out of rows (n, dim) and returns it.

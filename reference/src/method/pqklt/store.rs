@@ -24,6 +24,8 @@ pub(crate) enum KeySpace {
     RotatedMean,
     /// Before RoPE: the best codes, but a score needs the decoded key, rotated to its position.
     BeforeRope,
+    /// After RoPE: a score is a sum of table entries and nothing else. Their mean is part of the centroids.
+    AfterRope,
 }
 
 /// How one head's keys, or its values, become codes.
@@ -100,7 +102,7 @@ pub(crate) struct TransformedStore {
     geometry: Geometry,
     rope: Arc<Rope>,
     plan: Arc<TransformedPlan>,
-    key_means: Arc<Vec<RopeMeanBuf>>, // per head; none where keys are coded before RoPE
+    key_means: Arc<Vec<RopeMeanBuf>>, // per head, where keys are coded less their rotated mean
     heads: Vec<Pair<Coded>>,
     decoded: Vec<Vec<f32>>, // per head: rotated keys (len, head_dim), where they are coded before RoPE
     first: usize,           // position of the first token
@@ -144,7 +146,7 @@ impl TransformedStore {
         let start = coded.codes.view().n();
         coded.codes.append(&codebook.view(), &rows)?;
         coded.norms.extend(&norms);
-        if side == Side::Values || self.plan.space == KeySpace::RotatedMean {
+        if side == Side::Values || self.plan.space != KeySpace::BeforeRope {
             return Ok(vec![]);
         }
         let (codes, codebook) = (coded.codes.view(), codebook.view());
@@ -165,11 +167,11 @@ impl TransformedStore {
             .collect()
     }
 
-    /// What the keys' mean adds to the scores: (group, len).
+    /// What the keys' rotated mean, if they have one, adds to the scores: (group, len).
     fn scores_of_mean(&self, head: usize, q: &[f32]) -> Result<Vec<f32>> {
         let dim = self.geometry.head_dim;
-        let mean = self.key_means[head].view();
         let mut scores = vec![0.0; q.len() / dim * self.len];
+        let Some(mean) = self.key_means.get(head).map(RopeMeanBuf::view) else { return Ok(scores) };
         for (q, scores) in q.chunks_exact(dim).zip(scores.chunks_exact_mut(self.len)) {
             mean.scores_into(q, self.first, scores)?;
         }
@@ -264,6 +266,7 @@ impl Store for TransformedStore {
                     self.key_means[head].view().subtract(pos, &mut rows)?;
                 }
                 KeySpace::BeforeRope => HeadCode::subtract_mean(&keys.mean, &mut rows),
+                KeySpace::AfterRope => self.rope.rotate_rows(&mut rows, dim, pos),
             }
             let decoded = self.encode(head, Side::Keys, rows)?;
             if !decoded.is_empty() {
