@@ -20,7 +20,7 @@ pub use attend_generic::{AttendGeneric, AttendGenericArguments, AttendGenericSha
 pub use encode::{Encode, EncodeArguments, EncodeShape};
 pub use encode_generic::{EncodeGeneric, EncodeGenericArguments, EncodeGenericShape};
 pub use gather::{Gather, GatherArguments};
-pub use hybrid::{ExactRows, Hybrid, HybridArguments, HybridShape};
+pub use hybrid::{ExactRows, Hybrid, HybridArguments, HybridShape, RowIndex};
 pub use layout::{CodeLayout, Side, TILE};
 pub use lut::{Lut, LutArguments, LutShape};
 pub use scan::{Scan, ScanArguments, ScanShape};

@@ -9,7 +9,7 @@ use common::{Buffer, Random, SIDES, device, from_element, relative_error, to_ele
 use cudarc::driver::sys::{CUgraphInstantiate_flags, CUstream, CUstreamCaptureMode};
 use half::f16;
 use kv_gpu::pq::{
-    CodeLayout, ExactRows, ExactTokens, Hybrid, HybridArguments, HybridShape, Pages, Side, TILE,
+    CodeLayout, ExactRows, ExactTokens, Hybrid, HybridArguments, HybridShape, Pages, RowIndex, Side, TILE,
 };
 use kv_gpu::{Device, Element, Error};
 use pq_core::{
@@ -40,13 +40,23 @@ struct Case {
     exact_lengths: Vec<u32>,
     page_tiles: usize,
     has_errors: bool,
-    collected: bool,
+    index: Index,
+    has_code_queries: bool,
     spread: f32, // factor of the queries
+}
+
+/// [`RowIndex`] of a case. Slots of a list are in the reverse order.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Index {
+    Order,
+    Token,
+    List,
 }
 
 /// The inputs of a case for the CPU. Pairs are [keys, values], indexed by [`Side`].
 struct Inputs {
     queries: Vec<f32>,            // (batch, heads, group, dim)
+    code_queries: Vec<f32>,       // the same, or with their components in reverse order
     errors: Vec<f32>,             // (heads, dim)
     exact: [Vec<f32>; 2],         // (batch, heads, exact_capacity, dim)
     rows: [Vec<f32>; 2],          // (batch, heads, capacity, dim)
@@ -127,7 +137,8 @@ impl Case {
                 capacity.div_ceil(TILE) + random.below(3)
             },
             has_errors: random.below(2) == 1,
-            collected: random.below(2) == 1,
+            index: random.pick(&[Index::Order, Index::Token, Index::List]),
+            has_code_queries: random.below(2) == 1,
             spread: random.pick(&[1.0, 1.0, 2.0]),
         }
     }
@@ -157,6 +168,10 @@ impl Case {
         let mut queries: Vec<f32> = random.normals(batch * heads * shape.group * dim);
         queries.iter_mut().for_each(|x| *x = rounded(self.spread * *x));
         spoil(&mut queries);
+        let mut code_queries = queries.clone();
+        if self.has_code_queries {
+            code_queries.chunks_exact_mut(dim).for_each(<[f32]>::reverse);
+        }
         let errors = (0..heads * dim).map(|_| random.normal().abs()).collect();
         let mut elements =
             |len: usize| SIDES.map(|_| random.normals(len).into_iter().map(rounded).collect::<Vec<_>>());
@@ -177,7 +192,7 @@ impl Case {
         if shape.paged {
             (1..page_count).for_each(|i| pages.swap(i, random.below(i + 1)));
         }
-        Inputs { queries, errors, exact, rows, books, codes, pages, pdl: random.below(2) == 1 }
+        Inputs { queries, code_queries, errors, exact, rows, books, codes, pages, pdl: random.below(2) == 1 }
     }
 
     /// The codes of all sequences in tiles; bytes without tokens are arbitrary.
@@ -227,7 +242,7 @@ impl Case {
             .collect()
     }
 
-    /// Rows of the selected tokens, as `Gather` collects them; other rows are not numbers.
+    /// Rows of the selected tokens in their order, or in their slots; other rows are not numbers.
     fn collect(&self, rows: &[u16], selected: &[u32]) -> Vec<u16> {
         let dim = self.shape.keys.dim();
         let mut collected = vec![u16::MAX; self.batch * self.heads * self.selected_len * dim];
@@ -235,6 +250,7 @@ impl Case {
             let row = i * self.selected_len;
             for (place, &token) in selected[row..][..self.found(i / self.heads)].iter().enumerate() {
                 let from = (i * self.capacity + token as usize) * dim;
+                let place = if self.index == Index::List { self.selected_len - 1 - place } else { place };
                 collected[(row + place) * dim..][..dim].copy_from_slice(&rows[from..][..dim]);
             }
         }
@@ -252,6 +268,7 @@ impl Case {
         let rows = inputs.rows.each_ref().map(elements);
         let rows_there = rows.each_ref().map(|rows| Buffer::new(device, rows));
         let queries = Buffer::new(device, &elements(&inputs.queries));
+        let code_queries = Buffer::new(device, &elements(&inputs.code_queries));
         let errors = Buffer::new(device, &inputs.errors);
         let page_table = Buffer::new(device, &self.page_table(inputs));
         let mut lengths = Buffer::new(device, &self.lengths);
@@ -261,11 +278,14 @@ impl Case {
         let room = self.max_pages() * self.page_tiles * TILE;
         let workspace = Buffer::new(device, &vec![0_u8; hybrid.workspace_len(batch, heads, room)]);
         let selected = Buffer::new(device, &vec![u32::MAX; batch * heads * self.selected_len]);
+        let slots: Vec<u32> = (0..self.selected_len as u32).rev().collect();
+        let slots = Buffer::new(device, &slots.repeat(batch * heads));
         let collected =
             [(); 2].map(|()| Buffer::new(device, &vec![0_u16; batch * heads * self.selected_len * dim]));
         let out = Buffer::new(device, &vec![u16::MAX; batch * heads * group * dim]); // NaN
         let log_sum_exp = Buffer::new(device, &vec![f32::NAN; batch * heads * group]);
-        let [row_keys, row_values] = if self.collected { &collected } else { &rows_there }.each_ref();
+        let [row_keys, row_values] =
+            if self.index == Index::Token { &rows_there } else { &collected }.each_ref();
         let arguments = HybridArguments {
             batch,
             heads,
@@ -276,6 +296,7 @@ impl Case {
             value_table: value_table.pointer(),
             key_errors: self.has_errors.then(|| errors.pointer()),
             queries: queries.pointer().cast(),
+            code_queries: self.has_code_queries.then(|| code_queries.pointer().cast()),
             lengths: lengths.pointer(),
             pages: shape.paged.then(|| Pages { table: page_table.pointer(), max_pages: self.max_pages() }),
             ks: ks.pointer(),
@@ -284,8 +305,12 @@ impl Case {
             rows: ExactRows {
                 keys: row_keys.pointer().cast(),
                 values: row_values.pointer().cast(),
-                capacity: if self.collected { self.selected_len } else { self.capacity },
-                collected: self.collected,
+                capacity: if self.index == Index::Token { self.capacity } else { self.selected_len },
+                index: match self.index {
+                    Index::Order => RowIndex::Order,
+                    Index::Token => RowIndex::Token,
+                    Index::List => RowIndex::List(slots.pointer()),
+                },
             },
             exact: (self.exact_capacity > 0).then(|| ExactTokens {
                 keys: exact_keys.pointer().cast(),
@@ -315,7 +340,7 @@ impl Case {
         let mut collected = collected;
         let mut run = || {
             select(stream.cu_stream());
-            if self.collected {
+            if self.index != Index::Token {
                 let selected = selected.read();
                 for (collected, rows) in collected.iter_mut().zip(&rows) {
                     collected.write(&self.collect(rows, &selected));
@@ -354,17 +379,19 @@ impl Case {
                 let shape = [shape.keys, shape.values][side as usize];
                 Codes::new(shape, n, &inputs.codes[i][side as usize][..shape.codes_len(n)]).unwrap()
             });
-            let queries: Vec<f32> =
-                inputs.queries[i * group * dim..][..group * dim].iter().map(|x| x * self.scale()).collect();
+            let scaled = |queries: &[f32]| -> Vec<f32> {
+                queries[i * group * dim..][..group * dim].iter().map(|x| x * self.scale()).collect()
+            };
+            let (queries, code_queries) = (scaled(&inputs.queries), scaled(&inputs.code_queries));
             let mut luts = vec![0.0; group * shape.keys.lut_len()];
-            let luts = lut_into(&books[Side::Keys as usize].view(), &queries, &mut luts).unwrap();
+            let luts = lut_into(&books[Side::Keys as usize].view(), &code_queries, &mut luts).unwrap();
             let tokens = CodedTokens::new(keys, values, books[Side::Values as usize].view()).unwrap();
             let variance = |query: &[f32]| {
                 let errors = &inputs.errors[i % heads * dim..][..dim];
                 let variance: f32 = query.iter().zip(errors).map(|(q, e)| q * q * e).sum();
                 if variance.is_finite() { variance } else { 0.0 }
             };
-            let variances: Vec<f32> = queries.chunks_exact(dim).map(variance).collect();
+            let variances: Vec<f32> = code_queries.chunks_exact(dim).map(variance).collect();
             let hybrid = pq_core::Hybrid {
                 rows: RowBudget::Count(found),
                 rule: shape.rule,
@@ -465,7 +492,7 @@ fn run(device: &Device, seeds: std::ops::Range<u64>, change: impl Fn(&mut Case),
         let mut case = Case::random(&mut random);
         change(&mut case);
         let inputs = case.inputs(&mut random, &spoil);
-        let graph = !case.collected && !case.shape.paged;
+        let graph = case.index == Index::Token && !case.shape.paged;
         let outputs = case.run_on_device(device, &inputs, graph);
         case.check(&inputs, &outputs);
     }

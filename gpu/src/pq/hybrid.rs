@@ -154,6 +154,17 @@ impl Plan {
     }
 }
 
+/// Which of [`ExactRows`] is that of the `i`-th selected token.
+#[derive(Clone, Copy, Debug)]
+pub enum RowIndex {
+    /// Row `i`: the order in which [`Gather`](super::Gather) collects rows.
+    Order,
+    /// The row of the token's own number.
+    Token,
+    /// Row `i` of the list, `u32` (batch, heads, [`HybridArguments::selected_len`]): slots of a cache of rows.
+    List(DevicePtr<u32>),
+}
+
 /// Exact keys and values of the selected tokens.
 #[derive(Clone, Copy, Debug)]
 pub struct ExactRows {
@@ -163,9 +174,8 @@ pub struct ExactRows {
     pub values: DevicePtr<AnyElement>,
     /// Rows of a head.
     pub capacity: usize,
-    /// Whether row `i` is that of the `i`-th selected token, as [`Gather`](super::Gather) collects them.
-    /// Otherwise it is that of token `i`.
-    pub collected: bool,
+    /// Where the selected tokens have theirs.
+    pub index: RowIndex,
 }
 
 const OPERATION: Operation = Operation("pq::Hybrid");
@@ -192,6 +202,9 @@ pub struct HybridArguments {
     pub key_errors: Option<DevicePtr<f32>>,
     /// Elements (batch, heads, group, dim), within the range of `f16`.
     pub queries: DevicePtr<AnyElement>,
+    /// As `queries`, in the space of the key codes, where these are of rotated or projected keys
+    /// ([`svd::Project`](crate::svd::Project)). [`Hybrid::select`] scores by them; `queries` if absent.
+    pub code_queries: Option<DevicePtr<AnyElement>>,
     /// `u32` (batch,): the number of coded tokens of each sequence. The kernels read them, so that a captured
     /// graph stays valid as sequences grow.
     pub lengths: DevicePtr<u32>,
@@ -234,6 +247,7 @@ struct KernelArguments {
     key_table: DevicePtr<f16>,
     value_table: DevicePtr<f16>,
     queries: DevicePtr<AnyElement>,
+    code_queries: DevicePtr<AnyElement>,
     lengths: DevicePtr<u32>,
     pages: Option<DevicePtr<u32>>,
     exact_keys: Option<DevicePtr<AnyElement>>,
@@ -242,6 +256,7 @@ struct KernelArguments {
     key_errors: Option<DevicePtr<f32>>,
     ks: DevicePtr<u32>,
     selected: DevicePtr<u32>,
+    row_list: Option<DevicePtr<u32>>,
     row_keys: DevicePtr<AnyElement>,
     row_values: DevicePtr<AnyElement>,
     workspace: DevicePtr<u8>,
@@ -255,13 +270,12 @@ struct KernelArguments {
     exact_capacity: u32,
     selected_len: u32,
     chunks: u32,
-    collected: u32,
     blocks: u32,
     tickets: u32,
     scale: f32,
 }
 
-const _: () = assert!(size_of::<KernelArguments>() == 200);
+const _: () = assert!(size_of::<KernelArguments>() == 208);
 
 /// Decode attention in which codes stand for all tokens but the few of the largest weight, which have their
 /// exact rows: `pq_core::hybrid_select_into`, `pq_core::hybrid_attend_into` and `pq_core::attend_exact_into`
@@ -402,6 +416,7 @@ impl Hybrid {
             key_table: a.key_table,
             value_table: a.value_table,
             queries: a.queries,
+            code_queries: a.code_queries.unwrap_or(a.queries),
             lengths: a.lengths,
             pages: a.pages.map(|pages| pages.table),
             exact_keys: a.exact.map(|exact| exact.keys),
@@ -410,6 +425,11 @@ impl Hybrid {
             key_errors: a.key_errors,
             ks: a.ks,
             selected: a.selected,
+            row_list: match a.rows.index {
+                RowIndex::Order => None,
+                RowIndex::Token => Some(a.selected),
+                RowIndex::List(rows) => Some(rows),
+            },
             row_keys: a.rows.keys,
             row_values: a.rows.values,
             workspace: a.workspace,
@@ -423,7 +443,6 @@ impl Hybrid {
             exact_capacity: in_32_bits("exact tokens", a.exact.map_or(0, |exact| exact.capacity))?,
             selected_len: a.selected_len.min(u32::MAX as usize) as u32,
             chunks: chunks as u32,
-            collected: u32::from(a.rows.collected),
             blocks: self.blocks(a.heads) as u32,
             // Blocks of `write` wait for each other. Every multiprocessor has room for at least one, so
             // `sm_count` blocks are always resident together.

@@ -2,7 +2,7 @@
 
 use half::f16;
 use kv_gpu::Element;
-use kv_gpu::pq::{CodeLayout, ExactRows, Hybrid, HybridArguments, HybridShape, Side, TILE};
+use kv_gpu::pq::{CodeLayout, ExactRows, Hybrid, HybridArguments, HybridShape, RowIndex, Side, TILE};
 use pq_core::{
     Attention, CodebookBuf, CodedTokens, Codes, ExactTokens, GroupRule, HybridScratch, PqShape, RowBudget,
     Rows, SoftmaxStats, attend_exact_into, hybrid_attend_into, hybrid_select_into, lut_into,
@@ -97,6 +97,7 @@ fn time(
         value_table: watch.pointer(&tables[1]),
         key_errors: None,
         queries: watch.pointer(&queries_there).cast(),
+        code_queries: None,
         lengths: watch.pointer(&lengths),
         pages: None,
         ks: watch.pointer(&ks),
@@ -106,7 +107,7 @@ fn time(
             keys: watch.pointer(&rows_there[copy][0]).cast(),
             values: watch.pointer(&rows_there[copy][1]).cast(),
             capacity: n,
-            collected: false,
+            index: RowIndex::Token,
         },
         exact: None,
         scale,

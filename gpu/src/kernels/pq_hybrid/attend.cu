@@ -69,9 +69,9 @@ __device__ __forceinline__ void attend_sequence(const Arguments& a, const Scratc
                 rows.add(queries, a.exact_keys, a.exact_values, exact - first, a.scale, [&](u32 i) { return at + i; });
             } else {
                 const u32 first = (item - exact_items) * ROWS_PER_ITEM;
-                const u32* list = a.selected + row * a.selected_len + first;
+                const u32* list = a.row_list + row * a.selected_len + first;
                 rows.add(queries, a.row_keys, a.row_values, selected - first, a.scale,
-                         [&](u32 i) { return row * a.row_capacity + (a.collected ? first + i : list[i]); });
+                         [&](u32 i) { return row * a.row_capacity + (a.row_list ? list[i] : first + i); });
             }
         }
         rows.store(results);

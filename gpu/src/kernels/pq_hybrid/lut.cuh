@@ -67,7 +67,7 @@ struct LutBuilder {
     __device__ __forceinline__ void build(const Arguments& a, u32 sequence, u32 head, const LutWords<THREADS>& words,
                                           u8* lut) {
         constexpr int CODES = LutWords<THREADS>::CODES, ITEMS = LutWords<THREADS>::ITEMS;
-        const u16* from = a.queries + ((u64)sequence * a.heads + head) * GROUP * D;
+        const u16* from = a.code_queries + ((u64)sequence * a.heads + head) * GROUP * D;
         const int j = threadIdx.x % KEY_M, first_code = threadIdx.x / KEY_M;
         for (int first = 0; first < VEC; first += AT_ONCE) {
             __syncthreads();

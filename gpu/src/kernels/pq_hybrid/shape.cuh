@@ -34,6 +34,7 @@ struct Arguments {
     const u32* key_table; // [head][code][WORDS]: word j + p * M has components 2 p and 2 p + 1 of subspace j
     const u32* value_table;
     const u16* queries;       // [sequence][head][GROUP][D]
+    const u16* code_queries;  // as queries, in the space of the key codes
     const u32* lengths;       // [sequence]: coded tokens
     const u32* pages;         // [sequence][page of sequence]; read only if PAGED
     const u16* exact_keys;    // [sequence][head][exact_capacity][D]
@@ -42,6 +43,7 @@ struct Arguments {
     const float* key_errors;  // [head][D], or null: mean squared errors of the coded keys
     const u32* ks;            // [sequence]: tokens to select
     u32* selected;            // [sequence][head][selected_len]
+    const u32* row_list;      // [sequence][head][selected_len]: the row of each, or null: row i is that of selected[i]
     const u16* row_keys;      // [sequence][head][row_capacity][D]
     const u16* row_values;    // as row_keys
     u8* workspace;
@@ -50,7 +52,6 @@ struct Arguments {
     u64 row_capacity;
     u32 batch, heads, page_tiles, max_pages, exact_capacity, selected_len;
     u32 chunks;    // capacity of a sequence in chunks of CHUNK tokens
-    u32 collected; // whether row i is that of selected[i], not of token i
     u32 blocks;    // of a head
     u32 tickets;   // radix.cuh
     float scale;   // factor of the scores, times log2(e)
