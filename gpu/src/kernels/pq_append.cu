@@ -101,13 +101,13 @@ struct Quantizer {
         const int part = code / 32;
         int lane, place;
         if (KEYS) {
-            constexpr int MIDDLES = CODES < 32 ? 1 : 2;
+            constexpr int MIDDLES = CODES < 32 ? 1 : 2, STEPS = CODES < 16 ? 2 : 4;
             const int half = token / 16, high = token / 8 % 2, g = token % 8;
-            const int middle = code / 16 % 2, step = (code / 4 % 4) ^ (g % 4);
+            const int middle = code / 16 % 2, step = (code / 4 % STEPS) ^ (g % STEPS);
             lane = 4 * g + code % 4;
-            place = ((half * PARTS + part) * 4 + step) * MIDDLES * 2 + middle * 2 + high;
+            place = ((half * PARTS + part) * STEPS + step) * MIDDLES * 2 + middle * 2 + high;
         } else {
-            constexpr int STEPS = CODES < 32 ? 2 : 4;
+            constexpr int STEPS = CODES < 16 ? 1 : CODES < 32 ? 2 : 4;
             const int half = token / 4 % 2, l = token % 4, i = token / 8, step = (code / 8 + 4 - l) % 4 % STEPS;
             lane = 4 * (code % 8) + l;
             place = (((half * STEPS + step) * 2 + i / 2) * PARTS + part) * 2 + i % 2;

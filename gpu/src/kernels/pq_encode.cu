@@ -18,7 +18,10 @@ constexpr int POINTS = DSUB <= 4 ? TILES : 1; // points of a lane at a time
 constexpr int PADDED = (DSUB + 1 + 3) / 4 * 4;
 constexpr int STAGE_FLOATS = 1024; // floats of a warp's stage
 constexpr int STAGE_CAPACITY = STAGE_FLOATS / PADDED;
-constexpr int CENTROIDS = STAGE_CAPACITY >= KSUB ? KSUB : STAGE_CAPACITY >= 128 ? 128 : 64; // staged centroids
+constexpr int CENTROIDS = STAGE_CAPACITY >= KSUB  ? KSUB // staged centroids
+                          : STAGE_CAPACITY >= 128 ? 128
+                          : STAGE_CAPACITY >= 64  ? 64
+                                                  : 32;
 static_assert(CENTROIDS <= STAGE_CAPACITY && KSUB % CENTROIDS == 0, "a stage never reaches into the next subspace");
 constexpr int LANE_CODES = TILE * KEPT_M / LANES, LANE_WORDS = LANE_CODES * KEPT_BITS / 32;
 constexpr int WIDTH = KEPT_BITS == 6 ? LANE_WORDS / 3 : LANE_WORDS < 4 ? LANE_WORDS : 4, LOADS = LANE_WORDS / WIDTH;
@@ -46,13 +49,13 @@ __device__ __forceinline__ void token_and_code(int lane, int place, int& token, 
     constexpr int PARTS = KEPT_M < 64 ? 1 : 2;
     const int g = lane / 4, l = lane % 4;
 #ifdef KEYS
-    constexpr int MIDDLES = KEPT_M < 32 ? 1 : 2;
-    const int high = place % 2, middle = place / 2 % MIDDLES, step = place / 2 / MIDDLES % 4;
-    const int part = place / 8 / MIDDLES % PARTS, half = place / 8 / MIDDLES / PARTS;
+    constexpr int MIDDLES = KEPT_M < 32 ? 1 : 2, STEPS = KEPT_M < 16 ? 2 : 4;
+    const int high = place % 2, middle = place / 2 % MIDDLES, step = place / 2 / MIDDLES % STEPS;
+    const int part = place / 2 / MIDDLES / STEPS % PARTS, half = place / 2 / MIDDLES / STEPS / PARTS;
     token = 16 * half + 8 * high + g;
-    code = 32 * part + 16 * middle + 4 * (step ^ (g & 3)) + l;
+    code = 32 * part + 16 * middle + 4 * (step ^ (g % STEPS)) + l;
 #else
-    constexpr int STEPS = KEPT_M < 32 ? 2 : 4;
+    constexpr int STEPS = KEPT_M < 16 ? 1 : KEPT_M < 32 ? 2 : 4;
     const int odd = place % 2, part = place / 2 % PARTS, high = place / 2 / PARTS % 2;
     const int step = place / 4 / PARTS % STEPS, half = place / 4 / PARTS / STEPS;
     token = 4 * half + l + 8 * (2 * high + odd);

@@ -24,12 +24,6 @@ pub struct AppendShape {
 
 impl AppendShape {
     fn layouts(&self) -> Result<[CodeLayout; 2], Error> {
-        if self.keys.m().min(self.values.m()) < 16 {
-            return Err(Error::Unsupported {
-                operation: format!("{self:?}"),
-                supported: "16 subspaces or more; `CodeLayout::pack_into` packs codes of 8",
-            });
-        }
         Ok([CodeLayout::new(self.keys, Side::Keys)?, CodeLayout::new(self.values, Side::Values)?])
     }
 

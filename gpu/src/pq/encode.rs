@@ -38,12 +38,6 @@ impl EncodeShape {
     /// [`Error::Unsupported`].
     pub fn program(&self) -> Result<Program, Error> {
         let (shape, layout) = (self.quantizer, CodeLayout::new(self.quantizer, self.side)?);
-        if shape.m() < 16 {
-            return Err(Error::Unsupported {
-                operation: format!("{self:?}"),
-                supported: "16 subspaces or more; `CodeLayout::pack_into` packs codes of 8",
-            });
-        }
         let defines = [
             ("HEAD_DIM", shape.dim()),
             ("M", shape.m()),
