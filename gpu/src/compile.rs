@@ -236,12 +236,31 @@ fn is_virtual(architecture: &str) -> bool {
     architecture.starts_with("compute_")
 }
 
+/// The first NVRTC that keeps what it has compiled, next to what the driver has, and has an option against it.
+const CACHING_NVRTC: (i32, i32) = (13, 0);
+
 /// Compiles a program for an architecture, such as `sm_80`, or `compute_80` for PTX. This needs NVRTC but no
 /// device.
 ///
 /// # Errors
 /// [`Error::NoNvrtc`] or [`Error::Compile`].
 pub fn compile(program: &Program, architecture: &str) -> Result<Image, Error> {
+    let mut options = program.options(architecture);
+    if nvrtc_version()? >= CACHING_NVRTC {
+        options.push("--no-cache".into()); // an image from the cache has no log
+    }
+    compile_with(program, architecture, &options)
+}
+
+/// What the driver loads of a program, from NVRTC's cache if that has it.
+///
+/// # Errors
+/// As [`compile`].
+pub(crate) fn code(program: &Program, architecture: &str) -> Result<Vec<u8>, Error> {
+    Ok(compile_with(program, architecture, &program.options(architecture))?.code)
+}
+
+fn compile_with(program: &Program, architecture: &str, options: &[String]) -> Result<Image, Error> {
     check_nvrtc()?;
     let failed = |log: String| Error::Compile { program: format!("{program} for {architecture}"), log };
     let c_string = |text: &str| CString::new(text).map_err(|e| failed(e.to_string()));
@@ -268,7 +287,7 @@ pub fn compile(program: &Program, architecture: &str) -> Result<Image, Error> {
     let handle = Handle(handle);
     // SAFETY: the program lives until `handle` is dropped; options hold no zero bytes, being made by this
     // module.
-    let compiled = unsafe { result::compile_program(handle.0, &program.options(architecture)) };
+    let compiled = unsafe { result::compile_program(handle.0, options) };
     // SAFETY: as above.
     let log = unsafe { result::get_program_log(handle.0) }.map_or_else(|e| format!("{e:?}"), text_of);
     if compiled.is_err() {

@@ -10,7 +10,7 @@ use crate::disk_cache::DiskCache;
 use crate::launch::Grid;
 use crate::library::has_driver;
 use crate::module::Function;
-use crate::{Error, Image, Limit, Program, compile};
+use crate::{Error, Limit, Program, compile};
 
 /// A kernel. The first thread that needs it loads it, while others wait.
 type Slot = Arc<Mutex<Option<Function>>>;
@@ -184,7 +184,7 @@ impl Device {
         if let Some(function) = kept.and_then(|code| load(&code).ok()) {
             return Ok(function);
         }
-        let Image { code, .. } = compile(program, &architecture)?;
+        let code = compile::code(program, &architecture)?;
         if let Some((disk, key)) = &cache {
             disk.put(program.name(), key, &code);
         }
