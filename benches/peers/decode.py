@@ -39,6 +39,10 @@ CASES = [
 # shape, context, tokens of a chunk
 PREFILL_CASES = [("llama-3.1-8b", 8192, 8192), ("llama-3.1-8b", 32768, 8192), ("llama-3.1-8b", 131072, 8192)]
 METHODS = "dense:dtype=bf16,million:exact=bf16"
+# Prompts also fill caches that keep exact rows of all tokens, on the device or on the host.
+PREFILL_METHODS = METHODS + (
+    ",hybrid:keys=rotated:exact=bf16:rows-on=device,hybrid:keys=rotated:exact=bf16,pqcache:tokens=2048:exact=bf16"
+)
 PEERS = ("torch", "flashinfer", "transformers")
 # transformers is another engine's loop, not another cache: one case shows what it costs.
 TRANSFORMERS_CASES = CASES[:1]
@@ -374,7 +378,7 @@ def prefill_case(kv, shape, context, chunk):
     with tempfile.TemporaryDirectory() as folder:
         path = lambda name: os.path.join(folder, name)
         rows = []
-        for method in METHODS.split(","):
+        for method in PREFILL_METHODS.split(","):
             run(
                 [
                     kv,
@@ -407,6 +411,14 @@ def prefill_case(kv, shape, context, chunk):
     return {"shape": shape, "context": context, "torch": torch, "dense_beside_torch": check, "rows": rows}
 
 
+def cache_name(row):
+    """A method's name, and whose memory has its exact rows."""
+    name = row["method"].split(":")[0]
+    if row["host_bytes"]:
+        return f"{name}, rows on the host"
+    return f"{name}, rows on the device" if "rows-on=device" in row["method"] else name
+
+
 def prefill_table(results, commit):
     lines = [
         "# Prompts on a GPU",
@@ -426,7 +438,7 @@ def prefill_table(results, commit):
                 result["shape"],
                 f"{row['context']:,}",
                 f"{prompt['chunk']:,}",
-                row["method"].split(":")[0],
+                cache_name(row),
                 f"{prompt['first_token_ms']:.0f}",
                 f"{prompt['second_token_ms']:.0f}",
                 f"{torch:.0f}",
