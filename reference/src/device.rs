@@ -22,7 +22,9 @@ use cudarc::driver::sys::CUstream;
 use cudarc::driver::{CudaGraph, CudaStream, DriverError, result, sys};
 pub use kv_gpu::Element;
 
-pub use cache::{Chunk, DenseCache, DeviceCache, Int4Cache, MillionCache, PqCache, ZackCache, method_cache};
+pub use cache::{
+    Chunk, DenseCache, DeviceCache, HybridCache, Int4Cache, MillionCache, PqCache, ZackCache, method_cache,
+};
 pub use programs::programs;
 pub use score::{answer_questions, score_text};
 pub use step::{CHUNK, Decoder, Part};

@@ -40,6 +40,8 @@ pub(crate) use budget::Budget;
 #[cfg(feature = "cuda")]
 pub(crate) use cut::HeadCut;
 #[cfg(feature = "cuda")]
+pub(crate) use hybrid::{Home, HybridHead, HybridPlan};
+#[cfg(feature = "cuda")]
 pub(crate) use kind::Retrieval;
 use kind::{Entry, Kind, Site};
 use settings::{Layers, Settings};
@@ -194,6 +196,17 @@ impl Method {
         Ok(folded.map_or_else(|| model.clone(), Arc::new))
     }
 
+    /// The model that the method runs on a device, which may have more folded into its weights.
+    ///
+    /// # Errors
+    /// [`Error::Profile`] when the profile lacks an entry or holds a wrong one.
+    #[cfg(feature = "cuda")]
+    pub fn device_model(&self, model: &Arc<Model>, profile: &Profile) -> Result<Arc<Model>> {
+        let method = self.fitted(&model.config)?;
+        let folded = method.kind.device_fold(model, profile).map_err(|e| self.named(e))?;
+        Ok(folded.map_or_else(|| model.clone(), Arc::new))
+    }
+
     /// The codec's planes of a `cachegen` method.
     ///
     /// # Errors
@@ -290,6 +303,20 @@ impl Method {
     pub(crate) fn cuts(&self, config: &Config, profile: &Profile) -> Result<Vec<Arc<Vec<HeadCut>>>> {
         let none = || Err(Error::Argument(format!("method {} cuts no rows", self.name)));
         self.kind.head_cuts(config, profile).unwrap_or_else(none).map_err(|e| self.named(e))
+    }
+
+    /// What a device needs of hybrid attention; none for another method.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn device_hybrid(&self, config: &Config) -> Result<Option<HybridPlan>> {
+        let plan = self.kind.device_hybrid(Geometry::of(config)).filter(|_| self.exact_layers.is_empty());
+        plan.transpose().map_err(|e| self.named(e))
+    }
+
+    /// The codes of every layer and head of a method with [`Self::device_hybrid`].
+    #[cfg(feature = "cuda")]
+    pub(crate) fn hybrid_heads(&self, config: &Config, profile: &Profile) -> Result<Vec<Vec<HybridHead>>> {
+        let none = || Err(Error::Argument(format!("method {} is not hybrid", self.name)));
+        self.kind.hybrid_heads(config, profile).unwrap_or_else(none).map_err(|e| self.named(e))
     }
 
     /// What a device needs of a method that retrieves exact rows by codes; none for another one.

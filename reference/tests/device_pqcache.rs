@@ -10,28 +10,13 @@ mod support;
 use std::sync::Arc;
 
 use kv_gpu::Element;
-use kv_reference::compare::calibrated;
 use kv_reference::device::{Decoder, Weights, method_cache};
-use kv_reference::eval::{Divergence, score_text};
-use kv_reference::method::{Method, Prepared};
-use kv_reference::model::{Model, Rope};
-use kv_reference::{Error, Profile, forward};
-use support::{cosine, decoder, gpu, model, teacher_forced};
-
-/// Codebooks for methods, of the first tokens of the shipped text.
-fn profile(model: &Arc<Model>, calibration: &[u32], specs: &[&str]) -> Profile {
-    let rope = Rope::new(&model.config, calibration.len());
-    let methods: Vec<Method> = specs.iter().map(|spec| spec.parse().unwrap()).collect();
-    calibrated(model, &rope, calibration, &methods).unwrap()
-}
-
-fn divergence(logits: &[Vec<f32>], reference: &[Vec<f32>], tokens: &[u32]) -> Divergence {
-    let mut divergence = Divergence::default();
-    for ((row, reference), next) in logits.iter().zip(reference).zip(&tokens[1..]) {
-        divergence.add(row, reference, *next);
-    }
-    divergence
-}
+use kv_reference::method::Method;
+use kv_reference::{Error, Profile};
+use support::{
+    cosine, decoder, divergence, gpu, model, on_cpu, profile, prompts_in_chunks_are_whole_prompts,
+    teacher_forced,
+};
 
 #[test]
 fn logits_are_those_of_the_cpu() {
@@ -39,19 +24,13 @@ fn logits_are_those_of_the_cpu() {
     let (model, tokens) = model();
     let (calibration, rest) = tokens.split_at(2048);
     let run = &rest[..600];
-    let rope = Arc::new(Rope::new(&model.config, 2048));
     for spec in [
         "pqcache:tokens=128:codebooks=profile",
         "pqcache:ratio=0.3:codebooks=profile",
         "pqcache:tokens=96:code=2x6:codebooks=profile:window=32:sinks=2",
     ] {
         let profile = profile(&model, calibration, &[spec]);
-        let on_cpu = |spec: &str| {
-            let method: Method = spec.parse().unwrap();
-            let Prepared { model, mut cache } = method.prepare(&model, &rope, &profile).unwrap();
-            let mut decoder = forward::Decoder::new(model, rope.clone());
-            score_text(&mut decoder, cache.as_mut(), run, None).unwrap().logits
-        };
+        let on_cpu = |spec: &str| on_cpu(&model, spec, &profile, run);
         let (dense, cpu) = (on_cpu("dense"), on_cpu(spec));
         let mut decoder = decoder(&gpu, &model, spec, &profile, 1, run.len());
         let logits = teacher_forced(&mut decoder, run);
@@ -116,6 +95,13 @@ fn rows_that_stay_are_those_that_would_be_fetched() {
     println!("{few} of {all} rows fetched: cosine {worst:.6}, top-1 {top1:.4}");
     assert!(few > 0 && few < all, "{few} of {all}");
     assert!(worst >= 0.99 && top1 >= 0.98, "cosine {worst}, top-1 {top1}");
+}
+
+#[test]
+fn prompts_in_chunks_fill_the_cache_as_whole_ones_do() {
+    let Some(gpu) = gpu("pqcache prompts") else { return };
+    prompts_in_chunks_are_whole_prompts(&gpu, "pqcache:tokens=64:codebooks=profile");
+    prompts_in_chunks_are_whole_prompts(&gpu, "pqcache:ratio=0.3:code=2x6:codebooks=profile:sinks=0");
 }
 
 #[test]

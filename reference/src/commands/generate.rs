@@ -213,7 +213,7 @@ fn on_device(
 ) -> Result<(Vec<f32>, f64, Step)> {
     let element = method.device_element()?;
     let cache = method_cache(&gpu, method, &model.config, element, Some(profile), 1, capacity)?;
-    let weights = Arc::new(Weights::of(&gpu, &*method.folded(model, profile)?, element)?);
+    let weights = Arc::new(Weights::of(&gpu, &*method.device_model(model, profile)?, element)?);
     let mut decoder = device::Decoder::new(Arc::new(gpu), weights, cache, 1)?;
     let begin = Instant::now();
     decoder.prefill(&[prompt.to_vec()], chunk)?;

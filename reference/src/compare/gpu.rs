@@ -54,7 +54,7 @@ impl<'a> Bench<'a> {
         }
         let dense = &self.dense[known.unwrap_or(self.dense.len() - 1)];
         progress.set_message(method.spec());
-        let folded = method.folded(model, profile)?;
+        let folded = method.device_model(model, profile)?;
         let weights = match Arc::ptr_eq(&folded, model) {
             true => dense.weights.clone(),
             false => Arc::new(Weights::of(&self.on.gpu, &folded, element)?),

@@ -1,9 +1,13 @@
 //! KV caches on the device: [`DeviceCache`] mirrors [`KvCache`](crate::cache::KvCache), for a batch.
 
 mod dense;
+mod hybrid;
 mod int4;
 mod million;
 mod pqcache;
+mod project_queries;
+mod row_store;
+mod step_budget;
 mod turns;
 mod window;
 mod zack;
@@ -11,6 +15,7 @@ mod zack;
 use kv_gpu::{AnyElement, DevicePtr, Element};
 
 pub use dense::DenseCache;
+pub use hybrid::HybridCache;
 pub use int4::Int4Cache;
 pub use million::MillionCache;
 pub use pqcache::PqCache;
@@ -68,7 +73,7 @@ pub struct Rows {
 /// A step writes each token's rotated keys and its values to [`Self::rows`] of every layer, at the slot that
 /// [`Self::sinks`] and [`Self::ring`] give it, and calls [`Self::attend`] for the layer. Both are part of a
 /// captured graph: they depend on nothing that changes from step to step but what is on the device.
-pub trait DeviceCache {
+pub trait DeviceCache: ChunkCache {
     /// Exact rows of a layer.
     fn rows(&self, layer: usize) -> Rows;
 
@@ -99,11 +104,6 @@ pub trait DeviceCache {
     /// # Errors
     /// [`Error::Device`].
     fn clear(&mut self, gpu: &Gpu) -> Result<()>;
-
-    /// The cache as one that takes many tokens at once; None where prompts go through it step by step.
-    fn chunks(&mut self) -> Option<&mut dyn ChunkCache> {
-        None
-    }
 
     /// Work before a step that is no part of its graph, such as encoding what leaves the window.
     ///
@@ -162,7 +162,7 @@ pub trait DeviceCache {
     fn force_hits(&mut self, _share: f32) {}
 }
 
-/// A cache that takes chunks of prompts.
+/// The part of a cache that takes prompts, many tokens at a time.
 pub trait ChunkCache {
     /// Rows (heads, capacity, head_dim) of all tokens of a chunk's sequence up to the chunk's end, those
     /// before the chunk as the method keeps them. The decoder then writes the chunk's rotated keys and its
@@ -184,6 +184,14 @@ pub trait ChunkCache {
     /// # Errors
     /// [`Error::Device`].
     fn settle(&mut self, gpu: &Gpu, lengths: &[usize]) -> Result<()>;
+}
+
+/// Refuses more tokens than kernels count.
+fn check_tokens(capacity: usize) -> Result<()> {
+    match u32::try_from(capacity) {
+        Ok(_) => Ok(()),
+        Err(_) => Err(Error::Argument(format!("a sequence of {capacity} tokens: 32 bits count them"))),
+    }
 }
 
 /// The cache of a method for `batch` sequences of at most `capacity` tokens; codebooks are from the profile,
@@ -217,6 +225,10 @@ pub fn method_cache(
         let cache = PqCache::new(gpu, config, element, retrieval, codebooks, window, batch, capacity)?;
         return Ok(Box::new(cache));
     }
+    if let Some(plan) = method.device_hybrid(config)? {
+        let heads = profile.map(|profile| method.hybrid_heads(config, profile)).transpose()?;
+        return Ok(Box::new(HybridCache::new(gpu, config, element, plan, heads, window, batch, capacity)?));
+    }
     if method.is_device_int4() {
         return Ok(Box::new(Int4Cache::new(gpu, config, element, window, batch, capacity)?));
     }
@@ -229,8 +241,8 @@ pub fn method_cache(
     }
     let Some(quantizers) = method.device_quantizers(config)? else {
         return Err(Error::Argument(format!(
-            "method {} has no form on the device, only dense, int4, million (without outliers), pqcache and \
-             zack (all tokens, without codes) have one, all without exact layers: pass --device cpu",
+            "method {} has no form on the device, only dense, hybrid, int4, million (without outliers), \
+             pqcache and zack (all tokens, without codes) have one, all without exact layers: pass --device cpu",
             method.spec()
         )));
     };

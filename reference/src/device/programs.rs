@@ -48,7 +48,13 @@ pub(crate) fn past(element: Element, layout: &CodeLayout, side: Side) -> Program
         .define_if(side == Side::Keys, "KEYS")
 }
 
-/// `project`, `cut`, `restore` and `merge` of `zack`.
+/// `project` of queries.
+pub(crate) fn queries(element: Element, head_dim: usize, group: usize) -> Program {
+    let defines = [("ELEMENT", element as usize), ("HEAD_DIM", head_dim), ("GROUP", group)];
+    Program::own("queries.cu", include_str!("kernels/queries.cu"), HEADERS, &defines)
+}
+
+/// `cut`, `restore` and `merge` of `zack`.
 pub(crate) fn zack(element: Element, head_dim: usize, group: usize) -> Program {
     let defines = [("ELEMENT", element as usize), ("HEAD_DIM", head_dim), ("GROUP", group)];
     Program::own("zack.cu", include_str!("kernels/zack.cu"), HEADERS, &defines)
@@ -61,8 +67,8 @@ pub(crate) fn int4(element: Element, head_dim: usize, group: usize) -> Program {
 }
 
 /// `budget`, `reuse` and `leave`.
-pub(crate) fn pqcache() -> Program {
-    Program::own("pqcache.cu", include_str!("kernels/pqcache.cu"), HEADERS, &[])
+pub(crate) fn retrieval() -> Program {
+    Program::own("retrieval.cu", include_str!("kernels/retrieval.cu"), HEADERS, &[])
 }
 
 /// Every kernel of the loop for blocks of up to `shared_memory` bytes, to be compiled without a device: the
@@ -70,11 +76,12 @@ pub(crate) fn pqcache() -> Program {
 /// layouts.
 #[must_use]
 pub fn programs(shared_memory: usize) -> Vec<Program> {
-    let mut programs = vec![weights(0), weights(1), leaving(), pqcache()];
+    let mut programs = vec![weights(0), weights(1), leaving(), retrieval()];
     for element in [Element::F16, Element::Bf16] {
         programs.extend([step(element), prompt(element, 64), prompt(element, 128)]);
-        programs
-            .extend([(64, 3), (128, 1), (128, 4), (128, 16)].map(|(dim, group)| zack(element, dim, group)));
+        let heads = [(64, 3), (128, 1), (128, 4), (128, 16)];
+        programs.extend(heads.map(|(dim, group)| zack(element, dim, group)));
+        programs.extend(heads.map(|(dim, group)| queries(element, dim, group)));
         let shapes = [(128, 64, 8), (128, 64, 6), (128, 32, 8), (128, 128, 4), (64, 16, 4), (64, 32, 8)];
         let shapes = shapes.into_iter().filter_map(|(dim, m, nbits)| PqShape::new(dim, m, nbits).ok());
         programs.extend(shapes.flat_map(|shape| {

@@ -8,6 +8,8 @@ use crate::Result;
 pub(crate) enum Budget {
     /// A part of all tokens, of which sinks and window are a share.
     Ratio(f64),
+    /// A part of the tokens besides sinks and window, of which they are none.
+    Share(f64),
     /// A number of tokens besides sinks and window.
     Tokens(usize),
 }
@@ -21,13 +23,14 @@ impl Budget {
         })
     }
 
-    /// Tokens to retrieve of `n`, with `reserved` tokens in sinks and window: at least one of any.
+    /// Tokens to retrieve of `n`, with `reserved` tokens in sinks and window. A ratio gives at least one of any.
     pub fn k(self, n: usize, reserved: usize) -> usize {
         let k = match self {
             Self::Ratio(ratio) => {
-                let attended = (ratio * (n + reserved) as f64).ceil() as usize;
+                let attended = (ratio * n.saturating_add(reserved) as f64).ceil() as usize;
                 attended.saturating_sub(reserved).max(1)
             }
+            Self::Share(share) => (share * n as f64).ceil() as usize,
             Self::Tokens(tokens) => tokens,
         };
         k.min(n)
@@ -39,12 +42,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn budgets_count_what_is_reserved_and_never_fall_below_one_token() {
+    fn budgets_count_what_they_say() {
         let fifth = Budget::Ratio(0.2);
         let of_all = [(0, 0), (1, 1), (272, 1), (432, 32), (932, 132)];
         assert_eq!(of_all.map(|(n, _)| fifth.k(n, 68)), of_all.map(|(_, k)| k));
         let many = [(0, 0), (1, 1), (2047, 2047), (2048, 2048), (1 << 20, 2048)];
         assert_eq!(many.map(|(n, _)| Budget::Tokens(2048).k(n, 68)), many.map(|(_, k)| k));
         assert_eq!(Budget::Ratio(1.0).k(1000, 68), 1000);
+        let shares = [(0, 0.5, 0), (1, 0.01, 1), (101, 0.01, 2), (1000, 0.0, 0), (1000, 1.0, 1000)];
+        assert_eq!(shares.map(|(n, share, _)| Budget::Share(share).k(n, 68)), shares.map(|(_, _, k)| k));
     }
 }

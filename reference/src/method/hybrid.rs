@@ -5,6 +5,9 @@
 //! a step reads. `retroinfer` estimates what it does not fetch by the centroids of clusters of tokens; here
 //! product codes do, which also select.
 
+#[cfg(feature = "cuda")]
+mod device;
+
 use std::fmt::Display;
 use std::str::FromStr;
 use std::sync::Arc;
@@ -12,17 +15,20 @@ use std::sync::Arc;
 use pq_core::{Hybrid, HybridScratch, RowBudget, hybrid_attend_into, hybrid_select_into};
 use svd_core::SoftmaxStats;
 
+use super::budget::Budget;
 use super::kind::{Entry, Kind, Site};
 use super::offload::{OffloadSettings, offload_help};
 use super::pq_code::PqCode;
 use super::pqklt::{CodedStep, PqKlt, TransformedStore};
-use super::settings::Switch;
+use super::settings::{Switch, words};
 use crate::Profile;
 use crate::Result;
 use crate::cache::{Fetched, Footprint, Geometry, OffloadedRows, Store};
 use crate::calibrate::Calibration;
 use crate::model::{Config, Model, Rope};
 use crate::side::Pair;
+#[cfg(feature = "cuda")]
+pub(crate) use device::{HybridHead, HybridPlan};
 
 pub(super) const HYBRID: Entry = Entry {
     names: &["hybrid"],
@@ -31,6 +37,7 @@ pub(super) const HYBRID: Entry = Entry {
   hybrid            attention on coarse PQ codes, with the exact rows of  k=16x8 v=8x8 rows=0.01|auto bound=0.05
                       the few tokens that hold most of the weight;        keys=mean|rope|rotated norms=off|on
                                                                           iterations=8
+                      exact rows that a device reads are in memory of     rows-on=host|device
 ",
         offload_help!()
     ),
@@ -41,6 +48,7 @@ pub(super) const HYBRID: Entry = Entry {
             rows,
             bound: s.common_part("bound", 0.05)? as f32,
             offload: OffloadSettings::take(s)?,
+            home: s.common("rows-on", Home::Host)?,
             codes: PqKlt::take(s, codes, Switch::Off)?,
         }))
     },
@@ -74,12 +82,22 @@ impl Display for Rows {
     }
 }
 
+/// Whose memory has the exact rows that a device reads.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Home {
+    Host,
+    Device,
+}
+words!(Home, "host" => Home::Host, "device" => Home::Device);
+
 #[derive(Debug)]
 struct HybridKind {
     codes: PqKlt,
     rows: Rows,
     bound: f32,
     offload: OffloadSettings,
+    #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+    home: Home,
 }
 
 impl Kind for HybridKind {
@@ -100,6 +118,21 @@ impl Kind for HybridKind {
         profile: &mut Profile,
     ) -> Result<()> {
         self.codes.calibrate(model, rope, samples, profile)
+    }
+
+    #[cfg(feature = "cuda")]
+    fn device_hybrid(&self, geometry: Geometry) -> Option<Result<HybridPlan>> {
+        Some(self.device_plan(geometry.head_dim))
+    }
+
+    #[cfg(feature = "cuda")]
+    fn hybrid_heads(&self, config: &Config, profile: &Profile) -> Option<Result<Vec<Vec<HybridHead>>>> {
+        Some(self.device_heads(config, profile))
+    }
+
+    #[cfg(feature = "cuda")]
+    fn device_fold(&self, model: &Model, profile: &Profile) -> Result<Option<Model>> {
+        self.fold_values(model, profile).map(Some)
     }
 
     fn stores(&self, site: &Site<'_>) -> Result<Vec<Box<dyn Store>>> {
@@ -140,7 +173,7 @@ impl HybridStore {
     ) -> Result<Vec<u32>> {
         let n = step.tokens.n();
         let rows = match self.rows {
-            Rows::Share(share) => RowBudget::Count(RowBudget::Share(share).most(n - first)),
+            Rows::Share(share) => RowBudget::Count(Budget::Share(share.into()).k(n - first, 0)),
             Rows::Auto => RowBudget::Error { bound: self.bound, value_error: step.value_error, most: n },
         };
         let hybrid = Hybrid { rows, score_variances: &step.score_variances, others, ..Hybrid::default() };

@@ -11,6 +11,8 @@ use pq_core::PqShape;
 use super::budget::Budget;
 #[cfg(feature = "cuda")]
 use super::cut::HeadCut;
+#[cfg(feature = "cuda")]
+use super::hybrid::{HybridHead, HybridPlan};
 use super::settings::Settings;
 use crate::cache::{DenseStore, ElementType, Geometry, Store};
 use crate::calibrate::Calibration;
@@ -74,6 +76,12 @@ pub(super) trait Kind: Debug + Send + Sync {
         Ok(None)
     }
 
+    /// The model that a device runs, if it is another one: that of [`Self::fold`], unless more is folded there.
+    #[cfg(feature = "cuda")]
+    fn device_fold(&self, model: &Model, profile: &Profile) -> Result<Option<Model>> {
+        self.fold(model, profile)
+    }
+
     /// The product quantizers of a method whose attention on codes a device has: keys' and values'.
     #[cfg(feature = "cuda")]
     fn device_quantizers(&self, _geometry: Geometry) -> Option<Result<Pair<PqShape>>> {
@@ -110,6 +118,18 @@ pub(super) trait Kind: Debug + Send + Sync {
         _l: usize,
         _profile: &Profile,
     ) -> Option<Result<Vec<CodebookBuf>>> {
+        None
+    }
+
+    /// What a device needs of a method that attends to codes and to the exact rows of the best tokens.
+    #[cfg(feature = "cuda")]
+    fn device_hybrid(&self, _geometry: Geometry) -> Option<Result<HybridPlan>> {
+        None
+    }
+
+    /// The codes of every layer and head, for a method with [`Self::device_hybrid`].
+    #[cfg(feature = "cuda")]
+    fn hybrid_heads(&self, _config: &Config, _profile: &Profile) -> Option<Result<Vec<Vec<HybridHead>>>> {
         None
     }
 

@@ -5,6 +5,8 @@ mod store;
 
 use std::sync::Arc;
 
+#[cfg(feature = "cuda")]
+use pq_core::PqShape;
 use pq_core::{CodebookBuf, RopeMeanBuf, TrainOptions, train};
 use rayon::prelude::*;
 use svd_core::{Gram, MapBuf, NoRope, Rotation, Rows, balanced_order};
@@ -17,8 +19,8 @@ use crate::calibrate::{Calibration, mean_row, output_gram, single};
 use crate::model::{Config, Model, Rope};
 use crate::side::{Pair, Side};
 use crate::{Error, Profile, Result};
-pub(super) use store::{CodedStep, TransformedStore};
-use store::{HeadCode, KeySpace, TransformedPlan, halved};
+pub(super) use store::{CodedStep, HeadCode, TransformedPlan, TransformedStore};
+use store::{KeySpace, halved};
 
 pub(super) const PQ_KLT: Entry = Entry {
     names: &["pqklt"],
@@ -136,8 +138,22 @@ impl PqKlt {
         TransformedStore::new(site.geometry, site.rope(l), Arc::new(plan))
     }
 
+    /// The quantizers, where a score is a sum of table entries and a value one of centroids, and nothing else.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for other settings.
+    #[cfg(feature = "cuda")]
+    pub fn tables_only(&self, head_dim: usize) -> Result<Pair<PqShape>> {
+        if self.space != KeySpace::AfterRope || self.norms || self.refine > 0 {
+            return Err(Error::argument(
+                "a device has keys=rotated norms=off refine=0 only; or pass --device cpu",
+            ));
+        }
+        Pair::try_of(|side| self.codes[side].shape(head_dim))
+    }
+
     /// Layer `l` from the profile.
-    fn plan(&self, config: &Config, profile: &Profile, l: usize) -> Result<TransformedPlan> {
+    pub fn plan(&self, config: &Config, profile: &Profile, l: usize) -> Result<TransformedPlan> {
         let read = |side: Side, head: usize| -> Result<HeadCode> {
             let part = |part| profile.floats(&self.key(side, l, head, part)).map(<[f32]>::to_vec);
             let wrong = |e: &dyn std::fmt::Display| Error::Profile(e.to_string());

@@ -115,10 +115,6 @@ impl DeviceCache for DenseCache {
         Ok(())
     }
 
-    fn chunks(&mut self) -> Option<&mut dyn ChunkCache> {
-        Some(self)
-    }
-
     fn fill_random(&mut self, gpu: &Gpu, _tokens: usize) -> Result<()> {
         for (tensor, side) in (0..2 * self.n_layers).enumerate() {
             let at = self.rows.pointer().offset(side * self.side_len());

@@ -232,10 +232,6 @@ impl DeviceCache for Int4Cache {
         Ok(())
     }
 
-    fn chunks(&mut self) -> Option<&mut dyn ChunkCache> {
-        Some(self)
-    }
-
     fn before_step(&mut self, gpu: &Gpu, sequences: &Sequences) -> Result<()> {
         let WindowShape { n_layers, batch, heads, sinks, ring, .. } = self.window.shape;
         let arguments = EncodeArguments {

@@ -114,10 +114,10 @@ impl MillionCache {
             Some(codebooks) => codebooks,
             None => random_codebooks(n_layers, heads, quantizers)?,
         };
-        let tables = Pair::try_of(|side| tables(gpu, &layouts[side], side, &codebooks))?;
+        let books = |side: Side| codebooks.iter().flatten().map(move |pair| &pair[side]);
+        let tables = Pair::try_of(|side| tables(gpu, &layouts[side], books(side)))?;
         let centroids = Pair::try_of(|side| {
-            let books = codebooks.iter().flatten().flat_map(|pair| pair[side].centroids());
-            Buffer::of(gpu, &books.collect::<Vec<f32>>())
+            Buffer::of(gpu, &books(side).flat_map(CodebookBuf::centroids).collect::<Vec<f32>>())
         })?;
         let cache = Self {
             stage: gpu.device.kernel(&programs::leaving(), "stage", 0)?,
@@ -260,10 +260,6 @@ impl DeviceCache for MillionCache {
         self.turns.restart_at(gpu, 0)
     }
 
-    fn chunks(&mut self) -> Option<&mut dyn ChunkCache> {
-        Some(self)
-    }
-
     fn before_step(&mut self, gpu: &Gpu, sequences: &Sequences) -> Result<()> {
         let Some(turn) = self.turns.begin(gpu, sequences)? else { return Ok(()) };
         turn.layers().try_for_each(|layer| self.stage(gpu, layer))?;
@@ -329,17 +325,16 @@ impl ChunkCache for MillionCache {
     }
 }
 
-/// The tables of every layer and head.
-fn tables(
+/// The tables of codebooks.
+pub(super) fn tables<'a>(
     gpu: &Gpu,
     layout: &CodeLayout,
-    side: Side,
-    codebooks: &[Vec<Pair<CodebookBuf>>],
+    codebooks: impl Iterator<Item = &'a CodebookBuf>,
 ) -> Result<Buffer<f16>> {
     let mut all = vec![];
-    for pair in codebooks.iter().flatten() {
+    for codebook in codebooks {
         let mut table = vec![f16::ZERO; layout.table_len()];
-        layout.table_into(&pair[side].view(), &mut table)?;
+        layout.table_into(&codebook.view(), &mut table)?;
         all.extend(table);
     }
     Buffer::of(gpu, &all)

@@ -1,25 +1,22 @@
 mod launch;
-mod reuse;
 
-use kv_gpu::pq::{EncodeGeneric, EncodeGenericShape, Gather, Lut, LutShape, Search, SearchShape};
+use kv_gpu::pq::{EncodeGeneric, EncodeGenericShape, Lut, LutShape, Search, SearchShape};
 use kv_gpu::svd::{Attend, AttendShape};
-use kv_gpu::{AnyElement, DevicePtr, Element, Kernel, VectorElement};
-use pq_core::{CodebookBuf, GroupRule, PqShape, Window};
-use rayon::prelude::*;
+use kv_gpu::{AnyElement, DevicePtr, Element, VectorElement};
+use pq_core::{CodebookBuf, GroupRule, PqShape};
 
-use super::dense::{RANDOM_ROWS, fill_rows};
 use super::million::{RANDOM_BOOKS, RANDOM_CODES, fill_codes, random_codebook};
+use super::row_store::{RowStore, StoreShape};
+use super::step_budget::StepBudget;
 use super::turns::Turns;
-use super::{DeviceCache, Rows, Sequences};
+use super::window::{Window, WindowShape};
+use super::{Chunk, ChunkCache, DeviceCache, Rows, Sequences, check_tokens};
+use crate::Result;
 use crate::cache::Footprint;
-use crate::device::host_memory::{HostBuffer, check_available};
+use crate::device::Gpu;
 use crate::device::memory::Buffer;
-use crate::device::{Gpu, programs};
-use crate::method::Retrieval;
+use crate::method::{Home, Retrieval};
 use crate::model::Config;
-use crate::side::Side;
-use crate::{Error, Result};
-use reuse::Reuse;
 
 /// Bytes by which layers of codes are aligned.
 const ALIGNMENT: usize = 256;
@@ -30,48 +27,41 @@ const RESERVED_SHARED_MEMORY: usize = 2 << 10;
 /// PQCache: codes of keys on the device, exact rows of all tokens in page-locked host memory.
 ///
 /// For each layer a step makes the lookup tables of its queries (`pq::Lut`), finds the best tokens
-/// (`pq::Search`), reads the rows that the last step has not chosen over the link (`Reuse`, `pq::Gather`)
-/// and attends to all together with sinks and window (`svd::Attend` at full rank). Chosen rows have slots
-/// behind the exact ones, so that one launch attends to both. All lengths are on the device.
-///
-/// A token's rows go to the host when its keys go to the quantizer, up to a ring and at least half a ring
-/// before a step can choose them (`Turns`). The decoder's stream writes them, so its order is the fence
-/// between these stores and the loads of `pq::Gather`.
+/// (`pq::Search`), reads the rows that the last step has not chosen over the link (`RowStore`) and attends to
+/// all together with sinks and window (`svd::Attend` at full rank). Chosen rows have slots behind the exact
+/// ones, so that one launch attends to both. All lengths are on the device.
 pub struct PqCache {
     kernels: Kernels,
     element: Element,
-    rows: Buffer<u16>, // (layer, keys and values, batch, heads, capacity of `rows`, head_dim)
-    host: Vec<HostBuffer<u16>>, // per layer: (keys and values, batch, heads, stored, head_dim)
-    codes: Buffer<u8>, // (layer, (batch, heads, codes of `stored` keys), padded)
+    window: Window, // chosen rows are in its slots
+    store: RowStore,
+    codes: Buffer<u8>,      // (layer, (batch, heads, codes of `stored` keys), padded)
     centroids: Buffer<f32>, // (layer, heads, m, ksub, dsub)
-    staged: Buffer<u16>, // (layer, batch, heads, ring, head_dim): keys
     turns: Turns,
-    reuse: Reuse,
+    budget: StepBudget,
     ranks: Buffer<u32>,
     offsets: Buffer<u64>,
     scratch: Scratch,
+    span: Buffer<u32>, // of a chunk: the first token that it encodes, and at COUNT how many
     retrieval: Retrieval,
     shape: Shape,
 }
 
+/// Where the count of a span is: 16 bytes on.
+const COUNT: usize = 4;
+
 struct Kernels {
-    budget: Kernel,
-    leave: Kernel,
     lut: Lut,
     search: Search,
-    gather: Gather,
     attend: Attend,
     encode: EncodeGeneric,
 }
 
 /// What one layer after the other uses within a step.
 struct Scratch {
-    ks: Buffer<u32>,       // (batch,)
-    counts: Buffer<u32>,   // (batch, heads): as `ks`
-    attended: Buffer<u32>, // (batch,)
-    luts: Buffer<f32>,     // (batch, heads, group, m, ksub)
-    tokens: Buffer<u32>,   // (batch, heads, most)
-    found: Buffer<u32>,    // (batch,)
+    luts: Buffer<f32>,   // (batch, heads, group, m, ksub)
+    tokens: Buffer<u32>, // (batch, heads, most)
+    found: Buffer<u32>,  // (batch,)
     search: Buffer<u8>,
     attend: Buffer<u8>,
 }
@@ -86,18 +76,12 @@ struct Shape {
     head_dim: usize,
     sinks: usize,
     ring: usize,
-    capacity: usize,
     stored: usize, // tokens of a sequence that the host has room for
     most: usize,   // tokens of a sequence that a step chooses at most
     codes: usize,  // bytes of a layer's codes, padded
 }
 
 impl Shape {
-    /// Rows of a head on the device: exact ones, then slots of chosen ones.
-    const fn kept(&self) -> usize {
-        self.sinks + self.ring + self.most
-    }
-
     /// Elements of a layer's keys of `rows` rows a head.
     const fn side_len(&self, rows: usize) -> usize {
         self.batch * self.heads * rows * self.head_dim
@@ -108,8 +92,9 @@ impl PqCache {
     /// An empty cache; `codebooks` per layer and head, or hashed ones.
     ///
     /// # Errors
-    /// [`Error::HostMemory`] when the host has no room for the rows; [`Error::Argument`] for a window of an
-    /// odd number of tokens, or none, and for more tokens than 32 bits count; [`Error::Device`].
+    /// [`Error::HostMemory`](crate::Error::HostMemory) when the host has no room for the rows;
+    /// [`Error::Argument`](crate::Error::Argument) for a window of an odd number of tokens, or none, and for
+    /// more tokens than 32 bits count; [`Error::Device`](crate::Error::Device).
     #[allow(clippy::too_many_arguments)]
     pub(crate) fn new(
         gpu: &Gpu,
@@ -117,29 +102,24 @@ impl PqCache {
         element: Element,
         retrieval: Retrieval,
         codebooks: Option<Vec<Vec<CodebookBuf>>>,
-        window: Window,
+        window: pq_core::Window,
         batch: usize,
         capacity: usize,
     ) -> Result<Self> {
         let (n_layers, quantizer) = (config.n_layers, retrieval.quantizer);
         let (heads, group, head_dim) = (config.n_kv_heads, config.gqa_group(), config.head_dim);
         let stored = capacity.saturating_sub(window.sinks).max(1);
-        let row_bytes = size_of::<u16>() * head_dim;
-        let host_bytes =
-            [2 * n_layers, batch, heads, stored].iter().try_fold(row_bytes, |all, &n| all.checked_mul(n));
-        check_available(host_bytes.unwrap_or(usize::MAX))?;
-        if u32::try_from(capacity).is_err() {
-            return Err(Error::Argument(format!("a sequence of {capacity} tokens: 32 bits count them")));
-        }
-        let turns = Turns::new(gpu, n_layers, batch, window)?;
-        let most = retrieval.budget.k(stored, window.sinks + window.recent);
-        let codes = (batch * heads * quantizer.codes_len(stored)).next_multiple_of(ALIGNMENT);
         let (sinks, ring) = (window.sinks, window.recent);
-        let shape =
-            Shape { n_layers, batch, heads, group, head_dim, sinks, ring, capacity, stored, most, codes };
+        let turns = Turns::new(gpu, n_layers, batch, window)?;
+        let most = retrieval.budget.k(stored, sinks + ring);
+        let store =
+            StoreShape { n_layers, batch, heads, head_dim, sinks, ring, stored, most, staged_sides: 1 };
+        let store = RowStore::new(gpu, store, Home::Host)?;
+        check_tokens(capacity)?;
+        let codes = (batch * heads * quantizer.codes_len(stored)).next_multiple_of(ALIGNMENT);
+        let shape = Shape { n_layers, batch, heads, group, head_dim, sinks, ring, stored, most, codes };
+        let window = WindowShape { slots: most, ..WindowShape::new(config, window, batch, capacity) };
         let kernels = Kernels::new(gpu, element, retrieval, &shape)?;
-        let host = (0..n_layers).into_par_iter().map(|_| HostBuffer::new(gpu, 2 * shape.side_len(stored)));
-        let host = host.collect::<Result<Vec<_>>>()?;
         let codebooks = match codebooks {
             Some(codebooks) => codebooks,
             None => random_codebooks(n_layers, heads, quantizer)?,
@@ -147,16 +127,16 @@ impl PqCache {
         let centroids = codebooks.iter().flatten().flat_map(CodebookBuf::centroids);
         let offsets: Vec<u64> = (0..heads).map(|head| (head * head_dim) as u64).collect();
         let cache = Self {
-            rows: Buffer::zeros(gpu, 2 * n_layers * shape.side_len(shape.kept()))?,
-            host,
+            window: Window::new(gpu, window)?,
+            store,
             codes: Buffer::zeros(gpu, n_layers * codes)?,
             centroids: Buffer::of(gpu, &centroids.collect::<Vec<f32>>())?,
-            staged: Buffer::zeros(gpu, n_layers * shape.side_len(ring))?,
             turns,
-            reuse: Reuse::new(gpu, n_layers, batch * heads, most)?,
+            budget: StepBudget::new(gpu, retrieval.budget, sinks + ring, batch, heads)?,
             ranks: Buffer::of(gpu, &vec![head_dim as u32; heads])?,
             offsets: Buffer::of(gpu, &offsets)?,
             scratch: Scratch::new(gpu, &kernels, retrieval, &shape)?,
+            span: Buffer::zeros(gpu, 2 * COUNT)?,
             kernels,
             element,
             retrieval,
@@ -166,22 +146,15 @@ impl PqCache {
         Ok(cache)
     }
 
-    /// Rows of a layer on the host: keys, or values.
-    fn host(&self, side: Side, layer: usize) -> DevicePtr<u16> {
-        self.host[layer].pointer().offset(side as usize * self.shape.side_len(self.shape.stored))
-    }
-
-    fn codes(&self, layer: usize) -> DevicePtr<u8> {
-        self.codes.pointer().offset(layer * self.shape.codes)
+    /// Codes of a layer from a sequence on.
+    fn codes(&self, layer: usize, sequence: usize) -> DevicePtr<u8> {
+        let of_sequence = self.shape.heads * self.retrieval.quantizer.codes_len(self.shape.stored);
+        self.codes.pointer().offset(layer * self.shape.codes + sequence * of_sequence)
     }
 
     fn centroids(&self, layer: usize) -> DevicePtr<f32> {
         let len = self.retrieval.quantizer.codebook_len();
         self.centroids.pointer().offset(layer * self.shape.heads * len)
-    }
-
-    fn staged(&self, layer: usize) -> DevicePtr<u16> {
-        self.staged.pointer().offset(layer * self.shape.side_len(self.shape.ring))
     }
 }
 
@@ -193,13 +166,9 @@ impl Kernels {
             Element::F16 => VectorElement::F16,
             Element::Bf16 => VectorElement::Bf16,
         };
-        let program = programs::pqcache();
         Ok(Self {
-            budget: device.kernel(&program, "budget", 0)?,
-            leave: device.kernel(&program, "leave", 0)?,
             lut: Lut::new(device, LutShape { quantizer, group, element: vectors })?,
             search: Search::new(device, SearchShape { quantizer, group, rule: GroupRule::SumOfSoftmax })?,
-            gather: Gather::new(device, size_of::<u16>() * shape.head_dim)?,
             attend: Attend::new(device, AttendShape { dim: shape.head_dim, element })?,
             encode: EncodeGeneric::new(device, EncodeGenericShape { quantizer, element: vectors })?,
         })
@@ -211,9 +180,6 @@ impl Scratch {
         let Shape { batch, heads, group, stored, most, .. } = *shape;
         let words = |n| Buffer::<u32>::zeros(gpu, n);
         Ok(Self {
-            ks: words(batch)?,
-            counts: words(batch * heads)?,
-            attended: words(batch)?,
             luts: Buffer::zeros(gpu, batch * heads * group * retrieval.quantizer.lut_len())?,
             tokens: words(batch * heads * most)?,
             found: words(batch)?,
@@ -225,10 +191,7 @@ impl Scratch {
 
 impl DeviceCache for PqCache {
     fn rows(&self, layer: usize) -> Rows {
-        let capacity = self.shape.kept();
-        let len = self.shape.side_len(capacity);
-        let side = |side: usize| self.rows.pointer().offset((2 * layer + side) * len).cast();
-        Rows { keys: side(0), values: side(1), capacity }
+        self.window.rows(layer)
     }
 
     fn sinks(&self) -> usize {
@@ -240,7 +203,7 @@ impl DeviceCache for PqCache {
     }
 
     fn capacity(&self) -> usize {
-        self.shape.capacity
+        self.window.shape.capacity
     }
 
     fn attend(
@@ -252,40 +215,33 @@ impl DeviceCache for PqCache {
         out: DevicePtr<AnyElement>,
     ) -> Result<()> {
         if layer == 0 {
-            self.launch_budget(gpu, sequences)?;
+            self.budget.launch(gpu, sequences)?;
         }
         self.launch_search(gpu, layer, sequences, queries)?;
-        self.reuse.launch(gpu, layer, self.scratch.tokens.pointer(), self.scratch.counts.pointer())?;
-        self.launch_gather(gpu, layer)?;
+        let chosen = (self.scratch.tokens.pointer(), self.budget.counts());
+        self.store.fetch(gpu, layer, chosen, self.window.slots(layer))?;
         self.launch_attend(gpu, layer, queries, out)
     }
 
     fn clear(&mut self, gpu: &Gpu) -> Result<()> {
-        self.reuse.forget(gpu)?;
+        self.store.forget(gpu)?;
         self.turns.restart_at(gpu, 0)
     }
 
     fn before_step(&mut self, gpu: &Gpu, sequences: &Sequences) -> Result<()> {
         let Some(turn) = self.turns.begin(gpu, sequences)? else { return Ok(()) };
-        turn.layers().try_for_each(|layer| self.launch_leave(gpu, layer))?;
+        turn.layers()
+            .try_for_each(|layer| self.store.take_turn(gpu, layer, self.rows(layer), &self.turns))?;
         let background = self.turns.background(gpu)?;
         turn.layers().try_for_each(|layer| self.launch_encode(background, layer))?;
         self.turns.end(&turn)
     }
 
     fn fill_random(&mut self, gpu: &Gpu, tokens: usize) -> Result<()> {
-        let Shape { n_layers, stored, .. } = self.shape;
-        let (kept, stored) = (self.shape.side_len(self.shape.kept()), self.shape.side_len(stored));
-        for layer in 0..n_layers {
-            for side in Side::ALL {
-                let tensor = RANDOM_ROWS + (2 * layer + side as usize) as u32;
-                let rows = self.rows.pointer().offset((2 * layer + side as usize) * kept);
-                fill_rows(gpu, self.element, rows, kept, tensor)?;
-                fill_rows(gpu, self.element, self.host(side, layer), stored, tensor)?;
-            }
-        }
+        self.window.fill_random(gpu, self.element)?;
+        self.store.fill_random(gpu, self.element)?;
         fill_codes(gpu, &self.codes, RANDOM_CODES)?;
-        self.reuse.forget(gpu)?;
+        self.store.forget(gpu)?;
         self.turns.restart_at(gpu, tokens)?;
         gpu.synchronize()
     }
@@ -315,25 +271,54 @@ impl DeviceCache for PqCache {
         Footprint {
             kept: n_layers * codes + rows(exact),
             offloaded: rows(tokens - exact),
-            working: self.staged.bytes() + rows(most),
+            working: self.store.staged_bytes() + rows(most),
             shared: self.centroids.bytes(),
         }
     }
 
     fn bytes(&self) -> usize {
-        self.rows.bytes() + self.codes.bytes() + self.centroids.bytes() + self.staged.bytes()
+        self.window.bytes() + self.codes.bytes() + self.centroids.bytes() + self.store.bytes()
     }
 
     fn host_bytes(&self) -> usize {
-        self.host.iter().map(HostBuffer::bytes).sum()
+        self.store.host_bytes()
     }
 
     fn fetched_rows(&self, gpu: &Gpu) -> Result<u64> {
-        self.reuse.fetched(gpu)
+        self.store.fetched(gpu)
     }
 
     fn force_hits(&mut self, share: f32) {
-        self.reuse.force_hits(share);
+        self.store.force_hits(share);
+    }
+}
+
+impl ChunkCache for PqCache {
+    fn chunk_rows(&mut self, gpu: &Gpu, layer: usize, chunk: &Chunk) -> Result<Rows> {
+        self.turns.wait(gpu)?; // of the layer before, from the same rows
+        let rows = self.window.open(gpu, layer, chunk)?;
+        if layer == 0 {
+            let (first, count) = self.window.shape.stored_by(chunk);
+            self.span.write(gpu, &[first as u32, 0, 0, 0, count as u32, 0, 0, 0])?;
+        }
+        let stored = self.window.shape.stored(chunk.position);
+        self.store.restore(gpu, layer, chunk.sequence, stored, rows)?;
+        Ok(rows)
+    }
+
+    fn append(&mut self, gpu: &Gpu, layer: usize, chunk: &Chunk) -> Result<()> {
+        self.window.close(gpu, layer, chunk)?;
+        let tokens = self.window.shape.stored_by(chunk);
+        let stream = self.turns.background(gpu)?;
+        self.store.take_chunk(gpu, stream, layer, chunk, tokens, self.window.past()?)?;
+        self.launch_encode_chunk(stream, layer, chunk)
+    }
+
+    fn settle(&mut self, gpu: &Gpu, lengths: &[usize]) -> Result<()> {
+        let encoded = lengths.iter().map(|length| length.saturating_sub(self.shape.sinks));
+        let encoded: Vec<usize> = encoded.collect();
+        self.store.forget(gpu)?;
+        self.turns.restart(gpu, &encoded)
     }
 }
 

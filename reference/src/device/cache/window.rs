@@ -1,4 +1,4 @@
-use kv_gpu::{DevicePtr, Element, Grid, Kernel};
+use kv_gpu::{AnyElement, DevicePtr, Element, Grid, Kernel};
 
 use super::dense::{RANDOM_ROWS, fill_rows};
 use super::{Chunk, Rows};
@@ -16,6 +16,7 @@ pub(super) struct WindowShape {
     pub head_dim: usize,
     pub sinks: usize,
     pub ring: usize,
+    pub slots: usize,    // rows of a head behind the exact ones, for those that a step fetches
     pub capacity: usize, // tokens of a sequence
 }
 
@@ -28,8 +29,14 @@ impl WindowShape {
             head_dim: config.head_dim,
             sinks: window.sinks,
             ring: window.recent,
+            slots: 0,
             capacity,
         }
+    }
+
+    /// Rows of a head.
+    const fn rows(&self) -> usize {
+        self.sinks + self.ring + self.slots
     }
 
     /// Elements of a layer's keys of `rows` rows a head.
@@ -65,7 +72,7 @@ impl WindowShape {
 pub(super) struct Window {
     pub shape: WindowShape,
     copy: Kernel,
-    rows: Buffer<u16>, // (layer, keys and values, batch, heads, sinks + ring, head_dim)
+    rows: Buffer<u16>, // (layer, keys and values, batch, heads, sinks + ring + slots, head_dim)
     past: Option<Buffer<u16>>, // (keys and values, heads, capacity, head_dim), from the first chunk on
 }
 
@@ -79,19 +86,20 @@ struct ExactArguments {
     tokens: u32,
     sinks: u32,
     ring: u32,
+    kept_capacity: u32,
     capacity: u32,
     chunks: u32,
     restore: u32,
 }
 
-const _: () = assert!(size_of::<ExactArguments>() == 56);
+const _: () = assert!(size_of::<ExactArguments>() == 64);
 
 impl Window {
     /// Empty rows.
     pub fn new(gpu: &Gpu, shape: WindowShape) -> Result<Self> {
         Ok(Self {
             copy: gpu.device.kernel(&programs::leaving(), "exact", 0)?,
-            rows: Buffer::zeros(gpu, 2 * shape.n_layers * shape.side_len(shape.sinks + shape.ring))?,
+            rows: Buffer::zeros(gpu, 2 * shape.n_layers * shape.side_len(shape.rows()))?,
             past: None,
             shape,
         })
@@ -99,15 +107,23 @@ impl Window {
 
     /// Exact rows of a layer.
     pub fn rows(&self, layer: usize) -> Rows {
-        let capacity = self.shape.sinks + self.shape.ring;
+        let capacity = self.shape.rows();
         let len = self.shape.side_len(capacity);
         let side = |side: usize| self.rows.pointer().offset((2 * layer + side) * len).cast();
         Rows { keys: side(0), values: side(1), capacity }
     }
 
-    /// Fills the exact rows with hashed ones.
+    /// The slots of a layer.
+    pub fn slots(&self, layer: usize) -> Rows {
+        let Rows { keys, values, capacity } = self.rows(layer);
+        let exact = (self.shape.sinks + self.shape.ring) * self.shape.head_dim;
+        let behind = |rows: DevicePtr<AnyElement>| rows.cast::<u16>().offset(exact).cast();
+        Rows { keys: behind(keys), values: behind(values), capacity }
+    }
+
+    /// Fills the rows with hashed ones.
     pub fn fill_random(&self, gpu: &Gpu, element: Element) -> Result<()> {
-        let len = self.shape.side_len(self.shape.sinks + self.shape.ring);
+        let len = self.shape.side_len(self.shape.rows());
         (0..2 * self.shape.n_layers).try_for_each(|side| {
             let rows = self.rows.pointer().offset(side * len);
             fill_rows(gpu, element, rows, len, RANDOM_ROWS + side as u32)
@@ -141,7 +157,7 @@ impl Window {
     /// Copies the exact ones of a sequence's first `tokens` tokens: to the rows of all tokens, or from them.
     fn copy(&self, gpu: &Gpu, layer: usize, sequence: usize, tokens: usize, restore: bool) -> Result<()> {
         let WindowShape { batch, heads, head_dim, sinks, ring, capacity, .. } = self.shape;
-        let kept = heads * (sinks + ring) * head_dim; // of one sequence
+        let kept = heads * self.shape.rows() * head_dim; // of one sequence
         let arguments = ExactArguments {
             kept: self.rows.pointer().offset((2 * layer * batch + sequence) * kept),
             rows: self.past()?.keys.cast(),
@@ -150,6 +166,7 @@ impl Window {
             tokens: tokens as u32,
             sinks: sinks as u32,
             ring: ring as u32,
+            kept_capacity: self.shape.rows() as u32,
             capacity: capacity as u32,
             chunks: (head_dim / 8) as u32,
             restore: restore.into(),

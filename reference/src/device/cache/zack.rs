@@ -7,6 +7,7 @@ use kv_gpu::{AnyElement, DevicePtr, Element, Kernel};
 use svd_core::MapBuf;
 
 use super::dense::{RANDOM_ROWS, fill_rows};
+use super::project_queries::ProjectQueries;
 use super::turns::Turns;
 use super::window::{Window, WindowShape};
 use super::{Chunk, ChunkCache, DeviceCache, Rows, Sequences};
@@ -49,7 +50,7 @@ pub struct ZackCache {
 
 struct Kernels {
     attend: Attend,
-    project: Kernel,
+    project: ProjectQueries,
     cut: Kernel,
     restore: Kernel,
     merge: Kernel,
@@ -171,7 +172,7 @@ impl Kernels {
         let kernel = |name| gpu.device.kernel(&programs::zack(element, head_dim, group), name, 0);
         Ok(Self {
             attend: Attend::new(&gpu.device, AttendShape { dim: head_dim, element })?,
-            project: kernel("project")?,
+            project: ProjectQueries::new(gpu, element, head_dim, group)?,
             cut: kernel("cut")?,
             restore: kernel("restore")?,
             merge: kernel("merge")?,
@@ -246,10 +247,6 @@ impl DeviceCache for ZackCache {
 
     fn clear(&mut self, gpu: &Gpu) -> Result<()> {
         self.turns.restart_at(gpu, 0)
-    }
-
-    fn chunks(&mut self) -> Option<&mut dyn ChunkCache> {
-        Some(self)
     }
 
     fn before_step(&mut self, gpu: &Gpu, sequences: &Sequences) -> Result<()> {

@@ -3,7 +3,7 @@
 use kv_gpu::svd::{AttendShape, Prefill, PrefillArguments};
 use kv_gpu::{DevicePtr, Grid, Kernel};
 
-use super::super::cache::{Chunk, ChunkCache, Rows};
+use super::super::cache::{Chunk, Rows};
 use super::super::gemm::{Gemm, GemmShape, Output};
 use super::super::memory::Buffer;
 use super::super::weights::{LayerWeights, Packed};
@@ -184,8 +184,7 @@ impl Decoder {
     ///
     /// The tokens of a chunk attend to each other exactly, and to those before them as the cache keeps them.
     /// A token that has been picked and not fed is not in the cache: a prompt that is to follow it begins
-    /// with it. A cache that takes no chunks ([`DeviceCache::chunks`](super::super::DeviceCache::chunks)) is fed
-    /// token by token, and every token attends as the method does.
+    /// with it.
     ///
     /// # Errors
     /// [`Error::Argument`] for another number of prompts than sequences, an empty one, tokens outside the
@@ -209,9 +208,6 @@ impl Decoder {
             let n = prompt.len();
             return Err(Error::Argument(format!("{n} tokens after {start} in a cache of {capacity} tokens")));
         }
-        if self.cache.chunks().is_none() {
-            return self.prefill_by_steps(prompts);
-        }
         let longest = prompts.iter().map(Vec::len).max().unwrap_or(0);
         let mut state = match self.prompts.take().filter(|state| state.tokens >= longest.min(chunk)) {
             Some(state) => state,
@@ -228,33 +224,12 @@ impl Decoder {
         run?;
         let ends: Vec<usize> = spans.iter().map(|(start, prompt)| start + prompt.len()).collect();
         let gpu = self.gpu.clone();
-        self.chunk_cache()?.settle(&gpu, &ends)?;
+        self.cache.settle(&gpu, &ends)?;
         // The last tokens: what follows attention in the last layer, as in a step.
         self.place(&ends.iter().map(|&end| end as u32 - 1).collect::<Vec<_>>())?;
         self.longest += 1;
         self.launch_after_attention(self.weights.layers.len() - 1)?;
         self.launch_end(&[Part::Products, Part::Rest])
-    }
-
-    /// Feeds the prompts token by token. They end together: a shorter one waits for its turn.
-    fn prefill_by_steps(&mut self, prompts: &[Vec<u32>]) -> Result<()> {
-        let longest = prompts.iter().map(Vec::len).max().unwrap_or(0);
-        for step in 0..longest {
-            let at = |prompt: &Vec<u32>| (step + prompt.len()).checked_sub(longest);
-            let tokens = prompts.iter().map(|prompt| prompt[at(prompt).unwrap_or(0)]);
-            self.feed(&tokens.collect::<Vec<_>>())?;
-            let running = prompts.iter().map(|prompt| u32::from(at(prompt).is_some()));
-            self.sequences.running.write(&self.gpu, &running.collect::<Vec<_>>())?;
-            if step + 1 == longest {
-                self.picks.counts.write(&self.gpu, &vec![0; self.batch])?;
-            }
-            self.step()?;
-        }
-        Ok(())
-    }
-
-    fn chunk_cache(&mut self) -> Result<&mut dyn ChunkCache> {
-        self.cache.chunks().ok_or_else(|| Error::argument("the cache takes its tokens step by step"))
     }
 
     /// Runs a chunk through all layers; after a prompt's last one the residual stream and what attention made
@@ -270,7 +245,7 @@ impl Decoder {
             self.normalize(state, count, bias, &layer.attention_norm)?;
             let (normed, qkv) = (state.normed.pointer(), state.qkv.pointer());
             state.product(&gpu, head_dim, &layer.qkv, (normed, count), (qkv, Output::Store))?;
-            let rows = self.chunk_cache()?.chunk_rows(&gpu, l, chunk)?;
+            let rows = self.cache.chunk_rows(&gpu, l, chunk)?;
             self.append_rows(state, chunk, layer, &rows)?;
             // Nothing reads what the last layer makes of other tokens than the last.
             let skipped = match l + 1 == weights.layers.len() {
@@ -279,7 +254,7 @@ impl Decoder {
                 false => 0,
             };
             self.attend_rows(state, chunk, &rows, skipped)?;
-            self.chunk_cache()?.append(&gpu, l, chunk)?;
+            self.cache.append(&gpu, l, chunk)?;
             if l + 1 == weights.layers.len() {
                 break;
             }

@@ -6,25 +6,15 @@ use kv_gpu::{AnyElement, DevicePtr, Grid};
 use super::{COUNT, Layer, ZackCache};
 use crate::Result;
 use crate::device::Gpu;
+use crate::device::cache::project_queries::ProjectQueriesArguments;
 use crate::device::cache::window::WindowShape;
 use crate::device::cache::{Chunk, Rows, Sequences};
 use crate::device::memory::Buffer;
 use crate::side::{Pair, Side};
 
-/// Threads of the kernels but `merge`; columns of a block of `project`, and tokens of the others.
+/// Threads of the kernels but `merge`, and tokens of a block.
 const THREADS: u32 = 256;
-const COLUMNS: usize = 32;
 const TOKENS: usize = 32;
-
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct ProjectArguments {
-    queries: DevicePtr<AnyElement>,
-    maps: DevicePtr<f32>,
-    ranks: DevicePtr<u32>,
-    out: DevicePtr<u16>,
-    heads: u32,
-}
 
 /// `Store` of the kernels.
 #[derive(Clone, Copy)]
@@ -77,7 +67,7 @@ struct MergeArguments {
     value_ranks: DevicePtr<u32>,
 }
 
-const _: () = assert!(size_of::<ProjectArguments>() == 40 && size_of::<Store>() == 72);
+const _: () = assert!(size_of::<Store>() == 72);
 const _: () = assert!(size_of::<CutArguments>() == 128 && size_of::<RestoreArguments>() == 104);
 const _: () = assert!(size_of::<MergeArguments>() == 40);
 
@@ -119,18 +109,17 @@ impl ZackCache {
         layer: usize,
         queries: DevicePtr<AnyElement>,
     ) -> Result<()> {
-        let WindowShape { batch, heads, head_dim, .. } = self.window.shape;
-        let arguments = ProjectArguments {
+        let WindowShape { batch, heads, .. } = self.window.shape;
+        let arguments = ProjectQueriesArguments {
+            batch,
+            heads,
             queries,
             maps: self.maps(Side::Values, layer),
             ranks: self.of_heads(&self.ranks.keys, layer),
             out: self.scratch.queries.pointer(),
-            heads: heads as u32,
         };
-        let grid = Grid::new([heads, batch, head_dim / COLUMNS])?;
-        // SAFETY: the structure is the kernel's argument, and the buffers have the lengths of `new`. Maps and
-        // ranks, which are read before the PDL wait, never change.
-        Ok(unsafe { self.kernels.project.launch(gpu.stream(), grid, THREADS, true, &arguments) }?)
+        // SAFETY: the buffers have the lengths of `new`; maps and ranks never change.
+        unsafe { self.kernels.project.launch(gpu, &arguments) }
     }
 
     /// Launches attention to the exact rows.

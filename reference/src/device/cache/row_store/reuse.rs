@@ -17,7 +17,7 @@ pub(super) struct Reuse {
     held_tokens: Buffer<u32>, // (layer, heads of sequences, most)
     held_slots: Buffer<u32>,  // (layer, heads of sequences, most)
     held_counts: Buffer<u32>, // (layer, heads of sequences)
-    slots: Buffer<u32>,       // (heads of sequences, most), as what follows
+    slots: Buffer<u32>,       // (heads of sequences, most), as misses and places
     misses: Buffer<u32>,
     places: Buffer<u32>,
     miss_counts: Buffer<u32>, // (heads of sequences,)
@@ -52,7 +52,7 @@ impl Reuse {
         let words = |n| Buffer::<u32>::zeros(gpu, n);
         let bits = size_of::<u32>() * most.div_ceil(32);
         Ok(Self {
-            kernel: gpu.device.kernel(&programs::pqcache(), "reuse", bits)?,
+            kernel: gpu.device.kernel(&programs::retrieval(), "reuse", bits)?,
             held_tokens: words(n_layers * heads * most)?,
             held_slots: words(n_layers * heads * most)?,
             held_counts: words(n_layers * heads)?,
@@ -96,6 +96,11 @@ impl Reuse {
         Ok(unsafe {
             self.kernel.launch(gpu.stream(), Grid::new([heads, 1, 1])?, THREADS, false, &arguments)
         }?)
+    }
+
+    /// The slot of every chosen token: (heads of sequences, most).
+    pub fn slots(&self) -> DevicePtr<u32> {
+        self.slots.pointer()
     }
 
     /// Tokens whose rows are to be fetched: (heads of sequences, most).

@@ -1,5 +1,5 @@
-// What a step of a cache with rows on the host needs besides codes: how many tokens it chooses, which of them are on the
-// device since the last step, and the way of a token's rows to the host.
+// What a cache that retrieves exact rows needs besides codes: how many tokens a step chooses, which of them are on the
+// device since the last step, and the way of rows to their store, which is in memory of the host or the device.
 //
 // CPU twin: Budget::k; the eviction of WindowedCache. Rows are 16-bit elements.
 #include "warp.cuh"
@@ -12,7 +12,8 @@ struct BudgetArguments {
     u32* attended;            // [sequence]: exact tokens and chosen ones
     double ratio;             // part of all tokens that is attended to; not read if `tokens`
     u32 tokens;               // to choose, or 0 for `ratio`
-    u32 reserved;             // sinks and window
+    u32 reserved;             // sinks and window, where they count towards the ratio
+    u32 least;                // tokens that `ratio` gives at least
     u32 sequences, heads;
 };
 
@@ -23,7 +24,7 @@ extern "C" __global__ void budget(const BudgetArguments a) {
         u32 k = a.tokens;
         if (k == 0) {
             const u64 all = (u64)ceil(a.ratio * (double)((u64)n + a.reserved)); // rounded as on the CPU: no sum follows
-            k = all > a.reserved ? (u32)(all - a.reserved) : 1;
+            k = max(all > a.reserved ? (u32)(all - a.reserved) : 0, a.least);
         }
         k = min(k, n);
         a.ks[i] = k, a.attended[i] = a.exact_lengths[i] + k;
@@ -41,7 +42,7 @@ struct ReuseArguments {
     u32* held_tokens;  // [head][most]: those of the last step, ascending
     u32* held_slots;   // [head][most]: the slot that has the rows of each
     u32* held_counts;  // [head]
-    u32* slots;        // [head][most]: scratch
+    u32* slots;        // [head][most]: the slot of each token
     u32* misses;       // [head][most]: tokens whose rows are in no slot
     u32* places;       // [head][most]: the slot for each
     u32* miss_counts;  // [head]
@@ -65,6 +66,7 @@ extern "C" __global__ void __launch_bounds__(REUSE_THREADS) reuse(const ReuseArg
     if (a.forced >= 0) {
         const u32 count = min((u32)rintf(a.forced * k), k);
         for (u32 i = threadIdx.x; i < count; i += REUSE_THREADS) misses[i] = tokens[i], places[i] = i;
+        for (u32 i = threadIdx.x; i < k; i += REUSE_THREADS) slots[i] = i;
         if (threadIdx.x == 0) a.miss_counts[head] = count, atomicAdd(a.fetched, (u64)count);
         return;
     }
@@ -116,16 +118,17 @@ extern "C" __global__ void __launch_bounds__(REUSE_THREADS) reuse(const ReuseArg
 struct LeaveArguments {
     const uint4* keys; // [sequence][head][capacity][chunk]: the layer's exact rows
     const uint4* values;
-    uint4* host_keys; // [sequence][head][stored][chunk], in host memory
-    uint4* host_values;
-    uint4* staged;     // [sequence][head][ring][chunk]: keys, for the quantizer
+    uint4* stored_keys; // [sequence][head][stored][chunk], maybe in host memory
+    uint4* stored_values;
+    uint4* staged;     // [side][sequence][head][ring][chunk], for the quantizers: keys, or keys and values
     const u32* firsts; // [sequence]: the first token behind the sinks that leaves
     const u32* counts; // [sequence]: how many leave
     u32 heads, sinks, ring, capacity, stored;
     u32 chunks; // of 16 bytes of a row
+    u32 staged_sides;
 };
 
-// Copies rows of tokens that the ring will overwrite to the host, and their keys to the quantizer.
+// Copies rows of tokens that the ring will overwrite to their store and to the quantizers.
 //
 // Launch: grid (heads, sequences, keys and values), any number of threads. Stores to host memory are posted: the kernel
 // waits for them only at its end.
@@ -134,12 +137,12 @@ extern "C" __global__ void leave(const LeaveArguments a) {
     const bool is_values = blockIdx.z;
     const u64 head = (u64)sequence * a.heads + blockIdx.x;
     const uint4* rows = (is_values ? a.values : a.keys) + head * a.capacity * a.chunks;
-    uint4* host = (is_values ? a.host_values : a.host_keys) + (head * a.stored + first) * a.chunks;
-    uint4* staged = a.staged + head * a.ring * a.chunks;
+    uint4* stored = (is_values ? a.stored_values : a.stored_keys) + (head * a.stored + first) * a.chunks;
+    uint4* staged = a.staged + ((u64)blockIdx.z * gridDim.y * a.heads + head) * a.ring * a.chunks;
     for (u32 i = threadIdx.x; i < count * a.chunks; i += blockDim.x) {
         const u32 slot = a.sinks + (first + i / a.chunks) % a.ring;
         const uint4 data = rows[(u64)slot * a.chunks + i % a.chunks];
-        host[i] = data;
-        if (!is_values) staged[i] = data;
+        stored[i] = data;
+        if (blockIdx.z < a.staged_sides) staged[i] = data;
     }
 }

@@ -1,0 +1,293 @@
+mod reuse;
+
+use cudarc::driver::CudaStream;
+use kv_gpu::pq::{Gather, GatherArguments};
+use kv_gpu::{AnyElement, DevicePtr, Element, Grid, Kernel};
+use rayon::prelude::*;
+
+use super::dense::{RANDOM_ROWS, fill_rows};
+use super::turns::Turns;
+use super::{Chunk, Rows};
+use crate::device::host_memory::{HostBuffer, check_available};
+use crate::device::memory::{Buffer, Strided, copy_rows};
+use crate::device::{Gpu, programs};
+use crate::method::Home;
+use crate::side::Side;
+use crate::{Error, Result};
+use reuse::Reuse;
+
+/// Sizes of a [`RowStore`].
+#[derive(Clone, Copy)]
+pub(super) struct StoreShape {
+    pub n_layers: usize,
+    pub batch: usize,
+    pub heads: usize,
+    pub head_dim: usize,
+    pub sinks: usize,
+    pub ring: usize,
+    pub stored: usize,       // tokens of a sequence that the store has room for
+    pub most: usize,         // tokens of a sequence that a step chooses at most
+    pub staged_sides: usize, // that are quantized: 1 for keys, 2 for keys and values
+}
+
+impl StoreShape {
+    /// Elements of a layer's keys of `rows` rows a head.
+    pub const fn side_len(&self, rows: usize) -> usize {
+        self.batch * self.heads * rows * self.head_dim
+    }
+}
+
+/// Exact rows of all tokens behind the sinks, in device memory or in page-locked host memory.
+///
+/// A token's rows are written when it is encoded, up to a ring and at least half a ring before a step can
+/// choose it ([`Turns`]). Rows on the host are read over the link, unless the last step has chosen them
+/// ([`Reuse`], `pq::Gather`). The decoder's stream writes them, so its order is the fence between these stores
+/// and the loads of `pq::Gather`.
+pub(super) struct RowStore {
+    pub shape: StoreShape,
+    leave: Kernel,
+    rows: Memory,        // (layer, keys and values, batch, heads, stored, head_dim)
+    staged: Buffer<u16>, // (layer, sides, batch, heads, ring, head_dim)
+}
+
+enum Memory {
+    Device(Buffer<u16>),
+    Host { layers: Vec<HostBuffer<u16>>, reuse: Reuse, gather: Gather },
+}
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct LeaveArguments {
+    keys: DevicePtr<AnyElement>,
+    values: DevicePtr<AnyElement>,
+    stored_keys: DevicePtr<u16>,
+    stored_values: DevicePtr<u16>,
+    staged: DevicePtr<u16>,
+    firsts: DevicePtr<u32>,
+    counts: DevicePtr<u32>,
+    heads: u32,
+    sinks: u32,
+    ring: u32,
+    capacity: u32,
+    stored: u32,
+    chunks: u32,
+    staged_sides: u32,
+}
+
+const _: () = assert!(size_of::<LeaveArguments>() == 88);
+
+impl RowStore {
+    /// An empty store.
+    ///
+    /// # Errors
+    /// [`Error::HostMemory`] when the host has no room for the rows; [`Error::Device`].
+    pub fn new(gpu: &Gpu, shape: StoreShape, home: Home) -> Result<Self> {
+        let StoreShape { n_layers, batch, heads, head_dim, ring, stored, most, .. } = shape;
+        let row_bytes = size_of::<u16>() * head_dim;
+        let rows = [2 * n_layers, batch, heads, stored];
+        let bytes = rows.iter().try_fold(row_bytes, |all, &n| all.checked_mul(n)).unwrap_or(usize::MAX);
+        let rows = match home {
+            Home::Device => Memory::Device(Buffer::zeros(gpu, bytes / size_of::<u16>())?),
+            Home::Host => {
+                check_available(bytes)?;
+                let len = 2 * shape.side_len(stored); // of a layer
+                let layers = (0..n_layers).into_par_iter().map(|_| HostBuffer::new(gpu, len));
+                Memory::Host {
+                    layers: layers.collect::<Result<_>>()?,
+                    reuse: Reuse::new(gpu, n_layers, batch * heads, most)?,
+                    gather: Gather::new(&gpu.device, row_bytes)?,
+                }
+            }
+        };
+        Ok(Self {
+            leave: gpu.device.kernel(&programs::retrieval(), "leave", 0)?,
+            rows,
+            staged: Buffer::zeros(gpu, n_layers * shape.staged_sides * shape.side_len(ring))?,
+            shape,
+        })
+    }
+
+    /// Rows of a layer: keys, or values (batch, heads, stored, head_dim).
+    pub fn rows(&self, side: Side, layer: usize) -> DevicePtr<u16> {
+        let len = self.shape.side_len(self.shape.stored);
+        match &self.rows {
+            Memory::Device(rows) => rows.pointer().offset((2 * layer + side as usize) * len),
+            Memory::Host { layers, .. } => layers[layer].pointer().offset(side as usize * len),
+        }
+    }
+
+    /// Copies of the rows that the layer's last turn has taken: (batch, heads, ring, head_dim).
+    pub fn staged(&self, side: Side, layer: usize) -> DevicePtr<u16> {
+        let StoreShape { ring, staged_sides, .. } = self.shape;
+        self.staged.pointer().offset((staged_sides * layer + side as usize) * self.shape.side_len(ring))
+    }
+
+    /// Takes the rows of the layer's tokens whose turn it is, and stages them.
+    pub fn take_turn(&self, gpu: &Gpu, layer: usize, exact: Rows, turns: &Turns) -> Result<()> {
+        let StoreShape { batch, heads, head_dim, sinks, ring, stored, staged_sides, .. } = self.shape;
+        let arguments = LeaveArguments {
+            keys: exact.keys,
+            values: exact.values,
+            stored_keys: self.rows(Side::Keys, layer),
+            stored_values: self.rows(Side::Values, layer),
+            staged: self.staged(Side::Keys, layer),
+            firsts: turns.firsts(layer),
+            counts: turns.counts(layer),
+            heads: heads as u32,
+            sinks: sinks as u32,
+            ring: ring as u32,
+            capacity: exact.capacity as u32,
+            stored: stored as u32,
+            chunks: (head_dim / 8) as u32,
+            staged_sides: staged_sides as u32,
+        };
+        let grid = Grid::new([heads, batch, 2])?;
+        // SAFETY: the structure is the kernel's argument, and the buffers have the lengths of `new`. The plan
+        // counts at most a ring of tokens, which come before tokens that fit. The background stream no longer
+        // reads what is staged: the event of the layer's last turn has been waited for.
+        Ok(unsafe { self.leave.launch(gpu.stream(), grid, 256, false, &arguments) }?)
+    }
+
+    /// Brings the chosen tokens (batch, heads, most) to `slots`, rows of which the last one is a head's last:
+    /// reads those from the host that are not there since the last step. Each head has `counts` of them.
+    pub fn fetch(
+        &self,
+        gpu: &Gpu,
+        layer: usize,
+        (tokens, counts): (DevicePtr<u32>, DevicePtr<u32>),
+        slots: Rows,
+    ) -> Result<()> {
+        let Memory::Host { reuse, gather, .. } = &self.rows else { return Ok(()) };
+        reuse.launch(gpu, layer, tokens, counts)?;
+        let arguments = GatherArguments {
+            heads: self.shape.batch * self.shape.heads,
+            keys: self.rows(Side::Keys, layer).cast(),
+            values: self.rows(Side::Values, layer).cast(),
+            head_rows: self.shape.stored,
+            rows: reuse.misses(),
+            places: Some(reuse.places()),
+            counts: Some(reuse.miss_counts()),
+            list_len: self.shape.most,
+            keys_out: slots.keys.cast(),
+            values_out: slots.values.cast(),
+            out_len: slots.capacity,
+        };
+        // SAFETY: the buffers have the lengths of `new`; slots are below the number of tokens, which is at most
+        // `most`, and differ. Tokens are below `stored`, and this stream has written their rows to the host.
+        Ok(unsafe { gather.launch(gpu.stream(), &arguments) }?)
+    }
+
+    /// The slot of every token that was fetched last, (batch, heads, most); none where rows stay where they are.
+    pub fn slots(&self) -> Option<DevicePtr<u32>> {
+        match &self.rows {
+            Memory::Device(_) => None,
+            Memory::Host { reuse, .. } => Some(reuse.slots()),
+        }
+    }
+
+    /// Copies the first `count` tokens behind the sinks of a sequence to rows of all its tokens.
+    pub fn restore(&self, gpu: &Gpu, layer: usize, sequence: usize, count: usize, rows: Rows) -> Result<()> {
+        let sides = self.pairs(layer, sequence, (0, count), rows)?;
+        sides
+            .into_iter()
+            .try_for_each(|(stored, row)| copy_rows(gpu, &gpu.stream, row, stored, self.block(count)))
+    }
+
+    /// Takes the tokens that a chunk's end stores, (first, count) behind the sinks, from rows of all tokens.
+    pub fn take_chunk(
+        &self,
+        gpu: &Gpu,
+        stream: &CudaStream,
+        layer: usize,
+        chunk: &Chunk,
+        tokens: (usize, usize),
+        rows: Rows,
+    ) -> Result<()> {
+        let sides = self.pairs(layer, chunk.sequence, tokens, rows)?;
+        sides
+            .into_iter()
+            .try_for_each(|(stored, row)| copy_rows(gpu, stream, stored, row, self.block(tokens.1)))
+    }
+
+    /// Bytes of `count` rows of a head, and the heads.
+    const fn block(&self, count: usize) -> (usize, usize) {
+        (count * self.shape.head_dim * size_of::<u16>(), self.shape.heads)
+    }
+
+    /// Where tokens of one sequence are in the store and in rows of all its tokens: keys, then values.
+    fn pairs(
+        &self,
+        layer: usize,
+        sequence: usize,
+        (first, count): (usize, usize),
+        rows: Rows,
+    ) -> Result<[(Strided, Strided); 2]> {
+        let StoreShape { heads, head_dim, sinks, stored, .. } = self.shape;
+        if first + count > stored || sinks + first + count > rows.capacity {
+            return Err(Error::argument("more tokens than there are rows"));
+        }
+        let strided = |rows: DevicePtr<u16>, row: usize, capacity: usize| Strided {
+            address: rows.offset(row * head_dim).address(),
+            stride: capacity * head_dim * size_of::<u16>(),
+        };
+        Ok(Side::ALL.map(|side| {
+            let row = if side == Side::Keys { rows.keys } else { rows.values };
+            let stored_row = sequence * heads * stored + first;
+            let of_store = strided(self.rows(side, layer), stored_row, stored);
+            (of_store, strided(row.cast(), sinks + first, rows.capacity))
+        }))
+    }
+
+    /// Forgets which rows the last steps have fetched: they are of other sequences.
+    pub fn forget(&mut self, gpu: &Gpu) -> Result<()> {
+        match &mut self.rows {
+            Memory::Device(_) => Ok(()),
+            Memory::Host { reuse, .. } => reuse.forget(gpu),
+        }
+    }
+
+    /// Fills the store with hashed rows.
+    pub fn fill_random(&self, gpu: &Gpu, element: Element) -> Result<()> {
+        let len = self.shape.side_len(self.shape.stored);
+        (0..self.shape.n_layers).try_for_each(|layer| {
+            Side::ALL.into_iter().try_for_each(|side| {
+                let tensor = RANDOM_ROWS + (2 * layer + side as usize) as u32;
+                fill_rows(gpu, element, self.rows(side, layer), len, tensor)
+            })
+        })
+    }
+
+    /// Rows that have been fetched so far.
+    pub fn fetched(&self, gpu: &Gpu) -> Result<u64> {
+        match &self.rows {
+            Memory::Device(_) => Ok(0),
+            Memory::Host { reuse, .. } => reuse.fetched(gpu),
+        }
+    }
+
+    /// Makes this part of the rows that a step would fetch count as held, for timing.
+    pub fn force_hits(&mut self, share: f32) {
+        if let Memory::Host { reuse, .. } = &mut self.rows {
+            reuse.force_hits(share);
+        }
+    }
+
+    /// Bytes of copies for the quantizers.
+    pub fn staged_bytes(&self) -> usize {
+        self.staged.bytes()
+    }
+
+    /// Bytes of device memory.
+    pub fn bytes(&self) -> usize {
+        let rows = if let Memory::Device(rows) = &self.rows { rows.bytes() } else { 0 };
+        rows + self.staged.bytes()
+    }
+
+    /// Bytes of page-locked host memory.
+    pub fn host_bytes(&self) -> usize {
+        match &self.rows {
+            Memory::Device(_) => 0,
+            Memory::Host { layers, .. } => layers.iter().map(HostBuffer::bytes).sum(),
+        }
+    }
+}

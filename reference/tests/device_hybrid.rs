@@ -1,0 +1,159 @@
+//! Hybrid attention on a GPU, with exact rows in memory of the host or the device, computes what it does on the
+//! CPU. Without a GPU these tests are skipped, which `GPU_TESTS=require` turns into a failure.
+
+#![cfg(feature = "cuda")]
+#![allow(clippy::unwrap_used)]
+
+#[path = "support/device.rs"]
+mod support;
+
+use std::sync::Arc;
+
+use kv_gpu::Element;
+use kv_reference::device::{Decoder, Weights, method_cache};
+use kv_reference::method::Method;
+use kv_reference::{Error, Profile};
+use support::{
+    cosine, decoder, divergence, gpu, model, on_cpu, profile, prompts_in_chunks_are_whole_prompts,
+    teacher_forced,
+};
+
+#[test]
+fn logits_are_those_of_the_cpu() {
+    let Some(gpu) = gpu("hybrid logits") else { return };
+    let (model, tokens) = model();
+    let (calibration, rest) = tokens.split_at(2048);
+    let run = &rest[..600];
+    for spec in [
+        "hybrid:keys=rotated:rows=0.02",
+        "hybrid:keys=rotated:rows=0:v=16x8",
+        "hybrid:keys=rotated:rows=0.1:k=32x4:v=32x4:window=32:sinks=2:rows-on=device",
+    ] {
+        let profile = profile(&model, calibration, &[spec]);
+        let on_cpu = |spec: &str| on_cpu(&model, spec, &profile, run);
+        let (dense, cpu) = (on_cpu("dense"), on_cpu(spec));
+        let mut decoder = decoder(&gpu, &model, spec, &profile, 1, run.len());
+        let logits = teacher_forced(&mut decoder, run);
+        let kl_of = |logits: &[Vec<f32>]| divergence(logits, &dense, run).kl();
+        let (kl, expected) = (kl_of(&logits), kl_of(&cpu));
+        let between = divergence(&logits, &cpu, run);
+        println!(
+            "{spec}: KL {kl:.5} and on the CPU {expected:.5}; between them {:.1e}, top-1 {:.4}",
+            between.kl(),
+            between.top1()
+        );
+        assert!((kl - expected).abs() <= (0.1 * expected).max(2e-4), "{spec}: {kl} and {expected}");
+        assert!(between.top1() >= 0.98, "{spec}: top-1 {}", between.top1());
+        assert!(between.kl() <= (0.3 * expected).max(5e-4), "{spec}: KL {}", between.kl());
+    }
+}
+
+#[test]
+fn rows_of_every_token_equal_dense() {
+    let Some(gpu) = gpu("hybrid with every row") else { return };
+    let (model, tokens) = model();
+    let run = &tokens[3000..3400];
+    let dense =
+        teacher_forced(&mut decoder(&gpu, &model, "dense:dtype=f16", &Profile::default(), 1, run.len()), run);
+    for spec in ["hybrid:keys=rotated:rows=1", "hybrid:keys=rotated:rows=1:window=2:sinks=0:rows-on=device"] {
+        let profile = profile(&model, &tokens[..1024], &[spec]);
+        let logits = teacher_forced(&mut decoder(&gpu, &model, spec, &profile, 1, run.len()), run);
+        let worst = logits.iter().zip(&dense).map(|(a, b)| cosine(a, b)).fold(1.0, f64::min);
+        let top1 = divergence(&logits, &dense, run).top1();
+        println!("{spec}: cosine {worst:.7}, top-1 {top1:.4}");
+        assert!(worst >= 0.9998 && top1 >= 0.98, "{spec}: cosine {worst}, top-1 {top1}");
+    }
+}
+
+#[test]
+fn it_does_not_matter_whose_memory_has_the_rows() {
+    let Some(gpu) = gpu("homes of rows") else { return };
+    let (model, tokens) = model();
+    let run = &tokens[3000..3500];
+    let spec = "hybrid:keys=rotated:rows=0.05";
+    let profile = profile(&model, &tokens[..2048], &[spec]);
+    let logits = |home: &str| {
+        let spec = format!("{spec}:rows-on={home}");
+        let mut decoder = decoder(&gpu, &model, &spec, &profile, 1, run.len());
+        (teacher_forced(&mut decoder, run), decoder.fetched_rows().unwrap())
+    };
+    let ((host, fetched), (device, none)) = (logits("host"), logits("device"));
+    assert!(fetched > 0 && none == 0, "{fetched} and {none} rows fetched");
+    assert!(host == device, "logits differ");
+}
+
+#[test]
+fn prompts_in_chunks_fill_the_cache_as_whole_ones_do() {
+    let Some(gpu) = gpu("hybrid prompts") else { return };
+    prompts_in_chunks_are_whole_prompts(&gpu, "hybrid:keys=rotated:rows=0.05");
+    prompts_in_chunks_are_whole_prompts(&gpu, "hybrid:keys=rotated:rows=0.05:rows-on=device:sinks=0");
+}
+
+#[test]
+fn a_batch_of_different_lengths_generates_what_each_sequence_does() {
+    let Some(gpu) = gpu("hybrid batches") else { return };
+    let (model, tokens) = model();
+    let prompts: Vec<Vec<u32>> =
+        [(3000, 7), (4000, 200), (5000, 91), (100, 1)].map(|(at, len)| tokens[at..][..len].to_vec()).to_vec();
+    for home in ["host", "device"] {
+        let spec = format!("hybrid:keys=rotated:rows=0.05:exact=bf16:rows-on={home}");
+        let profile = profile(&model, &tokens[..2048], &[&*spec]);
+        let generate = |prompts: &[Vec<u32>], eager: bool| {
+            let mut decoder = decoder(&gpu, &model, &spec, &profile, prompts.len(), 300);
+            decoder.prefill(prompts, 64).unwrap();
+            for _ in 1..40 {
+                if eager { decoder.step_eagerly() } else { decoder.step() }.unwrap();
+            }
+            (decoder.picked().unwrap(), decoder.logits().unwrap())
+        };
+        let together = generate(&prompts, false);
+        assert_eq!(generate(&prompts, true), together, "{spec}: launch by launch");
+        assert_eq!(generate(&prompts, false), together, "{spec}: again");
+        for (prompt, picked) in prompts.iter().zip(&together.0) {
+            let alone = generate(std::slice::from_ref(prompt), false).0.remove(0);
+            // Attention of a batch adds in another order, so other tokens may be chosen.
+            let same = 8.min(picked.len());
+            assert_eq!(alone[..same], picked[..same], "{spec}: a prompt of {} tokens", prompt.len());
+        }
+    }
+}
+
+#[test]
+fn what_a_device_has_not_is_an_error() {
+    let Some(gpu) = gpu("hybrid errors") else { return };
+    let (model, _) = model();
+    for spec in [
+        "hybrid", // needs the mean of a position
+        "hybrid:keys=rotated:rows=auto",
+        "hybrid:keys=rotated:norms=on",
+        "hybrid:keys=rotated:refine=2",
+        "hybrid:keys=rotated:window=7",
+        "hybrid:keys=rotated:exact-layers=1",
+    ] {
+        let method: Method = spec.parse().unwrap();
+        let made = method_cache(&gpu, &method, &model.config, Element::F16, None, 1, 100).map(drop);
+        assert!(matches!(made, Err(Error::Argument(_))), "{spec}: {made:?}");
+    }
+    let method: Method = "hybrid:keys=rotated".parse().unwrap();
+    let huge = method_cache(&gpu, &method, &model.config, Element::F16, None, 1, 1 << 31).map(drop);
+    assert!(matches!(huge, Err(Error::HostMemory { .. })), "{huge:?}");
+}
+
+#[test]
+fn hashed_rows_at_full_width() {
+    let Some(gpu) = gpu("hybrid hashed weights") else { return };
+    let weights = Arc::new(Weights::random(&gpu, "llama-3.1-70b/8", Element::Bf16).unwrap());
+    let method: Method = "hybrid:keys=rotated:rows=0.02:exact=bf16".parse().unwrap();
+    let cache = method_cache(&gpu, &method, &weights.config, Element::Bf16, None, 2, 20_096).unwrap();
+    let config = &weights.config;
+    let rows = config.n_layers * 2 * config.n_kv_heads;
+    assert_eq!(cache.host_bytes(), 4 * rows * (20_096 - 4) * config.head_dim);
+    let mut decoder = Decoder::new(gpu, weights, cache, 2).unwrap();
+    decoder.fill_random(20_000).unwrap();
+    for _ in 0..96 {
+        decoder.step().unwrap();
+    }
+    assert!(decoder.fetched_rows().unwrap() > 0);
+    assert!(decoder.logits().unwrap().iter().all(|x| x.is_finite()));
+    assert!(decoder.step().is_err(), "the cache is full");
+}
