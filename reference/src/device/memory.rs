@@ -1,5 +1,6 @@
 //! Memory of the device, owned here.
 
+use std::ptr;
 use std::sync::Arc;
 
 use cudarc::driver::sys::{CUDA_MEMCPY2D, CUmemorytype, cuMemcpy2DAsync_v2};
@@ -133,16 +134,22 @@ pub(crate) fn copy_rows(
     }
     let memory = CUmemorytype::CU_MEMORYTYPE_UNIFIED; // the address says whose memory it is
     let copy = CUDA_MEMCPY2D {
+        srcXInBytes: 0,
+        srcY: 0,
         srcMemoryType: memory,
+        srcHost: ptr::null(),
         srcDevice: from.address,
+        srcArray: ptr::null_mut(),
         srcPitch: from.stride,
+        dstXInBytes: 0,
+        dstY: 0,
         dstMemoryType: memory,
+        dstHost: ptr::null_mut(),
         dstDevice: to.address,
+        dstArray: ptr::null_mut(),
         dstPitch: to.stride,
         WidthInBytes: bytes,
         Height: blocks,
-        // SAFETY: offsets and pointers of other kinds of memory may be zero.
-        ..unsafe { std::mem::zeroed() }
     };
     gpu.device.context().bind_to_thread().map_err(|e| driver("use device on this thread", e))?;
     // SAFETY: the caller's blocks are in buffers, and the stream is of the same context.
