@@ -345,8 +345,8 @@ impl Kernel for ScanQuantized<'_, '_> {
         if self.codes.shape().nbits() > 8 {
             return self.scalar(); // registers hold tables of at most 256 entries
         }
-        // N.B. One function for all widths: with one for each, 16-bit tables of 8-bit codes take twice as long on
-        // AVX2.
+        // N.B. One function for all widths: with one for each, 16-bit tables of 8-bit codes take twice as
+        // long with AVX2.
         for_nbits!(self.codes.shape().nbits(), N => self.scan::<S, N>(s));
     }
 }
@@ -390,8 +390,8 @@ impl ScanQuantized<'_, '_> {
 /// Most blocks, or small pages of a block, of [`scan_blocks`].
 const MOST_PARTS: usize = 4;
 
-/// Scores `BLOCKS` blocks; the last may be incomplete. Blocks of small pages, `SMALL`, have a form of their own:
-/// a call in the loop takes the sums out of their registers.
+/// Scores `BLOCKS` blocks; the last may be incomplete. Blocks of small pages, `SMALL`, have a form of their
+/// own: a call in the loop takes the sums out of their registers.
 #[inline(always)]
 fn scan_blocks<S: Simd, const NBITS: u32, const BLOCKS: usize, const PLANES: usize, const SMALL: bool>(
     s: S,

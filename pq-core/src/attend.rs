@@ -287,8 +287,8 @@ impl Values<'_> {
         }
     }
 
-    /// Adds components of some subspaces of the weighted values of `G` queries, given their runs in each block.
-    /// `A` accumulators for each query hide the latency of the multiply-adds.
+    /// Adds components of some subspaces of the weighted values of `G` queries, given their runs in each
+    /// block. `A` accumulators for each query hide the latency of the multiply-adds.
     #[inline(always)]
     fn add<S: Simd, const NBITS: u32, const G: usize, const A: usize>(
         &self,

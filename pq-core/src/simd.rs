@@ -107,7 +107,7 @@ pub(crate) trait Simd: Copy {
     const FLOAT_TABLE_BITS: u32;
 
     /// Calls `f`, which must be `#[inline(always)]`, as a function of its own: an inner loop that kernels
-    /// share, or that has a form for each width of codes, is compiled once and apart from the loops around it.
+    /// share, or that has a form for each width of codes, is compiled once, apart from the loops around it.
     fn call<R>(self, f: impl FnOnce() -> R) -> R;
 
     fn splat(self, x: f32) -> Self::F32;
