@@ -9,10 +9,12 @@
 //! bits `vpermi2ps` needs more instructions than lookups of bytes do (24 against 16 per 64 codes).
 //! Prefetching the runs of later blocks gains nothing.
 
+use core::ops::Range;
+
 use crate::blocks::{Blocks, SMALL_PAGES};
 use crate::error::check_len;
 use crate::pack::{BLOCK, unpack_run};
-use crate::simd::{Kernel, Run, Simd, row_len};
+use crate::simd::{Kernel, Run, Simd, for_nbits, row_len};
 use crate::{Backend, Codes, Error, Lut, LutPrecision, QuantizedLut};
 
 /// Scores every code against a query's lookup table (asymmetric distance computation).
@@ -117,28 +119,6 @@ pub fn scan_quantized_into_with(
     Ok(())
 }
 
-/// Instantiates a vector kernel for the width of the codes; codes wider than 8 bits take the scalar form.
-macro_rules! for_nbits {
-    ($nbits:expr, $N:ident => $vector:expr, $scalar:expr) => {
-        match $nbits {
-            1 => for_nbits!(@ $N = 1, $vector),
-            2 => for_nbits!(@ $N = 2, $vector),
-            3 => for_nbits!(@ $N = 3, $vector),
-            4 => for_nbits!(@ $N = 4, $vector),
-            5 => for_nbits!(@ $N = 5, $vector),
-            6 => for_nbits!(@ $N = 6, $vector),
-            7 => for_nbits!(@ $N = 7, $vector),
-            8 => for_nbits!(@ $N = 8, $vector),
-            _ => $scalar,
-        }
-    };
-    (@ $N:ident = $value:literal, $vector:expr) => {{
-        const $N: u32 = $value;
-        $vector
-    }};
-}
-pub(crate) use for_nbits;
-
 struct Scan<'a, 'b> {
     lut: &'a Lut<'a>,
     codes: &'a Codes<'a>,
@@ -168,7 +148,13 @@ impl Kernel for Scan<'_, '_> {
 
     #[inline(always)]
     fn vector<S: Simd>(self, s: S) {
-        for_nbits!(self.codes.shape().nbits(), NBITS => self.scan::<S, NBITS>(s), self.scalar());
+        if self.codes.shape().nbits() > 8 {
+            return self.scalar(); // registers hold tables of at most 256 entries
+        }
+        match self.codes.parts() {
+            1 => self.scan_chunks::<S, CHUNK>(s),
+            _ => self.scan_chunks::<S, SMALL_PAGES>(s),
+        }
     }
 }
 
@@ -176,22 +162,14 @@ impl Kernel for Scan<'_, '_> {
 const CHUNK: usize = 64;
 
 impl Scan<'_, '_> {
-    #[inline(always)]
-    fn scan<S: Simd, const NBITS: u32>(self, s: S) {
-        match self.codes.parts() {
-            1 => self.scan_chunks::<S, NBITS, CHUNK, false>(s),
-            _ => self.scan_chunks::<S, NBITS, SMALL_PAGES, true>(s),
-        }
-    }
-
     /// Scans with a list of `PARTS` blocks or small pages.
     #[inline(always)]
-    fn scan_chunks<S: Simd, const NBITS: u32, const PARTS: usize, const SMALL: bool>(self, s: S) {
+    fn scan_chunks<S: Simd, const PARTS: usize>(self, s: S) {
         let step = PARTS / self.codes.parts();
         for (i, scores) in self.scores.chunks_mut(step * BLOCK).enumerate() {
             let mut parts = [&[][..]; PARTS];
             let blocks = self.codes.blocks(i * step, &mut parts);
-            scan_chunk::<S, NBITS, SMALL>(s, self.lut, blocks, scores);
+            scan_chunk(s, self.lut, blocks, scores);
         }
     }
 }
@@ -199,38 +177,52 @@ impl Scan<'_, '_> {
 /// The vector form of the scan, over so few blocks that their scores stay in cache; the last may be
 /// incomplete.
 #[inline(always)]
-pub(crate) fn scan_chunk<S: Simd, const NBITS: u32, const SMALL: bool>(
-    s: S,
-    lut: &Lut<'_>,
-    blocks: Blocks<'_>,
-    scores: &mut [f32],
-) {
-    let m = lut.shape().m();
+pub(crate) fn scan_chunk<S: Simd>(s: S, lut: &Lut<'_>, blocks: Blocks<'_>, scores: &mut [f32]) {
+    let (m, nbits) = (lut.shape().m(), lut.shape().nbits());
     let (whole, tail) = scores.as_chunks_mut::<BLOCK>();
     let mut last = [0.0; BLOCK];
-    // Small tables: two subspaces at a time halve the passes over the scores.
-    let most = if NBITS <= 6 { 2 } else { 1 };
-    let mut room = None;
-    let mut j = 0;
-    while j < m {
-        let (first, mut list) = (j, None);
-        let runs = blocks.runs::<NBITS, SMALL>((j, m, most), &mut room, &mut list);
-        while j < runs.end {
-            let width = most.min(runs.end - j);
-            let last_scores = if tail.is_empty() { None } else { Some(&mut last) };
-            let offset = (j - first) * 8 * NBITS as usize;
-            let part = Part { lut, codes: runs.blocks, offset, j, last: j + width == m };
-            if width == 2 {
-                part.add::<S, NBITS, 2>(s, whole, last_scores);
-            } else {
-                part.add::<S, NBITS, 1>(s, whole, last_scores);
-            }
-            j += width;
-        }
+    let (mut room, mut end) = (None, 0);
+    while end < m {
+        let (first, mut list) = (end, None);
+        let runs = blocks.runs(s, nbits, (first, m, PAIR), &mut room, &mut list);
+        end = runs.end;
+        for_nbits!(nbits, N => s.call(
+            #[inline(always)]
+            || add_subspaces::<S, N>(s, lut, runs.blocks, first..end, whole, &mut last),
+        ));
     }
-    blocks.order_as_tokens::<NBITS, SMALL>(whole.as_flattened_mut());
-    blocks.order_as_tokens::<NBITS, SMALL>(&mut last);
+    blocks.order_as_tokens(nbits, whole.as_flattened_mut());
+    blocks.order_as_tokens(nbits, &mut last);
     tail.copy_from_slice(&last[..tail.len()]);
+}
+
+/// Most subspaces that are added to the scores at a time.
+const PAIR: usize = 2;
+
+/// Adds some subspaces to the scores, given their runs in each block.
+#[inline(always)]
+fn add_subspaces<S: Simd, const NBITS: u32>(
+    s: S,
+    lut: &Lut<'_>,
+    codes: &[&[u8]],
+    subspaces: Range<usize>,
+    whole: &mut [[f32; BLOCK]],
+    tail: &mut [f32; BLOCK],
+) {
+    // Small tables: two subspaces at a time halve the passes over the scores.
+    let most = if NBITS <= 6 { PAIR } else { 1 };
+    let mut j = subspaces.start;
+    while j < subspaces.end {
+        let width = most.min(subspaces.end - j);
+        let offset = (j - subspaces.start) * 8 * NBITS as usize;
+        let part = Part { lut, codes, offset, j, last: j + width == lut.shape().m() };
+        if width == PAIR {
+            part.add::<S, NBITS, PAIR>(s, whole, tail);
+        } else {
+            part.add::<S, NBITS, 1>(s, whole, tail);
+        }
+        j += width;
+    }
 }
 
 /// Consecutive subspaces of a scan.
@@ -249,7 +241,7 @@ impl Part<'_> {
         &self,
         s: S,
         whole: &mut [[f32; BLOCK]],
-        tail: Option<&mut [f32; BLOCK]>,
+        tail: &mut [f32; BLOCK],
     ) {
         let mut planes = [[0_u8; 4 * 256]; J];
         let planes_len = 4 * row_len(1 << NBITS);
@@ -264,12 +256,9 @@ impl Part<'_> {
         for (i, slot) in tables.iter_mut().enumerate().skip(1) {
             *slot = table(i);
         }
-        for (scores, runs) in whole.iter_mut().zip(self.codes) {
+        for (b, runs) in self.codes.iter().enumerate() {
+            let scores = whole.get_mut(b).unwrap_or(&mut *tail);
             self.add_block::<S, NBITS, J>(s, &tables, &runs[self.offset..], scores);
-        }
-        if let Some(scores) = tail {
-            let runs = &self.codes[whole.len()][self.offset..];
-            self.add_block::<S, NBITS, J>(s, &tables, runs, scores);
         }
     }
 
@@ -353,7 +342,12 @@ impl Kernel for ScanQuantized<'_, '_> {
 
     #[inline(always)]
     fn vector<S: Simd>(self, s: S) {
-        for_nbits!(self.codes.shape().nbits(), NBITS => self.scan::<S, NBITS>(s), self.scalar());
+        if self.codes.shape().nbits() > 8 {
+            return self.scalar(); // registers hold tables of at most 256 entries
+        }
+        // N.B. One function for all widths: with one for each, 16-bit tables of 8-bit codes take twice as
+        // long with AVX2.
+        for_nbits!(self.codes.shape().nbits(), N => self.scan::<S, N>(s));
     }
 }
 
@@ -396,7 +390,8 @@ impl ScanQuantized<'_, '_> {
 /// Most blocks, or small pages of a block, of [`scan_blocks`].
 const MOST_PARTS: usize = 4;
 
-/// Scores `BLOCKS` blocks; the last may be incomplete.
+/// Scores `BLOCKS` blocks; the last may be incomplete. Blocks of small pages, `SMALL`, have a form of their
+/// own: a call in the loop takes the sums out of their registers.
 #[inline(always)]
 fn scan_blocks<S: Simd, const NBITS: u32, const BLOCKS: usize, const PLANES: usize, const SMALL: bool>(
     s: S,
@@ -409,7 +404,10 @@ fn scan_blocks<S: Simd, const NBITS: u32, const BLOCKS: usize, const PLANES: usi
     let (mut room, mut end) = (None, 0);
     while end < m {
         let (first, mut list) = (end, None);
-        let runs = blocks.runs::<NBITS, SMALL>((first, m, 1), &mut room, &mut list);
+        let runs = match SMALL {
+            true => blocks.runs(s, NBITS, (first, m, 1), &mut room, &mut list),
+            false => blocks.whole(m),
+        };
         end = runs.end;
         let codes: [&[u8]; BLOCKS] = core::array::from_fn(|b| &runs.blocks[b][..(end - first) * run_len]);
         for j in first..end {
@@ -448,7 +446,9 @@ fn scan_blocks<S: Simd, const NBITS: u32, const BLOCKS: usize, const PLANES: usi
                 s.store(floats.as_mut_ptr().add(at), s.add(s.mul(scale, sum), offset));
             }
         }
-        blocks.order_as_tokens::<NBITS, SMALL>(&mut floats);
+        if SMALL {
+            blocks.order_as_tokens(NBITS, &mut floats);
+        }
         scores.copy_from_slice(&floats[..scores.len()]);
     }
 }

@@ -9,12 +9,12 @@
 
 use core::ops::Range;
 
-use crate::adc::{for_nbits, scan_chunk, scan_scalar, split_planes};
+use crate::adc::{scan_chunk, scan_scalar, split_planes};
 use crate::blocks::Blocks;
 use crate::error::{check_at_least, check_len};
 use crate::pack::{BLOCK, unpack_run};
 use crate::scan_group::{QUERIES, scan_group};
-use crate::simd::{Kernel, Run, Simd, row_len};
+use crate::simd::{Kernel, Run, Simd, for_nbits, row_len};
 use crate::softmax::{exponentiate, max};
 use crate::{Backend, Codebook, CodedTokens, Codes, Error, Luts, PqShape, SoftmaxStats};
 
@@ -152,16 +152,6 @@ impl Kernel for Attend<'_, '_> {
         if self.tokens.value_shape().nbits() > 8 {
             return self.scalar(); // registers hold tables of at most 256 entries
         }
-        match (self.tokens.keys().parts(), self.tokens.values().parts()) {
-            (1, 1) => self.attend::<S, false>(s),
-            _ => self.attend::<S, true>(s),
-        }
-    }
-}
-
-impl Attend<'_, '_> {
-    #[inline(always)]
-    fn attend<S: Simd, const SMALL: bool>(self, s: S) {
         let Self { luts, tokens, scratch, out, stats } = self;
         let (shape, n) = (tokens.value_shape(), tokens.n());
         let dim = shape.dim();
@@ -176,17 +166,16 @@ impl Attend<'_, '_> {
             let keys = tokens.keys().part(start, end);
             let key_blocks = keys.blocks(0, &mut key_parts[..CHUNK / keys.block_vectors()]);
             for (i, scores) in scores.chunks_mut(QUERIES * CHUNK).enumerate() {
-                let together = score_together::<S, SMALL>(s, luts, i * QUERIES, key_blocks, scores);
+                let together = score_together(s, luts, i * QUERIES, key_blocks, scores);
                 for (g, scores) in scores.chunks_exact_mut(CHUNK).enumerate() {
                     let g = i * QUERIES + g;
                     let lut = luts.lut(g);
                     let (scores, padding) = scores[..len].split_at_mut(end - start);
                     if !together {
-                        for_nbits!(
-                            keys.shape().nbits(),
-                            N => scan_chunk::<S, N, SMALL>(s, &lut, key_blocks, scores),
-                            scan_scalar(&lut, &keys, scores)
-                        );
+                        match keys.shape().nbits() {
+                            ..=8 => scan_chunk(s, &lut, key_blocks, scores),
+                            _ => scan_scalar(&lut, &keys, scores),
+                        }
                     }
                     weigh(tokens, g, start, scores, &mut stats[g], &mut out[g * dim..][..dim]);
                     padding.fill(0.0);
@@ -198,7 +187,7 @@ impl Attend<'_, '_> {
             let mut weights = scores.chunks_mut(4 * CHUNK);
             let mut outs = out.chunks_mut(4 * dim);
             for (weights, out) in (&mut weights).zip(&mut outs) {
-                for_nbits!(codebook.shape().nbits(), N => values.add_group::<S, N, SMALL>(s, weights, out), ());
+                values.add_group(s, weights, out);
             }
         }
     }
@@ -207,19 +196,26 @@ impl Attend<'_, '_> {
 /// Computes the table scores of up to four queries from `first` on, `scores` (queries, CHUNK), where that is
 /// faster together: for three or more, if the tables do not fit in registers. Returns whether it is.
 #[inline(always)]
-pub(crate) fn score_together<S: Simd, const SMALL: bool>(
+pub(crate) fn score_together<S: Simd>(
     s: S,
     luts: &Luts<'_>,
     first: usize,
     keys: Blocks<'_>,
     scores: &mut [f32],
 ) -> bool {
+    if const { S::FLOAT_TABLE_BITS >= 8 } {
+        return false; // all tables fit: what follows is not compiled
+    }
     let nbits = luts.shape().nbits();
     let together = scores.len() >= 3 * CHUNK && nbits > S::FLOAT_TABLE_BITS && nbits <= 8;
-    if together && nbits == 7 {
-        scan_group::<S, 7, CHUNK, SMALL>(s, luts, first, keys, scores);
-    } else if together {
-        scan_group::<S, 8, CHUNK, SMALL>(s, luts, first, keys, scores);
+    if together {
+        s.call(
+            #[inline(always)]
+            || match nbits {
+                7 => scan_group::<S, 7>(s, luts, first, keys, scores),
+                _ => scan_group::<S, 8>(s, luts, first, keys, scores),
+            },
+        );
     }
     together
 }
@@ -265,49 +261,36 @@ impl Values<'_> {
     /// Adds the weighted values to up to four queries' outputs. Reorders `weights` (queries, CHUNK) into
     /// block order.
     #[inline(always)]
-    fn add_group<S: Simd, const NBITS: u32, const SMALL: bool>(
-        &self,
-        s: S,
-        weights: &mut [f32],
-        out: &mut [f32],
-    ) {
+    fn add_group<S: Simd>(&self, s: S, weights: &mut [f32], out: &mut [f32]) {
+        let (shape, tokens) = (self.codebook.shape(), self.blocks.len() * BLOCK);
         for weights in weights.chunks_exact_mut(CHUNK) {
-            self.blocks.order_as_codes::<NBITS, SMALL>(&mut weights[..self.blocks.len() * BLOCK]);
-            for block in weights[..self.blocks.len() * BLOCK].chunks_exact_mut(BLOCK) {
+            self.blocks.order_as_codes(shape.nbits(), &mut weights[..tokens]);
+            for block in weights[..tokens].chunks_exact_mut(BLOCK) {
                 // SAFETY: a block has 64 floats.
                 unsafe { s.store_raw(block.as_mut_ptr(), s.load_block(block.as_ptr())) };
             }
         }
-        match out.len() / self.codebook.shape().dim() {
-            1 => self.add::<S, NBITS, 1, 4, SMALL>(s, weights, out),
-            2 => self.add::<S, NBITS, 2, 2, SMALL>(s, weights, out),
-            3 => self.add::<S, NBITS, 3, 1, SMALL>(s, weights, out),
-            _ => self.add::<S, NBITS, 4, 1, SMALL>(s, weights, out),
-        }
-    }
-
-    /// Adds the weighted values of `G` queries, with `A` accumulators each to hide the latency of the
-    /// multiply-adds.
-    #[inline(always)]
-    fn add<S: Simd, const NBITS: u32, const G: usize, const A: usize, const SMALL: bool>(
-        &self,
-        s: S,
-        weights: &[f32],
-        out: &mut [f32],
-    ) {
-        let m = self.codebook.shape().m();
         let (mut room, mut end) = (None, 0);
-        while end < m {
+        while end < shape.m() {
             let (first, mut list) = (end, None);
-            let runs = self.blocks.runs::<NBITS, SMALL>((first, m, 1), &mut room, &mut list);
+            let runs = self.blocks.runs(s, shape.nbits(), (first, shape.m(), 1), &mut room, &mut list);
             end = runs.end;
-            self.add_subspaces::<S, NBITS, G, A>(s, first..end, runs.blocks, weights, out);
+            for_nbits!(shape.nbits(), N => s.call(
+                #[inline(always)]
+                || match out.len() / shape.dim() {
+                    1 => self.add::<S, N, 1, 4>(s, first..end, runs.blocks, weights, out),
+                    2 => self.add::<S, N, 2, 2>(s, first..end, runs.blocks, weights, out),
+                    3 => self.add::<S, N, 3, 1>(s, first..end, runs.blocks, weights, out),
+                    _ => self.add::<S, N, 4, 1>(s, first..end, runs.blocks, weights, out),
+                },
+            ));
         }
     }
 
-    /// Adds components of some subspaces, given their runs in each block.
+    /// Adds components of some subspaces of the weighted values of `G` queries, given their runs in each
+    /// block. `A` accumulators for each query hide the latency of the multiply-adds.
     #[inline(always)]
-    fn add_subspaces<S: Simd, const NBITS: u32, const G: usize, const A: usize>(
+    fn add<S: Simd, const NBITS: u32, const G: usize, const A: usize>(
         &self,
         s: S,
         subspaces: Range<usize>,

@@ -6,11 +6,9 @@
 //! rule, all planes of a vector arrive at one place, which is the vector's own only at 8 bits. Scores are put
 //! in order once for all subspaces ([`Blocks::order_as_tokens`]). To shift and mask the codes of each subspace
 //! instead would take longer than a scan does.
-//!
-//! Kernels have a form of their own for small pages, `SMALL`: with one for both, those of whole blocks take 5
-//! to 10 % longer.
 
 use crate::pack::BLOCK;
+use crate::simd::{Simd, for_nbits};
 
 /// Consecutive blocks of 64 vectors.
 #[derive(Clone, Copy)]
@@ -62,11 +60,19 @@ impl<'b> Blocks<'b> {
         self.of_block == 1
     }
 
+    /// All runs of blocks that are whole.
+    #[inline(always)]
+    pub const fn whole(&self, m: usize) -> Runs<'b> {
+        Runs { blocks: self.parts, end: m }
+    }
+
     /// The runs from subspace `j` of `m` on: all that there are, or a multiple of `least` that there is room to
     /// gather.
     #[inline(always)]
-    pub fn runs<'r, const NBITS: u32, const SMALL: bool>(
+    pub fn runs<'r, S: Simd>(
         &self,
+        s: S,
+        nbits: u32,
         (j, m, least): (usize, usize, usize),
         room: &'r mut Room,
         list: &'r mut List<'r>,
@@ -75,10 +81,15 @@ impl<'b> Blocks<'b> {
         'b: 'r,
     {
         match self.of_block {
-            _ if !SMALL => Runs { blocks: self.parts, end: m },
-            1 => Runs { blocks: self.parts, end: m },
-            2 => self.gather::<NBITS, 2>((j, m, least), room, list),
-            _ => self.gather::<NBITS, 4>((j, m, least), room, list),
+            1 => self.whole(m),
+            2 => for_nbits!(nbits, N => s.call(
+                #[inline(always)]
+                || self.gather::<N, 2>((j, m, least), room, list),
+            )),
+            _ => for_nbits!(nbits, N => s.call(
+                #[inline(always)]
+                || self.gather::<N, 4>((j, m, least), room, list),
+            )),
         }
     }
 
@@ -113,9 +124,9 @@ impl<'b> Blocks<'b> {
 
     /// Puts values of the codes of blocks into the order of the tokens.
     #[inline(always)]
-    pub fn order_as_tokens<const NBITS: u32, const SMALL: bool>(&self, values: &mut [f32]) {
-        let (unit, steps) = (unit(NBITS, self.of_block), steps(NBITS));
-        if SMALL && !self.are_whole() && steps > 1 {
+    pub fn order_as_tokens(&self, nbits: u32, values: &mut [f32]) {
+        let (unit, steps) = (unit(nbits, self.of_block), steps(nbits));
+        if !self.are_whole() && steps > 1 {
             values
                 .as_chunks_mut()
                 .0
@@ -126,9 +137,9 @@ impl<'b> Blocks<'b> {
 
     /// Puts values of tokens into the order of the codes of blocks.
     #[inline(always)]
-    pub fn order_as_codes<const NBITS: u32, const SMALL: bool>(&self, values: &mut [f32]) {
-        let (unit, steps) = (unit(NBITS, self.of_block), steps(NBITS));
-        if SMALL && !self.are_whole() && steps > 1 {
+    pub fn order_as_codes(&self, nbits: u32, values: &mut [f32]) {
+        let (unit, steps) = (unit(nbits, self.of_block), steps(nbits));
+        if !self.are_whole() && steps > 1 {
             values
                 .as_chunks_mut()
                 .0

@@ -6,6 +6,7 @@
 //! scan, in the same order.
 
 use crate::Luts;
+use crate::attend::CHUNK;
 use crate::blocks::Blocks;
 use crate::pack::BLOCK;
 use crate::simd::Simd;
@@ -23,7 +24,7 @@ struct Aligned<T>(T);
 /// Scores the tokens of up to `CHUNK / 64` blocks of codes for the queries from `first` on, as many as
 /// `scores` (queries, `CHUNK`) has rows, at most four.
 #[inline(always)]
-pub(crate) fn scan_group<S: Simd, const NBITS: u32, const CHUNK: usize, const SMALL: bool>(
+pub(crate) fn scan_group<S: Simd, const NBITS: u32>(
     s: S,
     luts: &Luts<'_>,
     first: usize,
@@ -39,7 +40,7 @@ pub(crate) fn scan_group<S: Simd, const NBITS: u32, const CHUNK: usize, const SM
     let (mut room, mut end) = (None, 0);
     while end < m {
         let (start, mut list) = (end, None);
-        let runs = blocks.runs::<NBITS, SMALL>((start, m, SUBSPACES), &mut room, &mut list);
+        let runs = blocks.runs(s, NBITS, (start, m, SUBSPACES), &mut room, &mut list);
         end = runs.end;
         for j in (start..end).step_by(SUBSPACES) {
             let count = SUBSPACES.min(end - j);
@@ -65,7 +66,7 @@ pub(crate) fn scan_group<S: Simd, const NBITS: u32, const CHUNK: usize, const SM
         for (score, sums) in scores.iter_mut().zip(&*sums) {
             *score = sums[q];
         }
-        blocks.order_as_tokens::<NBITS, SMALL>(scores);
+        blocks.order_as_tokens(NBITS, scores);
     }
 }
 

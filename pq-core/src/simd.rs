@@ -56,6 +56,27 @@ impl Run for Backend {
     }
 }
 
+/// Evaluates an expression for the width of the codes, at most 8 bits, as a constant.
+macro_rules! for_nbits {
+    ($nbits:expr, $N:ident => $e:expr) => {
+        match $nbits {
+            1 => for_nbits!(@ $N = 1, $e),
+            2 => for_nbits!(@ $N = 2, $e),
+            3 => for_nbits!(@ $N = 3, $e),
+            4 => for_nbits!(@ $N = 4, $e),
+            5 => for_nbits!(@ $N = 5, $e),
+            6 => for_nbits!(@ $N = 6, $e),
+            7 => for_nbits!(@ $N = 7, $e),
+            _ => for_nbits!(@ $N = 8, $e),
+        }
+    };
+    (@ $N:ident = $value:literal, $e:expr) => {{
+        const $N: u32 = $value;
+        $e
+    }};
+}
+pub(crate) use for_nbits;
+
 /// Bytes of a plane or row of bytes that tables are loaded from: the smallest table reads 16.
 pub(crate) const fn row_len(ksub: usize) -> usize {
     if ksub < 16 { 16 } else { ksub }
@@ -84,6 +105,10 @@ pub(crate) trait Simd: Copy {
     const WIDE: bool;
     /// The widest codes whose tables of floats are looked up in registers; wider ones are gathered.
     const FLOAT_TABLE_BITS: u32;
+
+    /// Calls `f`, which must be `#[inline(always)]`, as a function of its own: an inner loop that kernels
+    /// share, or that has a form for each width of codes, is compiled once, apart from the loops around it.
+    fn call<R>(self, f: impl FnOnce() -> R) -> R;
 
     fn splat(self, x: f32) -> Self::F32;
     /// # Safety

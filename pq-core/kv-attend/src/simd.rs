@@ -10,7 +10,7 @@ pub use crate::exp::{exp, tanh};
 
 /// The only list of a backend's CPU features. `detect` is an expression: whether the machine has all of them.
 /// `run` defines the function `run`, which compiles a crate's `Kernel` for all of them, with the token that
-/// proves it.
+/// proves it, and `with_features`, which compiles a part of a kernel.
 ///
 /// The list includes features that another one implies, since the compiler assumes all of them.
 #[doc(hidden)]
@@ -40,15 +40,23 @@ macro_rules! cpu_features {
         }
     }};
     (@run $token:ident: $($feature:tt)*) => {
+        /// Compiles `f`, which must be `#[inline(always)]`, as a function with the features.
+        #[inline(never)]
+        #[target_feature($(enable = $feature),*)]
+        fn with_features<R>(f: impl FnOnce() -> R) -> R {
+            f()
+        }
+
         /// Compiles and runs a kernel. The caller has checked that the backend is available.
         pub(crate) fn run<K: Kernel>(kernel: K) -> K::Output {
-            #[target_feature($(enable = $feature),*)]
-            fn with_features<K: Kernel>(kernel: K) -> K::Output {
-                kernel.vector($token(()))
-            }
             // SAFETY: `Run::run` calls this only where `Backend::is_available` has confirmed all these
             // features.
-            unsafe { with_features(kernel) }
+            unsafe {
+                with_features(
+                    #[inline(always)]
+                    || kernel.vector($token(())),
+                )
+            }
         }
     };
 }

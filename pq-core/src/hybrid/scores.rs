@@ -47,16 +47,6 @@ impl Kernel for ScoreTogether<'_, '_> {
 
     #[inline(always)]
     fn vector<S: Simd>(self, s: S) -> bool {
-        match self.keys.parts() {
-            1 => self.score::<S, false>(s),
-            _ => self.score::<S, true>(s),
-        }
-    }
-}
-
-impl ScoreTogether<'_, '_> {
-    #[inline(always)]
-    fn score<S: Simd, const SMALL: bool>(self, s: S) -> bool {
         let Self { luts, first, keys, room, scores } = self;
         let n = keys.n();
         for start in (0..n).step_by(CHUNK) {
@@ -64,7 +54,7 @@ impl ScoreTogether<'_, '_> {
             let mut parts = [&[][..]; CHUNK / 16];
             let keys = keys.part(start, end);
             let blocks = keys.blocks(0, &mut parts[..CHUNK / keys.block_vectors()]);
-            if !score_together::<S, SMALL>(s, luts, first, blocks, room) {
+            if !score_together(s, luts, first, blocks, room) {
                 return false;
             }
             for (scores, room) in scores.chunks_exact_mut(n).zip(room.chunks_exact(CHUNK)) {

@@ -126,6 +126,11 @@ impl Simd for Avx2 {
     const FLOAT_TABLE_BITS: u32 = 6;
 
     #[inline(always)]
+    fn call<R>(self, f: impl FnOnce() -> R) -> R {
+        op!(with_features(f))
+    }
+
+    #[inline(always)]
     fn splat(self, x: f32) -> __m256 {
         op!(_mm256_set1_ps(x))
     }

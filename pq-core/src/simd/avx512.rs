@@ -54,6 +54,11 @@ impl Simd for Avx512 {
     const FLOAT_TABLE_BITS: u32 = 8;
 
     #[inline(always)]
+    fn call<R>(self, f: impl FnOnce() -> R) -> R {
+        op!(with_features(f))
+    }
+
+    #[inline(always)]
     fn splat(self, x: f32) -> __m512 {
         op!(_mm512_set1_ps(x))
     }

@@ -35,6 +35,11 @@ impl Simd for Neon {
     const WIDE: bool = true;
     const FLOAT_TABLE_BITS: u32 = 8;
 
+    #[inline(never)]
+    fn call<R>(self, f: impl FnOnce() -> R) -> R {
+        f()
+    }
+
     #[inline(always)]
     fn splat(self, x: f32) -> float32x4_t {
         op!(vdupq_n_f32(x))
