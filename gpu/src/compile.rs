@@ -46,7 +46,9 @@ const HEADERS: &[Source] = &[
     source!("pq_hybrid/lut.cuh"),
     source!("pq_hybrid/plan.cuh"),
     source!("pq_hybrid/rows.cuh"),
+    source!("pq_hybrid/selection.cuh"),
     source!("pq_hybrid/shape.cuh"),
+    source!("pq_hybrid/stats.cuh"),
     source!("pq_hybrid/values.cuh"),
     source!("pq_nearest.cuh"),
     source!("pq_search/keys.cuh"),
@@ -339,7 +341,7 @@ mod tests {
         let (keys, values) = (PqShape::new(128, 16, 8).unwrap(), PqShape::new(128, 8, 8).unwrap());
         let rule = GroupRule::SumOfSoftmax;
         let hybrid = HybridShape { keys, values, group: 4, element, rule, paged: true };
-        let hybrid = hybrid.programs(227 << 10).unwrap();
+        let hybrid = hybrid.programs((9, 0), 227 << 10).unwrap();
         let programs = [
             attend.program(227 << 10).unwrap(),
             search.program((8, 0), 163 << 10).unwrap(),

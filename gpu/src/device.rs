@@ -215,27 +215,38 @@ impl Kernel {
     pub unsafe fn launch<A: Copy>(
         &self,
         stream: CUstream,
-        Grid([x, y, z]): Grid,
+        grid: Grid,
         threads: u32,
         pdl: bool,
         argument: &A,
     ) -> Result<(), Error> {
-        let mut attribute = sys::CUlaunchAttribute {
-            id: CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
-            pad: [0; 4],
-            value: sys::CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 },
-        };
+        // SAFETY: the caller's contract.
+        unsafe { self.launch_in_clusters(stream, grid, 1, threads, pdl, argument) }
+    }
+
+    /// The same in clusters of `cluster` blocks along x. More than one block needs sm_90, more than 8 a call
+    /// of [`Kernel::active_clusters`] before.
+    ///
+    /// # Errors
+    /// [`Error::Driver`].
+    /// # Safety
+    /// As for [`Kernel::launch`].
+    pub(crate) unsafe fn launch_in_clusters<A: Copy>(
+        &self,
+        stream: CUstream,
+        grid: Grid,
+        cluster: u32,
+        threads: u32,
+        pdl: bool,
+        argument: &A,
+    ) -> Result<(), Error> {
+        let mut attributes = attributes(cluster);
+        let pdl = pdl && self.has_pdl;
         let config = sys::CUlaunchConfig {
-            gridDimX: x,
-            gridDimY: y,
-            gridDimZ: z,
-            blockDimX: threads,
-            blockDimY: 1,
-            blockDimZ: 1,
-            sharedMemBytes: self.shared,
             hStream: stream,
-            attrs: &raw mut attribute,
-            numAttrs: u32::from(pdl && self.has_pdl),
+            attrs: attributes[usize::from(!pdl)..].as_mut_ptr(),
+            numAttrs: u32::from(pdl) + u32::from(cluster > 1),
+            ..self.config(grid, threads)
         };
         self.context.bind_to_thread().map_err(Error::of("use device on this thread"))?;
         let mut arguments = [std::ptr::from_ref(argument).cast_mut().cast::<c_void>()];
@@ -247,4 +258,67 @@ impl Kernel {
         .result()
         .map_err(Error::of(format_args!("launch {}", self.program)))
     }
+
+    /// Number of clusters of `cluster` blocks that the device runs at the same time, on sm_90. Allows clusters
+    /// of more than 8 blocks, which not every device has.
+    ///
+    /// # Errors
+    /// [`Error::Driver`].
+    pub(crate) fn active_clusters(&self, cluster: u32, threads: u32) -> Result<usize, Error> {
+        self.context.bind_to_thread().map_err(Error::of("use device on this thread"))?;
+        let allowed = self.function.allow_large_clusters();
+        allowed.map_err(Error::of(format_args!("allow large clusters for {}", self.program)))?;
+        let mut attributes = attributes(cluster);
+        let config = sys::CUlaunchConfig {
+            attrs: &raw mut attributes[1],
+            numAttrs: 1,
+            ..self.config(Grid([cluster, 1, 1]), threads)
+        };
+        let mut active = 0;
+        // SAFETY: the function is loaded as long as `self` lives; `active` is written.
+        let status = unsafe {
+            sys::cuOccupancyMaxActiveClusters(&raw mut active, self.function.handle(), &raw const config)
+        };
+        match status {
+            sys::CUresult::CUDA_ERROR_INVALID_CLUSTER_SIZE => Ok(0),
+            _ => {
+                status.result().map_err(Error::of(format_args!("count clusters of {}", self.program)))?;
+                Ok(active as usize)
+            }
+        }
+    }
+
+    /// A launch without stream and attributes.
+    const fn config(&self, Grid([x, y, z]): Grid, threads: u32) -> sys::CUlaunchConfig {
+        sys::CUlaunchConfig {
+            gridDimX: x,
+            gridDimY: y,
+            gridDimZ: z,
+            blockDimX: threads,
+            blockDimY: 1,
+            blockDimZ: 1,
+            sharedMemBytes: self.shared,
+            hStream: std::ptr::null_mut(),
+            attrs: std::ptr::null_mut(),
+            numAttrs: 0,
+        }
+    }
+}
+
+/// Attributes of a launch: programmatic dependent launch, and clusters of `cluster` blocks along x.
+fn attributes(cluster: u32) -> [sys::CUlaunchAttribute; 2] {
+    let attribute = |id| sys::CUlaunchAttribute {
+        id,
+        pad: [0; 4],
+        value: sys::CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 },
+    };
+    let mut attributes = [
+        attribute(CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION),
+        attribute(CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION),
+    ];
+    let size = &mut attributes[1].value;
+    size.clusterDim.x = cluster;
+    size.clusterDim.y = 1;
+    size.clusterDim.z = 1;
+    attributes
 }

@@ -58,6 +58,13 @@ impl Function {
         unsafe { result::function::set_function_attribute(self.handle, limit, bytes as i32) }
     }
 
+    /// Lets the kernel have clusters of more than the 8 blocks that every device with clusters runs.
+    pub(crate) fn allow_large_clusters(&self) -> Result<(), DriverError> {
+        let allowed = CUfunction_attribute::CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED;
+        // SAFETY: the module is loaded as long as `self` lives.
+        unsafe { result::function::set_function_attribute(self.handle, allowed, 1) }
+    }
+
     /// For `cuLaunchKernelEx`; valid as long as `self` lives.
     pub(crate) const fn handle(&self) -> CUfunction {
         self.handle

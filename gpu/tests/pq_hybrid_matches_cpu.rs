@@ -550,7 +550,7 @@ fn shapes_without_kernels_are_errors() {
         rule: GroupRule::SumOfSoftmax,
         paged: false,
     };
-    assert!(good.programs(227 << 10).is_ok());
+    assert!(good.programs((9, 0), 227 << 10).is_ok());
     let bad = [
         HybridShape { group: 0, ..good },
         HybridShape { group: 9, ..good },
@@ -560,7 +560,10 @@ fn shapes_without_kernels_are_errors() {
         HybridShape { values: shape(128, 16, 6), ..good },
     ];
     for shape in bad {
-        assert!(matches!(shape.programs(227 << 10), Err(Error::Unsupported { .. })), "{shape:?}");
+        assert!(matches!(shape.programs((9, 0), 227 << 10), Err(Error::Unsupported { .. })), "{shape:?}");
     }
-    assert!(matches!(good.programs(64 << 10), Err(Error::Unsupported { .. })), "too little shared memory");
+    assert!(
+        matches!(good.programs((9, 0), 64 << 10), Err(Error::Unsupported { .. })),
+        "too little shared memory"
+    );
 }

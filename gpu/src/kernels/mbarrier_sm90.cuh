@@ -41,13 +41,28 @@ __device__ __forceinline__ u32 cluster_ctarank() {
     asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
     return rank;
 }
+__device__ __forceinline__ u32 cluster_nctarank() {
+    u32 blocks;
+    asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(blocks));
+    return blocks;
+}
+// A barrier of all threads of the cluster, with release and acquire order.
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
 // Maps an address in this block's shared memory to the same location in block `rank` of the cluster.
 __device__ __forceinline__ u32 mapa(const void* shared, u32 rank) {
     u32 address;
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(smem_address(shared)), "r"(rank));
     return address;
 }
-// Stores to the shared memory of block `rank`; the mbarrier there counts the bytes.
+// Adds to, or stores to, the shared memory of block `rank`.
+__device__ __forceinline__ void red_add_cluster(void* shared, u32 rank, u32 x) {
+    asm volatile("red.relaxed.cluster.shared::cluster.add.u32 [%0], %1;" ::"r"(mapa(shared, rank)), "r"(x) : "memory");
+}
+__device__ __forceinline__ void st_cluster(void* shared, u32 rank, uint2 x) {
+    asm volatile("st.shared::cluster.v2.u32 [%0], {%1, %2};" ::"r"(mapa(shared, rank)), "r"(x.x), "r"(x.y) : "memory");
+}
+// The same, asynchronously; the mbarrier there counts the bytes.
 __device__ __forceinline__ void st_async(void* shared, u32 rank, u32 x, u64& barrier) {
     asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(mapa(shared, rank)),
                  "r"(x), "r"(mapa(&barrier, rank))

@@ -16,6 +16,10 @@ use crate::{Device, Element, Error, Program};
 const ROW: usize = 256;
 /// Bytes for a `Plan`.
 const PLAN_BYTES: usize = 64;
+/// At least the size of `Shared` of `select_sm90.cu`: keys, counts and totals of three digits, and sums.
+const SELECT_SHARED_BYTES: usize = 4 * 32_768 + 2 * 4 * 4096 + 8 * (16 + 32) + 4 * 3 * 8;
+/// Blocks of a cluster that selects.
+const CLUSTERS: [usize; 4] = [16, 8, 4, 2];
 
 /// Compile-time shape of [`Hybrid`].
 ///
@@ -97,19 +101,22 @@ impl HybridShape {
             return unsupported("keys and values of the same dim, and 1 to 8 query heads per key/value head");
         }
         let entry = self.entry();
-        let at_once = if entry == 4 { 4 } else { 2 };
         let two_rows = self.keys.m() == 32 && entry == 8; // a code's entries do not fit one row
         let lut = self.keys.ksub() * ROW * if two_rows { 2 } else { 1 };
-        let builder = 4 * (self.dim() * at_once + self.keys.m() * at_once + entry);
+        let builder = 4 * (self.keys.m() * entry + entry);
         let score_warps = if entry == 8 { 16 } else { 32 }; // more queries need more registers
         let scores = lut + builder + 8 * entry * score_warps + PLAN_BYTES;
         // A code of 128 components and at most 16 subspaces has two rows, 2^16 bytes apart.
         let half = if self.dim() == 128 && self.values.m() <= 16 { 1 << 16 } else { 0 };
         let table = half + self.values.ksub() * ROW;
         let attend = |warps: usize| table + 4 * warps * entry * self.result_len() + PLAN_BYTES;
-        // Twelve warps have 168 registers each, which the rows of a tile need.
-        let most = if entry == 8 && self.values.m() == 32 { 8 } else { 12 };
-        let warps = [most, 8].into_iter().find(|&warps| attend(warps) <= shared_memory);
+        // A thread has 128 registers in a block of 16 warps, 168 in one of 12, 255 in one of 8.
+        let most = match (entry, self.values.m()) {
+            (8, 32) => 8,
+            (8, _) | (_, 32) => 12,
+            _ => 16,
+        };
+        let warps = [most, 12, 8].into_iter().find(|&warps| attend(warps) <= shared_memory);
         match warps.filter(|_| scores <= shared_memory) {
             Some(attend_warps) => {
                 Ok(Plan { scores, score_warps, attend: attend(attend_warps), attend_warps })
@@ -118,18 +125,23 @@ impl HybridShape {
         }
     }
 
-    /// The kernels for blocks of up to `shared_memory` bytes ([`Device::shared_memory`]): those that score,
-    /// select and attend.
+    /// The kernels for a compute capability and blocks of up to `shared_memory` bytes
+    /// ([`Device::shared_memory`]): those that score, select and attend. From 9.0 on, one kernel selects.
     ///
     /// # Errors
     /// [`Error::Unsupported`].
-    pub fn programs(&self, shared_memory: usize) -> Result<[Program; 3], Error> {
-        Ok(self.plan(shared_memory)?.programs(self))
+    pub fn programs(&self, capability: (i32, i32), shared_memory: usize) -> Result<[Program; 3], Error> {
+        Ok(self.plan(shared_memory)?.programs(self, has_clusters(capability, shared_memory)))
     }
 }
 
+/// Whether a cluster of blocks can select the tokens of a row.
+const fn has_clusters(capability: (i32, i32), shared_memory: usize) -> bool {
+    capability.0 >= 9 && SELECT_SHARED_BYTES <= shared_memory
+}
+
 impl Plan {
-    fn programs(&self, shape: &HybridShape) -> [Program; 3] {
+    fn programs(&self, shape: &HybridShape, has_clusters: bool) -> [Program; 3] {
         let defines = [
             ("HEAD_DIM", shape.dim()),
             ("GROUP", shape.group),
@@ -141,11 +153,13 @@ impl Plan {
             ("ROW_BYTES", ROW_BYTES),
             ("SCORE_WARPS", self.score_warps),
             ("SCORES_SHARED_BYTES", self.scores),
+            ("SELECT_SHARED_BYTES", SELECT_SHARED_BYTES),
             ("ATTEND_SHARED_BYTES", self.attend),
             ("ATTEND_WARPS", self.attend_warps),
         ];
-        let sources =
-            [source!("pq_hybrid/scores.cu"), source!("pq_hybrid/select.cu"), source!("pq_hybrid/attend.cu")];
+        let select =
+            if has_clusters { source!("pq_hybrid/select_sm90.cu") } else { source!("pq_hybrid/select.cu") };
+        let sources = [source!("pq_hybrid/scores.cu"), select, source!("pq_hybrid/attend.cu")];
         sources.map(|source| {
             Program::new(source, &defines)
                 .define_if(shape.rule == GroupRule::MaxOfSoftmax, "MAX_RULE")
@@ -277,6 +291,14 @@ struct KernelArguments {
 
 const _: () = assert!(size_of::<KernelArguments>() == 208);
 
+/// The kernels that select.
+enum Selection {
+    /// One, with a cluster of blocks for each row; how many clusters of each of the `CLUSTERS` run at a time.
+    Clusters(Kernel, [usize; 4]),
+    /// Three in order, with a block for each chunk of a row.
+    Chunks([Kernel; 3]),
+}
+
 /// Decode attention in which codes stand for all tokens but the few of the largest weight, which have their
 /// exact rows: `pq_core::hybrid_select_into`, `pq_core::hybrid_attend_into` and `pq_core::attend_exact_into`
 /// in one softmax.
@@ -295,7 +317,7 @@ const _: () = assert!(size_of::<KernelArguments>() == 208);
 /// MILLION (DAC 2025), III-B, for attention on codes; PQCache (arXiv 2407.12820), 3.4, for the group's rule.
 pub struct Hybrid {
     scores: Kernel,
-    select: [Kernel; 3],
+    selection: Selection,
     attend: Kernel,
     shape: HybridShape,
     plan: Plan,
@@ -309,14 +331,25 @@ impl Hybrid {
     /// [`Error::Unsupported`], [`Error::NoNvrtc`], [`Error::Compile`] or [`Error::Driver`].
     pub fn new(device: &Device, shape: HybridShape) -> Result<Self, Error> {
         let plan = shape.plan(device.shared_memory())?;
-        let [scores, select, attend] = plan.programs(&shape);
-        Ok(Self {
-            scores: device.kernel(&scores, "pq_hybrid_scores", plan.scores)?,
-            select: [
+        let has_clusters = has_clusters(device.capability(), device.shared_memory());
+        let [scores, select, attend] = plan.programs(&shape, has_clusters);
+        let selection = if has_clusters {
+            let kernel = device.kernel(&select, "pq_hybrid_select", SELECT_SHARED_BYTES)?;
+            let mut active = [0; CLUSTERS.len()];
+            for (active, blocks) in active.iter_mut().zip(CLUSTERS) {
+                *active = kernel.active_clusters(blocks as u32, SELECT_THREADS)?;
+            }
+            Selection::Clusters(kernel, active)
+        } else {
+            Selection::Chunks([
                 device.kernel(&select, "pq_hybrid_keys", 0)?,
                 device.kernel(&select, "pq_hybrid_collect", 0)?,
                 device.kernel(&select, "pq_hybrid_write", 0)?,
-            ],
+            ])
+        };
+        Ok(Self {
+            scores: device.kernel(&scores, "pq_hybrid_scores", plan.scores)?,
+            selection,
             attend: device.kernel(&attend, "pq_hybrid_attend", plan.attend)?,
             shape,
             plan,
@@ -340,12 +373,12 @@ impl Hybrid {
     #[must_use]
     pub fn workspace_len(&self, batch: usize, heads: usize, tokens: usize) -> usize {
         let (rows, entry) = (batch.saturating_mul(heads), self.shape.entry());
-        let counters = rows.saturating_mul(8).next_multiple_of(16);
-        let stats = rows.saturating_mul(8 * entry);
-        let parts = 2 * entry * (8 + 4 * self.shape.result_len());
-        let parts = heads.saturating_mul(self.blocks(heads)).saturating_mul(parts);
-        // Scores, keys and candidates of each token, the mask, and a count.
-        let chunk = CHUNK * (4 * self.shape.group + 8) + CHUNK / 8 + 8;
+        let blocks = self.blocks(heads);
+        let counters = rows.saturating_mul(12).next_multiple_of(16);
+        let stats = rows.saturating_mul(blocks).saturating_mul(8 * entry);
+        let parts = heads.saturating_mul(blocks).saturating_mul(8 * entry * self.shape.result_len());
+        // Scores, keys and candidates of each token, and a count.
+        let chunk = CHUNK * (4 * self.shape.group + 8) + 8;
         let row = tokens.div_ceil(CHUNK).saturating_mul(chunk).saturating_add(ROW_BYTES);
         counters.saturating_add(stats).saturating_add(parts).saturating_add(rows.saturating_mul(row))
     }
@@ -364,14 +397,32 @@ impl Hybrid {
         let a = arguments;
         let per_head = OPERATION.grid(&[("blocks", self.blocks(a.heads)), ("heads", a.heads)])?;
         let rows = a.batch.saturating_mul(a.heads);
-        let chunks = OPERATION.grid(&[("chunks", prepared.chunks as usize), ("heads of sequences", rows)])?;
+        let chunks = prepared.chunks as usize;
+        let blocks = match &self.selection {
+            // The largest clusters of which those of all rows run at the same time.
+            Selection::Clusters(_, active) => {
+                let fitting = CLUSTERS.into_iter().zip(active).find(|&(_, &active)| rows <= active);
+                fitting.map_or(1, |(blocks, _)| blocks.min(chunks.next_power_of_two()))
+            }
+            Selection::Chunks(_) => chunks,
+        };
+        let per_row = OPERATION.grid(&[("chunks", blocks), ("heads of sequences", rows)])?;
+        let score_threads = self.plan.score_warps as u32 * 32;
         // SAFETY: the structure is the kernels' argument; the caller upholds the contract of its pointers.
-        unsafe { self.scores.launch(stream, per_head, self.plan.score_warps as u32 * 32, a.pdl, &prepared)? };
-        for kernel in &self.select {
-            // SAFETY: as above.
-            unsafe { kernel.launch(stream, chunks, SELECT_THREADS, true, &prepared)? };
+        unsafe { self.scores.launch(stream, per_head, score_threads, a.pdl, &prepared)? };
+        match &self.selection {
+            Selection::Clusters(kernel, _) => {
+                let cluster = blocks as u32;
+                // SAFETY: as above.
+                unsafe {
+                    kernel.launch_in_clusters(stream, per_row, cluster, SELECT_THREADS, true, &prepared)
+                }
+            }
+            Selection::Chunks(kernels) => kernels.iter().try_for_each(|kernel| {
+                // SAFETY: as above.
+                unsafe { kernel.launch(stream, per_row, SELECT_THREADS, true, &prepared) }
+            }),
         }
-        Ok(())
     }
 
     /// Attends to the codes of all tokens but the selected ones, to their exact rows, and to the other exact

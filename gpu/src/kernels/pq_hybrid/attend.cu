@@ -26,44 +26,20 @@ __device__ __forceinline__ void attend_sequence(const Arguments& a, const Scratc
     const u64 row = (u64)plan.entry * a.heads + head;
     const u32 exact_items = (exact + ROWS_PER_ITEM - 1) / ROWS_PER_ITEM;
     const u32 row_items = exact_items + (selected + ROWS_PER_ITEM - 1) / ROWS_PER_ITEM;
-    const u32 row_units = row_items * ROW_ITEM_UNITS;
-    // An item belongs to the block that has its first unit.
-    const u32 item_begin = min((plan.from + ROW_ITEM_UNITS - 1) / ROW_ITEM_UNITS, row_items);
-    const u32 item_end = min((plan.to + ROW_ITEM_UNITS - 1) / ROW_ITEM_UNITS, row_items);
-    const u32 end = min(max(plan.to, row_units) - row_units, (plan.length + TILE - 1) / TILE);
-    TileWalk<WARPS> walk(max(plan.from, row_units) - row_units, warp, (item_end - item_begin) % WARPS);
+    const u32 tile_count = (plan.length + TILE - 1) / TILE, units = plan.units;
+    // Blocks share items and tiles alike: the rows of an item take long to arrive, and a warp has few of them.
+    const auto before = [&](u32 unit, u32 count) {
+        return unit == units ? count : min((u32)((float)unit * ((float)count / (float)units)), count);
+    };
+    const u32 item_begin = before(plan.from, row_items), item_end = before(plan.to, row_items);
     float* results = &block().results[warp][0][0];
-
-    const Tiles tiles(a, plan.entry, head);
-    const float* row_scores = scratch.scores + row * a.chunks * CHUNK * GROUP;
-    const u32* row_mask = reinterpret_cast<const u32*>(scratch.mask + row * a.chunks * (CHUNK / 8));
-    struct Tile {
-        Values codes;
-        float scores[2][MMAS][4];
-        u32 mask; // of the selected tokens
-    };
-    auto load = [&](Tile& ahead) {
-        if (walk.tile >= end) return;
-        ahead.codes.load(a.value_codes + (u64)tiles.at(a, walk.tile) * Values::TILE_BYTES, lane);
-        ahead.mask = row_mask[walk.tile];
-#pragma unroll
-        for (int i = 0; i < 2 * MMAS; i++) {
-            const int half = i / MMAS, m = i % MMAS, query = m * COLUMNS + g % COLUMNS;
-            float4 four = make_float4(-infinity(), -infinity(), -infinity(), -infinity());
-            if (query < GROUP)
-                four = *reinterpret_cast<const float4*>(row_scores + ((u64)walk.tile * GROUP + query) * TILE +
-                                                        half * 16 + l * 4);
-            ahead.scores[half][m][0] = four.x, ahead.scores[half][m][1] = four.y;
-            ahead.scores[half][m][2] = four.z, ahead.scores[half][m][3] = four.w;
-        }
-    };
 
     {
         const u16* queries = a.queries + row * GROUP * D;
         RowSums rows;
         rows.clear();
         for (u32 item = item_begin + warp; warp_uniform(item < item_end); item += WARPS) {
-            if (item < exact_items) {
+            if (warp_uniform(item < exact_items)) {
                 const u32 first = item * ROWS_PER_ITEM;
                 const u64 at = row * a.exact_capacity + first;
                 rows.add(queries, a.exact_keys, a.exact_values, exact - first, a.scale, [&](u32 i) { return at + i; });
@@ -76,9 +52,32 @@ __device__ __forceinline__ void attend_sequence(const Arguments& a, const Scratc
         }
         rows.store(results);
     }
+
+    const u32 end = before(plan.to, tile_count);
+    TileWalk<WARPS> walk(before(plan.from, tile_count), warp, (item_end - item_begin) % WARPS);
+    const Tiles tiles(a, plan.entry, head);
+    const u8* codes = a.value_codes + lane * Values::LANE_BYTES;
+    const float* scores = scratch.scores_of(a, row) + ValueSums::half_of(lane) * 16 + l * 4;
+    struct Tile {
+        Values codes;
+        float scores[MMAS][4]; // of the lane's half
+    };
+    auto load = [&](Tile& ahead) {
+        // The last tile again instead of a branch, after which the lanes of the warp might not converge.
+        const u32 tile = min(walk.tile, end - 1);
+        ahead.codes.load(codes + (u64)tiles.at(a, tile) * Values::TILE_BYTES);
+#pragma unroll
+        for (int m = 0; m < MMAS; m++) {
+            const int query = min(m * COLUMNS + g % COLUMNS, GROUP - 1);
+            const float4 four =
+                *reinterpret_cast<const float4*>(scores + query * TILE + (u64)tile * (GROUP * TILE));
+            ahead.scores[m][0] = four.x, ahead.scores[m][1] = four.y;
+            ahead.scores[m][2] = four.z, ahead.scores[m][3] = four.w;
+        }
+    };
+    if (!warp_uniform(walk.tile < end)) return;
     Tile even, odd;
     load(even);
-
     ValueSums sums;
     sums.clear();
     const ValueOffsets offsets(lane);
@@ -86,17 +85,17 @@ __device__ __forceinline__ void attend_sequence(const Arguments& a, const Scratc
         walk.advance();
         load(next); // a whole tile ahead
         u32 weights[2][MMAS][2], any = 0;
-        sums.weigh(weights, tile.scores, tile.mask, lane);
+        sums.weigh(weights, tile.scores, lane);
 #pragma unroll
         for (int i = 0; i < 4 * MMAS; i++) any |= weights[i / 2 / MMAS][i / 2 % MMAS][i % 2];
         // Tiles whose weights have all underflowed need no values.
         if (warp_uniform(any != 0)) sums.add(tile.codes, weights, offsets, shared, lane);
     };
-    while (warp_uniform(walk.tile < end)) {
+    do {
         add(even, odd);
         if (!warp_uniform(walk.tile < end)) break;
         add(odd, even);
-    }
+    } while (warp_uniform(walk.tile < end));
     sums.add_to(results, lane);
 }
 
@@ -114,7 +113,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) pq_hybrid_attend(const 
         const u64 row = (u64)plan.entry * a.heads + blockIdx.y;
         reduce<VEC, D, WARPS, RESULT>(&block().results[0][0][0], GROUP, plan, blockIdx.x,
                                       scratch.partials + ((u64)blockIdx.y * gridDim.x + blockIdx.x) * 2 * VEC * RESULT,
-                                      scratch.attend_counts + row, [&](u32 query, int component, const Sum& sum) {
+                                      scratch.counts + row, [&](u32 query, int component, const Sum& sum) {
                                           *reinterpret_cast<u32*>(a.out + (row * GROUP + query) * D + component) =
                                               sum.normalized();
                                           if (component == 0 && a.log_sum_exp)

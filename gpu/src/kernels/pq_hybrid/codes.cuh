@@ -8,13 +8,13 @@ template <int M, int BITS>
 struct Packed {
     static constexpr int EXPANDED = M / 4; // registers with one code in each byte
     static constexpr int COUNT = M * BITS / 32, WIDTH = COUNT < 4 ? COUNT : 4, LOADS = COUNT / WIDTH;
-    static constexpr int TILE_BYTES = COUNT * 4 * LANES;
+    static constexpr int LANE_BYTES = WIDTH * 4, TILE_BYTES = COUNT * 4 * LANES;
     u32 words[COUNT];
 
-    __device__ __forceinline__ void load(const u8* tile, int lane) {
-        tile += lane * WIDTH * 4;
+    // `tile`: its bytes, from lane * LANE_BYTES on.
+    __device__ __forceinline__ void load(const u8* tile) {
 #pragma unroll
-        for (int i = 0; i < LOADS; i++) ld_nc_no_allocate<WIDTH>(words + i * WIDTH, tile + i * LANES * WIDTH * 4);
+        for (int i = 0; i < LOADS; i++) ld_nc_no_allocate<WIDTH>(words + i * WIDTH, tile + i * LANES * LANE_BYTES);
     }
 
     __device__ __forceinline__ void expand(u32 (&codes)[EXPANDED]) const {

@@ -16,8 +16,7 @@ constexpr int MIDDLE = LINE * MIDDLES <= ROW ? LINE : KSUB * ROW; // distance of
 constexpr int LUT_BYTES = KSUB * ROW * (LINE * MIDDLES <= ROW ? 1 : 2);
 static_assert(LINE <= ROW, "a line fits a row");
 
-constexpr int AT_ONCE = VEC == 4 ? 4 : 2; // queries of one pass over the centroids
-constexpr float LEAST_ENTRY = -60000;     // finite in f16: products with zeros are zeros
+constexpr float LEAST_ENTRY = -60000; // finite in f16: products with zeros are zeros
 
 // Offsets of the lane's entries in a row, for steps 2 i and 2 i + 1.
 struct LutOffsets {
@@ -31,29 +30,39 @@ struct LutOffsets {
     }
 };
 
-// A thread's words of the codebook table, loaded ahead of the queries.
-template <int THREADS>
-struct LutWords {
-    static constexpr int CODES = THREADS / KEY_M, ITEMS = (KSUB + CODES - 1) / CODES; // codes at a time; of a thread
-    u32 words[ITEMS][DSUB / 2];
+constexpr int PAIRS = DSUB / 2, CHUNKS = PAIRS == 8 ? 2 : 1; // pairs of components, and how many a lane has
+constexpr int SHARE = VEC <= 4 && CHUNKS == 1 ? 2 : 1;        // subspaces that share an MMA
+constexpr int FOURS = KEY_M / 4, PRODUCTS = 4 / SHARE;        // MMAs for four subspaces
 
-    static __device__ __forceinline__ bool exists(int i) {
-        return KSUB % CODES == 0 || (int)threadIdx.x / KEY_M + i * CODES < KSUB;
-    }
+// A warp's part of the codebook table, loaded ahead of the queries: items of 16 codes of four subspaces. Lane 4 g + l
+// has codes g and g + 8, components 2 l and 2 l + 1 (and 2 l + 8 and 2 l + 9) of each.
+template <int WARPS>
+struct LutWords {
+    static constexpr int ALL = KSUB / 16 * FOURS, ITEMS = (ALL + WARPS - 1) / WARPS;
+    static_assert(WARPS % FOURS == 0, "all items of a warp have the same subspaces");
+    uint4 words[ITEMS][CHUNKS][2];
+
+    static __device__ __forceinline__ int item(int i) { return threadIdx.x / LANES + i * WARPS; }
+    static __device__ __forceinline__ bool exists(int i) { return ALL % WARPS == 0 || warp_uniform(item(i) < ALL); }
+    static __device__ __forceinline__ int first_code(int i) { return item(i) / FOURS * 16; }
+    static __device__ __forceinline__ int first_subspace() { return threadIdx.x / LANES % FOURS * 4; }
+
     __device__ __forceinline__ void load(const Arguments& a, u32 head) {
-        const u32* table = a.key_table + ((u64)head * KSUB + threadIdx.x / KEY_M) * WORDS + threadIdx.x % KEY_M;
+        const int lane = threadIdx.x % LANES, g = lane / 4, l = lane % 4;
+        const u32* table = a.key_table + (u64)head * KSUB * WORDS + g * WORDS + l * KEY_M + first_subspace();
 #pragma unroll
-        for (int i = 0; i < ITEMS * DSUB / 2; i++) {
-            const int item = i / (DSUB / 2), p = i % (DSUB / 2);
-            words[item][p] = exists(item) ? __ldg(table + item * CODES * WORDS + p * KEY_M) : 0;
+        for (int i = 0; i < ITEMS * CHUNKS * 2; i++) {
+            const int item = i / 2 / CHUNKS, chunk = i / 2 % CHUNKS, half = i % 2;
+            const u32* from = table + (first_code(item) + half * 8) * WORDS + chunk * 4 * KEY_M;
+            words[item][chunk][half] = exists(item) && l < PAIRS ? __ldg(reinterpret_cast<const uint4*>(from))
+                                                                   : make_uint4(0, 0, 0, 0);
         }
     }
 };
 
-// Queries and maxima while a table is made.
+// What the warps share while a table is made.
 struct LutBuilder {
-    float queries[DSUB][KEY_M][AT_ONCE]; // times scale and log2(e)
-    int maxima[KEY_M][AT_ONCE];          // ordered like floats
+    int maxima[KEY_M][VEC]; // ordered like floats
     float base[VEC];
 
     static __device__ __forceinline__ int ordered(float x) {
@@ -62,86 +71,129 @@ struct LutBuilder {
     }
     static __device__ __forceinline__ float from_ordered(int x) { return __int_as_float(x ^ (x >> 31 & 0x7fffffff)); }
 
-    // Called by all THREADS threads; writes the table at `lut` and `base`, and synchronizes.
-    template <int THREADS>
-    __device__ __forceinline__ void build(const Arguments& a, u32 sequence, u32 head, const LutWords<THREADS>& words,
+    // Called by all threads of the WARPS warps; writes the table at `lut` and `base`, and synchronizes. Codes are the
+    // rows of an MMA and queries its columns: lane 4 g + l has two queries for codes g and g + 8. Up to four queries
+    // leave columns 4 to 7 for the next subspace, whose components are the second half of the inner dimension.
+    template <int WARPS>
+    __device__ __forceinline__ void build(const Arguments& a, u32 sequence, u32 head, const LutWords<WARPS>& words,
                                           u8* lut) {
-        constexpr int CODES = LutWords<THREADS>::CODES, ITEMS = LutWords<THREADS>::ITEMS;
-        const u16* from = a.code_queries + ((u64)sequence * a.heads + head) * GROUP * D;
-        const int j = threadIdx.x % KEY_M, first_code = threadIdx.x / KEY_M;
-        for (int first = 0; first < VEC; first += AT_ONCE) {
-            __syncthreads();
-            for (int i = threadIdx.x; i < AT_ONCE * D; i += THREADS) {
-                const int q = i / D, d = i % D;
-                queries[d % DSUB][d / DSUB][q] = first + q < GROUP ? to_float(from[(first + q) * D + d]) * a.scale : 0;
+        using Words = LutWords<WARPS>;
+        const int lane = threadIdx.x % LANES, g = lane / 4, l = lane % 4, subspace = Words::first_subspace();
+        const u16* queries = a.code_queries + ((u64)sequence * a.heads + head) * GROUP * D;
+        u32 query[PRODUCTS][2];
+#pragma unroll
+        for (int i = 0; i < PRODUCTS * 2; i++) {
+            const int product = i / 2, chunk = i % 2, q = SHARE == 2 ? g % 4 : g;
+            const int j = subspace + product * SHARE + (SHARE == 2 ? chunk : 0);
+            const int pair = l + (CHUNKS == 2 ? chunk * 4 : 0);
+            const bool exists = q < GROUP && pair < PAIRS && (SHARE == 2 ? g / 4 == chunk : chunk < CHUNKS);
+            query[product][chunk] = exists ? as_halves(queries + q * D + j * DSUB + pair * 2) : 0;
+        }
+        const float variance = half_variance(a, queries, head); // loaded at the same time
+        __syncthreads();                                        // nobody reads the previous table
+        static_assert(KEY_M * VEC <= WARPS * LANES, "a thread for each maximum");
+        if (threadIdx.x < KEY_M * VEC) (&maxima[0][0])[threadIdx.x] = ordered(-1e30f);
+        __syncthreads();
+        auto multiply = [&](float (&dots)[4], int item, int product) {
+            auto word = [&](int chunk, int half, int j) {
+                const uint4& four = words.words[item][chunk][half];
+                return j == 0 ? four.x : j == 1 ? four.y : j == 2 ? four.z : four.w;
+            };
+            u32 operand[4] = {};
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+                if (i < 2 || SHARE * CHUNKS == 2)
+                    operand[i] = word(CHUNKS == 2 ? i / 2 : 0, i % 2, product * SHARE + (SHARE == 2 ? i / 2 : 0));
+            mma_m16n8k16_f16_init(dots, operand, query[product][0], query[product][1]);
+#pragma unroll
+            for (int i = 0; i < 4; i++) dots[i] *= a.scale;
+        };
+        // The lane's queries, and its subspace of product 0.
+        const int first_query = (SHARE == 2 ? l % 2 : l) * 2, own = subspace + (SHARE == 2 ? l / 2 : 0);
+        const bool has_queries = first_query < VEC;
+#pragma unroll
+        for (int product = 0; product < PRODUCTS; product++) {
+            float max[2] = {-1e30f, -1e30f};
+#pragma unroll
+            for (int item = 0; item < Words::ITEMS; item++) {
+                if (!Words::exists(item)) continue;
+                float dots[4];
+                multiply(dots, item, product);
+#pragma unroll
+                for (int i = 0; i < 4; i++) max[i % 2] = fmaxf(max[i % 2], dots[i]);
             }
-            if (threadIdx.x < KEY_M * AT_ONCE) maxima[threadIdx.x / AT_ONCE][threadIdx.x % AT_ONCE] = ordered(-1e30f);
-            __syncthreads();
-            float dots[ITEMS][AT_ONCE] = {};
 #pragma unroll
-            for (int p = 0; p < DSUB / 2; p++) {
-                float low[AT_ONCE], high[AT_ONCE];
+            for (int q = 0; q < 2; q++) {
 #pragma unroll
-                for (int q = 0; q < AT_ONCE; q++) low[q] = queries[2 * p][j][q], high[q] = queries[2 * p + 1][j][q];
+                for (int other = 4; other < LANES; other *= 2)
+                    max[q] = fmaxf(max[q], __shfl_xor_sync(FULL, max[q], other));
+                if (g == product && has_queries)
+                    atomicMax(&maxima[own + product * SHARE][first_query + q], ordered(max[q]));
+            }
+        }
+        __syncthreads();
+        add_base<WARPS>(variance);
+        u8* line = lut + own / LINE_M * MIDDLE + own % LINE_M * ENTRY + first_query * 2;
 #pragma unroll
-                for (int i = 0; i < ITEMS; i++) {
-                    const u32 word = words.words[i][p];
-                    const float x = half_to_float((u16)word), y = half_to_float((u16)(word >> 16));
+        for (int item = 0; item < Words::ITEMS; item++) {
+            if (!Words::exists(item)) continue;
+            u32 entries[2][PRODUCTS]; // [code][product]: two queries
 #pragma unroll
-                    for (int q = 0; q < AT_ONCE; q++) dots[i][q] += low[q] * x + high[q] * y;
+            for (int product = 0; product < PRODUCTS; product++) {
+                float dots[4];
+                multiply(dots, item, product);
+                const int* of_queries = &maxima[own + product * SHARE][has_queries ? first_query : 0];
+                const float max[2] = {from_ordered(of_queries[0]), from_ordered(of_queries[1])};
+                // `fmaxf` replaces NaN, which only a query that is not finite has; `base` is NaN then.
+#pragma unroll
+                for (int half = 0; half < 2; half++)
+                    entries[half][product] = pack_half2(fmaxf(dots[2 * half] - max[0], LEAST_ENTRY),
+                                                        fmaxf(dots[2 * half + 1] - max[1], LEAST_ENTRY));
+            }
+            // The entries of a subspace lie in one bank, so that lanes of different g write different ones at a time.
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                const u32(&e)[PRODUCTS] = entries[half];
+#pragma unroll
+                for (int i = 0; i < PRODUCTS; i++) {
+                    u32 entry = g & 1 ? e[(i + 1) % PRODUCTS] : e[i];
+                    if (PRODUCTS == 4 && g & 2) entry = g & 1 ? e[(i + 3) % PRODUCTS] : e[(i + 2) % PRODUCTS];
+                    u8* at = line + (Words::first_code(item) + g + half * 8) * ROW + (i + g) % PRODUCTS * SHARE * ENTRY;
+#pragma unroll
+                    for (int copy = 0; copy < LINE_COPIES; copy++)
+                        if (has_queries) *reinterpret_cast<u32*>(at + copy * LINE_M * ENTRY) = entry;
                 }
             }
-#pragma unroll
-            for (int q = 0; q < AT_ONCE; q++) {
-                float max = -1e30f;
-#pragma unroll
-                for (int i = 0; i < ITEMS; i++)
-                    if (words.exists(i)) max = fmaxf(max, dots[i][q]);
-#pragma unroll
-                for (int other = KEY_M; other < LANES; other *= 2) max = fmaxf(max, __shfl_xor_sync(FULL, max, other));
-                atomicMax(&maxima[j][q], ordered(max));
-            }
-            __syncthreads();
-            const int line = j / LINE_M * MIDDLE;
-#pragma unroll
-            for (int i = 0; i < ITEMS; i++) {
-                const int code = first_code + i * CODES;
-                if (!words.exists(i)) continue;
-                u32 entry[AT_ONCE / 2];
-#pragma unroll
-                for (int q = 0; q < AT_ONCE; q += 2) {
-                    // `fmaxf` replaces NaN, which only a query that is not finite has; `base` is NaN then.
-                    entry[q / 2] = pack_half2(fmaxf(dots[i][q] - from_ordered(maxima[j][q]), LEAST_ENTRY),
-                                              fmaxf(dots[i][q + 1] - from_ordered(maxima[j][q + 1]), LEAST_ENTRY));
-                }
-#pragma unroll
-                for (int copy = 0; copy < LINE_COPIES; copy++) {
-                    u8* at = lut + line + code * ROW + (copy * LINE_M + j % LINE_M) * ENTRY + first * 2;
-                    if constexpr (AT_ONCE == 4)
-                        *reinterpret_cast<uint2*>(at) = make_uint2(entry[0], entry[1]);
-                    else
-                        *reinterpret_cast<u32*>(at) = entry[0];
-                }
-            }
-            add_base<THREADS>(a, head, first);
         }
         __syncthreads();
     }
 
-    // The sums of the maxima, and half the variance of the scores. A query that is not finite makes its base NaN.
-    template <int THREADS>
-    __device__ __forceinline__ void add_base(const Arguments& a, u32 head, int first) {
-        static_assert(THREADS / LANES >= AT_ONCE, "a warp for each query");
+    static __device__ __forceinline__ u32 as_halves(const u16* pair) {
+        const u32 both = *reinterpret_cast<const u32*>(pair);
+        return ELEMENT == 1 ? both : pack_half2(to_float((u16)both), to_float((u16)(both >> 16)));
+    }
+
+    // Half the variance of the scores of query `warp`: the lane's share. NaN if the query is not finite.
+    static __device__ __forceinline__ float half_variance(const Arguments& a, const u16* queries, u32 head) {
         const int q = threadIdx.x / LANES, lane = threadIdx.x % LANES;
-        if (q >= AT_ONCE) return;
-        float sum = lane < KEY_M ? from_ordered(maxima[lane][q]) : 0;
+        float sum = 0;
+        if (!warp_uniform(q < GROUP)) return sum;
 #pragma unroll
         for (int d = lane; d < D; d += LANES) {
-            const float x = queries[d % DSUB][d / DSUB][q];
+            const float x = to_float(queries[q * D + d]) * a.scale;
             sum += x * 0.f;
             if (a.key_errors) sum += .5f * LN_2 * x * x * __ldg(a.key_errors + head * D + d);
         }
-        sum = warp_sum(sum);
-        if (lane == 0) base[first + q] = sum;
+        return sum;
+    }
+
+    // The bases of the queries: half the variance, and the sum of the maxima.
+    template <int WARPS>
+    __device__ __forceinline__ void add_base(float variance) {
+        static_assert(WARPS >= VEC && KEY_M <= LANES, "a warp for each query, a lane for each subspace");
+        const int q = threadIdx.x / LANES, lane = threadIdx.x % LANES;
+        if (!warp_uniform(q < VEC)) return;
+        const float sum = warp_sum(variance + (lane < KEY_M ? from_ordered(maxima[lane][q]) : 0));
+        if (lane == 0) base[q] = sum;
     }
 };

@@ -7,10 +7,10 @@
 //
 // A step is two operations, so that rows can be fetched in between:
 //
-// 1. Select: scores.cu writes the coded scores of all tokens and the softmax statistics of each query; select.cu turns
-//    them into keys and selects the k highest (radix.cuh).
+// 1. Select: scores.cu writes the coded scores of all tokens and the softmax statistics of each query; select.cu or
+//    select_sm90.cu turns them into keys, and selects and hides the tokens of the k highest.
 // 2. Attend: attend.cu adds the coded values of all other tokens, the exact rows of the selected ones, sinks and
-// window.
+//    window.
 //
 // Codes and tables are in the layout of `pq::CodeLayout`, as pq_attend/attend.cu reads them: lane 4 g + l of a warp
 // reads codes of one quarter of the subspaces (keys) or one eighth (values), rotated by lane. Both kernels arrange
@@ -62,30 +62,35 @@ struct Stats {
     float max, sum; // of scores, and of 2^(score - max)
 };
 
+// The blocks of a head that score a row.
+struct Sharers {
+    u32 first, count;
+};
+
+constexpr u64 CHUNK_TOKENS = 8192; // CHUNK of radix.cuh
 constexpr int RESULT = D + 4; // floats of a partial result: components, maximum, sum of weights, padding
 
 // Arrays of the workspace, in this order. `rows` are heads of sequences; `chunks` their capacity.
 struct Scratch {
     u8* selection;     // radix.cuh
-    float* scores;     // [row][chunk][tile][GROUP][TILE], tokens of a tile by `place_of`
-    u8* mask;          // [row][chunk][CHUNK / 8]: a bit per token, 1 if it is selected
-    Stats* stats;      // [row][VEC]
-    Stats* stat_parts; // [head][block of the head][2][VEC]
+    float* scores;     // [row][chunk][tile][GROUP][TILE], tokens of a tile by `place_of`; those of selected tokens are
+                       // minus infinity once they are selected
+    Sharers* sharers;  // [row]
+    Stats* stats;      // [row][block of the head][VEC]
     float* partials;   // [head][block of the head][2][VEC][RESULT]
-    u32* score_counts; // [row]: blocks that have finished; zero before and after a launch
-    u32* attend_counts;
+    u32* counts;       // [row]: blocks of attend.cu that have finished; zero before and after a launch
 
     __device__ __forceinline__ explicit Scratch(const Arguments& a) {
-        constexpr u64 CHUNK = 8192; // radix.cuh
-        const u64 rows = (u64)a.batch * a.heads, chunks = rows * a.chunks;
+        const u64 rows = (u64)a.batch * a.heads;
         u8* at = a.workspace;
-        score_counts = (u32*)at, attend_counts = score_counts + rows, at += (rows * 8 + 15) / 16 * 16;
-        stats = (Stats*)at, at += rows * VEC * sizeof(Stats);
-        stat_parts = (Stats*)at, at += (u64)a.heads * a.blocks * 2 * VEC * sizeof(Stats);
+        counts = (u32*)at, sharers = (Sharers*)(at + rows * 4), at += (rows * 12 + 15) / 16 * 16;
+        stats = (Stats*)at, at += rows * a.blocks * VEC * sizeof(Stats);
         partials = (float*)at, at += (u64)a.heads * a.blocks * 2 * VEC * RESULT * 4;
-        scores = (float*)at, at += chunks * CHUNK * GROUP * 4;
-        mask = at, at += chunks * (CHUNK / 8);
+        scores = (float*)at, at += rows * a.chunks * CHUNK_TOKENS * GROUP * 4;
         selection = at;
+    }
+    __device__ __forceinline__ float* scores_of(const Arguments& a, u64 row) const {
+        return scores + row * a.chunks * (CHUNK_TOKENS * GROUP);
     }
 };
 

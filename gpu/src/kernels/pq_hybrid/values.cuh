@@ -37,21 +37,25 @@ __device__ __forceinline__ int piece_component(int g, int set) {
 // Copies the head's table to shared memory, one piece at a time.
 template <int THREADS>
 __device__ __forceinline__ void load_value_table(const Arguments& a, u32 head, u8* to) {
+    constexpr int PIECES = 8 * SETS; // of a code
     const u32* table = a.value_table + (u64)head * VALUE_KSUB * WORDS;
-#pragma unroll 4
-    for (int i = threadIdx.x; i < VALUE_KSUB * 32; i += THREADS) {
-        const int code = i / 32, copy = i % VALUE_COPIES, set = i / VALUE_COPIES % SETS, g = i / 4 % 8;
+#pragma unroll 8
+    for (int i = threadIdx.x; i < VALUE_KSUB * PIECES; i += THREADS) {
+        const int code = i / PIECES, set = i % SETS, g = i / SETS % 8;
         const u32* from = table + code * WORDS + (VALUE_M == 8 ? g + set * PIECE_WORDS * 8 : set * 8 + g);
-        u8* piece = to + g / HALF_G * HALF_TABLE + code * ROW + piece_offset(g, set, copy);
         u32 words[PIECE_WORDS];
 #pragma unroll
         for (int w = 0; w < PIECE_WORDS; w++) words[w] = __ldg(from + w * VALUE_M);
-        if constexpr (PIECE_WORDS == 4)
-            *reinterpret_cast<uint4*>(piece) = make_uint4(words[0], words[1], words[2], words[3]);
-        else if constexpr (PIECE_WORDS == 2)
-            *reinterpret_cast<uint2*>(piece) = make_uint2(words[0], words[1]);
-        else
-            *reinterpret_cast<u32*>(piece) = words[0];
+#pragma unroll
+        for (int copy = 0; copy < VALUE_COPIES; copy++) {
+            u8* piece = to + g / HALF_G * HALF_TABLE + code * ROW + piece_offset(g, set, copy);
+            if constexpr (PIECE_WORDS == 4)
+                *reinterpret_cast<uint4*>(piece) = make_uint4(words[0], words[1], words[2], words[3]);
+            else if constexpr (PIECE_WORDS == 2)
+                *reinterpret_cast<uint2*>(piece) = make_uint2(words[0], words[1]);
+            else
+                *reinterpret_cast<u32*>(piece) = words[0];
+        }
     }
 }
 
@@ -64,14 +68,29 @@ struct ValueOffsets {
         auto at = [&](int step) { return piece_offset(g, (step + l) % SETS, l / 2); };
 #pragma unroll
         for (int i = 0; i < SETS / 2; i++) pairs[i] = pack_offsets(at(2 * i), at(2 * i + 1), g / HALF_G);
+        // In registers: the compiler would compute them again for every tile.
+#pragma unroll
+        for (int i = 0; i < SETS / 2; i++) asm volatile("" : "+r"(pairs[i]));
     }
 };
 
 // A warp's online softmax over its tiles. As an operand's column n = g, the lane has query n % COLUMNS of set n /
-// COLUMNS, for tokens l + 4 half + 8 i; MMA m has queries m * COLUMNS and up.
+// COLUMNS, for tokens l + 4 half + 8 i; MMA m has queries m * COLUMNS and up. Weights do not depend on the set: a lane
+// computes those of half `half_of(lane)` and gets the others from the lane of the next set.
 struct ValueSums {
     float sums[PIECE_WORDS][MMAS][4]; // components 2 w (+ 1: second pair) of row g, columns 2 l and 2 l + 1
     float max[MMAS], weight[MMAS];    // of the lane's query; `weight` is the lane's share
+
+    static constexpr int OTHER_HALF = 4 * COLUMNS; // bit of the lane
+    static __device__ __forceinline__ int half_of(int lane) { return lane / OTHER_HALF % 2; }
+
+    // Lanes of a query differ in these bits.
+    template <typename Merge>
+    static __device__ __forceinline__ float over_lanes(float x, const Merge& merge) {
+        x = merge(x, __shfl_xor_sync(FULL, x, 1));
+        x = merge(x, __shfl_xor_sync(FULL, x, 2));
+        return merge(x, __shfl_xor_sync(FULL, x, OTHER_HALF));
+    }
 
     __device__ __forceinline__ void clear() {
 #pragma unroll
@@ -80,31 +99,22 @@ struct ValueSums {
         for (int m = 0; m < MMAS; m++) max[m] = NOTHING, weight[m] = 0;
     }
 
-    // Converts scores to weights 2^(score - max), as pairs of f16 in `weights[half][mma]`; tokens of the set bits of
-    // `mask` have none. Raises a maximum, and rescales the sums, only when a score exceeds it by more than 8.
-    __device__ __forceinline__ void weigh(u32 (&weights)[2][MMAS][2], float (&scores)[2][MMAS][4], u32 mask, int lane) {
+    // Converts scores of the lane's half to weights 2^(score - max), as pairs of f16 in `weights[half][mma]`. Raises a
+    // maximum, and rescales the sums, only when a score exceeds it by more than 8.
+    __device__ __forceinline__ void weigh(u32 (&weights)[2][MMAS][2], const float (&scores)[MMAS][4], int lane) {
         const int l = lane % 4;
-        if (warp_uniform(mask != 0))
-#pragma unroll
-            for (int i = 0; i < 8; i++)
-                if (mask >> (l + i / 4 * 4 + i % 4 * 8) & 1)
-#pragma unroll
-                    for (int m = 0; m < MMAS; m++) scores[i / 4][m][i % 4] = -infinity();
         bool exceeds = false;
         float tile_max[MMAS];
 #pragma unroll
         for (int m = 0; m < MMAS; m++) {
-            tile_max[m] = NOTHING;
-#pragma unroll
-            for (int i = 0; i < 8; i++) tile_max[m] = fmaxf(tile_max[m], scores[i / 4][m][i % 4]);
+            tile_max[m] = fmaxf(fmaxf(scores[m][0], scores[m][1]), fmaxf(scores[m][2], scores[m][3]));
             exceeds |= tile_max[m] > max[m] + 8;
         }
         if (warp_uniform(exceeds)) {
 #pragma unroll
             for (int m = 0; m < MMAS; m++) {
-                float new_max = fmaxf(max[m], tile_max[m]);
-                new_max = fmaxf(new_max, __shfl_xor_sync(FULL, new_max, 1));
-                new_max = fmaxf(new_max, __shfl_xor_sync(FULL, new_max, 2));
+                const float new_max =
+                    over_lanes(fmaxf(max[m], tile_max[m]), [](float a, float b) { return fmaxf(a, b); });
                 const float keep = exp2_approx(max[m] - new_max);
                 max[m] = new_max, weight[m] *= keep;
                 const float of_columns[2] = {__shfl_sync(FULL, keep, 8 * l), __shfl_sync(FULL, keep, 8 * l + 4)};
@@ -114,15 +124,19 @@ struct ValueSums {
                     for (int i = 0; i < 4; i++) sums[w][m][i] *= of_columns[i % 2];
             }
         }
+        const bool has_second = half_of(lane);
 #pragma unroll
-        for (int m = 0; m < MMAS; m++)
+        for (int m = 0; m < MMAS; m++) {
+            float p[4];
 #pragma unroll
-            for (int half = 0; half < 2; half++) {
-                float p[4];
+            for (int i = 0; i < 4; i++) p[i] = exp2_approx(scores[m][i] - max[m]);
+            weight[m] += (p[0] + p[1]) + (p[2] + p[3]);
 #pragma unroll
-                for (int i = 0; i < 4; i++) p[i] = exp2_approx(scores[half][m][i] - max[m]), weight[m] += p[i];
-                weights[half][m][0] = pack_half2(p[0], p[1]), weights[half][m][1] = pack_half2(p[2], p[3]);
+            for (int i = 0; i < 2; i++) {
+                const u32 own = pack_half2(p[2 * i], p[2 * i + 1]), other = __shfl_xor_sync(FULL, own, OTHER_HALF);
+                weights[0][m][i] = has_second ? other : own, weights[1][m][i] = has_second ? own : other;
             }
+        }
     }
 
     __device__ __forceinline__ void add(const Values& packed, const u32 (&weights)[2][MMAS][2],
@@ -168,8 +182,7 @@ struct ValueSums {
         const int g = lane / 4, l = lane % 4;
 #pragma unroll
         for (int m = 0; m < MMAS; m++) {
-            float total = weight[m] + __shfl_xor_sync(FULL, weight[m], 1);
-            total += __shfl_xor_sync(FULL, total, 2);
+            float total = over_lanes(weight[m], [](float a, float b) { return a + b; });
             const int own = m * COLUMNS + g % COLUMNS; // the lane's query
             float* result = results + min(own, VEC - 1) * RESULT;
             const float new_max = fmaxf(max[m], result[D]);

@@ -126,10 +126,9 @@ __device__ Threshold threshold_among(const u32* candidates, u32 count, u32 k, u3
     return {high << LOW_BITS | low.index, k - low.above};
 }
 
-// `tickets`: whether blocks may not all be resident. `mask`, or null: bit t % 32 of word t / 32 tells that token t is
-// selected.
-__device__ __forceinline__ void write(const SelectRange& range, const Selection& work, const Output& out, bool tickets,
-                                      u8* mask) {
+// `tickets`: whether blocks may not all be resident.
+template <class Out>
+__device__ __forceinline__ void write(const SelectRange& range, const Selection& work, const Out& out, bool tickets) {
     // A block waits for the chunks before its own, but CUDA does not promise that blocks of lower index start first.
     // Unless all blocks are resident at once, they take chunks in the order in which they start; that costs 0.8 us.
     u32 chunk = blockIdx.x;
@@ -185,16 +184,11 @@ __device__ __forceinline__ void write(const SelectRange& range, const Selection&
     }
     __syncthreads();
     place += chunks_above, tie += chunks_ties;
-    u32 selected = 0; // bit t: token + t
 #pragma unroll
     for (int t = 0; t < TOKENS_PER_THREAD; t++) {
         const bool is_above = above >> t & 1, is_tie = ties >> t & 1;
-        if (is_above || (is_tie && tie < threshold.ties)) {
+        if (is_above || (is_tie && tie < threshold.ties))
             out.put_selected(place + min(tie, threshold.ties), token + t);
-            selected |= 1u << t;
-        }
         place += is_above, tie += is_tie;
     }
-    static_assert(TOKENS_PER_THREAD == 8, "a thread writes a byte of the mask");
-    if (mask && token < end) mask[token / 8] = selected;
 }

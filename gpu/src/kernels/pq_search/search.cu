@@ -213,5 +213,5 @@ extern "C" __global__ void __launch_bounds__(SELECT_THREADS) pq_search_write(con
     pdl_wait();
     pdl_trigger();
     const Output out{a.tokens + blockIdx.y * a.tokens_len, a.tokens_len, range};
-    write(range, Workspace(a, blockIdx.y), out, a.tickets, nullptr);
+    write(range, Workspace(a, blockIdx.y), out, a.tickets);
 }

@@ -1,0 +1,61 @@
+// What both forms of the selection share (select.cu, select_sm90.cu): the keys of tokens, and what becomes of the
+// selected ones.
+#pragma once
+#include "pq_hybrid/stats.cuh"
+#include "pq_search/radix.cuh"
+
+static_assert(CHUNK == CHUNK_TOKENS, "rows of scores are whole chunks");
+
+__device__ __forceinline__ SelectRange range_of(const Arguments& a, u32 row) {
+    const u32 sequence = row / a.heads;
+    return {a.lengths[sequence], min(a.ks[sequence], a.selected_len), 0, 0};
+}
+
+__device__ __forceinline__ Selection selection_of(const Arguments& a, u32 row) {
+    return {Scratch(a).selection, (u64)a.batch * a.heads, row, a.chunks};
+}
+
+// Softmax statistics of a row's queries, in shared memory.
+struct Normalizers {
+    float log_sum[GROUP];           // logarithm to base 2 of the sum of 2^score
+    float max[GROUP], scale[GROUP]; // as keys.cuh has them: of natural logarithms
+
+    // Called by the first GROUP warps of a block: merges the statistics of the blocks of scores.cu.
+    __device__ __forceinline__ void load(const Arguments& a, const Scratch& scratch, u64 row) {
+        const u32 query = threadIdx.x / LANES, lane = threadIdx.x % LANES;
+        const Sharers sharers = scratch.sharers[row];
+        const Stats* parts = scratch.stats + (row * a.blocks + sharers.first) * VEC + query;
+        Stats all = no_scores();
+        for (u32 i = lane; i < sharers.count; i += LANES) all = merged(all, parts[i * VEC]);
+        all = merged_lanes(all);
+        if (lane > 0) return;
+        log_sum[query] = all.max + __log2f(all.sum);
+        max[query] = all.max * LN_2, scale[query] = 1.f / all.sum;
+    }
+
+    // The key of a token: the weight is that of pq_core::combine_group_into, the sum or the maximum of the weights of
+    // the group's queries.
+    __device__ __forceinline__ u32 key_of_scores(const float (&score)[GROUP]) const {
+        float weight = 0;
+#pragma unroll
+        for (int q = 0; q < GROUP; q++) // `fmaxf` replaces NaN
+            weight = combine(weight, exp2_approx(fmaxf(score[q] - log_sum[q], -infinity())));
+        return key_of(weight, max, scale, [&](int q) { return score[q] * LN_2; });
+    }
+};
+
+// Writes the selected tokens in ascending order, and hides their coded scores from attend.cu.
+struct SelectedOutput : Output {
+    float* scores; // of the row
+
+    __device__ __forceinline__ SelectedOutput(const Arguments& a, u32 row, const SelectRange& range)
+        : Output{a.selected + (u64)row * a.selected_len, a.selected_len, range},
+          scores(Scratch(a).scores_of(a, row)) {}
+
+    __device__ __forceinline__ void put_selected(u32 place, u32 token) const {
+        Output::put_selected(place, token);
+        float* score = scores + (u64)(token / TILE) * (GROUP * TILE) + place_of(token % TILE);
+#pragma unroll
+        for (int q = 0; q < GROUP; q++) score[q * TILE] = -infinity();
+    }
+};
