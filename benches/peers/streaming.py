@@ -207,7 +207,7 @@ def figure13(out, result, kv, shape, bits):
         f"## Missed deadlines, {trials} random bandwidths of {LOW} to {HIGH} Gbit/s",
         "",
         f"A rate is drawn uniformly every {PERIOD} s; no bandwidth is known before the first chunk. Simulated. The first columns are of runs "
-        "in which a request is late. `uniform` has the paper's plans, one encoding for all remaining chunks; `oracle` is the part "
+        "in which a request is late. `uniform` is the paper's policy in the same loop; `oracle` is the part "
         "that no policy can be under: it knows the bandwidth, recomputes as much as there is time for, and sends the rest, divided "
         "at will, at level 2. The last columns are of `adaptive`.",
         "",

@@ -13,8 +13,8 @@ pub const CHUNK_TOKENS: usize = 1500;
 /// Most levels that a [`Decision`] records.
 pub const MAX_LEVELS: usize = 16;
 
-/// Share of the measured throughput on which a plan that is to be in time may count. Throughput varies: a plan
-/// that needs all of what the last chunk had is late as often as not.
+/// Share of the measured throughput on which a plan of [`Plans::TextFirst`] may count to be in time. Throughput
+/// varies: a plan that needs all of what the last chunk had is late as often as not.
 const TRUST: f64 = 0.5;
 
 /// Share of the delay that a new plan must save before a transfer is abandoned: the rate of a transfer's
@@ -46,13 +46,17 @@ pub struct ChunkSizes<'a> {
     pub requests: usize,
 }
 
-/// The plans that a policy considers for the remaining chunks.
+/// The plans that a policy considers for the remaining chunks, and which of them it begins.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Plans {
-    /// One encoding for all of them, as in the paper.
+    /// One encoding for all of them, as in the paper. A plan is in time if it ends before the objective at the
+    /// measured throughput; where none is, the fastest is begun.
     Uniform,
     /// The first of them as text, none to all, and the rest at one level, so that early chunks are recomputed
-    /// while later ones are transferred. Early chunks are the cheapest to recompute.
+    /// while later ones are transferred. Early chunks are the cheapest to recompute. A plan is in time if half
+    /// the measured throughput is enough for it. Where none is, the throughput may still rise, and the plan is
+    /// begun that is in time at the least throughput: the most text that can be computed before the objective,
+    /// and the last level for the rest; with too little time for any plan, the fastest.
     TextFirst,
 }
 
@@ -97,8 +101,7 @@ pub enum Throughput {
 pub enum Reason {
     /// It begins the least lossy plan that is expected in time.
     InTime,
-    /// No plan is expected in time, and it begins the one that is in time at the least throughput; if none is
-    /// at any, the fastest one.
+    /// No plan is expected in time, and it begins the one that [`Plans`] names for this case.
     NoneInTime,
     /// No throughput is known, and it is the policy's first level.
     NoThroughput,
@@ -181,11 +184,9 @@ impl StreamPolicy {
     ///
     /// Among the plans in time, text for all chunks is the least lossy; then the plan with the least lossy
     /// level, and of its plans the one with the most text. In time means that a plan is expected to end
-    /// before the objective at half the measured throughput. Where no plan is, the throughput may still rise:
-    /// the choice is the plan that is in time at the least throughput, with the most text that can be computed
-    /// before the objective and the last level for the rest; with too little time for that, the plan that is
-    /// the fastest at the measured throughput. While no throughput is known, the choice is text if it needs no
-    /// transfer and is in time, else the first level.
+    /// before the objective at the throughput that [`Plans`] counts on, which also names the choice where none
+    /// is. While no throughput is known, the choice is text if it needs no transfer and is in time, else the
+    /// first level.
     ///
     /// # Errors
     /// [`Error::Zero`] for no chunks, levels or requests; [`Error::TooLarge`] for more than [`MAX_LEVELS`]
@@ -193,7 +194,7 @@ impl StreamPolicy {
     /// `first_level` does not exist; [`Error::BadTiming`] for times or throughputs that are not finite or not
     /// positive.
     /// # Cost
-    /// n^2 * levels additions for n chunks with [`Plans::TextFirst`], 2 n * levels with [`Plans::Uniform`];
+    /// n^2 * levels additions for n chunks with [`Plans::TextFirst`], 2 * n * levels with [`Plans::Uniform`];
     /// no allocation.
     /// # Source
     /// CacheGen (SIGCOMM 2024), 5.3 and algorithm 1. Recomputing the first chunks while the last ones are
@@ -288,8 +289,11 @@ impl StreamPolicy {
         let mut fastest = all_text;
         let mut finest = None; // of those in time: the least lossy level with the most text
         let mut least = None; // in time at the least throughput: the last level with the most text
-        let splits = if self.plans == Plans::Uniform { 1 } else { n };
-        let rates @ [expected, trusted, highest] = [rate, TRUST * rate, f64::INFINITY];
+        let (splits, trust) = match self.plans {
+            Plans::Uniform => (1, 1.0),
+            Plans::TextFirst => (n, TRUST),
+        };
+        let rates @ [expected, trusted, highest] = [rate, trust * rate, f64::INFINITY];
         let mut before = rates.map(|_| start); // the pipeline at each rate after the chunks as text
         for text_chunks in 0..splits {
             let rest = &chunks[text_chunks..];
@@ -312,6 +316,7 @@ impl StreamPolicy {
             }
         }
         let all_text = (as_text(chunks, trusted, start).receiver <= remaining).then_some(all_text);
+        let least = least.filter(|_| self.plans == Plans::TextFirst);
         Best { in_time: all_text.or(finest), otherwise: least.unwrap_or(fastest) }
     }
 
