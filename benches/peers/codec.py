@@ -505,7 +505,7 @@ def main():
             "CacheGen as published, tiny-llama-12m",
             lambda out: published(out, args.folder, *tiny, 2, 1024),
         ),
-        "far": ("8 to 20 times smaller, tiny-llama-12m", lambda out: far_end(out, args.folder, [2048, 4096])),
+        "far": ("8 to 20 times smaller, tiny-llama-12m", lambda out: far_end(out, args.folder, [2048, 4096, 8192])),
         "pq": ("Entropy of PQ codes, tiny-llama-12m", lambda out: pq_codes(out, args.folder, *tiny)),
     }
     if args.smollm2:

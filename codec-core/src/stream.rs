@@ -13,6 +13,10 @@ pub const CHUNK_TOKENS: usize = 1500;
 /// Most levels that a [`Decision`] records.
 pub const MAX_LEVELS: usize = 16;
 
+/// Share of the measured throughput on which a plan of [`Plans::TextFirst`] may count to be in time. Throughput
+/// varies: a plan that needs all of what the last chunk had is late as often as not.
+const TRUST: f64 = 0.5;
+
 /// Share of the delay that a new plan must save before a transfer is abandoned: the rate of a transfer's
 /// first milliseconds is uncertain.
 const WORTHWHILE: f64 = 0.1;
@@ -42,13 +46,17 @@ pub struct ChunkSizes<'a> {
     pub requests: usize,
 }
 
-/// The plans that a policy considers for the remaining chunks.
+/// The plans that a policy considers for the remaining chunks, and which of them it begins.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Plans {
-    /// One encoding for all of them, as in the paper.
+    /// One encoding for all of them, as in the paper. A plan is in time if it ends before the objective at the
+    /// measured throughput; where none is, the fastest is begun.
     Uniform,
     /// The first of them as text, none to all, and the rest at one level, so that early chunks are recomputed
-    /// while later ones are transferred. Early chunks are the cheapest to recompute.
+    /// while later ones are transferred. Early chunks are the cheapest to recompute. A plan is in time if half
+    /// the measured throughput is enough for it. Where none is, the throughput may still rise, and the plan is
+    /// begun that is in time at the least throughput: the most text that can be computed before the objective,
+    /// and the last level for the rest; with too little time for any plan, the fastest.
     TextFirst,
 }
 
@@ -93,7 +101,7 @@ pub enum Throughput {
 pub enum Reason {
     /// It begins the least lossy plan that is expected in time.
     InTime,
-    /// No plan is expected in time, and it begins the fastest one.
+    /// No plan is expected in time, and it begins the one that [`Plans`] names for this case.
     NoneInTime,
     /// No throughput is known, and it is the policy's first level.
     NoThroughput,
@@ -155,18 +163,18 @@ impl Plan {
     }
 }
 
-/// The fastest plan, and the least lossy one that is in time.
+/// The least lossy plan that is in time, and the one to begin where none is.
 #[derive(Clone, Copy)]
 struct Best {
-    fastest: Plan,
     in_time: Option<Plan>,
+    otherwise: Plan,
 }
 
 impl Best {
     const fn chosen(self) -> (Plan, Reason) {
         match self.in_time {
             Some(plan) => (plan, Reason::InTime),
-            None => (self.fastest, Reason::NoneInTime),
+            None => (self.otherwise, Reason::NoneInTime),
         }
     }
 }
@@ -176,8 +184,9 @@ impl StreamPolicy {
     ///
     /// Among the plans in time, text for all chunks is the least lossy; then the plan with the least lossy
     /// level, and of its plans the one with the most text. In time means that a plan is expected to end
-    /// before the objective at the measured throughput. While none is known, the choice is text if it needs no
-    /// transfer and is in time, else the first level.
+    /// before the objective at the throughput that [`Plans`] counts on, which also names the choice where none
+    /// is. While no throughput is known, the choice is text if it needs no transfer and is in time, else the
+    /// first level.
     ///
     /// # Errors
     /// [`Error::Zero`] for no chunks, levels or requests; [`Error::TooLarge`] for more than [`MAX_LEVELS`]
@@ -185,7 +194,7 @@ impl StreamPolicy {
     /// `first_level` does not exist; [`Error::BadTiming`] for times or throughputs that are not finite or not
     /// positive.
     /// # Cost
-    /// n^2 * levels / 2 additions for n chunks with [`Plans::TextFirst`], n * levels with [`Plans::Uniform`];
+    /// n^2 * levels additions for n chunks with [`Plans::TextFirst`], 2 * n * levels with [`Plans::Uniform`];
     /// no allocation.
     /// # Source
     /// CacheGen (SIGCOMM 2024), 5.3 and algorithm 1. Recomputing the first chunks while the last ones are
@@ -193,7 +202,7 @@ impl StreamPolicy {
     /// # Examples
     /// ```
     /// use codec_core::*;
-    /// let levels = [60_000_000, 30_000_000];
+    /// let levels = [30_000_000, 15_000_000];
     /// let chunk = ChunkSizes { levels: &levels, decode: 0.01, text: 0, recompute: 2.0, requests: 1 };
     /// let policy = StreamPolicy { slo: 1.0, first_level: 0, prior: None, plans: Plans::TextFirst };
     /// // Two chunks are left after 0.4 s, at 120 MB/s: only the second level is in time.
@@ -275,27 +284,40 @@ impl StreamPolicy {
 
     /// The best plans of `chunks`, which are not empty, after what `start` still has to do.
     fn best(&self, chunks: &[ChunkSizes<'_>], rate: f64, start: Pipeline, remaining: f64) -> Best {
-        let n = chunks.len();
+        let (n, last) = (chunks.len(), chunks[0].levels.len() - 1);
         let all_text = Plan { text_chunks: n, level: None, delay: as_text(chunks, rate, start).receiver };
         let mut fastest = all_text;
         let mut finest = None; // of those in time: the least lossy level with the most text
-        let splits = if self.plans == Plans::Uniform { 1 } else { n };
-        let mut before = start;
+        let mut least = None; // in time at the least throughput: the last level with the most text
+        let (splits, trust) = match self.plans {
+            Plans::Uniform => (1, 1.0),
+            Plans::TextFirst => (n, TRUST),
+        };
+        let rates @ [expected, trusted, highest] = [rate, trust * rate, f64::INFINITY];
+        let mut before = rates.map(|_| start); // the pipeline at each rate after the chunks as text
         for text_chunks in 0..splits {
-            for level in 0..chunks[0].levels.len() {
-                let delay = at_level(&chunks[text_chunks..], level, rate, before).receiver;
+            let rest = &chunks[text_chunks..];
+            for level in 0..=last {
+                let delay = at_level(rest, level, expected, before[0]).receiver;
                 let plan = Plan { text_chunks, level: Some(level), delay };
                 if delay < fastest.delay {
                     fastest = plan;
                 }
-                if delay <= remaining && finest.is_none_or(|best: Plan| plan.level <= best.level) {
+                let is_finest = finest.is_none_or(|best: Plan| plan.level <= best.level);
+                if is_finest && at_level(rest, level, trusted, before[1]).receiver <= remaining {
                     finest = Some(plan);
                 }
+                if level == last && at_level(rest, level, highest, before[2]).receiver < remaining {
+                    least = Some(plan);
+                }
             }
-            before = as_text(&chunks[text_chunks..=text_chunks], rate, before);
+            for (before, rate) in before.iter_mut().zip(rates) {
+                *before = as_text(&rest[..1], rate, *before);
+            }
         }
-        let in_time = if all_text.delay <= remaining { Some(all_text) } else { finest };
-        Best { fastest, in_time }
+        let all_text = (as_text(chunks, trusted, start).receiver <= remaining).then_some(all_text);
+        let least = least.filter(|_| self.plans == Plans::TextFirst);
+        Best { in_time: all_text.or(finest), otherwise: least.unwrap_or(fastest) }
     }
 
     fn check(&self, chunks: &[ChunkSizes<'_>], progress: Progress) -> Result<(), Error> {

@@ -167,8 +167,9 @@ pub struct Options {
 
 /// Streams the contexts of requests that arrive at the same time, now.
 ///
-/// The chunks of a batch's requests are transferred by index: first chunk 0 of each request, then chunk 1 of
-/// those that have one. One decision serves all chunks of an index.
+/// Text goes to the request of a batch that has the fewest chunks, since early chunks are the cheapest to
+/// recompute; levels go to the request that has the most, so that requests are complete one after the other
+/// and not all of them at the end. Given encodings go by index: first chunk 0 of each request, then chunk 1.
 ///
 /// # Errors
 /// [`Error::Argument`] for chunks without levels or with different numbers of them, for given encodings that
@@ -234,7 +235,46 @@ struct Stream<'a> {
     events: Vec<Event>,
 }
 
-/// The costs of the chunks of one index, for one of the requests that have it.
+/// The chunks that a batch's requests still need.
+struct Waiting<'a> {
+    requests: &'a [Vec<ChunkCost>],
+    next: Vec<usize>, // the index of each request's next chunk
+}
+
+impl<'a> Waiting<'a> {
+    /// The requests that are not complete.
+    fn incomplete(&self) -> impl Iterator<Item = usize> {
+        (0..self.requests.len()).filter(|&request| self.next[request] < self.requests[request].len())
+    }
+
+    /// The one with the fewest chunks, the first of several.
+    fn emptiest(&self) -> Option<usize> {
+        self.incomplete().min_by_key(|&request| self.next[request])
+    }
+
+    /// The one that lacks the fewest chunks, the first of several.
+    fn fullest(&self) -> Option<usize> {
+        self.incomplete().min_by_key(|&request| self.requests[request].len() - self.next[request])
+    }
+
+    fn chunk(&self, request: usize) -> &'a ChunkCost {
+        &self.requests[request][self.next[request]]
+    }
+
+    /// The next chunk of `first`, then all others by index.
+    fn means(&self, first: usize) -> Vec<Mean> {
+        let longest = self.requests.iter().map(Vec::len).max().unwrap_or(0); // chunks
+        let others = (0..longest).map(|index| {
+            let waits = |&request: &usize| self.next[request] + usize::from(request == first) <= index;
+            let chunks = self.incomplete().filter(waits);
+            chunks.filter_map(|request| self.requests[request].get(index)).collect::<Vec<_>>()
+        });
+        let all = std::iter::once(vec![self.chunk(first)]).chain(others);
+        all.filter(|chunks| !chunks.is_empty()).map(|chunks| Mean::of(&chunks)).collect()
+    }
+}
+
+/// The mean costs of chunks of one index.
 struct Mean {
     levels: Vec<u64>,
     decode: f64,
@@ -244,13 +284,13 @@ struct Mean {
 
 impl Mean {
     fn of(chunks: &[&ChunkCost]) -> Self {
-        let n = chunks.len().max(1);
+        let n = chunks.len();
         let mean =
             |cost: fn(&ChunkCost) -> f64| chunks.iter().map(|chunk| cost(chunk)).sum::<f64>() / n as f64;
         let level = |level| chunks.iter().map(|chunk| chunk.levels[level]).sum::<u64>().div_ceil(n as u64);
-        let levels = (0..chunks.first().map_or(0, |chunk| chunk.levels.len())).map(level).collect();
+        let levels = (0..chunks[0].levels.len()).map(level).collect();
         let (decode, recompute) = (mean(|chunk| chunk.decode), mean(|chunk| chunk.recompute));
-        Self { levels, decode, recompute, requests: chunks.len() }
+        Self { levels, decode, recompute, requests: n }
     }
 
     fn sizes(&self, pace: f64) -> ChunkSizes<'_> {
@@ -269,63 +309,61 @@ enum Transfer {
 impl Stream<'_> {
     /// Streams one batch, whose first request has the index `first`.
     fn run(&mut self, first: usize, requests: &[Vec<ChunkCost>]) -> Result<()> {
-        let at =
-            |index: usize| requests.iter().filter_map(move |chunks| chunks.get(index)).collect::<Vec<_>>();
-        let longest = requests.iter().map(Vec::len).max().unwrap_or(0);
-        let mut means: Vec<Mean> = (0..longest).map(|index| Mean::of(&at(index))).collect();
-        for index in 0..longest {
-            let mut waiting: VecDeque<usize> =
-                (0..requests.len()).filter(|&request| index < requests[request].len()).collect();
-            let mut decision = self.decide(index, &means[index..])?;
-            while let Some(&request) = waiting.front() {
-                let waits: Vec<_> = waiting.iter().map(|&request| &requests[request][index]).collect();
-                means[index] = Mean::of(&waits);
-                let (id, cost) = (ChunkId { request: first + request, index }, waits[0]);
-                let now = self.link.now();
-                let mut event = Event::new(id, cost, &decision, now - self.arrival);
-                let Encoding::Level(level) = decision.encoding else {
-                    self.receiver.submit(now, id, Payload::Text)?;
-                    self.events.push(event);
-                    waiting.pop_front();
-                    continue;
-                };
-                let transfer = self.transfer(id, level, &means[index..], &mut event)?;
-                event.arrived = self.link.now() - self.arrival;
-                match transfer {
-                    Transfer::Arrived(payload) => {
-                        self.receiver.submit(self.link.now(), id, payload)?;
-                        waiting.pop_front();
-                    }
-                    Transfer::Abandoned(other) => {
-                        event.outcome = Outcome::Abandoned;
-                        decision = *other;
-                    }
-                    Transfer::Failed(e) if self.options.fall_back && !e.is_cancelled() => {
-                        event.outcome = Outcome::Failed(e.to_string());
-                        self.link_failed = true;
-                        decision = self.decide(index, &means[index..])?;
-                    }
-                    Transfer::Failed(e) => return Err(e),
-                }
+        let mut waiting = Waiting { requests, next: vec![0; requests.len()] };
+        let mut again = None; // the choice for the chunk whose transfer was abandoned
+        loop {
+            let next = match again.take() {
+                None => self.choose(&waiting)?,
+                again => again,
+            };
+            let Some((request, decision)) = next else { return Ok(()) };
+            let id = ChunkId { request: first + request, index: waiting.next[request] };
+            let now = self.link.now();
+            let mut event = Event::new(id, waiting.chunk(request), &decision, now - self.arrival);
+            let Encoding::Level(level) = decision.encoding else {
+                self.receiver.submit(now, id, Payload::Text)?;
                 self.events.push(event);
+                waiting.next[request] += 1;
+                continue;
+            };
+            let transfer = self.transfer(id, level, &waiting.means(request), &mut event)?;
+            event.arrived = self.link.now() - self.arrival;
+            match transfer {
+                Transfer::Arrived(payload) => {
+                    self.receiver.submit(self.link.now(), id, payload)?;
+                    waiting.next[request] += 1;
+                }
+                Transfer::Abandoned(other) => {
+                    event.outcome = Outcome::Abandoned;
+                    again = Some((request, *other));
+                }
+                Transfer::Failed(e) if self.options.fall_back && !e.is_cancelled() => {
+                    event.outcome = Outcome::Failed(e.to_string());
+                    self.link_failed = true;
+                }
+                Transfer::Failed(e) => return Err(e),
             }
+            self.events.push(event);
         }
-        Ok(())
     }
 
-    /// The decision for the first of `chunks`.
-    fn decide(&self, index: usize, chunks: &[Mean]) -> Result<Decision> {
-        let policy = self.policy();
-        let pace = self.receiver.pace();
-        let sizes: Vec<_> = chunks.iter().map(|mean| mean.sizes(pace)).collect();
+    /// The request whose next chunk is streamed, and how; nothing when all are complete.
+    fn choose(&self, waiting: &Waiting<'_>) -> Result<Option<(usize, Decision)>> {
+        let (Some(emptiest), Some(fullest)) = (waiting.emptiest(), waiting.fullest()) else {
+            return Ok(None);
+        };
+        let (policy, pace) = (self.policy(), self.receiver.pace());
+        let means = waiting.means(emptiest);
+        let sizes: Vec<_> = means.iter().map(|mean| mean.sizes(pace)).collect();
         let mut decision = policy.decide(&sizes, self.progress())?;
         if let Choice::Given(given) = &self.options.choice {
-            decision.encoding = given[index % given.len()];
+            decision.encoding = given[waiting.next[emptiest] % given.len()];
         }
         if self.link_failed {
             decision.encoding = Encoding::Text;
         }
-        Ok(decision)
+        let by_index = decision.encoding == Encoding::Text || matches!(self.options.choice, Choice::Given(_));
+        Ok(Some((if by_index { emptiest } else { fullest }, decision)))
     }
 
     /// The policy; for given encodings one that only estimates delays.
@@ -354,7 +392,6 @@ impl Stream<'_> {
         event: &mut Event,
     ) -> Result<Transfer> {
         let total = event.level_bytes;
-        let others = chunks[0].levels[level] * (chunks[0].requests as u64 - 1);
         let begin = self.link.now();
         let mut meter = Meter::new(begin);
         if let Err(e) = self.link.start(id, level) {
@@ -390,7 +427,7 @@ impl Stream<'_> {
             {
                 let pace = self.receiver.pace();
                 let sizes: Vec<_> = chunks.iter().map(|mean| mean.sizes(pace)).collect();
-                let left = total - received + others;
+                let left = total - received;
                 if let Some(decision) = policy.reconsider(&sizes, level, left, self.progress())? {
                     self.link.cancel();
                     return Ok(Transfer::Abandoned(Box::new(decision)));

@@ -5,6 +5,7 @@
 
 mod support {
     pub mod kv;
+    pub mod s3;
 }
 
 use std::io::{Read, Write};
@@ -27,6 +28,7 @@ use kv_reference::stream::frame::{ChunkFrame, LayerKv};
 use kv_reference::stream::speeds::Speeds;
 use kv_reference::stream::{self, Choice, Outcome};
 use support::kv::{kv, one_line, refused, run};
+use support::s3::{bucket_is_missing, s3};
 
 const GRID: Grid = Grid { chunk: 60, tail: 20 };
 
@@ -410,18 +412,24 @@ fn the_command_line_stores_and_loads() {
     assert_eq!(inspect(&["store", "ls", &url]), "");
 }
 
-/// A server that answers every request alike, for as long as the process runs. Returns its port.
-fn server(status: &'static str, code: &'static str) -> u16 {
+/// A server that answers every request alike, for as long as the process runs: with this code, or with no body.
+/// Returns its port.
+fn server(status: &'static str, code: Option<&'static str>) -> u16 {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let port = listener.local_addr().unwrap().port();
     std::thread::spawn(move || {
         for stream in listener.incoming() {
             let mut stream = stream.unwrap();
-            let body = format!(
-                "<?xml version=\"1.0\"?>\n<Error>\n<Code>{code}</Code><Message>As you see</Message></Error>\n"
-            );
             // Requests of these tests have no body, or a body whose rest may stay unread.
-            let _ = stream.read(&mut [0; 65536]);
+            let mut request = [0; 65536];
+            let read = stream.read(&mut request).unwrap_or(0);
+            let xml = |code| {
+                format!(
+                    "<?xml version=\"1.0\"?>\n<Error>\n<Code>{code}</Code><Message>As you see</Message></Error>\n"
+                )
+            };
+            let says = code.filter(|_| !request[..read].starts_with(b"HEAD"));
+            let body = says.map(xml).unwrap_or_default();
             let length = format!("Content-Length: {}\r\nConnection: close", body.len());
             let _ = write!(stream, "HTTP/1.1 {status}\r\n{length}\r\n\r\n{body}");
         }
@@ -432,25 +440,29 @@ fn server(status: &'static str, code: &'static str) -> u16 {
 #[test]
 fn what_a_server_says_is_one_line() {
     let dead = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port(); // closed again
-    let ls = |port: u16| {
-        let mut command = kv(&["store", "ls", "s3://caches/eu"]);
-        command.env("AWS_ENDPOINT", format!("http://127.0.0.1:{port}")).env("AWS_ALLOW_HTTP", "true");
-        command
-            .env("AWS_ACCESS_KEY_ID", "a")
-            .env("AWS_SECRET_ACCESS_KEY", "b")
-            .env("AWS_REGION", "us-east-1");
-        command
-    };
+    let ls = |port: u16| s3(&["store", "ls", "s3://caches/eu"], &format!("http://127.0.0.1:{port}"));
     for (case, port, what) in [
         ("dead", dead, "Connection refused"),
-        ("403", server("403 Forbidden", "AccessDenied"), "403 Forbidden (AccessDenied: As you see)"),
-        ("bucket", server("404 Not Found", "NoSuchBucket"), "404 Not Found (NoSuchBucket: As you see)"),
+        ("403", server("403 Forbidden", Some("AccessDenied")), "403 Forbidden (AccessDenied: As you see)"),
+        ("bucket", server("404 Not Found", Some("NoSuchBucket")), "404 Not Found (NoSuchBucket: As you see)"),
+        ("silent", server("404 Not Found", None), "404 Not Found"),
     ] {
         let output = run(case, ls(port));
         one_line(case, &output, 2, what);
         let line = String::from_utf8(output.stderr).unwrap();
         let request = format!("kv: store: GET http://127.0.0.1:{port}/caches: ");
         assert!(line.starts_with(&request) && line.len() < 200 && !line.contains('<'), "{line}");
+    }
+}
+
+/// A bucket that is not there is not an empty store, also where the server does not say what is missing.
+#[test]
+fn a_missing_bucket_is_one_line_that_names_it() {
+    for code in [Some("NoSuchBucket"), None] {
+        let endpoint = format!("http://127.0.0.1:{}", server("404 Not Found", code));
+        let answer =
+            code.map_or("404 Not Found".into(), |code| format!("404 Not Found ({code}: As you see)"));
+        bucket_is_missing(&endpoint, "nowhere", &answer);
     }
 }
 

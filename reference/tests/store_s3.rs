@@ -4,6 +4,7 @@
 
 mod support {
     pub mod kv;
+    pub mod s3;
     pub mod weed;
 }
 
@@ -31,7 +32,8 @@ use kv_reference::stream::speeds::Speeds;
 use kv_reference::stream::{self, Choice, ChunkId, Link, Outcome};
 use object_store::path::Path;
 use object_store::{PutMode, PutPayload};
-use support::kv::{kv, run};
+use support::kv::run;
+use support::s3::{bucket_is_missing, s3};
 use support::weed::{BUCKET, Server, weed};
 
 const TOKENS: usize = 1000;
@@ -121,11 +123,7 @@ fn caches_survive_a_server_that_is_killed() {
     }
 
     // The command sees the same, through the settings of the environment.
-    let mut command = kv(&["store", "ls", &format!("s3://{BUCKET}/a/b")]);
-    command.env("AWS_ENDPOINT", server.endpoint()).env("AWS_ALLOW_HTTP", "true");
-    command.env("AWS_ACCESS_KEY_ID", "test").env("AWS_SECRET_ACCESS_KEY", "test");
-    command.env("AWS_REGION", "us-east-1");
-    let output = run("ls", command);
+    let output = run("ls", s3(&["store", "ls", &format!("s3://{BUCKET}/a/b")], &server.endpoint()));
     let text = String::from_utf8_lossy(&output.stdout);
     let is_listed = |row: &str| row.split_whitespace().skip(1).take(3).eq(["1", "2", "1000"]);
     assert!(output.status.success() && text.lines().nth(1).is_some_and(is_listed), "{output:?}");
@@ -140,6 +138,16 @@ fn caches_survive_a_server_that_is_killed() {
     let error = dead.find(&context.space, &context.tokens).unwrap_err();
     assert!(matches!(error, Error::Backend { .. } | Error::Timeout { .. }), "{error}");
     assert!(start.elapsed() < Duration::from_secs(10));
+}
+
+#[test]
+fn a_missing_bucket_is_not_an_empty_store() {
+    let Some(weed) = weed() else { return };
+    let folder = tempfile::tempdir().unwrap();
+    let server = Server::start(&weed, folder.path());
+    bucket_is_missing(&server.endpoint(), "nowhere", "404 Not Found (NoSuchBucket: ");
+    let empty = run("ls", s3(&["store", "ls", &format!("s3://{BUCKET}/eu")], &server.endpoint()));
+    assert!(empty.status.success() && empty.stdout.is_empty(), "{empty:?}");
 }
 
 /// A server that dies before the third transfer: what is missing is recomputed over what has arrived.

@@ -85,7 +85,7 @@ fn quality_grows_with_the_time_there_is() {
     let contexts = [machine().chunks(32_768, 1500).unwrap()];
     let mut least = f64::MAX; // bytes of level 2 only
     for slo in [0.5, 0.8, 1.0] {
-        let trace = simulate(&contexts, gbps(20.0), 0.0, &adaptive(slo, 1, Some(20.0 * GBPS))).unwrap();
+        let trace = simulate(&contexts, gbps(40.0), 0.0, &adaptive(slo, 1, Some(40.0 * GBPS))).unwrap();
         assert!(trace.seconds() <= slo, "{slo}: {}", trace.seconds());
         let lossy = trace.events.iter().filter(|event| event.encoding != "text");
         let worst = lossy.map(|event| event.encoding.clone()).max();
@@ -93,7 +93,35 @@ fn quality_grows_with_the_time_there_is() {
         assert!((trace.bytes as f64) < least, "more text at {slo}");
         least = trace.bytes as f64;
     }
-    assert_eq!(simulate(&contexts, gbps(20.0), 0.0, &adaptive(1.5, 1, Some(2.5e9))).unwrap().bytes, 0);
+    assert_eq!(simulate(&contexts, gbps(40.0), 0.0, &adaptive(1.5, 1, Some(5e9))).unwrap().bytes, 0);
+}
+
+/// The early chunks of all requests as text, then the rest of one request after the other.
+#[test]
+fn requests_of_a_batch_are_complete_one_after_the_other() {
+    let contexts = vec![machine().chunks(8192, 1500).unwrap(); 3];
+    let trace = simulate(&contexts, gbps(5.0), 0.0, &adaptive(0.0, 2, Some(5.0 * GBPS))).unwrap();
+    let chunks = |text: bool| {
+        let events = trace.events.iter().filter(move |event| (event.encoding == "text") == text);
+        events.map(|event| (event.chunk, event.request))
+    };
+    assert!(chunks(true).count() > 3 && chunks(true).is_sorted());
+    assert!(chunks(false).count() > 3 && chunks(false).is_sorted_by_key(|(chunk, request)| (request, chunk)));
+    assert!(trace.loaded.is_sorted() && trace.loaded[0] < trace.loaded[2]);
+}
+
+/// Eight requests, each with a second, over bandwidths of which a tenth is too low for all of them.
+#[test]
+fn an_eighth_of_the_requests_is_late() {
+    let contexts = vec![machine().chunks(8192, 1500).unwrap(); 8];
+    let late = |options: &Options| {
+        let random: Bandwidth = "random:0.1-10".parse().unwrap();
+        let runs =
+            (0..200).map(|seed| simulate(&contexts, random.clone().seeded(seed), 0.0, options).unwrap());
+        runs.map(|trace| trace.loaded.iter().filter(|loaded| **loaded > 1.0).count()).sum::<usize>()
+    };
+    let (fixed, adapted) = (late(&given(&[Encoding::Level(1)])), late(&adaptive(0.9, 1, None)));
+    assert!(fixed == 1600 && 8 * adapted <= fixed, "{adapted} of {fixed}");
 }
 
 #[test]

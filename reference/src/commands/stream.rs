@@ -361,7 +361,8 @@ struct Simulated {
 /// The times of one trial, in seconds since the requests.
 #[derive(Serialize)]
 struct Trial {
-    first_token: f64, // of the last request
+    first_token: f64,       // of the last request
+    first_tokens: Vec<f64>, // of each request
     transferred: f64,
     computing: f64,
     bytes: u64,
@@ -377,7 +378,8 @@ impl Trial {
             tokens[level.unwrap_or(levels)] += event.tokens;
         }
         let &Trace { transferred, computing, bytes, .. } = trace;
-        Self { first_token: trace.seconds() + rest, transferred, computing, bytes, tokens }
+        let first_tokens = trace.loaded.iter().map(|loaded| loaded + rest).collect();
+        Self { first_token: trace.seconds() + rest, first_tokens, transferred, computing, bytes, tokens }
     }
 }
 

@@ -45,7 +45,7 @@ struct CacheGen {
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Mode {
     /// Coefficients of the query-metric KLT, values of `W_O`'s; steps so that both together take `bits` a
-    /// value, values `offset` more than keys.
+    /// value, values `offset` more than keys, within half and twice of them.
     Transform { bits: f32, offset: f32 },
     /// Channels, bins in deviations.
     Channels { k: f32, v: f32 },

@@ -27,6 +27,11 @@ pub(super) fn cause(e: &object_store::Error) -> String {
     cut(&e.source().map_or_else(|| e.to_string(), ToString::to_string))
 }
 
+/// Whether a server says of what is not there that it is an object.
+pub(super) fn names_key(e: &object_store::Error) -> bool {
+    last(e).contains("<Code>NoSuchKey</Code>")
+}
+
 /// The first cause of an error.
 fn last(e: &object_store::Error) -> String {
     let mut cause: &dyn Error = e;

@@ -13,7 +13,7 @@ use tokio::sync::Semaphore;
 use tokio::time::{sleep, timeout};
 use tracing::{debug, warn};
 
-use super::{Error, Result};
+use super::{Error, Result, backend_text};
 
 /// Limits on requests.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -108,8 +108,8 @@ impl Remote {
     ) -> Result<Option<T>> {
         self.repeat(path, limit as u64, async || {
             let got = match self.store.get_opts(path, GetOptions::default()).await {
-                Err(object_store::Error::NotFound { .. }) => return Ok(None),
-                got => got.map_err(|e| backend(path, e))?,
+                Err(e) => return self.absent(path, e).await.map(|()| None),
+                Ok(got) => got,
             };
             let expected = got.meta.size;
             if expected > limit as u64 {
@@ -140,7 +140,8 @@ impl Remote {
             let options =
                 GetOptions { range: Some(GetRange::Bounded(range.clone())), ..GetOptions::default() };
             let got = match self.store.get_opts(path, options).await {
-                Err(object_store::Error::NotFound { .. }) => {
+                Err(e @ object_store::Error::NotFound { .. }) => {
+                    self.absent(path, e).await?;
                     return Err(Error::Missing { path: path.to_string() });
                 }
                 // Of an object that is too short a range is an error like any other.
@@ -245,10 +246,21 @@ impl Remote {
     pub async fn size(&self, path: &Path) -> Result<Option<u64>> {
         self.repeat(path, 0, async || match self.store.head(path).await {
             Ok(meta) => Ok(Some(meta.size)),
-            Err(object_store::Error::NotFound { .. }) => Ok(None),
-            Err(e) => Err(backend(path, e)),
+            Err(e) => self.absent(path, e).await.map(|()| None),
         })
         .await
+    }
+
+    /// Succeeds where `e` says that the object is not there. A bucket that is not there is an error: S3 answers
+    /// 404 in both cases, names the case in the body of an answer to GET only, and cannot list such a bucket.
+    async fn absent(&self, path: &Path, e: object_store::Error) -> Result<()> {
+        if !matches!(e, object_store::Error::NotFound { .. }) {
+            return Err(backend(path, e));
+        }
+        if !backend_text::names_key(&e) {
+            self.store.list(Some(path)).try_next().await.map_err(|e| backend(path, e))?;
+        }
+        Ok(())
     }
 
     /// The names of the folders right below the root.

@@ -24,6 +24,9 @@ impl PlaneTransform {
     /// Keys share one step, in units of the noise of attention logits. Values have a step for each head,
     /// halfway between one step for all and one rate for all: the metric of `W_O` knows nothing of the layers
     /// behind it.
+    ///
+    /// Values have `offset` bits more than keys, but neither has less than half of the other's: at low rates
+    /// the offset alone would leave keys next to nothing.
     pub fn all(model: &Model, samples: &Calibration, bits: f32, offset: f32) -> Result<Vec<Self>> {
         let config = &model.config;
         let geometry = Geometry::of(config);
@@ -31,15 +34,13 @@ impl PlaneTransform {
             samples.layers.par_iter().enumerate().map(|(l, layer)| head_rotations(model, geometry, l, layer));
         let heads: Vec<Pair<Vec<Rotation>>> = heads.collect::<Result<_>>()?;
         let sigmas = |side: Side| heads.iter().flat_map(move |layer| layer[side].iter().map(Rotation::sigma));
-        let key_step = step_for_rate(
-            sigmas(Side::Keys).map(|sigma| (sigma, 1.0)),
-            (bits - offset / 2.0).max(bits / 8.0),
-        );
+        let half = offset.clamp(-bits / 1.5, bits / 1.5) / 2.0;
+        let key_step = step_for_rate(sigmas(Side::Keys).map(|sigma| (sigma, 1.0)), bits - half);
         let spread = |sigma: &[f64]| sigma.iter().map(|x| x.max(1e-9).ln()).sum::<f64>() / sigma.len() as f64;
         let mean_spread = sigmas(Side::Values).map(spread).sum::<f64>() / sigmas(Side::Values).count() as f64;
         let halfway = |sigma: &[f64]| ((spread(sigma) + mean_spread) / 2.0).exp();
-        let value_bits = (bits + offset / 2.0).max(bits / 8.0);
-        let value_step = step_for_rate(sigmas(Side::Values).map(|sigma| (sigma, halfway(sigma))), value_bits);
+        let relative = sigmas(Side::Values).map(|sigma| (sigma, halfway(sigma)));
+        let value_step = step_for_rate(relative, bits + half);
         heads
             .iter()
             .flat_map(|layer| {
