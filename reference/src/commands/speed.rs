@@ -21,7 +21,8 @@ pub struct Speed {
     /// A model that is a shape only, with hashed weights: llama-2-7b, llama-3.1-8b or llama-3.1-70b/8
     #[arg(long, value_name = "NAME", conflicts_with = "model")]
     random: Option<String>,
-    /// Methods to time: dense in 16 bits, int4, million, pqcache and zack have a form on the device
+    /// Methods to time: dense in 16 bits, hybrid with keys=rotated, int4, million, pqcache and zack have a form
+    /// on the device
     #[arg(long, value_name = "LIST", default_value = "dense:dtype=bf16,million:exact=bf16")]
     methods: String,
     /// Tokens that a step attends to
@@ -30,7 +31,7 @@ pub struct Speed {
     /// Sequences of a batch, at most 32
     #[arg(long, value_name = "LIST", value_delimiter = ',', default_values_t = [1])]
     batches: Vec<usize>,
-    /// Part of the rows of pqcache that are on the device since the last step: random queries choose without
+    /// Part of the chosen rows that are on the device since the last step: random queries choose without
     /// the locality of a model's, so this is forced
     #[arg(long, value_name = "SHARE", default_value_t = 0.0)]
     hits: f32,
