@@ -52,7 +52,13 @@ pub(super) struct RowStore {
 
 enum Memory {
     Device(Buffer<u16>),
-    Host { layers: Vec<HostBuffer<u16>>, reuse: Reuse, gather: Gather },
+    Host(Box<HostRows>),
+}
+
+struct HostRows {
+    layers: Vec<HostBuffer<u16>>,
+    reuse: Reuse,
+    gather: Gather,
 }
 
 #[derive(Clone, Copy)]
@@ -92,11 +98,11 @@ impl RowStore {
                 check_available(bytes)?;
                 let len = 2 * shape.side_len(stored); // of a layer
                 let layers = (0..n_layers).into_par_iter().map(|_| HostBuffer::new(gpu, len));
-                Memory::Host {
+                Memory::Host(Box::new(HostRows {
                     layers: layers.collect::<Result<_>>()?,
                     reuse: Reuse::new(gpu, n_layers, batch * heads, most)?,
                     gather: Gather::new(&gpu.device, row_bytes)?,
-                }
+                }))
             }
         };
         Ok(Self {
@@ -112,7 +118,7 @@ impl RowStore {
         let len = self.shape.side_len(self.shape.stored);
         match &self.rows {
             Memory::Device(rows) => rows.pointer().offset((2 * layer + side as usize) * len),
-            Memory::Host { layers, .. } => layers[layer].pointer().offset(side as usize * len),
+            Memory::Host(host) => host.layers[layer].pointer().offset(side as usize * len),
         }
     }
 
@@ -157,7 +163,8 @@ impl RowStore {
         (tokens, counts): (DevicePtr<u32>, DevicePtr<u32>),
         slots: Rows,
     ) -> Result<()> {
-        let Memory::Host { reuse, gather, .. } = &self.rows else { return Ok(()) };
+        let Memory::Host(host) = &self.rows else { return Ok(()) };
+        let HostRows { reuse, gather, .. } = &**host;
         reuse.launch(gpu, layer, tokens, counts)?;
         let arguments = GatherArguments {
             heads: self.shape.batch * self.shape.heads,
@@ -181,7 +188,7 @@ impl RowStore {
     pub fn slots(&self) -> Option<DevicePtr<u32>> {
         match &self.rows {
             Memory::Device(_) => None,
-            Memory::Host { reuse, .. } => Some(reuse.slots()),
+            Memory::Host(host) => Some(host.reuse.slots()),
         }
     }
 
@@ -242,7 +249,7 @@ impl RowStore {
     pub fn forget(&mut self, gpu: &Gpu) -> Result<()> {
         match &mut self.rows {
             Memory::Device(_) => Ok(()),
-            Memory::Host { reuse, .. } => reuse.forget(gpu),
+            Memory::Host(host) => host.reuse.forget(gpu),
         }
     }
 
@@ -261,14 +268,14 @@ impl RowStore {
     pub fn fetched(&self, gpu: &Gpu) -> Result<u64> {
         match &self.rows {
             Memory::Device(_) => Ok(0),
-            Memory::Host { reuse, .. } => reuse.fetched(gpu),
+            Memory::Host(host) => host.reuse.fetched(gpu),
         }
     }
 
     /// Makes this part of the rows that a step would fetch count as held, for timing.
     pub fn force_hits(&mut self, share: f32) {
-        if let Memory::Host { reuse, .. } = &mut self.rows {
-            reuse.force_hits(share);
+        if let Memory::Host(host) = &mut self.rows {
+            host.reuse.force_hits(share);
         }
     }
 
@@ -287,7 +294,7 @@ impl RowStore {
     pub fn host_bytes(&self) -> usize {
         match &self.rows {
             Memory::Device(_) => 0,
-            Memory::Host { layers, .. } => layers.iter().map(HostBuffer::bytes).sum(),
+            Memory::Host(host) => host.layers.iter().map(HostBuffer::bytes).sum(),
         }
     }
 }

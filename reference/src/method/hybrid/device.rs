@@ -145,7 +145,8 @@ mod tests {
         let rope = Arc::new(Rope::new(&model.config, tokens.len()));
         let method: Method = "hybrid:keys=rotated".parse().unwrap();
         let method = method.fitted(&model.config).unwrap();
-        let profile = crate::compare::calibrated(&model, &rope, &tokens, &[method.clone()]).unwrap();
+        let profile =
+            crate::compare::calibrated(&model, &rope, &tokens, std::slice::from_ref(&method)).unwrap();
         let folded = method.device_model(&model, &profile).unwrap();
         assert_ne!(folded.layers[0].attention.v.weight, model.layers[0].attention.v.weight);
         let run = |model: &Model| logits(model, &prefill(model, &rope, &tokens, &mut |_, _| Ok(())).unwrap());
