@@ -29,7 +29,7 @@ use crate::side::{Pair, Side};
 const RANDOM_MAPS: u32 = 4 << 16;
 
 /// Hybrid attention: coarse codes of all tokens on the device, and in the same softmax the exact rows of the few
-/// that hold most of the weight, from a [`RowStore`] in memory of the device or the host.
+/// that hold most of the weight, from a `RowStore` in memory of the device or the host.
 ///
 /// For each layer a step projects its queries into the space of the key codes (`ProjectQueries`), scores all
 /// tokens and selects (`pq::Hybrid::select`), fetches the rows that the host has and attends
