@@ -14,59 +14,31 @@ use kv_reference::device::{Decoder, Weights, method_cache};
 use kv_reference::method::Method;
 use kv_reference::{Error, Profile};
 use support::{
-    cosine, decoder, divergence, gpu, model, on_cpu, profile, prompts_in_chunks_are_whole_prompts,
-    teacher_forced,
+    batches_generate_what_sequences_do, cosine, decoder, divergence, diverges_as_on_the_cpu, equals_dense,
+    gpu, model, profile, prompts_in_chunks_are_whole_prompts, teacher_forced,
 };
 
 #[test]
-fn logits_are_those_of_the_cpu() {
+fn it_diverges_as_on_the_cpu() {
     let Some(gpu) = gpu("pqcache logits") else { return };
-    let (model, tokens) = model();
-    let (calibration, rest) = tokens.split_at(2048);
-    let run = &rest[..600];
     for spec in [
         "pqcache:tokens=128:codebooks=profile",
         "pqcache:ratio=0.3:codebooks=profile",
         "pqcache:tokens=96:code=2x6:codebooks=profile:window=32:sinks=2",
     ] {
-        let profile = profile(&model, calibration, &[spec]);
-        let on_cpu = |spec: &str| on_cpu(&model, spec, &profile, run);
-        let (dense, cpu) = (on_cpu("dense"), on_cpu(spec));
-        let mut decoder = decoder(&gpu, &model, spec, &profile, 1, run.len());
-        let logits = teacher_forced(&mut decoder, run);
-        let kl_of = |logits: &[Vec<f32>]| divergence(logits, &dense, run).kl();
-        let (kl, expected) = (kl_of(&logits), kl_of(&cpu));
-        let between = divergence(&logits, &cpu, run);
-        println!(
-            "{spec}: KL {kl:.4} and on the CPU {expected:.4}; between them {:.1e}, top-1 {:.4}",
-            between.kl(),
-            between.top1()
-        );
-        assert!((kl - expected).abs() <= (0.1 * expected).max(2e-4), "{spec}: {kl} and {expected}");
-        assert!(between.top1() >= 0.98, "{spec}: top-1 {}", between.top1());
-        assert!(between.kl() <= (0.3 * expected).max(5e-4), "{spec}: KL {}", between.kl());
+        diverges_as_on_the_cpu(&gpu, spec);
     }
 }
 
 #[test]
 fn fetching_every_token_equals_dense() {
     let Some(gpu) = gpu("every token") else { return };
-    let (model, tokens) = model();
-    let run = &tokens[3000..3400];
-    let dense =
-        teacher_forced(&mut decoder(&gpu, &model, "dense:dtype=f16", &Profile::default(), 1, run.len()), run);
     for spec in [
         "pqcache:tokens=4096:codebooks=profile",
         "pqcache:ratio=1:code=2x6:codebooks=profile",
         "pqcache:tokens=400:codebooks=profile:window=2:sinks=0",
     ] {
-        let profile = profile(&model, &tokens[..1024], &[spec]);
-        let mut decoder = decoder(&gpu, &model, spec, &profile, 1, run.len());
-        let logits = teacher_forced(&mut decoder, run);
-        let worst = logits.iter().zip(&dense).map(|(a, b)| cosine(a, b)).fold(1.0, f64::min);
-        let top1 = divergence(&logits, &dense, run).top1();
-        println!("{spec}: cosine {worst:.7}, top-1 {top1:.4}");
-        assert!(worst >= 0.9999 && top1 >= 0.98, "{spec}: cosine {worst}, top-1 {top1}");
+        equals_dense(&gpu, spec, 0.9999);
     }
 }
 
@@ -108,32 +80,13 @@ fn prompts_in_chunks_fill_the_cache_as_whole_ones_do() {
 fn a_batch_of_different_lengths_generates_what_each_sequence_does() {
     let Some(gpu) = gpu("pqcache batches") else { return };
     let (model, tokens) = model();
-    let prompts: Vec<Vec<u32>> =
-        [(3000, 7), (4000, 200), (5000, 91), (100, 1)].map(|(at, len)| tokens[at..][..len].to_vec()).to_vec();
+    // Where few tokens are chosen, others may be.
     for (spec, same) in [
         ("pqcache:tokens=32:codebooks=profile:exact=bf16", 8),
         ("pqcache:tokens=4096:codebooks=profile:exact=bf16", 40),
     ] {
         let profile = profile(&model, &tokens[..2048], &[spec]);
-        let generate = |prompts: &[Vec<u32>], eager: bool| {
-            let mut decoder = decoder(&gpu, &model, spec, &profile, prompts.len(), 300);
-            decoder.prefill(prompts, 64).unwrap();
-            for _ in 1..40 {
-                if eager { decoder.step_eagerly() } else { decoder.step() }.unwrap();
-            }
-            (decoder.picked().unwrap(), decoder.logits().unwrap())
-        };
-        let together = generate(&prompts, false);
-        assert_eq!(generate(&prompts, true), together, "{spec}: launch by launch");
-        assert_eq!(generate(&prompts, false), together, "{spec}: again");
-        for (prompt, picked) in prompts.iter().zip(&together.0) {
-            let ends = |&token: &u32| model.config.eos_tokens.contains(&token);
-            assert!(picked.len() == 40 || picked.last().is_some_and(ends), "{spec}: {picked:?}");
-            let alone = generate(std::slice::from_ref(prompt), false).0.remove(0);
-            // Attention of a batch adds in another order; where few tokens are chosen, others may be.
-            let same = same.min(picked.len());
-            assert_eq!(alone[..same], picked[..same], "{spec}: a prompt of {} tokens", prompt.len());
-        }
+        batches_generate_what_sequences_do(&gpu, &model, &tokens, &profile, (spec, same));
     }
 }
 

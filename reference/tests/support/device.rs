@@ -83,6 +83,74 @@ pub fn teacher_forced(decoder: &mut Decoder, tokens: &[u32]) -> Vec<Vec<f32>> {
     tokens.iter().map(step).collect()
 }
 
+/// The method diverges from the dense cache by as much as on the CPU, and hardly from itself there.
+pub fn diverges_as_on_the_cpu(gpu: &Arc<Gpu>, spec: &str) {
+    let (model, tokens) = model();
+    let (calibration, rest) = tokens.split_at(2048);
+    let run = &rest[..600];
+    let profile = profile(&model, calibration, &[spec]);
+    let on_cpu = |spec: &str| on_cpu(&model, spec, &profile, run);
+    let (dense, cpu) = (on_cpu("dense"), on_cpu(spec));
+    let logits = teacher_forced(&mut decoder(gpu, &model, spec, &profile, 1, run.len()), run);
+    let kl_of = |logits: &[Vec<f32>]| divergence(logits, &dense, run).kl();
+    let (kl, expected) = (kl_of(&logits), kl_of(&cpu));
+    let between = divergence(&logits, &cpu, run);
+    println!(
+        "{spec}: KL {kl:.5} and on the CPU {expected:.5}; between them {:.1e}, top-1 {:.4}",
+        between.kl(),
+        between.top1()
+    );
+    assert!((kl - expected).abs() <= (0.1 * expected).max(2e-4), "{spec}: {kl} and {expected}");
+    assert!(between.top1() >= 0.98, "{spec}: top-1 {}", between.top1());
+    assert!(between.kl() <= (0.3 * expected).max(5e-4), "{spec}: KL {}", between.kl());
+}
+
+/// The method, which reads every token's exact rows, has the logits of the dense cache.
+pub fn equals_dense(gpu: &Arc<Gpu>, spec: &str, cosine_at_least: f64) {
+    let (model, tokens) = model();
+    let run = &tokens[3000..3400];
+    let logits = |spec: &str, profile: &Profile| {
+        teacher_forced(&mut decoder(gpu, &model, spec, profile, 1, run.len()), run)
+    };
+    let dense = logits("dense:dtype=f16", &Profile::default());
+    let own = logits(spec, &profile(&model, &tokens[..1024], &[spec]));
+    let worst = own.iter().zip(&dense).map(|(a, b)| cosine(a, b)).fold(1.0, f64::min);
+    let top1 = divergence(&own, &dense, run).top1();
+    println!("{spec}: cosine {worst:.7}, top-1 {top1:.4}");
+    assert!(worst >= cosine_at_least && top1 >= 0.98, "{spec}: cosine {worst}, top-1 {top1}");
+}
+
+/// A batch generates what its launches do one by one, the same each time, and up to `same` tokens what each
+/// sequence does alone: attention of a batch adds in another order.
+pub fn batches_generate_what_sequences_do(
+    gpu: &Arc<Gpu>,
+    model: &Arc<Model>,
+    tokens: &[u32],
+    profile: &Profile,
+    (spec, same): (&str, usize),
+) {
+    let prompts: Vec<Vec<u32>> =
+        [(3000, 7), (4000, 200), (5000, 91), (100, 1)].map(|(at, len)| tokens[at..][..len].to_vec()).to_vec();
+    let generate = |prompts: &[Vec<u32>], eager: bool| {
+        let mut decoder = decoder(gpu, model, spec, profile, prompts.len(), 300);
+        decoder.prefill(prompts, 64).unwrap();
+        for _ in 1..40 {
+            if eager { decoder.step_eagerly() } else { decoder.step() }.unwrap();
+        }
+        (decoder.picked().unwrap(), decoder.logits().unwrap())
+    };
+    let together = generate(&prompts, false);
+    assert_eq!(generate(&prompts, true).0, together.0, "{spec}: launch by launch");
+    assert_eq!(generate(&prompts, false), together, "{spec}: again");
+    for (prompt, picked) in prompts.iter().zip(&together.0) {
+        let ends = |&token: &u32| model.config.eos_tokens.contains(&token);
+        assert!(picked.len() == 40 || picked.last().is_some_and(ends), "{spec}: {picked:?}");
+        let alone = generate(std::slice::from_ref(prompt), false).0.remove(0);
+        let same = same.min(picked.len());
+        assert_eq!(alone[..same], picked[..same], "{spec}: a prompt of {} tokens", prompt.len());
+    }
+}
+
 /// Steps after prompts of two lengths have the same logits whether the prompts ran whole or in chunks.
 pub fn prompts_in_chunks_are_whole_prompts(gpu: &Arc<Gpu>, spec: &str) {
     let (model, tokens) = model();
