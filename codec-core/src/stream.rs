@@ -250,8 +250,8 @@ impl StreamPolicy {
     }
 
     /// Chooses again while the first of `chunks` is being transferred at `level`, with `left` bytes to come
-    /// for all its requests; `progress.measured` is the throughput of this transfer so far. Returns the
-    /// decision to abandon the transfer, or `None` to go on.
+    /// for all its requests; `progress.measured` is the throughput of this transfer so far, at which it is
+    /// expected to end. Returns the decision to abandon the transfer, or `None` to go on.
     ///
     /// A transfer goes on if it is expected in time, or if no other plan saves a tenth of the delay.
     ///

@@ -142,9 +142,9 @@ fn bad_input_is_an_error() {
     assert_eq!(POLICY.decide(&good, computing), Err(Error::BadTiming));
 }
 
-/// The delay of a plan, request by request.
-fn naive(chunks: &[ChunkSizes<'_>], plan: &[Encoding], rate: f64, computing: f64) -> f64 {
-    let (mut link, mut receiver) = (0.0, computing);
+/// The delay of a plan, request by request, when the link and the receiver are busy for some seconds before.
+fn naive(chunks: &[ChunkSizes<'_>], plan: &[Encoding], rate: f64, busy: (f64, f64)) -> f64 {
+    let (mut link, mut receiver) = busy;
     for (chunk, encoding) in chunks.iter().zip(plan) {
         for _ in 0..chunk.requests {
             let (bytes, compute) = match *encoding {
@@ -202,10 +202,10 @@ proptest! {
             (delay(&plan, rate), plan, first.is_some())
         };
         // Sums in another order: a plan that is in time by a rounding error may be late there.
-        let (delay, plan, in_time) = best(&chunks, &|plan, rate| naive(&chunks, plan, rate, computing));
+        let (delay, plan, in_time) = best(&chunks, &|plan, rate| naive(&chunks, plan, rate, (0.0, computing)));
         let clear = |delay: f64| (delay - remaining).abs() > 1e-9;
         prop_assume!(plans(chunks.len(), 2, kind).iter().all(|plan| {
-            [trust * rate, f64::INFINITY].iter().all(|&rate| clear(naive(&chunks, plan, rate, computing)))
+            [trust * rate, f64::INFINITY].iter().all(|&rate| clear(naive(&chunks, plan, rate, (0.0, computing))))
         }));
         let decision = policy.decide(&chunks, progress).unwrap();
         prop_assert!((decision.delay.unwrap() - delay).abs() < 1e-9, "{decision:?} {delay} {plan:?}");
@@ -214,15 +214,10 @@ proptest! {
             prop_assert_eq!(decision.encoding, plan[0]);
         }
 
-        // The transfer as a chunk of its own for one request, then the best of the rest.
-        let on_its_way = |plan: &[Encoding], rate: f64| {
-            let levels = [left];
-            let (decode, n) = (chunks[0].decode, chunks[0].requests as f64);
-            let first = ChunkSizes { levels: &levels, decode: decode * n, requests: 1, ..chunks[0] };
-            let rest = chunks[1..].iter().map(|chunk| ChunkSizes { levels: chunk.levels, ..*chunk });
-            let all: Vec<_> = std::iter::once(first).chain(rest).collect();
-            naive(&all, &[&[Encoding::Level(0)], plan].concat(), rate, computing)
-        };
+        // The transfer under way ends at the rate that it has, then the best of the rest.
+        let link = left as f64 / rate;
+        let receiver = f64::max(computing, link) + chunks[0].decode * chunks[0].requests as f64;
+        let on_its_way = |plan: &[Encoding], rate: f64| naive(&chunks[1..], plan, rate, (link, receiver));
         let kept = match chunks.len() {
             1 => on_its_way(&[], rate),
             _ => best(&chunks[1..], &on_its_way).0,
