@@ -19,7 +19,8 @@ use super::{DeviceArgs, Files, JsonArgs, ModelArgs, Stdout, TextArgs, load_profi
 
 #[derive(Args)]
 #[command(
-    after_help = "Example:\n  kv generate \"We, the people\" --method pqcache:ratio=0.2 --tokens 32\n\nMethods and their settings: kv methods"
+    after_help = "Example:\n  kv generate \"We, the people\" --method pqcache:ratio=0.2 --tokens 32\n\n\
+                  Methods and their settings: kv methods"
 )]
 pub struct Generate {
     /// Text to continue

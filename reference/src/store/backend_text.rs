@@ -27,8 +27,8 @@ pub(super) fn cause(e: &object_store::Error) -> String {
     cut(&e.source().map_or_else(|| e.to_string(), ToString::to_string))
 }
 
-/// Whether a server says of what is not there that it is an object.
-pub(super) fn names_key(e: &object_store::Error) -> bool {
+/// Whether a server's answer says that the object is missing, and not its bucket.
+pub(super) fn is_missing_key(e: &object_store::Error) -> bool {
     last(e).contains("<Code>NoSuchKey</Code>")
 }
 

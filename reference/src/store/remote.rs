@@ -257,7 +257,7 @@ impl Remote {
         if !matches!(e, object_store::Error::NotFound { .. }) {
             return Err(backend(path, e));
         }
-        if !backend_text::names_key(&e) {
+        if !backend_text::is_missing_key(&e) {
             self.store.list(Some(path)).try_next().await.map_err(|e| backend(path, e))?;
         }
         Ok(())
