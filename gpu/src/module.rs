@@ -3,14 +3,18 @@
 use std::ffi::CString;
 use std::sync::Arc;
 
-use cudarc::driver::sys::{CUfunction, CUfunction_attribute, CUmodule, CUresult};
+use cudarc::driver::sys::CUdevice_attribute::{
+    CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR,
+    CU_DEVICE_ATTRIBUTE_RESERVED_SHARED_MEMORY_PER_BLOCK,
+};
+use cudarc::driver::sys::{self, CUfunction, CUfunction_attribute, CUmodule, CUresult};
 use cudarc::driver::{CudaContext, DriverError, result};
 
 /// A kernel of a module; the module stays loaded as long as one of its kernels exists.
 #[derive(Clone)]
 pub(crate) struct Function {
     handle: CUfunction,
-    _module: Arc<Module>,
+    module: Arc<Module>,
 }
 
 struct Module {
@@ -48,7 +52,7 @@ impl Function {
         let module = Arc::new(Module { handle, context: context.clone() });
         // SAFETY: the module has just been loaded.
         let handle = unsafe { result::module::get_function(module.handle, name) }?;
-        Ok(Self { handle, _module: module })
+        Ok(Self { handle, module })
     }
 
     /// Lets the kernel have more dynamic shared memory than the 48 KiB that every kernel may have.
@@ -56,6 +60,33 @@ impl Function {
         let limit = CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
         // SAFETY: the module is loaded as long as `self` lives.
         unsafe { result::function::set_function_attribute(self.handle, limit, bytes as i32) }
+    }
+
+    /// Divides a multiprocessor's memory for blocks of `threads` threads and `dynamic` bytes of shared memory:
+    /// what as many of them as fit need is shared memory, the rest is L1.
+    pub(crate) fn prefer_l1(&self, threads: u32, dynamic: u32) -> Result<(), DriverError> {
+        let mut blocks = 0;
+        // SAFETY: the module is loaded as long as `self` lives; `blocks` is written.
+        unsafe {
+            sys::cuOccupancyMaxActiveBlocksPerMultiprocessor(
+                &raw mut blocks,
+                self.handle,
+                threads as i32,
+                dynamic as usize,
+            )
+        }
+        .result()?;
+        let fixed = CUfunction_attribute::CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES;
+        // SAFETY: the module is loaded as long as `self` lives.
+        let fixed = unsafe { result::function::get_function_attribute(self.handle, fixed) }?;
+        let context = &self.module.context;
+        let all = context.attribute(CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR)?;
+        let reserved = context.attribute(CU_DEVICE_ATTRIBUTE_RESERVED_SHARED_MEMORY_PER_BLOCK)?;
+        let shared = blocks * (fixed + dynamic as i32 + reserved);
+        let percent = (100 * shared / all.max(1) + 1).min(100);
+        let preferred = CUfunction_attribute::CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT;
+        // SAFETY: as above.
+        unsafe { result::function::set_function_attribute(self.handle, preferred, percent) }
     }
 
     /// Lets the kernel have clusters of more than the 8 blocks that every device with clusters runs.

@@ -141,6 +141,11 @@ const fn has_clusters(capability: (i32, i32), shared_memory: usize) -> bool {
 }
 
 impl Plan {
+    /// Threads of a block that scores.
+    const fn score_threads(&self) -> u32 {
+        self.score_warps as u32 * 32
+    }
+
     fn programs(&self, shape: &HybridShape, has_clusters: bool) -> [Program; 3] {
         let defines = [
             ("HEAD_DIM", shape.dim()),
@@ -347,8 +352,9 @@ impl Hybrid {
                 device.kernel(&select, "pq_hybrid_write", 0)?,
             ])
         };
+        let scores = device.kernel(&scores, "pq_hybrid_scores", plan.scores)?;
         Ok(Self {
-            scores: device.kernel(&scores, "pq_hybrid_scores", plan.scores)?,
+            scores: scores.prefer_l1(plan.score_threads())?,
             selection,
             attend: device.kernel(&attend, "pq_hybrid_attend", plan.attend)?,
             shape,
@@ -407,9 +413,8 @@ impl Hybrid {
             Selection::Chunks(_) => chunks,
         };
         let per_row = OPERATION.grid(&[("chunks", blocks), ("heads of sequences", rows)])?;
-        let score_threads = self.plan.score_warps as u32 * 32;
         // SAFETY: the structure is the kernels' argument; the caller upholds the contract of its pointers.
-        unsafe { self.scores.launch(stream, per_head, score_threads, a.pdl, &prepared)? };
+        unsafe { self.scores.launch(stream, per_head, self.plan.score_threads(), a.pdl, &prepared)? };
         match &self.selection {
             Selection::Clusters(kernel, _) => {
                 let cluster = blocks as u32;

@@ -24,6 +24,11 @@ impl AttendShape {
         if self.dim == 128 { 12 } else { 16 }
     }
 
+    /// Threads of a block.
+    const fn threads(&self) -> u32 {
+        self.warps() as u32 * 32
+    }
+
     /// `RESULT` of the kernel.
     const fn result_len(&self) -> usize {
         self.dim + 4
@@ -157,6 +162,7 @@ impl Attend {
     /// [`Error::Unsupported`], [`Error::NoNvrtc`], [`Error::Compile`] or [`Error::Driver`].
     pub fn new(device: &Device, shape: AttendShape) -> Result<Self, Error> {
         let kernel = device.kernel(&shape.program()?, "svd_attend", shape.shared_bytes())?;
+        let kernel = kernel.prefer_l1(shape.threads())?;
         Ok(Self { kernel, shape, sm_count: device.sm_count() })
     }
 
@@ -226,8 +232,7 @@ impl Attend {
             group: a.group as u32,
             scale: a.scale * std::f32::consts::LOG2_E,
         };
-        let threads = self.shape.warps() as u32 * 32;
         // SAFETY: the structure is the kernel's argument; the caller upholds the contract of its pointers.
-        unsafe { self.kernel.launch(stream, grid, threads, a.pdl, &kernel_arguments) }
+        unsafe { self.kernel.launch(stream, grid, self.shape.threads(), a.pdl, &kernel_arguments) }
     }
 }
