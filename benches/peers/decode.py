@@ -15,6 +15,8 @@ torch         a plain loop with a static cache in bf16, one CUDA graph a step, c
 flashinfer    the same loop over FlashInfer's attention, with keys and values in fp8 (e4m3) in pages of 64 tokens
 transformers  `generate` with a static cache, which it compiles: the time of 65 tokens less that of one, of which it makes 64 steps; it
               fills its own cache, from tokens 7919 i mod vocabulary, so its logits are not compared
+float32       the torch loop with activations, keys and values in single precision, which is not timed: its logits say which of two
+              loops in bf16 rounds less
 
 A prompt is token 7919 i mod vocabulary for each i; torch runs it at once, with cuDNN's causal attention, and keeps its keys and values.
 """
@@ -38,14 +40,12 @@ CASES = [
 ]
 # shape, context, tokens of a chunk
 PREFILL_CASES = [("llama-3.1-8b", 8192, 8192), ("llama-3.1-8b", 32768, 8192), ("llama-3.1-8b", 131072, 8192)]
-METHODS = "dense:dtype=bf16,million:exact=bf16"
-# Prompts also fill caches that keep exact rows of all tokens, on the device or on the host.
-PREFILL_METHODS = METHODS + (
-    ",hybrid:keys=rotated:exact=bf16:rows-on=device,hybrid:keys=rotated:exact=bf16,pqcache:tokens=2048:exact=bf16"
-)
+METHODS = "dense:dtype=bf16,million:exact=bf16,hybrid:keys=rotated:exact=bf16:rows-on=device"
+# Prompts also fill caches that keep exact rows of all tokens on the host.
+PREFILL_METHODS = METHODS + ",hybrid:keys=rotated:exact=bf16,pqcache:tokens=2048:exact=bf16"
 PEERS = ("torch", "flashinfer", "transformers")
-# transformers is another engine's loop, not another cache: one case shows what it costs.
-TRANSFORMERS_CASES = CASES[:1]
+# transformers is another engine's loop, not another cache, and float32 is no rival: one case shows what they say.
+ONE_CASE = ("transformers", "float32")
 PAGE = 64
 AMPLITUDE, ROWS = 0.034641016, 1 << 16
 
@@ -57,7 +57,8 @@ def peer(shape, context, batch, capacity, logits_file, kind="torch"):
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     hidden, inner, layers, heads, kv_heads, vocab, base, scaled = SHAPES[shape]
-    device, dtype, mask = "cuda", torch.bfloat16, 0xFFFFFFFF
+    device, mask = "cuda", 0xFFFFFFFF
+    dtype = torch.float32 if kind == "float32" else torch.bfloat16
     prefill, paged = kind == "prefill", kind == "flashinfer"
     versions = {"torch": torch.__version__, "gpu": torch.cuda.get_device_name()}
 
@@ -75,7 +76,7 @@ def peer(shape, context, batch, capacity, logits_file, kind="torch"):
             i = torch.arange(at, min(n, at + (1 << 25)), device=device)
             # Both steps in single precision, as on the other side.
             unit = (mix((i & mask) ^ seed) >> 8).to(torch.float32) * 2.0**-23 - 1
-            out[at : at + len(i)] = (unit * torch.tensor(amplitude, dtype=torch.float32)).to(dtype)
+            out[at : at + len(i)] = (unit * torch.tensor(amplitude, dtype=torch.float32)).bfloat16()
         return out.view(*sizes)
 
     @torch.compile
@@ -201,6 +202,12 @@ def peer(shape, context, batch, capacity, logits_file, kind="torch"):
                 times.append(1e3 * (time.perf_counter() - begin))
         out.float().cpu().numpy().tofile(logits_file)
         return print(json.dumps({"first_token_ms": sorted(times)[len(times) // 2]} | versions))
+
+    if kind == "float32":
+        with torch.no_grad(), sdpa_kernel([SDPBackend.MATH]):
+            step()
+        logits.cpu().numpy().tofile(logits_file)
+        return print(json.dumps(versions))
 
     with torch.no_grad(), sdpa_kernel([SDPBackend.CUDNN_ATTENTION]):
         stream = torch.cuda.Stream()
@@ -331,8 +338,8 @@ def run(command):
 def peers(shape, context, batch, capacity, path):
     """What every peer says, by name: times, or why there are none."""
     results = {}
-    for name in PEERS:
-        if name == "transformers" and (shape, context, batch) not in TRANSFORMERS_CASES:
+    for name in PEERS + ("float32",):
+        if name in ONE_CASE and (shape, context, batch) != CASES[0]:
             continue
         arguments = [shape, context, batch, capacity, path(name), name]
         result = subprocess.run(
@@ -358,11 +365,11 @@ def case(kv, shape, context, batch):
             rows += output["rows"]
         capacity = rows[0]["capacity"]
         results = peers(shape, context, batch, capacity, path)
-        checks = {
-            name: agreement(path(METHODS.split(",")[0]), path(name), SHAPES[shape][5])
-            for name in PEERS
-            if os.path.exists(path(name))
-        }
+        agreed = lambda a, b: agreement(path(a), path(b), SHAPES[shape][5])
+        made = [name for name in PEERS + ("float32",) if os.path.exists(path(name))]
+        checks = {name: agreed(METHODS.split(",")[0], name) for name in made}
+        if {"torch", "float32"} <= set(made):
+            checks["torch beside float32"] = agreed("torch", "float32")
     return {
         "shape": shape,
         "context": context,
@@ -478,7 +485,7 @@ def table(results, commit):
                 result["shape"],
                 f"{row['context']:,}",
                 row["batch"],
-                row["method"].split(":")[0],
+                cache_name(row),
                 f"{row['step_ms']:.2f}",
                 f"{row['mean_ms']:.2f}",
                 f"{row['floor_ms']:.2f}",
@@ -501,7 +508,7 @@ def table(results, commit):
             f"{name} is missing at {result['shape']}, {result['context']:,} x {result['batch']}: {what}"
             for name, what in why.items()
         ]
-    for name in PEERS:
+    for name in PEERS + ("float32",):
         checks = [result["dense_beside"][name] for result in results if name in result["dense_beside"]]
         if checks:
             lines += [
@@ -509,6 +516,10 @@ def table(results, commit):
                 f"Logits of dense beside those of {name}, same weights, cache and token: cosine at least {min(c['cosine'] for c in checks):.5f}, "
                 f"the same most likely token in {100 * min(c['top1'] for c in checks):.0f} % of the sequences or more.",
             ]
+    checks = [result["dense_beside"] for result in results]
+    bf16 = [check["torch beside float32"] for check in checks if "torch beside float32" in check]
+    if bf16:
+        lines += ["", f"Those of torch in bf16 beside float32: cosine {min(c['cosine'] for c in bf16):.5f}."]
     return lines + [line for what in missing for line in ("", what)]
 
 

@@ -24,4 +24,4 @@ pub mod stream;
 
 pub use error::{Error, Result};
 pub use profile::Profile;
-pub use sample::Sampler;
+pub use sample::{Sampler, Sampling};

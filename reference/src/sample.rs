@@ -5,16 +5,20 @@ use crate::ops::argmax;
 use crate::rng::Rng;
 use crate::{Error, Result};
 
-/// Draws tokens: the most likely one at temperature 0, else from the smallest set of most likely tokens that
-/// holds the part `top_p` of the probability.
-pub struct Sampler {
-    temperature: f64,
-    top_p: f64,
-    rng: Rng,
+/// How the next token is chosen: the most likely one at temperature 0, else by chance from the smallest set of
+/// most likely tokens that holds the part `top_p` of the probability.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Sampling {
+    pub(crate) temperature: f64,
+    pub(crate) top_p: f64,
+    pub(crate) seed: u64,
 }
 
-impl Sampler {
-    /// A sampler; the same seed draws the same tokens.
+impl Sampling {
+    /// The most likely token.
+    pub const GREEDY: Self = Self { temperature: 0.0, top_p: 1.0, seed: 0 };
+
+    /// A choice; the same seed draws the same tokens, on the CPU and on a device others.
     ///
     /// # Errors
     /// [`Error::Argument`] for a negative or infinite temperature or a `top_p` that is not above 0 and at most
@@ -26,24 +30,39 @@ impl Sampler {
         if !(top_p > 0.0 && top_p <= 1.0) {
             return Err(Error::Argument(format!("top-p {top_p} is not above 0 and at most 1")));
         }
-        Ok(Self { temperature, top_p, rng: Rng(seed) })
+        Ok(Self { temperature, top_p, seed })
+    }
+}
+
+/// Draws tokens from logits on the host.
+pub struct Sampler {
+    sampling: Sampling,
+    rng: Rng,
+}
+
+impl Sampler {
+    /// A sampler at its first token.
+    #[must_use]
+    pub const fn new(sampling: Sampling) -> Self {
+        Self { sampling, rng: Rng(sampling.seed) }
     }
 
     /// The next token.
     pub fn sample(&mut self, logits: &[f32]) -> u32 {
-        if self.temperature == 0.0 {
+        let Sampling { temperature, top_p, .. } = self.sampling;
+        if temperature == 0.0 {
             return argmax(logits) as u32;
         }
         // Differences from the largest: quotients of the logits themselves overflow at a low temperature.
         let largest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-        let scale = |&x: &f32| (f64::from(x - largest) / self.temperature) as f32;
+        let scale = |&x: &f32| (f64::from(x - largest) / temperature) as f32;
         let scaled: Vec<f32> = logits.iter().map(scale).collect();
         let mut candidates: Vec<(u32, f64)> =
             (0..).zip(log_softmax(&scaled).iter().map(|x| x.exp())).collect();
         candidates.sort_by(|a, b| b.1.total_cmp(&a.1));
         let mut mass = 0.0;
         let nucleus = candidates.iter().take_while(|(_, p)| {
-            let inside = mass < self.top_p;
+            let inside = mass < top_p;
             mass += p;
             inside
         });
@@ -67,15 +86,16 @@ mod tests {
     #[test]
     fn draws_follow_the_probabilities_inside_the_nucleus() {
         let logits = [2.0_f32.ln(), 0.0, -1.0e9, 1.0_f32.ln()]; // 1/2, 1/4, 0, 1/4
-        assert_eq!(Sampler::new(0.0, 1.0, 1).unwrap().sample(&logits), 0);
-        let mut sampler = Sampler::new(1e-45, 1.0, 1).unwrap();
-        assert!((0..100).all(|_| sampler.sample(&[-7.0, 3.0, 2.9, 3.0e-4]) == 1));
-        let mut sampler = Sampler::new(1.0, 0.5, 1).unwrap();
-        assert!((0..100).all(|_| sampler.sample(&logits) == 0));
-        let mut sampler = Sampler::new(1.0, 1.0, 1).unwrap();
+        let sampler = |temperature, top_p| Sampler::new(Sampling::new(temperature, top_p, 1).unwrap());
+        assert_eq!(sampler(0.0, 1.0).sample(&logits), 0);
+        let mut cold = sampler(1e-45, 1.0);
+        assert!((0..100).all(|_| cold.sample(&[-7.0, 3.0, 2.9, 3.0e-4]) == 1));
+        let mut half = sampler(1.0, 0.5);
+        assert!((0..100).all(|_| half.sample(&logits) == 0));
+        let mut all = sampler(1.0, 1.0);
         let mut counts = [0; 4];
-        (0..4000).for_each(|_| counts[sampler.sample(&logits) as usize] += 1);
+        (0..4000).for_each(|_| counts[all.sample(&logits) as usize] += 1);
         assert!(counts[2] == 0 && (1900..2100).contains(&counts[0]), "{counts:?}");
-        assert!(Sampler::new(-1.0, 1.0, 0).is_err() && Sampler::new(1.0, 0.0, 0).is_err());
+        assert!(Sampling::new(-1.0, 1.0, 0).is_err() && Sampling::new(1.0, 0.0, 0).is_err());
     }
 }

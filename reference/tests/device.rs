@@ -10,13 +10,14 @@ mod support;
 use std::sync::Arc;
 
 use kv_gpu::{Element, compile};
-use kv_reference::Profile;
+
 use kv_reference::compare::calibrated;
 use kv_reference::device::{Decoder, Weights, method_cache, programs};
 use kv_reference::eval::{Divergence, score_text};
 use kv_reference::forward::{self, logits, prefill};
 use kv_reference::method::{Method, Prepared};
 use kv_reference::model::Rope;
+use kv_reference::{Profile, Sampling};
 use support::{
     batches_generate_what_sequences_do, cosine, decoder, gpu, model, profile, skip, teacher_forced,
 };
@@ -244,6 +245,66 @@ fn a_batch_of_different_lengths_generates_what_each_sequence_does() {
     ] {
         let profile = profile(&model, &tokens[..2048], &[method]);
         batches_generate_what_sequences_do(&gpu, &model, &tokens, &profile, (method, same));
+    }
+}
+
+#[test]
+fn draws_follow_the_probabilities_inside_the_nucleus() {
+    const BATCH: usize = 32;
+    const ROUNDS: u64 = 40;
+    let Some(gpu) = gpu("sampling") else { return };
+    let (model, tokens) = model();
+    let prompts = vec![tokens[..24].to_vec(); BATCH];
+    let mut decoder = decoder(&gpu, &model, "dense:dtype=f16", &Profile::default(), BATCH, 64);
+    let mut first_tokens = |temperature: f64, top_p: f64, seed: u64| -> Vec<u32> {
+        decoder.choose(Sampling::new(temperature, top_p, seed).unwrap());
+        decoder.clear().unwrap();
+        decoder.prefill(&prompts, 64).unwrap();
+        decoder.picked().unwrap().iter().map(|picked| picked[0]).collect()
+    };
+    let greedy = first_tokens(0.0, 1.0, 0);
+    assert_eq!(first_tokens(1e-45, 1.0, 5), greedy);
+    assert_eq!(first_tokens(2.0, 1e-30, 5), greedy);
+    assert_eq!(first_tokens(1.5, 0.9, 7), first_tokens(1.5, 0.9, 7));
+    assert_ne!(first_tokens(1.5, 0.9, 7), first_tokens(1.5, 0.9, 8));
+
+    for (temperature, top_p) in [(1.0, 0.5), (0.7, 0.9), (1.5, 0.95), (1.0, 1.0)] {
+        let mut counts = std::collections::HashMap::<u32, usize>::new();
+        for seed in 0..ROUNDS {
+            first_tokens(temperature, top_p, seed).iter().for_each(|&t| *counts.entry(t).or_default() += 1);
+        }
+        let mut reference = self::decoder(&gpu, &model, "dense:dtype=f16", &Profile::default(), 1, 64);
+        reference.prefill(&prompts[..1], 64).unwrap();
+        let logits = reference.logits().unwrap();
+        let largest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+        let weights = logits.iter().map(|x| (f64::from(x - largest) / temperature).exp());
+        let mut sorted: Vec<(usize, f64)> = weights.enumerate().collect();
+        sorted.sort_by(|a, b| b.1.total_cmp(&a.1));
+        let all: f64 = sorted.iter().map(|(_, w)| w).sum();
+        let mut mass = 0.0;
+        sorted.retain(|(_, w)| {
+            let inside = mass < top_p * all;
+            mass += w;
+            inside
+        });
+        let nucleus: f64 = sorted.iter().map(|(_, w)| w).sum();
+        let draws = (BATCH as u64 * ROUNDS) as f64;
+        let drawn: usize = sorted.iter().filter_map(|(token, _)| counts.get(&(*token as u32))).sum();
+        assert!(drawn as f64 >= draws - 2.0, "{drawn} of {draws} are in the nucleus of {}", sorted.len());
+        for &(token, weight) in &sorted[..sorted.len().min(20)] {
+            let (p, seen) = (weight / nucleus, counts.get(&(token as u32)).map_or(0.0, |&n| n as f64));
+            let deviation = (draws * p * (1.0 - p)).sqrt().max(1.0);
+            assert!(
+                (seen - draws * p).abs() <= 5.0 * deviation,
+                "token {token}: {seen}, expected {}",
+                draws * p
+            );
+        }
+        println!(
+            "T {temperature}, top-p {top_p}: a nucleus of {}, {} of it drawn",
+            sorted.len(),
+            counts.len()
+        );
     }
 }
 

@@ -10,7 +10,7 @@ use kv_reference::device::{self, Gpu, Weights, method_cache};
 use kv_reference::forward::Decoder;
 use kv_reference::method::{Method, Prepared};
 use kv_reference::model::{Model, Rope};
-use kv_reference::{Error, Profile, Result, Sampler};
+use kv_reference::{Error, Profile, Result, Sampler, Sampling};
 use serde::Serialize;
 
 #[cfg(feature = "store")]
@@ -74,7 +74,7 @@ struct Generated<'a> {
 
 impl Generate {
     pub fn run(self, out: &mut Stdout) -> Result<()> {
-        let mut sampler = Sampler::new(self.temperature, self.top_p, self.seed)?;
+        let mut sampler = Sampler::new(Sampling::new(self.temperature, self.top_p, self.seed)?);
         let mut files = Files::default();
         files.reads("--model", &self.model.path());
         self.profile.iter().for_each(|path| files.reads("--profile", path));

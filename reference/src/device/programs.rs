@@ -7,7 +7,8 @@ use pq_core::PqShape;
 use super::gemv::{GemvShape, Input, Output};
 use crate::side::Side;
 
-const HEADERS: &[(&str, &str)] = &[("random.cuh", include_str!("kernels/random.cuh"))];
+const HEADERS: &[(&str, &str)] =
+    &[("random.cuh", include_str!("kernels/random.cuh")), ("picks.cuh", include_str!("kernels/picks.cuh"))];
 
 pub(crate) fn gemv(defines: &[(&str, usize)]) -> Program {
     Program::own("gemv.cu", include_str!("kernels/gemv.cu"), HEADERS, defines)
@@ -16,6 +17,11 @@ pub(crate) fn gemv(defines: &[(&str, usize)]) -> Program {
 /// `begin` and `pick`.
 pub(crate) fn step(element: Element) -> Program {
     Program::own("step.cu", include_str!("kernels/step.cu"), HEADERS, &[("ELEMENT", element as usize)])
+}
+
+/// `draw`.
+pub(crate) fn draw() -> Program {
+    Program::own("draw.cu", include_str!("kernels/draw.cu"), HEADERS, &[])
 }
 
 /// `fill`, `fill_words` and `pack`; element 0 is `f32`.
@@ -76,7 +82,7 @@ pub(crate) fn retrieval() -> Program {
 /// layouts.
 #[must_use]
 pub fn programs(shared_memory: usize) -> Vec<Program> {
-    let mut programs = vec![weights(0), weights(1), leaving(), retrieval()];
+    let mut programs = vec![weights(0), weights(1), draw(), leaving(), retrieval()];
     for element in [Element::F16, Element::Bf16] {
         programs.extend([step(element), prompt(element, 64), prompt(element, 128)]);
         let heads = [(64, 3), (128, 1), (128, 4), (128, 16)];

@@ -1,6 +1,7 @@
 //! One step of a batch as one graph, and prompts before it.
 
 mod launch;
+mod picks;
 mod prompt;
 
 use std::sync::Arc;
@@ -14,17 +15,15 @@ use super::memory::Buffer;
 use super::weights::Weights;
 use super::{Gpu, driver, programs};
 use crate::model::Rope;
-use crate::{Error, Result};
+use crate::{Error, Result, Sampling};
+use picks::Picks;
 use prompt::Prompts;
 
 /// Tokens of a prompt that run at once where nobody says otherwise: weights are unpacked for every chunk, so
 /// a chunk of fewer tokens takes longer a token, and one of more takes more memory.
 pub const CHUNK: usize = 8192;
 
-/// Blocks a sequence that look for the most likely token.
-const PICK_BLOCKS: usize = 32;
-
-/// Runs steps of a batch of sequences over a cache: the model on the device, greedy, one graph a step.
+/// Runs steps of a batch of sequences over a cache: the model on the device, one graph a step.
 pub struct Decoder {
     gpu: Arc<Gpu>,
     weights: Arc<Weights>,
@@ -32,7 +31,6 @@ pub struct Decoder {
     batch: usize,
     products: Products,
     begin: Kernel,
-    pick: Kernel,
     sequences: Sequences,
     activations: Activations,
     cos: Buffer<f32>, // (capacity, head_dim / 2)
@@ -61,16 +59,6 @@ struct Activations {
     attended: Buffer<u16>, // n_heads, head_dim
     inner: Buffer<u16>,    // intermediate
     logits: Buffer<f32>,   // vocab
-}
-
-/// The choice of tokens.
-struct Picks {
-    picked: Buffer<u32>, // (batch, capacity of the cache)
-    counts: Buffer<u32>, // (batch,)
-    ends: Buffer<u32>,
-    best: Buffer<f32>,    // (batch, PICK_BLOCKS)
-    best_at: Buffer<u32>, // (batch, PICK_BLOCKS)
-    arrived: Buffer<u32>, // (batch,)
 }
 
 /// A part of a step, for [`Decoder::time`].
@@ -112,15 +100,13 @@ impl Decoder {
             down: gemv(inner, Input::Elements, Output::Add)?,
             output: gemv(hidden, Input::Residual, Output::Store)?,
         };
-        let step = programs::step(weights.element);
         let words = |n| Buffer::<u32>::zeros(&gpu, n);
         let (floats, halves) = (|n| Buffer::<f32>::zeros(&gpu, n), |n| Buffer::<u16>::zeros(&gpu, n));
         let rope = Rope::new(config, cache.capacity());
         let (cos, sin) = rope.tables();
         let decoder = Self {
             products,
-            begin: gpu.device.kernel(&step, "begin", 0)?,
-            pick: gpu.device.kernel(&step, "pick", 0)?,
+            begin: gpu.device.kernel(&programs::step(weights.element), "begin", 0)?,
             sequences: Sequences {
                 tokens: words(batch)?,
                 positions: words(batch)?,
@@ -140,14 +126,7 @@ impl Decoder {
             },
             cos: Buffer::of(&gpu, cos)?,
             sin: Buffer::of(&gpu, sin)?,
-            picks: Picks {
-                picked: words(batch * cache.capacity())?,
-                counts: words(batch)?,
-                ends: Buffer::of(&gpu, &config.eos_tokens)?,
-                best: floats(batch * PICK_BLOCKS)?,
-                best_at: words(batch * PICK_BLOCKS)?,
-                arrived: words(batch)?,
-            },
+            picks: Picks::new(&gpu, config, weights.element, batch, cache.capacity())?,
             graph: None,
             prompts: None,
             longest: 0,
@@ -185,12 +164,18 @@ impl Decoder {
         self.feed(&vec![1; self.batch])
     }
 
+    /// How later steps choose tokens; the most likely ones until then.
+    pub fn choose(&mut self, sampling: Sampling) {
+        self.picks.choose(sampling);
+        self.graph = None; // which holds how it was
+    }
+
     /// Puts every sequence to a position.
     fn place(&mut self, positions: &[u32]) -> Result<()> {
         self.longest = positions.iter().copied().max().unwrap_or(0) as usize;
         self.sequences.positions.write(&self.gpu, positions)?;
         self.sequences.running.write(&self.gpu, &vec![1; self.batch])?;
-        self.picks.counts.write(&self.gpu, &vec![0; self.batch])
+        self.picks.restart(&self.gpu)
     }
 
     /// Replaces the tokens that the next step feeds; sequences that had ended go on.
@@ -262,11 +247,7 @@ impl Decoder {
     /// # Errors
     /// [`Error::Device`].
     pub fn picked(&self) -> Result<Vec<Vec<u32>>> {
-        let (mut counts, mut picked) = (vec![0; self.batch], vec![0; self.picks.picked.len()]);
-        self.picks.counts.read_into(&self.gpu, &mut counts)?;
-        self.picks.picked.read_into(&self.gpu, &mut picked)?;
-        let logs = picked.chunks_exact(self.cache.capacity()).zip(counts);
-        Ok(logs.map(|(log, count)| log[..count as usize].to_vec()).collect())
+        self.picks.read(&self.gpu)
     }
 
     /// The cache.

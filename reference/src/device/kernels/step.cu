@@ -3,6 +3,7 @@
 // CPU twin: the embedding of Decoder::step, ops::argmax. Compile-time shape: ELEMENT of the embedding (1 for f16, 2 for
 // bf16).
 #include "element.cuh"
+#include "picks.cuh"
 #include "primitives_sm80.cuh"
 #include "warp.cuh"
 
@@ -48,16 +49,11 @@ extern "C" __global__ void begin(const BeginArguments a) {
 
 struct PickArguments {
     const float* logits; // [sequence][vocab]
-    u32* tokens;         // [sequence]: replaced by the most likely next ones
-    u32* positions;      // [sequence]: advanced
-    u32* running;        // [sequence]: 0 from the token that ends a sequence on
-    u32* picked;         // [sequence][most]: the tokens in the order of the steps
-    u32* counts;         // [sequence]: of those
-    const u32* ends;     // [n_ends]: tokens that end a sequence
-    float* best;         // [sequence][block]
-    u32* best_at;        // [sequence][block]
-    u32* arrived;        // [sequence], zero between launches
-    u32 vocab, n_ends, most;
+    Picks picks;
+    float* best;  // [sequence][block]
+    u32* best_at; // [sequence][block]
+    u32* arrived; // [sequence], zero between launches
+    u32 vocab;
 };
 
 // The greater value, and of equal ones the lower index.
@@ -109,13 +105,6 @@ extern "C" __global__ void pick(const PickArguments a) {
     block_best(value, at);
     if (threadIdx.x == 0) {
         a.arrived[sequence] = 0;
-        const u32 count = a.counts[sequence];
-        if (a.running[sequence] && count < a.most) {
-            const u32 token = min(at, a.vocab - 1);
-            a.tokens[sequence] = token, a.positions[sequence] += 1;
-            a.picked[(u64)sequence * a.most + count] = token, a.counts[sequence] = count + 1;
-            for (u32 i = 0; i < a.n_ends; i++)
-                if (token == a.ends[i]) a.running[sequence] = 0;
-        }
+        take(a.picks, sequence, min(at, a.vocab - 1));
     }
 }

@@ -6,7 +6,7 @@ use super::super::cache::Rows;
 use super::super::gemv::{Gemv, GemvArguments};
 use super::super::memory::Buffer;
 use super::super::weights::Packed;
-use super::{Activations, Decoder, PICK_BLOCKS, Part};
+use super::{Activations, Decoder, Part};
 use crate::Result;
 
 #[derive(Clone, Copy)]
@@ -27,25 +27,7 @@ struct BeginArguments {
     ring: u32,
 }
 
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct PickArguments {
-    logits: DevicePtr<f32>,
-    tokens: DevicePtr<u32>,
-    positions: DevicePtr<u32>,
-    running: DevicePtr<u32>,
-    picked: DevicePtr<u32>,
-    counts: DevicePtr<u32>,
-    ends: DevicePtr<u32>,
-    best: DevicePtr<f32>,
-    best_at: DevicePtr<u32>,
-    arrived: DevicePtr<u32>,
-    vocab: u32,
-    n_ends: u32,
-    most: u32,
-}
-
-const _: () = assert!(size_of::<BeginArguments>() == 96 && size_of::<PickArguments>() == 96);
+const _: () = assert!(size_of::<BeginArguments>() == 96);
 
 impl Decoder {
     /// Launches the parts of a step.
@@ -83,13 +65,12 @@ impl Decoder {
 
     /// Launches those parts of a step that follow the layers.
     pub(super) fn launch_end(&self, parts: &[Part]) -> Result<()> {
-        let config = &self.weights.config;
         if parts.contains(&Part::Products) {
             let logits = self.activations.logits.pointer();
             self.launch_normed(&self.products.output, &self.weights.output, |a| a.residual = Some(logits))?;
         }
         match parts.contains(&Part::Rest) {
-            true => self.launch_pick(config.vocab_size, config.eos_tokens.len()),
+            true => self.picks.launch(&self.gpu, &self.sequences, self.activations.logits.pointer()),
             false => Ok(()),
         }
     }
@@ -168,27 +149,5 @@ impl Decoder {
         arguments.squares_out = Some(squares.pointer());
         // SAFETY: all buffers have the lengths of `new`.
         unsafe { gemv.launch(&self.gpu, &arguments) }
-    }
-
-    fn launch_pick(&self, vocab: usize, n_ends: usize) -> Result<()> {
-        let (sequences, picks) = (&self.sequences, &self.picks);
-        let arguments = PickArguments {
-            logits: self.activations.logits.pointer(),
-            tokens: sequences.tokens.pointer(),
-            positions: sequences.positions.pointer(),
-            running: sequences.running.pointer(),
-            picked: picks.picked.pointer(),
-            counts: picks.counts.pointer(),
-            ends: picks.ends.pointer(),
-            best: picks.best.pointer(),
-            best_at: picks.best_at.pointer(),
-            arrived: picks.arrived.pointer(),
-            vocab: vocab as u32,
-            n_ends: n_ends as u32,
-            most: self.cache.capacity() as u32,
-        };
-        let grid = Grid::new([PICK_BLOCKS, self.batch, 1])?;
-        // SAFETY: the structure is the kernel's argument; buffers have the lengths of `new`.
-        Ok(unsafe { self.pick.launch(self.gpu.stream(), grid, 256, true, &arguments) }?)
     }
 }

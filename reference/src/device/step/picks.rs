@@ -1,0 +1,140 @@
+use kv_gpu::{DevicePtr, Element, Grid, Kernel};
+
+use super::super::cache::Sequences;
+use super::super::memory::Buffer;
+use super::super::{Gpu, programs};
+use crate::model::Config;
+use crate::{Result, Sampling};
+
+/// Blocks a sequence that look for the most likely token.
+const BLOCKS: usize = 32;
+
+/// Threads of a block that looks for the most likely token, and of one that draws: `THREADS` of `draw`.
+const PICK_THREADS: u32 = 256;
+const DRAW_THREADS: u32 = 1024;
+
+/// The choice of the next tokens, on the device.
+pub(super) struct Picks {
+    pick: Kernel,
+    draw: Kernel,
+    sampling: Sampling,
+    picked: Buffer<u32>, // (batch, most)
+    counts: Buffer<u32>, // (batch,)
+    ends: Buffer<u32>,
+    best: Buffer<f32>,    // (batch, BLOCKS)
+    best_at: Buffer<u32>, // (batch, BLOCKS)
+    arrived: Buffer<u32>, // (batch,)
+    vocab: usize,
+    most: usize, // tokens of a sequence
+}
+
+/// `Picks` of the kernels.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct PicksArguments {
+    tokens: DevicePtr<u32>,
+    positions: DevicePtr<u32>,
+    running: DevicePtr<u32>,
+    picked: DevicePtr<u32>,
+    counts: DevicePtr<u32>,
+    ends: DevicePtr<u32>,
+    n_ends: u32,
+    most: u32,
+}
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct PickArguments {
+    logits: DevicePtr<f32>,
+    picks: PicksArguments,
+    best: DevicePtr<f32>,
+    best_at: DevicePtr<u32>,
+    arrived: DevicePtr<u32>,
+    vocab: u32,
+}
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct DrawArguments {
+    logits: DevicePtr<f32>,
+    picks: PicksArguments,
+    seed: u64,
+    temperature: f32,
+    top_p: f32,
+    vocab: u32,
+}
+
+const _: () = assert!(size_of::<PickArguments>() == 96 && size_of::<DrawArguments>() == 88);
+
+impl Picks {
+    /// The most likely tokens, up to `most` for each sequence of a batch.
+    pub fn new(gpu: &Gpu, config: &Config, element: Element, batch: usize, most: usize) -> Result<Self> {
+        let words = |n| Buffer::<u32>::zeros(gpu, n);
+        Ok(Self {
+            pick: gpu.device.kernel(&programs::step(element), "pick", 0)?,
+            draw: gpu.device.kernel(&programs::draw(), "draw", 0)?,
+            sampling: Sampling::GREEDY,
+            picked: words(batch * most)?,
+            counts: words(batch)?,
+            ends: Buffer::of(gpu, &config.eos_tokens)?,
+            best: Buffer::zeros(gpu, batch * BLOCKS)?,
+            best_at: words(batch * BLOCKS)?,
+            arrived: words(batch)?,
+            vocab: config.vocab_size,
+            most,
+        })
+    }
+
+    /// How later launches choose.
+    pub const fn choose(&mut self, sampling: Sampling) {
+        self.sampling = sampling;
+    }
+
+    /// Forgets what has been picked.
+    pub fn restart(&mut self, gpu: &Gpu) -> Result<()> {
+        self.counts.write(gpu, &vec![0; self.counts.len()])
+    }
+
+    /// The tokens of every sequence, after waiting for the last launch.
+    pub fn read(&self, gpu: &Gpu) -> Result<Vec<Vec<u32>>> {
+        let (mut counts, mut picked) = (vec![0; self.counts.len()], vec![0; self.picked.len()]);
+        self.counts.read_into(gpu, &mut counts)?;
+        self.picked.read_into(gpu, &mut picked)?;
+        let logs = picked.chunks_exact(self.most).zip(counts);
+        Ok(logs.map(|(log, count)| log[..count as usize].to_vec()).collect())
+    }
+
+    /// Launches the choice of a token of every sequence from logits (batch, vocab_size).
+    pub fn launch(&self, gpu: &Gpu, sequences: &Sequences, logits: DevicePtr<f32>) -> Result<()> {
+        let picks = PicksArguments {
+            tokens: sequences.tokens.pointer(),
+            positions: sequences.positions.pointer(),
+            running: sequences.running.pointer(),
+            picked: self.picked.pointer(),
+            counts: self.counts.pointer(),
+            ends: self.ends.pointer(),
+            n_ends: self.ends.len() as u32,
+            most: self.most as u32,
+        };
+        let (batch, vocab) = (self.counts.len(), self.vocab as u32);
+        let Sampling { temperature, top_p, seed } = self.sampling;
+        if temperature == 0.0 {
+            let arguments = PickArguments {
+                logits,
+                picks,
+                best: self.best.pointer(),
+                best_at: self.best_at.pointer(),
+                arrived: self.arrived.pointer(),
+                vocab,
+            };
+            let grid = Grid::new([BLOCKS, batch, 1])?;
+            // SAFETY: the structure is the kernel's argument; buffers have the lengths of `new`.
+            return Ok(unsafe { self.pick.launch(gpu.stream(), grid, PICK_THREADS, true, &arguments) }?);
+        }
+        let (temperature, top_p) = (temperature as f32, top_p as f32);
+        let arguments = DrawArguments { logits, picks, seed, temperature, top_p, vocab };
+        let grid = Grid::new([batch, 1, 1])?;
+        // SAFETY: as above.
+        Ok(unsafe { self.draw.launch(gpu.stream(), grid, DRAW_THREADS, true, &arguments) }?)
+    }
+}
