@@ -42,3 +42,12 @@ pub enum VectorElement {
     /// bfloat16.
     Bf16 = 2,
 }
+
+impl From<Element> for VectorElement {
+    fn from(element: Element) -> Self {
+        match element {
+            Element::F16 => Self::F16,
+            Element::Bf16 => Self::Bf16,
+        }
+    }
+}

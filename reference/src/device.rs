@@ -6,6 +6,7 @@
 //! `kv_gpu::svd::Prefill`. [`Weights`] holds the model, a [`DeviceCache`] the keys and values, a
 //! [`Decoder`] runs steps.
 
+mod bases;
 mod cache;
 mod gemm;
 mod gemv;

@@ -38,12 +38,16 @@ use crate::{Error, Profile, Result};
 #[cfg(feature = "cuda")]
 pub(crate) use budget::Budget;
 #[cfg(feature = "cuda")]
+pub(crate) use cost::Resolved;
+#[cfg(feature = "cuda")]
 pub(crate) use cut::HeadCut;
 #[cfg(feature = "cuda")]
-pub(crate) use hybrid::{Home, HybridHead, HybridPlan};
+pub(crate) use hybrid::{Home, HybridPlan};
 #[cfg(feature = "cuda")]
-pub(crate) use kind::Retrieval;
+pub(crate) use kind::{DeviceCodes, Retrieval};
 use kind::{Entry, Kind, Site};
+#[cfg(feature = "cuda")]
+pub(crate) use pqklt::TransformedHead;
 use settings::{Layers, Settings};
 
 /// All methods, in the order of the help text.
@@ -268,14 +272,14 @@ impl Method {
         self.window
     }
 
-    /// The product quantizers of a method that attends to codes on a device; none for another one.
+    /// The codes of a method that attends to them on a device; none for another one.
     #[cfg(feature = "cuda")]
-    pub(crate) fn device_quantizers(&self, config: &Config) -> Result<Option<Pair<PqShape>>> {
-        let quantizers = self.kind.device_quantizers(Geometry::of(config)).transpose()?;
-        Ok(quantizers.filter(|_| self.exact_layers.is_empty()))
+    pub(crate) fn device_codes(&self, config: &Config) -> Result<Option<DeviceCodes>> {
+        let codes = self.kind.device_codes(Geometry::of(config)).filter(|_| self.exact_layers.is_empty());
+        codes.transpose().map_err(|e| self.named(e))
     }
 
-    /// The codebooks of every layer and head of a method with [`Self::device_quantizers`].
+    /// The codebooks of every layer and head of a method with [`Self::device_codes`] of rows as they are.
     #[cfg(feature = "cuda")]
     pub(crate) fn codebooks(
         &self,
@@ -313,11 +317,15 @@ impl Method {
         plan.transpose().map_err(|e| self.named(e))
     }
 
-    /// The codes of every layer and head of a method with [`Self::device_hybrid`].
+    /// The codes of every layer and head of a method whose codes are of transformed rows.
     #[cfg(feature = "cuda")]
-    pub(crate) fn hybrid_heads(&self, config: &Config, profile: &Profile) -> Result<Vec<Vec<HybridHead>>> {
-        let none = || Err(Error::Argument(format!("method {} is not hybrid", self.name)));
-        self.kind.hybrid_heads(config, profile).unwrap_or_else(none).map_err(|e| self.named(e))
+    pub(crate) fn transformed_heads(
+        &self,
+        config: &Config,
+        profile: &Profile,
+    ) -> Result<Vec<Vec<TransformedHead>>> {
+        let none = || Err(Error::Argument(format!("method {} transforms no rows", self.name)));
+        self.kind.transformed_heads(config, profile).unwrap_or_else(none).map_err(|e| self.named(e))
     }
 
     /// What a device needs of a method that retrieves exact rows by codes; none for another one.

@@ -58,13 +58,19 @@ fn dense_logits_are_those_of_the_cpu() {
 }
 
 #[test]
-fn million_diverges_as_on_the_cpu() {
-    let Some(gpu) = gpu("million") else { return };
+fn codes_diverge_as_on_the_cpu() {
+    let Some(gpu) = gpu("codes") else { return };
     let (model, tokens) = model();
     let (calibration, rest) = tokens.split_at(2048);
     let run = &rest[..600];
     let rope = Arc::new(Rope::new(&model.config, 2048));
-    for spec in ["million:exact=bf16", "million:k=8/4:v=8/4", "million:window=32:sinks=2"] {
+    for spec in [
+        "million:exact=bf16",
+        "million:k=8/4:v=8/4",
+        "million:window=32:sinks=2",
+        "pqklt:k=8/2:v=8/2:keys=rotated:norms=off",
+        "pqklt:k=8/4:v=8/4:keys=rotated:norms=off:exact=bf16",
+    ] {
         let method: Method = spec.parse().unwrap();
         let profile = calibrated(&model, &rope, calibration, std::slice::from_ref(&method)).unwrap();
         let on_cpu = |method: &Method, reference: Option<&[Vec<f32>]>| {
@@ -141,6 +147,7 @@ fn prompts_and_steps_take_turns_as_on_the_cpu() {
         "million:exact=bf16",
         "million:k=8/4:v=8/4",
         "million:window=32:sinks=2",
+        "pqklt:keys=rotated:norms=off:exact=bf16",
         "zack:multiple=8",
         "zack:k=0.5:v=0.6:multiple=8:window=32:sinks=2",
     ] {
@@ -192,7 +199,7 @@ fn chunks_of_one_token_are_steps() {
     let (model, tokens) = model();
     let (calibration, rest) = tokens.split_at(2048);
     let rope = Rope::new(&model.config, 2048);
-    for spec in ["dense:dtype=f16", "million:exact=f16", "zack:multiple=8"] {
+    for spec in ["dense:dtype=f16", "million:exact=f16", "pqklt:keys=rotated:norms=off", "zack:multiple=8"] {
         let method: Method = spec.parse().unwrap();
         let profile = calibrated(&model, &rope, calibration, std::slice::from_ref(&method)).unwrap();
         let mut decoder = decoder(&gpu, &model, spec, &profile, 1, 256);
@@ -241,6 +248,7 @@ fn a_batch_of_different_lengths_generates_what_each_sequence_does() {
         ("dense:dtype=bf16", 40),
         ("int4:exact=bf16", 40),
         ("million:exact=bf16", 40),
+        ("pqklt:keys=rotated:norms=off:exact=bf16", 40),
         ("zack:multiple=8:exact=bf16", 16),
     ] {
         let profile = profile(&model, &tokens[..2048], &[method]);

@@ -11,8 +11,10 @@ use std::sync::Arc;
 
 use kv_gpu::Element;
 use kv_reference::device::{Decoder, Weights, method_cache};
-use kv_reference::method::Method;
-use kv_reference::{Error, Profile};
+use kv_reference::eval::score_text;
+use kv_reference::method::{Method, Prepared};
+use kv_reference::model::Rope;
+use kv_reference::{Error, Profile, forward};
 use support::{
     batches_generate_what_sequences_do, cosine, decoder, divergence, diverges_as_on_the_cpu, equals_dense,
     gpu, model, profile, prompts_in_chunks_are_whole_prompts, teacher_forced,
@@ -27,6 +29,36 @@ fn it_diverges_as_on_the_cpu() {
         "pqcache:tokens=96:code=2x6:codebooks=profile:window=32:sinks=2",
     ] {
         diverges_as_on_the_cpu(&gpu, spec);
+    }
+}
+
+#[test]
+fn codebooks_are_trained_on_the_prompt() {
+    let Some(gpu) = gpu("pqcache training") else { return };
+    let (model, tokens) = model();
+    let (prompt, run) = tokens[3000..4700].split_at(1500);
+    let none = Profile::default();
+    let rope = Arc::new(Rope::new(&model.config, 2048));
+    let on_cpu = |spec: &str| {
+        let method: Method = spec.parse().unwrap();
+        let Prepared { model, mut cache } = method.prepare(&model, &rope, &none).unwrap();
+        let mut decoder = forward::Decoder::new(model, rope.clone());
+        decoder.prefill(prompt, cache.as_mut()).unwrap();
+        score_text(&mut decoder, cache.as_mut(), run, None).unwrap().logits
+    };
+    let dense = on_cpu("dense");
+    for spec in ["pqcache:tokens=64", "pqcache:tokens=160:code=2x6:iterations=4:window=32:sinks=2"] {
+        let on_device = || {
+            let mut decoder = decoder(&gpu, &model, spec, &none, 1, 1700);
+            decoder.prefill(&[prompt.to_vec()], 2048).unwrap();
+            teacher_forced(&mut decoder, &run[..run.len() - 1])
+        };
+        let logits = on_device();
+        assert_eq!(logits, on_device(), "{spec}: two runs");
+        let kl_of = |logits: &[Vec<f32>]| divergence(logits, &dense, run).kl();
+        let (kl, expected) = (kl_of(&logits), kl_of(&on_cpu(spec)));
+        println!("{spec}: KL {kl:.5}, and {expected:.5} on the CPU, which starts from other keys");
+        assert!((kl - expected).abs() <= (0.25 * expected).max(2e-4), "{spec}: {kl} and {expected}");
     }
 }
 
@@ -84,6 +116,7 @@ fn a_batch_of_different_lengths_generates_what_each_sequence_does() {
     for (spec, same) in [
         ("pqcache:tokens=32:codebooks=profile:exact=bf16", 8),
         ("pqcache:tokens=4096:codebooks=profile:exact=bf16", 40),
+        ("pqcache:tokens=4096:exact=bf16", 40), // codebooks of each sequence's prompt
     ] {
         let profile = profile(&model, &tokens[..2048], &[spec]);
         batches_generate_what_sequences_do(&gpu, &model, &tokens, &profile, (spec, same));
@@ -103,7 +136,6 @@ fn what_does_not_fit_is_an_error_with_numbers() {
     assert!(matches!(error, Error::HostMemory { bytes: asked, .. } if asked == bytes), "{error}");
     assert!(matches!(cache("pqcache", None, usize::MAX), Err(Error::HostMemory { .. })));
     for (spec, profile) in [
-        ("pqcache", Some(Profile::default())), // trains on the prompt
         ("pqcache:window=7:codebooks=profile", None),
         ("pqcache:window=0", None),
         ("pqcache:batch=8", None),
@@ -112,6 +144,13 @@ fn what_does_not_fit_is_an_error_with_numbers() {
         let error = cache(spec, profile.as_ref(), 100);
         assert!(matches!(error, Err(Error::Argument(_))), "{spec}: {error:?}");
     }
+    let mut untrained = decoder(&gpu, &model, "pqcache:sinks=4", &Profile::default(), 2, 100);
+    untrained.prefill(&[tokens[..50].to_vec(), tokens[..4].to_vec()], 64).unwrap();
+    let error = untrained.step().unwrap_err();
+    assert!(matches!(&error, Error::Argument(what) if what.contains("sequence 1")), "{error}");
+    untrained.prefill(&[tokens[..1].to_vec(), tokens[..40].to_vec()], 64).unwrap();
+    untrained.step().unwrap();
+
     let missing = cache("pqcache:codebooks=profile", Some(&Profile::default()), 100);
     assert!(matches!(missing, Err(Error::Profile(_))), "{missing:?}");
 

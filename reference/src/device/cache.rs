@@ -1,5 +1,6 @@
 //! KV caches on the device: [`DeviceCache`] mirrors [`KvCache`](crate::cache::KvCache), for a batch.
 
+mod codes;
 mod dense;
 mod hybrid;
 mod int4;
@@ -7,6 +8,7 @@ mod million;
 mod pqcache;
 mod project_queries;
 mod row_store;
+mod span;
 mod step_budget;
 mod turns;
 mod window;
@@ -14,6 +16,7 @@ mod zack;
 
 use kv_gpu::{AnyElement, DevicePtr, Element};
 
+use codes::Codebooks;
 pub use dense::DenseCache;
 pub use hybrid::HybridCache;
 pub use int4::Int4Cache;
@@ -22,6 +25,7 @@ pub use pqcache::PqCache;
 pub use zack::ZackCache;
 
 use super::Gpu;
+use super::bases::{Bases, BasisMaps};
 use super::memory::Buffer;
 use crate::cache::Footprint;
 use crate::method::Method;
@@ -85,6 +89,11 @@ pub trait DeviceCache: ChunkCache {
 
     /// Most tokens of a sequence.
     fn capacity(&self) -> usize;
+
+    /// The bases in which it takes rotated queries and keys, of steps and of chunks; none for the model's.
+    fn bases(&self) -> Option<&Bases> {
+        None
+    }
 
     /// Launches attention of (batch, n_heads, head_dim) rotated queries over the tokens of a layer.
     ///
@@ -214,20 +223,14 @@ pub fn method_cache(
     }
     let window = method.window();
     if let Some(retrieval) = method.device_retrieval(config)? {
-        if retrieval.trains && profile.is_some() {
-            return Err(Error::Argument(format!(
-                "method {} trains codebooks on the prompt, which the device does not: pass codebooks=profile, \
-                 or --device cpu",
-                method.name
-            )));
-        }
+        let profile = profile.filter(|_| retrieval.training.is_none());
         let codebooks = profile.map(|profile| method.key_codebooks(config, profile)).transpose()?;
         let cache = PqCache::new(gpu, config, element, retrieval, codebooks, window, batch, capacity)?;
         return Ok(Box::new(cache));
     }
     if let Some(plan) = method.device_hybrid(config)? {
-        let heads = profile.map(|profile| method.hybrid_heads(config, profile)).transpose()?;
-        return Ok(Box::new(HybridCache::new(gpu, config, element, plan, heads, window, batch, capacity)?));
+        let codes = TransformedCodes::new(&method, config, profile)?;
+        return Ok(Box::new(HybridCache::new(gpu, config, element, plan, codes, window, batch, capacity)?));
     }
     if method.is_device_int4() {
         return Ok(Box::new(Int4Cache::new(gpu, config, element, window, batch, capacity)?));
@@ -239,13 +242,48 @@ pub fn method_cache(
         };
         return Ok(Box::new(ZackCache::new(gpu, config, element, &cuts, window, batch, capacity)?));
     }
-    let Some(quantizers) = method.device_quantizers(config)? else {
+    let Some(codes) = method.device_codes(config)? else {
         return Err(Error::Argument(format!(
             "method {} has no form on the device, only dense, hybrid, int4, million (without outliers), \
-             pqcache and zack (all tokens, without codes) have one, all without exact layers: pass --device cpu",
+             pqcache, pqklt and zack (all tokens, without codes) have one, all without exact layers: pass \
+             --device cpu",
             method.spec()
         )));
     };
-    let codebooks = profile.map(|profile| method.codebooks(config, profile)).transpose()?;
-    Ok(Box::new(MillionCache::new(gpu, config, element, quantizers, codebooks, window, batch, capacity)?))
+    let (codebooks, bases) = if codes.are_transformed {
+        let codes = TransformedCodes::new(&method, config, profile)?;
+        (codes.codebooks, Some(Bases::new(gpu, config, element, &codes.maps)?))
+    } else {
+        (profile.map(|profile| method.codebooks(config, profile)).transpose()?, None)
+    };
+    let quantizers = codes.quantizers;
+    let cache =
+        MillionCache::new(gpu, config, element, quantizers, codebooks, bases, window, batch, capacity)?;
+    Ok(Box::new(cache))
+}
+
+/// Codes of transformed rows.
+struct TransformedCodes {
+    codebooks: Option<Codebooks>, // or hashed ones
+    maps: BasisMaps,
+    key_errors: Vec<f32>, // (layer, heads, head_dim): mean squares
+}
+
+impl TransformedCodes {
+    /// Those of the profile, or hashed ones.
+    fn new(method: &Method, config: &Config, profile: Option<&Profile>) -> Result<Self> {
+        let Some(profile) = profile else {
+            let key_errors = vec![0.0; config.n_layers * config.kv_dim()];
+            return Ok(Self { codebooks: None, maps: BasisMaps::random(config), key_errors });
+        };
+        let heads = method.transformed_heads(config, profile)?;
+        let all = || heads.iter().flatten();
+        let maps = BasisMaps {
+            keys: all().flat_map(|head| head.maps.keys.iter().copied()).collect(),
+            queries: all().flat_map(|head| head.maps.queries.iter().copied()).collect(),
+        };
+        let key_errors = all().flat_map(|head| head.key_errors.iter().copied()).collect();
+        let codebooks = heads.into_iter().map(|layer| layer.into_iter().map(|head| head.codebooks).collect());
+        Ok(Self { codebooks: Some(codebooks.collect()), maps, key_errors })
+    }
 }

@@ -60,6 +60,12 @@ pub(crate) fn queries(element: Element, head_dim: usize, group: usize) -> Progra
     Program::own("queries.cu", include_str!("kernels/queries.cu"), HEADERS, &defines)
 }
 
+/// `turn` of queries and keys.
+pub(crate) fn bases(element: Element, head_dim: usize, group: usize) -> Program {
+    let defines = [("ELEMENT", element as usize), ("HEAD_DIM", head_dim), ("GROUP", group)];
+    Program::own("bases.cu", include_str!("kernels/bases.cu"), HEADERS, &defines)
+}
+
 /// `cut`, `restore` and `merge` of `zack`.
 pub(crate) fn zack(element: Element, head_dim: usize, group: usize) -> Program {
     let defines = [("ELEMENT", element as usize), ("HEAD_DIM", head_dim), ("GROUP", group)];
@@ -88,6 +94,7 @@ pub fn programs(shared_memory: usize) -> Vec<Program> {
         let heads = [(64, 3), (128, 1), (128, 4), (128, 16)];
         programs.extend(heads.map(|(dim, group)| zack(element, dim, group)));
         programs.extend(heads.map(|(dim, group)| queries(element, dim, group)));
+        programs.extend(heads.map(|(dim, group)| bases(element, dim, group)));
         let shapes = [(128, 64, 8), (128, 64, 6), (128, 32, 8), (128, 128, 4), (64, 16, 4), (64, 32, 8)];
         let shapes = shapes.into_iter().filter_map(|(dim, m, nbits)| PqShape::new(dim, m, nbits).ok());
         programs.extend(shapes.flat_map(|shape| {

@@ -19,6 +19,8 @@ use super::budget::Budget;
 use super::kind::{Entry, Kind, Site};
 use super::offload::{OffloadSettings, offload_help};
 use super::pq_code::PqCode;
+#[cfg(feature = "cuda")]
+use super::pqklt::TransformedHead;
 use super::pqklt::{CodedStep, PqKlt, TransformedStore};
 use super::settings::{Switch, words};
 use crate::Profile;
@@ -28,7 +30,7 @@ use crate::calibrate::Calibration;
 use crate::model::{Config, Model, Rope};
 use crate::side::Pair;
 #[cfg(feature = "cuda")]
-pub(crate) use device::{HybridHead, HybridPlan};
+pub(crate) use device::HybridPlan;
 
 pub(super) const HYBRID: Entry = Entry {
     names: &["hybrid"],
@@ -126,13 +128,17 @@ impl Kind for HybridKind {
     }
 
     #[cfg(feature = "cuda")]
-    fn hybrid_heads(&self, config: &Config, profile: &Profile) -> Option<Result<Vec<Vec<HybridHead>>>> {
-        Some(self.device_heads(config, profile))
+    fn transformed_heads(
+        &self,
+        config: &Config,
+        profile: &Profile,
+    ) -> Option<Result<Vec<Vec<TransformedHead>>>> {
+        Some(self.codes.device_heads(config, profile))
     }
 
     #[cfg(feature = "cuda")]
     fn device_fold(&self, model: &Model, profile: &Profile) -> Result<Option<Model>> {
-        self.fold_values(model, profile).map(Some)
+        self.codes.fold_values(model, profile).map(Some)
     }
 
     fn stores(&self, site: &Site<'_>) -> Result<Vec<Box<dyn Store>>> {

@@ -10,9 +10,13 @@ use pq_core::PqShape;
 #[cfg(feature = "cuda")]
 use super::budget::Budget;
 #[cfg(feature = "cuda")]
+use super::cost::Resolved;
+#[cfg(feature = "cuda")]
 use super::cut::HeadCut;
 #[cfg(feature = "cuda")]
-use super::hybrid::{HybridHead, HybridPlan};
+use super::hybrid::HybridPlan;
+#[cfg(feature = "cuda")]
+use super::pqklt::TransformedHead;
 use super::settings::Settings;
 use crate::cache::{DenseStore, ElementType, Geometry, Store};
 use crate::calibrate::Calibration;
@@ -82,13 +86,14 @@ pub(super) trait Kind: Debug + Send + Sync {
         self.fold(model, profile)
     }
 
-    /// The product quantizers of a method whose attention on codes a device has: keys' and values'.
+    /// The codes of a method whose attention on codes a device has.
     #[cfg(feature = "cuda")]
-    fn device_quantizers(&self, _geometry: Geometry) -> Option<Result<Pair<PqShape>>> {
+    fn device_codes(&self, _geometry: Geometry) -> Option<Result<DeviceCodes>> {
         None
     }
 
-    /// The codebooks of layer `l`, one pair per kv head, for a method with [`Self::device_quantizers`].
+    /// The codebooks of layer `l`, one pair per kv head, for a method with [`Self::device_codes`] of rows as they
+    /// are.
     #[cfg(feature = "cuda")]
     fn codebooks(
         &self,
@@ -127,9 +132,13 @@ pub(super) trait Kind: Debug + Send + Sync {
         None
     }
 
-    /// The codes of every layer and head, for a method with [`Self::device_hybrid`].
+    /// The codes of every layer and head, for a method of which a device has codes of transformed rows.
     #[cfg(feature = "cuda")]
-    fn hybrid_heads(&self, _config: &Config, _profile: &Profile) -> Option<Result<Vec<Vec<HybridHead>>>> {
+    fn transformed_heads(
+        &self,
+        _config: &Config,
+        _profile: &Profile,
+    ) -> Option<Result<Vec<Vec<TransformedHead>>>> {
         None
     }
 
@@ -159,14 +168,23 @@ pub(super) trait Kind: Debug + Send + Sync {
     }
 }
 
+/// Attention on the codes of all tokens.
+#[cfg(feature = "cuda")]
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct DeviceCodes {
+    pub quantizers: Pair<PqShape>,
+    /// Whether rows are transformed: see [`Kind::transformed_heads`].
+    pub are_transformed: bool,
+}
+
 /// Attention to the exact rows of tokens that codes of keys choose.
 #[cfg(feature = "cuda")]
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Retrieval {
     pub quantizer: PqShape,
     pub budget: Budget,
-    /// Whether codebooks are trained on the prompt; else they are the profile's.
-    pub trains: bool,
+    /// Iterations of codebooks that are trained on the prompt; else they are the profile's.
+    pub training: Option<Resolved>,
 }
 
 /// Where stores are built.

@@ -9,6 +9,8 @@ use pq_core::{
 };
 use svd_core::SoftmaxStats;
 
+#[cfg(feature = "cuda")]
+use super::kind::DeviceCodes;
 use super::kind::{Entry, Kind, SEED, Site};
 use super::pq_code::{PqCode, attend_to_codes};
 use crate::cache::{Footprint, Geometry, Store, attend_rows};
@@ -91,8 +93,10 @@ impl Kind for Million {
     }
 
     #[cfg(feature = "cuda")]
-    fn device_quantizers(&self, geometry: Geometry) -> Option<Result<Pair<pq_core::PqShape>>> {
-        (self.outliers == 0).then(|| Pair::try_of(|side| self.codes[side].shape(geometry.head_dim)))
+    fn device_codes(&self, geometry: Geometry) -> Option<Result<DeviceCodes>> {
+        let quantizers = || Pair::try_of(|side| self.codes[side].shape(geometry.head_dim));
+        let codes = || Ok(DeviceCodes { quantizers: quantizers()?, are_transformed: false });
+        (self.outliers == 0).then(codes)
     }
 
     #[cfg(feature = "cuda")]

@@ -1,16 +1,18 @@
 //! Product-quantizer codes of transformed keys and values: means, query-metric rotations and codebooks of
 //! every head.
 
+#[cfg(feature = "cuda")]
+mod device;
 mod store;
 
 use std::sync::Arc;
 
-#[cfg(feature = "cuda")]
-use pq_core::PqShape;
 use pq_core::{CodebookBuf, RopeMeanBuf, TrainOptions, train};
 use rayon::prelude::*;
 use svd_core::{Gram, MapBuf, NoRope, Rotation, Rows, balanced_order};
 
+#[cfg(feature = "cuda")]
+use super::kind::DeviceCodes;
 use super::kind::{Entry, Kind, SEED, Site};
 use super::pq_code::PqCode;
 use super::settings::{Settings, Switch, words};
@@ -19,8 +21,10 @@ use crate::calibrate::{Calibration, mean_row, output_gram, single};
 use crate::model::{Config, Model, Rope};
 use crate::side::{Pair, Side};
 use crate::{Error, Profile, Result};
-pub(super) use store::{CodedStep, HeadCode, TransformedPlan, TransformedStore};
-use store::{KeySpace, halved};
+#[cfg(feature = "cuda")]
+pub(crate) use device::TransformedHead;
+pub(super) use store::{CodedStep, TransformedStore};
+use store::{HeadCode, KeySpace, TransformedPlan, halved};
 
 pub(super) const PQ_KLT: Entry = Entry {
     names: &["pqklt"],
@@ -138,20 +142,6 @@ impl PqKlt {
         TransformedStore::new(site.geometry, site.rope(l), Arc::new(plan))
     }
 
-    /// The quantizers, where a score is a sum of table entries and a value one of centroids, and nothing else.
-    ///
-    /// # Errors
-    /// [`Error::Argument`] for other settings.
-    #[cfg(feature = "cuda")]
-    pub fn tables_only(&self, head_dim: usize) -> Result<Pair<PqShape>> {
-        if self.space != KeySpace::AfterRope || self.norms || self.refine > 0 {
-            return Err(Error::argument(
-                "a device has keys=rotated norms=off refine=0 only; or pass --device cpu",
-            ));
-        }
-        Pair::try_of(|side| self.codes[side].shape(head_dim))
-    }
-
     /// Layer `l` from the profile.
     pub fn plan(&self, config: &Config, profile: &Profile, l: usize) -> Result<TransformedPlan> {
         let read = |side: Side, head: usize| -> Result<HeadCode> {
@@ -256,6 +246,26 @@ impl Kind for PqKlt {
             }
         }
         Ok(())
+    }
+
+    #[cfg(feature = "cuda")]
+    fn device_codes(&self, geometry: Geometry) -> Option<Result<DeviceCodes>> {
+        let quantizers = self.tables_only(geometry.head_dim);
+        Some(quantizers.map(|quantizers| DeviceCodes { quantizers, are_transformed: true }))
+    }
+
+    #[cfg(feature = "cuda")]
+    fn transformed_heads(
+        &self,
+        config: &Config,
+        profile: &Profile,
+    ) -> Option<Result<Vec<Vec<TransformedHead>>>> {
+        Some(self.device_heads(config, profile))
+    }
+
+    #[cfg(feature = "cuda")]
+    fn device_fold(&self, model: &Model, profile: &Profile) -> Result<Option<Model>> {
+        self.fold_values(model, profile).map(Some)
     }
 
     fn stores(&self, site: &Site<'_>) -> Result<Vec<Box<dyn Store>>> {

@@ -171,9 +171,16 @@ impl Kind for TopK {
 
     #[cfg(feature = "cuda")]
     fn device_retrieval(&self, geometry: Geometry) -> Option<Result<Retrieval>> {
-        let Quantizer { code, codebooks, .. } = self.quantizer.as_ref()?;
-        let (budget, trains) = (self.budget, *codebooks == Codebooks::Prompt);
-        Some(code.shape(geometry.head_dim).map(|quantizer| Retrieval { quantizer, budget, trains }))
+        let quantizer = self.quantizer.as_ref()?;
+        let retrieval = || -> Result<Retrieval> {
+            let trains = quantizer.codebooks == Codebooks::Prompt;
+            Ok(Retrieval {
+                quantizer: quantizer.code.shape(geometry.head_dim)?,
+                budget: self.budget,
+                training: trains.then(|| quantizer.iterations(geometry)).transpose()?,
+            })
+        };
+        Some(retrieval())
     }
 
     #[cfg(feature = "cuda")]

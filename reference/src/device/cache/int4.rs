@@ -1,6 +1,6 @@
 use kv_gpu::{AnyElement, DevicePtr, Element, Grid, Kernel};
 
-use super::million::{RANDOM_CODES, fill_codes};
+use super::codes::{RANDOM_CODES, fill_codes};
 use super::window::{Window, WindowShape};
 use super::{Chunk, ChunkCache, DeviceCache, Rows, Sequences};
 use crate::cache::Footprint;

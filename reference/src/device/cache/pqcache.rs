@@ -1,12 +1,14 @@
 mod launch;
+mod train;
 
-use kv_gpu::pq::{EncodeGeneric, EncodeGenericShape, Lut, LutShape, Search, SearchShape};
+use kv_gpu::pq::{EncodeGeneric, EncodeGenericShape, Lut, LutShape, Search, SearchShape, TrainShape};
 use kv_gpu::svd::{Attend, AttendShape};
-use kv_gpu::{AnyElement, DevicePtr, Element, VectorElement};
+use kv_gpu::{AnyElement, DevicePtr, Element};
 use pq_core::{CodebookBuf, GroupRule, PqShape};
 
-use super::million::{RANDOM_BOOKS, RANDOM_CODES, fill_codes, random_codebook};
+use super::codes::{RANDOM_BOOKS, RANDOM_CODES, fill_codes, random_codebook};
 use super::row_store::{RowStore, StoreShape};
+use super::span::Span;
 use super::step_budget::StepBudget;
 use super::turns::Turns;
 use super::window::{Window, WindowShape};
@@ -17,6 +19,7 @@ use crate::device::Gpu;
 use crate::device::memory::Buffer;
 use crate::method::{Home, Retrieval};
 use crate::model::Config;
+use train::Training;
 
 /// Bytes by which layers of codes are aligned.
 const ALIGNMENT: usize = 256;
@@ -28,7 +31,8 @@ const RESERVED_SHARED_MEMORY: usize = 2 << 10;
 ///
 /// For each layer a step makes the lookup tables of its queries (`pq::Lut`), finds the best tokens
 /// (`pq::Search`), reads the rows that the last step has not chosen over the link (`RowStore`) and attends to
-/// all together with sinks and window (`svd::Attend` at full rank). Chosen rows have slots behind the exact
+/// all together with sinks and window (`svd::Attend` at full rank). Codebooks are the profile's, or those that a
+/// sequence's prompt trains ([`Training`]). Chosen rows have slots behind the exact
 /// ones, so that one launch attends to both. All lengths are on the device.
 pub struct PqCache {
     kernels: Kernels,
@@ -36,19 +40,17 @@ pub struct PqCache {
     window: Window, // chosen rows are in its slots
     store: RowStore,
     codes: Buffer<u8>,      // (layer, (batch, heads, codes of `stored` keys), padded)
-    centroids: Buffer<f32>, // (layer, heads, m, ksub, dsub)
+    centroids: Buffer<f32>, // (layer, books, heads, m, ksub, dsub)
+    training: Option<Training>,
     turns: Turns,
     budget: StepBudget,
     ranks: Buffer<u32>,
     offsets: Buffer<u64>,
     scratch: Scratch,
-    span: Buffer<u32>, // of a chunk: the first token that it encodes, and at COUNT how many
+    span: Span, // that a chunk encodes
     retrieval: Retrieval,
     shape: Shape,
 }
-
-/// Where the count of a span is: 16 bytes on.
-const COUNT: usize = 4;
 
 struct Kernels {
     lut: Lut,
@@ -71,6 +73,7 @@ struct Scratch {
 struct Shape {
     n_layers: usize,
     batch: usize,
+    books: usize, // sets of codebooks: one, or one a sequence where its prompt trains them
     heads: usize,
     group: usize,
     head_dim: usize,
@@ -117,26 +120,34 @@ impl PqCache {
         let store = RowStore::new(gpu, store, Home::Host)?;
         check_tokens(capacity)?;
         let codes = (batch * heads * quantizer.codes_len(stored)).next_multiple_of(ALIGNMENT);
-        let shape = Shape { n_layers, batch, heads, group, head_dim, sinks, ring, stored, most, codes };
+        let books = if retrieval.training.is_some() { batch } else { 1 };
+        let shape =
+            Shape { n_layers, batch, books, heads, group, head_dim, sinks, ring, stored, most, codes };
         let window = WindowShape { slots: most, ..WindowShape::new(config, window, batch, capacity) };
         let kernels = Kernels::new(gpu, element, retrieval, &shape)?;
+        let trained = TrainShape { quantizer, element: element.into() };
+        let training = Training::new(gpu, &retrieval, trained, batch)?;
         let codebooks = match codebooks {
             Some(codebooks) => codebooks,
             None => random_codebooks(n_layers, heads, quantizer)?,
         };
-        let centroids = codebooks.iter().flatten().flat_map(CodebookBuf::centroids);
+        let of_books = |layer: &Vec<CodebookBuf>| -> Vec<f32> {
+            layer.iter().flat_map(CodebookBuf::centroids).collect::<Vec<f32>>().repeat(books)
+        };
+        let centroids: Vec<f32> = codebooks.iter().flat_map(of_books).collect();
         let offsets: Vec<u64> = (0..heads).map(|head| (head * head_dim) as u64).collect();
         let cache = Self {
             window: Window::new(gpu, window)?,
             store,
             codes: Buffer::zeros(gpu, n_layers * codes)?,
-            centroids: Buffer::of(gpu, &centroids.collect::<Vec<f32>>())?,
+            centroids: Buffer::of(gpu, &centroids)?,
+            training,
             turns,
             budget: StepBudget::new(gpu, retrieval.budget, sinks + ring, batch, heads)?,
             ranks: Buffer::of(gpu, &vec![head_dim as u32; heads])?,
             offsets: Buffer::of(gpu, &offsets)?,
             scratch: Scratch::new(gpu, &kernels, retrieval, &shape)?,
-            span: Buffer::zeros(gpu, 2 * COUNT)?,
+            span: Span::new(gpu)?,
             kernels,
             element,
             retrieval,
@@ -152,9 +163,11 @@ impl PqCache {
         self.codes.pointer().offset(layer * self.shape.codes + sequence * of_sequence)
     }
 
-    fn centroids(&self, layer: usize) -> DevicePtr<f32> {
-        let len = self.retrieval.quantizer.codebook_len();
-        self.centroids.pointer().offset(layer * self.shape.heads * len)
+    /// Codebooks of a layer's heads for a sequence.
+    fn centroids(&self, layer: usize, sequence: usize) -> DevicePtr<f32> {
+        let Shape { books, heads, .. } = self.shape;
+        let book = layer * books + if books == 1 { 0 } else { sequence };
+        self.centroids.pointer().offset(book * heads * self.retrieval.quantizer.codebook_len())
     }
 }
 
@@ -162,10 +175,7 @@ impl Kernels {
     fn new(gpu: &Gpu, element: Element, retrieval: Retrieval, shape: &Shape) -> Result<Self> {
         let device = &gpu.device;
         let (quantizer, group) = (retrieval.quantizer, shape.group);
-        let vectors = match element {
-            Element::F16 => VectorElement::F16,
-            Element::Bf16 => VectorElement::Bf16,
-        };
+        let vectors = element.into();
         Ok(Self {
             lut: Lut::new(device, LutShape { quantizer, group, element: vectors })?,
             search: Search::new(device, SearchShape { quantizer, group, rule: GroupRule::SumOfSoftmax })?,
@@ -224,11 +234,13 @@ impl DeviceCache for PqCache {
     }
 
     fn clear(&mut self, gpu: &Gpu) -> Result<()> {
+        self.training.iter_mut().for_each(|training| training.set_trained(false));
         self.store.forget(gpu)?;
         self.turns.restart_at(gpu, 0)
     }
 
     fn before_step(&mut self, gpu: &Gpu, sequences: &Sequences) -> Result<()> {
+        self.training.as_ref().map_or(Ok(()), |training| training.check(self.shape.sinks))?;
         let Some(turn) = self.turns.begin(gpu, sequences)? else { return Ok(()) };
         turn.layers()
             .try_for_each(|layer| self.store.take_turn(gpu, layer, self.rows(layer), &self.turns))?;
@@ -241,6 +253,7 @@ impl DeviceCache for PqCache {
         self.window.fill_random(gpu, self.element)?;
         self.store.fill_random(gpu, self.element)?;
         fill_codes(gpu, &self.codes, RANDOM_CODES)?;
+        self.training.iter_mut().for_each(|training| training.set_trained(true));
         self.store.forget(gpu)?;
         self.turns.restart_at(gpu, tokens)?;
         gpu.synchronize()
@@ -268,11 +281,15 @@ impl DeviceCache for PqCache {
         let exact = tokens.min(sinks + ring);
         let codes = batch * heads * self.retrieval.quantizer.codes_len(tokens - exact);
         let rows = |rows| 4 * n_layers * self.shape.side_len(rows); // keys and values of 16 bits
+        let (own, shared) = match self.training {
+            Some(_) => (self.centroids.bytes(), 0),
+            None => (0, self.centroids.bytes()),
+        };
         Footprint {
-            kept: n_layers * codes + rows(exact),
+            kept: n_layers * codes + rows(exact) + own,
             offloaded: rows(tokens - exact),
             working: self.store.staged_bytes() + rows(most),
-            shared: self.centroids.bytes(),
+            shared,
         }
     }
 
@@ -299,7 +316,8 @@ impl ChunkCache for PqCache {
         let rows = self.window.open(gpu, layer, chunk)?;
         if layer == 0 {
             let (first, count) = self.window.shape.stored_by(chunk);
-            self.span.write(gpu, &[first as u32, 0, 0, 0, count as u32, 0, 0, 0])?;
+            self.span.write(gpu, first, count)?;
+            self.begin_training(gpu, chunk)?;
         }
         let stored = self.window.shape.stored(chunk.position);
         self.store.restore(gpu, layer, chunk.sequence, stored, rows)?;
@@ -311,7 +329,12 @@ impl ChunkCache for PqCache {
         let tokens = self.window.shape.stored_by(chunk);
         let stream = self.turns.background(gpu)?;
         self.store.take_chunk(gpu, stream, layer, chunk, tokens, self.window.past()?)?;
-        self.launch_encode_chunk(stream, layer, chunk)
+        self.train(stream, layer, chunk)?;
+        self.launch_encode_chunk(stream, layer, chunk)?;
+        if layer + 1 == self.shape.n_layers && tokens.1 > 0 {
+            self.training.iter_mut().for_each(|training| training.end(chunk.sequence));
+        }
+        Ok(())
     }
 
     fn settle(&mut self, gpu: &Gpu, lengths: &[usize]) -> Result<()> {

@@ -8,6 +8,7 @@ use svd_core::MapBuf;
 
 use super::dense::{RANDOM_ROWS, fill_rows};
 use super::project_queries::ProjectQueries;
+use super::span::Span;
 use super::turns::Turns;
 use super::window::{Window, WindowShape};
 use super::{Chunk, ChunkCache, DeviceCache, Rows, Sequences};
@@ -44,7 +45,7 @@ pub struct ZackCache {
     offsets: Pair<Buffer<u64>>, // (layer, heads): sums of the ranks of the heads before
     full: Full,
     scratch: Scratch,
-    span: Buffer<u32>, // of a chunk: the first token that it stores, and at COUNT how many
+    span: Span, // that a chunk stores
     group: usize,
 }
 
@@ -76,9 +77,6 @@ struct Scratch {
     log_sum_exps: [Buffer<f32>; 2], // (batch, heads, group): of the exact tokens, and of the stored ones
     workspace: Buffer<u8>,
 }
-
-/// Where the count of a span is: 16 bytes on.
-const COUNT: usize = 4;
 
 impl ZackCache {
     /// An empty cache; `cuts` per layer and head.
@@ -156,7 +154,7 @@ impl ZackCache {
                 ],
                 workspace: Buffer::zeros(gpu, workspace)?,
             },
-            span: Buffer::zeros(gpu, 2 * COUNT)?,
+            span: Span::new(gpu)?,
             layers,
             kernels,
             element,
@@ -290,7 +288,7 @@ impl ChunkCache for ZackCache {
         let rows = self.window.open(gpu, layer, chunk)?;
         if layer == 0 {
             let (first, count) = self.window.shape.stored_by(chunk);
-            self.span.write(gpu, &[first as u32, 0, 0, 0, count as u32, 0, 0, 0])?;
+            self.span.write(gpu, first, count)?;
         }
         self.launch_restore(gpu, layer, chunk, &rows)?;
         Ok(rows)

@@ -2,6 +2,7 @@
 
 use kv_gpu::{DevicePtr, Grid};
 
+use super::super::bases::{Place, TurnedRows};
 use super::super::cache::Rows;
 use super::super::gemv::{Gemv, GemvArguments};
 use super::super::memory::Buffer;
@@ -104,16 +105,20 @@ impl Decoder {
     fn launch_qkv(&self, l: usize, matrix: &Packed) -> Result<()> {
         let config = &self.weights.config;
         let Rows { keys, values, capacity } = self.cache.rows(l);
-        let queries = self.activations.queries.pointer();
+        let (queries, slots) = (self.activations.queries.pointer(), self.sequences.slots.pointer());
         self.launch_normed(&self.products.qkv, matrix, |a| {
             a.out = Some(queries);
             (a.keys, a.values) = (Some(keys), Some(values));
             (a.cos, a.sin) = (Some(self.cos.pointer()), Some(self.sin.pointer()));
             a.positions = Some(self.sequences.positions.pointer());
-            a.slots = Some(self.sequences.slots.pointer());
+            a.slots = Some(slots);
             (a.query_heads, a.heads) = (config.n_heads as u32, config.n_kv_heads as u32);
             a.capacity = capacity as u32;
-        })
+        })?;
+        let Some(bases) = self.cache.bases() else { return Ok(()) };
+        let rows = TurnedRows { queries, keys, capacity, tokens: self.batch, place: Place::Slots(slots) };
+        // SAFETY: the product writes these rows, and nothing else uses them before attention.
+        unsafe { bases.turn(&self.gpu, l, &rows) }
     }
 
     /// A product of the normalized residual stream.

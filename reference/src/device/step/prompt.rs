@@ -3,6 +3,7 @@
 use kv_gpu::svd::{AttendShape, Prefill, PrefillArguments};
 use kv_gpu::{DevicePtr, Grid, Kernel};
 
+use super::super::bases::{Place, TurnedRows};
 use super::super::cache::{Chunk, Rows};
 use super::super::gemm::{Gemm, GemmShape, Output};
 use super::super::memory::Buffer;
@@ -246,7 +247,7 @@ impl Decoder {
             let (normed, qkv) = (state.normed.pointer(), state.qkv.pointer());
             state.product(&gpu, head_dim, &layer.qkv, (normed, count), (qkv, Output::Store))?;
             let rows = self.cache.chunk_rows(&gpu, l, chunk)?;
-            self.append_rows(state, chunk, layer, &rows)?;
+            self.append_rows(state, chunk, l, &rows)?;
             // Nothing reads what the last layer makes of other tokens than the last.
             let skipped = match l + 1 == weights.layers.len() {
                 true if last => count - 1,
@@ -317,8 +318,8 @@ impl Decoder {
     }
 
     /// Rotates queries and keys, and writes keys and values behind those of the tokens before.
-    fn append_rows(&self, state: &Prompts, chunk: &Chunk, layer: &LayerWeights, rows: &Rows) -> Result<()> {
-        let config = &self.weights.config;
+    fn append_rows(&self, state: &Prompts, chunk: &Chunk, l: usize, rows: &Rows) -> Result<()> {
+        let (config, layer) = (&self.weights.config, &self.weights.layers[l]);
         let arguments = AppendArguments {
             qkv: state.qkv.pointer(),
             bias: layer.qkv.bias.as_ref().map(Buffer::pointer),
@@ -336,8 +337,17 @@ impl Decoder {
         // SAFETY: as above; the chunk ends within the capacity of rows and of the tables of angles.
         unsafe {
             state.append.launch(self.gpu.stream(), Grid::new([BLOCKS, 1, 1])?, THREADS, false, &arguments)
-        }
-        .map_err(Error::from)
+        }?;
+        let Some(bases) = self.cache.bases() else { return Ok(()) };
+        let rows = TurnedRows {
+            queries: state.queries.pointer(),
+            keys: rows.keys,
+            capacity: rows.capacity,
+            tokens: chunk.count,
+            place: Place::From(chunk.position),
+        };
+        // SAFETY: these rows have just been written, and nothing else uses them before attention.
+        unsafe { bases.turn(&self.gpu, l, &rows) }
     }
 
     /// Attention of the chunk's queries from `skipped` on.

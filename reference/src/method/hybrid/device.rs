@@ -1,20 +1,11 @@
-//! Hybrid attention as a device computes it: by tables alone.
-//!
-//! Keys are coded after RoPE, so that a score is a sum of table entries. Values arrive and leave in the basis of
-//! their codes, since the model that a device runs has both maps folded into its weights, as ZACK has its
-//! rotations (5.1). A mean moves the centroids.
+//! The settings of hybrid attention on a device.
 
-use std::sync::Arc;
-
-use pq_core::{CodebookBuf, PqShape};
-use svd_core::{Map, MapBuf, Rows, RowsMut};
+use pq_core::PqShape;
 
 use super::{Home, HybridKind, Rows as RowCount};
 use crate::method::budget::Budget;
-use crate::method::pqklt::{HeadCode, TransformedPlan};
-use crate::model::{AttentionWeights, Config, Layer, Model};
 use crate::side::Pair;
-use crate::{Error, Profile, Result};
+use crate::{Error, Result};
 
 /// The settings of hybrid attention.
 #[derive(Clone, Copy, Debug)]
@@ -22,15 +13,6 @@ pub(crate) struct HybridPlan {
     pub quantizers: Pair<PqShape>,
     pub budget: Budget,
     pub home: Home,
-}
-
-/// One head's codes.
-pub(crate) struct HybridHead {
-    pub codebooks: Pair<CodebookBuf>,
-    /// Columns of the maps (head_dim, head_dim) of keys and of queries to the space of the key codes.
-    pub maps: Pair<Vec<f32>>,
-    /// Mean squared error of each component of the coded keys, (head_dim,).
-    pub key_errors: Vec<f32>,
 }
 
 impl HybridKind {
@@ -42,117 +24,5 @@ impl HybridKind {
         };
         let quantizers = self.codes.tables_only(head_dim)?;
         Ok(HybridPlan { quantizers, budget: Budget::Share(share.into()), home: self.home })
-    }
-
-    pub(super) fn device_heads(&self, config: &Config, profile: &Profile) -> Result<Vec<Vec<HybridHead>>> {
-        let layer = |l| {
-            let TransformedPlan { heads, .. } = self.codes.plan(config, profile, l)?;
-            heads.into_iter().map(HybridHead::new).collect()
-        };
-        (0..config.n_layers).map(layer).collect()
-    }
-
-    /// The model whose values come out of `W_V` in the basis of their codes, and which `W_O` takes back.
-    pub(super) fn fold_values(&self, model: &Model, profile: &Profile) -> Result<Model> {
-        let fold = |(l, layer): (usize, &Layer)| -> Result<Layer> {
-            let plan = self.codes.plan(&model.config, profile, l)?;
-            let mut attention = (*layer.attention).clone();
-            fold_layer(&mut attention, &plan, &model.config)?;
-            Ok(Layer { attention: Arc::new(attention), feed_forward: layer.feed_forward.clone() })
-        };
-        let layers = model.layers.iter().enumerate().map(fold);
-        Ok(Model { layers: layers.collect::<Result<_>>()?, ..model.clone() })
-    }
-}
-
-impl HybridHead {
-    fn new(codes: Pair<HeadCode>) -> Result<Self> {
-        let Pair { keys, values } = codes;
-        let shape = values.codebook.view().shape();
-        let mean = projected(values.basis.view(), &values.mean)?;
-        let mut centroids = values.codebook.centroids();
-        let subspaces = centroids.chunks_exact_mut(shape.ksub() * shape.dsub());
-        for (centroids, mean) in subspaces.zip(mean.chunks_exact(shape.dsub())) {
-            for centroid in centroids.chunks_exact_mut(shape.dsub()) {
-                centroid.iter_mut().zip(mean).for_each(|(x, mean)| *x += mean);
-            }
-        }
-        Ok(Self {
-            codebooks: Pair::new(keys.codebook, CodebookBuf::new(shape, &centroids)?),
-            maps: Pair::new(columns(&keys.basis)?, columns(&keys.dual)?),
-            key_errors: keys.errors,
-        })
-    }
-}
-
-/// What the map makes of the identity.
-fn columns(map: &MapBuf) -> Result<Vec<f32>> {
-    let dim = map.view().dim();
-    let mut identity = vec![0.0; dim * dim];
-    identity.iter_mut().step_by(dim + 1).for_each(|x| *x = 1.0);
-    projected(map.view(), &identity)
-}
-
-fn projected(map: Map<'_>, rows: &[f32]) -> Result<Vec<f32>> {
-    let mut out = vec![0.0; rows.len()];
-    map.project_into(Rows::contiguous(rows, map.dim())?, RowsMut::contiguous(&mut out, map.rank())?)?;
-    Ok(out)
-}
-
-fn fold_layer(weights: &mut AttentionWeights, plan: &TransformedPlan, config: &Config) -> Result<()> {
-    let (dim, group) = (config.head_dim, config.gqa_group());
-    let AttentionWeights { v, o, .. } = weights;
-    for (head, codes) in plan.heads.iter().enumerate() {
-        let HeadCode { basis, dual, .. } = &codes.values;
-        let rows = &mut v.weight[head * dim * v.n_in..][..dim * v.n_in];
-        let columns = transposed(rows, v.n_in);
-        rows.copy_from_slice(&transposed(&projected(basis.view(), &columns)?, dim));
-        if let Some(bias) = &mut v.bias {
-            let bias = &mut bias[head * dim..][..dim];
-            let folded = projected(basis.view(), bias)?;
-            bias.copy_from_slice(&folded);
-        }
-        for query_head in head * group..(head + 1) * group {
-            for row in o.weight.chunks_exact_mut(o.n_in) {
-                let row = &mut row[query_head * dim..][..dim];
-                let folded = projected(dual.view(), row)?;
-                row.copy_from_slice(&folded);
-            }
-        }
-    }
-    Ok(())
-}
-
-/// The transpose of a matrix of rows of `n` elements.
-fn transposed(matrix: &[f32], n: usize) -> Vec<f32> {
-    (0..n).flat_map(|column| matrix.iter().skip(column).step_by(n).copied()).collect()
-}
-
-#[cfg(test)]
-mod tests {
-    use std::path::Path;
-
-    use super::*;
-    use crate::forward::{logits, prefill};
-    use crate::method::Method;
-    use crate::model::Rope;
-
-    #[test]
-    fn the_folded_model_is_the_same_function() {
-        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/parity/fixtures/gqa");
-        let model = Arc::new(Model::load(&path).unwrap());
-        let tokens: Vec<u32> = (0..200_u32).map(|i| (i * i + 7 * i) % 96).collect();
-        let rope = Arc::new(Rope::new(&model.config, tokens.len()));
-        let method: Method = "hybrid:keys=rotated".parse().unwrap();
-        let method = method.fitted(&model.config).unwrap();
-        let profile =
-            crate::compare::calibrated(&model, &rope, &tokens, std::slice::from_ref(&method)).unwrap();
-        let folded = method.device_model(&model, &profile).unwrap();
-        assert_ne!(folded.layers[0].attention.v.weight, model.layers[0].attention.v.weight);
-        let run = |model: &Model| logits(model, &prefill(model, &rope, &tokens, &mut |_, _| Ok(())).unwrap());
-        let (plain, folded) = (run(&model), run(&folded));
-        let largest = plain.iter().fold(0.0_f32, |m, x| m.max(x.abs()));
-        let difference = plain.iter().zip(&folded).fold(0.0_f32, |m, (a, b)| m.max((a - b).abs()));
-        assert!(difference <= 1e-3 * largest, "{difference} of {largest}");
     }
 }

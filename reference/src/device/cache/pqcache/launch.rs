@@ -5,7 +5,7 @@ use kv_gpu::pq::{EncodeGenericArguments, LutArguments, SearchArguments};
 use kv_gpu::svd::AttendArguments;
 use kv_gpu::{AnyElement, DevicePtr};
 
-use super::{COUNT, PqCache, Scratch, Shape};
+use super::{PqCache, Scratch, Shape};
 use crate::Result;
 use crate::device::Gpu;
 use crate::device::cache::{Chunk, DeviceCache, Rows, Sequences};
@@ -20,14 +20,15 @@ impl PqCache {
         sequences: &Sequences,
         queries: DevicePtr<AnyElement>,
     ) -> Result<()> {
-        let Shape { batch, heads, head_dim, stored, most, .. } = self.shape;
+        let Shape { batch, books, heads, head_dim, stored, most, .. } = self.shape;
         let Scratch { luts, tokens, found, search, .. } = &self.scratch;
         let lut = LutArguments {
-            batch,
-            heads,
+            // Heads of sequences that have codebooks of their own are heads of one sequence.
+            batch: batch / books,
+            heads: books * heads,
             queries,
             scale: 1.0 / (head_dim as f32).sqrt(),
-            centroids: self.centroids(layer),
+            centroids: self.centroids(layer, 0),
             luts: luts.pointer(),
         };
         let search = SearchArguments {
@@ -59,23 +60,27 @@ impl PqCache {
 
     /// Encodes the staged keys of a layer.
     pub(super) fn launch_encode(&self, stream: &CudaStream, layer: usize) -> Result<()> {
-        let Shape { batch, heads, head_dim, ring, stored, .. } = self.shape;
-        let arguments = EncodeGenericArguments {
-            batch,
-            heads,
-            max_count: ring,
-            vectors: self.store.staged(Side::Keys, layer).cast(),
-            strides: [heads * ring * head_dim, ring * head_dim, head_dim],
-            centroids: self.centroids(layer),
-            firsts: self.turns.firsts(layer),
-            counts: self.turns.counts(layer),
-            capacity: stored,
-            codes: self.codes(layer, 0),
-        };
-        // SAFETY: the buffers have the lengths of `new`. The plan counts at most a ring of tokens, whose
-        // codes fit since they come before tokens that fit. The search reads only codes before `firsts` until
-        // the layer's next turn, which waits for this; bits of those keep their values.
-        Ok(unsafe { self.kernels.encode.launch(stream.cu_stream(), &arguments) }?)
+        let Shape { batch, books, heads, head_dim, ring, stored, .. } = self.shape;
+        let staged = heads * ring * head_dim; // of a sequence
+        for first in (0..batch).step_by(batch / books) {
+            let arguments = EncodeGenericArguments {
+                batch: batch / books,
+                heads,
+                max_count: ring,
+                vectors: self.store.staged(Side::Keys, layer).offset(first * staged).cast(),
+                strides: [staged, ring * head_dim, head_dim],
+                centroids: self.centroids(layer, first),
+                firsts: self.turns.firsts(layer).offset(first),
+                counts: self.turns.counts(layer).offset(first),
+                capacity: stored,
+                codes: self.codes(layer, first),
+            };
+            // SAFETY: the buffers have the lengths of `new`. The plan counts at most a ring of tokens, whose
+            // codes fit since they come before tokens that fit. The search reads only codes before `firsts`
+            // until the layer's next turn, which waits for this; bits of those keep their values.
+            unsafe { self.kernels.encode.launch(stream.cu_stream(), &arguments) }?;
+        }
+        Ok(())
     }
 
     /// Encodes the keys that a chunk's end stores, from rows of all tokens.
@@ -89,9 +94,9 @@ impl PqCache {
             max_count: count,
             vectors: keys.cast::<u16>().offset((sinks + first) * head_dim).cast(),
             strides: [0, capacity * head_dim, head_dim],
-            centroids: self.centroids(layer),
-            firsts: self.span.pointer(),
-            counts: self.span.pointer().offset(COUNT),
+            centroids: self.centroids(layer, chunk.sequence),
+            firsts: self.span.first(),
+            counts: self.span.count(),
             capacity: stored,
             codes: self.codes(layer, chunk.sequence),
         };

@@ -3,7 +3,7 @@
 use kv_gpu::svd::AttendArguments;
 use kv_gpu::{AnyElement, DevicePtr, Grid};
 
-use super::{COUNT, Layer, ZackCache};
+use super::{Layer, ZackCache};
 use crate::Result;
 use crate::device::Gpu;
 use crate::device::cache::project_queries::ProjectQueriesArguments;
@@ -248,8 +248,8 @@ impl ZackCache {
             keys,
             values,
             maps: self.maps(Side::Keys, layer),
-            firsts: self.span.pointer(),
-            counts: self.span.pointer().offset(COUNT),
+            firsts: self.span.first(),
+            counts: self.span.count(),
             heads: heads as u32,
             sinks: sinks as u32,
             ring: capacity as u32, // rows of all tokens: none shares one

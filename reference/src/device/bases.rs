@@ -1,0 +1,167 @@
+//! Queries and keys in a basis of each head's own, for a cache whose codes are of transformed rows.
+
+use half::{bf16, f16};
+use kv_gpu::{AnyElement, DevicePtr, Element, Grid, Kernel};
+
+use super::memory::Buffer;
+use super::{Gpu, hashed, programs};
+use crate::model::Config;
+use crate::{Error, Result};
+
+/// The number of the hashed tensor that fills the maps of keys; the queries' is the next.
+const RANDOM_MAPS: u32 = 5 << 16;
+
+/// Columns of the maps of all layers and heads, (layer, heads, head_dim, head_dim) each.
+pub(super) struct BasisMaps {
+    pub keys: Vec<f32>,
+    pub queries: Vec<f32>,
+}
+
+impl BasisMaps {
+    /// Hashed ones, for timing.
+    pub fn random(config: &Config) -> Self {
+        let dim = config.head_dim;
+        let len = (config.n_layers * config.n_kv_heads * dim * dim) as u64;
+        let map = |tensor| (0..len).map(|i| hashed(tensor, i, (3.0 / dim as f32).sqrt())).collect();
+        Self { keys: map(RANDOM_MAPS), queries: map(RANDOM_MAPS + 1) }
+    }
+}
+
+/// Maps of the keys and the queries of every layer and head, and the kernel that applies them after RoPE.
+///
+/// The dot product of a query and a key is the same in their basis, so that a cache sees nothing else.
+pub struct Bases {
+    kernel: Kernel,
+    maps: Buffer<u16>, // (layer, heads, queries and keys, head_dim, head_dim), in the order of `packed`
+    threads: u32,
+    heads: usize,
+    head_dim: usize,
+    sm_count: usize,
+}
+
+/// Rows that [`Bases::turn`] replaces.
+#[derive(Clone, Copy)]
+pub(super) struct TurnedRows {
+    /// Elements (tokens, n_heads, head_dim).
+    pub queries: DevicePtr<u16>,
+    /// Elements (heads, capacity, head_dim) of the first token's sequence.
+    pub keys: DevicePtr<AnyElement>,
+    /// Rows of a head.
+    pub capacity: usize,
+    /// Number of tokens.
+    pub tokens: usize,
+    /// Where the tokens' keys are.
+    pub place: Place,
+}
+
+/// Rows of keys of several tokens.
+#[derive(Clone, Copy)]
+pub(super) enum Place {
+    /// A sequence each: `u32` (tokens,) rows.
+    Slots(DevicePtr<u32>),
+    /// One sequence, from this row on.
+    From(usize),
+}
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct Arguments {
+    queries: DevicePtr<u16>,
+    keys: DevicePtr<AnyElement>,
+    maps: DevicePtr<u16>,
+    slots: Option<DevicePtr<u32>>,
+    key_stride: u64,
+    tokens: u32,
+    heads: u32,
+    capacity: u32,
+    first: u32,
+}
+
+const _: () = assert!(size_of::<Arguments>() == 56);
+
+/// Tokens of a tile of the kernel.
+const TILE: usize = 16;
+
+impl Bases {
+    /// Bases by their maps, which are rounded to elements.
+    ///
+    /// # Errors
+    /// [`Error::Profile`] for maps with components that no element holds; [`Error::Device`].
+    pub(super) fn new(gpu: &Gpu, config: &Config, element: Element, maps: &BasisMaps) -> Result<Self> {
+        let (heads, head_dim) = (config.n_kv_heads, config.head_dim);
+        let program = programs::bases(element, head_dim, config.gqa_group());
+        let one = head_dim * head_dim;
+        let both = maps.queries.chunks_exact(one).zip(maps.keys.chunks_exact(one));
+        let both = both.flat_map(|(queries, keys)| [queries, keys]);
+        let packed = both.map(|map| packed(map, head_dim, element)).collect::<Result<Vec<_>>>()?;
+        Ok(Self {
+            kernel: gpu.device.kernel(&program, "turn", 0)?,
+            maps: Buffer::of(gpu, &packed.concat())?,
+            threads: 2 * head_dim as u32,
+            heads,
+            head_dim,
+            sm_count: gpu.device.sm_count(),
+        })
+    }
+
+    /// Launches the maps of a layer over rows that RoPE has rotated, with PDL: the previous kernel may write the
+    /// rows, and neither maps nor slots.
+    ///
+    /// # Safety
+    /// The rows exist, and nothing else uses them at the same time.
+    pub(super) unsafe fn turn(&self, gpu: &Gpu, layer: usize, rows: &TurnedRows) -> Result<()> {
+        let TurnedRows { queries, keys, capacity, tokens, place } = *rows;
+        let (slots, first, key_stride) = match place {
+            Place::Slots(slots) => (Some(slots), 0, self.heads * capacity * self.head_dim),
+            Place::From(first) => (None, first, 0),
+        };
+        let arguments = Arguments {
+            queries,
+            keys,
+            maps: self.maps.pointer().offset(layer * self.heads * 2 * self.head_dim * self.head_dim),
+            slots,
+            key_stride: key_stride as u64,
+            tokens: tokens as u32,
+            heads: self.heads as u32,
+            capacity: capacity as u32,
+            first: first as u32,
+        };
+        let blocks = tokens.div_ceil(TILE).min((2 * self.sm_count).div_ceil(self.heads));
+        let grid = Grid::new([self.heads, blocks, 1])?;
+        // SAFETY: the structure is the kernel's argument; the caller's contract.
+        Ok(unsafe { self.kernel.launch(gpu.stream(), grid, self.threads, true, &arguments) }?)
+    }
+
+    /// Bytes of device memory.
+    pub(super) fn bytes(&self) -> usize {
+        self.maps.bytes()
+    }
+}
+
+/// A map as elements in the order in which the lanes of the kernel hold it: 16 columns of a warp, 16 components of
+/// a step, and of both four pairs of components a lane, in two columns 8 apart.
+fn packed(map: &[f32], head_dim: usize, element: Element) -> Result<Vec<u16>> {
+    let at = |component: usize, column: usize| map[component * head_dim + column];
+    let mut all = Vec::with_capacity(map.len());
+    for warp in 0..head_dim / 16 {
+        for step in 0..head_dim / 16 {
+            for lane in 0..32 {
+                let (column, component) = (16 * warp + lane / 4, 16 * step + lane % 4 * 2);
+                for column in [column, column + 8] {
+                    for component in [component, component + 8] {
+                        all.extend([at(component, column), at(component + 1, column)]);
+                    }
+                }
+            }
+        }
+    }
+    let element = |&x: &f32| match element {
+        Element::F16 => (f16::from_f32(x).to_bits(), f16::from_f32(x).is_finite()),
+        Element::Bf16 => (bf16::from_f32(x).to_bits(), bf16::from_f32(x).is_finite()),
+    };
+    let rounded = all.iter().map(|x| match element(x) {
+        (bits, true) => Ok(bits),
+        _ => Err(Error::Profile(format!("a map has the component {x}, which no 16-bit element holds"))),
+    });
+    rounded.collect()
+}

@@ -1,0 +1,235 @@
+use cudarc::driver::CudaStream;
+use half::f16;
+use kv_gpu::pq::{CodeLayout, Encode, EncodeArguments, EncodeShape, TILE};
+use kv_gpu::{DevicePtr, Element, Grid, VectorElement};
+use pq_core::{CodebookBuf, PqShape};
+
+use super::span::Span;
+use super::turns::Turns;
+use super::window::WindowShape;
+use super::{Chunk, Rows};
+use crate::Result;
+use crate::device::memory::Buffer;
+use crate::device::{Gpu, hashed, programs};
+use crate::side::{Pair, Side};
+
+/// The number of the hashed tensor that fills the codes, or the codebooks, of a layer's keys; the values' is
+/// the next.
+pub(super) const RANDOM_CODES: u32 = 2 << 16;
+pub(super) const RANDOM_BOOKS: u32 = 3 << 16;
+
+/// The codebooks of every layer and head.
+pub(super) type Codebooks = Vec<Vec<Pair<CodebookBuf>>>;
+
+/// Codes of all tokens behind the sinks, keys' and values', in the tiles of `pq::Attend` and `pq::Hybrid`.
+pub(super) struct TokenCodes {
+    pub layouts: Pair<CodeLayout>,
+    pub tiles: usize, // of a head
+    encoders: Pair<Encode>,
+    codes: Pair<Buffer<u8>>,      // (layer, batch, heads, tiles, tile_len)
+    tables: Pair<Buffer<f16>>,    // (layer, heads, table_len)
+    centroids: Pair<Buffer<f32>>, // (layer, heads, m, ksub, dsub)
+    span: Span,                   // that a chunk encodes
+    shape: WindowShape,
+}
+
+impl TokenCodes {
+    /// No codes yet; `codebooks`, or hashed ones.
+    ///
+    /// # Errors
+    /// [`Error::Device`](crate::Error::Device).
+    pub fn new(
+        gpu: &Gpu,
+        element: Element,
+        quantizers: Pair<PqShape>,
+        codebooks: Option<Codebooks>,
+        shape: WindowShape,
+    ) -> Result<Self> {
+        let WindowShape { n_layers, batch, heads, capacity, .. } = shape;
+        let codebooks = match codebooks {
+            Some(codebooks) => codebooks,
+            None => random_codebooks(n_layers, heads, quantizers)?,
+        };
+        let books = |side: Side| codebooks.iter().flatten().map(move |pair| &pair[side]);
+        let encoder = |side: Side| {
+            let (quantizer, element) = (quantizers[side], VectorElement::from(element));
+            Encode::new(&gpu.device, EncodeShape { quantizer, side: side.into(), element, paged: false })
+        };
+        let layouts = Pair::try_of(|side| CodeLayout::new(quantizers[side], side.into()))?;
+        let tiles = capacity.div_ceil(TILE).max(1);
+        Ok(Self {
+            encoders: Pair::try_of(encoder)?,
+            codes: Pair::try_of(|side| {
+                Buffer::zeros(gpu, n_layers * batch * heads * tiles * layouts[side].tile_len())
+            })?,
+            tables: Pair::try_of(|side| tables(gpu, &layouts[side], books(side)))?,
+            centroids: Pair::try_of(|side| {
+                Buffer::of(gpu, &books(side).flat_map(CodebookBuf::centroids).collect::<Vec<f32>>())
+            })?,
+            span: Span::new(gpu)?,
+            layouts,
+            tiles,
+            shape,
+        })
+    }
+
+    /// Codes of a layer from a sequence on.
+    pub fn of(&self, side: Side, layer: usize, sequence: usize) -> DevicePtr<u8> {
+        let of_sequence = self.shape.heads * self.tiles * self.layouts[side].tile_len();
+        self.codes[side].pointer().offset((layer * self.shape.batch + sequence) * of_sequence)
+    }
+
+    /// Tables of a layer.
+    pub fn table(&self, side: Side, layer: usize) -> DevicePtr<f16> {
+        self.tables[side].pointer().offset(layer * self.shape.heads * self.layouts[side].table_len())
+    }
+
+    /// Encodes a turn's tokens of a layer, staged as elements (batch, heads, ring, head_dim).
+    pub fn encode_turn(
+        &self,
+        stream: &CudaStream,
+        layer: usize,
+        staged: Pair<DevicePtr<u16>>,
+        turns: &Turns,
+    ) -> Result<()> {
+        let WindowShape { batch, heads, head_dim, ring, .. } = self.shape;
+        for side in Side::ALL {
+            let arguments = EncodeArguments {
+                batch,
+                max_count: ring,
+                vectors: staged[side].cast(),
+                strides: [heads * ring * head_dim, ring * head_dim, head_dim],
+                firsts: turns.firsts(layer),
+                counts: turns.counts(layer),
+                ..self.arguments(side, layer, 0)
+            };
+            // SAFETY: the buffers have the lengths of `new`. The plan counts at most a ring of tokens, whose
+            // codes fit since they come before tokens that fit. Attention reads only codes before `firsts`
+            // until the layer's next turn, which waits for this.
+            unsafe { self.encoders[side].launch(stream.cu_stream(), &arguments) }?;
+        }
+        Ok(())
+    }
+
+    /// Prepares [`Self::encode_chunk`] for all layers.
+    pub fn begin_chunk(&self, gpu: &Gpu, chunk: &Chunk) -> Result<()> {
+        let (first, count) = self.shape.stored_by(chunk);
+        self.span.write(gpu, first, count)
+    }
+
+    /// Encodes the tokens of a layer that a chunk's end stores, from the rows of all tokens of its sequence.
+    pub fn encode_chunk(&self, stream: &CudaStream, layer: usize, chunk: &Chunk, rows: Rows) -> Result<()> {
+        let WindowShape { head_dim, sinks, .. } = self.shape;
+        let (first, count) = self.shape.stored_by(chunk);
+        for (side, all) in Side::ALL.into_iter().zip([rows.keys, rows.values]) {
+            let arguments = EncodeArguments {
+                batch: 1,
+                max_count: count,
+                vectors: all.cast::<u16>().offset((sinks + first) * head_dim).cast(),
+                strides: [0, rows.capacity * head_dim, head_dim],
+                firsts: self.span.first(),
+                counts: self.span.count(),
+                ..self.arguments(side, layer, chunk.sequence)
+            };
+            // SAFETY: the rows have all tokens from the first on, whose codes fit since the tokens do;
+            // attention and the next chunk wait for this.
+            unsafe { self.encoders[side].launch(stream.cu_stream(), &arguments) }?;
+        }
+        Ok(())
+    }
+
+    /// Where the codes of a layer go from a sequence on.
+    fn arguments(&self, side: Side, layer: usize, sequence: usize) -> EncodeArguments {
+        let (heads, codebook) = (self.shape.heads, self.layouts[side].shape().codebook_len());
+        EncodeArguments {
+            batch: 0,
+            heads,
+            max_count: 0,
+            vectors: DevicePtr::dangling(),
+            strides: [0; 3],
+            centroids: self.centroids[side].pointer().offset(layer * heads * codebook),
+            firsts: DevicePtr::dangling(),
+            counts: DevicePtr::dangling(),
+            codes: self.of(side, layer, sequence),
+            tiles: self.tiles,
+            pages: None,
+        }
+    }
+
+    /// Fills the codes with hashed ones.
+    pub fn fill_random(&self, gpu: &Gpu) -> Result<()> {
+        Side::ALL
+            .into_iter()
+            .try_for_each(|side| fill_codes(gpu, &self.codes[side], RANDOM_CODES + side as u32))
+    }
+
+    /// Bytes of the codes of `tokens` tokens in every sequence.
+    pub fn bytes_of(&self, tokens: usize) -> usize {
+        let WindowShape { n_layers, batch, heads, .. } = self.shape;
+        let head: usize = self.layouts.iter().map(|layout| tokens.div_ceil(TILE) * layout.tile_len()).sum();
+        n_layers * batch * heads * head
+    }
+
+    /// Bytes of all codes.
+    pub fn bytes(&self) -> usize {
+        self.codes.iter().map(Buffer::bytes).sum()
+    }
+
+    /// Bytes of codebooks and tables.
+    pub fn shared_bytes(&self) -> usize {
+        let tables: usize = self.tables.iter().map(Buffer::bytes).sum();
+        tables + self.centroids.iter().map(Buffer::bytes).sum::<usize>()
+    }
+}
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct FillWordsArguments {
+    out: DevicePtr<u32>,
+    n: u64,
+    tensor: u32,
+}
+
+/// The tables of codebooks.
+fn tables<'a>(
+    gpu: &Gpu,
+    layout: &CodeLayout,
+    codebooks: impl Iterator<Item = &'a CodebookBuf>,
+) -> Result<Buffer<f16>> {
+    let mut all = vec![];
+    for codebook in codebooks {
+        let mut table = vec![f16::ZERO; layout.table_len()];
+        layout.table_into(&codebook.view(), &mut table)?;
+        all.extend(table);
+    }
+    Buffer::of(gpu, &all)
+}
+
+/// Fills codes with hashed ones.
+pub(super) fn fill_codes(gpu: &Gpu, codes: &Buffer<u8>, tensor: u32) -> Result<()> {
+    let kernel = gpu.device.kernel(&programs::weights(0), "fill_words", 0)?;
+    let (out, n) = (codes.pointer().cast(), (codes.len() / 4) as u64);
+    let arguments = FillWordsArguments { out, n, tensor };
+    // SAFETY: a quarter as many words as there are bytes, which are whole words.
+    Ok(unsafe { kernel.launch(gpu.stream(), Grid::new([1024, 1, 1])?, 256, false, &arguments) }?)
+}
+
+/// A codebook for timing: centroids that are hashed, of variance 1.
+pub(super) fn random_codebook(quantizer: PqShape, tensor: u32) -> Result<CodebookBuf> {
+    let centroids = (0..quantizer.codebook_len() as u64).map(|i| hashed(tensor, i, 3.0_f32.sqrt()));
+    Ok(CodebookBuf::new(quantizer, &centroids.collect::<Vec<f32>>())?)
+}
+
+/// Codebooks for timing, the same for all heads of a layer.
+fn random_codebooks(
+    n_layers: usize,
+    heads: usize,
+    quantizers: Pair<PqShape>,
+) -> Result<Vec<Vec<Pair<CodebookBuf>>>> {
+    let layer = |layer: usize| -> Result<_> {
+        let tensor = |side: Side| RANDOM_BOOKS + 2 * layer as u32 + side as u32;
+        let pair = Pair::try_of(|side| random_codebook(quantizers[side], tensor(side)))?;
+        Ok(vec![pair; heads])
+    };
+    (0..n_layers).map(layer).collect()
+}
