@@ -234,13 +234,13 @@ impl DeviceCache for PqCache {
     }
 
     fn clear(&mut self, gpu: &Gpu) -> Result<()> {
-        self.training.iter_mut().for_each(|training| training.set_trained(false));
+        self.training.iter_mut().for_each(Training::clear);
         self.store.forget(gpu)?;
         self.turns.restart_at(gpu, 0)
     }
 
     fn before_step(&mut self, gpu: &Gpu, sequences: &Sequences) -> Result<()> {
-        self.training.as_ref().map_or(Ok(()), |training| training.check(self.shape.sinks))?;
+        self.train_on_ring(gpu)?;
         let Some(turn) = self.turns.begin(gpu, sequences)? else { return Ok(()) };
         turn.layers()
             .try_for_each(|layer| self.store.take_turn(gpu, layer, self.rows(layer), &self.turns))?;
@@ -253,7 +253,7 @@ impl DeviceCache for PqCache {
         self.window.fill_random(gpu, self.element)?;
         self.store.fill_random(gpu, self.element)?;
         fill_codes(gpu, &self.codes, RANDOM_CODES)?;
-        self.training.iter_mut().for_each(|training| training.set_trained(true));
+        self.training.iter_mut().for_each(Training::skip);
         self.store.forget(gpu)?;
         self.turns.restart_at(gpu, tokens)?;
         gpu.synchronize()
@@ -340,6 +340,7 @@ impl ChunkCache for PqCache {
     fn settle(&mut self, gpu: &Gpu, lengths: &[usize]) -> Result<()> {
         let encoded = lengths.iter().map(|length| length.saturating_sub(self.shape.sinks));
         let encoded: Vec<usize> = encoded.collect();
+        self.training.iter_mut().for_each(|training| training.settle(lengths));
         self.store.forget(gpu)?;
         self.turns.restart(gpu, &encoded)
     }

@@ -1,14 +1,15 @@
-//! Codebooks of the prompt: a sequence's first chunk trains those of its keys (PQCache 3.3).
+//! Codebooks of the prompt: the first chunk of a sequence trains them on its keys (PQCache 3.3).
 
 use cudarc::driver::CudaStream;
-use kv_gpu::pq::{Train, TrainArguments, TrainShape};
+use kv_gpu::pq::{EncodeGenericArguments, Train, TrainArguments, TrainShape};
+use kv_gpu::{AnyElement, DevicePtr};
 
 use super::{PqCache, Shape};
+use crate::Result;
 use crate::device::Gpu;
 use crate::device::cache::{Chunk, Rows};
 use crate::device::memory::Buffer;
 use crate::method::{Resolved, Retrieval};
-use crate::{Error, Result};
 
 /// The training of a cache's codebooks, of which every sequence has its own.
 pub(super) struct Training {
@@ -16,7 +17,13 @@ pub(super) struct Training {
     iterations: Resolved,
     starts: Buffer<u32>, // (ksub,): the keys that the first centroids are
     workspace: Buffer<u8>,
-    trained: Vec<bool>, // for each sequence
+    sequences: Vec<Sequence>,
+}
+
+#[derive(Clone, Copy, Default)]
+struct Sequence {
+    is_trained: bool,
+    length: usize, // tokens
 }
 
 impl Training {
@@ -28,31 +35,42 @@ impl Training {
                 iterations,
                 starts: Buffer::zeros(gpu, shape.quantizer.ksub())?,
                 workspace: Buffer::zeros(gpu, 0)?,
-                trained: vec![false; batch],
+                sequences: vec![Sequence::default(); batch],
             })
         };
         retrieval.training.map(new).transpose()
     }
 
-    /// Makes all sequences have codebooks, or none.
-    pub fn set_trained(&mut self, trained: bool) {
-        self.trained.fill(trained);
+    /// Makes all sequences empty.
+    pub fn clear(&mut self) {
+        self.sequences.fill(Sequence::default());
     }
 
-    /// A sequence has codebooks of all layers now.
+    /// Makes all sequences have hashed codebooks.
+    pub fn skip(&mut self) {
+        self.sequences.iter_mut().for_each(|sequence| sequence.is_trained = true);
+    }
+
+    /// Makes the sequences have these lengths.
+    pub fn settle(&mut self, lengths: &[usize]) {
+        self.sequences.iter_mut().zip(lengths).for_each(|(sequence, &length)| sequence.length = length);
+    }
+
+    /// The sequence has codebooks of all layers now.
     pub fn end(&mut self, sequence: usize) {
-        self.trained[sequence] = true;
+        self.sequences[sequence].is_trained = true;
     }
 
-    /// Refuses to go on without codebooks.
-    pub fn check(&self, sinks: usize) -> Result<()> {
-        match self.trained.iter().position(|trained| !trained) {
-            Some(sequence) => Err(Error::Argument(format!(
-                "pqcache trains its codebooks on a prompt of more than {sinks} tokens, and sequence {sequence} has \
-                 had none: run one first, or pass codebooks=profile"
-            ))),
-            None => Ok(()),
+    /// Prepares a training on `count` keys of each of `heads` heads.
+    fn begin(&mut self, gpu: &Gpu, heads: usize, count: usize) -> Result<()> {
+        let ksub = self.starts.len();
+        let starts: Vec<u32> = (0..ksub).map(|i| (i * count / ksub) as u32).collect();
+        self.starts.write(gpu, &starts)?;
+        let len = self.train.workspace_len(heads, count);
+        if self.workspace.len() < len {
+            self.workspace = Buffer::zeros(gpu, len)?;
         }
+        Ok(())
     }
 }
 
@@ -60,16 +78,49 @@ impl PqCache {
     /// Prepares [`Self::train`] of all layers, where the chunk is the first one that its sequence keeps codes of.
     pub(super) fn begin_training(&mut self, gpu: &Gpu, chunk: &Chunk) -> Result<()> {
         let count = self.window.shape.stored_by(chunk).1;
+        match &mut self.training {
+            Some(training) if count > 0 && !training.sequences[chunk.sequence].is_trained => {
+                training.begin(gpu, self.shape.heads, count)
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Trains the codebooks of sequences whose prompts had no keys for that, once a ring of keys is there and none
+    /// has left it, and encodes those keys. Before that no step reads codes.
+    pub(super) fn train_on_ring(&mut self, gpu: &Gpu) -> Result<()> {
+        let Shape { n_layers, heads, head_dim, sinks, ring, stored, .. } = self.shape;
         let Some(training) = &mut self.training else { return Ok(()) };
-        if training.trained[chunk.sequence] || count == 0 {
+        let is_due = |sequence: &Sequence| !sequence.is_trained && sequence.length == sinks + ring;
+        let due: Vec<usize> =
+            (0..training.sequences.len()).filter(|&i| is_due(&training.sequences[i])).collect();
+        training.sequences.iter_mut().for_each(|sequence| sequence.length += 1);
+        if due.is_empty() {
             return Ok(());
         }
-        let ksub = self.retrieval.quantizer.ksub();
-        let starts: Vec<u32> = (0..ksub).map(|i| (i * count / ksub) as u32).collect();
-        training.starts.write(gpu, &starts)?;
-        let len = training.train.workspace_len(self.shape.heads, count);
-        if training.workspace.len() < len {
-            training.workspace = Buffer::zeros(gpu, len)?;
+        self.turns.wait(gpu)?;
+        training.begin(gpu, heads, ring)?;
+        self.span.write(gpu, 0, ring)?;
+        due.iter().for_each(|&sequence| training.end(sequence));
+        for (sequence, layer) in due.into_iter().flat_map(|i| (0..n_layers).map(move |layer| (i, layer))) {
+            let Rows { keys, capacity, .. } = self.window.rows(layer);
+            let vectors = keys.cast::<u16>().offset((sequence * heads * capacity + sinks) * head_dim).cast();
+            self.launch_train(&gpu.stream, layer, sequence, (vectors, capacity, ring))?;
+            let arguments = EncodeGenericArguments {
+                batch: 1,
+                heads,
+                max_count: ring,
+                vectors,
+                strides: [0, capacity * head_dim, head_dim],
+                centroids: self.centroids(layer, sequence),
+                firsts: self.span.first(),
+                counts: self.span.count(),
+                capacity: stored,
+                codes: self.codes(layer, sequence),
+            };
+            // SAFETY: the ring is full, its first row has the first key behind the sinks, and the background
+            // stream has been waited for.
+            unsafe { self.kernels.encode.launch(gpu.stream(), &arguments) }?;
         }
         Ok(())
     }
@@ -77,28 +128,43 @@ impl PqCache {
     /// Launches the training of a layer's codebooks on the keys that a chunk's end stores, from the rows of all
     /// tokens.
     pub(super) fn train(&self, stream: &CudaStream, layer: usize, chunk: &Chunk) -> Result<()> {
-        let Shape { heads, head_dim, sinks, .. } = self.shape;
+        let Shape { head_dim, sinks, .. } = self.shape;
         let (first, count) = self.window.shape.stored_by(chunk);
-        let centroids = self.centroids(layer, chunk.sequence);
         let Rows { keys, capacity, .. } = self.window.past()?;
-        let Some(training) = &self.training else { return Ok(()) };
-        if training.trained[chunk.sequence] || count == 0 {
-            return Ok(());
+        match &self.training {
+            Some(training) if count > 0 && !training.sequences[chunk.sequence].is_trained => {
+                let vectors = keys.cast::<u16>().offset((sinks + first) * head_dim).cast();
+                self.launch_train(stream, layer, chunk.sequence, (vectors, capacity, count))
+            }
+            _ => Ok(()),
         }
+    }
+
+    /// Launches the training of a layer's codebooks of a sequence on `count` keys of each head, of which there are
+    /// rows for `capacity`.
+    fn launch_train(
+        &self,
+        stream: &CudaStream,
+        layer: usize,
+        sequence: usize,
+        (vectors, capacity, count): (DevicePtr<AnyElement>, usize, usize),
+    ) -> Result<()> {
+        let Shape { heads, head_dim, .. } = self.shape;
+        let Some(training) = &self.training else { return Ok(()) };
         let arguments = TrainArguments {
             sets: heads,
             n: count,
-            vectors: keys.cast::<u16>().offset((sinks + first) * head_dim).cast(),
+            vectors,
             strides: [capacity * head_dim, head_dim],
             starts: Some(training.starts.pointer()),
-            centroids,
+            centroids: self.centroids(layer, sequence),
             errors: None,
             iterations: training.iterations.of(count),
             tolerance: 0.0,
             workspace: training.workspace.pointer(),
         };
-        // SAFETY: the rows have these keys until the next layer, which waits for this stream; `begin_training`
-        // has written starts below their number and made room for the workspace.
+        // SAFETY: the rows have these keys until the stream has been waited for; `begin` has written starts
+        // below their number and made room for the workspace.
         Ok(unsafe { training.train.launch(stream.cu_stream(), &arguments) }?)
     }
 }
