@@ -38,7 +38,7 @@ impl PqKlt {
     pub fn tables_only(&self, head_dim: usize) -> Result<Pair<PqShape>> {
         if self.space != KeySpace::AfterRope || self.norms || self.refine > 0 {
             return Err(Error::argument(
-                "a device has keys=rotated norms=off refine=0 only; or pass --device cpu",
+                "a device has keys=rotated norms=off refine=0 only: pass these, or --device cpu",
             ));
         }
         Pair::try_of(|side| self.codes[side].shape(head_dim))
