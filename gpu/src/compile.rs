@@ -29,6 +29,7 @@ pub(crate) use source;
 /// All files that kernels include. NVRTC gets the ones that a program includes, so nothing has to be
 /// installed.
 const HEADERS: &[Source] = &[
+    source!("codec/maps.cuh"),
     source!("codec/place.cuh"),
     source!("codec/tile.cuh"),
     source!("element.cuh"),

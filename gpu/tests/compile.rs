@@ -250,7 +250,8 @@ fn coding() {
         let plane = PlaneBuf::fit(&rows, 1024, transform, &options).unwrap();
         let shape = Planes::pack(&[plane.view()], 128).unwrap().shape(element, paged);
         let tiles = [shape.decode_program(), shape.encode_program()];
-        tiles.into_iter().chain(shape.transform_program()).collect::<Vec<_>>()
+        let transforms = [shape.transform_program(), shape.tensor_core_program()];
+        tiles.into_iter().chain(transforms.into_iter().flatten()).collect::<Vec<_>>()
     });
     check(|_| [programs.concat(), vec![codec::Encode::join_program()]].concat(), true);
 }

@@ -11,6 +11,7 @@ mod cache;
 mod gemm;
 mod gemv;
 mod host_memory;
+mod load;
 mod memory;
 mod programs;
 mod score;
@@ -26,6 +27,8 @@ pub use kv_gpu::Element;
 pub use cache::{
     Chunk, DenseCache, DeviceCache, HybridCache, Int4Cache, MillionCache, PqCache, ZackCache, method_cache,
 };
+pub use host_memory::PageLocked;
+pub use load::{FRAMES, Loader, Stages, StreamTarget};
 pub use programs::programs;
 pub use score::{answer_questions, score_text};
 pub use step::{CHUNK, Decoder, Part};

@@ -22,6 +22,7 @@ mod trace;
 
 use std::collections::VecDeque;
 
+pub use bytes::Bytes;
 use codec_core::{ChunkSizes, Decision, Encoding, Progress, StreamPolicy};
 
 pub use trace::{Event, Outcome, Trace};
@@ -71,7 +72,7 @@ pub trait Link {
     ///
     /// # Errors
     /// [Damage](Error::is_damage) to this chunk; whatever else the link has to say.
-    fn take(&mut self) -> Result<Vec<u8>>;
+    fn take(&mut self) -> Result<Bytes>;
 }
 
 /// What turns arrived chunks into keys and values, in the order in which it gets them, while the link works.
@@ -105,7 +106,7 @@ pub enum Payload {
     /// To be recomputed from tokens that the receiver has.
     Text,
     /// The bytes of a level.
-    Level(usize, Vec<u8>),
+    Level(usize, Bytes),
     /// Bytes that are not those which were written, with the reason. The chunk is recomputed.
     Damaged(String),
 }

@@ -264,7 +264,7 @@ impl Link for Dying<'_> {
         self.inner.cancel();
     }
 
-    fn take(&mut self) -> kv_reference::Result<Vec<u8>> {
+    fn take(&mut self) -> kv_reference::Result<stream::Bytes> {
         self.inner.take()
     }
 }

@@ -22,7 +22,7 @@ use kv_reference::stream::link::{Bandwidth, GBPS, RealClock, ShapedLink};
 use kv_reference::stream::receiver::{CacheReceiver, Target};
 use kv_reference::stream::simulated::{Machine, simulate};
 use kv_reference::stream::speeds::{PrefillTime, Speeds};
-use kv_reference::stream::{Choice, ChunkId, Link, Options, Outcome, Trace, serve};
+use kv_reference::stream::{self, Choice, ChunkId, Link, Options, Outcome, Trace, serve};
 use kv_reference::{Error, Profile};
 
 const TEXT: Encoding = Encoding::Text;
@@ -329,10 +329,10 @@ fn damaged_and_swapped_chunks_are_recomputed() {
     let mut flipped = other.to_vec();
     flipped[other.len() / 2] ^= 1;
     *context.chunk_mut(1, 0).unwrap() = flipped.into();
-    *context.chunk_mut(2, 0).unwrap() = other[..].into(); // of another place
+    *context.chunk_mut(2, 0).unwrap() = other; // of another place
     *context.chunk_mut(3, 0).unwrap() = level; // of another level
     let cut = context.chunk_mut(4, 0).unwrap();
-    *cut = cut[..cut.len() - 1].into();
+    cut.truncate(cut.len() - 1);
     let (trace, mut caches) = SETUP.load(vec![Arc::new(context)], &given(&[Encoding::Level(0)]));
     assert_eq!(trace.events[0].outcome, Outcome::Loaded);
     for event in &trace.events[1..] {
@@ -372,7 +372,7 @@ impl Link for Breaks {
         self.inner.cancel();
     }
 
-    fn take(&mut self) -> kv_reference::Result<Vec<u8>> {
+    fn take(&mut self) -> kv_reference::Result<stream::Bytes> {
         if (self.transfers, self.way) == (self.at, 2) { Err(broken()) } else { self.inner.take() }
     }
 }

@@ -70,7 +70,8 @@ const _: () = assert!(size_of::<KernelArguments>() == 120);
 /// # Cost
 /// One pass over the stream and one over the elements; a warp decodes 32 elements at a time, one channel per
 /// lane. With a transform, a second kernel runs: 4 bytes per element are written and read, with a
-/// multiplication and an addition for each element of the head.
+/// multiplication and an addition for each element of the head; three times as many, on tensor cores, where
+/// [`CodecShape::tensor_core_program`] is used.
 /// # Source
 /// CacheGen (SIGCOMM 2024), 6; the bitstream is codec-core's `FORMAT.md`.
 pub struct Decode {

@@ -40,11 +40,21 @@ impl CodecShape {
     /// The kernels of the transform, if the planes have one.
     #[must_use]
     pub fn transform_program(&self) -> Option<Program> {
+        self.has_transform().then(|| self.of_maps(source!("codec/transform.cu")).without_fused_multiply_add())
+    }
+
+    /// The kernel of the transform back to rows on tensor cores: for rows of 16 bits and maps whose size is a
+    /// multiple of 16 up to 128.
+    #[must_use]
+    pub fn tensor_core_program(&self) -> Option<Program> {
+        let fits = self.map_dim.is_multiple_of(16) && (16..=128).contains(&self.map_dim);
+        let program = || self.of_maps(source!("codec/transform_mma.cu"));
+        (fits && self.element != VectorElement::F32).then(program)
+    }
+
+    fn of_maps(&self, source: Source) -> Program {
         let defines = [&self.place_defines()[..], &[("MAP_DIM", self.map_dim)]].concat();
-        let program = Program::new(source!("codec/transform.cu"), &defines)
-            .define_if(self.paged, "PAGED")
-            .without_fused_multiply_add();
-        self.has_transform().then_some(program)
+        Program::new(source, &defines).define_if(self.paged, "PAGED")
     }
 
     /// The kernel of tiles. With a transform its rows are the coefficients in the workspace.

@@ -8,17 +8,22 @@ use crate::{Device, Error};
 
 const OPERATION: Operation = Operation("codec transform");
 
-/// `TOKENS` and `THREADS` of the kernels, and the columns of a block for heads of up to 64 elements and for
-/// larger ones.
-const TOKENS: usize = 64;
-const THREADS: u32 = 128;
+/// The columns of a block of `codec/transform.cu` for heads of up to 64 elements and for larger ones.
 const COLUMNS: [usize; 2] = [64, 128];
 
 /// Transforms rows to coefficients and back, for planes with a transform.
 pub(super) struct Transform {
-    into: Kernel,
-    back: Kernel,
+    into: Tiled,
+    back: Tiled,
     shape: CodecShape,
+}
+
+/// A kernel whose blocks take `tokens` tokens and the columns of a part of a head.
+struct Tiled {
+    kernel: Kernel,
+    tokens: usize, // `TOKENS` of the kernel
+    threads: u32,
+    columns: usize,
 }
 
 /// `Arguments` of the kernels.
@@ -56,8 +61,21 @@ impl Transform {
     /// Compiles the kernels; `None` for a shape without a transform.
     pub(super) fn new(device: &Device, shape: CodecShape) -> Result<Option<Self>, Error> {
         let Some(program) = shape.transform_program() else { return Ok(None) };
-        let into = device.kernel(&program, "codec_rows_to_coefficients", 0)?;
-        Ok(Some(Self { into, back: device.kernel(&program, "codec_coefficients_to_rows", 0)?, shape }))
+        let dim = shape.map_dim();
+        let scalar = |name| {
+            let columns = COLUMNS[usize::from(dim > COLUMNS[0])];
+            device.kernel(&program, name, 0).map(|kernel| Tiled { kernel, tokens: 64, threads: 128, columns })
+        };
+        let back = match shape.tensor_core_program() {
+            Some(program) => {
+                // The map as two matrices of 16 bits, with rows of 16 bytes more, and the mean.
+                let shared = 2 * 2 * dim * (dim + 8) + 4 * dim;
+                let kernel = device.kernel(&program, "codec_coefficients_to_rows", shared)?;
+                Tiled { kernel, tokens: 512, threads: 256, columns: dim }
+            }
+            None => scalar("codec_coefficients_to_rows")?,
+        };
+        Ok(Some(Self { into: scalar("codec_rows_to_coefficients")?, back, shape }))
     }
 
     /// Bytes of the coefficients of `planes` planes of `tokens` tokens.
@@ -80,11 +98,10 @@ impl Transform {
         unsafe { self.launch(&self.back, stream, rows) }
     }
 
-    unsafe fn launch(&self, kernel: &Kernel, stream: CUstream, rows: &Rows) -> Result<(), Error> {
+    unsafe fn launch(&self, tiled: &Tiled, stream: CUstream, rows: &Rows) -> Result<(), Error> {
         let map_dim = self.shape.map_dim();
-        let columns = COLUMNS[usize::from(map_dim > COLUMNS[0])];
-        let heads = self.shape.channels() / map_dim * map_dim.div_ceil(columns);
-        let blocks = rows.tokens.div_ceil(TOKENS);
+        let heads = self.shape.channels() / map_dim * map_dim.div_ceil(tiled.columns);
+        let blocks = rows.tokens.div_ceil(tiled.tokens);
         let grid =
             OPERATION.grid(&[("blocks of tokens", blocks), ("heads", heads), ("planes", rows.planes)])?;
         let arguments = KernelArguments {
@@ -97,7 +114,7 @@ impl Transform {
             tokens: rows.tokens as u32,
         };
         // SAFETY: the structure is the kernels' argument; the caller upholds the contract of its pointers.
-        unsafe { kernel.launch(stream, grid, THREADS, false, &arguments) }
+        unsafe { tiled.kernel.launch(stream, grid, tiled.threads, false, &arguments) }
     }
 }
 

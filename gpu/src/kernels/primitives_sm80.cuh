@@ -23,13 +23,18 @@ __device__ __forceinline__ void mma_m16n8k16_f16_init(float (&c)[4], const u32 (
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(0.f));
 }
 
-// The same with a and b of ELEMENT, f16 or bf16.
-__device__ __forceinline__ void mma_m16n8k16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-#if ELEMENT == 2
+// The same with a and b in bf16.
+__device__ __forceinline__ void mma_m16n8k16_bf16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, "
         "%2, %3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// The same with a and b of ELEMENT, f16 or bf16.
+__device__ __forceinline__ void mma_m16n8k16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+#if ELEMENT == 2
+    mma_m16n8k16_bf16(c, a, b0, b1);
 #else
     mma_m16n8k16_f16(c, a, b0, b1);
 #endif

@@ -75,15 +75,6 @@ impl DeviceArgs {
         self.device == Choice::Auto
     }
 
-    /// Refuses a GPU that was asked for, for what runs only on the CPU.
-    #[cfg(feature = "store")]
-    pub fn cpu_only(&self, option: &str) -> Result<()> {
-        match self.device {
-            Choice::Auto | Choice::Cpu => Ok(()),
-            Choice::Cuda(_) => Err(Error::Argument(format!("{option} runs on the CPU: pass --device cpu"))),
-        }
-    }
-
     /// Refuses a GPU.
     #[cfg(not(feature = "cuda"))]
     pub fn check(&self) -> Result<()> {

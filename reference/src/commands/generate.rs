@@ -123,15 +123,21 @@ impl Generate {
         prompt: &[u32],
     ) -> Result<Started> {
         #[cfg(feature = "store")]
-        if let Some(kv) = self.kv.open(&model, self.profile.as_deref())? {
-            self.device.cpu_only("--kv")?;
-            return self.over_store(&kv, model, rope, profile, prompt);
-        }
+        let kv = self.kv.open(&model, self.profile.as_deref())?;
         #[cfg(feature = "cuda")]
         if let Some(gpu) = self.device.gpu()? {
             let chunk = self.chunk.map_or(device::CHUNK, NonZeroUsize::get);
+            let run = |decoder: &mut device::Decoder| {
+                #[cfg(feature = "store")]
+                if let Some(kv) = &kv {
+                    return kv.fill_device(decoder, (prompt, chunk));
+                }
+                let begin = Instant::now();
+                decoder.prefill(&[prompt.to_vec()], chunk)?;
+                Ok((decoder.logits()?, begin.elapsed().as_secs_f64()))
+            };
             let capacity = prompt.len() + self.tokens;
-            match on_device(gpu, &model, &self.method, profile, (prompt, chunk), capacity) {
+            match on_device(gpu, &model, &self.method, profile, capacity, run) {
                 Ok((logits, seconds, step)) => return Ok(Started { model, logits, seconds, step }),
                 Err(e) if self.device.falls_back(&e) => {}
                 Err(e) => return Err(e),
@@ -139,6 +145,10 @@ impl Generate {
         }
         #[cfg(not(feature = "cuda"))]
         self.device.check()?;
+        #[cfg(feature = "store")]
+        if let Some(kv) = &kv {
+            return self.over_store(kv, model, rope, profile, prompt);
+        }
         let Prepared { model, mut cache } = self.method.prepare(&model, &rope, profile)?;
         let mut decoder = Decoder::new(model.clone(), rope);
         let mut logits = vec![];
@@ -202,24 +212,21 @@ struct Started {
 /// Logits of what follows a token.
 type Step = Box<dyn FnMut(u32) -> Result<Vec<f32>>>;
 
-/// The logits after the prompt, its seconds, and a step, on a GPU.
+/// The logits after the prompt, which `run` runs, its seconds, and a step, on a GPU.
 #[cfg(feature = "cuda")]
 fn on_device(
     gpu: Gpu,
     model: &Arc<Model>,
     method: &Method,
     profile: &Profile,
-    (prompt, chunk): (&[u32], usize),
     capacity: usize,
+    run: impl FnOnce(&mut device::Decoder) -> Result<(Vec<f32>, f64)>,
 ) -> Result<(Vec<f32>, f64, Step)> {
     let element = method.device_element()?;
     let cache = method_cache(&gpu, method, &model.config, element, Some(profile), 1, capacity)?;
     let weights = Arc::new(Weights::of(&gpu, &*method.device_model(model, profile)?, element)?);
     let mut decoder = device::Decoder::new(Arc::new(gpu), weights, cache, 1)?;
-    let begin = Instant::now();
-    decoder.prefill(&[prompt.to_vec()], chunk)?;
-    let logits = decoder.logits()?;
-    let seconds = begin.elapsed().as_secs_f64();
+    let (logits, seconds) = run(&mut decoder)?;
     let step = move |token| {
         decoder.feed(&[token])?;
         decoder.step()?;

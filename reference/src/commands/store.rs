@@ -12,11 +12,13 @@ use indicatif::{HumanBytes, ProgressBar};
 use inspect::{Ls, Rm, Verify};
 use kv_reference::cache::KvCache;
 use kv_reference::compare::calibrated;
+#[cfg(feature = "cuda")]
+use kv_reference::device::{self, StreamTarget};
 use kv_reference::forward::Decoder;
 use kv_reference::method::Method;
 use kv_reference::model::{Model, Rope};
 use kv_reference::store::{
-    self, Calculated, Check, FillOptions, Grid, KvStore, Options, ProfileId, PromptStore, Space,
+    self, Calculated, Check, FillOptions, Filled, Grid, KvStore, Options, ProfileId, PromptStore, Space,
 };
 use kv_reference::stream::encoded::{EncodedContext, SINKS, levels};
 use kv_reference::stream::speeds::Speeds;
@@ -219,12 +221,45 @@ impl PromptLoader {
             }
             _ => Speeds::UNKNOWN,
         };
-        let stream =
-            stream::Options { choice: self.choice.clone(), batch: 1, timeout: STALL, fall_back: true };
-        let options = FillOptions { stream, speeds, chunk, keep: self.keep };
+        let options = self.options(speeds, chunk);
         let begin = Instant::now();
         let filled = self.open.prompts().fill(decoder, cache, prompt, &options)?;
-        let all = begin.elapsed().as_secs_f64();
+        let seconds = begin.elapsed().as_secs_f64();
+        self.report(prompt, &filled);
+        Ok((filled.logits, seconds))
+    }
+
+    /// As [`Self::fill`], on a GPU.
+    #[cfg(feature = "cuda")]
+    pub fn fill_device(
+        &self,
+        decoder: &mut device::Decoder,
+        (prompt, chunk): (&[u32], usize),
+    ) -> Result<(Vec<f32>, f64)> {
+        if self.keep {
+            return Err(Error::argument("--kv-keep runs on the CPU: pass --device cpu"));
+        }
+        let mut loader = decoder.loader(&self.open.profile)?;
+        let speeds = match self.choice {
+            Choice::Adaptive(_) => StreamTarget::speeds(decoder, &prompt[..prompt.len().min(SAMPLE)])?,
+            Choice::Given(_) => Speeds::UNKNOWN,
+        };
+        let options = self.options(speeds, chunk);
+        let begin = Instant::now();
+        let filled = self.open.prompts().fill_device(decoder, &mut loader, prompt, &options)?;
+        let seconds = begin.elapsed().as_secs_f64();
+        self.report(prompt, &filled);
+        Ok((filled.logits, seconds))
+    }
+
+    fn options(&self, speeds: Speeds, chunk: usize) -> FillOptions {
+        let stream =
+            stream::Options { choice: self.choice.clone(), batch: 1, timeout: STALL, fall_back: true };
+        FillOptions { stream, speeds, chunk, keep: self.keep }
+    }
+
+    /// Says what became of the prompt.
+    fn report(&self, prompt: &[u32], filled: &Filled) {
         let events = filled.trace.iter().flat_map(|trace| &trace.events);
         let loaded = events.filter(|event| event.outcome == Outcome::Loaded);
         let (tokens, bytes) =
@@ -242,7 +277,6 @@ impl PromptLoader {
         if let Some(e) = &filled.store_error {
             print_error(format_args!("kv: {e}\n"));
         }
-        Ok((filled.logits, all))
     }
 }
 

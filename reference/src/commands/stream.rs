@@ -1,26 +1,32 @@
+#[cfg(feature = "cuda")]
+mod time;
+
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::thread;
 use std::time::Instant;
 
 use clap::{Args, Subcommand};
 use codec_core::{CHUNK_TOKENS, Encoding, Plans, StreamPolicy};
 use kv_reference::cache::KvCache;
 use kv_reference::compare::{calibrated, check_room, run_start};
-use kv_reference::eval::{SharedPrompt, score_text};
+#[cfg(feature = "cuda")]
+use kv_reference::device::{self, Gpu, PageLocked, StreamTarget, Weights, method_cache};
+use kv_reference::eval::{Divergence, SharedPrompt, score_text};
 use kv_reference::forward::Decoder;
 use kv_reference::method::{Method, Prepared};
-use kv_reference::model::Rope;
+use kv_reference::model::{Model, Rope};
+#[cfg(feature = "cuda")]
+use kv_reference::stream::Bytes;
 use kv_reference::stream::encoded::{EncodedContext, Memory, levels};
 use kv_reference::stream::link::{Bandwidth, GBPS, RealClock, ShapedLink};
-use kv_reference::stream::receiver::{CacheReceiver, Target};
+use kv_reference::stream::receiver::{Target, serve_into};
 use kv_reference::stream::simulated::{Machine, simulate};
 use kv_reference::stream::speeds::{PrefillTime, Speeds};
-use kv_reference::stream::{Choice, ChunkCost, Options, Trace, page, serve};
+use kv_reference::stream::{Choice, ChunkCost, Options, Trace, page};
 use kv_reference::{Error, Profile, Result};
 use serde::Serialize;
 
-use super::{Files, JsonArgs, ModelArgs, Stdout, TextArgs, count, progress};
+use super::{DeviceArgs, Files, JsonArgs, ModelArgs, Stdout, TextArgs, count, progress};
 
 #[derive(Args)]
 pub struct Stream {
@@ -34,6 +40,8 @@ enum Command {
     Load(Load),
     /// Time streams of contexts of a given shape on a simulated clock
     Simulate(Simulate),
+    #[cfg(feature = "cuda")]
+    Time(time::Time),
 }
 
 impl Stream {
@@ -41,6 +49,8 @@ impl Stream {
         match self.command {
             Command::Load(command) => command.run(out),
             Command::Simulate(command) => command.run(out),
+            #[cfg(feature = "cuda")]
+            Command::Time(command) => command.run(out),
         }
     }
 }
@@ -169,6 +179,8 @@ struct Load {
     bits: Vec<f64>,
     #[command(flatten)]
     stream: StreamArgs,
+    #[command(flatten)]
+    device: DeviceArgs,
 }
 
 /// A run of `kv stream load`.
@@ -219,37 +231,10 @@ impl Load {
         let (prompt, rest) = tokens[start..].split_at(self.context);
         let decoded = &rest[..self.decode + 1];
         bar.set_message("encoding");
-        let context = Arc::new(EncodedContext::encode(&model, &rope, &planes, prompt, self.stream.chunk)?);
+        let context = EncodedContext::encode(&model, &rope, &planes, prompt, self.stream.chunk)?;
         bar.set_message("loading");
-        let requests = self.stream.requests;
-        let source = Memory(vec![context.clone(); requests]);
-        let costs = vec![context.costs(); requests];
-        let dense: Method = "dense".parse()?;
-        let empty = |_| Ok(dense.prepare(&model, &rope, &Profile::default())?.cache);
-        let mut caches = (0..requests).map(empty).collect::<Result<Vec<_>>>()?;
-        let mut decoder = Decoder::new(model.clone(), rope.clone());
-        let clock = RealClock(Instant::now());
-        let mut link = ShapedLink::new(clock, source, self.stream.link.clone(), self.stream.latency);
-        let target = Target {
-            contexts: vec![context.context().clone(); requests],
-            planes: &planes,
-            caches: caches.iter_mut().map(|cache| &mut **cache as &mut dyn KvCache).collect(),
-            decoder: &mut decoder,
-        };
-        let trace = thread::scope(|scope| {
-            let mut receiver = CacheReceiver::new(scope, target, clock, &costs)?;
-            serve(&mut link, &mut receiver, &costs, &options)
-        })?;
-        bar.set_message("scoring");
-        let shared = SharedPrompt::run(&model, &rope, prompt)?;
-        let Prepared { mut cache, .. } = shared.fill(&dense, &model, &rope, &Profile::default())?;
-        let reference = score_text(&mut decoder, cache.as_mut(), decoded, None)?.logits;
-        let last = caches.last_mut().ok_or_else(|| Error::argument("no request"))?;
-        let first = Instant::now();
-        decoder.step(decoded[0], last.as_mut())?;
-        let first_token = first.elapsed().as_secs_f64();
-        last.truncate(self.context)?;
-        let score = score_text(&mut decoder, last.as_mut(), decoded, Some(&reference))?.divergence;
+        let run = Run { load: &self, model: &model, rope: &rope, planes: &planes, prompt, decoded, options };
+        let Judged { trace, divergence, first_token } = run.judge(&context)?;
         bar.finish_and_clear();
         let values = (self.context * model.config.kv_values_per_token()) as f64;
         let level = |(method, bytes): (&Method, usize)| Level {
@@ -263,9 +248,9 @@ impl Load {
             encoding: self.stream.encoding.clone(),
             levels: methods.iter().zip(context.level_bytes()).map(level).collect(),
             slo: self.stream.slo,
-            perplexity: score.perplexity(),
-            kl: score.kl(),
-            top1: score.top1(),
+            perplexity: divergence.perplexity(),
+            kl: divergence.kl(),
+            top1: divergence.top1(),
             first_token,
             trace,
         };
@@ -273,6 +258,110 @@ impl Load {
         out.print(format_args!("{}\n\n{}\n", page::table(&result.trace), notes.join("\n")));
         json.write_json(&result)?;
         report.write(|_| Ok(page::html(&result.trace, result.slo, &notes)?.into_bytes()))
+    }
+}
+
+/// What a run loads, and what judges it.
+struct Run<'a> {
+    load: &'a Load,
+    model: &'a Arc<Model>,
+    rope: &'a Arc<Rope>,
+    planes: &'a codec_core::Profile,
+    prompt: &'a [u32],
+    decoded: &'a [u32],
+    options: Options,
+}
+
+/// A loaded context.
+struct Judged {
+    trace: Trace,
+    divergence: Divergence, // from the cache of the whole prompt
+    first_token: f64,
+}
+
+impl Run<'_> {
+    fn judge(&self, context: &EncodedContext) -> Result<Judged> {
+        #[cfg(feature = "cuda")]
+        if let Some(gpu) = self.load.device.gpu()? {
+            match self.on_device(&Arc::new(gpu), context) {
+                Err(e) if self.load.device.falls_back(&e) => {}
+                judged => return judged,
+            }
+        }
+        #[cfg(not(feature = "cuda"))]
+        self.load.device.check()?;
+        self.on_cpu(context)
+    }
+
+    fn link(&self, clock: RealClock, contexts: Vec<Arc<EncodedContext>>) -> ShapedLink<RealClock, Memory> {
+        let StreamArgs { link, latency, .. } = &self.load.stream;
+        ShapedLink::new(clock, Memory(contexts), link.clone(), *latency)
+    }
+
+    fn on_cpu(&self, context: &EncodedContext) -> Result<Judged> {
+        let &Self { model, rope, planes, prompt, decoded, .. } = self;
+        let requests = self.load.stream.requests;
+        let costs = vec![context.costs(); requests];
+        let dense: Method = "dense".parse()?;
+        let empty = |_| Ok(dense.prepare(model, rope, &Profile::default())?.cache);
+        let mut caches = (0..requests).map(empty).collect::<Result<Vec<_>>>()?;
+        let mut decoder = Decoder::new(model.clone(), rope.clone());
+        let clock = RealClock(Instant::now());
+        let shared = Arc::new(context.clone());
+        let mut link = self.link(clock, vec![shared; requests]);
+        let target = Target {
+            contexts: vec![context.context().clone(); requests],
+            planes,
+            caches: caches.iter_mut().map(|cache| &mut **cache as &mut dyn KvCache).collect(),
+            decoder: &mut decoder,
+        };
+        let trace = serve_into(&mut link, target.into_caches(), clock, &costs, &self.options)?;
+        let shared = SharedPrompt::run(model, rope, prompt)?;
+        let Prepared { mut cache, .. } = shared.fill(&dense, model, rope, &Profile::default())?;
+        let reference = score_text(&mut decoder, cache.as_mut(), decoded, None)?.logits;
+        let last = caches.last_mut().ok_or_else(|| Error::argument("no request"))?;
+        let first = Instant::now();
+        decoder.step(decoded[0], last.as_mut())?;
+        let first_token = first.elapsed().as_secs_f64();
+        last.truncate(prompt.len())?;
+        let divergence = score_text(&mut decoder, last.as_mut(), decoded, Some(&reference))?.divergence;
+        Ok(Judged { trace, divergence, first_token })
+    }
+
+    /// On a GPU, out of page-locked memory.
+    #[cfg(feature = "cuda")]
+    fn on_device(&self, gpu: &Arc<Gpu>, context: &EncodedContext) -> Result<Judged> {
+        let &Self { model, planes, prompt, decoded, .. } = self;
+        if self.load.stream.requests > 1 {
+            return Err(Error::argument("a GPU loads one request: pass --requests 1 or --device cpu"));
+        }
+        let dense: Method = "dense:dtype=f16".parse()?;
+        let element = dense.device_element()?;
+        let weights = Arc::new(Weights::of(gpu, model, element)?);
+        let capacity = prompt.len() + decoded.len();
+        let cache = method_cache(gpu, &dense, &model.config, element, None, 1, capacity)?;
+        let mut decoder = device::Decoder::new(gpu.clone(), weights, cache, 1)?;
+        let reference = device::score_text(&mut decoder, (prompt, device::CHUNK), decoded, None)?.logits;
+        let mut loader = decoder.loader(planes)?;
+        let lock = |frame: &Bytes| Ok(Bytes::from_owner(PageLocked::of(gpu, frame)?));
+        let context = context.with(StreamTarget::speeds(&mut decoder, prompt)?, lock)?;
+        let costs = [context.costs()];
+        let target = StreamTarget::new(&mut decoder, &mut loader, context.context().clone());
+        let clock = RealClock(Instant::now());
+        let mut link = self.link(clock, vec![Arc::new(context)]);
+        let trace = serve_into(&mut link, target, clock, &costs, &self.options)?;
+        let (mut divergence, mut first_token) = (Divergence::default(), 0.0);
+        for (i, (pair, reference)) in decoded.windows(2).zip(&reference).enumerate() {
+            let start = Instant::now();
+            decoder.feed(&pair[..1])?;
+            decoder.step()?;
+            let logits = decoder.logits()?;
+            if i == 0 {
+                first_token = start.elapsed().as_secs_f64();
+            }
+            divergence.add(&logits, reference, pair[1]);
+        }
+        Ok(Judged { trace, divergence, first_token })
     }
 }
 

@@ -182,6 +182,12 @@ pub trait ChunkCache {
     /// [`Error::Device`].
     fn chunk_rows(&mut self, gpu: &Gpu, layer: usize, chunk: &Chunk) -> Result<Rows>;
 
+    /// Whether [`Self::chunk_rows`] are the cache itself, for all layers at once: what is written there needs
+    /// no [`Self::append`].
+    fn has_rows_of_all(&self) -> bool {
+        false
+    }
+
     /// Takes the chunk's tokens from the rows that [`Self::chunk_rows`] has given, after attention.
     ///
     /// # Errors

@@ -1,9 +1,9 @@
 //! Page-locked memory of the host, which kernels read and write over the link.
 
 use std::ffi::c_void;
-use std::fs;
 use std::marker::PhantomData;
 use std::sync::Arc;
+use std::{fs, ptr, slice};
 
 use cudarc::driver::{CudaContext, result, sys};
 use kv_gpu::DevicePtr;
@@ -20,8 +20,10 @@ pub(crate) struct HostBuffer<T> {
     elements: PhantomData<T>,
 }
 
-// SAFETY: the buffer is an address and a length; the host does not access the elements through it.
+// SAFETY: the buffer owns its memory, which any thread may use; a shared one is only read.
 unsafe impl<T: Send> Send for HostBuffer<T> {}
+// SAFETY: as above.
+unsafe impl<T: Sync> Sync for HostBuffer<T> {}
 
 impl<T: Copy> HostBuffer<T> {
     /// Locks memory for `len` elements.
@@ -46,6 +48,62 @@ impl<T: Copy> HostBuffer<T> {
 
     pub const fn bytes(&self) -> usize {
         self.len * size_of::<T>()
+    }
+}
+
+/// Bytes in page-locked memory of the host. The device copies them at the rate of the link, while the host
+/// goes on.
+pub struct PageLocked(HostBuffer<u8>);
+
+impl PageLocked {
+    /// A copy of these bytes.
+    ///
+    /// # Errors
+    /// [`Error::HostMemory`] when there is no room for them.
+    pub fn of(gpu: &Gpu, bytes: &[u8]) -> Result<Self> {
+        check_available(bytes.len())?;
+        let buffer = HostBuffer::new(gpu, bytes.len())?;
+        // SAFETY: the memory has just been allocated with that many bytes, and nothing else knows it.
+        unsafe { ptr::copy_nonoverlapping(bytes.as_ptr(), buffer.address.cast(), bytes.len()) };
+        Ok(Self(buffer))
+    }
+}
+
+impl AsRef<[u8]> for PageLocked {
+    fn as_ref(&self) -> &[u8] {
+        // SAFETY: `of` has written all bytes, and nothing writes them again.
+        unsafe { slice::from_raw_parts(self.0.address.cast_const().cast(), self.0.len) }
+    }
+}
+
+/// A word in page-locked memory of the host that kernels write.
+pub(crate) struct HostWord(HostBuffer<u32>);
+
+impl HostWord {
+    /// A word of 0.
+    ///
+    /// # Errors
+    /// [`Error::HostMemory`] when the driver refuses.
+    pub fn new(gpu: &Gpu) -> Result<Self> {
+        let mut word = Self(HostBuffer::new(gpu, 1)?);
+        word.set(0);
+        Ok(word)
+    }
+
+    pub fn pointer(&self) -> DevicePtr<u32> {
+        self.0.pointer()
+    }
+
+    /// Replaces the word, once the device does not use it.
+    pub fn set(&mut self, word: u32) {
+        // SAFETY: the buffer has one word; the driver aligns it to a page.
+        unsafe { self.0.address.cast::<u32>().write_volatile(word) }
+    }
+
+    /// The word, which is that of the device once it has been waited for.
+    pub fn get(&self) -> u32 {
+        // SAFETY: as above, and `new` has written it.
+        unsafe { self.0.address.cast_const().cast::<u32>().read_volatile() }
     }
 }
 

@@ -34,7 +34,7 @@ pub(crate) fn leaving() -> Program {
     Program::own("leaving.cu", include_str!("kernels/leaving.cu"), HEADERS, &[])
 }
 
-/// `embed`, `normalize`, `append` and `swiglu`.
+/// `embed`, `normalize`, `append`, `rotate` and `swiglu`.
 pub(crate) fn prompt(element: Element, head_dim: usize) -> Program {
     let defines = [("ELEMENT", element as usize), ("HEAD_DIM", head_dim)];
     Program::own("prompt.cu", include_str!("kernels/prompt.cu"), HEADERS, &defines)

@@ -1,6 +1,7 @@
 //! One step of a batch as one graph, and prompts before it.
 
 mod launch;
+mod load;
 mod picks;
 mod prompt;
 

@@ -98,8 +98,8 @@ impl Link for StoreLink<'_> {
         self.transfer = None;
     }
 
-    fn take(&mut self) -> crate::Result<Vec<u8>> {
+    fn take(&mut self) -> crate::Result<Bytes> {
         let frame = self.transfer.take().and_then(|mut transfer| transfer.frame.take());
-        Ok(frame.ok_or(NO_TRANSFER)??.into())
+        Ok(frame.ok_or(NO_TRANSFER)??)
     }
 }

@@ -1,7 +1,5 @@
 //! A prompt over a store: the stored prefix is loaded, the rest is computed and, when asked, stored.
 
-use std::ops::Range;
-use std::thread;
 use std::time::Instant;
 
 use codec_core::Profile;
@@ -10,11 +8,13 @@ use svd_core::SoftmaxStats;
 use super::{Check, ChunkKey, Error, KvStore, Put, Space, StoredChunk, encode_chunk};
 use crate::Result;
 use crate::cache::{Footprint, KvCache};
+#[cfg(feature = "cuda")]
+use crate::device::{self, Loader, StreamTarget};
 use crate::forward::{Decoder, prefill};
 use crate::model::{Model, Rope};
 use crate::stream::frame::LayerKv;
 use crate::stream::link::RealClock;
-use crate::stream::receiver::{CacheReceiver, Context, Target};
+use crate::stream::receiver::{Caches, Context, Target, serve_into};
 use crate::stream::speeds::Speeds;
 use crate::stream::{self, ChunkCost, MOST_CHUNKS, Outcome, Trace};
 
@@ -147,19 +147,9 @@ impl PromptStore<'_> {
         prompt: &[u32],
         options: &FillOptions,
     ) -> Result<Filled> {
-        let Some((_, before_last)) = prompt.split_last() else {
-            return Err(crate::Error::argument("the prompt is empty"));
-        };
         let wanted = if options.keep { self.space.chunks(prompt) } else { vec![] };
         let mut filled = Filled::default();
-        let mut found = match self.store.find(self.space, before_last) {
-            Err(e) if !matches!(e, Error::Cancelled) => {
-                filled.store_error = Some(e);
-                vec![]
-            }
-            found => found?,
-        };
-        found.truncate(MOST_CHUNKS);
+        let mut found = self.prefix(prompt, &mut filled)?;
         // Rows of a tail that has been loaded do not go into a longer chunk: they have lost what its level
         // loses.
         if let Some(tail) = found.last()
@@ -171,7 +161,13 @@ impl PromptStore<'_> {
         let mut recorder = Recorder { cache, keep: options.keep, layers: vec![] };
         if let Some(last) = found.last() {
             filled.prefix = last.key().tokens.end;
-            filled.trace = Some(self.stream(decoder, &mut recorder, prompt, &found, options)?);
+            let target = Target {
+                contexts: vec![context(prompt, &found)],
+                planes: self.profile,
+                caches: vec![&mut recorder],
+                decoder,
+            };
+            filled.trace = Some(self.stream(target.into_caches(), &found, options)?);
         }
         for tokens in prompt[filled.prefix..].chunks(options.chunk.max(1)) {
             filled.logits = decoder.prefill(tokens, &mut recorder)?.to_vec();
@@ -183,6 +179,51 @@ impl PromptStore<'_> {
             }
         }
         Ok(filled)
+    }
+
+    /// As [`Self::fill`], on a device: the empty dense cache of a decoder of one sequence, through a loader
+    /// of the store's profile. Nothing is stored.
+    ///
+    /// # Errors
+    /// [`crate::Error::Argument`] for [`FillOptions::keep`] and for another cache; what [`stream::serve`],
+    /// the loader and the decoder return; a cancelled store.
+    #[cfg(feature = "cuda")]
+    pub fn fill_device(
+        &self,
+        decoder: &mut device::Decoder,
+        loader: &mut Loader,
+        prompt: &[u32],
+        options: &FillOptions,
+    ) -> Result<Filled> {
+        if options.keep {
+            return Err(crate::Error::argument("keys and values on a device are not stored"));
+        }
+        let mut filled = Filled::default();
+        let found = self.prefix(prompt, &mut filled)?;
+        if let Some(last) = found.last() {
+            filled.prefix = last.key().tokens.end;
+            let target = StreamTarget::new(decoder, loader, context(prompt, &found));
+            filled.trace = Some(self.stream(target, &found, options)?);
+        }
+        decoder.prefill(&[prompt[filled.prefix..].to_vec()], options.chunk.max(1))?;
+        filled.logits = decoder.logits()?;
+        Ok(filled)
+    }
+
+    /// The stored prefix of a prompt, without its last token. A store that does not answer has none.
+    fn prefix(&self, prompt: &[u32], filled: &mut Filled) -> Result<Vec<StoredChunk>> {
+        let Some((_, before_last)) = prompt.split_last() else {
+            return Err(crate::Error::argument("the prompt is empty"));
+        };
+        let mut found = match self.store.find(self.space, before_last) {
+            Err(e) if !matches!(e, Error::Cancelled) => {
+                filled.store_error = Some(e);
+                vec![]
+            }
+            found => found?,
+        };
+        found.truncate(MOST_CHUNKS);
+        Ok(found)
     }
 
     /// Stores the wanted chunks that are not there or damaged, out of the rows of all tokens.
@@ -206,31 +247,23 @@ impl PromptStore<'_> {
     }
 
     /// Streams chunks into an empty cache.
-    fn stream(
-        &self,
-        decoder: &mut Decoder,
-        cache: &mut dyn KvCache,
-        prompt: &[u32],
-        chunks: &[StoredChunk],
-        options: &FillOptions,
-    ) -> Result<Trace> {
+    fn stream(&self, caches: impl Caches, chunks: &[StoredChunk], options: &FillOptions) -> Result<Trace> {
         let info = self.profile.info();
         let values_per_token = 2 * info.layers * info.channels();
-        let tokens = |chunk: &StoredChunk| -> Range<usize> { chunk.key().tokens.clone() };
         let cost = |chunk: &StoredChunk| {
-            options.speeds.cost(&tokens(chunk), values_per_token, chunk.sizes().collect())
+            options.speeds.cost(&chunk.key().tokens, values_per_token, chunk.sizes().collect())
         };
         let costs: [Vec<ChunkCost>; 1] = [chunks.iter().map(cost).collect()];
-        let context =
-            Context { tokens: prompt.to_vec(), chunks: chunks.iter().map(tokens).collect(), exact: 0 };
         let clock = RealClock(Instant::now());
         let mut link = self.store.link(self.space, chunks, clock);
-        let target = Target { contexts: vec![context], planes: self.profile, caches: vec![cache], decoder };
-        thread::scope(|scope| {
-            let mut receiver = CacheReceiver::new(scope, target, clock, &costs)?;
-            stream::serve(&mut link, &mut receiver, &costs, &options.stream)
-        })
+        serve_into(&mut link, caches, clock, &costs, &options.stream)
     }
+}
+
+/// A prompt whose first chunks are stored.
+fn context(prompt: &[u32], chunks: &[StoredChunk]) -> Context {
+    let chunks = chunks.iter().map(|chunk| chunk.key().tokens.clone()).collect();
+    Context { tokens: prompt.to_vec(), chunks, exact: 0 }
 }
 
 /// A cache whose rows are also kept as they come, if they are to be stored.

@@ -8,7 +8,7 @@ use super::frame::{LayerKv, encode_frames};
 use super::link::Source;
 use super::receiver::{Context, decode};
 use super::speeds::{PrefillTime, Speeds};
-use super::{ChunkCost, ChunkId};
+use super::{Bytes, ChunkCost, ChunkId};
 use crate::forward::prefill;
 use crate::method::Method;
 use crate::model::{Model, Rope};
@@ -42,9 +42,10 @@ pub fn levels(methods: &[Method], model: &Model, profile: &Profile) -> Result<co
 }
 
 /// A context in chunks, each at all levels of a profile, with the speeds of loading it.
+#[derive(Clone)]
 pub struct EncodedContext {
     context: Context,
-    frames: Vec<Vec<Arc<[u8]>>>, // by chunk and level
+    frames: Vec<Vec<Bytes>>, // by chunk and level
     values_per_token: usize,
     speeds: Speeds,
 }
@@ -81,9 +82,9 @@ impl EncodedContext {
         let chunks: Vec<_> = starts.map(|start| start..tokens.len().min(start + chunk_tokens)).collect();
         let encode = |chunk: &Range<usize>| {
             let frames = encode_frames(planes, &(chunk.start.max(SINKS)..chunk.end), 0, &layers)?;
-            Ok(frames.into_iter().map(Arc::from).collect())
+            Ok(frames.into_iter().map(Bytes::from).collect())
         };
-        let frames = chunks.iter().map(encode).collect::<Result<Vec<Vec<Arc<[u8]>>>>>()?;
+        let frames = chunks.iter().map(encode).collect::<Result<Vec<Vec<Bytes>>>>()?;
         let context = Context { tokens: tokens.to_vec(), chunks, exact: SINKS };
         let start = Instant::now();
         for (index, frames) in frames.iter().enumerate() {
@@ -95,7 +96,34 @@ impl EncodedContext {
         let values = (tokens.len() * values_per_token) as f64;
         let decode_rate = values / start.elapsed().as_secs_f64().max(f64::MIN_POSITIVE);
         let speeds = Speeds { prefill: PrefillTime::fit(&[part, whole])?, decode_rate };
+        Self::new(context, frames, values_per_token, speeds)
+    }
+
+    /// A context out of the frames of its chunks, each at all levels.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for another number of chunks.
+    pub fn new(
+        context: Context,
+        frames: Vec<Vec<Bytes>>,
+        values_per_token: usize,
+        speeds: Speeds,
+    ) -> Result<Self> {
+        if frames.len() != context.chunks.len() {
+            let (frames, chunks) = (frames.len(), context.chunks.len());
+            return Err(Error::Argument(format!("frames of {frames} chunks for {chunks}")));
+        }
         Ok(Self { context, frames, values_per_token, speeds })
+    }
+
+    /// The same context with the speeds of another machine, and its frames as `frame` makes them.
+    ///
+    /// # Errors
+    /// Those of `frame`.
+    pub fn with(&self, speeds: Speeds, frame: impl Fn(&Bytes) -> Result<Bytes>) -> Result<Self> {
+        let levels = |levels: &Vec<Bytes>| levels.iter().map(&frame).collect();
+        let frames = self.frames.iter().map(levels).collect::<Result<_>>()?;
+        Self::new(self.context.clone(), frames, self.values_per_token, speeds)
     }
 
     /// Its tokens and chunks.
@@ -113,7 +141,7 @@ impl EncodedContext {
     /// The costs of the chunks' encodings on this machine.
     #[must_use]
     pub fn costs(&self) -> Vec<ChunkCost> {
-        let len = |frames: &Vec<Arc<[u8]>>| frames.iter().map(|frame| frame.len() as u64).collect();
+        let len = |frames: &Vec<Bytes>| frames.iter().map(|frame| frame.len() as u64).collect();
         let chunks = self.context.chunks.iter().zip(&self.frames);
         chunks.map(|(chunk, frames)| self.speeds.cost(chunk, self.values_per_token, len(frames))).collect()
     }
@@ -127,13 +155,23 @@ impl EncodedContext {
 
     /// The encoded bytes of a chunk, to be replaced in tests and by tools.
     #[must_use]
-    pub fn chunk_mut(&mut self, index: usize, level: usize) -> Option<&mut Arc<[u8]>> {
+    pub fn chunk_mut(&mut self, index: usize, level: usize) -> Option<&mut Bytes> {
         self.frames.get_mut(index)?.get_mut(level)
     }
 
-    fn frame(&self, chunk: ChunkId, level: usize) -> Result<&Arc<[u8]>> {
-        let frame = self.frames.get(chunk.index).and_then(|frames| frames.get(level));
-        frame.ok_or_else(|| Error::Stream(format!("chunk {} is not there at level {level}", chunk.index)))
+    /// Numbers in the keys and values of a token.
+    #[must_use]
+    pub const fn values_per_token(&self) -> usize {
+        self.values_per_token
+    }
+
+    /// The encoded bytes of a chunk.
+    ///
+    /// # Errors
+    /// [`Error::Stream`] for a chunk or a level that is not there.
+    pub fn frame(&self, index: usize, level: usize) -> Result<&Bytes> {
+        let frame = self.frames.get(index).and_then(|frames| frames.get(level));
+        frame.ok_or_else(|| Error::Stream(format!("chunk {index} is not there at level {level}")))
     }
 }
 
@@ -142,10 +180,10 @@ pub struct Memory(pub Vec<Arc<EncodedContext>>);
 
 impl Source for Memory {
     fn bytes(&self, chunk: ChunkId, level: usize) -> Result<u64> {
-        Ok(self.0[chunk.request].frame(chunk, level)?.len() as u64)
+        Ok(self.0[chunk.request].frame(chunk.index, level)?.len() as u64)
     }
 
-    fn read(&self, chunk: ChunkId, level: usize) -> Result<Vec<u8>> {
-        Ok(self.0[chunk.request].frame(chunk, level)?.to_vec())
+    fn read(&self, chunk: ChunkId, level: usize) -> Result<Bytes> {
+        Ok(self.0[chunk.request].frame(chunk.index, level)?.clone())
     }
 }

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use codec_core::{Frame, FrameInfo, LayerRows, Place, Profile};
+use codec_core::{Frame, FrameInfo, LayerRows, ModelInfo, Place, Profile, Side};
 
 use crate::{Error, Result};
 
@@ -73,8 +73,9 @@ impl<'a> ChunkFrame<'a> {
     /// Reads the frame of these tokens at this level.
     ///
     /// # Errors
-    /// [`Error::Codec`] for bytes that are no frame, or a larger one; [`Error::Stream`] for a frame of other
-    /// tokens or of another level.
+    /// [`Error::Codec`] for bytes that are no frame, or a larger one, for a frame of another model, with keys
+    /// of the other side of RoPE or under other planes, and for one without loss; [`Error::Stream`] for a
+    /// frame of other tokens or of another level.
     pub fn parse(profile: &'a Profile, bytes: &'a [u8], tokens: &Range<usize>, level: usize) -> Result<Self> {
         let info = profile.info();
         let frame = Frame::parse(bytes, 2 * info.layers * tokens.len() * info.channels())?;
@@ -86,7 +87,25 @@ impl<'a> ChunkFrame<'a> {
                 tokens.len()
             )));
         }
+        let &FrameInfo { model_id, layers, heads, head_dim, keys_rotated, .. } = frame.info();
+        if (ModelInfo { model_id, layers, heads, head_dim, keys_rotated }) != *info {
+            return Err(codec_core::Error::WrongModel.into());
+        }
+        if frame.info().lossless {
+            return Err(codec_core::Error::WrongCoding { lossless: true }.into());
+        }
+        for (layer, side) in (0..layers).flat_map(|layer| [(layer, Side::Keys), (layer, Side::Values)]) {
+            if profile.plane(level, layer, side)?.view().id() != frame.plane_id(layer, side)? {
+                return Err(codec_core::Error::WrongPlane.into());
+            }
+        }
         Ok(Self { profile, frame })
+    }
+
+    /// The frame.
+    #[must_use]
+    pub const fn frame(&self) -> &Frame<'a> {
+        &self.frame
     }
 
     /// Decodes a layer. Layers may be decoded in any order, at once.

@@ -7,7 +7,7 @@ use std::str::FromStr;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use super::{ChunkId, Link};
+use super::{Bytes, ChunkId, Link};
 use crate::rng::Rng;
 use crate::{Error, Result, files};
 
@@ -163,7 +163,7 @@ pub trait Source {
     ///
     /// # Errors
     /// As [`Self::bytes`].
-    fn read(&self, chunk: ChunkId, level: usize) -> Result<Vec<u8>>;
+    fn read(&self, chunk: ChunkId, level: usize) -> Result<Bytes>;
 }
 
 /// A link over which the bytes of a source arrive at a given bandwidth.
@@ -240,7 +240,7 @@ impl<C: Clock, S: Source> Link for ShapedLink<C, S> {
         self.transfer = None;
     }
 
-    fn take(&mut self) -> Result<Vec<u8>> {
+    fn take(&mut self) -> Result<Bytes> {
         let Running { chunk, level, .. } = self.transfer.take().ok_or_else(no_transfer)?;
         self.source.read(chunk, level)
     }
@@ -250,15 +250,15 @@ impl<C: Clock, S: Source> Link for ShapedLink<C, S> {
 mod tests {
     use super::*;
 
-    struct Bytes(u64);
+    struct Sevens(u64);
 
-    impl Source for Bytes {
+    impl Source for Sevens {
         fn bytes(&self, _: ChunkId, _: usize) -> Result<u64> {
             Ok(self.0)
         }
 
-        fn read(&self, _: ChunkId, _: usize) -> Result<Vec<u8>> {
-            Ok(vec![7; self.0 as usize])
+        fn read(&self, _: ChunkId, _: usize) -> Result<Bytes> {
+            Ok(vec![7; self.0 as usize].into())
         }
     }
 
@@ -268,7 +268,7 @@ mod tests {
     fn bytes_arrive_at_the_rate_of_the_moment() {
         let clock = SimulatedClock::default();
         let steps = Bandwidth::Steps(vec![(0.0, 100.0), (2.0, 0.0), (3.0, 400.0)]);
-        let mut link = ShapedLink::new(clock.clone(), Bytes(500), steps, 0.5);
+        let mut link = ShapedLink::new(clock.clone(), Sevens(500), steps, 0.5);
         link.start(CHUNK, 0).unwrap();
         assert_eq!((link.wait(0.25).unwrap(), clock.now()), (0, 0.25));
         assert_eq!((link.wait(1.5).unwrap(), clock.now()), (100, 1.5));
@@ -278,7 +278,7 @@ mod tests {
         assert_eq!(link.take().unwrap().len(), 500);
         assert!(link.take().is_err() && link.wait(10.0).is_err());
         // At no rate only the clock goes on.
-        let mut link = ShapedLink::new(clock.clone(), Bytes(1), "0".parse().unwrap(), 0.0);
+        let mut link = ShapedLink::new(clock.clone(), Sevens(1), "0".parse().unwrap(), 0.0);
         link.start(CHUNK, 0).unwrap();
         assert_eq!((link.wait(1e6).unwrap(), clock.now()), (0, 1e6));
     }

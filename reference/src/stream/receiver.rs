@@ -1,18 +1,18 @@
-//! A receiver that decodes chunks into caches on a thread of its own.
+//! A receiver that adds chunks to caches on another thread than the link's.
 
 use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{self, SyncSender};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::thread::Scope;
+use std::thread::{self, Scope};
 
 use codec_core::Profile;
 use rayon::prelude::*;
 
 use super::frame::{ChunkFrame, LayerKv};
 use super::link::{Clock, RealClock};
-use super::{ChunkCost, ChunkId, Computed, Payload, Receiver};
+use super::{ChunkCost, ChunkId, Computed, Link, Options, Payload, Receiver, Trace, serve};
 use crate::cache::KvCache;
 use crate::forward::Decoder;
 use crate::{Error, Result};
@@ -33,7 +33,7 @@ pub struct Context {
 
 impl Context {
     /// Positions of the tokens in the frames of a chunk.
-    pub(super) fn coded(&self, chunk: usize) -> Range<usize> {
+    pub(crate) fn coded(&self, chunk: usize) -> Range<usize> {
         let Range { start, end } = self.chunks[chunk];
         start.max(self.exact).min(end)..end
     }
@@ -51,7 +51,26 @@ pub struct Target<'a> {
     pub decoder: &'a mut Decoder,
 }
 
-/// Decodes chunks on a thread of its own and rayon's.
+/// What chunks are added to, in the order in which they come.
+pub trait Caches {
+    /// How many chunks may begin before the oldest one has ended: those on whose way the caller gains time.
+    const AHEAD: usize;
+
+    /// Begins to add a chunk to its request's cache.
+    ///
+    /// # Errors
+    /// Of caches that can take no more.
+    fn begin(&mut self, chunk: ChunkId, payload: Payload) -> Result<()>;
+
+    /// Waits until the oldest chunk that has begun is in its cache. Returns the reason if its bytes could not
+    /// be decoded and it was recomputed.
+    ///
+    /// # Errors
+    /// Of a recomputation.
+    fn end(&mut self) -> Result<Option<String>>;
+}
+
+/// Hands chunks to a [`Worker`].
 pub struct CacheReceiver<'a> {
     jobs: SyncSender<(ChunkId, Payload)>,
     results: mpsc::Receiver<Result<Computed>>,
@@ -80,14 +99,14 @@ impl Recomputed {
 }
 
 impl<'a> CacheReceiver<'a> {
-    /// A receiver that fills `target` in a thread of `scope` until it is dropped. Its times are those of
-    /// `clock`; `costs` are those of the requests' chunks.
+    /// A receiver whose worker fills `target` in a thread of `scope` until the receiver is dropped. Its times
+    /// are those of `clock`; `costs` are those of the requests' chunks.
     ///
     /// # Errors
     /// [`Error::Argument`] unless there are as many caches as contexts.
     pub fn new<'scope, 'env>(
         scope: &'scope Scope<'scope, 'env>,
-        mut target: Target<'env>,
+        target: Target<'env>,
         clock: RealClock,
         costs: &'env [Vec<ChunkCost>],
     ) -> Result<Self>
@@ -97,32 +116,124 @@ impl<'a> CacheReceiver<'a> {
         if target.caches.len() != target.contexts.len() {
             return Err(Error::argument("every context needs a cache"));
         }
-        let (jobs, queue) = mpsc::sync_channel::<(ChunkId, Payload)>(QUEUE);
+        let (receiver, worker) = CacheReceiver::<'env>::pair(clock, costs);
+        scope.spawn(move || worker.run(target.into_caches()));
+        Ok(receiver)
+    }
+
+    /// A receiver and its worker, which may run on any other thread than the link's.
+    #[must_use]
+    pub fn pair(clock: RealClock, costs: &'a [Vec<ChunkCost>]) -> (Self, Worker<'a>) {
+        let (jobs, queue) = mpsc::sync_channel(QUEUE);
         let (answer, results) = mpsc::channel();
         let done = Arc::new(AtomicUsize::new(0));
         let recomputed = Arc::<Recomputed>::default();
-        let (counter, sums) = (done.clone(), recomputed.clone());
-        scope.spawn(move || {
-            for (chunk, payload) in queue {
-                let (start, text) = (clock.now(), !payload.is_level());
-                let computed = target.add(chunk, payload);
-                if text {
-                    sums.add(clock.now() - start, costs[chunk.request][chunk.index].recompute);
-                }
-                let failed = computed.is_err();
-                let computed = computed.map(|damaged| Computed { chunk, start, end: clock.now(), damaged });
-                counter.fetch_add(1, Ordering::Release);
-                // A cache that lacks a chunk can take no more.
-                if answer.send(computed).is_err() || failed {
-                    break;
-                }
-            }
-        });
-        Ok(Self { jobs, results, costs, waiting: VecDeque::new(), done, recomputed })
+        let worker =
+            Worker { queue, answer, clock, costs, done: done.clone(), recomputed: recomputed.clone() };
+        (Self { jobs, results, costs, waiting: VecDeque::new(), done, recomputed }, worker)
     }
 }
 
-impl Target<'_> {
+/// Adds the chunks of a [`CacheReceiver`] to caches.
+pub struct Worker<'a> {
+    queue: mpsc::Receiver<(ChunkId, Payload)>,
+    answer: mpsc::Sender<Result<Computed>>,
+    clock: RealClock,
+    costs: &'a [Vec<ChunkCost>],
+    done: Arc<AtomicUsize>,
+    recomputed: Arc<Recomputed>,
+}
+
+/// A chunk that has begun.
+struct Begun {
+    chunk: ChunkId,
+    start: f64,
+    is_text: bool,
+}
+
+impl Worker<'_> {
+    /// Adds chunks to `caches` until the receiver is dropped, or they can take no more.
+    pub fn run<C: Caches>(self, mut caches: C) {
+        if let Err(e) = self.add_all(&mut caches) {
+            // The receiver may be gone, which then has an error of its own.
+            let _ = self.answer.send(Err(e));
+        }
+    }
+
+    fn add_all<C: Caches>(&self, caches: &mut C) -> Result<()> {
+        let mut begun = VecDeque::new();
+        loop {
+            // With chunks on their way another one begins only if it is there already.
+            let next = match begun.len() {
+                0 => self.queue.recv().ok(),
+                n if n <= C::AHEAD => self.queue.try_recv().ok(),
+                _ => None,
+            };
+            if let Some((chunk, payload)) = next {
+                begun.push_back(Begun { chunk, start: self.clock.now(), is_text: !payload.is_level() });
+                caches.begin(chunk, payload)?;
+                continue;
+            }
+            let Some(Begun { chunk, start, is_text }) = begun.pop_front() else { return Ok(()) };
+            let damaged = caches.end()?;
+            let end = self.clock.now();
+            if is_text {
+                self.recomputed.add(end - start, self.costs[chunk.request][chunk.index].recompute);
+            }
+            self.done.fetch_add(1, Ordering::Release);
+            if self.answer.send(Ok(Computed { chunk, start, end, damaged })).is_err() {
+                return Ok(());
+            }
+        }
+    }
+}
+
+/// [`Target`], whose chunks have ended when they have begun.
+struct Added<'a> {
+    target: Target<'a>,
+    damaged: Option<String>, // of the last chunk
+}
+
+impl Caches for Added<'_> {
+    const AHEAD: usize = 0;
+
+    fn begin(&mut self, chunk: ChunkId, payload: Payload) -> Result<()> {
+        self.damaged = self.target.add(chunk, payload)?;
+        Ok(())
+    }
+
+    fn end(&mut self) -> Result<Option<String>> {
+        Ok(self.damaged.take())
+    }
+}
+
+/// Streams contexts into caches, which work on this thread, over a link, which works on another one: see
+/// [`serve`].
+///
+/// # Errors
+/// As there.
+pub fn serve_into(
+    link: &mut (impl Link + Send),
+    caches: impl Caches,
+    clock: RealClock,
+    requests: &[Vec<ChunkCost>],
+    options: &Options,
+) -> Result<Trace> {
+    let (mut receiver, worker) = CacheReceiver::pair(clock, requests);
+    thread::scope(|scope| {
+        let serving = scope.spawn(move || serve(link, &mut receiver, requests, options));
+        worker.run(caches);
+        serving.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+    })
+}
+
+impl<'a> Target<'a> {
+    /// The caches for a [`Worker`].
+    #[must_use]
+    pub const fn into_caches(self) -> impl Caches + 'a {
+        Added { target: self, damaged: None }
+    }
+
     /// Appends a chunk to its cache. Returns the reason if bytes could not be decoded and it was recomputed.
     fn add(&mut self, id: ChunkId, payload: Payload) -> Result<Option<String>> {
         let context = &self.contexts[id.request];
@@ -193,5 +304,88 @@ impl Receiver for CacheReceiver<'_> {
         self.waiting.clear();
         self.done.store(0, Ordering::Release);
         Ok(computed)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Instant;
+
+    use codec_core::Encoding;
+
+    use super::super::link::{ShapedLink, Source};
+    use super::super::{Bytes, Choice};
+    use super::*;
+
+    /// Chunks of a thousand bytes.
+    struct Chunks;
+
+    impl Source for Chunks {
+        fn bytes(&self, _: ChunkId, _: usize) -> Result<u64> {
+            Ok(1000)
+        }
+
+        fn read(&self, _: ChunkId, _: usize) -> Result<Bytes> {
+            Ok(vec![0; 1000].into())
+        }
+    }
+
+    /// Caches that take two chunks ahead, and fail at one.
+    #[derive(Default)]
+    struct Ahead {
+        begun: usize,
+        ended: usize,
+        begin_fails: Option<usize>,
+        end_fails: Option<usize>,
+    }
+
+    impl Caches for &mut Ahead {
+        const AHEAD: usize = 2;
+
+        fn begin(&mut self, chunk: ChunkId, _: Payload) -> Result<()> {
+            assert_eq!(chunk.index, self.begun);
+            if self.begin_fails == Some(chunk.index) {
+                return Err(Error::argument("begin"));
+            }
+            self.begun += 1;
+            assert!(self.begun - self.ended <= 3);
+            Ok(())
+        }
+
+        fn end(&mut self) -> Result<Option<String>> {
+            if self.end_fails == Some(self.ended) {
+                return Err(Error::argument("end"));
+            }
+            self.ended += 1;
+            Ok((self.ended == 4).then(|| "damage".into()))
+        }
+    }
+
+    fn stream(caches: &mut Ahead) -> Result<Trace> {
+        let cost = ChunkCost { tokens: 10, levels: vec![1000], decode: 0.0, recompute: 0.0 };
+        let clock = RealClock(Instant::now());
+        let mut link = ShapedLink::new(clock, Chunks, "10".parse()?, 0.0);
+        let choice = Choice::Given(vec![Encoding::Level(0)]);
+        let options = Options { choice, batch: 1, timeout: 1.0, fall_back: true };
+        serve_into(&mut link, caches, clock, &[vec![cost; 12]], &options)
+    }
+
+    #[test]
+    fn chunks_begin_ahead_and_end_in_order() {
+        let mut caches = Ahead::default();
+        let trace = stream(&mut caches).unwrap();
+        assert_eq!((caches.begun, caches.ended, trace.events.len()), (12, 12, 12));
+        let damaged =
+            |event: &super::super::Event| matches!(event.outcome, super::super::Outcome::Damaged(_));
+        assert_eq!(trace.events.iter().position(damaged), Some(3));
+    }
+
+    #[test]
+    fn caches_that_fail_end_the_stream_with_their_error() {
+        for at in [0, 5, 11] {
+            let begin = stream(&mut Ahead { begin_fails: Some(at), ..Ahead::default() }).unwrap_err();
+            let end = stream(&mut Ahead { end_fails: Some(at), ..Ahead::default() }).unwrap_err();
+            assert_eq!((begin.to_string(), end.to_string()), ("begin".into(), "end".into()));
+        }
     }
 }

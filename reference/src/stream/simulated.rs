@@ -2,7 +2,7 @@
 
 use super::link::{Bandwidth, Clock, ShapedLink, SimulatedClock, Source};
 use super::speeds::Speeds;
-use super::{ChunkCost, ChunkId, Computed, MOST_CHUNKS, Options, Payload, Receiver, Trace, serve};
+use super::{Bytes, ChunkCost, ChunkId, Computed, MOST_CHUNKS, Options, Payload, Receiver, Trace, serve};
 use crate::{Error, Result};
 
 /// The sizes of a model and its codec, and the speeds of a machine.
@@ -64,8 +64,8 @@ impl Source for Sizes<'_> {
         Ok(self.0[chunk.request][chunk.index].levels[level])
     }
 
-    fn read(&self, _: ChunkId, _: usize) -> Result<Vec<u8>> {
-        Ok(vec![])
+    fn read(&self, _: ChunkId, _: usize) -> Result<Bytes> {
+        Ok(Bytes::new())
     }
 }
 

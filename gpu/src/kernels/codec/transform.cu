@@ -13,26 +13,12 @@
 //
 // The floor is one multiplication and one addition per element and component of its head. Since both are rounded,
 // tensor cores cannot compute them.
-#include "codec/place.cuh"
+#include "codec/maps.cuh"
 #include "primitives_sm80.cuh"
 
 constexpr int TOKENS = 64, COLUMNS = MAP_DIM > 64 ? 128 : 64, STEP = 16, THREADS = 128;
 constexpr int PARTS = (MAP_DIM + COLUMNS - 1) / COLUMNS; // blocks per head
 constexpr int ACROSS = 16, DOWN = THREADS / ACROSS;      // threads along columns and tokens
-
-struct Maps {
-    float forward[CHANNELS][MAP_DIM]; // row i: weights of component i in the coefficients of its head
-    float inverse[CHANNELS][MAP_DIM]; // row i: weights of coefficient i in the components of its head
-    float mean[CHANNELS];
-};
-
-struct Arguments {
-    const Maps* maps;    // [plane of the frame]
-    float* coefficients; // [plane of the launch][token of the launch][CHANNELS]
-    PlanesAt rows;       // planes of the launch
-    Place place;
-    u32 first_plane, first_token, tokens; // those of the launch
-};
 
 struct Shared {
     u64 tokens[TOKENS];              // offsets in a plane

@@ -144,6 +144,10 @@ impl ChunkCache for DenseCache {
         Ok(Rows { keys: side(0), values: side(1), capacity: self.capacity })
     }
 
+    fn has_rows_of_all(&self) -> bool {
+        true
+    }
+
     fn append(&mut self, _gpu: &Gpu, _layer: usize, _chunk: &Chunk) -> Result<()> {
         Ok(()) // they have been written in place
     }

@@ -1,4 +1,5 @@
-// What a Llama does with the many tokens of a prompt between the products: embedding, RMSNorm, RoPE and append, SwiGLU.
+// What a Llama does with the many tokens of a prompt between the products: embedding, RMSNorm, RoPE and append, SwiGLU;
+// and RoPE of keys that have been loaded.
 //
 // CPU twin: the forward pass (embedding, ops::rms_norm, Rope::rotate_rows, ops::swiglu). Compile-time shape: ELEMENT of
 // the activations (1 for f16, 2 for bf16), HEAD_DIM. The residual stream is f32. Sizes of rows are multiples of 8, so
@@ -99,6 +100,16 @@ extern "C" __global__ void __launch_bounds__(THREADS) normalize(const NormArgume
     }
 }
 
+// RoPE of eight components of the first half of a head and those of the second half that belong to them.
+__device__ __forceinline__ void turn(Eight& first, Eight& second, const float* cos_at, const float* sin_at) {
+    const Eight cos = Eight::of(cos_at), sin = Eight::of(sin_at);
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+        const float turned = first.x[j] * cos.x[j] - second.x[j] * sin.x[j];
+        second.x[j] = second.x[j] * cos.x[j] + first.x[j] * sin.x[j], first.x[j] = turned;
+    }
+}
+
 struct AppendArguments {
     const u16* qkv;    // element [row][query heads, heads of keys, heads of values][HEAD_DIM]
     const float* bias; // of these rows, or null
@@ -123,12 +134,7 @@ extern "C" __global__ void append(const AppendArguments a) {
         const bool is_query = head < a.query_heads, is_value = head >= a.query_heads + a.heads;
         if (!is_value) {
             const u64 angle = ((u64)a.position + row) * HALF + i;
-            const Eight cos = Eight::of(a.cos + angle), sin = Eight::of(a.sin + angle);
-#pragma unroll
-            for (int j = 0; j < 8; j++) {
-                const float turned = first.x[j] * cos.x[j] - second.x[j] * sin.x[j];
-                second.x[j] = second.x[j] * cos.x[j] + first.x[j] * sin.x[j], first.x[j] = turned;
-            }
+            turn(first, second, a.cos + angle, a.sin + angle);
         }
         u16* to;
         if (is_query) {
@@ -138,6 +144,28 @@ extern "C" __global__ void append(const AppendArguments a) {
             to = (is_value ? a.values : a.keys) + ((u64)own * a.capacity + a.position + row) * HEAD_DIM;
         }
         first.store(to + i), second.store(to + i + HALF);
+    }
+}
+
+struct RotateArguments {
+    u16* const* rows; // [layer][keys, values]: element [head][capacity][HEAD_DIM]; keys are rotated in place
+    const float* cos; // [position][HEAD_DIM / 2]
+    const float* sin; // the same
+    u32 tokens, position, heads, capacity;
+};
+
+// Launch: any in x, layers in y; threads as in `append`.
+extern "C" __global__ void rotate(const RotateArguments a) {
+    constexpr u32 HALF = HEAD_DIM / 2, PARTS = HALF / 8;
+    u16* keys = a.rows[2 * blockIdx.y];
+    const u32 n = a.tokens * a.heads * PARTS;
+    for (u32 at = blockIdx.x * blockDim.x + threadIdx.x; at < n; at += gridDim.x * blockDim.x) {
+        const u32 i = 8 * (at % PARTS), position = a.position + at / PARTS % a.tokens, head = at / PARTS / a.tokens;
+        u16* row = keys + ((u64)head * a.capacity + position) * HEAD_DIM + i;
+        Eight first = Eight::of(row), second = Eight::of(row + HALF);
+        const u64 angle = (u64)position * HALF + i;
+        turn(first, second, a.cos + angle, a.sin + angle);
+        first.store(row), second.store(row + HALF);
     }
 }
 

@@ -1,0 +1,116 @@
+// The codec's coefficients back to rows of 16 bits, on tensor cores.
+//
+// CPU twin: codec_core's `Transform`, inverse. Compile-time shape: CHANNELS, HEAD_DIM, PAGED, ELEMENT (place.cuh),
+// which is f16 or bf16; MAP_DIM, a multiple of 16 up to 128. A number is the sum of two in bf16, which together have
+// 16 bits of mantissa; of their four products the smallest is left out. So a sum is off by about 2^-16 of its terms,
+// and an element is that of the CPU or, where the sum is next to the middle between two elements, the other one.
+//
+// Launch: grid (ceil(tokens / TOKENS), heads of the map, planes), 256 threads. A block splits the map of its head once,
+// in shared memory; a warp takes 16 tokens at a time. Components and coefficients are permuted within groups of 16 so
+// that a lane loads four neighbouring coefficients and stores four neighbouring components.
+//
+// The floor is reading the coefficients and writing the rows.
+#include "codec/maps.cuh"
+#include "primitives_sm80.cuh"
+
+constexpr int TOKENS = 512, WARPS = 8, THREADS = WARPS * LANES, TILE = 16;
+constexpr int STRIDE = MAP_DIM + 8; // rows of 16 bytes more: those of a matrix of 8 x 8 lie in different banks
+
+struct Shared {
+    u16 map[2][MAP_DIM][STRIDE]; // rounded to bf16, and what rounding has lost
+    float mean[MAP_DIM];
+};
+
+// Two numbers, the first in the low bits, rounded to bf16 and what rounding has lost.
+__device__ __forceinline__ void split(float low, float high, u32& rounded, u32& rest) {
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(rounded) : "f"(high), "f"(low));
+    const float lost_low = low - __uint_as_float(rounded << 16),
+                lost_high = high - __uint_as_float(rounded & 0xffff0000);
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(rest) : "f"(lost_high), "f"(lost_low));
+}
+
+// The place of index i of a group of 16 in a matrix product: lane l of four has 4 l to 4 l + 3.
+__device__ __forceinline__ int permuted(int i) { return i / 16 * 16 + i % 4 / 2 * 8 + i % 16 / 4 * 2 + i % 2; }
+
+// Adds the mean to four channels of a token and stores them, at once where they are neighbours and aligned.
+__device__ __forceinline__ void store_four(Element* token, const Place& place, u32 channel, const float4& mean,
+                                           const float* low, const float* high) {
+    const Element four[4] = {decoded_element(low[0] + mean.x), decoded_element(low[1] + mean.y),
+                             decoded_element(high[0] + mean.z), decoded_element(high[1] + mean.w)};
+    Element* to = token + place.of_channel(channel);
+    if (HEAD_DIM % 4 == 0 && (u64)to % 8 == 0) {
+        *reinterpret_cast<uint2*>(to) = make_uint2(four[0] | (u32)four[1] << 16, four[2] | (u32)four[3] << 16);
+        return;
+    }
+#pragma unroll
+    for (int j = 0; j < 4; j++) token[place.of_channel(channel + j)] = four[j];
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 2) codec_coefficients_to_rows(const Arguments a) {
+    extern __shared__ __align__(16) unsigned char bytes[];
+    Shared& shared = *reinterpret_cast<Shared*>(bytes);
+    const u32 first_token = blockIdx.x * TOKENS, first_channel = blockIdx.y * MAP_DIM;
+    const Maps& maps = a.maps[a.first_plane + blockIdx.z];
+    for (int i = 2 * threadIdx.x; i < MAP_DIM * MAP_DIM; i += 2 * THREADS) {
+        const int from = i / MAP_DIM, to = i % MAP_DIM;
+        const float* map = &maps.inverse[first_channel + from][to];
+        u32 rounded, rest;
+        split(map[0], map[1], rounded, rest);
+        *reinterpret_cast<u32*>(&shared.map[0][permuted(from)][permuted(to)]) = rounded;
+        *reinterpret_cast<u32*>(&shared.map[1][permuted(from)][permuted(to)]) = rest;
+    }
+    if (threadIdx.x < MAP_DIM) shared.mean[threadIdx.x] = maps.mean[first_channel + threadIdx.x];
+    __syncthreads();
+
+    const int lane = threadIdx.x % LANES, row = lane / 4, four = 4 * (lane % 4);
+    const u32 tokens = min(a.tokens - first_token, TOKENS);
+    const float* coefficients =
+        a.coefficients + ((u64)blockIdx.z * a.tokens + first_token) * CHANNELS + first_channel + four;
+    Element* rows = a.rows[blockIdx.z];
+    for (u32 tile = threadIdx.x / LANES * TILE; tile < tokens; tile += WARPS * TILE) {
+        const u32 token[2] = {tile + row, tile + row + 8};
+        float sums[MAP_DIM / 8][4] = {};
+        float4 next[2];
+        auto load = [&](int step) {
+#pragma unroll
+            for (int i = 0; i < 2; i++)
+                next[i] = token[i] < tokens
+                              ? *reinterpret_cast<const float4*>(coefficients + (u64)token[i] * CHANNELS + step)
+                              : make_float4(0, 0, 0, 0);
+        };
+        load(0);
+#pragma unroll 2 // fully unrolled it spills
+        for (int step = 0; step < MAP_DIM; step += 16) {
+            u32 rounded[4], rest[4];
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                split(next[i].x, next[i].y, rounded[i], rest[i]);
+                split(next[i].z, next[i].w, rounded[i + 2], rest[i + 2]);
+            }
+            if (step + 16 < MAP_DIM) load(step + 16);
+#pragma unroll
+            for (int n = 0; n < MAP_DIM; n += 16) {
+                u32 map[4], map_rest[4]; // [8 columns][8 rows]
+                ldmatrix_x4_trans(map, &shared.map[0][step + lane % 16][n + lane / 16 * 8]);
+                ldmatrix_x4_trans(map_rest, &shared.map[1][step + lane % 16][n + lane / 16 * 8]);
+#pragma unroll
+                for (int i = 0; i < 2; i++) {
+                    float (&sum)[4] = sums[n / 8 + i];
+                    mma_m16n8k16_bf16(sum, rounded, map_rest[2 * i], map_rest[2 * i + 1]);
+                    mma_m16n8k16_bf16(sum, rest, map[2 * i], map[2 * i + 1]);
+                    mma_m16n8k16_bf16(sum, rounded, map[2 * i], map[2 * i + 1]);
+                }
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            if (token[i] >= tokens) continue;
+            Element* to = rows + a.place.of_token(a.first_token + first_token + token[i]);
+#pragma unroll
+            for (int n = 0; n < MAP_DIM; n += 16) {
+                const float4 mean = *reinterpret_cast<const float4*>(&shared.mean[n + four]);
+                store_four(to, a.place, first_channel + n + four, mean, &sums[n / 8][2 * i], &sums[n / 8 + 1][2 * i]);
+            }
+        }
+    }
+}

@@ -1,0 +1,417 @@
+//! Frames of stored contexts, decoded on the device into the rows of a cache.
+//!
+//! The bytes of some layers are copied while those of the layers before are decoded, and the next frame while
+//! this one is: the copy engine has its own stream. Where decoding is as fast as the link, a load takes as
+//! long as the copy, and [`LAYERS`] layers of decoding. Nobody else uses the rows of a frame until it has
+//! been loaded, so that decoding needs no order but its own.
+
+mod target;
+
+use std::collections::VecDeque;
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::Instant;
+
+use bytes::Bytes;
+use codec_core::{BlockIndex, Frame, Profile, Side};
+use cudarc::driver::{CudaEvent, CudaStream, result};
+use kv_gpu::codec::{Decode, DecodeArguments, Place, Planes};
+use kv_gpu::{AnyElement, DevicePtr, Element, Grid, Kernel, VectorElement};
+use rayon::prelude::*;
+
+pub use target::StreamTarget;
+
+use super::cache::Rows;
+use super::host_memory::HostWord;
+use super::memory::Buffer;
+use super::{Gpu, driver, programs};
+use crate::model::Config;
+use crate::stream::frame::ChunkFrame;
+use crate::{Error, Result};
+
+/// Frames that may be on their way at once.
+pub const FRAMES: usize = 3;
+
+/// Layers that are copied, and then decoded, at once. With more of them decoding ends later after the copy.
+const LAYERS: usize = 4;
+
+/// Streams that decode. The tiles of 4 layers in 1,500 tokens of 8 heads are a third of what an H200 runs at
+/// once, and the kernels for tiles and transforms use different units.
+const LANES: usize = 3;
+
+/// Bytes after a frame that the decoder may read.
+const PADDING: usize = 3;
+
+/// Threads of a block of `rotate`, and blocks of a layer.
+const THREADS: u32 = 256;
+const BLOCKS: usize = 64;
+
+/// Decodes the frames of a codec profile on the device.
+pub struct Loader {
+    gpu: Arc<Gpu>,
+    element: Element,
+    profile: Arc<Profile>,
+    levels: Vec<Level>,
+    rotate: Option<Kernel>, // of keys that the profile has before RoPE
+    copies: Arc<CudaStream>,
+    lanes: Vec<Lane>,                 // LANES
+    slots: Vec<Slot>,                 // FRAMES
+    rows: Vec<DevicePtr<AnyElement>>, // (layer, 2): keys, then values
+    rows_on_device: Buffer<DevicePtr<AnyElement>>,
+    begun: VecDeque<Begun>,
+    next: usize, // slot
+}
+
+/// The planes of a level and the kernels for them.
+struct Level {
+    planes: Planes,
+    words: Buffer<u32>,
+    decode: Decode,
+}
+
+/// A stream that decodes.
+struct Lane {
+    stream: Arc<CudaStream>,
+    workspace: Buffer<u8>,
+}
+
+/// Room for a frame on the device.
+struct Slot {
+    frame: Buffer<u8>,
+    failed: HostWord, // whether a tile of the frame could not be decoded
+}
+
+/// A frame on its way.
+struct Begun {
+    tokens: Range<usize>,
+    slot: usize,
+    decoded: CudaEvent,
+    _bytes: Bytes, // which are copied
+}
+
+/// Seconds of the stages of a load.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Stages {
+    /// Copying the frame to the device.
+    pub copy: f64,
+    /// Decoding it there.
+    pub decode: f64,
+    /// Comparing its checksums on the host, which a load does meanwhile.
+    pub check: f64,
+}
+
+/// Where a frame goes.
+pub(super) struct Destination<'a> {
+    /// Rows of every layer, up to the frame's last token at least.
+    pub rows: &'a [Rows],
+    /// Cosines and sines (position, head_dim / 2) of the same tokens.
+    pub angles: [DevicePtr<f32>; 2],
+}
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct RotateArguments {
+    rows: DevicePtr<DevicePtr<AnyElement>>,
+    cos: DevicePtr<f32>,
+    sin: DevicePtr<f32>,
+    tokens: u32,
+    position: u32,
+    heads: u32,
+    capacity: u32,
+}
+
+const _: () = assert!(size_of::<RotateArguments>() == 40);
+
+impl Loader {
+    /// As [`Decoder::loader`](super::Decoder::loader).
+    pub(super) fn new(gpu: &Arc<Gpu>, profile: &Profile, config: &Config, element: Element) -> Result<Self> {
+        let info = profile.info();
+        if !has_shape(profile, config) {
+            return Err(Error::Profile("the levels are of a model of another shape".into()));
+        }
+        let elements = match element {
+            Element::F16 => VectorElement::F16,
+            Element::Bf16 => VectorElement::Bf16,
+        };
+        let level = |level: usize| {
+            let sides = |layer| [Side::Keys, Side::Values].map(|side| profile.plane(level, layer, side));
+            let planes: Vec<_> = (0..info.layers).flat_map(sides).collect::<std::result::Result<_, _>>()?;
+            let planes: Vec<_> = planes.into_iter().map(codec_core::PlaneBuf::view).collect();
+            let planes = Planes::pack(&planes, info.head_dim)?;
+            let words = Buffer::of(gpu, planes.words())?;
+            let decode = Decode::new(&gpu.device, planes.shape(elements, false))?;
+            Ok(Level { planes, words, decode })
+        };
+        let rotate = || gpu.device.kernel(&programs::prompt(element, info.head_dim), "rotate", 0);
+        let slot = |_| Ok(Slot { frame: Buffer::zeros(gpu, 0)?, failed: HostWord::new(gpu)? });
+        let stream = || gpu.device.context().new_stream().map_err(|e| driver("make a stream", e));
+        let lane = |_| Ok(Lane { stream: stream()?, workspace: Buffer::zeros(gpu, 0)? });
+        let rows = vec![DevicePtr::dangling(); 2 * info.layers];
+        Ok(Self {
+            gpu: gpu.clone(),
+            element,
+            profile: Arc::new(profile.clone()),
+            levels: (0..profile.levels()).map(level).collect::<Result<_>>()?,
+            rotate: (!info.keys_rotated).then(rotate).transpose()?,
+            copies: stream()?,
+            lanes: (0..LANES).map(lane).collect::<Result<_>>()?,
+            slots: (0..FRAMES).map(slot).collect::<Result<_>>()?,
+            rows_on_device: Buffer::of(gpu, &rows)?,
+            rows,
+            begun: VecDeque::new(),
+            next: 0,
+        })
+    }
+
+    /// Whether frames go to caches of such a model with this element on this device.
+    pub(super) fn is_for(&self, gpu: &Arc<Gpu>, config: &Config, element: Element) -> bool {
+        Arc::ptr_eq(&self.gpu, gpu) && self.element == element && has_shape(&self.profile, config)
+    }
+
+    /// Whether no frame is on its way.
+    pub(super) fn is_idle(&self) -> bool {
+        self.begun.is_empty()
+    }
+
+    /// Begins to load a frame of these tokens at this level. Its checksums are compared here, while the
+    /// device works. After an error the rows of these tokens are undefined, and no other ones. For `stages`
+    /// decoding waits for the whole copy.
+    ///
+    /// # Errors
+    /// As [`Decoder::begin_load`](super::Decoder::begin_load).
+    pub(super) fn begin(
+        &mut self,
+        tokens: Range<usize>,
+        level: usize,
+        bytes: Bytes,
+        to: &Destination<'_>,
+        mut stages: Option<&mut Stages>,
+    ) -> Result<()> {
+        if self.begun.len() == FRAMES {
+            return Err(Error::Argument(format!("{FRAMES} frames are on their way: end one first")));
+        }
+        let profile = self.profile.clone();
+        let frame = ChunkFrame::parse(&profile, &bytes, &tokens, level)?;
+        let frame = frame.frame();
+        let slot = self.next;
+        self.make_room(slot, level, frame, bytes.len())?;
+        let mut begin = || {
+            let stages = stages.as_deref_mut();
+            self.launch(slot, level, (frame, &bytes), to, stages)?;
+            let decoded = self.gpu.stream.record_event(None).map_err(|e| driver("record an event", e))?;
+            let start = Instant::now();
+            check_sums(frame)?;
+            Ok((decoded, start.elapsed().as_secs_f64()))
+        };
+        match begin() {
+            Ok((decoded, check)) => {
+                if let Some(stages) = stages {
+                    stages.check = check;
+                }
+                self.begun.push_back(Begun { tokens, slot, decoded, _bytes: bytes });
+                self.next = (slot + 1) % FRAMES;
+                Ok(())
+            }
+            Err(e) => {
+                self.wait()?; // the bytes are freed next
+                Err(e)
+            }
+        }
+    }
+
+    /// Waits for the oldest frame. After an error no frame is on its way.
+    ///
+    /// # Errors
+    /// As [`Decoder::end_load`](super::Decoder::end_load), with the first position of the frame.
+    pub(super) fn end(&mut self) -> std::result::Result<(), (Option<usize>, Error)> {
+        let Some(begun) = self.begun.pop_front() else {
+            return Err((None, Error::argument("no frame is on its way")));
+        };
+        let waited = begun.decoded.synchronize().map_err(|e| driver("wait for a frame", e));
+        let ended = waited.and_then(|()| match self.slots[begun.slot].failed.get() {
+            0 => Ok(()),
+            _ => Err(codec_core::Error::Corrupt.into()),
+        });
+        ended.map_err(|e| {
+            let waited = self.wait();
+            self.begun.clear();
+            (Some(begun.tokens.start), waited.err().unwrap_or(e))
+        })
+    }
+
+    /// Waits for all streams.
+    fn wait(&self) -> Result<()> {
+        let streams = self.lanes.iter().map(|lane| &lane.stream).chain([&self.copies]);
+        let waited = streams.map(|stream| stream.synchronize().map_err(|e| driver("wait for a frame", e)));
+        // For all of them, whatever one says.
+        waited.fold(self.gpu.synchronize(), Result::and)
+    }
+
+    /// Makes a slot and the workspaces large enough.
+    fn make_room(&mut self, slot: usize, level: usize, frame: &Frame<'_>, bytes: usize) -> Result<()> {
+        let (info, decode) = (frame.info(), &self.levels[level].decode);
+        let workspace = decode.workspace_len(info, LAYERS.min(info.layers), info.blocks());
+        let fits = |buffer: &Buffer<u8>, len| buffer.len() >= len;
+        let bytes = bytes + PADDING;
+        if fits(&self.slots[slot].frame, bytes)
+            && self.lanes.iter().all(|lane| fits(&lane.workspace, workspace))
+        {
+            return Ok(());
+        }
+        // Frames of a level have about the same length: an eighth more is room for the next ones.
+        self.wait()?;
+        if !fits(&self.slots[slot].frame, bytes) {
+            self.slots[slot].frame = Buffer::zeros(&self.gpu, bytes + bytes / 8)?;
+        }
+        for lane in self.lanes.iter_mut().filter(|lane| !fits(&lane.workspace, workspace)) {
+            lane.workspace = Buffer::zeros(&self.gpu, workspace)?;
+        }
+        self.gpu.synchronize() // before another stream writes to what has just been cleared
+    }
+
+    /// Copies and decodes a frame, some layers at a time.
+    fn launch(
+        &mut self,
+        slot: usize,
+        level: usize,
+        (frame, bytes): (&Frame<'_>, &[u8]),
+        to: &Destination<'_>,
+        stages: Option<&mut Stages>,
+    ) -> Result<()> {
+        self.slots[slot].failed.set(0);
+        let rows: Vec<_> = to.rows.iter().flat_map(|rows| [rows.keys, rows.values]).collect();
+        if rows != self.rows {
+            self.wait()?;
+            self.rows_on_device.write(&self.gpu, &rows)?;
+            self.gpu.synchronize()?;
+            self.rows = rows;
+        }
+        let parts = parts(frame)?;
+        let join = |stream: &CudaStream, other| stream.join(other).map_err(|e| driver("join streams", e));
+        let Some(stages) = stages else {
+            for (Part { layers, bytes: range }, lane) in parts.into_iter().zip(self.lanes.iter().cycle()) {
+                self.copy(slot, range.start, &bytes[range])?;
+                join(&lane.stream, &self.copies)?;
+                self.decode(lane, slot, level, frame, layers, to)?;
+            }
+            return self.lanes.iter().try_for_each(|lane| join(&self.gpu.stream, &lane.stream));
+        };
+        self.wait()?;
+        let start = Instant::now();
+        parts.iter().try_for_each(|part| self.copy(slot, part.bytes.start, &bytes[part.bytes.clone()]))?;
+        self.wait()?;
+        let copied = Instant::now();
+        for (part, lane) in parts.into_iter().zip(self.lanes.iter().cycle()) {
+            self.decode(lane, slot, level, frame, part.layers, to)?;
+        }
+        self.wait()?;
+        stages.copy = (copied - start).as_secs_f64();
+        stages.decode = copied.elapsed().as_secs_f64();
+        Ok(())
+    }
+
+    /// Copies bytes of a frame to their place in a slot.
+    fn copy(&self, slot: usize, at: usize, bytes: &[u8]) -> Result<()> {
+        self.gpu.device.context().bind_to_thread().map_err(|e| driver("use device on this thread", e))?;
+        let to = self.slots[slot].frame.pointer().offset(at).address();
+        // SAFETY: the slot has room for the whole frame, and its last frame has been waited for. `Begun`
+        // keeps the bytes until they have been decoded.
+        unsafe { result::memcpy_htod_async(to, bytes, self.copies.cu_stream()) }
+            .map_err(|e| driver("copy a frame", e))
+    }
+
+    /// Decodes layers of a frame that has been copied so far, and rotates their keys.
+    fn decode(
+        &self,
+        lane: &Lane,
+        slot: usize,
+        level: usize,
+        frame: &Frame<'_>,
+        layers: Range<usize>,
+        to: &Destination<'_>,
+    ) -> Result<()> {
+        let (info, Slot { frame: on_device, failed }) = (frame.info(), &self.slots[slot]);
+        let Level { planes, words, decode } = &self.levels[level];
+        let Some(capacity) = to.rows.first().map(|rows| rows.capacity) else { return Ok(()) };
+        let (position, stream) = (info.first_token as usize, lane.stream.cu_stream());
+        let place = Place {
+            token_stride: info.head_dim,
+            head_stride: capacity * info.head_dim,
+            first_token: position,
+            pages: None,
+        };
+        let out = self.rows_on_device.pointer().offset(2 * layers.start);
+        let arguments = DecodeArguments {
+            frame: on_device.pointer(),
+            planes: words.pointer(),
+            layers: layers.clone(),
+            blocks: 0..info.blocks(),
+            out,
+            place,
+            workspace: lane.workspace.pointer(),
+            failed: failed.pointer(),
+        };
+        // SAFETY: the bytes of the frame up to these layers have been copied, and the slot has PADDING more.
+        // The rows have all tokens up to the frame's last one, which the decoder checks. The workspace has
+        // room for LAYERS layers.
+        unsafe { decode.launch(stream, frame, planes, &arguments) }?;
+        let Some(rotate) = &self.rotate else { return Ok(()) };
+        let [cos, sin] = to.angles;
+        let arguments = RotateArguments {
+            rows: out,
+            cos,
+            sin,
+            tokens: info.tokens as u32,
+            position: position as u32,
+            heads: info.heads as u32,
+            capacity: capacity as u32,
+        };
+        let grid = Grid::new([BLOCKS, layers.len(), 1])?;
+        // SAFETY: the structure is the kernel's argument; the rows are those that have just been written, and
+        // there are angles for all positions of the cache.
+        Ok(unsafe { rotate.launch(stream, grid, THREADS, false, &arguments) }?)
+    }
+}
+
+impl Drop for Loader {
+    fn drop(&mut self) {
+        // Buffers and bytes are freed next; an error of the device has been reported by what caused it.
+        let _ = self.wait();
+    }
+}
+
+/// Whether a profile is of a model of this shape.
+fn has_shape(profile: &Profile, config: &Config) -> bool {
+    let info = profile.info();
+    (info.layers, info.heads, info.head_dim) == (config.n_layers, config.n_kv_heads, config.head_dim)
+}
+
+/// Layers that are copied and decoded at once.
+struct Part {
+    layers: Range<usize>,
+    bytes: Range<usize>, // of the frame: the first part has its header and index
+}
+
+/// The parts of a frame.
+fn parts(frame: &Frame<'_>) -> Result<Vec<Part>> {
+    let (layers, blocks) = (frame.info().layers, frame.info().blocks());
+    let mut start = 0;
+    let part = |first: usize| {
+        let layers = first..layers.min(first + LAYERS);
+        let last = BlockIndex { layer: layers.end - 1, side: Side::Values, block: blocks.saturating_sub(1) };
+        let end = frame.block_range(last)?.end;
+        let bytes = std::mem::replace(&mut start, end)..end;
+        Ok(Part { layers, bytes })
+    };
+    (0..layers).step_by(LAYERS).map(part).collect()
+}
+
+/// Compares the checksums of all blocks of a frame.
+fn check_sums(frame: &Frame<'_>) -> Result<()> {
+    let (layers, blocks) = (frame.info().layers, frame.info().blocks());
+    (0..layers * blocks).into_par_iter().try_for_each(|i| {
+        let (layer, block) = (i / blocks, i % blocks);
+        frame.check_block(BlockIndex { layer, side: Side::Keys, block })?;
+        Ok(frame.check_block(BlockIndex { layer, side: Side::Values, block })?)
+    })
+}
