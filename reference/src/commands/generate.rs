@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use clap::Args;
+use kv_reference::cache::KvCache;
 use kv_reference::compare::calibrated;
 #[cfg(feature = "cuda")]
 use kv_reference::device::{self, Gpu, Weights, method_cache};
@@ -74,7 +75,7 @@ struct Generated<'a> {
 
 impl Generate {
     pub fn run(self, out: &mut Stdout) -> Result<()> {
-        let mut sampler = Sampler::new(Sampling::new(self.temperature, self.top_p, self.seed)?);
+        let sampling = Sampling::new(self.temperature, self.top_p, self.seed)?;
         let mut files = Files::default();
         files.reads("--model", &self.model.path());
         self.profile.iter().for_each(|path| files.reads("--profile", path));
@@ -88,18 +89,17 @@ impl Generate {
         model.check_context(length)?;
         let rope = Arc::new(Rope::new(&model.config, length.max(CALIBRATION.min(model.config.max_seq_len))));
         let profile = self.profile(&model, &rope)?;
-        let Started { model, mut logits, seconds, mut step } = self.start(model, rope, &profile, &prompt)?;
+        let Started { model, seconds, mut next } = self.start(model, rope, &profile, &prompt, sampling)?;
         let mut stream = Stream { model: &model, tokens: vec![], shown: String::new() };
-        let mut next = sampler.sample(&logits);
-        while stream.tokens.len() < self.tokens && !model.config.eos_tokens.contains(&next) {
-            out.print(stream.push(next)?);
+        while stream.tokens.len() < self.tokens {
+            let token = next()?;
+            if model.config.eos_tokens.contains(&token) {
+                break;
+            }
+            out.print(stream.push(token)?);
             // Nobody sees the rest.
             if out.has_failed() && self.json.json.is_none() {
                 break;
-            }
-            if stream.tokens.len() < self.tokens {
-                logits = step(next)?;
-                next = sampler.sample(&logits);
             }
         }
         out.print("\n");
@@ -121,6 +121,7 @@ impl Generate {
         rope: Arc<Rope>,
         profile: &Profile,
         prompt: &[u32],
+        sampling: Sampling,
     ) -> Result<Started> {
         #[cfg(feature = "store")]
         let kv = self.kv.open(&model, self.profile.as_deref())?;
@@ -134,11 +135,12 @@ impl Generate {
                 }
                 let begin = Instant::now();
                 decoder.prefill(&[prompt.to_vec()], chunk)?;
-                Ok((decoder.logits()?, begin.elapsed().as_secs_f64()))
+                decoder.next_tokens()?; // waits
+                Ok(begin.elapsed().as_secs_f64())
             };
             let capacity = prompt.len() + self.tokens;
-            match on_device(gpu, &model, &self.method, profile, capacity, run) {
-                Ok((logits, seconds, step)) => return Ok(Started { model, logits, seconds, step }),
+            match on_device(gpu, &model, &self.method, profile, (capacity, sampling), run) {
+                Ok((seconds, next)) => return Ok(Started { model, seconds, next }),
                 Err(e) if self.device.falls_back(&e) => {}
                 Err(e) => return Err(e),
             }
@@ -147,7 +149,7 @@ impl Generate {
         self.device.check()?;
         #[cfg(feature = "store")]
         if let Some(kv) = &kv {
-            return self.over_store(kv, model, rope, profile, prompt);
+            return self.over_store(kv, model, rope, profile, (prompt, sampling));
         }
         let Prepared { model, mut cache } = self.method.prepare(&model, &rope, profile)?;
         let mut decoder = Decoder::new(model.clone(), rope);
@@ -157,8 +159,7 @@ impl Generate {
             logits = decoder.prefill(chunk, cache.as_mut())?.to_vec();
         }
         let seconds = begin.elapsed().as_secs_f64();
-        let step = move |token| Ok(decoder.step(token, cache.as_mut())?.to_vec());
-        Ok(Started { model, logits, seconds, step: Box::new(step) })
+        Ok(Started { model, seconds, next: sampled(decoder, cache, logits, sampling) })
     }
 
     /// As [`Self::start`], with the prompt over a store of caches.
@@ -169,7 +170,7 @@ impl Generate {
         plain: Arc<Model>,
         rope: Arc<Rope>,
         profile: &Profile,
-        prompt: &[u32],
+        (prompt, sampling): (&[u32], Sampling),
     ) -> Result<Started> {
         let Prepared { model, mut cache } = self.method.prepare(&plain, &rope, profile)?;
         if !Arc::ptr_eq(&model, &plain) {
@@ -179,8 +180,7 @@ impl Generate {
         let mut decoder = Decoder::new(model.clone(), rope.clone());
         let chunk = self.chunk.map_or(prompt.len(), NonZeroUsize::get);
         let (logits, seconds) = kv.fill(&model, &rope, &mut decoder, cache.as_mut(), (prompt, chunk))?;
-        let step = move |token| Ok(decoder.step(token, cache.as_mut())?.to_vec());
-        Ok(Started { model, logits, seconds, step: Box::new(step) })
+        Ok(Started { model, seconds, next: sampled(decoder, cache, logits, sampling) })
     }
 
     fn profile(&self, model: &Arc<Model>, rope: &Rope) -> Result<Profile> {
@@ -204,35 +204,55 @@ impl Generate {
 /// A prompt that has been run.
 struct Started {
     model: Arc<Model>, // that decodes
-    logits: Vec<f32>,  // after the prompt
     seconds: f64,      // of running it
-    step: Step,
+    next: Next,
 }
 
-/// Logits of what follows a token.
-type Step = Box<dyn FnMut(u32) -> Result<Vec<f32>>>;
+/// The next token: at first the one after the prompt.
+type Next = Box<dyn FnMut() -> Result<u32>>;
 
-/// The logits after the prompt, which `run` runs, its seconds, and a step, on a GPU.
+/// Tokens drawn from `logits` after a prompt, and from those of the steps that follow.
+fn sampled(
+    mut decoder: Decoder,
+    mut cache: Box<dyn KvCache>,
+    mut logits: Vec<f32>,
+    sampling: Sampling,
+) -> Next {
+    let (mut sampler, mut last) = (Sampler::new(sampling), None);
+    Box::new(move || {
+        if let Some(token) = last {
+            logits = decoder.step(token, cache.as_mut())?.to_vec();
+        }
+        let token = sampler.sample(&logits);
+        last = Some(token);
+        Ok(token)
+    })
+}
+
+/// The seconds of a prompt on a GPU, which `run` runs, and the tokens that are chosen there after it.
 #[cfg(feature = "cuda")]
 fn on_device(
     gpu: Gpu,
     model: &Arc<Model>,
     method: &Method,
     profile: &Profile,
-    capacity: usize,
-    run: impl FnOnce(&mut device::Decoder) -> Result<(Vec<f32>, f64)>,
-) -> Result<(Vec<f32>, f64, Step)> {
+    (capacity, sampling): (usize, Sampling),
+    run: impl FnOnce(&mut device::Decoder) -> Result<f64>,
+) -> Result<(f64, Next)> {
     let element = method.device_element()?;
     let cache = method_cache(&gpu, method, &model.config, element, Some(profile), 1, capacity)?;
     let weights = Arc::new(Weights::of(&gpu, &*method.device_model(model, profile)?, element)?);
     let mut decoder = device::Decoder::new(Arc::new(gpu), weights, cache, 1)?;
-    let (logits, seconds) = run(&mut decoder)?;
-    let step = move |token| {
-        decoder.feed(&[token])?;
-        decoder.step()?;
-        decoder.logits()
+    decoder.choose(sampling);
+    let seconds = run(&mut decoder)?;
+    let mut begun = false;
+    let next = move || {
+        if std::mem::replace(&mut begun, true) {
+            decoder.step()?;
+        }
+        Ok(decoder.next_tokens()?[0])
     };
-    Ok((logits, seconds, Box::new(step)))
+    Ok((seconds, Box::new(next)))
 }
 
 /// Text that grows with the tokens. A character may take several tokens: what ends in a broken one waits.

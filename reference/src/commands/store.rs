@@ -229,13 +229,13 @@ impl PromptLoader {
         Ok((filled.logits, seconds))
     }
 
-    /// As [`Self::fill`], on a GPU.
+    /// Seconds of the same on a GPU, whose decoder then has chosen the token after the prompt.
     #[cfg(feature = "cuda")]
     pub fn fill_device(
         &self,
         decoder: &mut device::Decoder,
         (prompt, chunk): (&[u32], usize),
-    ) -> Result<(Vec<f32>, f64)> {
+    ) -> Result<f64> {
         if self.keep {
             return Err(Error::argument("--kv-keep runs on the CPU: pass --device cpu"));
         }
@@ -249,7 +249,7 @@ impl PromptLoader {
         let filled = self.open.prompts().fill_device(decoder, &mut loader, prompt, &options)?;
         let seconds = begin.elapsed().as_secs_f64();
         self.report(prompt, &filled);
-        Ok((filled.logits, seconds))
+        Ok(seconds)
     }
 
     fn options(&self, speeds: Speeds, chunk: usize) -> FillOptions {

@@ -243,6 +243,16 @@ impl Decoder {
         Ok(logits)
     }
 
+    /// The tokens that the next step feeds, (batch,), after waiting for the last step: those that it has chosen.
+    ///
+    /// # Errors
+    /// [`Error::Device`].
+    pub fn next_tokens(&self) -> Result<Vec<u32>> {
+        let mut tokens = vec![0; self.batch];
+        self.sequences.tokens.read_into(&self.gpu, &mut tokens)?;
+        Ok(tokens)
+    }
+
     /// The tokens that every sequence has picked since its prompt, after waiting for the last step.
     ///
     /// # Errors
