@@ -213,7 +213,9 @@ impl Kernel {
     /// # Errors
     /// [`Error::Driver`].
     pub(crate) fn prefer_l1(self, threads: u32) -> Result<Self, Error> {
-        let divided = self.function.prefer_l1(threads, self.shared);
+        // Another thread may have loaded the kernel.
+        let bound = self.context.bind_to_thread();
+        let divided = bound.and_then(|()| self.function.prefer_l1(threads, self.shared));
         divided.map_err(Error::of(format_args!("divide memory for {}", self.program)))?;
         Ok(self)
     }
