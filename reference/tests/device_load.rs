@@ -269,6 +269,23 @@ fn what_cannot_load_is_refused() {
 }
 
 #[test]
+fn a_sequence_that_begins_again_waits_for_its_frames() {
+    let Some(gpu) = gpu_in_turn() else { return };
+    let mut decoder = SETUP.decoder(&gpu, "dense:dtype=f16");
+    let mut loader = decoder.loader(&SETUP.planes).unwrap();
+    let begin = |decoder: &mut device::Decoder, loader: &mut device::Loader| {
+        decoder.clear().unwrap();
+        decoder.prefill(&[SETUP.prompt[..SINKS].to_vec()], 64).unwrap();
+        decoder.begin_load(loader, SETUP.coded(0), 0, SETUP.frame(0, 0))
+    };
+    begin(&mut decoder, &mut loader).unwrap();
+    assert!(matches!(begin(&mut decoder, &mut loader).unwrap_err(), Error::Argument(_)));
+    decoder.end_load(&mut loader).unwrap();
+    begin(&mut decoder, &mut loader).unwrap();
+    decoder.end_load(&mut loader).unwrap();
+}
+
+#[test]
 fn page_locked_bytes_are_the_bytes() {
     let Some(gpu) = gpu_in_turn() else { return };
     let frame = SETUP.frame(0, 0);

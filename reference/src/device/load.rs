@@ -190,6 +190,13 @@ impl Loader {
         if self.begun.len() == FRAMES {
             return Err(Error::Argument(format!("{FRAMES} frames are on their way: end one first")));
         }
+        // A sequence that has been cleared meanwhile begins again: its rows would be written twice at once.
+        if let Some(last) = self.begun.back().filter(|last| last.tokens.end > tokens.start) {
+            let Range { start, end } = last.tokens;
+            return Err(Error::Argument(format!(
+                "the tokens {start}..{end} are on their way: end them first"
+            )));
+        }
         let profile = self.profile.clone();
         let frame = ChunkFrame::parse(&profile, &bytes, &tokens, level)?;
         let frame = frame.frame();

@@ -33,7 +33,7 @@ impl Decoder {
     /// # Errors
     /// [`Error::Argument`] for a batch, a cache that does not hold the rows of all tokens, a loader of
     /// another model, element type or device, tokens that do not follow the sequence, none, more than the
-    /// cache has room for, or too many frames on their way.
+    /// cache has room for, or frames on their way that are too many or of these or later tokens.
     /// [`Error::Codec`] for bytes that are no frame or not what was written, and for a frame of another
     /// profile, model or side of RoPE; [`Error::Stream`] for one of other tokens or of another level;
     /// [`Error::Device`]. The sequence is then as it was.
