@@ -84,7 +84,8 @@ impl HeadBooks {
         self.id
     }
 
-    /// Both codebooks as bytes, with centroids of type `E`: `f32` keeps every bit, `f16` takes half as much.
+    /// Both codebooks as bytes, with centroids of type `E`, as [`CodebookBuf::to_bytes`]. Rounded centroids
+    /// have another [`id`](Self::id): a cache must have been saved under the books that are read back.
     #[must_use]
     pub fn to_bytes<E: Element>(&self) -> Vec<u8> {
         let mut writer = Writer::new(MAGIC, VERSION);

@@ -235,6 +235,8 @@ fn many_subspaces_in_small_pages_are_codes_in_one_piece() {
 fn changed_bytes_are_errors_or_other_values() {
     let shape = PqShape::new(4, 2, 3).unwrap();
     let codes = CodesBuf::from_packed(shape, 70, bytes(1, shape.codes_len(70))).unwrap().to_bytes();
+    let loud = CodebookBuf::new(shape, &vec![1e5_f32; shape.codebook_len()]).unwrap(); // beyond f16
+    assert!(matches!(CodebookBuf::from_bytes(&loud.to_bytes::<f16>()), Err(Error::NotFinite { .. })));
     let book = CodebookBuf::new(shape, &random(1, shape.codebook_len())).unwrap().to_bytes::<f32>();
     let read_codes = |bytes: &[u8]| CodesBuf::from_bytes(bytes).map(drop);
     let read_book = |bytes: &[u8]| CodebookBuf::from_bytes(bytes).map(drop);
