@@ -16,6 +16,7 @@ mod memory;
 mod programs;
 mod score;
 mod step;
+pub mod times;
 mod weights;
 
 use std::sync::Arc;

@@ -57,6 +57,14 @@ fn near_lossless_settings_stay_within_one_percent() {
 }
 
 #[test]
+fn codebooks_of_a_short_prompt_are_trained_anew() {
+    let methods = ["pqcache:tokens=64", "oracle:tokens=64"];
+    let comparison = run(&methods, Sizes { context: 64, decode: 320, calibration: 1024 });
+    let [pqcache, oracle] = methods.map(|spec| row(&comparison, spec).kl);
+    assert!(pqcache < 3.0 * oracle, "KL {pqcache}, of the best tokens {oracle}");
+}
+
+#[test]
 #[ignore = "long: a real model under a dozen methods or more; `.ci/run` has it"]
 fn aggressive_settings_degrade_in_the_papers_order() {
     // Better first, at growing compression or at the same number of attended tokens.

@@ -7,10 +7,11 @@
 __device__ __forceinline__ bool warp_uniform(bool condition) { return __any_sync(FULL, condition); }
 
 // The sum over this lane and those before it.
-__device__ __forceinline__ u32 warp_inclusive_sum(u32 x) {
+template <typename T>
+__device__ __forceinline__ T warp_inclusive_sum(T x) {
 #pragma unroll
     for (int step = 1; step < LANES; step *= 2) {
-        const u32 other = __shfl_up_sync(FULL, x, step);
+        const T other = __shfl_up_sync(FULL, x, step);
         if (threadIdx.x % LANES >= step) x += other;
     }
     return x;

@@ -4,11 +4,10 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use clap::Args;
-use comfy_table::{Table, presets};
+use kv_reference::device::times::{PromptTimes, StepTimes, Times};
 use kv_reference::device::{Decoder, Element, Gpu, Part, RANDOM_MODELS, Weights, method_cache};
 use kv_reference::method::Method;
 use kv_reference::{Error, Result};
-use serde::Serialize;
 
 use super::{DeviceArgs, Files, JsonArgs, ModelArgs, Stdout, progress};
 
@@ -53,55 +52,9 @@ pub struct Speed {
     device: DeviceArgs,
     #[command(flatten)]
     json: JsonArgs,
-}
-
-/// One method at one context and batch. Times in milliseconds, on the device's clock.
-#[derive(Serialize)]
-struct Row {
-    method: String,
-    context: usize,
-    batch: usize,
-    /// Tokens that rows of the cache have room for.
-    capacity: usize,
-    /// Median of a step.
-    step_ms: f32,
-    /// Mean of a step, with what runs between steps, such as encoding.
-    mean_ms: f32,
-    tokens_per_second: f32,
-    /// Bytes of weights and of the cache that a step reads.
-    weight_bytes: usize,
-    cache_bytes: usize,
-    /// Bytes of the whole cache: on the device, and page-locked on the host.
-    device_bytes: usize,
-    host_bytes: usize,
-    /// Rows (a token's key and value of one head) that a step reads from the host, on average, and their
-    /// bytes.
-    fetched_rows: f64,
-    fetched_bytes: f64,
-    /// Time in which the device copies as many bytes.
-    floor_ms: f64,
-    /// Products with weights alone, with norms, RoPE, SwiGLU and residual sums; attention alone; embedding
-    /// and argmax.
-    products_ms: f32,
-    attention_ms: f32,
-    rest_ms: f32,
-    /// Time from the prompts of a batch, as long as the context, to their first and to their second tokens
-    /// on the host.
-    prompt: Option<PromptTimes>,
-}
-
-#[derive(Serialize)]
-struct PromptTimes {
-    chunk: usize,
-    first_token_ms: f64,
-    second_token_ms: f64,
-}
-
-#[derive(Serialize)]
-struct Output {
-    model: String,
-    copy_bytes_per_second: f64,
-    rows: Vec<Row>,
+    /// Write one HTML page with the table and a chart of what a step's time is made of
+    #[arg(long, value_name = "FILE")]
+    report: Option<PathBuf>,
 }
 
 /// Steps before those that are timed.
@@ -122,6 +75,7 @@ impl Speed {
         }
         let json = files.writes("--json", self.json.json.clone())?;
         let logits_file = files.writes("--logits", self.logits.clone())?;
+        let report = files.writes("--report", self.report.clone())?;
         if let Some(name) = self.random.as_ref().filter(|name| !RANDOM_MODELS.contains(&name.as_str())) {
             return Err(Error::Argument(format!(
                 "no random model `{name}`, only {}",
@@ -135,7 +89,7 @@ impl Speed {
         let bar = progress();
         bar.set_length((methods.len() * self.contexts.len() * self.batches.len()) as u64);
         let mut output =
-            Output { model: String::new(), copy_bytes_per_second: gpu.copy_rate()?, rows: vec![] };
+            Times { model: String::new(), copy_bytes_per_second: gpu.copy_rate()?, rows: vec![] };
         let mut logits = vec![];
         let mut loaded: Option<Arc<Weights>> = None;
         for method in &methods {
@@ -163,8 +117,9 @@ impl Speed {
             loaded = Some(weights);
         }
         bar.finish_and_clear();
-        out.print(format_args!("{}\n", table(&output)));
+        out.print(format_args!("{}\n", output.table()));
         json.write_json(&output)?;
+        report.write(|_| Ok(output.html()?.into_bytes()))?;
         logits_file.write(|_| Ok(logits))
     }
 
@@ -185,7 +140,7 @@ impl Speed {
         (context, batch): (usize, usize),
         copy_rate: f64,
         logits: &mut Vec<u8>,
-    ) -> Result<Row> {
+    ) -> Result<StepTimes> {
         let capacity = (context + self.steps + WARM_UP).next_multiple_of(64);
         let mut cache = method_cache(gpu, method, &weights.config, weights.element, None, batch, capacity)?;
         cache.force_hits(self.hits);
@@ -218,7 +173,7 @@ impl Speed {
         let [products_ms, attention_ms, rest_ms] = parts;
         let cache = decoder.cache();
         let (weight_bytes, cache_bytes) = (weights.step_bytes(), cache.step_bytes(context));
-        Ok(Row {
+        Ok(StepTimes {
             method: method.spec(),
             context,
             batch,
@@ -269,50 +224,4 @@ fn time_prompts(
     decoder.picked()?;
     let second_token_ms = first_token_ms + second.elapsed().as_secs_f64() * 1e3;
     Ok(PromptTimes { chunk, first_token_ms, second_token_ms })
-}
-
-fn table(output: &Output) -> Table {
-    let mut table = Table::new();
-    table.load_preset(presets::NOTHING);
-    table.set_header([
-        "method",
-        "context",
-        "batch",
-        "ms/step",
-        "mean",
-        "tokens/s",
-        "GB read",
-        "floor, ms",
-        "over floor",
-        "GB device",
-        "GB host",
-        "rows fetched",
-        "products",
-        "attention",
-        "rest",
-        "first token, ms",
-        "second",
-    ]);
-    for row in &output.rows {
-        table.add_row([
-            row.method.replace(':', " "),
-            row.context.to_string(),
-            row.batch.to_string(),
-            format!("{:.3}", row.step_ms),
-            format!("{:.3}", row.mean_ms),
-            format!("{:.0}", row.tokens_per_second),
-            format!("{:.2}", (row.weight_bytes + row.cache_bytes) as f64 / 1e9),
-            format!("{:.3}", row.floor_ms),
-            format!("{:.2}", f64::from(row.step_ms) / row.floor_ms),
-            format!("{:.2}", row.device_bytes as f64 / 1e9),
-            format!("{:.2}", row.host_bytes as f64 / 1e9),
-            format!("{:.0}", row.fetched_rows),
-            format!("{:.3}", row.products_ms),
-            format!("{:.3}", row.attention_ms),
-            format!("{:.3}", row.rest_ms),
-            row.prompt.as_ref().map_or("-".into(), |prompt| format!("{:.1}", prompt.first_token_ms)),
-            row.prompt.as_ref().map_or("-".into(), |prompt| format!("{:.1}", prompt.second_token_ms)),
-        ]);
-    }
-    table
 }

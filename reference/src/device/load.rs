@@ -129,10 +129,7 @@ impl Loader {
         if !has_shape(profile, config) {
             return Err(Error::Profile("the levels are of a model of another shape".into()));
         }
-        let elements = match element {
-            Element::F16 => VectorElement::F16,
-            Element::Bf16 => VectorElement::Bf16,
-        };
+        let elements = VectorElement::from(element);
         let level = |level: usize| {
             let sides = |layer| [Side::Keys, Side::Values].map(|side| profile.plane(level, layer, side));
             let planes: Vec<_> = (0..info.layers).flat_map(sides).collect::<std::result::Result<_, _>>()?;

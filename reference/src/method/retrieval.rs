@@ -7,8 +7,8 @@ use std::str::FromStr;
 use std::sync::Arc;
 
 use pq_core::{
-    CodebookBuf, CodesBuf, GroupRule, Lut, PqShape, TrainOptions, combine_group_into, lut_into, scan_into,
-    top_k_into, train_batch,
+    CodebookBuf, CodesBuf, GroupRule, Lut, PqShape, TrainOptions, Trained, combine_group_into, lut_into,
+    scan_into, top_k_into, train_batch,
 };
 use svd_core::SoftmaxStats;
 
@@ -125,9 +125,13 @@ impl Quantizer {
             Codebooks::Prompt => vec![],
             Codebooks::Profile => self.trained(site.profile, site.geometry, l)?,
         };
+        let trained_on = match self.codebooks {
+            Codebooks::Prompt => 0,
+            Codebooks::Profile => usize::MAX,
+        };
         let head = |codebook| PqHead { codebook: Arc::new(codebook), codes: CodesBuf::new(shape) };
         let heads = codebooks.into_iter().map(head).collect();
-        Ok(Scorer::Pq { shape, iterations: self.iterations(site.geometry)?, heads })
+        Ok(Scorer::Pq { shape, iterations: self.iterations(site.geometry)?, trained_on, heads })
     }
 }
 
@@ -206,6 +210,9 @@ impl Kind for TopK {
     }
 }
 
+/// Keys a centroid with which codebooks stay as they are.
+const ENOUGH: usize = 4;
+
 fn train_options(iterations: usize) -> TrainOptions<'static> {
     TrainOptions { iterations, seed: SEED, ..Default::default() }
 }
@@ -219,6 +226,7 @@ enum Scorer {
     Pq {
         shape: PqShape,
         iterations: Resolved,
+        trained_on: usize,  // keys of a head
         heads: Vec<PqHead>, // one per kv head; empty before codebooks are trained on the first keys
     },
 }
@@ -286,18 +294,25 @@ impl RetrievalStore {
 }
 
 impl Scorer {
-    /// Encodes keys (n, head_dim) of every head, training first where there is no codebook yet.
-    fn push(&mut self, geometry: Geometry, rotated: &[f32]) -> Result<()> {
-        let Self::Pq { shape, iterations, heads } = self else { return Ok(()) };
-        let rows: Vec<Vec<f32>> =
-            (0..geometry.n_kv_heads).map(|head| geometry.head_rows(head, rotated)).collect();
-        if heads.is_empty() {
-            let options = train_options(iterations.of(rotated.len() / geometry.kv_dim()));
+    /// Encodes keys (n, kv_dim), which are the last ones of `exact`. Codebooks are trained on the first keys that
+    /// arrive, and anew on all of them whenever the keys have doubled, until there are [`ENOUGH`] a centroid.
+    fn push(&mut self, geometry: Geometry, rotated: &[f32], exact: &OffloadedRows) -> Result<()> {
+        let Self::Pq { shape, iterations, trained_on, heads } = self else { return Ok(()) };
+        let (n, enough) = (exact.len(), ENOUGH * shape.ksub());
+        let trains = *trained_on == 0 || (*trained_on < enough && n >= 2 * *trained_on);
+        let head_rows = |head| match trains && *trained_on > 0 {
+            true => all_keys(exact, head, geometry.head_dim),
+            false => Ok(geometry.head_rows(head, rotated)),
+        };
+        let rows = (0..geometry.n_kv_heads).map(head_rows).collect::<Result<Vec<_>>>()?;
+        if trains {
             let rows: Vec<&[f32]> = rows.iter().map(Vec::as_slice).collect();
-            for trained in train_batch(*shape, &rows, &options)? {
+            let trained = train_batch(*shape, &rows, &train_options(iterations.of(n)))?;
+            let head = |trained: Trained| -> Result<PqHead> {
                 let codebook = Arc::new(CodebookBuf::new(*shape, &trained.centroids)?);
-                heads.push(PqHead { codebook, codes: CodesBuf::new(*shape) });
-            }
+                Ok(PqHead { codebook, codes: CodesBuf::new(*shape) })
+            };
+            (*heads, *trained_on) = (trained.into_iter().map(head).collect::<Result<_>>()?, n);
         }
         for (head, rows) in heads.iter_mut().zip(&rows) {
             head.codes.append(&head.codebook.view(), rows)?;
@@ -306,11 +321,18 @@ impl Scorer {
     }
 }
 
+/// Keys (tokens, head_dim) of a head.
+fn all_keys(exact: &OffloadedRows, head: usize, head_dim: usize) -> Result<Vec<f32>> {
+    let mut keys = vec![0.0; exact.len() * head_dim];
+    keys.chunks_exact_mut(head_dim).enumerate().try_for_each(|(t, key)| exact.key(head, t, key))?;
+    Ok(keys)
+}
+
 impl Store for RetrievalStore {
     fn push(&mut self, pos: usize, k: &[f32], v: &[f32]) -> Result<()> {
         let (n, rotated) = (self.exact.len(), self.rope.rotated(k, self.geometry.kv_dim(), pos));
         self.exact.push(&rotated, v)?;
-        self.scorer.push(self.geometry, &rotated).inspect_err(|_| self.exact.truncate(n))
+        self.scorer.push(self.geometry, &rotated, &self.exact).inspect_err(|_| self.exact.truncate(n))
     }
 
     fn len(&self) -> usize {

@@ -22,7 +22,7 @@ use crate::side::{Pair, Side};
 /// that hold most of the weight, from a `RowStore` in memory of the device or the host.
 ///
 /// For each layer a step scores all tokens and selects (`pq::Hybrid::select`), fetches the rows that the host has
-/// and attends (`pq::Hybrid::attend`). Queries and keys arrive in the basis of the key codes ([`Bases`]), and
+/// and attends (`pq::Hybrid::attend`). Queries and keys arrive in the basis of the key codes (`Bases`), and
 /// values in that of theirs, which is folded into the model. Tokens are encoded before the ring overwrites their
 /// rows (`Turns`).
 pub struct HybridCache {

@@ -32,7 +32,7 @@ const RESERVED_SHARED_MEMORY: usize = 2 << 10;
 /// For each layer a step makes the lookup tables of its queries (`pq::Lut`), finds the best tokens
 /// (`pq::Search`), reads the rows that the last step has not chosen over the link (`RowStore`) and attends to
 /// all together with sinks and window (`svd::Attend` at full rank). Codebooks are the profile's, or those that a
-/// sequence's prompt trains ([`Training`]). Chosen rows have slots behind the exact
+/// sequence's prompt trains (`Training`). Chosen rows have slots behind the exact
 /// ones, so that one launch attends to both. All lengths are on the device.
 pub struct PqCache {
     kernels: Kernels,
@@ -331,7 +331,7 @@ impl ChunkCache for PqCache {
         self.store.take_chunk(gpu, stream, layer, chunk, tokens, self.window.past()?)?;
         self.train(stream, layer, chunk)?;
         self.launch_encode_chunk(stream, layer, chunk)?;
-        if layer + 1 == self.shape.n_layers && tokens.1 > 0 {
+        if layer + 1 == self.shape.n_layers && self.trains_on(chunk) {
             self.training.iter_mut().for_each(|training| training.end(chunk.sequence));
         }
         Ok(())

@@ -37,16 +37,6 @@ __device__ __forceinline__ float uniform(u64 seed, u32 sequence, u32 position, u
     return (scramble(of_token + (round + 1) * GOLDEN) >> 40) * 0x1p-24f;
 }
 
-// The sum over this lane and those before it.
-__device__ __forceinline__ float warp_inclusive_sum(float x) {
-#pragma unroll
-    for (int step = 1; step < LANES; step *= 2) {
-        const float other = __shfl_up_sync(FULL, x, step);
-        if (threadIdx.x % LANES >= step) x += other;
-    }
-    return x;
-}
-
 // Sums over a block: returns that of all threads; `before` becomes that of the threads before this one.
 __device__ __forceinline__ float block_sums(float x, float& before) {
     __shared__ float of_warps[WARPS];

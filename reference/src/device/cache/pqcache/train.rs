@@ -75,19 +75,24 @@ impl Training {
 }
 
 impl PqCache {
-    /// Prepares [`Self::train`] of all layers, where the chunk is the first one that its sequence keeps codes of.
+    /// Whether a chunk trains its sequence's codebooks: the first one with which a ring of keys is there.
+    pub(super) fn trains_on(&self, chunk: &Chunk) -> bool {
+        let is_enough = chunk.end() >= self.shape.sinks + self.shape.ring;
+        is_enough
+            && self.training.as_ref().is_some_and(|training| !training.sequences[chunk.sequence].is_trained)
+    }
+
+    /// Prepares [`Self::train`] of all layers.
     pub(super) fn begin_training(&mut self, gpu: &Gpu, chunk: &Chunk) -> Result<()> {
-        let count = self.window.shape.stored_by(chunk).1;
+        let (trains, count) = (self.trains_on(chunk), self.window.shape.stored_by(chunk).1);
         match &mut self.training {
-            Some(training) if count > 0 && !training.sequences[chunk.sequence].is_trained => {
-                training.begin(gpu, self.shape.heads, count)
-            }
+            Some(training) if trains => training.begin(gpu, self.shape.heads, count),
             _ => Ok(()),
         }
     }
 
-    /// Trains the codebooks of sequences whose prompts had no keys for that, once a ring of keys is there and none
-    /// has left it, and encodes those keys. Before that no step reads codes.
+    /// Trains the codebooks of sequences whose prompts were too short for that, once a ring of keys is there and
+    /// none has left it, and encodes those keys. Before that no step reads codes.
     pub(super) fn train_on_ring(&mut self, gpu: &Gpu) -> Result<()> {
         let Shape { n_layers, heads, head_dim, sinks, ring, stored, .. } = self.shape;
         let Some(training) = &mut self.training else { return Ok(()) };
@@ -126,18 +131,16 @@ impl PqCache {
     }
 
     /// Launches the training of a layer's codebooks on the keys that a chunk's end stores, from the rows of all
-    /// tokens.
+    /// tokens, if the chunk trains them.
     pub(super) fn train(&self, stream: &CudaStream, layer: usize, chunk: &Chunk) -> Result<()> {
+        if !self.trains_on(chunk) {
+            return Ok(());
+        }
         let Shape { head_dim, sinks, .. } = self.shape;
         let (first, count) = self.window.shape.stored_by(chunk);
         let Rows { keys, capacity, .. } = self.window.past()?;
-        match &self.training {
-            Some(training) if count > 0 && !training.sequences[chunk.sequence].is_trained => {
-                let vectors = keys.cast::<u16>().offset((sinks + first) * head_dim).cast();
-                self.launch_train(stream, layer, chunk.sequence, (vectors, capacity, count))
-            }
-            _ => Ok(()),
-        }
+        let vectors = keys.cast::<u16>().offset((sinks + first) * head_dim).cast();
+        self.launch_train(stream, layer, chunk.sequence, (vectors, capacity, count))
     }
 
     /// Launches the training of a layer's codebooks of a sequence on `count` keys of each head, of which there are
