@@ -38,8 +38,6 @@ use crate::{Error, Profile, Result};
 #[cfg(feature = "cuda")]
 pub(crate) use budget::Budget;
 #[cfg(feature = "cuda")]
-pub(crate) use cost::Resolved;
-#[cfg(feature = "cuda")]
 pub(crate) use cut::HeadCut;
 #[cfg(feature = "cuda")]
 pub(crate) use hybrid::{Home, HybridPlan};

@@ -145,9 +145,9 @@ impl Times {
              <meta name=\"viewport\" content=\"width=device-width\">\
              <title>Decode steps</title>\n<style>{STYLE}</style>\n\
              <h1>Decode steps of {model}</h1>\n\
-             <p>Milliseconds of a step of the whole batch. Parts are timed alone, without their overlap; the mark is the step \
-             itself, the line before it the time in which the device copies, at {copy:.2} TB/s, the bytes that the step \
-             reads.</p>\n{svg}\n\
+             <p>Milliseconds of a step of the whole batch. Parts are timed alone, without their overlap. The black mark is \
+             the step itself; the red one is its floor, the time in which the device copies, at {copy:.2} TB/s, the \
+             bytes that the step reads.</p>\n{svg}\n\
              <div><table><thead><tr>{header}</tr></thead><tbody>\n{rows}</tbody></table></div>\n</html>\n"
         ))
     }

@@ -145,8 +145,8 @@ impl Iterations {
 }
 
 /// [`Iterations`] that have been read.
-#[derive(Clone, Copy, Debug)]
-pub(crate) enum Resolved {
+#[derive(Clone, Copy)]
+pub(super) enum Resolved {
     Count(usize),
     Cost(ClusteringCost),
 }

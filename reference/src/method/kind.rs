@@ -10,8 +10,6 @@ use pq_core::PqShape;
 #[cfg(feature = "cuda")]
 use super::budget::Budget;
 #[cfg(feature = "cuda")]
-use super::cost::Resolved;
-#[cfg(feature = "cuda")]
 use super::cut::HeadCut;
 #[cfg(feature = "cuda")]
 use super::hybrid::HybridPlan;
@@ -184,7 +182,7 @@ pub(crate) struct Retrieval {
     pub quantizer: PqShape,
     pub budget: Budget,
     /// Iterations of codebooks that are trained on the prompt; else they are the profile's.
-    pub training: Option<Resolved>,
+    pub training: Option<usize>,
 }
 
 /// Where stores are built.

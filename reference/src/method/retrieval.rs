@@ -177,12 +177,17 @@ impl Kind for TopK {
     fn device_retrieval(&self, geometry: Geometry) -> Option<Result<Retrieval>> {
         let quantizer = self.quantizer.as_ref()?;
         let retrieval = || -> Result<Retrieval> {
-            let trains = quantizer.codebooks == Codebooks::Prompt;
-            Ok(Retrieval {
-                quantizer: quantizer.code.shape(geometry.head_dim)?,
-                budget: self.budget,
-                training: trains.then(|| quantizer.iterations(geometry)).transpose()?,
-            })
+            let training = match (quantizer.codebooks, quantizer.iterations(geometry)?) {
+                (Codebooks::Profile, _) => None,
+                (Codebooks::Prompt, Resolved::Count(iterations)) => Some(iterations),
+                (Codebooks::Prompt, Resolved::Cost(_)) => {
+                    return Err(Error::argument(
+                        "iterations=FILE has the times of a CPU: pass a number, or --device cpu",
+                    ));
+                }
+            };
+            let quantizer = quantizer.code.shape(geometry.head_dim)?;
+            Ok(Retrieval { quantizer, budget: self.budget, training })
         };
         Some(retrieval())
     }

@@ -9,12 +9,12 @@ use crate::Result;
 use crate::device::Gpu;
 use crate::device::cache::{Chunk, Rows};
 use crate::device::memory::Buffer;
-use crate::method::{Resolved, Retrieval};
+use crate::method::Retrieval;
 
 /// The training of a cache's codebooks, of which every sequence has its own.
 pub(super) struct Training {
     train: Train,
-    iterations: Resolved,
+    iterations: usize,
     starts: Buffer<u32>, // (ksub,): the keys that the first centroids are
     workspace: Buffer<u8>,
     sequences: Vec<Sequence>,
@@ -162,7 +162,7 @@ impl PqCache {
             starts: Some(training.starts.pointer()),
             centroids: self.centroids(layer, sequence),
             errors: None,
-            iterations: training.iterations.of(count),
+            iterations: training.iterations,
             tolerance: 0.0,
             workspace: training.workspace.pointer(),
         };
