@@ -123,6 +123,9 @@ fn of_option<T>(option: &str, result: Result<T>) -> Result<T> {
     })
 }
 
+/// Bytes of a text that are used at most: some two million tokens, for which the tokenizer takes about a gigabyte.
+const MOST_TEXT: usize = 8 << 20;
+
 /// Which text.
 #[derive(Args)]
 struct TextArgs {
@@ -141,7 +144,12 @@ impl TextArgs {
         let path = self.path();
         let text = of_option("--text", files::read_text(&path))?;
         let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
-        Ok((name, model.tokenizer()?.encode(&text)?))
+        let end = (0..=MOST_TEXT.min(text.len())).rev().find(|&end| text.is_char_boundary(end));
+        let used = &text[..end.unwrap_or(0)];
+        if used.len() < text.len() {
+            print_error(format_args!("kv: of {name} the first {} MiB are used\n", MOST_TEXT >> 20));
+        }
+        Ok((name, model.tokenizer()?.encode(used)?))
     }
 }
 

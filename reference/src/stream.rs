@@ -56,13 +56,13 @@ pub trait Link {
     /// Begins the transfer of a chunk at a level.
     ///
     /// # Errors
-    /// Whatever the link has to say.
+    /// Any error of the link.
     fn start(&mut self, chunk: ChunkId, level: usize) -> Result<()>;
 
     /// Waits until the transfer has ended or the clock says `until`; returns the bytes received so far.
     ///
     /// # Errors
-    /// Whatever the link has to say.
+    /// Any error of the link.
     fn wait(&mut self, until: f64) -> Result<u64>;
 
     /// Ends the transfer and drops what has arrived of it.
@@ -454,10 +454,15 @@ impl Meter {
         Self { samples: [(begin, 0)].into(), heard: begin }
     }
 
-    /// Adds what has been received; returns the seconds since the last byte.
+    /// Adds what has been received; returns the seconds since the last byte. Where less has been received than
+    /// before, a request was repeated: the throughput is measured from there on.
     fn add(&mut self, now: f64, received: u64) -> f64 {
-        if self.samples.back().is_some_and(|last| received > last.1) {
+        let last = self.samples.back().map_or(0, |last| last.1);
+        if received != last {
             self.heard = now;
+        }
+        if received < last {
+            self.samples.clear();
         }
         self.samples.push_back((now, received));
         while self.samples.get(1).is_some_and(|second| second.0 <= now - WINDOW) {
@@ -484,6 +489,11 @@ mod tests {
         assert_eq!(meter.rate(), None);
         meter.add(1.01, 1_000);
         assert!((meter.rate().unwrap() - 1e5).abs() < 1.0);
+        let mut repeated = Meter::new(0.0);
+        repeated.add(0.01, 5_000);
+        assert_eq!((repeated.add(0.02, 2_000), repeated.rate()), (0.0, None));
+        repeated.add(0.03, 3_000);
+        assert!((repeated.rate().unwrap() - 1e5).abs() < 1.0);
         for i in 2..=20 {
             meter.add(1.0 + 0.01 * f64::from(i), 1_000 + 100 * (i as u64 - 1));
         }

@@ -421,7 +421,7 @@ struct Simulate {
     #[arg(long, value_name = "SECONDS", default_value_t = 0.0)]
     rest: f64,
     /// Runs, each with a random bandwidth of its own
-    #[arg(long, value_name = "N", default_value_t = 1)]
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..=1_000_000))]
     trials: u64,
     /// What the bandwidths are drawn from
     #[arg(long, value_name = "N", default_value_t = 0)]
@@ -484,8 +484,8 @@ impl Simulate {
                 decode_rate: self.decode_rate * 1e9,
             },
         };
-        if !self.rest.is_finite() || self.rest < 0.0 || self.trials == 0 {
-            return Err(Error::argument("--rest is not negative, and --trials is 1 or more"));
+        if !self.rest.is_finite() || self.rest < 0.0 {
+            return Err(Error::argument("--rest is not negative"));
         }
         let mut files = Files::default();
         let json = files.writes("--json", self.stream.json.json.clone())?;

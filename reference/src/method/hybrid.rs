@@ -39,7 +39,7 @@ pub(super) const HYBRID: Entry = Entry {
   hybrid            attention on coarse PQ codes, with the exact rows of  k=16x8 v=8x8 rows=0.01|auto bound=0.05
                       the few tokens that hold most of the weight;        keys=mean|rope|rotated norms=off|on
                                                                           iterations=8
-                      exact rows that a device reads are in memory of     rows-on=host|device
+                      on a GPU, whose memory has the exact rows           rows-on=host|device
 ",
         offload_help!()
     ),

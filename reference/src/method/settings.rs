@@ -29,6 +29,9 @@ impl<'a> Settings<'a> {
         self.known.push(key);
         let Some(at) = self.left.iter().position(|(k, _)| *k == key) else { return Ok((default, false)) };
         let (_, value) = self.left.swap_remove(at);
+        if self.left.iter().any(|(k, _)| *k == key) {
+            return Err(Error::Argument(format!("method {}: `{key}` is given twice", self.name)));
+        }
         match value.parse() {
             Ok(value) => Ok((value, true)),
             Err(what) => Err(Error::Argument(format!("method {}: {key}={value}: {what}", self.name))),
@@ -120,7 +123,7 @@ impl<'a> Settings<'a> {
     pub fn finish(&self) -> Result<()> {
         match self.left.first() {
             Some((key, _)) => Err(Error::Argument(format!(
-                "method {} has no free setting `{key}`; it has {}",
+                "method {} has no setting `{key}`, or has another one in its place; it has {}",
                 self.name,
                 self.known.join(", ")
             ))),

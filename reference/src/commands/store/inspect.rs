@@ -151,14 +151,16 @@ impl Verify {
         }
         print(&reports, out);
         json.write_json(&reports)?;
-        for id in store.damaged_profiles()? {
+        let profiles = store.damaged_profiles()?;
+        for id in &profiles {
             // The caches of another profile have other names: removing it would not mend anything.
             out.print(format_args!(
                 "profile {id} is damaged: caches that were stored with it are not found\n"
             ));
         }
         match damaged {
-            0 => Ok(()),
+            0 if profiles.is_empty() => Ok(()),
+            0 => Err(Error::Argument(count(profiles.len(), "damaged profile"))),
             n if self.remove => {
                 out.print(format_args!("{} removed\n", count(n, "damaged chunk")));
                 Ok(())
