@@ -62,8 +62,8 @@ impl Function {
         unsafe { result::function::set_function_attribute(self.handle, limit, bytes as i32) }
     }
 
-    /// Divides a multiprocessor's memory for blocks of `threads` threads and `dynamic` bytes of shared memory:
-    /// what as many of them as fit need is shared memory, the rest is L1.
+    /// Sets the preferred shared-memory carve-out to what as many blocks of `threads` threads and `dynamic` bytes of
+    /// shared memory as fit a multiprocessor need; the rest is L1.
     pub(crate) fn prefer_l1(&self, threads: u32, dynamic: u32) -> Result<(), DriverError> {
         let mut blocks = 0;
         // SAFETY: the module is loaded as long as `self` lives; `blocks` is written.

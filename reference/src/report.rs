@@ -3,6 +3,7 @@
 use std::fmt::Write;
 
 use comfy_table::{CellAlignment, Table, presets};
+use plotters::coord::ranged1d::Ranged;
 use plotters::prelude::*;
 
 use crate::cache::FetchedPerStep;
@@ -147,6 +148,15 @@ pub(crate) fn escape(text: &str) -> String {
 }
 
 pub(crate) const SIZE: (u32, u32) = (1100, 600);
+
+/// Draws the names of the series that have been labelled.
+pub(crate) fn legend<'a, X: Ranged<ValueType = f64>, Y: Ranged<ValueType = f64>>(
+    chart: &mut ChartContext<'a, SVGBackend<'a>, Cartesian2d<X, Y>>,
+    position: SeriesLabelPosition,
+) -> Drawn<()> {
+    let mut labels = chart.configure_series_labels();
+    Ok(labels.position(position).background_style(WHITE).label_font(("sans-serif", 12)).draw()?)
+}
 
 fn draw(chart: fn(&Comparison, SVGBackend<'_>) -> Drawn<()>, comparison: &Comparison) -> Drawn<String> {
     let mut svg = String::new();
@@ -297,12 +307,7 @@ fn error_by_position(comparison: &Comparison, backend: SVGBackend<'_>) -> Drawn<
             .label(format!("{} {}", row.name, short(&row.setting)))
             .legend(move |(x, y)| PathElement::new([(x, y), (x + 18, y)], stroke));
     }
-    chart
-        .configure_series_labels()
-        .position(SeriesLabelPosition::UpperRight)
-        .background_style(WHITE)
-        .label_font(("sans-serif", 12))
-        .draw()?;
+    legend(&mut chart, SeriesLabelPosition::UpperRight)?;
     Ok(root.present()?)
 }
 

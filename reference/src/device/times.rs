@@ -4,7 +4,7 @@ use comfy_table::{Table, presets};
 use plotters::prelude::*;
 use serde::Serialize;
 
-use crate::report::{COLOURS, Drawn, SIZE, STYLE, escape};
+use crate::report::{COLOURS, Drawn, SIZE, STYLE, escape, legend};
 use crate::{Error, Result};
 
 /// One method at one context and batch. Times in milliseconds, on the device's clock.
@@ -145,9 +145,9 @@ impl Times {
              <meta name=\"viewport\" content=\"width=device-width\">\
              <title>Decode steps</title>\n<style>{STYLE}</style>\n\
              <h1>Decode steps of {model}</h1>\n\
-             <p>Milliseconds of a step of the whole batch. Parts are timed alone, without their overlap. The black mark is \
-             the step itself; the red one is its floor, the time in which the device copies, at {copy:.2} TB/s, the \
-             bytes that the step reads.</p>\n{svg}\n\
+             <p>Milliseconds of a step of the whole batch. Parts are timed alone, without their overlap. The black \
+             mark is the step itself; the red one is its floor, the time in which the device copies, at {copy:.2} \
+             TB/s, the bytes that the step reads.</p>\n{svg}\n\
              <div><table><thead><tr>{header}</tr></thead><tbody>\n{rows}</tbody></table></div>\n</html>\n"
         ))
     }
@@ -189,12 +189,7 @@ impl Times {
                 .label(name)
                 .legend(move |(x, y)| PathElement::new([(x, y), (x + 18, y)], colour.stroke_width(6)));
         }
-        chart
-            .configure_series_labels()
-            .position(SeriesLabelPosition::UpperRight)
-            .background_style(WHITE)
-            .label_font(("sans-serif", 12))
-            .draw()?;
+        legend(&mut chart, SeriesLabelPosition::UpperRight)?;
         Ok(root.present()?)
     }
 }

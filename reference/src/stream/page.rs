@@ -5,7 +5,7 @@ use plotters::prelude::*;
 
 use super::link::GBPS;
 use super::{Event, Outcome, Trace};
-use crate::report::{COLOURS, Drawn, SIZE, STYLE, escape};
+use crate::report::{COLOURS, Drawn, SIZE, STYLE, escape, legend};
 use crate::{Error, Result};
 
 const COLUMNS: [&str; 10] = [
@@ -135,11 +135,6 @@ fn draw(trace: &Trace, slo: f64, backend: SVGBackend<'_>) -> Drawn<()> {
             .label(event.encoding.clone())
             .legend(move |(x, y)| PathElement::new([(x, y), (x + 18, y)], colour.stroke_width(6)));
     }
-    chart
-        .configure_series_labels()
-        .position(SeriesLabelPosition::LowerRight)
-        .background_style(WHITE)
-        .label_font(("sans-serif", 12))
-        .draw()?;
+    legend(&mut chart, SeriesLabelPosition::LowerRight)?;
     Ok(root.present()?)
 }

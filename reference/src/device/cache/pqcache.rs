@@ -253,7 +253,7 @@ impl DeviceCache for PqCache {
         self.window.fill_random(gpu, self.element)?;
         self.store.fill_random(gpu, self.element)?;
         fill_codes(gpu, &self.codes, RANDOM_CODES)?;
-        self.training.iter_mut().for_each(Training::skip);
+        self.training.iter_mut().for_each(Training::use_hashed);
         self.store.forget(gpu)?;
         self.turns.restart_at(gpu, tokens)?;
         gpu.synchronize()
