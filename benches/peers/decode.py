@@ -471,7 +471,7 @@ def table(results, commit):
         f"{gpu}, copy {copy:.2f} TB/s; {time.strftime('%Y-%m-%d')}, commit {commit}; {', '.join(f'{name} {v}' for name, v in versions.items())}. "
         "By `python benches/peers/decode.py target/release/kv benches/results`, which says how. Times are of one step of the whole "
         "batch, ms; parts are timed alone, without their overlap. The floor is the time in which the device copies "
-        "the bytes that a step reads.",
+        "the bytes that a step reads; what only reads can take a little less.",
         "",
         "| shape | context | batch | cache | step | mean | floor | over floor | products | attention | rest | tokens/s | "
         + " | ".join(f"{name} | {name} / this" for name in PEERS)

@@ -536,7 +536,7 @@ def main():
         speeds(out, args.folder)
         record.write(f"{args.out}/svd.md", out, commit)
     if args.only != "speed":
-        out = head("What rank buys", slice(8, 11), commit)
+        out = head("Quality by rank", slice(8, 11), commit)
         section(
             out,
             args.folder,

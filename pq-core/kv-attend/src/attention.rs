@@ -158,8 +158,8 @@ pub const fn attend_exact_scratch_len(queries: usize, dim_k: usize) -> usize {
 /// with zeros and [`SoftmaxStats::EMPTY`], call the function for every part of the sequence, exact or coded,
 /// then [`normalize_all`](crate::normalize_all).
 ///
-/// Several query tokens (a chunk of a prompt, drafts to verify) attend causally: query token i of T sees the
-/// rows up to that of its own position, which is row `n - T + i` unless [`ExactTokens::first_query`] says
+/// Several query tokens (a chunk of a prompt, speculative tokens) attend causally: query token i of T sees
+/// the rows up to that of its own position, which is row `n - T + i` unless [`ExactTokens::first_query`] says
 /// otherwise. A row that a query does not see is not read for it, so it may hold anything. Rows that it sees
 /// are read from memory once for the whole group and all query tokens.
 ///

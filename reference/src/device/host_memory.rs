@@ -1,4 +1,4 @@
-//! Page-locked memory of the host, which kernels read and write over the link.
+//! Page-locked memory of the host, which kernels read and write over PCIe.
 
 use std::ffi::c_void;
 use std::marker::PhantomData;
@@ -51,7 +51,7 @@ impl<T: Copy> HostBuffer<T> {
     }
 }
 
-/// Bytes in page-locked memory of the host. The device copies them at the rate of the link, while the host
+/// Bytes in page-locked memory of the host. The device copies them at the rate of PCIe, while the host
 /// goes on.
 pub struct PageLocked(HostBuffer<u8>);
 

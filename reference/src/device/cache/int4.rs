@@ -17,7 +17,7 @@ const THREADS: u32 = 128;
 const PARTS: usize = 8;
 
 /// KIVI at 4 bits: keys quantized by channel, values by token, in blocks of 64 tokens that leave the window at
-/// once, as on the CPU; sinks and up to 63 tokens more than the window exact. The rival of the product codes:
+/// once, as on the CPU; sinks and up to 63 tokens more than the window exact. The baseline for product codes:
 /// a straightforward kernel (`kernels/int4.cu`) of CUDA cores.
 ///
 /// A block is encoded before the step whose token drives it out, in the order of the steps. The ring has room

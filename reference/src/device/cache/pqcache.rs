@@ -30,7 +30,7 @@ const RESERVED_SHARED_MEMORY: usize = 2 << 10;
 /// PQCache: codes of keys on the device, exact rows of all tokens in page-locked host memory.
 ///
 /// For each layer a step makes the lookup tables of its queries (`pq::Lut`), finds the best tokens
-/// (`pq::Search`), reads the rows that the last step has not chosen over the link (`RowStore`) and attends to
+/// (`pq::Search`), reads the rows that the last step has not chosen over PCIe (`RowStore`) and attends to
 /// all together with sinks and window (`svd::Attend` at full rank). Codebooks are the profile's, or those that a
 /// sequence's prompt trains (`Training`). Chosen rows have slots behind the exact
 /// ones, so that one launch attends to both. All lengths are on the device.

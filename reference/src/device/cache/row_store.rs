@@ -40,7 +40,7 @@ impl StoreShape {
 /// Exact rows of all tokens behind the sinks, in device memory or in page-locked host memory.
 ///
 /// A token's rows are written when it is encoded, up to a ring and at least half a ring before a step can
-/// choose it ([`Turns`]). Rows on the host are read over the link, unless the last step has chosen them
+/// choose it ([`Turns`]). Rows on the host are read over PCIe, unless the last step has chosen them
 /// ([`Reuse`], `pq::Gather`). The decoder's stream writes them, so its order is the fence between these stores
 /// and the loads of `pq::Gather`.
 pub(super) struct RowStore {

@@ -1,4 +1,4 @@
-// KIVI's 4 bits, the rival of the product codes: keys quantized by channel over 64 tokens, values by token over 64
+// KIVI's 4 bits, the baseline for product codes: keys quantized by channel over 64 tokens, values by token over 64
 // channels, min + step * code with both in f16. Blocks of 64 tokens leave the window at once. CUDA cores read the codes
 // where they are; scales are applied to queries and weights, so that a code costs a multiply-add a query.
 //
