@@ -26,7 +26,8 @@ use cudarc::driver::{CudaGraph, CudaStream, DriverError, result, sys};
 pub use kv_gpu::Element;
 
 pub use cache::{
-    Chunk, DenseCache, DeviceCache, HybridCache, Int4Cache, MillionCache, PqCache, ZackCache, method_cache,
+    Chunk, DenseCache, DeviceCache, HybridCache, Int4Cache, MillionCache, PqCache, Room, ZackCache,
+    method_cache,
 };
 pub use host_memory::PageLocked;
 pub use load::{FRAMES, Loader, Stages, StreamTarget};

@@ -72,23 +72,28 @@ pub struct Rows {
     pub capacity: usize,
 }
 
+/// Tokens of a sequence that a cache has room for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Room {
+    /// First tokens, whose exact rows stay.
+    pub sinks: usize,
+    /// Exact rows that later tokens share as a ring; 0 where all tokens are among the first.
+    pub ring: usize,
+    /// Most tokens.
+    pub capacity: usize,
+}
+
 /// The keys and values of a batch of sequences, in whatever form a method keeps them on the device.
 ///
 /// A step writes each token's rotated keys and its values to [`Self::rows`] of every layer, at the slot that
-/// [`Self::sinks`] and [`Self::ring`] give it, and calls [`Self::attend`] for the layer. Both are part of a
+/// [`Self::room`] gives it, and calls [`Self::attend`] for the layer. Both are part of a
 /// captured graph: they depend on nothing that changes from step to step but what is on the device.
 pub trait DeviceCache: ChunkCache {
     /// Exact rows of a layer.
     fn rows(&self, layer: usize) -> Rows;
 
-    /// First tokens whose rows stay.
-    fn sinks(&self) -> usize;
-
-    /// Rows that later tokens share as a ring; 0 where all tokens are among the first.
-    fn ring(&self) -> usize;
-
-    /// Most tokens of a sequence.
-    fn capacity(&self) -> usize;
+    /// Room for the tokens of a sequence.
+    fn room(&self) -> Room;
 
     /// The bases in which it takes rotated queries and keys, of steps and of chunks; none for the model's.
     fn bases(&self) -> Option<&Bases> {

@@ -103,7 +103,7 @@ impl Decoder {
         };
         let words = |n| Buffer::<u32>::zeros(&gpu, n);
         let (floats, halves) = (|n| Buffer::<f32>::zeros(&gpu, n), |n| Buffer::<u16>::zeros(&gpu, n));
-        let rope = Rope::new(config, cache.capacity());
+        let rope = Rope::new(config, cache.room().capacity);
         let (cos, sin) = rope.tables();
         let decoder = Self {
             products,
@@ -127,7 +127,7 @@ impl Decoder {
             },
             cos: Buffer::of(&gpu, cos)?,
             sin: Buffer::of(&gpu, sin)?,
-            picks: Picks::new(&gpu, config, weights.element, batch, cache.capacity())?,
+            picks: Picks::new(&gpu, config, weights.element, batch, cache.room().capacity)?,
             graph: None,
             prompts: None,
             longest: 0,
@@ -154,11 +154,9 @@ impl Decoder {
     /// # Errors
     /// [`Error::Argument`] for more tokens than the cache holds; [`Error::Device`].
     pub fn fill_random(&mut self, tokens: usize) -> Result<()> {
-        if tokens >= self.cache.capacity() {
-            return Err(Error::Argument(format!(
-                "{tokens} tokens leave a cache of {} no room",
-                self.cache.capacity()
-            )));
+        let capacity = self.cache.room().capacity;
+        if tokens >= capacity {
+            return Err(Error::Argument(format!("{tokens} tokens leave a cache of {capacity} no room")));
         }
         self.cache.fill_random(&self.gpu, tokens)?;
         self.place(&vec![tokens as u32; self.batch])?;
@@ -226,8 +224,9 @@ impl Decoder {
     }
 
     fn prepare(&mut self) -> Result<()> {
-        if self.longest >= self.cache.capacity() {
-            return Err(Error::Argument(format!("the cache of {} tokens is full", self.cache.capacity())));
+        let capacity = self.cache.room().capacity;
+        if self.longest >= capacity {
+            return Err(Error::Argument(format!("the cache of {capacity} tokens is full")));
         }
         self.longest += 1;
         self.cache.before_step(&self.gpu, &self.sequences)

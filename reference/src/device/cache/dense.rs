@@ -1,7 +1,7 @@
 use kv_gpu::svd::{Attend, AttendArguments, AttendShape};
 use kv_gpu::{AnyElement, DevicePtr, Element, Grid};
 
-use super::{Chunk, ChunkCache, DeviceCache, Rows, Sequences};
+use super::{Chunk, ChunkCache, DeviceCache, Room, Rows, Sequences};
 use crate::Result;
 use crate::cache::Footprint;
 use crate::device::memory::Buffer;
@@ -62,16 +62,8 @@ impl DeviceCache for DenseCache {
         Rows { keys: side(0), values: side(1), capacity: self.capacity }
     }
 
-    fn sinks(&self) -> usize {
-        self.capacity
-    }
-
-    fn ring(&self) -> usize {
-        0
-    }
-
-    fn capacity(&self) -> usize {
-        self.capacity
+    fn room(&self) -> Room {
+        Room { sinks: self.capacity, ring: 0, capacity: self.capacity }
     }
 
     fn attend(

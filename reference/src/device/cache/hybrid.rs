@@ -8,7 +8,7 @@ use super::row_store::{RowStore, StoreShape};
 use super::step_budget::StepBudget;
 use super::turns::Turns;
 use super::window::{Window, WindowShape};
-use super::{Chunk, ChunkCache, DeviceCache, Rows, Sequences, TransformedCodes, check_tokens};
+use super::{Chunk, ChunkCache, DeviceCache, Room, Rows, Sequences, TransformedCodes, check_tokens};
 use crate::Result;
 use crate::cache::Footprint;
 use crate::device::Gpu;
@@ -144,16 +144,8 @@ impl DeviceCache for HybridCache {
         self.window.rows(layer)
     }
 
-    fn sinks(&self) -> usize {
-        self.window.shape.sinks
-    }
-
-    fn ring(&self) -> usize {
-        self.window.shape.ring
-    }
-
-    fn capacity(&self) -> usize {
-        self.window.shape.capacity
+    fn room(&self) -> Room {
+        self.window.shape.room()
     }
 
     fn bases(&self) -> Option<&Bases> {

@@ -2,7 +2,7 @@ use kv_gpu::{AnyElement, DevicePtr, Element, Grid, Kernel};
 
 use super::codes::{RANDOM_CODES, fill_codes};
 use super::window::{Window, WindowShape};
-use super::{Chunk, ChunkCache, DeviceCache, Rows, Sequences};
+use super::{Chunk, ChunkCache, DeviceCache, Room, Rows, Sequences};
 use crate::cache::Footprint;
 use crate::device::memory::Buffer;
 use crate::device::{Gpu, programs};
@@ -182,16 +182,8 @@ impl DeviceCache for Int4Cache {
         self.window.rows(layer)
     }
 
-    fn sinks(&self) -> usize {
-        self.window.shape.sinks
-    }
-
-    fn ring(&self) -> usize {
-        self.window.shape.ring
-    }
-
-    fn capacity(&self) -> usize {
-        self.window.shape.capacity
+    fn room(&self) -> Room {
+        self.window.shape.room()
     }
 
     fn attend(

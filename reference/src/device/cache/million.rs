@@ -7,7 +7,7 @@ use pq_core::PqShape;
 use super::codes::{Codebooks, TokenCodes};
 use super::turns::Turns;
 use super::window::{Window, WindowShape};
-use super::{Chunk, ChunkCache, DeviceCache, Rows, Sequences};
+use super::{Chunk, ChunkCache, DeviceCache, Room, Rows, Sequences};
 use crate::Result;
 use crate::cache::Footprint;
 use crate::device::bases::Bases;
@@ -129,16 +129,8 @@ impl DeviceCache for MillionCache {
         self.window.rows(layer)
     }
 
-    fn sinks(&self) -> usize {
-        self.window.shape.sinks
-    }
-
-    fn ring(&self) -> usize {
-        self.window.shape.ring
-    }
-
-    fn capacity(&self) -> usize {
-        self.window.shape.capacity
+    fn room(&self) -> Room {
+        self.window.shape.room()
     }
 
     fn bases(&self) -> Option<&Bases> {

@@ -12,7 +12,7 @@ use super::span::Span;
 use super::step_budget::StepBudget;
 use super::turns::Turns;
 use super::window::{Window, WindowShape};
-use super::{Chunk, ChunkCache, DeviceCache, Rows, Sequences, check_tokens};
+use super::{Chunk, ChunkCache, DeviceCache, Room, Rows, Sequences, check_tokens};
 use crate::Result;
 use crate::cache::Footprint;
 use crate::device::Gpu;
@@ -204,16 +204,8 @@ impl DeviceCache for PqCache {
         self.window.rows(layer)
     }
 
-    fn sinks(&self) -> usize {
-        self.shape.sinks
-    }
-
-    fn ring(&self) -> usize {
-        self.shape.ring
-    }
-
-    fn capacity(&self) -> usize {
-        self.window.shape.capacity
+    fn room(&self) -> Room {
+        self.window.shape.room()
     }
 
     fn attend(

@@ -1,7 +1,7 @@
 use kv_gpu::{AnyElement, DevicePtr, Element, Grid, Kernel};
 
 use super::dense::{RANDOM_ROWS, fill_rows};
-use super::{Chunk, Rows};
+use super::{Chunk, Room, Rows};
 use crate::device::memory::Buffer;
 use crate::device::{Gpu, programs};
 use crate::model::Config;
@@ -32,6 +32,10 @@ impl WindowShape {
             slots: 0,
             capacity,
         }
+    }
+
+    pub const fn room(&self) -> Room {
+        Room { sinks: self.sinks, ring: self.ring, capacity: self.capacity }
     }
 
     /// Rows of a head.

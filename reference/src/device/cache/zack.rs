@@ -11,7 +11,7 @@ use super::project_queries::ProjectQueries;
 use super::span::Span;
 use super::turns::Turns;
 use super::window::{Window, WindowShape};
-use super::{Chunk, ChunkCache, DeviceCache, Rows, Sequences};
+use super::{Chunk, ChunkCache, DeviceCache, Room, Rows, Sequences};
 use crate::cache::Footprint;
 use crate::device::memory::Buffer;
 use crate::device::{Gpu, hashed, programs};
@@ -217,16 +217,8 @@ impl DeviceCache for ZackCache {
         self.window.rows(layer)
     }
 
-    fn sinks(&self) -> usize {
-        self.window.shape.sinks
-    }
-
-    fn ring(&self) -> usize {
-        self.window.shape.ring
-    }
-
-    fn capacity(&self) -> usize {
-        self.window.shape.capacity
+    fn room(&self) -> Room {
+        self.window.shape.room()
     }
 
     fn attend(

@@ -3,7 +3,7 @@
 use kv_gpu::{DevicePtr, Grid};
 
 use super::super::bases::{Place, TurnedRows};
-use super::super::cache::Rows;
+use super::super::cache::{Room, Rows};
 use super::super::gemv::{Gemv, GemvArguments};
 use super::super::memory::Buffer;
 use super::super::weights::Packed;
@@ -79,6 +79,7 @@ impl Decoder {
     fn launch_begin(&self) -> Result<()> {
         let (sequences, activations) = (&self.sequences, &self.activations);
         let first = self.weights.layers.first().map_or(&self.weights.norm, |layer| &layer.attention_norm);
+        let Room { sinks, ring, .. } = self.cache.room();
         let arguments = BeginArguments {
             embedding: self.weights.embedding.pointer(),
             tokens: sequences.tokens.pointer(),
@@ -91,8 +92,8 @@ impl Decoder {
             exact_lengths: sequences.exact_lengths.pointer(),
             coded_lengths: sequences.coded_lengths.pointer(),
             hidden: self.weights.config.hidden_size as u32,
-            sinks: self.cache.sinks() as u32,
-            ring: self.cache.ring() as u32,
+            sinks: sinks as u32,
+            ring: ring as u32,
         };
         // SAFETY: the structure is the kernel's argument; buffers have the lengths of `new`; tokens are those
         // that `feed` was given, which are in the vocabulary, or picked ones.

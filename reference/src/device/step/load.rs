@@ -59,7 +59,7 @@ impl Decoder {
         if !loader.is_for(&self.gpu, &self.weights.config, self.weights.element) {
             return Err(Error::argument("the loader is of another model, element type or device"));
         }
-        let (start, capacity) = (self.position(loader)?, self.cache.capacity());
+        let (start, capacity) = (self.position(loader)?, self.cache.room().capacity);
         if tokens.is_empty() || tokens.start != start || tokens.end > capacity {
             return Err(Error::Argument(format!(
                 "a frame of the tokens {}..{} after {start} in a cache of {capacity} tokens",

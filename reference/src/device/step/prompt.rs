@@ -204,7 +204,7 @@ impl Decoder {
         self.sequences.positions.read_into(&self.gpu, &mut starts)?;
         let starts = starts.into_iter().map(|start: u32| start as usize);
         let spans: Vec<(usize, &[u32])> = starts.zip(prompts.iter().map(Vec::as_slice)).collect();
-        let capacity = self.cache.capacity();
+        let capacity = self.cache.room().capacity;
         if let Some((start, prompt)) = spans.iter().find(|(start, prompt)| start + prompt.len() > capacity) {
             let n = prompt.len();
             return Err(Error::Argument(format!("{n} tokens after {start} in a cache of {capacity} tokens")));
