@@ -391,7 +391,7 @@ impl Method {
         let Some((name, entry)) = names().find(|(name, _)| *name == s.name) else {
             let all: Vec<&str> = names().map(|(name, _)| name).collect();
             let meant = similar(s.name, &all).map_or_else(String::new, |name| format!(" (`{name}` is one)"));
-            let what = format!("there is no method `{}`{meant}, only {}", s.name, all.join(", "));
+            let what = format!("unknown method `{}`{meant}; known: {}", s.name, all.join(", "));
             return Err(Error::Argument(what));
         };
         let kind = (entry.parse)(&mut s)?;
@@ -403,7 +403,7 @@ impl Method {
                 let window = Window {
                     sinks: s.tokens("sinks", 4)?,
                     recent: s.tokens("window", 64)?,
-                    batch: s.tokens("batch", kind.batch())?,
+                    batch: s.some_tokens("batch", kind.batch())?,
                 };
                 let exact = s.common("exact", ElementType::F16)?;
                 exact_layers = s.common("exact-layers", Layers(vec![]))?.0;
@@ -447,6 +447,28 @@ mod tests {
         let distance = |a: &str, b| edit_distance(&a.chars().collect::<Vec<_>>(), b);
         assert_eq!((distance("kitten", "sitting"), distance("", "abc"), distance("abc", "")), (3, 3, 3));
         assert!(Method::parse_list(" ").unwrap_err().to_string().contains("no method"));
+    }
+
+    #[test]
+    fn an_error_of_a_setting_says_what_is_accepted() {
+        for (spec, says) in [
+            ("int4:group=-1", "group=-1: must be a whole number from 1 to 4096"),
+            ("int4:group=99999999999999999999", "must be a whole number from 1 to 4096"),
+            ("int4:batch=0", "batch=0: must be a whole number from 1 to 16777216"),
+            ("int4:bits=4", "unknown setting `bits`; known: k, v, group, sinks, window, batch"),
+            ("oracle:ratio=nan", "ratio=nan: must be a number above 0 and at most 1"),
+            ("oracle:tokens=0", "tokens=0: must be a whole number from 1 to 16777216"),
+            ("oracle:ratio=0.1:ratio=0.2", "`ratio` is given twice"),
+            ("oracle:ratio=0.1:tokens=8", "give `tokens` or `ratio`, not both"),
+            ("oracle:x=1", "unknown setting `x`; known: tokens, ratio, sinks"),
+            ("hybrid:bound=0.1", "`bound` has no effect without rows=auto"),
+            ("pqcache:k-cache=8", "`k-cache` has no effect without offload=FOLDER"),
+            ("pqcache:codebooks=both", "codebooks=both: must be one of prompt, profile"),
+        ] {
+            let error = spec.parse::<Method>().unwrap_err().to_string();
+            let name = spec.split(':').next().unwrap();
+            assert!(error.starts_with(&format!("method {name}: ")) && error.contains(says), "{error}");
+        }
     }
 
     #[test]

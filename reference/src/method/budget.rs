@@ -6,9 +6,9 @@ use crate::Result;
 /// The tokens that a step retrieves.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum Budget {
-    /// A part of all tokens, of which sinks and window are a share.
+    /// A fraction of all tokens, of which sinks and window are a share.
     Ratio(f64),
-    /// A part of the tokens besides sinks and window, of which they are none.
+    /// A fraction of the tokens besides sinks and window, of which they are none.
     Share(f64),
     /// A number of tokens besides sinks and window.
     Tokens(usize),
@@ -17,9 +17,9 @@ pub(crate) enum Budget {
 impl Budget {
     /// Takes the setting `tokens`, or `ratio` where that is not given.
     pub(super) fn take(s: &mut Settings<'_>) -> Result<Self> {
-        Ok(match s.tokens("tokens", 0)? {
-            0 => Self::Ratio(s.fraction("ratio", 0.2)?),
-            tokens => Self::Tokens(tokens),
+        Ok(match s.is_first(["tokens", "ratio"])? {
+            true => Self::Tokens(s.some_tokens("tokens", 1)?),
+            false => Self::Ratio(s.fraction("ratio", 0.2)?),
         })
     }
 

@@ -49,7 +49,7 @@ enum Mode {
     Transform { bits: f32, offset: f32 },
     /// Channels, bins in deviations.
     Channels { k: f32, v: f32 },
-    /// Channels, one step for all of a layer: this part of the root of their mean variance.
+    /// Channels, one step for all of a layer: this fraction of the root of their mean variance.
     Common { k: f32, v: f32 },
     /// As in the paper: anchors, bins that grow by layer third, a range coder.
     Paper { k: f32, v: f32 },

@@ -1,5 +1,6 @@
 //! How long clustering takes next to a layer's prefill on this machine, and how many iterations follow.
 
+use std::collections::BTreeSet;
 use std::fmt::Display;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
@@ -64,8 +65,8 @@ impl ClusteringProfile {
     /// Measures on the first tokens of a text. Rows are written to `folder`.
     ///
     /// # Errors
-    /// [`Error::Argument`] for a text or a model that is too short; errors of `pq-core` for fewer than three
-    /// lengths; errors of [`prefill`] and of the folder.
+    /// [`Error::Argument`] for fewer than three different lengths, and for a text or a model that is too short;
+    /// errors of [`prefill`] and of the folder; of `pq-core` for lengths that are too near for a fit.
     pub fn measure(
         model: &Model,
         tokens: &[u32],
@@ -73,6 +74,10 @@ impl ClusteringProfile {
         shape: PqShape,
         folder: &Path,
     ) -> Result<Self> {
+        let different = lengths.iter().collect::<BTreeSet<_>>().len();
+        if different < 3 {
+            return Err(Error::Argument(format!("the fit needs three different lengths, not {different}")));
+        }
         let longest = lengths.iter().copied().max().unwrap_or(0);
         if longest > tokens.len().min(model.config.max_seq_len) || lengths.contains(&0) {
             let (text, context) = (tokens.len(), model.config.max_seq_len);
@@ -168,7 +173,7 @@ impl FromStr for Iterations {
         match text.parse::<f64>() {
             Ok(_) => match text.parse() {
                 Ok(count @ 1..=4096) => Ok(Self::Count(count)),
-                _ => Err("is neither 1 to 4096 nor a file of `kv cost`".into()),
+                _ => Err("must be a whole number from 1 to 4096 or a file of `kv cost`".into()),
             },
             Err(_) => Ok(Self::Profile(text.into())),
         }
@@ -276,7 +281,7 @@ mod tests {
         let rows = tempfile::tempdir().unwrap();
         let measure =
             |lengths: &[usize]| ClusteringProfile::measure(&model, &tokens, lengths, shape, rows.path());
-        assert!(matches!(measure(&[64, 128]), Err(Error::Pq(_))), "two lengths fit no square");
+        assert!(matches!(measure(&[64, 128, 64]), Err(Error::Argument(_))), "two lengths fit no square");
         assert!(matches!(measure(&[64, 128, 257]), Err(Error::Argument(_))));
         assert!(matches!(measure(&[0, 64, 128]), Err(Error::Argument(_))));
         measure(&[64, 128, 192, 256]).unwrap()

@@ -39,13 +39,16 @@ pub(super) const HYBRID: Entry = Entry {
   hybrid            attention on coarse PQ codes, with the exact rows of  k=16x8 v=8x8 rows=0.01|auto bound=0.05
                       the few tokens that hold most of the weight;        keys=mean|rope|rotated norms=off|on
                                                                           iterations=8
-                      on a GPU, whose memory has the exact rows           rows-on=host|device
+                      on a GPU: the memory that holds the exact rows      rows-on=host|device
 ",
         offload_help!()
     ),
     parse: |s| {
         let codes = Pair::new(PqCode::take(s, "k", 8, 8)?, PqCode::take(s, "v", 8, 16)?);
         let rows = s.own("rows", Rows::Share(0.01))?;
+        if rows != Rows::Auto {
+            s.need(&["bound"], "rows=auto")?;
+        }
         Ok(Arc::new(HybridKind {
             rows,
             bound: s.common_part("bound", 0.05)? as f32,
@@ -70,7 +73,7 @@ impl FromStr for Rows {
         match text.parse() {
             _ if text == "auto" => Ok(Self::Auto),
             Ok(share) if (0.0..=1.0).contains(&share) => Ok(Self::Share(share)),
-            _ => Err("is neither `auto` nor a part of the tokens from 0 to 1".into()),
+            _ => Err("must be `auto` or a fraction of the tokens from 0 to 1".into()),
         }
     }
 }

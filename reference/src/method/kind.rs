@@ -147,7 +147,7 @@ pub(super) trait Kind: Debug + Send + Sync {
         false
     }
 
-    /// The parts of the dimensions that stay, of a method that attends to rows of reduced rank on a device:
+    /// The fractions of the dimensions that stay, of a method that attends to rows of reduced rank on a device:
     /// of all tokens, and without codes.
     #[cfg(feature = "cuda")]
     fn device_cuts(&self) -> Option<Pair<f64>> {

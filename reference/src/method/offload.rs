@@ -56,7 +56,7 @@ impl FromStr for Folder {
     fn from_str(path: &str) -> std::result::Result<Self, String> {
         match path.parse() {
             Ok(path) if path != PathBuf::new() => Ok(Self(path)),
-            Ok(_) => Err("is no folder".into()),
+            Ok(_) => Err("must name a folder".into()),
             Err::<_, Infallible>(e) => match e {},
         }
     }
@@ -76,19 +76,20 @@ impl OffloadSettings {
     pub fn take(s: &mut Settings<'_>) -> Result<Self> {
         let held = s.common("offloaded", Held::Exact)?;
         let Folder(folder) = s.common("offload", Folder(PathBuf::new()))?;
-        let offload = (!folder.as_os_str().is_empty()).then(|| -> Result<Offload> {
-            let blocks = BlockRule {
-                capacity: s.tokens("cache", 4096)?,
-                block_len: s.common_count("block", 128)?,
-                k_cache: s.count("k-cache", 32)?,
-                eviction: match s.common("evict", Evict::LeastFrequentlyUsed)? {
-                    Evict::LeastFrequentlyUsed => Eviction::LeastFrequentlyUsed,
-                    Evict::LeastRecentlyUsed => Eviction::LeastRecentlyUsed,
-                },
-            };
-            Ok(Offload { folder, blocks })
-        });
-        Ok(Self { held, offload: offload.transpose()? })
+        if folder.as_os_str().is_empty() {
+            s.need(&["cache", "block", "k-cache", "evict"], "offload=FOLDER")?;
+            return Ok(Self { held, offload: None });
+        }
+        let blocks = BlockRule {
+            capacity: s.tokens("cache", 4096)?,
+            block_len: s.common_count("block", 128)?,
+            k_cache: s.count("k-cache", 32)?,
+            eviction: match s.common("evict", Evict::LeastFrequentlyUsed)? {
+                Evict::LeastFrequentlyUsed => Eviction::LeastFrequentlyUsed,
+                Evict::LeastRecentlyUsed => Eviction::LeastRecentlyUsed,
+            },
+        };
+        Ok(Self { held, offload: Some(Offload { folder, blocks }) })
     }
 
     /// Checks that the folder takes files, before the work that fills them.

@@ -78,7 +78,7 @@ impl FromStr for Written {
             Some(Self::Rate { nbits: nbits.parse().ok()?, components })
         };
         let parsed = text.split_once('x').and_then(code).or_else(|| text.split_once('/').and_then(rate));
-        parsed.ok_or_else(|| "is neither SUBSPACESxBITS, like 64x8, nor BITS/COMPONENTS, like 8/2".into())
+        parsed.ok_or_else(|| "must be SUBSPACESxBITS, like 64x8, or BITS/COMPONENTS, like 8/2".into())
     }
 }
 

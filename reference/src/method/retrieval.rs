@@ -2,8 +2,6 @@
 //! exact product, `pqcache` by product-quantized keys; its exact rows are offloaded. On a device they are in
 //! host memory.
 
-use std::fmt;
-use std::str::FromStr;
 use std::sync::Arc;
 
 use pq_core::{
@@ -19,6 +17,7 @@ use super::kind::Retrieval;
 use super::kind::{Entry, Kind, SEED, Site};
 use super::offload::{OffloadSettings, offload_help};
 use super::pq_code::PqCode;
+use super::settings::words;
 use crate::cache::{Fetched, Footprint, Geometry, OffloadedRows, Store};
 use crate::calibrate::Calibration;
 use crate::model::{Config, Model, Rope};
@@ -28,7 +27,7 @@ use crate::{Error, Profile, Result};
 pub(super) const ORACLE: Entry = Entry {
     names: &["oracle"],
     help: "\
-  oracle            exact top-k, this part of the tokens                  ratio=0.2 or tokens=N
+  oracle            exact top-k, this fraction of the tokens              ratio=0.2 or tokens=N
 ",
     parse: |s| {
         Ok(Arc::new(TopK { budget: Budget::take(s)?, quantizer: None, offload: OffloadSettings::NONE }))
@@ -78,26 +77,7 @@ enum Codebooks {
     Profile,
 }
 
-impl FromStr for Codebooks {
-    type Err = String;
-
-    fn from_str(text: &str) -> std::result::Result<Self, String> {
-        match text {
-            "prompt" => Ok(Self::Prompt),
-            "profile" => Ok(Self::Profile),
-            _ => Err("is neither prompt nor profile".into()),
-        }
-    }
-}
-
-impl fmt::Display for Codebooks {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Prompt => "prompt",
-            Self::Profile => "profile",
-        })
-    }
-}
+words!(Codebooks, "prompt" => Codebooks::Prompt, "profile" => Codebooks::Profile);
 
 impl Quantizer {
     fn key(&self, l: usize, head: usize) -> String {

@@ -22,8 +22,8 @@ use crate::side::Pair;
 pub(super) const RETRO_INFER: Entry = Entry {
     names: &["retroinfer"],
     help: "\
-  retroinfer        clusters of keys: the best exactly (a part of the     rows=0.018
-                      tokens), the next by their centroids (a part of     estimate=0.232 cluster=16
+  retroinfer        clusters of keys: the best exactly (a fraction of     rows=0.018
+                      the tokens), the next by their centroids (one of    estimate=0.232 cluster=16
                       the clusters), no others (RetroInfer)
 ",
     parse: |s| {
@@ -36,7 +36,7 @@ pub(super) const RETRO_INFER: Entry = Entry {
 #[derive(Clone, Copy, Debug)]
 struct RetroInfer {
     rows: RowBudget, // of the retrieval zone
-    estimate: f64,   // part of the clusters in the estimation zone
+    estimate: f64,   // fraction of the clusters in the estimation zone
     cluster: usize,  // tokens of a cluster, on average
 }
 

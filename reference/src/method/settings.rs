@@ -6,6 +6,9 @@ use std::str::FromStr;
 use crate::cache::ElementType;
 use crate::{Error, Result};
 
+/// Most tokens that a setting counts.
+const MOST_TOKENS: u32 = 1 << 24;
+
 /// The `key=value` pairs of a method, taken one by one.
 pub(super) struct Settings<'a> {
     pub name: &'a str,
@@ -26,15 +29,42 @@ impl<'a> Settings<'a> {
     }
 
     fn take<T: FromStr<Err = String>>(&mut self, key: &'static str, default: T) -> Result<(T, bool)> {
-        self.known.push(key);
+        if !self.known.contains(&key) {
+            self.known.push(key);
+        }
         let Some(at) = self.left.iter().position(|(k, _)| *k == key) else { return Ok((default, false)) };
         let (_, value) = self.left.swap_remove(at);
-        if self.left.iter().any(|(k, _)| *k == key) {
-            return Err(Error::Argument(format!("method {}: `{key}` is given twice", self.name)));
+        if self.is_given(key) {
+            return Err(self.refused(format_args!("`{key}` is given twice")));
         }
         match value.parse() {
             Ok(value) => Ok((value, true)),
-            Err(what) => Err(Error::Argument(format!("method {}: {key}={value}: {what}", self.name))),
+            Err(what) => Err(self.refused(format_args!("{key}={value}: {what}"))),
+        }
+    }
+
+    fn is_given(&self, key: &str) -> bool {
+        self.left.iter().any(|(k, _)| *k == key)
+    }
+
+    fn refused(&self, what: impl Display) -> Error {
+        Error::Argument(format!("method {}: {what}", self.name))
+    }
+
+    /// Whether the first of two settings that exclude each other is given.
+    pub fn is_first(&mut self, [first, second]: [&'static str; 2]) -> Result<bool> {
+        self.known.extend([first, second]);
+        match (self.is_given(first), self.is_given(second)) {
+            (true, true) => Err(self.refused(format_args!("give `{first}` or `{second}`, not both"))),
+            (given, _) => Ok(given),
+        }
+    }
+
+    /// Refuses settings that have no effect without another one, which is not given.
+    pub fn need(&self, keys: &[&str], other: &str) -> Result<()> {
+        match keys.iter().find(|key| self.is_given(key)) {
+            Some(key) => Err(self.refused(format_args!("`{key}` has no effect without {other}"))),
+            None => Ok(()),
         }
     }
 
@@ -69,9 +99,14 @@ impl<'a> Settings<'a> {
         Ok(self.own(key, Within::<u32, 1, 8>(default))?.0)
     }
 
-    /// A count of tokens: a setting of all methods.
+    /// A count of tokens, which may be 0.
     pub fn tokens(&mut self, key: &'static str, default: usize) -> Result<usize> {
-        Ok(self.common(key, Within::<usize, 0, 0x100_0000>(default))?.0)
+        Ok(self.common(key, Within::<usize, 0, MOST_TOKENS>(default))?.0)
+    }
+
+    /// A count of tokens, at least one.
+    pub fn some_tokens(&mut self, key: &'static str, default: usize) -> Result<usize> {
+        Ok(self.common(key, Within::<usize, 1, MOST_TOKENS>(default))?.0)
     }
 
     /// A count of at least one.
@@ -122,11 +157,10 @@ impl<'a> Settings<'a> {
     /// Refuses settings that nothing has taken.
     pub fn finish(&self) -> Result<()> {
         match self.left.first() {
-            Some((key, _)) => Err(Error::Argument(format!(
-                "method {} has no setting `{key}`, or has another one in its place; it has {}",
-                self.name,
-                self.known.join(", ")
-            ))),
+            Some((key, _)) => {
+                let known = self.known.join(", ");
+                Err(self.refused(format_args!("unknown setting `{key}`; known: {known}")))
+            }
             None => Ok(()),
         }
     }
@@ -137,15 +171,13 @@ impl<'a> Settings<'a> {
 struct Within<T, const LOW: u32, const HIGH: u32>(T);
 
 macro_rules! within {
-    ($type:ty, $low:tt) => {
+    ($type:ty, $low:tt, $range:literal) => {
         impl<const LOW: u32, const HIGH: u32> FromStr for Within<$type, LOW, HIGH> {
             type Err = String;
             fn from_str(text: &str) -> std::result::Result<Self, String> {
-                let value: $type = text.parse().map_err(|_| "is not a number".to_owned())?;
-                if value $low LOW as $type && value <= HIGH as $type {
-                    Ok(Self(value))
-                } else {
-                    Err(format!("is not {} {LOW} and at most {HIGH}", stringify!($low)))
+                match text.parse::<$type>() {
+                    Ok(value) if value $low LOW as $type && value <= HIGH as $type => Ok(Self(value)),
+                    _ => Err(format!($range, LOW, HIGH)),
                 }
             }
         }
@@ -156,10 +188,10 @@ macro_rules! within {
         }
     };
 }
-within!(u32, >=);
-within!(usize, >=);
-within!(f64, >);
-within!(f32, >);
+within!(u32, >=, "must be a whole number from {} to {}");
+within!(usize, >=, "must be a whole number from {} to {}");
+within!(f64, >, "must be a number above {} and at most {}");
+within!(f32, >, "must be a number above {} and at most {}");
 
 /// Gives an enum its words on the command line.
 macro_rules! words {
@@ -169,7 +201,7 @@ macro_rules! words {
             fn from_str(text: &str) -> std::result::Result<Self, String> {
                 match text {
                     $($word => Ok($value.into()),)+
-                    _ => Err(format!("is none of {}", [$($word),+].join(", "))),
+                    _ => Err(format!("must be one of {}", [$($word),+].join(", "))),
                 }
             }
         }
@@ -204,7 +236,7 @@ impl FromStr for Bits {
 
     fn from_str(text: &str) -> std::result::Result<Self, String> {
         let bits = text.parse().ok().filter(|x: &f32| (-8.0..=8.0).contains(x));
-        bits.map(Self).ok_or_else(|| "is not a number of bits from -8 to 8".into())
+        bits.map(Self).ok_or_else(|| "must be a number of bits from -8 to 8".into())
     }
 }
 
@@ -241,7 +273,7 @@ impl FromStr for Layers {
 
     fn from_str(text: &str) -> std::result::Result<Self, String> {
         let layers = text.split('+').map(str::parse).collect::<std::result::Result<_, _>>();
-        layers.map(Self).map_err(|_| "is not a list of layers, like 0+5".into())
+        layers.map(Self).map_err(|_| "must be a list of layers, like 0+5".into())
     }
 }
 

@@ -25,7 +25,7 @@ pub(super) const SNAP_KV: Entry = Entry {
 
 #[derive(Debug)]
 struct SnapKv {
-    tokens: f64, // part of the prompt's tokens that stays
+    tokens: f64, // fraction of the prompt's tokens that stays
 }
 
 impl Kind for SnapKv {

@@ -66,7 +66,7 @@ struct SparQStore {
     geometry: Geometry,
     exact: DenseStore,
     sums: Vec<Vec<f64>>, // per head: (head_dim,) of the values
-    ratio: f64,          // attended part of all tokens
+    ratio: f64,          // attended fraction of all tokens
     reserved: usize,     // sinks and window, which count towards that part
     components: usize,   // that score
     fetched: FetchCounter,
@@ -102,7 +102,7 @@ impl SparQStore {
 
     /// Estimated softmax of every query of the group over the tokens from `first` on: (group, tokens).
     ///
-    /// Scores of some components are narrower than those of all; the part of the query's magnitude in them
+    /// Scores of some components are narrower than those of all; the fraction of the query's magnitude in them
     /// says by how much.
     fn estimates(&self, head: usize, first: usize, q: &[f32]) -> Result<Vec<f32>> {
         let (dim, n) = (self.geometry.head_dim, self.exact.tokens() - first);

@@ -26,8 +26,8 @@ use store::ZackStore;
 pub(super) const ZACK: Entry = Entry {
     names: &["zack"],
     help: "\
-  zack              rotated, ranks cut to these parts, values folded      k=0.75 v=0.75 basis=closed|stacked|principal
-                      with evicted tokens, with codes as int4's           tokens=PART bits=BITS
+  zack              rotated, ranks cut to fractions, values folded        k=0.75 v=0.75 basis=closed|stacked|principal
+                      with evicted tokens, with codes as int4's           tokens=0.5 bits=BITS
                                                                           ranks=removal|loss|uniform multiple=1
 ",
     parse: |s| {
