@@ -269,6 +269,7 @@ fn the_first_profile_is_everybodys() {
     object[1000] ^= 1;
     std::fs::write(&path, object).unwrap();
     assert!(stored().is_err());
+    assert!(store.stored_profile(id).unwrap_err().is_damage());
     assert_eq!(store.damaged_profiles().unwrap(), [id]);
     store.profile(id, || kv_reference::Result::Ok(SETUP.profile.clone())).unwrap();
     assert_eq!(space(&stored().unwrap()), SETUP.space);
@@ -389,12 +390,14 @@ fn the_command_line_stores_and_loads() {
     let generate = ["generate", &prompt, "--tokens", "8", "--device", "cpu"];
     let plain = run("kv", kv(&generate));
     let (first, err) = output(&[&generate[..], &["--kv", &url, "--kv-keep"]].concat());
-    assert!(err.contains("kv: 0 of ") && !err.contains(" 0 chunks stored"), "{err}");
+    assert!(err.contains("kv: loaded 0 of ") && !err.contains(" 0 chunks stored"), "{err}");
     assert_eq!(first.as_bytes(), plain.stdout);
     let (second, err) = output(&[&generate[..], &["--kv", &url]].concat());
-    assert!(err.contains(" tokens loaded (") && err.contains(" 0 chunks stored"), "{err}");
+    assert!(err.contains("loaded ") && err.contains(" 0 chunks stored"), "{err}");
     assert_eq!(first, second);
     let adaptive = ["--kv", &url, "--kv-encoding", "adaptive", "--kv-slo", "30"];
+    let (of_file, _) = output(&["generate", "-f", &text, "--tokens", "8", "--device", "cpu", "--kv", &url]);
+    assert_eq!(first, of_file);
     let (third, err) = output(&[&generate[..], &adaptive].concat());
     assert!(first == third && err.contains(" tokens recomputed"), "{err}"); // in time
     let (put, _) = output(&["store", "put", &url, "--text", &text, "--json", &report]);
@@ -405,7 +408,7 @@ fn the_command_line_stores_and_loads() {
     let listed = inspect(&["store", "ls", &url]);
     let rows: Vec<Vec<&str>> = listed.lines().map(|line| line.split_whitespace().collect()).collect();
     let [header, row] = &rows[..] else { panic!("{listed}") };
-    assert!(header.starts_with(&["space", "beginnings", "chunks", "tokens"]), "{listed}");
+    assert!(header.starts_with(&["namespace", "contexts", "chunks", "tokens"]), "{listed}");
     assert!(row[1] == "1" && row.last() == Some(&"0"), "{listed}");
     let space = row[0];
     assert_eq!(inspect(&["store", "rm", &url, space]), format!("{space} deleted\n"));
@@ -486,11 +489,20 @@ fn wrong_stores_are_refused_in_one_line() {
     }
     assert!(!missing.exists());
     refused("empty", &["store", "get", url, "--tokens", "10"], "holds nothing");
+    refused(
+        "a short text",
+        &["store", "put", url, "--tokens", "10"],
+        "10 tokens fill no chunk, whose least are 100",
+    );
+    refused("another text", &["store", "get", url, "--tokens", "10"], "holds no beginning of this text");
+    refused("memory", &["store", "ls", "memory:///"], "memory:///: the memory of this process");
+    let twice = ["store", "get", url, "--kv-levels", "cachegen:bits=2,cachegen:bits=2"];
+    refused("a level twice", &twice, "cachegen:mode=transform:bits=2 is given twice");
     refused("tokens", &["store", "get", url, "--tokens", "999999"], "--tokens 999999: the text has ");
     let levels = ["cachegen:bits=3"; 17].join(",");
     refused("many levels", &["store", "put", url, "--kv-levels", &levels], "17 levels");
     refused("levels", &["store", "get", url, "--kv-levels", "dense"], "no bitstream");
-    refused("level", &["store", "get", url, "--level", "3"], "--level is 0 to 2, not 3");
+    refused("level", &["store", "get", url, "--level", "3"], "--level must be 0 to 2, not 3");
     refused("encoding", &["generate", "x", "--kv", url, "--kv-encoding", "fine"], "`fine` is neither");
     refused("level", &["generate", "x", "--kv", url, "--kv-encoding", "0,3"], "one of 3 levels");
     refused("slo", &["generate", "x", "--kv", url, "--kv-slo", "nan"], "--kv-slo");

@@ -81,6 +81,11 @@ impl LevelArgs {
             let what = format!("--kv-levels: {} levels, not 1 to {}", methods.len(), codec_core::MAX_LEVELS);
             return Err(Error::Argument(what));
         }
+        if let Some(twice) =
+            methods.iter().enumerate().find_map(|(i, m)| methods[..i].contains(m).then_some(m))
+        {
+            return Err(Error::Argument(format!("--kv-levels: {} is given twice", twice.spec())));
+        }
         Ok(methods)
     }
 }
@@ -138,7 +143,7 @@ impl KvArgs {
     pub fn open(&self, model: &Model, profile: Option<&Path>) -> Result<Option<PromptLoader>> {
         let Some(url) = &self.kv else { return Ok(None) };
         if !self.kv_slo.is_finite() || self.kv_slo < 0.0 {
-            return Err(Error::argument("--kv-slo is not negative"));
+            return Err(Error::argument("--kv-slo must be a number of seconds from 0 on"));
         }
         let levels = self.levels.methods()?.len();
         let first_level = first_level(self.kv_slo, levels);
@@ -147,7 +152,10 @@ impl KvArgs {
         let choice = choice("--kv-encoding", &self.kv_encoding, levels, policy)?;
         let open = match OpenStore::new(url, model, profile, &self.levels, self.kv_keep) {
             // The prompt needs no store.
-            Err(Error::Store(e @ (store::Error::Backend { .. } | store::Error::Timeout { .. }))) => {
+            Err(Error::Store(e))
+                if e.is_damage()
+                    || matches!(e, store::Error::Backend { .. } | store::Error::Timeout { .. }) =>
+            {
                 print_error(format_args!("kv: {e}; the prompt is computed\n"));
                 return Ok(None);
             }
@@ -258,7 +266,7 @@ impl PromptLoader {
         FillOptions { stream, speeds, chunk, keep: self.keep }
     }
 
-    /// Says what became of the prompt.
+    /// Says how much of the prompt was loaded.
     fn report(&self, prompt: &[u32], filled: &Filled) {
         let events = filled.trace.iter().flat_map(|trace| &trace.events);
         let loaded = events.filter(|event| event.outcome == Outcome::Loaded);
@@ -266,10 +274,9 @@ impl PromptLoader {
             loaded.fold((0, 0), |(tokens, bytes), event| (tokens + event.tokens, bytes + event.bytes));
         let seconds = filled.trace.as_ref().map_or(0.0, Trace::seconds);
         print_error(format_args!(
-            "kv: {tokens} of {} loaded ({}), a prefix of {} in {seconds:.3} s{}{}, {} stored\n",
+            "kv: loaded {tokens} of {} ({}) in {seconds:.3} s{}{}, {} stored\n",
             count(prompt.len(), "token"),
             HumanBytes(bytes),
-            filled.prefix,
             if self.slo > 0.0 && seconds > self.slo { " (late)" } else { "" },
             filled.trace.as_ref().map(recomputed).unwrap_or_default(),
             count(filled.stored, "chunk")
@@ -404,7 +411,12 @@ impl Put {
         let (model, tokens, open) = self.context.open(true)?;
         let open = open.ok_or_else(|| Error::argument("a store that is written has levels"))?;
         let chunks = open.space.chunks(&tokens);
-        let end = chunks.last().map_or(0, |chunk| chunk.tokens.end);
+        let Some(end) = chunks.last().map(|chunk| chunk.tokens.end) else {
+            let (tokens, tail) = (count(tokens.len(), "token"), self.context.levels.kv_grid.0.tail);
+            return Err(Error::Argument(format!(
+                "{tokens} fill no chunk, whose least are {tail} (--kv-grid)"
+            )));
+        };
         let rope = Rope::new(&model.config, end);
         let bar = progress();
         bar.set_message(format!("computing {}", count(end, "token")));
@@ -451,13 +463,18 @@ impl Get {
         let json = self.context.files().writes("--json", self.json.json.clone())?;
         let levels = self.context.levels.methods()?.len();
         if self.level >= levels {
-            return Err(Error::Argument(format!("--level is 0 to {}, not {}", levels - 1, self.level)));
+            return Err(Error::Argument(format!("--level must be 0 to {}, not {}", levels - 1, self.level)));
         }
         let (_, tokens, open) = self.context.open(false)?;
         let Some(open) = open else {
             return Err(Error::argument("the store holds nothing for this model and these levels"));
         };
         let found = open.store.find(&open.space, &tokens)?;
+        let Some(held) = found.last().map(|chunk| chunk.key().tokens.end) else {
+            return Err(Error::argument(
+                "the store holds no beginning of this text; `kv store verify` says what is damaged",
+            ));
+        };
         let total = found.iter().filter_map(|chunk| chunk.sizes().nth(self.level)).sum();
         let bar = transfer_bar(total);
         let (mut bytes, start) = (0, Instant::now());
@@ -473,8 +490,7 @@ impl Get {
             },
         )?;
         bar.finish_and_clear();
-        let (held, seconds) =
-            (found.last().map_or(0, |chunk| chunk.key().tokens.end), start.elapsed().as_secs_f64());
+        let seconds = start.elapsed().as_secs_f64();
         out.print(format_args!(
             "{held} of {} in {}: {} in {seconds:.3} s\n",
             count(tokens.len(), "token"),

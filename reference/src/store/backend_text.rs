@@ -2,6 +2,10 @@
 
 use std::error::Error;
 
+/// The service that gives a machine of EC2 its credentials; clients without others ask it.
+const METADATA: &str = "//169.254.169.254/";
+const NO_CREDENTIALS: &str = "no AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, and none from ";
+
 /// Most characters of a cause.
 const LONGEST: usize = 200;
 
@@ -17,7 +21,10 @@ pub(super) fn line(path: &str, e: &object_store::Error) -> String {
         is_method.then(|| format!("{method} {}", url.split('?').next().unwrap_or_default()))
     });
     match request {
-        Some(request) => format!("{}: {}", cut(&request), cut(&answer(&last(e)))),
+        Some(request) => {
+            let asked = if request.contains(METADATA) { NO_CREDENTIALS } else { "" };
+            format!("{asked}{}: {}", cut(&request), cut(&answer(&last(e))))
+        }
         None => format!("{path}: {}", cause(e)),
     }
 }
@@ -88,6 +95,8 @@ mod tests {
         assert_eq!(cut(&answer(&format!("{status}: go away\nnow"))), "403 Forbidden go away");
         let refused = "Error performing list request: Error performing GET http://h:1/b?prefix=a in 1ms - no";
         assert!(line("a", &generic(refused)).starts_with("GET http://h:1/b: "));
+        let metadata = "Error performing PUT http://169.254.169.254/latest/api/token in 1ms - no";
+        assert!(line("a", &generic(metadata)).starts_with("no AWS_ACCESS_KEY_ID and "));
     }
 
     #[test]

@@ -138,7 +138,8 @@ impl KvStore {
         self.wait(self.store.damaged_profiles())
     }
 
-    /// The profile of this name: the stored one, or that of `make`, which is then stored.
+    /// The profile of this name: the stored one, or, where there is none or a damaged one, that of `make`, which is
+    /// then stored.
     ///
     /// # Errors
     /// As [`AsyncStore::put_profile`]; the errors of `make`; [`Error::Cancelled`].
@@ -147,9 +148,10 @@ impl KvStore {
         id: ProfileId,
         make: impl FnOnce() -> Result<Profile, E>,
     ) -> Result<Profile, E> {
-        match self.stored_profile(id)? {
-            Some(stored) => Ok(stored),
-            None => {
+        match self.stored_profile(id) {
+            Ok(Some(stored)) => Ok(stored),
+            Err(e) if !e.is_torn() => Err(e.into()),
+            _ => {
                 let made = make()?;
                 Ok(self.wait(self.store.put_profile(id, made))?)
             }

@@ -53,7 +53,7 @@ impl StoredChunk {
     }
 }
 
-/// What became of a chunk that was to be stored.
+/// The outcome of storing a chunk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Put {
     /// It is stored.
@@ -138,7 +138,7 @@ impl AsyncStore {
         }
     }
 
-    /// Stores a chunk: `object` is what [`codec_core::write_chunk`] makes of a frame a level, in their order.
+    /// Stores a chunk: `object` is [`codec_core::write_chunk`] of a frame per level, in their order.
     /// The chunk before it must be stored, or a reader will not find this one.
     ///
     /// The frames are written first, the manifest last and only where there is none. When this returns, the

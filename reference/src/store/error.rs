@@ -111,6 +111,11 @@ impl Error {
         }
     }
 
+    /// Whether an object has other bytes than were written.
+    pub(super) const fn is_torn(&self) -> bool {
+        matches!(self, Self::Length { .. } | Self::Digest { .. })
+    }
+
     /// Whether the store holds something wrong for the chunk, as opposed to not answering: the chunk counts
     /// as not stored, and may be written again.
     #[must_use]

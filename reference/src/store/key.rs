@@ -124,7 +124,9 @@ impl Grid {
     pub fn check(&self) -> Result<()> {
         let fits = self.tail > 0 && self.chunk > 0 && self.chunk.is_multiple_of(self.tail);
         if !fits || self.chunk / self.tail > MAX_TAILS + 1 || self.chunk > MAX_CHUNK {
-            return Err(Error::Argument("a chunk must be 1 to 65 times its tail, and at most 2^20 tokens"));
+            return Err(Error::Argument(
+                "a chunk must be a multiple of its tail, 1 to 65 times as long, and at most 1,048,576 tokens",
+            ));
         }
         Ok(())
     }

@@ -135,7 +135,7 @@ impl AsyncStore {
             Ok([piece]) => piece,
             Err(pieces) => pieces.concat().into(),
         };
-        // The digest vouches for the bytes, not for who has written them.
+        // The digest proves the bytes, not who has written them.
         match is_of(Frame::parse(&frame, usize::MAX)?.info(), &chunk.key().tokens, level) {
             true => Ok(frame),
             false => Err(Error::Digest { path: path.to_string() }),

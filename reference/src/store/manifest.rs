@@ -129,7 +129,7 @@ impl Manifest {
         out
     }
 
-    /// Reads a manifest from bytes that nobody vouches for.
+    /// Reads a manifest from untrusted bytes.
     ///
     /// # Errors
     /// What is wrong with them.

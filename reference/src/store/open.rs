@@ -22,7 +22,7 @@ use super::{Error, Result, backend_text};
 /// schemes work as it documents them.
 ///
 /// # Errors
-/// [`Error::Url`], also for a folder that is not there and is not to be made.
+/// [`Error::Url`], also for a folder or memory that is not there and is not to be made.
 pub fn open(url: &str, create: bool) -> Result<(Arc<dyn ObjectStore>, Path)> {
     if let Some(path) = folder_of(url)? {
         return folder(&path, create);
@@ -32,6 +32,7 @@ pub fn open(url: &str, create: bool) -> Result<(Arc<dyn ObjectStore>, Path)> {
     let failed = |e: object_store::Error| bad(backend_text::cause(&e));
     let (scheme, path) = ObjectStoreScheme::parse(&parsed).map_err(|e| bad(e.to_string()))?;
     match scheme {
+        ObjectStoreScheme::Memory if !create => Err(bad("the memory of this process holds no store".into())),
         ObjectStoreScheme::AmazonS3 => {
             // The first call decides; an embedder may have chosen before.
             let _ = rustls::crypto::ring::default_provider().install_default();

@@ -7,7 +7,6 @@ use codec_core::Profile;
 use object_store::PutMode;
 use object_store::path::Path;
 use sha2::{Digest as _, Sha256};
-use tracing::warn;
 
 use super::manifest::digest;
 use super::{AsyncStore, Error, ProfileId, Result};
@@ -39,11 +38,12 @@ impl AsyncStore {
         self.remote().path(["profiles", &id.to_string()])
     }
 
-    /// The stored profile of this name. A damaged one counts as not stored.
+    /// The stored profile of this name.
     ///
     /// # Errors
-    /// [`Error::Backend`] and [`Error::Timeout`]; [`Error::Limit`] for more than a gibibyte; [`Error::Codec`]
-    /// for bytes that were written as a profile and are none, or one of another version.
+    /// [`Error::Backend`] and [`Error::Timeout`]; [`Error::Digest`] and [`Error::Length`] for a damaged one;
+    /// [`Error::Limit`] for more than a gibibyte; [`Error::Codec`] for bytes that were written as a profile and
+    /// are none, or one of another version.
     pub async fn profile(&self, id: ProfileId) -> Result<Option<Profile>> {
         let path = self.profile_path(id);
         let Some(len) = self.remote().size(&path).await? else { return Ok(None) };
@@ -54,14 +54,8 @@ impl AsyncStore {
             bytes.split_at_checked(DIGEST).is_some_and(|(expected, profile)| digest(profile) == expected)
         };
         let range = 0..len.max(DIGEST as u64); // one that is shorter is damaged
-        match self.remote().get_range(&path, &range, &AtomicU64::new(0), verified).await {
-            Ok(bytes) => Ok(Some(Profile::from_bytes(&bytes[DIGEST..])?)),
-            Err(e) if e.is_damage() => {
-                warn!(error = %e, "the profile counts as not stored");
-                Ok(None)
-            }
-            Err(e) => Err(e),
-        }
+        let bytes = self.remote().get_range(&path, &range, &AtomicU64::new(0), verified).await?;
+        Ok(Some(Profile::from_bytes(&bytes[DIGEST..])?))
     }
 
     /// The names of stored profiles that are damaged.
@@ -74,9 +68,7 @@ impl AsyncStore {
             let id: Option<ProfileId> = meta.location.filename().and_then(|name| name.parse().ok());
             let Some(id) = id else { continue };
             match self.profile(id).await {
-                Ok(Some(_)) => {}
-                Ok(None) => damaged.push(id),
-                // The digest is right, and what it is of is no profile.
+                Ok(_) => {}
                 Err(e) if e.is_damage() => damaged.push(id),
                 Err(e) => return Err(e),
             }
@@ -84,11 +76,11 @@ impl AsyncStore {
         Ok(damaged)
     }
 
-    /// Stores a profile where there is none, and returns the one that is stored: another writer may have been
-    /// first.
+    /// Stores a profile where there is none or a damaged one, and returns the one that is stored: another writer
+    /// may have been first.
     ///
     /// # Errors
-    /// As [`Self::profile`].
+    /// As [`Self::profile`], but for damage.
     pub async fn put_profile(&self, id: ProfileId, profile: Profile) -> Result<Profile> {
         let bytes = profile.to_bytes();
         let object = bytes::Bytes::from([&digest(&bytes)[..], &bytes].concat());
@@ -96,9 +88,10 @@ impl AsyncStore {
         if self.remote().put(&path, object.clone(), PutMode::Create).await? {
             return Ok(profile);
         }
-        match self.profile(id).await? {
-            Some(stored) => Ok(stored),
-            None => self.remote().put(&path, object, PutMode::Overwrite).await.map(|_| profile),
+        match self.profile(id).await {
+            Ok(Some(stored)) => Ok(stored),
+            Err(e) if !e.is_torn() => Err(e),
+            _ => self.remote().put(&path, object, PutMode::Overwrite).await.map(|_| profile),
         }
     }
 }

@@ -42,16 +42,16 @@ pub struct FillOptions {
     pub keep: bool,
 }
 
-/// What became of the chunks of a context.
+/// How many chunks of a context were written.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Calculated {
-    /// Chunks that were not there, and are.
+    /// Chunks that were missing and are stored now.
     pub stored: usize,
-    /// Chunks that were damaged, and are stored anew.
+    /// Chunks that were damaged and are replaced.
     pub repaired: usize,
 }
 
-/// What became of a prompt.
+/// The outcome of a prompt.
 #[derive(Debug, Default)]
 pub struct Filled {
     /// Tokens of the stored prefix.

@@ -98,7 +98,7 @@ impl Remote {
         Err(Error::Argument("a request needs at least one attempt"))
     }
 
-    /// What `parse` makes of a whole object of at most `limit` bytes, if it is there. What cannot be parsed
+    /// Reads a whole object of at most `limit` bytes, if it is there, and parses it. What cannot be parsed
     /// is read again.
     pub async fn get<T>(
         &self,

@@ -65,7 +65,7 @@ impl SpaceReport {
 }
 
 const COLUMNS: [&str; 8] =
-    ["space", "beginnings", "chunks", "tokens", "size", "orphans", "their size", "damaged"];
+    ["namespace", "contexts", "chunks", "tokens", "size", "orphans", "orphan size", "damaged"];
 
 /// Prints a line for each space, then what is damaged.
 fn print(reports: &[SpaceReport], out: &mut Stdout) {
