@@ -19,7 +19,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use clap::{Args, Parser, Subcommand};
+use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand};
 use device::DeviceArgs;
 use indicatif::{ProgressBar, ProgressStyle};
 use kv_reference::method::methods_help;
@@ -60,7 +60,7 @@ enum Command {
     Fetch(fetch::Fetch),
     /// List the methods with their settings
     Methods,
-    /// Keep caches in an object store: a folder, S3 and what speaks its protocol
+    /// Keep caches in an object store: a folder, S3 and compatible servers
     #[cfg(feature = "store")]
     #[command(subcommand)]
     Store(store::Store),
@@ -70,6 +70,22 @@ enum Command {
 }
 
 impl Kv {
+    /// The command of the arguments. Negative numbers are values, not options: the check of their own option
+    /// says what it takes.
+    pub fn from_arguments() -> std::result::Result<Self, clap::Error> {
+        fn take_negative_numbers(command: clap::Command) -> clap::Command {
+            command
+                .mut_args(|arg| match arg.get_action().takes_values() {
+                    true => arg.allow_negative_numbers(true),
+                    false => arg,
+                })
+                .mut_subcommands(take_negative_numbers)
+        }
+        let mut command = take_negative_numbers(Self::command());
+        let matches = command.try_get_matches_from_mut(std::env::args_os())?;
+        Self::from_arg_matches(&matches).map_err(|e| e.format(&mut command))
+    }
+
     pub fn run(self, out: &mut Stdout) -> Result<()> {
         match self.command {
             Command::Compare(command) => command.run(out),

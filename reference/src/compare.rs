@@ -39,7 +39,7 @@ pub struct Sizes {
     pub calibration: usize,
 }
 
-/// A GPU, for the methods that have a form on it.
+/// A GPU, for the methods that are implemented on it.
 #[cfg(feature = "cuda")]
 pub struct OnGpu {
     /// The GPU.
@@ -147,7 +147,7 @@ struct Measured {
 }
 
 /// Compares `methods` over `text` (its name and tokens): calibrates on its first part, unless a profile is
-/// given, and runs the part after it. With a GPU, methods that have a form on it run there.
+/// given, and runs the part after it. With a GPU, methods that are implemented on it run there.
 ///
 /// # Errors
 /// [`Error::Argument`] for a text or context that is too short, and for a method that the GPU does not take

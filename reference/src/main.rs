@@ -4,7 +4,6 @@ mod commands;
 
 use std::process::ExitCode;
 
-use clap::Parser;
 use clap::error::ErrorKind;
 use commands::{Kv, Stdout, print_error};
 
@@ -15,7 +14,7 @@ const FAILED: u8 = 2;
 
 fn main() -> ExitCode {
     let mut out = Stdout::default();
-    match Kv::try_parse() {
+    match Kv::from_arguments() {
         Ok(command) => {
             if let Err(e) = command.run(&mut out) {
                 return fail(FAILED, &e.to_string());

@@ -105,11 +105,11 @@ impl Profile {
     pub fn load(path: &Path, model: &Model) -> Result<Self> {
         let file = files::read(path)?;
         let (_, header) = SafeTensors::read_metadata(&file)
-            .map_err(|e| Error::file(path, format!("is no profile of format {FORMAT}: {e}")))?;
+            .map_err(|e| Error::file(path, format!("is not a profile of format {FORMAT}: {e}")))?;
         let metadata = header.metadata().as_ref();
         let field = |key: &str| metadata.and_then(|m| m.get(key)).map_or("", String::as_str);
         if field("format") != FORMAT {
-            return Err(Error::file(path, format!("is no profile of format {FORMAT}")));
+            return Err(Error::file(path, format!("is not a profile of format {FORMAT}")));
         }
         if field("model_hash") != model.hash {
             let (theirs, ours) = (field("model_name"), &model.name);

@@ -86,6 +86,24 @@ fn configs() {
             "\"rope_type\": \"linear\", \"factor\": 0",
             "positive",
         ),
+        (
+            "two ropes",
+            "\"mlp_bias\": false,",
+            "\"mlp_bias\": false, \"rope_scaling\": {\"type\": \"linear\", \"factor\": 2},",
+            "`rope_scaling` differs from `rope_parameters`",
+        ),
+        (
+            "a rope that is a word",
+            "\"mlp_bias\": false,",
+            "\"mlp_bias\": false, \"rope_scaling\": \"yarn\",",
+            "not an object",
+        ),
+        (
+            "two bases",
+            "\"mlp_bias\": false,",
+            "\"mlp_bias\": false, \"rope_theta\": 0,",
+            "`rope_theta` differs",
+        ),
     ] {
         model_refused(case, edited("gqa", "config.json", from, to).path(), what);
     }
@@ -314,13 +332,14 @@ fn profiles_and_arguments() {
     let short = file("short.txt", b"too short");
     let new = folder.path().join("new").to_str().unwrap().to_owned();
     let binary = file("binary.txt", &[0xff, 0xfe, 0x80]);
+    let long = file("long.txt", &vec![b'a'; 9 << 20]);
     for (case, args, what) in [
         (
             "a profile that is none",
             &["compare", "--profile", &nonsense][..],
-            "nonsense: is no profile of format",
+            "nonsense: is not a profile of format",
         ),
-        ("weights as a profile", &["compare", "--profile", &weights], "no profile"),
+        ("weights as a profile", &["compare", "--profile", &weights], "not a profile"),
         ("a profile that is not there", &["compare", "--profile", "/nowhere"], "--profile: /nowhere: "),
         ("a text too short", &["compare", "--text", &short], "tokens"),
         ("a text that is no text", &["compare", "--text", &binary], "binary.txt"),
@@ -352,8 +371,11 @@ fn profiles_and_arguments() {
         ),
         ("a model without a tokenizer", &["compare", "--model", gqa], "no tokenizer.json"),
         ("an empty prompt", &["generate", ""], "empty"),
+        ("a prompt that is not there", &["generate", "--file", "/nowhere"], "--file: /nowhere: "),
+        ("a prompt that is no text", &["generate", "-f", &binary], "binary.txt"),
+        ("a prompt of 9 MiB", &["generate", "-f", &long], "has 9437184 bytes"),
         ("endless tokens", &["generate", "a", "--tokens", "18446744073709551615"], "exceed the context"),
-        ("a negative temperature", &["generate", "a", "--temperature=-1"], "temperature"),
+        ("a negative temperature", &["generate", "a", "--temperature", "-1"], "temperature -1"),
         ("a depth outside the prompt", &["eval", "--depths", "1.5"], "depth 1.5"),
         ("endless trials", &["eval", "--trials", "1000000000000"], "facts for a prompt"),
         ("too few tokens to calibrate on", &["calibrate", &new, "--tokens", "3"], "too few"),

@@ -17,6 +17,8 @@ fn arguments_that_do_not_parse_get_a_whole_message() {
         ("an argument that is missing", &["generate"], &["<PROMPT>", "Usage: kv generate"]),
         ("a context that is not a number", &["compare", "--context", "many"], &["many", "--context <N>"]),
         ("a token that is not a number", &["logits", "--tokens", "1,x"], &["'x'", "--tokens <LIST>"]),
+        ("a negative context", &["compare", "--context", "-1"], &["'-1'", "--context <N>"]),
+        ("a prompt twice", &["generate", "a", "--file", "b"], &["[PROMPT]", "--file"]),
         ("a chunk of nothing", &["generate", "a", "--chunk", "0"], &["--chunk <N>"]),
         ("a device that is none", &["compare", "--device", "gpu"], &["auto, cpu, cuda", "--device"]),
         ("a method nearly right", &["generate", "a", "--method", "zak"], &["`zak` (`zack` is one)"]),

@@ -20,7 +20,7 @@ pub struct Cost {
     /// Method whose codebooks are trained on the prompt
     #[arg(long, default_value = "pqcache")]
     method: Method,
-    /// Prompt lengths in tokens, three or more
+    /// Prompt lengths in tokens, at least three different ones
     #[arg(long, value_name = "LIST", value_delimiter = ',', default_values_t = [512, 1024, 2048, 4096])]
     lengths: Vec<usize>,
     /// Folder in which rows are written

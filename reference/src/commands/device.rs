@@ -36,7 +36,7 @@ impl FromStr for Choice {
                 .strip_prefix("cuda:")
                 .and_then(ordinal)
                 .map(Self::Cuda)
-                .ok_or_else(|| "is none of auto, cpu, cuda, cuda:N".into()),
+                .ok_or_else(|| "must be auto, cpu, cuda or cuda:N".into()),
         }
     }
 }

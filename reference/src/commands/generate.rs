@@ -11,12 +11,14 @@ use kv_reference::device::{self, Gpu, Weights, method_cache};
 use kv_reference::forward::Decoder;
 use kv_reference::method::{Method, Prepared};
 use kv_reference::model::{Model, Rope};
-use kv_reference::{Error, Profile, Result, Sampler, Sampling};
+use kv_reference::{Error, Profile, Result, Sampler, Sampling, files};
 use serde::Serialize;
 
 #[cfg(feature = "store")]
 use super::store::{KvArgs, PromptLoader};
-use super::{DeviceArgs, Files, JsonArgs, ModelArgs, Stdout, TextArgs, load_profile, progress};
+use super::{
+    DeviceArgs, Files, JsonArgs, MOST_TEXT, ModelArgs, Stdout, TextArgs, load_profile, of_option, progress,
+};
 
 #[derive(Args)]
 #[command(
@@ -25,8 +27,11 @@ use super::{DeviceArgs, Files, JsonArgs, ModelArgs, Stdout, TextArgs, load_profi
 )]
 pub struct Generate {
     /// Text to continue
-    #[arg(value_name = "PROMPT")]
-    prompt: String,
+    #[arg(value_name = "PROMPT", required_unless_present = "file")]
+    prompt: Option<String>,
+    /// File with the text to continue; newlines at its end are left out
+    #[arg(short, long, value_name = "FILE", conflicts_with = "prompt")]
+    file: Option<PathBuf>,
     #[command(flatten)]
     model: ModelArgs,
     /// Cache to use
@@ -42,7 +47,7 @@ pub struct Generate {
     /// 0 takes the most likely token
     #[arg(long, default_value_t = 0.0)]
     temperature: f64,
-    /// Draw from the most likely tokens that hold this part of the probability
+    /// Draw from the most likely tokens that hold this fraction of the probability
     #[arg(long, default_value_t = 1.0)]
     top_p: f64,
     /// What tokens are drawn from
@@ -78,10 +83,12 @@ impl Generate {
         let sampling = Sampling::new(self.temperature, self.top_p, self.seed)?;
         let mut files = Files::default();
         files.reads("--model", &self.model.path());
+        self.file.iter().for_each(|path| files.reads("--file", path));
         self.profile.iter().for_each(|path| files.reads("--profile", path));
         let json = files.writes("--json", self.json.json.clone())?;
         let model = self.model.load()?;
-        let prompt = model.tokenizer()?.encode(&self.prompt)?;
+        let text = self.prompt()?;
+        let prompt = model.tokenizer()?.encode(&text)?;
         if prompt.is_empty() {
             return Err(Error::argument("the prompt is empty"));
         }
@@ -105,13 +112,25 @@ impl Generate {
         out.print("\n");
         let Stream { tokens, shown, .. } = stream;
         json.write_json(&Generated {
-            prompt: &self.prompt,
+            prompt: &text,
             method: self.method.spec(),
             prompt_tokens: prompt.len(),
             prompt_seconds: seconds,
             tokens,
             text: shown,
         })
+    }
+
+    /// The text of the prompt.
+    fn prompt(&self) -> Result<String> {
+        let Some(path) = &self.file else { return Ok(self.prompt.clone().unwrap_or_default()) };
+        let mut text = of_option("--file", files::read_text(path))?;
+        if text.len() > MOST_TEXT {
+            let (bytes, most) = (text.len(), MOST_TEXT);
+            return Err(Error::file(path, format!("has {bytes} bytes, of which a prompt takes {most}")));
+        }
+        text.truncate(text.trim_end_matches('\n').len());
+        Ok(text)
     }
 
     /// Runs the prompt.

@@ -21,7 +21,7 @@ pub struct Speed {
     #[arg(long, value_name = "NAME", conflicts_with = "model")]
     random: Option<String>,
     /// Methods to time: dense in 16 bits, hybrid with keys=rotated, int4, million, pqcache, pqklt with
-    /// keys=rotated and norms=off, and zack have a form on the device
+    /// keys=rotated and norms=off, and zack run on the device
     #[arg(long, value_name = "LIST", default_value = "dense:dtype=bf16,million:exact=bf16")]
     methods: String,
     /// Tokens that a step attends to
@@ -30,9 +30,9 @@ pub struct Speed {
     /// Sequences of a batch, at most 32
     #[arg(long, value_name = "LIST", value_delimiter = ',', default_values_t = [1])]
     batches: Vec<usize>,
-    /// Part of the chosen rows that are on the device since the last step: random queries choose without
-    /// the locality of a model's, so this is forced
-    #[arg(long, value_name = "SHARE", default_value_t = 0.0)]
+    /// Fraction of the selected rows that count as already on the device, 0 to 1: random queries select without
+    /// the locality of a model's
+    #[arg(long, value_name = "FRACTION", default_value_t = 0.0)]
     hits: f32,
     /// Encode what leaves the window in the order of the steps, not next to them
     #[arg(long)]

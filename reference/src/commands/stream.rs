@@ -78,8 +78,8 @@ struct StreamArgs {
     /// Bandwidth in Gbit/s that is known before the first chunk
     #[arg(long, value_name = "RATE")]
     prior: Option<f64>,
-    /// Part of --slo that is kept in reserve when encodings are chosen
-    #[arg(long, value_name = "PART", default_value_t = RESERVE)]
+    /// Fraction of --slo that is kept in reserve when encodings are chosen
+    #[arg(long, value_name = "FRACTION", default_value_t = RESERVE)]
     reserve: f64,
     /// Requests that arrive together
     #[arg(long, value_name = "N", default_value_t = 1)]
@@ -103,7 +103,7 @@ struct StreamArgs {
     report: Option<PathBuf>,
 }
 
-/// Part of a deadline that is kept in reserve.
+/// Fraction of a deadline that is kept in reserve.
 pub(super) const RESERVE: f64 = 0.1;
 
 /// Most requests of a run.
@@ -114,14 +114,14 @@ impl StreamArgs {
         let times = [self.latency, self.slo, self.reserve];
         if !times.iter().all(|x| x.is_finite() && *x >= 0.0) || self.reserve >= 1.0 {
             return Err(Error::argument(
-                "--latency, --slo and --reserve are not negative, --reserve is below 1",
+                "--latency, --slo and --reserve must not be negative, and --reserve must be below 1",
             ));
         }
         if !(1..=MOST_REQUESTS).contains(&self.requests) {
-            return Err(Error::Argument(format!("--requests is 1 to {MOST_REQUESTS}")));
+            return Err(Error::Argument(format!("--requests must be 1 to {MOST_REQUESTS}")));
         }
         if self.chunk == 0 {
-            return Err(Error::argument("--chunk needs a token"));
+            return Err(Error::argument("--chunk must be at least 1"));
         }
         let policy = StreamPolicy {
             slo: self.slo * (1.0 - self.reserve),

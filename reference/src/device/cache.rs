@@ -218,7 +218,7 @@ fn check_tokens(capacity: usize) -> Result<()> {
 /// or hashed without one.
 ///
 /// # Errors
-/// [`Error::Argument`] for a method that has no form on the device; [`Error::Profile`]; [`Error::Device`].
+/// [`Error::Argument`] for a method that is not implemented on the device; [`Error::Profile`]; [`Error::Device`].
 pub fn method_cache(
     gpu: &Gpu,
     method: &Method,
@@ -255,8 +255,8 @@ pub fn method_cache(
     }
     let Some(codes) = method.device_codes(config)? else {
         return Err(Error::Argument(format!(
-            "method {} has no form on the device, only dense, hybrid, int4, million (without outliers), \
-             pqcache, pqklt and zack (all tokens, without codes) have one, all without exact layers: pass \
+            "method {} is not implemented on the device; dense, hybrid, int4, million (without outliers), \
+             pqcache, pqklt and zack (all tokens, without codes) are, all without exact layers: pass \
              --device cpu",
             method.spec()
         )));

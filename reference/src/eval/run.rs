@@ -141,7 +141,8 @@ pub fn window_perplexity(
 ) -> Result<f64> {
     const ROWS: usize = 256; // whose logits are held at once
     if length < 2 || tokens.len() < length || windows == 0 {
-        return Err(Error::Argument(format!("{} tokens hold no window of {length}", tokens.len())));
+        let n = tokens.len();
+        return Err(Error::Argument(format!("no window of {length} tokens, at least 2, in a text of {n}")));
     }
     let (mut nll, mut n) = (0.0, 0);
     for window in tokens.chunks_exact(length).take(windows) {

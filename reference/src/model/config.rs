@@ -300,8 +300,10 @@ impl RawConfig {
         if self.partial_rotary_factor.is_some_and(|x| x != 1.0) {
             return Err("a partial_rotary_factor is not supported".into());
         }
-        let rope = self.rope_parameters.as_ref().or(self.rope_scaling.as_ref());
         let theta = self.rope_parameters.as_ref().and_then(|rope| rope["rope_theta"].as_f64());
+        if theta.zip(self.rope_theta).is_some_and(|(new, old)| new != old) {
+            return Err("`rope_theta` differs from that of `rope_parameters`".into());
+        }
         let head_dim = match self.head_dim {
             Some(head_dim) => head_dim,
             None if self.num_attention_heads > 0 => self.hidden_size / self.num_attention_heads,
@@ -309,7 +311,16 @@ impl RawConfig {
         };
         let configured = family.bias == AttentionBias::Configured && self.attention_bias;
         let max_seq_len = self.max_position_embeddings.unwrap_or(2048);
-        let rope_scaling = rope.map_or(Ok(RopeScaling::None), |rope| rope_scaling(rope, max_seq_len))?;
+        let scaling = |given: &Option<Value>| -> std::result::Result<_, String> {
+            let given = given.as_ref().filter(|value| !value.is_null());
+            given.map(|value| rope_scaling(value, max_seq_len)).transpose()
+        };
+        let rope_scaling = match (scaling(&self.rope_parameters)?, scaling(&self.rope_scaling)?) {
+            (Some(new), Some(old)) if new != old => {
+                return Err("`rope_scaling` differs from `rope_parameters`".into());
+            }
+            (new, old) => new.or(old).unwrap_or(RopeScaling::None),
+        };
         Ok(Config {
             family: family.name,
             vocab_size: self.vocab_size,
@@ -335,8 +346,8 @@ impl RawConfig {
 }
 
 fn rope_scaling(value: &Value, max_seq_len: usize) -> std::result::Result<RopeScaling, String> {
-    if value.is_null() {
-        return Ok(RopeScaling::None);
+    if !value.is_object() {
+        return Err("rope scaling is not an object".into());
     }
     let number = |key: &str| {
         value[key].as_f64().ok_or_else(|| format!("rope scaling: `{key}` is missing or not a number"))

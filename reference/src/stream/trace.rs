@@ -16,7 +16,7 @@ pub struct Trace {
     pub computing: f64,
     /// Bytes that arrived, of abandoned transfers too.
     pub bytes: u64,
-    /// Every decision with what became of it, in order.
+    /// Every decision with its outcome, in order.
     pub events: Vec<Event>,
 }
 
@@ -49,7 +49,7 @@ impl Trace {
     }
 }
 
-/// What became of a decision.
+/// The outcome of a decision.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Outcome {
@@ -65,7 +65,7 @@ pub enum Outcome {
     Damaged(String),
 }
 
-/// A decision about a chunk of one request, with its inputs and what became of it.
+/// A decision about a chunk of one request, with its inputs and its outcome.
 #[derive(Clone, Debug, Serialize)]
 pub struct Event {
     /// The request.
@@ -94,7 +94,7 @@ pub struct Event {
     pub arrived: f64,
     /// Bytes that arrived.
     pub bytes: u64,
-    /// What became of it.
+    /// Its outcome.
     pub outcome: Outcome,
     /// When its decoding or recomputation began.
     pub computing_from: Option<f64>,
