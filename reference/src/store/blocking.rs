@@ -138,8 +138,8 @@ impl KvStore {
         self.wait(self.store.damaged_profiles())
     }
 
-    /// The profile of this name: the stored one, or, where there is none or a damaged one, that of `make`, which is
-    /// then stored.
+    /// The profile of this name: the stored one, or, where there is none or a damaged one, that of `make`,
+    /// which is then stored.
     ///
     /// # Errors
     /// As [`AsyncStore::put_profile`]; the errors of `make`; [`Error::Cancelled`].

@@ -42,8 +42,8 @@ impl AsyncStore {
     ///
     /// # Errors
     /// [`Error::Backend`] and [`Error::Timeout`]; [`Error::Digest`] and [`Error::Length`] for a damaged one;
-    /// [`Error::Limit`] for more than a gibibyte; [`Error::Codec`] for bytes that were written as a profile and
-    /// are none, or one of another version.
+    /// [`Error::Limit`] for more than a gibibyte; [`Error::Codec`] for bytes that were written as a profile
+    /// and are none, or one of another version.
     pub async fn profile(&self, id: ProfileId) -> Result<Option<Profile>> {
         let path = self.profile_path(id);
         let Some(len) = self.remote().size(&path).await? else { return Ok(None) };
@@ -76,8 +76,8 @@ impl AsyncStore {
         Ok(damaged)
     }
 
-    /// Stores a profile where there is none or a damaged one, and returns the one that is stored: another writer
-    /// may have been first.
+    /// Stores a profile where there is none or a damaged one, and returns the one that is stored: another
+    /// writer may have been first.
     ///
     /// # Errors
     /// As [`Self::profile`], but for damage.
