@@ -22,22 +22,75 @@ impl Nearest {
     pub const NONE: Self = Self { index: [0; BLOCK], distance: [f32::INFINITY; BLOCK] };
 }
 
-/// Fills `tile` (dsub, 64) with component `first` and on of up to 64 rows; a NaN or an infinity becomes 0.
-/// The columns of missing rows keep their values. Returns the sum of squares.
-pub(crate) fn fill_tile<'a, E: Element>(
-    rows: impl Iterator<Item = &'a [E]>,
+/// Fills `tile` (components, 64) with component `first` and on of `points` rows, up to 64, which `row` gives;
+/// a NaN or an infinity becomes 0. The columns of missing rows keep their values. `squares` gets the sum of
+/// squares of each subspace; all have as many components.
+pub(crate) fn fill_tile<'a, E: Element + 'a>(
+    backend: Backend,
+    points: usize,
+    row: impl Fn(usize) -> &'a [E],
     first: usize,
     tile: &mut [f32],
-) -> f64 {
-    let mut squares = 0.0;
-    for (i, row) in rows.enumerate() {
-        for (d, column) in tile.chunks_exact_mut(BLOCK).enumerate() {
-            let x = finite(row[first + d]);
-            column[i] = x;
-            squares += f64::from(x) * f64::from(x);
+    squares: &mut [f64],
+) {
+    backend.run(FillTile { points, row, first, tile, squares });
+}
+
+struct FillTile<'t, F> {
+    points: usize,
+    row: F,
+    first: usize,
+    tile: &'t mut [f32],
+    squares: &'t mut [f64],
+}
+
+impl<'a, E: Element + 'a, F: Fn(usize) -> &'a [E]> Kernel for FillTile<'_, F> {
+    type Output = ();
+
+    /// Portable code that the compiler vectorizes: several rows at a time are transposed in registers.
+    #[inline(always)]
+    fn scalar(mut self) {
+        const AT_ONCE: usize = 4;
+        let together = self.points / AT_ONCE * AT_ONCE;
+        for point in (0..together).step_by(AT_ONCE) {
+            self.fill::<AT_ONCE>(point);
+        }
+        for point in together..self.points {
+            self.fill::<1>(point);
+        }
+        let components = self.tile.len() / self.squares.len();
+        for (squares, subspace) in self.squares.iter_mut().zip(self.tile.chunks_exact(components)) {
+            let columns = subspace.chunks_exact(BLOCK);
+            *squares = columns.map(|column| sum(&column[..self.points], |x| x * x)).sum();
         }
     }
-    squares
+}
+
+impl<'a, E: Element + 'a, F: Fn(usize) -> &'a [E]> FillTile<'_, F> {
+    /// Fills the columns of `N` points from `point` on.
+    #[inline(always)]
+    fn fill<const N: usize>(&mut self, point: usize) {
+        let components = self.tile.len() / BLOCK;
+        let rows: [_; N] =
+            core::array::from_fn(|i| &(self.row)(point + i)[self.first..self.first + components]);
+        for d in 0..components {
+            let values = rows.map(|row| finite(row[d]));
+            self.tile[d * BLOCK + point..][..N].copy_from_slice(&values);
+        }
+    }
+}
+
+/// The sum of a function of all values, in several sums: one would wait for every addition.
+#[inline(always)]
+fn sum(values: &[f32], of: impl Fn(f64) -> f64) -> f64 {
+    let mut sums = [0.0; 8];
+    let (whole, rest) = values.as_chunks::<8>();
+    for values in whole {
+        for (sum, &x) in sums.iter_mut().zip(values) {
+            *sum += of(x.into());
+        }
+    }
+    sums.iter().sum::<f64>() + rest.iter().map(|&x| of(x.into())).sum::<f64>()
 }
 
 /// The points of a tile.
@@ -55,8 +108,8 @@ pub(crate) fn assign(backend: Backend, subspace: Subspace<'_>, tile: Tile<'_>, n
     // Registers hold up to 16 points.
     nearest.distance[..tile.points.next_multiple_of(16)].fill(f32::INFINITY);
     nearest.index[..tile.points.next_multiple_of(16)].fill(0);
-    backend.run(Assign { subspace, tile, nearest });
-    summed_error(subspace, tile, nearest)
+    let distances = backend.run(Assign { subspace, tile, nearest });
+    summed_error(subspace, tile, nearest, distances)
 }
 
 /// As [`assign`], where `nearest.index` holds a guess, such as the centroid of the previous iteration. A good
@@ -77,16 +130,15 @@ pub(crate) fn assign_from(
             *distance -= column[i] * subspace.column(d)[*index as usize];
         }
     }
-    backend.run(Assign { subspace, tile, nearest });
-    summed_error(subspace, tile, nearest)
+    let distances = backend.run(Assign { subspace, tile, nearest });
+    summed_error(subspace, tile, nearest, distances)
 }
 
-/// The summed squared error of an assignment. Points whose distances may have overflowed are assigned again,
-/// in `f64`.
-fn summed_error(subspace: Subspace<'_>, tile: Tile<'_>, nearest: &mut Nearest) -> f64 {
+/// The summed squared error of an assignment, from the sum of distances. Points whose distances may have
+/// overflowed are assigned again, in `f64`.
+fn summed_error(subspace: Subspace<'_>, tile: Tile<'_>, nearest: &mut Nearest, distances: f64) -> f64 {
     if fits_f32(subspace, tile.squares) {
-        return tile.squares
-            + nearest.distance[..tile.points].iter().map(|&x| 2.0 * f64::from(x)).sum::<f64>();
+        return tile.squares + 2.0 * distances;
     }
     let mut error = 0.0;
     for i in 0..tile.points {
@@ -132,7 +184,7 @@ fn nearest_wide(subspace: Subspace<'_>, x: impl Iterator<Item = f32> + Clone) ->
 /// it costs more than it saves.
 const RARE: usize = 1024;
 
-/// Updates `nearest` where a centroid is nearer.
+/// Updates `nearest` where a centroid is nearer, and sums the distances.
 struct Assign<'a> {
     subspace: Subspace<'a>,
     tile: Tile<'a>,
@@ -140,9 +192,9 @@ struct Assign<'a> {
 }
 
 impl Kernel for Assign<'_> {
-    type Output = ();
+    type Output = f64;
 
-    fn scalar(self) {
+    fn scalar(self) -> f64 {
         let ksub = self.subspace.ksub();
         for c in 0..ksub {
             let mut distances = [self.subspace.half_norms[c]; BLOCK];
@@ -160,16 +212,18 @@ impl Kernel for Assign<'_> {
                 }
             }
         }
+        sum(&self.nearest.distance[..self.tile.points], |distance| distance)
     }
 
     #[inline(always)]
-    fn vector<S: Simd>(self, s: S) {
+    fn vector<S: Simd>(mut self, s: S) -> f64 {
         match (self.subspace.ksub() >= RARE, S::WIDE && self.subspace.ksub() >= 4) {
             (true, true) => self.of_dsub::<S, 4, true>(s),
             (true, false) => self.of_dsub::<S, 2, true>(s),
             (false, true) => self.of_dsub::<S, 4, false>(s),
             (false, false) => self.of_dsub::<S, 2, false>(s),
         }
+        sum(&self.nearest.distance[..self.tile.points], |distance| distance)
     }
 }
 
@@ -178,8 +232,8 @@ impl Assign<'_> {
     /// registers, then two and one for the rest. A known dsub keeps the points of small subspaces in
     /// registers.
     #[inline(always)]
-    fn of_dsub<S: Simd, const C: usize, const SKIP: bool>(self, s: S) {
-        let Self { subspace, tile: Tile { values, points, .. }, nearest } = self;
+    fn of_dsub<S: Simd, const C: usize, const SKIP: bool>(&mut self, s: S) {
+        let Self { subspace, tile: Tile { values, points, .. }, ref mut nearest } = *self;
         let dsub = values.len() / BLOCK;
         // With 16 registers four at a time are 30 % slower than two at dsub 2, and 10 % faster at 8.
         let most = if S::WIDE || dsub > 4 { 4 } else { 2 };
@@ -338,12 +392,24 @@ impl<E: Element, F: FnMut(usize, u16)> Kernel for AssignOne<'_, E, F> {
     #[inline(always)]
     fn vector<S: Simd>(self, s: S) -> f64 {
         match self.codebook.shape().ksub() / S::LANES {
-            0 => self.each(|subspace, x| nearest_lane_by_lane(s, subspace, x)),
-            1..4 => self.each(|subspace, x| nearest_of_lanes::<E, S, 1>(s, subspace, x)),
-            _ => self.each(|subspace, x| nearest_of_lanes::<E, S, 4>(s, subspace, x)),
+            0 => self.each(
+                #[inline(always)]
+                |subspace, x| nearest_lane_by_lane(s, subspace, x),
+            ),
+            1..4 => self.each(
+                #[inline(always)]
+                |subspace, x| nearest_of_lanes::<E, S, 1>(s, subspace, x),
+            ),
+            _ => self.each(
+                #[inline(always)]
+                |subspace, x| nearest_of_lanes::<E, S, 4>(s, subspace, x),
+            ),
         }
     }
 }
+
+/// The most lanes of an instruction set.
+const MOST_LANES: usize = 16;
 
 /// The nearest centroid to one point, and its distance, where there are fewer centroids than lanes: every
 /// lane computes the same, so that products are rounded as in all other forms.
@@ -355,7 +421,10 @@ fn nearest_lane_by_lane<E: Element, S: Simd>(s: S, subspace: Subspace<'_>, x: &[
         for (d, &x) in x.iter().enumerate() {
             distance = s.neg_mul_add(s.splat(finite(x)), s.splat(subspace.column(d)[c]), distance);
         }
-        let distance = s.min_lane(distance);
+        let mut lanes = [0.0; MOST_LANES];
+        // SAFETY: no set has more lanes.
+        unsafe { s.store(lanes.as_mut_ptr(), distance) };
+        let distance = lanes[0];
         best = if distance < best.1 { (c as u32, distance) } else { best };
     }
     best
@@ -394,11 +463,18 @@ fn nearest_of_lanes<E: Element, S: Simd, const R: usize>(
         least = s.min(distance, least);
     }
     let least = s.min_lane(least);
-    // Of equal distances the lowest index wins.
-    let mut index = s.splat_u32(u32::MAX);
-    for (v, (distance, c)) in best.into_iter().enumerate() {
-        let c = s.add_u32(c, s.add_u32(s.lanes(), s.splat_u32((v * S::LANES) as u32)));
-        index = s.min_u32(index, s.where_equal(distance, s.splat(least), c));
+    let (mut equal, mut firsts) = (0_u64, [0; 4 * MOST_LANES]);
+    for (v, (distance, first)) in best.into_iter().enumerate() {
+        equal |= u64::from(s.equal(distance, s.splat(least))) << (v * S::LANES);
+        // SAFETY: R is at most 4.
+        unsafe { s.store_u32(firsts.as_mut_ptr().add(v * S::LANES), first) };
     }
-    (s.min_lane_u32(index), least)
+    // Of equal distances the lowest index wins; there are hardly ever two.
+    let mut index = u32::MAX;
+    while equal != 0 {
+        let at = equal.trailing_zeros();
+        index = index.min(firsts[at as usize] + at);
+        equal &= equal - 1;
+    }
+    (index, least)
 }

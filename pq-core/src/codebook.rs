@@ -107,6 +107,7 @@ impl<'a> Codebook<'a> {
         Ok(())
     }
 
+    #[inline(always)]
     pub(crate) fn subspace(&self, j: usize) -> Subspace<'a> {
         let (ksub, dsub) = (self.shape.ksub(), self.shape.dsub());
         Subspace {

@@ -54,12 +54,20 @@ impl Arranged {
 }
 
 impl Points {
-    /// Components `first..first + dsub` of `rows` (n, dim).
-    pub fn of_subspace<E: Element>(rows: &[E], dim: usize, first: usize, dsub: usize) -> Self {
-        let n = rows.len() / dim;
-        let mut tiles = vec![0.0; n.div_ceil(BLOCK) * BLOCK * dsub];
-        let chunks = rows.chunks(BLOCK * dim).zip(tiles.chunks_exact_mut(BLOCK * dsub));
-        let squares = chunks.map(|(rows, tile)| fill_tile(rows.chunks_exact(dim), first, tile)).collect();
+    /// Components `first..first + dsub` of `n` rows, which `row` gives.
+    pub fn of_subspace<'a, E: Element + 'a>(
+        backend: Backend,
+        n: usize,
+        row: impl Fn(usize) -> &'a [E],
+        first: usize,
+        dsub: usize,
+    ) -> Self {
+        let (mut tiles, mut squares) =
+            (vec![0.0; n.div_ceil(BLOCK) * BLOCK * dsub], vec![0.0; n.div_ceil(BLOCK)]);
+        let each = tiles.chunks_exact_mut(BLOCK * dsub).zip(squares.chunks_exact_mut(1));
+        for (at, (tile, squares)) in (0..n).step_by(BLOCK).zip(each) {
+            fill_tile(backend, BLOCK.min(n - at), |i| row(at + i), first, tile, squares);
+        }
         Self { tiles, dsub, n, squares }
     }
 
@@ -255,8 +263,12 @@ fn split_into_empty(centroids: &mut [f32], dsub: usize, counts: &mut [usize]) {
 mod tests {
     use super::*;
 
+    fn points(values: &[f32], dsub: usize) -> Points {
+        Points::of_subspace(Backend::detect(), values.len() / dsub, |i| &values[i * dsub..], 0, dsub)
+    }
+
     fn clusters(values: &[f32], dsub: usize, k: usize, iterations: usize) -> Clusters {
-        let points = Points::of_subspace(values, dsub, 0, dsub);
+        let points = points(values, dsub);
         let start = points.random_start(k, &mut SplitMix64(7));
         points.cluster(Backend::detect(), start, &Limits { iterations, tolerance: 0.0, time_is_up: None })
     }
@@ -273,7 +285,7 @@ mod tests {
     #[test]
     fn plus_plus_starts_in_every_cluster() {
         let values: Vec<f32> = (0..300).map(|i| (i % 3) as f32 * 100.0 + (i / 3) as f32 * 0.01).collect();
-        let mut start = Points::of_subspace(&values, 1, 0, 1).plus_plus_start(3, &mut SplitMix64(3));
+        let mut start = points(&values, 1).plus_plus_start(3, &mut SplitMix64(3));
         start.sort_by(f32::total_cmp);
         assert!(start[0] < 2.0 && start[1] > 99.0 && start[1] < 102.0 && start[2] > 199.0, "{start:?}");
     }
@@ -281,7 +293,7 @@ mod tests {
     #[test]
     fn fewer_points_than_centroids_cost_nothing() {
         assert!(clusters(&[1.0, 2.0, 3.0], 1, 8, 5).error < 1e-10);
-        let points = Points::of_subspace(&[1.0_f32, 2.0, 3.0], 1, 0, 1);
+        let points = points(&[1.0, 2.0, 3.0], 1);
         assert_eq!(points.plus_plus_start(8, &mut SplitMix64(3)).len(), 8);
     }
 

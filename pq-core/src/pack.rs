@@ -14,48 +14,78 @@ use crate::simd::Kernel;
 /// Codes in a run, and vectors in a block of codes.
 pub const BLOCK: usize = 64;
 
-/// The planes of a code: (bits, shift of the lowest), widest first.
-fn planes(nbits: u32) -> impl Iterator<Item = (usize, u32)> {
-    [8, 4, 2, 1].into_iter().filter(move |width| nbits & width != 0).scan(0, |shift, width| {
-        let plane = (width as usize, *shift);
-        *shift += width;
-        Some(plane)
-    })
+/// Calls `f` with the bits and the shift of each plane of a code, the widest first. It is inlined for each width,
+/// so that loops over planes have constant lengths.
+#[inline(always)]
+fn each_plane(nbits: u32, mut f: impl FnMut(usize, u32)) {
+    if nbits & 8 != 0 {
+        f(8, 0);
+    }
+    if nbits & 4 != 0 {
+        f(4, nbits & 8);
+    }
+    if nbits & 2 != 0 {
+        f(2, nbits & 12);
+    }
+    if nbits & 1 != 0 {
+        f(1, nbits & 14);
+    }
 }
 
 /// Packs 64, 32 or 16 codes, each below `1 << nbits`, into `run` (`codes.len() / 8 * nbits` bytes).
 #[inline(always)]
 pub(crate) fn pack_run(codes: &[u16], nbits: u32, run: &mut [u8]) {
-    let mut rest = run;
-    for (width, shift) in planes(nbits) {
-        let plane_len = codes.len() / 8 * width;
-        let (plane, tail) = rest.split_at_mut(plane_len);
-        rest = tail;
-        let mask = ((1_u32 << width) - 1) as u16;
-        plane.fill(0);
-        for (part, codes) in codes.chunks_exact(plane_len).enumerate() {
-            for (byte, code) in plane.iter_mut().zip(codes) {
-                *byte |= (((code >> shift) & mask) << (part * width)) as u8;
+    replace(run, nbits, codes.len(), 0, codes);
+}
+
+/// Writes the codes of tokens `first` and on of a run of `len` codes and leaves the others unchanged.
+#[inline(always)]
+fn replace<C: Copy + Into<u32>>(run: &mut [u8], nbits: u32, len: usize, first: usize, codes: &[C]) {
+    let mut start = 0;
+    each_plane(
+        nbits,
+        #[inline(always)]
+        |width, shift| {
+            let plane_len = len / 8 * width;
+            let plane = &mut run[start..][..plane_len];
+            start += plane_len;
+            let mask = ((1_u32 << width) - 1) as u8;
+            for part in 0..8 / width {
+                // Tokens of this part, whose bits are at the same place of every byte.
+                let tokens = part * plane_len;
+                let (from, to) = (tokens.max(first), (tokens + plane_len).min(first + codes.len()));
+                if from >= to {
+                    continue;
+                }
+                let codes = &codes[from - first..to - first];
+                for (byte, &code) in plane[from - tokens..to - tokens].iter_mut().zip(codes) {
+                    let bits = (code.into() >> shift) as u8 & mask;
+                    *byte = (*byte & !(mask << (part * width))) | (bits << (part * width));
+                }
             }
-        }
-    }
+        },
+    );
 }
 
 /// Reads the codes of a run of `len` codes, 64, 32 or 16.
 #[inline(always)]
 pub(crate) fn unpack_run(run: &[u8], nbits: u32, len: usize) -> [u16; BLOCK] {
     let mut codes = [0; BLOCK];
-    let mut rest = run;
-    for (width, shift) in planes(nbits) {
-        let (plane, tail) = rest.split_at(len / 8 * width);
-        rest = tail;
-        let mask = ((1_u32 << width) - 1) as u16;
-        for (part, codes) in codes[..len].chunks_exact_mut(len / 8 * width).enumerate() {
-            for (byte, code) in plane.iter().zip(codes) {
-                *code |= ((u16::from(*byte) >> (part * width)) & mask) << shift;
+    let mut start = 0;
+    each_plane(
+        nbits,
+        #[inline(always)]
+        |width, shift| {
+            let plane = &run[start..][..len / 8 * width];
+            start += plane.len();
+            let mask = ((1_u32 << width) - 1) as u16;
+            for (part, codes) in codes[..len].chunks_exact_mut(plane.len()).enumerate() {
+                for (byte, code) in plane.iter().zip(codes) {
+                    *code |= ((u16::from(*byte) >> (part * width)) & mask) << shift;
+                }
             }
-        }
-    }
+        },
+    );
     codes
 }
 
@@ -63,13 +93,17 @@ pub(crate) fn unpack_run(run: &[u8], nbits: u32, len: usize) -> [u16; BLOCK] {
 #[inline(always)]
 pub(crate) fn set_in_run(run: &mut [u8], nbits: u32, len: usize, i: usize, code: u16) {
     let mut start = 0;
-    for (width, shift) in planes(nbits) {
-        let (plane_len, mask) = (len / 8 * width, ((1_u32 << width) - 1) as u16);
-        let part = (i / plane_len * width) as u32;
-        let byte = &mut run[start + i % plane_len];
-        *byte = (*byte & !((mask << part) as u8)) | (((code >> shift) & mask) << part) as u8;
-        start += plane_len;
-    }
+    each_plane(
+        nbits,
+        #[inline(always)]
+        |width, shift| {
+            let (plane_len, mask) = (len / 8 * width, ((1_u32 << width) - 1) as u16);
+            let part = (i / plane_len * width) as u32;
+            let byte = &mut run[start + i % plane_len];
+            *byte = (*byte & !((mask << part) as u8)) | (((code >> shift) & mask) << part) as u8;
+            start += plane_len;
+        },
+    );
 }
 
 /// Writes the codes of tokens `first` and on of a run and leaves the others unchanged.
@@ -87,23 +121,13 @@ impl Kernel for ReplaceInRun<'_> {
     /// Portable code that the compiler vectorizes for each instruction set.
     #[inline(always)]
     fn scalar(self) {
-        match self.len {
-            BLOCK => self.replace(BLOCK),
-            len => self.replace(len),
+        let Self { run, nbits, len, first, codes } = self;
+        // Lengths that the compiler knows are worth a form of their own.
+        match (len, <&[u32; BLOCK]>::try_from(codes)) {
+            (BLOCK, Ok(codes)) => replace(run, nbits, BLOCK, 0, codes),
+            (BLOCK, Err(_)) => replace(run, nbits, BLOCK, first, codes),
+            _ => replace(run, nbits, len, first, codes),
         }
-    }
-}
-
-impl ReplaceInRun<'_> {
-    /// A length that the compiler knows is worth a form of its own.
-    #[inline(always)]
-    fn replace(self, len: usize) {
-        let Self { run, nbits, first, codes, .. } = self;
-        let mut all = if codes.len() == len { [0; BLOCK] } else { unpack_run(run, nbits, len) };
-        for (slot, &code) in all[first..len].iter_mut().zip(codes) {
-            *slot = code as u16;
-        }
-        pack_run(&all[..len], nbits, run);
     }
 }
 
@@ -111,12 +135,12 @@ impl ReplaceInRun<'_> {
 pub(crate) fn get_in_run(run: &[u8], nbits: u32, len: usize, i: usize) -> u16 {
     let mut start = 0;
     let mut code = 0;
-    for (width, shift) in planes(nbits) {
+    each_plane(nbits, |width, shift| {
         let (plane_len, mask) = (len / 8 * width, ((1_u32 << width) - 1) as u16);
         let byte = u16::from(run[start + i % plane_len]);
         code |= ((byte >> (i / plane_len * width)) & mask) << shift;
         start += plane_len;
-    }
+    });
     code
 }
 

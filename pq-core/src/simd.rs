@@ -154,10 +154,8 @@ pub(crate) trait Simd: Copy {
 
     /// The smallest lane of floats that are not NaN.
     fn min_lane(self, x: Self::F32) -> f32;
-    fn min_u32(self, a: Self::U32, b: Self::U32) -> Self::U32;
-    fn min_lane_u32(self, x: Self::U32) -> u32;
-    /// `index` where `a == b`, `u32::MAX` elsewhere.
-    fn where_equal(self, a: Self::F32, b: Self::F32, index: Self::U32) -> Self::U32;
+    /// One bit per lane, lane 0 lowest: whether `a == b`.
+    fn equal(self, a: Self::F32, b: Self::F32) -> u32;
 
     /// Integers that order as the scores do (see `topk::key`).
     fn keys(self, scores: Self::F32) -> Self::U32;

@@ -192,15 +192,15 @@ fn train_subspace<E: Element>(
     options: &TrainOptions<'_>,
 ) -> TrainedSubspace {
     let (dim, dsub, k) = (shape.dim(), shape.dsub(), shape.ksub());
-    let all = || Points::of_subspace(vectors, dim, j * dsub, dsub);
+    let n = vectors.len() / dim;
+    let row = |i: usize| &vectors[i * dim..][..dim];
+    let all = || Points::of_subspace(backend, n, row, j * dsub, dsub);
     let points = match options.max_vectors {
-        Some(max) if max < vectors.len() / dim => {
+        Some(max) if max < n => {
             // All subspaces draw the same vectors.
-            let mut order = SplitMix64(options.seed).sample(vectors.len() / dim, max);
+            let mut order = SplitMix64(options.seed).sample(n, max);
             order.sort_unstable();
-            let rows: Vec<E> =
-                order.iter().flat_map(|&i| vectors[i * dim + j * dsub..][..dsub].iter().copied()).collect();
-            Points::of_subspace(&rows, dsub, 0, dsub)
+            Points::of_subspace(backend, max, |i| row(order[i]), j * dsub, dsub)
         }
         _ => all(),
     };

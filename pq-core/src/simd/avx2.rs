@@ -210,23 +210,8 @@ impl Simd for Avx2 {
         })
     }
     #[inline(always)]
-    fn min_u32(self, a: __m256i, b: __m256i) -> __m256i {
-        op!(_mm256_min_epu32(a, b))
-    }
-    #[inline(always)]
-    fn min_lane_u32(self, x: __m256i) -> u32 {
-        op!({
-            let x = _mm_min_epu32(_mm256_castsi256_si128(x), _mm256_extracti128_si256::<1>(x));
-            let x = _mm_min_epu32(x, _mm_shuffle_epi32::<0b01_00_11_10>(x));
-            _mm_cvtsi128_si32(_mm_min_epu32(x, _mm_shuffle_epi32::<0b10_11_00_01>(x))) as u32
-        })
-    }
-    #[inline(always)]
-    fn where_equal(self, a: __m256, b: __m256, index: __m256i) -> __m256i {
-        op!({
-            let differ = _mm256_castps_si256(_mm256_cmp_ps::<_CMP_NEQ_UQ>(a, b));
-            _mm256_or_si256(index, differ)
-        })
+    fn equal(self, a: __m256, b: __m256) -> u32 {
+        op!(_mm256_movemask_ps(_mm256_cmp_ps::<_CMP_EQ_OQ>(a, b))) as u32
     }
 
     #[inline(always)]

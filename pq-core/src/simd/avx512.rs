@@ -130,19 +130,8 @@ impl Simd for Avx512 {
         op!(_mm512_reduce_min_ps(x))
     }
     #[inline(always)]
-    fn min_u32(self, a: __m512i, b: __m512i) -> __m512i {
-        op!(_mm512_min_epu32(a, b))
-    }
-    #[inline(always)]
-    fn min_lane_u32(self, x: __m512i) -> u32 {
-        op!(_mm512_reduce_min_epu32(x))
-    }
-    #[inline(always)]
-    fn where_equal(self, a: __m512, b: __m512, index: __m512i) -> __m512i {
-        op!({
-            let equal = _mm512_cmp_ps_mask::<_CMP_EQ_OQ>(a, b);
-            _mm512_mask_mov_epi32(_mm512_set1_epi32(-1), equal, index)
-        })
+    fn equal(self, a: __m512, b: __m512) -> u32 {
+        op!(_mm512_cmp_ps_mask::<_CMP_EQ_OQ>(a, b)).into()
     }
 
     #[inline(always)]

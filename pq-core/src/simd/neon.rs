@@ -117,16 +117,11 @@ impl Simd for Neon {
         op!(vminvq_f32(x))
     }
     #[inline(always)]
-    fn min_u32(self, a: uint32x4_t, b: uint32x4_t) -> uint32x4_t {
-        op!(vminq_u32(a, b))
-    }
-    #[inline(always)]
-    fn min_lane_u32(self, x: uint32x4_t) -> u32 {
-        op!(vminvq_u32(x))
-    }
-    #[inline(always)]
-    fn where_equal(self, a: float32x4_t, b: float32x4_t, index: uint32x4_t) -> uint32x4_t {
-        op!(vornq_u32(index, vceqq_f32(a, b)))
+    fn equal(self, a: float32x4_t, b: float32x4_t) -> u32 {
+        op!({
+            let bits = vld1q_u32([1, 2, 4, 8].as_ptr());
+            vaddvq_u32(vandq_u32(vceqq_f32(a, b), bits))
+        })
     }
 
     #[inline(always)]
