@@ -413,6 +413,8 @@ fn the_command_line_stores_and_loads() {
     let space = row[0];
     assert_eq!(inspect(&["store", "rm", &url, space]), format!("{space} deleted\n"));
     assert_eq!(inspect(&["store", "ls", &url]), "");
+    let get = [&["store", "get", &url, "--text", &text], &common[..]].concat();
+    refused("a deleted text", &get, "holds no beginning of this text");
 }
 
 /// A server that answers every request alike, for as long as the process runs: with this code, or with no body.
@@ -492,9 +494,8 @@ fn wrong_stores_are_refused_in_one_line() {
     refused(
         "a short text",
         &["store", "put", url, "--tokens", "10"],
-        "10 tokens fill no chunk, whose least are 100",
+        "a chunk has at least 100 tokens (--kv-grid), the text 10 tokens",
     );
-    refused("another text", &["store", "get", url, "--tokens", "10"], "holds no beginning of this text");
     refused("memory", &["store", "ls", "memory:///"], "memory:///: the memory of this process");
     let twice = ["store", "get", url, "--kv-levels", "cachegen:bits=2,cachegen:bits=2"];
     refused("a level twice", &twice, "cachegen:mode=transform:bits=2 is given twice");

@@ -436,8 +436,8 @@ fn arguments_that_cannot_be_run_are_one_line() {
         (&["--timeout", "0"], "timeout"),
         (&["--trials", "0"], "--trials"),
         (&["--reserve", "1"], "--reserve"),
-        (&["--prior", "0"], "codec-core"),
-        (&["--first", "2"], "codec-core"),
+        (&["--prior", "0"], "--prior must be a rate above 0"),
+        (&["--first", "2"], "--first must be below 2"),
         (&["--recompute", "1000=0"], "prefill"),
     ] {
         let given = SIMULATE.chunks(2).filter(|pair| pair[0] != more[0]).flatten().copied();

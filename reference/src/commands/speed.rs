@@ -66,7 +66,7 @@ impl Speed {
             return Err(Error::argument("steps, contexts and batches need at least one"));
         }
         if !(0.0..=1.0).contains(&self.hits) {
-            return Err(Error::argument("--hits is a part: 0 to 1"));
+            return Err(Error::argument("--hits must be a fraction from 0 to 1"));
         }
         let methods = Method::parse_list(&self.methods)?;
         let mut files = Files::default();

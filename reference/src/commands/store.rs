@@ -371,6 +371,13 @@ impl ContextArgs {
             None => {}
         }
         tokens.truncate(self.tokens.unwrap_or(most));
+        let least = self.levels.kv_grid.0.tail;
+        if write && tokens.len() < least {
+            let tokens = count(tokens.len(), "token");
+            return Err(Error::Argument(format!(
+                "a chunk has at least {least} tokens (--kv-grid), the text {tokens}"
+            )));
+        }
         let store = OpenStore::new(&self.url, &model, self.profile.as_deref(), &self.levels, write)?;
         Ok((model, tokens, store))
     }
@@ -411,12 +418,7 @@ impl Put {
         let (model, tokens, open) = self.context.open(true)?;
         let open = open.ok_or_else(|| Error::argument("a store that is written has levels"))?;
         let chunks = open.space.chunks(&tokens);
-        let Some(end) = chunks.last().map(|chunk| chunk.tokens.end) else {
-            let (tokens, tail) = (count(tokens.len(), "token"), self.context.levels.kv_grid.0.tail);
-            return Err(Error::Argument(format!(
-                "{tokens} fill no chunk, whose least are {tail} (--kv-grid)"
-            )));
-        };
+        let end = chunks.last().map_or(0, |chunk| chunk.tokens.end);
         let rope = Rope::new(&model.config, end);
         let bar = progress();
         bar.set_message(format!("computing {}", count(end, "token")));

@@ -123,6 +123,14 @@ impl StreamArgs {
         if self.chunk == 0 {
             return Err(Error::argument("--chunk must be at least 1"));
         }
+        if let Some(first) = self.first.filter(|&first| first >= levels) {
+            return Err(Error::Argument(format!(
+                "--first must be below {levels}, the number of levels, not {first}"
+            )));
+        }
+        if self.prior.is_some_and(|prior| !prior.is_finite() || prior <= 0.0) {
+            return Err(Error::argument("--prior must be a rate above 0"));
+        }
         let policy = StreamPolicy {
             slo: self.slo * (1.0 - self.reserve),
             first_level: self.first.unwrap_or(first_level(self.slo, levels)),
