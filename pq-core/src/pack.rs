@@ -33,6 +33,7 @@ fn each_plane(nbits: u32, mut f: impl FnMut(usize, u32)) {
 }
 
 /// Packs 64, 32 or 16 codes, each below `1 << nbits`, into `run` (`codes.len() / 8 * nbits` bytes).
+#[cfg(any(test, feature = "alloc"))]
 #[inline(always)]
 pub(crate) fn pack_run(codes: &[u16], nbits: u32, run: &mut [u8]) {
     replace(run, nbits, codes.len(), 0, codes);
