@@ -248,18 +248,22 @@ impl Part<'_> {
         for (i, planes) in planes.iter_mut().enumerate() {
             split_planes(self.lut.row(self.j + i), &mut planes[..planes_len]);
         }
-        // SAFETY: a row has ksub floats, its planes max(16, ksub) bytes each; both outlive the table.
-        let table = |i: usize| unsafe {
-            s.float_table::<NBITS>(self.lut.row(self.j + i).as_ptr(), planes[i].as_ptr())
-        };
-        let mut tables = [table(0); J];
-        for (i, slot) in tables.iter_mut().enumerate().skip(1) {
-            *slot = table(i);
+        let mut tables = [self.table::<S, NBITS>(s, 0, &planes[0]); J];
+        for (i, table) in tables.iter_mut().enumerate().skip(1) {
+            *table = self.table::<S, NBITS>(s, i, &planes[i]);
         }
         for (b, runs) in self.codes.iter().enumerate() {
             let scores = whole.get_mut(b).unwrap_or(&mut *tail);
             self.add_block::<S, NBITS, J>(s, &tables, &runs[self.offset..], scores);
         }
+    }
+
+    /// The table of subspace `i` of the part, for registers. No closure: one that is not inlined calls every
+    /// instruction as a function.
+    #[inline(always)]
+    fn table<S: Simd, const NBITS: u32>(&self, s: S, i: usize, planes: &[u8; 4 * 256]) -> S::FloatTable {
+        // SAFETY: a row has ksub floats, its planes max(16, ksub) bytes each; both outlive the table.
+        unsafe { s.float_table::<NBITS>(self.lut.row(self.j + i).as_ptr(), planes.as_ptr()) }
     }
 
     #[inline(always)]

@@ -101,7 +101,8 @@ pub struct Prepared {
 /// Every method with its settings and their defaults, for the help text.
 #[must_use]
 pub fn methods_help() -> String {
-    let methods: String = REGISTRY.iter().map(|entry| entry.help).collect();
+    // The lines of the registry lose the indentation of their first one.
+    let methods: String = REGISTRY.iter().map(|entry| format!("  {}", entry.help)).collect();
     format!(
         "A method is NAME[:KEY=VALUE]...; several are separated by commas.\n\n{methods}\n\
 For all but dense: sinks=4 window=64 (tokens kept exact), batch=N (tokens that leave the window at once: 64 for int,

@@ -50,7 +50,7 @@ pub struct Generate {
     /// Draw from the most likely tokens that hold this fraction of the probability
     #[arg(long, default_value_t = 1.0)]
     top_p: f64,
-    /// What tokens are drawn from
+    /// Seed of the random numbers that tokens are drawn by
     #[arg(long, value_name = "N", default_value_t = 0)]
     seed: u64,
     /// Use this profile (`kv calibrate`); without one a method that needs it calibrates on the shipped text

@@ -23,8 +23,8 @@ pub(super) const RETRO_INFER: Entry = Entry {
     names: &["retroinfer"],
     help: "\
   retroinfer        clusters of keys: the best exactly (a fraction of     rows=0.018
-                      the tokens), the next by their centroids (one of    estimate=0.232 cluster=16
-                      the clusters), no others (RetroInfer)
+                      the tokens), others by their centroids (a fraction  estimate=0.232 cluster=16
+                      of the clusters), the rest not at all (RetroInfer)
 ",
     parse: |s| {
         let rows = RowBudget::Share(s.fraction("rows", 0.018)? as f32);
