@@ -14,6 +14,7 @@ use core::ops::Range;
 use crate::blocks::{Blocks, SMALL_PAGES};
 use crate::error::check_len;
 use crate::pack::{BLOCK, unpack_run};
+use crate::scan_group::QUERIES;
 use crate::simd::{Kernel, Run, Simd, for_nbits, row_len};
 use crate::{Backend, Codes, Error, Lut, LutPrecision, QuantizedLut};
 
@@ -169,31 +170,45 @@ impl Scan<'_, '_> {
         for (i, scores) in self.scores.chunks_mut(step * BLOCK).enumerate() {
             let mut parts = [&[][..]; PARTS];
             let blocks = self.codes.blocks(i * step, &mut parts);
-            scan_chunk(s, self.lut, blocks, scores);
+            let n = scores.len();
+            scan_chunk(s, core::slice::from_ref(self.lut), blocks, scores, [n, n]);
         }
     }
 }
 
-/// The vector form of the scan, over so few blocks that their scores stay in cache; the last may be
-/// incomplete.
+/// The vector form of the scan for at most [`QUERIES`] queries, over so few blocks that their scores stay in cache;
+/// the last may be incomplete. `scores` has `n` tokens of each query, `stride` apart. Blocks in small pages are
+/// gathered once for all queries.
 #[inline(always)]
-pub(crate) fn scan_chunk<S: Simd>(s: S, lut: &Lut<'_>, blocks: Blocks<'_>, scores: &mut [f32]) {
-    let (m, nbits) = (lut.shape().m(), lut.shape().nbits());
-    let (whole, tail) = scores.as_chunks_mut::<BLOCK>();
-    let mut last = [0.0; BLOCK];
+pub(crate) fn scan_chunk<S: Simd>(
+    s: S,
+    luts: &[Lut<'_>],
+    blocks: Blocks<'_>,
+    scores: &mut [f32],
+    [n, stride]: [usize; 2],
+) {
+    let Some(shape) = luts.first().map(Lut::shape) else { return };
+    let (m, nbits) = (shape.m(), shape.nbits());
+    let mut last = [[0.0; BLOCK]; QUERIES];
     let (mut room, mut end) = (None, 0);
     while end < m {
         let (first, mut list) = (end, None);
         let runs = blocks.runs(s, nbits, (first, m, PAIR), &mut room, &mut list);
         end = runs.end;
-        for_nbits!(nbits, N => s.call(
-            #[inline(always)]
-            || add_subspaces::<S, N>(s, lut, runs.blocks, first..end, whole, &mut last),
-        ));
+        for ((lut, scores), last) in luts.iter().zip(scores.chunks_mut(stride)).zip(&mut last) {
+            let whole = scores[..n].as_chunks_mut::<BLOCK>().0;
+            for_nbits!(nbits, N => s.call(
+                #[inline(always)]
+                || add_subspaces::<S, N>(s, lut, runs.blocks, first..end, whole, last),
+            ));
+        }
     }
-    blocks.order_as_tokens(nbits, whole.as_flattened_mut());
-    blocks.order_as_tokens(nbits, &mut last);
-    tail.copy_from_slice(&last[..tail.len()]);
+    for (scores, last) in scores.chunks_mut(stride).zip(&mut last).take(luts.len()) {
+        let (whole, tail) = scores[..n].as_chunks_mut::<BLOCK>();
+        blocks.order_as_tokens(nbits, whole.as_flattened_mut());
+        blocks.order_as_tokens(nbits, last);
+        tail.copy_from_slice(&last[..tail.len()]);
+    }
 }
 
 /// Most subspaces that are added to the scores at a time.

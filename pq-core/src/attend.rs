@@ -166,17 +166,22 @@ impl Kernel for Attend<'_, '_> {
             let keys = tokens.keys().part(start, end);
             let key_blocks = keys.blocks(0, &mut key_parts[..CHUNK / keys.block_vectors()]);
             for (i, scores) in scores.chunks_mut(QUERIES * CHUNK).enumerate() {
-                let together = score_together(s, luts, i * QUERIES, key_blocks, scores);
-                for (g, scores) in scores.chunks_exact_mut(CHUNK).enumerate() {
-                    let g = i * QUERIES + g;
-                    let lut = luts.lut(g);
-                    let (scores, padding) = scores[..len].split_at_mut(end - start);
-                    if !together {
-                        match keys.shape().nbits() {
-                            ..=8 => scan_chunk(s, &lut, key_blocks, scores),
-                            _ => scan_scalar(&lut, &keys, scores),
+                if !score_together(s, luts, i * QUERIES, key_blocks, scores) {
+                    let queries = scores.len() / CHUNK;
+                    let group: [_; QUERIES] =
+                        core::array::from_fn(|g| luts.lut(i * QUERIES + g.min(queries - 1)));
+                    let group = &group[..queries];
+                    if keys.shape().nbits() <= 8 {
+                        scan_chunk(s, group, key_blocks, scores, [end - start, CHUNK]);
+                    } else {
+                        for (lut, scores) in group.iter().zip(scores.chunks_exact_mut(CHUNK)) {
+                            scan_scalar(lut, &keys, &mut scores[..end - start]);
                         }
                     }
+                }
+                for (g, scores) in scores.chunks_exact_mut(CHUNK).enumerate() {
+                    let g = i * QUERIES + g;
+                    let (scores, padding) = scores[..len].split_at_mut(end - start);
                     weigh(tokens, g, start, scores, &mut stats[g], &mut out[g * dim..][..dim]);
                     padding.fill(0.0);
                 }
