@@ -176,9 +176,9 @@ impl Scan<'_, '_> {
     }
 }
 
-/// The vector form of the scan for at most [`QUERIES`] queries, over so few blocks that their scores stay in cache;
-/// the last may be incomplete. `scores` has `n` tokens of each query, `stride` apart. Blocks in small pages are
-/// gathered once for all queries.
+/// The vector form of the scan for at most [`QUERIES`] queries, over so few blocks that their scores stay in
+/// cache; the last may be incomplete. `scores` has `n` tokens of each query, `stride` apart. Blocks in small
+/// pages are gathered once for all queries.
 #[inline(always)]
 pub(crate) fn scan_chunk<S: Simd>(
     s: S,

@@ -136,9 +136,9 @@ pub(crate) fn encode<E: Element>(
     Ok(error)
 }
 
-/// Encodes up to 64 rows as vectors `first` and on, a subspace at a time. The tile holds several subspaces, so
-/// that the small ones of a row are read together. Of 16 rows at (64, 4) a third of the time are calls and
-/// their checks, once a subspace.
+/// Encodes up to 64 rows as vectors `first` and on, a subspace at a time. The tile holds several subspaces,
+/// so that the small ones of a row are read together. Of 16 rows at (64, 4) a third of the time are calls
+/// and their checks, once a subspace.
 fn encode_tile<E: Element>(
     backend: Backend,
     codebook: &Codebook<'_>,

@@ -14,8 +14,8 @@ use crate::simd::Kernel;
 /// Codes in a run, and vectors in a block of codes.
 pub const BLOCK: usize = 64;
 
-/// Calls `f` with the bits and the shift of each plane of a code, the widest first. It is inlined for each width,
-/// so that loops over planes have constant lengths.
+/// Calls `f` with the bits and the shift of each plane of a code, the widest first. It is inlined for each
+/// width, so that loops over planes have constant lengths.
 #[inline(always)]
 fn each_plane(nbits: u32, mut f: impl FnMut(usize, u32)) {
     if nbits & 8 != 0 {
