@@ -3,6 +3,7 @@
 mod cpu;
 #[cfg(feature = "cuda")]
 mod gpu;
+mod runner;
 
 use std::sync::Arc;
 
@@ -10,15 +11,15 @@ use indicatif::ProgressBar;
 use serde::Serialize;
 
 use crate::Profile;
-use crate::cache::{FetchedPerStep, Footprint};
+use crate::cache::FetchedPerStep;
 use crate::calibrate::Calibration;
 #[cfg(feature = "cuda")]
 use crate::device::Gpu;
 use crate::eval::retrieval::{NO_WORDS, TaskMaker};
-use crate::eval::{RetrievalTask, TextScores};
 use crate::method::Method;
-use crate::model::{Config, Model, Rope};
+use crate::model::{Model, Rope};
 use crate::{Error, Result};
+pub use runner::Runner;
 
 /// One pass key per this many tokens of the prompt.
 const NEEDLE_SPACE: usize = 64;
@@ -26,7 +27,7 @@ const NEEDLE_SPACE: usize = 64;
 const NEEDLES: usize = 8;
 
 /// Most tokens that a question and its answer take.
-const QUESTION_ROOM: usize = 96;
+pub const QUESTION_ROOM: usize = 96;
 
 /// The sizes of a comparison.
 #[derive(Clone, Copy, Debug)]
@@ -126,26 +127,6 @@ pub struct Comparison {
     pub methods: Vec<Row>,
 }
 
-/// The inputs that all methods share.
-struct Shared<'a> {
-    model: &'a Arc<Model>,
-    rope: Arc<Rope>,
-    profile: Profile,
-    prompt: &'a [u32],
-    decoded: &'a [u32],
-    needles: Option<RetrievalTask>,
-}
-
-/// What one method did.
-struct Measured {
-    place: Place,
-    scores: TextScores,
-    tokens: usize, // that the cache has held in the end
-    footprint: Footprint,
-    fetched: FetchedPerStep,
-    found: Option<usize>, // pass keys
-}
-
 /// Compares `methods` over `text` (its name and tokens): calibrates on its first part, unless a profile is
 /// given, and runs the part after it. With a GPU, methods that are implemented on it run there.
 ///
@@ -184,12 +165,16 @@ pub fn compare(
     let maker = TaskMaker::new(model.tokenizer()?, seed);
     let needles = maker.map(|mut maker| maker.needle(prompt, context, count, None)).transpose()?;
     let note = needles.is_none().then_some(NO_WORDS);
-    let shared = Shared { model, rope, profile, prompt, decoded, needles };
-    let places = methods.iter().map(|method| shared.place(method, gpu)).collect::<Result<Vec<_>>>()?;
+    let mut runner = Runner::new(model, rope, profile, methods, gpu)?;
     progress.inc(1);
 
-    let mut rows = shared.rows(&methods, &places, gpu, progress)?;
-    rows.sort_by_key(|(index, _)| *index);
+    let mut rows = runner.score(prompt, decoded, progress)?;
+    if let Some(task) = needles {
+        let trials = task.questions.len();
+        for (row, hits) in rows.iter_mut().zip(runner.find(&task, progress)?) {
+            (row.needle, row.needle_trials) = (Some(hits as f64 / trials as f64), trials);
+        }
+    }
     Ok(Comparison {
         model: model.name.clone(),
         text: text_name.to_owned(),
@@ -198,7 +183,7 @@ pub fn compare(
         calibration: if calibrates { start } else { 0 },
         seed,
         note,
-        methods: rows.into_iter().map(|(_, row)| row).collect(),
+        methods: rows,
     })
 }
 
@@ -244,85 +229,5 @@ pub fn run_start(model: &Model, text: usize, run: usize, limit: usize) -> Result
             "the text has {text} tokens, {run} are needed: pass a longer --text, or less to prefill \
              (--context, --lengths) or to --decode"
         ))),
-    }
-}
-
-impl Shared<'_> {
-    /// Where a method runs.
-    #[cfg(feature = "cuda")]
-    fn place(&self, method: &Method, gpu: Option<&OnGpu>) -> Result<Place> {
-        gpu.map_or(Ok(Place::Cpu), |on| gpu::place(on, self, method))
-    }
-
-    #[cfg(not(feature = "cuda"))]
-    fn place(&self, _method: &Method, _gpu: Option<&OnGpu>) -> Result<Place> {
-        Ok(Place::Cpu)
-    }
-
-    /// The rows of all methods with their indices, one place after the other: the dense cache runs only where
-    /// some method does.
-    fn rows(
-        &self,
-        methods: &[Method],
-        places: &[Place],
-        gpu: Option<&OnGpu>,
-        progress: &ProgressBar,
-    ) -> Result<Vec<(usize, Row)>> {
-        let methods_at = |place| {
-            let all = methods.iter().zip(places).enumerate();
-            all.filter(move |(_, (_, at))| **at == place).map(|(index, (method, _))| (index, method))
-        };
-        let mut rows = vec![];
-        let mut bench = None;
-        for (index, method) in methods_at(Place::Cpu) {
-            let bench = match &mut bench {
-                Some(bench) => bench,
-                None => bench.insert(cpu::Bench::new(self, progress)?),
-            };
-            rows.push((index, self.row(method, bench.measure(method, progress)?)));
-        }
-        drop(bench); // its prompts are large
-        #[cfg(feature = "cuda")]
-        if let Some(on) = gpu {
-            let mut bench = gpu::Bench::new(on, self);
-            for (index, method) in methods_at(Place::Cuda) {
-                rows.push((index, self.row(method, bench.measure(method, progress)?)));
-            }
-        }
-        #[cfg(not(feature = "cuda"))]
-        let _ = gpu;
-        Ok(rows)
-    }
-
-    fn row(&self, method: &Method, measured: Measured) -> Row {
-        let Measured { place, scores, tokens, footprint, fetched, found } = measured;
-        let Footprint { kept, offloaded, working, shared } = footprint;
-        let TextScores { divergence, ms_per_token, .. } = scores;
-        let tokens = tokens as f64;
-        let values = tokens * self.config().kv_values_per_token() as f64;
-        let trials = self.needles.as_ref().map_or(0, |task| task.questions.len());
-        Row {
-            name: method.name.to_owned(),
-            setting: method.setting.clone(),
-            device: place,
-            bits_per_value: 8.0 * kept as f64 / values,
-            kv_bytes_per_token: kept as f64 / tokens,
-            ratio: 2.0 * values / kept as f64,
-            perplexity: divergence.perplexity(),
-            kl: divergence.kl(),
-            top1: divergence.top1(),
-            needle: found.map(|hits| hits as f64 / trials as f64),
-            needle_trials: trials,
-            ms_per_token,
-            offloaded_bytes_per_token: offloaded as f64 / tokens,
-            fetched,
-            working_bytes_per_token: working as f64 / tokens,
-            shared_bytes: shared,
-            kl_by_position: divergence.kl_by_position().to_vec(),
-        }
-    }
-
-    fn config(&self) -> &Config {
-        &self.model.config
     }
 }

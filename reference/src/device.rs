@@ -11,6 +11,7 @@ mod cache;
 mod gemm;
 mod gemv;
 mod host_memory;
+mod ledger;
 mod load;
 mod memory;
 mod programs;
@@ -37,12 +38,14 @@ pub use step::{CHUNK, Decoder, Part};
 pub use weights::{RANDOM_MODELS, Weights, hashed};
 
 use crate::{Error, Result};
+use ledger::Ledger;
 use memory::Buffer;
 
 /// An open GPU: its kernels, and the streams of a decode loop.
 pub struct Gpu {
     device: kv_gpu::Device,
     stream: Arc<CudaStream>, // of the highest priority
+    ledger: Arc<Ledger>,
 }
 
 impl Gpu {
@@ -51,11 +54,21 @@ impl Gpu {
     /// # Errors
     /// [`Error::Device`] where there is none.
     pub fn open(ordinal: usize) -> Result<Self> {
+        Self::open_within(ordinal, usize::MAX)
+    }
+
+    /// Opens device `ordinal`, of whose memory buffers take at most `bytes`: weights, caches, and what steps and
+    /// prompts need. The driver's own, some hundred megabytes, is not counted.
+    ///
+    /// # Errors
+    /// [`Error::Device`] where there is none.
+    pub fn open_within(ordinal: usize, bytes: usize) -> Result<Self> {
         let device = kv_gpu::Device::open(ordinal)?;
         let priorities = result::stream::get_priority_range();
         let (_, highest) = priorities.map_err(|e| driver("read priorities", e))?;
         let stream = device.context().new_stream_with_priority(highest);
-        Ok(Self { stream: stream.map_err(|e| driver("make a stream", e))?, device })
+        let stream = stream.map_err(|e| driver("make a stream", e))?;
+        Ok(Self { device, stream, ledger: Arc::new(Ledger::new(bytes)) })
     }
 
     /// The device with its compiled kernels.

@@ -54,6 +54,17 @@ pub enum Error {
     /// An error of `codec-core`.
     #[error("codec-core: {0}")]
     Codec(#[from] codec_core::Error),
+    /// The device has no room for a buffer, or was not to have more.
+    #[cfg(feature = "cuda")]
+    #[error("{bytes} bytes of device memory for {purpose}: {reason}")]
+    DeviceMemory {
+        /// Bytes that were asked for.
+        bytes: usize,
+        /// What they are for.
+        purpose: &'static str,
+        /// What stands against it.
+        reason: String,
+    },
     /// The host has no room for page-locked rows.
     #[cfg(feature = "cuda")]
     #[error("{bytes} bytes of page-locked host memory: {reason}")]

@@ -40,12 +40,16 @@ pub(crate) use budget::Budget;
 #[cfg(feature = "cuda")]
 pub(crate) use cut::HeadCut;
 #[cfg(feature = "cuda")]
-pub(crate) use hybrid::{Home, HybridPlan};
+pub(crate) use hybrid::HybridPlan;
 #[cfg(feature = "cuda")]
 pub(crate) use kind::{DeviceCodes, Retrieval};
 use kind::{Entry, Kind, Site};
 #[cfg(feature = "cuda")]
+pub(crate) use offload::RowHome;
+#[cfg(feature = "cuda")]
 pub(crate) use pqklt::TransformedHead;
+#[cfg(feature = "cuda")]
+pub(crate) use retrieval::training_step;
 use settings::{Layers, Settings};
 
 /// All methods, in the order of the help text.

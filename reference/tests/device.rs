@@ -12,12 +12,12 @@ use std::sync::Arc;
 use kv_gpu::{Element, compile};
 
 use kv_reference::compare::calibrated;
-use kv_reference::device::{Decoder, Weights, method_cache, programs};
+use kv_reference::device::{Decoder, Gpu, Weights, method_cache, programs};
 use kv_reference::eval::{Divergence, score_text};
 use kv_reference::forward::{self, logits, prefill};
 use kv_reference::method::{Method, Prepared};
 use kv_reference::model::Rope;
-use kv_reference::{Profile, Sampling};
+use kv_reference::{Error, Profile, Sampling};
 use support::{
     batches_generate_what_sequences_do, cosine, decoder, gpu, model, profile, skip, teacher_forced,
 };
@@ -55,6 +55,24 @@ fn dense_logits_are_those_of_the_cpu() {
         println!("{method}: cosine {worst:.6}, top-1 {top1:.4}, KL {kl:.2e}");
         assert!(worst >= 0.999 && top1 >= 0.98, "{method}: cosine {worst}, top-1 {top1}, KL {kl}");
     }
+}
+
+#[test]
+fn a_limit_of_device_memory_is_held_and_named() {
+    let gpu = match Gpu::open_within(0, 110 << 20) {
+        Ok(gpu) => gpu,
+        Err(error) => return skip("device memory", &error),
+    };
+    let (model, _) = model();
+    let weights = Weights::of(&gpu, &model, Element::F16).unwrap();
+    let (config, dense) = (&model.config, "dense:dtype=f16".parse().unwrap());
+    let cache = || method_cache(&gpu, &dense, config, Element::F16, None, 1, 16_384);
+    let error = cache().map(drop).unwrap_err();
+    assert!(matches!(error, Error::DeviceMemory { purpose: "caches", .. }), "{error}");
+    assert!(error.to_string().contains("the limit is 110.0 MiB, weights hold"), "{error}");
+    drop(weights);
+    drop(cache().unwrap());
+    assert!(cache().is_ok(), "what is freed can be used again");
 }
 
 #[test]

@@ -14,8 +14,8 @@ use kv_reference::Error;
 use kv_reference::device::{Decoder, Weights, method_cache};
 use kv_reference::method::Method;
 use support::{
-    batches_generate_what_sequences_do, decoder, diverges_as_on_the_cpu, equals_dense, gpu, model, profile,
-    prompts_in_chunks_are_whole_prompts, teacher_forced,
+    batches_generate_what_sequences_do, cosine, decoder, diverges_as_on_the_cpu, equals_dense, gpu, model,
+    profile, prompts_in_chunks_are_whole_prompts, teacher_forced,
 };
 
 #[test]
@@ -23,6 +23,7 @@ fn it_diverges_as_on_the_cpu() {
     let Some(gpu) = gpu("hybrid logits") else { return };
     for spec in [
         "hybrid:keys=rotated:rows=0.02",
+        "hybrid:keys=rotated:rows=0.1:offloaded=int8",
         "hybrid:keys=rotated:rows=0:v=16x8",
         "hybrid:keys=rotated:rows=0.1:k=32x4:v=32x4:window=32:sinks=2:rows-on=device",
     ] {
@@ -52,6 +53,10 @@ fn it_does_not_matter_whose_memory_has_the_rows() {
     let ((host, fetched), (device, none)) = (logits("host"), logits("device"));
     assert!(fetched > 0 && none == 0, "{fetched} and {none} rows fetched");
     assert!(host == device, "logits differ");
+    let (in_8_bits, fetched_in_8_bits) = logits("host:offloaded=int8");
+    let worst = in_8_bits.iter().zip(&host).map(|(a, b)| cosine(a, b)).fold(1.0, f64::min);
+    println!("rows in 8 bits: cosine {worst:.6}");
+    assert!(worst >= 0.999 && in_8_bits != host && fetched_in_8_bits > 0, "{worst}");
 }
 
 #[test]
@@ -59,13 +64,14 @@ fn prompts_in_chunks_fill_the_cache_as_whole_ones_do() {
     let Some(gpu) = gpu("hybrid prompts") else { return };
     prompts_in_chunks_are_whole_prompts(&gpu, "hybrid:keys=rotated:rows=0.05");
     prompts_in_chunks_are_whole_prompts(&gpu, "hybrid:keys=rotated:rows=0.05:rows-on=device:sinks=0");
+    prompts_in_chunks_are_whole_prompts(&gpu, "hybrid:keys=rotated:rows=0.05:offloaded=int8:exact=bf16");
 }
 
 #[test]
 fn a_batch_of_different_lengths_generates_what_each_sequence_does() {
     let Some(gpu) = gpu("hybrid batches") else { return };
     let (model, tokens) = model();
-    for home in ["host", "device"] {
+    for home in ["host", "device", "host:offloaded=int8"] {
         let spec = format!("hybrid:keys=rotated:rows=0.05:exact=bf16:rows-on={home}");
         let profile = profile(&model, &tokens[..2048], &[&*spec]);
         batches_generate_what_sequences_do(&gpu, &model, &tokens, &profile, (&spec, 8));
@@ -82,6 +88,8 @@ fn what_a_device_has_not_is_an_error() {
         "hybrid:keys=rotated:norms=on",
         "hybrid:keys=rotated:refine=2",
         "hybrid:keys=rotated:window=7",
+        "hybrid:keys=rotated:rows-on=device:offloaded=int8",
+        "hybrid:keys=rotated:offload=.",
         "hybrid:keys=rotated:exact-layers=1",
     ] {
         let method: Method = spec.parse().unwrap();

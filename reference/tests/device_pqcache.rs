@@ -26,6 +26,7 @@ fn it_diverges_as_on_the_cpu() {
     for spec in [
         "pqcache:tokens=128:codebooks=profile",
         "pqcache:ratio=0.3:codebooks=profile",
+        "pqcache:ratio=0.3:codebooks=profile:offloaded=int8:sinks=3",
         "pqcache:tokens=96:code=2x6:codebooks=profile:window=32:sinks=2",
     ] {
         diverges_as_on_the_cpu(&gpu, spec);

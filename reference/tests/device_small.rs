@@ -74,6 +74,7 @@ fn every_cache_runs_twice_alike() {
             (2, "million:window=8:sinks=2"),
             (2, "hybrid:keys=rotated:v=8x8:rows=0.3:window=8:sinks=2"),
             (3, "hybrid:keys=rotated:v=8x8:rows=0.3:window=8:sinks=0:exact=bf16:rows-on=device"),
+            (2, "hybrid:keys=rotated:v=8x8:rows=0.3:window=8:sinks=2:exact=bf16:offloaded=int8"),
             (3, "million:k=8/4:v=8/4:window=8:sinks=0:exact=bf16"),
             (3, "pqklt:k=8/2:v=8/4:keys=rotated:norms=off:window=8:sinks=2"),
             (2, "zack:window=8:sinks=2:multiple=8"),

@@ -1,10 +1,8 @@
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
-#[cfg(feature = "cuda")]
-use std::sync::Arc;
 
 use clap::Args;
-use kv_reference::compare::{OnGpu, Sizes, compare};
+use kv_reference::compare::{Sizes, compare};
 use kv_reference::method::{DEFAULT_METHODS, Method};
 use kv_reference::report::{html, table};
 use kv_reference::{Error, Result};
@@ -57,10 +55,7 @@ impl Compare {
             return Err(Error::argument("context and decode need at least one token"));
         }
         let methods = Method::parse_list(&self.methods)?;
-        let gpu = self.gpu()?;
-        if gpu.is_none() && self.chunk.is_some() {
-            return Err(Error::argument("--chunk is for prompts on a GPU: on the CPU they are exact"));
-        }
+        let gpu = self.device.gpu_for(self.chunk, self.context)?;
         let mut files = Files::default();
         files.reads("--model", &self.model.path());
         files.reads("--text", &self.text.path());
@@ -81,19 +76,5 @@ impl Compare {
         out.print(table(&comparison));
         json.write_json(&comparison)?;
         report.write(|_| Ok(html(&comparison)?.into_bytes()))
-    }
-
-    /// The GPU, for the methods that it takes; the others run on the CPU unless a GPU was asked for.
-    #[cfg(feature = "cuda")]
-    fn gpu(&self) -> Result<Option<OnGpu>> {
-        let chunk = self.chunk.map_or(self.context, NonZeroUsize::get);
-        let others_on_cpu = self.device.is_auto();
-        Ok(self.device.gpu()?.map(|gpu| OnGpu { gpu: Arc::new(gpu), chunk, others_on_cpu }))
-    }
-
-    #[cfg(not(feature = "cuda"))]
-    fn gpu(&self) -> Result<Option<OnGpu>> {
-        self.device.check()?;
-        Ok(None)
     }
 }

@@ -1,9 +1,14 @@
 //! Where a command runs.
 
 use std::fmt;
+use std::num::NonZeroUsize;
 use std::str::FromStr;
+#[cfg(feature = "cuda")]
+use std::sync::Arc;
 
+use bytesize::ByteSize;
 use clap::Args;
+use kv_reference::compare::OnGpu;
 #[cfg(feature = "cuda")]
 use kv_reference::device::{Gpu, unsupported};
 use kv_reference::{Error, Result};
@@ -14,6 +19,10 @@ pub struct DeviceArgs {
     /// Where to run: auto takes the first GPU, or the CPU where there is none
     #[arg(long, value_name = "auto|cpu|cuda[:N]", default_value_t = Choice::Auto)]
     device: Choice,
+    /// Most memory of the GPU for weights, caches, steps and prompts, such as 24GiB: what does not fit is an error;
+    /// all of it by default
+    #[arg(long, value_name = "SIZE")]
+    device_memory: Option<ByteSize>,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -55,11 +64,38 @@ impl DeviceArgs {
     /// The GPU to run on; none for the CPU.
     #[cfg(feature = "cuda")]
     pub fn gpu(&self) -> Result<Option<Gpu>> {
+        let most =
+            self.device_memory.map_or(usize::MAX, |most| usize::try_from(most.0).unwrap_or(usize::MAX));
         match self.device {
-            Choice::Auto => Ok(Gpu::open(0).ok()),
+            Choice::Auto => Ok(Gpu::open_within(0, most).ok()),
+            Choice::Cpu if self.device_memory.is_some() => {
+                Err(Error::argument("--device-memory is of a GPU, and --device is cpu"))
+            }
             Choice::Cpu => Ok(None),
-            Choice::Cuda(ordinal) => Gpu::open(ordinal).map(Some),
+            Choice::Cuda(ordinal) => Gpu::open_within(ordinal, most).map(Some),
         }
+    }
+
+    /// The GPU for the methods that it takes, with `chunk` tokens of a prompt at once, or all of `longest`; the others
+    /// run on the CPU unless a GPU was asked for.
+    pub fn gpu_for(&self, chunk: Option<NonZeroUsize>, longest: usize) -> Result<Option<OnGpu>> {
+        let gpu = self.on_gpu(chunk.map_or(longest, NonZeroUsize::get))?;
+        if gpu.is_none() && chunk.is_some() {
+            return Err(Error::argument("--chunk is for prompts on a GPU: on the CPU they are exact"));
+        }
+        Ok(gpu)
+    }
+
+    #[cfg(feature = "cuda")]
+    fn on_gpu(&self, chunk: usize) -> Result<Option<OnGpu>> {
+        let others_on_cpu = self.is_auto();
+        Ok(self.gpu()?.map(|gpu| OnGpu { gpu: Arc::new(gpu), chunk, others_on_cpu }))
+    }
+
+    #[cfg(not(feature = "cuda"))]
+    fn on_gpu(&self, _chunk: usize) -> Result<Option<OnGpu>> {
+        self.check()?;
+        Ok(None)
     }
 
     /// Whether to run on the CPU after this error: the GPU does not take the model or the method, and nobody
@@ -79,8 +115,8 @@ impl DeviceArgs {
     #[cfg(not(feature = "cuda"))]
     pub fn check(&self) -> Result<()> {
         match self.device {
-            Choice::Auto | Choice::Cpu => Ok(()),
-            Choice::Cuda(_) => Err(Error::argument("this `kv` was built without the feature `cuda`")),
+            Choice::Auto | Choice::Cpu if self.device_memory.is_none() => Ok(()),
+            _ => Err(Error::argument("this `kv` was built without the feature `cuda`")),
         }
     }
 }

@@ -1,3 +1,4 @@
+use std::num::NonZeroUsize;
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -5,16 +6,15 @@ use clap::Args;
 use comfy_table::{Table, presets};
 use indicatif::ProgressBar;
 use kv_reference::cache::FetchedPerStep;
-use kv_reference::compare::{calibrated, check_room, run_start};
+use kv_reference::compare::{self, Place, QUESTION_ROOM, Runner, calibrated, check_room, run_start};
 use kv_reference::eval::retrieval::{NO_WORDS, TaskMaker};
-use kv_reference::eval::{RetrievalTask, SharedPrompt, answer_questions, score_text, window_perplexity};
-use kv_reference::forward::Decoder;
-use kv_reference::method::{Method, Prepared};
+use kv_reference::eval::{RetrievalTask, window_perplexity};
+use kv_reference::method::Method;
 use kv_reference::model::{Model, Rope};
-use kv_reference::{Error, Profile, Result};
+use kv_reference::{Error, Result};
 use serde::Serialize;
 
-use super::{Files, JsonArgs, ModelArgs, Stdout, TextArgs, load_profile, print_error, progress};
+use super::{DeviceArgs, Files, JsonArgs, ModelArgs, Stdout, TextArgs, load_profile, print_error, progress};
 
 #[derive(Args)]
 #[command(
@@ -40,8 +40,8 @@ pub struct Eval {
     /// Tokens to decode after each prompt
     #[arg(long, value_name = "N", default_value_t = 128)]
     decode: usize,
-    /// Windows of each length over which the perplexity of exact attention is taken, from the start of the
-    /// text
+    /// Windows of each length over which the perplexity of exact attention is taken on the CPU, from the start of
+    /// the text; 0 for none
     #[arg(long, value_name = "N", default_value_t = 4)]
     windows: usize,
     /// Most tokens to calibrate on, from the start of the text
@@ -53,6 +53,12 @@ pub struct Eval {
     /// What the tasks are drawn from
     #[arg(long, value_name = "N", default_value_t = 0)]
     seed: u64,
+    /// Tokens of a prompt that run at once on a GPU [default: all]. Later ones see earlier ones as the cache
+    /// keeps them
+    #[arg(long, value_name = "N")]
+    chunk: Option<NonZeroUsize>,
+    #[command(flatten)]
+    device: DeviceArgs,
     #[command(flatten)]
     json: JsonArgs,
 }
@@ -60,8 +66,9 @@ pub struct Eval {
 /// One method at one length.
 #[derive(Serialize)]
 struct Row {
-    name: &'static str,
+    name: String,
     setting: String,
+    device: Place,
     length: usize,
     bits_per_value: f64,
     perplexity: f64,
@@ -99,9 +106,6 @@ struct Exact {
     perplexity: f64,
 }
 
-/// More than any question takes.
-const QUESTION_ROOM: usize = 96;
-
 impl Eval {
     pub fn run(self, out: &mut Stdout) -> Result<()> {
         let methods = Method::parse_list(&self.methods)?;
@@ -111,6 +115,8 @@ impl Eval {
         if self.decode == 0 || self.lengths.is_empty() || self.lengths.contains(&0) {
             return Err(Error::argument("lengths and decode need at least one"));
         }
+        let longest = self.lengths.iter().copied().max().unwrap_or(0);
+        let gpu = self.device.gpu_for(self.chunk, longest)?;
         let mut files = Files::default();
         files.reads("--model", &self.model.path());
         files.reads("--text", &self.text.path());
@@ -118,7 +124,6 @@ impl Eval {
         let json = files.writes("--json", self.json.json.clone())?;
         let model = self.model.load()?;
         let (name, tokens) = self.text.tokens(&model)?;
-        let longest = self.lengths.iter().copied().max().unwrap_or(0);
         let room = self.decode.max(QUESTION_ROOM);
         check_room(&model, longest, room)?;
         let methods =
@@ -139,16 +144,18 @@ impl Eval {
         let prompts = 1 + 2 * self.depths.len(); // the text, and needle and recall at every depth
         bar.set_length((self.lengths.len() * prompts * methods.len()) as u64);
         let (mut exact, mut rows) = (vec![], vec![]);
-        let setup = Setup { model, rope, profile, methods };
+        let mut runner = Runner::new(&model, rope.clone(), profile, methods, gpu.as_ref())?;
         for (&length, tasks) in self.lengths.iter().zip(&tasks) {
             let windows = self.windows.min(tokens.len() / length);
-            bar.set_message(format!("exact attention over {windows} windows of {length}"));
-            let perplexity = window_perplexity(&setup.model, &setup.rope, &tokens, length, windows)?;
-            exact.push(Exact { length, windows, perplexity });
-            rows.extend(self.rows(&setup, &tokens[start..], length, tasks, &bar)?);
+            if windows > 0 {
+                bar.set_message(format!("exact attention over {windows} windows of {length}"));
+                let perplexity = window_perplexity(&model, &rope, &tokens, length, windows)?;
+                exact.push(Exact { length, windows, perplexity });
+            }
+            rows.extend(self.rows(&mut runner, &tokens[start..], length, tasks, &bar)?);
         }
         bar.finish_and_clear();
-        if self.trials > 0 && TaskMaker::new(setup.model.tokenizer()?, self.seed).is_none() {
+        if self.trials > 0 && TaskMaker::new(model.tokenizer()?, self.seed).is_none() {
             print_error(format_args!("kv: {NO_WORDS}\n"));
         }
         for Exact { length, windows, perplexity } in &exact {
@@ -157,7 +164,7 @@ impl Eval {
             ));
         }
         out.print(format_args!("\n{}\n", table(&rows)));
-        let (model, seed, decode) = (setup.model.name.clone(), self.seed, self.decode);
+        let (model, seed, decode) = (model.name.clone(), self.seed, self.decode);
         let calibration = if calibrates { start } else { 0 };
         json.write_json(&Evaluation { model, text: name, decode, calibration, seed, exact, rows })
     }
@@ -173,79 +180,43 @@ impl Eval {
         tasks.collect()
     }
 
-    /// The rows of one length: every prompt is run once and given to all methods.
+    /// The rows of one length.
     fn rows(
         &self,
-        setup: &Setup,
+        runner: &mut Runner<'_>,
         tokens: &[u32],
         length: usize,
         tasks: &[[RetrievalTask; 2]],
         bar: &ProgressBar,
     ) -> Result<Vec<Row>> {
-        bar.set_message(format!("text of {length}"));
-        let mut rows = setup.score_text(&tokens[..length], &tokens[length..][..self.decode + 1], bar)?;
+        let scored = runner.score(&tokens[..length], &tokens[length..][..self.decode + 1], bar)?;
+        let row = |row: compare::Row| Row {
+            name: row.name,
+            setting: row.setting,
+            device: row.device,
+            length,
+            bits_per_value: row.bits_per_value,
+            perplexity: row.perplexity,
+            kl: row.kl,
+            top1: row.top1,
+            fetched: row.fetched,
+            needle: vec![],
+            recall: vec![],
+        };
+        let mut rows: Vec<Row> = scored.into_iter().map(row).collect();
         for (&depth, [needle, recall]) in self.depths.iter().zip(tasks) {
-            bar.set_message(format!("needle at {depth} of {length}"));
-            let found = setup.find(needle, depth, bar)?;
-            rows.iter_mut().zip(found).for_each(|(row, found)| row.needle.push(found));
-            bar.set_message(format!("recall at {depth} of {length}"));
-            let found = setup.find(recall, depth, bar)?;
-            rows.iter_mut().zip(found).for_each(|(row, found)| row.recall.push(found));
+            let mut find = |task: &RetrievalTask| -> Result<Vec<AtDepth>> {
+                let trials = task.questions.len();
+                let at_depth = |hits| AtDepth { depth, hits, trials };
+                Ok(runner.find(task, bar)?.into_iter().map(at_depth).collect())
+            };
+            let found = find(needle)?.into_iter().zip(find(recall)?);
+            for (row, (needle, recall)) in rows.iter_mut().zip(found) {
+                row.needle.push(needle);
+                row.recall.push(recall);
+            }
         }
         Ok(rows)
-    }
-}
-
-/// What stays the same at all lengths.
-struct Setup {
-    model: Arc<Model>,
-    rope: Arc<Rope>,
-    profile: Profile,
-    methods: Vec<Method>,
-}
-
-impl Setup {
-    /// A row per method, without retrieval yet.
-    fn score_text(&self, prompt: &[u32], decoded: &[u32], bar: &ProgressBar) -> Result<Vec<Row>> {
-        let shared = SharedPrompt::run(&self.model, &self.rope, prompt)?;
-        let fill = |method: &Method| shared.fill(method, &self.model, &self.rope, &self.profile);
-        let score = |prepared: &mut Prepared, reference: Option<&[Vec<f32>]>| {
-            let mut decoder = Decoder::new(prepared.model.clone(), self.rope.clone());
-            score_text(&mut decoder, prepared.cache.as_mut(), decoded, reference)
-        };
-        let reference = score(&mut fill(&"dense".parse()?)?, None)?.logits;
-        let rows = self.methods.iter().map(|method| {
-            let mut prepared = fill(method)?;
-            let divergence = score(&mut prepared, Some(&reference))?.divergence;
-            let config = &self.model.config;
-            let values = (prepared.cache.seq_len() * config.kv_values_per_token()) as f64;
-            bar.inc(1);
-            Ok(Row {
-                name: method.name,
-                setting: method.setting.clone(),
-                length: prompt.len(),
-                bits_per_value: 8.0 * prepared.cache.footprint().kept as f64 / values,
-                perplexity: divergence.perplexity(),
-                kl: divergence.kl(),
-                top1: divergence.top1(),
-                fetched: prepared.cache.fetched().per_step(config.n_layers * config.n_kv_heads),
-                needle: vec![],
-                recall: vec![],
-            })
-        });
-        rows.collect()
-    }
-
-    /// What every method finds of a task.
-    fn find(&self, task: &RetrievalTask, depth: f64, bar: &ProgressBar) -> Result<Vec<AtDepth>> {
-        let shared = SharedPrompt::run(&self.model, &self.rope, &task.prompt)?;
-        let found = self.methods.iter().map(|method| {
-            let Prepared { model, cache } = shared.fill(method, &self.model, &self.rope, &self.profile)?;
-            let hits = answer_questions(&mut Decoder::new(model, self.rope.clone()), cache.as_ref(), task)?;
-            bar.inc(1);
-            Ok(AtDepth { depth, hits, trials: task.questions.len() })
-        });
-        found.collect()
     }
 }
 
@@ -272,7 +243,7 @@ fn table(rows: &[Row]) -> Table {
             cells.collect::<Vec<_>>().join("  ")
         };
         table.add_row([
-            row.name.to_owned(),
+            row.name.clone(),
             row.setting.replace(':', " "),
             row.length.to_string(),
             format!("{:.2}", row.bits_per_value),

@@ -186,7 +186,7 @@ impl Speed {
             device_bytes: cache.bytes(),
             host_bytes: cache.host_bytes(),
             fetched_rows,
-            fetched_bytes: fetched_rows * 4.0 * weights.config.head_dim as f64,
+            fetched_bytes: fetched_rows * cache.fetched_row_bytes() as f64,
             floor_ms: 1000.0 * (weight_bytes + cache_bytes) as f64 / copy_rate,
             products_ms: products_ms?,
             attention_ms: attention_ms?,

@@ -2,21 +2,24 @@ use std::sync::Arc;
 
 use indicatif::ProgressBar;
 
-use super::{Measured, OnGpu, Place, QUESTION_ROOM, Shared};
-use crate::Result;
+use super::runner::{Measured, Runner};
+use super::{OnGpu, Place, QUESTION_ROOM};
 use crate::cache::FetchedPerStep;
 use crate::device::{Decoder, Element, Weights, answer_questions, method_cache, score_text, unsupported};
+use crate::eval::RetrievalTask;
 use crate::method::Method;
+use crate::model::Model;
+use crate::{Profile, Result};
 
 /// Tokens of a cache that is made to see whether there is one.
 const PROBE: usize = 256;
 
 /// Where a method runs: the GPU takes those of which it makes a cache.
-pub(super) fn place(on: &OnGpu, shared: &Shared<'_>, method: &Method) -> Result<Place> {
-    let config = shared.config();
+pub(super) fn place(on: &OnGpu, model: &Model, profile: &Profile, method: &Method) -> Result<Place> {
+    let config = &model.config;
     let made = Weights::check(config).and_then(|()| {
         let element = method.device_element()?;
-        method_cache(&on.gpu, method, config, element, Some(&shared.profile), 1, PROBE)
+        method_cache(&on.gpu, method, config, element, Some(profile), 1, PROBE)
     });
     match made {
         Ok(_) => Ok(Place::Cuda),
@@ -25,84 +28,119 @@ pub(super) fn place(on: &OnGpu, shared: &Shared<'_>, method: &Method) -> Result<
     }
 }
 
-/// The model on the GPU, and the dense cache's logits.
-pub(super) struct Bench<'a> {
+/// Models on the GPU: those whose weights are as they are, one for each element type that some method has, and that
+/// of the last method that folds maps into them.
+pub(super) struct Models<'a> {
     on: &'a OnGpu,
-    shared: &'a Shared<'a>,
-    dense: Vec<Dense>, // one for each element type that some method has
+    plain: Vec<Arc<Weights>>,
+    folded: Option<(usize, Arc<Weights>)>, // of a method
 }
 
-/// What methods with one element type share.
-struct Dense {
-    element: Element,
-    weights: Arc<Weights>,
-    reference: Vec<Vec<f32>>, // logits at every decoded position
-}
-
-impl<'a> Bench<'a> {
-    pub const fn new(on: &'a OnGpu, shared: &'a Shared<'a>) -> Self {
-        Self { on, shared, dense: vec![] }
+impl<'a> Models<'a> {
+    pub const fn new(on: &'a OnGpu) -> Self {
+        Self { on, plain: vec![], folded: None }
     }
 
-    pub fn measure(&mut self, method: &Method, progress: &ProgressBar) -> Result<Measured> {
-        let Shared { model, profile, prompt, decoded, needles, .. } = self.shared;
-        let element = method.device_element()?;
-        let known = self.dense.iter().position(|dense| dense.element == element);
-        if known.is_none() {
-            progress.set_message("dense reference");
-            self.dense.push(self.dense(element)?);
+    fn plain(&mut self, model: &Model, element: Element) -> Result<Arc<Weights>> {
+        if let Some(weights) = self.plain.iter().find(|weights| weights.element == element) {
+            return Ok(weights.clone());
         }
-        let dense = &self.dense[known.unwrap_or(self.dense.len() - 1)];
-        progress.set_message(method.spec());
-        let folded = method.device_model(model, profile)?;
-        let weights = match Arc::ptr_eq(&folded, model) {
-            true => dense.weights.clone(),
-            false => Arc::new(Weights::of(&self.on.gpu, &folded, element)?),
-        };
-        let mut decoder = self.decoder(method, weights)?;
-        let prompt = (*prompt, self.on.chunk);
-        let scores = score_text(&mut decoder, prompt, decoded, Some(&dense.reference))?;
-        let (tokens, steps) = (prompt.0.len() + decoded.len() - 1, decoded.len() - 1);
-        let fetched = decoder.fetched_rows()? as f64 / steps as f64; // by all heads
-        progress.inc(1);
-        let found = needles.as_ref().map(|task| answer_questions(&mut decoder, self.on.chunk, task));
-        let found = found.transpose()?;
-        progress.inc(1);
-        let config = self.shared.config();
-        Ok(Measured {
-            place: Place::Cuda,
-            scores,
-            tokens,
-            footprint: decoder.cache().footprint(tokens),
-            fetched: FetchedPerStep {
-                rows: fetched / (config.n_layers * config.n_kv_heads) as f64,
-                bytes: fetched * (2 * size_of::<u16>() * config.head_dim) as f64,
-                ..FetchedPerStep::default()
-            },
-            found,
-        })
-    }
-
-    /// Runs the dense cache.
-    fn dense(&self, element: Element) -> Result<Dense> {
-        let Shared { model, prompt, decoded, .. } = self.shared;
         let weights = Arc::new(Weights::of(&self.on.gpu, model, element)?);
-        let method = match element {
-            Element::F16 => "dense:dtype=f16",
-            Element::Bf16 => "dense:dtype=bf16",
-        };
-        let mut decoder = self.decoder(&method.parse()?, weights.clone())?;
-        let reference = score_text(&mut decoder, (prompt, self.on.chunk), decoded, None)?.logits;
-        Ok(Dense { element, weights, reference })
+        self.plain.push(weights.clone());
+        Ok(weights)
     }
 
-    /// A decoder with an empty cache that has room for the prompt and what follows.
-    fn decoder(&self, method: &Method, weights: Arc<Weights>) -> Result<Decoder> {
-        let (gpu, config) = (&self.on.gpu, self.shared.config());
-        let Shared { prompt, decoded, .. } = self.shared;
-        let capacity = prompt.len() + (decoded.len() - 1).max(QUESTION_ROOM);
-        let profile = Some(&self.shared.profile);
-        let cache = method_cache(gpu, method, config, weights.element, profile, 1, capacity)?;
+    /// The weights that a method runs on.
+    fn of(&mut self, runner: &Runner<'_>, index: usize) -> Result<Arc<Weights>> {
+        if let Some((_, weights)) = self.folded.as_ref().filter(|(of, _)| *of == index) {
+            return Ok(weights.clone());
+        }
+        let (method, model) = (runner.method(index), runner.model);
+        let (folded, element) = (method.device_model(model, &runner.profile)?, method.device_element()?);
+        if Arc::ptr_eq(&folded, model) {
+            return self.plain(model, element);
+        }
+        self.folded = None; // first, for its memory
+        let weights = Arc::new(Weights::of(&self.on.gpu, &folded, element)?);
+        self.folded = Some((index, weights.clone()));
+        Ok(weights)
+    }
+
+    /// A decoder of a method with an empty cache for so many tokens.
+    fn decoder(
+        &self,
+        profile: &Profile,
+        method: &Method,
+        weights: Arc<Weights>,
+        capacity: usize,
+    ) -> Result<Decoder> {
+        let (gpu, element) = (&self.on.gpu, weights.element);
+        let cache = method_cache(gpu, method, &weights.config, element, Some(profile), 1, capacity)?;
         Decoder::new(gpu.clone(), weights, cache, 1)
     }
+}
+
+/// What methods did with a text, by index. Logits are relative to those of the dense cache with the same 16 bits.
+pub(super) fn score(
+    runner: &Runner<'_>,
+    models: &mut Models<'_>,
+    methods: &[usize],
+    (prompt, decoded): (&[u32], &[u32]),
+    progress: &ProgressBar,
+) -> Result<Vec<(usize, Measured)>> {
+    let (tokens, steps) = (prompt.len() + decoded.len() - 1, decoded.len() - 1);
+    let text = (prompt, models.on.chunk);
+    let mut references: Vec<(Element, Vec<Vec<f32>>)> = vec![]; // logits at every decoded position
+    let mut measured = vec![];
+    for &index in methods {
+        let method = runner.method(index);
+        let element = method.device_element()?;
+        if references.iter().all(|(of, _)| *of != element) {
+            progress.set_message("dense reference");
+            let dense = match element {
+                Element::F16 => "dense:dtype=f16",
+                Element::Bf16 => "dense:dtype=bf16",
+            };
+            let weights = models.plain(runner.model, element)?;
+            let mut decoder = models.decoder(&runner.profile, &dense.parse()?, weights, tokens)?;
+            references.push((element, score_text(&mut decoder, text, decoded, None)?.logits));
+        }
+        let reference = references.iter().find(|(of, _)| *of == element).map(|(_, logits)| logits.as_slice());
+        progress.set_message(method.spec());
+        let weights = models.of(runner, index)?;
+        let mut decoder = models.decoder(&runner.profile, method, weights, tokens)?;
+        let scores = score_text(&mut decoder, text, decoded, reference)?;
+        let fetched = decoder.fetched_rows()? as f64 / steps as f64; // by all heads
+        progress.inc(1);
+        let config = &runner.model.config;
+        let fetched = FetchedPerStep {
+            rows: fetched / (config.n_layers * config.n_kv_heads) as f64,
+            bytes: fetched * decoder.cache().fetched_row_bytes() as f64,
+            ..FetchedPerStep::default()
+        };
+        let footprint = decoder.cache().footprint(tokens);
+        measured.push((index, Measured { scores, tokens, footprint, fetched }));
+    }
+    Ok(measured)
+}
+
+/// How many of a task's questions methods answer, by index.
+pub(super) fn find(
+    runner: &Runner<'_>,
+    models: &mut Models<'_>,
+    methods: &[usize],
+    task: &RetrievalTask,
+    progress: &ProgressBar,
+) -> Result<Vec<(usize, usize)>> {
+    let found = methods.iter().map(|&index| {
+        let method = runner.method(index);
+        progress.set_message(method.spec());
+        let weights = models.of(runner, index)?;
+        let capacity = task.prompt.len() + QUESTION_ROOM;
+        let mut decoder = models.decoder(&runner.profile, method, weights, capacity)?;
+        let hits = answer_questions(&mut decoder, models.on.chunk, task)?;
+        progress.inc(1);
+        Ok((index, hits))
+    });
+    found.collect()
 }

@@ -26,6 +26,7 @@ pub use zack::ZackCache;
 
 use super::Gpu;
 use super::bases::{Bases, BasisMaps};
+use super::ledger::Allocating;
 use super::memory::Buffer;
 use crate::cache::Footprint;
 use crate::method::Method;
@@ -170,6 +171,11 @@ pub trait DeviceCache: ChunkCache {
     /// [`Decoder`]: super::Decoder
     fn encode_synchronously(&mut self) {}
 
+    /// Bytes of such a row.
+    fn fetched_row_bytes(&self) -> usize {
+        0
+    }
+
     /// Makes this part of the rows that a step would read from the host count as read before, for timing: what
     /// random queries choose has no locality. With a share above 0, results are wrong. It holds for graphs
     /// that are captured later.
@@ -179,9 +185,10 @@ pub trait DeviceCache: ChunkCache {
 /// The part of a cache that takes prompts, many tokens at a time.
 pub trait ChunkCache {
     /// Rows (heads, capacity, head_dim) of all tokens of a chunk's sequence up to the chunk's end, those
-    /// before the chunk as the method keeps them. The decoder then writes the chunk's rotated keys and its
+    /// before the chunk as the method keeps them, or as they were computed. The decoder then writes the chunk's rotated keys and its
     /// values, lets its queries attend to the rows, and calls [`Self::append`]. So the tokens of a chunk
-    /// attend to each other exactly, as on the CPU.
+    /// attend to each other exactly, as on the CPU. Several chunks may pass through a layer before the first of
+    /// them enters the next one.
     ///
     /// # Errors
     /// [`Error::Device`].
@@ -218,7 +225,8 @@ fn check_tokens(capacity: usize) -> Result<()> {
 /// or hashed without one.
 ///
 /// # Errors
-/// [`Error::Argument`] for a method that is not implemented on the device; [`Error::Profile`]; [`Error::Device`].
+/// [`Error::Argument`] for a method that is not implemented on the device; [`Error::Profile`];
+/// [`Error::DeviceMemory`] and [`Error::HostMemory`]; [`Error::Device`].
 pub fn method_cache(
     gpu: &Gpu,
     method: &Method,
@@ -228,6 +236,7 @@ pub fn method_cache(
     batch: usize,
     capacity: usize,
 ) -> Result<Box<dyn DeviceCache>> {
+    let _purpose = Allocating::new("caches");
     let method = method.fitted(config)?;
     if method.is_dense() {
         return Ok(Box::new(DenseCache::new(gpu, config, element, batch, capacity)?));

@@ -3,10 +3,11 @@
 use std::ptr;
 use std::sync::Arc;
 
-use cudarc::driver::sys::{CUDA_MEMCPY2D, CUmemorytype, cuMemcpy2DAsync_v2};
+use cudarc::driver::sys::{CUDA_MEMCPY2D, CUmemorytype, CUresult, cuMemcpy2DAsync_v2};
 use cudarc::driver::{CudaContext, CudaStream, result};
 use kv_gpu::DevicePtr;
 
+use super::ledger::Ledger;
 use super::{Gpu, driver};
 use crate::{Error, Result};
 
@@ -18,20 +19,32 @@ pub(crate) struct Buffer<T> {
     pointer: DevicePtr<T>,
     len: usize,
     context: Arc<CudaContext>,
+    ledger: Arc<Ledger>,
+    purpose: &'static str,
 }
 
 impl<T: Copy> Buffer<T> {
     /// Zeros, or whatever bytes of zero mean.
+    ///
+    /// # Errors
+    /// [`Error::DeviceMemory`] where they do not fit; [`Error::Device`].
     pub fn zeros(gpu: &Gpu, len: usize) -> Result<Self> {
         let bytes =
             len.checked_mul(size_of::<T>()).ok_or_else(|| Error::argument("more memory than addresses"))?;
         let context = gpu.device.context().clone();
         context.bind_to_thread().map_err(|e| driver("use device on this thread", e))?;
+        let ledger = gpu.ledger.clone();
+        let purpose = ledger.add(bytes)?;
         // SAFETY: the context is current; a buffer has at least one byte, since the driver refuses none.
-        let address = unsafe { result::malloc_sync(bytes.max(1)) };
-        let address = address.map_err(|e| driver(&format!("allocate {bytes} bytes on the device"), e))?;
+        let address = unsafe { result::malloc_sync(bytes.max(1)) }.map_err(|e| {
+            ledger.subtract(bytes, purpose);
+            match e.0 {
+                CUresult::CUDA_ERROR_OUT_OF_MEMORY => ledger.full(bytes, purpose),
+                _ => driver(&format!("allocate {bytes} bytes on the device"), e),
+            }
+        })?;
         let pointer = DevicePtr::new(address).unwrap_or(DevicePtr::dangling());
-        let buffer = Self { pointer, len, context };
+        let buffer = Self { pointer, len, context, ledger, purpose };
         // SAFETY: the memory has just been allocated with that many bytes.
         unsafe { result::memset_d8_async(address, 0, bytes, gpu.stream()) }
             .map_err(|e| driver("clear memory", e))?;
@@ -165,5 +178,6 @@ impl<T> Drop for Buffer<T> {
             // here has been reported by whatever caused it.
             let _ = unsafe { result::free_sync(self.pointer.address()) };
         }
+        self.ledger.subtract(self.len * size_of::<T>(), self.purpose);
     }
 }

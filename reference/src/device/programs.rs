@@ -83,6 +83,12 @@ pub(crate) fn retrieval() -> Program {
     Program::own("retrieval.cu", include_str!("kernels/retrieval.cu"), HEADERS, &[])
 }
 
+/// `store` and `load` of rows in 8 bits.
+pub(crate) fn int8_rows(element: Element, head_dim: usize) -> Program {
+    let defines = [("ELEMENT", element as usize), ("HEAD_DIM", head_dim)];
+    Program::own("int8_rows.cu", include_str!("kernels/int8_rows.cu"), HEADERS, &defines)
+}
+
 /// Every kernel of the loop for blocks of up to `shared_memory` bytes, to be compiled without a device: the
 /// products of models with 384 and with 4,096 components for one, six and 32 sequences, and codes of all
 /// layouts.
@@ -91,6 +97,7 @@ pub fn programs(shared_memory: usize) -> Vec<Program> {
     let mut programs = vec![weights(0), weights(1), draw(), leaving(), retrieval()];
     for element in [Element::F16, Element::Bf16] {
         programs.extend([step(element), prompt(element, 64), prompt(element, 128)]);
+        programs.extend([int8_rows(element, 64), int8_rows(element, 128)]);
         let heads = [(64, 3), (128, 1), (128, 4), (128, 16)];
         programs.extend(heads.map(|(dim, group)| zack(element, dim, group)));
         programs.extend(heads.map(|(dim, group)| queries(element, dim, group)));

@@ -12,6 +12,7 @@ use kv_gpu::Kernel;
 
 use super::cache::{DeviceCache, Sequences};
 use super::gemv::{Gemv, GemvShape, Input, MOST_COLUMNS, Output};
+use super::ledger::Allocating;
 use super::memory::Buffer;
 use super::weights::Weights;
 use super::{Gpu, driver, programs};
@@ -84,6 +85,7 @@ impl Decoder {
         cache: Box<dyn DeviceCache>,
         batch: usize,
     ) -> Result<Self> {
+        let _purpose = Allocating::new("steps");
         let config = &weights.config;
         if batch == 0 || batch > MOST_COLUMNS {
             return Err(Error::Argument(format!("a batch of {batch}: the device takes 1 to {MOST_COLUMNS}")));

@@ -2,6 +2,7 @@
 
 use kv_gpu::{DevicePtr, Element, Grid, Kernel};
 
+use super::ledger::Allocating;
 use super::memory::Buffer;
 use super::{Gpu, programs};
 use crate::model::{Config, LayerAttention, Linear, Model, RopeScaling};
@@ -189,6 +190,7 @@ impl Weights {
     /// # Errors
     /// [`Error::Argument`] for heads that no device cache takes; [`Error::Device`].
     pub fn of(gpu: &Gpu, model: &Model, element: Element) -> Result<Self> {
+        let _purpose = Allocating::new("weights");
         let config = checked(model.config.clone())?;
         let packer = Packer::new(gpu, element, config.head_dim)?;
         let layers = model.layers.iter().map(|layer| {
@@ -220,6 +222,7 @@ impl Weights {
     /// # Errors
     /// [`Error::Argument`] for another name; [`Error::Device`].
     pub fn random(gpu: &Gpu, name: &str, element: Element) -> Result<Self> {
+        let _purpose = Allocating::new("weights");
         let config = checked(random_config(name)?)?;
         let packer = Packer::new(gpu, element, config.head_dim)?;
         let (hidden, inner, vocab) = (config.hidden_size, config.intermediate_size, config.vocab_size);

@@ -17,12 +17,12 @@ use svd_core::SoftmaxStats;
 
 use super::budget::Budget;
 use super::kind::{Entry, Kind, Site};
-use super::offload::{OffloadSettings, offload_help};
+use super::offload::{Home, OffloadSettings, offload_help};
 use super::pq_code::PqCode;
 #[cfg(feature = "cuda")]
 use super::pqklt::TransformedHead;
 use super::pqklt::{CodedStep, PqKlt, TransformedStore};
-use super::settings::{Switch, words};
+use super::settings::Switch;
 use crate::Profile;
 use crate::Result;
 use crate::cache::{Fetched, Footprint, Geometry, OffloadedRows, Store};
@@ -86,14 +86,6 @@ impl Display for Rows {
         }
     }
 }
-
-/// Whose memory has the exact rows that a device reads.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Home {
-    Host,
-    Device,
-}
-words!(Home, "host" => Home::Host, "device" => Home::Device);
 
 #[derive(Debug)]
 struct HybridKind {

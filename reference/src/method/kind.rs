@@ -14,6 +14,8 @@ use super::cut::HeadCut;
 #[cfg(feature = "cuda")]
 use super::hybrid::HybridPlan;
 #[cfg(feature = "cuda")]
+use super::offload::RowHome;
+#[cfg(feature = "cuda")]
 use super::pqklt::TransformedHead;
 use super::settings::Settings;
 use crate::cache::{DenseStore, ElementType, Geometry, Store};
@@ -183,6 +185,7 @@ pub(crate) struct Retrieval {
     pub budget: Budget,
     /// Iterations of codebooks that are trained on the prompt; else they are the profile's.
     pub training: Option<usize>,
+    pub home: RowHome,
 }
 
 /// Where stores are built.

@@ -41,6 +41,24 @@ enum Held {
 words!(Held, "exact" => Held::Exact, "int8" => Held::Int8);
 words!(Evict, "lfu" => Evict::LeastFrequentlyUsed, "lru" => Evict::LeastRecentlyUsed);
 
+/// Whose memory has the exact rows that a device reads.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Home {
+    Host,
+    Device,
+}
+words!(Home, "host" => Home::Host, "device" => Home::Device);
+
+/// Where the exact rows are that a device reads, and how they are held there.
+#[cfg(feature = "cuda")]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum RowHome {
+    Device,
+    Host,
+    /// In 8 bits.
+    HostInt8,
+}
+
 #[derive(Clone, Copy, PartialEq)]
 enum Evict {
     LeastFrequentlyUsed,
@@ -96,6 +114,22 @@ impl OffloadSettings {
     pub fn check(&self) -> Result<()> {
         let Some(Offload { folder, .. }) = &self.offload else { return Ok(()) };
         tempfile::tempfile_in(folder).map(drop).map_err(|e| Error::io(folder, e))
+    }
+
+    /// Where a device finds the rows.
+    #[cfg(feature = "cuda")]
+    pub fn home(&self, home: Home) -> Result<RowHome> {
+        match (home, self.held) {
+            _ if self.offload.is_some() => {
+                Err(Error::argument("offload=FOLDER needs the CPU: leave it out, or pass --device cpu"))
+            }
+            (Home::Device, Held::Exact) => Ok(RowHome::Device),
+            (Home::Device, Held::Int8) => {
+                Err(Error::argument("offloaded=int8 is for rows in host memory: rows-on=host"))
+            }
+            (Home::Host, Held::Exact) => Ok(RowHome::Host),
+            (Home::Host, Held::Int8) => Ok(RowHome::HostInt8),
+        }
     }
 
     /// The rows of one layer, none yet.

@@ -15,6 +15,8 @@ use super::cost::{Iterations, Resolved};
 #[cfg(feature = "cuda")]
 use super::kind::Retrieval;
 use super::kind::{Entry, Kind, SEED, Site};
+#[cfg(feature = "cuda")]
+use super::offload::Home;
 use super::offload::{OffloadSettings, offload_help};
 use super::pq_code::PqCode;
 use super::settings::words;
@@ -39,14 +41,14 @@ pub(super) const PQ_CACHE: Entry = Entry {
     help: concat!(
         "\
   pqcache           top-k by PQ codes;                                    ratio=0.2 or tokens=N
-                                                                          code=16x8 iterations=10|FILE
+                                                                          code=16x8 iterations=4|FILE
                                                                           codebooks=prompt|profile
 ",
         offload_help!()
     ),
     parse: |s| {
         let (budget, code) = (Budget::take(s)?, PqCode::take(s, "code", 8, 8)?);
-        let iterations = s.own("iterations", Iterations::Count(10))?;
+        let iterations = s.own("iterations", Iterations::Count(4))?;
         let codebooks = s.common("codebooks", Codebooks::Prompt)?;
         let quantizer = Some(Quantizer { code, iterations, codebooks });
         Ok(Arc::new(TopK { budget, quantizer, offload: OffloadSettings::take(s)? }))
@@ -167,7 +169,8 @@ impl Kind for TopK {
                 }
             };
             let quantizer = quantizer.code.shape(geometry.head_dim)?;
-            Ok(Retrieval { quantizer, budget: self.budget, training })
+            let home = self.offload.home(Home::Host)?;
+            Ok(Retrieval { quantizer, budget: self.budget, training, home })
         };
         Some(retrieval())
     }
@@ -197,6 +200,14 @@ impl Kind for TopK {
 
 /// Keys a centroid with which codebooks stay as they are.
 const ENOUGH: usize = 4;
+
+/// Keys of a head that a prompt's codebooks are trained on, at most: more gain nothing (`pqcache.md`).
+const MOST_TRAINED: usize = 4096;
+
+/// Of so many keys of a prompt, one in this many trains its codebooks.
+pub(crate) const fn training_step(keys: usize) -> usize {
+    if keys == 0 { 1 } else { keys.div_ceil(MOST_TRAINED) }
+}
 
 fn train_options(iterations: usize) -> TrainOptions<'static> {
     TrainOptions { iterations, seed: SEED, ..Default::default() }
@@ -291,8 +302,13 @@ impl Scorer {
         };
         let rows = (0..geometry.n_kv_heads).map(head_rows).collect::<Result<Vec<_>>>()?;
         if trains {
-            let rows: Vec<&[f32]> = rows.iter().map(Vec::as_slice).collect();
-            let trained = train_batch(*shape, &rows, &train_options(iterations.of(n)))?;
+            let step = training_step(n);
+            let sample = |rows: &Vec<f32>| -> Vec<f32> {
+                rows.chunks_exact(geometry.head_dim).step_by(step).flatten().copied().collect()
+            };
+            let samples: Vec<Vec<f32>> = rows.iter().map(sample).collect();
+            let samples: Vec<&[f32]> = samples.iter().map(Vec::as_slice).collect();
+            let trained = train_batch(*shape, &samples, &train_options(iterations.of(n)))?;
             let head = |trained: Trained| -> Result<PqHead> {
                 let codebook = Arc::new(CodebookBuf::new(*shape, &trained.centroids)?);
                 Ok(PqHead { codebook, codes: CodesBuf::new(*shape) })

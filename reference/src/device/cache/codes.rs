@@ -111,7 +111,7 @@ impl TokenCodes {
         Ok(())
     }
 
-    /// Prepares [`Self::encode_chunk`] for all layers.
+    /// Prepares [`Self::encode_chunk`], for any layer.
     pub fn begin_chunk(&self, gpu: &Gpu, chunk: &Chunk) -> Result<()> {
         let (first, count) = self.shape.stored_by(chunk);
         self.span.write(gpu, first, count)

@@ -76,7 +76,7 @@ impl HybridCache {
             most,
             staged_sides: 2,
         };
-        let store = RowStore::new(gpu, store, plan.home)?;
+        let store = RowStore::new(gpu, element, store, plan.home)?;
         let hybrid = Hybrid::new(
             &gpu.device,
             HybridShape {
@@ -203,6 +203,7 @@ impl DeviceCache for HybridCache {
     }
 
     fn clear(&mut self, gpu: &Gpu) -> Result<()> {
+        self.window.forget_past();
         self.store.forget(gpu)?;
         self.turns.restart_at(gpu, 0)
     }
@@ -224,7 +225,7 @@ impl DeviceCache for HybridCache {
 
     fn fill_random(&mut self, gpu: &Gpu, tokens: usize) -> Result<()> {
         self.window.fill_random(gpu, self.element)?;
-        self.store.fill_random(gpu, self.element)?;
+        self.store.fill_random(gpu, self.element, |layer| self.rows(layer))?;
         self.codes.fill_random(gpu)?;
         fill_rows(gpu, self.element, self.slots.pointer(), self.slots.len(), RANDOM_ROWS)?;
         self.store.forget(gpu)?;
@@ -243,7 +244,7 @@ impl DeviceCache for HybridCache {
         let stored = shape.stored(tokens);
         Footprint {
             kept: self.codes.bytes_of(stored) + shape.exact_bytes(tokens),
-            offloaded: 4 * shape.n_layers * shape.side_len(stored),
+            offloaded: shape.n_layers * shape.batch * shape.heads * stored * self.store.pair_bytes(),
             working: self.store.staged_bytes() + self.slots.bytes(),
             shared: self.shared_bytes(),
         }
@@ -262,6 +263,10 @@ impl DeviceCache for HybridCache {
         self.store.fetched(gpu)
     }
 
+    fn fetched_row_bytes(&self) -> usize {
+        self.store.pair_bytes()
+    }
+
     fn force_hits(&mut self, share: f32) {
         self.store.force_hits(share);
     }
@@ -270,10 +275,11 @@ impl DeviceCache for HybridCache {
 impl ChunkCache for HybridCache {
     fn chunk_rows(&mut self, gpu: &Gpu, layer: usize, chunk: &Chunk) -> Result<Rows> {
         self.turns.wait(gpu)?; // of the layer before, from the same rows
-        let rows = self.window.open(gpu, layer, chunk)?;
-        if layer == 0 {
-            self.codes.begin_chunk(gpu, chunk)?;
+        self.codes.begin_chunk(gpu, chunk)?;
+        if self.window.holds_past(layer, chunk) {
+            return self.window.past();
         }
+        let rows = self.window.open(gpu, layer, chunk)?;
         let stored = self.window.shape.stored(chunk.position);
         self.store.restore(gpu, layer, chunk.sequence, stored, rows)?;
         Ok(rows)
@@ -291,6 +297,7 @@ impl ChunkCache for HybridCache {
     fn settle(&mut self, gpu: &Gpu, lengths: &[usize]) -> Result<()> {
         let sinks = self.window.shape.sinks;
         let encoded = lengths.iter().map(|length| length.saturating_sub(sinks));
+        self.window.forget_past();
         self.store.forget(gpu)?;
         self.turns.restart(gpu, &encoded.collect::<Vec<_>>())
     }

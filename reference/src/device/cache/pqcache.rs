@@ -17,7 +17,7 @@ use crate::Result;
 use crate::cache::Footprint;
 use crate::device::Gpu;
 use crate::device::memory::Buffer;
-use crate::method::{Home, Retrieval};
+use crate::method::Retrieval;
 use crate::model::Config;
 use train::Training;
 
@@ -117,7 +117,7 @@ impl PqCache {
         let most = retrieval.budget.k(stored, sinks + ring);
         let store =
             StoreShape { n_layers, batch, heads, head_dim, sinks, ring, stored, most, staged_sides: 1 };
-        let store = RowStore::new(gpu, store, Home::Host)?;
+        let store = RowStore::new(gpu, element, store, retrieval.home)?;
         check_tokens(capacity)?;
         let codes = (batch * heads * quantizer.codes_len(stored)).next_multiple_of(ALIGNMENT);
         let books = if retrieval.training.is_some() { batch } else { 1 };
@@ -227,6 +227,7 @@ impl DeviceCache for PqCache {
 
     fn clear(&mut self, gpu: &Gpu) -> Result<()> {
         self.training.iter_mut().for_each(Training::clear);
+        self.window.forget_past();
         self.store.forget(gpu)?;
         self.turns.restart_at(gpu, 0)
     }
@@ -243,7 +244,7 @@ impl DeviceCache for PqCache {
 
     fn fill_random(&mut self, gpu: &Gpu, tokens: usize) -> Result<()> {
         self.window.fill_random(gpu, self.element)?;
-        self.store.fill_random(gpu, self.element)?;
+        self.store.fill_random(gpu, self.element, |layer| self.rows(layer))?;
         fill_codes(gpu, &self.codes, RANDOM_CODES)?;
         self.training.iter_mut().for_each(Training::use_hashed);
         self.store.forget(gpu)?;
@@ -279,7 +280,7 @@ impl DeviceCache for PqCache {
         };
         Footprint {
             kept: n_layers * codes + rows(exact) + own,
-            offloaded: rows(tokens - exact),
+            offloaded: n_layers * batch * heads * (tokens - exact) * self.store.pair_bytes(),
             working: self.store.staged_bytes() + rows(most),
             shared,
         }
@@ -297,6 +298,10 @@ impl DeviceCache for PqCache {
         self.store.fetched(gpu)
     }
 
+    fn fetched_row_bytes(&self) -> usize {
+        self.store.pair_bytes()
+    }
+
     fn force_hits(&mut self, share: f32) {
         self.store.force_hits(share);
     }
@@ -305,12 +310,15 @@ impl DeviceCache for PqCache {
 impl ChunkCache for PqCache {
     fn chunk_rows(&mut self, gpu: &Gpu, layer: usize, chunk: &Chunk) -> Result<Rows> {
         self.turns.wait(gpu)?; // of the layer before, from the same rows
-        let rows = self.window.open(gpu, layer, chunk)?;
+        let (first, count) = self.window.shape.stored_by(chunk);
+        self.span.write(gpu, first, count)?;
         if layer == 0 {
-            let (first, count) = self.window.shape.stored_by(chunk);
-            self.span.write(gpu, first, count)?;
             self.begin_training(gpu, chunk)?;
         }
+        if self.window.holds_past(layer, chunk) {
+            return self.window.past();
+        }
+        let rows = self.window.open(gpu, layer, chunk)?;
         let stored = self.window.shape.stored(chunk.position);
         self.store.restore(gpu, layer, chunk.sequence, stored, rows)?;
         Ok(rows)
@@ -333,6 +341,7 @@ impl ChunkCache for PqCache {
         let encoded = lengths.iter().map(|length| length.saturating_sub(self.shape.sinks));
         let encoded: Vec<usize> = encoded.collect();
         self.training.iter_mut().for_each(|training| training.settle(lengths));
+        self.window.forget_past();
         self.store.forget(gpu)?;
         self.turns.restart(gpu, &encoded)
     }

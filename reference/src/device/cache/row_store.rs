@@ -1,3 +1,4 @@
+mod int8;
 mod reuse;
 
 use cudarc::driver::CudaStream;
@@ -11,9 +12,10 @@ use super::{Chunk, Rows};
 use crate::device::host_memory::{HostBuffer, check_available};
 use crate::device::memory::{Buffer, Strided, copy_rows};
 use crate::device::{Gpu, programs};
-use crate::method::Home;
+use crate::method::RowHome;
 use crate::side::Side;
 use crate::{Error, Result};
+use int8::Int8Rows;
 use reuse::Reuse;
 
 /// Sizes of a [`RowStore`].
@@ -56,9 +58,14 @@ enum Memory {
 }
 
 struct HostRows {
-    layers: Vec<HostBuffer<u16>>,
+    layers: Vec<HostBuffer<u16>>, // as on the device, or records
     reuse: Reuse,
-    gather: Gather,
+    form: HostForm,
+}
+
+enum HostForm {
+    Exact(Gather),
+    Int8(Int8Rows),
 }
 
 #[derive(Clone, Copy)]
@@ -66,8 +73,8 @@ struct HostRows {
 struct LeaveArguments {
     keys: DevicePtr<AnyElement>,
     values: DevicePtr<AnyElement>,
-    stored_keys: DevicePtr<u16>,
-    stored_values: DevicePtr<u16>,
+    stored_keys: Option<DevicePtr<u16>>,
+    stored_values: Option<DevicePtr<u16>>,
     staged: DevicePtr<u16>,
     firsts: DevicePtr<u32>,
     counts: DevicePtr<u32>,
@@ -87,23 +94,27 @@ impl RowStore {
     ///
     /// # Errors
     /// [`Error::HostMemory`] when the host has no room for the rows; [`Error::Device`].
-    pub fn new(gpu: &Gpu, shape: StoreShape, home: Home) -> Result<Self> {
+    pub fn new(gpu: &Gpu, element: Element, shape: StoreShape, home: RowHome) -> Result<Self> {
         let StoreShape { n_layers, batch, heads, head_dim, ring, stored, most, .. } = shape;
         let row_bytes = size_of::<u16>() * head_dim;
-        let rows = [2 * n_layers, batch, heads, stored];
-        let bytes = rows.iter().try_fold(row_bytes, |all, &n| all.checked_mul(n)).unwrap_or(usize::MAX);
-        let rows = match home {
-            Home::Device => Memory::Device(Buffer::zeros(gpu, bytes / size_of::<u16>())?),
-            Home::Host => {
-                check_available(bytes)?;
-                let len = 2 * shape.side_len(stored); // of a layer
-                let layers = (0..n_layers).into_par_iter().map(|_| HostBuffer::new(gpu, len));
-                Memory::Host(Box::new(HostRows {
-                    layers: layers.collect::<Result<_>>()?,
-                    reuse: Reuse::new(gpu, n_layers, batch * heads, most)?,
-                    gather: Gather::new(&gpu.device, row_bytes)?,
-                }))
-            }
+        let pair_bytes =
+            if home == RowHome::HostInt8 { Int8Rows::record_len(head_dim) } else { 2 * row_bytes };
+        let pairs = [n_layers, batch, heads, stored];
+        let bytes = pairs.iter().try_fold(pair_bytes, |all, &n| all.checked_mul(n)).unwrap_or(usize::MAX);
+        let rows = if home == RowHome::Device {
+            Memory::Device(Buffer::zeros(gpu, bytes / size_of::<u16>())?)
+        } else {
+            check_available(bytes)?;
+            let len = bytes / size_of::<u16>() / n_layers.max(1);
+            let layers = (0..n_layers).into_par_iter().map(|_| HostBuffer::new(gpu, len));
+            Memory::Host(Box::new(HostRows {
+                layers: layers.collect::<Result<_>>()?,
+                reuse: Reuse::new(gpu, n_layers, batch * heads, most)?,
+                form: match home {
+                    RowHome::HostInt8 => HostForm::Int8(Int8Rows::new(gpu, element, shape)?),
+                    _ => HostForm::Exact(Gather::new(&gpu.device, row_bytes)?),
+                },
+            }))
         };
         Ok(Self {
             leave: gpu.device.kernel(&programs::retrieval(), "leave", 0)?,
@@ -113,7 +124,22 @@ impl RowStore {
         })
     }
 
-    /// Rows of a layer: keys, or values (batch, heads, stored, head_dim).
+    /// The rows in 8 bits, and their records of a layer from a sequence on; none for exact rows.
+    fn int8(&self, layer: usize, sequence: usize) -> Option<(&Int8Rows, DevicePtr<u16>)> {
+        let StoreShape { heads, head_dim, stored, .. } = self.shape;
+        match &self.rows {
+            Memory::Host(host) => match &host.form {
+                HostForm::Int8(int8) => {
+                    let of_sequence = heads * stored * Int8Rows::record_len(head_dim) / size_of::<u16>();
+                    Some((int8, host.layers[layer].pointer().offset(sequence * of_sequence)))
+                }
+                HostForm::Exact(_) => None,
+            },
+            Memory::Device(_) => None,
+        }
+    }
+
+    /// Exact rows of a layer: keys, or values (batch, heads, stored, head_dim).
     pub fn rows(&self, side: Side, layer: usize) -> DevicePtr<u16> {
         let len = self.shape.side_len(self.shape.stored);
         match &self.rows {
@@ -131,11 +157,13 @@ impl RowStore {
     /// Takes the rows of the layer's tokens whose turn it is, and stages them.
     pub fn take_turn(&self, gpu: &Gpu, layer: usize, exact: Rows, turns: &Turns) -> Result<()> {
         let StoreShape { batch, heads, head_dim, sinks, ring, stored, staged_sides, .. } = self.shape;
+        let int8 = self.int8(layer, 0);
+        let of_side = |side| int8.is_none().then(|| self.rows(side, layer));
         let arguments = LeaveArguments {
             keys: exact.keys,
             values: exact.values,
-            stored_keys: self.rows(Side::Keys, layer),
-            stored_values: self.rows(Side::Values, layer),
+            stored_keys: of_side(Side::Keys),
+            stored_values: of_side(Side::Values),
             staged: self.staged(Side::Keys, layer),
             firsts: turns.firsts(layer),
             counts: turns.counts(layer),
@@ -151,7 +179,8 @@ impl RowStore {
         // SAFETY: the structure is the kernel's argument, and the buffers have the lengths of `new`. The plan
         // counts at most a ring of tokens, which come before tokens that fit. The background stream no longer
         // reads what is staged: the event of the layer's last turn has been waited for.
-        Ok(unsafe { self.leave.launch(gpu.stream(), grid, 256, false, &arguments) }?)
+        unsafe { self.leave.launch(gpu.stream(), grid, 256, false, &arguments) }?;
+        int8.map_or(Ok(()), |(int8, records)| int8.take_turn(gpu, layer, records, exact, turns))
     }
 
     /// Brings the chosen tokens (batch, heads, most) to `slots`, rows of which the last one is a head's last:
@@ -164,8 +193,12 @@ impl RowStore {
         slots: Rows,
     ) -> Result<()> {
         let Memory::Host(host) = &self.rows else { return Ok(()) };
-        let HostRows { reuse, gather, .. } = &**host;
+        let HostRows { reuse, form, .. } = &**host;
         reuse.launch(gpu, layer, tokens, counts)?;
+        let gather = match form {
+            HostForm::Exact(gather) => gather,
+            HostForm::Int8(int8) => return int8.fetch(gpu, host.layers[layer].pointer(), reuse, slots),
+        };
         let arguments = GatherArguments {
             heads: self.shape.batch * self.shape.heads,
             keys: self.rows(Side::Keys, layer).cast(),
@@ -194,6 +227,12 @@ impl RowStore {
 
     /// Copies the first `count` tokens behind the sinks of a sequence to rows of all its tokens.
     pub fn restore(&self, gpu: &Gpu, layer: usize, sequence: usize, count: usize, rows: Rows) -> Result<()> {
+        if count == 0 {
+            return Ok(());
+        }
+        if let Some((int8, records)) = self.int8(layer, sequence) {
+            return int8.restore(gpu, records, count, rows);
+        }
         let sides = self.pairs(layer, sequence, (0, count), rows)?;
         sides
             .into_iter()
@@ -210,6 +249,9 @@ impl RowStore {
         tokens: (usize, usize),
         rows: Rows,
     ) -> Result<()> {
+        if let Some((int8, records)) = self.int8(layer, chunk.sequence) {
+            return int8.take_chunk(stream, records, tokens, rows);
+        }
         let sides = self.pairs(layer, chunk.sequence, tokens, rows)?;
         sides
             .into_iter()
@@ -253,15 +295,27 @@ impl RowStore {
         }
     }
 
-    /// Fills the store with hashed rows.
-    pub fn fill_random(&self, gpu: &Gpu, element: Element) -> Result<()> {
+    /// Fills the store with hashed rows; those in 8 bits are the exact ones of each layer, again and again.
+    pub fn fill_random(&self, gpu: &Gpu, element: Element, exact: impl Fn(usize) -> Rows) -> Result<()> {
         let len = self.shape.side_len(self.shape.stored);
         (0..self.shape.n_layers).try_for_each(|layer| {
+            if let Some((int8, records)) = self.int8(layer, 0) {
+                return int8.fill(gpu, records, exact(layer));
+            }
             Side::ALL.into_iter().try_for_each(|side| {
                 let tensor = RANDOM_ROWS + (2 * layer + side as usize) as u32;
                 fill_rows(gpu, element, self.rows(side, layer), len, tensor)
             })
         })
+    }
+
+    /// Bytes of a token's key and value of one head in the store.
+    pub const fn pair_bytes(&self) -> usize {
+        let dim = self.shape.head_dim;
+        match &self.rows {
+            Memory::Host(host) if matches!(host.form, HostForm::Int8(_)) => Int8Rows::record_len(dim),
+            _ => 2 * size_of::<u16>() * dim,
+        }
     }
 
     /// Rows that have been fetched so far.

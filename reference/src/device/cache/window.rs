@@ -2,6 +2,7 @@ use kv_gpu::{AnyElement, DevicePtr, Element, Grid, Kernel};
 
 use super::dense::{RANDOM_ROWS, fill_rows};
 use super::{Chunk, Room, Rows};
+use crate::device::ledger::Allocating;
 use crate::device::memory::Buffer;
 use crate::device::{Gpu, programs};
 use crate::model::Config;
@@ -78,6 +79,7 @@ pub(super) struct Window {
     copy: Kernel,
     rows: Buffer<u16>, // (layer, keys and values, batch, heads, sinks + ring + slots, head_dim)
     past: Option<Buffer<u16>>, // (keys and values, heads, capacity, head_dim), from the first chunk on
+    closed: Option<(usize, Chunk)>, // layer and chunk of which `past` has all rows
 }
 
 #[derive(Clone, Copy)]
@@ -105,6 +107,7 @@ impl Window {
             copy: gpu.device.kernel(&programs::leaving(), "exact", 0)?,
             rows: Buffer::zeros(gpu, 2 * shape.n_layers * shape.side_len(shape.rows()))?,
             past: None,
+            closed: None,
             shape,
         })
     }
@@ -138,6 +141,7 @@ impl Window {
     /// there; the caller adds the others.
     pub fn open(&mut self, gpu: &Gpu, layer: usize, chunk: &Chunk) -> Result<Rows> {
         if self.past.is_none() {
+            let _purpose = Allocating::new("prompts");
             self.past = Some(Buffer::zeros(gpu, 2 * self.shape.past_side_len())?);
         }
         if chunk.position > 0 {
@@ -147,8 +151,22 @@ impl Window {
     }
 
     /// Keeps what is exact after the chunk, from the rows of all tokens.
-    pub fn close(&self, gpu: &Gpu, layer: usize, chunk: &Chunk) -> Result<()> {
+    pub fn close(&mut self, gpu: &Gpu, layer: usize, chunk: &Chunk) -> Result<()> {
+        self.closed = Some((layer, *chunk));
         self.copy(gpu, layer, chunk.sequence, chunk.end(), false)
+    }
+
+    /// Whether the rows of all tokens are still those of the chunk before this one, in the same layer: then none
+    /// have to be brought back.
+    pub fn holds_past(&self, layer: usize, chunk: &Chunk) -> bool {
+        self.closed.is_some_and(|(of, before)| {
+            of == layer && before.sequence == chunk.sequence && before.end() == chunk.position
+        })
+    }
+
+    /// The rows of all tokens are no longer those of a sequence: others follow.
+    pub const fn forget_past(&mut self) {
+        self.closed = None;
     }
 
     /// The rows of all tokens that [`Self::open`] has given.

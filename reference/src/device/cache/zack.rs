@@ -278,10 +278,8 @@ impl DeviceCache for ZackCache {
 impl ChunkCache for ZackCache {
     fn chunk_rows(&mut self, gpu: &Gpu, layer: usize, chunk: &Chunk) -> Result<Rows> {
         let rows = self.window.open(gpu, layer, chunk)?;
-        if layer == 0 {
-            let (first, count) = self.window.shape.stored_by(chunk);
-            self.span.write(gpu, first, count)?;
-        }
+        let (first, count) = self.window.shape.stored_by(chunk);
+        self.span.write(gpu, first, count)?;
         self.launch_restore(gpu, layer, chunk, &rows)?;
         Ok(rows)
     }

@@ -118,7 +118,7 @@ extern "C" __global__ void __launch_bounds__(REUSE_THREADS) reuse(const ReuseArg
 struct LeaveArguments {
     const uint4* keys; // [sequence][head][capacity][chunk]: the layer's exact rows
     const uint4* values;
-    uint4* stored_keys; // [sequence][head][stored][chunk], maybe in host memory
+    uint4* stored_keys; // [sequence][head][stored][chunk], maybe in host memory; null to stage rows only
     uint4* stored_values;
     uint4* staged;     // [side][sequence][head][ring][chunk], for the quantizers: keys, or keys and values
     const u32* firsts; // [sequence]: the first token behind the sinks that leaves
@@ -142,7 +142,7 @@ extern "C" __global__ void leave(const LeaveArguments a) {
     for (u32 i = threadIdx.x; i < count * a.chunks; i += blockDim.x) {
         const u32 slot = a.sinks + (first + i / a.chunks) % a.ring;
         const uint4 data = rows[(u64)slot * a.chunks + i % a.chunks];
-        stored[i] = data;
+        if (a.stored_keys) stored[i] = data;
         if (blockIdx.z < a.staged_sides) staged[i] = data;
     }
 }

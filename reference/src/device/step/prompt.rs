@@ -1,4 +1,8 @@
 //! Prompts: many tokens of one sequence at a time, layer by layer.
+//!
+//! A prompt runs in segments, a segment through one layer after the other, and through a layer in chunks. So a
+//! layer's weights are unpacked once a segment, and a cache that keeps rows elsewhere brings those before a segment
+//! back once a layer, not once a chunk.
 
 use kv_gpu::svd::{AttendShape, Prefill, PrefillArguments};
 use kv_gpu::{DevicePtr, Grid, Kernel};
@@ -6,6 +10,7 @@ use kv_gpu::{DevicePtr, Grid, Kernel};
 use super::super::bases::{Place, TurnedRows};
 use super::super::cache::{Chunk, Rows};
 use super::super::gemm::{Gemm, GemmShape, Output};
+use super::super::ledger::Allocating;
 use super::super::memory::Buffer;
 use super::super::weights::{LayerWeights, Packed};
 use super::super::{Gpu, programs};
@@ -21,9 +26,13 @@ const BLOCKS: usize = 4096;
 /// Chunks of the weights that a block of `unpack` takes: `UNPACKED` of the kernel.
 const UNPACKED: usize = 8;
 
-/// What chunks of up to `tokens` tokens need, made for the first prompt.
+/// Chunks of a segment, at most. A segment's residual streams are held.
+const SEGMENT: usize = 8;
+
+/// What segments of chunks of up to `tokens` tokens need, made for the first prompt.
 pub(super) struct Prompts {
     tokens: usize,
+    segment: usize, // tokens, at most
     gemm: Gemm,
     attend: Prefill,
     unpack: Kernel,
@@ -31,23 +40,41 @@ pub(super) struct Prompts {
     norm: Kernel,
     append: Kernel,
     swiglu: Kernel,
-    ids: Buffer<u32>,      // (tokens,)
-    residual: Buffer<f32>, // (tokens, hidden)
+    ids: Buffer<u32>,      // (segment,)
+    residual: Buffer<f32>, // (segment, hidden)
     normed: Buffer<u16>,   // (tokens, hidden)
     qkv: Buffer<u16>,      // (tokens, rows of q, k and v)
     queries: Buffer<u16>,  // (tokens, n_heads, head_dim)
     attended: Buffer<u16>, // (tokens, n_heads, head_dim)
     gate_up: Buffer<u16>,  // (tokens, 2 intermediate)
     inner: Buffer<u16>,    // (tokens, intermediate)
-    matrix: Buffer<u16>,   // the rows of one matrix
-    lengths: Buffer<u32>,  // tokens with the chunk, at COUNT those of the chunk, at ONE 1
-    ranks: Buffer<u32>,    // (n_kv_heads,)
-    offsets: Buffer<u64>,  // (n_kv_heads,)
+    matrices: LayerMatrices,
+    lengths: Buffer<u32>, // (SEGMENT, LENGTHS): tokens with a chunk, at COUNT those of the chunk, at ONE 1
+    ranks: Buffer<u32>,   // (n_kv_heads,)
+    offsets: Buffer<u64>, // (n_kv_heads,)
 }
 
-/// Places of `lengths`, 16 bytes apart.
+/// Places of a chunk's `lengths`, 16 bytes apart.
 const COUNT: usize = 4;
 const ONE: usize = 8;
+const LENGTHS: usize = 12;
+
+/// The matrices of one layer, as rows.
+struct LayerMatrices {
+    qkv: Buffer<u16>,
+    o: Buffer<u16>,
+    gate_up: Buffer<u16>,
+    down: Buffer<u16>,
+}
+
+/// A chunk of a segment.
+struct SegmentChunk {
+    chunk: Chunk,
+    index: usize,                 // in the segment
+    residual: DevicePtr<f32>,     // (count, hidden)
+    bias: Option<DevicePtr<f32>>, // of the product that was added to it last
+    is_last: bool,                // of the prompt
+}
 
 #[derive(Clone, Copy)]
 #[repr(C)]
@@ -111,22 +138,35 @@ const _: () = assert!(size_of::<UnpackArguments>() == 32 && size_of::<EmbedArgum
 const _: () = assert!(size_of::<NormArguments>() == 40 && size_of::<AppendArguments>() == 80);
 const _: () = assert!(size_of::<SwigluArguments>() == 40);
 
+impl LayerMatrices {
+    /// Room for the largest matrices of all layers.
+    fn new(gpu: &Gpu, layers: &[LayerWeights]) -> Result<Self> {
+        let room = |of: fn(&LayerWeights) -> &Packed| {
+            let len = |layer| of(layer).rows * of(layer).n_in;
+            Buffer::zeros(gpu, layers.iter().map(len).max().unwrap_or(0))
+        };
+        Ok(Self {
+            qkv: room(|layer| &layer.qkv)?,
+            o: room(|layer| &layer.o)?,
+            gate_up: room(|layer| &layer.gate_up)?,
+            down: room(|layer| &layer.down)?,
+        })
+    }
+}
+
 impl Prompts {
-    fn new(decoder: &Decoder, tokens: usize) -> Result<Self> {
+    fn new(decoder: &Decoder, tokens: usize, segment: usize) -> Result<Self> {
+        let _purpose = Allocating::new("prompts");
         let (gpu, weights) = (&*decoder.gpu, &*decoder.weights);
         let (config, element) = (&weights.config, weights.element);
         let (heads, head_dim, q_dim) = (config.n_kv_heads, config.head_dim, config.q_dim());
         let prompt = programs::prompt(element, head_dim);
         let kernel = |name| gpu.device.kernel(&prompt, name, 0);
         let halves = |row: usize| Buffer::<u16>::zeros(gpu, tokens.saturating_mul(row));
-        let largest = |layer: &LayerWeights| {
-            let matrices = [&layer.qkv, &layer.o, &layer.gate_up, &layer.down];
-            matrices.map(|matrix| matrix.rows * matrix.n_in).into_iter().max()
-        };
-        let lengths: Vec<u32> = (0..3 * COUNT).map(|i| u32::from(i == ONE)).collect();
         let offsets: Vec<u64> = (0..heads).map(|head| (head * head_dim) as u64).collect();
         Ok(Self {
             tokens,
+            segment,
             gemm: Gemm::new(gpu, element)?,
             attend: Prefill::new(&gpu.device, AttendShape { dim: head_dim, element })?,
             unpack: gpu.device.kernel(&programs::weights(element as usize), "unpack", 0)?,
@@ -134,54 +174,67 @@ impl Prompts {
             norm: kernel("normalize")?,
             append: kernel("append")?,
             swiglu: kernel("swiglu")?,
-            ids: Buffer::zeros(gpu, tokens)?,
-            residual: Buffer::zeros(gpu, tokens.saturating_mul(config.hidden_size))?,
+            ids: Buffer::zeros(gpu, segment)?,
+            residual: Buffer::zeros(gpu, segment.saturating_mul(config.hidden_size))?,
             normed: halves(config.hidden_size)?,
             qkv: halves(q_dim + 2 * config.kv_dim())?,
             queries: halves(q_dim)?,
             attended: halves(q_dim)?,
             gate_up: halves(2 * config.intermediate_size)?,
             inner: halves(config.intermediate_size)?,
-            matrix: Buffer::zeros(gpu, weights.layers.iter().filter_map(largest).max().unwrap_or(0))?,
-            lengths: Buffer::of(gpu, &lengths)?,
+            matrices: LayerMatrices::new(gpu, &weights.layers)?,
+            lengths: Buffer::zeros(gpu, SEGMENT * LENGTHS)?,
             ranks: Buffer::of(gpu, &vec![head_dim as u32; heads])?,
             offsets: Buffer::of(gpu, &offsets)?,
         })
     }
 
-    /// A product of the rows of a chunk, without the bias.
+    /// Whether chunks and segments of as many tokens fit.
+    const fn fits(&self, tokens: usize, segment: usize) -> bool {
+        self.tokens >= tokens && self.segment >= segment
+    }
+
+    /// Unpacks the matrices of a layer.
+    fn unpack(&self, gpu: &Gpu, head_dim: usize, layer: &LayerWeights) -> Result<()> {
+        let LayerMatrices { qkv, o, gate_up, down } = &self.matrices;
+        let matrices = [(&layer.qkv, qkv), (&layer.o, o), (&layer.gate_up, gate_up), (&layer.down, down)];
+        for (&Packed { rows: n_out, n_in, order, ref weight, .. }, rows) in matrices {
+            let arguments = UnpackArguments {
+                packed: weight.pointer(),
+                rows: rows.pointer(),
+                n_rows: n_out as u32,
+                n_in: n_in as u32,
+                order: order as u32,
+                head_dim: head_dim as u32,
+            };
+            let (chunks, tiles) = (n_in.div_ceil(64), n_out.div_ceil(16));
+            let grid = Grid::new([chunks.div_ceil(UNPACKED), tiles, 1])?;
+            // SAFETY: the structure is the kernel's argument, and the rows have as many elements as the largest
+            // of these matrices.
+            unsafe { self.unpack.launch(gpu.stream(), grid, THREADS, false, &arguments) }?;
+        }
+        Ok(())
+    }
+
+    /// A product of the rows of a chunk with an unpacked matrix, without the bias.
     fn product<T>(
         &mut self,
         gpu: &Gpu,
-        head_dim: usize,
         matrix: &Packed,
+        rows: DevicePtr<u16>,
         (input, count): (DevicePtr<u16>, usize),
         (out, output): (DevicePtr<T>, Output),
     ) -> Result<()> {
-        let &Packed { rows: n_out, n_in, order, ref weight, .. } = matrix;
-        let arguments = UnpackArguments {
-            packed: weight.pointer(),
-            rows: self.matrix.pointer(),
-            n_rows: n_out as u32,
-            n_in: n_in as u32,
-            order: order as u32,
-            head_dim: head_dim as u32,
-        };
-        let (chunks, tiles) = (n_in.div_ceil(64), n_out.div_ceil(16));
-        let grid = Grid::new([chunks.div_ceil(UNPACKED), tiles, 1])?;
-        // SAFETY: the structure is the kernel's argument, and `matrix` has as many elements as the largest
-        // matrix of a layer.
-        unsafe { self.unpack.launch(gpu.stream(), grid, THREADS, false, &arguments) }?;
-        let shape = GemmShape { tokens: count, n_in, n_out, output };
-        // SAFETY: the kernel has just written the weights; inputs and outputs are rows of the buffers of `new`.
-        unsafe { self.gemm.launch(gpu, shape, self.matrix.pointer(), input, out) }
+        let shape = GemmShape { tokens: count, n_in: matrix.n_in, n_out: matrix.rows, output };
+        // SAFETY: `unpack` has written the matrix; inputs and outputs are rows of the buffers of `new`.
+        unsafe { self.gemm.launch(gpu, shape, rows, input, out) }
     }
 }
 
 impl Decoder {
     /// Appends prompts to the sequences, one to each, wherever they end, and picks the tokens that follow;
-    /// the next step feeds those. At most `chunk` tokens of a sequence run at once, through one layer after
-    /// the other, and sequences take turns.
+    /// the next step feeds those. At most `chunk` tokens of a sequence run at once, and sequences take turns. What
+    /// flows through the model is held for eight chunks, 4 bytes a component.
     ///
     /// The tokens of a chunk attend to each other exactly, and to those before them as the cache keeps them.
     /// A token that has been picked and not fed is not in the cache: a prompt that is to follow it begins
@@ -210,15 +263,17 @@ impl Decoder {
             return Err(Error::Argument(format!("{n} tokens after {start} in a cache of {capacity} tokens")));
         }
         let longest = prompts.iter().map(Vec::len).max().unwrap_or(0);
-        let mut state = match self.prompts.take().filter(|state| state.tokens >= longest.min(chunk)) {
+        let segment = chunk.saturating_mul(SEGMENT);
+        let sizes = (longest.min(chunk), longest.min(segment));
+        let mut state = match self.prompts.take().filter(|state| state.fits(sizes.0, sizes.1)) {
             Some(state) => state,
-            None => Prompts::new(self, longest.min(chunk))?,
+            None => Prompts::new(self, sizes.0, sizes.1)?,
         };
         let run = spans.iter().enumerate().try_for_each(|(sequence, &(start, prompt))| {
-            let last = prompt.len().div_ceil(chunk) - 1;
-            prompt.chunks(chunk).enumerate().try_for_each(|(i, tokens)| {
-                let chunk = Chunk { sequence, position: start + i * chunk, count: tokens.len() };
-                self.run_chunk(&mut state, tokens, &chunk, i == last)
+            let last = prompt.len().div_ceil(segment) - 1;
+            prompt.chunks(segment).enumerate().try_for_each(|(i, tokens)| {
+                let all = Chunk { sequence, position: start + i * segment, count: tokens.len() };
+                self.run_segment(&mut state, tokens, all, chunk, i == last)
             })
         });
         self.prompts = Some(state);
@@ -233,56 +288,101 @@ impl Decoder {
         self.launch_end(&[Part::Products, Part::Rest])
     }
 
-    /// Runs a chunk through all layers; after a prompt's last one the residual stream and what attention made
-    /// of the last token wait in the activations of a step.
-    fn run_chunk(&mut self, state: &mut Prompts, tokens: &[u32], chunk: &Chunk, last: bool) -> Result<()> {
+    /// Runs a segment through all layers, `chunk` tokens at a time; after a prompt's last one the residual stream
+    /// and what attention made of the last token wait in the activations of a step.
+    fn run_segment(
+        &mut self,
+        state: &mut Prompts,
+        tokens: &[u32],
+        segment: Chunk,
+        chunk: usize,
+        is_last: bool,
+    ) -> Result<()> {
         let (gpu, weights) = (self.gpu.clone(), self.weights.clone());
         let config = &weights.config;
-        let (hidden, q_dim, count) = (config.hidden_size, config.q_dim(), chunk.count);
-        let head_dim = config.head_dim;
-        self.start_chunk(state, tokens, chunk)?;
-        let mut bias = None; // of the product that was added last
-        for (l, layer) in weights.layers.iter().enumerate() {
-            self.normalize(state, count, bias, &layer.attention_norm)?;
-            let (normed, qkv) = (state.normed.pointer(), state.qkv.pointer());
-            state.product(&gpu, head_dim, &layer.qkv, (normed, count), (qkv, Output::Store))?;
-            let rows = self.cache.chunk_rows(&gpu, l, chunk)?;
-            self.append_rows(state, chunk, l, &rows)?;
-            // Nothing reads what the last layer makes of other tokens than the last.
-            let skipped = match l + 1 == weights.layers.len() {
-                true if last => count - 1,
-                true => count,
-                false => 0,
-            };
-            self.attend_rows(state, chunk, &rows, skipped)?;
-            self.cache.append(&gpu, l, chunk)?;
-            if l + 1 == weights.layers.len() {
-                break;
-            }
-            let (attended, residual) = (state.attended.pointer(), state.residual.pointer());
-            state.product(&gpu, head_dim, &layer.o, (attended, count), (residual, Output::Add))?;
-            self.normalize(state, count, layer.o.bias.as_ref(), &layer.feed_forward_norm)?;
-            let (gate_up, inner) = (state.gate_up.pointer(), state.inner.pointer());
-            state.product(&gpu, head_dim, &layer.gate_up, (normed, count), (gate_up, Output::Store))?;
-            self.activate(state, count, layer)?;
-            state.product(&gpu, head_dim, &layer.down, (inner, count), (residual, Output::Add))?;
-            bias = layer.down.bias.as_ref();
+        let (hidden, q_dim) = (config.hidden_size, config.q_dim());
+        let starts = (0..segment.count).step_by(chunk);
+        let mut chunks: Vec<SegmentChunk> = starts
+            .enumerate()
+            .map(|(index, start)| SegmentChunk {
+                chunk: Chunk {
+                    position: segment.position + start,
+                    count: chunk.min(segment.count - start),
+                    ..segment
+                },
+                index,
+                residual: state.residual.pointer().offset(start * hidden),
+                bias: None,
+                is_last: false,
+            })
+            .collect();
+        if let Some(chunk) = chunks.last_mut() {
+            chunk.is_last = is_last;
         }
-        if last {
-            let (i, from) = (chunk.sequence, count - 1);
+        self.start_segment(state, tokens, &chunks)?;
+        for (l, layer) in weights.layers.iter().enumerate() {
+            state.unpack(&gpu, config.head_dim, layer)?;
+            chunks.iter_mut().try_for_each(|chunk| self.run_layer(state, chunk, l, layer))?;
+        }
+        if let Some(SegmentChunk { chunk, is_last: true, .. }) = chunks.last() {
+            let (i, from) = (chunk.sequence, chunk.count - 1);
             let Activations { residual, attended, .. } = &self.activations;
-            residual.copy(&gpu, i * hidden, &state.residual, from * hidden, hidden)?;
+            residual.copy(&gpu, i * hidden, &state.residual, (segment.count - 1) * hidden, hidden)?;
             attended.copy(&gpu, i * q_dim, &state.attended, from * q_dim, q_dim)?;
         }
         Ok(())
     }
 
-    /// Embeds the tokens.
-    fn start_chunk(&self, state: &Prompts, tokens: &[u32], chunk: &Chunk) -> Result<()> {
+    /// Runs a chunk through a layer, the last one up to attention.
+    fn run_layer(
+        &mut self,
+        state: &mut Prompts,
+        of_segment: &mut SegmentChunk,
+        l: usize,
+        layer: &LayerWeights,
+    ) -> Result<()> {
+        let gpu = self.gpu.clone();
+        let &mut SegmentChunk { chunk, residual, is_last, .. } = of_segment;
+        let count = chunk.count;
+        let LayerMatrices { qkv, o, gate_up, down } = &state.matrices;
+        let [qkv_rows, o_rows, gate_up_rows, down_rows] = [qkv, o, gate_up, down].map(Buffer::pointer);
+        self.normalize(state, of_segment, &layer.attention_norm)?;
+        let (normed, qkv) = (state.normed.pointer(), state.qkv.pointer());
+        state.product(&gpu, &layer.qkv, qkv_rows, (normed, count), (qkv, Output::Store))?;
+        let rows = self.cache.chunk_rows(&gpu, l, &chunk)?;
+        self.append_rows(state, &chunk, l, &rows)?;
+        // Nothing reads what the last layer makes of other tokens than the last.
+        let is_end = l + 1 == self.weights.layers.len();
+        let skipped = match is_end {
+            true if is_last => count - 1,
+            true => count,
+            false => 0,
+        };
+        self.attend_rows(state, of_segment, &rows, skipped)?;
+        self.cache.append(&gpu, l, &chunk)?;
+        if is_end {
+            return Ok(());
+        }
+        let attended = state.attended.pointer();
+        state.product(&gpu, &layer.o, o_rows, (attended, count), (residual, Output::Add))?;
+        of_segment.bias = layer.o.bias.as_ref().map(Buffer::pointer);
+        self.normalize(state, of_segment, &layer.feed_forward_norm)?;
+        let (gate_up, inner) = (state.gate_up.pointer(), state.inner.pointer());
+        state.product(&gpu, &layer.gate_up, gate_up_rows, (normed, count), (gate_up, Output::Store))?;
+        self.activate(state, count, layer)?;
+        state.product(&gpu, &layer.down, down_rows, (inner, count), (residual, Output::Add))?;
+        of_segment.bias = layer.down.bias.as_ref().map(Buffer::pointer);
+        Ok(())
+    }
+
+    /// Embeds the tokens of a segment.
+    fn start_segment(&self, state: &Prompts, tokens: &[u32], chunks: &[SegmentChunk]) -> Result<()> {
         let gpu = &*self.gpu;
         state.ids.write_first(gpu, tokens)?;
-        let mut lengths = [0; COUNT + 1];
-        (lengths[0], lengths[COUNT]) = (chunk.end() as u32, chunk.count as u32);
+        let mut lengths = vec![0; chunks.len() * LENGTHS];
+        for (lengths, SegmentChunk { chunk, .. }) in lengths.chunks_exact_mut(LENGTHS).zip(chunks) {
+            (lengths[0], lengths[COUNT], lengths[ONE]) = (chunk.end() as u32, chunk.count as u32, 1);
+        }
         state.lengths.write_first(gpu, &lengths)?;
         let arguments = EmbedArguments {
             embedding: self.weights.embedding.pointer(),
@@ -296,23 +396,17 @@ impl Decoder {
         Ok(unsafe { state.embed.launch(gpu.stream(), grid, THREADS, false, &arguments) }?)
     }
 
-    fn normalize(
-        &self,
-        state: &Prompts,
-        count: usize,
-        bias: Option<&Buffer<f32>>,
-        norm: &Buffer<f32>,
-    ) -> Result<()> {
+    fn normalize(&self, state: &Prompts, of_segment: &SegmentChunk, norm: &Buffer<f32>) -> Result<()> {
         let config = &self.weights.config;
         let arguments = NormArguments {
-            residual: state.residual.pointer(),
-            bias: bias.map(Buffer::pointer),
+            residual: of_segment.residual,
+            bias: of_segment.bias,
             norm: norm.pointer(),
             out: state.normed.pointer(),
             hidden: config.hidden_size as u32,
             eps: config.rms_norm_eps,
         };
-        let grid = Grid::new([count, 1, 1])?;
+        let grid = Grid::new([of_segment.chunk.count, 1, 1])?;
         // SAFETY: as above; norm and bias have a number for each component.
         Ok(unsafe { state.norm.launch(self.gpu.stream(), grid, THREADS, false, &arguments) }?)
     }
@@ -351,11 +445,18 @@ impl Decoder {
     }
 
     /// Attention of the chunk's queries from `skipped` on.
-    fn attend_rows(&self, state: &Prompts, chunk: &Chunk, rows: &Rows, skipped: usize) -> Result<()> {
+    fn attend_rows(
+        &self,
+        state: &Prompts,
+        of_segment: &SegmentChunk,
+        rows: &Rows,
+        skipped: usize,
+    ) -> Result<()> {
         let config = &self.weights.config;
         let (heads, head_dim, q_dim) = (config.n_kv_heads, config.head_dim, config.q_dim());
-        let max_count = chunk.count - skipped;
+        let max_count = of_segment.chunk.count - skipped;
         let counts = if max_count == 1 { ONE } else { COUNT };
+        let lengths = state.lengths.pointer().offset(of_segment.index * LENGTHS);
         let arguments = PrefillArguments {
             batch: 1,
             heads,
@@ -366,8 +467,8 @@ impl Decoder {
             values: rows.values,
             queries: state.queries.pointer().offset(skipped * q_dim).cast(),
             strides: [0, q_dim, head_dim],
-            lengths: state.lengths.pointer(),
-            counts: state.lengths.pointer().offset(counts),
+            lengths,
+            counts: lengths.offset(counts),
             key_ranks: state.ranks.pointer(),
             value_ranks: state.ranks.pointer(),
             key_offsets: state.offsets.pointer(),

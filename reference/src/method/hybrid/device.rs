@@ -2,8 +2,9 @@
 
 use pq_core::PqShape;
 
-use super::{Home, HybridKind, Rows as RowCount};
+use super::{HybridKind, Rows as RowCount};
 use crate::method::budget::Budget;
+use crate::method::offload::RowHome;
 use crate::side::Pair;
 use crate::{Error, Result};
 
@@ -12,7 +13,7 @@ use crate::{Error, Result};
 pub(crate) struct HybridPlan {
     pub quantizers: Pair<PqShape>,
     pub budget: Budget,
-    pub home: Home,
+    pub home: RowHome,
 }
 
 impl HybridKind {
@@ -23,6 +24,7 @@ impl HybridKind {
             ));
         };
         let quantizers = self.codes.tables_only(head_dim)?;
-        Ok(HybridPlan { quantizers, budget: Budget::Share(share.into()), home: self.home })
+        let home = self.offload.home(self.home)?;
+        Ok(HybridPlan { quantizers, budget: Budget::Share(share.into()), home })
     }
 }

@@ -44,9 +44,7 @@ impl MillionCache {
         self.turns.wait(gpu)?; // of the layer before, from the same rows
         let rows = self.window.open(gpu, layer, chunk)?;
         let Some(past) = &self.past else { return Err(Error::argument("no kernels for a chunk")) };
-        if layer == 0 {
-            self.codes.begin_chunk(gpu, chunk)?;
-        }
+        self.codes.begin_chunk(gpu, chunk)?;
         for (side, rows) in Side::ALL.into_iter().zip([rows.keys, rows.values]) {
             self.decode(gpu, &past.decode[side], side, layer, (chunk, rows))?;
         }

@@ -9,7 +9,7 @@ use crate::Result;
 use crate::device::Gpu;
 use crate::device::cache::{Chunk, Rows};
 use crate::device::memory::Buffer;
-use crate::method::Retrieval;
+use crate::method::{Retrieval, training_step};
 
 /// The training of a cache's codebooks, of which every sequence has its own.
 pub(super) struct Training {
@@ -61,9 +61,10 @@ impl Training {
         self.sequences[sequence].is_trained = true;
     }
 
-    /// Prepares a training on `count` keys of each of `heads` heads.
+    /// Prepares a training on some of `count` keys of each of `heads` heads.
     fn begin(&mut self, gpu: &Gpu, heads: usize, count: usize) -> Result<()> {
         let ksub = self.starts.len();
+        let count = count.div_ceil(training_step(count));
         let starts: Vec<u32> = (0..ksub).map(|i| (i * count / ksub) as u32).collect();
         self.starts.write(gpu, &starts)?;
         let len = self.train.workspace_len(heads, count);
@@ -77,8 +78,8 @@ impl Training {
 impl PqCache {
     /// Whether a chunk trains its sequence's codebooks: the first one with which a ring of keys is there.
     pub(super) fn trains_on(&self, chunk: &Chunk) -> bool {
-        let is_enough = chunk.end() >= self.shape.sinks + self.shape.ring;
-        is_enough
+        let enough = self.shape.sinks + self.shape.ring;
+        (chunk.position < enough && chunk.end() >= enough)
             && self.training.as_ref().is_some_and(|training| !training.sequences[chunk.sequence].is_trained)
     }
 
@@ -143,8 +144,8 @@ impl PqCache {
         self.launch_train(stream, layer, chunk.sequence, (vectors, capacity, count))
     }
 
-    /// Launches the training of a layer's codebooks of a sequence on `count` keys of each head, of which there are
-    /// rows for `capacity`.
+    /// Launches the training of a layer's codebooks of a sequence on some of `count` keys of each head, of which
+    /// there are rows for `capacity`.
     fn launch_train(
         &self,
         stream: &CudaStream,
@@ -154,11 +155,12 @@ impl PqCache {
     ) -> Result<()> {
         let Shape { heads, head_dim, .. } = self.shape;
         let Some(training) = &self.training else { return Ok(()) };
+        let step = training_step(count);
         let arguments = TrainArguments {
             sets: heads,
-            n: count,
+            n: count.div_ceil(step),
             vectors,
-            strides: [capacity * head_dim, head_dim],
+            strides: [capacity * head_dim, step * head_dim],
             starts: Some(training.starts.pointer()),
             centroids: self.centroids(layer, sequence),
             errors: None,

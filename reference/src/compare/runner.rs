@@ -1,0 +1,148 @@
+use std::sync::Arc;
+
+use indicatif::ProgressBar;
+
+use super::{OnGpu, Place, Row, cpu};
+use crate::Profile;
+use crate::Result;
+use crate::cache::{FetchedPerStep, Footprint};
+use crate::eval::{RetrievalTask, TextScores};
+use crate::method::Method;
+use crate::model::{Model, Rope};
+
+/// Runs methods over texts and questions, each on the GPU or the CPU.
+pub struct Runner<'a> {
+    pub(super) model: &'a Arc<Model>,
+    pub(super) rope: Arc<Rope>,
+    pub(super) profile: Profile,
+    methods: Vec<Method>,
+    places: Vec<Place>, // of the methods
+    #[cfg(feature = "cuda")]
+    models: Option<super::gpu::Models<'a>>,
+}
+
+/// What one method did with a text.
+pub(super) struct Measured {
+    pub scores: TextScores,
+    pub tokens: usize, // that the cache has held in the end
+    pub footprint: Footprint,
+    pub fetched: FetchedPerStep,
+}
+
+impl<'a> Runner<'a> {
+    /// A runner of methods that fit the model. `rope` is as long as the longest run, and the profile has what the
+    /// methods need.
+    ///
+    /// # Errors
+    /// [`Error::Argument`](crate::Error::Argument) for a method that the GPU does not take where it is to take all.
+    pub fn new(
+        model: &'a Arc<Model>,
+        rope: Arc<Rope>,
+        profile: Profile,
+        methods: Vec<Method>,
+        gpu: Option<&'a OnGpu>,
+    ) -> Result<Self> {
+        #[cfg(feature = "cuda")]
+        let place = |method| gpu.map_or(Ok(Place::Cpu), |on| super::gpu::place(on, model, &profile, method));
+        #[cfg(not(feature = "cuda"))]
+        let place = |_| gpu.map_or(Ok(Place::Cpu), |none| match *none {});
+        let places = methods.iter().map(place).collect::<Result<_>>()?;
+        #[cfg(feature = "cuda")]
+        let models = gpu.map(super::gpu::Models::new);
+        Ok(Self {
+            model,
+            rope,
+            profile,
+            methods,
+            places,
+            #[cfg(feature = "cuda")]
+            models,
+        })
+    }
+
+    /// A row for every method: `decoded` after the prompt, relative to the dense cache at the same place.
+    ///
+    /// # Errors
+    /// What running returns.
+    pub fn score(&mut self, prompt: &[u32], decoded: &[u32], progress: &ProgressBar) -> Result<Vec<Row>> {
+        let text = (prompt, decoded);
+        let on_cpu = self.at(Place::Cpu);
+        let mut rows = cpu::score(self, &on_cpu, text, progress)?;
+        #[cfg(feature = "cuda")]
+        self.on_gpu(|runner, models| {
+            rows.extend(super::gpu::score(runner, models, &runner.at(Place::Cuda), text, progress)?);
+            Ok(())
+        })?;
+        rows.sort_by_key(|(index, _)| *index);
+        let row = |(index, measured): (usize, Measured)| self.row(index, measured);
+        Ok(rows.into_iter().map(row).collect())
+    }
+
+    /// How many of a task's questions every method answers.
+    ///
+    /// # Errors
+    /// What running returns.
+    pub fn find(&mut self, task: &RetrievalTask, progress: &ProgressBar) -> Result<Vec<usize>> {
+        let on_cpu = self.at(Place::Cpu);
+        let mut found = cpu::find(self, &on_cpu, task, progress)?;
+        #[cfg(feature = "cuda")]
+        self.on_gpu(|runner, models| {
+            found.extend(super::gpu::find(runner, models, &runner.at(Place::Cuda), task, progress)?);
+            Ok(())
+        })?;
+        found.sort_unstable_by_key(|(index, _)| *index);
+        Ok(found.into_iter().map(|(_, hits)| hits).collect())
+    }
+
+    /// Where every method runs.
+    #[must_use]
+    pub fn places(&self) -> &[Place] {
+        &self.places
+    }
+
+    pub(super) fn method(&self, index: usize) -> &Method {
+        &self.methods[index]
+    }
+
+    /// The methods that run at a place.
+    fn at(&self, place: Place) -> Vec<usize> {
+        (0..self.methods.len()).filter(|&index| self.places[index] == place).collect()
+    }
+
+    /// Runs with the models on the GPU, if there is one.
+    #[cfg(feature = "cuda")]
+    fn on_gpu(&mut self, run: impl FnOnce(&Self, &mut super::gpu::Models<'a>) -> Result<()>) -> Result<()> {
+        let Some(mut models) = self.models.take() else { return Ok(()) };
+        let ran = run(self, &mut models);
+        self.models = Some(models);
+        ran
+    }
+
+    fn row(&self, index: usize, measured: Measured) -> Row {
+        let (method, device) = (&self.methods[index], self.places[index]);
+        let Measured { scores, tokens, footprint, fetched } = measured;
+        let Footprint { kept, offloaded, working, shared } = footprint;
+        let TextScores { divergence, ms_per_token, .. } = scores;
+        let tokens = tokens as f64;
+        let values = tokens * self.model.config.kv_values_per_token() as f64;
+        Row {
+            name: method.name.to_owned(),
+            setting: method.setting.clone(),
+            device,
+            bits_per_value: 8.0 * kept as f64 / values,
+            kv_bytes_per_token: kept as f64 / tokens,
+            ratio: 2.0 * values / kept as f64,
+            perplexity: divergence.perplexity(),
+            kl: divergence.kl(),
+            top1: divergence.top1(),
+            needle: None,
+            needle_trials: 0,
+            ms_per_token,
+            offloaded_bytes_per_token: offloaded as f64 / tokens,
+            fetched,
+            working_bytes_per_token: working as f64 / tokens,
+            shared_bytes: shared,
+            kl_by_position: divergence.kl_by_position().to_vec(),
+        }
+    }
+}

@@ -1,0 +1,207 @@
+use cudarc::driver::CudaStream;
+use kv_gpu::{AnyElement, DevicePtr, Element, Grid, Kernel};
+
+use super::StoreShape;
+use super::reuse::Reuse;
+use crate::device::cache::Rows;
+use crate::device::cache::turns::Turns;
+use crate::device::{Gpu, programs};
+use crate::{Error, Result};
+
+/// Threads of a block: `THREADS` of the kernels.
+const THREADS: u32 = 256;
+
+/// Components that share a scale: `GROUP` of the kernels.
+const GROUP: usize = 32;
+
+/// Blocks of each head that quantize the rows of a chunk, next to the model's kernels.
+const CHUNK_BLOCKS: usize = 16;
+
+/// The way of rows to host memory in 8 bits, and back: about half the bytes of 16.
+///
+/// A token's key and value of one head are one record, in the format of the CPU (`RowFormat::Int8`), padded to 16
+/// bytes.
+pub(super) struct Int8Rows {
+    store: Kernel,
+    load: Kernel,
+    blocks: usize, // that fill the device
+    shape: StoreShape,
+}
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct StoreArguments {
+    keys: DevicePtr<AnyElement>,
+    values: DevicePtr<AnyElement>,
+    records: DevicePtr<u16>,
+    firsts: Option<DevicePtr<u32>>,
+    counts: Option<DevicePtr<u32>>,
+    first: u32,
+    count: u32,
+    heads: u32,
+    sinks: u32,
+    ring: u32,
+    capacity: u32,
+    stored: u32,
+}
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct LoadArguments {
+    records: DevicePtr<u16>,
+    tokens: Option<DevicePtr<u32>>,
+    places: Option<DevicePtr<u32>>,
+    counts: Option<DevicePtr<u32>>,
+    keys: DevicePtr<AnyElement>,
+    values: DevicePtr<AnyElement>,
+    stored: u32,
+    list_len: u32,
+    count: u32,
+    first_place: u32,
+    capacity: u32,
+}
+
+const _: () = assert!(size_of::<StoreArguments>() == 72 && size_of::<LoadArguments>() == 72);
+
+impl Int8Rows {
+    /// # Errors
+    /// [`Error::Argument`] for heads whose dimension is not 64 or 128; [`Error::Device`].
+    pub fn new(gpu: &Gpu, element: Element, shape: StoreShape) -> Result<Self> {
+        if ![64, 128].contains(&shape.head_dim) {
+            let dim = shape.head_dim;
+            return Err(Error::Argument(format!(
+                "offloaded=int8 on the device: {dim} components, not 64 or 128"
+            )));
+        }
+        let program = programs::int8_rows(element, shape.head_dim);
+        Ok(Self {
+            store: gpu.device.kernel(&program, "store", 0)?,
+            load: gpu.device.kernel(&program, "load", 0)?,
+            blocks: 4 * gpu.device.sm_count(),
+            shape,
+        })
+    }
+
+    /// Bytes of a record, of heads with `dim` components.
+    pub const fn record_len(dim: usize) -> usize {
+        (2 * (dim + size_of::<u16>() * dim / GROUP)).next_multiple_of(16)
+    }
+
+    /// Quantizes the rows of a layer's tokens whose turn it is.
+    pub fn take_turn(
+        &self,
+        gpu: &Gpu,
+        layer: usize,
+        records: DevicePtr<u16>,
+        exact: Rows,
+        turns: &Turns,
+    ) -> Result<()> {
+        let StoreShape { batch, ring, .. } = self.shape;
+        let arguments = StoreArguments {
+            firsts: Some(turns.firsts(layer)),
+            counts: Some(turns.counts(layer)),
+            ..self.store_arguments(records, exact, ring)
+        };
+        self.launch_store(&gpu.stream, [batch, ring.div_ceil(32)], arguments)
+    }
+
+    /// Quantizes tokens of a sequence behind the sinks, (first, count), from rows of all of them; `records` are the
+    /// sequence's.
+    pub fn take_chunk(
+        &self,
+        stream: &CudaStream,
+        records: DevicePtr<u16>,
+        (first, count): (usize, usize),
+        rows: Rows,
+    ) -> Result<()> {
+        let arguments = StoreArguments {
+            first: first as u32,
+            count: count as u32,
+            ..self.store_arguments(records, rows, rows.capacity)
+        };
+        self.launch_store(stream, [1, CHUNK_BLOCKS], arguments)
+    }
+
+    /// Quantizes the rows of a layer's ring, again and again, as those of all tokens.
+    pub fn fill(&self, gpu: &Gpu, records: DevicePtr<u16>, exact: Rows) -> Result<()> {
+        let StoreShape { batch, heads, ring, stored, .. } = self.shape;
+        let arguments = StoreArguments { count: stored as u32, ..self.store_arguments(records, exact, ring) };
+        self.launch_store(&gpu.stream, [batch, self.blocks.div_ceil(batch * heads)], arguments)
+    }
+
+    fn store_arguments(&self, records: DevicePtr<u16>, rows: Rows, ring: usize) -> StoreArguments {
+        let StoreShape { heads, sinks, stored, .. } = self.shape;
+        StoreArguments {
+            keys: rows.keys,
+            values: rows.values,
+            records,
+            firsts: None,
+            counts: None,
+            first: 0,
+            count: 0,
+            heads: heads as u32,
+            sinks: sinks as u32,
+            ring: ring as u32,
+            capacity: rows.capacity as u32,
+            stored: stored as u32,
+        }
+    }
+
+    /// Launches with (sequences, blocks of a head).
+    fn launch_store(
+        &self,
+        stream: &CudaStream,
+        [sequences, blocks]: [usize; 2],
+        arguments: StoreArguments,
+    ) -> Result<()> {
+        let grid = Grid::new([self.shape.heads, sequences, blocks])?;
+        // SAFETY: the structure is the kernel's argument. Tokens are behind the sinks of rows that exist, and below
+        // `stored`, for which the records have room.
+        Ok(unsafe { self.store.launch(stream.cu_stream(), grid, THREADS, false, &arguments) }?)
+    }
+
+    /// Dequantizes the tokens of all sequences that `reuse` misses to their slots.
+    pub fn fetch(&self, gpu: &Gpu, records: DevicePtr<u16>, reuse: &Reuse, slots: Rows) -> Result<()> {
+        let StoreShape { batch, heads, stored, most, .. } = self.shape;
+        let arguments = LoadArguments {
+            records,
+            tokens: Some(reuse.misses()),
+            places: Some(reuse.places()),
+            counts: Some(reuse.miss_counts()),
+            keys: slots.keys,
+            values: slots.values,
+            stored: stored as u32,
+            list_len: most as u32,
+            count: 0,
+            first_place: 0,
+            capacity: slots.capacity as u32,
+        };
+        self.launch_load(gpu, batch * heads, arguments)
+    }
+
+    /// Dequantizes the first `count` tokens of a sequence behind the sinks to rows of all its tokens; `records` are
+    /// the sequence's.
+    pub fn restore(&self, gpu: &Gpu, records: DevicePtr<u16>, count: usize, rows: Rows) -> Result<()> {
+        let StoreShape { heads, sinks, stored, .. } = self.shape;
+        let arguments = LoadArguments {
+            records,
+            tokens: None,
+            places: None,
+            counts: None,
+            keys: rows.keys,
+            values: rows.values,
+            stored: stored as u32,
+            list_len: 0,
+            count: count as u32,
+            first_place: sinks as u32,
+            capacity: rows.capacity as u32,
+        };
+        self.launch_load(gpu, heads, arguments)
+    }
+
+    fn launch_load(&self, gpu: &Gpu, heads: usize, arguments: LoadArguments) -> Result<()> {
+        let grid = Grid::new([(self.blocks / heads).max(1), heads, 1])?;
+        // SAFETY: the structure is the kernel's argument. Tokens are below `stored`, and places are rows that exist.
+        Ok(unsafe { self.load.launch(gpu.stream(), grid, THREADS, false, &arguments) }?)
+    }
+}
