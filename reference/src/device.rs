@@ -20,7 +20,7 @@ mod step;
 pub mod times;
 mod weights;
 
-use std::sync::Arc;
+use std::sync::{Arc, PoisonError, RwLock, RwLockWriteGuard};
 
 use cudarc::driver::sys::CUstream;
 use cudarc::driver::{CudaGraph, CudaStream, DriverError, result, sys};
@@ -40,6 +40,17 @@ pub use weights::{RANDOM_MODELS, Weights, hashed};
 use crate::{Error, Result};
 use ledger::Ledger;
 use memory::Buffer;
+
+/// Captures hold it shared, and what may wait for a whole context holds it alone ([`without_captures`]).
+static CAPTURES: RwLock<()> = RwLock::new(());
+
+/// Keeps captures away while it is held. A call that waits for the context, as cuBLASLt makes when a handle is made or
+/// destroyed, must not meet a capture on another thread: parallel tests have seen captures invalidated, and a trial
+/// with `cuCtxSynchronize` or `cublasLtCreate` crashed. Allocations, page-locked or not, modules, events and copies on
+/// other threads do no harm.
+fn without_captures() -> RwLockWriteGuard<'static, ()> {
+    CAPTURES.write().unwrap_or_else(PoisonError::into_inner)
+}
 
 /// An open GPU: its kernels, and the streams of a decode loop.
 pub struct Gpu {
@@ -115,6 +126,7 @@ impl Gpu {
 
     /// What `launch` puts on the stream, as a graph.
     fn capture(&self, launch: impl FnOnce() -> Result<()>) -> Result<CudaGraph> {
+        let _shared = CAPTURES.read().unwrap_or_else(PoisonError::into_inner);
         let stream = &self.stream;
         let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
         stream.begin_capture(mode).map_err(|e| driver("begin capture", e))?;

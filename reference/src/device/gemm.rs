@@ -9,7 +9,7 @@ use cudarc::cublaslt::sys;
 use kv_gpu::{DevicePtr, Element};
 
 use super::memory::Buffer;
-use super::{Gpu, driver};
+use super::{Gpu, driver, without_captures};
 use crate::{Error, Result};
 
 /// Bytes of memory that a product may use: what NVIDIA recommends for sm_90.
@@ -56,6 +56,7 @@ impl Gemm {
             return Err(Error::Blas(hint.into()));
         }
         let workspace = Buffer::zeros(gpu, WORKSPACE)?; // makes the context current, too
+        let _alone = without_captures();
         let handle = lt::create_handle().map_err(|e| blas("open", e))?;
         Ok(Self { handle, element, workspace, plans: HashMap::new() })
     }
@@ -113,6 +114,7 @@ impl Gemm {
 impl Drop for Gemm {
     fn drop(&mut self) {
         self.plans.clear();
+        let _alone = without_captures();
         // SAFETY: the handle is destroyed once, after the plans; work on the device does not use it. An error
         // of the device has been reported by the call that caused it.
         let _ = unsafe { lt::destroy_handle(self.handle) };
