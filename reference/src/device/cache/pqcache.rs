@@ -1,12 +1,13 @@
+mod index;
 mod launch;
 mod train;
 
-use kv_gpu::pq::{EncodeGeneric, EncodeGenericShape, Lut, LutShape, Search, SearchShape, TrainShape};
+use kv_gpu::pq::TrainShape;
 use kv_gpu::svd::{Attend, AttendShape};
 use kv_gpu::{AnyElement, DevicePtr, Element};
-use pq_core::{CodebookBuf, GroupRule, PqShape};
+use pq_core::{CodebookBuf, PqShape};
 
-use super::codes::{RANDOM_BOOKS, RANDOM_CODES, fill_codes, random_codebook};
+use super::codes::{RANDOM_BOOKS, RANDOM_CODES, random_codebook};
 use super::row_store::{RowStore, StoreShape};
 use super::span::Span;
 use super::step_budget::StepBudget;
@@ -19,28 +20,21 @@ use crate::device::Gpu;
 use crate::device::memory::Buffer;
 use crate::method::Retrieval;
 use crate::model::Config;
+use index::{KeyIndex, Wanted};
 use train::Training;
-
-/// Bytes by which layers of codes are aligned.
-const ALIGNMENT: usize = 256;
-
-/// Bytes of shared memory that the driver reserves for two blocks.
-const RESERVED_SHARED_MEMORY: usize = 2 << 10;
 
 /// PQCache: codes of keys on the device, exact rows of all tokens in page-locked host memory.
 ///
-/// For each layer a step makes the lookup tables of its queries (`pq::Lut`), finds the best tokens
-/// (`pq::Search`), reads the rows that the last step has not chosen over PCIe (`RowStore`) and attends to
+/// For each layer a step finds the best tokens by their codes (`KeyIndex`), reads the rows that the last step has not chosen over PCIe (`RowStore`) and attends to
 /// all together with sinks and window (`svd::Attend` at full rank). Codebooks are the profile's, or those that a
 /// sequence's prompt trains (`Training`). Chosen rows have slots behind the exact
 /// ones, so that one launch attends to both. All lengths are on the device.
 pub struct PqCache {
-    kernels: Kernels,
+    index: KeyIndex,
+    attend: Attend,
     element: Element,
     window: Window, // chosen rows are in its slots
     store: RowStore,
-    codes: Buffer<u8>,      // (layer, (batch, heads, codes of `stored` keys), padded)
-    centroids: Buffer<f32>, // (layer, books, heads, m, ksub, dsub)
     training: Option<Training>,
     turns: Turns,
     budget: StepBudget,
@@ -52,19 +46,9 @@ pub struct PqCache {
     shape: Shape,
 }
 
-struct Kernels {
-    lut: Lut,
-    search: Search,
-    attend: Attend,
-    encode: EncodeGeneric,
-}
-
 /// What one layer after the other uses within a step.
 struct Scratch {
-    luts: Buffer<f32>,   // (batch, heads, group, m, ksub)
     tokens: Buffer<u32>, // (batch, heads, most)
-    found: Buffer<u32>,  // (batch,)
-    search: Buffer<u8>,
     attend: Buffer<u8>,
 }
 
@@ -81,7 +65,6 @@ struct Shape {
     ring: usize,
     stored: usize, // tokens of a sequence that the host has room for
     most: usize,   // tokens of a sequence that a step chooses at most
-    codes: usize,  // bytes of a layer's codes, padded
 }
 
 impl Shape {
@@ -119,83 +102,38 @@ impl PqCache {
             StoreShape { n_layers, batch, heads, head_dim, sinks, ring, stored, most, staged_sides: 1 };
         let store = RowStore::new(gpu, element, store, retrieval.home)?;
         check_tokens(capacity)?;
-        let codes = (batch * heads * quantizer.codes_len(stored)).next_multiple_of(ALIGNMENT);
         let books = if retrieval.training.is_some() { batch } else { 1 };
-        let shape =
-            Shape { n_layers, batch, books, heads, group, head_dim, sinks, ring, stored, most, codes };
+        let shape = Shape { n_layers, batch, books, heads, group, head_dim, sinks, ring, stored, most };
         let window = WindowShape { slots: most, ..WindowShape::new(config, window, batch, capacity) };
-        let kernels = Kernels::new(gpu, element, retrieval, &shape)?;
+        let attend = Attend::new(&gpu.device, AttendShape { dim: head_dim, element })?;
         let trained = TrainShape { quantizer, element: element.into() };
         let training = Training::new(gpu, &retrieval, trained, batch)?;
         let codebooks = match codebooks {
             Some(codebooks) => codebooks,
             None => random_codebooks(n_layers, heads, quantizer)?,
         };
-        let of_books = |layer: &Vec<CodebookBuf>| -> Vec<f32> {
-            layer.iter().flat_map(CodebookBuf::centroids).collect::<Vec<f32>>().repeat(books)
-        };
-        let centroids: Vec<f32> = codebooks.iter().flat_map(of_books).collect();
         let offsets: Vec<u64> = (0..heads).map(|head| (head * head_dim) as u64).collect();
         let cache = Self {
             window: Window::new(gpu, window)?,
             store,
-            codes: Buffer::zeros(gpu, n_layers * codes)?,
-            centroids: Buffer::of(gpu, &centroids)?,
+            index: KeyIndex::new(gpu, element, quantizer, &codebooks, shape)?,
             training,
             turns,
             budget: StepBudget::new(gpu, retrieval.budget, sinks + ring, batch, heads)?,
             ranks: Buffer::of(gpu, &vec![head_dim as u32; heads])?,
             offsets: Buffer::of(gpu, &offsets)?,
-            scratch: Scratch::new(gpu, &kernels, retrieval, &shape)?,
+            scratch: Scratch {
+                tokens: Buffer::zeros(gpu, batch * heads * most)?,
+                attend: Buffer::zeros(gpu, attend.workspace_len(batch, heads, group))?,
+            },
             span: Span::new(gpu)?,
-            kernels,
+            attend,
             element,
             retrieval,
             shape,
         };
         gpu.synchronize()?; // the codebooks are copied
         Ok(cache)
-    }
-
-    /// Codes of a layer from a sequence on.
-    fn codes(&self, layer: usize, sequence: usize) -> DevicePtr<u8> {
-        let of_sequence = self.shape.heads * self.retrieval.quantizer.codes_len(self.shape.stored);
-        self.codes.pointer().offset(layer * self.shape.codes + sequence * of_sequence)
-    }
-
-    /// Codebooks of a layer's heads for a sequence.
-    fn centroids(&self, layer: usize, sequence: usize) -> DevicePtr<f32> {
-        let Shape { books, heads, .. } = self.shape;
-        let book = layer * books + if books == 1 { 0 } else { sequence };
-        self.centroids.pointer().offset(book * heads * self.retrieval.quantizer.codebook_len())
-    }
-}
-
-impl Kernels {
-    fn new(gpu: &Gpu, element: Element, retrieval: Retrieval, shape: &Shape) -> Result<Self> {
-        let device = &gpu.device;
-        let (quantizer, group) = (retrieval.quantizer, shape.group);
-        let vectors = element.into();
-        Ok(Self {
-            lut: Lut::new(device, LutShape { quantizer, group, element: vectors })?,
-            search: Search::new(device, SearchShape { quantizer, group, rule: GroupRule::SumOfSoftmax })?,
-            attend: Attend::new(device, AttendShape { dim: shape.head_dim, element })?,
-            encode: EncodeGeneric::new(device, EncodeGenericShape { quantizer, element: vectors })?,
-        })
-    }
-}
-
-impl Scratch {
-    fn new(gpu: &Gpu, kernels: &Kernels, retrieval: Retrieval, shape: &Shape) -> Result<Self> {
-        let Shape { batch, heads, group, stored, most, .. } = *shape;
-        let words = |n| Buffer::<u32>::zeros(gpu, n);
-        Ok(Self {
-            luts: Buffer::zeros(gpu, batch * heads * group * retrieval.quantizer.lut_len())?,
-            tokens: words(batch * heads * most)?,
-            found: words(batch)?,
-            search: Buffer::zeros(gpu, kernels.search.workspace_len(batch, heads, stored))?,
-            attend: Buffer::zeros(gpu, kernels.attend.workspace_len(batch, heads, group))?,
-        })
     }
 }
 
@@ -219,8 +157,10 @@ impl DeviceCache for PqCache {
         if layer == 0 {
             self.budget.launch(gpu, sequences)?;
         }
-        self.launch_search(gpu, layer, sequences, queries)?;
-        let chosen = (self.scratch.tokens.pointer(), self.budget.counts());
+        let tokens = self.scratch.tokens.pointer();
+        let (lengths, ks) = (sequences.coded_lengths.pointer(), self.budget.ks());
+        self.index.find(gpu, layer, &Wanted { queries, lengths, ks, tokens })?;
+        let chosen = (tokens, self.budget.counts());
         self.store.fetch(gpu, layer, chosen, self.window.slots(layer))?;
         self.launch_attend(gpu, layer, queries, out)
     }
@@ -245,7 +185,7 @@ impl DeviceCache for PqCache {
     fn fill_random(&mut self, gpu: &Gpu, tokens: usize) -> Result<()> {
         self.window.fill_random(gpu, self.element)?;
         self.store.fill_random(gpu, self.element, |layer| self.rows(layer))?;
-        fill_codes(gpu, &self.codes, RANDOM_CODES)?;
+        self.index.fill_random(gpu, RANDOM_CODES)?;
         self.training.iter_mut().for_each(Training::use_hashed);
         self.store.forget(gpu)?;
         self.turns.restart_at(gpu, tokens)?;
@@ -257,7 +197,7 @@ impl DeviceCache for PqCache {
     }
 
     fn background_shared_memory(&self) -> usize {
-        self.kernels.encode.shared_memory() + RESERVED_SHARED_MEMORY
+        self.index.background_shared_memory()
     }
 
     fn step_bytes(&self, tokens: usize) -> usize {
@@ -265,18 +205,18 @@ impl DeviceCache for PqCache {
         let exact = tokens.min(sinks + ring);
         let coded = tokens - exact;
         let k = self.retrieval.budget.k(coded, sinks + ring);
-        let codes = batch * heads * self.retrieval.quantizer.codes_len(coded);
+        let codes = batch * heads * self.index.head_len(coded);
         n_layers * (codes + 4 * self.shape.side_len(exact + k))
     }
 
     fn footprint(&self, tokens: usize) -> Footprint {
         let Shape { n_layers, batch, heads, sinks, ring, most, .. } = self.shape;
         let exact = tokens.min(sinks + ring);
-        let codes = batch * heads * self.retrieval.quantizer.codes_len(tokens - exact);
+        let codes = batch * heads * self.index.head_len(tokens - exact);
         let rows = |rows| 4 * n_layers * self.shape.side_len(rows); // keys and values of 16 bits
         let (own, shared) = match self.training {
-            Some(_) => (self.centroids.bytes(), 0),
-            None => (0, self.centroids.bytes()),
+            Some(_) => (self.index.book_bytes(), 0),
+            None => (0, self.index.book_bytes()),
         };
         Footprint {
             kept: n_layers * codes + rows(exact) + own,
@@ -287,7 +227,7 @@ impl DeviceCache for PqCache {
     }
 
     fn bytes(&self) -> usize {
-        self.window.bytes() + self.codes.bytes() + self.centroids.bytes() + self.store.bytes()
+        self.window.bytes() + self.index.code_bytes() + self.index.book_bytes() + self.store.bytes()
     }
 
     fn host_bytes(&self) -> usize {

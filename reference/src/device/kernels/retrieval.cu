@@ -1,7 +1,8 @@
-// What a cache that retrieves exact rows needs besides codes: how many tokens a step chooses, which of them are on the
-// device since the last step, and the way of rows to their store, which is in memory of the host or the device.
+// What a cache that retrieves exact rows needs besides codes: their codebooks as tables, how many tokens a step chooses,
+// which of them are on the device since the last step, and the way of rows to their store, which is in memory of the host
+// or the device.
 //
-// CPU twin: Budget::k; the eviction of WindowedCache. Rows are 16-bit elements.
+// CPU twin: CodeLayout::table_into; Budget::k; the eviction of WindowedCache. Rows are 16-bit elements.
 #include "warp.cuh"
 
 struct BudgetArguments {
@@ -29,6 +30,25 @@ extern "C" __global__ void budget(const BudgetArguments a) {
         k = min(k, n);
         a.ks[i] = k, a.attended[i] = a.exact_lengths[i] + k;
         for (u32 head = 0; head < a.heads; head++) a.counts[i * a.heads + head] = k;
+    }
+}
+
+struct TabulateArguments {
+    const float* centroids; // [head][m][ksub][2 pairs]
+    u32* table;             // [head][ksub][m pairs]: word j + p m has components 2 p and 2 p + 1 of subspace j, as f16
+    u32 m, ksub, pairs;
+};
+
+// Arranges codebooks as pq::CodeLayout does.
+//
+// Launch: grid (codes, heads), any number of threads.
+extern "C" __global__ void tabulate(const TabulateArguments a) {
+    const u32 code = blockIdx.x, words = a.m * a.pairs;
+    const float* centroids = a.centroids + (u64)blockIdx.y * words * 2 * a.ksub;
+    u32* row = a.table + ((u64)blockIdx.y * a.ksub + code) * words;
+    for (u32 i = threadIdx.x; i < words; i += blockDim.x) {
+        const float* pair = centroids + (((u64)(i % a.m) * a.ksub + code) * a.pairs + i / a.m) * 2;
+        row[i] = pack_half2(pair[0], pair[1]);
     }
 }
 

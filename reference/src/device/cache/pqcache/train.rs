@@ -1,9 +1,10 @@
 //! Codebooks of the prompt: the first chunk of a sequence trains them on its keys (PQCache 3.3).
 
 use cudarc::driver::CudaStream;
-use kv_gpu::pq::{EncodeGenericArguments, Train, TrainArguments, TrainShape};
+use kv_gpu::pq::{Train, TrainArguments, TrainShape};
 use kv_gpu::{AnyElement, DevicePtr};
 
+use super::index::KeysToEncode;
 use super::{PqCache, Shape};
 use crate::Result;
 use crate::device::Gpu;
@@ -95,7 +96,7 @@ impl PqCache {
     /// Trains the codebooks of sequences whose prompts were too short for that, once a ring of keys is there and
     /// none has left it, and encodes those keys. Before that no step reads codes.
     pub(super) fn train_on_ring(&mut self, gpu: &Gpu) -> Result<()> {
-        let Shape { n_layers, heads, head_dim, sinks, ring, stored, .. } = self.shape;
+        let Shape { n_layers, heads, head_dim, sinks, ring, .. } = self.shape;
         let Some(training) = &mut self.training else { return Ok(()) };
         let is_due = |sequence: &Sequence| !sequence.is_trained && sequence.length == sinks + ring;
         let due: Vec<usize> =
@@ -112,21 +113,18 @@ impl PqCache {
             let Rows { keys, capacity, .. } = self.window.rows(layer);
             let vectors = keys.cast::<u16>().offset((sequence * heads * capacity + sinks) * head_dim).cast();
             self.launch_train(&gpu.stream, layer, sequence, (vectors, capacity, ring))?;
-            let arguments = EncodeGenericArguments {
+            let keys = KeysToEncode {
+                first: sequence,
                 batch: 1,
-                heads,
                 max_count: ring,
                 vectors,
                 strides: [0, capacity * head_dim, head_dim],
-                centroids: self.centroids(layer, sequence),
                 firsts: self.span.first(),
                 counts: self.span.count(),
-                capacity: stored,
-                codes: self.codes(layer, sequence),
             };
-            // SAFETY: the ring is full, its first row has the first key behind the sinks, and the background
-            // stream has been waited for.
-            unsafe { self.kernels.encode.launch(gpu.stream(), &arguments) }?;
+            // The ring is full, its first row has the first key behind the sinks, and the background stream has been
+            // waited for.
+            self.index.encode(&gpu.stream, layer, &keys)?;
         }
         Ok(())
     }
@@ -162,7 +160,7 @@ impl PqCache {
             vectors,
             strides: [capacity * head_dim, step * head_dim],
             starts: Some(training.starts.pointer()),
-            centroids: self.centroids(layer, sequence),
+            centroids: self.index.centroids(layer, sequence),
             errors: None,
             iterations: training.iterations,
             tolerance: 0.0,
@@ -170,6 +168,7 @@ impl PqCache {
         };
         // SAFETY: the rows have these keys until the stream has been waited for; `begin` has written starts
         // below their number and made room for the workspace.
-        Ok(unsafe { training.train.launch(stream.cu_stream(), &arguments) }?)
+        unsafe { training.train.launch(stream.cu_stream(), &arguments) }?;
+        self.index.adopt(stream, layer, sequence)
     }
 }

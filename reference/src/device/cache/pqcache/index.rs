@@ -1,0 +1,360 @@
+//! The codes of keys: how they are made, and how a step finds its tokens by them.
+
+use cudarc::driver::CudaStream;
+use half::f16;
+use kv_gpu::pq::{
+    CodeLayout, Encode, EncodeArguments, EncodeGeneric, EncodeGenericArguments, EncodeGenericShape,
+    EncodeShape, ExactRows, Hybrid, HybridArguments, HybridShape, Lut, LutArguments, LutShape, RowIndex,
+    Search, SearchArguments, SearchShape, Side, TILE,
+};
+use kv_gpu::{AnyElement, DevicePtr, Element, Grid, Kernel};
+use pq_core::{CodebookBuf, GroupRule, PqShape};
+
+use super::Shape;
+use crate::device::cache::codes::fill_codes;
+use crate::device::memory::Buffer;
+use crate::device::{Gpu, programs};
+use crate::{Error, Result};
+
+/// Bytes by which layers of codes are aligned.
+const ALIGNMENT: usize = 256;
+
+/// Bytes of shared memory that the driver reserves for two blocks.
+const RESERVED_SHARED_MEMORY: usize = 2 << 10;
+
+/// Codes and codebooks of the keys of all layers, and their kernels.
+///
+/// Where `pq::Hybrid` has the shape of the codes, it selects the tokens: it scores four queries by one look-up, in
+/// 16 bits. Other shapes are scanned by `pq::Search`.
+pub(super) struct KeyIndex {
+    form: Form,
+    codes: Buffer<u8>,      // (layer, (batch, heads, codes of `stored` keys), padded)
+    centroids: Buffer<f32>, // (layer, books, heads, m, ksub, dsub)
+    layer_len: usize,       // bytes of a layer's codes, padded
+    quantizer: PqShape,
+    shape: Shape,
+}
+
+enum Form {
+    Tiles(Box<Tiles>),
+    Scan(Box<Scan>),
+}
+
+struct Tiles {
+    select: Hybrid,
+    encode: Encode,
+    tabulate: Kernel,
+    layout: CodeLayout,
+    tables: Buffer<f16>, // (layer, books, heads, table_len)
+    workspace: Buffer<u8>,
+    tiles: usize, // of a head
+}
+
+struct Scan {
+    lut: Lut,
+    search: Search,
+    encode: EncodeGeneric,
+    luts: Buffer<f32>,  // (batch, heads, group, m, ksub)
+    found: Buffer<u32>, // (batch,)
+    workspace: Buffer<u8>,
+}
+
+/// Keys to encode, of sequences from `first` on that share codebooks.
+pub(super) struct KeysToEncode {
+    pub first: usize,
+    pub batch: usize,
+    pub max_count: usize,
+    /// Elements (batch, heads, `max_count`, head_dim) with the strides.
+    pub vectors: DevicePtr<AnyElement>,
+    pub strides: [usize; 3],
+    /// Tokens behind the sinks, (batch,).
+    pub firsts: DevicePtr<u32>,
+    pub counts: DevicePtr<u32>,
+}
+
+/// What a step looks for.
+pub(super) struct Wanted {
+    pub queries: DevicePtr<AnyElement>, // (batch, heads, group, head_dim)
+    pub lengths: DevicePtr<u32>,        // (batch,): coded tokens
+    pub ks: DevicePtr<u32>,             // (batch,)
+    pub tokens: DevicePtr<u32>,         // (batch, heads, most), written
+}
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct TabulateArguments {
+    centroids: DevicePtr<f32>,
+    table: DevicePtr<u32>,
+    m: u32,
+    ksub: u32,
+    pairs: u32,
+}
+
+const _: () = assert!(size_of::<TabulateArguments>() == 32);
+
+impl KeyIndex {
+    /// No codes yet; `codebooks` per layer and head, for all sequences.
+    pub fn new(
+        gpu: &Gpu,
+        element: Element,
+        quantizer: PqShape,
+        codebooks: &[Vec<CodebookBuf>],
+        shape: Shape,
+    ) -> Result<Self> {
+        let Shape { n_layers, batch, books, heads, group, stored, .. } = shape;
+        let of_books = |layer: &Vec<CodebookBuf>| -> Vec<f32> {
+            layer.iter().flat_map(CodebookBuf::centroids).collect::<Vec<f32>>().repeat(books)
+        };
+        let centroids: Vec<f32> = codebooks.iter().flat_map(of_books).collect();
+        let rule = GroupRule::SumOfSoftmax;
+        // Its part that attends is not used.
+        let hybrid = HybridShape { keys: quantizer, values: quantizer, group, element, rule, paged: false };
+        let (form, of_head) = match Hybrid::new(&gpu.device, hybrid) {
+            Ok(select) => {
+                let layout = CodeLayout::new(quantizer, Side::Keys)?;
+                let (tiles, per_step) = (stored.div_ceil(TILE), batch / books);
+                let encode =
+                    EncodeShape { quantizer, side: Side::Keys, element: element.into(), paged: false };
+                let tiled = Tiles {
+                    workspace: Buffer::zeros(gpu, select.workspace_len(per_step, heads, tiles * TILE))?,
+                    select,
+                    encode: Encode::new(&gpu.device, encode)?,
+                    tabulate: gpu.device.kernel(&programs::retrieval(), "tabulate", 0)?,
+                    tables: Buffer::zeros(gpu, n_layers * books * heads * layout.table_len())?,
+                    layout,
+                    tiles,
+                };
+                (Form::Tiles(Box::new(tiled)), tiles * layout.tile_len())
+            }
+            Err(kv_gpu::Error::Unsupported { .. }) => {
+                let scan = Scan::new(gpu, element, quantizer, &shape)?;
+                (Form::Scan(Box::new(scan)), quantizer.codes_len(stored))
+            }
+            Err(e) => return Err(Error::from(e)),
+        };
+        let layer_len = (batch * heads * of_head).next_multiple_of(ALIGNMENT);
+        let index = Self {
+            form,
+            codes: Buffer::zeros(gpu, n_layers * layer_len)?,
+            centroids: Buffer::of(gpu, &centroids)?,
+            layer_len,
+            quantizer,
+            shape,
+        };
+        (0..n_layers * books).try_for_each(|book| index.tabulate(&gpu.stream, book))?;
+        Ok(index)
+    }
+
+    /// Codebooks of a layer's heads for a sequence, to be trained; then [`Self::adopt`] makes them those of codes.
+    pub fn centroids(&self, layer: usize, sequence: usize) -> DevicePtr<f32> {
+        self.centroids
+            .pointer()
+            .offset(self.book(layer, sequence) * self.shape.heads * self.quantizer.codebook_len())
+    }
+
+    /// Makes the codebooks of a layer for a sequence those by which tokens are found.
+    pub fn adopt(&self, stream: &CudaStream, layer: usize, sequence: usize) -> Result<()> {
+        self.tabulate(stream, self.book(layer, sequence))
+    }
+
+    const fn book(&self, layer: usize, sequence: usize) -> usize {
+        layer * self.shape.books + if self.shape.books == 1 { 0 } else { sequence }
+    }
+
+    /// Writes the tables of a set of codebooks.
+    fn tabulate(&self, stream: &CudaStream, book: usize) -> Result<()> {
+        let Form::Tiles(tiles) = &self.form else { return Ok(()) };
+        let (heads, quantizer) = (self.shape.heads, self.quantizer);
+        let arguments = TabulateArguments {
+            centroids: self.centroids.pointer().offset(book * heads * quantizer.codebook_len()),
+            table: tiles.tables.pointer().offset(book * heads * tiles.layout.table_len()).cast(),
+            m: quantizer.m() as u32,
+            ksub: quantizer.ksub() as u32,
+            pairs: (quantizer.dsub() / 2) as u32,
+        };
+        let grid = Grid::new([quantizer.ksub(), heads, 1])?;
+        // SAFETY: the structure is the kernel's argument, and the buffers have the lengths of `new`.
+        Ok(unsafe { tiles.tabulate.launch(stream.cu_stream(), grid, 64, false, &arguments) }?)
+    }
+
+    /// Codes of a layer from a sequence on.
+    fn codes(&self, layer: usize, sequence: usize) -> DevicePtr<u8> {
+        let of_sequence = self.shape.heads * self.head_len(self.shape.stored);
+        self.codes.pointer().offset(layer * self.layer_len + sequence * of_sequence)
+    }
+
+    /// Bytes of the codes of `tokens` tokens of a head.
+    pub fn head_len(&self, tokens: usize) -> usize {
+        match &self.form {
+            Form::Tiles(tiles) => tokens.div_ceil(TILE) * tiles.layout.tile_len(),
+            Form::Scan(_) => self.quantizer.codes_len(tokens),
+        }
+    }
+
+    /// Encodes keys of a layer: rows that exist, of tokens for which there is room, whose codes no other stream uses.
+    pub fn encode(&self, stream: &CudaStream, layer: usize, keys: &KeysToEncode) -> Result<()> {
+        let &KeysToEncode { first, batch, max_count, vectors, strides, firsts, counts } = keys;
+        let (centroids, codes) = (self.centroids(layer, first), self.codes(layer, first));
+        let heads = self.shape.heads;
+        match &self.form {
+            Form::Tiles(tiled) => {
+                let arguments = EncodeArguments {
+                    batch,
+                    heads,
+                    max_count,
+                    vectors,
+                    strides,
+                    centroids,
+                    firsts,
+                    counts,
+                    codes,
+                    tiles: tiled.tiles,
+                    pages: None,
+                };
+                // SAFETY: the buffers have the lengths of `new`; keys and room are the caller's.
+                Ok(unsafe { tiled.encode.launch(stream.cu_stream(), &arguments) }?)
+            }
+            Form::Scan(scan) => {
+                let arguments = EncodeGenericArguments {
+                    batch,
+                    heads,
+                    max_count,
+                    vectors,
+                    strides,
+                    centroids,
+                    firsts,
+                    counts,
+                    capacity: self.shape.stored,
+                    codes,
+                };
+                // SAFETY: as above.
+                Ok(unsafe { scan.encode.launch(stream.cu_stream(), &arguments) }?)
+            }
+        }
+    }
+
+    /// Launches the choice of a layer's tokens, of which codes are complete up to the lengths.
+    pub fn find(&self, gpu: &Gpu, layer: usize, wanted: &Wanted) -> Result<()> {
+        match &self.form {
+            Form::Tiles(tiles) => self.select(gpu, tiles, layer, wanted),
+            Form::Scan(scan) => self.scan(gpu, scan, layer, wanted),
+        }
+    }
+
+    fn select(&self, gpu: &Gpu, tiles: &Tiles, layer: usize, wanted: &Wanted) -> Result<()> {
+        let Shape { batch, books, heads, group, head_dim, most, .. } = self.shape;
+        let none = DevicePtr::<AnyElement>::dangling();
+        // Sequences with codebooks of their own take turns.
+        for first in (0..batch).step_by(batch / books) {
+            let table = self.book(layer, first) * heads * tiles.layout.table_len();
+            let queries = first * heads * group * head_dim;
+            let arguments = HybridArguments {
+                batch: batch / books,
+                heads,
+                tiles: tiles.tiles,
+                key_codes: self.codes(layer, first),
+                value_codes: none.cast(),
+                key_table: tiles.tables.pointer().offset(table),
+                value_table: none.cast(),
+                key_errors: None,
+                queries: wanted.queries.cast::<u16>().offset(queries).cast(),
+                code_queries: None,
+                lengths: wanted.lengths.offset(first),
+                pages: None,
+                ks: wanted.ks.offset(first),
+                selected: wanted.tokens.offset(first * heads * most),
+                selected_len: most,
+                rows: ExactRows { keys: none, values: none, capacity: 0, index: RowIndex::Order },
+                exact: None,
+                scale: 1.0 / (head_dim as f32).sqrt(),
+                out: none,
+                log_sum_exp: None,
+                pdl: true,
+                workspace: tiles.workspace.pointer(),
+            };
+            // SAFETY: the buffers have the lengths of `new`; the decoder keeps lengths within the capacity. What
+            // precedes writes neither tables nor lengths; `StepBudget` has written `ks` without PDL. The selection reads
+            // neither values nor exact rows, and writes no output. The background stream writes codes of later tokens.
+            unsafe { tiles.select.select(gpu.stream(), &arguments) }?;
+        }
+        Ok(())
+    }
+
+    fn scan(&self, gpu: &Gpu, scan: &Scan, layer: usize, wanted: &Wanted) -> Result<()> {
+        let Shape { batch, books, heads, head_dim, stored, most, .. } = self.shape;
+        let lut = LutArguments {
+            // Heads of sequences that have codebooks of their own are heads of one sequence.
+            batch: batch / books,
+            heads: books * heads,
+            queries: wanted.queries,
+            scale: 1.0 / (head_dim as f32).sqrt(),
+            centroids: self.centroids(layer, 0),
+            luts: scan.luts.pointer(),
+        };
+        let search = SearchArguments {
+            batch,
+            heads,
+            capacity: stored,
+            luts: scan.luts.pointer(),
+            codes: self.codes(layer, 0),
+            lengths: wanted.lengths,
+            ks: wanted.ks,
+            sinks: 0,
+            recent: 0,
+            workspace: scan.workspace.pointer(),
+            tokens: wanted.tokens,
+            tokens_len: most,
+            counts: scan.found.pointer(),
+            stats: None,
+            pdl: true,
+        };
+        // SAFETY: as above. The tables are launched without PDL, so that queries and `ks` are complete when they start;
+        // they write neither codes nor lengths nor `ks`.
+        unsafe {
+            scan.lut.launch(gpu.stream(), &lut)?;
+            scan.search.launch(gpu.stream(), &search)?;
+        }
+        Ok(())
+    }
+
+    /// Bytes of shared memory that a block of encoding takes next to the steps.
+    pub fn background_shared_memory(&self) -> usize {
+        match &self.form {
+            Form::Tiles(_) => 0,
+            Form::Scan(scan) => scan.encode.shared_memory() + RESERVED_SHARED_MEMORY,
+        }
+    }
+
+    /// Fills the codes with hashed ones.
+    pub fn fill_random(&self, gpu: &Gpu, tensor: u32) -> Result<()> {
+        fill_codes(gpu, &self.codes, tensor)
+    }
+
+    /// Bytes of codes.
+    pub const fn code_bytes(&self) -> usize {
+        self.codes.bytes()
+    }
+
+    /// Bytes of codebooks.
+    pub fn book_bytes(&self) -> usize {
+        let tables = if let Form::Tiles(tiles) = &self.form { tiles.tables.bytes() } else { 0 };
+        self.centroids.bytes() + tables
+    }
+}
+
+impl Scan {
+    fn new(gpu: &Gpu, element: Element, quantizer: PqShape, shape: &Shape) -> Result<Self> {
+        let &Shape { batch, heads, group, stored, .. } = shape;
+        let (device, element) = (&gpu.device, element.into());
+        let search = SearchShape { quantizer, group, rule: GroupRule::SumOfSoftmax };
+        let search = Search::new(device, search)?;
+        Ok(Self {
+            lut: Lut::new(device, LutShape { quantizer, group, element })?,
+            encode: EncodeGeneric::new(device, EncodeGenericShape { quantizer, element })?,
+            luts: Buffer::zeros(gpu, batch * heads * group * quantizer.lut_len())?,
+            found: Buffer::zeros(gpu, batch)?,
+            workspace: Buffer::zeros(gpu, search.workspace_len(batch, heads, stored))?,
+            search,
+        })
+    }
+}
