@@ -120,9 +120,9 @@ pub struct Comparison {
     pub calibration: usize,
     /// Seed of the questions.
     pub seed: u64,
-    /// Why there are no pass keys, where there are none.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub note: Option<&'static str>,
+    /// What a reader of the rows must know: why there are no pass keys, or that nothing was compressed.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub notes: Vec<String>,
     /// One row per method, in the order asked for.
     pub methods: Vec<Row>,
 }
@@ -164,7 +164,11 @@ pub fn compare(
     let count = (context / NEEDLE_SPACE).clamp(1, NEEDLES);
     let maker = TaskMaker::new(model.tokenizer()?, seed);
     let needles = maker.map(|mut maker| maker.needle(prompt, context, count, None)).transpose()?;
-    let note = needles.is_none().then_some(NO_WORDS);
+    let exact: Vec<String> =
+        methods.iter().filter(|method| method.keeps_exact(context + decode)).map(Method::spec).collect();
+    let nothing = format!("nothing is compressed: sinks and window hold all tokens of {}", exact.join(", "));
+    let no_words = needles.is_none().then(|| NO_WORDS.to_owned());
+    let notes = no_words.into_iter().chain((!exact.is_empty()).then_some(nothing)).collect();
     let mut runner = Runner::new(model, rope, profile, methods, gpu)?;
     progress.inc(1);
 
@@ -182,7 +186,7 @@ pub fn compare(
         decode,
         calibration: if calibrates { start } else { 0 },
         seed,
-        note,
+        notes,
         methods: rows,
     })
 }

@@ -269,6 +269,12 @@ impl Method {
         }
     }
 
+    /// Whether so many tokens are all in its sinks and window, so that none of them is compressed.
+    #[must_use]
+    pub fn keeps_exact(&self, tokens: usize) -> bool {
+        self.kind.dense().is_none() && tokens <= self.window.sinks + self.window.recent
+    }
+
     /// The tokens that stay exact.
     #[cfg(feature = "cuda")]
     pub(crate) const fn window(&self) -> Window {

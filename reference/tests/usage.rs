@@ -21,6 +21,11 @@ fn arguments_that_do_not_parse_get_a_whole_message() {
         ("a prompt twice", &["generate", "a", "--file", "b"], &["[PROMPT]", "--file"]),
         ("a chunk of nothing", &["generate", "a", "--chunk", "0"], &["--chunk <N>"]),
         ("a device that is none", &["compare", "--device", "gpu"], &["auto, cpu, cuda", "--device"]),
+        (
+            "a size that is none",
+            &["compare", "--device-memory", "lots"],
+            &["'lots'", "--device-memory <SIZE>"],
+        ),
         ("a method nearly right", &["generate", "a", "--method", "zak"], &["`zak` (`zack` is one)"]),
     ] {
         usage_refused(case, args, what);
@@ -29,6 +34,16 @@ fn arguments_that_do_not_parse_get_a_whole_message() {
         "chunks on the CPU",
         &["compare", "--device", "cpu", "--chunk", "5"],
         "--chunk is for prompts on a GPU",
+    );
+    refused(
+        "chunks of eval on the CPU",
+        &["eval", "--device", "cpu", "--chunk", "5"],
+        "--chunk is for prompts on a GPU",
+    );
+    refused(
+        "a limit of what the CPU has not",
+        &["eval", "--device", "cpu", "--device-memory", "24GiB"],
+        "--device-memory is of a GPU, and none is used",
     );
     refused("an argument of 100,000 characters", &[&"a".repeat(100_000)], "aaa...");
 }

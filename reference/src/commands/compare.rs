@@ -70,7 +70,7 @@ impl Compare {
         let comparison =
             compare(&model, (&name, &tokens), &methods, sizes, profile, self.seed, gpu.as_ref(), &bar)?;
         bar.finish_and_clear();
-        if let Some(note) = comparison.note {
+        for note in &comparison.notes {
             print_error(format_args!("kv: {note}\n"));
         }
         out.print(table(&comparison));

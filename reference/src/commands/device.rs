@@ -66,14 +66,15 @@ impl DeviceArgs {
     pub fn gpu(&self) -> Result<Option<Gpu>> {
         let most =
             self.device_memory.map_or(usize::MAX, |most| usize::try_from(most.0).unwrap_or(usize::MAX));
-        match self.device {
-            Choice::Auto => Ok(Gpu::open_within(0, most).ok()),
-            Choice::Cpu if self.device_memory.is_some() => {
-                Err(Error::argument("--device-memory is of a GPU, and --device is cpu"))
-            }
-            Choice::Cpu => Ok(None),
-            Choice::Cuda(ordinal) => Gpu::open_within(ordinal, most).map(Some),
+        let gpu = match self.device {
+            Choice::Auto => Gpu::open_within(0, most).ok(),
+            Choice::Cpu => None,
+            Choice::Cuda(ordinal) => Some(Gpu::open_within(ordinal, most)?),
+        };
+        if gpu.is_none() && self.device_memory.is_some() {
+            return Err(Error::argument("--device-memory is of a GPU, and none is used"));
         }
+        Ok(gpu)
     }
 
     /// The GPU for the methods that it takes, with `chunk` tokens of a prompt at once, or all of `longest`; the others

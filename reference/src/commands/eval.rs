@@ -163,7 +163,10 @@ impl Eval {
                 "exact attention, {windows} windows of {length} tokens: perplexity {perplexity:.3}\n"
             ));
         }
-        out.print(format_args!("\n{}\n", table(&rows)));
+        if !exact.is_empty() {
+            out.print("\n");
+        }
+        out.print(format_args!("{}\n", table(&rows)));
         let (model, seed, decode) = (model.name.clone(), self.seed, self.decode);
         let calibration = if calibrates { start } else { 0 };
         json.write_json(&Evaluation { model, text: name, decode, calibration, seed, exact, rows })

@@ -141,3 +141,22 @@ impl OffloadSettings {
         OffloadedRows::new(site.geometry, format, self.offload.as_ref(), site.model_rope.len())
     }
 }
+
+#[cfg(all(test, feature = "cuda"))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_device_finds_rows_where_it_can() {
+        let home = |held, home| OffloadSettings { held, offload: None }.home(home);
+        assert!(matches!(home(Held::Exact, Home::Device), Ok(RowHome::Device)));
+        assert!(matches!(home(Held::Exact, Home::Host), Ok(RowHome::Host)));
+        assert!(matches!(home(Held::Int8, Home::Host), Ok(RowHome::HostInt8)));
+        assert!(home(Held::Int8, Home::Device).is_err_and(|e| e.to_string().contains("rows-on=host")));
+        let blocks =
+            BlockRule { capacity: 0, block_len: 1, k_cache: 1, eviction: Eviction::LeastRecentlyUsed };
+        let offload = Some(Offload { folder: ".".into(), blocks });
+        let refused = OffloadSettings { held: Held::Exact, offload }.home(Home::Host);
+        assert!(refused.is_err_and(|e| e.to_string().contains("--device cpu")));
+    }
+}
