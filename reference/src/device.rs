@@ -44,10 +44,10 @@ use memory::Buffer;
 /// Captures hold it shared, and what may wait for a whole context holds it alone ([`without_captures`]).
 static CAPTURES: RwLock<()> = RwLock::new(());
 
-/// Keeps captures away while it is held. A call that waits for the context, as cuBLASLt makes when a handle is made or
-/// destroyed, must not meet a capture on another thread: parallel tests have seen captures invalidated, and a trial
-/// with `cuCtxSynchronize` or `cublasLtCreate` crashed. Allocations, page-locked or not, modules, events and copies on
-/// other threads do no harm.
+/// Keeps captures away while it is held. A call that waits for the context, as cuBLASLt makes when a handle
+/// is made or destroyed, must not meet a capture on another thread: parallel tests have seen captures
+/// invalidated, and a trial with `cuCtxSynchronize` or `cublasLtCreate` crashed. Allocations, page-locked or
+/// not, modules, events and copies on other threads do no harm.
 fn without_captures() -> RwLockWriteGuard<'static, ()> {
     CAPTURES.write().unwrap_or_else(PoisonError::into_inner)
 }
@@ -68,8 +68,8 @@ impl Gpu {
         Self::open_within(ordinal, usize::MAX)
     }
 
-    /// Opens device `ordinal`, of whose memory buffers take at most `bytes`: weights, caches, and what steps and
-    /// prompts need. The driver's own, some hundred megabytes, is not counted.
+    /// Opens device `ordinal`, of whose memory buffers take at most `bytes`: weights, caches, and what steps
+    /// and prompts need. The driver's own, some hundred megabytes, is not counted.
     ///
     /// # Errors
     /// [`Error::Device`] where there is none.

@@ -19,8 +19,8 @@ pub struct DeviceArgs {
     /// Where to run: auto takes the first GPU, or the CPU where there is none
     #[arg(long, value_name = "auto|cpu|cuda[:N]", default_value_t = Choice::Auto)]
     device: Choice,
-    /// Most memory of the GPU for weights, caches, steps and prompts, such as 24GiB: what does not fit is an error;
-    /// all of it by default
+    /// Most memory of the GPU for weights, caches, steps and prompts, such as 24GiB: what does not fit is an
+    /// error; all of it by default
     #[arg(long, value_name = "SIZE")]
     device_memory: Option<ByteSize>,
 }
@@ -77,8 +77,8 @@ impl DeviceArgs {
         Ok(gpu)
     }
 
-    /// The GPU for the methods that it takes, with `chunk` tokens of a prompt at once, or all of `longest`; the others
-    /// run on the CPU unless a GPU was asked for.
+    /// The GPU for the methods that it takes, with `chunk` tokens of a prompt at once, or all of `longest`;
+    /// the others run on the CPU unless a GPU was asked for.
     pub fn gpu_for(&self, chunk: Option<NonZeroUsize>, longest: usize) -> Result<Option<OnGpu>> {
         let gpu = self.on_gpu(chunk.map_or(longest, NonZeroUsize::get))?;
         if gpu.is_none() && chunk.is_some() {

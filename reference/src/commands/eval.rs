@@ -40,8 +40,8 @@ pub struct Eval {
     /// Tokens to decode after each prompt
     #[arg(long, value_name = "N", default_value_t = 128)]
     decode: usize,
-    /// Windows of each length over which the perplexity of exact attention is taken on the CPU, from the start of
-    /// the text; 0 for none
+    /// Windows of each length over which the perplexity of exact attention is taken on the CPU, from the
+    /// start of the text; 0 for none
     #[arg(long, value_name = "N", default_value_t = 4)]
     windows: usize,
     /// Most tokens to calibrate on, from the start of the text

@@ -30,8 +30,8 @@ pub struct Speed {
     /// Sequences of a batch, at most 32
     #[arg(long, value_name = "LIST", value_delimiter = ',', default_values_t = [1])]
     batches: Vec<usize>,
-    /// Fraction of the selected rows that count as already on the device, 0 to 1: random queries select without
-    /// the locality of a model's
+    /// Fraction of the selected rows that count as already on the device, 0 to 1: random queries select
+    /// without the locality of a model's
     #[arg(long, value_name = "FRACTION", default_value_t = 0.0)]
     hits: f32,
     /// Encode what leaves the window in the order of the steps, not next to them

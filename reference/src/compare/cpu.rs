@@ -6,8 +6,8 @@ use crate::eval::{RetrievalTask, SharedPrompt, answer_questions, score_text};
 use crate::forward::Decoder;
 use crate::method::Prepared;
 
-/// What methods did with a text, by index. The prompt is run once, exactly; logits are relative to those of the
-/// dense 32-bit cache.
+/// What methods did with a text, by index. The prompt is run once, exactly; logits are relative to those of
+/// the dense 32-bit cache.
 pub(super) fn score(
     runner: &Runner<'_>,
     methods: &[usize],

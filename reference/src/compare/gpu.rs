@@ -28,8 +28,8 @@ pub(super) fn place(on: &OnGpu, model: &Model, profile: &Profile, method: &Metho
     }
 }
 
-/// Models on the GPU: those whose weights are as they are, one for each element type that some method has, and that
-/// of the last method that folds maps into them.
+/// Models on the GPU: those whose weights are as they are, one for each element type that some method has,
+/// and that of the last method that folds maps into them.
 pub(super) struct Models<'a> {
     on: &'a OnGpu,
     plain: Vec<Arc<Weights>>,
@@ -80,7 +80,8 @@ impl<'a> Models<'a> {
     }
 }
 
-/// What methods did with a text, by index. Logits are relative to those of the dense cache with the same 16 bits.
+/// What methods did with a text, by index. Logits are relative to those of the dense cache with the same 16
+/// bits.
 pub(super) fn score(
     runner: &Runner<'_>,
     models: &mut Models<'_>,

@@ -30,11 +30,12 @@ pub(super) struct Measured {
 }
 
 impl<'a> Runner<'a> {
-    /// A runner of methods that fit the model. `rope` is as long as the longest run, and the profile has what the
-    /// methods need.
+    /// A runner of methods that fit the model. `rope` is as long as the longest run, and the profile has what
+    /// the methods need.
     ///
     /// # Errors
-    /// [`Error::Argument`](crate::Error::Argument) for a method that the GPU does not take where it is to take all.
+    /// [`Error::Argument`](crate::Error::Argument) for a method that the GPU does not take where it is to
+    /// take all.
     pub fn new(
         model: &'a Arc<Model>,
         rope: Arc<Rope>,

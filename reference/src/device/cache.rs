@@ -176,19 +176,19 @@ pub trait DeviceCache: ChunkCache {
         0
     }
 
-    /// Makes this part of the rows that a step would read from the host count as read before, for timing: what
-    /// random queries choose has no locality. With a share above 0, results are wrong. It holds for graphs
-    /// that are captured later.
+    /// Makes this part of the rows that a step would read from the host count as read before, for timing:
+    /// what random queries choose has no locality. With a share above 0, results are wrong. It holds for
+    /// graphs that are captured later.
     fn force_hits(&mut self, _share: f32) {}
 }
 
 /// The part of a cache that takes prompts, many tokens at a time.
 pub trait ChunkCache {
     /// Rows (heads, capacity, head_dim) of all tokens of a chunk's sequence up to the chunk's end, those
-    /// before the chunk as the method keeps them, or as they were computed. The decoder then writes the chunk's rotated keys and its
-    /// values, lets its queries attend to the rows, and calls [`Self::append`]. So the tokens of a chunk
-    /// attend to each other exactly, as on the CPU. Several chunks may pass through a layer before the first of
-    /// them enters the next one.
+    /// before the chunk as the method keeps them, or as they were computed. The decoder then writes the
+    /// chunk's rotated keys and its values, lets its queries attend to the rows, and calls [`Self::append`].
+    /// So the tokens of a chunk attend to each other exactly, as on the CPU. Several chunks may pass through
+    /// a layer before the first of them enters the next one.
     ///
     /// # Errors
     /// [`Error::Device`].

@@ -85,7 +85,8 @@ impl Gemm {
         let (alpha, beta) = ((&raw const one).cast(), (&raw const beta).cast());
         let address = |address: u64| address as *mut c_void;
         let out = address(output.address());
-        // SAFETY: the caller's contract; the plan is for these types and sizes, handle and plan live as long as
+        // SAFETY: the caller's contract; the plan is for these types and sizes, handle and plan live as long
+        // as
         // `self`, and the library has read the factors when it returns.
         unsafe {
             lt::matmul(

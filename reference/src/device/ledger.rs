@@ -68,7 +68,8 @@ impl Ledger {
         }
     }
 
-    /// The error of a buffer that has not been counted, or no longer is, for which the device has no memory left.
+    /// The error of a buffer that has not been counted, or no longer is, for which the device has no memory
+    /// left.
     pub fn full(&self, bytes: usize, purpose: &'static str) -> Error {
         let held = self.held.lock().unwrap_or_else(PoisonError::into_inner);
         refused(bytes, purpose, &held, "the device has no more")

@@ -133,8 +133,8 @@ pub(crate) struct Strided {
     pub stride: usize,
 }
 
-/// Copies blocks of bytes, as many and as long as `(bytes, blocks)` says, in the order of a stream, by the copy
-/// engines.
+/// Copies blocks of bytes, as many and as long as `(bytes, blocks)` says, in the order of a stream, by the
+/// copy engines.
 pub(crate) fn copy_rows(
     gpu: &Gpu,
     stream: &CudaStream,

@@ -244,7 +244,8 @@ impl Decoder {
         Ok(logits)
     }
 
-    /// The tokens that the next step feeds, (batch,), after waiting for the last step: those that it has chosen.
+    /// The tokens that the next step feeds, (batch,), after waiting for the last step: those that it has
+    /// chosen.
     ///
     /// # Errors
     /// [`Error::Device`].

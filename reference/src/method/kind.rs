@@ -80,7 +80,8 @@ pub(super) trait Kind: Debug + Send + Sync {
         Ok(None)
     }
 
-    /// The model that a device runs, if it is another one: that of [`Self::fold`], unless more is folded there.
+    /// The model that a device runs, if it is another one: that of [`Self::fold`], unless more is folded
+    /// there.
     #[cfg(feature = "cuda")]
     fn device_fold(&self, model: &Model, profile: &Profile) -> Result<Option<Model>> {
         self.fold(model, profile)
@@ -92,8 +93,8 @@ pub(super) trait Kind: Debug + Send + Sync {
         None
     }
 
-    /// The codebooks of layer `l`, one pair per kv head, for a method with [`Self::device_codes`] of rows as they
-    /// are.
+    /// The codebooks of layer `l`, one pair per kv head, for a method with [`Self::device_codes`] of rows as
+    /// they are.
     #[cfg(feature = "cuda")]
     fn codebooks(
         &self,
@@ -149,8 +150,8 @@ pub(super) trait Kind: Debug + Send + Sync {
         false
     }
 
-    /// The fractions of the dimensions that stay, of a method that attends to rows of reduced rank on a device:
-    /// of all tokens, and without codes.
+    /// The fractions of the dimensions that stay, of a method that attends to rows of reduced rank on a
+    /// device: of all tokens, and without codes.
     #[cfg(feature = "cuda")]
     fn device_cuts(&self) -> Option<Pair<f64>> {
         None

@@ -290,8 +290,9 @@ impl RetrievalStore {
 }
 
 impl Scorer {
-    /// Encodes keys (n, kv_dim), which are the last ones of `exact`. Codebooks are trained on the first keys that
-    /// arrive, and anew on all of them whenever the keys have doubled, until there are [`ENOUGH`] a centroid.
+    /// Encodes keys (n, kv_dim), which are the last ones of `exact`. Codebooks are trained on the first keys
+    /// that arrive, and anew on all of them whenever the keys have doubled, until there are [`ENOUGH`] a
+    /// centroid.
     fn push(&mut self, geometry: Geometry, rotated: &[f32], exact: &OffloadedRows) -> Result<()> {
         let Self::Pq { shape, iterations, trained_on, heads } = self else { return Ok(()) };
         let (n, enough) = (exact.len(), ENOUGH * shape.ksub());

@@ -18,13 +18,13 @@ use crate::method::HybridPlan;
 use crate::model::Config;
 use crate::side::{Pair, Side};
 
-/// Hybrid attention: coarse codes of all tokens on the device, and in the same softmax the exact rows of the few
-/// that hold most of the weight, from a `RowStore` in memory of the device or the host.
+/// Hybrid attention: coarse codes of all tokens on the device, and in the same softmax the exact rows of the
+/// few that hold most of the weight, from a `RowStore` in memory of the device or the host.
 ///
-/// For each layer a step scores all tokens and selects (`pq::Hybrid::select`), fetches the rows that the host has
-/// and attends (`pq::Hybrid::attend`). Queries and keys arrive in the basis of the key codes (`Bases`), and
-/// values in that of theirs, which is folded into the model. Tokens are encoded before the ring overwrites their
-/// rows (`Turns`).
+/// For each layer a step scores all tokens and selects (`pq::Hybrid::select`), fetches the rows that the host
+/// has and attends (`pq::Hybrid::attend`). Queries and keys arrive in the basis of the key codes (`Bases`),
+/// and values in that of theirs, which is folded into the model. Tokens are encoded before the ring
+/// overwrites their rows (`Turns`).
 pub struct HybridCache {
     hybrid: Hybrid,
     element: Element,
@@ -192,8 +192,9 @@ impl DeviceCache for HybridCache {
         };
         let selected = (self.selected.pointer(), self.budget.counts());
         // SAFETY: the buffers have the lengths of `new`; the decoder keeps lengths within the capacity, and
-        // `most` tokens are the most of the budget. What precedes `select` writes neither tables nor lengths nor
-        // k; `fetch` writes the rows of all selected tokens to their slots.
+        // `most` tokens are the most of the budget. What precedes `select` writes neither tables nor lengths;
+        // `StepBudget` has written k without PDL. `fetch` writes the rows of all selected tokens to their
+        // slots.
         unsafe {
             self.hybrid.select(gpu.stream(), &arguments)?;
             self.store.fetch(gpu, layer, selected, self.slots(layer))?;

@@ -25,10 +25,10 @@ use train::Training;
 
 /// PQCache: codes of keys on the device, exact rows of all tokens in page-locked host memory.
 ///
-/// For each layer a step finds the best tokens by their codes (`KeyIndex`), reads the rows that the last step has not chosen over PCIe (`RowStore`) and attends to
-/// all together with sinks and window (`svd::Attend` at full rank). Codebooks are the profile's, or those that a
-/// sequence's prompt trains (`Training`). Chosen rows have slots behind the exact
-/// ones, so that one launch attends to both. All lengths are on the device.
+/// For each layer a step finds the best tokens by their codes (`KeyIndex`), reads the rows that the last step
+/// has not chosen over PCIe (`RowStore`) and attends to all together with sinks and window (`svd::Attend` at
+/// full rank). Codebooks are the profile's, or those that a sequence's prompt trains (`Training`). Chosen
+/// rows have slots behind the exact ones, so that one launch attends to both. All lengths are on the device.
 pub struct PqCache {
     index: KeyIndex,
     attend: Attend,

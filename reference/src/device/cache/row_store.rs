@@ -43,8 +43,8 @@ impl StoreShape {
 ///
 /// A token's rows are written when it is encoded, up to a ring and at least half a ring before a step can
 /// choose it ([`Turns`]). Rows on the host are read over PCIe, unless the last step has chosen them
-/// ([`Reuse`], `pq::Gather`). The decoder's stream writes them, so its order is the fence between these stores
-/// and the loads of `pq::Gather`.
+/// ([`Reuse`], `pq::Gather`). The decoder's stream writes them, so its order is the fence between these
+/// stores and the loads of `pq::Gather`.
 pub(super) struct RowStore {
     pub shape: StoreShape,
     leave: Kernel,
@@ -212,12 +212,14 @@ impl RowStore {
             values_out: slots.values.cast(),
             out_len: slots.capacity,
         };
-        // SAFETY: the buffers have the lengths of `new`; slots are below the number of tokens, which is at most
+        // SAFETY: the buffers have the lengths of `new`; slots are below the number of tokens, which is at
+        // most
         // `most`, and differ. Tokens are below `stored`, and this stream has written their rows to the host.
         Ok(unsafe { gather.launch(gpu.stream(), &arguments) }?)
     }
 
-    /// The slot of every token that was fetched last, (batch, heads, most); none where rows stay where they are.
+    /// The slot of every token that was fetched last, (batch, heads, most); none where rows stay where they
+    /// are.
     pub fn slots(&self) -> Option<DevicePtr<u32>> {
         match &self.rows {
             Memory::Device(_) => None,

@@ -156,8 +156,8 @@ impl Window {
         self.copy(gpu, layer, chunk.sequence, chunk.end(), false)
     }
 
-    /// Whether the rows of all tokens are still those of the chunk before this one, in the same layer: then none
-    /// have to be brought back.
+    /// Whether the rows of all tokens are still those of the chunk before this one, in the same layer: then
+    /// none have to be brought back.
     pub fn holds_past(&self, layer: usize, chunk: &Chunk) -> bool {
         self.closed.is_some_and(|(of, before)| {
             of == layer && before.sequence == chunk.sequence && before.end() == chunk.position

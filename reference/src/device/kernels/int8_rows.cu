@@ -1,7 +1,7 @@
 // Exact rows in 8 bits in host memory: the key and the value of a token and head as one record.
 //
-// CPU twin: RowFormat::Int8, whose bytes these are. Compile-time shape: ELEMENT, HEAD_DIM 64 or 128. A record has a byte
-// for every component of the key, then of the value, then the f16 scales of both, one for GROUP components. It is
+// CPU twin: RowFormat::Int8, whose bytes these are. Compile-time shape: ELEMENT, HEAD_DIM 64 or 128. A record has a
+// byte for every component of the key, then of the value, then the f16 scales of both, one for GROUP components. It is
 // padded to pieces of 16 bytes.
 #include "element.cuh"
 #include "warp.cuh"

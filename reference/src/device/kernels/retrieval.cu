@@ -1,6 +1,6 @@
-// What a cache that retrieves exact rows needs besides codes: their codebooks as tables, how many tokens a step chooses,
-// which of them are on the device since the last step, and the way of rows to their store, which is in memory of the host
-// or the device.
+// What a cache that retrieves exact rows needs besides codes: their codebooks as tables, how many tokens a step
+// chooses, which of them are on the device since the last step, and the way of rows to their store, which is in memory
+// of the host or the device.
 //
 // CPU twin: CodeLayout::table_into; Budget::k; the eviction of WindowedCache. Rows are 16-bit elements.
 #include "warp.cuh"

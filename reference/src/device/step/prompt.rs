@@ -1,8 +1,8 @@
 //! Prompts: many tokens of one sequence at a time, layer by layer.
 //!
-//! A prompt runs in segments, a segment through one layer after the other, and through a layer in chunks. So a
-//! layer's weights are unpacked once a segment, and a cache that keeps rows elsewhere brings those before a segment
-//! back once a layer, not once a chunk.
+//! A prompt runs in segments, a segment through one layer after the other, and through a layer in chunks. So
+//! a layer's weights are unpacked once a segment, and a cache that keeps rows elsewhere brings those before a
+//! segment back once a layer, not once a chunk.
 
 use kv_gpu::svd::{AttendShape, Prefill, PrefillArguments};
 use kv_gpu::{DevicePtr, Grid, Kernel};
@@ -209,8 +209,8 @@ impl Prompts {
             };
             let (chunks, tiles) = (n_in.div_ceil(64), n_out.div_ceil(16));
             let grid = Grid::new([chunks.div_ceil(UNPACKED), tiles, 1])?;
-            // SAFETY: the structure is the kernel's argument, and the rows have as many elements as the largest
-            // of these matrices.
+            // SAFETY: the structure is the kernel's argument, and the rows have as many elements as the
+            // largest of these matrices.
             unsafe { self.unpack.launch(gpu.stream(), grid, THREADS, false, &arguments) }?;
         }
         Ok(())
@@ -233,8 +233,8 @@ impl Prompts {
 
 impl Decoder {
     /// Appends prompts to the sequences, one to each, wherever they end, and picks the tokens that follow;
-    /// the next step feeds those. At most `chunk` tokens of a sequence run at once, and sequences take turns. What
-    /// flows through the model is held for eight chunks, 4 bytes a component.
+    /// the next step feeds those. At most `chunk` tokens of a sequence run at once, and sequences take turns.
+    /// What flows through the model is held for eight chunks, 4 bytes a component.
     ///
     /// The tokens of a chunk attend to each other exactly, and to those before them as the cache keeps them.
     /// A token that has been picked and not fed is not in the cache: a prompt that is to follow it begins
@@ -288,8 +288,8 @@ impl Decoder {
         self.launch_end(&[Part::Products, Part::Rest])
     }
 
-    /// Runs a segment through all layers, `chunk` tokens at a time; after a prompt's last one the residual stream
-    /// and what attention made of the last token wait in the activations of a step.
+    /// Runs a segment through all layers, `chunk` tokens at a time; after a prompt's last one the residual
+    /// stream and what attention made of the last token wait in the activations of a step.
     fn run_segment(
         &mut self,
         state: &mut Prompts,
@@ -391,8 +391,8 @@ impl Decoder {
             hidden: self.weights.config.hidden_size as u32,
         };
         let grid = Grid::new([tokens.len(), 1, 1])?;
-        // SAFETY: the structure is the kernel's argument, the tokens are in the vocabulary, and the buffers have
-        // rows for as many tokens.
+        // SAFETY: the structure is the kernel's argument, the tokens are in the vocabulary, and the buffers
+        // have rows for as many tokens.
         Ok(unsafe { state.embed.launch(gpu.stream(), grid, THREADS, false, &arguments) }?)
     }
 
@@ -478,8 +478,9 @@ impl Decoder {
             scale: 1.0 / (head_dim as f32).sqrt(),
             out: state.attended.pointer().offset(skipped * q_dim).cast(),
         };
-        // SAFETY: the rows have keys and values up to the chunk's end, which is within their capacity; all ranks
-        // are full. Either all queries are attended to, or the last one, or none, which launches nothing.
+        // SAFETY: the rows have keys and values up to the chunk's end, which is within their capacity; all
+        // ranks are full. Either all queries are attended to, or the last one, or none, which launches
+        // nothing.
         Ok(unsafe { state.attend.launch(self.gpu.stream(), &arguments) }?)
     }
 

@@ -24,8 +24,8 @@ const RESERVED_SHARED_MEMORY: usize = 2 << 10;
 
 /// Codes and codebooks of the keys of all layers, and their kernels.
 ///
-/// Where `pq::Hybrid` has the shape of the codes, it selects the tokens: it scores four queries by one look-up, in
-/// 16 bits. Other shapes are scanned by `pq::Search`.
+/// Where `pq::Hybrid` has the shape of the codes, it selects the tokens: it scores four queries by one
+/// look-up, in 16 bits. Other shapes are scanned by `pq::Search`.
 pub(super) struct KeyIndex {
     form: Form,
     codes: Buffer<u8>,      // (layer, (batch, heads, codes of `stored` keys), padded)
@@ -145,7 +145,8 @@ impl KeyIndex {
         Ok(index)
     }
 
-    /// Codebooks of a layer's heads for a sequence, to be trained; then [`Self::adopt`] makes them those of codes.
+    /// Codebooks of a layer's heads for a sequence, to be trained; then [`Self::adopt`] makes them those of
+    /// codes.
     pub fn centroids(&self, layer: usize, sequence: usize) -> DevicePtr<f32> {
         self.centroids
             .pointer()
@@ -191,7 +192,8 @@ impl KeyIndex {
         }
     }
 
-    /// Encodes keys of a layer: rows that exist, of tokens for which there is room, whose codes no other stream uses.
+    /// Encodes keys of a layer: rows that exist, of tokens for which there is room, whose codes no other
+    /// stream uses.
     pub fn encode(&self, stream: &CudaStream, layer: usize, keys: &KeysToEncode) -> Result<()> {
         let &KeysToEncode { first, batch, max_count, vectors, strides, firsts, counts } = keys;
         let (centroids, codes) = (self.centroids(layer, first), self.codes(layer, first));
@@ -272,9 +274,10 @@ impl KeyIndex {
                 pdl: true,
                 workspace: tiles.workspace.pointer(),
             };
-            // SAFETY: the buffers have the lengths of `new`; the decoder keeps lengths within the capacity. What
-            // precedes writes neither tables nor lengths; `StepBudget` has written `ks` without PDL. The selection reads
-            // neither values nor exact rows, and writes no output. The background stream writes codes of later tokens.
+            // SAFETY: the buffers have the lengths of `new`; the decoder keeps lengths within the capacity.
+            // What precedes writes neither tables nor lengths; `StepBudget` has written `ks` without PDL. The
+            // selection reads neither values nor exact rows, and writes no output. The background stream
+            // writes codes of later tokens.
             unsafe { tiles.select.select(gpu.stream(), &arguments) }?;
         }
         Ok(())
@@ -308,8 +311,8 @@ impl KeyIndex {
             stats: None,
             pdl: true,
         };
-        // SAFETY: as above. The tables are launched without PDL, so that queries and `ks` are complete when they start;
-        // they write neither codes nor lengths nor `ks`.
+        // SAFETY: as above. The tables are launched without PDL, so that queries and `ks` are complete when
+        // they start; they write neither codes nor lengths nor `ks`.
         unsafe {
             scan.lut.launch(gpu.stream(), &lut)?;
             scan.search.launch(gpu.stream(), &search)?;

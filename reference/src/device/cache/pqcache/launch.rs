@@ -16,9 +16,9 @@ impl PqCache {
     pub(super) fn launch_encode(&self, stream: &CudaStream, layer: usize) -> Result<()> {
         let Shape { batch, books, heads, head_dim, ring, .. } = self.shape;
         let staged = heads * ring * head_dim; // of a sequence
-        // The plan counts at most a ring of tokens, whose codes fit since they come before tokens that fit. The search
-        // reads only codes before `firsts` until the layer's next turn, which waits for this; bits of those keep their
-        // values.
+        // The plan counts at most a ring of tokens, whose codes fit since they come before tokens that fit.
+        // The search reads only codes before `firsts` until the layer's next turn, which waits for this; bits
+        // of those keep their values.
         (0..batch).step_by(batch / books).try_for_each(|first| {
             let keys = KeysToEncode {
                 first,
@@ -33,8 +33,8 @@ impl PqCache {
         })
     }
 
-    /// Encodes the keys that a chunk's end stores, from rows of all tokens: they are all there, and their codes fit since
-    /// the tokens do.
+    /// Encodes the keys that a chunk's end stores, from rows of all tokens: they are all there, and their
+    /// codes fit since the tokens do.
     pub(super) fn launch_encode_chunk(&self, stream: &CudaStream, layer: usize, chunk: &Chunk) -> Result<()> {
         let Shape { head_dim, sinks, .. } = self.shape;
         let (first, count) = self.window.shape.stored_by(chunk);
@@ -82,9 +82,10 @@ impl PqCache {
             pdl: true,
             workspace: self.scratch.attend.pointer(),
         };
-        // SAFETY: the buffers have the lengths of `new`, ranks and offsets are those of full rank, and lengths
-        // are at most the capacity: where tokens are fetched, sinks and ring are full. `pq::Gather`, which
-        // runs before, writes rows, and they are read after the PDL wait; `StepBudget` has written the lengths.
+        // SAFETY: the buffers have the lengths of `new`, ranks and offsets are those of full rank, and
+        // lengths are at most the capacity: where tokens are fetched, sinks and ring are full. `pq::Gather`,
+        // which runs before, writes rows, and they are read after the PDL wait; `StepBudget` has written the
+        // lengths.
         Ok(unsafe { self.attend.launch(gpu.stream(), &arguments) }?)
     }
 }

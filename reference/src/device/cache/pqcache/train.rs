@@ -93,8 +93,8 @@ impl PqCache {
         }
     }
 
-    /// Trains the codebooks of sequences whose prompts were too short for that, once a ring of keys is there and
-    /// none has left it, and encodes those keys. Before that no step reads codes.
+    /// Trains the codebooks of sequences whose prompts were too short for that, once a ring of keys is there
+    /// and none has left it, and encodes those keys. Before that no step reads codes.
     pub(super) fn train_on_ring(&mut self, gpu: &Gpu) -> Result<()> {
         let Shape { n_layers, heads, head_dim, sinks, ring, .. } = self.shape;
         let Some(training) = &mut self.training else { return Ok(()) };
@@ -122,15 +122,15 @@ impl PqCache {
                 firsts: self.span.first(),
                 counts: self.span.count(),
             };
-            // The ring is full, its first row has the first key behind the sinks, and the background stream has been
-            // waited for.
+            // The ring is full, its first row has the first key behind the sinks, and the background stream
+            // has been waited for.
             self.index.encode(&gpu.stream, layer, &keys)?;
         }
         Ok(())
     }
 
-    /// Launches the training of a layer's codebooks on the keys that a chunk's end stores, from the rows of all
-    /// tokens, if the chunk trains them.
+    /// Launches the training of a layer's codebooks on the keys that a chunk's end stores, from the rows of
+    /// all tokens, if the chunk trains them.
     pub(super) fn train(&self, stream: &CudaStream, layer: usize, chunk: &Chunk) -> Result<()> {
         if !self.trains_on(chunk) {
             return Ok(());
@@ -142,8 +142,8 @@ impl PqCache {
         self.launch_train(stream, layer, chunk.sequence, (vectors, capacity, count))
     }
 
-    /// Launches the training of a layer's codebooks of a sequence on some of `count` keys of each head, of which
-    /// there are rows for `capacity`.
+    /// Launches the training of a layer's codebooks of a sequence on some of `count` keys of each head, of
+    /// which there are rows for `capacity`.
     fn launch_train(
         &self,
         stream: &CudaStream,

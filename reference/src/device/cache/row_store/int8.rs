@@ -19,8 +19,8 @@ const CHUNK_BLOCKS: usize = 16;
 
 /// The way of rows to host memory in 8 bits, and back: about half the bytes of 16.
 ///
-/// A token's key and value of one head are one record, in the format of the CPU (`RowFormat::Int8`), padded to 16
-/// bytes.
+/// A token's key and value of one head are one record, in the format of the CPU (`RowFormat::Int8`), padded
+/// to 16 bytes.
 pub(super) struct Int8Rows {
     store: Kernel,
     load: Kernel,
@@ -105,8 +105,8 @@ impl Int8Rows {
         self.launch_store(&gpu.stream, [batch, ring.div_ceil(32)], arguments)
     }
 
-    /// Quantizes tokens of a sequence behind the sinks, (first, count), from rows of all of them; `records` are the
-    /// sequence's.
+    /// Quantizes tokens of a sequence behind the sinks, (first, count), from rows of all of them; `records`
+    /// are the sequence's.
     pub fn take_chunk(
         &self,
         stream: &CudaStream,
@@ -155,7 +155,8 @@ impl Int8Rows {
         arguments: StoreArguments,
     ) -> Result<()> {
         let grid = Grid::new([self.shape.heads, sequences, blocks])?;
-        // SAFETY: the structure is the kernel's argument. Tokens are behind the sinks of rows that exist, and below
+        // SAFETY: the structure is the kernel's argument. Tokens are behind the sinks of rows that exist, and
+        // below
         // `stored`, for which the records have room.
         Ok(unsafe { self.store.launch(stream.cu_stream(), grid, THREADS, false, &arguments) }?)
     }
@@ -179,8 +180,8 @@ impl Int8Rows {
         self.launch_load(gpu, batch * heads, arguments)
     }
 
-    /// Dequantizes the first `count` tokens of a sequence behind the sinks to rows of all its tokens; `records` are
-    /// the sequence's.
+    /// Dequantizes the first `count` tokens of a sequence behind the sinks to rows of all its tokens;
+    /// `records` are the sequence's.
     pub fn restore(&self, gpu: &Gpu, records: DevicePtr<u16>, count: usize, rows: Rows) -> Result<()> {
         let StoreShape { heads, sinks, stored, .. } = self.shape;
         let arguments = LoadArguments {
@@ -201,7 +202,8 @@ impl Int8Rows {
 
     fn launch_load(&self, gpu: &Gpu, heads: usize, arguments: LoadArguments) -> Result<()> {
         let grid = Grid::new([(self.blocks / heads).max(1), heads, 1])?;
-        // SAFETY: the structure is the kernel's argument. Tokens are below `stored`, and places are rows that exist.
+        // SAFETY: the structure is the kernel's argument. Tokens are below `stored`, and places are rows that
+        // exist.
         Ok(unsafe { self.load.launch(gpu.stream(), grid, THREADS, false, &arguments) }?)
     }
 }
