@@ -69,7 +69,12 @@ fn configs() {
             "\"num_hidden_layers\": 4000000000",
             "num_hidden_layers",
         ),
-        ("a negative size", "\"hidden_size\": 64", "\"hidden_size\": -64", "config.json"),
+        (
+            "a negative size",
+            "\"hidden_size\": 64",
+            "\"hidden_size\": -64",
+            "config.json: hidden_size: invalid value",
+        ),
         ("no epsilon", "\"rms_norm_eps\": 1e-05", "\"rms_norm_eps\": 0.0", "rms_norm_eps"),
         ("another activation", "\"silu\"", "\"relu\"", "relu"),
         (

@@ -50,6 +50,11 @@ pub struct Config {
     pub eos_tokens: Vec<u32>,
 }
 
+/// A part of the configuration; errors name the key.
+fn named<'a, T: Deserialize<'a>>(value: &'a Value) -> std::result::Result<T, String> {
+    serde_path_to_error::deserialize(value).map_err(|e| e.to_string())
+}
+
 /// How one layer attends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LayerAttention {
@@ -187,8 +192,8 @@ impl Config {
             return Err("has no model_type: not the configuration of a model".into());
         };
         let family = Family::of_model_type(name)?;
-        let keys = AttentionKeys::deserialize(value).map_err(|e| e.to_string())?;
-        RawConfig::deserialize(value).map_err(|e| e.to_string())?.check(family, &keys)
+        let keys: AttentionKeys = named(value)?;
+        named::<RawConfig>(value)?.check(family, &keys)
     }
 
     /// How the layers of a model of `family` attend.
