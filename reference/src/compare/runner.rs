@@ -3,12 +3,11 @@ use std::sync::Arc;
 use indicatif::ProgressBar;
 
 use super::{OnGpu, Place, Row, cpu};
-use crate::Profile;
-use crate::Result;
 use crate::cache::{FetchedPerStep, Footprint};
 use crate::eval::{RetrievalTask, TextScores};
 use crate::method::Method;
 use crate::model::{Model, Rope};
+use crate::{Profile, Result};
 
 /// Runs methods over texts and questions, each on the GPU or the CPU.
 pub struct Runner<'a> {
@@ -93,12 +92,6 @@ impl<'a> Runner<'a> {
         })?;
         found.sort_unstable_by_key(|(index, _)| *index);
         Ok(found.into_iter().map(|(_, hits)| hits).collect())
-    }
-
-    /// Where every method runs.
-    #[must_use]
-    pub fn places(&self) -> &[Place] {
-        &self.places
     }
 
     pub(super) fn method(&self, index: usize) -> &Method {
