@@ -65,6 +65,7 @@ fn main() -> Result<()> {
             values: exact.pointer.cast(),
             capacity: n,
             index: RowIndex::Token,
+            arriving: false,
         },
         exact: None,
         scale: 1.0 / 128_f32.sqrt(),

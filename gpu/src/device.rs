@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use cudarc::driver::sys::{self, CUdevice_attribute, CUlaunchAttributeID, CUstream};
-use cudarc::driver::{CudaContext, CudaStream};
+use cudarc::driver::{CudaContext, CudaStream, DriverError};
 
 use crate::disk_cache::DiskCache;
 use crate::launch::Grid;
@@ -213,9 +213,24 @@ impl Kernel {
     /// # Errors
     /// [`Error::Driver`].
     pub(crate) fn prefer_l1(self, threads: u32) -> Result<Self, Error> {
+        self.divided(|function, shared| function.prefer_l1(threads, shared))
+    }
+
+    /// Sets the kernel's preferred carve-out to all shared memory that there is. For kernels next to which blocks
+    /// of the following kernel are to start that need much of it: a multiprocessor changes its carve-out only
+    /// when it is idle.
+    ///
+    /// # Errors
+    /// [`Error::Driver`].
+    pub fn prefer_shared(self) -> Result<Self, Error> {
+        self.divided(|function, _| function.prefer_carve_out(100))
+    }
+
+    /// The kernel once its carve-out is set; `set` gets its shared memory.
+    fn divided(self, set: impl FnOnce(&Function, u32) -> Result<(), DriverError>) -> Result<Self, Error> {
         // Another thread may have loaded the kernel.
         let bound = self.context.bind_to_thread();
-        let divided = bound.and_then(|()| self.function.prefer_l1(threads, self.shared));
+        let divided = bound.and_then(|()| set(&self.function, self.shared));
         divided.map_err(Error::of(format_args!("set the carve-out of {}", self.program)))?;
         Ok(self)
     }

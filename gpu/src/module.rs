@@ -83,9 +83,13 @@ impl Function {
         let all = context.attribute(CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR)?;
         let reserved = context.attribute(CU_DEVICE_ATTRIBUTE_RESERVED_SHARED_MEMORY_PER_BLOCK)?;
         let shared = blocks * (fixed + dynamic as i32 + reserved);
-        let percent = (100 * shared / all.max(1) + 1).min(100);
+        self.prefer_carve_out((100 * shared / all.max(1) + 1).min(100))
+    }
+
+    /// Sets the preferred part of L1 and shared memory that is shared memory.
+    pub(crate) fn prefer_carve_out(&self, percent: i32) -> Result<(), DriverError> {
         let preferred = CUfunction_attribute::CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT;
-        // SAFETY: as above.
+        // SAFETY: the module is loaded as long as `self` lives.
         unsafe { result::function::set_function_attribute(self.handle, preferred, percent) }
     }
 

@@ -311,6 +311,7 @@ impl Case {
                     Index::Token => RowIndex::Token,
                     Index::List => RowIndex::List(slots.pointer()),
                 },
+                arriving: self.index != Index::Token,
             },
             exact: (self.exact_capacity > 0).then(|| ExactTokens {
                 keys: exact_keys.pointer().cast(),

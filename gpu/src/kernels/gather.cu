@@ -2,10 +2,11 @@
 //
 // Compile-time shape: ROW_BYTES, a multiple of 16. Launch: grid (blocks, head, keys or values), THREADS threads, which
 // stride over the 16-byte chunks of all listed rows of the head. A thread has IN_FLIGHT loads of 16 bytes in flight:
-// over PCIe, the number of outstanding reads limits the throughput.
-#include "types.cuh"
+// over PCIe, the number of outstanding reads limits the throughput. Two blocks a multiprocessor are enough for that, and
+// leave room for the next kernel, which may start at once.
+#include "primitives_sm80.cuh"
 
-constexpr int CHUNKS = ROW_BYTES / 16, THREADS = 256, IN_FLIGHT = 8;
+constexpr int CHUNKS = ROW_BYTES / 16, THREADS = 128, IN_FLIGHT = 4;
 
 struct Arguments {
     const uint4* keys;   // [head][row][CHUNKS]
@@ -18,7 +19,9 @@ struct Arguments {
     u64 head_rows, list_len, out_len;
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS) gather(const Arguments a) {
+extern "C" __global__ void __launch_bounds__(THREADS, 8) gather(const Arguments a) {
+    pdl_wait();
+    pdl_trigger();
     const u32 head = blockIdx.y;
     const bool is_values = blockIdx.z;
     const u32* rows = a.rows + head * a.list_len;

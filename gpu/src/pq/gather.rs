@@ -6,7 +6,10 @@ use crate::launch::Operation;
 use crate::pointer::DevicePtr;
 use crate::{Device, Error, Program};
 
-const THREADS: usize = 256;
+const THREADS: usize = 128;
+
+/// Blocks of a multiprocessor, of all heads and both sides.
+const BLOCKS: usize = 2;
 
 const OPERATION: Operation = Operation("pq::Gather");
 
@@ -62,6 +65,9 @@ const _: () = assert!(size_of::<KernelArguments>() == 80);
 /// The hits and the misses of a block cache take one launch each into the same output, with `places` for
 /// both.
 ///
+/// On sm_90, a launch with programmatic dependent launch (PDL) may follow at once: it starts while rows are on
+/// their way, and must wait (`griddepcontrol.wait`) before it reads them.
+///
 /// # Cost
 /// Every row of the lists is read and written once. From host memory, PCIe bandwidth is the limit.
 /// # Source
@@ -90,8 +96,8 @@ impl Gather {
     /// # Errors
     /// [`Error::Unsupported`], [`Error::NoNvrtc`], [`Error::Compile`] or [`Error::Driver`].
     pub fn new(device: &Device, row_bytes: usize) -> Result<Self, Error> {
-        let kernel = device.kernel(&Self::program(row_bytes)?, "gather", 0)?;
-        Ok(Self { kernel, row_bytes, blocks: 4 * device.sm_count() })
+        let kernel = device.kernel(&Self::program(row_bytes)?, "gather", 0)?.prefer_shared()?;
+        Ok(Self { kernel, row_bytes, blocks: BLOCKS * device.sm_count() })
     }
 
     /// Launches the collection on a stream.
@@ -108,7 +114,7 @@ impl Gather {
             return Ok(());
         }
         let parts = a.list_len.saturating_mul(self.row_bytes / 16);
-        let blocks = parts.div_ceil(THREADS).min((self.blocks / a.heads).max(1));
+        let blocks = parts.div_ceil(THREADS).min((self.blocks / (2 * a.heads)).max(1));
         let grid = OPERATION.grid(&[("blocks", blocks), ("heads", a.heads), ("sides", 2)])?;
         let kernel_arguments = KernelArguments {
             keys: a.keys,
@@ -123,6 +129,6 @@ impl Gather {
             out_len: a.out_len as u64,
         };
         // SAFETY: the structure is the kernel's argument; the caller upholds the contract of its pointers.
-        unsafe { self.kernel.launch(stream, grid, THREADS as u32, false, &kernel_arguments) }
+        unsafe { self.kernel.launch(stream, grid, THREADS as u32, true, &kernel_arguments) }
     }
 }

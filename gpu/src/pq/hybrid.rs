@@ -195,6 +195,10 @@ pub struct ExactRows {
     pub capacity: usize,
     /// Where the selected tokens have theirs.
     pub index: RowIndex,
+    /// Whether the kernel before [`Hybrid::attend`] on the stream brings these rows, as
+    /// [`Gather`](super::Gather) does: it writes nothing else that `attend` reads, and lets it start only once
+    /// the kernels before have ended. On sm_90 `attend` then sums coded values while rows arrive.
+    pub arriving: bool,
 }
 
 const OPERATION: Operation = Operation("pq::Hybrid");
@@ -292,9 +296,10 @@ struct KernelArguments {
     blocks: u32,
     tickets: u32,
     scale: f32,
+    rows_arrive: u32,
 }
 
-const _: () = assert!(size_of::<KernelArguments>() == 208);
+const _: () = assert!(size_of::<KernelArguments>() == 216);
 
 /// The kernels that select.
 enum Selection {
@@ -504,6 +509,7 @@ impl Hybrid {
             // `sm_count` blocks are always resident together.
             tickets: u32::from(rows.saturating_mul(chunks) > self.sm_count),
             scale: a.scale * std::f32::consts::LOG2_E,
+            rows_arrive: u32::from(a.rows.arriving),
         }))
     }
 }

@@ -1,23 +1,36 @@
-//! Page-locked memory of the host, which kernels read and write over PCIe.
+//! Memory of the host that kernels read and write over PCIe.
 
 use std::ffi::c_void;
 use std::marker::PhantomData;
 use std::sync::Arc;
 use std::{fs, ptr, slice};
 
-use cudarc::driver::{CudaContext, result, sys};
+use cudarc::driver::sys::CUmem_advise::{
+    CU_MEM_ADVISE_SET_ACCESSED_BY, CU_MEM_ADVISE_SET_PREFERRED_LOCATION,
+};
+use cudarc::driver::sys::CUmemLocationType::{
+    self, CU_MEM_LOCATION_TYPE_DEVICE as DEVICE, CU_MEM_LOCATION_TYPE_HOST as HOST,
+};
+use cudarc::driver::{CudaContext, DriverError, result, sys};
 use kv_gpu::DevicePtr;
 
 use super::{Gpu, driver};
 use crate::{Error, Result};
 
-/// Elements in page-locked host memory at an address that the device uses, too. Their first values are
-/// undefined. As with [`Buffer`](super::memory::Buffer), streams order all work on them.
+/// Elements in host memory that is never swapped out, at an address that the device uses, too. Their first
+/// values are undefined. As with [`Buffer`](super::memory::Buffer), streams order all work on them.
 pub(crate) struct HostBuffer<T> {
     address: *mut c_void,
     len: usize,
+    kind: Kind,
     context: Arc<CudaContext>,
     elements: PhantomData<T>,
+}
+
+/// The driver's kinds of such memory.
+enum Kind {
+    PageLocked,
+    Managed,
 }
 
 // SAFETY: the buffer owns its memory, which any thread may use; a shared one is only read.
@@ -37,8 +50,43 @@ impl<T: Copy> HostBuffer<T> {
         let flags = sys::CU_MEMHOSTALLOC_PORTABLE | sys::CU_MEMHOSTALLOC_DEVICEMAP;
         // SAFETY: the context is current; a buffer has at least one byte, since the driver refuses none.
         let address = unsafe { result::malloc_host(bytes.max(1), flags) };
-        let address = address.map_err(|e| Error::HostMemory { bytes, reason: e.to_string() })?;
-        Ok(Self { address, len, context, elements: PhantomData })
+        let address = address.map_err(|e| refused(bytes, e))?;
+        Ok(Self { address, len, kind: Kind::PageLocked, context, elements: PhantomData })
+    }
+
+    /// Memory for `len` elements that kernels read at scattered places.
+    ///
+    /// The device translates addresses of page-locked memory in pages of 4 KB, of which its caches hold few:
+    /// scattered rows of 256 bytes come at 38 GB/s out of 16 GiB, and at 10 out of 64. Managed memory that
+    /// stays on the host has pages of 2 MB: 50 GB/s out of either (H200, `gpu/PERFORMANCE.md`). The driver's
+    /// own copies of it are slow (15 GB/s, by the host), so kernels copy it. Devices that do not share managed
+    /// memory with a running host get page-locked memory.
+    ///
+    /// # Errors
+    /// [`Error::HostMemory`] when the driver refuses.
+    pub fn for_scattered_reads(gpu: &Gpu, len: usize) -> Result<Self> {
+        let context = gpu.device.context().clone();
+        let shared = sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_CONCURRENT_MANAGED_ACCESS;
+        if !context.attribute(shared).is_ok_and(|shared| shared != 0) {
+            return Self::new(gpu, len);
+        }
+        let bytes = len.saturating_mul(size_of::<T>()).max(1);
+        context.bind_to_thread().map_err(|e| driver("use device on this thread", e))?;
+        let (host, device) = (location(HOST, 0), location(DEVICE, context.cu_device()));
+        let refused = |e| refused(bytes, e);
+        // SAFETY: the context is current.
+        let address = unsafe { result::malloc_managed(bytes, sys::CUmemAttach_flags::CU_MEM_ATTACH_GLOBAL) };
+        let address = address.map_err(refused)?;
+        let kind = Kind::Managed;
+        let buffer = Self { address: address as *mut c_void, len, kind, context, elements: PhantomData };
+        // SAFETY: the range is the allocation, and nothing uses it yet.
+        unsafe {
+            result::mem_advise(address, bytes, CU_MEM_ADVISE_SET_PREFERRED_LOCATION, host)
+                .map_err(refused)?;
+            result::mem_advise(address, bytes, CU_MEM_ADVISE_SET_ACCESSED_BY, device).map_err(refused)?;
+            buffer.address.cast::<u8>().write_bytes(0, bytes); // takes the pages: large ones, all at once
+        }
+        Ok(buffer)
     }
 
     /// The address on the device, which is that on the host (unified addressing).
@@ -111,9 +159,22 @@ impl<T> Drop for HostBuffer<T> {
     fn drop(&mut self) {
         if self.context.bind_to_thread().is_ok() {
             // SAFETY: allocated once and freed once; the owner has waited for the work that uses it.
-            let _ = unsafe { result::free_host(self.address) };
+            let _ = unsafe {
+                match self.kind {
+                    Kind::PageLocked => result::free_host(self.address),
+                    Kind::Managed => result::free_sync(self.address as u64),
+                }
+            };
         }
     }
+}
+
+const fn location(kind: CUmemLocationType, id: i32) -> sys::CUmemLocation {
+    sys::CUmemLocation { type_: kind, id }
+}
+
+fn refused(bytes: usize, error: DriverError) -> Error {
+    Error::HostMemory { bytes, reason: error.to_string() }
 }
 
 /// Refuses more page-locked memory than the host has to give: locked pages are never swapped out, and the

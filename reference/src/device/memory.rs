@@ -1,10 +1,9 @@
 //! Memory of the device, owned here.
 
-use std::ptr;
 use std::sync::Arc;
 
-use cudarc::driver::sys::{CUDA_MEMCPY2D, CUmemorytype, CUresult, cuMemcpy2DAsync_v2};
-use cudarc::driver::{CudaContext, CudaStream, result};
+use cudarc::driver::sys::CUresult;
+use cudarc::driver::{CudaContext, result};
 use kv_gpu::DevicePtr;
 
 use super::ledger::Ledger;
@@ -124,51 +123,6 @@ impl<T: Copy> Buffer<T> {
             .map_err(|e| driver("copy to the host", e))?;
         gpu.synchronize()
     }
-}
-
-/// Blocks of bytes at equal distances, in memory of the device or page-locked memory of the host.
-#[derive(Clone, Copy)]
-pub(crate) struct Strided {
-    pub address: u64,
-    pub stride: usize,
-}
-
-/// Copies blocks of bytes, as many and as long as `(bytes, blocks)` says, in the order of a stream, by the
-/// copy engines.
-pub(crate) fn copy_rows(
-    gpu: &Gpu,
-    stream: &CudaStream,
-    to: Strided,
-    from: Strided,
-    (bytes, blocks): (usize, usize),
-) -> Result<()> {
-    if bytes == 0 || blocks == 0 {
-        return Ok(());
-    }
-    let memory = CUmemorytype::CU_MEMORYTYPE_UNIFIED; // the address says whose memory it is
-    let copy = CUDA_MEMCPY2D {
-        srcXInBytes: 0,
-        srcY: 0,
-        srcMemoryType: memory,
-        srcHost: ptr::null(),
-        srcDevice: from.address,
-        srcArray: ptr::null_mut(),
-        srcPitch: from.stride,
-        dstXInBytes: 0,
-        dstY: 0,
-        dstMemoryType: memory,
-        dstHost: ptr::null_mut(),
-        dstDevice: to.address,
-        dstArray: ptr::null_mut(),
-        dstPitch: to.stride,
-        WidthInBytes: bytes,
-        Height: blocks,
-    };
-    gpu.device.context().bind_to_thread().map_err(|e| driver("use device on this thread", e))?;
-    // SAFETY: the caller's blocks are in buffers, and the stream is of the same context.
-    unsafe { cuMemcpy2DAsync_v2(&raw const copy, stream.cu_stream()) }
-        .result()
-        .map_err(|e| driver("copy rows", e))
 }
 
 impl<T> Drop for Buffer<T> {

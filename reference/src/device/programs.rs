@@ -78,7 +78,7 @@ pub(crate) fn int4(element: Element, head_dim: usize, group: usize) -> Program {
     Program::own("int4.cu", include_str!("kernels/int4.cu"), HEADERS, &defines)
 }
 
-/// `tabulate`, `budget`, `reuse` and `leave`.
+/// `tabulate`, `budget`, `reuse`, `leave` and `copy`.
 pub(crate) fn retrieval() -> Program {
     Program::own("retrieval.cu", include_str!("kernels/retrieval.cu"), HEADERS, &[])
 }

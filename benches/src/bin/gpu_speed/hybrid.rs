@@ -108,6 +108,7 @@ fn time(
             values: watch.pointer(&rows_there[copy][1]).cast(),
             capacity: n,
             index: RowIndex::Token,
+            arriving: false,
         },
         exact: None,
         scale,

@@ -18,44 +18,35 @@ struct Shared {
 extern __shared__ __align__(128) u8 shared[];
 static_assert(sizeof(Shared) <= ATTEND_SHARED_BYTES, "the host reserves it");
 __device__ __forceinline__ Shared& block() { return *reinterpret_cast<Shared*>(shared); }
+__device__ __forceinline__ float* warp_results() { return &block().results[threadIdx.x / LANES][0][0]; }
 
-__device__ __forceinline__ void attend_sequence(const Arguments& a, const Scratch& scratch) {
+// The block's part of a sequence's exact rows, ROWS_PER_ITEM at a time, and of its tiles. Blocks share both alike: the
+// rows of an item take long to arrive, and a warp has few of them.
+struct Part {
+    u32 exact_items, item_begin, item_end, tile_begin, tile_end;
+
+    __device__ __forceinline__ explicit Part(const Plan<true>& plan) {
+        const u32 units = plan.units;
+        const auto before = [&](u32 unit, u32 count) {
+            return unit == units ? count : min((u32)((float)unit * ((float)count / (float)units)), count);
+        };
+        exact_items = (plan.exact_length + ROWS_PER_ITEM - 1) / ROWS_PER_ITEM;
+        const u32 items = exact_items + (plan.selected + ROWS_PER_ITEM - 1) / ROWS_PER_ITEM;
+        const u32 tiles = (plan.length + TILE - 1) / TILE;
+        item_begin = before(plan.from, items), item_end = before(plan.to, items);
+        tile_begin = before(plan.from, tiles), tile_end = before(plan.to, tiles);
+    }
+};
+
+// Writes the sums over coded values to the warp's results.
+__device__ __forceinline__ void attend_to_tiles(const Arguments& a, const Scratch& scratch) {
     const int warp = threadIdx.x / LANES, lane = threadIdx.x % LANES, g = lane / 4, l = lane % 4;
     const Plan<true>& plan = block().plan;
-    const u32 head = blockIdx.y, exact = plan.exact_length, selected = plan.selected;
-    const u64 row = (u64)plan.entry * a.heads + head;
-    const u32 exact_items = (exact + ROWS_PER_ITEM - 1) / ROWS_PER_ITEM;
-    const u32 row_items = exact_items + (selected + ROWS_PER_ITEM - 1) / ROWS_PER_ITEM;
-    const u32 tile_count = (plan.length + TILE - 1) / TILE, units = plan.units;
-    // Blocks share items and tiles alike: the rows of an item take long to arrive, and a warp has few of them.
-    const auto before = [&](u32 unit, u32 count) {
-        return unit == units ? count : min((u32)((float)unit * ((float)count / (float)units)), count);
-    };
-    const u32 item_begin = before(plan.from, row_items), item_end = before(plan.to, row_items);
-    float* results = &block().results[warp][0][0];
-
-    {
-        const u16* queries = a.queries + row * GROUP * D;
-        RowSums rows;
-        rows.clear();
-        for (u32 item = item_begin + warp; warp_uniform(item < item_end); item += WARPS) {
-            if (warp_uniform(item < exact_items)) {
-                const u32 first = item * ROWS_PER_ITEM;
-                const u64 at = row * a.exact_capacity + first;
-                rows.add(queries, a.exact_keys, a.exact_values, exact - first, a.scale, [&](u32 i) { return at + i; });
-            } else {
-                const u32 first = (item - exact_items) * ROWS_PER_ITEM;
-                const u32* list = a.row_list + row * a.selected_len + first;
-                rows.add(queries, a.row_keys, a.row_values, selected - first, a.scale,
-                         [&](u32 i) { return row * a.row_capacity + (a.row_list ? list[i] : first + i); });
-            }
-        }
-        rows.store(results);
-    }
-
-    const u32 end = before(plan.to, tile_count);
-    TileWalk<WARPS> walk(before(plan.from, tile_count), warp, (item_end - item_begin) % WARPS);
-    const Tiles tiles(a, plan.entry, head);
+    const u64 row = (u64)plan.entry * a.heads + blockIdx.y;
+    const Part part(plan);
+    const u32 end = part.tile_end;
+    TileWalk<WARPS> walk(part.tile_begin, warp, (part.item_end - part.item_begin) % WARPS);
+    const Tiles tiles(a, plan.entry, blockIdx.y);
     const u8* codes = a.value_codes + lane * Values::LANE_BYTES;
     const float* scores = scratch.scores_of(a, row) + ValueSums::half_of(lane) * 16 + l * 4;
     struct Tile {
@@ -69,47 +60,78 @@ __device__ __forceinline__ void attend_sequence(const Arguments& a, const Scratc
 #pragma unroll
         for (int m = 0; m < MMAS; m++) {
             const int query = min(m * COLUMNS + g % COLUMNS, GROUP - 1);
+            // Not through L1, which may have those of the last launch: this may come before `pdl_wait`.
             const float4 four =
-                *reinterpret_cast<const float4*>(scores + query * TILE + (u64)tile * (GROUP * TILE));
+                __ldcg(reinterpret_cast<const float4*>(scores + query * TILE + (u64)tile * (GROUP * TILE)));
             ahead.scores[m][0] = four.x, ahead.scores[m][1] = four.y;
             ahead.scores[m][2] = four.z, ahead.scores[m][3] = four.w;
         }
     };
-    if (!warp_uniform(walk.tile < end)) return;
-    Tile even, odd;
-    load(even);
     ValueSums sums;
     sums.clear();
-    const ValueOffsets offsets(lane);
-    auto add = [&](Tile& tile, Tile& next) {
-        walk.advance();
-        load(next); // a whole tile ahead
-        u32 weights[2][MMAS][2], any = 0;
-        sums.weigh(weights, tile.scores, lane);
+    if (warp_uniform(walk.tile < end)) {
+        Tile even, odd;
+        load(even);
+        const ValueOffsets offsets(lane);
+        auto add = [&](Tile& tile, Tile& next) {
+            walk.advance();
+            load(next); // a whole tile ahead
+            u32 weights[2][MMAS][2], any = 0;
+            sums.weigh(weights, tile.scores, lane);
 #pragma unroll
-        for (int i = 0; i < 4 * MMAS; i++) any |= weights[i / 2 / MMAS][i / 2 % MMAS][i % 2];
-        // Tiles whose weights have all underflowed need no values.
-        if (warp_uniform(any != 0)) sums.add(tile.codes, weights, offsets, shared, lane);
-    };
-    do {
-        add(even, odd);
-        if (!warp_uniform(walk.tile < end)) break;
-        add(odd, even);
-    } while (warp_uniform(walk.tile < end));
-    sums.add_to(results, lane);
+            for (int i = 0; i < 4 * MMAS; i++) any |= weights[i / 2 / MMAS][i / 2 % MMAS][i % 2];
+            // Tiles whose weights have all underflowed need no values.
+            if (warp_uniform(any != 0)) sums.add(tile.codes, weights, offsets, shared, lane);
+        };
+        do {
+            add(even, odd);
+            if (!warp_uniform(walk.tile < end)) break;
+            add(odd, even);
+        } while (warp_uniform(walk.tile < end));
+    }
+    sums.store(warp_results(), lane);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) pq_hybrid_attend(const Arguments a) {
+// Adds the exact rows to the warp's results.
+__device__ __forceinline__ void attend_to_rows(const Arguments& a) {
+    const u32 warp = threadIdx.x / LANES;
+    const Plan<true>& plan = block().plan;
+    const Part part(plan);
+    if (!warp_uniform(part.item_begin + warp < part.item_end)) return;
+    const u64 row = (u64)plan.entry * a.heads + blockIdx.y;
+    const u16* queries = a.queries + row * GROUP * D;
+    RowSums rows;
+    rows.clear();
+    for (u32 item = part.item_begin + warp; warp_uniform(item < part.item_end); item += WARPS) {
+        if (warp_uniform(item < part.exact_items)) {
+            const u32 first = item * ROWS_PER_ITEM;
+            const u64 at = row * a.exact_capacity + first;
+            rows.add(queries, a.exact_keys, a.exact_values, plan.exact_length - first, a.scale,
+                     [&](u32 i) { return at + i; });
+        } else {
+            const u32 first = (item - part.exact_items) * ROWS_PER_ITEM;
+            const u32* list = a.row_list + row * a.selected_len + first;
+            rows.add(queries, a.row_keys, a.row_values, plan.selected - first, a.scale,
+                     [&](u32 i) { return row * a.row_capacity + (a.row_list ? list[i] : first + i); });
+        }
+    }
+    rows.add_to(warp_results());
+}
+
+// Registers are left for a warp more in each scheduler: blocks that bring rows (gather.cu) run next to this one.
+extern "C" __global__ void __launch_bounds__(THREADS + 4 * LANES, 1) pq_hybrid_attend(const Arguments a) {
     Plan<true>& plan = block().plan;
     if (warp_uniform(threadIdx.x < LANES)) plan.find_first(a);
     load_value_table<THREADS>(a, blockIdx.y, shared);
-    pdl_wait();
+    if (!a.rows_arrive) pdl_wait();
     pdl_trigger();
     __syncthreads();
     const Scratch scratch(a);
     while (warp_uniform(plan.entry < a.batch)) {
         if (threadIdx.x == 0) plan.find_sharers();
-        attend_sequence(a, scratch);
+        attend_to_tiles(a, scratch);
+        if (a.rows_arrive) pdl_wait();
+        attend_to_rows(a);
         const u64 row = (u64)plan.entry * a.heads + blockIdx.y;
         reduce<VEC, D, WARPS, RESULT>(&block().results[0][0][0], GROUP, plan, blockIdx.x,
                                       scratch.partials + ((u64)blockIdx.y * gridDim.x + blockIdx.x) * 2 * VEC * RESULT,

@@ -85,21 +85,27 @@ struct RowSums {
         }
     }
 
-    // Writes the results of the lane's queries: components, maximum, sum of weights.
-    __device__ __forceinline__ void store(float* results) const {
+    // Adds the sums to the warp's results, which have those of the coded tokens.
+    __device__ __forceinline__ void add_to(float* results) const {
         const int lane = threadIdx.x % LANES, g = lane / 4, l = lane % 4;
 #pragma unroll
         for (int q = 0; q < 2; q++) {
             float total = weight[q];
 #pragma unroll
             for (int lanes = 4; lanes < LANES; lanes *= 2) total += __shfl_xor_sync(FULL, total, lanes);
+            float* result = results + min(2 * l + q, VEC - 1) * RESULT;
+            const float new_max = fmaxf(max[q], result[D]);
+            const float keep = exp2_approx(result[D] - new_max), factor = exp2_approx(max[q] - new_max);
+            total = keep * result[D + 1] + factor * total;
+            __syncwarp(); // all lanes have read
             if (2 * l + q >= VEC) continue;
-            float* result = results + (2 * l + q) * RESULT;
+            if (g == 0) result[D] = new_max, result[D + 1] = total;
 #pragma unroll
-            for (int i = 0; i < PARTS * 4; i++)
-                *reinterpret_cast<float2*>(result + (g + i / 4 * 8) * 8 + i % 4 * 2) =
-                    make_float2(sums[i / 4][i % 4][q], sums[i / 4][i % 4][2 + q]);
-            if (g == 0) result[D] = max[q], result[D + 1] = total;
+            for (int i = 0; i < PARTS * 4; i++) {
+                float2* to = reinterpret_cast<float2*>(result + (g + i / 4 * 8) * 8 + i % 4 * 2);
+                *to = make_float2(keep * to->x + factor * sums[i / 4][i % 4][q],
+                                  keep * to->y + factor * sums[i / 4][i % 4][2 + q]);
+            }
         }
         __syncwarp();
     }

@@ -55,6 +55,8 @@ struct Arguments {
     u32 blocks;    // of a head
     u32 tickets;   // radix.cuh
     float scale;   // factor of the scores, times log2(e)
+    u32 rows_arrive; // whether the kernel before attend.cu brings the selected rows: they are read after `pdl_wait`,
+                     // everything else before it
 };
 
 // Softmax statistics of a query.

@@ -177,31 +177,25 @@ struct ValueSums {
             }
     }
 
-    // Adds the sums to the warp's results, which have those of the exact rows.
-    __device__ __forceinline__ void add_to(float* results, int lane) const {
+    // Writes the warp's results: for each query its components, maximum and sum of weights.
+    __device__ __forceinline__ void store(float* results, int lane) const {
         const int g = lane / 4, l = lane % 4;
 #pragma unroll
         for (int m = 0; m < MMAS; m++) {
-            float total = over_lanes(weight[m], [](float a, float b) { return a + b; });
+            const float total = over_lanes(weight[m], [](float a, float b) { return a + b; });
             const int own = m * COLUMNS + g % COLUMNS; // the lane's query
-            float* result = results + min(own, VEC - 1) * RESULT;
-            const float new_max = fmaxf(max[m], result[D]);
-            const float keep = exp2_approx(result[D] - new_max), factor = exp2_approx(max[m] - new_max);
-            total = keep * result[D + 1] + factor * total;
-            __syncwarp(); // all lanes have read
-            if (l == 0 && g < COLUMNS && own < VEC) result[D] = new_max, result[D + 1] = total;
+            if (l == 0 && g < COLUMNS && own < VEC) {
+                float* result = results + own * RESULT;
+                result[D] = max[m], result[D + 1] = total;
+            }
 #pragma unroll
             for (int i = 0; i < 2; i++) {
                 const int column = 2 * l + i, query = m * COLUMNS + column % COLUMNS;
-                const float keep_here = __shfl_sync(FULL, keep, 4 * column),
-                            factor_here = __shfl_sync(FULL, factor, 4 * column);
                 if (query >= VEC) continue;
                 float* to = results + query * RESULT + piece_component(g, column / COLUMNS);
 #pragma unroll
-                for (int w = 0; w < PIECE_WORDS; w++) {
-                    to[2 * w] = keep_here * to[2 * w] + factor_here * sums[w][m][i];
-                    to[2 * w + 1] = keep_here * to[2 * w + 1] + factor_here * sums[w][m][2 + i];
-                }
+                for (int w = 0; w < PIECE_WORDS; w++)
+                    to[2 * w] = sums[w][m][i], to[2 * w + 1] = sums[w][m][2 + i];
             }
         }
         __syncwarp();

@@ -122,13 +122,14 @@ impl HybridCache {
         match self.store.slots() {
             Some(slots) => {
                 let Rows { keys, values, capacity } = self.slots(layer);
-                ExactRows { keys, values, capacity, index: RowIndex::List(slots) }
+                ExactRows { keys, values, capacity, index: RowIndex::List(slots), arriving: true }
             }
             None => ExactRows {
                 keys: self.store.rows(Side::Keys, layer).cast(),
                 values: self.store.rows(Side::Values, layer).cast(),
                 capacity: self.store.shape.stored,
                 index: RowIndex::Token,
+                arriving: false,
             },
         }
     }
@@ -291,7 +292,7 @@ impl ChunkCache for HybridCache {
         let rows = self.window.past()?;
         let tokens = self.window.shape.stored_by(chunk);
         let stream = self.turns.background(gpu)?;
-        self.store.take_chunk(gpu, stream, layer, chunk, tokens, rows)?;
+        self.store.take_chunk(stream, layer, chunk, tokens, rows)?;
         self.codes.encode_chunk(stream, layer, chunk, rows)
     }
 

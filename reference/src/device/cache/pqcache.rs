@@ -268,7 +268,7 @@ impl ChunkCache for PqCache {
         self.window.close(gpu, layer, chunk)?;
         let tokens = self.window.shape.stored_by(chunk);
         let stream = self.turns.background(gpu)?;
-        self.store.take_chunk(gpu, stream, layer, chunk, tokens, self.window.past()?)?;
+        self.store.take_chunk(stream, layer, chunk, tokens, self.window.past()?)?;
         self.train(stream, layer, chunk)?;
         self.launch_encode_chunk(stream, layer, chunk)?;
         if layer + 1 == self.shape.n_layers && self.trains_on(chunk) {

@@ -10,10 +10,10 @@ use super::dense::{RANDOM_ROWS, fill_rows};
 use super::turns::Turns;
 use super::{Chunk, Rows};
 use crate::device::host_memory::{HostBuffer, check_available};
-use crate::device::memory::{Buffer, Strided, copy_rows};
+use crate::device::memory::Buffer;
 use crate::device::{Gpu, programs};
 use crate::method::RowHome;
-use crate::side::Side;
+use crate::side::{Pair, Side};
 use crate::{Error, Result};
 use int8::Int8Rows;
 use reuse::Reuse;
@@ -48,6 +48,7 @@ impl StoreShape {
 pub(super) struct RowStore {
     pub shape: StoreShape,
     leave: Kernel,
+    copy: Kernel,
     rows: Memory,        // (layer, keys and values, batch, heads, stored, head_dim)
     staged: Buffer<u16>, // (layer, sides, batch, heads, ring, head_dim)
 }
@@ -89,6 +90,30 @@ struct LeaveArguments {
 
 const _: () = assert!(size_of::<LeaveArguments>() == 88);
 
+/// Rows of consecutive tokens of one sequence.
+#[derive(Clone, Copy)]
+struct HeadRows {
+    sides: Pair<DevicePtr<u16>>, // the first row of the first head
+    stride: usize,               // rows from head to head
+}
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct CopyArguments {
+    keys: DevicePtr<u16>,
+    values: DevicePtr<u16>,
+    to_keys: DevicePtr<u16>,
+    to_values: DevicePtr<u16>,
+    chunks: u64,
+    from_stride: u64,
+    to_stride: u64,
+}
+
+const _: () = assert!(size_of::<CopyArguments>() == 56);
+
+/// Blocks of each head that store the rows of a chunk, next to the model's kernels.
+const CHUNK_BLOCKS: usize = 16;
+
 impl RowStore {
     /// An empty store.
     ///
@@ -106,7 +131,7 @@ impl RowStore {
         } else {
             check_available(bytes)?;
             let len = bytes / size_of::<u16>() / n_layers.max(1);
-            let layers = (0..n_layers).into_par_iter().map(|_| HostBuffer::new(gpu, len));
+            let layers = (0..n_layers).into_par_iter().map(|_| HostBuffer::for_scattered_reads(gpu, len));
             Memory::Host(Box::new(HostRows {
                 layers: layers.collect::<Result<_>>()?,
                 reuse: Reuse::new(gpu, n_layers, batch * heads, most)?,
@@ -118,6 +143,7 @@ impl RowStore {
         };
         Ok(Self {
             leave: gpu.device.kernel(&programs::retrieval(), "leave", 0)?,
+            copy: gpu.device.kernel(&programs::retrieval(), "copy", 0)?,
             rows,
             staged: Buffer::zeros(gpu, n_layers * shape.staged_sides * shape.side_len(ring))?,
             shape,
@@ -235,58 +261,66 @@ impl RowStore {
         if let Some((int8, records)) = self.int8(layer, sequence) {
             return int8.restore(gpu, records, count, rows);
         }
-        let sides = self.pairs(layer, sequence, (0, count), rows)?;
-        sides
-            .into_iter()
-            .try_for_each(|(stored, row)| copy_rows(gpu, &gpu.stream, row, stored, self.block(count)))
+        let (stored, rows) = self.spans(layer, sequence, (0, count), rows)?;
+        self.launch_copy(&gpu.stream, rows, stored, count)
     }
 
     /// Takes the tokens that a chunk's end stores, (first, count) behind the sinks, from rows of all tokens.
     pub fn take_chunk(
         &self,
-        gpu: &Gpu,
         stream: &CudaStream,
         layer: usize,
         chunk: &Chunk,
         tokens: (usize, usize),
         rows: Rows,
     ) -> Result<()> {
+        if tokens.1 == 0 {
+            return Ok(());
+        }
         if let Some((int8, records)) = self.int8(layer, chunk.sequence) {
             return int8.take_chunk(stream, records, tokens, rows);
         }
-        let sides = self.pairs(layer, chunk.sequence, tokens, rows)?;
-        sides
-            .into_iter()
-            .try_for_each(|(stored, row)| copy_rows(gpu, stream, stored, row, self.block(tokens.1)))
+        let (stored, rows) = self.spans(layer, chunk.sequence, tokens, rows)?;
+        self.launch_copy(stream, stored, rows, tokens.1)
     }
 
-    /// Bytes of `count` rows of a head, and the heads.
-    const fn block(&self, count: usize) -> (usize, usize) {
-        (count * self.shape.head_dim * size_of::<u16>(), self.shape.heads)
-    }
-
-    /// Where tokens of one sequence are in the store and in rows of all its tokens: keys, then values.
-    fn pairs(
+    /// Where tokens of one sequence, (first, count) behind the sinks, are in the store and in rows of all its
+    /// tokens.
+    fn spans(
         &self,
         layer: usize,
         sequence: usize,
         (first, count): (usize, usize),
         rows: Rows,
-    ) -> Result<[(Strided, Strided); 2]> {
+    ) -> Result<(HeadRows, HeadRows)> {
         let StoreShape { heads, head_dim, sinks, stored, .. } = self.shape;
         if first + count > stored || sinks + first + count > rows.capacity {
             return Err(Error::argument("more tokens than there are rows"));
         }
-        let strided = |rows: DevicePtr<u16>, row: usize, capacity: usize| Strided {
-            address: rows.offset(row * head_dim).address(),
-            stride: capacity * head_dim * size_of::<u16>(),
+        let of_store = |side| self.rows(side, layer).offset((sequence * heads * stored + first) * head_dim);
+        let of_rows = |rows: DevicePtr<AnyElement>| rows.cast::<u16>().offset((sinks + first) * head_dim);
+        let sides = Pair { keys: of_store(Side::Keys), values: of_store(Side::Values) };
+        let in_store = HeadRows { sides, stride: stored };
+        let sides = Pair { keys: of_rows(rows.keys), values: of_rows(rows.values) };
+        Ok((in_store, HeadRows { sides, stride: rows.capacity }))
+    }
+
+    /// Launches a copy of `count` rows of every head.
+    fn launch_copy(&self, stream: &CudaStream, to: HeadRows, from: HeadRows, count: usize) -> Result<()> {
+        let StoreShape { heads, head_dim, .. } = self.shape;
+        let chunks = |rows: usize| (rows * head_dim / 8) as u64;
+        let arguments = CopyArguments {
+            keys: from.sides.keys,
+            values: from.sides.values,
+            to_keys: to.sides.keys,
+            to_values: to.sides.values,
+            chunks: chunks(count),
+            from_stride: chunks(from.stride),
+            to_stride: chunks(to.stride),
         };
-        Ok(Side::ALL.map(|side| {
-            let row = if side == Side::Keys { rows.keys } else { rows.values };
-            let stored_row = sequence * heads * stored + first;
-            let of_store = strided(self.rows(side, layer), stored_row, stored);
-            (of_store, strided(row.cast(), sinks + first, rows.capacity))
-        }))
+        let grid = Grid::new([CHUNK_BLOCKS, heads, 2])?;
+        // SAFETY: the structure is the kernel's argument, and `spans` has checked that the rows exist.
+        Ok(unsafe { self.copy.launch(stream.cu_stream(), grid, 256, false, &arguments) }?)
     }
 
     /// Forgets which rows the last steps have fetched: they are of other sequences.

@@ -4,6 +4,7 @@
 // byte for every component of the key, then of the value, then the f16 scales of both, one for GROUP components. It is
 // padded to pieces of 16 bytes.
 #include "element.cuh"
+#include "primitives_sm80.cuh"
 #include "warp.cuh"
 
 constexpr int D = HEAD_DIM, GROUP = 32, SCALES = 2 * D / GROUP, PIECE = 16;
@@ -74,8 +75,10 @@ struct LoadArguments {
 // Dequantizes listed rows, or the first ones.
 //
 // Launch: grid (any number, heads), THREADS threads. Over PCIe the number of outstanding reads limits the throughput:
-// lanes read a record in pieces, IN_FLIGHT records at a time.
-extern "C" __global__ void __launch_bounds__(THREADS) load(const LoadArguments a) {
+// lanes read a record in pieces, IN_FLIGHT records at a time. A block a multiprocessor leaves room for the next kernel.
+extern "C" __global__ void __launch_bounds__(THREADS, 4) load(const LoadArguments a) {
+    pdl_wait();
+    pdl_trigger();
     const u32 lane = threadIdx.x % LANES, warp = blockIdx.x * WARPS + threadIdx.x / LANES, head = blockIdx.y;
     const u32 count = a.counts ? a.counts[head] : a.count;
     const u32* tokens = a.tokens + (u64)head * a.list_len;

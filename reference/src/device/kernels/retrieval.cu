@@ -3,6 +3,7 @@
 // of the host or the device.
 //
 // CPU twin: CodeLayout::table_into; Budget::k; the eviction of WindowedCache. Rows are 16-bit elements.
+#include "primitives_sm80.cuh"
 #include "warp.cuh"
 
 struct BudgetArguments {
@@ -78,6 +79,8 @@ struct ReuseArguments {
 extern "C" __global__ void __launch_bounds__(REUSE_THREADS) reuse(const ReuseArguments a) {
     extern __shared__ u32 taken[]; // bits
     __shared__ u32 warp_sums[LANES];
+    pdl_wait();
+    pdl_trigger();
     const u32 head = blockIdx.x, k = a.counts[head], held = a.held_counts[head];
     const u64 at = (u64)head * a.most;
     const u32* tokens = a.tokens + at;
@@ -164,5 +167,34 @@ extern "C" __global__ void leave(const LeaveArguments a) {
         const uint4 data = rows[(u64)slot * a.chunks + i % a.chunks];
         if (a.stored_keys) stored[i] = data;
         if (blockIdx.z < a.staged_sides) staged[i] = data;
+    }
+}
+
+struct CopyArguments {
+    const uint4* keys; // [head][from_stride] chunks of 16 bytes, maybe in host memory
+    const uint4* values;
+    uint4* to_keys; // [head][to_stride], maybe in host memory
+    uint4* to_values;
+    u64 chunks; // of a head that are copied
+    u64 from_stride, to_stride;
+};
+
+// Copies rows of a part of a prompt to their store, or from there.
+//
+// Launch: grid (blocks, heads, keys and values), any number of threads.
+extern "C" __global__ void copy(const CopyArguments a) {
+    constexpr int IN_FLIGHT = 4;
+    const bool is_values = blockIdx.z;
+    const uint4* from = (is_values ? a.values : a.keys) + blockIdx.y * a.from_stride;
+    uint4* to = (is_values ? a.to_values : a.to_keys) + blockIdx.y * a.to_stride;
+    const u64 step = (u64)gridDim.x * blockDim.x;
+    for (u64 first = (u64)blockIdx.x * blockDim.x + threadIdx.x; first < a.chunks; first += step * IN_FLIGHT) {
+        uint4 data[IN_FLIGHT];
+#pragma unroll
+        for (int i = 0; i < IN_FLIGHT; i++)
+            if (first + i * step < a.chunks) data[i] = from[first + i * step];
+#pragma unroll
+        for (int i = 0; i < IN_FLIGHT; i++)
+            if (first + i * step < a.chunks) to[first + i * step] = data[i];
     }
 }

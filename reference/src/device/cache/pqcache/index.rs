@@ -266,7 +266,7 @@ impl KeyIndex {
                 ks: wanted.ks.offset(first),
                 selected: wanted.tokens.offset(first * heads * most),
                 selected_len: most,
-                rows: ExactRows { keys: none, values: none, capacity: 0, index: RowIndex::Order },
+                rows: ExactRows { keys: none, values: none, capacity: 0, index: RowIndex::Order, arriving: false },
                 exact: None,
                 scale: 1.0 / (head_dim as f32).sqrt(),
                 out: none,

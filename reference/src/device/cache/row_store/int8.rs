@@ -1,8 +1,8 @@
 use cudarc::driver::CudaStream;
 use kv_gpu::{AnyElement, DevicePtr, Element, Grid, Kernel};
 
-use super::StoreShape;
 use super::reuse::Reuse;
+use super::{CHUNK_BLOCKS, StoreShape};
 use crate::device::cache::Rows;
 use crate::device::cache::turns::Turns;
 use crate::device::{Gpu, programs};
@@ -14,9 +14,6 @@ const THREADS: u32 = 256;
 /// Components that share a scale: `GROUP` of the kernels.
 const GROUP: usize = 32;
 
-/// Blocks of each head that quantize the rows of a chunk, next to the model's kernels.
-const CHUNK_BLOCKS: usize = 16;
-
 /// The way of rows to host memory in 8 bits, and back: about half the bytes of 16.
 ///
 /// A token's key and value of one head are one record, in the format of the CPU (`RowFormat::Int8`), padded
@@ -24,7 +21,7 @@ const CHUNK_BLOCKS: usize = 16;
 pub(super) struct Int8Rows {
     store: Kernel,
     load: Kernel,
-    blocks: usize, // that fill the device
+    blocks: usize, // one a multiprocessor
     shape: StoreShape,
 }
 
@@ -76,8 +73,8 @@ impl Int8Rows {
         let program = programs::int8_rows(element, shape.head_dim);
         Ok(Self {
             store: gpu.device.kernel(&program, "store", 0)?,
-            load: gpu.device.kernel(&program, "load", 0)?,
-            blocks: 4 * gpu.device.sm_count(),
+            load: gpu.device.kernel(&program, "load", 0)?.prefer_shared()?,
+            blocks: gpu.device.sm_count(),
             shape,
         })
     }
@@ -126,7 +123,7 @@ impl Int8Rows {
     pub fn fill(&self, gpu: &Gpu, records: DevicePtr<u16>, exact: Rows) -> Result<()> {
         let StoreShape { batch, heads, ring, stored, .. } = self.shape;
         let arguments = StoreArguments { count: stored as u32, ..self.store_arguments(records, exact, ring) };
-        self.launch_store(&gpu.stream, [batch, self.blocks.div_ceil(batch * heads)], arguments)
+        self.launch_store(&gpu.stream, [batch, (4 * self.blocks).div_ceil(batch * heads)], arguments)
     }
 
     fn store_arguments(&self, records: DevicePtr<u16>, rows: Rows, ring: usize) -> StoreArguments {
@@ -204,6 +201,6 @@ impl Int8Rows {
         let grid = Grid::new([(self.blocks / heads).max(1), heads, 1])?;
         // SAFETY: the structure is the kernel's argument. Tokens are below `stored`, and places are rows that
         // exist.
-        Ok(unsafe { self.load.launch(gpu.stream(), grid, THREADS, false, &arguments) }?)
+        Ok(unsafe { self.load.launch(gpu.stream(), grid, THREADS, true, &arguments) }?)
     }
 }

@@ -94,7 +94,7 @@ impl Reuse {
         // SAFETY: the structure is the kernel's argument, and the buffers have the lengths of `new`. Counts are
         // at most `most`, and the tokens of a head ascend.
         Ok(unsafe {
-            self.kernel.launch(gpu.stream(), Grid::new([heads, 1, 1])?, THREADS, false, &arguments)
+            self.kernel.launch(gpu.stream(), Grid::new([heads, 1, 1])?, THREADS, true, &arguments)
         }?)
     }
 
