@@ -12,6 +12,7 @@ mod lut;
 mod nearest;
 mod scan;
 mod search;
+mod select;
 mod train;
 
 pub use append::{Append, AppendArguments, AppendShape};
@@ -25,4 +26,5 @@ pub use layout::{CodeLayout, Side, TILE};
 pub use lut::{Lut, LutArguments, LutShape};
 pub use scan::{Scan, ScanArguments, ScanShape};
 pub use search::{Search, SearchArguments, SearchShape};
+pub use select::{Select, SelectArguments, SelectShape};
 pub use train::{Train, TrainArguments, TrainShape};

@@ -9,7 +9,8 @@ use common::{Buffer, Random, SIDES, device, from_element, relative_error, to_ele
 use cudarc::driver::sys::{CUgraphInstantiate_flags, CUstream, CUstreamCaptureMode};
 use half::f16;
 use kv_gpu::pq::{
-    CodeLayout, ExactRows, ExactTokens, Hybrid, HybridArguments, HybridShape, Pages, RowIndex, Side, TILE,
+    CodeLayout, ExactRows, ExactTokens, Hybrid, HybridArguments, HybridShape, Pages, RowIndex, Select,
+    SelectArguments, SelectShape, Side, TILE,
 };
 use kv_gpu::{Device, Element, Error};
 use pq_core::{
@@ -364,8 +365,42 @@ impl Case {
             assert!(read() == outputs, "{self:?}: a graph differs");
         } else {
             assert!(run() == outputs, "{self:?}: two runs differ");
+            assert!(
+                self.select_alone(device, &arguments) == outputs.selected,
+                "{self:?}: pq::Select differs"
+            );
         }
         outputs
+    }
+
+    /// The selection of [`Select`].
+    fn select_alone(&self, device: &Device, step: &HybridArguments) -> Vec<u32> {
+        let HybridShape { keys, group, element, rule, paged, .. } = self.shape;
+        let select = Select::new(device, SelectShape { keys, group, element, rule, paged }).unwrap();
+        let room = self.max_pages() * self.page_tiles * TILE;
+        let workspace = Buffer::new(device, &vec![0_u8; select.workspace_len(step.batch, step.heads, room)]);
+        let selected = Buffer::new(device, &vec![u32::MAX; step.batch * step.heads * step.selected_len]);
+        let arguments = SelectArguments {
+            batch: step.batch,
+            heads: step.heads,
+            tiles: step.tiles,
+            codes: step.key_codes,
+            table: step.key_table,
+            errors: step.key_errors,
+            queries: step.code_queries.unwrap_or(step.queries),
+            lengths: step.lengths,
+            pages: step.pages,
+            ks: step.ks,
+            selected: selected.pointer(),
+            selected_len: step.selected_len,
+            scale: step.scale,
+            pdl: step.pdl,
+            workspace: workspace.pointer(),
+        };
+        // SAFETY: the buffers live until the selection has been read, and have the lengths of the shape.
+        #[allow(unsafe_code)]
+        unsafe { select.launch(device.stream().cu_stream(), &arguments) }.unwrap();
+        selected.read()
     }
 
     /// Checks a step against the CPU, which attends to the rows that the device has selected.

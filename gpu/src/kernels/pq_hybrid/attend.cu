@@ -5,7 +5,6 @@
 // threads, one block per multiprocessor. The selected tokens are left out of the sums, not subtracted from them.
 #include "pq_hybrid/rows.cuh"
 #include "pq_hybrid/values.cuh"
-#include "pq_search/radix.cuh"
 #include "softmax_reduce.cuh"
 
 constexpr int WARPS = ATTEND_WARPS, THREADS = WARPS * LANES;
@@ -13,7 +12,7 @@ constexpr int WARPS = ATTEND_WARPS, THREADS = WARPS * LANES;
 struct Shared {
     u8 table[VALUE_TABLE_BYTES];
     float results[WARPS][VEC][RESULT];
-    Plan<true> plan;
+    Plan<AttendArguments> plan;
 };
 extern __shared__ __align__(128) u8 shared[];
 static_assert(sizeof(Shared) <= ATTEND_SHARED_BYTES, "the host reserves it");
@@ -25,7 +24,7 @@ __device__ __forceinline__ float* warp_results() { return &block().results[threa
 struct Part {
     u32 exact_items, item_begin, item_end, tile_begin, tile_end;
 
-    __device__ __forceinline__ explicit Part(const Plan<true>& plan) {
+    __device__ __forceinline__ explicit Part(const Plan<AttendArguments>& plan) {
         const u32 units = plan.units;
         const auto before = [&](u32 unit, u32 count) {
             return unit == units ? count : min((u32)((float)unit * ((float)count / (float)units)), count);
@@ -39,16 +38,16 @@ struct Part {
 };
 
 // Writes the sums over coded values to the warp's results.
-__device__ __forceinline__ void attend_to_tiles(const Arguments& a, const Scratch& scratch) {
+__device__ __forceinline__ void attend_to_tiles(const AttendArguments& a) {
     const int warp = threadIdx.x / LANES, lane = threadIdx.x % LANES, g = lane / 4, l = lane % 4;
-    const Plan<true>& plan = block().plan;
+    const Plan<AttendArguments>& plan = block().plan;
     const u64 row = (u64)plan.entry * a.heads + blockIdx.y;
     const Part part(plan);
     const u32 end = part.tile_end;
     TileWalk<WARPS> walk(part.tile_begin, warp, (part.item_end - part.item_begin) % WARPS);
     const Tiles tiles(a, plan.entry, blockIdx.y);
-    const u8* codes = a.value_codes + lane * Values::LANE_BYTES;
-    const float* scores = scratch.scores_of(a, row) + ValueSums::half_of(lane) * 16 + l * 4;
+    const u8* codes = a.codes + lane * Values::LANE_BYTES;
+    const float* scores = a.scores_of(row) + ValueSums::half_of(lane) * 16 + l * 4;
     struct Tile {
         Values codes;
         float scores[MMAS][4]; // of the lane's half
@@ -93,9 +92,9 @@ __device__ __forceinline__ void attend_to_tiles(const Arguments& a, const Scratc
 }
 
 // Adds the exact rows to the warp's results.
-__device__ __forceinline__ void attend_to_rows(const Arguments& a) {
+__device__ __forceinline__ void attend_to_rows(const AttendArguments& a) {
     const u32 warp = threadIdx.x / LANES;
-    const Plan<true>& plan = block().plan;
+    const Plan<AttendArguments>& plan = block().plan;
     const Part part(plan);
     if (!warp_uniform(part.item_begin + warp < part.item_end)) return;
     const u64 row = (u64)plan.entry * a.heads + blockIdx.y;
@@ -118,24 +117,29 @@ __device__ __forceinline__ void attend_to_rows(const Arguments& a) {
     rows.add_to(warp_results());
 }
 
-// Registers are left for a warp more in each scheduler: blocks that bring rows (gather.cu) run next to this one.
-extern "C" __global__ void __launch_bounds__(THREADS + 4 * LANES, 1) pq_hybrid_attend(const Arguments a) {
-    Plan<true>& plan = block().plan;
+// With PDL, registers are left for a warp more in each scheduler: blocks that bring rows (gather.cu) run next to this
+// one.
+#if __CUDA_ARCH__ >= 900
+constexpr int NEIGHBORS = 4 * LANES;
+#else
+constexpr int NEIGHBORS = 0;
+#endif
+
+extern "C" __global__ void __launch_bounds__(THREADS + NEIGHBORS, 1) pq_hybrid_attend(const AttendArguments a) {
+    Plan<AttendArguments>& plan = block().plan;
     if (warp_uniform(threadIdx.x < LANES)) plan.find_first(a);
     load_value_table<THREADS>(a, blockIdx.y, shared);
-    if (!a.rows_arrive) pdl_wait();
-    pdl_trigger();
+    if (!a.rows_arrive) pdl_wait(), pdl_trigger();
     __syncthreads();
-    const Scratch scratch(a);
     while (warp_uniform(plan.entry < a.batch)) {
         if (threadIdx.x == 0) plan.find_sharers();
-        attend_to_tiles(a, scratch);
-        if (a.rows_arrive) pdl_wait();
+        attend_to_tiles(a);
+        if (a.rows_arrive) pdl_wait(), pdl_trigger();
         attend_to_rows(a);
         const u64 row = (u64)plan.entry * a.heads + blockIdx.y;
         reduce<VEC, D, WARPS, RESULT>(&block().results[0][0][0], GROUP, plan, blockIdx.x,
-                                      scratch.partials + ((u64)blockIdx.y * gridDim.x + blockIdx.x) * 2 * VEC * RESULT,
-                                      scratch.counts + row, [&](u32 query, int component, const Sum& sum) {
+                                      a.partials + ((u64)blockIdx.y * gridDim.x + blockIdx.x) * 2 * VEC * RESULT,
+                                      a.counts + row, [&](u32 query, int component, const Sum& sum) {
                                           *reinterpret_cast<u32*>(a.out + (row * GROUP + query) * D + component) =
                                               sum.normalized();
                                           if (component == 0 && a.log_sum_exp)

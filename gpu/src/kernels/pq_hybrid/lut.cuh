@@ -47,9 +47,9 @@ struct LutWords {
     static __device__ __forceinline__ int first_code(int i) { return item(i) / FOURS * 16; }
     static __device__ __forceinline__ int first_subspace() { return threadIdx.x / LANES % FOURS * 4; }
 
-    __device__ __forceinline__ void load(const Arguments& a, u32 head) {
+    __device__ __forceinline__ void load(const SelectArguments& a, u32 head) {
         const int lane = threadIdx.x % LANES, g = lane / 4, l = lane % 4;
-        const u32* table = a.key_table + (u64)head * KSUB * WORDS + g * WORDS + l * KEY_M + first_subspace();
+        const u32* table = a.table + (u64)head * KSUB * WORDS + g * WORDS + l * KEY_M + first_subspace();
 #pragma unroll
         for (int i = 0; i < ITEMS * CHUNKS * 2; i++) {
             const int item = i / 2 / CHUNKS, chunk = i / 2 % CHUNKS, half = i % 2;
@@ -75,11 +75,11 @@ struct LutBuilder {
     // rows of an MMA and queries its columns: lane 4 g + l has two queries for codes g and g + 8. Up to four queries
     // leave columns 4 to 7 for the next subspace, whose components are the second half of the inner dimension.
     template <int WARPS>
-    __device__ __forceinline__ void build(const Arguments& a, u32 sequence, u32 head, const LutWords<WARPS>& words,
-                                          u8* lut) {
+    __device__ __forceinline__ void build(const SelectArguments& a, u32 sequence, u32 head,
+                                          const LutWords<WARPS>& words, u8* lut) {
         using Words = LutWords<WARPS>;
         const int lane = threadIdx.x % LANES, g = lane / 4, l = lane % 4, subspace = Words::first_subspace();
-        const u16* queries = a.code_queries + ((u64)sequence * a.heads + head) * GROUP * D;
+        const u16* queries = a.queries + ((u64)sequence * a.heads + head) * GROUP * D;
         u32 query[PRODUCTS][2];
 #pragma unroll
         for (int i = 0; i < PRODUCTS * 2; i++) {
@@ -174,7 +174,7 @@ struct LutBuilder {
     }
 
     // Half the variance of the scores of query `warp`: the lane's share. NaN if the query is not finite.
-    static __device__ __forceinline__ float half_variance(const Arguments& a, const u16* queries, u32 head) {
+    static __device__ __forceinline__ float half_variance(const SelectArguments& a, const u16* queries, u32 head) {
         const int q = threadIdx.x / LANES, lane = threadIdx.x % LANES;
         float sum = 0;
         if (!warp_uniform(q < GROUP)) return sum;
@@ -182,7 +182,7 @@ struct LutBuilder {
         for (int d = lane; d < D; d += LANES) {
             const float x = to_float(queries[q * D + d]) * a.scale;
             sum += x * 0.f;
-            if (a.key_errors) sum += .5f * LN_2 * x * x * __ldg(a.key_errors + head * D + d);
+            if (a.errors) sum += .5f * LN_2 * x * x * __ldg(a.errors + head * D + d);
         }
         return sum;
     }

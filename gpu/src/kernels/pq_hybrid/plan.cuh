@@ -6,17 +6,23 @@
 constexpr int ROWS_PER_ITEM = 16; // exact rows of a work item
 constexpr int ROW_ITEM_UNITS = 4; // tiles that take as long as such an item
 
+// Whether the kernel with arguments A attends to rows.
+template <class A>
+constexpr bool WITH_ROWS = false;
+template <>
+constexpr bool WITH_ROWS<AttendArguments> = true;
+
 // The work of a sequence: its exact tokens and its selected rows, ROWS_PER_ITEM at a time, and its tiles. Scores have
 // tiles only.
-template <bool WITH_ROWS>
+template <class A>
 struct Items {
-    const Arguments& a;
+    const A& a;
     u32 length, exact_length, selected; // of the sequence of the last call
 
     __device__ __forceinline__ u32 operator()(u32 sequence) {
         length = a.lengths[sequence];
         u32 items = (length + TILE - 1) / TILE;
-        if constexpr (WITH_ROWS) {
+        if constexpr (WITH_ROWS<A>) {
             exact_length = a.exact_lengths ? a.exact_lengths[sequence] : 0;
             selected = min(min(a.ks[sequence], a.selected_len), length);
             items += ROW_ITEM_UNITS * ((exact_length + ROWS_PER_ITEM - 1) / ROWS_PER_ITEM +
@@ -27,22 +33,22 @@ struct Items {
 };
 
 // The block's current sequence, and its part of that sequence's items. Grid: (block of the head's work, head).
-template <bool WITH_ROWS>
+template <class A>
 struct Plan : Work {
     u32 length, exact_length, selected;
 
-    __device__ __forceinline__ void take(const Items<WITH_ROWS>& items) {
+    __device__ __forceinline__ void take(const Items<A>& items) {
         length = items.length;
-        if constexpr (WITH_ROWS) exact_length = items.exact_length, selected = items.selected;
+        if constexpr (WITH_ROWS<A>) exact_length = items.exact_length, selected = items.selected;
     }
     // Called by the block's first warp.
-    __device__ __forceinline__ void find_first(const Arguments& a) {
-        Items<WITH_ROWS> items{a};
+    __device__ __forceinline__ void find_first(const A& a) {
+        Items<A> items{a};
         if (begin(a.batch, blockIdx.x, gridDim.x, items)) take(items);
     }
     // Called by the block's first thread.
-    __device__ __forceinline__ void find_next(const Arguments& a) {
-        Items<WITH_ROWS> items{a};
+    __device__ __forceinline__ void find_next(const A& a) {
+        Items<A> items{a};
         if (advance(a.batch, items)) take(items);
     }
 };

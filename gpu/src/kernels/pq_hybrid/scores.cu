@@ -16,7 +16,7 @@ struct Shared {
     u8 lut[LUT_BYTES];
     LutBuilder builder;
     Stats warps[VEC][WARPS];
-    Plan<false> plan;
+    Plan<SelectArguments> plan;
 };
 extern __shared__ __align__(128) u8 shared[];
 static_assert(sizeof(Shared) <= SCORES_SHARED_BYTES, "the host reserves it");
@@ -99,14 +99,14 @@ struct TileScores {
 };
 
 // Scores the block's part of a sequence, and returns the lane's statistics of its queries.
-__device__ __forceinline__ void score_sequence(const Arguments& a, const Scratch& scratch, const LutWords<WARPS>& words,
+__device__ __forceinline__ void score_sequence(const SelectArguments& a, const LutWords<WARPS>& words,
                                                Stats (&stats)[TileScores::QUERIES]) {
     constexpr int QUERIES = TileScores::QUERIES, SETS = TileScores::SETS;
     const int warp = threadIdx.x / LANES, lane = threadIdx.x % LANES;
-    const Plan<false>& plan = block().plan;
+    const Plan<SelectArguments>& plan = block().plan;
     const u32 head = blockIdx.y, length = plan.length, end = min(plan.to, (length + TILE - 1) / TILE);
     const Tiles tiles(a, plan.entry, head);
-    const u8* codes = a.key_codes + lane * KeyCodes::LANE_BYTES;
+    const u8* codes = a.codes + lane * KeyCodes::LANE_BYTES;
     KeyCodes keys;
     auto load = [&](u32 tile) { keys.load(codes + (u64)tiles.at(a, tile) * KeyCodes::TILE_BYTES); };
     u32 tile = plan.from + warp;
@@ -119,7 +119,7 @@ __device__ __forceinline__ void score_sequence(const Arguments& a, const Scratch
     for (int q = 0; q < QUERIES; q++) base[q] = block().builder.base[first_query + q], stats[q] = no_scores();
     const LutOffsets offsets(lane);
     const Selector selector(lane);
-    float* scores = scratch.scores_of(a, (u64)plan.entry * a.heads + head) + first_query * TILE;
+    float* scores = a.scores_of((u64)plan.entry * a.heads + head) + first_query * TILE;
     while (warp_uniform(tile < end)) {
         TileScores of_tile;
         of_tile.look_up(keys, offsets, selector, base);
@@ -157,7 +157,7 @@ __device__ __forceinline__ void score_sequence(const Arguments& a, const Scratch
 }
 
 // Merges the statistics of lanes and of warps; the kernel that selects merges those of blocks.
-__device__ __forceinline__ void finish_stats(const Arguments& a, const Scratch& scratch,
+__device__ __forceinline__ void finish_stats(const SelectArguments& a,
                                              const Stats (&stats)[TileScores::QUERIES]) {
     const int warp = threadIdx.x / LANES, lane = threadIdx.x % LANES;
     Shared& s = block();
@@ -169,30 +169,29 @@ __device__ __forceinline__ void finish_stats(const Arguments& a, const Scratch& 
     const u64 row = (u64)s.plan.entry * a.heads + blockIdx.y;
     if (threadIdx.x == 0 && s.plan.from == 0) {
         s.plan.find_sharers();
-        scratch.sharers[row] = {s.plan.first_block, s.plan.pieces};
+        a.sharers[row] = {s.plan.first_block, s.plan.pieces};
     }
     __syncthreads();
     if (warp >= VEC) return;
     const Stats all = merged_lanes(lane < WARPS ? s.warps[warp][lane] : no_scores());
-    if (lane == 0) scratch.stats[(row * gridDim.x + blockIdx.x) * VEC + warp] = all;
+    if (lane == 0) a.stats[(row * gridDim.x + blockIdx.x) * VEC + warp] = all;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) pq_hybrid_scores(const Arguments a) {
-    Plan<false>& plan = block().plan;
+extern "C" __global__ void __launch_bounds__(THREADS, 1) pq_hybrid_scores(const SelectArguments a) {
+    Plan<SelectArguments>& plan = block().plan;
     LutWords<WARPS> words;
     words.load(a, blockIdx.y);
     if (warp_uniform(threadIdx.x < LANES)) plan.find_first(a);
     pdl_wait();
     pdl_trigger();
     __syncthreads();
-    const Scratch scratch(a);
     for (bool is_first = true; warp_uniform(plan.entry < a.batch); is_first = false) {
         if (!is_first) words.load(a, blockIdx.y);
         const u64 rows = (u64)a.batch * a.heads, row = (u64)plan.entry * a.heads + blockIdx.y;
-        if (plan.from == 0) Selection(scratch.selection, rows, row, a.chunks).clear<THREADS>();
+        if (plan.from == 0) Selection(a.selection, rows, row, a.chunks).clear<THREADS>();
         Stats stats[TileScores::QUERIES];
-        score_sequence(a, scratch, words, stats);
-        finish_stats(a, scratch, stats);
+        score_sequence(a, words, stats);
+        finish_stats(a, stats);
         __syncthreads();
         if (threadIdx.x == 0) plan.find_next(a);
         __syncthreads();

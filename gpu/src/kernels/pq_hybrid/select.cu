@@ -4,7 +4,7 @@
 // SELECT_THREADS threads; `collect` and `write` are those of radix.cuh. On sm_90 select_sm90.cu takes their place.
 #include "pq_hybrid/selection.cuh"
 
-extern "C" __global__ void __launch_bounds__(SELECT_THREADS) pq_hybrid_keys(const Arguments a) {
+extern "C" __global__ void __launch_bounds__(SELECT_THREADS) pq_hybrid_keys(const SelectArguments a) {
     __shared__ Normalizers normalizers;
     __shared__ u32 counts[HIGH_BUCKETS];
     const u32 row = blockIdx.y, first = blockIdx.x * CHUNK;
@@ -12,15 +12,14 @@ extern "C" __global__ void __launch_bounds__(SELECT_THREADS) pq_hybrid_keys(cons
     const SelectRange range = range_of(a, row);
     pdl_wait();
     pdl_trigger();
-    const Scratch scratch(a);
     const Selection work = selection_of(a, row);
     if (threadIdx.x == 0) work.chunk_counts[blockIdx.x] = 0;
     if (first >= range.n) return;
-    if (threadIdx.x < GROUP * LANES) normalizers.load(a, scratch, row);
+    if (threadIdx.x < GROUP * LANES) normalizers.load(a, row);
     // A warp has a tile at a time, in the order of its scores; the loads of BATCH tiles overlap.
     constexpr int WARPS = SELECT_THREADS / LANES, PASSES = CHUNK / SELECT_THREADS, BATCH = GROUP <= 4 ? PASSES : 4;
     const u32 place = threadIdx.x % LANES, warp = threadIdx.x / LANES;
-    const float* scores = scratch.scores_of(a, row) + (first / TILE + warp) * (u64)(GROUP * TILE) + place;
+    const float* scores = a.scores_of(row) + (first / TILE + warp) * (u64)(GROUP * TILE) + place;
 #pragma unroll
     for (int batch = 0; batch < PASSES; batch += BATCH) {
         float score[BATCH][GROUP];
@@ -42,14 +41,14 @@ extern "C" __global__ void __launch_bounds__(SELECT_THREADS) pq_hybrid_keys(cons
         if (counts[i]) atomicAdd(&work.row->histogram[i], counts[i]);
 }
 
-extern "C" __global__ void __launch_bounds__(SELECT_THREADS) pq_hybrid_collect(const Arguments a) {
+extern "C" __global__ void __launch_bounds__(SELECT_THREADS) pq_hybrid_collect(const SelectArguments a) {
     const SelectRange range = range_of(a, blockIdx.y);
     pdl_wait();
     pdl_trigger();
     collect(range, selection_of(a, blockIdx.y));
 }
 
-extern "C" __global__ void __launch_bounds__(SELECT_THREADS) pq_hybrid_write(const Arguments a) {
+extern "C" __global__ void __launch_bounds__(SELECT_THREADS) pq_hybrid_write(const SelectArguments a) {
     const SelectRange range = range_of(a, blockIdx.y);
     pdl_wait();
     pdl_trigger();

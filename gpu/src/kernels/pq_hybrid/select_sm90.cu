@@ -78,7 +78,7 @@ __device__ __forceinline__ Threshold find_threshold(Shared& shared, const uint4*
     return {high, k - digit.above};
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) pq_hybrid_select(const Arguments a) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) pq_hybrid_select(const SelectArguments a) {
     Shared& shared = *reinterpret_cast<Shared*>(memory);
     const u32 row = blockIdx.y, rank = cluster_ctarank(), warp = threadIdx.x / LANES, lane = threadIdx.x % LANES;
     for (int i = threadIdx.x; i < HIGH_BUCKETS + 2 * LOW_BUCKETS; i += THREADS) shared.counts[i] = shared.totals[i] = 0;
@@ -88,16 +88,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) pq_hybrid_select(const 
     const u32 first = min(rank * span, tiles), count = min(span, tiles - first); // tiles of this block
     pdl_wait();
     pdl_trigger();
-    const Scratch scratch(a);
     u32* keys = span * TILE <= KEYS ? shared.keys : selection_of(a, row).keys + first * TILE;
-    if (threadIdx.x < GROUP * LANES) shared.normalizers.load(a, scratch, row);
+    if (threadIdx.x < GROUP * LANES) shared.normalizers.load(a, row);
     cluster_wait(); // all counts are zero
     __syncthreads(); // normalizers
     if (range.k == 0) return;
 
     // A lane has PLACES tokens of a tile at a time.
     const u32 place = lane % (TILE / PLACES) * PLACES;
-    const float* scores = scratch.scores_of(a, row) + (u64)first * (GROUP * TILE) + place;
+    const float* scores = a.scores_of(row) + (u64)first * (GROUP * TILE) + place;
     const Normalizers normalizers = shared.normalizers;
     for (u32 tile = threadIdx.x / (TILE / PLACES); tile < count; tile += THREADS / (TILE / PLACES)) {
         float score[PLACES][GROUP];

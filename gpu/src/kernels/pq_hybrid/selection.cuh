@@ -6,13 +6,13 @@
 
 static_assert(CHUNK == CHUNK_TOKENS, "rows of scores are whole chunks");
 
-__device__ __forceinline__ SelectRange range_of(const Arguments& a, u32 row) {
+__device__ __forceinline__ SelectRange range_of(const SelectArguments& a, u32 row) {
     const u32 sequence = row / a.heads;
     return {a.lengths[sequence], min(a.ks[sequence], a.selected_len), 0, 0};
 }
 
-__device__ __forceinline__ Selection selection_of(const Arguments& a, u32 row) {
-    return {Scratch(a).selection, (u64)a.batch * a.heads, row, a.chunks};
+__device__ __forceinline__ Selection selection_of(const SelectArguments& a, u32 row) {
+    return {a.selection, (u64)a.batch * a.heads, row, a.chunks};
 }
 
 // Softmax statistics of a row's queries, in shared memory.
@@ -21,10 +21,10 @@ struct Normalizers {
     float max[GROUP], scale[GROUP]; // as keys.cuh has them: of natural logarithms
 
     // Called by the first GROUP warps of a block: merges the statistics of the blocks of scores.cu.
-    __device__ __forceinline__ void load(const Arguments& a, const Scratch& scratch, u64 row) {
+    __device__ __forceinline__ void load(const SelectArguments& a, u64 row) {
         const u32 query = threadIdx.x / LANES, lane = threadIdx.x % LANES;
-        const Sharers sharers = scratch.sharers[row];
-        const Stats* parts = scratch.stats + (row * a.blocks + sharers.first) * VEC + query;
+        const Sharers sharers = a.sharers[row];
+        const Stats* parts = a.stats + (row * a.blocks + sharers.first) * VEC + query;
         Stats all = no_scores();
         for (u32 i = lane; i < sharers.count; i += LANES) all = merged(all, parts[i * VEC]);
         all = merged_lanes(all);
@@ -48,9 +48,9 @@ struct Normalizers {
 struct SelectedOutput : Output {
     float* scores; // of the row
 
-    __device__ __forceinline__ SelectedOutput(const Arguments& a, u32 row, const SelectRange& range)
+    __device__ __forceinline__ SelectedOutput(const SelectArguments& a, u32 row, const SelectRange& range)
         : Output{a.selected + (u64)row * a.selected_len, a.selected_len, range},
-          scores(Scratch(a).scores_of(a, row)) {}
+          scores(a.scores_of(row)) {}
 
     __device__ __forceinline__ void put_selected(u32 place, u32 token) const {
         Output::put_selected(place, token);

@@ -1,5 +1,5 @@
 // Hybrid attention: codes of all tokens in one softmax, in which the few tokens of the largest weight have their exact
-// rows. Compile-time shape, arguments, and the workspace that the kernels of a step share.
+// rows. Compile-time shape and arguments.
 //
 // CPU twins: pq_core::hybrid_select_into, pq_core::hybrid_attend_into, pq_core::attend_exact_into. Compile-time shape:
 // HEAD_DIM 64 or 128; GROUP 1 to 8 query heads of a key/value head; KEY_M, VALUE_M 8, 16 or 32 subspaces; KEY_BITS,
@@ -28,37 +28,6 @@ constexpr int TILE = 32;
 // Queries that a table entry serves.
 constexpr int VEC = GROUP <= 2 ? 2 : GROUP <= 4 ? 4 : 8;
 
-struct Arguments {
-    const u8* key_codes; // [page][head][tile of page][tile bytes]
-    const u8* value_codes;
-    const u32* key_table; // [head][code][WORDS]: word j + p * M has components 2 p and 2 p + 1 of subspace j
-    const u32* value_table;
-    const u16* queries;       // [sequence][head][GROUP][D]
-    const u16* code_queries;  // as queries, in the space of the key codes
-    const u32* lengths;       // [sequence]: coded tokens
-    const u32* pages;         // [sequence][page of sequence]; read only if PAGED
-    const u16* exact_keys;    // [sequence][head][exact_capacity][D]
-    const u16* exact_values;  // as exact_keys
-    const u32* exact_lengths; // [sequence], or null
-    const float* key_errors;  // [head][D], or null: mean squared errors of the coded keys
-    const u32* ks;            // [sequence]: tokens to select
-    u32* selected;            // [sequence][head][selected_len]
-    const u32* row_list;      // [sequence][head][selected_len]: the row of each, or null: row i is that of selected[i]
-    const u16* row_keys;      // [sequence][head][row_capacity][D]
-    const u16* row_values;    // as row_keys
-    u8* workspace;
-    u16* out;           // as queries
-    float* log_sum_exp; // [sequence][head][GROUP], or null
-    u64 row_capacity;
-    u32 batch, heads, page_tiles, max_pages, exact_capacity, selected_len;
-    u32 chunks;    // capacity of a sequence in chunks of CHUNK tokens
-    u32 blocks;    // of a head
-    u32 tickets;   // radix.cuh
-    float scale;   // factor of the scores, times log2(e)
-    u32 rows_arrive; // whether the kernel before attend.cu brings the selected rows: they are read after `pdl_wait`,
-                     // everything else before it
-};
-
 // Softmax statistics of a query.
 struct Stats {
     float max, sum; // of scores, and of 2^(score - max)
@@ -72,28 +41,55 @@ struct Sharers {
 constexpr u64 CHUNK_TOKENS = 8192; // CHUNK of radix.cuh
 constexpr int RESULT = D + 4; // floats of a partial result: components, maximum, sum of weights, padding
 
-// Arrays of the workspace, in this order. `rows` are heads of sequences; `chunks` their capacity.
-struct Scratch {
-    u8* selection;     // radix.cuh
-    float* scores;     // [row][chunk][tile][GROUP][TILE], tokens of a tile by `place_of`; those of selected tokens are
-                       // minus infinity once they are selected
-    Sharers* sharers;  // [row]
-    Stats* stats;      // [row][block of the head][VEC]
-    float* partials;   // [head][block of the head][2][VEC][RESULT]
-    u32* counts;       // [row]: blocks of attend.cu that have finished; zero before and after a launch
+// What the arguments of all kernels begin with. A row is a head of a sequence.
+struct Arguments {
+    const u32* lengths; // [sequence]: coded tokens
+    const u32* pages;   // [sequence][page of sequence]; read only if PAGED
+    const u32* ks;      // [sequence]: tokens to select
+    float* scores;      // [row][chunk][tile][GROUP][TILE], tokens of a tile by `place_of`; those of selected tokens are
+                        // minus infinity once they are selected
+    u32 batch, heads, page_tiles, max_pages, selected_len;
+    u32 chunks;  // capacity of a sequence in chunks of CHUNK tokens
+    u32 blocks;  // of a head
+    float scale; // factor of the scores, times log2(e)
 
-    __device__ __forceinline__ explicit Scratch(const Arguments& a) {
-        const u64 rows = (u64)a.batch * a.heads;
-        u8* at = a.workspace;
-        counts = (u32*)at, sharers = (Sharers*)(at + rows * 4), at += (rows * 12 + 15) / 16 * 16;
-        stats = (Stats*)at, at += rows * a.blocks * VEC * sizeof(Stats);
-        partials = (float*)at, at += (u64)a.heads * a.blocks * 2 * VEC * RESULT * 4;
-        scores = (float*)at, at += rows * a.chunks * CHUNK_TOKENS * GROUP * 4;
-        selection = at;
+    __device__ __forceinline__ float* scores_of(u64 row) const {
+        return scores + row * chunks * (CHUNK_TOKENS * GROUP);
     }
-    __device__ __forceinline__ float* scores_of(const Arguments& a, u64 row) const {
-        return scores + row * a.chunks * (CHUNK_TOKENS * GROUP);
-    }
+};
+
+// Of the kernels that select.
+struct SelectArguments : Arguments {
+    const u8* codes;     // [page][head][tile of page][tile bytes]
+    const u32* table;    // [head][code][WORDS]: word j + p * M has components 2 p and 2 p + 1 of subspace j
+    const u16* queries;  // [sequence][head][GROUP][D], in the space of the codes
+    const float* errors; // [head][D], or null: mean squared errors of the coded keys
+    u32* selected;       // [sequence][head][selected_len]
+    Sharers* sharers;    // [row]
+    Stats* stats;        // [row][block of the head][VEC]
+    u8* selection;       // radix.cuh
+    u32 tickets;         // radix.cuh
+};
+
+// Of the kernel that attends.
+struct AttendArguments : Arguments {
+    const u8* codes;          // of the values, as those of the keys
+    const u32* table;         // of the values
+    const u16* queries;       // [sequence][head][GROUP][D]
+    const u16* exact_keys;    // [sequence][head][exact_capacity][D]
+    const u16* exact_values;  // as exact_keys
+    const u32* exact_lengths; // [sequence], or null
+    const u32* row_list;      // [sequence][head][selected_len]: the row of each, or null: row i is that of selected[i]
+    const u16* row_keys;      // [sequence][head][row_capacity][D]
+    const u16* row_values;    // as row_keys
+    float* partials;          // [head][block of the head][2][VEC][RESULT]
+    u32* counts;              // [sequence][head]: blocks that have finished; zero before and after a launch
+    u16* out;                 // as queries
+    float* log_sum_exp;       // [sequence][head][GROUP], or null
+    u64 row_capacity;
+    u32 exact_capacity;
+    u32 rows_arrive; // whether the kernel before brings the selected rows: they are read after `pdl_wait`, everything
+                     // else before it
 };
 
 // Index of token `t` of a tile among its scores: the order in which the lanes of attend.cu read weights.

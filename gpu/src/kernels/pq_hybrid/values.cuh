@@ -36,9 +36,9 @@ __device__ __forceinline__ int piece_component(int g, int set) {
 
 // Copies the head's table to shared memory, one piece at a time.
 template <int THREADS>
-__device__ __forceinline__ void load_value_table(const Arguments& a, u32 head, u8* to) {
+__device__ __forceinline__ void load_value_table(const AttendArguments& a, u32 head, u8* to) {
     constexpr int PIECES = 8 * SETS; // of a code
-    const u32* table = a.value_table + (u64)head * VALUE_KSUB * WORDS;
+    const u32* table = a.table + (u64)head * VALUE_KSUB * WORDS;
 #pragma unroll 8
     for (int i = threadIdx.x; i < VALUE_KSUB * PIECES; i += THREADS) {
         const int code = i / PIECES, set = i % SETS, g = i / SETS % 8;

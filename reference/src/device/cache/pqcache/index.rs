@@ -4,8 +4,8 @@ use cudarc::driver::CudaStream;
 use half::f16;
 use kv_gpu::pq::{
     CodeLayout, Encode, EncodeArguments, EncodeGeneric, EncodeGenericArguments, EncodeGenericShape,
-    EncodeShape, ExactRows, Hybrid, HybridArguments, HybridShape, Lut, LutArguments, LutShape, RowIndex,
-    Search, SearchArguments, SearchShape, Side, TILE,
+    EncodeShape, Lut, LutArguments, LutShape, Search, SearchArguments, SearchShape, Select, SelectArguments,
+    SelectShape, Side, TILE,
 };
 use kv_gpu::{AnyElement, DevicePtr, Element, Grid, Kernel};
 use pq_core::{CodebookBuf, GroupRule, PqShape};
@@ -24,8 +24,7 @@ const RESERVED_SHARED_MEMORY: usize = 2 << 10;
 
 /// Codes and codebooks of the keys of all layers, and their kernels.
 ///
-/// Where `pq::Hybrid` has the shape of the codes, it selects the tokens: it scores four queries by one
-/// look-up, in 16 bits. Other shapes are scanned by `pq::Search`.
+/// `pq::Select` finds the tokens where it has the shape of the codes, `pq::Search` elsewhere.
 pub(super) struct KeyIndex {
     form: Form,
     codes: Buffer<u8>,      // (layer, (batch, heads, codes of `stored` keys), padded)
@@ -41,7 +40,7 @@ enum Form {
 }
 
 struct Tiles {
-    select: Hybrid,
+    select: Select,
     encode: Encode,
     tabulate: Kernel,
     layout: CodeLayout,
@@ -107,9 +106,8 @@ impl KeyIndex {
         };
         let centroids: Vec<f32> = codebooks.iter().flat_map(of_books).collect();
         let rule = GroupRule::SumOfSoftmax;
-        // Its part that attends is not used.
-        let hybrid = HybridShape { keys: quantizer, values: quantizer, group, element, rule, paged: false };
-        let (form, of_head) = match Hybrid::new(&gpu.device, hybrid) {
+        let select = SelectShape { keys: quantizer, group, element, rule, paged: false };
+        let (form, of_head) = match Select::new(&gpu.device, select) {
             Ok(select) => {
                 let layout = CodeLayout::new(quantizer, Side::Keys)?;
                 let (tiles, per_step) = (stored.div_ceil(TILE), batch / books);
@@ -245,40 +243,31 @@ impl KeyIndex {
 
     fn select(&self, gpu: &Gpu, tiles: &Tiles, layer: usize, wanted: &Wanted) -> Result<()> {
         let Shape { batch, books, heads, group, head_dim, most, .. } = self.shape;
-        let none = DevicePtr::<AnyElement>::dangling();
         // Sequences with codebooks of their own take turns.
         for first in (0..batch).step_by(batch / books) {
             let table = self.book(layer, first) * heads * tiles.layout.table_len();
             let queries = first * heads * group * head_dim;
-            let arguments = HybridArguments {
+            let arguments = SelectArguments {
                 batch: batch / books,
                 heads,
                 tiles: tiles.tiles,
-                key_codes: self.codes(layer, first),
-                value_codes: none.cast(),
-                key_table: tiles.tables.pointer().offset(table),
-                value_table: none.cast(),
-                key_errors: None,
+                codes: self.codes(layer, first),
+                table: tiles.tables.pointer().offset(table),
+                errors: None,
                 queries: wanted.queries.cast::<u16>().offset(queries).cast(),
-                code_queries: None,
                 lengths: wanted.lengths.offset(first),
                 pages: None,
                 ks: wanted.ks.offset(first),
                 selected: wanted.tokens.offset(first * heads * most),
                 selected_len: most,
-                rows: ExactRows { keys: none, values: none, capacity: 0, index: RowIndex::Order, arriving: false },
-                exact: None,
                 scale: 1.0 / (head_dim as f32).sqrt(),
-                out: none,
-                log_sum_exp: None,
                 pdl: true,
                 workspace: tiles.workspace.pointer(),
             };
             // SAFETY: the buffers have the lengths of `new`; the decoder keeps lengths within the capacity.
             // What precedes writes neither tables nor lengths; `StepBudget` has written `ks` without PDL. The
-            // selection reads neither values nor exact rows, and writes no output. The background stream
-            // writes codes of later tokens.
-            unsafe { tiles.select.select(gpu.stream(), &arguments) }?;
+            // background stream writes codes of later tokens.
+            unsafe { tiles.select.launch(gpu.stream(), &arguments) }?;
         }
         Ok(())
     }

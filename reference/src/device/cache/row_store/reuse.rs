@@ -93,9 +93,7 @@ impl Reuse {
         };
         // SAFETY: the structure is the kernel's argument, and the buffers have the lengths of `new`. Counts are
         // at most `most`, and the tokens of a head ascend.
-        Ok(unsafe {
-            self.kernel.launch(gpu.stream(), Grid::new([heads, 1, 1])?, THREADS, true, &arguments)
-        }?)
+        Ok(unsafe { self.kernel.launch(gpu.stream(), Grid::new([heads, 1, 1])?, THREADS, true, &arguments) }?)
     }
 
     /// The slot of every chosen token: (heads of sequences, most).

@@ -1,0 +1,415 @@
+use cudarc::driver::sys::CUstream;
+use half::f16;
+use pq_core::{GroupRule, PqShape};
+
+use crate::compile::{Source, source};
+use crate::device::Kernel;
+use crate::launch::Operation;
+use crate::pointer::{AnyElement, DevicePtr};
+use crate::pq::attend::Pages;
+use crate::pq::layout::{CodeLayout, Side, TILE};
+use crate::pq::scan::CHUNK;
+use crate::pq::search::{ROW_BYTES, SELECT_THREADS};
+use crate::{Device, Element, Error, Program};
+
+/// Bytes of a row of a table in shared memory: `ROW` of the kernels.
+pub(super) const ROW: usize = 256;
+/// Bytes for a `Plan`.
+pub(super) const PLAN_BYTES: usize = 64;
+/// At least the size of `Shared` of `select_sm90.cu`: keys, counts and totals of three digits, and sums.
+const SELECT_SHARED_BYTES: usize = 4 * 32_768 + 2 * 4 * 4096 + 8 * (16 + 32) + 4 * 3 * 8;
+/// Blocks of a cluster that selects.
+const CLUSTERS: [usize; 4] = [16, 8, 4, 2];
+
+/// Compile-time shape of [`Select`].
+///
+/// # Examples
+/// ```
+/// use kv_gpu::{Element, pq::SelectShape};
+/// use pq_core::{GroupRule, PqShape};
+/// let shape = SelectShape {
+///     keys: PqShape::new(128, 16, 8)?,
+///     group: 4,
+///     element: Element::F16,
+///     rule: GroupRule::SumOfSoftmax,
+///     paged: false,
+/// };
+/// assert!(shape.check().is_ok());
+/// # Ok::<(), pq_core::Error>(())
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SelectShape {
+    /// Quantizer of the keys.
+    pub keys: PqShape,
+    /// Query heads per key/value head.
+    pub group: usize,
+    /// Element type of the queries.
+    pub element: Element,
+    /// How the query heads of a group choose together.
+    pub rule: GroupRule,
+    /// Whether the codes are in pages.
+    pub paged: bool,
+}
+
+/// Shared memory and warps of the kernel that scores.
+#[derive(Clone, Copy)]
+struct Plan {
+    shared_bytes: usize,
+    warps: usize,
+}
+
+impl Plan {
+    /// Threads of a block.
+    const fn threads(self) -> u32 {
+        self.warps as u32 * 32
+    }
+}
+
+/// Checks that the kernels have a quantizer of keys or values.
+pub(super) fn check_quantizer(quantizer: PqShape, side: Side) -> Result<(), Error> {
+    CodeLayout::new(quantizer, side)?;
+    if matches!(quantizer.m(), 8 | 16 | 32) && matches!(quantizer.nbits(), 4 | 8) {
+        return Ok(());
+    }
+    let supported = "8, 16 or 32 subspaces of 4 or 8 bits";
+    Err(Error::Unsupported { operation: format!("{quantizer:?} for {side:?}"), supported })
+}
+
+impl SelectShape {
+    /// Checks that the kernels support the shape.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`].
+    pub fn check(&self) -> Result<(), Error> {
+        self.plan(usize::MAX).map(|_| ())
+    }
+
+    /// Queries that a table entry serves: `VEC` of the kernels.
+    pub(super) const fn entry(&self) -> usize {
+        match self.group {
+            ..=2 => 2,
+            3 | 4 => 4,
+            _ => 8,
+        }
+    }
+
+    fn plan(&self, shared_memory: usize) -> Result<Plan, Error> {
+        let unsupported = |supported| Err(Error::Unsupported { operation: format!("{self:?}"), supported });
+        check_quantizer(self.keys, Side::Keys)?;
+        if !(1..=8).contains(&self.group) {
+            return unsupported("1 to 8 query heads per key/value head");
+        }
+        let entry = self.entry();
+        let two_rows = self.keys.m() == 32 && entry == 8; // a code's entries do not fit one row
+        let lut = self.keys.ksub() * ROW * if two_rows { 2 } else { 1 };
+        let builder = 4 * (self.keys.m() * entry + entry);
+        let warps = if entry == 8 { 16 } else { 32 }; // more queries need more registers
+        let shared_bytes = lut + builder + 8 * entry * warps + PLAN_BYTES;
+        if shared_bytes > shared_memory {
+            return unsupported("tables that fit the shared memory of the device");
+        }
+        Ok(Plan { shared_bytes, warps })
+    }
+
+    /// The kernels for a compute capability and blocks of up to `shared_memory` bytes
+    /// ([`Device::shared_memory`]): those that score and those that select. From 9.0 on, one kernel selects.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`].
+    pub fn programs(&self, capability: (i32, i32), shared_memory: usize) -> Result<[Program; 2], Error> {
+        let plan = self.plan(shared_memory)?;
+        let select = if has_clusters(capability, shared_memory) {
+            source!("pq_hybrid/select_sm90.cu")
+        } else {
+            source!("pq_hybrid/select.cu")
+        };
+        let defines = [
+            ("KEY_M", self.keys.m()),
+            ("KEY_BITS", self.keys.nbits() as usize),
+            ("ROW_BYTES", ROW_BYTES),
+            ("SCORE_WARPS", plan.warps),
+            ("SCORES_SHARED_BYTES", plan.shared_bytes),
+            ("SELECT_SHARED_BYTES", SELECT_SHARED_BYTES),
+        ];
+        Ok([source!("pq_hybrid/scores.cu"), select].map(|source| {
+            self.program(source, &defines).define_if(self.rule == GroupRule::MaxOfSoftmax, "MAX_RULE")
+        }))
+    }
+
+    /// A kernel of the folder, with definitions in addition to those that all have.
+    pub(super) fn program(&self, source: Source, defines: &[(&str, usize)]) -> Program {
+        let of_all =
+            [("HEAD_DIM", self.keys.dim()), ("GROUP", self.group), ("ELEMENT", self.element as usize)];
+        Program::new(source, &[&of_all, defines].concat()).define_if(self.paged, "PAGED")
+    }
+}
+
+/// Whether a cluster of blocks can select the tokens of a row.
+const fn has_clusters(capability: (i32, i32), shared_memory: usize) -> bool {
+    capability.0 >= 9 && SELECT_SHARED_BYTES <= shared_memory
+}
+
+const OPERATION: Operation = Operation("pq::Select");
+
+/// Pointers and sizes of a launch of [`Select`].
+#[derive(Clone, Copy, Debug)]
+pub struct SelectArguments {
+    /// Number of sequences.
+    pub batch: usize,
+    /// Number of key/value heads.
+    pub heads: usize,
+    /// Capacity of a page (or of a sequence, without pages) in tiles of [`TILE`] tokens.
+    pub tiles: usize,
+    /// Bytes (pages or batch, heads, tiles, [`CodeLayout::tile_len`]): codes of the keys.
+    pub codes: DevicePtr<u8>,
+    /// `f16` (heads, [`CodeLayout::table_len`]): codebooks, by [`CodeLayout::table_into`].
+    pub table: DevicePtr<f16>,
+    /// `f32` (heads, dim): mean squared errors of the coded keys, for
+    /// [`score_variances`](pq_core::Hybrid::score_variances); zeros if absent.
+    pub errors: Option<DevicePtr<f32>>,
+    /// Elements (batch, heads, group, dim), within the range of `f16`, in the space of the codes.
+    pub queries: DevicePtr<AnyElement>,
+    /// `u32` (batch,): the number of coded tokens of each sequence. The kernels read them, so that a captured
+    /// graph stays valid as sequences grow.
+    pub lengths: DevicePtr<u32>,
+    /// The page table, given exactly if the shape is `paged`.
+    pub pages: Option<Pages>,
+    /// `u32` (batch,): k, the number of tokens to select. At most `selected_len` are, and at most all.
+    pub ks: DevicePtr<u32>,
+    /// `u32` (batch, heads, `selected_len`), written: the selected tokens in ascending order. Elements behind
+    /// them are left as they are.
+    pub selected: DevicePtr<u32>,
+    /// Capacity of `selected` per head.
+    pub selected_len: usize,
+    /// Factor of the scores: `1 / sqrt(head_dim)`.
+    pub scale: f32,
+    /// Programmatic dependent launch (PDL), on sm_90: blocks may start before the previous kernel on the
+    /// stream ends. They read the table, the lengths and k *before* they wait for it
+    /// (`griddepcontrol.wait`), so that kernel must not write these. They read everything else after the
+    /// wait.
+    pub pdl: bool,
+    /// Bytes ([`Select::workspace_len`],), zeroed before the first launch.
+    pub workspace: DevicePtr<u8>,
+}
+
+/// Offsets in the workspace. `sharers` come first.
+struct Parts {
+    stats: usize,
+    scores: usize,
+    selection: usize,
+}
+
+/// What the arguments of all kernels of the folder begin with: `Arguments` of `shape.cuh`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub(super) struct CommonArguments {
+    lengths: DevicePtr<u32>,
+    pages: Option<DevicePtr<u32>>,
+    ks: DevicePtr<u32>,
+    scores: DevicePtr<u8>,
+    batch: u32,
+    heads: u32,
+    page_tiles: u32,
+    max_pages: u32,
+    selected_len: u32,
+    chunks: u32,
+    blocks: u32,
+    scale: f32,
+}
+
+/// `SelectArguments` of the kernels.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct KernelArguments {
+    common: CommonArguments,
+    codes: DevicePtr<u8>,
+    table: DevicePtr<f16>,
+    queries: DevicePtr<AnyElement>,
+    errors: Option<DevicePtr<f32>>,
+    selected: DevicePtr<u32>,
+    sharers: DevicePtr<u8>,
+    stats: DevicePtr<u8>,
+    selection: DevicePtr<u8>,
+    tickets: u32,
+}
+
+const _: () = assert!(size_of::<CommonArguments>() == 64 && size_of::<KernelArguments>() == 136);
+
+/// The kernels that select.
+enum Selection {
+    /// One, with a cluster of blocks for each row; how many clusters of each of the `CLUSTERS` run at a time.
+    Clusters(Kernel, [usize; 4]),
+    /// Three in order, with a block for each chunk of a row.
+    Chunks([Kernel; 3]),
+}
+
+/// The k tokens of the largest softmax weight by coded keys in tiles: `pq_core::hybrid_select_into`. One
+/// look-up scores up to eight queries of a group; table entries are `f16`.
+///
+/// [`Search`](super::Search) does the same by `f32` look-up tables on packed codes of any shape, and can leave
+/// out sinks and a window; this is the faster one for the shapes that it has. [`Hybrid`](super::Hybrid)
+/// consists of this and of attention to codes of values.
+///
+/// A launch allocates nothing and does not synchronize, and a captured graph stays valid. The same inputs give
+/// the same bytes. Where the weights of two tokens differ by less than rounding, the CPU may select the other
+/// one. Of tokens of equal weight, those of lower index are selected.
+///
+/// # Cost
+/// Every code is read once. The scores, 4 bytes per token and query, are written and read once.
+/// # Source
+/// PQCache (arXiv 2407.12820), 3.4.
+pub struct Select {
+    scores: Kernel,
+    selection: Selection,
+    shape: SelectShape,
+    plan: Plan,
+    sm_count: usize,
+}
+
+impl Select {
+    /// Compiles the kernels for a shape.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`], [`Error::NoNvrtc`], [`Error::Compile`] or [`Error::Driver`].
+    pub fn new(device: &Device, shape: SelectShape) -> Result<Self, Error> {
+        let plan = shape.plan(device.shared_memory())?;
+        let [scores, select] = shape.programs(device.capability(), device.shared_memory())?;
+        let selection = if has_clusters(device.capability(), device.shared_memory()) {
+            let kernel = device.kernel(&select, "pq_hybrid_select", SELECT_SHARED_BYTES)?;
+            let mut active = [0; CLUSTERS.len()];
+            for (active, blocks) in active.iter_mut().zip(CLUSTERS) {
+                *active = kernel.active_clusters(blocks as u32, SELECT_THREADS)?;
+            }
+            Selection::Clusters(kernel, active)
+        } else {
+            Selection::Chunks([
+                device.kernel(&select, "pq_hybrid_keys", 0)?,
+                device.kernel(&select, "pq_hybrid_collect", 0)?,
+                device.kernel(&select, "pq_hybrid_write", 0)?,
+            ])
+        };
+        let scores = device.kernel(&scores, "pq_hybrid_scores", plan.shared_bytes)?;
+        let scores = scores.prefer_l1(plan.threads())?;
+        Ok(Self { scores, selection, shape, plan, sm_count: device.sm_count() })
+    }
+
+    /// Blocks of each head.
+    pub(super) fn blocks(&self, heads: usize) -> usize {
+        (self.sm_count / heads.max(1)).max(1)
+    }
+
+    /// Chunks of a sequence of `pages` pages of `tiles` tiles.
+    const fn chunks(tiles: usize, pages: usize) -> usize {
+        tiles.saturating_mul(pages).saturating_mul(TILE).div_ceil(CHUNK)
+    }
+
+    /// Bytes of workspace for `batch` sequences of `heads` key/value heads, with room for `tokens` coded
+    /// tokens each: `tiles` of the arguments, times the pages of a sequence, times [`TILE`]. Other sizes
+    /// change its layout: zero it again before the first launch with them.
+    #[must_use]
+    pub fn workspace_len(&self, batch: usize, heads: usize, tokens: usize) -> usize {
+        let rows = batch.saturating_mul(heads);
+        let Parts { selection, .. } = self.parts(batch, heads, tokens.div_ceil(CHUNK));
+        // Keys and candidates of each token, and a count.
+        let row = tokens.div_ceil(CHUNK).saturating_mul(8 * CHUNK + 8).saturating_add(ROW_BYTES);
+        selection.saturating_add(rows.saturating_mul(row))
+    }
+
+    fn parts(&self, batch: usize, heads: usize, chunks: usize) -> Parts {
+        let rows = batch.saturating_mul(heads);
+        let of_blocks = rows.saturating_mul(self.blocks(heads)).saturating_mul(8 * self.shape.entry());
+        let of_tokens = rows.saturating_mul(chunks).saturating_mul(4 * CHUNK * self.shape.group);
+        let stats = rows.saturating_mul(8).next_multiple_of(16);
+        let scores = stats.saturating_add(of_blocks);
+        Parts { stats, scores, selection: scores.saturating_add(of_tokens) }
+    }
+
+    /// Scores all tokens by their codes and selects those of the largest weight.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for sizes that do not fit, [`Error::Driver`].
+    /// # Safety
+    /// The [contract of a launch](DevicePtr#launches) holds, with every pointer aligned to 16 bytes. Lengths
+    /// do not exceed the tokens that a sequence or its pages have room for, and every page number is that of
+    /// an existing page: the kernels do not clamp them. The workspace was zeroed before the first launch of
+    /// these sizes, and no other launch uses it at the same time.
+    pub unsafe fn launch(&self, stream: CUstream, arguments: &SelectArguments) -> Result<(), Error> {
+        let a = arguments;
+        let Some(common) = self.common(a)? else { return Ok(()) };
+        let per_head = OPERATION.grid(&[("blocks", self.blocks(a.heads)), ("heads", a.heads)])?;
+        let (rows, chunks) = (a.batch.saturating_mul(a.heads), common.chunks as usize);
+        let blocks = match &self.selection {
+            // The largest clusters of which those of all rows run at the same time.
+            Selection::Clusters(_, active) => {
+                let fitting = CLUSTERS.into_iter().zip(active).find(|&(_, &active)| rows <= active);
+                fitting.map_or(1, |(blocks, _)| blocks.min(chunks.next_power_of_two()))
+            }
+            Selection::Chunks(_) => chunks,
+        };
+        let per_row = OPERATION.grid(&[("chunks", blocks), ("heads of sequences", rows)])?;
+        let parts = self.parts(a.batch, a.heads, chunks);
+        let prepared = KernelArguments {
+            common,
+            codes: a.codes,
+            table: a.table,
+            queries: a.queries,
+            errors: a.errors,
+            selected: a.selected,
+            sharers: a.workspace,
+            stats: a.workspace.offset(parts.stats),
+            selection: a.workspace.offset(parts.selection),
+            // Blocks of `write` wait for each other. Every multiprocessor has room for at least one, so
+            // `sm_count` blocks are always resident together.
+            tickets: u32::from(rows.saturating_mul(chunks) > self.sm_count),
+        };
+        // SAFETY: the structure is the kernels' argument; the caller upholds the contract of its pointers.
+        unsafe { self.scores.launch(stream, per_head, self.plan.threads(), a.pdl, &prepared)? };
+        match &self.selection {
+            Selection::Clusters(kernel, _) => {
+                let cluster = blocks as u32;
+                // SAFETY: as above.
+                unsafe {
+                    kernel.launch_in_clusters(stream, per_row, cluster, SELECT_THREADS, true, &prepared)
+                }
+            }
+            Selection::Chunks(kernels) => kernels.iter().try_for_each(|kernel| {
+                // SAFETY: as above.
+                unsafe { kernel.launch(stream, per_row, SELECT_THREADS, true, &prepared) }
+            }),
+        }
+    }
+
+    /// What the arguments of the kernels begin with; `None` if there is nothing to do.
+    pub(super) fn common(&self, a: &SelectArguments) -> Result<Option<CommonArguments>, Error> {
+        if a.batch == 0 || a.heads == 0 {
+            return Ok(None);
+        }
+        if self.shape.paged != a.pages.is_some() {
+            return Err(OPERATION.error("pages are given exactly when it is compiled for them"));
+        }
+        if a.tiles == 0 {
+            return Err(OPERATION.error("no room for a tile"));
+        }
+        let in_32_bits = |what, size| OPERATION.in_32_bits(what, size);
+        if a.pages.is_none() {
+            in_32_bits("tiles", a.batch.saturating_mul(a.heads).saturating_mul(a.tiles))?;
+        }
+        let max_pages = a.pages.map_or(1, |pages| pages.max_pages);
+        let chunks = Self::chunks(a.tiles, max_pages);
+        in_32_bits("tokens of whole chunks", chunks.saturating_mul(CHUNK))?;
+        Ok(Some(CommonArguments {
+            lengths: a.lengths,
+            pages: a.pages.map(|pages| pages.table),
+            ks: a.ks,
+            scores: a.workspace.offset(self.parts(a.batch, a.heads, chunks).scores),
+            batch: in_32_bits("sequences", a.batch)?,
+            heads: in_32_bits("heads", a.heads)?,
+            page_tiles: in_32_bits("tiles of a page", a.tiles)?,
+            max_pages: in_32_bits("pages", max_pages)?,
+            selected_len: a.selected_len.min(u32::MAX as usize) as u32,
+            chunks: chunks as u32,
+            blocks: self.blocks(a.heads) as u32,
+            scale: a.scale * std::f32::consts::LOG2_E,
+        }))
+    }
+}
