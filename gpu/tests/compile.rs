@@ -115,7 +115,8 @@ fn attention_on_codes_and_exact_rows() {
             let (keys, values) = (quantizer(keys), quantizer(values));
             let (element, rule) = (Element::Bf16, GroupRule::SumOfSoftmax);
             let shape = HybridShape { keys, values, group, element, rule, paged };
-            for (program, most) in shape.programs(capability, shared_memory).unwrap().iter().zip([0, 0, 128]) {
+            for (program, most) in shape.programs(capability, shared_memory).unwrap().iter().zip([0, 0, 128])
+            {
                 let Some(spilled) = spilled(program, architecture) else { return };
                 assert!(spilled <= most || group == 8, "{program} for {architecture} spills {spilled} bytes");
             }

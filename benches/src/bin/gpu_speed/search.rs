@@ -7,47 +7,48 @@ use crate::stopwatch::{BEYOND_CACHE, Stopwatch};
 
 const HEADS: usize = 8;
 const GROUP: usize = 4;
-const N: usize = 131_072;
 const DIM: usize = 128;
+/// Tokens to find, of how many.
+const LOADS: [(usize, usize); 4] = [(13_107, 131_072), (2048, 131_072), (2048, 524_288), (2048, 1_000_000)];
 
 pub fn run(watch: &Stopwatch) {
     for (m, nbits) in [(2, 6), (4, 8)] {
-        for k in [N / 10, 2048] {
+        for (k, n) in LOADS {
             let (name, load) =
-                (format!("search ({m}, {nbits})"), format!("{HEADS} heads x {GROUP}, {k} of {N}"));
+                (format!("search ({m}, {nbits})"), format!("{HEADS} heads x {GROUP}, {k} of {n}"));
             if watch.wants(&name, &load) {
-                measure(watch, &name, &load, PqShape::new(DIM, m, nbits).unwrap(), k);
+                measure(watch, &name, &load, PqShape::new(DIM, m, nbits).unwrap(), k, n);
             }
         }
     }
 }
 
-fn measure(watch: &Stopwatch, name: &str, load: &str, quantizer: PqShape, k: usize) {
+fn measure(watch: &Stopwatch, name: &str, load: &str, quantizer: PqShape, k: usize, n: usize) {
     let shape = SearchShape { quantizer, group: GROUP, rule: GroupRule::SumOfSoftmax };
     let kernel = Search::new(&watch.gpu, shape).unwrap();
     let number = |i: usize| (i.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 33) as u32;
     // Neighbouring codes are similar, as those of a text are.
-    let codes: Vec<u16> = (0..N * quantizer.m())
+    let codes: Vec<u16> = (0..n * quantizer.m())
         .map(|i| {
             let (near, far) = (number(i / 64 % 512), number(i));
             (if far % 4 < 3 { near.wrapping_add(far % 8) } else { far >> 8 }) as u16 % quantizer.ksub() as u16
         })
         .collect();
-    let mut packed = vec![0; quantizer.codes_len(N)];
+    let mut packed = vec![0; quantizer.codes_len(n)];
     pack_codes_into(quantizer, &codes, &mut packed).unwrap();
     let luts: Vec<f32> =
         (0..HEADS * GROUP * quantizer.lut_len()).map(|i| (number(i) % 4001) as f32 / 500.0 - 4.0).collect();
     let copies = BEYOND_CACHE / (HEADS * packed.len()) + 2;
     let there: Vec<_> = (0..copies).map(|_| watch.upload(&packed.repeat(HEADS))).collect();
     let luts_there = watch.upload(&luts);
-    let (lengths, ks) = (watch.upload(&[N as u32]), watch.upload(&[k as u32]));
-    let workspace = watch.zeros::<u8>(kernel.workspace_len(1, HEADS, N));
+    let (lengths, ks) = (watch.upload(&[n as u32]), watch.upload(&[k as u32]));
+    let workspace = watch.zeros::<u8>(kernel.workspace_len(1, HEADS, n));
     let tokens = watch.zeros::<u32>(HEADS * k);
     let counts = watch.zeros::<u32>(1);
     let arguments = |codes, pdl| SearchArguments {
         batch: 1,
         heads: HEADS,
-        capacity: N,
+        capacity: n,
         luts: watch.pointer(&luts_there),
         codes: watch.pointer(codes),
         lengths: watch.pointer(&lengths),
@@ -70,16 +71,16 @@ fn measure(watch: &Stopwatch, name: &str, load: &str, quantizer: PqShape, k: usi
     // Compares the last head with the CPU, up to ties within rounding.
     let got = watch.download(&tokens);
     let head = &luts[(HEADS - 1) * GROUP * quantizer.lut_len()..];
-    let mut floats = vec![0.0; SearchScratch::len(GROUP, N)];
+    let mut floats = vec![0.0; SearchScratch::len(GROUP, n)];
     let (mut stats, mut expected) = ([SoftmaxStats::EMPTY; GROUP], vec![0; k]);
     let search = pq_core::Search { k, sinks: 0, recent: 0, rule: GroupRule::SumOfSoftmax };
-    let codes = Codes::new(quantizer, N, &packed).unwrap();
-    let mut scratch = SearchScratch::new(N, &mut floats, &mut stats).unwrap();
+    let codes = Codes::new(quantizer, n, &packed).unwrap();
+    let mut scratch = SearchScratch::new(n, &mut floats, &mut stats).unwrap();
     search_into(&Luts::new(quantizer, head).unwrap(), &codes, &search, &mut scratch, &mut expected).unwrap();
     let got: std::collections::HashSet<u32> = got[(HEADS - 1) * k..].iter().copied().collect();
     let missing = expected.iter().filter(|token| !got.contains(token)).count();
     assert!(got.len() == k && missing * 1000 <= k, "{name}: {missing} of {k} tokens are others");
-    let bytes = HEADS * (quantizer.codes_len(N) + 4 * k);
+    let bytes = HEADS * (quantizer.codes_len(n) + 4 * k);
     watch.report(name, load, bytes as f64, us);
     watch.report(&format!("{name}, overlapped"), load, bytes as f64, us_pdl);
 }
