@@ -125,7 +125,8 @@ pub enum RowIndex {
     Order,
     /// The row of the token's own number.
     Token,
-    /// Row `i` of the list, `u32` (batch, heads, [`HybridArguments::selected_len`]): slots of a cache of rows.
+    /// Row `i` of the list, `u32` (batch, heads, [`HybridArguments::selected_len`]): slots of a cache of
+    /// rows.
     List(DevicePtr<u32>),
 }
 
@@ -141,7 +142,8 @@ pub struct ExactRows {
     /// Where the selected tokens have theirs.
     pub index: RowIndex,
     /// Whether the kernel before [`Hybrid::attend`] on the stream brings these rows, as
-    /// [`Gather`](super::Gather) does: it writes nothing else that `attend` reads, and lets it start only once
+    /// [`Gather`](super::Gather) does: it writes nothing else that `attend` reads, and lets it start only
+    /// once
     /// the kernels before have ended. On sm_90 `attend` then sums coded values while rows arrive.
     pub arriving: bool,
 }
@@ -155,15 +157,18 @@ pub struct HybridArguments {
     pub batch: usize,
     /// Number of key/value heads.
     pub heads: usize,
-    /// Capacity of a page (or of a sequence, without pages) in tiles of [`TILE`] tokens.
+    /// Capacity of a page (or of a sequence, without pages) in tiles of [`TILE`](super::TILE) tokens.
     pub tiles: usize,
-    /// Bytes (pages or batch, heads, tiles, [`CodeLayout::tile_len`]): codes of the keys.
+    /// Bytes (pages or batch, heads, tiles, [`CodeLayout::tile_len`](super::CodeLayout::tile_len)): codes of
+    /// the keys.
     pub key_codes: DevicePtr<u8>,
-    /// Bytes (pages or batch, heads, tiles, [`CodeLayout::tile_len`]): codes of the values.
+    /// Bytes (pages or batch, heads, tiles, [`CodeLayout::tile_len`](super::CodeLayout::tile_len)): codes of
+    /// the values.
     pub value_codes: DevicePtr<u8>,
-    /// `f16` (heads, [`CodeLayout::table_len`]): codebooks of the keys, by [`CodeLayout::table_into`].
+    /// `f16` (heads, [`CodeLayout::table_len`](super::CodeLayout::table_len)): codebooks of the keys, by
+    /// [`CodeLayout::table_into`](super::CodeLayout::table_into).
     pub key_table: DevicePtr<f16>,
-    /// `f16` (heads, [`CodeLayout::table_len`]): codebooks of the values.
+    /// `f16` (heads, [`CodeLayout::table_len`](super::CodeLayout::table_len)): codebooks of the values.
     pub value_table: DevicePtr<f16>,
     /// `f32` (heads, dim): mean squared errors of the coded keys, for
     /// [`score_variances`](pq_core::Hybrid::score_variances); zeros if absent.
@@ -235,7 +240,8 @@ const _: () = assert!(size_of::<KernelArguments>() == 184);
 /// exact rows: `pq_core::hybrid_select_into`, `pq_core::hybrid_attend_into` and `pq_core::attend_exact_into`
 /// in one softmax.
 ///
-/// A step is two launches on one stream, [`Hybrid::select`], which is a [`Select`], and [`Hybrid::attend`]. Where rows are in device
+/// A step is two launches on one stream, [`Hybrid::select`], which is a [`Select`], and [`Hybrid::attend`].
+/// Where rows are in device
 /// memory, one follows the other; where they are on the host, a [`Gather`](super::Gather) between them
 /// collects the selected ones. Pinned host memory may also be given as it is. A launch allocates nothing and
 /// does not synchronize, and a captured graph stays valid. The same inputs give the same bytes.
@@ -302,7 +308,8 @@ impl Hybrid {
     /// [`Error::Argument`] for sizes that do not fit, [`Error::Driver`].
     /// # Safety
     /// As for [`Hybrid::select`]; rows exist for all selected tokens, and exact lengths do not exceed their
-    /// capacity. Tables, lengths and k are not outputs of the previous kernel of the stream: they are read before
+    /// capacity. Tables, lengths and k are not outputs of the previous kernel of the stream: they are read
+    /// before
     /// the PDL wait.
     pub unsafe fn attend(&self, stream: CUstream, arguments: &HybridArguments) -> Result<(), Error> {
         let a = arguments;
