@@ -2,8 +2,12 @@
 """kv-gpu against PyTorch on one GPU: gpu.json and gpu.md.
 
     cargo build --release
-    pip install torch
+    pip install torch flashinfer-python
     python benches/peers/gpu.py target/release/gpu_speed benches/results
+
+Attention on codes is timed beside two peers: the best backend of torch in half precision, and FlashInfer with keys and values in
+fp8 (e4m3) in pages of 64 tokens, by tensor cores or CUDA cores, whichever is faster. Where FlashInfer is not installed the table
+says so. On sm_90 the kernels of sm_80 are timed, too, with the shared memory of an A100.
 
 Medians of 25 replays of CUDA graphs on buffers that together exceed the L2 cache, after 20 ms of the same; both sides in
 one run. The floor of a kernel is the time in which the device copies as many bytes; of `gather`, the time in which the
@@ -11,14 +15,20 @@ bus does; of `encode` and `train`, their operations at one per lane and clock; o
 tensor cores; of frames that are decoded while they are copied, the copy.
 """
 
-import argparse, datetime, json, os, re, subprocess, time
+import argparse, datetime, functools, json, math, os, re, subprocess, time
 
 import record
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+try:
+    import flashinfer
+except ImportError:
+    flashinfer = None
+
 DEVICE = "cuda"
+A100 = "8.0:163"  # architecture and KiB of shared memory
 
 
 def median_us(run, launches):
@@ -56,7 +66,7 @@ def best(candidates):
     for name, launches, run in candidates:
         try:
             times.append((median_us(run, launches), name))
-        except RuntimeError:
+        except (RuntimeError, ValueError):
             torch.cuda.synchronize()
     return min(times)[::-1]
 
@@ -88,6 +98,48 @@ def attention(query_heads, heads, batch, tokens, dim):
             for form, query in queries.items()
         ]
     )
+
+
+def fp8_attention(query_heads, heads, batch, tokens, dim):
+    """Decode attention by FlashInfer with keys and values in fp8."""
+    if flashinfer is None:
+        return None
+    page = math.gcd(tokens, 64)
+    pages = tokens // page
+    copies = max(2, (200 << 20) // (2 * batch * heads * tokens * dim) + 1)
+    size = (batch * pages, 2, heads, page, dim)
+    caches = [
+        torch.randn(size, device=DEVICE, dtype=torch.float16).to(torch.float8_e4m3fn) for _ in range(copies)
+    ]
+    query = torch.randn(batch, query_heads, dim, device=DEVICE, dtype=torch.float16)
+    counts = dict(dtype=torch.int32, device=DEVICE)
+
+    @functools.cache
+    def planned(tensor_cores):
+        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+            torch.empty(256 << 20, dtype=torch.uint8, device=DEVICE),
+            "HND",
+            use_tensor_cores=tensor_cores,
+            backend="fa2" if tensor_cores else "auto",
+        )
+        wrapper.plan(
+            torch.arange(0, batch + 1, **counts) * pages,
+            torch.arange(0, batch * pages, **counts),
+            torch.full((batch,), page, **counts),
+            query_heads,
+            heads,
+            dim,
+            page,
+            q_data_type=torch.float16,
+            kv_data_type=torch.float8_e4m3fn,
+        )
+        return wrapper
+
+    def run(tensor_cores):
+        for cache in caches:
+            planned(tensor_cores).run(query, cache)
+
+    return best([("tensor cores", copies, lambda: run(True)), ("CUDA cores", copies, lambda: run(False))])
 
 
 def encoding(m, nbits, heads, n, dim):
@@ -192,13 +244,17 @@ def prompt_attention(query_heads, heads, batch, tokens, dim, element):
     )
 
 
+def shape_of_attention(row):
+    """Query heads, heads, batch, tokens and components; of a ragged batch, for which no peer has a form, the mean length."""
+    query_heads, heads, batch, tokens, *longest, dim = (int(x) for x in re.findall(r"\d+", row["shape"]))
+    return query_heads, heads, batch, (tokens + sum(longest)) // (1 + len(longest)), dim
+
+
 def peer_of(row):
     numbers = [int(x) for x in re.findall(r"\d+", row["shape"])]
     kernel = row["kernel"].removesuffix(", overlapped")
     if kernel.startswith(("attend", "hybrid")):
-        query_heads, heads, batch, tokens, *longest, dim = numbers
-        # Of a ragged batch, which it has no form for, one of the mean length.
-        return attention(query_heads, heads, batch, (tokens + sum(longest)) // (1 + len(longest)), dim)
+        return attention(*shape_of_attention(row))
     if kernel.startswith(("encode", "train")):
         return encoding(*(int(x) for x in re.findall(r"\d+", kernel)), *numbers)
     if kernel.startswith("append"):
@@ -216,6 +272,13 @@ def peer_of(row):
     return None
 
 
+def measured(binary, only, **environment):
+    """The lines that the binary prints: the device first."""
+    environment = os.environ | environment
+    lines = subprocess.run([binary, only], check=True, capture_output=True, text=True, env=environment).stdout
+    return [json.loads(line) for line in lines.splitlines()]
+
+
 def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -228,52 +291,62 @@ def main():
     )
     arguments = parser.parse_args()
     arguments.commit = arguments.commit or record.commit()
-    lines = subprocess.run(
-        [arguments.binary, arguments.only], check=True, capture_output=True, text=True
-    ).stdout
-    copy, *rows = [json.loads(line) for line in lines.splitlines()]
+    copy, *rows = measured(arguments.binary, arguments.only)
+    older = {}
+    if torch.cuda.get_device_capability() >= (9, 0):
+        _, *older_rows = measured(arguments.binary, arguments.only, GPU_LIMIT=A100)
+        older = {(row["kernel"], row["shape"]): row["us"] for row in older_rows}
     peers = {}
     for row in rows:
-        # One measurement for all attention of the same heads and tokens.
         kernel = row["kernel"].removesuffix(", overlapped")
-        key = (
-            row["shape"].split("rank, ")[-1].split("half, ")[-1]
-            if kernel.startswith(("attend", "hybrid"))
-            else (kernel, row["shape"])
-        )
+        attends = kernel.startswith(("attend", "hybrid"))
+        # One measurement for all attention of the same heads and tokens.
+        key = shape_of_attention(row) if attends else (kernel, row["shape"])
         if key not in peers:
-            peers[key] = peer_of(row)
+            peers[key] = peer_of(row), fp8_attention(*key) if attends else None
             torch.cuda.empty_cache()
-        row["peer"], row["peer_us"] = peers[key] or (None, None)
+        for column, peer in zip(("peer", "fp8"), peers[key]):
+            row[column], row[f"{column}_us"] = peer or (None, None)
+        row["sm_80_us"] = older.get((row["kernel"], row["shape"]))
     result = {
         "device": copy["device"],
         "copy_tb_s": copy["tb_s"],
         "date": datetime.date.today().isoformat(),
         "commit": arguments.commit,
         "torch": torch.__version__,
+        "flashinfer": flashinfer and flashinfer.__version__,
         "rows": rows,
     }
     record.write(
         os.path.join(arguments.results, "gpu.json"), [json.dumps(result, indent=1)], arguments.commit
     )
+    fp8 = f"FlashInfer {result['flashinfer']}" if flashinfer else "FlashInfer is not installed"
     out = [
         "# kv-gpu",
         "",
         f"{copy['device']}, copy {copy['tb_s']:.2f} TB/s; {result['date']}, commit {arguments.commit}; "
-        f"PyTorch {torch.__version__}. By `python benches/peers/gpu.py target/release/gpu_speed benches/results`, which says how.",
+        f"PyTorch {torch.__version__}, {fp8}. "
+        "By `python benches/peers/gpu.py target/release/gpu_speed benches/results`, which says how. "
+        "`fp8` is FlashInfer's attention with keys and values in 8 bits; `sm_80` are the kernels of an A100 on this device, "
+        "which have no overlapped form.",
         "",
-        "| kernel | shape | MB | floor, us | median, us | over floor | peer | its us | peer / this |",
-        "|" + " --- |" * 9,
+        "| kernel | shape | MB | floor, us | median, us | over floor | peer | its us | peer / this | fp8, us | fp8 / this | sm_80, us |",
+        "|" + " --- |" * 12,
     ]
     for row in rows:
-        out.append(
-            f"| {row['kernel']} | {row['shape']} | {row['bytes'] / 1e6:.1f} | {row['floor_us']:.1f} | {row['us']:.1f} | {row['to_floor']:.2f} "
-            + (
-                f"| {row['peer']} | {row['peer_us']:.1f} | {row['peer_us'] / row['us']:.2f} |"
-                if row["peer"]
-                else "| | | |"
-            )
-        )
+        peer, its_us, fp8_us = row["peer"], row["peer_us"], row["fp8_us"]
+        cells = [
+            row["kernel"],
+            row["shape"],
+            f"{row['bytes'] / 1e6:.1f}",
+            f"{row['floor_us']:.1f}",
+            f"{row['us']:.1f}",
+            f"{row['to_floor']:.2f}",
+            *((peer, f"{its_us:.1f}", f"{its_us / row['us']:.2f}") if peer else ("", "", "")),
+            *((f"{fp8_us:.1f}", f"{fp8_us / row['us']:.2f}") if fp8_us else ("", "")),
+            f"{row['sm_80_us']:.1f}" if row["sm_80_us"] else "",
+        ]
+        out.append("| " + " | ".join(cells) + " |")
     record.write(os.path.join(arguments.results, "gpu.md"), out, arguments.commit)
     print("\n".join(out))
 

@@ -16,7 +16,7 @@ const LOADS: [(usize, usize, usize, usize); 5] =
 const DIM: usize = 128;
 
 pub fn run(watch: &Stopwatch) {
-    for (keys, values) in [((16, 8), (16, 8)), ((16, 8), (8, 8)), ((32, 4), (32, 4))] {
+    for (keys, values) in [((16, 8), (16, 8)), ((16, 8), (8, 8)), ((32, 8), (8, 8)), ((32, 4), (32, 4))] {
         let [keys, values] = [keys, values].map(|(m, nbits)| PqShape::new(DIM, m, nbits).unwrap());
         for load in LOADS {
             if load.2 == 1 || keys == values && keys.nbits() == 8 {
