@@ -327,8 +327,7 @@ def main():
         f"{copy['device']}, copy {copy['tb_s']:.2f} TB/s; {result['date']}, commit {arguments.commit}; "
         f"PyTorch {torch.__version__}, {fp8}. "
         "By `python benches/peers/gpu.py target/release/gpu_speed benches/results`, which says how. "
-        "`fp8` is FlashInfer's attention with keys and values in 8 bits; `sm_80` are the kernels of an A100 on this device, "
-        "which have no overlapped form.",
+        "`fp8` is FlashInfer's attention with keys and values in 8 bits; `sm_80` are the kernels of an A100 on this device.",
         "",
         "| kernel | shape | MB | floor, us | median, us | over floor | peer | its us | peer / this | fp8, us | fp8 / this | sm_80, us |",
         "|" + " --- |" * 12,
