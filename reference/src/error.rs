@@ -65,9 +65,9 @@ pub enum Error {
         /// What stands against it.
         reason: String,
     },
-    /// The host has no room for page-locked rows.
+    /// The host has no room for rows that the device reads.
     #[cfg(feature = "cuda")]
-    #[error("{bytes} bytes of page-locked host memory: {reason}")]
+    #[error("{bytes} bytes of host memory: {reason}")]
     HostMemory {
         /// Bytes that were asked for.
         bytes: usize,

@@ -151,7 +151,7 @@ pub trait DeviceCache: ChunkCache {
     /// Bytes of device memory.
     fn bytes(&self) -> usize;
 
-    /// Bytes of page-locked host memory.
+    /// Bytes of host memory that the device reads.
     fn host_bytes(&self) -> usize {
         0
     }

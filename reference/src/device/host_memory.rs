@@ -177,7 +177,7 @@ fn refused(bytes: usize, error: DriverError) -> Error {
     Error::HostMemory { bytes, reason: error.to_string() }
 }
 
-/// Refuses more page-locked memory than the host has to give: locked pages are never swapped out, and the
+/// Refuses more memory than the host has to give: pages that the device reads are not swapped out, and the
 /// system would end this process or others for them.
 ///
 /// # Errors
@@ -213,7 +213,7 @@ mod tests {
         assert!(check_available(0).is_ok());
         if cfg!(target_os = "linux") {
             let error = check_available(usize::MAX).unwrap_err().to_string();
-            let rest = error.strip_prefix(&format!("{} bytes of page-locked host memory: only ", usize::MAX));
+            let rest = error.strip_prefix(&format!("{} bytes of host memory: only ", usize::MAX));
             let (available, _) = rest.unwrap().split_once(' ').unwrap();
             assert!(available.parse::<u64>().unwrap() > 1 << 20, "{error}");
         }

@@ -30,7 +30,7 @@ pub struct StepTimes {
     pub cache_bytes: usize,
     /// Bytes of the whole cache on the device.
     pub device_bytes: usize,
-    /// Bytes of it that are page-locked on the host.
+    /// Bytes of it in memory of the host.
     pub host_bytes: usize,
     /// Rows (a token's key and value of one head) that a step reads from the host, on average.
     pub fetched_rows: f64,

@@ -23,7 +23,7 @@ use crate::model::Config;
 use index::{KeyIndex, Wanted};
 use train::Training;
 
-/// PQCache: codes of keys on the device, exact rows of all tokens in page-locked host memory.
+/// PQCache: codes of keys on the device, exact rows of all tokens in memory of the host.
 ///
 /// For each layer a step finds the best tokens by their codes (`KeyIndex`), reads the rows that the last step
 /// has not chosen over PCIe (`RowStore`) and attends to all together with sinks and window (`svd::Attend` at

@@ -39,7 +39,7 @@ impl StoreShape {
     }
 }
 
-/// Exact rows of all tokens behind the sinks, in device memory or in page-locked host memory.
+/// Exact rows of all tokens behind the sinks, in device memory or in memory of the host.
 ///
 /// A token's rows are written when it is encoded, up to a ring and at least half a ring before a step can
 /// choose it ([`Turns`]). Rows on the host are read over PCIe, unless the last step has chosen them
@@ -380,7 +380,7 @@ impl RowStore {
         rows + self.staged.bytes()
     }
 
-    /// Bytes of page-locked host memory.
+    /// Bytes of host memory that the device reads.
     pub fn host_bytes(&self) -> usize {
         match &self.rows {
             Memory::Device(_) => 0,
