@@ -6,6 +6,11 @@
 //! rule, all planes of a vector arrive at one place, which is the vector's own only at 8 bits. Scores are put
 //! in order once for all subspaces ([`Blocks::order_as_tokens`]). To shift and mask the codes of each subspace
 //! instead would take longer than a scan does.
+//!
+//! Pages of 16 tokens cost attention of one query a fifth to a third of its time (AVX-512, codes in L2). Tried:
+//! units interleaved in registers, by shuffles of four lines, instead of one by one. At (64, 4) the factor over
+//! one piece fell from 1.36 to 1.28, at 8 bits not at all: lines that come from L2 bound it, where codes in one
+//! piece are loaded beside the look-ups of others.
 
 use crate::pack::BLOCK;
 use crate::simd::{Simd, for_nbits};
