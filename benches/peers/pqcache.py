@@ -10,7 +10,8 @@ heads; the iterations that take as long as a layer by the fit of both; a layer w
 to the following layers, both on all cores. `hidden` is the part of the iterations that the overlap hides.
 Iterations: KL to the dense cache (teacher-forced) at a tenth of the tokens, and seconds of training all layers.
 Hits: rows that a step asks for and finds in the block cache, at a tenth of the tokens; KiB a step are over all layers and heads.
-Quality: pqcache and oracle with the same number of rows. Sinks and window count towards a share.
+Quality: pqcache and oracle with the same number of rows, at 8,192 tokens and, over WIKITEXT, at 16,000 or as many as the model has.
+Sinks and window count towards a share.
 """
 
 import argparse, datetime, json, os, subprocess, tempfile
@@ -182,7 +183,7 @@ def quality_lines(rows):
     return lines
 
 
-def study(bench, code, codes, lengths, settings, out, write):
+def study(bench, code, codes, lengths, texts, settings, out, write):
     """Adds sections to `out`, and what they show to the result; all is written after each."""
     result = {"name": bench.name}
     out += [f"## {bench.name}", ""]
@@ -198,9 +199,14 @@ def study(bench, code, codes, lengths, settings, out, write):
         with open(path, "w") as file:
             json.dump(profile, file)
         section(f"Prefill, {code}, {profile['threads']} threads:", "prefill", profile, prefill_lines(profile))
+        result["quality"] = []
+        for text in texts:
+            rows = quality(text, codes)
+            result["quality"].append({"name": text.name, "context": text.context, "rows": rows})
+            out.extend([f"Quality, {text.name}, {text.context} tokens, {text.decode} decoded:", ""])
+            out.extend([*quality_lines(rows), ""])
+            write(result)
         sizes = f"{bench.context} tokens, {bench.decode} decoded"
-        rows = quality(bench, codes)
-        section(f"Quality, {sizes}:", "quality", rows, quality_lines(rows))
         rows = iterations(bench, code, path, profile)
         c, n = profile["iteration"], bench.context - EXACT
         lines = ["| iterations | seconds | KL | top-1 |", "| ---" * 4 + " |"]
@@ -237,12 +243,17 @@ def main():
 
     n = args.context
     lengths = (n // 8, n // 4, n // 2, n)
-    bench = Bench(args.kv, "tiny-llama-12m, State of the Union addresses", 6, n, 64)
-    studies.append(study(bench, "2x6", ("2x6", "8x8", "16x8", "32x8"), lengths, grid(n), out, write))
+    codes = ("2x6", "8x8", "16x8", "32x8")
+    name = "tiny-llama-12m, State of the Union addresses"
+    bench, texts = Bench(args.kv, name, 6, n, 64), [Bench(args.kv, name, 6, 8192, 64)]
+    if args.text:
+        texts.append(Bench(args.kv, "tiny-llama-12m, WikiText-2", 6, 16_000, 64, text=args.text))
+    studies.append(study(bench, "2x6", codes, lengths, texts, grid(n), out, write))
     if args.smollm2:
-        bench = Bench(args.kv, "SmolLM2-135M-Instruct, WikiText-2", 30, n, 48, args.smollm2, args.text)
+        name, model = "SmolLM2-135M-Instruct, WikiText-2", (args.smollm2, args.text)
+        bench, texts = Bench(args.kv, name, 30, n, 48, *model), [Bench(args.kv, name, 30, 8000, 48, *model)]
         few = [(evict, k, n // 8, n // 256) for k in (2, 8, 32) for evict in ("lru", "lfu")]
-        study(bench, "2x6", ("2x6", "8x8", "16x8"), lengths, few, out, write)
+        study(bench, "2x6", codes, lengths, texts, few, out, write)
 
 
 if __name__ == "__main__":
