@@ -201,7 +201,7 @@ impl Kind for TopK {
 /// Keys a centroid with which codebooks stay as they are.
 const ENOUGH: usize = 4;
 
-/// Keys of a head that a prompt's codebooks are trained on, at most: more gain nothing (`pqcache.md`).
+/// Keys of a head that a prompt's codebooks are trained on, at most: more gain nothing (`offload.md`).
 const MOST_TRAINED: usize = 4096;
 
 /// Of so many keys of a prompt, one in this many trains its codebooks.
