@@ -396,9 +396,13 @@ impl<E: Element, F: FnMut(usize, u16)> Kernel for AssignOne<'_, E, F> {
                 #[inline(always)]
                 |subspace, x| nearest_lane_by_lane(s, subspace, x),
             ),
-            1..4 => self.each(
+            1 => self.each(
                 #[inline(always)]
                 |subspace, x| nearest_of_lanes::<E, S, 1>(s, subspace, x),
+            ),
+            2 => self.each(
+                #[inline(always)]
+                |subspace, x| nearest_of_lanes::<E, S, 2>(s, subspace, x),
             ),
             _ => self.each(
                 #[inline(always)]
@@ -430,7 +434,8 @@ fn nearest_lane_by_lane<E: Element, S: Simd>(s: S, subspace: Subspace<'_>, x: &[
     best
 }
 
-/// The same with a lane for each centroid, `R` registers of them at a time: `R * LANES` divides ksub.
+/// The same with a lane for each centroid, `R` registers of them at a time: `R * LANES` divides ksub, and is
+/// ksub where R is less than 4.
 #[inline(always)]
 fn nearest_of_lanes<E: Element, S: Simd, const R: usize>(
     s: S,
@@ -454,7 +459,10 @@ fn nearest_of_lanes<E: Element, S: Simd, const R: usize>(
                 }
             }
             for (best, distance) in best.iter_mut().zip(distances) {
-                *best = s.keep_smaller(*best, distance, s.splat_u32(c as u32));
+                *best = match R {
+                    4.. => s.keep_smaller(*best, distance, s.splat_u32(c as u32)),
+                    _ => (distance, best.1),
+                };
             }
         }
     }
@@ -463,13 +471,19 @@ fn nearest_of_lanes<E: Element, S: Simd, const R: usize>(
         least = s.min(distance, least);
     }
     let least = s.min_lane(least);
-    let (mut equal, mut firsts) = (0_u64, [0; 4 * MOST_LANES]);
-    for (v, (distance, first)) in best.into_iter().enumerate() {
-        equal |= u64::from(s.equal(distance, s.splat(least))) << (v * S::LANES);
+    let mut equal = 0_u64;
+    for (v, (distance, _)) in best.iter().enumerate() {
+        equal |= u64::from(s.equal(*distance, s.splat(least))) << (v * S::LANES);
+    }
+    // Of equal distances the lowest index wins; there are hardly ever two.
+    if R < 4 {
+        return (equal.trailing_zeros(), least);
+    }
+    let mut firsts = [0; 4 * MOST_LANES];
+    for (v, (_, first)) in best.into_iter().enumerate() {
         // SAFETY: R is at most 4.
         unsafe { s.store_u32(firsts.as_mut_ptr().add(v * S::LANES), first) };
     }
-    // Of equal distances the lowest index wins; there are hardly ever two.
     let mut index = u32::MAX;
     while equal != 0 {
         let at = equal.trailing_zeros();
