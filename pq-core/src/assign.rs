@@ -5,9 +5,11 @@
 //! at any `dsub`. A block of centroids is multiplied against four registers of points at a time. Floor: `64 *
 //! ksub * dsub` fused multiply-adds, plus three operations per distance to keep the minimum.
 
+use core::iter;
+
 use crate::codebook::Subspace;
 use crate::pack::BLOCK;
-use crate::simd::{Kernel, Run, Simd};
+use crate::simd::{Kernel, Run, Simd, transpose_rows};
 use crate::{Backend, Codebook, Element};
 
 /// The result of [`assign`] for each point of a tile.
@@ -23,8 +25,8 @@ impl Nearest {
 }
 
 /// Fills `tile` (components, 64) with component `first` and on of `points` rows, up to 64, which `row` gives;
-/// a NaN or an infinity becomes 0. The columns of missing rows keep their values. `squares` gets the sum of
-/// squares of each subspace; all have as many components.
+/// a NaN or an infinity becomes 0. The columns of missing rows keep their values or get those of the last row.
+/// `squares` gets the sum of squares of each subspace; all have as many components.
 pub(crate) fn fill_tile<'a, E: Element + 'a>(
     backend: Backend,
     points: usize,
@@ -44,53 +46,65 @@ struct FillTile<'t, F> {
     squares: &'t mut [f64],
 }
 
+/// Rows that are transposed at a time.
+const AT_ONCE: usize = 4;
+
 impl<'a, E: Element + 'a, F: Fn(usize) -> &'a [E]> Kernel for FillTile<'_, F> {
     type Output = ();
 
-    /// Portable code that the compiler vectorizes: several rows at a time are transposed in registers.
+    fn scalar(self) {
+        self.fill(|rows, tile| transpose_rows(rows, 0, tile));
+    }
+
     #[inline(always)]
-    fn scalar(mut self) {
-        const AT_ONCE: usize = 4;
-        let together = self.points / AT_ONCE * AT_ONCE;
-        for point in (0..together).step_by(AT_ONCE) {
-            self.fill::<AT_ONCE>(point);
-        }
-        for point in together..self.points {
-            self.fill::<1>(point);
-        }
-        let components = self.tile.len() / self.squares.len();
-        for (squares, subspace) in self.squares.iter_mut().zip(self.tile.chunks_exact(components)) {
-            let columns = subspace.chunks_exact(BLOCK);
-            *squares = columns.map(|column| sum(&column[..self.points], |x| x * x)).sum();
-        }
+    fn vector<S: Simd>(self, s: S) {
+        self.fill(
+            #[inline(always)]
+            |rows, tile| s.transpose_rows(rows, tile),
+        );
     }
 }
 
 impl<'a, E: Element + 'a, F: Fn(usize) -> &'a [E]> FillTile<'_, F> {
-    /// Fills the columns of `N` points from `point` on.
+    /// Fills the tile, four rows and some components at a time: `transpose` writes component `i` of each row to
+    /// `BLOCK * i` and on.
     #[inline(always)]
-    fn fill<const N: usize>(&mut self, point: usize) {
-        let components = self.tile.len() / BLOCK;
-        let rows: [_; N] =
-            core::array::from_fn(|i| &(self.row)(point + i)[self.first..self.first + components]);
-        for d in 0..components {
-            let values = rows.map(|row| finite(row[d]));
-            self.tile[d * BLOCK + point..][..N].copy_from_slice(&values);
+    fn fill(self, transpose: impl Fn([&[f32]; AT_ONCE], &mut [f32])) {
+        let Self { points, row, first, tile, squares } = self;
+        let mut rows = [[0.0; BLOCK]; AT_ONCE];
+        for (i, tile) in tile.chunks_mut(BLOCK * BLOCK).enumerate() {
+            let (first, components) = (first + i * BLOCK, tile.len() / BLOCK);
+            for point in (0..points).step_by(AT_ONCE) {
+                for (i, out) in rows.iter_mut().enumerate() {
+                    let row = &row((point + i).min(points - 1))[first..][..components];
+                    row.iter().zip(out).for_each(|(&x, out)| *out = finite(x));
+                }
+                transpose(rows.each_ref().map(|row| &row[..components]), &mut tile[point..]);
+            }
+        }
+        let len = tile.len() / squares.len();
+        for (squares, subspace) in squares.iter_mut().zip(tile.chunks_exact(len)) {
+            let columns = subspace.chunks_exact(BLOCK).map(|column| &column[..points]);
+            *squares = sum(columns, |x| x * x);
         }
     }
 }
 
 /// The sum of a function of all values, in several sums: one would wait for every addition.
 #[inline(always)]
-fn sum(values: &[f32], of: impl Fn(f64) -> f64) -> f64 {
-    let mut sums = [0.0; 8];
-    let (whole, rest) = values.as_chunks::<8>();
-    for values in whole {
-        for (sum, &x) in sums.iter_mut().zip(values) {
-            *sum += of(x.into());
+fn sum<'v>(slices: impl Iterator<Item = &'v [f32]>, of: impl Fn(f64) -> f64) -> f64 {
+    let (mut sums, mut last) = ([0.0; 8], 0.0);
+    for values in slices {
+        let (whole, rest) = values.as_chunks::<8>();
+        for values in whole {
+            for (sum, &x) in sums.iter_mut().zip(values) {
+                *sum += of(x.into());
+            }
         }
+        last += rest.iter().map(|&x| of(x.into())).sum::<f64>();
     }
-    sums.iter().sum::<f64>() + rest.iter().map(|&x| of(x.into())).sum::<f64>()
+    let [a, b, c, d, e, f, g, h] = sums;
+    ((a + e) + (c + g)) + ((b + f) + (d + h)) + last
 }
 
 /// The points of a tile.
@@ -104,11 +118,12 @@ pub(crate) struct Tile<'a> {
 /// Finds the nearest centroid of each point of a tile: the first minimum of `|c|^2 / 2 - <x, c>`, where the
 /// products are subtracted in ascending component order, or of the squared distance in `f64` where they may
 /// overflow. Returns the summed squared error. A point's centroid does not depend on the other points.
-pub(crate) fn assign(backend: Backend, subspace: Subspace<'_>, tile: Tile<'_>, nearest: &mut Nearest) -> f64 {
+#[inline(always)]
+pub(crate) fn assign(on: impl Run, subspace: Subspace<'_>, tile: Tile<'_>, nearest: &mut Nearest) -> f64 {
     // Registers hold up to 16 points.
     nearest.distance[..tile.points.next_multiple_of(16)].fill(f32::INFINITY);
     nearest.index[..tile.points.next_multiple_of(16)].fill(0);
-    let distances = backend.run(Assign { subspace, tile, nearest });
+    let distances = on.run(Assign { subspace, tile, nearest });
     summed_error(subspace, tile, nearest, distances)
 }
 
@@ -212,7 +227,7 @@ impl Kernel for Assign<'_> {
                 }
             }
         }
-        sum(&self.nearest.distance[..self.tile.points], |distance| distance)
+        sum(iter::once(&self.nearest.distance[..self.tile.points]), |distance| distance)
     }
 
     #[inline(always)]
@@ -223,7 +238,7 @@ impl Kernel for Assign<'_> {
             (false, true) => self.of_dsub::<S, 4, false>(s),
             (false, false) => self.of_dsub::<S, 2, false>(s),
         }
-        sum(&self.nearest.distance[..self.tile.points], |distance| distance)
+        sum(iter::once(&self.nearest.distance[..self.tile.points]), |distance| distance)
     }
 }
 
@@ -241,6 +256,7 @@ impl Assign<'_> {
         while first < points {
             let registers = (points - first).div_ceil(S::LANES).min(most);
             match (registers, S::WIDE, dsub) {
+                (1, true, 2) => blocked::<S, 1, C, 2, SKIP>(s, subspace, values, first, nearest),
                 (1, ..) => blocked::<S, 1, C, 0, SKIP>(s, subspace, values, first, nearest),
                 (2 | 3, false, 1) => blocked::<S, 2, C, 1, SKIP>(s, subspace, values, first, nearest),
                 (2 | 3, false, 2) => blocked::<S, 2, C, 2, SKIP>(s, subspace, values, first, nearest),

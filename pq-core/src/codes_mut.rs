@@ -107,13 +107,14 @@ impl<'a> CodesMut<'a> {
     }
 
     /// Writes the codes of subspace `j` of vectors `first` and on.
-    pub(crate) fn set(&mut self, backend: Backend, first: usize, j: usize, codes: &[u32]) {
+    #[inline(always)]
+    pub(crate) fn set(&mut self, on: impl Run + Copy, first: usize, j: usize, codes: &[u32]) {
         let (len, nbits) = (self.layout.vectors(), self.shape.nbits());
         let (mut first, mut rest) = (first, codes);
         while !rest.is_empty() {
             let (codes, later) = rest.split_at(rest.len().min(len - first % len));
             let run = self.run(first / len, j);
-            backend.run(ReplaceInRun { run, nbits, len, first: first % len, codes });
+            on.run(ReplaceInRun { run, nbits, len, first: first % len, codes });
             (first, rest) = (first + codes.len(), later);
         }
     }

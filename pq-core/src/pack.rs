@@ -59,10 +59,17 @@ fn replace<C: Copy + Into<u32>>(run: &mut [u8], nbits: u32, len: usize, first: u
                     continue;
                 }
                 let codes = &codes[from - first..to - first];
-                for (byte, &code) in plane[from - tokens..to - tokens].iter_mut().zip(codes) {
+                let put = |byte: &mut u8, code: C| {
                     let bits = (code.into() >> shift) as u8 & mask;
                     *byte = (*byte & !(mask << (part * width))) | (bits << (part * width));
+                };
+                // A length that the compiler knows, so that short runs are no loops over single bytes.
+                let (bytes, last_bytes) = plane[from - tokens..to - tokens].as_chunks_mut::<16>();
+                let (codes, last_codes) = codes.as_chunks::<16>();
+                for (bytes, codes) in bytes.iter_mut().zip(codes) {
+                    bytes.iter_mut().zip(codes).for_each(|(byte, &code)| put(byte, code));
                 }
+                last_bytes.iter_mut().zip(last_codes).for_each(|(byte, &code)| put(byte, code));
             }
         },
     );

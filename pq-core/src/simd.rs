@@ -10,6 +10,8 @@
 
 use kv_attend::Backend;
 
+use crate::pack::BLOCK;
+
 #[cfg(target_arch = "x86_64")]
 pub(crate) mod avx2;
 #[cfg(target_arch = "x86_64")]
@@ -40,6 +42,14 @@ pub(crate) trait Kernel {
 pub(crate) trait Run {
     /// Runs `kernel` compiled for this instruction set, or its scalar form if the machine lacks the set.
     fn run<K: Kernel>(self, kernel: K) -> K::Output;
+}
+
+/// As part of another kernel.
+impl<S: Simd> Run for S {
+    #[inline(always)]
+    fn run<K: Kernel>(self, kernel: K) -> K::Output {
+        kernel.vector(self)
+    }
 }
 
 impl Run for Backend {
@@ -80,6 +90,14 @@ pub(crate) use for_nbits;
 /// Bytes of a plane or row of bytes that tables are loaded from: the smallest table reads 16.
 pub(crate) const fn row_len(ksub: usize) -> usize {
     if ksub < 16 { 16 } else { ksub }
+}
+
+/// Writes element `i` of each of four rows of equal lengths to `out[64 * i..][..4]`, from element `first` on.
+#[inline(always)]
+pub(crate) fn transpose_rows(rows: [&[f32]; 4], first: usize, out: &mut [f32]) {
+    for (i, out) in out.chunks_mut(BLOCK).enumerate().skip(first) {
+        out[..4].copy_from_slice(&rows.map(|row| row[i]));
+    }
 }
 
 /// An instruction set. A value of it proves that the CPU has it: only `run` in the set's file makes one,
@@ -170,6 +188,12 @@ pub(crate) trait Simd: Copy {
     /// # Safety
     /// `LANES` integers from `out` on are writable.
     unsafe fn write_chosen(self, out: *mut u32, x: Self::U32, chosen: u32);
+
+    /// [`transpose_rows`] by registers.
+    #[inline(always)]
+    fn transpose_rows(self, rows: [&[f32]; 4], out: &mut [f32]) {
+        transpose_rows(rows, 0, out);
+    }
 
     /// 64 codes of `NBITS` bits, at most 8, from their packed run.
     ///

@@ -9,7 +9,8 @@
 
 use core::arch::x86_64::*;
 
-use super::{Kernel, Simd, row_len};
+use super::{Kernel, Simd, row_len, transpose_rows};
+use crate::pack::BLOCK;
 
 #[derive(Clone, Copy)]
 pub(crate) struct Avx2(());
@@ -248,6 +249,32 @@ impl Simd for Avx2 {
         });
     }
 
+    #[inline(always)]
+    fn transpose_rows(self, rows: [&[f32]; 4], out: &mut [f32]) {
+        let [a, b, c, d] = rows.map(|row| row.as_chunks::<8>().0);
+        let columns = out.chunks_mut(8 * BLOCK);
+        for ((((a, b), c), d), columns) in a.iter().zip(b).zip(c).zip(d).zip(columns) {
+            assert!(columns.len() >= 7 * BLOCK + 4);
+            op!({
+                let [a, b, c, d] = [a, b, c, d].map(|row| _mm256_loadu_ps(row.as_ptr()));
+                let (ab_low, ab_high) = (_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b));
+                let (cd_low, cd_high) = (_mm256_unpacklo_ps(c, d), _mm256_unpackhi_ps(c, d));
+                // Register i holds components i and 4 + i of the rows.
+                let registers = [
+                    _mm256_shuffle_ps::<0x44>(ab_low, cd_low),
+                    _mm256_shuffle_ps::<0xEE>(ab_low, cd_low),
+                    _mm256_shuffle_ps::<0x44>(ab_high, cd_high),
+                    _mm256_shuffle_ps::<0xEE>(ab_high, cd_high),
+                ];
+                for (i, x) in registers.into_iter().enumerate() {
+                    let out = columns.as_mut_ptr().add(i * BLOCK);
+                    _mm_storeu_ps(out, _mm256_castps256_ps128(x));
+                    _mm_storeu_ps(out.add(4 * BLOCK), _mm256_extractf128_ps::<1>(x));
+                }
+            });
+        }
+        transpose_rows(rows, rows[0].len() / 8 * 8, out);
+    }
     #[inline(always)]
     unsafe fn unpack<const NBITS: u32>(self, run: *const u8) -> [__m256i; 2] {
         op!({

@@ -5,7 +5,8 @@
 
 use core::arch::x86_64::*;
 
-use super::{Kernel, Simd, row_len};
+use super::{Kernel, Simd, row_len, transpose_rows};
+use crate::pack::BLOCK;
 
 #[derive(Clone, Copy)]
 pub(crate) struct Avx512(());
@@ -162,6 +163,34 @@ impl Simd for Avx512 {
         op!(_mm512_storeu_si512(out.cast(), _mm512_maskz_compress_epi32(chosen as u16, x)));
     }
 
+    #[inline(always)]
+    fn transpose_rows(self, rows: [&[f32]; 4], out: &mut [f32]) {
+        let [a, b, c, d] = rows.map(|row| row.as_chunks::<16>().0);
+        let columns = out.chunks_mut(16 * BLOCK);
+        for ((((a, b), c), d), columns) in a.iter().zip(b).zip(c).zip(d).zip(columns) {
+            assert!(columns.len() >= 15 * BLOCK + 4);
+            op!({
+                let [a, b, c, d] = [a, b, c, d].map(|row| _mm512_loadu_ps(row.as_ptr()));
+                let (ab_low, ab_high) = (_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+                let (cd_low, cd_high) = (_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
+                // Register i holds components i, 4 + i, 8 + i and 12 + i of the rows.
+                let registers = [
+                    _mm512_shuffle_ps::<0x44>(ab_low, cd_low),
+                    _mm512_shuffle_ps::<0xEE>(ab_low, cd_low),
+                    _mm512_shuffle_ps::<0x44>(ab_high, cd_high),
+                    _mm512_shuffle_ps::<0xEE>(ab_high, cd_high),
+                ];
+                for (i, x) in registers.into_iter().enumerate() {
+                    let out = columns.as_mut_ptr().add(i * BLOCK);
+                    _mm_storeu_ps(out, _mm512_castps512_ps128(x));
+                    _mm_storeu_ps(out.add(4 * BLOCK), _mm512_extractf32x4_ps::<1>(x));
+                    _mm_storeu_ps(out.add(8 * BLOCK), _mm512_extractf32x4_ps::<2>(x));
+                    _mm_storeu_ps(out.add(12 * BLOCK), _mm512_extractf32x4_ps::<3>(x));
+                }
+            });
+        }
+        transpose_rows(rows, rows[0].len() / 16 * 16, out);
+    }
     #[inline(always)]
     unsafe fn unpack<const NBITS: u32>(self, run: *const u8) -> __m512i {
         op!({
