@@ -67,7 +67,7 @@ def prefill_lines(profile):
     c, layer = profile["iteration"], profile["layer"]
     lines = [
         "| tokens | layer ms | offload ms | iteration ms | iterations | in turn ms | overlapped ms | hidden |",
-        "| ---" * 8 + " |",
+        "|" + " --- |" * 8,
     ]
     for at in profile["times"]:
         n = at["tokens"]
@@ -129,7 +129,7 @@ def grid(context):
 def hit_lines(rows):
     lines = [
         "| cache | block | k-cache | LRU hits | LFU hits | LFU: KiB a step of misses | of blocks |",
-        "| ---" * 7 + " |",
+        "|" + " --- |" * 7,
     ]
     for lru, lfu in zip(rows[::2], rows[1::2]):
         kib = lambda key: f"{lfu[key] / 1024:.0f}"
@@ -166,7 +166,7 @@ def quality(bench, codes):
 def quality_lines(rows):
     lines = [
         "| tokens | method | rows a step and head | bits a value | KL | KL over oracle's | top-1 |",
-        "| ---" * 7 + " |",
+        "|" + " --- |" * 7,
     ]
     for row in rows:
         code = next((part[5:] for part in row["setting"].split(":") if part.startswith("code=")), "")
@@ -181,6 +181,17 @@ def quality_lines(rows):
         ]
         lines.append("| " + " | ".join(cells) + " |")
     return lines
+
+
+def summary(texts, codes):
+    """The least and the largest ratio of each code."""
+    step = 1 + len(codes)
+    ratios = [
+        [row["over_oracle"] for text in texts for row in text["rows"][1 + i :: step]]
+        for i in range(len(codes))
+    ]
+    parts = [f"{min(found):.2f} to {max(found):.2f} with {code}" for code, found in zip(codes, ratios)]
+    return f"KL over oracle's at equal rows, in all of these: {', '.join(parts)}."
 
 
 def study(bench, code, codes, lengths, texts, settings, out, write):
@@ -206,10 +217,11 @@ def study(bench, code, codes, lengths, texts, settings, out, write):
             out.extend([f"Quality, {text.name}, {text.context} tokens, {text.decode} decoded:", ""])
             out.extend([*quality_lines(rows), ""])
             write(result)
+        out.extend([summary(result["quality"], codes), ""])
         sizes = f"{bench.context} tokens, {bench.decode} decoded"
         rows = iterations(bench, code, path, profile)
         c, n = profile["iteration"], bench.context - EXACT
-        lines = ["| iterations | seconds | KL | top-1 |", "| ---" * 4 + " |"]
+        lines = ["| iterations | seconds | KL | top-1 |", "|" + " --- |" * 4]
         for row in rows:
             seconds = bench.layers * row["iterations"] * (c[0] + c[1] * n)
             lines.append(f"| {row['label']} | {seconds:.2f} | {row['kl']:.5f} | {100 * row['top1']:.1f} % |")
