@@ -373,7 +373,7 @@ FAR_DECODED = 228
 FAR_EXACT = 4 + 32
 
 
-def far_end(out, folder, contexts):
+def far_end(out, folder, contexts, *options):
     """Settings of the default that make a prompt 8 to 20 times smaller than fp16, KVTC's range."""
 
     def compare(context, methods):
@@ -382,6 +382,7 @@ def far_end(out, folder, contexts):
                 [
                     f"{folder}/kv",
                     "compare",
+                    *options,
                     "--context",
                     str(context),
                     "--decode",
@@ -482,7 +483,7 @@ def main():
     parser.add_argument("--text")
     parser.add_argument(
         "--only",
-        help="sections to replace in the file that is there: coders, tiny, published, far, pq, smollm2",
+        help="sections to replace in the file that is there: coders, tiny, published, far, far-text, far-smollm2, pq, smollm2",
     )
     args = parser.parse_args()
     commit = record.commit()
@@ -508,7 +509,18 @@ def main():
         "far": ("8 to 20 times smaller, tiny-llama-12m", lambda out: far_end(out, args.folder, [2048, 4096, 8192])),
         "pq": ("Entropy of PQ codes, tiny-llama-12m", lambda out: pq_codes(out, args.folder, *tiny)),
     }
+    if args.text:
+        makers["far-text"] = (
+            "8 to 20 times smaller, tiny-llama-12m, WikiText-2",
+            lambda out: far_end(out, args.folder, [4096, 16_000], "--text", args.text),
+        )
     if args.smollm2:
+        makers["far-smollm2"] = (
+            "8 to 20 times smaller, SmolLM2-135M-Instruct, WikiText-2",
+            lambda out: far_end(
+                out, args.folder, [2048, 4096, 7900], "--model", args.smollm2, "--text", args.text
+            ),
+        )
         makers["smollm2"] = (
             "SmolLM2-135M-Instruct, WikiText-2",
             lambda out: both(out, args.smollm2, args.text, 2, 1900, 128),
