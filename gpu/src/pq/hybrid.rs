@@ -309,8 +309,7 @@ impl Hybrid {
     /// # Safety
     /// As for [`Hybrid::select`]; rows exist for all selected tokens, and exact lengths do not exceed their
     /// capacity. Tables, lengths and k are not outputs of the previous kernel of the stream: they are read
-    /// before
-    /// the PDL wait.
+    /// before the PDL wait.
     pub unsafe fn attend(&self, stream: CUstream, arguments: &HybridArguments) -> Result<(), Error> {
         let a = arguments;
         let Some(common) = self.select.common(&self.select_arguments(a))? else { return Ok(()) };
