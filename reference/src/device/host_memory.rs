@@ -183,7 +183,7 @@ fn refused(bytes: usize, error: DriverError) -> Error {
 /// # Errors
 /// [`Error::HostMemory`].
 pub(crate) fn check_available(bytes: usize) -> Result<()> {
-    let available = [available_memory(), group_limit()].into_iter().flatten().min();
+    let available = [available_memory(), room_in_group()].into_iter().flatten().min();
     match available.filter(|&available| bytes as u64 > available) {
         Some(available) => {
             Err(Error::HostMemory { bytes, reason: format!("only {available} bytes are available") })
@@ -199,14 +199,36 @@ fn available_memory() -> Option<u64> {
     line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)
 }
 
-/// Most bytes of the control group that a container is; none without a limit.
-fn group_limit() -> Option<u64> {
-    fs::read_to_string("/sys/fs/cgroup/memory.max").ok()?.trim().parse().ok()
+/// Bytes that the control group of a container may still take; none without a limit.
+fn room_in_group() -> Option<u64> {
+    let read = |name: &str| fs::read_to_string(format!("/sys/fs/cgroup/{name}")).ok();
+    room(&read("memory.max")?, &read("memory.current")?, &read("memory.stat")?)
+}
+
+/// The limit of a control group less what it has taken. Cached files give way, but for shared memory, which is
+/// counted with them.
+fn room(limit: &str, current: &str, stat: &str) -> Option<u64> {
+    let counted = |name: &str| {
+        let line = stat.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
+        line.and_then(|bytes| bytes.parse::<u64>().ok()).unwrap_or(0)
+    };
+    let files = counted("file").saturating_sub(counted("shmem"));
+    let taken = current.trim().parse::<u64>().ok()?.saturating_sub(files);
+    Some(limit.trim().parse::<u64>().ok()?.saturating_sub(taken))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_group_gives_what_it_has_not_taken_and_cached_files() {
+        let stat = "anon 500\nfile 400\nfile_mapped 7\nshmem 100\n";
+        assert_eq!(room("1000\n", "900\n", stat), Some(400));
+        assert_eq!(room("max\n", "900\n", stat), None);
+        assert_eq!(room("500\n", "900\n", stat), Some(0));
+        assert_eq!(room("1000\n", "900\n", "anon 500\n"), Some(100));
+    }
 
     #[test]
     fn more_than_the_host_has_is_refused_with_numbers() {
