@@ -343,6 +343,29 @@ fn many_heads_agree() {
     }
 }
 
+/// Sequences so long that a warp looks up the pages of its tiles several times.
+#[test]
+fn many_pages_agree() {
+    let Some(device) = device("many_pages_agree") else { return };
+    let quantizer = PqShape::new(64, 16, 4).unwrap();
+    for (seed, group, page_tiles) in [(5000, 1, 1), (5001, 4, 3), (5002, 8, 8)] {
+        let shape =
+            AttendShape { keys: quantizer, values: quantizer, group, element: Element::F16, paged: true };
+        let (heads, capacity) = (8, 280_000);
+        let case = Case {
+            shape,
+            batch: 1,
+            heads,
+            capacity,
+            lengths: vec![capacity as u32 - 17],
+            exact_capacity: 0,
+            exact_lengths: vec![0],
+            page_tiles,
+        };
+        case.run(&device, &mut Random(seed), |_| ());
+    }
+}
+
 /// Every group size with the shape of the benchmark. The sequence is long enough that all blocks share it.
 #[test]
 fn every_group_agrees() {

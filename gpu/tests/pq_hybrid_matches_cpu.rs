@@ -553,6 +553,22 @@ fn long_sequences_agree() {
     run(&device, 100..106, lengthen, |_| ());
 }
 
+/// Sequences so long that a warp looks up the pages of its tiles several times.
+#[test]
+fn many_pages_agree() {
+    let Some(device) = device("many_pages_agree") else { return };
+    let lengthen = |case: &mut Case| {
+        let quantizer = PqShape::new(64, 8, 4).unwrap();
+        (case.shape.keys, case.shape.values) = (quantizer, quantizer);
+        (case.shape.group, case.shape.paged, case.page_tiles) = (5, true, 3);
+        (case.capacity, case.batch, case.heads) = (280_000, 1, 8);
+        (case.lengths, case.ks, case.exact_lengths) =
+            (vec![279_990], vec![400], vec![case.exact_capacity as u32]);
+        case.selected_len = 500;
+    };
+    run(&device, 150..152, lengthen, |_| ());
+}
+
 #[test]
 fn many_ragged_sequences_agree() {
     let Some(device) = device("many_ragged_sequences_agree") else { return };

@@ -72,6 +72,11 @@ pub fn run(watch: &Stopwatch) {
     }
     SHAPES.into_iter().for_each(|load| time(watch, four_bits, load));
     PAGES.into_iter().for_each(|page| time(watch, four_bits, Load { page: Some(page), ..long }));
+    for load in
+        LOADS.into_iter().filter(|load| load.n * load.batch != long.n).chain([load(64, 8, 1, 131_072)])
+    {
+        time(watch, four_bits, Load { page: Some(32), ..load });
+    }
     for load in [load(32, 8, 1, 32_768), load(32, 32, 1, 32_768)] {
         EXACT.into_iter().for_each(|exact| time(watch, four_bits, Load { exact, ..load }));
     }

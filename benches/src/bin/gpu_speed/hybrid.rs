@@ -2,7 +2,7 @@
 
 use half::f16;
 use kv_gpu::Element;
-use kv_gpu::pq::{CodeLayout, ExactRows, Hybrid, HybridArguments, HybridShape, RowIndex, Side, TILE};
+use kv_gpu::pq::{CodeLayout, ExactRows, Hybrid, HybridArguments, HybridShape, Pages, RowIndex, Side, TILE};
 use pq_core::{
     Attention, CodebookBuf, CodedTokens, Codes, ExactTokens, GroupRule, HybridScratch, PqShape, RowBudget,
     Rows, SoftmaxStats, attend_exact_into, hybrid_attend_into, hybrid_select_into, lut_into,
@@ -11,8 +11,17 @@ use pq_core::{
 use crate::stopwatch::{BEYOND_CACHE, Stopwatch};
 
 /// (query heads, key/value heads, batch, tokens)
-const LOADS: [(usize, usize, usize, usize); 5] =
+type Load = (usize, usize, usize, usize);
+
+const LOADS: [Load; 5] =
     [(32, 32, 1, 32_768), (32, 8, 1, 131_072), (32, 8, 1, 32_768), (32, 32, 8, 32_768), (32, 8, 4, 131_072)];
+/// The same with codes in pages of this many tokens, and a load so large that a warp has more than 32 tiles.
+const PAGED: [(Load, usize); 4] = [
+    ((32, 8, 1, 131_072), 32),
+    ((32, 8, 1, 131_072), 256),
+    ((32, 32, 1, 32_768), 32),
+    ((32, 8, 8, 131_072), 32),
+];
 const DIM: usize = 128;
 
 pub fn run(watch: &Stopwatch) {
@@ -20,27 +29,33 @@ pub fn run(watch: &Stopwatch) {
         let [keys, values] = [keys, values].map(|(m, nbits)| PqShape::new(DIM, m, nbits).unwrap());
         for load in LOADS {
             if load.2 == 1 || keys == values && keys.nbits() == 8 {
-                time(watch, [keys, values], load);
+                time(watch, [keys, values], load, None);
             }
         }
     }
+    let coarse = PqShape::new(DIM, 16, 8).unwrap();
+    PAGED.into_iter().for_each(|(load, page)| time(watch, [coarse, coarse], load, Some(page)));
 }
 
 fn time(
     watch: &Stopwatch,
     quantizers: [PqShape; 2],
-    (query_heads, heads, batch, n): (usize, usize, usize, usize),
+    (query_heads, heads, batch, n): Load,
+    page: Option<usize>,
 ) {
     let (group, k) = (query_heads / heads, n / 100);
     let [keys, values] = quantizers;
     let codes_of = |shape: PqShape| format!("({}, {})", shape.m(), shape.nbits());
-    let name = format!("hybrid {} {}, 1 % exact", codes_of(keys), codes_of(values));
+    let mut name = format!("hybrid {} {}, 1 % exact", codes_of(keys), codes_of(values));
+    if let Some(page) = page {
+        name += &format!(", pages of {page}");
+    }
     let load = format!("{query_heads}/{heads} heads, {batch} x {n} x {DIM}");
     if !watch.wants(&name, &load) {
         return;
     }
     let (element, rule) = (Element::F16, GroupRule::SumOfSoftmax);
-    let shape = HybridShape { keys, values, group, element, rule, paged: false };
+    let shape = HybridShape { keys, values, group, element, rule, paged: page.is_some() };
     let hybrid = Hybrid::new(&watch.gpu, shape).unwrap();
     let layouts = [(keys, Side::Keys), (values, Side::Values)]
         .map(|(shape, side)| CodeLayout::new(shape, side).unwrap());
@@ -55,12 +70,18 @@ fn time(
         bytes.chunks_exact_mut(4).for_each(|four| four.copy_from_slice(&(noise() as u32).to_le_bytes()));
         bytes
     });
+    // Pages in descending order, or a sequence in one piece.
+    let page_tiles = page.map_or(n.div_ceil(TILE), |page| page / TILE);
+    let max_pages = n.div_ceil(TILE) / page_tiles;
+    let page_table: Vec<u32> = (0..(batch * max_pages) as u32).rev().collect();
     let packed: [Vec<u8>; 2] = [0, 1].map(|side| {
-        let mut packed = vec![0; n.div_ceil(TILE) * layouts[side].tile_len()];
+        let tile_len = layouts[side].tile_len();
+        let mut packed = vec![0; n.div_ceil(TILE) * tile_len];
         layouts[side]
             .pack_into(&Codes::new(quantizers[side], n, &bytes[side]).unwrap(), &mut packed)
             .unwrap();
-        packed.repeat(batch * heads)
+        let pages = packed.chunks_exact(page_tiles * tile_len).rev().flat_map(|page| page.repeat(heads));
+        pages.collect::<Vec<u8>>().repeat(batch)
     });
     let mut uniform = || f16::from_f32((noise() % 2001) as f32 / 1000.0 - 1.0);
     let rows: [Vec<f16>; 2] = [0, 1].map(|_| (0..n * DIM).map(|_| uniform()).collect());
@@ -82,6 +103,7 @@ fn time(
         watch.upload(&table.repeat(heads))
     });
     let queries_there = watch.upload(&queries);
+    let page_table = watch.upload(&page_table);
     let (lengths, ks) = (watch.upload(&vec![n as u32; batch]), watch.upload(&vec![k as u32; batch]));
     let workspace = watch.zeros::<u8>(hybrid.workspace_len(batch, heads, n.next_multiple_of(TILE)));
     let selected = watch.zeros::<u32>(batch * heads * k);
@@ -90,7 +112,7 @@ fn time(
     let arguments = |copy: usize, pdl: bool| HybridArguments {
         batch,
         heads,
-        tiles: n.div_ceil(TILE),
+        tiles: page_tiles,
         key_codes: watch.pointer(&codes[copy][0]),
         value_codes: watch.pointer(&codes[copy][1]),
         key_table: watch.pointer(&tables[0]),
@@ -99,7 +121,7 @@ fn time(
         queries: watch.pointer(&queries_there).cast(),
         code_queries: None,
         lengths: watch.pointer(&lengths),
-        pages: None,
+        pages: page.map(|_| Pages { table: watch.pointer(&page_table), max_pages }),
         ks: watch.pointer(&ks),
         selected: watch.pointer(&selected),
         selected_len: k,

@@ -23,34 +23,7 @@
 #include "pq_attend/scores.cuh"
 #include "pq_attend/sums.cuh"
 #include "pq_attend/tables.cuh"
-
-// Maps the tiles of a warp, every WARPS-th one of a sequence, to their indices among all tiles, which are fewer than
-// 2^32. `take` is called for one after another.
-struct Tiles {
-#ifdef PAGED
-    const u32* pages;
-    u32 head, page, tile_of_page, last_page; // of the next tile
-    u32 number;                              // page number of the next tile: its load precedes that of the codes
-
-    __device__ __forceinline__ Tiles(const Arguments& a, const Plan& plan, u32 tile, u32 tile_end)
-        : pages(a.pages + (u64)plan.sequence * a.max_pages), head(plan.head), page(tile / a.page_tiles),
-          tile_of_page(tile % a.page_tiles), last_page((max(tile_end, 1u) - 1) / a.page_tiles) {
-        if (tile < tile_end) number = __ldg(pages + page);
-    }
-    __device__ __forceinline__ u32 take(const Arguments& a, u32) {
-        const u32 index = (number * a.heads + head) * a.page_tiles + tile_of_page;
-        page += WARPS / a.page_tiles, tile_of_page += WARPS % a.page_tiles;
-        if (tile_of_page >= a.page_tiles) tile_of_page -= a.page_tiles, page++;
-        number = __ldg(pages + min(page, last_page));
-        return index;
-    }
-#else
-    u32 first;
-    __device__ __forceinline__ Tiles(const Arguments& a, const Plan& plan, u32, u32)
-        : first((plan.sequence * a.heads + plan.head) * a.page_tiles) {}
-    __device__ __forceinline__ u32 take(const Arguments&, u32 tile) const { return first + tile; }
-#endif
-};
+#include "tile_indices.cuh"
 
 // Starts the copy of the block's queries to shared memory; queries beyond the group are zeros.
 __device__ __forceinline__ void load_queries(const Arguments& a, const Plan& plan) {
@@ -67,6 +40,22 @@ __device__ __forceinline__ void load_queries(const Arguments& a, const Plan& pla
     cp_async_commit();
 }
 
+// Runs `step`, which advances `tile`, until `tile` is `end` or above. A step takes the tile that is AHEAD rounds ahead.
+template <typename BeginRun, typename Step>
+__device__ __forceinline__ void for_tiles(u32& tile, u32 end, TileIndices& tiles, BeginRun begin_run, Step step) {
+    constexpr u32 AHEAD = INTERLEAVED ? 2 : 1;
+    if constexpr (TileIndices::PAGES) {
+        while (warp_uniform(tile < end)) {
+            if (warp_uniform(tiles.left() == 0)) begin_run(tile + AHEAD * WARPS);
+            const u32 run_end = min(end, tile + tiles.left() * WARPS);
+            do step();
+            while (warp_uniform(tile < run_end));
+        }
+    } else {
+        while (warp_uniform(tile < end)) step();
+    }
+}
+
 // Attends to the block's part of one sequence. With a new head, it waits for the tables.
 __device__ __forceinline__ void attend_sequence(const Arguments& a, Plan& plan, State& state) {
     const Lane lane;
@@ -79,7 +68,11 @@ __device__ __forceinline__ void attend_sequence(const Arguments& a, Plan& plan, 
         tile = item - exact_items;
         tile_end = min(max(plan.end_item(), exact_items) - exact_items, (plan.length + TILE - 1) / TILE);
     }
-    Tiles tiles(a, plan, tile, tile_end);
+    TileIndices tiles;
+    auto begin_run = [&](u32 first) {
+        tiles.begin(a, plan.sequence, plan.head, min(first + Lane().lane * WARPS, tile_end - 1));
+    };
+    if (warp_uniform(tile < tile_end)) begin_run(tile);
 
     Keys key_codes;
     Values value_codes;
@@ -88,7 +81,7 @@ __device__ __forceinline__ void attend_sequence(const Arguments& a, Plan& plan, 
     load_queries(a, plan); // before the codes: the queries would otherwise wait for these loads
     if (new_head) load_value_table(a, plan.head);
     if (tile < tile_end) {
-        const u32 first = tiles.take(a, tile);
+        const u32 first = tiles.take(tile);
         load_keys(first), load_values(first);
     }
 
@@ -106,9 +99,9 @@ __device__ __forceinline__ void attend_sequence(const Arguments& a, Plan& plan, 
 
     u32 next = 0; // index of the warp's next tile
     auto load_next_keys = [&] {
-        if (tile + WARPS >= tile_end) return;
-        next = tiles.take(a, tile + WARPS);
-        load_keys(next);
+        const bool there = tile + WARPS < tile_end;
+        if (TileIndices::PAGES || there) next = tiles.take(tile + WARPS);
+        if (there) load_keys(next);
     };
     auto weigh = [&](const Scores& products) {
         float scores[COPIES][4];
@@ -170,15 +163,15 @@ __device__ __forceinline__ void attend_sequence(const Arguments& a, Plan& plan, 
     if (INTERLEAVED) {
         if (warp_uniform(tile < tile_end)) score();
         wait_for_value_table(odd_phase);
-        while (warp_uniform(tile + WARPS < tile_end)) add_and_score_next();
+        for_tiles(tile, max(tile_end, (u32)WARPS) - WARPS, tiles, begin_run, add_and_score_next);
         if (warp_uniform(tile < tile_end)) add();
     } else {
-        while (warp_uniform(tile < tile_end)) {
+        for_tiles(tile, tile_end, tiles, begin_run, [&] {
             score();
             add();
             tile += WARPS;
             if (tile < tile_end) load_values(next);
-        }
+        });
     }
 }
 

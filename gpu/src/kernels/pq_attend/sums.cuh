@@ -193,8 +193,9 @@ struct State {
                 const bool mine = lane.mma_index == q / COPIES;
                 const float old = __shfl_sync(FULL, max[i], q / COPIES); // of the lane with g = 0 that has query q
                 const float new_max = warp_max(mine ? fmaxf(lane_max[i], old) : NOTHING);
-                keep[q] = exp2_approx(old - new_max);
-                if (mine) max[i] = new_max, weight[i] *= keep[q];
+                const float factor = exp2_approx(old - new_max);
+                if (mine) max[i] = new_max, weight[i] *= factor; // `keep[q]` would be indexed, in local memory
+                keep[q] = factor;
             }
             sums.scale(keep);
         }

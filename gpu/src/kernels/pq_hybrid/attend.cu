@@ -6,6 +6,7 @@
 #include "pq_hybrid/rows.cuh"
 #include "pq_hybrid/values.cuh"
 #include "softmax_reduce.cuh"
+#include "tile_indices.cuh"
 
 constexpr int WARPS = ATTEND_WARPS, THREADS = WARPS * LANES;
 
@@ -45,7 +46,8 @@ __device__ __forceinline__ void attend_to_tiles(const AttendArguments& a) {
     const Part part(plan);
     const u32 end = part.tile_end;
     TileWalk<WARPS> walk(part.tile_begin, warp, (part.item_end - part.item_begin) % WARPS);
-    const Tiles tiles(a, plan.entry, blockIdx.y);
+    TileIndices tiles;
+    auto begin_run = [&] { tiles.begin(a, plan.entry, blockIdx.y, min(walk.after(lane), end - 1)); };
     const u8* codes = a.codes + lane * Values::LANE_BYTES;
     const float* scores = a.scores_of(row) + ValueSums::half_of(lane) * 16 + l * 4;
     struct Tile {
@@ -55,7 +57,7 @@ __device__ __forceinline__ void attend_to_tiles(const AttendArguments& a) {
     auto load = [&](Tile& ahead) {
         // The last tile again instead of a branch, after which the lanes of the warp might not converge.
         const u32 tile = min(walk.tile, end - 1);
-        ahead.codes.load(codes + (u64)tiles.at(a, tile) * Values::TILE_BYTES);
+        ahead.codes.load(codes + (u64)tiles.take(tile) * Values::TILE_BYTES);
 #pragma unroll
         for (int m = 0; m < MMAS; m++) {
             const int query = min(m * COLUMNS + g % COLUMNS, GROUP - 1);
@@ -70,10 +72,12 @@ __device__ __forceinline__ void attend_to_tiles(const AttendArguments& a) {
     sums.clear();
     if (warp_uniform(walk.tile < end)) {
         Tile even, odd;
+        begin_run();
         load(even);
         const ValueOffsets offsets(lane);
         auto add = [&](Tile& tile, Tile& next) {
             walk.advance();
+            if (warp_uniform(tiles.left() == 0)) begin_run();
             load(next); // a whole tile ahead
             u32 weights[2][MMAS][2], any = 0;
             sums.weigh(weights, tile.scores, lane);

@@ -69,4 +69,8 @@ struct TileWalk {
         tile += short_rounds ? stride : WARPS;
         short_rounds -= short_rounds > 0;
     }
+    __device__ __forceinline__ u32 after(u32 rounds) const {
+        const u32 short_ones = min(rounds, short_rounds);
+        return tile + short_ones * stride + (rounds - short_ones) * WARPS;
+    }
 };

@@ -8,6 +8,7 @@
 #include "pq_hybrid/plan.cuh"
 #include "pq_hybrid/stats.cuh"
 #include "pq_search/radix.cuh"
+#include "tile_indices.cuh"
 
 constexpr int WARPS = SCORE_WARPS, THREADS = WARPS * LANES;
 using KeyCodes = Packed<KEY_M, KEY_BITS>;
@@ -105,13 +106,14 @@ __device__ __forceinline__ void score_sequence(const SelectArguments& a, const L
     const int warp = threadIdx.x / LANES, lane = threadIdx.x % LANES;
     const Plan<SelectArguments>& plan = block().plan;
     const u32 head = blockIdx.y, length = plan.length, end = min(plan.to, (length + TILE - 1) / TILE);
-    const Tiles tiles(a, plan.entry, head);
+    TileIndices tiles;
+    auto begin_run = [&](u32 first) { tiles.begin(a, plan.entry, head, min(first + lane * WARPS, end - 1)); };
     const u8* codes = a.codes + lane * KeyCodes::LANE_BYTES;
     KeyCodes keys;
-    auto load = [&](u32 tile) { keys.load(codes + (u64)tiles.at(a, tile) * KeyCodes::TILE_BYTES); };
+    auto load = [&](u32 tile) { keys.load(codes + (u64)tiles.take(tile) * KeyCodes::TILE_BYTES); };
     u32 tile = plan.from + warp;
     block().builder.build<WARPS>(a, plan.entry, head, words, shared);
-    if (tile < end) load(tile); // not earlier: the table takes all registers
+    if (warp_uniform(tile < end)) begin_run(tile), load(tile); // not earlier: the table takes all registers
 
     const int first_query = TileScores::first_query(lane);
     float base[QUERIES];
@@ -121,6 +123,7 @@ __device__ __forceinline__ void score_sequence(const SelectArguments& a, const L
     const Selector selector(lane);
     float* scores = a.scores_of((u64)plan.entry * a.heads + head) + first_query * TILE;
     while (warp_uniform(tile < end)) {
+        if (warp_uniform(tiles.left() == 0)) begin_run(tile + WARPS);
         TileScores of_tile;
         of_tile.look_up(keys, offsets, selector, base);
         float* tile_scores = scores + (u64)tile * (GROUP * TILE);

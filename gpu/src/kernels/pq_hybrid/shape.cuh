@@ -95,21 +95,3 @@ struct AttendArguments : Arguments {
 // Index of token `t` of a tile among its scores: the order in which the lanes of attend.cu read weights.
 __device__ __forceinline__ constexpr int place_of(int t) { return (t % 8) * 4 + t / 8; }
 __device__ __forceinline__ constexpr int token_at(int place) { return place / 4 + place % 4 * 8; }
-
-// Maps a tile of a sequence to its index among all tiles, which are fewer than 2^32.
-struct Tiles {
-#ifdef PAGED
-    const u32* pages;
-    u32 head;
-    __device__ __forceinline__ Tiles(const Arguments& a, u32 sequence, u32 head)
-        : pages(a.pages + (u64)sequence * a.max_pages), head(head) {}
-    __device__ __forceinline__ u32 at(const Arguments& a, u32 tile) const {
-        return (__ldg(pages + tile / a.page_tiles) * a.heads + head) * a.page_tiles + tile % a.page_tiles;
-    }
-#else
-    u32 first;
-    __device__ __forceinline__ Tiles(const Arguments& a, u32 sequence, u32 head)
-        : first((sequence * a.heads + head) * a.page_tiles) {}
-    __device__ __forceinline__ u32 at(const Arguments&, u32 tile) const { return first + tile; }
-#endif
-};
