@@ -46,6 +46,7 @@ pub struct AttendShape {
 struct Plan {
     keys: CodeLayout,
     values: CodeLayout,
+    element: Element,
     queries: usize, // of a block
     copies: usize,  // of the key table
     warps: usize,
@@ -94,7 +95,7 @@ impl AttendShape {
                 (4, 2) if !interleaved => 12,
                 _ => 8,
             };
-            Plan { keys, values, queries, copies, warps, interleaved }
+            Plan { keys, values, element: self.element, queries, copies, warps, interleaved }
         };
         let two_tables = plan(MAX_QUERIES, 2);
         if two_tables.queries > 1 && two_tables.shared_bytes() <= shared_memory {
@@ -142,14 +143,15 @@ impl Plan {
         let far_copy = if self.copies == 2 && self.dim() == 128 { 1 << 16 } else { 0 };
         let tables = far_copy + (ROW << self.keys.bits()) + (ROW << self.values.bits());
         let weights = self.warps * self.queries * 32 * 2;
-        let queries = self.queries * (self.dim() * 2 + 64);
+        let copies = if self.element == Element::Bf16 { 2 } else { 1 }; // of the queries: they are converted
+        let queries = copies * self.queries * (self.dim() * 2 + 64);
         tables + weights + self.results_len() * 4 + queries + 96
     }
 
     fn program(&self, shape: &AttendShape) -> Program {
         let defines = [
             ("HEAD_DIM", self.dim()),
-            ("ELEMENT", shape.element as usize),
+            ("ELEMENT", self.element as usize),
             ("QUERIES", self.queries),
             ("KEY_BITS", self.keys.bits()),
             ("VALUE_BITS", self.values.bits()),

@@ -80,7 +80,9 @@ pub fn run(watch: &Stopwatch) {
     for load in [load(32, 8, 1, 32_768), load(32, 32, 1, 32_768)] {
         EXACT.into_iter().for_each(|exact| time(watch, four_bits, Load { exact, ..load }));
     }
-    time(watch, four_bits, Load { element: Element::Bf16, ..long });
+    for page in [None, Some(32)] {
+        time(watch, four_bits, Load { element: Element::Bf16, page, ..long });
+    }
 }
 
 /// The bits of values in an element type.

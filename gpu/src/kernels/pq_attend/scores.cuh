@@ -18,18 +18,13 @@ struct QueryColumns {
             const int variant = COPIES == 1 ? (column - 2 * i) & 7 : (column / 2) ^ i;
             const int query = COPIES == 1 ? i : 2 * i + (column & 1),
                       flipped = COPIES == 1 ? middle ^ (variant / 4) : middle;
-            const u8* row = shared + QUERY_ROWS + query * QUERY_ROW + flipped * 64;
+            const u8* row = shared + F16_QUERY_ROWS + query * QUERY_ROW + flipped * 64;
 #pragma unroll
             for (int step = 0; step < HALVES * 4; step += 2) {
                 u32 pairs[4];
                 ldmatrix_x4(pairs, row + step / 4 * 128 + (((step % 4) ^ odd ^ (variant & 3)) * 16));
 #pragma unroll
-                for (int j = 0; j < 4; j++) {
-#if ELEMENT == 2
-                    pairs[j] = pack_half2(__uint_as_float(pairs[j] << 16), __uint_as_float(pairs[j] & 0xffff0000u));
-#endif
-                    words[i][step + j / 2][j % 2] = pairs[j];
-                }
+                for (int j = 0; j < 4; j++) words[i][step + j / 2][j % 2] = pairs[j];
             }
         }
     }

@@ -109,7 +109,8 @@ constexpr int SLOTS = QUERIES == 8 ? WARPS / 2 : WARPS;
 constexpr int QUERY_ROWS =
     RESULTS + SLOTS * QUERIES * RESULT * 4; // [QUERIES] rows of words in the order of the key table
 constexpr int QUERY_ROW = D * 2 + 64;       // bytes: consecutive rows start in different halves of the banks
-constexpr int PLAN = QUERY_ROWS + QUERIES * QUERY_ROW;
+constexpr int F16_QUERY_ROWS = QUERY_ROWS + (ELEMENT == 2 ? QUERIES * QUERY_ROW : 0); // the same, for coded keys
+constexpr int PLAN = F16_QUERY_ROWS + QUERIES * QUERY_ROW;
 constexpr int KEY_BARRIER = PLAN + 80, VALUE_BARRIER = KEY_BARRIER + 8; // mbarriers of the table copies
 constexpr int SHARED = PLAN + 96;
 extern __shared__ __align__(128) u8 shared[];
