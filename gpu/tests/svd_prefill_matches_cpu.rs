@@ -65,19 +65,25 @@ fn check(device: &Device, random: &mut Random, shape: AttendShape, sizes: Sizes,
     let most = if half { dim / 16 } else { dim / 8 };
     let mut ranks = || (0..heads).map(|_| 8 * (1 + random.below(most)) as u32).collect::<Vec<u32>>();
     let ranks = SIDES.map(|_| ranks());
-    let offsets = ranks.each_ref().map(|ranks| {
-        let before = |head: usize| ranks[..head].iter().map(|&rank| u64::from(rank)).sum();
+    let padded = random.below(3) == 0;
+    let widths = ranks.each_ref().map(|ranks| {
+        let width = |&rank: &u32| if padded { dim } else { rank as usize };
+        ranks.iter().map(width).collect::<Vec<_>>()
+    });
+    let offsets = widths.each_ref().map(|widths| {
+        let before = |head: usize| widths[..head].iter().map(|&width| width as u64).sum();
         (0..heads).map(before).collect::<Vec<u64>>()
     });
-    let sums = ranks.each_ref().map(|ranks| ranks.iter().sum::<u32>() as usize);
+    let sums = widths.each_ref().map(|widths| widths.iter().sum::<usize>());
     let rounded = |x: f32| from_element(element, to_element(element, x));
     let mut stored = sums
         .map(|sum| -> Vec<f32> { random.normals(batch * capacity * sum).into_iter().map(rounded).collect() });
-    // What lies beyond the lengths is not read.
+    // What lies beyond the lengths, or beyond the rank of a padded row, is not read.
     for (side, sequence, head) in (0..2 * batch * heads).map(|i| (i % 2, i / 2 % batch, i / 2 / batch)) {
-        let (rank, start) = (ranks[side][head] as usize, capacity * offsets[side][head] as usize);
-        let tokens = &mut stored[side][sequence * capacity * sums[side] + start..][..capacity * rank];
-        tokens[lengths[sequence] as usize * rank..].fill(f32::NAN);
+        let (width, start) = (widths[side][head], capacity * offsets[side][head] as usize);
+        let tokens = &mut stored[side][sequence * capacity * sums[side] + start..][..capacity * width];
+        tokens[lengths[sequence] as usize * width..].fill(f32::NAN);
+        tokens.chunks_exact_mut(width).for_each(|row| row[ranks[side][head] as usize..].fill(f32::NAN));
     }
     // Query heads are part of longer rows, as after a projection to queries, keys and values at once.
     let query_heads = heads * group;
@@ -114,6 +120,7 @@ fn check(device: &Device, random: &mut Random, shape: AttendShape, sizes: Sizes,
         value_offsets: offsets_there[1].pointer(),
         key_rank_sum: sums[0],
         value_rank_sum: sums[1],
+        padded,
         scale,
         out: out.pointer().cast(),
     };
@@ -128,7 +135,9 @@ fn check(device: &Device, random: &mut Random, shape: AttendShape, sizes: Sizes,
     for (i, got) in out.chunks_exact(dim).enumerate().step_by(step) {
         let (sequence, query, query_head) = (i / row / max_count, i / row % max_count, i % row);
         let head = query_head / group;
-        let place = format!("{shape:?} lengths {lengths:?} counts {counts:?} ranks {ranks:?}, output {i}");
+        let place = format!(
+            "{shape:?} lengths {lengths:?} counts {counts:?} ranks {ranks:?} padded {padded}, output {i}"
+        );
         if query >= counts[sequence] as usize || query_head >= query_heads {
             assert!(got.iter().all(|&bits| bits == u16::MAX), "{place}: written for no query");
             continue;
@@ -138,17 +147,19 @@ fn check(device: &Device, random: &mut Random, shape: AttendShape, sizes: Sizes,
         let [keys, values] = SIDES.map(|side| {
             let side = side as usize;
             let at = sequence * capacity * sums[side] + capacity * offsets[side][head] as usize;
-            &stored[side][at..][..n * ranks[side][head] as usize]
+            let rows = stored[side][at..][..n * widths[side][head]].chunks_exact(widths[side][head]);
+            rows.flat_map(|row| &row[..ranks[side][head] as usize]).copied().collect::<Vec<f32>>()
         });
         let query: Vec<f32> = queries[i * dim..][..rank_k].iter().map(|x| x * scale).collect();
-        assert!(got[rank_v..].iter().all(|&bits| bits == u16::MAX), "{place}: written beyond the rank");
+        let beyond = if padded { 0 } else { u16::MAX };
+        assert!(got[rank_v..].iter().all(|&bits| bits == beyond), "{place}: beyond the rank");
         let got: Vec<f32> = got[..rank_v].iter().map(|&bits| from_element(element, bits)).collect();
         if query.iter().any(|x| x.is_nan()) {
             assert!(got.iter().all(|x| x.is_nan()), "{place}: {got:?}");
             continue;
         }
         let (mut expected, mut stats) = (vec![0.0; rank_v], [SoftmaxStats::EMPTY]);
-        let tokens = ExactTokens::contiguous(keys, rank_k, values, rank_v).unwrap();
+        let tokens = ExactTokens::contiguous(&keys, rank_k, &values, rank_v).unwrap();
         let (attention, mut scratch) = (Attention::default(), vec![0.0; rank_k]);
         let query = Rows::from(&query[..]);
         attend_exact_into_with(

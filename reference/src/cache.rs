@@ -26,6 +26,9 @@ pub(crate) use store::{Geometry, RotatedStore, Store, merge_part};
 use crate::model::{Config, LayerAttention, Rope};
 use crate::{Error, Result};
 
+/// Rotated keys and values of a prompt, (n, n_kv_heads * head_dim) each.
+pub type PromptRows = (Vec<f32>, Vec<f32>);
+
 /// The keys and values of one sequence, in whatever form a method keeps them.
 ///
 /// Keys arrive before RoPE with the position of their first token; the cache decides what it stores. All
@@ -34,6 +37,15 @@ pub trait KvCache: Send + Sync {
     /// Shows the last queries of the prompt whose keys and values come next, rotated: (n, n_heads *
     /// head_dim). Caches that choose tokens by attention need them.
     fn watch(&mut self, _layer: usize, _queries: &[f32]) {}
+
+    /// What the tokens of a prompt see of each other, of rotated keys and values (n, n_kv_heads * head_dim);
+    /// none where they see the rows as they are.
+    ///
+    /// # Errors
+    /// Errors of the method's core.
+    fn prompt_rows(&self, _layer: usize, _keys: &[f32], _values: &[f32]) -> Result<Option<PromptRows>> {
+        Ok(None)
+    }
 
     /// Takes the keys and values of a prompt or of a chunk of one: (n, n_kv_heads * head_dim) each, the first
     /// at position `pos`.
@@ -185,6 +197,10 @@ impl KvCache for WindowedCache {
         if let Some(layer) = self.layers.get_mut(layer) {
             layer.store.watch(queries);
         }
+    }
+
+    fn prompt_rows(&self, layer: usize, keys: &[f32], values: &[f32]) -> Result<Option<PromptRows>> {
+        self.layer(layer)?.store.prompt_rows(keys, values)
     }
 
     fn prefill(&mut self, layer: usize, pos: usize, k: &[f32], v: &[f32]) -> Result<()> {

@@ -267,8 +267,8 @@ impl Decoder {
     /// Appends `tokens` to the cache, all of them through one layer after the other, and returns the logits
     /// (vocab_size,) of what follows them.
     ///
-    /// The tokens attend to each other exactly, and to what the cache already holds as its method attends;
-    /// the cache then takes them as a prompt, with their last queries to watch. On an empty cache this is a
+    /// The tokens attend to each other exactly, or as [`KvCache::prompt_rows`] has it, and to what the cache
+    /// already holds as its method attends; the cache then takes them as a prompt, with their last queries to watch. On an empty cache this is a
     /// prompt with exact attention. In a cache that keeps everything exact, a prompt in chunks gives the
     /// logits of a prompt at once; where it does not, later chunks see earlier ones compressed, and a method
     /// that learns from the prompt or chooses its tokens by the last queries does so for every chunk.
@@ -284,7 +284,12 @@ impl Decoder {
         let hidden = run(model, rope, pos, tokens, |l, _, Heads { q, k, v, attended }| {
             rope.layer(l).rotate_rows(q, q_dim, pos);
             let rotated = rope.layer(l).rotated(k, kv_dim, pos);
-            causal_attention(shape(config, l), q, &rotated, v, attended, &mut stats)?;
+            match cache.prompt_rows(l, &rotated, v)? {
+                None => causal_attention(shape(config, l), q, &rotated, v, attended, &mut stats)?,
+                Some((keys, values)) => {
+                    causal_attention(shape(config, l), q, &keys, &values, attended, &mut stats)?;
+                }
+            }
             if pos > 0 {
                 for (out, stats) in attended.chunks_exact_mut(config.head_dim).zip(&stats) {
                     out.iter_mut().for_each(|x| *x *= stats.sum);

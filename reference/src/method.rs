@@ -7,6 +7,8 @@ mod cachegen;
 pub mod cost;
 mod cut;
 mod dense;
+#[cfg(feature = "cuda")]
+mod head_maps;
 mod hybrid;
 mod kind;
 mod million;
@@ -38,11 +40,13 @@ use crate::{Error, Profile, Result};
 #[cfg(feature = "cuda")]
 pub(crate) use budget::Budget;
 #[cfg(feature = "cuda")]
-pub(crate) use cut::HeadCut;
+pub(crate) use head_maps::HeadMaps;
 #[cfg(feature = "cuda")]
 pub(crate) use hybrid::HybridPlan;
 #[cfg(feature = "cuda")]
-pub(crate) use kind::{DeviceCodes, Retrieval};
+use kind::CutHead;
+#[cfg(feature = "cuda")]
+pub(crate) use kind::{DeviceCodes, DeviceCuts, Retrieval};
 use kind::{Entry, Kind, Site};
 #[cfg(feature = "cuda")]
 pub(crate) use offload::RowHome;
@@ -305,18 +309,17 @@ impl Method {
         self.kind.is_device_int4() && self.exact_layers.is_empty()
     }
 
-    /// The parts of the dimensions that stay, of a method that attends to rows of reduced rank on a device;
-    /// none for another one.
+    /// What a device needs of a method that attends to rows of reduced rank; none for another one.
     #[cfg(feature = "cuda")]
-    pub(crate) fn device_cuts(&self) -> Option<Pair<f64>> {
+    pub(crate) fn device_cuts(&self) -> Option<DeviceCuts> {
         self.kind.device_cuts().filter(|_| self.exact_layers.is_empty())
     }
 
-    /// The cuts of every layer and head of a method with [`Self::device_cuts`].
+    /// The rotations and ranks of every layer and head of a method with [`Self::device_cuts`].
     #[cfg(feature = "cuda")]
-    pub(crate) fn cuts(&self, config: &Config, profile: &Profile) -> Result<Vec<Arc<Vec<HeadCut>>>> {
+    pub(crate) fn cut_heads(&self, config: &Config, profile: &Profile) -> Result<Vec<Vec<CutHead>>> {
         let none = || Err(Error::Argument(format!("method {} cuts no rows", self.name)));
-        self.kind.head_cuts(config, profile).unwrap_or_else(none).map_err(|e| self.named(e))
+        self.kind.cut_heads(config, profile).unwrap_or_else(none).map_err(|e| self.named(e))
     }
 
     /// What a device needs of hybrid attention; none for another method.

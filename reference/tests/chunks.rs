@@ -36,13 +36,14 @@ const METHODS: [&str; 17] = [
 
 /// Settings that lose nothing: ratios and ranks are full, and a codebook has a centroid for every vector of
 /// the text that it is trained on, which is the one that runs.
-const EXACT: [&str; 11] = [
+const EXACT: [&str; 12] = [
     "dense",
     "oracle:ratio=1:exact=f32:window=4",
     "pqcache:ratio=1:code=4x2:exact=f32:window=4",
     "sparq:ratio=1:exact=f32:window=4",
     "retroinfer:rows=1:exact=f32:window=4",
     "zack:k=1:v=1:exact=f32:window=4",
+    "zack:k=1:v=1:prompt=cut:exact=f32:window=4",
     "snapkv:tokens=1:exact=f32:window=4",
     "million:k=1x8:v=1x8:exact=f32:window=4",
     "pqklt:k=1x8:v=1x8:norms=off:exact=f32:window=4",
@@ -138,6 +139,21 @@ fn chunks_stay_near_a_prompt_at_once_in_every_method() {
             if !["cachegen", "snapkv", "outliers"].iter().any(|x| method.contains(x)) {
                 assert_eq!(cache.footprint().kept, in_chunks.footprint().kept, "{fixture}, {method}");
             }
+        }
+    }
+}
+
+/// Without exact tokens, each step attends to cut rows alone, its own among them.
+#[test]
+fn prompts_of_cut_rows_are_steps_over_cut_rows() {
+    for fixture in FIXTURES {
+        let method = "zack:k=0.6:v=0.4:prompt=cut:exact=f32:window=0:sinks=0";
+        let s = setup(fixture, &[method]);
+        let steps = s.in_chunks(method, &(1..=TOKENS).collect::<Vec<_>>()).0;
+        assert!(distance(&s.exact(), &steps) > 0.02, "{fixture}: nothing is cut");
+        for ends in [&[TOKENS][..], &[64, 100, TOKENS]] {
+            let error = distance(&steps, &s.in_chunks(method, ends).0);
+            assert!(error < 1e-3, "{fixture}, {} chunks: {error}", ends.len());
         }
     }
 }

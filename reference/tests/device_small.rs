@@ -79,6 +79,7 @@ fn every_cache_runs_twice_alike() {
             (3, "pqklt:k=8/2:v=8/4:keys=rotated:norms=off:window=8:sinks=2"),
             (2, "zack:window=8:sinks=2:multiple=8"),
             (2, "zack:k=0.25:v=0.5:window=16:multiple=8:exact=bf16"),
+            (2, "zack:k=0.25:v=0.5:window=8:sinks=2:multiple=8:prompt=cut"),
             (2, "pqcache:tokens=8:window=8:sinks=2"),
         ] {
             let method: Method = spec.parse().unwrap();

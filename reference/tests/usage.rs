@@ -31,6 +31,11 @@ fn arguments_that_do_not_parse_get_a_whole_message() {
         usage_refused(case, args, what);
     }
     refused(
+        "prompts of cut rows that are coded",
+        &["compare", "--methods", "zack:bits=4:prompt=cut"],
+        "prompt=cut is for rows without codes",
+    );
+    refused(
         "chunks on the CPU",
         &["compare", "--device", "cpu", "--chunk", "5"],
         "--chunk is for prompts on a GPU",

@@ -65,9 +65,13 @@ pub struct PrefillArguments {
     pub key_rank_sum: usize,
     /// Sum of all value ranks.
     pub value_rank_sum: usize,
+    /// Whether rows of keys and values take `dim` elements each, of which the first ones up to the rank are
+    /// read. Offsets and sums are then those of rank `dim`, and outputs have zeros from the value rank on, so
+    /// that a product may read all of them.
+    pub padded: bool,
     /// Factor of the scores, positive: `1 / sqrt(head_dim)` of the model.
     pub scale: f32,
-    /// Elements in the layout of the queries, written up to the value rank of the head.
+    /// Elements in the layout of the queries, written up to the value rank of the head, or, if `padded`, to its end.
     pub out: DevicePtr<AnyElement>,
 }
 
@@ -92,6 +96,7 @@ struct WarpsArguments {
     heads: u32,
     group: u32,
     scale: f32,
+    padded: u32,
 }
 
 const _: () = assert!(size_of::<WarpsArguments>() == 144);
@@ -120,6 +125,7 @@ struct WarpgroupsArguments {
     row_blocks: u32,
     total: u32,
     scale: f32,
+    padded: u32,
 }
 
 const _: () = assert!(size_of::<WarpgroupsArguments>() == 4096 + 128);
@@ -233,6 +239,7 @@ impl Prefill {
             heads: a.heads as u32,
             group: a.group as u32,
             scale: a.scale * std::f32::consts::LOG2_E,
+            padded: a.padded.into(),
         };
         // SAFETY: the structure is the kernel's argument; the caller upholds the contract of its pointers.
         unsafe { self.kernel.launch(stream, grid, WARPS as u32 * 32, false, &arguments) }
@@ -272,13 +279,14 @@ impl Prefill {
             row_blocks: row_blocks as u32,
             total,
             scale: a.scale * std::f32::consts::LOG2_E,
+            padded: a.padded.into(),
         };
         let threads = (groups as u32 + 1) * GROUP_THREADS;
         // SAFETY: the structure is the kernel's argument; the caller upholds the contract of its pointers.
         unsafe { self.kernel.launch(stream, grid, threads, false, &arguments) }
     }
 
-    /// The tensor maps of keys or values, one for each rank. Their heads are 8 elements apart, so that a
+    /// The tensor maps of keys or values, one for each rank; none above `dim` is used. Their heads are 8 elements apart, so that a
     /// kernel finds the rows of any head as a coordinate.
     fn maps(
         &self,
@@ -289,7 +297,8 @@ impl Prefill {
         OPERATION.at_most(i32::MAX as u32, "16-byte chunks of keys or values", chunks)?;
         let (element, heads, n) = (self.shape.element, chunks, a.capacity);
         let map = |dim| {
-            RowsOfHeads { rows, element, heads, n, dim, strides: [8, dim], box_rows: TILE_TOKENS }.map()
+            let strides = [8, if a.padded { self.shape.dim.max(dim) } else { dim }];
+            RowsOfHeads { rows, element, heads, n, dim, strides, box_rows: TILE_TOKENS }.map()
         };
         let mut maps = [map(8)?; MAPS];
         for (i, of_rank) in maps.iter_mut().enumerate().skip(1) {

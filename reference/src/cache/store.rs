@@ -5,7 +5,7 @@ use std::ops::AddAssign;
 use svd_core::SoftmaxStats;
 
 use crate::Result;
-use crate::cache::Fetched;
+use crate::cache::{Fetched, PromptRows};
 use crate::model::Config;
 
 /// Bytes of a cache by what they are for.
@@ -36,6 +36,10 @@ impl AddAssign for Footprint {
 pub(crate) trait Store: Send + Sync {
     /// Sees the last queries of the prompt that comes next, rotated.
     fn watch(&mut self, _queries: &[f32]) {}
+    /// See [`KvCache::prompt_rows`](super::KvCache::prompt_rows).
+    fn prompt_rows(&self, _keys: &[f32], _values: &[f32]) -> Result<Option<PromptRows>> {
+        Ok(None)
+    }
     /// Takes the next `n` tokens: keys before RoPE and values, (n, n_kv_heads * head_dim) each; the first at
     /// `pos`. After an error of the system, such as a full disk, it holds what it held before.
     fn push(&mut self, pos: usize, k: &[f32], v: &[f32]) -> Result<()>;

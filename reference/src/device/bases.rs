@@ -1,10 +1,11 @@
-//! Queries and keys in a basis of each head's own, for a cache whose codes are of transformed rows.
+//! Queries and keys in a basis of each head's own, for a cache that codes or cuts transformed rows.
 
 use half::{bf16, f16};
 use kv_gpu::{AnyElement, DevicePtr, Element, Grid, Kernel};
 
 use super::memory::Buffer;
 use super::{Gpu, hashed, programs};
+use crate::method::HeadMaps;
 use crate::model::Config;
 use crate::{Error, Result};
 
@@ -18,6 +19,14 @@ pub(super) struct BasisMaps {
 }
 
 impl BasisMaps {
+    /// Those of all heads.
+    pub fn of<'a>(heads: impl Iterator<Item = &'a HeadMaps> + Clone) -> Self {
+        Self {
+            keys: heads.clone().flat_map(|maps| &maps.keys).copied().collect(),
+            queries: heads.flat_map(|maps| &maps.queries).copied().collect(),
+        }
+    }
+
     /// Hashed ones, for timing.
     pub fn random(config: &Config) -> Self {
         let dim = config.head_dim;

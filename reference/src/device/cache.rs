@@ -6,7 +6,6 @@ mod hybrid;
 mod int4;
 mod million;
 mod pqcache;
-mod project_queries;
 mod row_store;
 mod span;
 mod step_budget;
@@ -187,12 +186,18 @@ pub trait ChunkCache {
     /// Rows (heads, capacity, head_dim) of all tokens of a chunk's sequence up to the chunk's end, those
     /// before the chunk as the method keeps them, or as they were computed. The decoder then writes the
     /// chunk's rotated keys and its values, lets its queries attend to the rows, and calls [`Self::append`].
-    /// So the tokens of a chunk attend to each other exactly, as on the CPU. Several chunks may pass through
+    /// So the tokens of a chunk attend to each other exactly, as on the CPU, but for [`Self::chunk_ranks`]. Several chunks may pass through
     /// a layer before the first of them enters the next one.
     ///
     /// # Errors
     /// [`Error::Device`].
     fn chunk_rows(&mut self, gpu: &Gpu, layer: usize, chunk: &Chunk) -> Result<Rows>;
+
+    /// `u32` (heads,) each: how many components of a layer's keys, and of its values, the queries of a chunk
+    /// read; none for all of them.
+    fn chunk_ranks(&self, _layer: usize) -> Option<[DevicePtr<u32>; 2]> {
+        None
+    }
 
     /// Whether [`Self::chunk_rows`] are the cache itself, for all layers at once: what is written there needs
     /// no [`Self::append`].
@@ -255,12 +260,18 @@ pub fn method_cache(
     if method.is_device_int4() {
         return Ok(Box::new(Int4Cache::new(gpu, config, element, window, batch, capacity)?));
     }
-    if let Some(parts) = method.device_cuts() {
-        let cuts = match profile {
-            Some(profile) => method.cuts(config, profile)?,
-            None => zack::random_cuts(config, parts)?,
+    if let Some(cuts) = method.device_cuts() {
+        let (maps, ranks) = match profile {
+            Some(profile) => {
+                let heads = method.cut_heads(config, profile)?;
+                let ranks = heads.iter().map(|layer| layer.iter().map(|head| head.ranks).collect());
+                (BasisMaps::of(heads.iter().flatten().map(|head| &head.maps)), ranks.collect())
+            }
+            None => (BasisMaps::random(config), zack::uniform_ranks(config, cuts.fractions)),
         };
-        return Ok(Box::new(ZackCache::new(gpu, config, element, &cuts, window, batch, capacity)?));
+        let bases = Bases::new(gpu, config, element, &maps)?;
+        let cuts = zack::Cuts { bases, ranks, cuts_prompts: cuts.cuts_prompts };
+        return Ok(Box::new(ZackCache::new(gpu, config, element, cuts, window, batch, capacity)?));
     }
     let Some(codes) = method.device_codes(config)? else {
         return Err(Error::Argument(format!(
@@ -298,10 +309,7 @@ impl TransformedCodes {
         };
         let heads = method.transformed_heads(config, profile)?;
         let all = || heads.iter().flatten();
-        let maps = BasisMaps {
-            keys: all().flat_map(|head| head.maps.keys.iter().copied()).collect(),
-            queries: all().flat_map(|head| head.maps.queries.iter().copied()).collect(),
-        };
+        let maps = BasisMaps::of(all().map(|head| &head.maps));
         let key_errors = all().flat_map(|head| head.key_errors.iter().copied()).collect();
         let codebooks = heads.into_iter().map(|layer| layer.into_iter().map(|head| head.codebooks).collect());
         Ok(Self { codebooks: Some(codebooks.collect()), maps, key_errors })

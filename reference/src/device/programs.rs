@@ -54,12 +54,6 @@ pub(crate) fn past(element: Element, layout: &CodeLayout, side: Side) -> Program
         .define_if(side == Side::Keys, "KEYS")
 }
 
-/// `project` of queries.
-pub(crate) fn queries(element: Element, head_dim: usize, group: usize) -> Program {
-    let defines = [("ELEMENT", element as usize), ("HEAD_DIM", head_dim), ("GROUP", group)];
-    Program::own("queries.cu", include_str!("kernels/queries.cu"), HEADERS, &defines)
-}
-
 /// `turn` of queries and keys.
 pub(crate) fn bases(element: Element, head_dim: usize, group: usize) -> Program {
     let defines = [("ELEMENT", element as usize), ("HEAD_DIM", head_dim), ("GROUP", group)];
@@ -100,7 +94,6 @@ pub fn programs(shared_memory: usize) -> Vec<Program> {
         programs.extend([int8_rows(element, 64), int8_rows(element, 128)]);
         let heads = [(64, 3), (128, 1), (128, 4), (128, 16)];
         programs.extend(heads.map(|(dim, group)| zack(element, dim, group)));
-        programs.extend(heads.map(|(dim, group)| queries(element, dim, group)));
         programs.extend(heads.map(|(dim, group)| bases(element, dim, group)));
         let shapes = [(128, 64, 8), (128, 64, 6), (128, 32, 8), (128, 128, 4), (64, 16, 4), (64, 32, 8)];
         let shapes = shapes.into_iter().filter_map(|(dim, m, nbits)| PqShape::new(dim, m, nbits).ok());

@@ -84,7 +84,8 @@ impl SharedPrompt {
         if Arc::ptr_eq(&prepared.model, model) {
             self.run.fill(prepared.cache.as_mut())?;
         } else {
-            Prompt::run(&prepared.model, rope, &self.tokens)?.fill(prepared.cache.as_mut())?;
+            let mut decoder = Decoder::new(prepared.model.clone(), rope.clone());
+            decoder.prefill(&self.tokens, prepared.cache.as_mut())?;
         }
         Ok(prepared)
     }

@@ -10,7 +10,7 @@ use pq_core::PqShape;
 #[cfg(feature = "cuda")]
 use super::budget::Budget;
 #[cfg(feature = "cuda")]
-use super::cut::HeadCut;
+use super::head_maps::HeadMaps;
 #[cfg(feature = "cuda")]
 use super::hybrid::HybridPlan;
 #[cfg(feature = "cuda")]
@@ -150,16 +150,16 @@ pub(super) trait Kind: Debug + Send + Sync {
         false
     }
 
-    /// The fractions of the dimensions that stay, of a method that attends to rows of reduced rank on a
-    /// device: of all tokens, and without codes.
+    /// What a device needs of a method that attends to rows of reduced rank: of all tokens, and without
+    /// codes.
     #[cfg(feature = "cuda")]
-    fn device_cuts(&self) -> Option<Pair<f64>> {
+    fn device_cuts(&self) -> Option<DeviceCuts> {
         None
     }
 
-    /// The cuts of every layer and head, for a method with [`Self::device_cuts`].
+    /// The rotations and ranks of every layer and head, for a method with [`Self::device_cuts`].
     #[cfg(feature = "cuda")]
-    fn head_cuts(&self, _config: &Config, _profile: &Profile) -> Option<Result<Vec<Arc<Vec<HeadCut>>>>> {
+    fn cut_heads(&self, _config: &Config, _profile: &Profile) -> Option<Result<Vec<Vec<CutHead>>>> {
         None
     }
 
@@ -176,6 +176,24 @@ pub(crate) struct DeviceCodes {
     pub quantizers: Pair<PqShape>,
     /// Whether rows are transformed: see [`Kind::transformed_heads`].
     pub are_transformed: bool,
+}
+
+/// Attention to rows of reduced rank.
+#[cfg(feature = "cuda")]
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct DeviceCuts {
+    /// Parts of the dimensions that stay.
+    pub fractions: Pair<f64>,
+    /// Whether the tokens of a prompt attend to cut rows, too.
+    pub cuts_prompts: bool,
+}
+
+/// A head whose rows are cut: in the basis of the maps, and of values in that which weights are folded to, the
+/// first components up to the rank stay.
+#[cfg(feature = "cuda")]
+pub(crate) struct CutHead {
+    pub maps: HeadMaps,
+    pub ranks: Pair<usize>,
 }
 
 /// Attention to the exact rows of tokens that codes of keys choose.

@@ -10,7 +10,7 @@ use svd_core::SoftmaxStats;
 
 use super::kind::{Entry, Kind, Site};
 use crate::Result;
-use crate::cache::{Footprint, Geometry, RotatedStore, Store};
+use crate::cache::{Footprint, Geometry, PromptRows, RotatedStore, Store};
 use crate::model::Rope;
 use crate::ops::{dot, softmax};
 
@@ -81,6 +81,10 @@ impl<S: RotatedStore> EvictingStore<S> {
 impl<S: RotatedStore + Clone + 'static> Store for EvictingStore<S> {
     fn watch(&mut self, queries: &[f32]) {
         self.queries = queries.to_vec();
+    }
+
+    fn prompt_rows(&self, keys: &[f32], values: &[f32]) -> Result<Option<PromptRows>> {
+        self.inner.prompt_rows(keys, values)
     }
 
     fn push(&mut self, pos: usize, k: &[f32], v: &[f32]) -> Result<()> {

@@ -11,6 +11,10 @@ use rayon::prelude::*;
 use svd_core::{Budget, Gram, LayerRotations, Rotation, Rows, ranks_by_loss, ranks_by_removal};
 
 use super::cut::HeadCut;
+#[cfg(feature = "cuda")]
+use super::head_maps::HeadMaps;
+#[cfg(feature = "cuda")]
+use super::kind::{CutHead, DeviceCuts};
 use super::kind::{Entry, Kind, Site};
 use super::scalar::{BLOCK, BlockCodec, CodedStore, PerChannel, PerToken};
 use super::settings::{OptionalBits, words};
@@ -29,16 +33,22 @@ pub(super) const ZACK: Entry = Entry {
   zack              rotated, ranks cut to fractions, values folded        k=0.75 v=0.75 basis=closed|stacked|principal
                       with evicted tokens, with codes as int4's           tokens=0.5 bits=BITS
                                                                           ranks=removal|loss|uniform multiple=1
+                      whose prompts attend to cut rows, too               prompt=cut
 ",
     parse: |s| {
-        Ok(Arc::new(Zack {
+        let method = Zack {
             fractions: Pair::new(s.fraction("k", 0.75)?, s.fraction("v", 0.75)?),
             basis: s.own("basis", Basis::Closed)?,
             rule: s.common("ranks", RankRule::Removal)?,
             multiple: s.common_count("multiple", 1)?,
             bits: s.common("bits", OptionalBits(None))?.0,
             tokens: s.common_part("tokens", 1.0)?,
-        }))
+            prompt: s.common("prompt", Prompts::Exact)?,
+        };
+        if method.bits.is_some() && method.prompt == Prompts::Cut {
+            return Err(Error::argument("prompt=cut is for rows without codes: leave out bits= or prompt="));
+        }
+        Ok(Arc::new(method))
     },
 };
 
@@ -50,6 +60,7 @@ struct Zack {
     multiple: usize,
     bits: Option<u32>, // of the remaining components, coded as by `int4`
     tokens: f64,       // fraction of the prompt's tokens that stays
+    prompt: Prompts,
 }
 
 /// Which rotation is used.
@@ -72,6 +83,16 @@ enum RankRule {
     Uniform,
 }
 words!(RankRule, "removal" => RankRule::Removal, "loss" => RankRule::Loss, "uniform" => RankRule::Uniform);
+
+/// What the tokens of a prompt see of each other.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Prompts {
+    /// Their rows, as with every other method.
+    Exact,
+    /// Their cut rows: the prompt, too, takes the time of the ranks (ZACK 5.3).
+    Cut,
+}
+words!(Prompts, "exact" => Prompts::Exact, "cut" => Prompts::Cut);
 
 impl Kind for Zack {
     fn batch(&self) -> usize {
@@ -119,7 +140,10 @@ impl Kind for Zack {
         let geometry = site.geometry;
         let Some(bits) = self.bits else {
             return site.layers(|l| {
-                let store = ZackStore::new(geometry, site.rope(l), cuts[l].clone(), site.exact);
+                let store = {
+                    let cuts_prompts = self.prompt == Prompts::Cut;
+                    ZackStore::new(geometry, site.rope(l), cuts[l].clone(), site.exact, cuts_prompts)
+                };
                 Ok(EvictingStore::new(store, geometry, site.rope(l), self.tokens))
             });
         };
@@ -136,13 +160,17 @@ impl Kind for Zack {
     }
 
     #[cfg(feature = "cuda")]
-    fn device_cuts(&self) -> Option<Pair<f64>> {
-        (self.bits.is_none() && self.tokens >= 1.0).then_some(self.fractions)
+    fn device_cuts(&self) -> Option<DeviceCuts> {
+        let cuts = DeviceCuts { fractions: self.fractions, cuts_prompts: self.prompt == Prompts::Cut };
+        (self.bits.is_none() && self.tokens >= 1.0).then_some(cuts)
     }
 
     #[cfg(feature = "cuda")]
-    fn head_cuts(&self, config: &Config, profile: &Profile) -> Option<Result<Vec<Arc<Vec<HeadCut>>>>> {
-        Some(self.cuts(config, profile))
+    fn cut_heads(&self, config: &Config, profile: &Profile) -> Option<Result<Vec<Vec<CutHead>>>> {
+        Some(self.plan(config, profile, |keys, ranks| {
+            let maps = HeadMaps { keys: single(keys.basis()), queries: single(keys.dual()) };
+            Ok(CutHead { maps, ranks })
+        }))
     }
 }
 
@@ -190,6 +218,21 @@ fn of_side<T: Copy>(both: &[T], side: Side) -> Vec<T> {
 impl Zack {
     /// Rotations of all heads, cut so that `fractions` of all dimensions stay; per layer.
     fn cuts(&self, config: &Config, profile: &Profile) -> Result<Vec<Arc<Vec<HeadCut>>>> {
+        let cuts = self.plan(config, profile, |rotation, ranks| {
+            let (keys, queries) = (rotation.basis_map(ranks.keys)?, rotation.dual_map(ranks.keys)?);
+            Ok(HeadCut { keys, queries, value_rank: ranks.values })
+        })?;
+        Ok(cuts.into_iter().map(Arc::new).collect())
+    }
+
+    /// What `head` makes of the rotation of a head's keys and of its ranks, with which `fractions` of all
+    /// dimensions stay; per layer.
+    fn plan<T>(
+        &self,
+        config: &Config,
+        profile: &Profile,
+        head: impl Fn(&Rotation, Pair<usize>) -> Result<T>,
+    ) -> Result<Vec<Vec<T>>> {
         let layers = read_layers(config, profile, self.basis)?;
         let weights = loss_weights(profile, &layers)?;
         let spectra: Vec<&[f64]> = layers.iter().flat_map(LayerRotations::spectra).collect();
@@ -197,13 +240,11 @@ impl Zack {
             self.ranks(&of_side(&spectra, side), self.fractions[side], &of_side(&weights, side))
         })?;
         let mut ranks = ranks.keys.into_iter().zip(ranks.values);
-        let cuts = layers.iter().map(|layer| {
-            let heads = layer.heads().iter().zip(&mut ranks).map(|([keys, _], (key_rank, value_rank))| {
-                Ok(HeadCut { keys: keys.basis_map(key_rank)?, queries: keys.dual_map(key_rank)?, value_rank })
-            });
-            Ok(Arc::new(heads.collect::<Result<_>>()?))
+        let heads = layers.iter().map(|layer| {
+            let heads = layer.heads().iter().zip(&mut ranks);
+            heads.map(|([keys, _], (k, v))| head(keys, Pair::new(k, v))).collect()
         });
-        cuts.collect()
+        heads.collect()
     }
 
     /// Ranks of all heads, layer after layer, that keep `fraction` of all dimensions.

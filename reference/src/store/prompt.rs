@@ -7,7 +7,7 @@ use svd_core::SoftmaxStats;
 
 use super::{Check, ChunkKey, Error, KvStore, Put, Space, StoredChunk, encode_chunk};
 use crate::Result;
-use crate::cache::{Footprint, KvCache};
+use crate::cache::{Footprint, KvCache, PromptRows};
 #[cfg(feature = "cuda")]
 use crate::device::{self, Loader, StreamTarget};
 use crate::forward::{Decoder, prefill};
@@ -274,6 +274,10 @@ struct Recorder<'a> {
 }
 
 impl KvCache for Recorder<'_> {
+    fn prompt_rows(&self, layer: usize, keys: &[f32], values: &[f32]) -> Result<Option<PromptRows>> {
+        self.cache.prompt_rows(layer, keys, values)
+    }
+
     fn watch(&mut self, layer: usize, queries: &[f32]) {
         self.cache.watch(layer, queries);
     }

@@ -62,6 +62,7 @@ fn time<T: svd_core::Element + DeviceRepr + ValidAsZeroBits>(
         value_offsets: watch.pointer(&offsets),
         key_rank_sum: HEADS * rank,
         value_rank_sum: HEADS * rank,
+        padded: false,
         scale,
         out: watch.pointer(&out).cast(),
     };

@@ -29,7 +29,7 @@ constexpr int SHARED = 4 * TILE * 2;
 static_assert(SHARED == SHARED_BYTES, "the host computes the same size");
 
 struct Arguments {
-    const u16* keys; // element [sequence][head][capacity][rank of the head]
+    const u16* keys; // element [sequence][head][capacity][rank of the head, or DIM if `padded`]
     const u16* values;
     const u16* queries;       // element [sequence][row][query head][DIM], strided; only the key rank is read
     const u32* lengths;       // [sequence]: number of keys
@@ -38,11 +38,12 @@ struct Arguments {
     const u32* value_ranks;   // [head]
     const u64* key_offsets;   // [head]: sum of the key ranks of all earlier heads
     const u64* value_offsets; // [head]: the same of the value ranks
-    u16* out;                 // as the queries; only the value rank is written
+    u16* out;                 // as the queries; only the value rank is written, and zeros behind it if `padded`
     u64 key_rank_sum, value_rank_sum, capacity;
     u64 sequence_stride, row_stride, query_stride; // in elements, of queries and outputs
     u32 heads, group;
     float scale; // factor of the scores, times log2(e)
+    u32 padded;
 };
 
 extern __shared__ __align__(128) u16 shared[];
@@ -51,6 +52,9 @@ extern __shared__ __align__(128) u16 shared[];
 struct Head {
     const u16 *keys, *values;
     u32 key_rank, value_rank, length;
+    bool padded;
+
+    __device__ __forceinline__ u32 pitch(u32 rank) const { return padded ? DIM : rank; }
 
     // Starts copying the keys and values of a tile to shared memory, RANK components each; those at or above the head's
     // ranks are zeros. Tokens at or above the length repeat the last token.
@@ -64,8 +68,8 @@ struct Head {
         for (u32 row = first; row < TOKENS; row += ROWS_AT_ONCE) {
             if (TOKENS % ROWS_AT_ONCE && first >= ROWS_AT_ONCE) break; // the remaining threads do not fill a row
             const u64 token = min(tile * TOKENS + row, length - 1);
-            cp_async_16_zfill(swizzled<CHUNKS>(to, row, chunk), key_at + token * key_rank, key_valid);
-            cp_async_16_zfill(swizzled<CHUNKS>(to + TILE, row, chunk), value_at + token * value_rank, value_valid);
+            cp_async_16_zfill(swizzled<CHUNKS>(to, row, chunk), key_at + token * pitch(key_rank), key_valid);
+            cp_async_16_zfill(swizzled<CHUNKS>(to + TILE, row, chunk), value_at + token * pitch(value_rank), value_valid);
         }
         cp_async_commit();
     }
@@ -196,6 +200,8 @@ __device__ __forceinline__ void attend(const Arguments& a, const Head& head, con
                 if (8 * o < head.value_rank)
                     *(u32*)(out + row * a.row_stride + 8 * o + 2 * l) =
                         pack_elements(sums[f][o][2 * half] / sum, sums[f][o][2 * half + 1] / sum);
+            if (a.padded)
+                for (u32 c = head.value_rank; c < DIM; c += 8) *(u32*)(out + row * a.row_stride + c + 2 * l) = 0;
         }
 }
 
@@ -204,6 +210,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) svd_prefill(const Argum
     const u32 rows = a.counts[sequence], length = a.lengths[sequence];
     Head head;
     head.key_rank = a.key_ranks[kv_head], head.value_rank = a.value_ranks[kv_head], head.length = length;
+    head.padded = a.padded;
     head.keys = a.keys + sequence * a.capacity * a.key_rank_sum + a.capacity * a.key_offsets[kv_head];
     head.values = a.values + sequence * a.capacity * a.value_rank_sum + a.capacity * a.value_offsets[kv_head];
     // A row costs its higher rank, rounded up to a multiple of DIM / 4: there is one instance of `attend` for each.

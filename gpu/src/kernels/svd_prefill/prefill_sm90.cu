@@ -17,8 +17,9 @@
 // The tiles of a row block end at the last key that its last row sees, and the first tile begins before key 0, where
 // TMA reads zeros. No key or value beyond a row block's own is read, so what lies there does not matter.
 //
-// A tensor map has the pitch of its rows, which is the rank: there is one map per rank and side. Its third dimension
-// steps over 8 elements, so that the offset of a head in the buffer is a coordinate and the maps serve every head.
+// A tensor map has the pitch of its rows, which is the rank, or DIM where rows are padded: there is one map per rank and
+// side. Its third dimension steps over 8 elements, so that the offset of a head in the buffer is a coordinate and the
+// maps serve every head.
 //
 // The floor is the rate of the tensor cores, within the power limit; at half rank exponentials take as long. What was
 // tried is in PERFORMANCE.md.
@@ -47,7 +48,7 @@ struct Arguments {
     const u32* value_ranks;             // [head]
     const u64* key_offsets;             // [head]: sum of the key ranks of all earlier heads
     const u64* value_offsets;           // [head]: the same of the value ranks
-    u16* out;                           // as the queries; only the value rank is written
+    u16* out;                           // as the queries; only the value rank is written, if `padded` zeros behind it
     u64 sequence_stride, row_stride, query_stride; // in elements, of queries and outputs
     u32 key_chunks, value_chunks;                  // sums of the ranks, in units of 8
     u32 capacity, heads, group;
@@ -55,6 +56,7 @@ struct Arguments {
     u32 row_blocks;  // of the longest sequence
     u32 total;       // row blocks of all sequences and query heads
     float scale;     // factor of the scores, times log2(e)
+    u32 padded;      // rows of keys and values take DIM elements each, which the maps know
 };
 
 struct Shared {
@@ -315,6 +317,9 @@ __device__ __forceinline__ void attend(const Arguments& a, Shared& shared, const
             if (c < block.value_rank)
                 *reinterpret_cast<u32*>(out + row * a.row_stride + c + 2 * l) =
                     pack_elements(sums[c / 2 + 2 * half] * factor, sums[c / 2 + 2 * half + 1] * factor);
+        if (a.padded)
+            for (u32 c = block.value_rank; c < DIM; c += 8)
+                *reinterpret_cast<u32*>(out + row * a.row_stride + c + 2 * l) = 0;
     }
 }
 

@@ -1,27 +1,20 @@
 mod launch;
 
-use std::sync::Arc;
-
 use kv_gpu::svd::{Attend, AttendShape};
 use kv_gpu::{AnyElement, DevicePtr, Element, Kernel};
-use svd_core::MapBuf;
 
 use super::dense::{RANDOM_ROWS, fill_rows};
-use super::project_queries::ProjectQueries;
 use super::span::Span;
 use super::turns::Turns;
 use super::window::{Window, WindowShape};
 use super::{Chunk, ChunkCache, DeviceCache, Room, Rows, Sequences};
 use crate::cache::Footprint;
+use crate::device::bases::Bases;
 use crate::device::memory::Buffer;
-use crate::device::{Gpu, hashed, programs};
-use crate::method::HeadCut;
+use crate::device::{Gpu, programs};
 use crate::model::Config;
 use crate::side::{Pair, Side};
 use crate::{Error, Result};
-
-/// The number of the hashed tensor that fills the maps of a layer's keys; the queries' is the next.
-const RANDOM_MAPS: u32 = 4 << 16;
 
 /// Ranks are multiples of it: `svd::Attend` reads 16 bytes at a time.
 const MULTIPLE: usize = 8;
@@ -29,18 +22,19 @@ const MULTIPLE: usize = 8;
 /// ZACK: sinks and a ring of recent tokens exact, all tokens behind them as rows of each head's ranks:
 /// `svd::Attend` over both parts, whose results are merged.
 ///
-/// Values arrive rotated and leave so, since the model has the rotations folded into its weights. Queries are
-/// projected in every step, and keys when they leave the ring: every half ring a layer takes the tokens that
-/// will be overwritten within a ring (`Turns`). It reads them in the ring, in the order of the steps, which
-/// needs no copy and no second stream.
+/// Values arrive rotated and leave so, since the model has the rotations folded into its weights; queries and
+/// keys are rotated behind RoPE (`Bases`), to a basis in which the first components are those that stay. So a
+/// token is cut by a copy: every half ring a layer takes the tokens that will be overwritten within a ring
+/// (`Turns`). It reads them in the ring, in the order of the steps, which needs no second stream.
 pub struct ZackCache {
     kernels: Kernels,
     element: Element,
     window: Window,
     turns: Turns,
     layers: Vec<Layer>,
+    bases: Bases,
+    cuts_prompts: bool,
     stored: Pair<Buffer<u16>>,  // (layer, batch, heads, capacity, rank of the head)
-    maps: Pair<Buffer<f32>>,    // (layer, heads, head_dim, head_dim) of keys, and of queries
     ranks: Pair<Buffer<u32>>,   // (layer, heads)
     offsets: Pair<Buffer<u64>>, // (layer, heads): sums of the ranks of the heads before
     full: Full,
@@ -49,9 +43,18 @@ pub struct ZackCache {
     group: usize,
 }
 
+/// How keys and values are cut.
+pub(super) struct Cuts {
+    /// Bases of queries and keys.
+    pub bases: Bases,
+    /// By layer and head.
+    pub ranks: Vec<Vec<Pair<usize>>>,
+    /// Whether the tokens of a prompt attend to cut rows, too.
+    pub cuts_prompts: bool,
+}
+
 struct Kernels {
     attend: Attend,
-    project: ProjectQueries,
     cut: Kernel,
     restore: Kernel,
     merge: Kernel,
@@ -72,30 +75,29 @@ struct Layer {
 
 /// What one layer after the other uses within a step.
 struct Scratch {
-    queries: Buffer<u16>,           // (batch, heads, group, head_dim): projected
-    out: Buffer<u16>,               // as the queries: attention to the stored rows
+    out: Buffer<u16>, // (batch, heads, group, head_dim): attention to the stored rows
     log_sum_exps: [Buffer<f32>; 2], // (batch, heads, group): of the exact tokens, and of the stored ones
     workspace: Buffer<u8>,
 }
 
 impl ZackCache {
-    /// An empty cache; `cuts` per layer and head.
+    /// An empty cache.
     ///
     /// # Errors
     /// [`Error::Argument`] for a window of an odd number of tokens, or none, and for ranks that are no
     /// multiples of 8; [`Error::Device`].
-    pub(crate) fn new(
+    pub(super) fn new(
         gpu: &Gpu,
         config: &Config,
         element: Element,
-        cuts: &[Arc<Vec<HeadCut>>],
+        cuts: Cuts,
         window: pq_core::Window,
         batch: usize,
         capacity: usize,
     ) -> Result<Self> {
-        let ranks =
-            cuts.iter().flat_map(|layer| layer.iter().flat_map(|cut| [cut.key_rank(), cut.value_rank]));
-        if let Some(rank) = ranks.clone().find(|rank| !rank.is_multiple_of(MULTIPLE)) {
+        let Cuts { bases, ranks, cuts_prompts } = cuts;
+        let mut all = ranks.iter().flatten().flat_map(Pair::iter);
+        if let Some(rank) = all.find(|rank| !rank.is_multiple_of(MULTIPLE)) {
             return Err(Error::Argument(format!(
                 "a rank of {rank}: the device takes multiples of {MULTIPLE}: pass multiple={MULTIPLE}"
             )));
@@ -103,40 +105,32 @@ impl ZackCache {
         let (heads, group, head_dim) = (config.n_kv_heads, config.gqa_group(), config.head_dim);
         let turns = Turns::new(gpu, config.n_layers, batch, window)?;
         let kernels = Kernels::new(gpu, element, head_dim, group)?;
-        let rank = |cut: &HeadCut, side| if side == Side::Keys { cut.key_rank() } else { cut.value_rank };
         let mut lens = Pair::of(|_| 0);
-        let layers = cuts.iter().map(|cuts| {
-            let rank_sums = Pair::of(|side| cuts.iter().map(|cut| rank(cut, side)).sum::<usize>());
+        let layers = ranks.iter().map(|heads| {
+            let rank_sums = Pair::of(|side| heads.iter().map(|ranks| ranks[side]).sum::<usize>());
             let offsets = Pair::of(|side| lens[side]);
             lens = Pair::of(|side| offsets[side] + batch * capacity * rank_sums[side]);
             Layer { rank_sums, offsets }
         });
         let layers = layers.collect();
         let offsets = |side| {
-            let of_layer = |cuts: &Arc<Vec<HeadCut>>| {
-                let sums = cuts.iter().scan(0, |sum, cut| {
+            let of_layer = |heads: &Vec<Pair<usize>>| {
+                let sums = heads.iter().scan(0, |sum, ranks| {
                     let offset = *sum;
-                    *sum += rank(cut, side) as u64;
+                    *sum += ranks[side] as u64;
                     Some(offset)
                 });
                 sums.collect::<Vec<u64>>()
             };
-            Buffer::of(gpu, &cuts.iter().flat_map(of_layer).collect::<Vec<u64>>())
+            Buffer::of(gpu, &ranks.iter().flat_map(of_layer).collect::<Vec<u64>>())
         };
-        let all = || cuts.iter().flat_map(|layer| layer.iter());
-        let queries = batch * config.q_dim();
+        let ranks_of = |side| ranks.iter().flatten().map(|ranks| ranks[side] as u32).collect::<Vec<u32>>();
         let workspace = kernels.attend.workspace_len(batch, heads, group);
         let cache = Self {
             window: Window::new(gpu, WindowShape::new(config, window, batch, capacity))?,
             turns,
             stored: Pair::try_of(|side| Buffer::zeros(gpu, lens[side]))?,
-            maps: Pair::try_of(|side| {
-                let maps = all().map(|cut| padded(cut, side, head_dim)).collect::<Result<Vec<_>>>()?;
-                Buffer::of(gpu, &maps.concat())
-            })?,
-            ranks: Pair::try_of(|side| {
-                Buffer::of(gpu, &all().map(|cut| rank(cut, side) as u32).collect::<Vec<u32>>())
-            })?,
+            ranks: Pair::try_of(|side| Buffer::of(gpu, &ranks_of(side)))?,
             offsets: Pair::try_of(offsets)?,
             full: Full {
                 ranks: Buffer::of(gpu, &vec![head_dim as u32; heads])?,
@@ -146,8 +140,7 @@ impl ZackCache {
                 )?,
             },
             scratch: Scratch {
-                queries: Buffer::zeros(gpu, queries)?,
-                out: Buffer::zeros(gpu, queries)?,
+                out: Buffer::zeros(gpu, batch * config.q_dim())?,
                 log_sum_exps: [
                     Buffer::zeros(gpu, batch * config.n_heads)?,
                     Buffer::zeros(gpu, batch * config.n_heads)?,
@@ -155,12 +148,14 @@ impl ZackCache {
                 workspace: Buffer::zeros(gpu, workspace)?,
             },
             span: Span::new(gpu)?,
+            bases,
+            cuts_prompts,
             layers,
             kernels,
             element,
             group,
         };
-        gpu.synchronize()?; // maps and ranks are copied
+        gpu.synchronize()?; // ranks are copied
         Ok(cache)
     }
 }
@@ -170,7 +165,6 @@ impl Kernels {
         let kernel = |name| gpu.device.kernel(&programs::zack(element, head_dim, group), name, 0);
         Ok(Self {
             attend: Attend::new(&gpu.device, AttendShape { dim: head_dim, element })?,
-            project: ProjectQueries::new(gpu, element, head_dim, group)?,
             cut: kernel("cut")?,
             restore: kernel("restore")?,
             merge: kernel("merge")?,
@@ -178,38 +172,11 @@ impl Kernels {
     }
 }
 
-/// The map of a head's keys, or of its queries, with columns of zeros behind its rank: (dim, dim).
-fn padded(cut: &HeadCut, side: Side, dim: usize) -> Result<Vec<f32>> {
-    let mut rows = vec![0.0; dim * dim]; // of the identity, which the map takes to its rows
-    rows.iter_mut().step_by(dim + 1).for_each(|x| *x = 1.0);
-    let map = if side == Side::Keys { cut.project_keys(&rows) } else { cut.project_queries(&rows) }?;
-    rows.fill(0.0);
-    for (padded, row) in rows.chunks_exact_mut(dim).zip(map.chunks_exact(cut.key_rank())) {
-        padded[..row.len()].copy_from_slice(row);
-    }
-    Ok(rows)
-}
-
-/// Cuts for timing: hashed maps, and one rank for all heads, that leaves these parts of the dimensions.
-///
-/// # Errors
-/// [`Error::Svd`].
-pub(super) fn random_cuts(config: &Config, parts: Pair<f64>) -> Result<Vec<Arc<Vec<HeadCut>>>> {
+/// One rank for all heads, that leaves these parts of the dimensions, for timing.
+pub(super) fn uniform_ranks(config: &Config, parts: Pair<f64>) -> Vec<Vec<Pair<usize>>> {
     let dim = config.head_dim;
     let rank = |side| ((parts[side] * dim as f64) as usize).next_multiple_of(MULTIPLE).min(dim);
-    let layer = |layer: usize| -> Result<_> {
-        let map = |of: u32| {
-            let tensor = RANDOM_MAPS + 2 * layer as u32 + of;
-            let amplitude = (3.0 / dim as f32).sqrt();
-            let columns = (0..(dim * rank(Side::Keys)) as u64).map(|i| hashed(tensor, i, amplitude));
-            MapBuf::new(columns.collect(), dim, rank(Side::Keys))
-        };
-        let head = |_| -> Result<_> {
-            Ok(HeadCut { keys: map(0)?, queries: map(1)?, value_rank: rank(Side::Values) })
-        };
-        Ok(Arc::new((0..config.n_kv_heads).map(head).collect::<Result<Vec<_>>>()?))
-    };
-    (0..config.n_layers).map(layer).collect()
+    vec![vec![Pair::of(rank); config.n_kv_heads]; config.n_layers]
 }
 
 impl DeviceCache for ZackCache {
@@ -221,6 +188,10 @@ impl DeviceCache for ZackCache {
         self.window.shape.room()
     }
 
+    fn bases(&self) -> Option<&Bases> {
+        Some(&self.bases)
+    }
+
     fn attend(
         &self,
         gpu: &Gpu,
@@ -229,9 +200,8 @@ impl DeviceCache for ZackCache {
         queries: DevicePtr<AnyElement>,
         out: DevicePtr<AnyElement>,
     ) -> Result<()> {
-        self.launch_project(gpu, layer, queries)?;
         self.launch_exact(gpu, layer, sequences, (queries, out))?;
-        self.launch_stored(gpu, layer, sequences)?;
+        self.launch_stored(gpu, layer, sequences, queries)?;
         self.launch_merge(gpu, layer, out)
     }
 
@@ -255,7 +225,7 @@ impl DeviceCache for ZackCache {
     }
 
     fn step_bytes(&self, tokens: usize) -> usize {
-        self.footprint(tokens).kept + self.maps.values.bytes()
+        self.footprint(tokens).kept + self.bases.bytes()
     }
 
     fn footprint(&self, tokens: usize) -> Footprint {
@@ -263,15 +233,13 @@ impl DeviceCache for ZackCache {
         let ranks: usize = self.layers.iter().map(|layer| layer.rank_sums.iter().sum::<usize>()).sum();
         Footprint {
             kept: shape.exact_bytes(tokens) + 2 * shape.batch * shape.stored(tokens) * ranks,
-            shared: self.maps.iter().map(Buffer::bytes).sum(),
+            shared: self.bases.bytes(),
             ..Footprint::default()
         }
     }
 
     fn bytes(&self) -> usize {
-        let (stored, maps) = (&self.stored, &self.maps);
-        let maps: usize = maps.iter().map(Buffer::bytes).sum();
-        self.window.bytes() + stored.iter().map(Buffer::bytes).sum::<usize>() + maps
+        self.window.bytes() + self.stored.iter().map(Buffer::bytes).sum::<usize>() + self.bases.bytes()
     }
 }
 
@@ -282,6 +250,10 @@ impl ChunkCache for ZackCache {
         self.span.write(gpu, first, count)?;
         self.launch_restore(gpu, layer, chunk, &rows)?;
         Ok(rows)
+    }
+
+    fn chunk_ranks(&self, layer: usize) -> Option<[DevicePtr<u32>; 2]> {
+        self.cuts_prompts.then(|| Side::ALL.map(|side| self.of_heads(&self.ranks[side], layer)))
     }
 
     fn append(&mut self, gpu: &Gpu, layer: usize, chunk: &Chunk) -> Result<()> {

@@ -1,5 +1,6 @@
 // ZACK between the products and attention: tokens that leave the window into rows of each head's ranks, those rows back
-// for the chunks of a prompt, and the merge of attention over both parts. queries.cu projects queries.
+// for the chunks of a prompt, and the merge of attention over both parts. Rows arrive in the basis (bases.cu) of which
+// the first components stay.
 //
 // CPU twin: ZackStore. Compile-time shape: ELEMENT of rows and queries (1 for f16, 2 for bf16), HEAD_DIM, and GROUP
 // query heads of a key/value head. Ranks are multiples of 8. Rows of the store lie head after head, each of its own
@@ -27,87 +28,58 @@ struct Store {
     }
 };
 
-constexpr u32 TOKENS = 32, ROWS = THREADS / HEAD_DIM, OWN = TOKENS / ROWS; // tokens of a block, and of a thread
+constexpr u32 TOKENS = 32, CHUNKS = HEAD_DIM / 8; // tokens of a block; pieces of 16 bytes of a row
 
 struct CutArguments {
     Store store;
-    const u16* keys;   // element [sequence][head][rows][HEAD_DIM], rotated by RoPE
+    const u16* keys;   // element [sequence][head][rows][HEAD_DIM]
     const u16* values; // the same of values
-    const float* maps; // as for the queries, of the keys
     const u32* firsts; // [sequence]: the first token behind the sinks
     const u32* counts; // [sequence]: how many
     u32 heads, sinks, ring, rows; // token t behind the sinks is row sinks + t % ring of a head's `rows`
 };
 
-// Takes tokens into the store: projects their keys, and cuts their values, which are rotated.
+// Takes tokens into the store, without the last components of their rows.
 //
 // Launch: grid (heads, sequences, TOKENS tokens each), THREADS threads.
 extern "C" __global__ void __launch_bounds__(THREADS) cut(const CutArguments a) {
-    __shared__ float shared[TOKENS][HEAD_DIM];
     const u32 head = blockIdx.x, sequence = blockIdx.y, begin = blockIdx.z * TOKENS;
     if (begin >= a.counts[sequence]) return;
     const u32 first = a.firsts[sequence] + begin, count = min(a.counts[sequence] - begin, TOKENS);
+    const u32 key_chunks = a.store.key_ranks[head] / 8, value_chunks = a.store.value_ranks[head] / 8;
     const u64 at = ((u64)sequence * a.heads + head) * a.rows;
-    auto row = [&](u32 t) { return (at + a.sinks + (first + t) % a.ring) * HEAD_DIM; };
-    const u32 key_rank = a.store.key_ranks[head], value_rank = a.store.value_ranks[head];
-    u16* values = a.store.values_of(sequence, head) + (u64)first * value_rank;
-    for (u32 i = threadIdx.x; i < TOKENS * HEAD_DIM; i += THREADS) {
-        const u32 t = i / HEAD_DIM, c = i % HEAD_DIM;
-        shared[t][c] = t < count ? to_float(a.keys[row(t) + c]) : 0;
-        if (t < count && c < value_rank) values[t * value_rank + c] = a.values[row(t) + c];
+    uint4* keys = (uint4*)a.store.keys_of(sequence, head) + (u64)first * key_chunks;
+    uint4* values = (uint4*)a.store.values_of(sequence, head) + (u64)first * value_chunks;
+    for (u32 i = threadIdx.x; i < count * CHUNKS; i += THREADS) {
+        const u32 t = i / CHUNKS, c = i % CHUNKS;
+        const u64 from = (at + a.sinks + (first + t) % a.ring) * CHUNKS + c;
+        if (c < key_chunks) keys[t * key_chunks + c] = ((const uint4*)a.keys)[from];
+        if (c < value_chunks) values[t * value_chunks + c] = ((const uint4*)a.values)[from];
     }
-    __syncthreads();
-    const u32 column = threadIdx.x % HEAD_DIM, own = threadIdx.x / HEAD_DIM;
-    if (column >= key_rank) return;
-    const float* map = a.maps + (u64)head * HEAD_DIM * HEAD_DIM + column;
-    float sums[OWN] = {};
-#pragma unroll 8
-    for (u32 c = 0; c < HEAD_DIM; c++) {
-        const float m = __ldg(map + c * HEAD_DIM);
-#pragma unroll
-        for (u32 i = 0; i < OWN; i++) sums[i] += m * shared[own + i * ROWS][c];
-    }
-    u16* keys = a.store.keys_of(sequence, head) + (u64)first * key_rank;
-#pragma unroll
-    for (u32 i = 0; i < OWN; i++)
-        if (own + i * ROWS < count) keys[(own + i * ROWS) * key_rank + column] = to_element(sums[i]);
 }
 
 struct RestoreArguments {
     Store store;
-    const float* maps; // of the queries: a row back is one whose products with queries are those of the projections
-    u16* keys;         // element [head][rows][HEAD_DIM], from the first token behind the sinks on
-    u16* values;       // the same of values
+    u16* keys;   // element [head][rows][HEAD_DIM], from the first token behind the sinks on
+    u16* values; // the same of values
     u32 tokens, rows;
 };
 
-// Rows of one sequence at full rank, with the products that the cut ones have.
+// Rows of one sequence, with zeros for the components that they have lost.
 //
 // Launch: grid (heads, TOKENS tokens each), THREADS threads.
 extern "C" __global__ void __launch_bounds__(THREADS) restore(const RestoreArguments a) {
-    __shared__ float shared[TOKENS][HEAD_DIM];
     const u32 head = blockIdx.x, first = blockIdx.y * TOKENS, count = min(a.tokens - first, TOKENS);
-    const u32 key_rank = a.store.key_ranks[head], value_rank = a.store.value_ranks[head];
-    const u16* keys = a.store.keys_of(0, head) + (u64)first * key_rank;
-    const u16* values = a.store.values_of(0, head) + (u64)first * value_rank;
-    const u64 at = ((u64)head * a.rows + first) * HEAD_DIM;
-    for (u32 i = threadIdx.x; i < TOKENS * HEAD_DIM; i += THREADS) {
-        const u32 t = i / HEAD_DIM, c = i % HEAD_DIM;
-        shared[t][c] = t < count && c < key_rank ? to_float(keys[t * key_rank + c]) : 0;
-        if (t < count) a.values[at + i] = c < value_rank ? values[t * value_rank + c] : (u16)0;
+    const u32 key_chunks = a.store.key_ranks[head] / 8, value_chunks = a.store.value_ranks[head] / 8;
+    const uint4* keys = (const uint4*)a.store.keys_of(0, head) + (u64)first * key_chunks;
+    const uint4* values = (const uint4*)a.store.values_of(0, head) + (u64)first * value_chunks;
+    const u64 at = ((u64)head * a.rows + first) * CHUNKS;
+    for (u32 i = threadIdx.x; i < count * CHUNKS; i += THREADS) {
+        const u32 t = i / CHUNKS, c = i % CHUNKS;
+        const uint4 zeros = make_uint4(0, 0, 0, 0);
+        ((uint4*)a.keys)[at + i] = c < key_chunks ? keys[t * key_chunks + c] : zeros;
+        ((uint4*)a.values)[at + i] = c < value_chunks ? values[t * value_chunks + c] : zeros;
     }
-    __syncthreads();
-    const u32 component = threadIdx.x % HEAD_DIM, own = threadIdx.x / HEAD_DIM;
-    const float* map = a.maps + ((u64)head * HEAD_DIM + component) * HEAD_DIM;
-    float sums[OWN] = {};
-    for (u32 c = 0; c < key_rank; c++) {
-        const float m = __ldg(map + c); // a row of the map stays in L1 from one column to the next
-#pragma unroll
-        for (u32 i = 0; i < OWN; i++) sums[i] += m * shared[own + i * ROWS][c];
-    }
-#pragma unroll
-    for (u32 i = 0; i < OWN; i++)
-        if (own + i * ROWS < count) a.keys[at + (own + i * ROWS) * HEAD_DIM + component] = to_element(sums[i]);
 }
 
 struct MergeArguments {

@@ -358,7 +358,7 @@ impl Decoder {
             true => count,
             false => 0,
         };
-        self.attend_rows(state, of_segment, &rows, skipped)?;
+        self.attend_rows(state, of_segment, l, &rows, skipped)?;
         self.cache.append(&gpu, l, &chunk)?;
         if is_end {
             return Ok(());
@@ -449,6 +449,7 @@ impl Decoder {
         &self,
         state: &Prompts,
         of_segment: &SegmentChunk,
+        l: usize,
         rows: &Rows,
         skipped: usize,
     ) -> Result<()> {
@@ -457,6 +458,7 @@ impl Decoder {
         let max_count = of_segment.chunk.count - skipped;
         let counts = if max_count == 1 { ONE } else { COUNT };
         let lengths = state.lengths.pointer().offset(of_segment.index * LENGTHS);
+        let [key_ranks, value_ranks] = self.cache.chunk_ranks(l).unwrap_or([state.ranks.pointer(); 2]);
         let arguments = PrefillArguments {
             batch: 1,
             heads,
@@ -469,17 +471,18 @@ impl Decoder {
             strides: [0, q_dim, head_dim],
             lengths,
             counts: lengths.offset(counts),
-            key_ranks: state.ranks.pointer(),
-            value_ranks: state.ranks.pointer(),
+            key_ranks,
+            value_ranks,
             key_offsets: state.offsets.pointer(),
             value_offsets: state.offsets.pointer(),
             key_rank_sum: heads * head_dim,
             value_rank_sum: heads * head_dim,
+            padded: true,
             scale: 1.0 / (head_dim as f32).sqrt(),
             out: state.attended.pointer().offset(skipped * q_dim).cast(),
         };
-        // SAFETY: the rows have keys and values up to the chunk's end, which is within their capacity; all
-        // ranks are full. Either all queries are attended to, or the last one, or none, which launches
+        // SAFETY: the rows have keys and values up to the chunk's end, which is within their capacity, and
+        // ranks are at most `head_dim`. Either all queries are attended to, or the last one, or none, which launches
         // nothing.
         Ok(unsafe { state.attend.launch(self.gpu.stream(), &arguments) }?)
     }

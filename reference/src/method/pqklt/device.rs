@@ -11,6 +11,7 @@ use svd_core::{Map, MapBuf, Rows, RowsMut};
 
 use super::PqKlt;
 use super::store::{HeadCode, KeySpace, TransformedPlan};
+use crate::method::head_maps::HeadMaps;
 use crate::model::{AttentionWeights, Config, Layer, Model};
 use crate::side::Pair;
 use crate::{Error, Profile, Result};
@@ -21,13 +22,6 @@ pub(crate) struct TransformedHead {
     pub maps: HeadMaps,
     /// Mean squared error of each component of the coded keys, (head_dim,).
     pub key_errors: Vec<f32>,
-}
-
-/// Columns of the maps (head_dim, head_dim) of keys and of queries to the space of the key codes. Scores are the
-/// same there.
-pub(crate) struct HeadMaps {
-    pub keys: Vec<f32>,
-    pub queries: Vec<f32>,
 }
 
 impl PqKlt {

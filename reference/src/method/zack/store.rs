@@ -5,7 +5,7 @@ use std::sync::Arc;
 use svd_core::SoftmaxStats;
 
 use crate::Result;
-use crate::cache::{ElementType, Elements, Footprint, Geometry, RotatedStore, Store, merge_part};
+use crate::cache::{ElementType, Elements, Footprint, Geometry, PromptRows, RotatedStore, Store, merge_part};
 use crate::method::cut::HeadCut;
 use crate::model::Rope;
 use crate::side::Pair;
@@ -21,14 +21,21 @@ pub(crate) struct ZackStore {
     rope: Arc<Rope>,
     heads: Arc<Vec<HeadCut>>, // (n_kv_heads,)
     element: ElementType,
+    cuts_prompts: bool,        // whether the tokens of a prompt see each other's cut rows
     rows: Vec<Pair<Elements>>, // per head: keys (len, key rank) and values (len, value rank)
     len: usize,
 }
 
 impl ZackStore {
-    pub fn new(geometry: Geometry, rope: Arc<Rope>, heads: Arc<Vec<HeadCut>>, element: ElementType) -> Self {
+    pub fn new(
+        geometry: Geometry,
+        rope: Arc<Rope>,
+        heads: Arc<Vec<HeadCut>>,
+        element: ElementType,
+        cuts_prompts: bool,
+    ) -> Self {
         let rows = (0..geometry.n_kv_heads).map(|_| Pair::of(|_| Elements::new(element))).collect();
-        Self { geometry, rope, heads, element, rows, len: 0 }
+        Self { geometry, rope, heads, element, cuts_prompts, rows, len: 0 }
     }
 }
 
@@ -44,6 +51,24 @@ impl RotatedStore for ZackStore {
 }
 
 impl Store for ZackStore {
+    fn prompt_rows(&self, keys: &[f32], values: &[f32]) -> Result<Option<PromptRows>> {
+        if !self.cuts_prompts {
+            return Ok(None);
+        }
+        let (mut keys, mut values) = (keys.to_vec(), values.to_vec());
+        let Geometry { head_dim, .. } = self.geometry;
+        for (head, cut) in self.heads.iter().enumerate() {
+            let columns = head * head_dim..(head + 1) * head_dim;
+            let rounded = cut.round_keys(&self.geometry.head_rows(head, &keys))?;
+            let rows = keys.chunks_exact_mut(self.geometry.kv_dim());
+            rows.zip(rounded.chunks_exact(head_dim))
+                .for_each(|(row, k)| row[columns.clone()].copy_from_slice(k));
+            let rows = values.chunks_exact_mut(self.geometry.kv_dim());
+            rows.for_each(|row| row[columns.clone()][cut.value_rank..].fill(0.0));
+        }
+        Ok(Some((keys, values)))
+    }
+
     fn push(&mut self, pos: usize, k: &[f32], v: &[f32]) -> Result<()> {
         self.push_rotated(&self.rope.rotated(k, self.geometry.kv_dim(), pos), v)
     }

@@ -6,7 +6,6 @@ use kv_gpu::{AnyElement, DevicePtr, Grid};
 use super::{Layer, ZackCache};
 use crate::Result;
 use crate::device::Gpu;
-use crate::device::cache::project_queries::ProjectQueriesArguments;
 use crate::device::cache::window::WindowShape;
 use crate::device::cache::{Chunk, Rows, Sequences};
 use crate::device::memory::Buffer;
@@ -37,7 +36,6 @@ struct CutArguments {
     store: Store,
     keys: DevicePtr<AnyElement>,
     values: DevicePtr<AnyElement>,
-    maps: DevicePtr<f32>,
     firsts: DevicePtr<u32>,
     counts: DevicePtr<u32>,
     heads: u32,
@@ -50,7 +48,6 @@ struct CutArguments {
 #[repr(C)]
 struct RestoreArguments {
     store: Store,
-    maps: DevicePtr<f32>,
     keys: DevicePtr<u16>,
     values: DevicePtr<u16>,
     tokens: u32,
@@ -68,19 +65,13 @@ struct MergeArguments {
 }
 
 const _: () = assert!(size_of::<Store>() == 72);
-const _: () = assert!(size_of::<CutArguments>() == 128 && size_of::<RestoreArguments>() == 104);
+const _: () = assert!(size_of::<CutArguments>() == 120 && size_of::<RestoreArguments>() == 96);
 const _: () = assert!(size_of::<MergeArguments>() == 40);
 
 impl ZackCache {
     /// What a layer has of (layer, heads).
-    fn of_heads<T: Copy>(&self, all: &Buffer<T>, layer: usize) -> DevicePtr<T> {
+    pub(super) fn of_heads<T: Copy>(&self, all: &Buffer<T>, layer: usize) -> DevicePtr<T> {
         all.pointer().offset(layer * self.window.shape.heads)
-    }
-
-    /// Maps of a layer's keys or queries.
-    fn maps(&self, side: Side, layer: usize) -> DevicePtr<f32> {
-        let WindowShape { heads, head_dim, .. } = self.window.shape;
-        self.maps[side].pointer().offset(layer * heads * head_dim * head_dim)
     }
 
     /// The rows of a layer from a sequence on.
@@ -100,26 +91,6 @@ impl ZackCache {
             value_rank_sum: rank_sums.values as u64,
             capacity: capacity as u64,
         }
-    }
-
-    /// Launches the projection of the queries.
-    pub(super) fn launch_project(
-        &self,
-        gpu: &Gpu,
-        layer: usize,
-        queries: DevicePtr<AnyElement>,
-    ) -> Result<()> {
-        let WindowShape { batch, heads, .. } = self.window.shape;
-        let arguments = ProjectQueriesArguments {
-            batch,
-            heads,
-            queries,
-            maps: self.maps(Side::Values, layer),
-            ranks: self.of_heads(&self.ranks.keys, layer),
-            out: self.scratch.queries.pointer(),
-        };
-        // SAFETY: the buffers have the lengths of `new`; maps and ranks never change.
-        unsafe { self.kernels.project.launch(gpu, &arguments) }
     }
 
     /// Launches attention to the exact rows.
@@ -147,19 +118,25 @@ impl ZackCache {
             ..self.attention(0, full)
         };
         // SAFETY: the buffers have the lengths of `new`, ranks and offsets are those of full rank, and
-        // lengths are at most the capacity. The projection, which runs before, writes none of what is read
-        // before the PDL wait, and has itself waited for queries and rows.
+        // lengths are at most the capacity. The change of basis, which runs before, writes none of what is
+        // read before the PDL wait, and has itself waited for queries and rows.
         Ok(unsafe { self.kernels.attend.launch(gpu.stream(), &arguments) }?)
     }
 
     /// Launches attention to the stored rows.
-    pub(super) fn launch_stored(&self, gpu: &Gpu, layer: usize, sequences: &Sequences) -> Result<()> {
+    pub(super) fn launch_stored(
+        &self,
+        gpu: &Gpu,
+        layer: usize,
+        sequences: &Sequences,
+        queries: DevicePtr<AnyElement>,
+    ) -> Result<()> {
         let store = self.store(layer, 0);
         let arguments = AttendArguments {
             capacity: self.window.shape.capacity,
             keys: store.keys.cast(),
             values: store.values.cast(),
-            queries: self.scratch.queries.pointer().cast(),
+            queries,
             lengths: sequences.coded_lengths.pointer(),
             key_ranks: store.key_ranks,
             value_ranks: store.value_ranks,
@@ -224,7 +201,6 @@ impl ZackCache {
             store: self.store(layer, 0),
             keys,
             values,
-            maps: self.maps(Side::Keys, layer),
             firsts: self.turns.firsts(layer),
             counts: self.turns.counts(layer),
             heads: heads as u32,
@@ -247,7 +223,6 @@ impl ZackCache {
             store: self.store(layer, chunk.sequence),
             keys,
             values,
-            maps: self.maps(Side::Keys, layer),
             firsts: self.span.first(),
             counts: self.span.count(),
             heads: heads as u32,
@@ -272,7 +247,6 @@ impl ZackCache {
         }
         let arguments = RestoreArguments {
             store: self.store(layer, chunk.sequence),
-            maps: self.maps(Side::Values, layer),
             keys: rows.keys.cast().offset(sinks * head_dim),
             values: rows.values.cast().offset(sinks * head_dim),
             tokens: tokens as u32,
