@@ -229,6 +229,17 @@ impl Method {
         self.kind.planes(config, profile).unwrap_or_else(none).map_err(|e| self.named(e))
     }
 
+    /// Whether it is a bitstream that is lossier than that of `other`, as far as their settings say.
+    #[must_use]
+    pub fn is_lossier_than(&self, other: &Self) -> bool {
+        let (Some((name, own)), Some((other_name, other))) =
+            (self.kind.coarseness(), other.kind.coarseness())
+        else {
+            return false;
+        };
+        name == other_name && own != other && own.keys >= other.keys && own.values >= other.values
+    }
+
     /// The product quantizer that a method trains on the prompt.
     ///
     /// # Errors

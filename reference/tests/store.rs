@@ -498,6 +498,12 @@ fn wrong_stores_are_refused_in_one_line() {
     );
     refused("memory", &["store", "ls", "memory:///"], "memory:///: the memory of this process");
     let twice = ["store", "get", url, "--kv-levels", "cachegen:bits=2,cachegen:bits=2"];
+    let turned = ["store", "put", url, "--kv-levels", "cachegen:bits=4,cachegen:bits=2,cachegen:bits=3"];
+    refused(
+        "levels in the wrong order",
+        &turned,
+        "bits=2 is lossier than cachegen:mode=transform:bits=3, which follows",
+    );
     refused("a level twice", &twice, "cachegen:mode=transform:bits=2 is given twice");
     refused("tokens", &["store", "get", url, "--tokens", "999999"], "--tokens 999999: the text has ");
     let levels = ["cachegen:bits=3"; 17].join(",");

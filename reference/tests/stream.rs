@@ -431,6 +431,7 @@ fn arguments_that_cannot_be_run_are_one_line() {
         (&["--link", "no-such-file"], "no-such-file"),
         (&["--link", "nan"], "bandwidth"),
         (&["--encoding", "2"], "one of 2 levels"),
+        (&["--bits", "4,2,3"], "--bits: 3 after 2: pass the least lossy level first"),
         (&["--encoding", "fast"], "fast"),
         (&["--requests", "0"], "--requests"),
         (&["--timeout", "0"], "timeout"),

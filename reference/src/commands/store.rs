@@ -77,17 +77,30 @@ struct LevelArgs {
 impl LevelArgs {
     fn methods(&self) -> Result<Vec<Method>> {
         let methods = Method::parse_list(&self.kv_levels)?;
-        if !(1..=codec_core::MAX_LEVELS).contains(&methods.len()) {
-            let what = format!("--kv-levels: {} levels, not 1 to {}", methods.len(), codec_core::MAX_LEVELS);
-            return Err(Error::Argument(what));
-        }
-        if let Some(twice) =
-            methods.iter().enumerate().find_map(|(i, m)| methods[..i].contains(m).then_some(m))
-        {
-            return Err(Error::Argument(format!("--kv-levels: {} is given twice", twice.spec())));
-        }
+        check_levels(&methods)?;
         Ok(methods)
     }
+}
+
+/// Refuses levels that no profile holds, and those that are not in order.
+fn check_levels(methods: &[Method]) -> Result<()> {
+    let refused = |what: String| Err(Error::Argument(format!("--kv-levels: {what}")));
+    if !(1..=codec_core::MAX_LEVELS).contains(&methods.len()) {
+        return refused(format!("{} levels, not 1 to {}", methods.len(), codec_core::MAX_LEVELS));
+    }
+    for (i, method) in methods.iter().enumerate() {
+        if methods[..i].contains(method) {
+            return refused(format!("{} is given twice", method.spec()));
+        }
+        if let Some(lossier) = methods[..i].iter().find(|before| before.is_lossier_than(method)) {
+            return refused(format!(
+                "{} is lossier than {}, which follows it: pass the least lossy first",
+                lossier.spec(),
+                method.spec()
+            ));
+        }
+    }
+    Ok(())
 }
 
 #[derive(Clone, Copy)]

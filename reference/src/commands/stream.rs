@@ -110,7 +110,13 @@ pub(super) const RESERVE: f64 = 0.1;
 const MOST_REQUESTS: usize = 256;
 
 impl StreamArgs {
-    fn options(&self, levels: usize) -> Result<Options> {
+    /// The options for levels of so many bits a value.
+    fn options(&self, bits: &[f64]) -> Result<Options> {
+        if let Some(pair) = bits.windows(2).find(|pair| pair[0] <= pair[1]) {
+            let what = format!("--bits: {} after {}: pass the least lossy level first", pair[1], pair[0]);
+            return Err(Error::Argument(what));
+        }
+        let levels = bits.len();
         let times = [self.latency, self.slo, self.reserve];
         if !times.iter().all(|x| x.is_finite() && *x >= 0.0) || self.reserve >= 1.0 {
             return Err(Error::argument(
@@ -221,7 +227,7 @@ impl Load {
         }
         let specs: Vec<_> = self.bits.iter().map(|bits| format!("cachegen:bits={bits}")).collect();
         let methods = Method::parse_list(&specs.join(","))?;
-        let options = self.stream.options(methods.len())?;
+        let options = self.stream.options(&self.bits)?;
         let mut files = Files::default();
         files.reads("--model", &self.model.path());
         files.reads("--text", &self.text.path());
@@ -482,7 +488,7 @@ impl Trial {
 
 impl Simulate {
     fn run(self, out: &mut Stdout) -> Result<()> {
-        let options = self.stream.options(self.bits.len())?;
+        let options = self.stream.options(&self.bits)?;
         let machine = Machine {
             values_per_token: self.values,
             bits: self.bits.clone(),

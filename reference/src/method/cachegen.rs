@@ -240,6 +240,16 @@ impl Kind for CacheGen {
         site.layers(|l| CacheGenStore::new(site.geometry, planes.clone(), l, site.dense(l)))
     }
 
+    fn coarseness(&self) -> Option<(&'static str, Pair<f32>)> {
+        Some(match self.mode {
+            Mode::Transform { bits, .. } => ("bits", Pair::of(|_| -bits)),
+            Mode::Channels { k, v } => ("deviations", Pair::new(k, v)),
+            Mode::Common { k, v } => ("mean deviations", Pair::new(k, v)),
+            Mode::Paper { k, v } => ("deviations by layer third", Pair::new(k, v)),
+            Mode::LmCache { bins } => ("bins", Pair::of(|_| -f32::from(bins))),
+        })
+    }
+
     fn planes(&self, config: &Config, profile: &Profile) -> Option<Result<codec_core::Profile>> {
         Some(self.planes_of(profile, config))
     }

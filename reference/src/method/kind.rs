@@ -21,7 +21,6 @@ use super::settings::Settings;
 use crate::cache::{DenseStore, ElementType, Geometry, Store};
 use crate::calibrate::Calibration;
 use crate::model::{Config, Model, Rope};
-#[cfg(feature = "cuda")]
 use crate::side::Pair;
 use crate::{Profile, Result};
 
@@ -160,6 +159,12 @@ pub(super) trait Kind: Debug + Send + Sync {
     /// The rotations and ranks of every layer and head, for a method with [`Self::device_cuts`].
     #[cfg(feature = "cuda")]
     fn cut_heads(&self, _config: &Config, _profile: &Profile) -> Option<Result<Vec<Vec<CutHead>>>> {
+        None
+    }
+
+    /// How coarse the steps of keys and of values are, for a method whose store is a bitstream: numbers that
+    /// compare with those of methods whose steps have the same name.
+    fn coarseness(&self) -> Option<(&'static str, Pair<f32>)> {
         None
     }
 
