@@ -240,7 +240,7 @@ fn is_virtual(architecture: &str) -> bool {
     architecture.starts_with("compute_")
 }
 
-/// The first NVRTC that keeps what it has compiled, next to what the driver has, and has an option against it.
+/// The first NVRTC that keeps what it has compiled, next to the driver's cache, and can be told not to.
 const CACHING_NVRTC: (i32, i32) = (13, 0);
 
 /// Compiles a program for an architecture, such as `sm_80`, or `compute_80` for PTX. This needs NVRTC but no

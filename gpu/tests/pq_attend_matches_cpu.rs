@@ -304,7 +304,10 @@ fn random_case(random: &mut Random, batches: &[usize]) -> Case {
     };
     let capacity = random.pick(&[1, 31, 32, 33, 100, 700, 3000]);
     let lengths = (0..batch)
-        .map(|_| if random.below(4) == 0 { random.pick(&[0, 1, capacity]) } else { random.below(capacity + 1) } as u32)
+        .map(|_| match random.below(4) {
+            0 => random.pick(&[0, 1, capacity]) as u32,
+            _ => random.below(capacity + 1) as u32,
+        })
         .collect();
     let exact_capacity = random.pick(&[0, 1, 7, 40, 132]);
     let exact_lengths = (0..batch).map(|_| random.below(exact_capacity + 1) as u32).collect();

@@ -83,8 +83,8 @@ impl AttendShape {
             let queries = self.group.div_ceil(self.group.div_ceil(most));
             let queries = if queries == 1 { 1 } else { queries.next_multiple_of(2) };
             // A block has fewer warps where a thread needs more registers: with more queries, with one key
-            // table on sm_80, and with codes that stand for several words. Two interleaved tiles need the most
-            // registers, and pay only if codes need no expansion.
+            // table on sm_80, and with codes that stand for several words. Two interleaved tiles need the
+            // most registers, and pay only if codes need no expansion.
             let simple = [&keys, &values].iter().all(|codes| codes.components() == 2);
             let expanded = [&keys, &values].iter().any(|codes| codes.bits() < 8);
             let interleaved = queries == 4 && copies == 2 && simple && !expanded && self.keys.dim() == 128;

@@ -71,7 +71,8 @@ pub struct PrefillArguments {
     pub padded: bool,
     /// Factor of the scores, positive: `1 / sqrt(head_dim)` of the model.
     pub scale: f32,
-    /// Elements in the layout of the queries, written up to the value rank of the head, or, if `padded`, to its end.
+    /// Elements in the layout of the queries, written up to the value rank of the head, or to `dim` if
+    /// `padded`.
     pub out: DevicePtr<AnyElement>,
 }
 
@@ -286,8 +287,8 @@ impl Prefill {
         unsafe { self.kernel.launch(stream, grid, threads, false, &arguments) }
     }
 
-    /// The tensor maps of keys or values, one for each rank; none above `dim` is used. Their heads are 8 elements apart, so that a
-    /// kernel finds the rows of any head as a coordinate.
+    /// The tensor maps of keys or values, one for each rank; none above `dim` is used. Their heads are 8
+    /// elements apart, so that a kernel finds the rows of any head as a coordinate.
     fn maps(
         &self,
         a: &PrefillArguments,

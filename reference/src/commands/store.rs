@@ -409,8 +409,8 @@ impl ContextArgs {
 pub struct Put {
     #[command(flatten)]
     context: ContextArgs,
-    /// Read the stored frames and compare them with their digests. Without this option, put repairs missing and
-    /// short frames and does not see wrong bits
+    /// Read the stored frames and compare them with their digests. Without this option, put repairs missing
+    /// and short frames and does not see wrong bits
     #[arg(long)]
     verify: bool,
     #[command(flatten)]

@@ -435,7 +435,8 @@ struct Simulate {
     #[arg(long, value_name = "SECONDS", default_value_t = 0.0)]
     rest: f64,
     /// Runs, each with a random bandwidth of its own
-    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..=1_000_000))]
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    #[arg(value_parser = clap::value_parser!(u64).range(1..=1_000_000))]
     trials: u64,
     /// What the bandwidths are drawn from
     #[arg(long, value_name = "N", default_value_t = 0)]

@@ -113,8 +113,8 @@ impl Bases {
         })
     }
 
-    /// Launches the maps of a layer over rows that RoPE has rotated, with PDL: the previous kernel may write the
-    /// rows, and neither maps nor slots.
+    /// Launches the maps of a layer over rows that RoPE has rotated, with PDL: the previous kernel may write
+    /// the rows, and neither maps nor slots.
     ///
     /// # Safety
     /// The rows exist, and nothing else uses them at the same time.
@@ -147,8 +147,8 @@ impl Bases {
     }
 }
 
-/// A map as elements in the order in which the lanes of the kernel hold it: 16 columns of a warp, 16 components of
-/// a step, and of both four pairs of components a lane, in two columns 8 apart.
+/// A map as elements in the order in which the lanes of the kernel hold it: 16 columns of a warp, 16
+/// components of a step, and of both four pairs of components a lane, in two columns 8 apart.
 fn packed(map: &[f32], head_dim: usize, element: Element) -> Result<Vec<u16>> {
     let at = |component: usize, column: usize| map[component * head_dim + column];
     let mut all = Vec::with_capacity(map.len());

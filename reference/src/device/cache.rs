@@ -186,8 +186,8 @@ pub trait ChunkCache {
     /// Rows (heads, capacity, head_dim) of all tokens of a chunk's sequence up to the chunk's end, those
     /// before the chunk as the method keeps them, or as they were computed. The decoder then writes the
     /// chunk's rotated keys and its values, lets its queries attend to the rows, and calls [`Self::append`].
-    /// So the tokens of a chunk attend to each other exactly, as on the CPU, but for [`Self::chunk_ranks`]. Several chunks may pass through
-    /// a layer before the first of them enters the next one.
+    /// So the tokens of a chunk attend to each other exactly, as on the CPU, but for [`Self::chunk_ranks`].
+    /// Several chunks may pass through a layer before the first of them enters the next one.
     ///
     /// # Errors
     /// [`Error::Device`].

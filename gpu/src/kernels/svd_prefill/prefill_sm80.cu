@@ -69,7 +69,8 @@ struct Head {
             if (TOKENS % ROWS_AT_ONCE && first >= ROWS_AT_ONCE) break; // the remaining threads do not fill a row
             const u64 token = min(tile * TOKENS + row, length - 1);
             cp_async_16_zfill(swizzled<CHUNKS>(to, row, chunk), key_at + token * pitch(key_rank), key_valid);
-            cp_async_16_zfill(swizzled<CHUNKS>(to + TILE, row, chunk), value_at + token * pitch(value_rank), value_valid);
+            cp_async_16_zfill(swizzled<CHUNKS>(to + TILE, row, chunk), value_at + token * pitch(value_rank),
+                              value_valid);
         }
         cp_async_commit();
     }

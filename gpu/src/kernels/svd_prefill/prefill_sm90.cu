@@ -17,9 +17,9 @@
 // The tiles of a row block end at the last key that its last row sees, and the first tile begins before key 0, where
 // TMA reads zeros. No key or value beyond a row block's own is read, so what lies there does not matter.
 //
-// A tensor map has the pitch of its rows, which is the rank, or DIM where rows are padded: there is one map per rank and
-// side. Its third dimension steps over 8 elements, so that the offset of a head in the buffer is a coordinate and the
-// maps serve every head.
+// A tensor map has the pitch of its rows, which is the rank, or DIM where rows are padded: there is one map per rank
+// and side. Its third dimension steps over 8 elements, so that the offset of a head in the buffer is a coordinate and
+// the maps serve every head.
 //
 // The floor is the rate of the tensor cores, within the power limit; at half rank exponentials take as long. What was
 // tried is in PERFORMANCE.md.
