@@ -268,10 +268,10 @@ impl Decoder {
     /// (vocab_size,) of what follows them.
     ///
     /// The tokens attend to each other exactly, or as [`KvCache::prompt_rows`] has it, and to what the cache
-    /// already holds as its method attends; the cache then takes them as a prompt, with their last queries to watch. On an empty cache this is a
-    /// prompt with exact attention. In a cache that keeps everything exact, a prompt in chunks gives the
-    /// logits of a prompt at once; where it does not, later chunks see earlier ones compressed, and a method
-    /// that learns from the prompt or chooses its tokens by the last queries does so for every chunk.
+    /// already holds as its method attends; the cache then takes them as a prompt, with their last queries
+    /// to watch. In a cache that keeps everything exact, a prompt in chunks gives the logits of a prompt at
+    /// once; where it does not, later chunks see earlier ones compressed, and a method that learns from the
+    /// prompt or chooses its tokens by the last queries does so for every chunk.
     ///
     /// # Errors
     /// As [`Self::step`], and for no tokens. The cache may then hold the tokens in some layers: truncate it.

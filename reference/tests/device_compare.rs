@@ -25,7 +25,8 @@ fn rows(methods: &str, gpu: Option<&OnGpu>) -> Result<Vec<Row>> {
 #[test]
 fn rows_are_those_of_the_cpu() {
     let Some(gpu) = gpu("compare") else { return };
-    let methods = "dense:dtype=f16,int4,int4:window=20,million,million:exact=bf16,million:k=8/4:v=8/4:window=32,zack:multiple=8,\
+    let methods = "dense:dtype=f16,int4,int4:window=20,million,million:exact=bf16,\
+                   million:k=8/4:v=8/4:window=32,zack:multiple=8,\
                    zack:k=0.5:v=0.5:multiple=8:window=32:sinks=2,zack:ranks=loss:multiple=16:exact=bf16,\
                    zack:k=0.5:v=0.5:multiple=8:prompt=cut";
     let on = OnGpu { gpu, chunk: SIZES.context, others_on_cpu: false };

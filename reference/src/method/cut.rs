@@ -24,7 +24,7 @@ impl HeadCut {
 
     /// Projects keys (n, head_dim) and takes them back to `head_dim` components: rows that have the products
     /// with all queries that the projected ones have.
-    pub fn round_keys(&self, rows: &[f32]) -> Result<Vec<f32>> {
+    pub fn reconstruct_keys(&self, rows: &[f32]) -> Result<Vec<f32>> {
         let mut out = vec![0.0; rows.len()];
         self.queries.view().reconstruct_into(&self.project_keys(rows)?, &mut out)?;
         Ok(out)

@@ -139,11 +139,9 @@ impl Kind for Zack {
         let cuts = self.cuts(site.config, site.profile)?;
         let geometry = site.geometry;
         let Some(bits) = self.bits else {
+            let cuts_prompts = self.prompt == Prompts::Cut;
             return site.layers(|l| {
-                let store = {
-                    let cuts_prompts = self.prompt == Prompts::Cut;
-                    ZackStore::new(geometry, site.rope(l), cuts[l].clone(), site.exact, cuts_prompts)
-                };
+                let store = ZackStore::new(geometry, site.rope(l), cuts[l].clone(), site.exact, cuts_prompts);
                 Ok(EvictingStore::new(store, geometry, site.rope(l), self.tokens))
             });
         };

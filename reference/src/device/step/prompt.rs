@@ -482,8 +482,8 @@ impl Decoder {
             out: state.attended.pointer().offset(skipped * q_dim).cast(),
         };
         // SAFETY: the rows have keys and values up to the chunk's end, which is within their capacity, and
-        // ranks are at most `head_dim`. Either all queries are attended to, or the last one, or none, which launches
-        // nothing.
+        // ranks are at most `head_dim`. Either all queries are attended to, or the last one, or none, which
+        // launches nothing.
         Ok(unsafe { state.attend.launch(self.gpu.stream(), &arguments) }?)
     }
 

@@ -59,9 +59,9 @@ impl Store for ZackStore {
         let Geometry { head_dim, .. } = self.geometry;
         for (head, cut) in self.heads.iter().enumerate() {
             let columns = head * head_dim..(head + 1) * head_dim;
-            let rounded = cut.round_keys(&self.geometry.head_rows(head, &keys))?;
+            let reconstructed = cut.reconstruct_keys(&self.geometry.head_rows(head, &keys))?;
             let rows = keys.chunks_exact_mut(self.geometry.kv_dim());
-            rows.zip(rounded.chunks_exact(head_dim))
+            rows.zip(reconstructed.chunks_exact(head_dim))
                 .for_each(|(row, k)| row[columns.clone()].copy_from_slice(k));
             let rows = values.chunks_exact_mut(self.geometry.kv_dim());
             rows.for_each(|row| row[columns.clone()][cut.value_rank..].fill(0.0));
