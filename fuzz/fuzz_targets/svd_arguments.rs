@@ -92,7 +92,8 @@ fn attend(group: usize, sizes: [u32; 4], stored: &[f32], probes: &[f32]) {
     let attention = Attention { scale: options(0).unwrap_or(1.0), softcap: options(1), window: Some(shift) };
     let list = sizes.map(|size| size >> 24);
     let mut scratch = vec![0.0; queries.len()];
-    for tokens in [Ok(tokens), Ok(tokens.first_query(position)), tokens.chosen(&list)].into_iter().flatten() {
+    let all = [Ok(tokens), Ok(tokens.first_query(position)), tokens.chosen(&list), tokens.heads(shift)];
+    for tokens in all.into_iter().flatten() {
         for attention in [attention, Attention::default()] {
             let queries = Rows::from(queries);
             let _ = attend_exact_into(&attention, queries, &tokens, &mut scratch, &mut out, &mut stats);

@@ -57,7 +57,8 @@ impl Default for Attention {
     }
 }
 
-/// The tokens of one key/value head as exact rows: all of them, or those of a list.
+/// The tokens of one key/value head as exact rows, or of several heads ([`heads`](Self::heads)): all of them,
+/// or those of a list.
 ///
 /// # Examples
 /// ```
@@ -72,6 +73,7 @@ impl Default for Attention {
 pub struct ExactTokens<'a, E> {
     pub(crate) keys: Rows<'a, E>,
     pub(crate) values: Rows<'a, E>,       // as many as keys
+    pub(crate) heads: usize,              // divides the components of keys and of values
     pub(crate) chosen: Option<&'a [u32]>, // each the index of a row
     start: usize,                         // position of row 0
     first_query: Option<usize>,           // position of the first query token
@@ -87,7 +89,7 @@ impl<'a, E> ExactTokens<'a, E> {
         if keys.rows() != values.rows() {
             return Err(Error::Length { what: "values", expected: keys.rows(), actual: values.rows() });
         }
-        Ok(Self { keys, values, chosen: None, start: 0, first_query: None })
+        Ok(Self { keys, values, heads: 1, chosen: None, start: 0, first_query: None })
     }
 
     /// All rows of slices without gaps: `keys` (n, dim_k) and `values` (n, dim_v).
@@ -96,6 +98,37 @@ impl<'a, E> ExactTokens<'a, E> {
     /// [`Error::Zero`] for no components, [`Error::PartialRow`], [`Error::Length`].
     pub fn contiguous(keys: &'a [E], dim_k: usize, values: &'a [E], dim_v: usize) -> Result<Self, Error> {
         Self::new(Rows::contiguous(keys, dim_k)?, Rows::contiguous(values, dim_v)?)
+    }
+
+    /// Makes every row that of `heads` key/value heads, one after the other: (tokens, heads, head_dim), NHD.
+    ///
+    /// # Errors
+    /// [`Error::Zero`] for no heads, [`Error::PartialRow`] for rows that they do not divide.
+    /// # Examples
+    /// ```
+    /// use kv_attend::{Attention, ExactTokens, Rows, SoftmaxStats, attend_exact_into, normalize_all};
+    /// // 3 tokens of 2 heads of 2 components, and a query for each head.
+    /// let (cache, queries) = ([0.0_f32, 0.0, 5.0, 5.0, 0.0, 0.0, 5.0, 5.0, 0.0, 0.0, 5.0, 5.0], [1.0_f32; 4]);
+    /// let rows = Rows::contiguous(&cache, 4)?;
+    /// let tokens = ExactTokens::new(rows, rows)?.heads(2)?;
+    /// let (mut scratch, mut out, mut stats) = ([0.0; 4], [0.0; 4], [SoftmaxStats::EMPTY; 2]);
+    /// let attention = Attention::default();
+    /// attend_exact_into(&attention, Rows::from(&queries[..]), &tokens, &mut scratch, &mut out, &mut stats)?;
+    /// normalize_all(&stats, &mut out)?;
+    /// assert_eq!(out, [0.0, 0.0, 5.0, 5.0]);
+    /// # Ok::<(), kv_attend::Error>(())
+    /// ```
+    pub const fn heads(self, heads: usize) -> Result<Self, Error> {
+        if heads == 0 {
+            return Err(Error::Zero { what: "heads" });
+        }
+        if !self.keys.components().is_multiple_of(heads) {
+            return Err(Error::PartialRow { what: "keys", row: heads, actual: self.keys.components() });
+        }
+        if !self.values.components().is_multiple_of(heads) {
+            return Err(Error::PartialRow { what: "values", row: heads, actual: self.values.components() });
+        }
+        Ok(Self { heads, ..self })
     }
 
     /// Only the rows of `tokens`, in any order: a search's result. A row that is listed twice counts twice.
@@ -151,7 +184,8 @@ pub const fn attend_exact_scratch_len(queries: usize, dim_k: usize) -> usize {
 }
 
 /// Attention of a group of query heads on exact rows of their common key/value head, whose keys and values
-/// may differ in their number of components.
+/// may differ in their number of components; or of several such groups, if the rows are those of several
+/// heads ([`ExactTokens::heads`]).
 ///
 /// With `s_t = scale * <q, k_t>`, capped if [`Attention::softcap`] says so, adds
 /// `sum_t exp(s_t - max s) * v_t` to each query's `out`, and updates its `stats` (maximum and sum). Begin
@@ -166,18 +200,18 @@ pub const fn attend_exact_scratch_len(queries: usize, dim_k: usize) -> usize {
 /// The softmax runs over at most 64 tokens at a time. A token with a NaN score makes the result NaN.
 ///
 /// # Shapes
-/// `queries` (T, group * dim_k): a row is a query token, so a decode step passes `Rows::from(slice)`;
-/// `tokens` keys (n, dim_k) and values (n, dim_v); `scratch` at least [`attend_exact_scratch_len`] for T *
-/// group queries; `out` (T, group, dim_v); `stats` (T, group).
+/// `queries` (T, heads * group * dim_k): a row is a query token, so a decode step passes `Rows::from(slice)`;
+/// `tokens` keys (n, heads * dim_k) and values (n, heads * dim_v); `scratch` at least
+/// [`attend_exact_scratch_len`] for T * heads * group queries; `out` (T, heads, group, dim_v); `stats` (T,
+/// heads, group).
 /// # Errors
-/// [`Error::Zero`] for no query, [`Error::PartialRow`] if `queries` does not consist of keys,
+/// [`Error::Zero`] for no query, [`Error::PartialRow`] if `queries` does not consist of rows of keys,
 /// [`Error::Length`], [`Error::TooShort`], [`Error::Causal`], [`Error::Attention`]. `out` and `stats` are
 /// then unchanged.
 /// # Cost
-/// T * group * n * (dim_k + dim_v) multiply-adds, T * group * n exponentials, one pass over the rows, no
-/// allocation. Rows at a distance (NHD) take longer than rows without gaps, since each has a page of its own:
-/// for contexts of 16,000 tokens and more it pays to attend to blocks of 64 to 256 tokens one after the other,
-/// each for all heads.
+/// T * heads * group * n * (dim_k + dim_v) multiply-adds, T * heads * group * n exponentials, one pass over the
+/// rows, no allocation. One head of rows of several heads (NHD, by [`Rows::columns`]) takes longer than rows
+/// without gaps, since each of its rows has a page of its own. All heads in one call read the rows in order.
 /// # Source
 /// The merge of partial softmaxes: Dao et al., "FlashAttention", NeurIPS 2022; the cap: Gemma 2, arXiv
 /// 2408.00118; the window: Mistral 7B, arXiv 2310.06825.
@@ -238,11 +272,11 @@ pub fn attend_exact_into_with<Q: Element, E: Element>(
     if !row.is_multiple_of(dim_k) {
         return Err(Error::PartialRow { what: "queries", row: dim_k, actual: row });
     }
+    let (dim_k, dim_v) = (dim_k / tokens.heads, dim_v / tokens.heads);
     if tokens.first_query.is_none() && query_tokens > tokens.keys.rows().max(1) {
         return Err(Error::Causal { queries: query_tokens, tokens: tokens.keys.rows() });
     }
-    let group = row / dim_k;
-    check_len("stats", stats.len(), query_tokens.checked_mul(group).ok_or(Error::TooLarge)?)?;
+    check_len("stats", stats.len(), query_tokens.checked_mul(row / dim_k).ok_or(Error::TooLarge)?)?;
     check_len("out", out.len(), stats.len().checked_mul(dim_v).ok_or(Error::TooLarge)?)?;
     let len = attend_exact_scratch_len(stats.len(), dim_k);
     check_at_least("scratch", scratch.len(), len)?;

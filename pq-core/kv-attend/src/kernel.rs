@@ -13,44 +13,53 @@ use crate::{Attention, Element, ExactTokens, SoftmaxStats};
 
 /// Most tokens of a block: their weights, keys and values stay in L1 and L2.
 const TOKENS: usize = 64;
-/// Most bytes of keys, and of values, in a block: both stay in L1 while the next block's arrive in L2.
+/// Most bytes of a head's keys, and of its values, in a block: both stay in L1 while the next block's arrive in
+/// L2.
 const BLOCK_BYTES: usize = 8192;
+/// Most bytes of all heads' keys, and of their values, in a block of several heads: those and the next block's
+/// stay in L2.
+const HEADS_BYTES: usize = 131_072;
 
 pub(crate) struct Attend<'a, 'b, E> {
     pub attention: &'a Attention,
-    pub queries: &'a [f32], // (query tokens, group, dim_k), scaled
+    pub queries: &'a [f32], // (query tokens, heads, group, dim_k), scaled
     pub query_tokens: usize,
     pub tokens: &'a ExactTokens<'a, E>,
-    pub out: &'b mut [f32],            // (query tokens, group, dim_v)
-    pub stats: &'b mut [SoftmaxStats], // (query tokens, group)
+    pub out: &'b mut [f32],            // (query tokens, heads, group, dim_v)
+    pub stats: &'b mut [SoftmaxStats], // (query tokens, heads, group)
 }
 
 impl<E: Element> Kernel for Attend<'_, '_, E> {
     type Output = ();
 
     fn scalar(self) {
-        let (dim_k, dim_v) = (self.tokens.keys.components(), self.tokens.values.components());
-        let group = self.stats.len() / self.query_tokens;
+        let ExactTokens { keys, values, heads, .. } = *self.tokens;
+        let (dim_k, dim_v) = (keys.components() / heads, values.components() / heads);
+        let queries = self.stats.len() / self.query_tokens;
         for block in self.blocks(TOKENS) {
+            let mut list = [0; TOKENS];
+            self.fill(&mut list[..block.len()], block.start);
             for i in 0..self.query_tokens {
                 let visible = self.visible(i);
                 let mut rows = [0; TOKENS];
                 let mut n = 0;
-                for token in block.clone().map(|at| self.token(at)).filter(|token| visible.contains(token)) {
+                for &token in list[..block.len()].iter().filter(|token| visible.contains(token)) {
                     rows[n] = token;
                     n += 1;
                 }
-                for query in i * group..(i + 1) * group {
+                for query in i * queries..(i + 1) * queries {
+                    let head = query % queries / (queries / heads);
                     let out = &mut self.out[query * dim_v..][..dim_v];
                     let mut weights = [f32::NEG_INFINITY; TOKENS];
                     for (&row, score) in rows[..n].iter().zip(&mut weights) {
-                        *score = dot(&self.queries[query * dim_k..][..dim_k], self.tokens.keys.row(row));
+                        let key = &keys.row(row)[head * dim_k..][..dim_k];
+                        *score = dot(&self.queries[query * dim_k..][..dim_k], key);
                     }
                     cap(self.attention.softcap, &mut weights[..n]);
                     let weights = &mut weights[..n.next_multiple_of(LANES)];
                     add_scores::<1>(weights, &mut self.stats[query..=query], out);
                     for (&row, weight) in rows[..n].iter().zip(weights) {
-                        let value = self.tokens.values.row(row);
+                        let value = &values.row(row)[head * dim_v..][..dim_v];
                         out.iter_mut().zip(value).for_each(|(out, x)| *out += *weight * x.to_f32());
                     }
                 }
@@ -60,11 +69,11 @@ impl<E: Element> Kernel for Attend<'_, '_, E> {
 
     #[inline(always)]
     fn vector<S: Simd>(mut self, s: S) {
-        let ExactTokens { keys, values, chosen, .. } = *self.tokens;
-        let longest = keys.components().max(values.components());
-        let tokens = (BLOCK_BYTES / (longest * size_of::<E>())).clamp(16, TOKENS);
-        if let (Some(keys), Some(values), None) = (keys.as_slice(), values.as_slice(), chosen) {
-            let (dim_k, dim_v) = (self.tokens.keys.components(), self.tokens.values.components());
+        let ExactTokens { keys, values, heads, chosen, .. } = *self.tokens;
+        let (dim_k, dim_v) = (keys.components() / heads, values.components() / heads);
+        let row = dim_k.max(dim_v) * size_of::<E>();
+        let mut tokens = (BLOCK_BYTES / row).clamp(16, TOKENS);
+        if let (Some(keys), Some(values), None, 1) = (keys.as_slice(), values.as_slice(), chosen, heads) {
             for block in self.blocks(tokens) {
                 for i in 0..self.query_tokens {
                     let visible = self.visible(i);
@@ -73,32 +82,48 @@ impl<E: Element> Kernel for Attend<'_, '_, E> {
                         let keys = Dense { rows: &keys[rows.start * dim_k..rows.end * dim_k], dim: dim_k };
                         let values =
                             Dense { rows: &values[rows.start * dim_v..rows.end * dim_v], dim: dim_v };
-                        self.group(s, i, keys, values);
+                        self.group(s, (i, 0), keys, values);
                     }
                 }
             }
             return;
         }
+        if heads > 1 {
+            tokens = (HEADS_BYTES / (heads * row)).clamp(8, tokens);
+        }
         for block in self.blocks(tokens) {
-            // The rows after those of the block are prefetched; the last row stands for those that do not
-            // exist.
+            let n = block.len();
             let mut list = [0; 2 * TOKENS];
-            let last = self.end() - 1;
-            for (at, token) in list[..2 * block.len()].iter_mut().enumerate() {
-                *token = self.token((block.start + at).min(last));
-            }
-            let (rows, next) = list[..2 * block.len()].split_at(block.len());
-            for i in 0..self.query_tokens {
-                let visible = self.visible(i);
-                let mut seen = [0; TOKENS];
-                let mut n = 0;
-                for &row in rows {
-                    seen[n] = row;
-                    n += usize::from(visible.contains(&row));
-                }
-                if n > 0 {
-                    let rows = &seen[..n];
-                    self.group(s, i, Listed::new(keys, rows, next), Listed::new(values, rows, next));
+            self.fill(&mut list[..2 * n], block.start);
+            let (rows, next) = list[..2 * n].split_at(n);
+            for head in 0..heads {
+                let mut pieces = [0; TOKENS];
+                let next = if heads > 1 && chosen.is_none() {
+                    (block.end * heads + head * n..)
+                        .zip(&mut pieces[..n])
+                        .for_each(|(at, piece)| *piece = at);
+                    Next::Pieces(&pieces[..n])
+                } else {
+                    Next::Rows(next)
+                };
+                for i in 0..self.query_tokens {
+                    let visible = self.visible(i);
+                    let mut seen = [0; TOKENS];
+                    let rows = if rows.iter().all(|row| visible.contains(row)) {
+                        rows
+                    } else {
+                        let mut count = 0;
+                        for &row in rows {
+                            seen[count] = row;
+                            count += usize::from(visible.contains(&row));
+                        }
+                        &seen[..count]
+                    };
+                    if !rows.is_empty() {
+                        let keys = Listed::new(keys, (heads, head), rows, next);
+                        let values = Listed::new(values, (heads, head), rows, next);
+                        self.group(s, (i, head), keys, values);
+                    }
                 }
             }
         }
@@ -111,10 +136,18 @@ impl<'a, E: Element> Attend<'a, '_, E> {
         self.tokens.visible(self.attention.window, i, self.query_tokens)
     }
 
-    /// The row of the token at `at`, in the list or of all.
+    /// Fills `list` with the rows of the tokens from `start` on. The last row stands for those that do not exist.
     #[inline(always)]
-    fn token(&self, at: usize) -> usize {
-        self.tokens.chosen.map_or(at, |tokens| tokens[at] as usize)
+    fn fill(&self, list: &mut [usize], start: usize) {
+        let end = self.end();
+        match self.tokens.chosen {
+            Some(tokens) => {
+                let (there, missing) = list.split_at_mut((end - start).min(list.len()));
+                there.iter_mut().zip(&tokens[start..]).for_each(|(row, &token)| *row = token as usize);
+                missing.fill(tokens[end - 1] as usize);
+            }
+            None => (start..).zip(list).for_each(|(at, row)| *row = at.min(end - 1)),
+        }
     }
 
     /// Tokens of the list, or rows that any query sees: the end of the loop over tokens.
@@ -132,12 +165,19 @@ impl<'a, E: Element> Attend<'a, '_, E> {
         (start..end).step_by(len).map(move |at| at..end.min(at + len))
     }
 
-    /// Adds a block of tokens to the queries of query token `i`.
+    /// Adds a block of tokens of a head to the queries of a query token.
     #[inline(always)]
-    fn group<S: Simd, R: BlockRows<E>>(&mut self, s: S, i: usize, keys: R, values: R) {
-        let (dim_k, dim_v) = (self.tokens.keys.components(), self.tokens.values.components());
-        let group = self.stats.len() / self.query_tokens;
-        let (mut first, end) = (i * group, (i + 1) * group);
+    fn group<S: Simd, R: BlockRows<E>>(
+        &mut self,
+        s: S,
+        (query_token, head): (usize, usize),
+        keys: R,
+        values: R,
+    ) {
+        let (dim_k, dim_v) = (keys.dim(), values.dim());
+        let group = self.stats.len() / self.query_tokens / self.tokens.heads;
+        let mut first = (query_token * self.tokens.heads + head) * group;
+        let end = first + group;
         while first < end {
             let n = (end - first).min(4);
             let block = Block {
@@ -180,10 +220,10 @@ unsafe trait BlockRows<E>: Copy {
     fn dim(self) -> usize;
     /// Row `t`, which must be below `n`.
     fn row(self, t: usize) -> *const E;
-    /// Prefetches part of the next block. The caller loops over tiles of rows, in a tile over registers of a
-    /// row, and in a register column over the rows of the tile. This call is for register `c` of row `t`, the
-    /// `step`-th of the tile that begins at row `first`.
-    fn prefetch<S: Simd>(self, s: S, first: usize, step: usize, t: usize, c: usize);
+    /// Where the part of the next block begins that is prefetched while row `t` of a tile from row `first` on is
+    /// read: column by column as the row itself if the rows are [`APART`](Self::APART), else register by
+    /// register in the order of the tile.
+    fn ahead(self, first: usize, t: usize) -> *const E;
 }
 
 /// Rows without gaps.
@@ -214,13 +254,12 @@ unsafe impl<E: Element> BlockRows<E> for Dense<'_, E> {
         self.rows.as_ptr().wrapping_add(t * self.dim)
     }
     #[inline(always)]
-    fn prefetch<S: Simd>(self, s: S, first: usize, step: usize, _: usize, _: usize) {
-        let next = self.row(first).wrapping_add(self.rows.len());
-        prefetch_line(s, next, step * S::LANES);
+    fn ahead(self, first: usize, _: usize) -> *const E {
+        self.row(first).wrapping_add(self.rows.len())
     }
 }
 
-/// Rows at a distance, or of a list.
+/// A head's part of rows at a distance, or of a list.
 ///
 /// N.B. A copy into a buffer without gaps takes 1.2 to 1.7 times as long with AVX-512 as reading the rows in
 /// place.
@@ -228,34 +267,49 @@ unsafe impl<E: Element> BlockRows<E> for Dense<'_, E> {
 /// N.B. Rows of one of 8 heads of 128 components, 512 tokens, take about twice as long in `f32` as rows
 /// without gaps, 1.5 times in `f16` (Zen 3, AVX2, on a shared machine). 4 KiB apart, all rows of a head in
 /// `f32` share an eighth of the sets of L1 and L2: with 9 heads they take 1.4 to 1.8 times as long, in `f16`
-/// 1.3 to 1.4. Every row needs an entry of the TLB: with huge pages a tenth less time in `f32`. A caller that
-/// walks blocks of 64 to 256 tokens over 8 heads saves a seventh to a third of the time at 16,384 tokens, and
-/// nothing at 4,096 and less (Zen 4, on a shared machine).
+/// 1.3 to 1.4. Every row needs an entry of the TLB: with huge pages a tenth less time in `f32`. Loads alone,
+/// without arithmetic, take 1.3 to 1.9 times as long, however far ahead they are prefetched (Zen 5). So all heads
+/// of a block of tokens are read before the next block, whose lines are prefetched in order: 1.0 to 1.4 times.
+/// No gain: prefetching rows into L1 some rows ahead, blocks of 4 tokens.
 #[derive(Clone, Copy)]
 struct Listed<'a, E> {
-    data: &'a [E],
+    rows: &'a [usize],
+    first: *const E, // of row 0
     stride: usize,
     dim: usize,
-    rows: &'a [usize], // of the block
-    next: &'a [usize], // of the next block, as many
+    ahead: &'a [usize], // what to prefetch with each row
+    ahead_first: *const E,
+    ahead_stride: usize,
+}
+
+/// What follows a block of rows.
+#[derive(Clone, Copy)]
+enum Next<'a> {
+    /// As many rows.
+    Rows(&'a [usize]),
+    /// A head's share of rows of several heads: as many pieces of `dim` elements, counted from the first of row
+    /// 0. Each head has its share whatever the heads of its pieces, so that memory is read in order.
+    Pieces(&'a [usize]),
 }
 
 impl<'a, E> Listed<'a, E> {
-    /// The given rows, all of which exist.
+    /// A head's part of the given rows, all of which exist.
     #[inline(always)]
-    fn new(of: crate::Rows<'a, E>, rows: &'a [usize], next: &'a [usize]) -> Self {
-        assert!(rows.len() <= next.len() && rows.iter().all(|&row| row < of.rows()));
-        Self {
-            data: of.data(),
-            stride: of.row_stride(),
-            dim: of.components(),
-            rows,
-            next: &next[..rows.len()],
-        }
+    fn new(of: crate::Rows<'a, E>, (heads, head): (usize, usize), rows: &'a [usize], next: Next<'a>) -> Self {
+        assert!(head < heads && rows.iter().all(|&row| row < of.rows()));
+        let (dim, stride) = (of.components() / heads, of.row_stride());
+        let all = of.data().as_ptr();
+        let first = all.wrapping_add(head * dim);
+        let (ahead, ahead_first, ahead_stride) = match next {
+            Next::Rows(next) => (next, first, stride),
+            Next::Pieces(pieces) => (pieces, all, stride / heads),
+        };
+        assert!(rows.len() <= ahead.len());
+        Self { rows, first, stride, dim, ahead, ahead_first, ahead_stride }
     }
 }
 
-// SAFETY: `new` has checked that the rows exist, and `Rows` that those end within `data`.
+// SAFETY: `new` has checked that the rows exist, and `Rows` that those end within its memory.
 unsafe impl<E: Element> BlockRows<E> for Listed<'_, E> {
     const APART: bool = true;
     #[inline(always)]
@@ -268,12 +322,11 @@ unsafe impl<E: Element> BlockRows<E> for Listed<'_, E> {
     }
     #[inline(always)]
     fn row(self, t: usize) -> *const E {
-        self.data.as_ptr().wrapping_add(self.rows[t] * self.stride)
+        self.first.wrapping_add(self.rows[t] * self.stride)
     }
     #[inline(always)]
-    fn prefetch<S: Simd>(self, s: S, _: usize, _: usize, t: usize, c: usize) {
-        let next = self.data.as_ptr().wrapping_add(self.next[t] * self.stride);
-        prefetch_line(s, next, c);
+    fn ahead(self, _: usize, t: usize) -> *const E {
+        self.ahead_first.wrapping_add(self.ahead[t] * self.ahead_stride)
     }
 }
 
@@ -353,10 +406,11 @@ fn score_tile<S: Simd, E: Element, R: BlockRows<E>, const G: usize, const P: usi
     let wide = dim / S::LANES * S::LANES;
     let row = |t: usize| (first + t).min(n - 1);
     let rows: [*const E; 8] = core::array::from_fn(|t| keys.row(row(t)));
+    let ahead: [*const E; 8] = core::array::from_fn(|t| keys.ahead(first, row(t)));
     let mut sums = [[s.splat(0.0); 4]; 2]; // that of key t and query g is at t * P + g
     for c in (0..wide).step_by(S::LANES) {
         for t in 0..8 / P {
-            keys.prefetch(s, first, c / S::LANES * (8 / P) + t, row(t), c);
+            prefetch_line(s, ahead[t], if R::APART { c } else { c * (8 / P) + t * S::LANES });
             // SAFETY: c + LANES is at most `dim`, and the row exists.
             let key = unsafe { E::load(s, rows[t].add(c)) };
             for g in 0..G {
@@ -404,10 +458,12 @@ fn add_values<S: Simd, E: Element, R: BlockRows<E>, const G: usize, const P: usi
     }
     for t in 0..n {
         let mut value = [s.splat(0.0); V];
+        let (row, ahead) = (values.row(t), values.ahead(0, t));
         for v in 0..V {
-            values.prefetch(s, 0, c / S::LANES * n + t * V + v, t, c + v * S::LANES);
+            let i = c + v * S::LANES;
+            prefetch_line(s, ahead, if R::APART { i } else { c * n + (t * V + v) * S::LANES });
             // SAFETY: t is below n, and c + V * LANES at most `dim`, so LANES elements are readable.
-            value[v] = unsafe { E::load(s, values.row(t).add(c + v * S::LANES)) };
+            value[v] = unsafe { E::load(s, row.add(i)) };
         }
         for g in 0..G {
             let weight = s.splat(weights[t * P + g]);

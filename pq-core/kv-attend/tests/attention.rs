@@ -59,6 +59,7 @@ struct Case {
     dim_k: usize,
     dim_v: usize,
     gaps: [usize; 3], // elements between rows of keys, of values, of queries
+    heads: usize,
     group: usize,
     query_tokens: usize,
     attention: Attention,
@@ -70,6 +71,7 @@ struct Case {
 
 fn cases() -> impl Strategy<Value = Case> {
     let sizes = (0_usize..200, 1_usize..80, 1_usize..140, 1_usize..10, 1_usize..6);
+    let heads = prop_oneof![2 => Just(1_usize), 1 => 2_usize..10];
     let start = prop_oneof![Just(0_usize), 1_usize..100];
     let gaps =
         prop_oneof![Just([0; 3]), (0_usize..40, 0_usize..40, 0_usize..9).prop_map(|(a, b, c)| [a, b, c])];
@@ -80,38 +82,43 @@ fn cases() -> impl Strategy<Value = Case> {
         proptest::option::of(0_usize..250),
         proptest::option::of(proptest::collection::vec(any::<prop::sample::Index>(), 0..150)),
     );
-    (sizes, gaps, options, start, any::<u64>()).prop_map(|(sizes, gaps, options, start, seed)| {
-        let (n, dim_k, dim_v, group, query_tokens) = sizes;
-        let (scale, softcap, window, first_query, list) = options;
-        Case {
-            n,
-            dim_k,
-            dim_v,
-            gaps,
-            group,
-            query_tokens: if first_query.is_none() { query_tokens.min(n.max(1)) } else { query_tokens },
-            attention: Attention { scale, softcap, window },
-            first_query,
-            start,
-            list: list.filter(|_| n > 0).map(|list| list.iter().map(|i| i.index(n)).collect()),
-            seed,
-        }
-    })
+    (sizes, heads, gaps, options, start, any::<u64>()).prop_map(
+        |(sizes, heads, gaps, options, start, seed)| {
+            let (n, dim_k, dim_v, group, query_tokens) = sizes;
+            let (scale, softcap, window, first_query, list) = options;
+            Case {
+                n,
+                dim_k,
+                dim_v,
+                gaps,
+                heads,
+                group,
+                query_tokens: if first_query.is_none() { query_tokens.min(n.max(1)) } else { query_tokens },
+                attention: Attention { scale, softcap, window },
+                first_query,
+                start,
+                list: list.filter(|_| n > 0).map(|list| list.iter().map(|i| i.index(n)).collect()),
+                seed,
+            }
+        },
+    )
 }
 
 fn check<Q: Element, E: Element>(case: &Case) {
-    let &Case { n, dim_k, dim_v, gaps, group, query_tokens, ref attention, first_query, start, .. } = case;
-    let (list, seed) = (&case.list, case.seed);
-    let row = group * dim_k;
-    let keys = noise::<E>(n * (dim_k + gaps[0]), seed ^ 1);
-    let values = noise::<E>(n * (dim_v + gaps[1]), seed ^ 2);
-    let queries = noise::<Q>(query_tokens * (row + gaps[2]), seed);
-    let keys = Rows::new(&keys, n, dim_k, dim_k + gaps[0]).unwrap();
-    let values = Rows::new(&values, n, dim_v, dim_v + gaps[1]).unwrap();
-    let queries = Rows::new(&queries, query_tokens, row, row + gaps[2]).unwrap();
-    let mut tokens = ExactTokens::new(keys, values).unwrap().starting_at(start);
+    let &Case { n, dim_k, dim_v, gaps, heads, group, query_tokens, .. } = case;
+    let Case { attention, first_query, start, list, seed, .. } = case;
+    let rows = |components: usize, gap: usize| (components, components + gap);
+    let (of_keys, of_values) = (rows(heads * dim_k, gaps[0]), rows(heads * dim_v, gaps[1]));
+    let of_queries = rows(heads * group * dim_k, gaps[2]);
+    let keys = noise::<E>(n * of_keys.1, seed ^ 1);
+    let values = noise::<E>(n * of_values.1, seed ^ 2);
+    let queries = noise::<Q>(query_tokens * of_queries.1, *seed);
+    let keys = Rows::new(&keys, n, of_keys.0, of_keys.1).unwrap();
+    let values = Rows::new(&values, n, of_values.0, of_values.1).unwrap();
+    let queries = Rows::new(&queries, query_tokens, of_queries.0, of_queries.1).unwrap();
+    let mut tokens = ExactTokens::new(keys, values).unwrap().heads(heads).unwrap().starting_at(*start);
     if let Some(position) = first_query {
-        tokens = tokens.first_query(position);
+        tokens = tokens.first_query(*position);
     }
     let chosen: Option<Vec<u32>> = list.as_ref().map(|list| list.iter().map(|&t| t as u32).collect());
     if let Some(chosen) = &chosen {
@@ -119,15 +126,16 @@ fn check<Q: Element, E: Element>(case: &Case) {
     }
     let all: Vec<usize> = list.clone().unwrap_or_else(|| (0..n).collect());
     for backend in backends() {
-        let mut stats = vec![SoftmaxStats::EMPTY; query_tokens * group];
+        let mut stats = vec![SoftmaxStats::EMPTY; query_tokens * heads * group];
         let mut out = vec![0.0; stats.len() * dim_v];
         let mut scratch = vec![f32::NAN; attend_exact_scratch_len(stats.len(), dim_k) + 3];
         attend_exact_into_with(backend, attention, queries, &tokens, &mut scratch, &mut out, &mut stats)
             .unwrap();
         normalize_all(&stats, &mut out).unwrap();
         for (q, out) in out.chunks(dim_v).enumerate() {
-            let (i, g) = (q / group, q % group);
-            let first = first_query.map_or(n as i64 - query_tokens as i64, |at| at as i64 - start as i64);
+            let (i, of_token) = (q / (heads * group), q % (heads * group));
+            let head = of_token / group;
+            let first = first_query.map_or(n as i64 - query_tokens as i64, |at| at as i64 - *start as i64);
             let position = first + i as i64; // as a row
             let seen: Vec<usize> = all
                 .iter()
@@ -136,7 +144,10 @@ fn check<Q: Element, E: Element>(case: &Case) {
                     t as i64 <= position && attention.window.is_none_or(|w| position - (t as i64) < w as i64)
                 })
                 .collect();
-            let query: Vec<f32> = queries.row(i)[g * dim_k..][..dim_k].iter().map(|x| x.to_f32()).collect();
+            let query: Vec<f32> =
+                queries.row(i)[of_token * dim_k..][..dim_k].iter().map(|x| x.to_f32()).collect();
+            let (keys, values) =
+                (keys.columns(head * dim_k, dim_k).unwrap(), values.columns(head * dim_v, dim_v).unwrap());
             let exact = formula(attention, &query, &keys, &values, &seen);
             for (&x, exact) in out.iter().zip(exact) {
                 let exact = if seen.is_empty() { 0.0 } else { exact };
@@ -321,6 +332,12 @@ fn bad_arguments_are_errors_and_leave_everything_as_it_was() {
     assert!(matches!(attend(plain, row(2), 4, 2, 4), Err(Error::Length { what: "stats", .. })));
     assert!(matches!(attend(plain, row(4), 4, 2, 3), Err(Error::Length { what: "out", .. })));
     assert!(matches!(attend(plain, row(4), 3, 2, 4), Err(Error::TooShort { what: "scratch", .. })));
+    let (keys, values) = (Rows::contiguous(&q, 6).unwrap(), Rows::contiguous(&q[..4], 4).unwrap());
+    let of_heads = |heads| ExactTokens::new(keys, values).unwrap().heads(heads).map(|tokens| tokens.n());
+    assert_eq!(of_heads(0), Err(Error::Zero { what: "heads" }));
+    assert!(matches!(of_heads(4), Err(Error::PartialRow { what: "keys", .. })));
+    assert!(matches!(of_heads(3), Err(Error::PartialRow { what: "values", .. })));
+    assert_eq!(of_heads(2), Ok(1));
     let three = Rows::contiguous(&q, 2).unwrap();
     assert_eq!(attend(plain, three, 6, 2, 4), Err(Error::Causal { queries: 3, tokens: 2 }));
     for what in ["scale", "softcap"] {
