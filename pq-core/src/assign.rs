@@ -342,13 +342,13 @@ fn blocked<S: Simd, const POINTS: usize, const C: usize, const D: usize, const S
     }
 }
 
-/// As [`assign`], for all subspaces of one vector: calls `set` with every subspace and the index of its
-/// nearest centroid. Returns the squared error.
+/// As [`assign`], for all subspaces of one vector: calls `set` with the first of up to 64 subspaces and the
+/// indices of their nearest centroids. Returns the squared error.
 pub(crate) fn assign_one<E: Element>(
     backend: Backend,
     codebook: &Codebook<'_>,
     vector: &[E],
-    set: impl FnMut(usize, u16),
+    set: impl FnMut(usize, &[u32]),
 ) -> f64 {
     backend.run(AssignOne { codebook, vector, set })
 }
@@ -366,28 +366,48 @@ struct AssignOne<'a, E, F> {
     set: F,
 }
 
-impl<E: Element, F: FnMut(usize, u16)> AssignOne<'_, E, F> {
+impl<E: Element, F: FnMut(usize, &[u32])> AssignOne<'_, E, F> {
     /// Calls `nearest` for every subspace where its distances fit.
     #[inline(always)]
     fn each(mut self, nearest: impl Fn(Subspace<'_>, &[E]) -> (u32, f32)) -> f64 {
-        let mut error = 0.0;
-        for (j, x) in self.vector.chunks_exact(self.codebook.shape().dsub()).enumerate() {
-            let subspace = self.codebook.subspace(j);
-            let squares: f64 = x.iter().map(|&x| f64::from(finite(x)) * f64::from(finite(x))).sum();
-            let (index, square) = if fits_f32(subspace, squares) {
-                let (index, distance) = nearest(subspace, x);
-                (index, (squares + 2.0 * f64::from(distance)).max(0.0))
-            } else {
-                nearest_wide(subspace, x.iter().map(|&x| finite(x)))
-            };
-            (self.set)(j, index as u16);
-            error += square;
+        let (dsub, m) = (self.codebook.shape().dsub(), self.codebook.shape().m());
+        // The squares of the whole vector, summed several at a time, tell of nearly all that all distances fit.
+        let mut all_squares = 0.0;
+        for strip in self.vector.chunks(BLOCK) {
+            let mut x = [0.0; BLOCK];
+            strip.iter().zip(&mut x).for_each(|(&x, out)| *out = finite(x));
+            all_squares += sum(iter::once(&x[..strip.len()]), |x| x * x);
         }
-        error
+        let all_fit = fits_f32(self.codebook.subspace(0), all_squares);
+        let mut error = if all_fit { all_squares } else { 0.0 };
+        for first in (0..m).step_by(BLOCK) {
+            let count = BLOCK.min(m - first);
+            let mut indices = [0; BLOCK];
+            let vectors = self.vector[first * dsub..].chunks_exact(dsub);
+            let subspaces = self.codebook.subspaces_from(first);
+            for ((index, x), subspace) in indices[..count].iter_mut().zip(vectors).zip(subspaces) {
+                let squares = if all_fit {
+                    0.0
+                } else {
+                    x.iter().map(|&x| f64::from(finite(x)) * f64::from(finite(x))).sum()
+                };
+                error += if all_fit || fits_f32(subspace, squares) {
+                    let distance;
+                    (*index, distance) = nearest(subspace, x);
+                    squares + 2.0 * f64::from(distance)
+                } else {
+                    let square;
+                    (*index, square) = nearest_wide(subspace, x.iter().map(|&x| finite(x)));
+                    square
+                };
+            }
+            (self.set)(first, &indices[..count]);
+        }
+        error.max(0.0)
     }
 }
 
-impl<E: Element, F: FnMut(usize, u16)> Kernel for AssignOne<'_, E, F> {
+impl<E: Element, F: FnMut(usize, &[u32])> Kernel for AssignOne<'_, E, F> {
     type Output = f64;
 
     fn scalar(self) -> f64 {

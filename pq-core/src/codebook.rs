@@ -123,8 +123,14 @@ impl<'a> Codebook<'a> {
     }
 
     pub(crate) fn subspaces(&self) -> impl Iterator<Item = Subspace<'a>> + use<'a> {
-        let this = *self;
-        (0..self.shape.m()).map(move |j| this.subspace(j))
+        self.subspaces_from(0)
+    }
+
+    pub(crate) fn subspaces_from(&self, first: usize) -> impl Iterator<Item = Subspace<'a>> + use<'a> {
+        let (ksub, largest) = (self.shape.ksub(), self.largest);
+        let columns = self.columns[first * ksub * self.shape.dsub()..].chunks_exact(ksub * self.shape.dsub());
+        let half_norms = self.half_norms[first * ksub..].chunks_exact(ksub);
+        columns.zip(half_norms).map(move |(columns, half_norms)| Subspace { columns, half_norms, largest })
     }
 }
 

@@ -214,7 +214,10 @@ pub fn pack_codes_into<C: Copy + Into<u16>>(
     let mut packed = CodesMut::new(shape, bytes);
     for (i, vector) in codes.chunks_exact(shape.m()).enumerate() {
         let mut packed = packed.vector(i);
-        vector.iter().enumerate().for_each(|(j, &code)| packed.set(j, code.into()));
+        for (j, &code) in vector.iter().enumerate() {
+            let code: u16 = code.into();
+            packed.set(j, &[code.into()]);
+        }
     }
     Ok(())
 }

@@ -3,7 +3,7 @@
 use crate::encode::encode;
 use crate::error::{check_at_least, check_len};
 use crate::layout::Layout;
-use crate::pack::{BLOCK, ReplaceInRun, set_in_run};
+use crate::pack::{BLOCK, ReplaceInRun, set_in_runs};
 use crate::simd::Run;
 use crate::{Backend, Codebook, Element, Error, PqShape, Rows};
 
@@ -129,16 +129,15 @@ pub(crate) struct VectorMut<'a> {
 }
 
 impl VectorMut<'_> {
-    /// Writes the code of subspace `j`.
+    /// Writes the codes of subspaces `first` and on.
     #[inline(always)]
-    pub fn set(&mut self, j: usize, code: u16) {
+    pub fn set(&mut self, first: usize, codes: &[u32]) {
         let Self { nbits, vectors, at, .. } = *self;
-        let run_len = vectors / 8 * nbits as usize;
-        let run = &mut self.block[j * run_len..][..run_len];
+        let runs = &mut self.block[first * (vectors / 8 * nbits as usize)..];
         match vectors {
             // A length that the compiler knows needs no division.
-            BLOCK => set_in_run(run, nbits, BLOCK, at, code),
-            _ => set_in_run(run, nbits, vectors, at, code),
+            BLOCK => set_in_runs(runs, nbits, BLOCK, at, codes),
+            _ => set_in_runs(runs, nbits, vectors, at, codes),
         }
     }
 }

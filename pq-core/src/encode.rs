@@ -219,7 +219,7 @@ fn encode_one_by_one<E: Element>(
                 codebook,
                 row,
                 #[inline(always)]
-                |j, code| vector.set(j, code),
+                |j, codes| vector.set(j, codes),
             )
         })
         .sum()

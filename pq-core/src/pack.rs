@@ -97,18 +97,19 @@ pub(crate) fn unpack_run(run: &[u8], nbits: u32, len: usize) -> [u16; BLOCK] {
     codes
 }
 
-/// Writes the code of token `i` of a run of `len` codes and leaves the others unchanged.
+/// Writes the code of token `i` of each of the first runs of `len` codes and leaves the others unchanged.
 #[inline(always)]
-pub(crate) fn set_in_run(run: &mut [u8], nbits: u32, len: usize, i: usize, code: u16) {
+pub(crate) fn set_in_runs(runs: &mut [u8], nbits: u32, len: usize, i: usize, codes: &[u32]) {
     let mut start = 0;
     each_plane(
         nbits,
         #[inline(always)]
         |width, shift| {
-            let (plane_len, mask) = (len / 8 * width, ((1_u32 << width) - 1) as u16);
-            let part = (i / plane_len * width) as u32;
-            let byte = &mut run[start + i % plane_len];
-            *byte = (*byte & !((mask << part) as u8)) | (((code >> shift) & mask) << part) as u8;
+            let (plane_len, mask) = (len / 8 * width, (1_u32 << width) - 1);
+            let (part, byte) = (i / plane_len * width, start + i % plane_len);
+            for (run, code) in runs.chunks_exact_mut(len / 8 * nbits as usize).zip(codes) {
+                run[byte] = run[byte] & !((mask << part) as u8) | (((code >> shift) & mask) << part) as u8;
+            }
             start += plane_len;
         },
     );
@@ -169,7 +170,7 @@ mod tests {
             assert!((0..len).map(|i| get_in_run(&run, nbits, len, i)).eq(codes.iter().copied()), "{nbits}");
             let mut one_by_one = vec![0xA5; run.len()];
             for (i, &code) in codes.iter().enumerate() {
-                set_in_run(&mut one_by_one, nbits, len, i, code);
+                set_in_runs(&mut one_by_one, nbits, len, i, &[code.into()]);
             }
             assert_eq!(one_by_one, run, "{nbits}");
             for (first, count) in [(0, len), (0, 3), (len - 1, 1), (1, len - 1), (7, 5), (5, 0)] {
@@ -186,7 +187,7 @@ mod tests {
     #[test]
     fn six_bits_are_laid_out_as_the_text_says() {
         let mut run = [0; 48];
-        set_in_run(&mut run, 6, 64, 37, 0b10_1101);
+        set_in_runs(&mut run, 6, 64, 37, &[0b10_1101]);
         assert_eq!((run[5], run[32 + 5]), (0b1101_0000, 0b10_0000)); // byte 37 % 32, byte 37 % 16 shifted by 2 * 2
         assert_eq!(run.iter().filter(|&&byte| byte != 0).count(), 2);
     }
