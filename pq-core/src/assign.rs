@@ -24,9 +24,9 @@ impl Nearest {
     pub const NONE: Self = Self { index: [0; BLOCK], distance: [f32::INFINITY; BLOCK] };
 }
 
-/// Fills `tile` (components, 64) with component `first` and on of `points` rows, up to 64, which `row` gives;
-/// a NaN or an infinity becomes 0. The columns of missing rows keep their values or get those of the last row.
-/// `squares` gets the sum of squares of each subspace; all have as many components.
+/// Fills `tile` (components, 64) with component `first` and on of `points` rows, up to 64, which `row`
+/// gives; a NaN or an infinity becomes 0. The columns of missing rows keep their values or get those of the
+/// last row. `squares` gets the sum of squares of each subspace; all have as many components.
 pub(crate) fn fill_tile<'a, E: Element + 'a>(
     backend: Backend,
     points: usize,
@@ -66,8 +66,8 @@ impl<'a, E: Element + 'a, F: Fn(usize) -> &'a [E]> Kernel for FillTile<'_, F> {
 }
 
 impl<'a, E: Element + 'a, F: Fn(usize) -> &'a [E]> FillTile<'_, F> {
-    /// Fills the tile, four rows and some components at a time: `transpose` writes component `i` of each row to
-    /// `BLOCK * i` and on.
+    /// Fills the tile, four rows and some components at a time: `transpose` writes component `i` of each row
+    /// to `BLOCK * i` and on.
     #[inline(always)]
     fn fill(self, transpose: impl Fn([&[f32]; AT_ONCE], &mut [f32])) {
         let Self { points, row, first, tile, squares } = self;
@@ -242,8 +242,8 @@ impl Kernel for Assign<'_> {
     }
 }
 
-/// Minima of a single register of points, each over a part of the centroids: one alone would wait for its last
-/// comparison (16 keys at (64, 8) with AVX-512: 0.89 us a key instead of 0.59).
+/// Minima of a single register of points, each over a part of the centroids: one alone would wait for its
+/// last comparison (16 keys at (64, 8) with AVX-512: 0.89 us a key instead of 0.59).
 const CHAINS: usize = 4;
 
 impl Assign<'_> {
@@ -282,9 +282,10 @@ impl Assign<'_> {
 }
 
 /// Assigns `POINTS` registers of points, from column `first` of the tile `values` (dsub, 64) on. `CHAINS`
-/// minima of each point are over equal parts of the centroids, of which `C` at a time are compared; so `CHAINS *
-/// C` divides ksub. `D` is dsub, or 0 where it is not known. With `SKIP`, a block of centroids none of which is
-/// nearest to any of a register's points costs `C` minima and a comparison instead of `3 C` operations.
+/// minima of each point are over equal parts of the centroids, of which `C` at a time are compared; so
+/// `CHAINS * C` divides ksub. `D` is dsub, or 0 where it is not known. With `SKIP`, a block of centroids
+/// none of which is nearest to any of a register's points costs `C` minima and a comparison instead of `3 C`
+/// operations.
 #[inline(always)]
 fn blocked<
     S: Simd,
@@ -319,8 +320,8 @@ fn blocked<
     for c in (0..part).step_by(C) {
         for (chain, best) in best.iter_mut().enumerate() {
             let c = chain * part + c;
-            // SAFETY: C divides the part (both are powers of two), so c + C <= ksub; `columns` is (dsub, ksub),
-            // the tile (dsub, 64), and first + POINTS * LANES <= 64.
+            // SAFETY: C divides the part (both are powers of two), so c + C <= ksub; `columns` is (dsub,
+            // ksub), the tile (dsub, 64), and first + POINTS * LANES <= 64.
             unsafe {
                 let mut distances = [[s.splat(0.0); POINTS]; C];
                 for (i, distances) in distances.iter_mut().enumerate() {
@@ -399,7 +400,8 @@ impl<E: Element, F: FnMut(usize, &[u32])> AssignOne<'_, E, F> {
     #[inline(always)]
     fn each(mut self, nearest: impl Fn(Subspace<'_>, &[E]) -> (u32, f32)) -> f64 {
         let (dsub, m) = (self.codebook.shape().dsub(), self.codebook.shape().m());
-        // The squares of the whole vector, summed several at a time, tell of nearly all that all distances fit.
+        // The squares of the whole vector, summed several at a time, tell of nearly all that all distances
+        // fit.
         let mut all_squares = 0.0;
         for strip in self.vector.chunks(BLOCK) {
             let mut x = [0.0; BLOCK];

@@ -108,7 +108,8 @@ impl<'a, E> ExactTokens<'a, E> {
     /// ```
     /// use kv_attend::{Attention, ExactTokens, Rows, SoftmaxStats, attend_exact_into, normalize_all};
     /// // 3 tokens of 2 heads of 2 components, and a query for each head.
-    /// let (cache, queries) = ([0.0_f32, 0.0, 5.0, 5.0, 0.0, 0.0, 5.0, 5.0, 0.0, 0.0, 5.0, 5.0], [1.0_f32; 4]);
+    /// let cache = [0.0_f32, 0.0, 5.0, 5.0, 0.0, 0.0, 5.0, 5.0, 0.0, 0.0, 5.0, 5.0];
+    /// let queries = [1.0_f32; 4];
     /// let rows = Rows::contiguous(&cache, 4)?;
     /// let tokens = ExactTokens::new(rows, rows)?.heads(2)?;
     /// let (mut scratch, mut out, mut stats) = ([0.0; 4], [0.0; 4], [SoftmaxStats::EMPTY; 2]);
@@ -209,9 +210,10 @@ pub const fn attend_exact_scratch_len(queries: usize, dim_k: usize) -> usize {
 /// [`Error::Length`], [`Error::TooShort`], [`Error::Causal`], [`Error::Attention`]. `out` and `stats` are
 /// then unchanged.
 /// # Cost
-/// T * heads * group * n * (dim_k + dim_v) multiply-adds, T * heads * group * n exponentials, one pass over the
-/// rows, no allocation. One head of rows of several heads (NHD, by [`Rows::columns`]) takes longer than rows
-/// without gaps, since each of its rows has a page of its own. All heads in one call read the rows in order.
+/// T * heads * group * n * (dim_k + dim_v) multiply-adds, T * heads * group * n exponentials, one pass over
+/// the rows, no allocation. One head of rows of several heads (NHD, by [`Rows::columns`]) takes longer than
+/// rows without gaps, since each of its rows has a page of its own. All heads in one call read the rows in
+/// order.
 /// # Source
 /// The merge of partial softmaxes: Dao et al., "FlashAttention", NeurIPS 2022; the cap: Gemma 2, arXiv
 /// 2408.00118; the window: Mistral 7B, arXiv 2310.06825.

@@ -13,11 +13,11 @@ use crate::{Attention, Element, ExactTokens, SoftmaxStats};
 
 /// Most tokens of a block: their weights, keys and values stay in L1 and L2.
 const TOKENS: usize = 64;
-/// Most bytes of a head's keys, and of its values, in a block: both stay in L1 while the next block's arrive in
-/// L2.
+/// Most bytes of a head's keys, and of its values, in a block: both stay in L1 while the next block's arrive
+/// in L2.
 const BLOCK_BYTES: usize = 8192;
-/// Most bytes of all heads' keys, and of their values, in a block of several heads: those and the next block's
-/// stay in L2.
+/// Most bytes of all heads' keys, and of their values, in a block of several heads: those and the next
+/// block's stay in L2.
 const HEADS_BYTES: usize = 131_072;
 
 pub(crate) struct Attend<'a, 'b, E> {
@@ -136,7 +136,8 @@ impl<'a, E: Element> Attend<'a, '_, E> {
         self.tokens.visible(self.attention.window, i, self.query_tokens)
     }
 
-    /// Fills `list` with the rows of the tokens from `start` on. The last row stands for those that do not exist.
+    /// Fills `list` with the rows of the tokens from `start` on. The last row stands for those that do not
+    /// exist.
     #[inline(always)]
     fn fill(&self, list: &mut [usize], start: usize) {
         let end = self.end();
@@ -220,9 +221,9 @@ unsafe trait BlockRows<E>: Copy {
     fn dim(self) -> usize;
     /// Row `t`, which must be below `n`.
     fn row(self, t: usize) -> *const E;
-    /// Where the part of the next block begins that is prefetched while row `t` of a tile from row `first` on is
-    /// read: column by column as the row itself if the rows are [`APART`](Self::APART), else register by
-    /// register in the order of the tile.
+    /// Where the part of the next block begins that is prefetched while row `t` of a tile from row `first`
+    /// on is read: column by column as the row itself if the rows are [`APART`](Self::APART), else register
+    /// by register in the order of the tile.
     fn ahead(self, first: usize, t: usize) -> *const E;
 }
 
@@ -268,9 +269,9 @@ unsafe impl<E: Element> BlockRows<E> for Dense<'_, E> {
 /// without gaps, 1.5 times in `f16` (Zen 3, AVX2, on a shared machine). 4 KiB apart, all rows of a head in
 /// `f32` share an eighth of the sets of L1 and L2: with 9 heads they take 1.4 to 1.8 times as long, in `f16`
 /// 1.3 to 1.4. Every row needs an entry of the TLB: with huge pages a tenth less time in `f32`. Loads alone,
-/// without arithmetic, take 1.3 to 1.9 times as long, however far ahead they are prefetched (Zen 5). So all heads
-/// of a block of tokens are read before the next block, whose lines are prefetched in order: 1.0 to 1.4 times.
-/// No gain: prefetching rows into L1 some rows ahead, blocks of 4 tokens.
+/// without arithmetic, take 1.3 to 1.9 times as long, however far ahead they are prefetched (Zen 5). So all
+/// heads of a block of tokens are read before the next block, whose lines are prefetched in order: 1.0 to
+/// 1.4 times. No gain: prefetching rows into L1 some rows ahead, blocks of 4 tokens.
 #[derive(Clone, Copy)]
 struct Listed<'a, E> {
     rows: &'a [usize],
@@ -287,8 +288,8 @@ struct Listed<'a, E> {
 enum Next<'a> {
     /// As many rows.
     Rows(&'a [usize]),
-    /// A head's share of rows of several heads: as many pieces of `dim` elements, counted from the first of row
-    /// 0. Each head has its share whatever the heads of its pieces, so that memory is read in order.
+    /// A head's share of rows of several heads: as many pieces of `dim` elements, counted from the first of
+    /// row 0. Each head has its share whatever the heads of its pieces, so that memory is read in order.
     Pieces(&'a [usize]),
 }
 
