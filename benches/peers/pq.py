@@ -4,7 +4,7 @@
     cargo build --release -p kv-benches
     pip install faiss-cpu numpy torch
     python benches/peers/pq.py target/release/pq_speed benches/results/pq.md
-    python benches/peers/pq.py target/release/pq_speed benches/results/pq-attention.md --attention   # those rows alone
+    python benches/peers/pq.py target/release/pq_speed attention.md --attention   # those rows alone
 
 Every round runs the peers, then pq-core; figures are medians over rounds. faiss is tuned: since 1.15 its k-means takes a
 path that is twelve times slower when n * dsub < 128,000, unless `distance_compute_blas_threshold` is lowered (its
