@@ -15,6 +15,7 @@ mod ledger;
 mod load;
 mod memory;
 mod programs;
+mod rotate;
 mod score;
 mod step;
 pub mod times;
@@ -27,8 +28,8 @@ use cudarc::driver::{CudaGraph, CudaStream, DriverError, result, sys};
 pub use kv_gpu::Element;
 
 pub use cache::{
-    Chunk, DenseCache, DeviceCache, HybridCache, Int4Cache, MillionCache, PqCache, Room, ZackCache,
-    method_cache,
+    CacheGenCache, Chunk, DenseCache, DeviceCache, HybridCache, Int4Cache, MillionCache, PqCache, Room,
+    ZackCache, method_cache,
 };
 pub use host_memory::PageLocked;
 pub use load::{FRAMES, Loader, Stages, StreamTarget};

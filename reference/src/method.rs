@@ -46,7 +46,7 @@ pub(crate) use hybrid::HybridPlan;
 #[cfg(feature = "cuda")]
 use kind::CutHead;
 #[cfg(feature = "cuda")]
-pub(crate) use kind::{DeviceCodes, DeviceCuts, Retrieval};
+pub(crate) use kind::{Bitstream, DeviceCodes, DeviceCuts, Retrieval};
 use kind::{Entry, Kind, Site};
 #[cfg(feature = "cuda")]
 pub(crate) use offload::RowHome;
@@ -318,6 +318,27 @@ impl Method {
     #[cfg(feature = "cuda")]
     pub(crate) fn is_device_int4(&self) -> bool {
         self.kind.is_device_int4() && self.exact_layers.is_empty()
+    }
+
+    /// What a device needs of a method whose store is a bitstream; none for another one.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for a bitstream that a device does not encode.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn device_bitstream(&self) -> Result<Option<Bitstream>> {
+        self.kind.device_bitstream().filter(|_| self.exact_layers.is_empty()).transpose()
+    }
+
+    /// The codec's planes of every layer of a method with [`Self::device_bitstream`].
+    #[cfg(feature = "cuda")]
+    pub(crate) fn layer_planes(
+        &self,
+        config: &Config,
+        profile: &Profile,
+    ) -> Result<Vec<Pair<codec_core::PlaneBuf>>> {
+        let planes = self.codec_planes(config, profile)?;
+        let layer = |l| Pair::try_of(|side| Ok(planes.plane(0, l, side.into())?.clone()));
+        (0..config.n_layers).map(layer).collect()
     }
 
     /// What a device needs of a method that attends to rows of reduced rank; none for another one.

@@ -28,7 +28,9 @@ fn rows_are_those_of_the_cpu() {
     let methods = "dense:dtype=f16,int4,int4:window=20,million,million:exact=bf16,\
                    million:k=8/4:v=8/4:window=32,zack:multiple=8,\
                    zack:k=0.5:v=0.5:multiple=8:window=32:sinks=2,zack:ranks=loss:multiple=16:exact=bf16,\
-                   zack:k=0.5:v=0.5:multiple=8:prompt=cut";
+                   zack:k=0.5:v=0.5:multiple=8:prompt=cut,cachegen,cachegen:bits=2:window=32:sinks=2:batch=16,\
+                   cachegen:mode=channels:k=1:v=1:models=context:exact=bf16,\
+                   cachegen:mode=common:k=0.7:v=0.7:predictor=previous:batch=1";
     let on = OnGpu { gpu, chunk: SIZES.context, others_on_cpu: false };
     let (here, there) = (rows(methods, None).unwrap(), rows(methods, Some(&on)).unwrap());
     for (cpu, gpu) in here.iter().zip(&there) {

@@ -1,5 +1,6 @@
 //! KV caches on the device: [`DeviceCache`] mirrors [`KvCache`](crate::cache::KvCache), for a batch.
 
+mod cachegen;
 mod codes;
 mod dense;
 mod hybrid;
@@ -15,6 +16,7 @@ mod zack;
 
 use kv_gpu::{AnyElement, DevicePtr, Element};
 
+pub use cachegen::CacheGenCache;
 use codes::Codebooks;
 pub use dense::DenseCache;
 pub use hybrid::HybridCache;
@@ -273,11 +275,18 @@ pub fn method_cache(
         let cuts = zack::Cuts { bases, ranks, cuts_prompts: cuts.cuts_prompts };
         return Ok(Box::new(ZackCache::new(gpu, config, element, cuts, window, batch, capacity)?));
     }
+    if let Some(bitstream) = method.device_bitstream()? {
+        let planes = match profile {
+            Some(profile) => method.layer_planes(config, profile)?,
+            None => cachegen::hashed_planes(config, &bitstream)?,
+        };
+        return Ok(Box::new(CacheGenCache::new(gpu, config, element, &planes, window, batch, capacity)?));
+    }
     let Some(codes) = method.device_codes(config)? else {
         return Err(Error::Argument(format!(
-            "method {} is not implemented on the device; dense, hybrid, int4, million (without outliers), \
-             pqcache, pqklt and zack (all tokens, without codes) are, all without exact layers: pass \
-             --device cpu",
+            "method {} is not implemented on the device; cachegen, dense, hybrid, int4, million (without \
+             outliers), pqcache, pqklt and zack (all tokens, without codes) are, all without exact layers: \
+             pass --device cpu",
             method.spec()
         )));
     };

@@ -16,7 +16,7 @@ use bytes::Bytes;
 use codec_core::{BlockIndex, Frame, Profile, Side};
 use cudarc::driver::{CudaEvent, CudaStream, result};
 use kv_gpu::codec::{Decode, DecodeArguments, Place, Planes};
-use kv_gpu::{AnyElement, DevicePtr, Element, Grid, Kernel, VectorElement};
+use kv_gpu::{AnyElement, DevicePtr, Element, VectorElement};
 use rayon::prelude::*;
 
 pub use target::StreamTarget;
@@ -24,7 +24,8 @@ pub use target::StreamTarget;
 use super::cache::Rows;
 use super::host_memory::HostWord;
 use super::memory::Buffer;
-use super::{Gpu, driver, programs};
+use super::rotate::{Direction, KeyRows, Rotate};
+use super::{Gpu, driver};
 use crate::model::Config;
 use crate::stream::frame::ChunkFrame;
 use crate::{Error, Result};
@@ -42,17 +43,13 @@ const LANES: usize = 3;
 /// Bytes after a frame that the decoder may read.
 const PADDING: usize = 3;
 
-/// Threads of a block of `rotate`, and blocks of a layer.
-const THREADS: u32 = 256;
-const BLOCKS: usize = 64;
-
 /// Decodes the frames of a codec profile on the device.
 pub struct Loader {
     gpu: Arc<Gpu>,
     element: Element,
     profile: Arc<Profile>,
     levels: Vec<Level>,
-    rotate: Option<Kernel>, // of keys that the profile has before RoPE
+    rotate: Option<Rotate>, // of keys that the profile has before RoPE
     copies: Arc<CudaStream>,
     lanes: Vec<Lane>,                 // LANES
     slots: Vec<Slot>,                 // FRAMES
@@ -108,20 +105,6 @@ pub(super) struct Destination<'a> {
     pub angles: [DevicePtr<f32>; 2],
 }
 
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct RotateArguments {
-    rows: DevicePtr<DevicePtr<AnyElement>>,
-    cos: DevicePtr<f32>,
-    sin: DevicePtr<f32>,
-    tokens: u32,
-    position: u32,
-    heads: u32,
-    capacity: u32,
-}
-
-const _: () = assert!(size_of::<RotateArguments>() == 40);
-
 impl Loader {
     /// As [`Decoder::loader`](super::Decoder::loader).
     pub(super) fn new(gpu: &Arc<Gpu>, profile: &Profile, config: &Config, element: Element) -> Result<Self> {
@@ -139,7 +122,7 @@ impl Loader {
             let decode = Decode::new(&gpu.device, planes.shape(elements, false))?;
             Ok(Level { planes, words, decode })
         };
-        let rotate = || gpu.device.kernel(&programs::prompt(element, info.head_dim), "rotate", 0);
+        let rotate = || Rotate::new(gpu, element, info.heads, info.head_dim);
         let slot = |_| Ok(Slot { frame: Buffer::zeros(gpu, 0)?, failed: HostWord::new(gpu)? });
         let stream = || gpu.device.context().new_stream().map_err(|e| driver("make a stream", e));
         let lane = |_| Ok(Lane { stream: stream()?, workspace: Buffer::zeros(gpu, 0)? });
@@ -360,20 +343,16 @@ impl Loader {
         // room for LAYERS layers.
         unsafe { decode.launch(stream, frame, planes, &arguments) }?;
         let Some(rotate) = &self.rotate else { return Ok(()) };
-        let [cos, sin] = to.angles;
-        let arguments = RotateArguments {
+        let keys = KeyRows {
             rows: out,
-            cos,
-            sin,
-            tokens: info.tokens as u32,
-            position: position as u32,
-            heads: info.heads as u32,
-            capacity: capacity as u32,
+            layers: layers.len(),
+            capacity,
+            tokens: position..position + info.tokens,
+            angles: to.angles,
         };
-        let grid = Grid::new([BLOCKS, layers.len(), 1])?;
-        // SAFETY: the structure is the kernel's argument; the rows are those that have just been written, and
-        // there are angles for all positions of the cache.
-        Ok(unsafe { rotate.launch(stream, grid, THREADS, false, &arguments) }?)
+        // SAFETY: the rows are those that have just been written, and there are angles for all positions of
+        // the cache.
+        unsafe { rotate.launch(stream, Direction::Forward, &keys) }
     }
 }
 

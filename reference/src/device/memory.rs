@@ -114,12 +114,18 @@ impl<T: Copy> Buffer<T> {
 
     /// The first elements, as many as `out` has, after all work on the stream.
     pub fn read_into(&self, gpu: &Gpu, out: &mut [T]) -> Result<()> {
-        if out.len() > self.len {
-            return Err(Error::Argument(format!("{} elements of a buffer of {}", out.len(), self.len)));
+        self.read_at(gpu, 0, out)
+    }
+
+    /// The elements from `at` on, as many as `out` has, after all work on the stream.
+    pub fn read_at(&self, gpu: &Gpu, at: usize, out: &mut [T]) -> Result<()> {
+        let end = at.saturating_add(out.len());
+        if end > self.len {
+            return Err(Error::Argument(format!("elements to {end} of a buffer of {}", self.len)));
         }
         self.context.bind_to_thread().map_err(|e| driver("use device on this thread", e))?;
         // SAFETY: the buffer has as many elements; they are all plain numbers.
-        unsafe { result::memcpy_dtoh_async(out, self.pointer.address(), gpu.stream()) }
+        unsafe { result::memcpy_dtoh_async(out, self.pointer.offset(at).address(), gpu.stream()) }
             .map_err(|e| driver("copy to the host", e))?;
         gpu.synchronize()
     }

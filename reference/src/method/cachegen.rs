@@ -8,6 +8,8 @@ use std::sync::Arc;
 
 use codec_core::{Coder, FitOptions, LayerRows, ModelInfo, ModelKind, Place, PlaneBuf, PredictorKind, Steps};
 
+#[cfg(feature = "cuda")]
+use super::kind::Bitstream;
 use super::kind::{Entry, Kind, Site};
 use super::settings::{Bits, Settings, words};
 use crate::cache::Store;
@@ -240,6 +242,23 @@ impl Kind for CacheGen {
         site.layers(|l| CacheGenStore::new(site.geometry, planes.clone(), l, site.dense(l)))
     }
 
+    #[cfg(feature = "cuda")]
+    fn device_bitstream(&self) -> Option<Result<Bitstream>> {
+        let what = match (self.mode, self.predictor, self.coder) {
+            (Mode::LmCache { .. }, ..) => "mode=lmcache: steps of each token",
+            (_, Prediction::Anchor, _) => "predictor=anchor",
+            (_, _, Coder::Range) => "coder=range",
+            _ => {
+                let has_transform = matches!(self.mode, Mode::Transform { .. });
+                return Some(Ok(Bitstream { has_transform, models: self.models }));
+            }
+        };
+        Some(Err(Error::Argument(format!(
+            "a device does not encode cachegen with {what}: pass mode=transform, channels or common, with another \
+             predictor and coder=lanes, or --device cpu"
+        ))))
+    }
+
     fn coarseness(&self) -> Option<(&'static str, Pair<f32>)> {
         Some(match self.mode {
             Mode::Transform { bits, .. } => ("bits", Pair::of(|_| -bits)),
@@ -276,6 +295,34 @@ fn deviation(rows: &[f32], channels: usize) -> f32 {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[cfg(feature = "cuda")]
+    #[test]
+    fn what_a_device_does_not_encode_is_refused_by_name() {
+        use crate::method::Method;
+
+        let on_device = |spec: &str| spec.parse::<Method>().unwrap().device_bitstream();
+        for (spec, named) in [
+            ("cachegen:mode=paper", "predictor=anchor"),
+            ("cachegen:predictor=anchor", "predictor=anchor"),
+            ("cachegen:mode=paper:predictor=mean", "coder=range"),
+            ("cachegen:mode=channels:coder=range", "coder=range"),
+            ("cachegen:mode=lmcache", "mode=lmcache"),
+        ] {
+            let error = on_device(spec).unwrap_err().to_string();
+            assert!(error.contains(named) && error.contains("--device cpu"), "{spec}: {error}");
+        }
+        for spec in [
+            "cachegen",
+            "cachegen:mode=channels:models=context",
+            "cachegen:mode=paper:predictor=mean:coder=lanes",
+        ] {
+            assert!(on_device(spec).unwrap().is_some(), "{spec}");
+        }
+        for spec in ["cachegen:exact-layers=0", "million", "dense"] {
+            assert!(on_device(spec).unwrap().is_none(), "{spec}");
+        }
+    }
 
     #[test]
     fn rows_that_do_not_vary_have_a_step() {

@@ -149,6 +149,12 @@ pub(super) trait Kind: Debug + Send + Sync {
         false
     }
 
+    /// What a device needs of a method whose store is a bitstream.
+    #[cfg(feature = "cuda")]
+    fn device_bitstream(&self) -> Option<Result<Bitstream>> {
+        None
+    }
+
     /// What a device needs of a method that attends to rows of reduced rank: of all tokens, and without
     /// codes.
     #[cfg(feature = "cuda")]
@@ -181,6 +187,16 @@ pub(crate) struct DeviceCodes {
     pub quantizers: Pair<PqShape>,
     /// Whether rows are transformed: see [`Kind::transformed_heads`].
     pub are_transformed: bool,
+}
+
+/// Rows that pass through a bitstream.
+#[cfg(feature = "cuda")]
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Bitstream {
+    /// Whether planes have a transform.
+    pub has_transform: bool,
+    /// The kind of their models.
+    pub models: codec_core::ModelKind,
 }
 
 /// Attention to rows of reduced rank.

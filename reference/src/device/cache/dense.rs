@@ -54,12 +54,19 @@ impl DenseCache {
     fn side_len(&self) -> usize {
         self.batch * self.heads * self.capacity * self.head_dim
     }
+
+    /// Rows of a layer from a sequence on.
+    pub(super) fn rows_of(&self, layer: usize, sequence: usize) -> Rows {
+        let row = sequence * self.heads * self.capacity * self.head_dim;
+        let side =
+            |side: usize| self.rows.pointer().offset((2 * layer + side) * self.side_len() + row).cast();
+        Rows { keys: side(0), values: side(1), capacity: self.capacity }
+    }
 }
 
 impl DeviceCache for DenseCache {
     fn rows(&self, layer: usize) -> Rows {
-        let side = |side: usize| self.rows.pointer().offset((2 * layer + side) * self.side_len()).cast();
-        Rows { keys: side(0), values: side(1), capacity: self.capacity }
+        self.rows_of(layer, 0)
     }
 
     fn room(&self) -> Room {
@@ -130,10 +137,7 @@ impl DeviceCache for DenseCache {
 
 impl ChunkCache for DenseCache {
     fn chunk_rows(&mut self, _gpu: &Gpu, layer: usize, chunk: &Chunk) -> Result<Rows> {
-        let row = chunk.sequence * self.heads * self.capacity * self.head_dim;
-        let side =
-            |side: usize| self.rows.pointer().offset((2 * layer + side) * self.side_len() + row).cast();
-        Ok(Rows { keys: side(0), values: side(1), capacity: self.capacity })
+        Ok(self.rows_of(layer, chunk.sequence))
     }
 
     fn has_rows_of_all(&self) -> bool {

@@ -1,5 +1,5 @@
 // What a Llama does with the many tokens of a prompt between the products: embedding, RMSNorm, RoPE and append, SwiGLU;
-// and RoPE of keys that have been loaded.
+// and RoPE of keys where they are, and back.
 //
 // CPU twin: the forward pass (embedding, ops::rms_norm, Rope::rotate_rows, ops::swiglu). Compile-time shape: ELEMENT of
 // the activations (1 for f16, 2 for bf16), HEAD_DIM. The residual stream is f32. Sizes of rows are multiples of 8, so
@@ -100,13 +100,15 @@ extern "C" __global__ void __launch_bounds__(THREADS) normalize(const NormArgume
     }
 }
 
-// RoPE of eight components of the first half of a head and those of the second half that belong to them.
-__device__ __forceinline__ void turn(Eight& first, Eight& second, const float* cos_at, const float* sin_at) {
+// RoPE of eight components of the first half of a head and those of the second half that belong to them; with sign -1
+// it is undone.
+__device__ __forceinline__ void turn(Eight& first, Eight& second, const float* cos_at, const float* sin_at,
+                                     float sign = 1) {
     const Eight cos = Eight::of(cos_at), sin = Eight::of(sin_at);
 #pragma unroll
     for (int j = 0; j < 8; j++) {
-        const float turned = first.x[j] * cos.x[j] - second.x[j] * sin.x[j];
-        second.x[j] = second.x[j] * cos.x[j] + first.x[j] * sin.x[j], first.x[j] = turned;
+        const float sine = sign * sin.x[j], turned = first.x[j] * cos.x[j] - second.x[j] * sine;
+        second.x[j] = second.x[j] * cos.x[j] + first.x[j] * sine, first.x[j] = turned;
     }
 }
 
@@ -152,6 +154,7 @@ struct RotateArguments {
     const float* cos; // [position][HEAD_DIM / 2]
     const float* sin; // the same
     u32 tokens, position, heads, capacity;
+    float sign; // of the angles: -1 to undo RoPE
 };
 
 // Launch: any in x, layers in y; threads as in `append`.
@@ -164,7 +167,7 @@ extern "C" __global__ void rotate(const RotateArguments a) {
         u16* row = keys + ((u64)head * a.capacity + position) * HEAD_DIM + i;
         Eight first = Eight::of(row), second = Eight::of(row + HALF);
         const u64 angle = (u64)position * HALF + i;
-        turn(first, second, a.cos + angle, a.sin + angle);
+        turn(first, second, a.cos + angle, a.sin + angle, a.sign);
         first.store(row), second.store(row + HALF);
     }
 }

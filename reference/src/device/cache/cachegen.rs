@@ -1,0 +1,193 @@
+mod codec;
+
+use codec_core::{FitOptions, PlaneBuf, PredictorKind, Steps, TransformBuf};
+use kv_gpu::{AnyElement, DevicePtr, Element};
+use pq_core::Window;
+use std::sync::Arc;
+
+use super::{Chunk, ChunkCache, DenseCache, DeviceCache, Room, Rows, Sequences};
+use crate::cache::Footprint;
+use crate::device::{Gpu, hashed};
+use crate::method::Bitstream;
+use crate::model::Config;
+use crate::side::Pair;
+use crate::{Error, Result};
+use codec::{Codec, Span};
+
+/// CacheGen: the rows of all tokens, as [`DenseCache`] has them. Those of tokens that leave the window are
+/// replaced by what the codec makes of them: it encodes them to a bitstream and decodes that (`Codec`).
+///
+/// Tokens leave the window as on the CPU, `batch` of them before the step whose token drives them out. The
+/// host launches that, so it has to know the positions of all sequences: it counts steps, and reads the
+/// positions where tokens may leave.
+pub struct CacheGenCache {
+    dense: DenseCache,
+    codec: Codec,
+    window: Window,
+    coded: Vec<usize>,    // tokens behind the sinks that have been coded, of each sequence
+    furthest: Vec<usize>, // position of the next token of each sequence, which may have ended before it
+    stream_bytes: usize,  // of all frames
+    planes_bytes: usize,
+    n_layers: usize,
+}
+
+impl CacheGenCache {
+    /// An empty cache; planes of every layer.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for a window of no tokens; [`Error::Device`], also for planes that the device does
+    /// not encode.
+    pub(super) fn new(
+        gpu: &Gpu,
+        config: &Config,
+        element: Element,
+        planes: &[Pair<PlaneBuf>],
+        window: Window,
+        batch: usize,
+        capacity: usize,
+    ) -> Result<Self> {
+        if window.recent == 0 {
+            return Err(Error::argument(
+                "window=0: on the device cachegen keeps the last token exact, at least, until the next one",
+            ));
+        }
+        let dense = DenseCache::new(gpu, config, element, batch, capacity)?;
+        Ok(Self {
+            codec: Codec::new(gpu, config, element, planes, &dense, (batch, capacity))?,
+            dense,
+            window,
+            coded: vec![0; batch],
+            furthest: vec![0; batch],
+            stream_bytes: 0,
+            planes_bytes: planes.iter().flat_map(Pair::iter).map(|plane| plane.to_bytes().len()).sum(),
+            n_layers: config.n_layers,
+        })
+    }
+
+    /// Tokens behind the sinks that a sequence of `tokens` has as a bitstream.
+    const fn coded_of(&self, tokens: usize) -> usize {
+        self.window.to_evict(tokens.saturating_sub(self.window.sinks))
+    }
+
+    /// Codes tokens behind the sinks.
+    fn code(&mut self, gpu: &Gpu, span: Span) -> Result<()> {
+        let sinks = self.window.sinks;
+        let tokens = sinks + span.tokens.start..sinks + span.tokens.end;
+        self.stream_bytes += self.codec.code(gpu, Span { tokens, ..span })?;
+        Ok(())
+    }
+
+    /// Starts again with sequences of these lengths, of which all that has left the window is coded.
+    fn restart(&mut self, lengths: &[usize]) {
+        self.coded = lengths.iter().map(|&tokens| self.coded_of(tokens)).collect();
+        self.furthest = lengths.to_vec();
+    }
+}
+
+/// Planes of hashed rows for every layer, with bins of half a deviation, for timing.
+pub(super) fn hashed_planes(config: &Config, bitstream: &Bitstream) -> Result<Vec<Pair<PlaneBuf>>> {
+    const TOKENS: usize = 256;
+    let (channels, dim) = (config.kv_dim(), config.head_dim);
+    let identity: Vec<f32> =
+        (0..channels * dim).map(|i| f32::from(u8::from(i / dim % dim == i % dim))).collect();
+    let transform = bitstream.has_transform.then(|| TransformBuf::new(dim, identity.clone(), identity));
+    let transform = transform.transpose()?.map(Arc::new);
+    let options = FitOptions {
+        predictor: PredictorKind::Mean,
+        steps: Steps::Deviations(0.5),
+        models: bitstream.models,
+        ..FitOptions::default()
+    };
+    let plane = |side| {
+        let rows: Vec<f32> =
+            (0..(TOKENS * channels) as u64).map(|i| hashed(side as u32, i, 3.0_f32.sqrt())).collect();
+        PlaneBuf::fit(&rows, channels, transform.clone(), &options)
+    };
+    Ok(vec![Pair::try_of(plane)?; config.n_layers])
+}
+
+impl DeviceCache for CacheGenCache {
+    fn rows(&self, layer: usize) -> Rows {
+        self.dense.rows(layer)
+    }
+
+    fn room(&self) -> Room {
+        self.dense.room()
+    }
+
+    fn attend(
+        &self,
+        gpu: &Gpu,
+        layer: usize,
+        sequences: &Sequences,
+        queries: DevicePtr<AnyElement>,
+        out: DevicePtr<AnyElement>,
+    ) -> Result<()> {
+        self.dense.attend(gpu, layer, sequences, queries, out)
+    }
+
+    fn clear(&mut self, gpu: &Gpu) -> Result<()> {
+        self.restart(&vec![0; self.coded.len()]);
+        self.stream_bytes = 0;
+        self.dense.clear(gpu)
+    }
+
+    fn before_step(&mut self, gpu: &Gpu, sequences: &Sequences) -> Result<()> {
+        let leaves = |(position, coded): (&usize, &usize)| self.coded_of(position + 1) > *coded;
+        if self.furthest.iter().zip(&self.coded).any(leaves) {
+            let mut positions = vec![0; self.furthest.len()];
+            sequences.positions.read_into(gpu, &mut positions)?;
+            self.furthest = positions.into_iter().map(|position: u32| position as usize).collect();
+            for sequence in 0..self.furthest.len() {
+                let (first, end) = (self.coded[sequence], self.coded_of(self.furthest[sequence] + 1));
+                if first < end {
+                    self.code(gpu, Span { sequence, layers: 0..self.n_layers, tokens: first..end })?;
+                    self.coded[sequence] = end;
+                }
+            }
+        }
+        self.furthest.iter_mut().for_each(|position| *position += 1);
+        Ok(())
+    }
+
+    fn fill_random(&mut self, gpu: &Gpu, tokens: usize) -> Result<()> {
+        self.restart(&vec![tokens; self.coded.len()]);
+        self.dense.fill_random(gpu, tokens)
+    }
+
+    fn step_bytes(&self, tokens: usize) -> usize {
+        self.dense.step_bytes(tokens)
+    }
+
+    /// The bits count as kept, as far as tokens have been coded, and the rows that they were decoded to as
+    /// working memory.
+    fn footprint(&self, tokens: usize) -> Footprint {
+        let decoded = self.dense.step_bytes(self.coded_of(tokens));
+        Footprint {
+            kept: self.stream_bytes + self.dense.step_bytes(tokens) - decoded,
+            working: decoded,
+            shared: self.planes_bytes,
+            ..Footprint::default()
+        }
+    }
+
+    fn bytes(&self) -> usize {
+        self.dense.bytes() + self.codec.bytes()
+    }
+}
+
+impl ChunkCache for CacheGenCache {
+    fn chunk_rows(&mut self, gpu: &Gpu, layer: usize, chunk: &Chunk) -> Result<Rows> {
+        self.dense.chunk_rows(gpu, layer, chunk)
+    }
+
+    fn append(&mut self, gpu: &Gpu, layer: usize, chunk: &Chunk) -> Result<()> {
+        let tokens = self.coded_of(chunk.position)..self.coded_of(chunk.end());
+        self.code(gpu, Span { sequence: chunk.sequence, layers: layer..layer + 1, tokens })
+    }
+
+    fn settle(&mut self, _gpu: &Gpu, lengths: &[usize]) -> Result<()> {
+        self.restart(lengths);
+        Ok(())
+    }
+}

@@ -1,0 +1,87 @@
+//! RoPE of keys where they are, in the rows of a cache, and back.
+
+use std::ops::Range;
+
+use cudarc::driver::sys::CUstream;
+use kv_gpu::{AnyElement, DevicePtr, Element, Grid, Kernel};
+
+use super::{Gpu, programs};
+use crate::Result;
+
+/// Threads of a block, and blocks of a layer.
+const THREADS: u32 = 256;
+const BLOCKS: usize = 64;
+
+/// Rotates keys of several layers.
+pub(super) struct Rotate {
+    kernel: Kernel,
+    heads: usize,
+}
+
+/// To its position, or back to before RoPE.
+#[derive(Clone, Copy)]
+pub(super) enum Direction {
+    Forward,
+    Back,
+}
+
+/// Keys of consecutive tokens of one sequence.
+pub(super) struct KeyRows {
+    /// Pointers (layers, 2) to the rows (heads, capacity, head_dim) of keys, then values, of each layer.
+    pub rows: DevicePtr<DevicePtr<AnyElement>>,
+    /// Number of layers.
+    pub layers: usize,
+    /// Rows of a head.
+    pub capacity: usize,
+    /// Positions of the tokens, and their rows.
+    pub tokens: Range<usize>,
+    /// Cosines and sines (position, head_dim / 2).
+    pub angles: [DevicePtr<f32>; 2],
+}
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct Arguments {
+    rows: DevicePtr<DevicePtr<AnyElement>>,
+    cos: DevicePtr<f32>,
+    sin: DevicePtr<f32>,
+    tokens: u32,
+    position: u32,
+    heads: u32,
+    capacity: u32,
+    sign: f32,
+}
+
+const _: () = assert!(size_of::<Arguments>() == 48);
+
+impl Rotate {
+    /// Compiles the kernel.
+    pub fn new(gpu: &Gpu, element: Element, heads: usize, head_dim: usize) -> Result<Self> {
+        let kernel = gpu.device.kernel(&programs::prompt(element, head_dim), "rotate", 0)?;
+        Ok(Self { kernel, heads })
+    }
+
+    /// Launches the rotation on a stream.
+    ///
+    /// # Safety
+    /// The rows and the angles of these tokens exist, and nothing else uses the rows at the same time.
+    pub unsafe fn launch(&self, stream: CUstream, direction: Direction, keys: &KeyRows) -> Result<()> {
+        let [cos, sin] = keys.angles;
+        let arguments = Arguments {
+            rows: keys.rows,
+            cos,
+            sin,
+            tokens: keys.tokens.len() as u32,
+            position: keys.tokens.start as u32,
+            heads: self.heads as u32,
+            capacity: keys.capacity as u32,
+            sign: match direction {
+                Direction::Forward => 1.0,
+                Direction::Back => -1.0,
+            },
+        };
+        let grid = Grid::new([BLOCKS, keys.layers, 1])?;
+        // SAFETY: the structure is the kernel's argument; the caller's contract.
+        Ok(unsafe { self.kernel.launch(stream, grid, THREADS, false, &arguments) }?)
+    }
+}
