@@ -103,6 +103,41 @@ fn rows_that_stay_are_those_that_would_be_fetched() {
     assert!(worst >= 0.99 && top1 >= 0.98, "cosine {worst}, top-1 {top1}");
 }
 
+/// Rows that miss, over all layers and heads, are as many as in the CPU's cache of blocks of one token.
+#[test]
+fn rows_stay_that_have_been_chosen_last() {
+    let Some(gpu) = gpu("rows chosen last") else { return };
+    let (model, tokens) = model();
+    let run = &tokens[3000..3500];
+    let spec = "pqcache:tokens=64:codebooks=profile";
+    let profile = profile(&model, &tokens[..2048], &[spec]);
+    let folder = tempfile::tempdir().unwrap();
+    let on_cpu = |held: usize| {
+        let blocks = format!("block=1:cache={held}:k-cache={held}:evict=lru");
+        let method: Method = format!("{spec}:offload={}:{blocks}", folder.path().display()).parse().unwrap();
+        let rope = Arc::new(Rope::new(&model.config, run.len()));
+        let Prepared { model, mut cache } = method.prepare(&model, &rope, &profile).unwrap();
+        score_text(&mut forward::Decoder::new(model, rope), cache.as_mut(), run, None).unwrap();
+        let fetched = cache.fetched();
+        fetched.rows - fetched.hits
+    };
+    let on_device = |held: usize| {
+        let spec = format!("{spec}:held={held}");
+        let mut decoder = decoder(&gpu, &model, &spec, &profile, 1, run.len());
+        let logits = teacher_forced(&mut decoder, run);
+        (logits, decoder.fetched_rows().unwrap())
+    };
+    let last_step = on_device(0);
+    for held in [64, 96, 128, 256] {
+        let ((logits, fetched), expected) = (on_device(held), on_cpu(held));
+        let worst = logits.iter().zip(&last_step.0).map(|(a, b)| cosine(a, b)).fold(1.0, f64::min);
+        println!("{held} rows stay: {fetched} fetched, {expected} on the CPU; cosine {worst:.6}");
+        assert!((fetched as f64 / expected as f64 - 1.0).abs() < 0.05, "{held}: {fetched} and {expected}");
+        assert!(worst >= 0.99, "{held}: cosine {worst}");
+        assert!(held == 64 || fetched < last_step.1, "{held}: {fetched} of {}", last_step.1);
+    }
+}
+
 #[test]
 fn prompts_in_chunks_fill_the_cache_as_whole_ones_do() {
     let Some(gpu) = gpu("pqcache prompts") else { return };

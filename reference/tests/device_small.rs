@@ -81,6 +81,8 @@ fn every_cache_runs_twice_alike() {
             (2, "zack:k=0.25:v=0.5:window=16:multiple=8:exact=bf16"),
             (2, "zack:k=0.25:v=0.5:window=8:sinks=2:multiple=8:prompt=cut"),
             (2, "pqcache:tokens=8:window=8:sinks=2"),
+            (2, "pqcache:tokens=8:window=8:sinks=2:held=12:offloaded=int8"),
+            (2, "pqcache:tokens=8:window=8:sinks=2:held=0"),
             (2, "cachegen:window=8:sinks=2:batch=8"),
             (3, "cachegen:mode=channels:window=4:sinks=0:batch=3:exact=bf16"),
         ] {

@@ -44,9 +44,7 @@ impl<T: Copy> Buffer<T> {
         })?;
         let pointer = DevicePtr::new(address).unwrap_or(DevicePtr::dangling());
         let buffer = Self { pointer, len, context, ledger, purpose };
-        // SAFETY: the memory has just been allocated with that many bytes.
-        unsafe { result::memset_d8_async(address, 0, bytes, gpu.stream()) }
-            .map_err(|e| driver("clear memory", e))?;
+        buffer.fill(gpu, 0)?;
         Ok(buffer)
     }
 
@@ -67,6 +65,14 @@ impl<T: Copy> Buffer<T> {
 
     pub const fn bytes(&self) -> usize {
         self.len * size_of::<T>()
+    }
+
+    /// Makes every byte this one, in the order of the stream.
+    pub fn fill(&self, gpu: &Gpu, byte: u8) -> Result<()> {
+        self.context.bind_to_thread().map_err(|e| driver("use device on this thread", e))?;
+        // SAFETY: the buffer has as many bytes, whose elements are plain numbers.
+        unsafe { result::memset_d8_async(self.pointer.address(), byte, self.bytes(), gpu.stream()) }
+            .map_err(|e| driver("fill memory", e))
     }
 
     /// Replaces the elements, in the order of the stream.

@@ -226,6 +226,8 @@ pub(crate) struct Retrieval {
     /// Iterations of codebooks that are trained on the prompt; else they are the profile's.
     pub training: Option<usize>,
     pub home: RowHome,
+    /// Rows of a head that stay on the device, if a step chooses fewer.
+    pub held: usize,
 }
 
 /// Where stores are built.

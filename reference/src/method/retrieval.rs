@@ -43,6 +43,7 @@ pub(super) const PQ_CACHE: Entry = Entry {
   pqcache           top-k by PQ codes;                                    ratio=0.2 or tokens=N
                                                                           code=16x8 iterations=4|FILE
                                                                           codebooks=prompt|profile
+                      rows that stay on a device, of each head            held=4096
 ",
         offload_help!()
     ),
@@ -50,7 +51,8 @@ pub(super) const PQ_CACHE: Entry = Entry {
         let (budget, code) = (Budget::take(s)?, PqCode::take(s, "code", 8, 8)?);
         let iterations = s.own("iterations", Iterations::Count(4))?;
         let codebooks = s.common("codebooks", Codebooks::Prompt)?;
-        let quantizer = Some(Quantizer { code, iterations, codebooks });
+        let held = s.tokens("held", 4096)?;
+        let quantizer = Some(Quantizer { code, iterations, codebooks, held });
         Ok(Arc::new(TopK { budget, quantizer, offload: OffloadSettings::take(s)? }))
     },
 };
@@ -68,6 +70,8 @@ struct Quantizer {
     code: PqCode,
     iterations: Iterations,
     codebooks: Codebooks,
+    #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "a device has them"))]
+    held: usize, // rows of a head that stay on a device
 }
 
 /// What codebooks are trained on.
@@ -168,9 +172,9 @@ impl Kind for TopK {
                     ));
                 }
             };
+            let (held, home) = (quantizer.held, self.offload.home(Home::Host)?);
             let quantizer = quantizer.code.shape(geometry.head_dim)?;
-            let home = self.offload.home(Home::Host)?;
-            Ok(Retrieval { quantizer, budget: self.budget, training, home })
+            Ok(Retrieval { quantizer, budget: self.budget, training, home, held })
         };
         Some(retrieval())
     }

@@ -2,7 +2,7 @@ mod index;
 mod launch;
 mod train;
 
-use kv_gpu::pq::TrainShape;
+use kv_gpu::pq::{Gather, TrainShape};
 use kv_gpu::svd::{Attend, AttendShape};
 use kv_gpu::{AnyElement, DevicePtr, Element};
 use pq_core::{CodebookBuf, PqShape};
@@ -25,16 +25,18 @@ use train::Training;
 
 /// PQCache: codes of keys on the device, exact rows of all tokens in memory of the host.
 ///
-/// For each layer a step finds the best tokens by their codes (`KeyIndex`), reads the rows that the last step
-/// has not chosen over PCIe (`RowStore`) and attends to all together with sinks and window (`svd::Attend` at
-/// full rank). Codebooks are the profile's, or those that a sequence's prompt trains (`Training`). Chosen
-/// rows have slots behind the exact ones, so that one launch attends to both. All lengths are on the device.
+/// For each layer a step finds the best tokens by their codes (`KeyIndex`), reads the rows over PCIe that
+/// recent steps have not chosen (`RowStore`) and attends to all together with sinks and window (`svd::Attend`
+/// at full rank). Codebooks are the profile's, or those that a sequence's prompt trains (`Training`). Chosen
+/// rows have slots behind the exact ones, so that one launch attends to both: they are copied there from the
+/// rows that stay (`HeldRows`), or stay there themselves. All lengths are on the device.
 pub struct PqCache {
     index: KeyIndex,
     attend: Attend,
     element: Element,
     window: Window, // chosen rows are in its slots
     store: RowStore,
+    held: Option<HeldRows>, // where more rows stay than a step chooses
     training: Option<Training>,
     turns: Turns,
     budget: StepBudget,
@@ -50,6 +52,13 @@ pub struct PqCache {
 struct Scratch {
     tokens: Buffer<u32>, // (batch, heads, most)
     attend: Buffer<u8>,
+}
+
+/// Rows of the host that stay on the device.
+struct HeldRows {
+    rows: Buffer<u16>, // (layer, keys and values, batch, heads, held, head_dim)
+    held: usize,       // rows of a head
+    gather: Gather,
 }
 
 /// Sizes of the cache.
@@ -100,10 +109,15 @@ impl PqCache {
         let most = retrieval.budget.k(stored, sinks + ring);
         let store =
             StoreShape { n_layers, batch, heads, head_dim, sinks, ring, stored, most, staged_sides: 1 };
-        let store = RowStore::new(gpu, element, store, retrieval.home)?;
+        let held = retrieval.held.min(stored).max(most);
+        let store = RowStore::holding(gpu, element, store, retrieval.home, held)?;
         check_tokens(capacity)?;
         let books = if retrieval.training.is_some() { batch } else { 1 };
         let shape = Shape { n_layers, batch, books, heads, group, head_dim, sinks, ring, stored, most };
+        let held_rows = || -> Result<HeldRows> {
+            let rows = Buffer::zeros(gpu, 2 * n_layers * shape.side_len(held))?;
+            Ok(HeldRows { rows, held, gather: Gather::new(&gpu.device, size_of::<u16>() * head_dim)? })
+        };
         let window = WindowShape { slots: most, ..WindowShape::new(config, window, batch, capacity) };
         let attend = Attend::new(&gpu.device, AttendShape { dim: head_dim, element })?;
         let trained = TrainShape { quantizer, element: element.into() };
@@ -116,6 +130,7 @@ impl PqCache {
         let cache = Self {
             window: Window::new(gpu, window)?,
             store,
+            held: (held > most).then(held_rows).transpose()?,
             index: KeyIndex::new(gpu, element, quantizer, &codebooks, shape)?,
             training,
             turns,
@@ -134,6 +149,11 @@ impl PqCache {
         };
         gpu.synchronize()?; // the codebooks are copied
         Ok(cache)
+    }
+
+    /// Bytes of the rows that stay, without those of the last step.
+    fn held_bytes(&self) -> usize {
+        self.held.as_ref().map_or(0, |held| held.rows.bytes())
     }
 }
 
@@ -160,8 +180,7 @@ impl DeviceCache for PqCache {
         let tokens = self.scratch.tokens.pointer();
         let (lengths, ks) = (sequences.coded_lengths.pointer(), self.budget.ks());
         self.index.find(gpu, layer, &Wanted { queries, lengths, ks, tokens })?;
-        let chosen = (tokens, self.budget.counts());
-        self.store.fetch(gpu, layer, chosen, self.window.slots(layer))?;
+        self.fetch(gpu, layer)?;
         self.launch_attend(gpu, layer, queries, out)
     }
 
@@ -221,13 +240,14 @@ impl DeviceCache for PqCache {
         Footprint {
             kept: n_layers * codes + rows(exact) + own,
             offloaded: n_layers * batch * heads * (tokens - exact) * self.store.pair_bytes(),
-            working: self.store.staged_bytes() + rows(most),
+            working: self.store.staged_bytes() + rows(most) + self.held_bytes(),
             shared,
         }
     }
 
     fn bytes(&self) -> usize {
-        self.window.bytes() + self.index.code_bytes() + self.index.book_bytes() + self.store.bytes()
+        let codes = self.index.code_bytes() + self.index.book_bytes();
+        self.window.bytes() + codes + self.store.bytes() + self.held_bytes()
     }
 
     fn host_bytes(&self) -> usize {

@@ -42,7 +42,7 @@ impl StoreShape {
 /// Exact rows of all tokens behind the sinks, in device memory or in memory of the host.
 ///
 /// A token's rows are written when it is encoded, up to a ring and at least half a ring before a step can
-/// choose it ([`Turns`]). Rows on the host are read over PCIe, unless the last step has chosen them
+/// choose it ([`Turns`]). Rows on the host are read over PCIe, unless recent steps have chosen them
 /// ([`Reuse`], `pq::Gather`). The decoder's stream writes them, so its order is the fence between these
 /// stores and the loads of `pq::Gather`.
 pub(super) struct RowStore {
@@ -120,6 +120,18 @@ impl RowStore {
     /// # Errors
     /// [`Error::HostMemory`] when the host has no room for the rows; [`Error::Device`].
     pub fn new(gpu: &Gpu, element: Element, shape: StoreShape, home: RowHome) -> Result<Self> {
+        Self::holding(gpu, element, shape, home, shape.most)
+    }
+
+    /// As [`Self::new`], with `held` rows of a head that stay on the device, at least as many as a step
+    /// chooses.
+    pub fn holding(
+        gpu: &Gpu,
+        element: Element,
+        shape: StoreShape,
+        home: RowHome,
+        held: usize,
+    ) -> Result<Self> {
         let StoreShape { n_layers, batch, heads, head_dim, ring, stored, most, .. } = shape;
         let row_bytes = size_of::<u16>() * head_dim;
         let pair_bytes =
@@ -134,7 +146,7 @@ impl RowStore {
             let layers = (0..n_layers).into_par_iter().map(|_| HostBuffer::for_scattered_reads(gpu, len));
             Memory::Host(Box::new(HostRows {
                 layers: layers.collect::<Result<_>>()?,
-                reuse: Reuse::new(gpu, n_layers, batch * heads, most)?,
+                reuse: Reuse::new(gpu, n_layers, batch * heads, most, held)?,
                 form: match home {
                     RowHome::HostInt8 => HostForm::Int8(Int8Rows::new(gpu, element, shape)?),
                     _ => HostForm::Exact(Gather::new(&gpu.device, row_bytes)?),
@@ -209,8 +221,8 @@ impl RowStore {
         int8.map_or(Ok(()), |(int8, records)| int8.take_turn(gpu, layer, records, exact, turns))
     }
 
-    /// Brings the chosen tokens (batch, heads, most) to `slots`, rows of which the last one is a head's last:
-    /// reads those from the host that are not there since the last step. Each head has `counts` of them.
+    /// Brings the chosen tokens (batch, heads, most) to `slots`, as many rows of a head as stay: reads those
+    /// from the host that are not there since earlier steps. Each head has `counts` of them.
     pub fn fetch(
         &self,
         gpu: &Gpu,
@@ -238,14 +250,13 @@ impl RowStore {
             values_out: slots.values.cast(),
             out_len: slots.capacity,
         };
-        // SAFETY: the buffers have the lengths of `new`; slots are below the number of tokens, which is at
-        // most
-        // `most`, and differ. Tokens are below `stored`, and this stream has written their rows to the host.
+        // SAFETY: the buffers have the lengths of `new`; slots are below the number of rows that stay, and
+        // differ. Tokens are below `stored`, and this stream has written their rows to the host.
         Ok(unsafe { gather.launch(gpu.stream(), &arguments) }?)
     }
 
-    /// The slot of every token that was fetched last, (batch, heads, most); none where rows stay where they
-    /// are.
+    /// The slot of every token that was fetched last, (batch, heads, most); none where rows are read in the
+    /// store.
     pub fn slots(&self) -> Option<DevicePtr<u32>> {
         match &self.rows {
             Memory::Device(_) => None,
@@ -376,7 +387,10 @@ impl RowStore {
 
     /// Bytes of device memory.
     pub fn bytes(&self) -> usize {
-        let rows = if let Memory::Device(rows) = &self.rows { rows.bytes() } else { 0 };
+        let rows = match &self.rows {
+            Memory::Device(rows) => rows.bytes(),
+            Memory::Host(host) => host.reuse.bytes(),
+        };
         rows + self.staged.bytes()
     }
 

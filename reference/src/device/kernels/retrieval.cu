@@ -59,33 +59,48 @@ static_assert(REUSE_THREADS == LANES * LANES, "a lane for the sum of every warp"
 
 struct ReuseArguments {
     const u32* tokens; // [head][most]: chosen tokens, ascending; a head is one of a sequence
-    const u32* counts; // [head]: how many
-    u32* held_tokens;  // [head][most]: those of the last step, ascending
-    u32* held_slots;   // [head][most]: the slot that has the rows of each
-    u32* held_counts;  // [head]
+    const u32* counts; // [head]: how many, at most `most`
+    u32* held_tokens;  // [head][held]: the token whose rows each slot has, or NOWHERE
+    u32* last_used;    // [head][held]: the step that has chosen it last
+    u32* steps;        // [head]: steps so far
     u32* slots;        // [head][most]: the slot of each token
     u32* misses;       // [head][most]: tokens whose rows are in no slot
     u32* places;       // [head][most]: the slot for each
     u32* miss_counts;  // [head]
     u64* fetched;      // misses so far
-    u32 most;
-    float forced; // part of the chosen tokens that misses, to time it, or a negative number
+    u32 most, held;    // at least `most`
+    float forced;      // part of the chosen tokens that misses, to time it, or a negative number
 };
 
-// Gives every chosen token a slot below the number of them. A token that the last step has chosen, too, keeps its slot;
-// the others share the slots that are left.
+// Ages in steps; what is older counts as this old.
+constexpr u32 AGES = REUSE_THREADS;
+
+// How many of a block's threads up to this one, without it, have set each of two flags, and all of them: the first in
+// the lower half of a word. Every thread calls it; `sums` is free again behind the next barrier.
+__device__ __forceinline__ u32 count_flags(bool low, bool high, u32* sums, u32& all) {
+    const u32 lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
+    const u32 mine = (u32)low | (u32)high << 16, inclusive = warp_inclusive_sum(mine);
+    if (lane == LANES - 1) sums[warp] = inclusive;
+    __syncthreads();
+    const u32 other = sums[lane];
+    all = __reduce_add_sync(FULL, other);
+    return inclusive - mine + __reduce_add_sync(FULL, lane < warp ? other : 0);
+}
+
+// Gives every chosen token a slot: the one that has its rows, or one of those whose tokens have not been chosen for
+// longest (LRU). Every slot looks its token up among the chosen ones, which ascend. Where `held` is `most`, slots are
+// below the number of tokens, so that attention finds them in one piece: only the last step's rows stay then.
 //
-// Launch: a block of REUSE_THREADS threads a head, with a bit of shared memory for each of `most` slots.
+// Launch: a block of REUSE_THREADS threads a head.
 extern "C" __global__ void __launch_bounds__(REUSE_THREADS) reuse(const ReuseArguments a) {
-    extern __shared__ u32 taken[]; // bits
-    __shared__ u32 warp_sums[LANES];
+    __shared__ u32 ages[AGES], warp_sums[LANES], oldest, of_oldest;
     pdl_wait();
     pdl_trigger();
-    const u32 head = blockIdx.x, k = a.counts[head], held = a.held_counts[head];
-    const u64 at = (u64)head * a.most;
-    const u32* tokens = a.tokens + at;
-    u32 *held_tokens = a.held_tokens + at, *held_slots = a.held_slots + at, *slots = a.slots + at;
-    u32 *misses = a.misses + at, *places = a.places + at;
+    const u32 head = blockIdx.x, k = a.counts[head], now = a.steps[head] + 1, n_slots = a.held > a.most ? a.held : k;
+    const u32* tokens = a.tokens + (u64)head * a.most;
+    u32 *held_tokens = a.held_tokens + (u64)head * a.held, *last_used = a.last_used + (u64)head * a.held;
+    u32 *slots = a.slots + (u64)head * a.most, *misses = a.misses + (u64)head * a.most;
+    u32* places = a.places + (u64)head * a.most;
     if (a.forced >= 0) {
         const u32 count = min((u32)rintf(a.forced * k), k);
         for (u32 i = threadIdx.x; i < count; i += REUSE_THREADS) misses[i] = tokens[i], places[i] = i;
@@ -93,47 +108,66 @@ extern "C" __global__ void __launch_bounds__(REUSE_THREADS) reuse(const ReuseArg
         if (threadIdx.x == 0) a.miss_counts[head] = count, atomicAdd(a.fetched, (u64)count);
         return;
     }
-    for (u32 i = threadIdx.x; i < (k + 31) / 32; i += REUSE_THREADS) taken[i] = 0;
+    ages[threadIdx.x] = 0;
+    for (u32 i = threadIdx.x; i < k; i += REUSE_THREADS) slots[i] = NOWHERE;
     __syncthreads();
-    for (u32 i = threadIdx.x; i < k; i += REUSE_THREADS) {
-        const u32 token = tokens[i];
-        u32 low = 0, high = held; // the first held token that is not below
+    auto age_of = [&](u32 slot) {
+        return held_tokens[slot] == NOWHERE ? AGES - 1 : min(now - last_used[slot], AGES - 1);
+    };
+    for (u32 slot = threadIdx.x; slot < n_slots; slot += REUSE_THREADS) {
+        const u32 token = held_tokens[slot];
+        u32 low = 0, high = k; // the first chosen token that is not below
         while (low < high) {
             const u32 middle = (low + high) / 2;
-            if (held_tokens[middle] < token)
+            if (tokens[middle] < token)
                 low = middle + 1;
             else
                 high = middle;
         }
-        const u32 slot = low < held && held_tokens[low] == token ? held_slots[low] : NOWHERE;
-        if (slot < k) atomicOr(&taken[slot / 32], 1u << slot % 32);
-        slots[i] = slot < k ? slot : NOWHERE;
+        if (low < k && tokens[low] == token)
+            slots[low] = slot, last_used[slot] = now;
+        else
+            atomicAdd(&ages[age_of(slot)], 1);
     }
     __syncthreads();
-    // Lists the tokens without a slot and the slots without a token: there are as many of both.
-    const u32 lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
-    u32 missing = 0, free = 0;
+    // Lists the tokens without a slot, by their indices.
+    u32 missing = 0;
     for (u32 first = 0; first < k; first += REUSE_THREADS) {
         const u32 i = first + threadIdx.x;
-        const bool is_missing = i < k && slots[i] == NOWHERE, is_free = i < k && !(taken[i / 32] >> i % 32 & 1);
-        const u32 mine = (u32)is_missing | (u32)is_free << 16, inclusive = warp_inclusive_sum(mine);
-        if (lane == LANES - 1) warp_sums[warp] = inclusive;
+        const bool is_missing = i < k && slots[i] == NOWHERE;
+        u32 all;
+        const u32 before = count_flags(is_missing, false, warp_sums, all);
+        if (is_missing) misses[missing + before] = i;
+        missing += all;
         __syncthreads();
-        const u32 other = warp_sums[lane], all = __reduce_add_sync(FULL, other);
-        const u32 before = inclusive - mine + __reduce_add_sync(FULL, lane < warp ? other : 0);
-        if (is_missing) misses[missing + (before & 0xffff)] = i;
-        if (is_free) places[free + (before >> 16)] = i;
-        missing += all & 0xffff, free += all >> 16;
+    }
+    // The age down to which slots are taken, and how many of that age.
+    const u32 age = AGES - 1 - threadIdx.x, of_age = ages[age];
+    const u32 lane = threadIdx.x % LANES, warp = threadIdx.x / LANES, in_warp = warp_inclusive_sum(of_age);
+    if (lane == LANES - 1) warp_sums[warp] = in_warp;
+    __syncthreads();
+    const u32 older = in_warp - of_age + __reduce_add_sync(FULL, lane < warp ? warp_sums[lane] : 0);
+    if (older < missing && missing <= older + of_age) oldest = age, of_oldest = missing - older;
+    __syncthreads();
+    // Lists those slots: older ones first.
+    u32 taken_older = 0, taken = 0;
+    for (u32 first = 0; first < n_slots && missing; first += REUSE_THREADS) {
+        const u32 slot = first + threadIdx.x, its_age = slot < n_slots ? age_of(slot) : 0;
+        const bool is_older = its_age > oldest, is_oldest = its_age == oldest;
+        u32 all;
+        const u32 before = count_flags(is_older, is_oldest, warp_sums, all), rank = taken + (before >> 16);
+        if (is_older) places[taken_older + (before & 0xffff)] = slot;
+        if (is_oldest && rank < of_oldest) places[missing - of_oldest + rank] = slot;
+        taken_older += all & 0xffff, taken += all >> 16;
         __syncthreads();
     }
     for (u32 i = threadIdx.x; i < missing; i += REUSE_THREADS) {
-        const u32 index = misses[i];
-        slots[index] = places[i], misses[i] = tokens[index];
+        const u32 index = misses[i], slot = places[i];
+        slots[index] = slot, misses[i] = tokens[index];
+        held_tokens[slot] = tokens[index], last_used[slot] = now;
     }
-    __syncthreads();
-    for (u32 i = threadIdx.x; i < k; i += REUSE_THREADS) held_tokens[i] = tokens[i], held_slots[i] = slots[i];
     if (threadIdx.x == 0) {
-        a.held_counts[head] = k, a.miss_counts[head] = missing;
+        a.steps[head] = now, a.miss_counts[head] = missing;
         atomicAdd(a.fetched, (u64)missing);
     }
 }

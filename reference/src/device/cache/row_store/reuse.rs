@@ -7,16 +7,16 @@ use crate::device::{Gpu, programs};
 /// Threads of a block: `REUSE_THREADS` of the kernel.
 const THREADS: u32 = 1024;
 
-/// A cache of as many rows a head as a step chooses: rows that one step has chosen stay in their slots for
-/// the next one, which fetches the others.
+/// A cache of the rows that recent steps have chosen, of those that have been chosen last (LRU).
 ///
-/// PQCache (arXiv 2407.12820, 3.4) keeps blocks of tokens by recency or frequency and copies the hits of a
-/// step together. Here attention reads rows where they are, so a hit costs nothing.
+/// PQCache (arXiv 2407.12820, 3.4) keeps blocks of tokens, since its host looks them up and copies each at
+/// once. Here a kernel looks up single rows and copies them, and at equal memory single rows take half of the
+/// bytes that blocks take over the link (`benches/results/offload.md`).
 pub(super) struct Reuse {
     kernel: Kernel,
-    held_tokens: Buffer<u32>, // (layer, heads of sequences, most)
-    held_slots: Buffer<u32>,  // (layer, heads of sequences, most)
-    held_counts: Buffer<u32>, // (layer, heads of sequences)
+    held_tokens: Buffer<u32>, // (layer, heads of sequences, held)
+    last_used: Buffer<u32>,   // (layer, heads of sequences, held): a step
+    steps: Buffer<u32>,       // (layer, heads of sequences): so far
     slots: Buffer<u32>,       // (heads of sequences, most), as misses and places
     misses: Buffer<u32>,
     places: Buffer<u32>,
@@ -25,6 +25,7 @@ pub(super) struct Reuse {
     forced: f32,              // part of the tokens that misses; negative where the slots say it
     heads: usize,
     most: usize,
+    held: usize,
 }
 
 #[derive(Clone, Copy)]
@@ -33,29 +34,31 @@ struct ReuseArguments {
     tokens: DevicePtr<u32>,
     counts: DevicePtr<u32>,
     held_tokens: DevicePtr<u32>,
-    held_slots: DevicePtr<u32>,
-    held_counts: DevicePtr<u32>,
+    last_used: DevicePtr<u32>,
+    steps: DevicePtr<u32>,
     slots: DevicePtr<u32>,
     misses: DevicePtr<u32>,
     places: DevicePtr<u32>,
     miss_counts: DevicePtr<u32>,
     fetched: DevicePtr<u64>,
     most: u32,
+    held: u32,
     forced: f32,
 }
 
-const _: () = assert!(size_of::<ReuseArguments>() == 88);
+const _: () = assert!(size_of::<ReuseArguments>() == 96);
 
 impl Reuse {
-    /// Empty slots: `most` for each of `heads` heads of sequences, in every layer.
-    pub fn new(gpu: &Gpu, n_layers: usize, heads: usize, most: usize) -> Result<Self> {
+    /// Empty slots for `held` rows of each of `heads` heads of sequences, in every layer; steps choose at most
+    /// `most` of them.
+    pub fn new(gpu: &Gpu, n_layers: usize, heads: usize, most: usize, held: usize) -> Result<Self> {
         let words = |n| Buffer::<u32>::zeros(gpu, n);
-        let bits = size_of::<u32>() * most.div_ceil(32);
-        Ok(Self {
-            kernel: gpu.device.kernel(&programs::retrieval(), "reuse", bits)?,
-            held_tokens: words(n_layers * heads * most)?,
-            held_slots: words(n_layers * heads * most)?,
-            held_counts: words(n_layers * heads)?,
+        let held = held.max(most);
+        let reuse = Self {
+            kernel: gpu.device.kernel(&programs::retrieval(), "reuse", 0)?,
+            held_tokens: words(n_layers * heads * held)?,
+            last_used: words(n_layers * heads * held)?,
+            steps: words(n_layers * heads)?,
             slots: words(heads * most)?,
             misses: words(heads * most)?,
             places: words(heads * most)?,
@@ -64,7 +67,10 @@ impl Reuse {
             forced: -1.0,
             heads,
             most,
-        })
+            held,
+        };
+        reuse.forget(gpu)?;
+        Ok(reuse)
     }
 
     /// Launches the choice of slots for the tokens (heads of sequences, most) of a layer, of which each head
@@ -76,19 +82,20 @@ impl Reuse {
         tokens: DevicePtr<u32>,
         counts: DevicePtr<u32>,
     ) -> Result<()> {
-        let (heads, most) = (self.heads, self.most);
+        let Self { heads, most, held, .. } = *self;
         let arguments = ReuseArguments {
             tokens,
             counts,
-            held_tokens: self.held_tokens.pointer().offset(layer * heads * most),
-            held_slots: self.held_slots.pointer().offset(layer * heads * most),
-            held_counts: self.held_counts.pointer().offset(layer * heads),
+            held_tokens: self.held_tokens.pointer().offset(layer * heads * held),
+            last_used: self.last_used.pointer().offset(layer * heads * held),
+            steps: self.steps.pointer().offset(layer * heads),
             slots: self.slots.pointer(),
             misses: self.misses.pointer(),
             places: self.places.pointer(),
             miss_counts: self.miss_counts.pointer(),
             fetched: self.fetched.pointer(),
             most: most as u32,
+            held: held as u32,
             forced: self.forced,
         };
         // SAFETY: the structure is the kernel's argument, and the buffers have the lengths of `new`. Counts are
@@ -124,8 +131,15 @@ impl Reuse {
     }
 
     /// Empties all slots: their rows are of other sequences.
-    pub fn forget(&mut self, gpu: &Gpu) -> Result<()> {
-        self.held_counts.write(gpu, &vec![0; self.held_counts.len()])
+    pub fn forget(&self, gpu: &Gpu) -> Result<()> {
+        self.held_tokens.fill(gpu, u8::MAX) // no token
+    }
+
+    /// Bytes of device memory.
+    pub fn bytes(&self) -> usize {
+        let lists = [&self.slots, &self.misses, &self.places, &self.miss_counts];
+        let held = [&self.held_tokens, &self.last_used, &self.steps];
+        lists.into_iter().chain(held).map(Buffer::bytes).sum()
     }
 
     /// Makes this part of the tokens count as held, whatever their slots have.
