@@ -26,6 +26,9 @@ const MULTIPLE: usize = 8;
 /// keys are rotated behind RoPE (`Bases`), to a basis in which the first components are those that stay. So a
 /// token is cut by a copy: every half ring a layer takes the tokens that will be overwritten within a ring
 /// (`Turns`). It reads them in the ring, in the order of the steps, which needs no second stream.
+///
+/// N.B. The model keeps the columns of `W_V` and the rows of `W_O` beyond the ranks: the exact tokens need them
+/// (`benches/results/decode.md`).
 pub struct ZackCache {
     kernels: Kernels,
     element: Element,
