@@ -1,5 +1,6 @@
 //! Memory of the device, owned here.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use cudarc::driver::sys::CUresult;
@@ -91,12 +92,21 @@ impl<T: Copy> Buffer<T> {
     /// # Errors
     /// [`Error::Argument`] for more elements than there are.
     pub fn write_first(&self, gpu: &Gpu, data: &[T]) -> Result<()> {
-        if data.len() > self.len {
-            return Err(Error::Argument(format!("{} elements for a buffer of {}", data.len(), self.len)));
+        self.write_at(gpu, 0, data)
+    }
+
+    /// Replaces the elements from `at` on, as many as `data` has, in the order of the stream.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for elements that there are not.
+    pub fn write_at(&self, gpu: &Gpu, at: usize, data: &[T]) -> Result<()> {
+        let end = at.saturating_add(data.len());
+        if end > self.len {
+            return Err(Error::Argument(format!("elements to {end} for a buffer of {}", self.len)));
         }
         self.context.bind_to_thread().map_err(|e| driver("use device on this thread", e))?;
         // SAFETY: the buffer has as many elements; the driver has copied pageable memory when it returns.
-        unsafe { result::memcpy_htod_async(self.pointer.address(), data, gpu.stream()) }
+        unsafe { result::memcpy_htod_async(self.pointer.offset(at).address(), data, gpu.stream()) }
             .map_err(|e| driver("copy to the device", e))
     }
 
@@ -120,11 +130,24 @@ impl<T: Copy> Buffer<T> {
 
     /// The first elements, as many as `out` has, after all work on the stream.
     pub fn read_into(&self, gpu: &Gpu, out: &mut [T]) -> Result<()> {
-        self.read_at(gpu, 0, out)
+        self.begin_read(gpu, 0, out)?;
+        gpu.synchronize()
     }
 
-    /// The elements from `at` on, as many as `out` has, after all work on the stream.
-    pub fn read_at(&self, gpu: &Gpu, at: usize, out: &mut [T]) -> Result<()> {
+    /// The elements of several ranges, one behind the other, after all work on the stream.
+    pub fn read_ranges(&self, gpu: &Gpu, ranges: &[Range<usize>], mut out: &mut [T]) -> Result<()> {
+        for range in ranges {
+            let (part, rest) = out
+                .split_at_mut_checked(range.len())
+                .ok_or_else(|| Error::argument("ranges of more elements than there is room for"))?;
+            self.begin_read(gpu, range.start, part)?;
+            out = rest;
+        }
+        gpu.synchronize()
+    }
+
+    /// Begins to copy elements to the host: they are there once the stream has been waited for.
+    fn begin_read(&self, gpu: &Gpu, at: usize, out: &mut [T]) -> Result<()> {
         let end = at.saturating_add(out.len());
         if end > self.len {
             return Err(Error::Argument(format!("elements to {end} of a buffer of {}", self.len)));
@@ -132,8 +155,7 @@ impl<T: Copy> Buffer<T> {
         self.context.bind_to_thread().map_err(|e| driver("use device on this thread", e))?;
         // SAFETY: the buffer has as many elements; they are all plain numbers.
         unsafe { result::memcpy_dtoh_async(out, self.pointer.offset(at).address(), gpu.stream()) }
-            .map_err(|e| driver("copy to the host", e))?;
-        gpu.synchronize()
+            .map_err(|e| driver("copy to the host", e))
     }
 }
 

@@ -8,6 +8,7 @@ use kv_gpu::{AnyElement, DevicePtr, Element, VectorElement};
 
 use crate::device::Gpu;
 use crate::device::cache::{DenseCache, Rows};
+use crate::device::host_memory::HostBytes;
 use crate::device::memory::Buffer;
 use crate::device::rotate::{Direction, KeyRows, Rotate};
 use crate::model::{Config, Rope};
@@ -27,7 +28,7 @@ const ALIGNMENT: usize = 8;
 /// Codes rows of a dense cache: a frame for each layer, with the bytes that the CPU's have.
 ///
 /// The index of a frame, without which it cannot be decoded, has checksums of its blocks, and the host makes
-/// it: so the bits come to the host and go back, and the decoder's stream waits. Nobody reads the bits again.
+/// it: so the bits come to the host, and the decoder's stream waits. Nobody reads the bits again.
 pub(super) struct Codec {
     layers: Vec<LayerCodec>,
     rotate: Rotate,
@@ -39,10 +40,18 @@ pub(super) struct Codec {
     payloads: Buffer<u8>,                // (layers of the piece, room for the payload)
     payload_bytes: Buffer<u64>,          // (layer,)
     failed: Buffer<u32>, // (1,): what kernels of this piece, or of the last one, could not code
-    frames: Buffer<u8>,  // one after the other, aligned
+    frames: Buffer<u8>,  // of the layers of the piece, aligned
+    host_payloads: HostBytes, // as `payloads`, without gaps
+    host_frames: Vec<u8>, // as `frames`; the memory stays, since new pages take longer than what fills them
     heads: usize,
     head_dim: usize,
     capacity: usize,
+}
+
+/// Where the frame of a layer is in `frames`, and its payload in `payloads`.
+struct Coded {
+    frame: Range<usize>,
+    payload: Range<usize>,
 }
 
 /// The planes of a layer and the kernels for them.
@@ -119,6 +128,7 @@ impl Codec {
             };
             layers.iter().map(of).max().unwrap_or(0)
         };
+        let payloads = most(&|layers, info| layers * Sizes::of(info).slots);
         let rope = Rope::new(config, capacity);
         let (cos, sin) = rope.tables();
         let codec = Self {
@@ -128,10 +138,12 @@ impl Codec {
             slots: Buffer::zeros(gpu, most(&|_, info| Sizes::of(info).slots))?,
             workspace: Buffer::zeros(gpu, most(&|_, info| workspace(info)))?,
             lengths: Buffer::zeros(gpu, most(&|layers, info| layers * Sizes::of(info).tiles))?,
-            payloads: Buffer::zeros(gpu, most(&|layers, info| layers * Sizes::of(info).slots))?,
+            payloads: Buffer::zeros(gpu, payloads)?,
             payload_bytes: Buffer::zeros(gpu, n_layers)?,
             failed: Buffer::zeros(gpu, 1)?,
             frames: Buffer::zeros(gpu, most(&|layers, info| layers * Sizes::of(info).frame))?,
+            host_payloads: HostBytes::zeros(gpu, payloads)?,
+            host_frames: vec![],
             layers,
             heads,
             head_dim,
@@ -147,7 +159,7 @@ impl Codec {
     /// # Errors
     /// [`Error::Cache`] for rows that are not finite or too large for their steps: keys are then rotated, and
     /// the rows of the span otherwise as they were; [`Error::Device`].
-    pub fn code(&self, gpu: &Gpu, span: Span) -> Result<usize> {
+    pub fn code(&mut self, gpu: &Gpu, span: Span) -> Result<usize> {
         let step = piece(span.layers.len());
         let starts = span.tokens.clone().step_by(step);
         let pieces = starts.map(|start| {
@@ -157,9 +169,9 @@ impl Codec {
         pieces.sum()
     }
 
-    fn code_piece(&self, gpu: &Gpu, span: &Span) -> Result<usize> {
+    fn code_piece(&mut self, gpu: &Gpu, span: &Span) -> Result<usize> {
         self.rotate(gpu, Direction::Back, span)?;
-        let coded = self.encode(gpu, span).and_then(|frames| self.decode(gpu, span, &frames));
+        let coded = self.encode(gpu, span).and_then(|coded| self.decode(gpu, span, &coded));
         self.rotate(gpu, Direction::Forward, span)?;
         coded
     }
@@ -195,8 +207,8 @@ impl Codec {
         (info, Place { token_stride, head_stride, first_token, pages: None })
     }
 
-    /// The frames of all layers of a piece, on the host.
-    fn encode(&self, gpu: &Gpu, span: &Span) -> Result<Vec<Vec<u8>>> {
+    /// Makes the frames of all layers of a piece, on the host.
+    fn encode(&mut self, gpu: &Gpu, span: &Span) -> Result<Vec<Coded>> {
         let (info, place) = self.info(span);
         let sizes = Sizes::of(&info);
         for (i, l) in span.layers.clone().enumerate() {
@@ -230,32 +242,35 @@ impl Codec {
         let mut lengths = vec![0; span.layers.len() * sizes.tiles];
         self.lengths.read_into(gpu, &mut lengths)?;
         let tiles = 2 * info.blocks() * info.channels().div_ceil(LANES);
-        let mut payload = vec![];
-        let layers = span.layers.clone().zip(payload_bytes).zip(lengths.chunks_exact(sizes.tiles));
-        let frames = layers.enumerate().map(|(i, ((l, bytes), lengths))| {
-            payload.resize(bytes as usize, 0);
-            self.payloads.read_at(gpu, i * sizes.slots, &mut payload)?;
-            let mut frame = vec![];
-            assemble_frame(&info, self.layers[l].planes.ids(), &lengths[..tiles], &payload, &mut frame)?;
-            Ok(frame)
+        let starts = (0..).map(|i| i * sizes.slots);
+        let payloads = starts.zip(payload_bytes).map(|(start, bytes)| start..start + bytes as usize);
+        let payloads: Vec<Range<usize>> = payloads.collect();
+        self.payloads.read_ranges(gpu, &payloads, self.host_payloads.get())?;
+        let (mut rest, frames) = (&*self.host_payloads.get(), &mut self.host_frames);
+        frames.clear();
+        let layers = span.layers.clone().zip(payloads).zip(lengths.chunks_exact(sizes.tiles));
+        let coded = layers.map(|((l, payload), lengths)| {
+            let (start, own) = (frames.len(), &rest[..payload.len()]);
+            rest = &rest[payload.len()..];
+            assemble_frame(&info, self.layers[l].planes.ids(), &lengths[..tiles], own, frames)?;
+            let frame = start..frames.len();
+            frames.resize((frame.end + PADDING).next_multiple_of(ALIGNMENT), 0);
+            Ok(Coded { frame, payload })
         });
-        frames.collect()
+        coded.collect()
     }
 
     /// Decodes the frames of all layers of a piece; returns their bytes.
-    fn decode(&self, gpu: &Gpu, span: &Span, frames: &[Vec<u8>]) -> Result<usize> {
+    fn decode(&self, gpu: &Gpu, span: &Span, coded: &[Coded]) -> Result<usize> {
         let (info, place) = self.info(span);
-        let (mut all, mut starts) = (vec![], vec![]);
-        for frame in frames {
-            starts.push(all.len());
-            all.extend_from_slice(frame);
-            all.resize((all.len() + PADDING).next_multiple_of(ALIGNMENT), 0);
-        }
-        self.frames.write_first(gpu, &all)?;
-        for ((l, frame), start) in span.layers.clone().zip(frames).zip(starts) {
-            let layer = &self.layers[l];
+        for (l, Coded { frame, payload }) in span.layers.clone().zip(coded) {
+            // The payload is on the device already.
+            let (layer, bytes) = (&self.layers[l], &self.host_frames[frame.clone()]);
+            let head = bytes.len() - payload.len();
+            self.frames.write_at(gpu, frame.start, &bytes[..head])?;
+            self.frames.copy(gpu, frame.start + head, &self.payloads, payload.start, payload.len())?;
             let arguments = DecodeArguments {
-                frame: self.frames.pointer().offset(start),
+                frame: self.frames.pointer().offset(frame.start),
                 planes: layer.words.pointer(),
                 layers: 0..1,
                 blocks: 0..info.blocks(),
@@ -264,11 +279,11 @@ impl Codec {
                 workspace: self.workspace.pointer(),
                 failed: self.failed.pointer(),
             };
-            let frame = Frame::parse(frame, info.elements())?;
-            // SAFETY: as in `encode`; the frame has been copied, with PADDING bytes behind it.
+            let frame = Frame::parse(bytes, info.elements())?;
+            // SAFETY: as in `encode`; the frame is on the device, with PADDING bytes behind it.
             unsafe { layer.decode.launch(gpu.stream(), &frame, &layer.planes, &arguments) }?;
         }
-        Ok(frames.iter().map(Vec::len).sum())
+        Ok(coded.iter().map(|coded| coded.frame.len()).sum())
     }
 
     /// Bytes of device memory.
