@@ -75,11 +75,13 @@ struct ReuseArguments {
 // Ages in steps; what is older counts as this old.
 constexpr u32 AGES = REUSE_THREADS;
 
-// How many of a block's threads up to this one, without it, have set each of two flags, and all of them: the first in
-// the lower half of a word. Every thread calls it; `sums` is free again behind the next barrier.
-__device__ __forceinline__ u32 count_flags(bool low, bool high, u32* sums, u32& all) {
-    const u32 lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
-    const u32 mine = (u32)low | (u32)high << 16, inclusive = warp_inclusive_sum(mine);
+// Consecutive entries of a list that a thread takes at once, so that their loads are in flight together.
+constexpr u32 ENTRIES = 4;
+
+// How many of two kinds of entries the threads of a block before this one have, the first kind in the lower half of a
+// word, and all of them together. Every thread calls it; `sums` is free again behind the next barrier.
+__device__ __forceinline__ u32 count_before(u32 mine, u32* sums, u32& all) {
+    const u32 lane = threadIdx.x % LANES, warp = threadIdx.x / LANES, inclusive = warp_inclusive_sum(mine);
     if (lane == LANES - 1) sums[warp] = inclusive;
     __syncthreads();
     const u32 other = sums[lane];
@@ -87,18 +89,58 @@ __device__ __forceinline__ u32 count_flags(bool low, bool high, u32* sums, u32& 
     return inclusive - mine + __reduce_add_sync(FULL, lane < warp ? other : 0);
 }
 
+// Slots of a head that have rows of chosen tokens, or may get them.
+struct Slots {
+    u32* tokens;    // [n]: the token whose rows it has, or NOWHERE
+    u32* last_used; // [n]
+    u32 n, now;
+
+    // 0 for what this step has chosen, and for no slot.
+    __device__ __forceinline__ u32 age(u32 slot) const {
+        if (slot >= n) return 0;
+        return tokens[slot] == NOWHERE ? AGES - 1 : min(now - last_used[slot], AGES - 1);
+    }
+};
+
+// Looks up the tokens of all slots among the `k` chosen ones, which ascend. `slots` gets the slot of each that is
+// found, and `ages` how many of the other slots are of each age.
+__device__ __forceinline__ void look_up(const Slots& all, const u32* chosen, u32 k, u32* slots, u32* ages) {
+    const u32 lane = threadIdx.x % LANES, widest = k ? 1u << (31 - __clz(k)) : 0;
+    for (u32 first = 0; first < all.n; first += ENTRIES * REUSE_THREADS) {
+        const u32 mine = first + ENTRIES * threadIdx.x;
+        u32 token[ENTRIES], used[ENTRIES], below[ENTRIES] = {}; // how many chosen tokens are below this one
+#pragma unroll
+        for (u32 j = 0; j < ENTRIES; j++) {
+            const bool exists = mine + j < all.n;
+            token[j] = exists ? all.tokens[mine + j] : NOWHERE, used[j] = exists ? all.last_used[mine + j] : 0;
+        }
+        for (u32 width = widest; width; width /= 2)
+#pragma unroll
+            for (u32 j = 0; j < ENTRIES; j++)
+                if (below[j] + width <= k && chosen[below[j] + width - 1] < token[j]) below[j] += width;
+#pragma unroll
+        for (u32 j = 0; j < ENTRIES; j++) {
+            const bool is_chosen = token[j] != NOWHERE && below[j] < k && chosen[below[j]] == token[j];
+            if (is_chosen) slots[below[j]] = mine + j, all.last_used[mine + j] = all.now;
+            const bool counts = mine + j < all.n && !is_chosen;
+            const u32 age = token[j] == NOWHERE ? AGES - 1 : min(all.now - used[j], AGES - 1);
+            const u32 same = __match_any_sync(FULL, counts ? age : AGES); // few ages have most of the slots
+            if (counts && lane == __ffs(same) - 1) atomicAdd(&ages[age], (u32)__popc(same));
+        }
+    }
+}
+
 // Gives every chosen token a slot: the one that has its rows, or one of those whose tokens have not been chosen for
-// longest (LRU). Every slot looks its token up among the chosen ones, which ascend. Where `held` is `most`, slots are
-// below the number of tokens, so that attention finds them in one piece: only the last step's rows stay then.
+// longest (LRU). Where `held` is `most`, slots are below the number of tokens, so that attention finds them in one
+// piece: only the last step's rows stay then.
 //
 // Launch: a block of REUSE_THREADS threads a head.
 extern "C" __global__ void __launch_bounds__(REUSE_THREADS) reuse(const ReuseArguments a) {
     __shared__ u32 ages[AGES], warp_sums[LANES], oldest, of_oldest;
     pdl_wait();
     pdl_trigger();
-    const u32 head = blockIdx.x, k = a.counts[head], now = a.steps[head] + 1, n_slots = a.held > a.most ? a.held : k;
+    const u32 head = blockIdx.x, k = a.counts[head];
     const u32* tokens = a.tokens + (u64)head * a.most;
-    u32 *held_tokens = a.held_tokens + (u64)head * a.held, *last_used = a.last_used + (u64)head * a.held;
     u32 *slots = a.slots + (u64)head * a.most, *misses = a.misses + (u64)head * a.most;
     u32* places = a.places + (u64)head * a.most;
     if (a.forced >= 0) {
@@ -108,66 +150,61 @@ extern "C" __global__ void __launch_bounds__(REUSE_THREADS) reuse(const ReuseArg
         if (threadIdx.x == 0) a.miss_counts[head] = count, atomicAdd(a.fetched, (u64)count);
         return;
     }
+    const u64 at = (u64)head * a.held;
+    const Slots held = {a.held_tokens + at, a.last_used + at, a.held > a.most ? a.held : k, a.steps[head] + 1};
     ages[threadIdx.x] = 0;
     for (u32 i = threadIdx.x; i < k; i += REUSE_THREADS) slots[i] = NOWHERE;
     __syncthreads();
-    auto age_of = [&](u32 slot) {
-        return held_tokens[slot] == NOWHERE ? AGES - 1 : min(now - last_used[slot], AGES - 1);
-    };
-    for (u32 slot = threadIdx.x; slot < n_slots; slot += REUSE_THREADS) {
-        const u32 token = held_tokens[slot];
-        u32 low = 0, high = k; // the first chosen token that is not below
-        while (low < high) {
-            const u32 middle = (low + high) / 2;
-            if (tokens[middle] < token)
-                low = middle + 1;
-            else
-                high = middle;
-        }
-        if (low < k && tokens[low] == token)
-            slots[low] = slot, last_used[slot] = now;
-        else
-            atomicAdd(&ages[age_of(slot)], 1);
-    }
+    look_up(held, tokens, k, slots, ages);
     __syncthreads();
     // Lists the tokens without a slot, by their indices.
     u32 missing = 0;
-    for (u32 first = 0; first < k; first += REUSE_THREADS) {
-        const u32 i = first + threadIdx.x;
-        const bool is_missing = i < k && slots[i] == NOWHERE;
-        u32 all;
-        const u32 before = count_flags(is_missing, false, warp_sums, all);
-        if (is_missing) misses[missing + before] = i;
+    for (u32 first = 0; first < k; first += ENTRIES * REUSE_THREADS) {
+        const u32 mine = first + ENTRIES * threadIdx.x;
+        bool is_missing[ENTRIES];
+        u32 count = 0, all;
+#pragma unroll
+        for (u32 j = 0; j < ENTRIES; j++)
+            is_missing[j] = mine + j < k && slots[mine + j] == NOWHERE, count += is_missing[j];
+        u32 to = missing + count_before(count, warp_sums, all);
+#pragma unroll
+        for (u32 j = 0; j < ENTRIES; j++)
+            if (is_missing[j]) misses[to++] = mine + j;
         missing += all;
         __syncthreads();
     }
     // The age down to which slots are taken, and how many of that age.
     const u32 age = AGES - 1 - threadIdx.x, of_age = ages[age];
-    const u32 lane = threadIdx.x % LANES, warp = threadIdx.x / LANES, in_warp = warp_inclusive_sum(of_age);
-    if (lane == LANES - 1) warp_sums[warp] = in_warp;
-    __syncthreads();
-    const u32 older = in_warp - of_age + __reduce_add_sync(FULL, lane < warp ? warp_sums[lane] : 0);
+    u32 all_ages;
+    const u32 older = count_before(of_age, warp_sums, all_ages);
     if (older < missing && missing <= older + of_age) oldest = age, of_oldest = missing - older;
     __syncthreads();
     // Lists those slots: older ones first.
     u32 taken_older = 0, taken = 0;
-    for (u32 first = 0; first < n_slots && missing; first += REUSE_THREADS) {
-        const u32 slot = first + threadIdx.x, its_age = slot < n_slots ? age_of(slot) : 0;
-        const bool is_older = its_age > oldest, is_oldest = its_age == oldest;
-        u32 all;
-        const u32 before = count_flags(is_older, is_oldest, warp_sums, all), rank = taken + (before >> 16);
-        if (is_older) places[taken_older + (before & 0xffff)] = slot;
-        if (is_oldest && rank < of_oldest) places[missing - of_oldest + rank] = slot;
+    for (u32 first = 0; first < held.n && missing; first += ENTRIES * REUSE_THREADS) {
+        const u32 mine = first + ENTRIES * threadIdx.x;
+        u32 slot_age[ENTRIES], counts = 0, all;
+#pragma unroll
+        for (u32 j = 0; j < ENTRIES; j++) slot_age[j] = held.age(mine + j);
+#pragma unroll
+        for (u32 j = 0; j < ENTRIES; j++) counts += (u32)(slot_age[j] > oldest) | (u32)(slot_age[j] == oldest) << 16;
+        const u32 before = count_before(counts, warp_sums, all);
+        u32 to_older = taken_older + (before & 0xffff), rank = taken + (before >> 16);
+#pragma unroll
+        for (u32 j = 0; j < ENTRIES; j++) {
+            if (slot_age[j] > oldest) places[to_older++] = mine + j;
+            if (slot_age[j] == oldest && rank++ < of_oldest) places[missing - of_oldest + rank - 1] = mine + j;
+        }
         taken_older += all & 0xffff, taken += all >> 16;
         __syncthreads();
     }
     for (u32 i = threadIdx.x; i < missing; i += REUSE_THREADS) {
         const u32 index = misses[i], slot = places[i];
         slots[index] = slot, misses[i] = tokens[index];
-        held_tokens[slot] = tokens[index], last_used[slot] = now;
+        held.tokens[slot] = tokens[index], held.last_used[slot] = held.now;
     }
     if (threadIdx.x == 0) {
-        a.steps[head] = now, a.miss_counts[head] = missing;
+        a.steps[head] = held.now, a.miss_counts[head] = missing;
         atomicAdd(a.fetched, (u64)missing);
     }
 }
