@@ -1,9 +1,10 @@
 mod codec;
 
+use std::sync::Arc;
+
 use codec_core::{FitOptions, PlaneBuf, PredictorKind, Steps, TransformBuf};
 use kv_gpu::{AnyElement, DevicePtr, Element};
 use pq_core::Window;
-use std::sync::Arc;
 
 use super::{Chunk, ChunkCache, DenseCache, DeviceCache, Room, Rows, Sequences};
 use crate::cache::Footprint;
