@@ -553,6 +553,25 @@ fn long_sequences_agree() {
     run(&device, 100..106, lengthen, |_| ());
 }
 
+/// Without differences between the weights, the order of the tokens decides, over all blocks of a row.
+#[test]
+fn of_equal_tokens_the_first_are_selected() {
+    let Some(device) = device("of_equal_tokens_the_first_are_selected") else { return };
+    for (seed, (n, k)) in (120..).zip([(39_990, 400), (39_990, 39_989), (700, 30), (40_000, 20_000)]) {
+        let mut random = Random(seed);
+        let mut case = Case::random(&mut random);
+        (case.capacity, case.batch, case.heads, case.selected_len) = (40_000, 1, 2, 40_000);
+        (case.lengths, case.ks, case.exact_lengths) = (vec![n], vec![k], vec![case.exact_capacity as u32]);
+        case.page_tiles = if case.shape.paged { 8 } else { 1250 };
+        let inputs = case.inputs(&mut random, |queries| queries.fill(0.0));
+        let outputs = case.run_on_device(&device, &inputs, false);
+        for selected in outputs.selected.chunks_exact(case.selected_len) {
+            assert!(selected[..k as usize].iter().copied().eq(0..k), "{case:?}");
+        }
+        case.check(&inputs, &outputs);
+    }
+}
+
 /// Sequences so long that a warp looks up the pages of its tiles several times.
 #[test]
 fn many_pages_agree() {
