@@ -6,7 +6,7 @@ use std::error::Error;
 
 use codec_core::{Coder, FitOptions, ModelKind, PlaneBuf, PredictorKind, Steps, TransformBuf};
 use kv_gpu::pq::{
-    AppendShape, AttendGenericShape, AttendShape, EncodeGenericShape, EncodeShape, Gather, LutShape,
+    AppendShape, AttendGenericShape, AttendShape, EncodeGenericShape, EncodeShape, Gather, LutShape, Paging,
     ScanShape, SearchShape, Side, TrainShape,
 };
 use kv_gpu::svd::{self, ProjectShape};
@@ -19,8 +19,8 @@ const DEVICES: [((i32, i32), usize); 2] = [((8, 0), 163 << 10), ((9, 0), 227 << 
 fn programs() -> Result<Vec<Program>, Box<dyn Error>> {
     let (element, rows, group) = (Element::F16, VectorElement::F16, 4);
     let (fine, coarse) = (PqShape::new(128, 64, 8)?, PqShape::new(128, 2, 6)?);
-    let attend = AttendShape { keys: fine, values: fine, group, element, paged: true };
-    let encode = EncodeShape { quantizer: fine, side: Side::Keys, element: rows, paged: true };
+    let attend = AttendShape { keys: fine, values: fine, group, element, paging: Paging::Tiles };
+    let encode = EncodeShape { quantizer: fine, side: Side::Keys, element: rows, paging: Paging::Tiles };
     let ragged = svd::AttendShape { dim: 128, element };
     let numbers: Vec<f32> = (0..64 * 256_u32).map(|i| (i.wrapping_mul(2_654_435_761) >> 8) as f32).collect();
     let map = TransformBuf::new(128, vec![0.5; 256 * 128], vec![0.5; 256 * 128])?;
@@ -37,7 +37,7 @@ fn programs() -> Result<Vec<Program>, Box<dyn Error>> {
         attend.program(DEVICES[1].1)?,
         AttendGenericShape { keys: fine, values: fine, group }.program()?,
         encode.program()?,
-        AppendShape { keys: fine, values: fine, element: rows, paged: true }.program()?,
+        AppendShape { keys: fine, values: fine, element: rows, paging: Paging::Tiles }.program()?,
         EncodeGenericShape { quantizer: coarse, element: rows }.program()?,
         TrainShape { quantizer: coarse, element: rows }.program()?,
         LutShape { quantizer: coarse, group, element: rows }.program()?,

@@ -5,7 +5,7 @@ mod gpu;
 
 use gpu::{Gpu, Result, halves};
 use kv_gpu::VectorElement;
-use kv_gpu::pq::{Append, AppendArguments, AppendShape, CodeLayout, Side};
+use kv_gpu::pq::{Append, AppendArguments, AppendShape, CodeLayout, Paging, Side};
 use pq_core::{PqShape, TrainOptions, train};
 
 fn main() -> Result<()> {
@@ -37,7 +37,12 @@ fn main() -> Result<()> {
         pages: None,
         pdl: false,
     };
-    let shape = AppendShape { keys: quantizer, values: quantizer, element: VectorElement::F16, paged: false };
+    let shape = AppendShape {
+        keys: quantizer,
+        values: quantizer,
+        element: VectorElement::F16,
+        paging: Paging::Contiguous,
+    };
     // SAFETY: the buffers have the shapes that the arguments name, and live until the results are read.
     unsafe { Append::new(&gpu, shape)?.launch(gpu.stream().cu_stream(), &arguments)? };
     let mut unpacked = vec![0; quantizer.codes_len(41)];

@@ -6,7 +6,7 @@ mod gpu;
 use gpu::{Gpu, Result, halves, numbers};
 use half::f16;
 use kv_gpu::Element;
-use kv_gpu::pq::{Attend, AttendArguments, AttendShape, CodeLayout, Side, TILE};
+use kv_gpu::pq::{Attend, AttendArguments, AttendShape, CodeLayout, Paging, Side, TILE};
 use pq_core::{CodebookBuf, Codes, PqShape, TrainOptions, encode_into, train};
 
 fn main() -> Result<()> {
@@ -29,8 +29,8 @@ fn main() -> Result<()> {
     let ((key_codes, key_table), (value_codes, value_table)) =
         (on_device(Side::Keys)?, on_device(Side::Values)?);
     let (queries, lengths) = (gpu.upload(&halves(heads * group * 128))?, gpu.upload(&[n as u32])?);
-    let shape =
-        AttendShape { keys: quantizer, values: quantizer, group, element: Element::F16, paged: false };
+    let (element, paging) = (Element::F16, Paging::Contiguous);
+    let shape = AttendShape { keys: quantizer, values: quantizer, group, element, paging };
     let attend = Attend::new(&gpu, shape)?;
     let workspace = gpu.zeros::<u8>(attend.workspace_len(1, heads))?;
     let out = gpu.zeros::<f16>(heads * group * 128)?;

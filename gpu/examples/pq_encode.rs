@@ -5,7 +5,7 @@ mod gpu;
 
 use gpu::{Gpu, Result, halves};
 use kv_gpu::VectorElement;
-use kv_gpu::pq::{CodeLayout, Encode, EncodeArguments, EncodeShape, Side, TILE};
+use kv_gpu::pq::{CodeLayout, Encode, EncodeArguments, EncodeShape, Paging, Side, TILE};
 use pq_core::{PqShape, TrainOptions, train};
 
 fn main() -> Result<()> {
@@ -19,7 +19,7 @@ fn main() -> Result<()> {
     let vectors = gpu.upload(&rows)?;
     let centroids = gpu.upload(&trained.centroids.repeat(heads))?;
     let (firsts, counts) = (gpu.upload(&[first])?, gpu.upload(&[count])?);
-    let shape = EncodeShape { quantizer, side, element: VectorElement::F16, paged: false };
+    let shape = EncodeShape { quantizer, side, element: VectorElement::F16, paging: Paging::Contiguous };
     let arguments = EncodeArguments {
         batch: 1,
         heads,

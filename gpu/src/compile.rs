@@ -42,6 +42,7 @@ const HEADERS: &[Source] = &[
     source!("pq_attend/shape.cuh"),
     source!("pq_attend/sums.cuh"),
     source!("pq_attend/tables.cuh"),
+    source!("pq_attend/tile_places.cuh"),
     source!("pq_codes.cuh"),
     source!("pq_hybrid/codes.cuh"),
     source!("pq_hybrid/lut.cuh"),
@@ -329,7 +330,7 @@ fn text_of(characters: Vec<c_char>) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::pq::{AttendShape, HybridShape, SearchShape};
+    use crate::pq::{AttendShape, HybridShape, Paging, SearchShape};
     use crate::{Element, svd};
     use pq_core::{GroupRule, PqShape};
 
@@ -338,7 +339,8 @@ mod tests {
         let quantizer = PqShape::new(128, 64, 8).unwrap();
         let coarse = PqShape::new(128, 2, 6).unwrap();
         let element = Element::F16;
-        let attend = AttendShape { keys: quantizer, values: quantizer, group: 4, element, paged: true };
+        let paging = Paging::HalfTiles;
+        let attend = AttendShape { keys: quantizer, values: quantizer, group: 4, element, paging };
         let search = SearchShape { quantizer: coarse, group: 4, rule: GroupRule::SumOfSoftmax };
         let (keys, values) = (PqShape::new(128, 16, 8).unwrap(), PqShape::new(128, 8, 8).unwrap());
         let rule = GroupRule::SumOfSoftmax;

@@ -22,7 +22,7 @@ pub use encode::{Encode, EncodeArguments, EncodeShape};
 pub use encode_generic::{EncodeGeneric, EncodeGenericArguments, EncodeGenericShape};
 pub use gather::{Gather, GatherArguments};
 pub use hybrid::{ExactRows, Hybrid, HybridArguments, HybridShape, RowIndex};
-pub use layout::{CodeLayout, Side, TILE};
+pub use layout::{CodeLayout, Paging, Side, TILE};
 pub use lut::{Lut, LutArguments, LutShape};
 pub use scan::{Scan, ScanArguments, ScanShape};
 pub use search::{Search, SearchArguments, SearchShape};

@@ -9,8 +9,8 @@ use std::sync::Arc;
 use codec_core::{FitOptions, ModelKind, PlaneBuf, PredictorKind, Steps, TransformBuf};
 use kv_gpu::codec::{self, Planes};
 use kv_gpu::pq::{
-    AppendShape, AttendGenericShape, AttendShape, EncodeGenericShape, EncodeShape, Gather, HybridShape,
-    LutShape, ScanShape, SearchShape, Side, TrainShape,
+    AppendShape, AttendGenericShape, AttendShape, CodeLayout, EncodeGenericShape, EncodeShape, Gather,
+    HybridShape, LutShape, Paging, ScanShape, SearchShape, Side, TrainShape,
 };
 use kv_gpu::svd::{self, ProjectShape};
 use kv_gpu::{Element, Error, Program, VectorElement, compile, self_test_program};
@@ -64,17 +64,24 @@ const QUANTIZERS: [(usize, usize, u32); 9] = [
     (64, 16, 8),
 ];
 
-fn attention(groups: &[usize], element: Element, paged: bool) {
+/// The quantizers of which there is such a layout.
+fn quantizers(paging: Paging) -> impl Iterator<Item = PqShape> {
+    let all = QUANTIZERS.map(|(dim, m, nbits)| PqShape::new(dim, m, nbits).unwrap());
+    let layout = |quantizer| CodeLayout::new(quantizer, Side::Keys).unwrap();
+    all.into_iter()
+        .filter(move |&quantizer| paging != Paging::HalfTiles || layout(quantizer).half_tiles().is_ok())
+}
+
+fn attention(groups: &[usize], element: Element, paging: Paging) {
     check(
         |shared_memory| {
-            let shapes = QUANTIZERS.iter().flat_map(|&(dim, m, nbits)| {
-                let quantizer = PqShape::new(dim, m, nbits).unwrap();
+            let shapes = quantizers(paging).flat_map(|quantizer| {
                 groups.iter().map(move |&group| AttendShape {
                     keys: quantizer,
                     values: quantizer,
                     group,
                     element,
-                    paged,
+                    paging,
                 })
             });
             shapes.map(|shape| shape.program(shared_memory).unwrap()).collect()
@@ -85,17 +92,23 @@ fn attention(groups: &[usize], element: Element, paged: bool) {
 
 #[test]
 fn attention_of_one_query() {
-    attention(&[1], Element::F16, false);
+    attention(&[1], Element::F16, Paging::Contiguous);
 }
 
 #[test]
 fn attention_of_groups() {
-    attention(&[2, 4, 6, 8], Element::F16, false);
+    attention(&[2, 4, 6, 8], Element::F16, Paging::Contiguous);
 }
 
 #[test]
 fn attention_in_pages() {
-    attention(&[1, 3, 8], Element::Bf16, true);
+    attention(&[1, 3, 8], Element::Bf16, Paging::Tiles);
+}
+
+#[test]
+fn attention_in_pages_of_half_tiles() {
+    attention(&[1, 3, 6, 8], Element::Bf16, Paging::HalfTiles);
+    attention(&[2, 4], Element::F16, Paging::HalfTiles);
 }
 
 #[test]
@@ -128,11 +141,12 @@ fn attention_on_codes_and_exact_rows() {
 fn encoding() {
     check(
         |_| {
-            let shapes = QUANTIZERS.iter().flat_map(|&(dim, m, nbits)| {
-                let quantizer = PqShape::new(dim, m, nbits).unwrap();
-                [(Side::Keys, VectorElement::F16, false), (Side::Values, VectorElement::F32, true)]
-                    .map(|(side, element, paged)| EncodeShape { quantizer, side, element, paged })
-            });
+            let shape = |side, element, paging| {
+                quantizers(paging).map(move |quantizer| EncodeShape { quantizer, side, element, paging })
+            };
+            let shapes = shape(Side::Keys, VectorElement::F16, Paging::Contiguous)
+                .chain(shape(Side::Values, VectorElement::F32, Paging::Tiles))
+                .chain(shape(Side::Values, VectorElement::Bf16, Paging::HalfTiles));
             shapes.map(|shape| shape.program().unwrap()).collect()
         },
         true,
@@ -143,11 +157,17 @@ fn encoding() {
 fn appending() {
     check(
         |_| {
-            let shapes = QUANTIZERS.map(|(dim, m, nbits)| {
-                let quantizer = PqShape::new(dim, m, nbits).unwrap();
-                AppendShape { keys: quantizer, values: quantizer, element: VectorElement::Bf16, paged: true }
-            });
-            shapes.map(|shape| shape.program().unwrap()).to_vec()
+            let element = VectorElement::Bf16;
+            let shape = |paging| {
+                quantizers(paging).map(move |quantizer| AppendShape {
+                    keys: quantizer,
+                    values: quantizer,
+                    element,
+                    paging,
+                })
+            };
+            let shapes = shape(Paging::Tiles).chain(shape(Paging::HalfTiles));
+            shapes.map(|shape| shape.program().unwrap()).collect()
         },
         true,
     );

@@ -4,7 +4,7 @@
 
 mod common;
 
-use kv_gpu::pq::{Attend, AttendShape, Lut, LutArguments, LutShape};
+use kv_gpu::pq::{Attend, AttendShape, CodeLayout, Lut, LutArguments, LutShape, Paging, Side};
 use kv_gpu::{Device, DevicePtr, Element, Error, Limit, VectorElement, self_test};
 use pq_core::PqShape;
 
@@ -94,11 +94,30 @@ fn shapes_without_a_kernel_are_errors() {
         (good, good, 0),
         (good, good, 17),
     ] {
-        let shape = AttendShape { keys, values, group, element: Element::F16, paged: false };
+        let shape = AttendShape { keys, values, group, element: Element::F16, paging: Paging::Contiguous };
         assert!(matches!(shape.check(), Err(Error::Unsupported { .. })), "{shape:?}");
         if let Ok(device) = Device::open(0) {
             assert!(Attend::new(&device, shape).is_err());
         }
+    }
+}
+
+/// Pages of 16 tokens need a whole number of words for each lane.
+#[test]
+fn half_tiles_of_odd_sizes_are_errors() {
+    let element = Element::F16;
+    for (dim, m, nbits, fits) in
+        [(128, 64, 8, true), (128, 32, 6, true), (64, 16, 4, true), (128, 16, 6, false), (64, 8, 4, false)]
+    {
+        let keys = PqShape::new(dim, m, nbits).unwrap();
+        let half = CodeLayout::new(keys, Side::Values).unwrap().half_tiles();
+        assert!(if fits { half.is_ok() } else { matches!(half, Err(Error::Unsupported { .. })) }, "{keys:?}");
+        let shape = AttendShape { keys, values: keys, group: 4, element, paging: Paging::HalfTiles };
+        assert!(if fits {
+            shape.check().is_ok()
+        } else {
+            matches!(shape.check(), Err(Error::Unsupported { .. }))
+        });
     }
 }
 

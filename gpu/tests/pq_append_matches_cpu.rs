@@ -7,7 +7,8 @@ mod common;
 
 use common::{Buffer, Random, bytes_of, device, rounded};
 use kv_gpu::pq::{
-    Append, AppendArguments, AppendShape, CodeLayout, Encode, EncodeArguments, EncodeShape, Pages, Side, TILE,
+    Append, AppendArguments, AppendShape, CodeLayout, Encode, EncodeArguments, EncodeShape, Pages, Paging,
+    Side,
 };
 use kv_gpu::{Device, VectorElement};
 use pq_core::PqShape;
@@ -21,12 +22,17 @@ fn run(device: &Device, random: &mut Random, shape: AppendShape) {
     let firsts: Vec<u32> = (0..batch).map(|_| random.pick(&[0, 1, 31, 32, 100])).collect();
     let counts: Vec<u32> = (0..batch).map(|_| random.pick(&[0, 1, 1, 5, 32, 64])).collect();
     let max_count = *counts.iter().max().unwrap() as usize;
-    let capacity_tiles = (100 + MANY).div_ceil(TILE);
-    let page_tiles = if shape.paged { 1 + random.below(3) } else { capacity_tiles };
+    let layout = |quantizer, side| {
+        let whole = CodeLayout::new(quantizer, side).unwrap();
+        if shape.paging == Paging::HalfTiles { whole.half_tiles().unwrap() } else { whole }
+    };
+    let paged = shape.paging != Paging::Contiguous;
+    let capacity_tiles = (100 + MANY).div_ceil(layout(shape.keys, Side::Keys).tokens());
+    let page_tiles = if paged { 1 + random.below(3) } else { capacity_tiles };
     let max_pages = capacity_tiles.div_ceil(page_tiles);
     let table: Vec<u32> = (0..(batch * max_pages) as u32).rev().collect();
     let table = Buffer::new(device, &table);
-    let pages = || shape.paged.then(|| Pages { table: table.pointer(), max_pages });
+    let pages = || paged.then(|| Pages { table: table.pointer(), max_pages });
     let (firsts, counts) = (Buffer::new(device, &firsts), Buffer::new(device, &counts));
 
     let quantizers = [(shape.keys, Side::Keys), (shape.values, Side::Values)];
@@ -40,8 +46,8 @@ fn run(device: &Device, random: &mut Random, shape: AppendShape) {
         let mut centroids = random.normals(heads * quantizer.codebook_len());
         let equal = centroids[..quantizer.dsub()].to_vec(); // two equal centroids: the first one wins
         centroids[quantizer.dsub()..][..quantizer.dsub()].copy_from_slice(&equal);
-        let layout = CodeLayout::new(quantizer, side).unwrap();
-        let before = random.bytes(batch * max_pages * heads * page_tiles * layout.tile_len());
+        let tile_len = layout(quantizer, side).tile_len();
+        let before = random.bytes(batch * max_pages * heads * page_tiles * tile_len);
         let [appended, encoded] = [(); 2].map(|()| Buffer::new(device, &before));
         let vectors = Buffer::new(device, &bytes_of(shape.element, &vectors));
         (vectors, Buffer::new(device, &centroids), appended, encoded)
@@ -71,7 +77,7 @@ fn run(device: &Device, random: &mut Random, shape: AppendShape) {
     #[allow(unsafe_code)]
     unsafe { append.launch(stream, &arguments) }.unwrap();
     for ((quantizer, side), (vectors, centroids, appended, encoded)) in quantizers.into_iter().zip(&sides) {
-        let encode = EncodeShape { quantizer, side, element: shape.element, paged: shape.paged };
+        let encode = EncodeShape { quantizer, side, element: shape.element, paging: shape.paging };
         let arguments = EncodeArguments {
             batch,
             heads,
@@ -96,8 +102,8 @@ fn run(device: &Device, random: &mut Random, shape: AppendShape) {
 fn quantizers(dim: usize) -> Vec<PqShape> {
     let subspaces = (0..8).map(|i| dim >> i);
     let all = subspaces.flat_map(|m| (1..=8).filter_map(move |nbits| PqShape::new(dim, m, nbits).ok()));
-    let element = VectorElement::F32;
-    let shape = |quantizer| AppendShape { keys: quantizer, values: quantizer, element, paged: false };
+    let (element, paging) = (VectorElement::F32, Paging::Contiguous);
+    let shape = |quantizer| AppendShape { keys: quantizer, values: quantizer, element, paging };
     all.filter(|&quantizer| shape(quantizer).program().is_ok()).collect()
 }
 
@@ -109,9 +115,14 @@ fn every_shape_agrees() {
         let all = quantizers(dim);
         for &keys in &all {
             let element = random.pick(&[VectorElement::F32, VectorElement::F16, VectorElement::Bf16]);
-            let (values, paged) = (random.pick(&all), random.below(2) == 1);
-            run(&device, &mut random, AppendShape { keys, values, element, paged });
-            run(&device, &mut random, AppendShape { keys: values, values: keys, element, paged });
+            let (values, paging) =
+                (random.pick(&all), random.pick(&[Paging::Contiguous, Paging::Tiles, Paging::HalfTiles]));
+            let mut shape = AppendShape { keys, values, element, paging };
+            if shape.program().is_err() {
+                shape.paging = Paging::Tiles; // a quantizer without half tiles
+            }
+            run(&device, &mut random, shape);
+            run(&device, &mut random, AppendShape { keys: values, values: keys, ..shape });
         }
     }
 }

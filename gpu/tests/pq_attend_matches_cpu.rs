@@ -7,7 +7,7 @@ mod common;
 use common::{Buffer, Random, SIDES, device, from_element, relative_error, to_element};
 use cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCaptureMode};
 use half::f16;
-use kv_gpu::pq::{Attend, AttendArguments, AttendShape, CodeLayout, ExactTokens, Pages, Side, TILE};
+use kv_gpu::pq::{Attend, AttendArguments, AttendShape, CodeLayout, ExactTokens, Pages, Paging, Side, TILE};
 use kv_gpu::{Device, Element};
 use pq_core::{
     Attention, Backend, CodebookBuf, CodedTokens, Codes, PqShape, Rows, SoftmaxStats, attend_exact_into,
@@ -29,7 +29,7 @@ struct Case {
     lengths: Vec<u32>,
     exact_capacity: usize, // 0: without exact tokens
     exact_lengths: Vec<u32>,
-    page_tiles: usize,
+    page_tiles: usize, // half tiles if pages have these
 }
 
 /// The inputs of a case for the CPU. Pairs are [keys, values], indexed by [`Side`].
@@ -72,12 +72,23 @@ impl Case {
     }
 
     fn layouts(&self) -> [CodeLayout; 2] {
-        let AttendShape { keys, values, .. } = self.shape;
-        [CodeLayout::new(keys, Side::Keys), CodeLayout::new(values, Side::Values)].map(Result::unwrap)
+        let AttendShape { keys, values, paging, .. } = self.shape;
+        let layouts = [CodeLayout::new(keys, Side::Keys), CodeLayout::new(values, Side::Values)];
+        let halves = paging == Paging::HalfTiles;
+        layouts.map(Result::unwrap).map(|whole| if halves { whole.half_tiles().unwrap() } else { whole })
+    }
+
+    fn paged(&self) -> bool {
+        self.shape.paging != Paging::Contiguous
+    }
+
+    /// Tokens of a tile in memory.
+    fn tile_tokens(&self) -> usize {
+        self.layouts()[0].tokens()
     }
 
     fn max_pages(&self) -> usize {
-        self.capacity.div_ceil(TILE).div_ceil(self.page_tiles)
+        self.capacity.div_ceil(self.tile_tokens()).div_ceil(self.page_tiles)
     }
 
     fn inputs(&self, random: &mut Random, spoil: impl Fn(&mut [f32])) -> Inputs {
@@ -94,9 +105,9 @@ impl Case {
         let codes = (0..batch * heads)
             .map(|_| quantizers.map(|shape| random.bytes(shape.codes_len(self.capacity))))
             .collect();
-        let page_count = if shape.paged { batch * self.max_pages() + 1 } else { batch };
+        let page_count = if self.paged() { batch * self.max_pages() + 1 } else { batch };
         let mut pages: Vec<usize> = (0..page_count).collect();
-        if shape.paged {
+        if self.paged() {
             (1..page_count).for_each(|i| pages.swap(i, random.below(i + 1)));
         }
         Inputs { queries, exact, books, codes, pages, pdl: random.below(2) == 1 }
@@ -108,11 +119,11 @@ impl Case {
         let mut memory = vec![0xA5; inputs.pages.len() * self.heads * self.page_tiles * layout.tile_len()];
         for (i, codes) in inputs.codes.iter().enumerate() {
             let (sequence, head) = (i / self.heads, i % self.heads);
-            let mut packed = vec![0; self.capacity.div_ceil(TILE) * layout.tile_len()];
+            let mut packed = vec![0; self.capacity.div_ceil(layout.tokens()) * layout.tile_len()];
             let codes = Codes::new(layout.shape(), self.capacity, &codes[side as usize]).unwrap();
             layout.pack_into(&codes, &mut packed).unwrap();
             for (tile, packed) in packed.chunks_exact(layout.tile_len()).enumerate() {
-                let page = if self.shape.paged {
+                let page = if self.paged() {
                     inputs.pages[sequence * self.max_pages() + tile / self.page_tiles]
                 } else {
                     sequence
@@ -139,7 +150,8 @@ impl Case {
         let max_pages = self.max_pages();
         (0..self.batch * max_pages)
             .map(|i| {
-                let used = (self.lengths[i / max_pages] as usize).div_ceil(TILE * self.page_tiles);
+                let used =
+                    (self.lengths[i / max_pages] as usize).div_ceil(self.tile_tokens() * self.page_tiles);
                 if i % max_pages < used {
                     inputs.pages.get(i).map_or(0, |&page| page as u32)
                 } else {
@@ -175,8 +187,8 @@ impl Case {
                 value_table: value_table.pointer(),
                 queries: queries.pointer().cast(),
                 lengths: lengths.pointer(),
-                pages: shape
-                    .paged
+                pages: self
+                    .paged()
                     .then(|| Pages { table: page_table.pointer(), max_pages: self.max_pages() }),
                 exact: (self.exact_capacity > 0).then(|| ExactTokens {
                     keys: exact_keys.pointer().cast(),
@@ -295,13 +307,12 @@ fn random_case(random: &mut Random, batches: &[usize]) -> Case {
         }
     };
     let (batch, heads) = (random.pick(batches), 1 + random.below(4));
-    let shape = AttendShape {
-        keys,
-        values,
-        group: 1 + random.below(16),
-        element: random.pick(&[Element::F16, Element::Bf16]),
-        paged: random.below(2) == 1,
-    };
+    let (group, element) = (1 + random.below(16), random.pick(&[Element::F16, Element::Bf16]));
+    let pagings = [Paging::Contiguous, Paging::Contiguous, Paging::Tiles, Paging::HalfTiles];
+    let mut shape = AttendShape { keys, values, group, element, paging: random.pick(&pagings) };
+    if shape.check().is_err() {
+        shape.paging = Paging::Tiles; // a quantizer without half tiles
+    }
     let capacity = random.pick(&[1, 31, 32, 33, 100, 700, 3000]);
     let lengths = (0..batch)
         .map(|_| match random.below(4) {
@@ -311,8 +322,11 @@ fn random_case(random: &mut Random, batches: &[usize]) -> Case {
         .collect();
     let exact_capacity = random.pick(&[0, 1, 7, 40, 132]);
     let exact_lengths = (0..batch).map(|_| random.below(exact_capacity + 1) as u32).collect();
-    let page_tiles =
-        if shape.paged { random.pick(&[1, 2, 3, 8]) } else { capacity.div_ceil(TILE) + random.below(3) };
+    let page_tiles = if shape.paging == Paging::Contiguous {
+        capacity.div_ceil(TILE) + random.below(3)
+    } else {
+        random.pick(&[1, 2, 3, 8])
+    };
     Case { shape, batch, heads, capacity, lengths, exact_capacity, exact_lengths, page_tiles }
 }
 
@@ -351,9 +365,16 @@ fn many_heads_agree() {
 fn many_pages_agree() {
     let Some(device) = device("many_pages_agree") else { return };
     let quantizer = PqShape::new(64, 16, 4).unwrap();
-    for (seed, group, page_tiles) in [(5000, 1, 1), (5001, 4, 3), (5002, 8, 8)] {
-        let shape =
-            AttendShape { keys: quantizer, values: quantizer, group, element: Element::F16, paged: true };
+    for (seed, group, paging, page_tiles) in [
+        (5000, 1, Paging::Tiles, 1),
+        (5001, 4, Paging::Tiles, 3),
+        (5002, 8, Paging::Tiles, 8),
+        (5003, 1, Paging::HalfTiles, 1),
+        (5004, 4, Paging::HalfTiles, 1),
+        (5005, 8, Paging::HalfTiles, 3),
+    ] {
+        let element = Element::F16;
+        let shape = AttendShape { keys: quantizer, values: quantizer, group, element, paging };
         let (heads, capacity) = (8, 280_000);
         let case = Case {
             shape,
@@ -376,8 +397,8 @@ fn every_group_agrees() {
     for (group, heads) in (1..=16).map(|group| (group, 2)).chain([(3, 1), (8, 1), (12, 1)]) {
         let mut random = Random(1000 + group as u64);
         let quantizer = PqShape::new(128, 64, 8).unwrap();
-        let shape =
-            AttendShape { keys: quantizer, values: quantizer, group, element: Element::F16, paged: false };
+        let (element, paging) = (Element::F16, Paging::Contiguous);
+        let shape = AttendShape { keys: quantizer, values: quantizer, group, element, paging };
         let (capacity, page_tiles) = (9000, 9000_usize.div_ceil(TILE));
         let (lengths, exact_lengths) = (vec![8999], vec![100]);
         let case = Case {
@@ -391,6 +412,42 @@ fn every_group_agrees() {
             page_tiles,
         };
         case.run(&device, &mut random, |_| ());
+    }
+}
+
+/// Pages of 16 tokens or a few times as many, in a random order: ragged lengths that end in either half of a tile,
+/// with exact tokens beside them.
+fn pages_of_half_tiles(device: &Device, seed: u64, (dim, m, nbits): (usize, usize, u32), group: usize) {
+    let mut random = Random(seed);
+    let quantizer = PqShape::new(dim, m, nbits).unwrap();
+    let (element, paging) = (random.pick(&[Element::F16, Element::Bf16]), Paging::HalfTiles);
+    let shape = AttendShape { keys: quantizer, values: quantizer, group, element, paging };
+    let lengths = [1, 15, 16, 17, 31, 33, 47, 48, 2000, 2999].map(|most| random.below(most + 1) as u32);
+    let exact_lengths = lengths.map(|_| random.below(101) as u32);
+    let case = Case {
+        shape,
+        batch: lengths.len(),
+        heads: 1 + random.below(3),
+        capacity: 3000,
+        lengths: lengths.to_vec(),
+        exact_capacity: 100,
+        exact_lengths: exact_lengths.to_vec(),
+        page_tiles: random.pick(&[1, 1, 2, 5]),
+    };
+    case.run(device, &mut random, |_| ());
+}
+
+#[test]
+fn half_tiles_of_every_group_agree() {
+    let Some(device) = device("half_tiles_of_every_group_agree") else { return };
+    (1..=8).for_each(|group| pages_of_half_tiles(&device, 6000 + group as u64, SHAPES[0], group));
+}
+
+#[test]
+fn half_tiles_of_every_quantizer_agree() {
+    let Some(device) = device("half_tiles_of_every_quantizer_agree") else { return };
+    for (i, shape) in SHAPES.into_iter().enumerate() {
+        pages_of_half_tiles(&device, 6100 + i as u64, shape, 1 + i % 8);
     }
 }
 
@@ -411,8 +468,8 @@ fn a_captured_graph_follows_the_lengths() {
     let Some(device) = device("a_captured_graph_follows_the_lengths") else { return };
     let mut random = Random(3000);
     let quantizer = PqShape::new(64, 32, 6).unwrap();
-    let shape =
-        AttendShape { keys: quantizer, values: quantizer, group: 4, element: Element::F16, paged: false };
+    let (group, element, paging) = (4, Element::F16, Paging::Contiguous);
+    let shape = AttendShape { keys: quantizer, values: quantizer, group, element, paging };
     let (batch, heads, tiles) = (3, 2, 40);
     let layout = CodeLayout::new(quantizer, Side::Keys).unwrap();
     let codes = Buffer::new(&device, &random.bytes(batch * heads * tiles * layout.tile_len()));

@@ -6,25 +6,31 @@
 mod common;
 
 use common::{Buffer, Random, bytes_of, device, rounded};
-use kv_gpu::pq::{CodeLayout, Encode, EncodeArguments, EncodeShape, Pages, Side, TILE};
-use kv_gpu::{Device, VectorElement};
+use kv_gpu::pq::{CodeLayout, Encode, EncodeArguments, EncodeShape, Pages, Paging, Side};
+use kv_gpu::{Device, Error, VectorElement};
 use pq_core::{Backend, CodebookBuf, Codes, PqShape, encode_into_with};
 
 /// Another centroid than the nearest one may be chosen if its squared distance is greater by at most this
 /// fraction of the squared norms of point and centroid: the rounding of sums of `dsub` products.
 const TIE: f64 = 1e-5;
 
+fn layout_of(shape: &EncodeShape) -> Result<CodeLayout, Error> {
+    let whole = CodeLayout::new(shape.quantizer, shape.side)?;
+    if shape.paging == Paging::HalfTiles { whole.half_tiles() } else { Ok(whole) }
+}
+
 fn run(device: &Device, random: &mut Random, shape: EncodeShape) {
     let quantizer = shape.quantizer;
-    let (dim, layout) = (quantizer.dim(), CodeLayout::new(quantizer, shape.side).unwrap());
+    let (dim, layout) = (quantizer.dim(), layout_of(&shape).unwrap());
     let (batch, heads) = (1 + random.below(3), 1 + random.below(3));
     let firsts: Vec<u32> = (0..batch).map(|_| random.pick(&[0, 1, 31, 32, 100])).collect();
     // Few tokens a sequence take another kernel.
     let choices: &[u32] = if random.below(2) == 0 { &[0, 1, 5, 64] } else { &[0, 1, 5, 32, 33, 128, 300] };
     let counts: Vec<u32> = (0..batch).map(|_| random.pick(choices)).collect();
     let max_count = *counts.iter().max().unwrap() as usize;
-    let capacity_tiles = (100 + max_count).div_ceil(TILE);
-    let page_tiles = if shape.paged { 1 + random.below(3) } else { capacity_tiles };
+    let capacity_tiles = (100 + max_count).div_ceil(layout.tokens());
+    let paged = shape.paging != Paging::Contiguous;
+    let page_tiles = if paged { 1 + random.below(3) } else { capacity_tiles };
     let max_pages = capacity_tiles.div_ceil(page_tiles);
     let pages: Vec<u32> = (0..(batch * max_pages) as u32).rev().collect();
 
@@ -65,7 +71,7 @@ fn run(device: &Device, random: &mut Random, shape: EncodeShape) {
         counts: counts_there.pointer(),
         codes: tiles.pointer(),
         tiles: page_tiles,
-        pages: shape.paged.then(|| Pages { table: pages_there.pointer(), max_pages }),
+        pages: paged.then(|| Pages { table: pages_there.pointer(), max_pages }),
     };
     let stream = device.background_stream().unwrap();
     device.stream().synchronize().unwrap();
@@ -80,16 +86,13 @@ fn run(device: &Device, random: &mut Random, shape: EncodeShape) {
         for head in 0..heads {
             let (first, count) = (firsts[sequence] as usize, counts[sequence] as usize);
             let tile_at = |tile: usize| {
-                let page = if shape.paged {
-                    pages[sequence * max_pages + tile / page_tiles] as usize
-                } else {
-                    sequence
-                };
+                let page =
+                    if paged { pages[sequence * max_pages + tile / page_tiles] as usize } else { sequence };
                 ((page * heads + head) * page_tiles + tile % page_tiles) * layout.tile_len()
             };
             let n = first + count;
             let unpacked = |memory: &[u8]| {
-                let tiles: Vec<u8> = (0..n.div_ceil(TILE))
+                let tiles: Vec<u8> = (0..n.div_ceil(layout.tokens()))
                     .flat_map(|tile| memory[tile_at(tile)..][..layout.tile_len()].to_vec())
                     .collect();
                 let mut codes = vec![0; quantizer.codes_len(n)];
@@ -145,8 +148,8 @@ fn quantizers() -> Vec<PqShape> {
         let subspaces = (0..8).map(move |i| dim >> i);
         subspaces.flat_map(move |m| (1..=8).filter_map(move |nbits| PqShape::new(dim, m, nbits).ok()))
     });
-    let element = VectorElement::F32;
-    let shape = |quantizer| EncodeShape { quantizer, side: Side::Keys, element, paged: false };
+    let (element, paging) = (VectorElement::F32, Paging::Contiguous);
+    let shape = |quantizer| EncodeShape { quantizer, side: Side::Keys, element, paging };
     all.filter(|&quantizer| shape(quantizer).program().is_ok()).collect()
 }
 
@@ -157,8 +160,12 @@ fn every_shape_agrees() {
         for side in [Side::Keys, Side::Values] {
             let mut random = Random(seed);
             let element = random.pick(&[VectorElement::F32, VectorElement::F16, VectorElement::Bf16]);
-            let paged = random.below(2) == 1;
-            run(&device, &mut random, EncodeShape { quantizer, side, element, paged });
+            for paging in [random.pick(&[Paging::Contiguous, Paging::Tiles]), Paging::HalfTiles] {
+                let shape = EncodeShape { quantizer, side, element, paging };
+                if layout_of(&shape).is_ok() {
+                    run(&device, &mut random, shape);
+                }
+            }
         }
     }
 }
@@ -169,12 +176,15 @@ fn random_cases_agree() {
     let quantizers = quantizers();
     for seed in 100..150 {
         let mut random = Random(seed);
-        let shape = EncodeShape {
+        let mut shape = EncodeShape {
             quantizer: random.pick(&quantizers),
             side: random.pick(&[Side::Keys, Side::Values]),
             element: random.pick(&[VectorElement::F32, VectorElement::F16, VectorElement::Bf16]),
-            paged: random.below(2) == 1,
+            paging: random.pick(&[Paging::Contiguous, Paging::Tiles, Paging::HalfTiles]),
         };
+        if layout_of(&shape).is_err() {
+            shape.paging = Paging::Tiles; // a quantizer without half tiles
+        }
         run(&device, &mut random, shape);
     }
 }

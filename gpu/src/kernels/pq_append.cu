@@ -3,7 +3,8 @@
 //
 // CPU twin: pq_core::encode_into, with the sums of pq_encode.cu, so that both kernels choose the same centroids.
 // Compile-time shape: for the sides FIRST and SECOND (the latter optional): _KEYS (0 or 1), _M subspaces of
-// _DSUB components, _NBITS; ELEMENT 0 (f32), 1 (f16) or 2 (bf16); PAGED or not.
+// _DSUB components, _NBITS; ELEMENT 0 (f32), 1 (f16) or 2 (bf16); PAGED or not, and then
+// HALF_TILES or not: then a "tile" is one of 16 tokens.
 // Launch: grid (stored codes of a vector / WARPS times groups of vectors, head, side), THREADS threads. A warp has one
 // stored code of up to 32 vectors: its lanes hold the centroids in registers, and vectors are broadcast one at a time.
 // Every warp writes only the bits of its own codes, so the split over subspaces needs no reduction.
@@ -12,7 +13,12 @@
 #include "element.cuh"
 #include "primitives_sm80.cuh"
 
-constexpr int TILE = 32, WARPS = 4, THREADS = WARPS * LANES;
+#ifdef HALF_TILES
+constexpr int TILE = 16;
+#else
+constexpr int TILE = 32;
+#endif
+constexpr int WARPS = 4, THREADS = WARPS * LANES;
 
 struct Side {
     const Element* vectors; // [sequence][head][vector][HEAD_DIM], with the strides of Arguments
@@ -107,10 +113,10 @@ struct Quantizer {
             lane = 4 * g + code % 4;
             place = ((half * PARTS + part) * STEPS + step) * MIDDLES * 2 + middle * 2 + high;
         } else {
-            constexpr int STEPS = CODES < 16 ? 1 : CODES < 32 ? 2 : 4;
+            constexpr int STEPS = CODES < 16 ? 1 : CODES < 32 ? 2 : 4, HIGHS = TILE / 16;
             const int half = token / 4 % 2, l = token % 4, i = token / 8, step = (code / 8 + 4 - l) % 4 % STEPS;
             lane = 4 * (code % 8) + l;
-            place = (((half * STEPS + step) * 2 + i / 2) * PARTS + part) * 2 + i % 2;
+            place = (((half * STEPS + step) * HIGHS + i / 2) * PARTS + part) * 2 + i % 2;
         }
         const int at = place / 4, shift = place % 4 * 8; // register and byte of a lane's codes
         auto word = [&](int i) {

@@ -2,18 +2,23 @@
 //
 // CPU twin: pq_core::encode_into. Compile-time shape: HEAD_DIM; M subspaces of DSUB components, NBITS; KEPT_M codes of
 // KEPT_BITS bits per vector, where JOINED packs two codes of one component into one; KEYS or not; ELEMENT 0 (f32), 1
-// (f16) or 2 (bf16); PAGED or not; TILE_BYTES.
-// Launch: grid (group of TILES tiles, head, sequence), THREADS threads. A warp has one subspace at a time: its lanes
+// (f16) or 2 (bf16); PAGED or not, and then HALF_TILES or not: then a "tile" is one of 16 tokens; TILE_BYTES.
+// Launch: grid (group of TOKENS tokens, head, sequence), THREADS threads. A warp has one subspace at a time: its lanes
 // hold points in registers, and the centroids are staged in shared memory and broadcast to all lanes. The block then
 // packs its codes from shared memory, one lane's words at a time, in the order of the tile.
 // Floor: KSUB * DSUB multiply-adds and three operations for the running minimum, per point and subspace. Bound by
 // arithmetic: five operations per centroid at two components.
 #include "element.cuh"
 
-constexpr int TILE = 32, TILES = 4, TOKENS = TILE * TILES;
+#ifdef HALF_TILES
+constexpr int TILE = 16;
+#else
+constexpr int TILE = 32;
+#endif
+constexpr int TOKENS = 128, TILES = TOKENS / TILE; // of a block
 constexpr int WARPS = 8, THREADS = WARPS * LANES;
 constexpr int KSUB = 1 << NBITS;
-constexpr int POINTS = DSUB <= 4 ? TILES : 1; // points of a lane at a time
+constexpr int LANE_POINTS = TOKENS / LANES, POINTS = DSUB <= 4 ? LANE_POINTS : 1; // of a lane; at a time
 // Floats of a staged centroid: its components and half its squared norm, padded for 16-byte loads.
 constexpr int PADDED = (DSUB + 1 + 3) / 4 * 4;
 constexpr int STAGE_FLOATS = 1024; // floats of a warp's stage
@@ -55,9 +60,9 @@ __device__ __forceinline__ void token_and_code(int lane, int place, int& token, 
     token = 16 * half + 8 * high + g;
     code = 32 * part + 16 * middle + 4 * (step ^ (g % STEPS)) + l;
 #else
-    constexpr int STEPS = KEPT_M < 16 ? 1 : KEPT_M < 32 ? 2 : 4;
-    const int odd = place % 2, part = place / 2 % PARTS, high = place / 2 / PARTS % 2;
-    const int step = place / 4 / PARTS % STEPS, half = place / 4 / PARTS / STEPS;
+    constexpr int STEPS = KEPT_M < 16 ? 1 : KEPT_M < 32 ? 2 : 4, HIGHS = TILE / 16;
+    const int odd = place % 2, part = place / 2 % PARTS, high = place / 2 / PARTS % HIGHS;
+    const int step = place / 2 / PARTS / HIGHS % STEPS, half = place / 2 / PARTS / HIGHS / STEPS;
     token = 4 * half + l + 8 * (2 * high + odd);
     code = (32 * part + 8 * ((step + l) & 3) + g) % KEPT_M;
 #endif
@@ -66,8 +71,8 @@ __device__ __forceinline__ void token_and_code(int lane, int place, int& token, 
 __shared__ float stage[WARPS][STAGE_FLOATS];
 __shared__ u8 codes[M][TOKENS];
 
-// Assigns POINTS points per lane in one subspace: tokens lane + 32 (first_tile + i) of the block.
-__device__ __forceinline__ void assign(const Arguments& a, int subspace, int first_tile, u64 vectors, u32 from,
+// Assigns POINTS points per lane in one subspace: tokens lane + 32 (first_point + i) of the block.
+__device__ __forceinline__ void assign(const Arguments& a, int subspace, int first_point, u64 vectors, u32 from,
                                        u32 to) {
     const int lane = threadIdx.x % LANES;
     float* staged = stage[threadIdx.x / LANES];
@@ -75,7 +80,7 @@ __device__ __forceinline__ void assign(const Arguments& a, int subspace, int fir
     int index[POINTS];
 #pragma unroll
     for (int i = 0; i < POINTS; i++) {
-        const u32 token = lane + TILE * (first_tile + i);
+        const u32 token = lane + LANES * (first_point + i);
         nearest[i] = infinity(), index[i] = 0;
 #pragma unroll
         for (int d = 0; d < DSUB; d++) {
@@ -112,7 +117,7 @@ __device__ __forceinline__ void assign(const Arguments& a, int subspace, int fir
         }
     }
 #pragma unroll
-    for (int i = 0; i < POINTS; i++) codes[subspace][lane + TILE * (first_tile + i)] = index[i];
+    for (int i = 0; i < POINTS; i++) codes[subspace][lane + LANES * (first_point + i)] = index[i];
 }
 
 // Four codes of a lane, one in each byte of `value`, and the mask of the bits that are new.
@@ -142,7 +147,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) pq_encode(const Arguments 
               to = min(first + count - start, (u32)TOKENS);
     const u64 vectors =
         sequence * a.sequence_stride + head * a.head_stride + (u64)(start + from - first) * a.vector_stride;
-    for (int task = threadIdx.x / LANES; task < M * (TILES / POINTS); task += WARPS)
+    for (int task = threadIdx.x / LANES; task < M * (LANE_POINTS / POINTS); task += WARPS)
         assign(a, task % M, task / M, vectors, from, to);
     __syncthreads();
 

@@ -6,7 +6,7 @@ use crate::device::Kernel;
 use crate::launch::Operation;
 use crate::pointer::{AnyElement, DevicePtr};
 use crate::pq::attend::Pages;
-use crate::pq::layout::{CodeLayout, Side};
+use crate::pq::layout::{CodeLayout, Paging, Side};
 use crate::{Device, Error, Program, VectorElement};
 
 /// Compile-time shape of [`Append`].
@@ -18,13 +18,14 @@ pub struct AppendShape {
     pub values: PqShape,
     /// Element type of the vectors.
     pub element: VectorElement,
-    /// Whether the codes are in pages.
-    pub paged: bool,
+    /// Whether the codes are in pages, and of what.
+    pub paging: Paging,
 }
 
 impl AppendShape {
     fn layouts(&self) -> Result<[CodeLayout; 2], Error> {
-        Ok([CodeLayout::new(self.keys, Side::Keys)?, CodeLayout::new(self.values, Side::Values)?])
+        let layout = |quantizer, side| CodeLayout::of(quantizer, side, self.paging);
+        Ok([layout(self.keys, Side::Keys)?, layout(self.values, Side::Values)?])
     }
 
     /// The kernel, for [`compile`](crate::compile) without a device.
@@ -32,7 +33,7 @@ impl AppendShape {
     /// # Errors
     /// [`Error::Unsupported`].
     pub fn program(&self) -> Result<Program, Error> {
-        Ok(program(&self.layouts()?, self.element, self.paged))
+        Ok(program(&self.layouts()?, self.element, self.paging))
     }
 }
 
@@ -64,9 +65,10 @@ pub struct AppendArguments {
     pub key_codes: DevicePtr<u8>,
     /// Bytes (pages or batch, heads, tiles, [`CodeLayout::tile_len`]), written at the new tokens.
     pub value_codes: DevicePtr<u8>,
-    /// Capacity of a page (or of a sequence, without pages) in tiles.
+    /// Capacity of a page (or of a sequence, without pages) in tiles, or in half tiles if the shape's pages
+    /// have these.
     pub tiles: usize,
-    /// The page table, given exactly if the shape is `paged`.
+    /// The page table, given exactly if the shape has pages.
     pub pages: Option<Pages>,
     /// Programmatic dependent launch (PDL), on sm_90: blocks may start before the previous kernel on the
     /// stream ends. They read the centroids *before* they wait for it, so that kernel must not write these.
@@ -81,7 +83,7 @@ pub struct AppendArguments {
 /// more than about `ksub / 2` tokens a sequence, `Encode` is faster.
 pub struct Append {
     kernel: AppendKernel,
-    paged: bool,
+    paging: Paging,
 }
 
 const OPERATION: Operation = Operation("pq::Append");
@@ -92,8 +94,8 @@ impl Append {
     /// # Errors
     /// [`Error::Unsupported`], [`Error::NoNvrtc`], [`Error::Compile`] or [`Error::Driver`].
     pub fn new(device: &Device, shape: AppendShape) -> Result<Self, Error> {
-        let kernel = AppendKernel::new(device, &shape.layouts()?, shape.element, shape.paged)?;
-        Ok(Self { kernel, paged: shape.paged })
+        let kernel = AppendKernel::new(device, &shape.layouts()?, shape.element, shape.paging)?;
+        Ok(Self { kernel, paging: shape.paging })
     }
 
     /// Launches the encoding on a stream.
@@ -107,7 +109,7 @@ impl Append {
     /// that of an existing page: the kernel does not clamp them.
     pub unsafe fn launch(&self, stream: CUstream, arguments: &AppendArguments) -> Result<(), Error> {
         let a = arguments;
-        if self.paged != a.pages.is_some() {
+        if self.paging.has_pages() != a.pages.is_some() {
             return Err(OPERATION.error("pages are given exactly when it is compiled for them"));
         }
         let keys = AppendSide { vectors: a.keys, centroids: a.key_centroids, codes: a.key_codes };
@@ -183,7 +185,7 @@ pub(super) struct AppendKernel {
 }
 
 /// The kernel for one or two sides.
-pub(super) fn program(sides: &[CodeLayout], element: VectorElement, paged: bool) -> Program {
+pub(super) fn program(sides: &[CodeLayout], element: VectorElement, paging: Paging) -> Program {
     let mut defines = vec![("ELEMENT".to_owned(), element as usize)];
     for (name, layout) in ["FIRST", "SECOND"].into_iter().zip(sides) {
         let shape = layout.shape();
@@ -196,7 +198,7 @@ pub(super) fn program(sides: &[CodeLayout], element: VectorElement, paged: bool)
         defines.extend(of_side.map(|(constant, value)| (format!("{name}_{constant}"), value)));
     }
     let defines: Vec<(&str, usize)> = defines.iter().map(|(name, value)| (&**name, *value)).collect();
-    Program::new(source!("pq_append.cu"), &defines).define_if(paged, "PAGED")
+    paging.define(Program::new(source!("pq_append.cu"), &defines))
 }
 
 impl AppendKernel {
@@ -204,10 +206,10 @@ impl AppendKernel {
         device: &Device,
         sides: &[CodeLayout],
         element: VectorElement,
-        paged: bool,
+        paging: Paging,
     ) -> Result<Self, Error> {
         Ok(Self {
-            kernel: device.kernel(&program(sides, element, paged), "pq_append", 0)?,
+            kernel: device.kernel(&program(sides, element, paging), "pq_append", 0)?,
             sides: sides.len(),
             codes: sides.iter().map(|layout| layout.shape().dim() / layout.components()).max().unwrap_or(1),
             device_warps: device.sm_count() * SM_WARPS,

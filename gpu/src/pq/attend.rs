@@ -6,7 +6,7 @@ use crate::compile::source;
 use crate::device::Kernel;
 use crate::launch::Operation;
 use crate::pointer::{AnyElement, DevicePtr};
-use crate::pq::layout::{CodeLayout, Side};
+use crate::pq::layout::{CodeLayout, Paging, Side};
 use crate::{Device, Element, Error, Program};
 
 /// Bytes of a row of the codebook tables in shared memory: `ROW` of the kernel.
@@ -22,9 +22,10 @@ const MAX_QUERIES_OF_ONE_TABLE: usize = 4;
 ///
 /// # Examples
 /// ```
-/// use kv_gpu::{Element, pq::AttendShape};
+/// use kv_gpu::{Element, pq::{AttendShape, Paging}};
 /// let keys = pq_core::PqShape::new(128, 64, 8)?;
-/// let shape = AttendShape { keys, values: keys, group: 4, element: Element::F16, paged: false };
+/// let (element, paging) = (Element::F16, Paging::HalfTiles); // pages of 16 tokens
+/// let shape = AttendShape { keys, values: keys, group: 4, element, paging };
 /// assert!(shape.check().is_ok());
 /// # Ok::<(), pq_core::Error>(())
 /// ```
@@ -38,8 +39,8 @@ pub struct AttendShape {
     pub group: usize,
     /// Element type of queries, exact tokens and outputs.
     pub element: Element,
-    /// Whether the codes are in pages.
-    pub paged: bool,
+    /// Whether the codes are in pages, and of what.
+    pub paging: Paging,
 }
 
 /// The kernel's constants for a shape.
@@ -63,8 +64,8 @@ impl AttendShape {
     }
 
     fn plan(&self, shared_memory: usize) -> Result<Plan, Error> {
-        let keys = CodeLayout::new(self.keys, Side::Keys)?;
-        let values = CodeLayout::new(self.values, Side::Values)?;
+        let keys = CodeLayout::of(self.keys, Side::Keys, self.paging)?;
+        let values = CodeLayout::of(self.values, Side::Values, self.paging)?;
         if self.keys.dim() != self.values.dim() || self.group == 0 || self.group > 16 {
             return Err(Error::Unsupported {
                 operation: format!("{self:?}"),
@@ -161,15 +162,15 @@ impl Plan {
             ("WARPS", self.warps),
             ("INTERLEAVED", usize::from(self.interleaved)),
             ("SHARED_BYTES", self.shared_bytes()),
-            ("KEY_TILE_BYTES", self.keys.tile_len()),
-            ("VALUE_TILE_BYTES", self.values.tile_len()),
+            ("KEY_RUN_BYTES", self.keys.tile_len()),
+            ("VALUE_RUN_BYTES", self.values.tile_len()),
         ];
-        Program::new(source!("pq_attend/attend.cu"), &defines).define_if(shape.paged, "PAGED")
+        shape.paging.define(Program::new(source!("pq_attend/attend.cu"), &defines))
     }
 }
 
-/// The page table of codes, the same for keys and values. All pages together have fewer than 2^32 tiles,
-/// counted over heads.
+/// The page table of codes, the same for keys and values. All pages together have fewer than 2^32 tiles, or
+/// half tiles if pages have these, counted over heads.
 #[derive(Clone, Copy, Debug)]
 pub struct Pages {
     /// `u32` (batch, `max_pages`): page numbers of each sequence, in the order of its tokens.
@@ -201,7 +202,8 @@ pub struct AttendArguments {
     pub batch: usize,
     /// Number of key/value heads.
     pub heads: usize,
-    /// Capacity of a page (or of a sequence, without pages) in tiles of [`TILE`](crate::pq::TILE) tokens.
+    /// Capacity of a page (or of a sequence, without pages) in tiles of [`TILE`](crate::pq::TILE) tokens, or
+    /// in half tiles if the shape's pages have these: 1 for pages of 16 tokens.
     pub tiles: usize,
     /// Bytes (pages or batch, heads, tiles, [`CodeLayout::tile_len`]): codes of the keys.
     pub key_codes: DevicePtr<u8>,
@@ -216,7 +218,7 @@ pub struct AttendArguments {
     /// `u32` (batch,): the number of coded tokens of each sequence. The kernel reads them, so that a captured
     /// graph stays valid as sequences grow.
     pub lengths: DevicePtr<u32>,
-    /// The page table, given exactly if the shape is `paged`.
+    /// The page table, given exactly if the shape has pages.
     pub pages: Option<Pages>,
     /// Exact tokens in addition to the coded ones.
     pub exact: Option<ExactTokens>,
@@ -350,7 +352,7 @@ impl Attend {
         if a.batch == 0 || a.heads == 0 {
             return Ok(());
         }
-        if self.shape.paged != a.pages.is_some() {
+        if self.shape.paging.has_pages() != a.pages.is_some() {
             return Err(OPERATION.error("pages are given exactly when it is compiled for them"));
         }
         if a.tiles == 0 {

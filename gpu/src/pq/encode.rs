@@ -7,7 +7,7 @@ use crate::launch::Operation;
 use crate::pointer::{AnyElement, DevicePtr};
 use crate::pq::append::{AppendKernel, AppendSide, NewTokens};
 use crate::pq::attend::Pages;
-use crate::pq::layout::{CodeLayout, Side, TILE};
+use crate::pq::layout::{CodeLayout, Paging, Side, TILE};
 use crate::{Device, Error, Program, VectorElement};
 
 /// Compile-time shape of [`Encode`].
@@ -19,12 +19,13 @@ pub struct EncodeShape {
     pub side: Side,
     /// Element type of the vectors.
     pub element: VectorElement,
-    /// Whether the codes are in pages.
-    pub paged: bool,
+    /// Whether the codes are in pages, and of what.
+    pub paging: Paging,
 }
 
-/// Tiles of a block: `TILES` of the kernel.
-const BLOCK_TILES: usize = 4;
+/// Tokens of a block: `TOKENS` of the kernel.
+const BLOCK_TOKENS: usize = 128;
+
 impl EncodeShape {
     /// Most new vectors of a sequence for which [`Append`](super::Append)'s kernel is faster: it splits the
     /// subspaces over blocks, where a block of the other one takes the time of 128 vectors for one.
@@ -32,12 +33,16 @@ impl EncodeShape {
         self.quantizer.ksub() / 2
     }
 
+    fn layout(&self) -> Result<CodeLayout, Error> {
+        CodeLayout::of(self.quantizer, self.side, self.paging)
+    }
+
     /// The kernel, for [`compile`](crate::compile) without a device.
     ///
     /// # Errors
     /// [`Error::Unsupported`].
     pub fn program(&self) -> Result<Program, Error> {
-        let (shape, layout) = (self.quantizer, CodeLayout::new(self.quantizer, self.side)?);
+        let (shape, layout) = (self.quantizer, self.layout()?);
         let defines = [
             ("HEAD_DIM", shape.dim()),
             ("M", shape.m()),
@@ -48,10 +53,10 @@ impl EncodeShape {
             ("TILE_BYTES", layout.tile_len()),
             ("ELEMENT", self.element as usize),
         ];
-        Ok(Program::new(source!("pq_encode.cu"), &defines)
+        let program = Program::new(source!("pq_encode.cu"), &defines)
             .define_if(shape.dsub() == 1, "JOINED")
-            .define_if(self.side == Side::Keys, "KEYS")
-            .define_if(self.paged, "PAGED"))
+            .define_if(self.side == Side::Keys, "KEYS");
+        Ok(self.paging.define(program))
     }
 }
 
@@ -78,9 +83,10 @@ pub struct EncodeArguments {
     pub counts: DevicePtr<u32>,
     /// Bytes (pages or batch, heads, tiles, [`CodeLayout::tile_len`]), written at the new tokens.
     pub codes: DevicePtr<u8>,
-    /// Capacity of a page (or of a sequence, without pages) in tiles.
+    /// Capacity of a page (or of a sequence, without pages) in tiles, or in half tiles if the shape's pages
+    /// have these.
     pub tiles: usize,
-    /// The page table, given exactly if the shape is `paged`.
+    /// The page table, given exactly if the shape has pages.
     pub pages: Option<Pages>,
 }
 
@@ -122,8 +128,8 @@ impl Encode {
     /// [`Error::Unsupported`], [`Error::NoNvrtc`], [`Error::Compile`] or [`Error::Driver`].
     pub fn new(device: &Device, shape: EncodeShape) -> Result<Self, Error> {
         let many = device.kernel(&shape.program()?, "pq_encode", 0)?;
-        let layout = CodeLayout::new(shape.quantizer, shape.side)?;
-        Ok(Self { many, few: AppendKernel::new(device, &[layout], shape.element, shape.paged)?, shape })
+        let few = AppendKernel::new(device, &[shape.layout()?], shape.element, shape.paging)?;
+        Ok(Self { many, few, shape })
     }
 
     /// Launches the encoding on a stream.
@@ -140,7 +146,7 @@ impl Encode {
         if a.batch == 0 || a.heads == 0 || a.max_count == 0 {
             return Ok(());
         }
-        if self.shape.paged != a.pages.is_some() {
+        if self.shape.paging.has_pages() != a.pages.is_some() {
             return Err(OPERATION.error("pages are given exactly when it is compiled for them"));
         }
         if a.tiles == 0 {
@@ -162,7 +168,7 @@ impl Encode {
             return unsafe { self.few.launch(OPERATION, stream, [side; 2], &tokens, false) };
         }
         // The first vector need not be the first of a tile.
-        let blocks = a.max_count.saturating_add(TILE - 1).div_ceil(TILE * BLOCK_TILES);
+        let blocks = a.max_count.saturating_add(TILE - 1).div_ceil(BLOCK_TOKENS);
         let grid =
             OPERATION.grid(&[("blocks of tiles", blocks), ("heads", a.heads), ("sequences", a.batch)])?;
         let kernel_arguments = KernelArguments {

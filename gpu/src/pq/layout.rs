@@ -4,10 +4,34 @@
 use half::f16;
 use pq_core::{Codebook, Codes, PqShape};
 
-use crate::Error;
+use crate::{Error, Program};
 
 /// Tokens of a tile, which a warp processes at a time.
 pub const TILE: usize = 32;
+
+/// How the codes of a sequence lie in memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Paging {
+    /// In one piece of whole tiles.
+    Contiguous,
+    /// In pages of whole tiles: a multiple of 32 tokens each.
+    Tiles,
+    /// In pages of half tiles: a multiple of 16 tokens each. [`CodeLayout::half_tiles`] is their layout.
+    HalfTiles,
+}
+
+impl Paging {
+    /// Whether there is a page table.
+    pub(crate) const fn has_pages(self) -> bool {
+        !matches!(self, Self::Contiguous)
+    }
+
+    /// Defines the kernels' symbols.
+    pub(crate) fn define(self, program: Program) -> Program {
+        let program = program.define_if(self.has_pages(), "PAGED");
+        program.define_if(self == Self::HalfTiles, "HALF_TILES")
+    }
+}
 
 /// Keys or values. Attention reads keys along tokens and values along elements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -23,11 +47,18 @@ pub enum Side {
 /// Codes are in tiles of [`TILE`] tokens, with exactly `nbits` bits per code. A vector is `dim / 2` words of
 /// two halves. A code stands for `dsub / 2` words, `m` words apart. If a subspace has one element, two codes
 /// together stand for one word and are stored as one code of `2 nbits` bits.
+///
+/// A tile has `W` 32-bit words for each of the 32 lanes of a warp, as (load, lane, width): a lane reads them
+/// in loads of up to four words. The codes of a lane are those of its tokens, in the order of their use.
+/// Tokens 0 to 15 and 16 to 31 have the same lanes, so that a half tile ([`CodeLayout::half_tiles`]) is the
+/// same with the codes of 16 tokens and `W / 2` words a lane: the kernel loads the words of one half from one
+/// page and those of the other from another.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CodeLayout {
     shape: PqShape,
     side: Side,
     joined: bool,
+    tokens: usize, // of a tile, or of a half tile
 }
 
 impl CodeLayout {
@@ -36,7 +67,7 @@ impl CodeLayout {
     /// # Errors
     /// [`Error::Unsupported`] for a shape that the attention kernel does not support.
     pub fn new(shape: PqShape, side: Side) -> Result<Self, Error> {
-        let layout = Self { shape, side, joined: shape.dsub() == 1 };
+        let layout = Self { shape, side, joined: shape.dsub() == 1, tokens: TILE };
         let fits = matches!(shape.dim(), 64 | 128)
             && matches!(layout.bits(), 4 | 6 | 8)
             && (shape.dsub() == 1 || layout.m() >= if layout.bits() == 6 { 16 } else { 8 });
@@ -50,10 +81,39 @@ impl CodeLayout {
         })
     }
 
+    /// The layout of half tiles, of 16 tokens: what a page of 16 tokens has of each head. Wherever this
+    /// layout counts tiles, they are half tiles.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] for a shape whose half tile has no whole number of words for each lane.
+    pub fn half_tiles(self) -> Result<Self, Error> {
+        let half = Self { tokens: TILE / 2, ..self };
+        let words = half.tile_len() / 4;
+        if words.is_multiple_of(if self.bits() == 6 { 3 * 32 } else { 32 }) {
+            return Ok(half);
+        }
+        Err(Error::Unsupported {
+            operation: format!("half tiles of {:?}", self.shape),
+            supported: "16 stored codes or more with 4 bits, 32 with 6 bits, 8 with 8 bits",
+        })
+    }
+
+    /// The layout of the tiles, or half tiles, of codes in memory.
+    pub(crate) fn of(shape: PqShape, side: Side, paging: Paging) -> Result<Self, Error> {
+        let layout = Self::new(shape, side)?;
+        if paging == Paging::HalfTiles { layout.half_tiles() } else { Ok(layout) }
+    }
+
     /// The shape of the quantizer.
     #[must_use]
     pub const fn shape(&self) -> PqShape {
         self.shape
+    }
+
+    /// Tokens of a tile: [`TILE`], or half as many.
+    #[must_use]
+    pub const fn tokens(&self) -> usize {
+        self.tokens
     }
 
     /// Keys or values.
@@ -79,7 +139,7 @@ impl CodeLayout {
     /// Bytes of a tile.
     #[must_use]
     pub fn tile_len(&self) -> usize {
-        TILE * self.m() * self.bits() / 8
+        self.tokens * self.m() * self.bits() / 8
     }
 
     /// Elements of a table (rows, dim).
@@ -105,7 +165,8 @@ impl CodeLayout {
                 let steps = (m / 8).min(4);
                 let (half, l, i, g) = (token / 4 % 2, token % 4, token / 8, code % 8);
                 let step = (code / 8 + 4 - l) % 4 % steps;
-                (4 * g + l, (((half * steps + step) * 2 + i / 2) * parts + part) * 2 + i % 2)
+                let highs = self.tokens / 16;
+                (4 * g + l, (((half * steps + step) * highs + i / 2) * parts + part) * 2 + i % 2)
             }
         }
     }
@@ -134,21 +195,21 @@ impl CodeLayout {
     /// Packs codes of `pq-core` into tiles.
     ///
     /// # Shapes
-    /// `tiles` `n / 32` rounded up times [`Self::tile_len`] bytes, fully written, with zeros after the last
-    /// token.
+    /// `tiles` `n / tokens` rounded up times [`Self::tile_len`] bytes, fully written, with zeros after the
+    /// last token.
     /// # Errors
     /// [`Error::Argument`].
     pub fn pack_into(&self, codes: &Codes<'_>, tiles: &mut [u8]) -> Result<(), Error> {
-        self.check("pack", codes.shape(), tiles.len(), codes.n().div_ceil(TILE) * self.tile_len())?;
+        self.check("pack", codes.shape(), tiles.len(), codes.n().div_ceil(self.tokens) * self.tile_len())?;
         tiles.fill(0);
         for token in 0..codes.n() {
-            let tile = &mut tiles[token / TILE * self.tile_len()..][..self.tile_len()];
+            let tile = &mut tiles[token / self.tokens * self.tile_len()..][..self.tile_len()];
             let mut codes = codes.iter_vector(token);
             for code in 0..self.m() {
                 let first = codes.next().unwrap_or_default();
                 let second = if self.joined { codes.next().unwrap_or_default() } else { 0 };
                 let kept = first | second << self.shape.nbits();
-                for (byte, from, bits, to) in self.pieces(token % TILE, code) {
+                for (byte, from, bits, to) in self.pieces(token % self.tokens, code) {
                     tile[byte] |= ((kept >> from & ((1 << bits) - 1)) << to) as u8;
                 }
             }
@@ -163,13 +224,18 @@ impl CodeLayout {
     /// # Errors
     /// [`Error::Argument`].
     pub fn unpack_into(&self, tiles: &[u8], n: usize, codes: &mut [u8]) -> Result<(), Error> {
-        self.check("unpack", self.shape, tiles.len(), n.div_ceil(TILE).saturating_mul(self.tile_len()))?;
+        self.check(
+            "unpack",
+            self.shape,
+            tiles.len(),
+            n.div_ceil(self.tokens).saturating_mul(self.tile_len()),
+        )?;
         let mut wide = Vec::with_capacity(n * self.shape.m());
         for token in 0..n {
-            let tile = &tiles[token / TILE * self.tile_len()..][..self.tile_len()];
+            let tile = &tiles[token / self.tokens * self.tile_len()..][..self.tile_len()];
             for code in 0..self.m() {
                 let kept: usize = self
-                    .pieces(token % TILE, code)
+                    .pieces(token % self.tokens, code)
                     .map(|(byte, from, bits, to)| (usize::from(tile[byte]) >> to & ((1 << bits) - 1)) << from)
                     .sum();
                 wide.push((kept % self.shape.ksub()) as u16);
@@ -267,10 +333,13 @@ mod tests {
             let n = 70;
             let bytes: Vec<u8> = (0..shape.codes_len(n)).map(|i| (i * 151 + i / 7) as u8).collect();
             let codes = Codes::new(shape, n, &bytes)?;
-            for side in [Side::Keys, Side::Values] {
-                let layout = CodeLayout::new(shape, side)?;
-                assert_eq!(layout.tile_len() * 8, TILE * m * nbits as usize, "no bit is lost");
-                let mut tiles = vec![0xff; 3 * layout.tile_len()];
+            let layouts = [Side::Keys, Side::Values].map(|side| CodeLayout::new(shape, side));
+            let whole = layouts.into_iter().collect::<Result<Vec<_>, _>>()?;
+            let halves = whole.iter().filter_map(|layout| layout.half_tiles().ok());
+            for layout in whole.iter().copied().chain(halves) {
+                let (tokens, bytes_len) = (layout.tokens(), layout.tile_len());
+                assert_eq!(bytes_len * 8, tokens * m * nbits as usize, "no bit is lost");
+                let mut tiles = vec![0xff; n.div_ceil(tokens) * bytes_len];
                 layout.pack_into(&codes, &mut tiles)?;
                 let mut back = vec![0xff; bytes.len()];
                 layout.unpack_into(&tiles, n, &mut back)?;

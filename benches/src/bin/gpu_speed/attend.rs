@@ -3,7 +3,7 @@
 use cudarc::driver::result::memcpy_dtod_async;
 use half::{bf16, f16};
 use kv_gpu::Element;
-use kv_gpu::pq::{Attend, AttendArguments, AttendShape, CodeLayout, ExactTokens, Pages, Side, TILE};
+use kv_gpu::pq::{Attend, AttendArguments, AttendShape, CodeLayout, ExactTokens, Pages, Paging, Side};
 use pq_core::{
     Attention, CodebookBuf, CodedTokens, Codes, PqShape, Rows, SoftmaxStats, attend_exact_into, attend_into,
     attend_scratch_len, lut_into,
@@ -55,7 +55,7 @@ const SHAPES: [Load; 17] = [
     load(32, 8, 256, 512),
     Load { others: 512, ..load(32, 8, 32, 131_072) },
 ];
-const PAGES: [usize; 3] = [32, 64, 256];
+const PAGES: [usize; 4] = [16, 32, 64, 256];
 const EXACT: [usize; 2] = [132, 1024];
 
 pub fn run(watch: &Stopwatch) {
@@ -75,7 +75,9 @@ pub fn run(watch: &Stopwatch) {
     for load in
         LOADS.into_iter().filter(|load| load.n * load.batch != long.n).chain([load(64, 8, 1, 131_072)])
     {
-        time(watch, four_bits, Load { page: Some(32), ..load });
+        for page in [16, 32] {
+            time(watch, four_bits, Load { page: Some(page), ..load });
+        }
     }
     for load in [load(32, 8, 1, 32_768), load(32, 32, 1, 32_768)] {
         EXACT.into_iter().for_each(|exact| time(watch, four_bits, Load { exact, ..load }));
@@ -124,9 +126,14 @@ fn time(watch: &Stopwatch, quantizer: PqShape, load: Load) {
     if !watch.wants(&name, &shape_name) {
         return;
     }
-    let shape = AttendShape { keys: quantizer, values: quantizer, group, element, paged: page.is_some() };
+    let whole = [Side::Keys, Side::Values].map(|side| CodeLayout::new(quantizer, side).unwrap());
+    let (paging, layouts) = match page {
+        None => (Paging::Contiguous, whole),
+        Some(page) if page % whole[0].tokens() == 0 => (Paging::Tiles, whole),
+        Some(_) => (Paging::HalfTiles, whole.map(|layout| layout.half_tiles().unwrap())),
+    };
+    let shape = AttendShape { keys: quantizer, values: quantizer, group, element, paging };
     let attend = Attend::new(&watch.gpu, shape).unwrap();
-    let layouts = [Side::Keys, Side::Values].map(|side| CodeLayout::new(quantizer, side).unwrap());
     let mut state = 1_u64;
     let mut noise = move || {
         state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
@@ -139,17 +146,18 @@ fn time(watch: &Stopwatch, quantizer: PqShape, load: Load) {
         bytes
     };
     let bytes = [one_head(), one_head()];
-    let (tile_len, tiles) = (layouts[0].tile_len(), n.div_ceil(TILE));
+    let (tile_len, tokens) = (layouts[0].tile_len(), layouts[0].tokens());
+    let tiles = n.div_ceil(tokens);
     let packed: [Vec<u8>; 2] = [0, 1].map(|side| {
         let mut packed = vec![0; tiles * tile_len];
         layouts[side].pack_into(&Codes::new(quantizer, n, &bytes[side]).unwrap(), &mut packed).unwrap();
         packed
     });
     // Pages in descending order, or the capacity of the first sequence for each.
-    let page_tiles = page.map_or(tiles, |page| page / TILE);
+    let page_tiles = page.map_or(tiles, |page| page / tokens);
     let max_pages = tiles / page_tiles;
     let table: Vec<u32> = (0..(batch * max_pages) as u32).rev().collect();
-    let read = (n + (batch - 1) * others).div_ceil(TILE) * heads * tile_len; // bytes of a side
+    let read = (n + (batch - 1) * others).div_ceil(tokens) * heads * tile_len; // bytes of a side
     let copies = (BEYOND_CACHE / (2 * read)).max(1) + usize::from(batch * tiles * heads * tile_len < 1 << 30);
     let one_head = [0, 1].map(|side| watch.upload(&packed[side]));
     let codes: Vec<_> = (0..copies)
@@ -157,7 +165,8 @@ fn time(watch: &Stopwatch, quantizer: PqShape, load: Load) {
             [0, 1].map(|side: usize| {
                 let there = watch.zeros::<u8>(batch * heads * tiles * tile_len);
                 let (from, to) = (watch.pointer(&one_head[side]).address(), watch.pointer(&there).address());
-                let piece = if page.is_some() { page_tiles } else { others.min(n).div_ceil(TILE) } * tile_len;
+                let piece =
+                    if page.is_some() { page_tiles } else { others.min(n).div_ceil(tokens) } * tile_len;
                 for i in 0..batch * heads * max_pages {
                     let (place, head) = (i / heads, i % heads);
                     let logical = if page.is_some() { batch * max_pages - 1 - place } else { place };

@@ -3,7 +3,8 @@
 use half::f16;
 use kv_gpu::VectorElement;
 use kv_gpu::pq::{
-    Append, AppendArguments, AppendShape, CodeLayout, Encode, EncodeArguments, EncodeShape, Side, TILE,
+    Append, AppendArguments, AppendShape, CodeLayout, Encode, EncodeArguments, EncodeShape, Paging, Side,
+    TILE,
 };
 use kv_gpu::pq::{EncodeGeneric, EncodeGenericArguments, EncodeGenericShape};
 use pq_core::{CodebookBuf, Codes, PqShape, encode_into};
@@ -23,7 +24,12 @@ pub fn run(watch: &Stopwatch) {
             continue;
         }
         let quantizer = PqShape::new(DIM, m, nbits).unwrap();
-        let shape = EncodeShape { quantizer, side: Side::Keys, element: VectorElement::F16, paged: false };
+        let shape = EncodeShape {
+            quantizer,
+            side: Side::Keys,
+            element: VectorElement::F16,
+            paging: Paging::Contiguous,
+        };
         let encode = Encode::new(&watch.gpu, shape).unwrap();
         let layout = CodeLayout::new(quantizer, Side::Keys).unwrap();
         let vectors: Vec<f16> = kv_benches::keys(N, DIM).into_iter().map(f16::from_f32).collect();
@@ -92,7 +98,7 @@ fn append(watch: &Stopwatch) {
         }
         let quantizer = PqShape::new(DIM, m, nbits).unwrap();
         let element = VectorElement::F16;
-        let shape = AppendShape { keys: quantizer, values: quantizer, element, paged: false };
+        let shape = AppendShape { keys: quantizer, values: quantizer, element, paging: Paging::Contiguous };
         let append = Append::new(&watch.gpu, shape).unwrap();
         let layout = CodeLayout::new(quantizer, Side::Keys).unwrap();
         let vectors: Vec<f16> = kv_benches::keys(n, DIM).into_iter().map(f16::from_f32).collect();

@@ -23,7 +23,6 @@
 #include "pq_attend/scores.cuh"
 #include "pq_attend/sums.cuh"
 #include "pq_attend/tables.cuh"
-#include "tile_indices.cuh"
 
 // Starts the copy of the block's queries to shared memory; queries beyond the group are zeros.
 __device__ __forceinline__ void load_queries(const Arguments& a, const Plan& plan) {
@@ -56,11 +55,11 @@ __device__ __forceinline__ void convert_queries() {
 
 // Runs `step`, which advances `tile`, until `tile` is `end` or above. A step takes the tile that is AHEAD rounds ahead.
 template <typename BeginRun, typename Step>
-__device__ __forceinline__ void for_tiles(u32& tile, u32 end, TileIndices& tiles, BeginRun begin_run, Step step) {
+__device__ __forceinline__ void for_tiles(u32& tile, u32 end, TilePlaces& tiles, BeginRun begin_run, Step step) {
     constexpr u32 AHEAD = INTERLEAVED ? 2 : 1;
-    if constexpr (TileIndices::PAGES) {
+    if constexpr (TilePlaces::PAGES) {
         while (warp_uniform(tile < end)) {
-            if (warp_uniform(tiles.left() == 0)) begin_run(tile + AHEAD * WARPS);
+            if (warp_uniform(tiles.left() == 0 && tile + WARPS < end)) begin_run(tile + AHEAD * WARPS);
             const u32 run_end = min(end, tile + tiles.left() * WARPS);
             do step();
             while (warp_uniform(tile < run_end));
@@ -82,20 +81,20 @@ __device__ __forceinline__ void attend_sequence(const Arguments& a, Plan& plan, 
         tile = item - exact_items;
         tile_end = min(max(plan.end_item(), exact_items) - exact_items, (plan.length + TILE - 1) / TILE);
     }
-    TileIndices tiles;
+    TilePlaces tiles;
     auto begin_run = [&](u32 first) {
-        tiles.begin(a, plan.sequence, plan.head, min(first + Lane().lane * WARPS, tile_end - 1));
+        tiles.begin(a, plan.sequence, plan.head, min(first + Lane().lane * WARPS, tile_end - 1), plan.length);
     };
     if (warp_uniform(tile < tile_end)) begin_run(tile);
 
     Keys key_codes;
     Values value_codes;
-    auto load_keys = [&](u32 index) { key_codes.load(a.key_codes + (u64)index * Keys::TILE_BYTES, lane.lane); };
-    auto load_values = [&](u32 index) { value_codes.load(a.value_codes + (u64)index * Values::TILE_BYTES, lane.lane); };
+    auto load_keys = [&](const TilePlace& place) { key_codes.load(a.key_codes, place, lane.lane); };
+    auto load_values = [&](const TilePlace& place) { value_codes.load(a.value_codes, place, lane.lane); };
     load_queries(a, plan); // before the codes: the queries would otherwise wait for these loads
     if (new_head) load_value_table(a, plan.head);
     if (tile < tile_end) {
-        const u32 first = tiles.take(tile);
+        const TilePlace first = tiles.take(tile);
         load_keys(first), load_values(first);
     }
 
@@ -112,10 +111,10 @@ __device__ __forceinline__ void attend_sequence(const Arguments& a, Plan& plan, 
     u8* weights = shared + WEIGHTS + lane.warp * QUERIES * TILE * 2; // weights of the warp's tile
     if (new_head) finish_key_table(odd_phase);
 
-    u32 next = 0; // index of the warp's next tile
+    TilePlace next{}; // of the warp's next tile
     auto load_next_keys = [&] {
         const bool there = tile + WARPS < tile_end;
-        if (TileIndices::PAGES || there) next = tiles.take(tile + WARPS);
+        if (TilePlaces::PAGES || there) next = tiles.take(tile + WARPS);
         if (there) load_keys(next);
     };
     auto weigh = [&](const Scores& products) {

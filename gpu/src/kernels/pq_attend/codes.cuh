@@ -1,26 +1,33 @@
 // Packed codes of one tile in a lane's registers, and lookups in the tables.
 //
-// A tile stores LOADS times WIDTH 32-bit words for each lane, as [load][lane][width], for keys and values alike. A
-// lane's codes are in the order of their use; several words of a vector share a code when it has more than two
-// components.
+// A tile is one run of codes. With HALF_TILES it is two, of the tokens 0 to 15 and 16 to 31, which lie in pages of
+// their own. A run stores LOADS times WIDTH 32-bit words for each lane, as [load][lane][width], for keys and values
+// alike. A lane's codes are in the order of their use; several words of a vector share a code when it has more than
+// two components.
 #pragma once
 #include "pq_attend/shape.cuh"
+#include "pq_attend/tile_places.cuh"
 #include "primitives_sm80.cuh"
 
 template <int BITS, int SUB>
 struct Packed {
     static constexpr int CODES = TILE * WORDS / (SUB / 2) / LANES;
     static constexpr int EXPANDED = CODES / 4; // registers with one code in each byte
-    static constexpr int WORDS32 = CODES * BITS / 32;
-    static constexpr int WIDTH = BITS == 6 ? WORDS32 / 3 : WORDS32 < 4 ? WORDS32 : 4;
-    static constexpr int LOADS = WORDS32 / WIDTH;
-    static constexpr int TILE_BYTES = WORDS32 * 4 * LANES;
+    static constexpr int WORDS32 = CODES * BITS / 32, RUN_WORDS = WORDS32 / RUNS;
+    static constexpr int WIDTH = BITS == 6 ? RUN_WORDS / 3 : RUN_WORDS < 4 ? RUN_WORDS : 4;
+    static constexpr int LOADS = RUN_WORDS / WIDTH;
+    static constexpr int RUN_BYTES = RUN_WORDS * 4 * LANES;
     u32 words[WORDS32];
 
-    __device__ __forceinline__ void load(const u8* tile, int lane) {
-        tile += lane * WIDTH * 4;
+    // Loads the tile from the memory of all runs.
+    __device__ __forceinline__ void load(const u8* codes, const TilePlace& place, int lane) {
 #pragma unroll
-        for (int i = 0; i < LOADS; i++) ld_nc_no_allocate<WIDTH>(words + i * WIDTH, tile + i * LANES * WIDTH * 4);
+        for (int run = 0; run < RUNS; run++) {
+            const u8* from = codes + (u64)place.runs[run] * RUN_BYTES + lane * WIDTH * 4;
+#pragma unroll
+            for (int i = 0; i < LOADS; i++)
+                ld_nc_no_allocate<WIDTH>(words + run * RUN_WORDS + i * WIDTH, from + i * LANES * WIDTH * 4);
+        }
     }
 
     __device__ __forceinline__ void expand(u32 (&codes)[EXPANDED]) const {
@@ -47,8 +54,7 @@ struct Packed {
 };
 using Keys = Packed<KEY_BITS, KEY_SUB>;
 using Values = Packed<VALUE_BITS, VALUE_SUB>;
-static_assert(Keys::TILE_BYTES == KEY_TILE_BYTES && Values::TILE_BYTES == VALUE_TILE_BYTES,
-              "the host computes it, too");
+static_assert(Keys::RUN_BYTES == KEY_RUN_BYTES && Values::RUN_BYTES == VALUE_RUN_BYTES, "the host computes it, too");
 
 // Index, among a lane's codes, of the code for token 16 `half` + 8 `high` + g, word 32 `part` + 16 `middle` + 4 (step ^
 // (g & 3)) + l of a key. The host's CodeLayout has the same formula.
@@ -61,7 +67,8 @@ __device__ __forceinline__ constexpr int key_code(int half, int part, int step, 
 // l) & 3) + g of a value. The host's CodeLayout has the same formula.
 __device__ __forceinline__ constexpr int value_code(int half, int step, int high, int part, int odd) {
     constexpr int M = D / VALUE_SUB, STEPS = M < 32 ? 2 : 4, PARTS = M < 64 ? 1 : 2;
-    return (((half * STEPS + step % STEPS) * 2 + high) * PARTS + part % PARTS) * 2 + odd;
+    const int of_run = RUNS == 2 ? (high * 2 + half) * STEPS + step % STEPS : (half * STEPS + step % STEPS) * 2 + high;
+    return (of_run * PARTS + part % PARTS) * 2 + odd;
 }
 
 // A word of half `part` of a table row. The constant offset is added to the pointer and not to the address, so that it

@@ -1,6 +1,6 @@
 use cudarc::driver::CudaStream;
 use half::f16;
-use kv_gpu::pq::{CodeLayout, Encode, EncodeArguments, EncodeShape, TILE};
+use kv_gpu::pq::{CodeLayout, Encode, EncodeArguments, EncodeShape, Paging, TILE};
 use kv_gpu::{DevicePtr, Element, Grid, VectorElement};
 use pq_core::{CodebookBuf, PqShape};
 
@@ -53,7 +53,8 @@ impl TokenCodes {
         let books = |side: Side| codebooks.iter().flatten().map(move |pair| &pair[side]);
         let encoder = |side: Side| {
             let (quantizer, element) = (quantizers[side], VectorElement::from(element));
-            Encode::new(&gpu.device, EncodeShape { quantizer, side: side.into(), element, paged: false })
+            let paging = Paging::Contiguous;
+            Encode::new(&gpu.device, EncodeShape { quantizer, side: side.into(), element, paging })
         };
         let layouts = Pair::try_of(|side| CodeLayout::new(quantizers[side], side.into()))?;
         let tiles = capacity.div_ceil(TILE).max(1);

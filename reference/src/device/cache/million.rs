@@ -1,6 +1,6 @@
 mod past;
 
-use kv_gpu::pq::{Attend, AttendArguments, AttendShape, ExactTokens};
+use kv_gpu::pq::{Attend, AttendArguments, AttendShape, ExactTokens, Paging};
 use kv_gpu::{AnyElement, DevicePtr, Element, Grid, Kernel};
 use pq_core::PqShape;
 
@@ -77,8 +77,8 @@ impl MillionCache {
         let (n_layers, heads, group) = (config.n_layers, config.n_kv_heads, config.gqa_group());
         let turns = Turns::new(gpu, n_layers, batch, window)?;
         let shape = WindowShape::new(config, window, batch, capacity);
-        let attend =
-            AttendShape { keys: quantizers.keys, values: quantizers.values, group, element, paged: false };
+        let (Pair { keys, values }, paging) = (quantizers, Paging::Contiguous);
+        let attend = AttendShape { keys, values, group, element, paging };
         let attend = Attend::new(&gpu.device, attend)?;
         let cache = Self {
             stage: gpu.device.kernel(&programs::leaving(), "stage", 0)?,

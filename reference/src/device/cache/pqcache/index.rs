@@ -4,8 +4,8 @@ use cudarc::driver::CudaStream;
 use half::f16;
 use kv_gpu::pq::{
     CodeLayout, Encode, EncodeArguments, EncodeGeneric, EncodeGenericArguments, EncodeGenericShape,
-    EncodeShape, Lut, LutArguments, LutShape, Search, SearchArguments, SearchShape, Select, SelectArguments,
-    SelectShape, Side, TILE,
+    EncodeShape, Lut, LutArguments, LutShape, Paging, Search, SearchArguments, SearchShape, Select,
+    SelectArguments, SelectShape, Side, TILE,
 };
 use kv_gpu::{AnyElement, DevicePtr, Element, Grid, Kernel};
 use pq_core::{CodebookBuf, GroupRule, PqShape};
@@ -111,8 +111,8 @@ impl KeyIndex {
             Ok(select) => {
                 let layout = CodeLayout::new(quantizer, Side::Keys)?;
                 let (tiles, per_step) = (stored.div_ceil(TILE), batch / books);
-                let encode =
-                    EncodeShape { quantizer, side: Side::Keys, element: element.into(), paged: false };
+                let (side, element, paging) = (Side::Keys, element.into(), Paging::Contiguous);
+                let encode = EncodeShape { quantizer, side, element, paging };
                 let tiled = Tiles {
                     workspace: Buffer::zeros(gpu, select.workspace_len(per_step, heads, tiles * TILE))?,
                     select,
