@@ -451,6 +451,33 @@ fn half_tiles_of_every_quantizer_agree() {
     }
 }
 
+/// From so few tokens that not all blocks work to some more, with few and with many exact tokens.
+#[test]
+fn few_tokens_agree() {
+    let Some(device) = device("few_tokens_agree") else { return };
+    let quantizer = PqShape::new(128, 64, 8).unwrap();
+    let lengths = [0, 1, 32, 200, 256, 257, 1024, 2500, 4096];
+    for (seed, length) in (7000..).zip(lengths.iter().cycle().take(2 * lengths.len()).copied()) {
+        let mut random = Random(seed);
+        let group = random.pick(&[1, 2, 4, 6, 8]);
+        let (element, paging) = (Element::F16, random.pick(&[Paging::Contiguous, Paging::HalfTiles]));
+        let shape = AttendShape { keys: quantizer, values: quantizer, group, element, paging };
+        let exact = random.pick(&[0, 1, 16, 17, 1024, 3000]);
+        let capacity = length.max(1) as usize;
+        let case = Case {
+            shape,
+            batch: 1,
+            heads: random.pick(&[1, 4, 8]),
+            capacity,
+            lengths: vec![length],
+            exact_capacity: exact,
+            exact_lengths: vec![exact as u32],
+            page_tiles: if paging == Paging::Contiguous { capacity.div_ceil(TILE) } else { 1 },
+        };
+        case.run(&device, &mut random, |_| ());
+    }
+}
+
 #[test]
 fn numbers_that_are_none_stay_with_their_query() {
     let Some(device) = device("numbers_that_are_none_stay_with_their_query") else { return };

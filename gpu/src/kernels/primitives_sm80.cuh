@@ -128,6 +128,10 @@ __device__ __forceinline__ void ld_nc_no_allocate(u32* to, const void* from) {
         asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(to[0]) : "l"(from));
 }
 
+__device__ __forceinline__ void prefetch_global_l2(const void* from) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
+}
+
 // A single 16-byte store. The compiler splits the assignment of a structure into four stores.
 __device__ __forceinline__ void st_global_v4(void* to, const u32 (&words)[4]) {
     asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(words[0]), "r"(words[1]), "r"(words[2]),

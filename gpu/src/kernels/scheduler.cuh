@@ -25,7 +25,7 @@ __device__ __forceinline__ u32 overhead_of(const Units&, u32, long) {
 // A block's range of units and its position in the list. It lives in shared memory: one warp calls `begin`, one thread
 // calls the other functions, and the block synchronizes before it reads.
 struct Work {
-    u32 share, longer;       // every block has `share` units; the first `longer` blocks have one more
+    u32 share, longer;       // every block that works has `share` units; the first `longer` blocks have one more
     u32 origin;              // first unit of the first block
     u32 end;                 // end of the block's range of units
     u32 entry;               // current entry, or the number of entries of all rounds when the block has no more
@@ -36,12 +36,14 @@ struct Work {
     u32 last;                // nonzero if this block was the last of them to arrive
 
     // Called by one warp: finds the block's range and its first entry. `units_of(e)` returns the units of entry `e` of
-    // a round, more than its overhead; the total of all rounds is below 2^32. Returns true in the lane that found the
+    // a round, more than its overhead; the total of all rounds is below 2^32. If it gives the blocks less than `least`
+    // units each, only the first blocks work, with `least` units or a few more. Returns true in the lane that found the
     // entry, which called `units_of` for that entry last, and in none if the block has no work. N.B. The start of a
     // kernel is bound by instruction fetch, so this stays short: each lane sums one run of entries, and only the lane
     // whose run contains the block's first unit reads its run again.
     template <typename Units>
-    __device__ __forceinline__ bool begin(u32 entries, u32 block, u32 blocks, Units& units_of, u32 rounds = 1) {
+    __device__ __forceinline__ bool begin(u32 entries, u32 block, u32 blocks, Units& units_of, u32 rounds = 1,
+                                          u32 least = 0) {
         const u32 run = (entries + LANES - 1) / LANES, first = threadIdx.x * run;
         u32 run_units = 0;
 #pragma unroll 4
@@ -49,9 +51,10 @@ struct Work {
             if (first + i < entries) run_units += units_of(first + i);
         const u32 run_end = warp_inclusive_sum(run_units), of_round = __shfl_sync(FULL, run_end, LANES - 1);
         const u32 skipped = overhead_of(units_of, 0, 0), total = of_round * rounds - skipped;
+        if (least > 0) blocks = max(min(blocks, total / least), 1u);
         share = total / blocks, longer = total - share * blocks, origin = skipped;
         const u32 block_begin = skipped + share * block + min(block, longer);
-        const u32 block_end = block_begin + share + (block < longer);
+        const u32 block_end = least > 0 && block >= blocks ? block_begin : block_begin + share + (block < longer);
         const u32 round = rounds == 1 ? 0 : block_begin / of_round, unit = block_begin - round * of_round;
         u32 passed = run_end - run_units, e = first, count;
         const bool found = block_begin < block_end && passed <= unit && unit < run_end;

@@ -73,14 +73,9 @@ __device__ __forceinline__ void for_tiles(u32& tile, u32 end, TilePlaces& tiles,
 __device__ __forceinline__ void attend_sequence(const Arguments& a, Plan& plan, State& state) {
     const Lane lane;
     const bool new_head = warp_uniform(plan.new_head), odd_phase = warp_uniform(plan.phase() % 2);
-    u32 tile, tile_end;
-    {
-        const u32 exact_items = plan.exact_items();
-        u32 item = plan.first_item() + lane.warp;
-        if (item < exact_items) item += (exact_items - item + WARPS - 1) / WARPS * WARPS;
-        tile = item - exact_items;
-        tile_end = min(max(plan.end_item(), exact_items) - exact_items, (plan.length + TILE - 1) / TILE);
-    }
+    // The warps take the block's items in turn, exact ones first.
+    const u32 tile_end = plan.tile_end;
+    u32 tile = plan.tile_begin + (lane.warp + WARPS - (plan.exact_end - plan.exact_begin) % WARPS) % WARPS;
     TilePlaces tiles;
     auto begin_run = [&](u32 first) {
         tiles.begin(a, plan.sequence, plan.head, min(first + Lane().lane * WARPS, tile_end - 1), plan.length);
@@ -91,6 +86,7 @@ __device__ __forceinline__ void attend_sequence(const Arguments& a, Plan& plan, 
     Values value_codes;
     auto load_keys = [&](const TilePlace& place) { key_codes.load(a.key_codes, place, lane.lane); };
     auto load_values = [&](const TilePlace& place) { value_codes.load(a.value_codes, place, lane.lane); };
+    prefetch_exact(a, plan);
     load_queries(a, plan); // before the codes: the queries would otherwise wait for these loads
     if (new_head) load_value_table(a, plan.head);
     if (tile < tile_end) {
@@ -100,6 +96,7 @@ __device__ __forceinline__ void attend_sequence(const Arguments& a, Plan& plan, 
 
     if (lane.thread == 0) plan.find_sharers();
     state.clear();
+    if (new_head) finish_key_table(odd_phase); // while the queries are on their way
     cp_async_wait<0>();
     convert_queries();
     __syncthreads();
@@ -109,7 +106,6 @@ __device__ __forceinline__ void attend_sequence(const Arguments& a, Plan& plan, 
     const KeyOffsets key_offsets(lane);
     const u32 value_offset = value_offset_of(lane);
     u8* weights = shared + WEIGHTS + lane.warp * QUERIES * TILE * 2; // weights of the warp's tile
-    if (new_head) finish_key_table(odd_phase);
 
     TilePlace next{}; // of the warp's next tile
     auto load_next_keys = [&] {

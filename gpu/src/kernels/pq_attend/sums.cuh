@@ -79,18 +79,18 @@ struct Sums {
         return HALVES == 2 ? sums[step][i] : sums[step / 2][2 * (step & 1) + i];
     }
 
-    // vector = keep * vector + factor * sums. The four lanes of equal g have sums of different tokens; lane l has chunk
-    // c at step (c - l) & 3. Lane l collects chunk l from all four: its own step 0, step 2 of lane l ^ 2, and the sums
-    // of lanes l ^ 1 and l ^ 3.
-    __device__ __forceinline__ void add_to(float* vector, int, float keep, float factor, const Lane& lane) const {
+    // Calls `put(component, sum)` for the components of which this lane collects the sums. The four lanes of equal g
+    // have sums of different tokens; lane l has chunk c at step (c - l) & 3. Lane l collects chunk l from all four: its
+    // own step 0, step 2 of lane l ^ 2, and the sums of lanes l ^ 1 and l ^ 3.
+    template <typename Put>
+    __device__ __forceinline__ void visit(int, const Lane& lane, Put put) const {
         const bool is_odd = lane.l & 1;
 #pragma unroll
         for (int i = 0; i < 2 * HALVES; i++) {
             const float one = at(1, i), three = at(3, i);
             const float of_neighbour = (is_odd ? three : one) + __shfl_xor_sync(FULL, is_odd ? one : three, 2);
             const float sum = at(0, i) + __shfl_xor_sync(FULL, at(2, i), 2) + __shfl_xor_sync(FULL, of_neighbour, 1);
-            float* x = vector + component<VALUE_SUB>(8 * lane.l + lane.g + i / 2 * 32) + (i & 1);
-            *x = keep * *x + factor * sum;
+            put(component<VALUE_SUB>(8 * lane.l + lane.g + i / 2 * 32) + (i & 1), sum);
         }
     }
 };
@@ -151,12 +151,14 @@ struct Sums {
         }
     }
 
-    __device__ __forceinline__ void add_to(float* vector, int query, float keep, float factor, const Lane& lane) const {
+    // Calls `put(component, sum)` for the lane's components of a query.
+    template <typename Put>
+    __device__ __forceinline__ void visit(int query, const Lane& lane, Put put) const {
 #pragma unroll
         for (int i = 0; i < HALVES * 2; i++) {
             const int upper = i % 2, word = 8 * lane.l + lane.g + (HALVES == 2 ? upper * 32 : 0);
-            float* x = vector + component<VALUE_SUB>(word) + (HALVES == 2 ? i / 2 : upper);
-            *x = keep * *x + factor * sums[i / 2][query / 2][(query & 1) + 2 * upper];
+            put(component<VALUE_SUB>(word) + (HALVES == 2 ? i / 2 : upper),
+                sums[i / 2][query / 2][(query & 1) + 2 * upper]);
         }
     }
 };

@@ -73,7 +73,8 @@ __device__ __forceinline__ void wait_for_value_table(u32 phase) {
 #endif
 }
 
-// Waits for the key table and writes its second copy, in which the 16-word halves of every 32 words are swapped.
+// Waits for the key table and writes its second copy, in which the 16-word halves of every 32 words are swapped. The
+// caller synchronizes the block before the copy is read.
 __device__ __forceinline__ void finish_key_table(u32 phase) {
     wait_for_key_table(phase);
     if constexpr (COPIES == 2) {
@@ -99,6 +100,5 @@ __device__ __forceinline__ void finish_key_table(u32 phase) {
                     *reinterpret_cast<uint4*>(shared + COPY + i / CHUNKS * ROW + (i % CHUNKS ^ 4) * 16) = chunks[k];
             }
         }
-        __syncthreads();
     }
 }
