@@ -95,6 +95,11 @@ pub enum Error {
         /// Index of the first such element.
         index: usize,
     },
+    /// A field of a [`RowBudget`](crate::RowBudget) is negative, infinite or NaN, or a share above 1.
+    Budget {
+        /// The field.
+        what: &'static str,
+    },
     /// A position that must be a multiple of the vectors of a block is not.
     Unaligned {
         /// The argument.
@@ -181,6 +186,7 @@ impl Error {
             Self::Page { .. } => 209,
             Self::TokenOutOfRange { .. } => 210,
             Self::PageTokens { .. } => 211,
+            Self::Budget { .. } => 212,
         }
     }
 }
@@ -238,6 +244,7 @@ impl fmt::Display for Error {
             Self::Tolerance => write!(f, "the tolerance must be finite and at least 0"),
             Self::BackendUnavailable => write!(f, "this machine lacks the instructions of the backend"),
             Self::NotFinite { what, index } => write!(f, "{what} is not finite at index {index}"),
+            Self::Budget { what } => write!(f, "{what} of the row budget is out of its range"),
             Self::Unaligned { what, at, multiple } => {
                 write!(f, "{what} is {at}, expected a multiple of {multiple}")
             }

@@ -203,8 +203,11 @@ pub fn hybrid_select_into_with(
     check_finite("variances", hybrid.score_variances)?;
     match hybrid.rows {
         RowBudget::Count(_) => {}
-        RowBudget::Share(share) => check_finite("share", &[share])?,
-        RowBudget::Error { bound, value_error, .. } => check_finite("bound", &[bound, value_error])?,
+        RowBudget::Share(share) => check_budget("share", share, 1.0)?,
+        RowBudget::Error { bound, value_error, .. } => {
+            check_budget("bound", bound, f32::MAX)?;
+            check_budget("value_error", value_error, f32::MAX)?;
+        }
     }
     check_at_least("selected", selected.len(), hybrid.rows.most(n))?;
     let (all_scores, combined, stats) = scratch.search.parts();
@@ -223,6 +226,10 @@ pub fn hybrid_select_into_with(
         kept += usize::from(combined[selected[i] as usize] > f32::NEG_INFINITY);
     }
     Ok(kept)
+}
+
+fn check_budget(what: &'static str, value: f32, most: f32) -> Result<(), Error> {
+    if (0.0..=most).contains(&value) { Ok(()) } else { Err(Error::Budget { what }) }
 }
 
 /// Turns table scores into coded scores.
@@ -253,7 +260,8 @@ impl Kernel for FinishScores<'_, '_> {
 /// tokens hold nearly all weight. Add the exact rows of the selected tokens before or after.
 ///
 /// # Shapes
-/// `selected` as [`hybrid_select_into`] wrote it, or any other tokens; `scratch` from that call; `out`
+/// `selected` as [`hybrid_select_into`] wrote it, or any other tokens; `scratch` from that call for the same
+/// tokens, without which the result is that of whatever scores it holds; `out`
 /// (group, dim of the values); `stats` (group,).
 /// # Errors
 /// [`Error::TokenOutOfRange`] or [`Error::Length`]; `out` and `stats` are then untouched.

@@ -103,7 +103,8 @@ impl<'a> Luts<'a> {
 /// `queries` (group, dim), the query heads that share a key/value head; `luts` (group, m, ksub), fully
 /// written.
 /// # Errors
-/// [`Error::PartialRow`] for `queries`, [`Error::Length`] for `luts`, which is then untouched.
+/// [`Error::PartialRow`] for `queries`, [`Error::Zero`] for no query, [`Error::Length`] for `luts`, which is
+/// then untouched.
 /// # Cost
 /// group * ksub * dim multiply-adds, no allocation.
 /// # Source
@@ -139,6 +140,9 @@ pub fn lut_into_with<'a, E: Element>(
     backend.check()?;
     let shape = codebook.shape();
     let group = count_rows("queries", queries.len(), shape.dim())?;
+    if group == 0 {
+        return Err(Error::Zero { what: "number of queries" });
+    }
     check_len("luts", luts.len(), group.saturating_mul(shape.lut_len()))?;
     backend.run(FillLuts { codebook, queries, luts });
     Ok(Luts { shape, values: luts })

@@ -320,7 +320,8 @@ const MOST_ELEMENTS: usize = 1 << 28;
 /// Checks a layer's number of key/value heads, and of query heads for each.
 pub(crate) fn check_heads(heads: usize, group: usize) -> Result<(), Error> {
     match heads.checked_mul(group) {
-        Some(0) => Err(Error::Zero { what: "number of heads" }),
+        Some(0) if heads == 0 => Err(Error::Zero { what: "number of heads" }),
+        Some(0) => Err(Error::Zero { what: "query heads per head" }),
         Some(1..=MOST_HEADS) => Ok(()),
         _ => Err(Error::TooLarge),
     }

@@ -57,7 +57,7 @@ impl<'a> Map<'a> {
     }
 
     /// Projects rows: `out[i, c] = sum over d of rows[i, d] * map[d, c]`, added in `f32` in ascending `d` and
-    /// then rounded to the element type of `out`.
+    /// then rounded to the element type of `out`: a sum beyond its range (65,504 in `f16`) becomes infinite.
     ///
     /// # Shapes
     /// `rows` (n, dim) and `out` (n, rank), each in any layout; `out` is fully written.

@@ -124,15 +124,25 @@ impl<'a, E> ExactTokens<'a, E> {
             return Err(Error::Zero { what: "heads" });
         }
         if !self.keys.components().is_multiple_of(heads) {
-            return Err(Error::PartialRow { what: "keys", row: heads, actual: self.keys.components() });
+            return Err(Error::PartialRow {
+                what: "a row of keys",
+                row: heads,
+                actual: self.keys.components(),
+            });
         }
         if !self.values.components().is_multiple_of(heads) {
-            return Err(Error::PartialRow { what: "values", row: heads, actual: self.values.components() });
+            return Err(Error::PartialRow {
+                what: "a row of values",
+                row: heads,
+                actual: self.values.components(),
+            });
         }
         Ok(Self { heads, ..self })
     }
 
     /// Only the rows of `tokens`, in any order: a search's result. A row that is listed twice counts twice.
+    /// All [`heads`](Self::heads) of the rows attend to the same list; for a list of each head, take the
+    /// [`columns`](Rows::columns) of one head at a time.
     ///
     /// # Errors
     /// [`Error::Token`] for an index that is not that of a row.

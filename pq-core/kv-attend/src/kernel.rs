@@ -327,7 +327,7 @@ unsafe impl<E: Element> BlockRows<E> for Listed<'_, E> {
     }
     #[inline(always)]
     fn ahead(self, _: usize, t: usize) -> *const E {
-        self.ahead_first.wrapping_add(self.ahead[t] * self.ahead_stride)
+        self.ahead_first.wrapping_add(self.ahead[t].wrapping_mul(self.ahead_stride)) // may be no row
     }
 }
 

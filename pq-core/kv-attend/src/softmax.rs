@@ -32,10 +32,10 @@ impl SoftmaxStats {
     /// No tokens.
     pub const EMPTY: Self = Self { max: f32::NEG_INFINITY, sum: 0.0 };
 
-    /// The logarithm of the sum of `exp(score)`; minus infinity for no tokens.
+    /// The logarithm of the sum of `exp(score)`; minus infinity for no tokens, NaN where a score was NaN.
     #[must_use]
     pub fn log_sum_exp(self) -> f32 {
-        if self.sum > 0.0 { self.max + libm::logf(self.sum) } else { f32::NEG_INFINITY }
+        if self.sum == 0.0 { f32::NEG_INFINITY } else { self.max + libm::logf(self.sum) }
     }
 
     /// Adds attention over other tokens, `other_out` with `other`, to `out`.

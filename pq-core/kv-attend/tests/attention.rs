@@ -335,8 +335,8 @@ fn bad_arguments_are_errors_and_leave_everything_as_it_was() {
     let (keys, values) = (Rows::contiguous(&q, 6).unwrap(), Rows::contiguous(&q[..4], 4).unwrap());
     let of_heads = |heads| ExactTokens::new(keys, values).unwrap().heads(heads).map(|tokens| tokens.n());
     assert_eq!(of_heads(0), Err(Error::Zero { what: "heads" }));
-    assert!(matches!(of_heads(4), Err(Error::PartialRow { what: "keys", .. })));
-    assert!(matches!(of_heads(3), Err(Error::PartialRow { what: "values", .. })));
+    assert!(matches!(of_heads(4), Err(Error::PartialRow { what: "a row of keys", .. })));
+    assert!(matches!(of_heads(3), Err(Error::PartialRow { what: "a row of values", .. })));
     assert_eq!(of_heads(2), Ok(1));
     let three = Rows::contiguous(&q, 2).unwrap();
     assert_eq!(attend(plain, three, 6, 2, 4), Err(Error::Causal { queries: 3, tokens: 2 }));
@@ -367,4 +367,25 @@ fn bad_arguments_are_errors_and_leave_everything_as_it_was() {
     assert!(ExactTokens::contiguous(&keys, 2, &keys, 3).is_err());
     assert!(normalize_all(&[], &mut [1.0]).is_err());
     assert!(normalize_all(&[SoftmaxStats::EMPTY; 2], &mut [1.0]).is_err());
+}
+
+#[test]
+fn a_single_row_has_any_stride() {
+    let row = [0.5_f32; 8];
+    let rows = Rows::new(&row, 1, 8, usize::MAX).unwrap();
+    let tokens = ExactTokens::new(rows, rows).unwrap().heads(2).unwrap();
+    for backend in backends() {
+        let (mut scratch, mut out, mut stats) = ([0.0; 8], [0.0; 8], [SoftmaxStats::EMPTY; 2]);
+        let (attention, queries) = (Attention::default(), Rows::from(&row[..]));
+        attend_exact_into_with(backend, &attention, queries, &tokens, &mut scratch, &mut out, &mut stats)
+            .unwrap();
+        normalize_all(&stats, &mut out).unwrap();
+        assert_eq!(out, row, "{backend:?}");
+    }
+}
+
+#[test]
+fn the_log_of_a_nan_is_not_that_of_no_tokens() {
+    assert_eq!(SoftmaxStats::EMPTY.log_sum_exp(), f32::NEG_INFINITY);
+    assert!(SoftmaxStats { max: 1.0, sum: f32::NAN }.log_sum_exp().is_nan());
 }
