@@ -146,7 +146,7 @@ impl Plan {
         let weights = self.warps * self.queries * 32 * 2;
         let copies = if self.element == Element::Bf16 { 2 } else { 1 }; // of the queries: they are converted
         let queries = copies * self.queries * (self.dim() * 2 + 64);
-        tables + weights + self.results_len() * 4 + queries + 144
+        tables + weights + self.results_len() * 4 + queries + 112
     }
 
     fn program(&self, shape: &AttendShape) -> Program {

@@ -80,4 +80,4 @@ struct Plan : Work {
     }
 };
 
-static_assert(sizeof(Plan) <= KEY_BARRIERS - PLAN, "room for the plan");
+static_assert(sizeof(Plan) <= KEY_BARRIER - PLAN, "room for the plan");

@@ -116,10 +116,8 @@ constexpr int QUERY_ROWS =
 constexpr int QUERY_ROW = D * 2 + 64;       // bytes: consecutive rows start in different halves of the banks
 constexpr int F16_QUERY_ROWS = QUERY_ROWS + (ELEMENT == 2 ? QUERIES * QUERY_ROW : 0); // the same, for coded keys
 constexpr int PLAN = F16_QUERY_ROWS + QUERIES * QUERY_ROW;
-// Parts of the key table, each with an mbarrier: the second copy of one is written while the next ones arrive.
-constexpr int KEY_PARTS = COPIES == 2 ? 4 : 1;
-constexpr int KEY_BARRIERS = PLAN + 96, VALUE_BARRIER = KEY_BARRIERS + 8 * KEY_PARTS; // mbarriers of the table copies
-constexpr int SHARED = PLAN + 144;
+constexpr int KEY_BARRIER = PLAN + 96, VALUE_BARRIER = KEY_BARRIER + 8; // mbarriers of the table copies
+constexpr int SHARED = PLAN + 112;
 extern __shared__ __align__(128) u8 shared[];
 
 static_assert(SHARED == SHARED_BYTES, "the host computes it, too");
