@@ -40,14 +40,10 @@ impl Calibration {
     /// Runs the model over `tokens` and gathers.
     ///
     /// # Errors
-    /// [`Error::Argument`] for fewer than 64 tokens; what [`prefill`] returns.
+    /// [`Error::FewTokens`] for fewer than 64; what [`prefill`] returns.
     pub fn gather(model: &Model, rope: &Rope, tokens: &[u32]) -> Result<Self> {
         if tokens.len() < FEWEST {
-            return Err(Error::Argument(format!(
-                "too few tokens to calibrate on: {} of at least {FEWEST}. Pass a longer --text, more --tokens, less to run \
-                 over (--context, --lengths, --decode), or a --profile",
-                tokens.len()
-            )));
+            return Err(Error::FewTokens { tokens: tokens.len(), least: FEWEST });
         }
         let mut layers: Vec<LayerSamples> = vec![];
         prefill(model, rope, tokens, &mut |l, activations| {

@@ -15,6 +15,8 @@ mod speed;
 mod store;
 mod stream;
 
+use std::fmt::Display;
+use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -122,7 +124,16 @@ impl ModelArgs {
     }
 
     fn load(&self) -> Result<Arc<Model>> {
-        Ok(Arc::new(of_option("--model", Model::load(&self.path()))?))
+        let path = self.path();
+        if self.model.is_some() && !path.exists() {
+            let mut what = format!("--model: {}: no such file or folder", path.display());
+            // A path of this form may be a name of the hub.
+            if path.is_relative() && path.components().count() == 2 {
+                what.push_str(&format!("; `kv fetch hf {}` gets a model of the Hugging Face hub", path.display()));
+            }
+            return Err(Error::Argument(what));
+        }
+        Ok(Arc::new(of_option("--model", Model::load(&path))?))
     }
 }
 
@@ -137,6 +148,25 @@ fn of_option<T>(option: &str, result: Result<T>) -> Result<T> {
         Error::Io { .. } => Error::Argument(format!("{option}: {e}")),
         e => e,
     })
+}
+
+/// Says what to pass in an error about too few tokens to calibrate on: options of the command.
+fn few_tokens<T>(result: Result<T>, options: &str) -> Result<T> {
+    result.map_err(|e| match e {
+        Error::FewTokens { .. } => Error::Argument(format!("{e}: pass {options}")),
+        e => e,
+    })
+}
+
+/// Refuses a list that holds a value twice.
+fn distinct<T: PartialEq + Display>(option: &str, values: &[T]) -> Result<()> {
+    let twice = values.iter().enumerate().find(|(i, value)| values[..*i].contains(value));
+    twice.map_or(Ok(()), |(_, value)| Err(Error::Argument(format!("{option}: {value} is given twice"))))
+}
+
+/// Parses a count of at least one.
+fn at_least_one(text: &str) -> std::result::Result<NonZeroUsize, &'static str> {
+    text.parse().map_err(|_| "must be a whole number from 1 on")
 }
 
 /// Bytes of a text that are used at most: some two million tokens, for which the tokenizer takes about a gigabyte.

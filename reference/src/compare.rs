@@ -149,14 +149,17 @@ pub fn compare(
     let room = decode.max(QUESTION_ROOM);
     let methods: Vec<Method> =
         methods.iter().map(|method| method.fitted(&model.config)).collect::<Result<_>>()?;
-    check_room(model, context, room)?;
-    let start = run_start(model, text.len(), context + decode + 1, sizes.calibration)?;
+    check_room(model, context, room, "--context")?;
+    let start = run_start(model, text.len(), context + decode + 1, sizes.calibration, "--context")?;
     let calibrates = profile.is_none() && methods.iter().any(Method::needs_profile);
     let rope = Arc::new(Rope::new(&model.config, (context + room).max(start)));
 
     progress.set_message("calibrating");
     let profile = match profile {
-        Some(profile) => profile,
+        Some(profile) => {
+            Method::check_profile(&methods, model, &rope, &profile)?;
+            profile
+        }
         None => calibrated(model, &rope, &text[..start], &methods)?,
     };
     let prompt = &text[start..][..context];
@@ -204,16 +207,16 @@ pub fn calibrated(model: &Model, rope: &Rope, tokens: &[u32], methods: &[Method]
     Ok(profile)
 }
 
-/// Refuses prompts that leave the model's context no room for `room` more tokens.
+/// Refuses prompts that leave the model's context no room for `room` more tokens. `option` sets their length.
 ///
 /// # Errors
 /// [`Error::Argument`], naming the options.
-pub fn check_room(model: &Model, prompt: usize, room: usize) -> Result<()> {
+pub fn check_room(model: &Model, prompt: usize, room: usize, option: &str) -> Result<()> {
     let needed = prompt.saturating_add(room);
     if needed > model.config.max_seq_len {
         return Err(Error::Argument(format!(
             "{needed} tokens ({prompt} of prompt, {room} after it) exceed the context of {} that {} has: \
-             pass a smaller --context (--lengths) or --decode",
+             pass a smaller {option} or --decode",
             model.config.max_seq_len, model.name
         )));
     }
@@ -223,15 +226,15 @@ pub fn check_room(model: &Model, prompt: usize, room: usize) -> Result<()> {
 /// Where in a text of `text` tokens a run over `run` of them starts: after the tokens to calibrate on, at
 /// most `limit` and the model's context. It does not depend on whether something is calibrated, so that all
 /// methods see the same tokens, and a profile that was made from the start of the text has not seen them.
+/// `option` sets the length of the prompt.
 ///
 /// # Errors
 /// [`Error::Argument`] for a text that is too short.
-pub fn run_start(model: &Model, text: usize, run: usize, limit: usize) -> Result<usize> {
+pub fn run_start(model: &Model, text: usize, run: usize, limit: usize, option: &str) -> Result<usize> {
     match text.checked_sub(run) {
         Some(left) => Ok(left.min(limit).min(model.config.max_seq_len)),
         None => Err(Error::Argument(format!(
-            "the text has {text} tokens, {run} are needed: pass a longer --text, or less to prefill \
-             (--context, --lengths) or to --decode"
+            "the text has {text} tokens, {run} are needed: pass a longer --text, or a smaller {option} or --decode"
         ))),
     }
 }

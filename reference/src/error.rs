@@ -24,6 +24,14 @@ pub enum Error {
     /// An argument is wrong.
     #[error("{0}")]
     Argument(String),
+    /// A text has too few tokens to calibrate on.
+    #[error("too few tokens to calibrate on: {tokens} of at least {least}")]
+    FewTokens {
+        /// Its tokens.
+        tokens: usize,
+        /// The fewest that will do.
+        least: usize,
+    },
     /// A profile does not serve this model or this method.
     #[error("profile: {0}")]
     Profile(String),

@@ -182,18 +182,8 @@ impl Method {
     /// an entry or holds a wrong one.
     pub fn prepare(&self, model: &Arc<Model>, rope: &Arc<Rope>, profile: &Profile) -> Result<Prepared> {
         let config = &model.config;
-        let kind = self.fitted(config)?.kind;
-        let geometry = Geometry::of(config);
-        let stores = kind.stores(&Site {
-            config,
-            geometry,
-            model_rope: rope,
-            profile,
-            exact: self.exact,
-            reserved: self.window.sinks + self.window.recent,
-            exact_layers: &self.exact_layers,
-        });
-        let stores = stores.map_err(|e| self.named(e))?;
+        let fitted = self.fitted(config)?;
+        let stores = fitted.kind.stores(&fitted.site(config, rope, profile)).map_err(|e| self.named(e))?;
         let cache = WindowedCache::new(self.name, config, self.window, self.exact, rope, stores);
         Ok(Prepared { model: self.folded(model, profile)?, cache: Box::new(cache) })
     }
@@ -249,15 +239,52 @@ impl Method {
         self.fitted(config)?.kind.prompt_quantizer(Geometry::of(config)).unwrap_or_else(none)
     }
 
+    /// Refuses a setting that has no effect on the CPU.
+    ///
+    /// # Errors
+    /// [`Error::Argument`].
+    pub fn check_on_cpu(&self) -> Result<()> {
+        match self.kind.device_setting() {
+            Some(setting) => Err(Error::Argument(format!(
+                "method {}: `{setting}` has no effect on the CPU, where it runs here",
+                self.name
+            ))),
+            None => Ok(()),
+        }
+    }
+
     /// Names the method in an error about an entry that a profile lacks: entries have internal names.
     fn named(&self, e: Error) -> Error {
-        let spec = self.spec();
         match e {
-            Error::MissingEntry(_) => {
-                let what = format!("holds nothing for `{spec}`: run `kv calibrate FILE --methods {spec}`");
-                Error::Profile(what)
-            }
+            Error::MissingEntry(_) => missing(&[self], std::slice::from_ref(self)),
             e => e,
+        }
+    }
+
+    /// Refuses a profile that lacks entries of any of `methods`, which fit the model.
+    ///
+    /// # Errors
+    /// [`Error::Profile`], naming all of these methods and the command that makes a profile for the whole list.
+    pub fn check_profile(methods: &[Self], model: &Model, rope: &Arc<Rope>, profile: &Profile) -> Result<()> {
+        let lacks = |method: &&Self| {
+            let stores = method.kind.stores(&method.site(&model.config, rope, profile));
+            matches!(stores, Err(Error::MissingEntry(_)))
+        };
+        let lacking: Vec<&Self> =
+            methods.iter().filter(|method| method.needs_profile()).filter(lacks).collect();
+        if lacking.is_empty() { Ok(()) } else { Err(missing(&lacking, methods)) }
+    }
+
+    /// What the stores of the method, which fits the model, are made from.
+    fn site<'a>(&'a self, config: &'a Config, rope: &'a Arc<Rope>, profile: &'a Profile) -> Site<'a> {
+        Site {
+            config,
+            geometry: Geometry::of(config),
+            model_rope: rope,
+            profile,
+            exact: self.exact,
+            reserved: self.window.sinks + self.window.recent,
+            exact_layers: &self.exact_layers,
         }
     }
 
@@ -405,6 +432,20 @@ impl FromStr for Method {
     }
 }
 
+/// The error about a profile that lacks entries of some of a run's methods.
+fn missing(lacking: &[&Method], methods: &[Method]) -> Error {
+    let specs = |methods: &mut dyn Iterator<Item = &Method>, separator: &str, quote: &str| {
+        let specs: Vec<String> = methods.map(|method| format!("{quote}{}{quote}", method.spec())).collect();
+        specs.join(separator)
+    };
+    let lacking = specs(&mut lacking.iter().copied(), ", ", "`");
+    let all = specs(&mut methods.iter().filter(|method| method.needs_profile()), ",", "");
+    Error::Profile(format!(
+        "holds nothing for {lacking}: run `kv calibrate NEW-FILE --methods {all}`, with the same --model, and \
+         pass --profile NEW-FILE"
+    ))
+}
+
 /// The name that is within two edits of what was written, if any is, whatever its case.
 fn similar<'a>(written: &str, names: &[&'a str]) -> Option<&'a str> {
     const EDITS: usize = 2;
@@ -451,6 +492,10 @@ impl Method {
                     recent: s.tokens("window", 64)?,
                     batch: s.some_tokens("batch", kind.batch())?,
                 };
+                if kind.drops() && window.sinks + window.recent == 0 {
+                    let what = "sinks=0 and window=0 leave no token to attend to";
+                    return Err(Error::Argument(format!("method {name}: {what}")));
+                }
                 let exact = s.common("exact", ElementType::F16)?;
                 exact_layers = s.common("exact-layers", Layers(vec![]))?.0;
                 (window, exact)
@@ -555,6 +600,7 @@ mod tests {
             "cachegen:mode=lmcache:bins=3",
             "cachegen:predictor=x",
             "streaming:window=-3",
+            "streaming:window=0:sinks=0",
             "oracle:sinks=4:sinks=5",
             "int2:exact-layers=a",
         ] {

@@ -56,15 +56,16 @@ fn notes(comparison: &Comparison) -> Vec<String> {
          window. Ratio is to 16 bits. KL (nats) and top-1 are relative to the dense 32-bit cache."
             .into(),
     ];
-    let on_gpu = comparison.methods.iter().filter(|row| row.device == Place::Cuda);
-    let on_gpu: Vec<String> = on_gpu.map(|row| format!("{} {}", row.name, short(&row.setting))).collect();
+    let labels = labels(&comparison.methods);
+    let on_gpu = comparison.methods.iter().zip(&labels).filter(|(row, _)| row.device == Place::Cuda);
+    let on_gpu: Vec<&str> = on_gpu.map(|(_, label)| label.as_str()).collect();
     if !on_gpu.is_empty() {
         notes.push(format!(
             "On the GPU, relative to the dense cache with the same 16 bits there: {}.",
             on_gpu.join(", ")
         ));
     }
-    for row in &comparison.methods {
+    for (row, label) in comparison.methods.iter().zip(&labels) {
         let mut further = vec![];
         if row.offloaded_bytes_per_token > 0.0 {
             further.push(format!("{:.0} exact bytes/token offloaded", row.offloaded_bytes_per_token));
@@ -88,7 +89,7 @@ fn notes(comparison: &Comparison) -> Vec<String> {
             further.push(format!("{mib:.1} MiB for all sequences of the model"));
         }
         if !further.is_empty() {
-            notes.push(format!("{} {} also has: {}.", row.name, short(&row.setting), further.join(", ")));
+            notes.push(format!("{label} also has: {}.", further.join(", ")));
         }
     }
     notes
@@ -227,9 +228,9 @@ fn quality_against_bytes(comparison: &Comparison, backend: SVGBackend<'_>) -> Dr
         .draw()?;
     let points: Vec<_> = rows.iter().map(|row| (row.bits_per_value, row.kl.max(LEAST_KL))).collect();
     let area = chart.plotting_area();
+    let names = labels(rows);
     let mut labels = Labels(points.iter().map(|at| Labels::dot(area.map_coordinate(at))).collect());
-    for ((row, at), stroke) in rows.iter().zip(points).zip(strokes(comparison)) {
-        let label = format!("{} {}", row.name, short(&row.setting));
+    for ((at, label), stroke) in points.into_iter().zip(names).zip(strokes(comparison)) {
         let offset = labels.place(chart.plotting_area().map_coordinate(&at), label.len() as i32);
         let font = ("sans-serif", LABEL_HEIGHT).into_font().color(&stroke.color);
         let point =
@@ -270,9 +271,26 @@ impl Labels {
     }
 }
 
-/// The first two settings, which tell a method's variants apart.
-fn short(setting: &str) -> String {
-    setting.split(':').take(2).collect::<Vec<_>>().join(" ")
+/// The name and the first two settings of every row, and of the others those that tell it from rows that
+/// begin alike.
+fn labels(rows: &[Row]) -> Vec<String> {
+    let parts = |row: &Row| row.setting.split(':').map(str::to_owned).collect::<Vec<_>>();
+    let head = |parts: &[String]| parts[..parts.len().min(2)].to_vec();
+    let label = |row: &Row| {
+        let own = parts(row);
+        let mut shown = head(&own);
+        let others = rows.iter().filter(|other| other.name == row.name).map(parts);
+        let mut alike: Vec<_> = others.filter(|other| *other != own && head(other) == shown).collect();
+        for part in own.iter().skip(2) {
+            let before = alike.len();
+            alike.retain(|other| other.contains(part));
+            if alike.len() < before {
+                shown.push(part.clone());
+            }
+        }
+        format!("{} {}", row.name, shown.join(" "))
+    };
+    rows.iter().map(label).collect()
 }
 
 fn error_by_position(comparison: &Comparison, backend: SVGBackend<'_>) -> Drawn<()> {
@@ -301,10 +319,11 @@ fn error_by_position(comparison: &Comparison, backend: SVGBackend<'_>) -> Drawn<
         .y_desc("KL to dense, nats (log)")
         .y_label_formatter(&|y| format!("{y:.0e}"))
         .draw()?;
-    for ((row, line), stroke) in comparison.methods.iter().zip(lines).zip(strokes(comparison)) {
+    let names = labels(&comparison.methods);
+    for ((name, line), stroke) in names.into_iter().zip(lines).zip(strokes(comparison)) {
         chart
             .draw_series(LineSeries::new(line, stroke))?
-            .label(format!("{} {}", row.name, short(&row.setting)))
+            .label(name)
             .legend(move |(x, y)| PathElement::new([(x, y), (x + 18, y)], stroke));
     }
     legend(&mut chart, SeriesLabelPosition::UpperRight)?;

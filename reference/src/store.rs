@@ -9,6 +9,7 @@
 //! | --- | --- |
 //! | `SPACE/chunks/ID` | the manifest of a chunk: tokens, levels, digests, the object with the frames |
 //! | `SPACE/data/ID/RANDOM` | the frames: a chunk of `codec-core`; a reader fetches one level by ranges |
+//! | `SPACE/about` | a line for people: the model, its levels and the grid |
 //! | `profiles/ID` | the codec profile of a calibration, after its digest |
 //!
 //! `SPACE` stands for the model, the profile and the grid of chunks ([`Space`]).

@@ -129,7 +129,7 @@ fn a_text_or_context_that_is_too_short_names_the_numbers_and_the_option() {
         refused(
             command,
             &with("180"),
-            "too few tokens to calibrate on: 9 of at least 64. Pass a longer --text",
+            "too few tokens to calibrate on: 9 of at least 64: pass a longer --text",
         );
         refused(command, &with("480"), "exceed the context of 512");
         refused(command, &with("480"), option);

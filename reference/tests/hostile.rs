@@ -362,7 +362,7 @@ fn profiles_and_arguments() {
         (
             "a cache that keeps nothing",
             &["compare", "--context", "64", "--decode", "8", "--methods", "streaming:window=0:sinks=0"],
-            "attention over nothing",
+            "sinks=0 and window=0 leave no token to attend to",
         ),
         ("no context", &["compare", "--context", "0"], "at least one token"),
         ("a context beyond the model's", &["compare", "--context", "20000"], "exceed the context"),
@@ -382,7 +382,7 @@ fn profiles_and_arguments() {
         ("endless tokens", &["generate", "a", "--tokens", "18446744073709551615"], "exceed the context"),
         ("a negative temperature", &["generate", "a", "--temperature", "-1"], "temperature -1"),
         ("a depth outside the prompt", &["eval", "--depths", "1.5"], "depth 1.5"),
-        ("endless trials", &["eval", "--trials", "1000000000000"], "facts for a prompt"),
+        ("endless trials", &["eval", "--trials", "1000000000000"], "--trials 1000000000000: "),
         ("too few tokens to calibrate on", &["calibrate", &new, "--tokens", "3"], "too few"),
         ("nothing to calibrate", &["calibrate", &new, "--methods", "dense"], "needs a profile"),
         ("a hub name without an owner", &["fetch", "hf", "llama"], "ORG/NAME"),

@@ -104,8 +104,9 @@ fn a_run_that_fails_leaves_old_files() {
         &["eval", "--model", "/nowhere", "--json", old_path],
         &["generate", "We", "--model", "/nowhere", "--json", old_path],
         &["logits", "--model", text(&gqa), "--tokens", "96", "--json", old_path],
-        &["calibrate", old_path, "--model", "/nowhere"],
-        &["calibrate", old_path, "--tokens", "3"],
+        &["calibrate", old_path],
+        &["calibrate", old_path, "--replace", "--model", "/nowhere"],
+        &["calibrate", old_path, "--replace", "--tokens", "3"],
         &["fetch", "hf", "no-name", "--json", old_path],
     ] {
         refused(&args.join(" "), args, "");

@@ -408,11 +408,18 @@ fn the_command_line_stores_and_loads() {
     let listed = inspect(&["store", "ls", &url]);
     let rows: Vec<Vec<&str>> = listed.lines().map(|line| line.split_whitespace().collect()).collect();
     let [header, row] = &rows[..] else { panic!("{listed}") };
-    assert!(header.starts_with(&["namespace", "contexts", "chunks", "tokens"]), "{listed}");
-    assert!(row[1] == "1" && row.last() == Some(&"0"), "{listed}");
+    assert!(header.starts_with(&["space", "contexts", "chunks", "tokens"]), "{listed}");
+    let about = ["0", "tiny-llama-12m", "cachegen:bits=8,cachegen:bits=2", "100/20"]; // nothing is damaged
+    assert!(row[1] == "1" && row.ends_with(&about), "{listed}");
     let space = row[0];
+    for manifest in std::fs::read_dir(folder.path().join("caches").join(space).join("chunks")).unwrap() {
+        std::fs::write(manifest.unwrap().path(), "").unwrap();
+    }
+    let (computed, err) = output(&[&generate[..], &["--kv", &url]].concat());
+    assert!(err.contains("loaded 0 of ") && err.contains(": is truncated: "), "{err}");
+    assert_eq!(computed.as_bytes(), plain.stdout);
     assert_eq!(inspect(&["store", "rm", &url, space]), format!("{space} deleted\n"));
-    assert_eq!(inspect(&["store", "ls", &url]), "");
+    assert_eq!(inspect(&["store", "ls", &url]), "nothing is stored there\n");
     let get = [&["store", "get", &url, "--text", &text], &common[..]].concat();
     refused("a deleted text", &get, "holds no beginning of this text");
 }
@@ -475,6 +482,9 @@ fn a_missing_bucket_is_one_line_that_names_it() {
 fn wrong_stores_are_refused_in_one_line() {
     for (url, what) in [
         ("s3:///nowhere", "s3:///nowhere: "),
+        ("s3://", "s3://: "),
+        ("s3://", "s3://BUCKET/PATH"),
+        ("gs://x/y", "s3://BUCKET/PATH"),
         ("tape://x/y", "tape://x/y: "),
         ("/dev/null/x", "/dev/null/x: "),
         ("file://host/x", "file://host/x: is no path"),

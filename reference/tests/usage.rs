@@ -5,7 +5,7 @@
 #[path = "support/kv.rs"]
 mod support;
 
-use support::{kv, refused, run, usage_refused};
+use support::{kv, one_line, refused, run, text, usage_refused};
 
 #[test]
 fn arguments_that_do_not_parse_get_a_whole_message() {
@@ -19,7 +19,21 @@ fn arguments_that_do_not_parse_get_a_whole_message() {
         ("a token that is not a number", &["logits", "--tokens", "1,x"], &["'x'", "--tokens <LIST>"]),
         ("a negative context", &["compare", "--context", "-1"], &["'-1'", "--context <N>"]),
         ("a prompt twice", &["generate", "a", "--file", "b"], &["[PROMPT]", "--file"]),
-        ("a chunk of nothing", &["generate", "a", "--chunk", "0"], &["--chunk <N>"]),
+        (
+            "a chunk of nothing",
+            &["generate", "a", "--chunk", "0"],
+            &["--chunk <N>", "must be a whole number from 1 on"],
+        ),
+        (
+            "a simulation without times of prefill",
+            &["stream", "simulate", "--tokens", "4096", "--values", "2048"],
+            &["--recompute <LIST>", "Usage: kv stream simulate"],
+        ),
+        (
+            "a method that attends to nothing",
+            &["generate", "a", "--method", "streaming:window=0:sinks=0"],
+            &["sinks=0 and window=0 leave no token"],
+        ),
         ("a device that is none", &["compare", "--device", "gpu"], &["auto, cpu, cuda", "--device"]),
         (
             "a size that is none",
@@ -51,6 +65,122 @@ fn arguments_that_do_not_parse_get_a_whole_message() {
         "--device-memory is of a GPU, and none is used",
     );
     refused("an argument of 100,000 characters", &[&"a".repeat(100_000)], "aaa...");
+}
+
+/// What stops a command names the option at fault and what to pass instead, before any long work.
+#[test]
+fn refusals_name_the_option_and_the_way_out() {
+    for (args, what) in [
+        (&["eval", "--lengths", "64,128,64"][..], "--lengths: 64 is given twice"),
+        (&["eval", "--depths", "0.5,0.50"], "--depths: 0.5 is given twice"),
+        (&["cost", "--lengths", "64,128,64"], "--lengths: 64 is given twice"),
+        (&["stream", "load", "--timeout", "0"], "--timeout must be a number of seconds above 0"),
+        (&["stream", "load", "--batch", "0"], "--batch must be at least 1"),
+        (
+            &["eval", "--methods", "dense", "--lengths", "64", "--trials", "18446744073709551615"],
+            "--trials 18446744073709551615: a prompt of 64 tokens (--lengths) has no room for so many facts",
+        ),
+        (
+            &["generate", "a", "--method", "pqcache:offload=no-folder", "--device", "cpu"],
+            "; it must be a folder that exists",
+        ),
+        (
+            &["generate", "a", "--method", "hybrid:rows-on=device", "--device", "cpu"],
+            "method hybrid: `rows-on=device` has no effect on the CPU",
+        ),
+        (&["compare", "--json", "/nonexistent/x.json"], "--json: /nonexistent/x.json: "),
+        (&["calibrate", "/nonexistent/p"], "FILE: /nonexistent/p: "),
+        (&["logits", "--tokens", "1", "--model", "no-one/no-model"], "`kv fetch hf no-one/no-model`"),
+        (
+            &["compare", "--calibration", "0", "--methods", "million"],
+            "too few tokens to calibrate on: 0 of at least 64: pass a longer --text, a larger --calibration, \
+             a smaller --context or --decode, or a --profile",
+        ),
+    ] {
+        refused(&args.join(" "), args, what);
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let profile = folder.path().join("profile");
+    refused(
+        "few tokens",
+        &["calibrate", text(&profile), "--tokens", "3"],
+        "3 of at least 64: pass a longer --text or more --tokens",
+    );
+    let short = folder.path().join("short.txt");
+    std::fs::write(&short, "Fellow citizens").unwrap();
+    refused(
+        "a short text",
+        &["compare", "--text", text(&short)],
+        "are needed: pass a longer --text, or a smaller --context or --decode",
+    );
+}
+
+#[test]
+fn a_profile_is_not_replaced_and_all_that_it_lacks_is_named_at_once() {
+    let folder = tempfile::tempdir().unwrap();
+    let (old, new) = (folder.path().join("old"), folder.path().join("new"));
+    let (old, new) = (text(&old), text(&new));
+    let calibrate = |file, methods, more: &[&str]| {
+        let args = ["calibrate", file, "--tokens", "192", "--methods", methods];
+        run("calibrate", kv(&[&args[..], more].concat()))
+    };
+    assert!(calibrate(old, "cachegen", &[]).status.success());
+    let before = std::fs::read(old).unwrap();
+    one_line(
+        "a profile that is there",
+        &calibrate(old, "zack", &[]),
+        2,
+        "exists: name a new file, or pass --replace",
+    );
+    assert_eq!(std::fs::read(old).unwrap(), before);
+    assert!(calibrate(old, "cachegen:bits=2", &["--replace"]).status.success());
+    let list = "dense,zack,cachegen,cachegen:bits=2";
+    let compare = |profile| {
+        let sizes = ["--context", "64", "--decode", "4", "--device", "cpu"];
+        run("compare", kv(&[&["compare", "--methods", list, "--profile", profile], &sizes[..]].concat()))
+    };
+    let output = compare(old);
+    one_line("two methods that lack entries", &output, 2, "profile: holds nothing for `zack");
+    let stderr = String::from_utf8(output.stderr).unwrap();
+    let (lacking, command) = stderr.split_once(": run `kv calibrate NEW-FILE --methods ").unwrap();
+    assert!(lacking.contains(", `cachegen") && !lacking.contains("bits=2"), "{stderr}");
+    let methods = command.split('`').next().unwrap();
+    assert!(calibrate(new, methods, &[]).status.success(), "{methods}");
+    let output = compare(new);
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+}
+
+#[test]
+fn notes_under_a_table_tell_settings_apart() {
+    let methods = "zack:k=0.75:v=0.75,zack:k=0.75:v=0.75:bits=4";
+    let sizes = ["--context", "64", "--decode", "4", "--calibration", "192", "--device", "cpu"];
+    let output = run("notes", kv(&[&["compare", "--methods", methods], &sizes[..]].concat()));
+    let stdout = String::from_utf8(output.stdout).unwrap();
+    let notes: Vec<&str> =
+        stdout.lines().filter_map(|line| Some(line.split_once(" also has: ")?.0)).collect();
+    assert!(notes.len() == 2 && notes[0] != notes[1] && notes[1].contains(" bits=4"), "{stdout}");
+}
+
+#[test]
+fn defaults_of_lists_are_shown_as_they_are_written() {
+    for (command, defaults) in [
+        (&["eval"][..], &["512,2048", "0.1,0.5,0.9"][..]),
+        (&["cost"], &["512,1024,2048,4096"]),
+        (&["stream", "load"], &["4.1,3.1,2.0"]),
+        (&["stream", "simulate"], &["4.1,3.1,2.0"]),
+        #[cfg(feature = "cuda")]
+        (&["stream", "time"], &["4096,32768", "10,100,400"]),
+    ] {
+        let output = run("help", kv(&[command, &["--help"]].concat()));
+        let help = String::from_utf8(output.stdout).unwrap();
+        for default in defaults {
+            assert!(help.contains(&format!("[default: {default}]")), "{command:?}: {help}");
+        }
+    }
+    let simulate = ["stream", "simulate", "--tokens", "4096", "--values", "2048", "--recompute", "1000=0.1"];
+    let output = run("only what is required", kv(&simulate));
+    let stdout = String::from_utf8(output.stdout).unwrap();
+    assert!(stdout.contains("Simulated: 1 request of 4096 tokens"), "{stdout}");
 }
 
 #[test]

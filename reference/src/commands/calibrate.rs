@@ -7,16 +7,19 @@ use kv_reference::model::Rope;
 use kv_reference::{Error, Result};
 use serde::Serialize;
 
-use super::{Files, JsonArgs, ModelArgs, Stdout, TextArgs, print_error, progress};
+use super::{Files, JsonArgs, ModelArgs, Stdout, TextArgs, few_tokens, print_error, progress};
 
 #[derive(Args)]
 #[command(
     after_help = "Example:\n  kv calibrate million.profile --methods million --tokens 8192\n\nMethods and their settings: kv methods"
 )]
 pub struct Calibrate {
-    /// Profile to write
+    /// Profile to write; a file that is there is kept, unless --replace is given
     #[arg(value_name = "FILE")]
     out: PathBuf,
+    /// Replace FILE: all that it holds is lost, also what other methods need
+    #[arg(long)]
+    replace: bool,
     #[command(flatten)]
     model: ModelArgs,
     #[command(flatten)]
@@ -51,6 +54,10 @@ impl Calibrate {
         files.reads("--text", &self.text.path());
         files.writes("FILE", Some(self.out.clone()))?;
         let json = files.writes("--json", self.json.json)?;
+        if !self.replace && self.out.exists() {
+            let what = format!("{} exists: name a new file, or pass --replace", self.out.display());
+            return Err(Error::Argument(what));
+        }
         let model = self.model.load()?;
         let (text, tokens) = self.text.tokens(&model)?;
         let (wanted, most) = (self.tokens.min(tokens.len()), model.config.max_seq_len);
@@ -64,7 +71,8 @@ impl Calibrate {
         let rope = Rope::new(&model.config, model.config.max_seq_len.min(MOST_POSITIONS).max(n));
         let bar = progress();
         bar.set_message(format!("calibrating {} methods on {n} tokens", methods.len()));
-        let profile = calibrated(&model, &rope, &tokens[..n], &methods)?;
+        let profile = calibrated(&model, &rope, &tokens[..n], &methods);
+        let profile = few_tokens(profile, "a longer --text or more --tokens")?;
         bar.finish_and_clear();
         if profile.is_empty() {
             return Err(Error::argument("none of these methods needs a profile"));

@@ -7,7 +7,10 @@ use kv_reference::method::{DEFAULT_METHODS, Method};
 use kv_reference::report::{html, table};
 use kv_reference::{Error, Result};
 
-use super::{DeviceArgs, Files, JsonArgs, ModelArgs, Stdout, TextArgs, load_profile, print_error, progress};
+use super::{
+    DeviceArgs, Files, JsonArgs, ModelArgs, Stdout, TextArgs, at_least_one, few_tokens, load_profile,
+    print_error, progress,
+};
 
 #[derive(Args)]
 #[command(
@@ -38,7 +41,7 @@ pub struct Compare {
     seed: u64,
     /// Tokens of a prompt that run at once on a GPU [default: all]. Later ones see earlier ones as the cache
     /// keeps them
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = at_least_one)]
     chunk: Option<NonZeroUsize>,
     #[command(flatten)]
     device: DeviceArgs,
@@ -68,7 +71,11 @@ impl Compare {
         let sizes = Sizes { context: self.context, decode: self.decode, calibration: self.calibration };
         let bar = progress();
         let comparison =
-            compare(&model, (&name, &tokens), &methods, sizes, profile, self.seed, gpu.as_ref(), &bar)?;
+            compare(&model, (&name, &tokens), &methods, sizes, profile, self.seed, gpu.as_ref(), &bar);
+        let comparison = few_tokens(
+            comparison,
+            "a longer --text, a larger --calibration, a smaller --context or --decode, or a --profile",
+        )?;
         bar.finish_and_clear();
         for note in &comparison.notes {
             print_error(format_args!("kv: {note}\n"));

@@ -6,7 +6,7 @@ use kv_reference::Result;
 use kv_reference::method::Method;
 use kv_reference::method::cost::ClusteringProfile;
 
-use super::{Files, JsonArgs, ModelArgs, Stdout, TextArgs};
+use super::{Files, JsonArgs, ModelArgs, Stdout, TextArgs, distinct};
 
 #[derive(Args)]
 #[command(
@@ -21,7 +21,7 @@ pub struct Cost {
     #[arg(long, default_value = "pqcache")]
     method: Method,
     /// Prompt lengths in tokens, at least three different ones
-    #[arg(long, value_name = "LIST", value_delimiter = ',', default_values_t = [512, 1024, 2048, 4096])]
+    #[arg(long, value_name = "LIST", value_delimiter = ',', default_value = "512,1024,2048,4096")]
     lengths: Vec<usize>,
     /// Folder in which rows are written
     #[arg(long, value_name = "FOLDER", default_value = ".")]
@@ -32,6 +32,7 @@ pub struct Cost {
 
 impl Cost {
     pub fn run(self, out: &mut Stdout) -> Result<()> {
+        distinct("--lengths", &self.lengths)?;
         let mut files = Files::default();
         files.reads("--model", &self.model.path());
         files.reads("--text", &self.text.path());

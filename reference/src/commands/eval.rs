@@ -14,7 +14,10 @@ use kv_reference::model::{Model, Rope};
 use kv_reference::{Error, Result};
 use serde::Serialize;
 
-use super::{DeviceArgs, Files, JsonArgs, ModelArgs, Stdout, TextArgs, load_profile, print_error, progress};
+use super::{
+    DeviceArgs, Files, JsonArgs, ModelArgs, Stdout, TextArgs, at_least_one, distinct, few_tokens,
+    load_profile, print_error, progress,
+};
 
 #[derive(Args)]
 #[command(
@@ -29,10 +32,10 @@ pub struct Eval {
     #[arg(long, value_name = "LIST", default_value = "dense,int4,pqcache,million,hybrid,zack,cachegen")]
     methods: String,
     /// Prompt lengths in tokens
-    #[arg(long, value_name = "LIST", value_delimiter = ',', default_values_t = [512, 2048])]
+    #[arg(long, value_name = "LIST", value_delimiter = ',', default_value = "512,2048")]
     lengths: Vec<usize>,
     /// Depths of what is to be found, 0 the start of the prompt, 1 its end
-    #[arg(long, value_name = "LIST", value_delimiter = ',', default_values_t = [0.1, 0.5, 0.9])]
+    #[arg(long, value_name = "LIST", value_delimiter = ',', default_value = "0.1,0.5,0.9")]
     depths: Vec<f64>,
     /// Pass keys, and recall lines, per length and depth; 0 for no retrieval
     #[arg(long, value_name = "N", default_value_t = 8)]
@@ -55,7 +58,7 @@ pub struct Eval {
     seed: u64,
     /// Tokens of a prompt that run at once on a GPU [default: all]. Later ones see earlier ones as the cache
     /// keeps them
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = at_least_one)]
     chunk: Option<NonZeroUsize>,
     #[command(flatten)]
     device: DeviceArgs,
@@ -115,6 +118,8 @@ impl Eval {
         if self.decode == 0 || self.lengths.is_empty() || self.lengths.contains(&0) {
             return Err(Error::argument("lengths and decode need at least one"));
         }
+        distinct("--lengths", &self.lengths)?;
+        distinct("--depths", &self.depths)?;
         let longest = self.lengths.iter().copied().max().unwrap_or(0);
         let gpu = self.device.gpu_for(self.chunk, longest)?;
         let mut files = Files::default();
@@ -125,12 +130,13 @@ impl Eval {
         let model = self.model.load()?;
         let (name, tokens) = self.text.tokens(&model)?;
         let room = self.decode.max(QUESTION_ROOM);
-        check_room(&model, longest, room)?;
+        check_room(&model, longest, room, "--lengths")?;
         let methods =
             methods.iter().map(|method| method.fitted(&model.config)).collect::<Result<Vec<_>>>()?;
         let given = self.profile.as_ref().map(|path| load_profile(path, &model)).transpose()?;
         let calibrates = given.is_none() && methods.iter().any(Method::needs_profile);
-        let start = run_start(&model, tokens.len(), longest + self.decode + 1, self.calibration)?;
+        let run = longest + self.decode + 1;
+        let start = run_start(&model, tokens.len(), run, self.calibration, "--lengths")?;
         // Before the work: what is asked for may not fit in a prompt.
         let tasks = self.lengths.iter().map(|&length| self.tasks(&model, &tokens[start..], length));
         let tasks = tasks.collect::<Result<Vec<_>>>()?;
@@ -138,8 +144,14 @@ impl Eval {
         let bar = progress();
         bar.set_message("calibrating");
         let profile = match given {
-            Some(profile) => profile,
-            None => calibrated(&model, &rope, &tokens[..start], &methods)?,
+            Some(profile) => {
+                Method::check_profile(&methods, &model, &rope, &profile)?;
+                profile
+            }
+            None => few_tokens(
+                calibrated(&model, &rope, &tokens[..start], &methods),
+                "a longer --text, a larger --calibration, smaller --lengths or --decode, or a --profile",
+            )?,
         };
         let prompts = 1 + 2 * self.depths.len(); // the text, and needle and recall at every depth
         bar.set_length((self.lengths.len() * prompts * methods.len()) as u64);
@@ -176,6 +188,12 @@ impl Eval {
     fn tasks(&self, model: &Model, tokens: &[u32], length: usize) -> Result<Vec<[RetrievalTask; 2]>> {
         let maker = TaskMaker::new(model.tokenizer()?, self.seed).filter(|_| self.trials > 0);
         let Some(mut maker) = maker else { return Ok(vec![]) };
+        if self.trials > length {
+            return Err(Error::Argument(format!(
+                "--trials {}: a prompt of {length} tokens (--lengths) has no room for so many facts",
+                self.trials
+            )));
+        }
         let tasks = self.depths.iter().map(|&depth| {
             let needle = maker.needle(tokens, length, self.trials, Some(depth))?;
             Ok([needle, maker.recall(tokens, length, self.trials, depth)?])

@@ -17,7 +17,8 @@ use serde::Serialize;
 #[cfg(feature = "store")]
 use super::store::{KvArgs, PromptLoader};
 use super::{
-    DeviceArgs, Files, JsonArgs, MOST_TEXT, ModelArgs, Stdout, TextArgs, load_profile, of_option, progress,
+    DeviceArgs, Files, JsonArgs, MOST_TEXT, ModelArgs, Stdout, TextArgs, at_least_one, few_tokens,
+    load_profile, of_option, progress,
 };
 
 #[derive(Args)]
@@ -42,7 +43,7 @@ pub struct Generate {
     tokens: usize,
     /// Tokens of the prompt that run at once [default: all; 8192 on a GPU]. Later chunks see earlier ones as
     /// the cache keeps them
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = at_least_one)]
     chunk: Option<NonZeroUsize>,
     /// 0 takes the most likely token
     #[arg(long, default_value_t = 0.0)]
@@ -166,6 +167,7 @@ impl Generate {
         }
         #[cfg(not(feature = "cuda"))]
         self.device.check()?;
+        self.method.check_on_cpu()?;
         #[cfg(feature = "store")]
         if let Some(kv) = &kv {
             return self.over_store(kv, model, rope, profile, (prompt, sampling));
@@ -213,7 +215,7 @@ impl Generate {
                 let made =
                     calibrated(model, rope, &tokens[..calibration], std::slice::from_ref(&self.method));
                 bar.finish_and_clear();
-                made
+                few_tokens(made, "a --profile")
             }
             None => Ok(Profile::default()),
         }

@@ -67,7 +67,7 @@ impl Files {
                 let path = path.display();
                 return Err(Error::Argument(format!("{argument} would overwrite {path}, a file of {other}")));
             }
-            files::check_writable(path)?;
+            files::check_writable(path).map_err(|e| Error::Argument(format!("{argument}: {e}")))?;
             self.0.push((argument, identity));
         }
         Ok(Output(path))

@@ -9,10 +9,11 @@ use kv_reference::device::{Decoder, Element, Gpu, Part, RANDOM_MODELS, Weights, 
 use kv_reference::method::Method;
 use kv_reference::{Error, Result};
 
-use super::{DeviceArgs, Files, JsonArgs, ModelArgs, Stdout, progress};
+use super::{DeviceArgs, Files, JsonArgs, ModelArgs, Stdout, at_least_one, distinct, progress};
 
-/// Times decode steps on a GPU, and prompts (--chunk). For steps the caches are filled with random rows or
-/// codes, so that any length is timed at once.
+/// Time decode steps on a GPU, and prompts (--chunk)
+///
+/// For steps the caches are filled with random rows or codes, so that any length is timed at once.
 #[derive(Args)]
 pub struct Speed {
     #[command(flatten)]
@@ -42,7 +43,7 @@ pub struct Speed {
     steps: usize,
     /// Also time prompts as long as the context, N tokens of a sequence at once: until their first tokens
     /// are chosen, and until the second ones are
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = at_least_one)]
     chunk: Option<NonZeroUsize>,
     /// Write the logits of the first step of every run, after token 1, and with --chunk those after the
     /// prompts: little-endian f32 (batch, vocabulary), one run after the other
@@ -65,6 +66,8 @@ impl Speed {
         if self.steps == 0 || self.contexts.contains(&0) || self.batches.contains(&0) {
             return Err(Error::argument("steps, contexts and batches need at least one"));
         }
+        distinct("--contexts", &self.contexts)?;
+        distinct("--batches", &self.batches)?;
         if !(0.0..=1.0).contains(&self.hits) {
             return Err(Error::argument("--hits must be a fraction from 0 to 1"));
         }

@@ -2,6 +2,7 @@
 
 mod inspect;
 
+use std::fmt;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::time::Instant;
@@ -116,6 +117,12 @@ impl FromStr for GridArg {
     }
 }
 
+impl fmt::Display for GridArg {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}/{}", self.0.chunk, self.0.tail)
+    }
+}
+
 /// A store of caches for a prompt.
 #[derive(Args)]
 pub struct KvArgs {
@@ -141,6 +148,7 @@ pub struct OpenStore {
     store: KvStore,
     space: Space,
     profile: codec_core::Profile,
+    about: String, // what the space is for
 }
 
 /// An open store for a prompt.
@@ -210,7 +218,13 @@ impl OpenStore {
             },
         };
         let space = Space::new(&model.hash, &profile, args.kv_grid.0)?;
-        Ok(Some(Self { store, space, profile }))
+        let about = format!("{} {} {}", model.name, args.kv_levels, args.kv_grid);
+        Ok(Some(Self { store, space, profile, about }))
+    }
+
+    /// Says what the space is for, which `kv store ls` shows.
+    fn describe(&self) -> Result<()> {
+        Ok(self.store.describe(self.space.name(), &self.about)?)
     }
 
     fn prompts(&self) -> PromptStore<'_> {
@@ -294,7 +308,15 @@ impl PromptLoader {
             filled.trace.as_ref().map(recomputed).unwrap_or_default(),
             count(filled.stored, "chunk")
         ));
+        if let Some(e) = &filled.damage {
+            print_error(format_args!("kv: {e}: what it stands for is computed\n"));
+        }
         if let Some(e) = &filled.store_error {
+            print_error(format_args!("kv: {e}\n"));
+        }
+        if filled.stored > 0
+            && let Err(e) = self.open.describe()
+        {
             print_error(format_args!("kv: {e}\n"));
         }
     }
@@ -443,6 +465,7 @@ impl Put {
         };
         let Calculated { stored, repaired } =
             open.prompts().calculate(&model, &rope, &tokens, check, done)?;
+        open.describe()?;
         bar.finish_and_clear();
         out.print(format_args!(
             "{end} of {} in {}: {stored} new, {repaired} repaired\n",

@@ -26,7 +26,7 @@ use kv_reference::stream::{Choice, ChunkCost, Options, Trace, page};
 use kv_reference::{Error, Profile, Result};
 use serde::Serialize;
 
-use super::{DeviceArgs, Files, JsonArgs, ModelArgs, Stdout, TextArgs, count, progress};
+use super::{DeviceArgs, Files, JsonArgs, ModelArgs, Stdout, TextArgs, count, few_tokens, progress};
 
 #[derive(Args)]
 pub struct Stream {
@@ -103,6 +103,9 @@ struct StreamArgs {
     report: Option<PathBuf>,
 }
 
+/// Bits a value of the levels unless others are asked for.
+const BITS: &str = "4.1,3.1,2.0";
+
 /// Fraction of a deadline that is kept in reserve.
 pub(super) const RESERVE: f64 = 0.1;
 
@@ -125,6 +128,12 @@ impl StreamArgs {
         }
         if !(1..=MOST_REQUESTS).contains(&self.requests) {
             return Err(Error::Argument(format!("--requests must be 1 to {MOST_REQUESTS}")));
+        }
+        if self.batch == 0 {
+            return Err(Error::argument("--batch must be at least 1"));
+        }
+        if !self.timeout.is_finite() || self.timeout <= 0.0 {
+            return Err(Error::argument("--timeout must be a number of seconds above 0"));
         }
         if self.chunk == 0 {
             return Err(Error::argument("--chunk must be at least 1"));
@@ -189,7 +198,7 @@ struct Load {
     #[arg(long, value_name = "N", default_value_t = 4096)]
     calibration: usize,
     /// Bits a value that each level aims at, the least lossy first
-    #[arg(long, value_name = "LIST", value_delimiter = ',', default_values_t = [4.1_f64, 3.1, 2.0])]
+    #[arg(long, value_name = "LIST", value_delimiter = ',', default_value = BITS)]
     bits: Vec<f64>,
     #[command(flatten)]
     stream: StreamArgs,
@@ -235,12 +244,16 @@ impl Load {
         let report = files.writes("--report", self.stream.report.clone())?;
         let model = self.model.load()?;
         let (text, tokens) = self.text.tokens(&model)?;
-        check_room(&model, self.context, self.decode)?;
-        let start = run_start(&model, tokens.len(), self.context + self.decode + 1, self.calibration)?;
+        check_room(&model, self.context, self.decode, "--context")?;
+        let run = self.context + self.decode + 1;
+        let start = run_start(&model, tokens.len(), run, self.calibration, "--context")?;
         let rope = Arc::new(Rope::new(&model.config, (self.context + self.decode).max(start)));
         let bar = progress();
         bar.set_message("calibrating");
-        let profile = calibrated(&model, &rope, &tokens[..start], &methods)?;
+        let profile = few_tokens(
+            calibrated(&model, &rope, &tokens[..start], &methods),
+            "a longer --text, a larger --calibration, or a smaller --context or --decode",
+        )?;
         let planes = levels(&methods, &model, &profile)?;
         let (prompt, rest) = tokens[start..].split_at(self.context);
         let decoded = &rest[..self.decode + 1];
@@ -423,10 +436,10 @@ struct Simulate {
     #[arg(long, value_name = "N")]
     values: usize,
     /// Bits a value of each level, the least lossy first
-    #[arg(long, value_name = "LIST", value_delimiter = ',')]
+    #[arg(long, value_name = "LIST", value_delimiter = ',', default_value = BITS)]
     bits: Vec<f64>,
     /// Measured times of prefill, TOKENS=SECONDS
-    #[arg(long, value_name = "LIST", value_delimiter = ',', value_parser = point)]
+    #[arg(long, value_name = "LIST", value_delimiter = ',', required = true, value_parser = point)]
     recompute: Vec<(f64, f64)>,
     /// Billions of values that are decoded in a second
     #[arg(long, value_name = "RATE", default_value_t = 53.0)]
@@ -500,7 +513,7 @@ impl Simulate {
             },
         };
         if !self.rest.is_finite() || self.rest < 0.0 {
-            return Err(Error::argument("--rest is not negative"));
+            return Err(Error::argument("--rest must not be negative"));
         }
         let mut files = Files::default();
         let json = files.writes("--json", self.stream.json.json.clone())?;

@@ -34,7 +34,7 @@ impl<'a> Runner<'a> {
     ///
     /// # Errors
     /// [`Error::Argument`](crate::Error::Argument) for a method that the GPU does not take where it is to
-    /// take all.
+    /// take all, and for one with a setting that has no effect where it runs.
     pub fn new(
         model: &'a Arc<Model>,
         rope: Arc<Rope>,
@@ -46,7 +46,9 @@ impl<'a> Runner<'a> {
         let place = |method| gpu.map_or(Ok(Place::Cpu), |on| super::gpu::place(on, model, &profile, method));
         #[cfg(not(feature = "cuda"))]
         let place = |_| gpu.map_or(Ok(Place::Cpu), |none| match *none {});
-        let places = methods.iter().map(place).collect::<Result<_>>()?;
+        let places = methods.iter().map(place).collect::<Result<Vec<_>>>()?;
+        let on_cpu = methods.iter().zip(&places).filter(|(_, place)| **place == Place::Cpu);
+        on_cpu.map(|(method, _)| method).try_for_each(Method::check_on_cpu)?;
         #[cfg(feature = "cuda")]
         let models = gpu.map(super::gpu::Models::new);
         Ok(Self {

@@ -105,7 +105,7 @@ impl<'a> TaskMaker<'a> {
     /// Refuses more facts than the prompt has tokens before any is made.
     fn check_count(&self, n: usize, length: usize) -> Result<()> {
         if n > length {
-            return Err(Error::Argument(format!("{n} facts for a prompt of {length} tokens")));
+            return Err(Error::Argument(format!("a prompt of {length} tokens has no room for {n} facts")));
         }
         Ok(())
     }

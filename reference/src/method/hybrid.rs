@@ -93,7 +93,6 @@ struct HybridKind {
     rows: Rows,
     bound: f32,
     offload: OffloadSettings,
-    #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
     home: Home,
 }
 
@@ -105,6 +104,10 @@ impl Kind for HybridKind {
 
     fn needs_profile(&self) -> bool {
         true
+    }
+
+    fn device_setting(&self) -> Option<&'static str> {
+        (self.home == Home::Device).then_some("rows-on=device")
     }
 
     fn calibrate(

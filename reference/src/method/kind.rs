@@ -60,6 +60,16 @@ pub(super) trait Kind: Debug + Send + Sync {
         false
     }
 
+    /// Whether tokens that leave the window are dropped, so that steps attend to sinks and window alone.
+    fn drops(&self) -> bool {
+        false
+    }
+
+    /// A setting that is given and has an effect on a device only.
+    fn device_setting(&self) -> Option<&'static str> {
+        None
+    }
+
     /// Adds its entries to a profile.
     fn calibrate(
         &self,

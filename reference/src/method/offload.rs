@@ -113,7 +113,10 @@ impl OffloadSettings {
     /// Checks that the folder takes files, before the work that fills them.
     pub fn check(&self) -> Result<()> {
         let Some(Offload { folder, .. }) = &self.offload else { return Ok(()) };
-        tempfile::tempfile_in(folder).map(drop).map_err(|e| Error::io(folder, e))
+        let refused = |e| {
+            Error::Argument(format!("offload={}: {e}; it must be a folder that exists", folder.display()))
+        };
+        tempfile::tempfile_in(folder).map(drop).map_err(refused)
     }
 
     /// Where a device finds the rows.

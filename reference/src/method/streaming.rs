@@ -23,6 +23,10 @@ pub(super) const STREAMING: Entry = Entry {
 struct Streaming;
 
 impl Kind for Streaming {
+    fn drops(&self) -> bool {
+        true
+    }
+
     fn stores(&self, site: &Site<'_>) -> Result<Vec<Box<dyn Store>>> {
         site.layers(|_| Ok(StreamingStore::new(site.geometry)))
     }

@@ -98,6 +98,14 @@ impl KvStore {
         self.wait(self.store.find(space, tokens))
     }
 
+    /// The same with damage on the way: see [`AsyncStore::find_or_damage`].
+    ///
+    /// # Errors
+    /// As there; [`Error::Cancelled`].
+    pub fn find_or_damage(&self, space: &Space, tokens: &[u32]) -> Result<(Vec<StoredChunk>, Option<Error>)> {
+        self.wait(self.store.find_or_damage(space, tokens))
+    }
+
     /// Stores a chunk: see [`AsyncStore::put_chunk`].
     ///
     /// # Errors
@@ -164,6 +172,22 @@ impl KvStore {
     /// As there; [`Error::Cancelled`].
     pub fn spaces(&self) -> Result<Vec<ChunkId>> {
         self.wait(self.store.spaces())
+    }
+
+    /// Says what a space is for: see [`AsyncStore::describe`].
+    ///
+    /// # Errors
+    /// As there; [`Error::Cancelled`].
+    pub fn describe(&self, space: ChunkId, about: &str) -> Result<()> {
+        self.wait(self.store.describe(space, about))
+    }
+
+    /// What a space is for: see [`AsyncStore::about`].
+    ///
+    /// # Errors
+    /// As there; [`Error::Cancelled`].
+    pub fn about(&self, space: ChunkId) -> Result<Option<String>> {
+        self.wait(self.store.about(space))
     }
 
     /// What a space holds: see [`AsyncStore::list`].

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use codec_core::{Profile, write_chunk};
-use futures_util::{StreamExt, TryStreamExt, stream};
+use futures_util::{StreamExt, stream};
 use object_store::path::Path;
 use object_store::{ObjectStore, PutMode};
 use tracing::{info, warn};
@@ -92,30 +92,44 @@ impl AsyncStore {
     /// One small read a chunk up to the first that is not there, several at once, and one for each length
     /// that a tail may have.
     pub async fn find(&self, space: &Space, tokens: &[u32]) -> Result<Vec<StoredChunk>> {
-        let whole = self.leading(space, space.whole_chunks(tokens)).await?;
-        let tails = space.tails(whole.last().map(StoredChunk::key), tokens);
+        Ok(self.find_or_damage(space, tokens).await?.0)
+    }
+
+    /// As [`Self::find`], with the first damage of a manifest on the way: the prefix may be shorter for it.
+    ///
+    /// # Errors
+    /// As there.
+    pub async fn find_or_damage(
+        &self,
+        space: &Space,
+        tokens: &[u32],
+    ) -> Result<(Vec<StoredChunk>, Option<Error>)> {
         let parallel = self.remote.options().parallel.max(1);
-        let mut tails = stream::iter(tails).map(|key| self.stat(space, key)).buffered(parallel);
-        let mut found = whole;
+        let (mut found, mut damage) = (vec![], None);
+        let mut sound = |chunk: Result<Option<StoredChunk>>| match chunk {
+            Err(e) if e.is_damage() => {
+                warn!(error = %e, "the chunk counts as not stored");
+                damage.get_or_insert(e);
+                Ok(None)
+            }
+            chunk => chunk,
+        };
+        let whole = stream::iter(space.whole_chunks(tokens));
+        let mut whole = whole.map(|key| self.stored(space, key)).buffered(parallel);
+        while let Some(chunk) = whole.next().await {
+            let Some(chunk) = sound(chunk)? else { break };
+            found.push(chunk);
+        }
+        let tails = stream::iter(space.tails(found.last().map(StoredChunk::key), tokens));
+        let mut tails = tails.map(|key| self.stored(space, key)).buffered(parallel);
         while let Some(tail) = tails.next().await {
-            if let Some(tail) = tail? {
+            if let Some(tail) = sound(tail)? {
                 found.push(tail);
                 break;
             }
         }
         info!(chunks = found.len(), tokens = found.last().map_or(0, |chunk| chunk.key.tokens.end), "found");
-        Ok(found)
-    }
-
-    /// The chunks up to the first that is not stored.
-    async fn leading(&self, space: &Space, keys: Vec<ChunkKey>) -> Result<Vec<StoredChunk>> {
-        let parallel = self.remote.options().parallel.max(1);
-        let mut chunks = stream::iter(keys).map(|key| self.stat(space, key)).buffered(parallel);
-        let mut found = vec![];
-        while let Some(Some(chunk)) = chunks.try_next().await? {
-            found.push(chunk);
-        }
-        Ok(found)
+        Ok((found, damage))
     }
 
     /// A chunk, if it is stored.
@@ -123,19 +137,24 @@ impl AsyncStore {
     /// # Errors
     /// As [`Self::find`].
     pub async fn stat(&self, space: &Space, key: ChunkKey) -> Result<Option<StoredChunk>> {
+        match self.stored(space, key).await {
+            Err(e) if e.is_damage() => {
+                warn!(error = %e, "the chunk counts as not stored");
+                Ok(None)
+            }
+            chunk => chunk,
+        }
+    }
+
+    /// As [`Self::stat`], with damage as an error.
+    async fn stored(&self, space: &Space, key: ChunkKey) -> Result<Option<StoredChunk>> {
         let path = self.manifest_path(space.name(), key.id);
         let parse = |bytes: &[u8]| {
             let manifest = Manifest::parse(bytes)?;
             manifest.check(&key, space).map(|()| manifest)
         };
-        match self.remote.get(&path, MAX_MANIFEST, parse).await {
-            Ok(manifest) => Ok(manifest.map(|manifest| StoredChunk { key, manifest })),
-            Err(e) if e.is_damage() => {
-                warn!(error = %e, "the chunk counts as not stored");
-                Ok(None)
-            }
-            Err(e) => Err(e),
-        }
+        let manifest = self.remote.get(&path, MAX_MANIFEST, parse).await?;
+        Ok(manifest.map(|manifest| StoredChunk { key, manifest }))
     }
 
     /// Stores a chunk: `object` is [`codec_core::write_chunk`] of a frame per level, in their order.

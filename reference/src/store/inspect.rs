@@ -5,6 +5,7 @@ use std::sync::atomic::AtomicU64;
 use std::time::{Duration, SystemTime};
 
 use futures_util::{StreamExt, stream};
+use object_store::PutMode;
 use object_store::path::Path;
 
 use tracing::warn;
@@ -84,6 +85,8 @@ impl ListedChunk {
     }
 }
 
+/// Most bytes of the line that says what a space is for.
+const MAX_ABOUT: usize = 1 << 12;
 /// Most objects in a listing.
 const MAX_OBJECTS: usize = 10_000_000;
 
@@ -95,6 +98,34 @@ impl AsyncStore {
     pub async fn spaces(&self) -> Result<Vec<ChunkId>> {
         let folders = self.remote().folders().await?;
         Ok(folders.iter().filter_map(|name| name.parse().ok()).collect())
+    }
+
+    fn about_path(&self, space: ChunkId) -> Path {
+        self.remote().path([&*space.to_string(), "about"])
+    }
+
+    /// Says in a line, for people, what a space is for. What was said before stays.
+    ///
+    /// # Errors
+    /// [`Error::Backend`] and [`Error::Timeout`].
+    pub async fn describe(&self, space: ChunkId, about: &str) -> Result<()> {
+        let line = about.to_owned().into_bytes().into();
+        self.remote().put(&self.about_path(space), line, PutMode::Create).await.map(drop)
+    }
+
+    /// What was said that a space is for; none where nothing was said, or no line of text.
+    ///
+    /// # Errors
+    /// [`Error::Backend`] and [`Error::Timeout`].
+    pub async fn about(&self, space: ChunkId) -> Result<Option<String>> {
+        let line = |bytes: &[u8]| {
+            let line = std::str::from_utf8(bytes).ok().filter(|line| !line.contains(char::is_control));
+            line.map(str::to_owned).ok_or("is no line of text")
+        };
+        match self.remote().get(&self.about_path(space), MAX_ABOUT, line).await {
+            Err(e) if e.is_damage() => Ok(None),
+            about => about,
+        }
     }
 
     /// What a space holds. Reads every manifest and no frames.
@@ -217,7 +248,7 @@ impl AsyncStore {
             let objects = remote.list(&remote.path([&*name, folder]), MAX_OBJECTS).await?;
             self.delete_all(objects.into_iter().map(|meta| meta.location).collect()).await?;
         }
-        Ok(())
+        self.remote().delete(&self.about_path(space)).await
     }
 
     /// Deletes orphans that were written longer ago than `age`, which must be longer than any write of a

@@ -137,8 +137,8 @@ impl Manifest {
         if bytes.len() > MAX_MANIFEST {
             return Err("is too long for a manifest");
         }
-        let (bytes, check) = bytes.split_last_chunk::<DIGEST>().ok_or("is cut")?;
-        let (fixed, rest) = bytes.split_first_chunk::<FIXED>().ok_or("is cut")?;
+        let (bytes, check) = bytes.split_last_chunk::<DIGEST>().ok_or("is truncated")?;
+        let (fixed, rest) = bytes.split_first_chunk::<FIXED>().ok_or("is truncated")?;
         if fixed[..4] != MAGIC {
             return Err("is no manifest");
         }
@@ -172,7 +172,7 @@ impl Manifest {
         data.copy_from_slice(&fixed[84..100]);
         let data_len = eight(fixed, 100);
         let (table, mut digests) =
-            rest.split_at_checked(LEVEL * n_levels).ok_or("is a manifest that is cut")?;
+            rest.split_at_checked(LEVEL * n_levels).ok_or("is a manifest that is truncated")?;
         let mut levels = Vec::with_capacity(n_levels);
         let mut last = 0;
         for entry in table.chunks_exact(LEVEL) {
@@ -184,7 +184,7 @@ impl Manifest {
             let (pieces, rest) = n_pieces
                 .checked_mul(DIGEST)
                 .and_then(|len| digests.split_at_checked(len))
-                .ok_or("is a manifest that is cut")?;
+                .ok_or("is a manifest that is truncated")?;
             digests = rest;
             levels.push(Level { bytes: start..end, pieces: pieces.as_chunks::<DIGEST>().0.to_vec() });
         }

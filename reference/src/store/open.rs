@@ -30,9 +30,15 @@ pub fn open(url: &str, create: bool) -> Result<(Arc<dyn ObjectStore>, Path)> {
     let parsed = Url::parse(url).map_err(|e| Error::Url { url: url.to_owned(), what: e.to_string() })?;
     let bad = |what: String| Error::Url { url: shown(&parsed), what };
     let failed = |e: object_store::Error| bad(backend_text::cause(&e));
-    let (scheme, path) = ObjectStoreScheme::parse(&parsed).map_err(|e| bad(e.to_string()))?;
+    let (scheme, path) = ObjectStoreScheme::parse(&parsed)
+        .map_err(|_| bad("is neither a folder nor s3://BUCKET/PATH".into()))?;
     match scheme {
         ObjectStoreScheme::Memory if !create => Err(bad("the memory of this process holds no store".into())),
+        ObjectStoreScheme::AmazonS3
+            if parsed.scheme() == "s3" && parsed.host_str().is_none_or(str::is_empty) =>
+        {
+            Err(bad("names no bucket: s3://BUCKET/PATH is needed".into()))
+        }
         ObjectStoreScheme::AmazonS3 => {
             // The first call decides; an embedder may have chosen before.
             let _ = rustls::crypto::ring::default_provider().install_default();
@@ -45,7 +51,9 @@ pub fn open(url: &str, create: bool) -> Result<(Arc<dyn ObjectStore>, Path)> {
             Ok((Arc::new(builder.build().map_err(failed)?), path))
         }
         _ => {
-            let (store, path) = parse_url_opts(&parsed, std::env::vars().map(lower)).map_err(failed)?;
+            let opened = parse_url_opts(&parsed, std::env::vars().map(lower));
+            let refused = |e| bad(format!("{}: pass a folder or s3://BUCKET/PATH", backend_text::cause(&e)));
+            let (store, path) = opened.map_err(refused)?;
             Ok((store.into(), path))
         }
     }

@@ -62,6 +62,8 @@ pub struct Filled {
     pub stored: usize,
     /// Logits (vocab_size,) of what follows the prompt.
     pub logits: Vec<f32>,
+    /// A damaged manifest, for which the stored prefix may be shorter.
+    pub damage: Option<super::Error>,
     /// The error of a store that did not answer or could not be written. It costs time, not the answer.
     pub store_error: Option<super::Error>,
 }
@@ -215,12 +217,16 @@ impl PromptStore<'_> {
         let Some((_, before_last)) = prompt.split_last() else {
             return Err(crate::Error::argument("the prompt is empty"));
         };
-        let mut found = match self.store.find(self.space, before_last) {
+        let mut found = match self.store.find_or_damage(self.space, before_last) {
             Err(e) if !matches!(e, Error::Cancelled) => {
                 filled.store_error = Some(e);
                 vec![]
             }
-            found => found?,
+            found => {
+                let (found, damage) = found?;
+                filled.damage = damage;
+                found
+            }
         };
         found.truncate(MOST_CHUNKS);
         Ok(found)

@@ -39,7 +39,8 @@ pub struct Ls {
 #[derive(Serialize)]
 struct SpaceReport {
     space: String,
-    contexts: usize, // that share no beginning
+    about: Option<String>, // the model, its levels and the grid
+    contexts: usize,       // that share no beginning
     chunks: usize,
     tokens: usize,
     bytes: u64,
@@ -49,10 +50,11 @@ struct SpaceReport {
 }
 
 impl SpaceReport {
-    fn of(space: ChunkId, listing: &Listing) -> Self {
+    fn new(store: &KvStore, space: ChunkId, listing: &Listing) -> Result<Self> {
         let chunks = &listing.chunks;
-        Self {
+        Ok(Self {
             space: space.to_string(),
+            about: store.about(space)?,
             contexts: chunks.iter().filter(|chunk| chunk.is_first()).count(),
             chunks: chunks.len(),
             tokens: chunks.iter().map(ListedChunk::tokens).sum(),
@@ -60,16 +62,26 @@ impl SpaceReport {
             orphans: listing.orphans.len(),
             orphan_bytes: listing.orphans.iter().map(|orphan| orphan.bytes).sum(),
             damaged: listing.damaged.iter().map(|(_, e)| e.to_string()).collect(),
-        }
+        })
     }
 }
 
-const COLUMNS: [&str; 8] =
-    ["namespace", "contexts", "chunks", "tokens", "size", "orphans", "orphan size", "damaged"];
+const COLUMNS: [&str; 9] = [
+    "space",
+    "contexts",
+    "chunks",
+    "tokens",
+    "size",
+    "orphans",
+    "orphan size",
+    "damaged",
+    "model, levels, grid",
+];
 
 /// Prints a line for each space, then what is damaged.
 fn print(reports: &[SpaceReport], out: &mut Stdout) {
     if reports.is_empty() {
+        out.print("nothing is stored there\n");
         return;
     }
     let mut table = Table::new();
@@ -84,9 +96,11 @@ fn print(reports: &[SpaceReport], out: &mut Stdout) {
             report.orphans.to_string(),
             HumanBytes(report.orphan_bytes).to_string(),
             report.damaged.len().to_string(),
+            report.about.clone().unwrap_or_else(|| "?".into()),
         ]);
     }
-    table.column_iter_mut().skip(1).for_each(|column| column.set_cell_alignment(CellAlignment::Right));
+    let numbers = table.column_iter_mut().skip(1).take(COLUMNS.len() - 2);
+    numbers.for_each(|column| column.set_cell_alignment(CellAlignment::Right));
     out.print(format_args!("{}\n", table));
     let damaged = reports.iter().flat_map(|report| &report.damaged);
     damaged.for_each(|e| out.print(format_args!("damaged: {e}\n")));
@@ -103,7 +117,7 @@ impl Ls {
             if listing.is_empty() {
                 continue;
             }
-            reports.push(SpaceReport::of(space, &listing));
+            reports.push(SpaceReport::new(&store, space, &listing)?);
         }
         print(&reports, out);
         json.write_json(&reports)
@@ -143,7 +157,7 @@ impl Verify {
             }
             bar.finish_and_clear();
             listing.chunks = sound;
-            reports.push(SpaceReport::of(space, &listing));
+            reports.push(SpaceReport::new(&store, space, &listing)?);
             damaged += listing.damaged.len();
             if self.remove {
                 listing.damaged.iter().try_for_each(|(id, _)| store.delete(space, *id))?;

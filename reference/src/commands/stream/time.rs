@@ -26,12 +26,13 @@ use kv_reference::{Error, Result};
 use rayon::prelude::*;
 use serde::Serialize;
 
-use super::super::{DeviceArgs, Files, JsonArgs, Stdout, progress};
+use super::super::{DeviceArgs, Files, JsonArgs, Stdout, at_least_one, distinct, progress};
 use super::CHUNK_TOKENS;
 
-/// Times how contexts of a model's shape are loaded into its cache on a GPU: out of page-locked memory, stage
-/// by stage and overlapped, and behind links. Keys and values are random, with and without a transform; the
-/// frames hold about 4, 3 and 2 bits a value.
+/// Time loads of contexts of a model's shape into its cache on a GPU
+///
+/// Frames come out of page-locked memory, stage by stage and then overlapped, and over links. Keys and values
+/// are random numbers, with and without a transform. The levels have about 4, 3 and 2 bits a value.
 #[derive(Args)]
 #[command(
     after_help = "Example:\n  kv stream time --random llama-3.1-8b --contexts 4096,32768 --links 10,100,400"
@@ -41,16 +42,16 @@ pub struct Time {
     #[arg(long, value_name = "NAME", default_value = "llama-3.1-8b")]
     random: String,
     /// Tokens of the contexts
-    #[arg(long, value_name = "LIST", value_delimiter = ',', default_values_t = [4096, 32768])]
+    #[arg(long, value_name = "LIST", value_delimiter = ',', default_value = "4096,32768")]
     contexts: Vec<usize>,
     /// Tokens of a chunk
     #[arg(long, value_name = "N", default_value_t = CHUNK_TOKENS)]
     chunk: usize,
     /// Links in Gbit/s
-    #[arg(long, value_name = "LIST", value_delimiter = ',', default_values_t = [10.0, 100.0, 400.0])]
+    #[arg(long, value_name = "LIST", value_delimiter = ',', default_value = "10,100,400")]
     links: Vec<f64>,
     /// Runs of which the median counts
-    #[arg(long, value_name = "N", default_value = "5")]
+    #[arg(long, value_name = "N", default_value = "5", value_parser = at_least_one)]
     rounds: NonZeroUsize,
     #[command(flatten)]
     device: DeviceArgs,
@@ -109,6 +110,8 @@ impl Time {
         if self.chunk == 0 || !self.contexts.iter().all(|tokens| (1..=MOST_TOKENS).contains(tokens)) {
             return Err(Error::Argument(format!("a chunk has tokens, and a context 1 to {MOST_TOKENS}")));
         }
+        distinct("--contexts", &self.contexts)?;
+        distinct("--links", &self.links)?;
         if !RANDOM_MODELS.contains(&self.random.as_str()) {
             let models = RANDOM_MODELS.join(", ");
             return Err(Error::Argument(format!("no random model `{}`, only {models}", self.random)));
