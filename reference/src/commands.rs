@@ -129,7 +129,10 @@ impl ModelArgs {
             let mut what = format!("--model: {}: no such file or folder", path.display());
             // A path of this form may be a name of the hub.
             if path.is_relative() && path.components().count() == 2 {
-                what.push_str(&format!("; `kv fetch hf {}` gets a model of the Hugging Face hub", path.display()));
+                what.push_str(&format!(
+                    "; `kv fetch hf {}` gets a model of the Hugging Face hub",
+                    path.display()
+                ));
             }
             return Err(Error::Argument(what));
         }

@@ -120,6 +120,8 @@ impl AsyncStore {
             let Some(chunk) = sound(chunk)? else { break };
             found.push(chunk);
         }
+        // Reads ahead of the end would wait for ever, and may hold what those of tails wait for.
+        drop(whole);
         let tails = stream::iter(space.tails(found.last().map(StoredChunk::key), tokens));
         let mut tails = tails.map(|key| self.stored(space, key)).buffered(parallel);
         while let Some(tail) = tails.next().await {
