@@ -58,6 +58,8 @@ fn views_that_do_not_fit_are_errors() {
     let bytes = vec![0; shape.codes_len(3)];
     let codes = Codes::new(shape, 3, &bytes).unwrap();
     assert!(matches!(Luts::new(shape, &tables[1..]), Err(Error::PartialRow { what: "luts", .. })));
+    let no_query = lut_into::<f32>(&book.view(), &[], &mut []).map(|luts| luts.group());
+    assert_eq!(no_query, Err(Error::Zero { what: "number of queries" }));
     let luts = Luts::new(shape, &tables).unwrap();
     assert_eq!(luts.group(), 2);
 

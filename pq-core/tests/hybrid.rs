@@ -307,9 +307,14 @@ fn wrong_arguments_are_errors() {
     assert!(matches!(select(&tokens.with_bias(&[0.0; 70][..]), hybrid, 5), Err(Error::Length { .. })));
     let bound = RowBudget::Error { bound: f32::INFINITY, value_error: 0.0, most: 5 };
     assert!(matches!(select(&tokens, Hybrid { rows: bound, ..hybrid }, 5), Err(Error::Budget { .. })));
-    let share = RowBudget::Share(f32::NAN); // would silently read no rows
-    let error = select(&tokens, Hybrid { rows: share, ..hybrid }, 5);
-    assert!(matches!(error, Err(Error::Budget { what: "share" })));
+    // A share of NaN would silently read no rows.
+    for share in [f32::NAN, -1.0, 1.5] {
+        let error = select(&tokens, Hybrid { rows: RowBudget::Share(share), ..hybrid }, 5);
+        assert!(matches!(error, Err(Error::Budget { what: "share" })), "{share}");
+    }
+    let value_error = RowBudget::Error { bound: 0.1, value_error: -1.0, most: 5 };
+    let error = select(&tokens, Hybrid { rows: value_error, ..hybrid }, 5);
+    assert!(matches!(error, Err(Error::Budget { what: "value_error" })));
 
     let (mut out, mut total) = ([0.0; 16], [SoftmaxStats::EMPTY; 2]);
     let mut attend = |selected: &[u32], out: &mut [f32]| {

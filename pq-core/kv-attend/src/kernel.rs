@@ -269,7 +269,7 @@ unsafe impl<E: Element> BlockRows<E> for Dense<'_, E> {
 /// without gaps, 1.5 times in `f16` (Zen 3, AVX2, on a shared machine). 4 KiB apart, all rows of a head in
 /// `f32` share an eighth of the sets of L1 and L2: with 9 heads they take 1.4 to 1.8 times as long, in `f16`
 /// 1.3 to 1.4. Every row needs an entry of the TLB: with huge pages a tenth less time in `f32`. Loads alone,
-/// without arithmetic, take 1.3 to 1.9 times as long, however far ahead they are prefetched (Zen 5). So all
+/// without arithmetic, take 1.1 to 1.9 times as long, however far ahead they are prefetched (Zen 5). So all
 /// heads of a block of tokens are read before the next block, whose lines are prefetched in order: 1.0 to
 /// 1.4 times. No gain: prefetching rows into L1 some rows ahead, blocks of 4 tokens.
 #[derive(Clone, Copy)]
@@ -327,7 +327,8 @@ unsafe impl<E: Element> BlockRows<E> for Listed<'_, E> {
     }
     #[inline(always)]
     fn ahead(self, _: usize, t: usize) -> *const E {
-        self.ahead_first.wrapping_add(self.ahead[t].wrapping_mul(self.ahead_stride)) // may be no row
+        // It may be no row, and a single row has any stride.
+        self.ahead_first.wrapping_add(self.ahead[t].wrapping_mul(self.ahead_stride))
     }
 }
 

@@ -8,8 +8,8 @@
 // instead. Without the first, 131,072 tokens and 31 sequences of 512 took 1.7 times as long.
 constexpr u32 SEQUENCE_COST = 20, HEAD_COST = 40;
 // Fewest items of a block, if there are enough for one: blocks that have fewer cost more by their tables and by the
-// results to be merged than they save. 32/8 heads x 1,024 tokens took 7.8 us with 4, 8.1 with 8 and 8.0 without, and
-// overlapped with the kernel before 6.5, 6.9 and 7.1.
+// results to be merged than they save. 32/8 heads x 1,024 tokens took 7.8 us with 4, 8.1 with 8 and 8.0 without a
+// minimum. With PDL they took 6.5, 6.9 and 7.1 us.
 constexpr u32 LEAST_ITEMS = 4;
 
 struct Items {
