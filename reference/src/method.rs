@@ -1,6 +1,6 @@
 //! The methods by name: `name[:key=value]...`, for example `million:k=64x8:v=32x8:window=128`.
 //!
-//! One method, one file: its settings, its calibration, its store. A new one needs a line in the registry.
+//! One method, one file: its settings, its calibration, its store. A new one needs a line in `registry.rs`.
 
 mod budget;
 mod cachegen;
@@ -13,29 +13,28 @@ mod hybrid;
 mod kind;
 mod million;
 mod offload;
+#[cfg(feature = "cuda")]
+mod on_device;
 mod pq_code;
 mod pqklt;
+mod registry;
 mod retrieval;
 mod retroinfer;
 mod scalar;
 mod settings;
 mod snapkv;
 mod sparq;
+mod spelling;
 mod streaming;
 mod zack;
 
-use std::str::FromStr;
 use std::sync::Arc;
 
-#[cfg(feature = "cuda")]
-use pq_core::CodebookBuf;
 use pq_core::{PqShape, Window};
 
 use crate::cache::{ElementType, Geometry, KvCache, WindowedCache};
 use crate::calibrate::Calibration;
 use crate::model::{Config, Model, Rope};
-#[cfg(feature = "cuda")]
-use crate::side::Pair;
 use crate::{Error, Profile, Result};
 #[cfg(feature = "cuda")]
 pub(crate) use budget::Budget;
@@ -44,36 +43,15 @@ pub(crate) use head_maps::HeadMaps;
 #[cfg(feature = "cuda")]
 pub(crate) use hybrid::HybridPlan;
 #[cfg(feature = "cuda")]
-use kind::CutHead;
-#[cfg(feature = "cuda")]
-pub(crate) use kind::{Bitstream, DeviceCodes, DeviceCuts, Retrieval};
-use kind::{Entry, Kind, Site};
+pub(crate) use kind::{Bitstream, Retrieval};
+use kind::{Kind, Site};
 #[cfg(feature = "cuda")]
 pub(crate) use offload::RowHome;
 #[cfg(feature = "cuda")]
 pub(crate) use pqklt::TransformedHead;
+pub use registry::{DEFAULT_METHODS, methods_help};
 #[cfg(feature = "cuda")]
 pub(crate) use retrieval::training_step;
-use settings::{Layers, Settings};
-
-/// All methods, in the order of the help text.
-const REGISTRY: &[Entry] = &[
-    dense::DENSE,
-    scalar::UNIFORM,
-    scalar::ROTATED,
-    scalar::LLOYD_MAX,
-    streaming::STREAMING,
-    retrieval::ORACLE,
-    retrieval::PQ_CACHE,
-    sparq::SPARQ,
-    retroinfer::RETRO_INFER,
-    million::MILLION,
-    pqklt::PQ_KLT,
-    hybrid::HYBRID,
-    snapkv::SNAP_KV,
-    zack::ZACK,
-    cachegen::CACHE_GEN,
-];
 
 /// A method with its setting.
 #[derive(Clone, Debug)]
@@ -105,26 +83,6 @@ pub struct Prepared {
     /// An empty cache.
     pub cache: Box<dyn KvCache>,
 }
-
-/// Every method with its settings and their defaults, for the help text.
-#[must_use]
-pub fn methods_help() -> String {
-    // The lines of the registry lose the indentation of their first one.
-    let methods: String = REGISTRY.iter().map(|entry| format!("  {}", entry.help)).collect();
-    format!(
-        "A method is NAME[:KEY=VALUE]...; several are separated by commas.\n\n{methods}\n\
-For all but dense: sinks=4 window=64 (tokens kept exact), batch=N (tokens that leave the window at once: 64 for int,
-cachegen and zack's codes, else 1), exact=f16|bf16|f32 (how), exact-layers=0+5 (layers left uncompressed).
-A PQ code is SUBSPACESxBITS, or BITS/COMPONENTS for any head: 8/2 is 64x8 for 128 components, and the
-default scales so."
-    )
-}
-
-/// The methods of `kv compare` by default: each near-lossless and aggressive.
-pub const DEFAULT_METHODS: &str = "dense,dense:dtype=f16,int8,int4,int2,rotated,rotated:k=2:v=2,\
-lloydmax,lloydmax:k=2:v=2,streaming:window=1280,streaming:window=128,oracle:ratio=0.2,oracle:ratio=0.1,\
-pqcache:ratio=0.2,pqcache:ratio=0.1:code=6/64,million,million:k=8/4:v=8/4,pqklt:k=6/2:v=6/2,pqklt:k=4/2:v=4/2,\
-hybrid,hybrid:rows=auto,zack,zack:k=0.5:v=0.5,zack:k=0.75:v=0.75:bits=4,cachegen,cachegen:bits=2,cachegen:mode=paper";
 
 impl Method {
     /// Parses methods separated by commas.
@@ -288,130 +246,10 @@ impl Method {
         }
     }
 
-    /// Whether it keeps every token exact.
-    #[cfg(feature = "cuda")]
-    pub(crate) fn is_dense(&self) -> bool {
-        self.kind.dense().is_some()
-    }
-
-    /// The element type of the model and of exact rows on a device: that of the rows that the method keeps
-    /// exact.
-    ///
-    /// # Errors
-    /// [`Error::Argument`] for 32 bits.
-    #[cfg(feature = "cuda")]
-    pub fn device_element(&self) -> Result<kv_gpu::Element> {
-        match self.exact {
-            ElementType::F16 => Ok(kv_gpu::Element::F16),
-            ElementType::Bf16 => Ok(kv_gpu::Element::Bf16),
-            ElementType::F32 => Err(Error::Argument(format!(
-                "{} keeps rows in 32 bits, and the device has 16: pass dtype or exact as f16 or bf16, or --device cpu",
-                self.spec()
-            ))),
-        }
-    }
-
     /// Whether so many tokens are all in its sinks and window, so that none of them is compressed.
     #[must_use]
     pub fn keeps_exact(&self, tokens: usize) -> bool {
         self.kind.dense().is_none() && tokens <= self.window.sinks + self.window.recent
-    }
-
-    /// The tokens that stay exact.
-    #[cfg(feature = "cuda")]
-    pub(crate) const fn window(&self) -> Window {
-        self.window
-    }
-
-    /// The codes of a method that attends to them on a device; none for another one.
-    #[cfg(feature = "cuda")]
-    pub(crate) fn device_codes(&self, config: &Config) -> Result<Option<DeviceCodes>> {
-        let codes = self.kind.device_codes(Geometry::of(config)).filter(|_| self.exact_layers.is_empty());
-        codes.transpose().map_err(|e| self.named(e))
-    }
-
-    /// The codebooks of every layer and head of a method with [`Self::device_codes`] of rows as they are.
-    #[cfg(feature = "cuda")]
-    pub(crate) fn codebooks(
-        &self,
-        config: &Config,
-        profile: &Profile,
-    ) -> Result<Vec<Vec<Pair<CodebookBuf>>>> {
-        let codebooks = |l| self.kind.codebooks(Geometry::of(config), l, profile);
-        (0..config.n_layers).filter_map(codebooks).collect()
-    }
-
-    /// Whether a device has it as uniform codes of 4 bits.
-    #[cfg(feature = "cuda")]
-    pub(crate) fn is_device_int4(&self) -> bool {
-        self.kind.is_device_int4() && self.exact_layers.is_empty()
-    }
-
-    /// What a device needs of a method whose store is a bitstream; none for another one.
-    ///
-    /// # Errors
-    /// [`Error::Argument`] for a bitstream that a device does not encode.
-    #[cfg(feature = "cuda")]
-    pub(crate) fn device_bitstream(&self) -> Result<Option<Bitstream>> {
-        self.kind.device_bitstream().filter(|_| self.exact_layers.is_empty()).transpose()
-    }
-
-    /// The codec's planes of every layer of a method with [`Self::device_bitstream`].
-    #[cfg(feature = "cuda")]
-    pub(crate) fn layer_planes(
-        &self,
-        config: &Config,
-        profile: &Profile,
-    ) -> Result<Vec<Pair<codec_core::PlaneBuf>>> {
-        let planes = self.codec_planes(config, profile)?;
-        let layer = |l| Pair::try_of(|side| Ok(planes.plane(0, l, side.into())?.clone()));
-        (0..config.n_layers).map(layer).collect()
-    }
-
-    /// What a device needs of a method that attends to rows of reduced rank; none for another one.
-    #[cfg(feature = "cuda")]
-    pub(crate) fn device_cuts(&self) -> Option<DeviceCuts> {
-        self.kind.device_cuts().filter(|_| self.exact_layers.is_empty())
-    }
-
-    /// The rotations and ranks of every layer and head of a method with [`Self::device_cuts`].
-    #[cfg(feature = "cuda")]
-    pub(crate) fn cut_heads(&self, config: &Config, profile: &Profile) -> Result<Vec<Vec<CutHead>>> {
-        let none = || Err(Error::Argument(format!("method {} cuts no rows", self.name)));
-        self.kind.cut_heads(config, profile).unwrap_or_else(none).map_err(|e| self.named(e))
-    }
-
-    /// What a device needs of hybrid attention; none for another method.
-    #[cfg(feature = "cuda")]
-    pub(crate) fn device_hybrid(&self, config: &Config) -> Result<Option<HybridPlan>> {
-        let plan = self.kind.device_hybrid(Geometry::of(config)).filter(|_| self.exact_layers.is_empty());
-        plan.transpose().map_err(|e| self.named(e))
-    }
-
-    /// The codes of every layer and head of a method whose codes are of transformed rows.
-    #[cfg(feature = "cuda")]
-    pub(crate) fn transformed_heads(
-        &self,
-        config: &Config,
-        profile: &Profile,
-    ) -> Result<Vec<Vec<TransformedHead>>> {
-        let none = || Err(Error::Argument(format!("method {} transforms no rows", self.name)));
-        self.kind.transformed_heads(config, profile).unwrap_or_else(none).map_err(|e| self.named(e))
-    }
-
-    /// What a device needs of a method that retrieves exact rows by codes; none for another one.
-    #[cfg(feature = "cuda")]
-    pub(crate) fn device_retrieval(&self, config: &Config) -> Result<Option<Retrieval>> {
-        let retrieval = self.kind.device_retrieval(Geometry::of(config)).transpose()?;
-        Ok(retrieval.filter(|_| self.exact_layers.is_empty()))
-    }
-
-    /// The codebooks of the keys of every layer and head of a method with [`Self::device_retrieval`].
-    #[cfg(feature = "cuda")]
-    pub(crate) fn key_codebooks(&self, config: &Config, profile: &Profile) -> Result<Vec<Vec<CodebookBuf>>> {
-        let codebooks = |l| self.kind.key_codebooks(Geometry::of(config), l, profile);
-        let all: Result<_> = (0..config.n_layers).filter_map(codebooks).collect();
-        all.map_err(|e| self.named(e))
     }
 
     fn check(&self, config: &Config) -> Result<()> {
@@ -421,14 +259,6 @@ impl Method {
             Some(l) => Err(Error::Argument(format!("exact-layers: layer {l} of {}", config.n_layers))),
             None => Ok(()),
         }
-    }
-}
-
-impl FromStr for Method {
-    type Err = Error;
-
-    fn from_str(spec: &str) -> Result<Self> {
-        Self::parse(spec, HEAD_DIM)
     }
 }
 
@@ -444,167 +274,4 @@ fn missing(lacking: &[&Method], methods: &[Method]) -> Error {
         "holds nothing for {lacking}: run `kv calibrate NEW-FILE --methods {all}`, with the same --model, and \
          pass --profile NEW-FILE"
     ))
-}
-
-/// The name that is within two edits of what was written, if any is, whatever its case.
-fn similar<'a>(written: &str, names: &[&'a str]) -> Option<&'a str> {
-    const EDITS: usize = 2;
-    let written: Vec<char> = written.chars().take(32).flat_map(char::to_lowercase).collect();
-    let distances = names.iter().map(|name| (edit_distance(&written, name), *name));
-    distances.min().filter(|&(distance, name)| distance <= EDITS.min(name.len() / 2)).map(|(_, name)| name)
-}
-
-/// Insertions, deletions and replacements that make one name of the other (Levenshtein).
-fn edit_distance(a: &[char], b: &str) -> usize {
-    let mut row: Vec<usize> = (0..=a.len()).collect(); // distances of the prefixes of `a` to that of `b`
-    for (j, b) in b.chars().enumerate() {
-        let mut diagonal = std::mem::replace(&mut row[0], j + 1);
-        for (i, &a) in a.iter().enumerate() {
-            let replaced = diagonal + usize::from(a != b);
-            diagonal = row[i + 1];
-            row[i + 1] = replaced.min(diagonal + 1).min(row[i] + 1);
-        }
-    }
-    row[a.len()]
-}
-
-/// Components of the heads that defaults are shown for, where no model says how many it has.
-const HEAD_DIM: usize = 128;
-
-impl Method {
-    fn parse(spec: &str, head_dim: usize) -> Result<Self> {
-        let mut s = Settings::new(spec, head_dim)?;
-        let names = || REGISTRY.iter().flat_map(|entry| entry.names.iter().map(move |name| (*name, entry)));
-        let Some((name, entry)) = names().find(|(name, _)| *name == s.name) else {
-            let all: Vec<&str> = names().map(|(name, _)| name).collect();
-            let meant = similar(s.name, &all).map_or_else(String::new, |name| format!(" (`{name}` is one)"));
-            let what = format!("unknown method `{}`{meant}; known: {}", s.name, all.join(", "));
-            return Err(Error::Argument(what));
-        };
-        let kind = (entry.parse)(&mut s)?;
-        let mut exact_layers = vec![];
-        let (window, exact) = match kind.dense() {
-            // Rows pass through the window on their way to the store: both must hold them in the same type.
-            Some(element) => (Window { sinks: 0, recent: 0, batch: 1 }, element),
-            None => {
-                let window = Window {
-                    sinks: s.tokens("sinks", 4)?,
-                    recent: s.tokens("window", 64)?,
-                    batch: s.some_tokens("batch", kind.batch())?,
-                };
-                if kind.drops() && window.sinks + window.recent == 0 {
-                    let what = "sinks=0 and window=0 leave no token to attend to";
-                    return Err(Error::Argument(format!("method {name}: {what}")));
-                }
-                let exact = s.common("exact", ElementType::F16)?;
-                exact_layers = s.common("exact-layers", Layers(vec![]))?.0;
-                (window, exact)
-            }
-        };
-        s.finish()?;
-        Ok(Self { name, setting: s.shown(), given: spec.to_owned(), kind, window, exact, exact_layers })
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn settings_parse_again() {
-        for method in Method::parse_list(DEFAULT_METHODS).unwrap() {
-            assert_eq!(method.spec().parse::<Method>().unwrap(), method);
-        }
-        let method: Method = "million:v=32x8:window=128:exact-layers=0+5".parse().unwrap();
-        assert_eq!(method.setting, "k=64x8:v=32x8:iterations=8:window=128:exact-layers=0+5");
-        assert_eq!(method.exact_layers, [0, 5]);
-    }
-
-    #[test]
-    fn names_that_are_nearly_right_are_suggested() {
-        let names = ["dense", "int4", "int8", "million", "zack"];
-        for (written, meant) in [
-            ("densee", Some("dense")),
-            ("MILLION", Some("million")),
-            ("milion", Some("million")),
-            ("zak", Some("zack")),
-            ("int", Some("int4")),
-            ("zipcache", None),
-            ("", None),
-            ("x", None),
-        ] {
-            assert_eq!(similar(written, &names), meant, "{written}");
-        }
-        let distance = |a: &str, b| edit_distance(&a.chars().collect::<Vec<_>>(), b);
-        assert_eq!((distance("kitten", "sitting"), distance("", "abc"), distance("abc", "")), (3, 3, 3));
-        assert!(Method::parse_list(" ").unwrap_err().to_string().contains("no method"));
-    }
-
-    #[test]
-    fn an_error_of_a_setting_says_what_is_accepted() {
-        for (spec, says) in [
-            ("int4:group=-1", "group=-1: must be a whole number from 1 to 4096"),
-            ("int4:group=99999999999999999999", "must be a whole number from 1 to 4096"),
-            ("int4:batch=0", "batch=0: must be a whole number from 1 to 16777216"),
-            ("int4:bits=4", "unknown setting `bits`; known: k, v, group, sinks, window, batch"),
-            ("oracle:ratio=nan", "ratio=nan: must be a number above 0 and at most 1"),
-            ("oracle:tokens=0", "tokens=0: must be a whole number from 1 to 16777216"),
-            ("oracle:ratio=0.1:ratio=0.2", "`ratio` is given twice"),
-            ("oracle:ratio=0.1:tokens=8", "give `tokens` or `ratio`, not both"),
-            ("oracle:x=1", "unknown setting `x`; known: tokens, ratio, sinks"),
-            ("hybrid:bound=0.1", "`bound` has no effect without rows=auto"),
-            ("pqcache:k-cache=8", "`k-cache` has no effect without offload=FOLDER"),
-            ("pqcache:codebooks=both", "codebooks=both: must be one of prompt, profile"),
-        ] {
-            let error = spec.parse::<Method>().unwrap_err().to_string();
-            let name = spec.split(':').next().unwrap();
-            assert!(error.starts_with(&format!("method {name}: ")) && error.contains(says), "{error}");
-        }
-    }
-
-    #[test]
-    fn wrong_settings_are_errors() {
-        for spec in [
-            "",
-            "dens",
-            "dense:f16",
-            "dense:dtype=f64",
-            "int4:k=9",
-            "int4:k=0",
-            "int4:bits=4",
-            "zack:k=0",
-            "zack:k=1.5",
-            "zack:k=nan",
-            "zack:bits=9",
-            "zack:ranks=best",
-            "zack:multiple=0",
-            "snapkv:tokens=0",
-            "million:k=64",
-            "million:k=64x",
-            "million:k=8/0",
-            "million:k=8/",
-            "pqcache:ratio=-1",
-            "pqcache:iterations=0",
-            "pqcache:tokens=-1",
-            "pqcache:tokens=8:ratio=0.1",
-            "pqcache:codebooks=both",
-            "hybrid:rows=2",
-            "hybrid:rows=most",
-            "hybrid:offloaded=int4",
-            "hybrid:cache=4096",
-            "hybrid:offload=",
-            "pqcache:offload=.:block=0",
-            "oracle:offload=.",
-            "cachegen:bits=0",
-            "cachegen:mode=paper:bits=2",
-            "cachegen:mode=lmcache:bins=3",
-            "cachegen:predictor=x",
-            "streaming:window=-3",
-            "streaming:window=0:sinks=0",
-            "oracle:sinks=4:sinks=5",
-            "int2:exact-layers=a",
-        ] {
-            assert!(spec.parse::<Method>().is_err(), "{spec}");
-        }
-    }
 }

@@ -287,7 +287,10 @@ async fn limits_hold() {
 
     let world = World::new(1, Faults::default());
     world.write(1, &tokens).await;
+    world.store.describe(world.space.name(), "a model").await.unwrap();
     world.faulty.change(Faults { full: 1.0, ..Faults::default() });
+    world.store.describe(world.space.name(), "another").await.unwrap(); // has its line: nothing is written
+    assert_eq!(world.store.about(world.space.name()).await.unwrap().as_deref(), Some("a model"));
     let more: Vec<u32> = (0..30).collect();
     world.write(2, &more).await;
     assert_eq!(world.read(&more, 0).await.unwrap(), 20);

@@ -62,7 +62,10 @@ fn arguments_that_do_not_parse_get_a_whole_message() {
     refused(
         "a limit of what the CPU has not",
         &["eval", "--device", "cpu", "--device-memory", "24GiB"],
-        "--device-memory is of a GPU, and none is used",
+        match cfg!(feature = "cuda") {
+            true => "--device-memory is of a GPU, and none is used",
+            false => "built without the feature `cuda`",
+        },
     );
     refused("an argument of 100,000 characters", &[&"a".repeat(100_000)], "aaa...");
 }

@@ -104,11 +104,15 @@ impl AsyncStore {
         self.remote().path([&*space.to_string(), "about"])
     }
 
-    /// Says in a line, for people, what a space is for. What was said before stays.
+    /// Says in a line, for people, what a space is for. What was said before stays, so that nothing is written
+    /// to a space that has its line.
     ///
     /// # Errors
     /// [`Error::Backend`] and [`Error::Timeout`].
     pub async fn describe(&self, space: ChunkId, about: &str) -> Result<()> {
+        if self.about(space).await?.is_some() {
+            return Ok(());
+        }
         let line = about.to_owned().into_bytes().into();
         self.remote().put(&self.about_path(space), line, PutMode::Create).await.map(drop)
     }
