@@ -14,7 +14,7 @@ use std::time::Instant;
 use codec_core::Encoding;
 use kv_reference::cache::KvCache;
 use kv_reference::compare::calibrated;
-use kv_reference::device::{self, FRAMES, Gpu, PageLocked, StreamTarget};
+use kv_reference::device::{self, Chunk, FRAMES, Gpu, PageLocked, StreamTarget};
 use kv_reference::eval::score_text;
 use kv_reference::method::{Method, Prepared};
 use kv_reference::model::{Model, Rope};
@@ -30,6 +30,7 @@ struct Setup {
     model: Arc<Model>,
     rope: Arc<Rope>,
     planes: codec_core::Profile,
+    profile: Profile, // of CACHES
     prompt: Vec<u32>,
     rest: Vec<u32>,
     context: Arc<EncodedContext>,
@@ -42,6 +43,19 @@ static GPU: LazyLock<Option<Mutex<Arc<Gpu>>>> = LazyLock::new(|| gpu("loads").ma
 fn gpu_in_turn() -> Option<MutexGuard<'static, Arc<Gpu>>> {
     GPU.as_ref().map(|gpu| gpu.lock().unwrap_or_else(PoisonError::into_inner))
 }
+
+const DENSE: &str = "dense:dtype=f16";
+
+/// Caches that take frames, each with one on the CPU of the same logits.
+const CACHES: [(&str, &str); 7] = [
+    (DENSE, DENSE),
+    ("dense:dtype=bf16", DENSE),
+    ("int4", "int4"),
+    ("million", "million"),
+    ("pqklt:keys=rotated:norms=off", "pqklt:keys=rotated:norms=off"),
+    ("hybrid:keys=rotated:rows=0.1", "hybrid:keys=rotated:rows=0.1"),
+    ("zack:k=1:v=1", DENSE), // all ranks
+];
 
 const PROMPT: usize = 700;
 const CAPACITY: usize = 1024;
@@ -56,8 +70,11 @@ static SETUP: LazyLock<Setup> = LazyLock::new(|| {
     let methods = Method::parse_list(methods).unwrap();
     let profile = calibrated(&model, &rope, calibration, &methods).unwrap();
     let planes = levels(&methods, &model, &profile).unwrap();
+    let caches: Vec<&str> = CACHES.iter().map(|(method, _)| *method).collect();
+    let caches = Method::parse_list(&caches.join(",")).unwrap();
+    let profile = calibrated(&model, &rope, calibration, &caches).unwrap();
     let context = Arc::new(EncodedContext::encode(&model, &rope, &planes, &prompt, 150).unwrap());
-    Setup { model, rope, planes, prompt, rest, context }
+    Setup { model, rope, planes, profile, prompt, rest, context }
 });
 
 impl Setup {
@@ -71,10 +88,10 @@ impl Setup {
         serve_into(&mut link, caches, clock, &[context.costs()], &options).unwrap()
     }
 
-    /// The logits that follow the prompt, loaded on the CPU into a cache of 16 bits.
-    fn on_cpu(&self, context: &Arc<EncodedContext>, given: &[Encoding]) -> Vec<Vec<f32>> {
-        let dense: Method = "dense:dtype=f16".parse().unwrap();
-        let Prepared { mut cache, .. } = dense.prepare(&self.model, &self.rope, &Profile::default()).unwrap();
+    /// The logits that follow the prompt, loaded on the CPU.
+    fn on_cpu(&self, method: &str, context: &Arc<EncodedContext>, given: &[Encoding]) -> Vec<Vec<f32>> {
+        let method: Method = method.parse().unwrap();
+        let Prepared { mut cache, .. } = method.prepare(&self.model, &self.rope, &self.profile).unwrap();
         let mut decoder = forward::Decoder::new(self.model.clone(), self.rope.clone());
         let target = Target {
             contexts: vec![context.context().clone()],
@@ -88,7 +105,7 @@ impl Setup {
 
     /// A decoder with an empty cache, on the device.
     fn decoder(&self, gpu: &Arc<Gpu>, method: &str) -> device::Decoder {
-        decoder(gpu, &self.model, method, &Profile::default(), 1, CAPACITY)
+        decoder(gpu, &self.model, method, &self.profile, 1, CAPACITY)
     }
 
     /// The logits that follow the prompt, loaded on the device, and the trace.
@@ -107,9 +124,9 @@ impl Setup {
     }
 
     /// The tokens of a chunk that its frames hold.
-    fn coded(&self, index: usize) -> Range<usize> {
+    fn coded(&self, index: usize) -> Chunk {
         let Range { start, end } = self.context.context().chunks[index];
-        start.max(SINKS)..end
+        chunk(0, start.max(SINKS)..end)
     }
 
     fn frame(&self, index: usize, level: usize) -> Bytes {
@@ -117,13 +134,17 @@ impl Setup {
     }
 }
 
+fn chunk(sequence: usize, tokens: Range<usize>) -> Chunk {
+    Chunk { sequence, position: tokens.start, count: tokens.len() }
+}
+
 #[test]
 fn loaded_contexts_are_those_of_the_cpu() {
     let Some(gpu) = gpu_in_turn() else { return };
     let mixed = [Encoding::Level(2), Encoding::Text, Encoding::Level(0), Encoding::Level(1)];
     for given in [&[Encoding::Level(0)][..], &[Encoding::Level(1)], &[Encoding::Level(2)], &mixed] {
-        let expected = SETUP.on_cpu(&SETUP.context, given);
-        for method in ["dense:dtype=f16", "dense:dtype=bf16"] {
+        for (method, on_cpu) in CACHES {
+            let expected = SETUP.on_cpu(on_cpu, &SETUP.context, given);
             let (logits, trace) = SETUP.on_device(&gpu, method, &SETUP.context, given);
             let apart = divergence(&logits, &expected, &SETUP.rest);
             println!("{method} {given:?}: KL {:.1e}, top-1 {:.4}", apart.kl(), apart.top1());
@@ -134,6 +155,82 @@ fn loaded_contexts_are_those_of_the_cpu() {
             );
         }
     }
+}
+
+/// Sequences of a batch load beside each other, each what it would load alone.
+#[test]
+fn sequences_of_a_batch_load_their_own_contexts() {
+    let Some(gpu) = gpu_in_turn() else { return };
+    for method in [DENSE, "million"] {
+        let alone = |chunks: usize| {
+            let mut decoder = SETUP.decoder(&gpu, method);
+            let mut loader = decoder.loader(&SETUP.planes).unwrap();
+            decoder.prefill(&[SETUP.prompt[..SINKS].to_vec()], 64).unwrap();
+            for index in 0..chunks {
+                let frame = SETUP.frame(index, 0);
+                decoder.begin_load(&mut loader, SETUP.coded(index), 0, frame).unwrap();
+                decoder.end_load(&mut loader).unwrap();
+            }
+            let next = 150 * chunks;
+            teacher_forced(&mut decoder, &SETUP.prompt[next..next + 20])
+        };
+        let expected = [alone(2), alone(1)];
+        let mut both = decoder(&gpu, &SETUP.model, method, &SETUP.profile, 2, CAPACITY);
+        let mut loader = both.loader(&SETUP.planes).unwrap();
+        let sinks = SETUP.prompt[..SINKS].to_vec();
+        both.prefill(&[sinks.clone(), sinks], 64).unwrap();
+        for (sequence, index) in [(0, 0), (1, 0), (0, 1)] {
+            let coded = Chunk { sequence, ..SETUP.coded(index) };
+            both.begin_load(&mut loader, coded, 0, SETUP.frame(index, 0)).unwrap();
+        }
+        (0..3).for_each(|_| both.end_load(&mut loader).unwrap());
+        let third = Chunk { sequence: 2, ..SETUP.coded(2) };
+        let error = both.begin_load(&mut loader, third, 0, SETUP.frame(2, 0)).unwrap_err();
+        assert!(matches!(error, Error::Argument(_)), "{error}");
+        let mut logits = [vec![], vec![]];
+        for i in 0..20 {
+            both.feed(&[SETUP.prompt[300 + i], SETUP.prompt[150 + i]]).unwrap();
+            both.step().unwrap();
+            let rows = both.logits().unwrap();
+            let rows = rows.chunks_exact(SETUP.model.config.vocab_size);
+            logits.iter_mut().zip(rows).for_each(|(logits, row)| logits.push(row.to_vec()));
+        }
+        let next = Chunk { sequence: 1, position: 170, count: 130 };
+        let refused = both.begin_load(&mut loader, next, 0, SETUP.frame(1, 0)).unwrap_err();
+        // Not a frame of these tokens; a cache with tokens that it has not stored yet does not look at it.
+        assert!(matches!((method, refused), (DENSE, Error::Stream(_)) | ("million", Error::Argument(_))));
+        for ((logits, expected), next) in logits.iter().zip(&expected).zip([300, 150]) {
+            let kl = divergence(logits, expected, &SETUP.prompt[next..][..21]).kl();
+            assert!(kl <= 1e-4, "{method} from {next} on: KL {kl}");
+        }
+    }
+}
+
+/// A cache that takes frames when they end is not given those of a sequence that has been emptied since, or gone
+/// on.
+#[test]
+fn frames_of_another_sequence_are_not_taken() {
+    let Some(gpu) = gpu_in_turn() else { return };
+    let mut decoder = SETUP.decoder(&gpu, "million");
+    let mut loader = decoder.loader(&SETUP.planes).unwrap();
+    let sinks = [SETUP.prompt[..SINKS].to_vec()];
+    let mut run = |begins: bool| {
+        decoder.clear().unwrap();
+        decoder.prefill(&sinks, 64).unwrap();
+        if begins {
+            decoder.begin_load(&mut loader, SETUP.coded(0), 0, SETUP.frame(0, 0)).unwrap();
+            decoder.clear().unwrap();
+            decoder.prefill(&sinks, 64).unwrap();
+            decoder.end_load(&mut loader).unwrap();
+            decoder.begin_load(&mut loader, SETUP.coded(0), 0, SETUP.frame(0, 0)).unwrap();
+            decoder.prefill(&[SETUP.prompt[200..201].to_vec()], 64).unwrap();
+            assert!(matches!(decoder.end_load(&mut loader).unwrap_err(), Error::Argument(_)));
+        } else {
+            decoder.prefill(&[SETUP.prompt[200..201].to_vec()], 64).unwrap();
+        }
+        teacher_forced(&mut decoder, &SETUP.prompt[201..220])
+    };
+    assert_eq!(run(true), run(false));
 }
 
 #[test]
@@ -148,27 +245,30 @@ fn damaged_chunks_are_recomputed() {
     *context.chunk_mut(3, 0).unwrap() = SETUP.frame(3, 1); // of another level
     let context = Arc::new(context);
     let given = [Encoding::Level(0)];
-    let expected = SETUP.on_cpu(&context, &given);
-    let (logits, trace) = SETUP.on_device(&gpu, "dense:dtype=f16", &context, &given);
-    for (i, event) in trace.events.iter().enumerate() {
-        assert_eq!(matches!(&event.outcome, Outcome::Damaged(_)), (1..4).contains(&i), "{event:?}");
+    for method in [DENSE, "int4"] {
+        let expected = SETUP.on_cpu(method, &context, &given);
+        let (logits, trace) = SETUP.on_device(&gpu, method, &context, &given);
+        for (i, event) in trace.events.iter().enumerate() {
+            assert_eq!(matches!(&event.outcome, Outcome::Damaged(_)), (1..4).contains(&i), "{event:?}");
+        }
+        let kl = divergence(&logits, &expected, &SETUP.rest).kl();
+        assert!(kl <= 5e-4, "{method}: KL {kl}");
     }
-    let kl = divergence(&logits, &expected, &SETUP.rest).kl();
-    assert!(kl <= 5e-4, "KL {kl}");
 }
 
 #[test]
 fn bad_frames_are_refused_and_change_nothing() {
     let Some(gpu) = gpu_in_turn() else { return };
-    let run = |bad: bool| {
-        let mut decoder = SETUP.decoder(&gpu, "dense:dtype=f16");
+    let run = |method: &str, bad: bool| {
+        let mut decoder = SETUP.decoder(&gpu, method);
         let mut loader = decoder.loader(&SETUP.planes).unwrap();
         decoder.prefill(&[SETUP.prompt[..SINKS].to_vec()], 64).unwrap();
         decoder.begin_load(&mut loader, SETUP.coded(0), 0, SETUP.frame(0, 0)).unwrap();
         if bad {
-            let (tokens, frame) = (SETUP.coded(1), SETUP.frame(1, 0));
+            let (coded, frame) = (SETUP.coded(1), SETUP.frame(1, 0));
+            let tokens = coded.position..coded.end();
             let mut refused = |tokens: Range<usize>, level, frame: Bytes| {
-                decoder.begin_load(&mut loader, tokens, level, frame).unwrap_err()
+                decoder.begin_load(&mut loader, chunk(0, tokens), level, frame).unwrap_err()
             };
             for tokens in [tokens.start + 1..tokens.end, tokens.start..tokens.start, 0..tokens.end] {
                 assert!(matches!(refused(tokens, 0, frame.clone()), Error::Argument(_)));
@@ -197,15 +297,17 @@ fn bad_frames_are_refused_and_change_nothing() {
         assert!(matches!(decoder.end_load(&mut loader).unwrap_err(), Error::Argument(_)));
         teacher_forced(&mut decoder, &SETUP.prompt[450..500])
     };
-    assert_eq!(run(true), run(false));
+    for method in [DENSE, "int4"] {
+        assert_eq!(run(method, true), run(method, false), "{method}");
+    }
 }
 
 /// A frame whose checksums are right though no encoder has written its tiles.
 #[test]
 fn malformed_tiles_are_found_at_the_end() {
     let Some(gpu) = gpu_in_turn() else { return };
-    let run = |malformed: bool| {
-        let mut decoder = SETUP.decoder(&gpu, "dense:dtype=f16");
+    let run = |method: &str, malformed: bool| {
+        let mut decoder = SETUP.decoder(&gpu, method);
         let mut loader = decoder.loader(&SETUP.planes).unwrap();
         decoder.prefill(&[SETUP.prompt[..SINKS].to_vec()], 64).unwrap();
         decoder.begin_load(&mut loader, SETUP.coded(0), 0, SETUP.frame(0, 0)).unwrap();
@@ -222,7 +324,9 @@ fn malformed_tiles_are_found_at_the_end() {
         assert!(matches!(decoder.end_load(&mut loader).unwrap_err(), Error::Argument(_)));
         teacher_forced(&mut decoder, &SETUP.prompt[150..200])
     };
-    assert_eq!(run(true), run(false));
+    for method in [DENSE, "int4"] {
+        assert_eq!(run(method, true), run(method, false), "{method}");
+    }
 }
 
 /// Changes the first tile's kind, and the checksums with it.
@@ -252,13 +356,9 @@ fn crc32(bytes: &[u8]) -> u32 {
 #[test]
 fn what_cannot_load_is_refused() {
     let Some(gpu) = gpu_in_turn() else { return };
-    let int4 = decoder(&gpu, &SETUP.model, "int4", &Profile::default(), 1, CAPACITY);
-    assert!(matches!(int4.loader(&SETUP.planes), Err(Error::Argument(_))));
-    let batch = decoder(&gpu, &SETUP.model, "dense:dtype=f16", &Profile::default(), 2, CAPACITY);
-    assert!(matches!(batch.loader(&SETUP.planes), Err(Error::Argument(_))));
     let mut loader = SETUP.decoder(&gpu, "dense:dtype=bf16").loader(&SETUP.planes).unwrap();
     let mut other = SETUP.decoder(&gpu, "dense:dtype=f16");
-    let error = other.begin_load(&mut loader, 0..150, 0, SETUP.frame(0, 0)).unwrap_err();
+    let error = other.begin_load(&mut loader, chunk(0, 0..150), 0, SETUP.frame(0, 0)).unwrap_err();
     assert!(matches!(error, Error::Argument(_)), "{error}");
     let ranges: Method = "cachegen:mode=paper".parse().unwrap();
     let profile =

@@ -1,21 +1,26 @@
-//! Queries and keys in a basis of each head's own, for a cache that codes or cuts transformed rows.
+//! Queries, keys and values in bases of each head's own, for a cache that codes or cuts transformed rows.
+//!
+//! A model's values are in their basis as they leave `W_V`, which has it folded in; those of a stored context,
+//! which another model has computed, are not.
 
 use half::{bf16, f16};
 use kv_gpu::{AnyElement, DevicePtr, Element, Grid, Kernel};
 
+use super::cache::{Chunk, Rows};
 use super::memory::Buffer;
 use super::{Gpu, hashed, programs};
 use crate::method::HeadMaps;
 use crate::model::Config;
 use crate::{Error, Result};
 
-/// The number of the hashed tensor that fills the maps of keys; the queries' is the next.
+/// The number of the hashed tensor that fills the maps of keys; those of queries and values are the next.
 const RANDOM_MAPS: u32 = 5 << 16;
 
 /// Columns of the maps of all layers and heads, (layer, heads, head_dim, head_dim) each.
 pub(super) struct BasisMaps {
     pub keys: Vec<f32>,
     pub queries: Vec<f32>,
+    pub values: Vec<f32>,
 }
 
 impl BasisMaps {
@@ -23,7 +28,8 @@ impl BasisMaps {
     pub fn of<'a>(heads: impl Iterator<Item = &'a HeadMaps> + Clone) -> Self {
         Self {
             keys: heads.clone().flat_map(|maps| &maps.keys).copied().collect(),
-            queries: heads.flat_map(|maps| &maps.queries).copied().collect(),
+            queries: heads.clone().flat_map(|maps| &maps.queries).copied().collect(),
+            values: heads.flat_map(|maps| &maps.values).copied().collect(),
         }
     }
 
@@ -32,16 +38,18 @@ impl BasisMaps {
         let dim = config.head_dim;
         let len = (config.n_layers * config.n_kv_heads * dim * dim) as u64;
         let map = |tensor| (0..len).map(|i| hashed(tensor, i, (3.0 / dim as f32).sqrt())).collect();
-        Self { keys: map(RANDOM_MAPS), queries: map(RANDOM_MAPS + 1) }
+        Self { keys: map(RANDOM_MAPS), queries: map(RANDOM_MAPS + 1), values: map(RANDOM_MAPS + 2) }
     }
 }
 
-/// Maps of the keys and the queries of every layer and head, and the kernel that applies them after RoPE.
+/// Maps of the queries, keys and values of every layer and head, and the kernel that applies those of queries
+/// and keys after RoPE.
 ///
 /// The dot product of a query and a key is the same in their basis, so that a cache sees nothing else.
 pub struct Bases {
     kernel: Kernel,
-    maps: Buffer<u16>, // (layer, heads, queries and keys, head_dim, head_dim), in the order of `packed`
+    maps: Buffer<u16>, // (layer, heads, MAPS, head_dim, head_dim), in the order of `packed`
+    element: Element,
     threads: u32,
     heads: usize,
     head_dim: usize,
@@ -88,6 +96,9 @@ struct Arguments {
 
 const _: () = assert!(size_of::<Arguments>() == 56);
 
+/// Maps of a head: of queries, keys and values.
+const MAPS: usize = 3;
+
 /// Tokens of a tile of the kernel.
 const TILE: usize = 16;
 
@@ -100,12 +111,13 @@ impl Bases {
         let (heads, head_dim) = (config.n_kv_heads, config.head_dim);
         let program = programs::bases(element, head_dim, config.gqa_group());
         let one = head_dim * head_dim;
-        let both = maps.queries.chunks_exact(one).zip(maps.keys.chunks_exact(one));
-        let both = both.flat_map(|(queries, keys)| [queries, keys]);
-        let packed = both.map(|map| packed(map, head_dim, element)).collect::<Result<Vec<_>>>()?;
+        let [queries, keys, values] = [&maps.queries, &maps.keys, &maps.values].map(|m| m.chunks_exact(one));
+        let all = queries.zip(keys).zip(values).flat_map(|((queries, keys), values)| [queries, keys, values]);
+        let packed = all.map(|map| packed(map, head_dim, element)).collect::<Result<Vec<_>>>()?;
         Ok(Self {
             kernel: gpu.device.kernel(&program, "turn", 0)?,
             maps: Buffer::of(gpu, &packed.concat())?,
+            element,
             threads: 2 * head_dim as u32,
             heads,
             head_dim,
@@ -127,7 +139,7 @@ impl Bases {
         let arguments = Arguments {
             queries,
             keys,
-            maps: self.maps.pointer().offset(layer * self.heads * 2 * self.head_dim * self.head_dim),
+            maps: self.maps_of(layer),
             slots,
             key_stride: key_stride as u64,
             tokens: tokens as u32,
@@ -135,10 +147,53 @@ impl Bases {
             capacity: capacity as u32,
             first: first as u32,
         };
-        let blocks = tokens.div_ceil(TILE).min((2 * self.sm_count).div_ceil(self.heads));
-        let grid = Grid::new([self.heads, blocks, 1])?;
+        let grid = Grid::new([self.heads, self.blocks(tokens), 1])?;
         // SAFETY: the structure is the kernel's argument; the caller's contract.
         Ok(unsafe { self.kernel.launch(gpu.stream(), grid, self.threads, true, &arguments) }?)
+    }
+
+    /// Launches the maps of a layer's keys, which RoPE has rotated, and of its values over the rows of a chunk
+    /// that a model without folded maps has computed.
+    ///
+    /// # Safety
+    /// As [`Self::turn`].
+    pub(super) unsafe fn turn_stored(
+        &self,
+        gpu: &Gpu,
+        layer: usize,
+        chunk: &Chunk,
+        rows: &Rows,
+    ) -> Result<()> {
+        let program = programs::bases(self.element, self.head_dim, 0);
+        let kernel = gpu.device.kernel(&program, "turn", 0)?;
+        for (side, of_side) in [rows.keys, rows.values].into_iter().enumerate() {
+            let arguments = Arguments {
+                queries: DevicePtr::dangling(),
+                keys: of_side,
+                maps: self.maps_of(layer).offset((1 + side) * self.head_dim * self.head_dim),
+                slots: None,
+                key_stride: 0,
+                tokens: chunk.count as u32,
+                heads: self.heads as u32,
+                capacity: rows.capacity as u32,
+                first: chunk.position as u32,
+            };
+            let grid = Grid::new([self.heads, self.blocks(chunk.count), 1])?;
+            // SAFETY: the structure is the kernel's argument, which without queries reads one map; the
+            // caller's contract.
+            unsafe { kernel.launch(gpu.stream(), grid, self.threads, true, &arguments) }?;
+        }
+        Ok(())
+    }
+
+    /// Maps of a layer.
+    fn maps_of(&self, layer: usize) -> DevicePtr<u16> {
+        self.maps.pointer().offset(layer * self.heads * MAPS * self.head_dim * self.head_dim)
+    }
+
+    /// Blocks of a head.
+    fn blocks(&self, tokens: usize) -> usize {
+        tokens.div_ceil(TILE).min((2 * self.sm_count).div_ceil(self.heads))
     }
 
     /// Bytes of device memory.

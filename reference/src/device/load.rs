@@ -4,7 +4,12 @@
 //! this one is: the copy engine has its own stream. Where decoding is as fast as the link, a load takes as
 //! long as the copy, and [`LAYERS`] layers of decoding. Nobody else uses the rows of a frame until it has
 //! been loaded, so that decoding needs no order but its own.
+//!
+//! A cache whose rows of all layers are in place, as the dense one's, is decoded into. Another one takes rows
+//! layer by layer, and cannot give them back: there a frame lands in rows of the loader's own, and the cache
+//! takes it once it is known to be whole.
 
+mod landing;
 mod target;
 
 use std::collections::VecDeque;
@@ -15,13 +20,14 @@ use std::time::Instant;
 use bytes::Bytes;
 use codec_core::{BlockIndex, Frame, Profile, Side};
 use cudarc::driver::{CudaEvent, CudaStream, result};
-use kv_gpu::codec::{Decode, DecodeArguments, Place, Planes};
+use kv_gpu::codec::{self, Decode, DecodeArguments, Planes};
 use kv_gpu::{AnyElement, DevicePtr, Element, VectorElement};
 use rayon::prelude::*;
 
+pub(super) use landing::Landing;
 pub use target::StreamTarget;
 
-use super::cache::Rows;
+use super::cache::{Chunk, Rows};
 use super::host_memory::HostWord;
 use super::memory::Buffer;
 use super::rotate::{Direction, KeyRows, Rotate};
@@ -48,6 +54,7 @@ pub struct Loader {
     gpu: Arc<Gpu>,
     element: Element,
     profile: Arc<Profile>,
+    config: Config,
     levels: Vec<Level>,
     rotate: Option<Rotate>, // of keys that the profile has before RoPE
     copies: Arc<CudaStream>,
@@ -76,14 +83,26 @@ struct Lane {
 struct Slot {
     frame: Buffer<u8>,
     failed: HostWord, // whether a tile of the frame could not be decoded
+    landing: Option<Landing>,
 }
 
 /// A frame on its way.
 struct Begun {
-    tokens: Range<usize>,
+    chunk: Chunk,
     slot: usize,
-    decoded: CudaEvent,
-    _bytes: Bytes, // which are copied
+    lands: bool,
+    clears: u64,
+    decoded: Vec<CudaEvent>, // of every lane
+    _bytes: Bytes,           // which are copied
+}
+
+/// A frame that has been decoded.
+pub(super) struct Ended<'a> {
+    pub chunk: Chunk,
+    /// Where it has landed; none if it is in the cache.
+    pub landing: Option<&'a Landing>,
+    /// How often the sequences had been emptied when it began.
+    pub clears: u64,
 }
 
 /// Seconds of the stages of a load.
@@ -99,10 +118,21 @@ pub struct Stages {
 
 /// Where a frame goes.
 pub(super) struct Destination<'a> {
-    /// Rows of every layer, up to the frame's last token at least.
-    pub rows: &'a [Rows],
+    /// Rows of every layer, up to the frame's last token at least; none for a landing.
+    pub rows: Option<&'a [Rows]>,
     /// Cosines and sines (position, head_dim / 2) of the same tokens.
     pub angles: [DevicePtr<f32>; 2],
+    /// How often the sequences have been emptied.
+    pub clears: u64,
+}
+
+/// The rows that a frame is decoded to.
+#[derive(Clone, Copy)]
+struct Place {
+    sides: DevicePtr<DevicePtr<AnyElement>>, // (layers, keys and values): rows (heads, capacity, head_dim)
+    capacity: usize,
+    first_row: usize, // of the frame's first token
+    angles: [DevicePtr<f32>; 2],
 }
 
 impl Loader {
@@ -123,7 +153,7 @@ impl Loader {
             Ok(Level { planes, words, decode })
         };
         let rotate = || Rotate::new(gpu, element, info.heads, info.head_dim);
-        let slot = |_| Ok(Slot { frame: Buffer::zeros(gpu, 0)?, failed: HostWord::new(gpu)? });
+        let slot = |_| Ok(Slot { frame: Buffer::zeros(gpu, 0)?, failed: HostWord::new(gpu)?, landing: None });
         let stream = || gpu.device.context().new_stream().map_err(|e| driver("make a stream", e));
         let lane = |_| Ok(Lane { stream: stream()?, workspace: Buffer::zeros(gpu, 0)? });
         let rows = vec![DevicePtr::dangling(); 2 * info.layers];
@@ -131,6 +161,7 @@ impl Loader {
             gpu: gpu.clone(),
             element,
             profile: Arc::new(profile.clone()),
+            config: config.clone(),
             levels: (0..profile.levels()).map(level).collect::<Result<_>>()?,
             rotate: (!info.keys_rotated).then(rotate).transpose()?,
             copies: stream()?,
@@ -148,12 +179,14 @@ impl Loader {
         Arc::ptr_eq(&self.gpu, gpu) && self.element == element && has_shape(&self.profile, config)
     }
 
-    /// Whether no frame is on its way.
-    pub(super) fn is_idle(&self) -> bool {
-        self.begun.is_empty()
+    /// Tokens of a sequence with the frames that its cache is still to take, and that have begun since it was
+    /// emptied last; none if there are none.
+    pub(super) fn landing_end(&self, sequence: usize, clears: u64) -> Option<usize> {
+        let is_of = |b: &&Begun| b.lands && b.chunk.sequence == sequence && b.clears == clears;
+        self.begun.iter().rev().find(is_of).map(|b| b.chunk.end())
     }
 
-    /// Begins to load a frame of these tokens at this level. Its checksums are compared here, while the
+    /// Begins to load a frame of the chunk's tokens at this level. Its checksums are compared here, while the
     /// device works. After an error the rows of these tokens are undefined, and no other ones. For `stages`
     /// decoding waits for the whole copy.
     ///
@@ -161,7 +194,7 @@ impl Loader {
     /// As [`Decoder::begin_load`](super::Decoder::begin_load).
     pub(super) fn begin(
         &mut self,
-        tokens: Range<usize>,
+        chunk: Chunk,
         level: usize,
         bytes: Bytes,
         to: &Destination<'_>,
@@ -171,21 +204,27 @@ impl Loader {
             return Err(Error::Argument(format!("{FRAMES} frames are on their way: end one first")));
         }
         // A sequence that has been cleared meanwhile begins again: its rows would be written twice at once.
-        if let Some(last) = self.begun.back().filter(|last| last.tokens.end > tokens.start) {
-            let Range { start, end } = last.tokens;
+        let overlaps =
+            |Begun { chunk: b, .. }: &&Begun| b.sequence == chunk.sequence && b.end() > chunk.position;
+        if let Some(Begun { chunk: before, .. }) = self.begun.iter().find(overlaps) {
             return Err(Error::Argument(format!(
-                "the tokens {start}..{end} are on their way: end them first"
+                "the tokens {}..{} are on their way: end them first",
+                before.position,
+                before.end()
             )));
         }
+        let tokens = chunk.position..chunk.end();
         let profile = self.profile.clone();
         let frame = ChunkFrame::parse(&profile, &bytes, &tokens, level)?;
         let frame = frame.frame();
         let slot = self.next;
-        self.make_room(slot, level, frame, bytes.len())?;
+        self.make_room(slot, level, frame, bytes.len(), to.rows.is_none())?;
         let mut begin = || {
             let stages = stages.as_deref_mut();
             self.launch(slot, level, (frame, &bytes), to, stages)?;
-            let decoded = self.gpu.stream.record_event(None).map_err(|e| driver("record an event", e))?;
+            let event =
+                |lane: &Lane| lane.stream.record_event(None).map_err(|e| driver("record an event", e));
+            let decoded = self.lanes.iter().map(event).collect::<Result<Vec<_>>>()?;
             let start = Instant::now();
             check_sums(frame)?;
             Ok((decoded, start.elapsed().as_secs_f64()))
@@ -195,7 +234,8 @@ impl Loader {
                 if let Some(stages) = stages {
                     stages.check = check;
                 }
-                self.begun.push_back(Begun { tokens, slot, decoded, _bytes: bytes });
+                let lands = to.rows.is_none();
+                self.begun.push_back(Begun { chunk, slot, lands, clears: to.clears, decoded, _bytes: bytes });
                 self.next = (slot + 1) % FRAMES;
                 Ok(())
             }
@@ -206,24 +246,38 @@ impl Loader {
         }
     }
 
+    /// The chunks of the frames on their way, in order, that are decoded into the cache, which has not been
+    /// emptied since.
+    pub(super) fn in_place(&self, clears: u64) -> Vec<Chunk> {
+        self.begun.iter().filter(|b| !b.lands && b.clears == clears).map(|b| b.chunk).collect()
+    }
+
     /// Waits for the oldest frame. After an error no frame is on its way.
     ///
     /// # Errors
-    /// As [`Decoder::end_load`](super::Decoder::end_load), with the first position of the frame.
-    pub(super) fn end(&mut self) -> std::result::Result<(), (Option<usize>, Error)> {
+    /// As [`Decoder::end_load`](super::Decoder::end_load).
+    pub(super) fn end(&mut self) -> Result<Ended<'_>> {
         let Some(begun) = self.begun.pop_front() else {
-            return Err((None, Error::argument("no frame is on its way")));
+            return Err(Error::argument("no frame is on its way"));
         };
-        let waited = begun.decoded.synchronize().map_err(|e| driver("wait for a frame", e));
-        let ended = waited.and_then(|()| match self.slots[begun.slot].failed.get() {
-            0 => Ok(()),
-            _ => Err(codec_core::Error::Corrupt.into()),
-        });
-        ended.map_err(|e| {
-            let waited = self.wait();
-            self.begun.clear();
-            (Some(begun.tokens.start), waited.err().unwrap_or(e))
-        })
+        let Begun { chunk, slot, lands, clears, .. } = begun;
+        let wait = |event: &CudaEvent| event.synchronize().map_err(|e| driver("wait for a frame", e));
+        let ended =
+            begun.decoded.iter().try_for_each(wait).and_then(|()| match self.slots[slot].failed.get() {
+                0 => Ok(()),
+                _ => Err(codec_core::Error::Corrupt.into()),
+            });
+        match ended {
+            Ok(()) => {
+                let landing = self.slots[slot].landing.as_ref().filter(|_| lands);
+                Ok(Ended { chunk, landing, clears })
+            }
+            Err(e) => {
+                let waited = self.wait();
+                self.begun.clear();
+                Err(waited.err().unwrap_or(e))
+            }
+        }
     }
 
     /// Waits for all streams.
@@ -235,12 +289,22 @@ impl Loader {
     }
 
     /// Makes a slot and the workspaces large enough.
-    fn make_room(&mut self, slot: usize, level: usize, frame: &Frame<'_>, bytes: usize) -> Result<()> {
+    fn make_room(
+        &mut self,
+        slot: usize,
+        level: usize,
+        frame: &Frame<'_>,
+        bytes: usize,
+        lands: bool,
+    ) -> Result<()> {
         let (info, decode) = (frame.info(), &self.levels[level].decode);
         let workspace = decode.workspace_len(info, LAYERS.min(info.layers), info.blocks());
         let fits = |buffer: &Buffer<u8>, len| buffer.len() >= len;
-        let bytes = bytes + PADDING;
-        if fits(&self.slots[slot].frame, bytes)
+        let (bytes, tokens) = (bytes + PADDING, info.tokens);
+        let has_landing = |slot: &Slot| slot.landing.as_ref().is_some_and(|rows| rows.capacity() >= tokens);
+        let has_landing = !lands || has_landing(&self.slots[slot]);
+        if has_landing
+            && fits(&self.slots[slot].frame, bytes)
             && self.lanes.iter().all(|lane| fits(&lane.workspace, workspace))
         {
             return Ok(());
@@ -249,6 +313,10 @@ impl Loader {
         self.wait()?;
         if !fits(&self.slots[slot].frame, bytes) {
             self.slots[slot].frame = Buffer::zeros(&self.gpu, bytes + bytes / 8)?;
+        }
+        if !has_landing {
+            self.slots[slot].landing = None; // before there is another one
+            self.slots[slot].landing = Some(Landing::new(&self.gpu, &self.config, tokens)?);
         }
         for lane in self.lanes.iter_mut().filter(|lane| !fits(&lane.workspace, workspace)) {
             lane.workspace = Buffer::zeros(&self.gpu, workspace)?;
@@ -266,22 +334,22 @@ impl Loader {
         stages: Option<&mut Stages>,
     ) -> Result<()> {
         self.slots[slot].failed.set(0);
-        let rows: Vec<_> = to.rows.iter().flat_map(|rows| [rows.keys, rows.values]).collect();
-        if rows != self.rows {
-            self.wait()?;
-            self.rows_on_device.write(&self.gpu, &rows)?;
-            self.gpu.synchronize()?;
-            self.rows = rows;
-        }
+        let place = self.place(slot, frame, to)?;
         let parts = parts(frame)?;
         let join = |stream: &CudaStream, other| stream.join(other).map_err(|e| driver("join streams", e));
+        if to.rows.is_none() {
+            // The cache may still be taking what has landed there before.
+            self.lanes.iter().try_for_each(|lane| join(&lane.stream, &self.gpu.stream))?;
+        }
         let Some(stages) = stages else {
             for (Part { layers, bytes: range }, lane) in parts.into_iter().zip(self.lanes.iter().cycle()) {
                 self.copy(slot, range.start, &bytes[range])?;
                 join(&lane.stream, &self.copies)?;
-                self.decode(lane, slot, level, frame, layers, to)?;
+                self.decode(lane, slot, level, frame, layers, &place)?;
             }
-            return self.lanes.iter().try_for_each(|lane| join(&self.gpu.stream, &lane.stream));
+            // What follows sees the rows in the cache.
+            let mut lanes = self.lanes.iter().filter(|_| to.rows.is_some());
+            return lanes.try_for_each(|lane| join(&self.gpu.stream, &lane.stream));
         };
         self.wait()?;
         let start = Instant::now();
@@ -289,12 +357,33 @@ impl Loader {
         self.wait()?;
         let copied = Instant::now();
         for (part, lane) in parts.into_iter().zip(self.lanes.iter().cycle()) {
-            self.decode(lane, slot, level, frame, part.layers, to)?;
+            self.decode(lane, slot, level, frame, part.layers, &place)?;
         }
         self.wait()?;
         stages.copy = (copied - start).as_secs_f64();
         stages.decode = copied.elapsed().as_secs_f64();
         Ok(())
+    }
+
+    /// Where a frame is decoded to.
+    fn place(&mut self, slot: usize, frame: &Frame<'_>, to: &Destination<'_>) -> Result<Place> {
+        let angles = to.angles;
+        let Some(all) = to.rows else {
+            let landing = self.slots[slot].landing.as_ref();
+            let landing = landing.ok_or_else(|| Error::argument("no rows for a frame"))?;
+            let (sides, capacity) = (landing.sides(), landing.capacity());
+            return Ok(Place { sides, capacity, first_row: 0, angles });
+        };
+        let rows: Vec<_> = all.iter().flat_map(|rows| [rows.keys, rows.values]).collect();
+        if rows != self.rows {
+            self.wait()?;
+            self.rows_on_device.write(&self.gpu, &rows)?;
+            self.gpu.synchronize()?;
+            self.rows = rows;
+        }
+        let capacity = all.first().map_or(0, |rows| rows.capacity);
+        let first_row = frame.info().first_token as usize;
+        Ok(Place { sides: self.rows_on_device.pointer(), capacity, first_row, angles })
     }
 
     /// Copies bytes of a frame to their place in a slot.
@@ -315,19 +404,18 @@ impl Loader {
         level: usize,
         frame: &Frame<'_>,
         layers: Range<usize>,
-        to: &Destination<'_>,
+        &Place { sides, capacity, first_row, angles }: &Place,
     ) -> Result<()> {
-        let (info, Slot { frame: on_device, failed }) = (frame.info(), &self.slots[slot]);
+        let (info, Slot { frame: on_device, failed, .. }) = (frame.info(), &self.slots[slot]);
         let Level { planes, words, decode } = &self.levels[level];
-        let Some(capacity) = to.rows.first().map(|rows| rows.capacity) else { return Ok(()) };
         let (position, stream) = (info.first_token as usize, lane.stream.cu_stream());
-        let place = Place {
+        let place = codec::Place {
             token_stride: info.head_dim,
             head_stride: capacity * info.head_dim,
-            first_token: position,
+            first_token: first_row,
             pages: None,
         };
-        let out = self.rows_on_device.pointer().offset(2 * layers.start);
+        let out = sides.offset(2 * layers.start);
         let arguments = DecodeArguments {
             frame: on_device.pointer(),
             planes: words.pointer(),
@@ -339,7 +427,7 @@ impl Loader {
             failed: failed.pointer(),
         };
         // SAFETY: the bytes of the frame up to these layers have been copied, and the slot has PADDING more.
-        // The rows have all tokens up to the frame's last one, which the decoder checks. The workspace has
+        // The rows have all tokens of the frame, which the decoder or `make_room` checks. The workspace has
         // room for LAYERS layers.
         unsafe { decode.launch(stream, frame, planes, &arguments) }?;
         let Some(rotate) = &self.rotate else { return Ok(()) };
@@ -348,7 +436,8 @@ impl Loader {
             layers: layers.len(),
             capacity,
             tokens: position..position + info.tokens,
-            angles: to.angles,
+            first_row,
+            angles,
         };
         // SAFETY: the rows are those that have just been written, and there are angles for all positions of
         // the cache.

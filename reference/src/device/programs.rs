@@ -54,7 +54,7 @@ pub(crate) fn past(element: Element, layout: &CodeLayout, side: Side) -> Program
         .define_if(side == Side::Keys, "KEYS")
 }
 
-/// `turn` of queries and keys.
+/// `turn` of queries and keys; without queries (a group of 0) of keys or values alone.
 pub(crate) fn bases(element: Element, head_dim: usize, group: usize) -> Program {
     let defines = [("ELEMENT", element as usize), ("HEAD_DIM", head_dim), ("GROUP", group)];
     Program::own("bases.cu", include_str!("kernels/bases.cu"), HEADERS, &defines)
@@ -95,6 +95,7 @@ pub fn programs(shared_memory: usize) -> Vec<Program> {
         let heads = [(64, 3), (128, 1), (128, 4), (128, 16)];
         programs.extend(heads.map(|(dim, group)| zack(element, dim, group)));
         programs.extend(heads.map(|(dim, group)| bases(element, dim, group)));
+        programs.extend([bases(element, 64, 0), bases(element, 128, 0)]);
         let shapes = [(128, 64, 8), (128, 64, 6), (128, 32, 8), (128, 128, 4), (64, 16, 4), (64, 32, 8)];
         let shapes = shapes.into_iter().filter_map(|(dim, m, nbits)| PqShape::new(dim, m, nbits).ok());
         programs.extend(shapes.flat_map(|shape| {

@@ -33,8 +33,10 @@ pub(super) struct KeyRows {
     pub layers: usize,
     /// Rows of a head.
     pub capacity: usize,
-    /// Positions of the tokens, and their rows.
+    /// Positions of the tokens.
     pub tokens: Range<usize>,
+    /// The row of the first one; the others follow.
+    pub first_row: usize,
     /// Cosines and sines (position, head_dim / 2).
     pub angles: [DevicePtr<f32>; 2],
 }
@@ -49,6 +51,7 @@ struct Arguments {
     position: u32,
     heads: u32,
     capacity: u32,
+    first_row: u32,
     sign: f32,
 }
 
@@ -75,6 +78,7 @@ impl Rotate {
             position: keys.tokens.start as u32,
             heads: self.heads as u32,
             capacity: keys.capacity as u32,
+            first_row: keys.first_row as u32,
             sign: match direction {
                 Direction::Forward => 1.0,
                 Direction::Back => -1.0,

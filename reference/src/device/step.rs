@@ -39,8 +39,10 @@ pub struct Decoder {
     sin: Buffer<f32>,
     picks: Picks,
     graph: Option<CudaGraph>,
-    prompts: Option<Prompts>, // from the first prompt on
-    longest: usize,           // position of the furthest token
+    prompts: Option<Prompts>,    // from the first prompt on
+    longest: usize,              // position of the furthest token
+    lengths: Option<Vec<usize>>, // of the sequences, until a step may end one
+    clears: u64,                 // how often they have been emptied
 }
 
 /// The product kernels of a layer, and of the end.
@@ -133,6 +135,8 @@ impl Decoder {
             graph: None,
             prompts: None,
             longest: 0,
+            lengths: Some(vec![0; batch]),
+            clears: 0,
             batch,
             gpu,
             weights,
@@ -147,6 +151,7 @@ impl Decoder {
     /// # Errors
     /// [`Error::Device`].
     pub fn clear(&mut self) -> Result<()> {
+        self.clears += 1;
         self.cache.clear(&self.gpu)?;
         self.place(&vec![0; self.batch])
     }
@@ -174,9 +179,20 @@ impl Decoder {
     /// Puts every sequence to a position.
     fn place(&mut self, positions: &[u32]) -> Result<()> {
         self.longest = positions.iter().copied().max().unwrap_or(0) as usize;
+        self.lengths = Some(positions.iter().map(|&position| position as usize).collect());
         self.sequences.positions.write(&self.gpu, positions)?;
         self.sequences.running.write(&self.gpu, &vec![1; self.batch])?;
         self.picks.restart(&self.gpu)
+    }
+
+    /// Tokens of every sequence, after waiting for steps.
+    fn lengths(&self) -> Result<Vec<usize>> {
+        if let Some(lengths) = &self.lengths {
+            return Ok(lengths.clone());
+        }
+        let mut positions = vec![0; self.batch];
+        self.sequences.positions.read_into(&self.gpu, &mut positions)?;
+        Ok(positions.into_iter().map(|position: u32| position as usize).collect())
     }
 
     /// Replaces the tokens that the next step feeds; sequences that had ended go on.
@@ -231,6 +247,7 @@ impl Decoder {
             return Err(Error::Argument(format!("the cache of {capacity} tokens is full")));
         }
         self.longest += 1;
+        self.lengths = None;
         self.cache.before_step(&self.gpu, &self.sequences)
     }
 

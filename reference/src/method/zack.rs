@@ -165,8 +165,12 @@ impl Kind for Zack {
 
     #[cfg(feature = "cuda")]
     fn cut_heads(&self, config: &Config, profile: &Profile) -> Option<Result<Vec<Vec<CutHead>>>> {
-        Some(self.plan(config, profile, |keys, ranks| {
-            let maps = HeadMaps { keys: single(keys.basis()), queries: single(keys.dual()) };
+        Some(self.plan(config, profile, |[keys, values], ranks| {
+            let maps = HeadMaps {
+                keys: single(keys.basis()),
+                queries: single(keys.dual()),
+                values: single(values.basis()),
+            };
             Ok(CutHead { maps, ranks })
         }))
     }
@@ -216,7 +220,7 @@ fn of_side<T: Copy>(both: &[T], side: Side) -> Vec<T> {
 impl Zack {
     /// Rotations of all heads, cut so that `fractions` of all dimensions stay; per layer.
     fn cuts(&self, config: &Config, profile: &Profile) -> Result<Vec<Arc<Vec<HeadCut>>>> {
-        let cuts = self.plan(config, profile, |rotation, ranks| {
+        let cuts = self.plan(config, profile, |[rotation, _], ranks| {
             let (keys, queries) = (rotation.basis_map(ranks.keys)?, rotation.dual_map(ranks.keys)?);
             Ok(HeadCut { keys, queries, value_rank: ranks.values })
         })?;
@@ -229,7 +233,7 @@ impl Zack {
         &self,
         config: &Config,
         profile: &Profile,
-        head: impl Fn(&Rotation, Pair<usize>) -> Result<T>,
+        head: impl Fn(&[Rotation; 2], Pair<usize>) -> Result<T>,
     ) -> Result<Vec<Vec<T>>> {
         let layers = read_layers(config, profile, self.basis)?;
         let weights = loss_weights(profile, &layers)?;
@@ -240,7 +244,7 @@ impl Zack {
         let mut ranks = ranks.keys.into_iter().zip(ranks.values);
         let heads = layers.iter().map(|layer| {
             let heads = layer.heads().iter().zip(&mut ranks);
-            heads.map(|([keys, _], (k, v))| head(keys, Pair::new(k, v))).collect()
+            heads.map(|(rotations, (k, v))| head(rotations, Pair::new(k, v))).collect()
         });
         heads.collect()
     }

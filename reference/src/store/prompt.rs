@@ -183,11 +183,11 @@ impl PromptStore<'_> {
         Ok(filled)
     }
 
-    /// As [`Self::fill`], on a device: the empty dense cache of a decoder of one sequence, through a loader
+    /// As [`Self::fill`], on a device: the empty cache of a decoder of one sequence, through a loader
     /// of the store's profile. Nothing is stored.
     ///
     /// # Errors
-    /// [`crate::Error::Argument`] for [`FillOptions::keep`] and for another cache; what [`stream::serve`],
+    /// [`crate::Error::Argument`] for [`FillOptions::keep`] and for a batch; what [`stream::serve`],
     /// the loader and the decoder return; a cancelled store.
     #[cfg(feature = "cuda")]
     pub fn fill_device(

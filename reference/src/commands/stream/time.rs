@@ -12,7 +12,7 @@ use codec_core::{
 };
 use comfy_table::{Table, presets};
 use kv_reference::device::{
-    Decoder, FRAMES, Gpu, Loader, PageLocked, RANDOM_MODELS, Stages, StreamTarget, Weights, hashed,
+    Chunk, Decoder, FRAMES, Gpu, Loader, PageLocked, RANDOM_MODELS, Stages, StreamTarget, Weights, hashed,
     method_cache,
 };
 use kv_reference::method::Method;
@@ -166,7 +166,7 @@ impl Time {
             decoder.clear()?;
             let mut sum = Stages::default();
             for (chunk, frame) in chunks.iter().zip(&frames) {
-                let stages = decoder.load_in_stages(loader, chunk.clone(), level, frame.clone())?;
+                let stages = decoder.load_in_stages(loader, of(chunk), level, frame.clone())?;
                 sum.copy += stages.copy;
                 sum.decode += stages.decode;
                 sum.check += stages.check;
@@ -199,6 +199,11 @@ impl Time {
     }
 }
 
+/// Tokens of the only sequence.
+const fn of(tokens: &Range<usize>) -> Chunk {
+    Chunk { sequence: 0, position: tokens.start, count: tokens.end - tokens.start }
+}
+
 fn median(mut times: Vec<f64>) -> f64 {
     times.sort_by(f64::total_cmp);
     times[times.len() / 2]
@@ -218,7 +223,7 @@ fn load(
         if i >= FRAMES {
             decoder.end_load(loader)?;
         }
-        decoder.begin_load(loader, chunk.clone(), level, frame.clone())?;
+        decoder.begin_load(loader, of(chunk), level, frame.clone())?;
     }
     for _ in 0..chunks.len().min(FRAMES) {
         decoder.end_load(loader)?;

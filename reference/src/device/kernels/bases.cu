@@ -1,14 +1,15 @@
-// Queries and new keys of each head into another basis, in place. Scores stay the same: the maps of keys and queries
-// are inverse to each other but for a transposition.
+// Queries and new keys of each head into another basis, in place; without queries (GROUP 0) rows of keys or values
+// alone. Scores stay the same: the maps of keys and queries are inverse to each other but for a transposition.
 //
 // CPU twin: svd_core::Map::project_into. Compile-time shape: ELEMENT (1 for f16, 2 for bf16), HEAD_DIM, and GROUP query
-// heads of a key/value head.
+// heads of a key/value head, or 0.
 //
 // A warp has 16 columns of both maps in registers, as B fragments of mma, loaded before the PDL wait. The rows of a
 // tile of tokens pass through shared memory, from which all warps have read them before one replaces them.
 #include "element.cuh"
 #include "primitives_sm80.cuh"
 
+constexpr u32 MAPS = 3; // of a head: queries, keys, values
 constexpr u32 WARPS = HEAD_DIM / 16, THREADS = WARPS * LANES, STEPS = HEAD_DIM / 16;
 constexpr u32 TOKENS = GROUP <= 8 ? 16 : 8;              // of a tile
 constexpr u32 TILES = (TOKENS * GROUP + 15) / 16;        // of 16 rows of queries; one of keys is behind them
@@ -17,7 +18,7 @@ constexpr u32 ROWS = 16 * TILES + 16, PITCH = HEAD_DIM + 8; // rows of ldmatrix 
 struct Arguments {
     u16* queries;      // element [token][head][GROUP][HEAD_DIM], replaced
     u16* keys;         // element [head][capacity][HEAD_DIM] of a token's sequence; its row is replaced
-    const uint4* maps; // [head][of queries, of keys][WARPS][STEPS][LANES], see above
+    const uint4* maps; // [head][MAPS][WARPS][STEPS][LANES], see above; without queries from the map of the rows on
     const u32* slots;  // [token]: its row of keys; null: `first` and those behind it
     u64 key_stride;    // elements from the keys of a token's sequence to those of the next token's
     u32 tokens, heads, capacity, first;
@@ -31,9 +32,10 @@ struct Tile {
     // Where a row is, or null where no token has it.
     __device__ __forceinline__ u16* row(u32 r) const {
         const bool is_key = r >= 16 * TILES;
-        const u32 token = is_key ? r - 16 * TILES : r / GROUP;
+        const u32 token = is_key ? r - 16 * TILES : r / max(GROUP, 1);
         if (token >= count) return nullptr;
-        if (!is_key) return a.queries + (((u64)(first + token) * a.heads + head) * GROUP + r % GROUP) * HEAD_DIM;
+        if (!is_key)
+            return a.queries + (((u64)(first + token) * a.heads + head) * GROUP + r % max(GROUP, 1)) * HEAD_DIM;
         const u32 slot = a.slots ? a.slots[first + token] : a.first + first + token;
         return a.keys + (first + token) * a.key_stride + ((u64)head * a.capacity + slot) * HEAD_DIM;
     }
@@ -65,11 +67,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) turn(const Arguments a) {
     __shared__ __align__(16) u16 rows[ROWS][PITCH];
     const u32 warp = threadIdx.x / LANES, lane = threadIdx.x % LANES;
     uint4 query_map[STEPS], key_map[STEPS];
-    const uint4* maps = a.maps + (u64)blockIdx.x * 2 * WARPS * STEPS * LANES + warp * STEPS * LANES + lane;
+    const uint4* maps = a.maps + (u64)blockIdx.x * MAPS * WARPS * STEPS * LANES + warp * STEPS * LANES + lane;
 #pragma unroll
     for (u32 step = 0; step < STEPS; step++) {
-        query_map[step] = __ldg(maps + step * LANES);
-        key_map[step] = __ldg(maps + (WARPS * STEPS + step) * LANES);
+        if constexpr (GROUP > 0) query_map[step] = __ldg(maps + step * LANES);
+        key_map[step] = __ldg(maps + ((GROUP > 0 ? WARPS * STEPS : 0) + step) * LANES);
     }
     pdl_wait(); // the previous kernel writes queries and keys
     pdl_trigger();
@@ -82,7 +84,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) turn(const Arguments a) {
                 row ? *reinterpret_cast<const uint4*>(row + at) : make_uint4(0, 0, 0, 0);
         }
         __syncthreads();
-        for (u32 from = 0; from < tile.count * GROUP; from += 16) multiply(rows, tile, from, query_map);
+        if constexpr (GROUP > 0)
+            for (u32 from = 0; from < tile.count * GROUP; from += 16) multiply(rows, tile, from, query_map);
         multiply(rows, tile, 16 * TILES, key_map);
         __syncthreads(); // the rows have been read
     }

@@ -154,7 +154,8 @@ struct RotateArguments {
     const float* cos; // [position][HEAD_DIM / 2]
     const float* sin; // the same
     u32 tokens, position, heads, capacity;
-    float sign; // of the angles: -1 to undo RoPE
+    u32 first_row; // of the token at `position`
+    float sign;    // of the angles: -1 to undo RoPE
 };
 
 // Launch: any in x, layers in y; threads as in `append`.
@@ -163,10 +164,10 @@ extern "C" __global__ void rotate(const RotateArguments a) {
     u16* keys = a.rows[2 * blockIdx.y];
     const u32 n = a.tokens * a.heads * PARTS;
     for (u32 at = blockIdx.x * blockDim.x + threadIdx.x; at < n; at += gridDim.x * blockDim.x) {
-        const u32 i = 8 * (at % PARTS), position = a.position + at / PARTS % a.tokens, head = at / PARTS / a.tokens;
-        u16* row = keys + ((u64)head * a.capacity + position) * HEAD_DIM + i;
+        const u32 i = 8 * (at % PARTS), token = at / PARTS % a.tokens, head = at / PARTS / a.tokens;
+        u16* row = keys + ((u64)head * a.capacity + a.first_row + token) * HEAD_DIM + i;
         Eight first = Eight::of(row), second = Eight::of(row + HALF);
-        const u64 angle = (u64)position * HALF + i;
+        const u64 angle = ((u64)a.position + token) * HALF + i;
         turn(first, second, a.cos + angle, a.sin + angle, a.sign);
         first.store(row), second.store(row + HALF);
     }

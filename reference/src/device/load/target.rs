@@ -5,7 +5,7 @@ use std::time::Instant;
 use bytes::Bytes;
 
 use super::{FRAMES, Loader};
-use crate::device::{CHUNK, Decoder};
+use crate::device::{CHUNK, Chunk, Decoder};
 use crate::stream::receiver::{Caches, Context};
 use crate::stream::speeds::{PrefillTime, Speeds};
 use crate::stream::{ChunkId, Payload};
@@ -52,16 +52,46 @@ impl<'a> StreamTarget<'a> {
         Ok(Speeds { prefill: PrefillTime::fit(&times)?, decode_rate: f64::INFINITY })
     }
 
+    /// Computes a chunk. A cache that takes a frame when it ends takes those before the chunk first.
     fn recompute(&mut self, tokens: Range<usize>) -> Result<()> {
         if tokens.is_empty() {
             return Ok(());
         }
+        if !self.decoder.loads_in_place() {
+            self.end_loads()?;
+        }
         self.decoder.prefill(&[self.context.tokens[tokens].to_vec()], CHUNK)
+    }
+
+    /// Waits for all frames on their way.
+    fn end_loads(&mut self) -> Result<()> {
+        (0..self.begun.len()).try_for_each(|i| if self.begun[i].loads { self.end_load(i) } else { Ok(()) })
+    }
+
+    /// Waits for the oldest frame on its way, that of a chunk in `begun`, and recomputes the chunk and what
+    /// follows it if the frame is not what an encoder writes.
+    fn end_load(&mut self, chunk: usize) -> Result<()> {
+        match self.decoder.end_load(self.loader) {
+            Err(e) if is_of_frame(&e) => {
+                // The chunks after it are gone, too.
+                let start = self.begun[chunk].tokens.start;
+                let end = self.begun.back().map_or(start, |last| last.tokens.end);
+                for begun in self.begun.range_mut(chunk..).filter(|begun| begun.loads) {
+                    (begun.loads, begun.damaged) = (false, Some(e.to_string()));
+                }
+                self.recompute(start..end)
+            }
+            ended => {
+                self.begun[chunk].loads = false;
+                ended
+            }
+        }
     }
 
     /// Begins to load a frame; what is wrong with it, if it cannot be loaded.
     fn load(&mut self, tokens: &Range<usize>, level: usize, bytes: Bytes) -> Result<Option<String>> {
-        match self.decoder.begin_load(self.loader, tokens.clone(), level, bytes) {
+        let chunk = Chunk { sequence: 0, position: tokens.start, count: tokens.len() };
+        match self.decoder.begin_load(self.loader, chunk, level, bytes) {
             Err(e) if is_of_frame(&e) => Ok(Some(e.to_string())),
             begun => begun.map(|()| None),
         }
@@ -99,21 +129,9 @@ impl Caches for StreamTarget<'_> {
     }
 
     fn end(&mut self) -> Result<Option<String>> {
-        let Some(Begun { tokens, loads, damaged }) = self.begun.pop_front() else { return Ok(None) };
-        if !loads {
-            return Ok(damaged);
+        if self.begun.front().is_some_and(|oldest| oldest.loads) {
+            self.end_load(0)?;
         }
-        match self.decoder.end_load(self.loader) {
-            Err(e) if is_of_frame(&e) => {
-                // The chunks after it are gone, too.
-                let end = self.begun.back().map_or(tokens.end, |last| last.tokens.end);
-                self.recompute(tokens.start..end)?;
-                for later in self.begun.iter_mut().filter(|later| later.loads) {
-                    (later.loads, later.damaged) = (false, Some(e.to_string()));
-                }
-                Ok(Some(e.to_string()))
-            }
-            ended => ended.map(|()| None),
-        }
+        Ok(self.begun.pop_front().and_then(|oldest| oldest.damaged))
     }
 }

@@ -1,12 +1,10 @@
 //! A sequence that goes on with a stored context.
 
-use std::ops::Range;
-
 use bytes::Bytes;
 use codec_core::Profile;
 
 use super::super::cache::{Chunk, Rows};
-use super::super::load::{Destination, Loader, Stages};
+use super::super::load::{Destination, Ended, Landing, Loader, Stages};
 use super::Decoder;
 use crate::{Error, Result};
 
@@ -14,84 +12,136 @@ impl Decoder {
     /// A loader of frames of this profile into the decoder's cache.
     ///
     /// # Errors
-    /// [`Error::Argument`] for a batch, and for a cache that does not hold the rows of all tokens;
     /// [`Error::Profile`] for a profile of a model of another shape; [`Error::Device`], also for planes that
     /// the device does not decode: anchors and the range coder.
     pub fn loader(&self, profile: &Profile) -> Result<Loader> {
-        self.check_loads()?;
         Loader::new(&self.gpu, profile, &self.weights.config, self.weights.element)
     }
 
-    /// Begins to load a stored frame: the tokens at these positions, which follow those of the only sequence,
-    /// at a level of the loader's profile. The device decodes it while the host goes on, so that the next
-    /// frame may begin; up to [`FRAMES`](super::super::FRAMES) may be on their way. Steps and prompts that
-    /// follow see its tokens.
+    /// Begins to load a stored frame: the tokens of a chunk, which follow those of its sequence, at a level of
+    /// the loader's profile. The device decodes it while the host goes on, so that the next frame may begin;
+    /// up to [`FRAMES`](super::super::FRAMES) may be on their way. Where [`Self::loads_in_place`], steps and
+    /// prompts that follow see its tokens; else they follow [`Self::end_load`].
     ///
     /// Out of page-locked memory ([`PageLocked`](super::super::PageLocked)) the bytes are copied at the rate
     /// of the link; out of other memory the driver copies them twice.
     ///
     /// # Errors
-    /// [`Error::Argument`] for a batch, a cache that does not hold the rows of all tokens, a loader of
-    /// another model, element type or device, tokens that do not follow the sequence, none, more than the
-    /// cache has room for, or frames on their way that are too many or of these or later tokens.
+    /// [`Error::Argument`] for a loader of another model, element type or device, no such sequence, tokens
+    /// that do not follow it, none, more than the cache has room for, or frames on their way that are too many
+    /// or of these or later tokens; and for a batch after a step, unless [`Self::loads_in_place`].
     /// [`Error::Codec`] for bytes that are no frame or not what was written, and for a frame of another
     /// profile, model or side of RoPE; [`Error::Stream`] for one of other tokens or of another level;
     /// [`Error::Device`]. The sequence is then as it was.
     pub fn begin_load(
         &mut self,
         loader: &mut Loader,
-        tokens: Range<usize>,
+        chunk: Chunk,
         level: usize,
         frame: Bytes,
     ) -> Result<()> {
-        self.begin(loader, tokens, level, frame, None)
+        self.begin(loader, chunk, level, frame, None)
+    }
+
+    /// Whether frames are decoded into the cache itself. Other caches take a frame when it ends.
+    #[must_use]
+    pub fn loads_in_place(&self) -> bool {
+        self.cache.has_rows_of_all()
     }
 
     fn begin(
         &mut self,
         loader: &mut Loader,
-        tokens: Range<usize>,
+        chunk: Chunk,
         level: usize,
         frame: Bytes,
         stages: Option<&mut Stages>,
     ) -> Result<()> {
-        self.check_loads()?;
         if !loader.is_for(&self.gpu, &self.weights.config, self.weights.element) {
             return Err(Error::argument("the loader is of another model, element type or device"));
         }
-        let (start, capacity) = (self.position(loader)?, self.cache.room().capacity);
-        if tokens.is_empty() || tokens.start != start || tokens.end > capacity {
+        let (sequence, capacity) = (chunk.sequence, self.cache.room().capacity);
+        if sequence >= self.batch {
+            return Err(Error::Argument(format!("sequence {sequence} of a batch of {}", self.batch)));
+        }
+        self.check_batch()?;
+        let start = match loader.landing_end(sequence, self.clears) {
+            Some(end) => end,
+            None => self.lengths()?[sequence],
+        };
+        let room = capacity.saturating_sub(start);
+        if chunk.count == 0 || chunk.position != start || chunk.count > room {
             return Err(Error::Argument(format!(
-                "a frame of the tokens {}..{} after {start} in a cache of {capacity} tokens",
-                tokens.start, tokens.end
+                "a frame of {} tokens from {} on, after {start} in a cache of {capacity} tokens",
+                chunk.count, chunk.position
             )));
         }
         let gpu = self.gpu.clone();
-        let chunk = Chunk { sequence: 0, position: start, count: tokens.len() };
+        let (angles, clears) = ([self.cos.pointer(), self.sin.pointer()], self.clears);
+        if !self.loads_in_place() {
+            return loader.begin(chunk, level, frame, &Destination { rows: None, angles, clears }, stages);
+        }
         let layers = 0..self.weights.layers.len();
         let rows: Vec<Rows> =
             layers.map(|layer| self.cache.chunk_rows(&gpu, layer, &chunk)).collect::<Result<_>>()?;
-        let angles = [self.cos.pointer(), self.sin.pointer()];
-        let end = tokens.end;
-        loader.begin(tokens, level, frame, &Destination { rows: &rows, angles }, stages)?;
-        self.cache.settle(&gpu, &[end])?;
-        self.place(&[end as u32])
+        loader.begin(chunk, level, frame, &Destination { rows: Some(&rows), angles, clears }, stages)?;
+        self.set_length(&chunk)
     }
 
     /// Waits for the oldest frame on its way.
     ///
     /// # Errors
     /// [`Error::Codec`] for a frame that no encoder writes, though its checksums are right;
-    /// [`Error::Device`]. The sequence then ends before that frame, and no later one is on its way.
-    /// [`Error::Argument`] where none is.
+    /// [`Error::Device`]. No frame is then on its way, and every sequence ends before those that were.
+    /// [`Error::Argument`] where none is, and for a sequence that has gone on since the frame began.
     pub fn end_load(&mut self, loader: &mut Loader) -> Result<()> {
-        let Err((start, e)) = loader.end() else { return Ok(()) };
-        if let Some(start) = start {
-            let gpu = self.gpu.clone();
-            self.cache.settle(&gpu, &[start])?;
-            self.place(&[start as u32])?;
+        let in_place = loader.in_place(self.clears);
+        match loader.end() {
+            Ok(Ended { landing: None, .. }) => Ok(()),
+            // Of sequences that have been emptied since, nobody wants it.
+            Ok(Ended { clears, .. }) if clears != self.clears => Ok(()),
+            Ok(Ended { chunk, landing: Some(landing), .. }) => self.take(&chunk, landing),
+            Err(e) => {
+                let mut lengths = self.lengths()?;
+                in_place.iter().rev().for_each(|chunk| lengths[chunk.sequence] = chunk.position);
+                self.settle(&lengths)?;
+                Err(e)
+            }
         }
-        Err(e)
+    }
+
+    /// Refuses a batch whose cache has not stored the last tokens of other sequences, which steps have written:
+    /// it stores them in turns, and would begin anew behind them.
+    fn check_batch(&self) -> Result<()> {
+        if self.loads_in_place() || self.batch == 1 || self.lengths.is_some() {
+            return Ok(());
+        }
+        Err(Error::argument(
+            "the sequences of this batch have gone on: with a cache other than dense they load before the first step",
+        ))
+    }
+
+    /// Gives a frame that has landed to the cache.
+    fn take(&mut self, chunk: &Chunk, landing: &Landing) -> Result<()> {
+        self.check_batch()?;
+        let length = self.lengths()?[chunk.sequence];
+        if length != chunk.position {
+            let (position, sequence) = (chunk.position, chunk.sequence);
+            return Err(Error::Argument(format!(
+                "sequence {sequence} has gone on to {length} tokens while a frame after {position} was loaded"
+            )));
+        }
+        let gpu = self.gpu.clone();
+        for layer in 0..self.weights.layers.len() {
+            let rows = self.cache.chunk_rows(&gpu, layer, chunk)?;
+            landing.copy(&gpu, layer, chunk, &rows)?;
+            if let Some(bases) = self.cache.bases() {
+                // SAFETY: these rows have just been written, and nothing else uses them before they are taken.
+                unsafe { bases.turn_stored(&gpu, layer, chunk, &rows) }?;
+            }
+            self.cache.append(&gpu, layer, chunk)?;
+        }
+        self.set_length(chunk)
     }
 
     /// Loads a frame one stage after the other, for timing.
@@ -101,30 +151,27 @@ impl Decoder {
     pub fn load_in_stages(
         &mut self,
         loader: &mut Loader,
-        tokens: Range<usize>,
+        chunk: Chunk,
         level: usize,
         frame: Bytes,
     ) -> Result<Stages> {
         let mut stages = Stages::default();
-        self.begin(loader, tokens, level, frame, Some(&mut stages))?;
+        self.begin(loader, chunk, level, frame, Some(&mut stages))?;
         self.end_load(loader)?;
         Ok(stages)
     }
 
-    fn check_loads(&self) -> Result<()> {
-        if self.batch == 1 && self.cache.has_rows_of_all() {
-            return Ok(());
-        }
-        Err(Error::argument("on the device a stored context is loaded into the dense cache of one sequence"))
+    /// Makes a sequence end with a chunk.
+    fn set_length(&mut self, chunk: &Chunk) -> Result<()> {
+        let mut lengths = self.lengths()?;
+        lengths[chunk.sequence] = chunk.end();
+        self.settle(&lengths)
     }
 
-    /// The position of the next token, behind frames on their way.
-    fn position(&self, loader: &Loader) -> Result<usize> {
-        if !loader.is_idle() {
-            return Ok(self.longest); // to read it would be to wait for the frames
-        }
-        let mut position = [0];
-        self.sequences.positions.read_into(&self.gpu, &mut position)?;
-        Ok(position[0] as usize)
+    /// Makes the sequences have these lengths.
+    fn settle(&mut self, lengths: &[usize]) -> Result<()> {
+        let gpu = self.gpu.clone();
+        self.cache.settle(&gpu, lengths)?;
+        self.place(&lengths.iter().map(|&length| length as u32).collect::<Vec<_>>())
     }
 }

@@ -253,10 +253,8 @@ impl Decoder {
             )));
         }
         prompts.iter().try_for_each(|prompt| self.check_tokens(prompt))?;
-        let mut starts = vec![0; self.batch];
-        self.sequences.positions.read_into(&self.gpu, &mut starts)?;
-        let starts = starts.into_iter().map(|start: u32| start as usize);
-        let spans: Vec<(usize, &[u32])> = starts.zip(prompts.iter().map(Vec::as_slice)).collect();
+        let starts = self.lengths()?;
+        let spans: Vec<(usize, &[u32])> = starts.into_iter().zip(prompts.iter().map(Vec::as_slice)).collect();
         let capacity = self.cache.room().capacity;
         if let Some((start, prompt)) = spans.iter().find(|(start, prompt)| start + prompt.len() > capacity) {
             let n = prompt.len();
@@ -284,6 +282,7 @@ impl Decoder {
         // The last tokens: what follows attention in the last layer, as in a step.
         self.place(&ends.iter().map(|&end| end as u32 - 1).collect::<Vec<_>>())?;
         self.longest += 1;
+        self.lengths = Some(ends);
         self.launch_after_attention(self.weights.layers.len() - 1)?;
         self.launch_end(&[Part::Products, Part::Rest])
     }

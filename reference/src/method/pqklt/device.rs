@@ -74,7 +74,11 @@ impl TransformedHead {
         }
         Ok(Self {
             codebooks: Pair::new(keys.codebook, CodebookBuf::new(shape, &centroids)?),
-            maps: HeadMaps { keys: columns(&keys.basis)?, queries: columns(&keys.dual)? },
+            maps: HeadMaps {
+                keys: columns(&keys.basis)?,
+                queries: columns(&keys.dual)?,
+                values: columns(&values.basis)?,
+            },
             key_errors: keys.errors,
         })
     }

@@ -188,6 +188,7 @@ impl Codec {
             layers: span.layers.len(),
             capacity: self.capacity,
             tokens: span.tokens.clone(),
+            first_row: span.tokens.start,
             angles: [cos.pointer(), sin.pointer()],
         };
         // SAFETY: the tokens are within the capacity, for which there are rows and angles. All work on them
