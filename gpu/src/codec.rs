@@ -2,11 +2,13 @@
 
 mod decode;
 mod encode;
+mod index;
 mod planes;
 mod transform;
 
 pub use decode::{Decode, DecodeArguments};
 pub use encode::{Encode, EncodeArguments};
+pub use index::{Index, IndexArguments};
 pub use planes::{CodecShape, Planes};
 
 use crate::Error;

@@ -275,7 +275,10 @@ fn coding() {
         let transforms = [shape.transform_program(), shape.tensor_core_program()];
         tiles.into_iter().chain(transforms.into_iter().flatten()).collect::<Vec<_>>()
     });
-    check(|_| [programs.concat(), vec![codec::Encode::join_program()]].concat(), true);
+    check(
+        |_| [programs.concat(), vec![codec::Encode::join_program(), codec::Index::program()]].concat(),
+        true,
+    );
 }
 
 #[test]

@@ -136,7 +136,13 @@ impl FrameInfo {
         let headers = block::tiles(self.channels()).saturating_mul(4).saturating_mul(self.blocks());
         let plane = self.tokens.saturating_mul(row).saturating_add(headers);
         let payload = self.layers.saturating_mul(2).saturating_mul(plane);
-        payload.saturating_add(self.index_len()).saturating_add(HEADER + 4)
+        payload.saturating_add(self.head_len())
+    }
+
+    /// The length in bytes of what precedes the payload of a frame: header, index and its checksum.
+    #[must_use]
+    pub const fn head_len(&self) -> usize {
+        self.index_len().saturating_add(HEADER + 4)
     }
 
     /// Checks all sizes, so that no product of them overflows below.

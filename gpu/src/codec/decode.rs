@@ -105,8 +105,8 @@ impl Decode {
     /// # Errors
     /// [`Error::Argument`] for planes, a frame or ranges that do not match, [`Error::Driver`].
     /// # Safety
-    /// The [contract of a launch](DevicePtr#launches) holds, with every pointer but those to rows aligned to
-    /// 8 bytes. The bytes at `arguments.frame` are those that `frame` was parsed from, **and three bytes
+    /// The [contract of a launch](DevicePtr#launches) holds, with every pointer but those to rows and to the
+    /// frame aligned to 8 bytes. The bytes at `arguments.frame` are those that `frame` was parsed from, **and three bytes
     /// after the last one can be read**: the kernel loads words of four bytes. The words at
     /// `arguments.planes` are those of `planes`. The place maps different tokens to different addresses, and
     /// every page number is that of an existing page.
@@ -117,7 +117,38 @@ impl Decode {
         planes: &Planes,
         arguments: &DecodeArguments,
     ) -> Result<(), Error> {
-        let (a, info) = (arguments, frame.info());
+        self.check(frame.info(), planes, arguments)?;
+        let layers = arguments.layers.clone();
+        for (layer, side) in layers.flat_map(|layer| [(layer, Side::Keys), (layer, Side::Values)]) {
+            let id = planes.ids().get(2 * layer + usize::from(side == Side::Values));
+            if id.copied() != frame.plane_id(layer, side).ok() {
+                return Err(OPERATION.error(format!("layer {layer} was coded under another plane")));
+            }
+        }
+        // SAFETY: the caller's contract.
+        unsafe { self.launch_kernels(stream, frame.info(), planes, arguments) }
+    }
+
+    /// As [`launch`](Self::launch), for a frame that [`Encode`](super::Encode) has coded with these planes and
+    /// [`Index`](super::Index) has given an index: the host knows nothing of it but `info`.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for planes, a frame or ranges that do not match, [`Error::Driver`].
+    /// # Safety
+    /// That of [`launch`](Self::launch), of the bytes that `Index` describes.
+    pub unsafe fn launch_indexed(
+        &self,
+        stream: CUstream,
+        info: &FrameInfo,
+        planes: &Planes,
+        arguments: &DecodeArguments,
+    ) -> Result<(), Error> {
+        self.check(info, planes, arguments)?;
+        // SAFETY: the caller's contract.
+        unsafe { self.launch_kernels(stream, info, planes, arguments) }
+    }
+
+    fn check(&self, info: &FrameInfo, planes: &Planes, a: &DecodeArguments) -> Result<(), Error> {
         if planes.shape(self.shape.element, self.shape.paged) != self.shape {
             return Err(OPERATION.error("planes of another shape than it was compiled for"));
         }
@@ -127,12 +158,18 @@ impl Decode {
         if a.layers.end > info.layers || a.blocks.end > info.blocks() {
             return Err(OPERATION.error("layers or blocks that the frame does not have"));
         }
-        for (layer, side) in a.layers.clone().flat_map(|layer| [(layer, Side::Keys), (layer, Side::Values)]) {
-            let id = planes.ids().get(2 * layer + usize::from(side == Side::Values));
-            if id.copied() != frame.plane_id(layer, side).ok() {
-                return Err(OPERATION.error(format!("layer {layer} was coded under another plane")));
-            }
-        }
+        Ok(())
+    }
+
+    /// # Safety
+    /// That of [`launch`](Self::launch); the arguments have been checked.
+    unsafe fn launch_kernels(
+        &self,
+        stream: CUstream,
+        info: &FrameInfo,
+        planes: &Planes,
+        a: &DecodeArguments,
+    ) -> Result<(), Error> {
         if a.layers.is_empty() || a.blocks.is_empty() {
             return Ok(());
         }

@@ -15,8 +15,11 @@ use crate::{Device, Error, Program};
 const WARPS: usize = 4;
 /// Resident thread blocks per SM, by the launch bounds of the kernel.
 const RESIDENT: usize = 6;
-/// Tiles that a thread block joins: `COUNT` of the kernel.
-const JOINED: usize = 256;
+/// Threads of a block that joins tiles, the most tiles that it joins (`COUNT` of the kernel), and its warps, each of
+/// which copies a tile at a time.
+const JOIN_THREADS: usize = 256;
+const MOST_JOINED: usize = 256;
+const JOIN_WARPS: usize = JOIN_THREADS / LANES;
 
 const OPERATION: Operation = Operation("codec::Encode");
 
@@ -80,9 +83,10 @@ struct JoinKernelArguments {
     capacity: u64,
     tiles: u32,
     slot_bytes: u32,
+    count: u32,
 }
 
-const _: () = assert!(size_of::<JoinKernelArguments>() == 48);
+const _: () = assert!(size_of::<JoinKernelArguments>() == 56);
 
 /// `codec_core::encode_frame` for planes with one step per channel, with the same bytes, except for header,
 /// index and checksums, which the host adds ([`codec_core::assemble_frame`]).
@@ -204,6 +208,8 @@ impl Encode {
             block_tokens: info.block_tokens as u32,
             slot_bytes,
         };
+        // As many blocks as encode at once, if each then has a tile for every warp.
+        let joined = tiles.div_ceil(self.blocks).clamp(JOIN_WARPS, MOST_JOINED);
         let join_arguments = JoinKernelArguments {
             slots: a.slots,
             lengths: a.lengths,
@@ -212,10 +218,11 @@ impl Encode {
             capacity: a.capacity as u64,
             tiles: count,
             slot_bytes,
+            count: joined as u32,
         };
         let units = tiles / info.blocks() * info.blocks().div_ceil(WARPS);
         let tiles_grid = OPERATION.grid(&[("blocks", self.blocks.min(units))])?;
-        let join_grid = OPERATION.grid(&[("blocks", tiles.div_ceil(JOINED))])?;
+        let join_grid = OPERATION.grid(&[("blocks", tiles.div_ceil(joined))])?;
         // SAFETY: the structures are the kernels' arguments; the caller upholds the contract of their
         // pointers.
         unsafe {
@@ -223,7 +230,7 @@ impl Encode {
                 transform.rows_to_coefficients(stream, &rows_of_launch)?;
             }
             self.tiles.launch(stream, tiles_grid, (WARPS * LANES) as u32, false, &encode_arguments)?;
-            self.join.launch(stream, join_grid, JOINED as u32, false, &join_arguments)
+            self.join.launch(stream, join_grid, JOIN_THREADS as u32, false, &join_arguments)
         }
     }
 }

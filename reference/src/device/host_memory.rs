@@ -124,30 +124,6 @@ impl AsRef<[u8]> for PageLocked {
     }
 }
 
-/// Bytes in page-locked memory of the host, to which the device copies at the rate of PCIe.
-pub(crate) struct HostBytes(HostBuffer<u8>);
-
-impl HostBytes {
-    /// Zeros.
-    ///
-    /// # Errors
-    /// [`Error::HostMemory`] when there is no room for them.
-    pub fn zeros(gpu: &Gpu, len: usize) -> Result<Self> {
-        check_available(len)?;
-        let buffer = HostBuffer::new(gpu, len)?;
-        // SAFETY: the memory has just been allocated with that many bytes, and nothing else knows it.
-        unsafe { buffer.address.cast::<u8>().write_bytes(0, len) };
-        Ok(Self(buffer))
-    }
-
-    /// The bytes, which are those of the device once its copies have been waited for.
-    pub fn get(&mut self) -> &mut [u8] {
-        // SAFETY: `zeros` has written all bytes; the device writes them only in copies that its caller waits
-        // for, as with any slice.
-        unsafe { slice::from_raw_parts_mut(self.0.address.cast(), self.0.len) }
-    }
-}
-
 /// A word in page-locked memory of the host that kernels write.
 pub(crate) struct HostWord(HostBuffer<u32>);
 

@@ -1,6 +1,5 @@
 //! Memory of the device, owned here.
 
-use std::ops::Range;
 use std::sync::Arc;
 
 use cudarc::driver::sys::CUresult;
@@ -130,32 +129,15 @@ impl<T: Copy> Buffer<T> {
 
     /// The first elements, as many as `out` has, after all work on the stream.
     pub fn read_into(&self, gpu: &Gpu, out: &mut [T]) -> Result<()> {
-        self.begin_read(gpu, 0, out)?;
-        gpu.synchronize()
-    }
-
-    /// The elements of several ranges, one behind the other, after all work on the stream.
-    pub fn read_ranges(&self, gpu: &Gpu, ranges: &[Range<usize>], mut out: &mut [T]) -> Result<()> {
-        for range in ranges {
-            let (part, rest) = out
-                .split_at_mut_checked(range.len())
-                .ok_or_else(|| Error::argument("ranges of more elements than there is room for"))?;
-            self.begin_read(gpu, range.start, part)?;
-            out = rest;
-        }
-        gpu.synchronize()
-    }
-
-    /// Begins to copy elements to the host: they are there once the stream has been waited for.
-    fn begin_read(&self, gpu: &Gpu, at: usize, out: &mut [T]) -> Result<()> {
-        let end = at.saturating_add(out.len());
+        let end = out.len();
         if end > self.len {
             return Err(Error::Argument(format!("elements to {end} of a buffer of {}", self.len)));
         }
         self.context.bind_to_thread().map_err(|e| driver("use device on this thread", e))?;
         // SAFETY: the buffer has as many elements; they are all plain numbers.
-        unsafe { result::memcpy_dtoh_async(out, self.pointer.offset(at).address(), gpu.stream()) }
-            .map_err(|e| driver("copy to the host", e))
+        unsafe { result::memcpy_dtoh_async(out, self.pointer.address(), gpu.stream()) }
+            .map_err(|e| driver("copy to the host", e))?;
+        gpu.synchronize()
     }
 }
 

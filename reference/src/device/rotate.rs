@@ -8,14 +8,15 @@ use kv_gpu::{AnyElement, DevicePtr, Element, Grid, Kernel};
 use super::{Gpu, programs};
 use crate::Result;
 
-/// Threads of a block, and blocks of a layer.
+/// Threads of a block, and most blocks of a layer.
 const THREADS: u32 = 256;
-const BLOCKS: usize = 64;
+const BLOCKS: usize = 1024;
 
 /// Rotates keys of several layers.
 pub(super) struct Rotate {
     kernel: Kernel,
     heads: usize,
+    head_dim: usize,
 }
 
 /// To its position, or back to before RoPE.
@@ -61,7 +62,7 @@ impl Rotate {
     /// Compiles the kernel.
     pub fn new(gpu: &Gpu, element: Element, heads: usize, head_dim: usize) -> Result<Self> {
         let kernel = gpu.device.kernel(&programs::prompt(element, head_dim), "rotate", 0)?;
-        Ok(Self { kernel, heads })
+        Ok(Self { kernel, heads, head_dim })
     }
 
     /// Launches the rotation on a stream.
@@ -84,7 +85,8 @@ impl Rotate {
                 Direction::Back => -1.0,
             },
         };
-        let grid = Grid::new([BLOCKS, keys.layers, 1])?;
+        let threads = keys.tokens.len() * self.heads * (self.head_dim / 16); // of 16 components each
+        let grid = Grid::new([threads.div_ceil(THREADS as usize).clamp(1, BLOCKS), keys.layers, 1])?;
         // SAFETY: the structure is the kernel's argument; the caller's contract.
         Ok(unsafe { self.kernel.launch(stream, grid, THREADS, false, &arguments) }?)
     }

@@ -2,9 +2,11 @@
 //
 // CPU twin: codec_core::encode_frame. There is no compile-time shape.
 //
-// Launch: grid ceil(tiles / COUNT), 256 threads. A block owns COUNT = 256 tiles; a warp copies a tile at a time. Each
-// block sums the lengths of all tiles before its own, so that no scan kernel is needed. The floor is reading and
-// writing the payload.
+// Launch: grid ceil(tiles / count), 256 threads. A block owns `count` tiles, at most COUNT = 256; a warp copies a tile at
+// a time. Each block sums the lengths of all tiles before its own, so that no scan kernel is needed. The floor is
+// reading and writing the payload.
+//
+// N.B. With 256 tiles a block whatever their number, the 2,048 tiles of a layer's 8,192 tokens took 672 us in 8 blocks.
 #include "warp.cuh"
 
 constexpr int THREADS = 256, COUNT = THREADS;
@@ -15,14 +17,14 @@ struct Arguments {
     u8* payload;
     u64* payload_bytes; // written, even if it exceeds `capacity`
     u64 capacity;       // of the payload, in bytes; blocks whose tiles do not fit write nothing
-    u32 tiles, slot_bytes;
+    u32 tiles, slot_bytes, count;
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS) codec_join(Arguments a) {
     __shared__ u64 sums[THREADS / LANES];
     __shared__ u64 starts[COUNT + 1]; // in units of two bytes
     const int lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
-    const u32 first = blockIdx.x * COUNT, count = min(a.tiles - first, COUNT);
+    const u32 first = blockIdx.x * a.count, count = min(a.tiles - first, a.count);
     u64 before = 0;
     for (u32 i = threadIdx.x; i < first; i += THREADS) before += a.lengths[i];
 #pragma unroll
@@ -47,6 +49,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) codec_join(Arguments a) {
         const u16* from = (const u16*)(a.slots + (u64)(first + tile) * a.slot_bytes);
         u16* to = (u16*)a.payload + starts[tile];
         const u32 length = (u32)(starts[tile + 1] - starts[tile]);
+#pragma unroll 8
         for (u32 i = lane; i < length; i += LANES) to[i] = from[i];
     }
 }

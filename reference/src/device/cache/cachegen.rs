@@ -74,7 +74,12 @@ impl CacheGenCache {
     fn code(&mut self, gpu: &Gpu, span: Span) -> Result<()> {
         let sinks = self.window.sinks;
         let tokens = sinks + span.tokens.start..sinks + span.tokens.end;
-        self.stream_bytes += self.codec.code(gpu, Span { tokens, ..span })?;
+        self.codec.code(gpu, &Span { tokens, ..span })
+    }
+
+    /// Counts the bits of what has been coded, after waiting for it.
+    fn count_bits(&mut self, gpu: &Gpu) -> Result<()> {
+        self.stream_bytes += self.codec.finish(gpu)?;
         Ok(())
     }
 
@@ -146,6 +151,7 @@ impl DeviceCache for CacheGenCache {
                     self.coded[sequence] = end;
                 }
             }
+            self.count_bits(gpu)?;
         }
         self.furthest.iter_mut().for_each(|position| *position += 1);
         Ok(())
@@ -187,8 +193,8 @@ impl ChunkCache for CacheGenCache {
         self.code(gpu, Span { sequence: chunk.sequence, layers: layer..layer + 1, tokens })
     }
 
-    fn settle(&mut self, _gpu: &Gpu, lengths: &[usize]) -> Result<()> {
+    fn settle(&mut self, gpu: &Gpu, lengths: &[usize]) -> Result<()> {
         self.restart(lengths);
-        Ok(())
+        self.count_bits(gpu)
     }
 }
