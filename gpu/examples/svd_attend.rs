@@ -30,6 +30,7 @@ fn main() -> Result<()> {
         capacity: n,
         keys: keys.pointer.cast(),
         values: values.pointer.cast(),
+        pages: None,
         queries: queries.pointer.cast(),
         lengths: lengths.pointer,
         key_ranks: key_ranks.pointer,

@@ -201,7 +201,8 @@ fn attention_on_ragged_ranks() {
     let shapes =
         [64, 128].map(|dim| [Element::F16, Element::Bf16].map(|element| svd::AttendShape { dim, element }));
     let shapes = shapes.concat();
-    check(|_| shapes.iter().map(|shape| shape.program().unwrap()).collect(), true);
+    let both = |shape: &svd::AttendShape| [shape.program().unwrap(), shape.paged_program().unwrap()];
+    check(|_| shapes.iter().flat_map(both).collect(), true);
     for (architecture, capability) in CAPABILITIES {
         for &shape in &shapes {
             let program = svd::Prefill::program(shape, capability).unwrap();

@@ -6,6 +6,7 @@ mod common;
 
 use common::{Buffer, Random, SIDES, device, from_element, relative_error, to_element};
 use half::{bf16, f16};
+use kv_gpu::pq::Pages;
 use kv_gpu::svd::{Attend, AttendArguments, AttendShape};
 use kv_gpu::{Device, Element, Error};
 use svd_core::{Attention, Backend, ExactTokens, Rows, SoftmaxStats, attend_exact_into_with};
@@ -50,7 +51,7 @@ fn run(device: &Device, random: &mut Random, batches: &[usize], capacities: &[us
     let workspace = Buffer::new(device, &vec![0_u8; attend.workspace_len(batch, heads, group)]);
     let scale = 1.0 / (dim as f32).sqrt();
     let pdl = random.below(2) == 1;
-    let launch = || {
+    let rows = |attend: &Attend, rows: [&Buffer<u16>; 2], capacity: usize, pages: Option<Pages>| {
         let out = Buffer::new(device, &vec![u16::MAX; batch * heads * group * dim]); // NaN
         let log_sum_exp = Buffer::new(device, &vec![f32::NAN; batch * heads * group]);
         let arguments = AttendArguments {
@@ -58,8 +59,9 @@ fn run(device: &Device, random: &mut Random, batches: &[usize], capacities: &[us
             heads,
             group,
             capacity,
-            keys: stored_there[0].pointer().cast(),
-            values: stored_there[1].pointer().cast(),
+            keys: rows[0].pointer().cast(),
+            values: rows[1].pointer().cast(),
+            pages,
             queries: queries_there.pointer().cast(),
             lengths: lengths_there.pointer(),
             key_ranks: ranks_there[0].pointer(),
@@ -80,8 +82,38 @@ fn run(device: &Device, random: &mut Random, batches: &[usize], capacities: &[us
         unsafe { attend.launch(device.stream().cu_stream(), &arguments) }.unwrap();
         (out.read(), log_sum_exp.read().iter().map(|x| x.to_bits()).collect::<Vec<u32>>())
     };
+    let launch = || rows(&attend, stored_there.each_ref(), capacity, None);
     let (out, log_sum_exp) = launch();
     assert!(launch() == (out.clone(), log_sum_exp.clone()), "two runs differ");
+
+    // The same rows in pages, in any order and with pages between them that nobody reads, give the same bytes.
+    let page = random.pick(&[16, 48, 64]);
+    let max_pages = capacity.div_ceil(page);
+    let mut table: Vec<u32> = (0..2 * (batch * max_pages) as u32).collect();
+    (1..table.len()).rev().for_each(|i| table.swap(i, random.below(i + 1)));
+    let paged = SIDES.map(|side| {
+        let (side, total) = (side as usize, 2 * batch * max_pages);
+        let mut pages = vec![u16::MAX; total * page * sums[side]]; // NaN
+        for (sequence, head) in (0..batch).flat_map(|sequence| (0..heads).map(move |head| (sequence, head))) {
+            let (rank, offset) = (ranks[side][head] as usize, offsets[side][head] as usize);
+            let from = sequence * capacity * sums[side] + capacity * offset;
+            for token in 0..lengths[sequence] as usize {
+                let number = table[sequence * max_pages + token / page] as usize;
+                let to = number * page * sums[side] + page * offset + token % page * rank;
+                let row = bits(&stored[side][from + token * rank..][..rank]);
+                pages[to..to + rank].copy_from_slice(&row);
+            }
+        }
+        Buffer::new(device, &pages)
+    });
+    let table = Buffer::new(device, &table);
+    let pages = Pages { table: table.pointer(), max_pages };
+    let attend = Attend::paged(device, shape).unwrap();
+    let in_pages = rows(&attend, paged.each_ref(), page, Some(pages));
+    assert!(
+        in_pages == (out.clone(), log_sum_exp.clone()),
+        "{shape:?}: pages of {page}, lengths {lengths:?}"
+    );
 
     let tolerance = TOLERANCES.iter().find(|(e, _)| *e == element).unwrap().1;
     for pair in 0..batch * heads {

@@ -3,7 +3,7 @@
 // CPU twin: svd_core::attend_exact_into. Source: ZACK, 5.1 and 5.3, with work split over tokens as well as heads.
 //
 // Compile-time shape: DIM (64 or 128; no rank is above it), ELEMENT (1 for f16, 2 for bf16), WARPS (12 for DIM 128 and
-// 16 for DIM 64: registers limit it), SHARED_BYTES. Ranks are multiples of 8 and are read on the device.
+// 16 for DIM 64: registers limit it), SHARED_BYTES, PAGED or not. Ranks are multiples of 8 and are read on the device.
 //
 // Launch: grid (blocks, slices) with about one block per multiprocessor in total; WARPS warps per block. A block serves
 // QUERIES = 8 query heads of a group; a larger group has several slices, which is blockIdx.y. The entries of the work
@@ -61,9 +61,11 @@ struct Arguments {
     u16* out;                         // element [sequence][head][query of group][DIM]; only the value rank is written
     float* log_sum_exp;               // [sequence][head][query of group], or null
     u64 key_rank_sum, value_rank_sum; // over all heads
-    u64 capacity;                     // tokens per sequence that the buffers have room for
+    u64 capacity;                     // tokens per sequence (PAGED: of a page) that the buffers have room for
     u32 batch, heads, group;
-    float scale; // factor of the scores, times log2(e)
+    float scale;      // factor of the scores, times log2(e)
+    const u32* pages; // PAGED: [sequence][max_pages]: in keys and values, a page takes the place of a sequence
+    u32 max_pages;
 };
 
 extern __shared__ __align__(16) float shared[];
@@ -135,22 +137,80 @@ __device__ __forceinline__ u32 word_of(const uint4& words, int i) {
     return i == 0 ? words.x : i == 1 ? words.y : i == 2 ? words.z : words.w;
 }
 
+// Where a head of a sequence has its keys and values. A tile of 16 tokens is in one page.
+struct Head {
+    const Arguments& a;
+    const u16 *keys, *values; // PAGED: of page 0
+    u32 key_rank, value_rank;
+#ifdef PAGED
+    u32 first_page; // of the sequence in the table
+    u32 page, next; // numbers of the pages of this tile and of the warp's next one, which is on its way
+    static constexpr bool AHEAD = DIM == 128;
+#endif
+
+    __device__ __forceinline__ Head(const Arguments& a, u32 sequence, u32 head) : a(a) {
+        key_rank = a.key_ranks[head], value_rank = a.value_ranks[head];
+        keys = a.keys + a.capacity * a.key_offsets[head], values = a.values + a.capacity * a.value_offsets[head];
+#ifdef PAGED
+        first_page = sequence * a.max_pages;
+#else
+        keys += sequence * a.capacity * a.key_rank_sum, values += sequence * a.capacity * a.value_rank_sum;
+#endif
+    }
+
+#ifdef PAGED
+    __device__ __forceinline__ u32 page_of(u32 tile) const { return tile / ((u32)a.capacity / TILE); }
+    __device__ __forceinline__ u32 load_page(u32 tile) const { return __ldg(a.pages + first_page + page_of(tile)); }
+#endif
+
+    // Called with the warp's first tile, then with each next one, before their rows are used. Page numbers are loaded a
+    // tile ahead, but for DIM 64, where no register is free for that and more warps wait for each other's loads.
+    __device__ __forceinline__ void begin(u32 tile, u32 tile_end) {
+#ifdef PAGED
+        if (AHEAD && tile < tile_end) next = load_page(tile);
+        if (tile < tile_end) advance(tile, tile_end);
+#endif
+    }
+    __device__ __forceinline__ void advance(u32 tile, u32 tile_end) {
+#ifdef PAGED
+        page = AHEAD ? next : load_page(tile);
+        if (AHEAD && tile + WARPS < tile_end) next = load_page(tile + WARPS);
+#endif
+    }
+
+    // The rows of a tile, less those of all tokens before its page.
+    __device__ __forceinline__ const u16* keys_of(u32 tile) const {
+#ifdef PAGED
+        return keys + a.capacity * (page * a.key_rank_sum - (u64)page_of(tile) * key_rank);
+#else
+        return keys;
+#endif
+    }
+    __device__ __forceinline__ const u16* values_of(u32 tile) const {
+#ifdef PAGED
+        return values + a.capacity * (page * a.value_rank_sum - (u64)page_of(tile) * value_rank);
+#else
+        return values;
+#endif
+    }
+};
+
 // Attends to the block's part of an entry. Each warp writes a result row per query to shared memory, for `reduce`.
 __device__ __forceinline__ void attend_entry(const Arguments& a, Work& work) {
     const int warp = threadIdx.x / LANES, lane = threadIdx.x % LANES, g = lane / 4, l = lane % 4;
     const u32 sequence = work.entry / a.heads, head = work.entry % a.heads, length = a.lengths[sequence];
-    const u32 key_rank = a.key_ranks[head], value_rank = a.value_ranks[head];
+    Head rows(a, sequence, head);
+    const u32 key_rank = rows.key_rank, value_rank = rows.value_rank;
     const u32 tile_cost = Units{a}.tile_cost(head);
     // A tile belongs to the block whose range contains the tile's first unit.
     const u32 tile_end = tiles_before(work.to, tile_cost);
     u32 tile = tiles_before(work.from, tile_cost) + warp;
-    const u16* keys = a.keys + sequence * a.capacity * a.key_rank_sum + a.capacity * a.key_offsets[head];
-    const u16* values = a.values + sequence * a.capacity * a.value_rank_sum + a.capacity * a.value_offsets[head];
+    rows.begin(tile, tile_end);
 
     Tile loaded;
     if (tile < tile_end) {
-        loaded.load_keys(keys, key_rank, tile * TILE, length, g, l);
-        loaded.load_values(values, value_rank, tile * TILE, length, g, l);
+        loaded.load_keys(rows.keys_of(tile), key_rank, tile * TILE, length, g, l);
+        loaded.load_values(rows.values_of(tile), value_rank, tile * TILE, length, g, l);
     }
 
     if (threadIdx.x == 0) work.find_sharers(); // divisions, hidden behind the first loads
@@ -188,7 +248,10 @@ __device__ __forceinline__ void attend_entry(const Arguments& a, Work& work) {
             mma_m16n8k16(scores, even, query[j][0], query[j][1]);
             mma_m16n8k16(scores, odd, query[j][2], query[j][3]);
         }
-        if (more) loaded.load_keys(keys, key_rank, tile * TILE, length, g, l);
+        if (more) {
+            rows.advance(tile, tile_end);
+            loaded.load_keys(rows.keys_of(tile), key_rank, tile * TILE, length, g, l);
+        }
 
 #pragma unroll
         for (int t = 0; t < 4; t++) {
@@ -230,7 +293,7 @@ __device__ __forceinline__ void attend_entry(const Arguments& a, Work& work) {
                     }
                     mma_m16n8k16(sums[j * 4 + i], operand, b0, b1);
                 }
-        if (more) loaded.load_values(values, value_rank, tile * TILE, length, g, l);
+        if (more) loaded.load_values(rows.values_of(tile), value_rank, tile * TILE, length, g, l);
     }
 
 #pragma unroll

@@ -4,10 +4,12 @@ use crate::compile::source;
 use crate::device::Kernel;
 use crate::launch::Operation;
 use crate::pointer::{AnyElement, DevicePtr};
+use crate::pq::Pages;
 use crate::{Device, Element, Error, Program};
 
-/// Query heads of a block: `QUERIES` of the kernel.
+/// Query heads of a block, and tokens of a tile: `QUERIES` and `TILE` of the kernel.
 const QUERIES: usize = 8;
+const TILE: usize = 16;
 
 /// Compile-time shape of [`Attend`] and [`Prefill`](super::Prefill).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -60,6 +62,14 @@ impl AttendShape {
         ];
         Ok(Program::new(source!("svd_attend.cu"), &defines))
     }
+
+    /// The kernel for keys and values in pages.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`].
+    pub fn paged_program(&self) -> Result<Program, Error> {
+        Ok(self.program()?.define_if(true, "PAGED"))
+    }
 }
 
 const OPERATION: Operation = Operation("svd::Attend");
@@ -73,12 +83,14 @@ pub struct AttendArguments {
     pub heads: usize,
     /// Number of query heads per key/value head.
     pub group: usize,
-    /// Capacity of a sequence in tokens.
+    /// Capacity of a page (or of a sequence, without pages) in tokens; of a page a multiple of 16.
     pub capacity: usize,
-    /// Elements (batch, heads, capacity, key rank of the head).
+    /// Elements (pages or batch, heads, capacity, key rank of the head).
     pub keys: DevicePtr<AnyElement>,
-    /// Elements (batch, heads, capacity, value rank of the head).
+    /// Elements (pages or batch, heads, capacity, value rank of the head).
     pub values: DevicePtr<AnyElement>,
+    /// The page table, given exactly if the kernel is [for pages](Attend::paged).
+    pub pages: Option<Pages>,
     /// Elements (batch, heads, group, dim): projected queries, read up to the key rank of the head.
     pub queries: DevicePtr<AnyElement>,
     /// `u32` (batch,): the length of each sequence in tokens. The kernel reads them, so that a captured graph
@@ -136,9 +148,11 @@ struct KernelArguments {
     heads: u32,
     group: u32,
     scale: f32,
+    pages: Option<DevicePtr<u32>>,
+    max_pages: u32,
 }
 
-const _: () = assert!(size_of::<KernelArguments>() == 136);
+const _: () = assert!(size_of::<KernelArguments>() == 152);
 
 /// Decode attention with two ranks per head: `svd_core::attend_exact_into` for a ragged batch.
 ///
@@ -152,6 +166,7 @@ const _: () = assert!(size_of::<KernelArguments>() == 136);
 pub struct Attend {
     kernel: Kernel,
     shape: AttendShape,
+    is_paged: bool,
     sm_count: usize,
 }
 
@@ -161,9 +176,22 @@ impl Attend {
     /// # Errors
     /// [`Error::Unsupported`], [`Error::NoNvrtc`], [`Error::Compile`] or [`Error::Driver`].
     pub fn new(device: &Device, shape: AttendShape) -> Result<Self, Error> {
-        let kernel = device.kernel(&shape.program()?, "svd_attend", shape.shared_bytes())?;
+        Self::of(device, shape, &shape.program()?, false)
+    }
+
+    /// Compiles the kernel for a shape, with keys and values in pages of a multiple of 16 tokens. The same
+    /// rows give the bytes that they give without pages.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    pub fn paged(device: &Device, shape: AttendShape) -> Result<Self, Error> {
+        Self::of(device, shape, &shape.paged_program()?, true)
+    }
+
+    fn of(device: &Device, shape: AttendShape, program: &Program, is_paged: bool) -> Result<Self, Error> {
+        let kernel = device.kernel(program, "svd_attend", shape.shared_bytes())?;
         let kernel = kernel.prefer_l1(shape.threads())?;
-        Ok(Self { kernel, shape, sm_count: device.sm_count() })
+        Ok(Self { kernel, shape, is_paged, sm_count: device.sm_count() })
     }
 
     /// Blocks of a slice of a group, and slices.
@@ -193,17 +221,26 @@ impl Attend {
     /// [`Error::Argument`] for sizes that do not fit, [`Error::Driver`].
     /// # Safety
     /// The [contract of a launch](DevicePtr#launches) holds, with every pointer aligned to 16 bytes. Lengths
-    /// do not exceed the capacity, ranks are multiples of 8 from 8 to `dim`, and offsets and sums match the
-    /// ranks: the kernel does not clamp them. The workspace was zeroed before the first launch with this
+    /// do not exceed the tokens that a sequence or its pages have room for, every page number is that of an
+    /// existing page, ranks are multiples of 8 from 8 to `dim`, and offsets and sums match the ranks: the
+    /// kernel does not clamp them. The workspace was zeroed before the first launch with this
     /// group, and no other launch uses it at the same time.
     pub unsafe fn launch(&self, stream: CUstream, arguments: &AttendArguments) -> Result<(), Error> {
         let a = arguments;
         if a.batch == 0 || a.heads == 0 || a.group == 0 {
             return Ok(());
         }
+        if self.is_paged != a.pages.is_some() {
+            return Err(OPERATION.error("pages are given exactly when it is compiled for them"));
+        }
+        if a.pages.is_some() && (a.capacity == 0 || !a.capacity.is_multiple_of(TILE)) {
+            return Err(OPERATION.error("pages that do not have a multiple of 16 tokens"));
+        }
+        let max_pages = a.pages.map_or(1, |pages| pages.max_pages);
         // The kernel counts work in 32 bits: at most 128 units per tile, and 3,000 per head of a sequence.
         let entries = a.batch.saturating_mul(a.heads);
-        let units = entries.saturating_mul(a.capacity.div_ceil(16).saturating_mul(128).saturating_add(3000));
+        let tiles = a.capacity.div_ceil(TILE).saturating_mul(max_pages);
+        let units = entries.saturating_mul(tiles.saturating_mul(128).saturating_add(3000));
         OPERATION.in_32_bits("units of work (128 for 16 tokens of a head, 3,000 for the head)", units)?;
         if a.group > 16 {
             return Err(OPERATION.error("more than 16 query heads per key/value head"));
@@ -231,6 +268,8 @@ impl Attend {
             heads: a.heads as u32,
             group: a.group as u32,
             scale: a.scale * std::f32::consts::LOG2_E,
+            pages: a.pages.map(|pages| pages.table),
+            max_pages: OPERATION.in_32_bits("pages", max_pages)?,
         };
         // SAFETY: the structure is the kernel's argument; the caller upholds the contract of its pointers.
         unsafe { self.kernel.launch(stream, grid, self.shape.threads(), a.pdl, &kernel_arguments) }

@@ -65,6 +65,7 @@ fn time(watch: &Stopwatch, load: &str, lengths: &[u32], ranks: &[[u32; HEADS]; 2
         capacity,
         keys: watch.pointer(&stored[0]).cast(),
         values: watch.pointer(&stored[1]).cast(),
+        pages: None,
         queries: watch.pointer(&queries_there).cast(),
         lengths: watch.pointer(&lengths_there),
         key_ranks: watch.pointer(&ranks_there[0]),
