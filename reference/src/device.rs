@@ -28,8 +28,8 @@ use cudarc::driver::{CudaGraph, CudaStream, DriverError, result, sys};
 pub use kv_gpu::Element;
 
 pub use cache::{
-    CacheGenCache, Chunk, DenseCache, DeviceCache, HybridCache, Int4Cache, MillionCache, PqCache, Room,
-    ZackCache, method_cache,
+    CacheGenCache, Chunk, DenseCache, DeviceCache, HybridCache, Int4Cache, MillionCache, PagedCache, PqCache,
+    Room, ZackCache, method_cache,
 };
 pub use host_memory::PageLocked;
 pub use load::{FRAMES, Loader, Stages, StreamTarget};

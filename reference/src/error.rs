@@ -73,6 +73,22 @@ pub enum Error {
         /// What stands against it.
         reason: String,
     },
+    /// The pages of a cache on a device do not suffice for the tokens that its sequences are to have.
+    #[cfg(feature = "cuda")]
+    #[error(
+        "{needed} more pages of {page} tokens are needed, and {free} of {pages} are free: end a sequence, or give \
+         the pool more tokens (pool=)"
+    )]
+    Pages {
+        /// Pages that are missing.
+        needed: usize,
+        /// Pages that no sequence has.
+        free: usize,
+        /// All pages.
+        pages: usize,
+        /// Tokens of a page.
+        page: usize,
+    },
     /// The host has no room for rows that the device reads.
     #[cfg(feature = "cuda")]
     #[error("{bytes} bytes of host memory: {reason}")]

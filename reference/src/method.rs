@@ -15,6 +15,7 @@ mod million;
 mod offload;
 #[cfg(feature = "cuda")]
 mod on_device;
+mod paged;
 mod pq_code;
 mod pqklt;
 mod registry;
@@ -47,6 +48,8 @@ pub(crate) use kind::{Bitstream, Retrieval};
 use kind::{Kind, Site};
 #[cfg(feature = "cuda")]
 pub(crate) use offload::RowHome;
+#[cfg(feature = "cuda")]
+pub(crate) use paged::PagedMemory;
 #[cfg(feature = "cuda")]
 pub(crate) use pqklt::TransformedHead;
 pub use registry::{DEFAULT_METHODS, methods_help};

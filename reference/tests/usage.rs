@@ -91,6 +91,10 @@ fn refusals_name_the_option_and_the_way_out() {
             &["generate", "a", "--method", "hybrid:rows-on=device", "--device", "cpu"],
             "method hybrid: `rows-on=device` has no effect on the CPU",
         ),
+        (
+            &["compare", "--methods", "dense:pages=64", "--device", "cpu"],
+            "method dense: `pages` has no effect on the CPU",
+        ),
         (&["compare", "--json", "/nonexistent/x.json"], "--json: /nonexistent/x.json: "),
         (&["calibrate", "/nonexistent/p"], "FILE: /nonexistent/p: "),
         (&["logits", "--tokens", "1", "--model", "no-one/no-model"], "`kv fetch hf no-one/no-model`"),

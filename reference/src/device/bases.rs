@@ -74,7 +74,7 @@ pub(super) struct TurnedRows {
 /// Rows of keys of several tokens.
 #[derive(Clone, Copy)]
 pub(super) enum Place {
-    /// A sequence each: `u32` (tokens,) rows.
+    /// `u32` (tokens,): rows of the first head, as [`Sequences`](super::cache::Sequences) has them.
     Slots(DevicePtr<u32>),
     /// One sequence, from this row on.
     From(usize),
@@ -87,14 +87,13 @@ struct Arguments {
     keys: DevicePtr<AnyElement>,
     maps: DevicePtr<u16>,
     slots: Option<DevicePtr<u32>>,
-    key_stride: u64,
     tokens: u32,
     heads: u32,
     capacity: u32,
     first: u32,
 }
 
-const _: () = assert!(size_of::<Arguments>() == 56);
+const _: () = assert!(size_of::<Arguments>() == 48);
 
 /// Maps of a head: of queries, keys and values.
 const MAPS: usize = 3;
@@ -132,16 +131,15 @@ impl Bases {
     /// The rows exist, and nothing else uses them at the same time.
     pub(super) unsafe fn turn(&self, gpu: &Gpu, layer: usize, rows: &TurnedRows) -> Result<()> {
         let TurnedRows { queries, keys, capacity, tokens, place } = *rows;
-        let (slots, first, key_stride) = match place {
-            Place::Slots(slots) => (Some(slots), 0, self.heads * capacity * self.head_dim),
-            Place::From(first) => (None, first, 0),
+        let (slots, first) = match place {
+            Place::Slots(slots) => (Some(slots), 0),
+            Place::From(first) => (None, first),
         };
         let arguments = Arguments {
             queries,
             keys,
             maps: self.maps_of(layer),
             slots,
-            key_stride: key_stride as u64,
             tokens: tokens as u32,
             heads: self.heads as u32,
             capacity: capacity as u32,
@@ -172,7 +170,6 @@ impl Bases {
                 keys: of_side,
                 maps: self.maps_of(layer).offset((1 + side) * self.head_dim * self.head_dim),
                 slots: None,
-                key_stride: 0,
                 tokens: chunk.count as u32,
                 heads: self.heads as u32,
                 capacity: rows.capacity as u32,

@@ -3,10 +3,14 @@
 mod cachegen;
 mod codes;
 mod dense;
+mod full_rank;
 mod hybrid;
 mod int4;
 mod million;
+mod paged;
+mod pages;
 mod pqcache;
+mod prompt_rows;
 mod row_store;
 mod span;
 mod step_budget;
@@ -14,6 +18,7 @@ mod turns;
 mod window;
 mod zack;
 
+use kv_gpu::pq::Pages;
 use kv_gpu::{AnyElement, DevicePtr, Element};
 
 pub use cachegen::CacheGenCache;
@@ -22,6 +27,7 @@ pub use dense::DenseCache;
 pub use hybrid::HybridCache;
 pub use int4::Int4Cache;
 pub use million::MillionCache;
+pub use paged::PagedCache;
 pub use pqcache::PqCache;
 pub use zack::ZackCache;
 
@@ -39,7 +45,7 @@ pub struct Sequences {
     pub(crate) tokens: Buffer<u32>,        // to be fed next
     pub(crate) positions: Buffer<u32>,     // of these tokens
     pub(crate) running: Buffer<u32>,       // 0 once a sequence has ended
-    pub(crate) slots: Buffer<u32>,         // rows that these tokens take among the exact ones
+    pub(crate) slots: Buffer<u32>,         // rows that they take among all exact ones, for the first head
     pub(crate) exact_lengths: Buffer<u32>, // exact tokens, these included
     pub(crate) coded_lengths: Buffer<u32>, // tokens that are not exact
 }
@@ -63,14 +69,14 @@ impl Chunk {
     }
 }
 
-/// Rows of a layer's exact tokens: elements (batch, heads, capacity, head_dim).
+/// Rows of a layer's exact tokens: elements (pages or batch, heads, capacity, head_dim).
 #[derive(Clone, Copy)]
 pub struct Rows {
     /// Keys, rotated.
     pub keys: DevicePtr<AnyElement>,
     /// Values.
     pub values: DevicePtr<AnyElement>,
-    /// Rows of a head.
+    /// Rows of a head, of a sequence or of a page.
     pub capacity: usize,
 }
 
@@ -97,6 +103,11 @@ pub trait DeviceCache: ChunkCache {
     /// Room for the tokens of a sequence.
     fn room(&self) -> Room;
 
+    /// The page table of [`Self::rows`]; none where a sequence is a page.
+    fn pages(&self) -> Option<Pages> {
+        None
+    }
+
     /// The bases in which it takes rotated queries and keys, of steps and of chunks; none for the model's.
     fn bases(&self) -> Option<&Bases> {
         None
@@ -121,9 +132,18 @@ pub trait DeviceCache: ChunkCache {
     /// [`Error::Device`].
     fn clear(&mut self, gpu: &Gpu) -> Result<()>;
 
+    /// Makes one sequence empty, for others to have its memory. It stands still until the next prompts.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for a cache without pages; [`Error::Device`].
+    fn end(&mut self, _gpu: &Gpu, _sequence: usize) -> Result<()> {
+        Err(no_pages())
+    }
+
     /// Work before a step that is no part of its graph, such as encoding what leaves the window.
     ///
     /// # Errors
+    /// [`Error::Pages`] where there is no page for a sequence's next token: nothing has changed then;
     /// [`Error::Device`].
     fn before_step(&mut self, _gpu: &Gpu, _sequences: &Sequences) -> Result<()> {
         Ok(())
@@ -185,6 +205,14 @@ pub trait DeviceCache: ChunkCache {
 
 /// The part of a cache that takes prompts, many tokens at a time.
 pub trait ChunkCache {
+    /// Takes memory for sequences of these lengths, before prompts that end with them.
+    ///
+    /// # Errors
+    /// [`Error::Pages`] where there is not enough: nothing has changed then; [`Error::Device`].
+    fn reserve(&mut self, _gpu: &Gpu, _lengths: &[usize]) -> Result<()> {
+        Ok(())
+    }
+
     /// Rows (heads, capacity, head_dim) of all tokens of a chunk's sequence up to the chunk's end, those
     /// before the chunk as the method keeps them, or as they were computed. The decoder then writes the
     /// chunk's rotated keys and its values, lets its queries attend to the rows, and calls [`Self::append`].
@@ -207,6 +235,12 @@ pub trait ChunkCache {
         false
     }
 
+    /// Whether [`DeviceCache::rows`] have every token, so that [`Self::settle`] may follow steps, too: nothing
+    /// of what they have written is still to be stored.
+    fn is_exact(&self) -> bool {
+        self.has_rows_of_all()
+    }
+
     /// Takes the chunk's tokens from the rows that [`Self::chunk_rows`] has given, after attention.
     ///
     /// # Errors
@@ -218,6 +252,11 @@ pub trait ChunkCache {
     /// # Errors
     /// [`Error::Device`].
     fn settle(&mut self, gpu: &Gpu, lengths: &[usize]) -> Result<()>;
+}
+
+/// That a cache cannot end a sequence.
+fn no_pages() -> Error {
+    Error::argument("one sequence ends before the others only in a cache with pages (pages=)")
 }
 
 /// Refuses more tokens than kernels count.
@@ -246,7 +285,10 @@ pub fn method_cache(
     let _purpose = Allocating::new("caches");
     let method = method.fitted(config)?;
     if method.is_dense() {
-        return Ok(Box::new(DenseCache::new(gpu, config, element, batch, capacity)?));
+        return Ok(match method.device_pages() {
+            Some(pages) => Box::new(PagedCache::new(gpu, config, element, pages, batch, capacity)?),
+            None => Box::new(DenseCache::new(gpu, config, element, batch, capacity)?),
+        });
     }
     let window = method.window();
     if let Some(retrieval) = method.device_retrieval(config)? {
@@ -297,8 +339,10 @@ pub fn method_cache(
         (profile.map(|profile| method.codebooks(config, profile)).transpose()?, None)
     };
     let quantizers = codes.quantizers;
-    let cache =
-        MillionCache::new(gpu, config, element, quantizers, codebooks, bases, window, batch, capacity)?;
+    let pages = method.device_pages();
+    let cache = MillionCache::new(
+        gpu, config, element, quantizers, codebooks, bases, window, pages, batch, capacity,
+    )?;
     Ok(Box::new(cache))
 }
 

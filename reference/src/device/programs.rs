@@ -34,6 +34,11 @@ pub(crate) fn leaving() -> Program {
     Program::own("leaving.cu", include_str!("kernels/leaving.cu"), HEADERS, &[])
 }
 
+/// `copy` of the rows of pages.
+pub(crate) fn pages() -> Program {
+    Program::own("pages.cu", include_str!("kernels/pages.cu"), HEADERS, &[])
+}
+
 /// `embed`, `normalize`, `append`, `rotate` and `swiglu`.
 pub(crate) fn prompt(element: Element, head_dim: usize) -> Program {
     let defines = [("ELEMENT", element as usize), ("HEAD_DIM", head_dim)];
@@ -88,7 +93,7 @@ pub(crate) fn int8_rows(element: Element, head_dim: usize) -> Program {
 /// layouts.
 #[must_use]
 pub fn programs(shared_memory: usize) -> Vec<Program> {
-    let mut programs = vec![weights(0), weights(1), draw(), leaving(), retrieval()];
+    let mut programs = vec![weights(0), weights(1), draw(), leaving(), pages(), retrieval()];
     for element in [Element::F16, Element::Bf16] {
         programs.extend([step(element), prompt(element, 64), prompt(element, 128)]);
         programs.extend([int8_rows(element, 64), int8_rows(element, 128)]);

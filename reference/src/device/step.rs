@@ -43,6 +43,7 @@ pub struct Decoder {
     longest: usize,              // position of the furthest token
     lengths: Option<Vec<usize>>, // of the sequences, until a step may end one
     clears: u64,                 // how often they have been emptied
+    ended: Vec<bool>,            // whether a sequence is empty and stands still
 }
 
 /// The product kernels of a layer, and of the end.
@@ -137,6 +138,7 @@ impl Decoder {
             longest: 0,
             lengths: Some(vec![0; batch]),
             clears: 0,
+            ended: vec![false; batch],
             batch,
             gpu,
             weights,
@@ -181,6 +183,7 @@ impl Decoder {
         self.longest = positions.iter().copied().max().unwrap_or(0) as usize;
         self.lengths = Some(positions.iter().map(|&position| position as usize).collect());
         self.sequences.positions.write(&self.gpu, positions)?;
+        self.ended.fill(false);
         self.sequences.running.write(&self.gpu, &vec![1; self.batch])?;
         self.picks.restart(&self.gpu)
     }
@@ -203,7 +206,28 @@ impl Decoder {
     pub fn feed(&mut self, tokens: &[u32]) -> Result<()> {
         self.check_tokens(tokens)?;
         self.sequences.tokens.write(&self.gpu, tokens)?;
-        self.sequences.running.write(&self.gpu, &vec![1; self.batch])
+        self.run_those_not_ended()
+    }
+
+    fn run_those_not_ended(&self) -> Result<()> {
+        let running: Vec<u32> = self.ended.iter().map(|&ended| u32::from(!ended)).collect();
+        self.sequences.running.write(&self.gpu, &running)
+    }
+
+    /// Empties one sequence of a cache with pages, which others may take from then on. It stands still, and
+    /// its logits mean nothing, until the next prompts.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for a cache without pages, or a sequence that there is not; [`Error::Device`].
+    pub fn end(&mut self, sequence: usize) -> Result<()> {
+        if sequence >= self.batch {
+            return Err(Error::Argument(format!("sequence {sequence} of {}", self.batch)));
+        }
+        self.cache.end(&self.gpu, sequence)?;
+        self.ended[sequence] = true;
+        self.lengths.iter_mut().for_each(|lengths| lengths[sequence] = 0);
+        self.sequences.positions.write_at(&self.gpu, sequence, &[0])?;
+        self.sequences.running.write_at(&self.gpu, sequence, &[0])
     }
 
     fn check_tokens(&self, tokens: &[u32]) -> Result<()> {
@@ -220,7 +244,8 @@ impl Decoder {
     /// nothing.
     ///
     /// # Errors
-    /// [`Error::Argument`] when the cache is full; [`Error::Device`].
+    /// [`Error::Argument`] when the cache is full, and [`Error::Pages`] when its pages are: the sequences are
+    /// then as they were. [`Error::Device`].
     pub fn step(&mut self) -> Result<()> {
         self.prepare()?;
         let graph = match self.graph.take() {
@@ -246,9 +271,10 @@ impl Decoder {
         if self.longest >= capacity {
             return Err(Error::Argument(format!("the cache of {capacity} tokens is full")));
         }
+        self.cache.before_step(&self.gpu, &self.sequences)?;
         self.longest += 1;
         self.lengths = None;
-        self.cache.before_step(&self.gpu, &self.sequences)
+        Ok(())
     }
 
     /// Logits (batch, vocab_size) of the last step, after waiting for it.

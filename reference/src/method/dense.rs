@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use super::kind::{Entry, Kind, Site};
+use super::paged::PagedMemory;
 use crate::Result;
 use crate::cache::{ElementType, Store};
 
@@ -10,16 +11,35 @@ pub(super) const DENSE: Entry = Entry {
     names: &["dense"],
     help: "\
   dense             every element exact                                   dtype=f32|f16|bf16
+                      on a device: pages of N tokens, of a pool of M      pages=N pool=M
 ",
-    parse: |s| Ok(Arc::new(Dense(s.own("dtype", ElementType::F32)?))),
+    parse: |s| {
+        let element = s.own("dtype", ElementType::F32)?;
+        Ok(Arc::new(Dense { element, pages: PagedMemory::take(s, TILE)? }))
+    },
 };
 
+/// Tokens that attention on a device takes at once, from one page.
+const TILE: usize = 16;
+
 #[derive(Debug)]
-struct Dense(ElementType);
+struct Dense {
+    element: ElementType,
+    pages: Option<PagedMemory>,
+}
 
 impl Kind for Dense {
     fn dense(&self) -> Option<ElementType> {
-        Some(self.0)
+        Some(self.element)
+    }
+
+    fn device_setting(&self) -> Option<&'static str> {
+        self.pages.map(|_| "pages")
+    }
+
+    #[cfg(feature = "cuda")]
+    fn device_pages(&self) -> Option<PagedMemory> {
+        self.pages
     }
 
     fn stores(&self, site: &Site<'_>) -> Result<Vec<Box<dyn Store>>> {

@@ -16,6 +16,8 @@ use super::hybrid::HybridPlan;
 #[cfg(feature = "cuda")]
 use super::offload::RowHome;
 #[cfg(feature = "cuda")]
+use super::paged::PagedMemory;
+#[cfg(feature = "cuda")]
 use super::pqklt::TransformedHead;
 use super::settings::Settings;
 use crate::cache::{DenseStore, ElementType, Geometry, Store};
@@ -149,6 +151,13 @@ pub(super) trait Kind: Debug + Send + Sync {
         _config: &Config,
         _profile: &Profile,
     ) -> Option<Result<Vec<Vec<TransformedHead>>>> {
+        None
+    }
+
+    /// The pages in which a device keeps a method's tokens; none where each sequence has memory for its
+    /// longest.
+    #[cfg(feature = "cuda")]
+    fn device_pages(&self) -> Option<PagedMemory> {
         None
     }
 

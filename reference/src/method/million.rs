@@ -12,6 +12,7 @@ use svd_core::SoftmaxStats;
 #[cfg(feature = "cuda")]
 use super::kind::DeviceCodes;
 use super::kind::{Entry, Kind, SEED, Site};
+use super::paged::PagedMemory;
 use super::pq_code::{PqCode, attend_to_codes};
 use crate::cache::{Footprint, Geometry, Store, attend_rows};
 use crate::calibrate::{Calibration, mean_row};
@@ -24,19 +25,24 @@ pub(super) const MILLION: Entry = Entry {
     help: "\
   million           attention on PQ codes                                 k=64x8 v=64x8 iterations=8
                                                                           outliers=PERCENT kept exact
+                      on a device: pages of N tokens, of a pool of M      pages=N pool=M
 ",
     parse: |s| {
         let codes = PqCode::take_both(s, 8, 2)?;
         let (iterations, outliers) = (s.positive("iterations", 8)?, s.percent("outliers", 0)?);
-        Ok(Arc::new(Million { codes, iterations, outliers }))
+        Ok(Arc::new(Million { codes, iterations, outliers, pages: PagedMemory::take(s, TILE)? }))
     },
 };
+
+/// Tokens of a tile of codes on a device, of which pages are made.
+const TILE: usize = 32;
 
 #[derive(Debug)]
 struct Million {
     codes: Pair<PqCode>,
     iterations: usize,
     outliers: usize, // percent
+    pages: Option<PagedMemory>,
 }
 
 impl Million {
@@ -63,6 +69,15 @@ impl Kind for Million {
 
     fn needs_profile(&self) -> bool {
         true
+    }
+
+    fn device_setting(&self) -> Option<&'static str> {
+        self.pages.map(|_| "pages")
+    }
+
+    #[cfg(feature = "cuda")]
+    fn device_pages(&self) -> Option<PagedMemory> {
+        self.pages
     }
 
     /// Trains codebooks for every head of every layer.

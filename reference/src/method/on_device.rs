@@ -3,7 +3,7 @@
 use pq_core::{CodebookBuf, Window};
 
 use super::kind::{Bitstream, CutHead, DeviceCodes, DeviceCuts, Retrieval};
-use super::{HybridPlan, Method, TransformedHead};
+use super::{HybridPlan, Method, PagedMemory, TransformedHead};
 use crate::cache::{ElementType, Geometry};
 use crate::model::Config;
 use crate::side::Pair;
@@ -13,6 +13,11 @@ impl Method {
     /// Whether it keeps every token exact.
     pub(crate) fn is_dense(&self) -> bool {
         self.kind.dense().is_some()
+    }
+
+    /// The pages in which a device keeps the tokens; none where each sequence has memory for its longest.
+    pub(crate) fn device_pages(&self) -> Option<PagedMemory> {
+        self.kind.device_pages()
     }
 
     /// The element type of the model and of exact rows on a device: that of the rows that the method keeps

@@ -129,6 +129,9 @@ mod tests {
             ("hybrid:bound=0.1", "`bound` has no effect without rows=auto"),
             ("pqcache:k-cache=8", "`k-cache` has no effect without offload=FOLDER"),
             ("pqcache:codebooks=both", "codebooks=both: must be one of prompt, profile"),
+            ("dense:pool=4096", "`pool` has no effect without pages=N"),
+            ("dense:pages=24", "pages=24: must be a multiple of 16 tokens"),
+            ("million:pages=48", "pages=48: must be a multiple of 32 tokens"),
         ] {
             let error = spec.parse::<Method>().unwrap_err().to_string();
             let name = spec.split(':').next().unwrap();

@@ -1,9 +1,10 @@
 use cudarc::driver::CudaStream;
 use half::f16;
-use kv_gpu::pq::{CodeLayout, Encode, EncodeArguments, EncodeShape, Paging, TILE};
+use kv_gpu::pq::{CodeLayout, Encode, EncodeArguments, EncodeShape, Pages as PageTable, Paging, TILE};
 use kv_gpu::{DevicePtr, Element, Grid, VectorElement};
 use pq_core::{CodebookBuf, PqShape};
 
+use super::pages::Pages;
 use super::span::Span;
 use super::turns::Turns;
 use super::window::WindowShape;
@@ -24,9 +25,10 @@ pub(super) type Codebooks = Vec<Vec<Pair<CodebookBuf>>>;
 /// Codes of all tokens behind the sinks, keys' and values', in the tiles of `pq::Attend` and `pq::Hybrid`.
 pub(super) struct TokenCodes {
     pub layouts: Pair<CodeLayout>,
-    pub tiles: usize, // of a head
+    pub tiles: usize,         // of a head, in a page or of a sequence
+    pub pages: Option<Pages>, // of tokens behind the sinks; none where each sequence has room for all
     encoders: Pair<Encode>,
-    codes: Pair<Buffer<u8>>,      // (layer, batch, heads, tiles, tile_len)
+    codes: Pair<Buffer<u8>>,      // (layer, pages or batch, heads, tiles, tile_len)
     tables: Pair<Buffer<f16>>,    // (layer, heads, table_len)
     centroids: Pair<Buffer<f32>>, // (layer, heads, m, ksub, dsub)
     span: Span,                   // that a chunk encodes
@@ -34,7 +36,7 @@ pub(super) struct TokenCodes {
 }
 
 impl TokenCodes {
-    /// No codes yet; `codebooks`, or hashed ones.
+    /// No codes yet; `codebooks`, or hashed ones. Pages have whole tiles.
     ///
     /// # Errors
     /// [`Error::Device`](crate::Error::Device).
@@ -44,6 +46,7 @@ impl TokenCodes {
         quantizers: Pair<PqShape>,
         codebooks: Option<Codebooks>,
         shape: WindowShape,
+        pages: Option<Pages>,
     ) -> Result<Self> {
         let WindowShape { n_layers, batch, heads, capacity, .. } = shape;
         let codebooks = match codebooks {
@@ -53,15 +56,16 @@ impl TokenCodes {
         let books = |side: Side| codebooks.iter().flatten().map(move |pair| &pair[side]);
         let encoder = |side: Side| {
             let (quantizer, element) = (quantizers[side], VectorElement::from(element));
-            let paging = Paging::Contiguous;
+            let paging = paging(pages.as_ref());
             Encode::new(&gpu.device, EncodeShape { quantizer, side: side.into(), element, paging })
         };
         let layouts = Pair::try_of(|side| CodeLayout::new(quantizers[side], side.into()))?;
-        let tiles = capacity.div_ceil(TILE).max(1);
+        let tiles = pages.as_ref().map_or(capacity, Pages::page).div_ceil(TILE).max(1);
+        let places = pages.as_ref().map_or(batch, Pages::count);
         Ok(Self {
             encoders: Pair::try_of(encoder)?,
             codes: Pair::try_of(|side| {
-                Buffer::zeros(gpu, n_layers * batch * heads * tiles * layouts[side].tile_len())
+                Buffer::zeros(gpu, n_layers * places * heads * tiles * layouts[side].tile_len())
             })?,
             tables: Pair::try_of(|side| tables(gpu, &layouts[side], books(side)))?,
             centroids: Pair::try_of(|side| {
@@ -70,14 +74,24 @@ impl TokenCodes {
             span: Span::new(gpu)?,
             layouts,
             tiles,
+            pages,
             shape,
         })
     }
 
-    /// Codes of a layer from a sequence on.
+    /// Codes of a layer from a sequence on, or of all pages.
     pub fn of(&self, side: Side, layer: usize, sequence: usize) -> DevicePtr<u8> {
-        let of_sequence = self.shape.heads * self.tiles * self.layouts[side].tile_len();
-        self.codes[side].pointer().offset((layer * self.shape.batch + sequence) * of_sequence)
+        let (len, batch) = (self.shape.heads * self.tiles * self.layouts[side].tile_len(), self.shape.batch);
+        let place = match &self.pages {
+            Some(pages) => layer * pages.count(),
+            None => layer * batch + sequence,
+        };
+        self.codes[side].pointer().offset(place * len)
+    }
+
+    /// The page table from a sequence on.
+    pub fn page_table(&self, sequence: usize) -> Option<PageTable> {
+        self.pages.as_ref().map(|pages| pages.table(sequence))
     }
 
     /// Tables of a layer.
@@ -153,7 +167,7 @@ impl TokenCodes {
             counts: DevicePtr::dangling(),
             codes: self.of(side, layer, sequence),
             tiles: self.tiles,
-            pages: None,
+            pages: self.page_table(sequence),
         }
     }
 
@@ -167,13 +181,16 @@ impl TokenCodes {
     /// Bytes of the codes of `tokens` tokens in every sequence.
     pub fn bytes_of(&self, tokens: usize) -> usize {
         let WindowShape { n_layers, batch, heads, .. } = self.shape;
-        let head: usize = self.layouts.iter().map(|layout| tokens.div_ceil(TILE) * layout.tile_len()).sum();
+        let tiles = tokens.div_ceil(self.pages.as_ref().map_or(TILE, Pages::page));
+        let tiles = if self.pages.is_some() { tiles * self.tiles } else { tiles };
+        let head: usize = self.layouts.iter().map(|layout| tiles * layout.tile_len()).sum();
         n_layers * batch * heads * head
     }
 
     /// Bytes of all codes.
     pub fn bytes(&self) -> usize {
-        self.codes.iter().map(Buffer::bytes).sum()
+        let codes: usize = self.codes.iter().map(Buffer::bytes).sum();
+        codes + self.pages.as_ref().map_or(0, Pages::bytes)
     }
 
     /// Bytes of codebooks and tables.
@@ -181,6 +198,11 @@ impl TokenCodes {
         let tables: usize = self.tables.iter().map(Buffer::bytes).sum();
         tables + self.centroids.iter().map(Buffer::bytes).sum::<usize>()
     }
+}
+
+/// How codes lie with these pages.
+pub(super) const fn paging(pages: Option<&Pages>) -> Paging {
+    if pages.is_some() { Paging::Tiles } else { Paging::Contiguous }
 }
 
 #[derive(Clone, Copy)]

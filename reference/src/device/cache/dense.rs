@@ -1,6 +1,6 @@
-use kv_gpu::svd::{Attend, AttendArguments, AttendShape};
 use kv_gpu::{AnyElement, DevicePtr, Element, Grid};
 
+use super::full_rank::FullRank;
 use super::{Chunk, ChunkCache, DeviceCache, Room, Rows, Sequences};
 use crate::Result;
 use crate::cache::Footprint;
@@ -8,17 +8,13 @@ use crate::device::memory::Buffer;
 use crate::device::{Gpu, programs};
 use crate::model::Config;
 
-/// Every token exact, in 16 bits: `svd::Attend` at full rank.
+/// Every token exact, in 16 bits.
 pub struct DenseCache {
-    attend: Attend,
+    attend: FullRank,
     element: Element,
     rows: Buffer<u16>, // (layer, keys and values, batch, heads, capacity, head_dim)
-    ranks: Buffer<u32>,
-    offsets: Buffer<u64>,
-    workspace: Buffer<u8>,
     batch: usize,
     heads: usize,
-    group: usize,
     head_dim: usize,
     n_layers: usize,
     capacity: usize,
@@ -30,20 +26,13 @@ impl DenseCache {
     /// # Errors
     /// [`Error::Device`](crate::Error::Device).
     pub fn new(gpu: &Gpu, config: &Config, element: Element, batch: usize, capacity: usize) -> Result<Self> {
-        let (heads, group, head_dim) = (config.n_kv_heads, config.gqa_group(), config.head_dim);
-        let attend = Attend::new(&gpu.device, AttendShape { dim: head_dim, element })?;
-        let workspace = Buffer::zeros(gpu, attend.workspace_len(batch, heads, group))?;
-        let offsets: Vec<u64> = (0..heads).map(|head| (head * head_dim) as u64).collect();
+        let (heads, head_dim) = (config.n_kv_heads, config.head_dim);
         Ok(Self {
-            attend,
+            attend: FullRank::new(gpu, config, element, batch, false)?,
             element,
             rows: Buffer::zeros(gpu, 2 * config.n_layers * batch * heads * capacity * head_dim)?,
-            ranks: Buffer::of(gpu, &vec![head_dim as u32; heads])?,
-            offsets: Buffer::of(gpu, &offsets)?,
-            workspace,
             batch,
             heads,
-            group,
             head_dim,
             n_layers: config.n_layers,
             capacity,
@@ -81,33 +70,11 @@ impl DeviceCache for DenseCache {
         queries: DevicePtr<AnyElement>,
         out: DevicePtr<AnyElement>,
     ) -> Result<()> {
-        let Rows { keys, values, capacity } = self.rows(layer);
-        let sum = self.heads * self.head_dim;
-        let arguments = AttendArguments {
-            batch: self.batch,
-            heads: self.heads,
-            group: self.group,
-            capacity,
-            keys,
-            values,
-            queries,
-            lengths: sequences.exact_lengths.pointer(),
-            key_ranks: self.ranks.pointer(),
-            value_ranks: self.ranks.pointer(),
-            key_offsets: self.offsets.pointer(),
-            value_offsets: self.offsets.pointer(),
-            key_rank_sum: sum,
-            value_rank_sum: sum,
-            scale: 1.0 / (self.head_dim as f32).sqrt(),
-            out,
-            log_sum_exp: None,
-            pdl: true,
-            workspace: self.workspace.pointer(),
-        };
-        // SAFETY: the buffers have the lengths of `new`, ranks and offsets are those of full rank, and
-        // lengths are at most the capacity, which the decoder checks. The preceding kernel writes
-        // queries and rows, which are read after the PDL wait, and not lengths: `begin` has written them.
-        Ok(unsafe { self.attend.launch(gpu.stream(), &arguments) }?)
+        let (rows, lengths) = ((self.rows(layer), None), sequences.exact_lengths.pointer());
+        // SAFETY: the buffers have the lengths of `new`, and lengths are at most the capacity, which the
+        // decoder checks. The preceding kernel writes queries and rows, and not lengths: `begin` has written
+        // them.
+        unsafe { self.attend.launch(gpu, rows, lengths, queries, out) }
     }
 
     fn clear(&mut self, _gpu: &Gpu) -> Result<()> {

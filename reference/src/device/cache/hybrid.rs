@@ -95,7 +95,7 @@ impl HybridCache {
             slots: Buffer::zeros(gpu, 2 * n_layers * shape.side_len(fetched))?,
             bases: Bases::new(gpu, config, element, &codes.maps)?,
             errors: Buffer::of(gpu, &codes.key_errors)?,
-            codes: TokenCodes::new(gpu, element, plan.quantizers, codes.codebooks, shape)?,
+            codes: TokenCodes::new(gpu, element, plan.quantizers, codes.codebooks, shape, None)?,
             selected: Buffer::zeros(gpu, batch * shape.heads * most)?,
             workspace: Buffer::zeros(gpu, hybrid.workspace_len(batch, shape.heads, tiles * TILE))?,
             window: Window::new(gpu, shape)?,

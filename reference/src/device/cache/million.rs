@@ -1,18 +1,20 @@
 mod past;
 
-use kv_gpu::pq::{Attend, AttendArguments, AttendShape, ExactTokens, Paging};
+use kv_gpu::pq::{Attend, AttendArguments, AttendShape, ExactTokens};
 use kv_gpu::{AnyElement, DevicePtr, Element, Grid, Kernel};
 use pq_core::PqShape;
 
-use super::codes::{Codebooks, TokenCodes};
+use super::codes::{Codebooks, TokenCodes, paging};
+use super::pages::Pages;
 use super::turns::Turns;
 use super::window::{Window, WindowShape};
-use super::{Chunk, ChunkCache, DeviceCache, Room, Rows, Sequences};
+use super::{Chunk, ChunkCache, DeviceCache, Room, Rows, Sequences, no_pages};
 use crate::Result;
 use crate::cache::Footprint;
 use crate::device::bases::Bases;
 use crate::device::memory::Buffer;
 use crate::device::{Gpu, programs};
+use crate::method::PagedMemory;
 use crate::model::Config;
 use crate::side::{Pair, Side};
 use past::Past;
@@ -29,6 +31,9 @@ const ENCODE_SHARED_MEMORY: usize = (40 + 2) << 10;
 ///
 /// With bases it is `pqklt` as a device has it: queries and keys arrive in the basis of the codes, and values are
 /// folded into the model.
+///
+/// Codes may be in pages that sequences take as they grow (`Pages`). A turn encodes up to the last token that
+/// the ring will have let go, so the pages of a step hold what is encoded before it.
 pub struct MillionCache {
     attend: Attend,
     stage: Kernel,
@@ -61,7 +66,8 @@ impl MillionCache {
     /// An empty cache; `codebooks` per layer and head, in `bases` if there are any, or hashed ones.
     ///
     /// # Errors
-    /// [`Error::Argument`] for a window of an odd number of tokens, or none; [`Error::Device`].
+    /// [`Error::Argument`] for a window of an odd number of tokens, or none, and for pages of half tiles;
+    /// [`Error::Device`].
     #[allow(clippy::too_many_arguments)]
     pub(crate) fn new(
         gpu: &Gpu,
@@ -71,20 +77,23 @@ impl MillionCache {
         codebooks: Option<Codebooks>,
         bases: Option<Bases>,
         window: pq_core::Window,
+        memory: Option<PagedMemory>,
         batch: usize,
         capacity: usize,
     ) -> Result<Self> {
         let (n_layers, heads, group) = (config.n_layers, config.n_kv_heads, config.gqa_group());
         let turns = Turns::new(gpu, n_layers, batch, window)?;
         let shape = WindowShape::new(config, window, batch, capacity);
-        let (Pair { keys, values }, paging) = (quantizers, Paging::Contiguous);
+        let pages =
+            memory.map(|memory| Pages::new(gpu, memory, (batch, capacity), shape.sinks)).transpose()?;
+        let (Pair { keys, values }, paging) = (quantizers, paging(pages.as_ref()));
         let attend = AttendShape { keys, values, group, element, paging };
         let attend = Attend::new(&gpu.device, attend)?;
         let cache = Self {
             stage: gpu.device.kernel(&programs::leaving(), "stage", 0)?,
             window: Window::new(gpu, shape)?,
             turns,
-            codes: TokenCodes::new(gpu, element, quantizers, codebooks, shape)?,
+            codes: TokenCodes::new(gpu, element, quantizers, codebooks, shape, pages)?,
             staged: Buffer::zeros(gpu, 2 * n_layers * shape.side_len(shape.ring))?,
             workspace: Buffer::zeros(gpu, attend.workspace_len(batch, heads))?,
             past: None,
@@ -157,7 +166,7 @@ impl DeviceCache for MillionCache {
             value_table: self.codes.table(Side::Values, layer),
             queries,
             lengths: sequences.coded_lengths.pointer(),
-            pages: None,
+            pages: self.codes.page_table(0),
             exact: Some(ExactTokens { keys, values, lengths, capacity }),
             scale: 1.0 / (self.window.shape.head_dim as f32).sqrt(),
             out,
@@ -172,10 +181,22 @@ impl DeviceCache for MillionCache {
     }
 
     fn clear(&mut self, gpu: &Gpu) -> Result<()> {
-        self.turns.restart_at(gpu, 0)
+        self.turns.restart_at(gpu, 0)?;
+        let none = vec![0; self.window.shape.batch];
+        self.codes.pages.as_mut().map_or(Ok(()), |pages| pages.settle(gpu, &none))
+    }
+
+    fn end(&mut self, gpu: &Gpu, sequence: usize) -> Result<()> {
+        match &mut self.codes.pages {
+            Some(pages) => pages.end(gpu, sequence),
+            None => Err(no_pages()),
+        }
     }
 
     fn before_step(&mut self, gpu: &Gpu, sequences: &Sequences) -> Result<()> {
+        if let Some(pages) = &mut self.codes.pages {
+            pages.before_step(gpu, sequences)?;
+        }
         let Some(turn) = self.turns.begin(gpu, sequences)? else { return Ok(()) };
         turn.layers().try_for_each(|layer| self.stage(gpu, layer))?;
         let stream = self.turns.background(gpu)?;
@@ -189,6 +210,9 @@ impl DeviceCache for MillionCache {
     }
 
     fn fill_random(&mut self, gpu: &Gpu, tokens: usize) -> Result<()> {
+        if let Some(pages) = &mut self.codes.pages {
+            pages.settle_anywhere(gpu, tokens)?;
+        }
         self.window.fill_random(gpu, self.element)?;
         self.codes.fill_random(gpu)?;
         self.turns.restart_at(gpu, tokens)?;
@@ -219,6 +243,10 @@ impl DeviceCache for MillionCache {
 }
 
 impl ChunkCache for MillionCache {
+    fn reserve(&mut self, gpu: &Gpu, lengths: &[usize]) -> Result<()> {
+        self.codes.pages.as_mut().map_or(Ok(()), |pages| pages.reserve(gpu, lengths))
+    }
+
     fn chunk_rows(&mut self, gpu: &Gpu, layer: usize, chunk: &Chunk) -> Result<Rows> {
         self.rows_before(gpu, layer, chunk)
     }
@@ -228,6 +256,9 @@ impl ChunkCache for MillionCache {
     }
 
     fn settle(&mut self, gpu: &Gpu, lengths: &[usize]) -> Result<()> {
+        if let Some(pages) = &mut self.codes.pages {
+            pages.settle(gpu, lengths)?;
+        }
         let sinks = self.window.shape.sinks;
         let encoded = lengths.iter().map(|length| length.saturating_sub(sinks));
         self.turns.restart(gpu, &encoded.collect::<Vec<_>>())

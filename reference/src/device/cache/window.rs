@@ -1,12 +1,12 @@
 use kv_gpu::{AnyElement, DevicePtr, Element, Grid, Kernel};
 
 use super::dense::{RANDOM_ROWS, fill_rows};
+use super::prompt_rows::PromptRows;
 use super::{Chunk, Room, Rows};
-use crate::device::ledger::Allocating;
+use crate::Result;
 use crate::device::memory::Buffer;
 use crate::device::{Gpu, programs};
 use crate::model::Config;
-use crate::{Error, Result};
 
 /// Sizes of a batch of which sinks and a ring of recent tokens are exact.
 #[derive(Clone, Copy)]
@@ -78,8 +78,7 @@ pub(super) struct Window {
     pub shape: WindowShape,
     copy: Kernel,
     rows: Buffer<u16>, // (layer, keys and values, batch, heads, sinks + ring + slots, head_dim)
-    past: Option<Buffer<u16>>, // (keys and values, heads, capacity, head_dim), from the first chunk on
-    closed: Option<(usize, Chunk)>, // layer and chunk of which `past` has all rows
+    past: PromptRows,
 }
 
 #[derive(Clone, Copy)]
@@ -106,8 +105,7 @@ impl Window {
         Ok(Self {
             copy: gpu.device.kernel(&programs::leaving(), "exact", 0)?,
             rows: Buffer::zeros(gpu, 2 * shape.n_layers * shape.side_len(shape.rows()))?,
-            past: None,
-            closed: None,
+            past: PromptRows::new(shape.heads, shape.head_dim),
             shape,
         })
     }
@@ -140,40 +138,33 @@ impl Window {
     /// Rows for all tokens of a chunk's sequence. Those of the tokens before the chunk that are exact are
     /// there; the caller adds the others.
     pub fn open(&mut self, gpu: &Gpu, layer: usize, chunk: &Chunk) -> Result<Rows> {
-        if self.past.is_none() {
-            let _purpose = Allocating::new("prompts");
-            self.past = Some(Buffer::zeros(gpu, 2 * self.shape.past_side_len())?);
-        }
+        let rows = self.past.open(gpu, self.shape.capacity)?;
         if chunk.position > 0 {
             self.copy(gpu, layer, chunk.sequence, chunk.position, true)?;
         }
-        self.past()
+        Ok(rows)
     }
 
     /// Keeps what is exact after the chunk, from the rows of all tokens.
     pub fn close(&mut self, gpu: &Gpu, layer: usize, chunk: &Chunk) -> Result<()> {
-        self.closed = Some((layer, *chunk));
+        self.past.close(layer, chunk);
         self.copy(gpu, layer, chunk.sequence, chunk.end(), false)
     }
 
     /// Whether the rows of all tokens are still those of the chunk before this one, in the same layer: then
     /// none have to be brought back.
     pub fn holds_past(&self, layer: usize, chunk: &Chunk) -> bool {
-        self.closed.is_some_and(|(of, before)| {
-            of == layer && before.sequence == chunk.sequence && before.end() == chunk.position
-        })
+        self.past.hold_those_before(layer, chunk)
     }
 
     /// The rows of all tokens are no longer those of a sequence: others follow.
     pub const fn forget_past(&mut self) {
-        self.closed = None;
+        self.past.forget();
     }
 
     /// The rows of all tokens that [`Self::open`] has given.
     pub fn past(&self) -> Result<Rows> {
-        let past = self.past.as_ref().ok_or_else(|| Error::argument("no rows for a chunk"))?;
-        let side = |side: usize| past.pointer().offset(side * self.shape.past_side_len()).cast();
-        Ok(Rows { keys: side(0), values: side(1), capacity: self.shape.capacity })
+        self.past.rows()
     }
 
     /// Copies the exact ones of a sequence's first `tokens` tokens: to the rows of all tokens, or from them.
@@ -200,6 +191,6 @@ impl Window {
 
     /// Bytes of device memory.
     pub fn bytes(&self) -> usize {
-        self.rows.bytes() + self.past.as_ref().map_or(0, Buffer::bytes)
+        self.rows.bytes() + self.past.bytes()
     }
 }

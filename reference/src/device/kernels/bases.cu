@@ -17,10 +17,9 @@ constexpr u32 ROWS = 16 * TILES + 16, PITCH = HEAD_DIM + 8; // rows of ldmatrix 
 
 struct Arguments {
     u16* queries;      // element [token][head][GROUP][HEAD_DIM], replaced
-    u16* keys;         // element [head][capacity][HEAD_DIM] of a token's sequence; its row is replaced
+    u16* keys;         // element [..][head][capacity][HEAD_DIM]; a token's rows are replaced
     const uint4* maps; // [head][MAPS][WARPS][STEPS][LANES], see above; without queries from the map of the rows on
-    const u32* slots;  // [token]: its row of keys; null: `first` and those behind it
-    u64 key_stride;    // elements from the keys of a token's sequence to those of the next token's
+    const u32* slots;  // [token]: its row of the first head's keys; null: `first` and those behind it
     u32 tokens, heads, capacity, first;
 };
 
@@ -37,7 +36,7 @@ struct Tile {
         if (!is_key)
             return a.queries + (((u64)(first + token) * a.heads + head) * GROUP + r % max(GROUP, 1)) * HEAD_DIM;
         const u32 slot = a.slots ? a.slots[first + token] : a.first + first + token;
-        return a.keys + (first + token) * a.key_stride + ((u64)head * a.capacity + slot) * HEAD_DIM;
+        return a.keys + ((u64)head * a.capacity + slot) * HEAD_DIM;
     }
 };
 

@@ -44,12 +44,12 @@ struct Arguments {
     const float* norm;    // ADD: [row], weights of the norm that follows
     u16* out;           // ADD: residual * norm; SWIGLU: [column][row / 2]; ROPE: queries [column][query head][HEAD_DIM]
     float* squares_out; // ADD: [column][row / 16, rounded up]
-    u16* keys;          // ROPE: element [column][head][capacity][HEAD_DIM], rotated
+    u16* keys;          // ROPE: element [sequence or page][head][capacity][HEAD_DIM], rotated
     u16* values;        // the same of values
     const float* cos;   // [position][HEAD_DIM / 2]
     const float* sin;   // the same
     const u32* positions; // [column]
-    const u32* slots;     // [column]: the row of keys and values
+    const u32* slots;     // [column]: the row of the first head's keys and values
     u32 rows, columns, query_heads, heads, capacity;
     float eps;
 };
@@ -177,8 +177,8 @@ struct Pair {
             to = a.out + ((u64)column * a.query_heads + head) * HEAD_DIM;
         } else {
             const bool key = head < a.query_heads + a.heads;
-            const u64 row = (u64)column * a.heads + head - a.query_heads - (key ? 0 : a.heads);
-            to = (key ? a.keys : a.values) + (row * a.capacity + slot) * HEAD_DIM;
+            const u64 own = head - a.query_heads - (key ? 0 : a.heads);
+            to = (key ? a.keys : a.values) + (own * a.capacity + slot) * HEAD_DIM;
         }
         to[i] = to_element(first), to[i + HEAD_DIM / 2] = to_element(second);
 #endif

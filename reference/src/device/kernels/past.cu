@@ -45,11 +45,12 @@ __device__ __forceinline__ u32 code_at(const u8* tile, u32 token, u32 code) {
 }
 
 struct DecodeArguments {
-    const u32* codes; // [head][tile][TILE_WORDS]
+    const u32* codes; // [page, if there are any][head][tile][TILE_WORDS]
     const u32* table; // [head][code][WORDS]: pairs of f16, in the order of the layout
     u32* rows;        // [head][capacity][WORDS]: pairs of elements, of the first coded token on
+    const u32* pages; // of the sequence, or null
     u32 tokens;       // coded ones
-    u32 tiles;        // of a head
+    u32 tiles;        // of a head, in a page if there are any
     u32 capacity;     // rows of a head
 };
 
@@ -57,7 +58,8 @@ struct DecodeArguments {
 extern "C" __global__ void __launch_bounds__(THREADS) decode(const DecodeArguments a) {
     __shared__ u32 tile[TILE_WORDS];
     const u32 head = blockIdx.y, first = blockIdx.x * TILE;
-    const u32* codes = a.codes + ((u64)head * a.tiles + blockIdx.x) * TILE_WORDS;
+    const u64 page = a.pages ? a.pages[blockIdx.x / a.tiles] : 0, own = a.pages ? blockIdx.x % a.tiles : blockIdx.x;
+    const u32* codes = a.codes + ((page * gridDim.y + head) * a.tiles + own) * TILE_WORDS;
     for (u32 i = threadIdx.x; i < TILE_WORDS; i += THREADS) tile[i] = codes[i];
     __syncthreads();
     const u32* table = a.table + (u64)head * (WORDS << KEPT_BITS);

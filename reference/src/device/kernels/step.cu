@@ -15,10 +15,12 @@ struct BeginArguments {
     float* residual;      // [sequence][hidden]
     u16* scaled;          // element [sequence][hidden]: residual * norm
     float* squares;       // [sequence][hidden / 16, rounded up]: sums of squares of 16 components each
-    u32* slots;           // [sequence]: the row of the exact tokens that this one takes
+    u32* slots;           // [sequence]: the row that this token takes, of all rows of exact tokens, for the first head
     u32* exact_lengths;   // [sequence]: exact tokens, this one included
     u32* coded_lengths;   // [sequence]: tokens that only the codes hold
+    const u32* pages;     // [sequence][max_pages] pages of the exact tokens, or null: a sequence is a page
     u32 hidden, sinks, ring;
+    u32 max_pages, heads, capacity; // capacity: rows of a head in a page
 };
 
 // Embeds the tokens and places them. The first `sinks` tokens keep their rows; the others share a ring of `ring` rows
@@ -41,7 +43,9 @@ extern "C" __global__ void begin(const BeginArguments a) {
     }
     if (threadIdx.x == 0) {
         const u32 position = a.positions[sequence];
-        a.slots[sequence] = position < a.sinks ? position : a.sinks + (position - a.sinks) % max(a.ring, 1u);
+        const u32 slot = position < a.sinks ? position : a.sinks + (position - a.sinks) % max(a.ring, 1u);
+        const u32 page = a.pages ? a.pages[(u64)sequence * a.max_pages + slot / a.capacity] : sequence;
+        a.slots[sequence] = page * a.heads * a.capacity + slot % a.capacity;
         const u32 exact = min(position + 1, a.sinks + a.ring);
         a.exact_lengths[sequence] = exact, a.coded_lengths[sequence] = position + 1 - exact;
     }

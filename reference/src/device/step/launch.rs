@@ -23,12 +23,16 @@ struct BeginArguments {
     slots: DevicePtr<u32>,
     exact_lengths: DevicePtr<u32>,
     coded_lengths: DevicePtr<u32>,
+    pages: Option<DevicePtr<u32>>,
     hidden: u32,
     sinks: u32,
     ring: u32,
+    max_pages: u32,
+    heads: u32,
+    capacity: u32,
 }
 
-const _: () = assert!(size_of::<BeginArguments>() == 96);
+const _: () = assert!(size_of::<BeginArguments>() == 112);
 
 impl Decoder {
     /// Launches the parts of a step.
@@ -80,6 +84,7 @@ impl Decoder {
         let (sequences, activations) = (&self.sequences, &self.activations);
         let first = self.weights.layers.first().map_or(&self.weights.norm, |layer| &layer.attention_norm);
         let Room { sinks, ring, .. } = self.cache.room();
+        let (Rows { capacity, .. }, pages) = (self.cache.rows(0), self.cache.pages());
         let arguments = BeginArguments {
             embedding: self.weights.embedding.pointer(),
             tokens: sequences.tokens.pointer(),
@@ -94,9 +99,13 @@ impl Decoder {
             hidden: self.weights.config.hidden_size as u32,
             sinks: sinks as u32,
             ring: ring as u32,
+            pages: pages.map(|pages| pages.table),
+            max_pages: pages.map_or(0, |pages| pages.max_pages as u32),
+            heads: self.weights.config.n_kv_heads as u32,
+            capacity: capacity as u32,
         };
         // SAFETY: the structure is the kernel's argument; buffers have the lengths of `new`; tokens are those
-        // that `feed` was given, which are in the vocabulary, or picked ones.
+        // that `feed` was given, which are in the vocabulary, or picked ones; the cache has pages for them.
         unsafe {
             self.begin.launch(self.gpu.stream(), Grid::new([self.batch, 1, 1])?, 256, false, &arguments)
         }?;

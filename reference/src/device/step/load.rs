@@ -29,7 +29,7 @@ impl Decoder {
     /// # Errors
     /// [`Error::Argument`] for a loader of another model, element type or device, no such sequence, tokens
     /// that do not follow it, none, more than the cache has room for, or frames on their way that are too many
-    /// or of these or later tokens; and for a batch after a step, unless [`Self::loads_in_place`].
+    /// or of these or later tokens; and for a batch after a step, with another cache than `dense`.
     /// [`Error::Codec`] for bytes that are no frame or not what was written, and for a frame of another
     /// profile, model or side of RoPE; [`Error::Stream`] for one of other tokens or of another level;
     /// [`Error::Device`]. The sequence is then as it was.
@@ -85,7 +85,8 @@ impl Decoder {
         let rows: Vec<Rows> =
             layers.map(|layer| self.cache.chunk_rows(&gpu, layer, &chunk)).collect::<Result<_>>()?;
         loader.begin(chunk, level, frame, &Destination { rows: Some(&rows), angles, clears }, stages)?;
-        self.set_length(&chunk)
+        let lengths = self.lengths_with(&chunk)?;
+        self.settle(&lengths, sequence)
     }
 
     /// Waits for the oldest frame on its way.
@@ -93,7 +94,8 @@ impl Decoder {
     /// # Errors
     /// [`Error::Codec`] for a frame that no encoder writes, though its checksums are right;
     /// [`Error::Device`]. No frame is then on its way, and every sequence ends before those that were.
-    /// [`Error::Argument`] where none is, and for a sequence that has gone on since the frame began.
+    /// [`Error::Argument`] where none is, and for a sequence that has gone on since the frame began, and
+    /// [`Error::Pages`] where there are none for its tokens: nothing has changed then.
     pub fn end_load(&mut self, loader: &mut Loader) -> Result<()> {
         let in_place = loader.in_place(self.clears);
         match loader.end() {
@@ -104,7 +106,9 @@ impl Decoder {
             Err(e) => {
                 let mut lengths = self.lengths()?;
                 in_place.iter().rev().for_each(|chunk| lengths[chunk.sequence] = chunk.position);
-                self.settle(&lengths)?;
+                if let Some(first) = in_place.first() {
+                    self.settle(&lengths, first.sequence)?;
+                }
                 Err(e)
             }
         }
@@ -113,7 +117,7 @@ impl Decoder {
     /// Refuses a batch whose cache has not stored the last tokens of other sequences, which steps have written:
     /// it stores them in turns, and would begin anew behind them.
     fn check_batch(&self) -> Result<()> {
-        if self.loads_in_place() || self.batch == 1 || self.lengths.is_some() {
+        if self.batch == 1 || self.lengths.is_some() || self.cache.is_exact() {
             return Ok(());
         }
         Err(Error::argument(
@@ -131,7 +135,8 @@ impl Decoder {
                 "sequence {sequence} has gone on to {length} tokens while a frame after {position} was loaded"
             )));
         }
-        let gpu = self.gpu.clone();
+        let (gpu, lengths) = (self.gpu.clone(), self.lengths_with(chunk)?);
+        self.cache.reserve(&gpu, &lengths)?;
         for layer in 0..self.weights.layers.len() {
             let rows = self.cache.chunk_rows(&gpu, layer, chunk)?;
             landing.copy(&gpu, layer, chunk, &rows)?;
@@ -141,7 +146,7 @@ impl Decoder {
             }
             self.cache.append(&gpu, layer, chunk)?;
         }
-        self.set_length(chunk)
+        self.settle(&lengths, chunk.sequence)
     }
 
     /// Loads a frame one stage after the other, for timing.
@@ -161,17 +166,21 @@ impl Decoder {
         Ok(stages)
     }
 
-    /// Makes a sequence end with a chunk.
-    fn set_length(&mut self, chunk: &Chunk) -> Result<()> {
+    /// Tokens of every sequence with a chunk of one of them.
+    fn lengths_with(&self, chunk: &Chunk) -> Result<Vec<usize>> {
         let mut lengths = self.lengths()?;
         lengths[chunk.sequence] = chunk.end();
-        self.settle(&lengths)
+        Ok(lengths)
     }
 
-    /// Makes the sequences have these lengths.
-    fn settle(&mut self, lengths: &[usize]) -> Result<()> {
+    /// Makes the sequences have these lengths. One that had ended goes on if it has been loaded.
+    fn settle(&mut self, lengths: &[usize], loaded: usize) -> Result<()> {
         let gpu = self.gpu.clone();
         self.cache.settle(&gpu, lengths)?;
-        self.place(&lengths.iter().map(|&length| length as u32).collect::<Vec<_>>())
+        let mut ended = self.ended.clone();
+        ended[loaded] = false;
+        self.place(&lengths.iter().map(|&length| length as u32).collect::<Vec<_>>())?;
+        self.ended = ended;
+        self.run_those_not_ended()
     }
 }

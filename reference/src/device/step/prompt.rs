@@ -242,7 +242,8 @@ impl Decoder {
     ///
     /// # Errors
     /// [`Error::Argument`] for another number of prompts than sequences, an empty one, tokens outside the
-    /// vocabulary, more of them than the cache has room for, or chunks of none: nothing has changed then.
+    /// vocabulary, more of them than the cache has room for, or chunks of none, and [`Error::Pages`] where it
+    /// has no pages for them: nothing has changed then.
     /// [`Error::Blas`] without cuBLASLt; [`Error::Device`].
     pub fn prefill(&mut self, prompts: &[Vec<u32>], chunk: usize) -> Result<()> {
         if prompts.len() != self.batch || prompts.iter().any(Vec::is_empty) || chunk == 0 {
@@ -260,6 +261,9 @@ impl Decoder {
             let n = prompt.len();
             return Err(Error::Argument(format!("{n} tokens after {start} in a cache of {capacity} tokens")));
         }
+        let ends: Vec<usize> = spans.iter().map(|(start, prompt)| start + prompt.len()).collect();
+        let gpu = self.gpu.clone();
+        self.cache.reserve(&gpu, &ends)?;
         let longest = prompts.iter().map(Vec::len).max().unwrap_or(0);
         let segment = chunk.saturating_mul(SEGMENT);
         let sizes = (longest.min(chunk), longest.min(segment));
@@ -276,8 +280,6 @@ impl Decoder {
         });
         self.prompts = Some(state);
         run?;
-        let ends: Vec<usize> = spans.iter().map(|(start, prompt)| start + prompt.len()).collect();
-        let gpu = self.gpu.clone();
         self.cache.settle(&gpu, &ends)?;
         // The last tokens: what follows attention in the last layer, as in a step.
         self.place(&ends.iter().map(|&end| end as u32 - 1).collect::<Vec<_>>())?;

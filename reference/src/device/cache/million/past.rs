@@ -20,12 +20,13 @@ struct DecodeArguments {
     codes: DevicePtr<u8>,
     table: DevicePtr<u32>,
     rows: DevicePtr<u32>,
+    pages: Option<DevicePtr<u32>>,
     tokens: u32,
     tiles: u32,
     capacity: u32,
 }
 
-const _: () = assert!(size_of::<DecodeArguments>() == 40);
+const _: () = assert!(size_of::<DecodeArguments>() == 48);
 
 impl MillionCache {
     /// The kernels of chunks, made for the first one.
@@ -76,6 +77,7 @@ impl MillionCache {
             codes: self.codes.of(side, layer, chunk.sequence),
             table: self.codes.table(side, layer).cast(),
             rows: rows.cast::<u16>().offset(sinks * head_dim).cast(),
+            pages: self.codes.page_table(chunk.sequence).map(|pages| pages.table),
             tokens: tokens as u32,
             tiles: self.codes.tiles as u32,
             capacity: capacity as u32,

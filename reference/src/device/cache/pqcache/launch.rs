@@ -99,6 +99,7 @@ impl PqCache {
             capacity,
             keys,
             values,
+            pages: None,
             queries,
             lengths: self.budget.attended(),
             key_ranks: self.ranks.pointer(),

@@ -161,6 +161,7 @@ impl ZackCache {
             capacity: 0,
             keys: DevicePtr::dangling(),
             values: DevicePtr::dangling(),
+            pages: None,
             queries: DevicePtr::dangling(),
             lengths: DevicePtr::dangling(),
             key_ranks: DevicePtr::dangling(),

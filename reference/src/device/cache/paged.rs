@@ -1,0 +1,220 @@
+use std::ops::Range;
+
+use kv_gpu::pq::Pages as PageTable;
+use kv_gpu::{AnyElement, DevicePtr, Element, Grid, Kernel};
+
+use super::dense::{RANDOM_ROWS, fill_rows};
+use super::full_rank::FullRank;
+use super::pages::Pages;
+use super::prompt_rows::PromptRows;
+use super::{Chunk, ChunkCache, DeviceCache, Room, Rows, Sequences};
+use crate::Result;
+use crate::cache::Footprint;
+use crate::device::memory::Buffer;
+use crate::device::{Gpu, programs};
+use crate::method::PagedMemory;
+use crate::model::Config;
+
+/// Blocks that copy the rows of a head.
+const COPY_BLOCKS: usize = 64;
+
+/// Every token exact, as in [`DenseCache`](super::DenseCache), in pages that sequences take as they grow: so
+/// the memory is that of the tokens, not that of the longest sequences there may be.
+///
+/// Steps write and read pages by the table on the device. The chunks of a prompt attend to rows of all tokens
+/// of one sequence and layer ([`PromptRows`]), to which the pages are copied once a segment, and from which
+/// each chunk is.
+pub struct PagedCache {
+    attend: FullRank,
+    copy: Kernel,
+    element: Element,
+    rows: Buffer<u16>, // (layer, keys and values, pages, heads, page, head_dim)
+    pages: Pages,
+    prompt: PromptRows,
+    batch: usize,
+    heads: usize,
+    head_dim: usize,
+    n_layers: usize,
+    capacity: usize,
+}
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct CopyArguments {
+    paged: DevicePtr<AnyElement>,
+    rows: DevicePtr<AnyElement>,
+    pages: DevicePtr<u32>,
+    paged_side: u64,
+    rows_side: u64,
+    first: u32,
+    count: u32,
+    page_tokens: u32,
+    capacity: u32,
+    chunks: u32,
+    restore: u32,
+}
+
+const _: () = assert!(size_of::<CopyArguments>() == 64);
+
+/// The direction of a copy.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum To {
+    Rows,
+    Pages,
+}
+
+impl PagedCache {
+    /// An empty cache.
+    ///
+    /// # Errors
+    /// [`Error::Argument`](crate::Error::Argument) for more pages than are counted;
+    /// [`Error::DeviceMemory`](crate::Error::DeviceMemory); [`Error::Device`](crate::Error::Device).
+    pub(crate) fn new(
+        gpu: &Gpu,
+        config: &Config,
+        element: Element,
+        memory: PagedMemory,
+        batch: usize,
+        capacity: usize,
+    ) -> Result<Self> {
+        let (n_layers, heads, head_dim) = (config.n_layers, config.n_kv_heads, config.head_dim);
+        let pages = Pages::new(gpu, memory, (batch, capacity), 0)?;
+        Ok(Self {
+            attend: FullRank::new(gpu, config, element, batch, true)?,
+            copy: gpu.device.kernel(&programs::pages(), "copy", 0)?,
+            element,
+            rows: Buffer::zeros(gpu, 2 * n_layers * pages.count() * heads * pages.page() * head_dim)?,
+            pages,
+            prompt: PromptRows::new(heads, head_dim),
+            batch,
+            heads,
+            head_dim,
+            n_layers,
+            capacity,
+        })
+    }
+
+    /// Elements of a layer's keys.
+    const fn side_len(&self) -> usize {
+        self.pages.count() * self.heads * self.pages.page() * self.head_dim
+    }
+
+    /// Copies tokens of a sequence and layer between its pages and the rows of a prompt.
+    fn copy(&self, gpu: &Gpu, layer: usize, sequence: usize, tokens: Range<usize>, to: To) -> Result<()> {
+        if tokens.is_empty() {
+            return Ok(());
+        }
+        let (Rows { keys: paged, capacity: page, .. }, rows) = (self.rows(layer), self.prompt.rows()?);
+        let arguments = CopyArguments {
+            paged,
+            rows: rows.keys,
+            pages: self.pages.table(sequence).table,
+            paged_side: (self.side_len() / 8) as u64,
+            rows_side: (self.heads * rows.capacity * self.head_dim / 8) as u64,
+            first: tokens.start as u32,
+            count: tokens.len() as u32,
+            page_tokens: page as u32,
+            capacity: rows.capacity as u32,
+            chunks: (self.head_dim / 8) as u32,
+            restore: u32::from(to == To::Rows),
+        };
+        let grid = Grid::new([COPY_BLOCKS, self.heads, 2])?;
+        // SAFETY: the structure is the kernel's argument; the sequence has pages for the tokens, and the rows
+        // have room for them.
+        Ok(unsafe { self.copy.launch(gpu.stream(), grid, 256, false, &arguments) }?)
+    }
+}
+
+impl DeviceCache for PagedCache {
+    fn rows(&self, layer: usize) -> Rows {
+        let side = |side: usize| self.rows.pointer().offset((2 * layer + side) * self.side_len()).cast();
+        Rows { keys: side(0), values: side(1), capacity: self.pages.page() }
+    }
+
+    fn room(&self) -> Room {
+        Room { sinks: self.capacity, ring: 0, capacity: self.capacity }
+    }
+
+    fn pages(&self) -> Option<PageTable> {
+        Some(self.pages.table(0))
+    }
+
+    fn attend(
+        &self,
+        gpu: &Gpu,
+        layer: usize,
+        sequences: &Sequences,
+        queries: DevicePtr<AnyElement>,
+        out: DevicePtr<AnyElement>,
+    ) -> Result<()> {
+        let (rows, lengths) = ((self.rows(layer), self.pages()), sequences.exact_lengths.pointer());
+        // SAFETY: the buffers have the lengths of `new`; sequences have pages for their tokens, which
+        // `before_step` has granted, or the spare page for the one token of an empty sequence. The preceding
+        // kernel writes queries and rows, and not lengths: `begin` has written them.
+        unsafe { self.attend.launch(gpu, rows, lengths, queries, out) }
+    }
+
+    fn clear(&mut self, gpu: &Gpu) -> Result<()> {
+        self.settle(gpu, &vec![0; self.batch])
+    }
+
+    fn end(&mut self, gpu: &Gpu, sequence: usize) -> Result<()> {
+        self.pages.end(gpu, sequence)
+    }
+
+    fn before_step(&mut self, gpu: &Gpu, sequences: &Sequences) -> Result<()> {
+        self.pages.before_step(gpu, sequences)
+    }
+
+    fn fill_random(&mut self, gpu: &Gpu, tokens: usize) -> Result<()> {
+        self.pages.settle_anywhere(gpu, tokens)?;
+        for (tensor, side) in (0..2 * self.n_layers).enumerate() {
+            let at = self.rows.pointer().offset(side * self.side_len());
+            fill_rows(gpu, self.element, at, self.side_len(), RANDOM_ROWS + tensor as u32)?;
+        }
+        gpu.synchronize()
+    }
+
+    fn step_bytes(&self, tokens: usize) -> usize {
+        4 * self.n_layers * self.batch * self.heads * tokens * self.head_dim
+    }
+
+    fn footprint(&self, tokens: usize) -> Footprint {
+        let kept = self.step_bytes(tokens.next_multiple_of(self.pages.page()));
+        Footprint { kept, working: self.pages.bytes(), ..Footprint::default() }
+    }
+
+    fn bytes(&self) -> usize {
+        self.rows.bytes() + self.pages.bytes() + self.prompt.bytes()
+    }
+}
+
+impl ChunkCache for PagedCache {
+    fn reserve(&mut self, gpu: &Gpu, lengths: &[usize]) -> Result<()> {
+        self.pages.reserve(gpu, lengths)
+    }
+
+    fn chunk_rows(&mut self, gpu: &Gpu, layer: usize, chunk: &Chunk) -> Result<Rows> {
+        // Of a prompt that grows chunk by chunk, rows move to larger memory seldom.
+        let room = chunk.end().next_power_of_two().min(self.capacity);
+        let rows = self.prompt.open(gpu, room)?;
+        if !self.prompt.hold_those_before(layer, chunk) {
+            self.copy(gpu, layer, chunk.sequence, 0..chunk.position, To::Rows)?;
+        }
+        Ok(rows)
+    }
+
+    fn is_exact(&self) -> bool {
+        true
+    }
+
+    fn append(&mut self, gpu: &Gpu, layer: usize, chunk: &Chunk) -> Result<()> {
+        self.prompt.close(layer, chunk);
+        self.copy(gpu, layer, chunk.sequence, chunk.position..chunk.end(), To::Pages)
+    }
+
+    fn settle(&mut self, gpu: &Gpu, lengths: &[usize]) -> Result<()> {
+        self.prompt.forget();
+        self.pages.settle(gpu, lengths)
+    }
+}

@@ -1,0 +1,262 @@
+//! Memory of a batch by tokens: pages that its sequences take as they grow.
+
+use std::ops::Range;
+
+use kv_gpu::pq::Pages as PageTable;
+
+use super::Sequences;
+use crate::device::Gpu;
+use crate::device::memory::Buffer;
+use crate::method::PagedMemory;
+use crate::{Error, Result};
+
+/// The pages of a batch and its page table on the device.
+///
+/// The host grants pages ahead of the steps that need them, since it knows that a step adds one token to a
+/// sequence. A grant is a copy of the new entries in the order of the stream: nothing waits, and the graph of a
+/// step finds them where they always are. Sequences without tokens have a spare page, where the steps of the
+/// others may write for them.
+pub(super) struct Pages {
+    grants: Grants,
+    table: Buffer<u32>, // (batch, max_pages)
+    max_pages: usize,
+    outside: usize, // first tokens of a sequence, which are not in pages
+    /// Tokens of each sequence as far as the host knows, which may have ended earlier; none where it stands
+    /// still.
+    lengths: Vec<Option<usize>>,
+}
+
+impl Pages {
+    /// No pages granted; the first `outside` tokens of a sequence need none.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for more pages than are counted; [`Error::Device`].
+    pub fn new(
+        gpu: &Gpu,
+        memory: PagedMemory,
+        (batch, capacity): (usize, usize),
+        outside: usize,
+    ) -> Result<Self> {
+        let PagedMemory { page, pool } = memory;
+        let max_pages = capacity.div_ceil(page);
+        let count = pool.map_or(batch * max_pages, |tokens| tokens.div_ceil(page));
+        if u32::try_from(count).is_err() {
+            return Err(Error::Argument(format!("{count} pages: 32 bits count them")));
+        }
+        let grants = Grants::new(page, count, batch);
+        let table = Buffer::of(gpu, &vec![grants.spare(); batch * max_pages])?;
+        Ok(Self { grants, table, max_pages, outside, lengths: vec![Some(0); batch] })
+    }
+
+    /// All pages, the spare one included.
+    pub const fn count(&self) -> usize {
+        self.grants.pages + 1
+    }
+
+    /// Tokens of a page.
+    pub const fn page(&self) -> usize {
+        self.grants.page
+    }
+
+    /// The page table from a sequence on.
+    pub fn table(&self, sequence: usize) -> PageTable {
+        let table = self.table.pointer().offset(sequence * self.max_pages);
+        PageTable { table, max_pages: self.max_pages }
+    }
+
+    /// Takes pages for sequences of these lengths, before prompts that end with them.
+    ///
+    /// # Errors
+    /// [`Error::Pages`] where there are not enough: no sequence has got any then; [`Error::Device`].
+    pub fn reserve(&mut self, gpu: &Gpu, lengths: &[usize]) -> Result<()> {
+        self.resize(gpu, lengths)
+    }
+
+    /// Starts again with sequences of these lengths.
+    ///
+    /// # Errors
+    /// As [`Self::reserve`].
+    pub fn settle(&mut self, gpu: &Gpu, lengths: &[usize]) -> Result<()> {
+        self.lengths = lengths.iter().map(|&length| Some(length)).collect();
+        self.resize(gpu, lengths)
+    }
+
+    /// As [`Self::settle`] with `tokens` in every sequence, in pages of a hashed order, as after many sequences.
+    ///
+    /// # Errors
+    /// As [`Self::reserve`].
+    pub fn settle_anywhere(&mut self, gpu: &Gpu, tokens: usize) -> Result<()> {
+        self.grants.shuffle();
+        self.settle(gpu, &vec![tokens; self.lengths.len()])
+    }
+
+    /// Takes the pages of one sequence back, which stands still from now on.
+    ///
+    /// # Errors
+    /// [`Error::Device`].
+    pub fn end(&mut self, gpu: &Gpu, sequence: usize) -> Result<()> {
+        self.lengths[sequence] = None;
+        let lengths: Vec<usize> = self.lengths.iter().map(|length| length.unwrap_or(0)).collect();
+        self.resize(gpu, &lengths)
+    }
+
+    /// Takes pages for the next token of every sequence. Where they do not suffice, it waits for the device to
+    /// say which sequences have picked their last token, and stand still.
+    ///
+    /// # Errors
+    /// As [`Self::reserve`].
+    pub fn before_step(&mut self, gpu: &Gpu, sequences: &Sequences) -> Result<()> {
+        if let Err(Error::Pages { .. }) = self.resize(gpu, &self.next_lengths()) {
+            let mut positions: Vec<u32> = vec![0; self.lengths.len()];
+            sequences.positions.read_into(gpu, &mut positions)?;
+            for (length, position) in self.lengths.iter_mut().zip(positions) {
+                *length = length.map(|_| position as usize);
+            }
+            self.resize(gpu, &self.next_lengths())?;
+        }
+        self.lengths.iter_mut().flatten().for_each(|length| *length += 1);
+        Ok(())
+    }
+
+    /// Tokens that the next step needs room for.
+    fn next_lengths(&self) -> Vec<usize> {
+        self.lengths.iter().map(|length| length.map_or(0, |tokens| tokens + 1)).collect()
+    }
+
+    /// Gives every sequence the pages for as many tokens, and takes back those that it no longer needs.
+    fn resize(&mut self, gpu: &Gpu, lengths: &[usize]) -> Result<()> {
+        let tokens: Vec<usize> = lengths.iter().map(|length| length.saturating_sub(self.outside)).collect();
+        let had: Vec<bool> = self.grants.held.iter().map(|held| !held.is_empty()).collect();
+        let granted = self.grants.resize(&tokens)?;
+        for (sequence, (range, had)) in granted.into_iter().zip(had).enumerate() {
+            let (first, held) = (sequence * self.max_pages, &self.grants.held[sequence]);
+            if held.is_empty() && had {
+                self.table.write_at(gpu, first, &[self.grants.spare()])?;
+            } else if !range.is_empty() {
+                self.table.write_at(gpu, first + range.start, &held[range])?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Bytes of the table.
+    pub const fn bytes(&self) -> usize {
+        self.table.bytes()
+    }
+}
+
+/// Which pages the sequences of a batch have.
+struct Grants {
+    page: usize, // tokens
+    pages: usize,
+    free: Vec<u32>,
+    held: Vec<Vec<u32>>, // of each sequence, in the order of its tokens
+}
+
+impl Grants {
+    fn new(page: usize, pages: usize, batch: usize) -> Self {
+        Self { page, pages, free: (0..pages as u32).rev().collect(), held: vec![vec![]; batch] }
+    }
+
+    /// The page behind all others.
+    const fn spare(&self) -> u32 {
+        self.pages as u32
+    }
+
+    /// Returns the places, in every sequence's list, of the pages that are new to it.
+    fn resize(&mut self, tokens: &[usize]) -> Result<Vec<Range<usize>>> {
+        let wanted = || tokens.iter().map(|tokens| tokens.div_ceil(self.page));
+        let kept = |(held, wanted): (&Vec<u32>, usize)| held.len().min(wanted);
+        let all_kept: usize = self.held.iter().zip(wanted()).map(kept).sum();
+        let (needed, free) = (wanted().sum::<usize>() - all_kept, self.pages - all_kept);
+        if needed > free {
+            return Err(Error::Pages { needed, free, pages: self.pages, page: self.page });
+        }
+        let wanted: Vec<usize> = wanted().collect();
+        for (held, &wanted) in self.held.iter_mut().zip(&wanted) {
+            self.free.extend(held.drain(wanted.min(held.len())..).rev());
+        }
+        let grant = |(held, &wanted): (&mut Vec<u32>, &usize)| {
+            let first = held.len();
+            held.extend(self.free.drain(self.free.len() - (wanted - first)..).rev());
+            first..wanted
+        };
+        Ok(self.held.iter_mut().zip(&wanted).map(grant).collect())
+    }
+
+    /// Takes all pages back, to be granted in a hashed order.
+    fn shuffle(&mut self) {
+        self.held.iter_mut().for_each(Vec::clear);
+        self.free = (0..self.pages as u32).collect();
+        self.free.sort_by_key(|page| page.wrapping_mul(0x9E37_79B1).rotate_left(7));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use super::*;
+    use crate::rng::Rng;
+
+    /// No page is held twice, and none is lost.
+    fn check(grants: &Grants) {
+        let mut all: Vec<u32> = grants.held.iter().flatten().chain(&grants.free).copied().collect();
+        all.sort_unstable();
+        assert_eq!(all, (0..grants.pages as u32).collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn sequences_grow_and_end_without_losing_pages() {
+        for seed in 0..50 {
+            let mut random = Rng(seed);
+            let mut below = |n: usize| random.below(n);
+            let (page, pages, batch) = (1 + below(40), 1 + below(60), 1 + below(6));
+            let mut grants = Grants::new(page, pages, batch);
+            let mut tokens: Vec<usize> = vec![0; batch];
+            for _ in 0..300 {
+                let mut wanted = tokens.clone();
+                match below(8) {
+                    0 => wanted[below(batch)] = 0,
+                    1 => wanted[below(batch)] += below(10 * page),
+                    _ => wanted.iter_mut().for_each(|tokens| *tokens += 1),
+                }
+                let (before, free) = (grants.held.clone(), grants.free.clone());
+                let total: usize = wanted.iter().map(|tokens| tokens.div_ceil(page)).sum();
+                match grants.resize(&wanted) {
+                    Ok(granted) => {
+                        assert!(total <= pages);
+                        for (sequence, range) in granted.into_iter().enumerate() {
+                            let (held, before) = (&grants.held[sequence], &before[sequence]);
+                            assert_eq!(held.len(), wanted[sequence].div_ceil(page));
+                            // A token stays where it is.
+                            assert_eq!(held[..range.start], before[..range.start]);
+                            assert_eq!((range.start, range.end), (held.len().min(before.len()), held.len()));
+                        }
+                        tokens = wanted;
+                    }
+                    Err(Error::Pages { needed, free: named, .. }) => {
+                        assert!(total > pages && needed > named);
+                        assert_eq!((&grants.held, &grants.free), (&before, &free), "nothing has changed");
+                        tokens[below(batch)] = 0;
+                        grants.resize(&tokens).unwrap();
+                    }
+                    Err(other) => panic!("{other}"),
+                }
+                check(&grants);
+            }
+            grants.shuffle();
+            check(&grants);
+        }
+    }
+
+    #[test]
+    fn what_does_not_fit_is_refused_with_numbers() {
+        let mut grants = Grants::new(16, 8, 2);
+        grants.resize(&[64, 40]).unwrap(); // four pages and three
+        let error = grants.resize(&[64, 65]).unwrap_err().to_string();
+        assert!(error.starts_with("2 more pages of 16 tokens are needed, and 1 of 8 are free"), "{error}");
+        grants.resize(&[0, 65]).unwrap();
+        assert_eq!((grants.held[0].len(), grants.held[1].len()), (0, 5));
+    }
+}

@@ -1,0 +1,64 @@
+use super::{Chunk, Rows};
+use crate::device::Gpu;
+use crate::device::ledger::Allocating;
+use crate::device::memory::Buffer;
+use crate::{Error, Result};
+
+/// Rows of all tokens of one sequence and layer, to which the chunks of a prompt attend, for a cache that keeps
+/// tokens otherwise.
+pub(super) struct PromptRows {
+    rows: Option<Buffer<u16>>, // (keys and values, heads, capacity, head_dim), from the first chunk on
+    heads: usize,
+    head_dim: usize,
+    capacity: usize,                // of `rows`
+    closed: Option<(usize, Chunk)>, // layer and chunk up to whose end all rows are there
+}
+
+impl PromptRows {
+    /// No rows yet.
+    pub const fn new(heads: usize, head_dim: usize) -> Self {
+        Self { rows: None, heads, head_dim, capacity: 0, closed: None }
+    }
+
+    /// Makes room for as many tokens. Rows that had less room are undefined then.
+    pub fn open(&mut self, gpu: &Gpu, tokens: usize) -> Result<Rows> {
+        if self.capacity < tokens {
+            let _purpose = Allocating::new("prompts");
+            self.closed = None;
+            self.rows = None;
+            self.rows = Some(Buffer::zeros(gpu, 2 * self.heads * tokens * self.head_dim)?);
+            self.capacity = tokens;
+        }
+        self.rows()
+    }
+
+    /// Says that the rows up to a chunk's end are those of its sequence in this layer.
+    pub const fn close(&mut self, layer: usize, chunk: &Chunk) {
+        self.closed = Some((layer, *chunk));
+    }
+
+    /// Whether the rows are still those of the chunk before this one, in the same layer: then none have to be
+    /// brought back.
+    pub fn hold_those_before(&self, layer: usize, chunk: &Chunk) -> bool {
+        self.closed.is_some_and(|(of, before)| {
+            of == layer && before.sequence == chunk.sequence && before.end() == chunk.position
+        })
+    }
+
+    /// The rows are no longer those of a sequence: others follow.
+    pub const fn forget(&mut self) {
+        self.closed = None;
+    }
+
+    /// The rows that [`Self::open`] has given.
+    pub fn rows(&self) -> Result<Rows> {
+        let rows = self.rows.as_ref().ok_or_else(|| Error::argument("no rows for a chunk"))?;
+        let side = |side: usize| rows.pointer().offset(side * rows.len() / 2).cast();
+        Ok(Rows { keys: side(0), values: side(1), capacity: self.capacity })
+    }
+
+    /// Bytes of device memory.
+    pub fn bytes(&self) -> usize {
+        self.rows.as_ref().map_or(0, Buffer::bytes)
+    }
+}
