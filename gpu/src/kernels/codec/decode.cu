@@ -10,8 +10,8 @@
 //
 // Launch: grid (tiles, planes, ceil(token blocks / WARPS)), 8 warps. A thread block owns a tile index of a plane; each
 // of its warps decodes that tile in one block of tokens, a lane per channel. The warps share the tile's models in
-// shared memory, laid out [symbol][lane] so that lanes never collide in a bank. A symbol is found by bisection of its
-// cdf. Words of the stream pass through a ring of 256 bytes per warp: one half is loaded while the other is read.
+// shared memory, laid out [symbol][lane] so that lanes never collide in a bank, and a table of the elements that symbols
+// decode to. A symbol is found by bisection of its cdf. Words of the stream pass through a ring of 256 bytes per warp: one half is loaded while the other is read.
 //
 // The floor is reading the stream and writing the rows. The kernel is far above it: integer arithmetic, whose pipe is
 // 73 % busy on an H200, bounds the loop over rows. That loop has about 250 instructions on sm_90 for 32 symbols,
@@ -32,8 +32,15 @@ struct Arguments {
     u32 first_plane, first_block, blocks;                 // those of this launch
 };
 
+#ifdef PREVIOUS
+typedef float Number; // the reconstruction point of a bin, in steps, without its prediction
+#else
+typedef Element Number;
+#endif
+
 struct Shared {
     Symbol symbols[CONTEXTS * SYMBOLS][LANES];
+    Number numbers[SYMBOLS][LANES]; // of the symbols of models without low bits
     u32 rings[WARPS][2 * LANES];
 };
 
@@ -108,11 +115,52 @@ __device__ u32 read_states(Tile& tile, bool used, u32 lanes) {
     return used ? 1u << bits | ((u32)(window >> first % 8) & ((1u << bits) - 1)) : LOW;
 }
 
-// Decodes a rANS tile and calls `sink(row, bin)` for every row. OWN: the tile names families of its own, which are read
-// from global memory; otherwise `symbols` are the plane's models in shared memory, LANES apart.
-template <bool OWN, class Sink>
+// Dequantizes bins, adds the mean and stores the elements of a tile.
+struct Writer {
+    const TileModel& model;
+    const Place& place;
+    const Number* numbers; // of the lane's symbols
+    const u8* side;        // per-token scales (bf16), used if `model.levels` is not 0
+    Column column;
+    u32 first_token;
+    float step, mean;
+    bool used;
+    float factor = 0, previous = 0;
+
+    __device__ __forceinline__ float step_of(u32 row) const {
+        if (model.levels == 0) return step;
+        return fmaxf(__uint_as_float(load_u16(side + 2 * row) << 16) / (float)model.levels, 1.17549435e-38f);
+    }
+
+    __device__ __forceinline__ Number of_bin(u32 row, int bin) const {
+        const float number = centre(bin, model.centroids[0], model.centroids[1]);
+#ifdef PREVIOUS
+        return number;
+#else
+        return decoded_element(number * step_of(row) + mean);
+#endif
+    }
+
+    __device__ __forceinline__ void store(u32 row, Number number) {
+#ifdef PREVIOUS
+        previous = previous * factor + number;
+        store_element(row, decoded_element(previous * step_of(row) + mean));
+#else
+        store_element(row, number);
+#endif
+    }
+
+    __device__ __forceinline__ void store_element(u32 row, Element element) {
+        Element* to = column.of(place, first_token + row, row == 0);
+        if (used) *to = element;
+    }
+};
+
+// Decodes a rANS tile. OWN: the tile names families of its own, which are read from global memory; otherwise `symbols`
+// are the plane's models in shared memory, LANES apart.
+template <bool OWN>
 __device__ __forceinline__ void decode_coded(Tile& tile, const Symbol* symbols, u32 low_bits, u32* ring, u32 lanes,
-                                             const Sink& sink) {
+                                             Writer& writer) {
     constexpr int STRIDE = OWN ? 1 : LANES, FIRST_STEP = (OWN ? MAX_SYMBOLS : SYMBOLS) / 2;
     const int lane = threadIdx.x % LANES;
     const bool used = lane < lanes;
@@ -134,6 +182,7 @@ __device__ __forceinline__ void decode_coded(Tile& tile, const Symbol* symbols, 
     }
     const u32 rows_with_words = tile.rows - warmup;
     const bool any_low_bits = __any_sync(FULL, low_bits > 0);
+    const bool by_symbol = !OWN && !any_low_bits && writer.model.levels == 0;
     const int half = half_of(low_bits);
     WordReader words(ring, tile.at, tile.end);
     u32 context = 0;
@@ -159,11 +208,17 @@ __device__ __forceinline__ void decode_coded(Tile& tile, const Symbol* symbols, 
         state = slots(found) * (state / SLOTS) + slot - first_slot(found);
         if (OWN && !used) state = LOW; // a lane without a channel decodes nothing
         if (refills) words.refill(state);
-        int bin = unzigzag(symbol);
-        if (any_low_bits) {
-            bin = (bin << low_bits) + (int)(state & ((1u << low_bits) - 1)) - half;
-            state >>= low_bits;
-            if (refills) words.refill(state);
+        Number number;
+        if (by_symbol) {
+            number = writer.numbers[symbol * LANES];
+        } else {
+            int bin = unzigzag(symbol);
+            if (any_low_bits) {
+                bin = (bin << low_bits) + (int)(state & ((1u << low_bits) - 1)) - half;
+                state >>= low_bits;
+                if (refills) words.refill(state);
+            }
+            number = writer.of_bin(row, bin);
         }
         const bool escaped = is_escape(found) && used;
         const u32 escaping = __ballot_sync(FULL, escaped);
@@ -174,10 +229,10 @@ __device__ __forceinline__ void decode_coded(Tile& tile, const Symbol* symbols, 
                 tile.bad = true;
                 return;
             }
-            if (escaped) bin = (short)load_u16(own_escape);
+            if (escaped) number = writer.of_bin(row, (short)load_u16(own_escape));
         }
         if (CONTEXTS > 1 && !OWN) context = context_after(symbol, escaped);
-        sink(row, bin);
+        writer.store(row, number);
     }
     if (warmup == 0) carry();
     tile.bad |= escapes != end_of_escapes || (used && state != 0) || words.taken * 2 != tile.end - tile.at;
@@ -195,27 +250,6 @@ __device__ __forceinline__ void decode_fixed(Tile& tile, u32 width, u32 lanes, c
         sink(row, unzigzag(window >> bit % 8 & ((1u << width) - 1)));
     }
 }
-
-// Scales decoded values, adds the mean and stores them.
-struct Writer {
-    const TileModel& model;
-    const Place& place;
-    const u8* side; // per-token scales (bf16), used if `model.levels` is not 0
-    Column column;
-    u32 first_token;
-    float step, mean;
-    bool used;
-
-    __device__ __forceinline__ float step_of(u32 row) const {
-        if (model.levels == 0) return step;
-        return fmaxf(__uint_as_float(load_u16(side + 2 * row) << 16) / (float)model.levels, 1.17549435e-38f);
-    }
-
-    __device__ __forceinline__ void store(u32 row, float value) {
-        Element* to = column.of(place, first_token + row, row == 0);
-        if (used) *to = decoded_element(value + mean);
-    }
-};
 
 __device__ void decode(Tile& tile, const Arguments& a, const TileModel& model, Shared& shared, Writer& writer,
                        u32 lanes) {
@@ -235,29 +269,17 @@ __device__ void decode(Tile& tile, const Arguments& a, const TileModel& model, S
         const float scale_a = __uint_as_float((127 + exponent / 2) << 23),
                     scale_b = __uint_as_float((127 + exponent - exponent / 2) << 23);
         decode_fixed(tile, width, lanes, [&](u32 row, int bin) {
-            writer.store(row, clamp_finite((float)bin * writer.step_of(row) * scale_a * scale_b));
+            const float value = clamp_finite((float)bin * writer.step_of(row) * scale_a * scale_b);
+            writer.store_element(row, decoded_element(value + writer.mean));
         });
         return;
     }
-    const float centroid_1 = model.centroids[0], centroid_2 = model.centroids[1];
-    float previous = 0;
-#ifdef PREVIOUS
-    const float factor = model.factors[lane];
-#endif
-    auto sink = [&](u32 row, int bin) {
-#ifdef PREVIOUS
-        previous = previous * factor + centre(bin, centroid_1, centroid_2);
-#else
-        previous = centre(bin, centroid_1, centroid_2);
-#endif
-        writer.store(row, previous * writer.step_of(row));
-    };
     u32* ring = shared.rings[threadIdx.x / LANES];
     if (kind == PLANE_LANES) {
-        decode_coded<false>(tile, &shared.symbols[0][lane], model.low_bits[lane], ring, lanes, sink);
+        decode_coded<false>(tile, &shared.symbols[0][lane], model.low_bits[lane], ring, lanes, writer);
     } else if (kind == OWN_LANES && tile.end - tile.at >= (lanes + 1) / 2 * 2) {
         const Family& family = a.planes->families[lane < lanes ? tile.at[lane] : 0];
-        decode_coded<true>(tile, family.symbols, lane < lanes ? family.low_bits : 0, ring, lanes, sink);
+        decode_coded<true>(tile, family.symbols, lane < lanes ? family.low_bits : 0, ring, lanes, writer);
     } else {
         tile.bad = true;
     }
@@ -270,12 +292,19 @@ extern "C" __global__ void __launch_bounds__(THREADS) codec_decode(Arguments a) 
     const TileModel& model = a.planes->tiles[plane][tile_index];
     for (int i = threadIdx.x; i < CONTEXTS * SYMBOLS * LANES; i += THREADS)
         (&shared.symbols[0][0])[i] = (&model.symbols[0][0])[i];
+    const u32 block = blockIdx.z * WARPS + threadIdx.x / LANES, frame_block = a.first_block + block;
+    const u32 lanes = min(CHANNELS - tile_index * LANES, LANES), channel = tile_index * LANES + lane;
+    const u32 first_token = frame_block * a.block_tokens;
+    Writer writer{model,       a.place,           &shared.numbers[0][lane],
+                  nullptr,     Column(a.place, a.out[blockIdx.y], channel),
+                  first_token, model.steps[lane], model.mean[lane], lane < lanes};
+    if (model.levels == 0)
+        for (int symbol = threadIdx.x / LANES; symbol < SYMBOLS; symbol += WARPS)
+            shared.numbers[symbol][lane] = writer.of_bin(0, unzigzag(symbol));
     __syncthreads();
-    const u32 block = blockIdx.z * WARPS + threadIdx.x / LANES;
     if (block >= a.blocks) return;
 
-    const u32 lanes = min(CHANNELS - tile_index * LANES, LANES), frame_block = a.first_block + block;
-    const u32 first_token = frame_block * a.block_tokens, rows = min(a.tokens - first_token, a.block_tokens);
+    const u32 rows = min(a.tokens - first_token, a.block_tokens);
     const u8* index = a.frame + HEADER_BYTES + 4 * a.frame_planes;
     const u64 block_index = (u64)plane * a.frame_blocks + frame_block;
     const u8* entry = index + block_index * ENTRY_BYTES;
@@ -301,9 +330,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) codec_decode(Arguments a) 
     if (model.levels && block_start + side_bytes <= block_end)
         for (u32 row = lane; row < rows; row += LANES) tile.bad |= load_u16(block_start + 2 * row) >= 0x7f80;
     tile.bad = __any_sync(FULL, tile.bad);
-    const u32 channel = tile_index * LANES + lane;
-    Writer writer{model,       a.place,           block_start,      Column(a.place, a.out[blockIdx.y], channel),
-                  first_token, model.steps[lane], model.mean[lane], lane < lanes};
+    writer.side = block_start;
+#ifdef PREVIOUS
+    writer.factor = model.factors[lane];
+#endif
     if (!tile.bad) decode(tile, a, model, shared, writer, lanes);
     if (__any_sync(FULL, tile.bad) && lane == 0) atomicMax(a.failed, (u32)block_index * TILES + tile_index + 1);
 }
