@@ -48,7 +48,11 @@ fn programs() -> Result<Vec<Program>, Box<dyn Error>> {
         planes.encode_program(),
         codec::Encode::join_program(),
     ];
-    programs.extend([planes.transform_program(), planes.tensor_core_program()].into_iter().flatten());
+    programs.extend(
+        [planes.transform_program(), planes.tensor_core_program(), planes.quantize_program()]
+            .into_iter()
+            .flatten(),
+    );
     for (capability, shared_memory) in DEVICES {
         let rule = GroupRule::SumOfSoftmax;
         programs.push(SearchShape { quantizer: coarse, group, rule }.program(capability, shared_memory)?);

@@ -4,6 +4,7 @@ mod decode;
 mod encode;
 mod index;
 mod planes;
+mod quantize;
 mod transform;
 
 pub use decode::{Decode, DecodeArguments};

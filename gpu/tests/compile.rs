@@ -263,7 +263,7 @@ fn coding() {
         (ModelKind::Tables, PredictorKind::Mean, VectorElement::Bf16, false, transform(128)),
         (ModelKind::Tables, PredictorKind::Mean, VectorElement::F16, true, transform(64)),
     ];
-    let programs = kinds.map(|(models, predictor, element, paged, transform)| {
+    let shapes = kinds.map(|(models, predictor, element, paged, transform)| {
         let options = FitOptions {
             predictor,
             steps: Steps::Deviations(0.5),
@@ -271,15 +271,19 @@ fn coding() {
             coder: codec_core::Coder::InterleavedRans,
         };
         let plane = PlaneBuf::fit(&rows, 1024, transform, &options).unwrap();
-        let shape = Planes::pack(&[plane.view()], 128).unwrap().shape(element, paged);
-        let tiles = [shape.decode_program(), shape.encode_program()];
-        let transforms = [shape.transform_program(), shape.tensor_core_program()];
-        tiles.into_iter().chain(transforms.into_iter().flatten()).collect::<Vec<_>>()
+        Planes::pack(&[plane.view()], 128).unwrap().shape(element, paged)
     });
-    check(
-        |_| [programs.concat(), vec![codec::Encode::join_program(), codec::Index::program()]].concat(),
-        true,
-    );
+    let programs = |_| {
+        let of_shape = |shape: &codec::CodecShape| {
+            let tiles = [shape.decode_program(), shape.encode_program()];
+            let transforms =
+                [shape.transform_program(), shape.tensor_core_program(), shape.quantize_program()];
+            tiles.into_iter().chain(transforms.into_iter().flatten()).collect::<Vec<_>>()
+        };
+        let programs = shapes.iter().flat_map(of_shape);
+        programs.chain([codec::Encode::join_program(), codec::Index::program()]).collect()
+    };
+    check(programs, true);
 }
 
 #[test]

@@ -32,7 +32,7 @@ pub struct DecodeArguments {
     pub out: DevicePtr<DevicePtr<AnyElement>>,
     /// Where the tokens of the frame go in these rows.
     pub place: Place,
-    /// Bytes ([`Decode::workspace_len`],), overwritten.
+    /// Bytes ([`Decode::workspace_len`],), overwritten; aligned to 16.
     pub workspace: DevicePtr<u8>,
     /// One `u32`, 0 before the launch. Afterwards it is 1 + the index in the frame of a tile that no encoder
     /// wrote, or 0. The elements written for such a tile are meaningless. A launch never lowers it.
@@ -87,7 +87,7 @@ impl Decode {
     /// [`Error::NoNvrtc`], [`Error::Compile`] or [`Error::Driver`].
     pub fn new(device: &Device, shape: CodecShape) -> Result<Self, Error> {
         let tiles = device.kernel(&shape.decode_program(), "codec_decode", 0)?;
-        Ok(Self { tiles, transform: Transform::new(device, shape)?, shape })
+        Ok(Self { tiles, transform: Transform::inverse(device, shape)?, shape })
     }
 
     /// Bytes of workspace for launches of `layers` layers and `blocks` blocks of tokens: 0 for planes without
@@ -212,7 +212,7 @@ impl Decode {
         unsafe {
             self.tiles.launch(stream, grid, (WARPS * LANES) as u32, false, &kernel_arguments)?;
             match &self.transform {
-                Some(transform) => transform.coefficients_to_rows(stream, &rows),
+                Some(transform) => transform.launch(stream, &rows),
                 None => Ok(()),
             }
         }

@@ -3,7 +3,8 @@ use std::ops::Range;
 use codec_core::{FrameInfo, LANES};
 use cudarc::driver::sys::CUstream;
 
-use super::transform::{Rows, Transform, coefficients_at};
+use super::quantize::{self, Quantize};
+use super::transform::{self, Transform, coefficients_at};
 use super::{CodecShape, KernelPlace, Place, Planes, PlanesAt};
 use crate::compile::source;
 use crate::device::Kernel;
@@ -14,11 +15,13 @@ use crate::{Device, Error, Program};
 /// `WARPS` of the kernel.
 const WARPS: usize = 4;
 /// Resident thread blocks per SM, by the launch bounds of the kernel.
-const RESIDENT: usize = 6;
+const RESIDENT: usize = 5;
+/// Rows of a lane that are neighbours in memory: `GROUP` of the kernels.
+const GROUP: usize = 8;
 /// Threads of a block that joins tiles, the most tiles that it joins (`COUNT` of the kernel), and its warps, each of
 /// which copies a tile at a time.
 const JOIN_THREADS: usize = 256;
-const MOST_JOINED: usize = 256;
+const MOST_JOINED: usize = 64;
 const JOIN_WARPS: usize = JOIN_THREADS / LANES;
 
 const OPERATION: Operation = Operation("codec::Encode");
@@ -36,7 +39,7 @@ pub struct EncodeArguments {
     pub place: Place,
     /// Bytes ([`Encode::slots_len`],), overwritten.
     pub slots: DevicePtr<u8>,
-    /// Bytes ([`Encode::workspace_len`],), overwritten.
+    /// Bytes ([`Encode::workspace_len`],), overwritten; aligned to 16.
     pub workspace: DevicePtr<u8>,
     /// `u16` (layers of the launch, 2, blocks, tiles), written: the length of each tile in units of two
     /// bytes.
@@ -61,6 +64,8 @@ struct EncodeKernelArguments {
     lengths: DevicePtr<u16>,
     workspace: DevicePtr<u16>,
     failed: DevicePtr<u32>,
+    bins: DevicePtr<u16>, // these two with `Quantize`
+    maps: DevicePtr<f32>,
     rows: PlanesAt,
     place: KernelPlace,
     planes_here: u32,
@@ -70,7 +75,7 @@ struct EncodeKernelArguments {
     slot_bytes: u32,
 }
 
-const _: () = assert!(size_of::<EncodeKernelArguments>() == 128);
+const _: () = assert!(size_of::<EncodeKernelArguments>() == 144);
 
 /// `Arguments` of `codec_join`.
 #[derive(Clone, Copy)]
@@ -93,16 +98,28 @@ const _: () = assert!(size_of::<JoinKernelArguments>() == 56);
 ///
 /// # Cost
 /// Two kernels. Elements are read once, and again for fixed-width tiles; bins are written to the workspace
-/// and read back. With a transform, a third kernel runs first: a multiplication and an addition for each
-/// element of the head, and 4 bytes written per element.
+/// and read back. With a transform, a third kernel runs first. Where [`CodecShape::quantize_program`] is used,
+/// it multiplies on tensor cores, three times for each element of the head, and writes 2 bytes per element;
+/// the few bins that are too close to a boundary are computed anew in the CPU's order, and so are tiles whose
+/// values exceed 2^13 steps. Otherwise it takes a multiplication and an addition for each element of the head
+/// and writes 4 bytes.
 /// # Source
 /// CacheGen (SIGCOMM 2024), 5.2; the bitstream is codec-core's `FORMAT.md`.
 pub struct Encode {
-    transform: Option<Transform>,
+    before: Before,
     tiles: Kernel,
     join: Kernel,
     shape: CodecShape,
     blocks: usize,
+}
+
+/// What happens to rows before they are tiles.
+enum Before {
+    Nothing,
+    /// Planes with a transform: f32 (planes, tokens, channels) in the workspace.
+    Coefficients(Transform),
+    /// The same where tensor cores apply: `u16` (planes, blocks, tiles, rows of a tile) in the workspace.
+    Bins(Quantize),
 }
 
 impl Encode {
@@ -117,10 +134,13 @@ impl Encode {
     /// # Errors
     /// [`Error::NoNvrtc`], [`Error::Compile`] or [`Error::Driver`].
     pub fn new(device: &Device, shape: CodecShape) -> Result<Self, Error> {
-        let transform = Transform::new(device, shape)?;
+        let before = match Quantize::new(device, shape)? {
+            Some(quantize) => Before::Bins(quantize),
+            None => Transform::forward(device, shape)?.map_or(Before::Nothing, Before::Coefficients),
+        };
         let tiles = device.kernel(&shape.encode_program(), "codec_encode", 0)?;
         let join = device.kernel(&Self::join_program(), "codec_join", 0)?;
-        Ok(Self { transform, tiles, join, shape, blocks: RESIDENT * device.sm_count() })
+        Ok(Self { before, tiles, join, shape, blocks: RESIDENT * device.sm_count() })
     }
 
     /// Upper bound of the bytes of all tiles of `layers` layers.
@@ -131,14 +151,20 @@ impl Encode {
 
     /// Bytes of workspace for launches of `layers` layers.
     #[must_use]
-    pub const fn workspace_len(&self, info: &FrameInfo, layers: usize) -> usize {
-        let coefficients = Transform::coefficients_len(&self.shape, layers.saturating_mul(2), info.tokens);
-        self.bins_len(info).saturating_add(coefficients)
+    pub fn workspace_len(&self, info: &FrameInfo, layers: usize) -> usize {
+        let before = match self.before {
+            Before::Nothing => 0,
+            Before::Coefficients(_) => {
+                Transform::coefficients_len(&self.shape, layers.saturating_mul(2), info.tokens)
+            }
+            Before::Bins(_) => tiles(info, layers).saturating_mul(bins_of_tile(info)),
+        };
+        self.warps_len(info).saturating_add(before)
     }
 
-    /// Bytes of the bins of all resident warps.
-    const fn bins_len(&self, info: &FrameInfo) -> usize {
-        self.blocks.saturating_mul(WARPS).saturating_mul(info.block_tokens).saturating_mul(8 * LANES)
+    /// Bytes of the workspaces of all resident warps: bins, twice as many words, and escapes.
+    const fn warps_len(&self, info: &FrameInfo) -> usize {
+        self.blocks.saturating_mul(WARPS).saturating_mul(bins_of_tile(info)).saturating_mul(4)
     }
 
     /// Launches the encoding on a stream. `info` describes the frame and is the same in all launches of a
@@ -180,19 +206,13 @@ impl Encode {
         }
         let slot_bytes = slot_bytes(info) as u32;
         let place = a.place.for_kernel(OPERATION, &self.shape, info.tokens)?;
-        let rows_of_launch = Rows {
-            pointers: a.rows,
-            place,
-            first_plane: 2 * a.layers.start,
-            planes: 2 * a.layers.len(),
-            first_token: 0,
-            tokens: info.tokens,
-            coefficients: a.workspace.offset(self.bins_len(info)).cast(),
-            maps: a.planes.offset(planes.maps_at()).cast(),
-        };
-        let (rows, place) = match &self.transform {
-            Some(_) => coefficients_at(&self.shape, rows_of_launch.coefficients, 0, info.tokens),
-            None => (PlanesAt::each(a.rows), place),
+        let (first_plane, planes_here) = (2 * a.layers.start, 2 * a.layers.len());
+        let maps: DevicePtr<f32> = a.planes.offset(planes.maps_at()).cast();
+        let before = a.workspace.offset(self.warps_len(info));
+        let (bins, coefficients) = (before.cast::<u16>(), before.cast::<f32>());
+        let (rows, tiles_place) = match self.before {
+            Before::Coefficients(_) => coefficients_at(&self.shape, coefficients, 0, info.tokens),
+            _ => (PlanesAt::each(a.rows), place),
         };
         let encode_arguments = EncodeKernelArguments {
             planes: a.planes,
@@ -200,10 +220,12 @@ impl Encode {
             lengths: a.lengths,
             workspace: a.workspace.cast(),
             failed: a.failed,
+            bins,
+            maps,
             rows,
-            place,
-            planes_here: 2 * a.layers.len() as u32,
-            first_plane: 2 * a.layers.start as u32,
+            place: tiles_place,
+            planes_here: planes_here as u32,
+            first_plane: first_plane as u32,
             tokens: info.tokens as u32,
             block_tokens: info.block_tokens as u32,
             slot_bytes,
@@ -226,8 +248,36 @@ impl Encode {
         // SAFETY: the structures are the kernels' arguments; the caller upholds the contract of their
         // pointers.
         unsafe {
-            if let Some(transform) = &self.transform {
-                transform.rows_to_coefficients(stream, &rows_of_launch)?;
+            match &self.before {
+                Before::Nothing => {}
+                Before::Coefficients(transform) => {
+                    let rows = transform::Rows {
+                        pointers: a.rows,
+                        place,
+                        first_plane,
+                        planes: planes_here,
+                        first_token: 0,
+                        tokens: info.tokens,
+                        coefficients,
+                        maps,
+                    };
+                    transform.launch(stream, &rows)?;
+                }
+                Before::Bins(quantize) => {
+                    let (tokens, block_tokens) = (info.tokens, info.block_tokens);
+                    let rows = quantize::Rows {
+                        planes: a.planes,
+                        maps,
+                        bins,
+                        rows,
+                        place,
+                        first_plane,
+                        planes_here,
+                        tokens,
+                        block_tokens,
+                    };
+                    quantize.launch(stream, &rows)?;
+                }
             }
             self.tiles.launch(stream, tiles_grid, (WARPS * LANES) as u32, false, &encode_arguments)?;
             self.join.launch(stream, join_grid, JOIN_THREADS as u32, false, &join_arguments)
@@ -238,6 +288,11 @@ impl Encode {
 fn tiles(info: &FrameInfo, layers: usize) -> usize {
     let planes = layers.saturating_mul(2).saturating_mul(info.blocks());
     planes.saturating_mul(info.channels().div_ceil(LANES))
+}
+
+/// Bytes of the bins of a tile.
+const fn bins_of_tile(info: &FrameInfo) -> usize {
+    2 * LANES * info.block_tokens.div_ceil(GROUP) * GROUP
 }
 
 /// Maximum bytes of a tile: 16 bits per element.

@@ -31,10 +31,18 @@ impl CodecShape {
         self.tiles_program(source!("codec/decode.cu"))
     }
 
-    /// The kernel of [`Encode`](super::Encode).
+    /// The kernel of tiles of [`Encode`](super::Encode).
     #[must_use]
     pub fn encode_program(&self) -> Program {
-        self.tiles_program(source!("codec/encode.cu"))
+        let source = source!("codec/encode.cu");
+        if self.quantizes_on_tensor_cores() { self.mapped_tiles(source) } else { self.tiles_program(source) }
+    }
+
+    /// The kernel of [`Encode`](super::Encode) that transforms and quantizes rows on tensor cores: for maps
+    /// whose size is a multiple of 16 up to 128, and bins that do not depend on the previous token's.
+    #[must_use]
+    pub fn quantize_program(&self) -> Option<Program> {
+        self.quantizes_on_tensor_cores().then(|| self.mapped_tiles(source!("codec/quantize_mma.cu")))
     }
 
     /// The kernels of the transform, if the planes have one.
@@ -47,9 +55,16 @@ impl CodecShape {
     /// multiple of 16 up to 128.
     #[must_use]
     pub fn tensor_core_program(&self) -> Option<Program> {
-        let fits = self.map_dim.is_multiple_of(16) && (16..=128).contains(&self.map_dim);
         let program = || self.of_maps(source!("codec/transform_mma.cu"));
-        (fits && self.element != VectorElement::F32).then(program)
+        (self.map_fits_tensor_cores() && self.element != VectorElement::F32).then(program)
+    }
+
+    fn map_fits_tensor_cores(&self) -> bool {
+        self.map_dim.is_multiple_of(16) && (16..=128).contains(&self.map_dim)
+    }
+
+    fn quantizes_on_tensor_cores(&self) -> bool {
+        self.map_fits_tensor_cores() && !self.previous
     }
 
     fn of_maps(&self, source: Source) -> Program {
@@ -63,16 +78,27 @@ impl CodecShape {
             let of_coefficients = Self { map_dim: 0, element: VectorElement::F32, paged: false, ..*self };
             return of_coefficients.tiles_program(source);
         }
-        let tiles = [
+        let defines = [&self.place_defines()[..], &self.tile_defines()].concat();
+        Program::new(source, &defines)
+            .define_if(self.previous, "PREVIOUS")
+            .define_if(self.paged, "PAGED")
+            .without_fused_multiply_add()
+    }
+
+    /// A kernel of tiles that transforms rows itself.
+    fn mapped_tiles(&self, source: Source) -> Program {
+        let map = [("MAP_DIM", self.map_dim)];
+        let defines = [&self.place_defines()[..], &self.tile_defines(), &map].concat();
+        Program::new(source, &defines).define_if(self.paged, "PAGED").without_fused_multiply_add()
+    }
+
+    const fn tile_defines(&self) -> [(&'static str, usize); 4] {
+        [
             ("CONTEXTS", self.contexts),
             ("SYMBOLS", self.symbols),
             ("FAMILY_BYTES", 4 * FAMILY_WORDS),
             ("TILE_MODEL_BYTES", 4 * self.tile_model_words()),
-        ];
-        Program::new(source, &[&self.place_defines()[..], &tiles].concat())
-            .define_if(self.previous, "PREVIOUS")
-            .define_if(self.paged, "PAGED")
-            .without_fused_multiply_add()
+        ]
     }
 
     const fn place_defines(&self) -> [(&'static str, usize); 3] {

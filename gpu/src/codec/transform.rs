@@ -11,10 +11,9 @@ const OPERATION: Operation = Operation("codec transform");
 /// The columns of a block of `codec/transform.cu` for heads of up to 64 elements and for larger ones.
 const COLUMNS: [usize; 2] = [64, 128];
 
-/// Transforms rows to coefficients and back, for planes with a transform.
+/// Transforms rows to coefficients, or back.
 pub(super) struct Transform {
-    into: Tiled,
-    back: Tiled,
+    tiled: Tiled,
     shape: CodecShape,
 }
 
@@ -58,24 +57,27 @@ pub(super) struct Rows {
 }
 
 impl Transform {
-    /// Compiles the kernels; `None` for a shape without a transform.
-    pub(super) fn new(device: &Device, shape: CodecShape) -> Result<Option<Self>, Error> {
-        let Some(program) = shape.transform_program() else { return Ok(None) };
+    /// Compiles the kernel that transforms rows to coefficients; `None` for a shape without a transform.
+    pub(super) fn forward(device: &Device, shape: CodecShape) -> Result<Option<Self>, Error> {
+        Self::scalar(device, shape, "codec_rows_to_coefficients")
+    }
+
+    /// The same for the kernel that transforms coefficients back to rows.
+    pub(super) fn inverse(device: &Device, shape: CodecShape) -> Result<Option<Self>, Error> {
+        let name = "codec_coefficients_to_rows";
+        let Some(program) = shape.tensor_core_program() else { return Self::scalar(device, shape, name) };
         let dim = shape.map_dim();
-        let scalar = |name| {
-            let columns = COLUMNS[usize::from(dim > COLUMNS[0])];
-            device.kernel(&program, name, 0).map(|kernel| Tiled { kernel, tokens: 64, threads: 128, columns })
-        };
-        let back = match shape.tensor_core_program() {
-            Some(program) => {
-                // The map as two matrices of 16 bits, with rows of 16 bytes more, and the mean.
-                let shared = 2 * 2 * dim * (dim + 8) + 4 * dim;
-                let kernel = device.kernel(&program, "codec_coefficients_to_rows", shared)?;
-                Tiled { kernel, tokens: 512, threads: 256, columns: dim }
-            }
-            None => scalar("codec_coefficients_to_rows")?,
-        };
-        Ok(Some(Self { into: scalar("codec_rows_to_coefficients")?, back, shape }))
+        // The map as two matrices of 16 bits, with rows of 16 bytes more, and the mean.
+        let shared = 2 * 2 * dim * (dim + 8) + 4 * dim;
+        let kernel = device.kernel(&program, name, shared)?;
+        Ok(Some(Self { tiled: Tiled { kernel, tokens: 512, threads: 256, columns: dim }, shape }))
+    }
+
+    fn scalar(device: &Device, shape: CodecShape, name: &'static str) -> Result<Option<Self>, Error> {
+        let Some(program) = shape.transform_program() else { return Ok(None) };
+        let kernel = device.kernel(&program, name, 0)?;
+        let columns = COLUMNS[usize::from(shape.map_dim() > COLUMNS[0])];
+        Ok(Some(Self { tiled: Tiled { kernel, tokens: 64, threads: 128, columns }, shape }))
     }
 
     /// Bytes of the coefficients of `planes` planes of `tokens` tokens.
@@ -86,19 +88,8 @@ impl Transform {
 
     /// # Safety
     /// The [contract of a launch](DevicePtr#launches) holds for the pointers and the stream.
-    pub(super) unsafe fn rows_to_coefficients(&self, stream: CUstream, rows: &Rows) -> Result<(), Error> {
-        // SAFETY: the caller upholds the contract of `launch`.
-        unsafe { self.launch(&self.into, stream, rows) }
-    }
-
-    /// # Safety
-    /// As [`Self::rows_to_coefficients`].
-    pub(super) unsafe fn coefficients_to_rows(&self, stream: CUstream, rows: &Rows) -> Result<(), Error> {
-        // SAFETY: the caller upholds the contract of `launch`.
-        unsafe { self.launch(&self.back, stream, rows) }
-    }
-
-    unsafe fn launch(&self, tiled: &Tiled, stream: CUstream, rows: &Rows) -> Result<(), Error> {
+    pub(super) unsafe fn launch(&self, stream: CUstream, rows: &Rows) -> Result<(), Error> {
+        let tiled = &self.tiled;
         let map_dim = self.shape.map_dim();
         let heads = self.shape.channels() / map_dim * map_dim.div_ceil(tiled.columns);
         let blocks = rows.tokens.div_ceil(tiled.tokens);

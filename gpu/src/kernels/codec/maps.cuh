@@ -1,4 +1,4 @@
-// The maps of the codec's linear transform, and the argument of the kernels that apply them.
+// The maps of the codec's linear transform.
 //
 // Compile-time shape: that of place.cuh; MAP_DIM, the size of a head of the maps, which need not be HEAD_DIM.
 #pragma once
@@ -10,10 +10,34 @@ struct Maps {
     float mean[CHANNELS];
 };
 
-struct Arguments {
+// The argument of the kernels that turn rows into coefficients in f32, and back.
+struct TransformArguments {
     const Maps* maps;    // [plane of the frame]
     float* coefficients; // [plane of the launch][token of the launch][CHANNELS]
     PlanesAt rows;       // planes of the launch
     Place place;
     u32 first_plane, first_token, tokens; // those of the launch
 };
+
+// The coefficient of a channel, from the row of its token, with the CPU's bits: products and sums are rounded one by
+// one, in the order of the components. (The CPU skips components of zero, which changes no sum.)
+__device__ __forceinline__ float exact_coefficient(const Maps& maps, const Place& place, const Element* row,
+                                                   u32 channel) {
+    const u32 first = channel / MAP_DIM * MAP_DIM;
+    const float* map = &maps.forward[first][channel - first];
+    float sum = 0;
+#pragma unroll 8
+    for (u32 i = 0; i < MAP_DIM; i++) {
+        const float component = __fsub_rn(to_float(row[place.of_channel(first + i)]), maps.mean[first + i]);
+        sum = __fadd_rn(sum, __fmul_rn(component, map[i * MAP_DIM]));
+    }
+    return sum;
+}
+
+// Two numbers, the first in the low bits, rounded to bf16 and what rounding has lost.
+__device__ __forceinline__ void split(float low, float high, u32& rounded, u32& rest) {
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(rounded) : "f"(high), "f"(low));
+    const float lost_low = low - __uint_as_float(rounded << 16),
+                lost_high = high - __uint_as_float(rounded & 0xffff0000);
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(rest) : "f"(lost_high), "f"(lost_low));
+}

@@ -1,4 +1,4 @@
-// Shared by decode.cu and encode.cu, the kernels for codec-core's tiles (codec-core/FORMAT.md). A warp owns a tile,
+// Shared by decode.cu, encode.cu and quantize_mma.cu, the kernels for codec-core's tiles (codec-core/FORMAT.md). A warp owns a tile,
 // which is up to 32 channels of a block of tokens; a lane owns a channel.
 //
 // Compile-time shape, in addition to that of place.cuh: CONTEXTS (1 or 3) and SYMBOLS (a power of two up to 64) of the
@@ -69,5 +69,19 @@ __device__ __forceinline__ float centre(int bin, float centroid_1, float centroi
     const float shift = size == 1 ? centroid_1 : size == 2 ? centroid_2 : 0.f;
     return (float)bin + (bin < 0 ? -shift : shift);
 }
+
+// Rounds to the nearest integer, ties to even, after clamping to +-2^20. Adding 1.5 * 2^23 rounds in one operation.
+constexpr float ROUND = 12582912.f;
+__device__ __forceinline__ int bin_of(float x) {
+    constexpr float LIMIT = 1 << 20;
+    return (int)__float_as_uint(fminf(fmaxf(x, -LIMIT), LIMIT) + ROUND) - (int)__float_as_uint(ROUND);
+}
+
+// Bins of a tile on their way to the encoder: eight consecutive rows of a lane are neighbours, so that it loads them at
+// once. FAR_BIN marks one that quantize_mma.cu could not compute; its others are less than half as far from zero.
+constexpr int GROUP = 8;
+constexpr u32 FAR_BIN = 0x8000;
+__device__ __forceinline__ u32 bins_of_tile(u32 block_tokens) { return (block_tokens + GROUP - 1) / GROUP * GROUP * LANES; }
+__device__ __forceinline__ u32 bin_index(u32 row, u32 lane) { return (row / GROUP * LANES + lane) * GROUP + row % GROUP; }
 
 __device__ __forceinline__ u32 load_u16(const u8* at) { return at[0] | at[1] << 8; }

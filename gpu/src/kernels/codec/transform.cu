@@ -27,7 +27,7 @@ struct Shared {
 };
 
 template <bool INVERSE>
-__device__ __forceinline__ void transform(const Arguments& a) {
+__device__ __forceinline__ void transform(const TransformArguments& a) {
     __shared__ Shared shared;
     const u32 first_token = blockIdx.x * TOKENS, head = blockIdx.y / PARTS, first_column = blockIdx.y % PARTS * COLUMNS;
     const u32 first_channel = head * MAP_DIM, x = threadIdx.x % ACROSS, y = threadIdx.x / ACROSS;
@@ -112,9 +112,9 @@ __device__ __forceinline__ void transform(const Arguments& a) {
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 4) codec_rows_to_coefficients(const Arguments a) {
+extern "C" __global__ void __launch_bounds__(THREADS, 4) codec_rows_to_coefficients(const TransformArguments a) {
     transform<false>(a);
 }
-extern "C" __global__ void __launch_bounds__(THREADS, 4) codec_coefficients_to_rows(const Arguments a) {
+extern "C" __global__ void __launch_bounds__(THREADS, 4) codec_coefficients_to_rows(const TransformArguments a) {
     transform<true>(a);
 }

@@ -21,14 +21,6 @@ struct Shared {
     float mean[MAP_DIM];
 };
 
-// Two numbers, the first in the low bits, rounded to bf16 and what rounding has lost.
-__device__ __forceinline__ void split(float low, float high, u32& rounded, u32& rest) {
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(rounded) : "f"(high), "f"(low));
-    const float lost_low = low - __uint_as_float(rounded << 16),
-                lost_high = high - __uint_as_float(rounded & 0xffff0000);
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(rest) : "f"(lost_high), "f"(lost_low));
-}
-
 // The place of index i of a group of 16 in a matrix product: lane l of four has 4 l to 4 l + 3.
 __device__ __forceinline__ int permuted(int i) { return i / 16 * 16 + i % 4 / 2 * 8 + i % 16 / 4 * 2 + i % 2; }
 
@@ -46,7 +38,7 @@ __device__ __forceinline__ void store_four(Element* token, const Place& place, u
     for (int j = 0; j < 4; j++) token[place.of_channel(channel + j)] = four[j];
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 2) codec_coefficients_to_rows(const Arguments a) {
+extern "C" __global__ void __launch_bounds__(THREADS, 2) codec_coefficients_to_rows(const TransformArguments a) {
     extern __shared__ __align__(16) unsigned char bytes[];
     Shared& shared = *reinterpret_cast<Shared*>(bytes);
     const u32 first_token = blockIdx.x * TOKENS, first_channel = blockIdx.y * MAP_DIM;
