@@ -67,8 +67,8 @@ impl Transform {
         let name = "codec_coefficients_to_rows";
         let Some(program) = shape.tensor_core_program() else { return Self::scalar(device, shape, name) };
         let dim = shape.map_dim();
-        // The map as two matrices of 16 bits, with rows of 16 bytes more, and the mean.
-        let shared = 2 * 2 * dim * (dim + 8) + 4 * dim;
+        // The map as two matrices of 16 bits, with rows of 16 bytes more, the mean, and 16 tokens of 8 warps.
+        let shared = 2 * 2 * dim * (dim + 8) + 4 * dim + 8 * 16 * 4 * dim;
         let kernel = device.kernel(&program, name, shared)?;
         Ok(Some(Self { tiled: Tiled { kernel, tokens: 512, threads: 256, columns: dim }, shape }))
     }

@@ -9,16 +9,20 @@
 // in shared memory; a warp takes 16 tokens at a time. Components and coefficients are permuted within groups of 16 so
 // that a lane loads four neighbouring coefficients and stores four neighbouring components.
 //
+// The coefficients of a warp's next tile are on their way to shared memory during the current one; before, with the next
+// 16 of a token in registers, latency of memory bounded the kernel.
+//
 // The floor is reading the coefficients and writing the rows.
 #include "codec/maps.cuh"
 #include "primitives_sm80.cuh"
 
-constexpr int TOKENS = 512, WARPS = 8, THREADS = WARPS * LANES, TILE = 16;
+constexpr int TOKENS = 512, WARPS = 8, THREADS = WARPS * LANES, TILE = 16, STEPS = MAP_DIM / 16;
 constexpr int STRIDE = MAP_DIM + 8; // rows of 16 bytes more: those of a matrix of 8 x 8 lie in different banks
 
 struct Shared {
     u16 map[2][MAP_DIM][STRIDE]; // rounded to bf16, and what rounding has lost
     float mean[MAP_DIM];
+    float4 coefficients[WARPS][STEPS][2][LANES]; // each lane's of a tile: it copies those of the next one itself
 };
 
 // The place of index i of a group of 16 in a matrix product: lane l of four has 4 l to 4 l + 3.
@@ -38,7 +42,7 @@ __device__ __forceinline__ void store_four(Element* token, const Place& place, u
     for (int j = 0; j < 4; j++) token[place.of_channel(channel + j)] = four[j];
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 2) codec_coefficients_to_rows(const TransformArguments a) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) codec_coefficients_to_rows(const TransformArguments a) {
     extern __shared__ __align__(16) unsigned char bytes[];
     Shared& shared = *reinterpret_cast<Shared*>(bytes);
     const u32 first_token = blockIdx.x * TOKENS, first_channel = blockIdx.y * MAP_DIM;
@@ -59,27 +63,32 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) codec_coefficients_to_r
     const float* coefficients =
         a.coefficients + ((u64)blockIdx.z * a.tokens + first_token) * CHANNELS + first_channel + four;
     Element* rows = a.rows[blockIdx.z];
-    for (u32 tile = threadIdx.x / LANES * TILE; tile < tokens; tile += WARPS * TILE) {
+    auto& ring = shared.coefficients[threadIdx.x / LANES];
+    auto copy = [&](u32 tile, int step) { // of a tile, which may be after the last one
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const u32 token = tile + row + 8 * i;
+            const bool valid = token < tokens;
+            cp_async_16_zfill(&ring[step][i][lane], coefficients + (valid ? (u64)token * CHANNELS : 0) + 16 * step, valid);
+        }
+        cp_async_commit();
+    };
+    u32 tile = threadIdx.x / LANES * TILE;
+    for (int step = 0; step < STEPS; step++) copy(tile, step);
+    for (; tile < tokens; tile += WARPS * TILE) {
         const u32 token[2] = {tile + row, tile + row + 8};
         float sums[MAP_DIM / 8][4] = {};
-        float4 next[2];
-        auto load = [&](int step) {
-#pragma unroll
-            for (int i = 0; i < 2; i++)
-                next[i] = token[i] < tokens
-                              ? *reinterpret_cast<const float4*>(coefficients + (u64)token[i] * CHANNELS + step)
-                              : make_float4(0, 0, 0, 0);
-        };
-        load(0);
-#pragma unroll 2 // fully unrolled it spills
+#pragma unroll 2
         for (int step = 0; step < MAP_DIM; step += 16) {
+            cp_async_wait<STEPS - 1>();
             u32 rounded[4], rest[4];
 #pragma unroll
             for (int i = 0; i < 2; i++) {
-                split(next[i].x, next[i].y, rounded[i], rest[i]);
-                split(next[i].z, next[i].w, rounded[i + 2], rest[i + 2]);
+                const float4 four = ring[step / 16][i][lane];
+                split(four.x, four.y, rounded[i], rest[i]);
+                split(four.z, four.w, rounded[i + 2], rest[i + 2]);
             }
-            if (step + 16 < MAP_DIM) load(step + 16);
+            copy(tile + WARPS * TILE, step / 16);
 #pragma unroll
             for (int n = 0; n < MAP_DIM; n += 16) {
                 u32 map[4], map_rest[4]; // [8 columns][8 rows]
@@ -105,4 +114,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) codec_coefficients_to_r
             }
         }
     }
+    cp_async_wait_all();
 }
