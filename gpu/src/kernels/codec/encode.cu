@@ -34,9 +34,9 @@ struct Arguments {
     u16* bins;        // [plane][token block][tile] of `bins_of_tile` numbers
     const Maps* maps; // [plane of the frame]
 #else
-    const void* unused[2];
+    const void* absent[2]; // so that the host has one structure
 #endif
-    PlanesAt rows;  // planes of this launch
+    PlanesAt rows; // planes of this launch
     Place place;
     u32 planes_here, first_plane, tokens, block_tokens, slot_bytes;
 };
@@ -185,8 +185,8 @@ __device__ Stats quantize(const Tile& tile, const Values& values) {
 }
 
 #ifdef MAP_DIM
-// The statistics of a tile that has been quantized; `fits` is false if a bin may be FAR_BIN. Instead of the lowest value
-// there is one of the same width. As long as they are below 2^24, the sum of squares is that of the CPU in any order.
+// The statistics of a tile that has been quantized; `fits` is false if a bin may be FAR_BIN. Instead of the lowest
+// value there is one of the same width. A sum of squares below 2^24 is that of the CPU in any order.
 __device__ Stats stats_of_bins(const Tile& tile) {
     u32 sizes = 0, any = 0, squares = 0; // all bits of the bins' magnitudes, and of the bins, two at a time
     Rows next = rows_of(tile.bins, 0);
@@ -196,7 +196,7 @@ __device__ Stats stats_of_bins(const Tile& tile) {
 #pragma unroll
         for (int i = 0; i < GROUP / 2; i++) {
             u32 signs;
-            asm("prmt.b32 %0, %1, %1, 0xbb99;" : "=r"(signs) : "r"(rows.pairs[i])); // each half is the sign of that half
+            asm("prmt.b32 %0, %1, %1, 0xbb99;" : "=r"(signs) : "r"(rows.pairs[i])); // each half is its sign
             sizes |= rows.pairs[i] ^ signs, any |= rows.pairs[i];
             const int low = (short)rows.pairs[i], high = (int)rows.pairs[i] >> 16;
             squares += low * low + high * high;
@@ -535,7 +535,8 @@ __device__ Fixed fixed_of(const Tile& tile, const Stats& stats) {
     return fixed;
 }
 
-// Writes a tile of fixed width. Quantizes the values again, since its bins have no prediction and may have another scale.
+// Writes a tile of fixed width. Quantizes the values again, since its bins have no prediction and may have another
+// scale.
 __device__ void write_fixed(const Tile& tile, const Fixed& fixed, const Values& values, u8* to) {
     const u32 lane = threadIdx.x % LANES;
     if (lane < HEAD_BYTES) to[lane] = lane == 1 ? (u8)fixed.width : lane == 2 ? (u8)fixed.exponent : 0;

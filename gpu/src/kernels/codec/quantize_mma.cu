@@ -1,29 +1,31 @@
 // Rows to bins of their coefficients, on tensor cores: the first kernel of encoding planes with a transform.
 //
 // CPU twin: codec_core's `Transform` and `Quantize`, whose bins it gives bit for bit. Compile-time shape: CHANNELS,
-// HEAD_DIM, PAGED, ELEMENT (place.cuh); MAP_DIM, a multiple of 16 up to 128; CONTEXTS, SYMBOLS (tile.cuh). Compiled with
-// --fmad=false. A bin that needs the previous token's is not computed here.
+// HEAD_DIM, PAGED, ELEMENT (place.cuh); MAP_DIM, a multiple of 16 up to 128; CONTEXTS, SYMBOLS (tile.cuh). Compiled
+// with --fmad=false. A bin that needs the previous token's is not computed here.
 //
-// A coefficient y of the CPU is a sum in f32 of products of components x and weights w, in order. Here it is
-// approximated. Where the approximation in steps is farther from the middle between two bins than both can differ, both
-// round to the same bin; the others are listed and computed anew in the CPU's order. With S = sum |x w| <= |x| |w|
-// (Euclidean norms, Cauchy and Schwarz) and n = MAP_DIM <= 128 products, what differs is at most
-//   the CPU's roundings                                                          n 2^-24 S <= 0.76e-5 S
-//   x and w are each the sum of two bf16, which are off by 2^-18 of it at most, and the product of both small parts,
-//   at most 2^-18, is left out                                                    3 2^-18 S <= 1.15e-5 S
-//   tensor cores. A product m16n8k16 adds 17 numbers, or 9 twice. They are shifted to the exponent of the largest, and
-//   bits below its 24th are cut off (Fasi, Higham, Mikaitis, Pranesh, "Numerical behavior of NVIDIA tensor cores", 2021;
-//   newer devices keep more bits), as are those of the sum: less than 20 2^-23 of the sum of magnitudes, in each of
-//   n / 16 products                                                              160 2^-23 S <= 1.91e-5 S
-//   the same in products with small parts, which have sums of their own           16 20 2^-23 2^-8 S <= 0.02e-5 S
-//   the sum of both sums, and roundings of the norms                              <= 0.01e-5 S
-// which is less than ERROR S. Quotients by the step are rounded by both, to 2^-24 of them. TINY covers products and small
-// parts that are lost below the smallest number: 2^-126 each. What is not a number, infinite, or more than 2^13 steps is
-// marked with FAR_BIN: `codec_encode` quantizes such a tile again in the CPU's order.
+// A coefficient of the CPU is a sum in f32, in order, of products of components x, from which the mean has been
+// subtracted, and weights w. Here x has the same bits and the sum is approximated. Where the approximation in steps is
+// farther from the middle between two bins than it can be from the CPU's value, both round to the same bin; the other
+// coefficients are listed and computed anew in the CPU's order. With S = sum |x w| <= |x| |w| (Euclidean norms, Cauchy
+// and Schwarz) and n = MAP_DIM <= 128 products, both differ by at most
+//   the CPU's roundings: n 2^-24 S                                                                    <= 0.763e-5 S
+//   x and w as two bf16 each, whose sum is off by 2^-18 of it, and the product of both small parts,
+//   2^-18 S, which is left out: 3 2^-18 S                                                             <= 1.145e-5 S
+//   tensor cores: m16n8k16 adds 17 numbers, or 9 twice. They are shifted to the exponent of the largest, and what is
+//   more than 23 bits below it is cut off, as it is of the sum (Fasi, Higham, Mikaitis, Pranesh, "Numerical behavior of
+//   NVIDIA tensor cores", 2021; newer devices keep more bits). That is less than 20 2^-23 of the sum of magnitudes in
+//   each of n / 16 products: 160 2^-23 S                                                              <= 1.908e-5 S
+//   the same in products with small parts, which have sums of their own: 320 2^-23 2^-8 S             <= 0.015e-5 S
+//   the addition of these sums, and roundings of the norms                                            <= 0.020e-5 S
+// which is less than ERROR S = 4.57e-5 S. The CPU's quotient by the step and this one are each rounded by 2^-24. TINY
+// covers products and small parts that are lost below the smallest number, 2^-126 each. A coefficient that is not a
+// number, infinite, or may be 2^13 steps from zero is marked with FAR_BIN: `codec_encode` quantizes such a tile again
+// in the CPU's order.
 //
-// Launch: grid (ceil(chunks / CHUNKS), heads of the map, planes), a chunk being CHUNK tokens of a block of tokens; a warp
-// for every 16 coefficients of a head. A warp keeps its part of the map in registers. The rows of a chunk are split
-// into bf16 in shared memory, while those of the next are loaded.
+// Launch: grid (ceil(chunks / CHUNKS), heads of the map, planes), a chunk being CHUNK tokens of a block of tokens; a
+// warp for every 16 coefficients of a head. A warp keeps its part of the map in registers. The rows of a chunk are
+// split into bf16 in shared memory, while those of the next are loaded.
 //
 // The floor is reading the rows and writing the bins.
 #include "codec/maps.cuh"
@@ -211,7 +213,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) codec_quantize(const Ar
                     if (certain[i]) continue;
                     bin[i] = 0;
                     if (row >= chunk.rows) continue; // no such token
-                    const bool near = fabsf(steps[i]) < FAR_BIN / 4 && (i % 2 ? norms.y : norms.x) * bounds[i / 2] < 0.25f;
+                    const float bound = (i % 2 ? norms.y : norms.x) * bounds[i / 2];
+                    const bool near = fabsf(steps[i]) < FAR_BIN / 4 && bound < 0.25f;
                     const u32 at = near ? atomicAdd(&shared.listed, 1) : LISTED;
                     if (at < LISTED)
                         shared.list[at] = ((index - first_chunk) * CHUNK + row) * MAP_DIM + coefficient + i / 2 * 8;

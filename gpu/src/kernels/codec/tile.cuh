@@ -1,5 +1,5 @@
-// Shared by decode.cu, encode.cu and quantize_mma.cu, the kernels for codec-core's tiles (codec-core/FORMAT.md). A warp owns a tile,
-// which is up to 32 channels of a block of tokens; a lane owns a channel.
+// Shared by decode.cu, encode.cu and quantize_mma.cu, the kernels for codec-core's tiles (codec-core/FORMAT.md). A tile
+// is up to 32 channels of a block of tokens; a warp owns it, a lane a channel.
 //
 // Compile-time shape, in addition to that of place.cuh: CONTEXTS (1 or 3) and SYMBOLS (a power of two up to 64) of the
 // models, PREVIOUS (defined if a value is predicted from the previous token), FAMILY_BYTES, TILE_MODEL_BYTES. Compiled
@@ -78,10 +78,14 @@ __device__ __forceinline__ int bin_of(float x) {
 }
 
 // Bins of a tile on their way to the encoder: eight consecutive rows of a lane are neighbours, so that it loads them at
-// once. FAR_BIN marks one that quantize_mma.cu could not compute; its others are less than half as far from zero.
+// once. FAR_BIN marks one that quantize_mma.cu could not compute; its others are at most half as far from zero.
 constexpr int GROUP = 8;
 constexpr u32 FAR_BIN = 0x8000;
-__device__ __forceinline__ u32 bins_of_tile(u32 block_tokens) { return (block_tokens + GROUP - 1) / GROUP * GROUP * LANES; }
-__device__ __forceinline__ u32 bin_index(u32 row, u32 lane) { return (row / GROUP * LANES + lane) * GROUP + row % GROUP; }
+__device__ __forceinline__ u32 bins_of_tile(u32 block_tokens) {
+    return (block_tokens + GROUP - 1) / GROUP * GROUP * LANES;
+}
+__device__ __forceinline__ u32 bin_index(u32 row, u32 lane) {
+    return (row / GROUP * LANES + lane) * GROUP + row % GROUP;
+}
 
 __device__ __forceinline__ u32 load_u16(const u8* at) { return at[0] | at[1] << 8; }

@@ -9,8 +9,8 @@
 // in shared memory; a warp takes 16 tokens at a time. Components and coefficients are permuted within groups of 16 so
 // that a lane loads four neighbouring coefficients and stores four neighbouring components.
 //
-// The coefficients of a warp's next tile are on their way to shared memory during the current one; before, with the next
-// 16 of a token in registers, latency of memory bounded the kernel.
+// The coefficients of a warp's next tile are on their way to shared memory during the current one: 64 KiB, where loads
+// to registers of the next 16 were 16 KiB a multiprocessor.
 //
 // The floor is reading the coefficients and writing the rows.
 #include "codec/maps.cuh"
@@ -69,7 +69,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) codec_coefficients_to_r
         for (int i = 0; i < 2; i++) {
             const u32 token = tile + row + 8 * i;
             const bool valid = token < tokens;
-            cp_async_16_zfill(&ring[step][i][lane], coefficients + (valid ? (u64)token * CHANNELS : 0) + 16 * step, valid);
+            const float* from = coefficients + (valid ? (u64)token * CHANNELS : 0) + 16 * step;
+            cp_async_16_zfill(&ring[step][i][lane], from, valid);
         }
         cp_async_commit();
     };
