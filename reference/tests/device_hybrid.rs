@@ -59,6 +59,26 @@ fn it_does_not_matter_whose_memory_has_the_rows() {
     assert!(worst >= 0.999 && in_8_bits != host && fetched_in_8_bits > 0, "{worst}");
 }
 
+/// Attention takes the rows in the order of their tokens, whatever slots they are in.
+#[test]
+fn more_rows_that_stay_are_fewer_that_are_fetched() {
+    let Some(gpu) = gpu("hybrid rows that stay") else { return };
+    let (model, tokens) = model();
+    let run = &tokens[3000..3500];
+    for spec in ["hybrid:keys=rotated:rows=0.05", "hybrid:keys=rotated:rows=0.05:offloaded=int8"] {
+        let profile = profile(&model, &tokens[..2048], &[spec]);
+        let with = |held: usize| {
+            let spec = format!("{spec}:held={held}");
+            let mut decoder = decoder(&gpu, &model, &spec, &profile, 1, run.len());
+            (teacher_forced(&mut decoder, run), decoder.fetched_rows().unwrap())
+        };
+        let (last_step, twice, more) = (with(0), with(44), with(100));
+        println!("{spec}: {}, {} and {} rows fetched", last_step.1, twice.1, more.1);
+        assert!(last_step.0 == twice.0 && twice.0 == more.0, "{spec}: other logits");
+        assert!(0 < more.1 && more.1 < twice.1 && twice.1 < last_step.1, "{spec}");
+    }
+}
+
 #[test]
 fn prompts_in_chunks_fill_the_cache_as_whole_ones_do() {
     let Some(gpu) = gpu("hybrid prompts") else { return };
@@ -89,6 +109,7 @@ fn what_a_device_has_not_is_an_error() {
         "hybrid:keys=rotated:refine=2",
         "hybrid:keys=rotated:window=7",
         "hybrid:keys=rotated:rows-on=device:offloaded=int8",
+        "hybrid:keys=rotated:rows-on=device:held=64",
         "hybrid:keys=rotated:offload=.",
         "hybrid:keys=rotated:exact-layers=1",
     ] {

@@ -127,7 +127,7 @@ fn rows_stay_that_have_been_chosen_last() {
         let logits = teacher_forced(&mut decoder, run);
         (logits, decoder.fetched_rows().unwrap())
     };
-    let last_step = on_device(0);
+    let (last_step, apart) = (on_device(0), on_device(65));
     for held in [64, 96, 128, 256] {
         let ((logits, fetched), expected) = (on_device(held), on_cpu(held));
         let worst = logits.iter().zip(&last_step.0).map(|(a, b)| cosine(a, b)).fold(1.0, f64::min);
@@ -135,6 +135,39 @@ fn rows_stay_that_have_been_chosen_last() {
         assert!((fetched as f64 / expected as f64 - 1.0).abs() < 0.05, "{held}: {fetched} and {expected}");
         assert!(worst >= 0.99, "{held}: cosine {worst}");
         assert!(held == 64 || fetched < last_step.1, "{held}: {fetched} of {}", last_step.1);
+        // Rows that stay apart come in the order of their tokens, wherever they come from.
+        assert!(held == 64 || logits == apart.0, "{held}: other logits");
+    }
+}
+
+/// Sequences whose tokens are looked up in several spans, with more slots than threads take at once.
+#[test]
+fn rows_of_long_sequences_stay() {
+    let Some(gpu) = gpu("rows of long sequences") else { return };
+    let (model, _) = model();
+    let (tokens, steps) = (300_000, 6);
+    let weights = Arc::new(Weights::of(&gpu, &model, Element::F16).unwrap());
+    let run = |spec: &str, hits: Option<f32>| {
+        let method: Method = spec.parse().unwrap();
+        let mut cache =
+            method_cache(&gpu, &method, &model.config, Element::F16, None, 1, tokens + steps).unwrap();
+        hits.into_iter().for_each(|share| cache.force_hits(share));
+        let mut decoder = Decoder::new(gpu.clone(), weights.clone(), cache, 1).unwrap();
+        decoder.fill_random(tokens).unwrap();
+        let mut logits = vec![];
+        for _ in 0..steps {
+            decoder.step().unwrap();
+            logits.extend(decoder.logits().unwrap());
+        }
+        (logits, decoder.fetched_rows().unwrap())
+    };
+    for spec in ["pqcache:tokens=2048:codebooks=profile", "pqcache:tokens=8192:codebooks=profile:held=20000"]
+    {
+        let ((kept, few), (read, all)) = (run(spec, None), run(spec, Some(0.0)));
+        println!("{spec}: {few} of {all} rows fetched");
+        assert!(kept == read, "{spec}: other logits");
+        assert!(few < all, "{spec}: {few} of {all}");
+        assert_eq!(run(spec, Some(0.25)).1, all / 4 * 3, "{spec}");
     }
 }
 

@@ -107,7 +107,8 @@ impl Kind for HybridKind {
     }
 
     fn device_setting(&self) -> Option<&'static str> {
-        (self.home == Home::Device).then_some("rows-on=device")
+        let home = (self.home == Home::Device).then_some("rows-on=device");
+        home.or(self.offload.device_setting())
     }
 
     fn calibrate(

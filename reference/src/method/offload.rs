@@ -19,6 +19,7 @@ macro_rules! offload_help {
             "                      exact rows are counted as offloaded, or are in      offloaded=exact|int8\n",
             "                      files in a folder with a block cache in memory      offload=FOLDER cache=4096 block=128\n",
             "                                                                          k-cache=32 evict=lfu|lru\n",
+            "                      on a GPU: rows of each head that stay there         held=4096\n",
         )
     };
 }
@@ -27,18 +28,23 @@ pub(super) use offload_help;
 /// How offloaded rows are held, and where.
 #[derive(Clone, Debug)]
 pub(super) struct OffloadSettings {
-    held: Held,
+    format: Format,
     offload: Option<Offload>,
+    held: Option<usize>, // rows of a head that stay on a device
 }
 
+/// Rows of a head that stay on a device unless the user says otherwise.
+#[cfg(feature = "cuda")]
+const DEFAULT_HELD: usize = 4096;
+
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Held {
+enum Format {
     /// As sinks and window are.
     Exact,
     /// In 8 bits, with a scale for every 32 components.
     Int8,
 }
-words!(Held, "exact" => Held::Exact, "int8" => Held::Int8);
+words!(Format, "exact" => Format::Exact, "int8" => Format::Int8);
 words!(Evict, "lfu" => Evict::LeastFrequentlyUsed, "lru" => Evict::LeastRecentlyUsed);
 
 /// Whose memory has the exact rows that a device reads.
@@ -88,15 +94,16 @@ impl Display for Folder {
 
 impl OffloadSettings {
     /// Rows in memory, as they are.
-    pub const NONE: Self = Self { held: Held::Exact, offload: None };
+    pub const NONE: Self = Self { format: Format::Exact, offload: None, held: None };
 
     /// Takes the settings; those of a block cache exist where rows are in files.
     pub fn take(s: &mut Settings<'_>) -> Result<Self> {
-        let held = s.common("offloaded", Held::Exact)?;
+        let format = s.common("offloaded", Format::Exact)?;
+        let held = s.given_tokens("held")?;
         let Folder(folder) = s.common("offload", Folder(PathBuf::new()))?;
         if folder.as_os_str().is_empty() {
             s.need(&["cache", "block", "k-cache", "evict"], "offload=FOLDER")?;
-            return Ok(Self { held, offload: None });
+            return Ok(Self { format, offload: None, held });
         }
         let blocks = BlockRule {
             capacity: s.tokens("cache", 4096)?,
@@ -107,7 +114,7 @@ impl OffloadSettings {
                 Evict::LeastRecentlyUsed => Eviction::LeastRecentlyUsed,
             },
         };
-        Ok(Self { held, offload: Some(Offload { folder, blocks }) })
+        Ok(Self { format, offload: Some(Offload { folder, blocks }), held })
     }
 
     /// Checks that the folder takes files, before the work that fills them.
@@ -119,27 +126,41 @@ impl OffloadSettings {
         tempfile::tempfile_in(folder).map(drop).map_err(refused)
     }
 
+    /// A setting that is given and has an effect on a device only.
+    pub fn device_setting(&self) -> Option<&'static str> {
+        self.held.map(|_| "held")
+    }
+
+    /// Rows of a head that stay on a device, if a step chooses fewer.
+    #[cfg(feature = "cuda")]
+    pub fn held(&self) -> usize {
+        self.held.unwrap_or(DEFAULT_HELD)
+    }
+
     /// Where a device finds the rows.
     #[cfg(feature = "cuda")]
     pub fn home(&self, home: Home) -> Result<RowHome> {
-        match (home, self.held) {
+        match (home, self.format) {
             _ if self.offload.is_some() => {
                 Err(Error::argument("offload=FOLDER needs the CPU: leave it out, or pass --device cpu"))
             }
-            (Home::Device, Held::Exact) => Ok(RowHome::Device),
-            (Home::Device, Held::Int8) => {
+            (Home::Device, _) if self.held.is_some() => {
+                Err(Error::argument("`held` has no effect with rows-on=device"))
+            }
+            (Home::Device, Format::Exact) => Ok(RowHome::Device),
+            (Home::Device, Format::Int8) => {
                 Err(Error::argument("offloaded=int8 is for rows in host memory: rows-on=host"))
             }
-            (Home::Host, Held::Exact) => Ok(RowHome::Host),
-            (Home::Host, Held::Int8) => Ok(RowHome::HostInt8),
+            (Home::Host, Format::Exact) => Ok(RowHome::Host),
+            (Home::Host, Format::Int8) => Ok(RowHome::HostInt8),
         }
     }
 
     /// The rows of one layer, none yet.
     pub fn rows(&self, site: &Site<'_>) -> Result<OffloadedRows> {
-        let format = match self.held {
-            Held::Exact => RowFormat::Exact(site.exact),
-            Held::Int8 => RowFormat::Int8,
+        let format = match self.format {
+            Format::Exact => RowFormat::Exact(site.exact),
+            Format::Int8 => RowFormat::Int8,
         };
         OffloadedRows::new(site.geometry, format, self.offload.as_ref(), site.model_rope.len())
     }
@@ -151,15 +172,18 @@ mod tests {
 
     #[test]
     fn a_device_finds_rows_where_it_can() {
-        let home = |held, home| OffloadSettings { held, offload: None }.home(home);
-        assert!(matches!(home(Held::Exact, Home::Device), Ok(RowHome::Device)));
-        assert!(matches!(home(Held::Exact, Home::Host), Ok(RowHome::Host)));
-        assert!(matches!(home(Held::Int8, Home::Host), Ok(RowHome::HostInt8)));
-        assert!(home(Held::Int8, Home::Device).is_err_and(|e| e.to_string().contains("rows-on=host")));
+        let home = |format, home| OffloadSettings { format, ..OffloadSettings::NONE }.home(home);
+        assert!(matches!(home(Format::Exact, Home::Device), Ok(RowHome::Device)));
+        assert!(matches!(home(Format::Exact, Home::Host), Ok(RowHome::Host)));
+        assert!(matches!(home(Format::Int8, Home::Host), Ok(RowHome::HostInt8)));
+        assert!(home(Format::Int8, Home::Device).is_err_and(|e| e.to_string().contains("rows-on=host")));
         let blocks =
             BlockRule { capacity: 0, block_len: 1, k_cache: 1, eviction: Eviction::LeastRecentlyUsed };
         let offload = Some(Offload { folder: ".".into(), blocks });
-        let refused = OffloadSettings { held: Held::Exact, offload }.home(Home::Host);
+        let refused = OffloadSettings { offload, ..OffloadSettings::NONE }.home(Home::Host);
         assert!(refused.is_err_and(|e| e.to_string().contains("--device cpu")));
+        let held = OffloadSettings { held: Some(64), ..OffloadSettings::NONE };
+        assert!(held.home(Home::Host).is_ok() && held.home(Home::Device).is_err());
+        assert_eq!((held.held(), OffloadSettings::NONE.held()), (64, DEFAULT_HELD));
     }
 }

@@ -43,7 +43,6 @@ pub(super) const PQ_CACHE: Entry = Entry {
   pqcache           top-k by PQ codes;                                    ratio=0.2 or tokens=N
                                                                           code=16x8 iterations=4|FILE
                                                                           codebooks=prompt|profile
-                      rows that stay on a device, of each head            held=4096
 ",
         offload_help!()
     ),
@@ -51,8 +50,7 @@ pub(super) const PQ_CACHE: Entry = Entry {
         let (budget, code) = (Budget::take(s)?, PqCode::take(s, "code", 8, 8)?);
         let iterations = s.own("iterations", Iterations::Count(4))?;
         let codebooks = s.common("codebooks", Codebooks::Prompt)?;
-        let held = s.tokens("held", 4096)?;
-        let quantizer = Some(Quantizer { code, iterations, codebooks, held });
+        let quantizer = Some(Quantizer { code, iterations, codebooks });
         Ok(Arc::new(TopK { budget, quantizer, offload: OffloadSettings::take(s)? }))
     },
 };
@@ -70,8 +68,6 @@ struct Quantizer {
     code: PqCode,
     iterations: Iterations,
     codebooks: Codebooks,
-    #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "a device has them"))]
-    held: usize, // rows of a head that stay on a device
 }
 
 /// What codebooks are trained on.
@@ -135,6 +131,10 @@ impl Kind for TopK {
         self.quantizer.as_ref().filter(trains).map(|quantizer| quantizer.code.shape(geometry.head_dim))
     }
 
+    fn device_setting(&self) -> Option<&'static str> {
+        self.offload.device_setting()
+    }
+
     fn needs_profile(&self) -> bool {
         self.quantizer.as_ref().is_some_and(|quantizer| quantizer.codebooks == Codebooks::Profile)
     }
@@ -172,7 +172,7 @@ impl Kind for TopK {
                     ));
                 }
             };
-            let (held, home) = (quantizer.held, self.offload.home(Home::Host)?);
+            let (held, home) = (self.offload.held(), self.offload.home(Home::Host)?);
             let quantizer = quantizer.code.shape(geometry.head_dim)?;
             Ok(Retrieval { quantizer, budget: self.budget, training, home, held })
         };

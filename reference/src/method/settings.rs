@@ -104,6 +104,15 @@ impl<'a> Settings<'a> {
         Ok(self.common(key, Within::<usize, 0, MOST_TOKENS>(default))?.0)
     }
 
+    /// A count of tokens, which may be 0, if it is given.
+    pub fn given_tokens(&mut self, key: &'static str) -> Result<Option<usize>> {
+        let (count, given) = self.take(key, Within::<usize, 0, MOST_TOKENS>(0))?;
+        if given {
+            self.shown.push(format!("{key}={count}"));
+        }
+        Ok(given.then_some(count.0))
+    }
+
     /// A count of tokens, at least one.
     pub fn some_tokens(&mut self, key: &'static str, default: usize) -> Result<usize> {
         Ok(self.common(key, Within::<usize, 1, MOST_TOKENS>(default))?.0)

@@ -31,7 +31,8 @@ pub struct HybridCache {
     plan: HybridPlan,
     window: Window,
     store: RowStore,
-    slots: Buffer<u16>, // (layer, keys and values, batch, heads, most, head_dim): rows of the host
+    slots: Buffer<u16>, // (layer, keys and values, batch, heads, held, head_dim): rows of the host
+    held: usize,        // of a head, those that recent steps have selected
     turns: Turns,
     budget: StepBudget,
     codes: TokenCodes,
@@ -76,7 +77,8 @@ impl HybridCache {
             most,
             staged_sides: 2,
         };
-        let store = RowStore::new(gpu, element, store, plan.home)?;
+        let held = plan.held.min(stored).max(most);
+        let store = RowStore::new(gpu, element, store, plan.home, held)?;
         let hybrid = Hybrid::new(
             &gpu.device,
             HybridShape {
@@ -89,10 +91,11 @@ impl HybridCache {
             },
         )?;
         let tiles = capacity.div_ceil(TILE).max(1);
-        let fetched = if store.slots().is_some() { most } else { 0 };
+        let held = if store.slots().is_some() { held } else { 0 };
         let cache = Self {
             budget: StepBudget::new(gpu, plan.budget, shape.sinks + shape.ring, batch, shape.heads)?,
-            slots: Buffer::zeros(gpu, 2 * n_layers * shape.side_len(fetched))?,
+            slots: Buffer::zeros(gpu, 2 * n_layers * shape.side_len(held))?,
+            held,
             bases: Bases::new(gpu, config, element, &codes.maps)?,
             errors: Buffer::of(gpu, &codes.key_errors)?,
             codes: TokenCodes::new(gpu, element, plan.quantizers, codes.codebooks, shape, None)?,
@@ -109,9 +112,9 @@ impl HybridCache {
         Ok(cache)
     }
 
-    /// Rows of a layer's tokens that a step fetches from the host.
+    /// Rows of a layer's tokens that steps have fetched from the host.
     fn slots(&self, layer: usize) -> Rows {
-        let capacity = self.store.shape.most;
+        let capacity = self.held;
         let len = self.store.shape.side_len(capacity);
         let side = |side: usize| self.slots.pointer().offset((2 * layer + side) * len).cast();
         Rows { keys: side(0), values: side(1), capacity }
@@ -198,7 +201,7 @@ impl DeviceCache for HybridCache {
         // slots.
         unsafe {
             self.hybrid.select(gpu.stream(), &arguments)?;
-            self.store.fetch(gpu, layer, selected, self.slots(layer))?;
+            self.store.fetch(gpu, layer, selected, self.slots(layer), None)?;
             self.hybrid.attend(gpu.stream(), &arguments)?;
         }
         Ok(())

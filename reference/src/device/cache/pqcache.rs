@@ -2,7 +2,7 @@ mod index;
 mod launch;
 mod train;
 
-use kv_gpu::pq::{Gather, TrainShape};
+use kv_gpu::pq::TrainShape;
 use kv_gpu::svd::{Attend, AttendShape};
 use kv_gpu::{AnyElement, DevicePtr, Element};
 use pq_core::{CodebookBuf, PqShape};
@@ -57,8 +57,15 @@ struct Scratch {
 /// Rows of the host that stay on the device.
 struct HeldRows {
     rows: Buffer<u16>, // (layer, keys and values, batch, heads, held, head_dim)
-    held: usize,       // rows of a head
-    gather: Gather,
+    side_len: usize,
+    held: usize, // rows of a head
+}
+
+impl HeldRows {
+    fn rows(&self, layer: usize) -> Rows {
+        let side = |side: usize| self.rows.pointer().offset((2 * layer + side) * self.side_len).cast();
+        Rows { keys: side(0), values: side(1), capacity: self.held }
+    }
 }
 
 /// Sizes of the cache.
@@ -110,13 +117,13 @@ impl PqCache {
         let store =
             StoreShape { n_layers, batch, heads, head_dim, sinks, ring, stored, most, staged_sides: 1 };
         let held = retrieval.held.min(stored).max(most);
-        let store = RowStore::holding(gpu, element, store, retrieval.home, held)?;
+        let store = RowStore::new(gpu, element, store, retrieval.home, held)?;
         check_tokens(capacity)?;
         let books = if retrieval.training.is_some() { batch } else { 1 };
         let shape = Shape { n_layers, batch, books, heads, group, head_dim, sinks, ring, stored, most };
         let held_rows = || -> Result<HeldRows> {
-            let rows = Buffer::zeros(gpu, 2 * n_layers * shape.side_len(held))?;
-            Ok(HeldRows { rows, held, gather: Gather::new(&gpu.device, size_of::<u16>() * head_dim)? })
+            let side_len = shape.side_len(held);
+            Ok(HeldRows { rows: Buffer::zeros(gpu, 2 * n_layers * side_len)?, side_len, held })
         };
         let window = WindowShape { slots: most, ..WindowShape::new(config, window, batch, capacity) };
         let attend = Attend::new(&gpu.device, AttendShape { dim: head_dim, element })?;

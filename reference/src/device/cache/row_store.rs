@@ -115,24 +115,12 @@ const _: () = assert!(size_of::<CopyArguments>() == 56);
 const CHUNK_BLOCKS: usize = 16;
 
 impl RowStore {
-    /// An empty store.
+    /// An empty store; `held` rows of a head stay on the device, at least as many as a step chooses.
     ///
     /// # Errors
     /// [`Error::HostMemory`] when the host has no room for the rows; [`Error::Device`].
-    pub fn new(gpu: &Gpu, element: Element, shape: StoreShape, home: RowHome) -> Result<Self> {
-        Self::holding(gpu, element, shape, home, shape.most)
-    }
-
-    /// As [`Self::new`], with `held` rows of a head that stay on the device, at least as many as a step
-    /// chooses.
-    pub fn holding(
-        gpu: &Gpu,
-        element: Element,
-        shape: StoreShape,
-        home: RowHome,
-        held: usize,
-    ) -> Result<Self> {
-        let StoreShape { n_layers, batch, heads, head_dim, ring, stored, most, .. } = shape;
+    pub fn new(gpu: &Gpu, element: Element, shape: StoreShape, home: RowHome, held: usize) -> Result<Self> {
+        let StoreShape { n_layers, batch, heads, head_dim, ring, stored, .. } = shape;
         let row_bytes = size_of::<u16>() * head_dim;
         let pair_bytes =
             if home == RowHome::HostInt8 { Int8Rows::record_len(head_dim) } else { 2 * row_bytes };
@@ -146,7 +134,7 @@ impl RowStore {
             let layers = (0..n_layers).into_par_iter().map(|_| HostBuffer::for_scattered_reads(gpu, len));
             Memory::Host(Box::new(HostRows {
                 layers: layers.collect::<Result<_>>()?,
-                reuse: Reuse::new(gpu, n_layers, batch * heads, most, held)?,
+                reuse: Reuse::new(gpu, &shape, held)?,
                 form: match home {
                     RowHome::HostInt8 => HostForm::Int8(Int8Rows::new(gpu, element, shape)?),
                     _ => HostForm::Exact(Gather::new(&gpu.device, row_bytes)?),
@@ -221,21 +209,26 @@ impl RowStore {
         int8.map_or(Ok(()), |(int8, records)| int8.take_turn(gpu, layer, records, exact, turns))
     }
 
-    /// Brings the chosen tokens (batch, heads, most) to `slots`, as many rows of a head as stay: reads those
-    /// from the host that are not there since earlier steps. Each head has `counts` of them.
+    /// Brings the rows of the chosen tokens (batch, heads, most), of which each head has `counts`, to `out`,
+    /// and reads those from the host that are not on the device since earlier steps. `out` has the rows that
+    /// stay, in the order of [`Self::slots`], or those of the step, in theirs, where `held` has the ones that
+    /// stay.
     pub fn fetch(
         &self,
         gpu: &Gpu,
         layer: usize,
         (tokens, counts): (DevicePtr<u32>, DevicePtr<u32>),
-        slots: Rows,
+        out: Rows,
+        held: Option<Rows>,
     ) -> Result<()> {
         let Memory::Host(host) = &self.rows else { return Ok(()) };
         let HostRows { reuse, form, .. } = &**host;
         reuse.launch(gpu, layer, tokens, counts)?;
         let gather = match form {
             HostForm::Exact(gather) => gather,
-            HostForm::Int8(int8) => return int8.fetch(gpu, host.layers[layer].pointer(), reuse, slots),
+            HostForm::Int8(int8) => {
+                return int8.fetch(gpu, host.layers[layer].pointer(), reuse, out, held);
+            }
         };
         let arguments = GatherArguments {
             heads: self.shape.batch * self.shape.heads,
@@ -243,15 +236,17 @@ impl RowStore {
             values: self.rows(Side::Values, layer).cast(),
             head_rows: self.shape.stored,
             rows: reuse.misses(),
-            places: Some(reuse.places()),
+            places: Some(if held.is_some() { reuse.indices() } else { reuse.places() }),
             counts: Some(reuse.miss_counts()),
             list_len: self.shape.most,
-            keys_out: slots.keys.cast(),
-            values_out: slots.values.cast(),
-            out_len: slots.capacity,
+            keys_out: out.keys.cast(),
+            values_out: out.values.cast(),
+            out_len: out.capacity,
+            held: held.map(|rows| reuse.held_rows(rows)),
         };
         // SAFETY: the buffers have the lengths of `new`; slots are below the number of rows that stay, and
-        // differ. Tokens are below `stored`, and this stream has written their rows to the host.
+        // differ, and indices are below `most`. Tokens are below `stored`, and this stream has written their
+        // rows to the host.
         Ok(unsafe { gather.launch(gpu.stream(), &arguments) }?)
     }
 

@@ -63,20 +63,24 @@ struct ReuseArguments {
     u32* held_tokens;  // [head][held]: the token whose rows each slot has, or NOWHERE
     u32* last_used;    // [head][held]: the step that has chosen it last
     u32* steps;        // [head]: steps so far
-    u32* slots;        // [head][most]: the slot of each token
+    u32* slots;        // [head][most]: the slot of each chosen token
+    u32* hits;         // [head][most]: indices of the chosen tokens that had a slot before
+    u32* hit_counts;   // [head]
     u32* misses;       // [head][most]: tokens whose rows are in no slot
+    u32* indices;      // [head][most]: the index of each among the chosen tokens
     u32* places;       // [head][most]: the slot for each
     u32* miss_counts;  // [head]
     u64* fetched;      // misses so far
     u32 most, held;    // at least `most`
+    u32 span;          // tokens that are looked up at once, a multiple of 128
     float forced;      // part of the chosen tokens that misses, to time it, or a negative number
 };
 
 // Ages in steps; what is older counts as this old.
 constexpr u32 AGES = REUSE_THREADS;
 
-// Consecutive entries of a list that a thread takes at once, so that their loads are in flight together.
-constexpr u32 ENTRIES = 4;
+// Entries of a list that a thread takes at once, so that their loads are in flight together.
+constexpr u32 ENTRIES = 4, AT_ONCE = ENTRIES * REUSE_THREADS;
 
 // How many of two kinds of entries the threads of a block before this one have, the first kind in the lower half of a
 // word, and all of them together. Every thread calls it; `sums` is free again behind the next barrier.
@@ -89,87 +93,134 @@ __device__ __forceinline__ u32 count_before(u32 mine, u32* sums, u32& all) {
     return inclusive - mine + __reduce_add_sync(FULL, lane < warp ? other : 0);
 }
 
-// Slots of a head that have rows of chosen tokens, or may get them.
+// The chosen tokens of one span as bits in shared memory, so that a slot finds its token with two loads.
+struct ChosenBits {
+    u32* words;  // [span / 32]: a bit for every token
+    u32* firsts; // [span / 32]: index of the first chosen token of a word, where a bit is set
+    u32 span;
+
+    __device__ __forceinline__ void clear() const {
+        for (u32 i = threadIdx.x; i < span / 128; i += REUSE_THREADS)
+            reinterpret_cast<uint4*>(words)[i] = make_uint4(0, 0, 0, 0);
+    }
+
+    // Adds the token with this index, which follows `previous` (NOWHERE for the first); both count from the span on.
+    __device__ __forceinline__ void add(u32 token, u32 previous, u32 index) const {
+        if (token >= span) return;
+        atomicOr(&words[token / 32], 1u << token % 32);
+        if (token / 32 != previous / 32) firsts[token / 32] = index;
+    }
+
+    // The index of a token, or NOWHERE.
+    __device__ __forceinline__ u32 find(u32 token) const {
+        if (token >= span) return NOWHERE;
+        const u32 word = words[token / 32], bit = 1u << token % 32;
+        return word & bit ? firsts[token / 32] + __popc(word & (bit - 1)) : NOWHERE;
+    }
+};
+
+// Slots of a head that have rows of chosen tokens, or may get them. A thread has ENTRIES of AT_ONCE at a time.
 struct Slots {
     u32* tokens;    // [n]: the token whose rows it has, or NOWHERE
     u32* last_used; // [n]
     u32 n, now;
+    u32 token[ENTRIES], used[ENTRIES];
+
+    __device__ __forceinline__ static u32 slot(u32 first, u32 j) { return first + j * REUSE_THREADS + threadIdx.x; }
+
+    // Before the PDL wait, `early`, loads bypass L1.
+    __device__ __forceinline__ void load(u32 first, bool early = false) {
+#pragma unroll
+        for (u32 j = 0; j < ENTRIES; j++) {
+            const u32 i = slot(first, j);
+            token[j] = i >= n ? NOWHERE : early ? __ldcg(&tokens[i]) : tokens[i];
+            used[j] = i >= n ? now : early ? __ldcg(&last_used[i]) : last_used[i];
+        }
+    }
 
     // 0 for what this step has chosen, and for no slot.
-    __device__ __forceinline__ u32 age(u32 slot) const {
-        if (slot >= n) return 0;
-        return tokens[slot] == NOWHERE ? AGES - 1 : min(now - last_used[slot], AGES - 1);
+    __device__ __forceinline__ u32 age(u32 j) const {
+        return min(token[j] == NOWHERE && used[j] != now ? AGES - 1 : now - used[j], AGES - 1);
     }
 };
-
-// Looks up the tokens of all slots among the `k` chosen ones, which ascend. `slots` gets the slot of each that is
-// found, and `ages` how many of the other slots are of each age.
-__device__ __forceinline__ void look_up(const Slots& all, const u32* chosen, u32 k, u32* slots, u32* ages) {
-    const u32 lane = threadIdx.x % LANES, widest = k ? 1u << (31 - __clz(k)) : 0;
-    for (u32 first = 0; first < all.n; first += ENTRIES * REUSE_THREADS) {
-        const u32 mine = first + ENTRIES * threadIdx.x;
-        u32 token[ENTRIES], used[ENTRIES], below[ENTRIES] = {}; // how many chosen tokens are below this one
-#pragma unroll
-        for (u32 j = 0; j < ENTRIES; j++) {
-            const bool exists = mine + j < all.n;
-            token[j] = exists ? all.tokens[mine + j] : NOWHERE, used[j] = exists ? all.last_used[mine + j] : 0;
-        }
-        for (u32 width = widest; width; width /= 2)
-#pragma unroll
-            for (u32 j = 0; j < ENTRIES; j++)
-                if (below[j] + width <= k && chosen[below[j] + width - 1] < token[j]) below[j] += width;
-#pragma unroll
-        for (u32 j = 0; j < ENTRIES; j++) {
-            const bool is_chosen = token[j] != NOWHERE && below[j] < k && chosen[below[j]] == token[j];
-            if (is_chosen) slots[below[j]] = mine + j, all.last_used[mine + j] = all.now;
-            const bool counts = mine + j < all.n && !is_chosen;
-            const u32 age = token[j] == NOWHERE ? AGES - 1 : min(all.now - used[j], AGES - 1);
-            const u32 same = __match_any_sync(FULL, counts ? age : AGES); // few ages have most of the slots
-            if (counts && lane == __ffs(same) - 1) atomicAdd(&ages[age], (u32)__popc(same));
-        }
-    }
-}
 
 // Gives every chosen token a slot: the one that has its rows, or one of those whose tokens have not been chosen for
 // longest (LRU). Where `held` is `most`, slots are below the number of tokens, so that attention finds them in one
 // piece: only the last step's rows stay then.
 //
-// Launch: a block of REUSE_THREADS threads a head.
+// Launch: a block of REUSE_THREADS threads a head, with ChosenBits of `span` tokens in dynamic shared memory. A step
+// begins with a launch without PDL, so what the step before has written is there before the wait.
 extern "C" __global__ void __launch_bounds__(REUSE_THREADS) reuse(const ReuseArguments a) {
+    extern __shared__ uint4 shared[];
     __shared__ u32 ages[AGES], warp_sums[LANES], oldest, of_oldest;
+    u32* words = reinterpret_cast<u32*>(shared);
+    const ChosenBits bits = {words, words + a.span / 32, a.span};
+    const u32 head = blockIdx.x;
+    const u64 at = (u64)head * a.held, list = (u64)head * a.most;
+    Slots held = {a.held_tokens + at, a.last_used + at, a.held, __ldcg(&a.steps[head]) + 1};
+    held.load(0, true);
+    ages[threadIdx.x] = 0;
+    bits.clear();
     pdl_wait();
     pdl_trigger();
-    const u32 head = blockIdx.x, k = a.counts[head];
-    const u32* tokens = a.tokens + (u64)head * a.most;
-    u32 *slots = a.slots + (u64)head * a.most, *misses = a.misses + (u64)head * a.most;
-    u32* places = a.places + (u64)head * a.most;
-    if (a.forced >= 0) {
-        const u32 count = min((u32)rintf(a.forced * k), k);
-        for (u32 i = threadIdx.x; i < count; i += REUSE_THREADS) misses[i] = tokens[i], places[i] = i;
-        for (u32 i = threadIdx.x; i < k; i += REUSE_THREADS) slots[i] = i;
-        if (threadIdx.x == 0) a.miss_counts[head] = count, atomicAdd(a.fetched, (u64)count);
-        return;
-    }
-    const u64 at = (u64)head * a.held;
-    const Slots held = {a.held_tokens + at, a.last_used + at, a.held > a.most ? a.held : k, a.steps[head] + 1};
-    ages[threadIdx.x] = 0;
+    const u32* tokens = a.tokens + list;
+    u32 *slots = a.slots + list, *hits = a.hits + list;
+    u32 *misses = a.misses + list, *indices = a.indices + list, *places = a.places + list;
+    const u32 k = a.counts[head];
+    if (a.held == a.most) held.n = k;
+    const u32 forced = a.forced < 0 ? NOWHERE : min((u32)rintf(a.forced * k), k); // first ones that miss
     for (u32 i = threadIdx.x; i < k; i += REUSE_THREADS) slots[i] = NOWHERE;
     __syncthreads();
-    look_up(held, tokens, k, slots, ages);
+    // Looks up the tokens of all slots among the chosen ones.
+    const u32 last = k ? tokens[k - 1] : 0;
+    for (u32 base = 0;; base += a.span) {
+        for (u32 i = threadIdx.x; i < k; i += REUSE_THREADS)
+            bits.add(tokens[i] - base, i ? tokens[i - 1] - base : NOWHERE, i);
+        __syncthreads();
+        for (u32 first = 0; first < held.n; first += AT_ONCE) {
+            if (held.n > AT_ONCE) held.load(first);
+#pragma unroll
+            for (u32 j = 0; j < ENTRIES; j++) {
+                const u32 slot = held.slot(first, j);
+                u32 index = held.token[j] == NOWHERE ? NOWHERE : bits.find(held.token[j] - base);
+                if (forced != NOWHERE) index = slot >= forced && slot < k ? slot : NOWHERE;
+                if (slot >= held.n || index == NOWHERE) continue;
+                slots[index] = slot, held.used[j] = held.last_used[slot] = held.now;
+            }
+        }
+        if (last - base < a.span) break;
+        __syncthreads();
+        bits.clear();
+        __syncthreads();
+    }
+    // Counts the other slots by their age.
+    for (u32 first = 0; first < held.n; first += AT_ONCE) {
+        if (held.n > AT_ONCE) held.load(first);
+#pragma unroll
+        for (u32 j = 0; j < ENTRIES; j++) {
+            const u32 age = held.slot(first, j) < held.n ? held.age(j) : 0;
+            const u32 same = __match_any_sync(FULL, age); // few ages have most of the slots
+            if (age && threadIdx.x % LANES == __ffs(same) - 1) atomicAdd(&ages[age], (u32)__popc(same));
+        }
+    }
     __syncthreads();
-    // Lists the tokens without a slot, by their indices.
+    // Lists the tokens with a slot and those without.
     u32 missing = 0;
-    for (u32 first = 0; first < k; first += ENTRIES * REUSE_THREADS) {
+    for (u32 first = 0; first < k; first += AT_ONCE) {
         const u32 mine = first + ENTRIES * threadIdx.x;
         bool is_missing[ENTRIES];
         u32 count = 0, all;
 #pragma unroll
         for (u32 j = 0; j < ENTRIES; j++)
             is_missing[j] = mine + j < k && slots[mine + j] == NOWHERE, count += is_missing[j];
-        u32 to = missing + count_before(count, warp_sums, all);
+        u32 before = missing + count_before(count, warp_sums, all);
 #pragma unroll
-        for (u32 j = 0; j < ENTRIES; j++)
-            if (is_missing[j]) misses[to++] = mine + j;
+        for (u32 j = 0; j < ENTRIES; j++) {
+            if (is_missing[j])
+                misses[before] = tokens[mine + j], indices[before++] = mine + j;
+            else if (mine + j < k)
+                hits[mine + j - before] = mine + j;
+        }
         missing += all;
         __syncthreads();
     }
@@ -179,32 +230,34 @@ extern "C" __global__ void __launch_bounds__(REUSE_THREADS) reuse(const ReuseArg
     const u32 older = count_before(of_age, warp_sums, all_ages);
     if (older < missing && missing <= older + of_age) oldest = age, of_oldest = missing - older;
     __syncthreads();
-    // Lists those slots: older ones first.
+    // Takes those slots, older ones first.
     u32 taken_older = 0, taken = 0;
-    for (u32 first = 0; first < held.n && missing; first += ENTRIES * REUSE_THREADS) {
-        const u32 mine = first + ENTRIES * threadIdx.x;
-        u32 slot_age[ENTRIES], counts = 0, all;
+    for (u32 first = 0; first < held.n && missing; first += AT_ONCE) {
+        if (held.n > AT_ONCE) held.load(first);
+        u32 counts = 0, all;
+        bool is_older[ENTRIES], is_oldest[ENTRIES];
 #pragma unroll
-        for (u32 j = 0; j < ENTRIES; j++) slot_age[j] = held.age(mine + j);
-#pragma unroll
-        for (u32 j = 0; j < ENTRIES; j++) counts += (u32)(slot_age[j] > oldest) | (u32)(slot_age[j] == oldest) << 16;
+        for (u32 j = 0; j < ENTRIES; j++) {
+            const u32 age = held.slot(first, j) < held.n ? held.age(j) : 0;
+            is_older[j] = age > oldest, is_oldest[j] = age == oldest;
+            counts += (u32)is_older[j] | (u32)is_oldest[j] << 16;
+        }
         const u32 before = count_before(counts, warp_sums, all);
         u32 to_older = taken_older + (before & 0xffff), rank = taken + (before >> 16);
 #pragma unroll
         for (u32 j = 0; j < ENTRIES; j++) {
-            if (slot_age[j] > oldest) places[to_older++] = mine + j;
-            if (slot_age[j] == oldest && rank++ < of_oldest) places[missing - of_oldest + rank - 1] = mine + j;
+            const bool is_taken = is_older[j] || (is_oldest[j] && rank < of_oldest);
+            const u32 to = is_older[j] ? to_older : missing - of_oldest + rank, slot = held.slot(first, j);
+            to_older += is_older[j], rank += is_oldest[j];
+            if (!is_taken) continue;
+            places[to] = slot, slots[indices[to]] = slot;
+            held.tokens[slot] = misses[to], held.last_used[slot] = held.now;
         }
         taken_older += all & 0xffff, taken += all >> 16;
         __syncthreads();
     }
-    for (u32 i = threadIdx.x; i < missing; i += REUSE_THREADS) {
-        const u32 index = misses[i], slot = places[i];
-        slots[index] = slot, misses[i] = tokens[index];
-        held.tokens[slot] = tokens[index], held.last_used[slot] = held.now;
-    }
     if (threadIdx.x == 0) {
-        a.steps[head] = held.now, a.miss_counts[head] = missing;
+        a.steps[head] = held.now, a.hit_counts[head] = k - missing, a.miss_counts[head] = missing;
         atomicAdd(a.fetched, (u64)missing);
     }
 }

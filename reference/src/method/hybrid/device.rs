@@ -14,6 +14,8 @@ pub(crate) struct HybridPlan {
     pub quantizers: Pair<PqShape>,
     pub budget: Budget,
     pub home: RowHome,
+    /// Rows of a head that stay on the device, if a step selects fewer.
+    pub held: usize,
 }
 
 impl HybridKind {
@@ -25,6 +27,7 @@ impl HybridKind {
         };
         let quantizers = self.codes.tables_only(head_dim)?;
         let home = self.offload.home(self.home)?;
-        Ok(HybridPlan { quantizers, budget: Budget::Share(share.into()), home })
+        let (budget, held) = (Budget::Share(share.into()), self.offload.held());
+        Ok(HybridPlan { quantizers, budget, home, held })
     }
 }

@@ -1,7 +1,6 @@
 //! The launches of a step of a [`PqCache`].
 
 use cudarc::driver::CudaStream;
-use kv_gpu::pq::GatherArguments;
 use kv_gpu::svd::AttendArguments;
 use kv_gpu::{AnyElement, DevicePtr};
 
@@ -54,32 +53,9 @@ impl PqCache {
 
     /// Brings the rows of a layer's chosen tokens behind the exact ones.
     pub(super) fn fetch(&self, gpu: &Gpu, layer: usize) -> Result<()> {
-        let Shape { batch, heads, most, .. } = self.shape;
-        let (chosen, counts) = (self.scratch.tokens.pointer(), self.budget.counts());
-        let slots = self.window.slots(layer);
-        let Some((held, list)) = self.held.as_ref().zip(self.store.slots()) else {
-            return self.store.fetch(gpu, layer, (chosen, counts), slots);
-        };
-        let side =
-            |side: usize| held.rows.pointer().offset((2 * layer + side) * self.shape.side_len(held.held));
-        let rows = Rows { keys: side(0).cast(), values: side(1).cast(), capacity: held.held };
-        self.store.fetch(gpu, layer, (chosen, counts), rows)?;
-        let arguments = GatherArguments {
-            heads: batch * heads,
-            keys: rows.keys.cast(),
-            values: rows.values.cast(),
-            head_rows: held.held,
-            rows: list,
-            places: None,
-            counts: Some(counts),
-            list_len: most,
-            keys_out: slots.keys.cast(),
-            values_out: slots.values.cast(),
-            out_len: slots.capacity,
-        };
-        // SAFETY: the buffers have the lengths of `new`, and the slots that `fetch` lists are rows of a head
-        // that stay.
-        Ok(unsafe { held.gather.launch(gpu.stream(), &arguments) }?)
+        let chosen = (self.scratch.tokens.pointer(), self.budget.counts());
+        let held = self.held.as_ref().map(|held| held.rows(layer));
+        self.store.fetch(gpu, layer, chosen, self.window.slots(layer), held)
     }
 
     /// Launches attention to the exact rows and the chosen ones behind them.

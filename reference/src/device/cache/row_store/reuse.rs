@@ -1,11 +1,18 @@
+use kv_gpu::pq::HeldRows;
 use kv_gpu::{DevicePtr, Grid, Kernel};
 
+use super::StoreShape;
 use crate::Result;
+use crate::device::cache::Rows;
 use crate::device::memory::Buffer;
 use crate::device::{Gpu, programs};
 
 /// Threads of a block: `REUSE_THREADS` of the kernel.
 const THREADS: u32 = 1024;
+
+/// Tokens whose bits fit shared memory, 64 KiB of it, next to their indices. Longer sequences are looked up in
+/// several spans, at about half a microsecond each.
+const MOST_SPAN: usize = 1 << 18;
 
 /// A cache of the rows that recent steps have chosen, of those that have been chosen last (LRU).
 ///
@@ -17,15 +24,19 @@ pub(super) struct Reuse {
     held_tokens: Buffer<u32>, // (layer, heads of sequences, held)
     last_used: Buffer<u32>,   // (layer, heads of sequences, held): a step
     steps: Buffer<u32>,       // (layer, heads of sequences): so far
-    slots: Buffer<u32>,       // (heads of sequences, most), as misses and places
+    slots: Buffer<u32>,       // (heads of sequences, most), as the lists below
+    hits: Buffer<u32>,
     misses: Buffer<u32>,
+    indices: Buffer<u32>,
     places: Buffer<u32>,
-    miss_counts: Buffer<u32>, // (heads of sequences,)
-    fetched: Buffer<u64>,     // (1,)
-    forced: f32,              // part of the tokens that misses; negative where the slots say it
+    hit_counts: Buffer<u32>, // (heads of sequences,)
+    miss_counts: Buffer<u32>,
+    fetched: Buffer<u64>, // (1,)
+    forced: f32,          // part of the tokens that misses; negative where the slots say it
     heads: usize,
     most: usize,
     held: usize,
+    span: usize,
 }
 
 #[derive(Clone, Copy)]
@@ -37,37 +48,47 @@ struct ReuseArguments {
     last_used: DevicePtr<u32>,
     steps: DevicePtr<u32>,
     slots: DevicePtr<u32>,
+    hits: DevicePtr<u32>,
+    hit_counts: DevicePtr<u32>,
     misses: DevicePtr<u32>,
+    indices: DevicePtr<u32>,
     places: DevicePtr<u32>,
     miss_counts: DevicePtr<u32>,
     fetched: DevicePtr<u64>,
     most: u32,
     held: u32,
+    span: u32,
     forced: f32,
 }
 
-const _: () = assert!(size_of::<ReuseArguments>() == 96);
+const _: () = assert!(size_of::<ReuseArguments>() == 120);
 
 impl Reuse {
-    /// Empty slots for `held` rows of each of `heads` heads of sequences, in every layer; steps choose at most
-    /// `most` of them.
-    pub fn new(gpu: &Gpu, n_layers: usize, heads: usize, most: usize, held: usize) -> Result<Self> {
+    /// Empty slots for `held` rows of each head of every sequence, in every layer.
+    pub fn new(gpu: &Gpu, shape: &StoreShape, held: usize) -> Result<Self> {
+        let &StoreShape { n_layers, batch, heads, stored, most, .. } = shape;
         let words = |n| Buffer::<u32>::zeros(gpu, n);
-        let held = held.max(most);
+        let (heads, held) = (batch * heads, held.max(most));
+        let span = stored.min(MOST_SPAN).next_multiple_of(128);
+        let shared = 2 * span / 32 * size_of::<u32>();
         let reuse = Self {
-            kernel: gpu.device.kernel(&programs::retrieval(), "reuse", 0)?,
+            kernel: gpu.device.kernel(&programs::retrieval(), "reuse", shared)?,
             held_tokens: words(n_layers * heads * held)?,
             last_used: words(n_layers * heads * held)?,
             steps: words(n_layers * heads)?,
             slots: words(heads * most)?,
+            hits: words(heads * most)?,
             misses: words(heads * most)?,
+            indices: words(heads * most)?,
             places: words(heads * most)?,
+            hit_counts: words(heads)?,
             miss_counts: words(heads)?,
             fetched: Buffer::zeros(gpu, 1)?,
             forced: -1.0,
             heads,
             most,
             held,
+            span,
         };
         reuse.forget(gpu)?;
         Ok(reuse)
@@ -82,7 +103,7 @@ impl Reuse {
         tokens: DevicePtr<u32>,
         counts: DevicePtr<u32>,
     ) -> Result<()> {
-        let Self { heads, most, held, .. } = *self;
+        let Self { heads, most, held, span, .. } = *self;
         let arguments = ReuseArguments {
             tokens,
             counts,
@@ -90,12 +111,16 @@ impl Reuse {
             last_used: self.last_used.pointer().offset(layer * heads * held),
             steps: self.steps.pointer().offset(layer * heads),
             slots: self.slots.pointer(),
+            hits: self.hits.pointer(),
+            hit_counts: self.hit_counts.pointer(),
             misses: self.misses.pointer(),
+            indices: self.indices.pointer(),
             places: self.places.pointer(),
             miss_counts: self.miss_counts.pointer(),
             fetched: self.fetched.pointer(),
             most: most as u32,
             held: held as u32,
+            span: span as u32,
             forced: self.forced,
         };
         // SAFETY: the structure is the kernel's argument, and the buffers have the lengths of `new`. Counts are
@@ -118,9 +143,26 @@ impl Reuse {
         self.places.pointer()
     }
 
+    /// The index of each of them among the chosen tokens.
+    pub fn indices(&self) -> DevicePtr<u32> {
+        self.indices.pointer()
+    }
+
     /// How many each head has.
     pub fn miss_counts(&self) -> DevicePtr<u32> {
         self.miss_counts.pointer()
+    }
+
+    /// The rows of the slots, of which a launch collects those of chosen tokens.
+    pub fn held_rows(&self, rows: Rows) -> HeldRows {
+        HeldRows {
+            keys: rows.keys.cast(),
+            values: rows.values.cast(),
+            len: rows.capacity,
+            slots: self.slots.pointer(),
+            hits: self.hits.pointer(),
+            hit_counts: self.hit_counts.pointer(),
+        }
     }
 
     /// Rows that have been fetched so far.
@@ -137,12 +179,13 @@ impl Reuse {
 
     /// Bytes of device memory.
     pub fn bytes(&self) -> usize {
-        let lists = [&self.slots, &self.misses, &self.places, &self.miss_counts];
+        let lists = [&self.slots, &self.hits, &self.misses, &self.indices, &self.places];
+        let counts = [&self.hit_counts, &self.miss_counts];
         let held = [&self.held_tokens, &self.last_used, &self.steps];
-        lists.into_iter().chain(held).map(Buffer::bytes).sum()
+        lists.into_iter().chain(counts).chain(held).map(Buffer::bytes).sum()
     }
 
-    /// Makes this part of the tokens count as held, whatever their slots have.
+    /// Makes this part of the tokens count as held, whatever their slots have, with the same work.
     pub const fn force_hits(&mut self, share: f32) {
         self.forced = (1.0 - share).clamp(0.0, 1.0);
     }
