@@ -60,8 +60,7 @@ static_assert(REUSE_THREADS == LANES * LANES, "a lane for the sum of every warp"
 struct ReuseArguments {
     const u32* tokens; // [head][most]: chosen tokens, ascending; a head is one of a sequence
     const u32* counts; // [head]: how many, at most `most`
-    u32* held_tokens;  // [head][held]: the token whose rows each slot has, or NOWHERE
-    u32* last_used;    // [head][held]: the step that has chosen it last
+    uint2* held;       // [parity of the step][head][n_held]: tokens and their slots, the one chosen longest ago first
     u32* steps;        // [head]: steps so far
     u32* slots;        // [head][most]: the slot of each chosen token
     u32* hits;         // [head][most]: indices of the chosen tokens that had a slot before
@@ -71,19 +70,17 @@ struct ReuseArguments {
     u32* places;       // [head][most]: the slot for each
     u32* miss_counts;  // [head]
     u64* fetched;      // misses so far
-    u32 most, held;    // at least `most`
+    u32* found_at;     // [head][n_held]: for lists that threads take in turns
+    u32 most, n_held;  // at least `most`
     u32 span;          // tokens that are looked up at once, a multiple of 128
     float forced;      // part of the chosen tokens that misses, to time it, or a negative number
 };
 
-// Ages in steps; what is older counts as this old.
-constexpr u32 AGES = REUSE_THREADS;
-
-// Entries of a list that a thread takes at once, so that their loads are in flight together.
+// Consecutive entries of a list that a thread takes at once, so that their loads are in flight together.
 constexpr u32 ENTRIES = 4, AT_ONCE = ENTRIES * REUSE_THREADS;
 
-// How many of two kinds of entries the threads of a block before this one have, the first kind in the lower half of a
-// word, and all of them together. Every thread calls it; `sums` is free again behind the next barrier.
+// How many entries the threads of a block before this one have, and all of them together. Every thread calls it; `sums`
+// is free again behind the next barrier.
 __device__ __forceinline__ u32 count_before(u32 mine, u32* sums, u32& all) {
     const u32 lane = threadIdx.x % LANES, warp = threadIdx.x / LANES, inclusive = warp_inclusive_sum(mine);
     if (lane == LANES - 1) sums[warp] = inclusive;
@@ -119,145 +116,141 @@ struct ChosenBits {
     }
 };
 
-// Slots of a head that have rows of chosen tokens, or may get them. A thread has ENTRIES of AT_ONCE at a time.
-struct Slots {
-    u32* tokens;    // [n]: the token whose rows it has, or NOWHERE
-    u32* last_used; // [n]
-    u32 n, now;
-    u32 token[ENTRIES], used[ENTRIES];
+// What a thread has of the tokens that are held: ENTRIES of AT_ONCE at a time.
+struct HeldEntries {
+    const uint2* list; // [n]: tokens and slots
+    u32* found_at;     // [n]: `index`, where there are more entries than the block takes at once
+    u32 n;
+    bool is_fresh; // no step has written the list: all slots are empty
+    u32 token[ENTRIES], slot[ENTRIES], index[ENTRIES]; // among the chosen tokens, or NOWHERE
 
-    __device__ __forceinline__ static u32 slot(u32 first, u32 j) { return first + j * REUSE_THREADS + threadIdx.x; }
+    __device__ __forceinline__ static u32 place(u32 first, u32 j) { return first + ENTRIES * threadIdx.x + j; }
 
     // Before the PDL wait, `early`, loads bypass L1.
     __device__ __forceinline__ void load(u32 first, bool early = false) {
 #pragma unroll
         for (u32 j = 0; j < ENTRIES; j++) {
-            const u32 i = slot(first, j);
-            token[j] = i >= n ? NOWHERE : early ? __ldcg(&tokens[i]) : tokens[i];
-            used[j] = i >= n ? now : early ? __ldcg(&last_used[i]) : last_used[i];
+            const u32 i = place(first, j);
+            const uint2 entry = is_fresh || i >= n ? make_uint2(NOWHERE, i) : early ? __ldcg(&list[i]) : list[i];
+            token[j] = entry.x, slot[j] = entry.y, index[j] = NOWHERE;
         }
     }
 
-    // 0 for what this step has chosen, and for no slot.
-    __device__ __forceinline__ u32 age(u32 j) const {
-        return min(token[j] == NOWHERE && used[j] != now ? AGES - 1 : now - used[j], AGES - 1);
+    // Takes the entries from `first` on, with what has been found of them so far.
+    __device__ __forceinline__ void turn_to(u32 first, bool is_found) {
+        if (n <= AT_ONCE) return;
+        load(first);
+#pragma unroll
+        for (u32 j = 0; j < ENTRIES; j++)
+            if (is_found && place(first, j) < n) index[j] = found_at[place(first, j)];
+    }
+
+    // Keeps what has been found for later turns.
+    __device__ __forceinline__ void keep(u32 first) const {
+        if (n <= AT_ONCE) return;
+#pragma unroll
+        for (u32 j = 0; j < ENTRIES; j++)
+            if (place(first, j) < n) found_at[place(first, j)] = index[j];
     }
 };
 
 // Gives every chosen token a slot: the one that has its rows, or one of those whose tokens have not been chosen for
-// longest (LRU). Where `held` is `most`, slots are below the number of tokens, so that attention finds them in one
-// piece: only the last step's rows stay then.
+// longest (LRU). They are at the front of a list that each step writes anew: entries that it neither finds nor gives to
+// another token keep their order, and those of chosen tokens follow. Where `n_held` is `most`, slots are below the
+// number of tokens, so that attention finds them in one piece: only the last step's rows stay then.
 //
-// Launch: a block of REUSE_THREADS threads a head, with ChosenBits of `span` tokens in dynamic shared memory. A step
+// Launch: a block of REUSE_THREADS threads a head, with dynamic shared memory for ChosenBits and for `found`. A step
 // begins with a launch without PDL, so what the step before has written is there before the wait.
 extern "C" __global__ void __launch_bounds__(REUSE_THREADS) reuse(const ReuseArguments a) {
     extern __shared__ uint4 shared[];
-    __shared__ u32 ages[AGES], warp_sums[LANES], oldest, of_oldest;
+    __shared__ u32 warp_sums[LANES];
     u32* words = reinterpret_cast<u32*>(shared);
     const ChosenBits bits = {words, words + a.span / 32, a.span};
-    const u32 head = blockIdx.x;
-    const u64 at = (u64)head * a.held, list = (u64)head * a.most;
-    Slots held = {a.held_tokens + at, a.last_used + at, a.held, __ldcg(&a.steps[head]) + 1};
+    u32* found = words + a.span / 16; // [most]: a bit for every chosen token that has a slot
+    const u32 head = blockIdx.x, step = __ldcg(&a.steps[head]);
+    const u64 list = (u64)head * a.most, of_parity = (u64)gridDim.x * a.n_held;
+    uint2* next = a.held + (step + 1) % 2 * of_parity + (u64)head * a.n_held;
+    const uint2* previous = a.held + step % 2 * of_parity + (u64)head * a.n_held;
+    HeldEntries held = {previous, a.found_at + (u64)head * a.n_held, a.n_held, step == 0};
     held.load(0, true);
-    ages[threadIdx.x] = 0;
     bits.clear();
+    for (u32 i = threadIdx.x; i < (a.most + 31) / 32; i += REUSE_THREADS) found[i] = 0;
     pdl_wait();
     pdl_trigger();
     const u32* tokens = a.tokens + list;
     u32 *slots = a.slots + list, *hits = a.hits + list;
     u32 *misses = a.misses + list, *indices = a.indices + list, *places = a.places + list;
-    const u32 k = a.counts[head];
-    if (a.held == a.most) held.n = k;
+    const u32 k = a.counts[head], n = a.n_held == a.most ? k : a.n_held; // entries whose slots may be used
     const u32 forced = a.forced < 0 ? NOWHERE : min((u32)rintf(a.forced * k), k); // first ones that miss
-    for (u32 i = threadIdx.x; i < k; i += REUSE_THREADS) slots[i] = NOWHERE;
-    __syncthreads();
-    // Looks up the tokens of all slots among the chosen ones.
     const u32 last = k ? tokens[k - 1] : 0;
+    __syncthreads();
+    // Looks up the tokens that are held among the chosen ones.
     for (u32 base = 0;; base += a.span) {
         for (u32 i = threadIdx.x; i < k; i += REUSE_THREADS)
             bits.add(tokens[i] - base, i ? tokens[i - 1] - base : NOWHERE, i);
         __syncthreads();
-        for (u32 first = 0; first < held.n; first += AT_ONCE) {
-            if (held.n > AT_ONCE) held.load(first);
+        for (u32 first = 0; first < n; first += AT_ONCE) {
+            held.turn_to(first, base > 0);
 #pragma unroll
             for (u32 j = 0; j < ENTRIES; j++) {
-                const u32 slot = held.slot(first, j);
                 u32 index = held.token[j] == NOWHERE ? NOWHERE : bits.find(held.token[j] - base);
-                if (forced != NOWHERE) index = slot >= forced && slot < k ? slot : NOWHERE;
-                if (slot >= held.n || index == NOWHERE) continue;
-                slots[index] = slot, held.used[j] = held.last_used[slot] = held.now;
+                if (forced != NOWHERE) index = held.slot[j] >= forced && held.slot[j] < k ? held.slot[j] : NOWHERE;
+                if (held.place(first, j) >= n || index == NOWHERE) continue;
+                slots[index] = held.slot[j], held.index[j] = index;
+                atomicOr(&found[index / 32], 1u << index % 32);
             }
+            held.keep(first);
         }
-        if (last - base < a.span) break;
         __syncthreads();
+        if (last - base < a.span) break;
         bits.clear();
         __syncthreads();
     }
-    // Counts the other slots by their age.
-    for (u32 first = 0; first < held.n; first += AT_ONCE) {
-        if (held.n > AT_ONCE) held.load(first);
-#pragma unroll
-        for (u32 j = 0; j < ENTRIES; j++) {
-            const u32 age = held.slot(first, j) < held.n ? held.age(j) : 0;
-            const u32 same = __match_any_sync(FULL, age); // few ages have most of the slots
-            if (age && threadIdx.x % LANES == __ffs(same) - 1) atomicAdd(&ages[age], (u32)__popc(same));
-        }
-    }
-    __syncthreads();
     // Lists the tokens with a slot and those without.
     u32 missing = 0;
     for (u32 first = 0; first < k; first += AT_ONCE) {
-        const u32 mine = first + ENTRIES * threadIdx.x;
-        bool is_missing[ENTRIES];
-        u32 count = 0, all;
-#pragma unroll
-        for (u32 j = 0; j < ENTRIES; j++)
-            is_missing[j] = mine + j < k && slots[mine + j] == NOWHERE, count += is_missing[j];
-        u32 before = missing + count_before(count, warp_sums, all);
+        const u32 mine = first + ENTRIES * threadIdx.x, exist = mine < k ? min(k - mine, ENTRIES) : 0;
+        const u32 are_missing = exist ? ~(found[mine / 32] >> mine % 32) & ((1u << exist) - 1) : 0;
+        u32 all, before = missing + count_before(__popc(are_missing), warp_sums, all);
 #pragma unroll
         for (u32 j = 0; j < ENTRIES; j++) {
-            if (is_missing[j])
+            if (are_missing >> j & 1)
                 misses[before] = tokens[mine + j], indices[before++] = mine + j;
-            else if (mine + j < k)
+            else if (j < exist)
                 hits[mine + j - before] = mine + j;
         }
         missing += all;
         __syncthreads();
     }
-    // The age down to which slots are taken, and how many of that age.
-    const u32 age = AGES - 1 - threadIdx.x, of_age = ages[age];
-    u32 all_ages;
-    const u32 older = count_before(of_age, warp_sums, all_ages);
-    if (older < missing && missing <= older + of_age) oldest = age, of_oldest = missing - older;
-    __syncthreads();
-    // Takes those slots, older ones first.
-    u32 taken_older = 0, taken = 0;
-    for (u32 first = 0; first < held.n && missing; first += AT_ONCE) {
-        if (held.n > AT_ONCE) held.load(first);
-        u32 counts = 0, all;
-        bool is_older[ENTRIES], is_oldest[ENTRIES];
+    // Gives the first slots that were not found to those without, and writes the list of the next step.
+    u32 passed = 0;
+    for (u32 first = 0; first < a.n_held; first += AT_ONCE) {
+        held.turn_to(first, true);
+        u32 count = 0, all;
+#pragma unroll
+        for (u32 j = 0; j < ENTRIES; j++) count += held.place(first, j) < n && held.index[j] == NOWHERE;
+        u32 rank = passed + count_before(count, warp_sums, all);
 #pragma unroll
         for (u32 j = 0; j < ENTRIES; j++) {
-            const u32 age = held.slot(first, j) < held.n ? held.age(j) : 0;
-            is_older[j] = age > oldest, is_oldest[j] = age == oldest;
-            counts += (u32)is_older[j] | (u32)is_oldest[j] << 16;
+            const u32 place = held.place(first, j), slot = held.slot[j];
+            if (place >= a.n_held) continue;
+            if (place >= n) {
+                next[place] = make_uint2(held.token[j], slot);
+            } else if (held.index[j] != NOWHERE) {
+                next[n - k + held.index[j]] = make_uint2(held.token[j], slot);
+            } else if (rank < missing) {
+                const u32 index = indices[rank];
+                places[rank] = slot, slots[index] = slot;
+                next[n - k + index] = make_uint2(misses[rank++], slot);
+            } else {
+                next[rank++ - missing] = make_uint2(held.token[j], slot);
+            }
         }
-        const u32 before = count_before(counts, warp_sums, all);
-        u32 to_older = taken_older + (before & 0xffff), rank = taken + (before >> 16);
-#pragma unroll
-        for (u32 j = 0; j < ENTRIES; j++) {
-            const bool is_taken = is_older[j] || (is_oldest[j] && rank < of_oldest);
-            const u32 to = is_older[j] ? to_older : missing - of_oldest + rank, slot = held.slot(first, j);
-            to_older += is_older[j], rank += is_oldest[j];
-            if (!is_taken) continue;
-            places[to] = slot, slots[indices[to]] = slot;
-            held.tokens[slot] = misses[to], held.last_used[slot] = held.now;
-        }
-        taken_older += all & 0xffff, taken += all >> 16;
+        passed += all;
         __syncthreads();
     }
     if (threadIdx.x == 0) {
-        a.steps[head] = held.now, a.hit_counts[head] = k - missing, a.miss_counts[head] = missing;
+        a.steps[head] = step + 1, a.hit_counts[head] = k - missing, a.miss_counts[head] = missing;
         atomicAdd(a.fetched, (u64)missing);
     }
 }

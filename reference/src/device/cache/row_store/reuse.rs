@@ -10,8 +10,7 @@ use crate::device::{Gpu, programs};
 /// Threads of a block: `REUSE_THREADS` of the kernel.
 const THREADS: u32 = 1024;
 
-/// Tokens whose bits fit shared memory, 64 KiB of it, next to their indices. Longer sequences are looked up in
-/// several spans, at about half a microsecond each.
+/// Tokens whose bits and indices take 64 KiB of shared memory. Longer sequences are looked up in several spans.
 const MOST_SPAN: usize = 1 << 18;
 
 /// A cache of the rows that recent steps have chosen, of those that have been chosen last (LRU).
@@ -21,10 +20,10 @@ const MOST_SPAN: usize = 1 << 18;
 /// bytes that blocks take over the link (`benches/results/offload.md`).
 pub(super) struct Reuse {
     kernel: Kernel,
-    held_tokens: Buffer<u32>, // (layer, heads of sequences, held)
-    last_used: Buffer<u32>,   // (layer, heads of sequences, held): a step
-    steps: Buffer<u32>,       // (layer, heads of sequences): so far
-    slots: Buffer<u32>,       // (heads of sequences, most), as the lists below
+    entries: Buffer<[u32; 2]>, // (layer, parity of the step, heads of sequences, held): tokens and slots
+    steps: Buffer<u32>,        // (layer, heads of sequences): so far; none makes all slots empty
+    found_at: Buffer<u32>,     // (heads of sequences, held)
+    slots: Buffer<u32>,        // (heads of sequences, most), as the lists below
     hits: Buffer<u32>,
     misses: Buffer<u32>,
     indices: Buffer<u32>,
@@ -44,8 +43,7 @@ pub(super) struct Reuse {
 struct ReuseArguments {
     tokens: DevicePtr<u32>,
     counts: DevicePtr<u32>,
-    held_tokens: DevicePtr<u32>,
-    last_used: DevicePtr<u32>,
+    entries: DevicePtr<[u32; 2]>,
     steps: DevicePtr<u32>,
     slots: DevicePtr<u32>,
     hits: DevicePtr<u32>,
@@ -55,6 +53,7 @@ struct ReuseArguments {
     places: DevicePtr<u32>,
     miss_counts: DevicePtr<u32>,
     fetched: DevicePtr<u64>,
+    found_at: DevicePtr<u32>,
     most: u32,
     held: u32,
     span: u32,
@@ -70,12 +69,12 @@ impl Reuse {
         let words = |n| Buffer::<u32>::zeros(gpu, n);
         let (heads, held) = (batch * heads, held.max(most));
         let span = stored.min(MOST_SPAN).next_multiple_of(128);
-        let shared = 2 * span / 32 * size_of::<u32>();
-        let reuse = Self {
+        let shared = (2 * span / 32 + most.div_ceil(32)) * size_of::<u32>();
+        Ok(Self {
             kernel: gpu.device.kernel(&programs::retrieval(), "reuse", shared)?,
-            held_tokens: words(n_layers * heads * held)?,
-            last_used: words(n_layers * heads * held)?,
+            entries: Buffer::zeros(gpu, 2 * n_layers * heads * held)?,
             steps: words(n_layers * heads)?,
+            found_at: words(heads * held)?,
             slots: words(heads * most)?,
             hits: words(heads * most)?,
             misses: words(heads * most)?,
@@ -89,9 +88,7 @@ impl Reuse {
             most,
             held,
             span,
-        };
-        reuse.forget(gpu)?;
-        Ok(reuse)
+        })
     }
 
     /// Launches the choice of slots for the tokens (heads of sequences, most) of a layer, of which each head
@@ -107,8 +104,7 @@ impl Reuse {
         let arguments = ReuseArguments {
             tokens,
             counts,
-            held_tokens: self.held_tokens.pointer().offset(layer * heads * held),
-            last_used: self.last_used.pointer().offset(layer * heads * held),
+            entries: self.entries.pointer().offset(2 * layer * heads * held),
             steps: self.steps.pointer().offset(layer * heads),
             slots: self.slots.pointer(),
             hits: self.hits.pointer(),
@@ -118,6 +114,7 @@ impl Reuse {
             places: self.places.pointer(),
             miss_counts: self.miss_counts.pointer(),
             fetched: self.fetched.pointer(),
+            found_at: self.found_at.pointer(),
             most: most as u32,
             held: held as u32,
             span: span as u32,
@@ -174,15 +171,15 @@ impl Reuse {
 
     /// Empties all slots: their rows are of other sequences.
     pub fn forget(&self, gpu: &Gpu) -> Result<()> {
-        self.held_tokens.fill(gpu, u8::MAX) // no token
+        self.steps.fill(gpu, 0)
     }
 
     /// Bytes of device memory.
     pub fn bytes(&self) -> usize {
         let lists = [&self.slots, &self.hits, &self.misses, &self.indices, &self.places];
         let counts = [&self.hit_counts, &self.miss_counts];
-        let held = [&self.held_tokens, &self.last_used, &self.steps];
-        lists.into_iter().chain(counts).chain(held).map(Buffer::bytes).sum()
+        let all = lists.into_iter().chain(counts).chain([&self.steps, &self.found_at]);
+        self.entries.bytes() + all.map(Buffer::bytes).sum::<usize>()
     }
 
     /// Makes this part of the tokens count as held, whatever their slots have, with the same work.
