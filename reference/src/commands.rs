@@ -22,7 +22,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand};
-use device::DeviceArgs;
+#[cfg(feature = "cuda")]
+use device::profile_clustering;
+use device::{DeviceArgs, profile_methods};
 use indicatif::{ProgressBar, ProgressStyle};
 use kv_reference::method::methods_help;
 use kv_reference::model::Model;

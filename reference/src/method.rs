@@ -40,6 +40,8 @@ use crate::{Error, Profile, Result};
 #[cfg(feature = "cuda")]
 pub(crate) use budget::Budget;
 #[cfg(feature = "cuda")]
+pub(crate) use cost::{Iterations, Resolved};
+#[cfg(feature = "cuda")]
 pub(crate) use head_maps::HeadMaps;
 #[cfg(feature = "cuda")]
 pub(crate) use hybrid::HybridPlan;
@@ -200,17 +202,17 @@ impl Method {
         self.fitted(config)?.kind.prompt_quantizer(Geometry::of(config)).unwrap_or_else(none)
     }
 
-    /// Refuses a setting that has no effect on the CPU.
+    /// Refuses a setting that has no effect on the CPU, and files that are needed there and cannot be read.
     ///
     /// # Errors
-    /// [`Error::Argument`].
+    /// [`Error::Argument`]; [`Error::Io`] and [`Error::File`].
     pub fn check_on_cpu(&self) -> Result<()> {
         match self.kind.device_setting() {
             Some(setting) => Err(Error::Argument(format!(
                 "method {}: `{setting}` has no effect on the CPU, where it runs here",
                 self.name
             ))),
-            None => Ok(()),
+            None => self.kind.check_on_cpu(),
         }
     }
 

@@ -2,7 +2,7 @@
 //! tests are skipped, which `GPU_TESTS=require` turns into a failure.
 
 #![cfg(feature = "cuda")]
-#![allow(clippy::unwrap_used)]
+#![allow(clippy::unwrap_used, clippy::panic)]
 
 #[path = "support/device.rs"]
 mod support;
@@ -10,7 +10,7 @@ mod support;
 use std::sync::Arc;
 
 use kv_gpu::Element;
-use kv_reference::device::{Decoder, Weights, method_cache};
+use kv_reference::device::{Decoder, Weights, method_cache, profile_clustering};
 use kv_reference::eval::score_text;
 use kv_reference::method::{Method, Prepared};
 use kv_reference::model::Rope;
@@ -61,6 +61,36 @@ fn codebooks_are_trained_on_the_prompt() {
         println!("{spec}: KL {kl:.5}, and {expected:.5} on the CPU, which starts from other keys");
         assert!((kl - expected).abs() <= (0.25 * expected).max(2e-4), "{spec}: {kl} and {expected}");
     }
+}
+
+/// The device's own times are measured once, and anew where the file is damaged or another's.
+#[test]
+fn iterations_follow_from_the_times_of_the_device() {
+    let Some(gpu) = gpu("clustering profile") else { return };
+    let (model, tokens) = model();
+    let folder = tempfile::tempdir().unwrap();
+    let spec = format!("pqcache:tokens=64:iterations={}", folder.path().join("cost.json").display());
+    let method: Method = spec.parse().unwrap();
+    let missing =
+        method_cache(&gpu, &method, &model.config, Element::F16, None, 1, 1700).map(drop).unwrap_err();
+    assert!(matches!(missing, Error::Io { .. }), "{missing}");
+    let profile = || profile_clustering(&gpu, &method, &model.config).unwrap();
+    assert!(profile().is_some_and(|note| !note.contains("since")));
+    assert_eq!(profile(), None, "there is a file");
+    let files: Vec<_> = std::fs::read_dir(folder.path()).unwrap().map(|file| file.unwrap().path()).collect();
+    let [file] = &files[..] else { panic!("{files:?}") };
+    let text = std::fs::read_to_string(file).unwrap();
+    println!("{text}");
+    for (other, says) in
+        [(text.replace("\"device\": \"", "\"device\": \"not "), "was measured on"), ("{".into(), "since")]
+    {
+        std::fs::write(file, other).unwrap();
+        assert!(profile().is_some_and(|note| note.contains(says)), "{says}");
+        assert_eq!(profile(), None);
+    }
+    let mut decoder = decoder(&gpu, &model, &spec, &Profile::default(), 1, 1700);
+    decoder.prefill(&[tokens[..1500].to_vec()], 2048).unwrap();
+    decoder.step().unwrap();
 }
 
 #[test]

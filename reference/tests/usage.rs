@@ -95,6 +95,11 @@ fn refusals_name_the_option_and_the_way_out() {
             &["compare", "--methods", "dense:pages=64", "--device", "cpu"],
             "method dense: `pages` has no effect on the CPU",
         ),
+        (
+            &["generate", "a", "--method", "pqcache:held=64", "--device", "cpu"],
+            "method pqcache: `held` has no effect on the CPU",
+        ),
+        (&["compare", "--methods", "pqcache:iterations=no-file.json", "--device", "cpu"], "no-file.json: "),
         (&["compare", "--json", "/nonexistent/x.json"], "--json: /nonexistent/x.json: "),
         (&["calibrate", "/nonexistent/p"], "FILE: /nonexistent/p: "),
         (&["logits", "--tokens", "1", "--model", "no-one/no-model"], "`kv fetch hf no-one/no-model`"),

@@ -9,7 +9,7 @@ use kv_reference::{Error, Result};
 
 use super::{
     DeviceArgs, Files, JsonArgs, ModelArgs, Stdout, TextArgs, at_least_one, few_tokens, load_profile,
-    print_error, progress,
+    print_error, profile_methods, progress,
 };
 
 #[derive(Args)]
@@ -69,6 +69,7 @@ impl Compare {
         let profile = self.profile.map(|path| load_profile(&path, &model)).transpose()?;
         let (name, tokens) = self.text.tokens(&model)?;
         let sizes = Sizes { context: self.context, decode: self.decode, calibration: self.calibration };
+        profile_methods(gpu.as_ref(), &methods, &model.config)?;
         let bar = progress();
         let comparison =
             compare(&model, (&name, &tokens), &methods, sizes, profile, self.seed, gpu.as_ref(), &bar);

@@ -16,7 +16,7 @@ use serde::Serialize;
 
 use super::{
     DeviceArgs, Files, JsonArgs, ModelArgs, Stdout, TextArgs, at_least_one, distinct, few_tokens,
-    load_profile, print_error, progress,
+    load_profile, print_error, profile_methods, progress,
 };
 
 #[derive(Args)]
@@ -141,6 +141,7 @@ impl Eval {
         let tasks = self.lengths.iter().map(|&length| self.tasks(&model, &tokens[start..], length));
         let tasks = tasks.collect::<Result<Vec<_>>>()?;
         let rope = Arc::new(Rope::new(&model.config, (longest + room).max(start)));
+        profile_methods(gpu.as_ref(), &methods, &model.config)?;
         let bar = progress();
         bar.set_message("calibrating");
         let profile = match given {

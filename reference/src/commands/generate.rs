@@ -14,6 +14,8 @@ use kv_reference::model::{Model, Rope};
 use kv_reference::{Error, Profile, Result, Sampler, Sampling, files};
 use serde::Serialize;
 
+#[cfg(feature = "cuda")]
+use super::profile_clustering;
 #[cfg(feature = "store")]
 use super::store::{KvArgs, PromptLoader};
 use super::{
@@ -260,10 +262,11 @@ fn on_device(
     (capacity, sampling): (usize, Sampling),
     run: impl FnOnce(&mut device::Decoder) -> Result<f64>,
 ) -> Result<(f64, Next)> {
-    let element = method.device_element()?;
+    let (gpu, element) = (Arc::new(gpu), method.device_element()?);
+    profile_clustering(&gpu, method, &model.config)?;
     let cache = method_cache(&gpu, method, &model.config, element, Some(profile), 1, capacity)?;
     let weights = Arc::new(Weights::of(&gpu, &*method.device_model(model, profile)?, element)?);
-    let mut decoder = device::Decoder::new(Arc::new(gpu), weights, cache, 1)?;
+    let mut decoder = device::Decoder::new(gpu, weights, cache, 1)?;
     decoder.choose(sampling);
     let seconds = run(&mut decoder)?;
     let mut begun = false;

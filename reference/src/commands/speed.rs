@@ -9,7 +9,9 @@ use kv_reference::device::{Decoder, Element, Gpu, Part, RANDOM_MODELS, Weights, 
 use kv_reference::method::Method;
 use kv_reference::{Error, Result};
 
-use super::{DeviceArgs, Files, JsonArgs, ModelArgs, Stdout, at_least_one, distinct, progress};
+use super::{
+    DeviceArgs, Files, JsonArgs, ModelArgs, Stdout, at_least_one, distinct, profile_clustering, progress,
+};
 
 /// Time decode steps on a GPU, and prompts (--chunk)
 ///
@@ -145,6 +147,7 @@ impl Speed {
         logits: &mut Vec<u8>,
     ) -> Result<StepTimes> {
         let capacity = (context + self.steps + WARM_UP).next_multiple_of(64);
+        profile_clustering(gpu, method, &weights.config)?;
         let mut cache = method_cache(gpu, method, &weights.config, weights.element, None, batch, capacity)?;
         cache.force_hits(self.hits);
         if self.synchronous {

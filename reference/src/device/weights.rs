@@ -222,8 +222,13 @@ impl Weights {
     /// # Errors
     /// [`Error::Argument`] for another name; [`Error::Device`].
     pub fn random(gpu: &Gpu, name: &str, element: Element) -> Result<Self> {
+        Self::hashed(gpu, random_config(name)?, element)
+    }
+
+    /// A model of this shape whose weights are [`hashed`], without biases.
+    pub(super) fn hashed(gpu: &Gpu, config: Config, element: Element) -> Result<Self> {
         let _purpose = Allocating::new("weights");
-        let config = checked(random_config(name)?)?;
+        let config = checked(config)?;
         let packer = Packer::new(gpu, element, config.head_dim)?;
         let (hidden, inner, vocab) = (config.hidden_size, config.intermediate_size, config.vocab_size);
         let pack = |tensor, order, rows, n_in| packer.pack(&Source::Hashed(tensor), order, rows, n_in);

@@ -124,12 +124,20 @@ const fn code(shape: PqShape) -> [usize; 3] {
 
 /// Iterations of a training: a count, or what a profile in a file says.
 #[derive(Clone, Debug, PartialEq)]
-pub(super) enum Iterations {
+pub(crate) enum Iterations {
     Count(usize),
     Profile(PathBuf),
 }
 
 impl Iterations {
+    /// The file of the CPU's profile.
+    pub fn file(&self) -> Option<&Path> {
+        match self {
+            Self::Count(_) => None,
+            Self::Profile(path) => Some(path),
+        }
+    }
+
     /// Reads the profile, if there is one, for codebooks of this shape.
     pub fn resolve(&self, shape: PqShape, geometry: Geometry) -> Result<Resolved> {
         let path = match self {
@@ -151,7 +159,7 @@ impl Iterations {
 
 /// [`Iterations`] that have been read.
 #[derive(Clone, Copy)]
-pub(super) enum Resolved {
+pub(crate) enum Resolved {
     Count(usize),
     Cost(ClusteringCost),
 }
@@ -162,6 +170,19 @@ impl Resolved {
         match self {
             Self::Count(iterations) => iterations,
             Self::Cost(cost) => cost.iterations(n, 1..=MOST),
+        }
+    }
+
+    /// Iterations for codebooks of `n` keys, one of `step` tokens of a prompt.
+    #[cfg(feature = "cuda")]
+    pub fn of_keys(self, n: usize, step: usize) -> usize {
+        match self {
+            Self::Count(iterations) => iterations,
+            Self::Cost(ClusteringCost { iteration, layer: [constant, linear, square] }) => {
+                let step = step as f64;
+                let layer = [constant, step * linear, step * step * square];
+                ClusteringCost { iteration, layer }.iterations(n, 1..=MOST)
+            }
         }
     }
 }
@@ -303,6 +324,11 @@ mod tests {
         let follow = |n| (resolved.of(n), profile.iterations(n));
         assert_eq!([100, 4000, 9000, 100_000].map(follow), [(1, 1), (5, 5), (10, 10), (25, 25)]);
         assert_eq!(Iterations::Count(7).resolve(shape, geometry).unwrap().of(9), 7);
+        #[cfg(feature = "cuda")]
+        assert_eq!(
+            [(4000, 1), (2000, 2), (1000, 100)].map(|(n, step)| resolved.of_keys(n, step)),
+            [5, 10, 25]
+        );
         for other in [PqShape::new(16, 4, 4).unwrap(), PqShape::new(16, 2, 5).unwrap()] {
             assert!(matches!(iterations.resolve(other, geometry), Err(Error::File { .. })));
         }

@@ -10,6 +10,8 @@ use pq_core::PqShape;
 #[cfg(feature = "cuda")]
 use super::budget::Budget;
 #[cfg(feature = "cuda")]
+use super::cost::Iterations;
+#[cfg(feature = "cuda")]
 use super::head_maps::HeadMaps;
 #[cfg(feature = "cuda")]
 use super::hybrid::HybridPlan;
@@ -70,6 +72,11 @@ pub(super) trait Kind: Debug + Send + Sync {
     /// A setting that is given and has an effect on a device only.
     fn device_setting(&self) -> Option<&'static str> {
         None
+    }
+
+    /// Refuses files that are needed on the CPU and cannot be read.
+    fn check_on_cpu(&self) -> Result<()> {
+        Ok(())
     }
 
     /// Adds its entries to a profile.
@@ -238,12 +245,12 @@ pub(crate) struct CutHead {
 
 /// Attention to the exact rows of tokens that codes of keys choose.
 #[cfg(feature = "cuda")]
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub(crate) struct Retrieval {
     pub quantizer: PqShape,
     pub budget: Budget,
     /// Iterations of codebooks that are trained on the prompt; else they are the profile's.
-    pub training: Option<usize>,
+    pub training: Option<Iterations>,
     pub home: RowHome,
     /// Rows of a head that stay on the device, if a step chooses fewer.
     pub held: usize,

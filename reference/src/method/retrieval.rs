@@ -2,6 +2,7 @@
 //! exact product, `pqcache` by product-quantized keys; its exact rows are offloaded. On a device they are in
 //! host memory.
 
+use std::path::Path;
 use std::sync::Arc;
 
 use pq_core::{
@@ -11,7 +12,7 @@ use pq_core::{
 use svd_core::SoftmaxStats;
 
 use super::budget::Budget;
-use super::cost::{Iterations, Resolved};
+use super::cost::{ClusteringProfile, Iterations, Resolved};
 #[cfg(feature = "cuda")]
 use super::kind::Retrieval;
 use super::kind::{Entry, Kind, SEED, Site};
@@ -121,7 +122,10 @@ impl Kind for TopK {
     fn check(&self, config: &Config) -> Result<()> {
         if let Some(quantizer) = &self.quantizer {
             quantizer.code.check("pqcache", config)?;
-            quantizer.iterations(Geometry::of(config))?;
+            // A device has a file of its own beside this one, which may be missing then.
+            if quantizer.iterations.file().is_none_or(Path::exists) {
+                quantizer.iterations(Geometry::of(config))?;
+            }
         }
         self.offload.check()
     }
@@ -133,6 +137,11 @@ impl Kind for TopK {
 
     fn device_setting(&self) -> Option<&'static str> {
         self.offload.device_setting()
+    }
+
+    fn check_on_cpu(&self) -> Result<()> {
+        let file = self.quantizer.as_ref().and_then(|quantizer| quantizer.iterations.file());
+        file.map_or(Ok(()), |path| ClusteringProfile::load(path).map(drop))
     }
 
     fn needs_profile(&self) -> bool {
@@ -163,15 +172,8 @@ impl Kind for TopK {
     fn device_retrieval(&self, geometry: Geometry) -> Option<Result<Retrieval>> {
         let quantizer = self.quantizer.as_ref()?;
         let retrieval = || -> Result<Retrieval> {
-            let training = match (quantizer.codebooks, quantizer.iterations(geometry)?) {
-                (Codebooks::Profile, _) => None,
-                (Codebooks::Prompt, Resolved::Count(iterations)) => Some(iterations),
-                (Codebooks::Prompt, Resolved::Cost(_)) => {
-                    return Err(Error::argument(
-                        "iterations=FILE has the times of a CPU: pass a number, or --device cpu",
-                    ));
-                }
-            };
+            let trains = quantizer.codebooks == Codebooks::Prompt;
+            let training = trains.then(|| quantizer.iterations.clone());
             let (held, home) = (self.offload.held(), self.offload.home(Home::Host)?);
             let quantizer = quantizer.code.shape(geometry.head_dim)?;
             Ok(Retrieval { quantizer, budget: self.budget, training, home, held })

@@ -10,12 +10,12 @@ use crate::Result;
 use crate::device::Gpu;
 use crate::device::cache::{Chunk, Rows};
 use crate::device::memory::Buffer;
-use crate::method::{Retrieval, training_step};
+use crate::method::{Resolved, training_step};
 
 /// The training of a cache's codebooks, of which every sequence has its own.
 pub(super) struct Training {
     train: Train,
-    iterations: usize,
+    iterations: Resolved,
     starts: Buffer<u32>, // (ksub,): the keys that the first centroids are
     workspace: Buffer<u8>,
     sequences: Vec<Sequence>,
@@ -29,7 +29,12 @@ struct Sequence {
 
 impl Training {
     /// The training of `batch` sequences, if the method trains.
-    pub fn new(gpu: &Gpu, retrieval: &Retrieval, shape: TrainShape, batch: usize) -> Result<Option<Self>> {
+    pub fn new(
+        gpu: &Gpu,
+        iterations: Option<Resolved>,
+        shape: TrainShape,
+        batch: usize,
+    ) -> Result<Option<Self>> {
         let new = |iterations| -> Result<Self> {
             Ok(Self {
                 train: Train::new(&gpu.device, shape)?,
@@ -39,7 +44,7 @@ impl Training {
                 sequences: vec![Sequence::default(); batch],
             })
         };
-        retrieval.training.map(new).transpose()
+        iterations.map(new).transpose()
     }
 
     /// Makes all sequences empty.
@@ -154,15 +159,16 @@ impl PqCache {
         let Shape { heads, head_dim, .. } = self.shape;
         let Some(training) = &self.training else { return Ok(()) };
         let step = training_step(count);
+        let n = count.div_ceil(step);
         let arguments = TrainArguments {
             sets: heads,
-            n: count.div_ceil(step),
+            n,
             vectors,
             strides: [capacity * head_dim, step * head_dim],
             starts: Some(training.starts.pointer()),
             centroids: self.index.centroids(layer, sequence),
             errors: None,
-            iterations: training.iterations,
+            iterations: training.iterations.of_keys(n, step),
             tolerance: 0.0,
             workspace: training.workspace.pointer(),
         };

@@ -1,0 +1,289 @@
+//! How long a layer of a prompt and an iteration of k-means take on a device, as a file keeps them, and how
+//! many iterations follow.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Instant;
+
+use half::{bf16, f16};
+use kv_gpu::Element;
+use kv_gpu::pq::{Train, TrainArguments, TrainShape};
+use pq_core::{ClusteringCost, PqShape};
+use serde::{Deserialize, Serialize};
+
+use super::cache::DenseCache;
+use super::memory::Buffer;
+use super::{Decoder, Gpu, Weights, driver, hashed};
+use crate::method::{Iterations, Method, Resolved, Retrieval};
+use crate::model::{Config, LayerAttention};
+use crate::{Error, Result, files};
+
+/// The part of a layer's time that training may take. A prompt leaves no multiprocessor idle, so that all of
+/// it comes on top, unlike in PQCache, whose host trains.
+const SHARE: f64 = 1.0 / 16.0;
+
+/// Tokens of a prompt whose layers are timed.
+const LENGTHS: [usize; 4] = [1024, 2048, 4096, 8192];
+
+/// Layers of the model that is timed, and its vocabulary: the products of a layer dwarf what is outside.
+const LAYERS: usize = 2;
+const VOCABULARY: usize = 512;
+
+/// Iterations that are timed at once, and runs of which the fastest counts.
+const ITERATIONS: usize = 8;
+const RUNS: usize = 3;
+
+/// The times of one device, for layers and a quantizer of one shape.
+///
+/// # Source
+/// PQCache (arXiv 2407.12820), 3.3.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) struct DeviceClustering {
+    device: String,
+    shape: Shape,
+    times: Vec<LayerTimes>,
+    iteration: [f64; 2],
+    layer: [f64; 3],
+}
+
+/// What times depend on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+struct Shape {
+    hidden: usize,
+    intermediate: usize,
+    heads: usize,
+    kv_heads: usize,
+    head_dim: usize,
+    m: usize,
+    nbits: usize,
+}
+
+/// Seconds at one length of the prompt.
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+struct LayerTimes {
+    tokens: usize,
+    layer: f64,
+    iteration: f64, // over all heads of a layer, with a key of each token
+}
+
+impl Shape {
+    const fn new(config: &Config, quantizer: PqShape) -> Self {
+        Self {
+            hidden: config.hidden_size,
+            intermediate: config.intermediate_size,
+            heads: config.n_heads,
+            kv_heads: config.n_kv_heads,
+            head_dim: config.head_dim,
+            m: quantizer.m(),
+            nbits: quantizer.nbits() as usize,
+        }
+    }
+}
+
+/// Makes sure that the file of the device's times is there, if the method's iterations follow from one, and
+/// says why it was made.
+///
+/// # Errors
+/// Those of running a model and of writing the file.
+pub fn profile_clustering(gpu: &Arc<Gpu>, method: &Method, config: &Config) -> Result<Option<String>> {
+    let method = method.fitted(config)?;
+    // What the device does not take is refused by `method_cache`, or runs on the CPU.
+    let Ok(Some(retrieval)) = method.device_retrieval(config) else { return Ok(None) };
+    let Some(Iterations::Profile(path)) = &retrieval.training else { return Ok(None) };
+    let Ok(element) = method.device_element() else { return Ok(None) };
+    if Weights::check(config).is_err() {
+        return Ok(None);
+    }
+    let (name, shape) = (device_name(gpu)?, Shape::new(config, retrieval.quantizer));
+    let path = beside(path, &name, &shape);
+    let why = match load(&path, &name, &shape) {
+        Ok(_) => return Ok(None),
+        Err(Error::Io { .. }) if !path.exists() => String::new(),
+        Err(e) => format!(", since {e}"),
+    };
+    let measured = measure(gpu, config, element, (name, shape), retrieval.quantizer)?;
+    let json = serde_json::to_vec_pretty(&measured).map_err(|e| Error::file(&path, e))?;
+    files::write_atomically(&path, &json)?;
+    Ok(Some(format!("the device's times of layers and clustering are now in {}{why}", path.display())))
+}
+
+/// The iterations with which a method trains on a device; none where it trains nothing.
+///
+/// # Errors
+/// Those of reading the file that [`profile_clustering`] has made.
+pub(super) fn iterations(gpu: &Gpu, config: &Config, retrieval: &Retrieval) -> Result<Option<Resolved>> {
+    Ok(Some(match &retrieval.training {
+        None => return Ok(None),
+        Some(Iterations::Count(count)) => Resolved::Count(*count),
+        Some(Iterations::Profile(path)) => {
+            let (name, shape) = (device_name(gpu)?, Shape::new(config, retrieval.quantizer));
+            let DeviceClustering { iteration, layer, .. } =
+                load(&beside(path, &name, &shape), &name, &shape)?;
+            Resolved::Cost(ClusteringCost { iteration, layer: layer.map(|c| SHARE * c) })
+        }
+    }))
+}
+
+fn device_name(gpu: &Gpu) -> Result<String> {
+    gpu.device.context().name().map_err(|e| driver("read the device's name", e))
+}
+
+/// The file of a device and a shape, beside that of the CPU's times: `cost.json` has
+/// `cost.NVIDIA-H200.4096x14336.32x8x128.16x8.json` next to it.
+fn beside(path: &Path, device: &str, shape: &Shape) -> PathBuf {
+    let &Shape { hidden, intermediate, heads, kv_heads, head_dim, m, nbits } = shape;
+    let stem = path.file_stem().unwrap_or_default().to_string_lossy();
+    let device: String = device.chars().map(|c| if c.is_ascii_alphanumeric() { c } else { '-' }).collect();
+    let layer = format!("{hidden}x{intermediate}.{heads}x{kv_heads}x{head_dim}.{m}x{nbits}");
+    path.with_file_name(format!("{stem}.{device}.{layer}.json"))
+}
+
+/// Reads a file of this device and shape.
+fn load(path: &Path, device: &str, shape: &Shape) -> Result<DeviceClustering> {
+    let read: DeviceClustering =
+        serde_json::from_slice(&files::read(path)?).map_err(|e| Error::file(path, e))?;
+    if (read.device.as_str(), &read.shape) != (device, shape) {
+        return Err(Error::file(path, format!("was measured on {} for {:?}", read.device, read.shape)));
+    }
+    Ok(read)
+}
+
+/// Times layers with hashed weights, and training on hashed keys.
+fn measure(
+    gpu: &Arc<Gpu>,
+    config: &Config,
+    element: Element,
+    (device, shape): (String, Shape),
+    quantizer: PqShape,
+) -> Result<DeviceClustering> {
+    let longest = LENGTHS[LENGTHS.len() - 1];
+    let config = Config {
+        n_layers: LAYERS,
+        vocab_size: VOCABULARY,
+        attention: vec![LayerAttention::FULL; LAYERS],
+        attention_bias: false,
+        output_bias: false,
+        mlp_bias: false,
+        eos_tokens: vec![],
+        ..config.clone()
+    };
+    let weights = Arc::new(Weights::hashed(gpu, config.clone(), element)?);
+    let cache = DenseCache::new(gpu, &config, element, 1, longest + 1)?;
+    let mut decoder = Decoder::new(gpu.clone(), weights, Box::new(cache), 1)?;
+    let training = Training::new(gpu, &config, element, quantizer)?;
+    let times = LENGTHS.map(|tokens| -> Result<LayerTimes> {
+        let prompt: Vec<u32> = (0..tokens).map(|i| (i % VOCABULARY) as u32).collect();
+        let layers = fastest(gpu, || {
+            decoder.clear()?;
+            decoder.prefill(std::slice::from_ref(&prompt), tokens)
+        })?;
+        let one = fastest(gpu, || training.launch(gpu, tokens, 1))?;
+        let all = fastest(gpu, || training.launch(gpu, tokens, 1 + ITERATIONS))?;
+        let iteration = (all - one).max(0.0) / ITERATIONS as f64;
+        Ok(LayerTimes { tokens, layer: layers / LAYERS as f64, iteration })
+    });
+    let times = times.into_iter().collect::<Result<Vec<_>>>()?;
+    let of = |time: fn(&LayerTimes) -> f64| -> Vec<(usize, f64)> {
+        times.iter().map(|at| (at.tokens, time(at))).collect()
+    };
+    let ClusteringCost { iteration, layer } =
+        ClusteringCost::fit(&of(|at| at.iteration), &of(|at| at.layer))?;
+    Ok(DeviceClustering { device, shape, times, iteration, layer })
+}
+
+/// A training of a layer's codebooks on hashed keys.
+struct Training {
+    train: Train,
+    keys: Buffer<u16>, // (heads, longest, head_dim)
+    starts: Buffer<u32>,
+    centroids: Buffer<f32>,
+    workspace: Buffer<u8>,
+    heads: usize,
+    head_dim: usize,
+}
+
+impl Training {
+    fn new(gpu: &Gpu, config: &Config, element: Element, quantizer: PqShape) -> Result<Self> {
+        let (heads, head_dim, longest) = (config.n_kv_heads, config.head_dim, LENGTHS[LENGTHS.len() - 1]);
+        let train = Train::new(&gpu.device, TrainShape { quantizer, element: element.into() })?;
+        let key = |i| match (hashed(0, i, 1.0), element) {
+            (x, Element::F16) => f16::from_f32(x).to_bits(),
+            (x, Element::Bf16) => bf16::from_f32(x).to_bits(),
+        };
+        let keys: Vec<u16> = (0..(heads * longest * head_dim) as u64).map(key).collect();
+        Ok(Self {
+            keys: Buffer::of(gpu, &keys)?,
+            starts: Buffer::of(gpu, &(0..quantizer.ksub() as u32).collect::<Vec<_>>())?,
+            centroids: Buffer::zeros(gpu, heads * quantizer.codebook_len())?,
+            workspace: Buffer::zeros(gpu, train.workspace_len(heads, longest))?,
+            train,
+            heads,
+            head_dim,
+        })
+    }
+
+    fn launch(&self, gpu: &Gpu, n: usize, iterations: usize) -> Result<()> {
+        let arguments = TrainArguments {
+            sets: self.heads,
+            n,
+            vectors: self.keys.pointer().cast(),
+            strides: [LENGTHS[LENGTHS.len() - 1] * self.head_dim, self.head_dim],
+            starts: Some(self.starts.pointer()),
+            centroids: self.centroids.pointer(),
+            errors: None,
+            iterations,
+            tolerance: 0.0,
+            workspace: self.workspace.pointer(),
+        };
+        // SAFETY: the buffers have the lengths of `new`; a code has fewer values than there are keys, and `n`
+        // is at most the longest.
+        Ok(unsafe { self.train.launch(gpu.stream(), &arguments) }?)
+    }
+}
+
+/// Seconds of the fastest of [`RUNS`], after one that compiles.
+fn fastest(gpu: &Gpu, mut run: impl FnMut() -> Result<()>) -> Result<f64> {
+    let mut best = f64::INFINITY;
+    for i in 0..=RUNS {
+        gpu.synchronize()?;
+        let start = Instant::now();
+        run()?;
+        gpu.synchronize()?;
+        if i > 0 {
+            best = best.min(start.elapsed().as_secs_f64());
+        }
+    }
+    Ok(best)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_is_of_one_device_and_shape() {
+        let folder = tempfile::tempdir().unwrap();
+        let shape =
+            Shape { hidden: 8, intermediate: 16, heads: 4, kv_heads: 2, head_dim: 64, m: 16, nbits: 8 };
+        let path = beside(&folder.path().join("cost.json"), "NVIDIA H200", &shape);
+        assert_eq!(path.file_name().unwrap(), "cost.NVIDIA-H200.8x16.4x2x64.16x8.json");
+        let device = "NVIDIA H200".to_owned();
+        let made = DeviceClustering {
+            device,
+            shape,
+            times: vec![],
+            iteration: [0.0, 1e-6],
+            layer: [0.0, 1e-6, 1e-9],
+        };
+        files::write_atomically(&path, &serde_json::to_vec(&made).unwrap()).unwrap();
+        assert_eq!(load(&path, "NVIDIA H200", &shape).unwrap().layer, made.layer);
+        for (device, shape) in [("NVIDIA H100", shape), ("NVIDIA H200", Shape { m: 32, ..shape })] {
+            let error = load(&path, device, &shape).unwrap_err();
+            assert!(error.to_string().contains("was measured on NVIDIA H200"), "{error}");
+        }
+        for damaged in ["", "{}", "[1]"] {
+            std::fs::write(&path, damaged).unwrap();
+            assert!(matches!(load(&path, "NVIDIA H200", &shape), Err(Error::File { .. })), "{damaged}");
+        }
+    }
+}
