@@ -6,9 +6,10 @@
 
 MODEL is a folder with safetensors or a GGUF file. A step attends to sinks, window and the `rows` tokens of highest weight, summed over the
 queries of a head (exact scores; PQCache's codes choose nearly the same), and twice as many rows stay on the device by their last use.
-Of the rows that then miss, `covered` are among those that a prediction would have fetched, and `waste` are those fetched for nothing, both
-as a share of `rows`. Next to them, what another such cache would cover. Predictions: the next tokens in the ranking of the last step's query in the layer; the first tokens in the ranking of a query
-that the layer's own weights make of the residual stream before the last feed-forward block, or before the whole last layer.
+Of the rows that then miss, `covered` are among those that a prediction would have fetched, and `waste` are those fetched for nothing,
+as a share of `rows`. Predictions: the next tokens in the ranking of the last step's query in the layer; the first tokens in the ranking of
+a query that the layer's own weights make of the residual stream before the last feed-forward block, or before the whole last layer. Next to
+them is what a cache of four times the rows would cover.
 """
 
 import argparse, glob, os
