@@ -86,7 +86,7 @@ fn run(device: &Device, random: &mut Random, batches: &[usize], capacities: &[us
     let (out, log_sum_exp) = launch();
     assert!(launch() == (out.clone(), log_sum_exp.clone()), "two runs differ");
 
-    // The same rows in pages, in any order and with pages between them that nobody reads, give the same bytes.
+    // The same rows in pages, in any order and with pages between them that nobody reads: the same bytes.
     let page = random.pick(&[16, 48, 64]);
     let max_pages = capacity.div_ceil(page);
     let mut table: Vec<u32> = (0..2 * (batch * max_pages) as u32).collect();

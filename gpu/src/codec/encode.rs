@@ -18,8 +18,8 @@ const WARPS: usize = 4;
 const RESIDENT: usize = 5;
 /// Rows of a lane that are neighbours in memory: `GROUP` of the kernels.
 const GROUP: usize = 8;
-/// Threads of a block that joins tiles, the most tiles that it joins (`COUNT` of the kernel), and its warps, each of
-/// which copies a tile at a time.
+/// Threads of a block that joins tiles, the most tiles that it joins (`COUNT` of the kernel), and its warps,
+/// each of which copies a tile at a time.
 const JOIN_THREADS: usize = 256;
 const MOST_JOINED: usize = 64;
 const JOIN_WARPS: usize = JOIN_THREADS / LANES;

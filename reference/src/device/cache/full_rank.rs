@@ -46,8 +46,8 @@ impl FullRank {
     /// Launches attention of (batch, n_heads, head_dim) queries, with PDL.
     ///
     /// # Safety
-    /// The [contract of a launch](DevicePtr#launches) holds. The rows, or those of the pages, have as many tokens as
-    /// the lengths say, and the preceding kernel on the stream does not write the lengths.
+    /// The [contract of a launch](DevicePtr#launches) holds. The rows, or those of the pages, have as many
+    /// tokens as the lengths say, and the preceding kernel on the stream does not write the lengths.
     pub unsafe fn launch(
         &self,
         gpu: &Gpu,
@@ -80,8 +80,8 @@ impl FullRank {
             pdl: true,
             workspace: self.workspace.pointer(),
         };
-        // SAFETY: the workspace has the length of `new`, ranks and offsets are those of full rank; the rest is the
-        // caller's contract.
+        // SAFETY: the workspace has the length of `new`, ranks and offsets are those of full rank; the rest is
+        // the caller's contract.
         Ok(unsafe { self.attend.launch(gpu.stream(), &arguments) }?)
     }
 }

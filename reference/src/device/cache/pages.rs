@@ -13,9 +13,9 @@ use crate::{Error, Result};
 /// The pages of a batch and its page table on the device.
 ///
 /// The host grants pages ahead of the steps that need them, since it knows that a step adds one token to a
-/// sequence. A grant is a copy of the new entries in the order of the stream: nothing waits, and the graph of a
-/// step finds them where they always are. Sequences without tokens have a spare page, where the steps of the
-/// others may write for them.
+/// sequence. A grant is a copy of the new entries in the order of the stream: nothing waits, and the graph
+/// of a step finds them where they always are. Sequences without tokens have a spare page, where the steps
+/// of the others may write for them.
 pub(super) struct Pages {
     grants: Grants,
     table: Buffer<u32>, // (batch, max_pages)
@@ -81,7 +81,8 @@ impl Pages {
         self.resize(gpu, lengths)
     }
 
-    /// As [`Self::settle`] with `tokens` in every sequence, in pages of a hashed order, as after many sequences.
+    /// As [`Self::settle`] with `tokens` in every sequence, in pages of a hashed order, as after many
+    /// sequences.
     ///
     /// # Errors
     /// As [`Self::reserve`].
@@ -100,8 +101,8 @@ impl Pages {
         self.resize(gpu, &lengths)
     }
 
-    /// Takes pages for the next token of every sequence. Where they do not suffice, it waits for the device to
-    /// say which sequences have picked their last token, and stand still.
+    /// Takes pages for the next token of every sequence. Where they do not suffice, it waits for the device
+    /// to say which sequences have picked their last token, and stand still.
     ///
     /// # Errors
     /// As [`Self::reserve`].

@@ -4,8 +4,8 @@ use crate::device::ledger::Allocating;
 use crate::device::memory::Buffer;
 use crate::{Error, Result};
 
-/// Rows of all tokens of one sequence and layer, to which the chunks of a prompt attend, for a cache that keeps
-/// tokens otherwise.
+/// Rows of all tokens of one sequence and layer, to which the chunks of a prompt attend, for a cache that
+/// keeps tokens otherwise.
 pub(super) struct PromptRows {
     rows: Option<Buffer<u16>>, // (keys and values, heads, capacity, head_dim), from the first chunk on
     heads: usize,
