@@ -22,7 +22,7 @@ const COPY_BLOCKS: usize = 64;
 /// the memory is that of the tokens, not that of the longest sequences there may be.
 ///
 /// Steps write and read pages by the table on the device. The chunks of a prompt attend to rows of all tokens
-/// of one sequence and layer ([`PromptRows`]), to which the pages are copied once a segment, and from which
+/// of one sequence and layer (`PromptRows`), to which the pages are copied once a segment, and from which
 /// each chunk is.
 pub struct PagedCache {
     attend: FullRank,
