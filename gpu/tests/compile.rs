@@ -262,6 +262,7 @@ fn coding() {
         (ModelKind::ContextTables, PredictorKind::Previous, VectorElement::F16, true, None),
         (ModelKind::Tables, PredictorKind::Mean, VectorElement::Bf16, false, transform(128)),
         (ModelKind::Tables, PredictorKind::Mean, VectorElement::F16, true, transform(64)),
+        (ModelKind::ContextTables, PredictorKind::Mean, VectorElement::F32, false, transform(128)),
     ];
     let shapes = kinds.map(|(models, predictor, element, paged, transform)| {
         let options = FitOptions {
