@@ -50,6 +50,36 @@ __device__ __forceinline__ void mma_m16n8k16_init(float (&c)[4], const u32 (&a)[
 #endif
 }
 
+// mma.sp.m16n8k32: c += a b, a (16, 32) and b (32, 8) in f16, c (16, 8) in f32. Of every four adjacent columns of a row
+// of a, two are given, and `metadata` say which: four bits for each four columns, 0x4 for the first two and 0xe for the
+// last two. Lane 4 g + l holds
+//   a[i] = the given two of a[g + 8 (i & 1)][4 l + 16 (i >> 1) .. + 4]
+//   b[i] = b[2 l + 8 i .. + 2][g]
+//   c[i] = c[g + 8 (i >> 1)][2 l + (i & 1)]
+// and lanes with l < 2 have the metadata of columns 16 l to 16 l + 15, of row g in the low half and of row g + 8 in the
+// high one.
+#if __CUDACC_VER_MAJOR__ > 12 || __CUDACC_VER_MAJOR__ == 12 && __CUDACC_VER_MINOR__ >= 5
+#define MMA_SP "mma.sp::ordered_metadata" // PTX 8.5
+#else
+#define MMA_SP "mma.sp"
+#endif
+__device__ __forceinline__ void mma_sp_m16n8k32_f16(float (&c)[4], const u32 (&a)[4], const u32 (&b)[4], u32 metadata) {
+    asm(MMA_SP ".sync.aligned.m16n8k32.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9, %10, %11}, "
+               "{%0, %1, %2, %3}, %12, 0;"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "r"(b[2]), "r"(b[3]), "r"(metadata));
+}
+
+// c = a b.
+__device__ __forceinline__ void mma_sp_m16n8k32_f16_init(float (&c)[4], const u32 (&a)[4], const u32 (&b)[4],
+                                                         u32 metadata) {
+    asm(MMA_SP ".sync.aligned.m16n8k32.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9, %10, %11}, "
+               "{%13, %13, %13, %13}, %12, 0;"
+        : "=f"(c[0]), "=f"(c[1]), "=f"(c[2]), "=f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "r"(b[2]), "r"(b[3]), "r"(metadata),
+          "f"(0.f));
+}
+
 // Transposes an (8, 8) matrix of 16-bit elements of which lane 4 g + l holds row g, columns 2 l and 2 l + 1.
 __device__ __forceinline__ u32 movmatrix_trans(u32 pair) {
     u32 transposed;

@@ -13,10 +13,10 @@ use crate::{Device, Element, Error, Program};
 const ROW: usize = 256;
 /// Maximum bytes of shared memory of a block on sm_90.
 const SHARED_MEMORY_SM_90: usize = 227 << 10;
-/// Maximum number of query heads of a block, and the same with one key table, where each query needs an MMA
-/// of its own.
+/// Maximum number of query heads of a block.
 const MAX_QUERIES: usize = 8;
-const MAX_QUERIES_OF_ONE_TABLE: usize = 4;
+/// Bytes of a query's weights of a tile in shared memory: `WEIGHT_ROW` of the kernel for several queries.
+const WEIGHT_ROW: usize = 80;
 
 /// Compile-time shape of [`Attend`].
 ///
@@ -78,32 +78,31 @@ impl AttendShape {
                 supported: "16 subspaces or more",
             });
         }
-        let plan = |most: usize, copies: usize| {
-            // A larger group is cut into slices with blocks of their own. An odd number of queries uses the
-            // kernel for the next even one.
-            let queries = self.group.div_ceil(self.group.div_ceil(most));
-            let queries = if queries == 1 { 1 } else { queries.next_multiple_of(2) };
-            // A block has fewer warps where a thread needs more registers: with more queries, with one key
-            // table on sm_80, and with codes that stand for several words. Two interleaved tiles need the
-            // most registers, and pay only if codes need no expansion.
+        // A larger group is cut into slices with blocks of their own.
+        let queries = self.group.div_ceil(self.group.div_ceil(MAX_QUERIES)).next_power_of_two();
+        let plan = |copies: usize| {
+            // A block has fewer warps where a thread needs more registers: with more queries, on sm_80, with
+            // codes that stand for several words, and with pages and two queries. Two interleaved tiles need
+            // the most registers, and pay only if codes need no expansion.
             let simple = [&keys, &values].iter().all(|codes| codes.components() == 2);
             let expanded = [&keys, &values].iter().any(|codes| codes.bits() < 8);
-            let interleaved = queries == 4 && copies == 2 && simple && !expanded && self.keys.dim() == 128;
+            let interleaved = queries >= 4 && copies == 2 && simple && !expanded && self.keys.dim() == 128;
+            let sm_90 = shared_memory >= SHARED_MEMORY_SM_90;
             let warps = match (queries, copies) {
-                (1, _) if simple && shared_memory >= SHARED_MEMORY_SM_90 => 16,
-                (2, 2) if simple => 16,
+                (1, _) if simple && sm_90 => 16,
+                (2, 2) if simple && sm_90 && !self.paging.has_pages() => 16,
                 (1 | 2, _) => 12,
                 (4, 2) if !interleaved => 12,
                 _ => 8,
             };
             Plan { keys, values, element: self.element, queries, copies, warps, interleaved }
         };
-        let two_tables = plan(MAX_QUERIES, 2);
+        let two_tables = plan(2);
         if two_tables.queries > 1 && two_tables.shared_bytes() <= shared_memory {
             return Ok(two_tables);
         }
         // One query needs no second table; sm_80 has no room for one at 8 bits.
-        let one_table = plan(MAX_QUERIES_OF_ONE_TABLE, 1);
+        let one_table = plan(1);
         if one_table.shared_bytes() > shared_memory {
             return Err(Error::Unsupported {
                 operation: format!("{self:?}"),
@@ -130,12 +129,12 @@ impl Plan {
 
     /// `RESULT` of the kernel.
     fn result_len(&self) -> usize {
-        self.dim() + 4
+        self.dim() + 16
     }
 
     /// Floats between `RESULTS` and `QUERY_ROWS`.
     fn results_len(&self) -> usize {
-        let slots = if self.queries == 8 { self.warps / 2 } else { self.warps };
+        let slots = if self.queries == MAX_QUERIES { 4 } else { self.warps };
         slots * self.queries * self.result_len()
     }
 
@@ -143,7 +142,7 @@ impl Plan {
     fn shared_bytes(&self) -> usize {
         let far_copy = if self.copies == 2 && self.dim() == 128 { 1 << 16 } else { 0 };
         let tables = far_copy + (ROW << self.keys.bits()) + (ROW << self.values.bits());
-        let weights = self.warps * self.queries * 32 * 2;
+        let weights = self.warps * if self.queries == 1 { 32 * 2 } else { self.queries * WEIGHT_ROW };
         let copies = if self.element == Element::Bf16 { 2 } else { 1 }; // of the queries: they are converted
         let queries = copies * self.queries * (self.dim() * 2 + 64);
         tables + weights + self.results_len() * 4 + queries + 112
@@ -295,8 +294,7 @@ impl Lists {
 /// synchronize, and a captured graph stays valid. The same inputs give the same bytes.
 ///
 /// # Cost
-/// Every code is read once for up to 8 query heads of its group, or for 4 where the key tables do not fit the
-/// shared memory of a block twice.
+/// Every code is read once for up to 8 query heads of its group.
 /// # Source
 /// MILLION (DAC 2025), III-B and III-C.
 pub struct Attend {

@@ -7,8 +7,7 @@
 // INTERLEAVED: a warp processes two tiles at a time, and the MMAs of one tile's values alternate with those of the next
 // tile's keys, since a warp that has one tile waits in turn for shared memory, MMAs and shuffles. Four queries at 8
 // bits for two components took 3 to 6 % less time with 8 such warps than with 12 that have one tile each; codes of
-// fewer bits, which have to be expanded for both tiles, took up to 10 % more. Six and eight queries, whose MMAs keep a
-// warp busier, have one tile: two took 2 % less time with six and 6 % more with eight.
+// fewer bits, which have to be expanded for both tiles, took up to 10 % more. Eight queries took 2 % less.
 // Tried with two tiles, and slower: weights of a third tile in between, or other orders of the steps (1 to 5 %); the
 // same loop as a member of a structure, which the compiler orders differently (2 to 6 %); code loads after the weights
 // (10 to 26 %).
@@ -101,11 +100,10 @@ __device__ __forceinline__ void attend_sequence(const Arguments& a, Plan& plan, 
     convert_queries();
     __syncthreads();
 
-    QueryColumns query;
-    query.load(lane);
+    const QueryColumns query(lane);
     const KeyOffsets key_offsets(lane);
     const u32 value_offset = value_offset_of(lane);
-    u8* weights = shared + WEIGHTS + lane.warp * QUERIES * TILE * 2; // weights of the warp's tile
+    u8* weights = shared + WEIGHTS + lane.warp * QUERIES * WEIGHT_ROW; // weights of the warp's tile
 
     TilePlace next{}; // of the warp's next tile
     auto load_next_keys = [&] {
@@ -114,11 +112,11 @@ __device__ __forceinline__ void attend_sequence(const Arguments& a, Plan& plan, 
         if (there) load_keys(next);
     };
     auto weigh = [&](const Scores& products) {
-        float scores[COPIES][4];
+        float scores[LANE_QUERIES][4];
         products.extract(scores, lane);
         const u32 first = tile * TILE;
 #pragma unroll
-        for (int i = 0; i < COPIES; i++) {
+        for (int i = 0; i < LANE_QUERIES; i++) {
 #pragma unroll
             for (int t = 0; t < 4; t++) scores[i][t] *= a.scale;
             if (first + TILE > plan.length) // the last tile of the sequence
@@ -126,20 +124,17 @@ __device__ __forceinline__ void attend_sequence(const Arguments& a, Plan& plan, 
                 for (int t = 0; t < 4; t++)
                     if (first + lane.g + 8 * t >= plan.length) scores[i][t] = -infinity();
         }
-        uint2 packed[COPIES];
+        uint2 packed[LANE_QUERIES];
         state.weigh(packed, scores, lane);
         __syncwarp();
-        if (lane.has_scores)
-#pragma unroll
-            for (int i = 0; i < COPIES; i++)
-                *reinterpret_cast<uint2*>(weights + (lane.mma_index * COPIES + i) * TILE * 2 + lane.g * 8) = packed[i];
+        if (lane.has_scores) Sums::Weights::put(weights, packed, lane);
         __syncwarp();
     };
     auto score = [&] {
         Scores scores;
         key_codes.expand(scores.codes);
 #pragma unroll
-        for (int k = 0; k < Scores::STEPS; k++) scores.add_step(k, query, key_offsets);
+        for (int k = 0; k < Scores::STEPS; k++) scores.add_step(k, query, key_offsets, lane);
         load_next_keys();
         weigh(scores);
     };
@@ -162,7 +157,7 @@ __device__ __forceinline__ void attend_sequence(const Arguments& a, Plan& plan, 
         for (int k = 0; k < Sums::STEPS; k++) {
             state.sums.add_step(k, codes, value_offset, tile_weights, lane);
 #pragma unroll
-            for (int i = 0; i < RATIO; i++) scores.add_step(k * RATIO + i, query, key_offsets);
+            for (int i = 0; i < RATIO; i++) scores.add_step(k * RATIO + i, query, key_offsets, lane);
         }
         load_values(next);
         tile += WARPS;

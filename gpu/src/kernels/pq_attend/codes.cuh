@@ -78,6 +78,11 @@ __device__ __forceinline__ u32 look_up(u32 address, int part) {
     return *reinterpret_cast<const u32*>(shared + address + (TABLE + part * (ROW / 2)));
 }
 
+// Two words, in the other order in lanes with `swapped`.
+__device__ __forceinline__ void exchange(u32& first, u32& second, u32 a, u32 b, bool swapped) {
+    first = swapped ? b : a, second = swapped ? a : b;
+}
+
 // Selectors for prmt(codes, offsets), which builds an address. Byte 0: byte `b` of the lane's offsets. Byte 1: code
 // `k`, the row of 256 bytes. Byte 2: the bit of the table copy. Byte 3: zero.
 __device__ __forceinline__ constexpr u32 key_selector(int k, int b) { return 4 + b | k << 4 | 7 << 8 | 15 << 12; }

@@ -6,39 +6,42 @@
 #include "softmax_reduce.cuh"
 
 // Puts the sums over tiles into the warp's results: as they are, or added to those of a warp with an earlier turn. The
-// shuffles of all queries come first, so that they do not wait for one another.
+// shuffles of all queries come first, so that they do not wait for one another. A lane has sums of query g % QUERIES.
 __device__ __forceinline__ void put_tiles(const State& state, bool add, const Lane& lane) {
-    float weight[QUERIES], max[QUERIES];
+    float weights[QUERIES], max = NOTHING, weight = 0;
 #pragma unroll
     for (int q = 0; q < QUERIES; q++) {
-        weight[q] = lane.has_scores && lane.mma_index == q / COPIES ? state.weight[q % COPIES] : 0;
-        max[q] = __shfl_sync(FULL, state.max[q % COPIES], q / COPIES); // equal in all lanes that have it
+        weights[q] = lane.has(q) ? state.weight[q % LANE_QUERIES] : 0;
+        const float of_query = __shfl_sync(FULL, state.max[q % LANE_QUERIES], Lane::lane_of(q));
+        if (q == lane.g % QUERIES) max = of_query;
     }
 #pragma unroll
     for (int step = LANES / 2; step; step /= 2)
 #pragma unroll
-        for (int q = 0; q < QUERIES; q++) weight[q] += __shfl_xor_sync(FULL, weight[q], step);
+        for (int q = 0; q < QUERIES; q++) weights[q] += __shfl_xor_sync(FULL, weights[q], step);
+#pragma unroll
+    for (int q = 0; q < QUERIES; q++)
+        if (q == lane.g % QUERIES) weight = weights[q];
 
-    float* results = warp_results(lane);
-    float keep_old[QUERIES], keep[QUERIES];
-#pragma unroll
-    for (int q = 0; q < QUERIES; q++) {
-        keep_old[q] = 0, keep[q] = 1;
-        if (!add) continue;
-        const float old_max = results[q * RESULT + D], old_weight = results[q * RESULT + D + 1];
-        const float new_max = fmaxf(max[q], old_max);
-        keep_old[q] = exp2_approx(old_max - new_max), keep[q] = exp2_approx(max[q] - new_max);
-        max[q] = new_max, weight[q] = keep_old[q] * old_weight + keep[q] * weight[q];
+    float* result = warp_results(lane) + lane.g % QUERIES * RESULT;
+    float keep_old = 0, keep = 1;
+    if (add) {
+        const float old_max = result[D], old_weight = result[D + 1], new_max = fmaxf(max, old_max);
+        keep_old = exp2_approx(old_max - new_max), keep = exp2_approx(max - new_max);
+        max = new_max, weight = keep_old * old_weight + keep * weight;
+        __syncwarp(); // all lanes have read the maxima and the sums of weights
     }
-    if (add) __syncwarp(); // all lanes have read the maxima and the sums of weights
+    state.sums.visit(lane, [&](int component, const Run& run) {
+        Run* place = reinterpret_cast<Run*>(result + component);
+        Run sum = run;
+        if (add) {
+            const Run old = *place;
 #pragma unroll
-    for (int q = 0; q < QUERIES; q++) {
-        float* result = results + q * RESULT;
-        state.sums.visit(q, lane, [&](int component, float sum) {
-            result[component] = add ? keep_old[q] * result[component] + keep[q] * sum : sum;
-        });
-        if (lane.lane == 0) result[D] = max[q], result[D + 1] = weight[q];
-    }
+            for (int i = 0; i < RUN; i++) sum.x[i] = keep_old * old.x[i] + keep * run.x[i];
+        }
+        *place = sum;
+    });
+    if (lane.l == 0 && lane.g < QUERIES) result[D] = max, result[D + 1] = weight;
     __syncwarp();
 }
 

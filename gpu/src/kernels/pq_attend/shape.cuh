@@ -1,8 +1,8 @@
 // Decode attention on product-quantized keys and values (MILLION, DAC 2025, III-B) and on exact tokens: compile-time
 // shape, arguments, thread and block indices, shared memory.
 //
-// CPU twins: pq_core::attend_into, pq_core::attend_exact_into. Compile-time shape: HEAD_DIM 64 or 128; QUERIES 1, 2,
-// 4, 6 or 8 (query heads of one block; a larger group is split into slices); KEY_BITS, VALUE_BITS 4, 6 or 8; KEY_SUB,
+// CPU twins: pq_core::attend_into, pq_core::attend_exact_into. Compile-time shape: HEAD_DIM 64 or 128; QUERIES 1, 2, 4
+// or 8 (query heads of one block; a larger group is split into slices); KEY_BITS, VALUE_BITS 4, 6 or 8; KEY_SUB,
 // VALUE_SUB 2, 4 or 8 components per code; COPIES 1 or 2 of the key table; WARPS; INTERLEAVED 0 or 1; PAGED or not,
 // and then HALF_TILES or not; ELEMENT 1 (f16) or 2 (bf16).
 //
@@ -13,11 +13,13 @@
 // * Keys (scores.cuh). Lane 4 g + l looks up words of tokens g and g + 8 of 16, but lanes of different g look up
 //   different words: row g of the A operand has its words in an order of its own (a "variant"). A column of the B
 //   operand is a query in the order of one variant, so that one element of each row of the accumulator is a complete
-//   score. With one table copy there are 8 variants and one query per MMA; a second copy, in which the 16-word halves
-//   of every 32 words are swapped, leaves 4 variants and two queries per MMA.
+//   score. With one table copy there are 8 variants; a second copy, in which the 16-word halves of every 32 words are
+//   swapped, leaves 4. For several queries, variants cost MMAs. Sparse MMAs (mma.sp) halve their number: the B operand
+//   has the words of two steps side by side, and metadata say, row by row, to which of the two a word belongs. For more
+//   than two queries per copy, lanes also exchange words of two steps: half as many again, for one select per word.
 // * Values (sums.cuh). Lane 4 g + l looks up word g of four chunks of 8 words, in an order rotated by l, for 8 tokens.
-//   For one query the words are MMA operands as they are; for more, byte permutations pair tokens, and the weights are
-//   masked to the chunk that a column stands for.
+//   For one query the words are MMA operands as they are. For several, byte permutations pair tokens, and the weights
+//   are the A operand of sparse MMAs: metadata select, row by row, the lanes whose words belong to the row's chunk.
 // * Each warp works on its own, with its own softmax, on tiles of 32 tokens whose codes are loaded to registers.
 //   Weights are 2^(score - maximum), of scores that include log2(e). The maximum lags: it is raised, and sums are
 //   rescaled, only when a score exceeds it by more than 8, and f16 represents the weights until then.
@@ -29,8 +31,9 @@
 // that several blocks share (softmax_reduce.cuh).
 //
 // Memory floor: every code is read once for up to QUERIES query heads. One query is bound by shared memory, 76 % busy
-// at batch 8: 128 lookups per lane and tile. Four queries are bound by instruction latency: with one tile at a time,
-// shared memory was 64 % busy, issue 48 %, tensor cores 33 %. This is why attend.cu interleaves two tiles.
+// at batch 8: 128 lookups per lane and tile. More are bound by instructions, of which MMAs are the dearest: a scheduler
+// issues next to nothing else in the 6 clocks of a dense m16n8k16 or the 8 of a sparse m16n8k32 (H200). A tile of 8
+// queries has 32 sparse MMAs; with dense ones and variants alone it had 128.
 #pragma once
 #include "types.cuh"
 
@@ -45,8 +48,14 @@ constexpr int EXACT_TILE = 16;    // exact tokens of a work item
 constexpr int ROW = 256;          // bytes of a table row in shared memory
 constexpr int CHUNKS = WORDS / 4; // 16-byte chunks of a table row in global memory
 constexpr int THREADS = WARPS * LANES;
-constexpr int PAIRS = QUERIES / 2;
-constexpr int KEY_MMAS = QUERIES / COPIES; // MMAs of one key operand, each for COPIES queries
+constexpr int LANE_QUERIES = QUERIES == 1 ? 1 : 2; // queries of which a lane has scores
+// What halves the number of variants of keys: sparse MMAs, and lanes that exchange words. Values are exchanged, too.
+constexpr bool KEYS_SPARSE = QUERIES > COPIES, KEYS_EXCHANGED = QUERIES > 2 * COPIES;
+constexpr int VARIANTS = 8 / COPIES / (KEYS_SPARSE ? 2 : 1) / (KEYS_EXCHANGED ? 2 : 1); // of the columns of an MMA
+constexpr bool VALUES_EXCHANGED = QUERIES == 8;
+constexpr int MMA_QUERIES = 8 / VARIANTS, KEY_MMAS = QUERIES / MMA_QUERIES; // MMAs of one key operand
+// Bytes of a query's weights of a tile. The padding takes the queries of which lanes store weights to different banks.
+constexpr int WEIGHT_ROW = QUERIES == 1 ? TILE * 2 : TILE * 2 + 16;
 
 // A code stands for SUB / 2 words, D / SUB words apart: word w has components (w % (D / SUB)) * SUB + 2 (w / (D / SUB))
 // and the next one.
@@ -85,12 +94,27 @@ struct Lane {
     int thread, warp, lane, g, l; // lane = 4 g + l
     int mma_index;                // the MMA whose accumulator has this lane's scores
     bool has_scores;              // whether there is such an MMA
+    int first_query;              // the first of the LANE_QUERIES queries of these scores
 
     __device__ __forceinline__ Lane() {
         asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
         warp = thread / LANES, lane = thread % LANES, g = lane / 4, l = lane % 4;
-        mma_index = COPIES == 1 ? (l - g / 2) & 3 : l ^ (g & 3);
+        if (QUERIES == 1) {
+            mma_index = (l - g / 2) & 3, first_query = 0;
+        } else {
+            const int variant = !KEYS_SPARSE ? g : KEYS_EXCHANGED && COPIES == 1 ? g / 4 : g / 2;
+            mma_index = (l ^ variant) & (VARIANTS - 1), first_query = mma_index * MMA_QUERIES + l / VARIANTS * 2;
+        }
         has_scores = mma_index < KEY_MMAS;
+    }
+
+    // Whether the lane has scores of the query.
+    __device__ __forceinline__ bool has(int query) const {
+        return has_scores && first_query == query / LANE_QUERIES * LANE_QUERIES;
+    }
+    // A lane that has them.
+    static __device__ __forceinline__ constexpr int lane_of(int query) {
+        return query / MMA_QUERIES + query % MMA_QUERIES / 2 * VARIANTS;
     }
 };
 
@@ -106,11 +130,13 @@ constexpr int KEY_TABLE = 0, KEY_ROWS = 1 << KEY_BITS, VALUE_ROWS = 1 << VALUE_B
 constexpr bool FAR_COPY = COPIES == 2 && D == 128; // else the second copy is in the second half of the rows
 constexpr int COPY_DISTANCE = 65536;               // a power of two: the copy is one bit of the address
 constexpr int VALUE_TABLE = (FAR_COPY ? COPY_DISTANCE : 0) + KEY_ROWS * ROW;
-constexpr int WEIGHTS = VALUE_TABLE + VALUE_ROWS * ROW;       // [WARPS][QUERIES][TILE] f16
-constexpr int RESULTS = WEIGHTS + WARPS * QUERIES * TILE * 2; // [SLOTS][QUERIES][RESULT] floats
-constexpr int RESULT = D + 4; // floats of a result: components, maximum, sum of weights, padding
-// Results of warps: with 8 queries, there is room for one result of two warps.
-constexpr int SLOTS = QUERIES == 8 ? WARPS / 2 : WARPS;
+constexpr int WEIGHTS = VALUE_TABLE + VALUE_ROWS * ROW;  // [WARPS][QUERIES][WEIGHT_ROW]
+constexpr int RESULTS = WEIGHTS + WARPS * QUERIES * WEIGHT_ROW; // [SLOTS][QUERIES][RESULT] floats
+// Floats of a result: components, maximum, sum of weights, and padding that takes consecutive results to different
+// halves of the banks.
+constexpr int RESULT = D + 16;
+// Results of warps: with 8 queries, there is room for four, which several warps share.
+constexpr int SLOTS = QUERIES == 8 ? 4 : WARPS;
 constexpr int QUERY_ROWS =
     RESULTS + SLOTS * QUERIES * RESULT * 4; // [QUERIES] rows of words in the order of the key table
 constexpr int QUERY_ROW = D * 2 + 64;       // bytes: consecutive rows start in different halves of the banks

@@ -14,6 +14,14 @@ __device__ __forceinline__ u32 value_offset_of(const Lane& lane) {
     return offset;
 }
 
+// Adjacent components of a sum, which a lane stores at once: those of two words if words have adjacent components.
+constexpr int RUN = QUERIES == 1 ? 1 : VALUE_SUB == 2 ? 4 : 2;
+template <int N>
+struct alignas(N * 4) Floats {
+    float x[N];
+};
+using Run = Floats<RUN>;
+
 // Four words of a step: tokens 4 half + l + 8 t.
 __device__ __forceinline__ void look_up_values(u32 (&words)[4], const u32 (&codes)[Values::EXPANDED], u32 offset,
                                                int half, int step, int part) {
@@ -33,6 +41,11 @@ struct Sums {
     // A tile's weights as B operands, from f16 [query][position 4 (token & 7) + token / 8].
     struct Weights {
         u32 words[2][4];
+
+        // Stores the weights of tokens g, g + 8, g + 16 and g + 24.
+        static __device__ __forceinline__ void put(u8* weights, const uint2 (&packed)[1], const Lane& lane) {
+            *reinterpret_cast<uint2*>(weights + lane.g * 8) = packed[0];
+        }
 
         __device__ __forceinline__ Weights(const u8* weights, const Lane& lane) {
             const bool diagonal = lane.g / 2 == lane.l;
@@ -56,9 +69,9 @@ struct Sums {
         for (int i = 0; i < 2 * HALVES * 4; i++) sums[i / 4][i % 4] = 0;
     }
 
-    __device__ __forceinline__ void scale(const float (&factors)[1]) {
+    __device__ __forceinline__ void scale(float factor) {
 #pragma unroll
-        for (int i = 0; i < 2 * HALVES * 4; i++) sums[i / 4][i % 4] *= factors[0];
+        for (int i = 0; i < 2 * HALVES * 4; i++) sums[i / 4][i % 4] *= factor;
     }
 
     __device__ __forceinline__ void add_step(int k, const u32 (&codes)[Values::EXPANDED], u32 offset,
@@ -79,86 +92,136 @@ struct Sums {
         return HALVES == 2 ? sums[step][i] : sums[step / 2][2 * (step & 1) + i];
     }
 
-    // Calls `put(component, sum)` for the components of which this lane collects the sums. The four lanes of equal g
+    // Calls `put(component, sums)` for the components of which this lane collects the sums. The four lanes of equal g
     // have sums of different tokens; lane l has chunk c at step (c - l) & 3. Lane l collects chunk l from all four: its
     // own step 0, step 2 of lane l ^ 2, and the sums of lanes l ^ 1 and l ^ 3.
     template <typename Put>
-    __device__ __forceinline__ void visit(int, const Lane& lane, Put put) const {
+    __device__ __forceinline__ void visit(const Lane& lane, Put put) const {
         const bool is_odd = lane.l & 1;
 #pragma unroll
         for (int i = 0; i < 2 * HALVES; i++) {
             const float one = at(1, i), three = at(3, i);
             const float of_neighbour = (is_odd ? three : one) + __shfl_xor_sync(FULL, is_odd ? one : three, 2);
-            const float sum = at(0, i) + __shfl_xor_sync(FULL, at(2, i), 2) + __shfl_xor_sync(FULL, of_neighbour, 1);
+            const Run sum{at(0, i) + __shfl_xor_sync(FULL, at(2, i), 2) + __shfl_xor_sync(FULL, of_neighbour, 1)};
             put(component<VALUE_SUB>(8 * lane.l + lane.g + i / 2 * 32) + (i & 1), sum);
         }
     }
 };
 #else
-// Several queries: byte permutations pair the components of two tokens, so that components are the rows of the A
-// operand and tokens its columns. The columns of the B operand are (chunk of 8 words, query of a pair); its weights are
-// zero but in the one step at which the lane's words belong to that chunk.
+// Several queries: byte permutations pair the components of two tokens, so that tokens are the rows of the B operand
+// and one component of each of 8 words its columns. The A operand has the weights. Its rows g and g + 8 are those of
+// query g % QUERIES, for chunks with the lowest bit 0 and 1. Of the tokens of every two lanes, the metadata select
+// those whose words belong to such a chunk. The highest bit of the chunk depends on the lane, too: with 8 queries,
+// lanes exchange the words of two steps, so that all have the same; with fewer, it is that of g / QUERIES, and the
+// weights of lanes with the other one are zero.
 struct Sums {
-    static constexpr int STEPS = 2 * 4;
+    static constexpr int STEPS = 2 * HALVES * (VALUES_EXCHANGED ? 1 : 2);
+    static constexpr int HIGHS = VALUES_EXCHANGED ? 2 : 1; // highest bits of the chunk with rows of their own
 
-    // A tile's weights for query g & 1 of each pair, before the mask.
+    // A tile's weights for the row's query: of the tokens of even lanes, and of odd ones.
     struct Weights {
-        uint2 tokens[2][PAIRS];
+        static constexpr int MASKS = VALUES_EXCHANGED ? 1 : 2;
+        u32 even[2][MASKS], odd[2][MASKS]; // [half of the tile][highest bit of the step]
+        u32 selection;                     // metadata
+
+        // Stores the weights of tokens g, g + 8, g + 16 and g + 24 where a lane loads all of its own at once.
+        static __device__ __forceinline__ void put(u8* weights, const uint2 (&packed)[2], const Lane& lane) {
+            u8* place =
+                weights + lane.first_query * WEIGHT_ROW + (lane.g / 2 & 1) * 16 + lane.g / 4 * 8 + lane.g % 2 * 4;
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                *reinterpret_cast<u32*>(place + i * WEIGHT_ROW) = packed[i].x;
+                *reinterpret_cast<u32*>(place + i * WEIGHT_ROW + 32) = packed[i].y;
+            }
+        }
 
         __device__ __forceinline__ Weights(const u8* weights, const Lane& lane) {
+            const uint4 p = *reinterpret_cast<const uint4*>(weights + lane.g % QUERIES * WEIGHT_ROW + lane.l * 16);
+            const int high = (lane.l ^ lane.g / QUERIES) & 1;
 #pragma unroll
-            for (int i = 0; i < 2 * PAIRS; i++)
-                tokens[i / PAIRS][i % PAIRS] = *reinterpret_cast<const uint2*>(
-                    weights + (2 * (i % PAIRS) + (lane.g & 1)) * TILE * 2 + (i / PAIRS * 4 + lane.l) * 8);
+            for (int i = 0; i < MASKS; i++) {
+                const bool here = VALUES_EXCHANGED || high == i;
+                even[0][i] = here ? p.x : 0, odd[0][i] = here ? p.y : 0;
+                even[1][i] = here ? p.z : 0, odd[1][i] = here ? p.w : 0;
+            }
+            selection = lane.l & 1 ? 0x4444eeeeu : 0xeeee4444u;
         }
     };
 
-    float sums[HALVES][PAIRS][4]; // [component of a word if D = 128][pair][query of the pair, + 2 for the upper rows]
+    // [part][component of a word][highest bit of the chunk][word 2 l + i % 2, lowest bit of the chunk]
+    float sums[HALVES][2][HIGHS][4];
 
     __device__ __forceinline__ void clear() {
 #pragma unroll
-        for (int i = 0; i < HALVES * PAIRS * 4; i++) sums[i / 4 / PAIRS][i / 4 % PAIRS][i % 4] = 0;
+        for (int i = 0; i < HALVES * 2 * HIGHS * 4; i++)
+            sums[i / (8 * HIGHS)][i / 4 / HIGHS % 2][i / 4 % HIGHS][i % 4] = 0;
     }
 
-    __device__ __forceinline__ void scale(const float (&factors)[QUERIES]) {
+    __device__ __forceinline__ void scale(float factor) {
 #pragma unroll
-        for (int i = 0; i < HALVES * QUERIES * 2; i++) {
-            const int query = i / 2 % QUERIES;
-            sums[i / 2 / QUERIES][query / 2][(query & 1) + i % 2 * 2] *= factors[query];
+        for (int i = 0; i < HALVES * 2 * HIGHS * 4; i++)
+            sums[i / (8 * HIGHS)][i / 4 / HIGHS % 2][i / 4 % HIGHS][i % 4] *= factor;
+    }
+
+    // Adds the words of an even step and of the odd one after it, of four tokens each. The chunk is step + l: at an odd
+    // step, odd lanes carry to its highest bit.
+    __device__ __forceinline__ void add_words(float (&even)[4], float (&odd)[4], const u32 (&words)[2][4],
+                                              const Weights& weights, int half, int high) {
+        const u32 even_lanes = weights.even[half][high], odd_lanes = weights.odd[half][high],
+                  odd_lanes_carried = weights.odd[half][(high ^ 1) % Weights::MASKS];
+        const u32 rows[4] = {even_lanes, odd_lanes, odd_lanes_carried, even_lanes};
+#pragma unroll
+        for (int component = 0; component < 2; component++) {
+            const u32 selector = component ? 0x7632 : 0x5410;
+            const u32 operand[4] = {prmt(words[0][0], words[0][1], selector), prmt(words[0][2], words[0][3], selector),
+                                    prmt(words[1][0], words[1][1], selector), prmt(words[1][2], words[1][3], selector)};
+            mma_sp_m16n8k32_f16(component ? odd : even, rows, operand, weights.selection);
         }
     }
 
     __device__ __forceinline__ void add_step(int k, const u32 (&codes)[Values::EXPANDED], u32 offset,
                                              const Weights& weights, const Lane& lane) {
-        const int half = k / 4, step = k % 4;
-        u32 words[HALVES][4];
+        const int half = k / (STEPS / 2), part = k % HALVES;
+        if constexpr (VALUES_EXCHANGED) {
+            u32 words[2][2][4]; // [highest bit of the chunk][lowest bit of the step]
 #pragma unroll
-        for (int part = 0; part < HALVES; part++) look_up_values(words[part], codes, offset, half, step, part);
-        const bool mine = step == ((lane.g / 2 - lane.l) & 3);
+            for (int low = 0; low < 2; low++) {
+                u32 first[4], second[4];
+                look_up_values(first, codes, offset, half, low, part);
+                look_up_values(second, codes, offset, half, 2 + low, part);
+                const bool swapped = (lane.l + low) & 2; // the highest bit of the chunk is not that of the step
 #pragma unroll
-        for (int odd = 0; odd < HALVES; odd++) {
-            // Rows g: words of part 0. Rows g + 8: words of part 1, or the odd components of part 0.
-            constexpr u32 EVEN_OF_BOTH = 0x5410, ODD_OF_BOTH = 0x7632;
-            const u32 lower = odd ? ODD_OF_BOTH : EVEN_OF_BOTH, upper = HALVES == 1 ? ODD_OF_BOTH : lower;
-            const u32(&a)[4] = words[0], (&b)[4] = words[HALVES - 1];
-            const u32 operand[4] = {prmt(a[0], a[1], lower), prmt(b[0], b[1], upper), prmt(a[2], a[3], lower),
-                                    prmt(b[2], b[3], upper)};
-#pragma unroll
-            for (int i = 0; i < PAIRS; i++) {
-                const uint2& p = weights.tokens[half][i];
-                mma_m16n8k16_f16(sums[odd][i], operand, mine ? p.x : 0, mine ? p.y : 0);
+                for (int t = 0; t < 4; t++) exchange(words[0][low][t], words[1][low][t], first[t], second[t], swapped);
             }
+#pragma unroll
+            for (int high = 0; high < 2; high++)
+                add_words(sums[part][0][high], sums[part][1][high], words[high], weights, half, 0);
+        } else {
+            const int high = k / HALVES % 2;
+            u32 words[2][4];
+#pragma unroll
+            for (int low = 0; low < 2; low++) look_up_values(words[low], codes, offset, half, 2 * high + low, part);
+            add_words(sums[part][0][0], sums[part][1][0], words, weights, half, high);
         }
     }
 
-    // Calls `put(component, sum)` for the lane's components of a query.
-    template <typename Put>
-    __device__ __forceinline__ void visit(int query, const Lane& lane, Put put) const {
+    // Calls `put(component, sums)` for runs of components of which this lane has sums, of query g % QUERIES.
+    template <int N = RUN, typename Put>
+    __device__ __forceinline__ void visit(const Lane& lane, Put put) const {
+        if (lane.g >= 2 * QUERIES) return; // rows without a query
 #pragma unroll
-        for (int i = 0; i < HALVES * 2; i++) {
-            const int upper = i % 2, word = 8 * lane.l + lane.g + (HALVES == 2 ? upper * 32 : 0);
-            put(component<VALUE_SUB>(word) + (HALVES == 2 ? i / 2 : upper),
-                sums[i / 2][query / 2][(query & 1) + 2 * upper]);
+        for (int i = 0; i < HALVES * HIGHS * 2; i++) {
+            const int part = i / (2 * HIGHS), high = i / 2 % HIGHS, low = i % 2;
+            const int chunk = 2 * (VALUES_EXCHANGED ? high : lane.g / QUERIES & 1) + low;
+            const int word = 32 * part + 8 * chunk + 2 * lane.l;
+            const float(&even)[4] = sums[part][0][high], (&odd)[4] = sums[part][1][high];
+            if constexpr (N == 4) {
+                put(component<VALUE_SUB>(word),
+                    Floats<N>{even[2 * low], odd[2 * low], even[2 * low + 1], odd[2 * low + 1]});
+            } else {
+                put(component<VALUE_SUB>(word), Floats<N>{even[2 * low], odd[2 * low]});
+                put(component<VALUE_SUB>(word + 1), Floats<N>{even[2 * low + 1], odd[2 * low + 1]});
+            }
         }
     }
 };
@@ -167,42 +230,41 @@ struct Sums {
 // A warp's online softmax over its tiles so far.
 struct State {
     Sums sums;
-    float max[COPIES],
-        weight[COPIES]; // of the lane's queries, COPIES * mma_index + i; `weight` is the lane's share of the sum
+    float max[LANE_QUERIES], weight[LANE_QUERIES]; // of the lane's queries; `weight` is the lane's share of the sum
 
     __device__ __forceinline__ void clear() {
         sums.clear();
 #pragma unroll
-        for (int i = 0; i < COPIES; i++) max[i] = NOTHING, weight[i] = 0;
+        for (int i = 0; i < LANE_QUERIES; i++) max[i] = NOTHING, weight[i] = 0;
     }
 
     // Converts scores to f16 weights, exp2(score - maximum). Raises the maximum, and rescales the sums, only when a
     // score exceeds it by more than 8.
-    __device__ __forceinline__ void weigh(uint2 (&weights)[COPIES], const float (&scores)[COPIES][4],
+    __device__ __forceinline__ void weigh(uint2 (&weights)[LANE_QUERIES], const float (&scores)[LANE_QUERIES][4],
                                           const Lane& lane) {
-        float lane_max[COPIES];
+        float lane_max[LANE_QUERIES];
         bool exceeds = false;
 #pragma unroll
-        for (int i = 0; i < COPIES; i++) {
+        for (int i = 0; i < LANE_QUERIES; i++) {
             lane_max[i] = fmaxf(fmaxf(scores[i][0], scores[i][1]), fmaxf(scores[i][2], scores[i][3]));
             exceeds |= lane.has_scores && lane_max[i] > max[i] + 8;
         }
         if (warp_uniform(exceeds)) {
-            float keep[QUERIES];
+            float keep = 1; // of the query of the lane's sums
 #pragma unroll
             for (int q = 0; q < QUERIES; q++) {
-                const int i = q % COPIES;
-                const bool mine = lane.mma_index == q / COPIES;
-                const float old = __shfl_sync(FULL, max[i], q / COPIES); // of the lane with g = 0 that has query q
+                const int i = q % LANE_QUERIES;
+                const bool mine = lane.has(q);
+                const float old = __shfl_sync(FULL, max[i], Lane::lane_of(q));
                 const float new_max = warp_max(mine ? fmaxf(lane_max[i], old) : NOTHING);
                 const float factor = exp2_approx(old - new_max);
-                if (mine) max[i] = new_max, weight[i] *= factor; // `keep[q]` would be indexed, in local memory
-                keep[q] = factor;
+                if (mine) max[i] = new_max, weight[i] *= factor;
+                if (q == lane.g % QUERIES) keep = factor;
             }
             sums.scale(keep);
         }
 #pragma unroll
-        for (int i = 0; i < COPIES; i++) {
+        for (int i = 0; i < LANE_QUERIES; i++) {
             float p[4];
 #pragma unroll
             for (int t = 0; t < 4; t++) {
