@@ -217,7 +217,8 @@ proptest! {
             let factor = f64::from(case.variances[g]).exp_m1() + f64::from(value_error);
             largest = largest.max((factor * squares).sqrt());
         }
-        prop_assert!(2.5 * largest <= f64::from(bound) * 1.001 + 1e-9, "{} for {}", largest, bound);
+        // The squares of the weights are known to an eighth.
+        prop_assert!(2.5 * largest <= f64::from(bound) * 1.0625 + 1e-9, "{} for {}", largest, bound);
         let loose = RowBudget::Error { bound: 100.0, value_error, most: n };
         prop_assert!(case.check(&case.hybrid(loose)).is_empty());
     }

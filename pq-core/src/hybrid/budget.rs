@@ -91,43 +91,43 @@ fn share_of(stats: SoftmaxStats, others: SoftmaxStats) -> f64 {
 /// Eighths of octaves of the weights from 2^-40, below which weights do not matter, to 2^8.
 const BUCKETS: usize = 8 * 48;
 
-/// A histogram of the combined weights.
-struct Weights {
-    counts: [u32; BUCKETS],
-    squares: [f64; BUCKETS], // sums of the weights' squares
-}
+/// How many combined weights each bucket has.
+struct Weights([u32; BUCKETS]);
 
 /// Leading eleven bits of 2^-40: exponent and eighths.
 const FIRST: u32 = (127 - 40) << 3;
 
 impl Weights {
     fn of(combined: &[f32], stats: &[SoftmaxStats]) -> Self {
-        let mut weights = Self { counts: [0; BUCKETS], squares: [0.0; BUCKETS] };
+        let mut counts = [0; BUCKETS];
         for &score in combined {
             let weight = match stats {
                 // The combined score of a single head is the score itself.
                 [stats] if stats.sum > 0.0 => exp(score.min(f32::MAX) - stats.finite_max()) / stats.sum,
                 _ => score.max(0.0), // a negative one is the logarithm of a weight below 2^-100
             };
-            let bucket = ((weight.to_bits() >> 20).saturating_sub(FIRST) as usize).min(BUCKETS - 1);
-            weights.counts[bucket] += 1;
-            weights.squares[bucket] += f64::from(weight) * f64::from(weight);
+            let bucket = (weight.to_bits() >> 20).saturating_sub(FIRST) as usize;
+            counts[bucket.min(BUCKETS - 1)] += 1;
         }
-        weights
+        Self(counts)
     }
 
     /// How many of the largest weights must go so that the squares of the others sum to at most `budget`.
+    ///
+    /// The square of a weight counts as the mean of its bucket's, which is within an eighth of it: a device
+    /// has the counts from its radix sort of the weights, and no order of additions is part of the result.
     fn above(&self, budget: f64) -> usize {
         let mut left = 0.0;
-        for (bucket, &squares) in self.squares.iter().enumerate() {
-            left += squares;
+        for (bucket, &count) in self.0.iter().enumerate() {
+            let end = |bucket: u32| f64::from(f32::from_bits((bucket + FIRST) << 20));
+            // The first bucket has all smaller weights, too.
+            let least = if bucket == 0 { 0.0 } else { end(bucket as u32) };
+            let most = end(bucket as u32 + 1);
+            left += f64::from(count) * (least * least + least * most + most * most) / 3.0;
             if left > budget {
-                // Every weight of a bucket has at least its lower end; that of the first bucket is 0.
-                let least = if bucket == 0 { 0.0 } else { f32::from_bits((bucket as u32 + FIRST) << 20) };
-                let least = f64::from(least);
                 let here = libm::ceil((left - budget) / (least * least)) as usize;
-                let above: u32 = self.counts[bucket + 1..].iter().sum();
-                return here.min(self.counts[bucket] as usize) + above as usize;
+                let above: u32 = self.0[bucket + 1..].iter().sum();
+                return here.min(count as usize) + above as usize;
             }
         }
         0
