@@ -40,6 +40,7 @@ fn main() -> Result<()> {
         element: Element::F16,
         rule: GroupRule::SumOfSoftmax,
         paged: false,
+        adaptive: false,
     };
     let hybrid = Hybrid::new(&gpu, shape)?;
     let workspace = gpu.zeros::<u8>(hybrid.workspace_len(1, heads, n.next_multiple_of(TILE)))?;
@@ -58,6 +59,7 @@ fn main() -> Result<()> {
         lengths: lengths.pointer,
         pages: None,
         ks: ks.pointer,
+        bound: None,
         selected: selected.pointer,
         selected_len: k,
         rows: ExactRows {

@@ -26,5 +26,5 @@ pub use layout::{CodeLayout, Paging, Side, TILE};
 pub use lut::{Lut, LutArguments, LutShape};
 pub use scan::{Scan, ScanArguments, ScanShape};
 pub use search::{Search, SearchArguments, SearchShape};
-pub use select::{Select, SelectArguments, SelectShape};
+pub use select::{ErrorBound, Select, SelectArguments, SelectShape};
 pub use train::{Train, TrainArguments, TrainShape};

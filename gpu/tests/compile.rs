@@ -127,11 +127,14 @@ fn attention_on_codes_and_exact_rows() {
             let quantizer = |(m, nbits)| PqShape::new(dim, m, nbits).unwrap();
             let (keys, values) = (quantizer(keys), quantizer(values));
             let (element, rule) = (Element::Bf16, GroupRule::SumOfSoftmax);
-            let shape = HybridShape { keys, values, group, element, rule, paged };
-            for (program, most) in shape.programs(capability, shared_memory).unwrap().iter().zip([0, 0, 128])
-            {
-                let Some(spilled) = spilled(program, architecture) else { return };
-                assert!(spilled <= most || group == 8, "{program} for {architecture} spills {spilled} bytes");
+            for adaptive in [false, true] {
+                let shape = HybridShape { keys, values, group, element, rule, paged, adaptive };
+                let programs = shape.programs(capability, shared_memory).unwrap();
+                for (program, most) in programs.iter().zip([0, 0, 128]) {
+                    let Some(spilled) = spilled(program, architecture) else { return };
+                    let name = format!("{program} for {architecture}");
+                    assert!(spilled <= most || group == 8, "{name} spills {spilled} bytes");
+                }
             }
         }
     }

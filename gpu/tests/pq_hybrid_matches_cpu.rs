@@ -9,8 +9,8 @@ use common::{Buffer, Random, SIDES, device, from_element, relative_error, to_ele
 use cudarc::driver::sys::{CUgraphInstantiate_flags, CUstream, CUstreamCaptureMode};
 use half::f16;
 use kv_gpu::pq::{
-    CodeLayout, ExactRows, ExactTokens, Hybrid, HybridArguments, HybridShape, Pages, RowIndex, Select,
-    SelectArguments, SelectShape, Side, TILE,
+    CodeLayout, ErrorBound, ExactRows, ExactTokens, Hybrid, HybridArguments, HybridShape, Pages, RowIndex,
+    Select, SelectArguments, SelectShape, Side, TILE,
 };
 use kv_gpu::{Device, Element, Error};
 use pq_core::{
@@ -26,6 +26,9 @@ const TOLERANCES: [(Element, f64); 2] = [(Element::F16, 2e-3), (Element::Bf16, 6
 const LOG_SUM_EXP: f32 = 2e-3;
 const SCORE: f64 = 2e-3;
 const SCORE_OF_SPREAD: f64 = 1e-3;
+/// How much larger or smaller a bound may be for which the CPU finds as many rows, or one more or less:
+/// rounding moves weights between buckets, whose mean squares differ by up to a quarter.
+const BOUND: f32 = 0.15;
 
 /// The shape of one step, and the tokens of its sequences.
 #[derive(Debug)]
@@ -44,6 +47,7 @@ struct Case {
     index: Index,
     has_code_queries: bool,
     spread: f32, // factor of the queries
+    bound: f32,  // if the shape is adaptive
 }
 
 /// [`RowIndex`] of a case. Slots of a list are in the reverse order.
@@ -59,6 +63,7 @@ struct Inputs {
     queries: Vec<f32>,            // (batch, heads, group, dim)
     code_queries: Vec<f32>,       // the same, or with their components in reverse order
     errors: Vec<f32>,             // (heads, dim)
+    value_errors: Vec<f32>,       // (heads,)
     exact: [Vec<f32>; 2],         // (batch, heads, exact_capacity, dim)
     rows: [Vec<f32>; 2],          // (batch, heads, capacity, dim)
     books: Vec<[CodebookBuf; 2]>, // (heads,)
@@ -67,9 +72,11 @@ struct Inputs {
     pdl: bool,
 }
 
-/// The selection, and the bits of the outputs (batch, heads, group, dim) and of their log-sum-exps.
+/// The selection, how many tokens of each head (batch, heads) it has, and the bits of the outputs (batch,
+/// heads, group, dim) and of their log-sum-exps.
 #[derive(Clone, PartialEq)]
 struct Outputs {
+    found: Vec<u32>,
     selected: Vec<u32>,
     out: Vec<u16>,
     log_sum_exp: Vec<u32>,
@@ -105,6 +112,7 @@ impl Case {
             element: random.pick(&[Element::F16, Element::Bf16]),
             rule: random.pick(&[GroupRule::SumOfSoftmax, GroupRule::MaxOfSoftmax]),
             paged: random.below(2) == 1,
+            adaptive: false,
         };
         let capacity = random.pick(&[1, 31, 32, 33, 100, 700, 3000, 9000]);
         let length = |random: &mut Random| match random.below(6) {
@@ -141,7 +149,16 @@ impl Case {
             index: random.pick(&[Index::Order, Index::Token, Index::List]),
             has_code_queries: random.below(2) == 1,
             spread: random.pick(&[1.0, 1.0, 2.0]),
+            bound: 0.0,
         }
+    }
+
+    /// Makes the number of rows depend on a bound, up to k of them.
+    fn adapt(&mut self, bound: f32) {
+        (self.shape.adaptive, self.bound) = (true, bound);
+        let k = |(&n, k): (&u32, &u32)| if k % 3 == 0 { n } else { *k };
+        self.ks = self.lengths.iter().zip(&self.ks).map(k).collect();
+        self.selected_len = self.capacity;
     }
 
     fn scale(&self) -> f32 {
@@ -157,8 +174,8 @@ impl Case {
         self.capacity.div_ceil(TILE).div_ceil(self.page_tiles)
     }
 
-    /// Tokens that are selected in a sequence.
-    fn found(&self, sequence: usize) -> usize {
+    /// Tokens that are selected in a sequence, or the most if the shape is adaptive.
+    fn most(&self, sequence: usize) -> usize {
         (self.ks[sequence].min(self.lengths[sequence]) as usize).min(self.selected_len)
     }
 
@@ -174,6 +191,7 @@ impl Case {
             code_queries.chunks_exact_mut(dim).for_each(<[f32]>::reverse);
         }
         let errors = (0..heads * dim).map(|_| random.normal().abs()).collect();
+        let value_errors = (0..heads).map(|head| 0.1 + 0.2 * head as f32).collect();
         let mut elements =
             |len: usize| SIDES.map(|_| random.normals(len).into_iter().map(rounded).collect::<Vec<_>>());
         let exact = elements(batch * heads * self.exact_capacity * dim);
@@ -193,7 +211,8 @@ impl Case {
         if shape.paged {
             (1..page_count).for_each(|i| pages.swap(i, random.below(i + 1)));
         }
-        Inputs { queries, code_queries, errors, exact, rows, books, codes, pages, pdl: random.below(2) == 1 }
+        let pdl = random.below(2) == 1;
+        Inputs { queries, code_queries, errors, value_errors, exact, rows, books, codes, pages, pdl }
     }
 
     /// The codes of all sequences in tiles; bytes without tokens are arbitrary.
@@ -244,12 +263,12 @@ impl Case {
     }
 
     /// Rows of the selected tokens in their order, or in their slots; other rows are not numbers.
-    fn collect(&self, rows: &[u16], selected: &[u32]) -> Vec<u16> {
+    fn collect(&self, rows: &[u16], selected: &[u32], found: &[u32]) -> Vec<u16> {
         let dim = self.shape.keys.dim();
         let mut collected = vec![u16::MAX; self.batch * self.heads * self.selected_len * dim];
         for i in 0..self.batch * self.heads {
             let row = i * self.selected_len;
-            for (place, &token) in selected[row..][..self.found(i / self.heads)].iter().enumerate() {
+            for (place, &token) in selected[row..][..found[i] as usize].iter().enumerate() {
                 let from = (i * self.capacity + token as usize) * dim;
                 let place = if self.index == Index::List { self.selected_len - 1 - place } else { place };
                 collected[(row + place) * dim..][..dim].copy_from_slice(&rows[from..][..dim]);
@@ -271,6 +290,10 @@ impl Case {
         let queries = Buffer::new(device, &elements(&inputs.queries));
         let code_queries = Buffer::new(device, &elements(&inputs.code_queries));
         let errors = Buffer::new(device, &inputs.errors);
+        let value_errors = Buffer::new(device, &inputs.value_errors);
+        let most: Vec<u32> = (0..batch * heads).map(|i| self.most(i / heads) as u32).collect();
+        let found = Buffer::new(device, &if shape.adaptive { vec![u32::MAX; most.len()] } else { most });
+        let total = Buffer::new(device, &[0_u64]);
         let page_table = Buffer::new(device, &self.page_table(inputs));
         let mut lengths = Buffer::new(device, &self.lengths);
         let exact_lengths = Buffer::new(device, &self.exact_lengths);
@@ -301,6 +324,12 @@ impl Case {
             lengths: lengths.pointer(),
             pages: shape.paged.then(|| Pages { table: page_table.pointer(), max_pages: self.max_pages() }),
             ks: ks.pointer(),
+            bound: shape.adaptive.then(|| ErrorBound {
+                bound: self.bound,
+                value_errors: value_errors.pointer(),
+                found: found.pointer(),
+                total: Some(total.pointer()),
+            }),
             selected: selected.pointer(),
             selected_len: self.selected_len,
             rows: ExactRows {
@@ -335,6 +364,7 @@ impl Case {
         let attend = |stream: CUstream| unsafe { hybrid.attend(stream, &arguments) }.unwrap();
         let stream = device.stream();
         let read = || Outputs {
+            found: found.read(),
             selected: selected.read(),
             out: out.read(),
             log_sum_exp: log_sum_exp.read().iter().map(|x| x.to_bits()).collect(),
@@ -343,9 +373,9 @@ impl Case {
         let mut run = || {
             select(stream.cu_stream());
             if self.index != Index::Token {
-                let selected = selected.read();
+                let (selected, found) = (selected.read(), found.read());
                 for (collected, rows) in collected.iter_mut().zip(&rows) {
-                    collected.write(&self.collect(rows, &selected));
+                    collected.write(&self.collect(rows, &selected, &found));
                 }
             }
             attend(stream.cu_stream());
@@ -366,10 +396,12 @@ impl Case {
         } else {
             assert!(run() == outputs, "{self:?}: two runs differ");
             assert!(
-                self.select_alone(device, &arguments) == outputs.selected,
+                shape.adaptive || self.select_alone(device, &arguments) == outputs.selected,
                 "{self:?}: pq::Select differs"
             );
         }
+        let sum: u64 = if shape.adaptive { found.read().iter().map(|&n| u64::from(n)).sum() } else { 0 };
+        assert_eq!(total.read(), [2 * sum], "{self:?}: the rows of two runs");
         outputs
     }
 
@@ -410,7 +442,7 @@ impl Case {
         let tolerance = TOLERANCES.iter().find(|(element, _)| *element == shape.element).unwrap().1;
         for i in 0..self.batch * heads {
             let (sequence, books) = (i / heads, &inputs.books[i % heads]);
-            let (n, found) = (self.lengths[sequence] as usize, self.found(sequence));
+            let (n, found) = (self.lengths[sequence] as usize, got.found[i] as usize);
             let [keys, values] = SIDES.map(|side| {
                 let shape = [shape.keys, shape.values][side as usize];
                 Codes::new(shape, n, &inputs.codes[i][side as usize][..shape.codes_len(n)]).unwrap()
@@ -437,7 +469,37 @@ impl Case {
             let mut floats = vec![0.0; HybridScratch::len(shape.values, group, n)];
             let mut coded = vec![SoftmaxStats::EMPTY; group];
             let mut scratch = HybridScratch::new(shape.values, n, &mut floats, &mut coded).unwrap();
-            let mut best = vec![0; found];
+            let mut best = vec![0; n];
+            let of_head = |x: &[Vec<f32>; 2], capacity: usize| {
+                x.each_ref().map(|x| x[i * capacity * dim..][..capacity * dim].to_vec())
+            };
+            let exact = of_head(&inputs.exact, self.exact_capacity);
+            let m = self.exact_lengths[sequence] as usize;
+            let exact = exact.each_ref().map(|rows| &rows[..m * dim]);
+            let exact =
+                (m > 0).then(|| pq_core::ExactTokens::contiguous(exact[0], dim, exact[1], dim).unwrap());
+            let add = |rows: &pq_core::ExactTokens<'_, f32>, out: &mut [f32], stats: &mut [SoftmaxStats]| {
+                let (attention, mut scratch) = (Attention::default(), vec![0.0; queries.len()]);
+                let queries = Rows::from(&queries[..]);
+                attend_exact_into(&attention, queries, rows, &mut scratch, out, stats).unwrap();
+            };
+            let is_finite = |query: &[f32]| query.iter().all(|x| x.is_finite());
+            // The CPU gives infinite scores all weight, the device leaves their query out of the choice.
+            if shape.adaptive && queries.chunks_exact(dim).all(is_finite) {
+                let mut others = vec![SoftmaxStats::EMPTY; group];
+                exact.iter().for_each(|exact| add(exact, &mut vec![0.0; group * dim], &mut others));
+                let mut count = |factor: f32| {
+                    let rows = RowBudget::Error {
+                        bound: self.bound * factor,
+                        value_error: inputs.value_errors[i % heads],
+                        most: self.most(sequence),
+                    };
+                    let hybrid = pq_core::Hybrid { rows, others: &others, ..hybrid };
+                    hybrid_select_into(&luts, &tokens, &hybrid, &mut scratch, &mut best).unwrap()
+                };
+                let (least, most) = (count(1.0 + BOUND), count(1.0 - BOUND));
+                assert!((least..=most + 1).contains(&found) || found + 1 == least, "{self:?}: {found} rows");
+            }
             hybrid_select_into(&luts, &tokens, &hybrid, &mut scratch, &mut best).unwrap();
 
             let selected = &got.selected[i * self.selected_len..][..self.selected_len];
@@ -448,20 +510,11 @@ impl Case {
 
             let (mut out, mut stats) = (vec![0.0; group * dim], vec![SoftmaxStats::EMPTY; group]);
             hybrid_attend_into(&tokens, selected, &mut scratch, &mut out, &mut stats).unwrap();
-            let of_head = |x: &[Vec<f32>; 2], capacity: usize| {
-                x.each_ref().map(|x| x[i * capacity * dim..][..capacity * dim].to_vec())
-            };
             let [keys, values] = of_head(&inputs.rows, capacity);
             let rows = pq_core::ExactTokens::contiguous(&keys, dim, &values, dim).unwrap();
             let rows = rows.chosen(selected).unwrap();
-            let [keys, values] = of_head(&inputs.exact, self.exact_capacity);
-            let m = self.exact_lengths[sequence] as usize;
-            let exact =
-                pq_core::ExactTokens::contiguous(&keys[..m * dim], dim, &values[..m * dim], dim).unwrap();
-            for rows in [(found > 0).then_some(rows), (m > 0).then_some(exact)].into_iter().flatten() {
-                let (attention, mut scratch) = (Attention::default(), vec![0.0; queries.len()]);
-                let queries = Rows::from(&queries[..]);
-                attend_exact_into(&attention, queries, &rows, &mut scratch, &mut out, &mut stats).unwrap();
+            for rows in [(found > 0).then_some(rows), exact].into_iter().flatten() {
+                add(&rows, &mut out, &mut stats);
             }
             for (g, (out, stats)) in out.chunks_exact_mut(dim).zip(&stats).enumerate() {
                 stats.normalize(out);
@@ -473,7 +526,7 @@ impl Case {
                     .collect();
                 let log = f32::from_bits(got.log_sum_exp[query]);
                 let is_empty = n + m == 0;
-                if queries[g * dim..][..dim].iter().any(|x| !x.is_finite()) {
+                if !is_finite(&queries[g * dim..][..dim]) {
                     assert!(is_empty || got_out.iter().all(|x| x.is_nan()), "{place}: {got_out:?}");
                     continue;
                 }
@@ -540,6 +593,60 @@ fn random_shapes_agree() {
     run(&device, 0..40, |_| (), |_| ());
 }
 
+/// As many rows as a bound needs, up to k of them.
+#[test]
+fn rows_within_a_bound_agree() {
+    let Some(device) = device("rows_within_a_bound_agree") else { return };
+    for (seeds, bound) in [(500..508, 0.02), (508..520, 0.1), (520..532, 0.3), (532..540, 1.0)] {
+        run(&device, seeds, |case| case.adapt(bound), |_| ());
+    }
+    for group in 1..=8 {
+        let of_group = |case: &mut Case| {
+            case.shape.group = group;
+            case.adapt(0.2);
+        };
+        run(&device, 540 + group as u64..541 + group as u64, of_group, |_| ());
+    }
+    for (seed, bad) in (550..).zip([f32::NAN, f32::INFINITY, f32::NEG_INFINITY].repeat(2)) {
+        run(&device, seed..seed + 1, |case| case.adapt(0.2), |queries| queries[7] = bad);
+    }
+}
+
+/// On sm_90, tokens for several blocks of a cluster.
+#[test]
+fn many_rows_within_a_bound_agree() {
+    let Some(device) = device("many_rows_within_a_bound_agree") else { return };
+    for (seeds, rows, bound) in [(600..602, 1, 0.02), (603..605, 2, 0.1)] {
+        let lengthen = |case: &mut Case| {
+            let n = 39_990;
+            (case.capacity, case.batch, case.heads) = (n, rows, 2);
+            let shares = (0..rows).map(|i| ((rows - i) * n / rows) as u32);
+            (case.lengths, case.ks) = (shares.clone().collect(), shares.collect());
+            case.exact_lengths = vec![case.exact_capacity as u32; rows];
+            case.page_tiles = if case.shape.paged { 8 } else { n.div_ceil(TILE) };
+            case.adapt(bound);
+        };
+        run(&device, seeds, lengthen, |_| ());
+    }
+}
+
+#[test]
+fn loose_bounds_need_no_rows_and_a_bound_of_zero_needs_all() {
+    let Some(device) = device("loose_bounds_need_no_rows_and_a_bound_of_zero_needs_all") else { return };
+    for (seed, bound) in (620..632).zip([1e6, 0.0].repeat(6)) {
+        let mut random = Random(seed);
+        let mut case = Case::random(&mut random);
+        case.adapt(bound);
+        let inputs = case.inputs(&mut random, |_| ());
+        let outputs = case.run_on_device(&device, &inputs, false);
+        for (i, &found) in outputs.found.iter().enumerate() {
+            let most = if bound > 0.0 { 0 } else { case.most(i / case.heads) };
+            assert_eq!(found as usize, most, "{case:?}");
+        }
+        case.check(&inputs, &outputs);
+    }
+}
+
 #[test]
 fn long_sequences_agree() {
     let Some(device) = device("long_sequences_agree") else { return };
@@ -585,7 +692,12 @@ fn many_pages_agree() {
             (vec![279_990], vec![400], vec![case.exact_capacity as u32]);
         case.selected_len = 500;
     };
-    run(&device, 150..152, lengthen, |_| ());
+    run(&device, 150..151, lengthen, |_| ());
+    let adapt = |case: &mut Case| {
+        lengthen(case);
+        case.adapt(0.01);
+    };
+    run(&device, 151..152, adapt, |_| ());
 }
 
 #[test]
@@ -620,6 +732,7 @@ fn shapes_without_kernels_are_errors() {
         element: Element::F16,
         rule: GroupRule::SumOfSoftmax,
         paged: false,
+        adaptive: false,
     };
     assert!(good.programs((9, 0), 227 << 10).is_ok());
     let bad = [

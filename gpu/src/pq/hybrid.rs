@@ -9,7 +9,7 @@ use crate::pointer::{AnyElement, DevicePtr};
 use crate::pq::attend::{ExactTokens, Pages};
 use crate::pq::layout::Side;
 use crate::pq::select::{
-    CommonArguments, PLAN_BYTES, ROW, Select, SelectArguments, SelectShape, check_quantizer,
+    CommonArguments, ErrorBound, PLAN_BYTES, ROW, Select, SelectArguments, SelectShape, check_quantizer,
 };
 use crate::{Device, Element, Error, Program};
 
@@ -26,6 +26,7 @@ use crate::{Device, Element, Error, Program};
 ///     element: Element::F16,
 ///     rule: GroupRule::SumOfSoftmax,
 ///     paged: false,
+///     adaptive: false,
 /// };
 /// assert!(shape.check().is_ok());
 /// # Ok::<(), pq_core::Error>(())
@@ -44,6 +45,9 @@ pub struct HybridShape {
     pub rule: GroupRule,
     /// Whether the codes are in pages.
     pub paged: bool,
+    /// Whether [`Hybrid::select`] decides how many tokens each head reads exactly ([`ErrorBound`]), up to k
+    /// of them.
+    pub adaptive: bool,
 }
 
 /// Shared memory and warps of the kernel that attends.
@@ -103,7 +107,7 @@ impl HybridShape {
     /// # Errors
     /// [`Error::Unsupported`].
     pub fn programs(&self, capability: (i32, i32), shared_memory: usize) -> Result<[Program; 3], Error> {
-        let [scores, select] = self.selection().programs(capability, shared_memory)?;
+        let [scores, select] = self.selection().programs_of(self.adaptive, capability, shared_memory)?;
         Ok([scores, select, self.attend_program(self.plan(shared_memory)?)])
     }
 
@@ -114,7 +118,8 @@ impl HybridShape {
             ("ATTEND_SHARED_BYTES", plan.shared_bytes),
             ("ATTEND_WARPS", plan.warps),
         ];
-        self.selection().program(source!("pq_hybrid/attend.cu"), &defines)
+        let program = self.selection().program(source!("pq_hybrid/attend.cu"), &defines);
+        program.define_if(self.adaptive, "ADAPTIVE")
     }
 }
 
@@ -183,8 +188,11 @@ pub struct HybridArguments {
     pub lengths: DevicePtr<u32>,
     /// The page table, given exactly if the shape is `paged`.
     pub pages: Option<Pages>,
-    /// `u32` (batch,): k, the number of tokens to select. At most `selected_len` are, and at most all.
+    /// `u32` (batch,): k, the number of tokens to select, or the most if the shape is `adaptive`. At most
+    /// `selected_len` are, and at most all.
     pub ks: DevicePtr<u32>,
+    /// How many tokens a head reads, given exactly if the shape is `adaptive`.
+    pub bound: Option<ErrorBound>,
     /// `u32` (batch, heads, `selected_len`), written by [`Hybrid::select`]: the selected tokens in ascending
     /// order.
     pub selected: DevicePtr<u32>,
@@ -229,12 +237,13 @@ struct KernelArguments {
     counts: DevicePtr<u8>,
     out: DevicePtr<AnyElement>,
     log_sum_exp: Option<DevicePtr<f32>>,
+    found: Option<DevicePtr<u32>>,
     row_capacity: u64,
     exact_capacity: u32,
     rows_arrive: u32,
 }
 
-const _: () = assert!(size_of::<KernelArguments>() == 184);
+const _: () = assert!(size_of::<KernelArguments>() == 192);
 
 /// Decode attention in which codes stand for all tokens but the few of the largest weight, which have their
 /// exact rows: `pq_core::hybrid_select_into`, `pq_core::hybrid_attend_into` and `pq_core::attend_exact_into`
@@ -247,7 +256,9 @@ const _: () = assert!(size_of::<KernelArguments>() == 184);
 /// does not synchronize, and a captured graph stays valid. The same inputs give the same bytes.
 ///
 /// Where the weights of two tokens differ by less than rounding, the CPU may select the other one. Of tokens
-/// of equal weight, those of lower index are selected.
+/// of equal weight, those of lower index are selected. If the shape is `adaptive`, [`Hybrid::select`]
+/// decides how many tokens each head selects, as [`pq_core::RowBudget::Error`] does: exact tokens are scored
+/// first, to know how much of the attention the codes hold.
 ///
 /// # Cost
 /// Every code is read once. The coded scores, 4 bytes per token and query, are written once and read twice.
@@ -268,7 +279,8 @@ impl Hybrid {
     pub fn new(device: &Device, shape: HybridShape) -> Result<Self, Error> {
         let plan = shape.plan(device.shared_memory())?;
         let attend = device.kernel(&shape.attend_program(plan), "pq_hybrid_attend", plan.shared_bytes)?;
-        Ok(Self { select: Select::new(device, shape.selection())?, attend, shape, plan })
+        let select = Select::deciding(device, shape.selection(), shape.adaptive)?;
+        Ok(Self { select, attend, shape, plan })
     }
 
     /// Bytes of the counts of blocks that have finished, and of partial results.
@@ -295,10 +307,20 @@ impl Hybrid {
     /// The [contract of a launch](DevicePtr#launches) holds, with every pointer aligned to 16 bytes. Lengths
     /// do not exceed the tokens that a sequence or its pages have room for, and every page number is that of
     /// an existing page: the kernels do not clamp them. The workspace was zeroed before the first step of
-    /// these sizes, and no other step uses it at the same time.
+    /// these sizes, and no other step uses it at the same time. With a bound, exact lengths do not exceed
+    /// their capacity.
     pub unsafe fn select(&self, stream: CUstream, arguments: &HybridArguments) -> Result<(), Error> {
+        self.check(arguments)?;
+        let adaptive = arguments.bound.map(|bound| (bound, arguments.queries, arguments.exact));
         // SAFETY: the caller upholds the contract.
-        unsafe { self.select.launch(stream, &self.select_arguments(arguments)) }
+        unsafe { self.select.launch_deciding(stream, &self.select_arguments(arguments), adaptive) }
+    }
+
+    fn check(&self, arguments: &HybridArguments) -> Result<(), Error> {
+        if self.shape.adaptive == arguments.bound.is_some() {
+            return Ok(());
+        }
+        Err(OPERATION.error("a bound is given exactly when it is compiled for one"))
     }
 
     /// Attends to the codes of all tokens but the selected ones, to their exact rows, and to the other exact
@@ -312,6 +334,7 @@ impl Hybrid {
     /// before the PDL wait.
     pub unsafe fn attend(&self, stream: CUstream, arguments: &HybridArguments) -> Result<(), Error> {
         let a = arguments;
+        self.check(a)?;
         let Some(common) = self.select.common(&self.select_arguments(a))? else { return Ok(()) };
         let [counts, _] = self.own_workspace(a.batch, a.heads);
         let exact_capacity = a.exact.map_or(0, |exact| exact.capacity);
@@ -334,6 +357,7 @@ impl Hybrid {
             counts: a.workspace,
             out: a.out,
             log_sum_exp: a.log_sum_exp,
+            found: a.bound.map(|bound| bound.found),
             row_capacity: a.rows.capacity as u64,
             exact_capacity: OPERATION.in_32_bits("exact tokens", exact_capacity)?,
             rows_arrive: u32::from(a.rows.arriving),

@@ -6,7 +6,7 @@ use crate::compile::{Source, source};
 use crate::device::Kernel;
 use crate::launch::Operation;
 use crate::pointer::{AnyElement, DevicePtr};
-use crate::pq::attend::Pages;
+use crate::pq::attend::{ExactTokens, Pages};
 use crate::pq::layout::{CodeLayout, Side, TILE};
 use crate::pq::scan::CHUNK;
 use crate::pq::search::{ROW_BYTES, SELECT_THREADS};
@@ -16,8 +16,6 @@ use crate::{Device, Element, Error, Program};
 pub(super) const ROW: usize = 256;
 /// Bytes for a `Plan`.
 pub(super) const PLAN_BYTES: usize = 64;
-/// At least the size of `Shared` of `select_sm90.cu`: keys, counts and totals of three digits, and sums.
-const SELECT_SHARED_BYTES: usize = 4 * 32_768 + 2 * 4 * 4096 + 8 * (16 + 32) + 4 * 3 * 8;
 /// Blocks of a cluster that selects.
 const CLUSTERS: [usize; 4] = [16, 8, 4, 2];
 
@@ -117,6 +115,16 @@ impl SelectShape {
     /// # Errors
     /// [`Error::Unsupported`].
     pub fn programs(&self, capability: (i32, i32), shared_memory: usize) -> Result<[Program; 2], Error> {
+        self.programs_of(false, capability, shared_memory)
+    }
+
+    /// As [`Self::programs`], for a number of tokens that the kernels decide if `adaptive`.
+    pub(super) fn programs_of(
+        &self,
+        adaptive: bool,
+        capability: (i32, i32),
+        shared_memory: usize,
+    ) -> Result<[Program; 2], Error> {
         let plan = self.plan(shared_memory)?;
         let select = if has_clusters(capability, shared_memory) {
             source!("pq_hybrid/select_sm90.cu")
@@ -129,11 +137,12 @@ impl SelectShape {
             ("ROW_BYTES", ROW_BYTES),
             ("SCORE_WARPS", plan.warps),
             ("SCORES_SHARED_BYTES", plan.shared_bytes),
-            ("SELECT_SHARED_BYTES", SELECT_SHARED_BYTES),
+            ("SELECT_SHARED_BYTES", select_shared_bytes(adaptive)),
         ];
-        Ok([source!("pq_hybrid/scores.cu"), select].map(|source| {
+        let program = |source| {
             self.program(source, &defines).define_if(self.rule == GroupRule::MaxOfSoftmax, "MAX_RULE")
-        }))
+        };
+        Ok([program(source!("pq_hybrid/scores.cu")), program(select).define_if(adaptive, "ADAPTIVE")])
     }
 
     /// A kernel of the folder, with definitions in addition to those that all have.
@@ -146,7 +155,14 @@ impl SelectShape {
 
 /// Whether a cluster of blocks can select the tokens of a row.
 const fn has_clusters(capability: (i32, i32), shared_memory: usize) -> bool {
-    capability.0 >= 9 && SELECT_SHARED_BYTES <= shared_memory
+    capability.0 >= 9 && select_shared_bytes(true) <= shared_memory
+}
+
+/// At least the size of `Shared` of `select_sm90.cu`: keys, counts and totals of three digits, and sums; if
+/// `adaptive` also `Budget` of `budget.cuh`.
+const fn select_shared_bytes(adaptive: bool) -> usize {
+    let budget = if adaptive { 8 * 8 * (32 + 16) + 4 * 8 + 16 } else { 0 };
+    4 * 32_768 + 2 * 4 * 4096 + 8 * (16 + 32) + 4 * 3 * 8 + budget
 }
 
 const OPERATION: Operation = Operation("pq::Select");
@@ -231,16 +247,70 @@ struct KernelArguments {
     stats: DevicePtr<u8>,
     selection: DevicePtr<u8>,
     tickets: u32,
+    bound: BoundArguments,
 }
 
-const _: () = assert!(size_of::<CommonArguments>() == 64 && size_of::<KernelArguments>() == 136);
+/// `ErrorBound` of the kernels.
+#[derive(Clone, Copy, Default)]
+#[repr(C)]
+struct BoundArguments {
+    queries: Option<DevicePtr<AnyElement>>,
+    exact_keys: Option<DevicePtr<AnyElement>>,
+    exact_lengths: Option<DevicePtr<u32>>,
+    value_errors: Option<DevicePtr<f32>>,
+    found: Option<DevicePtr<u32>>,
+    total: Option<DevicePtr<u64>>,
+    exact_capacity: u32,
+    bound: f32,
+}
+
+const _: () = assert!(size_of::<CommonArguments>() == 64 && size_of::<KernelArguments>() == 192);
+
+/// Lets [`Hybrid::select`](super::Hybrid::select) decide how many tokens each head reads exactly:
+/// `pq_core::RowBudget::Error`.
+#[derive(Clone, Copy, Debug)]
+pub struct ErrorBound {
+    /// The length of the output's error over the values' deviation (the root of their mean squared distance
+    /// from their mean): finite and not negative.
+    pub bound: f32,
+    /// `f32` (heads,): mean squared errors of the coded values over the variance of the values.
+    pub value_errors: DevicePtr<f32>,
+    /// `u32` (batch, heads), written: how many tokens each head has selected, at most its k.
+    pub found: DevicePtr<u32>,
+    /// The sum of `found` over all heads is added to it.
+    pub total: Option<DevicePtr<u64>>,
+}
+
+/// What decides how many tokens a row selects: the bound, the queries in the space of the exact rows, and the
+/// tokens that are attended to exactly anyway.
+pub(super) type Adaptive = (ErrorBound, DevicePtr<AnyElement>, Option<ExactTokens>);
+
+impl BoundArguments {
+    fn new((bound, queries, exact): Adaptive) -> Result<Self, Error> {
+        let ErrorBound { bound, value_errors, found, total } = bound;
+        if !(0.0..=f32::MAX).contains(&bound) {
+            return Err(OPERATION.error("a bound that is negative or not finite"));
+        }
+        let exact_capacity = exact.map_or(0, |exact| exact.capacity);
+        Ok(Self {
+            queries: Some(queries),
+            exact_keys: exact.map(|exact| exact.keys),
+            exact_lengths: exact.map(|exact| exact.lengths),
+            value_errors: Some(value_errors),
+            found: Some(found),
+            total,
+            exact_capacity: OPERATION.in_32_bits("exact tokens", exact_capacity)?,
+            bound,
+        })
+    }
+}
 
 /// The kernels that select.
 enum Selection {
     /// One, with a cluster of blocks for each row; how many clusters of each of the `CLUSTERS` run at a time.
     Clusters(Kernel, [usize; 4]),
-    /// Three in order, with a block for each chunk of a row.
-    Chunks([Kernel; 3]),
+    /// Several in order, with a block for each chunk of a row.
+    Chunks(Vec<Kernel>),
 }
 
 /// The k tokens of the largest softmax weight by coded keys in tiles: `pq_core::hybrid_select_into`. One
@@ -272,21 +342,24 @@ impl Select {
     /// # Errors
     /// [`Error::Unsupported`], [`Error::NoNvrtc`], [`Error::Compile`] or [`Error::Driver`].
     pub fn new(device: &Device, shape: SelectShape) -> Result<Self, Error> {
+        Self::deciding(device, shape, false)
+    }
+
+    /// As [`Self::new`], for a number of tokens that the kernels decide if `adaptive`.
+    pub(super) fn deciding(device: &Device, shape: SelectShape, adaptive: bool) -> Result<Self, Error> {
         let plan = shape.plan(device.shared_memory())?;
-        let [scores, select] = shape.programs(device.capability(), device.shared_memory())?;
+        let [scores, select] = shape.programs_of(adaptive, device.capability(), device.shared_memory())?;
         let selection = if has_clusters(device.capability(), device.shared_memory()) {
-            let kernel = device.kernel(&select, "pq_hybrid_select", SELECT_SHARED_BYTES)?;
+            let kernel = device.kernel(&select, "pq_hybrid_select", select_shared_bytes(adaptive))?;
             let mut active = [0; CLUSTERS.len()];
             for (active, blocks) in active.iter_mut().zip(CLUSTERS) {
                 *active = kernel.active_clusters(blocks as u32, SELECT_THREADS)?;
             }
             Selection::Clusters(kernel, active)
         } else {
-            Selection::Chunks([
-                device.kernel(&select, "pq_hybrid_keys", 0)?,
-                device.kernel(&select, "pq_hybrid_collect", 0)?,
-                device.kernel(&select, "pq_hybrid_write", 0)?,
-            ])
+            let names = ["pq_hybrid_keys", "pq_hybrid_count", "pq_hybrid_collect", "pq_hybrid_write"];
+            let names = names.into_iter().filter(|&name| adaptive || name != "pq_hybrid_count");
+            Selection::Chunks(names.map(|name| device.kernel(&select, name, 0)).collect::<Result<_, _>>()?)
         };
         let scores = device.kernel(&scores, "pq_hybrid_scores", plan.shared_bytes)?;
         let scores = scores.prefer_l1(plan.threads())?;
@@ -334,6 +407,22 @@ impl Select {
     /// an existing page: the kernels do not clamp them. The workspace was zeroed before the first launch of
     /// these sizes, and no other launch uses it at the same time.
     pub unsafe fn launch(&self, stream: CUstream, arguments: &SelectArguments) -> Result<(), Error> {
+        // SAFETY: the caller upholds the contract.
+        unsafe { self.launch_deciding(stream, arguments, None) }
+    }
+
+    /// As [`Self::launch`]; `adaptive` is given exactly if the kernels have been compiled for it.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for sizes that do not fit or a bound that is none, [`Error::Driver`].
+    /// # Safety
+    /// As for [`Self::launch`]; exact lengths do not exceed their capacity.
+    pub(super) unsafe fn launch_deciding(
+        &self,
+        stream: CUstream,
+        arguments: &SelectArguments,
+        adaptive: Option<Adaptive>,
+    ) -> Result<(), Error> {
         let a = arguments;
         let Some(common) = self.common(a)? else { return Ok(()) };
         let per_head = OPERATION.grid(&[("blocks", self.blocks(a.heads)), ("heads", a.heads)])?;
@@ -361,6 +450,7 @@ impl Select {
             // Blocks of `write` wait for each other. Every multiprocessor has room for at least one, so
             // `sm_count` blocks are always resident together.
             tickets: u32::from(rows.saturating_mul(chunks) > self.sm_count),
+            bound: adaptive.map(BoundArguments::new).transpose()?.unwrap_or_default(),
         };
         // SAFETY: the structure is the kernels' argument; the caller upholds the contract of its pointers.
         unsafe { self.scores.launch(stream, per_head, self.plan.threads(), a.pdl, &prepared)? };

@@ -2,7 +2,9 @@
 
 use half::f16;
 use kv_gpu::Element;
-use kv_gpu::pq::{CodeLayout, ExactRows, Hybrid, HybridArguments, HybridShape, Pages, RowIndex, Side, TILE};
+use kv_gpu::pq::{
+    CodeLayout, ErrorBound, ExactRows, Hybrid, HybridArguments, HybridShape, Pages, RowIndex, Side, TILE,
+};
 use pq_core::{
     Attention, CodebookBuf, CodedTokens, Codes, ExactTokens, GroupRule, HybridScratch, PqShape, RowBudget,
     Rows, SoftmaxStats, attend_exact_into, hybrid_attend_into, hybrid_select_into, lut_into,
@@ -23,25 +25,44 @@ const PAGED: [(Load, usize); 4] = [
     ((32, 8, 8, 131_072), 32),
 ];
 const DIM: usize = 128;
+/// Sinks and window of a load whose rows a bound decides, and of the one with which it is compared.
+const WINDOW: usize = 132;
+/// Of the coded values, for such a bound.
+const VALUE_ERROR: f32 = 0.5;
+
+/// What a load has besides codes and the exact rows of 1 % of the tokens.
+#[derive(Clone, Copy, Default)]
+struct Variant {
+    page: Option<usize>,
+    exact: usize,   // sinks and window
+    adaptive: bool, // 1 % is the mean over heads that choose by a bound
+}
 
 pub fn run(watch: &Stopwatch) {
     for (keys, values) in [((16, 8), (16, 8)), ((16, 8), (8, 8)), ((32, 8), (8, 8)), ((32, 4), (32, 4))] {
         let [keys, values] = [keys, values].map(|(m, nbits)| PqShape::new(DIM, m, nbits).unwrap());
         for load in LOADS {
             if load.2 == 1 || keys == values && keys.nbits() == 8 {
-                time(watch, [keys, values], load, None);
+                time(watch, [keys, values], load, Variant::default());
             }
         }
     }
     let coarse = PqShape::new(DIM, 16, 8).unwrap();
-    PAGED.into_iter().for_each(|(load, page)| time(watch, [coarse, coarse], load, Some(page)));
+    for (load, page) in PAGED {
+        time(watch, [coarse, coarse], load, Variant { page: Some(page), ..Variant::default() });
+    }
+    for load in LOADS {
+        for adaptive in [false, true] {
+            time(watch, [coarse, coarse], load, Variant { page: None, exact: WINDOW, adaptive });
+        }
+    }
 }
 
 fn time(
     watch: &Stopwatch,
     quantizers: [PqShape; 2],
     (query_heads, heads, batch, n): Load,
-    page: Option<usize>,
+    Variant { page, exact, adaptive }: Variant,
 ) {
     let (group, k) = (query_heads / heads, n / 100);
     let [keys, values] = quantizers;
@@ -50,12 +71,18 @@ fn time(
     if let Some(page) = page {
         name += &format!(", pages of {page}");
     }
+    if exact > 0 {
+        name += &format!(", {exact} of sinks and window");
+    }
+    if adaptive {
+        name += ", by a bound";
+    }
     let load = format!("{query_heads}/{heads} heads, {batch} x {n} x {DIM}");
     if !watch.wants(&name, &load) {
         return;
     }
     let (element, rule) = (Element::F16, GroupRule::SumOfSoftmax);
-    let shape = HybridShape { keys, values, group, element, rule, paged: page.is_some() };
+    let shape = HybridShape { keys, values, group, element, rule, paged: page.is_some(), adaptive };
     let hybrid = Hybrid::new(&watch.gpu, shape).unwrap();
     let layouts = [(keys, Side::Keys), (values, Side::Values)]
         .map(|(shape, side)| CodeLayout::new(shape, side).unwrap());
@@ -84,8 +111,8 @@ fn time(
         pages.collect::<Vec<u8>>().repeat(batch)
     });
     let mut uniform = || f16::from_f32((noise() % 2001) as f32 / 1000.0 - 1.0);
-    let rows: [Vec<f16>; 2] = [0, 1].map(|_| (0..n * DIM).map(|_| uniform()).collect());
-    let rows_of_all = rows.each_ref().map(|rows| rows.repeat(batch * heads));
+    let rows_of_head: [Vec<f16>; 2] = [0, 1].map(|_| (0..n * DIM).map(|_| uniform()).collect());
+    let rows_of_all = rows_of_head.each_ref().map(|rows| rows.repeat(batch * heads));
     let copies = (BEYOND_CACHE / (packed[0].len() + packed[1].len())).max(1) + 1;
     let codes: Vec<_> = (0..copies).map(|_| packed.each_ref().map(|codes| watch.upload(codes))).collect();
     let rows_there: Vec<_> =
@@ -104,12 +131,16 @@ fn time(
     });
     let queries_there = watch.upload(&queries);
     let page_table = watch.upload(&page_table);
-    let (lengths, ks) = (watch.upload(&vec![n as u32; batch]), watch.upload(&vec![k as u32; batch]));
+    let most = if adaptive { n } else { k };
+    let (lengths, ks) = (watch.upload(&vec![n as u32; batch]), watch.upload(&vec![most as u32; batch]));
+    let exact_lengths = watch.upload(&vec![exact as u32; batch]);
+    let value_errors = watch.upload(&vec![VALUE_ERROR; heads]);
+    let found = watch.upload(&vec![k as u32; batch * heads]);
     let workspace = watch.zeros::<u8>(hybrid.workspace_len(batch, heads, n.next_multiple_of(TILE)));
-    let selected = watch.zeros::<u32>(batch * heads * k);
+    let selected = watch.zeros::<u32>(batch * heads * most);
     let out = watch.zeros::<f16>(queries.len());
     let scale = 1.0 / (DIM as f32).sqrt();
-    let arguments = |copy: usize, pdl: bool| HybridArguments {
+    let arguments = |copy: usize, pdl: bool, bound: f32| HybridArguments {
         batch,
         heads,
         tiles: page_tiles,
@@ -123,8 +154,14 @@ fn time(
         lengths: watch.pointer(&lengths),
         pages: page.map(|_| Pages { table: watch.pointer(&page_table), max_pages }),
         ks: watch.pointer(&ks),
+        bound: adaptive.then(|| ErrorBound {
+            bound,
+            value_errors: watch.pointer(&value_errors),
+            found: watch.pointer(&found),
+            total: None,
+        }),
         selected: watch.pointer(&selected),
-        selected_len: k,
+        selected_len: most,
         rows: ExactRows {
             keys: watch.pointer(&rows_there[copy][0]).cast(),
             values: watch.pointer(&rows_there[copy][1]).cast(),
@@ -132,15 +169,33 @@ fn time(
             index: RowIndex::Token,
             arriving: false,
         },
-        exact: None,
+        // The first rows of each head.
+        exact: (exact > 0).then(|| kv_gpu::pq::ExactTokens {
+            keys: watch.pointer(&rows_there[copy][0]).cast(),
+            values: watch.pointer(&rows_there[copy][1]).cast(),
+            lengths: watch.pointer(&exact_lengths),
+            capacity: n,
+        }),
         scale,
         out: watch.pointer(&out).cast(),
         log_sum_exp: None,
         pdl,
         workspace: watch.pointer(&workspace),
     };
+    // The bound whose heads read k rows on average.
+    let mut bound = 0.0;
+    if adaptive {
+        let (mut low, mut high) = (1e-5_f32, 1.0_f32);
+        for _ in 0..24 {
+            bound = (low * high).sqrt();
+            // SAFETY: as below.
+            unsafe { hybrid.select(watch.gpu.stream().cu_stream(), &arguments(0, false, bound)) }.unwrap();
+            let rows: usize = watch.download(&found).iter().map(|&found| found as usize).sum();
+            if rows > batch * heads * k { low = bound } else { high = bound }
+        }
+    }
     let [us, us_pdl] = [false, true].map(|pdl| {
-        let all: Vec<HybridArguments> = (0..copies).map(|copy| arguments(copy, pdl)).collect();
+        let all: Vec<HybridArguments> = (0..copies).map(|copy| arguments(copy, pdl, bound)).collect();
         // SAFETY: the buffers have the shapes that the arguments require, and outlive the graph.
         let launch = |i: usize, stream| unsafe {
             hybrid.select(stream, &all[i % copies])?;
@@ -150,8 +205,10 @@ fn time(
     });
 
     // Compares one head with the CPU, which attends to the rows that the device has selected.
-    let (got, selected) = (watch.download(&out), watch.download(&selected));
+    let (got, selected, found) = (watch.download(&out), watch.download(&selected), watch.download(&found));
+    let rows: usize = found.iter().map(|&found| found as usize).sum();
     let head = batch * heads - 1;
+    let k = found[head] as usize;
     let at = head * group * DIM..(head + 1) * group * DIM;
     let scaled: Vec<f32> = wide(&queries[at.clone()]).iter().map(|x| x * scale).collect();
     let mut luts = vec![0.0; group * keys.lut_len()];
@@ -165,23 +222,26 @@ fn time(
     let options = pq_core::Hybrid { rows: RowBudget::Count(k), rule, ..Default::default() };
     let mut best = vec![0; k];
     hybrid_select_into(&luts, &tokens, &options, &mut scratch, &mut best).unwrap();
-    let selected = &selected[head * k..];
+    let selected = &selected[head * most..][..k];
     let chosen: std::collections::HashSet<u32> = selected.iter().copied().collect();
     let missing = best.iter().filter(|token| !chosen.contains(token)).count();
     assert!(chosen.len() == k && missing * 100 <= k, "{name}: {missing} of {k} tokens are others");
     hybrid_attend_into(&tokens, selected, &mut scratch, &mut expected, &mut stats).unwrap();
-    let exact = ExactTokens::contiguous(&rows[0], DIM, &rows[1], DIM).unwrap().chosen(selected).unwrap();
-    let mut scratch = vec![0.0; scaled.len()];
-    let attention = Attention::default();
-    attend_exact_into(&attention, Rows::from(&scaled[..]), &exact, &mut scratch, &mut expected, &mut stats)
-        .unwrap();
+    let exact_tokens: Vec<u32> = (0..exact as u32).collect();
+    let rows_here = ExactTokens::contiguous(&rows_of_head[0], DIM, &rows_of_head[1], DIM).unwrap();
+    for tokens in [selected, &exact_tokens].into_iter().filter(|tokens| !tokens.is_empty()) {
+        let (attention, mut scratch) = (Attention::default(), vec![0.0; scaled.len()]);
+        let (queries, rows) = (Rows::from(&scaled[..]), rows_here.chosen(tokens).unwrap());
+        attend_exact_into(&attention, queries, &rows, &mut scratch, &mut expected, &mut stats).unwrap();
+    }
     expected.chunks_exact_mut(DIM).zip(&stats).for_each(|(out, stats)| stats.normalize(out));
     let square = |x: f32| f64::from(x) * f64::from(x);
     let error: f64 = wide(&got[at]).iter().zip(&expected).map(|(a, b)| square(a - b)).sum();
     let norm: f64 = expected.iter().map(|&x| square(x)).sum();
     assert!((error / norm).sqrt() < 2e-3, "{shape:?}: {}", (error / norm).sqrt());
 
-    let read = packed[0].len() + packed[1].len() + batch * heads * k * DIM * 2 * 2;
+    let exact_rows = rows + batch * heads * exact;
+    let read = packed[0].len() + packed[1].len() + exact_rows * DIM * 2 * 2;
     watch.report(&name, &load, read as f64, us);
     watch.report(&format!("{name}, overlapped"), &load, read as f64, us_pdl);
 }

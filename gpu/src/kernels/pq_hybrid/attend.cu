@@ -131,9 +131,12 @@ constexpr int NEIGHBORS = 0;
 
 extern "C" __global__ void __launch_bounds__(THREADS + NEIGHBORS, 1) pq_hybrid_attend(const AttendArguments a) {
     Plan<AttendArguments>& plan = block().plan;
-    if (warp_uniform(threadIdx.x < LANES)) plan.find_first(a);
+    // Where the kernel before counts the rows, the plan waits for it.
+    const bool plans_first = !IS_ADAPTIVE || a.rows_arrive;
+    if (plans_first && warp_uniform(threadIdx.x < LANES)) plan.find_first(a);
     load_value_table<THREADS>(a, blockIdx.y, shared);
     if (!a.rows_arrive) pdl_wait(), pdl_trigger();
+    if (!plans_first && warp_uniform(threadIdx.x < LANES)) plan.find_first(a);
     __syncthreads();
     while (warp_uniform(plan.entry < a.batch)) {
         if (threadIdx.x == 0) plan.find_sharers();

@@ -24,7 +24,9 @@ struct Items {
         u32 items = (length + TILE - 1) / TILE;
         if constexpr (WITH_ROWS<A>) {
             exact_length = a.exact_lengths ? a.exact_lengths[sequence] : 0;
-            selected = min(min(a.ks[sequence], a.selected_len), length);
+            // Not through L1: this may come before `pdl_wait`.
+            selected = IS_ADAPTIVE ? __ldcg(a.found + (u64)sequence * a.heads + blockIdx.y)
+                                   : min(min(a.ks[sequence], a.selected_len), length);
             items += ROW_ITEM_UNITS * ((exact_length + ROWS_PER_ITEM - 1) / ROWS_PER_ITEM +
                                        (selected + ROWS_PER_ITEM - 1) / ROWS_PER_ITEM);
         }

@@ -1,8 +1,9 @@
 // Second part of hybrid attention: selects the tokens of the largest weight of each row, from the scores of scores.cu.
 //
 // shape.cuh has the compile-time shape and explains the method. Three kernels of grid (chunk of CHUNK tokens, row),
-// SELECT_THREADS threads; `collect` and `write` are those of radix.cuh. On sm_90 select_sm90.cu takes their place.
-#include "pq_hybrid/selection.cuh"
+// SELECT_THREADS threads; `collect` and `write` are those of radix.cuh. If ADAPTIVE, `count` comes before `collect`;
+// the first block of a row counts. On sm_90 select_sm90.cu takes their place.
+#include "pq_hybrid/budget.cuh"
 
 extern "C" __global__ void __launch_bounds__(SELECT_THREADS) pq_hybrid_keys(const SelectArguments a) {
     __shared__ Normalizers normalizers;
@@ -41,16 +42,42 @@ extern "C" __global__ void __launch_bounds__(SELECT_THREADS) pq_hybrid_keys(cons
         if (counts[i]) atomicAdd(&work.row->histogram[i], counts[i]);
 }
 
-extern "C" __global__ void __launch_bounds__(SELECT_THREADS) pq_hybrid_collect(const SelectArguments a) {
-    const SelectRange range = range_of(a, blockIdx.y);
+#ifdef ADAPTIVE
+extern "C" __global__ void __launch_bounds__(SELECT_THREADS) pq_hybrid_count(const SelectArguments a) {
+    __shared__ Normalizers normalizers;
+    __shared__ Budget budget;
+    const u32 row = blockIdx.y, warp = threadIdx.x / LANES;
+    const SelectRange range = range_of(a, row);
     pdl_wait();
     pdl_trigger();
-    collect(range, selection_of(a, blockIdx.y));
+    if (blockIdx.x > 0) return;
+    if (warp < GROUP)
+        normalizers.load(a, row);
+    else
+        budget.load(a, row, 0, 1);
+    __syncthreads();
+    if (warp < GROUP) {
+        const Stats stats = budget.block_stats(warp);
+        if (threadIdx.x % LANES == 0) budget.of_block[0][warp] = stats;
+    }
+    __syncthreads();
+    if (warp > 0) return;
+    const u32 rows = budget.find(a, row, selection_of(a, row).row->histogram, range.n, normalizers, 1);
+    if (threadIdx.x == 0) put_found(a, row, min(range.k, rows));
+}
+#endif
+
+extern "C" __global__ void __launch_bounds__(SELECT_THREADS) pq_hybrid_collect(const SelectArguments a) {
+    const SelectRange most = range_of(a, blockIdx.y);
+    pdl_wait();
+    pdl_trigger();
+    collect(found_range_of(a, blockIdx.y, most), selection_of(a, blockIdx.y));
 }
 
 extern "C" __global__ void __launch_bounds__(SELECT_THREADS) pq_hybrid_write(const SelectArguments a) {
-    const SelectRange range = range_of(a, blockIdx.y);
+    const SelectRange most = range_of(a, blockIdx.y);
     pdl_wait();
     pdl_trigger();
+    const SelectRange range = found_range_of(a, blockIdx.y, most);
     write(range, selection_of(a, blockIdx.y), SelectedOutput(a, blockIdx.y, range), a.tickets);
 }

@@ -6,11 +6,12 @@
 // 1. computes the keys of its part of the tokens and counts them by their highest 11 bits, then, among those that share
 //    these bits with the k-th highest key of the row, by their next 10 bits, then by their lowest 10: after each count
 //    it adds its counts to those of all blocks, in distributed shared memory;
+//    if ADAPTIVE, the first count decides k;
 // 2. counts its tokens above and equal to that key, tells the other blocks, and writes those that are selected.
 //
 // Keys lie in shared memory, or in the workspace where a block has more than KEYS of them.
 #include "mbarrier_sm90.cuh"
-#include "pq_hybrid/selection.cuh"
+#include "pq_hybrid/budget.cuh"
 
 constexpr int THREADS = SELECT_THREADS, WARPS = THREADS / LANES;
 constexpr int MOST_BLOCKS = 16;          // of a cluster
@@ -30,13 +31,16 @@ struct Shared {
     u32 counts[HIGH_BUCKETS + 2 * LOW_BUCKETS], totals[HIGH_BUCKETS + 2 * LOW_BUCKETS];
     uint2 of_block[MOST_BLOCKS], of_warp[WARPS]; // tokens above the threshold, and equal to it
     Normalizers normalizers;
+#ifdef ADAPTIVE
+    Budget budget;
+#endif
 };
 extern __shared__ __align__(16) u8 memory[];
 static_assert(sizeof(Shared) <= SELECT_SHARED_BYTES, "the host reserves it");
 
-// Adds the counts of all blocks of the cluster, and finds the bucket with the row's `k`-th highest key.
+// Adds the counts of all blocks of the cluster.
 template <int BUCKETS>
-__device__ __forceinline__ Bucket find_in_cluster(const u32* counts, u32* totals, u32 k) {
+__device__ __forceinline__ void add_in_cluster(const u32* counts, u32* totals) {
     __syncthreads();
     const u32 blocks = cluster_nctarank();
     for (int i = threadIdx.x; i < BUCKETS; i += THREADS)
@@ -44,7 +48,6 @@ __device__ __forceinline__ Bucket find_in_cluster(const u32* counts, u32* totals
             for (u32 rank = 0; rank < blocks; rank++) red_add_cluster(totals + i, rank, count);
     cluster_arrive();
     cluster_wait();
-    return find_bucket<THREADS, BUCKETS>(totals, k);
 }
 
 // Counts the keys whose highest bits are `high`, by the LOW_BITS bits from bit `shift` on.
@@ -60,10 +63,10 @@ __device__ __forceinline__ void count_digit(u32* counts, const uint4* keys, u32 
     }
 }
 
-// The row's threshold for its `k` highest keys; `counts` has those of this block's `count` keys by the first digit.
+// The row's threshold for its `k` highest keys, whose first digits have been counted and added.
 __device__ __forceinline__ Threshold find_threshold(Shared& shared, const uint4* keys, u32 count, u32 k) {
     u32 *counts = shared.counts, *totals = shared.totals;
-    Bucket digit = find_in_cluster<HIGH_BUCKETS>(counts, totals, k);
+    Bucket digit = find_bucket<THREADS, HIGH_BUCKETS>(totals, k);
     u32 high = digit.index;
     counts += HIGH_BUCKETS, totals += HIGH_BUCKETS;
 #pragma unroll
@@ -71,7 +74,8 @@ __device__ __forceinline__ Threshold find_threshold(Shared& shared, const uint4*
         k -= digit.above;
         if (k == digit.count) return select_from(high << shift << LOW_BITS);
         count_digit(counts, keys, count, high, shift);
-        digit = find_in_cluster<LOW_BUCKETS>(counts, totals, k);
+        add_in_cluster<LOW_BUCKETS>(counts, totals);
+        digit = find_bucket<THREADS, LOW_BUCKETS>(totals, k);
         high = high << LOW_BITS | digit.index;
         counts += LOW_BUCKETS, totals += LOW_BUCKETS;
     }
@@ -83,21 +87,34 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) pq_hybrid_select(const 
     const u32 row = blockIdx.y, rank = cluster_ctarank(), warp = threadIdx.x / LANES, lane = threadIdx.x % LANES;
     for (int i = threadIdx.x; i < HIGH_BUCKETS + 2 * LOW_BUCKETS; i += THREADS) shared.counts[i] = shared.totals[i] = 0;
     cluster_arrive();
-    const SelectRange range = range_of(a, row);
+    SelectRange range = range_of(a, row);
     const u32 tiles = (range.n + TILE - 1) / TILE, span = (tiles + gridDim.x - 1) / gridDim.x;
     const u32 first = min(rank * span, tiles), count = min(span, tiles - first); // tiles of this block
+#ifdef ADAPTIVE
+    if (warp >= GROUP) shared.budget.load(a, row, rank, gridDim.x);
+#endif
     pdl_wait();
     pdl_trigger();
     u32* keys = span * TILE <= KEYS ? shared.keys : selection_of(a, row).keys + first * TILE;
     if (threadIdx.x < GROUP * LANES) shared.normalizers.load(a, row);
     cluster_wait(); // all counts are zero
     __syncthreads(); // normalizers
+#ifdef ADAPTIVE
+    if (range.k == 0 && rank == 0 && threadIdx.x == 0) put_found(a, row, 0);
+#endif
     if (range.k == 0) return;
 
     // A lane has PLACES tokens of a tile at a time.
     const u32 place = lane % (TILE / PLACES) * PLACES;
     const float* scores = a.scores_of(row) + (u64)first * (GROUP * TILE) + place;
     const Normalizers normalizers = shared.normalizers;
+#ifdef ADAPTIVE
+    if (warp < GROUP) {
+        const Stats stats = shared.budget.block_stats(warp);
+        const uint2 bits = make_uint2(__float_as_uint(stats.max), __float_as_uint(stats.sum));
+        if (lane < gridDim.x) st_cluster(&shared.budget.of_block[rank][warp], lane, bits);
+    }
+#endif
     for (u32 tile = threadIdx.x / (TILE / PLACES); tile < count; tile += THREADS / (TILE / PLACES)) {
         float score[PLACES][GROUP];
 #pragma unroll
@@ -117,6 +134,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) pq_hybrid_select(const 
         *reinterpret_cast<Places<u32>*>(keys + tile * TILE + place) = key;
     }
     __syncthreads();
+    if (IS_ADAPTIVE || range.k < range.n) add_in_cluster<HIGH_BUCKETS>(shared.counts, shared.totals);
+#ifdef ADAPTIVE
+    if (warp == 0) {
+        const u32 rows = shared.budget.find(a, row, shared.totals, range.n, shared.normalizers, gridDim.x);
+        if (lane == 0) shared.budget.rows = rows;
+    }
+    __syncthreads();
+    range.k = min(range.k, shared.budget.rows);
+    if (rank == 0 && threadIdx.x == 0) put_found(a, row, range.k);
+    if (range.k == 0) return;
+#endif
     const uint4* fours = reinterpret_cast<const uint4*>(keys);
     const Threshold threshold =
         range.k == range.n ? select_all() : find_threshold(shared, fours, count * TILE, range.k);

@@ -11,6 +11,12 @@ __device__ __forceinline__ SelectRange range_of(const SelectArguments& a, u32 ro
     return {a.lengths[sequence], min(a.ks[sequence], a.selected_len), 0, 0};
 }
 
+// If ADAPTIVE, the kernel that counts a row's tokens has to end first.
+__device__ __forceinline__ SelectRange found_range_of(const SelectArguments& a, u32 row, SelectRange range) {
+    if (IS_ADAPTIVE) range.k = min(range.k, __ldcg(a.bound.found + row));
+    return range;
+}
+
 __device__ __forceinline__ Selection selection_of(const SelectArguments& a, u32 row) {
     return {a.selection, (u64)a.batch * a.heads, row, a.chunks};
 }

@@ -3,7 +3,7 @@
 //
 // CPU twins: pq_core::hybrid_select_into, pq_core::hybrid_attend_into, pq_core::attend_exact_into. Compile-time shape:
 // HEAD_DIM 64 or 128; GROUP 1 to 8 query heads of a key/value head; KEY_M, VALUE_M 8, 16 or 32 subspaces; KEY_BITS,
-// VALUE_BITS 4 or 8; ELEMENT 1 (f16) or 2 (bf16); MAX_RULE (keys.cuh); PAGED or not.
+// VALUE_BITS 4 or 8; ELEMENT 1 (f16) or 2 (bf16); MAX_RULE (keys.cuh); PAGED or not; ADAPTIVE or not (budget.cuh).
 //
 // A step is two operations, so that rows can be fetched in between:
 //
@@ -25,6 +25,11 @@
 
 constexpr int D = HEAD_DIM, WORDS = D / 2; // a vector is WORDS pairs of f16
 constexpr int TILE = 32;
+#ifdef ADAPTIVE
+constexpr bool IS_ADAPTIVE = true;
+#else
+constexpr bool IS_ADAPTIVE = false;
+#endif
 // Queries that a table entry serves.
 constexpr int VEC = GROUP <= 2 ? 2 : GROUP <= 4 ? 4 : 8;
 
@@ -45,7 +50,7 @@ constexpr int RESULT = D + 4; // floats of a partial result: components, maximum
 struct Arguments {
     const u32* lengths; // [sequence]: coded tokens
     const u32* pages;   // [sequence][page of sequence]; read only if PAGED
-    const u32* ks;      // [sequence]: tokens to select
+    const u32* ks;      // [sequence]: tokens to select; if ADAPTIVE, the most
     float* scores;      // [row][chunk][tile][GROUP][TILE], tokens of a tile by `place_of`; those of selected tokens are
                         // minus infinity once they are selected
     u32 batch, heads, page_tiles, max_pages, selected_len;
@@ -56,6 +61,18 @@ struct Arguments {
     __device__ __forceinline__ float* scores_of(u64 row) const {
         return scores + row * chunks * (CHUNK_TOKENS * GROUP);
     }
+};
+
+// What decides how many tokens a row selects, if ADAPTIVE.
+struct ErrorBound {
+    const u16* queries;        // [sequence][head][GROUP][D], in the space of the exact rows
+    const u16* exact_keys;     // [sequence][head][exact_capacity][D]
+    const u32* exact_lengths;  // [sequence], or null
+    const float* value_errors; // [head]: mean squared errors of the coded values over the variance of the values
+    u32* found;                // [row]: tokens that are selected
+    u64* total;                // their sum over all rows is added to it, or null
+    u32 exact_capacity;
+    float bound; // of the length of an output's error over the deviation of the values
 };
 
 // Of the kernels that select.
@@ -69,6 +86,7 @@ struct SelectArguments : Arguments {
     Stats* stats;        // [row][block of the head][VEC]
     u8* selection;       // radix.cuh
     u32 tickets;         // radix.cuh
+    ErrorBound bound;    // budget.cuh
 };
 
 // Of the kernel that attends.
@@ -86,6 +104,7 @@ struct AttendArguments : Arguments {
     u32* counts;              // [sequence][head]: blocks that have finished; zero before and after a launch
     u16* out;                 // as queries
     float* log_sum_exp;       // [sequence][head][GROUP], or null
+    const u32* found;         // [row]: tokens that are selected, if ADAPTIVE
     u64 row_capacity;
     u32 exact_capacity;
     u32 rows_arrive; // whether the kernel before brings the selected rows: they are read after `pdl_wait`, everything
