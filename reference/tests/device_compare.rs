@@ -30,17 +30,20 @@ fn rows_are_those_of_the_cpu() {
                    zack:k=0.5:v=0.5:multiple=8:window=32:sinks=2,zack:ranks=loss:multiple=16:exact=bf16,\
                    zack:k=0.5:v=0.5:multiple=8:prompt=cut,cachegen,cachegen:bits=2:window=32:sinks=2:batch=16,\
                    cachegen:mode=channels:k=0.25:v=0.25:models=context,\
-                   cachegen:mode=common:k=0.2:v=0.2:predictor=previous:batch=1";
+                   cachegen:mode=common:k=0.2:v=0.2:predictor=previous:batch=1,\
+                   hybrid:keys=rotated:rows=auto:rows-on=device,\
+                   hybrid:keys=rotated:rows=auto:bound=0.02:most=0.2:rows-on=device";
     // Bins of a deviation would be too coarse: so few tokens have a KL of .0045 at .96 of it and of .0142 at
     // 1.04, on the CPU alone. In bf16 the device rounds keys when it takes them back before RoPE and rotates them
     // again: with bins of a quarter that is .00072 for the CPU's .00040.
     let on = OnGpu { gpu, chunk: SIZES.context, others_on_cpu: false };
-    let (here, there) = (rows(methods, None).unwrap(), rows(methods, Some(&on)).unwrap());
+    let on_cpu = methods.replace(":rows-on=device", ""); // has no effect there
+    let (here, there) = (rows(&on_cpu, None).unwrap(), rows(methods, Some(&on)).unwrap());
     for (cpu, gpu) in here.iter().zip(&there) {
         let name = format!("{} {}", gpu.name, gpu.setting);
         println!(
             "{name}: KL {:.3e} and on the CPU {:.3e}, top-1 {:.3} {:.3}, perplexity {:.3} {:.3}, \
-             bits {:.3} {:.3}, needles {:?} {:?}",
+             bits {:.3} {:.3}, needles {:?} {:?}, rows {:.1} {:.1}",
             gpu.kl,
             cpu.kl,
             gpu.top1,
@@ -50,7 +53,9 @@ fn rows_are_those_of_the_cpu() {
             gpu.bits_per_value,
             cpu.bits_per_value,
             gpu.needle,
-            cpu.needle
+            cpu.needle,
+            gpu.fetched.rows,
+            cpu.fetched.rows
         );
         assert_eq!((cpu.device, gpu.device), (Place::Cpu, Place::Cuda), "{name}");
         assert!((gpu.kl - cpu.kl).abs() <= (0.1 * cpu.kl).max(2e-4), "{name}: KL {} and {}", gpu.kl, cpu.kl);
@@ -58,6 +63,8 @@ fn rows_are_those_of_the_cpu() {
         assert!((gpu.top1 - cpu.top1).abs() < 0.04, "{name}: top-1");
         // Codes on the device lie in tiles of 32 tokens.
         assert!((gpu.bits_per_value / cpu.bits_per_value - 1.0).abs() < 0.04, "{name}: bits");
+        let rows = (gpu.fetched.rows - cpu.fetched.rows).abs();
+        assert!(gpu.name != "hybrid" || rows <= 0.1 * cpu.fetched.rows + 1.0, "{name}: rows of a step");
         assert!((gpu.needle.unwrap() - cpu.needle.unwrap()).abs() <= 0.25, "{name}: pass keys");
     }
     assert_eq!(there[0].kl, 0.0, "dense is its own reference");

@@ -26,6 +26,9 @@ fn it_diverges_as_on_the_cpu() {
         "hybrid:keys=rotated:rows=0.1:offloaded=int8",
         "hybrid:keys=rotated:rows=0:v=16x8",
         "hybrid:keys=rotated:rows=0.1:k=32x4:v=32x4:window=32:sinks=2:rows-on=device",
+        "hybrid:keys=rotated:rows=auto:rows-on=device",
+        "hybrid:keys=rotated:rows=auto:bound=0.02:most=0.5:rows-on=device",
+        "hybrid:keys=rotated:rows=auto:bound=0.01:most=0.1:window=32:sinks=2:rows-on=device",
     ] {
         diverges_as_on_the_cpu(&gpu, spec);
     }
@@ -36,6 +39,7 @@ fn rows_of_every_token_equal_dense() {
     let Some(gpu) = gpu("hybrid with every row") else { return };
     equals_dense(&gpu, "hybrid:keys=rotated:rows=1", 0.9998);
     equals_dense(&gpu, "hybrid:keys=rotated:rows=1:window=2:sinks=0:rows-on=device", 0.9998);
+    equals_dense(&gpu, "hybrid:keys=rotated:rows=auto:bound=1e-9:rows-on=device", 0.9998);
 }
 
 #[test]
@@ -96,6 +100,9 @@ fn a_batch_of_different_lengths_generates_what_each_sequence_does() {
         let profile = profile(&model, &tokens[..2048], &[&*spec]);
         batches_generate_what_sequences_do(&gpu, &model, &tokens, &profile, (&spec, 8));
     }
+    let spec = "hybrid:keys=rotated:rows=auto:exact=bf16:rows-on=device";
+    let profile = profile(&model, &tokens[..2048], &[spec]);
+    batches_generate_what_sequences_do(&gpu, &model, &tokens, &profile, (spec, 8));
 }
 
 #[test]
@@ -103,8 +110,9 @@ fn what_a_device_has_not_is_an_error() {
     let Some(gpu) = gpu("hybrid errors") else { return };
     let (model, _) = model();
     for spec in [
-        "hybrid", // needs the mean of a position
-        "hybrid:keys=rotated:rows=auto",
+        "hybrid",                        // needs the mean of a position
+        "hybrid:keys=rotated:rows=auto", // and rows on the host
+        "hybrid:keys=rotated:rows=auto:most=0.1:offloaded=int8",
         "hybrid:keys=rotated:norms=on",
         "hybrid:keys=rotated:refine=2",
         "hybrid:keys=rotated:window=7",

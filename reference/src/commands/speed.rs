@@ -169,9 +169,12 @@ impl Speed {
         for _ in 1..WARM_UP {
             decoder.step()?;
         }
-        let fetched = decoder.fetched_rows()?;
+        let (fetched, chosen) = (decoder.fetched_rows()?, decoder.chosen_rows()?);
         let mut times = decoder.time(self.steps)?;
         let fetched_rows = (decoder.fetched_rows()? - fetched) as f64 / self.steps as f64;
+        let heads = weights.config.n_layers * weights.config.n_kv_heads * batch;
+        let per_head = |rows: u64| rows as f64 / (self.steps * heads) as f64;
+        let chosen_rows = decoder.chosen_rows()?.zip(chosen).map(|(rows, before)| per_head(rows - before));
         let mean_ms = times.iter().sum::<f32>() / times.len() as f32;
         times.sort_by(f32::total_cmp);
         let step_ms = times[times.len() / 2];
@@ -191,6 +194,7 @@ impl Speed {
             cache_bytes,
             device_bytes: cache.bytes(),
             host_bytes: cache.host_bytes(),
+            chosen_rows,
             fetched_rows,
             fetched_bytes: fetched_rows * cache.fetched_row_bytes() as f64,
             floor_ms: 1000.0 * (weight_bytes + cache_bytes) as f64 / copy_rate,

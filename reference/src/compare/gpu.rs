@@ -112,10 +112,11 @@ pub(super) fn score(
         let mut decoder = models.decoder(&runner.profile, method, weights, tokens)?;
         let scores = score_text(&mut decoder, text, decoded, reference)?;
         let fetched = decoder.fetched_rows()? as f64 / steps as f64; // by all heads
+        let chosen = decoder.chosen_rows()?.map_or(fetched, |rows| rows as f64 / steps as f64);
         progress.inc(1);
         let config = &runner.model.config;
         let fetched = FetchedPerStep {
-            rows: fetched / (config.n_layers * config.n_kv_heads) as f64,
+            rows: chosen / (config.n_layers * config.n_kv_heads) as f64,
             bytes: fetched * decoder.cache().fetched_row_bytes() as f64,
             ..FetchedPerStep::default()
         };

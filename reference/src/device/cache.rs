@@ -186,6 +186,15 @@ pub trait DeviceCache: ChunkCache {
         Ok(0)
     }
 
+    /// Exact rows that steps have read so far, over all layers and heads, where steps decide how many; after
+    /// waiting for the last step.
+    ///
+    /// # Errors
+    /// [`Error::Device`].
+    fn chosen_rows(&self, _gpu: &Gpu) -> Result<Option<u64>> {
+        Ok(None)
+    }
+
     /// Makes steps wait for the encoding of what leaves the window, for timing; not after a [`Decoder`] has
     /// been made.
     ///
@@ -346,11 +355,16 @@ pub fn method_cache(
     Ok(Box::new(cache))
 }
 
+/// What hashed codes of values count as: a number with which a bound has some effect on how many rows a step
+/// reads.
+const HASHED_VALUE_ERROR: f32 = 0.5;
+
 /// Codes of transformed rows.
 struct TransformedCodes {
     codebooks: Option<Codebooks>, // or hashed ones
     maps: BasisMaps,
-    key_errors: Vec<f32>, // (layer, heads, head_dim): mean squares
+    key_errors: Vec<f32>,   // (layer, heads, head_dim): mean squares
+    value_errors: Vec<f32>, // (layer, heads): mean squares over the variance
 }
 
 impl TransformedCodes {
@@ -358,13 +372,16 @@ impl TransformedCodes {
     fn new(method: &Method, config: &Config, profile: Option<&Profile>) -> Result<Self> {
         let Some(profile) = profile else {
             let key_errors = vec![0.0; config.n_layers * config.kv_dim()];
-            return Ok(Self { codebooks: None, maps: BasisMaps::random(config), key_errors });
+            let value_errors = vec![HASHED_VALUE_ERROR; config.n_layers * config.n_kv_heads];
+            let maps = BasisMaps::random(config);
+            return Ok(Self { codebooks: None, maps, key_errors, value_errors });
         };
         let heads = method.transformed_heads(config, profile)?;
         let all = || heads.iter().flatten();
         let maps = BasisMaps::of(all().map(|head| &head.maps));
         let key_errors = all().flat_map(|head| head.key_errors.iter().copied()).collect();
+        let value_errors = all().map(|head| head.value_error).collect();
         let codebooks = heads.into_iter().map(|layer| layer.into_iter().map(|head| head.codebooks).collect());
-        Ok(Self { codebooks: Some(codebooks.collect()), maps, key_errors })
+        Ok(Self { codebooks: Some(codebooks.collect()), maps, key_errors, value_errors })
     }
 }

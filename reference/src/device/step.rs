@@ -320,6 +320,14 @@ impl Decoder {
         self.cache.fetched_rows(&self.gpu)
     }
 
+    /// Exact rows that steps have read so far: [`DeviceCache::chosen_rows`].
+    ///
+    /// # Errors
+    /// [`Error::Device`].
+    pub fn chosen_rows(&self) -> Result<Option<u64>> {
+        self.cache.chosen_rows(&self.gpu)
+    }
+
     /// Milliseconds of each of `rounds` steps, on the device's clock.
     ///
     /// # Errors

@@ -32,6 +32,9 @@ pub struct StepTimes {
     pub device_bytes: usize,
     /// Bytes of it in memory of the host.
     pub host_bytes: usize,
+    /// Exact rows (a token's key and value) that a step reads for one head, on average, where steps decide how
+    /// many.
+    pub chosen_rows: Option<f64>,
     /// Rows (a token's key and value of one head) that a step reads from the host, on average.
     pub fetched_rows: f64,
     /// Their bytes.
@@ -71,7 +74,7 @@ pub struct Times {
     pub rows: Vec<StepTimes>,
 }
 
-const COLUMNS: [&str; 17] = [
+const COLUMNS: [&str; 18] = [
     "method",
     "context",
     "batch",
@@ -83,6 +86,7 @@ const COLUMNS: [&str; 17] = [
     "over floor",
     "GB device",
     "GB host",
+    "rows a head",
     "rows fetched",
     "products",
     "attention",
@@ -91,7 +95,7 @@ const COLUMNS: [&str; 17] = [
     "second",
 ];
 
-fn cells(row: &StepTimes) -> [String; 17] {
+fn cells(row: &StepTimes) -> [String; 18] {
     [
         row.method.replace(':', " "),
         row.context.to_string(),
@@ -104,6 +108,7 @@ fn cells(row: &StepTimes) -> [String; 17] {
         format!("{:.2}", f64::from(row.step_ms) / row.floor_ms),
         format!("{:.2}", row.device_bytes as f64 / 1e9),
         format!("{:.2}", row.host_bytes as f64 / 1e9),
+        row.chosen_rows.map_or("-".into(), |rows| format!("{rows:.1}")),
         format!("{:.0}", row.fetched_rows),
         format!("{:.3}", row.products_ms),
         format!("{:.3}", row.attention_ms),
@@ -214,6 +219,7 @@ mod tests {
             cache_bytes: 1 << 30,
             device_bytes: 1 << 30,
             host_bytes: 0,
+            chosen_rows: None,
             fetched_rows: 0.0,
             fetched_bytes: 0.0,
             floor_ms: 4.1,

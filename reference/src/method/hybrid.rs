@@ -37,8 +37,8 @@ pub(super) const HYBRID: Entry = Entry {
     help: concat!(
         "\
   hybrid            attention on coarse PQ codes, with the exact rows of  k=16x8 v=8x8 rows=0.01|auto bound=0.05
-                      the few tokens that hold most of the weight;        keys=mean|rope|rotated norms=off|on
-                                                                          iterations=8
+                      the few tokens that hold most of the weight; auto:  keys=mean|rope|rotated norms=off|on
+                      as many as a bound needs, but for at most `most`    iterations=8 most=1
                       on a GPU: the memory that holds the exact rows      rows-on=host|device
 ",
         offload_help!()
@@ -47,11 +47,12 @@ pub(super) const HYBRID: Entry = Entry {
         let codes = Pair::new(PqCode::take(s, "k", 8, 8)?, PqCode::take(s, "v", 8, 16)?);
         let rows = s.own("rows", Rows::Share(0.01))?;
         if rows != Rows::Auto {
-            s.need(&["bound"], "rows=auto")?;
+            s.need(&["bound", "most"], "rows=auto")?;
         }
         Ok(Arc::new(HybridKind {
             rows,
             bound: s.common_part("bound", 0.05)? as f32,
+            most: s.common_part("most", 1.0)?,
             offload: OffloadSettings::take(s)?,
             home: s.common("rows-on", Home::Host)?,
             codes: PqKlt::take(s, codes, Switch::Off)?,
@@ -92,6 +93,7 @@ struct HybridKind {
     codes: PqKlt,
     rows: Rows,
     bound: f32,
+    most: f64, // part of the tokens
     offload: OffloadSettings,
     home: Home,
 }
@@ -149,6 +151,7 @@ impl Kind for HybridKind {
                 exact: self.offload.rows(site)?,
                 rows: self.rows,
                 bound: self.bound,
+                most: self.most,
             })
         })
     }
@@ -163,6 +166,7 @@ struct HybridStore {
     exact: OffloadedRows, // rotated keys, values
     rows: Rows,
     bound: f32,
+    most: f64,
 }
 
 impl HybridStore {
@@ -177,9 +181,12 @@ impl HybridStore {
         stats: &mut [SoftmaxStats],
     ) -> Result<Vec<u32>> {
         let n = step.tokens.n();
+        let part = |share: f64| Budget::Share(share).k(n - first, 0);
         let rows = match self.rows {
-            Rows::Share(share) => RowBudget::Count(Budget::Share(share.into()).k(n - first, 0)),
-            Rows::Auto => RowBudget::Error { bound: self.bound, value_error: step.value_error, most: n },
+            Rows::Share(share) => RowBudget::Count(part(share.into())),
+            Rows::Auto => {
+                RowBudget::Error { bound: self.bound, value_error: step.value_error, most: part(self.most) }
+            }
         };
         let hybrid = Hybrid { rows, score_variances: &step.score_variances, others, ..Hybrid::default() };
         let shape = step.tokens.value_shape();

@@ -127,6 +127,7 @@ mod tests {
             ("oracle:ratio=0.1:tokens=8", "give `tokens` or `ratio`, not both"),
             ("oracle:x=1", "unknown setting `x`; known: tokens, ratio, sinks"),
             ("hybrid:bound=0.1", "`bound` has no effect without rows=auto"),
+            ("hybrid:most=0.1", "`most` has no effect without rows=auto"),
             ("pqcache:k-cache=8", "`k-cache` has no effect without offload=FOLDER"),
             ("pqcache:codebooks=both", "codebooks=both: must be one of prompt, profile"),
             ("dense:pool=4096", "`pool` has no effect without pages=N"),

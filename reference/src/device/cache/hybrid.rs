@@ -1,4 +1,4 @@
-use kv_gpu::pq::{ExactRows, ExactTokens, Hybrid, HybridArguments, HybridShape, RowIndex, TILE};
+use kv_gpu::pq::{ErrorBound, ExactRows, ExactTokens, Hybrid, HybridArguments, HybridShape, RowIndex, TILE};
 use kv_gpu::{AnyElement, DevicePtr, Element};
 use pq_core::GroupRule;
 
@@ -21,7 +21,8 @@ use crate::side::{Pair, Side};
 /// Hybrid attention: coarse codes of all tokens on the device, and in the same softmax the exact rows of the
 /// few that hold most of the weight, from a `RowStore` in memory of the device or the host.
 ///
-/// For each layer a step scores all tokens and selects (`pq::Hybrid::select`), fetches the rows that the host
+/// For each layer a step scores all tokens and selects, k of them or as many as a bound needs
+/// (`pq::Hybrid::select`), fetches the rows that the host
 /// has and attends (`pq::Hybrid::attend`). Queries and keys arrive in the basis of the key codes (`Bases`),
 /// and values in that of theirs, which is folded into the model. Tokens are encoded before the ring
 /// overwrites their rows (`Turns`).
@@ -39,7 +40,16 @@ pub struct HybridCache {
     bases: Bases,
     errors: Buffer<f32>, // (layer, heads, head_dim): mean squares of the coding errors of keys
     selected: Buffer<u32>, // (batch, heads, most)
+    adaptive: Option<Adaptive>,
     workspace: Buffer<u8>,
+}
+
+/// How many rows heads read where a bound decides it.
+struct Adaptive {
+    bound: f32,
+    value_errors: Buffer<f32>, // (layer, heads)
+    found: Buffer<u32>,        // (batch, heads)
+    total: Buffer<u64>,        // (1,): of all steps so far
 }
 
 impl HybridCache {
@@ -88,6 +98,7 @@ impl HybridCache {
                 element,
                 rule: GroupRule::SumOfSoftmax,
                 paged: false,
+                adaptive: plan.bound.is_some(),
             },
         )?;
         let tiles = capacity.div_ceil(TILE).max(1);
@@ -100,6 +111,15 @@ impl HybridCache {
             errors: Buffer::of(gpu, &codes.key_errors)?,
             codes: TokenCodes::new(gpu, element, plan.quantizers, codes.codebooks, shape, None)?,
             selected: Buffer::zeros(gpu, batch * shape.heads * most)?,
+            adaptive: match plan.bound {
+                Some(bound) => Some(Adaptive {
+                    bound,
+                    value_errors: Buffer::of(gpu, &codes.value_errors)?,
+                    found: Buffer::zeros(gpu, batch * shape.heads)?,
+                    total: Buffer::zeros(gpu, 1)?,
+                }),
+                None => None,
+            },
             workspace: Buffer::zeros(gpu, hybrid.workspace_len(batch, shape.heads, tiles * TILE))?,
             window: Window::new(gpu, shape)?,
             store,
@@ -184,6 +204,12 @@ impl DeviceCache for HybridCache {
             lengths: sequences.coded_lengths.pointer(),
             pages: None,
             ks: self.budget.ks(),
+            bound: self.adaptive.as_ref().map(|adaptive| ErrorBound {
+                bound: adaptive.bound,
+                value_errors: adaptive.value_errors.pointer().offset(layer * heads),
+                found: adaptive.found.pointer(),
+                total: Some(adaptive.total.pointer()),
+            }),
             selected: self.selected.pointer(),
             selected_len: self.store.shape.most,
             rows: self.selected_rows(layer),
@@ -194,11 +220,12 @@ impl DeviceCache for HybridCache {
             pdl: true,
             workspace: self.workspace.pointer(),
         };
-        let selected = (self.selected.pointer(), self.budget.counts());
+        let counts = self.adaptive.as_ref().map_or(self.budget.counts(), |adaptive| adaptive.found.pointer());
+        let selected = (self.selected.pointer(), counts);
         // SAFETY: the buffers have the lengths of `new`; the decoder keeps lengths within the capacity, and
         // `most` tokens are the most of the budget. What precedes `select` writes neither tables nor lengths;
-        // `StepBudget` has written k without PDL. `fetch` writes the rows of all selected tokens to their
-        // slots.
+        // `StepBudget` has written k without PDL. `fetch` waits for `select`, and writes the rows of all
+        // selected tokens to their slots.
         unsafe {
             self.hybrid.select(gpu.stream(), &arguments)?;
             self.store.fetch(gpu, layer, selected, self.slots(layer), None)?;
@@ -240,7 +267,10 @@ impl DeviceCache for HybridCache {
 
     fn step_bytes(&self, tokens: usize) -> usize {
         let shape = self.window.shape;
-        let rows = self.plan.budget.k(shape.stored(tokens), shape.sinks + shape.ring);
+        let rows = match self.adaptive {
+            Some(_) => 0, // at least
+            None => self.plan.budget.k(shape.stored(tokens), shape.sinks + shape.ring),
+        };
         self.footprint(tokens).kept + 4 * shape.n_layers * shape.side_len(rows)
     }
 
@@ -266,6 +296,13 @@ impl DeviceCache for HybridCache {
 
     fn fetched_rows(&self, gpu: &Gpu) -> Result<u64> {
         self.store.fetched(gpu)
+    }
+
+    fn chosen_rows(&self, gpu: &Gpu) -> Result<Option<u64>> {
+        let Some(Adaptive { total, .. }) = &self.adaptive else { return Ok(None) };
+        let mut rows = [0];
+        total.read_into(gpu, &mut rows)?;
+        Ok(Some(rows[0]))
     }
 
     fn fetched_row_bytes(&self) -> usize {

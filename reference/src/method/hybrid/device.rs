@@ -12,7 +12,10 @@ use crate::{Error, Result};
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct HybridPlan {
     pub quantizers: Pair<PqShape>,
+    /// The rows of a step, or the most of them.
     pub budget: Budget,
+    /// What decides how many each head reads, if anything does.
+    pub bound: Option<f32>,
     pub home: RowHome,
     /// Rows of a head that stay on the device, if a step selects fewer.
     pub held: usize,
@@ -20,14 +23,18 @@ pub(crate) struct HybridPlan {
 
 impl HybridKind {
     pub(super) fn device_plan(&self, head_dim: usize) -> Result<HybridPlan> {
-        let RowCount::Share(share) = self.rows else {
-            return Err(Error::argument(
-                "rows=auto needs the CPU: pass a share of the tokens, or --device cpu",
-            ));
-        };
         let quantizers = self.codes.tables_only(head_dim)?;
         let home = self.offload.home(self.home)?;
-        let (budget, held) = (Budget::Share(share.into()), self.offload.held());
-        Ok(HybridPlan { quantizers, budget, home, held })
+        let held = self.offload.held();
+        let (share, bound) = match self.rows {
+            RowCount::Share(share) => (share.into(), None),
+            RowCount::Auto if home != RowHome::Device => {
+                return Err(Error::argument(
+                    "rows=auto on a GPU needs rows-on=device: pass it, a share of the tokens, or --device cpu",
+                ));
+            }
+            RowCount::Auto => (self.most, Some(self.bound)),
+        };
+        Ok(HybridPlan { quantizers, budget: Budget::Share(share), bound, home, held })
     }
 }

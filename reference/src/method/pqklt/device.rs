@@ -22,6 +22,8 @@ pub(crate) struct TransformedHead {
     pub maps: HeadMaps,
     /// Mean squared error of each component of the coded keys, (head_dim,).
     pub key_errors: Vec<f32>,
+    /// Mean squared error of the coded values over their variance.
+    pub value_error: f32,
 }
 
 impl PqKlt {
@@ -80,6 +82,7 @@ impl TransformedHead {
                 values: columns(&values.basis)?,
             },
             key_errors: keys.errors,
+            value_error: values.errors[0],
         })
     }
 }
