@@ -10,7 +10,7 @@ use core::iter;
 use crate::codebook::Subspace;
 use crate::pack::BLOCK;
 use crate::simd::{Kernel, Run, Simd, transpose_rows};
-use crate::{Backend, Codebook, Element};
+use crate::{Backend, Element};
 
 /// The result of [`assign`] for each point of a tile.
 pub(crate) struct Nearest {
@@ -92,7 +92,7 @@ impl<'a, E: Element + 'a, F: Fn(usize) -> &'a [E]> FillTile<'_, F> {
 
 /// The sum of a function of all values, in several sums: one would wait for every addition.
 #[inline(always)]
-fn sum<'v>(slices: impl Iterator<Item = &'v [f32]>, of: impl Fn(f64) -> f64) -> f64 {
+pub(crate) fn sum<'v>(slices: impl Iterator<Item = &'v [f32]>, of: impl Fn(f64) -> f64) -> f64 {
     let (mut sums, mut last) = ([0.0; 8], 0.0);
     for values in slices {
         let (whole, rest) = values.as_chunks::<8>();
@@ -172,14 +172,15 @@ fn summed_error(subspace: Subspace<'_>, tile: Tile<'_>, nearest: &mut Nearest, d
 
 /// Whether no term or sum of a distance can overflow `f32`: `|<x, c>|` is at most `|x| |c|`, also for a
 /// subset of the components.
-fn fits_f32(subspace: Subspace<'_>, squares: f64) -> bool {
+pub(crate) fn fits_f32(subspace: Subspace<'_>, squares: f64) -> bool {
     const LIMIT: f64 = f32::MAX as f64 / 4.0;
     let largest = f64::from(subspace.largest);
     largest < LIMIT && 2.0 * largest * squares < LIMIT * LIMIT
 }
 
 /// The first of the nearest centroids to `x`, in `f64`, and the squared distance.
-fn nearest_wide(subspace: Subspace<'_>, x: impl Iterator<Item = f32> + Clone) -> (u32, f64) {
+#[cold]
+pub(crate) fn nearest_wide(subspace: Subspace<'_>, x: impl Iterator<Item = f32> + Clone) -> (u32, f64) {
     let mut best = (0, f64::INFINITY);
     for c in 0..subspace.ksub() {
         let components = x.clone().enumerate();
@@ -371,190 +372,9 @@ fn blocked<
     }
 }
 
-/// As [`assign`], for all subspaces of one vector: calls `set` with the first of up to 64 subspaces and the
-/// indices of their nearest centroids. Returns the squared error.
-pub(crate) fn assign_one<E: Element>(
-    backend: Backend,
-    codebook: &Codebook<'_>,
-    vector: &[E],
-    set: impl FnMut(usize, &[u32]),
-) -> f64 {
-    backend.run(AssignOne { codebook, vector, set })
-}
-
 /// A NaN or an infinity becomes 0.
 #[inline(always)]
-fn finite<E: Element>(x: E) -> f32 {
+pub(crate) fn finite<E: Element>(x: E) -> f32 {
     let x = x.to_f32();
     if x.is_finite() { x } else { 0.0 }
-}
-
-struct AssignOne<'a, E, F> {
-    codebook: &'a Codebook<'a>,
-    vector: &'a [E], // (dim,)
-    set: F,
-}
-
-impl<E: Element, F: FnMut(usize, &[u32])> AssignOne<'_, E, F> {
-    /// Calls `nearest` for every subspace where its distances fit.
-    #[inline(always)]
-    fn each(mut self, nearest: impl Fn(Subspace<'_>, &[E]) -> (u32, f32)) -> f64 {
-        let (dsub, m) = (self.codebook.shape().dsub(), self.codebook.shape().m());
-        // The squares of the whole vector, summed several at a time, tell of nearly all that all distances
-        // fit.
-        let mut all_squares = 0.0;
-        for strip in self.vector.chunks(BLOCK) {
-            let mut x = [0.0; BLOCK];
-            strip.iter().zip(&mut x).for_each(|(&x, out)| *out = finite(x));
-            all_squares += sum(iter::once(&x[..strip.len()]), |x| x * x);
-        }
-        let all_fit = fits_f32(self.codebook.subspace(0), all_squares);
-        let mut error = if all_fit { all_squares } else { 0.0 };
-        for first in (0..m).step_by(BLOCK) {
-            let count = BLOCK.min(m - first);
-            let mut indices = [0; BLOCK];
-            let vectors = self.vector[first * dsub..].chunks_exact(dsub);
-            let subspaces = self.codebook.subspaces_from(first);
-            for ((index, x), subspace) in indices[..count].iter_mut().zip(vectors).zip(subspaces) {
-                let squares = if all_fit {
-                    0.0
-                } else {
-                    x.iter().map(|&x| f64::from(finite(x)) * f64::from(finite(x))).sum()
-                };
-                error += if all_fit || fits_f32(subspace, squares) {
-                    let distance;
-                    (*index, distance) = nearest(subspace, x);
-                    squares + 2.0 * f64::from(distance)
-                } else {
-                    let square;
-                    (*index, square) = nearest_wide(subspace, x.iter().map(|&x| finite(x)));
-                    square
-                };
-            }
-            (self.set)(first, &indices[..count]);
-        }
-        error.max(0.0)
-    }
-}
-
-impl<E: Element, F: FnMut(usize, &[u32])> Kernel for AssignOne<'_, E, F> {
-    type Output = f64;
-
-    fn scalar(self) -> f64 {
-        self.each(|subspace, x| {
-            let mut best = (0, f32::INFINITY);
-            for (c, &half_norm) in subspace.half_norms.iter().enumerate() {
-                let mut distance = half_norm;
-                for (d, &x) in x.iter().enumerate() {
-                    distance -= finite(x) * subspace.column(d)[c];
-                }
-                best = if distance < best.1 { (c as u32, distance) } else { best };
-            }
-            best
-        })
-    }
-
-    /// Lanes are centroids here: with one point there is nothing else to fill them.
-    #[inline(always)]
-    fn vector<S: Simd>(self, s: S) -> f64 {
-        match self.codebook.shape().ksub() / S::LANES {
-            0 => self.each(
-                #[inline(always)]
-                |subspace, x| nearest_lane_by_lane(s, subspace, x),
-            ),
-            1 => self.each(
-                #[inline(always)]
-                |subspace, x| nearest_of_lanes::<E, S, 1>(s, subspace, x),
-            ),
-            2 => self.each(
-                #[inline(always)]
-                |subspace, x| nearest_of_lanes::<E, S, 2>(s, subspace, x),
-            ),
-            _ => self.each(
-                #[inline(always)]
-                |subspace, x| nearest_of_lanes::<E, S, 4>(s, subspace, x),
-            ),
-        }
-    }
-}
-
-/// The most lanes of an instruction set.
-const MOST_LANES: usize = 16;
-
-/// The nearest centroid to one point, and its distance, where there are fewer centroids than lanes: every
-/// lane computes the same, so that products are rounded as in all other forms.
-#[inline(always)]
-fn nearest_lane_by_lane<E: Element, S: Simd>(s: S, subspace: Subspace<'_>, x: &[E]) -> (u32, f32) {
-    let mut best = (0, f32::INFINITY);
-    for (c, &half_norm) in subspace.half_norms.iter().enumerate() {
-        let mut distance = s.splat(half_norm);
-        for (d, &x) in x.iter().enumerate() {
-            distance = s.neg_mul_add(s.splat(finite(x)), s.splat(subspace.column(d)[c]), distance);
-        }
-        let mut lanes = [0.0; MOST_LANES];
-        // SAFETY: no set has more lanes.
-        unsafe { s.store(lanes.as_mut_ptr(), distance) };
-        let distance = lanes[0];
-        best = if distance < best.1 { (c as u32, distance) } else { best };
-    }
-    best
-}
-
-/// The same with a lane for each centroid, `R` registers of them at a time: `R * LANES` divides ksub, and is
-/// ksub where R is less than 4.
-#[inline(always)]
-fn nearest_of_lanes<E: Element, S: Simd, const R: usize>(
-    s: S,
-    subspace: Subspace<'_>,
-    x: &[E],
-) -> (u32, f32) {
-    let ksub = subspace.ksub();
-    let columns = &subspace.columns[..x.len() * ksub];
-    let mut best = [(s.splat(f32::INFINITY), s.splat_u32(0)); R];
-    for c in (0..ksub).step_by(R * S::LANES) {
-        // SAFETY: R * LANES centroids from c on exist, in `half_norms` and in every column.
-        unsafe {
-            let mut distances = [s.splat(0.0); R];
-            for (v, distance) in distances.iter_mut().enumerate() {
-                *distance = s.load(subspace.half_norms.as_ptr().add(c + v * S::LANES));
-            }
-            for (d, &x) in x.iter().enumerate() {
-                let (x, column) = (s.splat(finite(x)), columns.as_ptr().add(d * ksub + c));
-                for (v, distance) in distances.iter_mut().enumerate() {
-                    *distance = s.neg_mul_add(x, s.load(column.add(v * S::LANES)), *distance);
-                }
-            }
-            for (best, distance) in best.iter_mut().zip(distances) {
-                *best = match R {
-                    4.. => s.keep_smaller(*best, distance, s.splat_u32(c as u32)),
-                    _ => (distance, best.1),
-                };
-            }
-        }
-    }
-    let mut least = best[0].0;
-    for &(distance, _) in &best[1..] {
-        least = s.min(distance, least);
-    }
-    let least = s.min_lane(least);
-    let mut equal = 0_u64;
-    for (v, (distance, _)) in best.iter().enumerate() {
-        equal |= u64::from(s.equal(*distance, s.splat(least))) << (v * S::LANES);
-    }
-    // Of equal distances the lowest index wins; there are hardly ever two.
-    if R < 4 {
-        return (equal.trailing_zeros(), least);
-    }
-    let mut firsts = [0; 4 * MOST_LANES];
-    for (v, (_, first)) in best.into_iter().enumerate() {
-        // SAFETY: R is at most 4.
-        unsafe { s.store_u32(firsts.as_mut_ptr().add(v * S::LANES), first) };
-    }
-    let mut index = u32::MAX;
-    while equal != 0 {
-        let at = equal.trailing_zeros();
-        index = index.min(firsts[at as usize] + at);
-        equal &= equal - 1;
-    }
-    (index, least)
 }

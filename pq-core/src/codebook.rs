@@ -126,6 +126,7 @@ impl<'a> Codebook<'a> {
         self.subspaces_from(0)
     }
 
+    #[inline(always)]
     pub(crate) fn subspaces_from(&self, first: usize) -> impl Iterator<Item = Subspace<'a>> + use<'a> {
         let (ksub, largest) = (self.shape.ksub(), self.largest);
         let columns = self.columns[first * ksub * self.shape.dsub()..].chunks_exact(ksub * self.shape.dsub());

@@ -1,4 +1,5 @@
-use crate::assign::{Nearest, Tile, assign, assign_one, fill_tile};
+use crate::assign::{Nearest, Tile, assign, fill_tile};
+use crate::assign_one::assign_one;
 use crate::codes_mut::CodesMut;
 use crate::error::{check_at_least, check_len, count_rows};
 use crate::pack::{BLOCK, unpack_run};

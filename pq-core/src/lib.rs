@@ -13,6 +13,8 @@ mod adc;
 #[allow(unsafe_code)]
 mod assign;
 #[allow(unsafe_code)]
+mod assign_one;
+#[allow(unsafe_code)]
 mod attend;
 #[cfg(feature = "alloc")]
 mod block_cache;

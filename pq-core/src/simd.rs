@@ -172,6 +172,8 @@ pub(crate) trait Simd: Copy {
 
     /// The smallest lane of floats that are not NaN.
     fn min_lane(self, x: Self::F32) -> f32;
+    /// The smallest lane of each of four registers, not NaN: once in `out`, and in all lanes.
+    fn min_lanes(self, x: [Self::F32; 4], out: &mut [f32; 4]) -> [Self::F32; 4];
     /// One bit per lane, lane 0 lowest: whether `a == b`.
     fn equal(self, a: Self::F32, b: Self::F32) -> u32;
 

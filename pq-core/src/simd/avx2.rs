@@ -211,6 +211,22 @@ impl Simd for Avx2 {
         })
     }
     #[inline(always)]
+    fn min_lanes(self, [a, b, c, d]: [__m256; 4], out: &mut [f32; 4]) -> [__m256; 4] {
+        op!({
+            let ab = _mm256_min_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b));
+            let cd = _mm256_min_ps(_mm256_unpacklo_ps(c, d), _mm256_unpackhi_ps(c, d));
+            let x = _mm256_min_ps(_mm256_shuffle_ps::<0x44>(ab, cd), _mm256_shuffle_ps::<0xEE>(ab, cd));
+            let x = _mm256_min_ps(x, _mm256_permute2f128_ps::<0x01>(x, x));
+            _mm_storeu_ps(out.as_mut_ptr(), _mm256_castps256_ps128(x));
+            [
+                _mm256_permute_ps::<0x00>(x),
+                _mm256_permute_ps::<0x55>(x),
+                _mm256_permute_ps::<0xAA>(x),
+                _mm256_permute_ps::<0xFF>(x),
+            ]
+        })
+    }
+    #[inline(always)]
     fn equal(self, a: __m256, b: __m256) -> u32 {
         op!(_mm256_movemask_ps(_mm256_cmp_ps::<_CMP_EQ_OQ>(a, b))) as u32
     }

@@ -131,6 +131,23 @@ impl Simd for Avx512 {
         op!(_mm512_reduce_min_ps(x))
     }
     #[inline(always)]
+    fn min_lanes(self, [a, b, c, d]: [__m512; 4], out: &mut [f32; 4]) -> [__m512; 4] {
+        op!({
+            let ab = _mm512_min_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+            let cd = _mm512_min_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
+            let x = _mm512_min_ps(_mm512_shuffle_ps::<0x44>(ab, cd), _mm512_shuffle_ps::<0xEE>(ab, cd));
+            let x = _mm512_min_ps(x, _mm512_shuffle_f32x4::<0x4E>(x, x));
+            let x = _mm512_min_ps(x, _mm512_shuffle_f32x4::<0xB1>(x, x));
+            _mm_storeu_ps(out.as_mut_ptr(), _mm512_castps512_ps128(x));
+            [
+                _mm512_permute_ps::<0x00>(x),
+                _mm512_permute_ps::<0x55>(x),
+                _mm512_permute_ps::<0xAA>(x),
+                _mm512_permute_ps::<0xFF>(x),
+            ]
+        })
+    }
+    #[inline(always)]
     fn equal(self, a: __m512, b: __m512) -> u32 {
         op!(_mm512_cmp_ps_mask::<_CMP_EQ_OQ>(a, b)).into()
     }

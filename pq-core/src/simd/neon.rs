@@ -117,6 +117,19 @@ impl Simd for Neon {
         op!(vminvq_f32(x))
     }
     #[inline(always)]
+    fn min_lanes(self, [a, b, c, d]: [float32x4_t; 4], out: &mut [f32; 4]) -> [float32x4_t; 4] {
+        op!({
+            let x = vpminq_f32(vpminq_f32(a, b), vpminq_f32(c, d));
+            vst1q_f32(out.as_mut_ptr(), x);
+            [
+                vdupq_laneq_f32::<0>(x),
+                vdupq_laneq_f32::<1>(x),
+                vdupq_laneq_f32::<2>(x),
+                vdupq_laneq_f32::<3>(x),
+            ]
+        })
+    }
+    #[inline(always)]
     fn equal(self, a: float32x4_t, b: float32x4_t) -> u32 {
         op!({
             let bits = vld1q_u32([1, 2, 4, 8].as_ptr());
