@@ -5,8 +5,6 @@
 //! at any `dsub`. A block of centroids is multiplied against four registers of points at a time. Floor: `64 *
 //! ksub * dsub` fused multiply-adds, plus three operations per distance to keep the minimum.
 
-use core::iter;
-
 use crate::codebook::Subspace;
 use crate::pack::BLOCK;
 use crate::simd::{Kernel, Run, Simd, transpose_rows};
@@ -26,16 +24,15 @@ impl Nearest {
 
 /// Fills `tile` (components, 64) with component `first` and on of `points` rows, up to 64, which `row`
 /// gives; a NaN or an infinity becomes 0. The columns of missing rows keep their values or get those of the
-/// last row. `squares` gets the sum of squares of each subspace; all have as many components.
+/// last row. Returns the sum of all squares.
 pub(crate) fn fill_tile<'a, E: Element + 'a>(
     backend: Backend,
     points: usize,
     row: impl Fn(usize) -> &'a [E],
     first: usize,
     tile: &mut [f32],
-    squares: &mut [f64],
-) {
-    backend.run(FillTile { points, row, first, tile, squares });
+) -> f64 {
+    backend.run(FillTile { points, row, first, tile })
 }
 
 struct FillTile<'t, F> {
@@ -43,25 +40,24 @@ struct FillTile<'t, F> {
     row: F,
     first: usize,
     tile: &'t mut [f32],
-    squares: &'t mut [f64],
 }
 
 /// Rows that are transposed at a time.
 const AT_ONCE: usize = 4;
 
 impl<'a, E: Element + 'a, F: Fn(usize) -> &'a [E]> Kernel for FillTile<'_, F> {
-    type Output = ();
+    type Output = f64;
 
-    fn scalar(self) {
-        self.fill(|rows, tile| transpose_rows(rows, 0, tile));
+    fn scalar(self) -> f64 {
+        self.fill(|rows, tile| transpose_rows(rows, 0, tile))
     }
 
     #[inline(always)]
-    fn vector<S: Simd>(self, s: S) {
+    fn vector<S: Simd>(self, s: S) -> f64 {
         self.fill(
             #[inline(always)]
             |rows, tile| s.transpose_rows(rows, tile),
-        );
+        )
     }
 }
 
@@ -69,8 +65,8 @@ impl<'a, E: Element + 'a, F: Fn(usize) -> &'a [E]> FillTile<'_, F> {
     /// Fills the tile, four rows and some components at a time: `transpose` writes component `i` of each row
     /// to `BLOCK * i` and on.
     #[inline(always)]
-    fn fill(self, transpose: impl Fn([&[f32]; AT_ONCE], &mut [f32])) {
-        let Self { points, row, first, tile, squares } = self;
+    fn fill(self, transpose: impl Fn([&[f32]; AT_ONCE], &mut [f32])) -> f64 {
+        let Self { points, row, first, tile } = self;
         let mut rows = [[0.0; BLOCK]; AT_ONCE];
         for (i, tile) in tile.chunks_mut(BLOCK * BLOCK).enumerate() {
             let (first, components) = (first + i * BLOCK, tile.len() / BLOCK);
@@ -82,29 +78,45 @@ impl<'a, E: Element + 'a, F: Fn(usize) -> &'a [E]> FillTile<'_, F> {
                 transpose(rows.each_ref().map(|row| &row[..components]), &mut tile[point..]);
             }
         }
-        let len = tile.len() / squares.len();
-        for (squares, subspace) in squares.iter_mut().zip(tile.chunks_exact(len)) {
-            let columns = subspace.chunks_exact(BLOCK).map(|column| &column[..points]);
-            *squares = sum(columns, |x| x * x);
-        }
+        squares_of(tile, points)
     }
 }
 
-/// The sum of a function of all values, in several sums: one would wait for every addition.
+/// The sum of the squares of the first points of a tile.
 #[inline(always)]
-pub(crate) fn sum<'v>(slices: impl Iterator<Item = &'v [f32]>, of: impl Fn(f64) -> f64) -> f64 {
-    let (mut sums, mut last) = ([0.0; 8], 0.0);
-    for values in slices {
-        let (whole, rest) = values.as_chunks::<8>();
+pub(crate) fn squares_of(tile: &[f32], points: usize) -> f64 {
+    let mut sum = Sum::default();
+    for column in tile.chunks_exact(BLOCK) {
+        sum.add(&column[..points], |x| x * x);
+    }
+    sum.total()
+}
+
+/// The sum of a function of values, in several sums: one would wait for every addition.
+#[derive(Default)]
+pub(crate) struct Sum {
+    sums: [f64; 16],
+    last: f64,
+}
+
+impl Sum {
+    #[inline(always)]
+    pub fn add(&mut self, values: &[f32], of: impl Fn(f64) -> f64) {
+        let (whole, rest) = values.as_chunks::<16>();
         for values in whole {
-            for (sum, &x) in sums.iter_mut().zip(values) {
+            for (sum, &x) in self.sums.iter_mut().zip(values) {
                 *sum += of(x.into());
             }
         }
-        last += rest.iter().map(|&x| of(x.into())).sum::<f64>();
+        self.last += rest.iter().map(|&x| of(x.into())).sum::<f64>();
     }
-    let [a, b, c, d, e, f, g, h] = sums;
-    ((a + e) + (c + g)) + ((b + f) + (d + h)) + last
+
+    #[inline(always)]
+    pub fn total(&self) -> f64 {
+        let halves: [f64; 8] = core::array::from_fn(|i| self.sums[i] + self.sums[8 + i]);
+        let [a, b, c, d, e, f, g, h] = halves;
+        ((a + e) + (c + g)) + ((b + f) + (d + h)) + self.last
+    }
 }
 
 /// The points of a tile.
@@ -120,11 +132,15 @@ pub(crate) struct Tile<'a> {
 /// overflow. Returns the summed squared error. A point's centroid does not depend on the other points.
 #[inline(always)]
 pub(crate) fn assign(on: impl Run, subspace: Subspace<'_>, tile: Tile<'_>, nearest: &mut Nearest) -> f64 {
-    // Registers hold up to 16 points.
-    nearest.distance[..tile.points.next_multiple_of(16)].fill(f32::INFINITY);
-    nearest.index[..tile.points.next_multiple_of(16)].fill(0);
-    let distances = on.run(Assign { subspace, tile, nearest });
-    summed_error(subspace, tile, nearest, distances)
+    assign_fitting(on, subspace, tile, nearest);
+    summed_error(subspace, tile, nearest)
+}
+
+/// [`assign`] where [`fits_f32`], without the error.
+#[inline(always)]
+pub(crate) fn assign_fitting(on: impl Run, subspace: Subspace<'_>, tile: Tile<'_>, nearest: &mut Nearest) {
+    *nearest = Nearest::NONE;
+    on.run(Assign { subspace, tile, nearest });
 }
 
 /// As [`assign`], where `nearest.index` holds a guess, such as the centroid of the previous iteration. A good
@@ -145,15 +161,18 @@ pub(crate) fn assign_from(
             *distance -= column[i] * subspace.column(d)[*index as usize];
         }
     }
-    let distances = backend.run(Assign { subspace, tile, nearest });
-    summed_error(subspace, tile, nearest, distances)
+    backend.run(Assign { subspace, tile, nearest });
+    summed_error(subspace, tile, nearest)
 }
 
-/// The summed squared error of an assignment, from the sum of distances. Points whose distances may have
-/// overflowed are assigned again, in `f64`.
-fn summed_error(subspace: Subspace<'_>, tile: Tile<'_>, nearest: &mut Nearest, distances: f64) -> f64 {
+/// The summed squared error of an assignment. Points whose distances may have overflowed are assigned again,
+/// in `f64`.
+#[inline(never)]
+pub(crate) fn summed_error(subspace: Subspace<'_>, tile: Tile<'_>, nearest: &mut Nearest) -> f64 {
     if fits_f32(subspace, tile.squares) {
-        return tile.squares + 2.0 * distances;
+        let mut distances = Sum::default();
+        distances.add(&nearest.distance[..tile.points], |distance| distance);
+        return tile.squares + 2.0 * distances.total();
     }
     let mut error = 0.0;
     for i in 0..tile.points {
@@ -200,7 +219,7 @@ pub(crate) fn nearest_wide(subspace: Subspace<'_>, x: impl Iterator<Item = f32> 
 /// it costs more than it saves.
 const RARE: usize = 1024;
 
-/// Updates `nearest` where a centroid is nearer, and sums the distances.
+/// Updates `nearest` where a centroid is nearer.
 struct Assign<'a> {
     subspace: Subspace<'a>,
     tile: Tile<'a>,
@@ -208,9 +227,9 @@ struct Assign<'a> {
 }
 
 impl Kernel for Assign<'_> {
-    type Output = f64;
+    type Output = ();
 
-    fn scalar(self) -> f64 {
+    fn scalar(self) {
         let ksub = self.subspace.ksub();
         for c in 0..ksub {
             let mut distances = [self.subspace.half_norms[c]; BLOCK];
@@ -228,24 +247,22 @@ impl Kernel for Assign<'_> {
                 }
             }
         }
-        sum(iter::once(&self.nearest.distance[..self.tile.points]), |distance| distance)
     }
 
     #[inline(always)]
-    fn vector<S: Simd>(mut self, s: S) -> f64 {
+    fn vector<S: Simd>(mut self, s: S) {
         match (self.subspace.ksub() >= RARE, S::WIDE && self.subspace.ksub() >= 4) {
             (true, true) => self.of_dsub::<S, 4, true>(s),
             (true, false) => self.of_dsub::<S, 2, true>(s),
             (false, true) => self.of_dsub::<S, 4, false>(s),
             (false, false) => self.of_dsub::<S, 2, false>(s),
         }
-        sum(iter::once(&self.nearest.distance[..self.tile.points]), |distance| distance)
     }
 }
 
 /// Minima of a single register of points, each over a part of the centroids: one alone would wait for its
 /// last comparison (16 keys at (64, 8) with AVX-512: 0.89 us a key instead of 0.59).
-const CHAINS: usize = 4;
+pub(crate) const CHAINS: usize = 4;
 
 impl Assign<'_> {
     /// Processes several registers of points at a time: the largest number whose distances and minima stay in
@@ -282,11 +299,8 @@ impl Assign<'_> {
     }
 }
 
-/// Assigns `POINTS` registers of points, from column `first` of the tile `values` (dsub, 64) on. `CHAINS`
-/// minima of each point are over equal parts of the centroids, of which `C` at a time are compared; so
-/// `CHAINS * C` divides ksub. `D` is dsub, or 0 where it is not known. With `SKIP`, a block of centroids
-/// none of which is nearest to any of a register's points costs `C` minima and a comparison instead of `3 C`
-/// operations.
+/// Assigns `POINTS` registers of points, from column `first` of the tile `values` (dsub, 64) on, as
+/// [`nearest_of_registers`].
 #[inline(always)]
 fn blocked<
     S: Simd,
@@ -303,14 +317,8 @@ fn blocked<
     nearest: &mut Nearest,
 ) {
     assert!(first + POINTS * S::LANES <= BLOCK);
-    let ksub = subspace.ksub();
-    let dsub = if D > 0 { D } else { values.len() / BLOCK };
-    let half_norms = subspace.half_norms.as_ptr();
-    let columns = subspace.columns.as_ptr();
-    let tile = values.as_ptr();
-    let part = ksub / CHAINS;
-    let mut best = [[(s.splat(f32::INFINITY), s.splat_u32(0)); POINTS]; CHAINS];
-    for (v, (distance, index)) in best[0].iter_mut().enumerate() {
+    let mut best = [(s.splat(f32::INFINITY), s.splat_u32(0)); POINTS];
+    for (v, (distance, index)) in best.iter_mut().enumerate() {
         let at = first + v * S::LANES;
         // SAFETY: at + LANES <= 64, the length of both arrays.
         unsafe {
@@ -318,6 +326,46 @@ fn blocked<
             *index = s.load_u32(nearest.index.as_ptr().add(at));
         }
     }
+    let best = nearest_of_registers::<S, POINTS, CHAINS, C, D, SKIP>(s, subspace, values, first, best);
+    for (v, (distance, index)) in best.into_iter().enumerate() {
+        let at = first + v * S::LANES;
+        // SAFETY: at + LANES <= 64, the length of both arrays.
+        unsafe {
+            s.store(nearest.distance.as_mut_ptr().add(at), distance);
+            s.store_u32(nearest.index.as_mut_ptr().add(at), index);
+        }
+    }
+}
+
+/// Replaces the distances and indices of `POINTS` registers of points by those of nearer centroids. `CHAINS`
+/// minima of each point are over equal parts of the centroids, of which `C` at a time are compared; so
+/// `CHAINS * C` divides ksub. `D` is dsub, or 0 where it is not known. With `SKIP`, a block of centroids
+/// none of which is nearest to any of a register's points costs `C` minima and a comparison instead of `3 C`
+/// operations.
+#[inline(always)]
+pub(crate) fn nearest_of_registers<
+    S: Simd,
+    const POINTS: usize,
+    const CHAINS: usize,
+    const C: usize,
+    const D: usize,
+    const SKIP: bool,
+>(
+    s: S,
+    subspace: Subspace<'_>,
+    values: &[f32],
+    first: usize,
+    start: [(S::F32, S::U32); POINTS],
+) -> [(S::F32, S::U32); POINTS] {
+    let ksub = subspace.ksub();
+    let dsub = if D > 0 { D } else { values.len() / BLOCK };
+    assert!(first + POINTS * S::LANES <= BLOCK && values.len() == dsub * BLOCK);
+    let half_norms = subspace.half_norms.as_ptr();
+    let columns = subspace.columns.as_ptr();
+    let tile = values.as_ptr();
+    let part = ksub / CHAINS;
+    let mut best = [[(s.splat(f32::INFINITY), s.splat_u32(0)); POINTS]; CHAINS];
+    best[0] = start;
     for c in (0..part).step_by(C) {
         for (chain, best) in best.iter_mut().enumerate() {
             let c = chain * part + c;
@@ -362,14 +410,7 @@ fn blocked<
             *nearest = s.keep_smaller(*nearest, distance, index);
         }
     }
-    for (v, (distance, index)) in nearest_of_all.into_iter().enumerate() {
-        let at = first + v * S::LANES;
-        // SAFETY: at + LANES <= 64, the length of both arrays.
-        unsafe {
-            s.store(nearest.distance.as_mut_ptr().add(at), distance);
-            s.store_u32(nearest.index.as_mut_ptr().add(at), index);
-        }
-    }
+    nearest_of_all
 }
 
 /// A NaN or an infinity becomes 0.

@@ -3,7 +3,7 @@
 use crate::encode::encode;
 use crate::error::{check_at_least, check_len};
 use crate::layout::Layout;
-use crate::pack::{BLOCK, ReplaceInRun, set_in_runs};
+use crate::pack::{BLOCK, ReplaceInRun, pack_words, set_in_runs};
 use crate::simd::Run;
 use crate::{Backend, Codebook, Element, Error, PqShape, Rows};
 
@@ -106,6 +106,42 @@ impl<'a> CodesMut<'a> {
         VectorMut { block, nbits, vectors, at: i % vectors }
     }
 
+    /// The place of the codes of vectors `first` to `first + count - 1`, at most 64, in whole blocks of codes of
+    /// at most 8 bits.
+    #[inline(always)]
+    pub(crate) fn place(&self, first: usize, count: usize) -> Option<Place> {
+        let nbits = self.shape.nbits();
+        if self.layout.vectors() != BLOCK || nbits > 8 {
+            return None;
+        }
+        let (b, at) = (first / BLOCK, first % BLOCK);
+        let mut ones = [0; 2 * BLOCK];
+        ones[at..at + count].fill(u8::MAX);
+        let mut blocks = [None; 2];
+        for ((b, ones), block) in (b..).zip(words(&ones)).zip(&mut blocks) {
+            if ones != [0; 8] {
+                // A code of ones has the bits of every other one.
+                *block = Some((self.layout.at(b), pack_words(&ones, nbits)));
+            }
+        }
+        Some(Place { at, blocks })
+    }
+
+    /// Writes codes of subspace `j` that have been [staged](Place::stage).
+    #[inline(always)]
+    pub(crate) fn set_staged(&mut self, place: &Place, j: usize, staged: &Staged) {
+        let nbits = self.shape.nbits() as usize;
+        for (codes, block) in words(staged).iter().zip(&place.blocks) {
+            let Some((block, changed)) = block else { continue };
+            let packed = pack_words(codes, nbits as u32);
+            let run = self.bytes[block + j * 8 * nbits..][..8 * nbits].as_chunks_mut().0;
+            for ((run, new), changed) in run.iter_mut().zip(packed).zip(changed) {
+                let old = u64::from_ne_bytes(*run);
+                *run = ((old & !changed) | (new & changed)).to_ne_bytes();
+            }
+        }
+    }
+
     /// Writes the codes of subspace `j` of vectors `first` and on.
     #[inline(always)]
     pub(crate) fn set(&mut self, on: impl Run + Copy, first: usize, j: usize, codes: &[u32]) {
@@ -116,6 +152,39 @@ impl<'a> CodesMut<'a> {
             let run = self.run(first / len, j);
             on.run(ReplaceInRun { run, nbits, len, first: first % len, codes });
             (first, rest) = (first + codes.len(), later);
+        }
+    }
+}
+
+/// The codes of one subspace in bytes, from the block of the first on.
+pub(crate) type Staged = [u8; 2 * BLOCK];
+
+/// The codes of two blocks as words of memory.
+#[inline(always)]
+fn words(staged: &Staged) -> [[u64; 8]; 2] {
+    let words: [u64; 16] = core::array::from_fn(|i| {
+        let mut word = [0; 8];
+        word.copy_from_slice(&staged[8 * i..][..8]);
+        u64::from_ne_bytes(word)
+    });
+    let mut blocks = [[0; 8]; 2];
+    blocks.as_flattened_mut().copy_from_slice(&words);
+    blocks
+}
+
+/// The place of up to 64 vectors in the runs of their blocks.
+pub(crate) struct Place {
+    at: usize,                              // of the first vector in its block
+    blocks: [Option<(usize, [u64; 8])>; 2], // the first byte of a block, and the bits of a run that change
+}
+
+impl Place {
+    /// Puts the codes of the vectors, the first of `codes`, where [`CodesMut::set_staged`] reads them. Some
+    /// subspaces are staged before the first of them is written: a load that crosses stores waits for them.
+    #[inline(always)]
+    pub fn stage<const N: usize>(&self, codes: &[u32; N], staged: &mut Staged) {
+        for (byte, &code) in staged[self.at..][..N].iter_mut().zip(codes) {
+            *byte = code as u8;
         }
     }
 }

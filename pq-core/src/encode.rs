@@ -1,6 +1,9 @@
-use crate::assign::{Nearest, Tile, assign, fill_tile};
+use crate::assign::{
+    CHAINS, Nearest, Sum, Tile, assign_fitting, fill_tile, fits_f32, nearest_of_registers, squares_of,
+    summed_error,
+};
 use crate::assign_one::assign_one;
-use crate::codes_mut::CodesMut;
+use crate::codes_mut::{CodesMut, Place};
 use crate::error::{check_at_least, check_len, count_rows};
 use crate::pack::{BLOCK, unpack_run};
 use crate::simd::{Kernel, Run, Simd};
@@ -138,6 +141,9 @@ pub(crate) fn encode<E: Element>(
     Ok(error)
 }
 
+/// Subspaces whose codes are staged before they are packed.
+const STAGED: usize = 8;
+
 /// Encodes up to 64 rows as vectors `first` and on. The tile holds several subspaces, so that the small ones of
 /// a row are read together.
 fn encode_tile<E: Element>(
@@ -149,14 +155,13 @@ fn encode_tile<E: Element>(
 ) -> f64 {
     let (m, dsub) = (codebook.shape().m(), codebook.shape().dsub());
     let mut tile = [0.0; MAX_TILE_DSUB * BLOCK];
-    let mut squares = [0.0; MAX_TILE_DSUB];
     let points = rows.rows();
     let mut error = 0.0;
     let together = MAX_TILE_DSUB / dsub;
     for j in (0..m).step_by(together) {
         let count = together.min(m - j);
-        let (tile, squares) = (&mut tile[..count * dsub * BLOCK], &mut squares[..count]);
-        fill_tile(backend, points, |i| rows.row(i), j * dsub, tile, squares);
+        let tile = &mut tile[..count * dsub * BLOCK];
+        let squares = fill_tile(backend, points, |i| rows.row(i), j * dsub, tile);
         error += backend.run(EncodeSubspaces { codebook, from: j, tile, squares, points, first, codes });
     }
     error.max(0.0)
@@ -167,9 +172,9 @@ fn encode_tile<E: Element>(
 /// Calls for each subspace, whose arguments pass through memory, took 16 rows at (64, 4) a third of their time.
 struct EncodeSubspaces<'a, 'c> {
     codebook: &'a Codebook<'a>,
-    from: usize,        // the first subspace
-    tile: &'a [f32],    // (subspaces, dsub, 64)
-    squares: &'a [f64], // (subspaces,): sums of all squares
+    from: usize,     // the first subspace
+    tile: &'a [f32], // (subspaces, dsub, 64)
+    squares: f64,    // the sum of all squares
     points: usize,
     first: usize,
     codes: &'a mut CodesMut<'c>,
@@ -184,22 +189,103 @@ impl Kernel for EncodeSubspaces<'_, '_> {
 
     #[inline(always)]
     fn vector<S: Simd>(self, s: S) -> f64 {
-        self.run(s)
+        let subspace = self.codebook.subspace(self.from);
+        if self.points > SMALL || !fits_f32(subspace, self.squares) {
+            return self.run(s);
+        }
+        let Some(place) = self.codes.place(self.first, self.points) else { return self.run(s) };
+        match (self.codebook.shape().dsub(), self.codebook.shape().ksub(), S::LANES) {
+            (2, 16, 16) => self.run_small::<S, 1, 1, 4, 2>(s, &place),
+            (2, 64.., 16) => self.run_small::<S, 1, CHAINS, 4, 2>(s, &place),
+            (4, 64.., 16) => self.run_small::<S, 1, CHAINS, 4, 4>(s, &place),
+            (8, 64.., 16) => self.run_small::<S, 1, CHAINS, 4, 8>(s, &place),
+            (_, 64.., 16) => self.run_small::<S, 1, CHAINS, 4, 0>(s, &place),
+            (2, 4.., 8) => self.run_small::<S, 2, 1, 2, 2>(s, &place),
+            (_, 4.., 8) => self.run_small::<S, 2, 1, 2, 0>(s, &place),
+            _ => self.run(s),
+        }
     }
 }
 
+/// Points of a small tile.
+const SMALL: usize = 16;
+
 impl EncodeSubspaces<'_, '_> {
+    /// The vector form for up to [`SMALL`] points, `R` registers, where all distances fit.
+    #[inline(always)]
+    fn run_small<S: Simd, const R: usize, const CHAINS: usize, const C: usize, const D: usize>(
+        self,
+        s: S,
+        place: &Place,
+    ) -> f64 {
+        assert!(R * S::LANES == SMALL);
+        let mut staged = [[0; 2 * BLOCK]; STAGED];
+        let (mut indices, mut distances) = ([[0; SMALL]; STAGED], [[0.0; SMALL]; STAGED]);
+        let mut sum = Sum::default();
+        let len = self.codebook.shape().dsub() * BLOCK;
+        let mut subspaces = self.codebook.subspaces_from(self.from);
+        for (j, tile) in (self.from..).step_by(STAGED).zip(self.tile.chunks(STAGED * len)) {
+            let count = tile.len() / len;
+            let out = indices.iter_mut().zip(&mut distances);
+            for ((values, subspace), (indices, distances)) in
+                tile.chunks_exact(len).zip(&mut subspaces).zip(out)
+            {
+                let start = [(s.splat(f32::INFINITY), s.splat_u32(0)); R];
+                let best = nearest_of_registers::<S, R, CHAINS, C, D, false>(s, subspace, values, 0, start);
+                for (v, (distance, index)) in best.into_iter().enumerate() {
+                    // SAFETY: R registers have as many lanes as both arrays.
+                    unsafe {
+                        s.store(distances.as_mut_ptr().add(v * S::LANES), distance);
+                        s.store_u32(indices.as_mut_ptr().add(v * S::LANES), index);
+                    }
+                }
+            }
+            for (distances, (indices, staged)) in
+                distances.iter().zip(indices.iter().zip(&mut staged)).take(count)
+            {
+                sum.add(&distances[..self.points], |distance| distance);
+                place.stage(indices, staged);
+            }
+            for (j, staged) in (j..).zip(&staged).take(count) {
+                self.codes.set_staged(place, j, staged);
+            }
+        }
+        self.squares + 2.0 * sum.total()
+    }
+
     #[inline(always)]
     fn run(self, on: impl Run + Copy) -> f64 {
         let Self { codebook, from, tile, squares, points, first, codes } = self;
         let mut nearest = Nearest::NONE;
-        let mut error = 0.0;
-        let subspaces = tile.chunks_exact(codebook.shape().dsub() * BLOCK).zip(squares);
-        for (j, (values, &squares)) in (from..).zip(subspaces) {
-            error += assign(on, codebook.subspace(j), Tile { values, points, squares }, &mut nearest);
-            codes.set(on, first, j, &nearest.index[..points]);
+        // The squares of all subspaces tell of nearly all tiles that all distances fit.
+        let all_fit = fits_f32(codebook.subspace(from), squares);
+        let mut error = if all_fit { squares } else { 0.0 };
+        let mut distances = Sum::default();
+        let place = codes.place(first, points);
+        let mut staged = [[0; 2 * BLOCK]; STAGED];
+        let len = codebook.shape().dsub() * BLOCK;
+        for (j, tile) in (from..).step_by(STAGED).zip(tile.chunks(STAGED * len)) {
+            for ((j, values), staged) in (j..).zip(tile.chunks_exact(len)).zip(&mut staged) {
+                let (subspace, mut tile) = (codebook.subspace(j), Tile { values, points, squares });
+                assign_fitting(on, subspace, tile, &mut nearest);
+                if all_fit {
+                    distances.add(&nearest.distance[..points], |distance| distance);
+                } else {
+                    tile.squares = squares_of(values, points);
+                    error += summed_error(subspace, tile, &mut nearest);
+                }
+                match &place {
+                    Some(place) => place.stage(&nearest.index, staged),
+                    None => codes.set(on, first, j, &nearest.index[..points]),
+                }
+            }
+            if let Some(place) = &place {
+                for (j, staged) in (j..).zip(&staged).take(tile.len() / len) {
+                    codes.set_staged(place, j, staged);
+                }
+            }
         }
-        error
+        error + 2.0 * distances.total()
     }
 }
 

@@ -64,9 +64,9 @@ impl Points {
     ) -> Self {
         let (mut tiles, mut squares) =
             (vec![0.0; n.div_ceil(BLOCK) * BLOCK * dsub], vec![0.0; n.div_ceil(BLOCK)]);
-        let each = tiles.chunks_exact_mut(BLOCK * dsub).zip(squares.chunks_exact_mut(1));
+        let each = tiles.chunks_exact_mut(BLOCK * dsub).zip(&mut squares);
         for (at, (tile, squares)) in (0..n).step_by(BLOCK).zip(each) {
-            fill_tile(backend, BLOCK.min(n - at), |i| row(at + i), first, tile, squares);
+            *squares = fill_tile(backend, BLOCK.min(n - at), |i| row(at + i), first, tile);
         }
         Self { tiles, dsub, n, squares }
     }

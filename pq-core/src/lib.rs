@@ -25,6 +25,7 @@ mod coded_tokens;
 mod codes;
 mod codes_mut;
 mod drift;
+#[allow(unsafe_code)]
 mod encode;
 mod error;
 mod group;

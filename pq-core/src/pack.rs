@@ -75,6 +75,29 @@ fn replace<C: Copy + Into<u32>>(run: &mut [u8], nbits: u32, len: usize, first: u
     );
 }
 
+/// Packs 64 codes of at most 8 bits, which are bytes in words, into the first `nbits` words of a run. Bytes of
+/// more bits are cut.
+#[inline(always)]
+pub(crate) fn pack_words(codes: &[u64; 8], nbits: u32) -> [u64; 8] {
+    let mut run = [0; 8];
+    let mut start = 0;
+    each_plane(
+        nbits,
+        #[inline(always)]
+        |width, shift| {
+            // Shifts move bits between bytes only to places that the mask clears.
+            let mask = u64::from_ne_bytes([(0xFF_u32 >> (8 - width)) as u8; 8]);
+            for (i, word) in run[start..][..width].iter_mut().enumerate() {
+                for part in 0..8 / width {
+                    *word |= ((codes[part * width + i] >> shift) & mask) << (part * width);
+                }
+            }
+            start += width;
+        },
+    );
+    run
+}
+
 /// Reads the codes of a run of `len` codes, 64, 32 or 16.
 #[inline(always)]
 pub(crate) fn unpack_run(run: &[u8], nbits: u32, len: usize) -> [u16; BLOCK] {
@@ -180,6 +203,13 @@ mod tests {
                 let codes: Vec<u32> = codes[first..][..count].iter().map(|&code| code.into()).collect();
                 ReplaceInRun { run: &mut replaced, nbits, len, first, codes: &codes }.scalar();
                 assert_eq!(unpack_run(&replaced, nbits, len), expected, "{nbits}, {first}, {count}");
+            }
+            if let (..=8, 64) = (nbits, len) {
+                let bytes: [_; 8] = core::array::from_fn(|i| {
+                    u64::from_ne_bytes(core::array::from_fn(|byte| codes[8 * i + byte] as u8))
+                });
+                let words = pack_words(&bytes, nbits).map(u64::to_ne_bytes);
+                assert_eq!(words.as_flattened()[..run.len()], run, "{nbits}");
             }
         }
     }
