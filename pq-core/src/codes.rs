@@ -106,14 +106,16 @@ impl<'a> Codes<'a> {
     /// of the vectors of a smaller page.
     ///
     /// # Errors
-    /// [`Error::Unaligned`], or [`Error::TooShort`] if there are fewer vectors.
+    /// [`Error::Unaligned`]; [`Error::TooShort`] if there are fewer vectors, or if the range ends before it
+    /// starts.
     pub fn slice(&self, range: Range<usize>) -> Result<Self, Error> {
         let multiple = self.layout.vectors();
         if !range.start.is_multiple_of(multiple) {
             return Err(Error::Unaligned { what: "the start of the slice", at: range.start, multiple });
         }
-        check_at_least("codes", self.n, range.end.max(range.start))?;
-        Ok(self.part(range.start, range.end.max(range.start)))
+        check_at_least("codes", self.n, range.end)?;
+        check_at_least("the range up to its end", range.end, range.start)?;
+        Ok(self.part(range.start, range.end))
     }
 
     /// The codes of vector `i` in ascending order of subspaces.
@@ -391,5 +393,9 @@ mod tests {
             Err(Error::TooShort { what: "codes", needed: 384, actual: 192 })
         ));
         assert!(Codes::new(shape, usize::MAX, &[0; 192]).is_err());
+        let codes = Codes::new(shape, 128, &[0; 384]).unwrap();
+        #[allow(clippy::reversed_empty_ranges)] // what a caller may compute
+        let reversed = codes.slice(128..64);
+        assert!(matches!(reversed, Err(Error::TooShort { needed: 128, actual: 64, .. })));
     }
 }

@@ -5,6 +5,10 @@
 
 use core::ops::Range;
 
+mod block_rows;
+
+use block_rows::{BlockRows, Dense, Listed, Next};
+
 use crate::dot::dot;
 use crate::exp::tanh;
 use crate::simd::{Kernel, Simd};
@@ -205,130 +209,6 @@ impl<'a, E: Element> Attend<'a, '_, E> {
 fn cap(softcap: Option<f32>, scores: &mut [f32]) {
     if let Some(cap) = softcap {
         scores.iter_mut().for_each(|score| *score = cap * tanh(*score / cap));
-    }
-}
-
-/// The keys or values of a block of at most 64 tokens.
-///
-/// # Safety
-/// [`row`](Self::row) gives `dim` readable elements for every index below `n`.
-unsafe trait BlockRows<E>: Copy {
-    /// Whether every row has its own cache sets and page, so that few passes over them count more than
-    /// registers.
-    const APART: bool;
-    fn n(self) -> usize;
-    /// Components of a row.
-    fn dim(self) -> usize;
-    /// Row `t`, which must be below `n`.
-    fn row(self, t: usize) -> *const E;
-    /// Where the part of the next block begins that is prefetched while row `t` of a tile from row `first`
-    /// on is read: column by column as the row itself if the rows are [`APART`](Self::APART), else register
-    /// by register in the order of the tile.
-    fn ahead(self, first: usize, t: usize) -> *const E;
-}
-
-/// Rows without gaps.
-///
-/// N.B. The hardware prefetcher stops where the loop changes from keys to values. Each block therefore
-/// prefetches the cache lines of the next block, one by one and in order. Without that, `f32` rows take 1.7
-/// times as long. Slower alternatives: prefetching all lines at once, interleaving rows, prefetching into L1,
-/// and tiles of four tokens by four queries.
-#[derive(Clone, Copy)]
-struct Dense<'a, E> {
-    rows: &'a [E], // (n, dim)
-    dim: usize,
-}
-
-// SAFETY: `rows` holds n rows of `dim`.
-unsafe impl<E: Element> BlockRows<E> for Dense<'_, E> {
-    const APART: bool = false;
-    #[inline(always)]
-    fn n(self) -> usize {
-        self.rows.len() / self.dim
-    }
-    #[inline(always)]
-    fn dim(self) -> usize {
-        self.dim
-    }
-    #[inline(always)]
-    fn row(self, t: usize) -> *const E {
-        self.rows.as_ptr().wrapping_add(t * self.dim)
-    }
-    #[inline(always)]
-    fn ahead(self, first: usize, _: usize) -> *const E {
-        self.row(first).wrapping_add(self.rows.len())
-    }
-}
-
-/// A head's part of rows at a distance, or of a list.
-///
-/// N.B. A copy into a buffer without gaps takes 1.2 to 1.7 times as long with AVX-512 as reading the rows in
-/// place.
-///
-/// N.B. Rows of one of 8 heads of 128 components, 512 tokens, take about twice as long in `f32` as rows
-/// without gaps, 1.5 times in `f16` (Zen 3, AVX2, on a shared machine). 4 KiB apart, all rows of a head in
-/// `f32` share an eighth of the sets of L1 and L2: with 9 heads they take 1.4 to 1.8 times as long, in `f16`
-/// 1.3 to 1.4. Every row needs an entry of the TLB: with huge pages a tenth less time in `f32`. Loads alone,
-/// without arithmetic, take 1.1 to 1.9 times as long, however far ahead they are prefetched (Zen 5). So all
-/// heads of a block of tokens are read before the next block, whose lines are prefetched in order: 1.0 to
-/// 1.4 times. No gain: prefetching rows into L1 some rows ahead, blocks of 4 tokens.
-#[derive(Clone, Copy)]
-struct Listed<'a, E> {
-    rows: &'a [usize],
-    first: *const E, // of row 0
-    stride: usize,
-    dim: usize,
-    ahead: &'a [usize], // what to prefetch with each row
-    ahead_first: *const E,
-    ahead_stride: usize,
-}
-
-/// What follows a block of rows.
-#[derive(Clone, Copy)]
-enum Next<'a> {
-    /// As many rows.
-    Rows(&'a [usize]),
-    /// A head's share of rows of several heads: as many pieces of `dim` elements, counted from the first of
-    /// row 0. Each head has its share whatever the heads of its pieces, so that memory is read in order.
-    Pieces(&'a [usize]),
-}
-
-impl<'a, E> Listed<'a, E> {
-    /// A head's part of the given rows, all of which exist.
-    #[inline(always)]
-    fn new(of: crate::Rows<'a, E>, (heads, head): (usize, usize), rows: &'a [usize], next: Next<'a>) -> Self {
-        assert!(head < heads && rows.iter().all(|&row| row < of.rows()));
-        let (dim, stride) = (of.components() / heads, of.row_stride());
-        let all = of.data().as_ptr();
-        let first = all.wrapping_add(head * dim);
-        let (ahead, ahead_first, ahead_stride) = match next {
-            Next::Rows(next) => (next, first, stride),
-            Next::Pieces(pieces) => (pieces, all, stride / heads),
-        };
-        assert!(rows.len() <= ahead.len());
-        Self { rows, first, stride, dim, ahead, ahead_first, ahead_stride }
-    }
-}
-
-// SAFETY: `new` has checked that the rows exist, and `Rows` that those end within its memory.
-unsafe impl<E: Element> BlockRows<E> for Listed<'_, E> {
-    const APART: bool = true;
-    #[inline(always)]
-    fn n(self) -> usize {
-        self.rows.len()
-    }
-    #[inline(always)]
-    fn dim(self) -> usize {
-        self.dim
-    }
-    #[inline(always)]
-    fn row(self, t: usize) -> *const E {
-        self.first.wrapping_add(self.rows[t] * self.stride)
-    }
-    #[inline(always)]
-    fn ahead(self, _: usize, t: usize) -> *const E {
-        // It may be no row, and a single row has any stride.
-        self.ahead_first.wrapping_add(self.ahead[t].wrapping_mul(self.ahead_stride))
     }
 }
 

@@ -69,10 +69,11 @@ impl<'a, E> Rows<'a, E> {
     /// Rows `range.start` to `range.end - 1`.
     ///
     /// # Errors
-    /// [`Error::TooShort`] if there are fewer rows.
+    /// [`Error::TooShort`] if there are fewer rows, or if the range ends before it starts.
     pub fn slice(self, range: Range<usize>) -> Result<Self, Error> {
         check_at_least("rows", self.rows, range.end)?;
-        let rows = range.end.saturating_sub(range.start);
+        check_at_least("the range up to its end", range.end, range.start)?;
+        let rows = range.end - range.start;
         let data = if rows == 0 { &[] } else { &self.data[range.start * self.row_stride..] };
         Ok(Self { data, rows, ..self })
     }

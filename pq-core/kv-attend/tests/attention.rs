@@ -362,6 +362,9 @@ fn bad_arguments_are_errors_and_leave_everything_as_it_was() {
     assert!(Rows::contiguous(&keys, 4).is_err() && Rows::contiguous(&keys, 0).is_err());
     assert!(rows(2, 2).unwrap().columns(1, 2).is_err() && rows(2, 2).unwrap().columns(0, 0).is_err());
     assert!(rows(2, 2).unwrap().columns(usize::MAX, 2).is_err() && rows(2, 2).unwrap().slice(2..4).is_err());
+    #[allow(clippy::reversed_empty_ranges)] // what a caller may compute
+    let reversed = rows(2, 2).unwrap().slice(2..1).map(|rows| rows.rows());
+    assert_eq!(reversed, Err(Error::TooShort { what: "the range up to its end", needed: 2, actual: 1 }));
     let tokens = ExactTokens::new(rows(2, 2).unwrap(), rows(1, 2).unwrap()).unwrap();
     assert_eq!(tokens.chosen(&[0, 3]).err(), Some(Error::Token { index: 1, token: 3, rows: 3 }));
     assert!(ExactTokens::contiguous(&keys, 2, &keys, 3).is_err());
