@@ -184,6 +184,7 @@ fn nearest_of_part<E: Element, S: Simd, const R: usize, const WHOLE: bool>(
 }
 
 /// The nearest centroids in four subspaces from `first` on, each of `R * LANES` centroids.
+#[allow(clippy::needless_range_loop)] // iterators kept the registers in memory: four times as long
 #[inline(always)]
 fn nearest_of_four<S: Simd, const R: usize>(
     s: S,
