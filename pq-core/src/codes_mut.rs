@@ -119,7 +119,8 @@ impl<'a> CodesMut<'a> {
         ones[at..at + count].fill(u8::MAX);
         let mut blocks = [None; 2];
         for ((b, ones), block) in (b..).zip(words(&ones)).zip(&mut blocks) {
-            if ones != [0; 8] {
+            // An array's `!=` may call bcmp, which is not there without the standard library.
+            if ones.iter().any(|&word| word != 0) {
                 // A code of ones has the bits of every other one.
                 *block = Some((self.layout.at(b), pack_words(&ones, nbits)));
             }
