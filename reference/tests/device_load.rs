@@ -196,7 +196,7 @@ fn sequences_of_a_batch_load_their_own_contexts() {
             let rows = rows.chunks_exact(SETUP.model.config.vocab_size);
             logits.iter_mut().zip(rows).for_each(|(logits, row)| logits.push(row.to_vec()));
         }
-        let next = Chunk { sequence: 1, position: 170, count: 130 };
+        let next = Chunk { sequence: 1, position: 170, count: 150 };
         let refused = both.begin_load(&mut loader, next, 0, SETUP.frame(1, 0)).unwrap_err();
         // Not a frame of these tokens; a cache with tokens that it has not stored yet does not look at it.
         assert!(matches!((method, refused), ("million", Error::Argument(_)) | (_, Error::Stream(_))));
