@@ -1,0 +1,164 @@
+//! What a step of a case must be, by the CPU.
+
+use kv_gpu::Element;
+use kv_gpu::pq::Side;
+use pq_core::{
+    Attention, CodedTokens, Codes, GroupRule, HybridScratch, RowBudget, Rows, SoftmaxStats,
+    attend_exact_into, hybrid_attend_into, hybrid_select_into, lut_into,
+};
+
+use super::{Case, Inputs, Outputs};
+use crate::common::{SIDES, from_element, relative_error};
+
+/// Maximum relative error of an output vector, by element type: the rounding of weights to f16 (2^-11) and of
+/// the output.
+const TOLERANCES: [(Element, f64); 2] = [(Element::F16, 2e-3), (Element::Bf16, 6e-3)];
+/// Maximum absolute error of the log-sum-exp and of a coded score, and of the latter relative to the spread
+/// of the scores: table entries are f16.
+const LOG_SUM_EXP: f32 = 2e-3;
+const SCORE: f64 = 2e-3;
+const SCORE_OF_SPREAD: f64 = 1e-3;
+/// How much larger or smaller a bound may be for which the CPU finds as many rows, or one more or less:
+/// rounding moves weights between buckets, whose mean squares differ by up to a quarter.
+const BOUND: f32 = 0.15;
+
+impl Case {
+    /// Checks a step against the CPU, which attends to the rows that the device has selected.
+    pub fn check(&self, inputs: &Inputs, got: &Outputs) {
+        let Self { shape, heads, capacity, .. } = *self;
+        let (group, dim) = (shape.group, shape.keys.dim());
+        let tolerance = TOLERANCES.iter().find(|(element, _)| *element == shape.element).unwrap().1;
+        for i in 0..self.batch * heads {
+            let (sequence, books) = (i / heads, &inputs.books[i % heads]);
+            let (n, found) = (self.lengths[sequence] as usize, got.found[i] as usize);
+            let [keys, values] = SIDES.map(|side| {
+                let shape = [shape.keys, shape.values][side as usize];
+                Codes::new(shape, n, &inputs.codes[i][side as usize][..shape.codes_len(n)]).unwrap()
+            });
+            let scaled = |queries: &[f32]| -> Vec<f32> {
+                queries[i * group * dim..][..group * dim].iter().map(|x| x * self.scale()).collect()
+            };
+            let (queries, code_queries) = (scaled(&inputs.queries), scaled(&inputs.code_queries));
+            let mut luts = vec![0.0; group * shape.keys.lut_len()];
+            let luts = lut_into(&books[Side::Keys as usize].view(), &code_queries, &mut luts).unwrap();
+            let tokens = CodedTokens::new(keys, values, books[Side::Values as usize].view()).unwrap();
+            let variance = |query: &[f32]| {
+                let errors = &inputs.errors[i % heads * dim..][..dim];
+                let variance: f32 = query.iter().zip(errors).map(|(q, e)| q * q * e).sum();
+                if variance.is_finite() { variance } else { 0.0 }
+            };
+            let variances: Vec<f32> = code_queries.chunks_exact(dim).map(variance).collect();
+            let hybrid = pq_core::Hybrid {
+                rows: RowBudget::Count(found),
+                rule: shape.rule,
+                score_variances: if self.has_errors { &variances } else { &[] },
+                others: &[],
+            };
+            let mut floats = vec![0.0; HybridScratch::len(shape.values, group, n)];
+            let mut coded = vec![SoftmaxStats::EMPTY; group];
+            let mut scratch = HybridScratch::new(shape.values, n, &mut floats, &mut coded).unwrap();
+            let mut best = vec![0; n];
+            let of_head = |x: &[Vec<f32>; 2], capacity: usize| {
+                x.each_ref().map(|x| x[i * capacity * dim..][..capacity * dim].to_vec())
+            };
+            let exact = of_head(&inputs.exact, self.exact_capacity);
+            let m = self.exact_lengths[sequence] as usize;
+            let exact = exact.each_ref().map(|rows| &rows[..m * dim]);
+            let exact =
+                (m > 0).then(|| pq_core::ExactTokens::contiguous(exact[0], dim, exact[1], dim).unwrap());
+            let add = |rows: &pq_core::ExactTokens<'_, f32>, out: &mut [f32], stats: &mut [SoftmaxStats]| {
+                let (attention, mut scratch) = (Attention::default(), vec![0.0; queries.len()]);
+                let queries = Rows::from(&queries[..]);
+                attend_exact_into(&attention, queries, rows, &mut scratch, out, stats).unwrap();
+            };
+            let is_finite = |query: &[f32]| query.iter().all(|x| x.is_finite());
+            // The CPU gives infinite scores all weight, the device leaves their query out of the choice.
+            if shape.adaptive && queries.chunks_exact(dim).all(is_finite) {
+                let mut others = vec![SoftmaxStats::EMPTY; group];
+                exact.iter().for_each(|exact| add(exact, &mut vec![0.0; group * dim], &mut others));
+                let mut count = |factor: f32| {
+                    let rows = RowBudget::Error {
+                        bound: self.bound * factor,
+                        value_error: inputs.value_errors[i % heads],
+                        most: self.most(sequence),
+                    };
+                    let hybrid = pq_core::Hybrid { rows, others: &others, ..hybrid };
+                    hybrid_select_into(&luts, &tokens, &hybrid, &mut scratch, &mut best).unwrap()
+                };
+                let (least, most) = (count(1.0 + BOUND), count(1.0 - BOUND));
+                assert!((least..=most + 1).contains(&found) || found + 1 == least, "{self:?}: {found} rows");
+            }
+            hybrid_select_into(&luts, &tokens, &hybrid, &mut scratch, &mut best).unwrap();
+
+            let selected = &got.selected[i * self.selected_len..][..self.selected_len];
+            assert!(selected[found..].iter().all(|&t| t == u32::MAX), "{self:?}: behind the selected");
+            let selected = &selected[..found];
+            assert!(selected.is_sorted_by(|a, b| a < b) && selected.iter().all(|&t| (t as usize) < n));
+            check_selection(self, scratch.search().scores(), selected, n);
+
+            let (mut out, mut stats) = (vec![0.0; group * dim], vec![SoftmaxStats::EMPTY; group]);
+            hybrid_attend_into(&tokens, selected, &mut scratch, &mut out, &mut stats).unwrap();
+            let [keys, values] = of_head(&inputs.rows, capacity);
+            let rows = pq_core::ExactTokens::contiguous(&keys, dim, &values, dim).unwrap();
+            let rows = rows.chosen(selected).unwrap();
+            for rows in [(found > 0).then_some(rows), exact].into_iter().flatten() {
+                add(&rows, &mut out, &mut stats);
+            }
+            for (g, (out, stats)) in out.chunks_exact_mut(dim).zip(&stats).enumerate() {
+                stats.normalize(out);
+                let query = i * group + g;
+                let place = format!("{self:?} head {i} query {g}");
+                let got_out: Vec<f32> = got.out[query * dim..][..dim]
+                    .iter()
+                    .map(|&bits| from_element(shape.element, bits))
+                    .collect();
+                let log = f32::from_bits(got.log_sum_exp[query]);
+                let is_empty = n + m == 0;
+                if !is_finite(&queries[g * dim..][..dim]) {
+                    assert!(is_empty || got_out.iter().all(|x| x.is_nan()), "{place}: {got_out:?}");
+                    continue;
+                }
+                let error = relative_error(&got_out, out);
+                assert!(error <= tolerance, "{place}: error {error}\n{got_out:?}\n{out:?}");
+                if is_empty {
+                    assert_eq!(log, f32::NEG_INFINITY, "{place}");
+                } else {
+                    let error = (log - stats.log_sum_exp()).abs();
+                    assert!(error <= LOG_SUM_EXP, "{place}: log-sum-exp {log} for {}", stats.log_sum_exp());
+                }
+            }
+        }
+    }
+}
+
+/// No token that was left out has a larger weight than a selected one, but for the rounding of scores.
+fn check_selection(case: &Case, scores: &[f32], selected: &[u32], n: usize) {
+    if selected.is_empty() || selected.len() == n {
+        return;
+    }
+    let queries: Vec<Vec<f64>> = scores
+        .chunks_exact(n)
+        .filter(|scores| scores.iter().all(|x| x.is_finite()))
+        .map(|scores| {
+            let max = scores.iter().copied().fold(f32::MIN, f32::max);
+            let sum: f64 = scores.iter().map(|&x| f64::from(x - max).exp()).sum();
+            scores.iter().map(|&x| f64::from(x - max) - sum.ln()).collect()
+        })
+        .collect();
+    let weight = |t: usize| {
+        let logs = queries.iter().map(|logs| logs[t]);
+        let max = logs.clone().fold(f64::NEG_INFINITY, f64::max);
+        match case.shape.rule {
+            GroupRule::MaxOfSoftmax => max,
+            GroupRule::SumOfSoftmax => max + logs.map(|log| (log - max).exp()).sum::<f64>().ln(),
+        }
+    };
+    let mut is_in = vec![false; n];
+    selected.iter().for_each(|&t| is_in[t as usize] = true);
+    let of = |wanted: bool| (0..n).filter(|&t| is_in[t] == wanted).map(weight).collect::<Vec<_>>();
+    let least = of(true).into_iter().fold(f64::INFINITY, f64::min);
+    let most = of(false).into_iter().fold(f64::NEG_INFINITY, f64::max);
+    let spread = queries.iter().flatten().fold(0.0, |spread: f64, log| spread.max(-log));
+    let tolerance = SCORE + SCORE_OF_SPREAD * spread;
+    assert!(queries.is_empty() || least >= most - tolerance, "{case:?}: {least} {most}, spread {spread}");
+}
