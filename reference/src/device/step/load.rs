@@ -179,6 +179,8 @@ impl Decoder {
         self.cache.settle(&gpu, lengths)?;
         let mut ended = self.ended.clone();
         ended[loaded] = false;
+        let standing = ended.iter().enumerate().filter(|(_, ended)| **ended);
+        standing.map(|(sequence, _)| sequence).try_for_each(|sequence| self.cache.end(&gpu, sequence))?;
         self.place(&lengths.iter().map(|&length| length as u32).collect::<Vec<_>>())?;
         self.ended = ended;
         self.run_those_not_ended()
