@@ -4,12 +4,13 @@
     pip install numpy ml_dtypes safetensors gguf tokenizers
     python benches/peers/speculation.py MODEL TEXT [--context 4096] [--decode 64] [--rows 410]
 
-MODEL is a folder with safetensors or a GGUF file. A step attends to sinks, window and the `rows` tokens of highest weight, summed over the
-queries of a head (exact scores; PQCache's codes choose nearly the same), and twice as many rows stay on the device by their last use.
-Of the rows that then miss, `covered` are among those that a prediction would have fetched, and `waste` are those fetched for nothing,
-as a share of `rows`. Predictions: the next tokens in the ranking of the last step's query in the layer; the first tokens in the ranking of
-a query that the layer's own weights make of the residual stream before the last feed-forward block, or before the whole last layer. Next to
-them is what a cache of four times the rows would cover.
+MODEL is a folder with safetensors or a GGUF file. A step attends to sinks, window and the `rows` tokens of
+highest weight, summed over the queries of a head (exact scores; PQCache's codes choose nearly the same), and
+twice as many rows stay on the device by their last use. Of the rows that then miss, `covered` are among those
+that a prediction would have fetched, and `waste` are those fetched for nothing, as a share of `rows`.
+Predictions: the next tokens in the ranking of the last step's query in the layer; the first tokens in the
+ranking of a query that the layer's own weights make of the residual stream before the last feed-forward
+block, or before the whole last layer. Next to them is what a cache of four times the rows would cover.
 """
 
 import argparse, glob, os
@@ -39,10 +40,21 @@ class Llama:
         for file in glob.glob(os.path.join(path, "*.safetensors")):
             with safe_open(file, "np") as opened:
                 tensors.update({name: opened.get_tensor(name).astype(np.float32) for name in opened.keys()})
-        names = {"q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj", "o": "self_attn.o_proj", "gate": "mlp.gate_proj",
-                 "up": "mlp.up_proj", "down": "mlp.down_proj", "norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
-        self.layers = [{key: tensors[f"model.layers.{l}.{name}.weight"] for key, name in names.items()}
-                       for l in range(config["num_hidden_layers"])]
+        names = {
+            "q": "self_attn.q_proj",
+            "k": "self_attn.k_proj",
+            "v": "self_attn.v_proj",
+            "o": "self_attn.o_proj",
+            "gate": "mlp.gate_proj",
+            "up": "mlp.up_proj",
+            "down": "mlp.down_proj",
+            "norm": "input_layernorm",
+            "ffn_norm": "post_attention_layernorm",
+        }
+        self.layers = [
+            {key: tensors[f"model.layers.{l}.{name}.weight"] for key, name in names.items()}
+            for l in range(config["num_hidden_layers"])
+        ]
         self.embedding = tensors["model.embed_tokens.weight"]
         self.heads, self.kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
         self.theta, self.eps, self.interleaved = config["rope_theta"], config["rms_norm_eps"], False
@@ -55,17 +67,36 @@ class Llama:
         reader = gguf.GGUFReader(path)
         field = lambda name: reader.fields[name].contents()
         tensors = {t.name: gguf.quants.dequantize(t.data, t.tensor_type) for t in reader.tensors}
-        names = {"q": "attn_q", "k": "attn_k", "v": "attn_v", "o": "attn_output", "gate": "ffn_gate", "up": "ffn_up", "down": "ffn_down",
-                 "norm": "attn_norm", "ffn_norm": "ffn_norm"}
-        self.layers = [{key: tensors[f"blk.{l}.{name}.weight"] for key, name in names.items()} for l in range(field("llama.block_count"))]
+        names = {
+            "q": "attn_q",
+            "k": "attn_k",
+            "v": "attn_v",
+            "o": "attn_output",
+            "gate": "ffn_gate",
+            "up": "ffn_up",
+            "down": "ffn_down",
+            "norm": "attn_norm",
+            "ffn_norm": "ffn_norm",
+        }
+        self.layers = [
+            {key: tensors[f"blk.{l}.{name}.weight"] for key, name in names.items()}
+            for l in range(field("llama.block_count"))
+        ]
         self.embedding = tensors["token_embd.weight"]
-        self.heads, self.kv_heads = field("llama.attention.head_count"), field("llama.attention.head_count_kv")
+        self.heads, self.kv_heads = field("llama.attention.head_count"), field(
+            "llama.attention.head_count_kv"
+        )
         self.theta, self.eps = field("llama.rope.freq_base"), field("llama.attention.layer_norm_rms_epsilon")
         self.interleaved = True
         tokens, merges = field("tokenizer.ggml.tokens"), field("tokenizer.ggml.merges")
         vocabulary = {token: i for i, token in enumerate(tokens)}
-        self.tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[tuple(merge.split(" ")) for merge in merges]))
-        split = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        self.tokenizer = Tokenizer(
+            models.BPE(vocab=vocabulary, merges=[tuple(merge.split(" ")) for merge in merges])
+        )
+        split = [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
         self.tokenizer.pre_tokenizer = pre_tokenizers.Sequence(split)
 
     def normalized(self, x, weight):
@@ -76,7 +107,11 @@ class Llama:
         angle = positions[:, None] * self.theta ** (-np.arange(0, self.head_dim, 2) / self.head_dim)
         cos, sin = np.cos(angle)[:, None].astype(np.float32), np.sin(angle)[:, None].astype(np.float32)
         half = self.head_dim // 2
-        first, second = (np.s_[..., 0::2], np.s_[..., 1::2]) if self.interleaved else (np.s_[..., :half], np.s_[..., half:])
+        first, second = (
+            (np.s_[..., 0::2], np.s_[..., 1::2])
+            if self.interleaved
+            else (np.s_[..., :half], np.s_[..., half:])
+        )
         y = np.empty_like(x)
         y[first], y[second] = x[first] * cos - x[second] * sin, x[first] * sin + x[second] * cos
         return y
@@ -87,7 +122,8 @@ class Llama:
         return self.rotated(rows.reshape(len(x), -1, self.head_dim), positions)
 
     def run(self, tokens, keys, values, watch=None):
-        """Appends tokens to keys and values (layer: head, tokens, head_dim); `watch(l, before, queries, positions, after attention)`."""
+        """Appends tokens to keys and values (layer: head, tokens, head_dim), and calls
+        `watch(l, before, queries, positions, after attention)`."""
         x, start, group = self.embedding[tokens], keys[0].shape[1], self.heads // self.kv_heads
         positions = np.arange(start, start + len(tokens))
         for l, layer in enumerate(self.layers):
@@ -104,7 +140,9 @@ class Llama:
                     scores = queries[first:end, head] @ keys[l][head // group, :seen].T * self.scale
                     scores[hidden] = -np.inf
                     weights = np.exp(scores - scores.max(-1, keepdims=True))
-                    out[first:end, head] = weights @ values[l][head // group, :seen] / weights.sum(-1, keepdims=True)
+                    out[first:end, head] = (
+                        weights @ values[l][head // group, :seen] / weights.sum(-1, keepdims=True)
+                    )
             x = x + out.reshape(len(tokens), -1) @ layer["o"].T
             if watch:
                 watch(l, before, queries, positions, x)

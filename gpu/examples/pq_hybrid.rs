@@ -76,8 +76,8 @@ fn main() -> Result<()> {
         pdl: false,
         workspace: workspace.pointer,
     };
-    // SAFETY: the buffers have the shapes that the arguments name, and live until the results are read. Rows on
-    // the host are fetched between the two launches.
+    // SAFETY: the buffers have the shapes that the arguments name, and live until the results are read. Rows
+    // on the host are fetched between the two launches.
     unsafe {
         hybrid.select(gpu.stream().cu_stream(), &arguments)?;
         hybrid.attend(gpu.stream().cu_stream(), &arguments)?;

@@ -1,11 +1,11 @@
 //! The nearest centroids of a single vector.
 //!
-//! Lanes are centroids here: with one point there is nothing else to fill them. Distances of a subspace stay in
-//! registers where they fit, so that half norms and columns are read in the order of memory: at 8 bits and 128
-//! components a vector reads 144 to 192 KiB from L2, whose lines come fastest in that order.
+//! Lanes are centroids here: with one point there is nothing else to fill them. Distances of a subspace stay
+//! in registers where they fit, so that half norms and columns are read in the order of memory: at 8 bits and
+//! 128 components a vector reads 144 to 192 KiB from L2, whose lines come fastest in that order.
 //!
-//! Floor: loads of the codebook alone take 0.93 us for 192 KiB and 0.70 us for 144 KiB on Zen 5, where each of 64
-//! vectors at a time takes 0.49 us at (64, 8) and 0.29 us at (16, 8).
+//! Floor: loads of the codebook alone take 0.93 us for 192 KiB and 0.70 us for 144 KiB on Zen 5, where each
+//! of 64 vectors at a time takes 0.49 us at (64, 8) and 0.29 us at (16, 8).
 
 use crate::assign::{Sum, finite, fits_f32, nearest_wide};
 use crate::codebook::Subspace;
@@ -13,8 +13,8 @@ use crate::pack::BLOCK;
 use crate::simd::{Kernel, Run, Simd};
 use crate::{Backend, Codebook, Element};
 
-/// As [`assign`](crate::assign::assign), for all subspaces of one vector: calls `set` with the first of up to 64
-/// subspaces and the indices of their nearest centroids. Returns the squared error.
+/// As [`assign`](crate::assign::assign), for all subspaces of one vector: calls `set` with the first of up to
+/// 64 subspaces and the indices of their nearest centroids. Returns the squared error.
 pub(crate) fn assign_one<E: Element>(
     backend: Backend,
     codebook: &Codebook<'_>,

@@ -58,8 +58,8 @@ impl<'a> Codes<'a> {
 
     /// The codes of `n` vectors in pages of `page_tokens` vectors: 16, 32, or a multiple of [`BLOCK`].
     ///
-    /// Pages of 16 and 32 are written by [`CodesMut`]. What is computed from them has the bits of codes in one
-    /// piece, but for the order of attention's sums.
+    /// Pages of 16 and 32 are written by [`CodesMut`]. What is computed from them has the bits of codes in
+    /// one piece, but for the order of attention's sums.
     ///
     /// # Shapes
     /// `pool` whole pages of [`PqShape::page_len`] bytes; `table` at least `n / page_tokens` rounded up page
@@ -102,8 +102,8 @@ impl<'a> Codes<'a> {
         self.bytes
     }
 
-    /// The codes of vectors `range.start` to `range.end - 1`, where `range.start` is a multiple of [`BLOCK`], or
-    /// of the vectors of a smaller page.
+    /// The codes of vectors `range.start` to `range.end - 1`, where `range.start` is a multiple of [`BLOCK`],
+    /// or of the vectors of a smaller page.
     ///
     /// # Errors
     /// [`Error::Unaligned`]; [`Error::TooShort`] if there are fewer vectors, or if the range ends before it

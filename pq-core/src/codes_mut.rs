@@ -106,8 +106,8 @@ impl<'a> CodesMut<'a> {
         VectorMut { block, nbits, vectors, at: i % vectors }
     }
 
-    /// The place of the codes of vectors `first` to `first + count - 1`, at most 64, in whole blocks of codes of
-    /// at most 8 bits.
+    /// The place of the codes of vectors `first` to `first + count - 1`, at most 64, in whole blocks of codes
+    /// of at most 8 bits.
     #[inline(always)]
     pub(crate) fn place(&self, first: usize, count: usize) -> Option<Place> {
         let nbits = self.shape.nbits();

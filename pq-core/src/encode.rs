@@ -144,8 +144,8 @@ pub(crate) fn encode<E: Element>(
 /// Subspaces whose codes are staged before they are packed.
 const STAGED: usize = 8;
 
-/// Encodes up to 64 rows as vectors `first` and on. The tile holds several subspaces, so that the small ones of
-/// a row are read together.
+/// Encodes up to 64 rows as vectors `first` and on. The tile holds several subspaces, so that the small ones
+/// of a row are read together.
 fn encode_tile<E: Element>(
     backend: Backend,
     codebook: &Codebook<'_>,
@@ -169,7 +169,8 @@ fn encode_tile<E: Element>(
 
 /// Encodes some subspaces of up to 64 points as vectors `first` and on. Returns the summed squared error.
 ///
-/// Calls for each subspace, whose arguments pass through memory, took 16 rows at (64, 4) a third of their time.
+/// Calls for each subspace, whose arguments pass through memory, took 16 rows at (64, 4) a third of their
+/// time.
 struct EncodeSubspaces<'a, 'c> {
     codebook: &'a Codebook<'a>,
     from: usize,     // the first subspace

@@ -75,8 +75,8 @@ fn replace<C: Copy + Into<u32>>(run: &mut [u8], nbits: u32, len: usize, first: u
     );
 }
 
-/// Packs 64 codes of at most 8 bits, which are bytes in words, into the first `nbits` words of a run. Bytes of
-/// more bits are cut.
+/// Packs 64 codes of at most 8 bits, which are bytes in words, into the first `nbits` words of a run. Bytes
+/// of more bits are cut.
 #[inline(always)]
 pub(crate) fn pack_words(codes: &[u64; 8], nbits: u32) -> [u64; 8] {
     let mut run = [0; 8];

@@ -174,7 +174,8 @@ fn at_least_one(text: &str) -> std::result::Result<NonZeroUsize, &'static str> {
     text.parse().map_err(|_| "must be a whole number from 1 on")
 }
 
-/// Bytes of a text that are used at most: some two million tokens, for which the tokenizer takes about a gigabyte.
+/// Bytes of a text that are used at most: some two million tokens, for which the tokenizer takes about a
+/// gigabyte.
 const MOST_TEXT: usize = 8 << 20;
 
 /// Which text.

@@ -227,7 +227,8 @@ impl Method {
     /// Refuses a profile that lacks entries of any of `methods`, which fit the model.
     ///
     /// # Errors
-    /// [`Error::Profile`], naming all of these methods and the command that makes a profile for the whole list.
+    /// [`Error::Profile`], naming all of these methods and the command that makes a profile for the whole
+    /// list.
     pub fn check_profile(methods: &[Self], model: &Model, rope: &Arc<Rope>, profile: &Profile) -> Result<()> {
         let lacks = |method: &&Self| {
             let stores = method.kind.stores(&method.site(&model.config, rope, profile));

@@ -34,8 +34,8 @@ fn rows_are_those_of_the_cpu() {
                    hybrid:keys=rotated:rows=auto:rows-on=device,\
                    hybrid:keys=rotated:rows=auto:bound=0.02:most=0.2:rows-on=device";
     // Bins of a deviation would be too coarse: so few tokens have a KL of .0045 at .96 of it and of .0142 at
-    // 1.04, on the CPU alone. In bf16 the device rounds keys when it takes them back before RoPE and rotates them
-    // again: with bins of a quarter that is .00072 for the CPU's .00040.
+    // 1.04, on the CPU alone. In bf16 the device rounds keys when it takes them back before RoPE and rotates
+    // them again: with bins of a quarter that is .00072 for the CPU's .00040.
     let on = OnGpu { gpu, chunk: SIZES.context, others_on_cpu: false };
     let on_cpu = methods.replace(":rows-on=device", ""); // has no effect there
     let (here, there) = (rows(&on_cpu, None).unwrap(), rows(methods, Some(&on)).unwrap());

@@ -207,8 +207,8 @@ fn sequences_of_a_batch_load_their_own_contexts() {
     }
 }
 
-/// A cache that takes frames when they end is not given those of a sequence that has been emptied since, or gone
-/// on.
+/// A cache that takes frames when they end is not given those of a sequence that has been emptied since, or
+/// gone on.
 #[test]
 fn frames_of_another_sequence_are_not_taken() {
     let Some(gpu) = gpu_in_turn() else { return };

@@ -118,8 +118,8 @@ fn a_pool_that_is_full_refuses_and_loses_nothing() {
 fn sequences_that_have_ended_take_no_more_pages() {
     let Some(gpu) = gpu("ended sequences") else { return };
     let (model, tokens) = model();
-    // The second sequence ends with whatever it picks first: the first one gets the page that the host would have
-    // given to both.
+    // The second sequence ends with whatever it picks first: the first one gets the page that the host would
+    // have given to both.
     let mut model = (*model).clone();
     let prompts = vec![tokens[3000..3003].to_vec(), tokens[4000..4007].to_vec()];
     let first = {

@@ -106,8 +106,8 @@ impl Decode {
     /// [`Error::Argument`] for planes, a frame or ranges that do not match, [`Error::Driver`].
     /// # Safety
     /// The [contract of a launch](DevicePtr#launches) holds, with every pointer but those to rows and to the
-    /// frame aligned to 8 bytes. The bytes at `arguments.frame` are those that `frame` was parsed from, **and three bytes
-    /// after the last one can be read**: the kernel loads words of four bytes. The words at
+    /// frame aligned to 8 bytes. The bytes at `arguments.frame` are those that `frame` was parsed from, **and
+    /// three bytes after the last one can be read**: the kernel loads words of four bytes. The words at
     /// `arguments.planes` are those of `planes`. The place maps different tokens to different addresses, and
     /// every page number is that of an existing page.
     pub unsafe fn launch(
@@ -129,8 +129,8 @@ impl Decode {
         unsafe { self.launch_kernels(stream, frame.info(), planes, arguments) }
     }
 
-    /// As [`launch`](Self::launch), for a frame that [`Encode`](super::Encode) has coded with these planes and
-    /// [`Index`](super::Index) has given an index: the host knows nothing of it but `info`.
+    /// As [`launch`](Self::launch), for a frame that [`Encode`](super::Encode) has coded with these planes
+    /// and [`Index`](super::Index) has given an index: the host knows nothing of it but `info`.
     ///
     /// # Errors
     /// [`Error::Argument`] for planes, a frame or ranges that do not match, [`Error::Driver`].

@@ -99,10 +99,10 @@ const _: () = assert!(size_of::<JoinKernelArguments>() == 56);
 /// # Cost
 /// Two kernels. Elements are read once, and again for fixed-width tiles; bins are written to the workspace
 /// and read back. With a transform, a third kernel runs first. Where [`CodecShape::quantize_program`] is
-/// used, it multiplies on tensor cores, three times for each element of the head, and writes 2 bytes per element;
-/// the few bins that are too close to a boundary are computed anew in the CPU's order, and so are tiles whose
-/// values exceed 2^13 steps. Otherwise it takes a multiplication and an addition for each element of the head
-/// and writes 4 bytes.
+/// used, it multiplies on tensor cores, three times for each element of the head, and writes 2 bytes per
+/// element; the few bins that are too close to a boundary are computed anew in the CPU's order, and so are
+/// tiles whose values exceed 2^13 steps. Otherwise it takes a multiplication and an addition for each element
+/// of the head and writes 4 bytes.
 /// # Source
 /// CacheGen (SIGCOMM 2024), 5.2; the bitstream is codec-core's `FORMAT.md`.
 pub struct Encode {

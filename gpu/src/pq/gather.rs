@@ -96,11 +96,11 @@ const _: () = assert!(size_of::<KernelArguments>() == 128);
 /// Collects the keys and values of selected tokens.
 ///
 /// The hits and the misses of a cache of rows take one launch ([`HeldRows`]), in which hits are copied while
-/// misses are on their way. Those of a [`BlockCache`](pq_core::BlockCache), which brings in whole blocks, take
-/// one launch each into the same output, with `places` for both.
+/// misses are on their way. Those of a [`BlockCache`](pq_core::BlockCache), which brings in whole blocks,
+/// take one launch each into the same output, with `places` for both.
 ///
-/// On sm_90, a launch with programmatic dependent launch (PDL) may follow at once: it starts while rows are on
-/// their way, and must wait (`griddepcontrol.wait`) before it reads them.
+/// On sm_90, a launch with programmatic dependent launch (PDL) may follow at once: it starts while rows are
+/// on their way, and must wait (`griddepcontrol.wait`) before it reads them.
 ///
 /// # Cost
 /// Every row of the lists is read and written once. From host memory, PCIe bandwidth is the limit.
@@ -140,9 +140,9 @@ impl Gather {
     /// [`Error::Argument`] for sizes that do not fit, [`Error::Driver`].
     /// # Safety
     /// The [contract of a launch](DevicePtr#launches) holds, with every pointer aligned to 16 bytes; `keys`
-    /// and `values` may be pinned host memory. Rows are below `head_rows`, places and hits below `out_len` and,
-    /// with held rows, below `list_len`, slots below `len`; no place occurs twice in a list and no slot twice
-    /// among its rows, and counts do not exceed `list_len`: the kernel does not clamp them.
+    /// and `values` may be pinned host memory. Rows are below `head_rows`, places and hits below `out_len`
+    /// and, with held rows, below `list_len`, slots below `len`; no place occurs twice in a list and no slot
+    /// twice among its rows, and counts do not exceed `list_len`: the kernel does not clamp them.
     pub unsafe fn launch(&self, stream: CUstream, arguments: &GatherArguments) -> Result<(), Error> {
         let a = arguments;
         if a.heads == 0 || a.list_len == 0 {

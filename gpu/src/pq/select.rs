@@ -316,13 +316,13 @@ enum Selection {
 /// The k tokens of the largest softmax weight by coded keys in tiles: `pq_core::hybrid_select_into`. One
 /// look-up scores up to eight queries of a group; table entries are `f16`.
 ///
-/// [`Search`](super::Search) does the same by `f32` look-up tables on packed codes of any shape, and can leave
-/// out sinks and a window; this is the faster one for the shapes that it has. [`Hybrid`](super::Hybrid)
+/// [`Search`](super::Search) does the same by `f32` look-up tables on packed codes of any shape, and can
+/// leave out sinks and a window; this is the faster one for the shapes that it has. [`Hybrid`](super::Hybrid)
 /// consists of this and of attention to codes of values.
 ///
-/// A launch allocates nothing and does not synchronize, and a captured graph stays valid. The same inputs give
-/// the same bytes. Where the weights of two tokens differ by less than rounding, the CPU may select the other
-/// one. Of tokens of equal weight, those of lower index are selected.
+/// A launch allocates nothing and does not synchronize, and a captured graph stays valid. The same inputs
+/// give the same bytes. Where the weights of two tokens differ by less than rounding, the CPU may select the
+/// other one. Of tokens of equal weight, those of lower index are selected.
 ///
 /// # Cost
 /// Every code is read once. The scores, 4 bytes per token and query, are written and read once.

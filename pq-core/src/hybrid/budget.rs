@@ -14,8 +14,8 @@
 //! stands for every query's: it is at least as large, so that the estimate holds for each.
 //!
 //! The error itself scatters around that estimate, since few tokens make most of it and codes do not fit all
-//! tokens alike. In decodes of two models (12 and 135 million parameters) the 95th percentile of the errors is
-//! 1.1 to 2.3 times the estimate. A step therefore reads tokens, those of the largest weight first, until
+//! tokens alike. In decodes of two models (12 and 135 million parameters) the 95th percentile of the errors
+//! is 1.1 to 2.3 times the estimate. A step therefore reads tokens, those of the largest weight first, until
 //! [`MARGIN`] times no query's estimate exceeds the bound.
 
 use kv_attend::simd::exp;

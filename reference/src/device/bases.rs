@@ -1,7 +1,7 @@
 //! Queries, keys and values in bases of each head's own, for a cache that codes or cuts transformed rows.
 //!
-//! A model's values are in their basis as they leave `W_V`, which has it folded in; those of a stored context,
-//! which another model has computed, are not.
+//! A model's values are in their basis as they leave `W_V`, which has it folded in; those of a stored
+//! context, which another model has computed, are not.
 
 use half::{bf16, f16};
 use kv_gpu::{AnyElement, DevicePtr, Element, Grid, Kernel};
@@ -150,8 +150,8 @@ impl Bases {
         Ok(unsafe { self.kernel.launch(gpu.stream(), grid, self.threads, true, &arguments) }?)
     }
 
-    /// Launches the maps of a layer's keys, which RoPE has rotated, and of its values over the rows of a chunk
-    /// that a model without folded maps has computed.
+    /// Launches the maps of a layer's keys, which RoPE has rotated, and of its values over the rows of a
+    /// chunk that a model without folded maps has computed.
     ///
     /// # Safety
     /// As [`Self::turn`].

@@ -244,8 +244,8 @@ pub trait ChunkCache {
         false
     }
 
-    /// Whether [`DeviceCache::rows`] have every token, so that [`Self::settle`] may follow steps, too: nothing
-    /// of what they have written is still to be stored.
+    /// Whether [`DeviceCache::rows`] have every token, so that [`Self::settle`] may follow steps, too:
+    /// nothing of what they have written is still to be stored.
     fn is_exact(&self) -> bool {
         self.has_rows_of_all()
     }

@@ -59,8 +59,8 @@ impl<T: Copy> HostBuffer<T> {
     /// The device translates addresses of page-locked memory in pages of 4 KB, of which its caches hold few:
     /// scattered rows of 256 bytes come at 38 GB/s out of 16 GiB, and at 10 out of 64. Managed memory that
     /// stays on the host has pages of 2 MB: 50 GB/s out of either (H200, `gpu/PERFORMANCE.md`). The driver's
-    /// own copies of it are slow (15 GB/s, by the host), so kernels copy it. Devices that do not share managed
-    /// memory with a running host get page-locked memory.
+    /// own copies of it are slow (15 GB/s, by the host), so kernels copy it. Devices that do not share
+    /// managed memory with a running host get page-locked memory.
     ///
     /// # Errors
     /// [`Error::HostMemory`] when the driver refuses.
@@ -205,8 +205,8 @@ fn room_in_group() -> Option<u64> {
     room(&read("memory.max")?, &read("memory.current")?, &read("memory.stat")?)
 }
 
-/// The limit of a control group less what it has taken. Cached files give way, but for shared memory, which is
-/// counted with them.
+/// The limit of a control group less what it has taken. Cached files give way, but for shared memory, which
+/// is counted with them.
 fn room(limit: &str, current: &str, stat: &str) -> Option<u64> {
     let counted = |name: &str| {
         let line = stat.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));

@@ -32,8 +32,8 @@ pub struct StepTimes {
     pub device_bytes: usize,
     /// Bytes of it in memory of the host.
     pub host_bytes: usize,
-    /// Exact rows (a token's key and value) that a step reads for one head, on average, where steps decide how
-    /// many.
+    /// Exact rows (a token's key and value) that a step reads for one head, on average, where steps decide
+    /// how many.
     pub chosen_rows: Option<f64>,
     /// Rows (a token's key and value of one head) that a step reads from the host, on average.
     pub fetched_rows: f64,

@@ -65,8 +65,8 @@ impl ClusteringProfile {
     /// Measures on the first tokens of a text. Rows are written to `folder`.
     ///
     /// # Errors
-    /// [`Error::Argument`] for fewer than three different lengths, and for a text or a model that is too short;
-    /// errors of [`prefill`] and of the folder; of `pq-core` for lengths that are too near for a fit.
+    /// [`Error::Argument`] for fewer than three different lengths, and for a text or a model that is too
+    /// short; errors of [`prefill`] and of the folder; of `pq-core` for lengths that are too near for a fit.
     pub fn measure(
         model: &Model,
         tokens: &[u32],

@@ -235,8 +235,8 @@ pub(crate) struct DeviceCuts {
     pub cuts_prompts: bool,
 }
 
-/// A head whose rows are cut: in the basis of the maps, and of values in that which weights are folded to, the
-/// first components up to the rank stay.
+/// A head whose rows are cut: in the basis of the maps, and of values in that which weights are folded to,
+/// the first components up to the rank stay.
 #[cfg(feature = "cuda")]
 pub(crate) struct CutHead {
     pub maps: HeadMaps,

@@ -104,8 +104,8 @@ impl AsyncStore {
         self.remote().path([&*space.to_string(), "about"])
     }
 
-    /// Says in a line, for people, what a space is for. What was said before stays, so that nothing is written
-    /// to a space that has its line.
+    /// Says in a line, for people, what a space is for. What was said before stays, so that nothing is
+    /// written to a space that has its line.
     ///
     /// # Errors
     /// [`Error::Backend`] and [`Error::Timeout`].

@@ -78,8 +78,8 @@ impl Filled {
 
 impl PromptStore<'_> {
     /// Computes keys and values of a context exactly and stores the chunks that are not there or that are
-    /// damaged, as far as `check` sees (CacheGen's `calculate_kv` and `store_kv`). Calls `done` with the index
-    /// of each of these chunks and the number of all.
+    /// damaged, as far as `check` sees (CacheGen's `calculate_kv` and `store_kv`). Calls `done` with the
+    /// index of each of these chunks and the number of all.
     ///
     /// # Errors
     /// What [`prefill`] and the store return.

@@ -1,6 +1,6 @@
-//! What an engine meets at the edges of `pq-core` and `svd-core`: runs of keys of any length and place, pages,
-//! rows of interleaved heads, and the owning caches beside the bare slices. Prints `benches/results/embed.md`, or
-//! the tables that are named as arguments.
+//! What an engine meets at the edges of `pq-core` and `svd-core`: runs of keys of any length and place,
+//! pages, rows of interleaved heads, and the owning caches beside the bare slices. Prints
+//! `benches/results/embed.md`, or the tables that are named as arguments.
 //!
 //! Every table compares times of one run on one thread; each is the least of many rounds, in which the cases
 //! take turns.

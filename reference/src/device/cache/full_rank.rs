@@ -80,8 +80,8 @@ impl FullRank {
             pdl: true,
             workspace: self.workspace.pointer(),
         };
-        // SAFETY: the workspace has the length of `new`, ranks and offsets are those of full rank; the rest is
-        // the caller's contract.
+        // SAFETY: the workspace has the length of `new`, ranks and offsets are those of full rank; the rest
+        // is the caller's contract.
         Ok(unsafe { self.attend.launch(gpu.stream(), &arguments) }?)
     }
 }

@@ -29,8 +29,8 @@ const ENCODE_SHARED_MEMORY: usize = (40 + 2) << 10;
 /// (`kernels/leaving.cu`), so that the ring goes on meanwhile. At every step exactly the last tokens of a
 /// ring's length are exact, as on the CPU with a window of that length.
 ///
-/// With bases it is `pqklt` as a device has it: queries and keys arrive in the basis of the codes, and values are
-/// folded into the model.
+/// With bases it is `pqklt` as a device has it: queries and keys arrive in the basis of the codes, and values
+/// are folded into the model.
 ///
 /// Codes may be in pages that sequences take as they grow (`Pages`). A turn encodes up to the last token that
 /// the ring will have let go, so the pages of a step hold what is encoded before it.

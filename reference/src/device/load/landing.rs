@@ -71,8 +71,8 @@ impl Landing {
                 WidthInBytes: chunk.count * row,
                 Height: self.heads,
             };
-            // SAFETY: the frame has `count` rows of each head of a layer's side, and the chunk ends within the
-            // capacity of the rows.
+            // SAFETY: the frame has `count` rows of each head of a layer's side, and the chunk ends within
+            // the capacity of the rows.
             unsafe { sys::cuMemcpy2DAsync_v2(&copy, gpu.stream()) }
                 .result()
                 .map_err(|e| driver("copy the rows of a frame", e))?;

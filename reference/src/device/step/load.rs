@@ -18,18 +18,18 @@ impl Decoder {
         Loader::new(&self.gpu, profile, &self.weights.config, self.weights.element)
     }
 
-    /// Begins to load a stored frame: the tokens of a chunk, which follow those of its sequence, at a level of
-    /// the loader's profile. The device decodes it while the host goes on, so that the next frame may begin;
-    /// up to [`FRAMES`](super::super::FRAMES) may be on their way. Where [`Self::loads_in_place`], steps and
-    /// prompts that follow see its tokens; else they follow [`Self::end_load`].
+    /// Begins to load a stored frame: the tokens of a chunk, which follow those of its sequence, at a level
+    /// of the loader's profile. The device decodes it while the host goes on, so that the next frame may
+    /// begin; up to [`FRAMES`](super::super::FRAMES) may be on their way. Where [`Self::loads_in_place`],
+    /// steps and prompts that follow see its tokens; else they follow [`Self::end_load`].
     ///
     /// Out of page-locked memory ([`PageLocked`](super::super::PageLocked)) the bytes are copied at the rate
     /// of the link; out of other memory the driver copies them twice.
     ///
     /// # Errors
     /// [`Error::Argument`] for a loader of another model, element type or device, no such sequence, tokens
-    /// that do not follow it, none, more than the cache has room for, or frames on their way that are too many
-    /// or of these or later tokens; and for a batch after a step, with another cache than `dense`.
+    /// that do not follow it, none, more than the cache has room for, or frames on their way that are too
+    /// many or of these or later tokens; and for a batch after a step, with another cache than `dense`.
     /// [`Error::Codec`] for bytes that are no frame or not what was written, and for a frame of another
     /// profile, model or side of RoPE; [`Error::Stream`] for one of other tokens or of another level;
     /// [`Error::Device`]. The sequence is then as it was.
@@ -114,14 +114,14 @@ impl Decoder {
         }
     }
 
-    /// Refuses a batch whose cache has not stored the last tokens of other sequences, which steps have written:
-    /// it stores them in turns, and would begin anew behind them.
+    /// Refuses a batch whose cache has not stored the last tokens of other sequences, which steps have
+    /// written: it stores them in turns, and would begin anew behind them.
     fn check_batch(&self) -> Result<()> {
         if self.batch == 1 || self.lengths.is_some() || self.cache.is_exact() {
             return Ok(());
         }
         Err(Error::argument(
-            "the sequences of this batch have gone on: with a cache other than dense they load before the first step",
+            "the sequences of this batch have gone on: caches other than dense load before the first step",
         ))
     }
 
@@ -141,7 +141,8 @@ impl Decoder {
             let rows = self.cache.chunk_rows(&gpu, layer, chunk)?;
             landing.copy(&gpu, layer, chunk, &rows)?;
             if let Some(bases) = self.cache.bases() {
-                // SAFETY: these rows have just been written, and nothing else uses them before they are taken.
+                // SAFETY: these rows have just been written, and nothing else uses them before they are
+                // taken.
                 unsafe { bases.turn_stored(&gpu, layer, chunk, &rows) }?;
             }
             self.cache.append(&gpu, layer, chunk)?;

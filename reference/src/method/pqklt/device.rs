@@ -1,7 +1,7 @@
 //! Codes of transformed rows as a device computes them: by tables alone.
 //!
-//! Keys are coded after RoPE, so that a score is a sum of table entries. Values arrive and leave in the basis of
-//! their codes, since the model that a device runs has both maps folded into its weights, as ZACK has its
+//! Keys are coded after RoPE, so that a score is a sum of table entries. Values arrive and leave in the basis
+//! of their codes, since the model that a device runs has both maps folded into its weights, as ZACK has its
 //! rotations (5.1). A mean moves the centroids.
 
 use std::sync::Arc;
@@ -27,7 +27,8 @@ pub(crate) struct TransformedHead {
 }
 
 impl PqKlt {
-    /// The quantizers, where a score is a sum of table entries and a value one of centroids, and nothing else.
+    /// The quantizers, where a score is a sum of table entries and a value one of centroids, and nothing
+    /// else.
     ///
     /// # Errors
     /// [`Error::Argument`] for other settings.

@@ -10,7 +10,8 @@ use crate::device::{Gpu, programs};
 /// Threads of a block: `REUSE_THREADS` of the kernel.
 const THREADS: u32 = 1024;
 
-/// Tokens whose bits and indices take 64 KiB of shared memory. Longer sequences are looked up in several spans.
+/// Tokens whose bits and indices take 64 KiB of shared memory. Longer sequences are looked up in several
+/// spans.
 const MOST_SPAN: usize = 1 << 18;
 
 /// A cache of the rows that recent steps have chosen, of those that have been chosen last (LRU).
@@ -120,8 +121,8 @@ impl Reuse {
             span: span as u32,
             forced: self.forced,
         };
-        // SAFETY: the structure is the kernel's argument, and the buffers have the lengths of `new`. Counts are
-        // at most `most`, and the tokens of a head ascend.
+        // SAFETY: the structure is the kernel's argument, and the buffers have the lengths of `new`. Counts
+        // are at most `most`, and the tokens of a head ascend.
         Ok(unsafe { self.kernel.launch(gpu.stream(), Grid::new([heads, 1, 1])?, THREADS, true, &arguments) }?)
     }
 
