@@ -4,13 +4,16 @@
 //! `w` bits in the narrowest plane of a code, a run of 64 codes consists of `8 w` bytes at a time, to which
 //! each of `p` pages contributes `8 w / p` in turn. Since the planes of a short run are packed by the same
 //! rule, all planes of a vector arrive at one place, which is the vector's own only at 8 bits. Scores are put
-//! in order once for all subspaces ([`Blocks::order_as_tokens`]). To shift and mask the codes of each subspace
-//! instead would take longer than a scan does.
+//! in order once for all subspaces ([`Blocks::order_as_tokens`]). To shift and mask the codes of each
+//! subspace instead would take longer than a scan does.
 //!
-//! Pages of 16 tokens cost attention of one query a fifth to a third of its time (AVX-512, codes in L2). Tried:
-//! units interleaved in registers, by shuffles of four lines, instead of one by one. At (64, 4) the factor over
-//! one piece fell from 1.36 to 1.28, at 8 bits not at all: lines that come from L2 bound it, where codes in one
-//! piece are loaded beside the look-ups of others.
+//! Pages of 16 tokens cost attention of one query a fifth to a half of its time (AVX-512, codes in L2): a run
+//! is read and written in units of 8 bytes at 4 bits, 16 at 8, before it is read as one. Tried: units
+//! interleaved in registers, by shuffles of four lines, instead of one by one; at (64, 4) the factor over one
+//! piece fell from 1.36 to 1.28, at 8 bits not at all. Lines of the next subspaces prefetched into L1 (Zen
+//! 5): 1.28 instead of 1.20 at (64, 8), 1.60 instead of 1.53 at (64, 4), so it is not their latency. Next:
+//! codes unpacked straight from the parts, by one load and three masked broadcasts into a register, without
+//! the copy.
 
 use crate::pack::BLOCK;
 use crate::simd::{Simd, for_nbits};
@@ -71,8 +74,8 @@ impl<'b> Blocks<'b> {
         Runs { blocks: self.parts, end: m }
     }
 
-    /// The runs from subspace `j` of `m` on: all that there are, or a multiple of `least` that there is room to
-    /// gather.
+    /// The runs from subspace `j` of `m` on: all that there are, or a multiple of `least` that there is room
+    /// to gather.
     #[inline(always)]
     pub fn runs<'r, S: Simd>(
         &self,
