@@ -29,6 +29,10 @@ pub(crate) use source;
 /// All files that kernels include. NVRTC gets the ones that a program includes, so nothing has to be
 /// installed.
 const HEADERS: &[Source] = &[
+    source!("codec/encode_bins.cuh"),
+    source!("codec/encode_families.cuh"),
+    source!("codec/encode_stream.cuh"),
+    source!("codec/encode_tile.cuh"),
     source!("codec/maps.cuh"),
     source!("codec/place.cuh"),
     source!("codec/tile.cuh"),

@@ -65,10 +65,10 @@ fn a_pool_that_is_full_refuses_and_loses_nothing() {
     let mut decoder = support::decoder(&gpu, &model, spec, &Profile::default(), 2, 512);
     let prompts = |len: usize| vec![run[..len].to_vec(), run[..5].to_vec()];
     let refused = |result: Result<()>, needed: usize, free: usize| {
-        assert!(
-            matches!(&result, Err(Error::Pages { needed: n, free: f, pages: 3, page: 32 }) if (*n, *f) == (needed, free)),
-            "{result:?}"
-        );
+        let Err(Error::Pages { needed: n, free: f, pages: 3, page: 32 }) = result else {
+            panic!("{result:?}")
+        };
+        assert_eq!((n, f), (needed, free));
     };
     refused(decoder.prefill(&prompts(65), 32), 4, 3);
     decoder.prefill(&prompts(60), 32).unwrap();

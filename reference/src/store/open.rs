@@ -17,9 +17,9 @@ use super::{Error, Result, backend_text};
 /// Opens the object store that a URL names, and the path in it.
 ///
 /// A path without a scheme, or `file:///path`, is a folder, which is made if `create` says so;
-/// `s3://bucket/path` is S3, with the settings of the environment (`AWS_ACCESS_KEY_ID`, `AWS_SECRET_ACCESS_KEY`, `AWS_REGION`, `AWS_ENDPOINT`,
-/// `AWS_ALLOW_HTTP`); `memory:///` is this process's memory. With other features of `object_store`, other
-/// schemes work as it documents them.
+/// `s3://bucket/path` is S3, with the settings of the environment (`AWS_ACCESS_KEY_ID`,
+/// `AWS_SECRET_ACCESS_KEY`, `AWS_REGION`, `AWS_ENDPOINT`, `AWS_ALLOW_HTTP`); `memory:///` is this process's
+/// memory. With other features of `object_store`, other schemes work as it documents them.
 ///
 /// # Errors
 /// [`Error::Url`], also for a folder or memory that is not there and is not to be made.

@@ -131,7 +131,7 @@ constexpr int NEIGHBORS = 0;
 
 extern "C" __global__ void __launch_bounds__(THREADS + NEIGHBORS, 1) pq_hybrid_attend(const AttendArguments a) {
     Plan<AttendArguments>& plan = block().plan;
-    // Where the kernel before counts the rows, the plan waits for it.
+    // With IS_ADAPTIVE the selection writes the numbers of rows, which the plan reads: after the PDL wait.
     const bool plans_first = !IS_ADAPTIVE || a.rows_arrive;
     if (plans_first && warp_uniform(threadIdx.x < LANES)) plan.find_first(a);
     load_value_table<THREADS>(a, blockIdx.y, shared);

@@ -5,7 +5,8 @@
 #include "element.cuh"
 #include "primitives_sm80.cuh"
 
-constexpr u32 TILE = 32, WORDS = HEAD_DIM / 2, CODE_WORDS = WORDS / KEPT_M; // words of two elements: of a row, of a code
+constexpr u32 TILE = 32;
+constexpr u32 WORDS = HEAD_DIM / 2, CODE_WORDS = WORDS / KEPT_M; // words of two elements: of a row, of a code
 constexpr u32 LANE_CODES = TILE * KEPT_M / LANES, LANE_WORDS = LANE_CODES * KEPT_BITS / 32;
 constexpr u32 WIDTH = KEPT_BITS == 6 ? LANE_WORDS / 3 : LANE_WORDS < 4 ? LANE_WORDS : 4;
 constexpr u32 TILE_WORDS = LANE_WORDS * LANES, THREADS = 256;
