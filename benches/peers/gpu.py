@@ -15,7 +15,7 @@ bus does; of `encode` and `train`, their operations at one per lane and clock; o
 tensor cores; of frames that are decoded while they are copied, the copy.
 """
 
-import argparse, datetime, functools, json, math, os, re, subprocess, time
+import argparse, datetime, functools, json, math, os, re, subprocess, sys, time
 
 import record
 import torch
@@ -273,10 +273,56 @@ def peer_of(row):
 
 
 def measured(binary, only, **environment):
-    """The lines that the binary prints: the device first."""
-    environment = os.environ | environment
-    lines = subprocess.run([binary, only], check=True, capture_output=True, text=True, env=environment).stdout
-    return [json.loads(line) for line in lines.splitlines()]
+    """The lines that the binary prints, one at a time: the device first."""
+    with subprocess.Popen(
+        [binary, only], stdout=subprocess.PIPE, text=True, env=os.environ | environment
+    ) as process:
+        for line in process.stdout:
+            yield json.loads(line)
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, process.args)
+
+
+def peers_of(row, known):
+    """What is timed beside a row, once for all attention of the same heads and tokens."""
+    kernel = row["kernel"].removesuffix(", overlapped")
+    attends = kernel.startswith(("attend", "hybrid"))
+    key = shape_of_attention(row) if attends else (kernel, row["shape"])
+    if key not in known:
+        known[key] = peer_of(row), fp8_attention(*key) if attends else None
+        torch.cuda.empty_cache()
+    return known[key]
+
+
+def report(result):
+    """The lines of gpu.md."""
+    fp8 = f"FlashInfer {result['flashinfer']}" if flashinfer else "FlashInfer is not installed"
+    out = [
+        "# kv-gpu",
+        "",
+        f"{result['device']}, copy {result['copy_tb_s']:.2f} TB/s; {result['date']}, commit {result['commit']}; "
+        f"PyTorch {result['torch']}, {fp8}. "
+        "By `python benches/peers/gpu.py target/release/gpu_speed benches/results`, which says how. "
+        "`fp8` is FlashInfer's attention with keys and values in 8 bits; `sm_80` are the kernels of an A100 on this device.",
+        "",
+        "| kernel | shape | MB | floor, us | median, us | over floor | peer | its us | peer / this | fp8, us | fp8 / this | sm_80, us |",
+        "|" + " --- |" * 12,
+    ]
+    for row in result["rows"]:
+        peer, its_us, fp8_us = row["peer"], row["peer_us"], row["fp8_us"]
+        cells = [
+            row["kernel"],
+            row["shape"],
+            f"{row['bytes'] / 1e6:.1f}",
+            f"{row['floor_us']:.1f}",
+            f"{row['us']:.1f}",
+            f"{row['to_floor']:.2f}",
+            *((peer, f"{its_us:.1f}", f"{its_us / row['us']:.2f}") if peer else ("", "", "")),
+            *((f"{fp8_us:.1f}", f"{fp8_us / row['us']:.2f}") if fp8_us else ("", "")),
+            f"{row['sm_80_us']:.1f}" if row["sm_80_us"] else "",
+        ]
+        out.append("| " + " | ".join(cells) + " |")
+    return out
 
 
 def main():
@@ -291,23 +337,8 @@ def main():
     )
     arguments = parser.parse_args()
     arguments.commit = arguments.commit or record.commit()
-    copy, *rows = measured(arguments.binary, arguments.only)
-    older = {}
-    if torch.cuda.get_device_capability() >= (9, 0):
-        _, *older_rows = measured(arguments.binary, arguments.only, GPU_LIMIT=A100)
-        older = {(row["kernel"], row["shape"]): row["us"] for row in older_rows}
-    peers = {}
-    for row in rows:
-        kernel = row["kernel"].removesuffix(", overlapped")
-        attends = kernel.startswith(("attend", "hybrid"))
-        # One measurement for all attention of the same heads and tokens.
-        key = shape_of_attention(row) if attends else (kernel, row["shape"])
-        if key not in peers:
-            peers[key] = peer_of(row), fp8_attention(*key) if attends else None
-            torch.cuda.empty_cache()
-        for column, peer in zip(("peer", "fp8"), peers[key]):
-            row[column], row[f"{column}_us"] = peer or (None, None)
-        row["sm_80_us"] = older.get((row["kernel"], row["shape"]))
+    lines = measured(arguments.binary, arguments.only)
+    copy = next(lines)
     result = {
         "device": copy["device"],
         "copy_tb_s": copy["tb_s"],
@@ -315,39 +346,33 @@ def main():
         "commit": arguments.commit,
         "torch": torch.__version__,
         "flashinfer": flashinfer and flashinfer.__version__,
-        "rows": rows,
+        "rows": [],
     }
-    record.write(
-        os.path.join(arguments.results, "gpu.json"), [json.dumps(result, indent=1)], arguments.commit
-    )
-    fp8 = f"FlashInfer {result['flashinfer']}" if flashinfer else "FlashInfer is not installed"
-    out = [
-        "# kv-gpu",
-        "",
-        f"{copy['device']}, copy {copy['tb_s']:.2f} TB/s; {result['date']}, commit {arguments.commit}; "
-        f"PyTorch {torch.__version__}, {fp8}. "
-        "By `python benches/peers/gpu.py target/release/gpu_speed benches/results`, which says how. "
-        "`fp8` is FlashInfer's attention with keys and values in 8 bits; `sm_80` are the kernels of an A100 on this device.",
-        "",
-        "| kernel | shape | MB | floor, us | median, us | over floor | peer | its us | peer / this | fp8, us | fp8 / this | sm_80, us |",
-        "|" + " --- |" * 12,
-    ]
-    for row in rows:
-        peer, its_us, fp8_us = row["peer"], row["peer_us"], row["fp8_us"]
-        cells = [
-            row["kernel"],
-            row["shape"],
-            f"{row['bytes'] / 1e6:.1f}",
-            f"{row['floor_us']:.1f}",
-            f"{row['us']:.1f}",
-            f"{row['to_floor']:.2f}",
-            *((peer, f"{its_us:.1f}", f"{its_us / row['us']:.2f}") if peer else ("", "", "")),
-            *((f"{fp8_us:.1f}", f"{fp8_us / row['us']:.2f}") if fp8_us else ("", "")),
-            f"{row['sm_80_us']:.1f}" if row["sm_80_us"] else "",
-        ]
-        out.append("| " + " | ".join(cells) + " |")
-    record.write(os.path.join(arguments.results, "gpu.md"), out, arguments.commit)
-    print("\n".join(out))
+    rows = list(progress("kernels", lines))
+    older = {}
+    if torch.cuda.get_device_capability() >= (9, 0):
+        lines = measured(arguments.binary, arguments.only, GPU_LIMIT=A100)
+        next(lines)
+        older = {(row["kernel"], row["shape"]): row["us"] for row in progress("kernels of sm_80", lines)}
+    known = {}
+    for row in progress("peers", rows):
+        for column, peer in zip(("peer", "fp8"), peers_of(row, known)):
+            row[column], row[f"{column}_us"] = peer or (None, None)
+        row["sm_80_us"] = older.get((row["kernel"], row["shape"]))
+        result["rows"].append(row)
+        # After every row: what has been measured outlives a run that is cut short.
+        for name, lines in (("gpu.json", [json.dumps(result, indent=1)]), ("gpu.md", report(result))):
+            record.write(os.path.join(arguments.results, name), lines, arguments.commit)
+    print("\n".join(report(result)))
+
+
+def progress(what, rows):
+    """The rows, which are counted on the standard error."""
+    start = time.perf_counter()
+    for count, row in enumerate(rows, 1):
+        seconds = time.perf_counter() - start
+        print(f"{seconds:6.1f} s {what} {count}: {row['kernel']}, {row['shape']}", file=sys.stderr)
+        yield row
 
 
 if __name__ == "__main__":
