@@ -77,7 +77,7 @@ __device__ __forceinline__ void attend_to_tiles(const AttendArguments& a) {
         const ValueOffsets offsets(lane);
         auto add = [&](Tile& tile, Tile& next) {
             walk.advance();
-            if (warp_uniform(tiles.left() == 0)) begin_run();
+            if (warp_uniform(tiles.left() == 0 && walk.tile < end)) begin_run();
             load(next); // a whole tile ahead
             u32 weights[2][MMAS][2], any = 0;
             sums.weigh(weights, tile.scores, lane);

@@ -30,32 +30,77 @@ struct LutOffsets {
     }
 };
 
-constexpr int PAIRS = DSUB / 2, CHUNKS = PAIRS == 8 ? 2 : 1; // pairs of components, and how many a lane has
-constexpr int SHARE = VEC <= 4 && CHUNKS == 1 ? 2 : 1;        // subspaces that share an MMA
-constexpr int FOURS = KEY_M / 4, PRODUCTS = 4 / SHARE;        // MMAs for four subspaces
+// A table is made by MMAs whose rows are codes, whose columns are queries, and whose inner dimension are components.
+// Lane 4 g + l has pairs of components in two halves of the inner dimension, for codes g and g + 8.
+constexpr int PAIRS = DSUB / 2, CHUNKS = PAIRS == 8 ? 2 : 1; // pairs of components, and how many halves these take
+constexpr int SHARE = VEC <= 4 && CHUNKS == 1 ? 2 : 1;       // subspaces that share an MMA
+constexpr int FOURS = KEY_M / 4, PRODUCTS = 4 / SHARE;       // MMAs for four subspaces
+constexpr bool ALL_FOUR = PAIRS < 4; // whether one operand has all four subspaces, of which an MMA reads its own
+constexpr int CODE_WORDS = ALL_FOUR ? PAIRS : 4 * CHUNKS; // of a lane, for four subspaces of a code
 
-// A warp's part of the codebook table, loaded ahead of the queries: items of 16 codes of four subspaces. Lane 4 g + l
-// has codes g and g + 8, components 2 l and 2 l + 1 (and 2 l + 8 and 2 l + 9) of each.
+// The subspace (of four) of which the lane has a pair of components in a half of the inner dimension, and which pair.
+struct LutSlot {
+    int subspace, pair;
+    bool exists;
+
+    __device__ __forceinline__ LutSlot(int l, int product, int half) {
+        subspace = ALL_FOUR ? l / PAIRS * PAIRS + half : product * SHARE + (SHARE == 2 ? half : 0);
+        pair = ALL_FOUR ? l % PAIRS : l + (CHUNKS == 2 ? half * 4 : 0);
+        exists = ALL_FOUR ? half < PAIRS : half < SHARE * CHUNKS;
+    }
+};
+
+template <int WIDTH>
+__device__ __forceinline__ void load_words(u32* to, const u32* from) {
+    if constexpr (WIDTH == 4) {
+        const uint4 words = __ldg(reinterpret_cast<const uint4*>(from));
+        to[0] = words.x, to[1] = words.y, to[2] = words.z, to[3] = words.w;
+    } else if constexpr (WIDTH == 2) {
+        const uint2 words = __ldg(reinterpret_cast<const uint2*>(from));
+        to[0] = words.x, to[1] = words.y;
+    } else {
+        to[0] = __ldg(from);
+    }
+}
+
+// A warp's part of the codebook table, loaded ahead of the queries: items of 16 codes of four subspaces.
 template <int WARPS>
 struct LutWords {
     static constexpr int ALL = KSUB / 16 * FOURS, ITEMS = (ALL + WARPS - 1) / WARPS;
+    static constexpr int STEP = WARPS / FOURS * 16; // codes from item to item of a warp
     static_assert(WARPS % FOURS == 0, "all items of a warp have the same subspaces");
-    uint4 words[ITEMS][CHUNKS][2];
+    u32 words[ITEMS][2][CODE_WORDS]; // [item][code]
 
     static __device__ __forceinline__ int item(int i) { return threadIdx.x / LANES + i * WARPS; }
     static __device__ __forceinline__ bool exists(int i) { return ALL % WARPS == 0 || warp_uniform(item(i) < ALL); }
-    static __device__ __forceinline__ int first_code(int i) { return item(i) / FOURS * 16; }
+    static __device__ __forceinline__ int first_code(int i) { return threadIdx.x / LANES / FOURS * 16 + i * STEP; }
     static __device__ __forceinline__ int first_subspace() { return threadIdx.x / LANES % FOURS * 4; }
 
     __device__ __forceinline__ void load(const SelectArguments& a, u32 head) {
+        constexpr int WIDTH = CODE_WORDS < 4 ? CODE_WORDS : 4;
         const int lane = threadIdx.x % LANES, g = lane / 4, l = lane % 4;
-        const u32* table = a.table + (u64)head * KSUB * WORDS + g * WORDS + l * KEY_M + first_subspace();
+        const LutSlot first(l, 0, 0);
+        const u32* table = a.table + (u64)head * KSUB * WORDS + (first_code(0) + g) * WORDS + first.pair * KEY_M +
+                           first_subspace() + first.subspace;
 #pragma unroll
-        for (int i = 0; i < ITEMS * CHUNKS * 2; i++) {
-            const int item = i / 2 / CHUNKS, chunk = i / 2 % CHUNKS, half = i % 2;
-            const u32* from = table + (first_code(item) + half * 8) * WORDS + chunk * 4 * KEY_M;
-            words[item][chunk][half] = exists(item) && l < PAIRS ? __ldg(reinterpret_cast<const uint4*>(from))
-                                                                   : make_uint4(0, 0, 0, 0);
+        for (int i = 0; i < ITEMS * 2 * CHUNKS; i++) {
+            const int item = i / 2 / CHUNKS, code = i / CHUNKS % 2, chunk = i % CHUNKS;
+            const u32* from = table + (item * STEP + code * 8) * WORDS + chunk * 4 * KEY_M;
+            u32 loaded[4] = {};
+            if (exists(item)) load_words<WIDTH>(loaded, from);
+#pragma unroll
+            for (int w = 0; w < WIDTH; w++) words[item][code][chunk * 4 + w] = loaded[w];
+        }
+    }
+
+    // The A operand of a product.
+    __device__ __forceinline__ void operand(u32 (&words_of)[4], int item, int product) const {
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const int half = i / 2, word = ALL_FOUR       ? half
+                                           : CHUNKS == 2 ? half * 4 + product
+                                                         : product * SHARE + (SHARE == 2 ? half : 0);
+            words_of[i] = half < (ALL_FOUR ? PAIRS : SHARE * CHUNKS) ? words[item][i % 2][word] : 0;
         }
     }
 };
@@ -73,21 +118,21 @@ struct LutBuilder {
 
     // Called by all threads of the WARPS warps; writes the table at `lut` and `base`, and synchronizes. Codes are the
     // rows of an MMA and queries its columns: lane 4 g + l has two queries for codes g and g + 8. Up to four queries
-    // leave columns 4 to 7 for the next subspace, whose components are the second half of the inner dimension.
+    // leave columns 4 to 7 for the next subspace.
     template <int WARPS>
     __device__ __forceinline__ void build(const SelectArguments& a, u32 sequence, u32 head,
                                           const LutWords<WARPS>& words, u8* lut) {
         using Words = LutWords<WARPS>;
         const int lane = threadIdx.x % LANES, g = lane / 4, l = lane % 4, subspace = Words::first_subspace();
         const u16* queries = a.queries + ((u64)sequence * a.heads + head) * GROUP * D;
-        u32 query[PRODUCTS][2];
+        u32 query[PRODUCTS][2]; // B operands: zeros for the components of other subspaces than the column's
 #pragma unroll
         for (int i = 0; i < PRODUCTS * 2; i++) {
-            const int product = i / 2, chunk = i % 2, q = SHARE == 2 ? g % 4 : g;
-            const int j = subspace + product * SHARE + (SHARE == 2 ? chunk : 0);
-            const int pair = l + (CHUNKS == 2 ? chunk * 4 : 0);
-            const bool exists = q < GROUP && pair < PAIRS && (SHARE == 2 ? g / 4 == chunk : chunk < CHUNKS);
-            query[product][chunk] = exists ? as_halves(queries + q * D + j * DSUB + pair * 2) : 0;
+            const int product = i / 2, half = i % 2, q = SHARE == 2 ? g % 4 : g;
+            const int column = product * SHARE + (SHARE == 2 ? g / 4 : 0);
+            const LutSlot slot(l, product, half);
+            const u16* pair = queries + q * D + (subspace + column) * DSUB + slot.pair * 2;
+            query[product][half] = q < GROUP && slot.exists && slot.subspace == column ? as_halves(pair) : 0;
         }
         const float variance = half_variance(a, queries, head); // loaded at the same time
         __syncthreads();                                        // nobody reads the previous table
@@ -95,15 +140,8 @@ struct LutBuilder {
         if (threadIdx.x < KEY_M * VEC) (&maxima[0][0])[threadIdx.x] = ordered(-1e30f);
         __syncthreads();
         auto multiply = [&](float (&dots)[4], int item, int product) {
-            auto word = [&](int chunk, int half, int j) {
-                const uint4& four = words.words[item][chunk][half];
-                return j == 0 ? four.x : j == 1 ? four.y : j == 2 ? four.z : four.w;
-            };
-            u32 operand[4] = {};
-#pragma unroll
-            for (int i = 0; i < 4; i++)
-                if (i < 2 || SHARE * CHUNKS == 2)
-                    operand[i] = word(CHUNKS == 2 ? i / 2 : 0, i % 2, product * SHARE + (SHARE == 2 ? i / 2 : 0));
+            u32 operand[4];
+            words.operand(operand, item, product);
             mma_m16n8k16_f16_init(dots, operand, query[product][0], query[product][1]);
 #pragma unroll
             for (int i = 0; i < 4; i++) dots[i] *= a.scale;

@@ -123,7 +123,7 @@ __device__ __forceinline__ void score_sequence(const SelectArguments& a, const L
     const Selector selector(lane);
     float* scores = a.scores_of((u64)plan.entry * a.heads + head) + first_query * TILE;
     while (warp_uniform(tile < end)) {
-        if (warp_uniform(tiles.left() == 0)) begin_run(tile + WARPS);
+        if (warp_uniform(tiles.left() == 0 && tile + WARPS < end)) begin_run(tile + WARPS);
         TileScores of_tile;
         of_tile.look_up(keys, offsets, selector, base);
         float* tile_scores = scores + (u64)tile * (GROUP * TILE);
@@ -182,14 +182,16 @@ __device__ __forceinline__ void finish_stats(const SelectArguments& a,
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) pq_hybrid_scores(const SelectArguments a) {
     Plan<SelectArguments>& plan = block().plan;
-    LutWords<WARPS> words;
-    words.load(a, blockIdx.y);
-    if (warp_uniform(threadIdx.x < LANES)) plan.find_first(a);
-    pdl_wait();
-    pdl_trigger();
-    __syncthreads();
-    for (bool is_first = true; warp_uniform(plan.entry < a.batch); is_first = false) {
-        if (!is_first) words.load(a, blockIdx.y);
+    for (bool is_first = true; is_first || warp_uniform(plan.entry < a.batch); is_first = false) {
+        LutWords<WARPS> words;
+        words.load(a, blockIdx.y);
+        if (is_first) {
+            if (warp_uniform(threadIdx.x < LANES)) plan.find_first(a);
+            pdl_wait();
+            pdl_trigger();
+            __syncthreads();
+            if (!warp_uniform(plan.entry < a.batch)) return;
+        }
         const u64 rows = (u64)a.batch * a.heads, row = (u64)plan.entry * a.heads + blockIdx.y;
         if (plan.from == 0) Selection(a.selection, rows, row, a.chunks).clear<THREADS>();
         Stats stats[TileScores::QUERIES];
