@@ -32,7 +32,7 @@ fn rows_are_those_of_the_cpu() {
                    cachegen:mode=channels:k=0.25:v=0.25:models=context,\
                    cachegen:mode=common:k=0.2:v=0.2:predictor=previous:batch=1,\
                    hybrid:keys=rotated:rows=auto:rows-on=device,\
-                   hybrid:keys=rotated:rows=auto:bound=0.02:most=0.2:rows-on=device";
+                   hybrid:keys=rotated:rows=auto:bound=0.02:most=0.2";
     // Bins of a deviation would be too coarse: so few tokens have a KL of .0045 at .96 of it and of .0142 at
     // 1.04, on the CPU alone. In bf16 the device rounds keys when it takes them back before RoPE and rotates
     // them again: with bins of a quarter that is .00072 for the CPU's .00040.

@@ -27,7 +27,7 @@ fn it_diverges_as_on_the_cpu() {
         "hybrid:keys=rotated:rows=0:v=16x8",
         "hybrid:keys=rotated:rows=0.1:k=32x4:v=32x4:window=32:sinks=2:rows-on=device",
         "hybrid:keys=rotated:rows=auto:rows-on=device",
-        "hybrid:keys=rotated:rows=auto:bound=0.02:most=0.5:rows-on=device",
+        "hybrid:keys=rotated:rows=auto:bound=0.02:most=0.5",
         "hybrid:keys=rotated:rows=auto:bound=0.01:most=0.1:window=32:sinks=2:rows-on=device",
     ] {
         diverges_as_on_the_cpu(&gpu, spec);
@@ -40,6 +40,7 @@ fn rows_of_every_token_equal_dense() {
     equals_dense(&gpu, "hybrid:keys=rotated:rows=1", 0.9998);
     equals_dense(&gpu, "hybrid:keys=rotated:rows=1:window=2:sinks=0:rows-on=device", 0.9998);
     equals_dense(&gpu, "hybrid:keys=rotated:rows=auto:bound=1e-9:rows-on=device", 0.9998);
+    equals_dense(&gpu, "hybrid:keys=rotated:rows=auto:bound=1e-9", 0.9998);
 }
 
 #[test]
@@ -47,20 +48,27 @@ fn it_does_not_matter_whose_memory_has_the_rows() {
     let Some(gpu) = gpu("homes of rows") else { return };
     let (model, tokens) = model();
     let run = &tokens[3000..3500];
-    let spec = "hybrid:keys=rotated:rows=0.05";
-    let profile = profile(&model, &tokens[..2048], &[spec]);
-    let logits = |home: &str| {
-        let spec = format!("{spec}:rows-on={home}");
-        let mut decoder = decoder(&gpu, &model, &spec, &profile, 1, run.len());
-        (teacher_forced(&mut decoder, run), decoder.fetched_rows().unwrap())
-    };
-    let ((host, fetched), (device, none)) = (logits("host"), logits("device"));
-    assert!(fetched > 0 && none == 0, "{fetched} and {none} rows fetched");
-    assert!(host == device, "logits differ");
-    let (in_8_bits, fetched_in_8_bits) = logits("host:offloaded=int8");
-    let worst = in_8_bits.iter().zip(&host).map(|(a, b)| cosine(a, b)).fold(1.0, f64::min);
-    println!("rows in 8 bits: cosine {worst:.6}");
-    assert!(worst >= 0.999 && in_8_bits != host && fetched_in_8_bits > 0, "{worst}");
+    for spec in ["hybrid:keys=rotated:rows=0.05", "hybrid:keys=rotated:rows=auto:bound=0.02:most=0.1"] {
+        let profile = profile(&model, &tokens[..2048], &[spec]);
+        let logits = |home: &str| {
+            let spec = format!("{spec}:rows-on={home}");
+            let mut decoder = decoder(&gpu, &model, &spec, &profile, 1, run.len());
+            let logits = teacher_forced(&mut decoder, run);
+            (logits, decoder.fetched_rows().unwrap(), decoder.chosen_rows().unwrap())
+        };
+        let ((host, fetched, chosen), (device, none, of_device)) = (logits("host"), logits("device"));
+        println!("{spec}: {fetched} of {chosen:?} rows fetched");
+        assert!(fetched > 0 && none == 0, "{spec}: {fetched} and {none} rows fetched");
+        assert!(chosen == of_device && chosen.is_none_or(|chosen| chosen > fetched), "{spec}: {chosen:?} rows");
+        assert!(host == device, "{spec}: logits differ");
+        // As few slots as there may be, of which a step uses as many as its heads choose, more and fewer.
+        let (few_slots, more_fetched, _) = logits("host:held=0");
+        assert!(few_slots == host && more_fetched > fetched, "{spec}: {more_fetched} rows fetched");
+        let (in_8_bits, fetched_in_8_bits, _) = logits("host:offloaded=int8");
+        let worst = in_8_bits.iter().zip(&host).map(|(a, b)| cosine(a, b)).fold(1.0, f64::min);
+        println!("{spec}: rows in 8 bits: cosine {worst:.6}");
+        assert!(worst >= 0.999 && in_8_bits != host && fetched_in_8_bits > 0, "{spec}: {worst}");
+    }
 }
 
 /// Attention takes the rows in the order of their tokens, whatever slots they are in.
@@ -100,9 +108,11 @@ fn a_batch_of_different_lengths_generates_what_each_sequence_does() {
         let profile = profile(&model, &tokens[..2048], &[&*spec]);
         batches_generate_what_sequences_do(&gpu, &model, &tokens, &profile, (&spec, 8));
     }
-    let spec = "hybrid:keys=rotated:rows=auto:exact=bf16:rows-on=device";
-    let profile = profile(&model, &tokens[..2048], &[spec]);
-    batches_generate_what_sequences_do(&gpu, &model, &tokens, &profile, (spec, 8));
+    for home in ["device", "host", "host:offloaded=int8:most=0.2"] {
+        let spec = format!("hybrid:keys=rotated:rows=auto:exact=bf16:rows-on={home}");
+        let profile = profile(&model, &tokens[..2048], &[&*spec]);
+        batches_generate_what_sequences_do(&gpu, &model, &tokens, &profile, (&spec, 8));
+    }
 }
 
 #[test]
@@ -110,9 +120,7 @@ fn what_a_device_has_not_is_an_error() {
     let Some(gpu) = gpu("hybrid errors") else { return };
     let (model, _) = model();
     for spec in [
-        "hybrid",                        // needs the mean of a position
-        "hybrid:keys=rotated:rows=auto", // and rows on the host
-        "hybrid:keys=rotated:rows=auto:most=0.1:offloaded=int8",
+        "hybrid", // needs the mean of a position
         "hybrid:keys=rotated:norms=on",
         "hybrid:keys=rotated:refine=2",
         "hybrid:keys=rotated:window=7",

@@ -79,6 +79,8 @@ fn every_cache_runs_twice_alike() {
             (2, "hybrid:keys=rotated:v=8x8:rows=0.1:window=8:sinks=2:held=14"),
             (2, "hybrid:keys=rotated:v=8x8:rows=auto:bound=0.3:most=0.5:window=8:sinks=2:rows-on=device"),
             (3, "hybrid:keys=rotated:v=8x8:rows=auto:bound=0.1:window=8:exact=bf16:rows-on=device"),
+            (3, "hybrid:keys=rotated:v=8x8:rows=auto:bound=0.1:window=8:sinks=2:held=0:exact=bf16"),
+            (2, "hybrid:keys=rotated:v=8x8:rows=auto:bound=0.3:most=0.1:window=8:held=0:offloaded=int8"),
             (3, "million:k=8/4:v=8/4:window=8:sinks=0:exact=bf16"),
             (2, "million:window=8:sinks=2:pages=32:pool=256"),
             (3, "pqklt:k=8/2:v=8/4:keys=rotated:norms=off:window=8:sinks=2"),

@@ -6,7 +6,7 @@ use super::{HybridKind, Rows as RowCount};
 use crate::method::budget::Budget;
 use crate::method::offload::RowHome;
 use crate::side::Pair;
-use crate::{Error, Result};
+use crate::Result;
 
 /// The settings of hybrid attention.
 #[derive(Clone, Copy, Debug)]
@@ -28,11 +28,6 @@ impl HybridKind {
         let held = self.offload.held();
         let (share, bound) = match self.rows {
             RowCount::Share(share) => (share.into(), None),
-            RowCount::Auto if home != RowHome::Device => {
-                return Err(Error::argument(
-                    "rows=auto on a GPU needs rows-on=device: pass it, a share of the tokens, or --device cpu",
-                ));
-            }
             RowCount::Auto => (self.most, Some(self.bound)),
         };
         Ok(HybridPlan { quantizers, budget: Budget::Share(share), bound, home, held })
