@@ -18,6 +18,7 @@ mod memory;
 mod programs;
 mod rotate;
 mod score;
+mod serve;
 mod step;
 pub mod times;
 mod weights;
@@ -37,6 +38,7 @@ pub use host_memory::PageLocked;
 pub use load::{FRAMES, Loader, Stages, StreamTarget};
 pub use programs::programs;
 pub use score::{answer_questions, score_text};
+pub use serve::serve;
 pub use step::{CHUNK, Decoder, Part};
 pub use weights::{RANDOM_MODELS, Weights, hashed};
 

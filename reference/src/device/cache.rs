@@ -132,12 +132,13 @@ pub trait DeviceCache: ChunkCache {
     /// [`Error::Device`].
     fn clear(&mut self, gpu: &Gpu) -> Result<()>;
 
-    /// Makes one sequence empty, for others to have its memory. It stands still until the next prompts.
+    /// Makes one sequence empty, so that others may have its pages. It stands still at its first token until
+    /// the next chunks.
     ///
     /// # Errors
-    /// [`Error::Argument`] for a cache without pages; [`Error::Device`].
+    /// [`Error::Device`].
     fn end(&mut self, _gpu: &Gpu, _sequence: usize) -> Result<()> {
-        Err(no_pages())
+        Ok(())
     }
 
     /// Work before a step that is no part of its graph, such as encoding what leaves the window.
@@ -261,11 +262,12 @@ pub trait ChunkCache {
     /// # Errors
     /// [`Error::Device`].
     fn settle(&mut self, gpu: &Gpu, lengths: &[usize]) -> Result<()>;
-}
 
-/// That a cache cannot end a sequence.
-fn no_pages() -> Error {
-    Error::argument("one sequence ends before the others only in a cache with pages (pages=)")
+    /// As [`Self::settle`] for one sequence, which has this length now. The others go on from where they are.
+    ///
+    /// # Errors
+    /// [`Error::Device`].
+    fn settle_one(&mut self, gpu: &Gpu, sequence: usize, length: usize) -> Result<()>;
 }
 
 /// Refuses more tokens than kernels count.

@@ -4,6 +4,7 @@ mod launch;
 mod load;
 mod picks;
 mod prompt;
+mod sequences;
 
 use std::sync::Arc;
 
@@ -39,11 +40,12 @@ pub struct Decoder {
     sin: Buffer<f32>,
     picks: Picks,
     graph: Option<CudaGraph>,
-    prompts: Option<Prompts>,    // from the first prompt on
-    longest: usize,              // position of the furthest token
-    lengths: Option<Vec<usize>>, // of the sequences, until a step may end one
-    clears: u64,                 // how often they have been emptied
-    ended: Vec<bool>,            // whether a sequence is empty and stands still
+    prompts: Option<Prompts>,           // from the first prompt on
+    logits_of_all: Option<Buffer<f32>>, // (batch, vocab), of which one sequence's count
+    longest: usize,                     // position of the furthest token, at most
+    lengths: Option<Vec<usize>>,        // of the sequences, until a step may end one
+    clears: u64,                        // how often they have been emptied
+    ended: Vec<bool>,                   // whether a sequence is empty and stands still
 }
 
 /// The product kernels of a layer, and of the end.
@@ -135,6 +137,7 @@ impl Decoder {
             picks: Picks::new(&gpu, config, weights.element, batch, cache.room().capacity)?,
             graph: None,
             prompts: None,
+            logits_of_all: None,
             longest: 0,
             lengths: Some(vec![0; batch]),
             clears: 0,
@@ -146,16 +149,6 @@ impl Decoder {
         };
         decoder.gpu.synchronize()?;
         Ok(decoder)
-    }
-
-    /// Empties all sequences.
-    ///
-    /// # Errors
-    /// [`Error::Device`].
-    pub fn clear(&mut self) -> Result<()> {
-        self.clears += 1;
-        self.cache.clear(&self.gpu)?;
-        self.place(&vec![0; self.batch])
     }
 
     /// Fills the cache with hashed rows as if every sequence had `tokens` tokens, and feeds token 1 next.
@@ -178,26 +171,6 @@ impl Decoder {
         self.graph = None; // which holds how it was
     }
 
-    /// Puts every sequence to a position.
-    fn place(&mut self, positions: &[u32]) -> Result<()> {
-        self.longest = positions.iter().copied().max().unwrap_or(0) as usize;
-        self.lengths = Some(positions.iter().map(|&position| position as usize).collect());
-        self.sequences.positions.write(&self.gpu, positions)?;
-        self.ended.fill(false);
-        self.sequences.running.write(&self.gpu, &vec![1; self.batch])?;
-        self.picks.restart(&self.gpu)
-    }
-
-    /// Tokens of every sequence, after waiting for steps.
-    fn lengths(&self) -> Result<Vec<usize>> {
-        if let Some(lengths) = &self.lengths {
-            return Ok(lengths.clone());
-        }
-        let mut positions = vec![0; self.batch];
-        self.sequences.positions.read_into(&self.gpu, &mut positions)?;
-        Ok(positions.into_iter().map(|position: u32| position as usize).collect())
-    }
-
     /// Replaces the tokens that the next step feeds; sequences that had ended go on.
     ///
     /// # Errors
@@ -209,27 +182,7 @@ impl Decoder {
         self.run_those_not_ended()
     }
 
-    fn run_those_not_ended(&self) -> Result<()> {
-        let running: Vec<u32> = self.ended.iter().map(|&ended| u32::from(!ended)).collect();
-        self.sequences.running.write(&self.gpu, &running)
-    }
-
-    /// Empties one sequence of a cache with pages, which others may take from then on. It stands still, and
-    /// its logits mean nothing, until the next prompts.
-    ///
-    /// # Errors
-    /// [`Error::Argument`] for a cache without pages, or a sequence that there is not; [`Error::Device`].
-    pub fn end(&mut self, sequence: usize) -> Result<()> {
-        if sequence >= self.batch {
-            return Err(Error::Argument(format!("sequence {sequence} of {}", self.batch)));
-        }
-        self.cache.end(&self.gpu, sequence)?;
-        self.ended[sequence] = true;
-        self.lengths.iter_mut().for_each(|lengths| lengths[sequence] = 0);
-        self.sequences.positions.write_at(&self.gpu, sequence, &[0])?;
-        self.sequences.running.write_at(&self.gpu, sequence, &[0])
-    }
-
+    /// Refuses tokens outside the vocabulary.
     fn check_tokens(&self, tokens: &[u32]) -> Result<()> {
         let vocab = self.weights.config.vocab_size;
         match tokens.iter().find(|&&token| token as usize >= vocab) {
@@ -268,6 +221,10 @@ impl Decoder {
 
     fn prepare(&mut self) -> Result<()> {
         let capacity = self.cache.room().capacity;
+        // The furthest sequence may have ended, or have been emptied, since.
+        if self.longest >= capacity {
+            self.longest = self.lengths()?.into_iter().max().unwrap_or(0);
+        }
         if self.longest >= capacity {
             return Err(Error::Argument(format!("the cache of {capacity} tokens is full")));
         }
@@ -304,6 +261,12 @@ impl Decoder {
     /// [`Error::Device`].
     pub fn picked(&self) -> Result<Vec<Vec<u32>>> {
         self.picks.read(&self.gpu)
+    }
+
+    /// Sequences.
+    #[must_use]
+    pub const fn batch(&self) -> usize {
+        self.batch
     }
 
     /// The cache.

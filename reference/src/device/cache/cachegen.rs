@@ -27,7 +27,7 @@ pub struct CacheGenCache {
     window: Window,
     coded: Vec<usize>,    // tokens behind the sinks that have been coded, of each sequence
     furthest: Vec<usize>, // position of the next token of each sequence, which may have ended before it
-    stream_bytes: usize,  // of all frames
+    stream_bytes: usize,  // of all frames, those of sequences that have ended included
     planes_bytes: usize,
     n_layers: usize,
 }
@@ -85,8 +85,13 @@ impl CacheGenCache {
 
     /// Starts again with sequences of these lengths, of which all that has left the window is coded.
     fn restart(&mut self, lengths: &[usize]) {
-        self.coded = lengths.iter().map(|&tokens| self.coded_of(tokens)).collect();
-        self.furthest = lengths.to_vec();
+        lengths.iter().enumerate().for_each(|(sequence, &length)| self.place(sequence, length));
+    }
+
+    /// Goes on with one sequence of this length, of which all that has left the window is coded.
+    fn place(&mut self, sequence: usize, length: usize) {
+        self.coded[sequence] = self.coded_of(length);
+        self.furthest[sequence] = length;
     }
 }
 
@@ -136,6 +141,11 @@ impl DeviceCache for CacheGenCache {
         self.restart(&vec![0; self.coded.len()]);
         self.stream_bytes = 0;
         self.dense.clear(gpu)
+    }
+
+    fn end(&mut self, _gpu: &Gpu, sequence: usize) -> Result<()> {
+        self.place(sequence, 0);
+        Ok(())
     }
 
     fn before_step(&mut self, gpu: &Gpu, sequences: &Sequences) -> Result<()> {
@@ -195,6 +205,11 @@ impl ChunkCache for CacheGenCache {
 
     fn settle(&mut self, gpu: &Gpu, lengths: &[usize]) -> Result<()> {
         self.restart(lengths);
+        self.count_bits(gpu)
+    }
+
+    fn settle_one(&mut self, gpu: &Gpu, sequence: usize, length: usize) -> Result<()> {
+        self.place(sequence, length);
         self.count_bits(gpu)
     }
 }

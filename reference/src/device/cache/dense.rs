@@ -118,6 +118,10 @@ impl ChunkCache for DenseCache {
     fn settle(&mut self, _gpu: &Gpu, _lengths: &[usize]) -> Result<()> {
         Ok(())
     }
+
+    fn settle_one(&mut self, _gpu: &Gpu, _sequence: usize, _length: usize) -> Result<()> {
+        Ok(())
+    }
 }
 
 /// The number of the hashed tensor that fills a layer's rows: 2 l for keys, 2 l + 1 for values, added to

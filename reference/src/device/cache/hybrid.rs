@@ -344,4 +344,10 @@ impl ChunkCache for HybridCache {
         self.store.forget(gpu)?;
         self.turns.restart(gpu, &encoded.collect::<Vec<_>>())
     }
+
+    fn settle_one(&mut self, gpu: &Gpu, sequence: usize, length: usize) -> Result<()> {
+        self.window.forget_past();
+        self.store.forget_one(gpu, sequence)?;
+        self.turns.settle_one(gpu, sequence, length.saturating_sub(self.window.shape.sinks))
+    }
 }

@@ -314,4 +314,8 @@ impl ChunkCache for Int4Cache {
     fn settle(&mut self, _gpu: &Gpu, _lengths: &[usize]) -> Result<()> {
         Ok(())
     }
+
+    fn settle_one(&mut self, _gpu: &Gpu, _sequence: usize, _length: usize) -> Result<()> {
+        Ok(())
+    }
 }

@@ -8,7 +8,7 @@ use super::codes::{Codebooks, TokenCodes, paging};
 use super::pages::Pages;
 use super::turns::Turns;
 use super::window::{Window, WindowShape};
-use super::{Chunk, ChunkCache, DeviceCache, Room, Rows, Sequences, no_pages};
+use super::{Chunk, ChunkCache, DeviceCache, Room, Rows, Sequences};
 use crate::Result;
 use crate::cache::Footprint;
 use crate::device::bases::Bases;
@@ -187,10 +187,7 @@ impl DeviceCache for MillionCache {
     }
 
     fn end(&mut self, gpu: &Gpu, sequence: usize) -> Result<()> {
-        match &mut self.codes.pages {
-            Some(pages) => pages.end(gpu, sequence),
-            None => Err(no_pages()),
-        }
+        self.codes.pages.as_mut().map_or(Ok(()), |pages| pages.end(gpu, sequence))
     }
 
     fn before_step(&mut self, gpu: &Gpu, sequences: &Sequences) -> Result<()> {
@@ -262,5 +259,10 @@ impl ChunkCache for MillionCache {
         let sinks = self.window.shape.sinks;
         let encoded = lengths.iter().map(|length| length.saturating_sub(sinks));
         self.turns.restart(gpu, &encoded.collect::<Vec<_>>())
+    }
+
+    fn settle_one(&mut self, gpu: &Gpu, sequence: usize, length: usize) -> Result<()> {
+        self.codes.pages.iter_mut().for_each(|pages| pages.settle_one(sequence, length));
+        self.turns.settle_one(gpu, sequence, length.saturating_sub(self.window.shape.sinks))
     }
 }

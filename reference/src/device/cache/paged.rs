@@ -217,4 +217,10 @@ impl ChunkCache for PagedCache {
         self.prompt.forget();
         self.pages.settle(gpu, lengths)
     }
+
+    fn settle_one(&mut self, _gpu: &Gpu, sequence: usize, length: usize) -> Result<()> {
+        self.prompt.forget();
+        self.pages.settle_one(sequence, length);
+        Ok(())
+    }
 }

@@ -81,6 +81,11 @@ impl Pages {
         self.resize(gpu, lengths)
     }
 
+    /// Goes on with one sequence of this length, for which [`Self::reserve`] has taken pages.
+    pub fn settle_one(&mut self, sequence: usize, length: usize) {
+        self.lengths[sequence] = Some(length);
+    }
+
     /// As [`Self::settle`] with `tokens` in every sequence, in pages of a hashed order, as after many
     /// sequences.
     ///

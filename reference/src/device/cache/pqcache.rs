@@ -199,6 +199,11 @@ impl DeviceCache for PqCache {
         self.turns.restart_at(gpu, 0)
     }
 
+    fn end(&mut self, _gpu: &Gpu, sequence: usize) -> Result<()> {
+        self.training.iter_mut().for_each(|training| training.forget(sequence));
+        Ok(())
+    }
+
     fn before_step(&mut self, gpu: &Gpu, sequences: &Sequences) -> Result<()> {
         self.train_on_ring(gpu)?;
         let Some(turn) = self.turns.begin(gpu, sequences)? else { return Ok(()) };
@@ -308,10 +313,18 @@ impl ChunkCache for PqCache {
     fn settle(&mut self, gpu: &Gpu, lengths: &[usize]) -> Result<()> {
         let encoded = lengths.iter().map(|length| length.saturating_sub(self.shape.sinks));
         let encoded: Vec<usize> = encoded.collect();
-        self.training.iter_mut().for_each(|training| training.settle(lengths));
+        let sequences = lengths.iter().copied().enumerate();
+        sequences.for_each(|(sequence, length)| self.settle_training(sequence, length));
         self.window.forget_past();
         self.store.forget(gpu)?;
         self.turns.restart(gpu, &encoded)
+    }
+
+    fn settle_one(&mut self, gpu: &Gpu, sequence: usize, length: usize) -> Result<()> {
+        self.settle_training(sequence, length);
+        self.window.forget_past();
+        self.store.forget_one(gpu, sequence)?;
+        self.turns.settle_one(gpu, sequence, length.saturating_sub(self.shape.sinks))
     }
 }
 

@@ -337,6 +337,14 @@ impl RowStore {
         }
     }
 
+    /// The same for one sequence.
+    pub fn forget_one(&self, gpu: &Gpu, sequence: usize) -> Result<()> {
+        match &self.rows {
+            Memory::Device(_) => Ok(()),
+            Memory::Host(host) => host.reuse.forget_one(gpu, sequence * self.shape.heads, self.shape.heads),
+        }
+    }
+
     /// Fills the store with hashed rows; those in 8 bits are the exact ones of each layer, again and again.
     pub fn fill_random(&self, gpu: &Gpu, element: Element, exact: impl Fn(usize) -> Rows) -> Result<()> {
         let len = self.shape.side_len(self.shape.stored);

@@ -162,6 +162,15 @@ impl Turns {
         self.planned.write(gpu, &planned.repeat(self.n_layers))
     }
 
+    /// Goes on with one sequence of which as many tokens behind the sinks are encoded, after all that is being
+    /// encoded.
+    pub fn settle_one(&self, gpu: &Gpu, sequence: usize, encoded: usize) -> Result<()> {
+        self.wait(gpu)?;
+        (0..self.n_layers).try_for_each(|layer| {
+            self.planned.write_at(gpu, layer * self.batch + sequence, &[encoded as u32])
+        })
+    }
+
     /// Starts again with sequences of `tokens` tokens, as if the last turns had been half a ring ago.
     pub fn restart_at(&mut self, gpu: &Gpu, tokens: usize) -> Result<()> {
         let encoded = (tokens + self.ring / 2).saturating_sub(self.sinks + self.ring);

@@ -269,4 +269,8 @@ impl ChunkCache for ZackCache {
         let stored = lengths.iter().map(|length| length.saturating_sub(sinks));
         self.turns.restart(gpu, &stored.collect::<Vec<_>>())
     }
+
+    fn settle_one(&mut self, gpu: &Gpu, sequence: usize, length: usize) -> Result<()> {
+        self.turns.settle_one(gpu, sequence, length.saturating_sub(self.window.shape.sinks))
+    }
 }

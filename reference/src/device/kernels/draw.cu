@@ -6,7 +6,7 @@
 // likely tokens hold less than `top_p`; else its weight is the next pivot. Tokens of the nucleus are always above the
 // pivot, so each is drawn in proportion to its weight. Source: FlashInfer (arXiv 2501.01005), sampling by rejection.
 //
-// Launch: a block of THREADS a sequence. Cost: reading the logits once for the maximum and once a round, from L2; a
+// Launch: a block of THREADS a sequence, the first one for `first`. Cost: reading the logits once for the maximum and once a round, from L2; a
 // round less where `top_p` is 1. The order of all sums is fixed, so a seed draws the same tokens.
 #include "picks.cuh"
 #include "primitives_sm80.cuh"
@@ -20,7 +20,7 @@ struct Arguments {
     u64 seed;
     float temperature; // above 0
     float top_p;       // above 0, at most 1
-    u32 vocab;
+    u32 vocab, first;
 };
 
 // SplitMix64 (Steele, Lea, Flood, OOPSLA 2014), as rng.rs has it: its output for a state.
@@ -59,7 +59,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) draw(const Arguments a) {
     __shared__ u32 first, owner, drawn;
     pdl_wait();
     pdl_trigger();
-    const u32 sequence = blockIdx.x, position = a.picks.positions[sequence];
+    const u32 sequence = a.first + blockIdx.x, position = a.picks.positions[sequence];
     const u32 warp = threadIdx.x / LANES, lane = threadIdx.x % LANES;
     const float* logits = a.logits + (u64)sequence * a.vocab;
 

@@ -57,7 +57,7 @@ struct PickArguments {
     float* best;  // [sequence][block]
     u32* best_at; // [sequence][block]
     u32* arrived; // [sequence], zero between launches
-    u32 vocab;
+    u32 vocab, first;
 };
 
 // The greater value, and of equal ones the lower index.
@@ -82,12 +82,12 @@ __device__ __forceinline__ void block_best(float& value, u32& at) {
         for (int w = 1; w < blockDim.x / LANES; w++) keep_best(value, at, values[w], indices[w]);
 }
 
-// Takes the most likely token of every sequence. A sequence that has ended stays where it is.
+// Takes the most likely token of every sequence from `first` on. A sequence that has ended stays where it is.
 //
 // Launch: grid (blocks, sequences), whole warps. The last block of a sequence to arrive picks.
 extern "C" __global__ void pick(const PickArguments a) {
     __shared__ bool last;
-    const u32 sequence = blockIdx.y;
+    const u32 sequence = a.first + blockIdx.y;
     const float* logits = a.logits + (u64)sequence * a.vocab;
     pdl_wait();
     pdl_trigger();

@@ -70,14 +70,19 @@ impl Decoder {
 
     /// Launches those parts of a step that follow the layers.
     pub(super) fn launch_end(&self, parts: &[Part]) -> Result<()> {
+        let logits = self.activations.logits.pointer();
         if parts.contains(&Part::Products) {
-            let logits = self.activations.logits.pointer();
-            self.launch_normed(&self.products.output, &self.weights.output, |a| a.residual = Some(logits))?;
+            self.launch_logits(logits)?;
         }
         match parts.contains(&Part::Rest) {
-            true => self.picks.launch(&self.gpu, &self.sequences, self.activations.logits.pointer()),
+            true => self.picks.launch(&self.gpu, &self.sequences, logits, 0..self.batch),
             false => Ok(()),
         }
+    }
+
+    /// Launches the product that gives the logits (batch, vocab_size).
+    pub(super) fn launch_logits(&self, logits: DevicePtr<f32>) -> Result<()> {
+        self.launch_normed(&self.products.output, &self.weights.output, |a| a.residual = Some(logits))
     }
 
     fn launch_begin(&self) -> Result<()> {

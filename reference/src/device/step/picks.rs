@@ -1,3 +1,5 @@
+use std::ops::Range;
+
 use kv_gpu::{DevicePtr, Element, Grid, Kernel};
 
 use super::super::cache::Sequences;
@@ -51,6 +53,7 @@ struct PickArguments {
     best_at: DevicePtr<u32>,
     arrived: DevicePtr<u32>,
     vocab: u32,
+    first: u32,
 }
 
 #[derive(Clone, Copy)]
@@ -62,6 +65,7 @@ struct DrawArguments {
     temperature: f32,
     top_p: f32,
     vocab: u32,
+    first: u32,
 }
 
 const _: () = assert!(size_of::<PickArguments>() == 96 && size_of::<DrawArguments>() == 88);
@@ -90,9 +94,9 @@ impl Picks {
         self.sampling = sampling;
     }
 
-    /// Forgets what has been picked.
-    pub fn restart(&mut self, gpu: &Gpu) -> Result<()> {
-        self.counts.write(gpu, &vec![0; self.counts.len()])
+    /// Forgets what has been picked for these sequences.
+    pub fn restart(&mut self, gpu: &Gpu, of: Range<usize>) -> Result<()> {
+        self.counts.write_at(gpu, of.start, &vec![0; of.len()])
     }
 
     /// The tokens of every sequence, after waiting for the last launch.
@@ -104,8 +108,14 @@ impl Picks {
         Ok(logs.map(|(log, count)| log[..count as usize].to_vec()).collect())
     }
 
-    /// Launches the choice of a token of every sequence from logits (batch, vocab_size).
-    pub fn launch(&self, gpu: &Gpu, sequences: &Sequences, logits: DevicePtr<f32>) -> Result<()> {
+    /// Launches the choice of a token of these sequences from logits (batch, vocab_size).
+    pub fn launch(
+        &self,
+        gpu: &Gpu,
+        sequences: &Sequences,
+        logits: DevicePtr<f32>,
+        of: Range<usize>,
+    ) -> Result<()> {
         let picks = PicksArguments {
             tokens: sequences.tokens.pointer(),
             positions: sequences.positions.pointer(),
@@ -116,7 +126,7 @@ impl Picks {
             n_ends: self.ends.len() as u32,
             most: self.most as u32,
         };
-        let (batch, vocab) = (self.counts.len(), self.vocab as u32);
+        let (vocab, first) = (self.vocab as u32, of.start as u32);
         let Sampling { temperature, top_p, seed } = self.sampling;
         if temperature == 0.0 {
             let arguments = PickArguments {
@@ -126,14 +136,15 @@ impl Picks {
                 best_at: self.best_at.pointer(),
                 arrived: self.arrived.pointer(),
                 vocab,
+                first,
             };
-            let grid = Grid::new([BLOCKS, batch, 1])?;
+            let grid = Grid::new([BLOCKS, of.len(), 1])?;
             // SAFETY: the structure is the kernel's argument; buffers have the lengths of `new`.
             return Ok(unsafe { self.pick.launch(gpu.stream(), grid, PICK_THREADS, true, &arguments) }?);
         }
         let (temperature, top_p) = (temperature as f32, top_p as f32);
-        let arguments = DrawArguments { logits, picks, seed, temperature, top_p, vocab };
-        let grid = Grid::new([batch, 1, 1])?;
+        let arguments = DrawArguments { logits, picks, seed, temperature, top_p, vocab, first };
+        let grid = Grid::new([of.len(), 1, 1])?;
         // SAFETY: as above.
         Ok(unsafe { self.draw.launch(gpu.stream(), grid, DRAW_THREADS, true, &arguments) }?)
     }

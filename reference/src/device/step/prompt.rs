@@ -14,7 +14,7 @@ use super::super::ledger::Allocating;
 use super::super::memory::Buffer;
 use super::super::weights::{LayerWeights, Packed};
 use super::super::{Gpu, programs};
-use super::{Activations, Decoder, Part};
+use super::{Activations, Decoder};
 use crate::{Error, Result};
 
 /// Threads of the kernels of `kernels/prompt.cu`.
@@ -65,6 +65,20 @@ struct LayerMatrices {
     o: Buffer<u16>,
     gate_up: Buffer<u16>,
     down: Buffer<u16>,
+}
+
+/// Tokens that follow the `start` ones of a sequence.
+pub(super) struct Prompt<'a> {
+    pub sequence: usize,
+    pub start: usize,
+    pub tokens: &'a [u32],
+}
+
+impl Prompt<'_> {
+    /// Tokens of the sequence with the prompt.
+    pub const fn end(&self) -> usize {
+        self.start + self.tokens.len()
+    }
 }
 
 /// A chunk of a segment.
@@ -232,61 +246,25 @@ impl Prompts {
 }
 
 impl Decoder {
-    /// Appends prompts to the sequences, one to each, wherever they end, and picks the tokens that follow;
-    /// the next step feeds those. At most `chunk` tokens of a sequence run at once, and sequences take turns.
-    /// What flows through the model is held for eight chunks, 4 bytes a component.
-    ///
-    /// The tokens of a chunk attend to each other exactly, and to those before them as the cache keeps them.
-    /// A token that has been picked and not fed is not in the cache: a prompt that is to follow it begins
-    /// with it.
-    ///
-    /// # Errors
-    /// [`Error::Argument`] for another number of prompts than sequences, an empty one, tokens outside the
-    /// vocabulary, more of them than the cache has room for, or chunks of none, and [`Error::Pages`] where it
-    /// has no pages for them: nothing has changed then.
-    /// [`Error::Blas`] without cuBLASLt; [`Error::Device`].
-    pub fn prefill(&mut self, prompts: &[Vec<u32>], chunk: usize) -> Result<()> {
-        if prompts.len() != self.batch || prompts.iter().any(Vec::is_empty) || chunk == 0 {
-            return Err(Error::Argument(format!(
-                "{} prompts for {} sequences in chunks of {chunk} tokens, or an empty prompt",
-                prompts.len(),
-                self.batch
-            )));
-        }
-        prompts.iter().try_for_each(|prompt| self.check_tokens(prompt))?;
-        let starts = self.lengths()?;
-        let spans: Vec<(usize, &[u32])> = starts.into_iter().zip(prompts.iter().map(Vec::as_slice)).collect();
-        let capacity = self.cache.room().capacity;
-        if let Some((start, prompt)) = spans.iter().find(|(start, prompt)| start + prompt.len() > capacity) {
-            let n = prompt.len();
-            return Err(Error::Argument(format!("{n} tokens after {start} in a cache of {capacity} tokens")));
-        }
-        let ends: Vec<usize> = spans.iter().map(|(start, prompt)| start + prompt.len()).collect();
-        let gpu = self.gpu.clone();
-        self.cache.reserve(&gpu, &ends)?;
-        let longest = prompts.iter().map(Vec::len).max().unwrap_or(0);
+    /// Runs the prompts of sequences, at most `chunk` tokens of one at a time; what attention makes of each
+    /// one's last token, and the residual stream with it, wait in the activations of a step.
+    pub(super) fn run_prompts(&mut self, prompts: &[Prompt], chunk: usize) -> Result<()> {
+        let longest = prompts.iter().map(|prompt| prompt.tokens.len()).max().unwrap_or(0);
         let segment = chunk.saturating_mul(SEGMENT);
         let sizes = (longest.min(chunk), longest.min(segment));
         let mut state = match self.prompts.take().filter(|state| state.fits(sizes.0, sizes.1)) {
             Some(state) => state,
             None => Prompts::new(self, sizes.0, sizes.1)?,
         };
-        let run = spans.iter().enumerate().try_for_each(|(sequence, &(start, prompt))| {
-            let last = prompt.len().div_ceil(segment) - 1;
-            prompt.chunks(segment).enumerate().try_for_each(|(i, tokens)| {
+        let run = prompts.iter().try_for_each(|&Prompt { sequence, start, tokens }| {
+            let last = tokens.len().div_ceil(segment) - 1;
+            tokens.chunks(segment).enumerate().try_for_each(|(i, tokens)| {
                 let all = Chunk { sequence, position: start + i * segment, count: tokens.len() };
                 self.run_segment(&mut state, tokens, all, chunk, i == last)
             })
         });
         self.prompts = Some(state);
-        run?;
-        self.cache.settle(&gpu, &ends)?;
-        // The last tokens: what follows attention in the last layer, as in a step.
-        self.place(&ends.iter().map(|&end| end as u32 - 1).collect::<Vec<_>>())?;
-        self.longest += 1;
-        self.lengths = Some(ends);
-        self.launch_after_attention(self.weights.layers.len() - 1)?;
-        self.launch_end(&[Part::Products, Part::Rest])
+        run
     }
 
     /// Runs a segment through all layers, `chunk` tokens at a time; after a prompt's last one the residual

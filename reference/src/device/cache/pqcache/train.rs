@@ -21,10 +21,14 @@ pub(super) struct Training {
     sequences: Vec<Sequence>,
 }
 
-#[derive(Clone, Copy, Default)]
+#[derive(Clone, Copy)]
 struct Sequence {
     is_trained: bool,
-    length: usize, // tokens
+    length: Option<usize>, // tokens, as far as the host knows; none where it stands still
+}
+
+impl Sequence {
+    const EMPTY: Self = Self { is_trained: false, length: Some(0) };
 }
 
 impl Training {
@@ -41,7 +45,7 @@ impl Training {
                 iterations,
                 starts: Buffer::zeros(gpu, shape.quantizer.ksub())?,
                 workspace: Buffer::zeros(gpu, 0)?,
-                sequences: vec![Sequence::default(); batch],
+                sequences: vec![Sequence::EMPTY; batch],
             })
         };
         iterations.map(new).transpose()
@@ -49,7 +53,7 @@ impl Training {
 
     /// Makes all sequences empty.
     pub fn clear(&mut self) {
-        self.sequences.fill(Sequence::default());
+        self.sequences.fill(Sequence::EMPTY);
     }
 
     /// Lets all sequences use the hashed codebooks, for timing.
@@ -57,9 +61,9 @@ impl Training {
         self.sequences.iter_mut().for_each(|sequence| sequence.is_trained = true);
     }
 
-    /// Makes the sequences have these lengths.
-    pub fn settle(&mut self, lengths: &[usize]) {
-        self.sequences.iter_mut().zip(lengths).for_each(|(sequence, &length)| sequence.length = length);
+    /// Makes a sequence empty, which stands still.
+    pub fn forget(&mut self, sequence: usize) {
+        self.sequences[sequence] = Sequence { length: None, ..Sequence::EMPTY };
     }
 
     /// The sequence has codebooks of all layers now.
@@ -82,6 +86,16 @@ impl Training {
 }
 
 impl PqCache {
+    /// Goes on with a sequence of this length. With fewer tokens than a ring of keys it has none to train on: it
+    /// has ended before the step for which the host has trained it.
+    pub(super) fn settle_training(&mut self, sequence: usize, length: usize) {
+        let enough = self.shape.sinks + self.shape.ring;
+        let Some(training) = &mut self.training else { return };
+        let sequence = &mut training.sequences[sequence];
+        sequence.is_trained &= length >= enough;
+        sequence.length = Some(length);
+    }
+
     /// Whether a chunk trains its sequence's codebooks: the first one with which a ring of keys is there.
     pub(super) fn trains_on(&self, chunk: &Chunk) -> bool {
         let enough = self.shape.sinks + self.shape.ring;
@@ -103,10 +117,10 @@ impl PqCache {
     pub(super) fn train_on_ring(&mut self, gpu: &Gpu) -> Result<()> {
         let Shape { n_layers, heads, head_dim, sinks, ring, .. } = self.shape;
         let Some(training) = &mut self.training else { return Ok(()) };
-        let is_due = |sequence: &Sequence| !sequence.is_trained && sequence.length == sinks + ring;
+        let is_due = |sequence: &Sequence| !sequence.is_trained && sequence.length == Some(sinks + ring);
         let due: Vec<usize> =
             (0..training.sequences.len()).filter(|&i| is_due(&training.sequences[i])).collect();
-        training.sequences.iter_mut().for_each(|sequence| sequence.length += 1);
+        training.sequences.iter_mut().filter_map(|sequence| sequence.length.as_mut()).for_each(|n| *n += 1);
         if due.is_empty() {
             return Ok(());
         }

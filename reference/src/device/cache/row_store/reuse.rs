@@ -175,6 +175,12 @@ impl Reuse {
         self.steps.fill(gpu, 0)
     }
 
+    /// Empties the slots of `count` heads of sequences.
+    pub fn forget_one(&self, gpu: &Gpu, first: usize, count: usize) -> Result<()> {
+        let mut layers = (0..self.steps.len()).step_by(self.heads);
+        layers.try_for_each(|layer| self.steps.write_at(gpu, layer + first, &vec![0; count]))
+    }
+
     /// Bytes of device memory.
     pub fn bytes(&self) -> usize {
         let lists = [&self.slots, &self.hits, &self.misses, &self.indices, &self.places];

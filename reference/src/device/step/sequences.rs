@@ -1,0 +1,162 @@
+//! The sequences of a batch: the prompts that they are given, and their ends.
+
+use super::super::ledger::Allocating;
+use super::super::memory::Buffer;
+use super::prompt::Prompt;
+use super::{Decoder, Part};
+use crate::{Error, Result};
+
+impl Decoder {
+    /// Empties all sequences.
+    ///
+    /// # Errors
+    /// [`Error::Device`].
+    pub fn clear(&mut self) -> Result<()> {
+        self.clears += 1;
+        self.cache.clear(&self.gpu)?;
+        self.place(&vec![0; self.batch])
+    }
+
+    /// Appends prompts to the sequences, one to each, wherever they end, and picks the tokens that follow;
+    /// the next step feeds those. At most `chunk` tokens of a sequence run at once, and sequences take turns.
+    /// What flows through the model is held for eight chunks, 4 bytes a component.
+    ///
+    /// The tokens of a chunk attend to each other exactly, and to those before them as the cache keeps them.
+    /// A token that has been picked and not fed is not in the cache: a prompt that is to follow it begins
+    /// with it.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for another number of prompts than sequences, an empty one, tokens outside the
+    /// vocabulary, more of them than the cache has room for, or chunks of none, and [`Error::Pages`] where it
+    /// has no pages for them: nothing has changed then.
+    /// [`Error::Blas`] without cuBLASLt; [`Error::Device`].
+    pub fn prefill(&mut self, prompts: &[Vec<u32>], chunk: usize) -> Result<()> {
+        if prompts.len() != self.batch {
+            let (given, batch) = (prompts.len(), self.batch);
+            return Err(Error::Argument(format!("{given} prompts for {batch} sequences")));
+        }
+        let starts = self.lengths()?;
+        let prompts = starts.into_iter().zip(prompts).enumerate();
+        let prompts: Vec<Prompt> =
+            prompts.map(|(sequence, (start, tokens))| Prompt { sequence, start, tokens }).collect();
+        self.check_prompts(&prompts, chunk)?;
+        let ends: Vec<usize> = prompts.iter().map(Prompt::end).collect();
+        let gpu = self.gpu.clone();
+        self.cache.reserve(&gpu, &ends)?;
+        self.run_prompts(&prompts, chunk)?;
+        self.cache.settle(&gpu, &ends)?;
+        // The last tokens: what follows attention in the last layer, as in a step.
+        self.place(&ends.iter().map(|&end| end as u32 - 1).collect::<Vec<_>>())?;
+        self.longest += 1;
+        self.lengths = Some(ends);
+        self.launch_after_attention(self.weights.layers.len() - 1)?;
+        self.launch_end(&[Part::Products, Part::Rest])
+    }
+
+    /// As [`Self::prefill`] for one sequence: appends a prompt to it, or begins it again with the prompt where
+    /// it has ended ([`Self::end`]). The others stay as they are, with their tokens, logits and picks, and the
+    /// next step goes on with all.
+    ///
+    /// # Errors
+    /// As [`Self::prefill`], and [`Error::Argument`] for a sequence that there is not.
+    pub fn prefill_one(&mut self, sequence: usize, prompt: &[u32], chunk: usize) -> Result<()> {
+        self.check_sequence(sequence)?;
+        let mut lengths = self.lengths()?;
+        let prompt = Prompt { sequence, start: lengths[sequence], tokens: prompt };
+        self.check_prompts(std::slice::from_ref(&prompt), chunk)?;
+        let end = prompt.end();
+        lengths[sequence] = end;
+        let gpu = self.gpu.clone();
+        self.cache.reserve(&gpu, &lengths)?;
+        self.run_prompts(&[prompt], chunk)?;
+        self.cache.settle_one(&gpu, sequence, end)?;
+        self.sequences.positions.write_at(&gpu, sequence, &[end as u32 - 1])?;
+        self.sequences.running.write_at(&gpu, sequence, &[1])?;
+        self.picks.restart(&gpu, sequence..sequence + 1)?;
+        self.ended[sequence] = false;
+        self.longest = self.longest.max(end);
+        self.lengths.iter_mut().for_each(|lengths| lengths[sequence] = end);
+        self.launch_after_attention(self.weights.layers.len() - 1)?;
+        self.pick_for(sequence)
+    }
+
+    /// Computes the logits of one sequence and picks its next token. Nobody uses what the activations have
+    /// for the others, since a step begins with new ones; their logits are still those of the last step.
+    fn pick_for(&mut self, sequence: usize) -> Result<()> {
+        let (gpu, vocab) = (&*self.gpu, self.weights.config.vocab_size);
+        let logits = &self.activations.logits;
+        let all = match self.logits_of_all.take() {
+            Some(all) => all,
+            None => {
+                let _purpose = Allocating::new("prompts");
+                Buffer::zeros(gpu, logits.len())?
+            }
+        };
+        self.launch_logits(all.pointer())?;
+        logits.copy(gpu, sequence * vocab, &all, sequence * vocab, vocab)?;
+        self.logits_of_all = Some(all);
+        self.picks.launch(gpu, &self.sequences, logits.pointer(), sequence..sequence + 1)
+    }
+
+    /// Empties one sequence. It stands still, and its logits mean nothing, until it is given a prompt
+    /// ([`Self::prefill_one`], [`Self::prefill`]); of a cache with pages others may take those that it had.
+    /// What it has picked can be read until then.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for a sequence that there is not; [`Error::Device`].
+    pub fn end(&mut self, sequence: usize) -> Result<()> {
+        self.check_sequence(sequence)?;
+        self.cache.end(&self.gpu, sequence)?;
+        self.ended[sequence] = true;
+        self.lengths.iter_mut().for_each(|lengths| lengths[sequence] = 0);
+        self.sequences.positions.write_at(&self.gpu, sequence, &[0])?;
+        self.sequences.running.write_at(&self.gpu, sequence, &[0])
+    }
+
+    fn check_sequence(&self, sequence: usize) -> Result<()> {
+        match sequence < self.batch {
+            true => Ok(()),
+            false => Err(Error::Argument(format!("sequence {sequence} of a batch of {}", self.batch))),
+        }
+    }
+
+    fn check_prompts(&self, prompts: &[Prompt], chunk: usize) -> Result<()> {
+        if chunk == 0 || prompts.iter().any(|prompt| prompt.tokens.is_empty()) {
+            return Err(Error::argument("an empty prompt, or chunks of no tokens"));
+        }
+        prompts.iter().try_for_each(|prompt| self.check_tokens(prompt.tokens))?;
+        let capacity = self.cache.room().capacity;
+        match prompts.iter().find(|prompt| prompt.end() > capacity) {
+            Some(Prompt { start, tokens, .. }) => Err(Error::Argument(format!(
+                "{} tokens after {start} in a cache of {capacity} tokens",
+                tokens.len()
+            ))),
+            None => Ok(()),
+        }
+    }
+
+    /// Puts every sequence to a position.
+    pub(super) fn place(&mut self, positions: &[u32]) -> Result<()> {
+        self.longest = positions.iter().copied().max().unwrap_or(0) as usize;
+        self.lengths = Some(positions.iter().map(|&position| position as usize).collect());
+        self.sequences.positions.write(&self.gpu, positions)?;
+        self.ended.fill(false);
+        self.sequences.running.write(&self.gpu, &vec![1; self.batch])?;
+        self.picks.restart(&self.gpu, 0..self.batch)
+    }
+
+    /// Tokens of every sequence, after waiting for steps.
+    pub(super) fn lengths(&self) -> Result<Vec<usize>> {
+        if let Some(lengths) = &self.lengths {
+            return Ok(lengths.clone());
+        }
+        let mut positions = vec![0; self.batch];
+        self.sequences.positions.read_into(&self.gpu, &mut positions)?;
+        Ok(positions.into_iter().map(|position: u32| position as usize).collect())
+    }
+
+    pub(super) fn run_those_not_ended(&self) -> Result<()> {
+        let running: Vec<u32> = self.ended.iter().map(|&ended| u32::from(!ended)).collect();
+        self.sequences.running.write(&self.gpu, &running)
+    }
+}
