@@ -1,6 +1,6 @@
 //! Every cache on a GPU with a model of two layers: prompts in chunks, steps past the ring, prompts again, for
-//! the whole batch and for one of its places. Short enough for `compute-sanitizer` (`.ci/gpu`). Without a GPU it is skipped, which `GPU_TESTS=require`
-//! turns into a failure.
+//! the whole batch and for one of its places. Short enough for `compute-sanitizer` (`.ci/gpu`). Without a GPU it
+//! is skipped, which `GPU_TESTS=require` turns into a failure.
 
 #![cfg(feature = "cuda")]
 #![allow(clippy::unwrap_used)]
@@ -64,7 +64,7 @@ fn model(head_dim: usize) -> Model {
 }
 
 /// Every cache, with a batch.
-const CACHES: [(usize, &str); 22] = [
+const CACHES: [(usize, &str); 24] = [
     (2, "dense:dtype=bf16"),
     (2, "dense:dtype=f16:pages=16:pool=240"),
     (2, "int4:window=4:sinks=2"),
