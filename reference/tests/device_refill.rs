@@ -92,12 +92,22 @@ fn prompts_for_one_place_are_refused_by_name() {
     let error = decoder.prefill_one(1, &tokens[..40], 32).unwrap_err();
     assert!(matches!(error, Error::Pages { .. }), "{error}");
     assert_eq!(decoder.logits().unwrap(), before);
-    // As long as a place may be: others end and come for longer than that.
-    for i in 0..12 {
+}
+
+/// A batch runs for longer than a sequence has room for, as long as sequences end.
+#[test]
+fn a_batch_outlives_its_sequences() {
+    let Some(gpu) = gpu("long batches") else { return };
+    let (model, tokens) = model();
+    let mut decoder = decoder(&gpu, &model, "dense:dtype=f16", &Profile::default(), 2, 64);
+    decoder.prefill(&[tokens[..3].to_vec(), tokens[..20].to_vec()], 32).unwrap();
+    for i in 1..12 {
         decoder.end(i % 2).unwrap();
         decoder.prefill_one(i % 2, &tokens[10 * i..][..1 + i], 32).unwrap();
         (0..25).for_each(|_| decoder.step().unwrap());
     }
+    let error = (0..64).find_map(|_| decoder.step().err()).unwrap();
+    assert!(matches!(error, Error::Argument(_)), "{error}");
 }
 
 /// A batch that is fed from a queue generates what the prompts do in batches of their own.
