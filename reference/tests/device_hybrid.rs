@@ -59,7 +59,10 @@ fn it_does_not_matter_whose_memory_has_the_rows() {
         let ((host, fetched, chosen), (device, none, of_device)) = (logits("host"), logits("device"));
         println!("{spec}: {fetched} of {chosen:?} rows fetched");
         assert!(fetched > 0 && none == 0, "{spec}: {fetched} and {none} rows fetched");
-        assert!(chosen == of_device && chosen.is_none_or(|chosen| chosen > fetched), "{spec}: {chosen:?} rows");
+        assert!(
+            chosen == of_device && chosen.is_none_or(|chosen| chosen > fetched),
+            "{spec}: {chosen:?} rows"
+        );
         assert!(host == device, "{spec}: logits differ");
         // As few slots as there may be, of which a step uses as many as its heads choose, more and fewer.
         let (few_slots, more_fetched, _) = logits("host:held=0");

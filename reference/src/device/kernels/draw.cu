@@ -6,8 +6,9 @@
 // likely tokens hold less than `top_p`; else its weight is the next pivot. Tokens of the nucleus are always above the
 // pivot, so each is drawn in proportion to its weight. Source: FlashInfer (arXiv 2501.01005), sampling by rejection.
 //
-// Launch: a block of THREADS a sequence, the first one for `first`. Cost: reading the logits once for the maximum and once a round, from L2; a
-// round less where `top_p` is 1. The order of all sums is fixed, so a seed draws the same tokens.
+// Launch: a block of THREADS a sequence, the first one for `first`. Cost: reading the logits once for the maximum and
+// once a round, from L2; a round less where `top_p` is 1. The order of all sums is fixed, so a seed draws the same
+// tokens.
 #include "picks.cuh"
 #include "primitives_sm80.cuh"
 #include "warp.cuh"

@@ -3,10 +3,10 @@
 use pq_core::PqShape;
 
 use super::{HybridKind, Rows as RowCount};
+use crate::Result;
 use crate::method::budget::Budget;
 use crate::method::offload::RowHome;
 use crate::side::Pair;
-use crate::Result;
 
 /// The settings of hybrid attention.
 #[derive(Clone, Copy, Debug)]
