@@ -1,6 +1,6 @@
-//! Every cache on a GPU with a model of two layers: prompts in chunks, steps past the ring, prompts again, for
-//! the whole batch and for one of its places. Short enough for `compute-sanitizer` (`.ci/gpu`). Without a GPU it
-//! is skipped, which `GPU_TESTS=require` turns into a failure.
+//! Every cache on a GPU with a model of two layers: prompts in chunks, steps past the ring, prompts again,
+//! for the whole batch and for one of its places. Short enough for `compute-sanitizer` (`.ci/gpu`). Without a
+//! GPU it is skipped, which `GPU_TESTS=require` turns into a failure.
 
 #![cfg(feature = "cuda")]
 #![allow(clippy::unwrap_used)]

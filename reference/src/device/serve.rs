@@ -1,15 +1,16 @@
 use super::Decoder;
 use crate::{Error, Result};
 
-/// Runs prompts in the places of a decoder's batch, of which there may be fewer: a prompt that has ended gives
-/// its place to the next one while the others go on (continuous batching). What the decoder had is forgotten.
+/// Runs prompts in the places of a decoder's batch, of which there may be fewer: a prompt that has ended
+/// gives its place to the next one while the others go on (continuous batching). What the decoder had is
+/// forgotten.
 ///
 /// `push` takes the index of a prompt and its next token, and says whether it wants another one. The tokens of
 /// a prompt come in order. Where pages are missing, prompts wait until others have given theirs back.
 ///
 /// # Errors
-/// [`Error::Argument`] for a prompt that the decoder does not take; [`Error::Pages`] where those that run need
-/// more than there are; those of `push`; [`Error::Blas`] and [`Error::Device`].
+/// [`Error::Argument`] for a prompt that the decoder does not take; [`Error::Pages`] where those that run
+/// need more than there are; those of `push`; [`Error::Blas`] and [`Error::Device`].
 pub fn serve(
     decoder: &mut Decoder,
     prompts: &[Vec<u32>],

@@ -87,7 +87,8 @@ impl HybridCache {
             most,
             staged_sides: 2,
         };
-        // Heads that choose by themselves need a slot more than they choose, or `reuse` may use only the first k.
+        // Heads that choose by themselves need a slot more than they choose, or `reuse` may use only the
+        // first k.
         let held = plan.held.min(stored).max(most + usize::from(plan.bound.is_some()));
         let store = RowStore::new(gpu, element, store, plan.home, held)?;
         let hybrid = Hybrid::new(

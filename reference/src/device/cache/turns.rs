@@ -162,8 +162,8 @@ impl Turns {
         self.planned.write(gpu, &planned.repeat(self.n_layers))
     }
 
-    /// Goes on with one sequence of which as many tokens behind the sinks are encoded, after all that is being
-    /// encoded.
+    /// Goes on with one sequence of which as many tokens behind the sinks are encoded, after all that is
+    /// being encoded.
     pub fn settle_one(&self, gpu: &Gpu, sequence: usize, encoded: usize) -> Result<()> {
         self.wait(gpu)?;
         (0..self.n_layers).try_for_each(|layer| {

@@ -53,9 +53,9 @@ impl Decoder {
         self.launch_end(&[Part::Products, Part::Rest])
     }
 
-    /// As [`Self::prefill`] for one sequence: appends a prompt to it, or begins it again with the prompt where
-    /// it has ended ([`Self::end`]). The others stay as they are, with their tokens, logits and picks, and the
-    /// next step goes on with all.
+    /// As [`Self::prefill`] for one sequence: appends a prompt to it, or begins it again with the prompt
+    /// where it has ended ([`Self::end`]). The others stay as they are, with their tokens, logits and picks,
+    /// and the next step goes on with all.
     ///
     /// # Errors
     /// As [`Self::prefill`], and [`Error::Argument`] for a sequence that there is not.

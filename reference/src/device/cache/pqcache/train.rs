@@ -86,8 +86,8 @@ impl Training {
 }
 
 impl PqCache {
-    /// Goes on with a sequence of this length. With fewer tokens than a ring of keys it has none to train on: it
-    /// has ended before the step for which the host has trained it.
+    /// Goes on with a sequence of this length. With fewer tokens than a ring of keys it has none to train on:
+    /// it has ended before the step for which the host has trained it.
     pub(super) fn settle_training(&mut self, sequence: usize, length: usize) {
         let enough = self.shape.sinks + self.shape.ring;
         let Some(training) = &mut self.training else { return };
