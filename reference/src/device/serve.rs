@@ -9,8 +9,9 @@ use crate::{Error, Result};
 /// a prompt come in order. Where pages are missing, prompts wait until others have given theirs back.
 ///
 /// # Errors
-/// [`Error::Argument`] for a prompt that the decoder does not take; [`Error::Pages`] where those that run
-/// need more than there are; those of `push`; [`Error::Blas`] and [`Error::Device`].
+/// [`Error::Argument`] for a prompt that the decoder does not take, and where one goes on for longer than its
+/// place has room; [`Error::Pages`] where those that run need more than there are; those of `push`;
+/// [`Error::Blas`] and [`Error::Device`]. The other prompts end with it.
 pub fn serve(
     decoder: &mut Decoder,
     prompts: &[Vec<u32>],

@@ -157,8 +157,8 @@ struct HeldEntries {
 // Gives every chosen token a slot: the one that has its rows, or one of those whose tokens have not been chosen for
 // longest (LRU). They are at the front of a list that each step writes anew: entries that it neither finds nor gives to
 // another token keep their order, and those of chosen tokens follow. Where `n_held` is `most`, slots are below the
-// number of tokens, so that attention finds them in one piece: only the last step's rows stay then, and that number must
-// not fall from step to step, or slots behind it would keep tokens that it does not see.
+// number of tokens, so that attention finds them in one piece: only the last step's rows stay then, and that number
+// must not fall from step to step, or slots behind it would keep tokens that it does not see.
 //
 // Launch: a block of REUSE_THREADS threads a head, with dynamic shared memory for ChosenBits and for `found`. A step
 // begins with a launch without PDL, so what the step before has written is there before the wait.
