@@ -7,7 +7,8 @@
 
 Attention on codes is timed beside two peers: the best backend of torch in half precision, and FlashInfer with keys and values in
 fp8 (e4m3) in pages of 64 tokens, by tensor cores or CUDA cores, whichever is faster. Where FlashInfer is not installed the table
-says so. On sm_90 the kernels of sm_80 are timed, too, with the shared memory of an A100.
+says so. On sm_90 the kernels of sm_80 are timed, too, with the shared memory of an A100. A run that is cut short leaves its rows in
+`gpu.partial.json`.
 
 Medians of 25 replays of CUDA graphs on buffers that together exceed the L2 cache, after 20 ms of the same; both sides in
 one run. The floor of a kernel is the time in which the device copies as many bytes; of `gather`, the time in which the
@@ -355,14 +356,19 @@ def main():
         next(lines)
         older = {(row["kernel"], row["shape"]): row["us"] for row in progress("kernels of sm_80", lines)}
     known = {}
+    os.makedirs(arguments.results, exist_ok=True)
+    partial = os.path.join(arguments.results, "gpu.partial.json")
     for row in progress("peers", rows):
         for column, peer in zip(("peer", "fp8"), peers_of(row, known)):
             row[column], row[f"{column}_us"] = peer or (None, None)
         row["sm_80_us"] = older.get((row["kernel"], row["shape"]))
         result["rows"].append(row)
-        # After every row: what has been measured outlives a run that is cut short.
-        for name, lines in (("gpu.json", [json.dumps(result, indent=1)]), ("gpu.md", report(result))):
-            record.write(os.path.join(arguments.results, name), lines, arguments.commit)
+        # After every row: what has been measured outlives a run that is cut short, and replaces no whole table.
+        with open(partial, "w") as file:
+            json.dump(result, file, indent=1)
+    for name, lines in (("gpu.json", [json.dumps(result, indent=1)]), ("gpu.md", report(result))):
+        record.write(os.path.join(arguments.results, name), lines, arguments.commit)
+    os.remove(partial)
     print("\n".join(report(result)))
 
 
