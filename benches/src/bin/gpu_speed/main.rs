@@ -2,7 +2,8 @@
 //! the tables.
 //!
 //! Prints a JSON line per measurement. An argument runs only the measurements whose "kernel, shape" contains
-//! it. `GPU_LIMIT=8.0:163` times the kernels of an A100.
+//! it. `GPU_LIMIT=8.0:163` times the kernels of an A100. `GPU_CACHE=FOLDER` keeps compiled kernels for
+//! the next run.
 
 #![allow(clippy::unwrap_used, unsafe_code)] // a measurement that cannot run should say so by panicking
 

@@ -29,6 +29,9 @@ impl Stopwatch {
         if let Ok(limit) = std::env::var("GPU_LIMIT") {
             device.limit_to(limit.parse().unwrap()).unwrap();
         }
+        if let Ok(folder) = std::env::var("GPU_CACHE") {
+            device.use_disk_cache(folder).unwrap();
+        }
         let mut watch = Self { gpu: device, bytes_per_us: 0.0, only };
         const COPIED: usize = 2 << 30;
         let (from, to) = (watch.zeros::<u8>(COPIED), watch.zeros::<u8>(COPIED));
