@@ -49,7 +49,7 @@ fn programs() -> Result<Vec<Program>, Box<dyn Error>> {
         codec::Encode::join_program(),
     ];
     programs.extend(
-        [planes.transform_program(), planes.tensor_core_program(), planes.quantize_program()]
+        [planes.transform_program(), planes.points_program(), planes.quantize_program()]
             .into_iter()
             .flatten(),
     );

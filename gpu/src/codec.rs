@@ -4,6 +4,7 @@ mod decode;
 mod encode;
 mod index;
 mod planes;
+mod points;
 mod quantize;
 mod transform;
 

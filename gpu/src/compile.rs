@@ -29,12 +29,16 @@ pub(crate) use source;
 /// All files that kernels include. NVRTC gets the ones that a program includes, so nothing has to be
 /// installed.
 const HEADERS: &[Source] = &[
+    source!("codec/decode_points.cuh"),
+    source!("codec/decode_rows.cuh"),
+    source!("codec/decode_stream.cuh"),
     source!("codec/encode_bins.cuh"),
     source!("codec/encode_families.cuh"),
     source!("codec/encode_stream.cuh"),
     source!("codec/encode_tile.cuh"),
     source!("codec/maps.cuh"),
     source!("codec/place.cuh"),
+    source!("codec/points.cuh"),
     source!("codec/tile.cuh"),
     source!("element.cuh"),
     source!("mbarrier_sm90.cuh"),

@@ -268,6 +268,7 @@ fn coding() {
         (ModelKind::Tables, PredictorKind::Mean, VectorElement::Bf16, false, transform(128)),
         (ModelKind::Tables, PredictorKind::Mean, VectorElement::F16, true, transform(64)),
         (ModelKind::ContextTables, PredictorKind::Mean, VectorElement::F32, false, transform(128)),
+        (ModelKind::Families, PredictorKind::Previous, VectorElement::Bf16, false, transform(128)),
     ];
     let shapes = kinds.map(|(models, predictor, element, paged, transform)| {
         let options = FitOptions {
@@ -282,8 +283,12 @@ fn coding() {
     let programs = |_| {
         let of_shape = |shape: &codec::CodecShape| {
             let tiles = [shape.decode_program(), shape.encode_program()];
-            let transforms =
-                [shape.transform_program(), shape.tensor_core_program(), shape.quantize_program()];
+            let transforms = [
+                shape.transform_program(),
+                shape.points_program(),
+                shape.tensor_core_program(),
+                shape.quantize_program(),
+            ];
             tiles.into_iter().chain(transforms.into_iter().flatten()).collect::<Vec<_>>()
         };
         let programs = shapes.iter().flat_map(of_shape);

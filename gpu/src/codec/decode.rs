@@ -3,6 +3,7 @@ use std::ops::Range;
 use codec_core::{Frame, FrameInfo, LANES, Side};
 use cudarc::driver::sys::CUstream;
 
+use super::points::{Points, PointsToRows};
 use super::transform::{Rows, Transform, coefficients_at};
 use super::{CodecShape, KernelPlace, Place, Planes, PlanesAt};
 use crate::device::Kernel;
@@ -48,6 +49,7 @@ struct KernelArguments {
     failed: DevicePtr<u32>,
     out: PlanesAt,
     place: KernelPlace,
+    points: Points,
     frame_planes: u32,
     frame_blocks: u32,
     tokens: u32,
@@ -57,7 +59,7 @@ struct KernelArguments {
     blocks: u32,
 }
 
-const _: () = assert!(size_of::<KernelArguments>() == 120);
+const _: () = assert!(size_of::<KernelArguments>() == 144);
 
 /// `codec_core::Frame::decode_block_into` for many blocks of many planes: decodes tiles, dequantizes them,
 /// rounds to the element type of the cache, and stores into the cache. In single precision the bits are those
@@ -69,15 +71,22 @@ const _: () = assert!(size_of::<KernelArguments>() == 120);
 ///
 /// # Cost
 /// One pass over the stream and one over the elements; a warp decodes 32 elements at a time, one channel per
-/// lane. With a transform, a second kernel runs: 4 bytes per element are written and read, with a
-/// multiplication and an addition for each element of the head; three times as many, on tensor cores, where
-/// [`CodecShape::tensor_core_program`] is used.
+/// lane. With a transform, a second kernel runs: 2 bytes per element are written and read with two
+/// multiplications and additions for each element of the head, on tensor cores, where
+/// [`CodecShape::points_program`] is used; three of them and 4 bytes with
+/// [`CodecShape::tensor_core_program`]; one, not on tensor cores, otherwise.
 /// # Source
 /// CacheGen (SIGCOMM 2024), 6; the bitstream is codec-core's `FORMAT.md`.
 pub struct Decode {
     tiles: Kernel,
-    transform: Option<Transform>,
+    inverse: Option<Inverse>,
     shape: CodecShape,
+}
+
+/// The second kernel, which turns coefficients into rows.
+enum Inverse {
+    Points(PointsToRows),
+    Coefficients(Transform),
 }
 
 impl Decode {
@@ -87,7 +96,11 @@ impl Decode {
     /// [`Error::NoNvrtc`], [`Error::Compile`] or [`Error::Driver`].
     pub fn new(device: &Device, shape: CodecShape) -> Result<Self, Error> {
         let tiles = device.kernel(&shape.decode_program(), "codec_decode", 0)?;
-        Ok(Self { tiles, transform: Transform::inverse(device, shape)?, shape })
+        let inverse = match PointsToRows::new(device, shape)? {
+            Some(points) => Some(Inverse::Points(points)),
+            None => Transform::inverse(device, shape)?.map(Inverse::Coefficients),
+        };
+        Ok(Self { tiles, inverse, shape })
     }
 
     /// Bytes of workspace for launches of `layers` layers and `blocks` blocks of tokens: 0 for planes without
@@ -96,7 +109,11 @@ impl Decode {
     pub const fn workspace_len(&self, info: &FrameInfo, layers: usize, blocks: usize) -> usize {
         let tokens = blocks.saturating_mul(info.block_tokens);
         let tokens = if tokens < info.tokens { tokens } else { info.tokens };
-        Transform::coefficients_len(&self.shape, layers.saturating_mul(2), tokens)
+        let planes = layers.saturating_mul(2);
+        match self.inverse {
+            Some(Inverse::Points(_)) => Points::len(&self.shape, planes, tokens, blocks),
+            _ => Transform::coefficients_len(&self.shape, planes, tokens),
+        }
     }
 
     /// Launches the decoding on a stream. `frame` is the same frame on the host; only its header and index
@@ -185,9 +202,15 @@ impl Decode {
             coefficients: a.workspace.cast(),
             maps: a.planes.offset(planes.maps_at()).cast(),
         };
-        let (out, place) = match &self.transform {
-            Some(_) => coefficients_at(&self.shape, rows.coefficients, first_token, rows.tokens),
-            None => (PlanesAt::each(a.out), place),
+        let (out, place) = match &self.inverse {
+            Some(Inverse::Coefficients(_)) => {
+                coefficients_at(&self.shape, rows.coefficients, first_token, rows.tokens)
+            }
+            _ => (PlanesAt::each(a.out), place),
+        };
+        let points = match &self.inverse {
+            Some(Inverse::Points(_)) => Points::at(a.workspace, &self.shape, rows.planes, rows.tokens),
+            _ => Points::default(),
         };
         let kernel_arguments = KernelArguments {
             frame: a.frame,
@@ -195,6 +218,7 @@ impl Decode {
             failed: a.failed,
             out,
             place,
+            points,
             frame_planes: 2 * info.layers as u32,
             frame_blocks: info.blocks() as u32,
             tokens: info.tokens as u32,
@@ -211,8 +235,9 @@ impl Decode {
         // SAFETY: the structure is the kernel's argument; the caller upholds the contract of its pointers.
         unsafe {
             self.tiles.launch(stream, grid, (WARPS * LANES) as u32, false, &kernel_arguments)?;
-            match &self.transform {
-                Some(transform) => transform.launch(stream, &rows),
+            match &self.inverse {
+                Some(Inverse::Points(inverse)) => inverse.launch(stream, info, a.planes, points, &rows),
+                Some(Inverse::Coefficients(inverse)) => inverse.launch(stream, &rows),
                 None => Ok(()),
             }
         }

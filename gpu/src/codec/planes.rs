@@ -1,4 +1,5 @@
-use codec_core::{Coder, LANES, MAX_SYMBOLS, PRECISION, Plane, Predictor, Scaling, family_table};
+use codec_core::{Coder, LANES, MAX_SYMBOLS, PRECISION, Plane, PlaneParts, Predictor, Scaling, family_table};
+use half::f16;
 
 use crate::compile::{Source, source};
 use crate::{Error, Program, VectorElement};
@@ -6,6 +7,10 @@ use crate::{Error, Program, VectorElement};
 const FAMILIES: usize = 256;
 /// 32-bit words of a `Family` of the kernels.
 const FAMILY_WORDS: usize = 2 + MAX_SYMBOLS;
+/// `Symbol` of the kernels: where it has its first slot, the escape's mark, and what follows the last one.
+const FIRST_SLOT_SHIFT: u32 = 32 - PRECISION;
+const ESCAPE_BITS: u32 = 3 << (PRECISION + 1);
+const NO_SYMBOL: u32 = !0 << (FIRST_SLOT_SHIFT - 1);
 /// Minimum number of symbols that kernels are compiled for, so that most sets of planes share a shape.
 const LEAST_SYMBOLS: usize = 16;
 
@@ -18,6 +23,7 @@ pub struct CodecShape {
     symbols: usize, // a power of two
     map_dim: usize, // elements of a head of the transform; 0 for none
     previous: bool,
+    exact_points: bool, // whether points of bins are exact in f16, up to a size
     /// Element type of the rows.
     pub element: VectorElement,
     /// Whether the rows are in pages.
@@ -28,7 +34,15 @@ impl CodecShape {
     /// The kernel of [`Decode`](super::Decode), for [`compile`](crate::compile) without a device.
     #[must_use]
     pub fn decode_program(&self) -> Program {
-        self.tiles_program(source!("codec/decode.cu"))
+        self.tiles_program(source!("codec/decode.cu")).define_if(self.decodes_to_points(), "POINTS")
+    }
+
+    /// The kernel of [`Decode`](super::Decode) that turns reconstruction points of coefficients into rows, on
+    /// tensor cores: for rows of 16 bits, maps whose size is a multiple of 16 up to 128, bins that do not
+    /// depend on the previous token's, and centroids as [`codec_core::PlaneBuf::fit`] makes them.
+    #[must_use]
+    pub fn points_program(&self) -> Option<Program> {
+        self.decodes_to_points().then(|| self.mapped_tiles(source!("codec/points_mma.cu")))
     }
 
     /// The kernel of tiles of [`Encode`](super::Encode).
@@ -51,12 +65,21 @@ impl CodecShape {
         self.has_transform().then(|| self.of_maps(source!("codec/transform.cu")).without_fused_multiply_add())
     }
 
-    /// The kernel of the transform back to rows on tensor cores: for rows of 16 bits and maps whose size is a
-    /// multiple of 16 up to 128.
+    /// The kernel of the transform back to rows on tensor cores where there is no
+    /// [`points_program`](Self::points_program): for rows of 16 bits and maps whose size is a multiple of 16
+    /// up to 128.
     #[must_use]
     pub fn tensor_core_program(&self) -> Option<Program> {
         let program = || self.of_maps(source!("codec/transform_mma.cu"));
-        (self.map_fits_tensor_cores() && self.element != VectorElement::F32).then(program)
+        (self.transforms_back_on_tensor_cores() && !self.exact_points).then(program)
+    }
+
+    pub(crate) fn decodes_to_points(&self) -> bool {
+        self.transforms_back_on_tensor_cores() && self.exact_points
+    }
+
+    fn transforms_back_on_tensor_cores(&self) -> bool {
+        self.map_fits_tensor_cores() && self.element != VectorElement::F32
     }
 
     fn map_fits_tensor_cores(&self) -> bool {
@@ -90,6 +113,10 @@ impl CodecShape {
         let map = [("MAP_DIM", self.map_dim)];
         let defines = [&self.place_defines()[..], &self.tile_defines(), &map].concat();
         Program::new(source, &defines).define_if(self.paged, "PAGED").without_fused_multiply_add()
+    }
+
+    pub(crate) const fn tiles(&self) -> usize {
+        self.channels.div_ceil(LANES)
     }
 
     const fn tile_defines(&self) -> [(&'static str, usize); 4] {
@@ -182,6 +209,7 @@ impl Planes {
             symbols: symbols.next_power_of_two().max(LEAST_SYMBOLS),
             map_dim: map_dim(&planes[0]),
             previous: parts().any(|plane| matches!(plane.predictor, Predictor::Previous(_))),
+            exact_points: parts().all(|plane| has_exact_points(&plane)),
             element: VectorElement::F32,
             paged: false,
         };
@@ -235,6 +263,16 @@ impl Planes {
     }
 }
 
+/// Whether the points that bins are reconstructed at are exact in f16: bins up to 2048 are, and those of bins
+/// 1 and 2 if they and their centroids have few bits.
+fn has_exact_points(plane: &PlaneParts<'_>) -> bool {
+    let is_exact = |(bin, centroid): (u8, f32)| {
+        let point = f32::from(bin) + centroid;
+        f16::from_f32(point).to_f32() == point
+    };
+    !matches!(plane.predictor, Predictor::Previous(_)) && (1..).zip(plane.centroids).all(is_exact)
+}
+
 /// Low bits and cumulative frequencies of one model.
 struct Model<'a> {
     low_bits: u32,
@@ -250,10 +288,15 @@ impl<'a> Model<'a> {
         self.starts.partition_point(|&start| start < 1 << PRECISION)
     }
 
-    /// `Symbol` of the kernels.
+    /// `Symbol` of the kernels. The only symbol of a lane without a channel is no escape.
     fn symbol(&self, symbol: usize) -> u32 {
         let start = |symbol: usize| self.starts.get(symbol).map_or(1 << PRECISION, |&start| u32::from(start));
-        start(symbol) << 16 | (start(symbol + 1) - start(symbol))
+        let symbols = self.symbols();
+        if symbol >= symbols {
+            return NO_SYMBOL;
+        }
+        let escape = if symbol > 0 && symbol == symbols - 1 { ESCAPE_BITS } else { 0 };
+        start(symbol) << FIRST_SLOT_SHIFT | escape | (start(symbol + 1) - start(symbol))
     }
 }
 

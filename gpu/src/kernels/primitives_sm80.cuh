@@ -4,6 +4,18 @@
 
 __device__ __forceinline__ u32 smem_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
+// Loads from a 32-bit address of shared memory; the first one of what no longer changes.
+__device__ __forceinline__ u32 ld_shared_const_u32(u32 address) {
+    u32 x;
+    asm("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(address));
+    return x;
+}
+__device__ __forceinline__ u32 ld_shared_u16(u32 address) {
+    u16 x;
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(x) : "r"(address) : "memory");
+    return x;
+}
+
 // mma.m16n8k16: c += a b, a (16, 16) and b (16, 8) in f16, c (16, 8) in f32. Lane 4 g + l holds
 //   a[i] = a[g + 8 (i & 1)][2 l + 8 (i >> 1) .. + 2]
 //   b[i] = b[2 l + 8 i .. + 2][g]

@@ -41,13 +41,13 @@ __device__ Stats quantize(const Tile& tile, const Values& values) {
 #ifndef MAP_DIM
     const Place& place = values.a.place;
     const float mean = model.mean[lane], inverse = 1.f / model.steps[lane];
-    Column column(place, values.plane, values.first_channel + lane);
+    Column column(place, values.plane, values.first_channel + lane, values.first_token);
     Element next[GROUP];
     auto load = [&](u32 first) {
 #pragma unroll
         for (int i = 0; i < GROUP; i++) {
             if (first + i >= tile.rows) break;
-            const Element* at = column.of(place, values.first_token + first + i, first + i == 0);
+            const Element* at = column.of(place, values.first_token + first + i);
             if (used) next[i] = *at;
         }
     };

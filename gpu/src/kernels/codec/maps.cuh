@@ -41,3 +41,19 @@ __device__ __forceinline__ void split(float low, float high, u32& rounded, u32& 
                 lost_high = high - __uint_as_float(rounded & 0xffff0000);
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(rest) : "f"(lost_high), "f"(lost_low));
 }
+
+#if ELEMENT != 0
+// Adds the mean to four channels of a token and stores them, at once where they are neighbours and aligned.
+__device__ __forceinline__ void store_four(Element* token, const Place& place, u32 channel, const float4& mean,
+                                           const float* low, const float* high) {
+    const Element four[4] = {decoded_element(low[0] + mean.x), decoded_element(low[1] + mean.y),
+                             decoded_element(high[0] + mean.z), decoded_element(high[1] + mean.w)};
+    Element* to = token + place.of_channel(channel);
+    if (HEAD_DIM % 4 == 0 && (u64)to % 8 == 0) {
+        *reinterpret_cast<uint2*>(to) = make_uint2(four[0] | (u32)four[1] << 16, four[2] | (u32)four[3] << 16);
+        return;
+    }
+#pragma unroll
+    for (int j = 0; j < 4; j++) token[place.of_channel(channel + j)] = four[j];
+}
+#endif

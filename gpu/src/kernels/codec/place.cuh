@@ -64,11 +64,13 @@ struct Column {
     Element* base;
     Element* at;
 
-    __device__ Column(const Place& place, Element* plane, u32 channel) : base(plane + place.of_channel(channel)) {}
+    // Begins at `token`.
+    __device__ Column(const Place& place, Element* plane, u32 channel, u32 token)
+        : base(plane + place.of_channel(channel)), at(base + place.of_token(token)) {}
 
-    // The element of `token`. Calls are for consecutive tokens; `first` marks the first call.
-    __device__ __forceinline__ Element* of(const Place& place, u32 token, bool first) {
-        if (first || place.starts_page(token)) at = base + place.of_token(token);
+    // The element of `token`. Calls are for consecutive tokens.
+    __device__ __forceinline__ Element* of(const Place& place, u32 token) {
+        if (place.starts_page(token)) at = base + place.of_token(token);
         Element* element = at;
         at += place.token_stride;
         return element;

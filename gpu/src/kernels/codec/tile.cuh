@@ -15,12 +15,22 @@ constexpr int TILES = (CHANNELS + LANES - 1) / LANES;
 constexpr u32 FIXED = 0, PLANE_LANES = 1, OWN_LANES = 2;
 constexpr int HEAD_BYTES = 4; // header of a tile
 
-// A symbol of a model: its first slot in the upper 16 bits (the cdf), its number of slots in the lower 16. The last
-// symbol is the escape; entries after it start at SLOTS.
+// A symbol of a model: its first slot in the upper 12 bits (the cdf), its number of slots in the lower 13, and
+// ESCAPE_BITS if it is the escape, the last symbol. Entries after the escape have no slots, and all of the first 13
+// bits. (Two bits, since compilers shift a single one before they test it.)
+//
+// So the symbol of a slot is the last one that is at most `slot_key(slot)`, and the difference of these two, without
+// its lower 20 bits, is the slot's index in the symbol.
 typedef u32 Symbol;
-__device__ __forceinline__ u32 first_slot(Symbol symbol) { return symbol >> 16; }
-__device__ __forceinline__ u32 slots(Symbol symbol) { return symbol & 0xffff; }
-__device__ __forceinline__ bool is_escape(Symbol symbol) { return first_slot(symbol) + slots(symbol) == SLOTS; }
+constexpr int FIRST_SLOT_SHIFT = 20;
+constexpr u32 ESCAPE_BITS = 3u << 13;
+__device__ __forceinline__ u32 first_slot(Symbol symbol) { return symbol >> FIRST_SLOT_SHIFT; }
+__device__ __forceinline__ u32 slots(Symbol symbol) { return symbol & ((1u << 13) - 1); }
+__device__ __forceinline__ bool is_escape(Symbol symbol) { return symbol & ESCAPE_BITS; }
+// The key of the slot in the lower 12 bits of a state.
+__device__ __forceinline__ u32 slot_key(u32 state) {
+    return state * (1u << FIRST_SLOT_SHIFT) + (1u << (FIRST_SLOT_SHIFT - 1)) - 1;
+}
 
 // A parametric model, named by one byte in the stream.
 struct Family {
@@ -69,6 +79,8 @@ __device__ __forceinline__ float centre(int bin, float centroid_1, float centroi
     const float shift = size == 1 ? centroid_1 : size == 2 ? centroid_2 : 0.f;
     return (float)bin + (bin < 0 ? -shift : shift);
 }
+
+__device__ __forceinline__ float power_of_two(u32 exponent) { return __uint_as_float((127 + exponent) << 23); }
 
 // Rounds to the nearest integer, ties to even, after clamping to +-2^20. Adding 1.5 * 2^23 rounds in one operation.
 constexpr float ROUND = 12582912.f;

@@ -28,20 +28,6 @@ struct Shared {
 // The place of index i of a group of 16 in a matrix product: lane l of four has 4 l to 4 l + 3.
 __device__ __forceinline__ int permuted(int i) { return i / 16 * 16 + i % 4 / 2 * 8 + i % 16 / 4 * 2 + i % 2; }
 
-// Adds the mean to four channels of a token and stores them, at once where they are neighbours and aligned.
-__device__ __forceinline__ void store_four(Element* token, const Place& place, u32 channel, const float4& mean,
-                                           const float* low, const float* high) {
-    const Element four[4] = {decoded_element(low[0] + mean.x), decoded_element(low[1] + mean.y),
-                             decoded_element(high[0] + mean.z), decoded_element(high[1] + mean.w)};
-    Element* to = token + place.of_channel(channel);
-    if (HEAD_DIM % 4 == 0 && (u64)to % 8 == 0) {
-        *reinterpret_cast<uint2*>(to) = make_uint2(four[0] | (u32)four[1] << 16, four[2] | (u32)four[3] << 16);
-        return;
-    }
-#pragma unroll
-    for (int j = 0; j < 4; j++) token[place.of_channel(channel + j)] = four[j];
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS, 1) codec_coefficients_to_rows(const TransformArguments a) {
     extern __shared__ __align__(16) unsigned char bytes[];
     Shared& shared = *reinterpret_cast<Shared*>(bytes);
@@ -97,7 +83,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) codec_coefficients_to_r
                 ldmatrix_x4_trans(map_rest, &shared.map[1][step + lane % 16][n + lane / 16 * 8]);
 #pragma unroll
                 for (int i = 0; i < 2; i++) {
-                    float (&sum)[4] = sums[n / 8 + i];
+                    float(&sum)[4] = sums[n / 8 + i];
                     mma_m16n8k16_bf16(sum, rounded, map_rest[2 * i], map_rest[2 * i + 1]);
                     mma_m16n8k16_bf16(sum, rest, map[2 * i], map[2 * i + 1]);
                     mma_m16n8k16_bf16(sum, rounded, map[2 * i], map[2 * i + 1]);
