@@ -83,7 +83,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) codec_coefficients_to_r
                 ldmatrix_x4_trans(map_rest, &shared.map[1][step + lane % 16][n + lane / 16 * 8]);
 #pragma unroll
                 for (int i = 0; i < 2; i++) {
-                    float(&sum)[4] = sums[n / 8 + i];
+                    float (&sum)[4] = sums[n / 8 + i];
                     mma_m16n8k16_bf16(sum, rounded, map_rest[2 * i], map_rest[2 * i + 1]);
                     mma_m16n8k16_bf16(sum, rest, map[2 * i], map[2 * i + 1]);
                     mma_m16n8k16_bf16(sum, rounded, map[2 * i], map[2 * i + 1]);
