@@ -166,21 +166,32 @@ impl<'a> Chunk<'a> {
 /// ```
 #[cfg(feature = "alloc")]
 pub fn write_chunk(frames: &[&[u8]], out: &mut Vec<u8>) -> Result<(), Error> {
-    let count = u16::try_from(frames.len()).map_err(|_| Error::TooLarge)?;
-    let mut head = Vec::with_capacity(HEADER + ENTRY * frames.len());
+    let entry = |frame: &&[u8]| Ok(ChunkEntry::of(&Frame::parse(frame, usize::MAX)?, frame.len()));
+    let entries = frames.iter().map(entry).collect::<Result<Vec<_>, Error>>()?;
+    out.extend(chunk_head(&entries)?);
+    frames.iter().for_each(|frame| out.extend_from_slice(frame));
+    Ok(())
+}
+
+/// The bytes of a chunk before its first frame, which follow from the entries.
+///
+/// # Errors
+/// [`Error::TooLarge`] for more than 65,535 frames, or tokens that do not fit 32 bits.
+#[cfg(feature = "alloc")]
+pub fn chunk_head(entries: &[ChunkEntry]) -> Result<Vec<u8>, Error> {
+    let count = u16::try_from(entries.len()).map_err(|_| Error::TooLarge)?;
+    let mut head = Vec::with_capacity(HEADER + ENTRY * entries.len() + 4);
     head.extend_from_slice(&MAGIC);
     head.extend_from_slice(&[VERSION, 0]);
     head.extend_from_slice(&count.to_le_bytes());
-    for frame in frames {
-        let entry = ChunkEntry::of(&Frame::parse(frame, usize::MAX)?, frame.len());
+    for entry in entries {
+        let tokens = u32::try_from(entry.tokens).map_err(|_| Error::TooLarge)?;
         head.extend_from_slice(&entry.first_token.to_le_bytes());
-        head.extend_from_slice(&(entry.tokens as u32).to_le_bytes());
+        head.extend_from_slice(&tokens.to_le_bytes());
         head.extend_from_slice(&[entry.level, u8::from(entry.lossless), 0, 0]);
         head.extend_from_slice(&(entry.len as u64).to_le_bytes());
     }
     let checksum = crc32fast::hash(&head);
-    out.extend_from_slice(&head);
-    out.extend_from_slice(&checksum.to_le_bytes());
-    frames.iter().for_each(|frame| out.extend_from_slice(frame));
-    Ok(())
+    head.extend_from_slice(&checksum.to_le_bytes());
+    Ok(head)
 }

@@ -51,6 +51,26 @@ impl<'a> Frame<'a> {
     /// # Ok::<(), Error>(())
     /// ```
     pub fn parse(bytes: &'a [u8], max_elements: usize) -> Result<Self, Error> {
+        let (frame, payload_len) = Self::parse_head(bytes, max_elements)?;
+        match (frame.payload.len() as u64).cmp(&payload_len) {
+            core::cmp::Ordering::Less => Err(Error::Truncated),
+            core::cmp::Ordering::Greater => Err(Error::TrailingBytes),
+            core::cmp::Ordering::Equal => Ok(frame),
+        }
+    }
+
+    /// As [`parse`](Self::parse), for the first bytes of a frame whose other ones have not arrived: all of
+    /// the index, and any number of the payload. A block whose bytes are not there is [`Error::Truncated`].
+    ///
+    /// # Errors
+    /// As there.
+    pub fn parse_start(bytes: &'a [u8], max_elements: usize) -> Result<Self, Error> {
+        let (frame, payload_len) = Self::parse_head(bytes, max_elements)?;
+        if frame.payload.len() as u64 > payload_len { Err(Error::TrailingBytes) } else { Ok(frame) }
+    }
+
+    /// The frame with what there is of its payload, and the payload's length.
+    fn parse_head(bytes: &'a [u8], max_elements: usize) -> Result<(Self, u64), Error> {
         let (header, rest) = bytes.split_first_chunk::<HEADER>().ok_or(Error::Truncated)?;
         let (info, payload_len) = FrameInfo::read(header)?;
         if info.elements() > max_elements {
@@ -61,11 +81,6 @@ impl<'a> Frame<'a> {
         if crc32fast::hash(index) != u32::from_le_bytes(*checksum) {
             return Err(Error::BadChecksum);
         }
-        match (payload.len() as u64).cmp(&payload_len) {
-            core::cmp::Ordering::Less => return Err(Error::Truncated),
-            core::cmp::Ordering::Greater => return Err(Error::TrailingBytes),
-            core::cmp::Ordering::Equal => {}
-        }
         let frame = Self { info, index, payload };
         let mut end = 0;
         for entry in 0..2 * info.layers * info.blocks() {
@@ -75,7 +90,7 @@ impl<'a> Frame<'a> {
             }
             end = next;
         }
-        if end == payload_len { Ok(frame) } else { Err(Error::Corrupt) }
+        if end == payload_len { Ok((frame, payload_len)) } else { Err(Error::Corrupt) }
     }
 
     /// The header of the frame.
@@ -134,7 +149,7 @@ impl<'a> Frame<'a> {
         let (entry, range) = self.locate(index)?;
         let (_, rest) = self.entry(entry).split_at(8);
         let (checksum, lengths) = rest.split_first_chunk::<4>().ok_or(Error::Truncated)?;
-        let bytes = &self.payload[range]; // `parse` has checked that ends rise up to the payload's length
+        let bytes = self.payload.get(range).ok_or(Error::Truncated)?;
         Ok((u32::from_le_bytes(*checksum), BlockBytes { bytes, lengths }))
     }
 

@@ -37,9 +37,9 @@ mod transform;
 
 pub use backend::Backend;
 pub use block::MAX_BLOCK_TOKENS;
-#[cfg(feature = "alloc")]
-pub use chunk::write_chunk;
 pub use chunk::{Chunk, ChunkEntry};
+#[cfg(feature = "alloc")]
+pub use chunk::{chunk_head, write_chunk};
 pub use element::Element;
 pub use error::Error;
 pub use frame::{BlockIndex, ElementType, Frame, FrameInfo, Side};

@@ -28,6 +28,10 @@ impl CodedBlock {
 /// Encodes all planes and appends the frame to `out`. Feature `rayon` encodes blocks in parallel; the bytes
 /// are the same.
 ///
+/// The error of a value is at most half a step of its channel, except in a tile, 32 channels of a block of
+/// tokens, in which some bin exceeds 16 bits: there all steps are larger, by the smallest power of two for
+/// which it does not ([`Steps`](crate::Steps)).
+///
 /// [`encode_frame_into`] takes rows with strides or pages, and writes to a slice.
 ///
 /// # Shapes
