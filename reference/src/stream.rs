@@ -33,6 +33,9 @@ use crate::{Error, Result};
 /// without any known bandwidth, and recomputing a short context takes 20 ms.
 const TICKS: (f64, f64) = (1e-3, 5e-3);
 
+/// Seconds after which a receiver is offered what has arrived meanwhile: some layers of a chunk at 100 Gbit/s.
+const ARRIVING: f64 = 0.2e-3;
+
 /// Seconds over which the throughput of a transfer is measured, its last ones.
 const WINDOW: f64 = 50e-3;
 
@@ -65,6 +68,15 @@ pub trait Link {
     /// Any error of the link.
     fn wait(&mut self, until: f64) -> Result<u64>;
 
+    /// The first bytes of those that [`Self::take`] will return, in the same memory; nothing where they can
+    /// be had at the end only.
+    ///
+    /// # Errors
+    /// Any error of the link.
+    fn arrived(&self) -> Result<Option<Bytes>> {
+        Ok(None)
+    }
+
     /// Ends the transfer and drops what has arrived of it.
     fn cancel(&mut self);
 
@@ -83,6 +95,20 @@ pub trait Receiver {
     /// Of a receiver that can take no more. A chunk that cannot be decoded is recomputed, and [`Computed`]
     /// says so.
     fn submit(&mut self, now: f64, chunk: ChunkId, payload: Payload) -> Result<()>;
+
+    /// Whether it decodes chunks while they are on their way.
+    fn takes_arriving(&self) -> bool {
+        false
+    }
+
+    /// Offers the first bytes of a chunk on its way at a level. The whole of it is submitted later, unless
+    /// another choice or an error comes first.
+    ///
+    /// # Errors
+    /// Of a receiver that can take no more.
+    fn arriving(&mut self, _chunk: ChunkId, _level: usize, _start: Bytes) -> Result<()> {
+        Ok(())
+    }
 
     /// Seconds of work that it still has, as far as it knows.
     fn backlog(&self, now: f64) -> f64;
@@ -400,7 +426,7 @@ impl Stream<'_> {
         }
         let mut tick = TICKS.0;
         loop {
-            let wait = self.link.wait(self.link.now() + tick);
+            let wait = self.wait(id, level, total, self.link.now() + tick);
             tick = TICKS.1.min(2.0 * tick);
             let received = match wait {
                 Ok(received) => received.min(total),
@@ -435,6 +461,22 @@ impl Stream<'_> {
                 }
             }
         }
+    }
+
+    /// Waits until a transfer of `total` bytes has ended or the clock says `until`, and offers the receiver
+    /// what has arrived; returns the bytes received so far.
+    fn wait(&mut self, id: ChunkId, level: usize, total: u64, until: f64) -> Result<u64> {
+        while self.receiver.takes_arriving()
+            && let Some(start) = self.link.arrived()?
+        {
+            self.receiver.arriving(id, level, start)?;
+            let now = self.link.now();
+            let received = self.link.wait(until.min(now + ARRIVING))?;
+            if received >= total || now >= until {
+                return Ok(received);
+            }
+        }
+        self.link.wait(until)
     }
 
     fn failed(&mut self, e: Error) -> Transfer {

@@ -278,12 +278,13 @@ fn bad_frames_are_refused_and_change_nothing() {
             assert!(matches!(refused(tokens.clone(), 1, frame.clone()), Error::Stream(_)));
             assert!(matches!(refused(tokens.clone(), 9, frame.clone()), Error::Stream(_)));
             assert!(matches!(refused(tokens.clone(), 0, SETUP.frame(0, 0)), Error::Stream(_)));
-            // Cut anywhere, or with any byte changed.
+            // Cut anywhere, or with any byte of its header and index changed.
             for at in (0..frame.len()).step_by(frame.len() / 23) {
                 assert!(matches!(refused(tokens.clone(), 0, frame.slice(..at)), Error::Codec(_)));
-                let mut flipped = frame.to_vec();
-                flipped[at] ^= 0x10;
-                let error = refused(tokens.clone(), 0, flipped.into());
+            }
+            let head = codec_core::Frame::parse(&frame, usize::MAX).unwrap().info().head_len();
+            for at in (0..head).step_by(head / 23) {
+                let error = refused(tokens.clone(), 0, flipped(&frame, at));
                 assert!(matches!(error, Error::Codec(_) | Error::Stream(_)), "{at}: {error}");
             }
         }
@@ -303,30 +304,77 @@ fn bad_frames_are_refused_and_change_nothing() {
     }
 }
 
-/// A frame whose checksums are right though no encoder has written its tiles.
+/// The frame with a bit of a byte changed.
+fn flipped(frame: &Bytes, at: usize) -> Bytes {
+    let mut bytes = frame.to_vec();
+    bytes[at] ^= 0x10;
+    bytes.into()
+}
+
 #[test]
-fn malformed_tiles_are_found_at_the_end() {
+fn wrong_checksums_and_malformed_tiles_are_found_at_the_end() {
     let Some(gpu) = gpu_in_turn() else { return };
-    let run = |method: &str, malformed: bool| {
+    let run = |method: &str, bad: Option<Bytes>| {
         let mut decoder = SETUP.decoder(&gpu, method);
         let mut loader = decoder.loader(&SETUP.planes).unwrap();
         decoder.prefill(&[SETUP.prompt[..SINKS].to_vec()], 64).unwrap();
         decoder.begin_load(&mut loader, SETUP.coded(0), 0, SETUP.frame(0, 0)).unwrap();
-        if malformed {
-            let frame = malform(&SETUP.frame(1, 0));
+        let is_bad = bad.is_some();
+        if let Some(frame) = bad {
             decoder.begin_load(&mut loader, SETUP.coded(1), 0, frame).unwrap();
             decoder.begin_load(&mut loader, SETUP.coded(2), 0, SETUP.frame(2, 0)).unwrap();
         }
         decoder.end_load(&mut loader).unwrap();
-        if malformed {
+        if is_bad {
+            use codec_core::Error::{BadChecksum, Corrupt};
             let error = decoder.end_load(&mut loader).unwrap_err();
-            assert!(matches!(error, Error::Codec(codec_core::Error::Corrupt)), "{error}");
+            assert!(matches!(error, Error::Codec(Corrupt | BadChecksum)), "{error}");
         }
         assert!(matches!(decoder.end_load(&mut loader).unwrap_err(), Error::Argument(_)));
         teacher_forced(&mut decoder, &SETUP.prompt[150..200])
     };
     for method in [DENSE, "int4"] {
-        assert_eq!(run(method, true), run(method, false), "{method}");
+        let (good, frame) = (run(method, None), SETUP.frame(1, 0));
+        assert_eq!(run(method, Some(malform(&frame))), good, "{method}");
+        for at in [frame.len() / 2, frame.len() - 1] {
+            assert_eq!(run(method, Some(flipped(&frame, at))), good, "{method}, {at}");
+        }
+    }
+}
+
+/// A frame begins while it arrives, in pieces of any size, and another one may take its place.
+#[test]
+fn frames_begin_while_they_arrive() {
+    let Some(gpu) = gpu_in_turn() else { return };
+    let run = |method: &str, pieces: usize| {
+        let mut decoder = SETUP.decoder(&gpu, method);
+        let mut loader = decoder.loader(&SETUP.planes).unwrap();
+        decoder.prefill(&[SETUP.prompt[..SINKS].to_vec()], 64).unwrap();
+        for index in 0..3 {
+            let (coded, frame, other) = (SETUP.coded(index), SETUP.frame(index, 0), SETUP.frame(index, 1));
+            let mut start = |level, frame: &Bytes, len| {
+                decoder.begin_load_start(&mut loader, coded, level, frame.slice(..len))
+            };
+            if pieces > 0 {
+                assert!(matches!(start(0, &frame, 63), Err(Error::Codec(_))));
+                start(1, &other, other.len() - 1).unwrap(); // which never ends
+            }
+            for piece in 1..pieces {
+                let len = frame.len() * piece / pieces;
+                if len >= codec_core::Frame::parse(&frame, usize::MAX).unwrap().info().head_len() {
+                    start(0, &frame, len).unwrap();
+                }
+            }
+            decoder.begin_load(&mut loader, coded, 0, frame).unwrap();
+        }
+        (0..3).for_each(|_| decoder.end_load(&mut loader).unwrap());
+        teacher_forced(&mut decoder, &SETUP.prompt[450..500])
+    };
+    for method in [DENSE, "int4"] {
+        let whole = run(method, 0);
+        for pieces in [1, 2, 3, 17] {
+            assert_eq!(run(method, pieces), whole, "{method}, {pieces} pieces");
+        }
     }
 }
 

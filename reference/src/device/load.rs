@@ -2,8 +2,10 @@
 //!
 //! The bytes of some layers are copied while those of the layers before are decoded, and the next frame while
 //! this one is: the copy engine has its own stream. Where decoding is as fast as the link, a load takes as
-//! long as the copy, and [`LAYERS`] layers of decoding. Nobody else uses the rows of a frame until it has
-//! been loaded, so that decoding needs no order but its own.
+//! long as the copy, and [`LAYERS`] layers of decoding. Frames that come over a network begin when their first
+//! layers have arrived. Checksums are compared on threads of the host meanwhile; a frame ends when they have
+//! been. Nobody else uses the rows of a frame until it has been loaded, so that decoding needs no order but
+//! its own.
 //!
 //! A cache whose rows of all layers are in place, as the dense one's, is decoded into. Another one takes rows
 //! layer by layer, and cannot give them back: there a frame lands in rows of the loader's own, and the cache
@@ -14,7 +16,7 @@ mod target;
 
 use std::collections::VecDeque;
 use std::ops::Range;
-use std::sync::Arc;
+use std::sync::{Arc, mpsc};
 use std::time::Instant;
 
 use bytes::Bytes;
@@ -63,7 +65,27 @@ pub struct Loader {
     rows: Vec<DevicePtr<AnyElement>>, // (layer, 2): keys, then values
     rows_on_device: Buffer<DevicePtr<AnyElement>>,
     begun: VecDeque<Begun>,
+    arriving: Option<Arriving>,
     next: usize, // slot
+}
+
+/// A frame of which some bytes have arrived, in the next slot.
+struct Arriving {
+    chunk: Chunk,
+    level: usize,
+    clears: u64,
+    bytes: Bytes, // those that have
+    place: Place,
+    parts: VecDeque<Part>, // that are still to be copied
+    in_place: bool,
+}
+
+impl Arriving {
+    /// Whether it is one of a frame, in the same memory.
+    fn is_of(&self, chunk: Chunk, level: usize, bytes: &Bytes, to: &Destination<'_>) -> bool {
+        (self.chunk, self.level, self.clears, self.in_place) == (chunk, level, to.clears, to.rows.is_some())
+            && (self.bytes.as_ptr(), true) == (bytes.as_ptr(), self.bytes.len() <= bytes.len())
+    }
 }
 
 /// The planes of a level and the kernels for them.
@@ -93,7 +115,8 @@ struct Begun {
     lands: bool,
     clears: u64,
     decoded: Vec<CudaEvent>, // of every lane
-    _bytes: Bytes,           // which are copied
+    checked: mpsc::Receiver<Result<()>>,
+    _bytes: Bytes, // which are copied
 }
 
 /// A frame that has been decoded.
@@ -170,6 +193,7 @@ impl Loader {
             rows_on_device: Buffer::of(gpu, &rows)?,
             rows,
             begun: VecDeque::new(),
+            arriving: None,
             next: 0,
         })
     }
@@ -186,9 +210,9 @@ impl Loader {
         self.begun.iter().rev().find(is_of).map(|b| b.chunk.end())
     }
 
-    /// Begins to load a frame of the chunk's tokens at this level. Its checksums are compared here, while the
-    /// device works. After an error the rows of these tokens are undefined, and no other ones. For `stages`
-    /// decoding waits for the whole copy.
+    /// Begins to load a frame of the chunk's tokens at this level. Its checksums are compared meanwhile. After
+    /// an error the rows of these tokens are undefined, and no other ones. For `stages` they are compared
+    /// here, and decoding waits for the whole copy.
     ///
     /// # Errors
     /// As [`Decoder::begin_load`](super::Decoder::begin_load).
@@ -198,8 +222,77 @@ impl Loader {
         level: usize,
         bytes: Bytes,
         to: &Destination<'_>,
-        mut stages: Option<&mut Stages>,
+        stages: Option<&mut Stages>,
     ) -> Result<()> {
+        let profile = self.profile.clone();
+        let frame = ChunkFrame::parse(&profile, &bytes, &(chunk.position..chunk.end()), level)?;
+        let frame = *frame.frame();
+        let mut arriving = self.arriving(chunk, level, &bytes, &frame, to)?;
+        let mut begin = || {
+            match stages {
+                None => self.launch(&mut arriving, &frame, &bytes)?,
+                Some(stages) => self.launch_in_stages(&mut arriving, &frame, &bytes, stages)?,
+            }
+            let join = |lane: &Lane| join(&self.gpu.stream, &lane.stream);
+            // What follows sees the rows in the cache.
+            self.lanes.iter().filter(|_| arriving.in_place).try_for_each(join)?;
+            let event =
+                |lane: &Lane| lane.stream.record_event(None).map_err(|e| driver("record an event", e));
+            self.lanes.iter().map(event).collect::<Result<Vec<_>>>()
+        };
+        match begin() {
+            Ok(decoded) => {
+                let (answer, checked) = mpsc::channel();
+                let same = bytes.clone();
+                // Nobody waits for the answer of a frame that is dropped.
+                rayon::spawn(move || drop(answer.send(check_sums(&same))));
+                let Arriving { chunk, clears, in_place, .. } = arriving;
+                let (slot, lands) = (self.next, !in_place);
+                self.begun.push_back(Begun { chunk, slot, lands, clears, decoded, checked, _bytes: bytes });
+                self.next = (slot + 1) % FRAMES;
+                Ok(())
+            }
+            Err(e) => {
+                self.wait()?; // the bytes are freed next
+                Err(e)
+            }
+        }
+    }
+
+    /// Begins with the first bytes of a frame: its header and index, and what layers there are. The whole
+    /// frame begins later, in the same memory, or another one in its place.
+    ///
+    /// # Errors
+    /// As [`Decoder::begin_load`](super::Decoder::begin_load).
+    pub(super) fn begin_start(
+        &mut self,
+        chunk: Chunk,
+        level: usize,
+        bytes: Bytes,
+        to: &Destination<'_>,
+    ) -> Result<()> {
+        let profile = self.profile.clone();
+        let frame = ChunkFrame::parse_start(&profile, &bytes, &(chunk.position..chunk.end()), level)?;
+        let mut arriving = self.arriving(chunk, level, &bytes, frame.frame(), to)?;
+        let launched = self.launch(&mut arriving, frame.frame(), &bytes);
+        arriving.bytes = bytes;
+        self.arriving = Some(arriving);
+        launched
+    }
+
+    /// The frame that is arriving, if it is this one; else this one, of which nothing has been copied.
+    fn arriving(
+        &mut self,
+        chunk: Chunk,
+        level: usize,
+        bytes: &Bytes,
+        frame: &Frame<'_>,
+        to: &Destination<'_>,
+    ) -> Result<Arriving> {
+        if let Some(arriving) = self.arriving.take_if(|arriving| arriving.is_of(chunk, level, bytes, to)) {
+            return Ok(arriving);
+        }
+        self.forget_start()?;
         if self.begun.len() == FRAMES {
             return Err(Error::Argument(format!("{FRAMES} frames are on their way: end one first")));
         }
@@ -213,37 +306,25 @@ impl Loader {
                 before.end()
             )));
         }
-        let tokens = chunk.position..chunk.end();
-        let profile = self.profile.clone();
-        let frame = ChunkFrame::parse(&profile, &bytes, &tokens, level)?;
-        let frame = frame.frame();
-        let slot = self.next;
-        self.make_room(slot, level, frame, bytes.len(), to.rows.is_none())?;
-        let mut begin = || {
-            let stages = stages.as_deref_mut();
-            self.launch(slot, level, (frame, &bytes), to, stages)?;
-            let event =
-                |lane: &Lane| lane.stream.record_event(None).map_err(|e| driver("record an event", e));
-            let decoded = self.lanes.iter().map(event).collect::<Result<Vec<_>>>()?;
-            let start = Instant::now();
-            check_sums(frame)?;
-            Ok((decoded, start.elapsed().as_secs_f64()))
-        };
-        match begin() {
-            Ok((decoded, check)) => {
-                if let Some(stages) = stages {
-                    stages.check = check;
-                }
-                let lands = to.rows.is_none();
-                self.begun.push_back(Begun { chunk, slot, lands, clears: to.clears, decoded, _bytes: bytes });
-                self.next = (slot + 1) % FRAMES;
-                Ok(())
-            }
-            Err(e) => {
-                self.wait()?; // the bytes are freed next
-                Err(e)
-            }
+        let parts = parts(frame)?;
+        let total = parts.back().map_or(0, |part| part.bytes.end);
+        self.make_room(self.next, level, frame, total, to.rows.is_none())?;
+        self.slots[self.next].failed.set(0);
+        let place = self.place(self.next, frame, to)?;
+        if to.rows.is_none() {
+            // The cache may still be taking what has landed there before.
+            self.lanes.iter().try_for_each(|lane| join(&lane.stream, &self.gpu.stream))?;
         }
+        let in_place = to.rows.is_some();
+        Ok(Arriving { chunk, level, clears: to.clears, bytes: bytes.clone(), place, parts, in_place })
+    }
+
+    /// Drops a frame of which the first bytes have begun.
+    pub(super) fn forget_start(&mut self) -> Result<()> {
+        // Its bytes are freed when nothing copies them.
+        self.arriving.is_some().then(|| self.wait()).transpose()?;
+        self.arriving = None;
+        Ok(())
     }
 
     /// The chunks of the frames on their way, in order, that are decoded into the cache, which has not been
@@ -262,11 +343,12 @@ impl Loader {
         };
         let Begun { chunk, slot, lands, clears, .. } = begun;
         let wait = |event: &CudaEvent| event.synchronize().map_err(|e| driver("wait for a frame", e));
-        let ended =
-            begun.decoded.iter().try_for_each(wait).and_then(|()| match self.slots[slot].failed.get() {
-                0 => Ok(()),
-                _ => Err(codec_core::Error::Corrupt.into()),
-            });
+        let ended = begun.decoded.iter().try_for_each(wait);
+        let ended = ended.and_then(|()| begun.checked.recv().unwrap_or_else(|_| Err(unchecked())));
+        let ended = ended.and_then(|()| match self.slots[slot].failed.get() {
+            0 => Ok(()),
+            _ => Err(codec_core::Error::Corrupt.into()),
+        });
         match ended {
             Ok(()) => {
                 let landing = self.slots[slot].landing.as_ref().filter(|_| lands);
@@ -275,6 +357,7 @@ impl Loader {
             Err(e) => {
                 let waited = self.wait();
                 self.begun.clear();
+                self.arriving = None;
                 Err(waited.err().unwrap_or(e))
             }
         }
@@ -324,45 +407,47 @@ impl Loader {
         self.gpu.synchronize() // before another stream writes to what has just been cleared
     }
 
-    /// Copies and decodes a frame, some layers at a time.
-    fn launch(
-        &mut self,
-        slot: usize,
-        level: usize,
-        (frame, bytes): (&Frame<'_>, &[u8]),
-        to: &Destination<'_>,
-        stages: Option<&mut Stages>,
-    ) -> Result<()> {
-        self.slots[slot].failed.set(0);
-        let place = self.place(slot, frame, to)?;
-        let parts = parts(frame)?;
-        let join = |stream: &CudaStream, other| stream.join(other).map_err(|e| driver("join streams", e));
-        if to.rows.is_none() {
-            // The cache may still be taking what has landed there before.
-            self.lanes.iter().try_for_each(|lane| join(&lane.stream, &self.gpu.stream))?;
+    /// Copies and decodes those layers of a frame that are among its first bytes, some at a time.
+    fn launch(&self, arriving: &mut Arriving, frame: &Frame<'_>, bytes: &[u8]) -> Result<()> {
+        while let Some(part) = arriving.parts.front().filter(|part| part.bytes.end <= bytes.len()) {
+            let lane = self.lane(part);
+            self.copy(part.bytes.start, &bytes[part.bytes.clone()])?;
+            join(&lane.stream, &self.copies)?;
+            self.decode(lane, arriving.level, frame, part.layers.clone(), &arriving.place)?;
+            arriving.parts.pop_front();
         }
-        let Some(stages) = stages else {
-            for (Part { layers, bytes: range }, lane) in parts.into_iter().zip(self.lanes.iter().cycle()) {
-                self.copy(slot, range.start, &bytes[range])?;
-                join(&lane.stream, &self.copies)?;
-                self.decode(lane, slot, level, frame, layers, &place)?;
-            }
-            // What follows sees the rows in the cache.
-            let mut lanes = self.lanes.iter().filter(|_| to.rows.is_some());
-            return lanes.try_for_each(|lane| join(&self.gpu.stream, &lane.stream));
-        };
+        Ok(())
+    }
+
+    /// The same for a whole frame, first the copies.
+    fn launch_in_stages(
+        &self,
+        arriving: &mut Arriving,
+        frame: &Frame<'_>,
+        bytes: &[u8],
+        stages: &mut Stages,
+    ) -> Result<()> {
+        let parts = std::mem::take(&mut arriving.parts);
         self.wait()?;
         let start = Instant::now();
-        parts.iter().try_for_each(|part| self.copy(slot, part.bytes.start, &bytes[part.bytes.clone()]))?;
+        parts.iter().try_for_each(|part| self.copy(part.bytes.start, &bytes[part.bytes.clone()]))?;
         self.wait()?;
         let copied = Instant::now();
-        for (part, lane) in parts.into_iter().zip(self.lanes.iter().cycle()) {
-            self.decode(lane, slot, level, frame, part.layers, &place)?;
+        for part in parts {
+            self.decode(self.lane(&part), arriving.level, frame, part.layers, &arriving.place)?;
         }
         self.wait()?;
+        let decoded = Instant::now();
+        check_sums(bytes)?;
         stages.copy = (copied - start).as_secs_f64();
-        stages.decode = copied.elapsed().as_secs_f64();
+        stages.decode = (decoded - copied).as_secs_f64();
+        stages.check = decoded.elapsed().as_secs_f64();
         Ok(())
+    }
+
+    /// The stream that decodes a part.
+    fn lane(&self, part: &Part) -> &Lane {
+        &self.lanes[part.layers.start / LAYERS % LANES]
     }
 
     /// Where a frame is decoded to.
@@ -386,12 +471,12 @@ impl Loader {
         Ok(Place { sides: self.rows_on_device.pointer(), capacity, first_row, angles })
     }
 
-    /// Copies bytes of a frame to their place in a slot.
-    fn copy(&self, slot: usize, at: usize, bytes: &[u8]) -> Result<()> {
+    /// Copies bytes of a frame to their place in the next slot.
+    fn copy(&self, at: usize, bytes: &[u8]) -> Result<()> {
         self.gpu.device.context().bind_to_thread().map_err(|e| driver("use device on this thread", e))?;
-        let to = self.slots[slot].frame.pointer().offset(at).address();
-        // SAFETY: the slot has room for the whole frame, and its last frame has been waited for. `Begun`
-        // keeps the bytes until they have been decoded.
+        let to = self.slots[self.next].frame.pointer().offset(at).address();
+        // SAFETY: the slot has room for the whole frame, and its last frame has been waited for. `Arriving`
+        // and `Begun` keep the bytes until they have been decoded.
         unsafe { result::memcpy_htod_async(to, bytes, self.copies.cu_stream()) }
             .map_err(|e| driver("copy a frame", e))
     }
@@ -400,13 +485,12 @@ impl Loader {
     fn decode(
         &self,
         lane: &Lane,
-        slot: usize,
         level: usize,
         frame: &Frame<'_>,
         layers: Range<usize>,
         &Place { sides, capacity, first_row, angles }: &Place,
     ) -> Result<()> {
-        let (info, Slot { frame: on_device, failed, .. }) = (frame.info(), &self.slots[slot]);
+        let (info, Slot { frame: on_device, failed, .. }) = (frame.info(), &self.slots[self.next]);
         let Level { planes, words, decode } = &self.levels[level];
         let (position, stream) = (info.first_token as usize, lane.stream.cu_stream());
         let place = codec::Place {
@@ -465,7 +549,7 @@ struct Part {
 }
 
 /// The parts of a frame.
-fn parts(frame: &Frame<'_>) -> Result<Vec<Part>> {
+fn parts(frame: &Frame<'_>) -> Result<VecDeque<Part>> {
     let (layers, blocks) = (frame.info().layers, frame.info().blocks());
     let mut start = 0;
     let part = |first: usize| {
@@ -479,11 +563,21 @@ fn parts(frame: &Frame<'_>) -> Result<Vec<Part>> {
 }
 
 /// Compares the checksums of all blocks of a frame.
-fn check_sums(frame: &Frame<'_>) -> Result<()> {
+fn check_sums(bytes: &[u8]) -> Result<()> {
+    let frame = Frame::parse(bytes, usize::MAX)?;
     let (layers, blocks) = (frame.info().layers, frame.info().blocks());
     (0..layers * blocks).into_par_iter().try_for_each(|i| {
         let (layer, block) = (i / blocks, i % blocks);
         frame.check_block(BlockIndex { layer, side: Side::Keys, block })?;
         Ok(frame.check_block(BlockIndex { layer, side: Side::Values, block })?)
     })
+}
+
+/// Makes what follows on a stream wait for another one.
+fn join(stream: &CudaStream, other: &CudaStream) -> Result<()> {
+    stream.join(other).map_err(|e| driver("join streams", e))
+}
+
+fn unchecked() -> Error {
+    Error::Stream("the thread that compares checksums has ended".into())
 }

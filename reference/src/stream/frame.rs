@@ -77,8 +77,24 @@ impl<'a> ChunkFrame<'a> {
     /// of the other side of RoPE or under other planes, and for one without loss; [`Error::Stream`] for a
     /// frame of other tokens or of another level.
     pub fn parse(profile: &'a Profile, bytes: &'a [u8], tokens: &Range<usize>, level: usize) -> Result<Self> {
+        Self::of(profile, Frame::parse(bytes, limit(profile, tokens))?, tokens, level)
+    }
+
+    /// As [`Self::parse`], for the first bytes of a frame: at least those before its payload.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn parse_start(
+        profile: &'a Profile,
+        bytes: &'a [u8],
+        tokens: &Range<usize>,
+        level: usize,
+    ) -> Result<Self> {
+        Self::of(profile, Frame::parse_start(bytes, limit(profile, tokens))?, tokens, level)
+    }
+
+    fn of(profile: &'a Profile, frame: Frame<'a>, tokens: &Range<usize>, level: usize) -> Result<Self> {
         let info = profile.info();
-        let frame = Frame::parse(bytes, 2 * info.layers * tokens.len() * info.channels())?;
         if !is_of(frame.info(), tokens, level) {
             let FrameInfo { first_token, tokens: n, level: other, .. } = frame.info();
             return Err(Error::Stream(format!(
@@ -120,6 +136,11 @@ impl<'a> ChunkFrame<'a> {
         self.profile.decode_layer_to(&self.frame, layer, None, &place, &mut keys, &mut values)?;
         Ok(LayerKv { keys, values })
     }
+}
+
+/// Most elements of a frame of these tokens.
+fn limit(profile: &Profile, tokens: &Range<usize>) -> usize {
+    2 * profile.info().layers * tokens.len() * profile.info().channels()
 }
 
 /// Whether a frame holds these tokens at this level.

@@ -236,6 +236,12 @@ impl<C: Clock, S: Source> Link for ShapedLink<C, S> {
         }
     }
 
+    fn arrived(&self) -> Result<Option<Bytes>> {
+        let &Running { chunk, level, received, .. } = self.transfer.as_ref().ok_or_else(no_transfer)?;
+        let bytes = self.source.read(chunk, level)?;
+        Ok(Some(bytes.slice(..bytes.len().min(received as usize))))
+    }
+
     fn cancel(&mut self) {
         self.transfer = None;
     }

@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::mpsc::{self, SyncSender};
+use std::sync::mpsc::{self, SyncSender, TrySendError};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, Scope};
 
@@ -12,7 +12,7 @@ use rayon::prelude::*;
 
 use super::frame::{ChunkFrame, LayerKv};
 use super::link::{Clock, RealClock};
-use super::{ChunkCost, ChunkId, Computed, Link, Options, Payload, Receiver, Trace, serve};
+use super::{Bytes, ChunkCost, ChunkId, Computed, Link, Options, Payload, Receiver, Trace, serve};
 use crate::cache::KvCache;
 use crate::forward::Decoder;
 use crate::{Error, Result};
@@ -56,6 +56,18 @@ pub trait Caches {
     /// How many chunks may begin before the oldest one has ended: those on whose way the caller gains time.
     const AHEAD: usize;
 
+    /// Whether [`Self::arriving`] does anything.
+    const TAKES_ARRIVING: bool = false;
+
+    /// Offers the first bytes of a chunk on its way at a level, which may begin whole, at this level or
+    /// another one, or as text.
+    ///
+    /// # Errors
+    /// Of caches that can take no more.
+    fn arriving(&mut self, _chunk: ChunkId, _level: usize, _start: Bytes) -> Result<()> {
+        Ok(())
+    }
+
     /// Begins to add a chunk to its request's cache.
     ///
     /// # Errors
@@ -72,12 +84,19 @@ pub trait Caches {
 
 /// Hands chunks to a [`Worker`].
 pub struct CacheReceiver<'a> {
-    jobs: SyncSender<(ChunkId, Payload)>,
+    jobs: SyncSender<Job>,
+    takes_arriving: bool,
     results: mpsc::Receiver<Result<Computed>>,
     costs: &'a [Vec<ChunkCost>],
     waiting: VecDeque<f64>, // expected seconds of every chunk that `finish` waits for
     done: Arc<AtomicUsize>, // those of them that are done
     recomputed: Arc<Recomputed>, // by the thread
+}
+
+/// What the thread gets.
+enum Job {
+    Begin(ChunkId, Payload),
+    Arriving(ChunkId, usize, Bytes),
 }
 
 /// Seconds of all recomputations.
@@ -116,27 +135,28 @@ impl<'a> CacheReceiver<'a> {
         if target.caches.len() != target.contexts.len() {
             return Err(Error::argument("every context needs a cache"));
         }
-        let (receiver, worker) = CacheReceiver::<'env>::pair(clock, costs);
+        let (receiver, worker) = CacheReceiver::<'env>::pair::<Added<'_>>(clock, costs);
         scope.spawn(move || worker.run(target.into_caches()));
         Ok(receiver)
     }
 
-    /// A receiver and its worker, which may run on any other thread than the link's.
+    /// A receiver and its worker for such caches, which may run on any other thread than the link's.
     #[must_use]
-    pub fn pair(clock: RealClock, costs: &'a [Vec<ChunkCost>]) -> (Self, Worker<'a>) {
+    pub fn pair<C: Caches>(clock: RealClock, costs: &'a [Vec<ChunkCost>]) -> (Self, Worker<'a>) {
         let (jobs, queue) = mpsc::sync_channel(QUEUE);
         let (answer, results) = mpsc::channel();
         let done = Arc::new(AtomicUsize::new(0));
         let recomputed = Arc::<Recomputed>::default();
         let worker =
             Worker { queue, answer, clock, costs, done: done.clone(), recomputed: recomputed.clone() };
-        (Self { jobs, results, costs, waiting: VecDeque::new(), done, recomputed }, worker)
+        let takes_arriving = C::TAKES_ARRIVING;
+        (Self { jobs, takes_arriving, results, costs, waiting: VecDeque::new(), done, recomputed }, worker)
     }
 }
 
 /// Adds the chunks of a [`CacheReceiver`] to caches.
 pub struct Worker<'a> {
-    queue: mpsc::Receiver<(ChunkId, Payload)>,
+    queue: mpsc::Receiver<Job>,
     answer: mpsc::Sender<Result<Computed>>,
     clock: RealClock,
     costs: &'a [Vec<ChunkCost>],
@@ -169,10 +189,17 @@ impl Worker<'_> {
                 n if n <= C::AHEAD => self.queue.try_recv().ok(),
                 _ => None,
             };
-            if let Some((chunk, payload)) = next {
-                begun.push_back(Begun { chunk, start: self.clock.now(), is_text: !payload.is_level() });
-                caches.begin(chunk, payload)?;
-                continue;
+            match next {
+                Some(Job::Begin(chunk, payload)) => {
+                    begun.push_back(Begun { chunk, start: self.clock.now(), is_text: !payload.is_level() });
+                    caches.begin(chunk, payload)?;
+                    continue;
+                }
+                Some(Job::Arriving(chunk, level, start)) => {
+                    caches.arriving(chunk, level, start)?;
+                    continue;
+                }
+                None => {}
             }
             let Some(Begun { chunk, start, is_text }) = begun.pop_front() else { return Ok(()) };
             let damaged = caches.end()?;
@@ -212,14 +239,14 @@ impl Caches for Added<'_> {
 ///
 /// # Errors
 /// As there.
-pub fn serve_into(
+pub fn serve_into<C: Caches>(
     link: &mut (impl Link + Send),
-    caches: impl Caches,
+    caches: C,
     clock: RealClock,
     requests: &[Vec<ChunkCost>],
     options: &Options,
 ) -> Result<Trace> {
-    let (mut receiver, worker) = CacheReceiver::pair(clock, requests);
+    let (mut receiver, worker) = CacheReceiver::pair::<C>(clock, requests);
     thread::scope(|scope| {
         let serving = scope.spawn(move || serve(link, &mut receiver, requests, options));
         worker.run(caches);
@@ -283,10 +310,22 @@ impl Receiver for CacheReceiver<'_> {
     fn submit(&mut self, _: f64, chunk: ChunkId, payload: Payload) -> Result<()> {
         let cost = &self.costs[chunk.request][chunk.index];
         self.waiting.push_back(if payload.is_level() { cost.decode } else { cost.recompute });
-        match self.jobs.send((chunk, payload)) {
+        match self.jobs.send(Job::Begin(chunk, payload)) {
             Ok(()) => Ok(()),
             // The thread says why before it ends.
             Err(_) => self.finish().and(Err(ended())),
+        }
+    }
+
+    fn takes_arriving(&self) -> bool {
+        self.takes_arriving
+    }
+
+    fn arriving(&mut self, chunk: ChunkId, level: usize, start: Bytes) -> Result<()> {
+        match self.jobs.try_send(Job::Arriving(chunk, level, start)) {
+            // There will be more next time, or all of it.
+            Ok(()) | Err(TrySendError::Full(_)) => Ok(()),
+            Err(TrySendError::Disconnected(_)) => self.finish().and(Err(ended())),
         }
     }
 
@@ -313,8 +352,8 @@ mod tests {
 
     use codec_core::Encoding;
 
+    use super::super::Choice;
     use super::super::link::{ShapedLink, Source};
-    use super::super::{Bytes, Choice};
     use super::*;
 
     /// Chunks of a thousand bytes.
@@ -362,9 +401,13 @@ mod tests {
     }
 
     fn stream(caches: &mut Ahead) -> Result<Trace> {
+        stream_at("10", caches)
+    }
+
+    fn stream_at(gbps: &str, caches: impl Caches) -> Result<Trace> {
         let cost = ChunkCost { tokens: 10, levels: vec![1000], decode: 0.0, recompute: 0.0 };
         let clock = RealClock(Instant::now());
-        let mut link = ShapedLink::new(clock, Chunks, "10".parse()?, 0.0);
+        let mut link = ShapedLink::new(clock, Chunks, gbps.parse()?, 0.0);
         let choice = Choice::Given(vec![Encoding::Level(0)]);
         let options = Options { choice, batch: 1, timeout: 1.0, fall_back: true };
         serve_into(&mut link, caches, clock, &[vec![cost; 12]], &options)
@@ -378,6 +421,40 @@ mod tests {
         let damaged =
             |event: &super::super::Event| matches!(event.outcome, super::super::Outcome::Damaged(_));
         assert_eq!(trace.events.iter().position(damaged), Some(3));
+    }
+
+    /// Caches that note what has arrived of a chunk before it begins.
+    #[derive(Default)]
+    struct Noting(Vec<Vec<usize>>);
+
+    impl Caches for &mut Noting {
+        const AHEAD: usize = 0;
+        const TAKES_ARRIVING: bool = true;
+
+        fn arriving(&mut self, chunk: ChunkId, _: usize, start: Bytes) -> Result<()> {
+            self.0.resize(chunk.index + 1, vec![]);
+            self.0[chunk.index].push(start.len());
+            Ok(())
+        }
+
+        fn begin(&mut self, chunk: ChunkId, payload: Payload) -> Result<()> {
+            assert!(matches!(payload, Payload::Level(0, bytes) if bytes.len() == 1000));
+            assert_eq!(chunk.index + 1, self.0.len());
+            Ok(())
+        }
+
+        fn end(&mut self) -> Result<Option<String>> {
+            Ok(None)
+        }
+    }
+
+    #[test]
+    fn caches_get_what_has_arrived_before_the_whole_chunk() {
+        let mut caches = Noting::default();
+        stream_at("0.0004", &mut caches).unwrap(); // 20 ms a chunk
+        for starts in &caches.0 {
+            assert!(starts.len() > 1 && starts.is_sorted() && starts.iter().all(|&len| len < 1000));
+        }
     }
 
     #[test]

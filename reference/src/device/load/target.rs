@@ -57,6 +57,7 @@ impl<'a> StreamTarget<'a> {
         if tokens.is_empty() {
             return Ok(());
         }
+        self.loader.forget_start()?; // of these rows
         if !self.decoder.loads_in_place() {
             self.end_loads()?;
         }
@@ -105,6 +106,21 @@ const fn is_of_frame(e: &Error) -> bool {
 
 impl Caches for StreamTarget<'_> {
     const AHEAD: usize = FRAMES - 1;
+    const TAKES_ARRIVING: bool = true;
+
+    fn arriving(&mut self, chunk: ChunkId, level: usize, start: Bytes) -> Result<()> {
+        let (tokens, coded) = (self.context.chunks[chunk.index].clone(), self.context.coded(chunk.index));
+        // Tokens before those of the frame are recomputed when the chunk begins.
+        if coded.is_empty() || coded.start > tokens.start {
+            return Ok(());
+        }
+        let chunk = Chunk { sequence: 0, position: coded.start, count: coded.len() };
+        match self.decoder.begin_load_start(self.loader, chunk, level, start) {
+            // What is wrong with a frame is said when it begins.
+            Err(e) if is_of_frame(&e) => Ok(()),
+            begun => begun,
+        }
+    }
 
     fn begin(&mut self, chunk: ChunkId, payload: Payload) -> Result<()> {
         let mut tokens = self.context.chunks[chunk.index].clone();

@@ -30,9 +30,9 @@ impl Decoder {
     /// [`Error::Argument`] for a loader of another model, element type or device, no such sequence, tokens
     /// that do not follow it, none, more than the cache has room for, or frames on their way that are too
     /// many or of these or later tokens; and for a batch after a step, with another cache than `dense`.
-    /// [`Error::Codec`] for bytes that are no frame or not what was written, and for a frame of another
-    /// profile, model or side of RoPE; [`Error::Stream`] for one of other tokens or of another level;
-    /// [`Error::Device`]. The sequence is then as it was.
+    /// [`Error::Codec`] for bytes that are no frame, and for a frame of another profile, model or side of
+    /// RoPE; [`Error::Stream`] for one of other tokens or of another level; [`Error::Device`]. The sequence
+    /// is then as it was.
     pub fn begin_load(
         &mut self,
         loader: &mut Loader,
@@ -41,6 +41,24 @@ impl Decoder {
         frame: Bytes,
     ) -> Result<()> {
         self.begin(loader, chunk, level, frame, None)
+    }
+
+    /// Begins with the first bytes of a frame that is on its way to the host, as many as there are. More of
+    /// them may follow, then the whole frame by [`Self::begin_load`]: what begins in the same memory is the
+    /// same frame. Until then nothing is loaded, and another frame, or none, may take its place.
+    ///
+    /// # Errors
+    /// As [`Self::begin_load`]; [`Error::Codec`] also for less than the header and index.
+    pub fn begin_load_start(
+        &mut self,
+        loader: &mut Loader,
+        chunk: Chunk,
+        level: usize,
+        start: Bytes,
+    ) -> Result<()> {
+        self.check_load(loader, &chunk)?;
+        let rows = self.rows_in_place(&chunk)?;
+        loader.begin_start(chunk, level, start, &self.destination(rows.as_deref()))
     }
 
     /// Whether frames are decoded into the cache itself. Other caches take a frame when it ends.
@@ -57,6 +75,18 @@ impl Decoder {
         frame: Bytes,
         stages: Option<&mut Stages>,
     ) -> Result<()> {
+        self.check_load(loader, &chunk)?;
+        let rows = self.rows_in_place(&chunk)?;
+        loader.begin(chunk, level, frame, &self.destination(rows.as_deref()), stages)?;
+        if rows.is_none() {
+            return Ok(());
+        }
+        let lengths = self.lengths_with(&chunk)?;
+        self.settle(&lengths, chunk.sequence)
+    }
+
+    /// Refuses a loader of another model, and a chunk that does not follow its sequence.
+    fn check_load(&self, loader: &Loader, chunk: &Chunk) -> Result<()> {
         if !loader.is_for(&self.gpu, &self.weights.config, self.weights.element) {
             return Err(Error::argument("the loader is of another model, element type or device"));
         }
@@ -76,23 +106,27 @@ impl Decoder {
                 chunk.count, chunk.position
             )));
         }
-        let gpu = self.gpu.clone();
-        let (angles, clears) = ([self.cos.pointer(), self.sin.pointer()], self.clears);
+        Ok(())
+    }
+
+    /// The cache's rows of a chunk in all layers; none where frames land.
+    fn rows_in_place(&mut self, chunk: &Chunk) -> Result<Option<Vec<Rows>>> {
         if !self.loads_in_place() {
-            return loader.begin(chunk, level, frame, &Destination { rows: None, angles, clears }, stages);
+            return Ok(None);
         }
+        let gpu = self.gpu.clone();
         let layers = 0..self.weights.layers.len();
-        let rows: Vec<Rows> =
-            layers.map(|layer| self.cache.chunk_rows(&gpu, layer, &chunk)).collect::<Result<_>>()?;
-        loader.begin(chunk, level, frame, &Destination { rows: Some(&rows), angles, clears }, stages)?;
-        let lengths = self.lengths_with(&chunk)?;
-        self.settle(&lengths, sequence)
+        layers.map(|layer| self.cache.chunk_rows(&gpu, layer, chunk)).collect::<Result<_>>().map(Some)
+    }
+
+    fn destination<'a>(&self, rows: Option<&'a [Rows]>) -> Destination<'a> {
+        Destination { rows, angles: [self.cos.pointer(), self.sin.pointer()], clears: self.clears }
     }
 
     /// Waits for the oldest frame on its way.
     ///
     /// # Errors
-    /// [`Error::Codec`] for a frame that no encoder writes, though its checksums are right;
+    /// [`Error::Codec`] for a frame with a wrong checksum, or that no encoder writes though they are right;
     /// [`Error::Device`]. No frame is then on its way, and every sequence ends before those that were.
     /// [`Error::Argument`] where none is, and for a sequence that has gone on since the frame began, and
     /// [`Error::Pages`] where there are none for its tokens: nothing has changed then.
