@@ -246,6 +246,34 @@ async fn objects_that_are_not_what_was_written() {
     }
 }
 
+/// Whatever byte of whatever object changes, listing and verifying find it.
+#[tokio::test(start_paused = true)]
+async fn every_changed_byte_is_found() {
+    let world = World::new(1, Faults::default());
+    let space = world.space.name();
+    world.write(1, &(0..20).collect::<Vec<u32>>()).await;
+    world.store.describe(space, "a model").await.unwrap();
+    let is_sound = async || {
+        let listing = world.store.list(space).await.unwrap();
+        let mut sound = listing.damaged.is_empty() && world.store.about(space).await.is_ok();
+        for chunk in &listing.chunks {
+            sound &= world.store.verify(space, chunk).await.is_ok();
+        }
+        sound
+    };
+    assert!(is_sound().await);
+    for (path, bytes) in world.faulty.objects().await {
+        for at in (0..bytes.len()).filter(|at| *at < 128 || at % 37 == 0) {
+            let mut changed = bytes.to_vec();
+            changed[at] ^= 4;
+            world.faulty.set(&path, Some(changed)).await;
+            assert!(!is_sound().await, "byte {at} of {path}");
+        }
+        world.faulty.set(&path, Some(bytes)).await;
+    }
+    assert!(is_sound().await);
+}
+
 /// A damaged chunk is replaced, and then read.
 #[tokio::test(start_paused = true)]
 async fn damaged_chunks_can_be_replaced() {

@@ -190,6 +190,14 @@ impl KvStore {
         self.wait(self.store.about(space))
     }
 
+    /// Takes it back: see [`AsyncStore::delete_about`].
+    ///
+    /// # Errors
+    /// As there; [`Error::Cancelled`].
+    pub fn delete_about(&self, space: ChunkId) -> Result<()> {
+        self.wait(self.store.delete_about(space))
+    }
+
     /// What a space holds: see [`AsyncStore::list`].
     ///
     /// # Errors

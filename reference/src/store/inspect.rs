@@ -104,32 +104,43 @@ impl AsyncStore {
         self.remote().path([&*space.to_string(), "about"])
     }
 
-    /// Says in a line, for people, what a space is for. What was said before stays, so that nothing is
-    /// written to a space that has its line.
+    /// Says in a line, for people, what a space is for. What was said before stays, unless it is damaged, so
+    /// that nothing is written to a space that has its line.
     ///
     /// # Errors
     /// [`Error::Backend`] and [`Error::Timeout`].
     pub async fn describe(&self, space: ChunkId, about: &str) -> Result<()> {
-        if self.about(space).await?.is_some() {
-            return Ok(());
-        }
-        let line = about.to_owned().into_bytes().into();
-        self.remote().put(&self.about_path(space), line, PutMode::Create).await.map(drop)
+        let mode = match self.about(space).await {
+            Ok(Some(_)) => return Ok(()),
+            Ok(None) => PutMode::Create,
+            Err(e) if e.is_damage() => PutMode::Overwrite,
+            Err(e) => return Err(e),
+        };
+        let sealed = sealed(about).into_bytes().into();
+        self.remote().put(&self.about_path(space), sealed, mode).await.map(drop)
     }
 
-    /// What was said that a space is for; none where nothing was said, or no line of text.
+    /// What was said that a space is for; none where nothing was said.
     ///
     /// # Errors
+    /// [`Error::Manifest`] and [`Error::Limit`] where something else is there than what was written;
     /// [`Error::Backend`] and [`Error::Timeout`].
     pub async fn about(&self, space: ChunkId) -> Result<Option<String>> {
         let line = |bytes: &[u8]| {
-            let line = std::str::from_utf8(bytes).ok().filter(|line| !line.contains(char::is_control));
-            line.map(str::to_owned).ok_or("is no line of text")
+            let text = std::str::from_utf8(bytes).ok();
+            let line = text.and_then(|text| Some((text, text.split_once('\n')?.0)));
+            let line = line.filter(|(text, line)| sealed(line) == *text && !line.contains(char::is_control));
+            line.map(|(_, line)| line.to_owned()).ok_or("is not the line that was written")
         };
-        match self.remote().get(&self.about_path(space), MAX_ABOUT, line).await {
-            Err(e) if e.is_damage() => Ok(None),
-            about => about,
-        }
+        self.remote().get(&self.about_path(space), MAX_ABOUT, line).await
+    }
+
+    /// Takes back what was said that a space is for.
+    ///
+    /// # Errors
+    /// [`Error::Backend`] and [`Error::Timeout`].
+    pub async fn delete_about(&self, space: ChunkId) -> Result<()> {
+        self.remote().delete(&self.about_path(space)).await
     }
 
     /// What a space holds. Reads every manifest and no frames.
@@ -190,11 +201,12 @@ impl AsyncStore {
         Ok(listing)
     }
 
-    /// Reads all frames of a chunk and compares them with their digests.
+    /// Reads the object of a chunk, and compares its frames with their digests and what is before them with
+    /// the manifest.
     ///
     /// # Errors
-    /// [`Error::Missing`], [`Error::Length`] and [`Error::Digest`] for frames that are not those which were
-    /// written; [`Error::Backend`] and [`Error::Timeout`].
+    /// [`Error::Missing`], [`Error::Length`] and [`Error::Digest`] for bytes that are not those which were
+    /// written, [`Error::Manifest`] for a manifest that no writer writes; [`Error::Backend`] and [`Error::Timeout`].
     pub async fn verify(&self, space: ChunkId, chunk: &ListedChunk) -> Result<()> {
         self.check(space, &chunk.manifest, Check::Digests).await
     }
@@ -227,6 +239,11 @@ impl AsyncStore {
         if check == Check::Length {
             return check_len(&path, remote.size(&path).await?, manifest);
         }
+        let (head, expected) = manifest.head().ok_or_else(|| Error::Manifest {
+            path: self.manifest_path(space, manifest.id).to_string(),
+            what: "is a manifest of frames that are not those of a chunk",
+        })?;
+        remote.get_range(&path, &head, &AtomicU64::new(0), |bytes: &[u8]| bytes == expected).await?;
         let pieces: Vec<_> = manifest.levels.iter().flat_map(|level| level.pieces()).collect();
         let mut checks = stream::iter(pieces)
             .map(|(range, expected)| {
@@ -252,7 +269,7 @@ impl AsyncStore {
             let objects = remote.list(&remote.path([&*name, folder]), MAX_OBJECTS).await?;
             self.delete_all(objects.into_iter().map(|meta| meta.location).collect()).await?;
         }
-        self.remote().delete(&self.about_path(space)).await
+        self.delete_about(space).await
     }
 
     /// Deletes orphans that were written longer ago than `age`, which must be longer than any write of a
@@ -277,6 +294,11 @@ impl AsyncStore {
         }
         Ok(())
     }
+}
+
+/// A line, and its digest in a second one.
+fn sealed(line: &str) -> String {
+    format!("{line}\n{}\n", ChunkId(digest(line.as_bytes())))
 }
 
 /// Compares the size of the object with the frames, if it is there, with its manifest.

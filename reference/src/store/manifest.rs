@@ -22,7 +22,7 @@
 
 use std::ops::Range;
 
-use codec_core::Chunk;
+use codec_core::{Chunk, ChunkEntry, chunk_head};
 use sha2::{Digest as _, Sha256};
 
 use super::key::Digest;
@@ -96,6 +96,9 @@ impl Manifest {
             if entry.first_token != key.tokens.start as u64 || entry.tokens != key.tokens.len() {
                 return wrong("a frame holds other tokens than its chunk");
             }
+            if entry.lossless {
+                return wrong("the frames of a chunk must be those of a profile, which have loss");
+            }
             if usize::from(entry.level) != level {
                 return wrong("the frames of a chunk must be in the order of their levels");
             }
@@ -106,6 +109,22 @@ impl Manifest {
         levels.reverse();
         let (id, parent, tokens) = (key.id, key.parent, key.tokens.clone());
         Ok(Self { id, parent, tokens, data, data_len: object.len() as u64, levels })
+    }
+
+    /// The bytes of the object before its frames, and where they are; nothing for a manifest of frames that
+    /// no chunk holds in this way.
+    pub(super) fn head(&self) -> Option<(Range<u64>, Vec<u8>)> {
+        let entry = |(level, Level { bytes, .. }): (usize, &Level)| ChunkEntry {
+            first_token: self.tokens.start as u64,
+            tokens: self.tokens.len(),
+            level: level as u8, // at most 16
+            lossless: false,
+            len: (bytes.end - bytes.start) as usize,
+        };
+        let entries: Vec<_> = self.levels.iter().enumerate().map(entry).collect();
+        let head = chunk_head(&entries).ok()?;
+        let range = 0..self.levels.first()?.bytes.start;
+        (range.end == head.len() as u64).then_some((range, head))
     }
 
     /// Its bytes.
@@ -247,6 +266,8 @@ mod tests {
             assert_eq!(bytes, chunk.frame(i).unwrap());
             assert_eq!(level.pieces, [digest(bytes)]);
         }
+        let (range, head) = manifest.head().unwrap();
+        assert_eq!(head, object[range.start as usize..range.end as usize]);
         let bytes = manifest.to_bytes();
         assert_eq!(Manifest::parse(&bytes).unwrap(), manifest);
         manifest.check(&key, &space).unwrap();

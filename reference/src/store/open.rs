@@ -73,6 +73,8 @@ fn folder(path: &std::path::Path, create: bool) -> Result<(Arc<dyn ObjectStore>,
     let bad = |what: String| Error::Url { url: path.display().to_string(), what };
     if create {
         fs::create_dir_all(path).map_err(|e| bad(e.to_string()))?;
+        // Who is to write is told so before there is something to write.
+        tempfile::tempfile_in(path).map_err(|e| bad(format!("cannot be written to: {e}")))?;
     } else if !path.is_dir() {
         return Err(bad("there is no such folder".into()));
     }

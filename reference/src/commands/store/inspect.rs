@@ -47,21 +47,28 @@ struct SpaceReport {
     orphans: usize,
     orphan_bytes: u64,
     damaged: Vec<String>,
+    #[serde(skip)]
+    about_is_damaged: bool,
 }
 
 impl SpaceReport {
     fn new(store: &KvStore, space: ChunkId, listing: &Listing) -> Result<Self> {
         let chunks = &listing.chunks;
+        let (about, fault) = match store.about(space) {
+            Err(e) if e.is_damage() => (None, Some(e)),
+            about => (about?, None),
+        };
         Ok(Self {
             space: space.to_string(),
-            about: store.about(space)?,
+            about,
             contexts: chunks.iter().filter(|chunk| chunk.is_first()).count(),
             chunks: chunks.len(),
             tokens: chunks.iter().map(ListedChunk::tokens).sum(),
             bytes: chunks.iter().map(ListedChunk::bytes).sum(),
             orphans: listing.orphans.len(),
             orphan_bytes: listing.orphans.iter().map(|orphan| orphan.bytes).sum(),
-            damaged: listing.damaged.iter().map(|(_, e)| e.to_string()).collect(),
+            damaged: listing.damaged.iter().map(|(_, e)| e).chain(&fault).map(ToString::to_string).collect(),
+            about_is_damaged: fault.is_some(),
         })
     }
 }
@@ -129,7 +136,7 @@ impl Ls {
 pub struct Verify {
     #[command(flatten)]
     url: UrlArgs,
-    /// Delete damaged chunks, so that they can be stored again
+    /// Delete damaged chunks and lines, so that they can be stored again
     #[arg(long)]
     remove: bool,
     #[command(flatten)]
@@ -157,11 +164,13 @@ impl Verify {
             }
             bar.finish_and_clear();
             listing.chunks = sound;
-            reports.push(SpaceReport::new(&store, space, &listing)?);
-            damaged += listing.damaged.len();
+            let report = SpaceReport::new(&store, space, &listing)?;
+            damaged += report.damaged.len();
             if self.remove {
                 listing.damaged.iter().try_for_each(|(id, _)| store.delete(space, *id))?;
+                report.about_is_damaged.then(|| store.delete_about(space)).transpose()?;
             }
+            reports.push(report);
         }
         print(&reports, out);
         json.write_json(&reports)?;
@@ -176,12 +185,12 @@ impl Verify {
             0 if profiles.is_empty() => Ok(()),
             0 => Err(Error::Argument(count(profiles.len(), "damaged profile"))),
             n if self.remove => {
-                out.print(format_args!("{} removed\n", count(n, "damaged chunk")));
+                out.print(format_args!("{} removed\n", count(n, "damaged object")));
                 Ok(())
             }
             n => Err(Error::Argument(format!(
                 "{}: --remove deletes what is damaged",
-                count(n, "damaged chunk")
+                count(n, "damaged object")
             ))),
         }
     }
