@@ -6,8 +6,8 @@ use std::error::Error;
 
 use codec_core::{Coder, FitOptions, ModelKind, PlaneBuf, PredictorKind, Steps, TransformBuf};
 use kv_gpu::pq::{
-    AppendShape, AttendGenericShape, AttendShape, EncodeGenericShape, EncodeShape, Gather, LutShape, Paging,
-    ScanShape, SearchShape, Side, TrainShape,
+    AppendShape, AttendGenericShape, AttendShape, EncodeGenericShape, EncodeShape, Gather, GatherAttendShape,
+    LutShape, Paging, ScanShape, SearchShape, Side, TrainShape,
 };
 use kv_gpu::svd::{self, ProjectShape};
 use kv_gpu::{Element, Program, VectorElement, codec, self_test_program};
@@ -43,6 +43,7 @@ fn programs() -> Result<Vec<Program>, Box<dyn Error>> {
         LutShape { quantizer: coarse, group, element: rows }.program()?,
         ScanShape { quantizer: coarse, group }.program(DEVICES[1].1)?,
         Gather::program(256)?,
+        GatherAttendShape { dim: 128, element }.program()?,
         ragged.program()?,
         planes.decode_program(),
         planes.encode_program(),

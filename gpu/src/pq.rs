@@ -6,6 +6,7 @@ mod attend_generic;
 mod encode;
 mod encode_generic;
 mod gather;
+mod gather_attend;
 mod hybrid;
 mod layout;
 mod lut;
@@ -21,6 +22,7 @@ pub use attend_generic::{AttendGeneric, AttendGenericArguments, AttendGenericSha
 pub use encode::{Encode, EncodeArguments, EncodeShape};
 pub use encode_generic::{EncodeGeneric, EncodeGenericArguments, EncodeGenericShape};
 pub use gather::{Gather, GatherArguments, HeldRows};
+pub use gather_attend::{GatherAttend, GatherAttendArguments, GatherAttendShape, MissingRows};
 pub use hybrid::{ExactRows, Hybrid, HybridArguments, HybridShape, RowIndex};
 pub use layout::{CodeLayout, Paging, Side, TILE};
 pub use lut::{Lut, LutArguments, LutShape};

@@ -10,7 +10,7 @@ use codec_core::{FitOptions, ModelKind, PlaneBuf, PredictorKind, Steps, Transfor
 use kv_gpu::codec::{self, Planes};
 use kv_gpu::pq::{
     AppendShape, AttendGenericShape, AttendShape, CodeLayout, EncodeGenericShape, EncodeShape, Gather,
-    HybridShape, LutShape, Paging, ScanShape, SearchShape, Side, TrainShape,
+    GatherAttendShape, HybridShape, LutShape, Paging, ScanShape, SearchShape, Side, TrainShape,
 };
 use kv_gpu::svd::{self, ProjectShape};
 use kv_gpu::{Element, Error, Program, VectorElement, compile, self_test_program};
@@ -181,6 +181,10 @@ fn appending() {
 #[test]
 fn gathering() {
     check(|_| [128, 256, 512].map(|row_bytes| Gather::program(row_bytes).unwrap()).to_vec(), true);
+    let shapes = [64, 128]
+        .into_iter()
+        .flat_map(|dim| [Element::F16, Element::Bf16].map(|element| GatherAttendShape { dim, element }));
+    check(|_| shapes.clone().map(|shape| shape.program().unwrap()).collect(), true);
 }
 
 #[test]

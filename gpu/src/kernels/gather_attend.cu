@@ -1,0 +1,315 @@
+// Decode attention to exact rows and to chosen ones, of which some are still in pinned host memory: a warp attends to
+// these as they arrive over PCIe, and keeps them in slots on the device, where later launches find them.
+//
+// CPU twin: pq_core::attend_exact_into over the exact rows and the chosen ones, in this order.
+//
+// Compile-time shape: DIM (64 or 128), ELEMENT (1 for f16, 2 for bf16), WARPS, SHARED_BYTES.
+//
+// Launch: grid (splits, heads of all sequences, slices), WARPS warps per block. A block serves QUERIES = 8 query heads
+// of a group; a larger group has several slices, which all read the rows of the host. A head's tiles of 16 tokens are
+// split evenly over its blocks, which deal them to their warps in turn.
+//
+// The floor is the link: every missing row crosses it once. Each warp has 16 rows of both sides on their way, all
+// warps together many times what a link needs, so that attention hides behind it: rows that are on the device wait for
+// nothing, and few tiles are left when the last row arrives.
+//
+// The loop over tiles is that of svd_attend.cu, with one difference. As fragments of an mma, four lanes need 64 bytes
+// of a key at a time, but the link is read best in pieces of 128 bytes. So the eight lanes of two keys read a piece of
+// one, then of the other, and exchange halves.
+#include "element.cuh"
+#include "primitives_sm80.cuh"
+#include "softmax_reduce.cuh"
+
+constexpr int TILE = 16, QUERIES = 8, THREADS = WARPS * LANES;
+constexpr int PIECES = DIM / 64; // of 128 bytes of a row
+constexpr int RESULT = DIM + 4;  // floats of a result row: components, maximum, sum of weights, padding
+constexpr int SHARED = WARPS * QUERIES * RESULT * 4 + (int)sizeof(Work);
+static_assert(SHARED <= SHARED_BYTES, "the host reserves enough");
+
+struct Arguments {
+    u16* keys; // element [head][capacity][DIM]: exact rows, and slots from `first_slot` on; a head is one of a sequence
+    u16* values;
+    const u32* exact_lengths; // [sequence]
+    const u32* counts;        // [sequence]: chosen tokens of each head
+    const u32* slots;         // [head][list_len]: of the chosen tokens
+    const u16* host_keys;     // element [head][host_rows][DIM]
+    const u16* host_values;
+    const u32* tokens;  // [head][list_len]: the host's row of each chosen token
+    const u32* missing; // [head][list_len / 32, rounded up]: a bit for each whose slot does not have it; null for none
+    const u16* queries; // element [head][query of group][DIM]
+    float* partials;    // [slice][head][split][2][QUERIES][RESULT]
+    u32* arrived;       // [head][slice], zero between launches
+    u16* out;           // element [head][query of group][DIM]
+    u64 capacity, host_rows, list_len, first_slot;
+    u32 heads; // of a sequence
+    u32 group;
+    float scale; // factor of the scores, times log2(e)
+};
+
+extern __shared__ __align__(16) float shared[];
+
+// Reductions over the lanes that share l, which hold the same columns of an accumulator.
+__device__ __forceinline__ float column_max(float x) {
+#pragma unroll
+    for (int step = 4; step < LANES; step *= 2) x = fmaxf(x, __shfl_xor_sync(FULL, x, step));
+    return x;
+}
+
+__device__ __forceinline__ float column_sum(float x) {
+#pragma unroll
+    for (int step = 4; step < LANES; step *= 2) x += __shfl_xor_sync(FULL, x, step);
+    return x;
+}
+
+__device__ __forceinline__ u32 word_of(const uint4& words, int i) {
+    return i == 0 ? words.x : i == 1 ? words.y : i == 2 ? words.z : words.w;
+}
+
+constexpr u32 NOWHERE = 0xffffffffu;
+
+// The rows of a token: lane t and lane t + 16 have those of token t of a tile.
+struct Place {
+    u32 row;  // on the device, or in host memory
+    u32 kept; // the row of the device that is to keep it, or NOWHERE if that is where it is
+
+    __device__ __forceinline__ Place of(int t) const {
+        return {__shfl_sync(FULL, row, t), __shfl_sync(FULL, kept, t)};
+    }
+};
+
+// Rows of one side of a head.
+struct SideRows {
+    u16* device;
+    const u16* host;
+
+    __device__ __forceinline__ const u16* at(const Place& place) const {
+        return (place.kept == NOWHERE ? device : host) + (u64)place.row * DIM;
+    }
+    __device__ __forceinline__ void keep(const Place& place, int component, const uint4& words) const {
+        if (place.kept != NOWHERE) *reinterpret_cast<uint4*>(device + (u64)place.kept * DIM + component) = words;
+    }
+};
+
+struct Head {
+    SideRows keys, values;
+    const u32 *slots, *tokens, *missing;
+    u32 exact, length, first_slot;
+
+    __device__ __forceinline__ Head(const Arguments& a, u32 head) {
+        const u64 rows = head * a.capacity * DIM, host_rows = head * a.host_rows * DIM, list = head * a.list_len;
+        keys = {a.keys + rows, a.host_keys + host_rows}, values = {a.values + rows, a.host_values + host_rows};
+        slots = a.slots + list, tokens = a.tokens + list, first_slot = (u32)a.first_slot;
+        missing = a.missing ? a.missing + head * ((a.list_len + 31) / 32) : nullptr;
+        // Before the PDL wait, loads bypass L1.
+        exact = __ldcg(&a.exact_lengths[head / a.heads]), length = exact + __ldcg(&a.counts[head / a.heads]);
+    }
+
+    // Tokens at or above the length repeat the last one; their weights are zero.
+    __device__ __forceinline__ Place place(u32 token) const {
+        token = min(token, length - 1);
+        if (token < exact) return {token, NOWHERE};
+        const u32 i = token - exact, slot = first_slot + slots[i];
+        if (!missing) return {slot, NOWHERE};
+        const u32 on_host = tokens[i];
+        return missing[i / 32] >> i % 32 & 1 ? Place{on_host, slot} : Place{slot, NOWHERE};
+    }
+};
+
+// The keys and values of a tile, of lane 4 g + l.
+struct Tile {
+    uint4 keys[2][2 * PIECES]; // [i][2 j + r]: token 8 i + g - g % 2 + r, components 64 j + 32 (g % 2) + 8 l to + 7;
+                               // exchanged: token 8 i + g, components 64 j + 32 r + 8 l to + 7
+    uint4 values[4][PIECES];   // [i][j]: token 2 l + {0, 1, 8, 9}[i], components 64 j + 8 g to + 7
+
+    __device__ __forceinline__ static int key_token(int i, int r, int g) { return 8 * i + (g & ~1) + r; }
+    __device__ __forceinline__ static int key_component(int j, int g, int l) { return 64 * j + 32 * (g & 1) + 8 * l; }
+    __device__ __forceinline__ static int value_token(int i, int l) { return 2 * l + i % 2 + i / 2 * 8; }
+
+    __device__ __forceinline__ static void load(uint4& to, const u16* from) {
+        ld_nc_no_allocate<4>(reinterpret_cast<u32*>(&to), from);
+    }
+
+    __device__ __forceinline__ void load_keys(const SideRows& rows, const Place& place, int g, int l) {
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+                const u16* row = rows.at(place.of(key_token(i, r, g)));
+#pragma unroll
+                for (int j = 0; j < PIECES; j++) load(keys[i][2 * j + r], row + key_component(j, g, l));
+            }
+    }
+
+    __device__ __forceinline__ void load_values(const SideRows& rows, const Place& place, int g, int l) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const u16* row = rows.at(place.of(value_token(i, l)));
+#pragma unroll
+            for (int j = 0; j < PIECES; j++) load(values[i][j], row + 64 * j + 8 * g);
+        }
+    }
+
+    // Keeps the keys that have come from the host, before `exchange`.
+    __device__ __forceinline__ void keep_keys(const SideRows& rows, const Place& place, int g, int l) const {
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+                const Place of = place.of(key_token(i, r, g));
+#pragma unroll
+                for (int j = 0; j < PIECES; j++) rows.keep(of, key_component(j, g, l), keys[i][2 * j + r]);
+            }
+    }
+
+    __device__ __forceinline__ void keep_values(const SideRows& rows, const Place& place, int g, int l) const {
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const Place of = place.of(value_token(i, l));
+#pragma unroll
+            for (int j = 0; j < PIECES; j++) rows.keep(of, 64 * j + 8 * g, values[i][j]);
+        }
+    }
+
+    // Gives every lane both halves of its own rows' pieces.
+    __device__ __forceinline__ void exchange(int g) {
+        const bool is_odd = g & 1;
+        const auto swap = [&](u32& even, u32& odd) {
+            const u32 other = __shfl_xor_sync(FULL, is_odd ? even : odd, 4), own = is_odd ? odd : even;
+            even = is_odd ? other : own, odd = is_odd ? own : other;
+        };
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+#pragma unroll
+            for (int j = 0; j < PIECES; j++) {
+                uint4 &even = keys[i][2 * j], &odd = keys[i][2 * j + 1];
+                swap(even.x, odd.x), swap(even.y, odd.y), swap(even.z, odd.z), swap(even.w, odd.w);
+            }
+    }
+};
+
+// Attends to the block's tiles of a head. Each warp writes a result row per query to shared memory, for `reduce`.
+__device__ __forceinline__ void attend(const Arguments& a, const Head& head, u32 tile, u32 tile_end) {
+    const int warp = threadIdx.x / LANES, lane = threadIdx.x % LANES, g = lane / 4, l = lane % 4;
+    const bool keeps = head.missing && blockIdx.z == 0;
+    tile += warp;
+    Place place = {};
+    Tile loaded;
+    if (tile < tile_end) {
+        place = head.place(tile * TILE + lane % TILE);
+        loaded.load_keys(head.keys, place, g, l);
+        loaded.load_values(head.values, place, g, l);
+    }
+
+    // B fragments of query g: query[j][i] holds components 32 j + 8 l + 2 i and the next one.
+    u32 query[2 * PIECES][4];
+    const u32 query_index = blockIdx.z * QUERIES + g;
+    const u16* queries = a.queries + ((u64)blockIdx.y * a.group + query_index) * DIM;
+#pragma unroll
+    for (int j = 0; j < 2 * PIECES; j++) {
+        uint4 words = make_uint4(0, 0, 0, 0);
+        if (query_index < a.group) words = __ldg(reinterpret_cast<const uint4*>(queries + 32 * j + 8 * l));
+#pragma unroll
+        for (int i = 0; i < 4; i++) query[j][i] = word_of(words, i);
+    }
+
+    // Accumulator 4 j + i holds component 64 j + 8 g + 2 i of queries 2 l and 2 l + 1, then the next component of both.
+    float sums[PIECES * 4][4];
+#pragma unroll
+    for (int i = 0; i < PIECES * 16; i++) sums[i / 4][i % 4] = 0;
+    // Running maximum, equal in all lanes that share l, and sum of weights of the lane's own tokens, of queries 2 l and
+    // 2 l + 1.
+    float max[2] = {NOTHING, NOTHING}, weight[2] = {0, 0};
+
+    while (warp_uniform(tile < tile_end)) {
+        const u32 first = tile * TILE;
+        tile += WARPS;
+        const bool more = tile < tile_end;
+        Place next = {};
+        if (more) next = head.place(tile * TILE + lane % TILE);
+        const bool arrives = warp_uniform(keeps && place.kept != NOWHERE);
+        if (arrives) loaded.keep_keys(head.keys, place, g, l);
+        loaded.exchange(g);
+        float scores[4] = {}; // token g with queries 2 l and 2 l + 1, then token g + 8 with both
+#pragma unroll
+        for (int j = 0; j < 2 * PIECES; j++) {
+            const uint4 &upper = loaded.keys[0][j], &lower = loaded.keys[1][j];
+            const u32 even[4] = {upper.x, lower.x, upper.y, lower.y}, odd[4] = {upper.z, lower.z, upper.w, lower.w};
+            mma_m16n8k16(scores, even, query[j][0], query[j][1]);
+            mma_m16n8k16(scores, odd, query[j][2], query[j][3]);
+        }
+        if (more) loaded.load_keys(head.keys, next, g, l);
+
+#pragma unroll
+        for (int t = 0; t < 4; t++) {
+            scores[t] *= a.scale;
+            if (first + TILE > head.length && first + g + t / 2 * 8 >= head.length) scores[t] = -infinity();
+        }
+        // Lazy rescaling: the running maximum rises only when a score exceeds it by more than 8. Weights are then at
+        // most 2^8, which 16-bit elements hold.
+        const float tile_max[2] = {fmaxf(scores[0], scores[2]), fmaxf(scores[1], scores[3])};
+        if (warp_uniform(tile_max[0] > max[0] + 8 || tile_max[1] > max[1] + 8)) {
+#pragma unroll
+            for (int q = 0; q < 2; q++) {
+                const float new_max = fmaxf(max[q], column_max(tile_max[q]));
+                const float rescale = exp2_approx(max[q] - new_max);
+                max[q] = new_max, weight[q] *= rescale;
+#pragma unroll
+                for (int i = 0; i < PIECES * 4; i++) sums[i][q] *= rescale, sums[i][q + 2] *= rescale;
+            }
+        }
+        float p[4];
+#pragma unroll
+        for (int t = 0; t < 4; t++) {
+            p[t] = exp2_approx(scores[t] - max[t % 2]);
+            weight[t % 2] += p[t];
+        }
+        const u32 b0 = movmatrix_trans(pack_elements(p[0], p[1])), b1 = movmatrix_trans(pack_elements(p[2], p[3]));
+        if (arrives) loaded.keep_values(head.values, place, g, l);
+#pragma unroll
+        for (int j = 0; j < PIECES; j++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                u32 word[4], operand[4];
+#pragma unroll
+                for (int t = 0; t < 4; t++) word[t] = word_of(loaded.values[t][j], i);
+#pragma unroll
+                for (int t = 0; t < 2; t++) {
+                    operand[2 * t] = prmt(word[2 * t], word[2 * t + 1], 0x5410);
+                    operand[2 * t + 1] = prmt(word[2 * t], word[2 * t + 1], 0x7632);
+                }
+                mma_m16n8k16(sums[j * 4 + i], operand, b0, b1);
+            }
+        if (more) loaded.load_values(head.values, next, g, l);
+        place = next;
+    }
+
+#pragma unroll
+    for (int q = 0; q < 2; q++) {
+        float* result = shared + (warp * QUERIES + 2 * l + q) * RESULT;
+#pragma unroll
+        for (int i = 0; i < PIECES * 4; i++)
+            *reinterpret_cast<float2*>(result + i / 4 * 64 + 8 * g + i % 4 * 2) =
+                make_float2(sums[i][q], sums[i][q + 2]);
+        const float sum = column_sum(weight[q]);
+        if (g == 0) result[DIM] = max[q], result[DIM + 1] = sum;
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) gather_attend(const Arguments a) {
+    Work& work = *reinterpret_cast<Work*>(shared + WARPS * QUERIES * RESULT);
+    const u32 entry = blockIdx.z * gridDim.y + blockIdx.y, block = entry * gridDim.x + blockIdx.x;
+    const Head head(a, blockIdx.y);
+    const u32 tiles = (head.length + TILE - 1) / TILE;
+    const u32 from = (u64)tiles * blockIdx.x / gridDim.x, to = (u64)tiles * (blockIdx.x + 1) / gridDim.x;
+    if (threadIdx.x == 0) work.pieces = gridDim.x, work.first_block = entry * gridDim.x;
+    pdl_wait(); // the previous kernels may write all inputs except lengths and counts
+    pdl_trigger();
+    attend(a, head, from, to);
+    const u32 first_query = blockIdx.z * QUERIES, queries = min(a.group - first_query, (u32)QUERIES);
+    reduce<QUERIES, DIM, WARPS, RESULT>(
+        shared, queries, work, block, a.partials + (u64)block * 2 * QUERIES * RESULT, a.arrived + entry,
+        [&](u32 query, int component, const Sum& sum) {
+            const u64 row = (u64)blockIdx.y * a.group + first_query + query;
+            *reinterpret_cast<u32*>(a.out + row * DIM + component) = sum.normalized();
+        });
+}
