@@ -32,7 +32,6 @@ fn main() -> Result<()> {
         keys_out: keys.pointer.cast(),
         values_out: values.pointer.cast(),
         out_len: wanted.len(),
-        held: None,
     };
     let gather = Gather::new(&gpu, dim * size_of::<f16>())?;
     // SAFETY: the buffers have the shapes that the arguments name, and live until the results are read.

@@ -40,26 +40,6 @@ pub struct GatherArguments {
     pub values_out: DevicePtr<u8>,
     /// Capacity of the outputs of a head in rows.
     pub out_len: usize,
-    /// Rows on the device that are collected, too, and that the listed ones join.
-    pub held: Option<HeldRows>,
-}
-
-/// Rows that earlier launches have left on the device: a step collects those that it finds there, while the
-/// others come from the host and are kept for later steps, in slots that no row of this launch is read from.
-#[derive(Clone, Copy, Debug)]
-pub struct HeldRows {
-    /// Bytes (heads, `len`, row): keys.
-    pub keys: DevicePtr<u8>,
-    /// Bytes (heads, `len`, row): values.
-    pub values: DevicePtr<u8>,
-    /// Number of rows of a head.
-    pub len: usize,
-    /// `u32` (heads, `list_len`): for every output row, the slot that has it, or is to keep it.
-    pub slots: DevicePtr<u32>,
-    /// `u32` (heads, `list_len`): the output rows that are held; `places` has the others.
-    pub hits: DevicePtr<u32>,
-    /// `u32` (heads,): how many are held.
-    pub hit_counts: DevicePtr<u32>,
 }
 
 /// `Arguments` of the kernel.
@@ -76,28 +56,15 @@ struct KernelArguments {
     head_rows: u64,
     list_len: u64,
     out_len: u64,
-    held: KernelHeld,
 }
 
-/// `Held` of the kernel.
-#[derive(Clone, Copy, Default)]
-#[repr(C)]
-struct KernelHeld {
-    keys: Option<DevicePtr<u8>>,
-    values: Option<DevicePtr<u8>>,
-    slots: Option<DevicePtr<u32>>,
-    hits: Option<DevicePtr<u32>>,
-    counts: Option<DevicePtr<u32>>,
-    len: u64,
-}
-
-const _: () = assert!(size_of::<KernelArguments>() == 128);
+const _: () = assert!(size_of::<KernelArguments>() == 80);
 
 /// Collects the keys and values of selected tokens.
 ///
-/// The hits and the misses of a cache of rows take one launch ([`HeldRows`]), in which hits are copied while
-/// misses are on their way. Those of a [`BlockCache`](pq_core::BlockCache), which brings in whole blocks,
-/// take one launch each into the same output, with `places` for both.
+/// The hits and the misses of a [`BlockCache`](pq_core::BlockCache) take one launch each into the same output,
+/// with `places` for both. Attention that does not need the rows in one piece reads them itself
+/// ([`GatherAttend`](super::GatherAttend)).
 ///
 /// On sm_90, a launch with programmatic dependent launch (PDL) may follow at once: it starts while rows are
 /// on their way, and must wait (`griddepcontrol.wait`) before it reads them.
@@ -140,18 +107,16 @@ impl Gather {
     /// [`Error::Argument`] for sizes that do not fit, [`Error::Driver`].
     /// # Safety
     /// The [contract of a launch](DevicePtr#launches) holds, with every pointer aligned to 16 bytes; `keys`
-    /// and `values` may be pinned host memory. Rows are below `head_rows`, places and hits below `out_len`
-    /// and, with held rows, below `list_len`, slots below `len`; no place occurs twice in a list and no slot
-    /// twice among its rows, and counts do not exceed `list_len`: the kernel does not clamp them.
+    /// and `values` may be pinned host memory. Rows are below `head_rows`, places below `out_len`, no
+    /// place occurs twice in a list, and counts do not exceed `list_len`: the kernel does not clamp them.
     pub unsafe fn launch(&self, stream: CUstream, arguments: &GatherArguments) -> Result<(), Error> {
         let a = arguments;
         if a.heads == 0 || a.list_len == 0 {
             return Ok(());
         }
         let parts = a.list_len.saturating_mul(self.row_bytes / 16);
-        let sides = if a.held.is_some() { 4 } else { 2 };
         let blocks = parts.div_ceil(THREADS).min((self.blocks / (2 * a.heads)).max(1));
-        let grid = OPERATION.grid(&[("blocks", blocks), ("heads", a.heads), ("sides", sides)])?;
+        let grid = OPERATION.grid(&[("blocks", blocks), ("heads", a.heads), ("sides", 2)])?;
         let kernel_arguments = KernelArguments {
             keys: a.keys,
             values: a.values,
@@ -163,14 +128,6 @@ impl Gather {
             head_rows: a.head_rows as u64,
             list_len: a.list_len as u64,
             out_len: a.out_len as u64,
-            held: a.held.as_ref().map_or(KernelHeld::default(), |held| KernelHeld {
-                keys: Some(held.keys),
-                values: Some(held.values),
-                slots: Some(held.slots),
-                hits: Some(held.hits),
-                counts: Some(held.hit_counts),
-                len: held.len as u64,
-            }),
         };
         // SAFETY: the structure is the kernel's argument; the caller upholds the contract of its pointers.
         unsafe { self.kernel.launch(stream, grid, THREADS as u32, true, &kernel_arguments) }

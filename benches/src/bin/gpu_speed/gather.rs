@@ -45,7 +45,6 @@ pub fn run(watch: &Stopwatch) {
         keys_out: watch.pointer(&keys_out),
         values_out: watch.pointer(&values_out),
         out_len: WANTED,
-        held: None,
     };
     let gather = Gather::new(&watch.gpu, ROW).unwrap();
     // SAFETY: the buffers have the shapes that the arguments require, and outlive the graph.

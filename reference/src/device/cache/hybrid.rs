@@ -230,7 +230,7 @@ impl DeviceCache for HybridCache {
         // selected tokens to their slots.
         unsafe {
             self.hybrid.select(gpu.stream(), &arguments)?;
-            self.store.fetch(gpu, layer, selected, self.slots(layer), None)?;
+            self.store.fetch(gpu, layer, selected, self.slots(layer))?;
             self.hybrid.attend(gpu.stream(), &arguments)?;
         }
         Ok(())

@@ -2,8 +2,7 @@ mod index;
 mod launch;
 mod train;
 
-use kv_gpu::pq::TrainShape;
-use kv_gpu::svd::{Attend, AttendShape};
+use kv_gpu::pq::{GatherAttend, GatherAttendShape, TrainShape};
 use kv_gpu::{AnyElement, DevicePtr, Element};
 use pq_core::{CodebookBuf, PqShape};
 
@@ -25,23 +24,20 @@ use train::Training;
 
 /// PQCache: codes of keys on the device, exact rows of all tokens in memory of the host.
 ///
-/// For each layer a step finds the best tokens by their codes (`KeyIndex`), reads the rows over PCIe that
-/// recent steps have not chosen (`RowStore`) and attends to all together with sinks and window (`svd::Attend`
-/// at full rank). Codebooks are the profile's, or those that a sequence's prompt trains (`Training`). Chosen
-/// rows have slots behind the exact ones, so that one launch attends to both: they are copied there from the
-/// rows that stay (`HeldRows`), or stay there themselves. All lengths are on the device.
+/// For each layer a step finds the best tokens by their codes (`KeyIndex`), looks up which of their rows are
+/// here since recent steps (`RowStore`) and attends to all together with sinks and window
+/// (`pq::GatherAttend`), to the others as they arrive over PCIe. Codebooks are the profile's, or those that a
+/// sequence's prompt trains (`Training`). Rows stay in slots behind the exact ones. All lengths are on the
+/// device.
 pub struct PqCache {
     index: KeyIndex,
-    attend: Attend,
+    attend: GatherAttend,
     element: Element,
-    window: Window, // chosen rows are in its slots
+    window: Window, // rows of the host stay in its slots
     store: RowStore,
-    held: Option<HeldRows>, // where more rows stay than a step chooses
     training: Option<Training>,
     turns: Turns,
     budget: StepBudget,
-    ranks: Buffer<u32>,
-    offsets: Buffer<u64>,
     scratch: Scratch,
     span: Span, // that a chunk encodes
     retrieval: Retrieval,
@@ -52,20 +48,6 @@ pub struct PqCache {
 struct Scratch {
     tokens: Buffer<u32>, // (batch, heads, most)
     attend: Buffer<u8>,
-}
-
-/// Rows of the host that stay on the device.
-struct HeldRows {
-    rows: Buffer<u16>, // (layer, keys and values, batch, heads, held, head_dim)
-    side_len: usize,
-    held: usize, // rows of a head
-}
-
-impl HeldRows {
-    fn rows(&self, layer: usize) -> Rows {
-        let side = |side: usize| self.rows.pointer().offset((2 * layer + side) * self.side_len).cast();
-        Rows { keys: side(0), values: side(1), capacity: self.held }
-    }
 }
 
 /// Sizes of the cache.
@@ -81,6 +63,7 @@ struct Shape {
     ring: usize,
     stored: usize, // tokens of a sequence that the host has room for
     most: usize,   // tokens of a sequence that a step chooses at most
+    held: usize,   // rows of a head that stay on the device, at least `most`
 }
 
 impl Shape {
@@ -120,13 +103,9 @@ impl PqCache {
         let store = RowStore::new(gpu, element, store, retrieval.home, held)?;
         check_tokens(capacity)?;
         let books = if retrieval.training.is_some() { batch } else { 1 };
-        let shape = Shape { n_layers, batch, books, heads, group, head_dim, sinks, ring, stored, most };
-        let held_rows = || -> Result<HeldRows> {
-            let side_len = shape.side_len(held);
-            Ok(HeldRows { rows: Buffer::zeros(gpu, 2 * n_layers * side_len)?, side_len, held })
-        };
-        let window = WindowShape { slots: most, ..WindowShape::new(config, window, batch, capacity) };
-        let attend = Attend::new(&gpu.device, AttendShape { dim: head_dim, element })?;
+        let shape = Shape { n_layers, batch, books, heads, group, head_dim, sinks, ring, stored, most, held };
+        let window = WindowShape { slots: held, ..WindowShape::new(config, window, batch, capacity) };
+        let attend = GatherAttend::new(&gpu.device, GatherAttendShape { dim: head_dim, element })?;
         let trained = TrainShape { quantizer, element: element.into() };
         let iterations = clustering::iterations(gpu, config, &retrieval)?;
         let training = Training::new(gpu, iterations, trained, batch)?;
@@ -134,17 +113,13 @@ impl PqCache {
             Some(codebooks) => codebooks,
             None => random_codebooks(n_layers, heads, quantizer)?,
         };
-        let offsets: Vec<u64> = (0..heads).map(|head| (head * head_dim) as u64).collect();
         let cache = Self {
             window: Window::new(gpu, window)?,
             store,
-            held: (held > most).then(held_rows).transpose()?,
             index: KeyIndex::new(gpu, element, quantizer, &codebooks, shape)?,
             training,
             turns,
             budget: StepBudget::new(gpu, retrieval.budget, sinks + ring, batch, heads)?,
-            ranks: Buffer::of(gpu, &vec![head_dim as u32; heads])?,
-            offsets: Buffer::of(gpu, &offsets)?,
             scratch: Scratch {
                 tokens: Buffer::zeros(gpu, batch * heads * most)?,
                 attend: Buffer::zeros(gpu, attend.workspace_len(batch, heads, group))?,
@@ -157,11 +132,6 @@ impl PqCache {
         };
         gpu.synchronize()?; // the codebooks are copied
         Ok(cache)
-    }
-
-    /// Bytes of the rows that stay, without those of the last step.
-    fn held_bytes(&self) -> usize {
-        self.held.as_ref().map_or(0, |held| held.rows.bytes())
     }
 }
 
@@ -188,8 +158,7 @@ impl DeviceCache for PqCache {
         let tokens = self.scratch.tokens.pointer();
         let (lengths, ks) = (sequences.coded_lengths.pointer(), self.budget.ks());
         self.index.find(gpu, layer, &Wanted { queries, lengths, ks, tokens })?;
-        self.fetch(gpu, layer)?;
-        self.launch_attend(gpu, layer, queries, out)
+        self.launch_attend(gpu, layer, sequences, queries, out)
     }
 
     fn clear(&mut self, gpu: &Gpu) -> Result<()> {
@@ -242,7 +211,7 @@ impl DeviceCache for PqCache {
     }
 
     fn footprint(&self, tokens: usize) -> Footprint {
-        let Shape { n_layers, batch, heads, sinks, ring, most, .. } = self.shape;
+        let Shape { n_layers, batch, heads, sinks, ring, held, .. } = self.shape;
         let exact = tokens.min(sinks + ring);
         let codes = batch * heads * self.index.head_len(tokens - exact);
         let rows = |rows| 4 * n_layers * self.shape.side_len(rows); // keys and values of 16 bits
@@ -253,14 +222,14 @@ impl DeviceCache for PqCache {
         Footprint {
             kept: n_layers * codes + rows(exact) + own,
             offloaded: n_layers * batch * heads * (tokens - exact) * self.store.pair_bytes(),
-            working: self.store.staged_bytes() + rows(most) + self.held_bytes(),
+            working: self.store.staged_bytes() + rows(held),
             shared,
         }
     }
 
     fn bytes(&self) -> usize {
         let codes = self.index.code_bytes() + self.index.book_bytes();
-        self.window.bytes() + codes + self.store.bytes() + self.held_bytes()
+        self.window.bytes() + codes + self.store.bytes()
     }
 
     fn host_bytes(&self) -> usize {

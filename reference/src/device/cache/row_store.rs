@@ -2,7 +2,7 @@ mod int8;
 mod reuse;
 
 use cudarc::driver::CudaStream;
-use kv_gpu::pq::{Gather, GatherArguments};
+use kv_gpu::pq::{Gather, GatherArguments, MissingRows};
 use kv_gpu::{AnyElement, DevicePtr, Element, Grid, Kernel};
 use rayon::prelude::*;
 
@@ -43,14 +43,20 @@ impl StoreShape {
 ///
 /// A token's rows are written when it is encoded, up to a ring and at least half a ring before a step can
 /// choose it ([`Turns`]). Rows on the host are read over PCIe, unless recent steps have chosen them
-/// ([`Reuse`], `pq::Gather`). The decoder's stream writes them, so its order is the fence between these
-/// stores and the loads of `pq::Gather`.
+/// ([`Reuse`], `pq::Gather`, `pq::GatherAttend`). The decoder's stream writes them, so its order is the fence
+/// between these stores and the loads.
 pub(super) struct RowStore {
     pub shape: StoreShape,
     leave: Kernel,
     copy: Kernel,
     rows: Memory,        // (layer, keys and values, batch, heads, stored, head_dim)
     staged: Buffer<u16>, // (layer, sides, batch, heads, ring, head_dim)
+}
+
+/// Where a step has its chosen rows.
+pub(super) struct Found {
+    pub slots: DevicePtr<u32>, // (batch, heads, most)
+    pub missing: Option<MissingRows>,
 }
 
 enum Memory {
@@ -209,17 +215,14 @@ impl RowStore {
         int8.map_or(Ok(()), |(int8, records)| int8.take_turn(gpu, layer, records, exact, turns))
     }
 
-    /// Brings the rows of the chosen tokens (batch, heads, most), of which each head has `counts`, to `out`,
-    /// and reads those from the host that are not on the device since earlier steps. `out` has the rows that
-    /// stay, in the order of [`Self::slots`], or those of the step, in theirs, where `held` has the ones that
-    /// stay.
+    /// Brings the rows of the chosen tokens (batch, heads, most), of which each head has `counts`, to their
+    /// [slots](Self::slots) in `out`, and reads those from the host that are not there since earlier steps.
     pub fn fetch(
         &self,
         gpu: &Gpu,
         layer: usize,
         (tokens, counts): (DevicePtr<u32>, DevicePtr<u32>),
         out: Rows,
-        held: Option<Rows>,
     ) -> Result<()> {
         let Memory::Host(host) = &self.rows else { return Ok(()) };
         let HostRows { reuse, form, .. } = &**host;
@@ -227,7 +230,7 @@ impl RowStore {
         let gather = match form {
             HostForm::Exact(gather) => gather,
             HostForm::Int8(int8) => {
-                return int8.fetch(gpu, host.layers[layer].pointer(), reuse, out, held);
+                return int8.fetch(gpu, host.layers[layer].pointer(), reuse, out);
             }
         };
         let arguments = GatherArguments {
@@ -236,18 +239,50 @@ impl RowStore {
             values: self.rows(Side::Values, layer).cast(),
             head_rows: self.shape.stored,
             rows: reuse.misses(),
-            places: Some(if held.is_some() { reuse.indices() } else { reuse.places() }),
+            places: Some(reuse.places()),
             counts: Some(reuse.miss_counts()),
             list_len: self.shape.most,
             keys_out: out.keys.cast(),
             values_out: out.values.cast(),
             out_len: out.capacity,
-            held: held.map(|rows| reuse.held_rows(rows)),
         };
         // SAFETY: the buffers have the lengths of `new`; slots are below the number of rows that stay, and
-        // differ, and indices are below `most`. Tokens are below `stored`, and this stream has written their
-        // rows to the host.
+        // differ. Tokens are below `stored`, and this stream has written their rows to the host.
         Ok(unsafe { gather.launch(gpu.stream(), &arguments) }?)
+    }
+
+    /// Looks the chosen tokens up as [`Self::fetch`] does, but leaves exact rows that are not in their slots
+    /// to attention, which reads them as they arrive and keeps them there.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] when the store is in device memory; [`Error::Device`].
+    pub fn find(
+        &self,
+        gpu: &Gpu,
+        layer: usize,
+        (tokens, counts): (DevicePtr<u32>, DevicePtr<u32>),
+        slots: Rows,
+    ) -> Result<Found> {
+        let Memory::Host(host) = &self.rows else {
+            return Err(Error::argument("rows in device memory have no slots"));
+        };
+        let missing = match host.form {
+            HostForm::Exact(_) => {
+                host.reuse.launch(gpu, layer, tokens, counts)?;
+                Some(MissingRows {
+                    keys: self.rows(Side::Keys, layer).cast(),
+                    values: self.rows(Side::Values, layer).cast(),
+                    head_rows: self.shape.stored,
+                    tokens,
+                    bits: host.reuse.missing(),
+                })
+            }
+            HostForm::Int8(_) => {
+                self.fetch(gpu, layer, (tokens, counts), slots)?;
+                None
+            }
+        };
+        Ok(Found { slots: host.reuse.slots(), missing })
     }
 
     /// The slot of every token that was fetched last, (batch, heads, most); none where rows are read in the

@@ -11,19 +11,16 @@ pub(super) struct StepBudget {
     kernel: Kernel,
     budget: Budget,
     reserved: usize,
-    ks: Buffer<u32>,       // (batch,)
-    counts: Buffer<u32>,   // (batch, heads): as `ks`
-    attended: Buffer<u32>, // (batch,): with the exact tokens
+    ks: Buffer<u32>,     // (batch,)
+    counts: Buffer<u32>, // (batch, heads): as `ks`
 }
 
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct BudgetArguments {
-    exact_lengths: DevicePtr<u32>,
     coded_lengths: DevicePtr<u32>,
     ks: DevicePtr<u32>,
     counts: DevicePtr<u32>,
-    attended: DevicePtr<u32>,
     ratio: f64,
     tokens: u32,
     reserved: u32,
@@ -32,7 +29,7 @@ struct BudgetArguments {
     heads: u32,
 }
 
-const _: () = assert!(size_of::<BudgetArguments>() == 72);
+const _: () = assert!(size_of::<BudgetArguments>() == 56);
 
 impl StepBudget {
     /// For `batch` sequences of `heads` heads; `reserved` tokens of the sinks and the window count towards a
@@ -45,7 +42,6 @@ impl StepBudget {
             reserved,
             ks: words(batch)?,
             counts: words(batch * heads)?,
-            attended: words(batch)?,
         })
     }
 
@@ -58,11 +54,9 @@ impl StepBudget {
         };
         let batch = self.ks.len();
         let arguments = BudgetArguments {
-            exact_lengths: sequences.exact_lengths.pointer(),
             coded_lengths: sequences.coded_lengths.pointer(),
             ks: self.ks.pointer(),
             counts: self.counts.pointer(),
-            attended: self.attended.pointer(),
             ratio,
             tokens,
             reserved: if matches!(self.budget, Budget::Ratio(_)) { self.reserved as u32 } else { 0 },
@@ -82,10 +76,5 @@ impl StepBudget {
     /// The same for every head, (batch, heads).
     pub fn counts(&self) -> DevicePtr<u32> {
         self.counts.pointer()
-    }
-
-    /// Exact tokens and chosen ones, (batch,).
-    pub fn attended(&self) -> DevicePtr<u32> {
-        self.attended.pointer()
     }
 }

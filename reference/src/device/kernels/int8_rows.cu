@@ -69,38 +69,17 @@ struct LoadArguments {
     const u32* counts;    // [head]: how many tokens, or null for `count`
     Element* keys;        // [head][capacity][D]
     Element* values;
-    Element* held_keys; // [head][held][D]: rows of earlier steps, or null for none, as in `pq::Gather`
-    Element* held_values;
-    const u32* slots;      // [head][list_len]: the held row of each output row
-    const u32* hits;       // [head][list_len]: output rows that are held
-    const u32* hit_counts; // [head]
-    u32 stored, list_len, count, first_place, capacity, held;
+    u32 stored, list_len, count, first_place, capacity;
 };
 
-// Copies the rows that are held.
-__device__ __forceinline__ void copy_hits(const LoadArguments& a) {
-    constexpr u32 CHUNKS = D / 8;
-    const u32 head = blockIdx.y, count = a.hit_counts[head];
-    const u64 list = (u64)head * a.list_len;
-    for (u32 i = blockIdx.x * THREADS + threadIdx.x; i < count * 2 * CHUNKS; i += gridDim.x * THREADS) {
-        const u32 row = a.hits[list + i / (2 * CHUNKS)], part = i % CHUNKS;
-        const bool is_values = i / CHUNKS % 2;
-        const u64 from = ((u64)head * a.held + a.slots[list + row]) * CHUNKS + part;
-        const u64 to = ((u64)head * a.capacity + row) * CHUNKS + part;
-        reinterpret_cast<uint4*>(is_values ? a.values : a.keys)[to] =
-            reinterpret_cast<const uint4*>(is_values ? a.held_values : a.held_keys)[from];
-    }
-}
-
-// Dequantizes listed rows, or the first ones; with held rows, also to their slots, and copies those that are held.
+// Dequantizes listed rows, or the first ones.
 //
-// Launch: grid (any number, heads, 2 with held rows), THREADS threads. Over PCIe the number of outstanding reads limits
+// Launch: grid (any number, heads), THREADS threads. Over PCIe the number of outstanding reads limits
 // the throughput: lanes read a record in pieces, IN_FLIGHT records at a time. A block a multiprocessor leaves room for
 // the next kernel.
 extern "C" __global__ void __launch_bounds__(THREADS, 4) load(const LoadArguments a) {
     pdl_wait();
     pdl_trigger();
-    if (blockIdx.z) return copy_hits(a);
     const u32 lane = threadIdx.x % LANES, warp = blockIdx.x * WARPS + threadIdx.x / LANES, head = blockIdx.y;
     const u32 count = a.counts ? a.counts[head] : a.count;
     const u32* tokens = a.tokens + (u64)head * a.list_len;
@@ -136,14 +115,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) load(const LoadArgument
             }
             const u32 row = a.places ? places[first + i] : a.first_place + first + i, at = lane % (BYTE_PIECES / 2);
             const bool is_values = lane >= BYTE_PIECES / 2;
-            const auto write = [&](Element* side, u32 rows, u32 row) {
-                uint4* to = reinterpret_cast<uint4*>(side + ((u64)head * rows + row) * D) + 2 * at;
-                to[0] = make_uint4(elements[0], elements[1], elements[2], elements[3]);
-                to[1] = make_uint4(elements[4], elements[5], elements[6], elements[7]);
-            };
-            write(is_values ? a.values : a.keys, a.capacity, row);
-            if (a.held_keys)
-                write(is_values ? a.held_values : a.held_keys, a.held, a.slots[(u64)head * a.list_len + row]);
+            Element* side = is_values ? a.values : a.keys;
+            uint4* to = reinterpret_cast<uint4*>(side + ((u64)head * a.capacity + row) * D) + 2 * at;
+            to[0] = make_uint4(elements[0], elements[1], elements[2], elements[3]);
+            to[1] = make_uint4(elements[4], elements[5], elements[6], elements[7]);
         }
     }
 }

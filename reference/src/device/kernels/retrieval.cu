@@ -7,11 +7,9 @@
 #include "warp.cuh"
 
 struct BudgetArguments {
-    const u32* exact_lengths; // [sequence]
     const u32* coded_lengths; // [sequence]
     u32* ks;                  // [sequence]: tokens to choose
     u32* counts;              // [sequence][head]: the same
-    u32* attended;            // [sequence]: exact tokens and chosen ones
     double ratio;             // part of all tokens that is attended to; not read if `tokens`
     u32 tokens;               // to choose, or 0 for `ratio`
     u32 reserved;             // sinks and window, where they count towards the ratio
@@ -29,7 +27,7 @@ extern "C" __global__ void budget(const BudgetArguments a) {
             k = max(all > a.reserved ? (u32)(all - a.reserved) : 0, a.least);
         }
         k = min(k, n);
-        a.ks[i] = k, a.attended[i] = a.exact_lengths[i] + k;
+        a.ks[i] = k;
         for (u32 head = 0; head < a.heads; head++) a.counts[i * a.heads + head] = k;
     }
 }
@@ -63,9 +61,8 @@ struct ReuseArguments {
     uint2* held;       // [parity of the step][head][n_held]: tokens and their slots, the one chosen longest ago first
     u32* steps;        // [head]: steps so far
     u32* slots;        // [head][most]: the slot of each chosen token
-    u32* hits;         // [head][most]: indices of the chosen tokens that had a slot before
-    u32* hit_counts;   // [head]
-    u32* misses;       // [head][most]: tokens whose rows are in no slot
+    u32* missing;      // [head][most / 32, rounded up]: a bit for each whose row is in no slot
+    u32* misses;       // [head][most]: these tokens
     u32* indices;      // [head][most]: the index of each among the chosen tokens
     u32* places;       // [head][most]: the slot for each
     u32* miss_counts;  // [head]
@@ -76,7 +73,8 @@ struct ReuseArguments {
     float forced;      // part of the chosen tokens that misses, to time it, or a negative number
 };
 
-// Consecutive entries of a list that a thread takes at once, so that their loads are in flight together.
+// Consecutive entries of a list that a thread takes at once, so that their loads are in flight together. Stores follow
+// all of them: the compiler moves no load before a store that may be to the same place.
 constexpr u32 ENTRIES = 4, AT_ONCE = ENTRIES * REUSE_THREADS;
 
 // How many entries the threads of a block before this one have, and all of them together. Every thread calls it; `sums`
@@ -108,11 +106,43 @@ struct ChosenBits {
         if (token / 32 != previous / 32) firsts[token / 32] = index;
     }
 
+    // Adds the tokens of a list of `k`, which count from `base` on.
+    __device__ __forceinline__ void add_all(const u32* tokens, u32 k, u32 base) const {
+        for (u32 mine = ENTRIES * threadIdx.x; mine < k; mine += AT_ONCE) {
+            u32 token[ENTRIES + 1];
+#pragma unroll
+            for (u32 j = 0; j <= ENTRIES; j++) {
+                const u32 i = mine + j; // of the token behind this one
+                token[j] = i > 0 && i <= k ? tokens[i - 1] - base : NOWHERE;
+            }
+#pragma unroll
+            for (u32 j = 0; j < ENTRIES; j++)
+                if (mine + j < k) add(token[j + 1], token[j], mine + j);
+        }
+    }
+
     // The index of a token, or NOWHERE.
     __device__ __forceinline__ u32 find(u32 token) const {
         if (token >= span) return NOWHERE;
         const u32 word = words[token / 32], bit = 1u << token % 32;
         return word & bit ? firsts[token / 32] + __popc(word & (bit - 1)) : NOWHERE;
+    }
+};
+
+// A part of the chosen tokens that miss whatever slots have, spread evenly; the others are in the slots of their
+// indices.
+struct ForcedMisses {
+    bool are_forced;
+    u64 step; // misses of a token, in units of 2^-32
+    u32 k;
+
+    __device__ __forceinline__ ForcedMisses(float part, u32 k) : are_forced(part >= 0), step(0), k(k) {
+        if (are_forced && k > 0) step = (((u64)min((u32)rintf(part * k), k) << 32) + k - 1) / k;
+    }
+
+    // The index of the chosen token that counts as the slot's, or NOWHERE.
+    __device__ __forceinline__ u32 index_of(u32 slot) const {
+        return slot < k && (slot + 1) * step >> 32 == slot * step >> 32 ? slot : NOWHERE;
     }
 };
 
@@ -156,9 +186,7 @@ struct HeldEntries {
 
 // Gives every chosen token a slot: the one that has its rows, or one of those whose tokens have not been chosen for
 // longest (LRU). They are at the front of a list that each step writes anew: entries that it neither finds nor gives to
-// another token keep their order, and those of chosen tokens follow. Where `n_held` is `most`, slots are below the
-// number of tokens, so that attention finds them in one piece: only the last step's rows stay then, and that number
-// must not fall from step to step, or slots behind it would keep tokens that it does not see.
+// another token keep their order, and those of chosen tokens follow.
 //
 // Launch: a block of REUSE_THREADS threads a head, with dynamic shared memory for ChosenBits and for `found`. A step
 // begins with a launch without PDL, so what the step before has written is there before the wait.
@@ -167,7 +195,7 @@ extern "C" __global__ void __launch_bounds__(REUSE_THREADS) reuse(const ReuseArg
     __shared__ u32 warp_sums[LANES];
     u32* words = reinterpret_cast<u32*>(shared);
     const ChosenBits bits = {words, words + a.span / 32, a.span};
-    u32* found = words + a.span / 16; // [most]: a bit for every chosen token that has a slot
+    u32* found = words + a.span / 16; // [most / 32]: a bit for every chosen token that has a slot
     const u32 head = blockIdx.x, step = __ldcg(&a.steps[head]);
     const u64 list = (u64)head * a.most, of_parity = (u64)gridDim.x * a.n_held;
     uint2* next = a.held + (step + 1) % 2 * of_parity + (u64)head * a.n_held;
@@ -179,23 +207,21 @@ extern "C" __global__ void __launch_bounds__(REUSE_THREADS) reuse(const ReuseArg
     pdl_wait();
     pdl_trigger();
     const u32* tokens = a.tokens + list;
-    u32 *slots = a.slots + list, *hits = a.hits + list;
+    u32 *slots = a.slots + list, *missing = a.missing + (u64)head * ((a.most + 31) / 32);
     u32 *misses = a.misses + list, *indices = a.indices + list, *places = a.places + list;
-    const u32 k = a.counts[head], n = a.n_held == a.most ? k : a.n_held; // entries whose slots may be used
-    const u32 forced = a.forced < 0 ? NOWHERE : min((u32)rintf(a.forced * k), k); // first ones that miss
-    const u32 last = k ? tokens[k - 1] : 0;
+    const u32 k = a.counts[head], last = k ? tokens[k - 1] : 0, n = a.n_held;
+    const ForcedMisses forced(a.forced, k);
     __syncthreads();
     // Looks up the tokens that are held among the chosen ones.
     for (u32 base = 0;; base += a.span) {
-        for (u32 i = threadIdx.x; i < k; i += REUSE_THREADS)
-            bits.add(tokens[i] - base, i ? tokens[i - 1] - base : NOWHERE, i);
+        bits.add_all(tokens, k, base);
         __syncthreads();
         for (u32 first = 0; first < n; first += AT_ONCE) {
             held.turn_to(first, base > 0);
 #pragma unroll
             for (u32 j = 0; j < ENTRIES; j++) {
                 u32 index = held.token[j] == NOWHERE ? NOWHERE : bits.find(held.token[j] - base);
-                if (forced != NOWHERE) index = held.slot[j] >= forced && held.slot[j] < k ? held.slot[j] : NOWHERE;
+                if (forced.are_forced) index = forced.index_of(held.slot[j]);
                 if (held.place(first, j) >= n || index == NOWHERE) continue;
                 slots[index] = held.slot[j], held.index[j] = index;
                 atomicOr(&found[index / 32], 1u << index % 32);
@@ -207,52 +233,56 @@ extern "C" __global__ void __launch_bounds__(REUSE_THREADS) reuse(const ReuseArg
         bits.clear();
         __syncthreads();
     }
-    // Lists the tokens with a slot and those without.
-    u32 missing = 0;
+    // Lists the tokens without a slot.
+    u32 n_missing = 0;
     for (u32 first = 0; first < k; first += AT_ONCE) {
         const u32 mine = first + ENTRIES * threadIdx.x, exist = mine < k ? min(k - mine, ENTRIES) : 0;
-        const u32 are_missing = exist ? ~(found[mine / 32] >> mine % 32) & ((1u << exist) - 1) : 0;
-        u32 all, before = missing + count_before(__popc(are_missing), warp_sums, all);
+        const u32 word = exist ? ~found[mine / 32] : 0, are_missing = word >> mine % 32 & ((1u << exist) - 1);
+        u32 token[ENTRIES], all;
 #pragma unroll
-        for (u32 j = 0; j < ENTRIES; j++) {
-            if (are_missing >> j & 1)
-                misses[before] = tokens[mine + j], indices[before++] = mine + j;
-            else if (j < exist)
-                hits[mine + j - before] = mine + j;
-        }
-        missing += all;
+        for (u32 j = 0; j < ENTRIES; j++)
+            if (are_missing >> j & 1) token[j] = tokens[mine + j];
+        u32 before = n_missing + count_before(__popc(are_missing), warp_sums, all);
+        if (exist && mine % 32 == 0) missing[mine / 32] = word;
+#pragma unroll
+        for (u32 j = 0; j < ENTRIES; j++)
+            if (are_missing >> j & 1) misses[before] = token[j], indices[before++] = mine + j;
+        n_missing += all;
         __syncthreads();
     }
     // Gives the first slots that were not found to those without, and writes the list of the next step.
     u32 passed = 0;
-    for (u32 first = 0; first < a.n_held; first += AT_ONCE) {
+    for (u32 first = 0; first < n; first += AT_ONCE) {
         held.turn_to(first, true);
-        u32 count = 0, all;
+        u32 are_free = 0, all;
 #pragma unroll
-        for (u32 j = 0; j < ENTRIES; j++) count += held.place(first, j) < n && held.index[j] == NOWHERE;
-        u32 rank = passed + count_before(count, warp_sums, all);
+        for (u32 j = 0; j < ENTRIES; j++) are_free |= (held.place(first, j) < n && held.index[j] == NOWHERE) << j;
+        const u32 before = passed + count_before(__popc(are_free), warp_sums, all);
+        u32 rank[ENTRIES], index[ENTRIES], token[ENTRIES];
 #pragma unroll
         for (u32 j = 0; j < ENTRIES; j++) {
-            const u32 place = held.place(first, j), slot = held.slot[j];
-            if (place >= a.n_held) continue;
-            if (place >= n) {
-                next[place] = make_uint2(held.token[j], slot);
-            } else if (held.index[j] != NOWHERE) {
+            rank[j] = before + __popc(are_free & ((1u << j) - 1));
+            if (are_free >> j & 1 && rank[j] < n_missing) index[j] = indices[rank[j]], token[j] = misses[rank[j]];
+        }
+#pragma unroll
+        for (u32 j = 0; j < ENTRIES; j++) {
+            const u32 slot = held.slot[j];
+            if (held.place(first, j) >= n) continue;
+            if (!(are_free >> j & 1)) {
                 next[n - k + held.index[j]] = make_uint2(held.token[j], slot);
-            } else if (rank < missing) {
-                const u32 index = indices[rank];
-                places[rank] = slot, slots[index] = slot;
-                next[n - k + index] = make_uint2(misses[rank++], slot);
+            } else if (rank[j] < n_missing) {
+                places[rank[j]] = slot, slots[index[j]] = slot;
+                next[n - k + index[j]] = make_uint2(token[j], slot);
             } else {
-                next[rank++ - missing] = make_uint2(held.token[j], slot);
+                next[rank[j] - n_missing] = make_uint2(held.token[j], slot);
             }
         }
         passed += all;
         __syncthreads();
     }
     if (threadIdx.x == 0) {
-        a.steps[head] = step + 1, a.hit_counts[head] = k - missing, a.miss_counts[head] = missing;
-        atomicAdd(a.fetched, (u64)missing);
+        a.steps[head] = step + 1, a.miss_counts[head] = n_missing;
+        atomicAdd(a.fetched, (u64)n_missing);
     }
 }
 

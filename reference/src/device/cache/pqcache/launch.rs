@@ -1,14 +1,14 @@
 //! The launches of a step of a [`PqCache`].
 
 use cudarc::driver::CudaStream;
-use kv_gpu::svd::AttendArguments;
+use kv_gpu::pq::GatherAttendArguments;
 use kv_gpu::{AnyElement, DevicePtr};
 
 use super::index::KeysToEncode;
 use super::{PqCache, Shape};
 use crate::Result;
 use crate::device::Gpu;
-use crate::device::cache::{Chunk, DeviceCache, Rows};
+use crate::device::cache::{Chunk, DeviceCache, Rows, Sequences};
 use crate::side::Side;
 
 impl PqCache {
@@ -51,49 +51,42 @@ impl PqCache {
         self.index.encode(stream, layer, &keys)
     }
 
-    /// Brings the rows of a layer's chosen tokens behind the exact ones.
-    pub(super) fn fetch(&self, gpu: &Gpu, layer: usize) -> Result<()> {
-        let chosen = (self.scratch.tokens.pointer(), self.budget.counts());
-        let held = self.held.as_ref().map(|held| held.rows(layer));
-        self.store.fetch(gpu, layer, chosen, self.window.slots(layer), held)
-    }
-
-    /// Launches attention to the exact rows and the chosen ones behind them.
+    /// Launches the look-up of a layer's chosen tokens, and attention to them and to the exact rows.
     pub(super) fn launch_attend(
         &self,
         gpu: &Gpu,
         layer: usize,
+        sequences: &Sequences,
         queries: DevicePtr<AnyElement>,
         out: DevicePtr<AnyElement>,
     ) -> Result<()> {
+        let chosen = (self.scratch.tokens.pointer(), self.budget.counts());
+        let found = self.store.find(gpu, layer, chosen, self.window.slots(layer))?;
         let Rows { keys, values, capacity } = self.rows(layer);
-        let Shape { batch, heads, group, head_dim, .. } = self.shape;
-        let arguments = AttendArguments {
+        let Shape { batch, heads, group, head_dim, sinks, ring, most, .. } = self.shape;
+        let arguments = GatherAttendArguments {
             batch,
             heads,
             group,
             capacity,
             keys,
             values,
-            pages: None,
+            first_slot: sinks + ring,
+            exact_lengths: sequences.exact_lengths.pointer(),
+            counts: self.budget.ks(),
+            slots: found.slots,
+            list_len: most,
+            missing: found.missing,
             queries,
-            lengths: self.budget.attended(),
-            key_ranks: self.ranks.pointer(),
-            value_ranks: self.ranks.pointer(),
-            key_offsets: self.offsets.pointer(),
-            value_offsets: self.offsets.pointer(),
-            key_rank_sum: heads * head_dim,
-            value_rank_sum: heads * head_dim,
             scale: 1.0 / (head_dim as f32).sqrt(),
             out,
-            log_sum_exp: None,
             pdl: true,
             workspace: self.scratch.attend.pointer(),
         };
-        // SAFETY: the buffers have the lengths of `new`, ranks and offsets are those of full rank, and
-        // lengths are at most the capacity: where tokens are fetched, sinks and ring are full. `pq::Gather`,
-        // which runs before, writes rows, and they are read after the PDL wait; `StepBudget` has written the
-        // lengths.
+        // SAFETY: the buffers have the lengths of `new`; at most sinks and ring are exact, and `StepBudget`
+        // has written counts of at most `most`. The look-up, which runs before, writes slots that differ and
+        // are below the number of rows that stay, and writes neither lengths nor counts. Tokens are below
+        // `stored`, and this stream has written their rows to the host.
         Ok(unsafe { self.attend.launch(gpu.stream(), &arguments) }?)
     }
 }

@@ -51,20 +51,14 @@ struct LoadArguments {
     counts: Option<DevicePtr<u32>>,
     keys: DevicePtr<AnyElement>,
     values: DevicePtr<AnyElement>,
-    held_keys: Option<DevicePtr<AnyElement>>,
-    held_values: Option<DevicePtr<AnyElement>>,
-    slots: Option<DevicePtr<u32>>,
-    hits: Option<DevicePtr<u32>>,
-    hit_counts: Option<DevicePtr<u32>>,
     stored: u32,
     list_len: u32,
     count: u32,
     first_place: u32,
     capacity: u32,
-    held: u32,
 }
 
-const _: () = assert!(size_of::<StoreArguments>() == 72 && size_of::<LoadArguments>() == 112);
+const _: () = assert!(size_of::<StoreArguments>() == 72 && size_of::<LoadArguments>() == 72);
 
 impl Int8Rows {
     /// # Errors
@@ -165,30 +159,16 @@ impl Int8Rows {
     }
 
     /// Dequantizes the tokens of all sequences that `reuse` misses: see `RowStore::fetch`.
-    pub fn fetch(
-        &self,
-        gpu: &Gpu,
-        records: DevicePtr<u16>,
-        reuse: &Reuse,
-        out: Rows,
-        held: Option<Rows>,
-    ) -> Result<()> {
+    pub fn fetch(&self, gpu: &Gpu, records: DevicePtr<u16>, reuse: &Reuse, out: Rows) -> Result<()> {
         let StoreShape { batch, heads, most, .. } = self.shape;
-        let kept = held.map(|rows| reuse.held_rows(rows));
         let arguments = LoadArguments {
             tokens: Some(reuse.misses()),
-            places: Some(if held.is_some() { reuse.indices() } else { reuse.places() }),
+            places: Some(reuse.places()),
             counts: Some(reuse.miss_counts()),
-            held_keys: held.map(|rows| rows.keys),
-            held_values: held.map(|rows| rows.values),
-            slots: kept.map(|kept| kept.slots),
-            hits: kept.map(|kept| kept.hits),
-            hit_counts: kept.map(|kept| kept.hit_counts),
             list_len: most as u32,
-            held: held.map_or(0, |rows| rows.capacity as u32),
             ..self.load_arguments(records, out)
         };
-        self.launch_load(gpu, [batch * heads, if held.is_some() { 2 } else { 1 }], arguments)
+        self.launch_load(gpu, batch * heads, arguments)
     }
 
     /// Dequantizes the first `count` tokens of a sequence behind the sinks to rows of all its tokens;
@@ -200,7 +180,7 @@ impl Int8Rows {
             first_place: sinks as u32,
             ..self.load_arguments(records, rows)
         };
-        self.launch_load(gpu, [heads, 1], arguments)
+        self.launch_load(gpu, heads, arguments)
     }
 
     fn load_arguments(&self, records: DevicePtr<u16>, out: Rows) -> LoadArguments {
@@ -211,25 +191,18 @@ impl Int8Rows {
             counts: None,
             keys: out.keys,
             values: out.values,
-            held_keys: None,
-            held_values: None,
-            slots: None,
-            hits: None,
-            hit_counts: None,
             stored: self.shape.stored as u32,
             list_len: 0,
             count: 0,
             first_place: 0,
             capacity: out.capacity as u32,
-            held: 0,
         }
     }
 
-    /// Launches for (heads, misses alone or with the rows that are held).
-    fn launch_load(&self, gpu: &Gpu, [heads, parts]: [usize; 2], arguments: LoadArguments) -> Result<()> {
-        let grid = Grid::new([(self.blocks / heads).max(1), heads, parts])?;
-        // SAFETY: the structure is the kernel's argument. Tokens are below `stored`, and places and slots are
-        // rows that exist.
+    fn launch_load(&self, gpu: &Gpu, heads: usize, arguments: LoadArguments) -> Result<()> {
+        let grid = Grid::new([(self.blocks / heads).max(1), heads, 1])?;
+        // SAFETY: the structure is the kernel's argument. Tokens are below `stored`, and places are rows that
+        // exist.
         Ok(unsafe { self.load.launch(gpu.stream(), grid, THREADS, true, &arguments) }?)
     }
 }

@@ -1,9 +1,7 @@
-use kv_gpu::pq::HeldRows;
 use kv_gpu::{DevicePtr, Grid, Kernel};
 
 use super::StoreShape;
 use crate::Result;
-use crate::device::cache::Rows;
 use crate::device::memory::Buffer;
 use crate::device::{Gpu, programs};
 
@@ -17,20 +15,19 @@ const MOST_SPAN: usize = 1 << 18;
 /// A cache of the rows that recent steps have chosen, of those that have been chosen last (LRU).
 ///
 /// PQCache (arXiv 2407.12820, 3.4) keeps blocks of tokens, since its host looks them up and copies each at
-/// once. Here a kernel looks up single rows and copies them, and at equal memory single rows take half of the
-/// bytes that blocks take over the link (`benches/results/offload.md`).
+/// once. Here a kernel looks up single rows, and at equal memory single rows take half of the bytes that
+/// blocks take over the link (`benches/results/offload.md`).
 pub(super) struct Reuse {
     kernel: Kernel,
     entries: Buffer<[u32; 2]>, // (layer, parity of the step, heads of sequences, held): tokens and slots
     steps: Buffer<u32>,        // (layer, heads of sequences): so far; none makes all slots empty
     found_at: Buffer<u32>,     // (heads of sequences, held)
     slots: Buffer<u32>,        // (heads of sequences, most), as the lists below
-    hits: Buffer<u32>,
     misses: Buffer<u32>,
     indices: Buffer<u32>,
     places: Buffer<u32>,
-    hit_counts: Buffer<u32>, // (heads of sequences,)
-    miss_counts: Buffer<u32>,
+    missing: Buffer<u32>, // (heads of sequences, most / 32, rounded up): a bit for every token
+    miss_counts: Buffer<u32>, // (heads of sequences,)
     fetched: Buffer<u64>, // (1,)
     forced: f32,          // part of the tokens that misses; negative where the slots say it
     heads: usize,
@@ -47,8 +44,7 @@ struct ReuseArguments {
     entries: DevicePtr<[u32; 2]>,
     steps: DevicePtr<u32>,
     slots: DevicePtr<u32>,
-    hits: DevicePtr<u32>,
-    hit_counts: DevicePtr<u32>,
+    missing: DevicePtr<u32>,
     misses: DevicePtr<u32>,
     indices: DevicePtr<u32>,
     places: DevicePtr<u32>,
@@ -61,7 +57,7 @@ struct ReuseArguments {
     forced: f32,
 }
 
-const _: () = assert!(size_of::<ReuseArguments>() == 120);
+const _: () = assert!(size_of::<ReuseArguments>() == 112);
 
 impl Reuse {
     /// Empty slots for `held` rows of each head of every sequence, in every layer.
@@ -77,11 +73,10 @@ impl Reuse {
             steps: words(n_layers * heads)?,
             found_at: words(heads * held)?,
             slots: words(heads * most)?,
-            hits: words(heads * most)?,
             misses: words(heads * most)?,
             indices: words(heads * most)?,
             places: words(heads * most)?,
-            hit_counts: words(heads)?,
+            missing: words(heads * most.div_ceil(32))?,
             miss_counts: words(heads)?,
             fetched: Buffer::zeros(gpu, 1)?,
             forced: -1.0,
@@ -108,8 +103,7 @@ impl Reuse {
             entries: self.entries.pointer().offset(2 * layer * heads * held),
             steps: self.steps.pointer().offset(layer * heads),
             slots: self.slots.pointer(),
-            hits: self.hits.pointer(),
-            hit_counts: self.hit_counts.pointer(),
+            missing: self.missing.pointer(),
             misses: self.misses.pointer(),
             indices: self.indices.pointer(),
             places: self.places.pointer(),
@@ -141,26 +135,14 @@ impl Reuse {
         self.places.pointer()
     }
 
-    /// The index of each of them among the chosen tokens.
-    pub fn indices(&self) -> DevicePtr<u32> {
-        self.indices.pointer()
-    }
-
     /// How many each head has.
     pub fn miss_counts(&self) -> DevicePtr<u32> {
         self.miss_counts.pointer()
     }
 
-    /// The rows of the slots, of which a launch collects those of chosen tokens.
-    pub fn held_rows(&self, rows: Rows) -> HeldRows {
-        HeldRows {
-            keys: rows.keys.cast(),
-            values: rows.values.cast(),
-            len: rows.capacity,
-            slots: self.slots.pointer(),
-            hits: self.hits.pointer(),
-            hit_counts: self.hit_counts.pointer(),
-        }
+    /// For every chosen token a bit, whether it is one of them: (heads of sequences, most / 32, rounded up).
+    pub fn missing(&self) -> DevicePtr<u32> {
+        self.missing.pointer()
     }
 
     /// Rows that have been fetched so far.
@@ -183,9 +165,8 @@ impl Reuse {
 
     /// Bytes of device memory.
     pub fn bytes(&self) -> usize {
-        let lists = [&self.slots, &self.hits, &self.misses, &self.indices, &self.places];
-        let counts = [&self.hit_counts, &self.miss_counts];
-        let all = lists.into_iter().chain(counts).chain([&self.steps, &self.found_at]);
+        let lists = [&self.slots, &self.misses, &self.indices, &self.places, &self.missing];
+        let all = lists.into_iter().chain([&self.miss_counts, &self.steps, &self.found_at]);
         self.entries.bytes() + all.map(Buffer::bytes).sum::<usize>()
     }
 
