@@ -32,6 +32,7 @@ fn main() -> Result<()> {
         keys_out: keys.pointer.cast(),
         values_out: values.pointer.cast(),
         out_len: wanted.len(),
+        prefetch: None,
     };
     let gather = Gather::new(&gpu, dim * size_of::<f16>())?;
     // SAFETY: the buffers have the shapes that the arguments name, and live until the results are read.

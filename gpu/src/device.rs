@@ -22,6 +22,7 @@ pub struct Device {
     capability: (i32, i32),
     sm_count: usize,
     shared_memory: usize,
+    l2_bytes: usize,
     is_limited: bool,
     functions: Mutex<HashMap<(Program, &'static str), Slot>>,
     disk: Option<DiskCache>,
@@ -54,12 +55,14 @@ impl Device {
         let sm_count = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
         let shared_memory =
             attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?;
+        let l2_bytes = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE)?;
         Ok(Self {
             context,
             stream,
             capability,
             sm_count: sm_count as usize,
             shared_memory: shared_memory as usize,
+            l2_bytes: l2_bytes as usize,
             is_limited: false,
             functions: Mutex::default(),
             disk: None,
@@ -140,6 +143,12 @@ impl Device {
     #[must_use]
     pub const fn shared_memory(&self) -> usize {
         self.shared_memory
+    }
+
+    /// Bytes of the L2 cache.
+    #[must_use]
+    pub const fn l2_bytes(&self) -> usize {
+        self.l2_bytes
     }
 
     /// A kernel of a program, compiled on first use, with `shared` bytes of dynamic shared memory. Threads

@@ -21,7 +21,7 @@ pub use attend::{Attend, AttendArguments, AttendShape, ExactTokens, Pages};
 pub use attend_generic::{AttendGeneric, AttendGenericArguments, AttendGenericShape};
 pub use encode::{Encode, EncodeArguments, EncodeShape};
 pub use encode_generic::{EncodeGeneric, EncodeGenericArguments, EncodeGenericShape};
-pub use gather::{Gather, GatherArguments};
+pub use gather::{Gather, GatherArguments, Prefetch};
 pub use gather_attend::{GatherAttend, GatherAttendArguments, GatherAttendShape, MissingRows};
 pub use hybrid::{ExactRows, Hybrid, HybridArguments, HybridShape, RowIndex};
 pub use layout::{CodeLayout, Paging, Side, TILE};

@@ -7,7 +7,7 @@ mod common;
 
 use common::{Buffer, Random, SIDES, device, from_element, relative_error, to_element};
 use cudarc::driver::PinnedHostSlice;
-use kv_gpu::pq::{GatherAttend, GatherAttendArguments, GatherAttendShape, MissingRows};
+use kv_gpu::pq::{GatherAttend, GatherAttendArguments, GatherAttendShape, MissingRows, Prefetch};
 use kv_gpu::{Device, DevicePtr, Element, Error};
 
 /// Maximum relative error of an output vector, by element type: the rounding of weights and of the output.
@@ -156,6 +156,7 @@ impl Case {
                 head_rows: self.head_rows,
                 tokens: tokens.pointer(),
                 bits: bits.pointer(),
+                prefetch: Some(Prefetch { bytes: workspace.pointer(), len: workspace_len }),
             }),
             queries: queries.pointer().cast(),
             scale: 1.0 / (self.shape.dim as f32).sqrt(),

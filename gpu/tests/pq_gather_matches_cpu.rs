@@ -5,7 +5,7 @@
 mod common;
 
 use common::{Buffer, Random, SIDES, Side, device};
-use kv_gpu::pq::{Gather, GatherArguments};
+use kv_gpu::pq::{Gather, GatherArguments, Prefetch};
 use kv_gpu::{DevicePtr, Error};
 use pq_core::{BlockCache, Eviction};
 
@@ -88,6 +88,7 @@ fn hits_and_misses_become_the_rows() {
             keys_out: out[0].pointer(),
             values_out: out[1].pointer(),
             out_len: wanted_len,
+            prefetch: Some(Prefetch { bytes: out[0].pointer(), len: HEADS * wanted_len * row_bytes }),
         };
         let pinned = |side: Side| DevicePtr::new(host[side as usize].as_ptr().unwrap() as u64).unwrap();
         let launches = [

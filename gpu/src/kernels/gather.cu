@@ -1,7 +1,7 @@
 // Gathers rows by index, from device memory or, over PCIe, from pinned host memory.
 //
-// Compile-time shape: ROW_BYTES, a multiple of 16. Launch: grid (blocks, head, keys or values), THREADS threads, which
-// stride over the 16-byte chunks of all listed rows of the head. A thread has IN_FLIGHT loads of 16 bytes in flight:
+// Compile-time shape: ROW_BYTES, a multiple of 16. Launch: grid (blocks, head, 2 or 3: keys, values, and blocks that
+// prefetch), THREADS threads, which stride over the 16-byte chunks of all listed rows of the head. A thread has IN_FLIGHT loads of 16 bytes in flight:
 // over PCIe, the number of outstanding reads limits the throughput. Two blocks a multiprocessor are enough for that, and
 // leave room for the next kernel, which may start at once.
 #include "primitives_sm80.cuh"
@@ -17,11 +17,17 @@ struct Arguments {
     uint4* keys_out;     // [head][out_len][CHUNKS]
     uint4* values_out;
     u64 head_rows, list_len, out_len;
+    const u8* prefetch; // bytes for L2, which is idle while rows cross the link
+    u64 prefetch_len;
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, 8) gather(const Arguments a) {
     pdl_wait();
     pdl_trigger();
+    if (blockIdx.z == 2) {
+        const u64 block = blockIdx.y * gridDim.x + blockIdx.x, blocks = (u64)gridDim.y * gridDim.x;
+        return prefetch_global_l2(a.prefetch, a.prefetch_len, block * THREADS + threadIdx.x, blocks * THREADS);
+    }
     const u32 head = blockIdx.y;
     const bool is_values = blockIdx.z;
     const u32* rows = a.rows + head * a.list_len;

@@ -11,7 +11,8 @@
 //
 // The floor is the link: every missing row crosses it once. Each warp has 16 rows of both sides on their way, all
 // warps together many times what a link needs, so that attention hides behind it: rows that are on the device wait for
-// nothing, and few tiles are left when the last row arrives.
+// nothing, and few tiles are left when the last row arrives. Device memory is idle meanwhile, so blocks also prefetch
+// what later kernels read.
 //
 // The loop over tiles is that of svd_attend.cu, with one difference. As fragments of an mma, four lanes need 64 bytes
 // of a key at a time, but the link is read best in pieces of 128 bytes. So the eight lanes of two keys read a piece of
@@ -43,7 +44,9 @@ struct Arguments {
     u64 capacity, host_rows, list_len, first_slot;
     u32 heads; // of a sequence
     u32 group;
-    float scale; // factor of the scores, times log2(e)
+    float scale;        // factor of the scores, times log2(e)
+    const u8* prefetch; // bytes for L2
+    u64 prefetch_len;
 };
 
 extern __shared__ __align__(16) float shared[];
@@ -199,6 +202,10 @@ __device__ __forceinline__ void attend(const Arguments& a, const Head& head, u32
         loaded.load_keys(head.keys, place, g, l);
         loaded.load_values(head.values, place, g, l);
     }
+
+    const u64 block = blockIdx.y * gridDim.x + blockIdx.x, blocks = (u64)gridDim.y * gridDim.x;
+    if (blockIdx.z == 0)
+        prefetch_global_l2(a.prefetch, a.prefetch_len, block * THREADS + threadIdx.x, blocks * THREADS);
 
     // B fragments of query g: query[j][i] holds components 32 j + 8 l + 2 i and the next one.
     u32 query[2 * PIECES][4];

@@ -173,6 +173,10 @@ __device__ __forceinline__ void ld_nc_no_allocate(u32* to, const void* from) {
 __device__ __forceinline__ void prefetch_global_l2(const void* from) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
 }
+// The same for many bytes, of which each of `threads` threads takes lines of 128 in turn.
+__device__ __forceinline__ void prefetch_global_l2(const u8* from, u64 bytes, u64 thread, u64 threads) {
+    for (u64 at = 128 * thread; at < bytes; at += 128 * threads) prefetch_global_l2(from + at);
+}
 
 // A single 16-byte store. The compiler splits the assignment of a structure into four stores.
 __device__ __forceinline__ void st_global_v4(void* to, const u32 (&words)[4]) {

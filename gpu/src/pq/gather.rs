@@ -40,6 +40,18 @@ pub struct GatherArguments {
     pub values_out: DevicePtr<u8>,
     /// Capacity of the outputs of a head in rows.
     pub out_len: usize,
+    /// What later kernels read.
+    pub prefetch: Option<Prefetch>,
+}
+
+/// Device memory that kernels after this one read, such as the weights of the next product: it is brought into
+/// L2 while rows cross the link.
+#[derive(Clone, Copy, Debug)]
+pub struct Prefetch {
+    /// Bytes (`len`,).
+    pub bytes: DevicePtr<u8>,
+    /// How many: no more than L2 has room for.
+    pub len: usize,
 }
 
 /// `Arguments` of the kernel.
@@ -56,9 +68,11 @@ struct KernelArguments {
     head_rows: u64,
     list_len: u64,
     out_len: u64,
+    prefetch: Option<DevicePtr<u8>>,
+    prefetch_len: u64,
 }
 
-const _: () = assert!(size_of::<KernelArguments>() == 80);
+const _: () = assert!(size_of::<KernelArguments>() == 96);
 
 /// Collects the keys and values of selected tokens.
 ///
@@ -116,7 +130,11 @@ impl Gather {
         }
         let parts = a.list_len.saturating_mul(self.row_bytes / 16);
         let blocks = parts.div_ceil(THREADS).min((self.blocks / (2 * a.heads)).max(1));
-        let grid = OPERATION.grid(&[("blocks", blocks), ("heads", a.heads), ("sides", 2)])?;
+        let grid = OPERATION.grid(&[
+            ("blocks", blocks),
+            ("heads", a.heads),
+            ("parts", if a.prefetch.is_some() { 3 } else { 2 }),
+        ])?;
         let kernel_arguments = KernelArguments {
             keys: a.keys,
             values: a.values,
@@ -128,6 +146,8 @@ impl Gather {
             head_rows: a.head_rows as u64,
             list_len: a.list_len as u64,
             out_len: a.out_len as u64,
+            prefetch: a.prefetch.map(|prefetch| prefetch.bytes),
+            prefetch_len: a.prefetch.map_or(0, |prefetch| prefetch.len as u64),
         };
         // SAFETY: the structure is the kernel's argument; the caller upholds the contract of its pointers.
         unsafe { self.kernel.launch(stream, grid, THREADS as u32, true, &kernel_arguments) }

@@ -4,6 +4,7 @@ use crate::compile::source;
 use crate::device::Kernel;
 use crate::launch::Operation;
 use crate::pointer::{AnyElement, DevicePtr};
+use crate::pq::Prefetch;
 use crate::{Device, Element, Error, Program};
 
 /// `QUERIES`, `TILE` and `WARPS` of the kernel.
@@ -111,6 +112,8 @@ pub struct MissingRows {
     /// `u32` (batch, heads, `list_len.div_ceil(32)`): for every chosen token, from the lowest bit on, whether
     /// its row is missing.
     pub bits: DevicePtr<u32>,
+    /// What later kernels read.
+    pub prefetch: Option<Prefetch>,
 }
 
 /// `Arguments` of the kernel.
@@ -137,9 +140,11 @@ struct KernelArguments {
     heads: u32,
     group: u32,
     scale: f32,
+    prefetch: Option<DevicePtr<u8>>,
+    prefetch_len: u64,
 }
 
-const _: () = assert!(size_of::<KernelArguments>() == 152);
+const _: () = assert!(size_of::<KernelArguments>() == 168);
 
 /// Decode attention to exact rows and chosen ones, where chosen rows that are missing come from pinned host
 /// memory: `pq_core::attend_exact_into` of both.
@@ -212,6 +217,7 @@ impl GatherAttend {
         let most_tiles = a.first_slot.saturating_add(a.list_len).div_ceil(TILE);
         let splits = (self.sm_count / entries).min(most_tiles.div_ceil(LEAST_TILES)).max(1);
         let heads = a.batch.saturating_mul(a.heads);
+        let prefetch = a.missing.and_then(|missing| missing.prefetch);
         let slices = a.group.div_ceil(QUERIES);
         let grid = OPERATION.grid(&[("splits", splits), ("heads", heads), ("slices of a group", slices)])?;
         let kernel_arguments = KernelArguments {
@@ -235,6 +241,8 @@ impl GatherAttend {
             heads: OPERATION.in_32_bits("heads", a.heads)?,
             group: OPERATION.in_32_bits("query heads", a.group)?,
             scale: a.scale * std::f32::consts::LOG2_E,
+            prefetch: prefetch.map(|prefetch| prefetch.bytes),
+            prefetch_len: prefetch.map_or(0, |prefetch| prefetch.len as u64),
         };
         // SAFETY: the structure is the kernel's argument; the caller upholds the contract of its pointers.
         unsafe { self.kernel.launch(stream, grid, 32 * WARPS as u32, a.pdl, &kernel_arguments) }

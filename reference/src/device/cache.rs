@@ -18,7 +18,7 @@ mod turns;
 mod window;
 mod zack;
 
-use kv_gpu::pq::Pages;
+use kv_gpu::pq::{Pages, Prefetch};
 use kv_gpu::{AnyElement, DevicePtr, Element};
 
 pub use cachegen::CacheGenCache;
@@ -125,6 +125,10 @@ pub trait DeviceCache: ChunkCache {
         queries: DevicePtr<AnyElement>,
         out: DevicePtr<AnyElement>,
     ) -> Result<()>;
+
+    /// Tells what is read after the attention of each layer, the weights of a product: a cache whose attention
+    /// waits for a link brings them into L2 meanwhile.
+    fn followed_by(&mut self, _gpu: &Gpu, _reads: &[Prefetch]) {}
 
     /// Makes all sequences empty.
     ///

@@ -10,6 +10,7 @@ use std::sync::Arc;
 
 use cudarc::driver::CudaGraph;
 use kv_gpu::Kernel;
+use kv_gpu::pq::Prefetch;
 
 use super::cache::{DeviceCache, Sequences};
 use super::gemv::{Gemv, GemvShape, Input, MOST_COLUMNS, Output};
@@ -87,7 +88,7 @@ impl Decoder {
     pub fn new(
         gpu: Arc<Gpu>,
         weights: Arc<Weights>,
-        cache: Box<dyn DeviceCache>,
+        mut cache: Box<dyn DeviceCache>,
         batch: usize,
     ) -> Result<Self> {
         let _purpose = Allocating::new("steps");
@@ -108,6 +109,8 @@ impl Decoder {
             down: gemv(inner, Input::Elements, Output::Add)?,
             output: gemv(hidden, Input::Residual, Output::Store)?,
         };
+        let reads: Vec<Prefetch> = weights.layers.iter().map(|layer| layer.o.read()).collect();
+        cache.followed_by(&gpu, &reads);
         let words = |n| Buffer::<u32>::zeros(&gpu, n);
         let (floats, halves) = (|n| Buffer::<f32>::zeros(&gpu, n), |n| Buffer::<u16>::zeros(&gpu, n));
         let rope = Rope::new(config, cache.room().capacity);

@@ -1,5 +1,6 @@
 //! The weights of a model on the device, packed for the products of a decode step.
 
+use kv_gpu::pq::Prefetch;
 use kv_gpu::{DevicePtr, Element, Grid, Kernel};
 
 use super::ledger::Allocating;
@@ -48,6 +49,11 @@ pub(crate) struct Packed {
 impl Packed {
     fn bytes(&self) -> usize {
         self.weight.bytes()
+    }
+
+    /// What its product reads.
+    pub fn read(&self) -> Prefetch {
+        Prefetch { bytes: self.weight.pointer().cast(), len: self.bytes() }
     }
 }
 

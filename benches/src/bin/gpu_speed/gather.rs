@@ -45,6 +45,7 @@ pub fn run(watch: &Stopwatch) {
         keys_out: watch.pointer(&keys_out),
         values_out: watch.pointer(&values_out),
         out_len: WANTED,
+        prefetch: None,
     };
     let gather = Gather::new(&watch.gpu, ROW).unwrap();
     // SAFETY: the buffers have the shapes that the arguments require, and outlive the graph.

@@ -1,4 +1,6 @@
-use kv_gpu::pq::{ErrorBound, ExactRows, ExactTokens, Hybrid, HybridArguments, HybridShape, RowIndex, TILE};
+use kv_gpu::pq::{
+    ErrorBound, ExactRows, ExactTokens, Hybrid, HybridArguments, HybridShape, Prefetch, RowIndex, TILE,
+};
 use kv_gpu::{AnyElement, DevicePtr, Element};
 use pq_core::GroupRule;
 
@@ -309,6 +311,10 @@ impl DeviceCache for HybridCache {
 
     fn fetched_row_bytes(&self) -> usize {
         self.store.pair_bytes()
+    }
+
+    fn followed_by(&mut self, gpu: &Gpu, reads: &[Prefetch]) {
+        self.store.followed_by(gpu, reads);
     }
 
     fn force_hits(&mut self, share: f32) {

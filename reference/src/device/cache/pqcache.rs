@@ -2,7 +2,7 @@ mod index;
 mod launch;
 mod train;
 
-use kv_gpu::pq::{GatherAttend, GatherAttendShape, TrainShape};
+use kv_gpu::pq::{GatherAttend, GatherAttendShape, Prefetch, TrainShape};
 use kv_gpu::{AnyElement, DevicePtr, Element};
 use pq_core::{CodebookBuf, PqShape};
 
@@ -195,6 +195,10 @@ impl DeviceCache for PqCache {
 
     fn encode_synchronously(&mut self) {
         self.turns.asynchronous = false;
+    }
+
+    fn followed_by(&mut self, gpu: &Gpu, reads: &[Prefetch]) {
+        self.store.followed_by(gpu, reads);
     }
 
     fn background_shared_memory(&self) -> usize {

@@ -2,7 +2,7 @@ mod int8;
 mod reuse;
 
 use cudarc::driver::CudaStream;
-use kv_gpu::pq::{Gather, GatherArguments, MissingRows};
+use kv_gpu::pq::{Gather, GatherArguments, MissingRows, Prefetch};
 use kv_gpu::{AnyElement, DevicePtr, Element, Grid, Kernel};
 use rayon::prelude::*;
 
@@ -68,6 +68,7 @@ struct HostRows {
     layers: Vec<HostBuffer<u16>>, // as on the device, or records
     reuse: Reuse,
     form: HostForm,
+    followed_by: Vec<Prefetch>, // of each layer: what the next product reads, up to the part of L2 that takes it
 }
 
 enum HostForm {
@@ -120,6 +121,9 @@ const _: () = assert!(size_of::<CopyArguments>() == 56);
 /// Blocks of each head that store the rows of a chunk, next to the model's kernels.
 const CHUNK_BLOCKS: usize = 16;
 
+/// The part of L2 that what is prefetched may take: rows and the queries of attention need little.
+const L2_SHARE: (usize, usize) = (2, 3);
+
 impl RowStore {
     /// An empty store; `held` rows of a head stay on the device, at least as many as a step chooses.
     ///
@@ -145,6 +149,7 @@ impl RowStore {
                     RowHome::HostInt8 => HostForm::Int8(Int8Rows::new(gpu, element, shape)?),
                     _ => HostForm::Exact(Gather::new(&gpu.device, row_bytes)?),
                 },
+                followed_by: vec![],
             }))
         };
         Ok(Self {
@@ -225,12 +230,13 @@ impl RowStore {
         out: Rows,
     ) -> Result<()> {
         let Memory::Host(host) = &self.rows else { return Ok(()) };
-        let HostRows { reuse, form, .. } = &**host;
+        let HostRows { reuse, form, followed_by, .. } = &**host;
+        let prefetch = followed_by.get(layer).copied();
         reuse.launch(gpu, layer, tokens, counts)?;
         let gather = match form {
             HostForm::Exact(gather) => gather,
             HostForm::Int8(int8) => {
-                return int8.fetch(gpu, host.layers[layer].pointer(), reuse, out);
+                return int8.fetch(gpu, host.layers[layer].pointer(), reuse, out, prefetch);
             }
         };
         let arguments = GatherArguments {
@@ -245,6 +251,7 @@ impl RowStore {
             keys_out: out.keys.cast(),
             values_out: out.values.cast(),
             out_len: out.capacity,
+            prefetch,
         };
         // SAFETY: the buffers have the lengths of `new`; slots are below the number of rows that stay, and
         // differ. Tokens are below `stored`, and this stream has written their rows to the host.
@@ -275,6 +282,7 @@ impl RowStore {
                     head_rows: self.shape.stored,
                     tokens,
                     bits: host.reuse.missing(),
+                    prefetch: host.followed_by.get(layer).copied(),
                 })
             }
             HostForm::Int8(_) => {
@@ -283,6 +291,14 @@ impl RowStore {
             }
         };
         Ok(Found { slots: host.reuse.slots(), missing })
+    }
+
+    /// Takes what is read after each layer's attention, which is brought into L2 while rows arrive.
+    pub fn followed_by(&mut self, gpu: &Gpu, reads: &[Prefetch]) {
+        let Memory::Host(host) = &mut self.rows else { return };
+        let most = gpu.device.l2_bytes() * L2_SHARE.0 / L2_SHARE.1;
+        let at_most = |&Prefetch { bytes, len }: &Prefetch| Prefetch { bytes, len: len.min(most) };
+        host.followed_by = reads.iter().map(at_most).collect();
     }
 
     /// The slot of every token that was fetched last, (batch, heads, most); none where rows are read in the

@@ -1,4 +1,5 @@
 use cudarc::driver::CudaStream;
+use kv_gpu::pq::Prefetch;
 use kv_gpu::{AnyElement, DevicePtr, Element, Grid, Kernel};
 
 use super::reuse::Reuse;
@@ -51,6 +52,8 @@ struct LoadArguments {
     counts: Option<DevicePtr<u32>>,
     keys: DevicePtr<AnyElement>,
     values: DevicePtr<AnyElement>,
+    prefetch: Option<DevicePtr<u8>>,
+    prefetch_len: u64,
     stored: u32,
     list_len: u32,
     count: u32,
@@ -58,7 +61,7 @@ struct LoadArguments {
     capacity: u32,
 }
 
-const _: () = assert!(size_of::<StoreArguments>() == 72 && size_of::<LoadArguments>() == 72);
+const _: () = assert!(size_of::<StoreArguments>() == 72 && size_of::<LoadArguments>() == 88);
 
 impl Int8Rows {
     /// # Errors
@@ -159,13 +162,22 @@ impl Int8Rows {
     }
 
     /// Dequantizes the tokens of all sequences that `reuse` misses: see `RowStore::fetch`.
-    pub fn fetch(&self, gpu: &Gpu, records: DevicePtr<u16>, reuse: &Reuse, out: Rows) -> Result<()> {
+    pub fn fetch(
+        &self,
+        gpu: &Gpu,
+        records: DevicePtr<u16>,
+        reuse: &Reuse,
+        out: Rows,
+        prefetch: Option<Prefetch>,
+    ) -> Result<()> {
         let StoreShape { batch, heads, most, .. } = self.shape;
         let arguments = LoadArguments {
             tokens: Some(reuse.misses()),
             places: Some(reuse.places()),
             counts: Some(reuse.miss_counts()),
             list_len: most as u32,
+            prefetch: prefetch.map(|prefetch| prefetch.bytes),
+            prefetch_len: prefetch.map_or(0, |prefetch| prefetch.len as u64),
             ..self.load_arguments(records, out)
         };
         self.launch_load(gpu, batch * heads, arguments)
@@ -191,6 +203,8 @@ impl Int8Rows {
             counts: None,
             keys: out.keys,
             values: out.values,
+            prefetch: None,
+            prefetch_len: 0,
             stored: self.shape.stored as u32,
             list_len: 0,
             count: 0,
@@ -200,7 +214,8 @@ impl Int8Rows {
     }
 
     fn launch_load(&self, gpu: &Gpu, heads: usize, arguments: LoadArguments) -> Result<()> {
-        let grid = Grid::new([(self.blocks / heads).max(1), heads, 1])?;
+        let parts = if arguments.prefetch.is_some() { 2 } else { 1 };
+        let grid = Grid::new([(self.blocks / heads).max(1), heads, parts])?;
         // SAFETY: the structure is the kernel's argument. Tokens are below `stored`, and places are rows that
         // exist.
         Ok(unsafe { self.load.launch(gpu.stream(), grid, THREADS, true, &arguments) }?)
