@@ -32,7 +32,7 @@ class Bench:
     def run(self, command, *arguments):
         with tempfile.NamedTemporaryFile() as file:
             subprocess.run(
-                [self.kv, command, *self.options, "--json", file.name, *arguments],
+                [self.kv, command, "--device", "cpu", *self.options, "--json", file.name, *arguments],
                 check=True,
                 stdout=subprocess.DEVNULL,
             )

@@ -10,7 +10,7 @@ mod support;
 use std::sync::Arc;
 
 use kv_gpu::Element;
-use kv_reference::device::{Decoder, Weights, method_cache, profile_clustering};
+use kv_reference::device::{Decoder, DeviceClustering, Weights, method_cache, profile_clustering};
 use kv_reference::eval::score_text;
 use kv_reference::method::{Method, Prepared};
 use kv_reference::model::Rope;
@@ -91,6 +91,31 @@ fn iterations_follow_from_the_times_of_the_device() {
     let mut decoder = decoder(&gpu, &model, &spec, &Profile::default(), 1, 1700);
     decoder.prefill(&[tokens[..1500].to_vec()], 2048).unwrap();
     decoder.step().unwrap();
+}
+
+/// What `kv cost` measures on a device is in the file that `iterations=FILE` reads there.
+#[test]
+fn measured_times_are_those_that_iterations_follow() {
+    let Some(gpu) = gpu("clustering cost") else { return };
+    let (config, folder) = (&model().0.config, tempfile::tempdir().unwrap());
+    let file = folder.path().join("cost.json");
+    let measure = |method: &str, lengths: &[usize]| {
+        DeviceClustering::measure(&gpu, &method.parse().unwrap(), config, lengths)
+    };
+    let measured = measure("pqcache", &[512, 1024, 2048]).unwrap();
+    assert!(measured.times.iter().map(|at| at.tokens).eq([512, 1024, 2048]));
+    assert!((1..=25).contains(&measured.iterations(1024)));
+    assert!(measured.write_beside(&file).unwrap().exists());
+    let method: Method = format!("pqcache:iterations={}", file.display()).parse().unwrap();
+    assert_eq!(profile_clustering(&gpu, &method, config).unwrap(), None, "there is a file");
+    for (method, lengths) in [
+        ("dense", &[512, 1024, 2048][..]),
+        ("pqcache", &[255, 1024, 2048]),
+        ("pqcache", &[512, 1024]),
+        ("pqcache", &[]),
+    ] {
+        assert!(measure(method, lengths).is_err(), "{method}, {lengths:?}");
+    }
 }
 
 #[test]

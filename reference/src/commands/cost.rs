@@ -1,16 +1,23 @@
 use std::path::PathBuf;
+#[cfg(feature = "cuda")]
+use std::sync::Arc;
 
 use clap::Args;
 use comfy_table::{CellAlignment, Table, presets};
 use kv_reference::Result;
+#[cfg(feature = "cuda")]
+use kv_reference::device::{DeviceClustering, Gpu, LayerTimes};
 use kv_reference::method::Method;
-use kv_reference::method::cost::ClusteringProfile;
+use kv_reference::method::cost::{ClusteringProfile, PrefillTimes};
+#[cfg(feature = "cuda")]
+use kv_reference::model::Config;
 
+use super::device::DeviceArgs;
 use super::{Files, JsonArgs, ModelArgs, Stdout, TextArgs, distinct};
 
 #[derive(Args)]
 #[command(
-    after_help = "Example:\n  kv cost --method pqcache:code=2x6 --json cost.json\n  kv compare --methods pqcache:code=2x6:iterations=cost.json"
+    after_help = "Example:\n  kv cost --method pqcache:code=2x6 --json cost.json\n  kv compare --methods pqcache:code=2x6:iterations=cost.json\n\nThe times of a GPU go to a file beside that of --json, which iterations= reads there; they need no text and write no rows."
 )]
 pub struct Cost {
     #[command(flatten)]
@@ -27,6 +34,8 @@ pub struct Cost {
     #[arg(long, value_name = "FOLDER", default_value = ".")]
     offload: PathBuf,
     #[command(flatten)]
+    device: DeviceArgs,
+    #[command(flatten)]
     json: JsonArgs,
 }
 
@@ -36,41 +45,66 @@ impl Cost {
         let mut files = Files::default();
         files.reads("--model", &self.model.path());
         files.reads("--text", &self.text.path());
-        let json = files.writes("--json", self.json.json)?;
+        let json = files.writes("--json", self.json.json.clone())?;
         let model = self.model.load()?;
+        #[cfg(feature = "cuda")]
+        if let Some(gpu) = self.device.gpu()? {
+            match self.on_device(&Arc::new(gpu), &model.config, out) {
+                Err(e) if self.device.falls_back(&e) => {}
+                done => return done,
+            }
+        }
+        #[cfg(not(feature = "cuda"))]
+        self.device.check()?;
         let shape = self.method.prompt_quantizer(&model.config)?;
         let (_, tokens) = self.text.tokens(&model)?;
         let profile = ClusteringProfile::measure(&model, &tokens, &self.lengths, shape, &self.offload)?;
         out.print(format_args!("{}\n", table(&profile)));
         json.write_json(&profile)
     }
+
+    #[cfg(feature = "cuda")]
+    fn on_device(&self, gpu: &Arc<Gpu>, config: &Config, out: &mut Stdout) -> Result<()> {
+        let profile = DeviceClustering::measure(gpu, &self.method, config, &self.lengths)?;
+        out.print(format_args!("{}\n", device_table(&profile)));
+        let Some(json) = &self.json.json else { return Ok(()) };
+        let path = profile.write_beside(json)?;
+        out.print(format_args!("The device's times are now in {}.\n", path.display()));
+        Ok(())
+    }
+}
+
+fn ms(seconds: f64) -> String {
+    format!("{:.3}", 1000.0 * seconds)
 }
 
 /// Milliseconds by length, and the iterations that follow from the fit.
 fn table(profile: &ClusteringProfile) -> Table {
+    let header =
+        ["tokens", "layer ms", "offload ms", "iteration ms", "iterations", "in turn ms", "overlapped ms"];
+    let row = |at: &PrefillTimes| {
+        let iterations = profile.iterations(at.tokens).to_string();
+        let [layer, offload, iteration] = [at.layer, at.offload, at.iteration].map(ms);
+        [at.tokens.to_string(), layer, offload, iteration, iterations, ms(at.in_turn), ms(at.overlapped)]
+    };
+    of_rows(header, profile.times.iter().map(row))
+}
+
+/// The same of a GPU.
+#[cfg(feature = "cuda")]
+fn device_table(profile: &DeviceClustering) -> Table {
+    let row = |at: &LayerTimes| {
+        let iterations = profile.iterations(at.tokens).to_string();
+        [at.tokens.to_string(), ms(at.layer), ms(at.iteration), iterations]
+    };
+    of_rows(["tokens", "layer ms", "iteration ms", "iterations"], profile.times.iter().map(row))
+}
+
+fn of_rows<const N: usize>(header: [&str; N], rows: impl Iterator<Item = [String; N]>) -> Table {
     let mut table = Table::new();
     table.load_preset(presets::NOTHING);
-    table.set_header([
-        "tokens",
-        "layer ms",
-        "offload ms",
-        "iteration ms",
-        "iterations",
-        "in turn ms",
-        "overlapped ms",
-    ]);
-    for at in &profile.times {
-        let ms = |seconds: f64| format!("{:.3}", 1000.0 * seconds);
-        table.add_row([
-            at.tokens.to_string(),
-            ms(at.layer),
-            ms(at.offload),
-            ms(at.iteration),
-            profile.iterations(at.tokens).to_string(),
-            ms(at.in_turn),
-            ms(at.overlapped),
-        ]);
-    }
+    table.set_header(header);
+    table.add_rows(rows);
     table.column_iter_mut().for_each(|column| column.set_cell_alignment(CellAlignment::Right));
     table
 }

@@ -22,7 +22,7 @@ use crate::{Error, Result, files};
 /// it comes on top, unlike in PQCache, whose host trains.
 const SHARE: f64 = 1.0 / 16.0;
 
-/// Tokens of a prompt whose layers are timed.
+/// Tokens of the prompts whose layers are timed, where nobody says it.
 const LENGTHS: [usize; 4] = [1024, 2048, 4096, 8192];
 
 /// Layers of the model that is timed, and its vocabulary: the products of a layer dwarf what is outside.
@@ -33,15 +33,16 @@ const VOCABULARY: usize = 512;
 const ITERATIONS: usize = 8;
 const RUNS: usize = 3;
 
-/// The times of one device, for layers and a quantizer of one shape.
+/// The times of one device, for layers and a quantizer of one shape, as a file keeps them.
 ///
 /// # Source
 /// PQCache (arXiv 2407.12820), 3.3.
 #[derive(Debug, Serialize, Deserialize)]
-pub(crate) struct DeviceClustering {
+pub struct DeviceClustering {
     device: String,
     shape: Shape,
-    times: Vec<LayerTimes>,
+    /// What was measured.
+    pub times: Vec<LayerTimes>,
     iteration: [f64; 2],
     layer: [f64; 3],
 }
@@ -60,10 +61,13 @@ struct Shape {
 
 /// Seconds at one length of the prompt.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
-struct LayerTimes {
-    tokens: usize,
-    layer: f64,
-    iteration: f64, // over all heads of a layer, with a key of each token
+pub struct LayerTimes {
+    /// Tokens of the prompt.
+    pub tokens: usize,
+    /// A layer of the prompt.
+    pub layer: f64,
+    /// An iteration of k-means over all heads of a layer, with a key of each token.
+    pub iteration: f64,
 }
 
 impl Shape {
@@ -101,10 +105,50 @@ pub fn profile_clustering(gpu: &Arc<Gpu>, method: &Method, config: &Config) -> R
         Err(Error::Io { .. }) if !path.exists() => String::new(),
         Err(e) => format!(", since {e}"),
     };
-    let measured = measure(gpu, config, element, (name, shape), retrieval.quantizer)?;
-    let json = serde_json::to_vec_pretty(&measured).map_err(|e| Error::file(&path, e))?;
-    files::write_atomically(&path, &json)?;
+    measure(gpu, config, element, (name, shape), retrieval.quantizer, &LENGTHS)?.write(&path)?;
     Ok(Some(format!("the device's times of layers and clustering are now in {}{why}", path.display())))
+}
+
+impl DeviceClustering {
+    /// Measures layers of a model's shape, and the training of a method's codebooks, on prompts of these
+    /// lengths.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for a method that trains nothing on the prompt, for what the device does not take,
+    /// and for prompts that have fewer tokens than a code has values; those of running a model; of `pq-core`
+    /// for lengths that are too few or too near for a fit.
+    pub fn measure(gpu: &Arc<Gpu>, method: &Method, config: &Config, lengths: &[usize]) -> Result<Self> {
+        let quantizer = method.prompt_quantizer(config)?;
+        Weights::check(config)?;
+        let of = (device_name(gpu)?, Shape::new(config, quantizer));
+        measure(gpu, config, method.device_element()?, of, quantizer, lengths)
+    }
+
+    /// The iterations over `n` tokens with which a prompt of as many trains, from 1 to 25.
+    #[must_use]
+    pub fn iterations(&self, n: usize) -> usize {
+        self.cost().of(n)
+    }
+
+    /// Writes the file that `iterations=FILE` reads on this device: it is beside `file`. Returns its path.
+    ///
+    /// # Errors
+    /// Those of writing it.
+    pub fn write_beside(&self, file: &Path) -> Result<PathBuf> {
+        let path = beside(file, &self.device, &self.shape);
+        self.write(&path)?;
+        Ok(path)
+    }
+
+    fn write(&self, path: &Path) -> Result<()> {
+        let json = serde_json::to_vec_pretty(self).map_err(|e| Error::file(path, e))?;
+        files::write_atomically(path, &json)
+    }
+
+    fn cost(&self) -> Resolved {
+        let layer = self.layer.map(|c| SHARE * c);
+        Resolved::Cost(ClusteringCost { iteration: self.iteration, layer })
+    }
 }
 
 /// The iterations with which a method trains on a device; none where it trains nothing.
@@ -117,9 +161,7 @@ pub(super) fn iterations(gpu: &Gpu, config: &Config, retrieval: &Retrieval) -> R
         Some(Iterations::Count(count)) => Resolved::Count(*count),
         Some(Iterations::Profile(path)) => {
             let (name, shape) = (device_name(gpu)?, Shape::new(config, retrieval.quantizer));
-            let DeviceClustering { iteration, layer, .. } =
-                load(&beside(path, &name, &shape), &name, &shape)?;
-            Resolved::Cost(ClusteringCost { iteration, layer: layer.map(|c| SHARE * c) })
+            load(&beside(path, &name, &shape), &name, &shape)?.cost()
         }
     }))
 }
@@ -155,8 +197,13 @@ fn measure(
     element: Element,
     (device, shape): (String, Shape),
     quantizer: PqShape,
+    lengths: &[usize],
 ) -> Result<DeviceClustering> {
-    let longest = LENGTHS[LENGTHS.len() - 1];
+    let longest = lengths.iter().copied().max().unwrap_or(0);
+    if let Some(short) = lengths.iter().find(|&&n| n < quantizer.ksub()) {
+        let values = quantizer.ksub();
+        return Err(Error::Argument(format!("{short} tokens train no codes of {values} values")));
+    }
     let config = Config {
         n_layers: LAYERS,
         vocab_size: VOCABULARY,
@@ -170,8 +217,8 @@ fn measure(
     let weights = Arc::new(Weights::hashed(gpu, config.clone(), element)?);
     let cache = DenseCache::new(gpu, &config, element, 1, longest + 1)?;
     let mut decoder = Decoder::new(gpu.clone(), weights, Box::new(cache), 1)?;
-    let training = Training::new(gpu, &config, element, quantizer)?;
-    let times = LENGTHS.map(|tokens| -> Result<LayerTimes> {
+    let training = Training::new(gpu, &config, element, quantizer, longest)?;
+    let times = lengths.iter().map(|&tokens| -> Result<LayerTimes> {
         let prompt: Vec<u32> = (0..tokens).map(|i| (i % VOCABULARY) as u32).collect();
         let layers = fastest(gpu, || {
             decoder.clear()?;
@@ -182,7 +229,7 @@ fn measure(
         let iteration = (all - one).max(0.0) / ITERATIONS as f64;
         Ok(LayerTimes { tokens, layer: layers / LAYERS as f64, iteration })
     });
-    let times = times.into_iter().collect::<Result<Vec<_>>>()?;
+    let times = times.collect::<Result<Vec<_>>>()?;
     let of = |time: fn(&LayerTimes) -> f64| -> Vec<(usize, f64)> {
         times.iter().map(|at| (at.tokens, time(at))).collect()
     };
@@ -199,12 +246,13 @@ struct Training {
     centroids: Buffer<f32>,
     workspace: Buffer<u8>,
     heads: usize,
+    head_len: usize, // elements of a head's keys
     head_dim: usize,
 }
 
 impl Training {
-    fn new(gpu: &Gpu, config: &Config, element: Element, quantizer: PqShape) -> Result<Self> {
-        let (heads, head_dim, longest) = (config.n_kv_heads, config.head_dim, LENGTHS[LENGTHS.len() - 1]);
+    fn new(gpu: &Gpu, config: &Config, element: Element, quantizer: PqShape, longest: usize) -> Result<Self> {
+        let (heads, head_dim) = (config.n_kv_heads, config.head_dim);
         let train = Train::new(&gpu.device, TrainShape { quantizer, element: element.into() })?;
         let key = |i| match (hashed(0, i, 1.0), element) {
             (x, Element::F16) => f16::from_f32(x).to_bits(),
@@ -218,6 +266,7 @@ impl Training {
             workspace: Buffer::zeros(gpu, train.workspace_len(heads, longest))?,
             train,
             heads,
+            head_len: longest * head_dim,
             head_dim,
         })
     }
@@ -227,7 +276,7 @@ impl Training {
             sets: self.heads,
             n,
             vectors: self.keys.pointer().cast(),
-            strides: [LENGTHS[LENGTHS.len() - 1] * self.head_dim, self.head_dim],
+            strides: [self.head_len, self.head_dim],
             starts: Some(self.starts.pointer()),
             centroids: self.centroids.pointer(),
             errors: None,
