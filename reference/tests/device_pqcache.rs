@@ -16,8 +16,8 @@ use kv_reference::method::{Method, Prepared};
 use kv_reference::model::Rope;
 use kv_reference::{Error, Profile, forward};
 use support::{
-    batches_generate_what_sequences_do, cosine, decoder, divergence, diverges_as_on_the_cpu, equals_dense,
-    gpu, model, profile, prompts_in_chunks_are_whole_prompts, teacher_forced,
+    batches_generate_what_sequences_do, decoder, divergence, diverges_as_on_the_cpu, equals_dense, gpu,
+    model, profile, prompts_in_chunks_are_whole_prompts, teacher_forced,
 };
 
 #[test]
@@ -151,11 +151,9 @@ fn rows_that_stay_are_those_that_would_be_fetched() {
         (teacher_forced(&mut decoder, run), decoder.fetched_rows().unwrap())
     };
     let ((reused, few), (fetched, all)) = (logits(false), logits(true));
-    let worst = reused.iter().zip(&fetched).map(|(a, b)| cosine(a, b)).fold(1.0, f64::min);
-    let top1 = divergence(&reused, &fetched, run).top1();
-    println!("{few} of {all} rows fetched: cosine {worst:.6}, top-1 {top1:.4}");
+    println!("{few} of {all} rows fetched");
     assert!(few > 0 && few < all, "{few} of {all}");
-    assert!(worst >= 0.99 && top1 >= 0.98, "cosine {worst}, top-1 {top1}");
+    assert!(reused == fetched, "other logits");
 }
 
 /// Rows that miss, over all layers and heads, are as many as in the CPU's cache of blocks of one token.
@@ -182,16 +180,14 @@ fn rows_stay_that_have_been_chosen_last() {
         let logits = teacher_forced(&mut decoder, run);
         (logits, decoder.fetched_rows().unwrap())
     };
-    let (last_step, apart) = (on_device(0), on_device(65));
+    let last_step = on_device(0);
     for held in [64, 96, 128, 256] {
         let ((logits, fetched), expected) = (on_device(held), on_cpu(held));
-        let worst = logits.iter().zip(&last_step.0).map(|(a, b)| cosine(a, b)).fold(1.0, f64::min);
-        println!("{held} rows stay: {fetched} fetched, {expected} on the CPU; cosine {worst:.6}");
+        println!("{held} rows stay: {fetched} fetched, {expected} on the CPU");
         assert!((fetched as f64 / expected as f64 - 1.0).abs() < 0.05, "{held}: {fetched} and {expected}");
-        assert!(worst >= 0.99, "{held}: cosine {worst}");
         assert!(held == 64 || fetched < last_step.1, "{held}: {fetched} of {}", last_step.1);
-        // Rows that stay apart come in the order of their tokens, wherever they come from.
-        assert!(held == 64 || logits == apart.0, "{held}: other logits");
+        // Attention takes rows in the order of their tokens, wherever they come from.
+        assert!(logits == last_step.0, "{held}: other logits");
     }
 }
 
