@@ -1,5 +1,6 @@
 //! Operations of `pq-core`: product quantization.
 
+mod addends;
 mod append;
 mod attend;
 mod attend_generic;
@@ -11,11 +12,13 @@ mod hybrid;
 mod layout;
 mod lut;
 mod nearest;
+mod rope_mean_scores;
 mod scan;
 mod search;
 mod select;
 mod train;
 
+pub use addends::Addends;
 pub use append::{Append, AppendArguments, AppendShape};
 pub use attend::{Attend, AttendArguments, AttendShape, ExactTokens, Pages};
 pub use attend_generic::{AttendGeneric, AttendGenericArguments, AttendGenericShape};
@@ -26,6 +29,7 @@ pub use gather_attend::{GatherAttend, GatherAttendArguments, GatherAttendShape, 
 pub use hybrid::{ExactRows, Hybrid, HybridArguments, HybridShape, RowIndex};
 pub use layout::{CodeLayout, Paging, Side, TILE};
 pub use lut::{Lut, LutArguments, LutShape};
+pub use rope_mean_scores::{RopeMeanScores, RopeMeanScoresArguments, RopeMeanScoresShape};
 pub use scan::{Scan, ScanArguments, ScanShape};
 pub use search::{Search, SearchArguments, SearchShape};
 pub use select::{ErrorBound, Select, SelectArguments, SelectShape};
