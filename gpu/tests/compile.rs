@@ -10,7 +10,8 @@ use codec_core::{FitOptions, ModelKind, PlaneBuf, PredictorKind, Steps, Transfor
 use kv_gpu::codec::{self, Planes};
 use kv_gpu::pq::{
     AppendShape, AttendGenericShape, AttendShape, CodeLayout, EncodeGenericShape, EncodeShape, Gather,
-    GatherAttendShape, HybridShape, LutShape, Paging, ScanShape, SearchShape, Side, TrainShape,
+    GatherAttendShape, HybridShape, LutShape, Paging, RopeMeanScoresShape, ScanShape, SearchShape, Side,
+    TrainShape,
 };
 use kv_gpu::svd::{self, ProjectShape};
 use kv_gpu::{Element, Error, Program, VectorElement, compile, self_test_program};
@@ -109,6 +110,15 @@ fn attention_in_pages() {
 fn attention_in_pages_of_half_tiles() {
     attention(&[1, 3, 8], Element::Bf16, Paging::HalfTiles);
     attention(&[2, 4], Element::F16, Paging::HalfTiles);
+}
+
+#[test]
+fn scores_of_a_rotated_mean() {
+    let shapes =
+        [(64, 1, Element::F16), (64, 5, Element::Bf16), (128, 4, Element::F16), (128, 16, Element::Bf16)];
+    let programs =
+        shapes.map(|(dim, group, element)| RopeMeanScoresShape { dim, group, element }.program().unwrap());
+    check(|_| programs.to_vec(), true);
 }
 
 #[test]

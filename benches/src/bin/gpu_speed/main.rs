@@ -16,6 +16,7 @@ mod hybrid;
 mod prefill;
 mod project;
 mod ragged;
+mod rope_mean_scores;
 mod search;
 mod stopwatch;
 mod train;
@@ -26,6 +27,7 @@ fn main() {
     let only = std::env::args().nth(1).unwrap_or_default();
     let watch = Stopwatch::new(only);
     attend::run(&watch);
+    rope_mean_scores::run(&watch);
     hybrid::run(&watch);
     encode::run(&watch);
     train::run(&watch);
