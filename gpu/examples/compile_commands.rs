@@ -7,7 +7,7 @@ use std::error::Error;
 use codec_core::{Coder, FitOptions, ModelKind, PlaneBuf, PredictorKind, Steps, TransformBuf};
 use kv_gpu::pq::{
     AppendShape, AttendGenericShape, AttendShape, EncodeGenericShape, EncodeShape, Gather, GatherAttendShape,
-    LutShape, Paging, ScanShape, SearchShape, Side, TrainShape,
+    LutShape, Paging, RopeMeanScoresShape, ScanShape, SearchShape, Side, TrainShape,
 };
 use kv_gpu::svd::{self, ProjectShape};
 use kv_gpu::{Element, Program, VectorElement, codec, self_test_program};
@@ -19,7 +19,9 @@ const DEVICES: [((i32, i32), usize); 2] = [((8, 0), 163 << 10), ((9, 0), 227 << 
 fn programs() -> Result<Vec<Program>, Box<dyn Error>> {
     let (element, rows, group) = (Element::F16, VectorElement::F16, 4);
     let (fine, coarse) = (PqShape::new(128, 64, 8)?, PqShape::new(128, 2, 6)?);
-    let attend = AttendShape { keys: fine, values: fine, group, element, paging: Paging::Tiles };
+    let (addends, norms) = (true, true);
+    let attend =
+        AttendShape { keys: fine, values: fine, group, element, paging: Paging::Tiles, addends, norms };
     let encode = EncodeShape { quantizer: fine, side: Side::Keys, element: rows, paging: Paging::Tiles };
     let ragged = svd::AttendShape { dim: 128, element };
     let numbers: Vec<f32> = (0..64 * 256_u32).map(|i| (i.wrapping_mul(2_654_435_761) >> 8) as f32).collect();
@@ -35,6 +37,7 @@ fn programs() -> Result<Vec<Program>, Box<dyn Error>> {
     let mut programs = vec![
         self_test_program(),
         attend.program(DEVICES[1].1)?,
+        RopeMeanScoresShape { dim: 128, group, element }.program()?,
         AttendGenericShape { keys: fine, values: fine, group }.program()?,
         encode.program()?,
         AppendShape { keys: fine, values: fine, element: rows, paging: Paging::Tiles }.program()?,

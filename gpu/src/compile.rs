@@ -42,6 +42,7 @@ const HEADERS: &[Source] = &[
     source!("codec/tile.cuh"),
     source!("element.cuh"),
     source!("mbarrier_sm90.cuh"),
+    source!("pq_attend/adjustments.cuh"),
     source!("pq_attend/codes.cuh"),
     source!("pq_attend/exact.cuh"),
     source!("pq_attend/finish.cuh"),
@@ -349,7 +350,8 @@ mod tests {
         let coarse = PqShape::new(128, 2, 6).unwrap();
         let element = Element::F16;
         let paging = Paging::HalfTiles;
-        let attend = AttendShape { keys: quantizer, values: quantizer, group: 4, element, paging };
+        let (keys, values, group, addends, norms) = (quantizer, quantizer, 4, true, true);
+        let attend = AttendShape { keys, values, group, element, paging, addends, norms };
         let search = SearchShape { quantizer: coarse, group: 4, rule: GroupRule::SumOfSoftmax };
         let (keys, values) = (PqShape::new(128, 16, 8).unwrap(), PqShape::new(128, 8, 8).unwrap());
         let rule = GroupRule::SumOfSoftmax;

@@ -20,7 +20,7 @@ mod train;
 
 pub use addends::Addends;
 pub use append::{Append, AppendArguments, AppendShape};
-pub use attend::{Attend, AttendArguments, AttendShape, ExactTokens, Pages};
+pub use attend::{Attend, AttendArguments, AttendShape, ExactTokens, Norms, Pages};
 pub use attend_generic::{AttendGeneric, AttendGenericArguments, AttendGenericShape};
 pub use encode::{Encode, EncodeArguments, EncodeShape};
 pub use encode_generic::{EncodeGeneric, EncodeGenericArguments, EncodeGenericShape};

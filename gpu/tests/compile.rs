@@ -74,15 +74,22 @@ fn quantizers(paging: Paging) -> impl Iterator<Item = PqShape> {
 }
 
 fn attention(groups: &[usize], element: Element, paging: Paging) {
+    adjusted_attention(groups, element, paging, (false, false));
+}
+
+fn adjusted_attention(groups: &[usize], element: Element, paging: Paging, (addends, norms): (bool, bool)) {
     check(
         |shared_memory| {
             let shapes = quantizers(paging).flat_map(|quantizer| {
+                let (keys, values) = (quantizer, quantizer);
                 groups.iter().map(move |&group| AttendShape {
-                    keys: quantizer,
-                    values: quantizer,
+                    keys,
+                    values,
                     group,
                     element,
                     paging,
+                    addends,
+                    norms,
                 })
             });
             shapes.map(|shape| shape.program(shared_memory).unwrap()).collect()
@@ -110,6 +117,18 @@ fn attention_in_pages() {
 fn attention_in_pages_of_half_tiles() {
     attention(&[1, 3, 8], Element::Bf16, Paging::HalfTiles);
     attention(&[2, 4], Element::F16, Paging::HalfTiles);
+}
+
+#[test]
+fn attention_with_addends_and_norms() {
+    adjusted_attention(&[1, 2, 4, 8], Element::F16, Paging::Contiguous, (true, true));
+    adjusted_attention(&[2, 4], Element::Bf16, Paging::HalfTiles, (true, true));
+}
+
+#[test]
+fn attention_with_either() {
+    adjusted_attention(&[1, 4], Element::F16, Paging::Contiguous, (true, false));
+    adjusted_attention(&[2, 8], Element::Bf16, Paging::Contiguous, (false, true));
 }
 
 #[test]

@@ -3,331 +3,24 @@
 #![allow(clippy::unwrap_used, clippy::panic)]
 
 mod common;
+mod pq_attend;
 
-use common::{Buffer, Random, SIDES, device, from_element, relative_error, to_element};
+use common::{Buffer, Random, device, to_element};
 use cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCaptureMode};
-use half::f16;
-use kv_gpu::pq::{Attend, AttendArguments, AttendShape, CodeLayout, ExactTokens, Pages, Paging, Side, TILE};
-use kv_gpu::{Device, Element};
-use pq_core::{
-    Attention, Backend, CodebookBuf, CodedTokens, Codes, PqShape, Rows, SoftmaxStats, attend_exact_into,
-    attend_into_with, attend_scratch_len, lut_into,
-};
+use kv_gpu::pq::{Addends, Attend, AttendArguments, AttendShape, CodeLayout, Norms, Paging, Side, TILE};
+use kv_gpu::{Device, DevicePtr, Element, Error};
+use pq_attend::{Case, SHAPES};
+use pq_core::PqShape;
 
-/// Maximum relative error of an output vector, by element type: the rounding of weights to f16 (2^-11) and of
-/// the output.
-const TOLERANCES: [(Element, f64); 2] = [(Element::F16, 2e-3), (Element::Bf16, 6e-3)];
-/// Maximum absolute error of the log-sum-exp.
-const LOG_SUM_EXP: f32 = 2e-3;
-
-/// The shape of one launch, and the tokens of its sequences.
-struct Case {
-    shape: AttendShape,
-    batch: usize,
-    heads: usize,
-    capacity: usize, // coded tokens of a sequence
-    lengths: Vec<u32>,
-    exact_capacity: usize, // 0: without exact tokens
-    exact_lengths: Vec<u32>,
-    page_tiles: usize, // half tiles if pages have these
+/// A shape with one quantizer, without addends and norms.
+const fn plain(quantizer: PqShape, group: usize, element: Element, paging: Paging) -> AttendShape {
+    let (addends, norms) = (false, false);
+    AttendShape { keys: quantizer, values: quantizer, group, element, paging, addends, norms }
 }
 
-/// The inputs of a case for the CPU. Pairs are [keys, values], indexed by [`Side`].
-struct Inputs {
-    queries: Vec<f32>,            // (batch, heads, group, dim)
-    exact: [Vec<f32>; 2],         // (batch, heads, exact_capacity, dim)
-    books: Vec<[CodebookBuf; 2]>, // (heads,)
-    codes: Vec<[Vec<u8>; 2]>,     // (batch, heads), packed, of `capacity` tokens
-    pages: Vec<usize>,            // (batch, max_pages) and an unused page; (batch,) without pages
-    pdl: bool,
-}
-
-/// Bits of the outputs (batch, heads, group, dim) and of their log-sum-exps.
-#[derive(Clone, PartialEq)]
-struct Outputs {
-    out: Vec<u16>,
-    log_sum_exp: Vec<u32>,
-}
-
-/// Normalized outputs (batch, heads, group, dim) and their statistics.
-struct Expected {
-    out: Vec<f32>,
-    stats: Vec<SoftmaxStats>,
-}
-
-fn codebook(random: &mut Random, shape: PqShape) -> CodebookBuf {
-    let centroids: Vec<f32> = random.normals(shape.codebook_len());
-    let halves: Vec<f32> = centroids.iter().map(|&x| f16::from_f32(x).to_f32()).collect();
-    CodebookBuf::new(shape, &halves).unwrap()
-}
-
-impl Case {
-    fn run(&self, device: &Device, random: &mut Random, spoil: impl Fn(&mut [f32])) {
-        let inputs = self.inputs(random, spoil);
-        self.compare(&inputs, &self.run_on_device(device, &inputs), &self.run_on_cpu(&inputs));
-    }
-
-    fn scale(&self) -> f32 {
-        1.0 / (self.shape.keys.dim() as f32).sqrt()
-    }
-
-    fn layouts(&self) -> [CodeLayout; 2] {
-        let AttendShape { keys, values, paging, .. } = self.shape;
-        let layouts = [CodeLayout::new(keys, Side::Keys), CodeLayout::new(values, Side::Values)];
-        let halves = paging == Paging::HalfTiles;
-        layouts.map(Result::unwrap).map(|whole| if halves { whole.half_tiles().unwrap() } else { whole })
-    }
-
-    fn paged(&self) -> bool {
-        self.shape.paging != Paging::Contiguous
-    }
-
-    /// Tokens of a tile in memory.
-    fn tile_tokens(&self) -> usize {
-        self.layouts()[0].tokens()
-    }
-
-    fn max_pages(&self) -> usize {
-        self.capacity.div_ceil(self.tile_tokens()).div_ceil(self.page_tiles)
-    }
-
-    fn inputs(&self, random: &mut Random, spoil: impl Fn(&mut [f32])) -> Inputs {
-        let Self { shape, batch, heads, .. } = *self;
-        let dim = shape.keys.dim();
-        let rounded = |x: f32| from_element(shape.element, to_element(shape.element, x));
-        let mut queries: Vec<f32> = random.normals(batch * heads * shape.group * dim);
-        queries.iter_mut().for_each(|x| *x = rounded(2.0 * *x));
-        spoil(&mut queries);
-        let exact_len = batch * heads * self.exact_capacity * dim;
-        let exact = SIDES.map(|_| random.normals(exact_len).into_iter().map(rounded).collect());
-        let quantizers = [shape.keys, shape.values];
-        let books = (0..heads).map(|_| quantizers.map(|shape| codebook(random, shape))).collect();
-        let codes = (0..batch * heads)
-            .map(|_| quantizers.map(|shape| random.bytes(shape.codes_len(self.capacity))))
-            .collect();
-        let page_count = if self.paged() { batch * self.max_pages() + 1 } else { batch };
-        let mut pages: Vec<usize> = (0..page_count).collect();
-        if self.paged() {
-            (1..page_count).for_each(|i| pages.swap(i, random.below(i + 1)));
-        }
-        Inputs { queries, exact, books, codes, pages, pdl: random.below(2) == 1 }
-    }
-
-    /// The codes of all sequences in tiles; bytes without tokens are arbitrary.
-    fn tiles(&self, inputs: &Inputs, side: Side) -> Vec<u8> {
-        let layout = &self.layouts()[side as usize];
-        let mut memory = vec![0xA5; inputs.pages.len() * self.heads * self.page_tiles * layout.tile_len()];
-        for (i, codes) in inputs.codes.iter().enumerate() {
-            let (sequence, head) = (i / self.heads, i % self.heads);
-            let mut packed = vec![0; self.capacity.div_ceil(layout.tokens()) * layout.tile_len()];
-            let codes = Codes::new(layout.shape(), self.capacity, &codes[side as usize]).unwrap();
-            layout.pack_into(&codes, &mut packed).unwrap();
-            for (tile, packed) in packed.chunks_exact(layout.tile_len()).enumerate() {
-                let page = if self.paged() {
-                    inputs.pages[sequence * self.max_pages() + tile / self.page_tiles]
-                } else {
-                    sequence
-                };
-                let at = (page * self.heads + head) * self.page_tiles + tile % self.page_tiles;
-                memory[at * layout.tile_len()..][..layout.tile_len()].copy_from_slice(packed);
-            }
-        }
-        memory
-    }
-
-    /// The codebooks of all heads as tables.
-    fn tables(&self, inputs: &Inputs, side: Side) -> Vec<f16> {
-        let layout = &self.layouts()[side as usize];
-        let mut tables = vec![f16::ZERO; self.heads * layout.table_len()];
-        for (table, books) in tables.chunks_exact_mut(layout.table_len()).zip(&inputs.books) {
-            layout.table_into(&books[side as usize].view(), table).unwrap();
-        }
-        tables
-    }
-
-    /// The page table of all sequences; entries beyond the tokens of a sequence are invalid.
-    fn page_table(&self, inputs: &Inputs) -> Vec<u32> {
-        let max_pages = self.max_pages();
-        (0..self.batch * max_pages)
-            .map(|i| {
-                let used =
-                    (self.lengths[i / max_pages] as usize).div_ceil(self.tile_tokens() * self.page_tiles);
-                if i % max_pages < used {
-                    inputs.pages.get(i).map_or(0, |&page| page as u32)
-                } else {
-                    u32::MAX
-                }
-            })
-            .collect()
-    }
-
-    fn run_on_device(&self, device: &Device, inputs: &Inputs) -> Outputs {
-        let Self { shape, batch, heads, .. } = *self;
-        let (group, dim) = (shape.group, shape.keys.dim());
-        let elements = |x: &Vec<f32>| x.iter().map(|&x| to_element(shape.element, x)).collect::<Vec<u16>>();
-        let [key_codes, value_codes] = SIDES.map(|side| Buffer::new(device, &self.tiles(inputs, side)));
-        let [key_table, value_table] = SIDES.map(|side| Buffer::new(device, &self.tables(inputs, side)));
-        let [exact_keys, exact_values] = inputs.exact.each_ref().map(|x| Buffer::new(device, &elements(x)));
-        let queries = Buffer::new(device, &elements(&inputs.queries));
-        let page_table = Buffer::new(device, &self.page_table(inputs));
-        let lengths = Buffer::new(device, &self.lengths);
-        let exact_lengths = Buffer::new(device, &self.exact_lengths);
-        let attend = Attend::new(device, shape).unwrap();
-        let workspace = Buffer::new(device, &vec![0_u8; attend.workspace_len(batch, heads)]);
-        let launch = || {
-            let out = Buffer::new(device, &vec![u16::MAX; batch * heads * group * dim]); // NaN
-            let log_sum_exp = Buffer::new(device, &vec![f32::NAN; batch * heads * group]);
-            let arguments = AttendArguments {
-                batch,
-                heads,
-                tiles: self.page_tiles,
-                key_codes: key_codes.pointer(),
-                value_codes: value_codes.pointer(),
-                key_table: key_table.pointer(),
-                value_table: value_table.pointer(),
-                queries: queries.pointer().cast(),
-                lengths: lengths.pointer(),
-                pages: self
-                    .paged()
-                    .then(|| Pages { table: page_table.pointer(), max_pages: self.max_pages() }),
-                exact: (self.exact_capacity > 0).then(|| ExactTokens {
-                    keys: exact_keys.pointer().cast(),
-                    values: exact_values.pointer().cast(),
-                    lengths: exact_lengths.pointer(),
-                    capacity: self.exact_capacity,
-                }),
-                scale: self.scale(),
-                out: out.pointer().cast(),
-                log_sum_exp: Some(log_sum_exp.pointer()),
-                pdl: inputs.pdl,
-                workspace: workspace.pointer(),
-            };
-            // SAFETY: the buffers live until their contents have been read, and have the lengths that the
-            // shape requires.
-            #[allow(unsafe_code)]
-            unsafe { attend.launch(device.stream().cu_stream(), &arguments) }.unwrap();
-            let log_sum_exp = log_sum_exp.read().iter().map(|x| x.to_bits()).collect();
-            Outputs { out: out.read(), log_sum_exp }
-        };
-        let outputs = launch();
-        assert!(launch() == outputs, "two runs differ");
-        outputs
-    }
-
-    fn run_on_cpu(&self, inputs: &Inputs) -> Expected {
-        let Self { shape, heads, .. } = *self;
-        let (group, dim) = (shape.group, shape.keys.dim());
-        let mut scratch = vec![0.0; attend_scratch_len(shape.values, group)];
-        let mut out = vec![0.0; inputs.queries.len()];
-        let mut stats = vec![SoftmaxStats::EMPTY; inputs.queries.len() / dim];
-        let of_heads = out.chunks_exact_mut(group * dim).zip(stats.chunks_exact_mut(group));
-        for (i, (out, stats)) in of_heads.enumerate() {
-            let (sequence, books) = (i / heads, &inputs.books[i % heads]);
-            let n = self.lengths[sequence] as usize;
-            let [keys, values] = SIDES.map(|side| {
-                let shape = [shape.keys, shape.values][side as usize];
-                Codes::new(shape, n, &inputs.codes[i][side as usize][..shape.codes_len(n)]).unwrap()
-            });
-            let queries: Vec<f32> =
-                inputs.queries[i * group * dim..][..group * dim].iter().map(|x| x * self.scale()).collect();
-            let mut luts = vec![0.0; group * shape.keys.lut_len()];
-            let luts = lut_into(&books[Side::Keys as usize].view(), &queries, &mut luts).unwrap();
-            let tokens = CodedTokens::new(keys, values, books[Side::Values as usize].view()).unwrap();
-            attend_into_with(Backend::Scalar, &luts, &tokens, &mut scratch, out, stats).unwrap();
-            let m = self.exact_lengths[sequence] as usize;
-            if m > 0 {
-                let [keys, values] =
-                    inputs.exact.each_ref().map(|x| &x[i * self.exact_capacity * dim..][..m * dim]);
-                let tokens = pq_core::ExactTokens::contiguous(keys, dim, values, dim).unwrap();
-                let (attention, mut scratch) = (Attention::default(), vec![0.0; queries.len()]);
-                let queries = Rows::from(&queries[..]);
-                attend_exact_into(&attention, queries, &tokens, &mut scratch, out, stats).unwrap();
-            }
-            out.chunks_exact_mut(dim).zip(stats).for_each(|(out, stats)| stats.normalize(out));
-        }
-        Expected { out, stats }
-    }
-
-    fn compare(&self, inputs: &Inputs, got: &Outputs, expected: &Expected) {
-        let (shape, group, dim) = (self.shape, self.shape.group, self.shape.keys.dim());
-        let tolerance = TOLERANCES.iter().find(|(element, _)| *element == shape.element).unwrap().1;
-        for (i, stats) in expected.stats.iter().enumerate() {
-            let (sequence, vector) = (i / group / self.heads, i * dim..(i + 1) * dim);
-            let is_empty = self.lengths[sequence] + self.exact_lengths[sequence] == 0;
-            let out: Vec<f32> =
-                got.out[vector.clone()].iter().map(|&bits| from_element(shape.element, bits)).collect();
-            let log = f32::from_bits(got.log_sum_exp[i]);
-            let place = format!(
-                "{shape:?} lengths {:?} {:?} head {} query {}",
-                self.lengths,
-                self.exact_lengths,
-                i / group,
-                i % group
-            );
-            if inputs.queries[vector.clone()].iter().any(|x| !x.is_finite()) {
-                let spoiled = is_empty || out.iter().all(|x| x.is_nan());
-                assert!(spoiled, "{place}: a query that is not finite gives {out:?}");
-                continue;
-            }
-            let expected = &expected.out[vector];
-            let error = relative_error(&out, expected);
-            assert!(error <= tolerance, "{place}: error {error}\n{out:?}\n{expected:?}");
-            if is_empty {
-                assert_eq!(log, f32::NEG_INFINITY, "{place}");
-            } else {
-                let error = (log - stats.log_sum_exp()).abs();
-                assert!(error <= LOG_SUM_EXP, "{place}: log-sum-exp {log} for {}", stats.log_sum_exp());
-            }
-        }
-    }
-}
-
-const SHAPES: [(usize, usize, u32); 12] = [
-    (128, 64, 8),
-    (128, 64, 6),
-    (128, 64, 4),
-    (128, 128, 4),
-    (128, 128, 3),
-    (128, 32, 8),
-    (128, 16, 8),
-    (64, 32, 8),
-    (64, 32, 6),
-    (64, 32, 4),
-    (64, 64, 4),
-    (64, 16, 8),
-];
-
-fn random_case(random: &mut Random, batches: &[usize]) -> Case {
-    let (dim, m, nbits) = random.pick(&SHAPES);
-    let keys = PqShape::new(dim, m, nbits).unwrap();
-    let values = loop {
-        let (other, m, nbits) = random.pick(&SHAPES);
-        if other == dim {
-            break PqShape::new(dim, m, nbits).unwrap();
-        }
-    };
-    let (batch, heads) = (random.pick(batches), 1 + random.below(4));
-    let (group, element) = (1 + random.below(16), random.pick(&[Element::F16, Element::Bf16]));
-    let pagings = [Paging::Contiguous, Paging::Contiguous, Paging::Tiles, Paging::HalfTiles];
-    let mut shape = AttendShape { keys, values, group, element, paging: random.pick(&pagings) };
-    if shape.check().is_err() {
-        shape.paging = Paging::Tiles; // a quantizer without half tiles
-    }
-    let capacity = random.pick(&[1, 31, 32, 33, 100, 700, 3000]);
-    let lengths = (0..batch)
-        .map(|_| match random.below(4) {
-            0 => random.pick(&[0, 1, capacity]) as u32,
-            _ => random.below(capacity + 1) as u32,
-        })
-        .collect();
-    let exact_capacity = random.pick(&[0, 1, 7, 40, 132]);
-    let exact_lengths = (0..batch).map(|_| random.below(exact_capacity + 1) as u32).collect();
-    let page_tiles = if shape.paging == Paging::Contiguous {
-        capacity.div_ceil(TILE) + random.below(3)
-    } else {
-        random.pick(&[1, 2, 3, 8])
-    };
-    Case { shape, batch, heads, capacity, lengths, exact_capacity, exact_lengths, page_tiles }
+/// The same with a random choice of addends and norms.
+fn adjusted(random: &mut Random, shape: AttendShape) -> AttendShape {
+    AttendShape { addends: random.below(2) == 1, norms: random.below(2) == 1, ..shape }
 }
 
 #[test]
@@ -335,7 +28,7 @@ fn random_shapes_agree() {
     let Some(device) = device("random_shapes_agree") else { return };
     for seed in 0..60 {
         let mut random = Random(seed);
-        random_case(&mut random, &[1, 2, 5]).run(&device, &mut random, |_| ());
+        Case::random(&mut random, &[1, 2, 5]).run(&device, &mut random, |_| ());
     }
 }
 
@@ -344,7 +37,7 @@ fn many_ragged_sequences_agree() {
     let Some(device) = device("many_ragged_sequences_agree") else { return };
     for seed in 100..104 {
         let mut random = Random(seed);
-        random_case(&mut random, &[33, 70, 200]).run(&device, &mut random, |_| ());
+        Case::random(&mut random, &[33, 70, 200]).run(&device, &mut random, |_| ());
     }
 }
 
@@ -354,7 +47,7 @@ fn many_heads_agree() {
     let Some(device) = device("many_heads_agree") else { return };
     for (seed, heads) in [(4000, 40), (4001, 67), (4002, 133), (4003, 300)] {
         let mut random = Random(seed);
-        let mut case = random_case(&mut random, &[1, 3]);
+        let mut case = Case::random(&mut random, &[1, 3]);
         (case.heads, case.shape.group) = (heads, 1 + random.below(8));
         case.run(&device, &mut random, |_| ());
     }
@@ -373,8 +66,8 @@ fn many_pages_agree() {
         (5004, 4, Paging::HalfTiles, 1),
         (5005, 8, Paging::HalfTiles, 3),
     ] {
-        let element = Element::F16;
-        let shape = AttendShape { keys: quantizer, values: quantizer, group, element, paging };
+        let mut random = Random(seed);
+        let shape = adjusted(&mut random, plain(quantizer, group, Element::F16, paging));
         let (heads, capacity) = (8, 280_000);
         let case = Case {
             shape,
@@ -386,32 +79,34 @@ fn many_pages_agree() {
             exact_lengths: vec![0],
             page_tiles,
         };
-        case.run(&device, &mut Random(seed), |_| ());
+        case.run(&device, &mut random, |_| ());
     }
 }
 
-/// Every group size with the shape of the benchmark. The sequence is long enough that all blocks share it.
+/// Every group size with the shape of the benchmark, with and without addends and norms. The sequence is long
+/// enough that all blocks share it.
 #[test]
 fn every_group_agrees() {
     let Some(device) = device("every_group_agrees") else { return };
+    let quantizer = PqShape::new(128, 64, 8).unwrap();
     for (group, heads) in (1..=16).map(|group| (group, 2)).chain([(3, 1), (8, 1), (12, 1)]) {
-        let mut random = Random(1000 + group as u64);
-        let quantizer = PqShape::new(128, 64, 8).unwrap();
-        let (element, paging) = (Element::F16, Paging::Contiguous);
-        let shape = AttendShape { keys: quantizer, values: quantizer, group, element, paging };
-        let (capacity, page_tiles) = (9000, 9000_usize.div_ceil(TILE));
-        let (lengths, exact_lengths) = (vec![8999], vec![100]);
-        let case = Case {
-            shape,
-            batch: 1,
-            heads,
-            capacity,
-            lengths,
-            exact_capacity: 100,
-            exact_lengths,
-            page_tiles,
-        };
-        case.run(&device, &mut random, |_| ());
+        for (addends, norms) in [(false, false), (true, false), (false, true), (true, true)] {
+            let mut random = Random(1000 + group as u64);
+            let shape = plain(quantizer, group, Element::F16, Paging::Contiguous);
+            let (capacity, page_tiles) = (9000, 9000_usize.div_ceil(TILE));
+            let (lengths, exact_lengths) = (vec![8999], vec![100]);
+            let case = Case {
+                shape: AttendShape { addends, norms, ..shape },
+                batch: 1,
+                heads,
+                capacity,
+                lengths,
+                exact_capacity: 100,
+                exact_lengths,
+                page_tiles,
+            };
+            case.run(&device, &mut random, |_| ());
+        }
     }
 }
 
@@ -420,8 +115,8 @@ fn every_group_agrees() {
 fn pages_of_half_tiles(device: &Device, seed: u64, (dim, m, nbits): (usize, usize, u32), group: usize) {
     let mut random = Random(seed);
     let quantizer = PqShape::new(dim, m, nbits).unwrap();
-    let (element, paging) = (random.pick(&[Element::F16, Element::Bf16]), Paging::HalfTiles);
-    let shape = AttendShape { keys: quantizer, values: quantizer, group, element, paging };
+    let element = random.pick(&[Element::F16, Element::Bf16]);
+    let shape = adjusted(&mut random, plain(quantizer, group, element, Paging::HalfTiles));
     let lengths = [1, 15, 16, 17, 31, 33, 47, 48, 2000, 2999].map(|most| random.below(most + 1) as u32);
     let exact_lengths = lengths.map(|_| random.below(101) as u32);
     let case = Case {
@@ -460,8 +155,8 @@ fn few_tokens_agree() {
     for (seed, length) in (7000..).zip(lengths.iter().cycle().take(2 * lengths.len()).copied()) {
         let mut random = Random(seed);
         let group = random.pick(&[1, 2, 4, 6, 8]);
-        let (element, paging) = (Element::F16, random.pick(&[Paging::Contiguous, Paging::HalfTiles]));
-        let shape = AttendShape { keys: quantizer, values: quantizer, group, element, paging };
+        let paging = random.pick(&[Paging::Contiguous, Paging::HalfTiles]);
+        let shape = adjusted(&mut random, plain(quantizer, group, Element::F16, paging));
         let exact = random.pick(&[0, 1, 16, 17, 1024, 3000]);
         let capacity = length.max(1) as usize;
         let case = Case {
@@ -485,8 +180,76 @@ fn numbers_that_are_none_stay_with_their_query() {
         [f32::NAN, f32::INFINITY, f32::NEG_INFINITY].into_iter().cycle().take(6).enumerate()
     {
         let mut random = Random(2000 + seed as u64);
-        let case = random_case(&mut random, &[2]);
+        let case = Case::random(&mut random, &[2]);
         case.run(&device, &mut random, |queries| queries[5] = spoiler);
+    }
+}
+
+/// Norms of values up to the largest, of keys as small, and weights of tokens that rise all along.
+#[test]
+fn large_norms_agree() {
+    let Some(device) = device("large_norms_agree") else { return };
+    for (seed, group) in (2100..).zip([1, 2, 4, 8]) {
+        let mut random = Random(seed);
+        let shape = plain(PqShape::new(128, 64, 8).unwrap(), group, Element::Bf16, Paging::Contiguous);
+        let (capacity, lengths) = (4000, vec![4000, 77]);
+        let case = Case {
+            shape: AttendShape { addends: true, norms: true, ..shape },
+            batch: lengths.len(),
+            heads: 2,
+            capacity,
+            lengths,
+            exact_capacity: 0,
+            exact_lengths: vec![0; 2],
+            page_tiles: capacity.div_ceil(TILE),
+        };
+        let mut inputs = case.inputs(&mut random, |_| ());
+        inputs.norms[0].iter_mut().for_each(|norm| *norm /= 1024.0);
+        inputs.norms[1].iter_mut().step_by(3).for_each(|norm| *norm = 4096.0);
+        for (i, addend) in inputs.addends.iter_mut().enumerate() {
+            *addend = (i % capacity) as f32 / 64.0;
+        }
+        case.run_with(&device, &inputs);
+    }
+}
+
+#[test]
+fn addends_and_norms_that_are_missing_are_errors() {
+    let Some(device) = device("addends_and_norms_that_are_missing_are_errors") else { return };
+    let shape = plain(PqShape::new(64, 32, 8).unwrap(), 1, Element::F16, Paging::Contiguous);
+    let attend = |shape: AttendShape| Attend::new(&device, shape).unwrap();
+    let (bytes, halves, floats) = (DevicePtr::dangling(), DevicePtr::dangling(), DevicePtr::dangling());
+    let arguments = AttendArguments {
+        batch: 1,
+        heads: 1,
+        tiles: 1,
+        key_codes: bytes,
+        value_codes: bytes,
+        key_table: halves,
+        value_table: halves,
+        queries: floats.cast(),
+        lengths: floats.cast(),
+        pages: None,
+        addends: None,
+        norms: None,
+        exact: None,
+        scale: 1.0,
+        out: floats.cast(),
+        log_sum_exp: Some(floats),
+        pdl: false,
+        workspace: bytes,
+    };
+    let (addends, norms) = (Addends { values: halves, tiles: 1 }, Norms { keys: halves, values: halves });
+    for (attend, arguments) in [
+        (attend(AttendShape { addends: true, ..shape }), arguments),
+        (attend(AttendShape { norms: true, ..shape }), arguments),
+        (attend(shape), AttendArguments { addends: Some(addends), ..arguments }),
+        (attend(shape), AttendArguments { norms: Some(norms), ..arguments }),
+    ] {
+        // SAFETY: the launch fails before it reads anything.
+        #[allow(unsafe_code)]
+        let launched = unsafe { attend.launch(device.stream().cu_stream(), &arguments) };
+        assert!(matches!(launched, Err(Error::Argument { .. })), "{launched:?}");
     }
 }
 
@@ -495,8 +258,7 @@ fn a_captured_graph_follows_the_lengths() {
     let Some(device) = device("a_captured_graph_follows_the_lengths") else { return };
     let mut random = Random(3000);
     let quantizer = PqShape::new(64, 32, 6).unwrap();
-    let (group, element, paging) = (4, Element::F16, Paging::Contiguous);
-    let shape = AttendShape { keys: quantizer, values: quantizer, group, element, paging };
+    let shape = plain(quantizer, 4, Element::F16, Paging::Contiguous);
     let (batch, heads, tiles) = (3, 2, 40);
     let layout = CodeLayout::new(quantizer, Side::Keys).unwrap();
     let codes = Buffer::new(&device, &random.bytes(batch * heads * tiles * layout.tile_len()));
@@ -518,6 +280,8 @@ fn a_captured_graph_follows_the_lengths() {
         queries: queries.pointer().cast(),
         lengths: lengths.pointer(),
         pages: None,
+        addends: None,
+        norms: None,
         exact: None,
         scale: 0.125,
         out: out.pointer().cast(),

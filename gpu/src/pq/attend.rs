@@ -6,6 +6,7 @@ use crate::compile::source;
 use crate::device::Kernel;
 use crate::launch::Operation;
 use crate::pointer::{AnyElement, DevicePtr};
+use crate::pq::Addends;
 use crate::pq::layout::{CodeLayout, Paging, Side};
 use crate::{Device, Element, Error, Program};
 
@@ -15,8 +16,9 @@ const ROW: usize = 256;
 const SHARED_MEMORY_SM_90: usize = 227 << 10;
 /// Maximum number of query heads of a block.
 const MAX_QUERIES: usize = 8;
-/// Bytes of a query's weights of a tile in shared memory: `WEIGHT_ROW` of the kernel for several queries.
-const WEIGHT_ROW: usize = 80;
+/// Bytes of a query's weights of a tile in shared memory: `WEIGHT_ROW` of the kernel for one query, and for
+/// several.
+const WEIGHT_ROWS: [usize; 2] = [64, 80];
 
 /// Compile-time shape of [`Attend`].
 ///
@@ -25,7 +27,8 @@ const WEIGHT_ROW: usize = 80;
 /// use kv_gpu::{Element, pq::{AttendShape, Paging}};
 /// let keys = pq_core::PqShape::new(128, 64, 8)?;
 /// let (element, paging) = (Element::F16, Paging::HalfTiles); // pages of 16 tokens
-/// let shape = AttendShape { keys, values: keys, group: 4, element, paging };
+/// let (addends, norms) = (false, false);
+/// let shape = AttendShape { keys, values: keys, group: 4, element, paging, addends, norms };
 /// assert!(shape.check().is_ok());
 /// # Ok::<(), pq_core::Error>(())
 /// ```
@@ -41,6 +44,10 @@ pub struct AttendShape {
     pub element: Element,
     /// Whether the codes are in pages, and of what.
     pub paging: Paging,
+    /// Whether the scores of coded tokens have [`Addends`].
+    pub addends: bool,
+    /// Whether decoded keys and values are multiplied by [`Norms`].
+    pub norms: bool,
 }
 
 /// The kernel's constants for a shape.
@@ -48,6 +55,7 @@ struct Plan {
     keys: CodeLayout,
     values: CodeLayout,
     element: Element,
+    norms: bool,
     queries: usize, // of a block
     copies: usize,  // of the key table
     warps: usize,
@@ -82,20 +90,21 @@ impl AttendShape {
         let queries = self.group.div_ceil(self.group.div_ceil(MAX_QUERIES)).next_power_of_two();
         let plan = |copies: usize| {
             // A block has fewer warps where a thread needs more registers: with more queries, on sm_80, with
-            // codes that stand for several words, and with pages and two queries. Two interleaved tiles need
-            // the most registers, and pay only if codes need no expansion.
+            // codes that stand for several words, and with pages or norms and two queries. Two interleaved
+            // tiles need the most registers, and pay only if codes need no expansion.
             let simple = [&keys, &values].iter().all(|codes| codes.components() == 2);
             let expanded = [&keys, &values].iter().any(|codes| codes.bits() < 8);
             let interleaved = queries >= 4 && copies == 2 && simple && !expanded && self.keys.dim() == 128;
             let sm_90 = shared_memory >= SHARED_MEMORY_SM_90;
             let warps = match (queries, copies) {
                 (1, _) if simple && sm_90 => 16,
-                (2, 2) if simple && sm_90 && !self.paging.has_pages() => 16,
+                (2, 2) if simple && sm_90 && !self.paging.has_pages() && !self.norms => 16,
                 (1 | 2, _) => 12,
                 (4, 2) if !interleaved => 12,
                 _ => 8,
             };
-            Plan { keys, values, element: self.element, queries, copies, warps, interleaved }
+            let Self { element, norms, .. } = *self;
+            Plan { keys, values, element, norms, queries, copies, warps, interleaved }
         };
         let two_tables = plan(2);
         if two_tables.queries > 1 && two_tables.shared_bytes() <= shared_memory {
@@ -142,7 +151,8 @@ impl Plan {
     fn shared_bytes(&self) -> usize {
         let far_copy = if self.copies == 2 && self.dim() == 128 { 1 << 16 } else { 0 };
         let tables = far_copy + (ROW << self.keys.bits()) + (ROW << self.values.bits());
-        let weights = self.warps * if self.queries == 1 { 32 * 2 } else { self.queries * WEIGHT_ROW };
+        let weight_rows = self.queries + if self.norms { 2 } else { 0 };
+        let weights = self.warps * weight_rows * WEIGHT_ROWS[usize::from(self.queries > 1)];
         let copies = if self.element == Element::Bf16 { 2 } else { 1 }; // of the queries: they are converted
         let queries = copies * self.queries * (self.dim() * 2 + 64);
         tables + weights + self.results_len() * 4 + queries + 112
@@ -160,6 +170,8 @@ impl Plan {
             ("COPIES", self.copies),
             ("WARPS", self.warps),
             ("INTERLEAVED", usize::from(self.interleaved)),
+            ("ADDENDS", usize::from(shape.addends)),
+            ("NORMS", usize::from(shape.norms)),
             ("SHARED_BYTES", self.shared_bytes()),
             ("KEY_RUN_BYTES", self.keys.tile_len()),
             ("VALUE_RUN_BYTES", self.values.tile_len()),
@@ -192,6 +204,19 @@ pub struct ExactTokens {
     pub capacity: usize,
 }
 
+/// Norms of coded tokens, which were divided out of their keys and values before these were encoded
+/// ([`pq_core::divide_by_norms`]): factors of the decoded keys and values.
+///
+/// They lie as the codes do: (pages or batch, heads, tiles, tokens of a tile), in half tiles if the shape's
+/// pages have these. Those of values are at most 4,096: the weights that they multiply are `f16`.
+#[derive(Clone, Copy, Debug)]
+pub struct Norms {
+    /// `f16`: norms of the keys, factors of the scores before any addend.
+    pub keys: DevicePtr<f16>,
+    /// `f16`: norms of the values.
+    pub values: DevicePtr<f16>,
+}
+
 const OPERATION: Operation = Operation("pq::Attend");
 
 /// Pointers and sizes of one launch of [`Attend`].
@@ -219,6 +244,10 @@ pub struct AttendArguments {
     pub lengths: DevicePtr<u32>,
     /// The page table, given exactly if the shape has pages.
     pub pages: Option<Pages>,
+    /// Terms of the scores of coded tokens, given exactly if the shape has addends.
+    pub addends: Option<Addends>,
+    /// Norms of coded tokens, given exactly if the shape has norms.
+    pub norms: Option<Norms>,
     /// Exact tokens in addition to the coded ones.
     pub exact: Option<ExactTokens>,
     /// Factor of the scores: `1 / sqrt(head_dim)`.
@@ -263,9 +292,13 @@ struct KernelArguments {
     max_pages: u32,
     exact_capacity: u32,
     scale: f32,
+    addends: Option<DevicePtr<f16>>,
+    key_norms: Option<DevicePtr<f16>>,
+    value_norms: Option<DevicePtr<f16>>,
+    addend_tiles: u32,
 }
 
-const _: () = assert!(size_of::<KernelArguments>() == 144);
+const _: () = assert!(size_of::<KernelArguments>() == 176);
 
 /// The division of heads into lists of equally many, each with its own blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -289,6 +322,9 @@ impl Lists {
 
 /// Decode attention over product-quantized keys and values, `pq_core::attend_into`, and over exact tokens,
 /// `pq_core::attend_exact_into`, in one launch.
+///
+/// A coded token's score is `<query, key> * norm * scale + addend`, in `f32`; its norms and its addend are
+/// compile-time options.
 ///
 /// The kernel splits the tokens of a batch evenly over its blocks. A launch allocates nothing and does not
 /// synchronize, and a captured graph stays valid. The same inputs give the same bytes.
@@ -353,6 +389,9 @@ impl Attend {
         if self.shape.paging.has_pages() != a.pages.is_some() {
             return Err(OPERATION.error("pages are given exactly when it is compiled for them"));
         }
+        if self.shape.addends != a.addends.is_some() || self.shape.norms != a.norms.is_some() {
+            return Err(OPERATION.error("addends and norms are given exactly when it is compiled for them"));
+        }
         if a.tiles == 0 {
             return Err(OPERATION.error("no room for a tile"));
         }
@@ -390,6 +429,10 @@ impl Attend {
             max_pages: in_32_bits("pages", a.pages.map_or(0, |pages| pages.max_pages))?,
             exact_capacity: in_32_bits("exact tokens", a.exact.map_or(0, |exact| exact.capacity))?,
             scale: a.scale * std::f32::consts::LOG2_E,
+            addends: a.addends.map(|addends| addends.values),
+            key_norms: a.norms.map(|norms| norms.keys),
+            value_norms: a.norms.map(|norms| norms.values),
+            addend_tiles: in_32_bits("tiles of addends", a.addends.map_or(0, |addends| addends.tiles))?,
         };
         let threads = self.plan.warps as u32 * 32;
         // SAFETY: the structure is the kernel's argument; the caller upholds the contract of its pointers.

@@ -132,7 +132,8 @@ fn time(watch: &Stopwatch, quantizer: PqShape, load: Load) {
         Some(page) if page % whole[0].tokens() == 0 => (Paging::Tiles, whole),
         Some(_) => (Paging::HalfTiles, whole.map(|layout| layout.half_tiles().unwrap())),
     };
-    let shape = AttendShape { keys: quantizer, values: quantizer, group, element, paging };
+    let (addends, norms) = (false, false);
+    let shape = AttendShape { keys: quantizer, values: quantizer, group, element, paging, addends, norms };
     let attend = Attend::new(&watch.gpu, shape).unwrap();
     let mut state = 1_u64;
     let mut noise = move || {
@@ -214,6 +215,8 @@ fn time(watch: &Stopwatch, quantizer: PqShape, load: Load) {
         queries: watch.pointer(&queries_there).cast(),
         lengths: watch.pointer(&lengths),
         pages: page.map(|_| Pages { table: watch.pointer(&table), max_pages }),
+        addends: None,
+        norms: None,
         exact: (exact > 0).then(|| ExactTokens {
             keys: watch.pointer(&exact_there[0]).cast(),
             values: watch.pointer(&exact_there[1]).cast(),

@@ -16,6 +16,7 @@
 // query, where L2 is 92 % busy, 1 to 5 % with four); L2 prefetch of the second tile during the copy of the tables (5 %
 // slower); cache hints on the loads (no difference); codes of two tiles in flight in registers (8 warps; 4 % slower for
 // 32,768 tokens, 2 % faster for 16 times as many).
+#include "pq_attend/adjustments.cuh"
 #include "pq_attend/exact.cuh"
 #include "pq_attend/finish.cuh"
 #include "pq_attend/plan.cuh"
@@ -85,12 +86,14 @@ __device__ __forceinline__ void attend_sequence(const Arguments& a, Plan& plan, 
     Values value_codes;
     auto load_keys = [&](const TilePlace& place) { key_codes.load(a.key_codes, place, lane.lane); };
     auto load_values = [&](const TilePlace& place) { value_codes.load(a.value_codes, place, lane.lane); };
+    const Adjustments adjustments(a, plan.sequence, plan.head, lane);
     prefetch_exact(a, plan);
     load_queries(a, plan); // before the codes: the queries would otherwise wait for these loads
     if (new_head) load_value_table(a, plan.head);
     if (tile < tile_end) {
         const TilePlace first = tiles.take(tile);
         load_keys(first), load_values(first);
+        adjustments.copy(a, first, tile, lane);
     }
 
     if (lane.thread == 0) plan.find_sharers();
@@ -103,7 +106,7 @@ __device__ __forceinline__ void attend_sequence(const Arguments& a, Plan& plan, 
     const QueryColumns query(lane);
     const KeyOffsets key_offsets(lane);
     const u32 value_offset = value_offset_of(lane);
-    u8* weights = shared + WEIGHTS + lane.warp * QUERIES * WEIGHT_ROW; // weights of the warp's tile
+    u8* weights = warp_weights(lane); // of the warp's tile
 
     TilePlace next{}; // of the warp's next tile
     auto load_next_keys = [&] {
@@ -111,21 +114,29 @@ __device__ __forceinline__ void attend_sequence(const Arguments& a, Plan& plan, 
         if (TilePlaces::PAGES || there) next = tiles.take(tile + WARPS);
         if (there) load_keys(next);
     };
+    // Called once the weights of the tile are in registers: the adjustments of the next one take their place.
+    auto copy_next = [&] {
+        if constexpr (Adjustments::ANY) {
+            __syncwarp();
+            if (tile + WARPS < tile_end) adjustments.copy(a, next, tile + WARPS, lane);
+        }
+    };
     auto weigh = [&](const Scores& products) {
         float scores[LANE_QUERIES][4];
         products.extract(scores, lane);
         const u32 first = tile * TILE;
+        TileAdjustments of_tile = adjustments.of_tile(lane);
 #pragma unroll
         for (int i = 0; i < LANE_QUERIES; i++) {
 #pragma unroll
-            for (int t = 0; t < 4; t++) scores[i][t] *= a.scale;
+            for (int t = 0; t < 4; t++) scores[i][t] = of_tile.score(scores[i][t], a.scale, i, t);
             if (first + TILE > plan.length) // the last tile of the sequence
 #pragma unroll
                 for (int t = 0; t < 4; t++)
-                    if (first + lane.g + 8 * t >= plan.length) scores[i][t] = -infinity();
+                    if (first + lane.g + 8 * t >= plan.length) scores[i][t] = -infinity(), of_tile.mask(t);
         }
         uint2 packed[LANE_QUERIES];
-        state.weigh(packed, scores, lane);
+        state.weigh(packed, scores, of_tile, lane);
         __syncwarp();
         if (lane.has_scores) Sums::Weights::put(weights, packed, lane);
         __syncwarp();
@@ -143,6 +154,7 @@ __device__ __forceinline__ void attend_sequence(const Arguments& a, Plan& plan, 
         value_codes.expand(codes);
         wait_for_value_table(odd_phase);
         const Sums::Weights tile_weights(weights, lane);
+        copy_next();
 #pragma unroll
         for (int k = 0; k < Sums::STEPS; k++) state.sums.add_step(k, codes, value_offset, tile_weights, lane);
     };
@@ -153,6 +165,7 @@ __device__ __forceinline__ void attend_sequence(const Arguments& a, Plan& plan, 
         key_codes.expand(scores.codes);
         value_codes.expand(codes);
         const Sums::Weights tile_weights(weights, lane);
+        copy_next();
 #pragma unroll
         for (int k = 0; k < Sums::STEPS; k++) {
             state.sums.add_step(k, codes, value_offset, tile_weights, lane);

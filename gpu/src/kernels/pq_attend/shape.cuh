@@ -3,8 +3,8 @@
 //
 // CPU twins: pq_core::attend_into, pq_core::attend_exact_into. Compile-time shape: HEAD_DIM 64 or 128; QUERIES 1, 2, 4
 // or 8 (query heads of one block; a larger group is split into slices); KEY_BITS, VALUE_BITS 4, 6 or 8; KEY_SUB,
-// VALUE_SUB 2, 4 or 8 components per code; COPIES 1 or 2 of the key table; WARPS; INTERLEAVED 0 or 1; PAGED or not,
-// and then HALF_TILES or not; ELEMENT 1 (f16) or 2 (bf16).
+// VALUE_SUB 2, 4 or 8 components per code; COPIES 1 or 2 of the key table; WARPS; INTERLEAVED 0 or 1; ADDENDS and NORMS 0
+// or 1 (adjustments.cuh); PAGED or not, and then HALF_TILES or not; ELEMENT 1 (f16) or 2 (bf16).
 //
 // A decoded vector is WORDS = HEAD_DIM / 2 words of two f16. The tables of a head lie in shared memory, one row of 256
 // bytes per code. The address of a word is therefore one byte permutation of (code, lane's offset), and 32 lanes that
@@ -56,6 +56,7 @@ constexpr bool VALUES_EXCHANGED = QUERIES == 8;
 constexpr int MMA_QUERIES = 8 / VARIANTS, KEY_MMAS = QUERIES / MMA_QUERIES; // MMAs of one key operand
 // Bytes of a query's weights of a tile. The padding takes the queries of which lanes store weights to different banks.
 constexpr int WEIGHT_ROW = QUERIES == 1 ? TILE * 2 : TILE * 2 + 16;
+constexpr int WEIGHT_ROWS = QUERIES + (NORMS ? 2 : 0); // of a warp; the norms of a tile have rows of their own
 
 // A code stands for SUB / 2 words, D / SUB words apart: word w has components (w % (D / SUB)) * SUB + 2 (w / (D / SUB))
 // and the next one.
@@ -86,6 +87,10 @@ struct Arguments {
     u32 batch, heads, list_heads, group; // list_heads: heads of a list
     u32 page_tiles, max_pages, exact_capacity;
     float scale; // factor of the scores, times log2(e)
+    const u8* addends;    // f16 [sequence][head][addend_tiles][query of group][TILE]; read only if ADDENDS
+    const u8* key_norms;  // f16 [page][head][tile of page][token of tile]; read only if NORMS
+    const u8* value_norms;
+    u32 addend_tiles;
 };
 
 // Thread indices. `volatile` makes every construction read %tid again, so that no index occupies a register across the
@@ -130,8 +135,8 @@ constexpr int KEY_TABLE = 0, KEY_ROWS = 1 << KEY_BITS, VALUE_ROWS = 1 << VALUE_B
 constexpr bool FAR_COPY = COPIES == 2 && D == 128; // else the second copy is in the second half of the rows
 constexpr int COPY_DISTANCE = 65536;               // a power of two: the copy is one bit of the address
 constexpr int VALUE_TABLE = (FAR_COPY ? COPY_DISTANCE : 0) + KEY_ROWS * ROW;
-constexpr int WEIGHTS = VALUE_TABLE + VALUE_ROWS * ROW;  // [WARPS][QUERIES][WEIGHT_ROW]
-constexpr int RESULTS = WEIGHTS + WARPS * QUERIES * WEIGHT_ROW; // [SLOTS][QUERIES][RESULT] floats
+constexpr int WEIGHTS = VALUE_TABLE + VALUE_ROWS * ROW;  // [WARPS][WEIGHT_ROWS][WEIGHT_ROW]
+constexpr int RESULTS = WEIGHTS + WARPS * WEIGHT_ROWS * WEIGHT_ROW; // [SLOTS][QUERIES][RESULT] floats
 // Floats of a result: components, maximum, sum of weights, and padding that takes consecutive results to different
 // halves of the banks.
 constexpr int RESULT = D + 16;
@@ -147,3 +152,7 @@ constexpr int SHARED = PLAN + 112;
 extern __shared__ __align__(128) u8 shared[];
 
 static_assert(SHARED == SHARED_BYTES, "the host computes it, too");
+
+__device__ __forceinline__ u8* warp_weights(const Lane& lane) {
+    return shared + WEIGHTS + lane.warp * WEIGHT_ROWS * WEIGHT_ROW;
+}

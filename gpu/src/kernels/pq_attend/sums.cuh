@@ -3,6 +3,7 @@
 // In step s of 4, a lane looks up word 8 ((s + l) & 3) + g of a 32-word half, for 8 tokens of a tile: 4 half + l + 8 i
 // with i = 0 to 3, half = 0 or 1. `Sums` has one form for one query and another for several.
 #pragma once
+#include "pq_attend/adjustments.cuh"
 #include "pq_attend/codes.cuh"
 #include "warp.cuh"
 
@@ -227,6 +228,9 @@ struct Sums {
 };
 #endif
 
+// By how much a score may exceed the maximum: 2^LAG times the norm of a value is within the range of f16.
+constexpr float LAG = NORMS ? 4 : 8;
+
 // A warp's online softmax over its tiles so far.
 struct State {
     Sums sums;
@@ -238,16 +242,16 @@ struct State {
         for (int i = 0; i < LANE_QUERIES; i++) max[i] = NOTHING, weight[i] = 0;
     }
 
-    // Converts scores to f16 weights, exp2(score - maximum). Raises the maximum, and rescales the sums, only when a
-    // score exceeds it by more than 8.
+    // Converts scores to f16 weights, exp2(score - maximum), times the norms of the values. Raises the maximum, and
+    // rescales the sums, only when a score exceeds it by more than LAG.
     __device__ __forceinline__ void weigh(uint2 (&weights)[LANE_QUERIES], const float (&scores)[LANE_QUERIES][4],
-                                          const Lane& lane) {
+                                          const TileAdjustments& of_tile, const Lane& lane) {
         float lane_max[LANE_QUERIES];
         bool exceeds = false;
 #pragma unroll
         for (int i = 0; i < LANE_QUERIES; i++) {
             lane_max[i] = fmaxf(fmaxf(scores[i][0], scores[i][1]), fmaxf(scores[i][2], scores[i][3]));
-            exceeds |= lane.has_scores && lane_max[i] > max[i] + 8;
+            exceeds |= lane.has_scores && lane_max[i] > max[i] + LAG;
         }
         if (warp_uniform(exceeds)) {
             float keep = 1; // of the query of the lane's sums
@@ -270,6 +274,7 @@ struct State {
             for (int t = 0; t < 4; t++) {
                 p[t] = exp2_approx(scores[i][t] - max[i]);
                 weight[i] += p[t];
+                if constexpr (NORMS) p[t] *= of_tile.value_norms[t];
             }
             weights[i] = make_uint2(pack_half2(p[0], p[1]), pack_half2(p[2], p[3]));
         }

@@ -87,7 +87,8 @@ impl MillionCache {
         let pages =
             memory.map(|memory| Pages::new(gpu, memory, (batch, capacity), shape.sinks)).transpose()?;
         let (Pair { keys, values }, paging) = (quantizers, paging(pages.as_ref()));
-        let attend = AttendShape { keys, values, group, element, paging };
+        let (addends, norms) = (false, false);
+        let attend = AttendShape { keys, values, group, element, paging, addends, norms };
         let attend = Attend::new(&gpu.device, attend)?;
         let cache = Self {
             stage: gpu.device.kernel(&programs::leaving(), "stage", 0)?,
@@ -167,6 +168,8 @@ impl DeviceCache for MillionCache {
             queries,
             lengths: sequences.coded_lengths.pointer(),
             pages: self.codes.page_table(0),
+            addends: None,
+            norms: None,
             exact: Some(ExactTokens { keys, values, lengths, capacity }),
             scale: 1.0 / (self.window.shape.head_dim as f32).sqrt(),
             out,
