@@ -3,12 +3,15 @@
 use cudarc::driver::result::memcpy_dtod_async;
 use half::{bf16, f16};
 use kv_gpu::Element;
-use kv_gpu::pq::{Attend, AttendArguments, AttendShape, CodeLayout, ExactTokens, Pages, Paging, Side};
+use kv_gpu::pq::{
+    Addends, Attend, AttendArguments, AttendShape, CodeLayout, ExactTokens, Norms, Pages, Paging, Side, TILE,
+};
 use pq_core::{
     Attention, CodebookBuf, CodedTokens, Codes, PqShape, Rows, SoftmaxStats, attend_exact_into, attend_into,
     attend_scratch_len, lut_into,
 };
 
+use crate::rope_mean_scores::Means;
 use crate::stopwatch::{BEYOND_CACHE, Stopwatch};
 
 /// What a launch attends to.
@@ -22,10 +25,13 @@ struct Load {
     exact: usize,        // exact tokens of a sequence
     page: Option<usize>, // tokens of a page
     element: Element,
+    addends: bool, // of a rotated mean
+    norms: bool,
 }
 
 const fn load(query_heads: usize, heads: usize, batch: usize, n: usize) -> Load {
-    Load { query_heads, heads, batch, n, others: n, exact: 0, page: None, element: Element::F16 }
+    let (element, addends, norms) = (Element::F16, false, false);
+    Load { query_heads, heads, batch, n, others: n, exact: 0, page: None, element, addends, norms }
 }
 
 const LOADS: [Load; 5] = [
@@ -82,6 +88,11 @@ pub fn run(watch: &Stopwatch) {
     for load in [load(32, 8, 1, 32_768), load(32, 32, 1, 32_768)] {
         EXACT.into_iter().for_each(|exact| time(watch, four_bits, Load { exact, ..load }));
     }
+    for load in [long, load(32, 32, 1, 32_768), load(64, 8, 1, 131_072), Load { page: Some(32), ..long }] {
+        for (addends, norms) in [(false, true), (true, false), (true, true)] {
+            time(watch, four_bits, Load { addends, norms, ..load });
+        }
+    }
     for page in [None, Some(32)] {
         time(watch, four_bits, Load { element: Element::Bf16, page, ..long });
     }
@@ -106,7 +117,7 @@ fn wide(element: Element, bits: &[u16]) -> Vec<f32> {
 }
 
 fn time(watch: &Stopwatch, quantizer: PqShape, load: Load) {
-    let Load { query_heads, heads, batch, n, others, exact, page, element } = load;
+    let Load { query_heads, heads, batch, n, others, exact, page, element, addends, norms } = load;
     let (dim, group) = (quantizer.dim(), query_heads / heads);
     let mut name = format!("attend ({m}, {nbits})", m = quantizer.m(), nbits = quantizer.nbits());
     if others != n {
@@ -121,6 +132,12 @@ fn time(watch: &Stopwatch, quantizer: PqShape, load: Load) {
     if element == Element::Bf16 {
         name += ", bf16";
     }
+    if norms {
+        name += ", norms";
+    }
+    if addends {
+        name += ", addends";
+    }
     let mean = (n + (batch - 1) * others) / batch;
     let shape_name = format!("{query_heads}/{heads} heads, {batch} x {mean} x {dim}");
     if !watch.wants(&name, &shape_name) {
@@ -132,7 +149,6 @@ fn time(watch: &Stopwatch, quantizer: PqShape, load: Load) {
         Some(page) if page % whole[0].tokens() == 0 => (Paging::Tiles, whole),
         Some(_) => (Paging::HalfTiles, whole.map(|layout| layout.half_tiles().unwrap())),
     };
-    let (addends, norms) = (false, false);
     let shape = AttendShape { keys: quantizer, values: quantizer, group, element, paging, addends, norms };
     let attend = Attend::new(&watch.gpu, shape).unwrap();
     let mut state = 1_u64;
@@ -201,6 +217,19 @@ fn time(watch: &Stopwatch, quantizer: PqShape, load: Load) {
     let mut lengths = vec![others as u32; batch];
     lengths[0] = n as u32;
     let (lengths, table) = (watch.upload(&lengths), watch.upload(&table));
+    let means = addends.then(|| Means::new(watch, heads, group, element));
+    let addend_tiles = n.div_ceil(TILE);
+    let addends_there =
+        watch.zeros::<f16>(if addends { batch * query_heads * addend_tiles * TILE } else { 1 });
+    let launch_means = |means: &Means, pdl: bool| {
+        let (queries, lengths) = (watch.pointer(&queries_there).cast(), watch.pointer(&lengths));
+        means.launch(watch, (batch, addend_tiles), queries, lengths, &addends_there, pdl)
+    };
+    // Norms repeat in every tile, so that they are the same in pages.
+    let of_tile: [Vec<f16>; 2] =
+        [0, 1].map(|_| (0..tokens).map(|_| f16::from_f32(uniform() + 1.5)).collect());
+    let places = if norms { batch * heads * tiles } else { 1 };
+    let norms_there = [0, 1].map(|side| watch.upload(&of_tile[side].repeat(places)));
     let workspace = watch.zeros::<u8>(attend.workspace_len(batch, heads));
     let out = watch.zeros::<u16>(queries.len());
     let scale = 1.0 / (dim as f32).sqrt();
@@ -215,8 +244,11 @@ fn time(watch: &Stopwatch, quantizer: PqShape, load: Load) {
         queries: watch.pointer(&queries_there).cast(),
         lengths: watch.pointer(&lengths),
         pages: page.map(|_| Pages { table: watch.pointer(&table), max_pages }),
-        addends: None,
-        norms: None,
+        addends: addends.then(|| Addends { values: watch.pointer(&addends_there), tiles: addend_tiles }),
+        norms: norms.then(|| {
+            let [keys, values] = [0, 1].map(|side: usize| watch.pointer(&norms_there[side]));
+            Norms { keys, values }
+        }),
         exact: (exact > 0).then(|| ExactTokens {
             keys: watch.pointer(&exact_there[0]).cast(),
             values: watch.pointer(&exact_there[1]).cast(),
@@ -229,11 +261,25 @@ fn time(watch: &Stopwatch, quantizer: PqShape, load: Load) {
         pdl,
         workspace: watch.pointer(&workspace),
     };
+    if let Some(means) = &means {
+        launch_means(means, false)(watch.gpu.stream().cu_stream()).unwrap();
+    }
+    let launches = if batch == 1 { 16 } else { 4 };
     let [us, us_pdl] = [false, true].map(|pdl| {
         let all: Vec<AttendArguments> = (0..copies).map(|copy| arguments(copy, pdl)).collect();
         // SAFETY: the buffers have the shapes that the arguments require, and outlive the graph.
         let launch = |i: usize, stream| unsafe { attend.launch(stream, &all[i % copies]) };
-        watch.time(if batch == 1 { 16 } else { 4 }, launch)
+        watch.time(launches, launch)
+    });
+    // The addends are computed before every launch.
+    let us_both = means.as_ref().map(|means| {
+        let all: Vec<AttendArguments> = (0..copies).map(|copy| arguments(copy, true)).collect();
+        let launch_means = launch_means(means, true);
+        watch.time(launches, |i, stream| {
+            launch_means(stream)?;
+            // SAFETY: as above.
+            unsafe { attend.launch(stream, &all[i % copies]) }
+        })
     });
 
     // Compares one head of the first sequence with the CPU.
@@ -245,7 +291,16 @@ fn time(watch: &Stopwatch, quantizer: PqShape, load: Load) {
     let luts = lut_into(&codebook.view(), &scaled, &mut luts).unwrap();
     let (mut expected, mut stats) = (vec![0.0; group * dim], vec![SoftmaxStats::EMPTY; group]);
     let [keys, values] = [0, 1].map(|side| Codes::new(quantizer, n, &bytes[side]).unwrap());
+    let of_tokens = |of_tile: &Vec<f16>| -> Option<Vec<f32>> {
+        norms.then(|| of_tile.iter().cycle().take(n).map(|x| x.to_f32()).collect())
+    };
+    let [key_norms, value_norms] = of_tile.each_ref().map(of_tokens);
+    let bias: Option<Vec<f32>> = means
+        .as_ref()
+        .map(|means| scaled.chunks_exact(dim).flat_map(|query| means.expected(head, query, n)).collect());
     let tokens = CodedTokens::new(keys, values, codebook.view()).unwrap();
+    let tokens = tokens.with_key_scales(key_norms.as_deref()).unwrap();
+    let tokens = tokens.with_value_scales(value_norms.as_deref()).unwrap().with_bias(bias.as_deref());
     let mut scratch = vec![0.0; attend_scratch_len(quantizer, group)];
     attend_into(&luts, &tokens, &mut scratch, &mut expected, &mut stats).unwrap();
     if exact > 0 {
@@ -265,7 +320,13 @@ fn time(watch: &Stopwatch, quantizer: PqShape, load: Load) {
         (error / norm).sqrt()
     );
 
-    let bytes = 2 * (read + batch * heads * exact * dim * 2);
+    let coded = n + (batch - 1) * others;
+    let adjustments =
+        if addends { 2 * query_heads * coded } else { 0 } + if norms { 4 * heads * coded } else { 0 };
+    let bytes = 2 * (read + batch * heads * exact * dim * 2) + adjustments;
     watch.report(&name, &shape_name, bytes as f64, us);
     watch.report(&format!("{name}, overlapped"), &shape_name, bytes as f64, us_pdl);
+    if let Some(us) = us_both {
+        watch.report(&format!("{name}, computed and overlapped"), &shape_name, bytes as f64, us);
+    }
 }

@@ -1,8 +1,10 @@
 //! The part of the scores that comes from a mean of the keys before RoPE.
 
+use cudarc::driver::CudaSlice;
+use cudarc::driver::sys::CUstream;
 use half::f16;
-use kv_gpu::Element;
 use kv_gpu::pq::{RopeMeanScores, RopeMeanScoresArguments, RopeMeanScoresShape, TILE};
+use kv_gpu::{AnyElement, DevicePtr, Element, Error};
 use pq_core::RopeMeanBuf;
 
 use crate::stopwatch::{BEYOND_CACHE, Stopwatch};
@@ -18,6 +20,66 @@ const LOADS: [(usize, usize, usize, usize, usize); 7] = [
     (32, 8, 256, 512, 512),
     (32, 8, 32, 131_072, 512),
 ];
+/// Position of the first coded token: there are as many sinks.
+const FIRST: usize = 4;
+
+/// The means of some heads' keys before RoPE, and the kernel that takes them to scores.
+pub struct Means {
+    heads: usize,
+    means: Vec<f32>,       // (heads, DIM)
+    frequencies: Vec<f32>, // (DIM / 2,)
+    there: [CudaSlice<f32>; 2],
+    kernel: RopeMeanScores,
+}
+
+impl Means {
+    pub fn new(watch: &Stopwatch, heads: usize, group: usize, element: Element) -> Self {
+        let means: Vec<f32> =
+            (0..heads * DIM).map(|i| ((i * 2_654_435_761) % 2001) as f32 / 500.0 - 2.0).collect();
+        let frequencies: Vec<f32> =
+            (0..DIM / 2).map(|i| 5e5_f32.powf(-2.0 * i as f32 / DIM as f32)).collect();
+        let there = [&means, &frequencies].map(|x| watch.upload(x));
+        let kernel =
+            RopeMeanScores::new(&watch.gpu, RopeMeanScoresShape { dim: DIM, group, element }).unwrap();
+        Self { heads, means, frequencies, there, kernel }
+    }
+
+    /// What launches the kernel for `batch` sequences, with room for `tiles` tiles each. The buffers, which have the
+    /// shapes that the arguments require, must outlive it.
+    pub fn launch(
+        &self,
+        watch: &Stopwatch,
+        (batch, tiles): (usize, usize),
+        queries: DevicePtr<AnyElement>,
+        lengths: DevicePtr<u32>,
+        addends: &CudaSlice<f16>,
+        pdl: bool,
+    ) -> impl Fn(CUstream) -> Result<(), Error> {
+        let arguments = RopeMeanScoresArguments {
+            batch,
+            heads: self.heads,
+            tiles,
+            means: watch.pointer(&self.there[0]),
+            frequencies: watch.pointer(&self.there[1]),
+            first: FIRST,
+            queries,
+            lengths,
+            scale: 1.0 / (DIM as f32).sqrt(),
+            addends: watch.pointer(addends),
+            pdl,
+        };
+        // SAFETY: the buffers have the shapes that the arguments require, and outlive the launch.
+        move |stream| unsafe { self.kernel.launch(stream, &arguments) }
+    }
+
+    /// What the addends of a head's scaled query must be for the first `n` tokens.
+    pub fn expected(&self, head: usize, query: &[f32], n: usize) -> Vec<f32> {
+        let mut scores = vec![0.0; n];
+        let mean = RopeMeanBuf::new(&self.means[head * DIM..][..DIM], &self.frequencies).unwrap();
+        mean.view().scores_into(query, FIRST, &mut scores).unwrap();
+        scores
+    }
+}
 
 pub fn run(watch: &Stopwatch) {
     for (query_heads, heads, batch, n, others) in LOADS {
@@ -31,54 +93,32 @@ pub fn run(watch: &Stopwatch) {
             continue;
         }
         let group = query_heads / heads;
-        let shape = RopeMeanScoresShape { dim: DIM, group, element: Element::F16 };
-        let scores = RopeMeanScores::new(&watch.gpu, shape).unwrap();
-        let number = |i: usize| ((i * 2_654_435_761) % 2001) as f32 / 1000.0 - 1.0;
-        let means: Vec<f32> = (0..heads * DIM).map(|i| 2.0 * number(i)).collect();
-        let queries: Vec<f16> =
-            (0..batch * query_heads * DIM).map(|i| f16::from_f32(2.0 * number(i + 7))).collect();
-        let frequencies: Vec<f32> =
-            (0..DIM / 2).map(|i| 5e5_f32.powf(-2.0 * i as f32 / DIM as f32)).collect();
+        let means = Means::new(watch, heads, group, Element::F16);
+        let number = |i: usize| f16::from_f32(((i * 2_654_435_761) % 1999) as f32 / 500.0 - 2.0);
+        let queries: Vec<f16> = (0..batch * query_heads * DIM).map(number).collect();
         let mut lengths = vec![others as u32; batch];
         lengths[0] = n as u32;
-        let [means_there, frequencies_there] = [&means, &frequencies].map(|x| watch.upload(x));
         let (queries_there, lengths) = (watch.upload(&queries), watch.upload(&lengths));
-        let tiles = n.div_ceil(TILE);
-        let (first, scale) = (4, 1.0 / (DIM as f32).sqrt());
-        let bytes = tokens * query_heads * 2;
+        let (tiles, bytes) = (n.div_ceil(TILE), tokens * query_heads * 2);
         let copies = BEYOND_CACHE / bytes + 1;
         let addends: Vec<_> =
             (0..copies).map(|_| watch.zeros::<f16>(batch * query_heads * tiles * TILE)).collect();
-        let arguments = |copy: usize, pdl: bool| RopeMeanScoresArguments {
-            batch,
-            heads,
-            tiles,
-            means: watch.pointer(&means_there),
-            frequencies: watch.pointer(&frequencies_there),
-            first,
-            queries: watch.pointer(&queries_there).cast(),
-            lengths: watch.pointer(&lengths),
-            scale,
-            addends: watch.pointer(&addends[copy]),
-            pdl,
-        };
         let [us, us_pdl] = [false, true].map(|pdl| {
-            let all: Vec<_> = (0..copies).map(|copy| arguments(copy, pdl)).collect();
-            // SAFETY: the buffers have the shapes that the arguments require, and outlive the graph.
-            watch.time(copies, |i, stream| unsafe { scores.launch(stream, &all[i % copies]) })
+            let (queries, lengths) = (watch.pointer(&queries_there).cast(), watch.pointer(&lengths));
+            let of = |addends| means.launch(watch, (batch, tiles), queries, lengths, addends, pdl);
+            let all: Vec<_> = addends.iter().map(of).collect();
+            watch.time(copies, |i, stream| all[i % copies](stream))
         });
 
         // Compares the last query of the first sequence with the CPU.
         let got = watch.download(&addends[copies - 1]);
         let (query, head) = (query_heads - 1, heads - 1);
-        let wide: Vec<f32> = queries[query * DIM..][..DIM].iter().map(|x| x.to_f32() * scale).collect();
-        let mut expected = vec![0.0; n];
-        let mean = RopeMeanBuf::new(&means[head * DIM..], &frequencies).unwrap();
-        mean.view().scores_into(&wide, first, &mut expected).unwrap();
-        for (token, &expected) in expected.iter().enumerate() {
+        let scale = 1.0 / (DIM as f32).sqrt();
+        let scaled: Vec<f32> = queries[query * DIM..][..DIM].iter().map(|x| x.to_f32() * scale).collect();
+        for (token, &expected) in means.expected(head, &scaled, n).iter().enumerate() {
             let tile = (head * tiles + token / TILE) * group + group - 1;
             let got = got[tile * TILE + token % TILE].to_f32();
-            assert!((got - expected).abs() < 2e-2, "{shape:?}: {got} for {expected}");
+            assert!((got - expected).abs() < 2e-2, "{name}, {load}: {got} for {expected}");
         }
         watch.report(&name, &load, bytes as f64, us);
         watch.report(&format!("{name}, overlapped"), &load, bytes as f64, us_pdl);
