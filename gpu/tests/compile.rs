@@ -127,7 +127,7 @@ fn attention_with_addends_and_norms() {
 
 #[test]
 fn attention_with_either() {
-    adjusted_attention(&[1, 4], Element::F16, Paging::Contiguous, (true, false));
+    adjusted_attention(&[1, 2, 4], Element::F16, Paging::Contiguous, (true, false));
     adjusted_attention(&[2, 8], Element::Bf16, Paging::Contiguous, (false, true));
 }
 
