@@ -221,9 +221,11 @@ fn time(watch: &Stopwatch, quantizer: PqShape, load: Load) {
     let addend_tiles = n.div_ceil(TILE);
     let addends_there =
         watch.zeros::<f16>(if addends { batch * query_heads * addend_tiles * TILE } else { 1 });
-    let launch_means = |means: &Means, pdl: bool| {
+    let launch_means = |pdl: bool| {
         let (queries, lengths) = (watch.pointer(&queries_there).cast(), watch.pointer(&lengths));
-        means.launch(watch, (batch, addend_tiles), queries, lengths, &addends_there, pdl)
+        means
+            .as_ref()
+            .map(|means| means.launch(watch, (batch, addend_tiles), queries, lengths, &addends_there, pdl))
     };
     // Norms repeat in every tile, so that they are the same in pages.
     let of_tile: [Vec<f16>; 2] =
@@ -261,8 +263,8 @@ fn time(watch: &Stopwatch, quantizer: PqShape, load: Load) {
         pdl,
         workspace: watch.pointer(&workspace),
     };
-    if let Some(means) = &means {
-        launch_means(means, false)(watch.gpu.stream().cu_stream()).unwrap();
+    if let Some(launch) = launch_means(false) {
+        launch(watch.gpu.stream().cu_stream()).unwrap();
     }
     let launches = if batch == 1 { 16 } else { 4 };
     let [us, us_pdl] = [false, true].map(|pdl| {
@@ -272,9 +274,8 @@ fn time(watch: &Stopwatch, quantizer: PqShape, load: Load) {
         watch.time(launches, launch)
     });
     // The addends are computed before every launch.
-    let us_both = means.as_ref().map(|means| {
+    let us_both = launch_means(true).map(|launch_means| {
         let all: Vec<AttendArguments> = (0..copies).map(|copy| arguments(copy, true)).collect();
-        let launch_means = launch_means(means, true);
         watch.time(launches, |i, stream| {
             launch_means(stream)?;
             // SAFETY: as above.

@@ -44,8 +44,8 @@ impl Means {
         Self { heads, means, frequencies, there, kernel }
     }
 
-    /// What launches the kernel for `batch` sequences, with room for `tiles` tiles each. The buffers, which have the
-    /// shapes that the arguments require, must outlive it.
+    /// What launches the kernel for `batch` sequences, with room for `tiles` tiles each. The buffers, which
+    /// have the shapes that the arguments require, must outlive it.
     pub fn launch(
         &self,
         watch: &Stopwatch,
