@@ -208,7 +208,7 @@ pub struct ExactTokens {
 /// ([`pq_core::divide_by_norms`]): factors of the decoded keys and values.
 ///
 /// They lie as the codes do: (pages or batch, heads, tiles, tokens of a tile), in half tiles if the shape's
-/// pages have these. Those of values are at most 4,096: the weights that they multiply are `f16`.
+/// pages have these. Those of values are at most 4,094: their products with weights of up to 16 are `f16`.
 #[derive(Clone, Copy, Debug)]
 pub struct Norms {
     /// `f16`: norms of the keys, factors of the scores before any addend.

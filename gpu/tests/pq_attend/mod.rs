@@ -63,6 +63,17 @@ pub struct Expected {
     pub stats: Vec<SoftmaxStats>,
 }
 
+/// A generator for addends and norms, so that a case is the same with and without them otherwise.
+const fn other_random(random: &Random) -> Random {
+    Random(!random.0)
+}
+
+/// A shape with a random choice of addends and norms.
+pub fn adjusted(random: &Random, shape: AttendShape) -> AttendShape {
+    let mut other = other_random(random);
+    AttendShape { addends: other.below(2) == 1, norms: other.below(2) == 1, ..shape }
+}
+
 fn codebook(random: &mut Random, shape: PqShape) -> CodebookBuf {
     let centroids: Vec<f32> = random.normals(shape.codebook_len());
     let halves: Vec<f32> = centroids.iter().map(|&x| f16::from_f32(x).to_f32()).collect();
@@ -83,9 +94,9 @@ impl Case {
         let (batch, heads) = (random.pick(batches), 1 + random.below(4));
         let (group, element) = (1 + random.below(16), random.pick(&[Element::F16, Element::Bf16]));
         let pagings = [Paging::Contiguous, Paging::Contiguous, Paging::Tiles, Paging::HalfTiles];
-        let (addends, norms) = (random.below(2) == 1, random.below(2) == 1);
-        let mut shape =
-            AttendShape { keys, values, group, element, paging: random.pick(&pagings), addends, norms };
+        let paging = random.pick(&pagings);
+        let plain = AttendShape { keys, values, group, element, paging, addends: false, norms: false };
+        let mut shape = adjusted(random, plain);
         if shape.check().is_err() {
             shape.paging = Paging::Tiles; // a quantizer without half tiles
         }
@@ -147,14 +158,14 @@ impl Case {
         let mut queries: Vec<f32> = random.normals(batch * heads * shape.group * dim);
         queries.iter_mut().for_each(|x| *x = rounded(2.0 * *x));
         spoil(&mut queries);
+        let mut other = other_random(random);
         let rounded_to_f16 = |x: f32| f16::from_f32(x).to_f32();
-        let addends = random.normals(queries.len() / dim * self.capacity);
+        let addends = other.normals(queries.len() / dim * self.capacity);
         let addends = addends.into_iter().map(|x| rounded_to_f16(3.0 * x)).collect();
-        let mut norms = |spread: f32| -> Vec<f32> {
-            let normals = random.normals(batch * heads * self.capacity);
+        let norms = [1.0, 30.0].map(|spread: f32| {
+            let normals = other.normals(batch * heads * self.capacity);
             normals.into_iter().map(|x| rounded_to_f16(0.1 + spread * x.abs())).collect()
-        };
-        let norms = [norms(1.0), norms(30.0)];
+        });
         let exact_len = batch * heads * self.exact_capacity * dim;
         let exact = SIDES.map(|_| random.normals(exact_len).into_iter().map(rounded).collect());
         let quantizers = [shape.keys, shape.values];

@@ -27,6 +27,7 @@ struct TileAdjustments {
     }
 };
 
+// Where a lane copies from and to, for all tiles of a sequence.
 struct Adjustments {
     static constexpr bool ANY = ADDENDS || NORMS;
     static constexpr int CHUNK = 16, CHUNKS = TILE * 2 / CHUNK; // of a row
@@ -53,10 +54,10 @@ struct Adjustments {
             if (row < QUERIES) cp_async_16_zfill(to, addends + (u64)tile * a.group * FULL_ROW, has_addends);
         }
         if constexpr (NORMS) {
-            constexpr int RUN_CHUNKS = CHUNKS / RUNS;
+            constexpr int OF_RUN = CHUNKS / RUNS;
             const u8* norms = row == 0 ? a.key_norms : a.value_norms;
-            const u64 run = place.runs[RUNS == 2 && chunk >= RUN_CHUNKS];
-            if (row < 2) cp_async_16(to + QUERIES * WEIGHT_ROW, norms + (run * RUN_CHUNKS + chunk % RUN_CHUNKS) * CHUNK);
+            const u64 run = place.runs[RUNS == 2 && chunk >= OF_RUN];
+            if (row < 2) cp_async_16(to + QUERIES * WEIGHT_ROW, norms + (run * OF_RUN + chunk % OF_RUN) * CHUNK);
         }
         if constexpr (ANY) cp_async_commit();
     }

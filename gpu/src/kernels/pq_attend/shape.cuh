@@ -3,8 +3,8 @@
 //
 // CPU twins: pq_core::attend_into, pq_core::attend_exact_into. Compile-time shape: HEAD_DIM 64 or 128; QUERIES 1, 2, 4
 // or 8 (query heads of one block; a larger group is split into slices); KEY_BITS, VALUE_BITS 4, 6 or 8; KEY_SUB,
-// VALUE_SUB 2, 4 or 8 components per code; COPIES 1 or 2 of the key table; WARPS; INTERLEAVED 0 or 1; ADDENDS and NORMS 0
-// or 1 (adjustments.cuh); PAGED or not, and then HALF_TILES or not; ELEMENT 1 (f16) or 2 (bf16).
+// VALUE_SUB 2, 4 or 8 components per code; COPIES 1 or 2 of the key table; WARPS; INTERLEAVED 0 or 1; ADDENDS and
+// NORMS 0 or 1 (adjustments.cuh); PAGED or not, and then HALF_TILES or not; ELEMENT 1 (f16) or 2 (bf16).
 //
 // A decoded vector is WORDS = HEAD_DIM / 2 words of two f16. The tables of a head lie in shared memory, one row of 256
 // bytes per code. The address of a word is therefore one byte permutation of (code, lane's offset), and 32 lanes that
