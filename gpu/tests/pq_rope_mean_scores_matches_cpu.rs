@@ -1,5 +1,5 @@
-//! The part of the scores that comes from a rotated mean agrees with `pq_core::RopeMean::scores_into`, and with the
-//! formula in `f64`.
+//! The part of the scores that comes from a rotated mean agrees with `pq_core::RopeMean::scores_into`, and
+//! with the formula in `f64`.
 
 #![allow(clippy::unwrap_used)]
 
@@ -13,8 +13,8 @@ use pq_core::RopeMeanBuf;
 
 /// Maximum error relative to the addend: it is rounded to `f16`.
 const ROUNDING: f64 = 1.0 / 2048.0;
-/// Maximum error relative to the root of the sum of the pairs' squared amplitudes: coefficients, cosines and sines
-/// are rounded to `f16`.
+/// Maximum error relative to the root of the sum of the pairs' squared amplitudes: coefficients, cosines and
+/// sines are rounded to `f16`.
 const PRODUCTS: f64 = 1.0 / 512.0;
 /// Bits of an addend that is not written.
 const UNTOUCHED: u16 = 0xabcd;
@@ -92,8 +92,8 @@ impl Case {
                 addends: addends.pointer().cast(),
                 pdl,
             };
-            // SAFETY: the buffers live until their contents have been read, and have the lengths that the shape
-            // requires.
+            // SAFETY: the buffers live until their contents have been read, and have the lengths that the
+            // shape requires.
             #[allow(unsafe_code)]
             unsafe { scores.launch(device.stream().cu_stream(), &arguments) }.unwrap();
             addends.read()
@@ -128,7 +128,7 @@ impl Case {
                     continue;
                 }
                 if query.iter().any(|x| !x.is_finite()) {
-                    assert!(got.is_nan(), "{told} of a query that is not finite");
+                    assert!(!got.is_finite(), "{told} of a query that is not finite");
                     continue;
                 }
                 let rotated = products()

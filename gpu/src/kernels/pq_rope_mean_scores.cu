@@ -12,7 +12,7 @@
 // products on tensor cores with cosines and sines that are the same for all spans, heads and queries, of half the size
 // of a product with all positions. They are in shared memory (`fill_waves`). A unit of work of a warp is UNIT_ROWS
 // queries times UNIT_SPANS spans: a lane has a share of the pairs of one query, and rotates it to every span. Rotated
-// coefficients are divided by a bound of the query's, so that f16 does not overflow.
+// coefficients include the scale: where one of them overflows f16, an addend does.
 //
 // Angles are in turns, as 64-bit fractions: products with positions are exact modulo a turn.
 #include "element.cuh"
@@ -63,17 +63,25 @@ __device__ __forceinline__ void fill_waves(const float* frequencies) {
         half_turns[threadIdx.x] = (u64)((turns - floor(turns)) * 18446744073709551616.);
     }
     __syncthreads();
-#pragma unroll 4
-    for (int i = threadIdx.x; i < DISTANCES * PAIRS / 2; i += THREADS) {
-        const int word = i % (PAIRS / 2), distance = i / (PAIRS / 2), pair = word % 4 * SHARE + word / 4 * 2;
-        float2 wave[2];
+    constexpr int WORDS = PAIRS / 2, RUN = DISTANCES * WORDS / THREADS; // distances of a thread
+    const int word = threadIdx.x % WORDS, first = threadIdx.x / WORDS * RUN, pair = word % 4 * SHARE + word / 4 * 2;
+    float2 wave[2], step[2]; // of two pairs, at a distance and from one distance to the next
 #pragma unroll
-        for (int j = 0; j < 2; j++) wave[j] = wave_at((u32)(half_turns[pair + j] >> 32) * (2 * distance + 1));
-        const int row = distance / 32 * 32 + distance % 8 / 2 * 8 + distance % 32 / 8 * 2 + distance % 2;
+    for (int j = 0; j < 2; j++) {
+        const u32 turn = half_turns[pair + j] >> 32;
+        wave[j] = wave_at(turn * (2 * first + 1)), step[j] = wave_at(2 * turn);
+    }
+#pragma unroll
+    for (int i = first; i < first + RUN; i++) {
+        const int row = i / 32 * 32 + i % 8 / 2 * 8 + i % 32 / 8 * 2 + i % 2;
         u16* cosines = swizzled<CHUNKS>(waves, row, word / 4) + word % 4 * 2;
         u16* sines = swizzled<CHUNKS>(waves, row, CHUNKS / 2 + word / 4) + word % 4 * 2;
         *reinterpret_cast<u32*>(cosines) = pack_half2(wave[0].x, wave[1].x);
         *reinterpret_cast<u32*>(sines) = pack_half2(wave[0].y, wave[1].y);
+#pragma unroll
+        for (int j = 0; j < 2; j++)
+            wave[j] = make_float2(wave[j].x * step[j].x - wave[j].y * step[j].y,
+                                  wave[j].x * step[j].y + wave[j].y * step[j].x);
     }
 }
 
@@ -99,27 +107,18 @@ __device__ __forceinline__ void load(float (&to)[N], const float* from) {
     }
 }
 
-// A lane's share of the coefficients of a query: those of the cosines and of the sines at position 0, divided by `size`
-// and as they are otherwise.
+// A lane's share of the coefficients of a query, at position 0, times the scale.
 struct Coefficients {
     float a[SHARE], b[SHARE];
-    float size; // at least that of every sum of the query's products; not a number if one of them is none
 
-    __device__ __forceinline__ Coefficients(const Element* query, const float* mean) {
+    __device__ __forceinline__ Coefficients(const Element* query, const float* mean, float scale) {
         float query_x[SHARE], query_y[SHARE], mean_x[SHARE], mean_y[SHARE];
         load(query_x, query), load(query_y, query + PAIRS), load(mean_x, mean), load(mean_y, mean + PAIRS);
-        size = 0;
 #pragma unroll
         for (int i = 0; i < SHARE; i++) {
-            a[i] = query_x[i] * mean_x[i] + query_y[i] * mean_y[i];
-            b[i] = query_y[i] * mean_x[i] - query_x[i] * mean_y[i];
-            size += fabsf(a[i]) + fabsf(b[i]);
+            a[i] = (query_x[i] * mean_x[i] + query_y[i] * mean_y[i]) * scale;
+            b[i] = (query_y[i] * mean_x[i] - query_x[i] * mean_y[i]) * scale;
         }
-        size += __shfl_xor_sync(FULL, size, 1);
-        size += __shfl_xor_sync(FULL, size, 2);
-        const float divided = size < 1e-30f ? 0 : 1 / size; // smaller addends are zero in f16
-#pragma unroll
-        for (int i = 0; i < SHARE; i++) a[i] *= divided, b[i] *= divided;
     }
 };
 
@@ -168,7 +167,7 @@ __device__ __forceinline__ void add_unit(const Arguments& a, u32 sequence, u32 f
     const u32 rows = a.heads * GROUP, row = min(first_row + g, rows - 1), head = row / GROUP, query = row % GROUP;
     const u64 place = (u64)sequence * a.heads;
     const Coefficients coefficients(a.queries + (place * GROUP + row) * HEAD_DIM + SHARE * l,
-                                    a.means + head * HEAD_DIM + SHARE * l);
+                                    a.means + head * HEAD_DIM + SHARE * l, a.scale);
     __syncwarp(); // all lanes have rotated to the centres of the unit before
 #pragma unroll
     for (int pair = lane; pair < PAIRS; pair += LANES)
@@ -180,7 +179,6 @@ __device__ __forceinline__ void add_unit(const Arguments& a, u32 sequence, u32 f
     __syncwarp();
     const Rotated rotated(coefficients, centres[warp], l);
 
-    const float factor = coefficients.size * a.scale;
     const u32 tile_end = first_row + g < rows ? (length + TILE - 1) / TILE : 0; // no tile of a row without a query
     u16* out = a.addends + ((place + head) * a.tiles * GROUP + query) * TILE;
     auto store = [&](u32 tile, u32 token, const u32(&words)[4]) {
@@ -201,12 +199,8 @@ __device__ __forceinline__ void add_unit(const Arguments& a, u32 sequence, u32 f
             u32 before[4], after[4]; // the centre: eight tokens each
 #pragma unroll
             for (int j = 0; j < 4; j++) {
-                float x[2], y[2];
-#pragma unroll
-                for (int k = 0; k < 2; k++) {
-                    x[k] = even[j][span / 2][span % 2 * 2 + k] * factor;
-                    y[k] = odd[j][span / 2][span % 2 * 2 + k] * factor;
-                }
+                const int first = span % 2 * 2;
+                const float *x = even[j][span / 2] + first, *y = odd[j][span / 2] + first;
                 after[j] = pack_half2(x[0] + y[0], x[1] + y[1]);
                 before[3 - j] = pack_half2(x[1] - y[1], x[0] - y[0]);
             }
