@@ -40,6 +40,7 @@ fn main() -> Result<()> {
         element: Element::F16,
         rule: GroupRule::SumOfSoftmax,
         paged: false,
+        addends: false,
         adaptive: false,
     };
     let hybrid = Hybrid::new(&gpu, shape)?;
@@ -58,6 +59,7 @@ fn main() -> Result<()> {
         code_queries: None,
         lengths: lengths.pointer,
         pages: None,
+        addends: None,
         ks: ks.pointer,
         bound: None,
         selected: selected.pointer,

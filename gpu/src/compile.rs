@@ -53,6 +53,7 @@ const HEADERS: &[Source] = &[
     source!("pq_attend/tables.cuh"),
     source!("pq_attend/tile_places.cuh"),
     source!("pq_codes.cuh"),
+    source!("pq_hybrid/addends.cuh"),
     source!("pq_hybrid/budget.cuh"),
     source!("pq_hybrid/codes.cuh"),
     source!("pq_hybrid/lut.cuh"),
@@ -355,7 +356,8 @@ mod tests {
         let search = SearchShape { quantizer: coarse, group: 4, rule: GroupRule::SumOfSoftmax };
         let (keys, values) = (PqShape::new(128, 16, 8).unwrap(), PqShape::new(128, 8, 8).unwrap());
         let rule = GroupRule::SumOfSoftmax;
-        let hybrid = HybridShape { keys, values, group: 4, element, rule, paged: true, adaptive: true };
+        let hybrid =
+            HybridShape { keys, values, group: 4, element, rule, paged: true, addends: true, adaptive: true };
         let hybrid = hybrid.programs((9, 0), 227 << 10).unwrap();
         let programs = [
             attend.program(227 << 10).unwrap(),

@@ -158,8 +158,8 @@ fn attention_on_codes_and_exact_rows() {
             let quantizer = |(m, nbits)| PqShape::new(dim, m, nbits).unwrap();
             let (keys, values) = (quantizer(keys), quantizer(values));
             let (element, rule) = (Element::Bf16, GroupRule::SumOfSoftmax);
-            for adaptive in [false, true] {
-                let shape = HybridShape { keys, values, group, element, rule, paged, adaptive };
+            for (addends, adaptive) in [(false, false), (true, true)] {
+                let shape = HybridShape { keys, values, group, element, rule, paged, addends, adaptive };
                 let programs = shape.programs(capability, shared_memory).unwrap();
                 for (program, most) in programs.iter().zip([0, 0, 128]) {
                     let Some(spilled) = spilled(program, architecture) else { return };

@@ -151,6 +151,37 @@ fn many_ragged_sequences_agree() {
     run(&device, 200..206, ragged, |_| ());
 }
 
+/// Terms that are added to the scores: of every group, in long and in ragged sequences, in pages, with a
+/// bound, of queries that are not finite.
+#[test]
+fn addends_agree() {
+    let Some(device) = device("addends_agree") else { return };
+    let add = |case: &mut Case| case.shape.addends = true;
+    run(&device, 700..716, add, |_| ());
+    for (seed, group) in (720..).zip((1..=8).cycle().take(16)) {
+        let of_group = |case: &mut Case| {
+            add(case);
+            case.shape.group = group;
+            if seed % 3 == 0 {
+                case.adapt(0.2);
+            }
+        };
+        run(&device, seed..seed + 1, of_group, |_| ());
+    }
+    let lengthen = |case: &mut Case| {
+        add(case);
+        (case.capacity, case.batch, case.heads) = (40_000, 2, 1);
+        (case.lengths, case.ks) = (vec![39_990, 17], vec![400, 3]);
+        case.exact_lengths = vec![case.exact_capacity as u32; 2];
+        case.selected_len = 500;
+        case.page_tiles = if case.shape.paged { 8 } else { 1250 };
+    };
+    run(&device, 740..744, lengthen, |_| ());
+    for (seed, bad) in (750..).zip([f32::NAN, f32::INFINITY, f32::NEG_INFINITY].repeat(2)) {
+        run(&device, seed..seed + 1, add, |queries| queries[7] = bad);
+    }
+}
+
 #[test]
 fn queries_that_are_not_finite_spoil_themselves_alone() {
     let Some(device) = device("queries_that_are_not_finite_spoil_themselves_alone") else { return };
@@ -169,6 +200,7 @@ fn shapes_without_kernels_are_errors() {
         element: Element::F16,
         rule: GroupRule::SumOfSoftmax,
         paged: false,
+        addends: false,
         adaptive: false,
     };
     assert!(good.programs((9, 0), 227 << 10).is_ok());

@@ -6,6 +6,7 @@ use crate::compile::source;
 use crate::device::Kernel;
 use crate::launch::Operation;
 use crate::pointer::{AnyElement, DevicePtr};
+use crate::pq::addends::Addends;
 use crate::pq::attend::{ExactTokens, Pages};
 use crate::pq::layout::Side;
 use crate::pq::select::{
@@ -26,6 +27,7 @@ use crate::{Device, Element, Error, Program};
 ///     element: Element::F16,
 ///     rule: GroupRule::SumOfSoftmax,
 ///     paged: false,
+///     addends: false,
 ///     adaptive: false,
 /// };
 /// assert!(shape.check().is_ok());
@@ -45,6 +47,8 @@ pub struct HybridShape {
     pub rule: GroupRule,
     /// Whether the codes are in pages.
     pub paged: bool,
+    /// Whether there are terms that are added to the scores.
+    pub addends: bool,
     /// Whether [`Hybrid::select`] decides how many tokens each head reads exactly ([`ErrorBound`]), up to k
     /// of them.
     pub adaptive: bool,
@@ -69,8 +73,8 @@ impl HybridShape {
 
     /// The part that selects.
     const fn selection(&self) -> SelectShape {
-        let &Self { keys, group, element, rule, paged, .. } = self;
-        SelectShape { keys, group, element, rule, paged }
+        let &Self { keys, group, element, rule, paged, addends, .. } = self;
+        SelectShape { keys, group, element, rule, paged, addends }
     }
 
     /// Floats of a partial result: `RESULT` of the kernels.
@@ -188,6 +192,9 @@ pub struct HybridArguments {
     pub lengths: DevicePtr<u32>,
     /// The page table, given exactly if the shape is `paged`.
     pub pages: Option<Pages>,
+    /// Terms that [`Hybrid::select`] adds to the scores of the codes, given exactly if the shape has
+    /// `addends`. Exact rows have their scores without them.
+    pub addends: Option<Addends>,
     /// `u32` (batch,): k, the number of tokens to select, or the most if the shape is `adaptive`. At most
     /// `selected_len` are, and at most all.
     pub ks: DevicePtr<u32>,
@@ -305,10 +312,10 @@ impl Hybrid {
     /// [`Error::Argument`] for sizes that do not fit, [`Error::Driver`].
     /// # Safety
     /// The [contract of a launch](DevicePtr#launches) holds, with every pointer aligned to 16 bytes. Lengths
-    /// do not exceed the tokens that a sequence or its pages have room for, and every page number is that of
-    /// an existing page: the kernels do not clamp them. The workspace was zeroed before the first step of
-    /// these sizes, and no other step uses it at the same time. With a bound, exact lengths do not exceed
-    /// their capacity.
+    /// do not exceed the tokens that a sequence or its pages, and its addends, have room for, and every page
+    /// number is that of an existing page: the kernels do not clamp them. The workspace was zeroed before the
+    /// first step of these sizes, and no other step uses it at the same time. With a bound, exact lengths do
+    /// not exceed their capacity.
     pub unsafe fn select(&self, stream: CUstream, arguments: &HybridArguments) -> Result<(), Error> {
         self.check(arguments)?;
         let adaptive = arguments.bound.map(|bound| (bound, arguments.queries, arguments.exact));
@@ -379,6 +386,7 @@ impl Hybrid {
             queries: a.code_queries.unwrap_or(a.queries),
             lengths: a.lengths,
             pages: a.pages,
+            addends: a.addends,
             ks: a.ks,
             selected: a.selected,
             selected_len: a.selected_len,

@@ -6,6 +6,7 @@ use crate::compile::{Source, source};
 use crate::device::Kernel;
 use crate::launch::Operation;
 use crate::pointer::{AnyElement, DevicePtr};
+use crate::pq::addends::Addends;
 use crate::pq::attend::{ExactTokens, Pages};
 use crate::pq::layout::{CodeLayout, Side, TILE};
 use crate::pq::scan::CHUNK;
@@ -31,6 +32,7 @@ const CLUSTERS: [usize; 4] = [16, 8, 4, 2];
 ///     element: Element::F16,
 ///     rule: GroupRule::SumOfSoftmax,
 ///     paged: false,
+///     addends: false,
 /// };
 /// assert!(shape.check().is_ok());
 /// # Ok::<(), pq_core::Error>(())
@@ -47,6 +49,8 @@ pub struct SelectShape {
     pub rule: GroupRule,
     /// Whether the codes are in pages.
     pub paged: bool,
+    /// Whether there are terms that are added to the scores.
+    pub addends: bool,
 }
 
 /// Shared memory and warps of the kernel that scores.
@@ -142,7 +146,8 @@ impl SelectShape {
         let program = |source| {
             self.program(source, &defines).define_if(self.rule == GroupRule::MaxOfSoftmax, "MAX_RULE")
         };
-        Ok([program(source!("pq_hybrid/scores.cu")), program(select).define_if(adaptive, "ADAPTIVE")])
+        let scores = program(source!("pq_hybrid/scores.cu")).define_if(self.addends, "ADDENDS");
+        Ok([scores, program(select).define_if(adaptive, "ADAPTIVE")])
     }
 
     /// A kernel of the folder, with definitions in addition to those that all have.
@@ -190,6 +195,8 @@ pub struct SelectArguments {
     pub lengths: DevicePtr<u32>,
     /// The page table, given exactly if the shape is `paged`.
     pub pages: Option<Pages>,
+    /// Terms that are added to the scores, given exactly if the shape has `addends`.
+    pub addends: Option<Addends>,
     /// `u32` (batch,): k, the number of tokens to select. At most `selected_len` are, and at most all.
     pub ks: DevicePtr<u32>,
     /// `u32` (batch, heads, `selected_len`), written: the selected tokens in ascending order. Elements behind
@@ -248,6 +255,8 @@ struct KernelArguments {
     selection: DevicePtr<u8>,
     tickets: u32,
     bound: BoundArguments,
+    addends: Option<DevicePtr<f16>>,
+    addend_tiles: u32,
 }
 
 /// `ErrorBound` of the kernels.
@@ -264,7 +273,7 @@ struct BoundArguments {
     bound: f32,
 }
 
-const _: () = assert!(size_of::<CommonArguments>() == 64 && size_of::<KernelArguments>() == 192);
+const _: () = assert!(size_of::<CommonArguments>() == 64 && size_of::<KernelArguments>() == 208);
 
 /// Lets [`Hybrid::select`](super::Hybrid::select) decide how many tokens each head reads exactly:
 /// `pq_core::RowBudget::Error`.
@@ -403,9 +412,9 @@ impl Select {
     /// [`Error::Argument`] for sizes that do not fit, [`Error::Driver`].
     /// # Safety
     /// The [contract of a launch](DevicePtr#launches) holds, with every pointer aligned to 16 bytes. Lengths
-    /// do not exceed the tokens that a sequence or its pages have room for, and every page number is that of
-    /// an existing page: the kernels do not clamp them. The workspace was zeroed before the first launch of
-    /// these sizes, and no other launch uses it at the same time.
+    /// do not exceed the tokens that a sequence or its pages, and its addends, have room for, and every page
+    /// number is that of an existing page: the kernels do not clamp them. The workspace was zeroed before the
+    /// first launch of these sizes, and no other launch uses it at the same time.
     pub unsafe fn launch(&self, stream: CUstream, arguments: &SelectArguments) -> Result<(), Error> {
         // SAFETY: the caller upholds the contract.
         unsafe { self.launch_deciding(stream, arguments, None) }
@@ -451,6 +460,9 @@ impl Select {
             // `sm_count` blocks are always resident together.
             tickets: u32::from(rows.saturating_mul(chunks) > self.sm_count),
             bound: adaptive.map(BoundArguments::new).transpose()?.unwrap_or_default(),
+            addends: a.addends.map(|addends| addends.values),
+            addend_tiles: OPERATION
+                .in_32_bits("tiles of addends", a.addends.map_or(0, |addends| addends.tiles))?,
         };
         // SAFETY: the structure is the kernels' argument; the caller upholds the contract of its pointers.
         unsafe { self.scores.launch(stream, per_head, self.plan.threads(), a.pdl, &prepared)? };
@@ -476,6 +488,9 @@ impl Select {
         }
         if self.shape.paged != a.pages.is_some() {
             return Err(OPERATION.error("pages are given exactly when it is compiled for them"));
+        }
+        if self.shape.addends != a.addends.is_some() {
+            return Err(OPERATION.error("addends are given exactly when it is compiled for them"));
         }
         if a.tiles == 0 {
             return Err(OPERATION.error("no room for a tile"));

@@ -10,6 +10,9 @@ use pq_core::{CodebookBuf, Codes, GroupRule, PqShape};
 
 use crate::common::{Random, SIDES, from_element, to_element};
 
+/// Deviation of the addends: of the order of the scores of a rotated mean.
+const ADDEND: f32 = 3.0;
+
 /// The shape of one step, and the tokens of its sequences.
 #[derive(Debug)]
 pub struct Case {
@@ -50,6 +53,7 @@ pub struct Inputs {
     pub codes: Vec<[Vec<u8>; 2]>,     // (batch, heads), packed, of `capacity` tokens
     pub pages: Vec<usize>,            // (batch, max_pages) and an unused page; (batch,) without pages
     pub pdl: bool,
+    pub addends: Vec<f32>, // (batch, heads, group, capacity), halves, if the shape has some
 }
 
 /// The selection, how many tokens of each head (batch, heads) it has, and the bits of the outputs (batch,
@@ -92,6 +96,7 @@ impl Case {
             element: random.pick(&[Element::F16, Element::Bf16]),
             rule: random.pick(&[GroupRule::SumOfSoftmax, GroupRule::MaxOfSoftmax]),
             paged: random.below(2) == 1,
+            addends: false,
             adaptive: false,
         };
         let capacity = random.pick(&[1, 31, 32, 33, 100, 700, 3000, 9000]);
@@ -192,7 +197,9 @@ impl Case {
             (1..page_count).for_each(|i| pages.swap(i, random.below(i + 1)));
         }
         let pdl = random.below(2) == 1;
-        Inputs { queries, code_queries, errors, value_errors, exact, rows, books, codes, pages, pdl }
+        let len = if shape.addends { batch * heads * shape.group * capacity } else { 0 };
+        let addends = (0..len).map(|_| f16::from_f32(ADDEND * random.normal()).to_f32()).collect();
+        Inputs { queries, code_queries, errors, value_errors, exact, rows, books, codes, pages, pdl, addends }
     }
 
     /// The codes of all sequences in tiles; bytes without tokens are arbitrary.
@@ -212,6 +219,25 @@ impl Case {
                 };
                 let at = (page * self.heads + head) * self.page_tiles + tile % self.page_tiles;
                 memory[at * layout.tile_len()..][..layout.tile_len()].copy_from_slice(packed);
+            }
+        }
+        memory
+    }
+
+    /// Tiles of a sequence's addends: another number than those of its codes.
+    pub fn addend_tiles(&self) -> usize {
+        self.capacity.div_ceil(TILE) + 1
+    }
+
+    /// The addends of all sequences in tiles; those behind a sequence's length are not numbers.
+    pub fn addends(&self, inputs: &Inputs) -> Vec<f16> {
+        let (group, tiles) = (self.shape.group, self.addend_tiles());
+        let mut memory = vec![f16::NAN; self.batch * self.heads * tiles * group * TILE];
+        for (query, addends) in inputs.addends.chunks_exact(self.capacity).enumerate() {
+            let (head, g) = (query / group, query % group);
+            for (t, &addend) in addends[..self.lengths[head / self.heads] as usize].iter().enumerate() {
+                let at = ((head * tiles + t / TILE) * group + g) * TILE + t % TILE;
+                memory[at] = f16::from_f32(addend);
             }
         }
         memory

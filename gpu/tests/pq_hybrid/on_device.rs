@@ -3,8 +3,8 @@
 use cudarc::driver::sys::{CUgraphInstantiate_flags, CUstream, CUstreamCaptureMode};
 use kv_gpu::Device;
 use kv_gpu::pq::{
-    ErrorBound, ExactRows, ExactTokens, Hybrid, HybridArguments, HybridShape, Pages, RowIndex, Select,
-    SelectArguments, SelectShape, TILE,
+    Addends, ErrorBound, ExactRows, ExactTokens, Hybrid, HybridArguments, HybridShape, Pages, RowIndex,
+    Select, SelectArguments, SelectShape, TILE,
 };
 
 use super::{Case, Index, Inputs, Outputs};
@@ -29,6 +29,7 @@ impl Case {
         let found = Buffer::new(device, &if shape.adaptive { vec![u32::MAX; most.len()] } else { most });
         let total = Buffer::new(device, &[0_u64]);
         let page_table = Buffer::new(device, &self.page_table(inputs));
+        let addends = Buffer::new(device, &self.addends(inputs));
         let mut lengths = Buffer::new(device, &self.lengths);
         let exact_lengths = Buffer::new(device, &self.exact_lengths);
         let ks = Buffer::new(device, &self.ks);
@@ -57,6 +58,7 @@ impl Case {
             code_queries: self.has_code_queries.then(|| code_queries.pointer().cast()),
             lengths: lengths.pointer(),
             pages: shape.paged.then(|| Pages { table: page_table.pointer(), max_pages: self.max_pages() }),
+            addends: shape.addends.then(|| Addends { values: addends.pointer(), tiles: self.addend_tiles() }),
             ks: ks.pointer(),
             bound: shape.adaptive.then(|| ErrorBound {
                 bound: self.bound,
@@ -141,8 +143,9 @@ impl Case {
 
     /// The selection of [`Select`].
     pub fn select_alone(&self, device: &Device, step: &HybridArguments) -> Vec<u32> {
-        let HybridShape { keys, group, element, rule, paged, .. } = self.shape;
-        let select = Select::new(device, SelectShape { keys, group, element, rule, paged }).unwrap();
+        let HybridShape { keys, group, element, rule, paged, addends, .. } = self.shape;
+        let shape = SelectShape { keys, group, element, rule, paged, addends };
+        let select = Select::new(device, shape).unwrap();
         let room = self.max_pages() * self.page_tiles * TILE;
         let workspace = Buffer::new(device, &vec![0_u8; select.workspace_len(step.batch, step.heads, room)]);
         let selected = Buffer::new(device, &vec![u32::MAX; step.batch * step.heads * step.selected_len]);
@@ -156,6 +159,7 @@ impl Case {
             queries: step.code_queries.unwrap_or(step.queries),
             lengths: step.lengths,
             pages: step.pages,
+            addends: step.addends,
             ks: step.ks,
             selected: selected.pointer(),
             selected_len: step.selected_len,

@@ -3,7 +3,8 @@
 use half::f16;
 use kv_gpu::Element;
 use kv_gpu::pq::{
-    CodeLayout, ErrorBound, ExactRows, Hybrid, HybridArguments, HybridShape, Pages, RowIndex, Side, TILE,
+    Addends, CodeLayout, ErrorBound, ExactRows, Hybrid, HybridArguments, HybridShape, Pages, RowIndex, Side,
+    TILE,
 };
 use pq_core::{
     Attention, CodebookBuf, CodedTokens, Codes, ExactTokens, GroupRule, HybridScratch, PqShape, RowBudget,
@@ -35,6 +36,7 @@ const VALUE_ERROR: f32 = 0.5;
 struct Variant {
     page: Option<usize>,
     exact: usize,   // sinks and window
+    addends: bool,  // terms that are added to the scores
     adaptive: bool, // 1 % is the mean over heads that choose by a bound
 }
 
@@ -48,12 +50,15 @@ pub fn run(watch: &Stopwatch) {
         }
     }
     let coarse = PqShape::new(DIM, 16, 8).unwrap();
+    for load in LOADS.into_iter().filter(|load| load.2 == 1) {
+        time(watch, [coarse, coarse], load, Variant { addends: true, ..Variant::default() });
+    }
     for (load, page) in PAGED {
         time(watch, [coarse, coarse], load, Variant { page: Some(page), ..Variant::default() });
     }
     for load in LOADS {
         for adaptive in [false, true] {
-            time(watch, [coarse, coarse], load, Variant { page: None, exact: WINDOW, adaptive });
+            time(watch, [coarse, coarse], load, Variant { exact: WINDOW, adaptive, ..Variant::default() });
         }
     }
 }
@@ -62,7 +67,7 @@ fn time(
     watch: &Stopwatch,
     quantizers: [PqShape; 2],
     (query_heads, heads, batch, n): Load,
-    Variant { page, exact, adaptive }: Variant,
+    Variant { page, exact, addends, adaptive }: Variant,
 ) {
     let (group, k) = (query_heads / heads, n / 100);
     let [keys, values] = quantizers;
@@ -74,6 +79,9 @@ fn time(
     if exact > 0 {
         name += &format!(", {exact} of sinks and window");
     }
+    if addends {
+        name += ", addends";
+    }
     if adaptive {
         name += ", by a bound";
     }
@@ -82,7 +90,8 @@ fn time(
         return;
     }
     let (element, rule) = (Element::F16, GroupRule::SumOfSoftmax);
-    let shape = HybridShape { keys, values, group, element, rule, paged: page.is_some(), adaptive };
+    let paged = page.is_some();
+    let shape = HybridShape { keys, values, group, element, rule, paged, addends, adaptive };
     let hybrid = Hybrid::new(&watch.gpu, shape).unwrap();
     let layouts = [(keys, Side::Keys), (values, Side::Values)]
         .map(|(shape, side)| CodeLayout::new(shape, side).unwrap());
@@ -136,6 +145,13 @@ fn time(
     let exact_lengths = watch.upload(&vec![exact as u32; batch]);
     let value_errors = watch.upload(&vec![VALUE_ERROR; heads]);
     let found = watch.upload(&vec![k as u32; batch * heads]);
+    // Those of the first head serve all.
+    let tiles = n.div_ceil(TILE);
+    let addends_of_head: Vec<f16> =
+        (0..if addends { group * n.next_multiple_of(TILE) } else { 0 }).map(|_| uniform()).collect();
+    let addends_there: Vec<_> = (0..if addends { copies } else { 0 })
+        .map(|_| watch.upload(&addends_of_head.repeat(batch * heads)))
+        .collect();
     let workspace = watch.zeros::<u8>(hybrid.workspace_len(batch, heads, n.next_multiple_of(TILE)));
     let selected = watch.zeros::<u32>(batch * heads * most);
     let out = watch.zeros::<f16>(queries.len());
@@ -153,6 +169,7 @@ fn time(
         code_queries: None,
         lengths: watch.pointer(&lengths),
         pages: page.map(|_| Pages { table: watch.pointer(&page_table), max_pages }),
+        addends: addends.then(|| Addends { values: watch.pointer(&addends_there[copy]), tiles }),
         ks: watch.pointer(&ks),
         bound: adaptive.then(|| ErrorBound {
             bound,
@@ -215,7 +232,14 @@ fn time(
     let luts = lut_into(&books[0].view(), &scaled, &mut luts).unwrap();
     let (mut expected, mut stats) = (vec![0.0; group * DIM], vec![SoftmaxStats::EMPTY; group]);
     let [key_codes, value_codes] = [0, 1].map(|side| Codes::new(quantizers[side], n, &bytes[side]).unwrap());
-    let tokens = CodedTokens::new(key_codes, value_codes, books[1].view()).unwrap();
+    let addend = |(query, token): (usize, usize)| {
+        addends_of_head[(token / TILE * group + query) * TILE + token % TILE].to_f32()
+    };
+    let places = (0..group).flat_map(|query| (0..n).map(move |token| (query, token)));
+    let bias: Vec<f32> = if addends { places.map(addend).collect() } else { Vec::new() };
+    let tokens = CodedTokens::new(key_codes, value_codes, books[1].view())
+        .unwrap()
+        .with_bias(addends.then_some(&bias[..]));
     let (mut floats, mut coded) =
         (vec![0.0; HybridScratch::len(values, group, n)], vec![SoftmaxStats::EMPTY; group]);
     let mut scratch = HybridScratch::new(values, n, &mut floats, &mut coded).unwrap();

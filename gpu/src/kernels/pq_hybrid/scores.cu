@@ -4,6 +4,7 @@
 // threads. A block makes the ADC table of a sequence's queries (lut.cuh); a warp then scores every WARPS-th tile of the
 // block's part. An MMA with constant weights adds a lane's look-ups for two tokens, and the four lanes that share these
 // tokens, in f32: 8 MMAs per tile of four queries take the place of 64 additions and 6 shuffles.
+#include "pq_hybrid/addends.cuh"
 #include "pq_hybrid/lut.cuh"
 #include "pq_hybrid/plan.cuh"
 #include "pq_hybrid/stats.cuh"
@@ -41,6 +42,7 @@ struct Selector {
 struct TileScores {
     static constexpr int QUERIES = VEC == 2 ? 2 : 4, SETS = VEC == 8 ? 2 : 1; // of a lane; tokens of a lane
     float sums[SETS][4];
+    using Addends = TileAddends<QUERIES, SETS>;
 
     static __device__ __forceinline__ int first_query(int lane) { return VEC == 8 ? lane % 2 * 4 : 0; }
     static __device__ __forceinline__ int place(int lane, int set) {
@@ -49,11 +51,12 @@ struct TileScores {
 
     // `base`: of the lane's queries.
     __device__ __forceinline__ void look_up(const KeyCodes& packed, const LutOffsets& offsets, const Selector& selector,
-                                            const float (&base)[QUERIES]) {
+                                            const float (&base)[QUERIES], const Addends& addends) {
         u32 codes[KeyCodes::EXPANDED];
         packed.expand(codes);
 #pragma unroll
         for (int i = 0; i < SETS * 4; i++) sums[i / 4][i % 4] = i % 4 < QUERIES ? base[i % QUERIES] : 0;
+        if (HAS_ADDENDS) addends.add_to(sums);
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             u32 previous[2];
@@ -110,7 +113,11 @@ __device__ __forceinline__ void score_sequence(const SelectArguments& a, const L
     auto begin_run = [&](u32 first) { tiles.begin(a, plan.entry, head, min(first + lane * WARPS, end - 1)); };
     const u8* codes = a.codes + lane * KeyCodes::LANE_BYTES;
     KeyCodes keys;
-    auto load = [&](u32 tile) { keys.load(codes + (u64)tiles.take(tile) * KeyCodes::TILE_BYTES); };
+    TileScores::Addends addends;
+    auto load = [&](u32 tile) {
+        keys.load(codes + (u64)tiles.take(tile) * KeyCodes::TILE_BYTES);
+        if (HAS_ADDENDS) addends.load(a.addends_of((u64)plan.entry * a.heads + head, tile), lane);
+    };
     u32 tile = plan.from + warp;
     block().builder.build<WARPS>(a, plan.entry, head, words, shared);
     if (warp_uniform(tile < end)) begin_run(tile), load(tile); // not earlier: the table takes all registers
@@ -125,7 +132,7 @@ __device__ __forceinline__ void score_sequence(const SelectArguments& a, const L
     while (warp_uniform(tile < end)) {
         if (warp_uniform(tiles.left() == 0 && tile + WARPS < end)) begin_run(tile + WARPS);
         TileScores of_tile;
-        of_tile.look_up(keys, offsets, selector, base);
+        of_tile.look_up(keys, offsets, selector, base, addends);
         float* tile_scores = scores + (u64)tile * (GROUP * TILE);
         const u32 there = length - tile * TILE; // tokens from this tile on
         tile += WARPS;

@@ -3,7 +3,8 @@
 //
 // CPU twins: pq_core::hybrid_select_into, pq_core::hybrid_attend_into, pq_core::attend_exact_into. Compile-time shape:
 // HEAD_DIM 64 or 128; GROUP 1 to 8 query heads of a key/value head; KEY_M, VALUE_M 8, 16 or 32 subspaces; KEY_BITS,
-// VALUE_BITS 4 or 8; ELEMENT 1 (f16) or 2 (bf16); MAX_RULE (keys.cuh); PAGED or not; ADAPTIVE or not (budget.cuh).
+// VALUE_BITS 4 or 8; ELEMENT 1 (f16) or 2 (bf16); MAX_RULE (keys.cuh); PAGED or not; ADAPTIVE or not (budget.cuh);
+// ADDENDS or not (addends.cuh).
 //
 // A step is two operations, so that rows can be fetched in between:
 //
@@ -87,6 +88,12 @@ struct SelectArguments : Arguments {
     u8* selection;       // radix.cuh
     u32 tickets;         // radix.cuh
     ErrorBound bound;    // budget.cuh
+    const u16* addends;  // [sequence][head][addend_tiles][GROUP][TILE] in f16, read only if ADDENDS
+    u32 addend_tiles;
+
+    __device__ __forceinline__ const u16* addends_of(u64 row, u32 tile) const {
+        return addends + (row * addend_tiles + tile) * (GROUP * TILE);
+    }
 };
 
 // Of the kernel that attends.

@@ -102,6 +102,7 @@ impl HybridCache {
                 element,
                 rule: GroupRule::SumOfSoftmax,
                 paged: false,
+                addends: false,
                 adaptive: plan.bound.is_some(),
             },
         )?;
@@ -207,6 +208,7 @@ impl DeviceCache for HybridCache {
             code_queries: None,
             lengths: sequences.coded_lengths.pointer(),
             pages: None,
+            addends: None,
             ks: self.budget.ks(),
             bound: self.adaptive.as_ref().map(|adaptive| ErrorBound {
                 bound: adaptive.bound,

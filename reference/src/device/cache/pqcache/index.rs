@@ -106,7 +106,7 @@ impl KeyIndex {
         };
         let centroids: Vec<f32> = codebooks.iter().flat_map(of_books).collect();
         let rule = GroupRule::SumOfSoftmax;
-        let select = SelectShape { keys: quantizer, group, element, rule, paged: false };
+        let select = SelectShape { keys: quantizer, group, element, rule, paged: false, addends: false };
         let (form, of_head) = match Select::new(&gpu.device, select) {
             Ok(select) => {
                 let layout = CodeLayout::new(quantizer, Side::Keys)?;
@@ -257,6 +257,7 @@ impl KeyIndex {
                 queries: wanted.queries.cast::<u16>().offset(queries).cast(),
                 lengths: wanted.lengths.offset(first),
                 pages: None,
+                addends: None,
                 ks: wanted.ks.offset(first),
                 selected: wanted.tokens.offset(first * heads * most),
                 selected_len: most,
