@@ -53,7 +53,7 @@ pub(crate) use offload::RowHome;
 #[cfg(feature = "cuda")]
 pub(crate) use paged::PagedMemory;
 #[cfg(feature = "cuda")]
-pub(crate) use pqklt::TransformedHead;
+pub(crate) use pqklt::{RowForm, TransformedHead};
 pub use registry::{DEFAULT_METHODS, methods_help};
 #[cfg(feature = "cuda")]
 pub(crate) use retrieval::training_step;

@@ -86,7 +86,10 @@ fn codes_diverge_as_on_the_cpu() {
         "million:exact=bf16",
         "million:k=8/4:v=8/4",
         "million:window=32:sinks=2",
-        "pqklt:k=8/2:v=8/2:keys=rotated:norms=off",
+        "pqklt",
+        "pqklt:exact=bf16:window=32:sinks=2",
+        "pqklt:k=8/4:v=8/4:norms=off",
+        "pqklt:k=8/2:v=8/2:keys=rotated",
         "pqklt:k=8/4:v=8/4:keys=rotated:norms=off:exact=bf16",
         "cachegen",
         "cachegen:bits=2:exact=bf16:window=32:batch=16",
@@ -168,6 +171,8 @@ fn prompts_and_steps_take_turns_as_on_the_cpu() {
         "million:exact=bf16",
         "million:k=8/4:v=8/4",
         "million:window=32:sinks=2",
+        "pqklt:k=8/2:v=8/2",
+        "pqklt:exact=bf16:window=32:sinks=2",
         "pqklt:keys=rotated:norms=off:exact=bf16",
         "zack:multiple=8",
         "zack:k=0.5:v=0.6:multiple=8:window=32:sinks=2",
@@ -222,13 +227,7 @@ fn chunks_of_one_token_are_steps() {
     let (model, tokens) = model();
     let (calibration, rest) = tokens.split_at(2048);
     let rope = Rope::new(&model.config, 2048);
-    for spec in [
-        "dense:dtype=f16",
-        "million:exact=f16",
-        "pqklt:keys=rotated:norms=off",
-        "zack:multiple=8",
-        "cachegen",
-    ] {
+    for spec in ["dense:dtype=f16", "million:exact=f16", "pqklt", "zack:multiple=8", "cachegen"] {
         let method: Method = spec.parse().unwrap();
         let profile = calibrated(&model, &rope, calibration, std::slice::from_ref(&method)).unwrap();
         let mut decoder = decoder(&gpu, &model, spec, &profile, 1, 256);
@@ -277,7 +276,7 @@ fn a_batch_of_different_lengths_generates_what_each_sequence_does() {
         ("dense:dtype=bf16", 40),
         ("int4:exact=bf16", 40),
         ("million:exact=bf16", 40),
-        ("pqklt:keys=rotated:norms=off:exact=bf16", 40),
+        ("pqklt:exact=bf16", 40),
         ("zack:multiple=8:exact=bf16", 16),
         ("cachegen:window=16:batch=8:exact=bf16", 8),
     ] {

@@ -53,8 +53,8 @@ const CACHES: [(&str, &str); 8] = [
     ("dense:dtype=f16:pages=32", DENSE),
     ("int4", "int4"),
     ("million", "million"),
-    ("pqklt:keys=rotated:norms=off", "pqklt:keys=rotated:norms=off"),
-    ("hybrid:keys=rotated:rows=0.1", "hybrid:keys=rotated:rows=0.1"),
+    ("pqklt", "pqklt"),
+    ("hybrid:rows=0.1", "hybrid:rows=0.1"),
     ("zack:k=1:v=1", DENSE), // all ranks
 ];
 

@@ -34,12 +34,13 @@ fn run(decoder: &mut Decoder, tokens: &[u32]) -> Vec<(Vec<Vec<u32>>, Vec<f32>)> 
 fn pages_have_the_logits_of_one_piece() {
     let Some(gpu) = gpu("pages") else { return };
     let (model, tokens) = model();
-    let profile = profile(&model, &tokens[..2048], &["million"]);
+    let profile = profile(&model, &tokens[..2048], &["million", "pqklt"]);
     for (whole, pages) in [
         ("dense:dtype=f16", ["pages=16", "pages=48:pool=1200"]),
         ("dense:dtype=bf16", ["pages=16:pool=976", "pages=512"]),
         ("million", ["pages=32:pool=992", "pages=96"]),
         ("million:exact=bf16:sinks=2:window=32", ["pages=32", "pages=64:pool=1200"]),
+        ("pqklt", ["pages=32:pool=992", "pages=96"]),
     ] {
         let run_with = |spec: &str| {
             let mut decoder = support::decoder(&gpu, &model, spec, &profile, 3, 512);

@@ -64,21 +64,26 @@ fn model(head_dim: usize) -> Model {
 }
 
 /// Every cache, with a batch.
-const CACHES: [(usize, &str); 24] = [
+const CACHES: [(usize, &str); 29] = [
     (2, "dense:dtype=bf16"),
     (2, "dense:dtype=f16:pages=16:pool=240"),
     (2, "int4:window=4:sinks=2"),
     (2, "million:window=8:sinks=2"),
+    (2, "hybrid:rows=0.3:v=8x8:window=8:sinks=2"),
     (2, "hybrid:keys=rotated:v=8x8:rows=0.3:window=8:sinks=2"),
     (3, "hybrid:keys=rotated:v=8x8:rows=0.3:window=8:sinks=0:exact=bf16:rows-on=device"),
     (2, "hybrid:keys=rotated:v=8x8:rows=0.3:window=8:sinks=2:exact=bf16:offloaded=int8"),
     (2, "hybrid:keys=rotated:v=8x8:rows=0.1:window=8:sinks=2:held=14"),
     (2, "hybrid:keys=rotated:v=8x8:rows=auto:bound=0.3:most=0.5:window=8:sinks=2:rows-on=device"),
+    (2, "hybrid:v=8x8:rows=auto:bound=0.3:most=0.5:window=8:sinks=2:rows-on=device"),
     (3, "hybrid:keys=rotated:v=8x8:rows=auto:bound=0.1:window=8:exact=bf16:rows-on=device"),
     (3, "hybrid:keys=rotated:v=8x8:rows=auto:bound=0.1:window=8:sinks=2:held=0:exact=bf16"),
     (2, "hybrid:keys=rotated:v=8x8:rows=auto:bound=0.3:most=0.1:window=8:held=0:offloaded=int8"),
     (3, "million:k=8/4:v=8/4:window=8:sinks=0:exact=bf16"),
     (2, "million:window=8:sinks=2:pages=32:pool=256"),
+    (2, "pqklt:window=8:sinks=2"),
+    (2, "pqklt:window=8:sinks=2:pages=32:pool=256"),
+    (3, "pqklt:k=8/2:v=8/4:norms=off:window=8:sinks=0:exact=bf16"),
     (3, "pqklt:k=8/2:v=8/4:keys=rotated:norms=off:window=8:sinks=2"),
     (2, "zack:window=8:sinks=2:multiple=8"),
     (2, "zack:k=0.25:v=0.5:window=16:multiple=8:exact=bf16"),

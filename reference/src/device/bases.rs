@@ -1,7 +1,7 @@
 //! Queries, keys and values in bases of each head's own, for a cache that codes or cuts transformed rows.
 //!
-//! A model's values are in their basis as they leave `W_V`, which has it folded in; those of a stored
-//! context, which another model has computed, are not.
+//! A model's values are in their basis, and less their mean, as they leave `W_V`, which has both folded in;
+//! those of a stored context, which another model has computed, are not.
 
 use half::{bf16, f16};
 use kv_gpu::{AnyElement, DevicePtr, Element, Grid, Kernel};
@@ -21,15 +21,18 @@ pub(super) struct BasisMaps {
     pub keys: Vec<f32>,
     pub queries: Vec<f32>,
     pub values: Vec<f32>,
+    /// Means of the values in their basis, (layer, heads, head_dim), if the model takes them out.
+    pub value_means: Option<Vec<f32>>,
 }
 
 impl BasisMaps {
-    /// Those of all heads.
+    /// Those of all heads; values keep their mean.
     pub fn of<'a>(heads: impl Iterator<Item = &'a HeadMaps> + Clone) -> Self {
         Self {
             keys: heads.clone().flat_map(|maps| &maps.keys).copied().collect(),
             queries: heads.clone().flat_map(|maps| &maps.queries).copied().collect(),
             values: heads.flat_map(|maps| &maps.values).copied().collect(),
+            value_means: None,
         }
     }
 
@@ -38,7 +41,12 @@ impl BasisMaps {
         let dim = config.head_dim;
         let len = (config.n_layers * config.n_kv_heads * dim * dim) as u64;
         let map = |tensor| (0..len).map(|i| hashed(tensor, i, (3.0 / dim as f32).sqrt())).collect();
-        Self { keys: map(RANDOM_MAPS), queries: map(RANDOM_MAPS + 1), values: map(RANDOM_MAPS + 2) }
+        Self {
+            keys: map(RANDOM_MAPS),
+            queries: map(RANDOM_MAPS + 1),
+            values: map(RANDOM_MAPS + 2),
+            value_means: None,
+        }
     }
 }
 
@@ -49,6 +57,7 @@ impl BasisMaps {
 pub struct Bases {
     kernel: Kernel,
     maps: Buffer<u16>, // (layer, heads, MAPS, head_dim, head_dim), in the order of `packed`
+    value_means: Option<Buffer<f32>>, // (layer, heads, head_dim)
     element: Element,
     threads: u32,
     heads: usize,
@@ -86,6 +95,7 @@ struct Arguments {
     queries: DevicePtr<u16>,
     keys: DevicePtr<AnyElement>,
     maps: DevicePtr<u16>,
+    means: Option<DevicePtr<f32>>,
     slots: Option<DevicePtr<u32>>,
     tokens: u32,
     heads: u32,
@@ -93,7 +103,7 @@ struct Arguments {
     first: u32,
 }
 
-const _: () = assert!(size_of::<Arguments>() == 48);
+const _: () = assert!(size_of::<Arguments>() == 56);
 
 /// Maps of a head: of queries, keys and values.
 const MAPS: usize = 3;
@@ -116,6 +126,7 @@ impl Bases {
         Ok(Self {
             kernel: gpu.device.kernel(&program, "turn", 0)?,
             maps: Buffer::of(gpu, &packed.concat())?,
+            value_means: maps.value_means.as_ref().map(|means| Buffer::of(gpu, means)).transpose()?,
             element,
             threads: 2 * head_dim as u32,
             heads,
@@ -139,6 +150,7 @@ impl Bases {
             queries,
             keys,
             maps: self.maps_of(layer),
+            means: None,
             slots,
             tokens: tokens as u32,
             heads: self.heads as u32,
@@ -151,7 +163,7 @@ impl Bases {
     }
 
     /// Launches the maps of a layer's keys, which RoPE has rotated, and of its values over the rows of a
-    /// chunk that a model without folded maps has computed.
+    /// chunk that a model without folded maps has computed, and takes the means out that a folded one takes.
     ///
     /// # Safety
     /// As [`Self::turn`].
@@ -164,11 +176,16 @@ impl Bases {
     ) -> Result<()> {
         let program = programs::bases(self.element, self.head_dim, 0);
         let kernel = gpu.device.kernel(&program, "turn", 0)?;
-        for (side, of_side) in [rows.keys, rows.values].into_iter().enumerate() {
+        let value_means = self.value_means.as_ref();
+        let value_means = value_means.map(|all| all.pointer().offset(layer * self.heads * self.head_dim));
+        let sides =
+            [(self.key_maps(layer), rows.keys, None), (self.value_maps(layer), rows.values, value_means)];
+        for (maps, of_side, means) in sides {
             let arguments = Arguments {
                 queries: DevicePtr::dangling(),
                 keys: of_side,
-                maps: self.maps_of(layer).offset((1 + side) * self.head_dim * self.head_dim),
+                maps,
+                means,
                 slots: None,
                 tokens: chunk.count as u32,
                 heads: self.heads as u32,
@@ -176,8 +193,8 @@ impl Bases {
                 first: chunk.position as u32,
             };
             let grid = Grid::new([self.heads, self.blocks(chunk.count), 1])?;
-            // SAFETY: the structure is the kernel's argument, which without queries reads one map; the
-            // caller's contract.
+            // SAFETY: the structure is the kernel's argument, which without queries reads one map and its
+            // means; the caller's contract.
             unsafe { kernel.launch(gpu.stream(), grid, self.threads, true, &arguments) }?;
         }
         Ok(())
@@ -188,6 +205,16 @@ impl Bases {
         self.maps.pointer().offset(layer * self.heads * MAPS * self.head_dim * self.head_dim)
     }
 
+    /// Maps of a layer's keys; those of the next head are [`MAPS`] maps on.
+    pub(super) fn key_maps(&self, layer: usize) -> DevicePtr<u16> {
+        self.maps_of(layer).offset(self.head_dim * self.head_dim)
+    }
+
+    /// Maps of a layer's values.
+    fn value_maps(&self, layer: usize) -> DevicePtr<u16> {
+        self.maps_of(layer).offset(2 * self.head_dim * self.head_dim)
+    }
+
     /// Blocks of a head.
     fn blocks(&self, tokens: usize) -> usize {
         tokens.div_ceil(TILE).min((2 * self.sm_count).div_ceil(self.heads))
@@ -195,7 +222,7 @@ impl Bases {
 
     /// Bytes of device memory.
     pub(super) fn bytes(&self) -> usize {
-        self.maps.bytes()
+        self.maps.bytes() + self.value_means.as_ref().map_or(0, Buffer::bytes)
     }
 }
 

@@ -6,6 +6,7 @@ mod dense;
 mod full_rank;
 mod hybrid;
 mod int4;
+mod key_means;
 mod million;
 mod paged;
 mod pages;
@@ -31,13 +32,14 @@ pub use paged::PagedCache;
 pub use pqcache::PqCache;
 pub use zack::ZackCache;
 
-use super::Gpu;
 use super::bases::{Bases, BasisMaps};
 use super::ledger::Allocating;
 use super::memory::Buffer;
+use super::{Gpu, hashed};
 use crate::cache::Footprint;
-use crate::method::Method;
+use crate::method::{Method, RowForm, TransformedHead};
 use crate::model::Config;
+use crate::side::Side;
 use crate::{Error, Profile, Result};
 
 /// The sequences of a batch, on the device. (batch,) each.
@@ -80,6 +82,16 @@ pub struct Rows {
     pub capacity: usize,
 }
 
+impl Rows {
+    /// Those of keys, or of values.
+    pub(crate) const fn side(&self, side: Side) -> DevicePtr<AnyElement> {
+        match side {
+            Side::Keys => self.keys,
+            Side::Values => self.values,
+        }
+    }
+}
+
 /// Tokens of a sequence that a cache has room for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Room {
@@ -111,6 +123,21 @@ pub trait DeviceCache: ChunkCache {
     /// The bases in which it takes rotated queries and keys, of steps and of chunks; none for the model's.
     fn bases(&self) -> Option<&Bases> {
         None
+    }
+
+    /// Launches what attention needs of a layer's rotated queries (batch, n_heads, head_dim) in the model's
+    /// basis, before they leave it for [`Self::bases`].
+    ///
+    /// # Errors
+    /// [`Error::Device`].
+    fn before_turn(
+        &self,
+        _gpu: &Gpu,
+        _layer: usize,
+        _sequences: &Sequences,
+        _queries: DevicePtr<AnyElement>,
+    ) -> Result<()> {
+        Ok(())
     }
 
     /// Launches attention of (batch, n_heads, head_dim) rotated queries over the tokens of a layer.
@@ -313,7 +340,7 @@ pub fn method_cache(
         return Ok(Box::new(cache));
     }
     if let Some(plan) = method.device_hybrid(config)? {
-        let codes = TransformedCodes::new(&method, config, profile)?;
+        let codes = TransformedCodes::new(&method, config, profile, plan.form)?;
         return Ok(Box::new(HybridCache::new(gpu, config, element, plan, codes, window, batch, capacity)?));
     }
     if method.is_device_int4() {
@@ -347,16 +374,26 @@ pub fn method_cache(
             method.spec()
         )));
     };
-    let (codebooks, bases) = if codes.are_transformed {
-        let codes = TransformedCodes::new(&method, config, profile)?;
-        (codes.codebooks, Some(Bases::new(gpu, config, element, &codes.maps)?))
-    } else {
-        (profile.map(|profile| method.codebooks(config, profile)).transpose()?, None)
+    let (codebooks, transformed) = match codes.transformed {
+        Some(form) => {
+            let mut codes = TransformedCodes::new(&method, config, profile, form)?;
+            (codes.codebooks.take(), Some(codes))
+        }
+        None => (profile.map(|profile| method.codebooks(config, profile)).transpose()?, None),
     };
     let quantizers = codes.quantizers;
     let pages = method.device_pages();
     let cache = MillionCache::new(
-        gpu, config, element, quantizers, codebooks, bases, window, pages, batch, capacity,
+        gpu,
+        config,
+        element,
+        quantizers,
+        codebooks,
+        transformed,
+        window,
+        pages,
+        batch,
+        capacity,
     )?;
     Ok(Box::new(cache))
 }
@@ -365,29 +402,51 @@ pub fn method_cache(
 /// reads.
 const HASHED_VALUE_ERROR: f32 = 0.5;
 
+/// The number of the hashed tensor that means of keys are.
+const RANDOM_MEANS: u32 = 6 << 16;
+
 /// Codes of transformed rows.
 struct TransformedCodes {
+    form: RowForm,
     codebooks: Option<Codebooks>, // or hashed ones
     maps: BasisMaps,
+    key_means: Vec<f32>,    // (layer, heads, head_dim)
     key_errors: Vec<f32>,   // (layer, heads, head_dim): mean squares
     value_errors: Vec<f32>, // (layer, heads): mean squares over the variance
 }
 
 impl TransformedCodes {
     /// Those of the profile, or hashed ones.
-    fn new(method: &Method, config: &Config, profile: Option<&Profile>) -> Result<Self> {
+    fn new(method: &Method, config: &Config, profile: Option<&Profile>, form: RowForm) -> Result<Self> {
         let Some(profile) = profile else {
-            let key_errors = vec![0.0; config.n_layers * config.kv_dim()];
-            let value_errors = vec![HASHED_VALUE_ERROR; config.n_layers * config.n_kv_heads];
-            let maps = BasisMaps::random(config);
-            return Ok(Self { codebooks: None, maps, key_errors, value_errors });
+            let keys = config.n_layers * config.kv_dim();
+            return Ok(Self {
+                form,
+                codebooks: None,
+                maps: BasisMaps::random(config),
+                key_means: (0..keys as u64).map(|i| hashed(RANDOM_MEANS, i, 1.0)).collect(),
+                key_errors: vec![0.0; keys],
+                value_errors: vec![HASHED_VALUE_ERROR; config.n_layers * config.n_kv_heads],
+            });
         };
         let heads = method.transformed_heads(config, profile)?;
         let all = || heads.iter().flatten();
-        let maps = BasisMaps::of(all().map(|head| &head.maps));
-        let key_errors = all().flat_map(|head| head.key_errors.iter().copied()).collect();
-        let value_errors = all().map(|head| head.value_error).collect();
-        let codebooks = heads.into_iter().map(|layer| layer.into_iter().map(|head| head.codebooks).collect());
-        Ok(Self { codebooks: Some(codebooks.collect()), maps, key_errors, value_errors })
+        let of_all = |part: fn(&TransformedHead) -> &[f32]| all().flat_map(part).copied().collect();
+        Ok(Self {
+            form,
+            maps: BasisMaps {
+                value_means: Some(of_all(|head| &head.value_mean)),
+                ..BasisMaps::of(all().map(|head| &head.maps))
+            },
+            key_means: of_all(|head| &head.key_mean),
+            key_errors: of_all(|head| &head.key_errors),
+            value_errors: all().map(|head| head.value_error).collect(),
+            codebooks: Some(
+                heads
+                    .into_iter()
+                    .map(|layer| layer.into_iter().map(|head| head.codebooks).collect())
+                    .collect(),
+            ),
+        })
     }
 }

@@ -65,6 +65,18 @@ pub(crate) fn bases(element: Element, head_dim: usize, group: usize) -> Program 
     Program::own("bases.cu", include_str!("kernels/bases.cu"), HEADERS, &defines)
 }
 
+/// `prepare` and `restore` of rows in another basis: keys less their rotated mean or not, rows divided by
+/// their norms or not.
+pub(crate) fn coded_rows(element: Element, head_dim: usize, mean: bool, norms: bool) -> Program {
+    let defines = [
+        ("ELEMENT", element as usize),
+        ("HEAD_DIM", head_dim),
+        ("MEAN", mean.into()),
+        ("NORMS", norms.into()),
+    ];
+    Program::own("coded_rows.cu", include_str!("kernels/coded_rows.cu"), HEADERS, &defines)
+}
+
 /// `cut`, `restore` and `merge` of `zack`.
 pub(crate) fn zack(element: Element, head_dim: usize, group: usize) -> Program {
     let defines = [("ELEMENT", element as usize), ("HEAD_DIM", head_dim), ("GROUP", group)];
@@ -101,6 +113,9 @@ pub fn programs(shared_memory: usize) -> Vec<Program> {
         programs.extend(heads.map(|(dim, group)| zack(element, dim, group)));
         programs.extend(heads.map(|(dim, group)| bases(element, dim, group)));
         programs.extend([bases(element, 64, 0), bases(element, 128, 0)]);
+        for (mean, norms) in [(true, false), (false, true), (true, true)] {
+            programs.extend([64, 128].map(|dim| coded_rows(element, dim, mean, norms)));
+        }
         let shapes = [(128, 64, 8), (128, 64, 6), (128, 32, 8), (128, 128, 4), (64, 16, 4), (64, 32, 8)];
         let shapes = shapes.into_iter().filter_map(|(dim, m, nbits)| PqShape::new(dim, m, nbits).ok());
         programs.extend(shapes.flat_map(|shape| {

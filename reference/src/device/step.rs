@@ -72,7 +72,8 @@ struct Activations {
 /// A part of a step, for [`Decoder::time`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Part {
-    /// Products with weights, and what is fused with them: norms, RoPE and append, SwiGLU, residual sums.
+    /// Products with weights, and what is fused with them: norms, RoPE and append, SwiGLU, residual sums. With
+    /// them what follows RoPE: the part of a rotated mean in the scores, and maps of queries and keys.
     Products,
     /// Attention.
     Attention,

@@ -20,7 +20,7 @@ use super::offload::RowHome;
 #[cfg(feature = "cuda")]
 use super::paged::PagedMemory;
 #[cfg(feature = "cuda")]
-use super::pqklt::TransformedHead;
+use super::pqklt::{RowForm, TransformedHead};
 use super::settings::Settings;
 use crate::cache::{DenseStore, ElementType, Geometry, Store};
 use crate::calibrate::Calibration;
@@ -211,8 +211,8 @@ pub(super) trait Kind: Debug + Send + Sync {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct DeviceCodes {
     pub quantizers: Pair<PqShape>,
-    /// Whether rows are transformed: see [`Kind::transformed_heads`].
-    pub are_transformed: bool,
+    /// How, for rows that are transformed ([`Kind::transformed_heads`]).
+    pub transformed: Option<RowForm>,
 }
 
 /// Rows that pass through a bitstream.

@@ -13,7 +13,7 @@ use svd_core::SoftmaxStats;
 use super::kind::DeviceCodes;
 use super::kind::{Entry, Kind, SEED, Site};
 use super::paged::PagedMemory;
-use super::pq_code::{PqCode, attend_to_codes};
+use super::pq_code::{CODE_TILE, PqCode, attend_to_codes};
 use crate::cache::{Footprint, Geometry, Store, attend_rows};
 use crate::calibrate::{Calibration, mean_row};
 use crate::model::{Config, Model, Rope};
@@ -30,12 +30,9 @@ pub(super) const MILLION: Entry = Entry {
     parse: |s| {
         let codes = PqCode::take_both(s, 8, 2)?;
         let (iterations, outliers) = (s.positive("iterations", 8)?, s.percent("outliers", 0)?);
-        Ok(Arc::new(Million { codes, iterations, outliers, pages: PagedMemory::take(s, TILE)? }))
+        Ok(Arc::new(Million { codes, iterations, outliers, pages: PagedMemory::take(s, CODE_TILE)? }))
     },
 };
-
-/// Tokens of a tile of codes on a device, of which pages are made.
-const TILE: usize = 32;
 
 #[derive(Debug)]
 struct Million {
@@ -110,7 +107,7 @@ impl Kind for Million {
     #[cfg(feature = "cuda")]
     fn device_codes(&self, geometry: Geometry) -> Option<Result<DeviceCodes>> {
         let quantizers = || Pair::try_of(|side| self.codes[side].shape(geometry.head_dim));
-        let codes = || Ok(DeviceCodes { quantizers: quantizers()?, are_transformed: false });
+        let codes = || Ok(DeviceCodes { quantizers: quantizers()?, transformed: None });
         (self.outliers == 0).then(codes)
     }
 

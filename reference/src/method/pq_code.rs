@@ -11,6 +11,9 @@ use crate::model::Config;
 use crate::side::{Pair, Side};
 use crate::{Error, Result};
 
+/// Tokens of a tile of codes on a device, of which pages are made.
+pub(super) const CODE_TILE: usize = 32;
+
 /// A product quantizer: `m` subspaces of `nbits` bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct PqCode {

@@ -14,7 +14,8 @@ use svd_core::{Gram, MapBuf, NoRope, Rotation, Rows, balanced_order};
 #[cfg(feature = "cuda")]
 use super::kind::DeviceCodes;
 use super::kind::{Entry, Kind, SEED, Site};
-use super::pq_code::PqCode;
+use super::paged::PagedMemory;
+use super::pq_code::{CODE_TILE, PqCode};
 use super::settings::{Settings, Switch, words};
 use crate::cache::{Geometry, Store};
 use crate::calibrate::{Calibration, mean_row, output_gram, single};
@@ -22,7 +23,7 @@ use crate::model::{Config, Model, Rope};
 use crate::side::{Pair, Side};
 use crate::{Error, Profile, Result};
 #[cfg(feature = "cuda")]
-pub(crate) use device::TransformedHead;
+pub(crate) use device::{RowForm, TransformedHead};
 pub(super) use store::{CodedStep, TransformedStore};
 use store::{HeadCode, KeySpace, TransformedPlan, halved};
 
@@ -31,10 +32,12 @@ pub(super) const PQ_KLT: Entry = Entry {
     help: "\
   pqklt             attention on PQ codes of transformed rows             k=32x6 v=32x6 keys=mean|rope|rotated
                                                                           norms=on|off iterations=8 refine=0
+                      on a device: pages of N tokens, of a pool of M      pages=N pool=M
 ",
     parse: |s| {
         let codes = PqCode::take_both(s, 6, 4)?;
-        Ok(Arc::new(PqKlt::take(s, codes, Switch::On)?))
+        let klt = PqKlt::take(s, codes, Switch::On)?;
+        Ok(Arc::new(PqKlt { pages: PagedMemory::take(s, CODE_TILE)?, ..klt }))
     },
 };
 words!(
@@ -89,6 +92,7 @@ pub(super) struct PqKlt {
     norms: bool,
     iterations: usize,
     refine: usize,
+    pages: Option<PagedMemory>,
 }
 
 impl PqKlt {
@@ -100,6 +104,7 @@ impl PqKlt {
             norms: s.common("norms", norms)? == Switch::On,
             iterations: s.positive("iterations", 8)?,
             refine: s.count("refine", 0)?,
+            pages: None,
         })
     }
 
@@ -183,6 +188,15 @@ impl Kind for PqKlt {
         true
     }
 
+    fn device_setting(&self) -> Option<&'static str> {
+        self.pages.map(|_| "pages")
+    }
+
+    #[cfg(feature = "cuda")]
+    fn device_pages(&self) -> Option<PagedMemory> {
+        self.pages
+    }
+
     /// Fills the profile from samples of the model.
     fn calibrate(
         &self,
@@ -250,8 +264,8 @@ impl Kind for PqKlt {
 
     #[cfg(feature = "cuda")]
     fn device_codes(&self, geometry: Geometry) -> Option<Result<DeviceCodes>> {
-        let quantizers = self.tables_only(geometry.head_dim);
-        Some(quantizers.map(|quantizers| DeviceCodes { quantizers, are_transformed: true }))
+        let form = self.device_form(geometry.head_dim);
+        Some(form.map(|(quantizers, form)| DeviceCodes { quantizers, transformed: Some(form) }))
     }
 
     #[cfg(feature = "cuda")]

@@ -1,18 +1,24 @@
+mod prepare;
+
 use cudarc::driver::CudaStream;
 use half::f16;
 use kv_gpu::pq::{CodeLayout, Encode, EncodeArguments, EncodeShape, Pages as PageTable, Paging, TILE};
 use kv_gpu::{DevicePtr, Element, Grid, VectorElement};
 use pq_core::{CodebookBuf, PqShape};
 
+use super::key_means::KeyMeans;
 use super::pages::Pages;
 use super::span::Span;
 use super::turns::Turns;
 use super::window::WindowShape;
 use super::{Chunk, Rows};
 use crate::Result;
+use crate::device::bases::Bases;
 use crate::device::memory::Buffer;
 use crate::device::{Gpu, hashed, programs};
 use crate::side::{Pair, Side};
+use prepare::RowKernels;
+pub(super) use prepare::Transform;
 
 /// The number of the hashed tensor that fills the codes, or the codebooks, of a layer's keys; the values' is
 /// the next.
@@ -25,13 +31,17 @@ pub(super) type Codebooks = Vec<Vec<Pair<CodebookBuf>>>;
 /// Codes of all tokens behind the sinks, keys' and values', in the tiles of `pq::Attend` and `pq::Hybrid`.
 pub(super) struct TokenCodes {
     pub layouts: Pair<CodeLayout>,
-    pub tiles: usize,         // of a head, in a page or of a sequence
-    pub pages: Option<Pages>, // of tokens behind the sinks; none where each sequence has room for all
+    pub tiles: usize,                 // of a head, in a page or of a sequence
+    pub pages: Option<Pages>,         // of tokens behind the sinks; none where each sequence has room for all
+    pub transform: Option<Transform>, // of the rows and codebooks; none for rows as they are
     encoders: Pair<Encode>,
-    codes: Pair<Buffer<u8>>,      // (layer, pages or batch, heads, tiles, tile_len)
-    tables: Pair<Buffer<f16>>,    // (layer, heads, table_len)
-    centroids: Pair<Buffer<f32>>, // (layer, heads, m, ksub, dsub)
-    span: Span,                   // that a chunk encodes
+    codes: Pair<Buffer<u8>>,          // (layer, pages or batch, heads, tiles, tile_len)
+    tables: Pair<Buffer<f16>>,        // (layer, heads, table_len)
+    centroids: Pair<Buffer<f32>>,     // (layer, heads, m, ksub, dsub)
+    norms: Option<Pair<Buffer<f16>>>, // (layer, pages or batch, heads, tiles, TILE)
+    kernels: Pair<Option<RowKernels>>, // where not all of a row is coded
+    prepared: Option<Buffer<u16>>,    // (heads, tokens, head_dim): the rows of a chunk that are encoded
+    span: Span,                       // that a chunk encodes
     shape: WindowShape,
 }
 
@@ -45,10 +55,11 @@ impl TokenCodes {
         element: Element,
         quantizers: Pair<PqShape>,
         codebooks: Option<Codebooks>,
+        transform: Option<Transform>,
         shape: WindowShape,
         pages: Option<Pages>,
     ) -> Result<Self> {
-        let WindowShape { n_layers, batch, heads, capacity, .. } = shape;
+        let WindowShape { n_layers, batch, heads, head_dim, capacity, .. } = shape;
         let codebooks = match codebooks {
             Some(codebooks) => codebooks,
             None => random_codebooks(n_layers, heads, quantizers)?,
@@ -62,11 +73,19 @@ impl TokenCodes {
         let layouts = Pair::try_of(|side| CodeLayout::new(quantizers[side], side.into()))?;
         let tiles = pages.as_ref().map_or(capacity, Pages::page).div_ceil(TILE).max(1);
         let places = pages.as_ref().map_or(batch, Pages::count);
+        let all_tiles = n_layers * places * heads * tiles;
+        let kernels = |side| match &transform {
+            Some(transform) => transform.kernels(gpu, element, head_dim, side),
+            None => Ok(None),
+        };
+        let norms = || Pair::try_of(|_| Buffer::zeros(gpu, all_tiles * TILE));
+        let has_norms = transform.as_ref().is_some_and(Transform::has_norms);
         Ok(Self {
+            kernels: Pair::try_of(kernels)?,
+            norms: has_norms.then(norms).transpose()?,
+            prepared: None,
             encoders: Pair::try_of(encoder)?,
-            codes: Pair::try_of(|side| {
-                Buffer::zeros(gpu, n_layers * places * heads * tiles * layouts[side].tile_len())
-            })?,
+            codes: Pair::try_of(|side| Buffer::zeros(gpu, all_tiles * layouts[side].tile_len()))?,
             tables: Pair::try_of(|side| tables(gpu, &layouts[side], books(side)))?,
             centroids: Pair::try_of(|side| {
                 Buffer::of(gpu, &books(side).flat_map(CodebookBuf::centroids).collect::<Vec<f32>>())
@@ -75,18 +94,23 @@ impl TokenCodes {
             layouts,
             tiles,
             pages,
+            transform,
             shape,
         })
     }
 
     /// Codes of a layer from a sequence on, or of all pages.
     pub fn of(&self, side: Side, layer: usize, sequence: usize) -> DevicePtr<u8> {
-        let (len, batch) = (self.shape.heads * self.tiles * self.layouts[side].tile_len(), self.shape.batch);
-        let place = match &self.pages {
+        let len = self.shape.heads * self.tiles * self.layouts[side].tile_len();
+        self.codes[side].pointer().offset(self.place(layer, sequence) * len)
+    }
+
+    /// Where a layer begins from a sequence on, in sequences, or in pages.
+    fn place(&self, layer: usize, sequence: usize) -> usize {
+        match &self.pages {
             Some(pages) => layer * pages.count(),
-            None => layer * batch + sequence,
-        };
-        self.codes[side].pointer().offset(place * len)
+            None => layer * self.shape.batch + sequence,
+        }
     }
 
     /// The page table from a sequence on.
@@ -99,7 +123,8 @@ impl TokenCodes {
         self.tables[side].pointer().offset(layer * self.shape.heads * self.layouts[side].table_len())
     }
 
-    /// Encodes a turn's tokens of a layer, staged as elements (batch, heads, ring, head_dim).
+    /// Encodes a turn's tokens of a layer, staged as elements (batch, heads, ring, head_dim), which it may
+    /// change.
     pub fn encode_turn(
         &self,
         stream: &CudaStream,
@@ -109,6 +134,7 @@ impl TokenCodes {
     ) -> Result<()> {
         let WindowShape { batch, heads, head_dim, ring, .. } = self.shape;
         for side in Side::ALL {
+            self.prepare_turn(stream, (side, layer), staged[side], turns)?;
             let arguments = EncodeArguments {
                 batch,
                 max_count: ring,
@@ -127,21 +153,22 @@ impl TokenCodes {
     }
 
     /// Prepares [`Self::encode_chunk`], for any layer.
-    pub fn begin_chunk(&self, gpu: &Gpu, chunk: &Chunk) -> Result<()> {
+    pub fn begin_chunk(&mut self, gpu: &Gpu, chunk: &Chunk) -> Result<()> {
+        self.open_prepared(gpu, chunk)?;
         let (first, count) = self.shape.stored_by(chunk);
         self.span.write(gpu, first, count)
     }
 
     /// Encodes the tokens of a layer that a chunk's end stores, from the rows of all tokens of its sequence.
     pub fn encode_chunk(&self, stream: &CudaStream, layer: usize, chunk: &Chunk, rows: Rows) -> Result<()> {
-        let WindowShape { head_dim, sinks, .. } = self.shape;
-        let (first, count) = self.shape.stored_by(chunk);
-        for (side, all) in Side::ALL.into_iter().zip([rows.keys, rows.values]) {
+        let (head_dim, (_, count)) = (self.shape.head_dim, self.shape.stored_by(chunk));
+        for side in Side::ALL {
+            let (vectors, capacity) = self.prepare_chunk(stream, (side, layer), chunk, rows)?;
             let arguments = EncodeArguments {
                 batch: 1,
                 max_count: count,
-                vectors: all.cast::<u16>().offset((sinks + first) * head_dim).cast(),
-                strides: [0, rows.capacity * head_dim, head_dim],
+                vectors: vectors.cast(),
+                strides: [0, capacity * head_dim, head_dim],
                 firsts: self.span.first(),
                 counts: self.span.count(),
                 ..self.arguments(side, layer, chunk.sequence)
@@ -171,32 +198,52 @@ impl TokenCodes {
         }
     }
 
-    /// Fills the codes with hashed ones.
+    /// Fills the codes with hashed ones, and norms with 1.06, which is two equal bytes.
     pub fn fill_random(&self, gpu: &Gpu) -> Result<()> {
+        self.norms.iter().flat_map(Pair::iter).try_for_each(|norms| norms.fill(gpu, 0x3c))?;
         Side::ALL
             .into_iter()
             .try_for_each(|side| fill_codes(gpu, &self.codes[side], RANDOM_CODES + side as u32))
     }
 
-    /// Bytes of the codes of `tokens` tokens in every sequence.
+    /// Bytes of the codes, and norms, of `tokens` tokens in every sequence.
     pub fn bytes_of(&self, tokens: usize) -> usize {
         let WindowShape { n_layers, batch, heads, .. } = self.shape;
         let tiles = tokens.div_ceil(self.pages.as_ref().map_or(TILE, Pages::page));
         let tiles = if self.pages.is_some() { tiles * self.tiles } else { tiles };
-        let head: usize = self.layouts.iter().map(|layout| tiles * layout.tile_len()).sum();
+        let norms = if self.norms.is_some() { TILE * size_of::<f16>() } else { 0 };
+        let head: usize = self.layouts.iter().map(|layout| tiles * (layout.tile_len() + norms)).sum();
         n_layers * batch * heads * head
     }
 
-    /// Bytes of all codes.
+    /// Bytes of all codes, and of what prompts and steps need to make and read them.
     pub fn bytes(&self) -> usize {
         let codes: usize = self.codes.iter().map(Buffer::bytes).sum();
-        codes + self.pages.as_ref().map_or(0, Pages::bytes)
+        let norms = self.norms.iter().flat_map(Pair::iter).map(Buffer::bytes).sum::<usize>();
+        let prepared = self.prepared.as_ref().map_or(0, Buffer::bytes);
+        codes + norms + prepared + self.working_bytes() + self.pages.as_ref().map_or(0, Pages::bytes)
     }
 
-    /// Bytes of codebooks and tables.
+    /// Bytes of what steps write to read codes.
+    pub fn working_bytes(&self) -> usize {
+        self.means().map_or(0, KeyMeans::working_bytes)
+    }
+
+    /// Bytes of codebooks, tables and transforms.
     pub fn shared_bytes(&self) -> usize {
         let tables: usize = self.tables.iter().map(Buffer::bytes).sum();
-        tables + self.centroids.iter().map(Buffer::bytes).sum::<usize>()
+        let transform = self.transform.as_ref().map_or(0, Transform::bytes);
+        tables + self.centroids.iter().map(Buffer::bytes).sum::<usize>() + transform
+    }
+
+    /// The means less which keys are coded.
+    pub fn means(&self) -> Option<&KeyMeans> {
+        self.transform.as_ref().and_then(|transform| transform.means.as_ref())
+    }
+
+    /// The bases of the rows.
+    pub fn bases(&self) -> Option<&Bases> {
+        self.transform.as_ref().map(|transform| &transform.bases)
     }
 }
 

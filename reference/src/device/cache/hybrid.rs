@@ -4,8 +4,9 @@ use kv_gpu::pq::{
 use kv_gpu::{AnyElement, DevicePtr, Element};
 use pq_core::GroupRule;
 
-use super::codes::TokenCodes;
+use super::codes::{TokenCodes, Transform};
 use super::dense::{RANDOM_ROWS, fill_rows};
+use super::key_means::KeyMeans;
 use super::row_store::{RowStore, StoreShape};
 use super::step_budget::StepBudget;
 use super::turns::Turns;
@@ -26,8 +27,9 @@ use crate::side::{Pair, Side};
 /// For each layer a step scores all tokens and selects, k of them or as many as a bound needs
 /// (`pq::Hybrid::select`), fetches the rows that the host
 /// has and attends (`pq::Hybrid::attend`). Queries and keys arrive in the basis of the key codes (`Bases`),
-/// and values in that of theirs, which is folded into the model. Tokens are encoded before the ring
-/// overwrites their rows (`Turns`).
+/// and values in that of theirs, which is folded into the model. Codes may be of keys less their rotated
+/// mean, whose part of the scores comes before (`KeyMeans`). Tokens are encoded before the ring overwrites
+/// their rows (`Turns`).
 pub struct HybridCache {
     hybrid: Hybrid,
     element: Element,
@@ -39,7 +41,6 @@ pub struct HybridCache {
     turns: Turns,
     budget: StepBudget,
     codes: TokenCodes,
-    bases: Bases,
     errors: Buffer<f32>, // (layer, heads, head_dim): mean squares of the coding errors of keys
     selected: Buffer<u32>, // (batch, heads, most)
     adaptive: Option<Adaptive>,
@@ -102,19 +103,27 @@ impl HybridCache {
                 element,
                 rule: GroupRule::SumOfSoftmax,
                 paged: false,
-                addends: false,
                 adaptive: plan.bound.is_some(),
+                addends: plan.form.rotated_mean,
             },
         )?;
+        let transform = Transform::new(gpu, config, element, &codes, shape)?;
         let tiles = capacity.div_ceil(TILE).max(1);
         let held = if store.slots().is_some() { held } else { 0 };
         let cache = Self {
             budget: StepBudget::new(gpu, plan.budget, shape.sinks + shape.ring, batch, shape.heads)?,
             slots: Buffer::zeros(gpu, 2 * n_layers * shape.side_len(held))?,
             held,
-            bases: Bases::new(gpu, config, element, &codes.maps)?,
             errors: Buffer::of(gpu, &codes.key_errors)?,
-            codes: TokenCodes::new(gpu, element, plan.quantizers, codes.codebooks, shape, None)?,
+            codes: TokenCodes::new(
+                gpu,
+                element,
+                plan.quantizers,
+                codes.codebooks,
+                Some(transform),
+                shape,
+                None,
+            )?,
             selected: Buffer::zeros(gpu, batch * shape.heads * most)?,
             adaptive: match plan.bound {
                 Some(bound) => Some(Adaptive {
@@ -164,7 +173,7 @@ impl HybridCache {
 
     /// Bytes of what all sequences share.
     fn shared_bytes(&self) -> usize {
-        self.codes.shared_bytes() + self.bases.bytes() + self.errors.bytes()
+        self.codes.shared_bytes() + self.errors.bytes()
     }
 }
 
@@ -178,7 +187,17 @@ impl DeviceCache for HybridCache {
     }
 
     fn bases(&self) -> Option<&Bases> {
-        Some(&self.bases)
+        self.codes.bases()
+    }
+
+    fn before_turn(
+        &self,
+        gpu: &Gpu,
+        layer: usize,
+        sequences: &Sequences,
+        queries: DevicePtr<AnyElement>,
+    ) -> Result<()> {
+        self.codes.means().map_or(Ok(()), |means| means.launch(gpu, layer, sequences, queries))
     }
 
     fn attend(
@@ -206,9 +225,9 @@ impl DeviceCache for HybridCache {
             key_errors: Some(self.errors.pointer().offset(layer * heads * head_dim)),
             queries,
             code_queries: None,
+            addends: self.codes.means().map(KeyMeans::addends),
             lengths: sequences.coded_lengths.pointer(),
             pages: None,
-            addends: None,
             ks: self.budget.ks(),
             bound: self.adaptive.as_ref().map(|adaptive| ErrorBound {
                 bound: adaptive.bound,
@@ -286,7 +305,7 @@ impl DeviceCache for HybridCache {
         Footprint {
             kept: self.codes.bytes_of(stored) + shape.exact_bytes(tokens),
             offloaded: shape.n_layers * shape.batch * shape.heads * stored * self.store.pair_bytes(),
-            working: self.store.staged_bytes() + self.slots.bytes(),
+            working: self.store.staged_bytes() + self.slots.bytes() + self.codes.working_bytes(),
             shared: self.shared_bytes(),
         }
     }

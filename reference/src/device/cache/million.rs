@@ -4,11 +4,12 @@ use kv_gpu::pq::{Attend, AttendArguments, AttendShape, ExactTokens};
 use kv_gpu::{AnyElement, DevicePtr, Element, Grid, Kernel};
 use pq_core::PqShape;
 
-use super::codes::{Codebooks, TokenCodes, paging};
+use super::codes::{Codebooks, TokenCodes, Transform, paging};
+use super::key_means::KeyMeans;
 use super::pages::Pages;
 use super::turns::Turns;
 use super::window::{Window, WindowShape};
-use super::{Chunk, ChunkCache, DeviceCache, Room, Rows, Sequences};
+use super::{Chunk, ChunkCache, DeviceCache, Room, Rows, Sequences, TransformedCodes};
 use crate::Result;
 use crate::cache::Footprint;
 use crate::device::bases::Bases;
@@ -29,8 +30,9 @@ const ENCODE_SHARED_MEMORY: usize = (40 + 2) << 10;
 /// (`kernels/leaving.cu`), so that the ring goes on meanwhile. At every step exactly the last tokens of a
 /// ring's length are exact, as on the CPU with a window of that length.
 ///
-/// With bases it is `pqklt` as a device has it: queries and keys arrive in the basis of the codes, and values
-/// are folded into the model.
+/// With a transform it is `pqklt`: queries and keys arrive in the basis of the codes, and values are folded
+/// into the model. Codes may be of keys less their rotated mean, whose part of the scores precedes attention
+/// (`KeyMeans`), and of rows divided by their norms.
 ///
 /// Codes may be in pages that sequences take as they grow (`Pages`). A turn encodes up to the last token that
 /// the ring will have let go, so the pages of a step hold what is encoded before it.
@@ -43,8 +45,7 @@ pub struct MillionCache {
     codes: TokenCodes,
     staged: Buffer<u16>, // (layer, keys and values, batch, heads, ring, head_dim)
     workspace: Buffer<u8>,
-    past: Option<Past>,   // from the first chunk of a prompt on
-    bases: Option<Bases>, // of the rows, codes and codebooks; none for the model's
+    past: Option<Past>, // from the first chunk of a prompt on
 }
 
 #[derive(Clone, Copy)]
@@ -63,19 +64,20 @@ struct StageArguments {
 }
 
 impl MillionCache {
-    /// An empty cache; `codebooks` per layer and head, in `bases` if there are any, or hashed ones.
+    /// An empty cache; `codebooks` per layer and head, or hashed ones, of transformed rows if there is a
+    /// transform.
     ///
     /// # Errors
     /// [`Error::Argument`] for a window of an odd number of tokens, or none, and for pages of half tiles;
     /// [`Error::Device`].
     #[allow(clippy::too_many_arguments)]
-    pub(crate) fn new(
+    pub(super) fn new(
         gpu: &Gpu,
         config: &Config,
         element: Element,
         quantizers: Pair<PqShape>,
         codebooks: Option<Codebooks>,
-        bases: Option<Bases>,
+        transformed: Option<TransformedCodes>,
         window: pq_core::Window,
         memory: Option<PagedMemory>,
         batch: usize,
@@ -87,18 +89,27 @@ impl MillionCache {
         let pages =
             memory.map(|memory| Pages::new(gpu, memory, (batch, capacity), shape.sinks)).transpose()?;
         let (Pair { keys, values }, paging) = (quantizers, paging(pages.as_ref()));
-        let (addends, norms) = (false, false);
-        let attend = AttendShape { keys, values, group, element, paging, addends, norms };
+        let form = transformed.as_ref().map(|codes| codes.form);
+        let transform =
+            transformed.map(|codes| Transform::new(gpu, config, element, &codes, shape)).transpose()?;
+        let attend = AttendShape {
+            keys,
+            values,
+            group,
+            element,
+            paging,
+            addends: form.is_some_and(|form| form.rotated_mean),
+            norms: form.is_some_and(|form| form.norms),
+        };
         let attend = Attend::new(&gpu.device, attend)?;
         let cache = Self {
             stage: gpu.device.kernel(&programs::leaving(), "stage", 0)?,
             window: Window::new(gpu, shape)?,
             turns,
-            codes: TokenCodes::new(gpu, element, quantizers, codebooks, shape, pages)?,
+            codes: TokenCodes::new(gpu, element, quantizers, codebooks, transform, shape, pages)?,
             staged: Buffer::zeros(gpu, 2 * n_layers * shape.side_len(shape.ring))?,
             workspace: Buffer::zeros(gpu, attend.workspace_len(batch, heads))?,
             past: None,
-            bases,
             attend,
             element,
         };
@@ -144,7 +155,17 @@ impl DeviceCache for MillionCache {
     }
 
     fn bases(&self) -> Option<&Bases> {
-        self.bases.as_ref()
+        self.codes.bases()
+    }
+
+    fn before_turn(
+        &self,
+        gpu: &Gpu,
+        layer: usize,
+        sequences: &Sequences,
+        queries: DevicePtr<AnyElement>,
+    ) -> Result<()> {
+        self.codes.means().map_or(Ok(()), |means| means.launch(gpu, layer, sequences, queries))
     }
 
     fn attend(
@@ -168,8 +189,8 @@ impl DeviceCache for MillionCache {
             queries,
             lengths: sequences.coded_lengths.pointer(),
             pages: self.codes.page_table(0),
-            addends: None,
-            norms: None,
+            addends: self.codes.means().map(KeyMeans::addends),
+            norms: self.codes.norms(layer),
             exact: Some(ExactTokens { keys, values, lengths, capacity }),
             scale: 1.0 / (self.window.shape.head_dim as f32).sqrt(),
             out,
@@ -231,8 +252,8 @@ impl DeviceCache for MillionCache {
         let shape = self.window.shape;
         Footprint {
             kept: self.codes.bytes_of(shape.stored(tokens)) + shape.exact_bytes(tokens),
-            working: self.staged.bytes(),
-            shared: self.codes.shared_bytes() + self.bases.as_ref().map_or(0, Bases::bytes),
+            working: self.staged.bytes() + self.codes.working_bytes(),
+            shared: self.codes.shared_bytes(),
             ..Footprint::default()
         }
     }

@@ -1,5 +1,6 @@
 // Queries and new keys of each head into another basis, in place; without queries (GROUP 0) rows of keys or values
-// alone. Scores stay the same: the maps of keys and queries are inverse to each other but for a transposition.
+// alone, which may lose a mean. Scores stay the same: the maps of keys and queries are inverse to each other but for a
+// transposition.
 //
 // CPU twin: svd_core::Map::project_into. Compile-time shape: ELEMENT (1 for f16, 2 for bf16), HEAD_DIM, and GROUP query
 // heads of a key/value head, or 0.
@@ -16,10 +17,11 @@ constexpr u32 TILES = (TOKENS * GROUP + 15) / 16;        // of 16 rows of querie
 constexpr u32 ROWS = 16 * TILES + 16, PITCH = HEAD_DIM + 8; // rows of ldmatrix are in different banks
 
 struct Arguments {
-    u16* queries;      // element [token][head][GROUP][HEAD_DIM], replaced
-    u16* keys;         // element [..][head][capacity][HEAD_DIM]; a token's rows are replaced
-    const uint4* maps; // [head][MAPS][WARPS][STEPS][LANES], see above; without queries from the map of the rows on
-    const u32* slots;  // [token]: its row of the first head's keys; null: `first` and those behind it
+    u16* queries;       // element [token][head][GROUP][HEAD_DIM], replaced
+    u16* keys;          // element [..][head][capacity][HEAD_DIM]; a token's rows are replaced
+    const uint4* maps;  // [head][MAPS][WARPS][STEPS][LANES], see above; without queries from the map of the rows on
+    const float* means; // [head][HEAD_DIM]: subtracted from mapped rows, without queries; or null
+    const u32* slots;   // [token]: its row of the first head's keys; null: `first` and those behind it
     u32 tokens, heads, capacity, first;
 };
 
@@ -52,6 +54,12 @@ __device__ __forceinline__ void multiply(const u16 (&rows)[ROWS][PITCH], const T
         mma_m16n8k16(sums[0], operand, map[step].x, map[step].y);
         mma_m16n8k16(sums[1], operand, map[step].z, map[step].w);
     }
+    if constexpr (GROUP == 0)
+        if (tile.a.means) {
+            const float* means = tile.a.means + tile.head * HEAD_DIM + 16 * warp + 2 * l;
+#pragma unroll
+            for (u32 i = 0; i < 8; i++) sums[i / 4][i % 4] -= __ldg(means + i / 4 * 8 + i % 2);
+        }
 #pragma unroll
     for (u32 half = 0; half < 2; half++)
         if (u16* row = tile.row(from + g + 8 * half))

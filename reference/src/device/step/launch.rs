@@ -130,6 +130,7 @@ impl Decoder {
             (a.query_heads, a.heads) = (config.n_heads as u32, config.n_kv_heads as u32);
             a.capacity = capacity as u32;
         })?;
+        self.cache.before_turn(&self.gpu, l, &self.sequences, queries.cast())?;
         let Some(bases) = self.cache.bases() else { return Ok(()) };
         let rows = TurnedRows { queries, keys, capacity, tokens: self.batch, place: Place::Slots(slots) };
         // SAFETY: the product writes these rows, and nothing else uses them before attention.

@@ -3,15 +3,17 @@
 use pq_core::PqShape;
 
 use super::{HybridKind, Rows as RowCount};
-use crate::Result;
 use crate::method::budget::Budget;
 use crate::method::offload::RowHome;
+use crate::method::pqklt::RowForm;
 use crate::side::Pair;
+use crate::{Error, Result};
 
 /// The settings of hybrid attention.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct HybridPlan {
     pub quantizers: Pair<PqShape>,
+    pub form: RowForm,
     /// The rows of a step, or the most of them.
     pub budget: Budget,
     /// What decides how many each head reads, if anything does.
@@ -23,13 +25,16 @@ pub(crate) struct HybridPlan {
 
 impl HybridKind {
     pub(super) fn device_plan(&self, head_dim: usize) -> Result<HybridPlan> {
-        let quantizers = self.codes.tables_only(head_dim)?;
+        let (quantizers, form) = self.codes.device_form(head_dim)?;
+        if form.norms {
+            return Err(Error::argument("norms=on: a device has norms=off only: pass it, or --device cpu"));
+        }
         let home = self.offload.home(self.home)?;
         let held = self.offload.held();
         let (share, bound) = match self.rows {
             RowCount::Share(share) => (share.into(), None),
             RowCount::Auto => (self.most, Some(self.bound)),
         };
-        Ok(HybridPlan { quantizers, budget: Budget::Share(share), bound, home, held })
+        Ok(HybridPlan { quantizers, form, budget: Budget::Share(share), bound, home, held })
     }
 }

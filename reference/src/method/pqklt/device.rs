@@ -1,8 +1,9 @@
-//! Codes of transformed rows as a device computes them: by tables alone.
+//! Codes of transformed rows as a device computes them.
 //!
-//! Keys are coded after RoPE, so that a score is a sum of table entries. Values arrive and leave in the basis
-//! of their codes, since the model that a device runs has both maps folded into its weights, as ZACK has its
-//! rotations (5.1). A mean moves the centroids.
+//! Keys are coded after RoPE, so that a score is a sum of table entries, and of a term of the position where
+//! they are coded less their rotated mean. Values arrive and leave in the basis of their codes, since the
+//! model that a device runs has both maps folded into its weights, as ZACK has its rotations (5.1). Their
+//! mean is folded into its biases: weights of a softmax sum to one, so that an output lacks it once.
 
 use std::sync::Arc;
 
@@ -13,13 +14,27 @@ use super::PqKlt;
 use super::store::{HeadCode, KeySpace, TransformedPlan};
 use crate::method::head_maps::HeadMaps;
 use crate::model::{AttentionWeights, Config, Layer, Model};
+use crate::ops::dot;
 use crate::side::Pair;
 use crate::{Error, Profile, Result};
+
+/// What of transformed rows is coded.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct RowForm {
+    /// Keys less their rotated mean.
+    pub rotated_mean: bool,
+    /// Keys and values divided by their norms, which are kept.
+    pub norms: bool,
+}
 
 /// One head's codes.
 pub(crate) struct TransformedHead {
     pub codebooks: Pair<CodebookBuf>,
     pub maps: HeadMaps,
+    /// Mean of the keys before RoPE, (head_dim,).
+    pub key_mean: Vec<f32>,
+    /// Mean of the values in their basis, (head_dim,), which the folded model takes out.
+    pub value_mean: Vec<f32>,
     /// Mean squared error of each component of the coded keys, (head_dim,).
     pub key_errors: Vec<f32>,
     /// Mean squared error of the coded values over their variance.
@@ -27,18 +42,24 @@ pub(crate) struct TransformedHead {
 }
 
 impl PqKlt {
-    /// The quantizers, where a score is a sum of table entries and a value one of centroids, and nothing
-    /// else.
+    /// The quantizers, and what they code.
     ///
     /// # Errors
-    /// [`Error::Argument`] for other settings.
-    pub fn tables_only(&self, head_dim: usize) -> Result<Pair<PqShape>> {
-        if self.space != KeySpace::AfterRope || self.norms || self.refine > 0 {
+    /// [`Error::Argument`] for settings that a device does not have.
+    pub fn device_form(&self, head_dim: usize) -> Result<(Pair<PqShape>, RowForm)> {
+        if self.space == KeySpace::BeforeRope {
             return Err(Error::argument(
-                "a device has keys=rotated norms=off refine=0 only: pass these, or --device cpu",
+                "keys=rope: a device codes keys after RoPE: pass keys=mean or keys=rotated, or --device cpu",
             ));
         }
-        Pair::try_of(|side| self.codes[side].shape(head_dim))
+        if self.refine > 0 {
+            return Err(Error::Argument(format!(
+                "refine={}: a device has the codebooks of the profile: pass refine=0, or --device cpu",
+                self.refine
+            )));
+        }
+        let form = RowForm { rotated_mean: self.space == KeySpace::RotatedMean, norms: self.norms };
+        Ok((Pair::try_of(|side| self.codes[side].shape(head_dim))?, form))
     }
 
     /// The codes of every layer and head.
@@ -50,7 +71,8 @@ impl PqKlt {
         (0..config.n_layers).map(layer).collect()
     }
 
-    /// The model whose values come out of `W_V` in the basis of their codes, and which `W_O` takes back.
+    /// The model whose values come out of `W_V` in the basis of their codes and less their mean, both of
+    /// which `W_O` takes back.
     pub fn fold_values(&self, model: &Model, profile: &Profile) -> Result<Model> {
         let fold = |(l, layer): (usize, &Layer)| -> Result<Layer> {
             let plan = self.plan(&model.config, profile, l)?;
@@ -66,22 +88,15 @@ impl PqKlt {
 impl TransformedHead {
     fn new(codes: Pair<HeadCode>) -> Result<Self> {
         let Pair { keys, values } = codes;
-        let shape = values.codebook.view().shape();
-        let mean = projected(values.basis.view(), &values.mean)?;
-        let mut centroids = values.codebook.centroids();
-        let subspaces = centroids.chunks_exact_mut(shape.ksub() * shape.dsub());
-        for (centroids, mean) in subspaces.zip(mean.chunks_exact(shape.dsub())) {
-            for centroid in centroids.chunks_exact_mut(shape.dsub()) {
-                centroid.iter_mut().zip(mean).for_each(|(x, mean)| *x += mean);
-            }
-        }
         Ok(Self {
-            codebooks: Pair::new(keys.codebook, CodebookBuf::new(shape, &centroids)?),
             maps: HeadMaps {
                 keys: columns(&keys.basis)?,
                 queries: columns(&keys.dual)?,
                 values: columns(&values.basis)?,
             },
+            key_mean: keys.mean,
+            value_mean: projected(values.basis.view(), &values.mean)?,
+            codebooks: Pair::new(keys.codebook, values.codebook),
             key_errors: keys.errors,
             value_error: values.errors[0],
         })
@@ -105,19 +120,21 @@ fn projected(map: Map<'_>, rows: &[f32]) -> Result<Vec<f32>> {
 fn fold_layer(weights: &mut AttentionWeights, plan: &TransformedPlan, config: &Config) -> Result<()> {
     let (dim, group) = (config.head_dim, config.gqa_group());
     let AttentionWeights { v, o, .. } = weights;
+    let value_bias = v.bias.get_or_insert_with(|| vec![0.0; v.n_out]);
+    let output_bias = o.bias.get_or_insert_with(|| vec![0.0; o.n_out]);
     for (head, codes) in plan.heads.iter().enumerate() {
-        let HeadCode { basis, dual, .. } = &codes.values;
+        let HeadCode { mean, basis, dual, .. } = &codes.values;
         let rows = &mut v.weight[head * dim * v.n_in..][..dim * v.n_in];
         let columns = transposed(rows, v.n_in);
         rows.copy_from_slice(&transposed(&projected(basis.view(), &columns)?, dim));
-        if let Some(bias) = &mut v.bias {
-            let bias = &mut bias[head * dim..][..dim];
-            let folded = projected(basis.view(), bias)?;
-            bias.copy_from_slice(&folded);
-        }
+        let bias = &mut value_bias[head * dim..][..dim];
+        HeadCode::subtract_mean(mean, bias);
+        let folded = projected(basis.view(), bias)?;
+        bias.copy_from_slice(&folded);
         for query_head in head * group..(head + 1) * group {
-            for row in o.weight.chunks_exact_mut(o.n_in) {
+            for (row, bias) in o.weight.chunks_exact_mut(o.n_in).zip(output_bias.iter_mut()) {
                 let row = &mut row[query_head * dim..][..dim];
+                *bias += dot(row, mean);
                 let folded = projected(dual.view(), row)?;
                 row.copy_from_slice(&folded);
             }
@@ -146,7 +163,7 @@ mod tests {
         let model = Arc::new(Model::load(&path).unwrap());
         let tokens: Vec<u32> = (0..200_u32).map(|i| (i * i + 7 * i) % 96).collect();
         let rope = Arc::new(Rope::new(&model.config, tokens.len()));
-        let method: Method = "hybrid:keys=rotated".parse().unwrap();
+        let method: Method = "hybrid".parse().unwrap();
         let method = method.fitted(&model.config).unwrap();
         let profile =
             crate::compare::calibrated(&model, &rope, &tokens, std::slice::from_ref(&method)).unwrap();

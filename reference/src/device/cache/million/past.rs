@@ -73,10 +73,11 @@ impl MillionCache {
         if tokens == 0 {
             return Ok(());
         }
+        let rows = rows.cast::<u16>().offset(sinks * head_dim);
         let arguments = DecodeArguments {
             codes: self.codes.of(side, layer, chunk.sequence),
             table: self.codes.table(side, layer).cast(),
-            rows: rows.cast::<u16>().offset(sinks * head_dim).cast(),
+            rows: rows.cast(),
             pages: self.codes.page_table(chunk.sequence).map(|pages| pages.table),
             tokens: tokens as u32,
             tiles: self.codes.tiles as u32,
@@ -85,6 +86,7 @@ impl MillionCache {
         let grid = Grid::new([tokens.div_ceil(TILE), heads, 1])?;
         // SAFETY: the structure is the kernel's argument; the buffers have the lengths of `new`, and the
         // codes of these tokens have been waited for.
-        Ok(unsafe { decode.launch(gpu.stream(), grid, 256, false, &arguments) }?)
+        unsafe { decode.launch(gpu.stream(), grid, 256, false, &arguments) }?;
+        self.codes.restore(gpu, (side, layer), chunk.sequence, tokens, (rows, capacity))
     }
 }

@@ -1,0 +1,100 @@
+use half::f16;
+use kv_gpu::pq::{Addends, RopeMeanScores, RopeMeanScoresArguments, RopeMeanScoresShape, TILE};
+use kv_gpu::{AnyElement, DevicePtr, Element};
+
+use super::Sequences;
+use super::window::WindowShape;
+use crate::Result;
+use crate::device::Gpu;
+use crate::device::memory::Buffer;
+use crate::model::{Config, Rope};
+
+/// The means of keys before RoPE, less which rotated keys are coded, and what they add to the scores of coded
+/// tokens.
+pub(super) struct KeyMeans {
+    scores: RopeMeanScores,
+    means: Buffer<f32>,       // (layer, heads, head_dim), in the model's basis
+    frequencies: Buffer<f32>, // (head_dim / 2,): radians a position
+    addends: Buffer<f16>,     // (batch, heads, tiles, group, TILE): of one layer after the other
+    tiles: usize,             // of a sequence
+    shape: WindowShape,
+}
+
+impl KeyMeans {
+    /// Means (layer, heads, head_dim).
+    ///
+    /// # Errors
+    /// [`Error::Device`](crate::Error::Device).
+    pub fn new(
+        gpu: &Gpu,
+        config: &Config,
+        element: Element,
+        means: &[f32],
+        shape: WindowShape,
+    ) -> Result<Self> {
+        let WindowShape { batch, heads, head_dim: dim, capacity, .. } = shape;
+        let group = config.gqa_group();
+        let tiles = capacity.div_ceil(TILE).max(1);
+        Ok(Self {
+            scores: RopeMeanScores::new(&gpu.device, RopeMeanScoresShape { dim, group, element })?,
+            means: Buffer::of(gpu, means)?,
+            frequencies: Buffer::of(gpu, Rope::new(config, 0).frequencies())?,
+            addends: Buffer::zeros(gpu, batch * heads * tiles * group * TILE)?,
+            tiles,
+            shape,
+        })
+    }
+
+    /// Means of a layer, (heads, head_dim).
+    pub fn of(&self, layer: usize) -> DevicePtr<f32> {
+        self.means.pointer().offset(layer * self.shape.heads * self.shape.head_dim)
+    }
+
+    /// Radians a position, (head_dim / 2,).
+    pub fn frequencies(&self) -> DevicePtr<f32> {
+        self.frequencies.pointer()
+    }
+
+    /// Launches what a layer's means add to the scores of rotated queries (batch, n_heads, head_dim), which
+    /// are in the model's basis still.
+    pub fn launch(
+        &self,
+        gpu: &Gpu,
+        layer: usize,
+        sequences: &Sequences,
+        queries: DevicePtr<AnyElement>,
+    ) -> Result<()> {
+        let WindowShape { batch, heads, head_dim, sinks, .. } = self.shape;
+        let arguments = RopeMeanScoresArguments {
+            batch,
+            heads,
+            tiles: self.tiles,
+            means: self.of(layer),
+            frequencies: self.frequencies(),
+            first: sinks,
+            queries,
+            lengths: sequences.coded_lengths.pointer(),
+            scale: 1.0 / (head_dim as f32).sqrt(),
+            addends: self.addends.pointer(),
+            pdl: true,
+        };
+        // SAFETY: the buffers have the lengths of `new`; the decoder keeps lengths within the capacity. The
+        // kernel before this one writes queries, and not frequencies.
+        Ok(unsafe { self.scores.launch(gpu.stream(), &arguments) }?)
+    }
+
+    /// What [`Self::launch`] has written.
+    pub fn addends(&self) -> Addends {
+        Addends { values: self.addends.pointer(), tiles: self.tiles }
+    }
+
+    /// Bytes of what steps write.
+    pub const fn working_bytes(&self) -> usize {
+        self.addends.bytes()
+    }
+
+    /// Bytes of means and frequencies.
+    pub const fn shared_bytes(&self) -> usize {
+        self.means.bytes() + self.frequencies.bytes()
+    }
+}
