@@ -228,7 +228,7 @@ impl Loader {
         let frame = ChunkFrame::parse(&profile, &bytes, &(chunk.position..chunk.end()), level)?;
         let frame = *frame.frame();
         let mut arriving = self.arriving(chunk, level, &bytes, &frame, to)?;
-        let mut begin = || {
+        let begin = || {
             match stages {
                 None => self.launch(&mut arriving, &frame, &bytes)?,
                 Some(stages) => self.launch_in_stages(&mut arriving, &frame, &bytes, stages)?,
