@@ -11,7 +11,7 @@
 
 use core::ops::Range;
 
-use crate::blocks::{Blocks, SMALL_PAGES};
+use crate::blocks::{Blocks, Room, SMALL_PAGES};
 use crate::error::check_len;
 use crate::pack::{BLOCK, unpack_run};
 use crate::scan_group::QUERIES;
@@ -166,12 +166,12 @@ impl Scan<'_, '_> {
     /// Scans with a list of `PARTS` blocks or small pages.
     #[inline(always)]
     fn scan_chunks<S: Simd, const PARTS: usize>(self, s: S) {
-        let step = PARTS / self.codes.parts();
+        let (step, mut room) = (PARTS / self.codes.parts(), None);
         for (i, scores) in self.scores.chunks_mut(step * BLOCK).enumerate() {
             let mut parts = [&[][..]; PARTS];
             let blocks = self.codes.blocks(i * step, &mut parts);
             let n = scores.len();
-            scan_chunk(s, core::slice::from_ref(self.lut), blocks, scores, [n, n]);
+            scan_chunk(s, core::slice::from_ref(self.lut), blocks, scores, [n, n], &mut room);
         }
     }
 }
@@ -186,14 +186,15 @@ pub(crate) fn scan_chunk<S: Simd>(
     blocks: Blocks<'_>,
     scores: &mut [f32],
     [n, stride]: [usize; 2],
+    room: &mut Room,
 ) {
     let Some(shape) = luts.first().map(Lut::shape) else { return };
     let (m, nbits) = (shape.m(), shape.nbits());
     let mut last = [[0.0; BLOCK]; QUERIES];
-    let (mut room, mut end) = (None, 0);
+    let mut end = 0;
     while end < m {
         let (first, mut list) = (end, None);
-        let runs = blocks.runs(s, nbits, (first, m, PAIR), &mut room, &mut list);
+        let runs = blocks.runs(s, nbits, (first, m, PAIR), room, &mut list);
         end = runs.end;
         for ((lut, scores), last) in luts.iter().zip(scores.chunks_mut(stride)).zip(&mut last) {
             let whole = scores[..n].as_chunks_mut::<BLOCK>().0;
@@ -390,18 +391,18 @@ impl ScanQuantized<'_, '_> {
         s: S,
     ) {
         let mut groups = self.scores.chunks_exact_mut(BLOCKS * BLOCK);
-        let mut b = 0;
+        let (mut b, mut room) = (0, None);
         let parts_len = BLOCKS * self.codes.parts();
         for scores in &mut groups {
             let mut parts = [&[][..]; MOST_PARTS];
             let blocks = self.codes.blocks(b, &mut parts[..parts_len]);
-            scan_blocks::<S, NBITS, BLOCKS, PLANES, SMALL>(s, self.lut, blocks, scores);
+            scan_blocks::<S, NBITS, BLOCKS, PLANES, SMALL>(s, self.lut, blocks, scores, &mut room);
             b += BLOCKS;
         }
         for (i, scores) in groups.into_remainder().chunks_mut(BLOCK).enumerate() {
             let mut parts = [&[][..]; MOST_PARTS];
             let blocks = self.codes.blocks(b + i, &mut parts[..self.codes.parts()]);
-            scan_blocks::<S, NBITS, 1, PLANES, SMALL>(s, self.lut, blocks, scores);
+            scan_blocks::<S, NBITS, 1, PLANES, SMALL>(s, self.lut, blocks, scores, &mut room);
         }
     }
 }
@@ -417,14 +418,15 @@ fn scan_blocks<S: Simd, const NBITS: u32, const BLOCKS: usize, const PLANES: usi
     lut: &QuantizedLut<'_>,
     blocks: Blocks<'_>,
     scores: &mut [f32],
+    room: &mut Room,
 ) {
     let (m, run_len) = (lut.shape().m(), 8 * NBITS as usize);
     let mut sums = [[s.no_sums(); PLANES]; BLOCKS];
-    let (mut room, mut end) = (None, 0);
+    let mut end = 0;
     while end < m {
         let (first, mut list) = (end, None);
         let runs = match SMALL {
-            true => blocks.runs(s, NBITS, (first, m, 1), &mut room, &mut list),
+            true => blocks.runs(s, NBITS, (first, m, 1), room, &mut list),
             false => blocks.whole(m),
         };
         end = runs.end;

@@ -10,7 +10,7 @@
 use core::ops::Range;
 
 use crate::adc::{scan_chunk, scan_scalar, split_planes};
-use crate::blocks::Blocks;
+use crate::blocks::{Blocks, Room};
 use crate::error::{check_at_least, check_len};
 use crate::pack::{BLOCK, unpack_run};
 use crate::scan_group::{QUERIES, scan_group};
@@ -159,6 +159,7 @@ impl Kernel for Attend<'_, '_> {
         let planes = bytemuck::cast_slice_mut(tables);
         let codebook = &tokens.codebook();
         split_columns(codebook, planes);
+        let mut room = None;
         for start in (0..n).step_by(CHUNK) {
             let end = n.min(start + CHUNK);
             let len = (end - start).next_multiple_of(BLOCK);
@@ -166,13 +167,13 @@ impl Kernel for Attend<'_, '_> {
             let keys = tokens.keys().part(start, end);
             let key_blocks = keys.blocks(0, &mut key_parts[..CHUNK / keys.block_vectors()]);
             for (i, scores) in scores.chunks_mut(QUERIES * CHUNK).enumerate() {
-                if !score_together(s, luts, i * QUERIES, key_blocks, scores) {
+                if !score_together(s, luts, i * QUERIES, key_blocks, scores, &mut room) {
                     let queries = scores.len() / CHUNK;
                     let group: [_; QUERIES] =
                         core::array::from_fn(|g| luts.lut(i * QUERIES + g.min(queries - 1)));
                     let group = &group[..queries];
                     if keys.shape().nbits() <= 8 {
-                        scan_chunk(s, group, key_blocks, scores, [end - start, CHUNK]);
+                        scan_chunk(s, group, key_blocks, scores, [end - start, CHUNK], &mut room);
                     } else {
                         for (lut, scores) in group.iter().zip(scores.chunks_exact_mut(CHUNK)) {
                             scan_scalar(lut, &keys, &mut scores[..end - start]);
@@ -192,7 +193,7 @@ impl Kernel for Attend<'_, '_> {
             let mut weights = scores.chunks_mut(4 * CHUNK);
             let mut outs = out.chunks_mut(4 * dim);
             for (weights, out) in (&mut weights).zip(&mut outs) {
-                values.add_group(s, weights, out);
+                values.add_group(s, weights, out, &mut room);
             }
         }
     }
@@ -207,6 +208,7 @@ pub(crate) fn score_together<S: Simd>(
     first: usize,
     keys: Blocks<'_>,
     scores: &mut [f32],
+    room: &mut Room,
 ) -> bool {
     if const { S::FLOAT_TABLE_BITS >= 8 } {
         return false; // all tables fit: what follows is not compiled
@@ -217,8 +219,8 @@ pub(crate) fn score_together<S: Simd>(
         s.call(
             #[inline(always)]
             || match nbits {
-                7 => scan_group::<S, 7>(s, luts, first, keys, scores),
-                _ => scan_group::<S, 8>(s, luts, first, keys, scores),
+                7 => scan_group::<S, 7>(s, luts, first, keys, scores, room),
+                _ => scan_group::<S, 8>(s, luts, first, keys, scores, room),
             },
         );
     }
@@ -266,7 +268,7 @@ impl Values<'_> {
     /// Adds the weighted values to up to four queries' outputs. Reorders `weights` (queries, CHUNK) into
     /// block order.
     #[inline(always)]
-    fn add_group<S: Simd>(&self, s: S, weights: &mut [f32], out: &mut [f32]) {
+    fn add_group<S: Simd>(&self, s: S, weights: &mut [f32], out: &mut [f32], room: &mut Room) {
         let (shape, tokens) = (self.codebook.shape(), self.blocks.len() * BLOCK);
         for weights in weights.chunks_exact_mut(CHUNK) {
             self.blocks.order_as_codes(shape.nbits(), &mut weights[..tokens]);
@@ -275,10 +277,10 @@ impl Values<'_> {
                 unsafe { s.store_raw(block.as_mut_ptr(), s.load_block(block.as_ptr())) };
             }
         }
-        let (mut room, mut end) = (None, 0);
+        let mut end = 0;
         while end < shape.m() {
             let (first, mut list) = (end, None);
-            let runs = self.blocks.runs(s, shape.nbits(), (first, shape.m(), 1), &mut room, &mut list);
+            let runs = self.blocks.runs(s, shape.nbits(), (first, shape.m(), 1), room, &mut list);
             end = runs.end;
             for_nbits!(shape.nbits(), N => s.call(
                 #[inline(always)]

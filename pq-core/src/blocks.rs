@@ -7,13 +7,12 @@
 //! in order once for all subspaces ([`Blocks::order_as_tokens`]). To shift and mask the codes of each
 //! subspace instead would take longer than a scan does.
 //!
-//! Pages of 16 tokens cost attention of one query a fifth to a half of its time (AVX-512, codes in L2): a run
-//! is read and written in units of 8 bytes at 4 bits, 16 at 8, before it is read as one. Tried: units
-//! interleaved in registers, by shuffles of four lines, instead of one by one; at (64, 4) the factor over one
-//! piece fell from 1.36 to 1.28, at 8 bits not at all. Lines of the next subspaces prefetched into L1 (Zen
-//! 5): 1.28 instead of 1.20 at (64, 8), 1.60 instead of 1.53 at (64, 4), so it is not their latency. Next:
-//! codes unpacked straight from the parts, by one load and three masked broadcasts into a register, without
-//! the copy.
+//! On pages of 16 tokens attention of one query takes 1.07 to 1.18 times as long as in one piece (AVX-512,
+//! codes in L2). Half of the difference is the time of a page's cache lines from L2, which the arithmetic of
+//! codes in one piece hides. N.B. Prefetched lines lose, both those of the next subspaces and those of the
+//! next blocks: pages that are a power of two apart share few sets of L1. Aligning what is gathered gains
+//! nothing. Units of 2 to 16 bytes copied one by one, without [`Simd::interleave`], took 1.5 times as long at
+//! 6 bits and 1.3 times at 4.
 
 use crate::pack::BLOCK;
 use crate::simd::{Simd, for_nbits};
@@ -34,8 +33,9 @@ pub(crate) struct Runs<'r> {
     pub end: usize,
 }
 
-/// Most bytes that are gathered at a time: with 32 blocks of pages of 16 tokens, a cache line of each page.
-const ROOM: usize = 8192;
+/// Most bytes that are gathered at a time: with 32 blocks of pages of 16 tokens, two cache lines of each page.
+/// With half of it attention takes 1 to 2 % longer.
+const ROOM: usize = 16384;
 
 /// Most blocks that are gathered.
 const MOST: usize = 64;
@@ -43,7 +43,8 @@ const MOST: usize = 64;
 /// Most small pages of a chunk: those of 32 blocks of pages of 16 tokens.
 pub(crate) const SMALL_PAGES: usize = 128;
 
-/// Memory in which runs are gathered. It begins as `None` and stays so where all blocks are whole.
+/// Memory in which runs are gathered, one for all chunks: it begins as `None`, and stays so where all blocks
+/// are whole, since to clear it takes longer than a small scan.
 pub(crate) type Room = Option<[u8; ROOM]>;
 
 /// The list of the blocks that are gathered, which begins as `None` likewise.
@@ -60,12 +61,6 @@ impl<'b> Blocks<'b> {
     #[inline(always)]
     pub const fn len(&self) -> usize {
         self.parts.len() / self.of_block
-    }
-
-    /// Whether nothing has to be gathered.
-    #[inline(always)]
-    pub const fn are_whole(&self) -> bool {
-        self.of_block == 1
     }
 
     /// All runs of blocks that are whole.
@@ -92,11 +87,11 @@ impl<'b> Blocks<'b> {
             1 => self.whole(m),
             2 => for_nbits!(nbits, N => s.call(
                 #[inline(always)]
-                || self.gather::<N, 2>((j, m, least), room, list),
+                || self.gather::<S, N, 2>(s, (j, m, least), room, list),
             )),
             _ => for_nbits!(nbits, N => s.call(
                 #[inline(always)]
-                || self.gather::<N, 4>((j, m, least), room, list),
+                || self.gather::<S, N, 4>(s, (j, m, least), room, list),
             )),
         }
     }
@@ -104,8 +99,9 @@ impl<'b> Blocks<'b> {
     /// Gathers as many subspaces as there is room for: a page's cache lines are read once, since a line does
     /// not stay in L1 until the next subspace.
     #[inline(always)]
-    fn gather<'r, const NBITS: u32, const PARTS: usize>(
+    fn gather<'r, S: Simd, const NBITS: u32, const PARTS: usize>(
         &self,
+        s: S,
         (j, m, least): (usize, usize, usize),
         room: &'r mut Room,
         list: &'r mut List<'r>,
@@ -117,13 +113,16 @@ impl<'b> Blocks<'b> {
         let list = &mut list.get_or_insert_with(|| [&[][..]; MOST])[..blocks.len()];
         for ((parts, runs), slot) in blocks.iter().zip(room.chunks_exact_mut(count * run_len)).zip(&mut *list)
         {
-            let parts = parts.map(|part| &part[j * part_len..][..count * part_len]);
+            let mut parts = *parts;
+            for part in &mut parts {
+                *part = &part[j * part_len..][..count * part_len];
+            }
             match unit(NBITS, PARTS) {
-                2 => interleave::<2, PARTS>(parts, runs),
-                4 => interleave::<4, PARTS>(parts, runs),
-                8 => interleave::<8, PARTS>(parts, runs),
-                16 => interleave::<16, PARTS>(parts, runs),
-                _ => interleave::<32, PARTS>(parts, runs),
+                2 => s.interleave::<2, PARTS>(parts, runs),
+                4 => s.interleave::<4, PARTS>(parts, runs),
+                8 => s.interleave::<8, PARTS>(parts, runs),
+                16 => s.interleave::<16, PARTS>(parts, runs),
+                _ => s.interleave::<32, PARTS>(parts, runs),
             }
             *slot = runs;
         }
@@ -131,41 +130,13 @@ impl<'b> Blocks<'b> {
     }
 
     /// Puts values of the codes of blocks into the order of the tokens.
-    #[inline(always)]
     pub fn order_as_tokens(&self, nbits: u32, values: &mut [f32]) {
-        let (unit, steps) = (unit(nbits, self.of_block), steps(nbits));
-        if !self.are_whole() && steps > 1 {
-            values
-                .as_chunks_mut()
-                .0
-                .iter_mut()
-                .for_each(|block| transpose(block, steps, self.of_block, unit));
-        }
+        transpose(steps(nbits), self.of_block, values);
     }
 
     /// Puts values of tokens into the order of the codes of blocks.
-    #[inline(always)]
     pub fn order_as_codes(&self, nbits: u32, values: &mut [f32]) {
-        let (unit, steps) = (unit(nbits, self.of_block), steps(nbits));
-        if !self.are_whole() && steps > 1 {
-            values
-                .as_chunks_mut()
-                .0
-                .iter_mut()
-                .for_each(|block| transpose(block, self.of_block, steps, unit));
-        }
-    }
-}
-
-/// From (`PARTS`, units) to (units, `PARTS`), where a unit has `UNIT` bytes.
-#[inline(always)]
-fn interleave<const UNIT: usize, const PARTS: usize>(parts: [&[u8]; PARTS], out: &mut [u8]) {
-    let out = out.as_chunks_mut::<UNIT>().0.as_chunks_mut::<PARTS>().0;
-    let parts = parts.map(|part| &part.as_chunks::<UNIT>().0[..out.len()]);
-    for (i, out) in out.iter_mut().enumerate() {
-        for (unit, part) in out.iter_mut().zip(&parts) {
-            *unit = part[i];
-        }
+        transpose(self.of_block, steps(nbits), values);
     }
 }
 
@@ -181,12 +152,31 @@ const fn steps(nbits: u32) -> usize {
     8 >> nbits.trailing_zeros()
 }
 
-/// From (rows, columns, unit) to (columns, rows, unit).
-#[inline(always)]
-fn transpose(block: &mut [f32; BLOCK], rows: usize, columns: usize, unit: usize) {
-    let old = *block;
-    for (i, from) in old.chunks_exact(unit).enumerate() {
-        let (row, column) = (i / columns, i % columns);
-        block[(column * rows + row) * unit..][..unit].copy_from_slice(from);
+/// Turns each block, (rows, columns, units of values), into (columns, rows, units).
+fn transpose(rows: usize, columns: usize, values: &mut [f32]) {
+    match (rows, columns) {
+        (2, 2) => transpose_blocks::<2, 2>(values),
+        (2, 4) => transpose_blocks::<2, 4>(values),
+        (2, 8) => transpose_blocks::<2, 8>(values),
+        (4, 2) => transpose_blocks::<4, 2>(values),
+        (4, 4) => transpose_blocks::<4, 4>(values),
+        (4, 8) => transpose_blocks::<4, 8>(values),
+        (8, 2) => transpose_blocks::<8, 2>(values),
+        (8, 4) => transpose_blocks::<8, 4>(values),
+        _ => {} // a row or a column alone
+    }
+}
+
+/// [`transpose`] with lengths that the compiler knows: moves of registers, not calls.
+fn transpose_blocks<const ROWS: usize, const COLUMNS: usize>(values: &mut [f32]) {
+    let unit = BLOCK / (ROWS * COLUMNS);
+    for block in values.as_chunks_mut::<BLOCK>().0 {
+        let old = *block;
+        for row in 0..ROWS {
+            for column in 0..COLUMNS {
+                let from = &old[(row * COLUMNS + column) * unit..][..unit];
+                block[(column * ROWS + row) * unit..][..unit].copy_from_slice(from);
+            }
+        }
     }
 }

@@ -70,7 +70,9 @@ impl<'a> Layout<'a> {
             None => b,
             Some(Pages { table, blocks, first }) => {
                 let b = first + b;
-                table[b / blocks] as usize * blocks + b % blocks
+                // Small pages have one block. There are many of them: no division.
+                let (page, b) = if blocks == 1 { (b, 0) } else { (b / blocks, b % blocks) };
+                table[page] as usize * blocks + b
             }
         };
         b * self.block_size

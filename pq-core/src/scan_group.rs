@@ -7,7 +7,7 @@
 
 use crate::Luts;
 use crate::attend::CHUNK;
-use crate::blocks::Blocks;
+use crate::blocks::{Blocks, Room};
 use crate::pack::BLOCK;
 use crate::simd::Simd;
 
@@ -30,6 +30,7 @@ pub(crate) fn scan_group<S: Simd, const NBITS: u32>(
     first: usize,
     blocks: Blocks<'_>,
     scores: &mut [f32],
+    room: &mut Room,
 ) {
     let m = luts.shape().m();
     // Adding to -0.0 and adding -0.0 change no bit.
@@ -37,10 +38,10 @@ pub(crate) fn scan_group<S: Simd, const NBITS: u32>(
     let Aligned(tables) = &mut Aligned([[[-0.0_f32; QUERIES]; 256]; SUBSPACES]);
     let mut codes = [[0_u16; BLOCK]; SUBSPACES];
     let queries = scores.len() / CHUNK;
-    let (mut room, mut end) = (None, 0);
+    let mut end = 0;
     while end < m {
         let (start, mut list) = (end, None);
-        let runs = blocks.runs(s, NBITS, (start, m, SUBSPACES), &mut room, &mut list);
+        let runs = blocks.runs(s, NBITS, (start, m, SUBSPACES), room, &mut list);
         end = runs.end;
         for j in (start..end).step_by(SUBSPACES) {
             let count = SUBSPACES.min(end - j);

@@ -100,6 +100,21 @@ pub(crate) fn transpose_rows(rows: [&[f32]; 4], first: usize, out: &mut [f32]) {
     }
 }
 
+/// From (`PARTS`, units) to (units, `PARTS`), where a unit has `UNIT` bytes.
+#[inline(always)]
+pub(crate) fn interleave<const UNIT: usize, const PARTS: usize>(parts: [&[u8]; PARTS], out: &mut [u8]) {
+    let out = out.as_chunks_mut::<UNIT>().0.as_chunks_mut::<PARTS>().0;
+    let mut units = [&[][..]; PARTS];
+    for (units, part) in units.iter_mut().zip(parts) {
+        *units = &part.as_chunks::<UNIT>().0[..out.len()];
+    }
+    for (i, out) in out.iter_mut().enumerate() {
+        for (unit, units) in out.iter_mut().zip(units) {
+            *unit = units[i];
+        }
+    }
+}
+
 /// An instruction set. A value of it proves that the CPU has it: only `run` in the set's file makes one,
 /// after the backend has been found available.
 pub(crate) trait Simd: Copy {
@@ -195,6 +210,12 @@ pub(crate) trait Simd: Copy {
     #[inline(always)]
     fn transpose_rows(self, rows: [&[f32]; 4], out: &mut [f32]) {
         transpose_rows(rows, 0, out);
+    }
+
+    /// [`interleave`] by registers.
+    #[inline(always)]
+    fn interleave<const UNIT: usize, const PARTS: usize>(self, parts: [&[u8]; PARTS], out: &mut [u8]) {
+        interleave::<UNIT, PARTS>(parts, out);
     }
 
     /// 64 codes of `NBITS` bits, at most 8, from their packed run.

@@ -48,13 +48,13 @@ impl Kernel for ScoreTogether<'_, '_> {
     #[inline(always)]
     fn vector<S: Simd>(self, s: S) -> bool {
         let Self { luts, first, keys, room, scores } = self;
-        let n = keys.n();
+        let (n, mut gathered) = (keys.n(), None);
         for start in (0..n).step_by(CHUNK) {
             let end = n.min(start + CHUNK);
             let mut parts = [&[][..]; CHUNK / 16];
             let keys = keys.part(start, end);
             let blocks = keys.blocks(0, &mut parts[..CHUNK / keys.block_vectors()]);
-            if !score_together(s, luts, first, blocks, room) {
+            if !score_together(s, luts, first, blocks, room, &mut gathered) {
                 return false;
             }
             for (scores, room) in scores.chunks_exact_mut(n).zip(room.chunks_exact(CHUNK)) {

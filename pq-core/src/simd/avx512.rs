@@ -5,7 +5,7 @@
 
 use core::arch::x86_64::*;
 
-use super::{Kernel, Simd, row_len, transpose_rows};
+use super::{Kernel, Simd, interleave, row_len, transpose_rows};
 use crate::pack::BLOCK;
 
 #[derive(Clone, Copy)]
@@ -39,6 +39,41 @@ impl Avx512 {
             ]
         })
     }
+
+    /// Of 64 bytes of each part, units in turn.
+    #[inline(always)]
+    fn interleaved<const UNIT: usize, const PARTS: usize>(self, x: [__m512i; 4]) -> [__m512i; 4] {
+        let [a, b, c, d] = x;
+        // Register v: a stretch of each part, one after the other.
+        let mut x = op!(match PARTS {
+            4 => self.transpose([a, b, c, d].map(|x| _mm512_castsi512_ps(x))).map(|x| _mm512_castps_si512(x)),
+            _ => [_mm512_shuffle_i64x2::<0x44>(a, b), _mm512_shuffle_i64x2::<0xEE>(a, b), c, d],
+        });
+        if UNIT * PARTS < 64 {
+            let order = const { in_turn(UNIT, PARTS) };
+            for x in &mut x[..PARTS] {
+                *x = op!(_mm512_permutexvar_epi8(_mm512_loadu_si512(order.as_ptr().cast()), *x));
+            }
+        }
+        x
+    }
+}
+
+/// The bytes of a register of (`parts`, units of `unit` bytes) in the order (units, `parts`).
+const fn in_turn(unit: usize, parts: usize) -> [u8; 64] {
+    let mut order = [0; 64];
+    let mut i = 0;
+    while i < 64 {
+        order[i] = (i / unit % parts * (64 / parts) + i / (unit * parts) * unit + i % unit) as u8;
+        i += 1;
+    }
+    order
+}
+
+/// The mask of the first `n` bytes, 1 to 64.
+#[inline(always)]
+const fn first_bytes(n: usize) -> u64 {
+    u64::MAX >> (64 - n)
 }
 
 impl Simd for Avx512 {
@@ -207,6 +242,38 @@ impl Simd for Avx512 {
             });
         }
         transpose_rows(rows, rows[0].len() / 16 * 16, out);
+    }
+    #[inline(always)]
+    fn interleave<const UNIT: usize, const PARTS: usize>(self, parts: [&[u8]; PARTS], out: &mut [u8]) {
+        if UNIT == 32 {
+            return interleave::<UNIT, PARTS>(parts, out); // halves of registers are copied as they are
+        }
+        let mut rest = parts;
+        let mut lines = out.chunks_exact_mut(64 * PARTS);
+        for out in &mut lines {
+            let mut x = [op!(_mm512_setzero_si512()); 4];
+            for (x, rest) in x.iter_mut().zip(&mut rest) {
+                let (line, after) = rest.split_at(64);
+                // SAFETY: 64 bytes.
+                *x = op!(_mm512_loadu_si512(line.as_ptr().cast()));
+                *rest = after;
+            }
+            for (out, x) in out.chunks_exact_mut(64).zip(self.interleaved::<UNIT, PARTS>(x)) {
+                op!(_mm512_storeu_si512(out.as_mut_ptr().cast(), x));
+            }
+        }
+        let out = lines.into_remainder();
+        if out.is_empty() {
+            return;
+        }
+        let mut x = [op!(_mm512_setzero_si512()); 4];
+        for (x, rest) in x.iter_mut().zip(rest) {
+            let rest = &rest[..out.len() / PARTS];
+            *x = op!(_mm512_maskz_loadu_epi8(first_bytes(rest.len()), rest.as_ptr().cast()));
+        }
+        for (out, x) in out.chunks_mut(64).zip(self.interleaved::<UNIT, PARTS>(x)) {
+            op!(_mm512_mask_storeu_epi8(out.as_mut_ptr().cast(), first_bytes(out.len()), x));
+        }
     }
     #[inline(always)]
     unsafe fn unpack<const NBITS: u32>(self, run: *const u8) -> __m512i {
