@@ -116,6 +116,7 @@ impl BlockCache {
         for &token in tokens {
             match self.slot_of.get(&self.block_of(token)) {
                 Some(&slot) => {
+                    // Cannot overflow: there are no more slots than blocks that were cached at once.
                     let row = slot * self.block_len + token as usize % self.block_len;
                     hits.push(Hit { token, row });
                 }
@@ -156,17 +157,14 @@ impl BlockCache {
     /// tokens.
     pub fn truncate(&mut self, n: usize) {
         let block_len = self.block_len;
-        let slots = core::mem::take(&mut self.slots);
-        // The index of a slot is its place in memory, so free slots stay in the list; they are the first to
-        // be reused.
-        self.slots = slots
-            .into_iter()
-            .map(|slot| {
-                let kept = (slot.block as usize + 1) * block_len <= n;
-                if kept { slot } else { Slot { used: 0, uses: 0, ..slot } }
-            })
-            .collect();
-        self.slot_of.retain(|&block, _| (block as usize + 1) * block_len <= n);
+        let is_kept = |block: u32| (block as usize).saturating_add(1).saturating_mul(block_len) <= n;
+        // The index of a slot is its place in memory, so the slots of removed blocks stay in the list, unused.
+        for slot in &mut self.slots {
+            if !is_kept(slot.block) {
+                *slot = Slot { used: 0, uses: 0, ..*slot };
+            }
+        }
+        self.slot_of.retain(|&block, _| is_kept(block));
     }
 
     fn block_of(&self, token: u32) -> u32 {
@@ -176,24 +174,27 @@ impl BlockCache {
     /// Inserts `block`, unless every slot holds a block of this step.
     fn insert(&mut self, block: u32) -> Option<Load> {
         let fresh = Slot { block, used: self.step, uses: 1 };
-        let (slot, evicted) = if self.slots.len() < self.capacity {
-            self.slots.push(fresh);
-            (self.slots.len() - 1, None)
-        } else {
-            let order = |slot: &Slot| match self.eviction {
-                Eviction::LeastRecentlyUsed => (0, slot.used),
-                Eviction::LeastFrequentlyUsed => (slot.uses, slot.used),
-            };
-            let free = self.slots.iter().enumerate().filter(|(_, slot)| slot.used < self.step);
-            let (slot, _) = free.min_by_key(|(_, slot)| order(slot))?;
-            let old = self.slots[slot].block;
-            let evicted = self.slot_of.get(&old).is_some_and(|&at| at == slot).then_some(old);
-            if evicted.is_some() {
-                self.slot_of.remove(&old);
+        let (slot, evicted) = match self.slots.iter().position(|slot| slot.used == 0) {
+            Some(unused) => (unused, None),
+            None if self.slots.len() < self.capacity => (self.slots.len(), None),
+            None => {
+                let order = |slot: &Slot| match self.eviction {
+                    Eviction::LeastRecentlyUsed => (0, slot.used),
+                    Eviction::LeastFrequentlyUsed => (slot.uses, slot.used),
+                };
+                let old = self.slots.iter().enumerate().filter(|(_, slot)| slot.used < self.step);
+                let (slot, _) = old.min_by_key(|(_, slot)| order(slot))?;
+                (slot, Some(self.slots[slot].block))
             }
-            self.slots[slot] = fresh;
-            (slot, evicted)
         };
+        if let Some(old) = evicted {
+            self.slot_of.remove(&old);
+        }
+        if slot == self.slots.len() {
+            self.slots.push(fresh);
+        } else {
+            self.slots[slot] = fresh;
+        }
         self.slot_of.insert(block, slot);
         self.statistics.loads += 1;
         Some(Load { block, slot: slot as u32, evicted })
@@ -246,5 +247,19 @@ mod tests {
         assert_eq!((hits, misses), (Vec::from([Hit { token: 3, row: 3 }]), Vec::from([4, 8])));
         let loads = cache.update(&[4], 1);
         assert_eq!(loads, [Load { block: 1, slot: 1, evicted: None }]);
+    }
+
+    #[test]
+    fn the_slots_of_truncated_blocks_are_the_first_to_be_reused() {
+        for block_len in [4, usize::MAX] {
+            let mut cache = BlockCache::new(block_len, 2, Eviction::LeastRecentlyUsed);
+            for _ in 0..3 {
+                assert_eq!(cache.update(&[3], 1), [Load { block: 0, slot: 0, evicted: None }]);
+                let (mut hits, mut misses) = (Vec::new(), Vec::new());
+                cache.look_up(&[3], &mut hits, &mut misses);
+                assert_eq!(hits, [Hit { token: 3, row: 3 }]);
+                cache.truncate(0);
+            }
+        }
     }
 }
