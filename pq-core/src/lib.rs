@@ -49,8 +49,6 @@ mod pack;
 #[cfg(feature = "alloc")]
 mod rng;
 mod rope_mean;
-#[cfg(feature = "serde")]
-mod saved;
 #[allow(unsafe_code)]
 mod scan_group;
 mod shape;
@@ -110,3 +108,10 @@ pub use shape::PqShape;
 pub use topk::{top_k_into, top_k_into_with};
 #[cfg(feature = "alloc")]
 pub use train::{Start, TrainOptions, Trained, train, train_batch, train_batch_with, train_with};
+
+#[cfg(feature = "serde")]
+kv_attend::serde_as_bytes!(
+    CodesBuf: CodesBuf::to_bytes,
+    CodebookBuf: CodebookBuf::to_bytes::<f32>,
+    HeadBooks: HeadBooks::to_bytes::<f32>,
+);

@@ -218,3 +218,6 @@ impl HeadMaps {
         Ok(Self::new(keys, values))
     }
 }
+
+#[cfg(feature = "serde")]
+kv_attend::serde_as_bytes!(HeadMaps: HeadMaps::to_bytes);

@@ -350,6 +350,15 @@ proptest! {
 
 /// A cache saved in the middle of decoding goes on elsewhere, with another number of threads, to the same
 /// bits; on another backend to the same numbers.
+#[cfg(feature = "serde")]
+#[test]
+fn serde_carries_the_saved_bytes() {
+    let maps = HeadMaps::new(Reduction::folded(4, 2).unwrap(), Reduction::folded(3, 3).unwrap());
+    let json = serde_json::to_string(&maps).unwrap();
+    assert_eq!(serde_json::from_str::<HeadMaps>(&json).unwrap(), maps);
+    assert!(serde_json::from_str::<HeadMaps>("[1, 2, 3]").is_err());
+}
+
 #[test]
 fn a_restored_cache_decodes_on() {
     let (window, maps) = (Window { sinks: 4, recent: 16, batch: 8 }, maps(false));

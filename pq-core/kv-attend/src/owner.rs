@@ -9,6 +9,8 @@ mod bytes;
 mod exact_rows;
 mod head;
 mod layer;
+#[cfg(feature = "serde")]
+pub mod serde;
 mod workspace;
 
 pub use batch::{attend_batch_into, attend_batch_into_with};
