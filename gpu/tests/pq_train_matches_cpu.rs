@@ -225,7 +225,7 @@ fn any_quantizer_encodes_as_on_the_cpu() {
 
 #[test]
 fn shapes_without_a_kernel_are_errors() {
-    for (dim, m, nbits) in [(128, 1, 12), (512, 1, 4)] {
+    for (dim, m, nbits) in [(128, 1, 12), (512, 1, 4), (1 << 50, 1, 12)] {
         let shape =
             TrainShape { quantizer: PqShape::new(dim, m, nbits).unwrap(), element: VectorElement::F16 };
         assert!(matches!(shape.program(), Err(Error::Unsupported { .. })), "{shape:?}");

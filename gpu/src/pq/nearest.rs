@@ -14,7 +14,8 @@ const MOST_SHARED: usize = 163 << 10;
 pub(super) const fn shared_bytes(quantizer: PqShape) -> usize {
     let (dsub, centroids) = (quantizer.dsub(), 64);
     let step = if dsub < 32 { dsub } else { 32 };
-    4 * (dsub * (TILE + 4) + step * (centroids + 4) + centroids) + (2 + 4) * TILE
+    dsub.saturating_mul(4 * (TILE + 4))
+        .saturating_add(4 * (step * (centroids + 4) + centroids) + (2 + 4) * TILE)
 }
 
 /// The preprocessor symbols for `shared` bytes of shared memory.

@@ -31,7 +31,7 @@ impl ScanShape {
     fn entry(&self, shared_memory: usize) -> (usize, usize) {
         let at_once = [1, 2, 4, 4][self.group.clamp(1, 4) - 1];
         let most = most_tables(shared_memory);
-        let fits = |copies: &usize| self.quantizer.lut_len() * at_once * 4 * copies <= most;
+        let fits = |copies: &usize| self.quantizer.lut_len().saturating_mul(4 * at_once * copies) <= most;
         (
             at_once,
             [32, 16, 8, 4, 2, 1].into_iter().filter(|copies| copies * at_once <= 32).find(fits).unwrap_or(0),
@@ -41,7 +41,7 @@ impl ScanShape {
     /// Bytes of the tables in a block of up to `shared_memory` bytes.
     pub(super) fn shared_bytes(&self, shared_memory: usize) -> usize {
         let (at_once, copies) = self.entry(shared_memory);
-        self.quantizer.lut_len() * at_once * 4 * copies
+        self.quantizer.lut_len().saturating_mul(4 * at_once * copies)
     }
 
     /// The preprocessor symbols of both scans and searches.

@@ -35,7 +35,8 @@ impl TrainShape {
     /// Bytes of `Shared` of the kernels.
     fn shared_bytes(&self) -> usize {
         let (ksub, dsub) = (self.quantizer.ksub(), self.quantizer.dsub());
-        (shared_bytes(self.quantizer) + 4 * ksub * (dsub + 1)).next_multiple_of(8) + 8 * TILE / 32
+        let sums = (4 * ksub).saturating_mul(dsub + 1);
+        shared_bytes(self.quantizer).saturating_add(sums).saturating_add(7 + 8 * TILE / 32) / 8 * 8
     }
 }
 
