@@ -57,6 +57,7 @@ pub(crate) use pqklt::{RowForm, TransformedHead};
 pub use registry::{DEFAULT_METHODS, methods_help};
 #[cfg(feature = "cuda")]
 pub(crate) use retrieval::training_step;
+use settings::Layers;
 
 /// A method with its setting.
 #[derive(Clone, Debug)]
@@ -262,7 +263,12 @@ impl Method {
         config.clone().validated().map_err(Error::Argument)?;
         self.kind.check(config)?;
         match self.exact_layers.iter().find(|&&l| l >= config.n_layers) {
-            Some(l) => Err(Error::Argument(format!("exact-layers: layer {l} of {}", config.n_layers))),
+            Some(l) => Err(Error::Argument(format!(
+                "method {}: exact-layers={}: layer {l} is none of the model's, 0 to {}",
+                self.name,
+                Layers(self.exact_layers.clone()),
+                config.n_layers - 1
+            ))),
             None => Ok(()),
         }
     }

@@ -38,7 +38,12 @@ fn arguments_that_do_not_parse_get_a_whole_message() {
         (
             "a size that is none",
             &["compare", "--device-memory", "lots"],
-            &["'lots'", "--device-memory <SIZE>"],
+            &["'lots'", "--device-memory <SIZE>", "must be a size, such as 24GiB"],
+        ),
+        (
+            "a negative size",
+            &["compare", "--device-memory", "-1"],
+            &["'-1'", "--device-memory <SIZE>", "must be a size"],
         ),
         ("a method nearly right", &["generate", "a", "--method", "zak"], &["`zak` (`zack` is one)"]),
     ] {
@@ -63,7 +68,7 @@ fn arguments_that_do_not_parse_get_a_whole_message() {
         "a limit of what the CPU has not",
         &["eval", "--device", "cpu", "--device-memory", "24GiB"],
         match cfg!(feature = "cuda") {
-            true => "--device-memory is of a GPU, and none is used",
+            true => "--device-memory limits a GPU, but the command runs on the CPU",
             false => "built without the feature `cuda`",
         },
     );
@@ -81,7 +86,7 @@ fn refusals_name_the_option_and_the_way_out() {
         (&["stream", "load", "--batch", "0"], "--batch must be at least 1"),
         (
             &["eval", "--methods", "dense", "--lengths", "64", "--trials", "18446744073709551615"],
-            "--trials 18446744073709551615: a prompt of 64 tokens (--lengths) has no room for so many facts",
+            "--trials 18446744073709551615: a prompt of 64 tokens (--lengths) has no room for as many facts",
         ),
         (
             &["generate", "a", "--method", "pqcache:offload=no-folder", "--device", "cpu"],
@@ -100,6 +105,16 @@ fn refusals_name_the_option_and_the_way_out() {
             "method pqcache: `held` has no effect on the CPU",
         ),
         (&["compare", "--methods", "pqcache:iterations=no-file.json", "--device", "cpu"], "no-file.json: "),
+        (&["eval", "--lengths", "64", "--trials", "16"], "--trials 16: a prompt of 64 tokens cannot be made"),
+        (&["eval", "--lengths", "0"], "--lengths and --decode must be at least 1"),
+        (&["eval", "--depths", "1.5"], "--depths: 1.5 is not from 0 to 1"),
+        (
+            &["compare", "--methods", "int4:exact-layers=0+9"],
+            "method int4: exact-layers=0+9: layer 9 is none of the model's, 0 to ",
+        ),
+        (&["compare", "--methods", "million:k=0x8"], "method million: k=0x8: m must not be zero"),
+        (&["compare", "--methods", "pqcache:code=3x4"], "method pqcache: code=3x4: dimension "),
+        (&["compare", "--json", "-"], "--json -: name a file"),
         (&["compare", "--json", "/nonexistent/x.json"], "--json: /nonexistent/x.json: "),
         (&["calibrate", "/nonexistent/p"], "FILE: /nonexistent/p: "),
         (&["logits", "--tokens", "1", "--model", "no-one/no-model"], "`kv fetch hf no-one/no-model`"),

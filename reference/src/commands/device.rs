@@ -26,8 +26,13 @@ pub struct DeviceArgs {
     device: Choice,
     /// Most memory of the GPU for weights, caches, steps and prompts, such as 24GiB: what does not fit is an
     /// error; all of it by default
-    #[arg(long, value_name = "SIZE")]
+    #[arg(long, value_name = "SIZE", value_parser = size)]
     device_memory: Option<ByteSize>,
+}
+
+/// Parses a number of bytes.
+fn size(text: &str) -> std::result::Result<ByteSize, &'static str> {
+    text.parse().map_err(|_| "must be a size, such as 24GiB")
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -97,7 +102,7 @@ impl DeviceArgs {
             Choice::Cuda(ordinal) => Some(Gpu::open_within(ordinal, most)?),
         };
         if gpu.is_none() && self.device_memory.is_some() {
-            return Err(Error::argument("--device-memory is of a GPU, and none is used"));
+            return Err(Error::argument("--device-memory limits a GPU, but the command runs on the CPU"));
         }
         Ok(gpu)
     }

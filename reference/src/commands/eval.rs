@@ -113,10 +113,10 @@ impl Eval {
     pub fn run(self, out: &mut Stdout) -> Result<()> {
         let methods = Method::parse_list(&self.methods)?;
         if let Some(depth) = self.depths.iter().find(|depth| !(0.0..=1.0).contains(*depth)) {
-            return Err(Error::Argument(format!("depth {depth} is outside 0..=1")));
+            return Err(Error::Argument(format!("--depths: {depth} is not from 0 to 1")));
         }
         if self.decode == 0 || self.lengths.is_empty() || self.lengths.contains(&0) {
-            return Err(Error::argument("lengths and decode need at least one"));
+            return Err(Error::argument("--lengths and --decode must be at least 1"));
         }
         distinct("--lengths", &self.lengths)?;
         distinct("--depths", &self.depths)?;
@@ -191,13 +191,18 @@ impl Eval {
         let Some(mut maker) = maker else { return Ok(vec![]) };
         if self.trials > length {
             return Err(Error::Argument(format!(
-                "--trials {}: a prompt of {length} tokens (--lengths) has no room for so many facts",
+                "--trials {}: a prompt of {length} tokens (--lengths) has no room for as many facts",
                 self.trials
             )));
         }
         let tasks = self.depths.iter().map(|&depth| {
-            let needle = maker.needle(tokens, length, self.trials, Some(depth))?;
-            Ok([needle, maker.recall(tokens, length, self.trials, depth)?])
+            let needle = maker.needle(tokens, length, self.trials, Some(depth));
+            let both =
+                needle.and_then(|needle| Ok([needle, maker.recall(tokens, length, self.trials, depth)?]));
+            both.map_err(|e| match e {
+                Error::Argument(what) => Error::Argument(format!("--trials {}: {what}", self.trials)),
+                e => e,
+            })
         });
         tasks.collect()
     }

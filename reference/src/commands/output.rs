@@ -58,14 +58,17 @@ impl Files {
     pub fn writes(&mut self, argument: &'static str, path: Option<PathBuf>) -> Result<Output> {
         if let Some(path) = &path {
             if path == Path::new("-") {
-                let what =
-                    format!("{argument} -: standard output has the text, a file is needed (./- is one)");
+                let what = format!(
+                    "{argument} -: name a file, since standard output takes the text (./- for one of this name)"
+                );
                 return Err(Error::Argument(what));
             }
             let identity = identity(path);
             if let Some((other, _)) = self.0.iter().find(|(_, other)| *other == identity) {
                 let path = path.display();
-                return Err(Error::Argument(format!("{argument} would overwrite {path}, a file of {other}")));
+                return Err(Error::Argument(format!(
+                    "{argument} would overwrite {path}, which {other} names or reads"
+                )));
             }
             files::check_writable(path).map_err(|e| Error::Argument(format!("{argument}: {e}")))?;
             self.0.push((argument, identity));

@@ -66,7 +66,7 @@ const WARM_UP: usize = 3;
 impl Speed {
     pub fn run(self, out: &mut Stdout) -> Result<()> {
         if self.steps == 0 || self.contexts.contains(&0) || self.batches.contains(&0) {
-            return Err(Error::argument("steps, contexts and batches need at least one"));
+            return Err(Error::argument("--steps, --contexts and --batches must be at least 1"));
         }
         distinct("--contexts", &self.contexts)?;
         distinct("--batches", &self.batches)?;
@@ -82,13 +82,14 @@ impl Speed {
         let logits_file = files.writes("--logits", self.logits.clone())?;
         let report = files.writes("--report", self.report.clone())?;
         if let Some(name) = self.random.as_ref().filter(|name| !RANDOM_MODELS.contains(&name.as_str())) {
-            return Err(Error::Argument(format!(
-                "no random model `{name}`, only {}",
-                RANDOM_MODELS.join(", ")
-            )));
+            let known = RANDOM_MODELS.join(", ");
+            return Err(Error::Argument(format!("--random: no random model `{name}`, only {known}")));
         }
         let Some(gpu) = self.device.gpu()? else {
-            return Err(Error::argument("times are of a GPU, and there is none here (--device)"));
+            return Err(Error::argument(match self.device.is_auto() {
+                true => "kv speed times a GPU, and none was found",
+                false => "--device cpu: kv speed times a GPU",
+            }));
         };
         let gpu = Arc::new(gpu);
         let bar = progress();

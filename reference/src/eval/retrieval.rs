@@ -161,7 +161,7 @@ impl<'a> TaskMaker<'a> {
 
 fn too_small(length: usize, facts: usize, text: usize) -> Error {
     Error::Argument(format!(
-        "a prompt of {length} tokens is too short: {facts} are its facts, and the others are of a text of {text}"
+        "a prompt of {length} tokens cannot be made: its facts are {facts} tokens, and the text has {text} for the rest"
     ))
 }
 

@@ -55,17 +55,17 @@ impl PqCode {
         Ok(PqShape::new(head_dim, self.m, self.nbits)?)
     }
 
-    /// Refuses a model whose heads it does not fit.
-    pub fn check(self, method: &str, config: &Config) -> Result<()> {
+    /// Refuses a model whose heads it, the setting `key`, does not fit.
+    pub fn check(self, method: &str, key: impl Display, config: &Config) -> Result<()> {
         let checked = PqShape::new(config.head_dim, self.m, self.nbits);
-        checked.map(drop).map_err(|e| Error::Argument(format!("method {method}: {e}")))
+        checked.map(drop).map_err(|e| Error::Argument(format!("method {method}: {key}={self}: {e}")))
     }
 }
 
 impl Pair<PqCode> {
     /// Refuses a model whose heads they do not fit.
     pub fn check(self, method: &str, config: &Config) -> Result<()> {
-        Side::ALL.into_iter().try_for_each(|side| self[side].check(method, config))
+        Side::ALL.into_iter().try_for_each(|side| self[side].check(method, side.letter(), config))
     }
 }
 

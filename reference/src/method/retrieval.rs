@@ -121,7 +121,7 @@ impl Quantizer {
 impl Kind for TopK {
     fn check(&self, config: &Config) -> Result<()> {
         if let Some(quantizer) = &self.quantizer {
-            quantizer.code.check("pqcache", config)?;
+            quantizer.code.check("pqcache", "code", config)?;
             // A device has a file of its own beside this one, which may be missing then.
             if quantizer.iterations.file().is_none_or(Path::exists) {
                 quantizer.iterations(Geometry::of(config))?;

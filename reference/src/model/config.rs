@@ -295,6 +295,7 @@ struct RawConfig {
     tie_word_embeddings: bool,
     hidden_act: Option<String>,
     eos_token_id: Option<Value>,
+    bos_token_id: Option<Value>, // the tokenizer's file decides: checked only
 }
 
 impl RawConfig {
@@ -309,6 +310,7 @@ impl RawConfig {
         if theta.zip(self.rope_theta).is_some_and(|(new, old)| new != old) {
             return Err("`rope_theta` differs from that of `rope_parameters`".into());
         }
+        token_ids("bos_token_id", self.bos_token_id.as_ref())?;
         let head_dim = match self.head_dim {
             Some(head_dim) => head_dim,
             None if self.num_attention_heads > 0 => self.hidden_size / self.num_attention_heads,
@@ -345,7 +347,7 @@ impl RawConfig {
             tie_word_embeddings: self.tie_word_embeddings,
             qk_norm: family.qk_norm,
             attention: Config::attention(family, keys, self.num_hidden_layers)?,
-            eos_tokens: eos_tokens(self.eos_token_id.as_ref()),
+            eos_tokens: token_ids("eos_token_id", self.eos_token_id.as_ref())?,
         })
     }
 }
@@ -404,11 +406,15 @@ fn yarn(value: &Value, max_seq_len: usize) -> std::result::Result<Yarn, String> 
     })
 }
 
-fn eos_tokens(value: Option<&Value>) -> Vec<u32> {
-    let one = |value: &Value| value.as_u64().and_then(|id| u32::try_from(id).ok());
+/// A token or a list of them; none where the key is missing or null.
+fn token_ids(key: &str, value: Option<&Value>) -> std::result::Result<Vec<u32>, String> {
+    let one = |value: &Value| {
+        let id = value.as_u64().and_then(|id| u32::try_from(id).ok());
+        id.ok_or_else(|| format!("{key}: {} is no token", Quoted(&value.to_string())))
+    };
     match value {
-        Some(Value::Array(ids)) => ids.iter().filter_map(one).collect(),
-        Some(value) => one(value).into_iter().collect(),
-        None => vec![],
+        None | Some(Value::Null) => Ok(vec![]),
+        Some(Value::Array(ids)) => ids.iter().map(one).collect(),
+        Some(value) => Ok(vec![one(value)?]),
     }
 }
