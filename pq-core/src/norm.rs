@@ -8,6 +8,13 @@ const ONE: f32 = 128.0;
 
 /// Encodes a vector's norm in a byte: sixteen steps per octave from 2^-8 to 2^8, so the error is at most 2.2
 /// %. Norms outside this range get the nearest code, 0 or 255; NaN gets 0.
+///
+/// # Examples
+/// ```
+/// use pq_core::{decode_norm, encode_norm};
+/// assert_eq!(decode_norm(encode_norm(4.0)), 4.0);
+/// assert!((decode_norm(encode_norm(7.3)) / 7.3 - 1.0).abs() < 0.022);
+/// ```
 #[must_use]
 pub fn encode_norm(norm: f32) -> u8 {
     // The cast saturates, and maps NaN to 0.

@@ -88,6 +88,8 @@ pub fn extract_outliers_with(
 /// # Errors
 /// [`Error::TooShort`] when `rows` does not contain the index of an outlier; those before it have been
 /// written.
+/// # Examples
+/// That of [`extract_outliers`].
 pub fn restore_outliers(rows: &mut [f32], outliers: &[Outlier]) -> Result<(), Error> {
     let len = rows.len();
     for outlier in outliers {

@@ -167,6 +167,15 @@ pub fn schedule_decode(heads: &[DecodeHead], processors: usize, model: TaskCost)
 /// # Source
 /// ZACK, 5.3, prefill. The paper counts all keys for every row; with `causal` only those that a row sees are
 /// counted.
+/// # Examples
+/// ```
+/// use svd_core::{PrefillHead, PrefillRules, schedule_prefill};
+/// let heads = [256, 96, 64].map(|cost| PrefillHead { rows: 2048, tokens: 4096, cost });
+/// let rules = PrefillRules { row_block: 128, granule: 16, per_task: 4096, causal: true };
+/// let schedule = schedule_prefill(&heads, 12, rules)?;
+/// assert!((schedule.makespan() as f64) < 1.1 * schedule.ideal());
+/// # Ok::<(), svd_core::Error>(())
+/// ```
 pub fn schedule_prefill(
     heads: &[PrefillHead],
     processors: usize,

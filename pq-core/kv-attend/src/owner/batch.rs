@@ -14,6 +14,8 @@ use crate::{Attention, Backend, Element, Rows, SoftmaxStats, normalize_all};
 /// # Errors
 /// As [`Layer::attend_into`]; [`Error::Length`](crate::Error::Length) also when the caches differ in heads or
 /// dimensions. `out` is then untouched.
+/// # Examples
+/// That of `LayerCache` in pq-core.
 pub fn attend_batch_into<H: Head, Q: Element>(
     caches: &[&Layer<H>],
     attention: &Attention,
