@@ -1,5 +1,5 @@
-//! What an engine meets at the edges of `pq-core` and `svd-core`: runs of keys of any length and place,
-//! pages, rows of interleaved heads, and the owning caches beside the bare slices. Prints
+//! What an engine meets at the edges of the cores: runs of keys of any length and place, pages, rows of
+//! interleaved heads, the owning caches beside the bare slices, and views of the codec's planes. Prints
 //! `benches/results/embed.md`, or the tables that are named as arguments.
 //!
 //! Every table compares times of one run on one thread; each is the least of many rounds, in which the cases
@@ -9,6 +9,7 @@
 
 mod exact_layouts;
 mod low_rank;
+mod planes;
 
 use std::cell::RefCell;
 use std::time::Instant;
@@ -56,7 +57,7 @@ fn main() {
         "cases of a table take turns; keys of {DIM} components. Only the ratios within a row carry over to other machines."
     );
     let chosen: Vec<String> = std::env::args().skip(1).collect();
-    let tables: [Table; 7] = [
+    let tables: [Table; 8] = [
         ("runs", runs),
         ("pages", pages),
         ("layouts", layouts),
@@ -64,6 +65,7 @@ fn main() {
         ("cache", cache),
         ("low-rank-layouts", low_rank::layouts),
         ("low-rank-cache", low_rank::cache),
+        ("planes", planes::views),
     ];
     for (name, table) in tables {
         if chosen.is_empty() || chosen.iter().any(|chosen| chosen == name) {
