@@ -37,7 +37,7 @@ struct Arguments {
     float scale;
 };
 
-// Half a turn's fraction of 2^64 that a pair turns by from one position to the next.
+// Half of what each pair turns by from one position to the next, as a fraction of 2^64 of a turn.
 __shared__ u64 half_turns[PAIRS];
 // f16 [distance][cosines and sines of all pairs], swizzled. Row 32 i + 8 j + c has the distance of index 32 i + 8 (c /
 // 2) + 2 j + c % 2: four products side by side have eight adjacent positions in a lane. Word l of chunk c of a row, of
