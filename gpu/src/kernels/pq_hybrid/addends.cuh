@@ -16,7 +16,7 @@ struct TileAddends {
     static constexpr int PAIRS = QUERIES / 2;
     u32 loaded[SETS][PAIRS];
 
-    // Lane 4 g + l loads tokens 2 l and 2 l + 1 of row g of an (8, 8) matrix, whose columns are consecutive tokens. Rows
+    // Lane 4 g + l loads tokens 2 l and 2 l + 1 of row g of an (8, 8) matrix, whose columns are adjacent tokens. Rows
     // 2 i and 2 i + 1 have the queries of lanes 4 g + i after the transposition.
     static __device__ __forceinline__ int offset(int lane, int set, int pair) {
         const int g = lane / 4, l = lane % 4, i = g / 2;
