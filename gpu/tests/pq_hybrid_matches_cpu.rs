@@ -97,6 +97,25 @@ fn long_sequences_agree() {
     run(&device, 100..106, lengthen, |_| ());
 }
 
+/// Selected tokens that hold nearly all weight, by codes and by exact rows alike, leave nothing behind.
+#[test]
+fn selected_tokens_of_nearly_all_weight_agree() {
+    let Some(device) = device("selected_tokens_of_nearly_all_weight_agree") else { return };
+    for (seed, spread) in (160..).zip([6.0, 12.0].repeat(5)) {
+        let mut random = Random(seed);
+        let mut case = Case::random(&mut random);
+        (case.capacity, case.batch, case.heads, case.selected_len) = (9000, 1, 2, 9000);
+        (case.lengths, case.ks, case.exact_lengths) = (vec![8990], vec![200], vec![0]);
+        case.page_tiles = if case.shape.paged { 8 } else { 282 };
+        (case.index, case.spread, case.has_code_queries, case.has_errors) =
+            (Index::Token, spread, false, false);
+        let mut inputs = case.inputs(&mut random, |_| ());
+        case.decode_rows(&mut inputs);
+        let outputs = case.run_on_device(&device, &inputs, false);
+        case.check(&inputs, &outputs);
+    }
+}
+
 /// Without differences between the weights, the order of the tokens decides, over all blocks of a row.
 #[test]
 fn of_equal_tokens_the_first_are_selected() {

@@ -17,6 +17,8 @@ struct TileIndices {
         const u32 page = tile / a.page_tiles, number = __ldg(a.pages + (u64)sequence * a.max_pages + page);
         indices = (number * a.heads + head) * a.page_tiles + tile - page * a.page_tiles, taken = 0;
     }
+    // The index of the lane's own tile of the run.
+    __device__ __forceinline__ u32 own(u32) const { return indices; }
     __device__ __forceinline__ u32 left() const { return LANES - taken; }
     __device__ __forceinline__ u32 take(u32) { return __shfl_sync(FULL, indices, taken++); }
 #else
@@ -27,6 +29,7 @@ struct TileIndices {
     __device__ __forceinline__ void begin(const Arguments& a, u32 sequence, u32 head, u32) {
         first = (sequence * a.heads + head) * a.page_tiles;
     }
+    __device__ __forceinline__ u32 own(u32 tile) const { return first + tile; }
     __device__ __forceinline__ u32 left() const { return LANES; }
     __device__ __forceinline__ u32 take(u32 tile) const { return first + tile; }
 #endif

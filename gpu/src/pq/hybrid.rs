@@ -92,7 +92,7 @@ impl HybridShape {
         // A code of 128 components and at most 16 subspaces has two rows, 2^16 bytes apart.
         let half = if self.values.dim() == 128 && self.values.m() <= 16 { 1 << 16 } else { 0 };
         let table = half + self.values.ksub() * ROW;
-        let shared_bytes = |warps: usize| table + 4 * warps * entry * self.result_len() + PLAN_BYTES;
+        let shared_bytes = |warps: usize| table + 4 * entry * (warps * self.result_len() + 1) + PLAN_BYTES;
         // A thread has 128 registers in a block of 16 warps, 168 in one of 12, 255 in one of 8.
         let most = match (entry, self.values.m()) {
             (8, 32) => 8,
@@ -237,6 +237,7 @@ struct KernelArguments {
     exact_keys: Option<DevicePtr<AnyElement>>,
     exact_values: Option<DevicePtr<AnyElement>>,
     exact_lengths: Option<DevicePtr<u32>>,
+    selected: DevicePtr<u32>,
     row_list: Option<DevicePtr<u32>>,
     row_keys: DevicePtr<AnyElement>,
     row_values: DevicePtr<AnyElement>,
@@ -250,7 +251,7 @@ struct KernelArguments {
     rows_arrive: u32,
 }
 
-const _: () = assert!(size_of::<KernelArguments>() == 192);
+const _: () = assert!(size_of::<KernelArguments>() == 224);
 
 /// Decode attention in which codes stand for all tokens but the few of the largest weight, which have their
 /// exact rows: `pq_core::hybrid_select_into`, `pq_core::hybrid_attend_into` and `pq_core::attend_exact_into`
@@ -319,8 +320,15 @@ impl Hybrid {
     pub unsafe fn select(&self, stream: CUstream, arguments: &HybridArguments) -> Result<(), Error> {
         self.check(arguments)?;
         let adaptive = arguments.bound.map(|bound| (bound, arguments.queries, arguments.exact));
+        let (select, beside) = (self.select_arguments(arguments), self.attends_beside(arguments));
         // SAFETY: the caller upholds the contract.
-        unsafe { self.select.launch_deciding(stream, &self.select_arguments(arguments), adaptive) }
+        unsafe { self.select.launch_deciding(stream, &select, adaptive, beside) }
+    }
+
+    /// Whether the kernel that attends may start while the one before it selects: not if another one is
+    /// between them, nor if it has to know first how many rows a head has.
+    const fn attends_beside(&self, arguments: &HybridArguments) -> bool {
+        !self.shape.adaptive && !arguments.rows.arriving
     }
 
     fn check(&self, arguments: &HybridArguments) -> Result<(), Error> {
@@ -337,12 +345,14 @@ impl Hybrid {
     /// [`Error::Argument`] for sizes that do not fit, [`Error::Driver`].
     /// # Safety
     /// As for [`Hybrid::select`]; rows exist for all selected tokens, and exact lengths do not exceed their
-    /// capacity. Tables, lengths and k are not outputs of the previous kernel of the stream: they are read
-    /// before the PDL wait.
+    /// capacity. A kernel between the two launches lets this one start only once the selection has ended.
+    /// Tables, lengths and k are not outputs of the previous kernel of the stream: they are read before the
+    /// PDL wait.
     pub unsafe fn attend(&self, stream: CUstream, arguments: &HybridArguments) -> Result<(), Error> {
         let a = arguments;
         self.check(a)?;
-        let Some(common) = self.select.common(&self.select_arguments(a))? else { return Ok(()) };
+        let beside = self.attends_beside(a);
+        let Some(common) = self.select.common(&self.select_arguments(a), beside)? else { return Ok(()) };
         let [counts, _] = self.own_workspace(a.batch, a.heads);
         let exact_capacity = a.exact.map_or(0, |exact| exact.capacity);
         let prepared = KernelArguments {
@@ -353,6 +363,7 @@ impl Hybrid {
             exact_keys: a.exact.map(|exact| exact.keys),
             exact_values: a.exact.map(|exact| exact.values),
             exact_lengths: a.exact.map(|exact| exact.lengths),
+            selected: a.selected,
             row_list: match a.rows.index {
                 RowIndex::Order => None,
                 RowIndex::Token => Some(a.selected),
@@ -369,7 +380,8 @@ impl Hybrid {
             exact_capacity: OPERATION.in_32_bits("exact tokens", exact_capacity)?,
             rows_arrive: u32::from(a.rows.arriving),
         };
-        let grid = OPERATION.grid(&[("blocks", self.select.blocks(a.heads)), ("heads", a.heads)])?;
+        let blocks = self.select.attending_blocks(&common, beside);
+        let grid = OPERATION.grid(&[("blocks", blocks), ("heads", a.heads)])?;
         // SAFETY: the structure is the kernel's argument; the caller upholds the contract of its pointers.
         unsafe { self.attend.launch(stream, grid, self.plan.warps as u32 * 32, true, &prepared) }
     }

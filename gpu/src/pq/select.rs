@@ -17,6 +17,8 @@ use crate::{Device, Element, Error, Program};
 pub(super) const ROW: usize = 256;
 /// Bytes for a `Plan`.
 pub(super) const PLAN_BYTES: usize = 64;
+/// One in this many multiprocessors selects while the others attend.
+const SELECTING_SHARE: usize = 4;
 /// Blocks of a cluster that selects.
 const CLUSTERS: [usize; 4] = [16, 8, 4, 2];
 
@@ -230,6 +232,8 @@ pub(super) struct CommonArguments {
     pages: Option<DevicePtr<u32>>,
     ks: DevicePtr<u32>,
     scores: DevicePtr<u8>,
+    sharers: DevicePtr<u8>,
+    stats: DevicePtr<u8>,
     batch: u32,
     heads: u32,
     page_tiles: u32,
@@ -238,6 +242,7 @@ pub(super) struct CommonArguments {
     chunks: u32,
     blocks: u32,
     scale: f32,
+    hides: u32,
 }
 
 /// `SelectArguments` of the kernels.
@@ -250,8 +255,6 @@ struct KernelArguments {
     queries: DevicePtr<AnyElement>,
     errors: Option<DevicePtr<f32>>,
     selected: DevicePtr<u32>,
-    sharers: DevicePtr<u8>,
-    stats: DevicePtr<u8>,
     selection: DevicePtr<u8>,
     tickets: u32,
     bound: BoundArguments,
@@ -273,7 +276,7 @@ struct BoundArguments {
     bound: f32,
 }
 
-const _: () = assert!(size_of::<CommonArguments>() == 64 && size_of::<KernelArguments>() == 208);
+const _: () = assert!(size_of::<CommonArguments>() == 88 && size_of::<KernelArguments>() == 216);
 
 /// Lets [`Hybrid::select`](super::Hybrid::select) decide how many tokens each head reads exactly:
 /// `pq_core::RowBudget::Error`.
@@ -380,6 +383,25 @@ impl Select {
         (self.sm_count / heads.max(1)).max(1)
     }
 
+    /// Blocks of a cluster that selects if the kernel that attends is to run `beside` those of all rows: as
+    /// many as leave most of the device to it. `None` where there are too many rows.
+    fn cluster_beside(&self, rows: usize, chunks: usize, beside: bool) -> Option<usize> {
+        if !beside || !matches!(self.selection, Selection::Clusters(..)) {
+            return None;
+        }
+        let fits = |&blocks: &usize| rows.saturating_mul(blocks) <= self.sm_count / SELECTING_SHARE;
+        let most = CLUSTERS.into_iter().chain([1]).find(fits)?;
+        Some(most.min(chunks.next_power_of_two()))
+    }
+
+    /// Blocks of each head that attend, `beside` those that select or after them.
+    pub(super) fn attending_blocks(&self, common: &CommonArguments, beside: bool) -> usize {
+        let CommonArguments { batch, heads, chunks, .. } = *common;
+        let (rows, heads) = (batch as usize * heads as usize, heads as usize);
+        let cluster = self.cluster_beside(rows, chunks as usize, beside);
+        ((self.sm_count - cluster.map_or(0, |blocks| rows * blocks)) / heads).max(1)
+    }
+
     /// Chunks of a sequence of `pages` pages of `tiles` tiles.
     const fn chunks(tiles: usize, pages: usize) -> usize {
         tiles.saturating_mul(pages).saturating_mul(TILE).div_ceil(CHUNK)
@@ -417,10 +439,11 @@ impl Select {
     /// first launch of these sizes, and no other launch uses it at the same time.
     pub unsafe fn launch(&self, stream: CUstream, arguments: &SelectArguments) -> Result<(), Error> {
         // SAFETY: the caller upholds the contract.
-        unsafe { self.launch_deciding(stream, arguments, None) }
+        unsafe { self.launch_deciding(stream, arguments, None, false) }
     }
 
-    /// As [`Self::launch`]; `adaptive` is given exactly if the kernels have been compiled for it.
+    /// As [`Self::launch`]; `adaptive` is given exactly if the kernels have been compiled for it. If the next
+    /// kernel may start `beside` the one that selects, that one leaves most of the device to it.
     ///
     /// # Errors
     /// [`Error::Argument`] for sizes that do not fit or a bound that is none, [`Error::Driver`].
@@ -431,16 +454,19 @@ impl Select {
         stream: CUstream,
         arguments: &SelectArguments,
         adaptive: Option<Adaptive>,
+        beside: bool,
     ) -> Result<(), Error> {
         let a = arguments;
-        let Some(common) = self.common(a)? else { return Ok(()) };
+        let Some(common) = self.common(a, beside)? else { return Ok(()) };
         let per_head = OPERATION.grid(&[("blocks", self.blocks(a.heads)), ("heads", a.heads)])?;
         let (rows, chunks) = (a.batch.saturating_mul(a.heads), common.chunks as usize);
         let blocks = match &self.selection {
-            // The largest clusters of which those of all rows run at the same time.
             Selection::Clusters(_, active) => {
-                let fitting = CLUSTERS.into_iter().zip(active).find(|&(_, &active)| rows <= active);
-                fitting.map_or(1, |(blocks, _)| blocks.min(chunks.next_power_of_two()))
+                self.cluster_beside(rows, chunks, beside).unwrap_or_else(|| {
+                    // The largest clusters of which those of all rows run at the same time.
+                    let fitting = CLUSTERS.into_iter().zip(active).find(|&(_, &active)| rows <= active);
+                    fitting.map_or(1, |(blocks, _)| blocks.min(chunks.next_power_of_two()))
+                })
             }
             Selection::Chunks(_) => chunks,
         };
@@ -453,8 +479,6 @@ impl Select {
             queries: a.queries,
             errors: a.errors,
             selected: a.selected,
-            sharers: a.workspace,
-            stats: a.workspace.offset(parts.stats),
             selection: a.workspace.offset(parts.selection),
             // Blocks of `write` wait for each other. Every multiprocessor has room for at least one, so
             // `sm_count` blocks are always resident together.
@@ -482,7 +506,7 @@ impl Select {
     }
 
     /// What the arguments of the kernels begin with; `None` if there is nothing to do.
-    pub(super) fn common(&self, a: &SelectArguments) -> Result<Option<CommonArguments>, Error> {
+    pub(super) fn common(&self, a: &SelectArguments, beside: bool) -> Result<Option<CommonArguments>, Error> {
         if a.batch == 0 || a.heads == 0 {
             return Ok(None);
         }
@@ -502,11 +526,14 @@ impl Select {
         let max_pages = a.pages.map_or(1, |pages| pages.max_pages);
         let chunks = Self::chunks(a.tiles, max_pages);
         in_32_bits("tokens of whole chunks", chunks.saturating_mul(CHUNK))?;
+        let parts = self.parts(a.batch, a.heads, chunks);
         Ok(Some(CommonArguments {
             lengths: a.lengths,
             pages: a.pages.map(|pages| pages.table),
             ks: a.ks,
-            scores: a.workspace.offset(self.parts(a.batch, a.heads, chunks).scores),
+            scores: a.workspace.offset(parts.scores),
+            sharers: a.workspace,
+            stats: a.workspace.offset(parts.stats),
             batch: in_32_bits("sequences", a.batch)?,
             heads: in_32_bits("heads", a.heads)?,
             page_tiles: in_32_bits("tiles of a page", a.tiles)?,
@@ -515,6 +542,7 @@ impl Select {
             chunks: chunks as u32,
             blocks: self.blocks(a.heads) as u32,
             scale: a.scale * std::f32::consts::LOG2_E,
+            hides: u32::from(self.cluster_beside(a.batch.saturating_mul(a.heads), chunks, beside).is_none()),
         }))
     }
 }

@@ -6,7 +6,7 @@ mod on_device;
 use half::f16;
 use kv_gpu::Element;
 use kv_gpu::pq::{CodeLayout, HybridShape, Side, TILE};
-use pq_core::{CodebookBuf, Codes, GroupRule, PqShape};
+use pq_core::{CodebookBuf, Codes, GroupRule, PqShape, decode_into};
 
 use crate::common::{Random, SIDES, from_element, to_element};
 
@@ -200,6 +200,17 @@ impl Case {
         let len = if shape.addends { batch * heads * shape.group * capacity } else { 0 };
         let addends = (0..len).map(|_| f16::from_f32(ADDEND * random.normal()).to_f32()).collect();
         Inputs { queries, code_queries, errors, value_errors, exact, rows, books, codes, pages, pdl, addends }
+    }
+
+    /// Makes the exact keys those that the codes stand for.
+    pub fn decode_rows(&self, inputs: &mut Inputs) {
+        let keys = self.shape.keys;
+        for (i, rows) in inputs.rows[0].chunks_exact_mut(self.capacity * keys.dim()).enumerate() {
+            let codes = Codes::new(keys, self.capacity, &inputs.codes[i][0]).unwrap();
+            decode_into(&inputs.books[i % self.heads][0].view(), &codes, 0, rows).unwrap();
+            let element = self.shape.element;
+            rows.iter_mut().for_each(|x| *x = from_element(element, to_element(element, *x)));
+        }
     }
 
     /// The codes of all sequences in tiles; bytes without tokens are arbitrary.

@@ -2,8 +2,11 @@
 // sinks and of the window, in one softmax.
 //
 // shape.cuh has the compile-time shape and explains the method. Launch: grid (block of a head's work, head), THREADS
-// threads, one block per multiprocessor. The selected tokens are left out of the sums, not subtracted from them.
+// threads, one block per multiprocessor. If selected tokens are not hidden, the sums of coded values need the scores
+// alone, so that blocks may start while others select; then they take the selected tokens out (coded_rows.cuh).
+#include "pq_hybrid/coded_rows.cuh"
 #include "pq_hybrid/rows.cuh"
+#include "pq_hybrid/stats.cuh"
 #include "pq_hybrid/values.cuh"
 #include "softmax_reduce.cuh"
 #include "tile_indices.cuh"
@@ -13,6 +16,7 @@ constexpr int WARPS = ATTEND_WARPS, THREADS = WARPS * LANES;
 struct Shared {
     u8 table[VALUE_TABLE_BYTES];
     float results[WARPS][VEC][RESULT];
+    float bases[GROUP];
     Plan<AttendArguments> plan;
 };
 extern __shared__ __align__(128) u8 shared[];
@@ -69,7 +73,7 @@ __device__ __forceinline__ void attend_to_tiles(const AttendArguments& a) {
         }
     };
     ValueSums sums;
-    sums.clear();
+    sums.clear(block().bases, lane);
     if (warp_uniform(walk.tile < end)) {
         Tile even, odd;
         begin_run();
@@ -93,6 +97,25 @@ __device__ __forceinline__ void attend_to_tiles(const AttendArguments& a) {
         } while (warp_uniform(walk.tile < end));
     }
     sums.store(warp_results(), lane);
+}
+
+// Takes the coded values of the selected tokens out of the warp's results.
+__device__ __forceinline__ void subtract_selected(const AttendArguments& a) {
+    const u32 warp = WARPS - 1 - threadIdx.x / LANES; // few warps have items in `attend_to_rows`, the others here
+    const Plan<AttendArguments>& plan = block().plan;
+    const Part part(plan);
+    // The same items as in `attend_to_rows`, whose exact ones have no codes.
+    u32 item = part.item_begin + warp;
+    if (item < part.exact_items) item += (part.exact_items - item + WARPS - 1) / WARPS * WARPS;
+    if (!warp_uniform(item < part.item_end)) return;
+    CodedRows rows;
+    rows.begin(block().bases);
+    for (; warp_uniform(item < part.item_end); item += WARPS) {
+        const u32 first = (item - part.exact_items) * ROWS_PER_ITEM;
+        const u32* selected = a.selected + ((u64)plan.entry * a.heads + blockIdx.y) * a.selected_len + first;
+        rows.subtract(a, plan.entry, blockIdx.y, selected, plan.selected - first, shared);
+    }
+    rows.add_to(warp_results());
 }
 
 // Adds the exact rows to the warp's results.
@@ -131,17 +154,28 @@ constexpr int NEIGHBORS = 0;
 
 extern "C" __global__ void __launch_bounds__(THREADS + NEIGHBORS, 1) pq_hybrid_attend(const AttendArguments a) {
     Plan<AttendArguments>& plan = block().plan;
-    // With IS_ADAPTIVE the selection writes the numbers of rows, which the plan reads: after the PDL wait.
-    const bool plans_first = !IS_ADAPTIVE || a.rows_arrive;
-    if (plans_first && warp_uniform(threadIdx.x < LANES)) plan.find_first(a);
+    const auto find_bases = [&] {
+        if (warp_uniform(plan.entry >= a.batch)) return;
+        for (int q = 0; q < GROUP; q++) {
+            const float base = weight_base(a, (u64)plan.entry * a.heads + blockIdx.y, q);
+            if (threadIdx.x == 0) block().bases[q] = base;
+        }
+    };
+    // The selection hides scores and, if IS_ADAPTIVE, writes the numbers of rows, which the plan reads.
+    const bool waits_first = a.hides && !a.rows_arrive;
+    if (waits_first) pdl_wait(), pdl_trigger();
+    if (warp_uniform(threadIdx.x < LANES)) {
+        plan.find_first(a);
+        __syncwarp();
+        find_bases();
+    }
     load_value_table<THREADS>(a, blockIdx.y, shared);
-    if (!a.rows_arrive) pdl_wait(), pdl_trigger();
-    if (!plans_first && warp_uniform(threadIdx.x < LANES)) plan.find_first(a);
     __syncthreads();
     while (warp_uniform(plan.entry < a.batch)) {
         if (threadIdx.x == 0) plan.find_sharers();
         attend_to_tiles(a);
-        if (a.rows_arrive) pdl_wait(), pdl_trigger();
+        if (!waits_first) pdl_wait(), pdl_trigger();
+        if (!a.hides) subtract_selected(a);
         attend_to_rows(a);
         const u64 row = (u64)plan.entry * a.heads + blockIdx.y;
         reduce<VEC, D, WARPS, RESULT>(&block().results[0][0][0], GROUP, plan, blockIdx.x,
@@ -153,7 +187,11 @@ extern "C" __global__ void __launch_bounds__(THREADS + NEIGHBORS, 1) pq_hybrid_a
                                               a.log_sum_exp[row * GROUP + query] = sum.log_sum_exp();
                                       });
         __syncthreads();
-        if (threadIdx.x == 0) plan.find_next(a);
+        if (warp_uniform(threadIdx.x < LANES)) {
+            if (threadIdx.x == 0) plan.find_next(a);
+            __syncwarp();
+            find_bases();
+        }
         __syncthreads();
     }
 }

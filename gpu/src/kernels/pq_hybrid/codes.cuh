@@ -17,6 +17,13 @@ struct Packed {
         for (int i = 0; i < LOADS; i++) ld_nc_no_allocate<WIDTH>(words + i * WIDTH, tile + i * LANES * LANE_BYTES);
     }
 
+    // Code `k` of register `i` of what `expand` gives lane `lane`; `tile`: its bytes.
+    static __device__ __forceinline__ u32 code(const u8* tile, int lane, int i, int k) {
+        const int word = BITS == 8 ? i : i / 2;
+        const u32 byte = __ldg(tile + (word / WIDTH * LANES + lane) * LANE_BYTES + word % WIDTH * 4 + k);
+        return BITS == 8 ? byte : i % 2 ? byte >> 4 : byte & 0xf;
+    }
+
     __device__ __forceinline__ void expand(u32 (&codes)[EXPANDED]) const {
 #pragma unroll
         for (int i = 0; i < COUNT; i++) {

@@ -25,6 +25,19 @@ struct alignas(4 * PLACES) Places {
     T at[PLACES];
 };
 
+// Scores of a lane's places in a tile.
+struct LaneScores {
+    static constexpr u32 STEP = THREADS / (TILE / PLACES); // tiles of a block at a time
+    Places<float> of_query[GROUP];
+
+    // `scores`: of the lane's places in the block's first tile.
+    __device__ __forceinline__ void load(const float* scores, u32 tile) {
+#pragma unroll
+        for (int q = 0; q < GROUP; q++)
+            of_query[q] = *reinterpret_cast<const Places<float>*>(scores + ((u64)tile * GROUP + q) * TILE);
+    }
+};
+
 struct Shared {
     u32 keys[KEYS]; // in the order of the scores
     // By the digits of a key: the keys of this block, and of all blocks of the cluster, which they add themselves.
@@ -96,6 +109,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) pq_hybrid_select(const 
     pdl_wait();
     pdl_trigger();
     u32* keys = span * TILE <= KEYS ? shared.keys : selection_of(a, row).keys + first * TILE;
+    const u32 place = lane % (TILE / PLACES) * PLACES;
+    const float* scores = a.scores_of(row) + (u64)first * (GROUP * TILE) + place;
+    u32 tile = threadIdx.x / (TILE / PLACES);
+    LaneScores ahead; // the loads of the next tile overlap with the keys of this one
+    if (tile < count) ahead.load(scores, tile);
     if (threadIdx.x < GROUP * LANES) shared.normalizers.load(a, row);
     cluster_wait(); // all counts are zero
     __syncthreads(); // normalizers
@@ -104,9 +122,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) pq_hybrid_select(const 
 #endif
     if (range.k == 0) return;
 
-    // A lane has PLACES tokens of a tile at a time.
-    const u32 place = lane % (TILE / PLACES) * PLACES;
-    const float* scores = a.scores_of(row) + (u64)first * (GROUP * TILE) + place;
     const Normalizers normalizers = shared.normalizers;
 #ifdef ADAPTIVE
     if (warp < GROUP) {
@@ -115,20 +130,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) pq_hybrid_select(const 
         if (lane < gridDim.x) st_cluster(&shared.budget.of_block[rank][warp], lane, bits);
     }
 #endif
-    for (u32 tile = threadIdx.x / (TILE / PLACES); tile < count; tile += THREADS / (TILE / PLACES)) {
-        float score[PLACES][GROUP];
-#pragma unroll
-        for (int q = 0; q < GROUP; q++) {
-            Places<float> of_query;
-            of_query = *reinterpret_cast<const Places<float>*>(scores + ((u64)tile * GROUP + q) * TILE);
-#pragma unroll
-            for (int i = 0; i < PLACES; i++) score[i][q] = of_query.at[i];
-        }
+    for (; tile < count; tile += LaneScores::STEP) {
+        const LaneScores of_tile = ahead;
+        if (tile + LaneScores::STEP < count) ahead.load(scores, tile + LaneScores::STEP);
         Places<u32> key;
 #pragma unroll
         for (int i = 0; i < PLACES; i++) {
+            float score[GROUP];
+#pragma unroll
+            for (int q = 0; q < GROUP; q++) score[q] = of_tile.of_query[q].at[i];
             const bool exists = (first + tile) * TILE + token_at(place + i) < range.n;
-            key.at[i] = exists ? normalizers.key_of_scores(score[i]) : NO_KEY;
+            key.at[i] = exists ? normalizers.key_of_scores(score) : NO_KEY;
             if (exists) atomicAdd(&shared.counts[key.at[i] >> 2 * LOW_BITS], 1);
         }
         *reinterpret_cast<Places<u32>*>(keys + tile * TILE + place) = key;

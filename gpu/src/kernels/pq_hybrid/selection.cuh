@@ -28,13 +28,9 @@ struct Normalizers {
 
     // Called by the first GROUP warps of a block: merges the statistics of the blocks of scores.cu.
     __device__ __forceinline__ void load(const SelectArguments& a, u64 row) {
-        const u32 query = threadIdx.x / LANES, lane = threadIdx.x % LANES;
-        const Sharers sharers = a.sharers[row];
-        const Stats* parts = a.stats + (row * a.blocks + sharers.first) * VEC + query;
-        Stats all = no_scores();
-        for (u32 i = lane; i < sharers.count; i += LANES) all = merged(all, parts[i * VEC]);
-        all = merged_lanes(all);
-        if (lane > 0) return;
+        const u32 query = threadIdx.x / LANES;
+        const Stats all = row_stats(a, row, query);
+        if (threadIdx.x % LANES > 0) return;
         log_sum[query] = all.max + __log2f(all.sum);
         max[query] = all.max * LN_2, scale[query] = 1.f / all.sum;
     }
@@ -50,17 +46,18 @@ struct Normalizers {
     }
 };
 
-// Writes the selected tokens in ascending order, and hides their coded scores from attend.cu.
+// Writes the selected tokens in ascending order and, if `hides`, hides their coded scores from attend.cu.
 struct SelectedOutput : Output {
-    float* scores; // of the row
+    float* hidden; // scores of the row, or null
 
     __device__ __forceinline__ SelectedOutput(const SelectArguments& a, u32 row, const SelectRange& range)
         : Output{a.selected + (u64)row * a.selected_len, a.selected_len, range},
-          scores(a.scores_of(row)) {}
+          hidden(a.hides ? a.scores_of(row) : nullptr) {}
 
     __device__ __forceinline__ void put_selected(u32 place, u32 token) const {
         Output::put_selected(place, token);
-        float* score = scores + (u64)(token / TILE) * (GROUP * TILE) + place_of(token % TILE);
+        if (!hidden) return;
+        float* score = hidden + (u64)(token / TILE) * (GROUP * TILE) + place_of(token % TILE);
 #pragma unroll
         for (int q = 0; q < GROUP; q++) score[q * TILE] = -infinity();
     }

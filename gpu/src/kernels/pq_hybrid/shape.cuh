@@ -9,9 +9,10 @@
 // A step is two operations, so that rows can be fetched in between:
 //
 // 1. Select: scores.cu writes the coded scores of all tokens and the softmax statistics of each query; select.cu or
-//    select_sm90.cu turns them into keys, and selects and hides the tokens of the k highest.
+//    select_sm90.cu turns them into keys, and selects the tokens of the k highest.
 // 2. Attend: attend.cu adds the coded values of all other tokens, the exact rows of the selected ones, sinks and
-//    window.
+//    window. On sm_90, if there are few rows, it runs while a few multiprocessors select: it then adds the coded values
+//    of all tokens, and takes those of the selected ones out again. Else the selection hides their scores.
 //
 // Codes and tables are in the layout of `pq::CodeLayout`, as pq_attend/attend.cu reads them: lane 4 g + l of a warp
 // reads codes of one quarter of the subspaces (keys) or one eighth (values), rotated by lane. Both kernels arrange
@@ -52,12 +53,15 @@ struct Arguments {
     const u32* lengths; // [sequence]: coded tokens
     const u32* pages;   // [sequence][page of sequence]; read only if PAGED
     const u32* ks;      // [sequence]: tokens to select; if ADAPTIVE, the most
-    float* scores;      // [row][chunk][tile][GROUP][TILE], tokens of a tile by `place_of`; those of selected tokens are
-                        // minus infinity once they are selected
+    float* scores;      // [row][chunk][tile][GROUP][TILE], tokens of a tile by `place_of`; if `hides`, those of
+                        // selected tokens are minus infinity once they are selected
+    Sharers* sharers;   // [row]
+    Stats* stats;       // [row][block of the head][VEC]
     u32 batch, heads, page_tiles, max_pages, selected_len;
     u32 chunks;  // capacity of a sequence in chunks of CHUNK tokens
-    u32 blocks;  // of a head
+    u32 blocks;  // of a head that score
     float scale; // factor of the scores, times log2(e)
+    u32 hides;   // whether the selection hides tokens, or attend.cu may run beside it and takes them out
 
     __device__ __forceinline__ float* scores_of(u64 row) const {
         return scores + row * chunks * (CHUNK_TOKENS * GROUP);
@@ -83,8 +87,6 @@ struct SelectArguments : Arguments {
     const u16* queries;  // [sequence][head][GROUP][D], in the space of the codes
     const float* errors; // [head][D], or null: mean squared errors of the coded keys
     u32* selected;       // [sequence][head][selected_len]
-    Sharers* sharers;    // [row]
-    Stats* stats;        // [row][block of the head][VEC]
     u8* selection;       // radix.cuh
     u32 tickets;         // radix.cuh
     ErrorBound bound;    // budget.cuh
@@ -104,6 +106,7 @@ struct AttendArguments : Arguments {
     const u16* exact_keys;    // [sequence][head][exact_capacity][D]
     const u16* exact_values;  // as exact_keys
     const u32* exact_lengths; // [sequence], or null
+    const u32* selected;      // [sequence][head][selected_len]
     const u32* row_list;      // [sequence][head][selected_len]: the row of each, or null: row i is that of selected[i]
     const u16* row_keys;      // [sequence][head][row_capacity][D]
     const u16* row_values;    // as row_keys

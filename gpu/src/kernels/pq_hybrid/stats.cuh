@@ -23,3 +23,17 @@ __device__ __forceinline__ Stats merged_lanes(const Stats& stats) {
         if (MASK & bit) sum += __shfl_xor_sync(FULL, sum, bit);
     return {max, sum};
 }
+
+// Called by a warp: merges the statistics that the blocks of scores.cu have of a query. Not through L1, which may have
+// those of the last launch: this may come before `pdl_wait`.
+__device__ __forceinline__ Stats row_stats(const Arguments& a, u64 row, u32 query) {
+    const u64 sharers = __ldcg(reinterpret_cast<const u64*>(a.sharers + row));
+    const u32 lane = threadIdx.x % LANES, first = (u32)sharers, count = (u32)(sharers >> 32);
+    const float2* parts = reinterpret_cast<const float2*>(a.stats + row * a.blocks * VEC + query);
+    Stats all = no_scores();
+    for (u32 i = lane; i < a.blocks; i += LANES) {
+        const float2 part = __ldcg(parts + i * VEC); // of all blocks: it is loaded together with `sharers`
+        if (i - first < count) all = merged(all, {part.x, part.y});
+    }
+    return merged_lanes(all);
+}

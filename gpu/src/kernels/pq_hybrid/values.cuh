@@ -74,62 +74,53 @@ struct ValueOffsets {
     }
 };
 
-// A warp's online softmax over its tiles. As an operand's column n = g, the lane has query n % COLUMNS of set n /
-// COLUMNS, for tokens l + 4 half + 8 i; MMA m has queries m * COLUMNS and up. Weights do not depend on the set: a lane
-// computes those of half `half_of(lane)` and gets the others from the lane of the next set.
+// A token's code of a subspace, and the table address of the piece `set` of row g that it stands for.
+struct ValueLookUp {
+    // `tile`: bytes of the tile of `token`.
+    static __device__ __forceinline__ u32 code(const u8* tile, u32 token, int g, int set) {
+        const int l = token % 4, half = token / 4 % 2, step = (set - l) & (SETS - 1);
+        return Values::code(tile, 4 * g + l, VALUE_M == 8 ? half : half * SETS + step, token / 8 % 4);
+    }
+    static __device__ __forceinline__ u32 address(u32 code, int g, int set) {
+        return g / HALF_G * HALF_TABLE + code * ROW + piece_offset(g, set, 0);
+    }
+};
+
+// A warp's sums over its tiles, of values by their weights 2^(score - base). As an operand's column n = g, the lane has
+// query n % COLUMNS of set n / COLUMNS, for tokens l + 4 half + 8 i; MMA m has queries m * COLUMNS and up. Weights do
+// not depend on the set: a lane computes those of half `half_of(lane)` and gets the others from the lane of the next
+// set.
 struct ValueSums {
     float sums[PIECE_WORDS][MMAS][4]; // components 2 w (+ 1: second pair) of row g, columns 2 l and 2 l + 1
-    float max[MMAS], weight[MMAS];    // of the lane's query; `weight` is the lane's share
+    float base[MMAS], weight[MMAS];   // of the lane's query; `weight` is the lane's share
 
     static constexpr int OTHER_HALF = 4 * COLUMNS; // bit of the lane
     static __device__ __forceinline__ int half_of(int lane) { return lane / OTHER_HALF % 2; }
 
     // Lanes of a query differ in these bits.
-    template <typename Merge>
-    static __device__ __forceinline__ float over_lanes(float x, const Merge& merge) {
-        x = merge(x, __shfl_xor_sync(FULL, x, 1));
-        x = merge(x, __shfl_xor_sync(FULL, x, 2));
-        return merge(x, __shfl_xor_sync(FULL, x, OTHER_HALF));
+    static __device__ __forceinline__ float over_lanes(float x) {
+        x += __shfl_xor_sync(FULL, x, 1);
+        x += __shfl_xor_sync(FULL, x, 2);
+        return x + __shfl_xor_sync(FULL, x, OTHER_HALF);
     }
 
-    __device__ __forceinline__ void clear() {
+    // `bases`: of the queries.
+    __device__ __forceinline__ void clear(const float* bases, int lane) {
 #pragma unroll
         for (int i = 0; i < PIECE_WORDS * MMAS * 4; i++) sums[i / 4 / MMAS][i / 4 % MMAS][i % 4] = 0;
 #pragma unroll
-        for (int m = 0; m < MMAS; m++) max[m] = NOTHING, weight[m] = 0;
+        for (int m = 0; m < MMAS; m++)
+            base[m] = bases[min(m * COLUMNS + lane / 4 % COLUMNS, GROUP - 1)], weight[m] = 0;
     }
 
-    // Converts scores of the lane's half to weights 2^(score - max), as pairs of f16 in `weights[half][mma]`. Raises a
-    // maximum, and rescales the sums, only when a score exceeds it by more than 8.
+    // Converts scores of the lane's half to weights, as pairs of f16 in `weights[half][mma]`.
     __device__ __forceinline__ void weigh(u32 (&weights)[2][MMAS][2], const float (&scores)[MMAS][4], int lane) {
-        const int l = lane % 4;
-        bool exceeds = false;
-        float tile_max[MMAS];
-#pragma unroll
-        for (int m = 0; m < MMAS; m++) {
-            tile_max[m] = fmaxf(fmaxf(scores[m][0], scores[m][1]), fmaxf(scores[m][2], scores[m][3]));
-            exceeds |= tile_max[m] > max[m] + 8;
-        }
-        if (warp_uniform(exceeds)) {
-#pragma unroll
-            for (int m = 0; m < MMAS; m++) {
-                const float new_max =
-                    over_lanes(fmaxf(max[m], tile_max[m]), [](float a, float b) { return fmaxf(a, b); });
-                const float keep = exp2_approx(max[m] - new_max);
-                max[m] = new_max, weight[m] *= keep;
-                const float of_columns[2] = {__shfl_sync(FULL, keep, 8 * l), __shfl_sync(FULL, keep, 8 * l + 4)};
-#pragma unroll
-                for (int w = 0; w < PIECE_WORDS; w++)
-#pragma unroll
-                    for (int i = 0; i < 4; i++) sums[w][m][i] *= of_columns[i % 2];
-            }
-        }
         const bool has_second = half_of(lane);
 #pragma unroll
         for (int m = 0; m < MMAS; m++) {
             float p[4];
 #pragma unroll
-            for (int i = 0; i < 4; i++) p[i] = exp2_approx(scores[m][i] - max[m]);
+            for (int i = 0; i < 4; i++) p[i] = exp2_approx(scores[m][i] - base[m]);
             weight[m] += (p[0] + p[1]) + (p[2] + p[3]);
 #pragma unroll
             for (int i = 0; i < 2; i++) {
@@ -177,16 +168,16 @@ struct ValueSums {
             }
     }
 
-    // Writes the warp's results: for each query its components, maximum and sum of weights.
+    // Writes the warp's results: for each query its components, base and sum of weights.
     __device__ __forceinline__ void store(float* results, int lane) const {
         const int g = lane / 4, l = lane % 4;
 #pragma unroll
         for (int m = 0; m < MMAS; m++) {
-            const float total = over_lanes(weight[m], [](float a, float b) { return a + b; });
+            const float total = over_lanes(weight[m]);
             const int own = m * COLUMNS + g % COLUMNS; // the lane's query
             if (l == 0 && g < COLUMNS && own < VEC) {
                 float* result = results + own * RESULT;
-                result[D] = max[m], result[D + 1] = total;
+                result[D] = base[m], result[D + 1] = total;
             }
 #pragma unroll
             for (int i = 0; i < 2; i++) {

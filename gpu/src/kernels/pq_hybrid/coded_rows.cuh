@@ -1,0 +1,79 @@
+// Takes the coded values of selected tokens out of the sums of all coded values.
+//
+// Values are summed before it is known which tokens are selected. The weights here are bit for bit those of ValueSums,
+// products of halves are exact, and what a token leaves behind is the rounding of sums in f32, which tensor cores cut
+// off: up to 2^-16 of the weight that is taken out. Exact rows take its place, so that this is below the rounding of
+// weights to f16 even if the selected tokens have nearly all weight, unless their coded scores exceed the exact ones by
+// 3 or more (natural logarithm).
+#pragma once
+#include "pq_hybrid/rows.cuh"
+#include "pq_hybrid/stats.cuh"
+#include "pq_hybrid/values.cuh"
+#include "tile_indices.cuh"
+
+// Weights are at most 2^WEIGHT_BITS: as f16 they then reach from 2^-39 of all weight on.
+constexpr float WEIGHT_BITS = 15;
+
+// The logarithm to base 2 of the weight 1 of a query of a sequence with coded tokens. Called by a warp.
+__device__ __forceinline__ float weight_base(const AttendArguments& a, u64 row, u32 query) {
+    const Stats all = row_stats(a, row, query);
+    return all.sum == 0 ? NOTHING : all.max + __log2f(all.sum) - WEIGHT_BITS;
+}
+
+// As the exact rows of its base, with negative weights.
+struct CodedRows : RowSums {
+    static constexpr int PIECES = 8 / PIECE; // of a chunk of 8 components
+
+    // `bases`: of the queries; `table`: of the values, in shared memory.
+    __device__ __forceinline__ void begin(const float* bases) {
+        clear();
+#pragma unroll
+        for (int q = 0; q < 2; q++) max[q] = bases[min(threadIdx.x % 4 * 2 + q, GROUP - 1)];
+    }
+
+    // Takes out `count` tokens of a head of a sequence, those of the list `selected`.
+    __device__ __forceinline__ void subtract(const AttendArguments& a, u32 sequence, u32 head, const u32* selected,
+                                             u32 count, const u8* table) {
+        const int lane = threadIdx.x % LANES, g = lane / 4, l = lane % 4;
+        // Not through L1: this may come before `pdl_wait`.
+        const auto token_of = [&](u32 i) { return __ldcg(selected + min(i, count - 1)); };
+        const float* scores = a.scores_of((u64)sequence * a.heads + head);
+        float p[4]; // row g + 8 (i / 2), query 2 l + i % 2
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const u32 token = token_of(g + i / 2 * 8), q = 2 * l + i % 2;
+            const float* score = scores + (u64)(token / TILE) * (GROUP * TILE) + q * TILE + place_of(token % TILE);
+            p[i] = q < GROUP && g + i / 2 * 8 < count ? __ldcg(score) : -infinity();
+        }
+        u32 words[PARTS][4][4]; // [group of chunks][token 2 l + i % 2 + i / 2 * 8][word of a chunk]
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const u32 token = token_of(2 * l + i % 2 + i / 2 * 8);
+            TileIndices tiles;
+            tiles.begin(a, sequence, head, token / TILE);
+            const u8* tile = a.codes + (u64)tiles.own(token / TILE) * Values::TILE_BYTES;
+#pragma unroll
+            for (int k = 0; k < PARTS * PIECES; k++) {
+                const int piece = (g + k / PIECES * 8) * PIECES + k % PIECES; // of the value
+                const int of_g = VALUE_M == 8 ? piece / SETS : piece % 8, set = VALUE_M == 8 ? piece % SETS : piece / 8;
+                const u32 code = ValueLookUp::code(tile, token % TILE, of_g, set);
+                const u8* at = table + ValueLookUp::address(code, of_g, set);
+                u32* to = &words[k / PIECES][i][k % PIECES * PIECE_WORDS];
+#pragma unroll
+                for (int w = 0; w < PIECE_WORDS; w++) to[w] = reinterpret_cast<const u32*>(at)[w];
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < 4; i++) p[i] = exp2_approx(p[i] - max[i % 2]), weight[i % 2] -= p[i];
+        const u32 weights[2] = {movmatrix_trans(pack_half2(-p[0], -p[1])), movmatrix_trans(pack_half2(-p[2], -p[3]))};
+#pragma unroll
+        for (int part = 0; part < PARTS; part++)
+#pragma unroll
+            for (int w = 0; w < 4; w++) {
+                const u32(&of)[4][4] = words[part];
+                const u32 operand[4] = {prmt(of[0][w], of[1][w], 0x5410), prmt(of[0][w], of[1][w], 0x7632),
+                                        prmt(of[2][w], of[3][w], 0x5410), prmt(of[2][w], of[3][w], 0x7632)};
+                mma_m16n8k16_f16(sums[part][w], operand, weights[0], weights[1]);
+            }
+    }
+};
