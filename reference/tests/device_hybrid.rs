@@ -65,7 +65,11 @@ fn it_does_not_matter_whose_memory_has_the_rows() {
             chosen == of_device && chosen.is_none_or(|chosen| chosen > fetched),
             "{spec}: {chosen:?} rows"
         );
-        assert!(host == device, "{spec}: logits differ");
+        // A fixed share of rows that are in place is taken out of the sums of coded values, where rows that
+        // arrive, and those by a bound, hide theirs (`pq::Hybrid`): the same but for rounding.
+        let worst = host.iter().zip(&device).map(|(a, b)| cosine(a, b)).fold(1.0, f64::min);
+        println!("{spec}: rows in other memory: cosine {worst:.6}");
+        assert!(worst >= 0.9998 && (chosen.is_none() || host == device), "{spec}: {worst}");
         // As few slots as there may be, of which a step uses as many as its heads choose, more and fewer.
         let (few_slots, more_fetched, _) = logits("host:held=0");
         assert!(few_slots == host && more_fetched > fetched, "{spec}: {more_fetched} rows fetched");
@@ -101,7 +105,8 @@ fn prompts_in_chunks_fill_the_cache_as_whole_ones_do() {
     let Some(gpu) = gpu("hybrid prompts") else { return };
     prompts_in_chunks_are_whole_prompts(&gpu, "hybrid:rows=0.05");
     prompts_in_chunks_are_whole_prompts(&gpu, "hybrid:keys=rotated:rows=0.05:rows-on=device:sinks=0");
-    prompts_in_chunks_are_whole_prompts(&gpu, "hybrid:rows=0.05:offloaded=int8:exact=bf16");
+    prompts_in_chunks_are_whole_prompts(&gpu, "hybrid:rows=0.05:offloaded=int8");
+    prompts_in_chunks_are_whole_prompts(&gpu, "hybrid:keys=rotated:rows=0.05:offloaded=int8:exact=bf16");
 }
 
 #[test]
