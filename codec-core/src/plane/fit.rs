@@ -32,9 +32,9 @@ pub enum PredictorKind {
 
 /// The quantization steps for [`PlaneBuf::fit`].
 ///
-/// Bins have 16 bits. Where a value is more than 32,767 steps from its mean, or prediction, the tile that it is
-/// in is coded with steps that are larger by a power of two: those of all its 32 channels, for all tokens of
-/// the block. Steps should therefore suit the largest values that are to come, not only the sample's.
+/// Bins have 16 bits. Where a value is more than 32,767 steps from its mean, or prediction, the tile that it
+/// is in is coded with steps that are larger by a power of two: those of all its 32 channels, for all tokens
+/// of the block. Steps should therefore suit the largest values that are to come, not only the sample's.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Steps<'a> {
     /// A multiple of the standard deviation, per channel, after the mean or the anchor is subtracted

@@ -1,9 +1,9 @@
 // Gathers rows by index, from device memory or, over PCIe, from pinned host memory.
 //
 // Compile-time shape: ROW_BYTES, a multiple of 16. Launch: grid (blocks, head, 2 or 3: keys, values, and blocks that
-// prefetch), THREADS threads, which stride over the 16-byte chunks of all listed rows of the head. A thread has IN_FLIGHT loads of 16 bytes in flight:
-// over PCIe, the number of outstanding reads limits the throughput. Two blocks a multiprocessor are enough for that, and
-// leave room for the next kernel, which may start at once.
+// prefetch), THREADS threads, which stride over the 16-byte chunks of all listed rows of the head. A thread has
+// IN_FLIGHT loads of 16 bytes in flight: over PCIe, the number of outstanding reads limits the throughput. Two blocks a
+// multiprocessor are enough for that, and leave room for the next kernel, which may start at once.
 #include "primitives_sm80.cuh"
 
 constexpr int CHUNKS = ROW_BYTES / 16, THREADS = 128, IN_FLIGHT = 4;

@@ -76,9 +76,9 @@ struct LoadArguments {
 
 // Dequantizes listed rows, or the first ones.
 //
-// Launch: grid (any number, heads, 1 or 2: with blocks that prefetch), THREADS threads. Over PCIe the number of outstanding reads limits
-// the throughput: lanes read a record in pieces, IN_FLIGHT records at a time. A block a multiprocessor leaves room for
-// the next kernel.
+// Launch: grid (any number, heads, 1 or 2: with blocks that prefetch), THREADS threads. Over PCIe the number of
+// outstanding reads limits the throughput: lanes read a record in pieces, IN_FLIGHT records at a time. A block a
+// multiprocessor leaves room for the next kernel.
 extern "C" __global__ void __launch_bounds__(THREADS, 4) load(const LoadArguments a) {
     pdl_wait();
     pdl_trigger();
