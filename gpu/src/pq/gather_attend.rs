@@ -157,7 +157,7 @@ const _: () = assert!(size_of::<KernelArguments>() == 168);
 /// # Cost
 /// Every row is read once for up to 8 query heads of its group; from host memory, PCIe bandwidth is the limit.
 /// # Source
-/// PQCache (arXiv 2407.12820), 3.4; attention to what is there meanwhile is this crate's.
+/// PQCache (arXiv 2407.12820), 3.4. The overlap of the transfer with attention is not in the paper.
 pub struct GatherAttend {
     kernel: Kernel,
     shape: GatherAttendShape,

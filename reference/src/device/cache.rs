@@ -153,8 +153,8 @@ pub trait DeviceCache: ChunkCache {
         out: DevicePtr<AnyElement>,
     ) -> Result<()>;
 
-    /// Tells what is read after the attention of each layer, the weights of a product: a cache whose attention
-    /// waits for a link brings them into L2 meanwhile.
+    /// Sets the weights that follow the attention of each layer, those of its output product. A cache whose
+    /// attention waits for PCIe prefetches them into L2 meanwhile.
     fn followed_by(&mut self, _gpu: &Gpu, _reads: &[Prefetch]) {}
 
     /// Makes all sequences empty.

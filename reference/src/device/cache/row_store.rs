@@ -293,7 +293,7 @@ impl RowStore {
         Ok(Found { slots: host.reuse.slots(), missing })
     }
 
-    /// Takes what is read after each layer's attention, which is brought into L2 while rows arrive.
+    /// Sets the weights that each layer reads after attention. They are prefetched into L2 while rows arrive.
     pub fn followed_by(&mut self, gpu: &Gpu, reads: &[Prefetch]) {
         let Memory::Host(host) = &mut self.rows else { return };
         let most = gpu.device.l2_bytes() * L2_SHARE.0 / L2_SHARE.1;
