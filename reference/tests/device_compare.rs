@@ -7,8 +7,11 @@
 #[path = "support/device.rs"]
 mod support;
 
+use std::sync::Arc;
+
 use indicatif::ProgressBar;
 use kv_reference::compare::{OnGpu, Place, Row, Sizes, compare};
+use kv_reference::device::Gpu;
 use kv_reference::method::Method;
 use kv_reference::{Error, Result};
 use support::{gpu, model};
@@ -18,11 +21,11 @@ const HEAD_DIM: f64 = 128.0;
 
 const SIZES: Sizes = Sizes { context: 480, decode: 96, calibration: 2048 };
 
-fn rows(methods: &str, gpu: Option<&OnGpu>) -> Result<Vec<Row>> {
+fn rows(methods: &str, sizes: Sizes, gpu: Option<&OnGpu>) -> Result<Vec<Row>> {
     let (model, tokens) = model();
     let methods = Method::parse_list(methods).unwrap();
     let bar = ProgressBar::hidden();
-    Ok(compare(&model, ("sotu-heldout", &tokens), &methods, SIZES, None, 1, gpu, &bar)?.methods)
+    Ok(compare(&model, ("sotu-heldout", &tokens), &methods, sizes, None, 1, gpu, &bar)?.methods)
 }
 
 #[test]
@@ -34,15 +37,28 @@ fn rows_are_those_of_the_cpu() {
                    zack:k=0.5:v=0.5:multiple=8:prompt=cut,cachegen,cachegen:bits=2:window=32:sinks=2:batch=16,\
                    cachegen:mode=channels:k=0.25:v=0.25:models=context,\
                    cachegen:mode=common:k=0.2:v=0.2:predictor=previous:batch=1,\
-                   pqklt,pqklt:exact=bf16:window=32:sinks=2,\
-                   hybrid,hybrid:rows=auto:rows-on=device,\
-                   hybrid:keys=rotated:rows=auto:bound=0.02:most=0.2";
+                   pqklt,pqklt:exact=bf16:window=32:sinks=2";
     // Bins of a deviation would be too coarse: so few tokens have a KL of .0045 at .96 of it and of .0142 at
     // 1.04, on the CPU alone. In bf16 the device rounds keys when it takes them back before RoPE and rotates
     // them again: with bins of a quarter that is .00072 for the CPU's .00040.
-    let on = OnGpu { gpu, chunk: SIZES.context, others_on_cpu: false };
+    let there = rows_agree(methods, SIZES, gpu);
+    assert_eq!(there[0].kl, 0.0, "dense is its own reference");
+}
+
+/// Rounding of scores moves single rows across the threshold, so that a step is further from the CPU's than in
+/// other methods, and the mean takes more steps: over 96 of them KL is up to 11 % off, over 600 less than 1.
+#[test]
+fn rows_of_hybrid_are_those_of_the_cpu() {
+    let Some(gpu) = gpu("compare hybrid") else { return };
+    let methods = "hybrid,hybrid:rows=auto:rows-on=device,hybrid:keys=rotated:rows=auto:bound=0.02:most=0.2";
+    rows_agree(methods, Sizes { decode: 400, ..SIZES }, gpu);
+}
+
+/// Each method has the same row on both, but for rounding. Returns the GPU's.
+fn rows_agree(methods: &str, sizes: Sizes, gpu: Arc<Gpu>) -> Vec<Row> {
+    let on = OnGpu { gpu, chunk: sizes.context, others_on_cpu: false };
     let on_cpu = methods.replace(":rows-on=device", ""); // has no effect there
-    let (here, there) = (rows(&on_cpu, None).unwrap(), rows(methods, Some(&on)).unwrap());
+    let (here, there) = (rows(&on_cpu, sizes, None).unwrap(), rows(methods, sizes, Some(&on)).unwrap());
     for (cpu, gpu) in here.iter().zip(&there) {
         let name = format!("{} {}", gpu.name, gpu.setting);
         println!(
@@ -76,16 +92,16 @@ fn rows_are_those_of_the_cpu() {
         assert!(gpu.name != "hybrid" || range.contains(&rows), "{name}: {rows} rows of a step");
         assert!((gpu.needle.unwrap() - cpu.needle.unwrap()).abs() <= 0.25, "{name}: pass keys");
     }
-    assert_eq!(there[0].kl, 0.0, "dense is its own reference");
+    there
 }
 
 #[test]
 fn methods_without_a_form_there_are_refused_or_run_on_the_cpu() {
     let Some(gpu) = gpu("compare elsewhere") else { return };
     let methods = "int2,dense:dtype=f16,streaming";
-    let refused = rows(methods, Some(&OnGpu { gpu: gpu.clone(), chunk: 100, others_on_cpu: false }));
+    let refused = rows(methods, SIZES, Some(&OnGpu { gpu: gpu.clone(), chunk: 100, others_on_cpu: false }));
     assert!(matches!(&refused, Err(Error::Argument(what)) if what.contains("int2")), "{refused:?}");
-    let mixed = rows(methods, Some(&OnGpu { gpu, chunk: 100, others_on_cpu: true })).unwrap();
+    let mixed = rows(methods, SIZES, Some(&OnGpu { gpu, chunk: 100, others_on_cpu: true })).unwrap();
     let expected = [("int2", Place::Cpu), ("dense", Place::Cuda), ("streaming", Place::Cpu)];
     assert_eq!(mixed.iter().map(|row| (row.name.as_str(), row.device)).collect::<Vec<_>>(), expected);
 }
