@@ -2,7 +2,7 @@
 //!
 //! The bytes of some layers are copied while those of the layers before are decoded, and the next frame while
 //! this one is: the copy engine has its own stream. Where decoding is as fast as the link, a load takes as
-//! long as the copy, and [`LAYERS`] layers of decoding. Frames that come over a network begin when their first
+//! long as the copy, and [`LAYERS`](launch::LAYERS) layers of decoding. Frames that come over a network begin when their first
 //! layers have arrived. Checksums are compared on threads of the host meanwhile; a frame ends when they have
 //! been. Nobody else uses the rows of a frame until it has been loaded, so that decoding needs no order but
 //! its own.
@@ -12,27 +12,30 @@
 //! takes it once it is known to be whole.
 
 mod landing;
+mod launch;
+mod room;
 mod target;
 
 use std::collections::VecDeque;
-use std::ops::Range;
 use std::sync::{Arc, mpsc};
-use std::time::Instant;
 
 use bytes::Bytes;
 use codec_core::{BlockIndex, Frame, Profile, Side};
-use cudarc::driver::{CudaEvent, CudaStream, result};
-use kv_gpu::codec::{self, Decode, DecodeArguments, Planes};
+use cudarc::driver::{CudaEvent, CudaStream};
+use kv_gpu::codec::{Decode, Planes};
 use kv_gpu::{AnyElement, DevicePtr, Element, VectorElement};
 use rayon::prelude::*;
 
 pub(super) use landing::Landing;
+pub use launch::Stages;
+use launch::{Part, Place, parts};
+use room::{Lane, Slot};
 pub use target::StreamTarget;
 
 use super::cache::{Chunk, Rows};
 use super::host_memory::HostWord;
 use super::memory::Buffer;
-use super::rotate::{Direction, KeyRows, Rotate};
+use super::rotate::Rotate;
 use super::{Gpu, driver};
 use crate::model::Config;
 use crate::stream::frame::ChunkFrame;
@@ -41,15 +44,9 @@ use crate::{Error, Result};
 /// Frames that may be on their way at once.
 pub const FRAMES: usize = 3;
 
-/// Layers that are copied, and then decoded, at once. With more of them decoding ends later after the copy.
-const LAYERS: usize = 4;
-
 /// Streams that decode. The tiles of 4 layers in 1,500 tokens of 8 heads are a third of what an H200 runs at
 /// once, and the kernels for tiles and transforms use different units.
 const LANES: usize = 3;
-
-/// Bytes after a frame that the decoder may read.
-const PADDING: usize = 3;
 
 /// Decodes the frames of a codec profile on the device.
 pub struct Loader {
@@ -95,19 +92,6 @@ struct Level {
     decode: Decode,
 }
 
-/// A stream that decodes.
-struct Lane {
-    stream: Arc<CudaStream>,
-    workspace: Buffer<u8>,
-}
-
-/// Room for a frame on the device.
-struct Slot {
-    frame: Buffer<u8>,
-    failed: HostWord, // whether a tile of the frame could not be decoded
-    landing: Option<Landing>,
-}
-
 /// A frame on its way.
 struct Begun {
     chunk: Chunk,
@@ -128,17 +112,6 @@ pub(super) struct Ended<'a> {
     pub clears: u64,
 }
 
-/// Seconds of the stages of a load.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct Stages {
-    /// Copying the frame to the device.
-    pub copy: f64,
-    /// Decoding it there.
-    pub decode: f64,
-    /// Comparing its checksums on the host, which a load does meanwhile.
-    pub check: f64,
-}
-
 /// Where a frame goes.
 pub(super) struct Destination<'a> {
     /// Rows of every layer, up to the frame's last token at least; none for a landing.
@@ -147,15 +120,6 @@ pub(super) struct Destination<'a> {
     pub angles: [DevicePtr<f32>; 2],
     /// How often the sequences have been emptied.
     pub clears: u64,
-}
-
-/// The rows that a frame is decoded to.
-#[derive(Clone, Copy)]
-struct Place {
-    sides: DevicePtr<DevicePtr<AnyElement>>, // (layers, keys and values): rows (heads, capacity, head_dim)
-    capacity: usize,
-    first_row: usize, // of the frame's first token
-    angles: [DevicePtr<f32>; 2],
 }
 
 impl Loader {
@@ -370,163 +334,6 @@ impl Loader {
         // For all of them, whatever one says.
         waited.fold(self.gpu.synchronize(), Result::and)
     }
-
-    /// Makes a slot and the workspaces large enough.
-    fn make_room(
-        &mut self,
-        slot: usize,
-        level: usize,
-        frame: &Frame<'_>,
-        bytes: usize,
-        lands: bool,
-    ) -> Result<()> {
-        let (info, decode) = (frame.info(), &self.levels[level].decode);
-        let workspace = decode.workspace_len(info, LAYERS.min(info.layers), info.blocks());
-        let fits = |buffer: &Buffer<u8>, len| buffer.len() >= len;
-        let (bytes, tokens) = (bytes + PADDING, info.tokens);
-        let has_landing = |slot: &Slot| slot.landing.as_ref().is_some_and(|rows| rows.capacity() >= tokens);
-        let has_landing = !lands || has_landing(&self.slots[slot]);
-        if has_landing
-            && fits(&self.slots[slot].frame, bytes)
-            && self.lanes.iter().all(|lane| fits(&lane.workspace, workspace))
-        {
-            return Ok(());
-        }
-        // Frames of a level have about the same length: an eighth more is room for the next ones.
-        self.wait()?;
-        if !fits(&self.slots[slot].frame, bytes) {
-            self.slots[slot].frame = Buffer::zeros(&self.gpu, bytes + bytes / 8)?;
-        }
-        if !has_landing {
-            self.slots[slot].landing = None; // before there is another one
-            self.slots[slot].landing = Some(Landing::new(&self.gpu, &self.config, tokens)?);
-        }
-        for lane in self.lanes.iter_mut().filter(|lane| !fits(&lane.workspace, workspace)) {
-            lane.workspace = Buffer::zeros(&self.gpu, workspace)?;
-        }
-        self.gpu.synchronize() // before another stream writes to what has just been cleared
-    }
-
-    /// Copies and decodes those layers of a frame that are among its first bytes, some at a time.
-    fn launch(&self, arriving: &mut Arriving, frame: &Frame<'_>, bytes: &[u8]) -> Result<()> {
-        while let Some(part) = arriving.parts.front().filter(|part| part.bytes.end <= bytes.len()) {
-            let lane = self.lane(part);
-            self.copy(part.bytes.start, &bytes[part.bytes.clone()])?;
-            join(&lane.stream, &self.copies)?;
-            self.decode(lane, arriving.level, frame, part.layers.clone(), &arriving.place)?;
-            arriving.parts.pop_front();
-        }
-        Ok(())
-    }
-
-    /// The same for a whole frame, first the copies.
-    fn launch_in_stages(
-        &self,
-        arriving: &mut Arriving,
-        frame: &Frame<'_>,
-        bytes: &[u8],
-        stages: &mut Stages,
-    ) -> Result<()> {
-        let parts = std::mem::take(&mut arriving.parts);
-        self.wait()?;
-        let start = Instant::now();
-        parts.iter().try_for_each(|part| self.copy(part.bytes.start, &bytes[part.bytes.clone()]))?;
-        self.wait()?;
-        let copied = Instant::now();
-        for part in parts {
-            self.decode(self.lane(&part), arriving.level, frame, part.layers, &arriving.place)?;
-        }
-        self.wait()?;
-        let decoded = Instant::now();
-        check_sums(bytes)?;
-        stages.copy = (copied - start).as_secs_f64();
-        stages.decode = (decoded - copied).as_secs_f64();
-        stages.check = decoded.elapsed().as_secs_f64();
-        Ok(())
-    }
-
-    /// The stream that decodes a part.
-    fn lane(&self, part: &Part) -> &Lane {
-        &self.lanes[part.layers.start / LAYERS % LANES]
-    }
-
-    /// Where a frame is decoded to.
-    fn place(&mut self, slot: usize, frame: &Frame<'_>, to: &Destination<'_>) -> Result<Place> {
-        let angles = to.angles;
-        let Some(all) = to.rows else {
-            let landing = self.slots[slot].landing.as_ref();
-            let landing = landing.ok_or_else(|| Error::argument("no rows for a frame"))?;
-            let (sides, capacity) = (landing.sides(), landing.capacity());
-            return Ok(Place { sides, capacity, first_row: 0, angles });
-        };
-        let rows: Vec<_> = all.iter().flat_map(|rows| [rows.keys, rows.values]).collect();
-        if rows != self.rows {
-            self.wait()?;
-            self.rows_on_device.write(&self.gpu, &rows)?;
-            self.gpu.synchronize()?;
-            self.rows = rows;
-        }
-        let capacity = all.first().map_or(0, |rows| rows.capacity);
-        let first_row = frame.info().first_token as usize;
-        Ok(Place { sides: self.rows_on_device.pointer(), capacity, first_row, angles })
-    }
-
-    /// Copies bytes of a frame to their place in the next slot.
-    fn copy(&self, at: usize, bytes: &[u8]) -> Result<()> {
-        self.gpu.device.context().bind_to_thread().map_err(|e| driver("use device on this thread", e))?;
-        let to = self.slots[self.next].frame.pointer().offset(at).address();
-        // SAFETY: the slot has room for the whole frame, and its last frame has been waited for. `Arriving`
-        // and `Begun` keep the bytes until they have been decoded.
-        unsafe { result::memcpy_htod_async(to, bytes, self.copies.cu_stream()) }
-            .map_err(|e| driver("copy a frame", e))
-    }
-
-    /// Decodes layers of a frame that has been copied so far, and rotates their keys.
-    fn decode(
-        &self,
-        lane: &Lane,
-        level: usize,
-        frame: &Frame<'_>,
-        layers: Range<usize>,
-        &Place { sides, capacity, first_row, angles }: &Place,
-    ) -> Result<()> {
-        let (info, Slot { frame: on_device, failed, .. }) = (frame.info(), &self.slots[self.next]);
-        let Level { planes, words, decode } = &self.levels[level];
-        let (position, stream) = (info.first_token as usize, lane.stream.cu_stream());
-        let place = codec::Place {
-            token_stride: info.head_dim,
-            head_stride: capacity * info.head_dim,
-            first_token: first_row,
-            pages: None,
-        };
-        let out = sides.offset(2 * layers.start);
-        let arguments = DecodeArguments {
-            frame: on_device.pointer(),
-            planes: words.pointer(),
-            layers: layers.clone(),
-            blocks: 0..info.blocks(),
-            out,
-            place,
-            workspace: lane.workspace.pointer(),
-            failed: failed.pointer(),
-        };
-        // SAFETY: the bytes of the frame up to these layers have been copied, and the slot has PADDING more.
-        // The rows have all tokens of the frame, which the decoder or `make_room` checks. The workspace has
-        // room for LAYERS layers.
-        unsafe { decode.launch(stream, frame, planes, &arguments) }?;
-        let Some(rotate) = &self.rotate else { return Ok(()) };
-        let keys = KeyRows {
-            rows: out,
-            layers: layers.len(),
-            capacity,
-            tokens: position..position + info.tokens,
-            first_row,
-            angles,
-        };
-        // SAFETY: the rows are those that have just been written, and there are angles for all positions of
-        // the cache.
-        unsafe { rotate.launch(stream, Direction::Forward, &keys) }
-    }
 }
 
 impl Drop for Loader {
@@ -540,26 +347,6 @@ impl Drop for Loader {
 fn has_shape(profile: &Profile, config: &Config) -> bool {
     let info = profile.info();
     (info.layers, info.heads, info.head_dim) == (config.n_layers, config.n_kv_heads, config.head_dim)
-}
-
-/// Layers that are copied and decoded at once.
-struct Part {
-    layers: Range<usize>,
-    bytes: Range<usize>, // of the frame: the first part has its header and index
-}
-
-/// The parts of a frame.
-fn parts(frame: &Frame<'_>) -> Result<VecDeque<Part>> {
-    let (layers, blocks) = (frame.info().layers, frame.info().blocks());
-    let mut start = 0;
-    let part = |first: usize| {
-        let layers = first..layers.min(first + LAYERS);
-        let last = BlockIndex { layer: layers.end - 1, side: Side::Values, block: blocks.saturating_sub(1) };
-        let end = frame.block_range(last)?.end;
-        let bytes = std::mem::replace(&mut start, end)..end;
-        Ok(Part { layers, bytes })
-    };
-    (0..layers).step_by(LAYERS).map(part).collect()
 }
 
 /// Compares the checksums of all blocks of a frame.

@@ -1,0 +1,182 @@
+//! Copies and decodes a frame, some layers at a time.
+
+use std::collections::VecDeque;
+use std::ops::Range;
+use std::time::Instant;
+
+use codec_core::{BlockIndex, Frame, Side};
+use cudarc::driver::result;
+use kv_gpu::codec::{self, DecodeArguments};
+use kv_gpu::{AnyElement, DevicePtr};
+
+use super::room::{Lane, Slot};
+use super::{Arriving, Destination, LANES, Level, Loader, check_sums, join};
+use crate::device::driver;
+use crate::device::rotate::{Direction, KeyRows};
+use crate::{Error, Result};
+
+/// Layers that are copied, and then decoded, at once. With more of them decoding ends later after the copy.
+pub(super) const LAYERS: usize = 4;
+
+/// Layers that are copied and decoded at once.
+pub(super) struct Part {
+    layers: Range<usize>,
+    pub bytes: Range<usize>, // of the frame: the first part has its header and index
+}
+
+/// The parts of a frame.
+pub(super) fn parts(frame: &Frame<'_>) -> Result<VecDeque<Part>> {
+    let (layers, blocks) = (frame.info().layers, frame.info().blocks());
+    let mut start = 0;
+    let part = |first: usize| {
+        let layers = first..layers.min(first + LAYERS);
+        let last = BlockIndex { layer: layers.end - 1, side: Side::Values, block: blocks.saturating_sub(1) };
+        let end = frame.block_range(last)?.end;
+        let bytes = std::mem::replace(&mut start, end)..end;
+        Ok(Part { layers, bytes })
+    };
+    (0..layers).step_by(LAYERS).map(part).collect()
+}
+
+/// Seconds of the stages of a load.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Stages {
+    /// Copying the frame to the device.
+    pub copy: f64,
+    /// Decoding it there.
+    pub decode: f64,
+    /// Comparing its checksums on the host, which a load does meanwhile.
+    pub check: f64,
+}
+
+/// The rows that a frame is decoded to.
+#[derive(Clone, Copy)]
+pub(super) struct Place {
+    sides: DevicePtr<DevicePtr<AnyElement>>, // (layers, keys and values): rows (heads, capacity, head_dim)
+    capacity: usize,
+    first_row: usize, // of the frame's first token
+    angles: [DevicePtr<f32>; 2],
+}
+
+impl Loader {
+    /// Copies and decodes those layers of a frame that are among its first bytes, some at a time.
+    pub(super) fn launch(&self, arriving: &mut Arriving, frame: &Frame<'_>, bytes: &[u8]) -> Result<()> {
+        while let Some(part) = arriving.parts.front().filter(|part| part.bytes.end <= bytes.len()) {
+            let lane = self.lane(part);
+            self.copy(part.bytes.start, &bytes[part.bytes.clone()])?;
+            join(&lane.stream, &self.copies)?;
+            self.decode(lane, arriving.level, frame, part.layers.clone(), &arriving.place)?;
+            arriving.parts.pop_front();
+        }
+        Ok(())
+    }
+
+    /// The same for a whole frame, first the copies.
+    pub(super) fn launch_in_stages(
+        &self,
+        arriving: &mut Arriving,
+        frame: &Frame<'_>,
+        bytes: &[u8],
+        stages: &mut Stages,
+    ) -> Result<()> {
+        let parts = std::mem::take(&mut arriving.parts);
+        self.wait()?;
+        let start = Instant::now();
+        parts.iter().try_for_each(|part| self.copy(part.bytes.start, &bytes[part.bytes.clone()]))?;
+        self.wait()?;
+        let copied = Instant::now();
+        for part in parts {
+            self.decode(self.lane(&part), arriving.level, frame, part.layers, &arriving.place)?;
+        }
+        self.wait()?;
+        let decoded = Instant::now();
+        check_sums(bytes)?;
+        stages.copy = (copied - start).as_secs_f64();
+        stages.decode = (decoded - copied).as_secs_f64();
+        stages.check = decoded.elapsed().as_secs_f64();
+        Ok(())
+    }
+
+    /// The stream that decodes a part.
+    fn lane(&self, part: &Part) -> &Lane {
+        &self.lanes[part.layers.start / LAYERS % LANES]
+    }
+
+    /// Where a frame is decoded to.
+    pub(super) fn place(&mut self, slot: usize, frame: &Frame<'_>, to: &Destination<'_>) -> Result<Place> {
+        let angles = to.angles;
+        let Some(all) = to.rows else {
+            let landing = self.slots[slot].landing.as_ref();
+            let landing = landing.ok_or_else(|| Error::argument("no rows for a frame"))?;
+            let (sides, capacity) = (landing.sides(), landing.capacity());
+            return Ok(Place { sides, capacity, first_row: 0, angles });
+        };
+        let rows: Vec<_> = all.iter().flat_map(|rows| [rows.keys, rows.values]).collect();
+        if rows != self.rows {
+            self.wait()?;
+            self.rows_on_device.write(&self.gpu, &rows)?;
+            self.gpu.synchronize()?;
+            self.rows = rows;
+        }
+        let capacity = all.first().map_or(0, |rows| rows.capacity);
+        let first_row = frame.info().first_token as usize;
+        Ok(Place { sides: self.rows_on_device.pointer(), capacity, first_row, angles })
+    }
+
+    /// Copies bytes of a frame to their place in the next slot.
+    fn copy(&self, at: usize, bytes: &[u8]) -> Result<()> {
+        self.gpu.device.context().bind_to_thread().map_err(|e| driver("use device on this thread", e))?;
+        let to = self.slots[self.next].frame.pointer().offset(at).address();
+        // SAFETY: the slot has room for the whole frame, and its last frame has been waited for. `Arriving`
+        // and `Begun` keep the bytes until they have been decoded.
+        unsafe { result::memcpy_htod_async(to, bytes, self.copies.cu_stream()) }
+            .map_err(|e| driver("copy a frame", e))
+    }
+
+    /// Decodes layers of a frame that has been copied so far, and rotates their keys.
+    fn decode(
+        &self,
+        lane: &Lane,
+        level: usize,
+        frame: &Frame<'_>,
+        layers: Range<usize>,
+        &Place { sides, capacity, first_row, angles }: &Place,
+    ) -> Result<()> {
+        let (info, Slot { frame: on_device, failed, .. }) = (frame.info(), &self.slots[self.next]);
+        let Level { planes, words, decode } = &self.levels[level];
+        let (position, stream) = (info.first_token as usize, lane.stream.cu_stream());
+        let place = codec::Place {
+            token_stride: info.head_dim,
+            head_stride: capacity * info.head_dim,
+            first_token: first_row,
+            pages: None,
+        };
+        let out = sides.offset(2 * layers.start);
+        let arguments = DecodeArguments {
+            frame: on_device.pointer(),
+            planes: words.pointer(),
+            layers: layers.clone(),
+            blocks: 0..info.blocks(),
+            out,
+            place,
+            workspace: lane.workspace.pointer(),
+            failed: failed.pointer(),
+        };
+        // SAFETY: the bytes of the frame up to these layers have been copied, and the slot has PADDING more.
+        // The rows have all tokens of the frame, which the decoder or `make_room` checks. The workspace has
+        // room for LAYERS layers.
+        unsafe { decode.launch(stream, frame, planes, &arguments) }?;
+        let Some(rotate) = &self.rotate else { return Ok(()) };
+        let keys = KeyRows {
+            rows: out,
+            layers: layers.len(),
+            capacity,
+            tokens: position..position + info.tokens,
+            first_row,
+            angles,
+        };
+        // SAFETY: the rows are those that have just been written, and there are angles for all positions of
+        // the cache.
+        unsafe { rotate.launch(stream, Direction::Forward, &keys) }
+    }
+}
