@@ -75,6 +75,7 @@ const HEADERS: &[Source] = &[
     source!("svd_gram/gram.cuh"),
     source!("svd_gram/join.cuh"),
     source!("svd_prefill/wgmma.cuh"),
+    source!("tile_attention.cuh"),
     source!("tile_indices.cuh"),
     source!("types.cuh"),
     source!("warp.cuh"),

@@ -14,16 +14,15 @@
 // nothing, and few tiles are left when the last row arrives. Device memory is idle meanwhile, so blocks also prefetch
 // what later kernels read.
 //
-// The loop over tiles is that of svd_attend.cu, with one difference. As fragments of an mma, four lanes need 64 bytes
-// of a key at a time, but the link is read best in pieces of 128 bytes. So the eight lanes of two keys read a piece of
-// one, then of the other, and exchange halves.
+// As fragments of an mma (tile_attention.cuh), four lanes need 64 bytes of a key at a time, but the link is read best
+// in pieces of 128 bytes. So the eight lanes of two keys read a piece of one, then of the other, and exchange halves.
 #include "element.cuh"
 #include "primitives_sm80.cuh"
 #include "softmax_reduce.cuh"
+#include "tile_attention.cuh"
 
-constexpr int TILE = 16, QUERIES = 8, THREADS = WARPS * LANES;
+constexpr int THREADS = WARPS * LANES;
 constexpr int PIECES = DIM / 64; // of 128 bytes of a row
-constexpr int RESULT = DIM + 4;  // floats of a result row: components, maximum, sum of weights, padding
 constexpr int SHARED = WARPS * QUERIES * RESULT * 4 + (int)sizeof(Work);
 static_assert(SHARED <= SHARED_BYTES, "the host reserves enough");
 
@@ -50,23 +49,6 @@ struct Arguments {
 };
 
 extern __shared__ __align__(16) float shared[];
-
-// Reductions over the lanes that share l, which hold the same columns of an accumulator.
-__device__ __forceinline__ float column_max(float x) {
-#pragma unroll
-    for (int step = 4; step < LANES; step *= 2) x = fmaxf(x, __shfl_xor_sync(FULL, x, step));
-    return x;
-}
-
-__device__ __forceinline__ float column_sum(float x) {
-#pragma unroll
-    for (int step = 4; step < LANES; step *= 2) x += __shfl_xor_sync(FULL, x, step);
-    return x;
-}
-
-__device__ __forceinline__ u32 word_of(const uint4& words, int i) {
-    return i == 0 ? words.x : i == 1 ? words.y : i == 2 ? words.z : words.w;
-}
 
 constexpr u32 NOWHERE = 0xffffffffu;
 
@@ -207,26 +189,10 @@ __device__ __forceinline__ void attend(const Arguments& a, const Head& head, u32
     if (blockIdx.z == 0)
         prefetch_global_l2(a.prefetch, a.prefetch_len, block * THREADS + threadIdx.x, blocks * THREADS);
 
-    // B fragments of query g: query[j][i] holds components 32 j + 8 l + 2 i and the next one.
-    u32 query[2 * PIECES][4];
     const u32 query_index = blockIdx.z * QUERIES + g;
-    const u16* queries = a.queries + ((u64)blockIdx.y * a.group + query_index) * DIM;
-#pragma unroll
-    for (int j = 0; j < 2 * PIECES; j++) {
-        uint4 words = make_uint4(0, 0, 0, 0);
-        if (query_index < a.group) words = __ldg(reinterpret_cast<const uint4*>(queries + 32 * j + 8 * l));
-#pragma unroll
-        for (int i = 0; i < 4; i++) query[j][i] = word_of(words, i);
-    }
-
-    // Accumulator 4 j + i holds component 64 j + 8 g + 2 i of queries 2 l and 2 l + 1, then the next component of both.
-    float sums[PIECES * 4][4];
-#pragma unroll
-    for (int i = 0; i < PIECES * 16; i++) sums[i / 4][i % 4] = 0;
-    // Running maximum, equal in all lanes that share l, and sum of weights of the lane's own tokens, of queries 2 l and
-    // 2 l + 1.
-    float max[2] = {NOTHING, NOTHING}, weight[2] = {0, 0};
-
+    TileQueries queries;
+    queries.load(a.queries, (u64)blockIdx.y * a.group + query_index, query_index < a.group, DIM, l);
+    TileSums sums;
     while (warp_uniform(tile < tile_end)) {
         const u32 first = tile * TILE;
         tile += WARPS;
@@ -236,70 +202,18 @@ __device__ __forceinline__ void attend(const Arguments& a, const Head& head, u32
         const bool arrives = warp_uniform(keeps && place.kept != NOWHERE);
         if (arrives) loaded.keep_keys(head.keys, place, g, l);
         loaded.exchange(g);
-        float scores[4] = {}; // token g with queries 2 l and 2 l + 1, then token g + 8 with both
-#pragma unroll
-        for (int j = 0; j < 2 * PIECES; j++) {
-            const uint4 &upper = loaded.keys[0][j], &lower = loaded.keys[1][j];
-            const u32 even[4] = {upper.x, lower.x, upper.y, lower.y}, odd[4] = {upper.z, lower.z, upper.w, lower.w};
-            mma_m16n8k16(scores, even, query[j][0], query[j][1]);
-            mma_m16n8k16(scores, odd, query[j][2], query[j][3]);
-        }
+        float scores[4];
+        queries.scores(loaded.keys, scores);
         if (more) loaded.load_keys(head.keys, next, g, l);
 
-#pragma unroll
-        for (int t = 0; t < 4; t++) {
-            scores[t] *= a.scale;
-            if (first + TILE > head.length && first + g + t / 2 * 8 >= head.length) scores[t] = -infinity();
-        }
-        // Lazy rescaling: the running maximum rises only when a score exceeds it by more than 8. Weights are then at
-        // most 2^8, which 16-bit elements hold.
-        const float tile_max[2] = {fmaxf(scores[0], scores[2]), fmaxf(scores[1], scores[3])};
-        if (warp_uniform(tile_max[0] > max[0] + 8 || tile_max[1] > max[1] + 8)) {
-#pragma unroll
-            for (int q = 0; q < 2; q++) {
-                const float new_max = fmaxf(max[q], column_max(tile_max[q]));
-                const float rescale = exp2_approx(max[q] - new_max);
-                max[q] = new_max, weight[q] *= rescale;
-#pragma unroll
-                for (int i = 0; i < PIECES * 4; i++) sums[i][q] *= rescale, sums[i][q + 2] *= rescale;
-            }
-        }
-        float p[4];
-#pragma unroll
-        for (int t = 0; t < 4; t++) {
-            p[t] = exp2_approx(scores[t] - max[t % 2]);
-            weight[t % 2] += p[t];
-        }
-        const u32 b0 = movmatrix_trans(pack_elements(p[0], p[1])), b1 = movmatrix_trans(pack_elements(p[2], p[3]));
+        const uint2 weights = sums.weights(scores, a.scale, first, head.length, g);
         if (arrives) loaded.keep_values(head.values, place, g, l);
-#pragma unroll
-        for (int j = 0; j < PIECES; j++)
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                u32 word[4], operand[4];
-#pragma unroll
-                for (int t = 0; t < 4; t++) word[t] = word_of(loaded.values[t][j], i);
-#pragma unroll
-                for (int t = 0; t < 2; t++) {
-                    operand[2 * t] = prmt(word[2 * t], word[2 * t + 1], 0x5410);
-                    operand[2 * t + 1] = prmt(word[2 * t], word[2 * t + 1], 0x7632);
-                }
-                mma_m16n8k16(sums[j * 4 + i], operand, b0, b1);
-            }
+        sums.add(loaded.values, weights, DIM);
         if (more) loaded.load_values(head.values, next, g, l);
         place = next;
     }
 
-#pragma unroll
-    for (int q = 0; q < 2; q++) {
-        float* result = shared + (warp * QUERIES + 2 * l + q) * RESULT;
-#pragma unroll
-        for (int i = 0; i < PIECES * 4; i++)
-            *reinterpret_cast<float2*>(result + i / 4 * 64 + 8 * g + i % 4 * 2) =
-                make_float2(sums[i][q], sums[i][q + 2]);
-        const float sum = column_sum(weight[q]);
-        if (g == 0) result[DIM] = max[q], result[DIM + 1] = sum;
-    }
+    sums.store(shared + warp * QUERIES * RESULT, g, l);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) gather_attend(const Arguments a) {
