@@ -27,6 +27,7 @@ use codes::Codebooks;
 pub use dense::DenseCache;
 pub use hybrid::HybridCache;
 pub use int4::Int4Cache;
+use key_means::KeyMeans;
 pub use million::MillionCache;
 pub use paged::PagedCache;
 pub use pqcache::PqCache;
@@ -92,6 +93,15 @@ impl Rows {
     }
 }
 
+/// The bases in which a cache takes rotated queries and keys.
+#[derive(Clone, Copy)]
+pub struct RowTransform<'a> {
+    pub(super) bases: &'a Bases,
+    /// Means less which keys are coded. A step computes their part of the scores before queries leave the
+    /// model's basis.
+    pub(super) means: Option<&'a KeyMeans>,
+}
+
 /// Tokens of a sequence that a cache has room for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Room {
@@ -120,24 +130,9 @@ pub trait DeviceCache: ChunkCache {
         None
     }
 
-    /// The bases in which it takes rotated queries and keys, of steps and of chunks; none for the model's.
-    fn bases(&self) -> Option<&Bases> {
+    /// How it takes rotated queries and keys, of steps and of chunks; none for the model's own.
+    fn transform(&self) -> Option<RowTransform<'_>> {
         None
-    }
-
-    /// Launches what attention needs of a layer's rotated queries (batch, n_heads, head_dim) in the model's
-    /// basis, before they leave it for [`Self::bases`].
-    ///
-    /// # Errors
-    /// [`Error::Device`].
-    fn before_turn(
-        &self,
-        _gpu: &Gpu,
-        _layer: usize,
-        _sequences: &Sequences,
-        _queries: DevicePtr<AnyElement>,
-    ) -> Result<()> {
-        Ok(())
     }
 
     /// Launches attention of (batch, n_heads, head_dim) rotated queries over the tokens of a layer.

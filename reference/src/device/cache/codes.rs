@@ -11,9 +11,8 @@ use super::pages::Pages;
 use super::span::Span;
 use super::turns::Turns;
 use super::window::WindowShape;
-use super::{Chunk, Rows};
+use super::{Chunk, RowTransform, Rows};
 use crate::Result;
-use crate::device::bases::Bases;
 use crate::device::memory::Buffer;
 use crate::device::{Gpu, hashed, programs};
 use crate::side::{Pair, Side};
@@ -241,9 +240,10 @@ impl TokenCodes {
         self.transform.as_ref().and_then(|transform| transform.means.as_ref())
     }
 
-    /// The bases of the rows.
-    pub fn bases(&self) -> Option<&Bases> {
-        self.transform.as_ref().map(|transform| &transform.bases)
+    /// How rows come.
+    pub fn row_transform(&self) -> Option<RowTransform<'_>> {
+        let Transform { bases, means, .. } = self.transform.as_ref()?;
+        Some(RowTransform { bases, means: means.as_ref() })
     }
 }
 

@@ -11,11 +11,12 @@ use super::row_store::{RowStore, StoreShape};
 use super::step_budget::StepBudget;
 use super::turns::Turns;
 use super::window::{Window, WindowShape};
-use super::{Chunk, ChunkCache, DeviceCache, Room, Rows, Sequences, TransformedCodes, check_tokens};
+use super::{
+    Chunk, ChunkCache, DeviceCache, Room, RowTransform, Rows, Sequences, TransformedCodes, check_tokens,
+};
 use crate::Result;
 use crate::cache::Footprint;
 use crate::device::Gpu;
-use crate::device::bases::Bases;
 use crate::device::memory::Buffer;
 use crate::method::HybridPlan;
 use crate::model::Config;
@@ -186,18 +187,8 @@ impl DeviceCache for HybridCache {
         self.window.shape.room()
     }
 
-    fn bases(&self) -> Option<&Bases> {
-        self.codes.bases()
-    }
-
-    fn before_turn(
-        &self,
-        gpu: &Gpu,
-        layer: usize,
-        sequences: &Sequences,
-        queries: DevicePtr<AnyElement>,
-    ) -> Result<()> {
-        self.codes.means().map_or(Ok(()), |means| means.launch(gpu, layer, sequences, queries))
+    fn transform(&self) -> Option<RowTransform<'_>> {
+        self.codes.row_transform()
     }
 
     fn attend(

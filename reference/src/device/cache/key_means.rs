@@ -11,7 +11,7 @@ use crate::model::{Config, Rope};
 
 /// The means of keys before RoPE, less which rotated keys are coded, and what they add to the scores of coded
 /// tokens.
-pub(super) struct KeyMeans {
+pub(in super::super) struct KeyMeans {
     scores: RopeMeanScores,
     means: Buffer<f32>,       // (layer, heads, head_dim), in the model's basis
     frequencies: Buffer<f32>, // (head_dim / 2,): radians a position
@@ -25,7 +25,7 @@ impl KeyMeans {
     ///
     /// # Errors
     /// [`Error::Device`](crate::Error::Device).
-    pub fn new(
+    pub(super) fn new(
         gpu: &Gpu,
         config: &Config,
         element: Element,

@@ -9,10 +9,9 @@ use super::key_means::KeyMeans;
 use super::pages::Pages;
 use super::turns::Turns;
 use super::window::{Window, WindowShape};
-use super::{Chunk, ChunkCache, DeviceCache, Room, Rows, Sequences, TransformedCodes};
+use super::{Chunk, ChunkCache, DeviceCache, Room, RowTransform, Rows, Sequences, TransformedCodes};
 use crate::Result;
 use crate::cache::Footprint;
-use crate::device::bases::Bases;
 use crate::device::memory::Buffer;
 use crate::device::{Gpu, programs};
 use crate::method::PagedMemory;
@@ -154,18 +153,8 @@ impl DeviceCache for MillionCache {
         self.window.shape.room()
     }
 
-    fn bases(&self) -> Option<&Bases> {
-        self.codes.bases()
-    }
-
-    fn before_turn(
-        &self,
-        gpu: &Gpu,
-        layer: usize,
-        sequences: &Sequences,
-        queries: DevicePtr<AnyElement>,
-    ) -> Result<()> {
-        self.codes.means().map_or(Ok(()), |means| means.launch(gpu, layer, sequences, queries))
+    fn transform(&self) -> Option<RowTransform<'_>> {
+        self.codes.row_transform()
     }
 
     fn attend(

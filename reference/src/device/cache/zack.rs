@@ -7,7 +7,7 @@ use super::dense::{RANDOM_ROWS, fill_rows};
 use super::span::Span;
 use super::turns::Turns;
 use super::window::{Window, WindowShape};
-use super::{Chunk, ChunkCache, DeviceCache, Room, Rows, Sequences};
+use super::{Chunk, ChunkCache, DeviceCache, Room, RowTransform, Rows, Sequences};
 use crate::cache::Footprint;
 use crate::device::bases::Bases;
 use crate::device::memory::Buffer;
@@ -191,8 +191,8 @@ impl DeviceCache for ZackCache {
         self.window.shape.room()
     }
 
-    fn bases(&self) -> Option<&Bases> {
-        Some(&self.bases)
+    fn transform(&self) -> Option<RowTransform<'_>> {
+        Some(RowTransform { bases: &self.bases, means: None })
     }
 
     fn attend(

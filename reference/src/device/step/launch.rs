@@ -3,7 +3,7 @@
 use kv_gpu::{DevicePtr, Grid};
 
 use super::super::bases::{Place, TurnedRows};
-use super::super::cache::{Room, Rows};
+use super::super::cache::{Room, RowTransform, Rows};
 use super::super::gemv::{Gemv, GemvArguments};
 use super::super::memory::Buffer;
 use super::super::weights::Packed;
@@ -130,8 +130,10 @@ impl Decoder {
             (a.query_heads, a.heads) = (config.n_heads as u32, config.n_kv_heads as u32);
             a.capacity = capacity as u32;
         })?;
-        self.cache.before_turn(&self.gpu, l, &self.sequences, queries.cast())?;
-        let Some(bases) = self.cache.bases() else { return Ok(()) };
+        let Some(RowTransform { bases, means }) = self.cache.transform() else { return Ok(()) };
+        if let Some(means) = means {
+            means.launch(&self.gpu, l, &self.sequences, queries.cast())?;
+        }
         let rows = TurnedRows { queries, keys, capacity, tokens: self.batch, place: Place::Slots(slots) };
         // SAFETY: the product writes these rows, and nothing else uses them before attention.
         unsafe { bases.turn(&self.gpu, l, &rows) }

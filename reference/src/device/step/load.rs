@@ -3,7 +3,7 @@
 use bytes::Bytes;
 use codec_core::Profile;
 
-use super::super::cache::{Chunk, Rows};
+use super::super::cache::{Chunk, RowTransform, Rows};
 use super::super::load::{Destination, Ended, Landing, Loader, Stages};
 use super::Decoder;
 use crate::{Error, Result};
@@ -174,7 +174,7 @@ impl Decoder {
         for layer in 0..self.weights.layers.len() {
             let rows = self.cache.chunk_rows(&gpu, layer, chunk)?;
             landing.copy(&gpu, layer, chunk, &rows)?;
-            if let Some(bases) = self.cache.bases() {
+            if let Some(RowTransform { bases, .. }) = self.cache.transform() {
                 // SAFETY: these rows have just been written, and nothing else uses them before they are
                 // taken.
                 unsafe { bases.turn_stored(&gpu, layer, chunk, &rows) }?;

@@ -8,7 +8,7 @@ use kv_gpu::svd::{AttendShape, Prefill, PrefillArguments};
 use kv_gpu::{DevicePtr, Grid, Kernel};
 
 use super::super::bases::{Place, TurnedRows};
-use super::super::cache::{Chunk, Rows};
+use super::super::cache::{Chunk, RowTransform, Rows};
 use super::super::gemm::{Gemm, GemmShape, Output};
 use super::super::ledger::Allocating;
 use super::super::memory::Buffer;
@@ -411,7 +411,7 @@ impl Decoder {
         unsafe {
             state.append.launch(self.gpu.stream(), Grid::new([BLOCKS, 1, 1])?, THREADS, false, &arguments)
         }?;
-        let Some(bases) = self.cache.bases() else { return Ok(()) };
+        let Some(RowTransform { bases, .. }) = self.cache.transform() else { return Ok(()) };
         let rows = TurnedRows {
             queries: state.queries.pointer(),
             keys: rows.keys,

@@ -231,7 +231,7 @@ impl TokenCodes {
         let arguments = Arguments {
             from: rows.from,
             to: rows.to,
-            maps: self.bases().map(|bases| bases.key_maps(layer)),
+            maps: self.row_transform().map(|transform| transform.bases.key_maps(layer)),
             means: means.map(|means| means.of(layer)),
             frequencies: means.map(KeyMeans::frequencies),
             norms: self.norms_of(side, layer, rows.sequence),
