@@ -9,15 +9,9 @@ use common::{Buffer, Random, device, to_element};
 use cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCaptureMode};
 use half::f16;
 use kv_gpu::pq::{Addends, Attend, AttendArguments, AttendShape, CodeLayout, Norms, Paging, Side, TILE};
-use kv_gpu::{Device, DevicePtr, Element, Error};
-use pq_attend::{Case, SHAPES, adjusted};
+use kv_gpu::{Device, DevicePtr, Element, Error, Limit};
+use pq_attend::{Case, adjusted, plain, quantizers};
 use pq_core::PqShape;
-
-/// A shape with one quantizer, without addends and norms.
-const fn plain(quantizer: PqShape, group: usize, element: Element, paging: Paging) -> AttendShape {
-    let (addends, norms) = (false, false);
-    AttendShape { keys: quantizer, values: quantizer, group, element, paging, addends, norms }
-}
 
 #[test]
 fn random_shapes_agree() {
@@ -47,6 +41,55 @@ fn many_heads_agree() {
         (case.heads, case.shape.group) = (heads, 1 + random.below(8));
         case.run(&device, &mut random, |_| ());
     }
+}
+
+/// A sequence that all blocks share and a short one, with every quantizer for keys, and for values another one
+/// than for keys. Groups take turns. Quantizers whose tables do not fit a block of the device are refused;
+/// returns the number of the others.
+fn every_quantizer(device: &Device) -> usize {
+    let (batch, heads, capacity, exact_capacity) = (2, 2, 3000, 40);
+    let quantizers = quantizers();
+    let mut agreed = 0;
+    for (i, &keys) in quantizers.iter().enumerate() {
+        let of_dim: Vec<_> = quantizers.iter().filter(|other| other.dim() == keys.dim()).collect();
+        let mut random = Random(4100 + i as u64);
+        let shape = plain(keys, [1, 2, 4, 8, 3, 7, 16][i % 7], Element::F16, Paging::Contiguous);
+        let shape = adjusted(&random, AttendShape { values: *of_dim[(i + 1) % of_dim.len()], ..shape });
+        if shape.program(device.shared_memory()).is_err() {
+            let refused = Attend::new(device, shape).err();
+            assert!(matches!(refused, Some(Error::Unsupported { .. })), "{shape:?}: {refused:?}");
+            continue;
+        }
+        let case = Case {
+            shape,
+            batch,
+            heads,
+            capacity,
+            lengths: vec![2999, 33],
+            exact_capacity,
+            exact_lengths: vec![17, 40],
+            page_tiles: capacity.div_ceil(TILE),
+        };
+        case.run(device, &mut random, |_| ());
+        agreed += 1;
+    }
+    agreed
+}
+
+#[test]
+fn every_quantizer_agrees() {
+    let Some(device) = device("every_quantizer_agrees") else { return };
+    let agreed = every_quantizer(&device);
+    assert!(device.shared_memory() < 163 << 10 || agreed == 21, "{agreed}");
+}
+
+/// Blocks of 99 KiB, as consumer devices have them: tables of codes of 8 bits for both sides do not fit.
+#[test]
+fn blocks_of_99_kib_agree_or_are_refused() {
+    let Some(mut device) = device("blocks_of_99_kib_agree_or_are_refused") else { return };
+    device.limit_to(Limit { capability: (8, 0), shared_memory: 99 << 10 }).unwrap();
+    let agreed = every_quantizer(&device);
+    assert!((1..21).contains(&agreed), "{agreed}");
 }
 
 /// Sequences so long that a warp looks up the pages of its tiles several times.
@@ -108,11 +151,13 @@ fn every_group_agrees() {
 
 /// Pages of 16 tokens or a few times as many, in a random order: ragged lengths that end in either half of a
 /// tile, with exact tokens beside them.
-fn pages_of_half_tiles(device: &Device, seed: u64, (dim, m, nbits): (usize, usize, u32), group: usize) {
+fn pages_of_half_tiles(device: &Device, seed: u64, quantizer: PqShape, group: usize) {
     let mut random = Random(seed);
-    let quantizer = PqShape::new(dim, m, nbits).unwrap();
     let element = random.pick(&[Element::F16, Element::Bf16]);
     let shape = adjusted(&random, plain(quantizer, group, element, Paging::HalfTiles));
+    if shape.check().is_err() {
+        return; // a quantizer without half tiles
+    }
     let lengths = [1, 15, 16, 17, 31, 33, 47, 48, 2000, 2999].map(|most| random.below(most + 1) as u32);
     let exact_lengths = lengths.map(|_| random.below(101) as u32);
     let case = Case {
@@ -131,14 +176,15 @@ fn pages_of_half_tiles(device: &Device, seed: u64, (dim, m, nbits): (usize, usiz
 #[test]
 fn half_tiles_of_every_group_agree() {
     let Some(device) = device("half_tiles_of_every_group_agree") else { return };
-    (1..=8).for_each(|group| pages_of_half_tiles(&device, 6000 + group as u64, SHAPES[0], group));
+    let quantizer = PqShape::new(128, 64, 8).unwrap();
+    (1..=8).for_each(|group| pages_of_half_tiles(&device, 6000 + group as u64, quantizer, group));
 }
 
 #[test]
 fn half_tiles_of_every_quantizer_agree() {
     let Some(device) = device("half_tiles_of_every_quantizer_agree") else { return };
-    for (i, shape) in SHAPES.into_iter().enumerate() {
-        pages_of_half_tiles(&device, 6100 + i as u64, shape, 1 + i % 8);
+    for (i, quantizer) in quantizers().into_iter().enumerate() {
+        pages_of_half_tiles(&device, 6100 + i as u64, quantizer, 1 + i % 8);
     }
 }
 

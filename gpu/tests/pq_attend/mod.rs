@@ -10,21 +10,20 @@ use pq_core::{CodebookBuf, Codes, PqShape, SoftmaxStats};
 
 use crate::common::{Random, SIDES, from_element, to_element};
 
-/// Quantizers (dim, m, nbits).
-pub const SHAPES: [(usize, usize, u32); 12] = [
-    (128, 64, 8),
-    (128, 64, 6),
-    (128, 64, 4),
-    (128, 128, 4),
-    (128, 128, 3),
-    (128, 32, 8),
-    (128, 16, 8),
-    (64, 32, 8),
-    (64, 32, 6),
-    (64, 32, 4),
-    (64, 64, 4),
-    (64, 16, 8),
-];
+/// A shape with one quantizer, without addends and norms.
+pub const fn plain(quantizer: PqShape, group: usize, element: Element, paging: Paging) -> AttendShape {
+    let (addends, norms) = (false, false);
+    AttendShape { keys: quantizer, values: quantizer, group, element, paging, addends, norms }
+}
+
+/// Every quantizer that attention accepts.
+pub fn quantizers() -> Vec<PqShape> {
+    let all = [64, 128].into_iter().flat_map(|dim| {
+        let subspaces = (0..8).map(move |i| dim >> i);
+        subspaces.flat_map(move |m| (1..=12).filter_map(move |nbits| PqShape::new(dim, m, nbits).ok()))
+    });
+    all.filter(|&quantizer| plain(quantizer, 1, Element::F16, Paging::Contiguous).check().is_ok()).collect()
+}
 
 /// The shape of one launch, and the tokens of its sequences.
 pub struct Case {
@@ -83,20 +82,15 @@ fn codebook(random: &mut Random, shape: PqShape) -> CodebookBuf {
 impl Case {
     /// A case of a random number of sequences out of `batches`.
     pub fn random(random: &mut Random, batches: &[usize]) -> Self {
-        let (dim, m, nbits) = random.pick(&SHAPES);
-        let keys = PqShape::new(dim, m, nbits).unwrap();
-        let values = loop {
-            let (other, m, nbits) = random.pick(&SHAPES);
-            if other == dim {
-                break PqShape::new(dim, m, nbits).unwrap();
-            }
-        };
+        let mut quantizers = quantizers();
+        let keys = random.pick(&quantizers);
+        quantizers.retain(|values| values.dim() == keys.dim());
+        let values = random.pick(&quantizers);
         let (batch, heads) = (random.pick(batches), 1 + random.below(4));
         let (group, element) = (1 + random.below(16), random.pick(&[Element::F16, Element::Bf16]));
         let pagings = [Paging::Contiguous, Paging::Contiguous, Paging::Tiles, Paging::HalfTiles];
         let paging = random.pick(&pagings);
-        let plain = AttendShape { keys, values, group, element, paging, addends: false, norms: false };
-        let mut shape = adjusted(random, plain);
+        let mut shape = adjusted(random, AttendShape { values, ..plain(keys, group, element, paging) });
         if shape.check().is_err() {
             shape.paging = Paging::Tiles; // a quantizer without half tiles
         }
