@@ -1,5 +1,5 @@
-//! What an engine adds to its loop: after the prompt one `LayerCache` per layer, then an append and an attend
-//! per layer and token. Prints how far the result is from exact attention.
+//! What an engine adds to its loop: one `LayerCache` per layer after the prefill, then an append and an
+//! attend per layer and decode step. Prints the error against exact attention.
 
 use pq_core::{
     Attention, Error, ExactTokens, HeadBooks, LayerCache, PqShape, Rows, SoftmaxStats, TrainOptions, Window,
@@ -26,7 +26,7 @@ fn prefill(model: &Model, prompt: usize) -> Result<Vec<LayerCache<f32>>, Error> 
     (0..LAYERS).map(layer).collect()
 }
 
-/// A decode step in one layer: caches the new token, and attends to all tokens.
+/// A decode step in one layer: appends the new token, then attends to all tokens.
 fn step(
     cache: &mut LayerCache<f32>,
     [query, key, value]: [&[f32]; 3],
@@ -59,8 +59,8 @@ fn main() -> Result<(), Error> {
     Ok(())
 }
 
-/// Stands for a model: keys with channels of different scales, some with an offset, and neighbouring tokens
-/// that are alike.
+/// A stand-in for a model: keys with channels of different scales, some with an offset, and similar
+/// neighbouring tokens.
 struct Model;
 
 impl Model {

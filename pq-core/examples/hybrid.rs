@@ -1,5 +1,5 @@
-//! Hybrid attention: coarse codes of all tokens, exact rows of the 1 % that matter, one softmax. It is
-//! compared with attention on the codes alone and on the exact rows alone.
+//! Hybrid attention: one softmax over coarse codes, with exact rows for the 1 % of the tokens with the
+//! largest weights. Compares it with attention on the codes alone and on the exact rows alone.
 
 use pq_core::*;
 
@@ -44,7 +44,7 @@ fn main() -> Result<(), Error> {
         errors[i % DIM] += (key - decoded).powi(2) / N as f32;
     }
 
-    // The output for a query, from the exact rows of a share of the tokens and, if wanted, the codes of the
+    // The output for a query, from the exact rows of a share of the tokens and, optionally, the codes of the
     // others.
     let attend = |query: &[f32], share: f32, with_codes: bool| -> Result<Vec<f32>, Error> {
         let score_variances = [query.iter().zip(errors).map(|(q, e)| q * q * e).sum()];
@@ -57,8 +57,7 @@ fn main() -> Result<(), Error> {
         let mut scratch = HybridScratch::new(shape, N, &mut floats, &mut coded_stats)?;
         let mut selected = vec![0; rows.most(N)];
         hybrid_select_into(&luts, &tokens, &hybrid, &mut scratch, &mut selected)?;
-        // An engine that keeps the rows elsewhere fetches them now, while it attends to the codes of the
-        // others.
+        // An engine with offloaded rows fetches them here, while it attends to the codes of the others.
         let (mut out, mut stats) = (vec![0.0; DIM], [SoftmaxStats::EMPTY]);
         if with_codes {
             hybrid_attend_into(&tokens, &selected, &mut scratch, &mut out, &mut stats)?;

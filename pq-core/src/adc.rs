@@ -1,13 +1,13 @@
 //! The scan: scores of all codes by table lookup.
 //!
 //! The vector form keeps tables in registers. A table of floats is four tables of bytes, a table of 16-bit
-//! integers two, and tables of up to 256 bytes are looked up for 64 tokens at a time ([`Simd::look_up`]).
-//! Four bytes are joined into the float that the scalar form reads, so both forms add the same values in the
-//! same order and agree bit for bit.
+//! integers two, and tables of up to 256 bytes are looked up for 64 tokens at a time ([`Simd::look_up`]). The
+//! four bytes form the float that the scalar form reads, so both forms add the same values in the same order
+//! and agree bit for bit.
 //!
 //! N.B. At 8 bits `vpgatherdps` makes 2.9 G lookups per second on Zen 4, the registers of AVX-512 10 G. At 6
 //! bits `vpermi2ps` needs more instructions than lookups of bytes do (24 against 16 per 64 codes).
-//! Prefetching the runs of later blocks gains nothing.
+//! Prefetching the runs of later blocks does not help.
 
 use core::ops::Range;
 
@@ -70,8 +70,8 @@ pub fn scan_into_with(
 
 /// Scores every code against a table of integers.
 ///
-/// `scores[i] = offset + scale * (sum over j of lut[j, codes[i, j]])`: the sum in integers, the product and
-/// the sum rounded once each: the same bits on every backend. See [`QuantizedLut::error_bound`].
+/// `scores[i] = offset + scale * (sum over j of lut[j, codes[i, j]])`: an integer sum, then a product and an
+/// addition, rounded once each: the same bits on every backend. See [`QuantizedLut::error_bound`].
 ///
 /// # Shapes
 /// As [`scan_into`].
@@ -159,7 +159,7 @@ impl Kernel for Scan<'_, '_> {
     }
 }
 
-/// Blocks that are scanned together, few enough for their scores to stay in L1 from subspace to subspace.
+/// Blocks scanned together, few enough for their scores to stay in L1 across subspaces.
 const CHUNK: usize = 64;
 
 impl Scan<'_, '_> {
@@ -176,9 +176,9 @@ impl Scan<'_, '_> {
     }
 }
 
-/// The vector form of the scan for at most [`QUERIES`] queries, over so few blocks that their scores stay in
-/// cache; the last may be incomplete. `scores` has `n` tokens of each query, `stride` apart. Blocks in small
-/// pages are gathered once for all queries.
+/// The vector form of the scan for at most [`QUERIES`] queries, over few enough blocks for their scores to
+/// stay in cache; the last may be incomplete. `scores` has `n` tokens of each query, `stride` apart. Blocks
+/// in small pages are gathered once for all queries.
 #[inline(always)]
 pub(crate) fn scan_chunk<S: Simd>(
     s: S,
@@ -212,10 +212,10 @@ pub(crate) fn scan_chunk<S: Simd>(
     }
 }
 
-/// Most subspaces that are added to the scores at a time.
+/// Maximum subspaces added to the scores at a time.
 const PAIR: usize = 2;
 
-/// Adds some subspaces to the scores, given their runs in each block.
+/// Adds consecutive subspaces to the scores, given their runs in each block.
 #[inline(always)]
 fn add_subspaces<S: Simd, const NBITS: u32>(
     s: S,
@@ -274,8 +274,8 @@ impl Part<'_> {
         }
     }
 
-    /// The table of subspace `i` of the part, for registers. No closure: one that is not inlined calls every
-    /// instruction as a function.
+    /// The table of subspace `i` of the part, in registers. Not a closure: if it is not inlined, every
+    /// intrinsic becomes a call.
     #[inline(always)]
     fn table<S: Simd, const NBITS: u32>(&self, s: S, i: usize, planes: &[u8; 4 * 256]) -> S::FloatTable {
         // SAFETY: a row has ksub floats, its planes max(16, ksub) bytes each; both outlive the table.
@@ -365,14 +365,14 @@ impl Kernel for ScanQuantized<'_, '_> {
         if self.codes.shape().nbits() > 8 {
             return self.scalar(); // registers hold tables of at most 256 entries
         }
-        // N.B. One function for all widths: with one for each, 16-bit tables of 8-bit codes take twice as
+        // N.B. One function for all widths: with one per width, 16-bit tables of 8-bit codes take twice as
         // long with AVX2.
         for_nbits!(self.codes.shape().nbits(), N => self.scan::<S, N>(s));
     }
 }
 
 impl ScanQuantized<'_, '_> {
-    /// Four blocks share the loads of a table where there are registers for their sums.
+    /// Four blocks share the loads of a table if there are registers for their sums.
     #[inline(always)]
     fn scan<S: Simd, const NBITS: u32>(self, s: S) {
         match (self.codes.parts(), self.lut.precision(), S::LANES) {
@@ -407,11 +407,11 @@ impl ScanQuantized<'_, '_> {
     }
 }
 
-/// Most blocks, or small pages of a block, of [`scan_blocks`].
+/// Maximum blocks, or small pages of a block, per call of [`scan_blocks`].
 const MOST_PARTS: usize = 4;
 
-/// Scores `BLOCKS` blocks; the last may be incomplete. Blocks of small pages, `SMALL`, have a form of their
-/// own: a call in the loop takes the sums out of their registers.
+/// Scores `BLOCKS` blocks; the last may be incomplete. Blocks of small pages, `SMALL`, have their own
+/// instantiation: a call in the loop would spill the sums.
 #[inline(always)]
 fn scan_blocks<S: Simd, const NBITS: u32, const BLOCKS: usize, const PLANES: usize, const SMALL: bool>(
     s: S,

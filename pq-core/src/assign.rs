@@ -1,9 +1,9 @@
 //! The nearest centroid of each of 64 points, the inner loop of training and encoding.
 //!
 //! A tile holds 64 points of one subspace component by component, (dsub, 64), so that a register holds one
-//! component of several points and the minimum over centroids is kept lane by lane: no reduction across lanes
-//! at any `dsub`. A block of centroids is multiplied against four registers of points at a time. Floor: `64 *
-//! ksub * dsub` fused multiply-adds, plus three operations per distance to keep the minimum.
+//! component of several points and the minimum over centroids is kept lane by lane: there is no reduction
+//! across lanes at any `dsub`. A block of centroids is multiplied against four registers of points at a time.
+//! Floor: `64 * ksub * dsub` fused multiply-adds, plus three operations per distance to keep the minimum.
 
 use crate::codebook::Subspace;
 use crate::pack::BLOCK;
@@ -14,7 +14,7 @@ use crate::{Backend, Element};
 pub(crate) struct Nearest {
     /// Index of the centroid.
     pub index: [u32; BLOCK],
-    /// `|centroid|^2 / 2 - <point, centroid>`; half the squared distance less half of `|point|^2`.
+    /// `|centroid|^2 / 2 - <point, centroid>`; half the squared distance minus half of `|point|^2`.
     pub distance: [f32; BLOCK],
 }
 
@@ -22,8 +22,8 @@ impl Nearest {
     pub const NONE: Self = Self { index: [0; BLOCK], distance: [f32::INFINITY; BLOCK] };
 }
 
-/// Fills `tile` (components, 64) with component `first` and on of `points` rows, up to 64, which `row`
-/// gives; a NaN or an infinity becomes 0. The columns of missing rows keep their values or get those of the
+/// Fills `tile` (components, 64) with the components from `first` on of `points` rows, up to 64, which `row`
+/// returns; a NaN or an infinity becomes 0. The columns of missing rows keep their values or get those of the
 /// last row. Returns the sum of all squares.
 pub(crate) fn fill_tile<'a, E: Element + 'a>(
     backend: Backend,
@@ -42,7 +42,7 @@ struct FillTile<'t, F> {
     tile: &'t mut [f32],
 }
 
-/// Rows that are transposed at a time.
+/// Rows transposed at a time.
 const AT_ONCE: usize = 4;
 
 impl<'a, E: Element + 'a, F: Fn(usize) -> &'a [E]> Kernel for FillTile<'_, F> {
@@ -62,8 +62,8 @@ impl<'a, E: Element + 'a, F: Fn(usize) -> &'a [E]> Kernel for FillTile<'_, F> {
 }
 
 impl<'a, E: Element + 'a, F: Fn(usize) -> &'a [E]> FillTile<'_, F> {
-    /// Fills the tile, four rows and some components at a time: `transpose` writes component `i` of each row
-    /// to `BLOCK * i` and on.
+    /// Fills the tile, four rows and some components at a time: `transpose` writes component `i` of the rows
+    /// from `BLOCK * i` on.
     #[inline(always)]
     fn fill(self, transpose: impl Fn([&[f32]; AT_ONCE], &mut [f32])) -> f64 {
         let Self { points, row, first, tile } = self;
@@ -92,7 +92,8 @@ pub(crate) fn squares_of(tile: &[f32], points: usize) -> f64 {
     sum.total()
 }
 
-/// The sum of a function of values, in several sums: one would wait for every addition.
+/// The sum of a function of values, in several partial sums: a single one would be bound by the latency of
+/// its additions.
 #[derive(Default)]
 pub(crate) struct Sum {
     sums: [f64; 16],
@@ -123,7 +124,7 @@ impl Sum {
 #[derive(Clone, Copy)]
 pub(crate) struct Tile<'a> {
     pub values: &'a [f32], // (dsub, 64), every element finite
-    pub points: usize,     // of the 64, the first; at least 1
+    pub points: usize,     // number of valid columns, 1 to 64
     pub squares: f64,      // the sum of all squares
 }
 
@@ -144,8 +145,8 @@ pub(crate) fn assign_fitting(on: impl Run, subspace: Subspace<'_>, tile: Tile<'_
     on.run(Assign { subspace, tile, nearest });
 }
 
-/// As [`assign`], where `nearest.index` holds a guess, such as the centroid of the previous iteration. A good
-/// guess saves most of the updates of the minimum in codebooks with many centroids. The guess wins ties.
+/// As [`assign`], where `nearest.index` holds a guess, such as the centroid of the previous iteration. With
+/// many centroids, a good guess saves most updates of the minimum. The guess wins ties.
 #[cfg(feature = "alloc")]
 pub(crate) fn assign_from(
     backend: Backend,
@@ -261,8 +262,8 @@ impl Kernel for Assign<'_> {
     }
 }
 
-/// Minima of a single register of points, each over a part of the centroids: one alone would wait for its
-/// last comparison (16 keys at (64, 8) with AVX-512: 0.89 us a key instead of 0.59).
+/// Minima of a single register of points, each over a part of the centroids: a single minimum would be bound
+/// by the latency of its comparisons (16 keys at (64, 8) with AVX-512: 0.89 us a key instead of 0.59).
 pub(crate) const CHAINS: usize = 4;
 
 impl Assign<'_> {
@@ -289,7 +290,7 @@ impl Assign<'_> {
                 (1, ..) => blocked::<S, 1, 1, C, 0, SKIP>(s, subspace, values, first, nearest),
                 (2 | 3, false, 1) => blocked::<S, 2, 1, C, 1, SKIP>(s, subspace, values, first, nearest),
                 (2 | 3, false, 2) => blocked::<S, 2, 1, C, 2, SKIP>(s, subspace, values, first, nearest),
-                // Inlined here, it took half as long again at (32, 8) in one of two programs.
+                // Inlined here, it took 1.5 times as long at (32, 8) in one of two programs.
                 (2 | 3, ..) => s.call(
                     #[inline(always)]
                     || blocked::<S, 2, 1, C, 0, SKIP>(s, subspace, values, first, nearest),
@@ -408,7 +409,7 @@ pub(crate) fn nearest_of_registers<
             }
         }
     }
-    // A part's indices are above those of the parts before, so the first of equal distances is kept.
+    // Indices ascend from part to part, so the first of equal distances is kept.
     let mut nearest_of_all = best[0];
     for chain in &best[1..] {
         for (nearest, &(distance, index)) in nearest_of_all.iter_mut().zip(chain) {

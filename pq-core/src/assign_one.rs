@@ -1,10 +1,10 @@
 //! The nearest centroids of a single vector.
 //!
 //! Lanes are centroids here: with one point there is nothing else to fill them. Distances of a subspace stay
-//! in registers where they fit, so that half norms and columns are read in the order of memory: at 8 bits and
-//! 128 components a vector reads 144 to 192 KiB from L2, whose lines come fastest in that order.
+//! in registers where they fit, so that half norms and columns are read sequentially: at 8 bits and 128
+//! components a vector reads 144 to 192 KiB from L2, which is fastest in that order.
 //!
-//! Floor: loads of the codebook alone take 0.93 us for 192 KiB and 0.70 us for 144 KiB on Zen 5, where each
+//! Floor: loads of the codebook alone take 0.93 us for 192 KiB and 0.70 us for 144 KiB on Zen 5, while each
 //! of 64 vectors at a time takes 0.49 us at (64, 8) and 0.29 us at (16, 8).
 
 use crate::assign::{Sum, finite, fits_f32, nearest_wide};
@@ -30,7 +30,7 @@ struct AssignOne<'a, E, F> {
     set: F,
 }
 
-/// Subspaces from one on, and their part of the vector.
+/// Consecutive subspaces, and their part of the vector.
 #[derive(Clone, Copy)]
 struct Part<'a, E> {
     codebook: &'a Codebook<'a>,
@@ -45,13 +45,13 @@ impl<'a, E> Part<'a, E> {
 }
 
 impl<E: Element, F: FnMut(usize, &[u32])> AssignOne<'_, E, F> {
-    /// Calls `nearest` for as many subspaces as fit into one call of `set`, or for each where distances may
-    /// not fit. It writes the index of every subspace's nearest centroid and the distance.
+    /// Calls `nearest` for as many subspaces as fit into one call of `set`, or for each alone where distances
+    /// may overflow. It writes the index of every subspace's nearest centroid and the distance.
     #[inline(always)]
     fn each(mut self, nearest: impl Fn(Part<'_, E>, &mut [u32], &mut [f32])) -> f64 {
         let (codebook, dsub, m) = (self.codebook, self.codebook.shape().dsub(), self.codebook.shape().m());
-        // The squares of the whole vector, summed several at a time, tell of nearly all that all distances
-        // fit.
+        // The sum of squares of the whole vector, computed in several partial sums, proves for nearly all
+        // vectors that no distance overflows.
         let mut all_squares = Sum::default();
         for strip in self.vector.chunks(BLOCK) {
             let mut x = [0.0; BLOCK];
@@ -90,7 +90,7 @@ impl<E: Element, F: FnMut(usize, &[u32])> AssignOne<'_, E, F> {
         error.max(0.0)
     }
 
-    /// [`each`](Self::each) with `R` registers of centroids at a time; `WHOLE` where those are all of them.
+    /// [`each`](Self::each) with `R` registers of centroids at a time; `WHOLE` if those are all centroids.
     #[inline(always)]
     fn lanes<S: Simd, const R: usize, const WHOLE: bool>(self, s: S) -> f64 {
         self.each(
@@ -141,13 +141,13 @@ impl<E: Element, F: FnMut(usize, &[u32])> Kernel for AssignOne<'_, E, F> {
     }
 }
 
-/// The most lanes of an instruction set.
+/// Maximum lanes of an instruction set.
 const MOST_LANES: usize = 16;
 
-/// Subspaces whose minima over lanes are found together.
+/// Subspaces whose minima across lanes are reduced together.
 const FOUR: usize = 4;
 
-/// Most components of [`FOUR`] subspaces.
+/// Maximum components of [`FOUR`] subspaces.
 const STRIP: usize = 64;
 
 /// The nearest centroids in all subspaces of a part, by the lanes of `R` registers.
@@ -218,7 +218,7 @@ fn nearest_of_four<S: Simd, const R: usize>(
     }
 }
 
-/// Distances of `R` registers of centroids from `c` on. All those exist.
+/// Distances of `R` registers of centroids from `c` on, all of which exist.
 #[inline(always)]
 fn distances_of<S: Simd, const R: usize>(
     s: S,
@@ -245,11 +245,11 @@ fn distances_of<S: Simd, const R: usize>(
     distances
 }
 
-/// The first of `R` registers' lanes that is equal to those of `least`; one is.
+/// The index of the first lane, over `R` registers, that equals `least`; at least one does.
 #[inline(always)]
 fn first_equal<S: Simd, const R: usize>(s: S, all: &[S::F32; R], least: S::F32) -> u32 {
     let mut at = 0;
-    // N.B. From the last on, so that there is no branch.
+    // N.B. From the last to the first, so that there is no branch.
     for group in (0..R).step_by(64 / S::LANES).rev() {
         let mut equal = 0_u64;
         for (v, &distance) in all[group..].iter().take(64 / S::LANES).enumerate() {
@@ -261,8 +261,8 @@ fn first_equal<S: Simd, const R: usize>(s: S, all: &[S::F32; R], least: S::F32) 
     at
 }
 
-/// The nearest centroid to one point, and its distance, where there are fewer centroids than lanes: every
-/// lane computes the same, so that products are rounded as in all other forms.
+/// The nearest centroid to one point, and its distance, for fewer centroids than lanes: all lanes compute the
+/// same value, so that products are rounded as in all other forms.
 #[inline(always)]
 fn nearest_lane_by_lane<E: Element, S: Simd>(s: S, subspace: Subspace<'_>, x: &[E]) -> (u32, f32) {
     let mut best = (0, f32::INFINITY);
@@ -280,8 +280,8 @@ fn nearest_lane_by_lane<E: Element, S: Simd>(s: S, subspace: Subspace<'_>, x: &[
     best
 }
 
-/// The same with a lane for each centroid, `R` registers of them at a time: `R * LANES` divides ksub, and is
-/// ksub if `WHOLE`.
+/// The same with one centroid per lane, `R` registers at a time: `R * LANES` divides ksub, and is ksub if
+/// `WHOLE`.
 #[inline(always)]
 fn nearest_of_lanes<E: Element, S: Simd, const R: usize, const WHOLE: bool>(
     s: S,
@@ -327,7 +327,7 @@ fn nearest_of_lanes<E: Element, S: Simd, const R: usize, const WHOLE: bool>(
     for (v, &distance) in distances.iter().enumerate() {
         equal |= u64::from(s.equal(distance, s.splat(least))) << (v * S::LANES);
     }
-    // Of equal distances the lowest index wins; there are hardly ever two.
+    // Of equal distances the lowest index wins; ties are rare.
     let mut firsts = [0; 4 * MOST_LANES];
     for (v, (_, first)) in best.into_iter().enumerate() {
         // SAFETY: R is 4.

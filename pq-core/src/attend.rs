@@ -27,20 +27,20 @@ pub const fn attend_scratch_len(values: PqShape, group: usize) -> usize {
     tables_len(values).saturating_add(group.saturating_mul(CHUNK))
 }
 
-/// Elements of the tables: one float per centroid and component, as planes of bytes. The scalar form needs
-/// fewer, one per centroid and subspace.
+/// Elements of the tables: one float per centroid and component, as byte planes. The scalar form needs only
+/// one per centroid and subspace.
 const fn tables_len(values: PqShape) -> usize {
     values.dim() * row_len(values.ksub())
 }
 
-/// Attention of the query heads that share a key/value head on its coded tokens, without decoding them in
+/// Attention of a GQA group of query heads over the coded tokens of its KV head, without decoding them to
 /// memory.
 ///
 /// The score of token t for query g is `s[g, t] = key_scales[t] * (sum_j luts[g, j, keys[t, j]]) + bias[g,
-/// t]`, capped if [`CodedTokens::with_softcap`] says so. The tokens are added to `out[g] = sum_t exp(s[g, t] -
-/// max) * value_scales[t] * value_t` and to `stats[g]`. Start from zeros and
-/// [`SoftmaxStats::EMPTY`], and finish with [`SoftmaxStats::normalize`]. Scale queries by
-/// `1 / sqrt(head_dim)` before [`lut_into`](crate::lut_into).
+/// t]`, capped if [`CodedTokens::with_softcap`] is set. The tokens are added to `out[g] = sum_t exp(s[g, t] -
+/// max) * value_scales[t] * value_t` and to `stats[g]`. Start from zeros and [`SoftmaxStats::EMPTY`], and
+/// finish with [`SoftmaxStats::normalize`]. Scale queries by `1 / sqrt(head_dim)` before
+/// [`lut_into`](crate::lut_into).
 ///
 /// # Shapes
 /// `luts` (group, m, ksub) in the keys' shape; `scratch` at least [`attend_scratch_len`]; `out` (group, dim
@@ -48,8 +48,8 @@ const fn tables_len(values: PqShape) -> usize {
 /// # Errors
 /// [`Error::ShapeMismatch`], [`Error::Length`] or [`Error::TooShort`]; `out` and `stats` are then untouched.
 /// # Cost
-/// Per query n * m lookups for the scores, n exponentials, and n * dim multiply-adds on values whose lookup
-/// the group shares; no allocation.
+/// Per query n * m lookups for the scores, n exponentials, and n * dim multiply-adds on values, which are
+/// looked up once per group; no allocation.
 /// # Source
 /// MILLION (DAC 2025), III-B, equations 6 and 7.
 /// # Examples
@@ -199,8 +199,8 @@ impl Kernel for Attend<'_, '_> {
     }
 }
 
-/// Computes the table scores of up to four queries from `first` on, `scores` (queries, CHUNK), where that is
-/// faster together: for three or more, if the tables do not fit in registers. Returns whether it is.
+/// Computes the table scores of up to four queries from `first` on, `scores` (queries, CHUNK), if that is
+/// faster together: for three or more, if the tables do not fit in registers. Returns whether it did.
 #[inline(always)]
 pub(crate) fn score_together<S: Simd>(
     s: S,
@@ -211,7 +211,7 @@ pub(crate) fn score_together<S: Simd>(
     room: &mut Room,
 ) -> bool {
     if const { S::FLOAT_TABLE_BITS >= 8 } {
-        return false; // all tables fit: what follows is not compiled
+        return false; // all tables fit: the rest is not compiled
     }
     let nbits = luts.shape().nbits();
     let together = scores.len() >= 3 * CHUNK && nbits > S::FLOAT_TABLE_BITS && nbits <= 8;
@@ -294,8 +294,8 @@ impl Values<'_> {
         }
     }
 
-    /// Adds components of some subspaces of the weighted values of `G` queries, given their runs in each
-    /// block. `A` accumulators for each query hide the latency of the multiply-adds.
+    /// Adds the weighted values of `G` queries for consecutive subspaces, given their runs in each block. `A`
+    /// accumulators for each query hide the latency of the multiply-adds.
     #[inline(always)]
     fn add<S: Simd, const NBITS: u32, const G: usize, const A: usize>(
         &self,

@@ -1,4 +1,4 @@
-//! A cache of token blocks in fast memory, when the keys and values of all tokens are in slow memory.
+//! A cache of token blocks in fast memory, in front of slow memory that holds all keys and values.
 
 use alloc::collections::BTreeMap;
 use alloc::vec::Vec;
@@ -44,7 +44,7 @@ pub struct CacheStatistics {
 }
 
 impl CacheStatistics {
-    /// The fraction of hits among all tokens; 0 before the first.
+    /// The hit rate over all tokens; 0 before the first.
     #[must_use]
     pub fn hit_rate(&self) -> f64 {
         self.hits as f64 / (self.hits + self.misses).max(1) as f64
@@ -130,8 +130,9 @@ impl BlockCache {
     /// Ends a step: marks the `k_cache` blocks that contain most of its tokens as used, and returns those of
     /// them that the caller has to load. Of blocks with equally many tokens the lower comes first.
     ///
-    /// Leave out the tokens of the last block while it grows: a row that comes later would be a hit in a slot
-    /// that does not hold it. After a load that failed, begin with an empty cache: the directory has its block.
+    /// Leave out the tokens of the last block while it grows: a row appended later would be a hit in a slot
+    /// that does not hold it. After a failed load, start with an empty cache: the directory already lists the
+    /// block.
     pub fn update(&mut self, tokens: &[u32], k_cache: usize) -> Vec<Load> {
         self.step += 1;
         let mut counts = BTreeMap::new();
@@ -158,7 +159,7 @@ impl BlockCache {
     pub fn truncate(&mut self, n: usize) {
         let block_len = self.block_len;
         let is_kept = |block: u32| (block as usize).saturating_add(1).saturating_mul(block_len) <= n;
-        // The index of a slot is its place in memory, so the slots of removed blocks stay in the list, unused.
+        // A slot's index is its address, so the slots of removed blocks stay in the list, unused.
         for slot in &mut self.slots {
             if !is_kept(slot.block) {
                 *slot = Slot { used: 0, uses: 0, ..*slot };

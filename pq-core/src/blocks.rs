@@ -1,18 +1,18 @@
-//! What the vector forms read: codes of 64 vectors at a time.
+//! Input of the vector forms: the codes of 64 vectors at a time.
 //!
-//! A run of 64 codes is gathered from the short runs of small pages as it is, in units of whole bytes: with
-//! `w` bits in the narrowest plane of a code, a run of 64 codes consists of `8 w` bytes at a time, to which
-//! each of `p` pages contributes `8 w / p` in turn. Since the planes of a short run are packed by the same
-//! rule, all planes of a vector arrive at one place, which is the vector's own only at 8 bits. Scores are put
-//! in order once for all subspaces ([`Blocks::order_as_tokens`]). To shift and mask the codes of each
-//! subspace instead would take longer than a scan does.
+//! A run of 64 codes is gathered from the short runs of small pages without unpacking, in whole bytes: with
+//! `w` bits in the narrowest plane of a code, a run consists of groups of `8 w` bytes, to which each of `p`
+//! pages contributes `8 w / p` in turn. The planes of a short run are packed by the same rule, so all planes
+//! of a vector end up in the same lane, which is the vector's own only at 8 bits. The scores are permuted to
+//! token order once for all subspaces ([`Blocks::order_as_tokens`]). Shifting and masking the codes of each
+//! subspace instead would take longer than a scan.
 //!
-//! On pages of 16 tokens attention of one query takes 1.07 to 1.18 times as long as in one piece (AVX-512,
-//! codes in L2). Half of the difference is the time of a page's cache lines from L2, which the arithmetic of
-//! codes in one piece hides. N.B. Prefetched lines lose, both those of the next subspaces and those of the
-//! next blocks: pages that are a power of two apart share few sets of L1. Aligning what is gathered gains
-//! nothing. Units of 2 to 16 bytes copied one by one, without [`Simd::interleave`], took 1.5 times as long at
-//! 6 bits and 1.3 times at 4.
+//! On pages of 16 tokens attention of one query takes 1.07 to 1.18 times as long as on contiguous codes
+//! (AVX-512, codes in L2). Half of the difference is the L2 latency of a page's cache lines, which the
+//! arithmetic hides for contiguous codes. N.B. Prefetching is slower, of the next subspaces as well as of the
+//! next blocks: pages at power-of-two distances share few L1 sets. Aligning the gathered bytes does not help.
+//! Units of 2 to 16 bytes copied one by one, without [`Simd::interleave`], took 1.5 times as long at 6 bits
+//! and 1.3 times at 4.
 
 use crate::pack::BLOCK;
 use crate::simd::{Simd, for_nbits};
@@ -27,27 +27,27 @@ pub(crate) struct Blocks<'b> {
 /// The runs of some subspaces.
 #[derive(Clone, Copy)]
 pub(crate) struct Runs<'r> {
-    /// Every block from the run of the first of them on.
+    /// Every block, from the run of the first subspace on.
     pub blocks: &'r [&'r [u8]],
-    /// The subspace after the last of them.
+    /// The subspace after the last.
     pub end: usize,
 }
 
-/// Most bytes that are gathered at a time: with 32 blocks of pages of 16 tokens, two cache lines of each page.
-/// With half of it attention takes 1 to 2 % longer.
+/// Maximum bytes gathered at a time: with 32 blocks of pages of 16 tokens, two cache lines of each page. With
+/// half as many, attention takes 1 to 2 % longer.
 const ROOM: usize = 16384;
 
-/// Most blocks that are gathered.
+/// Maximum blocks gathered.
 const MOST: usize = 64;
 
-/// Most small pages of a chunk: those of 32 blocks of pages of 16 tokens.
+/// Maximum small pages per chunk: 32 blocks of pages of 16 tokens.
 pub(crate) const SMALL_PAGES: usize = 128;
 
-/// Memory in which runs are gathered, one for all chunks: it begins as `None`, and stays so where all blocks
-/// are whole, since to clear it takes longer than a small scan.
+/// Buffer for gathered runs, shared by all chunks. It stays `None` if all blocks are whole, since clearing it
+/// takes longer than a small scan.
 pub(crate) type Room = Option<[u8; ROOM]>;
 
-/// The list of the blocks that are gathered, which begins as `None` likewise.
+/// The list of the gathered blocks, `None` until needed as well.
 pub(crate) type List<'r> = Option<[&'r [u8]; MOST]>;
 
 impl<'b> Blocks<'b> {
@@ -63,14 +63,14 @@ impl<'b> Blocks<'b> {
         self.parts.len() / self.of_block
     }
 
-    /// All runs of blocks that are whole.
+    /// All runs of whole blocks.
     #[inline(always)]
     pub const fn whole(&self, m: usize) -> Runs<'b> {
         Runs { blocks: self.parts, end: m }
     }
 
-    /// The runs from subspace `j` of `m` on: all that there are, or a multiple of `least` that there is room
-    /// to gather.
+    /// The runs from subspace `j` of `m` on: all of them, or as many as fit in the buffer, a multiple of
+    /// `least`.
     #[inline(always)]
     pub fn runs<'r, S: Simd>(
         &self,
@@ -96,8 +96,8 @@ impl<'b> Blocks<'b> {
         }
     }
 
-    /// Gathers as many subspaces as there is room for: a page's cache lines are read once, since a line does
-    /// not stay in L1 until the next subspace.
+    /// Gathers as many subspaces as fit, so that each cache line of a page is read once: it would not stay in
+    /// L1 until the next subspace.
     #[inline(always)]
     fn gather<'r, S: Simd, const NBITS: u32, const PARTS: usize>(
         &self,
@@ -129,12 +129,12 @@ impl<'b> Blocks<'b> {
         Runs { blocks: list, end: j + count }
     }
 
-    /// Puts values of the codes of blocks into the order of the tokens.
+    /// Permutes values from block order to token order.
     pub fn order_as_tokens(&self, nbits: u32, values: &mut [f32]) {
         transpose(steps(nbits), self.of_block, values);
     }
 
-    /// Puts values of tokens into the order of the codes of blocks.
+    /// Permutes values from token order to block order.
     pub fn order_as_codes(&self, nbits: u32, values: &mut [f32]) {
         transpose(self.of_block, steps(nbits), values);
     }
@@ -163,11 +163,11 @@ fn transpose(rows: usize, columns: usize, values: &mut [f32]) {
         (4, 8) => transpose_blocks::<4, 8>(values),
         (8, 2) => transpose_blocks::<8, 2>(values),
         (8, 4) => transpose_blocks::<8, 4>(values),
-        _ => {} // a row or a column alone
+        _ => {} // a single row or column
     }
 }
 
-/// [`transpose`] with lengths that the compiler knows: moves of registers, not calls.
+/// [`transpose`] with compile-time lengths: register moves instead of calls.
 fn transpose_blocks<const ROWS: usize, const COLUMNS: usize>(values: &mut [f32]) {
     let unit = BLOCK / (ROWS * COLUMNS);
     for block in values.as_chunks_mut::<BLOCK>().0 {

@@ -5,9 +5,9 @@ use crate::Error;
 /// A model of the time that clustering takes, and of the time of a layer's prefill, as functions of the
 /// sequence length.
 ///
-/// PQCache trains on the CPU while the GPU prefills the next layer. The time of one k-means iteration is
-/// linear in the length, that of a layer quadratic; both are fitted by least squares to the profiles of a few
-/// lengths.
+/// PQCache trains on the CPU while the GPU prefills the next layer. The time of a k-means iteration is linear
+/// in the sequence length, that of a layer's prefill quadratic. Both are fitted by least squares to profiles
+/// at a few lengths.
 ///
 /// # Source
 /// PQCache (arXiv 2407.12820), 3.3.
@@ -46,8 +46,8 @@ impl ClusteringCost {
         let n = n as f64;
         let layer = self.layer[0] + n * (self.layer[1] + n * self.layer[2]);
         let iteration = self.iteration[0] + n * self.iteration[1];
-        // A time that is not positive gives no bound. The factor keeps rounding from taking one iteration off
-        // an exact fit.
+        // A nonpositive time gives no bound. The factor keeps rounding from taking one iteration off an exact
+        // fit.
         let hidden = if iteration > 0.0 { (layer / iteration * (1.0 + 5e-7)) as usize } else { usize::MAX };
         hidden.min(*allowed.end()).max(*allowed.start())
     }

@@ -28,7 +28,7 @@ pub struct Codebook<'a> {
     shape: PqShape,
     columns: &'a [f32],    // (m, dsub, ksub), every element finite
     half_norms: &'a [f32], // (m, ksub)
-    largest: f32,          // of the half norms; infinite where one overflows
+    largest: f32,          // half norm; infinite if one overflows
 }
 
 /// One subspace of a codebook.
@@ -51,8 +51,8 @@ impl<'a> Subspace<'a> {
 }
 
 impl<'a> Codebook<'a> {
-    /// Checks `centroids` (m, ksub, dsub) of any [`Element`], which may come from outside, and arranges them
-    /// in `storage` ([`PqShape::codebook_storage_len`] elements).
+    /// Checks `centroids` (m, ksub, dsub) of any [`Element`], which may be untrusted, and arranges them in
+    /// `storage` ([`PqShape::codebook_storage_len`] elements).
     ///
     /// # Errors
     /// [`Error::Length`] or [`Error::NotFinite`].
@@ -72,7 +72,7 @@ impl<'a> Codebook<'a> {
         Ok(Self { shape, columns, half_norms, largest: largest(half_norms) })
     }
 
-    /// The shape it was made for.
+    /// The quantizer's shape.
     #[must_use]
     pub const fn shape(&self) -> PqShape {
         self.shape
@@ -157,8 +157,8 @@ pub(crate) fn largest(half_norms: &[f32]) -> f32 {
 // N.B. The centroids stay `f32` in memory. At (64, 8) and 128 components the books of a head's keys and
 // values take 384 KiB, of which 128 KiB are half norms, and all sequences share them. The codes of one
 // sequence of 8,192 tokens take 1 MiB a head. Centroids in `f16` would save 128 KiB: 9 % of books and codes
-// for one such sequence, 1.5 % for eight. Encoding, tables and the sum of values read columns of `f32`, so
-// that each would need kernels for `f16`, or would widen a book into 128 KiB of scratch at every call.
+// for one such sequence, 1.5 % for eight. Encoding, tables and the sum of values read columns of `f32`: each
+// would need `f16` kernels, or would widen a codebook into 128 KiB of scratch at every call.
 #[cfg(feature = "alloc")]
 #[derive(Clone, Debug)]
 pub struct CodebookBuf {
@@ -200,7 +200,7 @@ impl CodebookBuf {
     ///
     /// # Errors
     /// [`Error::BadMagic`], [`Error::Version`], [`Error::Truncated`], [`Error::TrailingBytes`],
-    /// [`Error::BadField`], [`Error::NotFinite`], or that of a bad shape.
+    /// [`Error::BadField`], [`Error::NotFinite`], or the error of a bad shape.
     pub fn from_bytes(bytes: &[u8]) -> Result<Self, Error> {
         let mut reader = Reader::new("a codebook", MAGIC, VERSION, bytes)?;
         let book = Self::read(&mut reader)?;
@@ -219,7 +219,7 @@ impl CodebookBuf {
         Self::new(shape, &reader.tagged_elements(shape.codebook_len())?)
     }
 
-    /// Borrows it.
+    /// Borrows the codebook.
     #[must_use]
     pub fn view(&self) -> Codebook<'_> {
         let (columns, half_norms) = self.storage.split_at(self.shape.codebook_len());

@@ -1,11 +1,11 @@
-//! Coded tokens and what changes their scores.
+//! Coded tokens, with scales, biases and a softcap.
 
 use kv_attend::simd::tanh;
 
 use crate::error::check_len;
 use crate::{Attention, Codebook, Codes, Error, Luts, PqShape};
 
-/// The coded tokens of one key/value head: n keys and values, with optional scales and biases.
+/// The coded tokens of one KV head: n keys and values, with optional scales and biases.
 ///
 /// # Examples
 /// ```
@@ -31,7 +31,7 @@ pub struct CodedTokens<'a> {
 }
 
 impl<'a> CodedTokens<'a> {
-    /// From the codes of the keys, the codes of the values, and the codebook of the values.
+    /// Combines the codes of the keys, the codes of the values, and the codebook of the values.
     ///
     /// # Errors
     /// [`Error::Length`] when there are more or fewer values than keys; [`Error::ShapeMismatch`] when
@@ -80,7 +80,7 @@ impl<'a> CodedTokens<'a> {
     /// [`Attention::softcap`]. Takes a number or an `Option` of one.
     ///
     /// # Errors
-    /// That of [`Attention::check`] for a cap that is not positive and finite.
+    /// The error of [`Attention::check`] for a cap that is not positive and finite.
     pub fn with_softcap(mut self, softcap: impl Into<Option<f32>>) -> Result<Self, Error> {
         self.softcap = softcap.into();
         Attention { softcap: self.softcap, ..Attention::default() }.check()?;

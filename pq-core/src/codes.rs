@@ -20,9 +20,9 @@ const MAGIC: [u8; 4] = *b"PQCO";
 #[cfg(feature = "alloc")]
 const VERSION: u32 = 1;
 
-/// The packed codes of `n` vectors, borrowed: in one piece, or in the pages of a pool.
+/// The packed codes of `n` vectors, borrowed: contiguous, or in the pages of a pool.
 ///
-/// Scans, searches, attention and decoding take either.
+/// Scans, searches, attention and decoding accept both.
 ///
 /// # Examples
 /// ```
@@ -44,10 +44,10 @@ pub struct Codes<'a> {
 }
 
 impl<'a> Codes<'a> {
-    /// The codes of `n` vectors in one piece.
+    /// The codes of `n` vectors in contiguous memory.
     ///
     /// # Shapes
-    /// `bytes` at least [`PqShape::codes_len`] of `n`; what follows is ignored.
+    /// `bytes` at least [`PqShape::codes_len`] of `n`; excess bytes are ignored.
     /// # Errors
     /// [`Error::TooShort`].
     pub fn new(shape: PqShape, n: usize, bytes: &'a [u8]) -> Result<Self, Error> {
@@ -58,8 +58,8 @@ impl<'a> Codes<'a> {
 
     /// The codes of `n` vectors in pages of `page_tokens` vectors: 16, 32, or a multiple of [`BLOCK`].
     ///
-    /// Pages of 16 and 32 are written by [`CodesMut`]. What is computed from them has the bits of codes in
-    /// one piece, but for the order of attention's sums.
+    /// Pages of 16 and 32 are written by [`CodesMut`]. Results are bit-identical to those on contiguous
+    /// codes, except that attention sums in another order.
     ///
     /// # Shapes
     /// `pool` whole pages of [`PqShape::page_len`] bytes; `table` at least `n / page_tokens` rounded up page
@@ -96,7 +96,7 @@ impl<'a> Codes<'a> {
         self.shape.codes_len(self.n)
     }
 
-    /// The packed bytes, of which [`new`](Self::new) makes the same codes; of codes in pages, the pool.
+    /// The packed bytes, as [`new`](Self::new) takes them; for paged codes, the pool.
     #[must_use]
     pub const fn bytes(&self) -> &'a [u8] {
         self.bytes
@@ -154,9 +154,8 @@ impl<'a> Codes<'a> {
         BLOCK / self.layout.vectors()
     }
 
-    /// The 64 vectors from `64 * first` on and those after them, as many as `parts` has room for and as there
-    /// are. Kernels get the blocks of some chunk in this way, so that codes in pages are as fast as codes in
-    /// one piece.
+    /// The blocks of 64 vectors from block `first` on, as many as exist and fit in `parts`. Kernels get the
+    /// blocks of a chunk this way, so that paged codes are as fast as contiguous codes.
     #[inline(always)]
     pub(crate) fn blocks<'b>(&self, first: usize, parts: &'b mut [&'a [u8]]) -> Blocks<'b> {
         let of_block = self.parts();
@@ -165,7 +164,7 @@ impl<'a> Codes<'a> {
         let parts = &mut parts[..count];
         let last = self.n.div_ceil(self.layout.vectors()).saturating_sub(1);
         for (i, part) in parts.iter_mut().enumerate() {
-            // The last page stands for those that 64 vectors lack.
+            // The last page is repeated to fill 64 vectors.
             *part = self.block((first * of_block + i).min(last));
         }
         Blocks::new(parts, of_block)
@@ -250,13 +249,13 @@ pub struct CodesBuf {
 
 #[cfg(feature = "alloc")]
 impl CodesBuf {
-    /// No codes.
+    /// Creates an empty buffer.
     #[must_use]
     pub const fn new(shape: PqShape) -> Self {
         Self { shape, n: 0, bytes: alloc::vec::Vec::new() }
     }
 
-    /// The codes of `n` vectors that are packed already, such as [`Trained::codes`](crate::Trained::codes).
+    /// Takes the packed codes of `n` vectors, such as [`Trained::codes`](crate::Trained::codes).
     ///
     /// # Shapes
     /// `bytes` [`PqShape::codes_len`] of `n`.
@@ -273,7 +272,7 @@ impl CodesBuf {
         self.bytes
     }
 
-    /// The codes with their shape and number as bytes.
+    /// Serializes the codes with their shape and count.
     #[must_use]
     pub fn to_bytes(&self) -> alloc::vec::Vec<u8> {
         let mut writer = Writer::new(MAGIC, VERSION);
@@ -286,8 +285,8 @@ impl CodesBuf {
     /// Reads what [`to_bytes`](Self::to_bytes) wrote.
     ///
     /// # Errors
-    /// [`Error::BadMagic`], [`Error::Version`], [`Error::Truncated`], [`Error::TrailingBytes`], or that of a
-    /// bad shape.
+    /// [`Error::BadMagic`], [`Error::Version`], [`Error::Truncated`], [`Error::TrailingBytes`], or the error
+    /// of a bad shape.
     pub fn from_bytes(bytes: &[u8]) -> Result<Self, Error> {
         let mut reader = Reader::new("codes", MAGIC, VERSION, bytes)?;
         let (shape, n) = (PqShape::read(&mut reader)?, reader.usize()?);
@@ -326,7 +325,7 @@ impl CodesBuf {
         self.append_rows_with(backend, codebook, Rows::contiguous(vectors, self.shape.dim())?)
     }
 
-    /// [`append`](Self::append) of rows at equal distances, as [`encode_rows_into`](crate::encode_rows_into).
+    /// [`append`](Self::append) of strided rows, as [`encode_rows_into`](crate::encode_rows_into).
     ///
     /// # Errors
     /// [`Error::ShapeMismatch`] or [`Error::Length`]; nothing is then appended.
@@ -359,8 +358,7 @@ impl CodesBuf {
         encoded
     }
 
-    /// Keeps the first `n` vectors and removes all others: the bytes are those of a buffer that never had
-    /// them.
+    /// Keeps the first `n` vectors. The bytes are then those of a buffer that never held the others.
     pub fn truncate(&mut self, n: usize) {
         if n >= self.n {
             return;
@@ -374,7 +372,7 @@ impl CodesBuf {
         (0..self.shape.m()).for_each(|j| codes.set(Backend::detect(), n, j, zeros));
     }
 
-    /// Borrows them.
+    /// Borrows the codes.
     #[must_use]
     pub fn view(&self) -> Codes<'_> {
         Codes { shape: self.shape, n: self.n, bytes: &self.bytes, layout: Layout::whole(self.shape) }

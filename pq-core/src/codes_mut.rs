@@ -1,4 +1,4 @@
-//! Packed codes that are written.
+//! Mutable packed codes.
 
 use crate::encode::encode;
 use crate::error::{check_at_least, check_len};
@@ -7,8 +7,7 @@ use crate::pack::{BLOCK, ReplaceInRun, pack_words, set_in_runs};
 use crate::simd::Run;
 use crate::{Backend, Codebook, Element, Error, PqShape, Rows};
 
-/// The codes of a sequence in the pages of a pool, to be written. [`Codes::paged`](crate::Codes::paged) reads
-/// them.
+/// Mutable codes of a sequence in the pages of a pool. [`Codes::paged`](crate::Codes::paged) reads them.
 ///
 /// # Examples
 /// ```
@@ -17,7 +16,7 @@ use crate::{Backend, Codebook, Element, Error, PqShape, Rows};
 /// let codebook = CodebookBuf::new(shape, &[0.0, 1.0, 0.0, 1.0])?;
 /// let keys: Vec<f32> = (0..20).flat_map(|t| if t < 18 { [0.1, 0.9] } else { [0.8, 0.2] }).collect();
 /// let mut pool = vec![0; 10 * shape.page_len(16)]; // 10 pages of 16 tokens
-/// let table = [7, 2]; // those of one sequence
+/// let table = [7, 2]; // the pages of one sequence
 /// let mut codes = CodesMut::paged(shape, &mut pool, &table, 16)?;
 /// codes.encode(&codebook.view(), Rows::contiguous(&keys[..36], 2)?, 0)?; // a prompt of 18 tokens
 /// codes.encode(&codebook.view(), Rows::contiguous(&keys[36..], 2)?, 18)?; // the next two
@@ -27,7 +26,7 @@ use crate::{Backend, Codebook, Element, Error, PqShape, Rows};
 #[derive(Debug)]
 pub struct CodesMut<'a> {
     shape: PqShape,
-    n: usize, // vectors that there is room for
+    n: usize, // capacity in vectors
     bytes: &'a mut [u8],
     layout: Layout<'a>,
 }
@@ -52,17 +51,17 @@ impl<'a> CodesMut<'a> {
         Ok(Self { shape, n, bytes: pool, layout })
     }
 
-    /// Whole blocks in one piece.
+    /// Contiguous whole blocks.
     pub(crate) const fn new(shape: PqShape, bytes: &'a mut [u8]) -> Self {
         Self { shape, n: bytes.len() / shape.block_size() * BLOCK, bytes, layout: Layout::whole(shape) }
     }
 
-    /// Encodes vectors as the codes of vectors `first` and on, as
-    /// [`encode_rows_into`](crate::encode_rows_into) does. The codes of other vectors keep their values.
+    /// Encodes rows as vectors `first`, `first + 1`, and so on, as
+    /// [`encode_rows_into`](crate::encode_rows_into) does. Other codes keep their values.
     ///
     /// # Errors
     /// [`Error::ShapeMismatch`]; [`Error::Length`] for rows of another length; [`Error::TooShort`] when the
-    /// pages end before. Nothing is then written.
+    /// pages have too little room. Nothing is then written.
     pub fn encode<E: Element>(
         &mut self,
         codebook: &Codebook<'_>,
@@ -119,9 +118,9 @@ impl<'a> CodesMut<'a> {
         ones[at..at + count].fill(u8::MAX);
         let mut blocks = [None; 2];
         for ((b, ones), block) in (b..).zip(words(&ones)).zip(&mut blocks) {
-            // An array's `!=` may call bcmp, which is not there without the standard library.
+            // An array's `!=` may call bcmp, which does not exist without the standard library.
             if ones.iter().any(|&word| word != 0) {
-                // A code of ones has the bits of every other one.
+                // Codes of all ones pack into the mask of the bits to change.
                 *block = Some((self.layout.at(b), pack_words(&ones, nbits)));
             }
         }
@@ -143,7 +142,7 @@ impl<'a> CodesMut<'a> {
         }
     }
 
-    /// Writes the codes of subspace `j` of vectors `first` and on.
+    /// Writes the codes of subspace `j` from vector `first` on.
     #[inline(always)]
     pub(crate) fn set(&mut self, on: impl Run + Copy, first: usize, j: usize, codes: &[u32]) {
         let (len, nbits) = (self.layout.vectors(), self.shape.nbits());
@@ -180,8 +179,8 @@ pub(crate) struct Place {
 }
 
 impl Place {
-    /// Puts the codes of the vectors, the first of `codes`, where [`CodesMut::set_staged`] reads them. Some
-    /// subspaces are staged before the first of them is written: a load that crosses stores waits for them.
+    /// Stages the leading `codes` for [`CodesMut::set_staged`]. Several subspaces are staged before the first
+    /// is written, since a load that spans several recent stores cannot be forwarded from them.
     #[inline(always)]
     pub fn stage<const N: usize>(&self, codes: &[u32; N], staged: &mut Staged) {
         for (byte, &code) in staged[self.at..][..N].iter_mut().zip(codes) {
@@ -190,7 +189,7 @@ impl Place {
     }
 }
 
-/// The codes of one vector.
+/// Mutable codes of one vector.
 pub(crate) struct VectorMut<'a> {
     block: &'a mut [u8], // with the codes of other vectors
     nbits: u32,
@@ -199,13 +198,13 @@ pub(crate) struct VectorMut<'a> {
 }
 
 impl VectorMut<'_> {
-    /// Writes the codes of subspaces `first` and on.
+    /// Writes the codes from subspace `first` on.
     #[inline(always)]
     pub fn set(&mut self, first: usize, codes: &[u32]) {
         let Self { nbits, vectors, at, .. } = *self;
         let runs = &mut self.block[first * (vectors / 8 * nbits as usize)..];
         match vectors {
-            // A length that the compiler knows needs no division.
+            // A compile-time length needs no division.
             BLOCK => set_in_runs(runs, nbits, BLOCK, at, codes),
             _ => set_in_runs(runs, nbits, vectors, at, codes),
         }

@@ -20,8 +20,8 @@ pub struct Drift {
 }
 
 impl Drift {
-    /// From the mean squared error per training vector, and the number of vectors after which the weight of
-    /// an observation has decayed to 1/e.
+    /// `trained` is the mean squared error per training vector, `memory` the number of vectors after which
+    /// the weight of an observation has decayed to 1/e.
     #[must_use]
     pub const fn new(trained: f64, memory: f64) -> Self {
         Self { trained, memory, recent: trained }

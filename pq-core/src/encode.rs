@@ -12,8 +12,8 @@ use crate::{Backend, Codebook, Codes, Element, Error, Rows};
 /// The largest dsub for which 64 vectors are encoded at a time, bounded by the size of the tile on the stack.
 const MAX_TILE_DSUB: usize = 64;
 
-/// The number of rows up to which one by one is faster than in a tile: a register of points takes as long as
-/// six to nine rows with AVX-512, five to seven with AVX2.
+/// Up to this many rows, encoding one by one is faster than a tile: a register of points takes as long as six
+/// to nine rows with AVX-512, five to seven with AVX2.
 const FEW: usize = 6;
 
 /// Encodes vectors: replaces each subvector by the index of its nearest centroid, and packs the indices as
@@ -72,15 +72,14 @@ pub fn encode_into_with<E: Element>(
     encode_rows_into_with(backend, codebook, vectors, first, codes)
 }
 
-/// [`encode_into`] for rows at equal distances, such as those of one head of (tokens, heads, head_dim),
-/// without a copy.
+/// [`encode_into`] for strided rows, such as one head of (tokens, heads, head_dim), without a copy.
 ///
 /// # Shapes
 /// `vectors` (n, dim); `codes` as for [`encode_into`].
 /// # Errors
 /// [`Error::Length`] for rows of another length, [`Error::TooShort`] for `codes`, which is then untouched.
 /// # Cost
-/// That of [`encode_into`], and up to a tenth more for the distance between the rows.
+/// That of [`encode_into`], and up to a tenth more for strided access.
 /// # Examples
 /// ```
 /// use pq_core::{CodebookBuf, Codes, PqShape, Rows, encode_rows_into};
@@ -141,10 +140,10 @@ pub(crate) fn encode<E: Element>(
     Ok(error)
 }
 
-/// Subspaces whose codes are staged before they are packed.
+/// Subspaces staged before they are packed.
 const STAGED: usize = 8;
 
-/// Encodes up to 64 rows as vectors `first` and on. The tile holds several subspaces, so that the small ones
+/// Encodes up to 64 rows as vectors `first` and on. The tile holds several subspaces, so that small subspaces
 /// of a row are read together.
 fn encode_tile<E: Element>(
     backend: Backend,
@@ -167,10 +166,10 @@ fn encode_tile<E: Element>(
     error.max(0.0)
 }
 
-/// Encodes some subspaces of up to 64 points as vectors `first` and on. Returns the summed squared error.
+/// Encodes consecutive subspaces of up to 64 points, from vector `first` on. Returns the summed squared
+/// error.
 ///
-/// Calls for each subspace, whose arguments pass through memory, took 16 rows at (64, 4) a third of their
-/// time.
+/// A call per subspace, with its arguments in memory, took a third of the time of 16 rows at (64, 4).
 struct EncodeSubspaces<'a, 'c> {
     codebook: &'a Codebook<'a>,
     from: usize,     // the first subspace
@@ -212,7 +211,7 @@ impl Kernel for EncodeSubspaces<'_, '_> {
 const SMALL: usize = 16;
 
 impl EncodeSubspaces<'_, '_> {
-    /// The vector form for up to [`SMALL`] points, `R` registers, where all distances fit.
+    /// The vector form for up to [`SMALL`] points, `R` registers, if no distance overflows.
     #[inline(always)]
     fn run_small<S: Simd, const R: usize, const CHAINS: usize, const C: usize, const D: usize>(
         self,
@@ -258,7 +257,7 @@ impl EncodeSubspaces<'_, '_> {
     fn run(self, on: impl Run + Copy) -> f64 {
         let Self { codebook, from, tile, squares, points, first, codes } = self;
         let mut nearest = Nearest::NONE;
-        // The squares of all subspaces tell of nearly all tiles that all distances fit.
+        // The sum of squares over all subspaces proves for nearly all tiles that no distance overflows.
         let all_fit = fits_f32(codebook.subspace(from), squares);
         let mut error = if all_fit { squares } else { 0.0 };
         let mut distances = Sum::default();
@@ -313,7 +312,7 @@ fn encode_one_by_one<E: Element>(
         .sum()
 }
 
-/// Decodes vectors `first` and on: replaces each of their codes by its centroid.
+/// Decodes vectors from `first` on: replaces each code by its centroid.
 ///
 /// # Shapes
 /// `codes` (n, m) packed; `vectors` (count, dim) with `first + count <= n`, fully written, rounded to

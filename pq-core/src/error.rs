@@ -9,7 +9,7 @@ pub enum Error {
         /// The argument that must not be zero.
         what: &'static str,
     },
-    /// The subspaces do not divide the vector.
+    /// The vector length is not a multiple of the number of subspaces.
     DimNotDivisible {
         /// Length of a vector.
         dim: usize,
@@ -23,20 +23,20 @@ pub enum Error {
     },
     /// A product of sizes does not fit in `usize`, or the range of a table does not fit in `f32`.
     TooLarge,
-    /// A slice does not have exactly the length that the shapes give.
+    /// A slice's length is not the one that the shapes require.
     Length {
         /// The argument.
         what: &'static str,
-        /// Elements (bytes for codes) that the shapes give.
+        /// Elements (bytes for codes) that the shapes require.
         expected: usize,
         /// Elements of the argument.
         actual: usize,
     },
-    /// A slice that may be longer than needed is shorter.
+    /// A slice is shorter than the required minimum.
     TooShort {
         /// The argument.
         what: &'static str,
-        /// Elements that the operation needs at least.
+        /// Minimum number of elements.
         needed: usize,
         /// Elements of the argument.
         actual: usize,
@@ -56,7 +56,7 @@ pub enum Error {
     TooManySubspaces {
         /// Number of subspaces.
         m: usize,
-        /// Most that are allowed.
+        /// Maximum allowed.
         max: usize,
     },
     /// A code is not the index of a centroid.
@@ -68,7 +68,7 @@ pub enum Error {
         /// Centroids per subspace.
         ksub: usize,
     },
-    /// A token is not among those that are attended to.
+    /// A token index is out of range.
     TokenOutOfRange {
         /// Index in the list of tokens.
         index: usize,
@@ -77,11 +77,11 @@ pub enum Error {
         /// Number of tokens.
         n: usize,
     },
-    /// A profile has too few different sequence lengths for the fit of a cost.
+    /// A profile has too few distinct sequence lengths to fit a cost.
     Underdetermined {
         /// The profile.
         what: &'static str,
-        /// Different lengths that the fit needs at least.
+        /// Minimum number of distinct lengths.
         needed: usize,
     },
     /// [`TrainOptions::tolerance`](crate::TrainOptions) is negative, infinite or NaN.
@@ -106,7 +106,7 @@ pub enum Error {
         what: &'static str,
         /// The position.
         at: usize,
-        /// What it must be a multiple of.
+        /// The required divisor.
         multiple: usize,
     },
     /// Pages have 16 or 32 tokens, or a multiple of 64.
@@ -128,7 +128,7 @@ pub enum Error {
         /// The expected type.
         what: &'static str,
     },
-    /// The bytes have a format version that this crate does not read.
+    /// This crate does not read the format version.
     Version {
         /// The expected type.
         what: &'static str,
@@ -147,12 +147,12 @@ pub enum Error {
         /// Bytes after its end.
         extra: usize,
     },
-    /// A field of the bytes has a value that does not fit.
+    /// A field has an invalid value.
     BadField {
         /// The field.
         what: &'static str,
     },
-    /// An error of rows or of exact attention that no other kind covers.
+    /// An error of rows or exact attention that no other variant covers.
     Attend(kv_attend::Error),
 }
 
@@ -191,7 +191,7 @@ impl Error {
     }
 }
 
-/// Kinds of error that both crates have keep their name.
+/// Variants that both crates have map to each other.
 impl From<kv_attend::Error> for Error {
     fn from(error: kv_attend::Error) -> Self {
         use kv_attend::Error as Attend;

@@ -6,11 +6,11 @@ use crate::simd::{Kernel, Run};
 use crate::softmax::{exp_sum, max};
 use crate::{Backend, Error, SoftmaxStats};
 
-/// How the scores of the query heads that share a key/value head are combined into one score per token.
+/// How the scores of a GQA group's query heads are combined into one score per token.
 ///
 /// Each head's scores pass through a softmax over all tokens first, so that a head with large scores does not
 /// outvote the others. A token's score is then the sum or the maximum over the heads. [`combine_group_into`]
-/// has the definition.
+/// defines the result.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum GroupRule {
     /// Sum over the heads, as in PQCache's released code.
@@ -28,9 +28,9 @@ const LEAST_WEIGHT: f32 = 1.0 / (1_u128 << 100) as f32;
 const CHUNK: usize = 256;
 
 /// Combines the scores of a group of query heads into one score per token, and computes each head's softmax
-/// statistics. The tokens with the highest combined scores are those that the group attends to.
+/// statistics. The group attends to the tokens with the highest combined scores.
 ///
-/// * One head: its scores, so their order is exact.
+/// * One head: its scores, in their exact order.
 /// * Several heads: a token's weight of one head is `exp(l)` with `l = score - max - ln(sum)`, and the
 ///   combined weight is the heads' sum or maximum. Where it is 2^-100 or more, it is the token's score. Where
 ///   it is less, the score is its logarithm, `ln(sum of exp(l))` or the maximum of `l`. It is negative, so
@@ -154,7 +154,7 @@ fn clean(score: f32) -> f32 {
     if score < f32::MAX { score } else { f32::MAX }
 }
 
-/// Combines a head's weights with those in `out`. Without a rule, which is for the first head, they overwrite
+/// Combines a head's weights with those in `out`. Without a rule, as for the first head, they overwrite
 /// `out`.
 #[inline(always)]
 fn add_weights(
@@ -193,8 +193,8 @@ fn take_logarithms<'a>(
     }
     let mut logarithms = highest.map(|half| 2.0 * half);
     if rule == GroupRule::SumOfSoftmax {
-        // A token without weight in every head has a highest logarithm of minus infinity, whose differences
-        // are NaN.
+        // A token without weight in all heads has a highest logarithm of minus infinity, and differences of
+        // infinities are NaN.
         let base = highest.map(|half| if half > f32::NEG_INFINITY { half } else { 0.0 });
         let mut sums = [0.0; CHUNK];
         for (stats, scores) in heads {

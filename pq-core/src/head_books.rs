@@ -1,4 +1,4 @@
-//! The codebooks of one key/value head, which all sequences share.
+//! The codebooks of one KV head, shared by all sequences.
 
 use alloc::sync::Arc;
 use alloc::vec::Vec;
@@ -32,14 +32,14 @@ pub struct HeadBooks {
 }
 
 impl HeadBooks {
-    /// From the codebooks of the keys and of the values.
+    /// Combines the codebooks of the keys and of the values.
     #[must_use]
     pub fn new(keys: CodebookBuf, values: CodebookBuf) -> Self {
         let id = [&keys, &values].into_iter().fold(0xcbf2_9ce4_8422_2325, |id, book| {
             let shape = book.view().shape();
             let sizes = [shape.dim() as u64, shape.m() as u64, u64::from(shape.nbits())];
             let numbers = book.view().columns().flatten().map(|x| u64::from(x.to_bits()));
-            // FNV-1a, a number at a time.
+            // FNV-1a, 64 bits at a time.
             sizes.into_iter().chain(numbers).fold(id, |id: u64, x| (id ^ x).wrapping_mul(0x100_0000_01b3))
         });
         Self { keys, values, id }
@@ -85,7 +85,7 @@ impl HeadBooks {
     }
 
     /// Both codebooks as bytes, with centroids of type `E`, as [`CodebookBuf::to_bytes`]. Rounded centroids
-    /// have another [`id`](Self::id): a cache must have been saved under the books that are read back.
+    /// have another [`id`](Self::id): a cache can only be restored with the books under which it was saved.
     #[must_use]
     pub fn to_bytes<E: Element>(&self) -> Vec<u8> {
         let mut writer = Writer::new(MAGIC, VERSION);
@@ -99,7 +99,7 @@ impl HeadBooks {
     ///
     /// # Errors
     /// [`Error::BadMagic`], [`Error::Version`], [`Error::Truncated`], [`Error::TrailingBytes`],
-    /// [`Error::BadField`], [`Error::NotFinite`], or that of a bad shape.
+    /// [`Error::BadField`], [`Error::NotFinite`], or the error of a bad shape.
     pub fn from_bytes(bytes: &[u8]) -> Result<Self, Error> {
         let mut reader = Reader::new("the codebooks of a head", MAGIC, VERSION, bytes)?;
         let books = [CodebookBuf::read(&mut reader)?, CodebookBuf::read(&mut reader)?];

@@ -1,4 +1,4 @@
-//! The cache of one key/value head of one sequence.
+//! The cache of one KV head of one sequence.
 
 mod attend;
 
@@ -8,7 +8,7 @@ use kv_attend::owner::{ExactRows, Head, Reader, Writer};
 
 use crate::{Attention, Backend, Codes, CodesBuf, Element, Error, HeadBooks, Rows, SoftmaxStats, Window};
 
-/// What an append has encoded, for [`Drift`](crate::Drift).
+/// Report of an append on the tokens that it encoded, for [`Drift`](crate::Drift).
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Evicted {
     /// Tokens that left the window.
@@ -19,7 +19,7 @@ pub struct Evicted {
     pub value_error: f64,
 }
 
-/// What a layer has encoded, from what its heads have: a head's number of tokens, and the errors of all.
+/// The report of a layer from those of its heads: the tokens per head, and the errors summed over heads.
 impl FromIterator<Self> for Evicted {
     fn from_iter<I: IntoIterator<Item = Self>>(heads: I) -> Self {
         heads.into_iter().fold(Self::default(), |sum, head| Self {
@@ -30,12 +30,12 @@ impl FromIterator<Self> for Evicted {
     }
 }
 
-/// The keys and values of one head of one sequence: the first tokens (sinks) and the most recent ones exact,
-/// as rows of `E`, all others as codes.
+/// The keys and values of one head of one sequence: the first tokens (sinks) and the most recent ones as
+/// exact rows of `E`, all others as codes.
 ///
-/// Tokens are appended in order and leave the window in batches, as [`Window`] says; codes do not depend on
-/// how the tokens were divided among appends. Attention runs over all three parts in one softmax.
-/// [`LayerCache`](crate::LayerCache) has all heads of a layer.
+/// Tokens are appended in order and leave the window in batches, as [`Window`] specifies; codes do not depend
+/// on how the tokens were divided among appends. Attention runs over all three parts in one softmax.
+/// [`LayerCache`](crate::LayerCache) holds all heads of a layer.
 ///
 /// # Examples
 /// ```
@@ -66,7 +66,7 @@ pub struct HeadCache<E> {
 }
 
 impl<E: Element> HeadCache<E> {
-    /// No tokens.
+    /// Creates an empty cache.
     #[must_use]
     pub fn new(books: Arc<HeadBooks>, window: Window) -> Self {
         let shapes = [books.keys().shape(), books.values().shape()];
@@ -110,7 +110,7 @@ impl<E: Element> HeadCache<E> {
         &self.books
     }
 
-    /// Bytes of all tokens' rows and codes. The codebooks, which sequences share, are not among them.
+    /// Bytes of all rows and codes, without the shared codebooks.
     #[must_use]
     pub fn size(&self) -> usize {
         self.exact.size() + self.codes.iter().map(|codes| codes.view().size()).sum::<usize>()
@@ -153,15 +153,15 @@ impl<E: Element> HeadCache<E> {
         Ok(Evicted { tokens, key_error, value_error })
     }
 
-    /// Keeps the first `len` tokens: rejected drafts, or a prefix that another sequence shares. Codes stay
-    /// codes: the window fills again from the next token on.
+    /// Keeps the first `len` tokens, to drop rejected drafts or to share a prefix with another sequence.
+    /// Codes stay codes: the window refills from the next token on.
     pub fn truncate(&mut self, len: usize) {
         let coded = self.exact.truncate(len, self.coded());
         self.codes.iter_mut().for_each(|codes| codes.truncate(coded));
     }
 }
 
-/// What [`LayerCache`](crate::LayerCache) asks of a head.
+/// The interface of [`LayerCache`](crate::LayerCache) to a head.
 impl<E: Element> Head for HeadCache<E> {
     type Element = E;
     type Shared = HeadBooks;

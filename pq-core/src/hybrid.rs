@@ -1,17 +1,17 @@
-//! Hybrid attention: codes of all tokens in one softmax, in which the few tokens that matter have their exact
-//! rows.
+//! Hybrid attention: one softmax over all tokens, with exact rows for the few tokens of largest weight and
+//! codes for the rest.
 //!
-//! Top-k attention drops the tokens that it does not fetch, attention on codes has no exact token. Here the
-//! tokens with the largest coded weights are taken out of the coded softmax and their exact keys and values
-//! are added in their place. A token that the selection misses keeps its coded weight, so codes of about one
-//! bit per component suffice: the error of the output is of second order in that of the selection.
+//! Top-k attention drops the tokens that it does not fetch; attention on codes has no exact token. Here the
+//! tokens with the largest coded weights leave the coded softmax, and their exact keys and values are added
+//! instead. A token that the selection misses keeps its coded weight, so codes of about one bit per component
+//! suffice: the error of the output is of second order in that of the selection.
 //!
-//! A step has three parts, so that rows can be fetched while the codes are attended to:
+//! A decode step has three parts, so that fetching rows overlaps with attention on codes:
 //!
 //! 1. [`hybrid_select_into`] scores all tokens by their codes and chooses the rows to fetch.
 //! 2. [`hybrid_attend_into`] attends to the codes of all other tokens.
-//! 3. [`attend_exact_into`](crate::attend_exact_into) adds the fetched rows to the same softmax, as it adds
-//!    sinks and window.
+//! 3. [`attend_exact_into`](crate::attend_exact_into) adds the fetched rows to the same softmax, like sinks
+//!    and window.
 
 mod budget;
 mod scores;
@@ -46,14 +46,14 @@ pub struct Hybrid<'a> {
     pub rule: GroupRule,
     /// Variances of the differences between exact and coded scores, one per query, or empty for zeros.
     ///
-    /// A centroid is the mean of what it stands for. Exact scores `s` therefore scatter around the coded
-    /// score `c` with this variance `v`, and the expected weight is `E[exp(s)] = exp(c + v / 2)` for normal
+    /// A centroid is the mean of its cluster. Exact scores `s` therefore scatter around the coded score `c`
+    /// with this variance `v`, and the expected weight is `E[exp(s)] = exp(c + v / 2)` for normal
     /// differences: attention on codes alone underestimates a token's weight relative to an exact token. Half
     /// of the variance is added to the coded scores. With `e` the mean squared error of each component of the
     /// coded keys, `v = sum_d query_d^2 e_d`.
     pub score_variances: &'a [f32],
-    /// Softmax statistics of the tokens that are attended to exactly anyway, one per query, or empty.
-    /// [`RowBudget::Error`] needs them to know how much of the attention the codes hold.
+    /// Softmax statistics of the tokens that are always exact (sinks, window), one per query, or empty. From
+    /// them [`RowBudget::Error`] derives the codes' share of the attention.
     pub others: &'a [SoftmaxStats],
 }
 
@@ -73,7 +73,7 @@ pub struct Hybrid<'a> {
 #[derive(Debug)]
 pub struct HybridScratch<'a> {
     search: SearchScratch<'a>,
-    floats: &'a mut [f32], // of `hybrid_attend_into`
+    floats: &'a mut [f32], // scratch of `hybrid_attend_into`
 }
 
 impl<'a> HybridScratch<'a> {
@@ -84,7 +84,7 @@ impl<'a> HybridScratch<'a> {
         SearchScratch::len(group, n).saturating_add(attend_len(values, group))
     }
 
-    /// Divides the caller's memory for `n` tokens and as many query heads as `stats` has elements.
+    /// Partitions the caller's memory for `n` tokens and `stats.len()` query heads.
     ///
     /// # Shapes
     /// `floats` at least [`len`](Self::len) elements; `stats` (group,).
@@ -116,28 +116,29 @@ const fn attend_len(values: PqShape, group: usize) -> usize {
     weighted_values_len(values, group).saturating_add(CHUNK)
 }
 
-/// Scores all tokens by their codes and selects those whose exact rows a step reads.
+/// Scores all tokens by their codes and selects the tokens to read exactly.
 ///
 /// A token's coded score for query g is that of [`attend_into`](crate::attend_into), plus half of
 /// [`Hybrid::score_variances`]. The tokens with the highest combined scores are selected
-/// ([`combine_group_into`](crate::combine_group_into)), as many as [`Hybrid::rows`] says. Writes their
-/// indices in ascending order and returns how many there are. A token whose coded score is minus infinity for
-/// every query is masked and never selected.
+/// ([`combine_group_into`](crate::combine_group_into)), as many as [`Hybrid::rows`] allows. Writes their
+/// indices in ascending order and returns their number. A token whose coded score is minus infinity for every
+/// query is masked and never selected.
 ///
 /// # Shapes
 /// `luts` (group, m, ksub) in the keys' shape; `scratch` for the same group and n; `selected` at least
 /// [`RowBudget::most`] of n elements.
 /// # Errors
-/// [`Error::ShapeMismatch`]; [`Error::Length`] for the bias or for the variances, statistics or scratch of
-/// another group or n; [`Error::NotFinite`] for a variance, a share or a bound; [`Error::TooShort`] for
-/// `selected`, which is then untouched.
+/// [`Error::ShapeMismatch`]; [`Error::Length`] for a bias, variances, statistics or a scratch of another
+/// group or n; [`Error::NotFinite`] for a variance, a share or a bound; [`Error::TooShort`] for `selected`,
+/// which is then untouched.
 /// # Cost
 /// group * n * m lookups, the exponentials of [`combine_group_into`](crate::combine_group_into), one
 /// selection, and for [`RowBudget::Error`] one more pass over n; no allocation.
 /// # Source
 /// The group's rule is that of PQCache (arXiv 2407.12820), 3.4.
 /// # Examples
-/// One decode step: the codes choose rows, the codes of all other tokens and the chosen rows share a softmax.
+/// One decode step: rows are chosen by codes; the chosen rows and the codes of all other tokens share a
+/// softmax.
 ///
 /// ```
 /// use pq_core::*;
@@ -161,7 +162,7 @@ const fn attend_len(values: PqShape, group: usize) -> usize {
 /// let mut selected = [0; 20];
 /// let found = hybrid_select_into(&luts, &tokens, &hybrid, &mut scratch, &mut selected)?;
 ///
-/// // An engine that keeps the rows elsewhere fetches them while this runs.
+/// // An engine with offloaded rows fetches them while this runs.
 /// let (mut out, mut stats) = (vec![0.0; group * 16], [SoftmaxStats::EMPTY; 2]);
 /// hybrid_attend_into(&tokens, &selected[..found], &mut scratch, &mut out, &mut stats)?;
 ///
@@ -221,7 +222,7 @@ pub fn hybrid_select_into_with(
     let found = top_k_into_with(backend, combined, k, selected)?;
     let mut kept = 0;
     for i in 0..found {
-        // Top-k fills up with masked tokens where there are not enough others.
+        // Top-k includes masked tokens if there are not enough others.
         selected[kept] = selected[i];
         kept += usize::from(combined[selected[i] as usize] > f32::NEG_INFINITY);
     }
@@ -252,17 +253,16 @@ impl Kernel for FinishScores<'_, '_> {
     }
 }
 
-/// Attends to the codes of all tokens but the selected ones.
+/// Attention over the codes of all tokens except the selected ones.
 ///
-/// Adds them to `out` and `stats`, as [`attend_into`](crate::attend_into) does, by the scores that
-/// [`hybrid_select_into`] left in `scratch`. The selected tokens are left out of the sums, not subtracted
-/// from them, and the maximum is that of the other tokens: the result is as accurate where the selected
-/// tokens hold nearly all weight. Add the exact rows of the selected tokens before or after.
+/// Adds these tokens to `out` and `stats`, as [`attend_into`](crate::attend_into) does, with the scores that
+/// [`hybrid_select_into`] left in `scratch`. The selected tokens are excluded from the sums, not subtracted,
+/// and from the maximum, so the result stays accurate even if they hold nearly all the weight. Add the exact
+/// rows of the selected tokens before or after.
 ///
 /// # Shapes
 /// `selected` as [`hybrid_select_into`] wrote it, or any other tokens; `scratch` from that call for the same
-/// tokens, without which the result is that of whatever scores it holds; `out`
-/// (group, dim of the values); `stats` (group,).
+/// tokens (its scores are not checked); `out` (group, dim of the values); `stats` (group,).
 /// # Errors
 /// [`Error::TokenOutOfRange`] or [`Error::Length`]; `out` and `stats` are then untouched.
 /// # Cost
@@ -271,7 +271,7 @@ impl Kernel for FinishScores<'_, '_> {
 /// # Source
 /// MILLION (DAC 2025), III-B, equation 7, for the sums per centroid.
 /// # Examples
-/// That of [`hybrid_select_into`] has the whole step.
+/// See [`hybrid_select_into`] for the whole step.
 pub fn hybrid_attend_into(
     tokens: &CodedTokens<'_>,
     selected: &[u32],
@@ -313,10 +313,10 @@ pub fn hybrid_attend_into_with(
     Ok(())
 }
 
-/// Attention of up to [`MOST`] query heads on the codes, by their scores.
+/// Attention of up to [`MOST`] query heads over the codes, given their scores.
 struct AttendRest<'a, 'b> {
     tokens: &'a CodedTokens<'a>,
-    scores: &'a [f32], // (heads, n); minus infinity for tokens that are left out
+    scores: &'a [f32], // (heads, n); minus infinity for excluded tokens
     floats: &'b mut [f32],
     out: &'b mut [f32],
     stats: &'b mut [SoftmaxStats],

@@ -54,7 +54,7 @@ impl Arranged {
 }
 
 impl Points {
-    /// Components `first..first + dsub` of `n` rows, which `row` gives.
+    /// Components `first..first + dsub` of `n` rows, which `row` returns.
     pub fn of_subspace<'a, E: Element + 'a>(
         backend: Backend,
         n: usize,
@@ -78,7 +78,7 @@ impl Points {
             .copied()
     }
 
-    /// Assigns every point, a tile at a time; `visit` gets the tile, its number of points and their
+    /// Assigns every point, a tile at a time; `visit` receives the tile, its number of points and their
     /// centroids. `last` is the previous assignment, or empty, and is replaced by this one. Returns the
     /// summed squared error.
     fn assign(
@@ -133,10 +133,10 @@ impl Points {
     }
 
     /// k-means++ (Arthur, Vassilvitskii, SODA 2007): each next start is drawn with a probability proportional
-    /// to its squared distance from those before it.
+    /// to its squared distance from the starts drawn so far.
     pub fn plus_plus_start(&self, k: usize, rng: &mut SplitMix64) -> Vec<f32> {
         let mut centroids: Vec<f32> = self.point(rng.below(self.n)).collect();
-        let mut distances = vec![f32::MAX; self.n]; // finite, so that drawing has a total
+        let mut distances = vec![f32::MAX; self.n]; // finite, so that the total is
         while centroids.len() < k * self.dsub {
             let last = &centroids[centroids.len() - self.dsub..];
             self.lower_distances(last, &mut distances);
@@ -146,14 +146,14 @@ impl Points {
                 at -= f64::from(distance);
                 at < 0.0
             });
-            // Every distance is 0, so every point coincides with a start.
+            // All distances are 0: every point coincides with a start.
             let drawn = drawn.unwrap_or_else(|| rng.below(self.n));
             centroids.extend(self.point(drawn));
         }
         centroids
     }
 
-    /// Lowers every point's squared distance to that from `centroid`, where that is smaller.
+    /// Sets every point's squared distance to the minimum of itself and that to `centroid`.
     fn lower_distances(&self, centroid: &[f32], distances: &mut [f32]) {
         for (tile, distances) in self.tiles.chunks_exact(BLOCK * self.dsub).zip(distances.chunks_mut(BLOCK)) {
             let mut squares = [0.0; BLOCK];
@@ -171,10 +171,10 @@ impl Points {
     /// Lloyd's iterations from `centroids` (k, dsub).
     ///
     /// A centroid without points splits the largest cluster, as in faiss: it becomes a copy of that centroid,
-    /// moved by a thousandth. That may raise the error, and it never separates points that lie orthogonal to
-    /// the move. So when the error no longer falls, centroids without points are moved to the points farthest
-    /// from their own centroids instead, which always lowers the error, and training ends when it stops
-    /// falling again.
+    /// shifted by a thousandth. That may raise the error, and it never separates points that differ
+    /// orthogonally to the shift. Therefore, when the error no longer falls, centroids without points are
+    /// moved to the points farthest from their own centroids instead, which always lowers the error, and
+    /// training ends when it stops falling again.
     pub fn cluster(&self, backend: Backend, mut centroids: Vec<f32>, limits: &Limits<'_>) -> Clusters {
         let dsub = self.dsub;
         let k = centroids.len() / dsub;
@@ -223,8 +223,8 @@ impl Points {
         Clusters { centroids, error, iterations }
     }
 
-    /// Moves each centroid without points to the point with the largest distance from its own centroid,
-    /// `last`, and from those moved before. Ends at a distance of 0.
+    /// Moves each centroid without points to the point farthest from its own centroid (`last`) and from the
+    /// centroids already moved. Stops at a distance of 0.
     fn relocate_empty(&self, centroids: &mut [f32], counts: &[usize], last: &[[u32; BLOCK]]) {
         let own = last.as_flattened().iter().map(|&c| c as usize * self.dsub).take(self.n).enumerate();
         let mut distances: Vec<f32> = own
@@ -250,7 +250,7 @@ fn split_into_empty(centroids: &mut [f32], dsub: usize, counts: &mut [usize]) {
         for d in 0..dsub {
             let y = centroids[largest * dsub + d];
             let sign = if d % 2 == 0 { 1.0 } else { -1.0 };
-            // The largest values would overflow if they moved away from zero.
+            // The largest values would overflow if shifted away from zero.
             centroids[c * dsub + d] = (y * (1.0 + sign * NUDGE)).clamp(f32::MIN, f32::MAX);
             centroids[largest * dsub + d] = (y * (1.0 - sign * NUDGE)).clamp(f32::MIN, f32::MAX);
         }

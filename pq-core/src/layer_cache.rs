@@ -1,11 +1,11 @@
-//! The cache of a layer: all key/value heads of one sequence.
+//! The cache of a layer: all KV heads of one sequence.
 
 use kv_attend::owner::Layer;
 
 use crate::HeadCache;
 
-/// The keys and values of all heads of a layer of one sequence: a [`HeadCache`] per head, and the methods of
-/// [`Layer`].
+/// The keys and values of all heads of a layer for one sequence: a [`HeadCache`] per head, with the methods
+/// of [`Layer`].
 ///
 /// With feature `rayon`, appends and attention divide the heads among the threads; results do not depend on
 /// their number.

@@ -1,13 +1,13 @@
-//! Where the blocks of a sequence's codes are: in one piece, or in the pages of a pool.
+//! Addresses of the blocks of a sequence's codes: contiguous, or in the pages of a pool.
 
 use crate::error::check_at_least;
 use crate::pack::BLOCK;
 use crate::{Error, PqShape};
 
-/// The place of every block of a sequence.
+/// Maps the blocks of a sequence to byte offsets.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Layout<'a> {
-    vectors: usize,    // of a block: 64, or those of a page that has fewer
+    vectors: usize,    // per block: 64, or fewer on smaller pages
     block_size: usize, // bytes
     pages: Option<Pages<'a>>,
 }
@@ -16,11 +16,11 @@ pub(crate) struct Layout<'a> {
 struct Pages<'a> {
     table: &'a [u32], // page numbers, each below the number of pages in the pool
     blocks: usize,    // of a page
-    first: usize,     // block of the table's first page with which the sequence begins
+    first: usize,     // first block of the sequence within the first page
 }
 
 impl<'a> Layout<'a> {
-    /// Blocks in one piece.
+    /// Contiguous blocks.
     pub const fn whole(shape: PqShape) -> Self {
         Self { vectors: BLOCK, block_size: shape.block_size(), pages: None }
     }
@@ -70,7 +70,7 @@ impl<'a> Layout<'a> {
             None => b,
             Some(Pages { table, blocks, first }) => {
                 let b = first + b;
-                // Small pages have one block. There are many of them: no division.
+                // Small pages have one block and are many, so they skip the division.
                 let (page, b) = if blocks == 1 { (b, 0) } else { (b / blocks, b % blocks) };
                 table[page] as usize * blocks + b
             }
@@ -78,7 +78,8 @@ impl<'a> Layout<'a> {
         b * self.block_size
     }
 
-    /// The layout from block `b` of pages on; `None` in one piece, where the bytes begin later instead.
+    /// The paged layout from block `b` on; `None` if contiguous, where the slice of bytes starts later
+    /// instead.
     pub fn skip(self, b: usize) -> Option<Self> {
         let pages = self.pages?;
         Some(Self { pages: Some(Pages { first: pages.first + b, ..pages }), ..self })

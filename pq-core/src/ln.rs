@@ -1,7 +1,7 @@
 /// `ln(x)` for finite `x >= 1`, to 2 units in the last place; finite for 0.
 ///
-/// Vectorizes, as `exp` of `kv-attend` does: `x = 2^n (1 + f)` with `1 + f` between the square roots of 1/2
-/// and 2, and a polynomial of degree 9 for `ln(1 + f)` (Cephes).
+/// Vectorizes like `exp` of `kv-attend`: `x = 2^n (1 + f)` with `1 + f` between the square roots of 1/2 and
+/// 2, and a polynomial of degree 9 for `ln(1 + f)` (Cephes).
 #[inline(always)]
 pub(crate) fn ln(x: f32) -> f32 {
     const LN2_HIGH: f32 = 0.693_359_4;

@@ -100,8 +100,7 @@ impl<'a> Luts<'a> {
 /// order: the same bits on every backend.
 ///
 /// # Shapes
-/// `queries` (group, dim), the query heads that share a key/value head; `luts` (group, m, ksub), fully
-/// written.
+/// `queries` (group, dim), the query heads of a GQA group; `luts` (group, m, ksub), fully written.
 /// # Errors
 /// [`Error::PartialRow`] for `queries`, [`Error::Zero`] for no query, [`Error::Length`] for `luts`, which is
 /// then untouched.

@@ -1,4 +1,4 @@
-//! Maximum inner product search: the selection of the tokens that a decode step attends to.
+//! Maximum inner product search: selects the tokens that a decode step attends to.
 
 use kv_attend::simd::dot;
 
@@ -40,8 +40,7 @@ pub struct Rerank {
     pub rule: GroupRule,
 }
 
-/// Working memory of [`search_into`] and [`rerank_into`], borrowed from the caller, and the scores that they
-/// leave in it.
+/// Scratch of [`search_into`] and [`rerank_into`], borrowed from the caller. It holds the scores afterwards.
 ///
 /// # Examples
 /// ```
@@ -67,7 +66,7 @@ impl<'a> SearchScratch<'a> {
         group.saturating_mul(n).saturating_add(n)
     }
 
-    /// Divides the caller's memory for `n` tokens and as many query heads as `stats` has elements.
+    /// Partitions the caller's memory for `n` tokens and `stats.len()` query heads.
     ///
     /// # Shapes
     /// `floats` at least [`len`](Self::len) elements; `stats` (group,).
@@ -98,7 +97,7 @@ impl<'a> SearchScratch<'a> {
         self.stats
     }
 
-    /// The scores, the combined ones and the statistics, to be written.
+    /// Mutable scores, combined scores and statistics.
     pub(crate) fn parts(&mut self) -> (&mut [f32], &mut [f32], &mut [SoftmaxStats]) {
         (self.scores, self.combined, self.stats)
     }
@@ -112,11 +111,11 @@ impl<'a> SearchScratch<'a> {
 /// Selects the tokens that a group of query heads attends to: scan, combination of the group's scores, top-k,
 /// sinks and recent tokens.
 ///
-/// Writes their indices in ascending order and returns how many there are ([`Search::found`]). Afterwards
-/// `scratch` holds the scores of all tokens and their statistics: [`SoftmaxStats::log_sum_exp`] gives the
-/// fraction of a query's attention that the selected tokens hold. The scale of a query does not change the
-/// selection for a single head. For a group, scale queries as for attention, since every head's scores pass
-/// through a softmax.
+/// Writes their indices in ascending order and returns their number ([`Search::found`]). Afterwards `scratch`
+/// holds the scores of all tokens and their statistics: [`SoftmaxStats::log_sum_exp`] gives the fraction of a
+/// query's attention that the selected tokens hold. The scale of a query does not change the selection for a
+/// single head. For a group, scale queries as for attention, since every head's scores pass through a
+/// softmax.
 ///
 /// # Shapes
 /// `luts` (group, m, ksub); `codes` (n, m) packed; `scratch` for the same group and n; `tokens` at least
@@ -185,7 +184,7 @@ pub fn search_into_with(
         scan_into_with(backend, &luts.lut(g), codes, scores)?;
     }
     combine_group_into_with(backend, scratch.scores, search.rule, scratch.stats, scratch.combined)?;
-    // Sinks and recent tokens do not compete for the k places.
+    // Sinks and recent tokens do not count toward k.
     let sinks = search.sinks.min(n);
     let recent = search.recent.min(n - sinks);
     let middle = &scratch.combined[sinks..n - recent];
@@ -202,10 +201,10 @@ pub fn search_into_with(
     Ok(found)
 }
 
-/// Ranks candidates by exact scores and keeps the best `k`: the second step of a search that selected more
+/// Ranks candidates by exact scores and keeps the best `k`: the second stage of a search that selected more
 /// tokens than attention needs.
 ///
-/// Writes indices into the list of candidates, in ascending order, and returns how many there are: `min(k,
+/// Writes indices into the list of candidates, in ascending order, and returns their number, `min(k,
 /// candidates)`.
 ///
 /// # Shapes

@@ -3,11 +3,11 @@
 //! `nbits` is split into planes of 8, 4, 2 and 1 bits, the widest first, from the low bits of a code up: 6
 //! bits are a 4-bit plane with bits 0 to 3 and a 2-bit plane with bits 4 and 5; 12 bits are an 8-bit and a
 //! 4-bit plane. In a plane of `w` bits, which is `8 w` bytes, token `i` has its bits in byte `i % (8 w)`,
-//! shifted left by `w * (i / (8 w))`. Pages of 16 and 32 tokens have runs of as many codes by the same rule,
-//! with 2 and 4 for 8.
+//! shifted left by `w * (i / (8 w))`. Pages of 16 and 32 tokens have runs of 16 and 32 codes by the same
+//! rule, with 2 and 4 in place of 8.
 //!
-//! So a run is packed without gaps at every width, the place of a token follows from its index, and vector
-//! code unpacks a plane with one shift and one mask, without moving bytes across lanes.
+//! A run is thus packed without gaps at every width, a token's bits are found from its index, and vector code
+//! unpacks a plane with one shift and one mask, without moving bytes across lanes.
 
 use crate::simd::Kernel;
 
@@ -39,7 +39,7 @@ pub(crate) fn pack_run(codes: &[u16], nbits: u32, run: &mut [u8]) {
     replace(run, nbits, codes.len(), 0, codes);
 }
 
-/// Writes the codes of tokens `first` and on of a run of `len` codes and leaves the others unchanged.
+/// Writes the codes of a run of `len` codes from token `first` on and leaves the others unchanged.
 #[inline(always)]
 fn replace<C: Copy + Into<u32>>(run: &mut [u8], nbits: u32, len: usize, first: usize, codes: &[C]) {
     let mut start = 0;
@@ -52,7 +52,7 @@ fn replace<C: Copy + Into<u32>>(run: &mut [u8], nbits: u32, len: usize, first: u
             start += plane_len;
             let mask = ((1_u32 << width) - 1) as u8;
             for part in 0..8 / width {
-                // Tokens of this part, whose bits are at the same place of every byte.
+                // Tokens of this part, whose bits have the same position in every byte.
                 let tokens = part * plane_len;
                 let (from, to) = (tokens.max(first), (tokens + plane_len).min(first + codes.len()));
                 if from >= to {
@@ -63,7 +63,7 @@ fn replace<C: Copy + Into<u32>>(run: &mut [u8], nbits: u32, len: usize, first: u
                     let bits = (code.into() >> shift) as u8 & mask;
                     *byte = (*byte & !(mask << (part * width))) | (bits << (part * width));
                 };
-                // A length that the compiler knows, so that short runs are no loops over single bytes.
+                // A compile-time length, so that short runs are not looped over byte by byte.
                 let (bytes, last_bytes) = plane[from - tokens..to - tokens].as_chunks_mut::<16>();
                 let (codes, last_codes) = codes.as_chunks::<16>();
                 for (bytes, codes) in bytes.iter_mut().zip(codes) {
@@ -75,8 +75,8 @@ fn replace<C: Copy + Into<u32>>(run: &mut [u8], nbits: u32, len: usize, first: u
     );
 }
 
-/// Packs 64 codes of at most 8 bits, which are bytes in words, into the first `nbits` words of a run. Bytes
-/// of more bits are cut.
+/// Packs 64 codes of at most 8 bits, given as bytes in words, into the first `nbits` words of a run. Higher
+/// bits are dropped.
 #[inline(always)]
 pub(crate) fn pack_words(codes: &[u64; 8], nbits: u32) -> [u64; 8] {
     let mut run = [0; 8];
@@ -120,7 +120,7 @@ pub(crate) fn unpack_run(run: &[u8], nbits: u32, len: usize) -> [u16; BLOCK] {
     codes
 }
 
-/// Writes the code of token `i` of each of the first runs of `len` codes and leaves the others unchanged.
+/// Writes the code of token `i` in each of the leading runs of `len` codes and leaves the others unchanged.
 #[inline(always)]
 pub(crate) fn set_in_runs(runs: &mut [u8], nbits: u32, len: usize, i: usize, codes: &[u32]) {
     let mut start = 0;
@@ -138,7 +138,7 @@ pub(crate) fn set_in_runs(runs: &mut [u8], nbits: u32, len: usize, i: usize, cod
     );
 }
 
-/// Writes the codes of tokens `first` and on of a run and leaves the others unchanged.
+/// Writes the codes of a run from token `first` on and leaves the others unchanged.
 pub(crate) struct ReplaceInRun<'a> {
     pub run: &'a mut [u8],
     pub nbits: u32,
@@ -154,7 +154,7 @@ impl Kernel for ReplaceInRun<'_> {
     #[inline(always)]
     fn scalar(self) {
         let Self { run, nbits, len, first, codes } = self;
-        // Lengths that the compiler knows are worth a form of their own.
+        // Compile-time lengths are worth their own instantiation.
         match (len, <&[u32; BLOCK]>::try_from(codes)) {
             (BLOCK, Ok(codes)) => replace(run, nbits, BLOCK, 0, codes),
             (BLOCK, Err(_)) => replace(run, nbits, BLOCK, first, codes),

@@ -31,7 +31,7 @@ impl<'a> RopeMean<'a> {
         dim.saturating_mul(BLOCK)
     }
 
-    /// From the mean (dim,), the pairs' frequencies (dim / 2,) in radians per position, and storage.
+    /// Takes the mean (dim,), the pairs' frequencies (dim / 2,) in radians per position, and storage.
     ///
     /// # Errors
     /// [`Error::Length`] or [`Error::NotFinite`].
@@ -52,7 +52,7 @@ impl<'a> RopeMean<'a> {
         Ok(Self { mean, frequencies, waves: storage })
     }
 
-    /// Subtracts `R(j) mu` from rotated keys (n, dim) at positions `first` and on.
+    /// Subtracts `R(j) mu` from rotated keys (n, dim) at positions from `first` on.
     ///
     /// # Errors
     /// [`Error::PartialRow`]; `keys` is then untouched.
@@ -107,8 +107,8 @@ impl<'a> RopeMean<'a> {
     }
 }
 
-/// A [`RopeMean`] that owns its mean, frequencies and cosines and sines, so that decode steps do not compute
-/// them again.
+/// A [`RopeMean`] that owns its mean, frequencies, cosines and sines, so that decode steps do not recompute
+/// them.
 ///
 /// # Examples
 /// ```
@@ -139,7 +139,7 @@ impl RopeMeanBuf {
         Ok(Self { mean: mean.to_vec(), frequencies: frequencies.to_vec(), waves })
     }
 
-    /// Borrows it.
+    /// Borrows the mean.
     #[must_use]
     pub fn view(&self) -> RopeMean<'_> {
         RopeMean { mean: &self.mean, frequencies: &self.frequencies, waves: &self.waves }

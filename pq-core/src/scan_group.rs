@@ -1,9 +1,9 @@
-//! The scan for up to four queries at a time, where a table of floats does not fit in registers.
+//! The scan for up to four queries at a time, for float tables that do not fit in registers.
 //!
-//! The tables of four queries are interleaved, (ksub, 4), so that one load brings a token's entries for all
-//! four. Per subspace and token that is a load and an addition, where each query alone takes an eighth of a
-//! gather: 4 queries at (64, 8) take 0.25 of the time on Zen 4 with AVX2. The additions are those of the
-//! scan, in the same order.
+//! The tables of four queries are interleaved, (ksub, 4), so that one load fetches a token's entries for all
+//! four. Per subspace and token that is a load and an addition, instead of an eighth of a gather per query: 4
+//! queries at (64, 8) take 0.25 of the time on Zen 4 with AVX2. The additions are those of the scan, in the
+//! same order.
 
 use crate::Luts;
 use crate::attend::CHUNK;
@@ -17,7 +17,7 @@ pub(crate) const QUERIES: usize = 4;
 /// Subspaces at a time, whose tables fill half of L1.
 const SUBSPACES: usize = 4;
 
-/// Memory in which no entry of four floats straddles two cache lines.
+/// Cache-line alignment: no entry of four floats straddles two lines.
 #[repr(align(64))]
 struct Aligned<T>(T);
 

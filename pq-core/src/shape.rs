@@ -50,7 +50,7 @@ impl PqShape {
         self.dim
     }
 
-    /// Subspaces, which is also codes per vector.
+    /// Subspaces, and codes per vector.
     #[must_use]
     pub const fn m(&self) -> usize {
         self.m

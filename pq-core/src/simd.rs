@@ -27,8 +27,8 @@ pub(crate) trait Kernel {
     /// The definition.
     fn scalar(self) -> Self::Output;
 
-    /// The same on the registers of `s`; by default the definition, if it is `#[inline(always)]`, compiled to
-    /// them.
+    /// The same on the registers of `s`. By default this is the definition, which must then be
+    /// `#[inline(always)]`.
     #[inline(always)]
     fn vector<S: Simd>(self, _s: S) -> Self::Output
     where
@@ -44,7 +44,7 @@ pub(crate) trait Run {
     fn run<K: Kernel>(self, kernel: K) -> K::Output;
 }
 
-/// As part of another kernel.
+/// Runs a kernel inside another one.
 impl<S: Simd> Run for S {
     #[inline(always)]
     fn run<K: Kernel>(self, kernel: K) -> K::Output {
@@ -66,7 +66,7 @@ impl Run for Backend {
     }
 }
 
-/// Evaluates an expression for the width of the codes, at most 8 bits, as a constant.
+/// Evaluates an expression with the width of the codes, at most 8 bits, as a constant.
 macro_rules! for_nbits {
     ($nbits:expr, $N:ident => $e:expr) => {
         match $nbits {
@@ -87,7 +87,7 @@ macro_rules! for_nbits {
 }
 pub(crate) use for_nbits;
 
-/// Bytes of a plane or row of bytes that tables are loaded from: the smallest table reads 16.
+/// Bytes of a plane or row that tables are loaded from: the smallest table reads 16.
 pub(crate) const fn row_len(ksub: usize) -> usize {
     if ksub < 16 { 16 } else { ksub }
 }
@@ -115,7 +115,7 @@ pub(crate) fn interleave<const UNIT: usize, const PARTS: usize>(parts: [&[u8]; P
     }
 }
 
-/// An instruction set. A value of it proves that the CPU has it: only `run` in the set's file makes one,
+/// An instruction set. A value proves that the CPU supports it: only `run` in the set's file constructs one,
 /// after the backend has been found available.
 pub(crate) trait Simd: Copy {
     /// `LANES` floats.
@@ -139,8 +139,9 @@ pub(crate) trait Simd: Copy {
     /// The widest codes whose tables of floats are looked up in registers; wider ones are gathered.
     const FLOAT_TABLE_BITS: u32;
 
-    /// Calls `f`, which must be `#[inline(always)]`, as a function of its own: an inner loop that kernels
-    /// share, or that has a form for each width of codes, is compiled once, apart from the loops around it.
+    /// Calls `f`, which must be `#[inline(always)]`, as a separate function: an inner loop that kernels
+    /// share, or that is instantiated per code width, is compiled once, separately from the surrounding
+    /// loops.
     fn call<R>(self, f: impl FnOnce() -> R) -> R;
 
     fn splat(self, x: f32) -> Self::F32;
@@ -199,7 +200,7 @@ pub(crate) trait Simd: Copy {
     /// The indices of the lanes, from 0.
     fn lanes(self) -> Self::U32;
     fn add_u32(self, a: Self::U32, b: Self::U32) -> Self::U32;
-    /// Writes the chosen lanes of `x` (bits as of [`at_least`](Self::at_least)) without gaps. The elements
+    /// Writes the chosen lanes of `x` (a mask as of [`at_least`](Self::at_least)) contiguously. The elements
     /// after them, up to `LANES` in all, are undefined.
     ///
     /// # Safety

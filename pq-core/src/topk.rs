@@ -1,6 +1,6 @@
 //! The k highest scores, in time linear in n for every k and every input.
 //!
-//! Scores are mapped to integers of the same order (`key`). A radix select then narrows an interval that
+//! Scores are mapped to order-preserving integers (`key`). A radix select then narrows an interval that
 //! contains the k-th highest key: one pass counts the keys above the interval and distributes those inside
 //! over 2,048 buckets, and the bucket of the k-th key becomes the next interval. 32 bits need at most three
 //! passes. A sample gives the first interval, so that the first pass distributes few keys. If the k-th key is
@@ -13,8 +13,8 @@ use crate::{Backend, Error};
 /// Selects the `k` highest scores in linear time.
 ///
 /// Writes their indices to the front of `indices`, in ascending order, and returns how many: `min(k, n)`. Of
-/// equal scores the lower index wins; NaN ranks with minus infinity, and the zeros are equal. The result is
-/// fully determined: every backend returns the same indices.
+/// equal scores the lower index wins; NaN ranks with minus infinity, and the two zeros are equal. The result
+/// is fully determined: every backend returns the same indices.
 ///
 /// # Shapes
 /// `scores` (n,), n below 2^32; `indices` at least `min(k, n)` elements. Elements beyond the result are
@@ -59,7 +59,7 @@ pub fn top_k_into_with(
     Ok(k)
 }
 
-/// An integer that orders as the score does.
+/// An order-preserving integer for a score.
 #[inline(always)]
 fn key(score: f32) -> u32 {
     let score = if score.is_nan() { f32::NEG_INFINITY } else { score + 0.0 };
@@ -93,8 +93,8 @@ impl Interval {
     }
 }
 
-/// Likely bounds of the k-th highest key, from a sample at equal distances: four standard deviations of its
-/// rank to either side.
+/// Likely bounds of the k-th highest key, from a strided sample: four standard deviations of its rank to
+/// either side.
 fn sampled_interval(scores: &[f32], k: usize) -> Interval {
     const SAMPLE: usize = 512;
     if scores.len() < 8 * SAMPLE {
@@ -193,7 +193,7 @@ fn count_key(key: u32, interval: Interval, counts: &mut Counts) {
     }
 }
 
-/// Keys inside the interval are collected in a buffer, so that no branch depends on the data.
+/// Keys inside the interval are compacted into a buffer, so that no branch depends on the data.
 #[inline(always)]
 fn count_vector<S: Simd>(s: S, scores: &[f32], interval: Interval, counts: &mut Counts) {
     const BUFFER: usize = 512;
@@ -317,7 +317,7 @@ mod tests {
 
     #[test]
     fn an_unrepresentative_sample_gives_the_same_result() {
-        // The sample at equal distances contains only zeros.
+        // The strided sample contains only zeros.
         let n = 8 * 512 * 4;
         let scores: Vec<f32> = (0..n).map(|i| if i % 32 == 0 { 0.0 } else { 1.0 + i as f32 }).collect();
         for k in [1, 100, n / 10, n - 1] {

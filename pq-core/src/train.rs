@@ -12,8 +12,8 @@ pub enum Start<'a> {
     /// Distinct random vectors.
     #[default]
     Random,
-    /// Random vectors that lie far apart (k-means++). It costs about one more iteration, and lowers the error
-    /// on keys little.
+    /// Random vectors that lie far apart (k-means++). It costs about one more iteration, and hardly lowers
+    /// the error on keys.
     PlusPlus,
     /// Given centroids (m, ksub, dsub): a warm start from another prompt or layer, or a refresh.
     From(&'a [f32]),
@@ -26,14 +26,14 @@ pub struct TrainOptions<'a> {
     /// [`ClusteringCost`](crate::ClusteringCost) gives the number that overlaps with the prefill.
     pub iterations: usize,
     /// Training ends when an iteration lowers the error by no more than this fraction of it; with 0, when the
-    /// error stops falling. Finite and at least 0. Centroids without points are moved before.
+    /// error stops falling. Finite and at least 0. Centroids without points are relocated first.
     pub tolerance: f64,
     /// The initial centroids.
     pub start: Start<'a>,
     /// Trains on at most this many of the vectors, drawn at random.
     pub max_vectors: Option<usize>,
-    /// A deadline: called before every iteration but the first, from any thread, it ends the training of that
-    /// subspace by `true`. Results then depend on the speed of the machine.
+    /// A deadline, polled before every iteration but the first, from any thread: `true` ends the training of
+    /// that subspace. Results then depend on the speed of the machine.
     pub time_is_up: Option<&'a (dyn Fn() -> bool + Sync)>,
     /// Also assigns all vectors to the final centroids and returns their packed codes, which is cheaper than
     /// encoding them later.
@@ -62,8 +62,8 @@ impl Default for TrainOptions<'_> {
 pub struct Trained {
     /// Centroids (m, ksub, dsub), ready for [`Codebook::new`](crate::Codebook::new).
     pub centroids: Vec<f32>,
-    /// Summed squared error: with [`TrainOptions::encode`] that of all vectors, otherwise that of the
-    /// training vectors before the last update of the centroids.
+    /// Summed squared error: over all vectors with [`TrainOptions::encode`], otherwise over the training
+    /// vectors before the last update of the centroids.
     pub error: f64,
     /// Maximum over the subspaces of the iterations that ran.
     pub iterations: usize,
@@ -224,7 +224,7 @@ fn train_subspace<E: Element>(
     TrainedSubspace { clusters, runs }
 }
 
-/// Joins the subspaces of a codebook and interleaves their runs to blocks.
+/// Concatenates the subspaces of a codebook and interleaves their runs into blocks.
 fn assemble(shape: PqShape, subspaces: &[TrainedSubspace]) -> Trained {
     let run_len = 8 * shape.nbits() as usize;
     let blocks = subspaces.first().map_or(0, |subspace| subspace.runs.len() / run_len);

@@ -1,5 +1,5 @@
-//! Encoding, decoding and training: every code is the nearest centroid's by distances in f64, whatever the
-//! backend, the run of vectors and its place.
+//! Encoding, decoding and training: every code is the nearest centroid's by distances in f64, for every
+//! backend, batch size and offset.
 
 #![allow(clippy::unwrap_used, clippy::panic)]
 
@@ -88,7 +88,7 @@ fn check_encode<E: Element>(shape: PqShape, seed: u64, n: usize, first: usize) {
     }
 }
 
-/// Encodes every row on its own, as a vector of its own: the definition of [`encode_into`].
+/// Encodes the rows one by one: the definition of [`encode_into`].
 fn encoded_one_by_one<E: Element>(
     backend: Backend,
     book: &Codebook<'_>,
@@ -103,7 +103,7 @@ fn encoded_one_by_one<E: Element>(
     }
 }
 
-/// A run of any length at any place has the bytes of its rows encoded one by one.
+/// A batch of any length at any offset has the bytes of its rows encoded one by one.
 fn check_run<E: Element>(shape: PqShape, seed: u64, n: usize, first: usize, large: bool) {
     let book = codebook(shape, seed);
     let mut rows: Vec<E> = random(seed ^ 1, n * shape.dim(), 2.0).into_iter().map(E::from_f32).collect();
@@ -242,7 +242,7 @@ fn more_iterations_and_a_warm_start_lower_the_error() {
 #[test]
 fn codes_that_lose_nothing_decode_exactly() {
     let shape = PqShape::new(4, 2, 3).unwrap();
-    let rows: Vec<f32> = (0..8 * 4).map(|i| i as f32).collect(); // as many vectors as centroids
+    let rows: Vec<f32> = (0..8 * 4).map(|i| i as f32).collect(); // n = ksub
     let options = TrainOptions { iterations: 3, encode: true, ..Default::default() };
     let trained = train(shape, &rows, &options).unwrap();
     let book = CodebookBuf::new(shape, &trained.centroids).unwrap();
@@ -263,7 +263,7 @@ fn unusual_values_have_defined_codes() {
             Codes::new(shape, n, &packed).unwrap().iter_vector(n - 1).next().unwrap()
         };
         for n in [1, 64] {
-            // NaN and infinities count as 0; a distance that overflows is never the least.
+            // NaN and infinities count as 0; a distance that overflows is never the minimum.
             assert_eq!(code(&[0.3, f32::NAN, -0.2, f32::INFINITY], n), code(&plain, n), "{backend:?}");
             assert_eq!(code(&[f32::MAX; 4], n), code(&[f32::MAX; 4], 1), "{backend:?}");
         }

@@ -1,4 +1,4 @@
-//! Arguments that do not fit are typed errors that name the argument and the length it needs.
+//! Invalid arguments are typed errors that name the argument and the length it needs.
 
 #![allow(clippy::unwrap_used, clippy::panic)]
 

@@ -72,7 +72,7 @@ fn integer_tables_keep_their_bound_at_every_range() {
     }
 }
 
-/// Encodes `n` times one row; its codes and the error are those of f64, or as near.
+/// Encodes `n` copies of one row: its centroids and the error are those of f64, or equally near.
 fn check_large<E: Element>(book: &CodebookBuf, row: &[f32], context: &str) {
     let (book, shape) = (book.view(), book.view().shape());
     let row: Vec<E> = row.iter().map(|&x| E::from_f32(x)).collect();
@@ -320,7 +320,7 @@ proptest! {
         let (mut keys, mut scores) = (vec![0.0; 4 * n], vec![f32::NAN; n]);
         rope_mean.subtract(first, &mut keys).unwrap();
         rope_mean.scores_into(&[1.0; 4], first, &mut scores).unwrap();
-        // A rotation keeps the length.
+        // A rotation preserves the norm.
         for key in keys.chunks_exact(4) {
             let length: f32 = key.iter().map(|x| x * x).sum();
             prop_assert!((length - 5.3125).abs() < 1e-4);

@@ -19,7 +19,7 @@ fn random(seed: u64, len: usize, scale: f32) -> Vec<f32> {
     (0..len).map(|_| next()).collect()
 }
 
-/// One key/value head: coded tokens with the exact rows that they stand for, and a group of queries.
+/// One KV head: coded tokens with their exact rows, and a group of queries.
 struct Case {
     group: usize,
     n: usize,
@@ -35,7 +35,7 @@ struct Case {
     rows: [Vec<f32>; 2], // exact keys and values (n, dim)
 }
 
-/// The result of a step.
+/// The result of a decode step.
 struct Attended {
     selected: Vec<u32>,
     out: Vec<f32>, // (group, dim), normalized
@@ -217,7 +217,7 @@ proptest! {
             let factor = f64::from(case.variances[g]).exp_m1() + f64::from(value_error);
             largest = largest.max((factor * squares).sqrt());
         }
-        // The squares of the weights are known to an eighth.
+        // The histogram gives the squared weights to an eighth.
         prop_assert!(2.5 * largest <= f64::from(bound) * 1.0625 + 1e-9, "{} for {}", largest, bound);
         let loose = RowBudget::Error { bound: 100.0, value_error, most: n };
         prop_assert!(case.check(&case.hybrid(loose)).is_empty());
@@ -308,7 +308,7 @@ fn wrong_arguments_are_errors() {
     assert!(matches!(select(&tokens.with_bias(&[0.0; 70][..]), hybrid, 5), Err(Error::Length { .. })));
     let bound = RowBudget::Error { bound: f32::INFINITY, value_error: 0.0, most: 5 };
     assert!(matches!(select(&tokens, Hybrid { rows: bound, ..hybrid }, 5), Err(Error::Budget { .. })));
-    // A share of NaN would silently read no rows.
+    // A NaN share would silently select no rows.
     for share in [f32::NAN, -1.0, 1.5] {
         let error = select(&tokens, Hybrid { rows: RowBudget::Share(share), ..hybrid }, 5);
         assert!(matches!(error, Err(Error::Budget { what: "share" })), "{share}");

@@ -52,7 +52,8 @@ fn attend<E: Element>(cache: &LayerCache<E>, backend: Backend, queries: &[f32]) 
     out
 }
 
-/// Attention in f64 of a query at `position` on what head `h` holds: exact rows, but decoded ones in between.
+/// Attention in f64 of a query at `position` over head `h`'s tokens: exact sinks and window, decoded rows in
+/// between.
 fn expected<E: Element>(
     cache: &HeadCache<E>,
     h: usize,

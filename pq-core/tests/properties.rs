@@ -52,7 +52,7 @@ fn decoded(codebook: &Codebook<'_>, codes: &Codes<'_>) -> Vec<f32> {
     rows
 }
 
-/// What attention should give, in f64, for decoded keys and values.
+/// The expected attention output, in f64, for decoded keys and values.
 struct Reference<'a> {
     keys: &'a [f32],
     values: &'a [f32],
@@ -208,7 +208,7 @@ proptest! {
         };
         let (mut whole, mut whole_stats) = (vec![0.0; group * 16], vec![SoftmaxStats::EMPTY; group]);
         attend(0..n, &mut whole, &mut whole_stats);
-        // One after the other into the same sums, and apart with a merge.
+        // Sequentially into the same sums, and separately with a merge.
         let (mut out, mut stats) = (vec![0.0; group * 16], vec![SoftmaxStats::EMPTY; group]);
         attend(0..cut, &mut out, &mut stats);
         let (mut rest, mut rest_stats) = (vec![0.0; group * 16], vec![SoftmaxStats::EMPTY; group]);
@@ -282,7 +282,7 @@ proptest! {
         prop_assert!(tokens.is_sorted() && tokens.windows(2).all(|w| w[0] != w[1]));
         let always = |t: usize| t < sinks || t + recent >= n;
         prop_assert!((0..n).filter(|&t| always(t)).all(|t| tokens.contains(&(t as u32))));
-        // No token left out has a clearly higher share than one that competed and is in.
+        // No rejected token has a clearly higher share than a token selected by score.
         let mut share = vec![0.0_f64; n];
         for scores in scratch.scores().chunks_exact(n) {
             let total: f64 = scores.iter().map(|&s| f64::from(s).exp()).sum();

@@ -1,4 +1,4 @@
-//! Compares the tokens that a group of query heads selects with the definition in f64: for scores of every
+//! Compares the tokens that a group of query heads selects with the definition in f64: for scores of any
 //! spread, and with NaN and infinite scores.
 
 #![allow(clippy::unwrap_used, clippy::panic)]
@@ -17,7 +17,7 @@ impl Random {
         (self.0 >> 33) as usize % n
     }
 
-    /// Roughly normal, of about this deviation.
+    /// Roughly normal, with about this deviation.
     fn value(&mut self, scale: f32) -> f32 {
         let sum: usize = (0..4).map(|_| self.below(1 << 22)).sum();
         (sum as f32 / (1 << 22) as f32 - 2.0) * 1.7 * scale
@@ -80,7 +80,7 @@ fn sorted_best(scores: &[f32], k: usize) -> Vec<u32> {
     order
 }
 
-/// Combines scores (group, n) and takes the best `k`, which every backend must find the same.
+/// Combines scores (group, n) and takes the best `k`, which must be the same on every backend.
 fn choose(scores: &[f32], n: usize, rule: GroupRule, k: usize) -> (Vec<u32>, Vec<SoftmaxStats>) {
     let (mut stats, mut out) = (vec![SoftmaxStats::EMPTY; scores.len() / n], vec![f32::NAN; n]);
     combine_group_into_with(Backend::Scalar, scores, rule, &mut stats, &mut out).unwrap();
@@ -95,7 +95,7 @@ fn choose(scores: &[f32], n: usize, rule: GroupRule, k: usize) -> (Vec<u32>, Vec
     (tokens, stats)
 }
 
-/// Makes some scores of some heads what a broken row makes them.
+/// Corrupts some scores of some heads, as broken rows do.
 fn spoil(random: &mut Random, scores: &mut [f32], n: usize) {
     for scores in scores.chunks_exact_mut(n) {
         let bad = [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, f32::MAX, f32::MIN][random.below(5)];
@@ -188,7 +188,7 @@ fn a_search_chooses_the_highest_weights() {
                 let mut scratch = SearchScratch::new(n, &mut floats, &mut stats).unwrap();
                 search_into(&luts, &codes, &search, &mut scratch, &mut tokens).unwrap();
                 let scores = scratch.scores();
-                // Tokens that are always in do not compete.
+                // Tokens that are always selected do not count toward k.
                 let sinks = search.sinks.min(n);
                 let end = n - search.recent.min(n - sinks);
                 let chosen: Vec<u32> = tokens
@@ -242,7 +242,7 @@ fn reranking_keeps_the_highest_weights() {
 
 #[test]
 fn a_weight_that_vanished_ranks_below_every_other() {
-    // Head 0 chooses token 3; of the rest, head 1 gives tokens 5 and 6 weight, and the logarithm orders the
+    // Head 0 chooses token 3. Of the rest, head 1 weights tokens 5 and 6, and the logarithm orders the
     // others.
     let scores = [-900.0, -500.0, -700.0, 0.0, -600.0, -800.0, -950.0, -650.0];
     let mut group = scores.to_vec();

@@ -1,4 +1,4 @@
-//! Codes in pages are codes in one piece; what is saved comes back; bytes from elsewhere are errors.
+//! Paged codes equal contiguous codes; serialization round-trips; corrupt bytes are errors.
 
 #![allow(clippy::unwrap_used, clippy::panic)]
 
@@ -24,8 +24,8 @@ fn bytes(seed: u64, len: usize) -> Vec<u8> {
     random(seed, len).iter().map(|x| (x * 1e6) as i64 as u8).collect()
 }
 
-/// A pool that holds codes in pages in an order of its own, and the table. The bytes of a page are those that
-/// the documentation of the layout says, one bit plane after the other.
+/// A pool with the codes in shuffled pages, and the page table. Pages are written bit plane by bit plane, as
+/// the layout's documentation specifies.
 fn in_pages(codes: &Codes<'_>, page_tokens: usize, seed: u64) -> (Vec<u8>, Vec<u32>) {
     let (shape, block) = (codes.shape(), page_tokens.min(BLOCK));
     let (page, used) = (shape.page_len(page_tokens), codes.n().div_ceil(page_tokens));
@@ -112,7 +112,7 @@ proptest! {
                 if value_page_tokens == BLOCK || backend == Backend::Scalar {
                     prop_assert_eq!(&out, &paged_out);
                 }
-                // Sums of small pages have another order.
+                // Small pages sum in another order.
                 for (x, y) in out.iter().zip(&paged_out) {
                     prop_assert!((x - y).abs() < 1e-5, "{} {}", x, y);
                 }

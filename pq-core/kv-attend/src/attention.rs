@@ -7,7 +7,7 @@ use crate::kernel::Attend;
 use crate::simd::Run;
 use crate::{Backend, Element, Error, Rows, SoftmaxStats};
 
-/// How scores are made of inner products, and which tokens a query sees.
+/// How inner products become scores, and which tokens a query attends to.
 ///
 /// # Examples
 /// ```
@@ -21,8 +21,8 @@ pub struct Attention {
     pub scale: f32,
     /// Scores become `softcap * tanh(score / softcap)`.
     pub softcap: Option<f32>,
-    /// Number of tokens that a query sees, its own among them: those whose position is at most `window - 1`
-    /// before its own. `None` for all.
+    /// Sliding window: the number of tokens that a query attends to, its own included, at positions up to
+    /// `window - 1` before its own. `None` for all.
     pub window: Option<usize>,
 }
 
@@ -57,8 +57,8 @@ impl Default for Attention {
     }
 }
 
-/// The tokens of one key/value head as exact rows, or of several heads ([`heads`](Self::heads)): all of them,
-/// or those of a list.
+/// The tokens of one KV head as exact rows, or of several KV heads ([`heads`](Self::heads)): all tokens, or a
+/// list of them.
 ///
 /// # Examples
 /// ```
@@ -100,10 +100,10 @@ impl<'a, E> ExactTokens<'a, E> {
         Self::new(Rows::contiguous(keys, dim_k)?, Rows::contiguous(values, dim_v)?)
     }
 
-    /// Makes every row that of `heads` key/value heads, one after the other: (tokens, heads, head_dim), NHD.
+    /// Declares that each row holds `heads` KV heads, one after the other: (tokens, heads, head_dim), NHD.
     ///
     /// # Errors
-    /// [`Error::Zero`] for no heads, [`Error::PartialRow`] for rows that they do not divide.
+    /// [`Error::Zero`] for no heads, [`Error::PartialRow`] if `heads` does not divide a row.
     /// # Examples
     /// ```
     /// use kv_attend::{Attention, ExactTokens, Rows, SoftmaxStats, attend_exact_into, normalize_all};
@@ -140,12 +140,12 @@ impl<'a, E> ExactTokens<'a, E> {
         Ok(Self { heads, ..self })
     }
 
-    /// Only the rows of `tokens`, in any order: a search's result. A row that is listed twice counts twice.
-    /// All [`heads`](Self::heads) of the rows attend to the same list; for a list of each head, take the
-    /// [`columns`](Rows::columns) of one head at a time.
+    /// Restricts attention to the rows listed in `tokens`, in any order: a search's result. A row listed
+    /// twice counts twice. All [`heads`](Self::heads) of the rows share the list; for one list per head, take
+    /// the [`columns`](Rows::columns) of one head at a time.
     ///
     /// # Errors
-    /// [`Error::Token`] for an index that is not that of a row.
+    /// [`Error::Token`] for an index that is out of range.
     pub fn chosen(self, tokens: &'a [u32]) -> Result<Self, Error> {
         let rows = self.keys.rows();
         match tokens.iter().position(|&token| usize::try_from(token).map_or(true, |token| token >= rows)) {
@@ -154,15 +154,14 @@ impl<'a, E> ExactTokens<'a, E> {
         }
     }
 
-    /// Sets the position of row 0: for rows that are a part of a sequence. By default it is 0.
+    /// Sets the position of row 0, for rows that are a part of a sequence. The default is 0.
     #[must_use]
     pub const fn starting_at(self, position: usize) -> Self {
         Self { start: position, ..self }
     }
 
     /// Sets the position of the first query token, from which the causal mask and the window are counted. It
-    /// may lie before the rows, among them or after them. By default the query tokens are those of the last
-    /// rows.
+    /// may lie before the rows, among them or after them. By default the query tokens are the last rows.
     #[must_use]
     pub const fn first_query(self, position: usize) -> Self {
         Self { first_query: Some(position), ..self }
@@ -177,7 +176,7 @@ impl<'a, E> ExactTokens<'a, E> {
         }
     }
 
-    /// The rows that query token `i` of `queries` sees. Their end may lie beyond the last row.
+    /// The rows that query token `i` of `queries` sees. The range may end beyond the last row.
     pub(crate) fn visible(&self, window: Option<usize>, i: usize, queries: usize) -> Range<usize> {
         let end = match self.first_query {
             Some(position) => position.saturating_add(i).saturating_add(1),
@@ -194,19 +193,19 @@ pub const fn attend_exact_scratch_len(queries: usize, dim_k: usize) -> usize {
     queries.saturating_mul(dim_k)
 }
 
-/// Attention of a group of query heads on exact rows of their common key/value head, whose keys and values
-/// may differ in their number of components; or of several such groups, if the rows are those of several
-/// heads ([`ExactTokens::heads`]).
+/// Attention of a GQA group of query heads over the exact rows of their KV head, or of several groups if the
+/// rows hold several KV heads ([`ExactTokens::heads`]). Keys and values may differ in their number of
+/// components.
 ///
-/// With `s_t = scale * <q, k_t>`, capped if [`Attention::softcap`] says so, adds
-/// `sum_t exp(s_t - max s) * v_t` to each query's `out`, and updates its `stats` (maximum and sum). Begin
-/// with zeros and [`SoftmaxStats::EMPTY`], call the function for every part of the sequence, exact or coded,
-/// then [`normalize_all`](crate::normalize_all).
+/// With `s_t = scale * <q, k_t>`, capped if [`Attention::softcap`] is set, adds `sum_t exp(s_t - max s) *
+/// v_t` to each query's `out`, and updates its `stats` (maximum and sum). Start from zeros and
+/// [`SoftmaxStats::EMPTY`], call the function for every part of the sequence, exact or coded, then
+/// [`normalize_all`](crate::normalize_all).
 ///
 /// Several query tokens (a chunk of a prompt, speculative tokens) attend causally: query token i of T sees
-/// the rows up to that of its own position, which is row `n - T + i` unless [`ExactTokens::first_query`] says
-/// otherwise. A row that a query does not see is not read for it, so it may hold anything. Rows that it sees
-/// are read from memory once for the whole group and all query tokens.
+/// the rows up to its own, which is row `n - T + i` unless [`ExactTokens::first_query`] sets another
+/// position. A masked row is not read, so it may hold anything. A visible row is read from memory once for
+/// the whole group and all query tokens.
 ///
 /// The softmax runs over at most 64 tokens at a time. A token with a NaN score makes the result NaN.
 ///
@@ -221,9 +220,8 @@ pub const fn attend_exact_scratch_len(queries: usize, dim_k: usize) -> usize {
 /// then unchanged.
 /// # Cost
 /// T * heads * group * n * (dim_k + dim_v) multiply-adds, T * heads * group * n exponentials, one pass over
-/// the rows, no allocation. One head of rows of several heads (NHD, by [`Rows::columns`]) takes longer than
-/// rows without gaps, since each of its rows has a page of its own. All heads in one call read the rows in
-/// order.
+/// the rows, no allocation. One head of an NHD cache ([`Rows::columns`]) takes longer than contiguous rows,
+/// since each of its rows lies on a different page. All heads in one call read memory sequentially.
 /// # Source
 /// The merge of partial softmaxes: Dao et al., "FlashAttention", NeurIPS 2022; the cap: Gemma 2, arXiv
 /// 2408.00118; the window: Mistral 7B, arXiv 2310.06825.

@@ -2,8 +2,8 @@ use crate::Error;
 
 /// An instruction set that the kernels are compiled for.
 ///
-/// The scalar code defines every result; a backend is a way to compute it. Integer results and sums of table
-/// entries agree bit for bit between backends, Grams too. Sums with fused multiply-adds differ by rounding,
+/// The scalar code defines every result; a backend is a way to compute it. Integer results, sums of table
+/// entries and Grams agree bit for bit between backends. Sums with fused multiply-adds differ by rounding,
 /// within the tolerances of the crates' tests.
 ///
 /// A backend is one set of CPU features: a kernel is compiled for all of them, and the machine must have all
@@ -51,7 +51,7 @@ impl Backend {
         Self::ALL.into_iter().rev().find(|backend| backend.is_available()).unwrap_or(Self::Scalar)
     }
 
-    /// Refuses a backend that this machine cannot run.
+    /// Checks that this machine can run the backend.
     ///
     /// # Errors
     /// [`Error::BackendUnavailable`].

@@ -1,7 +1,6 @@
 use crate::Element;
 
-/// Inner product in sixteen partial sums, added in order. Elements of the longer slice that the other lacks
-/// are ignored.
+/// Inner product in sixteen partial sums, added in order. Excess elements of the longer slice are ignored.
 #[inline(always)]
 #[must_use]
 pub fn dot<E: Element>(query: &[f32], key: &[E]) -> f32 {

@@ -9,11 +9,11 @@ pub enum Error {
         /// The argument.
         what: &'static str,
     },
-    /// An argument does not have exactly the length that the shapes give.
+    /// An argument's length is not the one that the shapes require.
     Length {
         /// The argument.
         what: &'static str,
-        /// Elements or rows that the shapes give.
+        /// Elements or rows that the shapes require.
         expected: usize,
         /// Elements or rows of the argument.
         actual: usize,
@@ -22,7 +22,7 @@ pub enum Error {
     TooShort {
         /// The argument.
         what: &'static str,
-        /// Elements that the operation needs at least.
+        /// Minimum number of elements.
         needed: usize,
         /// Elements of the argument.
         actual: usize,
@@ -54,7 +54,7 @@ pub enum Error {
         /// Rows of keys.
         tokens: usize,
     },
-    /// An index of the list of tokens is not that of a row.
+    /// An index in the list of tokens is out of range.
     Token {
         /// Position in the list.
         index: usize,
@@ -68,7 +68,7 @@ pub enum Error {
         /// The expected type.
         what: &'static str,
     },
-    /// The bytes have a format version that is not known.
+    /// The format version is unknown.
     Version {
         /// The expected type.
         what: &'static str,
@@ -87,7 +87,7 @@ pub enum Error {
         /// Bytes after its end.
         extra: usize,
     },
-    /// A field of the bytes has a value that does not fit.
+    /// A field has an invalid value.
     BadField {
         /// The field.
         what: &'static str,

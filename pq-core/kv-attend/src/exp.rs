@@ -8,7 +8,7 @@
 pub fn exp(x: f32) -> f32 {
     const LN2_HIGH: f32 = 0.693_359_4;
     const LN2_LOW: f32 = -2.121_944_4e-4;
-    const ROUND: f32 = 12_582_912.0; // 1.5 * 2^23: adding it rounds to a whole number
+    const ROUND: f32 = 12_582_912.0; // 1.5 * 2^23: adding it rounds to an integer
     let clamped = if x < -87.0 { -87.0 } else { x };
     let shifted = clamped * core::f32::consts::LOG2_E + ROUND;
     let n = shifted - ROUND;

@@ -15,13 +15,13 @@ use crate::simd::{Kernel, Simd};
 use crate::softmax::{LANES, add_scores};
 use crate::{Attention, Element, ExactTokens, SoftmaxStats};
 
-/// Most tokens of a block: their weights, keys and values stay in L1 and L2.
+/// Maximum tokens per block: their weights, keys and values stay in L1 and L2.
 const TOKENS: usize = 64;
-/// Most bytes of a head's keys, and of its values, in a block: both stay in L1 while the next block's arrive
-/// in L2.
+/// Maximum bytes of a head's keys, and of its values, per block: both stay in L1 while the next block is
+/// prefetched into L2.
 const BLOCK_BYTES: usize = 8192;
-/// Most bytes of all heads' keys, and of their values, in a block of several heads: those and the next
-/// block's stay in L2.
+/// Maximum bytes of all heads' keys, and of their values, per block of several heads: this block and the next
+/// stay in L2.
 const HEADS_BYTES: usize = 131_072;
 
 pub(crate) struct Attend<'a, 'b, E> {
@@ -140,8 +140,7 @@ impl<'a, E: Element> Attend<'a, '_, E> {
         self.tokens.visible(self.attention.window, i, self.query_tokens)
     }
 
-    /// Fills `list` with the rows of the tokens from `start` on. The last row stands for those that do not
-    /// exist.
+    /// Fills `list` with the rows of the tokens from `start` on. Past the end, the last row is repeated.
     #[inline(always)]
     fn fill(&self, list: &mut [usize], start: usize) {
         let end = self.end();
@@ -170,7 +169,7 @@ impl<'a, E: Element> Attend<'a, '_, E> {
         (start..end).step_by(len).map(move |at| at..end.min(at + len))
     }
 
-    /// Adds a block of tokens of a head to the queries of a query token.
+    /// Adds a head's block of tokens to the outputs of one query token.
     #[inline(always)]
     fn group<S: Simd, R: BlockRows<E>>(
         &mut self,
@@ -212,7 +211,7 @@ fn cap(softcap: Option<f32>, scores: &mut [f32]) {
     }
 }
 
-/// Prefetches the cache line of element `i` if a line begins there, counted from `from`.
+/// Prefetches the cache line at element `i` of `from` if a line starts there.
 #[inline(always)]
 fn prefetch_line<S: Simd, E: Element>(s: S, from: *const E, i: usize) {
     if i.is_multiple_of(64 / size_of::<E>()) {
@@ -274,7 +273,7 @@ impl<R> Block<'_, '_, R> {
     }
 }
 
-/// Scores of `G` queries on `8 / P` keys from token `first` on. Beyond the last key its scores are repeated.
+/// Scores of `G` queries on `8 / P` keys from token `first` on. Past the last key, its scores are repeated.
 #[inline(always)]
 fn score_tile<S: Simd, E: Element, R: BlockRows<E>, const G: usize, const P: usize>(
     s: S,
@@ -289,7 +288,7 @@ fn score_tile<S: Simd, E: Element, R: BlockRows<E>, const G: usize, const P: usi
     let row = |t: usize| (first + t).min(n - 1);
     let rows: [*const E; 8] = core::array::from_fn(|t| keys.row(row(t)));
     let ahead: [*const E; 8] = core::array::from_fn(|t| keys.ahead(first, row(t)));
-    let mut sums = [[s.splat(0.0); 4]; 2]; // that of key t and query g is at t * P + g
+    let mut sums = [[s.splat(0.0); 4]; 2]; // (key, P): key t and query g at t * P + g
     for c in (0..wide).step_by(S::LANES) {
         for t in 0..8 / P {
             prefetch_line(s, ahead[t], if R::APART { c } else { c * (8 / P) + t * S::LANES });

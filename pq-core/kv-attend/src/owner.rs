@@ -1,8 +1,8 @@
-//! For crates that own caches: a layer of heads, whatever the heads hold; the exact rows of a head; working
-//! memory; and the bytes of what is saved.
+//! For crates that own caches: a layer, generic over the cache of a head; the exact rows of a head; scratch
+//! memory; and serialization.
 //!
-//! A crate implements [`Head`] for its cache of one key/value head. [`Layer`] has the heads of a layer of one
-//! sequence, and [`attend_batch_into`] attends with those of many sequences.
+//! A crate implements [`Head`] for its cache of one KV head. [`Layer`] holds the heads of a layer for one
+//! sequence, and [`attend_batch_into`] runs attention for a batch of sequences.
 
 mod batch;
 mod bytes;

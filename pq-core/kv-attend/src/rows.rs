@@ -1,4 +1,4 @@
-//! Views of rows that lie at equal distances in memory.
+//! Strided views of rows.
 
 use core::ops::Range;
 
@@ -8,9 +8,8 @@ use crate::error::check_at_least;
 /// Rows of `components` elements each, `row_stride` elements apart: the keys of one head in a cache of any
 /// layout, without a copy.
 ///
-/// A slice of rows without gaps is [`Rows::contiguous`] (HND). One head of (tokens, heads, head_dim) (NHD) is
-/// a range of the [`columns`](Self::columns) of rows that hold all heads. A slice becomes a single row by
-/// `Rows::from`.
+/// Contiguous rows (HND) are a [`Rows::contiguous`]. One head of (tokens, heads, head_dim) (NHD) is a range
+/// of the [`columns`](Self::columns) of rows that hold all heads. `Rows::from` makes a slice a single row.
 ///
 /// # Examples
 /// ```
@@ -62,7 +61,7 @@ impl<'a, E> Rows<'a, E> {
     /// [`Error::Zero`] for no components, [`Error::TooShort`] if a row ends before.
     pub fn columns(self, first: usize, components: usize) -> Result<Self, Error> {
         check_columns(self.components, first, components)?;
-        let data = self.data.get(first..).unwrap_or_default(); // too short for a row only where there is none
+        let data = self.data.get(first..).unwrap_or_default(); // out of range only if there are no rows
         Ok(Self { data, components, ..self })
     }
 
@@ -90,7 +89,7 @@ impl<'a, E> Rows<'a, E> {
         self.components
     }
 
-    /// Elements from the beginning of one row to that of the next.
+    /// Elements from the start of one row to the start of the next.
     #[must_use]
     pub const fn row_stride(&self) -> usize {
         self.row_stride
@@ -111,7 +110,7 @@ impl<'a, E> Rows<'a, E> {
         (0..self.rows).map(move |i| self.row(i))
     }
 
-    /// The elements of all rows, if there are no gaps between them.
+    /// The elements of all rows, if they are contiguous.
     #[must_use]
     pub fn as_slice(&self) -> Option<&'a [E]> {
         let gapless = self.row_stride == self.components || self.rows <= 1;
@@ -131,7 +130,7 @@ impl<'a, E> From<&'a [E]> for Rows<'a, E> {
     }
 }
 
-/// [`Rows`] that are written.
+/// Mutable [`Rows`].
 ///
 /// # Examples
 /// ```
@@ -201,13 +200,13 @@ impl<'a, E> RowsMut<'a, E> {
         &mut self.data[i * self.row_stride..][..self.components]
     }
 
-    /// The same rows for a shorter time.
+    /// Reborrows the rows.
     #[must_use]
     pub fn reborrow(&mut self) -> RowsMut<'_, E> {
         RowsMut { data: self.data, ..*self }
     }
 
-    /// The rows for reading.
+    /// Borrows the rows immutably.
     #[must_use]
     pub const fn as_rows(&self) -> Rows<'_, E> {
         Rows { data: self.data, rows: self.rows, components: self.components, row_stride: self.row_stride }

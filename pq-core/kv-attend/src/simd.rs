@@ -1,4 +1,5 @@
-//! For crates that write kernels over rows: the vector instructions, and how a kernel is compiled for them.
+//! Vector instructions for kernels over rows, and the dispatch that compiles a kernel for each instruction
+//! set.
 //!
 //! A kernel is written once over [`Simd`], next to its scalar definition. [`Run::run`] compiles it for each
 //! instruction set: it is inlined into one function with the set's target features. The file of a set lists
@@ -12,7 +13,7 @@ pub use crate::exp::{exp, tanh};
 /// `run` defines the function `run`, which compiles a crate's `Kernel` for all of them, with the token that
 /// proves it, and `with_features`, which compiles a part of a kernel.
 ///
-/// The list includes features that another one implies, since the compiler assumes all of them.
+/// The list includes implied features, since the compiler assumes all of them.
 #[doc(hidden)]
 #[macro_export]
 macro_rules! cpu_features {
@@ -101,7 +102,7 @@ impl Run for Backend {
     }
 }
 
-/// An instruction set. A value of it proves that the CPU has it: only `run` in the set's file makes one,
+/// An instruction set. A value proves that the CPU supports it: only `run` in the set's file constructs one,
 /// after the backend has been found available.
 pub trait Simd: Copy {
     /// `LANES` floats.

@@ -66,8 +66,8 @@ impl SoftmaxStats {
         scale
     }
 
-    /// The value to subtract from scores: 0 while all of them are minus infinity, whose differences would be
-    /// NaN.
+    /// The value to subtract from scores: the maximum, or 0 if it is minus infinity, since the difference of
+    /// two infinities is NaN.
     #[must_use]
     pub fn finite_max(self) -> f32 {
         if self.max == f32::NEG_INFINITY { 0.0 } else { self.max }

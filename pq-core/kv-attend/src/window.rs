@@ -8,7 +8,7 @@
 /// # Examples
 /// ```
 /// let window = kv_attend::Window { sinks: 4, recent: 64, batch: 32 };
-/// assert_eq!(window.to_sinks(0, 10), 4); // of ten first tokens four become sinks
+/// assert_eq!(window.to_sinks(0, 10), 4); // four of the first ten tokens become sinks
 /// assert_eq!(window.to_evict(95), 0); // 31 more than `recent`: no whole batch
 /// assert_eq!(window.to_evict(96), 32);
 /// ```
@@ -30,7 +30,7 @@ impl Window {
         if n < free { n } else { free }
     }
 
-    /// How many of the oldest of `held` recent tokens are to be compressed now.
+    /// How many of the oldest of `held` recent tokens to compress now.
     #[must_use]
     pub const fn to_evict(&self, held: usize) -> usize {
         let surplus = held.saturating_sub(self.recent);

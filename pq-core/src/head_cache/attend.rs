@@ -1,4 +1,4 @@
-//! Attention on all parts of the cache of a head.
+//! Attention over all parts of a head's cache.
 
 use core::ops::Range;
 
@@ -11,11 +11,10 @@ use crate::{
     attend_exact_scratch_len, attend_into_with, attend_scratch_len, lut_into_with,
 };
 
-/// Floats of a cache line: registers that straddle two lines cost up to a tenth of the time.
+/// Floats per cache line: loads that straddle two lines cost up to a tenth of the time.
 const ALIGNMENT: usize = 16;
 
-/// Queries of several query tokens that are processed together, so that the scratch does not grow with the
-/// number of query tokens.
+/// Maximum queries processed together, so that the scratch does not grow with the number of query tokens.
 const TOGETHER: usize = 16;
 
 /// Query tokens that are processed together.
@@ -36,11 +35,11 @@ impl<E: Element> HeadCache<E> {
             .saturating_add(ALIGNMENT)
     }
 
-    /// Attention of a group of query heads on all tokens, of one or several query tokens.
+    /// Attention of a group of query heads over all tokens, for one or several query tokens.
     ///
     /// Query token i of T is at the position of the cache's token `len - T + i`, since a step appends its
-    /// tokens first. It sees the tokens up to its own position, and of these the last
-    /// [`Attention::window`], if there is a window; sinks, codes and recent rows alike.
+    /// tokens first. It sees the tokens up to its own position, at most the last [`Attention::window`] of
+    /// them, be they sinks, codes or recent rows.
     ///
     /// Adds the tokens to `out` and `stats`, as [`attend_into`](crate::attend_into) does: start from zeros
     /// and [`SoftmaxStats::EMPTY`], and finish with [`normalize_all`](crate::normalize_all).
@@ -50,11 +49,10 @@ impl<E: Element> HeadCache<E> {
     /// [`scratch_len`](Self::scratch_len); `out` (T, group, dim of the values); `stats` (T, group).
     /// # Errors
     /// [`Error::PartialRow`], [`Error::Length`], [`Error::TooShort`]; [`Error::Attend`] for more query tokens
-    /// than there are tokens, and that of [`Attention::check`]. `out` and `stats` are then untouched.
+    /// than there are tokens, and the error of [`Attention::check`]. `out` and `stats` are then untouched.
     /// # Cost
-    /// That of [`attend_into`](crate::attend_into) for each 16 queries and each query token whose coded
-    /// tokens are not those of the one before it, and of exact attention on sinks and recent rows; no
-    /// allocation.
+    /// One [`attend_into`](crate::attend_into) per 16 queries and per change of the visible coded tokens
+    /// between query tokens, and exact attention on sinks and recent rows; no allocation.
     pub fn attend_into<Q: Element>(
         &self,
         attention: &Attention,
@@ -170,7 +168,7 @@ impl<E: Element> Part<'_, E> {
             let (keys, values) = (keys.slice(range.clone())?, values.slice(range)?);
             CodedTokens::new(keys, values, books.values())?.with_softcap(self.attention.softcap)
         };
-        // Codes begin with a block: the tokens of the first block that are before the range get a mask.
+        // Codes start at a block boundary: tokens of the first block that precede the range are masked.
         let whole = range.start.next_multiple_of(BLOCK).min(range.end);
         if range.start < whole {
             let first = range.start / BLOCK * BLOCK;

@@ -1,6 +1,6 @@
-//! How many rows a step reads exactly.
+//! How many rows a decode step reads exactly.
 //!
-//! The estimate behind [`RowBudget::Error`]: with the differences `d_t` of exact and coded scores and `e_t`
+//! The error estimate of [`RowBudget::Error`]: with the differences `d_t` of exact and coded scores and `e_t`
 //! of exact and coded values, the output changes by about
 //!
 //! ```text
@@ -9,14 +9,14 @@
 //!
 //! where `p_t` is the token's weight in the softmax over all tokens. For independent differences of mean
 //! zero, and in units of the values' deviation from their mean, the expected square is `(exp(variance) - 1 +
-//! value_error) * sum of p_t^2`: the variance is that of the score, for normal differences, and `value_error`
-//! the codes' mean squared error over the variance of the values. For a group the combined weight of a token
-//! stands for every query's: it is at least as large, so that the estimate holds for each.
+//! value_error) * sum of p_t^2`: `variance` is that of the scores, for normal differences, and `value_error`
+//! the codes' mean squared error over the variance of the values. For a group, a token's combined weight
+//! stands for that of every query: it is at least as large, so the estimate holds for each.
 //!
 //! The error itself scatters around that estimate, since few tokens make most of it and codes do not fit all
 //! tokens alike. In decodes of two models (12 and 135 million parameters) the 95th percentile of the errors
-//! is 1.1 to 2.3 times the estimate. A step therefore reads tokens, those of the largest weight first, until
-//! [`MARGIN`] times no query's estimate exceeds the bound.
+//! is 1.1 to 2.3 times the estimate. A step therefore reads tokens in descending order of weight until
+//! [`MARGIN`] times the estimate is within the bound for every query.
 
 use kv_attend::simd::exp;
 
@@ -26,31 +26,31 @@ use crate::SoftmaxStats;
 /// How many tokens a step of hybrid attention reads exactly.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum RowBudget {
-    /// This many.
+    /// This many tokens.
     Count(usize),
-    /// This part of the coded tokens, rounded up: 0 for none, 1 for all of them.
+    /// This fraction of the coded tokens, rounded up: 0 for none, 1 for all.
     Share(f32),
-    /// As many as keep the error of every query's output below a bound, in about 95 of 100 attentions.
+    /// As many as keep the error of every query's output below a bound at about the 95th percentile.
     Error {
-        /// The length of the output's error over the values' deviation (the root of their mean squared
+        /// Norm of the output error over the values' standard deviation (the root of their mean squared
         /// distance from their mean).
         bound: f32,
         /// Mean squared error of the coded values over that variance.
         value_error: f32,
-        /// Most tokens that are read.
+        /// Maximum tokens to read.
         most: usize,
     },
 }
 
 impl Default for RowBudget {
-    /// None: attention on codes alone.
+    /// No rows: attention on codes alone.
     fn default() -> Self {
         Self::Count(0)
     }
 }
 
 impl RowBudget {
-    /// Most tokens of `n` that a step reads.
+    /// Maximum tokens, of `n`, that a step reads.
     #[must_use]
     pub fn most(&self, n: usize) -> usize {
         match *self {
@@ -60,12 +60,12 @@ impl RowBudget {
     }
 }
 
-/// Tokens to read exactly, given the combined scores and the softmax statistics of the codes.
+/// Number of tokens to read exactly, given the combined scores and the softmax statistics of the codes.
 pub(super) fn rows(hybrid: &Hybrid<'_>, combined: &[f32], stats: &[SoftmaxStats]) -> usize {
     let RowBudget::Error { bound, value_error, most } = hybrid.rows else {
         return hybrid.rows.most(combined.len());
     };
-    // The largest factor of the squared weights over the queries.
+    // The maximum over the queries of the squared weights' factor.
     let mut factor = 0.0_f64;
     for (g, stats) in stats.iter().enumerate() {
         let variance = hybrid.score_variances.get(g).map_or(0.0, |&variance| f64::from(variance));
@@ -79,10 +79,10 @@ pub(super) fn rows(hybrid: &Hybrid<'_>, combined: &[f32], stats: &[SoftmaxStats]
     Weights::of(combined, stats).above(expected * expected / factor).min(most)
 }
 
-/// How far below the bound the root of the expected squared error is kept.
+/// Factor by which the root of the expected squared error is kept below the bound.
 const MARGIN: f64 = 2.5;
 
-/// The part of the softmax over both sets of tokens that the first one holds.
+/// The share of the first set of tokens in the softmax over both sets.
 fn share_of(stats: SoftmaxStats, others: SoftmaxStats) -> f64 {
     let (coded, others) = (f64::from(stats.log_sum_exp()), f64::from(others.log_sum_exp()));
     if others == f64::NEG_INFINITY { 1.0 } else { 1.0 / (1.0 + libm::exp(others - coded)) }
@@ -91,7 +91,7 @@ fn share_of(stats: SoftmaxStats, others: SoftmaxStats) -> f64 {
 /// Eighths of octaves of the weights from 2^-40, below which weights do not matter, to 2^8.
 const BUCKETS: usize = 8 * 48;
 
-/// How many combined weights each bucket has.
+/// Histogram of the combined weights.
 struct Weights([u32; BUCKETS]);
 
 /// Leading eleven bits of 2^-40: exponent and eighths.
@@ -112,15 +112,15 @@ impl Weights {
         Self(counts)
     }
 
-    /// How many of the largest weights must go so that the squares of the others sum to at most `budget`.
+    /// How many of the largest weights to remove so that the squares of the rest sum to at most `budget`.
     ///
-    /// The square of a weight counts as the mean of its bucket's, which is within an eighth of it: a device
-    /// has the counts from its radix sort of the weights, and no order of additions is part of the result.
+    /// A weight's square counts as its bucket's mean, which is within an eighth of it. A GPU gets the counts
+    /// from its radix sort of the weights, and the result does not depend on an order of additions.
     fn above(&self, budget: f64) -> usize {
         let mut left = 0.0;
         for (bucket, &count) in self.0.iter().enumerate() {
             let end = |bucket: u32| f64::from(f32::from_bits((bucket + FIRST) << 20));
-            // The first bucket has all smaller weights, too.
+            // The first bucket includes all smaller weights.
             let least = if bucket == 0 { 0.0 } else { end(bucket as u32) };
             let most = end(bucket as u32 + 1);
             left += f64::from(count) * (least * least + least * most + most * most) / 3.0;

@@ -1,12 +1,12 @@
-//! Table scores of a group of queries, four at a time where that is faster.
+//! Table scores of a group of queries, four at a time if that is faster.
 
 use crate::attend::{CHUNK, score_together};
 use crate::scan_group::QUERIES;
 use crate::simd::{Kernel, Run, Simd};
 use crate::{Backend, Codes, Error, Luts, scan_into_with};
 
-/// Writes the table scores of all queries, `scores` (group, n). `room` has at least [`CHUNK`] floats for each
-/// query, of up to [`QUERIES`].
+/// Writes the table scores of all queries, `scores` (group, n). `room` holds at least [`CHUNK`] floats for
+/// each of up to [`QUERIES`] queries.
 pub(super) fn score_group(
     backend: Backend,
     luts: &Luts<'_>,
@@ -38,7 +38,7 @@ struct ScoreTogether<'a, 'b> {
 }
 
 impl Kernel for ScoreTogether<'_, '_> {
-    /// Whether it has written the scores: it does where that is faster than to scan for each query.
+    /// Whether it has written the scores: only if that is faster than a scan per query.
     type Output = bool;
 
     fn scalar(self) -> bool {

@@ -1,10 +1,10 @@
 //! Sums of coded values weighted by the queries of a group.
 //!
-//! The weights of all queries of a token lie next to each other. One addition of a short vector per token and
-//! subspace then adds them to the sums of the token's centroid, and each centroid is multiplied by its sums
-//! once. With subspaces of 8 components and four queries that is 16 additions per token of 128 components,
-//! where a lookup of every component takes 128 and as many multiply-adds per query. Four subspaces
-//! of 8 bits share the load of a token's weights: on Zen 3 that takes half the time of one at a time.
+//! A token's weights for all queries are adjacent. One short vector addition per token and subspace adds them
+//! to the sums of the token's centroid, and each centroid is multiplied by its sums once. With subspaces of 8
+//! components and four queries that is 16 additions per token of 128 components, while a lookup of every
+//! component takes 128 and as many multiply-adds per query. Four subspaces of 8 bits share the load of a
+//! token's weights: on Zen 3 that takes half the time of one at a time.
 
 use crate::attend::CHUNK;
 use crate::pack::unpack_run;
@@ -15,7 +15,7 @@ pub(super) const fn weighted_values_len(values: PqShape, group: usize) -> usize 
     lanes(group).saturating_mul(values.lut_len().saturating_add(CHUNK))
 }
 
-/// Most queries that are processed at once.
+/// Maximum queries processed at once.
 pub(super) const MOST: usize = 8;
 
 /// Lanes for `group` queries.
@@ -78,7 +78,7 @@ impl<'a> Lanes<'a> {
         for (i, sums) in parts.iter_mut().enumerate() {
             for (b, weights) in weights.chunks(block).enumerate() {
                 let runs = &codes.block(b)[i * SUBSPACES * run_len..][..SUBSPACES * run_len];
-                // A run of 8 bits has a token's code in its byte.
+                // In an 8-bit run, byte `i` is the code of token `i`.
                 add_runs(sums, weights, runs);
             }
         }

@@ -6,9 +6,9 @@ use crate::{Backend, Error, PqShape};
 /// Width of the entries of a [`QuantizedLut`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LutPrecision {
-    /// One byte per entry. This is the fastest scan, meant for the selection of tokens.
+    /// One byte per entry: the fastest scan, meant for token selection.
     U8,
-    /// Two bytes per entry. The scan takes twice as long; the scores are accurate enough for attention
+    /// Two bytes per entry: the scan takes twice as long, and the scores are accurate enough for attention
     /// weights.
     U16,
 }
@@ -148,7 +148,7 @@ impl Kernel for Quantize<'_, '_> {
             offset += min;
             range = if max - min <= range { range } else { max - min }; // propagates NaN
         }
-        // The reciprocal of a smaller scale may be infinite; a range of 0 has a scale of 0.
+        // The reciprocal of a smaller scale may be infinite. A range of 0 has a scale of 0.
         let least = if range > 0.0 { f32::MIN_POSITIVE } else { 0.0 };
         let scale = if range / levels < least { least } else { range / levels }; // propagates NaN
         let per_score = if scale > 0.0 { 1.0 / scale } else { 0.0 };

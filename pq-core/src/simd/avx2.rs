@@ -4,8 +4,8 @@
 //!
 //! N.B. Blends alone are 12 % slower, ors on two levels 6 %.
 //!
-//! Block order: register `4 h + v` holds, in its 128-bit lane `l`, tokens `32 h + 16 l + 4 v` and the three
-//! after it.
+//! Block order: register `4 h + v` holds, in its 128-bit lane `l`, tokens `32 h + 16 l + 4 v + i`, `i` from 0
+//! to 3.
 
 use core::arch::x86_64::*;
 
@@ -17,11 +17,11 @@ pub(crate) struct Avx2(());
 
 kv_attend::cpu_features!(Avx2 => run);
 
-/// An expression of instructions that the token allows.
+/// Evaluates an expression of the set's intrinsics.
 macro_rules! op {
     ($e:expr) => {{
-        // SAFETY: a value of `Avx2` exists only where the CPU has the features; pointers are the caller's
-        // promise.
+        // SAFETY: a value of `Avx2` exists only where the CPU has the features; the caller guarantees the
+        // pointers.
         unsafe { $e }
     }};
 }
@@ -29,9 +29,9 @@ macro_rules! op {
 /// The codes of one lookup. A shuffle reads the low nibble of each byte and gives 0 where the top bit is set.
 #[derive(Clone, Copy)]
 struct Index {
-    /// The low nibbles, with the top bit set where bit 4 of the code is.
+    /// The low nibbles, with the top bit set where bit 4 of the code is set.
     even: __m256i,
-    /// The same, with the top bit set where bit 4 is not.
+    /// The same, with the top bit set where bit 4 is clear.
     odd: __m256i,
     /// The codes shifted so that bit 5, 6 or 7 is the top bit, where a blend reads it.
     by_bit: [__m256i; 3],
@@ -42,7 +42,7 @@ struct Index {
 unsafe fn row(p: *const u8, i: usize, index: __m256i) -> __m256i {
     op!(_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128(p.add(16 * i).cast())), index))
 }
-/// Of two rows every code finds itself in one: an `or` joins them, which more ports can do than a blend.
+/// Every code is found in one of two rows: an `or` joins them, which runs on more ports than a blend.
 #[inline(always)]
 unsafe fn two_rows(p: *const u8, i: usize, index: Index) -> __m256i {
     op!(_mm256_or_si256(row(p, i, index.even), row(p, i + 1, index.odd)))
@@ -95,7 +95,7 @@ fn join(a: __m256i, b: __m256i, c: __m256i, d: __m256i) -> [__m256i; 4] {
     })
 }
 
-/// For every set of lanes, the order that brings them to the front.
+/// For every lane mask, the permutation that moves the chosen lanes to the front.
 static CHOSEN_FIRST: [[u32; 8]; 256] = {
     let mut orders = [[0; 8]; 256];
     let mut chosen = 0;

@@ -13,11 +13,11 @@ pub(crate) struct Avx512(());
 
 kv_attend::cpu_features!(Avx512 => run);
 
-/// An expression of instructions that the token allows.
+/// Evaluates an expression of the set's intrinsics.
 macro_rules! op {
     ($e:expr) => {{
-        // SAFETY: a value of `Avx512` exists only where the CPU has the features; pointers are the caller's
-        // promise.
+        // SAFETY: a value of `Avx512` exists only where the CPU has the features; the caller guarantees the
+        // pointers.
         unsafe { $e }
     }};
 }
@@ -40,11 +40,11 @@ impl Avx512 {
         })
     }
 
-    /// Of 64 bytes of each part, units in turn.
+    /// Interleaves units of 64 bytes of each part.
     #[inline(always)]
     fn interleaved<const UNIT: usize, const PARTS: usize>(self, x: [__m512i; 4]) -> [__m512i; 4] {
         let [a, b, c, d] = x;
-        // Register v: a stretch of each part, one after the other.
+        // Register v: a stretch of each part, concatenated.
         let mut x = op!(match PARTS {
             4 => self.transpose([a, b, c, d].map(|x| _mm512_castsi512_ps(x))).map(|x| _mm512_castps_si512(x)),
             _ => [_mm512_shuffle_i64x2::<0x44>(a, b), _mm512_shuffle_i64x2::<0xEE>(a, b), c, d],

@@ -14,10 +14,10 @@ pub(crate) fn run<K: Kernel>(kernel: K) -> K::Output {
     kernel.vector(Neon(()))
 }
 
-/// An expression of instructions that the token allows.
+/// Evaluates an expression of the set's intrinsics.
 macro_rules! op {
     ($e:expr) => {{
-        // SAFETY: the compilation target has NEON; pointers are the caller's promise.
+        // SAFETY: the compilation target has NEON; the caller guarantees the pointers.
         unsafe { $e }
     }};
 }
@@ -168,7 +168,7 @@ impl Simd for Neon {
         let mut lanes = [0; 4];
         op!(vst1q_u32(lanes.as_mut_ptr(), x));
         for (lane, x) in lanes.into_iter().enumerate() {
-            // Written always, kept where the next one does not overwrite it: no branch to mispredict.
+            // Always written, and kept unless the next write overwrites it: no branch to mispredict.
             op!({
                 out.write(x);
                 out = out.add((chosen >> lane & 1) as usize);

@@ -7,7 +7,7 @@ use pq_core::{Attention, HeadBooks, LayerCache, PqShape, Rows, TrainOptions, Win
 /// concatenate.
 pub struct PqLayer {
     shape: PqShape,
-    cache: Option<LayerCache<f32>>, // from the prompt on
+    cache: Option<LayerCache<f32>>, // created by the prompt
     workspace: Workspace,
 }
 

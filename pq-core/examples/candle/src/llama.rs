@@ -1,4 +1,4 @@
-//! The least Llama that shows where a cache is called: no batch, no sampling, f32.
+//! A minimal Llama that shows where a cache is called: no batch, no sampling, f32.
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -10,9 +10,9 @@ use pq_candle::PqLayer;
 
 /// What a layer does with keys and values.
 pub trait Kv {
-    /// Keeps keys and values (1, kv heads, n, dim) of `n` more tokens, after RoPE.
+    /// Appends the keys and values (1, kv heads, n, dim) of `n` tokens, after RoPE.
     fn append(&mut self, k: &Tensor, v: &Tensor) -> Result<()>;
-    /// Attention of the last token's query heads (1, heads, 1, dim) on all that were kept.
+    /// Attention of the last token's query heads (1, heads, 1, dim) over all cached tokens.
     fn attend(&mut self, q: &Tensor) -> Result<Tensor>;
 }
 
@@ -78,8 +78,8 @@ impl Llama {
         Ok(Self { config, tensors, cos: angles.cos()?, sin: angles.sin()? })
     }
 
-    /// Logits (1, vocabulary) behind the last of `tokens`, of which the first is at `position`. Several tokens
-    /// are a prompt: they attend to each other exactly, and the caches are filled on the way.
+    /// Logits (1, vocabulary) of the last of `tokens`, which start at `position`. Several tokens are a
+    /// prefill: they attend to each other exactly, and their keys and values are appended to the caches.
     pub fn forward(&self, tokens: &[u32], position: usize, caches: &mut [impl Kv]) -> Result<Tensor> {
         let ids = Tensor::new(tokens, &Device::Cpu)?;
         let mut x = self.tensor("model.embed_tokens.weight")?.index_select(&ids, 0)?;

@@ -1,4 +1,4 @@
-//! The rows of a block of tokens, in one piece or at a distance, and what is prefetched with them.
+//! The rows of a block of tokens, contiguous or strided, and the lines to prefetch while they are read.
 
 use crate::Element;
 
@@ -7,21 +7,21 @@ use crate::Element;
 /// # Safety
 /// [`row`](Self::row) gives `dim` readable elements for every index below `n`.
 pub(super) unsafe trait BlockRows<E>: Copy {
-    /// Whether every row has its own cache sets and page, so that few passes over them count more than
-    /// registers.
+    /// Whether each row lies in its own page and cache sets: few passes over the rows then matter more than
+    /// register use.
     const APART: bool;
     fn n(self) -> usize;
     /// Components of a row.
     fn dim(self) -> usize;
     /// Row `t`, which must be below `n`.
     fn row(self, t: usize) -> *const E;
-    /// Where the part of the next block begins that is prefetched while row `t` of a tile from row `first`
-    /// on is read: column by column as the row itself if the rows are [`APART`](Self::APART), else register
-    /// by register in the order of the tile.
+    /// Start of the prefetch that accompanies row `t` of a tile starting at row `first`. It advances column
+    /// by column with the row if the rows are [`APART`](Self::APART), else register by register in tile
+    /// order.
     fn ahead(self, first: usize, t: usize) -> *const E;
 }
 
-/// Rows without gaps.
+/// Contiguous rows.
 ///
 /// N.B. The hardware prefetcher stops where the loop changes from keys to values. Each block therefore
 /// prefetches the cache lines of the next block, one by one and in order. Without that, `f32` rows take 1.7
@@ -54,18 +54,18 @@ unsafe impl<E: Element> BlockRows<E> for Dense<'_, E> {
     }
 }
 
-/// A head's part of rows at a distance, or of a list.
+/// A head's columns of strided or listed rows.
 ///
-/// N.B. A copy into a buffer without gaps takes 1.2 to 1.7 times as long with AVX-512 as reading the rows in
+/// N.B. Copying into a contiguous buffer takes 1.2 to 1.7 times as long with AVX-512 as reading the rows in
 /// place.
 ///
-/// N.B. Rows of one of 8 heads of 128 components, 512 tokens, take about twice as long in `f32` as rows
-/// without gaps, 1.5 times in `f16` (Zen 3, AVX2, on a shared machine). 4 KiB apart, all rows of a head in
-/// `f32` share an eighth of the sets of L1 and L2: with 9 heads they take 1.4 to 1.8 times as long, in `f16`
-/// 1.3 to 1.4. Every row needs an entry of the TLB: with huge pages a tenth less time in `f32`. Loads alone,
-/// without arithmetic, take 1.1 to 1.9 times as long, however far ahead they are prefetched (Zen 5). So all
-/// heads of a block of tokens are read before the next block, whose lines are prefetched in order: 1.0 to
-/// 1.4 times. No gain: prefetching rows into L1 some rows ahead, blocks of 4 tokens.
+/// N.B. One of 8 heads of 128 components, 512 tokens, takes about twice as long as contiguous rows in `f32`,
+/// 1.5 times in `f16` (Zen 3, AVX2, on a shared machine). At a stride of 4 KiB all `f32` rows of a head map
+/// to an eighth of the sets of L1 and L2: with 9 heads they take 1.4 to 1.8 times as long, in `f16` 1.3 to
+/// 1.4. Every row needs its own TLB entry: huge pages save a tenth of the time in `f32`. Loads alone, without
+/// arithmetic, take 1.1 to 1.9 times as long, however far ahead they are prefetched (Zen 5). Therefore all
+/// heads of a block of tokens are read before the next block, whose lines are prefetched in order: 1.0 to 1.4
+/// times. No gain: prefetching rows into L1 some rows ahead, blocks of 4 tokens.
 #[derive(Clone, Copy)]
 pub(super) struct Listed<'a, E> {
     rows: &'a [usize],
@@ -77,13 +77,13 @@ pub(super) struct Listed<'a, E> {
     ahead_stride: usize,
 }
 
-/// What follows a block of rows.
+/// The next block, to prefetch.
 #[derive(Clone, Copy)]
 pub(super) enum Next<'a> {
-    /// As many rows.
+    /// The same number of rows.
     Rows(&'a [usize]),
-    /// A head's share of rows of several heads: as many pieces of `dim` elements, counted from the first of
-    /// row 0. Each head has its share whatever the heads of its pieces, so that memory is read in order.
+    /// A head's share of rows that hold several heads, as pieces of `dim` elements numbered from the start of
+    /// row 0. The pieces need not belong to that head, so that memory is read in order.
     Pieces(&'a [usize]),
 }
 
@@ -126,7 +126,7 @@ unsafe impl<E: Element> BlockRows<E> for Listed<'_, E> {
     }
     #[inline(always)]
     fn ahead(self, _: usize, t: usize) -> *const E {
-        // It may be no row, and a single row has any stride.
+        // Wrapping: the pointer may lie outside the rows, and a single row may have any stride.
         self.ahead_first.wrapping_add(self.ahead[t].wrapping_mul(self.ahead_stride))
     }
 }

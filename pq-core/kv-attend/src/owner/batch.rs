@@ -6,7 +6,7 @@ use super::{Head, Layer, Workspace};
 use crate::error::check_len;
 use crate::{Attention, Backend, Element, Rows, SoftmaxStats, normalize_all};
 
-/// [`Layer::attend_into`] for a batch of sequences in one call, whose lengths may differ.
+/// [`Layer::attend_into`] for a batch of sequences, of any lengths, in one call.
 ///
 /// # Shapes
 /// `queries` (sequences * T, heads * group * dim): the T query tokens of the first sequence, then those of
@@ -15,7 +15,7 @@ use crate::{Attention, Backend, Element, Rows, SoftmaxStats, normalize_all};
 /// As [`Layer::attend_into`]; [`Error::Length`](crate::Error::Length) also when the caches differ in heads or
 /// dimensions. `out` is then untouched.
 /// # Examples
-/// That of `LayerCache` in pq-core.
+/// See `LayerCache` in pq-core.
 pub fn attend_batch_into<H: Head, Q: Element>(
     caches: &[&Layer<H>],
     attention: &Attention,
@@ -62,7 +62,7 @@ pub fn attend_batch_into_with<H: Head, Q: Element>(
     if query_tokens == 1 {
         return batch.attend(scratch, stats, out);
     }
-    // Heads are computed apart, and `out` has all heads of a query token together.
+    // Heads are computed independently, and `out` interleaves them by query token.
     let by_heads = at_least(rows, out.len(), 0.0);
     batch.attend(scratch, stats, by_heads)?;
     for (i, out) in out.chunks_exact_mut(row).enumerate() {
@@ -120,7 +120,7 @@ impl<H: Head, Q: Element> Batch<'_, H, Q> {
         }
     }
 
-    /// Attends with as many heads as there are outputs, from head `first` of the batch on.
+    /// Attends with consecutive heads of the batch from `first` on, as many as `out` has room for.
     fn attend_from(
         &self,
         first: usize,
@@ -144,7 +144,7 @@ impl<H: Head, Q: Element> Batch<'_, H, Q> {
     }
 }
 
-/// The first `len` elements, after growing to them.
+/// The first `len` elements of `memory`, which grows if it is shorter.
 fn at_least<T: Clone>(memory: &mut Vec<T>, len: usize, fill: T) -> &mut [T] {
     if memory.len() < len {
         memory.resize(len, fill);

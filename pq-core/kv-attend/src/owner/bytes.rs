@@ -1,7 +1,7 @@
-//! The byte format of what is saved: four bytes of magic, a version, then little-endian numbers without gaps.
+//! The serialized format: four magic bytes, a version, then little-endian fields without padding.
 //!
-//! A reader checks every length against the bytes that are left before it allocates, so a hostile input costs
-//! no more memory than it has bytes.
+//! The reader checks every length against the bytes left before it allocates, so hostile input cannot
+//! allocate more than its own size.
 
 use alloc::vec::Vec;
 use core::any::TypeId;
@@ -10,13 +10,13 @@ use half::{bf16, f16};
 
 use crate::{Element, Error, Window};
 
-/// The number that stands for an element type.
+/// The tag of an element type.
 fn tag<E: Element>() -> u32 {
     let id = TypeId::of::<E>();
     [TypeId::of::<f32>(), TypeId::of::<f16>()].iter().position(|&other| other == id).unwrap_or(2) as u32
 }
 
-/// Bytes in the order in which they are written.
+/// Serializes fields in the order of the calls.
 ///
 /// # Examples
 /// ```
@@ -49,32 +49,32 @@ impl Writer {
         writer
     }
 
-    /// A number of 4 bytes.
+    /// Writes a `u32`.
     pub fn u32(&mut self, x: u32) {
         self.0.extend(x.to_le_bytes());
     }
 
-    /// A number of 8 bytes.
+    /// Writes a `u64`.
     pub fn u64(&mut self, x: u64) {
         self.0.extend(x.to_le_bytes());
     }
 
-    /// A length, of 8 bytes.
+    /// Writes a length as 8 bytes.
     pub fn usize(&mut self, x: usize) {
         self.u64(x as u64);
     }
 
-    /// A window, of 24 bytes.
+    /// Writes a window as 24 bytes.
     pub fn window(&mut self, Window { sinks, recent, batch }: Window) {
         [sinks, recent, batch].into_iter().for_each(|x| self.usize(x));
     }
 
-    /// The number that stands for an element type, of 4 bytes.
+    /// Writes the tag of an element type as 4 bytes.
     pub fn tag<E: Element>(&mut self) {
         self.u32(tag::<E>());
     }
 
-    /// Elements, without their number.
+    /// Writes elements, without a count.
     pub fn elements<E: Element>(&mut self, elements: impl Iterator<Item = E>) {
         match tag::<E>() {
             0 => elements.for_each(|x| self.0.extend(x.to_f32().to_le_bytes())),
@@ -83,7 +83,7 @@ impl Writer {
         }
     }
 
-    /// Bytes, without their number.
+    /// Writes bytes, without a count.
     pub fn bytes(&mut self, bytes: &[u8]) {
         self.0.extend_from_slice(bytes);
     }
@@ -95,7 +95,7 @@ impl Writer {
     }
 }
 
-/// The bytes that are left to read.
+/// Deserializes fields in order.
 #[derive(Debug)]
 pub struct Reader<'a> {
     what: &'static str,
@@ -116,7 +116,7 @@ impl<'a> Reader<'a> {
         }
     }
 
-    /// The next `len` bytes.
+    /// Reads `len` bytes.
     ///
     /// # Errors
     /// [`Error::Truncated`].
@@ -132,7 +132,7 @@ impl<'a> Reader<'a> {
         Ok(*array)
     }
 
-    /// The next number of 4 bytes.
+    /// Reads a `u32`.
     ///
     /// # Errors
     /// [`Error::Truncated`].
@@ -140,7 +140,7 @@ impl<'a> Reader<'a> {
         Ok(u32::from_le_bytes(self.array()?))
     }
 
-    /// The next number of 8 bytes.
+    /// Reads a `u64`.
     ///
     /// # Errors
     /// [`Error::Truncated`].
@@ -156,7 +156,7 @@ impl<'a> Reader<'a> {
         usize::try_from(self.u64()?).map_err(|_| Error::TooLarge)
     }
 
-    /// The next window.
+    /// Reads a window.
     ///
     /// # Errors
     /// [`Error::Truncated`], [`Error::TooLarge`].
@@ -164,7 +164,7 @@ impl<'a> Reader<'a> {
         Ok(Window { sinks: self.usize()?, recent: self.usize()?, batch: self.usize()? })
     }
 
-    /// Reads the number of an element type, which must be `E`'s.
+    /// Reads the tag of an element type, which must be `E`'s.
     ///
     /// # Errors
     /// [`Error::Truncated`], [`Error::BadField`].
@@ -172,7 +172,7 @@ impl<'a> Reader<'a> {
         if self.u32()? == tag::<E>() { Ok(()) } else { Err(Error::BadField { what: "element type" }) }
     }
 
-    /// The next `len` elements.
+    /// Reads `len` elements.
     ///
     /// # Errors
     /// [`Error::Truncated`] before anything is allocated, [`Error::TooLarge`].
@@ -185,7 +185,7 @@ impl<'a> Reader<'a> {
         })
     }
 
-    /// The number of an element type, and the next `len` elements of that type, as `f32`.
+    /// Reads the tag of an element type, then `len` elements of that type as `f32`.
     ///
     /// # Errors
     /// As for [`elements`](Self::elements), and [`Error::BadField`].

@@ -6,8 +6,8 @@ use super::{Reader, Writer};
 use crate::error::check_len;
 use crate::{Element, Error, ExactTokens, Rows, Window};
 
-/// The exact rows of a head, keys and values: those of the first tokens (sinks), and of the recent ones. Its
-/// owner holds the tokens in between, which it compresses.
+/// The exact key and value rows of a head: the first tokens (sinks) and the recent ones. The owner holds the
+/// tokens in between, compressed.
 #[derive(Clone, Debug)]
 pub struct ExactRows<E> {
     window: Window,
@@ -19,12 +19,12 @@ pub struct ExactRows<E> {
 struct Side<E> {
     dim: usize, // at least 1
     sinks: Vec<E>,
-    recent: Vec<E>, // after `start` elements that have left
+    recent: Vec<E>, // after `start` evicted elements
     start: usize,
 }
 
 impl<E: Element> ExactRows<E> {
-    /// No tokens; `dims` are the components of a key and of a value, at least 1.
+    /// Creates an empty cache; `dims` are the components of a key and of a value, at least 1.
     #[must_use]
     pub const fn new([dim, dim_v]: [usize; 2], window: Window) -> Self {
         Self { window, sides: [Side::new(dim), Side::new(dim_v)] }
@@ -54,12 +54,12 @@ impl<E: Element> ExactRows<E> {
         self.sides.iter().map(|side| size_of_val(&side.sinks[..]) + size_of_val(side.recent())).sum()
     }
 
-    /// Takes new tokens in after the `between` tokens that the owner holds, and passes those that leave the
-    /// window to `evict` in order, with 0 for keys and 1 for values: first all keys, then all values, in two
-    /// parts each. Returns how many left.
+    /// Appends tokens, given that the owner holds `between` tokens, and passes the evicted ones to `evict` in
+    /// order, with 0 for keys and 1 for values: first all keys, then all values, in two calls each. Returns
+    /// the number of evicted tokens.
     ///
     /// # Errors
-    /// [`Error::Length`] if rows do not fit; nothing is then changed. Those of `evict`.
+    /// [`Error::Length`] if rows do not fit; nothing is then changed. Also the errors of `evict`.
     pub fn append<T: From<Error>>(
         &mut self,
         between: usize,
@@ -89,8 +89,8 @@ impl<E: Element> ExactRows<E> {
         between
     }
 
-    /// The sinks, and the recent tokens after `between` tokens of the owner, at their positions in the
-    /// sequence, for queries from position `first_query` on.
+    /// The sinks and the recent tokens at their positions in the sequence, given that the owner holds
+    /// `between` tokens; queries start at position `first_query`.
     ///
     /// # Errors
     /// [`Error::Zero`] for rows of no components.
@@ -102,8 +102,8 @@ impl<E: Element> ExactRows<E> {
         Ok([sinks.first_query(first_query), recent.starting_at(start).first_query(first_query)])
     }
 
-    /// Writes the number of tokens of each kind, and the rows of the keys, then of the values. `compressed`
-    /// writes the owner's after each of them, given 0 for keys and 1 for values.
+    /// Writes the token counts, then the rows of the keys, then those of the values. After each side
+    /// `compressed` writes the owner's tokens, given 0 for keys and 1 for values.
     pub fn write(&self, writer: &mut Writer, between: usize, mut compressed: impl FnMut(&mut Writer, usize)) {
         [self.sinks(), between, self.recent()].into_iter().for_each(|n| writer.usize(n));
         for (i, side) in self.sides.iter().enumerate() {
@@ -143,12 +143,12 @@ impl<E: Element> Side<E> {
         Self { dim, sinks: Vec::new(), recent: Vec::new(), start: 0 }
     }
 
-    /// The recent tokens' rows, without gaps.
+    /// The rows of the recent tokens, contiguous.
     fn recent(&self) -> &[E] {
         &self.recent[self.start..]
     }
 
-    /// Takes `new` rows in, and passes those that leave the window to `evict`, in order.
+    /// Appends `new` rows and passes the evicted ones to `evict`, in order.
     fn push<T: From<Error>>(
         &mut self,
         new: Rows<'_, E>,
@@ -163,8 +163,8 @@ impl<E: Element> Side<E> {
         Ok(())
     }
 
-    /// Forgets the oldest `n` recent rows. Rows move to the front only when half of the memory is free, so
-    /// that a token's share is one move, and the window stays in one piece.
+    /// Drops the oldest `n` recent rows. Rows move to the front only when half of the buffer is free, so that
+    /// the amortized cost is one move per token, and the window stays contiguous.
     fn forget(&mut self, n: usize) {
         self.start += n * self.dim;
         if self.start >= self.recent.len() - self.start {

@@ -4,27 +4,27 @@ use super::{Reader, Writer};
 use crate::error::check_len;
 use crate::{Attention, Backend, Element, Error, Rows, SoftmaxStats, Window};
 
-/// The cache of one key/value head of one sequence, of which [`Layer`](super::Layer) has one per head: exact
-/// rows of a [`Window`], and all other tokens compressed.
+/// The cache of one KV head of one sequence: exact rows in a [`Window`], all other tokens compressed. A
+/// [`Layer`](super::Layer) holds one per KV head.
 ///
 /// Tokens are appended in order. What the cache holds does not depend on how they were divided among appends.
 pub trait Head: Sized + Send + Sync {
     /// The element of rows.
     type Element: Element;
-    /// What the caches of all sequences share: codebooks, maps.
+    /// State that all sequences share: codebooks, maps.
     type Shared: Send + Sync;
-    /// What an append reports of the tokens that left the window; that of a layer is collected from its heads.
+    /// An append's report on the tokens that it evicted from the window. A layer collects those of its heads.
     type Evicted: FromIterator<Self::Evicted> + Send;
     /// The error of the crate.
     type Error: From<Error> + Send;
-    /// What saved bytes are called in errors.
+    /// The name of the serialized type in errors.
     const NAME: &'static str;
-    /// The first bytes of a saved layer.
+    /// Magic bytes of a serialized layer.
     const MAGIC: [u8; 4];
-    /// The version of its format.
+    /// Version of the serialized format.
     const VERSION: u32;
 
-    /// No tokens.
+    /// Creates an empty cache.
     fn new(shared: Arc<Self::Shared>, window: Window) -> Self;
 
     /// Components of a key and of a value, at least 1.
@@ -38,7 +38,7 @@ pub trait Head: Sized + Send + Sync {
         self.len() == 0
     }
 
-    /// Bytes of all tokens; what sequences share is not among them.
+    /// Bytes of all tokens, without the shared state.
     fn size(&self) -> usize;
 
     /// Appends tokens, and compresses those that leave the window.
@@ -60,7 +60,7 @@ pub trait Head: Sized + Send + Sync {
     /// Elements of the scratch of [`attend_into_with`](Self::attend_into_with).
     fn scratch_len(&self, query_tokens: usize, group: usize) -> usize;
 
-    /// Adds all tokens to the `out` and `stats` of a group of query heads, of one or several query tokens.
+    /// Adds all tokens to the `out` and `stats` of a group of query heads, for one or several query tokens.
     /// Query token i of T is at the position of the cache's token `len - T + i`.
     ///
     /// # Shapes
@@ -78,7 +78,7 @@ pub trait Head: Sized + Send + Sync {
         stats: &mut [SoftmaxStats],
     ) -> Result<(), Self::Error>;
 
-    /// Writes everything but the window and what sequences share.
+    /// Writes everything but the window and the shared state.
     fn write(&self, writer: &mut Writer);
 
     /// Reads what [`write`](Self::write) wrote.
@@ -90,14 +90,13 @@ pub trait Head: Sized + Send + Sync {
     -> Result<Self, Self::Error>;
 }
 
-/// Checks the arguments of attention on a head of `tokens` tokens, and returns the group: query heads of a
-/// query token.
+/// Checks the arguments of attention on a head of `tokens` tokens, and returns the size of the GQA group.
 ///
 /// # Shapes
 /// `queries` (T, group * dim); `out` (T, group, dim of the values); `stats` (T, group).
 /// # Errors
 /// Those of [`Attention::check`]; [`Error::PartialRow`] if queries do not consist of keys; [`Error::Length`];
-/// [`Error::Causal`] for more query tokens than there are tokens, unless it is one.
+/// [`Error::Causal`] for more query tokens than tokens; a single query token is always allowed.
 pub fn check_queries<Q>(
     attention: &Attention,
     queries: Rows<'_, Q>,
@@ -121,7 +120,7 @@ pub(super) fn check_causal(queries: usize, tokens: usize) -> Result<(), Error> {
     if queries > tokens.max(1) { Err(Error::Causal { queries, tokens }) } else { Ok(()) }
 }
 
-/// How many parts of `part` elements, at least 1, make `actual` elements.
+/// Number of parts of `part` elements, at least 1 each, in `actual` elements.
 pub(super) fn count(what: &'static str, actual: usize, part: usize) -> Result<usize, Error> {
     if actual.is_multiple_of(part) {
         Ok(actual / part)

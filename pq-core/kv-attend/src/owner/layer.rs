@@ -17,7 +17,7 @@ pub struct Layer<H> {
 }
 
 impl<H: Head> Layer<H> {
-    /// No tokens, with a head for each element of `shared`.
+    /// Creates an empty cache with a head for each element of `shared`.
     ///
     /// # Errors
     /// [`Error::Zero`] for no head, [`Error::Length`] when the heads differ in their dimensions.
@@ -52,13 +52,13 @@ impl<H: Head> Layer<H> {
         self.len() == 0
     }
 
-    /// Bytes of all tokens of all heads. What sequences share is not among them.
+    /// Bytes of all tokens of all heads, without the shared state.
     #[must_use]
     pub fn size(&self) -> usize {
         self.heads.iter().map(H::size).sum()
     }
 
-    /// Appends tokens to all heads. Returns what left the window.
+    /// Appends tokens to all heads. Returns the report on the tokens that left the window.
     ///
     /// # Shapes
     /// `keys` (n, heads * dim), `values` (n, heads * dim of the values): tokens first (NHD). For heads first
@@ -92,7 +92,7 @@ impl<H: Head> Layer<H> {
         self.append_each(backend, |h| Ok((keys.columns(h * dim, dim)?, values.columns(h * dim_v, dim_v)?)))
     }
 
-    /// [`append`](Self::append) of rows in the order heads, tokens (HND).
+    /// [`append`](Self::append) of rows with heads first (HND).
     ///
     /// # Shapes
     /// `keys` (heads * n, dim), `values` (heads * n, dim of the values).
@@ -132,18 +132,17 @@ impl<H: Head> Layer<H> {
         self.heads.iter_mut().enumerate().map(append).collect()
     }
 
-    /// Keeps the first `len` tokens of every head: rejected drafts, or a prefix that another sequence shares.
-    /// What was compressed stays so: the window fills again from the next token on.
+    /// Keeps the first `len` tokens of every head, to drop rejected drafts or to share a prefix with another
+    /// sequence. Compressed tokens stay compressed: the window refills from the next token on.
     pub fn truncate(&mut self, len: usize) {
         self.heads.iter_mut().for_each(|head| head.truncate(len));
     }
 
-    /// Attention of all query heads on all tokens, of one or several query tokens.
+    /// Attention of all query heads over all tokens, for one or several query tokens.
     ///
     /// Query token i of T is at the position of the cache's token `len - T + i`, since a step appends its
-    /// tokens first. It sees the tokens up to its own position, and of these the last
-    /// [`Attention::window`], if there is a window; exact and compressed ones alike. So one call verifies
-    /// drafts, or runs a chunk of a prompt.
+    /// tokens first. It sees the tokens up to its own position, at most the last [`Attention::window`] of
+    /// them, exact and compressed alike. One call can thus verify drafts or run a chunk of the prefill.
     ///
     /// # Shapes
     /// `queries` (T, heads * group * dim): query heads in order; a decode step passes `Rows::from(slice)`.
@@ -163,7 +162,7 @@ impl<H: Head> Layer<H> {
         attend_batch_into(&[self], attention, queries, workspace, out)
     }
 
-    /// The cache as bytes, without what sequences share.
+    /// Serializes the cache, without the shared state.
     #[must_use]
     pub fn to_bytes(&self) -> Vec<u8> {
         let mut writer = Writer::new(H::MAGIC, H::VERSION);
@@ -174,12 +173,13 @@ impl<H: Head> Layer<H> {
         writer.finish()
     }
 
-    /// Reads what [`to_bytes`](Self::to_bytes) wrote; `shared` are the codebooks or maps that the cache had.
+    /// Reads what [`to_bytes`](Self::to_bytes) wrote; `shared` must be the codebooks or maps of the saved
+    /// cache.
     ///
     /// # Errors
     /// [`Error::BadMagic`], [`Error::Version`], [`Error::Truncated`], [`Error::TrailingBytes`];
     /// [`Error::BadField`] for another element type, other codebooks or maps, or numbers of tokens that a
-    /// window cannot hold; [`Error::Length`] for another number of heads, or heads of unlike lengths.
+    /// window cannot hold; [`Error::Length`] for another number of heads, or heads that differ in length.
     pub fn from_bytes(bytes: &[u8], shared: &[Arc<H::Shared>]) -> Result<Self, H::Error> {
         let mut reader = Reader::new(H::NAME, H::MAGIC, H::VERSION, bytes)?;
         reader.tag::<H::Element>()?;

@@ -1,4 +1,4 @@
-//! Serde for what is saved as bytes: a byte string, the same in every format.
+//! Serde traits for serialized types: one byte string, the same in every format.
 
 use alloc::vec::Vec;
 use core::fmt;
@@ -6,7 +6,7 @@ use core::fmt;
 pub use serde_core;
 use serde_core::{Deserializer, de};
 
-/// Implements serde's traits for types by their `from_bytes` and a function to bytes each.
+/// Implements serde's traits for types, given their `from_bytes` and a function to bytes.
 #[macro_export]
 macro_rules! serde_as_bytes {
     ($($type:ident: $to_bytes:expr),+ $(,)?) => {$(
@@ -30,7 +30,7 @@ macro_rules! serde_as_bytes {
     )+};
 }
 
-/// Reads a byte string, or the sequence of numbers that it is in formats without byte strings.
+/// Reads a byte string, or a sequence of integers in formats without byte strings.
 ///
 /// # Errors
 /// Those of the format.
@@ -56,7 +56,7 @@ impl<'de> de::Visitor<'de> for Bytes {
     }
 
     fn visit_seq<A: de::SeqAccess<'de>>(self, mut sequence: A) -> Result<Vec<u8>, A::Error> {
-        let mut bytes = Vec::new(); // a length from outside is not reserved
+        let mut bytes = Vec::new(); // no `with_capacity`: the length is untrusted
         while let Some(byte) = sequence.next_element()? {
             bytes.push(byte);
         }

@@ -2,7 +2,7 @@ use alloc::vec::Vec;
 
 use crate::SoftmaxStats;
 
-/// Working memory of attention, which grows to what a call needs and keeps it for the next.
+/// Scratch memory of attention. It grows to what a call needs and is reused by the next.
 ///
 /// An engine has one for all layers and steps; the caches of `pq-core` and `svd-core` share it.
 #[derive(Clone, Debug, Default)]
