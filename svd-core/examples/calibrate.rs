@@ -1,4 +1,5 @@
-//! Calibrates one head on its queries and keys, then stores keys and scores a query on them at lower ranks.
+//! Calibrates one head on its queries and keys, then stores keys and scores a query against them at lower
+//! ranks.
 
 use svd_core::{Gram, PostRope, Rotation, Rows, RowsMut};
 
@@ -8,7 +9,7 @@ const GROUP: usize = 4;
 fn main() -> Result<(), svd_core::Error> {
     let (mut keys, mut queries) = (Gram::<PostRope>::new(DIM)?, Gram::new(DIM)?);
     for batch in 0..8 {
-        // A model's attention after the rotary embedding: keys (n, dim), queries (n, group, dim).
+        // A model's attention after RoPE: keys (n, dim), queries (n, group, dim).
         let (batch_keys, batch_queries) = (rows(512, 512 * batch), rows(512 * GROUP, 10_000 + 2048 * batch));
         keys.add_rows(Rows::contiguous(&batch_keys, DIM)?)?;
         let batch_queries = Rows::contiguous(&batch_queries, GROUP * DIM)?;

@@ -1,6 +1,6 @@
-//! What an engine adds to its loop: calibrated maps when the model is loaded, after the prompt one
-//! `LowRankLayerCache` per layer, then an append and an attend per layer and token. Prints how far the result is
-//! from exact attention at several budgets.
+//! What an engine adds to its loop: calibrated maps when the model is loaded, one `LowRankLayerCache` per
+//! layer after the prefill, then an append and an attend per layer and decode step. Prints the error against
+//! exact attention at several budgets.
 
 use std::sync::Arc;
 
@@ -14,8 +14,8 @@ const GROUP: usize = 4;
 const DIM: usize = 64;
 const SCALE: f32 = 0.125;
 
-/// Once per layer of the model: from queries, keys and values of other text to maps within a budget of
-/// `f16` bytes a token.
+/// Once per layer of the model: calibrates maps on queries, keys and values of other text, within a budget of
+/// `f16` bytes per token.
 fn calibrate(text: &Text, bytes: usize) -> Result<Vec<Arc<HeadMaps>>, Error> {
     let mut calibration = LayerCalibration::new(HEADS, GROUP, [DIM, DIM])?;
     for batch in 0..4 {
@@ -27,7 +27,7 @@ fn calibrate(text: &Text, bytes: usize) -> Result<Vec<Arc<HeadMaps>>, Error> {
     rotations.maps(&rotations.ranks(SCALE, Budget::Bytes { per_token: bytes, per_component: 2 }, 1)?)
 }
 
-/// A decode step in one layer: caches the new token, and attends to all tokens.
+/// A decode step in one layer: appends the new token, then attends to all tokens.
 fn step(
     cache: &mut LowRankLayerCache<f32>,
     [query, key, value]: [&[f32]; 3],
@@ -65,8 +65,8 @@ fn main() -> Result<(), Error> {
     Ok(())
 }
 
-/// Stands for a layer of a model on some text: components of decaying scale, mixed so that no channel is
-/// small, and keys that queries look for.
+/// A stand-in for a layer of a model on some text: components of decaying scale, mixed so that no channel is
+/// small, and keys that match queries.
 struct Text(usize);
 
 impl Text {

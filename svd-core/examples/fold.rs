@@ -1,5 +1,4 @@
-//! Folds a rotation into `W_V` and `W_O`: values then arrive rotated, and their last components can be
-//! dropped.
+//! Folds a rotation into `W_V` and `W_O`: values are then rotated, and their last components can be dropped.
 
 use svd_core::{Gram, NoRope, Rotation, Rows};
 
@@ -20,10 +19,10 @@ fn main() -> Result<(), svd_core::Error> {
         values.add_rows(Rows::from(&apply(&w_v, &state(t))[..]))?;
     }
     let (v_rows, o_rows) = (Rows::contiguous(&w_v, hidden)?, Rows::contiguous(&w_o, dim)?);
-    outputs.add_rows(o_rows)?; // what meets a value are the rows of W_O
+    outputs.add_rows(o_rows)?; // values are multiplied by the rows of W_O
 
     let rotation = Rotation::score_optimal(&values, &outputs)?;
-    let x = state(tokens + 1); // not among those of the calibration
+    let x = state(tokens + 1); // not a calibration token
     let exact = apply(&w_o, &apply(&w_v, &x));
     for rank in [16, 12, 8, 4] {
         let (w_v, w_o) = (rotation.fold_basis(v_rows, rank)?, rotation.fold_output(o_rows, rank)?);

@@ -29,7 +29,7 @@ pub fn balanced_order(sigma: &[f64], m: usize) -> Result<Vec<usize>, Error> {
     let room = count_rows("components", sigma.len(), m)?;
     let mut largest_first: Vec<usize> = (0..sigma.len()).collect();
     largest_first.sort_by(|&a, &b| sigma[b].total_cmp(&sigma[a]));
-    // Without a floor, a component that never varies would keep its subspace the smallest until it is full.
+    // Without a floor, a constant component would keep its subspace the smallest until it is full.
     let least = largest_first.first().map_or(0.0, |&c| sigma[c]) * 1e-9 + f64::MIN_POSITIVE;
     let mut subspaces: Vec<(f64, Vec<usize>)> = vec![(0.0, vec![]); m];
     for c in largest_first {

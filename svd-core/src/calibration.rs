@@ -6,8 +6,8 @@ use alloc::vec::Vec;
 use crate::error::{check_len, count_rows};
 use crate::{Element, Error, Gram, LayerRotations, NoRope, PostRope, Rotation, Rows};
 
-/// What calibrates one key/value head: second moments, and how many tokens attention spreads over. Keys and
-/// queries come after the rotary embedding, or as they are in a model without one.
+/// Calibration statistics of one KV head: second moments, and the number of tokens that attention spreads
+/// over. Keys and queries are taken after RoPE, or unchanged in a model without it.
 #[derive(Clone, Debug, PartialEq)]
 pub struct HeadGrams {
     /// Of the keys.
@@ -16,14 +16,14 @@ pub struct HeadGrams {
     pub queries: Gram<PostRope>,
     /// Of the values.
     pub values: Gram<NoRope>,
-    /// Of the rows of `W_O` that meet the values, in the columns of all heads of the group.
+    /// Of the rows of `W_O`, in the columns of all query heads of the group.
     pub outputs: Gram<NoRope>,
     /// The effective number of tokens that a query attends to ([`LayerCalibration::set_effective_tokens`]).
     pub effective_tokens: f32,
 }
 
 impl HeadGrams {
-    /// The rotations of keys and values that cost the layer's output least at every rank.
+    /// The rotations of keys and values with the least output error at every rank.
     fn rotations(&self) -> Result<[Rotation; 2], Error> {
         let values = self.values.mean_weighed(self.effective_tokens.into());
         Ok([
@@ -32,7 +32,7 @@ impl HeadGrams {
         ])
     }
 
-    /// What a unit of squared error of the keys, at a scale of 1, and of the values costs the layer's output;
+    /// The output error per unit of squared error in the keys, at a scale of 1, and in the values;
     /// [`LayerRotations`] has the derivation.
     fn weights(&self) -> [f64; 2] {
         let [n_q, n_k, n_v] =
@@ -54,10 +54,10 @@ impl HeadGrams {
 
 /// Calibrates all heads of a layer on its queries, keys and values, batch by batch.
 ///
-/// With grouped-query attention, a key head meets the queries of all heads of its group, and a value head
-/// their columns of `W_O`: [`add`](Self::add) and [`set_output`](Self::set_output) take whole tensors and
-/// find the pairs. Use a few thousand tokens of text like that of the application, without the sinks, and
-/// rotate queries and keys to positions all over the context.
+/// With grouped-query attention, a KV head's keys are paired with the queries of its whole group, and its
+/// values with the group's columns of `W_O`: [`add`](Self::add) and [`set_output`](Self::set_output) take
+/// whole tensors and form the pairs. Use a few thousand tokens of text like the application's, without the
+/// sinks, with queries and keys rotated to positions across the whole context.
 ///
 /// # Examples
 /// ```
@@ -75,7 +75,7 @@ impl HeadGrams {
 /// let (q, kv) = (Rows::contiguous(&q, heads * group * dim)?, heads * dim);
 /// calibration.add(q, Rows::contiguous(&k, kv)?, Rows::contiguous(&v, kv)?)?;
 /// calibration.set_output(Rows::contiguous(&w_o, heads * group * dim)?)?;
-/// calibration.set_effective_tokens(&[20.0, 35.0])?; // measured, of each head
+/// calibration.set_effective_tokens(&[20.0, 35.0])?; // measured, one per head
 /// let rotations = calibration.rotations()?;
 /// // 96 of the 128 bytes that the keys and values of a token take as `f16`.
 /// let ranks = rotations.ranks(0.25, Budget::Bytes { per_token: 96, per_component: 2 }, 1)?;
@@ -89,9 +89,9 @@ pub struct LayerCalibration {
 }
 
 impl LayerCalibration {
-    /// No rows, for `heads` key/value heads with `group` query heads each. `dims` are the components of a key
-    /// and of a value. Without [`set_output`](Self::set_output), `W_O` counts as the identity in every head:
-    /// errors of all components of the attention output cost alike. Without
+    /// Creates an empty calibration for `heads` KV heads with `group` query heads each. `dims` are the
+    /// components of a key and of a value. Without [`set_output`](Self::set_output), `W_O` is the identity in
+    /// every head: errors of all components of the attention output count equally. Without
     /// [`set_effective_tokens`](Self::set_effective_tokens), every query attends to one token.
     ///
     /// # Errors
@@ -113,7 +113,7 @@ impl LayerCalibration {
         Ok(Self { heads: vec![head; heads], group })
     }
 
-    /// From moments that were computed elsewhere, for example by `kv-gpu` ([`Gram::from_sums`]).
+    /// Takes moments that were computed elsewhere, for example by `kv-gpu` ([`Gram::from_sums`]).
     ///
     /// # Errors
     /// [`Error::Zero`] for no head, [`Error::TooLarge`] for more than 65,536 query heads; [`Error::Length`]
@@ -147,7 +147,7 @@ impl LayerCalibration {
     /// # Errors
     /// [`Error::Length`], [`Error::NotFinite`], [`Error::TooLarge`]; nothing is then added.
     /// # Cost
-    /// That of [`Gram::add_rows`] for every query, key and value, and a copy of the moments.
+    /// One [`Gram::add_rows`] of every query, key and value, and a copy of the moments.
     pub fn add<E: Element>(
         &mut self,
         queries: Rows<'_, E>,
@@ -166,7 +166,7 @@ impl LayerCalibration {
         )
     }
 
-    /// [`add`](Self::add) of rows in the order heads, tokens (HND).
+    /// [`add`](Self::add) of rows with heads first (HND).
     ///
     /// # Shapes
     /// `queries` (heads * group * n, dim), `keys` (heads * n, dim), `values` (heads * n, dim of the values).
@@ -206,14 +206,14 @@ impl LayerCalibration {
         })
     }
 
-    /// Sets the output projection, against which errors of values are weighed.
+    /// Sets the output projection, which weights the errors of values.
     ///
     /// # Shapes
     /// `w_o` (hidden, heads * group * dim of the values): a row computes a component of the layer's output.
     /// # Errors
     /// [`Error::Length`], [`Error::Zero`] for no row, [`Error::NotFinite`]; nothing is then changed.
     /// # Cost
-    /// That of [`Gram::add_rows`] for hidden rows of every query head.
+    /// One [`Gram::add_rows`] of hidden rows per query head.
     pub fn set_output<E: Element>(&mut self, w_o: Rows<'_, E>) -> Result<(), Error> {
         let ([_, dim_v], group) = (self.dims(), self.group);
         check_len("row of W_O", w_o.components(), self.heads.len() * group * dim_v)?;
@@ -229,12 +229,12 @@ impl LayerCalibration {
 
     /// Sets the effective number of tokens that the queries of each head attend to, at the application's
     /// context: `1 / mean(sum_t p_t^2)` over queries, with attention's weights `p`. It is 1 if each query
-    /// attends to one token, and n if it attends to n tokens alike. Attention averages the errors of cut
-    /// values over these tokens, except for their mean, which reaches every query in full
+    /// attends to one token, and n if it attends equally to n tokens. Attention averages the errors of
+    /// truncated values over these tokens, except for their mean, which passes to every query in full
     /// ([`LayerRotations`]).
     ///
-    /// `sum_t p_t^2` is `exp(l_2 - 2 l_1)`, where `l_1` is [`SoftmaxStats::log_sum_exp`] at the scale of the
-    /// scores, and `l_2` at twice that scale.
+    /// `sum_t p_t^2` is `exp(l_2 - 2 l_1)`, where `l_1` is [`SoftmaxStats::log_sum_exp`] at the attention
+    /// scale, and `l_2` at twice that scale.
     ///
     /// # Shapes
     /// `tokens` (heads,).
@@ -251,8 +251,8 @@ impl LayerCalibration {
         })
     }
 
-    /// Adds the tokens of another calibration of the same layer, made from other text. The output projection
-    /// and the effective tokens stay those of `self`.
+    /// Adds the tokens of another calibration of the same layer, from other text. The output projection and
+    /// the effective tokens stay those of `self`.
     ///
     /// # Errors
     /// [`Error::Length`] when the heads, groups or dimensions differ, [`Error::TooLarge`]; nothing is then
@@ -282,9 +282,9 @@ impl LayerCalibration {
         Ok(())
     }
 
-    /// The rotations of all heads, of keys against queries and of values against `W_O`, that lose least at
-    /// every rank ([`Rotation::score_optimal`]). The square of the values' mean counts as many times as there
-    /// are [effective tokens](Self::set_effective_tokens).
+    /// The rotations of all heads, of keys against queries and of values against `W_O`, with the least error
+    /// at every rank ([`Rotation::score_optimal`]). The square of the values' mean is weighted by the
+    /// [effective tokens](Self::set_effective_tokens).
     ///
     /// # Errors
     /// [`Error::Zero`] without tokens, [`Error::NoConvergence`].
@@ -311,13 +311,13 @@ impl LayerCalibration {
     }
 }
 
-/// Most query heads of a layer. No model has as many; a wrong argument must not exhaust memory.
+/// Maximum query heads of a layer, beyond any model: a wrong argument must not exhaust memory.
 const MOST_HEADS: usize = 1 << 16;
 
-/// Most elements of the moments of a layer's keys and values, 2 GiB: as for heads.
+/// Maximum elements of the moments of a layer's keys and values, 2 GiB, for the same reason.
 const MOST_ELEMENTS: usize = 1 << 28;
 
-/// Checks a layer's number of key/value heads, and of query heads for each.
+/// Checks a layer's number of KV heads, and of query heads per KV head.
 pub(crate) fn check_heads(heads: usize, group: usize) -> Result<(), Error> {
     match heads.checked_mul(group) {
         Some(0) if heads == 0 => Err(Error::Zero { what: "number of heads" }),
@@ -341,7 +341,7 @@ fn identity(group: usize, dim: usize) -> Result<Gram<NoRope>, Error> {
     Ok(gram)
 }
 
-/// What `make` returns for every head, in parallel with feature `rayon`.
+/// Calls `make` for every head, in parallel with feature `rayon`.
 fn for_each_head<T: Send>(
     heads: usize,
     make: impl Fn(usize) -> Result<T, Error> + Sync,

@@ -34,11 +34,11 @@ pub(crate) struct Spectrum {
 }
 
 /// The spectrum of a symmetric positive semidefinite matrix. Eigenvalues below `floor` times the largest are
-/// raised to that, so that directions without calibration data cause no division by zero. `None` if no
+/// raised to that floor, so that directions without calibration data cause no division by zero. `None` if no
 /// eigenvalue is positive, as for rows that are all zero.
 ///
-/// Scaling by a power of 16 rounds nothing, and the square and fourth roots of that power are powers of two
-/// as well.
+/// Scaling by a power of 16 is exact, and the square and fourth roots of that power are powers of two as
+/// well.
 pub(crate) fn spectrum(matrix: DMatrix<f64>, floor: f64) -> Result<Option<Spectrum>, Error> {
     let (mut values, vectors) = symmetric(matrix)?;
     let exponent = libm::frexp(values[0]).1.div_euclid(4);

@@ -1,19 +1,19 @@
 use core::fmt;
 
-/// Why an argument was refused.
+/// Why an argument was rejected.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub enum Error {
-    /// A size is zero that must not be.
+    /// A size that must be positive is zero.
     Zero {
         /// The argument.
         what: &'static str,
     },
-    /// An argument does not have exactly the length that the shapes give.
+    /// An argument's length is not the one that the shapes require.
     Length {
         /// The argument.
         what: &'static str,
-        /// Elements that the shapes give.
+        /// Elements that the shapes require.
         expected: usize,
         /// Elements of the argument.
         actual: usize,
@@ -22,7 +22,7 @@ pub enum Error {
     TooShort {
         /// The argument.
         what: &'static str,
-        /// Elements that the operation needs at least.
+        /// Minimum number of elements.
         needed: usize,
         /// Elements of the argument.
         actual: usize,
@@ -50,7 +50,7 @@ pub enum Error {
         /// The dimension.
         dim: usize,
     },
-    /// The data contain a NaN or an infinity, or a value that no finite data give.
+    /// The data contain a NaN, an infinity, or a value that finite data cannot produce.
     NotFinite {
         /// The argument.
         what: &'static str,
@@ -62,14 +62,14 @@ pub enum Error {
         /// Its value.
         value: f64,
     },
-    /// An order repeats a component, or names one that does not exist.
+    /// An order repeats a component, or has one out of range.
     Order {
         /// The component.
         component: usize,
     },
     /// Singular values are not finite, nonnegative and in descending order.
     Spectrum {
-        /// The first component that breaks the rule.
+        /// The first offending component.
         component: usize,
     },
     /// The budget is below the sum of the smallest ranks.
@@ -90,7 +90,7 @@ pub enum Error {
         /// The expected type.
         what: &'static str,
     },
-    /// The bytes have a format version that this crate does not read.
+    /// This crate does not read the format version.
     Version {
         /// The expected type.
         what: &'static str,
@@ -109,12 +109,12 @@ pub enum Error {
         /// Bytes after its end.
         extra: usize,
     },
-    /// A field of the bytes has a value that does not fit.
+    /// A field has an invalid value.
     BadField {
         /// The field.
         what: &'static str,
     },
-    /// An error of rows or of exact attention that no other kind covers.
+    /// An error of rows or exact attention that no other variant covers.
     Attend(kv_attend::Error),
 }
 
@@ -148,7 +148,7 @@ impl Error {
     }
 }
 
-/// Kinds of error that both crates have keep their name.
+/// Variants that both crates have map to each other.
 impl From<kv_attend::Error> for Error {
     fn from(error: kv_attend::Error) -> Self {
         use kv_attend::Error as Attend;

@@ -1,7 +1,7 @@
-//! Folds a rotation into the weights around the cache, so that decode steps do not compute it.
+//! Folds a rotation into the weights on both sides of the cache, so that decode steps do not compute it.
 //!
-//! `W_V` and `W_O` can always be folded, `W_K` and `W_Q` only in models without a rotary embedding. Fold the
-//! whole rotation once and cut columns at run time, or fold at the final rank.
+//! `W_V` and `W_O` can always be folded, `W_K` and `W_Q` only in models without RoPE. Fold the whole rotation
+//! once and truncate at run time, or fold at the final rank.
 
 use alloc::vec;
 use alloc::vec::Vec;
@@ -13,8 +13,8 @@ impl Rotation {
     /// `A^T W`: folds the basis into the projection of stored rows, `W_V` or `W_K`.
     ///
     /// # Shapes
-    /// `weight` (dim, columns), the rows of one key/value head; a bias is a weight with one column. Returns
-    /// (rank, columns).
+    /// `weight` (dim, columns), the rows of one KV head; a bias is a weight with one column. Returns (rank,
+    /// columns).
     /// # Errors
     /// [`Error::Zero`], [`Error::Rank`] or [`Error::Length`].
     /// # Cost

@@ -10,7 +10,7 @@ use kv_attend::simd::{Kernel, Run, Simd};
 use crate::error::check_len;
 use crate::{Backend, Element, Error, Rows};
 
-/// The side of the rotary embedding (RoPE) from which the rows of a [`Gram`] come. The sums of one side are
+/// The side of the rotary embedding (RoPE) from which the rows of a [`Gram`] come. Sums from one side are
 /// meaningless on the other, so the two have different types.
 pub trait RopeSide: sealed::Sealed + Copy + Send + Sync + 'static {}
 
@@ -20,7 +20,7 @@ pub struct PreRope;
 /// Queries and keys after the rotary embedding: their inner products are the scores.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PostRope;
-/// Rows that no rotary embedding touches: values, rows of `W_O`, queries and keys of models without one.
+/// Rows without RoPE: values, rows of `W_O`, queries and keys of models without it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NoRope;
 
@@ -39,8 +39,8 @@ impl RopeSide for NoRope {}
 ///
 /// A product of two `f32` is exact in `f64`, so the result depends only on the order of additions, which is
 /// fixed: sums over 64 rows are added to sums over 4,096 rows, those to the sum of the call. Backends,
-/// threads and fused multiply-adds change no bit. Sums in `f32` would lose the small directions at the
-/// condition numbers of keys.
+/// threads and fused multiply-adds do not change a bit. At the condition numbers of keys, sums in `f32` would
+/// lose the small directions.
 ///
 /// # Examples
 /// ```
@@ -54,21 +54,21 @@ impl RopeSide for NoRope {}
 #[derive(Clone, Debug, PartialEq)]
 pub struct Gram<S> {
     dim: usize,
-    rows: u64,        // the sums are those of this many rows of finite floats, so no merge overflows
+    rows: u64,        // number of summed rows, all finite `f32`, so no merge overflows
     blocks: Vec<f64>, // 16 x 16 blocks on and below the diagonal, row-major; above it nothing is read
     sums: Vec<f64>,   // (dim rounded up to 16,)
     side: PhantomData<S>,
 }
 
-/// Largest dimension. No head is that wide; a wrong argument must not exhaust memory.
+/// Maximum dimension, wider than any head: a wrong argument must not exhaust memory.
 pub(crate) const MOST_DIM: usize = 8192;
 /// Rows and columns of a block.
 const BLOCK: usize = 16;
-/// Rows that are summed in registers.
+/// Rows summed in registers.
 const PANEL: usize = 64;
-/// Rows of a separate sum, which has its own thread with `rayon`.
+/// Rows per separate sum, a parallel task with `rayon`.
 const CHUNK: usize = 4096;
-/// Chunks whose sums exist at the same time.
+/// Chunks whose sums are held at the same time.
 #[cfg(feature = "rayon")]
 const WAVE: usize = 16;
 
@@ -142,8 +142,8 @@ impl<S: RopeSide> Gram<S> {
             call.add(&sum_chunk(c)?);
         }
         call.rows = n as u64;
-        // Squares of finite floats cannot overflow in f64, so only a NaN or an infinity leaves a trace on the
-        // diagonal.
+        // Squares of finite floats cannot overflow in f64, so the diagonal is finite unless a row has a NaN
+        // or an infinity.
         if (0..self.dim).any(|d| !call.blocks[index(d, d)].is_finite()) {
             return Err(Error::NotFinite { what: "rows" });
         }
@@ -162,7 +162,7 @@ impl<S: RopeSide> Gram<S> {
         Ok(())
     }
 
-    /// Makes a Gram of sums that were computed elsewhere, for example on a GPU.
+    /// Builds a Gram from sums that were computed elsewhere, for example on a GPU.
     ///
     /// # Shapes
     /// `matrix` (dim, dim), of which only the elements on and below the diagonal are used; `sums` (dim,).
@@ -215,7 +215,7 @@ impl<S: RopeSide> Gram<S> {
         centred
     }
 
-    /// The second moment whose mean counts `weight` times: `centred` plus `weight * rows * mean^T mean`.
+    /// The second moment with the mean weighted by `weight`: `centred` plus `weight * rows * mean^T mean`.
     pub(crate) fn mean_weighed(&self, weight: f64) -> Self {
         let mut weighed = self.clone();
         let mean = self.mean();
@@ -320,7 +320,7 @@ impl<E: Element> Kernel for AddRows<'_, '_, E> {
                 }
             }
             add_sums(self.panel, n, self.sums);
-            // Every block prefetches a share of the next panel's rows, so that they arrive during the
+            // Every block prefetches a share of the next panel's rows, so that the loads overlap with the
             // multiplications.
             let mut next = self.rows.row(first).as_ptr().wrapping_add(PANEL * self.rows.row_stride());
             let share = PANEL.div_ceil(self.blocks.len() / (BLOCK * BLOCK));
@@ -401,7 +401,7 @@ fn add_block<S: Simd, const R: usize, const C: usize>(
     }
 }
 
-/// Columns that row `r` of a block sums. A diagonal block leaves out its upper right quarter.
+/// Columns that row `r` of a block sums. A diagonal block skips its upper right quarter.
 #[inline(always)]
 fn columns(diagonal: bool, r: usize) -> usize {
     if diagonal && r < BLOCK / 2 { BLOCK / 2 } else { BLOCK }

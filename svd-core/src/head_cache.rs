@@ -1,4 +1,4 @@
-//! The cache of one key/value head of one sequence.
+//! The cache of one KV head of one sequence.
 
 mod attend;
 
@@ -9,12 +9,12 @@ use kv_attend::owner::{ExactRows, Head, Reader, Writer};
 
 use crate::{Attention, Backend, Element, Error, HeadMaps, Rows, SoftmaxStats, Window};
 
-/// The keys and values of one head of one sequence: the first tokens (sinks) and the most recent ones exact,
-/// all others as rows of lower rank, all in elements of type `E`.
+/// The keys and values of one head of one sequence: the first tokens (sinks) and the most recent ones as
+/// exact rows, all others as rows of lower rank, all with elements of type `E`.
 ///
-/// Tokens are appended in order and leave the window in batches, as [`Window`] says; stored rows do not
+/// Tokens are appended in order and leave the window in batches, as [`Window`] specifies; stored rows do not
 /// depend on how the tokens were divided among appends. Attention runs over all three parts in one softmax.
-/// [`LowRankLayerCache`](crate::LowRankLayerCache) has all heads of a layer.
+/// [`LowRankLayerCache`](crate::LowRankLayerCache) holds all heads of a layer.
 ///
 /// # Examples
 /// ```
@@ -45,7 +45,7 @@ pub struct LowRankHeadCache<E> {
 }
 
 impl<E: Element> LowRankHeadCache<E> {
-    /// No tokens.
+    /// Creates an empty cache.
     #[must_use]
     pub fn new(maps: Arc<HeadMaps>, window: Window) -> Self {
         let exact = ExactRows::new(maps.dims(), window);
@@ -88,7 +88,7 @@ impl<E: Element> LowRankHeadCache<E> {
         &self.maps
     }
 
-    /// Bytes of all tokens' rows. The maps, which sequences share, are not among them.
+    /// Bytes of all rows, without the shared maps.
     #[must_use]
     pub fn size(&self) -> usize {
         self.exact.size() + self.reduced.iter().map(|rows| size_of_val(&rows[..])).sum::<usize>()
@@ -101,15 +101,14 @@ impl<E: Element> LowRankHeadCache<E> {
         [keys, values]
     }
 
-    /// Appends tokens, and shortens those that leave the window.
+    /// Appends tokens, and reduces the rank of those that leave the window.
     ///
     /// # Shapes
     /// `keys` (n, dim), `values` (n, dim of the values).
     /// # Errors
     /// [`Error::Length`]; the cache is then unchanged.
     /// # Cost
-    /// dim * rank multiply-adds for each key or value that leaves the window, none where the rotation is
-    /// folded.
+    /// dim * rank multiply-adds for each key or value that leaves the window, none if the rotation is folded.
     pub fn append(&mut self, keys: Rows<'_, E>, values: Rows<'_, E>) -> Result<(), Error> {
         self.append_with(Backend::detect(), keys, values)
     }
@@ -132,8 +131,8 @@ impl<E: Element> LowRankHeadCache<E> {
         Ok(())
     }
 
-    /// Keeps the first `len` tokens: rejected drafts, or a prefix that another sequence shares. Tokens at
-    /// lower rank stay so: the window fills again from the next token on.
+    /// Keeps the first `len` tokens, to drop rejected drafts or to share a prefix with another sequence.
+    /// Tokens at lower rank stay so: the window refills from the next token on.
     pub fn truncate(&mut self, len: usize) {
         let reduced = self.exact.truncate(len, self.reduced());
         for (rows, map) in self.reduced.iter_mut().zip(self.maps.sides()) {
@@ -142,7 +141,7 @@ impl<E: Element> LowRankHeadCache<E> {
     }
 }
 
-/// What [`LowRankLayerCache`](crate::LowRankLayerCache) asks of a head.
+/// The interface of [`LowRankLayerCache`](crate::LowRankLayerCache) to a head.
 impl<E: Element> Head for LowRankHeadCache<E> {
     type Element = E;
     type Shared = HeadMaps;

@@ -1,4 +1,4 @@
-//! How the rows of one key/value head are shortened, which all sequences share.
+//! The rank reduction of one KV head's rows, shared by all sequences.
 
 use alloc::vec::Vec;
 
@@ -10,20 +10,20 @@ use crate::{Backend, Element, Error, MapBuf, Rotation, Rows, RowsMut};
 const MAGIC: [u8; 4] = *b"SVHM";
 const VERSION: u32 = 1;
 
-/// How keys, or values, of `dim` components become rows of `rank` components.
+/// Reduces keys or values of `dim` components to rows of `rank` components.
 ///
-/// Rows are projected when they are stored, or arrive rotated because the rotation is folded into the model's
-/// weights. Rotated rows lose their last components.
+/// Rows are projected when they are stored, or already rotated by the model's weights (folded). Rotated rows
+/// are truncated.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Reduction {
     dim: usize,
     rank: usize,               // 1 to `dim`
-    maps: Option<[MapBuf; 2]>, // basis and dual, (dim, rank); none for rows that arrive rotated
+    maps: Option<[MapBuf; 2]>, // basis and dual, (dim, rank); `None` if folded
 }
 
 impl Reduction {
-    /// Rows are stored as `A^T x`, by the first `rank` columns of the rotation's basis `A`; queries are
-    /// projected, and outputs reconstructed, by the dual.
+    /// Rows are stored as `A^T x`, with the first `rank` columns of the rotation's basis `A`; the dual
+    /// projects queries and reconstructs outputs.
     ///
     /// # Errors
     /// [`Error::Zero`], [`Error::Rank`], or [`Error::TooLarge`] for more than 8,192 components.
@@ -46,13 +46,13 @@ impl Reduction {
         }
     }
 
-    /// Components of a row that arrives.
+    /// Components of an input row.
     #[must_use]
     pub const fn dim(&self) -> usize {
         self.dim
     }
 
-    /// Components of a row that is stored.
+    /// Components of a stored row.
     #[must_use]
     pub const fn rank(&self) -> usize {
         self.rank
@@ -96,8 +96,7 @@ impl Reduction {
         }
     }
 
-    /// The components that an output (group, rank) has in `out`'s space: itself, or reconstructed in `full`
-    /// (group, dim).
+    /// An output (group, rank) in the space of `out`: itself, or reconstructed in `full` (group, dim).
     pub(crate) fn reconstruct<'a>(
         &self,
         backend: Backend,
@@ -140,7 +139,7 @@ impl Reduction {
 }
 
 /// The reductions of the keys and of the values of one head, shared by the caches of all sequences through an
-/// [`Arc`](alloc::sync::Arc). [`LayerRotations::maps`](crate::LayerRotations::maps) makes those of a layer.
+/// [`Arc`](alloc::sync::Arc). [`LayerRotations::maps`](crate::LayerRotations::maps) returns those of a layer.
 #[derive(Clone, Debug, PartialEq)]
 pub struct HeadMaps {
     keys: Reduction,
@@ -149,7 +148,7 @@ pub struct HeadMaps {
 }
 
 impl HeadMaps {
-    /// From the reductions of the keys and of the values.
+    /// Combines the reductions of the keys and of the values.
     #[must_use]
     pub fn new(keys: Reduction, values: Reduction) -> Self {
         let mut writer = Writer::new(MAGIC, VERSION);
@@ -209,7 +208,7 @@ impl HeadMaps {
     ///
     /// # Errors
     /// [`Error::BadMagic`], [`Error::Version`], [`Error::Truncated`], [`Error::TrailingBytes`],
-    /// [`Error::BadField`], [`Error::NotFinite`], or that of a bad rank.
+    /// [`Error::BadField`], [`Error::NotFinite`], or the error of a bad rank.
     pub fn from_bytes(bytes: &[u8]) -> Result<Self, Error> {
         let mut reader = Reader::new("the maps of a head", MAGIC, VERSION, bytes)?;
         let sides = [Reduction::read(&mut reader)?, Reduction::read(&mut reader)?];

@@ -1,15 +1,15 @@
-//! The cache of a layer: all key/value heads of one sequence.
+//! The cache of a layer: all KV heads of one sequence.
 
 use kv_attend::owner::Layer;
 
 use crate::LowRankHeadCache;
 
-/// The keys and values of all heads of a layer of one sequence: a [`LowRankHeadCache`] per head, each at its
-/// own ranks, and the methods of [`Layer`].
+/// The keys and values of all heads of a layer for one sequence: a [`LowRankHeadCache`] per head, each at its
+/// own ranks, with the methods of [`Layer`].
 ///
-/// Keys and queries come after the rotary embedding. Outputs are rotated if the values' rotation is folded
-/// into the weights. With feature `rayon`, appends and attention divide the heads among the threads; results
-/// do not depend on their number.
+/// Keys and queries are taken after RoPE. Outputs are rotated if the values' rotation is folded into the
+/// weights. With feature `rayon`, appends and attention divide the heads among the threads; results do not
+/// depend on their number.
 ///
 /// # Source
 /// ZACK, 5.1: attention on rows of lower rank.

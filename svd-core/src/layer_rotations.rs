@@ -1,4 +1,4 @@
-//! What a calibration gives: rotations, and from them ranks, maps and folded weights.
+//! The result of a calibration: rotations, and from them ranks, maps and folded weights.
 
 use alloc::sync::Arc;
 use alloc::vec::Vec;
@@ -11,25 +11,25 @@ use crate::{Budget, Element, Error, HeadMaps, Reduction, Rotation, Rows, RowsMut
 ///
 /// # Keys and values on one scale
 ///
-/// What an error costs is measured where it arrives: in the layer's output, `sum_g W_g o_g` over the query
-/// heads `g`, with `o = sum_t p_t v_t` and `p = softmax(scale * <q, k_t>)`.
+/// The cost of an error is measured in the layer's output, `sum_g W_g o_g` over the query heads `g`, with `o
+/// = sum_t p_t v_t` and `p = softmax(scale * <q, k_t>)`.
 ///
-/// * A value that is `e_t` off moves a head's output by `sum_t p_t W_g e_t`.
-/// * A key that is `d_t` off moves its score by `s_t = scale * <q, d_t>`, therefore to first order its weight
-///   by `p_t (s_t - sum_u p_u s_u)`, and the head's output by `sum_t p_t s_t W_g (v_t - o)`.
+/// * An error `e_t` of a value moves a head's output by `sum_t p_t W_g e_t`.
+/// * An error `d_t` of a key moves its score by `s_t = scale * <q, d_t>`, hence to first order its weight by
+///   `p_t (s_t - sum_u p_u s_u)`, and the head's output by `sum_t p_t s_t W_g (v_t - o)`.
 ///
-/// The errors of different tokens are taken as independent of each other and of the weights, but they may
-/// have a mean, as values and therefore their errors do: the mean passes through attention unchanged, and
-/// the rest averages out. With `n = 1 / E sum_t p_t^2`, the effective number of tokens, the expected square
-/// of what values move is
+/// The errors of different tokens are assumed independent of each other and of the weights, but their mean
+/// need not be zero, as that of values is not: the mean passes through attention unchanged, and the rest
+/// averages out. With `n = 1 / E sum_t p_t^2`, the effective number of tokens, the expected squared error
+/// from values is
 ///
 /// ```text
 /// |W_g mean(e)|^2 + E |W_g (e - mean(e))|^2 / n
 /// ```
 ///
-/// This is `1 / n` times the second moment of `W_g e` in which the mean's square counts `n` times.
-/// Calibration rotates the values `V` by that moment, so the squares of the dropped `sigma_V`, divided by the
-/// number of values, sum to it. For keys, the expected square is `scale^2 E <q, d>^2 E |W_g (v - o)|^2 / n`;
+/// This is `1 / n` times the second moment of `W_g e` with the mean's square weighted by `n`. Calibration
+/// rotates the values `V` by that moment, so the squares of the dropped `sigma_V`, divided by the number of
+/// values, sum to it. For keys, the expected squared error is `scale^2 E <q, d>^2 E |W_g (v - o)|^2 / n`;
 /// with the mean value for `o` and summed over the group, dropping component `c` costs
 ///
 /// ```text
@@ -38,13 +38,13 @@ use crate::{Budget, Element, Error, HeadMaps, Reduction, Rotation, Rows, RowsMut
 /// ```
 ///
 /// with `N_q`, `N_k` and `N_v` calibrated queries, keys and values, since `sigma_K^2` sums to `|Q K^T|^2`
-/// over the queries of the group. Each cost is a squared singular value times a weight of its side, as
-/// [`ranks_by_loss`] takes it. All heads of a layer share the scale; between layers, divide by the mean
-/// square of the residual stream that the outputs are added to.
+/// over the queries of the group. Each cost is a squared singular value times the weight of its side, as in
+/// [`ranks_by_loss`]. All heads of a layer share the scale; between layers, divide by the mean square of the
+/// residual stream that the outputs are added to.
 ///
-/// This is an estimate: it leaves out second-order terms, and the errors of nearby tokens may be correlated.
-/// The mean error of keys counts like the rest. The softmax cancels it among tokens of lower rank, but it
-/// moves their weights against those of the exact rows of a window.
+/// This is an estimate: it omits second-order terms, and the errors of nearby tokens may be correlated. The
+/// mean error of keys counts like the rest: the softmax cancels it among tokens of lower rank, but it shifts
+/// their weights relative to the exact rows of a window.
 ///
 /// # Examples
 /// ```
@@ -64,7 +64,7 @@ use crate::{Budget, Element, Error, HeadMaps, Reduction, Rotation, Rows, RowsMut
 /// calibration.set_output(Rows::contiguous(&w_o, heads * group * dim)?)?;
 /// let rotations = calibration.rotations()?;
 ///
-/// // Once, when the model is loaded: its values come rotated from here on.
+/// // Once, when the model is loaded: from here on its values are rotated.
 /// let w_o = RowsMut::contiguous(&mut w_o, heads * group * dim)?;
 /// rotations.fold_values(RowsMut::contiguous(&mut w_v, hidden)?, w_o)?;
 /// // For any budget, here three quarters: each head's ranks of keys and of values.
@@ -82,8 +82,8 @@ pub struct LayerRotations {
 }
 
 impl LayerRotations {
-    /// From the rotations of each head's keys and values, for example read from a profile, and the cost of a
-    /// unit of squared error in them, of keys at a scale of 1.
+    /// Takes the rotations of each head's keys and values, for example from a profile, and their cost per
+    /// unit of squared error, for keys at a scale of 1.
     ///
     /// # Errors
     /// [`Error::Zero`] for no head or group, [`Error::TooLarge`] for more than 65,536 query heads;
@@ -124,11 +124,11 @@ impl LayerRotations {
         self.weights.iter().flat_map(|[keys, values]| [square * keys, *values]).collect()
     }
 
-    /// The ranks of the keys and of the values of each head that cost the layer's output least within
-    /// `budget`, in multiples of `multiple`.
+    /// The ranks of each head's keys and values with the least output error within `budget`, in multiples of
+    /// `multiple`.
     ///
     /// For a budget of the whole model, pass the [`spectra`](Self::spectra) and [`weights`](Self::weights) of
-    /// all layers to [`ranks_by_loss`], and to [`maps`](Self::maps) each layer's part of the result.
+    /// all layers to [`ranks_by_loss`], and each layer's part of the result to [`maps`](Self::maps).
     ///
     /// # Errors
     /// As for [`ranks_by_loss`].
@@ -137,8 +137,8 @@ impl LayerRotations {
         Ok(ranks.as_chunks().0.to_vec())
     }
 
-    /// The maps of a [`LowRankLayerCache`](crate::LowRankLayerCache) at these ranks, for a model whose weights stay as they
-    /// are.
+    /// The maps of a [`LowRankLayerCache`](crate::LowRankLayerCache) at these ranks, for a model with
+    /// unchanged weights.
     ///
     /// # Errors
     /// [`Error::Length`] if there is not one pair of ranks per head, [`Error::Zero`], [`Error::Rank`].
@@ -146,8 +146,8 @@ impl LayerRotations {
         self.maps_of(ranks, Reduction::projected)
     }
 
-    /// [`maps`](Self::maps) for a model whose weights [`fold_values`](Self::fold_values) has changed: values
-    /// arrive rotated, and outputs leave so.
+    /// [`maps`](Self::maps) for a model with weights folded by [`fold_values`](Self::fold_values): values are
+    /// rotated on input, and outputs stay rotated.
     ///
     /// # Errors
     /// As for [`maps`](Self::maps).
@@ -168,14 +168,14 @@ impl LayerRotations {
         self.heads.iter().zip(ranks).map(map).collect()
     }
 
-    /// Folds the values' rotations into the weights, in place: the layer computes the same function, its
-    /// values come out of `W_V` rotated, and `W_O` turns them back.
+    /// Folds the values' rotations into the weights, in place: the layer computes the same function, but
+    /// `W_V` yields rotated values, and `W_O` rotates them back.
     ///
-    /// Rotations are folded at full rank. [`folded_maps`](Self::folded_maps) cut the values, so the ranks can
-    /// change later.
+    /// Rotations are folded at full rank. [`folded_maps`](Self::folded_maps) truncate the values, so the
+    /// ranks can change later.
     ///
     /// # Shapes
-    /// `w_v` (heads * dim of the values, hidden), of its own or the rows of the values in a fused projection;
+    /// `w_v` (heads * dim of the values, hidden), a separate matrix or the value rows of a fused projection;
     /// `w_o` (hidden, heads * group * dim of the values). A bias goes through
     /// [`fold_value_bias`](Self::fold_value_bias).
     /// # Errors

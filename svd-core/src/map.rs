@@ -71,7 +71,7 @@ impl<'a> Map<'a> {
     /// use svd_core::{Map, Rows, RowsMut};
     /// let map = Map::new(&[0.5, 0.5], 2, 1)?; // the mean of two components
     /// let token = [f16::ONE; 6]; // three heads
-    /// let mut cache = [f16::ZERO; 8]; // rows of 4, the next of which is row 1
+    /// let mut cache = [f16::ZERO; 8]; // rows of 4; the next free row is row 1
     /// let out = RowsMut::from(&mut cache[4..5]);
     /// map.project_into(Rows::from(&token[2..4]), out)?; // head 1
     /// assert_eq!(cache[4], f16::ONE);
@@ -104,8 +104,8 @@ impl<'a> Map<'a> {
     }
 
     /// Reconstructs rows: `out[i, d] = sum over c of rows[i, c] * map[d, c]`, added in `f32` in sixteen
-    /// partial sums. Rows that a rotation's `basis_map` projected are reconstructed by its `dual_map`,
-    /// exactly so at full rank.
+    /// partial sums. A rotation's `dual_map` reconstructs the rows that its `basis_map` projected, exactly at
+    /// full rank.
     ///
     /// # Shapes
     /// `rows` (n, rank); `out` (n, dim), fully written.
@@ -236,7 +236,7 @@ impl<E: Element, O: Element> Project<'_, '_, E, O> {
     }
 }
 
-/// Projects a row to the components from `first` on, as many as `out` has.
+/// Projects a row to components `first..first + out.len()`.
 #[inline(always)]
 fn project_columns<E: Element, O: Element>(map: Map<'_>, row: &[E], first: usize, out: &mut [O]) {
     for (chunk, out) in out.chunks_mut(COLUMNS).enumerate() {
@@ -250,7 +250,7 @@ fn project_columns<E: Element, O: Element>(map: Map<'_>, row: &[E], first: usize
     }
 }
 
-/// Components that are summed at a time.
+/// Components summed at a time.
 const COLUMNS: usize = 64;
 
 struct Reconstruct<'a, 'b> {

@@ -1,7 +1,7 @@
 //! Chooses how many components each head keeps.
 //!
 //! A spectrum contains the singular values of a head's [`Rotation`](crate::Rotation) in descending order. One
-//! call over keys and values gives them a common budget; two calls give each their own.
+//! call over keys and values gives them a common budget; two calls give separate budgets.
 
 use alloc::vec::Vec;
 
@@ -95,10 +95,10 @@ pub fn ranks_by_removal(heads: &[&[f64]], budget: Budget, multiple: usize) -> Re
 }
 
 /// The ranks of all heads with the least weighted loss within `budget`. Greedy: the next `multiple`
-/// components go to the head whose weighted squared singular values gain most per component, until the next
-/// step does not fit.
+/// components go to the head with the largest gain in weighted squared singular values per component, until
+/// the next step does not fit.
 ///
-/// Since spectra descend, the result is optimal for each budget that it fills. `weights[h]` is the cost to
+/// Since spectra descend, the result is optimal whenever it exhausts the budget. `weights[h]` is the cost to
 /// the model of a unit of squared error in head `h`: errors of different layers, or of keys and values, are
 /// not comparable without weights.
 ///
@@ -138,7 +138,7 @@ pub fn ranks_by_loss(
             let steps = sigma[ranks[h]..].chunks(multiple);
             let weight = weight * weight_scale;
             let square = move |x: &f64| (x * sigma_scale) * (x * sigma_scale);
-            // Rounding must not let a step overtake the one before it.
+            // Rounding must not reorder the steps of a head.
             steps.scan(f64::INFINITY, move |last, step| {
                 *last = last.min(weight * step.iter().map(square).sum::<f64>() / step.len() as f64);
                 Some((*last, h, step.len()))
@@ -171,8 +171,8 @@ fn removed_to(sigma: &[f64], removal: f64) -> usize {
     rank
 }
 
-/// The power of two that brings the largest of `values` to about 1, so that their sums, squares and products
-/// neither overflow nor all vanish. Multiplying by it rounds nothing.
+/// The power of two that scales the largest of `values` to about 1, so that sums, squares and products
+/// neither overflow nor all underflow. Multiplying by it is exact.
 fn scale(values: &[f64]) -> f64 {
     let largest = values.iter().copied().fold(0.0, f64::max);
     libm::ldexp(1.0, -libm::frexp(largest).1.max(-1000))

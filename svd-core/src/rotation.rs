@@ -9,16 +9,16 @@ use crate::{Error, Gram, MapBuf, RopeSide};
 /// Eigenvalues are raised to at least this fraction of the largest before a division by them.
 const FLOOR: f64 = 1e-9;
 
-/// Basis and dual are scaled by at most 2 to this power, so that both stay within the range of `f32`, however
-/// much the scales of the two Grams differ.
+/// Basis and dual are scaled by at most 2 to this power, so that both stay within the range of `f32` for any
+/// scales of the two Grams.
 const MOST_SHIFT: i32 = 40;
 
 /// A basis `A` and its dual `B`, with `B A^T = I` and their columns ordered by importance.
 ///
 /// The cache stores the first `rank` components of `A^T k`, and a query is projected to the first `rank`
-/// components of `B^T q`. At full rank `q . k = (B^T q) . (A^T k)`; dropping columns from the right gives
-/// every lower rank. For values, the rows of `W_O` take the place of queries: the cache stores `A^T v`, and
-/// `B` reconstructs it.
+/// components of `B^T q`. At full rank `q . k = (B^T q) . (A^T k)`; dropping trailing columns gives every
+/// lower rank. For values, the rows of `W_O` take the place of queries: the cache stores `A^T v`, and `B`
+/// reconstructs it.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Rotation {
     dim: usize,
@@ -29,7 +29,7 @@ pub struct Rotation {
 
 impl Rotation {
     /// Principal directions of the stored rows alone, `A = B`: the least squared error of the rows themselves
-    /// at every rank. Queries are not considered.
+    /// at every rank, regardless of queries.
     ///
     /// # Errors
     /// [`Error::NoConvergence`].
@@ -100,8 +100,7 @@ impl Rotation {
                 (libm::ldexp(1.0, shift), |c: usize| libm::sqrt(sigma[c].max(sigma[0] * FLOOR)));
             row_major(&DMatrix::from_fn(dim, dim, |r, c| columns[(r, order[c])] / root(c) * scale))
         };
-        // The unscaled factors are 4^e_k and 4^e_q times as large, and `S` is the product of both times as
-        // large.
+        // The unscaled factors are 4^e_k and 4^e_q times as large, and `S` is 4^(e_k + e_q) times as large.
         let shift = (e_q - e_k).clamp(-MOST_SHIFT, MOST_SHIFT);
         let (basis, dual) = (map(f_q * y_t.transpose(), shift), map(f_k * x, -shift));
         let sigma = sigma.iter().map(|x| libm::ldexp(*x, 2 * (e_k + e_q))).collect();
@@ -114,8 +113,8 @@ impl Rotation {
     /// Let `M` be the mean outer product of the queries (of the rows of `W_O` for values) divided by dim, and
     /// `U` the eigenvectors of `M^(1/2) C M^(1/2)`: `A = M^(1/2) U`, `B = M^(-1/2) U`. `covariance` is a Gram
     /// about the mean ([`Gram::centred`]). `A^T k` is quantized, `B` reconstructs it, and `sigma` holds the
-    /// standard deviations of the components. If the metric is all zeros, as in a pruned head, no error has a
-    /// cost, and `M` is the identity.
+    /// standard deviations of the components. If the metric is all zeros, as in a pruned head, errors cost
+    /// nothing, and `M` is the identity.
     ///
     /// # Errors
     /// [`Error::Length`] if the dimensions differ, [`Error::Zero`] without rows, [`Error::NoConvergence`].
@@ -123,8 +122,7 @@ impl Rotation {
     /// The KLT under a weighted error: Gersho, Gray, "Vector Quantization and Signal Compression", 8.6; the
     /// weight is the error of `q . k` for queries with second moment `M`.
     pub fn query_metric<S: RopeSide>(covariance: &Gram<S>, metric: &Gram<S>) -> Result<Self, Error> {
-        /// Directions that queries hardly have get at least this fraction of the strongest direction's
-        /// weight.
+        /// Minimum weight of a direction, as a fraction of the strongest direction's.
         const METRIC_FLOOR: f64 = 1e-6;
         check_len("metric", metric.dim(), covariance.dim())?;
         if covariance.rows() == 0 || metric.rows() == 0 {
@@ -170,7 +168,7 @@ impl Rotation {
         Ok(Self { dim: self.dim, basis: columns(&self.basis), dual: columns(&self.dual), sigma })
     }
 
-    /// A rotation of matrices that were computed before, for example read from a profile.
+    /// Takes matrices that were computed before, for example read from a profile.
     ///
     /// # Shapes
     /// `basis` and `dual` (dim, dim) row-major, `sigma` (dim,).
@@ -239,7 +237,7 @@ impl Rotation {
 
     /// The error of all scores at `rank`, relative to the scores: `|Q K^T - Q B_r A_r^T K^T|_F / |Q K^T|_F`.
     ///
-    /// 0 where all scores are 0.
+    /// 0 if all scores are 0.
     ///
     /// # Errors
     /// [`Error::Length`] if a dimension differs, [`Error::Zero`], [`Error::Rank`], [`Error::NotFinite`] if
@@ -257,7 +255,7 @@ impl Rotation {
         self.check_rank(rank)?;
         let map = |values: &[f64]| DMatrix::from_row_slice(self.dim, self.dim, values);
         // Each Gram is divided by its largest element: the factor cancels, and products of small Grams do not
-        // vanish.
+        // underflow.
         let unit = |gram: DMatrix<f64>| {
             let largest = gram.amax();
             if largest > 0.0 { gram / largest } else { gram }

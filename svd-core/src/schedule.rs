@@ -1,5 +1,5 @@
-//! Work lists that keep all processors of a GPU busy although heads have unequal ranks and sequences unequal
-//! lengths.
+//! Work lists that balance the processors (SMs) of a GPU over heads of unequal rank and sequences of unequal
+//! length.
 //!
 //! The caller chooses the unit of costs: components (`rank_k + rank_v`) or bytes per token. A schedule covers
 //! every token of every head exactly once, and reports its makespan and the ideal: the work without fixed
@@ -13,10 +13,10 @@ use core::ops::Range;
 
 use crate::Error;
 
-/// More processors than any device has.
+/// Maximum processors, beyond any device.
 const MOST_PROCESSORS: usize = 1 << 16;
 
-/// One key/value head of one sequence in a decode step.
+/// One KV head of one sequence in a decode step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DecodeHead {
     /// Tokens in the cache; 0 for an empty sequence.
@@ -25,12 +25,12 @@ pub struct DecodeHead {
     pub cost: usize,
 }
 
-/// The fixed cost of a task, and where a head may be cut.
+/// The fixed cost of a task, and the granule at which a head may be split.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TaskCost {
     /// Fixed cost of a task: its launch, and the merge of its partial softmax.
     pub per_task: usize,
-    /// Heads are cut at multiples of this number of tokens.
+    /// Heads are split at multiples of this number of tokens.
     pub granule: usize,
 }
 
@@ -45,7 +45,7 @@ pub struct PrefillHead {
     pub cost: usize,
 }
 
-/// How a prompt is cut into row blocks.
+/// How a prompt is split into row blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PrefillRules {
     /// Rows in a block of the most expensive head. Blocks of other heads have more rows, so that all blocks
@@ -70,11 +70,11 @@ pub struct Task {
     pub len: usize,
 }
 
-/// The tasks of every processor, in the order in which the processor should run them.
+/// The tasks of every processor, in execution order.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Schedule {
     tasks: Vec<Task>,
-    ends: Vec<usize>, // (processors,): where the tasks of each end
+    ends: Vec<usize>, // (processors,): end of each processor's tasks
     makespan: u64,
     ideal: f64,
 }
@@ -108,8 +108,8 @@ impl Schedule {
 /// Splits heads along their tokens by cost, and assigns the pieces to `processors`: the most expensive first,
 /// each to the least loaded processor.
 ///
-/// All pieces aim at the same cost. The function tries targets that leave at most one, two, ... eight pieces
-/// per processor, and returns the schedule with the least makespan. Merge the pieces of a head with their
+/// All pieces aim at the same cost. The function tries targets of at most one, two, ... eight pieces per
+/// processor, and returns the schedule with the least makespan. Merge the pieces of a head with their
 /// [`SoftmaxStats`](crate::SoftmaxStats).
 ///
 /// # Errors
@@ -118,7 +118,7 @@ impl Schedule {
 /// # Cost
 /// n log n for the n pieces, times eight.
 /// # Source
-/// ZACK, 5.3, with the split that a GPU with more processors than heads needs (FlashDecoding, FlashInfer).
+/// ZACK, 5.3, with the split for GPUs with more processors than heads (FlashDecoding, FlashInfer).
 /// # Examples
 /// ```
 /// use svd_core::{TaskCost, DecodeHead, schedule_decode};
@@ -128,7 +128,7 @@ impl Schedule {
 /// # Ok::<(), svd_core::Error>(())
 /// ```
 pub fn schedule_decode(heads: &[DecodeHead], processors: usize, model: TaskCost) -> Result<Schedule, Error> {
-    /// Most pieces per processor.
+    /// Maximum pieces per processor.
     const PIECES: usize = 8;
     check_processors(processors)?;
     if model.granule == 0 {
@@ -152,11 +152,11 @@ pub fn schedule_decode(heads: &[DecodeHead], processors: usize, model: TaskCost)
     Ok((2..=PIECES).map(plan).fold(plan(1), better))
 }
 
-/// Cuts prompts into blocks of rows of equal cost and assigns them to `processors`.
+/// Splits prompts into row blocks of equal cost and assigns them to `processors`.
 ///
 /// A head of lower rank gets blocks of more rows, so that each block costs as much as one of the most
-/// expensive head. Blocks that would leave processors idle in the last round are cut again, to the last
-/// round's work per processor. Blocks are assigned in descending cost, each to the least loaded processor.
+/// expensive head. Blocks that would leave processors idle in the last wave are split again, to the last
+/// wave's work per processor. Blocks are assigned in descending cost, each to the least loaded processor.
 ///
 /// # Errors
 /// [`Error::Zero`] for no processor, row block or granule, [`Error::Causal`] for a causal head with more rows
@@ -165,7 +165,7 @@ pub fn schedule_decode(heads: &[DecodeHead], processors: usize, model: TaskCost)
 /// # Cost
 /// n log n for n blocks.
 /// # Source
-/// ZACK, 5.3, prefill. The paper counts all keys for every row; with `causal` only those that a row sees are
+/// ZACK, 5.3, prefill. The paper counts all keys for every row; with `causal`, only its visible keys are
 /// counted.
 /// # Examples
 /// ```
@@ -257,7 +257,7 @@ fn pieces_of(cost: u64, target: u64) -> usize {
     cost.div_ceil(target).max(1) as usize
 }
 
-/// The smallest target that leaves at most `pieces` in total. `pieces` must be at least the number of heads.
+/// The smallest target with at most `pieces` in total. `pieces` must be at least the number of heads.
 fn smallest_target(costs: &[u64], pieces: usize) -> u64 {
     let fits = |target: u64| {
         costs
@@ -279,7 +279,7 @@ fn rounded_up(len: usize, granule: usize) -> usize {
     len.checked_next_multiple_of(granule).unwrap_or(len)
 }
 
-/// Appends runs of `len`, the last one shorter, over `all` tokens or rows.
+/// Splits `all` tokens or rows into tasks of `len`, the last one shorter.
 fn cut(head: usize, all: usize, len: usize, tasks: &mut Vec<Task>) {
     let mut first = 0;
     while first < all {

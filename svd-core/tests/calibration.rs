@@ -1,5 +1,5 @@
-//! The calibration of a layer against the calibration of its heads one by one, against attention in f64, and
-//! against the best of all ranks.
+//! The calibration of a layer against that of its heads one by one, against attention in f64, and against an
+//! exhaustive search of ranks.
 
 #![allow(clippy::unwrap_used)]
 
@@ -21,13 +21,13 @@ fn noise(seed: usize, n: usize) -> impl Iterator<Item = f32> {
     })
 }
 
-/// A tensor (n, heads, dim) whose components have decaying scales, other ones in each head.
+/// A tensor (n, heads, dim) whose components have decaying scales, different in each head.
 fn tensor<E: Element>(seed: usize, [n, heads, dim]: [usize; 3], decay: f32) -> Vec<E> {
     let scale = |i: usize| decay.powi((i % dim * (1 + i / dim % heads)) as i32);
     noise(seed, n * heads * dim).enumerate().map(|(i, x)| E::from_f32(x * scale(i))).collect()
 }
 
-/// The same in the order heads, tokens.
+/// The same with heads first.
 fn heads_first<E: Element>(tensor: &[E], heads: usize, dim: usize) -> Vec<E> {
     let rows = Rows::contiguous(tensor, heads * dim).unwrap();
     (0..heads).flat_map(|h| rows.columns(h * dim, dim).unwrap().iter().flatten()).copied().collect()
@@ -45,7 +45,7 @@ impl<E: Element> Layer<E> {
         Self {
             q: tensor(seed, [n, HEADS * GROUP, DIM], 0.8),
             k: tensor(seed + 1, [n, HEADS, DIM], 0.6),
-            // All values have a part in common, which errors of keys do not move.
+            // All values share a mean, which errors of keys do not move.
             v: tensor::<f32>(seed + 2, [n, HEADS, DIM_V], 0.7).iter().map(|x| E::from_f32(x + 0.5)).collect(),
             w_o: noise(seed + 3, HIDDEN * HEADS * GROUP * DIM_V).map(E::from_f32).collect(),
         }
@@ -86,7 +86,7 @@ fn same_as_head_by_head<E: Element>() {
         let (v, o) = (gram(v, h..h + 1, DIM_V), gram(layer.w_o(), group, DIM_V));
         assert_eq!(*values, Rotation::score_optimal(&v, &o).unwrap());
     }
-    // Heads first, and with other numbers between the rows.
+    // Heads first, and with gaps between the rows.
     let mut other = LayerCalibration::new(HEADS, GROUP, [DIM, DIM_V]).unwrap();
     let hnd = [(&layer.q, HEADS * GROUP, DIM), (&layer.k, HEADS, DIM), (&layer.v, HEADS, DIM_V)];
     let gapped = hnd.map(|(rows, heads, dim)| {
@@ -98,7 +98,7 @@ fn same_as_head_by_head<E: Element>() {
     other.add_heads(rows(&q, DIM), rows(&k, DIM), rows(&v, DIM_V)).unwrap();
     other.set_output(layer.w_o()).unwrap();
     assert_eq!(other, calibration);
-    // From moments, and with nothing merged.
+    // From moments, and merged with an empty calibration.
     let grams = calibration.grams().to_vec();
     let mut other = LayerCalibration::from_grams(grams, GROUP).unwrap();
     other.merge(&LayerCalibration::new(HEADS, GROUP, [DIM, DIM_V]).unwrap()).unwrap();
@@ -112,11 +112,11 @@ fn a_layer_is_calibrated_as_its_heads_are() {
     same_as_head_by_head::<bf16>();
 }
 
-/// Tokens of a sequence: a layer's tokens are many short ones, since errors are compared in expectation.
+/// Tokens per sequence: a layer has many short sequences, since errors are compared in expectation.
 const SEQUENCE: usize = 16;
 
 /// Squared error of the layer's output, summed over the query heads of a head, when its keys and values are
-/// cut to `ranks`: mean over queries of `|W_g (o' - o)|^2`, and the mean of the sum of squared weights.
+/// truncated to `ranks`: mean over queries of `|W_g (o' - o)|^2`, and the mean of the sum of squared weights.
 fn output_error(
     layer: &Layer<f32>,
     rotations: &LayerRotations,
@@ -185,7 +185,7 @@ fn rotations_at(layer: &Layer<f32>, scale: f64) -> LayerRotations {
     calibration.rotations().unwrap()
 }
 
-/// What the weights say that cutting head `h` to `ranks` costs.
+/// The cost of truncating head `h` to `ranks`, as predicted by the weights.
 fn predicted(rotations: &LayerRotations, h: usize, ranks: [usize; 2], scale: f32) -> f64 {
     let (spectra, weights) = (rotations.spectra(), rotations.weights(scale));
     let side = |s: usize| {
@@ -195,8 +195,8 @@ fn predicted(rotations: &LayerRotations, h: usize, ranks: [usize; 2], scale: f32
     side(0) + side(1)
 }
 
-/// Cuts of keys and of values cost what the weights say, on one scale, although the values have a mean. What is
-/// left out are second-order terms.
+/// The weights predict the cost of truncating keys and values on one scale, although the values have a mean,
+/// up to second-order terms.
 #[test]
 fn costs_of_keys_and_values_are_those_of_attention_in_f64() {
     let scale = 0.8;
@@ -217,7 +217,7 @@ fn costs_of_keys_and_values_are_those_of_attention_in_f64() {
     }
 }
 
-/// The chosen ranks lose little more than the best of all ranks of the same budget, by attention in f64.
+/// The chosen ranks lose little more than the best ranks of the same budget, by attention in f64.
 #[test]
 fn ranks_are_close_to_the_best_of_all() {
     let scale = 0.8;

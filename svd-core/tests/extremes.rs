@@ -1,5 +1,5 @@
 //! Grams of every kind and scale give maps that are finite in `f32` and inverse to each other; sums and
-//! spectra at the ends of the range of `f64` give results or errors.
+//! spectra at the limits of `f64` give results or errors.
 
 #![allow(clippy::unwrap_used, clippy::panic)] // helpers of tests, too
 
@@ -220,7 +220,7 @@ fn sums_stay_finite_and_rows_do_not_wrap() {
     for sum in [1e40, -1e40, f64::NAN] {
         assert_eq!(Gram::<PostRope>::from_sums(1, 1, &[1.0], &[sum]), refused, "{sum}");
     }
-    // Doubling the largest sum can go on until the rows are too many to count, and the sum is then as it was.
+    // The largest sum can be doubled until the row count overflows, which leaves the sum unchanged.
     let mut gram = from_sums(1, square).unwrap();
     for _ in 0..63 {
         gram.merge(&gram.clone()).unwrap();

@@ -11,7 +11,7 @@ use svd_core::*;
 struct Counting;
 
 thread_local! {
-    // Of this thread alone: the test harness allocates on its own thread at any time.
+    // Per thread: the test harness allocates on its own thread at any time.
     static ALLOCATIONS: Cell<usize> = const { Cell::new(0) };
 }
 

@@ -50,7 +50,7 @@ fn rotations() -> LayerRotations {
     calibration.rotations().unwrap()
 }
 
-/// Other ranks in every head.
+/// Different ranks in every head.
 const RANKS: [[usize; 2]; HEADS] = [[5, 3], [8, 6], [1, 4]];
 
 fn maps(folded: bool) -> Vec<Arc<HeadMaps>> {
@@ -79,8 +79,8 @@ fn bits(out: &[f32]) -> Vec<u32> {
     out.iter().map(|x| x.to_bits()).collect()
 }
 
-/// Attention in f64 of a query at `position` on what head `h` holds: exact rows, but `A_r B_r^T` of those in
-/// between.
+/// Attention in f64 of a query at `position` over head `h`'s tokens: exact sinks and window, `A_r B_r^T` of
+/// the rows in between.
 fn expected<E: Element>(
     (cache, h, folded): (&LowRankHeadCache<E>, usize, bool),
     attention: &Attention,
@@ -348,8 +348,6 @@ proptest! {
     }
 }
 
-/// A cache saved in the middle of decoding goes on elsewhere, with another number of threads, to the same
-/// bits; on another backend to the same numbers.
 #[cfg(feature = "serde")]
 #[test]
 fn serde_carries_the_saved_bytes() {
@@ -359,6 +357,8 @@ fn serde_carries_the_saved_bytes() {
     assert!(serde_json::from_str::<HeadMaps>("[1, 2, 3]").is_err());
 }
 
+/// A cache saved in the middle of decoding continues with the same bits at any number of threads, and with
+/// the same values, up to rounding, on another backend.
 #[test]
 fn a_restored_cache_decodes_on() {
     let (window, maps) = (Window { sinks: 4, recent: 16, batch: 8 }, maps(false));
@@ -493,7 +493,7 @@ fn bad_input_is_an_error() {
     let other = LowRankLayerCache::<f32>::from_bytes(&saved, &other);
     assert!(matches!(other, Err(Error::BadField { what: "id of the maps" })));
     assert!(matches!(LowRankLayerCache::<f32>::from_bytes(&saved, &maps[..2]), Err(Error::Length { .. })));
-    // A count of tokens that would need exbytes.
+    // A token count that would need exabytes.
     let mut huge = saved;
     huge[60..76].fill(0x0f);
     assert!(read(&huge).is_err());

@@ -1,4 +1,4 @@
-//! Rotations lose nothing at full rank, lose least in the closed form, and fold exactly.
+//! Rotations are exact at full rank, have the least error in the closed form, and fold exactly.
 
 #![allow(clippy::unwrap_used, clippy::panic)] // helpers of tests, too
 

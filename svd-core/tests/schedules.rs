@@ -1,4 +1,4 @@
-//! Schedules cover everything once, cost what they say, and are near the ideal.
+//! Schedules cover everything once, report their true cost, and are near the ideal.
 
 #![allow(clippy::unwrap_used)] // helpers of tests, too
 
@@ -107,7 +107,7 @@ fn decode_is_within_a_tenth_of_the_ideal() {
 #[test]
 fn a_cut_head_gets_taller_blocks_and_the_last_round_is_shared_out() {
     // Two heads of one length, the second at half the cost: 64 and 128 rows a block, 16 + 8 blocks on 20
-    // processors. The four that would be alone in the second round are shared out.
+    // processors. The four blocks of the second wave are split again.
     let heads = [
         PrefillHead { rows: 1024, tokens: 1024, cost: 256 },
         PrefillHead { rows: 1024, tokens: 1024, cost: 128 },

@@ -1,5 +1,5 @@
-//! Names of both crates in one scope; parts that they compute add to one softmax. Every name that both have is
-//! used here: it is one item of `kv-attend`. Only `Error` is each crate's own, as in any crate.
+//! Both crates' names in one scope; their partial results add to one softmax. Every shared name is used here
+//! and is one item of `kv-attend`, except `Error`, which each crate defines.
 
 #![allow(clippy::unwrap_used)]
 

@@ -1,4 +1,4 @@
-//! Attention on all parts of the cache of a head.
+//! Attention over all parts of a head's cache.
 
 use kv_attend::owner::check_queries;
 
@@ -6,10 +6,10 @@ use super::LowRankHeadCache;
 use crate::error::check_at_least;
 use crate::{Attention, Backend, Element, Error, ExactTokens, Rows, SoftmaxStats, attend_exact_into_with};
 
-/// Most queries that attend together, of one query token or several. Others read the rows again.
+/// Maximum queries per pass over the rows, of one query token or several.
 const QUERIES: usize = 64;
 
-/// Query tokens that attend together.
+/// Query tokens processed together.
 fn step(query_tokens: usize, group: usize) -> usize {
     (QUERIES / group.max(1)).clamp(1, query_tokens.max(1))
 }
@@ -23,11 +23,11 @@ impl<E: Element> LowRankHeadCache<E> {
         queries * (dim + self.maps.keys().rank() + self.maps.values().rank() + dim_v)
     }
 
-    /// Attention of a group of query heads on all tokens, of one or several query tokens.
+    /// Attention of a group of query heads over all tokens, for one or several query tokens.
     ///
     /// Query token i of T is at the position of the cache's token `len - T + i`, since a step appends its
-    /// tokens first. It sees the tokens up to its own position, and of these the last
-    /// [`Attention::window`], if there is a window; sinks, rows of lower rank and recent rows alike.
+    /// tokens first. It sees the tokens up to its own position, at most the last [`Attention::window`] of
+    /// them, be they sinks, rows of lower rank or recent rows.
     ///
     /// Adds the tokens to `out` and `stats`, as [`attend_exact_into`](crate::attend_exact_into) does: start
     /// from zeros and [`SoftmaxStats::EMPTY`], and finish with [`normalize_all`](crate::normalize_all).
@@ -38,11 +38,11 @@ impl<E: Element> LowRankHeadCache<E> {
     /// rotation is folded; `stats` (T, group).
     /// # Errors
     /// [`Error::PartialRow`], [`Error::Length`], [`Error::TooShort`]; [`Error::Attend`] for more query tokens
-    /// than there are tokens, and that of [`Attention::check`]. `out` and `stats` are then untouched.
+    /// than there are tokens, and the error of [`Attention::check`]. `out` and `stats` are then untouched.
     /// # Cost
-    /// T * group * (rank of the keys + rank of the values) multiply-adds a token at lower rank; for the
-    /// queries, T * group * dim * rank for each side that is not folded. Rows are read from memory once for 64
-    /// queries. No allocation.
+    /// T * group * (rank of the keys + rank of the values) multiply-adds per token at lower rank; for the
+    /// queries, T * group * dim * rank for each side that is not folded. Rows are read from memory once per
+    /// 64 queries. No allocation.
     pub fn attend_into<Q: Element>(
         &self,
         attention: &Attention,
@@ -82,7 +82,7 @@ impl<E: Element> LowRankHeadCache<E> {
         for (first, (out, stats)) in (0..query_tokens).step_by(step).zip(outs) {
             let queries = queries.slice(first..query_tokens.min(first + step))?;
             let part = Part { cache: self, backend, attention, at: self.len() - query_tokens + first };
-            // A group of more than `QUERIES` attends in parts; it has a step of its own.
+            // A group of more than `QUERIES` is split; it then has one query token per step.
             let outs = out.chunks_mut(QUERIES * dim_v).zip(stats.chunks_mut(QUERIES));
             for (first, (out, stats)) in (0..group).step_by(QUERIES).zip(outs) {
                 let queries = queries.columns(first * dim, QUERIES.min(group - first) * dim)?;
@@ -93,7 +93,7 @@ impl<E: Element> LowRankHeadCache<E> {
     }
 }
 
-/// Query tokens that attend together.
+/// Query tokens processed together.
 struct Part<'a, E> {
     cache: &'a LowRankHeadCache<E>,
     backend: Backend,
