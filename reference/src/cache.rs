@@ -29,17 +29,17 @@ use crate::{Error, Result};
 /// Rotated keys and values of a prompt, (n, n_kv_heads * head_dim) each.
 pub type PromptRows = (Vec<f32>, Vec<f32>);
 
-/// The keys and values of one sequence, in whatever form a method keeps them.
+/// The keys and values of one sequence, in the representation of a method.
 ///
-/// Keys arrive before RoPE with the position of their first token; the cache decides what it stores. All
-/// layers are filled in turn: positions must follow what the layer holds.
+/// Keys arrive before RoPE with the position of their first token; the cache decides what it stores.
+/// Positions must continue the sequence of each layer.
 pub trait KvCache: Send + Sync {
-    /// Shows the last queries of the prompt whose keys and values come next, rotated: (n, n_heads *
-    /// head_dim). Caches that choose tokens by attention need them.
+    /// Passes the rotated last queries, (n, n_heads * head_dim), of the prompt whose keys and values follow.
+    /// Caches that select tokens by attention need them.
     fn watch(&mut self, _layer: usize, _queries: &[f32]) {}
 
-    /// What the tokens of a prompt see of each other, of rotated keys and values (n, n_kv_heads * head_dim);
-    /// none where they see the rows as they are.
+    /// The rows that tokens of a prompt attend to among themselves, given rotated keys and values (n,
+    /// n_kv_heads * head_dim); `None` for the exact rows.
     ///
     /// # Errors
     /// Errors of the method's core.
@@ -47,14 +47,14 @@ pub trait KvCache: Send + Sync {
         Ok(None)
     }
 
-    /// Takes the keys and values of a prompt or of a chunk of one: (n, n_kv_heads * head_dim) each, the first
+    /// Appends the keys and values of a prompt or a prefill chunk: (n, n_kv_heads * head_dim) each, the first
     /// at position `pos`.
     ///
     /// # Errors
-    /// [`Error::Cache`] for a position that does not follow; errors of the method's core.
+    /// [`Error::Cache`] for a position that does not continue the sequence; errors of the method's core.
     fn prefill(&mut self, layer: usize, pos: usize, k: &[f32], v: &[f32]) -> Result<()>;
 
-    /// Takes one token's keys and values: (n_kv_heads * head_dim) each.
+    /// Appends one token's keys and values: (n_kv_heads * head_dim) each.
     ///
     /// # Errors
     /// As [`Self::prefill`].
@@ -63,7 +63,7 @@ pub trait KvCache: Send + Sync {
     }
 
     /// Attention of the queries of the layer's last token, rotated to its position, over the layer's tokens
-    /// that its window reaches.
+    /// in its window.
     ///
     /// `q` and `out` (n_heads, head_dim); `out` is fully written.
     ///
@@ -72,11 +72,10 @@ pub trait KvCache: Send + Sync {
     fn attend(&self, layer: usize, q: &[f32], out: &mut [f32]) -> Result<()>;
 
     /// Adds the attention of the queries of `n` tokens, rotated to positions `pos..pos + n`, over the layer's
-    /// tokens that their windows reach, to what they already attended to.
+    /// tokens in their windows, to earlier partial results.
     ///
-    /// `q` (n, n_heads, head_dim); `out` like it and `stats` (n, n_heads) hold sums of a softmax, as
-    /// [`svd_core::attend_exact_into`] takes them. Queries that see no token of the layer are left as they
-    /// are.
+    /// `q` (n, n_heads, head_dim); `out` like it and `stats` (n, n_heads) hold the partial softmax, as for
+    /// [`svd_core::attend_exact_into`]. Queries that see no token of the layer are unchanged.
     ///
     /// # Errors
     /// [`Error::Cache`] for slices of other lengths; errors of the method's core.
@@ -89,19 +88,20 @@ pub trait KvCache: Send + Sync {
         stats: &mut [SoftmaxStats],
     ) -> Result<()>;
 
-    /// Tokens that every layer holds.
+    /// Tokens in every layer.
     fn seq_len(&self) -> usize;
 
-    /// Forgets all tokens from position `len` on.
+    /// Drops all tokens from position `len` on.
     ///
     /// # Errors
-    /// [`Error::Cache`] when `len` is beyond the end or the method has dropped what it would need.
+    /// [`Error::Cache`] when `len` is beyond the end or the method no longer holds the tokens that it would
+    /// need.
     fn truncate(&mut self, len: usize) -> Result<()>;
 
-    /// Its bytes by purpose, counted exactly.
+    /// Exact byte counts by purpose.
     fn footprint(&self) -> Footprint;
 
-    /// What attention has fetched of rows that are offloaded, or that it scores cheaply.
+    /// Counts of the rows that attention has fetched, for methods that offload rows or score them cheaply.
     fn fetched(&self) -> Fetched {
         Fetched::default()
     }
@@ -145,7 +145,7 @@ impl Layer {
         self.sinks.len() + self.store.len() + self.recent.len()
     }
 
-    /// Adds the attention of one key/value head's queries at position `pos`, scaled, to `out` and `stats`.
+    /// Adds the attention of one KV head's scaled queries at position `pos` to `out` and `stats`.
     fn attend(
         &self,
         head: usize,
@@ -160,7 +160,7 @@ impl Layer {
         self.sinks.attend(head, first_of(0, stored), q, Some((&self.rope, 0)), out, stats)?;
         let in_recent = first_of(recent, self.recent.len());
         self.recent.attend(head, in_recent, q, Some((&self.rope, recent)), out, stats)?;
-        // The store comes last: it may want to know how much weight the exact tokens hold.
+        // The store comes last: it may depend on the softmax mass of the exact tokens.
         self.store.attend(head, first_of(stored, self.store.len()), q, out, stats)
     }
 }
@@ -225,7 +225,8 @@ impl KvCache for WindowedCache {
         layer.recent.push(&k[sinks..], &v[sinks..]);
         let evicted = self.window.to_evict(layer.recent.len());
         if evicted > 0 {
-            // A store that fails, since a disk is full, loses nothing: the tokens leave once it has them.
+            // If the store fails, for example on a full disk, nothing is lost: tokens leave the window only
+            // after it has taken them.
             let (k, v) = layer.recent.front(evicted);
             layer.store.push(layer.sinks.len() + layer.store.len(), &k, &v)?;
             layer.recent.drop_front(evicted);
@@ -272,7 +273,7 @@ impl KvCache for WindowedCache {
     }
 
     fn seq_len(&self) -> usize {
-        // While a token passes through the layers, the first ones hold it already.
+        // In the middle of a step only the first layers hold the new token.
         self.layers.last().map_or(0, Layer::len)
     }
 

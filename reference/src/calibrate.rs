@@ -8,10 +8,10 @@ use crate::forward::{Activations, prefill};
 use crate::model::{Model, Rope};
 use crate::{Error, Result};
 
-/// First tokens that are left out: every method keeps the sinks exact, and their norms are outliers.
+/// Leading tokens to skip: every method keeps the sinks exact, and their norms are outliers.
 const SINKS: usize = 4;
 
-/// Fewest tokens to calibrate on.
+/// Minimum number of tokens to calibrate on.
 const FEWEST: usize = 64;
 
 /// Samples of every layer over one text.
@@ -21,8 +21,8 @@ pub struct Calibration {
 
 /// Rows are (n, n_kv_heads * head_dim).
 ///
-/// Moments after RoPE are of the rows rotated to positions all over the context, not to their own: directions
-/// that rotate slowly hardly move at the first positions, and a rotation fitted to those alone drops them.
+/// Moments after RoPE are of rows rotated to positions across the whole context, not to their own: slowly
+/// rotating directions hardly move at the first positions, and a rotation fitted to those alone drops them.
 pub(crate) struct LayerSamples {
     pub keys: Vec<f32>,         // before RoPE
     pub rotated_keys: Vec<f32>, // after RoPE
@@ -30,17 +30,17 @@ pub(crate) struct LayerSamples {
     pub key_grams: Vec<Gram<PostRope>>,        // per kv head
     pub query_grams: Vec<Gram<PostRope>>,      // per kv head, its whole group of query heads
     pub plain_query_grams: Vec<Gram<PreRope>>, // the same
-    pub residual_rms: f64, // of the residual stream behind the layer; of the last layer, before it; never 0
+    pub residual_rms: f64, // of the residual stream after the layer (for the last layer, before it); never 0
 }
 
 impl Calibration {
     /// Position of the first sampled token.
     pub(crate) const FIRST: usize = SINKS;
 
-    /// Runs the model over `tokens` and gathers.
+    /// Runs the model over `tokens` and collects samples.
     ///
     /// # Errors
-    /// [`Error::FewTokens`] for fewer than 64; what [`prefill`] returns.
+    /// [`Error::FewTokens`] for fewer than 64; errors of [`prefill`].
     pub fn gather(model: &Model, rope: &Rope, tokens: &[u32]) -> Result<Self> {
         if tokens.len() < FEWEST {
             return Err(Error::FewTokens { tokens: tokens.len(), least: FEWEST });
@@ -84,7 +84,7 @@ impl LayerSamples {
     }
 }
 
-/// The second moment of all queries that meet a key/value head.
+/// The second moment of all queries of a KV head's group.
 fn probes<S: RopeSide>(geometry: Geometry, head: usize, queries: &[f32]) -> Result<Gram<S>> {
     let group = geometry.n_heads / geometry.n_kv_heads;
     let mut gram = Gram::new(geometry.head_dim)?;
@@ -95,8 +95,7 @@ fn probes<S: RopeSide>(geometry: Geometry, head: usize, queries: &[f32]) -> Resu
     Ok(gram)
 }
 
-/// The root of the mean square, by which errors in a residual stream are measured. A stream of zeros, or next
-/// to it, has no scale: there an error counts as it is.
+/// The RMS, the unit of errors in a residual stream; 1 for a stream that is zero or nearly so.
 fn rms(x: &[f32]) -> f64 {
     const LEAST: f64 = 1e-12;
     let squares: f64 = x.iter().map(|&x| f64::from(x) * f64::from(x)).sum();
@@ -104,7 +103,7 @@ fn rms(x: &[f32]) -> f64 {
     if rms > LEAST { rms } else { 1.0 }
 }
 
-/// Second moment of the rows of `W_O` that read a head's values, over its group of query heads.
+/// Second moment of the rows of `W_O` that multiply a head's values, over its group of query heads.
 pub(crate) fn output_gram(model: &Model, l: usize, head: usize) -> Result<Gram<NoRope>> {
     let config = &model.config;
     let mut gram = Gram::new(config.head_dim)?;
@@ -125,7 +124,7 @@ pub(crate) fn mean_row(rows: &[f32], dim: usize) -> Vec<f32> {
     mean.into_iter().map(|sum| (sum / n) as f32).collect()
 }
 
-/// In single precision, the type of a profile's entries.
+/// Rounds to single precision, the type of a profile's entries.
 pub(crate) fn single(x: &[f64]) -> Vec<f32> {
     x.iter().map(|&x| x as f32).collect()
 }

@@ -74,8 +74,8 @@ enum Command {
 }
 
 impl Kv {
-    /// The command of the arguments. Negative numbers are values, not options: the check of their own option
-    /// says what it takes.
+    /// Parses the arguments. Negative numbers are values, not options, so that the option's own check reports
+    /// them.
     pub fn from_arguments() -> std::result::Result<Self, clap::Error> {
         fn take_negative_numbers(command: clap::Command) -> clap::Command {
             command
@@ -112,7 +112,7 @@ impl Kv {
     }
 }
 
-/// Which model.
+/// The option that selects the model.
 #[derive(Args)]
 struct ModelArgs {
     /// Hugging Face folder or GGUF file [default: the shipped tiny-llama-12m]
@@ -129,7 +129,7 @@ impl ModelArgs {
         let path = self.path();
         if self.model.is_some() && !path.exists() {
             let mut what = format!("--model: {}: no such file or folder", path.display());
-            // A path of this form may be a name of the hub.
+            // A path of this form may be meant as a Hub name.
             if path.is_relative() && path.components().count() == 2 {
                 what.push_str(&format!(
                     "; `kv fetch hf {}` gets a model of the Hugging Face hub",
@@ -155,7 +155,7 @@ fn of_option<T>(option: &str, result: Result<T>) -> Result<T> {
     })
 }
 
-/// Says what to pass in an error about too few tokens to calibrate on: options of the command.
+/// Adds the options that help to an error about too few calibration tokens.
 fn few_tokens<T>(result: Result<T>, options: &str) -> Result<T> {
     result.map_err(|e| match e {
         Error::FewTokens { .. } => Error::Argument(format!("{e}: pass {options}")),
@@ -163,7 +163,7 @@ fn few_tokens<T>(result: Result<T>, options: &str) -> Result<T> {
     })
 }
 
-/// Refuses a list that holds a value twice.
+/// Rejects a list with duplicates.
 fn distinct<T: PartialEq + Display>(option: &str, values: &[T]) -> Result<()> {
     let twice = values.iter().enumerate().find(|(i, value)| values[..*i].contains(value));
     twice.map_or(Ok(()), |(_, value)| Err(Error::Argument(format!("{option}: {value} is given twice"))))
@@ -174,11 +174,10 @@ fn at_least_one(text: &str) -> std::result::Result<NonZeroUsize, &'static str> {
     text.parse().map_err(|_| "must be a whole number from 1 on")
 }
 
-/// Bytes of a text that are used at most: some two million tokens, for which the tokenizer takes about a
-/// gigabyte.
+/// Maximum bytes of a text to use: about two million tokens, for which the tokenizer takes about a gigabyte.
 const MOST_TEXT: usize = 8 << 20;
 
-/// Which text.
+/// The option that selects the text.
 #[derive(Args)]
 struct TextArgs {
     /// Text to run over [default: the shipped State of the Union addresses]
@@ -205,12 +204,12 @@ impl TextArgs {
     }
 }
 
-/// A file that comes with the source.
+/// A file shipped with the source.
 fn asset(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("assets").join(name)
 }
 
-/// Where the result goes as JSON.
+/// The option that writes the result as JSON.
 #[derive(Args)]
 struct JsonArgs {
     /// Write the result as JSON
@@ -218,7 +217,7 @@ struct JsonArgs {
     json: Option<PathBuf>,
 }
 
-/// A bar that shows what is being done; nothing where standard error is no terminal.
+/// A progress bar; hidden if standard error is not a terminal.
 fn progress() -> ProgressBar {
     let bar = ProgressBar::new(1);
     if let Ok(style) = ProgressStyle::with_template("{spinner} [{bar:30}] {pos}/{len} {msg} ({elapsed})") {
@@ -228,7 +227,7 @@ fn progress() -> ProgressBar {
     bar
 }
 
-/// A number of things: `1 chunk`, `2 chunks`.
+/// Formats a count: `1 chunk`, `2 chunks`.
 fn count(n: usize, what: &str) -> String {
     format!("{n} {what}{}", if n == 1 { "" } else { "s" })
 }

@@ -21,12 +21,12 @@ use crate::model::{Model, Rope};
 use crate::{Error, Result};
 pub use runner::Runner;
 
-/// One pass key per this many tokens of the prompt.
+/// Prompt tokens per pass key.
 const NEEDLE_SPACE: usize = 64;
-/// Most pass keys.
+/// Maximum number of pass keys.
 const NEEDLES: usize = 8;
 
-/// Most tokens that a question and its answer take.
+/// Maximum tokens of a question and its answer.
 pub const QUESTION_ROOM: usize = 96;
 
 /// The sizes of a comparison.
@@ -45,9 +45,9 @@ pub struct Sizes {
 pub struct OnGpu {
     /// The GPU.
     pub gpu: Arc<Gpu>,
-    /// Tokens of a prompt that run at once there. Later ones see earlier ones as the cache keeps them.
+    /// Tokens per prefill chunk on it. Later chunks attend to earlier ones as compressed.
     pub chunk: usize,
-    /// Whether the other methods run on the CPU; else they are refused.
+    /// Whether the other methods run on the CPU; otherwise they are rejected.
     pub others_on_cpu: bool,
 }
 
@@ -74,9 +74,9 @@ pub struct Row {
     pub setting: String,
     /// Where it ran.
     pub device: Place,
-    /// Bits kept per element of the cache, including everything that only this sequence needs.
+    /// Bits kept per element of the cache, including all per-sequence data.
     pub bits_per_value: f64,
-    /// Bytes that are kept per token.
+    /// Bytes kept per token.
     pub kv_bytes_per_token: f64,
     /// Bytes of a 16-bit cache over bytes kept.
     pub ratio: f64,
@@ -86,18 +86,18 @@ pub struct Row {
     pub kl: f64,
     /// Fraction of positions whose most likely token is the dense cache's.
     pub top1: f64,
-    /// Fraction of the pass keys that were found; none without any.
+    /// Fraction of the pass keys found; `None` without any.
     pub needle: Option<f64>,
-    /// Pass keys that were asked for.
+    /// Number of pass keys asked for.
     pub needle_trials: usize,
     /// Wall time of a decode step, in milliseconds.
     pub ms_per_token: f64,
-    /// Exact bytes per token that are offloaded: a step reads some of them.
+    /// Offloaded exact bytes per token, of which a step reads a part.
     pub offloaded_bytes_per_token: f64,
-    /// What a step reads of exact rows.
+    /// Exact rows that a step reads.
     #[serde(flatten)]
     pub fetched: FetchedPerStep,
-    /// Bytes per token of copies that could be made again.
+    /// Bytes per token of copies that could be recomputed.
     pub working_bytes_per_token: f64,
     /// Bytes that all sequences of the model share.
     pub shared_bytes: usize,
@@ -120,7 +120,7 @@ pub struct Comparison {
     pub calibration: usize,
     /// Seed of the questions.
     pub seed: u64,
-    /// What a reader of the rows must know: why there are no pass keys, or that nothing was compressed.
+    /// Notes for the reader: why there are no pass keys, or that nothing was compressed.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub notes: Vec<String>,
     /// One row per method, in the order asked for.
@@ -128,11 +128,11 @@ pub struct Comparison {
 }
 
 /// Compares `methods` over `text` (its name and tokens): calibrates on its first part, unless a profile is
-/// given, and runs the part after it. With a GPU, methods that are implemented on it run there.
+/// given, and runs the next part. With a GPU, methods that are implemented on it run there.
 ///
 /// # Errors
-/// [`Error::Argument`] for a text or context that is too short, and for a method that the GPU does not take
-/// where it is to take all; whatever loading, calibrating and running return.
+/// [`Error::Argument`] for a text or context that is too short, and for a method that the GPU does not
+/// support if all must run on it; errors of loading, calibrating and running.
 #[allow(clippy::too_many_arguments)]
 pub fn compare(
     model: &Arc<Model>,
@@ -197,7 +197,7 @@ pub fn compare(
 /// A profile from `tokens` with the entries that `methods` need.
 ///
 /// # Errors
-/// What gathering and calibrating return.
+/// Errors of gathering and calibrating.
 pub fn calibrated(model: &Model, rope: &Rope, tokens: &[u32], methods: &[Method]) -> Result<Profile> {
     let mut profile = Profile::default();
     if methods.iter().any(Method::needs_profile) {
@@ -207,7 +207,8 @@ pub fn calibrated(model: &Model, rope: &Rope, tokens: &[u32], methods: &[Method]
     Ok(profile)
 }
 
-/// Refuses prompts that leave the model's context no room for `room` more tokens. `option` sets their length.
+/// Rejects prompts after which `room` more tokens do not fit in the model's context. `option` sets the prompt
+/// length.
 ///
 /// # Errors
 /// [`Error::Argument`], naming the options.
@@ -223,10 +224,10 @@ pub fn check_room(model: &Model, prompt: usize, room: usize, option: &str) -> Re
     Ok(())
 }
 
-/// Where in a text of `text` tokens a run over `run` of them starts: after the tokens to calibrate on, at
-/// most `limit` and the model's context. It does not depend on whether something is calibrated, so that all
-/// methods see the same tokens, and a profile that was made from the start of the text has not seen them.
-/// `option` sets the length of the prompt.
+/// The start of a run over `run` of `text` tokens: after the calibration tokens, at most `limit` and the
+/// model's context. It does not depend on whether anything is calibrated, so that all methods see the same
+/// tokens, and a profile calibrated on the start of the text has not seen them. `option` sets the prompt
+/// length.
 ///
 /// # Errors
 /// [`Error::Argument`] for a text that is too short.

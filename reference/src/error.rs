@@ -1,7 +1,7 @@
 use std::fmt;
 use std::path::{Path, PathBuf};
 
-/// What went wrong, in one line for the user.
+/// An error, with a one-line message for the user.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -10,10 +10,10 @@ pub enum Error {
     Io {
         /// The file.
         path: PathBuf,
-        /// What the system said.
+        /// The system's error.
         source: std::io::Error,
     },
-    /// A file holds something this program cannot take.
+    /// The contents of a file are invalid or unsupported.
     #[error("{}: {what}", path.display())]
     File {
         /// The file.
@@ -29,25 +29,25 @@ pub enum Error {
     FewTokens {
         /// Its tokens.
         tokens: usize,
-        /// The fewest that will do.
+        /// The minimum.
         least: usize,
     },
-    /// A profile does not serve this model or this method.
+    /// A profile does not fit this model or this method.
     #[error("profile: {0}")]
     Profile(String),
-    /// A profile lacks an entry; [`Method::prepare`](crate::method::Method::prepare) says whose it is
+    /// A profile lacks an entry; [`Method::prepare`](crate::method::Method::prepare) names the method
     /// instead.
     #[error("profile: holds no `{0}`")]
     MissingEntry(String),
-    /// A cache was asked for something its method cannot do, or fed something it cannot take.
+    /// A cache operation that the method does not support, or invalid input to a cache.
     #[error("{method} cache: {what}")]
     Cache {
         /// The method.
         method: &'static str,
-        /// What it cannot do.
+        /// The unsupported operation or input.
         what: String,
     },
-    /// A stream of a stored context stopped.
+    /// Streaming a stored context failed.
     #[error("stream: {0}")]
     Stream(String),
     /// An error of exact attention, which `pq-core` and `svd-core` share.
@@ -62,40 +62,40 @@ pub enum Error {
     /// An error of `codec-core`.
     #[error("codec-core: {0}")]
     Codec(#[from] codec_core::Error),
-    /// The device has no room for a buffer, or was not to have more.
+    /// The device has no memory for a buffer, or the memory limit is reached.
     #[cfg(feature = "cuda")]
     #[error("{bytes} bytes of device memory for {purpose}: {reason}")]
     DeviceMemory {
-        /// Bytes that were asked for.
+        /// Bytes requested.
         bytes: usize,
-        /// What they are for.
+        /// Their purpose.
         purpose: &'static str,
-        /// What stands against it.
+        /// The reason.
         reason: String,
     },
-    /// The pages of a cache on a device do not suffice for the tokens that its sequences are to have.
+    /// The page pool of a cache on a device is too small for the tokens of its sequences.
     #[cfg(feature = "cuda")]
     #[error(
         "{needed} more pages of {page} tokens are needed, and {free} of {pages} are free: end a sequence, or give \
          the pool more tokens (pool=)"
     )]
     Pages {
-        /// Pages that are missing.
+        /// Missing pages.
         needed: usize,
-        /// Pages that no sequence has.
+        /// Free pages.
         free: usize,
         /// All pages.
         pages: usize,
-        /// Tokens of a page.
+        /// Tokens per page.
         page: usize,
     },
-    /// The host has no room for rows that the device reads.
+    /// The host has no memory for rows that the device reads.
     #[cfg(feature = "cuda")]
     #[error("{bytes} bytes of host memory: {reason}")]
     HostMemory {
-        /// Bytes that were asked for.
+        /// Bytes requested.
         bytes: usize,
-        /// What stands against it.
+        /// The reason.
         reason: String,
     },
     /// An error of a store of caches.
@@ -106,7 +106,7 @@ pub enum Error {
     #[cfg(feature = "cuda")]
     #[error("device: {0}")]
     Device(#[from] kv_gpu::Error),
-    /// cuBLASLt, which a prompt on the GPU needs, is missing or refused a product.
+    /// cuBLASLt, which prefill on the GPU needs, is missing or rejected a matrix product.
     #[cfg(feature = "cuda")]
     #[error("cuBLASLt: {0}")]
     Blas(String),
@@ -116,8 +116,7 @@ pub enum Error {
 pub type Result<T> = std::result::Result<T, Error>;
 
 impl Error {
-    /// A file that holds something this program cannot take. What a parser says of it may quote the file: it
-    /// is cut.
+    /// An error about a file's contents. A parser's message may quote the file, so it is truncated.
     pub fn file(path: &Path, what: impl ToString) -> Self {
         let mut what = what.to_string();
         if let Some((end, _)) = what.char_indices().nth(LONGEST_MESSAGE) {
@@ -132,7 +131,7 @@ impl Error {
         Self::Io { path: path.to_owned(), source }
     }
 
-    /// Whether a store holds something wrong for a chunk, as opposed to not answering.
+    /// Whether a store holds wrong data for a chunk, as opposed to not answering.
     #[must_use]
     pub const fn is_damage(&self) -> bool {
         match self {
@@ -161,7 +160,7 @@ impl Error {
 /// Characters of a message about a file.
 const LONGEST_MESSAGE: usize = 400;
 
-/// A name out of a file, for a message: in backquotes, cut to 80 characters, control characters escaped.
+/// A name from a file, for a message: in backquotes, truncated to 80 characters, control characters escaped.
 pub(crate) struct Quoted<'a>(pub &'a str);
 
 impl fmt::Display for Quoted<'_> {

@@ -1,4 +1,4 @@
-//! Files: inputs are regular files, outputs are replaced whole or not at all.
+//! Files: inputs are regular files, outputs are replaced atomically.
 
 use std::fs::{self, File, OpenOptions};
 use std::hash::{BuildHasher, RandomState};
@@ -7,10 +7,10 @@ use std::path::{Path, PathBuf, is_separator};
 
 use crate::{Error, Result};
 
-/// Opens a regular file for reading. A pipe may block for ever when it is opened, a device may never end.
+/// Opens a regular file for reading. Opening a pipe may block forever, and a device may never end.
 ///
 /// # Errors
-/// [`Error::Io`], and [`Error::File`] for what is no regular file.
+/// [`Error::Io`], and [`Error::File`] if it is not a regular file.
 pub fn open(path: &Path) -> Result<File> {
     let metadata = fs::metadata(path).map_err(|e| Error::io(path, e))?;
     check_kind(path, &metadata)?;
@@ -20,7 +20,7 @@ pub fn open(path: &Path) -> Result<File> {
 /// The bytes of a regular file.
 ///
 /// # Errors
-/// What [`open`] returns, and [`Error::Io`] when the file cannot be read or does not fit in memory.
+/// Errors of [`open`], and [`Error::Io`] when the file cannot be read or does not fit in memory.
 pub fn read(path: &Path) -> Result<Vec<u8>> {
     let mut bytes = vec![];
     open(path)?.read_to_end(&mut bytes).map_err(|e| Error::io(path, e))?;
@@ -30,16 +30,16 @@ pub fn read(path: &Path) -> Result<Vec<u8>> {
 /// The text of a regular file.
 ///
 /// # Errors
-/// What [`read`] returns, and [`Error::File`] for what is not UTF-8.
+/// Errors of [`read`], and [`Error::File`] for invalid UTF-8.
 pub fn read_text(path: &Path) -> Result<String> {
     String::from_utf8(read(path)?).map_err(|e| Error::file(path, e.utf8_error()))
 }
 
 /// Checks that [`write_atomically`] can write to `path`, so that no long work is lost to a mistyped path.
-/// Pipes and devices are refused; nothing is changed.
+/// Pipes and devices are rejected; nothing is changed.
 ///
 /// # Errors
-/// [`Error::Io`], and [`Error::File`] for what is no regular file.
+/// [`Error::Io`], and [`Error::File`] if it is not a regular file.
 pub fn check_writable(path: &Path) -> Result<()> {
     let probe = |path: &Path| {
         let (draft, _) = create_draft(path)?;
@@ -66,11 +66,11 @@ fn check_kind(path: &Path, metadata: &fs::Metadata) -> Result<()> {
     }
 }
 
-/// Writes `bytes` to `path`: the file then holds all of them, or after an error what it held before.
+/// Writes `bytes` to `path`: the file then holds all of them or, after an error, its previous contents.
 ///
 /// The bytes go to a draft with a random name in the same folder, which is synced to disk and renamed to
-/// `path`. A symbolic link is followed, and a file keeps its permissions. What is no regular file, such as a
-/// pipe or a device, cannot be replaced and is written in place.
+/// `path`. Symbolic links are followed, and permissions are kept. A pipe or a device cannot be replaced and
+/// is written in place.
 ///
 /// # Errors
 /// [`Error::Io`]; the draft is then removed.
@@ -97,7 +97,7 @@ fn replace(path: &Path, permissions: Option<fs::Permissions>, bytes: &[u8]) -> i
     };
     let renamed = write(&mut file).and_then(|()| fs::rename(&draft, path));
     if renamed.is_err() {
-        // The first error says what went wrong; a draft that cannot be removed either adds nothing to it.
+        // Report the first error: a failure to remove the draft as well adds nothing.
         let _ = fs::remove_file(&draft);
     }
     renamed
@@ -110,7 +110,7 @@ fn create_draft(path: &Path) -> io::Result<(PathBuf, File)> {
     {
         return Err(io::Error::new(io::ErrorKind::InvalidInput, "is no file name"));
     }
-    // The standard library seeds its hash maps from the system's randomness: a name that nobody can guess.
+    // `RandomState` is seeded from the system's randomness: the name cannot be guessed.
     let draft = path.with_file_name(format!(".{:016x}.draft", RandomState::new().hash_one(0)));
     let file = OpenOptions::new().write(true).create_new(true).open(&draft)?;
     Ok((draft, file))

@@ -1,4 +1,5 @@
-//! The forward pass: a prompt at once, layer by layer, or tokens over a cache, one or many at a time.
+//! The forward pass: exact prefill of a whole prompt, layer by layer, or tokens over a cache, one or many at
+//! a time.
 
 use std::sync::Arc;
 
@@ -11,14 +12,14 @@ use crate::ops::{
 };
 use crate::{Error, Result};
 
-/// Rows that pass through the feed-forward block at once.
+/// Rows per pass through the feed-forward block.
 const ROWS: usize = 512;
 
-/// Last queries of a prompt that caches may look at: SnapKV's observation window.
+/// Number of last prompt queries passed to caches: SnapKV's observation window.
 pub(crate) const WATCHED: usize = 32;
 
-/// What one layer's attention computed for a prompt, before RoPE. Attention then sees what the observer
-/// leaves of keys and values.
+/// One layer's activations for a prompt, before RoPE. The observer may change keys and values before
+/// attention.
 #[derive(Debug)]
 pub struct Activations<'a> {
     /// The residual stream before the layer: (n, hidden_size)
@@ -31,13 +32,12 @@ pub struct Activations<'a> {
     pub v: &'a mut [f32],
 }
 
-/// Runs a prompt from position 0 with exact attention and shows each layer's activations to `observe`, which
+/// Runs a prompt from position 0 with exact attention and passes each layer's activations to `observe`, which
 /// fills a cache or gathers statistics. Returns the final hidden states, normalized: (n, hidden_size).
 ///
 /// # Errors
 /// [`Error::Argument`] for no tokens, tokens outside the vocabulary, or more of them than `rope` has
-/// positions; for weights or a `rope` of other shapes than the model's configuration; whatever `observe`
-/// returns.
+/// positions; for weights or a `rope` that do not match the model's configuration; errors of `observe`.
 pub fn prefill(
     model: &Model,
     rope: &Rope,
@@ -91,7 +91,7 @@ fn shape(config: &Config, l: usize) -> AttentionShape {
     AttentionShape { n_heads, n_kv_heads, head_dim, window: config.attention[l].window }
 }
 
-/// What a layer computes from rows of the residual stream.
+/// Scratch of a layer.
 struct Buffers {
     normed: Vec<f32>, // (n, hidden_size)
     heads: Heads<Vec<f32>>,
@@ -99,7 +99,7 @@ struct Buffers {
     up: Vec<f32>,   // (rows, intermediate_size)
 }
 
-/// A layer's queries, keys and values before RoPE, and where the attention over them goes.
+/// A layer's queries, keys and values before RoPE, and its attention output.
 struct Heads<T> {
     q: T,        // (n, n_heads, head_dim)
     k: T,        // (n, n_kv_heads, head_dim)
@@ -122,8 +122,8 @@ impl Buffers {
     }
 }
 
-/// Runs rows of the residual stream `x` (n, hidden_size) through one layer, in place. `attention` sees the
-/// rows as they came and fills `attended`.
+/// Runs rows of the residual stream `x` (n, hidden_size) through one layer, in place. `attention` gets the
+/// input rows and fills `attended`.
 fn layer(
     config: &Config,
     weights: &Layer,
@@ -160,8 +160,8 @@ fn layer(
     Ok(())
 }
 
-/// Refuses a model whose weights do not have the shapes of its configuration: both are public, so either may
-/// have been changed.
+/// Rejects a model whose weights do not match its configuration: both are public, so either may have been
+/// changed.
 fn check_shapes(model: &Model, rope: &Rope) -> Result<()> {
     let config = model.config.clone().validated().map_err(Error::Argument)?;
     let (hidden, inner, vocab) = (config.hidden_size, config.intermediate_size, config.vocab_size);
@@ -206,16 +206,15 @@ fn embedding(model: &Model, token: u32) -> &[f32] {
     &model.embedding[token as usize * hidden..][..hidden]
 }
 
-/// Runs tokens over a cache, from whatever position it is filled to: a step of decoding, or a chunk of a
-/// prompt.
+/// Runs tokens over a cache, from its current length on: a decode step, or a prefill chunk.
 pub struct Decoder {
     model: Arc<Model>,
     rope: Arc<Rope>,
-    step: Option<Step>, // from the first step on
+    step: Option<Step>, // allocated by the first step
     logits: Vec<f32>,   // (vocab_size,)
 }
 
-/// What a step needs, allocated once.
+/// Buffers of a decode step, allocated once.
 struct Step {
     x: Vec<f32>, // (hidden_size,) residual stream
     buffers: Buffers,
@@ -228,12 +227,11 @@ impl Decoder {
         Self { model, rope, step: None, logits: vec![] }
     }
 
-    /// Appends `token` to the cache and returns the logits (vocab_size,) of what follows it.
+    /// Appends `token` to the cache and returns the logits (vocab_size,) of the next token.
     ///
     /// # Errors
-    /// [`Error::Argument`] for a token outside the vocabulary, for a cache that is full up to the last
-    /// position, and for weights or positions of other shapes than the model's configuration; whatever the
-    /// cache returns.
+    /// [`Error::Argument`] for a token outside the vocabulary, for a cache filled up to the last position,
+    /// and for weights or positions that do not match the model's configuration; errors of the cache.
     pub fn step(&mut self, token: u32, cache: &mut dyn KvCache) -> Result<&[f32]> {
         let model = &*self.model;
         let config = &model.config;
@@ -264,17 +262,18 @@ impl Decoder {
         Ok(&self.logits)
     }
 
-    /// Appends `tokens` to the cache, all of them through one layer after the other, and returns the logits
-    /// (vocab_size,) of what follows them.
+    /// Appends `tokens` to the cache, all through one layer after the other, and returns the logits
+    /// (vocab_size,) of the next token.
     ///
-    /// The tokens attend to each other exactly, or as [`KvCache::prompt_rows`] has it, and to what the cache
-    /// already holds as its method attends; the cache then takes them as a prompt, with their last queries
-    /// to watch. In a cache that keeps everything exact, a prompt in chunks gives the logits of a prompt at
-    /// once; where it does not, later chunks see earlier ones compressed, and a method that learns from the
-    /// prompt or chooses its tokens by the last queries does so for every chunk.
+    /// The tokens attend to each other exactly, or as [`KvCache::prompt_rows`] specifies, and to the cached
+    /// tokens by the cache's method; the cache then takes them as a prompt, with their last queries to watch.
+    /// In an exact cache, chunked prefill gives the logits of a whole prefill. Otherwise later chunks see
+    /// earlier ones compressed, and a method that trains on the prompt or selects tokens by its last queries
+    /// does so for every chunk.
     ///
     /// # Errors
-    /// As [`Self::step`], and for no tokens. The cache may then hold the tokens in some layers: truncate it.
+    /// As [`Self::step`], and for no tokens. After an error some layers may hold the tokens: truncate the
+    /// cache.
     pub fn prefill(&mut self, tokens: &[u32], cache: &mut dyn KvCache) -> Result<&[f32]> {
         let (model, rope) = (&*self.model, &*self.rope);
         let config = &model.config;

@@ -7,9 +7,9 @@ use std::process::ExitCode;
 use clap::error::ErrorKind;
 use commands::{Kv, Stdout, print_error};
 
-/// Standard output could not be written; files were.
+/// Standard output could not be written, but files were.
 const OUTPUT_FAILED: u8 = 1;
-/// Nothing was done, or not all.
+/// The command failed, entirely or in part.
 const FAILED: u8 = 2;
 
 fn main() -> ExitCode {
@@ -33,21 +33,21 @@ fn main() -> ExitCode {
     }
 }
 
-/// One line on standard error, whatever the error holds.
+/// Prints one line on standard error, whatever the message contains.
 fn fail(code: u8, what: &str) -> ExitCode {
     print_error(format_args!("kv: {}\n", printable(&what.replace('\n', " "))));
     ExitCode::from(code)
 }
 
-/// What clap says of the arguments: what is wrong, what may have been meant, and the usage.
+/// Prints clap's message: the wrong argument, a suggestion, and the usage.
 fn refuse(e: &clap::Error) -> ExitCode {
     let what = e.to_string();
     print_error(format_args!("kv: {}\n", printable(what.trim_start_matches("error: "))));
     ExitCode::from(FAILED)
 }
 
-/// Text for standard error: control characters are escaped, and the rest of a long text, such as an argument,
-/// is cut.
+/// Text for standard error: control characters are escaped, and a long text, such as an argument, is
+/// truncated.
 fn printable(what: &str) -> String {
     const LONGEST: usize = 2000; // characters
     let mut text = String::new();

@@ -64,10 +64,10 @@ use settings::Layers;
 pub struct Method {
     /// Its name, as on the command line.
     pub name: &'static str,
-    /// Its setting in the form that parses again, without the common settings that were not given. Codes that
-    /// scale with the head are those of 128 components until [`Self::fitted`] to a model.
+    /// Its setting in a form that parses again, without common settings that were not given. Codes that scale
+    /// with the head are those of 128 components until [`Self::fitted`] to a model.
     pub setting: String,
-    given: String, // from which it was parsed
+    given: String, // the parsed text
     kind: Arc<dyn Kind>,
     window: Window,
     exact: ElementType,
@@ -81,8 +81,7 @@ impl PartialEq for Method {
     }
 }
 
-/// A cache that is ready to be filled, and the model that fills it: the given one, or one with folded
-/// weights.
+/// An empty cache, and the model to fill it with: the given one, or one with folded weights.
 pub struct Prepared {
     /// The model to run.
     pub model: Arc<Model>,
@@ -102,14 +101,14 @@ impl Method {
         list.split(',').map(|spec| spec.trim().parse()).collect()
     }
 
-    /// Its name and setting in the form that parses again.
+    /// Its name and setting in a form that parses again.
     #[must_use]
     pub fn spec(&self) -> String {
         if self.setting.is_empty() { self.name.to_owned() } else { format!("{}:{}", self.name, self.setting) }
     }
 
-    /// The same method for a model: codes that were not given, or by their rate, have as many bits for a
-    /// component as with heads of 128 components.
+    /// The same method for a model: codes that were left at their default, or given by rate, keep the bits
+    /// per component of 128-component heads.
     ///
     /// # Errors
     /// [`Error::Argument`] when the setting does not fit the model.
@@ -125,7 +124,7 @@ impl Method {
         self.kind.needs_profile()
     }
 
-    /// Adds the method's entries to `profile`, made from samples of the model.
+    /// Adds the method's entries to `profile`, computed from samples of the model.
     ///
     /// # Errors
     /// [`Error::Argument`] when the setting does not fit the model; errors of the cores.
@@ -143,7 +142,7 @@ impl Method {
     ///
     /// # Errors
     /// [`Error::Argument`] when the setting does not fit the model, [`Error::Profile`] when the profile lacks
-    /// an entry or holds a wrong one.
+    /// an entry or has an invalid one.
     pub fn prepare(&self, model: &Arc<Model>, rope: &Arc<Rope>, profile: &Profile) -> Result<Prepared> {
         let config = &model.config;
         let fitted = self.fitted(config)?;
@@ -152,20 +151,19 @@ impl Method {
         Ok(Prepared { model: self.folded(model, profile)?, cache: Box::new(cache) })
     }
 
-    /// The model that the method runs: one with its rotations folded into the weights, if it has any, else
-    /// the same one.
+    /// The model for the method: with its rotations folded into the weights, if it has any, else unchanged.
     ///
     /// # Errors
-    /// [`Error::Profile`] when the profile lacks an entry or holds a wrong one.
+    /// [`Error::Profile`] when the profile lacks an entry or has an invalid one.
     pub fn folded(&self, model: &Arc<Model>, profile: &Profile) -> Result<Arc<Model>> {
         let folded = self.kind.fold(model, profile).map_err(|e| self.named(e))?;
         Ok(folded.map_or_else(|| model.clone(), Arc::new))
     }
 
-    /// The model that the method runs on a device, which may have more folded into its weights.
+    /// The model for the method on a device, which may have more folded into its weights.
     ///
     /// # Errors
-    /// [`Error::Profile`] when the profile lacks an entry or holds a wrong one.
+    /// [`Error::Profile`] when the profile lacks an entry or has an invalid one.
     #[cfg(feature = "cuda")]
     pub fn device_model(&self, model: &Arc<Model>, profile: &Profile) -> Result<Arc<Model>> {
         let method = self.fitted(&model.config)?;
@@ -183,7 +181,7 @@ impl Method {
         self.kind.planes(config, profile).unwrap_or_else(none).map_err(|e| self.named(e))
     }
 
-    /// Whether it is a bitstream that is lossier than that of `other`, as far as their settings say.
+    /// Whether it is a bitstream whose settings make it lossier than `other`.
     #[must_use]
     pub fn is_lossier_than(&self, other: &Self) -> bool {
         let (Some((name, own)), Some((other_name, other))) =
@@ -194,7 +192,7 @@ impl Method {
         name == other_name && own != other && own.keys >= other.keys && own.values >= other.values
     }
 
-    /// The product quantizer that a method trains on the prompt.
+    /// The product quantizer that the method trains on the prompt.
     ///
     /// # Errors
     /// [`Error::Argument`] for another method.
@@ -203,7 +201,7 @@ impl Method {
         self.fitted(config)?.kind.prompt_quantizer(Geometry::of(config)).unwrap_or_else(none)
     }
 
-    /// Refuses a setting that has no effect on the CPU, and files that are needed there and cannot be read.
+    /// Rejects settings without effect on the CPU, and required files that cannot be read.
     ///
     /// # Errors
     /// [`Error::Argument`]; [`Error::Io`] and [`Error::File`].
@@ -217,7 +215,7 @@ impl Method {
         }
     }
 
-    /// Names the method in an error about an entry that a profile lacks: entries have internal names.
+    /// Names the method in an error about a missing profile entry, since entries have internal names.
     fn named(&self, e: Error) -> Error {
         match e {
             Error::MissingEntry(_) => missing(&[self], std::slice::from_ref(self)),
@@ -225,7 +223,7 @@ impl Method {
         }
     }
 
-    /// Refuses a profile that lacks entries of any of `methods`, which fit the model.
+    /// Rejects a profile that lacks entries of any of `methods`, which fit the model.
     ///
     /// # Errors
     /// [`Error::Profile`], naming all of these methods and the command that makes a profile for the whole
@@ -240,7 +238,7 @@ impl Method {
         if lacking.is_empty() { Ok(()) } else { Err(missing(&lacking, methods)) }
     }
 
-    /// What the stores of the method, which fits the model, are made from.
+    /// The context for building the method's stores; the method fits the model.
     fn site<'a>(&'a self, config: &'a Config, rope: &'a Arc<Rope>, profile: &'a Profile) -> Site<'a> {
         Site {
             config,
@@ -253,7 +251,7 @@ impl Method {
         }
     }
 
-    /// Whether so many tokens are all in its sinks and window, so that none of them is compressed.
+    /// Whether this many tokens all fit in its sinks and window, so that none is compressed.
     #[must_use]
     pub fn keeps_exact(&self, tokens: usize) -> bool {
         self.kind.dense().is_none() && tokens <= self.window.sinks + self.window.recent
@@ -274,7 +272,7 @@ impl Method {
     }
 }
 
-/// The error about a profile that lacks entries of some of a run's methods.
+/// The error for a profile that lacks entries of some of a run's methods.
 fn missing(lacking: &[&Method], methods: &[Method]) -> Error {
     let specs = |methods: &mut dyn Iterator<Item = &Method>, separator: &str, quote: &str| {
         let specs: Vec<String> = methods.map(|method| format!("{quote}{}{quote}", method.spec())).collect();

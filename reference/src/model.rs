@@ -1,5 +1,5 @@
-//! A model in memory: shape, weights in `f32`, tokenizer. `family` says which models there are and how they
-//! differ.
+//! A model in memory: shape, weights in `f32`, tokenizer. `family` lists the model families and their
+//! differences.
 
 mod config;
 mod family;
@@ -35,7 +35,7 @@ pub struct Linear {
     pub n_out: usize,
 }
 
-/// What attention needs of a layer.
+/// The attention weights of a layer.
 #[derive(Clone, Debug)]
 pub struct AttentionWeights {
     /// (hidden_size,)
@@ -48,9 +48,9 @@ pub struct AttentionWeights {
     pub v: Linear,
     /// n_heads * head_dim -> hidden_size
     pub o: Linear,
-    /// (head_dim,): the norm of every head of queries, in families that have one.
+    /// (head_dim,): the RMS norm of every query head, in families that have one.
     pub q_norm: Option<Vec<f32>>,
-    /// (head_dim,): that of keys.
+    /// (head_dim,): that of every key head.
     pub k_norm: Option<Vec<f32>>,
 }
 
@@ -59,7 +59,7 @@ impl AttentionWeights {
     fn scale_queries(&mut self, factor: f32) {
         let Linear { weight, bias, .. } = &mut self.q;
         let scaled: [&mut [f32]; 2] = match &mut self.q_norm {
-            // The norm would undo any factor of the projection.
+            // The norm would cancel any factor of the projection.
             Some(norm) => [norm, &mut []],
             None => [weight, bias.as_deref_mut().unwrap_or_default()],
         };
@@ -69,7 +69,7 @@ impl AttentionWeights {
     }
 }
 
-/// What the feed-forward block of a layer needs.
+/// The feed-forward weights of a layer.
 #[derive(Clone, Debug)]
 pub struct FeedForwardWeights {
     /// (hidden_size,)
@@ -96,11 +96,11 @@ pub struct Layer {
 pub struct Model {
     /// Its name: the file's or folder's.
     pub name: String,
-    /// SHA-256 over configuration and weight files, in hexadecimal: what a profile was made for.
+    /// SHA-256 over configuration and weight files, in hexadecimal, by which a profile identifies its model.
     pub hash: String,
     /// Its shape.
     pub config: Config,
-    /// Its tokenizer, if there is one beside the weights.
+    /// Its tokenizer, if there is one with the weights.
     pub tokenizer: Option<Arc<Tokenizer>>,
     /// (vocab_size, hidden_size)
     pub embedding: Arc<Vec<f32>>,
@@ -108,7 +108,7 @@ pub struct Model {
     pub layers: Vec<Layer>,
     /// (hidden_size,)
     pub norm: Arc<Vec<f32>>,
-    /// (vocab_size, hidden_size); the embedding itself where they are tied.
+    /// (vocab_size, hidden_size); the embedding itself if they are tied.
     pub output: Arc<Vec<f32>>,
 }
 
@@ -146,8 +146,7 @@ impl Model {
         let tracked = Tracked::new(tensors);
         let (hidden, vocab) = (config.hidden_size, config.vocab_size);
         let embedding = Arc::new(tracked.load("model.embed_tokens.weight", &[vocab, hidden])?);
-        // Some checkpoints claim untied embeddings and yet store none, or the other way round: what is stored
-        // decides.
+        // Some checkpoints claim untied embeddings but store none, or vice versa: the stored tensors decide.
         config.tie_word_embeddings |= !tracked.contains("lm_head.weight");
         let output = if config.tie_word_embeddings {
             embedding.clone()
@@ -168,14 +167,14 @@ impl Model {
     /// The tokenizer.
     ///
     /// # Errors
-    /// [`Error::Argument`] for a model that came without one.
+    /// [`Error::Argument`] for a model without one.
     pub fn tokenizer(&self) -> Result<&Tokenizer> {
         self.tokenizer
             .as_deref()
             .ok_or_else(|| Error::argument(format!("model {} has no tokenizer.json", self.name)))
     }
 
-    /// Refuses tokens outside the vocabulary.
+    /// Rejects tokens outside the vocabulary.
     ///
     /// # Errors
     /// [`Error::Argument`].
@@ -189,7 +188,7 @@ impl Model {
         }
     }
 
-    /// Refuses lengths beyond the model's context.
+    /// Rejects lengths beyond the model's context.
     ///
     /// # Errors
     /// [`Error::Argument`].

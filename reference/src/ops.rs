@@ -7,13 +7,13 @@ use svd_core::SoftmaxStats;
 use crate::model::Linear;
 use crate::{Error, Result};
 
-/// Fewer multiply-adds than this are not worth a second thread.
+/// Minimum multiply-adds that are worth a second thread.
 const PARALLEL_FROM: usize = 1 << 17;
 
-/// Multiply-adds of one share of a single row, and the number of outputs that a share is a multiple of. gemm
-/// sums the last outputs of a call in another order than the others, so a cut that depended on the number of
-/// threads would change results. Shares of 2^16 made a decoding step of the shipped model 20 to 30 % slower
-/// on two cores; from 2^18 on it takes as long as with one share a thread.
+/// Multiply-adds per share of a single row, and the granule of a share's outputs. gemm sums the last outputs
+/// of a call in another order than the rest, so a split that depended on the number of threads would change
+/// results. Shares of 2^16 made a decode step of the shipped model 20 to 30 % slower on two cores; from 2^18
+/// on it takes as long as with one share per thread.
 const SHARE: usize = 4 * PARALLEL_FROM;
 const TILE: usize = 16;
 
@@ -32,16 +32,16 @@ pub fn linear(layer: &Linear, x: &[f32], y: &mut [f32]) {
 /// `y = x W^T`: `weight` (n_out, n_in), `x` (n, n_in), `y` (n, n_out), all row-major.
 ///
 /// # Panics
-/// When the lengths do not fit each other.
+/// When the lengths are inconsistent.
 pub fn matmul(weight: &[f32], x: &[f32], y: &mut [f32], n_in: usize) {
     let (n, n_out) = (x.len() / n_in, weight.len() / n_in);
     assert!(x.len() == n * n_in && weight.len() == n_out * n_in && y.len() == n * n_out);
     let parallel = n * weight.len() >= PARALLEL_FROM;
     if n == 1 && parallel {
-        // gemm runs a single row on one thread, so the outputs are cut into shares.
+        // gemm runs a single row on one thread, so the outputs are split into shares.
         let share = (SHARE / n_in).max(1).next_multiple_of(TILE);
         y.par_chunks_mut(share).zip(weight.par_chunks(share * n_in)).for_each(|(y, weight)| {
-            // SAFETY: x is one row of n_in, weight (y.len(), n_in) since both were cut at the same rows.
+            // SAFETY: x is one row of n_in, weight (y.len(), n_in) both split at the same rows.
             unsafe {
                 product(1, y.len(), n_in, y, y.len(), x, (n_in, 1), weight, (1, n_in), 1.0, Parallelism::None)
             };
@@ -130,7 +130,7 @@ pub fn argmax(x: &[f32]) -> usize {
     best
 }
 
-/// The heads of an attention, and how far back its queries see.
+/// The heads and the window of an attention layer.
 #[derive(Clone, Copy, Debug)]
 pub struct AttentionShape {
     /// Query heads.
@@ -139,19 +139,18 @@ pub struct AttentionShape {
     pub n_kv_heads: usize,
     /// Components of a head.
     pub head_dim: usize,
-    /// Most recent tokens that a query attends to, its own included; all where there is no window.
+    /// Sliding window: most recent tokens that a query attends to, its own included; `None` for all.
     pub window: Option<usize>,
 }
 
-/// Exact attention of consecutive tokens to each other: a token sees itself and those before it, as far as
-/// the window reaches.
+/// Causal exact attention of consecutive tokens: a token sees itself and earlier tokens in its window.
 ///
 /// `q` (n, n_heads * head_dim) and `k` (n, n_kv_heads * head_dim) rotated, `v` like `k`; `out` like `q` and
-/// `stats` (n, n_heads), fully written. The statistics are those by which `out` has been divided.
+/// `stats` (n, n_heads), fully written. `out` is normalized by these statistics.
 ///
 /// # Errors
-/// [`Error::Argument`] when a size is 0, `n_kv_heads` does not divide `n_heads` or the lengths do not fit
-/// each other; `out` and `stats` are then untouched.
+/// [`Error::Argument`] when a size is 0, `n_kv_heads` does not divide `n_heads` or the lengths are
+/// inconsistent; `out` and `stats` are then untouched.
 pub fn causal_attention(
     shape: AttentionShape,
     q: &[f32],

@@ -1,15 +1,15 @@
-//! Fields of a few bits one after the other: how the baselines keep their codes.
+//! Bit packing of the baselines' codes.
 
 /// Packs values of `nbits` bits each, least significant bit first, into the front of `bytes`.
 ///
-/// Bits of a value above `nbits` must be zero. What does not fit into `bytes` is dropped; the last byte is
-/// filled up with zeros, and bytes after it are untouched.
+/// Bits of a value above `nbits` must be zero. Values that do not fit into `bytes` are dropped; the last byte
+/// is padded with zeros, and bytes after it are untouched.
 ///
 /// # Panics
 /// In debug builds, when `nbits` is above 24.
 pub(crate) fn pack_bits(values: impl Iterator<Item = usize>, nbits: u32, bytes: &mut [u8]) {
     debug_assert!(nbits <= 24);
-    let mut bits = 0_u32; // the lowest `held` bits are yet to be written; held < 8 + 24
+    let mut bits = 0_u32; // the lowest `held` bits are pending; held < 8 + 24
     let mut held = 0;
     let mut out = bytes.iter_mut();
     let mut emit = |byte: u32| {
@@ -37,7 +37,7 @@ pub(crate) fn pack_bits(values: impl Iterator<Item = usize>, nbits: u32, bytes: 
 /// In debug builds, when `nbits` is above 24.
 pub(crate) fn unpack_bits(bytes: &[u8], nbits: u32, n: usize) -> impl Iterator<Item = usize> + use<'_> {
     debug_assert!(nbits <= 24);
-    let mut bits = 0_u32; // the lowest `held` bits are yet to be read
+    let mut bits = 0_u32; // the lowest `held` bits are buffered
     let mut held = 0;
     let mut rest = bytes.iter();
     (0..n).map(move |_| {

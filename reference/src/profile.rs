@@ -15,9 +15,9 @@ const FORMAT: &str = "kv-profile-2";
 
 /// The results of calibration for one model: codebooks, rotations, probability models.
 ///
-/// It is stored as a safetensors file. Entries are named `method/setting/k or v/layer/head/part`, that of a
+/// It is stored as a safetensors file. Entries are named `method/setting/k or v/layer/head/part`, for a
 /// bitstream `method/setting/planes`; the metadata hold the model's name and hash and a checksum of the
-/// entries. The same entries for the same model give the same bytes.
+/// entries. Equal entries for the same model give equal bytes.
 #[derive(Clone, Debug, Default)]
 pub struct Profile {
     floats: BTreeMap<String, Vec<f32>>,
@@ -25,17 +25,17 @@ pub struct Profile {
 }
 
 impl Profile {
-    /// Adds an entry of finite numbers; the methods check its shape when they read it.
+    /// Adds an entry of finite floats; the methods check its shape when they read it.
     pub(crate) fn put_floats(&mut self, key: String, values: Vec<f32>) {
         self.floats.insert(key, values);
     }
 
-    /// Adds an entry of bytes, in a format with checks of its own.
+    /// Adds an entry of bytes, in a format with its own checks.
     pub(crate) fn put_bytes(&mut self, key: String, values: Vec<u8>) {
         self.bytes.insert(key, values);
     }
 
-    /// Numbers of an entry.
+    /// Floats of an entry.
     pub(crate) fn floats(&self, key: &str) -> Result<&[f32]> {
         self.floats.get(key).map(Vec::as_slice).ok_or_else(|| missing(key))
     }
@@ -60,12 +60,12 @@ impl Profile {
     /// Writes the file atomically.
     ///
     /// # Errors
-    /// [`Error::Io`] when it cannot be written; a profile that was there before is then left as it was.
+    /// [`Error::Io`] when it cannot be written; an existing profile is then unchanged.
     pub fn save(&self, path: &Path, model: &Model) -> Result<()> {
         let metadata = json!({
             "format": FORMAT, "model_name": model.name, "model_hash": model.hash, "sha256": self.checksum(),
         });
-        // `safetensors` writes metadata in the order of a hash map, which differs from run to run.
+        // `safetensors` writes metadata in hash-map order, which differs from run to run.
         let (mut header, mut data) = (Map::from_iter([("__metadata__".to_owned(), metadata)]), vec![]);
         for (key, dtype, len, bytes) in self.entries() {
             let offsets = [data.len(), data.len() + bytes.len()];
@@ -97,11 +97,11 @@ impl Profile {
         hasher.finalize().iter().map(|byte| format!("{byte:02x}")).collect()
     }
 
-    /// Reads a file that was made for `model`.
+    /// Reads a profile of `model`.
     ///
     /// # Errors
-    /// [`Error::Io`]; [`Error::File`] for a file that is no profile or is damaged; [`Error::Profile`] for the
-    /// profile of another model, which is named.
+    /// [`Error::Io`]; [`Error::File`] for a file that is not a profile or is damaged; [`Error::Profile`],
+    /// naming the model, for another model's profile.
     pub fn load(path: &Path, model: &Model) -> Result<Self> {
         let file = files::read(path)?;
         let (_, header) = SafeTensors::read_metadata(&file)

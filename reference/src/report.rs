@@ -1,4 +1,4 @@
-//! A comparison as a table for the terminal, and as one HTML page with charts.
+//! Renders a comparison as a terminal table and as an HTML page with charts.
 
 use std::fmt::Write;
 
@@ -150,7 +150,7 @@ pub(crate) fn escape(text: &str) -> String {
 
 pub(crate) const SIZE: (u32, u32) = (1100, 600);
 
-/// Draws the names of the series that have been labelled.
+/// Draws the legend of the labelled series.
 pub(crate) fn legend<'a, X: Ranged<ValueType = f64>, Y: Ranged<ValueType = f64>>(
     chart: &mut ChartContext<'a, SVGBackend<'a>, Cartesian2d<X, Y>>,
     position: SeriesLabelPosition,
@@ -165,7 +165,7 @@ fn draw(chart: fn(&Comparison, SVGBackend<'_>) -> Drawn<()>, comparison: &Compar
     Ok(svg)
 }
 
-/// Smaller divergences are drawn at this value, since the axis is logarithmic.
+/// Minimum divergence drawn, since the axis is logarithmic.
 const LEAST_KL: f64 = 1e-7;
 
 fn kl_range(values: impl Iterator<Item = f64>) -> std::ops::Range<f64> {
@@ -173,7 +173,7 @@ fn kl_range(values: impl Iterator<Item = f64>) -> std::ops::Range<f64> {
     (low.min(high) / 2.0)..(high * 2.0)
 }
 
-/// Colours that can be told apart on white.
+/// Distinguishable colours on white.
 pub(crate) const COLOURS: [RGBColor; 13] = [
     RGBColor(60, 60, 60),
     RGBColor(31, 119, 180),
@@ -190,7 +190,7 @@ pub(crate) const COLOURS: [RGBColor; 13] = [
     RGBColor(230, 170, 20),
 ];
 
-/// Each row's stroke: one colour per method, in order of first appearance; thinner lines for its further
+/// Each row's stroke: one colour per method, in order of first appearance; thinner lines for its other
 /// settings.
 fn strokes(comparison: &Comparison) -> Vec<ShapeStyle> {
     let mut seen: Vec<&str> = vec![];
@@ -240,12 +240,12 @@ fn quality_against_bytes(comparison: &Comparison, backend: SVGBackend<'_>) -> Dr
     Ok(root.present()?)
 }
 
-/// Pixels of a label's line and of its widest usual character, and of a point's radius.
+/// Pixels of a label's line, of a wide character, and of a point's radius.
 const LABEL_HEIGHT: i32 = 12;
 const LABEL_CHAR: i32 = 7;
 const DOT: i32 = 4;
 
-/// Rectangles that are drawn on already: (left, top, right, bottom) in pixels.
+/// Occupied rectangles: (left, top, right, bottom) in pixels.
 struct Labels(Vec<(i32, i32, i32, i32)>);
 
 impl Labels {
@@ -253,8 +253,7 @@ impl Labels {
         (x - DOT, y - DOT, x + DOT, y + DOT)
     }
 
-    /// Where a label of `chars` characters goes, from its point: right of it or left, at the nearest height
-    /// that is free.
+    /// Places a label of `chars` characters next to its point: right or left, at the nearest free height.
     fn place(&mut self, (x, y): (i32, i32), chars: i32) -> (i32, i32) {
         let width = LABEL_CHAR * chars;
         let heights = (0..40).map(|i| -LABEL_HEIGHT / 2 + (i + 1) / 2 * if i % 2 == 0 { 6 } else { -6 });
@@ -271,8 +270,8 @@ impl Labels {
     }
 }
 
-/// The name and the first two settings of every row, and of the others those that tell it from rows that
-/// begin alike.
+/// The name and first two settings of every row, and the further settings that distinguish it from rows with
+/// the same beginning.
 fn labels(rows: &[Row]) -> Vec<String> {
     let parts = |row: &Row| row.setting.split(':').map(str::to_owned).collect::<Vec<_>>();
     let head = |parts: &[String]| parts[..parts.len().min(2)].to_vec();

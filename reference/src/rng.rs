@@ -1,5 +1,4 @@
-/// SplitMix64 (Steele, Lea, Flood, OOPSLA 2014): a seed must name the same tasks and texts with every
-/// version.
+/// SplitMix64 (Steele, Lea, Flood, OOPSLA 2014): a seed must give the same tasks and texts in every version.
 pub(crate) struct Rng(pub u64);
 
 impl Rng {

@@ -1,12 +1,12 @@
-//! Choosing the next token.
+//! Sampling of the next token.
 
 use crate::eval::log_softmax;
 use crate::ops::argmax;
 use crate::rng::Rng;
 use crate::{Error, Result};
 
-/// How the next token is chosen: the most likely one at temperature 0, else by chance from the smallest set of
-/// most likely tokens that holds the part `top_p` of the probability.
+/// Sampling parameters: greedy at temperature 0, else nucleus sampling from the smallest set of most likely
+/// tokens with probability `top_p`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Sampling {
     pub(crate) temperature: f64,
@@ -18,7 +18,7 @@ impl Sampling {
     /// The most likely token.
     pub const GREEDY: Self = Self { temperature: 0.0, top_p: 1.0, seed: 0 };
 
-    /// A choice; the same seed draws the same tokens, on the CPU and on a device others.
+    /// Checks the parameters. Equal seeds draw equal tokens, but the CPU and a device draw different ones.
     ///
     /// # Errors
     /// [`Error::Argument`] for a negative or infinite temperature or a `top_p` that is not above 0 and at most
@@ -41,7 +41,7 @@ pub struct Sampler {
 }
 
 impl Sampler {
-    /// A sampler at its first token.
+    /// A sampler in its initial state.
     #[must_use]
     pub const fn new(sampling: Sampling) -> Self {
         Self { sampling, rng: Rng(sampling.seed) }
@@ -53,7 +53,8 @@ impl Sampler {
         if temperature == 0.0 {
             return argmax(logits) as u32;
         }
-        // Differences from the largest: quotients of the logits themselves overflow at a low temperature.
+        // The maximum is subtracted first: dividing the logits themselves by a low temperature would
+        // overflow.
         let largest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
         let scale = |&x: &f32| (f64::from(x - largest) / temperature) as f32;
         let scaled: Vec<f32> = logits.iter().map(scale).collect();

@@ -1,8 +1,8 @@
-//! Keys and values: the two halves of a KV cache.
+//! Keys and values: the two sides of a KV cache.
 
 use std::ops::{Index, IndexMut};
 
-/// A half of a KV cache.
+/// A side of a KV cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Side {
     Keys,
@@ -10,7 +10,7 @@ pub(crate) enum Side {
 }
 
 impl Side {
-    /// Keys first: the order of entries and of planes.
+    /// Keys first: the order of profile entries and of planes.
     pub const ALL: [Self; 2] = [Self::Keys, Self::Values];
 
     /// Its letter in the names of a profile's entries.
@@ -50,7 +50,7 @@ impl From<Side> for kv_gpu::pq::Side {
     }
 }
 
-/// One thing of the keys and one of the values.
+/// A value for the keys and one for the values.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Pair<T> {
     pub keys: T,
@@ -62,12 +62,12 @@ impl<T> Pair<T> {
         Self { keys, values }
     }
 
-    /// Makes both.
+    /// Builds both.
     pub fn of(mut make: impl FnMut(Side) -> T) -> Self {
         Self { keys: make(Side::Keys), values: make(Side::Values) }
     }
 
-    /// Makes both, up to the first error.
+    /// Builds both, up to the first error.
     pub fn try_of<E>(mut make: impl FnMut(Side) -> Result<T, E>) -> Result<Self, E> {
         Ok(Self { keys: make(Side::Keys)?, values: make(Side::Values)? })
     }

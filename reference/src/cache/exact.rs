@@ -1,4 +1,4 @@
-//! Rows that are kept as they are, in 32 or 16 bits.
+//! Exact rows, in 32 or 16 bits.
 
 use std::sync::Arc;
 
@@ -11,7 +11,7 @@ use crate::model::Rope;
 use crate::side::{Pair, Side};
 use crate::{Error, Result};
 
-/// The type in which exact elements are held.
+/// Element type of exact rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ElementType {
     /// 32 bits.
@@ -33,7 +33,7 @@ impl ElementType {
     }
 }
 
-/// The nearest half that is finite: no attention survives an infinity.
+/// The nearest finite half: an infinity would make attention NaN.
 pub(crate) fn saturating_f16(x: f32) -> f16 {
     f16::from_f32(x.clamp(f16::MIN.to_f32(), f16::MAX.to_f32()))
 }
@@ -71,7 +71,7 @@ impl Elements {
         }
     }
 
-    /// Widens the elements from `start` on, as many as `out` holds.
+    /// Widens `out.len()` elements from `start` on.
     pub fn read(&self, start: usize, out: &mut [f32]) {
         match self {
             Self::F32(x) => out.copy_from_slice(&x[start..][..out.len()]),
@@ -88,8 +88,8 @@ impl Elements {
         }
     }
 
-    /// [`attend_rows`] with the elements from `starts` on as keys, and those of `values`, of the same type,
-    /// as values.
+    /// [`attend_rows`] with these elements as keys and `values`, of the same type, as values, each from its
+    /// `starts` on.
     pub fn attend(
         &self,
         values: &Self,
@@ -108,7 +108,7 @@ impl Elements {
         Ok(())
     }
 
-    /// [`Self::attend`] with the rows of `tokens` alone.
+    /// [`Self::attend`] over the rows of `tokens` only.
     fn attend_chosen(
         &self,
         values: &Self,
@@ -134,7 +134,7 @@ impl Elements {
     }
 }
 
-/// Keys and values as they came, head by head.
+/// Exact keys and values, head by head.
 #[derive(Clone, Debug)]
 pub(crate) struct ExactRows {
     geometry: Geometry,
@@ -142,7 +142,7 @@ pub(crate) struct ExactRows {
     heads: Vec<Pair<Elements>>, // per head, (len, head_dim) each
 }
 
-/// Tokens that are widened to `f32` at once.
+/// Tokens widened to `f32` at a time.
 const BLOCK: usize = 128;
 
 impl ExactRows {
@@ -210,12 +210,12 @@ impl ExactRows {
         values.read(t * self.geometry.head_dim, v);
     }
 
-    /// One head's keys from token `t` on, as many as `k` holds.
+    /// One head's keys from token `t` on, `k.len()` elements.
     pub fn read_keys(&self, head: usize, t: usize, k: &mut [f32]) {
         self.heads[head].keys.read(t * self.geometry.head_dim, k);
     }
 
-    /// Attention over the rows of `tokens`, whose keys are rotated.
+    /// Attention over the rows of `tokens`, with rotated keys.
     pub fn attend_chosen(
         &self,
         head: usize,
@@ -228,8 +228,8 @@ impl ExactRows {
         keys.attend_chosen(values, tokens, q, out, stats)
     }
 
-    /// Attention over the rows from `first` on. Keys that were stored before RoPE are rotated on the way, row
-    /// 0 to the given position.
+    /// Attention over the rows from `first` on. Keys stored before RoPE are rotated on the fly, row 0 to the
+    /// given position.
     pub fn attend(
         &self,
         head: usize,
@@ -256,7 +256,7 @@ impl ExactRows {
     }
 }
 
-/// [`attend_rows`] with the rows of `tokens` alone.
+/// [`attend_rows`] over the rows of `tokens` only.
 fn attend_chosen<E: Element>(
     q: &[f32],
     keys: &[E],
@@ -269,8 +269,8 @@ fn attend_chosen<E: Element>(
     attend_tokens(q, &rows.chosen(tokens)?, out, stats)
 }
 
-/// Attention of scaled queries (group, dim_k) on rows without gaps, as many keys as values: adds to `out`
-/// (group, dim_v) and `stats` (group,).
+/// Attention of scaled queries (group, dim_k) over contiguous rows, one value per key: adds to `out` (group,
+/// dim_v) and `stats` (group,).
 pub(crate) fn attend_rows<E: Element>(
     q: &[f32],
     keys: &[E],
@@ -293,7 +293,7 @@ pub(crate) fn attend_tokens<E: Element>(
     Ok(attend_exact_into(&Attention::default(), Rows::from(q), tokens, &mut scratch, out, stats)?)
 }
 
-/// Exact rows with rotated keys: the cache that the others are measured against.
+/// Exact rows with rotated keys: the baseline of all comparisons.
 #[derive(Clone)]
 pub(crate) struct DenseStore {
     rows: ExactRows,
@@ -314,7 +314,7 @@ impl DenseStore {
         self.rows.row_bytes()
     }
 
-    /// Tokens it holds.
+    /// Number of tokens.
     pub fn tokens(&self) -> usize {
         self.rows.len()
     }

@@ -1,42 +1,42 @@
-//! What attention reads of rows that are not all in fast memory.
+//! Counts of the rows that attention fetches from slower memory.
 
 use std::ops::AddAssign;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Exact rows that attention has fetched since the cache was made or copied.
+/// Exact rows fetched by attention since the cache was created or cloned.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Fetched {
-    /// Attentions of one layer and key/value head.
+    /// Attention calls, one per layer and KV head.
     pub attentions: u64,
-    /// Pairs of a key and a value that were asked for.
+    /// Requested rows: a key and a value each.
     pub rows: u64,
-    /// Those that a block cache had.
+    /// Block-cache hits.
     pub hits: u64,
-    /// Bytes of the others.
+    /// Bytes of the misses.
     pub bytes: u64,
-    /// Bytes of the blocks that were brought into a block cache.
+    /// Bytes of the blocks loaded into block caches.
     pub loaded_bytes: u64,
 }
 
-/// [`Fetched`] of a decode step.
+/// [`Fetched`] per decode step.
 #[derive(Clone, Copy, Debug, Default, serde::Serialize)]
 pub struct FetchedPerStep {
-    /// Exact rows (a key and a value) that one layer and key/value head asks for, on average.
+    /// Mean number of exact rows (a key and a value) requested per layer and KV head.
     #[serde(rename = "fetched_rows_per_step")]
     pub rows: f64,
-    /// The fraction of them that a block cache has; 0 where there is none.
+    /// Hit rate of the block cache; 0 without one.
     #[serde(rename = "block_hit_rate")]
     pub hit_rate: f64,
-    /// Bytes of the others, over all layers and heads.
+    /// Bytes of the misses, over all layers and heads.
     #[serde(rename = "fetched_bytes_per_step")]
     pub bytes: f64,
-    /// Bytes of the blocks that are brought into the block caches.
+    /// Bytes of the blocks loaded into the block caches.
     #[serde(rename = "loaded_bytes_per_step")]
     pub loaded_bytes: f64,
 }
 
 impl Fetched {
-    /// The averages over the steps of a model with `heads` pairs of a layer and a key/value head.
+    /// The averages over the steps of a model with `heads` KV heads over all layers.
     #[must_use]
     pub fn per_step(&self, heads: usize) -> FetchedPerStep {
         let attentions = self.attentions.max(1) as f64;
@@ -60,7 +60,7 @@ impl AddAssign for Fetched {
     }
 }
 
-/// Counts [`Fetched`] where attention borrows the store.
+/// Interior-mutable counter of [`Fetched`], since attention borrows the store immutably.
 #[derive(Debug, Default)]
 pub(crate) struct FetchCounter([AtomicU64; 5]);
 
@@ -79,7 +79,7 @@ impl FetchCounter {
     }
 }
 
-/// A copy of a cache starts its own counts.
+/// A clone starts counting from zero.
 impl Clone for FetchCounter {
     fn clone(&self) -> Self {
         Self::default()

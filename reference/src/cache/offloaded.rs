@@ -1,4 +1,4 @@
-//! Exact rows of which a step reads a few: in memory, or in files with a block cache in front of them.
+//! Offloaded exact rows, of which a decode step reads a few: in memory, or in files behind a block cache.
 
 mod blocks;
 mod file;
@@ -16,16 +16,16 @@ use blocks::{HeadBlocks, HeadFile};
 use file::{Layout, RecordFiles};
 pub(crate) use format::RowFormat;
 
-/// Where offloaded rows go.
+/// Where offloaded rows are stored.
 #[derive(Clone, Debug)]
 pub(crate) struct Offload {
     pub folder: PathBuf,
     pub blocks: BlockRule,
 }
 
-/// Rotated keys and values of one layer, which attention reads by a list of tokens.
+/// Rotated keys and values of one layer, which attention gathers by token list.
 ///
-/// Results do not depend on where they are: attention adds the same records in the same order.
+/// Results do not depend on the storage: attention adds the same records in the same order.
 #[derive(Clone)]
 pub(crate) struct OffloadedRows {
     geometry: Geometry,
@@ -40,7 +40,7 @@ enum Place {
     Disk { files: RecordFiles, blocks: Vec<Mutex<HeadBlocks>> },
 }
 
-/// A copy on disk shares what is there, and starts with an empty block cache.
+/// A clone shares the records on disk and starts with an empty block cache.
 impl Clone for Place {
     fn clone(&self) -> Self {
         match self {
@@ -54,10 +54,10 @@ impl Clone for Place {
 }
 
 impl OffloadedRows {
-    /// No rows yet, of at most `capacity` tokens where they are on disk.
+    /// Creates empty storage; on disk, for at most `capacity` tokens.
     ///
     /// # Errors
-    /// [`crate::Error::Io`] when the folder takes no file.
+    /// [`crate::Error::Io`] when no file can be created in the folder.
     pub fn new(
         geometry: Geometry,
         format: RowFormat,
@@ -84,7 +84,7 @@ impl OffloadedRows {
         self.format.words(self.geometry.head_dim)
     }
 
-    /// Appends rows (n, n_kv_heads * head_dim). After an error it holds what it held before.
+    /// Appends rows (n, n_kv_heads * head_dim). After an error the contents are unchanged.
     pub fn push(&mut self, k: &[f32], v: &[f32]) -> Result<()> {
         let Geometry { n_kv_heads, head_dim, .. } = self.geometry;
         let (len, kv_dim, format) = (self.len, self.geometry.kv_dim(), self.format);
@@ -107,7 +107,7 @@ impl OffloadedRows {
         Ok(())
     }
 
-    /// Forgets the tokens from `len` on.
+    /// Drops the tokens from `len` on.
     pub fn truncate(&mut self, len: usize) {
         let words = self.words();
         match &mut self.place {
@@ -162,12 +162,12 @@ impl OffloadedRows {
         Ok(())
     }
 
-    /// What attention has read.
+    /// Counts of the rows that attention has read.
     pub fn fetched(&self) -> Fetched {
         self.counter.get()
     }
 
-    /// The rows as offloaded bytes, and what the block cache holds of them.
+    /// Bytes of the offloaded rows, and of their copies in the block cache.
     pub fn footprint(&self) -> Footprint {
         let bytes = self.format.row_bytes(self.geometry.head_dim) * self.geometry.n_kv_heads * self.len;
         let working = match &self.place {
@@ -178,7 +178,7 @@ impl OffloadedRows {
     }
 }
 
-/// After a panic the cache starts anew: a block may be in its directory and not in its memory.
+/// After a panic the cache is reset: its directory may list a block that was not loaded.
 fn lock(blocks: &Mutex<HeadBlocks>) -> MutexGuard<'_, HeadBlocks> {
     blocks.lock().unwrap_or_else(|poisoned| {
         let mut guard = poisoned.into_inner();

@@ -1,4 +1,5 @@
-//! What a method implements: a store of the tokens between sinks and window, and what all stores share.
+//! The interface of a method: a store of the tokens between sinks and window; and helpers shared by all
+//! stores.
 
 use std::ops::AddAssign;
 
@@ -8,18 +9,18 @@ use crate::Result;
 use crate::cache::{Fetched, PromptRows};
 use crate::model::Config;
 
-/// Bytes of a cache by what they are for.
+/// Bytes of a cache by purpose.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
 pub struct Footprint {
     /// The representation of the tokens: rows, codes, bitstreams, scales, norms, codebooks trained for this
     /// sequence.
     pub kept: usize,
-    /// Exact rows of which a step reads some (PQCache). They are in files with the setting `offload=`, and
-    /// counted as if they were in slower memory without it.
+    /// Exact rows of which a step reads some (PQCache). They are in files with the setting `offload=`;
+    /// without it they are in memory but still counted here.
     pub offloaded: usize,
-    /// Copies that could be made again: decoded rows (CacheGen), blocks of offloaded rows.
+    /// Copies that could be recomputed: decoded rows (CacheGen), cached blocks of offloaded rows.
     pub working: usize,
-    /// Made once for a model and shared by all its sequences: codebooks, rotations, probability models.
+    /// Computed once per model and shared by all its sequences: codebooks, rotations, probability models.
     pub shared: usize,
 }
 
@@ -34,22 +35,22 @@ impl AddAssign for Footprint {
 
 /// The tokens between the sinks and the window of one layer.
 pub(crate) trait Store: Send + Sync {
-    /// Sees the last queries of the prompt that comes next, rotated.
+    /// See [`KvCache::watch`](super::KvCache::watch).
     fn watch(&mut self, _queries: &[f32]) {}
     /// See [`KvCache::prompt_rows`](super::KvCache::prompt_rows).
     fn prompt_rows(&self, _keys: &[f32], _values: &[f32]) -> Result<Option<PromptRows>> {
         Ok(None)
     }
-    /// Takes the next `n` tokens: keys before RoPE and values, (n, n_kv_heads * head_dim) each; the first at
-    /// `pos`. After an error of the system, such as a full disk, it holds what it held before.
+    /// Appends `n` tokens: keys before RoPE and values, (n, n_kv_heads * head_dim) each; the first at `pos`.
+    /// After a system error, such as a full disk, the contents are unchanged.
     fn push(&mut self, pos: usize, k: &[f32], v: &[f32]) -> Result<()>;
-    /// Tokens it stands for.
+    /// Number of tokens.
     fn len(&self) -> usize;
-    /// Forgets all tokens from index `len` on; `len` is at most [`Self::len`].
+    /// Drops all tokens from index `len` on; `len` is at most [`Self::len`].
     fn truncate(&mut self, len: usize) -> Result<()>;
-    /// Adds the attention of one key/value head's query heads over the tokens from index `first` on, at most
+    /// Adds the attention of one KV head's query heads over the tokens from index `first` on, at most
     /// [`Self::len`], to `out` (group, head_dim) and `stats` (group,), as [`svd_core::attend_exact_into`]
-    /// does. Sinks and window have been added before. `q` (group, head_dim) is rotated and scaled by `1 /
+    /// does. Sinks and window have already been added. `q` (group, head_dim) is rotated and scaled by `1 /
     /// sqrt(head_dim)`.
     fn attend(
         &self,
@@ -59,9 +60,9 @@ pub(crate) trait Store: Send + Sync {
         out: &mut [f32],
         stats: &mut [SoftmaxStats],
     ) -> Result<()>;
-    /// Its bytes by purpose.
+    /// Byte counts by purpose.
     fn footprint(&self) -> Footprint;
-    /// What attention has fetched.
+    /// Counts of the rows that attention has fetched.
     fn fetched(&self) -> Fetched {
         Fetched::default()
     }
@@ -69,7 +70,7 @@ pub(crate) trait Store: Send + Sync {
     fn clone_box(&self) -> Box<dyn Store>;
 }
 
-/// A store that can take keys which have been rotated already, to any positions.
+/// A store that can take keys already rotated, to any positions.
 pub(crate) trait RotatedStore: Store {
     /// As [`Store::push`].
     fn push_rotated(&mut self, k: &[f32], v: &[f32]) -> Result<()>;
@@ -78,7 +79,7 @@ pub(crate) trait RotatedStore: Store {
 /// Merges attention in another basis or at a lower rank, `part` (group, rank) with `part_stats` (group,),
 /// into `out` (group, head_dim) and `stats`.
 ///
-/// `back` writes a row of `part` and its sum of softmax weights in the basis of `out`; its output starts as
+/// `back` maps a row of `part`, given its sum of softmax weights, to the basis of `out`; its output starts as
 /// zeros.
 pub(crate) fn merge_part(
     (part, part_stats): (&[f32], &[SoftmaxStats]),
@@ -97,7 +98,7 @@ pub(crate) fn merge_part(
     Ok(())
 }
 
-/// The sizes of a model that every store needs.
+/// The model dimensions that every store needs.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Geometry {
     pub n_heads: usize,
@@ -114,7 +115,7 @@ impl Geometry {
         self.n_kv_heads * self.head_dim
     }
 
-    /// The columns of one head as rows of their own: (n, head_dim).
+    /// Copies the columns of one head to contiguous rows: (n, head_dim).
     pub fn head_rows(self, head: usize, rows: &[f32]) -> Vec<f32> {
         let columns = head * self.head_dim..(head + 1) * self.head_dim;
         rows.chunks_exact(self.kv_dim()).flat_map(|row| &row[columns.clone()]).copied().collect()

@@ -34,7 +34,7 @@ pub struct Calibrate {
     json: JsonArgs,
 }
 
-/// Positions beyond which no tables are made: a configuration may claim any length.
+/// Maximum positions of the tables: a configuration may claim any length.
 const MOST_POSITIONS: usize = 1 << 17;
 
 #[derive(Serialize)]
@@ -67,7 +67,7 @@ impl Calibrate {
             ));
         }
         let n = wanted.min(most);
-        // The profile serves every position, not only those of the tokens that it is made from.
+        // The profile must hold for every position, not only those of the calibration tokens.
         let rope = Rope::new(&model.config, model.config.max_seq_len.min(MOST_POSITIONS).max(n));
         let bar = progress();
         bar.set_message(format!("calibrating {} methods on {n} tokens", methods.len()));

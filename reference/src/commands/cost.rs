@@ -78,7 +78,7 @@ fn ms(seconds: f64) -> String {
     format!("{:.3}", 1000.0 * seconds)
 }
 
-/// Milliseconds by length, and the iterations that follow from the fit.
+/// Milliseconds by length, and the resulting iterations of the fit.
 fn table(profile: &ClusteringProfile) -> Table {
     let header =
         ["tokens", "layer ms", "offload ms", "iteration ms", "iterations", "in turn ms", "overlapped ms"];
@@ -90,7 +90,7 @@ fn table(profile: &ClusteringProfile) -> Table {
     of_rows(header, profile.times.iter().map(row))
 }
 
-/// The same of a GPU.
+/// The same for a GPU.
 #[cfg(feature = "cuda")]
 fn device_table(profile: &DeviceClustering) -> Table {
     let row = |at: &LayerTimes| {

@@ -101,7 +101,7 @@ struct Evaluation {
     rows: Vec<Row>,
 }
 
-/// Exact attention over non-overlapping windows of one length.
+/// Perplexity of exact attention over non-overlapping windows of one length.
 #[derive(Serialize)]
 struct Exact {
     length: usize,
@@ -137,7 +137,7 @@ impl Eval {
         let calibrates = given.is_none() && methods.iter().any(Method::needs_profile);
         let run = longest + self.decode + 1;
         let start = run_start(&model, tokens.len(), run, self.calibration, "--lengths")?;
-        // Before the work: what is asked for may not fit in a prompt.
+        // Checked before the long work: the tasks may not fit in a prompt.
         let tasks = self.lengths.iter().map(|&length| self.tasks(&model, &tokens[start..], length));
         let tasks = tasks.collect::<Result<Vec<_>>>()?;
         let rope = Arc::new(Rope::new(&model.config, (longest + room).max(start)));
@@ -154,7 +154,7 @@ impl Eval {
                 "a longer --text, a larger --calibration, smaller --lengths or --decode, or a --profile",
             )?,
         };
-        let prompts = 1 + 2 * self.depths.len(); // the text, and needle and recall at every depth
+        let prompts = 1 + 2 * self.depths.len(); // the text, and a needle and a recall task per depth
         bar.set_length((self.lengths.len() * prompts * methods.len()) as u64);
         let (mut exact, mut rows) = (vec![], vec![]);
         let mut runner = Runner::new(&model, rope.clone(), profile, methods, gpu.as_ref())?;

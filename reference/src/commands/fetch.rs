@@ -61,7 +61,7 @@ impl Fetch {
                 SMOLLM2.fetch(&cache, "python3")?
             }
             What::Hf { id } => {
-                bar.finish_and_clear(); // hf-hub shows bars of its own
+                bar.finish_and_clear(); // hf-hub shows its own bars
                 fetch_hf(&cache, id)?
             }
         };
@@ -71,8 +71,8 @@ impl Fetch {
     }
 }
 
-/// Waits until no other process fetches into the folder. The system releases the lock of a process that ends,
-/// however it ends.
+/// Locks the folder against other fetching processes, waiting for its turn. The system releases the lock of a
+/// process however it ends.
 fn lock(cache: &Path, bar: &ProgressBar) -> Result<File> {
     let path = cache.join(".lock");
     let error = |e| Error::io(&path, e);
@@ -96,7 +96,7 @@ fn user_cache() -> Result<PathBuf> {
         .ok_or_else(|| Error::argument("no cache folder is known here: give one with --cache"))
 }
 
-/// Refuses what is not `ORG/NAME` by the hub's rules: the name becomes a part of a URL and of a path.
+/// Rejects names that are not `ORG/NAME` by the Hub's rules: the name becomes part of a URL and of a path.
 fn check_id(id: &str) -> Result<()> {
     let is_name = |name: &str| {
         let (first, last) = (name.chars().next(), name.chars().last());
@@ -125,7 +125,7 @@ fn fetch_hf(cache: &Path, id: &str) -> Result<PathBuf> {
     if info.sha.is_empty() || !info.sha.bytes().all(|byte| byte.is_ascii_hexdigit()) {
         return Err(Error::Argument(format!("{id}: the hub names no commit")));
     }
-    // All files of one commit, also when an earlier call has fetched some and the hub has changed since.
+    // All files come from one commit, even if an earlier call has fetched some and the Hub has changed since.
     let repo = api.repo(Repo::with_revision(id.to_owned(), RepoType::Model, info.sha));
     let files = info.siblings;
     let needed = |name: &str| {
@@ -140,8 +140,8 @@ fn fetch_hf(cache: &Path, id: &str) -> Result<PathBuf> {
     folder.ok_or_else(|| Error::Argument(format!("{id} holds no safetensors model")))
 }
 
-/// A file of the hub. An interrupted download goes on where it ended; one that the hub cannot continue, since
-/// it is complete or of another file, starts again.
+/// Downloads a file of the Hub. An interrupted download is resumed; one that the Hub cannot resume, since it
+/// is complete or belongs to another file, is restarted.
 fn get(repo: &ApiRepo, name: &str, blobs: &Path) -> std::result::Result<PathBuf, ApiError> {
     let found = repo.get(name);
     match &found {

@@ -68,7 +68,7 @@ pub struct Generate {
     json: JsonArgs,
 }
 
-/// Tokens of the shipped text that a method without a profile calibrates on.
+/// Calibration tokens, from the shipped text, for a method without a profile.
 const CALIBRATION: usize = 2048;
 
 #[derive(Serialize)]
@@ -107,7 +107,7 @@ impl Generate {
                 break;
             }
             out.print(stream.push(token)?);
-            // Nobody sees the rest.
+            // Nobody would see the rest.
             if out.has_failed() && self.json.json.is_none() {
                 break;
             }
@@ -226,15 +226,15 @@ impl Generate {
 
 /// A prompt that has been run.
 struct Started {
-    model: Arc<Model>, // that decodes
-    seconds: f64,      // of running it
+    model: Arc<Model>, // for decoding
+    seconds: f64,      // of the prefill
     next: Next,
 }
 
 /// The next token: at first the one after the prompt.
 type Next = Box<dyn FnMut() -> Result<u32>>;
 
-/// Tokens drawn from `logits` after a prompt, and from those of the steps that follow.
+/// Samples tokens from `logits` after a prompt, then from those of each step.
 fn sampled(
     mut decoder: Decoder,
     mut cache: Box<dyn KvCache>,
@@ -252,7 +252,7 @@ fn sampled(
     })
 }
 
-/// The seconds of a prompt on a GPU, which `run` runs, and the tokens that are chosen there after it.
+/// The seconds of a prefill on a GPU, done by `run`, and the tokens that the GPU samples after it.
 #[cfg(feature = "cuda")]
 fn on_device(
     gpu: Gpu,
@@ -279,7 +279,7 @@ fn on_device(
     Ok((seconds, Box::new(next)))
 }
 
-/// Text that grows with the tokens. A character may take several tokens: what ends in a broken one waits.
+/// Incremental detokenizer. A character may take several tokens: an incomplete one is held back.
 struct Stream<'a> {
     model: &'a Model,
     tokens: Vec<u32>,
@@ -287,7 +287,7 @@ struct Stream<'a> {
 }
 
 impl Stream<'_> {
-    /// The text that the token adds.
+    /// The text that the token completes.
     fn push(&mut self, token: u32) -> Result<String> {
         self.tokens.push(token);
         let text = self.model.tokenizer()?.decode(&self.tokens)?;

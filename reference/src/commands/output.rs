@@ -1,5 +1,4 @@
-//! What a command writes: text to standard output, results to files. Nothing here panics when it cannot be
-//! written.
+//! Output of a command: text to standard output, results to files. Nothing here panics on a write error.
 
 use std::fmt::Display;
 use std::io::{self, Write};
@@ -8,8 +7,8 @@ use std::path::{Path, PathBuf};
 use kv_reference::{Error, Result, files};
 use serde::Serialize;
 
-/// Standard output, which may be a closed pipe or a full disk: the first failure is kept and later text is
-/// dropped, so that a command still writes its files.
+/// Standard output, which may be a closed pipe or a full disk: the first error is kept and later text is
+/// dropped, so that the command still writes its files.
 #[derive(Default)]
 pub struct Stdout {
     failure: Option<io::Error>,
@@ -24,23 +23,23 @@ impl Stdout {
         }
     }
 
-    /// Whether nothing that is printed arrives any more.
+    /// Whether printing has failed.
     pub fn has_failed(&self) -> bool {
         self.failure.is_some()
     }
 
-    /// The failure to report. A closed pipe is none: its reader, such as `head`, has seen enough.
+    /// The error to report. A closed pipe is not an error: its reader, such as `head`, has seen enough.
     pub fn failure(self) -> Option<io::Error> {
         self.failure.filter(|e| e.kind() != io::ErrorKind::BrokenPipe)
     }
 }
 
-/// Writes to standard error, if it can be written.
+/// Writes to standard error and ignores errors.
 pub fn print_error(text: impl Display) {
     let _ = write!(io::stderr(), "{text}");
 }
 
-/// The files that a command reads and writes: none is both.
+/// The input and output files of a command, which must be distinct.
 #[derive(Default)]
 pub struct Files(Vec<(&'static str, PathBuf)>);
 
@@ -54,7 +53,7 @@ impl Files {
         self.0.extend(paths.map(|path| (argument, identity(&path))));
     }
 
-    /// Checks that an output can be written, before the work that makes it.
+    /// Checks that an output can be written, before the long work.
     pub fn writes(&mut self, argument: &'static str, path: Option<PathBuf>) -> Result<Output> {
         if let Some(path) = &path {
             if path == Path::new("-") {
@@ -77,7 +76,7 @@ impl Files {
     }
 }
 
-/// The same for all paths of a file, also of one that is not there yet.
+/// A canonical path of a file, which may not exist yet.
 fn identity(path: &Path) -> PathBuf {
     let folder = |path: &Path| match path.parent() {
         Some(parent) if parent.as_os_str().is_empty() => Path::new(".").canonicalize(),
@@ -88,11 +87,11 @@ fn identity(path: &Path) -> PathBuf {
     path.canonicalize().ok().or_else(absent).unwrap_or_else(|| path.to_owned())
 }
 
-/// A file to write at the end, whole, or none.
+/// A file to write atomically at the end, or none.
 pub struct Output(Option<PathBuf>);
 
 impl Output {
-    /// Writes what `bytes` makes.
+    /// Writes the result of `bytes`.
     pub fn write(&self, bytes: impl FnOnce(&Path) -> Result<Vec<u8>>) -> Result<()> {
         self.0.as_ref().map_or(Ok(()), |path| files::write_atomically(path, &bytes(path)?))
     }

@@ -60,7 +60,7 @@ pub struct Speed {
     report: Option<PathBuf>,
 }
 
-/// Steps before those that are timed.
+/// Untimed warm-up steps.
 const WARM_UP: usize = 3;
 
 impl Speed {
@@ -207,13 +207,13 @@ impl Speed {
     }
 }
 
-/// Prompts whose tokens anyone can make: 7919 i + s for token i of sequence s, in the vocabulary.
+/// Reproducible prompts: token i of sequence s is 7919 i + s modulo the vocabulary.
 fn prompts(batch: usize, len: usize, vocab: usize) -> Vec<Vec<u32>> {
     let prompt = |s: usize| (0..len).map(|i| ((7919 * i + s) % vocab) as u32).collect();
     (0..batch).map(prompt).collect()
 }
 
-/// Times prompts over an empty cache, after a first chunk and a step that make what later ones use.
+/// Times prefills into an empty cache, after a warm-up chunk and step.
 fn time_prompts(
     decoder: &mut Decoder,
     prompts: &[Vec<u32>],

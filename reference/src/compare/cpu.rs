@@ -6,8 +6,8 @@ use crate::eval::{RetrievalTask, SharedPrompt, answer_questions, score_text};
 use crate::forward::Decoder;
 use crate::method::Prepared;
 
-/// What methods did with a text, by index. The prompt is run once, exactly; logits are relative to those of
-/// the dense 32-bit cache.
+/// The scores of methods on a text, by index. The prompt is run once, exactly; logits are compared with those
+/// of the dense 32-bit cache.
 pub(super) fn score(
     runner: &Runner<'_>,
     methods: &[usize],
@@ -43,7 +43,7 @@ pub(super) fn score(
     measured.collect()
 }
 
-/// How many of a task's questions methods answer, by index.
+/// The number of a task's questions that each method answers, by index.
 pub(super) fn find(
     runner: &Runner<'_>,
     methods: &[usize],

@@ -11,10 +11,10 @@ use crate::method::Method;
 use crate::model::Model;
 use crate::{Profile, Result};
 
-/// Tokens of a cache that is made to see whether there is one.
+/// Tokens of the cache created to test support for a method.
 const PROBE: usize = 256;
 
-/// Where a method runs: the GPU takes those of which it makes a cache.
+/// The device of a method: the GPU if a cache of it can be created there.
 pub(super) fn place(on: &OnGpu, model: &Model, profile: &Profile, method: &Method) -> Result<Place> {
     let config = &model.config;
     let made = Weights::check(config).and_then(|()| {
@@ -28,12 +28,12 @@ pub(super) fn place(on: &OnGpu, model: &Model, profile: &Profile, method: &Metho
     }
 }
 
-/// Models on the GPU: those whose weights are as they are, one for each element type that some method has,
-/// and that of the last method that folds maps into them.
+/// Models on the GPU: the unchanged weights, one copy per element type in use, and the weights of the last
+/// method that folds maps into them.
 pub(super) struct Models<'a> {
     on: &'a OnGpu,
     plain: Vec<Arc<Weights>>,
-    folded: Option<(usize, Arc<Weights>)>, // of a method
+    folded: Option<(usize, Arc<Weights>)>, // by method
 }
 
 impl<'a> Models<'a> {
@@ -60,13 +60,13 @@ impl<'a> Models<'a> {
         if Arc::ptr_eq(&folded, model) {
             return self.plain(model, element);
         }
-        self.folded = None; // first, for its memory
+        self.folded = None; // first, to free its memory
         let weights = Arc::new(Weights::of(&self.on.gpu, &folded, element)?);
         self.folded = Some((index, weights.clone()));
         Ok(weights)
     }
 
-    /// A decoder of a method with an empty cache for so many tokens.
+    /// A decoder of a method with an empty cache for `tokens` tokens.
     fn decoder(
         &self,
         profile: &Profile,
@@ -80,8 +80,8 @@ impl<'a> Models<'a> {
     }
 }
 
-/// What methods did with a text, by index. Logits are relative to those of the dense cache with the same 16
-/// bits.
+/// The scores of methods on a text, by index. Logits are compared with those of the dense cache of the same
+/// 16-bit type.
 pub(super) fn score(
     runner: &Runner<'_>,
     models: &mut Models<'_>,
@@ -111,7 +111,7 @@ pub(super) fn score(
         let weights = models.of(runner, index)?;
         let mut decoder = models.decoder(&runner.profile, method, weights, tokens)?;
         let scores = score_text(&mut decoder, text, decoded, reference)?;
-        let fetched = decoder.fetched_rows()? as f64 / steps as f64; // by all heads
+        let fetched = decoder.fetched_rows()? as f64 / steps as f64; // over all heads
         let chosen = decoder.chosen_rows()?.map_or(fetched, |rows| rows as f64 / steps as f64);
         progress.inc(1);
         let config = &runner.model.config;
@@ -126,7 +126,7 @@ pub(super) fn score(
     Ok(measured)
 }
 
-/// How many of a task's questions methods answer, by index.
+/// The number of a task's questions that each method answers, by index.
 pub(super) fn find(
     runner: &Runner<'_>,
     models: &mut Models<'_>,

@@ -20,21 +20,21 @@ pub struct Runner<'a> {
     models: Option<super::gpu::Models<'a>>,
 }
 
-/// What one method did with a text.
+/// Scores of one method on a text.
 pub(super) struct Measured {
     pub scores: TextScores,
-    pub tokens: usize, // that the cache has held in the end
+    pub tokens: usize, // in the cache at the end
     pub footprint: Footprint,
     pub fetched: FetchedPerStep,
 }
 
 impl<'a> Runner<'a> {
-    /// A runner of methods that fit the model. `rope` is as long as the longest run, and the profile has what
-    /// the methods need.
+    /// A runner of methods that fit the model. `rope` covers the longest run, and the profile has the entries
+    /// that the methods need.
     ///
     /// # Errors
-    /// [`Error::Argument`](crate::Error::Argument) for a method that the GPU does not take where it is to
-    /// take all, and for one with a setting that has no effect where it runs.
+    /// [`Error::Argument`](crate::Error::Argument) for a method that the GPU does not support if all must run
+    /// on it, and for a setting without effect on the method's device.
     pub fn new(
         model: &'a Arc<Model>,
         rope: Arc<Rope>,
@@ -62,7 +62,7 @@ impl<'a> Runner<'a> {
         })
     }
 
-    /// A row for every method: `decoded` after the prompt, relative to the dense cache at the same place.
+    /// A row for every method: `decoded` after the prompt, relative to the dense cache on the same device.
     ///
     /// # Errors
     /// What running returns.
@@ -80,7 +80,7 @@ impl<'a> Runner<'a> {
         Ok(rows.into_iter().map(row).collect())
     }
 
-    /// How many of a task's questions every method answers.
+    /// The number of a task's questions that each method answers.
     ///
     /// # Errors
     /// What running returns.
@@ -100,7 +100,7 @@ impl<'a> Runner<'a> {
         &self.methods[index]
     }
 
-    /// The methods that run at a place.
+    /// The methods that run on a device.
     fn at(&self, place: Place) -> Vec<usize> {
         (0..self.methods.len()).filter(|&index| self.places[index] == place).collect()
     }

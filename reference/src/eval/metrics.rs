@@ -1,6 +1,6 @@
 //! Metrics of logits. Everything is summed in `f64`.
 
-/// Logarithms of the probabilities that logits stand for.
+/// Log-softmax of logits.
 ///
 /// # Examples
 /// ```
@@ -31,7 +31,7 @@ pub struct Divergence {
 }
 
 impl Divergence {
-    /// Adds a position: the logits under test, the reference's, and the token that came.
+    /// Adds a position: the logits under test, the reference's, and the true next token.
     ///
     /// # Panics
     /// When `next` is outside the logits.

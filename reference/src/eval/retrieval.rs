@@ -4,10 +4,10 @@ use crate::model::Tokenizer;
 use crate::rng::Rng;
 use crate::{Error, Result};
 
-/// A question over a prompt: the tokens that ask, and those that must follow.
+/// A question about a prompt: its tokens, and those of the expected answer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Question {
-    /// Ends where the answer begins.
+    /// The question, up to the start of the answer.
     pub ask: Vec<u32>,
     /// The exact answer.
     pub answer: Vec<u32>,
@@ -22,15 +22,15 @@ pub struct RetrievalTask {
     pub questions: Vec<Question>,
 }
 
-/// Words of a vocabulary that make names enough.
+/// Minimum number of vocabulary words to draw names from.
 const FEWEST_WORDS: usize = 100;
 
 /// Why there is no [`TaskMaker`].
 pub const NO_WORDS: &str =
     "the vocabulary has too few plain words for retrieval tasks: their columns stay empty";
 
-/// Makes tasks in the formats that the shipped model was trained on; an instruction-tuned model with ChatML
-/// markers gets the needle question as a chat.
+/// Generates tasks in the formats that the shipped model was trained on; an instruction-tuned model with
+/// ChatML markers gets the needle question as a chat.
 pub struct TaskMaker<'a> {
     tokenizer: &'a Tokenizer,
     words: Vec<u32>,
@@ -39,8 +39,8 @@ pub struct TaskMaker<'a> {
 }
 
 impl<'a> TaskMaker<'a> {
-    /// A source of tasks; the same seed makes the same ones. None when the vocabulary has no plain words to
-    /// make names of.
+    /// A task generator; equal seeds give equal tasks. `None` when the vocabulary lacks plain words for
+    /// names.
     #[must_use]
     pub fn new(tokenizer: &'a Tokenizer, seed: u64) -> Option<Self> {
         let words = tokenizer.words();
@@ -48,8 +48,8 @@ impl<'a> TaskMaker<'a> {
         (words.len() >= FEWEST_WORDS).then_some(Self { tokenizer, words, chat, rng: Rng(seed) })
     }
 
-    /// `n` pass keys in a haystack of text, `length` tokens in all. They lie at random depths, or one after
-    /// the other from `depth` (0 start, 1 end) on.
+    /// `n` pass keys in a haystack of text, `length` tokens in all. They lie at random depths, or
+    /// consecutively from `depth` (0 start, 1 end) on.
     ///
     /// # Errors
     /// [`Error::Argument`] when the text is too short or `length` too small for the needles.
@@ -79,8 +79,8 @@ impl<'a> TaskMaker<'a> {
         self.hide(opening, text, length, facts, depth)
     }
 
-    /// `n` lines of a name and four digits in one block at `depth` (0 start, 1 end) of the text; each is
-    /// asked for by its name on a line of its own.
+    /// `n` lines of a name and four digits in one block at `depth` (0 start, 1 end) of the text; each
+    /// question is a line with the name.
     ///
     /// # Errors
     /// As [`Self::needle`].
@@ -102,7 +102,7 @@ impl<'a> TaskMaker<'a> {
         Ok(RetrievalTask { prompt: [before, &block, after, &newline].concat(), questions })
     }
 
-    /// Refuses more facts than the prompt has tokens before any is made.
+    /// Rejects more facts than prompt tokens before any is generated.
     fn check_count(&self, n: usize, length: usize) -> Result<()> {
         if n > length {
             return Err(Error::Argument(format!("a prompt of {length} tokens has no room for {n} facts")));
@@ -149,7 +149,7 @@ impl<'a> TaskMaker<'a> {
         self.tokenizer.encode_piece(&text)
     }
 
-    /// Pieces are tokenized on their own, as in the shipped model's training.
+    /// Pieces are tokenized separately, as in the shipped model's training.
     fn join(&self, pieces: &[&dyn Piece]) -> Result<Vec<u32>> {
         let mut tokens = vec![];
         for piece in pieces {
@@ -165,7 +165,7 @@ fn too_small(length: usize, facts: usize, text: usize) -> Error {
     ))
 }
 
-/// A text or tokens already.
+/// A text, or tokens.
 trait Piece {
     fn tokens(&self, tokenizer: &Tokenizer) -> Result<Vec<u32>>;
 }

@@ -13,13 +13,11 @@ use crate::model::{Model, Rope};
 use crate::ops::argmax;
 use crate::{Error, Profile, Result};
 
-/// A prompt that has been run once: all layers' keys (before RoPE) and values. Any cache can be filled from
-/// it.
+/// The activations of a prompt: all layers' keys (before RoPE) and values. Any cache can be filled from it.
 pub struct Prompt {
     // The last queries, rotated (WATCHED, n_heads * head_dim); keys and values (n, n_kv_heads * head_dim).
     layers: Vec<[Vec<f32>; 3]>,
-    /// Logits (vocab_size,) of what follows the prompt; prefill is exact, so they are the same for every
-    /// cache.
+    /// Logits (vocab_size,) after the prompt; prefill is exact, so they are the same for every cache.
     pub logits: Vec<f32>,
 }
 
@@ -27,7 +25,7 @@ impl Prompt {
     /// Runs the prompt.
     ///
     /// # Errors
-    /// What [`prefill`] returns.
+    /// Errors of [`prefill`].
     pub fn run(model: &Model, rope: &Rope, tokens: &[u32]) -> Result<Self> {
         let mut layers = vec![];
         let hidden = prefill(model, rope, tokens, &mut |l, activations| {
@@ -44,7 +42,7 @@ impl Prompt {
     /// Fills an empty cache.
     ///
     /// # Errors
-    /// What the cache returns.
+    /// Errors of the cache.
     pub fn fill(&self, cache: &mut dyn KvCache) -> Result<()> {
         self.layers.iter().enumerate().try_for_each(|(l, [queries, k, v])| {
             cache.watch(l, queries);
@@ -53,26 +51,26 @@ impl Prompt {
     }
 }
 
-/// A prompt as tokens with the plain model's run of it: what caches of all methods are filled from.
+/// A prompt's tokens and its activations in the original model, from which caches of all methods are filled.
 pub struct SharedPrompt {
     tokens: Vec<u32>,
     run: Prompt,
 }
 
 impl SharedPrompt {
-    /// Runs the prompt on the plain model.
+    /// Runs the prompt on the original model.
     ///
     /// # Errors
-    /// What [`prefill`] returns.
+    /// Errors of [`prefill`].
     pub fn run(model: &Model, rope: &Rope, tokens: &[u32]) -> Result<Self> {
         Ok(Self { tokens: tokens.to_vec(), run: Prompt::run(model, rope, tokens)? })
     }
 
-    /// A cache of `method` that holds the prompt. A method that folds weights makes values of its own, so its
+    /// A cache of `method` that holds the prompt. A method that folds weights changes the values, so its
     /// model runs the prompt again.
     ///
     /// # Errors
-    /// What preparing, running and filling return.
+    /// Errors of preparing, running and filling.
     pub fn fill(
         &self,
         method: &Method,
@@ -101,11 +99,11 @@ pub struct TextScores {
     pub ms_per_token: f64,
 }
 
-/// Feeds `tokens` one by one and scores the prediction of each next one, against `reference` logits or,
-/// without any, against itself. The last token is only predicted.
+/// Teacher-forces `tokens` one by one and scores each prediction against `reference` logits or, without any,
+/// against itself. The last token is only predicted.
 ///
 /// # Errors
-/// What the decoder returns.
+/// Errors of the decoder.
 pub fn score_text(
     decoder: &mut Decoder,
     cache: &mut dyn KvCache,
@@ -128,11 +126,11 @@ pub fn score_text(
     Ok(TextScores { divergence, logits: all, ms_per_token: 1000.0 * seconds / steps as f64 })
 }
 
-/// Perplexity of exact attention over non-overlapping windows of `length` tokens, the first `windows` of the
-/// text, every prediction inside a window scored: the usual perplexity of published tables.
+/// Perplexity of exact attention over the first `windows` non-overlapping windows of `length` tokens, with
+/// every prediction inside a window scored, as in published tables.
 ///
 /// # Errors
-/// [`Error::Argument`] for a text shorter than one window of two tokens; what [`prefill`] returns.
+/// [`Error::Argument`] for a text shorter than one window of two tokens; errors of [`prefill`].
 pub fn window_perplexity(
     model: &Model,
     rope: &Rope,
@@ -140,7 +138,7 @@ pub fn window_perplexity(
     length: usize,
     windows: usize,
 ) -> Result<f64> {
-    const ROWS: usize = 256; // whose logits are held at once
+    const ROWS: usize = 256; // rows of logits held at a time
     if length < 2 || tokens.len() < length || windows == 0 {
         let n = tokens.len();
         return Err(Error::Argument(format!("no window of {length} tokens, at least 2, in a text of {n}")));
@@ -162,11 +160,11 @@ pub fn window_perplexity(
     Ok((nll / n as f64).exp())
 }
 
-/// How many questions the cache, filled with the task's prompt, answers exactly, each from a copy of its own.
-/// What all of them begin with is run once.
+/// The number of questions that the cache, filled with the task's prompt, answers exactly, each from its own
+/// clone. The common prefix of the questions is run once.
 ///
 /// # Errors
-/// What the decoder returns.
+/// Errors of the decoder.
 pub fn answer_questions(decoder: &mut Decoder, cache: &dyn KvCache, task: &RetrievalTask) -> Result<usize> {
     let Some((first, rest)) = task.questions.split_first() else { return Ok(0) };
     let common = |a: &[u32], b: &[u32]| a.iter().zip(b).take_while(|(a, b)| a == b).count();

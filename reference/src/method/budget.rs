@@ -1,4 +1,4 @@
-//! How many tokens a method retrieves for a step.
+//! How many tokens a method retrieves per step.
 
 use super::settings::Settings;
 use crate::Result;
@@ -6,16 +6,16 @@ use crate::Result;
 /// The tokens that a step retrieves.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum Budget {
-    /// A fraction of all tokens, of which sinks and window are a share.
+    /// A fraction of all tokens, sinks and window included.
     Ratio(f64),
-    /// A fraction of the tokens besides sinks and window, of which they are none.
+    /// A fraction of the tokens outside sinks and window.
     Share(f64),
-    /// A number of tokens besides sinks and window.
+    /// A number of tokens outside sinks and window.
     Tokens(usize),
 }
 
 impl Budget {
-    /// Takes the setting `tokens`, or `ratio` where that is not given.
+    /// Takes the setting `tokens`, or `ratio` if it is not given.
     pub(super) fn take(s: &mut Settings<'_>) -> Result<Self> {
         Ok(match s.is_first(["tokens", "ratio"])? {
             true => Self::Tokens(s.some_tokens("tokens", 1)?),
@@ -23,7 +23,8 @@ impl Budget {
         })
     }
 
-    /// Tokens to retrieve of `n`, with `reserved` tokens in sinks and window. A ratio gives at least one of any.
+    /// Tokens to retrieve of `n`, with `reserved` tokens in sinks and window. A ratio gives at least one if
+    /// there are any.
     pub fn k(self, n: usize, reserved: usize) -> usize {
         let k = match self {
             Self::Ratio(ratio) => {

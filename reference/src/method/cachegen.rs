@@ -43,26 +43,26 @@ struct CacheGen {
     coder: Coder,
 }
 
-/// Which elements are quantized, and their step sizes.
+/// The quantized elements and their step sizes.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Mode {
-    /// Coefficients of the query-metric KLT, values of `W_O`'s; steps so that both together take `bits` a
-    /// value, values `offset` more than keys, within half and twice of them.
+    /// Coefficients of the query-metric KLT (for values, in the metric of `W_O`), with steps such that both
+    /// sides take `bits` per element on average, values `offset` more than keys, within a factor of two.
     Transform { bits: f32, offset: f32 },
-    /// Channels, bins in deviations.
+    /// Channels, with bins in standard deviations.
     Channels { k: f32, v: f32 },
-    /// Channels, one step for all of a layer: this fraction of the root of their mean variance.
+    /// Channels, with one step per layer: this fraction of the root of their mean variance.
     Common { k: f32, v: f32 },
     /// As in the paper: anchors, bins that grow by layer third, a range coder.
     Paper { k: f32, v: f32 },
-    /// As LMCache does: bins of each token's largest magnitude, more of them in the first layers.
+    /// As in LMCache: bins relative to each token's largest magnitude, more of them in the first layers.
     LmCache { bins: u8 },
 }
 
 /// How keys and values are predicted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Prediction {
-    /// By what measures best on the sample.
+    /// Whichever measures best on the sample.
     Best,
     None,
     Mean,
@@ -274,14 +274,14 @@ impl Kind for CacheGen {
     }
 }
 
-/// What the planes belong to. The file names the model by its hash.
+/// The model that the planes belong to, identified by its hash in the file.
 const fn model_info(config: &Config) -> ModelInfo {
     let &Config { n_layers: layers, n_kv_heads: heads, head_dim, .. } = config;
     ModelInfo { model_id: 0, layers, heads, head_dim, keys_rotated: false }
 }
 
-/// The root of the mean variance of the channels; positive also of rows that do not vary, such as a pruned
-/// head's, since a step is made of it.
+/// The root of the mean variance of the channels. It is positive even for constant rows, such as a pruned
+/// head's, since the step derives from it.
 fn deviation(rows: &[f32], channels: usize) -> f32 {
     let mean = mean_row(rows, channels);
     let squares: f64 = rows

@@ -1,4 +1,4 @@
-//! How long clustering takes next to a layer's prefill on this machine, and how many iterations follow.
+//! The time of clustering relative to a layer's prefill on this machine, and the iterations that fit into it.
 
 use std::collections::BTreeSet;
 use std::fmt::Display;
@@ -15,7 +15,7 @@ use crate::forward::{Activations, prefill};
 use crate::model::{Model, Rope};
 use crate::{Error, Result, files};
 
-/// The times of PQCache's prefill on one machine, for one model and quantizer, as a file keeps them.
+/// The times of PQCache's prefill on one machine, for one model and quantizer, as stored in a file.
 ///
 /// # Source
 /// PQCache (arXiv 2407.12820), 3.3 and figure 7.
@@ -23,13 +23,13 @@ use crate::{Error, Result, files};
 pub struct ClusteringProfile {
     /// The model's name.
     pub model: String,
-    /// Threads that computed.
+    /// Number of threads.
     pub threads: usize,
-    /// Components of a head, subspaces, bits of a code.
+    /// Components of a head, subspaces, bits per code.
     pub code: [usize; 3],
-    /// Key/value heads of a layer.
+    /// KV heads of a layer.
     pub n_kv_heads: usize,
-    /// What was measured.
+    /// The measurements.
     pub times: Vec<PrefillTimes>,
     /// Seconds of an iteration over all heads of a layer: `c[0] + c[1] * n`, fitted.
     pub iteration: [f64; 2],
@@ -48,17 +48,17 @@ pub struct PrefillTimes {
     pub offload: f64,
     /// An iteration of k-means over all heads of a layer.
     pub iteration: f64,
-    /// A layer's prefill with [`ITERATIONS`] iterations after its keys are known and before the next layer.
+    /// A layer's prefill with [`ITERATIONS`] iterations between its keys and the next layer.
     pub in_turn: f64,
-    /// The same with the iterations next to the following layers, on the same threads.
+    /// The same with the iterations overlapping the following layers, on the same threads.
     pub overlapped: f64,
 }
 
-/// Iterations that are timed at once.
+/// Iterations per timing.
 pub const ITERATIONS: usize = 4;
-/// Runs of which the fastest counts.
+/// Number of runs; the fastest counts.
 const RUNS: usize = 2;
-/// Most iterations that follow from a profile; the error hardly falls after them.
+/// Maximum iterations from a profile; the error hardly falls after them.
 const MOST: usize = 25;
 
 impl ClusteringProfile {
@@ -66,7 +66,7 @@ impl ClusteringProfile {
     ///
     /// # Errors
     /// [`Error::Argument`] for fewer than three different lengths, and for a text or a model that is too
-    /// short; errors of [`prefill`] and of the folder; of `pq-core` for lengths that are too near for a fit.
+    /// short; errors of [`prefill`] and of the folder; of `pq-core` for lengths that are too close for a fit.
     pub fn measure(
         model: &Model,
         tokens: &[u32],
@@ -106,7 +106,7 @@ impl ClusteringProfile {
     /// Reads a file that holds a profile as JSON.
     ///
     /// # Errors
-    /// What [`files::read`] returns, and [`Error::File`] for what is no profile.
+    /// Errors of [`files::read`], and [`Error::File`] if it is not a profile.
     pub fn load(path: &Path) -> Result<Self> {
         serde_json::from_slice(&files::read(path)?).map_err(|e| Error::file(path, e))
     }
@@ -122,7 +122,7 @@ const fn code(shape: PqShape) -> [usize; 3] {
     [shape.dim(), shape.m(), shape.nbits() as usize]
 }
 
-/// Iterations of a training: a count, or what a profile in a file says.
+/// Training iterations: a count, or derived from a profile in a file.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum Iterations {
     Count(usize),
@@ -130,7 +130,7 @@ pub(crate) enum Iterations {
 }
 
 impl Iterations {
-    /// The file of the CPU's profile.
+    /// The file with the CPU's profile.
     pub fn file(&self) -> Option<&Path> {
         match self {
             Self::Count(_) => None,
@@ -157,7 +157,7 @@ impl Iterations {
     }
 }
 
-/// [`Iterations`] that have been read.
+/// [`Iterations`] after reading the profile.
 #[derive(Clone, Copy)]
 pub(crate) enum Resolved {
     Count(usize),
@@ -173,7 +173,7 @@ impl Resolved {
         }
     }
 
-    /// Iterations for codebooks of `n` keys, one of `step` tokens of a prompt.
+    /// Iterations for codebooks of `n` keys, one per `step` tokens of a prompt.
     #[cfg(feature = "cuda")]
     pub fn of_keys(self, n: usize, step: usize) -> usize {
         match self {
@@ -278,7 +278,7 @@ impl Bench<'_> {
     }
 }
 
-/// Seconds of the fastest of [`RUNS`].
+/// Seconds of the fastest of [`RUNS`] runs.
 fn fastest(mut run: impl FnMut() -> Result<()>) -> Result<f64> {
     let mut best = f64::INFINITY;
     for _ in 0..RUNS {
@@ -314,7 +314,7 @@ mod tests {
         let path = folder.path().join("cost.json");
         let mut profile = profile();
         assert!(profile.times.iter().all(|at| at.layer > 0.0 && at.iteration > 0.0 && at.offload > 0.0));
-        // A layer of 1 us a token and 1 ns a squared token; iterations of a microsecond a token.
+        // A layer of 1 us per token and 1 ns per squared token; iterations of 1 us per token.
         (profile.iteration, profile.layer) = ([0.0, 1e-6], [0.0, 1e-6, 1e-9]);
         files::write_atomically(&path, &serde_json::to_vec(&profile).unwrap()).unwrap();
         let (shape, geometry) =

@@ -1,10 +1,10 @@
-//! A head whose keys and values are cut to lower ranks.
+//! A head with keys and values truncated to lower ranks.
 
 use svd_core::{MapBuf, Rows, RowsMut};
 
 use crate::Result;
 
-/// How one head is cut: its keys are projected, its values arrive rotated and lose their last components.
+/// The truncation of one head: keys are projected; values are already rotated and lose their last components.
 #[derive(Debug)]
 pub(crate) struct HeadCut {
     pub keys: MapBuf,    // (head_dim, key rank)
@@ -22,8 +22,8 @@ impl HeadCut {
         project(&self.keys, rows)
     }
 
-    /// Projects keys (n, head_dim) and takes them back to `head_dim` components: rows that have the products
-    /// with all queries that the projected ones have.
+    /// Projects keys (n, head_dim) and reconstructs `head_dim` components: rows whose inner products with all
+    /// queries equal those of the projected keys.
     pub fn reconstruct_keys(&self, rows: &[f32]) -> Result<Vec<f32>> {
         let mut out = vec![0.0; rows.len()];
         self.queries.view().reconstruct_into(&self.project_keys(rows)?, &mut out)?;
@@ -35,7 +35,7 @@ impl HeadCut {
         project(&self.queries, rows)
     }
 
-    /// Cuts values (n, head_dim).
+    /// Truncates values (n, head_dim).
     pub fn cut_values(&self, rows: &[f32]) -> Vec<f32> {
         let dim = self.keys.view().dim();
         rows.chunks_exact(dim).flat_map(|row| &row[..self.value_rank]).copied().collect()

@@ -1,4 +1,4 @@
-//! Every element exact: what all others are compared with.
+//! Every element exact: the baseline of all comparisons.
 
 use std::sync::Arc;
 
@@ -19,7 +19,7 @@ pub(super) const DENSE: Entry = Entry {
     },
 };
 
-/// Tokens that attention on a device takes at once, from one page.
+/// Tokens per tile of attention on a device; a tile lies in one page.
 const TILE: usize = 16;
 
 #[derive(Debug)]

@@ -1,9 +1,9 @@
-//! Hybrid attention: coarse PQ codes of every token, and the exact rows of the few that hold most of the
-//! weight, in one softmax.
+//! Hybrid attention: one softmax over coarse PQ codes of all tokens, with exact rows for the few tokens of
+//! largest weight.
 //!
 //! Codes and their training are those of `pqklt`. The exact rows are offloaded; [`Fetched`] counts those that
-//! a step reads. `retroinfer` estimates what it does not fetch by the centroids of clusters of tokens; here
-//! product codes do, which also select.
+//! a step reads. `retroinfer` approximates unfetched tokens by cluster centroids; this method uses product
+//! codes, which also select the rows.
 
 #[cfg(feature = "cuda")]
 mod device;
@@ -60,7 +60,7 @@ pub(super) const HYBRID: Entry = Entry {
     },
 };
 
-/// How many rows a step reads.
+/// How many rows a decode step reads.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Rows {
     Share(f32),
@@ -93,7 +93,7 @@ struct HybridKind {
     codes: PqKlt,
     rows: Rows,
     bound: f32,
-    most: f64, // part of the tokens
+    most: f64, // fraction of the tokens
     offload: OffloadSettings,
     home: Home,
 }
@@ -157,7 +157,7 @@ impl Kind for HybridKind {
     }
 }
 
-/// Codes of all tokens, and their exact rows.
+/// The codes of all tokens, and their exact rows.
 #[derive(Clone)]
 struct HybridStore {
     geometry: Geometry,
@@ -170,8 +170,8 @@ struct HybridStore {
 }
 
 impl HybridStore {
-    /// Attends to the codes of all tokens from `first` on but the selected ones, which it returns. `others`
-    /// (group,) are the statistics of sinks and window.
+    /// Attends to the codes of all tokens from `first` on except the selected ones, which it returns.
+    /// `others` (group,) are the statistics of sinks and window.
     fn attend_to_rest(
         &self,
         step: &CodedStep<'_>,

@@ -1,4 +1,4 @@
-//! The interface between the registry and a method: how its settings are read, and what they make.
+//! The interface between the registry and a method: parsing its settings and building its stores.
 
 use std::fmt::Debug;
 use std::sync::Arc;
@@ -28,14 +28,14 @@ use crate::model::{Config, Model, Rope};
 use crate::side::Pair;
 use crate::{Profile, Result};
 
-/// Everything random in the methods starts from it.
+/// Seed of all random choices in the methods.
 pub(super) const SEED: u64 = 0x6b76;
 
-/// A line of the registry.
+/// An entry of the registry.
 pub(super) struct Entry {
-    /// The names it answers to.
+    /// Its names.
     pub names: &'static [&'static str],
-    /// Its lines of the help text, each with its newline.
+    /// Its lines of the help text, each with a newline.
     pub help: &'static str,
     /// Takes its settings.
     pub parse: fn(&mut Settings<'_>) -> Result<Arc<dyn Kind>>,
@@ -43,18 +43,17 @@ pub(super) struct Entry {
 
 /// A method with its own settings.
 pub(super) trait Kind: Debug + Send + Sync {
-    /// Tokens that leave the window at once, unless the user says otherwise.
+    /// Default number of tokens that leave the window at a time.
     fn batch(&self) -> usize {
         1
     }
 
-    /// The element type of a method that keeps every token exact, in its store: it has neither sinks nor
-    /// window.
+    /// The element type of a method that keeps every token exact in its store, without sinks or window.
     fn dense(&self) -> Option<ElementType> {
         None
     }
 
-    /// Refuses a model that the settings do not fit.
+    /// Rejects a model that the settings do not fit.
     fn check(&self, _config: &Config) -> Result<()> {
         Ok(())
     }
@@ -69,12 +68,12 @@ pub(super) trait Kind: Debug + Send + Sync {
         false
     }
 
-    /// A setting that is given and has an effect on a device only.
+    /// A setting that was given but only affects a device.
     fn device_setting(&self) -> Option<&'static str> {
         None
     }
 
-    /// Refuses files that are needed on the CPU and cannot be read.
+    /// Rejects files that the CPU needs and that cannot be read.
     fn check_on_cpu(&self) -> Result<()> {
         Ok(())
     }
@@ -98,21 +97,20 @@ pub(super) trait Kind: Debug + Send + Sync {
         Ok(None)
     }
 
-    /// The model that a device runs, if it is another one: that of [`Self::fold`], unless more is folded
-    /// there.
+    /// The model for a device, if it differs: that of [`Self::fold`], unless more is folded there.
     #[cfg(feature = "cuda")]
     fn device_fold(&self, model: &Model, profile: &Profile) -> Result<Option<Model>> {
         self.fold(model, profile)
     }
 
-    /// The codes of a method whose attention on codes a device has.
+    /// The codes, for a method whose attention on codes runs on a device.
     #[cfg(feature = "cuda")]
     fn device_codes(&self, _geometry: Geometry) -> Option<Result<DeviceCodes>> {
         None
     }
 
-    /// The codebooks of layer `l`, one pair per kv head, for a method with [`Self::device_codes`] of rows as
-    /// they are.
+    /// The codebooks of layer `l`, one pair per KV head, for a method with [`Self::device_codes`] of
+    /// untransformed rows.
     #[cfg(feature = "cuda")]
     fn codebooks(
         &self,
@@ -128,13 +126,13 @@ pub(super) trait Kind: Debug + Send + Sync {
         None
     }
 
-    /// What a device needs of a method that attends to the tokens that codes of keys choose.
+    /// The device plan of a method that retrieves tokens by codes of their keys.
     #[cfg(feature = "cuda")]
     fn device_retrieval(&self, _geometry: Geometry) -> Option<Result<Retrieval>> {
         None
     }
 
-    /// The codebooks of the keys of layer `l`, one per kv head, for a method with [`Self::device_retrieval`].
+    /// The codebooks of the keys of layer `l`, one per KV head, for a method with [`Self::device_retrieval`].
     #[cfg(feature = "cuda")]
     fn key_codebooks(
         &self,
@@ -145,13 +143,13 @@ pub(super) trait Kind: Debug + Send + Sync {
         None
     }
 
-    /// What a device needs of a method that attends to codes and to the exact rows of the best tokens.
+    /// The device plan of a method with hybrid attention over codes and exact rows.
     #[cfg(feature = "cuda")]
     fn device_hybrid(&self, _geometry: Geometry) -> Option<Result<HybridPlan>> {
         None
     }
 
-    /// The codes of every layer and head, for a method of which a device has codes of transformed rows.
+    /// The codes of every layer and head, for a method with codes of transformed rows on a device.
     #[cfg(feature = "cuda")]
     fn transformed_heads(
         &self,
@@ -161,28 +159,27 @@ pub(super) trait Kind: Debug + Send + Sync {
         None
     }
 
-    /// The pages in which a device keeps a method's tokens; none where each sequence has memory for its
-    /// longest.
+    /// The pages of the method's tokens on a device; `None` if each sequence has memory for its maximum
+    /// length.
     #[cfg(feature = "cuda")]
     fn device_pages(&self) -> Option<PagedMemory> {
         None
     }
 
-    /// Whether it is what a device has of uniform codes: 4 bits of keys by channel over 64 tokens, and of
-    /// values by token over 64 channels.
+    /// Whether these are the uniform codes that a device supports: 4-bit keys per channel over 64 tokens, and
+    /// 4-bit values per token over 64 channels.
     #[cfg(feature = "cuda")]
     fn is_device_int4(&self) -> bool {
         false
     }
 
-    /// What a device needs of a method whose store is a bitstream.
+    /// The device plan of a method whose store is a bitstream.
     #[cfg(feature = "cuda")]
     fn device_bitstream(&self) -> Option<Result<Bitstream>> {
         None
     }
 
-    /// What a device needs of a method that attends to rows of reduced rank: of all tokens, and without
-    /// codes.
+    /// The device plan of a method that attends to all tokens at reduced rank, without codes.
     #[cfg(feature = "cuda")]
     fn device_cuts(&self) -> Option<DeviceCuts> {
         None
@@ -194,8 +191,8 @@ pub(super) trait Kind: Debug + Send + Sync {
         None
     }
 
-    /// How coarse the steps of keys and of values are, for a method whose store is a bitstream: numbers that
-    /// compare with those of methods whose steps have the same name.
+    /// The relative step sizes of keys and values, for a method whose store is a bitstream, comparable
+    /// between methods with the same name of steps.
     fn coarseness(&self) -> Option<(&'static str, Pair<f32>)> {
         None
     }
@@ -211,11 +208,11 @@ pub(super) trait Kind: Debug + Send + Sync {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct DeviceCodes {
     pub quantizers: Pair<PqShape>,
-    /// How, for rows that are transformed ([`Kind::transformed_heads`]).
+    /// The form of transformed rows ([`Kind::transformed_heads`]).
     pub transformed: Option<RowForm>,
 }
 
-/// Rows that pass through a bitstream.
+/// Rows stored as a bitstream.
 #[cfg(feature = "cuda")]
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Bitstream {
@@ -229,40 +226,40 @@ pub(crate) struct Bitstream {
 #[cfg(feature = "cuda")]
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct DeviceCuts {
-    /// Parts of the dimensions that stay.
+    /// Fractions of the dimensions to keep.
     pub fractions: Pair<f64>,
-    /// Whether the tokens of a prompt attend to cut rows, too.
+    /// Whether prompt tokens also attend to truncated rows.
     pub cuts_prompts: bool,
 }
 
-/// A head whose rows are cut: in the basis of the maps, and of values in that which weights are folded to,
-/// the first components up to the rank stay.
+/// A head with truncated rows: the first components, up to the rank, in the basis of the maps (keys) or of
+/// the folded weights (values).
 #[cfg(feature = "cuda")]
 pub(crate) struct CutHead {
     pub maps: HeadMaps,
     pub ranks: Pair<usize>,
 }
 
-/// Attention to the exact rows of tokens that codes of keys choose.
+/// Attention over exact rows retrieved by codes of their keys.
 #[cfg(feature = "cuda")]
 #[derive(Clone, Debug)]
 pub(crate) struct Retrieval {
     pub quantizer: PqShape,
     pub budget: Budget,
-    /// Iterations of codebooks that are trained on the prompt; else they are the profile's.
+    /// Iterations for codebooks trained on the prompt; `None` for the profile's codebooks.
     pub training: Option<Iterations>,
     pub home: RowHome,
-    /// Rows of a head that stay on the device, if a step chooses fewer.
+    /// Rows per head that stay resident on the device, if a step selects fewer.
     pub held: usize,
 }
 
-/// Where stores are built.
+/// The context in which stores are built.
 pub(super) struct Site<'a> {
     pub config: &'a Config,
     pub geometry: Geometry,
     pub model_rope: &'a Arc<Rope>,
     pub profile: &'a Profile,
-    pub exact: ElementType, // of rows that stay exact
+    pub exact: ElementType, // element type of exact rows
     pub reserved: usize,    // tokens in sinks and window
     pub exact_layers: &'a [usize],
 }
@@ -278,8 +275,7 @@ impl Site<'_> {
         DenseStore::new(self.exact, self.geometry, self.rope(l))
     }
 
-    /// A store for every layer: exact rows in the layers that are left uncompressed, `make(layer)` in the
-    /// others.
+    /// A store for every layer: exact rows in uncompressed layers, `make(layer)` in the others.
     pub fn layers<S: Store + 'static>(
         &self,
         mut make: impl FnMut(usize) -> Result<S>,

@@ -48,7 +48,7 @@ impl Million {
         format!("million/{code}/{}/{letter}/{l}/{head}/centroids", self.outliers)
     }
 
-    /// The codebooks of layer `l`, one pair per kv head.
+    /// The codebooks of layer `l`, one pair per KV head.
     fn trained(&self, profile: &Profile, geometry: Geometry, l: usize) -> Result<Vec<Pair<CodebookBuf>>> {
         let codebook = |side: Side, head: usize| -> Result<_> {
             let shape = self.codes[side].shape(geometry.head_dim)?;
@@ -142,7 +142,7 @@ impl Coded {
         Self { codes: CodesBuf::new(codebook.view().shape()), centre: vec![], outliers: vec![] }
     }
 
-    /// Appends rows (n, head_dim) of which `percent` of the elements are kept exact next to the codes.
+    /// Appends rows (n, head_dim), with `percent` of the elements kept exact next to the codes.
     fn append(&mut self, codebook: &CodebookBuf, mut rows: Vec<f32>, percent: usize) -> Result<()> {
         if percent > 0 {
             let dim = codebook.view().shape().dim();
@@ -163,7 +163,7 @@ impl Coded {
         self.outliers.retain(|x| (x.index as usize) < end);
     }
 
-    /// The rows that codes and outliers stand for.
+    /// Decodes codes and outliers to rows.
     fn decoded(&self, codebook: &CodebookBuf) -> Result<Vec<f32>> {
         let codes = self.codes.view();
         let mut rows = vec![0.0; codes.n() * codes.shape().dim()];
@@ -177,8 +177,7 @@ impl Coded {
     }
 }
 
-/// Replaces the `percent` of elements that are farthest from the centre of their channel by it, and lists
-/// them.
+/// Replaces the `percent` of elements farthest from their channel's centre by that centre, and returns them.
 fn take_outliers(rows: &mut [f32], centre: &[f32], percent: usize) -> Result<Vec<Outlier>> {
     let count = (rows.len() * percent).div_ceil(100);
     let (mut distances, mut indices) = (vec![0.0; rows.len()], vec![0; count]);
@@ -189,13 +188,13 @@ fn take_outliers(rows: &mut [f32], centre: &[f32], percent: usize) -> Result<Vec
 
 /// MILLION: keys (rotated) and values are product-quantized; attention runs on the codes.
 ///
-/// With outliers, which is the paper's study and not its method, rows are decoded and corrected instead.
+/// With outliers (the paper's ablation, not its method), rows are decoded and corrected instead.
 #[derive(Clone)]
 struct MillionStore {
     geometry: Geometry,
     rope: Arc<Rope>,
     codebooks: Arc<Vec<Pair<CodebookBuf>>>, // (n_kv_heads,), offline, shared by all sequences
-    outliers: usize,                        // percent of the elements that are kept exact
+    outliers: usize,                        // percent of the elements kept exact
     heads: Vec<Pair<Coded>>,
     len: usize,
 }

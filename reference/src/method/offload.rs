@@ -1,4 +1,4 @@
-//! The settings of methods whose exact rows may be on disk.
+//! Settings of methods that offload exact rows.
 
 use std::convert::Infallible;
 use std::fmt::Display;
@@ -12,7 +12,7 @@ use super::settings::{Settings, words};
 use crate::cache::{BlockRule, Offload, OffloadedRows, RowFormat};
 use crate::{Error, Result};
 
-/// The lines of a method's help.
+/// The settings' lines in a method's help.
 macro_rules! offload_help {
     () => {
         concat!(
@@ -25,29 +25,29 @@ macro_rules! offload_help {
 }
 pub(super) use offload_help;
 
-/// How offloaded rows are held, and where.
+/// Format and location of offloaded rows.
 #[derive(Clone, Debug)]
 pub(super) struct OffloadSettings {
     format: Format,
     offload: Option<Offload>,
-    held: Option<usize>, // rows of a head that stay on a device
+    held: Option<usize>, // rows per head resident on a device
 }
 
-/// Rows of a head that stay on a device unless the user says otherwise.
+/// Default rows per head resident on a device.
 #[cfg(feature = "cuda")]
 const DEFAULT_HELD: usize = 4096;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Format {
-    /// As sinks and window are.
+    /// The element type of sinks and window.
     Exact,
-    /// In 8 bits, with a scale for every 32 components.
+    /// 8 bits, with a scale per 32 components.
     Int8,
 }
 words!(Format, "exact" => Format::Exact, "int8" => Format::Int8);
 words!(Evict, "lfu" => Evict::LeastFrequentlyUsed, "lru" => Evict::LeastRecentlyUsed);
 
-/// Whose memory has the exact rows that a device reads.
+/// The memory that holds the exact rows for a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Home {
     Host,
@@ -55,13 +55,13 @@ pub(super) enum Home {
 }
 words!(Home, "host" => Home::Host, "device" => Home::Device);
 
-/// Where the exact rows are that a device reads, and how they are held there.
+/// Location and format of the exact rows for a device.
 #[cfg(feature = "cuda")]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum RowHome {
     Device,
     Host,
-    /// In 8 bits.
+    /// Host memory, 8 bits.
     HostInt8,
 }
 
@@ -71,7 +71,7 @@ enum Evict {
     LeastRecentlyUsed,
 }
 
-/// A folder; an empty path is none.
+/// A folder; the empty path is invalid.
 struct Folder(PathBuf);
 
 impl FromStr for Folder {
@@ -93,10 +93,10 @@ impl Display for Folder {
 }
 
 impl OffloadSettings {
-    /// Rows in memory, as they are.
+    /// Exact rows in memory.
     pub const NONE: Self = Self { format: Format::Exact, offload: None, held: None };
 
-    /// Takes the settings; those of a block cache exist where rows are in files.
+    /// Takes the settings; those of a block cache require rows in files.
     pub fn take(s: &mut Settings<'_>) -> Result<Self> {
         let format = s.common("offloaded", Format::Exact)?;
         let held = s.given_tokens("held")?;
@@ -117,7 +117,7 @@ impl OffloadSettings {
         Ok(Self { format, offload: Some(Offload { folder, blocks }), held })
     }
 
-    /// Checks that the folder takes files, before the work that fills them.
+    /// Checks that files can be created in the folder, before the long work.
     pub fn check(&self) -> Result<()> {
         let Some(Offload { folder, .. }) = &self.offload else { return Ok(()) };
         let refused = |e| {
@@ -126,18 +126,18 @@ impl OffloadSettings {
         tempfile::tempfile_in(folder).map(drop).map_err(refused)
     }
 
-    /// A setting that is given and has an effect on a device only.
+    /// A setting that was given but only affects a device.
     pub fn device_setting(&self) -> Option<&'static str> {
         self.held.map(|_| "held")
     }
 
-    /// Rows of a head that stay on a device, if a step chooses fewer.
+    /// Rows per head that stay resident on a device, if a step selects fewer.
     #[cfg(feature = "cuda")]
     pub fn held(&self) -> usize {
         self.held.unwrap_or(DEFAULT_HELD)
     }
 
-    /// Where a device finds the rows.
+    /// Location of the rows for a device.
     #[cfg(feature = "cuda")]
     pub fn home(&self, home: Home) -> Result<RowHome> {
         match (home, self.format) {
@@ -156,7 +156,7 @@ impl OffloadSettings {
         }
     }
 
-    /// The rows of one layer, none yet.
+    /// Empty storage for the rows of one layer.
     pub fn rows(&self, site: &Site<'_>) -> Result<OffloadedRows> {
         let format = match self.format {
             Format::Exact => RowFormat::Exact(site.exact),

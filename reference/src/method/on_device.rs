@@ -1,4 +1,4 @@
-//! What a device needs of a method: its element type, codes, maps and plans.
+//! The device's view of a method: its element type, codes, maps and plans.
 
 use pq_core::{CodebookBuf, Window};
 
@@ -15,13 +15,12 @@ impl Method {
         self.kind.dense().is_some()
     }
 
-    /// The pages in which a device keeps the tokens; none where each sequence has memory for its longest.
+    /// The pages of the tokens on a device; `None` if each sequence has memory for its maximum length.
     pub(crate) fn device_pages(&self) -> Option<PagedMemory> {
         self.kind.device_pages()
     }
 
-    /// The element type of the model and of exact rows on a device: that of the rows that the method keeps
-    /// exact.
+    /// The element type of the model and of exact rows on a device: that of the method's exact rows.
     ///
     /// # Errors
     /// [`Error::Argument`] for 32 bits.
@@ -41,13 +40,13 @@ impl Method {
         self.window
     }
 
-    /// The codes of a method that attends to them on a device; none for another one.
+    /// The codes of a method that attends to codes on a device, else `None`.
     pub(crate) fn device_codes(&self, config: &Config) -> Result<Option<DeviceCodes>> {
         let codes = self.kind.device_codes(Geometry::of(config)).filter(|_| self.exact_layers.is_empty());
         codes.transpose().map_err(|e| self.named(e))
     }
 
-    /// The codebooks of every layer and head of a method with [`Self::device_codes`] of rows as they are.
+    /// The codebooks of every layer and head of a method with [`Self::device_codes`] of untransformed rows.
     pub(crate) fn codebooks(
         &self,
         config: &Config,
@@ -57,12 +56,12 @@ impl Method {
         (0..config.n_layers).filter_map(codebooks).collect()
     }
 
-    /// Whether a device has it as uniform codes of 4 bits.
+    /// Whether a device supports it as uniform 4-bit codes.
     pub(crate) fn is_device_int4(&self) -> bool {
         self.kind.is_device_int4() && self.exact_layers.is_empty()
     }
 
-    /// What a device needs of a method whose store is a bitstream; none for another one.
+    /// The device plan of a method whose store is a bitstream, else `None`.
     ///
     /// # Errors
     /// [`Error::Argument`] for a bitstream that a device does not encode.
@@ -81,7 +80,7 @@ impl Method {
         (0..config.n_layers).map(layer).collect()
     }
 
-    /// What a device needs of a method that attends to rows of reduced rank; none for another one.
+    /// The device plan of a method that attends to rows of reduced rank, else `None`.
     pub(crate) fn device_cuts(&self) -> Option<DeviceCuts> {
         self.kind.device_cuts().filter(|_| self.exact_layers.is_empty())
     }
@@ -92,13 +91,13 @@ impl Method {
         self.kind.cut_heads(config, profile).unwrap_or_else(none).map_err(|e| self.named(e))
     }
 
-    /// What a device needs of hybrid attention; none for another method.
+    /// The device plan of hybrid attention; `None` for other methods.
     pub(crate) fn device_hybrid(&self, config: &Config) -> Result<Option<HybridPlan>> {
         let plan = self.kind.device_hybrid(Geometry::of(config)).filter(|_| self.exact_layers.is_empty());
         plan.transpose().map_err(|e| self.named(e))
     }
 
-    /// The codes of every layer and head of a method whose codes are of transformed rows.
+    /// The codes of every layer and head of a method with codes of transformed rows.
     pub(crate) fn transformed_heads(
         &self,
         config: &Config,
@@ -108,7 +107,7 @@ impl Method {
         self.kind.transformed_heads(config, profile).unwrap_or_else(none).map_err(|e| self.named(e))
     }
 
-    /// What a device needs of a method that retrieves exact rows by codes; none for another one.
+    /// The device plan of a method that retrieves exact rows by codes, else `None`.
     pub(crate) fn device_retrieval(&self, config: &Config) -> Result<Option<Retrieval>> {
         let retrieval = self.kind.device_retrieval(Geometry::of(config)).transpose()?;
         Ok(retrieval.filter(|_| self.exact_layers.is_empty()))

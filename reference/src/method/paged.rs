@@ -1,19 +1,19 @@
-//! Settings of a cache in pages, which a device has.
+//! Settings of a paged cache on a device.
 
 use super::settings::Settings;
 use crate::{Error, Result};
 
-/// Memory for the tokens of a batch, in pages.
+/// Paged memory for the tokens of a batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct PagedMemory {
-    /// Tokens of a page.
+    /// Tokens per page.
     pub page: usize,
-    /// Tokens of all sequences together; none for as many as they may have.
+    /// Tokens of all sequences together; `None` for the sum of their maximum lengths.
     pub pool: Option<usize>,
 }
 
 impl PagedMemory {
-    /// Reads `pages` and `pool`, of pages of a multiple of `step` tokens.
+    /// Reads `pages`, a multiple of `step` tokens, and `pool`.
     pub(super) fn take(s: &mut Settings<'_>, step: usize) -> Result<Option<Self>> {
         let (page, pool) = (s.tokens("pages", 0)?, s.tokens("pool", 0)?);
         let name = s.name;

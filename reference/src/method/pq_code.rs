@@ -11,7 +11,7 @@ use crate::model::Config;
 use crate::side::{Pair, Side};
 use crate::{Error, Result};
 
-/// Tokens of a tile of codes on a device, of which pages are made.
+/// Tokens per tile of codes on a device; a page consists of whole tiles.
 pub(super) const CODE_TILE: usize = 32;
 
 /// A product quantizer: `m` subspaces of `nbits` bits.
@@ -21,15 +21,15 @@ pub(super) struct PqCode {
     pub nbits: u32,
 }
 
-/// A product quantizer as it is written: `MxB`, or `B/D` for codes of `B` bits for every `D` components of a
-/// head.
+/// A product quantizer in the command line's notation: `MxB`, or `B/D` for codes of `B` bits per `D`
+/// components of a head.
 enum Written {
     Code(PqCode),
     Rate { nbits: u32, components: usize },
 }
 
 impl PqCode {
-    /// Takes a setting. The default is a code of `nbits` bits for every `components` components of a head.
+    /// Takes a setting. The default is a code of `nbits` bits per `components` components of a head.
     pub fn take(s: &mut Settings<'_>, key: &'static str, nbits: u32, components: usize) -> Result<Self> {
         let head_dim = s.head_dim;
         s.resolved(key, Written::Rate { nbits, components }, |written| match written {
@@ -55,7 +55,7 @@ impl PqCode {
         Ok(PqShape::new(head_dim, self.m, self.nbits)?)
     }
 
-    /// Refuses a model whose heads it, the setting `key`, does not fit.
+    /// Rejects a model whose heads this code, the setting `key`, does not fit.
     pub fn check(self, method: &str, key: impl Display, config: &Config) -> Result<()> {
         let checked = PqShape::new(config.head_dim, self.m, self.nbits);
         checked.map(drop).map_err(|e| Error::Argument(format!("method {method}: {key}={self}: {e}")))
@@ -63,7 +63,7 @@ impl PqCode {
 }
 
 impl Pair<PqCode> {
-    /// Refuses a model whose heads they do not fit.
+    /// Rejects a model whose heads the codes do not fit.
     pub fn check(self, method: &str, config: &Config) -> Result<()> {
         Side::ALL.into_iter().try_for_each(|side| self[side].check(method, side.letter(), config))
     }

@@ -49,12 +49,12 @@ words!(
 struct Fitted {
     rotation: Rotation,
     centroids: Vec<f32>,
-    residuals: Vec<f32>, // (n, head_dim), transformed: rows less what their codes stand for
+    residuals: Vec<f32>, // (n, head_dim): transformed rows minus their decoded codes
     spread: f64,         // sum of the squares of the transformed rows
 }
 
 impl Fitted {
-    /// Mean squared error of each component that a query is multiplied with: (head_dim,).
+    /// Mean squared error of each key component as the query sees it: (head_dim,).
     fn key_errors(&self, space: KeySpace, dim: usize) -> Result<Vec<f32>> {
         let n = (self.residuals.len() / dim) as f64;
         let mean_squares = |rows: &[f32]| -> Vec<f64> {
@@ -67,7 +67,7 @@ impl Fitted {
         Ok(single(&match space {
             KeySpace::RotatedMean | KeySpace::AfterRope => mean_squares(&self.residuals),
             KeySpace::BeforeRope => {
-                // Rotation to all positions spreads the error of a pair evenly over its components.
+                // Rotation over all positions spreads the error of a pair evenly over its components.
                 let mut rows = vec![0.0; self.residuals.len()];
                 self.rotation.dual_map(dim)?.view().reconstruct_into(&self.residuals, &mut rows)?;
                 let squares = mean_squares(&rows);
@@ -77,7 +77,7 @@ impl Fitted {
         }))
     }
 
-    /// The squared error over the square of the rows.
+    /// The squared error relative to the squared rows.
     fn relative_error(&self) -> f32 {
         let lost: f64 = self.residuals.iter().map(|&x| f64::from(x) * f64::from(x)).sum();
         if self.spread > 0.0 { (lost / self.spread) as f32 } else { 0.0 }
@@ -108,7 +108,7 @@ impl PqKlt {
         })
     }
 
-    /// Refuses a model whose heads the codes of `method` do not fit.
+    /// Rejects a model whose heads the codes of `method` do not fit.
     pub fn check_as(&self, method: &str, config: &Config) -> Result<()> {
         self.codes.check(method, config)
     }
@@ -120,8 +120,8 @@ impl PqKlt {
         format!("pqklt/{space}/{norms}/{iterations}/{code}/{letter}/{l}/{head}/{part}")
     }
 
-    /// The rotation that `covariance` and the metric give, centroids of the rotated rows, and the error of
-    /// these centroids.
+    /// Fits the rotation to `covariance` and the metric, and centroids to the rotated rows; also returns the
+    /// centroids' error.
     fn fit<S: svd_core::RopeSide>(
         &self,
         code: PqCode,
@@ -294,7 +294,7 @@ fn gram_of<S: svd_core::RopeSide>(rows: &[f32], dim: usize) -> Result<Gram<S>> {
     Ok(gram)
 }
 
-/// Takes the mean out of rows (n, dim) and returns it.
+/// Subtracts the mean from rows (n, dim) and returns it.
 fn take_mean(rows: &mut [f32], dim: usize) -> Vec<f32> {
     let mean = mean_row(rows, dim);
     HeadCode::subtract_mean(&mean, rows);

@@ -1,4 +1,4 @@
-//! The registry of methods, and how `name[:key=value]...` becomes one of them.
+//! The registry of methods, and the parser of `name[:key=value]...`.
 
 use std::str::FromStr;
 
@@ -36,7 +36,7 @@ const REGISTRY: &[Entry] = &[
 /// Every method with its settings and their defaults, for the help text.
 #[must_use]
 pub fn methods_help() -> String {
-    // The lines of the registry lose the indentation of their first one.
+    // Lines in the registry omit the indentation of the first line.
     let methods: String = REGISTRY.iter().map(|entry| format!("  {}", entry.help)).collect();
     format!(
         "A method is NAME[:KEY=VALUE]...; several are separated by commas.\n\n{methods}\n\
@@ -61,7 +61,7 @@ impl FromStr for Method {
     }
 }
 
-/// Components of the heads that defaults are shown for, where no model says how many it has.
+/// Head dimension for which defaults are shown without a model.
 const HEAD_DIM: usize = 128;
 
 impl Method {
@@ -77,7 +77,7 @@ impl Method {
         let kind = (entry.parse)(&mut s)?;
         let mut exact_layers = vec![];
         let (window, exact) = match kind.dense() {
-            // Rows pass through the window on their way to the store: both must hold them in the same type.
+            // Rows pass from the window to the store, so both must have the same element type.
             Some(element) => (Window { sinks: 0, recent: 0, batch: 1 }, element),
             None => {
                 let window = Window {

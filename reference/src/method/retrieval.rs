@@ -1,6 +1,6 @@
-//! Top-k attention: all tokens are scored cheaply, the best are attended to exactly. `oracle` scores by the
-//! exact product, `pqcache` by product-quantized keys; its exact rows are offloaded. On a device they are in
-//! host memory.
+//! Top-k attention: all tokens are scored cheaply, and the best ones are attended to exactly. `oracle` scores
+//! by the exact inner product, `pqcache` by product-quantized keys, with offloaded exact rows (on a GPU, in
+//! host memory).
 
 use std::path::Path;
 use std::sync::Arc;
@@ -63,7 +63,7 @@ struct TopK {
     offload: OffloadSettings,
 }
 
-/// The quantizer of keys, and how its codebooks are trained.
+/// The quantizer of keys, and the training of its codebooks.
 #[derive(Clone, Debug)]
 struct Quantizer {
     code: PqCode,
@@ -71,10 +71,10 @@ struct Quantizer {
     codebooks: Codebooks,
 }
 
-/// What codebooks are trained on.
+/// The training data of codebooks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Codebooks {
-    /// The first keys that arrive, that is the prompt's (PQCache 3.3).
+    /// The first keys appended, which are the prompt's (PQCache 3.3).
     Prompt,
     /// The profile's text.
     Profile,
@@ -91,7 +91,7 @@ impl Quantizer {
         self.iterations.resolve(self.code.shape(geometry.head_dim)?, geometry)
     }
 
-    /// The codebooks of layer `l`, one per kv head.
+    /// The codebooks of layer `l`, one per KV head.
     fn trained(&self, profile: &Profile, geometry: Geometry, l: usize) -> Result<Vec<CodebookBuf>> {
         let shape = self.code.shape(geometry.head_dim)?;
         let codebook = |head| {
@@ -122,7 +122,7 @@ impl Kind for TopK {
     fn check(&self, config: &Config) -> Result<()> {
         if let Some(quantizer) = &self.quantizer {
             quantizer.code.check("pqcache", "code", config)?;
-            // A device has a file of its own beside this one, which may be missing then.
+            // A device has its own file; this one may then be missing.
             if quantizer.iterations.file().is_none_or(Path::exists) {
                 quantizer.iterations(Geometry::of(config))?;
             }
@@ -148,7 +148,7 @@ impl Kind for TopK {
         self.quantizer.as_ref().is_some_and(|quantizer| quantizer.codebooks == Codebooks::Profile)
     }
 
-    /// Trains codebooks of keys for every head of every layer, where the profile's are used.
+    /// Trains key codebooks for every head of every layer, if the profile's are used.
     fn calibrate(&self, model: &Model, _: &Rope, samples: &Calibration, profile: &mut Profile) -> Result<()> {
         let Some(quantizer) = self.quantizer.as_ref().filter(|_| self.needs_profile()) else { return Ok(()) };
         let geometry = Geometry::of(&model.config);
@@ -204,13 +204,13 @@ impl Kind for TopK {
     }
 }
 
-/// Keys a centroid with which codebooks stay as they are.
+/// Keys per centroid at which codebooks are final.
 const ENOUGH: usize = 4;
 
-/// Keys of a head that a prompt's codebooks are trained on, at most: more gain nothing (`offload.md`).
+/// Maximum keys per head to train a prompt's codebooks on: more do not help (`offload.md`).
 const MOST_TRAINED: usize = 4096;
 
-/// Of so many keys of a prompt, one in this many trains its codebooks.
+/// The stride at which a prompt's keys are sampled for training.
 pub(crate) const fn training_step(keys: usize) -> usize {
     if keys == 0 { 1 } else { keys.div_ceil(MOST_TRAINED) }
 }
@@ -219,17 +219,17 @@ fn train_options(iterations: usize) -> TrainOptions<'static> {
     TrainOptions { iterations, seed: SEED, ..Default::default() }
 }
 
-/// How tokens are scored.
+/// How to score tokens.
 #[derive(Clone)]
 enum Scorer {
-    /// By the exact product: the upper bound for every top-k method.
+    /// By the exact inner product: the upper bound for every top-k method.
     Oracle,
     /// By product-quantized keys.
     Pq {
         shape: PqShape,
         iterations: Resolved,
         trained_on: usize,  // keys of a head
-        heads: Vec<PqHead>, // one per kv head; empty before codebooks are trained on the first keys
+        heads: Vec<PqHead>, // one per KV head; empty until codebooks are trained on the first keys
     },
 }
 
@@ -240,7 +240,7 @@ struct PqHead {
     codes: CodesBuf,
 }
 
-/// Exact rows of which each step attends only to the highest-scored ones.
+/// Exact rows; each step attends to the highest-scored ones only.
 #[derive(Clone)]
 struct RetrievalStore {
     geometry: Geometry,
@@ -296,9 +296,8 @@ impl RetrievalStore {
 }
 
 impl Scorer {
-    /// Encodes keys (n, kv_dim), which are the last ones of `exact`. Codebooks are trained on the first keys
-    /// that arrive, and anew on all of them whenever the keys have doubled, until there are [`ENOUGH`] a
-    /// centroid.
+    /// Encodes keys (n, kv_dim), the last rows of `exact`. Codebooks are trained on the first keys, and again
+    /// on all keys whenever their number has doubled, until there are [`ENOUGH`] per centroid.
     fn push(&mut self, geometry: Geometry, rotated: &[f32], exact: &OffloadedRows) -> Result<()> {
         let Self::Pq { shape, iterations, trained_on, heads } = self else { return Ok(()) };
         let (n, enough) = (exact.len(), ENOUGH * shape.ksub());

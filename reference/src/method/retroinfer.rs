@@ -1,12 +1,12 @@
 //! RetroInfer (Chen et al., "RetroInfer: A Vector-Storage Approach for Scalable Long-Context LLM Inference",
-//! arXiv 2505.02922): the keys of each segment of the sequence are clustered. The clusters whose centroids
-//! score best are attended to exactly, the next ones are estimated by their centroid, their size and the mean
-//! of their values, and the rest is dropped.
+//! arXiv 2505.02922): the keys of each segment of the sequence are clustered. The clusters with the best
+//! centroid scores are attended to exactly, the next ones are estimated by their centroid, their size and the
+//! mean of their values, and the rest are dropped.
 //!
 //! As in the paper, clusters are those of spherical k-means on centred keys, sinks and window are always
-//! exact, and a group of query heads shares its clusters. Two things differ: the retrieval zone is a share of
-//! the tokens, not of the clusters, so that methods compare at equal rows; and tokens that leave the window
-//! are clustered 64 at a time (`batch=`), not 1,024.
+//! exact, and a group of query heads shares its clusters. There are two differences: the retrieval zone is a
+//! share of the tokens, not of the clusters, so that methods are compared at equal rows; and tokens that
+//! leave the window are clustered 64 at a time (`batch=`), not 1,024.
 
 use std::sync::Arc;
 
@@ -37,7 +37,7 @@ pub(super) const RETRO_INFER: Entry = Entry {
 struct RetroInfer {
     rows: RowBudget, // of the retrieval zone
     estimate: f64,   // fraction of the clusters in the estimation zone
-    cluster: usize,  // tokens of a cluster, on average
+    cluster: usize,  // mean tokens per cluster
 }
 
 impl Kind for RetroInfer {
@@ -58,7 +58,7 @@ impl Kind for RetroInfer {
     }
 }
 
-/// Tokens that are clustered together, at most.
+/// Maximum tokens clustered together.
 const SEGMENT: usize = 8192;
 
 /// Iterations of k-means.
@@ -84,7 +84,7 @@ impl Clusters {
     }
 }
 
-/// Exact rows with clusters of them.
+/// Exact rows and their clusters.
 #[derive(Clone)]
 struct RetroInferStore {
     settings: RetroInfer,
@@ -94,8 +94,8 @@ struct RetroInferStore {
     fetched: FetchCounter,
 }
 
-/// Groups rows (n, dim) into at most `k` clusters by spherical k-means on their differences from their mean.
-/// Returns the rows of each.
+/// Clusters rows (n, dim) into at most `k` clusters by spherical k-means on the centred rows. Returns the
+/// rows of each cluster.
 fn cluster(mut rows: Vec<f32>, dim: usize, k: usize) -> Vec<Vec<u32>> {
     let n = rows.len() / dim;
     let mut mean = vec![0.0; dim];
@@ -134,7 +134,7 @@ fn cluster(mut rows: Vec<f32>, dim: usize, k: usize) -> Vec<Vec<u32>> {
     clusters
 }
 
-/// Scales a row to length 1; zeros stay.
+/// Scales a row to unit norm; zeros stay.
 fn normalize(row: &mut [f32]) {
     let norm = dot(row, row).sqrt();
     if norm > 0.0 {
@@ -143,7 +143,7 @@ fn normalize(row: &mut [f32]) {
 }
 
 impl RetroInferStore {
-    /// The means of the keys and of the values of some tokens of a head.
+    /// The mean key and mean value of tokens of a head.
     fn means(&self, head: usize, tokens: &[u32]) -> Pair<Vec<f32>> {
         let dim = self.geometry.head_dim;
         let mut means = Pair::of(|_| vec![0.0; dim]);
@@ -251,7 +251,7 @@ impl Store for RetroInferStore {
         let estimated: Vec<usize> =
             left.take((self.settings.estimate * count as f64).ceil() as usize).collect();
         for ((scores, out), stats) in scores.chunks_exact(count).zip(out.chunks_exact_mut(dim)).zip(stats) {
-            // A cluster weighs as much as its tokens would if each had the centroid for its key.
+            // A cluster has the weight of its tokens with the centroid as the key of each.
             let score = |c: usize| scores[c] + (clusters.tokens[c].len() as f32).ln();
             let max = estimated.iter().map(|&c| score(c)).fold(f32::NEG_INFINITY, f32::max);
             let (mut part, mut part_stats) = (vec![0.0; dim], SoftmaxStats { max, sum: 0.0 });
@@ -271,7 +271,7 @@ impl Store for RetroInferStore {
     }
 
     fn footprint(&self) -> Footprint {
-        let index = size_of::<u32>(); // a size for each cluster, and the list of its tokens with their rows
+        let index = size_of::<u32>(); // a size per cluster, and a token per row
         let clusters: usize = self.heads.iter().map(|head| head.tokens.len()).sum();
         let tokens = self.exact.tokens() * self.geometry.n_kv_heads;
         Footprint {

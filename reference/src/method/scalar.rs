@@ -16,7 +16,7 @@ use crate::cache::Store;
 use crate::side::Pair;
 use codecs::{LloydMax, Rotated};
 
-/// Tokens that per-token codes decode at once.
+/// Tokens per decoded block of per-token codes.
 pub(super) const BLOCK: usize = 64;
 
 pub(super) const UNIFORM: Entry = Entry {
@@ -76,7 +76,7 @@ enum Codes {
 }
 
 impl Kind for Scalar {
-    /// Keys are coded by channel, in whole groups of tokens.
+    /// Keys are coded per channel, in whole groups of tokens.
     fn batch(&self) -> usize {
         if let Codes::Uniform { group } = self.codes { group } else { 1 }
     }

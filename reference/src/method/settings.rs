@@ -1,4 +1,4 @@
-//! `key=value` settings: parsing them, and writing them so that they parse again.
+//! `key=value` settings: parsing, and printing in a form that parses again.
 
 use std::fmt::Display;
 use std::str::FromStr;
@@ -6,13 +6,13 @@ use std::str::FromStr;
 use crate::cache::ElementType;
 use crate::{Error, Result};
 
-/// Most tokens that a setting counts.
+/// Maximum token count of a setting.
 const MOST_TOKENS: u32 = 1 << 24;
 
 /// The `key=value` pairs of a method, taken one by one.
 pub(super) struct Settings<'a> {
     pub name: &'a str,
-    pub head_dim: usize, // for which defaults are made
+    pub head_dim: usize, // that defaults are based on
     left: Vec<(&'a str, &'a str)>,
     known: Vec<&'static str>,
     shown: Vec<String>, // the parts of `Method::setting`
@@ -51,7 +51,7 @@ impl<'a> Settings<'a> {
         Error::Argument(format!("method {}: {what}", self.name))
     }
 
-    /// Whether the first of two settings that exclude each other is given.
+    /// Whether the first of two mutually exclusive settings is given.
     pub fn is_first(&mut self, [first, second]: [&'static str; 2]) -> Result<bool> {
         self.known.extend([first, second]);
         match (self.is_given(first), self.is_given(second)) {
@@ -60,7 +60,7 @@ impl<'a> Settings<'a> {
         }
     }
 
-    /// Refuses settings that have no effect without another one, which is not given.
+    /// Rejects settings that require another one that is not given.
     pub fn need(&self, keys: &[&str], other: &str) -> Result<()> {
         match keys.iter().find(|key| self.is_given(key)) {
             Some(key) => Err(self.refused(format_args!("`{key}` has no effect without {other}"))),
@@ -68,12 +68,12 @@ impl<'a> Settings<'a> {
         }
     }
 
-    /// A setting of the method itself: always shown.
+    /// A method-specific setting: always shown.
     pub fn own<T: FromStr<Err = String> + Display>(&mut self, key: &'static str, default: T) -> Result<T> {
         self.resolved(key, default, |value| value)
     }
 
-    /// A setting of the method itself that means something else for every model: shown as `resolve` gives it.
+    /// A method-specific setting that depends on the model: shown as `resolve` returns it.
     pub fn resolved<T: FromStr<Err = String>, U: Display>(
         &mut self,
         key: &'static str,
@@ -85,7 +85,7 @@ impl<'a> Settings<'a> {
         Ok(value)
     }
 
-    /// A setting with a default that few change: shown when given.
+    /// A setting that is shown only when given.
     pub fn common<T: FromStr<Err = String> + Display>(&mut self, key: &'static str, default: T) -> Result<T> {
         let (value, given) = self.take(key, default)?;
         if given {
@@ -104,7 +104,7 @@ impl<'a> Settings<'a> {
         Ok(self.common(key, Within::<usize, 0, MOST_TOKENS>(default))?.0)
     }
 
-    /// A count of tokens, which may be 0, if it is given.
+    /// An optional count of tokens, which may be 0.
     pub fn given_tokens(&mut self, key: &'static str) -> Result<Option<usize>> {
         let (count, given) = self.take(key, Within::<usize, 0, MOST_TOKENS>(0))?;
         if given {
@@ -123,22 +123,22 @@ impl<'a> Settings<'a> {
         Ok(self.own(key, Within::<usize, 1, 4096>(default))?.0)
     }
 
-    /// A count that is shown when it is given.
+    /// A count, shown only when given.
     pub fn count(&mut self, key: &'static str, default: usize) -> Result<usize> {
         Ok(self.common(key, Within::<usize, 0, 4096>(default))?.0)
     }
 
-    /// A count of at least one that is shown when it is given.
+    /// A count of at least one, shown only when given.
     pub fn common_count(&mut self, key: &'static str, default: usize) -> Result<usize> {
         Ok(self.common(key, Within::<usize, 1, 4096>(default))?.0)
     }
 
-    /// A fraction that is shown when it is given.
+    /// A fraction, shown only when given.
     pub fn common_part(&mut self, key: &'static str, default: f64) -> Result<f64> {
         Ok(self.common(key, Within::<f64, 0, 1>(default))?.0)
     }
 
-    /// A percentage that is shown when it is given.
+    /// A percentage, shown only when given.
     pub fn percent(&mut self, key: &'static str, default: usize) -> Result<usize> {
         Ok(self.common(key, Within::<usize, 0, 100>(default))?.0)
     }
@@ -148,22 +148,22 @@ impl<'a> Settings<'a> {
         Ok(self.own(key, Within::<f64, 0, 1>(default))?.0)
     }
 
-    /// A bin size in deviations.
+    /// A bin size in standard deviations.
     pub fn bin(&mut self, key: &'static str, default: f32) -> Result<f32> {
         Ok(self.own(key, Within::<f32, 0, 100>(default))?.0)
     }
 
-    /// LMCache's bins.
+    /// LMCache's number of bins.
     pub fn bins(&mut self, key: &'static str, default: u8) -> Result<u8> {
         Ok(self.own(key, Within::<u32, 4, 64>(default.into()))?.0 as u8)
     }
 
-    /// The settings in the form that parses again.
+    /// The settings in a form that parses again.
     pub fn shown(&self) -> String {
         self.shown.join(":")
     }
 
-    /// Refuses settings that nothing has taken.
+    /// Rejects settings that were not taken.
     pub fn finish(&self) -> Result<()> {
         match self.left.first() {
             Some((key, _)) => {
@@ -175,7 +175,7 @@ impl<'a> Settings<'a> {
     }
 }
 
-/// A number between two bounds; whole numbers may equal the lower one, fractions must exceed it.
+/// A number in a range; integers may equal the lower bound, fractions must exceed it.
 #[derive(Clone, Copy)]
 struct Within<T, const LOW: u32, const HIGH: u32>(T);
 
@@ -202,7 +202,7 @@ within!(usize, >=, "must be a whole number from {} to {}");
 within!(f64, >, "must be a number above {} and at most {}");
 within!(f32, >, "must be a number above {} and at most {}");
 
-/// Gives an enum its words on the command line.
+/// Defines the command-line spellings of an enum.
 macro_rules! words {
     ($type:ty, $($word:literal => $value:path),+) => {
         impl std::str::FromStr for $type {
@@ -236,7 +236,7 @@ pub(super) enum Switch {
     Off,
 }
 
-/// Bits that may be negative or none.
+/// A number of bits, possibly negative or zero.
 #[derive(Clone, Copy)]
 pub(super) struct Bits(pub f32);
 
@@ -255,7 +255,7 @@ impl Display for Bits {
     }
 }
 
-/// Bits of a code, 1 to 8, or none for rows that are not coded.
+/// Bits per code, 1 to 8, or none for uncoded rows.
 #[derive(Clone, Copy)]
 pub(super) struct OptionalBits(pub Option<u32>);
 

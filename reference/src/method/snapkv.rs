@@ -1,8 +1,8 @@
-//! SnapKV (arXiv 2404.14469): of a prompt only the tokens that its last queries attend to most are kept;
-//! decoded tokens all stay. Tokens keep their positions.
+//! SnapKV (arXiv 2404.14469): keeps the prompt tokens with the most attention from the prompt's last queries,
+//! and all decoded tokens. Tokens keep their positions.
 //!
-//! Two things differ from the paper: scores are not pooled over neighbouring tokens, and all heads of a layer
-//! keep the same tokens. Keyformer (ZACK's 6.2) chooses by accumulated scores as well.
+//! There are two differences from the paper: scores are not pooled over neighbouring tokens, and all heads of
+//! a layer keep the same tokens. Keyformer (ZACK's 6.2) also selects by accumulated scores.
 
 use std::sync::Arc;
 
@@ -25,7 +25,7 @@ pub(super) const SNAP_KV: Entry = Entry {
 
 #[derive(Debug)]
 struct SnapKv {
-    tokens: f64, // fraction of the prompt's tokens that stays
+    tokens: f64, // fraction of the prompt's tokens to keep
 }
 
 impl Kind for SnapKv {
@@ -34,15 +34,15 @@ impl Kind for SnapKv {
     }
 }
 
-/// Eviction before another store.
+/// Eviction in front of another store.
 #[derive(Clone)]
 pub(super) struct EvictingStore<S> {
     inner: S,
     geometry: Geometry,
     rope: Arc<Rope>,
-    part: f64,         // of the prompt's tokens that stay; all from 1 on
-    queries: Vec<f32>, // (n, n_heads, head_dim) rotated: the prompt's last ones, until its tokens arrive
-    kept: Vec<usize>,  // indices of the tokens that the inner store holds, ascending
+    part: f64,         // fraction of the prompt's tokens to keep; 1 or more for all
+    queries: Vec<f32>, // (n, n_heads, head_dim) rotated: the prompt's last queries, until it is pushed
+    kept: Vec<usize>,  // indices of the tokens in the inner store, ascending
     len: usize,
 }
 
@@ -51,7 +51,7 @@ impl<S: RotatedStore> EvictingStore<S> {
         Self { inner, geometry, rope, part, queries: vec![], kept: vec![], len: 0 }
     }
 
-    /// Indices of the tokens of `keys`, rotated, that stay.
+    /// Indices of the tokens to keep, given rotated `keys`.
     fn choose(&self, keys: &[f32]) -> Vec<usize> {
         let Geometry { n_heads, n_kv_heads, head_dim } = self.geometry;
         let n = keys.len() / self.geometry.kv_dim();
@@ -164,7 +164,7 @@ mod tests {
         store.watch(&queries);
         store.push(0, &k, &v).unwrap();
         assert_eq!((store.len(), &store.kept[..]), (8, &[2, 5][..]));
-        // Tokens after the prompt are kept: there are no more queries to judge them by.
+        // Tokens after the prompt are all kept.
         store.push(8, &k[..2 * kv_dim], &v[..2 * kv_dim]).unwrap();
         assert_eq!((store.len(), &store.kept[..]), (10, &[2, 5, 8, 9][..]));
         store.truncate(5).unwrap();

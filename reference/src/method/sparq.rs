@@ -1,10 +1,9 @@
 //! SparQ attention (Ribar et al., "SparQ Attention: Bandwidth-Efficient LLM Inference", ICML 2024, arXiv
-//! 2312.04985): score all tokens by the components in which the queries are largest, attend to the best
-//! tokens exactly, and let the mean value stand for the rest, weighted by the softmax mass that the scores
-//! leave to it.
+//! 2312.04985): scores all tokens by the largest query components, attends to the best tokens exactly, and
+//! approximates the rest by the mean value, weighted by the estimated remaining softmax mass.
 //!
 //! As in the authors' code, a group of query heads shares its components and its tokens. Sinks and window are
-//! always attended to exactly. All rows are kept: the method saves reads of memory, not memory.
+//! always attended to exactly. All rows are kept: the method saves memory traffic, not memory.
 
 use std::sync::Arc;
 
@@ -67,17 +66,17 @@ struct SparQStore {
     exact: DenseStore,
     sums: Vec<Vec<f64>>, // per head: (head_dim,) of the values
     ratio: f64,          // attended fraction of all tokens
-    reserved: usize,     // sinks and window, which count towards that part
-    components: usize,   // that score
+    reserved: usize,     // tokens in sinks and window, which count towards the ratio
+    components: usize,   // used for scoring
     fetched: FetchCounter,
 }
 
-/// Least mass that a query is taken to leave to the tokens it attends to: below it the mean value is the
-/// whole result.
+/// Lower bound of the attended tokens' estimated softmax mass, a divisor: at this bound the mean value is
+/// practically the whole result.
 const LEAST_MASS: f32 = 1e-6;
 
 impl SparQStore {
-    /// Adds the values from token `first` on to the sums.
+    /// Adds values from token `first` on to the sums.
     fn add_values(&mut self, first: usize) {
         let (mut key, mut value) = (vec![0.0; self.geometry.head_dim], vec![0.0; self.geometry.head_dim]);
         for (head, sum) in self.sums.iter_mut().enumerate() {
@@ -102,8 +101,8 @@ impl SparQStore {
 
     /// Estimated softmax of every query of the group over the tokens from `first` on: (group, tokens).
     ///
-    /// Scores of some components are narrower than those of all; the fraction of the query's magnitude in them
-    /// says by how much.
+    /// Scores over a subset of the components have a smaller spread; the fraction of the query's magnitude in
+    /// the subset gives the correction.
     fn estimates(&self, head: usize, first: usize, q: &[f32]) -> Result<Vec<f32>> {
         let (dim, n) = (self.geometry.head_dim, self.exact.tokens() - first);
         let mut magnitudes = vec![0.0; dim];

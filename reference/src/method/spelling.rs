@@ -1,6 +1,6 @@
-//! The name that was probably meant by one that is unknown.
+//! Suggestions for misspelt names.
 
-/// The name that is within two edits of what was written, if any is, whatever its case.
+/// The closest name within two edits of `written`, if any, ignoring case.
 pub(super) fn similar<'a>(written: &str, names: &[&'a str]) -> Option<&'a str> {
     const EDITS: usize = 2;
     let written: Vec<char> = written.chars().take(32).flat_map(char::to_lowercase).collect();
@@ -8,9 +8,9 @@ pub(super) fn similar<'a>(written: &str, names: &[&'a str]) -> Option<&'a str> {
     distances.min().filter(|&(distance, name)| distance <= EDITS.min(name.len() / 2)).map(|(_, name)| name)
 }
 
-/// Insertions, deletions and replacements that make one name of the other (Levenshtein).
+/// Levenshtein distance.
 fn edit_distance(a: &[char], b: &str) -> usize {
-    let mut row: Vec<usize> = (0..=a.len()).collect(); // distances of the prefixes of `a` to that of `b`
+    let mut row: Vec<usize> = (0..=a.len()).collect(); // distances of all prefixes of `a` to a prefix of `b`
     for (j, b) in b.chars().enumerate() {
         let mut diagonal = std::mem::replace(&mut row[0], j + 1);
         for (i, &a) in a.iter().enumerate() {

@@ -1,7 +1,8 @@
 //! StreamingLLM (arXiv 2309.17453): tokens that leave the window are dropped; only sinks and window are
 //! attended to.
 //!
-//! Tokens keep their positions; the paper moves them together, which matters only beyond the trained context.
+//! Tokens keep their positions; the paper makes them contiguous, which matters only beyond the trained
+//! context.
 
 use std::sync::Arc;
 
@@ -32,7 +33,7 @@ impl Kind for Streaming {
     }
 }
 
-/// Counts what it drops.
+/// Counts the dropped tokens.
 #[derive(Clone)]
 struct StreamingStore {
     dropped: usize,

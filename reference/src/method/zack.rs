@@ -1,5 +1,5 @@
-//! ZACK: rotated keys and values cut to each head's rank, with the remaining components coded (`bits=`) and
-//! evicted tokens (`tokens=`) as the paper combines them.
+//! ZACK: rotated keys and values truncated to each head's rank, optionally combined, as in the paper, with
+//! quantized components (`bits=`) and eviction (`tokens=`).
 
 mod fold;
 mod store;
@@ -54,16 +54,16 @@ pub(super) const ZACK: Entry = Entry {
 
 #[derive(Debug)]
 struct Zack {
-    fractions: Pair<f64>, // fractions of the dimensions that stay
+    fractions: Pair<f64>, // fractions of the dimensions to keep
     basis: Basis,
     rule: RankRule,
     multiple: usize,
     bits: Option<u32>, // of the remaining components, coded as by `int4`
-    tokens: f64,       // fraction of the prompt's tokens that stays
+    tokens: f64,       // fraction of the prompt's tokens to keep
     prompt: Prompts,
 }
 
-/// Which rotation is used.
+/// The rotation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Basis {
     Closed,
@@ -72,7 +72,7 @@ enum Basis {
 }
 words!(Basis, "closed" => Basis::Closed, "stacked" => Basis::Stacked, "principal" => Basis::Principal);
 
-/// How ranks are chosen.
+/// The rule that chooses ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum RankRule {
     /// One removal rate for all heads (ZACK 5.2).
@@ -84,12 +84,12 @@ enum RankRule {
 }
 words!(RankRule, "removal" => RankRule::Removal, "loss" => RankRule::Loss, "uniform" => RankRule::Uniform);
 
-/// What the tokens of a prompt see of each other.
+/// The rows that prompt tokens attend to among themselves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Prompts {
-    /// Their rows, as with every other method.
+    /// Exact rows, as with every other method.
     Exact,
-    /// Their cut rows: the prompt, too, takes the time of the ranks (ZACK 5.3).
+    /// Truncated rows: prefill, too, takes time in proportion to the ranks (ZACK 5.3).
     Cut,
 }
 words!(Prompts, "exact" => Prompts::Exact, "cut" => Prompts::Cut);
@@ -184,7 +184,7 @@ fn residual_key(l: usize) -> String {
     format!("zack/residual/{l}")
 }
 
-/// The rotation of `stored` rows that keeps their products with `probes`.
+/// The rotation of `stored` rows that preserves their inner products with `probes`.
 fn rotation<S: svd_core::RopeSide>(basis: Basis, stored: &Gram<S>, probes: &Gram<S>) -> Result<Rotation> {
     Ok(match basis {
         Basis::Closed => Rotation::score_optimal(stored, probes)?,
@@ -193,8 +193,8 @@ fn rotation<S: svd_core::RopeSide>(basis: Basis, stored: &Gram<S>, probes: &Gram
     })
 }
 
-/// The rotations of all layers. An error of a score moves weight between values, so it counts as much as the
-/// values are large. The two sides have budgets of their own and need no common scale.
+/// The rotations of all layers. An error of a score moves weight between values, so its cost is proportional
+/// to the size of the values. The two sides have separate budgets and need no common scale.
 fn read_layers(config: &Config, profile: &Profile, basis: Basis) -> Result<Vec<LayerRotations>> {
     let heads = |l| {
         let head = move |head| -> Result<[Rotation; 2]> {
@@ -218,7 +218,7 @@ fn of_side<T: Copy>(both: &[T], side: Side) -> Vec<T> {
 }
 
 impl Zack {
-    /// Rotations of all heads, cut so that `fractions` of all dimensions stay; per layer.
+    /// Rotations of all heads, truncated to `fractions` of all dimensions; per layer.
     fn cuts(&self, config: &Config, profile: &Profile) -> Result<Vec<Arc<Vec<HeadCut>>>> {
         let cuts = self.plan(config, profile, |[rotation, _], ranks| {
             let (keys, queries) = (rotation.basis_map(ranks.keys)?, rotation.dual_map(ranks.keys)?);
@@ -227,8 +227,8 @@ impl Zack {
         Ok(cuts.into_iter().map(Arc::new).collect())
     }
 
-    /// What `head` makes of the rotation of a head's keys and of its ranks, with which `fractions` of all
-    /// dimensions stay; per layer.
+    /// Calls `head` with each head's key rotation and its ranks, which keep `fractions` of all dimensions;
+    /// per layer.
     fn plan<T>(
         &self,
         config: &Config,
@@ -265,12 +265,12 @@ impl Zack {
     }
 }
 
-/// What a unit of squared error costs, of keys and of values in every head: the error that it makes in the
-/// residual stream, relative to that.
+/// The cost of a unit of squared error in each head's keys and values: the resulting relative error of the
+/// residual stream.
 ///
-/// N.B. Weights measured instead, as the divergence of a model in which one layer alone is cut to half over
-/// what that drops: on the 12 M model better at nine tenths of the dimensions (KL .0008 for .0031), worse at
-/// half (.0163 for .0104).
+/// N.B. Measured weights (the divergence of a model with a single layer truncated to half, over the dropped
+/// energy) are better on the 12 M model at nine tenths of the dimensions (KL .0008 instead of .0031) and
+/// worse at half (.0163 instead of .0104).
 fn loss_weights(profile: &Profile, layers: &[LayerRotations]) -> Result<Vec<f64>> {
     let mut weights = vec![];
     for (l, layer) in layers.iter().enumerate() {

@@ -7,7 +7,7 @@ use super::family::{AttentionBias, AttentionKeys, Family};
 use crate::error::Quoted;
 use crate::{Error, Result, files};
 
-/// The shape of a model and the steps in which it differs from a Llama.
+/// The shape of a model, and its differences from a Llama.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Config {
     /// Family, as `config.json` calls it: `llama`, `mistral`, `qwen2`, `qwen3` or `smollm3`.
@@ -26,13 +26,13 @@ pub struct Config {
     pub n_kv_heads: usize,
     /// Components of a head; even.
     pub head_dim: usize,
-    /// Positions the model was made for.
+    /// Positions that the model was trained for.
     pub max_seq_len: usize,
     /// Added to the mean square before the root.
     pub rms_norm_eps: f32,
     /// Base of the rotary frequencies.
     pub rope_theta: f64,
-    /// What stretches the rotary frequencies.
+    /// Scaling of the rotary frequencies.
     pub rope_scaling: RopeScaling,
     /// Whether the q, k and v projections have biases.
     pub attention_bias: bool,
@@ -58,10 +58,9 @@ fn named<'a, T: Deserialize<'a>>(value: &'a Value) -> std::result::Result<T, Str
 /// How one layer attends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LayerAttention {
-    /// Whether queries and keys are rotated to their positions; a layer where they are not (NoPE) knows no
-    /// positions.
+    /// Whether queries and keys are rotated to their positions; a layer without RoPE (NoPE) has no positions.
     pub rope: bool,
-    /// Most recent tokens that a query attends to, its own included; all where there is no window.
+    /// Sliding window: most recent tokens that a query attends to, its own included; `None` for all.
     pub window: Option<usize>,
 }
 
@@ -79,7 +78,7 @@ impl LayerAttention {
     }
 }
 
-/// How rotary frequencies are stretched for long contexts.
+/// Scaling of rotary frequencies for long contexts.
 #[derive(Clone, Debug, PartialEq)]
 pub enum RopeScaling {
     /// Not at all.
@@ -97,7 +96,7 @@ pub enum RopeScaling {
         low_freq_factor: f64,
         /// Wavelengths below `original_max_seq_len / high_freq_factor` are high.
         high_freq_factor: f64,
-        /// Positions before the stretch.
+        /// Original context length.
         original_max_seq_len: f64,
     },
     /// YaRN (arXiv 2309.00071).
@@ -109,21 +108,21 @@ pub enum RopeScaling {
     ),
 }
 
-/// YaRN: as [`RopeScaling::Llama3`], with the ramp linear in the index of the frequency, and with sharper
+/// YaRN: like [`RopeScaling::Llama3`], but with a ramp linear in the index of the frequency, and with scaled
 /// scores.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Yarn {
     /// Divisor of the low frequencies.
     pub factor: f64,
-    /// Frequencies of more turns than this in `original_max_seq_len` positions are kept.
+    /// Frequencies with more turns than this in `original_max_seq_len` positions are kept.
     pub beta_fast: f64,
-    /// Frequencies of fewer turns than this are divided.
+    /// Frequencies with fewer turns than this are divided.
     pub beta_slow: f64,
-    /// Positions before the stretch.
+    /// Original context length.
     pub original_max_seq_len: f64,
-    /// Whether the ends of the ramp are rounded outwards to whole frequencies.
+    /// Whether the ends of the ramp are rounded outwards to frequency indices.
     pub truncate: bool,
-    /// What rotated queries and keys are multiplied with.
+    /// Factor of rotated queries and keys.
     pub attention_factor: f64,
 }
 
@@ -136,7 +135,7 @@ impl Yarn {
 }
 
 impl RopeScaling {
-    /// What the scores of rotated queries and keys are multiplied with.
+    /// Factor of the scores of rotated queries and keys.
     #[must_use]
     pub fn score_factor(&self) -> f64 {
         match self {
@@ -145,8 +144,8 @@ impl RopeScaling {
         }
     }
 
-    /// Positions that a stretched model is meant for, at least `max_seq_len`. Configurations of YaRN leave
-    /// `max_position_embeddings` at the length before the stretch.
+    /// Context length after scaling, at least `max_seq_len`. Configurations with YaRN leave
+    /// `max_position_embeddings` at the original length.
     fn stretched(&self, max_seq_len: usize) -> usize {
         match self {
             Self::Yarn(yarn) => max_seq_len.max((yarn.original_max_seq_len * yarn.factor) as usize),
@@ -156,25 +155,25 @@ impl RopeScaling {
 }
 
 impl Config {
-    /// Query heads per key/value head.
+    /// Query heads per KV head.
     #[must_use]
     pub const fn gqa_group(&self) -> usize {
         self.n_heads / self.n_kv_heads
     }
 
-    /// Numbers in one token's keys (or values) of a layer: `n_kv_heads * head_dim`.
+    /// Elements of one token's keys (or values) in a layer: `n_kv_heads * head_dim`.
     #[must_use]
     pub const fn kv_dim(&self) -> usize {
         self.n_kv_heads * self.head_dim
     }
 
-    /// Numbers in one token's queries of a layer: `n_heads * head_dim`.
+    /// Elements of one token's queries in a layer: `n_heads * head_dim`.
     #[must_use]
     pub const fn q_dim(&self) -> usize {
         self.n_heads * self.head_dim
     }
 
-    /// Numbers that a cache holds for one token: keys and values of all layers.
+    /// Elements of the cache per token: keys and values of all layers.
     #[must_use]
     pub const fn kv_values_per_token(&self) -> usize {
         2 * self.n_layers * self.kv_dim()
@@ -186,7 +185,7 @@ impl Config {
         Self::from_value(&value).and_then(Self::validated).map_err(|what| Error::file(path, what))
     }
 
-    /// The family is looked at first: fields of others have other names.
+    /// The family is read first, since other families name their fields differently.
     fn from_value(value: &Value) -> std::result::Result<Self, String> {
         let Some(name) = value["model_type"].as_str() else {
             return Err("has no model_type: not the configuration of a model".into());
@@ -198,7 +197,7 @@ impl Config {
 
     /// How the layers of a model of `family` attend.
     ///
-    /// There are at most as many as [`Self::validated`] allows: `n_layers` may come out of a file.
+    /// Their number is limited as in [`Self::validated`], since `n_layers` may come from a file.
     pub(super) fn attention(
         family: &Family,
         keys: &AttentionKeys,
@@ -207,7 +206,7 @@ impl Config {
         (0..n_layers.min(MOST_LAYERS)).map(|l| (family.attention)(keys, l)).collect()
     }
 
-    /// Refuses shapes that no model has, so that products of sizes cannot overflow later.
+    /// Rejects shapes beyond any model, so that products of sizes cannot overflow later.
     pub(crate) fn validated(self) -> std::result::Result<Self, String> {
         let sizes = [
             ("vocab_size", self.vocab_size, 1 << 24),
@@ -268,10 +267,10 @@ impl Config {
     }
 }
 
-/// Most layers of a model.
+/// Maximum layers of a model.
 const MOST_LAYERS: usize = 1 << 12;
 
-/// `config.json` as it stands, before any sense is made of it.
+/// `config.json` as parsed, before validation.
 #[derive(Deserialize)]
 struct RawConfig {
     vocab_size: usize,
@@ -295,7 +294,7 @@ struct RawConfig {
     tie_word_embeddings: bool,
     hidden_act: Option<String>,
     eos_token_id: Option<Value>,
-    bos_token_id: Option<Value>, // the tokenizer's file decides: checked only
+    bos_token_id: Option<Value>, // only validated: the tokenizer's file decides
 }
 
 impl RawConfig {
@@ -406,7 +405,7 @@ fn yarn(value: &Value, max_seq_len: usize) -> std::result::Result<Yarn, String> 
     })
 }
 
-/// A token or a list of them; none where the key is missing or null.
+/// A token or a list of tokens; empty if the key is missing or null.
 fn token_ids(key: &str, value: Option<&Value>) -> std::result::Result<Vec<u32>, String> {
     let one = |value: &Value| {
         let id = value.as_u64().and_then(|id| u32::try_from(id).ok());

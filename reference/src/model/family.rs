@@ -1,6 +1,6 @@
-//! The model families: in what each differs from a Llama. The readers of `config.json` and of GGUF metadata
-//! turn this table and a checkpoint's own settings into a [`Config`](crate::model::Config); the loader and
-//! the forward pass see only that.
+//! The model families and their differences from a Llama. The readers of `config.json` and of GGUF metadata
+//! combine this table with a checkpoint's own settings into a [`Config`](crate::model::Config), which is all
+//! that the loader and the forward pass see.
 
 use serde::{Deserialize, Deserializer};
 
@@ -11,26 +11,26 @@ use crate::model::LayerAttention;
 pub(super) struct Family {
     /// Its `model_type` in `config.json`.
     pub name: &'static str,
-    /// Its `general.architecture` in GGUF files, where it has one of its own.
+    /// Its `general.architecture` in GGUF files, if it has its own.
     pub gguf: Option<&'static str>,
-    /// Which attention projections have biases.
+    /// The attention projections with biases.
     pub bias: AttentionBias,
     /// Whether each head of queries and keys is normalized before RoPE.
     pub qk_norm: bool,
-    /// Whether GGUF files store the rows of Q and K so that RoPE pairs are neighbours.
+    /// Whether GGUF files store the rows of Q and K with RoPE pairs adjacent.
     pub gguf_pairs: bool,
     /// How layer `l` attends.
     pub attention: fn(&AttentionKeys, l: usize) -> Result<LayerAttention, String>,
 }
 
-/// Which attention projections have biases.
+/// The attention projections with biases.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum AttentionBias {
-    /// None, whatever the configuration says.
+    /// None, regardless of the configuration.
     None,
     /// Q, K and V.
     Qkv,
-    /// All four where `attention_bias` is set.
+    /// All four if `attention_bias` is set.
     Configured,
 }
 
@@ -84,8 +84,8 @@ impl Family {
     }
 }
 
-/// What `config.json` says of windows and positions, with the defaults of `transformers` for keys that are
-/// missing. GGUF files have none of it: there the defaults hold.
+/// The settings of windows and positions in `config.json`, with the defaults of `transformers` for missing
+/// keys. GGUF files have none of them, so the defaults apply.
 #[derive(Deserialize)]
 #[serde(default)]
 pub(super) struct AttentionKeys {
@@ -112,7 +112,7 @@ impl Default for AttentionKeys {
 }
 
 impl AttentionKeys {
-    /// Whether layer `l` has a window: by its entry in `layer_types`, or where there is none by `otherwise`.
+    /// Whether layer `l` has a window: by its entry in `layer_types`, or by `otherwise` without one.
     fn has_window(&self, l: usize, otherwise: bool) -> Result<bool, String> {
         let Some(types) = &self.layer_types else { return Ok(otherwise) };
         match types.get(l).map(String::as_str) {
@@ -123,7 +123,7 @@ impl AttentionKeys {
         }
     }
 
-    /// The window where a layer has one.
+    /// The window of the layers that have one.
     fn window(&self, l: usize) -> Result<usize, String> {
         self.sliding_window
             .unwrap_or(DEFAULT_WINDOW)
@@ -131,7 +131,7 @@ impl AttentionKeys {
     }
 }
 
-/// The window of Mistral, Qwen2 and Qwen3 where `sliding_window` is missing.
+/// The window of Mistral, Qwen2 and Qwen3 if `sliding_window` is missing.
 const DEFAULT_WINDOW: Option<usize> = Some(4096);
 
 fn given<'de, D: Deserializer<'de>>(value: D) -> Result<Option<Option<usize>>, D::Error> {
@@ -141,7 +141,7 @@ fn given<'de, D: Deserializer<'de>>(value: D) -> Result<Option<Option<usize>>, D
 /// Llama: every layer attends to all tokens.
 fn no_window(keys: &AttentionKeys, _: usize) -> Result<LayerAttention, String> {
     match keys.sliding_window.flatten() {
-        // `transformers` would ignore it; whoever wrote it expects something else.
+        // `transformers` would ignore it, but its author expects an effect.
         Some(_) => Err("a `llama` has no sliding_window".into()),
         None => Ok(LayerAttention::FULL),
     }
@@ -153,7 +153,7 @@ fn one_window(keys: &AttentionKeys, _: usize) -> Result<LayerAttention, String> 
     Ok(LayerAttention { window, ..LayerAttention::FULL })
 }
 
-/// Qwen2 and Qwen3: windows, if any are used, from a layer on.
+/// Qwen2 and Qwen3: windows, if enabled, from some layer on.
 fn late_windows(keys: &AttentionKeys, l: usize) -> Result<LayerAttention, String> {
     if !keys.use_sliding_window {
         return Ok(LayerAttention::FULL);
@@ -163,8 +163,7 @@ fn late_windows(keys: &AttentionKeys, l: usize) -> Result<LayerAttention, String
     Ok(LayerAttention { window, ..LayerAttention::FULL })
 }
 
-/// SmolLM3: listed layers, by default every fourth, have no RoPE (NoPE); windows, if any are used, are
-/// theirs.
+/// SmolLM3: listed layers, by default every fourth, have no RoPE (NoPE); windows, if enabled, apply to these.
 fn some_layers_without_rope(keys: &AttentionKeys, l: usize) -> Result<LayerAttention, String> {
     let rope = match &keys.no_rope_layers {
         Some(layers) => {

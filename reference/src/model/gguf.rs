@@ -1,8 +1,8 @@
 //! GGUF files.
 //!
-//! The container is read here, not by a crate: of those published (gguf, gguf-rs, gguf-rs-lib, ggus,
-//! candle-core) none survives a hostile file. They allocate from lengths in the header, recurse into nested
-//! arrays without a limit, or slice past the end. The format is
+//! The container is parsed here because none of the published crates (gguf, gguf-rs, gguf-rs-lib, ggus,
+//! candle-core) survives a hostile file: they allocate from lengths in the header, recurse into nested arrays
+//! without a limit, or slice past the end. The format is
 //! <https://github.com/ggml-org/ggml/blob/master/docs/gguf.md>, versions 2 and 3.
 
 mod blocks;
@@ -22,19 +22,19 @@ use crate::{Error, Result};
 use blocks::Layout;
 use header::{Header, List, TEXT, Value};
 
-/// Entries of the largest vocabulary, and of the lists that go with it.
+/// Maximum entries of a vocabulary and of its parallel lists.
 const MOST_ITEMS: u64 = 1 << 24;
 
-/// Bytes of the longest token. sentencepiece trains tokens of up to 512 characters; the longest known are a
-/// few hundred bytes.
+/// Maximum bytes of a token. sentencepiece trains tokens of up to 512 characters; the longest known ones have
+/// a few hundred bytes.
 const LONGEST_TOKEN: usize = 1024;
 
-/// An open GGUF file: metadata and where each tensor lies.
+/// An open GGUF file: metadata and tensor locations.
 pub(crate) struct Gguf {
     source: Source,
     header: Header,
     family: &'static Family,
-    heads: (usize, usize), // (n_heads, n_kv_heads), for the row order of Q and K
+    heads: (usize, usize), // (n_heads, n_kv_heads), to restore the row order of Q and K
 }
 
 impl Gguf {
@@ -42,7 +42,7 @@ impl Gguf {
         let source = Source::open(path)?;
         let input = BufReader::with_capacity(1 << 16, source.reader()?);
         let header = header::parse(input, source.len()).map_err(|what| source.error(what))?;
-        // The architecture is looked at first: it begins the names of all other metadata.
+        // The architecture is read first: it is the prefix of other metadata keys.
         let architecture = text(&source, &header, "general.architecture")?;
         let family = Family::of_architecture(&architecture).map_err(|what| source.error(what))?;
         let mut gguf = Self { source, header, family, heads: (1, 1) };
@@ -124,7 +124,7 @@ impl Gguf {
                     beta_slow: self.float_or(&self.key("rope.scaling.yarn_beta_slow"), 1.0),
                     original_max_seq_len: self.int_or(&original, max_seq_len)? as f64,
                     truncate: true,
-                    // llama.cpp multiplies whichever of the two a file has with the paper's factor.
+                    // llama.cpp multiplies either of the two by the paper's factor.
                     attention_factor: ["attn_factor", "yarn_attn_factor"]
                         .map(|name| self.float_or(&self.key(&format!("rope.scaling.{name}")), 1.0))
                         .iter()
@@ -148,7 +148,7 @@ impl Gguf {
         let bytes = self.source.read(list.bytes.clone())?;
         let mut rest = &bytes[..];
         let mut texts = vec![];
-        // The header has been walked over: a length that does not fit here is that of a file changed since.
+        // The header has been validated: a length that does not fit means that the file has changed since.
         while let Some((length, behind)) = rest.split_first_chunk::<8>() {
             let length = u64::from_le_bytes(*length);
             if length > LONGEST_TOKEN as u64 {
@@ -165,7 +165,7 @@ impl Gguf {
         Ok(texts)
     }
 
-    /// A list of numbers in the metadata, if it is there.
+    /// A list of numbers in the metadata, if present.
     pub fn numbers(&self, key: &str) -> Result<Option<Vec<f64>>> {
         let Some(list) = self.list(key)? else { return Ok(None) };
         let Ok(width) = header::width(list.kind) else { return Ok(None) };
@@ -173,7 +173,7 @@ impl Gguf {
         Ok(Some(bytes.chunks_exact(width).map(|bytes| header::number(list.kind, bytes)).collect()))
     }
 
-    /// A list of at most one item for every token that a vocabulary may have.
+    /// A list with at most one item per vocabulary entry.
     fn list(&self, key: &str) -> Result<Option<&List>> {
         match self.header.metadata.get(key) {
             Some(Value::List(list)) if list.len > MOST_ITEMS => {
@@ -192,7 +192,7 @@ impl Gguf {
         }
     }
 
-    /// A flag in the metadata, if it is there.
+    /// A flag in the metadata, if present.
     pub fn flag(&self, key: &str) -> Option<bool> {
         match self.header.metadata.get(key) {
             Some(Value::Bool(flag)) => Some(*flag),
@@ -200,7 +200,7 @@ impl Gguf {
         }
     }
 
-    /// A token in the metadata, if it is there.
+    /// A token in the metadata, if present.
     pub fn token_id(&self, key: &str) -> Option<u32> {
         self.int(key).ok().and_then(|id| u32::try_from(id).ok())
     }
@@ -299,7 +299,7 @@ impl Tensors for Gguf {
     }
 }
 
-/// GGUF stores the rows of Q and K so that RoPE pairs are neighbours (2i, 2i + 1); this restores the halves
+/// GGUF stores the rows of Q and K with RoPE pairs adjacent (2i, 2i + 1); this restores the half-split layout
 /// (i, i + head_dim / 2) of the original checkpoint.
 fn halves_from_pairs(values: &[f32], rows: usize, heads: usize) -> Vec<f32> {
     let columns = values.len() / rows;

@@ -5,14 +5,14 @@ use crate::model::{Config, RopeScaling, Yarn};
 /// Rotary position embedding: cosines and sines of every position up to a length, for the layout that pairs
 /// component `i` with `i + head_dim / 2` (Hugging Face; GGUF rows are reordered to it when they are loaded).
 ///
-/// Some families leave RoPE out in some layers (NoPE): [`Self::layer`] is the embedding of one layer, which
-/// there changes nothing.
+/// Some families omit RoPE in some layers (NoPE): [`Self::layer`] is the embedding of one layer, the identity
+/// for these.
 #[derive(Clone, Debug)]
 pub struct Rope {
     frequencies: Vec<f32>, // (half,) radians per position
     half: usize,           // head_dim / 2
     len: usize,            // positions
-    cos: Vec<f32>,         // (len, half); empty where all frequencies are zero
+    cos: Vec<f32>,         // (len, half); empty if all frequencies are zero
     sin: Vec<f32>,         // the same
     nope: Option<Nope>,
 }
@@ -37,7 +37,7 @@ impl Rope {
         Self { frequencies: frequencies.iter().map(|&f| f as f32).collect(), half, len, cos, sin, nope }
     }
 
-    /// What rotates nothing.
+    /// The identity.
     fn still(half: usize, len: usize) -> Self {
         Self { frequencies: vec![0.0; half], half, len, cos: vec![], sin: vec![], nope: None }
     }
@@ -48,7 +48,7 @@ impl Rope {
         self.nope_of(l).map_or(self, |rope| rope)
     }
 
-    /// As [`Self::layer`], to be kept.
+    /// [`Self::layer`] as an owned handle.
     #[must_use]
     pub fn shared_layer(self: &Arc<Self>, l: usize) -> Arc<Self> {
         self.nope_of(l).unwrap_or(self).clone()
@@ -58,7 +58,7 @@ impl Rope {
         self.nope.as_ref().filter(|nope| nope.layers.get(l) == Some(&true)).map(|nope| &nope.rope)
     }
 
-    /// Whether it was made for a model of this shape.
+    /// Whether it matches a model of this shape.
     pub(crate) fn fits(&self, config: &Config) -> bool {
         let layers = |l: usize| self.nope_of(l).is_none() == config.attention[l].rope;
         2 * self.half == config.head_dim && (0..config.attention.len()).all(layers)
@@ -76,13 +76,13 @@ impl Rope {
         (&self.cos, &self.sin)
     }
 
-    /// Positions it can rotate to.
+    /// Number of positions.
     #[must_use]
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether it has no positions at all.
+    /// Whether it has no positions.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len == 0
@@ -116,8 +116,7 @@ impl Rope {
         }
     }
 
-    /// A copy of rows (n, heads * head_dim), rotated to positions that are evenly spread from `first` to the
-    /// last one.
+    /// A copy of rows (n, heads * head_dim), rotated to evenly spaced positions from `first` to the last.
     #[must_use]
     pub fn spread(&self, rows: &[f32], row_len: usize, first: usize) -> Vec<f32> {
         let n = rows.len() / row_len;
@@ -169,7 +168,7 @@ fn frequencies(config: &Config) -> Vec<f64> {
     }
 }
 
-/// The indices of the frequencies between which YaRN's division sets in.
+/// The frequency indices between which YaRN's ramp lies.
 fn yarn_ramp(yarn: &Yarn, config: &Config) -> (f64, f64) {
     let dim = config.head_dim as f64;
     // The index of the frequency of this many full turns in the original context.
@@ -180,6 +179,6 @@ fn yarn_ramp(yarn: &Yarn, config: &Config) -> (f64, f64) {
     let (low, high) = (index_of(yarn.beta_fast), index_of(yarn.beta_slow));
     let (low, high) = if yarn.truncate { (low.floor(), high.ceil()) } else { (low, high) };
     let (low, high) = (low.max(0.0), high.min(dim - 1.0));
-    // The references part two equal ends by as much.
+    // The reference implementations separate equal ends by the same amount.
     if low == high { (low, high + 0.001) } else { (low, high) }
 }

@@ -7,11 +7,11 @@ use sha2::{Digest, Sha256};
 
 use crate::{Error, Result, files};
 
-/// A weight file that is read by ranges.
+/// A weight file, read by ranges.
 ///
 /// It is not mapped: when another process truncates a mapped file, an access to the lost pages ends this
-/// process with SIGBUS. Here the read fails. A tensor becomes `f32` anyway, so its bytes are held only while
-/// it is converted.
+/// process with SIGBUS, whereas a read fails. Tensors are converted to `f32`, so their bytes are held only
+/// during conversion.
 pub(crate) struct Source {
     path: PathBuf,
     file: File,
@@ -46,7 +46,7 @@ impl Source {
         Ok(file)
     }
 
-    /// The bytes of a range; nothing is allocated for a range that the file does not hold.
+    /// The bytes of a range; nothing is allocated for a range beyond the file.
     pub fn read(&self, range: Range<u64>) -> Result<Vec<u8>> {
         if range.start > range.end || range.end > self.len {
             return Err(self.error(format!("ends after {} bytes, {} are needed", self.len, range.end)));
@@ -66,7 +66,7 @@ impl Source {
 
     /// Feeds the whole file to a hash.
     pub fn digest(&self, hasher: &mut Sha256) -> Result<()> {
-        // A larger buffer than that of `io::copy`: reading costs less than the hash.
+        // A larger buffer than that of `io::copy`, so that reading costs less than hashing.
         let mut buffer = vec![0; 1 << 16];
         let mut file = self.reader()?;
         loop {

@@ -1,6 +1,6 @@
-//! Where weights come from: safetensors files (one or sharded) and GGUF, behind one trait. Tensors are asked
-//! for by their Hugging Face names and with the shape that the configuration implies; everything else about a
-//! file is distrusted.
+//! Sources of weights: safetensors files (single or sharded) and GGUF, behind one trait. Tensors are
+//! requested by their Hugging Face names, with the shape that the configuration implies; nothing else in a
+//! file is trusted.
 
 use std::cell::RefCell;
 use std::collections::{BTreeSet, HashMap, TryReserveError};
@@ -20,9 +20,9 @@ pub(crate) trait Tensors {
     fn contains(&self, name: &str) -> bool;
     /// The tensor as `f32`, row-major, if it has exactly this shape.
     fn load(&self, name: &str, shape: &[usize]) -> Result<Vec<f32>>;
-    /// The names of all tensors, as the files have them.
+    /// The names of all tensors, as stored.
     fn names(&self) -> Vec<&str>;
-    /// The name that the files give a tensor.
+    /// The stored name of a tensor.
     fn stored_name(&self, name: &str) -> Option<String> {
         Some(name.to_owned())
     }
@@ -30,8 +30,8 @@ pub(crate) trait Tensors {
     fn digest(&self, hasher: &mut Sha256) -> Result<()>;
 }
 
-/// A source of tensors that records which of them were read: a tensor that no loader reads shows that the
-/// checkpoint is of another architecture.
+/// A source of tensors that records which tensors were requested: an unrequested tensor shows that the
+/// checkpoint has another architecture.
 pub(crate) struct Tracked<'a> {
     tensors: &'a dyn Tensors,
     asked: RefCell<BTreeSet<String>>, // names in the files
@@ -42,7 +42,7 @@ impl<'a> Tracked<'a> {
         Self { tensors, asked: RefCell::default() }
     }
 
-    /// As [`Tensors::contains`]: what is asked about is known, whether it is then loaded or not.
+    /// As [`Tensors::contains`]. The tensor counts as requested, whether it is then loaded or not.
     pub fn contains(&self, name: &str) -> bool {
         self.note(name);
         self.tensors.contains(name)
@@ -58,7 +58,7 @@ impl<'a> Tracked<'a> {
         self.asked.borrow_mut().extend(self.tensors.stored_name(name));
     }
 
-    /// Refuses files with tensors that were not asked for, which are named.
+    /// Rejects files with unrequested tensors, and names them.
     pub fn finish(&self, path: &Path, family: &str) -> Result<()> {
         const SHOWN: usize = 3;
         let asked = self.asked.borrow();
@@ -77,19 +77,19 @@ impl<'a> Tracked<'a> {
     }
 }
 
-/// Whether a tensor is computed from the configuration here: the rotary frequencies, which old checkpoints
-/// store in every layer, and llama.cpp as `rope_freqs`, which its reader has used.
+/// Whether a tensor can be derived from the configuration: the rotary frequencies, which old checkpoints
+/// store in every layer, and llama.cpp's `rope_freqs`, which the GGUF reader has already used.
 fn is_derived(name: &str) -> bool {
     name.ends_with("rotary_emb.inv_freq") || name == "rope_freqs.weight"
 }
 
-/// `model.safetensors`, or the shards that `model.safetensors.index.json` names.
+/// `model.safetensors`, or the shards listed in `model.safetensors.index.json`.
 pub(crate) struct SafetensorsFiles {
     files: Vec<Shard>,
     file_of: HashMap<String, usize>, // tensor name -> index into `files`
 }
 
-/// A file and its header, which is parsed once.
+/// A file and its parsed header.
 struct Shard {
     source: Source,
     header: Metadata,
@@ -169,7 +169,7 @@ impl Tensors for SafetensorsFiles {
     }
 }
 
-/// Refuses NaN and infinities, which would surface only as nonsense much later.
+/// Rejects NaN and infinities, which would otherwise surface much later.
 pub(crate) fn check_finite(path: &Path, name: &str, values: Vec<f32>) -> Result<Vec<f32>> {
     if values.iter().all(|x| x.is_finite()) {
         Ok(values)
@@ -194,14 +194,14 @@ fn shards(dir: &Path) -> Result<Vec<PathBuf>> {
     if names.is_empty() {
         return Err(Error::file(&path, "names no shards"));
     }
-    // A shard is a plain file name: the index must not reach out of its folder.
+    // A shard is a plain file name: the index must not point outside its folder.
     match names.iter().find(|name| Path::new(name).file_name() != Some(name.as_ref())) {
         Some(name) => Err(Error::file(&path, format!("shard {} is not a plain file name", Quoted(name)))),
         None => Ok(names.iter().map(|name| dir.join(name)).collect()),
     }
 }
 
-/// Numbers of `N` bytes as `f32`.
+/// Converts elements of `N` bytes to `f32`.
 fn floats<const N: usize>(
     bytes: &[u8],
     to_f32: impl Fn([u8; N]) -> f32,

@@ -11,8 +11,8 @@ use library::guarded;
 /// Text to tokens and back.
 pub struct Tokenizer {
     inner: tokenizers::Tokenizer,
-    bos: Option<u32>, // put before a text, if the model was trained so
-    space: char,      // how the vocabulary writes a space before a word
+    bos: Option<u32>, // prepended to a text, if the model expects it
+    space: char,      // the vocabulary's marker of a space before a word
 }
 
 /// A space in byte-level BPE (GPT-2).
@@ -23,10 +23,10 @@ const SENTENCEPIECE_SPACE: char = '\u{2581}';
 impl Tokenizer {
     /// Reads a Hugging Face `tokenizer.json`.
     pub(crate) fn from_json(path: &Path) -> Result<Self> {
-        Ok(Self::new(from_json::load(path)?, None)) // its post-processor adds what is to be added
+        Ok(Self::new(from_json::load(path)?, None)) // its post-processor adds special tokens
     }
 
-    /// Builds the tokenizer that a GGUF file describes.
+    /// Builds the tokenizer from a GGUF file's metadata.
     pub(crate) fn from_gguf(gguf: &Gguf) -> Result<Self> {
         let (inner, bos) = from_gguf::load(gguf)?;
         Ok(Self::new(inner, bos))
@@ -39,7 +39,7 @@ impl Tokenizer {
         Self { inner, bos, space: if sentencepiece { SENTENCEPIECE_SPACE } else { BYTE_LEVEL_SPACE } }
     }
 
-    /// Tokens of a text; with the model's own start token where it has one.
+    /// Tokens of a text, with the model's BOS token if it has one.
     ///
     /// # Errors
     /// [`Error::Argument`] when the text cannot be tokenized.
@@ -48,7 +48,7 @@ impl Tokenizer {
         Ok(self.bos.into_iter().chain(ids).collect())
     }
 
-    /// Tokens of a piece inside a text: no start token, and no space that sentencepiece puts before a text.
+    /// Tokens of a piece inside a text: without BOS, and without sentencepiece's leading space.
     ///
     /// # Errors
     /// [`Error::Argument`] when the text cannot be tokenized.
@@ -57,7 +57,7 @@ impl Tokenizer {
         if self.space != SENTENCEPIECE_SPACE {
             return Ok(plain);
         }
-        // The space stands before the line break then, which merges with nothing.
+        // The leading space then precedes the line break, which merges with nothing.
         let (before, mut all) =
             (self.encode_plain("\n", false)?, self.encode_plain(&format!("\n{text}"), false)?);
         Ok(if all.starts_with(&before) { all.split_off(before.len()) } else { plain })
@@ -76,7 +76,8 @@ impl Tokenizer {
         guarded(|| self.inner.decode(tokens, true)).map_err(tokenizer_error)
     }
 
-    /// The tokens that are a space and a word of at least three ASCII letters: names for retrieval tests.
+    /// The tokens that consist of a space and a word of at least three ASCII letters: names for retrieval
+    /// tests.
     #[must_use]
     pub fn words(&self) -> Vec<u32> {
         let is_word = |token: &str| {
@@ -95,7 +96,7 @@ impl Tokenizer {
         ids
     }
 
-    /// The token of a chat template's marker, if the vocabulary has it.
+    /// The token of a chat template marker, if the vocabulary has it.
     #[must_use]
     pub fn token_id(&self, token: &str) -> Option<u32> {
         self.inner.token_to_id(token)

@@ -1,18 +1,18 @@
-//! The block cache of one head: records in memory of which the rest is on disk.
+//! The block cache of one head, in front of its records on disk.
 
 use pq_core::{BlockCache, Eviction, Hit};
 
 use super::file::RecordFiles;
 use crate::Result;
 
-/// The sizes and the rule of a block cache.
+/// Size and eviction policy of a block cache.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct BlockRule {
-    /// Tokens that stay in memory per layer and head, in whole blocks.
+    /// Tokens cached in memory per layer and head, in whole blocks.
     pub capacity: usize,
-    /// Tokens of a block.
+    /// Tokens per block.
     pub block_len: usize,
-    /// Blocks that a step may bring in: those with most of its tokens.
+    /// Maximum blocks loaded per step: those with most of its tokens.
     pub k_cache: usize,
     pub eviction: Eviction,
 }
@@ -23,24 +23,24 @@ impl BlockRule {
     }
 }
 
-/// Records of one head: blocks that stay, then what the last step has missed.
+/// Records of one head: the cached blocks, then the misses of the last step.
 #[derive(Debug)]
 pub(super) struct HeadBlocks {
     rule: BlockRule,
     directory: BlockCache,
-    used: usize,       // slots that have held a block
+    used: usize,       // slots used so far
     records: Vec<u32>, // (used * block_len + misses of the last step, words)
-    rows: Vec<u32>,    // for every token of the last fetch, in its order, the index of its record
+    rows: Vec<u32>,    // index of the record of each token of the last fetch
     hits: Vec<Hit>,
     misses: Vec<u32>,
 }
 
-/// Where one head's records are.
+/// The records of one head in a file.
 #[derive(Clone, Copy)]
 pub(super) struct HeadFile<'a> {
     pub files: &'a RecordFiles,
     pub head: usize,
-    pub words: usize, // of a record
+    pub words: usize, // per record
 }
 
 impl HeadBlocks {
@@ -49,17 +49,18 @@ impl HeadBlocks {
         Self { rule, directory, used: 0, records: vec![], rows: vec![], hits: vec![], misses: vec![] }
     }
 
-    /// An empty cache with the same rule.
+    /// An empty cache with the same policy.
     pub fn fresh(&self) -> Self {
         Self::new(self.rule)
     }
 
-    /// Bytes of the records that it holds.
+    /// Bytes of the cached records.
     pub fn bytes(&self) -> usize {
         size_of_val(&self.records[..])
     }
 
-    /// The records of `tokens`, ascending, with the index of each one's, and how many were here already.
+    /// Fetches `tokens`, ascending. Returns the records, the index of each token's record, and the number of
+    /// hits.
     pub fn fetch(&mut self, file: HeadFile<'_>, tokens: &[u32]) -> Result<(&[u32], &[u32], usize)> {
         self.directory.look_up(tokens, &mut self.hits, &mut self.misses);
         let first_miss = self.used * self.rule.block_len;
@@ -85,8 +86,8 @@ impl HeadBlocks {
         Ok((&self.records, &self.rows, self.hits.len()))
     }
 
-    /// Brings in the blocks that hold most of `tokens`, of `n` in the file, and returns how many records it
-    /// has read. A block that is not full yet would miss the tokens that come into it, so it stays out.
+    /// Loads the blocks that hold most of `tokens`, of `n` in the file, and returns the number of records
+    /// read. A block that is not full is not cached, since tokens appended to it later would be missing.
     pub fn update(&mut self, file: HeadFile<'_>, tokens: &[u32], n: usize) -> Result<usize> {
         let block_len = self.rule.block_len;
         let in_full_blocks = tokens.partition_point(|&token| (token as usize) < n / block_len * block_len);
@@ -98,7 +99,7 @@ impl HeadBlocks {
             self.records.resize(self.records.len().max(end), 0);
             let records = &mut self.records[slot * block_len * file.words..][..block_len * file.words];
             if let Err(error) = file.files.read(file.head, first..first + block_len, records) {
-                // The directory has the block already: its slot must not be taken for its rows.
+                // The directory already lists the block, but its slot holds no valid rows.
                 *self = self.fresh();
                 return Err(error);
             }
@@ -106,7 +107,7 @@ impl HeadBlocks {
         Ok(loads.len() * block_len)
     }
 
-    /// Forgets the tokens from `len` on.
+    /// Drops the tokens from `len` on.
     pub fn truncate(&mut self, len: usize) {
         self.directory.truncate(len);
     }

@@ -1,4 +1,4 @@
-//! Records on disk, in files without a name.
+//! Records on disk, in unlinked files.
 
 use std::fs::File;
 use std::io;
@@ -8,11 +8,11 @@ use std::sync::Arc;
 
 use crate::{Error, Result};
 
-/// Where a record is in a file: heads one after the other, each with room for all positions. What is not
-/// written yet takes no space on file systems with sparse files.
+/// The offsets of records in a file: heads one after the other, each with room for all positions. Unwritten
+/// parts take no space on file systems with sparse files.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Layout {
-    pub words: usize,    // of a record
+    pub words: usize,    // per record
     pub capacity: usize, // tokens
 }
 
@@ -24,13 +24,12 @@ impl Layout {
 
 /// The records of one layer in a folder.
 ///
-/// A file has no name from the start on, so the system frees it when its last user has gone, also after a
-/// crash, and nothing is there for a later run to misread. It is read and written by ranges, not mapped: a
-/// disk that is full or a file that is cut makes a call fail, where an access to a mapping would end the
-/// process with SIGBUS.
+/// A file is unlinked when it is created, so the system frees it with its last user, also after a crash, and
+/// no stale file can be misread by a later run. It is read and written by ranges, not mapped: on a full disk
+/// or a truncated file a call fails, whereas an access to a mapping would end the process with SIGBUS.
 ///
-/// A clone shares the files it was made from and writes to files of its own: tokens from `first` of a
-/// segment on are in its file, up to the next segment.
+/// A clone shares the existing files and writes to its own: a segment's file holds the tokens from its
+/// `first` up to the next segment.
 #[derive(Clone, Debug)]
 pub(super) struct RecordFiles {
     folder: PathBuf,
@@ -47,29 +46,29 @@ struct Segment {
 #[derive(Debug)]
 struct RecordFile {
     file: File,
-    end: u64, // bytes that have been written, gaps included
+    end: u64, // bytes written, gaps included
 }
 
 impl RecordFiles {
-    /// No records yet, in files in `folder`, the first of which is made now.
+    /// Creates empty storage with files in `folder`; the first file is created now.
     pub fn new(folder: &Path, layout: Layout) -> Result<Self> {
         let segments = vec![Segment::new(folder, 0)?];
         Ok(Self { folder: folder.to_owned(), layout, segments })
     }
 
-    /// Writes one head's records of the tokens from `t` on, which follow those that are held.
+    /// Appends one head's records of the tokens from `t` on.
     pub fn write(&mut self, head: usize, t: usize, records: &[u32]) -> Result<()> {
         let offset = self.layout.offset(head, t);
         let file = match self.segments.last_mut().and_then(|last| Arc::get_mut(&mut last.file)) {
             Some(file) => file,
             None => {
-                // A clone reads what this one would overwrite.
+                // A clone may read the records that this write would overwrite.
                 self.truncate(t);
                 self.segments.push(Segment::new(&self.folder, t)?);
                 return self.write(head, t, records);
             }
         };
-        // Writing behind the end of a file that was cut would fill the gap with zeros.
+        // Writing past the end of a truncated file would fill the gap with zeros.
         let left = file.file.metadata().map_err(|e| Error::io(&self.folder, e))?.len();
         if left < file.end {
             return Err(cut(&self.folder));
@@ -99,7 +98,7 @@ impl RecordFiles {
         Ok(())
     }
 
-    /// Forgets the tokens from `len` on.
+    /// Drops the tokens from `len` on.
     pub fn truncate(&mut self, len: usize) {
         self.segments.retain(|segment| segment.first < len);
     }
@@ -180,7 +179,7 @@ mod tests {
         clone.write(0, 10, &[6; 2]).unwrap();
         assert_eq!(read(&files, 0, 9..12), [0, 0, 5, 5, 5, 5]);
         assert_eq!(read(&clone, 0, 9..11), [0, 0, 6, 6]);
-        // The original goes back and on: the clone still reads what was there.
+        // The original truncates and appends: the clone still reads the old records.
         files.truncate(4);
         files.write(0, 4, &[7; 4]).unwrap();
         assert_eq!(read(&files, 0, 3..6), [0, 0, 7, 7, 7, 7]);

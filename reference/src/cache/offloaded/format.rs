@@ -1,4 +1,4 @@
-//! How the exact key and value of a token and head are held: as one record.
+//! The record of a token and head: its exact key and value.
 
 use bytemuck::{Pod, cast_slice, cast_slice_mut};
 use half::{bf16, f16};
@@ -8,12 +8,12 @@ use crate::Result;
 use crate::cache::ElementType;
 use crate::cache::exact::{attend_rows, attend_tokens, saturating_f16};
 
-/// The form of a record.
+/// The encoding of a record.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum RowFormat {
-    /// The key, then the value, in this type.
+    /// The key, then the value, in this element type.
     Exact(ElementType),
-    /// Key and value in 8 bits: each group of [`GROUP`] components is divided by a 127th of its largest
+    /// Key and value in 8 bits: each group of [`GROUP`] components is scaled by 127 over its largest
     /// magnitude and rounded. The bytes of both come first, then the scales of both in 16 bits.
     Int8,
 }
@@ -22,7 +22,7 @@ pub(crate) enum RowFormat {
 const GROUP: usize = 32;
 
 impl RowFormat {
-    /// Bytes of a record of heads with `dim` components, a multiple of 4.
+    /// Bytes of a record for heads of `dim` components, a multiple of 4.
     pub const fn row_bytes(self, dim: usize) -> usize {
         let bytes = match self {
             Self::Exact(element) => 2 * dim * element.size(),

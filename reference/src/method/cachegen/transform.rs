@@ -1,4 +1,4 @@
-//! The query-metric transform of the codec's planes, and steps that give it a rate.
+//! The query-metric transform of the codec's planes, and the steps for a target rate.
 
 use std::sync::Arc;
 
@@ -19,14 +19,13 @@ pub(crate) struct PlaneTransform {
 }
 
 impl PlaneTransform {
-    /// Those of all planes: keys, then values, of each layer.
+    /// The transforms of all planes: keys, then values, of each layer.
     ///
-    /// Keys share one step, in units of the noise of attention logits. Values have a step for each head,
-    /// halfway between one step for all and one rate for all: the metric of `W_O` knows nothing of the layers
-    /// behind it.
+    /// Keys share one step, in units of the noise of attention logits. Values have a step per head, halfway
+    /// between a common step and a common rate, since the metric of `W_O` ignores the later layers.
     ///
-    /// Values have `offset` bits more than keys, but neither has less than half of the other's: at low rates
-    /// the offset alone would leave keys next to nothing.
+    /// Values have `offset` bits more than keys, but neither side less than half of the other's bits: at low
+    /// rates the offset alone would leave almost none to keys.
     pub fn all(model: &Model, samples: &Calibration, bits: f32, offset: f32) -> Result<Vec<Self>> {
         let config = &model.config;
         let geometry = Geometry::of(config);
@@ -67,8 +66,8 @@ impl PlaneTransform {
     }
 }
 
-/// Query-metric rotations of a layer's heads: of keys before RoPE, and of values under what `W_O` makes of
-/// them, relative to the residual stream that it adds to.
+/// Query-metric rotations of a layer's heads: of keys before RoPE, and of values in the metric of `W_O`,
+/// relative to the residual stream.
 fn head_rotations(
     model: &Model,
     geometry: Geometry,
@@ -102,8 +101,8 @@ fn rotation<S: svd_core::RopeSide>(
     Ok(Rotation::query_metric(&moment.centred(), metric)?)
 }
 
-/// The step that, times each head's own factor, gives Gaussian coefficients of these deviations `bits` on
-/// average.
+/// The step that, multiplied by each head's factor, codes Gaussian coefficients of these deviations with
+/// `bits` on average.
 fn step_for_rate<'a>(heads: impl Iterator<Item = (&'a [f64], f64)>, bits: f32) -> f64 {
     let relative: Vec<f64> =
         heads.flat_map(|(sigma, factor)| sigma.iter().map(move |x| (x / factor).max(1e-30))).collect();
@@ -117,7 +116,7 @@ fn step_for_rate<'a>(heads: impl Iterator<Item = (&'a [f64], f64)>, bits: f32) -
     high.exp()
 }
 
-/// Bits of a Gaussian of `sigma` steps, rounded to the nearest.
+/// Entropy in bits of a Gaussian with a deviation of `sigma` steps, rounded to the nearest step.
 fn gaussian_rate(sigma: f64) -> f64 {
     if sigma > 4.0 {
         // Rounding adds the variance of a step's uniform distribution.
@@ -145,7 +144,7 @@ mod tests {
             let rate = sigma.iter().map(|x| gaussian_rate(x / (2.0 * step))).sum::<f64>() / 4.0;
             assert!((rate - f64::from(bits)).abs() < 1e-4, "{bits} {rate}");
         }
-        // Both forms where they meet, and the entropy of a coin that hardly ever falls on its edge.
+        // Both forms at their boundary, and the entropy of a rare event.
         assert!((gaussian_rate(4.000_001) - gaussian_rate(4.0)).abs() < 1e-3);
         assert!(gaussian_rate(0.1) < 1e-4);
     }

@@ -14,12 +14,12 @@ use crate::{Error, Result};
 pub(crate) struct HybridPlan {
     pub quantizers: Pair<PqShape>,
     pub form: RowForm,
-    /// The rows of a step, or the most of them.
+    /// The rows per step, or their maximum.
     pub budget: Budget,
-    /// What decides how many each head reads, if anything does.
+    /// The error bound that sets the number of rows per head, if there is one.
     pub bound: Option<f32>,
     pub home: RowHome,
-    /// Rows of a head that stay on the device, if a step selects fewer.
+    /// Rows per head that stay resident on the device, if a step selects fewer.
     pub held: usize,
 }
 

@@ -1,9 +1,9 @@
 //! Codes of transformed rows as a device computes them.
 //!
-//! Keys are coded after RoPE, so that a score is a sum of table entries, and of a term of the position where
-//! they are coded less their rotated mean. Values arrive and leave in the basis of their codes, since the
-//! model that a device runs has both maps folded into its weights, as ZACK has its rotations (5.1). Their
-//! mean is folded into its biases: weights of a softmax sum to one, so that an output lacks it once.
+//! Keys are coded after RoPE, so that a score is a sum of table entries, plus a term of the position if the
+//! rotated mean was subtracted. Values enter and leave in the basis of their codes, since the device's model
+//! has both maps folded into its weights, as with ZACK's rotations (5.1). Their mean is folded into the
+//! biases: softmax weights sum to one, so that an output lacks exactly one mean.
 
 use std::sync::Arc;
 
@@ -18,12 +18,12 @@ use crate::ops::dot;
 use crate::side::Pair;
 use crate::{Error, Profile, Result};
 
-/// What of transformed rows is coded.
+/// The form of transformed rows that is coded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct RowForm {
-    /// Keys less their rotated mean.
+    /// Whether the rotated mean is subtracted from keys.
     pub rotated_mean: bool,
-    /// Keys and values divided by their norms, which are kept.
+    /// Whether keys and values are divided by their norms, which are stored.
     pub norms: bool,
 }
 
@@ -33,19 +33,19 @@ pub(crate) struct TransformedHead {
     pub maps: HeadMaps,
     /// Mean of the keys before RoPE, (head_dim,).
     pub key_mean: Vec<f32>,
-    /// Mean of the values in their basis, (head_dim,), which the folded model takes out.
+    /// Mean of the values in their basis, (head_dim,), which the folded model subtracts.
     pub value_mean: Vec<f32>,
     /// Mean squared error of each component of the coded keys, (head_dim,).
     pub key_errors: Vec<f32>,
-    /// Mean squared error of the coded values over their variance.
+    /// Mean squared error of the coded values relative to their variance.
     pub value_error: f32,
 }
 
 impl PqKlt {
-    /// The quantizers, and what they code.
+    /// The quantizers, and the form of the rows that they code.
     ///
     /// # Errors
-    /// [`Error::Argument`] for settings that a device does not have.
+    /// [`Error::Argument`] for settings that a device does not support.
     pub fn device_form(&self, head_dim: usize) -> Result<(Pair<PqShape>, RowForm)> {
         if self.space == KeySpace::BeforeRope {
             return Err(Error::argument(
@@ -71,8 +71,7 @@ impl PqKlt {
         (0..config.n_layers).map(layer).collect()
     }
 
-    /// The model whose values come out of `W_V` in the basis of their codes and less their mean, both of
-    /// which `W_O` takes back.
+    /// The model whose `W_V` yields values in the basis of their codes, minus their mean; `W_O` undoes both.
     pub fn fold_values(&self, model: &Model, profile: &Profile) -> Result<Model> {
         let fold = |(l, layer): (usize, &Layer)| -> Result<Layer> {
             let plan = self.plan(&model.config, profile, l)?;
@@ -103,7 +102,7 @@ impl TransformedHead {
     }
 }
 
-/// What the map makes of the identity.
+/// The columns of a map, as the image of the identity.
 fn columns(map: &MapBuf) -> Result<Vec<f32>> {
     let dim = map.view().dim();
     let mut identity = vec![0.0; dim * dim];
@@ -143,7 +142,7 @@ fn fold_layer(weights: &mut AttentionWeights, plan: &TransformedPlan, config: &C
     Ok(())
 }
 
-/// The transpose of a matrix of rows of `n` elements.
+/// Transposes a matrix with rows of `n` elements.
 fn transposed(matrix: &[f32], n: usize) -> Vec<f32> {
     (0..n).flat_map(|column| matrix.iter().skip(column).step_by(n).copied()).collect()
 }

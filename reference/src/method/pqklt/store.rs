@@ -1,4 +1,5 @@
-//! PQ codes of transformed keys and values: the query-metric KLT, a norm per token, attention on the codes.
+//! PQ codes of transformed keys and values: the query-metric KLT, a norm per token, and attention on the
+//! codes.
 
 use std::sync::Arc;
 
@@ -16,32 +17,32 @@ use crate::model::Rope;
 use crate::ops::dot;
 use crate::side::{Pair, Side};
 
-/// Where keys are coded.
+/// The space in which keys are coded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum KeySpace {
-    /// After RoPE, less the rotated mean of the keys before it: score tables serve all positions, and the
-    /// mean's part of a score is computed from the position.
+    /// After RoPE, minus the rotated pre-RoPE mean: one score table serves all positions, and the mean's
+    /// contribution is computed from the position.
     RotatedMean,
-    /// Before RoPE: the best codes, but a score needs the decoded key, rotated to its position.
+    /// Before RoPE: the most accurate codes, but a score needs the decoded key, rotated to its position.
     BeforeRope,
-    /// After RoPE: a score is a sum of table entries and nothing else. Their mean is part of the centroids.
+    /// After RoPE: a score is a sum of table entries only. The mean is part of the centroids.
     AfterRope,
 }
 
-/// How one head's keys, or its values, become codes.
+/// The transform and codebook of one head's keys or values.
 pub(crate) struct HeadCode {
-    pub mean: Vec<f32>, // (head_dim,); that of keys is taken before RoPE
+    pub mean: Vec<f32>, // (head_dim,); of keys, before RoPE
     pub basis: MapBuf,  // projects rows
     pub dual: MapBuf,   // projects queries and reconstructs rows
     pub codebook: CodebookBuf,
-    pub norms: bool, // divide rows by their norms, which are kept in a byte
-    /// What the codes lose, of the rows calibrated on. Keys: mean squared error of each component that a
-    /// query is multiplied with, (head_dim,). Values: squared error over that of no code at all, (1,).
+    pub norms: bool, // divide rows by their norms, stored in a byte each
+    /// Coding error on the calibration rows. Keys: mean squared error of each component as the query sees it,
+    /// (head_dim,). Values: squared error relative to the squared rows, (1,).
     pub errors: Vec<f32>,
 }
 
 impl HeadCode {
-    /// Transforms rows less their mean (n, head_dim), in place; returns the norms, if they are kept.
+    /// Transforms mean-free rows (n, head_dim) in place; returns the norms, if they are stored.
     pub fn transform(basis: &MapBuf, norms: bool, rows: &mut Vec<f32>) -> Result<Vec<u8>> {
         let dim = basis.view().dim();
         let mut transformed = vec![0.0; rows.len()];
@@ -56,8 +57,7 @@ impl HeadCode {
         Ok(coded)
     }
 
-    /// Codes transformed rows and returns what the codes lose; both in units of the rows before division by
-    /// the norms.
+    /// Codes transformed rows and returns the residuals, in units of the rows before division by the norms.
     pub fn residuals(codebook: &CodebookBuf, rows: &mut [f32], norms: &[u8]) -> Result<Vec<f32>> {
         let (codebook, shape) = (codebook.view(), codebook.view().shape());
         let mut codes = CodesBuf::new(shape);
@@ -73,7 +73,7 @@ impl HeadCode {
         Ok(residuals)
     }
 
-    /// Takes the mean out of rows that are not rotated.
+    /// Subtracts the mean from unrotated rows.
     pub fn subtract_mean(mean: &[f32], rows: &mut [f32]) {
         for row in rows.chunks_exact_mut(mean.len()) {
             row.iter_mut().zip(mean).for_each(|(x, mean)| *x -= mean);
@@ -81,7 +81,7 @@ impl HeadCode {
     }
 }
 
-/// How one layer's keys and values become codes.
+/// The transforms and codebooks of one layer.
 pub(crate) struct TransformedPlan {
     pub heads: Vec<Pair<HeadCode>>, // (n_kv_heads,)
     pub space: KeySpace,
@@ -93,23 +93,23 @@ pub(crate) struct TransformedPlan {
 struct Coded {
     codes: CodesBuf,
     norms: Vec<u8>,                    // (len,) or empty
-    refined: Option<Arc<CodebookBuf>>, // trained again on this sequence's prompt
+    refined: Option<Arc<CodebookBuf>>, // refined on this sequence's prompt
 }
 
-/// See the module's text.
+/// See the module documentation.
 #[derive(Clone)]
 pub(crate) struct TransformedStore {
     geometry: Geometry,
     rope: Arc<Rope>,
     plan: Arc<TransformedPlan>,
-    key_means: Arc<Vec<RopeMeanBuf>>, // per head, where keys are coded less their rotated mean
+    key_means: Arc<Vec<RopeMeanBuf>>, // per head, for `RotatedMean`
     heads: Vec<Pair<Coded>>,
-    decoded: Vec<Vec<f32>>, // per head: rotated keys (len, head_dim), where they are coded before RoPE
+    decoded: Vec<Vec<f32>>, // per head: rotated keys (len, head_dim), for `BeforeRope`
     first: usize,           // position of the first token
     len: usize,
 }
 
-/// Fewest tokens that codebooks are refined on.
+/// Minimum tokens to refine codebooks on.
 const ENOUGH: usize = 256;
 
 impl TransformedStore {
@@ -127,7 +127,7 @@ impl TransformedStore {
         Ok(Self { geometry, rope, plan, key_means, heads, decoded, first: 0, len: 0 })
     }
 
-    /// Transforms and encodes rows less their mean; returns the rows that the codes stand for, transformed.
+    /// Transforms and encodes mean-free rows; returns the decoded rows, transformed.
     fn encode(&mut self, head: usize, side: Side, mut rows: Vec<f32>) -> Result<Vec<f32>> {
         let (code, coded) = (&self.plan.heads[head][side], &mut self.heads[head][side]);
         let shape = code.codebook.view().shape();
@@ -167,7 +167,7 @@ impl TransformedStore {
             .collect()
     }
 
-    /// What the keys' rotated mean, if they have one, adds to the scores: (group, len).
+    /// The contribution of the keys' rotated mean, if any, to the scores: (group, len).
     fn scores_of_mean(&self, head: usize, q: &[f32]) -> Result<Vec<f32>> {
         let dim = self.geometry.head_dim;
         let mut scores = vec![0.0; q.len() / dim * self.len];
@@ -180,8 +180,8 @@ impl TransformedStore {
 }
 
 impl TransformedStore {
-    /// Adds the attention that `attend` computes of coded tokens, those before `first` masked, in the basis
-    /// of their codes.
+    /// Adds the attention over coded tokens, computed by `attend` in the basis of the codes, with tokens
+    /// before `first` masked.
     pub fn attend_by(
         &self,
         head: usize,
@@ -225,7 +225,7 @@ impl TransformedStore {
             score_variances: probes.chunks_exact(self.geometry.head_dim).map(variance).collect(),
             value_error: value_code.errors[0],
         };
-        // Attention on the transformed values, turned back once per query.
+        // Attention on the transformed values, mapped back once per query.
         let mut transformed = vec![0.0; out.len()];
         let mut transformed_stats = vec![SoftmaxStats::EMPTY; stats.len()];
         attend(&step, &mut transformed, &mut transformed_stats)?;
@@ -237,15 +237,15 @@ impl TransformedStore {
     }
 }
 
-/// One head's coded tokens, and a step's queries.
+/// One head's coded tokens, and the queries of a step.
 pub(crate) struct CodedStep<'a> {
     pub luts: Luts<'a>,
     pub tokens: CodedTokens<'a>,
-    pub score_variances: Vec<f32>, // (group,) of exact scores around coded ones
-    pub value_error: f32,          // squared error over the variance
+    pub score_variances: Vec<f32>, // (group,): variance of exact around coded scores
+    pub value_error: f32,          // squared error relative to the variance
 }
 
-/// Codebooks are kept in 16 bits.
+/// Rounds centroids to 16 bits, as codebooks are stored.
 pub(crate) fn halved(centroids: &[f32]) -> Vec<f32> {
     centroids.iter().map(|&x| f16::from_f32(x).to_f32()).collect()
 }

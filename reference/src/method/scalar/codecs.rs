@@ -54,9 +54,8 @@ fn packed_len(n: usize, bits: u32) -> usize {
     (n * bits as usize).div_ceil(8)
 }
 
-/// Appends codes of `bits` bits. Where the width divides a byte, byte `i` holds codes `i`, `i + len`,
-/// `i + 2 len`, ... of `len` bytes (as in ggml), so that unpacking runs over neighbours; other widths follow
-/// each other bit by bit.
+/// Appends codes of `bits` bits. If the width divides a byte, byte `i` of `len` bytes holds codes `i`, `i +
+/// len`, `i + 2 len`, ... (as in ggml), so that unpacking vectorizes; other widths are packed bit by bit.
 fn pack(codes: &[u8], bits: u32, bytes: &mut Vec<u8>) {
     let start = bytes.len();
     let len = packed_len(codes.len(), bits);
@@ -87,8 +86,8 @@ fn unpack(bytes: &[u8], bits: u32, out: &mut [f32], element: impl Fn(u8) -> f32)
     }
 }
 
-/// One scale per channel over the tokens of the block (KIVI's keys, arXiv 2402.02750): outlier channels keep
-/// to themselves.
+/// One scale per channel over the tokens of the block (KIVI's keys, arXiv 2402.02750): outlier channels do
+/// not affect others.
 pub(crate) struct PerChannel {
     pub bits: u32,
 }
@@ -172,8 +171,8 @@ impl<C: BlockCodec> BlockCodec for Rotated<C> {
     }
 }
 
-/// The orthonormal Walsh-Hadamard transform, its own inverse. A length that is no power of two is cut into
-/// blocks of its largest power-of-two divisor.
+/// The orthonormal Walsh-Hadamard transform, its own inverse. A length that is not a power of two is split
+/// into blocks of its largest power-of-two divisor.
 fn hadamard(row: &mut [f32]) {
     let size = 1 << row.len().trailing_zeros();
     let scale = 1.0 / (size as f32).sqrt();
@@ -193,7 +192,7 @@ fn hadamard(row: &mut [f32]) {
 }
 
 /// TurboQuant's first stage (arXiv 2504.19874): a random rotation makes the components of a unit vector
-/// nearly Gaussian, so that one scalar quantizer, optimal for the normal distribution, serves them all. A
+/// nearly Gaussian, so that one scalar quantizer, optimal for the normal distribution, fits all of them. One
 /// norm per token.
 pub(crate) struct LloydMax {
     bits: u32,

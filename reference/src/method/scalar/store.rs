@@ -1,9 +1,9 @@
 //! Blocks of scalar codes.
 //!
-//! A [`CodedStore`] cuts the tokens of a head into blocks and leaves the coding of a block to a
-//! [`BlockCodec`], one for keys (after RoPE, and at a lower rank if the head is cut) and one for values. To
-//! attend it decodes block by block. A codec that rotates its rows leaves them rotated: the query is rotated
-//! instead, and the output turned back, once per step.
+//! A [`CodedStore`] splits the tokens of a head into blocks, coded by a [`BlockCodec`] for keys (after RoPE,
+//! and at a lower rank if the head is truncated) and one for values. Attention decodes block by block. A
+//! codec that rotates its rows leaves them rotated: instead the query is rotated, and the output rotated
+//! back, once per step.
 
 use std::sync::Arc;
 
@@ -15,13 +15,13 @@ use crate::method::cut::HeadCut;
 use crate::model::Rope;
 use crate::side::{Pair, Side};
 
-/// Codes rows (n, head_dim) of one head to bytes and back.
+/// Codec between rows (n, head_dim) of one head and bytes.
 pub(crate) trait BlockCodec: Send + Sync {
     /// Appends the codes of `rows` to `bytes`.
     fn encode(&self, rows: &[f32], head_dim: usize, bytes: &mut Vec<u8>);
-    /// Fills `rows` from all of `bytes`; rows that were rotated stay so.
+    /// Decodes all of `bytes` into `rows`; rotated rows stay rotated.
     fn decode(&self, bytes: &[u8], head_dim: usize, rows: &mut [f32]);
-    /// Rotates a row as the coded ones are.
+    /// Applies the codec's rotation to a row.
     fn rotate(&self, _row: &mut [f32]) {}
     /// Undoes [`Self::rotate`].
     fn rotate_back(&self, _row: &mut [f32]) {}
@@ -41,8 +41,8 @@ pub(crate) struct CodedStore {
 
 #[derive(Clone)]
 struct Block {
-    coded: usize,              // tokens that the codes hold
-    valid: usize,              // tokens that truncation has left
+    coded: usize,              // tokens in the codes
+    valid: usize,              // tokens left after truncation
     codes: Vec<Pair<Vec<u8>>>, // per head
 }
 

@@ -5,7 +5,7 @@ use svd_core::{LayerRotations, RowsMut};
 use crate::Result;
 use crate::model::{AttentionWeights, Layer, Model};
 
-/// The model whose values come out of `W_V` rotated and are turned back by `W_O` (ZACK 5.1): same function,
+/// The model whose `W_V` yields rotated values and whose `W_O` rotates them back (ZACK 5.1): same function,
 /// same shapes.
 ///
 /// `rotations` (n_layers,).
@@ -35,7 +35,8 @@ mod tests {
     use crate::forward::{logits, prefill};
     use crate::model::{Rope, RopeScaling};
 
-    /// Without a rotary embedding `W_Q` and `W_K` can take a rotation too, and the model stays what it was.
+    /// Without RoPE, a rotation can be folded into `W_Q` and `W_K` as well, and the model's function does not
+    /// change.
     #[test]
     fn queries_and_keys_fold_where_there_is_no_rope() {
         let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/parity/fixtures/gqa");

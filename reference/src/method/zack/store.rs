@@ -10,18 +10,18 @@ use crate::method::cut::HeadCut;
 use crate::model::Rope;
 use crate::side::Pair;
 
-/// ZACK: rotated keys and values cut to each head's rank; attention in the rotated space.
+/// ZACK: rotated keys and values truncated to each head's rank; attention in the rotated space.
 ///
-/// Queries and keys are rotated here, after RoPE (paper 5.1). Values arrive rotated and leave rotated: their
-/// maps are folded into the model's `W_V` and `W_O`, so a cut value is its first components and the rest
-/// counts as zero.
+/// Queries and keys are rotated here, after RoPE (paper 5.1). Values enter and leave rotated, since their
+/// maps are folded into the model's `W_V` and `W_O`: a truncated value is its first components, with the rest
+/// zero.
 #[derive(Clone)]
 pub(crate) struct ZackStore {
     geometry: Geometry,
     rope: Arc<Rope>,
     heads: Arc<Vec<HeadCut>>, // (n_kv_heads,)
     element: ElementType,
-    cuts_prompts: bool,        // whether the tokens of a prompt see each other's cut rows
+    cuts_prompts: bool,        // whether prompt tokens attend to each other's truncated rows
     rows: Vec<Pair<Elements>>, // per head: keys (len, key rank) and values (len, value rank)
     len: usize,
 }

@@ -1,15 +1,15 @@
-//! Numbers in ggml's types, plain and in quantized blocks.
+//! Decoding of ggml's types, plain and quantized in blocks.
 
 use half::f16;
 
-/// How a ggml type stores numbers.
+/// The block layout of a ggml type.
 pub(super) struct Layout {
-    block: usize, // numbers of a block
-    size: usize,  // bytes of a block
+    block: usize, // elements per block
+    size: usize,  // bytes per block
     unpack: Unpack,
 }
 
-/// Appends the numbers of one block.
+/// Appends the elements of one block.
 type Unpack = fn(&[u8], &mut Vec<f32>);
 
 impl Layout {
@@ -43,7 +43,7 @@ impl Layout {
         Ok(Self { block, size, unpack })
     }
 
-    /// Bytes that `n` numbers take.
+    /// Bytes of `n` elements.
     pub fn bytes(&self, n: usize) -> Result<usize, String> {
         if !n.is_multiple_of(self.block) {
             return Err(format!("{n} numbers are no whole number of blocks of {}", self.block));
@@ -51,7 +51,7 @@ impl Layout {
         (n / self.block).checked_mul(self.size).ok_or_else(|| "its size does not fit this machine".into())
     }
 
-    /// The numbers of whole blocks.
+    /// Decodes whole blocks.
     pub fn unpack(&self, bytes: &[u8]) -> Result<Vec<f32>, String> {
         let mut out = vec![];
         out.try_reserve_exact(bytes.len() / self.size * self.block).map_err(|e| e.to_string())?;

@@ -1,4 +1,4 @@
-//! What stands before the weights: metadata, and where each tensor lies.
+//! The header of a GGUF file: metadata and tensor locations.
 
 use std::collections::HashMap;
 use std::io::{Read, Seek};
@@ -14,7 +14,7 @@ pub(super) struct Header {
 }
 
 /// A metadata value. Numbers of all widths share two variants. Texts and lists stay in the file until they
-/// are asked for: they may be as long as the file, and most are never read.
+/// are read: they may be as long as the file, and most are never read.
 pub(super) enum Value {
     Int(i64),
     Float(f64),
@@ -23,9 +23,9 @@ pub(super) enum Value {
     List(List),
 }
 
-/// Where a list's items lie.
+/// The location of a list's items.
 pub(super) struct List {
-    pub kind: u32, // metadata type of an item
+    pub kind: u32, // metadata type of the items
     pub len: u64,  // items
     pub bytes: Range<u64>,
 }
@@ -39,7 +39,7 @@ pub(super) struct TensorInfo {
 /// The metadata type of texts.
 pub(super) const TEXT: u32 = 8;
 
-/// Real files have less than a hundred metadata, and a dozen tensors a layer.
+/// Real files have fewer than a hundred metadata entries, and a dozen tensors per layer.
 const MOST_METADATA: usize = 1 << 16;
 const MOST_TENSORS: usize = 1 << 18;
 
@@ -98,7 +98,7 @@ pub(super) fn parse(input: impl Read + Seek, len: u64) -> Result<Header> {
     Ok(Header { metadata, tensors, data_start: reader.at.next_multiple_of(alignment) })
 }
 
-/// A cursor that never reads past the end and holds no more of the file than a name.
+/// A cursor that never reads past the end and buffers at most a name.
 struct Reader<R> {
     input: R,
     at: u64,
@@ -106,7 +106,7 @@ struct Reader<R> {
 }
 
 impl<R: Read + Seek> Reader<R> {
-    /// Moves over `n` bytes, which the file must hold; where they lie.
+    /// Skips `n` bytes, which must exist, and returns their range.
     fn advance(&mut self, n: u64) -> Result<Range<u64>> {
         let start = self.at;
         let end = start.checked_add(n).filter(|&end| end <= self.len);
@@ -198,7 +198,7 @@ pub(super) fn width(kind: u32) -> Result<usize> {
     }
 }
 
-/// A number of any width out of its bytes; whole numbers are exact to 2^53.
+/// A number of any width from its bytes; integers are exact up to 2^53.
 pub(super) fn number(kind: u32, bytes: &[u8]) -> f64 {
     let mut wide = [0; 8];
     wide[..bytes.len()].copy_from_slice(bytes);

@@ -1,4 +1,4 @@
-//! The tokenizer that a GGUF file describes.
+//! Builds a tokenizer from a GGUF file's metadata.
 
 use tokenizers::decoders::byte_fallback::ByteFallback;
 use tokenizers::decoders::fuse::Fuse;
@@ -19,7 +19,7 @@ use crate::Result;
 use crate::error::Quoted;
 use crate::model::gguf::Gguf;
 
-/// The tokenizer, and the token that it puts before a text.
+/// The tokenizer and its BOS token.
 pub(super) fn load(gguf: &Gguf) -> Result<(tokenizers::Tokenizer, Option<u32>)> {
     const CONTROL: f64 = 3.0;
     let tokens = gguf.texts("tokenizer.ggml.tokens")?;
@@ -40,7 +40,7 @@ pub(super) fn load(gguf: &Gguf) -> Result<(tokenizers::Tokenizer, Option<u32>)> 
     Ok((inner, bos))
 }
 
-/// GPT-2's tokenizer and its kin: merges are stored.
+/// GPT-2-style byte-level BPE: merges are stored.
 fn byte_level_bpe(gguf: &Gguf, tokens: &[String]) -> Result<tokenizers::Tokenizer> {
     let merges = gguf.texts("tokenizer.ggml.merges")?;
     let merges = merges.iter().map(|merge| {
@@ -96,18 +96,18 @@ fn sentencepiece_bpe(gguf: &Gguf, tokens: &[String], kinds: &[f64]) -> Result<to
     Ok(inner)
 }
 
-/// How sentencepiece writes a space.
+/// sentencepiece's space marker.
 const SPACE: &str = "\u{2581}";
 
-/// Ways to cut all tokens into two tokens. Gemma, whose vocabulary of 256,000 is the largest of this kind,
-/// has 580,000.
+/// Maximum number of splits of tokens into two tokens. Gemma, with the largest vocabulary of this kind
+/// (256,000), has 580,000.
 const MOST_MERGES: usize = 1 << 21;
 
 fn vocab(tokens: &[String]) -> Vocab {
     tokens.iter().zip(0..).map(|(token, id)| (token.clone(), id)).collect()
 }
 
-/// How the text is cut before the merges, by the name llama.cpp gives it.
+/// The pre-tokenizer, by llama.cpp's name for it.
 fn pre_tokenizer(gguf: &Gguf) -> Result<PreTokenizerWrapper> {
     let byte_level = ByteLevel::new(false, true, true);
     match gguf.text("tokenizer.ggml.pre").as_deref().unwrap_or("default") {
@@ -119,14 +119,14 @@ fn pre_tokenizer(gguf: &Gguf) -> Result<PreTokenizerWrapper> {
     }
 }
 
-/// Cuts by a pattern, then takes bytes.
+/// Splits by a pattern, then into bytes.
 fn cut(gguf: &Gguf, pattern: &str) -> Result<PreTokenizerWrapper> {
     let pattern = SplitPattern::Regex(pattern.into());
     let cut = Split::new(pattern, SplitDelimiterBehavior::Isolated, false).map_err(|e| gguf.error(e))?;
     Ok(Sequence::new(vec![cut.into(), ByteLevel::new(false, true, false).into()]).into())
 }
 
-/// From the `tokenizer.json` of Qwen 2 and 3: as Llama 3's, but digits one by one.
+/// From the `tokenizer.json` of Qwen 2 and 3: as Llama 3's, but with single digits.
 const QWEN2_CUT: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 
 /// From the `tokenizer.json` of Llama 3, which SmolLM3 shares (llama.cpp's `smaug-bpe`).

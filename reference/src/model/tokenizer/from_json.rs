@@ -1,4 +1,4 @@
-//! A Hugging Face `tokenizer.json`, checked for what the tokenizers library takes on trust.
+//! A Hugging Face `tokenizer.json`, with the checks that the tokenizers library omits.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -9,18 +9,18 @@ use serde_json::value::RawValue;
 use super::library::guarded;
 use crate::{Error, Result, files};
 
-/// How many times longer the steps around the model may make a text. Real files stay below 10: spaces become
-/// three bytes, bytes become characters of two.
+/// Maximum factor by which the steps around the model may lengthen a text. Real files stay below 10: spaces
+/// become three bytes, bytes become characters of two.
 const MOST_GROWTH: f64 = 4096.0;
 
 pub(super) fn load(path: &Path) -> Result<tokenizers::Tokenizer> {
     let error = |e: serde_json::Error| Error::file(path, e);
-    // The whole file is walked as JSON before the library sees it. Values stay text: numbers reach the
-    // library unchanged.
+    // The whole file is validated as JSON before the library sees it. Values stay text, so that numbers reach
+    // the library unchanged.
     let mut fields: BTreeMap<String, Box<RawValue>> =
         serde_json::from_slice(&files::read(path)?).map_err(error)?;
-    // Settings of a training run, saved with the tokenizer. transformers turns both off in every call: a
-    // prompt is neither cut nor filled up.
+    // Settings saved from training. transformers disables both in every call: a prompt is neither truncated
+    // nor padded.
     fields.remove("truncation");
     fields.remove("padding");
     for name in ["normalizer", "pre_tokenizer", "post_processor", "decoder"] {
@@ -35,8 +35,7 @@ pub(super) fn load(path: &Path) -> Result<tokenizers::Tokenizer> {
     guarded(|| tokenizers::Tokenizer::from_bytes(text)).map_err(|what| Error::file(path, what))
 }
 
-/// How many times longer a step, and all steps inside it one after the other, may make a text: an upper
-/// bound.
+/// Upper bound of the factor by which a step, with all its nested steps in sequence, lengthens a text.
 fn growth(step: &Value) -> std::result::Result<f64, String> {
     let inner = match step {
         Value::Object(fields) => fields.values().map(growth).product::<std::result::Result<f64, _>>()?,
@@ -57,7 +56,7 @@ fn growth(step: &Value) -> std::result::Result<f64, String> {
     Ok(own.max(1.0) * inner)
 }
 
-/// The template of one text: how often it holds the text, and tokens that it adds.
+/// The growth of a single-text template: repetitions of the text and added tokens.
 fn template_growth(step: &Value) -> f64 {
     let ids = |id: &Value| {
         let token = id.as_str().map_or(&Value::Null, |id| &step["special_tokens"][id]);
@@ -69,8 +68,8 @@ fn template_growth(step: &Value) -> f64 {
         .sum()
 }
 
-/// A sentencepiece character map: a little-endian `u32`, that many bytes of a trie, and replacements that end
-/// with a zero.
+/// A sentencepiece character map: the length of a trie (little-endian `u32`), the trie, and zero-terminated
+/// replacements.
 fn charsmap_growth(charsmap: &str) -> std::result::Result<f64, String> {
     let bytes = base64(charsmap).ok_or("precompiled_charsmap is not base64")?;
     let (length, rest) =

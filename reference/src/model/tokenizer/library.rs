@@ -6,12 +6,12 @@ use std::panic::{self, AssertUnwindSafe};
 use std::sync::Once;
 
 thread_local! {
-    /// Whether this thread is inside a guarded call, whose panics print nothing.
+    /// Whether this thread is inside a guarded call, whose panics are silent.
     static GUARDED: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Calls the library, which panics on some files, and on texts with some files that it has taken. A panic is
-/// an error, and prints nothing; panics of other threads, and of this one outside the call, print as before.
+/// Calls the library, which panics on some files, and on some texts with files that it has accepted. A panic
+/// becomes an error and is silent; other panics print as before.
 pub(super) fn guarded<T>(call: impl FnOnce() -> tokenizers::Result<T>) -> Result<T, String> {
     static HOOK: Once = Once::new();
     HOOK.call_once(|| {
@@ -23,8 +23,8 @@ pub(super) fn guarded<T>(call: impl FnOnce() -> tokenizers::Result<T>) -> Result
         }));
     });
     let outer = GUARDED.replace(true);
-    // A panic can leave nothing half done that is used again: what is being built is lost, and a tokenizer's
-    // only mutable state is a cache behind a lock, which the library stops using when it is poisoned.
+    // Unwind safe: a panic discards the value being built, and a tokenizer's only mutable state is a cache
+    // behind a lock, which the library stops using when poisoned.
     let outcome = panic::catch_unwind(AssertUnwindSafe(call));
     GUARDED.set(outer);
     match outcome {
